@@ -1,0 +1,57 @@
+// System-scope loads and stores: on a GPU they order memory across NVLink peers and the host, on a
+// CPU across threads and across processes that share the page.
+#ifndef JFLUX_CORE_ATOMIC_H_
+#define JFLUX_CORE_ATOMIC_H_
+
+#include <cstdint>
+
+#include "core/platform.h"
+
+namespace jflux {
+
+JFLUX_HD uint64_t LoadAcquire(const uint64_t* p) {
+#if defined(__CUDA_ARCH__)
+  uint64_t v;
+  asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+#else
+  return __atomic_load_n(p, __ATOMIC_ACQUIRE);
+#endif
+}
+
+JFLUX_HD void StoreRelease(uint64_t* p, uint64_t v) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+#else
+  __atomic_store_n(p, v, __ATOMIC_RELEASE);
+#endif
+}
+
+JFLUX_HD uint64_t LoadRelaxed(const uint64_t* p) {
+#if defined(__CUDA_ARCH__)
+  uint64_t v;
+  asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(v) : "l"(p) : "memory");
+  return v;
+#else
+  return __atomic_load_n(p, __ATOMIC_RELAXED);
+#endif
+}
+
+// True for the one caller that turned `expected` into `desired`.
+JFLUX_HD bool CompareExchange(uint64_t* p, uint64_t expected, uint64_t desired) {
+#if defined(__CUDA_ARCH__)
+  uint64_t seen;
+  asm volatile("atom.acq_rel.sys.global.cas.b64 %0, [%1], %2, %3;"
+               : "=l"(seen)
+               : "l"(p), "l"(expected), "l"(desired)
+               : "memory");
+  return seen == expected;
+#else
+  return __atomic_compare_exchange_n(p, &expected, desired, /*weak=*/false, __ATOMIC_ACQ_REL,
+                                     __ATOMIC_ACQUIRE);
+#endif
+}
+
+}  // namespace jflux
+
+#endif  // JFLUX_CORE_ATOMIC_H_

@@ -1,0 +1,22 @@
+// Element types of operands and results, as every layer below the FFI names them.
+#ifndef JFLUX_CORE_DTYPE_H_
+#define JFLUX_CORE_DTYPE_H_
+
+#include <cstdint>
+
+#include "core/platform.h"
+
+namespace jflux {
+
+enum class DType : int32_t { kF16, kBF16, kF32, kF64 };
+
+JFLUX_HD constexpr int64_t SizeOf(DType t) {
+  return t == DType::kF64 ? 8 : t == DType::kF32 ? 4 : 2;
+}
+
+// Identifies an op in signatures and fault records. Append only.
+enum class OpId : uint32_t { kAllGatherMatmul = 1, kMatmulReduceScatter = 2 };
+
+}  // namespace jflux
+
+#endif  // JFLUX_CORE_DTYPE_H_

@@ -1,0 +1,72 @@
+// What differs between the compilers that build cc/core: g++ and clang++ for the CPU back end and
+// the tests, nvcc for host and device code. Only this header and atomic.h may ask which it is.
+#ifndef JFLUX_CORE_PLATFORM_H_
+#define JFLUX_CORE_PLATFORM_H_
+
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define JFLUX_HD __host__ __device__ __forceinline__
+#else
+#define JFLUX_HD inline
+#endif
+
+#if !defined(__CUDA_ARCH__)
+#include <chrono>
+#include <thread>
+#endif
+
+namespace jflux {
+
+inline constexpr int kMaxRanks = 8;
+
+// Nanoseconds of a clock that only moves forward; the two sides' clocks are never compared.
+JFLUX_HD uint64_t NowNs() {
+#if defined(__CUDA_ARCH__)
+  uint64_t t;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(t));
+  return t;
+#else
+  return static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(
+                                   std::chrono::steady_clock::now().time_since_epoch())
+                                   .count());
+#endif
+}
+
+// One idle turn of a polling loop.
+JFLUX_HD void PollPause(uint32_t turn) {
+#if defined(__CUDA_ARCH__)
+  if (turn > 64) __nanosleep(turn > 4096 ? 500 : 40);
+#else
+  if (turn < 16) return;
+  if (turn < 1024) {
+    std::this_thread::yield();
+  } else {
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+#endif
+}
+
+template <typename T>
+JFLUX_HD constexpr T CeilDiv(T a, T b) {
+  return (a + b - 1) / b;
+}
+
+template <typename T>
+JFLUX_HD constexpr T RoundUp(T a, T b) {
+  return CeilDiv(a, b) * b;
+}
+
+template <typename T>
+JFLUX_HD constexpr T Min(T a, T b) {
+  return a < b ? a : b;
+}
+
+template <typename T>
+JFLUX_HD constexpr T Max(T a, T b) {
+  return a > b ? a : b;
+}
+
+}  // namespace jflux
+
+#endif  // JFLUX_CORE_PLATFORM_H_

@@ -1,0 +1,38 @@
+// Rows of a gathered (or not yet scattered) array.
+//
+// The array is [outer, world, inner, columns]: `world` blocks of `inner` rows along the gathered
+// dimension, under `outer` leading ones. Ranks own blocks; a rank's own array is [outer, inner,
+// columns], which is contiguous. The kernels number rows rank by rank ("virtual rows"):
+//
+//   virtual row v = (rank, o, i)      v = (rank * outer + o) * inner + i
+//   actual row  a = (o, rank, i)      a = (o * world + rank) * inner + i
+//
+// With outer == 1, the default, the two are the same.
+#ifndef JFLUX_CORE_ROWS_H_
+#define JFLUX_CORE_ROWS_H_
+
+#include <cstdint>
+
+#include "core/platform.h"
+
+namespace jflux {
+
+struct Rows {
+  int32_t world;
+  int64_t outer;
+  int64_t inner;
+
+  JFLUX_HD int64_t PerRank() const { return outer * inner; }
+  JFLUX_HD int64_t Total() const { return world * outer * inner; }
+  JFLUX_HD int OwnerOf(int64_t v) const { return static_cast<int>(v / PerRank()); }
+  JFLUX_HD int64_t Actual(int64_t v) const {
+    if (outer == 1) return v;
+    const int64_t i = v % inner;
+    const int64_t o = v / inner % outer;
+    return (o * world + OwnerOf(v)) * inner + i;
+  }
+};
+
+}  // namespace jflux
+
+#endif  // JFLUX_CORE_ROWS_H_

@@ -1,0 +1,108 @@
+// In which order a rank computes the tiles of a product, as pure functions of the tile's number.
+//
+// Rows are virtual rows (core/rows.h): rank r owns [r * rows_per_rank, (r + 1) * rows_per_rank).
+// A tile row is `tile_m` rows; it may straddle ranks. With 4 ranks, 8 tile rows, as rank 1 sees it:
+//
+//   all-gather + matmul: own rows first, then what arrives, in the order in which it arrives
+//       rank   0 0 | 1 1 | 2 2 | 3 3
+//       order  6 7 | 0 1 | 2 3 | 4 5
+//
+//   matmul + reduce-scatter: what others wait for first, own rows last
+//       rank   0 0 | 1 1 | 2 2 | 3 3
+//       order  4 5 | 6 7 | 0 1 | 2 3
+//
+// So no two ranks work for, or wait for, the same peer in the same phase, and neither end of the
+// communication is exposed.
+//
+// Deadlock: a tile with own rows waits, in matmul + reduce-scatter, for the same tile of every
+// peer. Tiles without own rows wait for nobody and come first. Of the tiles with own rows, those
+// that straddle come first, in ascending order, which is the same order on both ranks that share
+// one; so the smallest unfinished tile is always either being computed or next to be taken.
+#ifndef JFLUX_CORE_TILE_ORDER_H_
+#define JFLUX_CORE_TILE_ORDER_H_
+
+#include <cstdint>
+
+#include "core/platform.h"
+
+namespace jflux {
+
+struct Tile {
+  int32_t m;  // tile row
+  int32_t n;  // tile column
+};
+
+struct TileGrid {
+  int32_t tiles_m;
+  int32_t tiles_n;
+  int32_t group_m;  // tile rows that share a sweep over n, so that w's tiles are reused from L2
+};
+
+// The t-th tile of a sweep over `rows` consecutive positions: `group_m` positions at a time, all of
+// n for each group. Tile::m is a position in [0, rows).
+JFLUX_HD constexpr Tile GroupedTile(int32_t t, int32_t rows, int32_t tiles_n, int32_t group_m) {
+  const int32_t per_group = group_m * tiles_n;
+  const int32_t first = t / per_group * group_m;
+  const int32_t size = Min(group_m, rows - first);
+  const int32_t in_group = t % per_group;
+  return Tile{first + in_group % size, in_group / size};
+}
+
+// Tile rows that hold rows of `rank`: [First, Last].
+JFLUX_HD constexpr int32_t FirstTileOf(int rank, int64_t rows_per_rank, int32_t tile_m) {
+  return static_cast<int32_t>(rank * rows_per_rank / tile_m);
+}
+JFLUX_HD constexpr int32_t LastTileOf(int rank, int64_t rows_per_rank, int32_t tile_m) {
+  return static_cast<int32_t>(((rank + 1) * rows_per_rank - 1) / tile_m);
+}
+
+// all-gather + matmul.
+JFLUX_HD constexpr Tile GatherTile(int32_t t, const TileGrid& grid, int rank,
+                                   int64_t rows_per_rank, int32_t tile_m) {
+  const Tile p = GroupedTile(t, grid.tiles_m, grid.tiles_n, grid.group_m);
+  // The first tile row that starts inside the own rows: it needs nobody else's if it fits.
+  const auto start =
+      static_cast<int32_t>(CeilDiv<int64_t>(rank * rows_per_rank, tile_m)) % grid.tiles_m;
+  return Tile{(start + p.m) % grid.tiles_m, p.n};
+}
+
+// matmul + reduce-scatter.
+JFLUX_HD constexpr Tile ScatterTile(int32_t t, const TileGrid& grid, int rank,
+                                    int64_t rows_per_rank, int32_t tile_m) {
+  const int32_t first = FirstTileOf(rank, rows_per_rank, tile_m);
+  const int32_t last = LastTileOf(rank, rows_per_rank, tile_m);
+  const int32_t own = last - first + 1;
+  const int32_t others = grid.tiles_m - own;
+  // 1. tiles without own rows, from the next rank's on
+  if (t < others * grid.tiles_n) {
+    const Tile p = GroupedTile(t, others, grid.tiles_n, grid.group_m);
+    return Tile{(last + 1 + p.m) % grid.tiles_m, p.n};
+  }
+  t -= others * grid.tiles_n;
+  // 2. tiles with own rows that others share, ascending
+  const bool head = rank * rows_per_rank % tile_m != 0;
+  const bool tail = (rank + 1) * rows_per_rank % tile_m != 0 && last != grid.tiles_m - 1;
+  if (head || (tail && own == 1)) {
+    if (t < grid.tiles_n) return Tile{first, t};
+    t -= grid.tiles_n;
+  }
+  if (tail && own > 1) {
+    if (t < grid.tiles_n) return Tile{last, t};
+    t -= grid.tiles_n;
+  }
+  // 3. tiles with own rows only
+  const int32_t inner_first = first + (head ? 1 : 0);
+  const int32_t inner = own - (head ? 1 : 0) - (tail && own > 1 ? 1 : 0);
+  const Tile p = GroupedTile(t, inner, grid.tiles_n, grid.group_m);
+  return Tile{inner_first + p.m, p.n};
+}
+
+// Whom a rank sends to in step 1 .. world-1 of an all-gather: first the rank that will need it
+// first, which is the previous one.
+JFLUX_HD constexpr int SendPeer(int rank, int step, int world) {
+  return (rank + world - step) % world;
+}
+
+}  // namespace jflux
+
+#endif  // JFLUX_CORE_TILE_ORDER_H_

@@ -1,0 +1,92 @@
+// all_gather_matmul: y[total rows, n] = all_gather(x)[total rows, k] @ w[k, n].
+//
+// What is computed (Params), how (Config), where it lies in the heap (Layout), and the two
+// launchers. Python: jflux/_ops/all_gather_matmul.py.
+#ifndef JFLUX_OPS_ALL_GATHER_MATMUL_ALL_GATHER_MATMUL_H_
+#define JFLUX_OPS_ALL_GATHER_MATMUL_ALL_GATHER_MATMUL_H_
+
+#include <cstdint>
+
+#include "core/dtype.h"
+#include "core/layout.h"
+#include "core/rows.h"
+#include "core/signal.h"
+
+namespace jflux {
+
+struct AllGatherMatmulParams {
+  Rows rows;            // of the gathered x
+  int64_t k;            // columns of x
+  int64_t n;            // columns of this rank's w
+  DType dtype;          // of x, w and the gathered x
+  DType out_dtype;      // of y
+  bool transpose_rhs;   // w is stored [n, k]
+  bool return_gathered;  // also write the gathered x
+
+  int64_t ShardBytes() const { return rows.PerRank() * k * SizeOf(dtype); }
+  uint32_t Signature() const {
+    return SignatureBuilder()
+        .Add(static_cast<int64_t>(OpId::kAllGatherMatmul))
+        .Add(rows.world)
+        .Add(rows.outer)
+        .Add(rows.inner)
+        .Add(k)
+        .Add(static_cast<int64_t>(dtype))
+        .Get();
+  }
+};
+
+// A shard travels as `chunks` pieces of `chunk_bytes` (the last may be shorter); each has its own
+// signal. Chunks are ranges of the flat shard and know nothing of rows.
+struct AllGatherLayout {
+  int32_t world;
+  int32_t chunks;
+  int64_t chunk_bytes;
+  int64_t shard_bytes;
+
+  static AllGatherLayout Make(const AllGatherMatmulParams& p, int64_t chunk_bytes) {
+    return AllGatherLayout{p.rows.world,
+                           static_cast<int32_t>(CeilDiv(p.ShardBytes(), chunk_bytes)), chunk_bytes,
+                           p.ShardBytes()};
+  }
+
+  // Offsets into a half's signals and a half's data.
+  JFLUX_HD int64_t SignalOffset(int src, int64_t chunk) const {
+    return (static_cast<int64_t>(src) * chunks + chunk) * static_cast<int64_t>(sizeof(Signal));
+  }
+  // The shards lie back to back, so the workspace is the gathered array in virtual-row order.
+  JFLUX_HD int64_t ChunkOffset(int src, int64_t chunk) const {
+    return src * shard_bytes + chunk * chunk_bytes;
+  }
+  JFLUX_HD int64_t ChunkSize(int64_t chunk) const {
+    return Min(chunk_bytes, shard_bytes - chunk * chunk_bytes);
+  }
+  JFLUX_HD ChannelLayout Channel() const {
+    return ChannelLayout::For(SignalOffset(world, 0), world * shard_bytes);
+  }
+};
+
+// The CPU back end's body for one rank; false if a wait failed (the reason is in ctx.fault).
+struct AllGatherMatmulArrays {
+  const void* x;   // [outer, inner, k]
+  const void* w;   // [k, n], or [n, k] if transpose_rhs
+  void* y;         // [outer, world * inner, n]
+  void* gathered;  // [outer, world * inner, k], or null
+};
+inline constexpr int64_t kCpuChunkBytes = 256 << 10;
+inline constexpr int32_t kCpuTileM = 128;
+inline constexpr int32_t kCpuTileN = 1024;
+
+struct CpuTiling {
+  int64_t chunk_bytes = kCpuChunkBytes;
+  int32_t tile_m = kCpuTileM;
+  int32_t tile_n = kCpuTileN;
+};
+
+bool AllGatherMatmulCpu(const AllGatherMatmulParams& params, const CpuTiling& tiling,
+                        const AllGatherMatmulArrays& arrays, const SymmetricView& view,
+                        uint32_t epoch, const WaitContext& ctx);
+
+}  // namespace jflux
+
+#endif  // JFLUX_OPS_ALL_GATHER_MATMUL_ALL_GATHER_MATMUL_H_

@@ -1,0 +1,89 @@
+// FFI handlers of all_gather_matmul.
+#include "ops/all_gather_matmul/all_gather_matmul.h"
+#include "runtime/cpu_call.h"
+#include "runtime/ffi.h"
+#include "runtime/targets.h"
+
+namespace jflux {
+namespace {
+
+// x [..., k] of this rank, w, and the results y[, gathered] -> what to compute; empty if they
+// do not fit together.
+std::optional<AllGatherMatmulParams> ParamsOf(const ffi::AnyBuffer& x, const ffi::AnyBuffer& w,
+                                              const ffi::AnyBuffer& y, int64_t world, int64_t outer,
+                                              int64_t inner, bool transpose_rhs, bool gathered) {
+  const auto dtype = DTypeOf(x.element_type()), out_dtype = DTypeOf(y.element_type());
+  if (!dtype || !out_dtype || w.element_type() != x.element_type()) return std::nullopt;
+  if (x.dimensions().size() < 2 || w.dimensions().size() != 2) return std::nullopt;
+  AllGatherMatmulParams p{};
+  p.rows = Rows{static_cast<int32_t>(world), outer, inner};
+  p.k = x.dimensions().back();
+  p.n = w.dimensions()[transpose_rhs ? 0 : 1];
+  p.dtype = *dtype;
+  p.out_dtype = *out_dtype;
+  p.transpose_rhs = transpose_rhs;
+  p.return_gathered = gathered;
+  const auto count = [](const ffi::AnyBuffer& b) { return static_cast<int64_t>(b.element_count()); };
+  if (count(x) != p.rows.PerRank() * p.k || count(w) != p.k * p.n ||
+      count(y) != p.rows.Total() * p.n) {
+    return std::nullopt;
+  }
+  return p;
+}
+
+ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, ffi::Span<const int64_t> groups,
+                int64_t inner, int64_t outer, int64_t, bool transpose_rhs, int64_t world,
+                ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> y,
+                ffi::RemainingRets rest) {
+  const auto group = FindGroup(groups, world, device);
+  if (!group) return FailedFuture(InvalidArgument("device is in none of the call's groups"));
+  const auto p = ParamsOf(x, w, *y, world, outer, inner, transpose_rhs, rest.size() > 0);
+  if (!p) return FailedFuture(InvalidArgument("all_gather_matmul: operands do not fit"));
+  AllGatherMatmulArrays arrays{x.untyped_data(), w.untyped_data(), y->untyped_data(), nullptr};
+  if (rest.size() > 0) arrays.gathered = (*rest.get<ffi::AnyBuffer>(0))->untyped_data();
+
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  CpuCall call;
+  call.op = OpId::kAllGatherMatmul;
+  call.run_id = run_id.run_id;
+  call.site = site->number;
+  call.group = group->devices;
+  call.rank = group->rank;
+  const CpuTiling tiling;
+  call.bytes = AllGatherLayout::Make(*p, tiling.chunk_bytes).Channel().TotalBytes();
+  call.body = [p = *p, tiling, arrays](const SymmetricView& view, uint32_t epoch,
+                                       const WaitContext& ctx) {
+    return AllGatherMatmulCpu(p, tiling, arrays, view, epoch, ctx);
+  };
+  call.done = CompletionOf(std::move(promise));
+  JoinCpuCall(std::move(call));
+  return future;
+}
+
+// Attributes in alphabetical order, as Cpu() and Cuda() take them.
+constexpr auto Attributes = [](auto binding) {
+  return std::move(binding)
+      .template Attr<ffi::Span<const int64_t>>("groups")
+      .template Attr<int64_t>("inner")
+      .template Attr<int64_t>("outer")
+      .template Attr<int64_t>("site")
+      .template Attr<bool>("transpose_rhs")
+      .template Attr<int64_t>("world")
+      .template Arg<ffi::AnyBuffer>()
+      .template Arg<ffi::AnyBuffer>()
+      .template Ret<ffi::AnyBuffer>()
+      .RemainingRets();
+};
+
+XLA_FFI_DEFINE_HANDLER(kCpu, Cpu,
+                       Attributes(ffi::Ffi::Bind()
+                                      .Ctx<ffi::State<CallSite>>()
+                                      .Ctx<ffi::RunId>()
+                                      .Ctx<ffi::DeviceOrdinal>()));
+
+}  // namespace
+
+XLA_FFI_Error* AllGatherMatmulCpuHandler(XLA_FFI_CallFrame* frame) { return kCpu(frame); }
+
+}  // namespace jflux

@@ -1,0 +1,102 @@
+// matmul_reduce_scatter: y = reduce_scatter over ranks of x[total rows, k] @ w[k, n], where k is
+// this rank's part of the contracted dimension.
+//
+// What is computed (Params), where it lies in the heap (Layout), and the two launchers. Python:
+// jflux/_ops/matmul_reduce_scatter.py.
+#ifndef JFLUX_OPS_MATMUL_REDUCE_SCATTER_MATMUL_REDUCE_SCATTER_H_
+#define JFLUX_OPS_MATMUL_REDUCE_SCATTER_MATMUL_REDUCE_SCATTER_H_
+
+#include <cstdint>
+
+#include "core/dtype.h"
+#include "core/layout.h"
+#include "core/rows.h"
+#include "core/signal.h"
+#include "core/tile_order.h"
+
+namespace jflux {
+
+struct MatmulReduceScatterParams {
+  Rows rows;           // of x, before the scatter
+  int64_t k;           // columns of this rank's x
+  int64_t n;           // columns of w
+  DType dtype;         // of x and w
+  DType out_dtype;     // of y, and of the partial products that travel
+  bool transpose_rhs;  // w is stored [n, k]
+
+  uint32_t Signature() const {
+    return SignatureBuilder()
+        .Add(static_cast<int64_t>(OpId::kMatmulReduceScatter))
+        .Add(rows.world)
+        .Add(rows.outer)
+        .Add(rows.inner)
+        .Add(n)
+        .Add(static_cast<int64_t>(out_dtype))
+        .Get();
+  }
+};
+
+// A rank receives, from every rank, the partial tiles that hold its own rows. A tile's slot is its
+// number among those; what a slot holds inside is the writer's and reader's business (the CPU back
+// end stores rows, the GPU kernel stores its register fragments as they are). `parts` signals per
+// slot let several writers finish independently.
+struct ReduceScatterLayout {
+  int32_t world;
+  int32_t tile_m;
+  int32_t tiles_n;
+  int32_t parts;
+  int32_t slots;  // per source: the most that any rank receives
+  int64_t rows_per_rank;
+  int64_t slot_bytes;
+
+  static ReduceScatterLayout Make(const MatmulReduceScatterParams& p, int32_t tile_m,
+                                  int32_t tile_n, int32_t parts) {
+    ReduceScatterLayout l{};
+    l.world = p.rows.world;
+    l.tile_m = tile_m;
+    l.tiles_n = static_cast<int32_t>(CeilDiv<int64_t>(p.n, tile_n));
+    l.parts = parts;
+    l.rows_per_rank = p.rows.PerRank();
+    for (int r = 0; r < l.world; ++r) {
+      const int32_t rows = LastTileOf(r, l.rows_per_rank, tile_m) -
+                           FirstTileOf(r, l.rows_per_rank, tile_m) + 1;
+      l.slots = Max(l.slots, rows * l.tiles_n);
+    }
+    l.slot_bytes = static_cast<int64_t>(tile_m) * tile_n * SizeOf(p.out_dtype);
+    return l;
+  }
+
+  JFLUX_HD int32_t SlotOf(int dst, Tile tile) const {
+    return (tile.m - FirstTileOf(dst, rows_per_rank, tile_m)) * tiles_n + tile.n;
+  }
+  // Offsets into a half's signals and a half's data.
+  JFLUX_HD int64_t SignalOffset(int src, int32_t slot, int part) const {
+    return ((static_cast<int64_t>(src) * slots + slot) * parts + part) *
+           static_cast<int64_t>(sizeof(Signal));
+  }
+  JFLUX_HD int64_t SlotOffset(int src, int32_t slot) const {
+    return (static_cast<int64_t>(src) * slots + slot) * slot_bytes;
+  }
+  JFLUX_HD ChannelLayout Channel() const {
+    return ChannelLayout::For(SignalOffset(world, 0, 0), SlotOffset(world, 0));
+  }
+};
+
+struct MatmulReduceScatterArrays {
+  const void* x;  // [outer, world * inner, k]
+  const void* w;  // [k, n], or [n, k] if transpose_rhs
+  void* y;        // [outer, inner, n]
+};
+
+struct ScatterTiling {
+  int32_t tile_m = 128;
+  int32_t tile_n = 1024;
+};
+
+bool MatmulReduceScatterCpu(const MatmulReduceScatterParams& params, const ScatterTiling& tiling,
+                            const MatmulReduceScatterArrays& arrays, const SymmetricView& view,
+                            uint32_t epoch, const WaitContext& ctx);
+
+}  // namespace jflux
+
+#endif  // JFLUX_OPS_MATMUL_REDUCE_SCATTER_MATMUL_REDUCE_SCATTER_H_

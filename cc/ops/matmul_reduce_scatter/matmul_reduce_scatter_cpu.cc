@@ -1,0 +1,123 @@
+// The CPU back end of matmul_reduce_scatter: one rank's part of the tile protocol in host memory.
+#include <cstring>
+#include <vector>
+
+#include "ops/matmul_reduce_scatter/matmul_reduce_scatter.h"
+#include "runtime/cpu_matmul.h"
+
+namespace jflux {
+namespace {
+
+// The call of one rank, and where its tile is.
+struct Body {
+  const MatmulReduceScatterParams& p;
+  const ScatterTiling& tiling;
+  const SymmetricView& view;
+  const WaitContext& ctx;
+  ReduceScatterLayout layout;
+  int64_t signals, data;  // where this call's halves start in the channel
+  Signal signal;
+
+  struct Span {
+    int64_t row0, rows, col0, cols;
+  };
+
+  // Rows of the tile that rank `dst` owns, relative to the tile: [first, last).
+  int64_t FirstRow(int dst, const Span& s) const {
+    return Max<int64_t>(dst * p.rows.PerRank() - s.row0, 0);
+  }
+  int64_t LastRow(int dst, const Span& s) const {
+    return Min<int64_t>((dst + 1) * p.rows.PerRank() - s.row0, s.rows);
+  }
+
+  // Writes the tile's rows to their owners and tells them. `product` is in p.out_dtype.
+  void Send(Tile tile, const Span& s, const char* product) const {
+    const int64_t row_bytes = s.cols * SizeOf(p.out_dtype);
+    const int last = p.rows.OwnerOf(s.row0 + s.rows - 1);
+    for (int dst = p.rows.OwnerOf(s.row0); dst <= last; ++dst) {
+      if (dst == view.rank) continue;
+      const int32_t slot = layout.SlotOf(dst, tile);
+      const int64_t first = FirstRow(dst, s);
+      std::memcpy(view.At(dst, data + layout.SlotOffset(view.rank, slot)) + first * row_bytes,
+                  product + first * row_bytes, (LastRow(dst, s) - first) * row_bytes);
+      StoreRelease(view.At<Signal>(dst, signals + layout.SignalOffset(view.rank, slot, 0)), signal);
+    }
+  }
+
+  // Sums the own rows of the tile over all ranks, in rank order, and writes y.
+  bool Reduce(Tile tile, const Span& s, const char* product, DType sum_dtype, void* y) const {
+    const int32_t slot = layout.SlotOf(view.rank, tile);
+    for (int src = 0; src < view.world; ++src) {
+      if (src == view.rank) continue;
+      const auto* word = view.At<Signal>(view.rank, signals + layout.SignalOffset(src, slot, 0));
+      if (!WaitSignal(word, signal, src, slot, ctx)) return false;
+    }
+    const int64_t row_bytes = s.cols * SizeOf(p.out_dtype);
+    std::vector<char> sum(s.cols * SizeOf(sum_dtype));
+    for (int64_t i = FirstRow(view.rank, s); i < LastRow(view.rank, s); ++i) {
+      std::memset(sum.data(), 0, sum.size());
+      for (int src = 0; src < view.world; ++src) {
+        const char* part = src == view.rank
+                               ? product
+                               : view.At(view.rank, data + layout.SlotOffset(src, slot));
+        Accumulate(part + i * row_bytes, p.out_dtype, sum.data(), sum_dtype, s.cols);
+      }
+      const int64_t own_row = s.row0 + i - view.rank * p.rows.PerRank();
+      Convert(sum.data(), sum_dtype,
+              static_cast<char*>(y) + (own_row * p.n + s.col0) * SizeOf(p.out_dtype), p.out_dtype,
+              s.cols);
+    }
+    return true;
+  }
+};
+
+}  // namespace
+
+bool MatmulReduceScatterCpu(const MatmulReduceScatterParams& p, const ScatterTiling& tiling,
+                            const MatmulReduceScatterArrays& arrays, const SymmetricView& view,
+                            uint32_t epoch, const WaitContext& ctx) {
+  const auto layout = ReduceScatterLayout::Make(p, tiling.tile_m, tiling.tile_n, /*parts=*/1);
+  const ChannelLayout channel = layout.Channel();
+  const Body body{p,
+                  tiling,
+                  view,
+                  ctx,
+                  layout,
+                  channel.SignalOffset(epoch),
+                  channel.DataOffset(epoch),
+                  MakeSignal(epoch, p.Signature())};
+  const int64_t total = p.rows.Total(), row_bytes = p.k * SizeOf(p.dtype);
+  const TileGrid grid{static_cast<int32_t>(CeilDiv<int64_t>(total, tiling.tile_m)), layout.tiles_n,
+                      /*group_m=*/1};
+  const CpuRhs rhs(arrays.w, p.dtype, p.k, p.n, p.transpose_rhs);
+  const int64_t tile_elements = static_cast<int64_t>(tiling.tile_m) * tiling.tile_n;
+  std::vector<char> wide(tile_elements * SizeOf(rhs.compute_dtype()));
+  std::vector<char> product(tile_elements * SizeOf(p.out_dtype));
+  std::vector<char> gathered_rows(p.rows.outer > 1 ? tiling.tile_m * row_bytes : 0);
+  for (int32_t t = 0; t < grid.tiles_m * grid.tiles_n; ++t) {
+    const Tile tile = ScatterTile(t, grid, view.rank, p.rows.PerRank(), tiling.tile_m);
+    Body::Span s;
+    s.row0 = static_cast<int64_t>(tile.m) * tiling.tile_m;
+    s.col0 = static_cast<int64_t>(tile.n) * tiling.tile_n;
+    s.rows = Min<int64_t>(tiling.tile_m, total - s.row0);
+    s.cols = Min<int64_t>(tiling.tile_n, p.n - s.col0);
+    const char* a = static_cast<const char*>(arrays.x) + s.row0 * row_bytes;
+    if (p.rows.outer > 1) {
+      for (int64_t i = 0; i < s.rows; ++i) {
+        std::memcpy(gathered_rows.data() + i * row_bytes,
+                    static_cast<const char*>(arrays.x) + p.rows.Actual(s.row0 + i) * row_bytes,
+                    row_bytes);
+      }
+      a = gathered_rows.data();
+    }
+    rhs.Multiply(a, s.rows, s.col0, s.cols, wide.data());
+    Convert(wide.data(), rhs.compute_dtype(), product.data(), p.out_dtype, s.rows * s.cols);
+    body.Send(tile, s, product.data());
+    const bool own = tile.m >= FirstTileOf(view.rank, p.rows.PerRank(), tiling.tile_m) &&
+                     tile.m <= LastTileOf(view.rank, p.rows.PerRank(), tiling.tile_m);
+    if (own && !body.Reduce(tile, s, product.data(), rhs.compute_dtype(), arrays.y)) return false;
+  }
+  return true;
+}
+
+}  // namespace jflux

@@ -1,0 +1,86 @@
+// FFI handlers of matmul_reduce_scatter.
+#include "ops/matmul_reduce_scatter/matmul_reduce_scatter.h"
+#include "runtime/cpu_call.h"
+#include "runtime/ffi.h"
+#include "runtime/targets.h"
+
+namespace jflux {
+namespace {
+
+// x [..., k] of this rank, w and the result y -> what to compute; empty if they do not fit together.
+std::optional<MatmulReduceScatterParams> ParamsOf(const ffi::AnyBuffer& x, const ffi::AnyBuffer& w,
+                                                  const ffi::AnyBuffer& y, int64_t world,
+                                                  int64_t outer, int64_t inner,
+                                                  bool transpose_rhs) {
+  const auto dtype = DTypeOf(x.element_type()), out_dtype = DTypeOf(y.element_type());
+  if (!dtype || !out_dtype || w.element_type() != x.element_type()) return std::nullopt;
+  if (x.dimensions().size() < 2 || w.dimensions().size() != 2) return std::nullopt;
+  MatmulReduceScatterParams p{};
+  p.rows = Rows{static_cast<int32_t>(world), outer, inner};
+  p.k = x.dimensions().back();
+  p.n = w.dimensions()[transpose_rhs ? 0 : 1];
+  p.dtype = *dtype;
+  p.out_dtype = *out_dtype;
+  p.transpose_rhs = transpose_rhs;
+  const auto count = [](const ffi::AnyBuffer& b) { return static_cast<int64_t>(b.element_count()); };
+  if (count(x) != p.rows.Total() * p.k || count(w) != p.k * p.n ||
+      count(y) != p.rows.PerRank() * p.n) {
+    return std::nullopt;
+  }
+  return p;
+}
+
+ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, ffi::Span<const int64_t> groups,
+                int64_t inner, int64_t outer, int64_t, bool transpose_rhs, int64_t world,
+                ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> y) {
+  const auto group = FindGroup(groups, world, device);
+  if (!group) return FailedFuture(InvalidArgument("device is in none of the call's groups"));
+  const auto p = ParamsOf(x, w, *y, world, outer, inner, transpose_rhs);
+  if (!p) return FailedFuture(InvalidArgument("matmul_reduce_scatter: operands do not fit"));
+  const MatmulReduceScatterArrays arrays{x.untyped_data(), w.untyped_data(), y->untyped_data()};
+
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  CpuCall call;
+  call.op = OpId::kMatmulReduceScatter;
+  call.run_id = run_id.run_id;
+  call.site = site->number;
+  call.group = group->devices;
+  call.rank = group->rank;
+  const ScatterTiling tiling;
+  call.bytes =
+      ReduceScatterLayout::Make(*p, tiling.tile_m, tiling.tile_n, 1).Channel().TotalBytes();
+  call.body = [p = *p, tiling, arrays](const SymmetricView& view, uint32_t epoch,
+                                       const WaitContext& ctx) {
+    return MatmulReduceScatterCpu(p, tiling, arrays, view, epoch, ctx);
+  };
+  call.done = CompletionOf(std::move(promise));
+  JoinCpuCall(std::move(call));
+  return future;
+}
+
+// Attributes in alphabetical order, as Cpu() and Cuda() take them.
+constexpr auto Attributes = [](auto binding) {
+  return std::move(binding)
+      .template Attr<ffi::Span<const int64_t>>("groups")
+      .template Attr<int64_t>("inner")
+      .template Attr<int64_t>("outer")
+      .template Attr<int64_t>("site")
+      .template Attr<bool>("transpose_rhs")
+      .template Attr<int64_t>("world")
+      .template Arg<ffi::AnyBuffer>()
+      .template Arg<ffi::AnyBuffer>()
+      .template Ret<ffi::AnyBuffer>();
+};
+
+XLA_FFI_DEFINE_HANDLER(kCpu, Cpu,
+                       Attributes(ffi::Ffi::Bind()
+                                      .Ctx<ffi::State<CallSite>>()
+                                      .Ctx<ffi::RunId>()
+                                      .Ctx<ffi::DeviceOrdinal>()));
+
+}  // namespace
+
+XLA_FFI_Error* MatmulReduceScatterCpuHandler(XLA_FFI_CallFrame* frame) { return kCpu(frame); }
+
+}  // namespace jflux

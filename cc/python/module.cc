@@ -1,0 +1,66 @@
+// The Python module over the C interface: conversions only.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <stdexcept>
+
+#include "runtime/capi.h"
+
+namespace nb = nanobind;
+
+namespace {
+
+constexpr const char* kHandlerCapsule = "xla._CUSTOM_CALL_TARGET";
+
+void Check(const char* reason) {
+  if (reason != nullptr) throw std::runtime_error(reason);
+}
+
+// [(name, platform, {stage: capsule})]
+nb::list Targets() {
+  nb::list result;
+  for (const JfluxTarget* t = jflux_targets(); t->name != nullptr; ++t) {
+    nb::dict stages;
+    if (t->instantiate != nullptr) {
+      stages["instantiate"] = nb::capsule(t->instantiate, kHandlerCapsule);
+    }
+    stages["execute"] = nb::capsule(t->execute, kHandlerCapsule);
+    result.append(nb::make_tuple(t->name, t->platform, stages));
+  }
+  return result;
+}
+
+}  // namespace
+
+NB_MODULE(_jflux, m) {
+  m.def("targets", &Targets);
+  m.def("call_site_type", [] {
+    nb::dict d;
+    d["type_id"] = nb::capsule(jflux_call_site_type_id());
+    d["type_info"] = nb::capsule(jflux_call_site_type_info());
+    return d;
+  });
+  m.def("built_with_cuda", [] { return jflux_built_with_cuda() != 0; });
+  m.def("set_blas", [](uintptr_t sgemm, uintptr_t dgemm) {
+    jflux_set_blas(reinterpret_cast<void*>(sgemm), reinterpret_cast<void*>(dgemm));
+  });
+  m.def("cpu_heap_init", [](const std::vector<int64_t>& devices, int64_t heap_bytes,
+                            double deadline_s, bool owns_table) {
+    char handle[64];
+    Check(jflux_cpu_heap_init(devices.data(), static_cast<int>(devices.size()), heap_bytes,
+                              deadline_s, owns_table, handle, sizeof(handle)));
+    return std::string(handle);
+  });
+  m.def("cpu_heap_attach",
+        [](const std::string& handle, const std::vector<int64_t>& devices, bool has_table) {
+          Check(jflux_cpu_heap_attach(handle.c_str(), devices.data(),
+                                      static_cast<int>(devices.size()), has_table));
+        });
+  m.def("cpu_heap_shutdown", &jflux_cpu_heap_shutdown);
+  m.def("cpu_heap_usage", [] {
+    int64_t in_use, touched;
+    jflux_cpu_heap_usage(&in_use, &touched);
+    return nb::make_tuple(in_use, touched);
+  });
+}

@@ -1,0 +1,40 @@
+// The library's C interface: what the Python module binds. Nothing here needs Python, and nothing
+// needs a CUDA driver at load time.
+#ifndef JFLUX_RUNTIME_CAPI_H_
+#define JFLUX_RUNTIME_CAPI_H_
+
+#include <stdint.h>
+
+#define JFLUX_API extern "C" __attribute__((visibility("default")))
+
+typedef struct {
+  const char* name;
+  const char* platform;
+  void* instantiate;
+  void* execute;
+} JfluxTarget;
+
+// Every FFI target; ends with an entry whose name is null.
+JFLUX_API const JfluxTarget* jflux_targets(void);
+
+// XLA_FFI_TypeId and XLA_FFI_TypeInfo of the CPU handlers' state.
+JFLUX_API void* jflux_call_site_type_id(void);
+JFLUX_API void* jflux_call_site_type_info(void);
+
+JFLUX_API int jflux_built_with_cuda(void);
+
+// Functions that return `const char*` return null on success, else the reason; the text lives
+// until the calling thread's next call.
+
+JFLUX_API void jflux_set_blas(void* sgemm, void* dgemm);
+
+JFLUX_API const char* jflux_cpu_heap_init(const int64_t* devices, int num_devices,
+                                          int64_t heap_bytes, double deadline_s, int owns_table,
+                                          char* handle, int handle_size);
+JFLUX_API const char* jflux_cpu_heap_attach(const char* handle, const int64_t* devices,
+                                            int num_devices, int has_table);
+JFLUX_API void jflux_cpu_heap_shutdown(void);
+// Bytes of each rank's heap that calls hold now / that some call has ever held.
+JFLUX_API void jflux_cpu_heap_usage(int64_t* in_use, int64_t* touched);
+
+#endif  // JFLUX_RUNTIME_CAPI_H_

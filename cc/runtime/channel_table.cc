@@ -1,0 +1,83 @@
+#include "runtime/channel_table.h"
+
+#include "core/atomic.h"
+#include "core/layout.h"
+#include "core/platform.h"
+
+namespace jflux {
+
+void ChannelTable::Lock() {
+  for (uint32_t turn = 0; !CompareExchange(&lock_, 0, 1); ++turn) PollPause(turn);
+}
+
+void ChannelTable::Unlock() { StoreRelease(&lock_, 0); }
+
+ChannelTable::Entry* ChannelTable::FindOrMake(ChannelKey key, int32_t world, int64_t bytes,
+                                              int64_t heap_bytes) {
+  // Channels come in the sizes of ChannelLayout, and only an equal size will do: in another one,
+  // signals would lie where data was.
+  Entry* best = nullptr;
+  Entry* unused = nullptr;
+  for (Entry& e : entries_) {
+    if (e.state == kLeased && e.key == key) return &e;
+    if (e.state == kFree && e.bytes == bytes && best == nullptr) best = &e;
+    if (e.state == kUnused && unused == nullptr) unused = &e;
+  }
+  if (best == nullptr) {
+    if (unused == nullptr || end_ + bytes > heap_bytes) return nullptr;
+    best = unused;
+    best->offset = end_;
+    best->bytes = bytes;
+    end_ += bytes;
+  }
+  best->state = kLeased;
+  best->key = key;
+  best->world = world;
+  best->released = 0;
+  ++best->epoch;
+  return best;
+}
+
+bool ChannelTable::Acquire(ChannelKey key, int32_t world, int64_t bytes, int64_t heap_bytes,
+                           uint64_t deadline_ns, ChannelLease* lease, std::string* error) {
+  if (bytes > heap_bytes) {
+    *error = "the call needs " + std::to_string(bytes) + " bytes of the symmetric heap, which has " +
+             std::to_string(heap_bytes) + "; call jflux.init(heap_bytes=...) with more";
+    return false;
+  }
+  for (uint32_t turn = 0;; ++turn) {
+    Lock();
+    if (const Entry* e = FindOrMake(key, world, bytes, heap_bytes)) {
+      *lease = ChannelLease{static_cast<int32_t>(e - entries_), e->epoch, e->offset};
+      Unlock();
+      return true;
+    }
+    Unlock();
+    if (NowNs() > deadline_ns) {
+      *error = "no room for " + std::to_string(bytes) + " bytes in the symmetric heap of " +
+               std::to_string(heap_bytes) + " bytes (" + std::to_string(BytesInUse()) +
+               " in use by other calls); call jflux.init(heap_bytes=...) with more";
+      return false;
+    }
+    PollPause(2048);
+  }
+}
+
+void ChannelTable::Release(const ChannelLease& lease, int32_t ranks, bool failed) {
+  Lock();
+  Entry& e = entries_[lease.index];
+  if (failed) e.state = kLost;
+  e.released += ranks;
+  if (e.released == e.world && e.state == kLeased) e.state = kFree;
+  Unlock();
+}
+
+int64_t ChannelTable::BytesInUse() const {
+  int64_t sum = 0;
+  for (const Entry& e : entries_) {
+    if (e.state == kLeased || e.state == kLost) sum += e.bytes;
+  }
+  return sum;
+}
+
+}  // namespace jflux

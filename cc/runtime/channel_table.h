@@ -1,0 +1,67 @@
+// The CPU back end's directory of channels in use.
+//
+// A GPU runs the calls of a group in stream order, so its channels count calls by themselves. On
+// the CPU independent calls run in any order, and ranks may disagree on it; so a call asks for its
+// channel by name (its key), and every rank that asks with the same key gets the same channel and
+// epoch. A channel goes back when all ranks of the call have released it.
+//
+// Plain data that starts out as zeros, so that it also works in memory shared between processes:
+// then the first process that maps it is as good as any other.
+#ifndef JFLUX_RUNTIME_CHANNEL_TABLE_H_
+#define JFLUX_RUNTIME_CHANNEL_TABLE_H_
+
+#include <cstdint>
+#include <string>
+
+namespace jflux {
+
+struct ChannelKey {
+  uint64_t hi, lo;
+  bool operator==(const ChannelKey& o) const { return hi == o.hi && lo == o.lo; }
+};
+
+struct ChannelLease {
+  int32_t index = -1;
+  uint32_t epoch = 0;
+  int64_t offset = 0;  // in every rank's heap
+};
+
+class ChannelTable {
+ public:
+  // Channel `key` for `world` ranks, found or made. Waits for memory until the deadline (on
+  // NowNs()'s clock); on failure says why in *error.
+  bool Acquire(ChannelKey key, int32_t world, int64_t bytes, int64_t heap_bytes,
+               uint64_t deadline_ns, ChannelLease* lease, std::string* error);
+
+  // `ranks` ranks are done. A failed call's channel is never given out again: a late peer might
+  // still write to it.
+  void Release(const ChannelLease& lease, int32_t ranks, bool failed);
+
+  int64_t BytesInUse() const;
+  int64_t BytesTouched() const { return end_; }
+
+ private:
+  enum State : int32_t { kUnused = 0, kFree, kLeased, kLost };
+  struct Entry {
+    State state;
+    int32_t world;
+    int32_t released;
+    uint32_t epoch;
+    int64_t offset;
+    int64_t bytes;
+    ChannelKey key;
+  };
+
+  void Lock();
+  void Unlock();
+  Entry* FindOrMake(ChannelKey key, int32_t world, int64_t bytes, int64_t heap_bytes);
+
+  static constexpr int kEntries = 1024;
+  uint64_t lock_;
+  int64_t end_;  // heap bytes that some entry covers
+  Entry entries_[kEntries];
+};
+
+}  // namespace jflux
+
+#endif  // JFLUX_RUNTIME_CHANNEL_TABLE_H_

@@ -1,0 +1,212 @@
+#include "runtime/cpu_call.h"
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <tuple>
+
+#include "runtime/elastic_pool.h"
+#include "runtime/fault.h"
+#include "runtime/heap_cpu.h"
+
+namespace jflux {
+namespace {
+
+// (run id, site, group, occurrence)
+using CallId = std::tuple<int64_t, uint64_t, std::vector<int64_t>, int64_t>;
+
+struct Pending {
+  std::vector<CpuCall> ranks;
+  uint64_t deadline_ns = 0;
+};
+
+struct Registry {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::map<CallId, Pending> pending;
+  // Calls so far of a site on a device, per run; only the most recent runs are kept.
+  std::map<int64_t, std::map<std::pair<uint64_t, int64_t>, int64_t>> occurrences;
+  std::deque<int64_t> run_order;
+  std::map<CallId, std::string> failed;  // for ranks that arrive after a call was given up
+  std::deque<CallId> failed_order;
+  bool watching = false;
+};
+
+Registry& Calls() {
+  static auto* registry = new Registry;  // used by detached threads
+  return *registry;
+}
+
+ChannelKey KeyOf(const CallId& id) {
+  const auto& [run, site, group, occurrence] = id;
+  SignatureBuilder hi, lo;
+  for (SignatureBuilder* b : {&hi, &lo}) {
+    b->Add(b == &hi ? 1 : 2).Add(run).Add(static_cast<int64_t>(site)).Add(occurrence);
+    for (int64_t device : group) b->Add(device);
+  }
+  // The run id in clear: a hash collision would have to happen within one execution.
+  return ChannelKey{(static_cast<uint64_t>(hi.Get()) << 32) | lo.Get(), static_cast<uint64_t>(run)};
+}
+
+// Everything that the ranks of one call in this process share.
+struct Cohort {
+  std::shared_ptr<HeapCpu> heap;
+  std::vector<CpuCall> ranks;
+  ChannelLease lease;
+  uint64_t deadline_ns;
+  std::atomic<int> left;
+  std::atomic<bool> failed{false};
+};
+
+void RunRank(const std::shared_ptr<Cohort>& cohort, CpuCall& call) {
+  SymmetricView view{};
+  view.rank = call.rank;
+  view.world = static_cast<int32_t>(call.group.size());
+  for (int32_t r = 0; r < view.world; ++r) {
+    view.base[r] = cohort->heap->SegmentOf(call.group[r]) + cohort->lease.offset;
+  }
+  Fault fault{};
+  const WaitContext ctx{&fault, cohort->deadline_ns, static_cast<uint32_t>(call.op), call.rank};
+  std::string error;
+  if (!call.body(view, cohort->lease.epoch, ctx)) {
+    error = Describe(fault, cohort->heap->deadline_s());
+    cohort->failed = true;
+  }
+  call.body = nullptr;
+  auto done = std::move(call.done);
+  if (--cohort->left == 0) {
+    cohort->heap->table()->Release(cohort->lease, static_cast<int32_t>(cohort->ranks.size()),
+                                   cohort->failed);
+  }
+  done(error);
+}
+
+void RunCohort(const CallId& id, std::vector<CpuCall> ranks, uint64_t deadline_ns) {
+  auto cohort = std::make_shared<Cohort>();
+  cohort->heap = CurrentHeapCpu();
+  cohort->ranks = std::move(ranks);
+  cohort->deadline_ns = deadline_ns;
+  cohort->left = static_cast<int>(cohort->ranks.size());
+  std::string error;
+  const CpuCall& first = cohort->ranks.front();
+  const auto world = static_cast<int32_t>(first.group.size());
+  if (!cohort->heap->table()->Acquire(KeyOf(id), world, first.bytes, cohort->heap->heap_bytes(),
+                                      deadline_ns, &cohort->lease, &error)) {
+    error = std::string("jflux.") + NameOf(first.op) + ": " + error;
+    for (CpuCall& call : cohort->ranks) {
+      RunOnPool([done = std::move(call.done), error] { done(error); });
+    }
+    return;
+  }
+  for (size_t i = 1; i < cohort->ranks.size(); ++i) {
+    RunOnPool([cohort, i] { RunRank(cohort, cohort->ranks[i]); });
+  }
+  RunRank(cohort, cohort->ranks[0]);
+}
+
+std::string MissingRanks(const CallId& id, const Pending& pending, double deadline_s,
+                         const HeapCpu& heap) {
+  const auto& group = std::get<2>(id);
+  std::string waiting, missing;
+  for (int r = 0; r < static_cast<int>(group.size()); ++r) {
+    bool arrived = false;
+    for (const CpuCall& call : pending.ranks) arrived |= call.rank == r;
+    if (!arrived && !heap.IsLocal(group[r])) continue;
+    std::string& list = arrived ? waiting : missing;
+    list += (list.empty() ? "" : ", ") + std::to_string(r);
+  }
+  char seconds[32];
+  std::snprintf(seconds, sizeof(seconds), "%.3g", deadline_s);
+  return std::string("jflux.") + NameOf(pending.ranks.front().op) + ": rank " + waiting +
+         " waited " + seconds + " s for rank " + missing +
+         ", which never made this call. Every rank of the group must reach it: look for a "
+         "condition that differs between ranks, or raise jflux.init(deadline_seconds=...).";
+}
+
+// Gives up on calls whose deadline has passed. One thread, started with the first call.
+void Watch() {
+  Registry& calls = Calls();
+  std::unique_lock<std::mutex> lock(calls.mutex);
+  for (;;) {
+    calls.changed.wait_for(lock, std::chrono::milliseconds(200));
+    const auto heap = CurrentHeapCpu();
+    for (auto it = calls.pending.begin(); it != calls.pending.end();) {
+      if (heap == nullptr || NowNs() < it->second.deadline_ns) {
+        ++it;
+        continue;
+      }
+      const std::string error = MissingRanks(it->first, it->second, heap->deadline_s(), *heap);
+      for (CpuCall& call : it->second.ranks) {
+        RunOnPool([done = std::move(call.done), error] { done(error); });
+      }
+      calls.failed[it->first] = error;
+      calls.failed_order.push_back(it->first);
+      if (calls.failed_order.size() > 4096) {
+        calls.failed.erase(calls.failed_order.front());
+        calls.failed_order.pop_front();
+      }
+      it = calls.pending.erase(it);
+    }
+  }
+}
+
+}  // namespace
+
+void JoinCpuCall(CpuCall call) {
+  const auto heap = CurrentHeapCpu();
+  if (heap == nullptr) {
+    RunOnPool([done = std::move(call.done)] {
+      done("jflux: the symmetric heap is not initialised in this process; call jflux.init()");
+    });
+    return;
+  }
+  size_t local = 0;
+  for (int64_t device : call.group) {
+    if (heap->SegmentOf(device) == nullptr) {
+      RunOnPool([done = std::move(call.done), device] {
+        done("jflux: device " + std::to_string(device) +
+             " is not part of the symmetric heap; call jflux.init() after all devices exist");
+      });
+      return;
+    }
+    local += heap->IsLocal(device);
+  }
+  Registry& calls = Calls();
+  std::unique_lock<std::mutex> lock(calls.mutex);
+  if (!calls.watching) {
+    calls.watching = true;
+    std::thread(Watch).detach();
+  }
+  const auto [run, is_new] = calls.occurrences.try_emplace(call.run_id);
+  const int64_t occurrence = run->second[{call.site, call.group[call.rank]}]++;
+  if (is_new) {
+    calls.run_order.push_back(call.run_id);
+    if (calls.run_order.size() > 1024) {
+      calls.occurrences.erase(calls.run_order.front());
+      calls.run_order.pop_front();
+    }
+  }
+  CallId id{call.run_id, call.site, call.group, occurrence};
+  if (const auto it = calls.failed.find(id); it != calls.failed.end()) {
+    RunOnPool([done = std::move(call.done), error = it->second] { done(error); });
+    return;
+  }
+  Pending& pending = calls.pending[id];
+  if (pending.ranks.empty()) {
+    pending.deadline_ns = NowNs() + static_cast<uint64_t>(heap->deadline_s() * 1e9);
+  }
+  pending.ranks.push_back(std::move(call));
+  if (pending.ranks.size() < local) return;
+  const uint64_t deadline_ns = NowNs() + static_cast<uint64_t>(heap->deadline_s() * 1e9);
+  auto ranks = std::make_shared<std::vector<CpuCall>>(std::move(pending.ranks));
+  calls.pending.erase(id);
+  lock.unlock();
+  RunOnPool([id, ranks, deadline_ns] { RunCohort(id, std::move(*ranks), deadline_ns); });
+}
+
+}  // namespace jflux

@@ -1,0 +1,174 @@
+#include "runtime/cpu_matmul.h"
+
+#include <cstring>
+
+namespace jflux {
+namespace {
+
+template <typename T>
+using Gemm = void (*)(const char*, const char*, const int*, const int*, const int*, const T*,
+                      const T*, const int*, const T*, const int*, const T*, T*, const int*);
+
+Gemm<float> g_sgemm = nullptr;
+Gemm<double> g_dgemm = nullptr;
+
+Gemm<float> BlasOf(float) { return g_sgemm; }
+Gemm<double> BlasOf(double) { return g_dgemm; }
+
+// Row-major c = a @ b is column-major c^T = b^T @ a^T.
+template <typename T>
+void MultiplyAs(const T* a, const T* w, int64_t ldw, bool transposed, int64_t rows, int64_t cols,
+                int64_t k, T* c) {
+  const T* b = w;
+  if (const Gemm<T> gemm = BlasOf(T{})) {
+    const int m = static_cast<int>(cols), n = static_cast<int>(rows), kk = static_cast<int>(k);
+    const int ld = static_cast<int>(ldw);
+    const T one = 1, zero = 0;
+    gemm(transposed ? "T" : "N", "N", &m, &n, &kk, &one, b, &ld, a, &kk, &zero, c, &m);
+    return;
+  }
+  for (int64_t i = 0; i < rows; ++i) {
+    for (int64_t j = 0; j < cols; ++j) {
+      T sum = 0;
+      for (int64_t l = 0; l < k; ++l) sum += a[i * k + l] * (transposed ? b[j * ldw + l] : b[l * ldw + j]);
+      c[i * cols + j] = sum;
+    }
+  }
+}
+
+float FloatOfBits(uint32_t bits) {
+  float f;
+  std::memcpy(&f, &bits, 4);
+  return f;
+}
+
+uint32_t BitsOfFloat(float f) {
+  uint32_t bits;
+  std::memcpy(&bits, &f, 4);
+  return bits;
+}
+
+struct BF16 {
+  uint16_t bits;
+  operator float() const { return FloatOfBits(static_cast<uint32_t>(bits) << 16); }
+  static BF16 From(float f) {
+    const uint32_t u = BitsOfFloat(f);
+    if (f != f) return BF16{static_cast<uint16_t>((u >> 16) | 0x40)};
+    return BF16{static_cast<uint16_t>((u + 0x7fff + ((u >> 16) & 1)) >> 16)};
+  }
+};
+
+struct F16 {
+  uint16_t bits;
+  operator float() const {
+    const uint32_t sign = static_cast<uint32_t>(bits & 0x8000) << 16;
+    const uint32_t exponent = (bits >> 10) & 31, mantissa = bits & 1023;
+    if (exponent == 31) return FloatOfBits(sign | 0x7f800000 | (mantissa << 13));
+    if (exponent != 0) return FloatOfBits(sign | ((exponent + 112) << 23) | (mantissa << 13));
+    const float magnitude = static_cast<float>(mantissa) * 5.9604644775390625e-8f;  // 2^-24
+    return sign ? -magnitude : magnitude;
+  }
+  static F16 From(float f) {
+    const uint32_t u = BitsOfFloat(f);
+    const auto sign = static_cast<uint16_t>((u >> 16) & 0x8000);
+    const uint32_t magnitude = u & 0x7fffffff;
+    if (magnitude > 0x7f800000) return F16{static_cast<uint16_t>(sign | 0x7e00)};
+    if (magnitude >= 0x477ff000) return F16{static_cast<uint16_t>(sign | 0x7c00)};  // >= 65520
+    if (magnitude < 0x38800000) {  // subnormal half: let the fp32 adder round
+      const float shifted = FloatOfBits(magnitude) + 0.5f;
+      return F16{static_cast<uint16_t>(sign | (BitsOfFloat(shifted) - 0x3f000000))};
+    }
+    const uint32_t rounded = magnitude + 0xfff + ((magnitude >> 13) & 1);
+    return F16{static_cast<uint16_t>(sign | ((rounded - 0x38000000) >> 13))};
+  }
+};
+
+template <typename To, typename From>
+To Cast(From v) {
+  if constexpr (std::is_same_v<To, BF16> || std::is_same_v<To, F16>) {
+    return To::From(static_cast<float>(v));
+  } else if constexpr (std::is_same_v<From, BF16> || std::is_same_v<From, F16>) {
+    return static_cast<To>(static_cast<float>(v));
+  } else {
+    return static_cast<To>(v);
+  }
+}
+
+template <typename F>
+void WithType(DType t, F&& f) {
+  switch (t) {
+    case DType::kF16:
+      return f(F16{});
+    case DType::kBF16:
+      return f(BF16{});
+    case DType::kF32:
+      return f(float{});
+    case DType::kF64:
+      return f(double{});
+  }
+}
+
+DType ComputeTypeOf(DType t) { return t == DType::kF64 ? DType::kF64 : DType::kF32; }
+
+}  // namespace
+
+void SetBlas(void* sgemm, void* dgemm) {
+  g_sgemm = reinterpret_cast<Gemm<float>>(sgemm);
+  g_dgemm = reinterpret_cast<Gemm<double>>(dgemm);
+}
+
+void Convert(const void* src, DType src_dtype, void* dst, DType dst_dtype, int64_t count) {
+  if (src_dtype == dst_dtype) {
+    std::memcpy(dst, src, count * SizeOf(src_dtype));
+    return;
+  }
+  WithType(src_dtype, [&](auto from) {
+    WithType(dst_dtype, [&](auto to) {
+      const auto* s = static_cast<const decltype(from)*>(src);
+      auto* d = static_cast<decltype(to)*>(dst);
+      for (int64_t i = 0; i < count; ++i) d[i] = Cast<decltype(to)>(s[i]);
+    });
+  });
+}
+
+void Accumulate(const void* src, DType src_dtype, void* dst, DType dst_dtype, int64_t count) {
+  WithType(src_dtype, [&](auto from) {
+    const auto* s = static_cast<const decltype(from)*>(src);
+    if (dst_dtype == DType::kF64) {
+      auto* d = static_cast<double*>(dst);
+      for (int64_t i = 0; i < count; ++i) d[i] += Cast<double>(s[i]);
+    } else {
+      auto* d = static_cast<float*>(dst);
+      for (int64_t i = 0; i < count; ++i) d[i] += Cast<float>(s[i]);
+    }
+  });
+}
+
+CpuRhs::CpuRhs(const void* w, DType dtype, int64_t k, int64_t n, bool transposed)
+    : dtype_(dtype), compute_(ComputeTypeOf(dtype)), k_(k), n_(n), transposed_(transposed), w_(w) {
+  if (dtype_ == compute_) return;
+  converted_.resize(k * n);
+  Convert(w, dtype_, converted_.data(), DType::kF32, k * n);
+  w_ = converted_.data();
+}
+
+void CpuRhs::Multiply(const void* a, int64_t rows, int64_t col0, int64_t cols, void* c) const {
+  const int64_t ld = transposed_ ? k_ : n_;
+  const int64_t first = transposed_ ? col0 * k_ : col0;
+  if (compute_ == DType::kF64) {
+    MultiplyAs(static_cast<const double*>(a), static_cast<const double*>(w_) + first, ld,
+               transposed_, rows, cols, k_, static_cast<double*>(c));
+    return;
+  }
+  std::vector<float> wide;
+  const auto* a32 = static_cast<const float*>(a);
+  if (dtype_ != DType::kF32) {
+    wide.resize(rows * k_);
+    Convert(a, dtype_, wide.data(), DType::kF32, rows * k_);
+    a32 = wide.data();
+  }
+  MultiplyAs(a32, static_cast<const float*>(w_) + first, ld, transposed_, rows, cols, k_,
+             static_cast<float*>(c));
+}
+
+}  // namespace jflux

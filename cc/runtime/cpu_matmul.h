@@ -1,0 +1,45 @@
+// Local products of the CPU back end: a tile of op(A) @ op(B) through the BLAS that SciPy exports,
+// in fp32 (fp64 for fp64), whatever the storage types.
+#ifndef JFLUX_RUNTIME_CPU_MATMUL_H_
+#define JFLUX_RUNTIME_CPU_MATMUL_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "core/dtype.h"
+
+namespace jflux {
+
+// Fortran BLAS entry points, as scipy.linalg.cython_blas exports them. Without them (C++ tests) a
+// plain triple loop is used.
+void SetBlas(void* sgemm, void* dgemm);
+
+// w, converted once to the type that products are accumulated in. Stored [k, n], or [n, k] when
+// transposed.
+class CpuRhs {
+ public:
+  CpuRhs(const void* w, DType dtype, int64_t k, int64_t n, bool transposed);
+
+  DType compute_dtype() const { return compute_; }
+
+  // c[rows, cols] (compute type, row stride cols) = a[rows, k] @ w[:, col0 : col0 + cols].
+  void Multiply(const void* a, int64_t rows, int64_t col0, int64_t cols, void* c) const;
+
+ private:
+  DType dtype_, compute_;
+  int64_t k_, n_;
+  bool transposed_;
+  const void* w_;
+  std::vector<float> converted_;
+};
+
+// dst[i] = src[i] between any two of the four types, for i < count. fp32 -> 16 bits rounds to
+// nearest even.
+void Convert(const void* src, DType src_dtype, void* dst, DType dst_dtype, int64_t count);
+
+// dst[i] += src[i]; dst is fp32 or fp64.
+void Accumulate(const void* src, DType src_dtype, void* dst, DType dst_dtype, int64_t count);
+
+}  // namespace jflux
+
+#endif  // JFLUX_RUNTIME_CPU_MATMUL_H_

@@ -1,0 +1,14 @@
+// Threads that may block: a task never queues behind another, because a thread is added whenever
+// none is idle. Idle threads leave after a while.
+#ifndef JFLUX_RUNTIME_ELASTIC_POOL_H_
+#define JFLUX_RUNTIME_ELASTIC_POOL_H_
+
+#include <functional>
+
+namespace jflux {
+
+void RunOnPool(std::function<void()> task);
+
+}  // namespace jflux
+
+#endif  // JFLUX_RUNTIME_ELASTIC_POOL_H_

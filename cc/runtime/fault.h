@@ -1,0 +1,20 @@
+// Fault records as sentences.
+#ifndef JFLUX_RUNTIME_FAULT_H_
+#define JFLUX_RUNTIME_FAULT_H_
+
+#include <string>
+
+#include "core/dtype.h"
+#include "core/signal.h"
+
+namespace jflux {
+
+const char* NameOf(OpId op);
+
+// "jflux.all_gather_matmul: rank 2 waited 60 s for rank 3 (unit 17): ...". `deadline_s` is what
+// the wait was given.
+std::string Describe(const Fault& fault, double deadline_s);
+
+}  // namespace jflux
+
+#endif  // JFLUX_RUNTIME_FAULT_H_

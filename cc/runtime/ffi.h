@@ -1,0 +1,86 @@
+// What the ops' FFI handlers share: reading a call's attributes, finding its group and rank.
+#ifndef JFLUX_RUNTIME_FFI_H_
+#define JFLUX_RUNTIME_FFI_H_
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/dtype.h"
+#include "core/rows.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jflux {
+
+namespace ffi = xla::ffi;
+
+// A group of ranks as this device sees it.
+struct Group {
+  std::vector<int64_t> devices;  // global ids in rank order
+  int32_t rank = -1;
+};
+
+// `groups` is a table [number of groups][world] of global device ids.
+inline std::optional<Group> FindGroup(ffi::Span<const int64_t> groups, int64_t world,
+                                      int64_t device) {
+  for (size_t i = 0; i < groups.size(); ++i) {
+    if (groups.begin()[i] != device) continue;
+    const int64_t* first = groups.begin() + i / world * world;
+    return Group{std::vector<int64_t>(first, first + world), static_cast<int32_t>(i % world)};
+  }
+  return std::nullopt;
+}
+
+inline std::optional<DType> DTypeOf(ffi::DataType t) {
+  switch (t) {
+    case ffi::DataType::F16:
+      return DType::kF16;
+    case ffi::DataType::BF16:
+      return DType::kBF16;
+    case ffi::DataType::F32:
+      return DType::kF32;
+    case ffi::DataType::F64:
+      return DType::kF64;
+    default:
+      return std::nullopt;
+  }
+}
+
+inline ffi::Error InvalidArgument(const std::string& message) {
+  return ffi::Error(ffi::ErrorCode::kInvalidArgument, "jflux: " + message);
+}
+
+// A Future that is already an error. The CPU handlers return one Future whatever happens.
+inline ffi::Future FailedFuture(ffi::Error error) {
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  promise.SetError(std::move(error));
+  return future;
+}
+
+// Completes the promise of a call: with success for an empty message.
+inline auto CompletionOf(ffi::Promise promise) {
+  return [promise = std::move(promise)](const std::string& error) mutable {
+    if (error.empty()) {
+      promise.SetAvailable();
+    } else {
+      promise.SetError(ffi::Error(ffi::ErrorCode::kDeadlineExceeded, error));
+    }
+  };
+}
+
+// Names a call site on the CPU, where the order of independent calls is not fixed. XLA makes one
+// per custom call and executable.
+struct CallSite {
+  static ffi::TypeId id;
+  static ffi::TypeInfo info;
+  uint64_t number;
+};
+
+// The instantiate stage of every op on the CPU.
+XLA_FFI_Error* InstantiateCallSite(XLA_FFI_CallFrame* frame);
+
+}  // namespace jflux
+
+#endif  // JFLUX_RUNTIME_FFI_H_

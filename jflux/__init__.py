@@ -1,0 +1,18 @@
+"""jflux: tensor-parallel operations for JAX whose communication hides inside the computation."""
+
+from . import reference as reference
+from ._config import config as config
+from ._heap import init as init
+from ._heap import shutdown as shutdown
+from ._ops.all_gather_matmul import all_gather_matmul as all_gather_matmul
+from ._ops.matmul_reduce_scatter import matmul_reduce_scatter as matmul_reduce_scatter
+from ._version import __version__ as __version__
+
+__all__ = [
+    "all_gather_matmul",
+    "config",
+    "init",
+    "matmul_reduce_scatter",
+    "reference",
+    "shutdown",
+]

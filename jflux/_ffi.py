@@ -1,0 +1,135 @@
+"""Registers every FFI target of the library, and makes JAX primitives that lower to them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+from . import _config, _heap, _mesh
+
+try:
+    from . import _jflux
+except ImportError as error:  # pragma: no cover - a broken install
+    raise ImportError(
+        f"jflux's native library is missing or does not load ({error}); reinstall with "
+        "`pip install .` in a checkout (not from inside its source folder)"
+    ) from error
+
+# How JAX names a lowering's platform, and how XLA's FFI does.
+_PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}
+
+
+@functools.cache
+def register_targets(platform: str) -> None:
+    """Hands the library's handlers for `platform` ("cpu" or "cuda") to XLA.
+
+    Called when an op is lowered: on the CPU the handlers' state type has to be registered before
+    them, and what is registered before the CPU client exists is queued and replayed in the other
+    order.
+    """
+    if platform == "cpu":
+        from scipy.linalg import cython_blas
+
+        blas = [_capsule_pointer(cython_blas.__pyx_capi__[name]) for name in ("sgemm", "dgemm")]
+        _jflux.set_blas(*blas)
+        jax.devices("cpu")
+        jax.ffi.register_ffi_type("jflux_call_site", _jflux.call_site_type(), platform="cpu")
+    for name, target_platform, stages in _jflux.targets():
+        if target_platform == _PLATFORMS[platform]:
+            # Trait 1: may be recorded into a CUDA graph.
+            traits = {"traits": 1} if platform == "cuda" else {}
+            jax.ffi.register_ffi_target(name, stages, platform=target_platform, **traits)
+
+
+def _capsule_pointer(capsule: Any) -> int:
+    import ctypes
+
+    api = ctypes.pythonapi
+    api.PyCapsule_GetName.restype = ctypes.c_char_p
+    api.PyCapsule_GetName.argtypes = [ctypes.py_object]
+    api.PyCapsule_GetPointer.restype = ctypes.c_void_p
+    api.PyCapsule_GetPointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+    return api.PyCapsule_GetPointer(capsule, api.PyCapsule_GetName(capsule))
+
+
+def make_primitive(
+    name: str,
+    *,
+    abstract_eval: Callable[..., Sequence[tuple[tuple[int, ...], np.dtype]]],
+    reference: Callable[..., Any],
+    attributes: Callable[..., dict[str, Any]],
+    not_fused: Callable[..., str | None],
+    batch: Callable[..., Any],
+) -> Primitive:
+    """A primitive `name(x, w, *, params)` with several results, all of x's kind.
+
+    Args:
+      name: of the op; its FFI target is ``jflux_<name>``.
+      abstract_eval: (x aval, w aval, params) -> [(shape, dtype)] of the results.
+      reference: (x, w, params=...) -> tuple of results, in plain `lax`.
+      attributes: (x aval, w aval, params) -> the FFI attributes that depend on the call alone.
+      not_fused: (x aval, w aval, params, platform) -> why the kernel cannot take it, or None.
+      batch: the batching rule.
+    """
+    primitive = Primitive(f"jflux_{name}")
+    primitive.multiple_results = True
+
+    def abstract(x, w, *, params):
+        # Results vary over the axes that the operands vary over; a bare shape would claim that
+        # they do not, and check_vma=True would let wrong out_specs pass.
+        return [
+            x.update(shape=shape, dtype=dtype, weak_type=False)
+            for shape, dtype in abstract_eval(x, w, params)
+        ]
+
+    primitive.def_abstract_eval(abstract)
+    # Reached in eager shard_map, which evaluates one primitive at a time.
+    primitive.def_impl(lambda *args, params: jax.jit(primitive.bind, static_argnames="params")(
+        *args, params=params))  # fmt: skip
+
+    lower_reference = mlir.lower_fun(reference, multiple_results=True)
+
+    def lower_fused(ctx, x, w, *, params, platform):
+        reason = None
+        mesh = _mesh.concrete_mesh_of(ctx.module_context.axis_context, params.axis_names)
+        if not _config.config.fused:
+            return lower_reference(ctx, x, w, params=params)
+        if mesh is None:
+            reason = "the mesh is abstract, so its devices are not known when the op is lowered"
+        else:
+            reason = not_fused(*ctx.avals_in, params, platform)
+            reason = reason or _heap.why_not_usable(platform, mesh)
+        if reason is not None:
+            _config.fall_back(name, reason)
+            return lower_reference(ctx, x, w, params=params)
+        assert mesh is not None
+        register_targets(platform)
+        table = _mesh.group_table(mesh, params.axis_names)
+        call = dict(attributes(*ctx.avals_in, params))
+        _heap.reserve(platform, name, mesh, table, ctx.avals_in, ctx.avals_out, call)
+        lowering = jax.ffi.ffi_lowering(f"jflux_{name}")
+        return lowering(
+            ctx,
+            x,
+            w,
+            groups=table.ravel(),
+            site=np.int64(ctx.module_context.new_channel()),
+            world=np.int64(table.shape[1]),
+            **call,
+        )
+
+    def lower_elsewhere(ctx, x, w, *, params):
+        return lower_reference(ctx, x, w, params=params)
+
+    mlir.register_lowering(primitive, lower_elsewhere)
+    for platform in _PLATFORMS:
+        rule = functools.partial(lower_fused, platform=platform)
+        mlir.register_lowering(primitive, rule, platform=platform)
+    batching.primitive_batchers[primitive] = functools.partial(batch, primitive)
+    return primitive

@@ -1,0 +1,145 @@
+"""Mesh axes, and the groups of ranks that they make.
+
+A rank is a device's position along the named axis (or tuple of axes, the first one major). The
+devices that differ in nothing else form a group; a 2 x 4 mesh has two groups of four along its
+second axis.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+AxisName = Hashable | tuple[Hashable, ...]
+
+
+def as_tuple(axis_name: AxisName) -> tuple[Any, ...]:
+    return axis_name if isinstance(axis_name, tuple) else (axis_name,)
+
+
+def is_bound(axis_name: AxisName) -> bool:
+    """Whether collectives over the axis may be called here: inside shard_map, or vmap of it."""
+    try:
+        lax.axis_size(as_tuple(axis_name))
+    except NameError:
+        return False
+    return True
+
+
+def is_manual(axis_name: AxisName) -> bool:
+    """Whether the axis is one of a mesh's, bound by shard_map (and not by vmap)."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return all(name in manual for name in as_tuple(axis_name))
+
+
+def axis_size(axis_name: AxisName) -> int:
+    return lax.axis_size(as_tuple(axis_name))
+
+
+def vary_together(axis_name: AxisName, *arrays: jax.Array) -> list[jax.Array]:
+    """Gives all arrays the same type under ``shard_map(check_vma=True)``.
+
+    An op over `axis_name` takes and returns values that vary over it, and over every axis that any
+    of its operands varies over. Its transpose then sums a cotangent over the axes that an operand
+    was replicated on, as `lax`'s does.
+    """
+    varying = [jax.typeof(a).manual_axis_type.varying for a in arrays]
+    # With check_vma=False nothing is tracked, and nothing must be cast.
+    if not _tracks_vma(axis_name):
+        return list(arrays)
+    union = frozenset(as_tuple(axis_name)).union(*varying)
+    cast = []
+    for array, own in zip(arrays, varying, strict=True):
+        missing = tuple(sorted(union - own, key=str))
+        cast.append(lax.pcast(array, missing, to="varying") if missing else array)
+    return cast
+
+
+def _tracks_vma(axis_name: AxisName) -> bool:
+    # axis_index always varies over its axis; where types are not tracked it does not say so.
+    return bool(jax.typeof(lax.axis_index(as_tuple(axis_name))).manual_axis_type.varying)
+
+
+def group_table(mesh: Mesh, axis_name: AxisName) -> np.ndarray:
+    """Global device ids, int64 [number of groups, ranks], in rank order."""
+    names = as_tuple(axis_name)
+    ids = np.vectorize(lambda d: d.id, otypes=[np.int64])(mesh.devices)
+    positions = [mesh.axis_names.index(n) for n in names]
+    others = [i for i in range(ids.ndim) if i not in positions]
+    world = math.prod(mesh.devices.shape[i] for i in positions)
+    return ids.transpose(*others, *positions).reshape(-1, world)
+
+
+def concrete_mesh_of(axis_context: Any, axis_name: AxisName) -> Mesh | None:
+    """The mesh that a lowering runs on, or None where it is not known (AbstractMesh alone).
+
+    Read when the op is lowered and never earlier: a traced function may be reused for another mesh
+    with the same axis names and sizes, but other devices.
+    """
+    mesh = getattr(axis_context, "mesh", None)
+    if isinstance(mesh, Mesh) and all(n in mesh.axis_names for n in as_tuple(axis_name)):
+        return mesh
+    return None
+
+
+def ambient_mesh(mesh: Mesh | AbstractMesh | None, *arrays: jax.Array) -> Mesh | AbstractMesh:
+    """The mesh for a call on global arrays: the given one, the context's, or the arrays' own."""
+    if mesh is not None:
+        return mesh
+    context = jax.sharding.get_abstract_mesh()
+    if not context.empty:
+        return context
+    for array in arrays:
+        sharding = getattr(array, "sharding", None) or getattr(jax.typeof(array), "sharding", None)
+        if isinstance(sharding, NamedSharding) and not sharding.mesh.empty:
+            return sharding.mesh
+    raise ValueError(
+        "jflux was called outside shard_map and there is no mesh: pass mesh=..., call it under "
+        "jax.set_mesh(mesh), or call it inside jax.shard_map"
+    )
+
+
+def over_global_arrays(
+    op: Callable[..., Any],
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    axis_name: AxisName,
+    mesh: Mesh | AbstractMesh | None,
+    in_specs: tuple[PartitionSpec, PartitionSpec],
+    out_specs: Any,
+) -> Any:
+    """Runs `op` inside a shard_map of its own over all axes of the mesh."""
+    mesh = ambient_mesh(mesh, x, w)
+    missing = [n for n in as_tuple(axis_name) if n not in mesh.axis_names]
+    if missing:
+        raise ValueError(f"{axis_name=} names {missing}, but the mesh has axes {mesh.axis_names}")
+    # Under an explicit mesh the context already is the mesh, and shard_map wants it that way.
+    return jax.shard_map(op, mesh=mesh, in_specs=in_specs, out_specs=out_specs)(x, w)
+
+
+def spec_of(x: jax.Array, default: PartitionSpec) -> PartitionSpec:
+    """How x is sharded, where its type says so (explicit sharding); else `default`."""
+    sharding = getattr(jax.typeof(x), "sharding", None)
+    if sharding is None or sharding.mesh.empty:
+        return default
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return default
+    return PartitionSpec(*sharding.spec, *([None] * (x.ndim - len(sharding.spec))))
+
+
+def with_axis(spec: PartitionSpec, ndim: int, dimension: int, axis_name: AxisName) -> PartitionSpec:
+    """`spec` with `axis_name` as the minor-most sharding of `dimension`, and nowhere else."""
+    names = as_tuple(axis_name)
+    entries: list[tuple[Any, ...]] = []
+    for entry in (*spec, *([None] * (ndim - len(spec)))):
+        present = () if entry is None else as_tuple(entry)
+        entries.append(tuple(n for n in present if n not in names))
+    entries[dimension] = (*entries[dimension], *names)
+    return PartitionSpec(*(e if e else None for e in entries))

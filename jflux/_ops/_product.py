@@ -1,0 +1,107 @@
+"""What the two fused products share: checks, and the batching of their operands."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._mesh import AxisName, as_tuple
+
+MAX_RANKS = 8
+CPU_DTYPES = {np.dtype(d) for d in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)}
+CUDA_DTYPES = {np.dtype(d) for d in (jnp.float16, jnp.bfloat16)}
+
+
+def check_operands(op: str, x: Any, w: Any, dimension: int, dimension_name: str) -> int:
+    """Raises for operands that no product can take; returns `dimension`, not negative."""
+    for name, array in (("x", x), ("w", w)):
+        if not hasattr(array, "ndim") or not hasattr(array, "dtype"):
+            raise TypeError(f"jflux.{op}: {name} must be an array, got {type(array).__name__}")
+    if x.ndim < 2:
+        raise ValueError(f"jflux.{op}: x must have shape [..., rows, k], got {x.shape}")
+    if w.ndim != 2:
+        raise ValueError(f"jflux.{op}: w must have shape [k, n], got {w.shape}")
+    if not -x.ndim <= dimension < x.ndim or dimension % x.ndim == x.ndim - 1:
+        raise ValueError(
+            f"jflux.{op}: {dimension_name}={dimension} must name one of x's leading dimensions, "
+            f"not the contracted last one; x has shape {x.shape}"
+        )
+    return dimension % x.ndim
+
+
+def check_contraction(op: str, x: jax.Array, w: jax.Array, transpose_rhs: bool) -> None:
+    k = w.shape[1 if transpose_rhs else 0]
+    if x.shape[-1] != k:
+        raise ValueError(
+            f"jflux.{op}: x {x.shape} and w {w.shape} do not contract: x has {x.shape[-1]} "
+            f"columns, w takes {k} ({transpose_rhs=})"
+        )
+
+
+def outer_inner(shape: tuple[int, ...], dimension: int, blocks: int) -> tuple[int, int]:
+    """(outer, inner) of cc/core/rows.h for an array whose `dimension` has `blocks` blocks."""
+    return (
+        math.prod(shape[:dimension]),
+        math.prod(shape[dimension:-1]) // blocks,
+    )
+
+
+def out_dtype(x: Any, w: Any, preferred_element_type: Any) -> np.dtype:
+    if preferred_element_type is not None:
+        return np.dtype(preferred_element_type)
+    return jnp.result_type(x.dtype, w.dtype)
+
+
+def kernel_takes(x: Any, w: Any, out: np.dtype, world: int, platform: str) -> str | None:
+    """Why no kernel on `platform` takes these operands, or None."""
+    dtypes = CPU_DTYPES if platform == "cpu" else CUDA_DTYPES
+    names = "/".join(sorted(d.name for d in dtypes))
+    if x.dtype != w.dtype:
+        return f"x is {x.dtype} and w is {w.dtype}, kernels take one type for both"
+    if x.dtype not in dtypes:
+        return f"{x.dtype} operands on {platform}, where the kernels take {names}"
+    if out != x.dtype and out != np.float32:
+        return f"a {out} result of {x.dtype} operands"
+    if world > MAX_RANKS:
+        return f"{world} ranks, kernels take up to {MAX_RANKS}"
+    return None
+
+
+def has_no_kernel(x: Any, w: Any, out: np.dtype, world: int) -> bool:
+    """True for calls that the reference serves on every platform, without a word: nothing to
+    overlap, or nothing to compute."""
+    del out
+    return world == 1 or 0 in x.shape or 0 in w.shape
+
+
+def batch_operands(bind: Any, x: Any, w: Any, bx: Any, bw: Any, *, transpose_rhs: bool) -> Any:
+    """vmap of ``bind(x, w, shift)``, whose results keep x's leading dimensions and have w's
+    columns last. `shift` is how many dimensions were put in front of x.
+
+    A batched x has one more leading dimension; a batched w is one wider w; if both are, the calls
+    run one after the other.
+
+    Returns:
+      The results and where their batch dimension is (None: the result is not batched).
+    """
+    if bw is None:
+        results = bind(jnp.moveaxis(x, bx, 0), w, 1)
+        return results, [0] * len(results)
+    if bx is None:
+        w = jnp.moveaxis(w, bw, 0 if transpose_rhs else 1)
+        b, n = (w.shape[0], w.shape[1]) if transpose_rhs else (w.shape[1], w.shape[2])
+        wide = w.reshape(b * n, -1) if transpose_rhs else w.reshape(-1, b * n)
+        y, *rest = bind(x, wide, 0)
+        y = y.reshape(*y.shape[:-1], b, n)
+        return [y, *rest], [y.ndim - 2, *([None] * len(rest))]
+    xs, ws = jnp.moveaxis(x, bx, 0), jnp.moveaxis(w, bw, 0)
+    results = jax.lax.map(lambda operands: bind(*operands, 0), (xs, ws))
+    return results, [0] * len(results)
+
+
+def names_of(axis_name: AxisName) -> tuple[Any, ...]:
+    return as_tuple(axis_name)

@@ -1,0 +1,265 @@
+"""all_gather_matmul: wrapper, gradients, and how it lowers. Kernels: cc/ops/all_gather_matmul."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.interpreters import partial_eval as pe
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.typing import DTypeLike
+
+from .. import _ffi, _mesh, reference
+from .._mesh import AxisName
+from . import _product
+
+#: The name that `jax.checkpoint` policies know the gathered operands by.
+GATHERED = "jflux_gathered"
+
+
+@dataclasses.dataclass(frozen=True)
+class Params:
+    """A call, less its operands.
+
+    Attributes:
+      results: which of ("y", "gathered") to return; never neither.
+    """
+
+    axis_names: tuple[Any, ...]
+    world: int
+    gather_dimension: int
+    results: tuple[str, ...]
+    transpose_rhs: bool
+    out_dtype: np.dtype
+    precision: Any = None
+
+
+def all_gather_matmul(
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    axis_name: AxisName,
+    gather_dimension: int = -2,
+    return_gathered: bool = False,
+    transpose_rhs: bool = False,
+    preferred_element_type: DTypeLike | None = None,
+    precision: lax.PrecisionLike = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    x_spec: PartitionSpec | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """``all_gather(x, axis_name) @ w``, with the gather hidden in the product.
+
+    Inside ``jax.shard_map``, per rank of N along `axis_name`::
+
+        x [..., m/N, k]   w [k, n/N]   ->   y [..., m, n/N]
+
+    means what :func:`jflux.reference.all_gather_matmul` means. This is the first half of a
+    tensor-parallel layer with sequence-parallel activations (Flux, arXiv 2406.06858, section 3:
+    AllGather + GEMM).
+
+    Outside ``shard_map`` it takes global arrays, x [..., m, k] sharded over `axis_name` in its
+    gather dimension and w [k, n] in its last one, and wraps itself in ``shard_map``.
+
+    Differentiable in reverse mode. dx is one :func:`jflux.matmul_reduce_scatter`; dw multiplies by
+    the gathered x, which is kept under the name ``"jflux_gathered"`` so that a `jax.checkpoint`
+    policy can choose to gather it again instead.
+
+    Args:
+      x: [..., m/N, k]; float16, bfloat16, float32 or float64 (CPU), float16 or bfloat16 (GPU).
+        Other types take the reference.
+      w: [k, n/N], or [n/N, k] with `transpose_rhs`; of x's type.
+      axis_name: a mesh axis, or a tuple of them (the first one major).
+      gather_dimension: which of x's leading dimensions to gather; the second to last by default.
+      return_gathered: also return the gathered x, [..., m, k].
+      transpose_rhs: w holds the transposed weight. No copy is made.
+      preferred_element_type: the type of y; by default x's. Sums are in float32 (float64 for
+        float64) whatever it is.
+      precision: as in `lax.dot_general`; used by the reference only.
+      mesh: for global arrays; by default the ambient mesh (`jax.set_mesh`), or x's own.
+      x_spec: for global arrays: how x is sharded, if other dimensions are sharded too. The axis
+        is added at `gather_dimension` if it is not there.
+
+    Returns:
+      y, or (y, gathered x).
+
+    Raises:
+      ValueError, TypeError: operands that do not fit, when the call is traced.
+    """
+    dimension = _product.check_operands(
+        "all_gather_matmul", x, w, gather_dimension, "gather_dimension"
+    )
+    names = _mesh.as_tuple(axis_name)
+    if not _mesh.is_bound(axis_name):
+        spec = x_spec if x_spec is not None else _mesh.spec_of(x, PartitionSpec())
+        x_in = _mesh.with_axis(spec, x.ndim, dimension, names)
+        w_in = PartitionSpec(names, None) if transpose_rhs else PartitionSpec(None, names)
+        y_out = _mesh.with_axis(x_in, x.ndim, x.ndim - 1, names)
+        gathered_out = PartitionSpec(
+            *(_mesh.with_axis(x_in, x.ndim, x.ndim - 1, names)[: x.ndim - 1]), None
+        )
+        op = functools.partial(
+            all_gather_matmul,
+            axis_name=axis_name,
+            gather_dimension=dimension,
+            return_gathered=return_gathered,
+            transpose_rhs=transpose_rhs,
+            preferred_element_type=preferred_element_type,
+            precision=precision,
+        )
+        return _mesh.over_global_arrays(
+            op, x, w, axis_name=axis_name, mesh=mesh, in_specs=(x_in, w_in),
+            out_specs=(y_out, gathered_out) if return_gathered else y_out,
+        )  # fmt: skip
+    _product.check_contraction("all_gather_matmul", x, w, transpose_rhs)
+    world = _mesh.axis_size(axis_name)
+    out = _product.out_dtype(x, w, preferred_element_type)
+    if _product.has_no_kernel(x, w, out, world) or not _mesh.is_manual(axis_name):
+        return reference.all_gather_matmul(
+            x, w, axis_name=axis_name, gather_dimension=dimension, return_gathered=return_gathered,
+            transpose_rhs=transpose_rhs, preferred_element_type=preferred_element_type,
+            precision=precision,
+        )  # fmt: skip
+    x, w = _mesh.vary_together(axis_name, x, w)
+    params = Params(
+        axis_names=names,
+        world=world,
+        gather_dimension=dimension,
+        results=("y", "gathered") if return_gathered else ("y",),
+        transpose_rhs=transpose_rhs,
+        out_dtype=out,
+        precision=precision,
+    )
+    results = differentiable(x, w, params)
+    return tuple(results) if return_gathered else results[0]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def differentiable(x: jax.Array, w: jax.Array, params: Params) -> list[jax.Array]:
+    return _primitive.bind(x, w, params=params)
+
+
+def _forward(x, w, params):
+    y, gathered = _primitive.bind(
+        x, w, params=dataclasses.replace(params, results=("y", "gathered"))
+    )
+    gathered = checkpoint_name(gathered, GATHERED)
+    return [y, gathered][: len(params.results)], (gathered, w)
+
+
+def _backward(params, residuals, cotangents):
+    from . import matmul_reduce_scatter as dual
+
+    gathered, w = residuals
+    dy = cotangents[0].astype(gathered.dtype)
+    (dx,) = dual.differentiable(
+        dy,
+        w,
+        dual.Params(
+            axis_names=params.axis_names,
+            world=params.world,
+            scatter_dimension=params.gather_dimension,
+            transpose_rhs=not params.transpose_rhs,
+            out_dtype=gathered.dtype,
+            precision=params.precision,
+        ),
+    )
+    if len(cotangents) > 1:
+        dx += lax.psum_scatter(
+            cotangents[1],
+            params.axis_names,
+            scatter_dimension=params.gather_dimension,
+            tiled=True,
+        )
+    dw = weight_gradient(gathered, dy, params.transpose_rhs, w.dtype, params.precision)
+    return dx, dw
+
+
+differentiable.defvjp(_forward, _backward)
+
+
+def weight_gradient(
+    x: jax.Array, dy: jax.Array, transpose_rhs: bool, dtype: Any, precision: Any
+) -> jax.Array:
+    """``x^T @ dy`` over all leading dimensions: [k, n], or [n, k] with `transpose_rhs`."""
+    rows = tuple(range(x.ndim - 1))
+    lhs, rhs = (dy, x) if transpose_rhs else (x, dy)
+    return lax.dot_general(
+        lhs, rhs, ((rows, rows), ((), ())), precision=precision, preferred_element_type=dtype
+    )
+
+
+def _result_shapes(x, w, params):
+    shape = list(x.shape)
+    shape[params.gather_dimension] *= params.world
+    n = w.shape[0 if params.transpose_rhs else 1]
+    known = {"y": ((*shape[:-1], n), params.out_dtype), "gathered": (tuple(shape), x.dtype)}
+    return [known[r] for r in params.results]
+
+
+def _reference(x, w, *, params):
+    gathered = lax.all_gather(x, params.axis_names, axis=params.gather_dimension, tiled=True)
+    if params.results == ("gathered",):
+        return [gathered]
+    y = reference._matmul(gathered, w, params.out_dtype, params.precision, params.transpose_rhs)
+    return [y, gathered][: len(params.results)]
+
+
+def _not_fused(x, w, params, platform):
+    if params.results == ("gathered",):
+        return "only the gathered x is used, which is lax.all_gather"
+    return _product.kernel_takes(x, w, params.out_dtype, params.world, platform)
+
+
+def _attributes(x, w, params):
+    outer, inner = _product.outer_inner(x.shape, params.gather_dimension, 1)
+    return {
+        "outer": np.int64(outer),
+        "inner": np.int64(inner),
+        "transpose_rhs": params.transpose_rhs,
+    }
+
+
+def _batch(primitive, operands, dims, *, params):
+    def bind(x, w, shift):
+        moved = dataclasses.replace(params, gather_dimension=params.gather_dimension + shift)
+        return primitive.bind(x, w, params=moved)
+
+    if params.results == ("gathered",):
+        x, w = operands
+        if dims[0] is None:
+            return bind(x, jnp.moveaxis(w, dims[1], 0)[0], 0), [None]
+        w = w if dims[1] is None else jnp.moveaxis(w, dims[1], 0)[0]
+        return bind(jnp.moveaxis(x, dims[0], 0), w, 1), [0]
+    return _product.batch_operands(bind, *operands, *dims, transpose_rhs=params.transpose_rhs)
+
+
+_primitive = _ffi.make_primitive(
+    "all_gather_matmul",
+    abstract_eval=_result_shapes,
+    reference=_reference,
+    attributes=_attributes,
+    not_fused=_not_fused,
+    batch=_batch,
+)
+
+
+def _drop_unused(used, eqn):
+    """Recomputing under `jax.checkpoint` wants the gathered x alone: then no product is made."""
+    params = eqn.params["params"]
+    if not any(used):
+        return [False, False], None
+    if all(used):
+        return [True, True], eqn
+    results = tuple(r for r, u in zip(params.results, used, strict=True) if u)
+    outvars = [v for v, u in zip(eqn.outvars, used, strict=True) if u]
+    smaller = dataclasses.replace(params, results=results)
+    return [True, True], eqn.replace(outvars=outvars, params={"params": smaller})
+
+
+pe.dce_rules[_primitive] = _drop_unused
