@@ -82,6 +82,24 @@ def shutdown() -> None:
         _settings = Settings()
 
 
+def poison() -> None:
+    """See :func:`jflux.testing.poison_workspaces`."""
+    from . import _jflux
+
+    with _lock:
+        if "cpu" in _ready:
+            _jflux.cpu_heap_poison()
+
+
+def set_test_hooks(skip_waits: bool, max_delay_us: int) -> None:
+    """See :func:`jflux.testing.planted_faults`."""
+    from . import _jflux
+
+    with _lock:
+        if "cpu" in _ready:
+            _jflux.cpu_heap_test_hooks(skip_waits, max_delay_us)
+
+
 def heap_bytes(platform: str) -> int:
     """Bytes per device that the heap has, or will have, on this platform."""
     return _settings.heap_bytes or _DEFAULT_HEAP_BYTES[platform]

@@ -51,6 +51,13 @@ struct ChannelLayout {
   }
   JFLUX_HD int64_t TotalBytes() const { return DataOffset(0) + 2 * data_bytes; }
 
+  // The channel whose TotalBytes() is `total`.
+  static ChannelLayout OfTotal(int64_t total) {
+    int64_t size = kMinDataBytes;
+    while (ChannelLayout{size}.TotalBytes() < total) size *= 2;
+    return ChannelLayout{size};
+  }
+
   static constexpr int64_t kMinDataBytes = 64 << 10;
 };
 

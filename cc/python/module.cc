@@ -58,6 +58,8 @@ NB_MODULE(_jflux, m) {
                                       static_cast<int>(devices.size()), has_table));
         });
   m.def("cpu_heap_shutdown", &jflux_cpu_heap_shutdown);
+  m.def("cpu_heap_test_hooks", &jflux_cpu_heap_test_hooks);
+  m.def("cpu_heap_poison", &jflux_cpu_heap_poison);
   m.def("cpu_heap_usage", [] {
     int64_t in_use, touched;
     jflux_cpu_heap_usage(&in_use, &touched);

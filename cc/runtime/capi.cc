@@ -84,3 +84,13 @@ void jflux_cpu_heap_usage(int64_t* in_use, int64_t* touched) {
   *in_use = g_heap->table()->BytesInUse();
   *touched = g_heap->table()->BytesTouched();
 }
+
+void jflux_cpu_heap_test_hooks(int skip_waits, int max_delay_us) {
+  if (g_heap == nullptr) return;
+  g_heap->hooks() = jflux::TestHooks{static_cast<uint32_t>(skip_waits),
+                                     static_cast<uint32_t>(max_delay_us)};
+}
+
+void jflux_cpu_heap_poison(void) {
+  if (g_heap != nullptr) g_heap->PoisonFree();
+}

@@ -34,6 +34,9 @@ JFLUX_API const char* jflux_cpu_heap_init(const int64_t* devices, int num_device
 JFLUX_API const char* jflux_cpu_heap_attach(const char* handle, const int64_t* devices,
                                             int num_devices, int has_table);
 JFLUX_API void jflux_cpu_heap_shutdown(void);
+// Tests only: see TestHooks and HeapCpu::PoisonFree.
+JFLUX_API void jflux_cpu_heap_test_hooks(int skip_waits, int max_delay_us);
+JFLUX_API void jflux_cpu_heap_poison(void);
 // Bytes of each rank's heap that calls hold now / that some call has ever held.
 JFLUX_API void jflux_cpu_heap_usage(int64_t* in_use, int64_t* touched);
 

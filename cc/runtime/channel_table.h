@@ -37,6 +37,16 @@ class ChannelTable {
   // still write to it.
   void Release(const ChannelLease& lease, int32_t ranks, bool failed);
 
+  // Calls visit(offset, bytes) for each channel that nobody holds; none is given out meanwhile.
+  template <typename F>
+  void ForEachFree(F&& visit) {
+    Lock();
+    for (const Entry& e : entries_) {
+      if (e.state == kFree) visit(e.offset, e.bytes);
+    }
+    Unlock();
+  }
+
   int64_t BytesInUse() const;
   int64_t BytesTouched() const { return end_; }
 

@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <random>
 #include <thread>
 #include <tuple>
 
@@ -70,8 +71,14 @@ void RunRank(const std::shared_ptr<Cohort>& cohort, CpuCall& call) {
   for (int32_t r = 0; r < view.world; ++r) {
     view.base[r] = cohort->heap->SegmentOf(call.group[r]) + cohort->lease.offset;
   }
+  const TestHooks hooks = cohort->heap->hooks();
+  if (hooks.max_delay_us > 0) {
+    thread_local std::minstd_rand random(static_cast<uint32_t>(NowNs()) | 1);
+    std::this_thread::sleep_for(std::chrono::microseconds(random() % hooks.max_delay_us));
+  }
   Fault fault{};
-  const WaitContext ctx{&fault, cohort->deadline_ns, static_cast<uint32_t>(call.op), call.rank};
+  const WaitContext ctx{&fault, cohort->deadline_ns, static_cast<uint32_t>(call.op), call.rank,
+                        hooks.skip_waits != 0};
   std::string error;
   if (!call.body(view, cohort->lease.epoch, ctx)) {
     error = Describe(fault, cohort->heap->deadline_s());

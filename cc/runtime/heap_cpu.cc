@@ -95,6 +95,16 @@ bool HeapCpu::Attach(const std::string& handle, const std::vector<int64_t>& devi
   return ok;
 }
 
+void HeapCpu::PoisonFree() {
+  table_->ForEachFree([this](int64_t offset, int64_t bytes) {
+    const ChannelLayout channel = ChannelLayout::OfTotal(bytes);
+    for (const auto& [device, is_local] : local_) {
+      char* base = segments_.at(device) + offset;
+      std::memset(base + channel.DataOffset(0), 0xff, 2 * channel.data_bytes);
+    }
+  });
+}
+
 char* HeapCpu::SegmentOf(int64_t device) const {
   const auto it = segments_.find(device);
   return it == segments_.end() ? nullptr : it->second;

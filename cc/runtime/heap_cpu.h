@@ -33,10 +33,14 @@ class HeapCpu {
   bool Attach(const std::string& handle, const std::vector<int64_t>& devices, bool has_table,
               std::string* error);
 
+  // Fills the data of every free channel of the local segments with NaN (all bits set).
+  void PoisonFree();
+
   int64_t heap_bytes() const { return heap_bytes_; }
   double deadline_s() const { return deadline_s_; }
   ChannelTable* table() const { return table_; }
   bool IsLocal(int64_t device) const { return local_.count(device) != 0; }
+  TestHooks& hooks() { return hooks_; }
   // Null for a device that this heap does not know.
   char* SegmentOf(int64_t device) const;
 
@@ -45,6 +49,7 @@ class HeapCpu {
   bool MapFile(int fd, const std::vector<int64_t>& devices, bool has_table, std::string* error);
 
   int64_t heap_bytes_ = 0;
+  TestHooks hooks_{};
   double deadline_s_ = 0;
   int fd_ = -1;
   ChannelTable* table_ = nullptr;
