@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
+from jax.sharding import Mesh
 
 from . import _config, _heap, _mesh
 
@@ -63,8 +64,10 @@ def make_primitive(
     *,
     abstract_eval: Callable[..., Sequence[tuple[tuple[int, ...], np.dtype]]],
     reference: Callable[..., Any],
-    attributes: Callable[..., dict[str, Any]],
+    rank_shape: Callable[..., tuple[int, int]],
+    is_reference: Callable[..., bool],
     not_fused: Callable[..., str | None],
+    adapt: Callable[..., Callable[..., Any] | None],
     batch: Callable[..., Any],
 ) -> Primitive:
     """A primitive `name(x, w, *, params)` with several results, all of x's kind.
@@ -72,9 +75,12 @@ def make_primitive(
     Args:
       name: of the op; its FFI target is ``jflux_<name>``.
       abstract_eval: (x aval, w aval, params) -> [(shape, dtype)] of the results.
-      reference: (x, w, params=...) -> tuple of results, in plain `lax`.
-      attributes: (x aval, w aval, params) -> the FFI attributes that depend on the call alone.
+      reference: (x, w, params=...) -> the results, in plain `lax`.
+      rank_shape: (x aval, params) -> (outer, inner) of cc/core/rows.h.
+      is_reference: (x aval, w aval, params) -> whether `lax` has an op for just this.
       not_fused: (x aval, w aval, params, platform) -> why the kernel cannot take it, or None.
+      adapt: (x aval, w aval, params, platform) -> a function (x, w) -> results that brings the
+        operands into a form that the kernel takes and calls the primitive again, or None.
       batch: the batching rule.
     """
     primitive = Primitive(f"jflux_{name}")
@@ -90,38 +96,54 @@ def make_primitive(
 
     primitive.def_abstract_eval(abstract)
     # Reached in eager shard_map, which evaluates one primitive at a time.
-    primitive.def_impl(lambda *args, params: jax.jit(primitive.bind, static_argnames="params")(
-        *args, params=params))  # fmt: skip
+    primitive.def_impl(jax.jit(primitive.bind, static_argnames="params"))
 
     lower_reference = mlir.lower_fun(reference, multiple_results=True)
 
     def lower_fused(ctx, x, w, *, params, platform):
-        reason = None
-        mesh = _mesh.concrete_mesh_of(ctx.module_context.axis_context, params.axis_names)
-        if not _config.config.fused:
+        avals = ctx.avals_in
+        empty = any(0 in aval.shape for aval in (*avals, *ctx.avals_out))
+        if not _config.config.fused or empty or is_reference(*avals, params):
             return lower_reference(ctx, x, w, params=params)
+        mesh = _mesh.concrete_mesh_of(ctx.module_context.axis_context, params.axis_names)
         if mesh is None:
             reason = "the mesh is abstract, so its devices are not known when the op is lowered"
         else:
-            reason = not_fused(*ctx.avals_in, params, platform)
-            reason = reason or _heap.why_not_usable(platform, mesh)
+            reason = not_fused(*avals, params, platform) or _heap.why_not_usable(platform, mesh)
         if reason is not None:
             _config.fall_back(name, reason)
             return lower_reference(ctx, x, w, params=params)
         assert mesh is not None
+        adapted = adapt(*avals, params, platform)
+        if adapted is not None:
+            return mlir.lower_fun(adapted, multiple_results=True)(ctx, x, w)
         register_targets(platform)
+        _begin_module(ctx.module_context.module)
         table = _mesh.group_table(mesh, params.axis_names)
-        call = dict(attributes(*ctx.avals_in, params))
-        _heap.reserve(platform, name, mesh, table, ctx.avals_in, ctx.avals_out, call)
-        lowering = jax.ffi.ffi_lowering(f"jflux_{name}")
-        return lowering(
+        outer, inner = rank_shape(avals[0], params)
+        if _lowers_for_here(mesh):
+            product = _heap.Product(
+                op=name,
+                world=table.shape[1],
+                outer=outer,
+                inner=inner,
+                k=avals[0].shape[-1],
+                n=avals[1].shape[0 if params.transpose_rhs else 1],
+                dtype=avals[0].dtype,
+                out_dtype=np.dtype(params.out_dtype),
+                transpose_rhs=params.transpose_rhs,
+            )
+            _heap.reserve(platform, mesh, table, product)
+        return jax.ffi.ffi_lowering(f"jflux_{name}")(
             ctx,
             x,
             w,
             groups=table.ravel(),
+            inner=np.int64(inner),
+            outer=np.int64(outer),
             site=np.int64(ctx.module_context.new_channel()),
+            transpose_rhs=params.transpose_rhs,
             world=np.int64(table.shape[1]),
-            **call,
         )
 
     def lower_elsewhere(ctx, x, w, *, params):
@@ -133,3 +155,20 @@ def make_primitive(
         mlir.register_lowering(primitive, rule, platform=platform)
     batching.primitive_batchers[primitive] = functools.partial(batch, primitive)
     return primitive
+
+
+def _lowers_for_here(mesh: Mesh) -> bool:
+    """Whether the mesh's devices belong to this program (and not to a topology to export for)."""
+    device = mesh.devices.flat[0]
+    return any(device is d for d in device.client.devices())
+
+
+_last_module: Any = None
+
+
+def _begin_module(module: Any) -> None:
+    """Tells the library when the calls of another module begin (cc/runtime/ffi.h)."""
+    global _last_module
+    if module is not _last_module:
+        _last_module = module
+        _jflux.begin_module()

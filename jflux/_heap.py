@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import functools
+import hashlib
 import threading
 from typing import Any
 
@@ -64,21 +66,25 @@ def init(*, heap_bytes: int | None = None, deadline_seconds: float = 60.0) -> No
                 f"jflux.init() with {wanted}"
             )
         _settings = wanted
-        platform = {"gpu": "cuda"}.get(jax.default_backend(), jax.default_backend())
-        if platform in _DEFAULT_HEAP_BYTES:
+        platform = _default_platform()
+        if platform == "cpu" or _cuda_usable():
             _ensure(platform)
 
 
 def shutdown() -> None:
     """Frees the heap. No jflux call may be running; compiled functions that use it fail until
-    the next :func:`init`."""
+    they are lowered again."""
     from . import _jflux
 
     global _settings
     with _lock:
         if "cpu" in _ready:
             _jflux.cpu_heap_shutdown()
+        if "cuda" in _ready:
+            _jflux.cuda_heap_shutdown()
         _ready.clear()
+        _cuda_channels.clear()
+        _why_no_cuda.cache_clear()
         _settings = Settings()
 
 
@@ -87,8 +93,13 @@ def poison() -> None:
     from . import _jflux
 
     with _lock:
-        if "cpu" in _ready:
+        platform = _default_platform()
+        if platform == "cpu":
+            _ensure(platform)
             _jflux.cpu_heap_poison()
+        elif _cuda_usable():
+            _ensure(platform)
+            _jflux.cuda_heap_poison()
 
 
 def set_test_hooks(skip_waits: bool, max_delay_us: int) -> None:
@@ -96,8 +107,13 @@ def set_test_hooks(skip_waits: bool, max_delay_us: int) -> None:
     from . import _jflux
 
     with _lock:
-        if "cpu" in _ready:
+        platform = _default_platform()
+        if platform == "cpu":
+            _ensure(platform)
             _jflux.cpu_heap_test_hooks(skip_waits, max_delay_us)
+        elif _cuda_usable():
+            _ensure(platform)
+            _jflux.cuda_heap_test_hooks(skip_waits, max_delay_us)
 
 
 def heap_bytes(platform: str) -> int:
@@ -109,26 +125,67 @@ def deadline_seconds() -> float:
     return _settings.deadline_seconds
 
 
-def why_not_usable(platform: str, mesh: Mesh) -> str | None:
-    """Why calls over this mesh cannot use the heap, or None."""
-    if platform == "cuda":
-        return "this build has no CUDA kernels"
+def backend_in_use() -> str | None:
+    """"cpu", "peer" or "ipc", or None before the heap exists."""
+    if "cuda" in _ready:
+        return "ipc" if jax.process_count() > 1 else "peer"
+    return "cpu" if "cpu" in _ready else None
+
+
+def _default_platform() -> str:
+    platform = jax.default_backend()
+    return "cuda" if platform == "gpu" else platform
+
+
+def _cuda_usable() -> bool:
+    return _default_platform() == "cuda" and _why_no_cuda() is None
+
+
+@functools.cache
+def _why_no_cuda() -> str | None:
+    from . import _jflux
+
+    if not _jflux.built_with_cuda():
+        return "this build of jflux has no CUDA kernels (reinstall with JFLUX_CUDA=ON)"
+    for device in jax.local_devices(backend="cuda"):
+        capability = str(getattr(device, "compute_capability", "unknown"))
+        if capability != "9.0":
+            return f"{device.device_kind} has compute capability {capability}, kernels need 9.0"
     return None
 
 
-def reserve(
-    platform: str,
-    op: str,
-    mesh: Mesh,
-    groups: np.ndarray,
-    avals_in: Any,
-    avals_out: Any,
-    attributes: dict[str, Any],
-) -> None:
-    """Makes sure that the heap exists and has room for this call."""
-    if mesh.devices.flat[0].platform not in ("cpu", "gpu", "cuda"):
-        return  # lowered here for devices elsewhere
+def why_not_usable(platform: str, mesh: Mesh) -> str | None:
+    """Why calls over this mesh cannot use the heap, or None."""
+    if platform == "cuda" and mesh.devices.flat[0].platform in ("gpu", "cuda"):
+        return _why_no_cuda()
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """What the size of a call's channel depends on: per rank, as cc/core/rows.h names it."""
+
+    op: str
+    world: int
+    outer: int
+    inner: int
+    k: int
+    n: int
+    dtype: np.dtype
+    out_dtype: np.dtype
+    transpose_rhs: bool
+
+
+def reserve(platform: str, mesh: Mesh, groups: np.ndarray, product: Product) -> None:
+    """Makes sure that the heap exists and has room for this call.
+
+    Raises:
+      ValueError: if it has not.
+    """
     _ensure(platform)
+    if platform == "cuda":
+        with _lock:
+            _reserve_cuda_channel(mesh, groups, product)
 
 
 def _ensure(platform: str) -> None:
@@ -137,7 +194,72 @@ def _ensure(platform: str) -> None:
             return
         if platform == "cpu":
             _create_cpu_heap()
+        else:
+            _create_cuda_heap()
         _ready.add(platform)
+
+
+# The order of core/dtype.h.
+_DTYPES = ("float16", "bfloat16", "float32", "float64")
+
+# Channels on GPUs, in the order of their places in the heap: (groups and size) -> bytes.
+_cuda_channels: dict[str, int] = {}
+
+
+def _reserve_cuda_channel(mesh: Mesh, groups: np.ndarray, product: Product) -> None:
+    """Gives the channels of this size of these groups a place, the same in every process.
+
+    A place is the sum of the sizes before it. With several processes the order is agreed on through
+    the key-value store: entry i belongs to whoever writes it first.
+    """
+    from . import _jflux
+
+    device = next(d for d in mesh.devices.flat if d.process_index == jax.process_index())
+    total = _jflux.cuda_channel_bytes(
+        product.op, product.world, product.outer, product.inner, product.k, product.n,
+        _DTYPES.index(product.dtype.name), _DTYPES.index(product.out_dtype.name),
+        product.transpose_rhs, device.core_count,
+    )  # fmt: skip
+    key = f"{hashlib.sha256(groups.tobytes()).hexdigest()[:32]}/{groups.shape}/{total}"
+    while key not in _cuda_channels:
+        place = _jflux.cuda_first_channel() + sum(_cuda_channels.values())
+        if place + total > heap_bytes("cuda"):
+            raise ValueError(
+                f"jflux.{product.op}: the symmetric heap has {heap_bytes('cuda')} bytes per GPU, "
+                f"this call needs {total} more than the {place} in use; call "
+                f"jflux.init(heap_bytes={max(2 * heap_bytes('cuda'), place + total)}) first"
+            )
+        entry, entry_total = key, total
+        if jax.process_count() > 1:
+            entry = _claim(f"cuda_channel/{_generation}/{len(_cuda_channels)}", key)
+            entry_total = int(entry.rsplit("/", 1)[1])
+        if entry == key:
+            _jflux.cuda_heap_add_channel(groups.ravel().tolist(), total, place)
+        _cuda_channels[entry] = entry_total
+
+
+def _create_cuda_heap() -> None:
+    from . import _jflux
+
+    global _generation
+    local = jax.local_devices(backend="cuda")
+    _jflux.cuda_heap_init(
+        [d.local_hardware_id for d in local],
+        [d.id for d in local],
+        heap_bytes("cuda"),
+        _settings.deadline_seconds,
+    )
+    devices = jax.devices("cuda")
+    processes = sorted({d.process_index for d in devices})
+    _generation += 1
+    if len(processes) == 1:
+        return
+    mine = ",".join(f"{d.id}={_jflux.cuda_heap_export(d.id)}" for d in local)
+    for process, theirs in exchange(f"cuda_heap/{_generation}", mine, processes).items():
+        if process != jax.process_index():
+            for item in theirs.split(","):
+                device_id, handle = item.split("=")
+                _jflux.cuda_heap_attach(int(device_id), handle)
 
 
 def _create_cpu_heap() -> None:
@@ -161,6 +283,23 @@ def _create_cpu_heap() -> None:
 
 def exchange(name: str, value: str, processes: list[int]) -> dict[int, str]:
     """Publishes `value` under `name` and returns everybody's, through JAX's own key-value store."""
+    client = _store()
+    timeout_ms = int(max(_settings.deadline_seconds, 60.0) * 1000)
+    client.key_value_set(f"jflux/{name}/{jax.process_index()}", value)
+    return {p: client.blocking_key_value_get(f"jflux/{name}/{p}", timeout_ms) for p in processes}
+
+
+def _claim(name: str, value: str) -> str:
+    """Writes `value` under `name` unless another process has; returns what is there."""
+    client = _store()
+    try:
+        client.key_value_set(f"jflux/{name}", value)
+    except jax.errors.JaxRuntimeError:  # it exists
+        return client.blocking_key_value_get(f"jflux/{name}", 60_000)
+    return value
+
+
+def _store() -> Any:
     from jax._src import distributed  # there is no public name for the store
 
     client = distributed.global_state.client
@@ -169,9 +308,7 @@ def exchange(name: str, value: str, processes: list[int]) -> dict[int, str]:
             "several processes, but jax.distributed.initialize() was not called: jflux's "
             "processes meet through its key-value store"
         )
-    timeout_ms = int(max(_settings.deadline_seconds, 60.0) * 1000)
-    client.key_value_set(f"jflux/{name}/{jax.process_index()}", value)
-    return {p: client.blocking_key_value_get(f"jflux/{name}/{p}", timeout_ms) for p in processes}
+    return client
 
 
 atexit.register(shutdown)

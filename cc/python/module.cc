@@ -41,6 +41,7 @@ NB_MODULE(_jflux, m) {
     d["type_info"] = nb::capsule(jflux_call_site_type_info());
     return d;
   });
+  m.def("begin_module", &jflux_begin_module);
   m.def("built_with_cuda", [] { return jflux_built_with_cuda() != 0; });
   m.def("set_blas", [](uintptr_t sgemm, uintptr_t dgemm) {
     jflux_set_blas(reinterpret_cast<void*>(sgemm), reinterpret_cast<void*>(dgemm));
@@ -65,4 +66,41 @@ NB_MODULE(_jflux, m) {
     jflux_cpu_heap_usage(&in_use, &touched);
     return nb::make_tuple(in_use, touched);
   });
+
+  m.def("cuda_heap_init", [](const std::vector<int>& ordinals, const std::vector<int64_t>& ids,
+                             int64_t heap_bytes, double deadline_s) {
+    nb::gil_scoped_release release;
+    const char* reason = jflux_cuda_heap_init(
+        ordinals.data(), ids.data(), static_cast<int>(ids.size()), heap_bytes, deadline_s);
+    if (reason != nullptr) throw std::runtime_error(reason);
+  });
+  m.def("cuda_heap_export", [](int64_t id) {
+    char handle[256];
+    Check(jflux_cuda_heap_export(id, handle, sizeof(handle)));
+    return std::string(handle);
+  });
+  m.def("cuda_heap_attach", [](int64_t id, const std::string& handle) {
+    Check(jflux_cuda_heap_attach(id, handle.c_str()));
+  });
+  m.def("cuda_heap_add_channel",
+        [](const std::vector<int64_t>& groups, int64_t total_bytes, int64_t offset) {
+          Check(jflux_cuda_heap_add_channel(groups.data(), static_cast<int>(groups.size()),
+                                            total_bytes, offset));
+        });
+  m.def("cuda_heap_shutdown", &jflux_cuda_heap_shutdown);
+  m.def("cuda_heap_test_hooks", [](bool skip_waits, int max_delay_us) {
+    Check(jflux_cuda_heap_test_hooks(skip_waits, max_delay_us));
+  });
+  m.def("cuda_heap_poison", [] { Check(jflux_cuda_heap_poison()); });
+  m.def("cuda_heap_fault", [] {
+    const char* fault = jflux_cuda_heap_fault();
+    return fault == nullptr ? std::string() : std::string(fault);
+  });
+  m.def("cuda_channel_bytes",
+        [](const std::string& op, int64_t world, int64_t outer, int64_t inner, int64_t k,
+           int64_t n, int dtype, int out_dtype, bool transpose_rhs, int sm_count) {
+          const JfluxProduct product{world, outer, inner, k, n, dtype, out_dtype, transpose_rhs};
+          return jflux_cuda_channel_bytes(op.c_str(), &product, sm_count);
+        });
+  m.def("cuda_first_channel", &jflux_cuda_first_channel);
 }

@@ -39,6 +39,8 @@ const JfluxTarget* jflux_targets(void) {
 void* jflux_call_site_type_id(void) { return &jflux::CallSite::id; }
 void* jflux_call_site_type_info(void) { return &jflux::CallSite::info; }
 
+void jflux_begin_module(void) { jflux::BeginModule(); }
+
 int jflux_built_with_cuda(void) {
 #ifdef JFLUX_WITH_CUDA
   return 1;

@@ -21,6 +21,9 @@ JFLUX_API const JfluxTarget* jflux_targets(void);
 JFLUX_API void* jflux_call_site_type_id(void);
 JFLUX_API void* jflux_call_site_type_info(void);
 
+// To be called before the ops of another module are lowered.
+JFLUX_API void jflux_begin_module(void);
+
 JFLUX_API int jflux_built_with_cuda(void);
 
 // Functions that return `const char*` return null on success, else the reason; the text lives
@@ -39,5 +42,29 @@ JFLUX_API void jflux_cpu_heap_test_hooks(int skip_waits, int max_delay_us);
 JFLUX_API void jflux_cpu_heap_poison(void);
 // Bytes of each rank's heap that calls hold now / that some call has ever held.
 JFLUX_API void jflux_cpu_heap_usage(int64_t* in_use, int64_t* touched);
+
+// The heap on GPUs. Without CUDA in the build, each of these only says so.
+JFLUX_API const char* jflux_cuda_heap_init(const int* ordinals, const int64_t* ids,
+                                           int num_devices, int64_t heap_bytes, double deadline_s);
+JFLUX_API const char* jflux_cuda_heap_export(int64_t id, char* handle, int handle_size);
+JFLUX_API const char* jflux_cuda_heap_attach(int64_t id, const char* handle);
+JFLUX_API const char* jflux_cuda_heap_add_channel(const int64_t* groups, int count,
+                                                  int64_t total_bytes, int64_t offset);
+JFLUX_API void jflux_cuda_heap_shutdown(void);
+JFLUX_API const char* jflux_cuda_heap_test_hooks(int skip_waits, int max_delay_us);
+JFLUX_API const char* jflux_cuda_heap_poison(void);
+// The fault of one of this process's GPUs, or null.
+JFLUX_API const char* jflux_cuda_heap_fault(void);
+
+// What a call needs of the heap: the size of its channel in bytes, or -1 for an unknown op.
+typedef struct {
+  int64_t world, outer, inner, k, n;
+  int dtype, out_dtype;  // core/dtype.h
+  int transpose_rhs;
+} JfluxProduct;
+JFLUX_API int64_t jflux_cuda_channel_bytes(const char* op, const JfluxProduct* product,
+                                           int sm_count);
+// Where channels start in the heap.
+JFLUX_API int64_t jflux_cuda_first_channel(void);
 
 #endif  // JFLUX_RUNTIME_CAPI_H_

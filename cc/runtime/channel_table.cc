@@ -12,8 +12,23 @@ void ChannelTable::Lock() {
 
 void ChannelTable::Unlock() { StoreRelease(&lock_, 0); }
 
-ChannelTable::Entry* ChannelTable::FindOrMake(ChannelKey key, int32_t world, int64_t bytes,
-                                              int64_t heap_bytes) {
+// Free channels that lie last make room for other sizes.
+void ChannelTable::DropFreeAtEnd() {
+  for (bool found = true; found && end_ > 0;) {
+    found = false;
+    for (Entry& e : entries_) {
+      if (e.state == kFree && e.offset + e.bytes == end_) {
+        end_ = e.offset;
+        e.state = kUnused;
+        found = true;
+      }
+    }
+  }
+}
+
+ChannelTable::Entry* ChannelTable::FindOrMake(
+    ChannelKey key, int32_t world, int64_t bytes, int64_t heap_bytes,
+    const std::function<void(int64_t, int64_t)>& clear) {
   // Channels come in the sizes of ChannelLayout, and only an equal size will do: in another one,
   // signals would lie where data was.
   Entry* best = nullptr;
@@ -24,22 +39,30 @@ ChannelTable::Entry* ChannelTable::FindOrMake(ChannelKey key, int32_t world, int
     if (e.state == kUnused && unused == nullptr) unused = &e;
   }
   if (best == nullptr) {
+    if (unused == nullptr || end_ + bytes > heap_bytes) DropFreeAtEnd();
+    for (Entry& e : entries_) {
+      if (unused == nullptr && e.state == kUnused) unused = &e;
+    }
     if (unused == nullptr || end_ + bytes > heap_bytes) return nullptr;
     best = unused;
     best->offset = end_;
     best->bytes = bytes;
+    if (end_ < touched_) clear(best->offset, bytes);
     end_ += bytes;
+    touched_ = Max(touched_, end_);
   }
   best->state = kLeased;
   best->key = key;
   best->world = world;
   best->released = 0;
-  ++best->epoch;
+  best->epoch = ++last_epoch_;
   return best;
 }
 
 bool ChannelTable::Acquire(ChannelKey key, int32_t world, int64_t bytes, int64_t heap_bytes,
-                           uint64_t deadline_ns, ChannelLease* lease, std::string* error) {
+                           uint64_t deadline_ns,
+                           const std::function<void(int64_t, int64_t)>& clear, ChannelLease* lease,
+                           std::string* error) {
   if (bytes > heap_bytes) {
     *error = "the call needs " + std::to_string(bytes) + " bytes of the symmetric heap, which has " +
              std::to_string(heap_bytes) + "; call jflux.init(heap_bytes=...) with more";
@@ -47,7 +70,7 @@ bool ChannelTable::Acquire(ChannelKey key, int32_t world, int64_t bytes, int64_t
   }
   for (uint32_t turn = 0;; ++turn) {
     Lock();
-    if (const Entry* e = FindOrMake(key, world, bytes, heap_bytes)) {
+    if (const Entry* e = FindOrMake(key, world, bytes, heap_bytes, clear)) {
       *lease = ChannelLease{static_cast<int32_t>(e - entries_), e->epoch, e->offset};
       Unlock();
       return true;

@@ -11,6 +11,7 @@
 #define JFLUX_RUNTIME_CHANNEL_TABLE_H_
 
 #include <cstdint>
+#include <functional>
 #include <string>
 
 namespace jflux {
@@ -29,9 +30,11 @@ struct ChannelLease {
 class ChannelTable {
  public:
   // Channel `key` for `world` ranks, found or made. Waits for memory until the deadline (on
-  // NowNs()'s clock); on failure says why in *error.
+  // NowNs()'s clock); on failure says why in *error. `clear` zeroes the signals of a channel
+  // (offset, bytes) on all ranks: memory that was part of another channel is given out again.
   bool Acquire(ChannelKey key, int32_t world, int64_t bytes, int64_t heap_bytes,
-               uint64_t deadline_ns, ChannelLease* lease, std::string* error);
+               uint64_t deadline_ns, const std::function<void(int64_t, int64_t)>& clear,
+               ChannelLease* lease, std::string* error);
 
   // `ranks` ranks are done. A failed call's channel is never given out again: a late peer might
   // still write to it.
@@ -48,7 +51,7 @@ class ChannelTable {
   }
 
   int64_t BytesInUse() const;
-  int64_t BytesTouched() const { return end_; }
+  int64_t BytesTouched() const { return touched_; }
 
  private:
   enum State : int32_t { kUnused = 0, kFree, kLeased, kLost };
@@ -64,11 +67,15 @@ class ChannelTable {
 
   void Lock();
   void Unlock();
-  Entry* FindOrMake(ChannelKey key, int32_t world, int64_t bytes, int64_t heap_bytes);
+  Entry* FindOrMake(ChannelKey key, int32_t world, int64_t bytes, int64_t heap_bytes,
+                    const std::function<void(int64_t, int64_t)>& clear);
+  void DropFreeAtEnd();
 
   static constexpr int kEntries = 1024;
   uint64_t lock_;
-  int64_t end_;  // heap bytes that some entry covers
+  int64_t end_;      // heap bytes that some entry covers
+  int64_t touched_;  // the largest end_ so far: beyond it memory is still zero
+  uint32_t last_epoch_;
   Entry entries_[kEntries];
 };
 

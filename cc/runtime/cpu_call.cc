@@ -103,7 +103,11 @@ void RunCohort(const CallId& id, std::vector<CpuCall> ranks, uint64_t deadline_n
   const CpuCall& first = cohort->ranks.front();
   const auto world = static_cast<int32_t>(first.group.size());
   if (!cohort->heap->table()->Acquire(KeyOf(id), world, first.bytes, cohort->heap->heap_bytes(),
-                                      deadline_ns, &cohort->lease, &error)) {
+                                      deadline_ns,
+                                      [&](int64_t offset, int64_t bytes) {
+                                        cohort->heap->ClearSignals(offset, bytes);
+                                      },
+                                      &cohort->lease, &error)) {
     error = std::string("jflux.") + NameOf(first.op) + ": " + error;
     for (CpuCall& call : cohort->ranks) {
       RunOnPool([done = std::move(call.done), error] { done(error); });

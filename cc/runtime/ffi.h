@@ -78,6 +78,11 @@ struct CallSite {
   uint64_t number;
 };
 
+// A new module is being lowered: copies of call sites are counted anew. Processes that compile
+// different things besides still agree on the copies in the modules that they share. (Threads that
+// compile several modules at once could disagree; one process does not care.)
+void BeginModule();
+
 // The instantiate stage of every op on the CPU.
 XLA_FFI_Error* InstantiateCallSite(XLA_FFI_CallFrame* frame);
 

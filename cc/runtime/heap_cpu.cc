@@ -95,6 +95,13 @@ bool HeapCpu::Attach(const std::string& handle, const std::vector<int64_t>& devi
   return ok;
 }
 
+void HeapCpu::ClearSignals(int64_t offset, int64_t bytes) {
+  const ChannelLayout channel = ChannelLayout::OfTotal(bytes);
+  for (const auto& [device, segment] : segments_) {
+    std::memset(segment + offset, 0, channel.DataOffset(0));
+  }
+}
+
 void HeapCpu::PoisonFree() {
   table_->ForEachFree([this](int64_t offset, int64_t bytes) {
     const ChannelLayout channel = ChannelLayout::OfTotal(bytes);

@@ -33,6 +33,9 @@ class HeapCpu {
   bool Attach(const std::string& handle, const std::vector<int64_t>& devices, bool has_table,
               std::string* error);
 
+  // Zeroes the signals of a channel on all ranks.
+  void ClearSignals(int64_t offset, int64_t bytes);
+
   // Fills the data of every free channel of the local segments with NaN (all bits set).
   void PoisonFree();
 

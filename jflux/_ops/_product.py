@@ -12,6 +12,7 @@ import numpy as np
 from .._mesh import AxisName, as_tuple
 
 MAX_RANKS = 8
+CUDA_TILE_ROWS = 128  # kGemmTileM of cc/gpu/gemm_config.h
 CPU_DTYPES = {np.dtype(d) for d in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)}
 CUDA_DTYPES = {np.dtype(d) for d in (jnp.float16, jnp.bfloat16)}
 
@@ -78,6 +79,24 @@ def has_no_kernel(x: Any, w: Any, out: np.dtype, world: int) -> bool:
     return world == 1 or 0 in x.shape or 0 in w.shape
 
 
+def pad_to_units(x: Any, w: Any, params: Any, bind: Any) -> Any:
+    """For the CUDA kernels, whose rows are whole 16-byte units: a function (x, w) -> results that
+    pads k and n to multiples of 8 with zeros, or None if they are."""
+    k, n = x.shape[-1], w.shape[0 if params.transpose_rhs else 1]
+    pad_k, pad_n = -k % 8, -n % 8
+    if pad_k == 0 and pad_n == 0:
+        return None
+
+    def padded(x, w):
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, pad_k)])
+        pads = [(0, pad_k), (0, pad_n)]
+        w = jnp.pad(w, pads[::-1] if params.transpose_rhs else pads)
+        y, *gathered = bind(x, w, params=params)
+        return [y[..., :n], *(g[..., :k] for g in gathered)]
+
+    return padded
+
+
 def batch_operands(bind: Any, x: Any, w: Any, bx: Any, bw: Any, *, transpose_rhs: bool) -> Any:
     """vmap of ``bind(x, w, shift)``, whose results keep x's leading dimensions and have w's
     columns last. `shift` is how many dimensions were put in front of x.
@@ -94,7 +113,8 @@ def batch_operands(bind: Any, x: Any, w: Any, bx: Any, bw: Any, *, transpose_rhs
     if bx is None:
         w = jnp.moveaxis(w, bw, 0 if transpose_rhs else 1)
         b, n = (w.shape[0], w.shape[1]) if transpose_rhs else (w.shape[1], w.shape[2])
-        wide = w.reshape(b * n, -1) if transpose_rhs else w.reshape(-1, b * n)
+        k = w.shape[2] if transpose_rhs else w.shape[0]
+        wide = w.reshape(b * n, k) if transpose_rhs else w.reshape(k, b * n)
         y, *rest = bind(x, wide, 0)
         y = y.reshape(*y.shape[:-1], b, n)
         return [y, *rest], [y.ndim - 2, *([None] * len(rest))]

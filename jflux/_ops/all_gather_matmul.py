@@ -210,19 +210,22 @@ def _reference(x, w, *, params):
     return [y, gathered][: len(params.results)]
 
 
+def _is_reference(x, w, params):
+    return params.results == ("gathered",)
+
+
 def _not_fused(x, w, params, platform):
-    if params.results == ("gathered",):
-        return "only the gathered x is used, which is lax.all_gather"
     return _product.kernel_takes(x, w, params.out_dtype, params.world, platform)
 
 
-def _attributes(x, w, params):
-    outer, inner = _product.outer_inner(x.shape, params.gather_dimension, 1)
-    return {
-        "outer": np.int64(outer),
-        "inner": np.int64(inner),
-        "transpose_rhs": params.transpose_rhs,
-    }
+def _rank_shape(x, params):
+    return _product.outer_inner(x.shape, params.gather_dimension, 1)
+
+
+def _adapt(x, w, params, platform):
+    if platform != "cuda":
+        return None
+    return _product.pad_to_units(x, w, params, _primitive.bind)
 
 
 def _batch(primitive, operands, dims, *, params):
@@ -243,8 +246,10 @@ _primitive = _ffi.make_primitive(
     "all_gather_matmul",
     abstract_eval=_result_shapes,
     reference=_reference,
-    attributes=_attributes,
+    rank_shape=_rank_shape,
+    is_reference=_is_reference,
     not_fused=_not_fused,
+    adapt=_adapt,
     batch=_batch,
 )
 

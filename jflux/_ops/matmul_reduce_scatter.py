@@ -174,17 +174,37 @@ def _reference(x, w, *, params):
     ]
 
 
+def _is_reference(x, w, params):
+    return False
+
+
 def _not_fused(x, w, params, platform):
     return _product.kernel_takes(x, w, params.out_dtype, params.world, platform)
 
 
-def _attributes(x, w, params):
-    outer, inner = _product.outer_inner(x.shape, params.scatter_dimension, params.world)
-    return {
-        "outer": np.int64(outer),
-        "inner": np.int64(inner),
-        "transpose_rhs": params.transpose_rhs,
-    }
+def _rank_shape(x, params):
+    return _product.outer_inner(x.shape, params.scatter_dimension, params.world)
+
+
+def _adapt(x, w, params, platform):
+    if platform != "cuda":
+        return None
+    padded = _product.pad_to_units(x, w, params, _primitive.bind)
+    if padded is not None:
+        return padded
+    outer, inner = _rank_shape(x, params)
+    if outer == 1 or inner % _product.CUDA_TILE_ROWS == 0:
+        return None
+
+    # The kernel's blocks of rows would straddle leading indices: bring the ranks to the front.
+    def rank_major(x, w):
+        k = x.shape[-1]
+        blocks = x.reshape(outer, params.world, inner, k).swapaxes(0, 1).reshape(-1, k)
+        flat = dataclasses.replace(params, scatter_dimension=0)
+        (y,) = _primitive.bind(blocks, w, params=flat)
+        return [y.reshape(_result_shapes(x, w, params)[0][0])]
+
+    return rank_major
 
 
 def _batch(primitive, operands, dims, *, params):
@@ -199,7 +219,9 @@ _primitive = _ffi.make_primitive(
     "matmul_reduce_scatter",
     abstract_eval=_result_shapes,
     reference=_reference,
-    attributes=_attributes,
+    rank_shape=_rank_shape,
+    is_reference=_is_reference,
     not_fused=_not_fused,
+    adapt=_adapt,
     batch=_batch,
 )

@@ -4,6 +4,11 @@
 #include "runtime/ffi.h"
 #include "runtime/targets.h"
 
+#ifdef JFLUX_WITH_CUDA
+#include "ops/all_gather_matmul/all_gather_matmul_cuda.h"
+#include "runtime/cuda_call.h"
+#endif
+
 namespace jflux {
 namespace {
 
@@ -82,8 +87,36 @@ XLA_FFI_DEFINE_HANDLER(kCpu, Cpu,
                                       .Ctx<ffi::RunId>()
                                       .Ctx<ffi::DeviceOrdinal>()));
 
+#ifdef JFLUX_WITH_CUDA
+ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Span<const int64_t> groups,
+                int64_t inner, int64_t outer, int64_t, bool transpose_rhs, int64_t world,
+                ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> y, ffi::RemainingRets rest) {
+  const auto p = ParamsOf(x, w, *y, world, outer, inner, transpose_rhs, rest.size() > 0);
+  if (!p) return InvalidArgument("all_gather_matmul: operands do not fit");
+  AllGatherMatmulArrays arrays{x.untyped_data(), w.untyped_data(), y->untyped_data(), nullptr};
+  if (rest.size() > 0) arrays.gathered = (*rest.get<ffi::AnyBuffer>(0))->untyped_data();
+  return LaunchCudaCall(
+      OpId::kAllGatherMatmul, ordinal, groups, world,
+      [&](int sm_count) { return AllGatherMatmulChannel(*p, sm_count); },
+      [&](const CudaDevice& device, const SymmetricView& view, std::string* error) {
+        const GemmChoice choice = ChooseGemm(p->rows.Total(), p->n, device.sm_count);
+        return LaunchAllGatherMatmul(*p, arrays, choice, device, view, stream, error);
+      });
+}
+
+XLA_FFI_DEFINE_HANDLER(
+    kCuda, Cuda,
+    Attributes(
+        ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().Ctx<ffi::DeviceOrdinal>()),
+    {ffi::Traits::kCmdBufferCompatible});
+#endif
+
 }  // namespace
 
 XLA_FFI_Error* AllGatherMatmulCpuHandler(XLA_FFI_CallFrame* frame) { return kCpu(frame); }
+
+#ifdef JFLUX_WITH_CUDA
+XLA_FFI_Error* AllGatherMatmulCudaHandler(XLA_FFI_CallFrame* frame) { return kCuda(frame); }
+#endif
 
 }  // namespace jflux

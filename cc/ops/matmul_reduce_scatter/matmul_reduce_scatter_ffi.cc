@@ -4,6 +4,11 @@
 #include "runtime/ffi.h"
 #include "runtime/targets.h"
 
+#ifdef JFLUX_WITH_CUDA
+#include "ops/matmul_reduce_scatter/matmul_reduce_scatter_cuda.h"
+#include "runtime/cuda_call.h"
+#endif
+
 namespace jflux {
 namespace {
 
@@ -79,8 +84,35 @@ XLA_FFI_DEFINE_HANDLER(kCpu, Cpu,
                                       .Ctx<ffi::RunId>()
                                       .Ctx<ffi::DeviceOrdinal>()));
 
+#ifdef JFLUX_WITH_CUDA
+ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Span<const int64_t> groups,
+                int64_t inner, int64_t outer, int64_t, bool transpose_rhs, int64_t world,
+                ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> y) {
+  const auto p = ParamsOf(x, w, *y, world, outer, inner, transpose_rhs);
+  if (!p) return InvalidArgument("matmul_reduce_scatter: operands do not fit");
+  MatmulReduceScatterArrays arrays{x.untyped_data(), w.untyped_data(), y->untyped_data()};
+  return LaunchCudaCall(
+      OpId::kMatmulReduceScatter, ordinal, groups, world,
+      [&](int sm_count) { return MatmulReduceScatterChannel(*p, sm_count); },
+      [&](const CudaDevice& device, const SymmetricView& view, std::string* error) {
+        const GemmChoice choice = ChooseGemm(p->rows.Total(), p->n, device.sm_count);
+        return LaunchMatmulReduceScatter(*p, arrays, choice, device, view, stream, error);
+      });
+}
+
+XLA_FFI_DEFINE_HANDLER(
+    kCuda, Cuda,
+    Attributes(
+        ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().Ctx<ffi::DeviceOrdinal>()),
+    {ffi::Traits::kCmdBufferCompatible});
+#endif
+
 }  // namespace
 
 XLA_FFI_Error* MatmulReduceScatterCpuHandler(XLA_FFI_CallFrame* frame) { return kCpu(frame); }
+
+#ifdef JFLUX_WITH_CUDA
+XLA_FFI_Error* MatmulReduceScatterCudaHandler(XLA_FFI_CallFrame* frame) { return kCuda(frame); }
+#endif
 
 }  // namespace jflux

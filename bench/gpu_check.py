@@ -1,0 +1,199 @@
+"""Checks, stresses and times the kernels on this host's GPUs; the table comes last.
+
+    python -m bench.gpu_check [--ranks 4] [--sections values,stress,bench] [--lists flux]
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import random
+import sys
+import time
+
+os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jflux
+import jflux.testing
+from bench import harness, shapes
+
+
+def mesh_of(ranks: int) -> Mesh:
+    return Mesh(np.array(jax.devices()[:ranks]), ("tp",))
+
+
+def max_error(y, exact, magnitude, dtype, k) -> float:
+    """Largest |y - exact| in units of jflux.testing.tolerance; above 1 is wrong."""
+    bound = jflux.testing.tolerance(dtype, k) * magnitude
+    error = np.abs(np.asarray(y, np.float64) - exact) / bound
+    return float(np.nan_to_num(error, nan=np.inf).max())
+
+
+def check_product(op: str, ranks: int, m: int, n: int, k: int, dtype, seed: int, **options) -> float:
+    """One call with fresh random operands against float64. m, n, k are global."""
+    mesh = mesh_of(ranks)
+    rng = np.random.default_rng(seed)
+    transpose = options.get("transpose_rhs", False)
+    lead = options.pop("lead", ())
+    x = rng.standard_normal((*lead, m, k)).astype(dtype)
+    w = rng.standard_normal((k, n)).astype(dtype)
+    rows = len(lead)
+    if op == shapes.AG:
+        x_spec = P(*[None] * rows, "tp", None)
+        w_spec, y_spec = P(None, "tp"), P(*[None] * rows, None, "tp")
+    else:
+        x_spec = P(*[None] * rows, None, "tp")
+        w_spec, y_spec = P("tp", None), P(*[None] * rows, "tp", None)
+    out_specs = y_spec
+    if options.get("return_gathered"):
+        out_specs = (y_spec, P(*[None] * (rows + 1), None))
+    if transpose:
+        w_spec = P(*w_spec[::-1])
+    f = jax.jit(
+        jax.shard_map(
+            lambda x, w: getattr(jflux, op)(x, w, axis_name="tp", **options),
+            mesh=mesh, in_specs=(x_spec, w_spec), out_specs=out_specs, check_vma=False,
+        )
+    )  # fmt: skip
+    put = lambda a, s: jax.device_put(a, NamedSharding(mesh, s))
+    jflux.testing.poison_workspaces()
+    result = f(put(x, x_spec), put(w.T if transpose else w, w_spec))
+    worst = 0.0
+    if options.get("return_gathered"):
+        result, gathered = result
+        worst = 0.0 if np.array_equal(np.asarray(gathered), x) else np.inf
+    x64, w64 = x.astype(np.float64), w.astype(np.float64)
+    out = options.get("preferred_element_type") or dtype
+    return max(worst, max_error(result, x64 @ w64, np.abs(x64) @ np.abs(w64), out, k))
+
+
+def section_values(ranks: int) -> list[str]:
+    cases = []
+    for op, dtype, transpose in itertools.product(
+        (shapes.AG, shapes.RS), (jnp.bfloat16, jnp.float16), (False, True)
+    ):
+        for m, n, k in [(256, 512, 256), (64, 256, 512), (40, 264, 136), (7, 8, 8), (333, 1000, 520)]:
+            m, n, k = m * ranks, n * ranks if op == shapes.AG else n, k * (ranks if op == shapes.RS else 1)
+            cases.append((op, m, n, k, dtype, dict(transpose_rhs=transpose)))
+    for op in (shapes.AG, shapes.RS):
+        cases += [
+            (op, 128 * ranks, 512 * ranks, 256 * ranks, jnp.bfloat16, dict(lead=(3,))),
+            (op, 24 * ranks, 72 * ranks, 64 * ranks, jnp.bfloat16, dict(lead=(2, 2))),
+            (op, 1 * ranks, 13 * ranks, 37 * ranks, jnp.bfloat16, {}),
+            (op, 256 * ranks, 512 * ranks, 256 * ranks, jnp.bfloat16, dict(preferred_element_type=jnp.float32)),
+            (op, 1024 * ranks, 1024 * ranks, 1024 * ranks, jnp.bfloat16, {}),
+            (op, 1000 * ranks, 1096 * ranks, 968 * ranks, jnp.float16, {}),
+        ]
+    cases += [
+        (shapes.AG, 100 * ranks, 256 * ranks, 512, jnp.bfloat16, dict(return_gathered=True)),
+        (shapes.AG, 40 * ranks, 256 * ranks, 200, jnp.bfloat16, dict(return_gathered=True, lead=(3,))),
+        (shapes.AG, 512 * ranks, 2048 * ranks, 1024, jnp.bfloat16, dict(return_gathered=True)),
+    ]
+    lines, bad = [], 0
+    for i, (op, m, n, k, dtype, options) in enumerate(cases):
+        error = check_product(op, ranks, m, n, k, dtype, seed=i, **dict(options))
+        ok = error <= 1
+        bad += not ok
+        line = f"{'ok ' if ok else 'BAD'} {op} {m}x{n}x{k} {np.dtype(dtype).name} {options} {error:.3f}"
+        print(line, flush=True)
+        if not ok:
+            lines.append(line)
+    return [f"values, {ranks} ranks: {len(cases) - bad} of {len(cases)} right", *lines]
+
+
+def section_stress(ranks: int, calls: int) -> list[str]:
+    rng = random.Random(ranks)
+    bad, start = 0, time.time()
+    pool = [
+        (op, rng.randrange(1, 600) * ranks, rng.randrange(1, 200) * 8 * (ranks if op == shapes.AG else 1),
+         rng.randrange(1, 100) * 8 * (ranks if op == shapes.RS else 1))
+        for op in (shapes.AG, shapes.RS) for _ in range(10)
+    ]  # fmt: skip
+    compiled = {}
+    mesh = mesh_of(ranks)
+    with jflux.testing.planted_faults(max_delay_us=300):
+        for call in range(calls):
+            op, m, n, k = case = pool[rng.randrange(len(pool))]
+            if case not in compiled:
+                x_spec, w_spec, y_spec = (
+                    (P("tp"), P(None, "tp"), P(None, "tp")) if op == shapes.AG
+                    else (P(None, "tp"), P("tp"), P("tp"))
+                )  # fmt: skip
+                f = jax.jit(
+                    jax.shard_map(
+                        lambda x, w, op=op: getattr(jflux, op)(x, w, axis_name="tp"),
+                        mesh=mesh, in_specs=(x_spec, w_spec), out_specs=y_spec, check_vma=False,
+                    )
+                )  # fmt: skip
+                make = jax.jit(
+                    lambda key, m=m, n=n, k=k: (
+                        jax.random.normal(key, (m, k)).astype(jnp.bfloat16),
+                        jax.random.normal(jax.random.fold_in(key, 1), (k, n)).astype(jnp.bfloat16),
+                    ),
+                    out_shardings=(NamedSharding(mesh, x_spec), NamedSharding(mesh, w_spec)),
+                )
+                check = jax.jit(
+                    lambda x, w, y, k=k: jnp.max(
+                        jnp.abs(y.astype(jnp.float32) - jnp.dot(x, w, preferred_element_type=jnp.float32))
+                        / (jnp.dot(jnp.abs(x), jnp.abs(w), preferred_element_type=jnp.float32)
+                           * jflux.testing.tolerance(jnp.bfloat16, k))
+                    )
+                )  # fmt: skip
+                compiled[case] = (f, make, check)
+            f, make, check = compiled[case]
+            x, w = make(jax.random.key(call))
+            error = float(check(x, w, f(x, w)))
+            if not error <= 1:
+                bad += 1
+                print("BAD", call, case, error, flush=True)
+    seconds = time.time() - start
+    return [f"stress, {ranks} ranks: {calls - bad} of {calls} calls right in {seconds:.0f} s"]
+
+
+def section_bench(ranks: int, names: list[str], rounds: int) -> list[str]:
+    lines = [f"{'op':22} {'m':>5} {'n':>6} {'k':>6} {'G ms':>8} {'S ms':>8} {'J ms':>8} {'J/S':>6} {'E':>6} {'J TF/s':>7}"]
+    for shape in itertools.chain(*(shapes.LISTS[name] for name in names)):
+        t = harness.measure(shape, mesh_of(ranks), rounds)
+        g, s, j = (t[c].median for c in "GSJ")
+        e = 1 - (j - g) / (s - g) if s > g else float("nan")
+        line = (
+            f"{shape.op:22} {shape.m:5} {shape.n:6} {shape.k:6} {g * 1e3:8.3f} {s * 1e3:8.3f} "
+            f"{j * 1e3:8.3f} {j / s:6.3f} {e:6.2f} {shape.flops(ranks) / j / 1e12:7.0f}"
+        )
+        print(line, flush=True)
+        lines.append(line)
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, default=jax.device_count())
+    parser.add_argument("--sections", default="values,stress,bench")
+    parser.add_argument("--lists", default="flux")
+    parser.add_argument("--calls", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--deadline", type=float, default=10.0)
+    args = parser.parse_args()
+    jflux.init(heap_bytes=4 << 30, deadline_seconds=args.deadline)
+    jflux.config.update(strict=True)
+    summary = []
+    for section in args.sections.split(","):
+        if section == "values":
+            summary += section_values(args.ranks)
+        elif section == "stress":
+            summary += section_stress(args.ranks, args.calls)
+        elif section == "bench":
+            summary += section_bench(args.ranks, args.lists.split(","), args.rounds)
+    print("\n".join(["", *summary]))
+    sys.exit(any("BAD" in line for line in summary))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""How a figure is taken.
+
+For one shape all contestants are timed in turn, round after round, in one process, so that clocks
+and temperature are the same for all; the median over rounds counts. A contestant is a jitted loop
+whose iterations depend on each other (XLA merges identical ones), so that host dispatch is paid
+once. Inputs are normal random numbers. A rate above the chip's peak is refused: it means that the
+benchmark measures something else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jflux
+from jflux import reference
+
+from .shapes import AG, Shape
+
+# Dense bf16 peak of the chips that jflux has kernels for, FLOP/s (NVIDIA's data sheets).
+PEAK_FLOPS = {"NVIDIA H100": 989e12, "NVIDIA H200": 989e12}
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Seconds per call: the median over rounds, and the quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+
+def _loop(op: Callable[[jax.Array, jax.Array], jax.Array], iterations: int):
+    """`iterations` calls in a row, each of whose input takes one element of the last one's output."""
+
+    def body(_, carry):
+        x, w, y = carry
+        # x varies with y: no call can be left out or moved.
+        corner = y[(slice(0, 1),) * y.ndim].reshape((1,) * x.ndim).astype(x.dtype)
+        x = lax.dynamic_update_slice(x, corner, (0,) * x.ndim)
+        return x, w, op(x, w)
+
+    def run(x, w):
+        y = op(x, w)
+        return lax.fori_loop(1, iterations, body, (x, w, y))[2]
+
+    return run
+
+
+def contestants(shape: Shape) -> dict[str, Callable[[jax.Array, jax.Array], jax.Array]]:
+    """Functions of one rank's (x, w): G the product alone, C the communication alone, S XLA's
+    sequential op, J jflux. G's and C's operand is what they would see inside S."""
+    if shape.op == AG:
+
+        def gemm(x, w):
+            n = lax.axis_size("tp")
+            return jnp.concatenate([x] * n) @ w
+
+        return {
+            "S": lambda x, w: reference.all_gather_matmul(x, w, axis_name="tp"),
+            "J": lambda x, w: jflux.all_gather_matmul(x, w, axis_name="tp"),
+        }
+    return {
+        "S": lambda x, w: reference.matmul_reduce_scatter(x, w, axis_name="tp"),
+        "J": lambda x, w: jflux.matmul_reduce_scatter(x, w, axis_name="tp"),
+    }
+
+
+def operands(shape: Shape, mesh: Mesh, dtype=jnp.bfloat16) -> dict[str, tuple]:
+    """(x, w, x spec, w spec, out spec) for each contestant, made on the devices."""
+    key = jax.random.key(0)
+    scale = float(1.0 / np.sqrt(shape.k))
+
+    def make(shape_, spec, scale_=1.0, seed=0):
+        sharding = NamedSharding(mesh, spec)
+        f = jax.jit(
+            lambda k: (jax.random.normal(k, shape_, jnp.float32) * scale_).astype(dtype),
+            out_shardings=sharding,
+        )
+        return f(jax.random.fold_in(key, seed))
+
+    n_ranks = mesh.devices.size
+    if shape.op == AG:
+        x_spec, w_spec, y_spec = P("tp", None), P(None, "tp"), P(None, "tp")
+        gathered = make((shape.m, n_ranks * shape.k), P(None, "tp"), 1.0, 3)
+        full = (gathered, P(None, "tp"))
+    else:
+        x_spec, w_spec, y_spec = P(None, "tp"), P("tp", None), P("tp", None)
+        full = None
+    x = make((shape.m, shape.k), x_spec, 1.0, 1)
+    w = make((shape.k, shape.n), w_spec, scale, 2)
+    seq = (x, w, x_spec, w_spec, y_spec)
+    if full is None:
+        gemm = (x, w, x_spec, w_spec, P("tp", None))
+    else:
+        gemm = (full[0], w, full[1], w_spec, P(None, "tp"))
+    return {"G": gemm, "S": seq, "J": seq}
+
+
+def build(shape: Shape, mesh: Mesh, iterations: int, dtype=jnp.bfloat16):
+    """{name: () -> None}: each call runs `iterations` calls and waits for them."""
+    ops = {"G": lambda x, w: x @ w, **contestants(shape)}
+    data = operands(shape, mesh, dtype)
+    runs = {}
+    for name, op in ops.items():
+        x, w, x_spec, w_spec, y_spec = data[name]
+        f = jax.jit(
+            jax.shard_map(
+                _loop(op, iterations),
+                mesh=mesh,
+                in_specs=(x_spec, w_spec),
+                out_specs=y_spec,
+                check_vma=False,
+            )
+        )
+        f = f.lower(x, w).compile()
+        runs[name] = lambda f=f, x=x, w=w: jax.block_until_ready(f(x, w))
+    return runs
+
+
+def interleave(
+    runs: Mapping[str, Callable[[], object]], iterations: int, rounds: int
+) -> dict[str, Timing]:
+    """Times all contestants in turn, `rounds` times."""
+    for run in runs.values():
+        run()
+        run()
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            samples[name].append((time.perf_counter() - start) / iterations)
+    result = {}
+    for name, values in samples.items():
+        low, mid, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
+        result[name] = Timing(mid, low, high)
+    return result
+
+
+def check_rate(shape: Shape, ranks: int, seconds: float) -> None:
+    """Raises if the figure says that the chip did more than it can."""
+    kind = jax.devices()[0].device_kind
+    peak = PEAK_FLOPS.get(kind)
+    rate = shape.flops(ranks) / seconds
+    if peak is not None and rate > peak:
+        raise RuntimeError(
+            f"{shape} at {rate / 1e12:.0f} TFLOP/s is above {kind}'s peak of {peak / 1e12:.0f}: "
+            "the benchmark is wrong"
+        )
+
+
+def measure(shape: Shape, mesh: Mesh, rounds: int = 7, target_seconds: float = 0.02):
+    """{"G": Timing, "S": ..., "J": ...} for one shape."""
+    ranks = mesh.devices.size
+    estimate = shape.flops(ranks) / 600e12 + 30e-6
+    iterations = int(min(200, max(5, target_seconds / estimate)))
+    runs = build(shape, mesh, iterations)
+    timings = interleave(runs, iterations, rounds)
+    for timing in timings.values():
+        check_rate(shape, ranks, timing.median)
+    return timings

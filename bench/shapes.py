@@ -1,0 +1,51 @@
+"""The shapes that jflux is measured on. n and k are global; each rank holds its part.
+
+`FLUX` is table 2 of the Flux paper (arXiv 2406.06858); `LLM` and `ATTENTION` are projections of
+Llama-2, Llama-3 and Qwen models.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """One product: m rows in all, n columns, k contracted."""
+
+    op: str  # "all_gather_matmul" or "matmul_reduce_scatter"
+    m: int
+    n: int
+    k: int
+
+    def flops(self, ranks: int) -> float:
+        """Floating-point operations of one rank."""
+        return 2.0 * self.m * self.n * self.k / ranks
+
+    def comm_bytes(self, ranks: int, itemsize: int = 2) -> float:
+        """Bytes that one rank receives."""
+        width = self.k if self.op == "all_gather_matmul" else self.n
+        return self.m * width * itemsize * (ranks - 1) / ranks
+
+
+AG, RS = "all_gather_matmul", "matmul_reduce_scatter"
+
+FLUX = [
+    *(Shape(AG, m, 49152, 12288) for m in (64, 512, 1024, 2048, 4096, 8192)),
+    *(Shape(RS, m, 12288, 49152) for m in (64, 512, 1024, 2048, 4096, 8192)),
+]
+
+_PROJECTIONS = [(11008, 4096), (14336, 4096), (28672, 8192), (53248, 16384), (29568, 8192)]
+LLM = [
+    *(Shape(AG, m, n, k) for n, k in _PROJECTIONS for m in (512, 2048, 8192)),
+    *(Shape(RS, m, k, n) for n, k in _PROJECTIONS for m in (512, 2048, 8192)),
+    *(Shape(RS, 8192, n, k) for n, k in [(4096, 11008), (4096, 14336), (3584, 14336)]),
+]
+
+ATTENTION = [
+    *(Shape(AG, m, 10240, 8192) for m in (2048, 8192)),
+    *(Shape(RS, m, 8192, 8192) for m in (2048, 8192)),
+    *(Shape(RS, m, 16384, 16384) for m in (2048, 8192)),
+]
+
+LISTS = {"flux": FLUX, "llm": LLM, "attention": ATTENTION}

@@ -1,0 +1,379 @@
+// A persistent, warp-specialised GEMM main loop for Hopper, with hooks per tile.
+//
+// A CTA computes 128 x kTileN tiles; kClusterM CTAs form a cluster that computes that many tiles
+// one below the other, sharing w's tile by multicast. Three warpgroups:
+//
+//   0, warp 0   loader: takes tiles from a counter in device memory, waits until a tile's rows of
+//               A are there (Op::WaitForRows), and feeds the stages by TMA
+//   0, warp 1   Op::Send: moves this rank's data to its peers (all-gather)
+//   0, warp 2   Op::Announce: tells peers what the epilogues wrote (reduce-scatter)
+//   1 and 2     consumers: 64 rows each; wgmma, then Op::Epilogue
+//
+// Tiles and units of sending are taken from counters, so a kernel makes progress with whatever
+// CTAs the device has room for: one that starts late, because another kernel holds its SM, finds
+// its share done. The counters are put back by the last CTA out, which also publishes the epoch.
+//
+// The Op (ops/*/*_sm90.cuh) is a struct of static device functions and an Args type; see RunGemm.
+#ifndef JFLUX_GPU_GEMM_SM90_CUH_
+#define JFLUX_GPU_GEMM_SM90_CUH_
+
+#include <cstdint>
+
+#include "core/layout.h"
+#include "core/signal.h"
+#include "core/tile_order.h"
+#include "gpu/device_state.h"
+#include "gpu/ptx.cuh"
+#include "gpu/wgmma.cuh"
+
+namespace jflux {
+
+template <typename T_, int kTileN_, int kClusterM_, bool kTransposeRhs_>
+struct GemmConfig {
+  using T = T_;
+  static constexpr int kTileM = 128;
+  static constexpr int kTileN = kTileN_;
+  static constexpr int kTileK = 64;
+  static constexpr int kClusterM = kClusterM_;
+  static constexpr bool kTransposeRhs = kTransposeRhs_;  // w is [n, k], K-major
+
+  static constexpr int kThreads = 384;
+  static constexpr int kConsumers = 2;
+  static constexpr int kABytes = kTileM * kTileK * 2;
+  static constexpr int kBBytes = kTileN * kTileK * 2;
+  static constexpr int kStages = 196608 / (kABytes + kBBytes);
+  static constexpr int kEpilogueBytes = 64 * 64 * 2;  // per consumer
+  static constexpr int kSendBytes = 16384;
+  static constexpr int kSlots = 4;  // tiles handed out and not yet finished
+
+  // Shared memory, in this order.
+  static constexpr int kBOffset = kStages * kABytes;
+  static constexpr int kEpilogueOffset = kBOffset + kStages * kBBytes;
+  static constexpr int kSendOffset = kEpilogueOffset + kConsumers * kEpilogueBytes;
+  static constexpr int kBarrierOffset = kSendOffset + kSendBytes;
+  static constexpr int kSmemBytes = kBarrierOffset + 512;
+  static_assert(kSmemBytes <= 232448);
+};
+
+// Barriers and small variables, by shared-memory address.
+template <typename Config>
+struct GemmSmem {
+  uint32_t base;
+
+  __device__ uint32_t A(int stage) const { return base + stage * Config::kABytes; }
+  __device__ uint32_t B(int stage) const {
+    return base + Config::kBOffset + stage * Config::kBBytes;
+  }
+  __device__ uint32_t Epilogue(int consumer) const {
+    return base + Config::kEpilogueOffset + consumer * Config::kEpilogueBytes;
+  }
+  __device__ uint32_t SendBuffer() const { return base + Config::kSendOffset; }
+  __device__ uint32_t Bar(int i) const { return base + Config::kBarrierOffset + 8 * i; }
+  __device__ uint32_t Full(int stage) const { return Bar(stage); }
+  __device__ uint32_t Empty(int stage) const { return Bar(Config::kStages + stage); }
+  __device__ uint32_t SlotFull(int slot) const { return Bar(2 * Config::kStages + slot); }
+  __device__ uint32_t SlotEmpty(int slot) const {
+    return Bar(2 * Config::kStages + Config::kSlots + slot);
+  }
+  static constexpr int kFirstOther = 2 * Config::kStages + 2 * Config::kSlots;
+  __device__ uint32_t SendFull() const { return Bar(kFirstOther); }
+  __device__ uint32_t Written(int consumer) const { return Bar(kFirstOther + 1 + consumer); }
+  __device__ uint32_t Announced(int consumer) const { return Bar(kFirstOther + 3 + consumer); }
+  static constexpr int kBarriers = kFirstOther + 5;
+  __device__ uint32_t SlotTile(int slot) const { return Bar(kBarriers) + 4 * slot; }
+  static_assert(kBarriers * 8 + Config::kSlots * 4 <= 512);
+};
+
+// A ring index with the parity that mbarriers want.
+template <int kSize>
+struct Ring {
+  int index = 0;
+  uint32_t parity = 0;
+  __device__ void Advance() {
+    if (++index == kSize) {
+      index = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// What a role knows of the call it serves.
+struct CallContext {
+  WaitContext wait;
+  uint32_t epoch;
+  Signal signal;
+};
+
+template <typename Args>
+__device__ __forceinline__ CallContext MakeContext(const Args& args) {
+  CallContext call;
+  const DeviceState state = *args.state;
+  call.epoch = args.view.template At<ChannelHeader>(args.view.rank, 0)->epoch + 1;
+  call.signal = MakeSignal(call.epoch, args.signature);
+  const uint64_t start = NowNs();
+  call.wait = WaitContext{state.fault, start + state.deadline_ns, args.op, args.view.rank,
+                          state.hooks.skip_waits != 0};
+  if (state.hooks.max_delay_us != 0) {
+    const uint32_t hash = SignatureBuilder().Add(call.epoch).Add(args.view.rank).Get();
+    const uint64_t delay_ns = static_cast<uint64_t>(hash % state.hooks.max_delay_us) * 1000;
+    while (NowNs() - start < delay_ns) {
+    }
+  }
+  return call;
+}
+
+// Waits for a peer. A wait that fails lets the kernel run on, so that it ends soon, with wrong
+// values; the last CTA out turns that into an error.
+template <typename Args>
+__device__ __forceinline__ void AwaitPeer(const Args& args, const CallContext& call,
+                                          const Signal* word, int peer, int64_t unit) {
+  if (!WaitSignal(word, call.signal, peer, unit, call.wait)) {
+    args.view.template At<ChannelHeader>(args.view.rank, 0)->failed = 1;
+  }
+}
+
+// Readers of the slots in which the leader CTA's loader publishes tiles: the consumers' warps and
+// the announcer of every CTA, and the loaders of the others.
+template <typename Config>
+inline constexpr int kSlotReaders = Config::kClusterM * (4 * Config::kConsumers + 1) +
+                                    (Config::kClusterM - 1);
+
+// One reader's view of the published tiles. All lanes of the warp call Next.
+template <typename Config>
+struct TileReader {
+  GemmSmem<Config> smem;
+  Ring<Config::kSlots> ring;
+
+  __device__ int32_t Next() {
+    ptx::MbarrierWait(smem.SlotFull(ring.index), ring.parity);
+    // The shuffle also tells the compiler that all lanes hold the same.
+    const int32_t t = __shfl_sync(0xffffffff, ptx::LoadShared(smem.SlotTile(ring.index)), 0);
+    if (threadIdx.x % 32 == 0) {
+      ptx::MbarrierArriveRemote(ptx::MapToCta(smem.SlotEmpty(ring.index), 0));
+    }
+    ring.Advance();
+    return t;
+  }
+};
+
+template <typename Config>
+__device__ __forceinline__ void PublishTile(const GemmSmem<Config>& smem,
+                                            Ring<Config::kSlots>& ring, int32_t t) {
+  ptx::MbarrierWait(smem.SlotEmpty(ring.index), ring.parity ^ 1);
+#pragma unroll
+  for (int cta = 0; cta < Config::kClusterM; ++cta) {
+    ptx::StoreRemote(ptx::MapToCta(smem.SlotTile(ring.index), cta), t);
+    ptx::MbarrierArriveRemote(ptx::MapToCta(smem.SlotFull(ring.index), cta));
+  }
+  ring.Advance();
+}
+
+// w's tile for one k block: this CTA's share, to every CTA of the cluster.
+template <typename Config>
+__device__ __forceinline__ void LoadB(uint32_t smem_b, const CUtensorMap* w, uint32_t bar, int k0,
+                                      int n0, uint32_t cta) {
+  constexpr int kShare = Config::kTileN / Config::kClusterM;
+  constexpr auto kAll = static_cast<uint16_t>((1 << Config::kClusterM) - 1);
+  const int first = static_cast<int>(cta) * kShare;
+  if constexpr (Config::kTransposeRhs) {
+    const uint32_t at = smem_b + first * 128;
+    if constexpr (Config::kClusterM == 1) {
+      ptx::TmaLoad2d(at, w, bar, k0, n0 + first);
+    } else {
+      ptx::TmaLoad2dMulticast(at, w, bar, k0, n0 + first, kAll);
+    }
+  } else {
+#pragma unroll
+    for (int box = 0; box < kShare / 64; ++box) {
+      const uint32_t at = smem_b + (first / 64 + box) * 8192;
+      if constexpr (Config::kClusterM == 1) {
+        ptx::TmaLoad2d(at, w, bar, n0 + first + box * 64, k0);
+      } else {
+        ptx::TmaLoad2dMulticast(at, w, bar, n0 + first + box * 64, k0, kAll);
+      }
+    }
+  }
+}
+
+// acc += A[stage rows of this consumer] @ B over one k block of 64.
+template <typename Config>
+__device__ __forceinline__ void MultiplyBlock(float (&acc)[Config::kTileN / 2], uint32_t a,
+                                              uint32_t b) {
+  constexpr int kTransB = Config::kTransposeRhs ? 0 : 1;
+#pragma unroll
+  for (int k = 0; k < Config::kTileK / 16; ++k) {
+    const uint64_t desc_a = wgmma::Descriptor(a + k * 32, 16, 1024);
+    const uint64_t desc_b = kTransB ? wgmma::Descriptor(b + k * 2048, 8192, 1024)
+                                    : wgmma::Descriptor(b + k * 32, 16, 1024);
+    wgmma::Multiply<typename Config::T, kTransB, Config::kTileN>(acc, desc_a, desc_b);
+  }
+}
+
+template <typename Op>
+__device__ __forceinline__ void RunLoader(const typename Op::Args& args,
+                                          const GemmSmem<typename Op::Config>& smem,
+                                          uint32_t cta) {
+  using Config = typename Op::Config;
+  const CallContext call = MakeContext(args);
+  const int lane = threadIdx.x % 32;
+  uint32_t* next_tile = &args.view.template At<ChannelHeader>(args.view.rank, 0)->next_tile;
+  Ring<Config::kSlots> slots;
+  TileReader<Config> reader{smem, {}};
+  Ring<Config::kStages> stages;
+  const bool leads = cta == 0;
+  int32_t taken = 0;
+  if (leads && lane == 0) taken = static_cast<int32_t>(atomicAdd(next_tile, 1));
+  for (;;) {
+    int32_t t;
+    if (leads) {
+      if (lane == 0) PublishTile<Config>(smem, slots, taken);
+      t = __shfl_sync(0xffffffff, taken, 0);
+    } else {
+      t = reader.Next();
+    }
+    if (t >= args.num_tiles) return;
+    // The next tile's number is on its way while this one's loads are issued.
+    if (leads && lane == 0) taken = static_cast<int32_t>(atomicAdd(next_tile, 1));
+    const Tile tile = Op::TileAt(args, t);
+    const int32_t block_m = tile.m * Config::kClusterM + static_cast<int32_t>(cta);
+    Op::WaitForRows(args, call, block_m);
+    __syncwarp();
+    if (lane == 0) {
+      ptx::FenceProxyAsync();  // the rows may have come through other proxies
+      const auto source = Op::SourceOf(args, call, block_m);
+      for (int k0 = 0; k0 < args.k; k0 += Config::kTileK) {
+        ptx::MbarrierWait(smem.Empty(stages.index), stages.parity ^ 1);
+        const uint32_t bar = smem.Full(stages.index);
+        ptx::MbarrierArriveExpectTx(bar, Config::kABytes + Config::kBBytes);
+        Op::LoadA(source, smem.A(stages.index), bar, k0);
+        LoadB<Config>(smem.B(stages.index), &args.w, bar, k0, tile.n * Config::kTileN, cta);
+        stages.Advance();
+      }
+    }
+    __syncwarp();
+  }
+}
+
+template <typename Op>
+__device__ __forceinline__ void RunConsumer(const typename Op::Args& args,
+                                            const GemmSmem<typename Op::Config>& smem,
+                                            uint32_t cta, int consumer) {
+  using Config = typename Op::Config;
+  const CallContext call = MakeContext(args);
+  const int lane = threadIdx.x % 32;
+  TileReader<Config> reader{smem, {}};
+  Ring<Config::kStages> stages;
+  uint32_t turn = 0;  // parity of this consumer's tiles, for Op::Announce
+  const int k_blocks = CeilDiv<int>(args.k, Config::kTileK);
+  float acc[Config::kTileN / 2];
+  const auto release = [&](int stage) {
+    if (lane < Config::kClusterM) {
+      ptx::MbarrierArriveRemote(ptx::MapToCta(smem.Empty(stage), lane));
+    }
+  };
+  for (;;) {
+    const int32_t t = reader.Next();
+    if (t >= args.num_tiles) return;
+    const Tile tile = Op::TileAt(args, t);
+    // Zeroed here, in code that all threads reach, and not by the first product: registers that
+    // come from an epilogue's branches would serialise wgmma.
+#pragma unroll
+    for (int i = 0; i < Config::kTileN / 2; ++i) acc[i] = 0;
+    int last = -1;
+    for (int kb = 0; kb < k_blocks; ++kb) {
+      ptx::MbarrierWait(smem.Full(stages.index), stages.parity);
+      wgmma::Pin(acc);
+      wgmma::Fence();
+      MultiplyBlock<Config>(acc, smem.A(stages.index) + consumer * 8192, smem.B(stages.index));
+      wgmma::Commit();
+      wgmma::Pin(acc);
+      wgmma::Wait<1>();  // the block before this one has been read
+      if (last >= 0) release(last);
+      last = stages.index;
+      stages.Advance();
+    }
+    wgmma::Wait<0>();
+    wgmma::Pin(acc);
+    release(last);
+    const int32_t block_m = tile.m * Config::kClusterM + static_cast<int32_t>(cta);
+    Op::Epilogue(args, call, smem, acc, block_m, tile.n, consumer, turn);
+    turn ^= 1;
+  }
+}
+
+// The kernel body. Op provides
+//   Config, Args {state, view, signature, op, k, num_tiles, w, ...}
+//   TileAt(args, t) -> Tile             in units of cluster tiles
+//   WaitForRows(args, call, block_m)    all lanes of the loader: until A's rows can be read
+//   SourceOf(args, call, block_m), LoadA(source, smem, bar, k0)
+//   Send(args, call, smem)              one lane; everything that peers wait for without waiting
+//   Announce(args, call, smem, cta)     all lanes of a warp; reads the published tiles
+//   Epilogue(args, call, smem, acc, block_m, tile_n, consumer, turn)
+template <typename Op>
+__device__ __forceinline__ void RunGemm(const typename Op::Args& args) {
+  using Config = typename Op::Config;
+  extern __shared__ __align__(1024) uint8_t storage[];
+  const GemmSmem<Config> smem{ptx::SmemAddress(storage)};
+  const uint32_t cta = Config::kClusterM == 1 ? 0 : ptx::ClusterCtaRank();
+  const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);
+
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < Config::kStages; ++i) {
+      ptx::MbarrierInit(smem.Full(i), 1);
+      ptx::MbarrierInit(smem.Empty(i), Config::kClusterM * 4 * Config::kConsumers);
+    }
+    for (int i = 0; i < Config::kSlots; ++i) {
+      ptx::MbarrierInit(smem.SlotFull(i), 1);
+      ptx::MbarrierInit(smem.SlotEmpty(i), kSlotReaders<Config>);
+    }
+    ptx::MbarrierInit(smem.SendFull(), 1);
+    for (int i = 0; i < Config::kConsumers; ++i) {
+      ptx::MbarrierInit(smem.Written(i), 128);
+      ptx::MbarrierInit(smem.Announced(i), 1);
+    }
+    ptx::FenceMbarrierInit();
+    ptx::PrefetchTensorMap(&args.w);
+  }
+  if (Config::kClusterM == 1) {
+    __syncthreads();
+  } else {
+    ptx::ClusterSync();
+  }
+
+  if (warp < 4) {
+    ptx::RegistersDown<64>();
+    if (warp == 0) {
+      RunLoader<Op>(args, smem, cta);
+    } else if (warp == 1) {
+      if (threadIdx.x % 32 == 0) Op::Send(args, MakeContext(args), smem);
+    } else if (warp == 2) {
+      Op::Announce(args, MakeContext(args), smem, cta);
+    }
+  } else {
+    ptx::RegistersUp<224>();
+    RunConsumer<Op>(args, smem, cta, warp / 4 - 1);
+  }
+
+  // Nobody may leave while a peer of the cluster still writes here.
+  __syncwarp();
+  __syncthreads();
+  if (Config::kClusterM > 1) ptx::ClusterSync();
+  if (threadIdx.x == 0) {
+    auto* header = args.view.template At<ChannelHeader>(args.view.rank, 0);
+    __threadfence();
+    if (atomicAdd(&header->exited, 1) == gridDim.x - 1) {
+      const bool failed = header->failed != 0;
+      header->next_send = 0;
+      header->next_tile = 0;
+      header->exited = 0;
+      header->epoch += 1;
+      __threadfence();
+      // A call that failed must not look like one that did not.
+      if (failed) __trap();
+    }
+  }
+}
+
+}  // namespace jflux
+
+#endif  // JFLUX_GPU_GEMM_SM90_CUH_

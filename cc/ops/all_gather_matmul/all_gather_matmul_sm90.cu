@@ -1,0 +1,59 @@
+// Instantiates the kernels of all_gather_matmul and launches one.
+#include "gpu/gemm_config.h"
+#include "ops/all_gather_matmul/all_gather_matmul_cuda.h"
+#include "ops/all_gather_matmul/all_gather_matmul_sm90.cuh"
+#include "runtime/gemm_instances_cuda.h"
+
+namespace jflux {
+namespace {
+
+struct Instances {
+  template <typename Config>
+  static const void* Kernel() {
+    return reinterpret_cast<const void*>(&AllGatherMatmulKernel<Config>);
+  }
+};
+
+}  // namespace
+
+bool LoadAllGatherMatmulKernels(std::string* error) {
+  return LoadGemmInstances<Instances>(error);
+}
+
+bool LaunchAllGatherMatmul(const AllGatherMatmulParams& p, const AllGatherMatmulArrays& arrays,
+                           const GemmChoice& choice, const CudaDevice& device,
+                           const SymmetricView& view, cudaStream_t stream, std::string* error) {
+  AllGatherMatmulArgs args{};
+  args.layout = AllGatherLayout::Make(p, kCudaChunkBytes);
+  args.channel = args.layout.Channel();
+  args.state = reinterpret_cast<DeviceState*>(device.heap);
+  args.view = view;
+  args.rows = p.rows;
+  args.grid = GridOf(choice, p.rows.Total(), p.n);
+  args.x_data = arrays.x;
+  args.y = arrays.y;
+  args.gathered = arrays.gathered;
+  args.k = p.k;
+  args.n = p.n;
+  args.signature = p.Signature();
+  args.op = static_cast<uint32_t>(OpId::kAllGatherMatmul);
+  args.num_tiles = args.grid.tiles_m * args.grid.tiles_n;
+  args.copy_own = p.rows.PerRank() % kGemmTileM != 0;
+  args.out_f32 = p.out_dtype == DType::kF32;
+  if (!EncodeTensorMap(&args.x, p.dtype, arrays.x, {p.rows.PerRank(), p.k}, {p.k},
+                       {kGemmTileM, 64}, error)) {
+    return false;
+  }
+  for (int half = 0; half < 2; ++half) {
+    if (!EncodeTensorMap(&args.workspace[half], p.dtype,
+                         view.At(view.rank, args.channel.DataOffset(half)),
+                         {p.rows.Total(), p.k}, {p.k}, {kGemmTileM, 64}, error)) {
+      return false;
+    }
+  }
+  return EncodeRhsMap(&args.w, p.dtype, arrays.w, p.k, p.n, p.transpose_rhs, choice, error) &&
+         LaunchGemmInstance<Instances>(p.dtype, p.transpose_rhs, choice, &args, args.num_tiles,
+                                       device.sm_count, stream, error);
+}
+
+}  // namespace jflux

@@ -1,0 +1,32 @@
+// The launcher of the CUDA kernel.
+#ifndef JFLUX_OPS_MATMUL_REDUCE_SCATTER_MATMUL_REDUCE_SCATTER_CUDA_H_
+#define JFLUX_OPS_MATMUL_REDUCE_SCATTER_MATMUL_REDUCE_SCATTER_CUDA_H_
+
+#include <cuda_runtime.h>
+
+#include <string>
+
+#include "gpu/gemm_config.h"
+#include "ops/matmul_reduce_scatter/matmul_reduce_scatter.h"
+#include "runtime/heap_cuda.h"
+
+namespace jflux {
+
+inline ReduceScatterLayout CudaLayoutOf(const MatmulReduceScatterParams& p, const GemmChoice& c) {
+  return ReduceScatterLayout::Make(p, kGemmTileM, c.tile_n, /*parts=*/2);
+}
+
+// The channel that a call takes on GPUs with `sm_count` multiprocessors.
+inline ChannelLayout MatmulReduceScatterChannel(const MatmulReduceScatterParams& p, int sm_count) {
+  return CudaLayoutOf(p, ChooseGemm(p.rows.Total(), p.n, sm_count)).Channel();
+}
+
+// Enqueues the call on `stream`. With outer > 1, inner must be a multiple of kGemmTileM.
+bool LaunchMatmulReduceScatter(const MatmulReduceScatterParams& params,
+                               const MatmulReduceScatterArrays& arrays, const GemmChoice& choice,
+                               const CudaDevice& device, const SymmetricView& view,
+                               cudaStream_t stream, std::string* error);
+
+}  // namespace jflux
+
+#endif  // JFLUX_OPS_MATMUL_REDUCE_SCATTER_MATMUL_REDUCE_SCATTER_CUDA_H_

@@ -1,0 +1,53 @@
+// Instantiates the kernels of matmul_reduce_scatter and launches one.
+#include "gpu/gemm_config.h"
+#include "ops/matmul_reduce_scatter/matmul_reduce_scatter_cuda.h"
+#include "ops/matmul_reduce_scatter/matmul_reduce_scatter_sm90.cuh"
+#include "runtime/gemm_instances_cuda.h"
+
+namespace jflux {
+namespace {
+
+struct Instances {
+  template <typename Config>
+  static const void* Kernel() {
+    return reinterpret_cast<const void*>(&MatmulReduceScatterKernel<Config>);
+  }
+};
+
+}  // namespace
+
+bool LoadMatmulReduceScatterKernels(std::string* error) {
+  return LoadGemmInstances<Instances>(error);
+}
+
+bool LaunchMatmulReduceScatter(const MatmulReduceScatterParams& p,
+                               const MatmulReduceScatterArrays& arrays, const GemmChoice& choice,
+                               const CudaDevice& device, const SymmetricView& view,
+                               cudaStream_t stream, std::string* error) {
+  MatmulReduceScatterArgs args{};
+  args.layout = CudaLayoutOf(p, choice);
+  args.channel = args.layout.Channel();
+  args.state = reinterpret_cast<DeviceState*>(device.heap);
+  args.view = view;
+  args.rows = p.rows;
+  args.grid = GridOf(choice, p.rows.Total(), p.n);
+  args.y = arrays.y;
+  args.k = p.k;
+  args.n = p.n;
+  args.signature = p.Signature();
+  args.op = static_cast<uint32_t>(OpId::kMatmulReduceScatter);
+  args.num_tiles = args.grid.tiles_m * args.grid.tiles_n;
+  args.out_f32 = p.out_dtype == DType::kF32;
+  const Rows& r = p.rows;
+  // Actual row = (o * world + rank) * inner + i; with outer == 1 ranks need not be told apart.
+  const bool flat = r.outer == 1;
+  const int64_t inner = flat ? r.Total() : r.inner, world = flat ? 1 : r.world;
+  return EncodeTensorMap(&args.x, p.dtype, arrays.x, {world, r.outer, inner, p.k},
+                         {r.inner * p.k, r.world * r.inner * p.k, p.k}, {1, 1, kGemmTileM, 64},
+                         error) &&
+         EncodeRhsMap(&args.w, p.dtype, arrays.w, p.k, p.n, p.transpose_rhs, choice, error) &&
+         LaunchGemmInstance<Instances>(p.dtype, p.transpose_rhs, choice, &args, args.num_tiles,
+                                       device.sm_count, stream, error);
+}
+
+}  // namespace jflux

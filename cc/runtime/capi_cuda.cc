@@ -1,0 +1,126 @@
+// The GPU part of the C interface.
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "runtime/capi.h"
+
+namespace {
+
+const char* Reason(const std::string& text) {
+  thread_local std::string kept;
+  kept = text;
+  return kept.c_str();
+}
+
+}  // namespace
+
+#ifdef JFLUX_WITH_CUDA
+
+#include "ops/all_gather_matmul/all_gather_matmul_cuda.h"
+#include "ops/matmul_reduce_scatter/matmul_reduce_scatter_cuda.h"
+#include "runtime/heap_cuda.h"
+
+using jflux::CurrentHeapCuda;
+
+const char* jflux_cuda_heap_init(const int* ordinals, const int64_t* ids, int num_devices,
+                                 int64_t heap_bytes, double deadline_s) {
+  std::string error;
+  auto heap = jflux::HeapCuda::Create(std::vector<int>(ordinals, ordinals + num_devices),
+                                      std::vector<int64_t>(ids, ids + num_devices), heap_bytes,
+                                      deadline_s, &error);
+  if (heap == nullptr) return Reason(error);
+  jflux::SetCurrentHeapCuda(std::move(heap));
+  return nullptr;
+}
+
+const char* jflux_cuda_heap_export(int64_t id, char* handle, int handle_size) {
+  std::string text, error;
+  if (!CurrentHeapCuda()->Export(id, &text, &error)) return Reason(error);
+  std::strncpy(handle, text.c_str(), handle_size - 1);
+  handle[handle_size - 1] = 0;
+  return nullptr;
+}
+
+const char* jflux_cuda_heap_attach(int64_t id, const char* handle) {
+  std::string error;
+  return CurrentHeapCuda()->Attach(id, handle, &error) ? nullptr : Reason(error);
+}
+
+const char* jflux_cuda_heap_add_channel(const int64_t* groups, int count, int64_t total_bytes,
+                                        int64_t offset) {
+  std::string error;
+  return CurrentHeapCuda()->AddChannel(std::vector<int64_t>(groups, groups + count), total_bytes,
+                                       offset, &error)
+             ? nullptr
+             : Reason(error);
+}
+
+void jflux_cuda_heap_shutdown(void) { jflux::SetCurrentHeapCuda(nullptr); }
+
+const char* jflux_cuda_heap_test_hooks(int skip_waits, int max_delay_us) {
+  std::string error;
+  return CurrentHeapCuda()->SetHooks(jflux::TestHooks{static_cast<uint32_t>(skip_waits),
+                                                      static_cast<uint32_t>(max_delay_us)},
+                                     &error)
+             ? nullptr
+             : Reason(error);
+}
+
+const char* jflux_cuda_heap_poison(void) {
+  std::string error;
+  return CurrentHeapCuda()->Poison(&error) ? nullptr : Reason(error);
+}
+
+const char* jflux_cuda_heap_fault(void) {
+  const auto heap = CurrentHeapCuda();
+  if (heap == nullptr) return nullptr;
+  for (int ordinal = 0; ordinal < 64; ++ordinal) {
+    const jflux::CudaDevice* device = heap->DeviceOf(ordinal);
+    if (device == nullptr) continue;
+    if (const auto text = heap->FaultOf(*device)) return Reason(*text);
+  }
+  return nullptr;
+}
+
+int64_t jflux_cuda_channel_bytes(const char* op, const JfluxProduct* c, int sm_count) {
+  const jflux::Rows rows{static_cast<int32_t>(c->world), c->outer, c->inner};
+  const auto dtype = static_cast<jflux::DType>(c->dtype);
+  const auto out_dtype = static_cast<jflux::DType>(c->out_dtype);
+  const bool transpose_rhs = c->transpose_rhs != 0;
+  if (std::strcmp(op, "all_gather_matmul") == 0) {
+    const jflux::AllGatherMatmulParams p{rows, c->k, c->n, dtype, out_dtype, transpose_rhs, false};
+    return jflux::AllGatherMatmulChannel(p, sm_count).TotalBytes();
+  }
+  if (std::strcmp(op, "matmul_reduce_scatter") == 0) {
+    const jflux::MatmulReduceScatterParams p{rows, c->k, c->n, dtype, out_dtype, transpose_rhs};
+    return jflux::MatmulReduceScatterChannel(p, sm_count).TotalBytes();
+  }
+  return -1;
+}
+
+int64_t jflux_cuda_first_channel(void) { return jflux::kDeviceStateBytes; }
+
+#else
+
+namespace {
+const char* NotBuilt() { return Reason("this build has no CUDA kernels"); }
+}  // namespace
+
+const char* jflux_cuda_heap_init(const int*, const int64_t*, int, int64_t, double) {
+  return NotBuilt();
+}
+const char* jflux_cuda_heap_export(int64_t, char*, int) { return NotBuilt(); }
+const char* jflux_cuda_heap_attach(int64_t, const char*) { return NotBuilt(); }
+const char* jflux_cuda_heap_add_channel(const int64_t*, int, int64_t, int64_t) {
+  return NotBuilt();
+}
+void jflux_cuda_heap_shutdown(void) {}
+const char* jflux_cuda_heap_test_hooks(int, int) { return NotBuilt(); }
+const char* jflux_cuda_heap_poison(void) { return NotBuilt(); }
+const char* jflux_cuda_heap_fault(void) { return nullptr; }
+int64_t jflux_cuda_channel_bytes(const char*, const JfluxProduct*, int) { return -1; }
+int64_t jflux_cuda_first_channel(void) { return 0; }
+
+#endif  // JFLUX_WITH_CUDA

@@ -1,0 +1,55 @@
+// What every op's CUDA handler does around its launch: find the device, the group, the channel.
+#ifndef JFLUX_RUNTIME_CUDA_CALL_H_
+#define JFLUX_RUNTIME_CUDA_CALL_H_
+
+#include <string>
+
+#include "runtime/fault.h"
+#include "runtime/ffi.h"
+#include "runtime/heap_cuda.h"
+
+namespace jflux {
+
+// channel_of(sm_count) -> ChannelLayout; launch(device, view, &error) -> bool.
+template <typename ChannelOf, typename Launch>
+ffi::Error LaunchCudaCall(OpId op, int32_t ordinal, ffi::Span<const int64_t> groups, int64_t world,
+                          ChannelOf&& channel_of, Launch&& launch) {
+  const auto heap = CurrentHeapCuda();
+  const std::string name = std::string("jflux.") + NameOf(op) + ": ";
+  const auto failed = [](const std::string& why) {
+    return ffi::Error(ffi::ErrorCode::kInternal, why);
+  };
+  const CudaDevice* device = heap == nullptr ? nullptr : heap->DeviceOf(ordinal);
+  if (device == nullptr) {
+    return failed(name + "the symmetric heap does not exist on GPU " + std::to_string(ordinal) +
+                  "; call jflux.init()");
+  }
+  if (const auto fault = heap->FaultOf(*device)) return failed(*fault);
+  const auto group = FindGroup(groups, world, device->id);
+  if (!group) return failed(name + "device is in none of the call's groups");
+  const int64_t total_bytes = channel_of(device->sm_count).TotalBytes();
+  const auto offset = heap->FindChannel(groups.begin(), groups.size(), total_bytes);
+  if (!offset) {
+    return failed(name + "no channel of " + std::to_string(total_bytes) +
+                  " bytes was reserved for these devices; was the program compiled before "
+                  "jflux.shutdown()? Lower it again");
+  }
+  SymmetricView view{};
+  view.rank = group->rank;
+  view.world = static_cast<int32_t>(world);
+  for (int32_t r = 0; r < view.world; ++r) {
+    const auto peer = device->peers.find(group->devices[r]);
+    if (peer == device->peers.end()) {
+      return failed(name + "device " + std::to_string(group->devices[r]) +
+                    " is not part of the symmetric heap");
+    }
+    view.base[r] = peer->second + *offset;
+  }
+  std::string error;
+  if (!launch(*device, view, &error)) return failed(name + error);
+  return ffi::Error::Success();
+}
+
+}  // namespace jflux
+
+#endif  // JFLUX_RUNTIME_CUDA_CALL_H_

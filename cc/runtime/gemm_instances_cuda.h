@@ -1,0 +1,95 @@
+// The compiled GEMM configurations, once for all ops: types x w's layout x GemmChoice.
+#ifndef JFLUX_RUNTIME_GEMM_INSTANCES_CUDA_H_
+#define JFLUX_RUNTIME_GEMM_INSTANCES_CUDA_H_
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <string>
+
+#include "gpu/gemm_config.h"
+#include "gpu/gemm_sm90.cuh"
+#include "runtime/kernels_cuda.h"
+
+namespace jflux {
+
+// Calls visit.template operator()<Config>() for the configuration that fits; false if none does.
+template <typename F>
+bool WithGemmConfig(DType dtype, bool transpose_rhs, const GemmChoice& c, F&& visit) {
+  const auto with_tile = [&](auto type, auto transpose) {
+    using T = decltype(type);
+    constexpr bool kTranspose = decltype(transpose)::value;
+    if (c.tile_n == 256 && c.cluster_m == 2) {
+      return visit.template operator()<GemmConfig<T, 256, 2, kTranspose>>();
+    }
+    if (c.tile_n == 256 && c.cluster_m == 1) {
+      return visit.template operator()<GemmConfig<T, 256, 1, kTranspose>>();
+    }
+    if (c.tile_n == 128 && c.cluster_m == 1) {
+      return visit.template operator()<GemmConfig<T, 128, 1, kTranspose>>();
+    }
+    return false;
+  };
+  const auto with_type = [&](auto type) {
+    return transpose_rhs ? with_tile(type, std::true_type{}) : with_tile(type, std::false_type{});
+  };
+  return dtype == DType::kF16 ? with_type(__half{}) : with_type(__nv_bfloat16{});
+}
+
+inline constexpr GemmChoice kGemmChoices[] = {{256, 2, 8}, {256, 1, 16}, {128, 1, 16}};
+
+template <typename Instances>
+struct LoadInstance {
+  std::string* error;
+  template <typename Config>
+  bool operator()() const {
+    return LoadKernel(Instances::template Kernel<Config>(), Config::kSmemBytes, error);
+  }
+};
+
+template <typename Instances>
+bool LoadGemmInstances(std::string* error) {
+  for (DType dtype : {DType::kF16, DType::kBF16}) {
+    for (bool transpose_rhs : {false, true}) {
+      for (const GemmChoice& c : kGemmChoices) {
+        if (!WithGemmConfig(dtype, transpose_rhs, c, LoadInstance<Instances>{error})) return false;
+      }
+    }
+  }
+  return true;
+}
+
+template <typename Instances>
+struct LaunchInstance {
+  void* args;
+  int num_tiles, sm_count;
+  cudaStream_t stream;
+  std::string* error;
+  template <typename Config>
+  bool operator()() const {
+    const int clusters = Min(num_tiles, sm_count / Config::kClusterM);
+    return LaunchKernel(Instances::template Kernel<Config>(), args, clusters, Config::kClusterM,
+                        Config::kThreads, Config::kSmemBytes, stream, error);
+  }
+};
+
+template <typename Instances>
+bool LaunchGemmInstance(DType dtype, bool transpose_rhs, const GemmChoice& choice, void* args,
+                        int num_tiles, int sm_count, cudaStream_t stream, std::string* error) {
+  return WithGemmConfig(dtype, transpose_rhs, choice,
+                        LaunchInstance<Instances>{args, num_tiles, sm_count, stream, error});
+}
+
+// w as LoadB of gpu/gemm_sm90.cuh reads it.
+inline bool EncodeRhsMap(CUtensorMap* map, DType dtype, const void* w, int64_t k, int64_t n,
+                         bool transpose_rhs, const GemmChoice& choice, std::string* error) {
+  if (transpose_rhs) {
+    return EncodeTensorMap(map, dtype, w, {n, k}, {k}, {choice.tile_n / choice.cluster_m, 64},
+                           error);
+  }
+  return EncodeTensorMap(map, dtype, w, {k, n}, {n}, {64, 64}, error);
+}
+
+}  // namespace jflux
+
+#endif  // JFLUX_RUNTIME_GEMM_INSTANCES_CUDA_H_

@@ -1,0 +1,241 @@
+#include <cuda_runtime.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstring>
+#include <thread>
+
+#include "runtime/cuda_check.h"
+#include "runtime/fault.h"
+#include "runtime/heap_cuda.h"
+#include "runtime/kernels_cuda.h"
+
+namespace jflux {
+namespace {
+
+std::mutex g_mutex;
+std::shared_ptr<HeapCuda>& Current() {
+  static auto* current = new std::shared_ptr<HeapCuda>;
+  return *current;
+}
+
+// A kernel that gave up leaves a record and traps; XLA then reports a failed launch, which does not
+// say why. This does.
+void WatchFaults() {
+  std::vector<const Fault*> told;
+  for (;;) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    const auto heap = CurrentHeapCuda();
+    if (heap == nullptr) continue;
+    for (int ordinal = 0; ordinal < 64; ++ordinal) {
+      const CudaDevice* device = heap->DeviceOf(ordinal);
+      if (device == nullptr) continue;
+      bool known = false;
+      for (const Fault* f : told) known |= f == device->fault;
+      if (known) continue;
+      if (const auto text = heap->FaultOf(*device)) {
+        std::fprintf(stderr, "%s\n", text->c_str());
+        std::fflush(stderr);
+        told.push_back(device->fault);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+std::shared_ptr<HeapCuda> CurrentHeapCuda() {
+  std::lock_guard<std::mutex> lock(g_mutex);
+  return Current();
+}
+
+void SetCurrentHeapCuda(std::shared_ptr<HeapCuda> heap) {
+  static std::atomic<bool> watching{false};
+  if (heap != nullptr && !watching.exchange(true)) std::thread(WatchFaults).detach();
+  std::lock_guard<std::mutex> lock(g_mutex);
+  Current() = std::move(heap);
+}
+
+std::shared_ptr<HeapCuda> HeapCuda::Create(const std::vector<int>& ordinals,
+                                           const std::vector<int64_t>& ids, int64_t heap_bytes,
+                                           double deadline_s, std::string* error) {
+  std::shared_ptr<HeapCuda> heap(new HeapCuda);
+  heap->heap_bytes_ = heap_bytes;
+  heap->deadline_s_ = deadline_s;
+  for (size_t i = 0; i < ordinals.size(); ++i) {
+    CudaDevice device{};
+    device.ordinal = ordinals[i];
+    device.id = ids[i];
+    JFLUX_CUDA_OR_FALSE(cudaSetDevice(device.ordinal), error);
+    JFLUX_CUDA_OR_FALSE(
+        cudaDeviceGetAttribute(&device.sm_count, cudaDevAttrMultiProcessorCount, device.ordinal),
+        error);
+    for (int other : ordinals) {
+      if (other == device.ordinal) continue;
+      int can = 0;
+      JFLUX_CUDA_OR_FALSE(cudaDeviceCanAccessPeer(&can, device.ordinal, other), error);
+      if (can == 0) {
+        *error = "GPU " + std::to_string(device.ordinal) + " cannot access GPU " +
+                 std::to_string(other) + " (no NVLink or peer access between them)";
+        return nullptr;
+      }
+      const cudaError_t enabled = cudaDeviceEnablePeerAccess(other, 0);
+      if (enabled != cudaSuccess && enabled != cudaErrorPeerAccessAlreadyEnabled) {
+        *error = CudaReason("cudaDeviceEnablePeerAccess", enabled);
+        return nullptr;
+      }
+      cudaGetLastError();
+    }
+    if (cudaMalloc(&device.heap, heap_bytes) != cudaSuccess) {
+      cudaGetLastError();
+      size_t free_bytes = 0, total_bytes = 0;
+      cudaMemGetInfo(&free_bytes, &total_bytes);
+      *error = "cannot allocate the symmetric heap of " + std::to_string(heap_bytes) +
+               " bytes on GPU " + std::to_string(device.ordinal) + ", which has " +
+               std::to_string(free_bytes) +
+               " free: call jflux.init(heap_bytes=...) with less, or leave more beside JAX's pool "
+               "(XLA_PYTHON_CLIENT_MEM_FRACTION)";
+      return nullptr;
+    }
+    heap->devices_.push_back(device);
+    CudaDevice& kept = heap->devices_.back();
+    JFLUX_CUDA_OR_FALSE(cudaMemset(kept.heap, 0, heap_bytes), error);
+    JFLUX_CUDA_OR_FALSE(
+        cudaHostAlloc(reinterpret_cast<void**>(&kept.fault), sizeof(Fault), cudaHostAllocMapped),
+        error);
+    std::memset(kept.fault, 0, sizeof(Fault));
+    DeviceState state{};
+    JFLUX_CUDA_OR_FALSE(
+        cudaHostGetDevicePointer(reinterpret_cast<void**>(&state.fault), kept.fault, 0), error);
+    state.deadline_ns = static_cast<uint64_t>(deadline_s * 1e9);
+    JFLUX_CUDA_OR_FALSE(cudaMemcpy(kept.heap, &state, sizeof(state), cudaMemcpyHostToDevice),
+                        error);
+    if (!LoadKernels(error)) return nullptr;
+    JFLUX_CUDA_OR_FALSE(cudaDeviceSynchronize(), error);
+  }
+  for (CudaDevice& device : heap->devices_) {
+    for (const CudaDevice& other : heap->devices_) device.peers[other.id] = other.heap;
+  }
+  return heap;
+}
+
+HeapCuda::~HeapCuda() {
+  for (auto& [ordinal, address] : opened_) {
+    cudaSetDevice(ordinal);
+    cudaIpcCloseMemHandle(address);
+  }
+  for (CudaDevice& device : devices_) {
+    cudaSetDevice(device.ordinal);
+    cudaFree(device.heap);
+    cudaFreeHost(device.fault);
+  }
+}
+
+bool HeapCuda::Export(int64_t id, std::string* handle, std::string* error) const {
+  for (const CudaDevice& device : devices_) {
+    if (device.id != id) continue;
+    JFLUX_CUDA_OR_FALSE(cudaSetDevice(device.ordinal), error);
+    cudaIpcMemHandle_t ipc;
+    JFLUX_CUDA_OR_FALSE(cudaIpcGetMemHandle(&ipc, device.heap), error);
+    handle->clear();
+    for (size_t i = 0; i < sizeof(ipc); ++i) {
+      char digits[3];
+      std::snprintf(digits, sizeof(digits), "%02x", reinterpret_cast<unsigned char*>(&ipc)[i]);
+      *handle += digits;
+    }
+    return true;
+  }
+  *error = "device " + std::to_string(id) + " is not of this process";
+  return false;
+}
+
+bool HeapCuda::Attach(int64_t id, const std::string& handle, std::string* error) {
+  cudaIpcMemHandle_t ipc;
+  if (handle.size() != 2 * sizeof(ipc)) {
+    *error = "malformed IPC handle of device " + std::to_string(id);
+    return false;
+  }
+  for (size_t i = 0; i < sizeof(ipc); ++i) {
+    reinterpret_cast<unsigned char*>(&ipc)[i] =
+        static_cast<unsigned char>(std::stoi(handle.substr(2 * i, 2), nullptr, 16));
+  }
+  for (CudaDevice& device : devices_) {
+    JFLUX_CUDA_OR_FALSE(cudaSetDevice(device.ordinal), error);
+    void* address = nullptr;
+    const cudaError_t opened =
+        cudaIpcOpenMemHandle(&address, ipc, cudaIpcMemLazyEnablePeerAccess);
+    if (opened != cudaSuccess) {
+      *error = CudaReason("cudaIpcOpenMemHandle", opened) + " (for device " + std::to_string(id) +
+               " on GPU " + std::to_string(device.ordinal) + ")";
+      return false;
+    }
+    opened_.emplace_back(device.ordinal, address);
+    device.peers[id] = static_cast<char*>(address);
+  }
+  return true;
+}
+
+bool HeapCuda::AddChannel(const std::vector<int64_t>& groups, int64_t total_bytes, int64_t offset,
+                          std::string* error) {
+  if (offset < kDeviceStateBytes || offset + total_bytes > heap_bytes_) {
+    *error = "channel outside the heap";
+    return false;
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  channels_.push_back(Channel{groups, total_bytes, offset});
+  return true;
+}
+
+std::optional<int64_t> HeapCuda::FindChannel(const int64_t* groups, size_t count,
+                                             int64_t total_bytes) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (const Channel& c : channels_) {
+    if (c.total_bytes == total_bytes && c.groups.size() == count &&
+        std::equal(c.groups.begin(), c.groups.end(), groups)) {
+      return c.offset;
+    }
+  }
+  return std::nullopt;
+}
+
+CudaDevice* HeapCuda::DeviceOf(int ordinal) {
+  for (CudaDevice& device : devices_) {
+    if (device.ordinal == ordinal) return &device;
+  }
+  return nullptr;
+}
+
+std::optional<std::string> HeapCuda::FaultOf(const CudaDevice& device) const {
+  const uint64_t state = LoadAcquire(&device.fault->state);
+  if (state == 0 || state == Fault::kWriting) return std::nullopt;
+  return Describe(*device.fault, deadline_s_);
+}
+
+bool HeapCuda::SetHooks(const TestHooks& hooks, std::string* error) {
+  for (CudaDevice& device : devices_) {
+    JFLUX_CUDA_OR_FALSE(cudaSetDevice(device.ordinal), error);
+    JFLUX_CUDA_OR_FALSE(cudaMemcpy(device.heap + offsetof(DeviceState, hooks), &hooks,
+                                   sizeof(hooks), cudaMemcpyHostToDevice),
+                        error);
+  }
+  return true;
+}
+
+bool HeapCuda::Poison(std::string* error) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (CudaDevice& device : devices_) {
+    JFLUX_CUDA_OR_FALSE(cudaSetDevice(device.ordinal), error);
+    JFLUX_CUDA_OR_FALSE(cudaDeviceSynchronize(), error);
+    for (const Channel& c : channels_) {
+      const ChannelLayout layout = ChannelLayout::OfTotal(c.total_bytes);
+      JFLUX_CUDA_OR_FALSE(
+          cudaMemset(device.heap + c.offset + layout.DataOffset(0), 0xff, 2 * layout.data_bytes),
+          error);
+    }
+    JFLUX_CUDA_OR_FALSE(cudaDeviceSynchronize(), error);
+  }
+  return true;
+}
+
+}  // namespace jflux

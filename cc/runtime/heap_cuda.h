@@ -1,0 +1,90 @@
+// The symmetric heap in GPU memory.
+//
+// One cudaMalloc per device. The devices of one process reach each other's through peer access
+// (back end `peer`); those of other processes of the host through CUDA IPC handles, which Python
+// carries (back end `ipc`). Nothing is allocated, opened or freed once calls run.
+//
+//   +-------------+-----------+-----------+---
+//   | DeviceState | channel   | channel   | ...    the same offsets on every device
+//   +-------------+-----------+-----------+---
+#ifndef JFLUX_RUNTIME_HEAP_CUDA_H_
+#define JFLUX_RUNTIME_HEAP_CUDA_H_
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "core/layout.h"
+#include "core/signal.h"
+#include "gpu/device_state.h"
+
+namespace jflux {
+
+// A device of this process.
+struct CudaDevice {
+  int ordinal;
+  int64_t id;  // global
+  int sm_count;
+  char* heap;
+  Fault* fault;  // host address; the kernels' address is in DeviceState
+  std::map<int64_t, char*> peers;  // every device's heap, as this one addresses it
+};
+
+class HeapCuda {
+ public:
+  // Memory on each (ordinal, global id), and peer access among them. Loads every kernel on every
+  // device: a kernel that is loaded later could wait for one that spins.
+  static std::shared_ptr<HeapCuda> Create(const std::vector<int>& ordinals,
+                                          const std::vector<int64_t>& ids, int64_t heap_bytes,
+                                          double deadline_s, std::string* error);
+  ~HeapCuda();
+
+  // The IPC handle of a local device's heap, as hex digits.
+  bool Export(int64_t id, std::string* handle, std::string* error) const;
+  // Opens another process's heap on every local device.
+  bool Attach(int64_t id, const std::string& handle, std::string* error);
+
+  // Gives the channels of this size of these groups their place; the same on all processes.
+  bool AddChannel(const std::vector<int64_t>& groups, int64_t total_bytes, int64_t offset,
+                  std::string* error);
+  std::optional<int64_t> FindChannel(const int64_t* groups, size_t count,
+                                     int64_t total_bytes) const;
+
+  CudaDevice* DeviceOf(int ordinal);
+  double deadline_s() const { return deadline_s_; }
+  int64_t heap_bytes() const { return heap_bytes_; }
+
+  // A local device's fault as a sentence, if there is one.
+  std::optional<std::string> FaultOf(const CudaDevice& device) const;
+
+  // Tests only.
+  bool SetHooks(const TestHooks& hooks, std::string* error);
+  bool Poison(std::string* error);
+
+ private:
+  HeapCuda() = default;
+
+  struct Channel {
+    std::vector<int64_t> groups;
+    int64_t total_bytes;
+    int64_t offset;
+  };
+
+  int64_t heap_bytes_ = 0;
+  double deadline_s_ = 0;
+  std::vector<CudaDevice> devices_;
+  std::vector<std::pair<int, void*>> opened_;  // (ordinal, address) of IPC mappings
+  mutable std::mutex mutex_;
+  std::vector<Channel> channels_;
+};
+
+std::shared_ptr<HeapCuda> CurrentHeapCuda();
+void SetCurrentHeapCuda(std::shared_ptr<HeapCuda> heap);
+
+}  // namespace jflux
+
+#endif  // JFLUX_RUNTIME_HEAP_CUDA_H_

@@ -1,0 +1,82 @@
+#include <cudaTypedefs.h>
+
+#include "runtime/cuda_check.h"
+#include "runtime/kernels_cuda.h"
+
+namespace jflux {
+
+bool LoadKernels(std::string* error) {
+  return LoadAllGatherMatmulKernels(error) && LoadMatmulReduceScatterKernels(error);
+}
+
+bool LoadKernel(const void* kernel, int smem_bytes, std::string* error) {
+  JFLUX_CUDA_OR_FALSE(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes),
+      error);
+  cudaFuncAttributes attributes;
+  JFLUX_CUDA_OR_FALSE(cudaFuncGetAttributes(&attributes, kernel), error);
+  return true;
+}
+
+// The driver is reached through the runtime, so that the library loads where there is none.
+static PFN_cuTensorMapEncodeTiled_v12000 EncodeFunction() {
+  static const auto function = [] {
+    void* f = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    if (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &f, 12000, cudaEnableDefault,
+                                         &result) != cudaSuccess) {
+      f = nullptr;
+    }
+    return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(f);
+  }();
+  return function;
+}
+
+bool EncodeTensorMap(CUtensorMap* map, DType dtype, const void* data,
+                     std::initializer_list<int64_t> sizes, std::initializer_list<int64_t> strides,
+                     std::initializer_list<int> box, std::string* error) {
+  const auto rank = static_cast<cuuint32_t>(sizes.size());
+  cuuint64_t global_size[5], global_stride[5];
+  cuuint32_t box_size[5], element_stride[5];
+  for (cuuint32_t i = 0; i < rank; ++i) {  // innermost first
+    global_size[i] = std::data(sizes)[rank - 1 - i];
+    box_size[i] = std::data(box)[rank - 1 - i];
+    element_stride[i] = 1;
+    if (i + 1 < rank) global_stride[i] = std::data(strides)[rank - 2 - i] * SizeOf(dtype);
+  }
+  const auto type = dtype == DType::kF16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                         : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  const auto encode = EncodeFunction();
+  const CUresult result =
+      encode == nullptr
+          ? CUDA_ERROR_NOT_FOUND
+          : encode(map, type, rank, const_cast<void*>(data), global_size, global_stride, box_size,
+                   element_stride, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) {
+    *error = "cuTensorMapEncodeTiled failed with " + std::to_string(result);
+    return false;
+  }
+  return true;
+}
+
+bool LaunchKernel(const void* kernel, void* args, int clusters, int cluster_m, int threads,
+                  int smem_bytes, cudaStream_t stream, std::string* error) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(clusters * cluster_m);
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = smem_bytes;
+  config.stream = stream;
+  cudaLaunchAttribute attribute[1];
+  attribute[0].id = cudaLaunchAttributeClusterDimension;
+  attribute[0].val.clusterDim.x = cluster_m;
+  attribute[0].val.clusterDim.y = 1;
+  attribute[0].val.clusterDim.z = 1;
+  config.attrs = attribute;
+  config.numAttrs = 1;
+  void* arguments[] = {args};
+  JFLUX_CUDA_OR_FALSE(cudaLaunchKernelExC(&config, kernel, arguments), error);
+  return true;
+}
+
+}  // namespace jflux

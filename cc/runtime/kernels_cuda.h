@@ -1,0 +1,40 @@
+// What the ops' launchers share: loading kernels ahead of time, tensor maps, the launch itself.
+#ifndef JFLUX_RUNTIME_KERNELS_CUDA_H_
+#define JFLUX_RUNTIME_KERNELS_CUDA_H_
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <initializer_list>
+#include <string>
+
+#include "core/dtype.h"
+
+namespace jflux {
+
+// Loads every kernel of the library on the current device. An op adds its line in
+// kernels_cuda.cu.
+bool LoadKernels(std::string* error);
+
+// Per op: loads its kernels on the current device.
+bool LoadAllGatherMatmulKernels(std::string* error);
+bool LoadMatmulReduceScatterKernels(std::string* error);
+
+// Makes a kernel launchable with this much shared memory, and loads it.
+bool LoadKernel(const void* kernel, int smem_bytes, std::string* error);
+
+// A map of a row-major array (the last of `sizes` contiguous) of 16-bit elements, with a 128-byte
+// swizzle; reads outside are zero. `strides` are in elements and leave out the contiguous one.
+// Sizes, strides and box go from the outermost to the innermost dimension.
+bool EncodeTensorMap(CUtensorMap* map, DType dtype, const void* data,
+                     std::initializer_list<int64_t> sizes, std::initializer_list<int64_t> strides,
+                     std::initializer_list<int> box, std::string* error);
+
+// Launches `clusters` clusters of `cluster_m` CTAs.
+bool LaunchKernel(const void* kernel, void* args, int clusters, int cluster_m, int threads,
+                  int smem_bytes, cudaStream_t stream, std::string* error);
+
+}  // namespace jflux
+
+#endif  // JFLUX_RUNTIME_KERNELS_CUDA_H_

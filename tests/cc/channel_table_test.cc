@@ -1,0 +1,268 @@
+// The CPU back end's directory of channels: who gets which, when one is given out again, and what
+// is said when there is none.
+#include "runtime/channel_table.h"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <memory>
+#include <random>
+#include <set>
+#include <string>
+#include <thread>
+#include <tuple>
+#include <vector>
+
+#include "core/platform.h"
+#include "testing.h"
+
+namespace jflux {
+namespace {
+
+constexpr int64_t kBytes = 4096;
+
+// A table in fresh memory with a heap of `channels` times kBytes.
+struct Fixture {
+  explicit Fixture(int64_t channels) : heap_bytes(channels * kBytes) {}
+
+  // `seconds` to wait for room.
+  bool Acquire(ChannelKey key, int world, ChannelLease* lease, std::string* error,
+               int64_t bytes = kBytes, double seconds = 0) {
+    const uint64_t deadline = NowNs() + static_cast<uint64_t>(seconds * 1e9);
+    const auto clear = [this](int64_t offset, int64_t size) { cleared.push_back({offset, size}); };
+    return table->Acquire(key, world, bytes, heap_bytes, deadline, clear, lease, error);
+  }
+  ChannelLease MustAcquire(uint64_t key, int world, int64_t bytes = kBytes) {
+    ChannelLease lease;
+    std::string error;
+    EXPECT(Acquire({key, 1}, world, &lease, &error, bytes)) << error;
+    return lease;
+  }
+
+  std::unique_ptr<ChannelTable> table{new ChannelTable()};  // (): zeros
+  int64_t heap_bytes;
+  std::vector<std::pair<int64_t, int64_t>> cleared;  // under the table's lock
+};
+
+bool Same(const ChannelLease& a, const ChannelLease& b) {
+  return a.index == b.index && a.epoch == b.epoch && a.offset == b.offset;
+}
+
+bool Contains(const std::string& text, int64_t number) {
+  return text.find(std::to_string(number)) != std::string::npos;
+}
+
+TEST(OneKeyOneChannel) {
+  Fixture f(8);
+  const ChannelLease a = f.MustAcquire(1, 3), b = f.MustAcquire(2, 3);
+  EXPECT(Same(f.MustAcquire(1, 3), a));
+  EXPECT(Same(f.MustAcquire(2, 3), b));
+  EXPECT(Same(f.MustAcquire(1, 3), a));
+  EXPECT(a.index != b.index);
+  EXPECT(a.epoch != 0 && b.epoch != 0);  // 0 is what fresh signals hold
+  EXPECT_EQ(f.table->BytesInUse(), 2 * kBytes);
+}
+
+TEST(BothHalvesOfTheKeyCount) {
+  Fixture f(8);
+  ChannelLease a, b, c;
+  std::string error;
+  EXPECT(f.Acquire({1, 1}, 2, &a, &error));
+  EXPECT(f.Acquire({1, 2}, 2, &b, &error));
+  EXPECT(f.Acquire({2, 1}, 2, &c, &error));
+  EXPECT(std::set<int>({a.index, b.index, c.index}).size() == 3);
+}
+
+TEST(ChannelsDoNotOverlap) {
+  Fixture f(64);
+  std::vector<std::pair<int64_t, int64_t>> ranges;
+  for (int i = 0; i < 10; ++i) {
+    const int64_t bytes = kBytes << (i % 3);
+    const int64_t offset = f.MustAcquire(i, 2, bytes).offset;
+    ranges.push_back({offset, offset + bytes});
+  }
+  std::sort(ranges.begin(), ranges.end());
+  EXPECT(ranges.front().first >= 0 && ranges.back().second <= f.heap_bytes);
+  for (size_t i = 1; i < ranges.size(); ++i) EXPECT(ranges[i].first >= ranges[i - 1].second);
+}
+
+TEST(ReusedWhenAllRanksHaveReleased) {
+  Fixture f(8);
+  const ChannelLease a = f.MustAcquire(1, 3);
+  f.table->Release(a, 2, false);
+  const ChannelLease b = f.MustAcquire(2, 3);
+  EXPECT(b.index != a.index);
+  EXPECT(Same(f.MustAcquire(1, 3), a));  // a late rank of the first call still finds it
+  f.table->Release(a, 1, false);
+  EXPECT_EQ(f.table->BytesInUse(), kBytes);
+  uint32_t epoch = a.epoch;
+  for (uint64_t key = 3; key < 20; ++key) {
+    const ChannelLease c = f.MustAcquire(key, 4);
+    EXPECT_EQ(c.index, a.index);
+    EXPECT_EQ(c.offset, a.offset);
+    EXPECT(c.epoch > epoch) << c.epoch << " after " << epoch;
+    epoch = c.epoch;
+    for (int rank = 0; rank < 4; ++rank) f.table->Release(c, 1, false);
+  }
+  EXPECT_EQ(f.table->BytesTouched(), 2 * kBytes);
+  EXPECT(f.cleared.empty());  // a channel's old signals are older than its next call
+}
+
+TEST(ReusedForItsOwnSizeOnly) {
+  Fixture f(64);
+  const ChannelLease big = f.MustAcquire(1, 1, 4 * kBytes);
+  f.table->Release(big, 1, false);
+  EXPECT(f.MustAcquire(2, 1, kBytes).index != big.index);
+  EXPECT(f.MustAcquire(3, 1, 8 * kBytes).index != big.index);
+  EXPECT_EQ(f.MustAcquire(4, 1, 4 * kBytes).index, big.index);
+}
+
+TEST(FreeChannelsMakeRoomForOtherSizes) {
+  Fixture f(8);
+  std::vector<ChannelLease> small;
+  for (uint64_t key = 0; key < 4; ++key) small.push_back(f.MustAcquire(key, 1));
+  for (const auto& lease : small) f.table->Release(lease, 1, false);
+  EXPECT(f.cleared.empty());
+  const ChannelLease big = f.MustAcquire(10, 1, 8 * kBytes);
+  EXPECT_EQ(big.offset, 0);
+  for (const auto& lease : small) EXPECT(big.epoch > lease.epoch);
+  EXPECT(f.cleared.size() == 1 && f.cleared[0] == std::make_pair(int64_t{0}, 8 * kBytes));
+  f.table->Release(big, 1, false);
+  const ChannelLease kept = f.MustAcquire(11, 1, 2 * kBytes);
+  EXPECT_EQ(f.MustAcquire(12, 1, 4 * kBytes).offset, kept.offset + 2 * kBytes);
+  EXPECT_EQ(f.cleared.size(), 3u);
+  EXPECT_EQ(f.table->BytesInUse(), 6 * kBytes);
+}
+
+TEST(VisitsFreeChannelsOnly) {
+  Fixture f(64);
+  const ChannelLease a = f.MustAcquire(1, 1), lost = f.MustAcquire(2, 1);
+  f.MustAcquire(3, 1);
+  f.table->Release(a, 1, false);
+  f.table->Release(lost, 1, true);
+  std::vector<int64_t> visited;
+  f.table->ForEachFree([&](int64_t offset, int64_t bytes) {
+    visited.push_back(offset);
+    EXPECT_EQ(bytes, kBytes);
+  });
+  EXPECT(visited == std::vector<int64_t>{a.offset});
+}
+
+TEST(AFailedChannelIsNeverGivenOutAgain) {
+  for (bool last_fails : {true, false}) {
+    Fixture f(8);
+    const ChannelLease a = f.MustAcquire(1, 2);
+    f.table->Release(a, 1, !last_fails);
+    f.table->Release(a, 1, last_fails);
+    for (uint64_t key = 1; key < 6; ++key) {
+      const ChannelLease b = f.MustAcquire(key, 2);
+      EXPECT(b.index != a.index && b.offset != a.offset) << "key " << key;
+      f.table->Release(b, 2, false);
+    }
+    EXPECT_EQ(f.table->BytesInUse(), kBytes);  // the lost one
+  }
+}
+
+TEST(TooLargeACallSaysHowMuchItNeeds) {
+  Fixture f(2);
+  ChannelLease lease;
+  std::string error;
+  const uint64_t begin = NowNs();
+  EXPECT(!f.Acquire({1, 1}, 2, &lease, &error, 3 * kBytes, /*seconds=*/60));
+  EXPECT(NowNs() - begin < 30'000'000'000);  // waiting would not help
+  EXPECT(Contains(error, 3 * kBytes) && Contains(error, 2 * kBytes)) << error;
+  EXPECT(error.find("jflux.init(heap_bytes=") != std::string::npos) << error;
+}
+
+TEST(OutOfMemorySaysHowMuchIsInUse) {
+  Fixture f(5);
+  f.MustAcquire(1, 2);
+  f.MustAcquire(2, 2, 2 * kBytes);
+  ChannelLease lease;
+  std::string error;
+  const uint64_t begin = NowNs();
+  EXPECT(!f.Acquire({3, 1}, 2, &lease, &error, 4 * kBytes, /*seconds=*/0.05));
+  EXPECT(NowNs() - begin >= 50'000'000);
+  for (int64_t number : {4 * kBytes, 5 * kBytes, 3 * kBytes}) {
+    EXPECT(Contains(error, number)) << number << " in: " << error;
+  }
+  EXPECT(error.find("jflux.init(heap_bytes=") != std::string::npos) << error;
+  f.MustAcquire(4, 2, 2 * kBytes);  // the failure took nothing
+}
+
+TEST(WaitsForRoom) {
+  Fixture f(1);
+  const ChannelLease a = f.MustAcquire(1, 2);
+  std::thread other([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    f.table->Release(a, 2, false);
+  });
+  ChannelLease b;
+  std::string error;
+  EXPECT(f.Acquire({2, 1}, 2, &b, &error, kBytes, /*seconds=*/60)) << error;
+  other.join();
+  EXPECT_EQ(b.offset, a.offset);
+  EXPECT(b.epoch > a.epoch);
+}
+
+// A caller that runs out tells how much is in use, while others take and return channels.
+TEST(RunsOutWhileOthersAreBusy) {
+  Fixture f(2);
+  f.MustAcquire(1, 2);
+  std::atomic<bool> stop{false};
+  std::thread busy([&] {
+    for (uint64_t key = 2; !stop; ++key) {
+      ChannelLease lease;
+      std::string error;
+      if (f.Acquire({key, 2}, 1, &lease, &error)) f.table->Release(lease, 1, false);
+    }
+  });
+  for (int i = 0; i < 50; ++i) {
+    ChannelLease lease;
+    std::string error;
+    EXPECT(!f.Acquire({3, 3}, 2, &lease, &error, 2 * kBytes));
+    EXPECT(Contains(error, 2 * kBytes)) << error;
+  }
+  stop = true;
+  busy.join();
+}
+
+// Ranks make the same calls, each in an order of its own within a window, as XLA's executor would.
+TEST(AllRanksGetTheSameChannelInWhateverOrder) {
+  constexpr int kRanks = 4, kCalls = 400, kWindow = 8;
+  Fixture f(kRanks * kWindow);
+  std::vector<std::array<ChannelLease, kRanks>> leases(kCalls);
+  std::vector<std::thread> ranks;
+  for (int rank = 0; rank < kRanks; ++rank) {
+    ranks.emplace_back([&, rank] {
+      std::mt19937 random(rank);
+      for (int base = 0; base < kCalls; base += kWindow) {
+        std::vector<int> calls;
+        for (int i = base; i < base + kWindow; ++i) calls.push_back(i);
+        std::shuffle(calls.begin(), calls.end(), random);
+        for (int i : calls) {
+          std::string error;
+          const ChannelKey key{static_cast<uint64_t>(i), 7};
+          EXPECT(f.Acquire(key, kRanks, &leases[i][rank], &error, kBytes, /*seconds=*/60)) << error;
+        }
+        std::shuffle(calls.begin(), calls.end(), random);
+        for (int i : calls) {
+          if (random() % 4 == 0) std::this_thread::yield();
+          f.table->Release(leases[i][rank], 1, false);
+        }
+      }
+    });
+  }
+  for (auto& r : ranks) r.join();
+  std::set<std::pair<int64_t, uint32_t>> uses;
+  for (const auto& call : leases) {
+    for (int rank = 1; rank < kRanks; ++rank) EXPECT(Same(call[rank], call[0]));
+    EXPECT(uses.insert({call[0].offset, call[0].epoch}).second) << "two calls in one epoch";
+  }
+  EXPECT_EQ(f.table->BytesInUse(), 0);
+}
+
+}  // namespace
+}  // namespace jflux
+
+int main() { return jflux::RunAll(); }

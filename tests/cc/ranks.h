@@ -1,0 +1,272 @@
+// Runs the ops' CPU bodies as a group of ranks would: a thread per rank, each with a heap of its
+// own in plain memory, over several calls on one channel. Results are compared with the definition
+// of the op; all data are small integers, so that every dtype holds every sum exactly.
+#ifndef JFLUX_TESTS_CC_RANKS_H_
+#define JFLUX_TESTS_CC_RANKS_H_
+
+#include <chrono>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "core/dtype.h"
+#include "core/layout.h"
+#include "core/rows.h"
+#include "core/signal.h"
+#include "ops/all_gather_matmul/all_gather_matmul.h"
+#include "ops/matmul_reduce_scatter/matmul_reduce_scatter.h"
+#include "runtime/cpu_matmul.h"
+#include "runtime/fault.h"
+
+namespace jflux {
+
+constexpr char kPoison = '\xff';  // bytes of it are NaN in every dtype
+
+using Values = std::vector<double>;
+
+// With |x| <= 2, |w| <= 1, k <= 16 and 8 ranks, no sum exceeds 256: exact in bf16.
+inline Values RandomIntegers(int64_t count, int bound, uint32_t seed) {
+  std::mt19937 random(seed);
+  Values v(count);
+  for (double& e : v) e = static_cast<int>(random() % (2 * bound + 1)) - bound;
+  return v;
+}
+
+// An operand or a result, as XLA would hold it.
+struct Array {
+  DType dtype;
+  std::vector<char> bytes;
+
+  Array(DType t, const Values& v) : dtype(t), bytes(v.size() * SizeOf(t)) {
+    Convert(v.data(), DType::kF64, bytes.data(), t, static_cast<int64_t>(v.size()));
+  }
+  Array(DType t, int64_t count) : dtype(t), bytes(count * SizeOf(t), kPoison) {}
+
+  // How many elements are not `want`; NaN is never what is wanted.
+  int64_t Wrong(const Values& want) const {
+    Values got(bytes.size() / SizeOf(dtype));
+    Convert(bytes.data(), dtype, got.data(), DType::kF64, static_cast<int64_t>(got.size()));
+    int64_t wrong = got.size() != want.size();
+    for (size_t i = 0; i < got.size() && i < want.size(); ++i) wrong += !(got[i] == want[i]);
+    return wrong;
+  }
+};
+
+// a[rows, k] @ w[k, n], or w[n, k] transposed.
+inline Values Product(const Values& a, const Values& w, int64_t rows, int64_t k, int64_t n,
+                      bool transposed) {
+  Values y(rows * n);
+  for (int64_t i = 0; i < rows; ++i) {
+    for (int64_t j = 0; j < n; ++j) {
+      double sum = 0;
+      for (int64_t l = 0; l < k; ++l) {
+        sum += a[i * k + l] * (transposed ? w[j * k + l] : w[l * n + j]);
+      }
+      y[i * n + j] = sum;
+    }
+  }
+  return y;
+}
+
+// What a test runs on every rank: one op's call with its operands and results.
+class Call {
+ public:
+  virtual ~Call() = default;
+  virtual ChannelLayout Channel() const = 0;
+  virtual bool Run(const SymmetricView& view, uint32_t epoch, WaitContext ctx) = 0;
+  // Elements of all ranks' results that differ from the op's definition.
+  virtual int64_t Wrong() const = 0;
+};
+
+class AllGatherMatmulCall : public Call {
+ public:
+  AllGatherMatmulCall(const AllGatherMatmulParams& p, const CpuTiling& tiling, uint32_t seed)
+      : p_(p), tiling_(tiling) {
+    const Rows& r = p.rows;
+    gathered_ = Values(r.Total() * p.k);
+    for (int rank = 0; rank < r.world; ++rank) {
+      const Values shard = RandomIntegers(r.PerRank() * p.k, 2, seed * 100 + rank);
+      for (int64_t o = 0; o < r.outer; ++o) {
+        for (int64_t e = 0; e < r.inner * p.k; ++e) {
+          gathered_[(o * r.world + rank) * r.inner * p.k + e] = shard[o * r.inner * p.k + e];
+        }
+      }
+      w_values_.push_back(RandomIntegers(p.k * p.n, 1, seed * 100 + 50 + rank));
+      x_.emplace_back(p.dtype, shard);
+      w_.emplace_back(p.dtype, w_values_.back());
+      y_.emplace_back(p.out_dtype, r.Total() * p.n);
+      gathered_out_.emplace_back(p.dtype, r.Total() * p.k);
+    }
+  }
+
+  ChannelLayout Channel() const override {
+    return AllGatherLayout::Make(p_, tiling_.chunk_bytes).Channel();
+  }
+  bool Run(const SymmetricView& view, uint32_t epoch, WaitContext ctx) override {
+    const int r = view.rank;
+    ctx.op = static_cast<uint32_t>(OpId::kAllGatherMatmul);
+    void* gathered = p_.return_gathered ? gathered_out_[r].bytes.data() : nullptr;
+    const AllGatherMatmulArrays arrays{x_[r].bytes.data(), w_[r].bytes.data(), y_[r].bytes.data(),
+                                       gathered};
+    return AllGatherMatmulCpu(p_, tiling_, arrays, view, epoch, ctx);
+  }
+  int64_t Wrong() const override {
+    int64_t wrong = 0;
+    for (int r = 0; r < p_.rows.world; ++r) {
+      wrong += y_[r].Wrong(
+          Product(gathered_, w_values_[r], p_.rows.Total(), p_.k, p_.n, p_.transpose_rhs));
+      if (p_.return_gathered) wrong += gathered_out_[r].Wrong(gathered_);
+    }
+    return wrong;
+  }
+
+ private:
+  AllGatherMatmulParams p_;
+  CpuTiling tiling_;
+  Values gathered_;
+  std::vector<Values> w_values_;
+  std::vector<Array> x_, w_, y_, gathered_out_;
+};
+
+class MatmulReduceScatterCall : public Call {
+ public:
+  MatmulReduceScatterCall(const MatmulReduceScatterParams& p, const ScatterTiling& tiling,
+                          uint32_t seed)
+      : p_(p), tiling_(tiling), sum_(p.rows.Total() * p.n) {
+    for (int rank = 0; rank < p.rows.world; ++rank) {
+      const Values x = RandomIntegers(p.rows.Total() * p.k, 2, seed * 100 + rank);
+      const Values w = RandomIntegers(p.k * p.n, 1, seed * 100 + 50 + rank);
+      const Values part = Product(x, w, p.rows.Total(), p.k, p.n, p.transpose_rhs);
+      for (size_t i = 0; i < sum_.size(); ++i) sum_[i] += part[i];
+      x_.emplace_back(p.dtype, x);
+      w_.emplace_back(p.dtype, w);
+      y_.emplace_back(p.out_dtype, p.rows.PerRank() * p.n);
+    }
+  }
+
+  ChannelLayout Channel() const override {
+    return ReduceScatterLayout::Make(p_, tiling_.tile_m, tiling_.tile_n, 1).Channel();
+  }
+  bool Run(const SymmetricView& view, uint32_t epoch, WaitContext ctx) override {
+    const int r = view.rank;
+    ctx.op = static_cast<uint32_t>(OpId::kMatmulReduceScatter);
+    const MatmulReduceScatterArrays arrays{x_[r].bytes.data(), w_[r].bytes.data(),
+                                           y_[r].bytes.data()};
+    return MatmulReduceScatterCpu(p_, tiling_, arrays, view, epoch, ctx);
+  }
+  int64_t Wrong() const override {
+    const Rows& r = p_.rows;
+    int64_t wrong = 0;
+    for (int rank = 0; rank < r.world; ++rank) {
+      Values want;
+      for (int64_t o = 0; o < r.outer; ++o) {
+        const auto first = sum_.begin() + (o * r.world + rank) * r.inner * p_.n;
+        want.insert(want.end(), first, first + r.inner * p_.n);
+      }
+      wrong += y_[rank].Wrong(want);
+    }
+    return wrong;
+  }
+
+ private:
+  MatmulReduceScatterParams p_;
+  ScatterTiling tiling_;
+  Values sum_;
+  std::vector<Array> x_, w_, y_;
+};
+
+// One channel on every rank: data poisoned, signals as calls before `first_epoch` left them.
+class PlainHeap {
+ public:
+  PlainHeap(int world, ChannelLayout channel, uint32_t first_epoch = 1)
+      : channel_(channel), memory_(world) {
+    for (auto& m : memory_) m.resize(channel.TotalBytes() / sizeof(Signal));
+    for (int rank = 0; rank < world; ++rank) {
+      for (uint32_t epoch : {first_epoch, first_epoch + 1}) {
+        Poison(rank, epoch);
+        if (first_epoch == 1) continue;  // fresh memory
+        auto* words = View(rank).At<Signal>(rank, channel.SignalOffset(epoch));
+        for (int64_t i = 0; i < channel.SignalBytes() / 8; ++i) words[i] = MakeSignal(epoch - 2, 0);
+      }
+    }
+  }
+
+  int world() const { return static_cast<int>(memory_.size()); }
+  SymmetricView View(int rank) {
+    SymmetricView view{};
+    view.rank = rank;
+    view.world = world();
+    for (int r = 0; r < view.world; ++r) view.base[r] = reinterpret_cast<char*>(memory_[r].data());
+    return view;
+  }
+  void Poison(int rank, uint32_t epoch) {
+    std::memset(View(rank).At(rank, channel_.DataOffset(epoch)), kPoison, channel_.data_bytes);
+  }
+
+ private:
+  ChannelLayout channel_;
+  std::vector<std::vector<Signal>> memory_;
+};
+
+struct RunOptions {
+  uint32_t first_epoch = 1;
+  int max_delay_us = 0;  // a rank sleeps up to this long before a call
+  uint32_t seed = 1;
+  // A rank that has finished a call poisons its half of it. Nobody else touches that half then: all
+  // peers' data of this call have come, and those of the call after next need this rank's next
+  // call.
+  bool poison = true;
+  double deadline_s = 60;
+  int absent = -1;                                    // this rank never calls
+  std::function<void(int rank, size_t call)> before;  // each call, if set
+};
+
+// Runs the calls in order on all ranks. Per rank: what went wrong, empty if nothing did.
+inline std::vector<std::string> RunRanks(PlainHeap& heap, const std::vector<Call*>& calls,
+                                         const RunOptions& options = {}) {
+  std::vector<std::string> errors(heap.world());
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < heap.world(); ++rank) {
+    if (rank == options.absent) continue;
+    threads.emplace_back([&, rank] {
+      std::mt19937 random(options.seed * 8 + rank);
+      for (size_t i = 0; i < calls.size() && errors[rank].empty(); ++i) {
+        if (options.before) options.before(rank, i);
+        if (options.max_delay_us > 0 && random() % 2 == 0) {
+          std::this_thread::sleep_for(std::chrono::microseconds(random() % options.max_delay_us));
+        }
+        const uint32_t epoch = options.first_epoch + static_cast<uint32_t>(i);
+        Fault fault{};
+        const uint64_t deadline = NowNs() + static_cast<uint64_t>(options.deadline_s * 1e9);
+        const WaitContext ctx{&fault, deadline, /*op=*/0, rank, /*skip=*/false};
+        if (!calls[i]->Run(heap.View(rank), epoch, ctx)) {
+          errors[rank] = Describe(fault, options.deadline_s);
+        } else if (options.poison) {
+          heap.Poison(rank, epoch);
+        }
+      }
+    });
+  }
+  for (auto& t : threads) t.join();
+  return errors;
+}
+
+inline std::string Join(const std::vector<std::string>& errors) {
+  std::string all;
+  for (const auto& e : errors) all += e + (e.empty() ? "" : "\n");
+  return all;
+}
+
+inline std::vector<Call*> Pointers(const std::vector<std::unique_ptr<Call>>& calls) {
+  std::vector<Call*> pointers;
+  for (const auto& c : calls) pointers.push_back(c.get());
+  return pointers;
+}
+
+}  // namespace jflux
+
+#endif  // JFLUX_TESTS_CC_RANKS_H_

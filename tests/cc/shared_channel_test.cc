@@ -1,0 +1,58 @@
+// Calls of both ops and of many shapes, one after the other on one channel: nobody may take what an
+// earlier call left behind for an answer to this one.
+#include "ranks.h"
+#include "testing.h"
+
+namespace jflux {
+namespace {
+
+constexpr DType kTypes[] = {DType::kF16, DType::kBF16, DType::kF32, DType::kF64};
+
+std::unique_ptr<Call> RandomCall(int world, std::mt19937* random) {
+  const auto pick = [&](int64_t low, int64_t high) {
+    return low + static_cast<int64_t>((*random)()) % (high - low + 1);
+  };
+  const Rows rows{world, pick(0, 2) ? 1 : pick(2, 3), pick(1, 20)};
+  const int64_t k = pick(1, 16), n = pick(1, 24);
+  const DType in = kTypes[pick(0, 3)], out = kTypes[pick(0, 3)];
+  const auto tile_m = static_cast<int32_t>(4 << pick(0, 3));
+  const auto tile_n = static_cast<int32_t>(8 << pick(0, 1));
+  const auto seed = static_cast<uint32_t>(pick(1, 1 << 20));
+  if (pick(0, 1)) {
+    const CpuTiling tiling{pick(64, 600), tile_m, tile_n};
+    return std::make_unique<AllGatherMatmulCall>(
+        AllGatherMatmulParams{rows, k, n, in, out, pick(0, 1) == 1, pick(0, 1) == 1}, tiling, seed);
+  }
+  return std::make_unique<MatmulReduceScatterCall>(
+      MatmulReduceScatterParams{rows, k, n, in, out, pick(0, 1) == 1},
+      ScatterTiling{tile_m, tile_n}, seed);
+}
+
+TEST(ManyCallsOfDifferentShapes) {
+  for (int world = 1; world <= kMaxRanks; ++world) {
+    for (uint32_t round = 0; round < 4; ++round) {
+      std::mt19937 random(world * 100 + round);
+      const ChannelLayout channel{ChannelLayout::kMinDataBytes};
+      std::vector<std::unique_ptr<Call>> calls;
+      while (calls.size() < 40) {
+        auto call = RandomCall(world, &random);
+        if (call->Channel().data_bytes == channel.data_bytes) calls.push_back(std::move(call));
+      }
+      RunOptions options;
+      options.first_epoch = round == 3 ? 0xffffffe0 : 1;
+      options.max_delay_us = round % 2 ? 200 : 0;
+      options.poison = round < 2;  // else old data stays, and looks right
+      PlainHeap heap(world, channel, options.first_epoch);
+      const std::string error = Join(RunRanks(heap, Pointers(calls), options));
+      EXPECT(error.empty()) << error;
+      for (size_t i = 0; i < calls.size(); ++i) {
+        EXPECT_EQ(calls[i]->Wrong(), 0) << "world " << world << " round " << round << " call " << i;
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace jflux
+
+int main() { return jflux::RunAll(); }

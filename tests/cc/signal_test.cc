@@ -1,0 +1,234 @@
+// Signals between threads: the protocol of core/signal.h, in the words of its header comment. Under
+// ThreadSanitizer the ping-pong also shows that release and acquire order the data.
+#include "core/signal.h"
+
+#include <atomic>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "ops/all_gather_matmul/all_gather_matmul.h"
+#include "ops/matmul_reduce_scatter/matmul_reduce_scatter.h"
+#include "runtime/fault.h"
+#include "testing.h"
+
+namespace jflux {
+namespace {
+
+constexpr uint32_t kOp = static_cast<uint32_t>(OpId::kMatmulReduceScatter);
+
+WaitContext Context(Fault* fault, int32_t rank, double seconds) {
+  return WaitContext{fault, NowNs() + static_cast<uint64_t>(seconds * 1e9), kOp, rank,
+                     /*skip=*/false};
+}
+
+FaultKind KindOf(const Fault& fault) { return static_cast<FaultKind>(fault.state); }
+
+bool Contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
+
+TEST(SignalHoldsEpochAndSignature) {
+  const Signal s = MakeSignal(0xdeadbeef, 0x12345678);
+  EXPECT_EQ(EpochOf(s), 0xdeadbeef);
+  EXPECT_EQ(SignatureOf(s), 0x12345678u);
+}
+
+TEST(ClassifyComparesEpochsAcrossTheWrap) {
+  for (uint32_t epoch :
+       {1u, 2u, 3u, 1000u, 0x7fffffffu, 0x80000000u, 0xfffffffeu, 0xffffffffu, 0u}) {
+    const Signal expected = MakeSignal(epoch, 7);
+    EXPECT_EQ(Classify(expected, expected), SignalState::kReady);
+    EXPECT_EQ(Classify(MakeSignal(epoch, 8), expected), SignalState::kMismatch);
+    for (uint32_t d : {1u, 2u, 3u, 100u}) {
+      for (uint32_t signature : {7u, 8u}) {  // an older call may be of any kind
+        EXPECT_EQ(Classify(MakeSignal(epoch - d, signature), expected), SignalState::kPending)
+            << epoch << " - " << d;
+        EXPECT_EQ(Classify(MakeSignal(epoch + d, signature), expected), SignalState::kMismatch)
+            << epoch << " + " << d;
+      }
+    }
+  }
+}
+
+TEST(FreshMemoryIsOlderThanAnyCall) {
+  for (uint32_t epoch : {1u, 2u, 1000u, 0x7fffffffu}) {
+    EXPECT_EQ(Classify(0, MakeSignal(epoch, 7)), SignalState::kPending) << epoch;
+  }
+}
+
+TEST(WaitReturnsWhenTheSignalIsThere) {
+  Fault fault{};
+  const Signal word = MakeSignal(3, 7);
+  // Even past the deadline: what has arrived is no timeout.
+  EXPECT(WaitSignal(&word, word, 1, 0, Context(&fault, 0, -1)));
+  EXPECT_EQ(KindOf(fault), FaultKind::kNone);
+}
+
+TEST(WaitTimesOutAndSaysForWhom) {
+  Fault fault{};
+  const Signal word = MakeSignal(4, 9);
+  const uint64_t begin = NowNs();
+  EXPECT(!WaitSignal(&word, MakeSignal(5, 7), /*peer=*/3, /*tile=*/17, Context(&fault, 2, 0.05)));
+  EXPECT(NowNs() - begin >= 50'000'000);
+  EXPECT_EQ(KindOf(fault), FaultKind::kTimeout);
+  EXPECT_EQ(fault.op, kOp);
+  EXPECT_EQ(fault.rank, 2);
+  EXPECT_EQ(fault.peer, 3);
+  EXPECT_EQ(fault.tile, 17);
+  EXPECT_EQ(fault.expected, MakeSignal(5, 7));
+  EXPECT_EQ(fault.seen, word);
+  const std::string text = Describe(fault, 0.05);
+  for (const char* part : {"matmul_reduce_scatter", "rank 2 waited 0.05 s for rank 3", "unit 17",
+                           "call 5", "call 4"}) {
+    EXPECT(Contains(text, part)) << part << " in: " << text;
+  }
+}
+
+TEST(WaitReportsAMismatchAtOnce) {
+  for (const Signal seen : {MakeSignal(5, 8), MakeSignal(7, 7)}) {  // other call, later call
+    Fault fault{};
+    const uint64_t begin = NowNs();
+    EXPECT(!WaitSignal(&seen, MakeSignal(5, 7), 1, 2, Context(&fault, 0, 60)));
+    EXPECT(NowNs() - begin < 30'000'000'000);
+    EXPECT_EQ(KindOf(fault), FaultKind::kMismatch);
+    EXPECT_EQ(fault.seen, seen);
+    const std::string text = Describe(fault, 60);
+    EXPECT(Contains(text, "rank 0 expects call 5 with signature 00000007")) << text;
+    EXPECT(Contains(text, "rank 1 sent call " + std::to_string(EpochOf(seen)))) << text;
+  }
+}
+
+TEST(TheTestHookSkipsWaits) {
+  Fault fault{};
+  const Signal word = 0;
+  WaitContext ctx = Context(&fault, 0, 60);
+  ctx.skip = true;
+  EXPECT(WaitSignal(&word, MakeSignal(1, 7), 1, 0, ctx));
+}
+
+TEST(AFaultEndsAllWaitsOfTheRank) {
+  Fault fault{};
+  const WaitContext ctx = Context(&fault, 0, 60);
+  const Signal words[3] = {};
+  std::atomic<int> ended{0};
+  std::vector<std::thread> waiters;
+  for (int i = 0; i < 3; ++i) {
+    waiters.emplace_back([&, i] {
+      EXPECT(!WaitSignal(&words[i], MakeSignal(1, 7), i, i, ctx));
+      ++ended;
+    });
+  }
+  std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  EXPECT_EQ(ended.load(), 0);
+  ReportFault(ctx, FaultKind::kMismatch, 5, 55, 1, 2);
+  for (auto& w : waiters) w.join();
+  EXPECT_EQ(fault.peer, 5);
+  EXPECT_EQ(KindOf(fault), FaultKind::kMismatch);
+}
+
+TEST(TheFirstFaultWinsAndIsWhole) {
+  for (int round = 0; round < 200; ++round) {
+    Fault fault{};
+    std::atomic<bool> go{false};
+    std::vector<std::thread> threads;
+    for (int i = 1; i <= 4; ++i) {
+      threads.emplace_back([&, i] {
+        while (!go) std::this_thread::yield();
+        ReportFault(Context(&fault, i, 1), i % 2 ? FaultKind::kTimeout : FaultKind::kMismatch, i,
+                    10 * i, 100 * i, 1000 * i);
+      });
+    }
+    // As the host would read it while the kernel runs.
+    go = true;
+    uint64_t state = 0;
+    while (state == 0 || state == Fault::kWriting) state = LoadAcquire(&fault.state);
+    const int i = fault.peer;
+    const auto whole = [&] {
+      EXPECT(i >= 1 && i <= 4);
+      EXPECT_EQ(fault.rank, i);
+      EXPECT_EQ(fault.peer, i);
+      EXPECT_EQ(fault.tile, 10 * i);
+      EXPECT_EQ(fault.expected, 100ull * i);
+      EXPECT_EQ(fault.seen, 1000ull * i);
+    };
+    whole();
+    EXPECT_EQ(state, static_cast<uint64_t>(i % 2 ? FaultKind::kTimeout : FaultKind::kMismatch));
+    for (auto& t : threads) t.join();
+    whole();
+    EXPECT_EQ(fault.state, state);
+  }
+}
+
+TEST(SignaturesDifferWhenAFieldDiffers) {
+  std::set<uint32_t> seen;
+  int count = 0;
+  for (int byte = 0; byte < 8; ++byte) {
+    for (int field = 0; field < 3; ++field, ++count) {
+      int64_t v[3] = {5, 5, 5};
+      v[field] ^= 1ll << (8 * byte + 3);
+      seen.insert(SignatureBuilder().Add(v[0]).Add(v[1]).Add(v[2]).Get());
+    }
+  }
+  EXPECT_EQ(static_cast<int>(seen.size()), count);
+  EXPECT(SignatureBuilder().Add(1).Add(2).Get() != SignatureBuilder().Add(2).Add(1).Get());
+}
+
+TEST(OpsSignaturesNameWhatRanksMustAgreeOn) {
+  std::set<uint32_t> seen;
+  const AllGatherMatmulParams ag{Rows{4, 2, 16}, 32, 24, DType::kF32, DType::kF32, false, false};
+  const auto add = [&](auto p, auto change) {
+    change(p);
+    seen.insert(p.Signature());
+  };
+  add(ag, [](auto&) {});
+  add(ag, [](auto& p) { p.rows.world = 2; });
+  add(ag, [](auto& p) { p.rows.outer = 4; });
+  add(ag, [](auto& p) { p.rows.inner = 8; });
+  add(ag, [](auto& p) { p.k = 64; });
+  add(ag, [](auto& p) { p.dtype = DType::kBF16; });
+  EXPECT_EQ(seen.size(), 6u);
+  const MatmulReduceScatterParams rs{Rows{4, 2, 16}, 24, 32, DType::kF32, DType::kF32, false};
+  add(rs, [](auto&) {});
+  add(rs, [](auto& p) { p.rows.world = 2; });
+  add(rs, [](auto& p) { p.rows.outer = 4; });
+  add(rs, [](auto& p) { p.rows.inner = 8; });
+  add(rs, [](auto& p) { p.n = 64; });
+  add(rs, [](auto& p) { p.out_dtype = DType::kBF16; });
+  EXPECT_EQ(seen.size(), 12u);
+}
+
+// Two ranks send each other a buffer per call. As in the ops, call e uses half e % 2.
+TEST(PingPongOfManyEpochs) {
+  constexpr int kWords = 16;
+  constexpr uint32_t kEpochs = 20000;
+  struct Mailbox {  // in the reader's memory
+    Signal signal[2] = {};
+    uint32_t data[2][kWords] = {};
+  } box[2];
+  const auto rank = [&](int me) {
+    Fault fault{};
+    const int peer = 1 - me;
+    for (uint32_t epoch = 1; epoch <= kEpochs; ++epoch) {
+      const uint32_t half = epoch & 1;
+      for (int i = 0; i < kWords; ++i) box[peer].data[half][i] = epoch * 31 + i + me;
+      StoreRelease(&box[peer].signal[half], MakeSignal(epoch, 7));
+      const WaitContext ctx = Context(&fault, me, 60);
+      const bool heard = WaitSignal(&box[me].signal[half], MakeSignal(epoch, 7), peer, 0, ctx);
+      EXPECT(heard) << Describe(fault, 60);
+      if (!heard) return;
+      for (int i = 0; i < kWords; ++i) {
+        EXPECT_EQ(box[me].data[half][i], epoch * 31 + i + peer) << "epoch " << epoch;
+      }
+    }
+  };
+  std::thread other(rank, 1);
+  rank(0);
+  other.join();
+}
+
+}  // namespace
+}  // namespace jflux
+
+int main() { return jflux::RunAll(); }

@@ -1,0 +1,106 @@
+// A test harness of one page. GoogleTest would be a dependency that GPU hosts do not have, and
+// these tests have to build wherever the library does.
+//
+//   TEST(Name) { EXPECT_EQ(1 + 1, 2); EXPECT(x > 0) << "x is " << x; }
+//   int main() { return jflux::RunAll(); }
+//
+// Expectations may be made on any thread; a failed one is counted and printed, and the test goes
+// on.
+#ifndef JFLUX_TESTS_CC_TESTING_H_
+#define JFLUX_TESTS_CC_TESTING_H_
+
+#include <cstdio>
+#include <cstdlib>
+#include <mutex>
+#include <sstream>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+namespace jflux {
+
+struct Test {
+  const char* name;
+  void (*body)();
+};
+
+inline std::vector<Test>& Tests() {
+  static std::vector<Test> tests;
+  return tests;
+}
+inline bool Register(const char* name, void (*body)()) {
+  Tests().push_back({name, body});
+  return true;
+}
+
+// A failed expectation; what is streamed into it explains it. Prints itself when it goes.
+class Failure {
+ public:
+  Failure(const char* file, int line, const char* what) {
+    text_ << file << ":" << line << ": " << what << " ";
+  }
+  ~Failure() {
+    static std::mutex mutex;
+    std::lock_guard<std::mutex> lock(mutex);
+    if (++Count() <= kMaxPrinted) std::fprintf(stderr, "%s\n", text_.str().c_str());
+    if (Count() == kMaxPrinted) std::fprintf(stderr, "(no more of this test)\n");
+  }
+  template <typename T>
+  Failure& operator<<(const T& v) {
+    if constexpr (std::is_enum_v<T>) {
+      text_ << static_cast<std::underlying_type_t<T>>(v);
+    } else {
+      text_ << v;
+    }
+    return *this;
+  }
+  static int& Count() {
+    static int count = 0;
+    return count;
+  }
+
+ private:
+  static constexpr int kMaxPrinted = 20;  // exhaustive loops fail in thousands
+  std::ostringstream text_;
+};
+
+// `case`, so that an `else` after the macro cannot bind to its `if`.
+#define JFLUX_FAIL_UNLESS(condition, what) \
+  switch (0)                               \
+  case 0:                                  \
+  default:                                 \
+    if (condition) {                       \
+    } else                                 \
+      ::jflux::Failure(__FILE__, __LINE__, what)
+
+#define EXPECT(condition) JFLUX_FAIL_UNLESS(condition, "EXPECT(" #condition ")")
+#define EXPECT_EQ(a, b) \
+  JFLUX_FAIL_UNLESS((a) == (b), "EXPECT_EQ(" #a ", " #b "):") << (a) << " vs " << (b) << " "
+
+#define TEST(name)                                                                            \
+  static void Test##name();                                                                   \
+  [[maybe_unused]] static const bool registered##name = ::jflux::Register(#name, Test##name); \
+  static void Test##name()
+
+inline int RunAll() {
+  int passed = 0, failed = 0;
+  for (const Test& test : Tests()) {
+    Failure::Count() = 0;
+    test.body();
+    const int failures = Failure::Count();
+    ++(failures == 0 ? passed : failed);
+    if (failures != 0) std::fprintf(stderr, "FAILED %s (%d)\n", test.name, failures);
+  }
+  std::printf("%d passed, %d failed\n", passed, failed);
+  return failed == 0 ? 0 : 1;
+}
+
+// Exit status of a program that cannot test anything in this build. Bazel knows no skipped tests.
+inline int Skip(const char* reason) {
+  std::printf("skipped: %s\n", reason);
+  return std::getenv("TEST_SRCDIR") != nullptr ? 0 : 77;
+}
+
+}  // namespace jflux
+
+#endif  // JFLUX_TESTS_CC_TESTING_H_

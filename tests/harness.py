@@ -1,0 +1,377 @@
+"""What the test files share: meshes, calls of both ops, what they should give, and how exactly.
+
+Every device gets operands of its own: an array over a mesh of shape S whose local part has shape L
+is drawn as S + L, so that a rank that reads a wrong peer's data, or another group's, shows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import math
+import os
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import strategies as st
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import jflux
+from jflux import testing
+
+PLATFORM = jax.default_backend()
+DEVICES = jax.devices()[: 4 if PLATFORM == "gpu" else 8]
+RANKS = len(DEVICES)
+HALVES = (jnp.bfloat16, jnp.float16)
+DTYPES = (*HALVES, jnp.float32, jnp.float64)
+FUSED_DTYPES = HALVES if PLATFORM == "gpu" else DTYPES
+OPS = ("all_gather_matmul", "matmul_reduce_scatter")
+
+
+def examples(count: int) -> Callable[[Any], Any]:
+    """How many examples a property gets: `count` in CI, 20 times as many in the nightly profile."""
+    factor = 20 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 1
+    return hypothesis.settings(max_examples=count * factor)
+
+
+# ---- Meshes ------------------------------------------------------------------------------------
+
+
+def make_mesh(
+    shape: tuple[int, ...],
+    names: tuple[str, ...] = ("tp",),
+    *,
+    order: Any = None,
+    axis_type: Any = jax.sharding.AxisType.Auto,
+) -> Mesh:
+    """A mesh over the first devices, or over those that `order` (indices) names."""
+    chosen = [DEVICES[i] for i in (range(math.prod(shape)) if order is None else order)]
+    devices = np.array(chosen[: math.prod(shape)]).reshape(shape)
+    return Mesh(devices, names, axis_types=(axis_type,) * len(names))
+
+
+SHAPES = [(n,) for n in range(1, 9)]
+SHAPES += [(2, 2), (2, 3), (3, 2), (1, 4), (2, 4), (4, 2), (2, 2, 2)]
+SHAPES = [s for s in SHAPES if math.prod(s) <= RANKS]
+
+
+@st.composite
+def meshes(draw: Any) -> tuple[Mesh, Any]:
+    """A mesh over some devices in any order, and the axis or axes (in any order) of its groups."""
+    shape = draw(st.sampled_from(SHAPES))
+    names = ("a", "b", "c")[: len(shape)]
+    mesh = make_mesh(shape, names, order=draw(st.permutations(range(RANKS))))
+    axis_name = draw(
+        st.one_of(
+            st.sampled_from(names),
+            st.permutations(names).map(tuple),
+            st.sampled_from(list(itertools.permutations(names, min(2, len(names))))),
+        )
+    )
+    return mesh, axis_name
+
+
+def as_tuple(axis_name: Any) -> tuple[Any, ...]:
+    return axis_name if isinstance(axis_name, tuple) else (axis_name,)
+
+
+def world_of(mesh: Mesh, axis_name: Any) -> int:
+    return math.prod(mesh.shape[name] for name in as_tuple(axis_name))
+
+
+def groups_of(mesh: Mesh, axis_name: Any) -> list[list[tuple[int, ...]]]:
+    """The mesh coordinates of each group's ranks, in rank order."""
+    along = as_tuple(axis_name)
+    others = [n for n in mesh.axis_names if n not in along]
+    groups = []
+    for fixed in itertools.product(*(range(mesh.shape[n]) for n in others)):
+        group = []
+        for moving in itertools.product(*(range(mesh.shape[n]) for n in along)):
+            at = dict(zip(others, fixed, strict=True)) | dict(zip(along, moving, strict=True))
+            group.append(tuple(at[n] for n in mesh.axis_names))
+        groups.append(group)
+    return groups
+
+
+def per_device(mesh: Mesh, body: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """`body` on every device, over arrays [*mesh shape, *local shape]."""
+    lead = mesh.devices.ndim
+    spec = P(*mesh.axis_names)
+
+    def local(*args):
+        args = jax.tree.map(lambda a: a.reshape(a.shape[lead:]), args)
+        return jax.tree.map(lambda y: y.reshape((1,) * lead + y.shape), body(*args))
+
+    return jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, **options)
+
+
+# ---- Calls -------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call of one op. `lead` are the leading dimensions of the scattered side (x of
+    all_gather_matmul, y of matmul_reduce_scatter); `dimension` is the gathered or scattered one."""
+
+    op: str
+    lead: tuple[int, ...] = (4,)
+    k: int = 16
+    n: int = 8
+    dimension: int = -2
+    dtype: Any = jnp.float32
+    out: Any = None
+    transpose_rhs: bool = False
+    gathered: bool = False
+
+    @property
+    def is_gather(self) -> bool:
+        return self.op == "all_gather_matmul"
+
+    @property
+    def out_dtype(self) -> np.dtype:
+        return np.dtype(self.out or self.dtype)
+
+    @property
+    def axis(self) -> int:
+        return self.dimension % (len(self.lead) + 1)
+
+    def full(self, world: int) -> tuple[int, ...]:
+        """The leading dimensions of the gathered side."""
+        shape = list(self.lead)
+        shape[self.axis] *= world
+        return tuple(shape)
+
+    def x_shape(self, world: int) -> tuple[int, ...]:
+        return (*(self.lead if self.is_gather else self.full(world)), self.k)
+
+    def w_shape(self) -> tuple[int, int]:
+        return (self.n, self.k) if self.transpose_rhs else (self.k, self.n)
+
+    def y_shape(self, world: int) -> tuple[int, ...]:
+        return (*(self.full(world) if self.is_gather else self.lead), self.n)
+
+    def bind(self, axis_name: Any, module: Any = jflux, **options: Any) -> Callable[..., Any]:
+        """The op as a function of x and w."""
+        where = "gather_dimension" if self.is_gather else "scatter_dimension"
+        options = {where: self.dimension, "transpose_rhs": self.transpose_rhs} | options
+        # On GPUs the reference would multiply float32 in tf32 by default.
+        options |= {"preferred_element_type": self.out, "precision": "highest"}
+        if self.gathered:
+            options["return_gathered"] = True
+        return functools.partial(getattr(module, self.op), axis_name=axis_name, **options)
+
+    def terms(self, world: int) -> int:
+        """How many products are summed in one element of y."""
+        return self.k if self.is_gather else self.k * world
+
+
+SIZES = st.one_of(st.integers(1, 9), st.sampled_from([13, 16, 17, 31, 32, 64, 65, 129, 140]))
+
+
+@st.composite
+def calls(draw: Any, op: str, dtypes: Any = FUSED_DTYPES) -> Call:
+    lead = tuple(draw(st.lists(st.integers(1, 4), max_size=2))) + (draw(SIZES),)
+    dtype = draw(st.sampled_from(dtypes))
+    return Call(
+        op=op,
+        lead=lead,
+        dimension=draw(st.integers(-len(lead) - 1, len(lead) - 1).filter(lambda d: d != -1)),
+        k=draw(SIZES),
+        n=draw(SIZES),
+        dtype=dtype,
+        out=draw(st.sampled_from([None, None, jnp.float32])),
+        transpose_rhs=draw(st.booleans()),
+        gathered=op == "all_gather_matmul" and draw(st.booleans()),
+    )
+
+
+def normal(seed: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """Standard normal numbers, rounded to `dtype`."""
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.dtype(dtype))
+
+
+def operands(call: Call, mesh: Mesh, axis_name: Any, seed: int = 0) -> tuple[np.ndarray, ...]:
+    """x and w for every device."""
+    world, shape = world_of(mesh, axis_name), mesh.devices.shape
+    return (
+        normal(seed, shape + call.x_shape(world), call.dtype),
+        normal(seed + 1, shape + call.w_shape(), call.dtype),
+    )
+
+
+@contextlib.contextmanager
+def x64_if(*dtypes: Any) -> Iterator[None]:
+    """JAX's 64-bit mode where one of the types needs it, and nowhere else."""
+    if any(np.dtype(d) == np.float64 for d in dtypes if d is not None):
+        with jax.enable_x64(True):
+            yield
+    else:
+        yield
+
+
+def run(f: Callable[..., Any], *args: Any) -> Any:
+    """``f(*args)`` in numpy, from poisoned workspaces. Runs twice: the bits must be the same."""
+    results = []
+    for _ in range(2):
+        testing.poison_workspaces()
+        results.append(jax.tree.map(np.asarray, jax.block_until_ready(f(*args))))
+    for first, second in zip(*map(jax.tree.leaves, results), strict=True):
+        assert first.dtype == second.dtype and first.tobytes() == second.tobytes(), (
+            "two runs on the same operands differ"
+        )
+    return results[0]
+
+
+# ---- What calls should give: numpy, in float64 ---------------------------------------------------
+
+
+def exact(call: Call, mesh: Mesh, axis_name: Any, x: np.ndarray, w: np.ndarray) -> Any:
+    """y of every device, or (y, gathered x)."""
+    world, shape = world_of(mesh, axis_name), mesh.devices.shape
+    x, w = x.astype(np.float64), w.astype(np.float64)
+    if call.transpose_rhs:
+        w = np.swapaxes(w, -1, -2)
+    y = np.full(shape + call.y_shape(world), np.nan)
+    gathered = np.full(shape + (*call.full(world), call.k), np.nan)
+    for group in groups_of(mesh, axis_name):
+        if call.is_gather:
+            whole = np.concatenate([x[at] for at in group], axis=call.axis)
+            for at in group:
+                gathered[at] = whole
+                y[at] = whole @ w[at]
+        else:
+            total = sum(x[at] @ w[at] for at in group)
+            for at, part in zip(group, np.split(total, world, axis=call.axis), strict=True):
+                y[at] = part
+    return (y, gathered) if call.gathered else y
+
+
+def exact_vjp(
+    call: Call, mesh: Mesh, axis_name: Any, x: np.ndarray, w: np.ndarray, dy: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """dx and dw of every device for the cotangent `dy` of y alone."""
+    world = world_of(mesh, axis_name)
+    x, w, dy = (a.astype(np.float64) for a in (x, w, dy))
+    if call.transpose_rhs:
+        w = np.swapaxes(w, -1, -2)
+    dx, dw = np.full(x.shape, np.nan), np.full(w.shape, np.nan)
+    rows = tuple(range(len(call.lead)))
+    for group in groups_of(mesh, axis_name):
+        if call.is_gather:
+            whole = np.concatenate([x[at] for at in group], axis=call.axis)
+            dwhole = sum(dy[at] @ w[at].T for at in group)
+            for at, part in zip(group, np.split(dwhole, world, axis=call.axis), strict=True):
+                dx[at] = part
+                dw[at] = np.tensordot(whole, dy[at], (rows, rows))
+        else:
+            whole = np.concatenate([dy[at] for at in group], axis=call.axis)
+            for at in group:
+                dx[at] = whole @ w[at].T
+                dw[at] = np.tensordot(x[at], whole, (rows, rows))
+    return dx, np.swapaxes(dw, -1, -2) if call.transpose_rhs else dw
+
+
+def assert_close(
+    got: Any, want: np.ndarray, scale: np.ndarray, dtype: Any, terms: int, *, factor: float = 1
+) -> None:
+    """``|got - want| <= tolerance(dtype, terms) * scale`` everywhere, `scale` being the same
+    computation on absolute values; plus what the smallest numbers of the type are apart."""
+    got = np.asarray(got)
+    assert got.shape == want.shape, f"shape {got.shape}, expected {want.shape}"
+    smallest = float(jnp.finfo(dtype).smallest_subnormal)
+    bound = factor * testing.tolerance(dtype, terms) * scale + 8 * smallest
+    error = np.abs(got.astype(np.float64) - want)
+    bad = ~(error <= bound)  # NaN is bad
+    if bad.any():
+        at = np.unravel_index(int(np.argmax(bad)), bad.shape)
+        raise AssertionError(
+            f"{int(bad.sum())} of {bad.size} elements are off; the first is at {at}: "
+            f"{got[at]} for {want[at]}, off by {error[at]}, allowed {bound[at]}"
+        )
+
+
+def check_values(
+    call: Call, mesh: Mesh, axis_name: Any, *, module: Any = jflux, seed: int = 0, **options: Any
+) -> None:
+    """Runs the call on every device of the mesh, and compares with `exact`."""
+    world = world_of(mesh, axis_name)
+    x, w = operands(call, mesh, axis_name, seed)
+    with x64_if(call.dtype, call.out):
+        result = run(jax.jit(per_device(mesh, call.bind(axis_name, module), **options)), x, w)
+    want = exact(call, mesh, axis_name, x, w)
+    y, y_want = result, want
+    if call.gathered:
+        y, gathered = result
+        y_want, gathered_want = want
+        assert gathered.dtype == np.dtype(call.dtype)
+        np.testing.assert_array_equal(gathered.astype(np.float64), gathered_want)
+    assert y.dtype == call.out_dtype
+    scale = exact(call, mesh, axis_name, np.abs(x), np.abs(w))
+    scale = scale[0] if call.gathered else scale
+    # XLA's reduce-scatter rounds after each rank's part; jflux sums in float32.
+    factor = max(1, world / 2) if module is jflux.reference and not call.is_gather else 1
+    assert_close(
+        y, y_want, scale, _coarser(call.dtype, call.out_dtype), call.terms(world), factor=factor
+    )
+
+
+def _coarser(*dtypes: Any) -> np.dtype:
+    """Which of the types says how exact a product is: sums of float64 that travel as float32 are
+    no better than float32, and bfloat16 operands that are kept in float32 are multiplied there."""
+    kinds = [np.dtype(d) for d in dtypes]
+    return kinds[1] if kinds[1] == np.float32 else kinds[0]
+
+
+def check_gradients(
+    call: Call, mesh: Mesh, axis_name: Any, *, module: Any = jflux, seed: int = 0, **options: Any
+) -> None:
+    """The vjp of the call on every device, compared with `exact_vjp`."""
+    world = world_of(mesh, axis_name)
+    x, w = operands(call, mesh, axis_name, seed)
+    dy = normal(seed + 2, mesh.devices.shape + call.y_shape(world), call.out_dtype)
+    f = per_device(mesh, call.bind(axis_name, module), **options)
+
+    def pull(x, w, dy):
+        return jax.vjp(lambda x, w: f(x, w), x, w)[1](dy)
+
+    assert not call.gathered
+    with x64_if(call.dtype, call.out):
+        dx, dw = run(jax.jit(pull), x, w, dy)
+    assert dx.dtype == x.dtype and dw.dtype == w.dtype
+    rows = math.prod(call.full(world))
+    terms = call.n * world if call.is_gather else call.n
+    dx_factor = dw_factor = 1.0
+    if module is jflux.reference:
+        # XLA's reduce-scatter rounds after each rank's part, and XLA:CPU sums some layouts of
+        # bfloat16 products in bfloat16.
+        dx_factor = max(1, world / 2) if call.is_gather else 1
+        dw_factor = 1 + math.sqrt(rows)
+    dx_want, dw_want = exact_vjp(call, mesh, axis_name, x, w, dy)
+    dx_scale, dw_scale = exact_vjp(call, mesh, axis_name, np.abs(x), np.abs(w), np.abs(dy))
+    kind = np.float32 if call.out_dtype == np.float32 and call.dtype == jnp.float64 else call.dtype
+    assert_close(dx, dx_want, dx_scale, kind, terms, factor=dx_factor)
+    assert_close(dw, dw_want, dw_scale, kind, rows, factor=dw_factor)
+
+
+# ---- Programs ------------------------------------------------------------------------------------
+
+
+def compiled_text(f: Callable[..., Any], *args: Any) -> str:
+    return jax.jit(f).lower(*args).compile().as_text()
+
+
+def fused_calls(text: str) -> list[str]:
+    """The ops of a compiled program, in order of its text."""
+    return re.findall(r'custom_call_target="jflux_(\w+)"', text)
+
+
+def dots(text: str) -> int:
+    return len(re.findall(r" dot\(", text))

@@ -1,0 +1,110 @@
+"""The examples run, on several numbers of devices, and what they print is true."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+ROOT = Path(__file__).resolve().parents[1]
+ON_GPU = jax.default_backend() == "gpu"
+
+
+def run_example(name: str, *args: str, devices: int | None = None, cwd: Path) -> str:
+    """What the script prints; `devices` virtual ones, or what there is."""
+    env = dict(os.environ)
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
+    if devices is not None:
+        env["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
+    script = [sys.executable, str(ROOT / "examples" / name), *args]
+    done = subprocess.run(script, env=env, cwd=cwd, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert "takes its lax reference" not in done.stderr, done.stderr  # the op was the fused one
+    return done.stdout
+
+
+@pytest.mark.parametrize("devices", [None] if ON_GPU else [1, 3, 8])
+def test_quickstart(devices, tmp_path):
+    out = run_example("quickstart.py", devices=devices, cwd=tmp_path)
+    assert f"from {devices or jax.device_count()} {jax.default_backend()} devices" in out
+    assert "equals plain lax" in out
+
+
+TINY = "--steps 20 --batch 4 --seq 32 --layers 2 --width 64".split()
+
+
+def losses(name: str, out: str) -> tuple[float, ...]:
+    """First and last training loss, and the validation loss."""
+    found = re.search(rf"{name}: training loss (\S+) -> (\S+), validation (\S+), median step", out)
+    assert found, out
+    return tuple(map(float, found.groups()))
+
+
+def test_train_gpt(tmp_path):
+    pytest.importorskip("flax")
+    data = "1" if jax.device_count() % 2 else "2"
+    out = run_example("train_gpt.py", *TINY, "--data", data, "--out", "here", cwd=tmp_path)
+    for name in ("jflux", "lax"):
+        first, last, validation = losses(name, out)
+        # Before training, bytes are about equally likely: log(256) = 5.5. Spaces are easily learnt.
+        assert 5 < first < 7 and last < first - 1 and validation < first - 1, out
+    # Both runs sum the same float32 products in another order, which moves a loss by a few units in
+    # the last place (5e-7); training amplifies that, and 20 steps are too few for a factor of 100.
+    # In bfloat16 a unit is 2**-8 of a logit; averaged over a batch that is less, 5e-2 at most.
+    gap = float(re.search(r"largest difference between the loss curves: (\S+)", out)[1])
+    assert gap < (5e-2 if ON_GPU else 5e-5)
+    assert "sample:\ndef __init__(" in out
+    pixels = pytest.importorskip("matplotlib.image").imread(tmp_path / "here" / "loss.png")
+    assert min(pixels.shape[:2]) > 400 and pixels.std() > 0.05
+
+
+@pytest.mark.skipif(ON_GPU, reason="chooses the number of virtual devices")
+@pytest.mark.parametrize("devices", [1, 3])
+def test_train_gpt_on_other_numbers_of_devices(devices, tmp_path):
+    pytest.importorskip("flax")
+    out = run_example("train_gpt.py", *TINY, "--no-reference", devices=devices, cwd=tmp_path)
+    first, last, _ = losses("jflux", out)
+    assert last < first - 1
+    assert f"x {devices} (tp) cpu devices" in out
+    assert (tmp_path / "out" / "loss.png").stat().st_size > 10_000
+
+
+@pytest.mark.skipif(ON_GPU, reason="float32 has no kernel on GPUs")
+@pytest.mark.parametrize("shape", [(1, 8), (2, 4), (2, 3)])
+def test_gradients_of_the_gpt_equal_those_on_one_device(shape, monkeypatch):
+    """Of all parameters, also of the replicated ones: norms and embedding."""
+    nnx = pytest.importorskip("flax.nnx")
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    gpt_model = pytest.importorskip("gpt_model")
+    config = gpt_model.Config(layers=2, heads=24, head_dim=4, vocab=264)
+    text = np.random.default_rng(0).integers(0, 256, (4, 25)).astype(np.int32)
+
+    def loss_and_gradients(shape):
+        devices = np.array(jax.devices()[: shape[0] * shape[1]]).reshape(shape)
+        mesh = Mesh(devices, ("data", "tp"))
+        with jax.set_mesh(mesh):
+            graph, params = nnx.split(gpt_model.GPT(config, nnx.Rngs(0)))
+        loss = jax.shard_map(
+            lambda params, *batch: nnx.merge(graph, params).loss(*batch),
+            mesh=mesh,
+            in_specs=(nnx.get_partition_spec(params), P("data", "tp"), P("data", None)),
+            out_specs=P(),
+        )
+        return jax.jit(jax.value_and_grad(loss))(params, text[:, :-1], text[:, 1:])
+
+    loss, gradients = jax.tree.map(np.asarray, loss_and_gradients(shape))
+    one_loss, one_gradients = jax.tree.map(np.asarray, loss_and_gradients((1, 1)))
+    np.testing.assert_allclose(loss, one_loss, rtol=1e-6)
+    compared = jax.tree_util.tree_leaves_with_path(one_gradients)
+    assert len(compared) == 3 + 6 * config.layers
+    for (path, want), got in zip(compared, jax.tree.leaves(gradients), strict=True):
+        # A missing or doubled sum over ranks would be off by a factor, not by 1e-5.
+        np.testing.assert_allclose(
+            got, want, rtol=0, atol=1e-5 * abs(want).max(), err_msg=jax.tree_util.keystr(path)
+        )

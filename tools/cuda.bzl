@@ -1,0 +1,52 @@
+"""cuda_library: a cc_library of .cu files, compiled by nvcc. Empty where there is no nvcc."""
+
+load("@local_cuda//:defs.bzl", "NVCC")
+
+FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "--expt-relaxed-constexpr",
+    "-gencode=arch=compute_90a,code=sm_90a",
+    "-Xcompiler=-fPIC,-fvisibility=hidden",
+]
+
+def _objects_impl(ctx):
+    contexts = [dep[CcInfo].compilation_context for dep in ctx.attr.deps]
+    outputs = []
+    for source in ctx.files.srcs:
+        output = ctx.actions.declare_file(source.short_path + ".pic.o")
+        args = ctx.actions.args()
+        args.add_all(FLAGS)
+        for context in contexts:
+            args.add_all(context.defines, format_each = "-D%s")
+            args.add_all(context.includes, before_each = "-I")
+            args.add_all(context.quote_includes, before_each = "-I")
+            args.add_all(context.system_includes, before_each = "-isystem")
+        args.add_all(["-c", source, "-o", output])
+        ctx.actions.run(
+            executable = NVCC,
+            arguments = [args],
+            inputs = depset([source], transitive = [context.headers for context in contexts]),
+            outputs = [output],
+            mnemonic = "Nvcc",
+            progress_message = "Compiling " + source.short_path,
+            use_default_shell_env = True,
+        )
+        outputs.append(output)
+    return [DefaultInfo(files = depset(outputs))]
+
+_objects = rule(
+    implementation = _objects_impl,
+    attrs = {
+        "srcs": attr.label_list(allow_files = [".cu"]),
+        "deps": attr.label_list(providers = [CcInfo]),
+    },
+)
+
+def cuda_library(name, srcs, deps = [], **kwargs):
+    if NVCC and srcs:
+        _objects(name = name + "_objects", srcs = srcs, deps = deps)
+        srcs = [name + "_objects"]
+    else:
+        srcs = []
+    native.cc_library(name = name, srcs = srcs, deps = deps, **kwargs)
