@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import itertools
 import os
 import random
@@ -27,13 +28,6 @@ from bench import harness, shapes
 
 def mesh_of(ranks: int) -> Mesh:
     return Mesh(np.array(jax.devices()[:ranks]), ("tp",))
-
-
-def max_error(y, exact, magnitude, dtype, k) -> float:
-    """Largest |y - exact| in units of jflux.testing.tolerance; above 1 is wrong."""
-    bound = jflux.testing.tolerance(dtype, k) * magnitude
-    error = np.abs(np.asarray(y, np.float64) - exact) / bound
-    return float(np.nan_to_num(error, nan=np.inf).max())
 
 
 def check_product(op: str, ranks: int, m: int, n: int, k: int, dtype, seed: int, **options) -> float:
@@ -71,7 +65,7 @@ def check_product(op: str, ranks: int, m: int, n: int, k: int, dtype, seed: int,
         worst = 0.0 if np.array_equal(np.asarray(gathered), x) else np.inf
     x64, w64 = x.astype(np.float64), w.astype(np.float64)
     out = options.get("preferred_element_type") or dtype
-    return max(worst, max_error(result, x64 @ w64, np.abs(x64) @ np.abs(w64), out, k))
+    return max(worst, jflux.testing.error_in_bounds(result, x64 @ w64, np.abs(x64) @ np.abs(w64), out, k))
 
 
 def section_values(ranks: int) -> list[str]:
@@ -157,6 +151,63 @@ def section_stress(ranks: int, calls: int) -> list[str]:
     return [f"stress, {ranks} ranks: {calls - bad} of {calls} calls right in {seconds:.0f} s"]
 
 
+def section_gemm(names: list[str], rounds: int) -> list[str]:
+    """The kernel's main loop alone: one rank, which sends and waits for nothing."""
+    from jflux._ops import all_gather_matmul as op
+
+    mesh = mesh_of(1)
+    spec = P(None, None)
+
+    def ours(transpose):
+        def f(x, w):
+            params = op.Params(
+                axis_names=("tp",), world=1, gather_dimension=0, results=("y",),
+                transpose_rhs=transpose, out_dtype=np.dtype(x.dtype),
+            )  # fmt: skip
+            return op._primitive.bind(x, w, params=params)[0]
+
+        return f
+
+    lines = []
+    for m, n, k in [(128, 256, 64), (256, 256, 128), (384, 1000, 520), (2048, 2048, 2048)]:
+        for dtype, transpose in itertools.product((jnp.bfloat16, jnp.float16), (False, True)):
+            rng = np.random.default_rng(m)
+            x, w = rng.standard_normal((m, k)).astype(dtype), rng.standard_normal((k, n)).astype(dtype)
+            f = jax.jit(jax.shard_map(ours(transpose), mesh=mesh, in_specs=(spec, spec), out_specs=spec))
+            y = f(x, w.T.copy() if transpose else w)
+            x64, w64 = x.astype(np.float64), w.astype(np.float64)
+            error = jflux.testing.error_in_bounds(y, x64 @ w64, np.abs(x64) @ np.abs(w64), dtype, k)
+            line = f"{'ok ' if error <= 1 else 'BAD'} gemm {m}x{n}x{k} {np.dtype(dtype).name} {transpose=} {error:.3f}"
+            print(line, flush=True)
+            if error > 1:
+                lines.append(line)
+    done = set()
+    for shape in itertools.chain(*(shapes.LISTS[name] for name in names)):
+        m, n, k = (
+            (shape.m, shape.n // 4, shape.k) if shape.op == shapes.AG else (shape.m, shape.n, shape.k // 4)
+        )  # fmt: skip
+        if (m, n, k) in done:
+            continue
+        done.add((m, n, k))
+        iterations = int(min(100, max(5, 0.02 / (2 * m * n * k / 600e12 + 30e-6))))
+        x = jax.random.normal(jax.random.key(0), (m, k)).astype(jnp.bfloat16)
+        w = (jax.random.normal(jax.random.key(1), (k, n)) / k**0.5).astype(jnp.bfloat16)
+        runs = {}
+        for name, f, b in [("G", lambda x, w: x @ w, w), ("nn", ours(False), w), ("nt", ours(True), w.T.copy())]:
+            g = jax.jit(
+                jax.shard_map(harness._loop(f, iterations), mesh=mesh, in_specs=(spec, spec),
+                              out_specs=spec, check_vma=False)
+            )  # fmt: skip
+            g = g.lower(x, b).compile()
+            runs[name] = lambda g=g, b=b, x=x: jax.block_until_ready(g(x, b))
+        t = harness.interleave(runs, iterations, rounds)
+        g, nn, nt = (t[c].median for c in ("G", "nn", "nt"))
+        line = f"gemm {m:5} {n:6} {k:6}  G {g * 1e3:7.3f} nn {nn * 1e3:7.3f} ({g / nn:5.3f}) nt {nt * 1e3:7.3f} ({g / nt:5.3f})"
+        print(line, flush=True)
+        lines.append(line)
+    return lines
+
+
 def section_bench(ranks: int, names: list[str], rounds: int) -> list[str]:
     lines = [f"{'op':22} {'m':>5} {'n':>6} {'k':>6} {'G ms':>8} {'S ms':>8} {'J ms':>8} {'J/S':>6} {'E':>6} {'J TF/s':>7}"]
     for shape in itertools.chain(*(shapes.LISTS[name] for name in names)):
@@ -180,13 +231,17 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--deadline", type=float, default=10.0)
+    parser.add_argument("--stuck", type=float, default=90.0, help="seconds until a stack dump")
     args = parser.parse_args()
+    faulthandler.dump_traceback_later(args.stuck, exit=True)
     jflux.init(heap_bytes=4 << 30, deadline_seconds=args.deadline)
     jflux.config.update(strict=True)
     summary = []
     for section in args.sections.split(","):
         if section == "values":
             summary += section_values(args.ranks)
+        elif section == "gemm":
+            summary += section_gemm(args.lists.split(","), args.rounds)
         elif section == "stress":
             summary += section_stress(args.ranks, args.calls)
         elif section == "bench":

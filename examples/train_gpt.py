@@ -31,19 +31,16 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import jax
 import jax.numpy as jnp
-import matplotlib
 import numpy as np
 import optax
 from flax import nnx
 from gpt_model import GPT, Config
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import jflux
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +62,7 @@ PRESETS = {
     "1-3 gpus": Preset(12, 2048, 128, 2048, 8, 300, 4e-4, jnp.bfloat16),
     "4+ gpus": Preset(12, 4096, 128, 2048, 8, 300, 3e-4, jnp.bfloat16),
 }
+SIZES = ("steps", "batch", "seq", "layers", "width")  # what the command line can change
 
 
 def standard_library() -> np.ndarray:
@@ -152,10 +150,9 @@ class Trainer:
 
 def plot(runs: dict[str, Trainer], path: Path, title: str) -> None:
     """Loss curves above, their difference below."""
-    figure, axes = plt.subplots(
-        len(runs), sharex=True, squeeze=False, figsize=(8, 3 + 2 * len(runs)), layout="constrained",
-        height_ratios=[3, 1][: len(runs)],
-    )  # fmt: skip
+    figure = Figure(figsize=(8, 3 + 2 * len(runs)), layout="constrained")
+    ratios = [3, 1][: len(runs)]
+    axes = figure.subplots(len(runs), sharex=True, squeeze=False, height_ratios=ratios)
     styles = {"jflux": dict(lw=5, alpha=0.35), "lax": dict(lw=1.2, color="black")}
     for name, run in runs.items():
         axes[0, 0].plot(np.arange(1, len(run.losses) + 1), run.losses, label=name, **styles[name])
@@ -173,13 +170,15 @@ def plot(runs: dict[str, Trainer], path: Path, title: str) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    for name in ("steps", "batch", "seq", "layers", "width"):
+    for name in SIZES:
         parser.add_argument(f"--{name}", type=int, help="default: by platform, see PRESETS")
     parser.add_argument("--data", type=int, default=1, help="data-parallel groups")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for loss.png")
     parser.add_argument("--no-reference", action="store_true", help="train on jflux alone")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
+    if any(v is not None and v < 1 for k, v in vars(args).items() if k in SIZES):
+        parser.error(f"{', '.join('--' + s for s in SIZES)} must be positive")
     devices = jax.device_count()
     if args.data < 1 or devices % args.data:
         parser.error(f"--data {args.data} does not divide {devices} devices")
@@ -194,7 +193,7 @@ def main() -> None:
     args = parse_arguments()
     devices, backend = jax.device_count(), jax.default_backend()
     preset = PRESETS["cpu" if backend == "cpu" else "1-3 gpus" if devices < 4 else "4+ gpus"]
-    given = {k: v for k, v in vars(args).items() if hasattr(preset, k) and v is not None}
+    given = {k: v for k, v in vars(args).items() if k in SIZES and v is not None}
     size = dataclasses.replace(preset, **given)
     tp = devices // args.data
     mesh = Mesh(np.array(jax.devices()).reshape(args.data, tp), ("data", "tp"))
@@ -207,7 +206,11 @@ def main() -> None:
         dtype=size.dtype,
     )
     schedule = optax.warmup_cosine_decay_schedule(
-        0.0, size.learning_rate, max(1, size.steps // 10), size.steps, size.learning_rate / 10
+        0.0,
+        size.learning_rate,
+        warmup_steps=max(1, size.steps // 10),
+        decay_steps=max(2, size.steps),
+        end_value=size.learning_rate / 10,
     )
     ops = {"jflux": jflux} if args.no_reference else {"jflux": jflux, "lax": jflux.reference}
     runs = {
@@ -228,7 +231,7 @@ def main() -> None:
         tokens, targets = next(training)
         for run in runs.values():
             run.step(tokens, targets)
-        bar.set_postfix(loss=f"{runs['jflux'].losses[-1]:.3f}")
+        bar.set_postfix(loss=f"{runs['jflux'].losses[-1]:.3f}", refresh=False)
 
     validation = batches(text[split:], batch, seq, args.seed)
     held_out = [next(validation) for _ in range(4)]

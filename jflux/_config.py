@@ -7,6 +7,8 @@ import dataclasses
 import logging
 from collections.abc import Iterator
 
+import jax
+
 logger = logging.getLogger("jflux")
 
 
@@ -23,23 +25,35 @@ class Config:
     fused: bool = True
 
     def update(self, **changes: bool) -> None:
-        """Sets the named switches for the rest of the process."""
-        for name, value in changes.items():
-            if name not in {f.name for f in dataclasses.fields(self)}:
-                raise ValueError(f"{name!r} is not a switch of jflux.config: {self}")
-            setattr(self, name, value)
+        """Sets the named switches for the rest of the process, and drops what JAX has compiled
+        with other ones."""
+        before = dataclasses.asdict(self)
+        self._set(changes)
+        if dataclasses.asdict(self) != before:
+            jax.clear_caches()
 
     @contextlib.contextmanager
     def __call__(self, **changes: bool) -> Iterator[None]:
+        """Sets the named switches inside the ``with`` block. What was compiled outside is not
+        used inside, and the other way round."""
         before = dataclasses.asdict(self)
-        self.update(**changes)
+        self._set(changes)
         try:
-            yield
+            with _switches(tuple(dataclasses.asdict(self).items())):
+                yield
         finally:
-            self.update(**before)
+            self._set(before)
+
+    def _set(self, changes: dict[str, bool]) -> None:
+        unknown = set(changes) - {f.name for f in dataclasses.fields(self)}
+        if unknown:
+            raise ValueError(f"{sorted(unknown)} are not switches of jflux.config: {self}")
+        for name, value in changes.items():
+            setattr(self, name, value)
 
 
 config = Config()
+_switches = jax.make_user_context(default_value=None)  # part of the key of JAX's caches
 _said: set[tuple[str, str]] = set()
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src import dispatch
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import Mesh
@@ -85,6 +86,9 @@ def make_primitive(
     """
     primitive = Primitive(f"jflux_{name}")
     primitive.multiple_results = True
+    # The group table names devices, so a lowering holds for its devices alone. Without this, JAX
+    # reuses it for another mesh of the same shape.
+    dispatch.prim_requires_devices_during_lowering.add(primitive)
 
     def abstract(x, w, *, params):
         # Results vary over the axes that the operands vary over; a bare shape would claim that

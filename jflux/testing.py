@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -30,6 +31,30 @@ def planted_faults(*, skip_waits: bool = False, max_delay_us: int = 0) -> Iterat
         yield
     finally:
         _heap.set_test_hooks(False, 0)
+
+
+def assert_close(y: Any, exact: np.ndarray, magnitude: np.ndarray, dtype: Any, k: int) -> None:
+    """Asserts ``|y - exact| <= tolerance(dtype, k) * magnitude`` for every element, and no NaN.
+
+    Args:
+      y: the result.
+      exact: the same in float64.
+      magnitude: ``|x| @ |w|`` in float64: what the terms of each sum add up to without their signs.
+      dtype: of y.
+      k: how many terms each sum has in all.
+    """
+    error = error_in_bounds(y, exact, magnitude, dtype, k)
+    if not error <= 1:
+        raise AssertionError(f"the largest error is {error:.3g} times what {dtype} sums may have")
+
+
+def error_in_bounds(y: Any, exact: Any, magnitude: Any, dtype: Any, k: int) -> float:
+    """The largest error as a multiple of what :func:`assert_close` allows; inf for NaN."""
+    # Below the smallest normal number rounding is absolute.
+    floor = 8 * float(jnp.finfo(dtype).smallest_subnormal)
+    bound = tolerance(dtype, k) * np.asarray(magnitude) + floor
+    error = np.abs(np.asarray(y, np.float64) - np.asarray(exact)) / bound
+    return float(np.max(np.nan_to_num(error, nan=np.inf), initial=0.0))
 
 
 def tolerance(dtype: jnp.dtype, k: int) -> float:

@@ -131,6 +131,10 @@ class Call:
     transpose_rhs: bool = False
     gathered: bool = False
 
+    def __str__(self) -> str:
+        fields = [str(self.lead), f"k={self.k}", f"n={self.n}", np.dtype(self.dtype).name]
+        return " ".join(fields)
+
     @property
     def is_gather(self) -> bool:
         return self.op == "all_gather_matmul"

@@ -15,8 +15,8 @@ from harness import (
     calls,
     check_gradients,
     check_values,
-    examples,
     exact,
+    examples,
     make_mesh,
     meshes,
     normal,
@@ -36,25 +36,25 @@ OP = "all_gather_matmul"
 GATHER = functools.partial(Call, OP)
 
 
-@examples(150)
+@examples(120)
 @given(place=meshes(), call=calls(OP), check_vma=st.booleans())
 def test_values(place, call, check_vma):
     check_values(call, *place, check_vma=check_vma)
 
 
-@examples(40)
+@examples(20)
 @given(place=meshes(), call=calls(OP))
 def test_values_of_reference(place, call):
     check_values(call, *place, module=jflux.reference)
 
 
-@examples(60)
+@examples(30)
 @given(place=meshes(), call=calls(OP).filter(lambda c: not c.gathered), check_vma=st.booleans())
 def test_gradients(place, call, check_vma):
     check_gradients(call, *place, check_vma=check_vma)
 
 
-@examples(20)
+@examples(10)
 @given(place=meshes(), call=calls(OP).filter(lambda c: not c.gathered))
 def test_gradients_of_reference(place, call):
     check_gradients(call, *place, module=jflux.reference)
@@ -67,10 +67,10 @@ def test_gradients_of_reference(place, call):
     [
         GATHER(lead=(129,), k=1031, n=17, dtype=jnp.bfloat16, gathered=True),
         GATHER(lead=(3,), k=9, n=2100, dtype=jnp.bfloat16),
-        GATHER(lead=(100,), k=1500, n=1030, dtype=jnp.float16, transpose_rhs=True),
+        GATHER(lead=(30,), k=4500, n=1030, dtype=jnp.float16, transpose_rhs=True),
         GATHER(lead=(3, 5, 41), k=700, n=33, dimension=1, dtype=jnp.bfloat16, gathered=True),
         GATHER(lead=(2, 67), k=2050, n=5, dimension=0, dtype=jnp.float16, out=jnp.float32),
-        GATHER(lead=(150,), k=1025, n=1025, dtype=jnp.float32),
+        GATHER(lead=(150,), k=460, n=1025, dtype=jnp.float32),
         GATHER(lead=(40,), k=1100, n=3, dtype=jnp.float64, gathered=True),
     ],
     ids=str,
@@ -78,13 +78,15 @@ def test_gradients_of_reference(place, call):
 def test_several_chunks_and_tiles(call):
     if call.dtype not in FUSED_DTYPES:
         pytest.skip("takes the reference here")
-    check_values(call, make_mesh((RANKS,)), "tp")
     if RANKS > 3:
         check_values(call, make_mesh((3,), order=(2, 0, 3)), "tp")
+    if RANKS <= 3 or call.k * call.n < 100_000:
+        check_values(call, make_mesh((RANKS,)), "tp")
 
 
 def test_gradients_of_several_tiles():
-    check_gradients(GATHER(lead=(70,), k=150, n=140, dtype=jnp.bfloat16), make_mesh((RANKS,)), "tp")
+    call = GATHER(lead=(70,), k=150, n=140, dtype=jnp.bfloat16)
+    check_gradients(call, make_mesh((RANKS,)), "tp")
 
 
 def test_gradient_through_gathered_x():
@@ -262,10 +264,15 @@ def test_one_rank_is_a_dot():
     check_values(GATHER(lead=(5,)), make_mesh((1, RANKS), ("tp", "dp")), "tp")
 
 
-@pytest.mark.parametrize("lead, k, n", [((0,), 3, 4), ((2, 0), 3, 4), ((2,), 0, 4), ((2,), 3, 0)])
-def test_nothing_to_compute(lead, k, n):
-    call = GATHER(lead=lead, k=k, n=n, dtype=jnp.bfloat16, gathered=True)
-    check_values(call, make_mesh((RANKS,)), "tp")
+@pytest.mark.parametrize("rows, k, n", [(0, 3, 4), (2, 0, 4), (2, 3, 0)])
+def test_nothing_to_compute(rows, k, n):
+    """Empty operands, made inside the body: shard_map takes none from outside."""
+    mesh = make_mesh((RANKS,))
+    op = GATHER(gathered=True).bind("tp")
+    f = per_device(mesh, lambda x, w: op(x[:rows, :k], w[:k, :n]))
+    y, gathered = run(jax.jit(f), *operands(GATHER(lead=(3,), k=3, n=4), mesh, "tp"))
+    assert y.shape == (RANKS, rows * RANKS, n) and not y.any()
+    assert gathered.shape == (RANKS, rows * RANKS, k)
 
 
 @pytest.mark.parametrize("dtypes", [("int32", "int32"), ("bfloat16", "float32")])

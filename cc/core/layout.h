@@ -28,8 +28,8 @@ struct ChannelHeader {
   uint32_t next_send;  // next unit of sending not yet taken
   uint32_t next_tile;  // next tile not yet taken
   uint32_t exited;     // CTAs that have left
-  uint32_t failed;     // some wait of the running call ended without its signal
-  uint32_t pad[59];
+  uint64_t stop;       // WaitContext::stop of the running call
+  uint32_t pad[58];
 };
 static_assert(sizeof(ChannelHeader) == 256);
 

@@ -36,20 +36,21 @@ JFLUX_HD constexpr uint32_t SignatureOf(Signal s) { return static_cast<uint32_t>
 
 enum class SignalState { kPending, kReady, kMismatch };
 
-// Compares what was read with what the call expects. Epochs wrap, so order is by signed difference.
+// Compares what was read with what the call expects. Epochs wrap; nobody can be many calls ahead,
+// so whatever is not a little ahead is behind, and fresh memory is behind everything.
 JFLUX_HD constexpr SignalState Classify(Signal seen, Signal expected) {
   if (seen == expected) return SignalState::kReady;
-  const auto ahead = static_cast<int32_t>(EpochOf(seen) - EpochOf(expected));
-  return ahead < 0 ? SignalState::kPending : SignalState::kMismatch;
+  if (seen == 0) return SignalState::kPending;
+  const uint32_t ahead = EpochOf(seen) - EpochOf(expected);
+  return ahead < (1u << 16) ? SignalState::kMismatch : SignalState::kPending;
 }
 
 enum class FaultKind : uint32_t { kNone = 0, kTimeout = 1, kMismatch = 2 };
 
 // Which wait went wrong, as plain data. One per rank, in memory that the host can read while a
-// kernel runs. `state` goes kNone -> kWriting -> kind, so that the first fault wins and is whole.
+// kernel runs; only the first fault is written, and `kind` last.
 struct Fault {
-  static constexpr uint64_t kWriting = ~0ull;
-  uint64_t state;  // FaultKind, or kWriting
+  uint64_t kind;   // FaultKind
   uint32_t op;     // OpId
   int32_t rank;    // who waited
   int32_t peer;    // for whom
@@ -67,25 +68,28 @@ struct TestHooks {
 
 // What a wait needs to know beyond the word it polls.
 struct WaitContext {
-  Fault* fault;         // shared by all waiters of this rank; a fault stops them all
+  Fault* fault;
+  uint64_t* stop;        // set by the first fault of this rank, and ends all its other waits. In
+                         // the waiter's own memory: polling the host's would cost far more than
+                         // the wait (docs/design/0003)
   uint64_t deadline_ns;  // on NowNs()'s clock
   uint32_t op;
   int32_t rank;
   bool skip;  // TestHooks::skip_waits
 };
 
-JFLUX_HD bool Faulted(const WaitContext& ctx) { return LoadRelaxed(&ctx.fault->state) != 0; }
+JFLUX_HD bool Faulted(const WaitContext& ctx) { return LoadRelaxed(ctx.stop) != 0; }
 
 JFLUX_HD void ReportFault(const WaitContext& ctx, FaultKind kind, int32_t peer, int64_t tile,
                           Signal expected, Signal seen) {
-  if (!CompareExchange(&ctx.fault->state, 0, Fault::kWriting)) return;
+  if (!CompareExchange(ctx.stop, 0, 1)) return;
   ctx.fault->op = ctx.op;
   ctx.fault->rank = ctx.rank;
   ctx.fault->peer = peer;
   ctx.fault->tile = tile;
   ctx.fault->expected = expected;
   ctx.fault->seen = seen;
-  StoreRelease(&ctx.fault->state, static_cast<uint64_t>(kind));
+  StoreRelease(&ctx.fault->kind, static_cast<uint64_t>(kind));
 }
 
 // Polls `word` until it holds `expected`. False: the deadline passed, the ranks disagree, or

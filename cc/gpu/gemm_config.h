@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "core/platform.h"
+#include "core/signal.h"
 #include "core/tile_order.h"
 
 namespace jflux {
@@ -38,6 +39,19 @@ inline GemmChoice ChooseGemm(int64_t m, int64_t n, int sm_count) {
     if (EstimateCost(c, m, n, sm_count) < EstimateCost(best, m, n, sm_count)) best = c;
   }
   return best;
+}
+
+// The configuration decides how data travels, so ranks must agree on it too.
+inline uint32_t SignatureOf(uint32_t call, const GemmChoice& c) {
+  return SignatureBuilder().Add(call).Add(c.tile_n).Add(c.cluster_m).Get();
+}
+
+// An all-gather's groups must not reach beyond one rank's rows: they would wait for rows of the
+// next rank while own ones are left.
+inline GemmChoice AlignGroups(GemmChoice c, int64_t rows_per_rank) {
+  const auto tiles = static_cast<int32_t>(rows_per_rank / (kGemmTileM * c.cluster_m));
+  while (c.group_m > 1 && (tiles < c.group_m || tiles % c.group_m != 0)) --c.group_m;
+  return c;
 }
 
 inline TileGrid GridOf(const GemmChoice& c, int64_t m, int64_t n) {

@@ -38,6 +38,11 @@ struct GemmConfig {
   static constexpr bool kTransposeRhs = kTransposeRhs_;  // w is [n, k], K-major
 
   static constexpr int kThreads = 384;
+  // Registers per thread of the two kinds of warpgroups. A CTA can only redistribute what it was
+  // launched with: 168 for each of 384 threads. One more would wait forever.
+  static constexpr int kLoaderRegisters = 56;
+  static constexpr int kConsumerRegisters = 224;
+  static_assert(kLoaderRegisters + 2 * kConsumerRegisters <= 3 * 168);
   static constexpr int kConsumers = 2;
   static constexpr int kABytes = kTileM * kTileK * 2;
   static constexpr int kBBytes = kTileN * kTileK * 2;
@@ -108,11 +113,12 @@ template <typename Args>
 __device__ __forceinline__ CallContext MakeContext(const Args& args) {
   CallContext call;
   const DeviceState state = *args.state;
-  call.epoch = args.view.template At<ChannelHeader>(args.view.rank, 0)->epoch + 1;
+  auto* header = args.view.template At<ChannelHeader>(args.view.rank, 0);
+  call.epoch = header->epoch + 1;
   call.signal = MakeSignal(call.epoch, args.signature);
   const uint64_t start = NowNs();
-  call.wait = WaitContext{state.fault, start + state.deadline_ns, args.op, args.view.rank,
-                          state.hooks.skip_waits != 0};
+  call.wait = WaitContext{state.fault, &header->stop,          start + state.deadline_ns,
+                          args.op,     args.view.rank, state.hooks.skip_waits != 0};
   if (state.hooks.max_delay_us != 0) {
     const uint32_t hash = SignatureBuilder().Add(call.epoch).Add(args.view.rank).Get();
     const uint64_t delay_ns = static_cast<uint64_t>(hash % state.hooks.max_delay_us) * 1000;
@@ -124,12 +130,9 @@ __device__ __forceinline__ CallContext MakeContext(const Args& args) {
 
 // Waits for a peer. A wait that fails lets the kernel run on, so that it ends soon, with wrong
 // values; the last CTA out turns that into an error.
-template <typename Args>
-__device__ __forceinline__ void AwaitPeer(const Args& args, const CallContext& call,
-                                          const Signal* word, int peer, int64_t unit) {
-  if (!WaitSignal(word, call.signal, peer, unit, call.wait)) {
-    args.view.template At<ChannelHeader>(args.view.rank, 0)->failed = 1;
-  }
+__device__ __forceinline__ void AwaitPeer(const CallContext& call, const Signal* word, int peer,
+                                          int64_t unit) {
+  WaitSignal(word, call.signal, peer, unit, call.wait);
 }
 
 // Readers of the slots in which the leader CTA's loader publishes tiles: the consumers' warps and
@@ -162,8 +165,8 @@ __device__ __forceinline__ void PublishTile(const GemmSmem<Config>& smem,
   ptx::MbarrierWait(smem.SlotEmpty(ring.index), ring.parity ^ 1);
 #pragma unroll
   for (int cta = 0; cta < Config::kClusterM; ++cta) {
-    ptx::StoreRemote(ptx::MapToCta(smem.SlotTile(ring.index), cta), t);
-    ptx::MbarrierArriveRemote(ptx::MapToCta(smem.SlotFull(ring.index), cta));
+    ptx::SendRemote(ptx::MapToCta(smem.SlotTile(ring.index), cta), t,
+                    ptx::MapToCta(smem.SlotFull(ring.index), cta));
   }
   ring.Advance();
 }
@@ -239,7 +242,6 @@ __device__ __forceinline__ void RunLoader(const typename Op::Args& args,
     Op::WaitForRows(args, call, block_m);
     __syncwarp();
     if (lane == 0) {
-      ptx::FenceProxyAsync();  // the rows may have come through other proxies
       const auto source = Op::SourceOf(args, call, block_m);
       for (int k0 = 0; k0 < args.k; k0 += Config::kTileK) {
         ptx::MbarrierWait(smem.Empty(stages.index), stages.parity ^ 1);
@@ -341,7 +343,7 @@ __device__ __forceinline__ void RunGemm(const typename Op::Args& args) {
   }
 
   if (warp < 4) {
-    ptx::RegistersDown<64>();
+    ptx::RegistersDown<Config::kLoaderRegisters>();
     if (warp == 0) {
       RunLoader<Op>(args, smem, cta);
     } else if (warp == 1) {
@@ -350,7 +352,7 @@ __device__ __forceinline__ void RunGemm(const typename Op::Args& args) {
       Op::Announce(args, MakeContext(args), smem, cta);
     }
   } else {
-    ptx::RegistersUp<224>();
+    ptx::RegistersUp<Config::kConsumerRegisters>();
     RunConsumer<Op>(args, smem, cta, warp / 4 - 1);
   }
 
@@ -362,7 +364,7 @@ __device__ __forceinline__ void RunGemm(const typename Op::Args& args) {
     auto* header = args.view.template At<ChannelHeader>(args.view.rank, 0);
     __threadfence();
     if (atomicAdd(&header->exited, 1) == gridDim.x - 1) {
-      const bool failed = header->failed != 0;
+      const bool failed = LoadRelaxed(&header->stop) != 0;
       header->next_send = 0;
       header->next_tile = 0;
       header->exited = 0;

@@ -49,8 +49,20 @@ __device__ __forceinline__ void MbarrierArrive(uint32_t bar) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
 }
 
+// Orders nothing but the barrier itself: enough to say that something has been read. (With
+// .release.cluster it becomes a fence of the whole GPU, which cost a third of the speed of the main
+// loop: docs/design/0003.)
 __device__ __forceinline__ void MbarrierArriveRemote(uint32_t remote_bar) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(remote_bar)
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(remote_bar) : "memory");
+}
+
+// Sends a value to another CTA's shared memory, and completes a phase of its barrier with it.
+__device__ __forceinline__ void SendRemote(uint32_t remote, int32_t value, uint32_t remote_bar) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], 4;" ::"r"(remote_bar)
+               : "memory");
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.s32 [%0], %1, [%2];" ::"r"(
+                   remote),
+               "r"(value), "r"(remote_bar)
                : "memory");
 }
 
@@ -64,7 +76,7 @@ __device__ __forceinline__ bool MbarrierTryWait(uint32_t bar, uint32_t parity) {
   asm volatile(
       "{\n"
       ".reg .pred p;\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
       "selp.u32 %0, 1, 0, p;\n"
       "}\n"
       : "=r"(done)
@@ -78,10 +90,6 @@ __device__ __forceinline__ bool MbarrierTryWait(uint32_t bar, uint32_t parity) {
 __device__ __forceinline__ void MbarrierWait(uint32_t bar, uint32_t parity) {
   while (!MbarrierTryWait(bar, parity)) {
   }
-}
-
-__device__ __forceinline__ void StoreRemote(uint32_t remote, int32_t value) {
-  asm volatile("st.shared::cluster.s32 [%0], %1;" ::"r"(remote), "r"(value) : "memory");
 }
 
 __device__ __forceinline__ int32_t LoadShared(uint32_t smem) {

@@ -34,7 +34,8 @@ ChannelTable::Entry* ChannelTable::FindOrMake(
   Entry* best = nullptr;
   Entry* unused = nullptr;
   for (Entry& e : entries_) {
-    if (e.state == kLeased && e.key == key) return &e;
+    // Ranks that disagree on the size get different channels, and find out by waiting in vain.
+    if (e.state == kLeased && e.key == key && e.bytes == bytes) return &e;
     if (e.state == kFree && e.bytes == bytes && best == nullptr) best = &e;
     if (e.state == kUnused && unused == nullptr) unused = &e;
   }
@@ -95,11 +96,13 @@ void ChannelTable::Release(const ChannelLease& lease, int32_t ranks, bool failed
   Unlock();
 }
 
-int64_t ChannelTable::BytesInUse() const {
+int64_t ChannelTable::BytesInUse() {
+  Lock();
   int64_t sum = 0;
   for (const Entry& e : entries_) {
     if (e.state == kLeased || e.state == kLost) sum += e.bytes;
   }
+  Unlock();
   return sum;
 }
 

@@ -50,7 +50,7 @@ class ChannelTable {
     Unlock();
   }
 
-  int64_t BytesInUse() const;
+  int64_t BytesInUse();
   int64_t BytesTouched() const { return touched_; }
 
  private:
@@ -75,7 +75,8 @@ class ChannelTable {
   uint64_t lock_;
   int64_t end_;      // heap bytes that some entry covers
   int64_t touched_;  // the largest end_ so far: beyond it memory is still zero
-  uint32_t last_epoch_;
+  uint32_t last_epoch_;  // one count for all channels: a channel's own epochs have gaps, and may
+                         // repeat a half, which is safe here: all ranks released it first
   Entry entries_[kEntries];
 };
 

@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <cstdio>
 #include <condition_variable>
 #include <deque>
 #include <map>
@@ -77,7 +78,8 @@ void RunRank(const std::shared_ptr<Cohort>& cohort, CpuCall& call) {
     std::this_thread::sleep_for(std::chrono::microseconds(random() % hooks.max_delay_us));
   }
   Fault fault{};
-  const WaitContext ctx{&fault, cohort->deadline_ns, static_cast<uint32_t>(call.op), call.rank,
+  uint64_t stop = 0;
+  const WaitContext ctx{&fault, &stop, cohort->deadline_ns, static_cast<uint32_t>(call.op), call.rank,
                         hooks.skip_waits != 0};
   std::string error;
   if (!call.body(view, cohort->lease.epoch, ctx)) {
@@ -93,9 +95,10 @@ void RunRank(const std::shared_ptr<Cohort>& cohort, CpuCall& call) {
   done(error);
 }
 
-void RunCohort(const CallId& id, std::vector<CpuCall> ranks, uint64_t deadline_ns) {
+void RunCohort(const CallId& id, std::shared_ptr<HeapCpu> heap, std::vector<CpuCall> ranks,
+               uint64_t deadline_ns) {
   auto cohort = std::make_shared<Cohort>();
-  cohort->heap = CurrentHeapCpu();
+  cohort->heap = std::move(heap);
   cohort->ranks = std::move(ranks);
   cohort->deadline_ns = deadline_ns;
   cohort->left = static_cast<int>(cohort->ranks.size());
@@ -217,7 +220,9 @@ void JoinCpuCall(CpuCall call) {
   auto ranks = std::make_shared<std::vector<CpuCall>>(std::move(pending.ranks));
   calls.pending.erase(id);
   lock.unlock();
-  RunOnPool([id, ranks, deadline_ns] { RunCohort(id, std::move(*ranks), deadline_ns); });
+  RunOnPool([id, heap, ranks, deadline_ns] {
+    RunCohort(id, heap, std::move(*ranks), deadline_ns);
+  });
 }
 
 }  // namespace jflux

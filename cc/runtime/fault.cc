@@ -18,7 +18,7 @@ std::string Describe(const Fault& fault, double deadline_s) {
   char text[640];
   const char* op = NameOf(static_cast<OpId>(fault.op));
   const long long tile = fault.tile;
-  if (static_cast<FaultKind>(fault.state) == FaultKind::kMismatch) {
+  if (static_cast<FaultKind>(fault.kind) == FaultKind::kMismatch) {
     std::snprintf(text, sizeof(text),
                   "jflux.%s: rank %d expects call %u with signature %08x, but rank %d sent call %u "
                   "with signature %08x (unit %lld). The ranks run different calls: check that all "

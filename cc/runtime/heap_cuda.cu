@@ -207,8 +207,7 @@ CudaDevice* HeapCuda::DeviceOf(int ordinal) {
 }
 
 std::optional<std::string> HeapCuda::FaultOf(const CudaDevice& device) const {
-  const uint64_t state = LoadAcquire(&device.fault->state);
-  if (state == 0 || state == Fault::kWriting) return std::nullopt;
+  if (LoadAcquire(&device.fault->kind) == 0) return std::nullopt;
   return Describe(*device.fault, deadline_s_);
 }
 

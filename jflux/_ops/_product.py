@@ -72,11 +72,16 @@ def kernel_takes(x: Any, w: Any, out: np.dtype, world: int, platform: str) -> st
     return None
 
 
-def has_no_kernel(x: Any, w: Any, out: np.dtype, world: int) -> bool:
-    """True for calls that the reference serves on every platform, without a word: nothing to
-    overlap, or nothing to compute."""
-    del out
-    return world == 1 or 0 in x.shape or 0 in w.shape
+def is_empty(x: Any, w: Any) -> bool:
+    """Whether there is nothing to compute: `lax`'s collectives do not take empty operands."""
+    return 0 in x.shape or 0 in w.shape
+
+
+def zeros(shape: tuple[int, ...], dtype: Any, *like: jax.Array) -> jax.Array:
+    """Zeros that vary over the mesh axes that `like` varies over, and depend on nothing."""
+    out = jnp.zeros(shape, dtype)
+    axes = tuple(sorted(jax.typeof(like[0]).manual_axis_type.varying, key=str))
+    return jax.lax.pcast(out, axes, to="varying") if axes else out
 
 
 def pad_to_units(x: Any, w: Any, params: Any, bind: Any) -> Any:

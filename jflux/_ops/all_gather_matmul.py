@@ -119,7 +119,7 @@ def all_gather_matmul(
     _product.check_contraction("all_gather_matmul", x, w, transpose_rhs)
     world = _mesh.axis_size(axis_name)
     out = _product.out_dtype(x, w, preferred_element_type)
-    if _product.has_no_kernel(x, w, out, world) or not _mesh.is_manual(axis_name):
+    if world == 1 or not _mesh.is_manual(axis_name):
         return reference.all_gather_matmul(
             x, w, axis_name=axis_name, gather_dimension=dimension, return_gathered=return_gathered,
             transpose_rhs=transpose_rhs, preferred_element_type=preferred_element_type,
@@ -135,7 +135,10 @@ def all_gather_matmul(
         out_dtype=out,
         precision=precision,
     )
-    results = differentiable(x, w, params)
+    if _product.is_empty(x, w):
+        results = [_product.zeros(s, d, x) for s, d in _result_shapes(x, w, params)]
+    else:
+        results = differentiable(x, w, params)
     return tuple(results) if return_gathered else results[0]
 
 
@@ -189,9 +192,11 @@ def weight_gradient(
     """``x^T @ dy`` over all leading dimensions: [k, n], or [n, k] with `transpose_rhs`."""
     rows = tuple(range(x.ndim - 1))
     lhs, rhs = (dy, x) if transpose_rhs else (x, dy)
-    return lax.dot_general(
-        lhs, rhs, ((rows, rows), ((), ())), precision=precision, preferred_element_type=dtype
+    accumulator = np.promote_types(dtype, np.float32)
+    dw = lax.dot_general(
+        lhs, rhs, ((rows, rows), ((), ())), precision=precision, preferred_element_type=accumulator
     )
+    return dw.astype(dtype)
 
 
 def _result_shapes(x, w, params):

@@ -110,7 +110,7 @@ def matmul_reduce_scatter(
             f"divide; x has shape {x.shape}"
         )
     out = _product.out_dtype(x, w, preferred_element_type)
-    if _product.has_no_kernel(x, w, out, world) or not _mesh.is_manual(axis_name):
+    if world == 1 or not _mesh.is_manual(axis_name):
         return reference.matmul_reduce_scatter(
             x, w, axis_name=axis_name, scatter_dimension=dimension, transpose_rhs=transpose_rhs,
             preferred_element_type=preferred_element_type, precision=precision,
@@ -124,6 +124,8 @@ def matmul_reduce_scatter(
         out_dtype=out,
         precision=precision,
     )
+    if _product.is_empty(x, w):
+        return _product.zeros(*_result_shapes(x, w, params)[0], x)
     return differentiable(x, w, params)[0]
 
 

@@ -59,8 +59,8 @@ struct Schedule {
 };
 inline Schedule* g_schedule = nullptr;
 
-inline bool ScheduledWait(const Signal* word, Signal expected, int32_t peer, int64_t tile,
-                          const WaitContext& ctx) {
+inline bool ScheduledWait([[maybe_unused]] const Signal* word, Signal expected, int32_t peer,
+                          [[maybe_unused]] int64_t tile, const WaitContext& ctx) {
   const uint32_t epoch = EpochOf(expected);
   // Both ops send whatever rank 1 waits for before rank 0 waits for rank 1.
   if (ctx.rank == 0 && epoch == 2 && peer == 1) {

@@ -124,6 +124,7 @@ TEST(AFaultEndsAllWaitsOfTheRank) {
   EXPECT_EQ(ended.load(), 0);
   ReportFault(ctx, FaultKind::kMismatch, 5, 55, 1, 2);
   for (auto& w : waiters) w.join();
+  EXPECT(NowNs() + 30'000'000'000 < ctx.deadline_ns);
   EXPECT_EQ(fault.peer, 5);
   EXPECT_EQ(KindOf(fault), FaultKind::kMismatch);
 }

@@ -29,6 +29,7 @@ std::optional<AllGatherMatmulParams> ParamsOf(const ffi::AnyBuffer& x, const ffi
   p.transpose_rhs = transpose_rhs;
   p.return_gathered = gathered;
   const auto count = [](const ffi::AnyBuffer& b) { return static_cast<int64_t>(b.element_count()); };
+  if (p.rows.PerRank() == 0 || p.k == 0 || p.n == 0) return std::nullopt;
   if (count(x) != p.rows.PerRank() * p.k || count(w) != p.k * p.n ||
       count(y) != p.rows.Total() * p.n) {
     return std::nullopt;

@@ -29,13 +29,13 @@ bool LaunchAllGatherMatmul(const AllGatherMatmulParams& p, const AllGatherMatmul
   args.state = reinterpret_cast<DeviceState*>(device.heap);
   args.view = view;
   args.rows = p.rows;
-  args.grid = GridOf(choice, p.rows.Total(), p.n);
+  args.grid = GridOf(AlignGroups(choice, p.rows.PerRank()), p.rows.Total(), p.n);
   args.x_data = arrays.x;
   args.y = arrays.y;
   args.gathered = arrays.gathered;
   args.k = p.k;
   args.n = p.n;
-  args.signature = p.Signature();
+  args.signature = SignatureOf(p.Signature(), choice);
   args.op = static_cast<uint32_t>(OpId::kAllGatherMatmul);
   args.num_tiles = args.grid.tiles_m * args.grid.tiles_n;
   args.copy_own = p.rows.PerRank() % kGemmTileM != 0;

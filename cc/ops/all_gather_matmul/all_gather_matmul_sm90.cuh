@@ -69,9 +69,11 @@ struct AllGatherMatmulSm90 {
       const int64_t end = (Min(s.last, (src + 1) * per_rank) - src * per_rank) * row_bytes;
       const int64_t last_chunk = (end - 1) / args.layout.chunk_bytes;
       for (int64_t c = begin / args.layout.chunk_bytes + threadIdx.x % 32; c <= last_chunk; c += 32) {
-        AwaitPeer(args, call, SignalOf(args, call, args.view.rank, src, c), src, c);
+        AwaitPeer(call, SignalOf(args, call, args.view.rank, src, c), src, c);
       }
     }
+    __syncwarp();
+    ptx::FenceProxyAsync();  // the rows are read by TMA
   }
 
   struct Source {
@@ -123,7 +125,7 @@ struct AllGatherMatmulSm90 {
       const char* from = shard + chunk * args.layout.chunk_bytes;
       if (!sending && src != rank) {
         from = ChunkOf(args, call, rank, src, chunk);
-        AwaitPeer(args, call, SignalOf(args, call, rank, src, chunk), src, chunk);
+        AwaitPeer(call, SignalOf(args, call, rank, src, chunk), src, chunk);
         ptx::FenceProxyAsync();
       }
       ptx::MbarrierArriveExpectTx(smem.SendFull(), bytes);

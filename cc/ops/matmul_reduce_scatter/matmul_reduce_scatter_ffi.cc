@@ -28,6 +28,7 @@ std::optional<MatmulReduceScatterParams> ParamsOf(const ffi::AnyBuffer& x, const
   p.out_dtype = *out_dtype;
   p.transpose_rhs = transpose_rhs;
   const auto count = [](const ffi::AnyBuffer& b) { return static_cast<int64_t>(b.element_count()); };
+  if (p.rows.PerRank() == 0 || p.k == 0 || p.n == 0) return std::nullopt;
   if (count(x) != p.rows.Total() * p.k || count(w) != p.k * p.n ||
       count(y) != p.rows.PerRank() * p.n) {
     return std::nullopt;

@@ -34,7 +34,7 @@ bool LaunchMatmulReduceScatter(const MatmulReduceScatterParams& p,
   args.y = arrays.y;
   args.k = p.k;
   args.n = p.n;
-  args.signature = p.Signature();
+  args.signature = SignatureOf(p.Signature(), choice);
   args.op = static_cast<uint32_t>(OpId::kMatmulReduceScatter);
   args.num_tiles = args.grid.tiles_m * args.grid.tiles_n;
   args.out_f32 = p.out_dtype == DType::kF32;

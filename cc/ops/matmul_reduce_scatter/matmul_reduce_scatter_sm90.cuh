@@ -177,7 +177,7 @@ struct MatmulReduceScatterSm90 {
     if (rank < owners.first || rank > owners.last) return;
 
     if (lane < args.view.world && lane != rank) {
-      AwaitPeer(args, call, SignalOf(args, call, rank, lane, block_m, tile_n, consumer), lane,
+      AwaitPeer(call, SignalOf(args, call, rank, lane, block_m, tile_n, consumer), lane,
                 args.layout.SlotOf(rank, Tile{block_m, tile_n}));
     }
     __syncwarp();

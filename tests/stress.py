@@ -1,0 +1,187 @@
+"""Random programs of both ops, in flight together, with late ranks: python tests/stress.py --help
+
+Each program makes a few calls with shapes, types and meshes of its own, some in a chain and some
+independent, between other collectives. Every result is compared with float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import random
+import sys
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+if __name__ == "__main__":
+    import conftest  # noqa: F401  chooses the devices, before JAX is imported
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from harness import (
+    FUSED_DTYPES,
+    OPS,
+    RANKS,
+    SHAPES,
+    Call,
+    assert_close,
+    exact,
+    make_mesh,
+    operands,
+    per_device,
+    world_of,
+    x64_if,
+)
+from jax import lax
+
+import jflux
+from jflux import testing
+
+SIZES = [1, 2, 3, 5, 8, 13, 16, 31, 64, 100, 129, 200]
+
+
+@dataclasses.dataclass
+class Program:
+    mesh: Any
+    axis_name: Any
+    calls: list[Call]
+    arrays: list[tuple[np.ndarray, np.ndarray]]
+    run: Callable[[], Any]  # dispatches it
+
+
+def draw_call(rng: random.Random) -> Call:
+    lead = (*rng.choice([(), (), (2,), (1, 3)]), rng.choice(SIZES[:8]))
+    op = rng.choice(OPS)
+    return Call(
+        op=op,
+        lead=lead,
+        dimension=rng.randrange(len(lead)),
+        k=rng.choice(SIZES),
+        n=rng.choice(SIZES),
+        dtype=rng.choice(FUSED_DTYPES),
+        out=rng.choice([None, jnp.float32]),
+        transpose_rhs=rng.random() < 0.5,
+        gathered=op == OPS[0] and rng.random() < 0.3,
+    )
+
+
+def draw_program(rng: random.Random, most_calls: int) -> Program:
+    shape = rng.choice([s for s in SHAPES if np.prod(s) > 1])
+    names = ("a", "b", "c")[: len(shape)]
+    order = rng.sample(range(RANKS), RANKS)
+    mesh = make_mesh(shape, names, order=order)
+    axis_name = rng.choice([*names, tuple(rng.sample(names, len(names)))])
+    calls = [draw_call(rng) for _ in range(rng.randint(1, most_calls))]
+    if any(c.dtype == jnp.float64 for c in calls):  # the whole program is in 64-bit mode or not
+        calls = [dataclasses.replace(c, dtype=jnp.float64) for c in calls]
+    ops = [call.bind(axis_name) for call in calls]
+    mixed = [rng.choice(["psum", "all_gather", "chain", None]) for _ in calls]
+    arrays = [operands(c, mesh, axis_name, seed=rng.randrange(1 << 30)) for c in calls]
+
+    def body(arrays):
+        results, others = [], []
+        previous = None
+        for op, (x, w), mix in zip(ops, arrays, mixed, strict=True):
+            if mix == "chain" and previous is not None:
+                # Zero, but XLA cannot know: this call comes after the previous one.
+                x = x + jnp.where(previous.ravel()[0] > 1e30, 1, 0).astype(x.dtype)
+            results.append(op(x, w))
+            previous = jax.tree.leaves(results[-1])[0]
+            if mix == "psum":
+                others.append(lax.psum(x.ravel()[0], axis_name))
+            if mix == "all_gather":
+                others.append(lax.all_gather(w.ravel()[0], axis_name))
+        return results, others
+
+    jitted = jax.jit(per_device(mesh, body))
+
+    def run():
+        with x64_if(*(c.dtype for c in calls)):
+            return jitted(arrays)[0]
+
+    return Program(mesh, axis_name, calls, arrays, run)
+
+
+def check(program: Program, results: Any) -> None:
+    for call, (x, w), got in zip(program.calls, program.arrays, results, strict=True):
+        place = (program.mesh, program.axis_name)
+        want, scale = exact(call, *place, x, w), exact(call, *place, abs(x), abs(w))
+        if call.gathered:
+            np.testing.assert_array_equal(np.asarray(got[1], np.float64), want[1])
+            got, want, scale = got[0], want[0], scale[0]
+        kind = call.out_dtype if call.out_dtype == np.float32 else call.dtype
+        assert_close(got, want, scale, kind, call.terms(world_of(*place)))
+
+
+def stress(
+    calls: int,
+    *,
+    seed: int = 0,
+    max_delay_us: int = 2000,
+    in_flight: int = 4,
+    most_calls: int = 4,
+    repeats: int = 3,
+    progress: Callable[[int], None] = lambda done: None,
+) -> str:
+    """Makes at least `calls` calls and checks each; returns a line that says what was done."""
+    rng = random.Random(seed)
+    done = programs = 0
+    start = time.monotonic()
+    while done < calls:
+        batch = [draw_program(rng, most_calls) for _ in range(in_flight)]
+        with testing.planted_faults(max_delay_us=max_delay_us):
+            pending = [(p, p.run()) for _ in range(repeats) for p in batch]
+            jax.block_until_ready([r for _, r in pending])
+        testing.poison_workspaces()
+        for program, results in pending:
+            check(program, results)
+        made = repeats * sum(len(p.calls) for p in batch)
+        done, programs = done + made, programs + len(batch)
+        progress(made)
+        jax.clear_caches()  # thousands of compiled programs would fill the memory
+    seconds = time.monotonic() - start
+    return (
+        f"{done} calls right, in {programs} programs of which {in_flight} x {repeats} were in "
+        f"flight, on {RANKS} {jax.default_backend()} devices: {seconds:.0f} s ({seed=})"
+    )
+
+
+def main(argv: Iterable[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--calls", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    parser.add_argument("--max-delay-us", type=int, default=2000, help="of a rank, in each call")
+    parser.add_argument("--in-flight", type=int, default=4, help="programs at once")
+    parser.add_argument("--most-calls", type=int, default=4, help="in one program")
+    args = parser.parse_args(argv)
+    jflux.config.update(strict=True)
+    jflux.init()
+    try:
+        from tqdm import tqdm
+
+        bar = tqdm(total=args.calls, unit="call", file=sys.stderr)
+        progress = bar.update
+    except ImportError:
+        made = 0
+
+        def progress(count: int) -> None:
+            nonlocal made
+            made += count
+            print(f"\r{made}/{args.calls} calls", end="", file=sys.stderr, flush=True)
+
+    print(f"seed {args.seed}", file=sys.stderr)
+    summary = stress(
+        args.calls,
+        seed=args.seed,
+        max_delay_us=args.max_delay_us,
+        in_flight=args.in_flight,
+        most_calls=args.most_calls,
+        progress=progress,
+    )
+    print(f"\n{summary}")
+
+
+if __name__ == "__main__":
+    main()

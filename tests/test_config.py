@@ -1,0 +1,102 @@
+"""jflux.config, and how a call says that it took its reference."""
+
+import logging
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import Call, compiled_text, fused_calls, make_mesh, operands, per_device
+
+import jflux
+from jflux import _config
+
+# A type that no kernel takes.
+CALL = Call("all_gather_matmul", lead=(2,), k=3, n=2, dtype=np.dtype("int32"))
+
+
+def _lower(call=CALL, ranks=2):
+    mesh = make_mesh((ranks,))
+    return jax.jit(per_device(mesh, call.bind("tp"))).lower(*operands(call, mesh, "tp"))
+
+
+def test_strict_raises_with_op_and_reason():
+    with pytest.raises(NotImplementedError, match=r"jflux.all_gather_matmul.*int32.*strict"):
+        _lower()
+
+
+def test_default_logs_each_reason_once(caplog, monkeypatch):
+    monkeypatch.setattr(_config, "_said", set())
+    with jflux.config(strict=False), caplog.at_level(logging.WARNING, logger="jflux"):
+        _lower()
+        _lower()
+        assert len(caplog.records) == 1
+        assert "jflux.all_gather_matmul takes its lax reference: int32" in caplog.text
+        _lower(Call("matmul_reduce_scatter", lead=(2,), k=3, n=2, dtype=np.dtype("int32")))
+        assert len(caplog.records) == 2
+        _lower(Call("all_gather_matmul", lead=(2,), k=3, n=2, dtype=np.dtype("int16")))
+        assert len(caplog.records) == 3
+
+
+def test_nothing_is_said_where_there_is_nothing_to_fuse(caplog):
+    """One rank, in strict mode too; and no log from calls that are fused."""
+    with caplog.at_level(logging.DEBUG, logger="jflux"):
+        _lower(ranks=1)
+        _lower(Call("all_gather_matmul", dtype=jnp.bfloat16))
+        x = jnp.zeros((2, 4, 4), jnp.bfloat16)
+        w = jnp.zeros((2, 4, 4), jnp.bfloat16)
+        f = per_device(make_mesh((2,)), Call("all_gather_matmul", dtype=jnp.bfloat16).bind("tp"))
+        jax.jit(lambda x, w: jax.vjp(f, x, w)[1](f(x, w))).lower(x, w)
+    assert not caplog.records
+
+
+def test_fused_off_takes_the_reference_silently(caplog):
+    call, mesh = Call("all_gather_matmul", dtype=jnp.bfloat16), make_mesh((2,))
+    f = per_device(mesh, call.bind("tp"))
+    args = operands(call, mesh, "tp")
+    with jflux.config(fused=False), caplog.at_level(logging.DEBUG, logger="jflux"):
+        assert fused_calls(compiled_text(lambda *a: f(*a), *args)) == []
+    assert not caplog.records
+    assert fused_calls(compiled_text(lambda *a: f(*a), *args)) == ["all_gather_matmul"]
+
+
+def test_context_restores_nested_and_after_errors():
+    assert jflux.config.strict  # by the fixture
+    with jflux.config(strict=False):
+        with jflux.config(fused=False):
+            assert (jflux.config.strict, jflux.config.fused) == (False, False)
+        assert (jflux.config.strict, jflux.config.fused) == (False, True)
+        with pytest.raises(KeyError), jflux.config(strict=True):
+            raise KeyError
+        assert not jflux.config.strict
+    assert jflux.config.strict
+
+
+def test_update():
+    with jflux.config(strict=False):
+        jflux.config.update(fused=False)
+        assert not jflux.config.fused
+        jflux.config.update(fused=True)
+
+
+def test_unknown_switch():
+    with pytest.raises(ValueError, match="'strcit' is not a switch of jflux.config"):
+        jflux.config.update(strcit=True)
+    with pytest.raises(ValueError, match="'strcit'"), jflux.config(strcit=True):
+        pass
+    # Nothing of a call with a wrong name took place.
+    with pytest.raises(ValueError, match="'strcit'"):
+        jflux.config.update(fused=False, strcit=True)
+    assert jflux.config.fused
+
+
+def test_said_once_from_several_threads(caplog, monkeypatch):
+    monkeypatch.setattr(_config, "_said", set())
+    with jflux.config(strict=False), caplog.at_level(logging.WARNING, logger="jflux"):
+        threads = [threading.Thread(target=_lower) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert 1 <= len(caplog.records) <= 4

@@ -1,0 +1,244 @@
+"""What the ops lower to: one custom call each, and one product more in each backward pass."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import (
+    DEVICES,
+    PLATFORM,
+    RANKS,
+    Call,
+    compiled_text,
+    dots,
+    fused_calls,
+    make_mesh,
+    operands,
+    per_device,
+)
+from jax.sharding import PartitionSpec as P
+
+import jflux
+from jflux import _ffi, _jflux
+
+GATHER = Call("all_gather_matmul", lead=(6,), k=16, n=12, dtype=jnp.bfloat16)
+SCATTER = Call("matmul_reduce_scatter", lead=(6,), k=16, n=12, dtype=jnp.bfloat16)
+DUAL = {GATHER.op: SCATTER.op, SCATTER.op: GATHER.op}
+ONE_OF_EACH = pytest.mark.parametrize("call", [GATHER, SCATTER], ids=lambda c: c.op)
+
+
+def _collectives(text: str) -> int:
+    names = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
+    return sum(text.count(f" {name}(") + text.count(f" {name}-start(") for name in names)
+
+
+def _program(call, mesh=None, **options):
+    mesh = mesh or make_mesh((RANKS,))
+    return per_device(mesh, call.bind("tp"), **options), operands(call, mesh, "tp")
+
+
+@ONE_OF_EACH
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_forward_is_one_custom_call_and_nothing_else(call, check_vma):
+    f, args = _program(call, check_vma=check_vma)
+    text = compiled_text(f, *args)
+    assert fused_calls(text) == [call.op]
+    assert _collectives(text) == 0
+    if PLATFORM == "cpu":  # elsewhere products have other names
+        assert dots(text) == 0
+
+
+@ONE_OF_EACH
+@pytest.mark.parametrize("transpose_rhs", [False, True])
+def test_backward_is_the_dual_call_and_one_product(call, transpose_rhs):
+    call = Call(call.op, lead=(6,), k=16, n=12, dtype=jnp.bfloat16, transpose_rhs=transpose_rhs)
+    f, (x, w) = _program(call)
+
+    def step(x, w, dy):
+        y, pull = jax.vjp(f, x, w)
+        return y, *pull(dy)
+
+    text = compiled_text(step, x, w, jnp.zeros((RANKS, *call.y_shape(RANKS)), call.dtype))
+    assert sorted(fused_calls(text)) == sorted([call.op, DUAL[call.op]])
+    assert _collectives(text) == 0
+    if PLATFORM == "cpu":
+        assert dots(text) == 1
+        # No copy of the weight: transposing is the kernel's business.
+        assert "bf16[12,16]" not in text or "bf16[16,12]" not in text
+
+
+@ONE_OF_EACH
+def test_gradient_of_x_alone(call):
+    """A frozen weight: the product for dw is not made, nor is x kept for it."""
+    f, (x, w) = _program(call)
+
+    def step(x, w, dy):
+        y, pull = jax.vjp(lambda x: f(x, w), x)
+        return y, *pull(dy)
+
+    text = compiled_text(step, x, w, jnp.zeros((RANKS, *call.y_shape(RANKS)), call.dtype))
+    assert sorted(fused_calls(text)) == sorted([call.op, DUAL[call.op]])
+    if PLATFORM == "cpu":
+        assert dots(text) == 0
+
+
+@ONE_OF_EACH
+@pytest.mark.parametrize("batched", ["x", "w"])
+def test_vmap_of_one_operand_is_one_call(call, batched):
+    """A batch of x is one more leading dimension, a batch of w one wider w."""
+    mesh = make_mesh((RANKS,))
+    x, w = operands(call, mesh, "tp")
+    axes = (0 if "x" in batched else None, 0 if "w" in batched else None)
+    arrays = [
+        np.stack([a] * 3, axis=1) if name in batched else a
+        for name, a in zip("xw", (x, w), strict=True)
+    ]
+    f = per_device(mesh, jax.vmap(call.bind("tp"), in_axes=axes))
+    text = compiled_text(f, *arrays)
+    assert fused_calls(text) == [call.op]
+    assert " while(" not in text
+
+
+def test_equal_calls_are_one():
+    """The ops are pure: XLA may share and drop calls."""
+    mesh = make_mesh((RANKS,))
+    op = GATHER.bind("tp")
+    args = operands(GATHER, mesh, "tp")
+    text = compiled_text(per_device(mesh, lambda x, w: (op(x, w), op(x + 0, w))[0]), *args)
+    assert len(fused_calls(text)) == 1
+
+
+def test_mlp_is_two_calls_forward_and_two_back():
+    """What Megatron's sequence-parallel layer needs: no other communication."""
+    mesh = make_mesh((RANKS,))
+
+    def mlp(x, w1, w2):
+        h = jax.nn.gelu(jflux.all_gather_matmul(x, w1, axis_name="tp"))
+        return jflux.matmul_reduce_scatter(h, w2, axis_name="tp")
+
+    f = jax.shard_map(mlp, mesh=mesh, in_specs=(P("tp"), P(None, "tp"), P("tp")), out_specs=P("tp"))
+    x, w1, w2 = (jnp.ones(s, jnp.bfloat16) for s in ((8 * RANKS, 16), (16, 32), (32, 16)))
+
+    def step(x, w1, w2):
+        return jax.value_and_grad(lambda *a: jnp.sum(f(*a).astype(jnp.float32) ** 2), (0, 1, 2))(
+            x, w1, w2
+        )
+
+    assert fused_calls(compiled_text(f, x, w1, w2)) == [GATHER.op, SCATTER.op]
+    text = compiled_text(step, x, w1, w2)
+    assert sorted(fused_calls(text)) == sorted(2 * [GATHER.op, SCATTER.op])
+    if PLATFORM == "cpu":
+        assert dots(text) == 2
+
+
+def test_group_table_in_the_program_is_the_mesh_of_the_call():
+    for order in ([1, 0], [0, 1], [RANKS - 1, 0]):
+        f, args = _program(GATHER, make_mesh((2,), order=order))
+        ids = ", ".join(str(DEVICES[i].id) for i in order)
+        text = jax.jit(f).lower(*args).as_text()
+        assert f"groups = dense<[{ids}]>" in text or f"groups = array<i64: {ids}>" in text
+
+
+# ---- Types under check_vma -----------------------------------------------------------------------
+
+
+def _varying(body, *specs, mesh):
+    """The axes that the results of `body` vary over."""
+    seen = []
+
+    def record(*args):
+        result = body(*args)
+        seen.extend(jax.typeof(y).manual_axis_type.varying for y in jax.tree.leaves(result))
+        return result
+
+    shapes = [(2 * RANKS, 2 * RANKS)] * len(specs)
+    f = jax.shard_map(
+        record, mesh=mesh, in_specs=specs, out_specs=P(mesh.axis_names), check_vma=True
+    )
+    jax.eval_shape(f, *(jnp.zeros(s, jnp.bfloat16) for s in shapes))
+    return seen
+
+
+@pytest.mark.parametrize("op", [jflux.all_gather_matmul, jflux.matmul_reduce_scatter])
+def test_results_vary_over_the_axis_and_what_operands_vary_over(op):
+    mesh = make_mesh((2, RANKS // 2), ("dp", "tp"))
+    f = functools.partial(op, axis_name="tp")
+    everywhere, along = frozenset({"dp", "tp"}), frozenset({"tp"})
+    w = P() if op is jflux.all_gather_matmul else P("tp")
+    x = P("tp") if op is jflux.all_gather_matmul else P(None, "tp")
+    # Recorded at trace time; out_specs of all axes then accept anything.
+    assert _varying(lambda x, w: jax.lax.pcast(f(x, w), "dp", to="varying"), x, w, mesh=mesh) == [
+        everywhere
+    ]
+    seen = []
+
+    def body(x, w):
+        seen.append(jax.typeof(f(x, w)).manual_axis_type.varying)
+        return jax.lax.pcast(x, ("dp",), to="varying")
+
+    shape = jnp.zeros((2 * RANKS, 2 * RANKS), jnp.bfloat16)
+    jax.eval_shape(
+        jax.shard_map(body, mesh=mesh, in_specs=(x, w), out_specs=P(("dp", "tp"))), shape, shape
+    )
+    assert seen == [along]
+
+
+@pytest.mark.parametrize("op", [jflux.all_gather_matmul, jflux.matmul_reduce_scatter])
+@pytest.mark.parametrize("specs", [(P(), P()), (P("dp"), P()), (P(), P("dp"))])
+def test_wrong_out_specs_are_refused(op, specs):
+    """A result that varies over the axis cannot be passed off as replicated on it."""
+    mesh = make_mesh((2, RANKS // 2), ("dp", "tp"))
+    f = jax.shard_map(
+        functools.partial(op, axis_name="tp"), mesh=mesh, in_specs=specs, out_specs=P("dp")
+    )
+    k = (2 * RANKS, 2 * RANKS)
+    w = (4 * RANKS, 8) if specs[1] == P("dp") else (2 * RANKS, 8)
+    with pytest.raises(ValueError, match="tp"):
+        jax.eval_shape(f, jnp.zeros(k, jnp.bfloat16), jnp.zeros(w, jnp.bfloat16))
+
+
+def test_result_types():
+    mesh = make_mesh((RANKS,))
+    for call in (GATHER, SCATTER):
+        for out in (None, jnp.float32):
+            f = per_device(mesh, Call(call.op, dtype=jnp.bfloat16, out=out).bind("tp"))
+            y = jax.eval_shape(f, *operands(Call(call.op, dtype=jnp.bfloat16), mesh, "tp"))
+            assert y.dtype == (out or jnp.bfloat16)
+            assert not y.weak_type
+
+
+# ---- Targets -------------------------------------------------------------------------------------
+
+
+def test_every_op_has_a_target_on_the_cpu():
+    names = {(name, platform) for name, platform, _ in _jflux.targets()}
+    for op in DUAL:
+        assert (f"jflux_{op}", "cpu") in names
+        assert not _jflux.built_with_cuda() or (f"jflux_{op}", "CUDA") in names
+
+
+def _call_target(x, w, groups, result):
+    """The CPU target by hand, with a table that jflux would not have made."""
+    _ffi.register_targets("cpu")
+    return jax.ffi.ffi_call("jflux_all_gather_matmul", result)(
+        x, w, groups=np.array(groups, np.int64), inner=np.int64(x.shape[0]), outer=np.int64(1),
+        site=np.int64(1), transpose_rhs=False, world=np.int64(len(groups)),
+    )  # fmt: skip
+
+
+@pytest.mark.skipif(PLATFORM != "cpu", reason="calls the CPU's handler")
+@pytest.mark.parametrize(
+    "groups, result, message",
+    [
+        ([6, 7], (6, 5), "in none of the call's groups"),
+        ([0, 1], (7, 5), "operands do not fit"),
+        ([0, 12345], (6, 5), "device 12345 is not part of the symmetric heap"),
+    ],
+)
+def test_malformed_calls_are_errors(groups, result, message):
+    x, w = jnp.zeros((3, 4)), jnp.zeros((4, 5))
+    f = jax.jit(lambda x, w: _call_target(x, w, groups, jax.ShapeDtypeStruct(result, jnp.float32)))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        jax.block_until_ready(f(x, w))

@@ -1,0 +1,201 @@
+"""jflux.init, jflux.shutdown, and running out of the symmetric heap."""
+
+import re
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import (
+    DEVICES,
+    PLATFORM,
+    RANKS,
+    Call,
+    assert_close,
+    check_values,
+    exact,
+    make_mesh,
+    operands,
+    per_device,
+    run,
+)
+
+import jflux
+from jflux import testing
+
+SMALL = Call("all_gather_matmul", lead=(4,), k=8, n=4, dtype=jnp.bfloat16)
+
+
+def _check(f, call, mesh):
+    x, w = operands(call, mesh, "tp")
+    scale = exact(call, mesh, "tp", abs(x), abs(w))
+    assert_close(run(f, x, w), exact(call, mesh, "tp", x, w), scale, call.dtype, call.terms(RANKS))
+
+
+def test_init_twice_with_the_same_settings(own_heap):
+    own_heap(deadline_seconds=17)
+    jflux.init(deadline_seconds=17)
+    check_values(SMALL, make_mesh((RANKS,)), "tp")
+
+
+def test_init_with_other_settings_says_what_there_is(own_heap):
+    own_heap(deadline_seconds=17)
+    with pytest.raises(RuntimeError, match=r"deadline_seconds=17.*shutdown"):
+        jflux.init(deadline_seconds=18)
+    check_values(SMALL, make_mesh((RANKS,)), "tp")
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"heap_bytes": 0}, "heap_bytes=0 must be positive"),
+        ({"heap_bytes": -5}, "heap_bytes=-5 must be positive"),
+        ({"deadline_seconds": 0}, "deadline_seconds=0 must be positive"),
+        ({"deadline_seconds": float("nan")}, "deadline_seconds=nan must be positive"),
+    ],
+)
+def test_settings_that_make_no_sense(settings, message):
+    with pytest.raises(ValueError, match=message):
+        jflux.init(**settings)
+
+
+def test_settings_are_keyword_only():
+    with pytest.raises(TypeError):
+        jflux.init(1 << 30)
+
+
+def test_the_first_call_makes_the_heap(own_heap):
+    jflux.shutdown()
+    check_values(SMALL, make_mesh((RANKS,)), "tp")
+    with pytest.raises(RuntimeError, match="exists"):
+        jflux.init(deadline_seconds=5)
+
+
+def test_compiled_functions_outlive_the_heap(own_heap):
+    mesh = make_mesh((RANKS,))
+    f = jax.jit(per_device(mesh, SMALL.bind("tp")))
+    _check(f, SMALL, mesh)
+    for deadline in (20, 30, 40):
+        own_heap(deadline_seconds=deadline)
+        _check(f, SMALL, mesh)
+
+
+def test_without_a_heap_a_compiled_function_says_so(own_heap):
+    mesh = make_mesh((RANKS,))
+    f = jax.jit(per_device(mesh, SMALL.bind("tp")))
+    _check(f, SMALL, mesh)
+    jflux.shutdown()
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"jflux.init\(\)"):
+        jax.block_until_ready(f(*operands(SMALL, mesh, "tp")))
+    jflux.init()
+    _check(f, SMALL, mesh)
+
+
+def test_shutdown_twice(own_heap):
+    jflux.shutdown()
+    jflux.shutdown()
+
+
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
+def test_a_call_that_never_fits_says_how_much_it_needs(op, own_heap):
+    """At once, and the heap still works."""
+    own_heap(heap_bytes=1 << 20, deadline_seconds=30)
+    mesh = make_mesh((RANKS,))
+    k, n = (1500, 8) if op == "all_gather_matmul" else (8, 1500)
+    call = Call(op, lead=(64,), k=k, n=n, dtype=jnp.bfloat16)
+    start = time.monotonic()
+    with pytest.raises(
+        (jax.errors.JaxRuntimeError, ValueError, RuntimeError),
+        match=rf"jflux.{op}.*needs \d+ bytes.*has 1048576; call jflux.init\(heap_bytes=",
+    ) as caught:
+        check_values(call, mesh, "tp")
+    assert time.monotonic() - start < 20
+    needed = int(re.search(r"needs (\d+) bytes", str(caught.value))[1])
+    assert needed > RANKS * 64 * 1500 * 2  # a workspace holds as much as all ranks send
+    check_values(SMALL, mesh, "tp")
+    own_heap(heap_bytes=needed)  # what it asked for is enough
+    check_values(call, mesh, "tp")
+
+
+def test_calls_of_different_sizes_share_a_heap_that_holds_one_of_them(own_heap):
+    """What one call leaves behind is of use to the next one, whatever its size."""
+    mesh = make_mesh((RANKS,))
+    calls = [
+        Call("all_gather_matmul", lead=(4,), k=k, n=3, dtype=jnp.bfloat16)
+        for k in (16, 3200, 16, 6400, 3200)
+    ]
+    own_heap(heap_bytes=1200 << 10, deadline_seconds=10)
+    for call in calls:
+        check_values(call, mesh, "tp")
+
+
+def test_more_calls_in_flight_than_the_heap_holds(own_heap):
+    """Calls wait for each other's workspaces."""
+    own_heap(heap_bytes=300 << 10, deadline_seconds=60)
+    mesh = make_mesh((RANKS,))
+    op = SMALL.bind("tp")
+    x, w = operands(SMALL, mesh, "tp")
+    f = jax.jit(per_device(mesh, lambda x, w: [op(x * s, w) for s in (1, 2, 4, 8, 16, 32)]))
+    pending = [f(x, w) for _ in range(8)]
+    want, scale = (exact(SMALL, mesh, "tp", a, b) for a, b in ((x, w), (abs(x), abs(w))))
+    for ys in pending:
+        for power, y in enumerate(ys):
+            assert_close(y, want * 2**power, scale * 2**power, SMALL.dtype, SMALL.k)
+
+
+def test_many_calls_do_not_use_up_the_heap(own_heap):
+    """Workspaces are reused: 60 programs of different shapes in a heap of a few of them."""
+    own_heap(heap_bytes=2 << 20, deadline_seconds=10)
+    mesh = make_mesh((RANKS,))
+    for n in range(1, 31):
+        check_values(Call("all_gather_matmul", lead=(n,), k=7, n=n, dtype=jnp.bfloat16), mesh, "tp")
+
+
+@pytest.mark.skipif(PLATFORM != "cpu", reason="the CPU back end's table")
+def test_usage():
+    """Nothing is in use between calls."""
+    from jflux import _jflux
+
+    check_values(SMALL, make_mesh((RANKS,)), "tp")
+    for _ in range(100):  # the last rank gives its workspace back after the result is there
+        in_use, touched = _jflux.cpu_heap_usage()
+        if in_use == 0:
+            break
+        time.sleep(0.01)
+    assert in_use == 0 < touched
+
+
+def test_poison_reaches_a_free_workspace(own_heap):
+    """Reading what nobody wrote gives NaN: waits are skipped, so it is read before it arrives."""
+    own_heap(deadline_seconds=10)
+    mesh = make_mesh((RANKS,))
+    f = jax.jit(per_device(mesh, SMALL.bind("tp")))
+    args = operands(SMALL, mesh, "tp")
+    jax.block_until_ready(f(*args))
+    testing.poison_workspaces()
+    with testing.planted_faults(skip_waits=True, max_delay_us=50_000):
+        y = np.asarray(f(*args))
+    assert np.isnan(y.astype(np.float32)).any()
+    _check(f, SMALL, mesh)
+
+
+def test_planted_faults_before_the_first_call(own_heap):
+    """They take effect though there is no heap yet."""
+    jflux.shutdown()
+    mesh = make_mesh((RANKS,))
+    f = jax.jit(per_device(mesh, SMALL.bind("tp")))
+    args = operands(SMALL, mesh, "tp")
+    with testing.planted_faults(skip_waits=True, max_delay_us=50_000):
+        wrong = [np.asarray(f(*args), np.float32) for _ in range(3)]
+    want = exact(SMALL, mesh, "tp", *args)
+    assert any(not np.allclose(y, want, rtol=0.1, atol=0.1) for y in wrong)
+    _check(f, SMALL, mesh)
+
+
+def test_every_device_has_a_segment():
+    """Meshes over any subset of the devices, last ones first."""
+    for count in range(2, RANKS + 1):
+        mesh = make_mesh((count,), order=range(RANKS - 1, -1, -1))
+        check_values(SMALL, mesh, "tp")
+    assert len(DEVICES) == RANKS

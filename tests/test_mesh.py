@@ -1,0 +1,226 @@
+"""jflux._mesh: axes to groups of ranks; and that a call runs on the mesh it is called on."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import (
+    RANKS,
+    SHAPES,
+    Call,
+    as_tuple,
+    assert_close,
+    check_values,
+    exact,
+    examples,
+    groups_of,
+    make_mesh,
+    meshes,
+    normal,
+    operands,
+    per_device,
+    run,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+
+import jflux
+from jflux import _mesh
+
+CALLS = [
+    Call("all_gather_matmul", lead=(3,), k=8, n=5, dtype=jnp.bfloat16),
+    Call("matmul_reduce_scatter", lead=(3,), k=8, n=5, dtype=jnp.bfloat16),
+]
+
+
+@examples(100)
+@given(place=meshes())
+def test_group_table(place):
+    mesh, axis_name = place
+    want = [[mesh.devices[at].id for at in group] for group in groups_of(mesh, axis_name)]
+    table = _mesh.group_table(mesh, axis_name)
+    assert table.dtype == np.int64
+    assert table.tolist() == want
+
+
+@examples(30)
+@given(place=meshes())
+def test_group_table_is_the_order_of_lax(place):
+    """The groups and ranks that lax's own collectives see."""
+    mesh, axis_name = place
+    ids = np.vectorize(lambda d: d.id)(mesh.devices).astype(np.int32)
+    gather = functools.partial(jax.lax.all_gather, axis_name=axis_name)
+    seen = np.asarray(jax.jit(per_device(mesh, gather))(ids))
+    rows = {tuple(row) for row in seen.reshape(-1, seen.shape[-1]).tolist()}
+    assert rows == {tuple(row) for row in _mesh.group_table(mesh, axis_name).tolist()}
+
+
+@examples(40)
+@given(place=meshes())
+def test_axis_size_is_bound_is_manual(place):
+    mesh, axis_name = place
+    seen = []
+
+    def body(x):
+        seen.append((_mesh.is_bound(axis_name), _mesh.is_manual(axis_name)))
+        seen.append(_mesh.axis_size(axis_name))
+        seen.append(_mesh.is_bound("other"))
+        return x
+
+    jax.eval_shape(per_device(mesh, body), jnp.zeros((*mesh.devices.shape, 1)))
+    size = np.prod([mesh.shape[n] for n in as_tuple(axis_name)])
+    assert seen == [(True, True), size, False]
+    assert not _mesh.is_bound(axis_name)
+    assert not _mesh.is_manual(axis_name)
+
+
+def test_axes_of_vmap_are_bound_but_not_manual():
+    seen = []
+
+    def body(x):
+        seen.append((_mesh.is_bound("i"), _mesh.is_manual("i"), _mesh.is_bound(("i", "j"))))
+        return x
+
+    jax.vmap(body, axis_name="i")(jnp.zeros(3))
+    assert seen == [(True, False, False)]
+
+
+@pytest.mark.parametrize(
+    "spec, ndim, dimension, names, want",
+    [
+        (P(), 2, 0, "tp", P("tp", None)),
+        (P(), 3, 2, ("a", "b"), P(None, None, ("a", "b"))),
+        (P("dp"), 3, 1, "tp", P("dp", "tp", None)),
+        (P("dp"), 2, 0, "tp", P(("dp", "tp"), None)),
+        (P("dp", "tp"), 3, 2, "tp", P("dp", None, "tp")),
+        (P(("dp", "tp"), None), 2, 1, "tp", P("dp", "tp")),
+        (P("tp"), 2, 0, "tp", P("tp", None)),
+    ],
+)
+def test_with_axis(spec, ndim, dimension, names, want):
+    got = _mesh.with_axis(spec, ndim, dimension, names)
+    normal_form = [as_tuple(e) if e is not None else None for e in got]
+    assert normal_form == [as_tuple(e) if e is not None else None for e in want]
+
+
+def test_ambient_mesh():
+    given_mesh, context = make_mesh((2,)), make_mesh((RANKS,))
+    assert _mesh.ambient_mesh(given_mesh) is given_mesh
+    with jax.set_mesh(context):
+        assert _mesh.ambient_mesh(given_mesh) is given_mesh
+        assert _mesh.ambient_mesh(None).axis_sizes == (RANKS,)
+    x = jax.device_put(np.zeros((RANKS, 2)), jax.NamedSharding(context, P("tp")))
+    assert _mesh.ambient_mesh(None, x) == context
+    with pytest.raises(ValueError, match="no mesh"):
+        _mesh.ambient_mesh(None, np.zeros((2, 2)))
+
+
+# ---- The mesh of a call --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_mesh_shape_and_every_choice_of_axes(shape):
+    names = ("a", "b", "c")[: len(shape)]
+    mesh = make_mesh(shape, names, order=range(RANKS - 1, -1, -1))
+    for count in range(1, len(names) + 1):
+        for axes in itertools.permutations(names, count):
+            for call in CALLS:
+                check_values(call, mesh, axes if count > 1 else axes[0])
+
+
+@examples(15)
+@given(
+    call=st.sampled_from(CALLS),
+    world=st.integers(2, RANKS),
+    orders=st.lists(st.permutations(range(RANKS)), min_size=2, max_size=4),
+)
+def test_one_function_on_several_meshes(call, world, orders):
+    """The same function objects, inner jits too, under meshes that differ in their devices alone:
+    nothing of the first mesh may stick to a trace or a lowering that the second one reuses."""
+    inner = jax.jit(call.bind("tp"))
+
+    def body(x, w):
+        return inner(x, w)
+
+    mesh = make_mesh((world,))
+    x, w = operands(call, mesh, "tp")
+    want = exact(call, mesh, "tp", x, w)
+    scale = exact(call, mesh, "tp", abs(x), abs(w))
+    for order in (*orders, orders[0]):
+        y = run(jax.jit(per_device(make_mesh((world,), order=order), body)), x, w)
+        assert_close(y, want, scale, call.dtype, call.terms(world))
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
+def test_one_jitted_function_under_several_set_mesh(op, axis_type):
+    n = RANKS
+    gathers = op == "all_gather_matmul"
+    x = normal(0, (n * 3, n * 2), jnp.bfloat16)
+    w = normal(1, (n * 2, n * 3), jnp.bfloat16)
+    x64, w64 = x.astype(np.float64), w.astype(np.float64)
+    f = jax.jit(lambda x, w: getattr(jflux, op)(x, w, axis_name="tp"))
+    specs = (P("tp", None), P(None, "tp")) if gathers else (P(None, "tp"), P("tp", None))
+    for order in (range(n), range(n - 1, -1, -1), [*range(1, n), 0], range(n)):
+        mesh = make_mesh((n,), order=order, axis_type=axis_type)
+        with jax.set_mesh(mesh):
+            args = [
+                jax.device_put(a, jax.NamedSharding(mesh, s))
+                for a, s in zip((x, w), specs, strict=True)
+            ]
+            y = run(f, *args)
+        assert_close(y, x64 @ w64, abs(x64) @ abs(w64), jnp.bfloat16, 2 * n)
+
+
+def test_disjoint_meshes_at_once():
+    """Two halves of the devices, with the same axis name, in flight together."""
+    half = RANKS // 2
+    call = Call("all_gather_matmul", lead=(5,), k=64, n=16, dtype=jnp.bfloat16)
+    places = [make_mesh((half,), order=range(i * half, (i + 1) * half)) for i in range(2)]
+    arrays = [operands(call, mesh, "tp", seed=5 * i) for i, mesh in enumerate(places)]
+    fs = [jax.jit(per_device(mesh, call.bind("tp"))) for mesh in places]
+    results = []
+    for _ in range(5):
+        results += [f(*a) for f, a in zip(fs, arrays, strict=True)]
+    for i, y in enumerate(results):
+        mesh, (x, w) = places[i % 2], arrays[i % 2]
+        scale = exact(call, mesh, "tp", abs(x), abs(w))
+        assert_close(y, exact(call, mesh, "tp", x, w), scale, call.dtype, call.k)
+
+
+def test_abstract_mesh_falls_back():
+    """Devices that are not known when the op is lowered: the reference, or an error if strict."""
+    mesh = AbstractMesh((RANKS,), ("tp",), axis_types=(AxisType.Auto,))
+    f = jax.jit(
+        jax.shard_map(
+            lambda x, w: jflux.all_gather_matmul(x, w, axis_name="tp"),
+            mesh=mesh,
+            in_specs=(P("tp"), P(None, "tp")),
+            out_specs=P(None, "tp"),
+        )  # fmt: skip
+    )
+    platform = jax.default_backend()
+    x, w = jnp.zeros((RANKS * 2, 4), jnp.bfloat16), jnp.zeros((4, RANKS), jnp.bfloat16)
+    traced = f.trace(x, w)
+    with pytest.raises(NotImplementedError, match="mesh is abstract"):
+        traced.lower(lowering_platforms=("cuda" if platform == "gpu" else platform,))
+
+
+def test_partly_manual_mesh():
+    """shard_map over one axis of two, the other one left to the partitioner."""
+    mesh = make_mesh((2, RANKS // 2), ("dp", "tp"))
+    n = RANKS // 2
+    x, w = normal(0, (4, n * 3, 6), jnp.bfloat16), normal(1, (6, n * 2), jnp.bfloat16)
+    f = jax.shard_map(
+        lambda x, w: jflux.all_gather_matmul(x, w, axis_name="tp"),
+        mesh=mesh, in_specs=(P(None, "tp"), P(None, "tp")), out_specs=P(None, None, "tp"),
+        axis_names={"tp"},
+    )  # fmt: skip
+    x64, w64 = x.astype(np.float64), w.astype(np.float64)
+    y = jax.jit(f)(jax.device_put(x, jax.NamedSharding(mesh, P("dp"))), w)
+    assert_close(y, x64 @ w64, abs(x64) @ abs(w64), jnp.bfloat16, 6)

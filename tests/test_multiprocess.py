@@ -1,0 +1,92 @@
+"""Several processes, one or more devices each, that meet through jax.distributed on this machine.
+
+On a host with GPUs the same programs run with one process per GPU.
+"""
+
+import re
+
+import pytest
+from harness import PLATFORM, RANKS
+from workers.common import run_together
+
+pytestmark = pytest.mark.multiprocess
+
+
+def _run(scenarios, processes, devices=1):
+    if processes * devices > RANKS:
+        pytest.skip(f"needs {processes * devices} devices")
+    return run_together(scenarios, platform=PLATFORM, processes=processes, devices=devices)
+
+
+def _all_right(scenarios, processes, devices=1):
+    for process, (status, output) in enumerate(_run(scenarios, processes, devices)):
+        assert status == 0, f"process {process} ended with {status}:\n{output}"
+        assert re.findall(r"^ok (\w+)$", output, re.M) == scenarios.split(","), output
+
+
+@pytest.mark.parametrize("processes, devices", [(2, 1), (4, 1), (2, 2)])
+def test_values(processes, devices):
+    _all_right("values,training", processes, devices)
+
+
+@pytest.mark.parametrize("processes, devices", [(2, 2), (4, 1)])
+def test_groups_within_and_across_processes(processes, devices):
+    _all_right("groups,training", processes, devices)
+
+
+def test_call_over_local_devices_in_one_process():
+    """What one process compiles for itself does not disturb the calls that it shares."""
+    _all_right("local_calls", 2, 2)
+
+
+def test_shutdown_and_init_again():
+    _all_right("again", 2)
+
+
+def _errors(results, survivors):
+    for process in survivors:
+        status, output = results[process]
+        assert status == 0, f"process {process} ended with {status}:\n{output}"
+        errors = re.findall(r"^error: (.*)$", output, re.M)
+        assert len(errors) == 1, output
+        # The deadline is 5 s.
+        assert float(re.search(r"^seconds: (.*)$", output, re.M)[1]) < 30, output
+        yield process, errors[0]
+
+
+@pytest.mark.parametrize("processes, devices", [(2, 2), (4, 1)])
+def test_a_process_that_exits(processes, devices):
+    results = _run("exit", processes, devices)
+    assert results[-1][0] == 17
+    dead = range((processes - 1) * devices, processes * devices)
+    for process, error in _errors(results, range(processes - 1)):
+        match = re.search(r"jflux\.all_gather_matmul: rank (\d+) waited 5 s for rank (\d+)", error)
+        assert match, error
+        assert int(match[1]) // devices == process
+        assert int(match[2]) in dead
+
+
+def test_a_process_that_is_killed():
+    results = _run("kill", 3)
+    assert results[-1][0] == -9
+    for process, error in _errors(results, range(2)):
+        assert re.search(
+            rf"jflux\.matmul_reduce_scatter: rank {process} waited 5 s for rank 2\b", error
+        ), error
+
+
+def test_a_process_that_never_calls():
+    results = _run("never_calls", 2)
+    for _, error in _errors(results, [0]):
+        assert re.search(r"jflux\.all_gather_matmul: rank 0 waited 5 s for rank 1\b", error), error
+        assert "deadline_seconds" in error
+
+
+def test_processes_that_disagree_on_shapes():
+    """Both end in an error that names the other one."""
+    for process, error in _errors(_run("different_shapes", 2), range(2)):
+        assert re.search(
+            rf"jflux\.all_gather_matmul: rank {process} (waited 5 s for|expects call).*"
+            rf"rank {1 - process}\b",
+            error,
+        ), error

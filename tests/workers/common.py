@@ -1,0 +1,83 @@
+"""Runs the worker programs of the tests, alone or several together, on virtual CPUs or GPUs."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+import time
+
+import jflux
+
+HERE = pathlib.Path(__file__).resolve().parent
+
+
+def environment(platform: str, devices: int) -> dict[str, str]:
+    """For a process that has `devices` of the CPU's; a GPU process sees all and takes its own."""
+    env = dict(os.environ)
+    # The jflux of this process, installed or in a checkout.
+    found = str(pathlib.Path(jflux.__file__).resolve().parents[1])
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [found, env.get("PYTHONPATH")]))
+    env["JAX_PLATFORMS"] = {"cpu": "cpu", "gpu": "cuda"}[platform]
+    env["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
+    return env
+
+
+def run_alone(scenario: str, *, platform: str, devices: int, timeout: float = 120) -> str:
+    """Output of ``fault_worker.py SCENARIO``, which must end by itself and well."""
+    command = [sys.executable, str(HERE / "fault_worker.py"), scenario, str(devices)]
+    done = subprocess.run(
+        command, env=environment(platform, devices), timeout=timeout, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def run_together(
+    scenario: str,
+    *,
+    platform: str,
+    processes: int,
+    devices: int = 1,
+    timeout: float = 150,
+) -> list[tuple[int, str]]:
+    """(exit status, output) of each of so many runs of peer_worker.py at once."""
+    port = free_port()
+    running = []
+    for process in range(processes):
+        command = [
+            sys.executable, str(HERE / "peer_worker.py"), scenario, "--platform", platform,
+            "--process", str(process), "--processes", str(processes),
+            "--devices", str(devices), "--port", str(port),
+        ]  # fmt: skip
+        running.append(
+            subprocess.Popen(
+                command,
+                env=environment(platform, devices),
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+            )  # fmt: skip
+        )
+    end = time.monotonic() + timeout
+    results = []
+    try:
+        for process in running:
+            output, _ = process.communicate(timeout=max(1, end - time.monotonic()))
+            results.append((process.returncode, output))
+    finally:
+        for process in running:
+            if process.poll() is None:
+                process.kill()
+                output, _ = process.communicate()
+                print(f"killed after {timeout} s; it had said:\n{output}")
+    return results

@@ -1,0 +1,138 @@
+"""Programs that go wrong, each in a process of its own: fault_worker.py SCENARIO DEVICES.
+
+Prints a line that starts with "error: " for each error that the program got, and "seconds: " for
+how long it took, and ends.
+"""
+
+import os
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import jflux
+from jflux import testing
+
+DEADLINE = 2.0
+N = int(sys.argv[2])
+MESH = Mesh(np.array(jax.devices()[:N]), ("tp",))
+
+
+def sharded(body, **options):
+    options = {"in_specs": (P("tp"), P()), "out_specs": P("tp")} | options
+    return jax.jit(jax.shard_map(body, mesh=MESH, check_vma=False, **options))
+
+
+def operands(k=16, n=8):
+    x = np.random.default_rng(0).standard_normal((N * N, k)).astype(jnp.bfloat16)
+    w = np.random.default_rng(1).standard_normal((k, n)).astype(jnp.bfloat16)
+    return x, w
+
+
+def attempt(f, *args):
+    """Calls f and prints the error that it ends in."""
+    start = time.monotonic()
+    try:
+        jax.block_until_ready(f(*args))
+        print("no error")
+    except Exception as error:
+        print("error:", str(error).replace("\n", " "))
+    print(f"seconds: {time.monotonic() - start:.1f}", flush=True)
+
+
+def gather(x, w):
+    return jflux.all_gather_matmul(x, w, axis_name="tp")
+
+
+def scatter(x, w):
+    return jflux.matmul_reduce_scatter(x, w, axis_name="tp")
+
+
+def is_rank(rank):
+    return lax.axis_index("tp") == rank
+
+
+def rank_never_calls(op, absent):
+    """`absent` takes the branch without the call."""
+
+    def body(x, w):
+        rows = x.shape[0] * N if op is gather else x.shape[0] // N
+        return lax.cond(
+            is_rank(absent),
+            lambda x, w: jnp.zeros((rows, w.shape[1]), x.dtype),
+            op,
+            x,
+            w,
+        )
+
+    attempt(sharded(body), *operands())
+
+
+def one_call_too_few():
+    """The last rank's loop ends one iteration early."""
+
+    def body(x, w):
+        count = jnp.where(is_rank(N - 1), 3, 4)
+        y = jnp.zeros((x.shape[0] * N, w.shape[1]), x.dtype)
+        return lax.fori_loop(0, count, lambda i, y: y + gather((x * i).astype(x.dtype), w), y)
+
+    attempt(sharded(body), *operands())
+
+
+def different_shapes():
+    """Rank 0 calls with fewer columns than the others, in a branch of its own."""
+
+    def body(x, w):
+        def narrow(x, w):
+            return gather(x[:, :8], w[:8])
+
+        return lax.cond(is_rank(0), narrow, gather, x, w)
+
+    attempt(sharded(body), *operands())
+
+
+def after_an_error():
+    """The process goes on: calls after the failed one are right."""
+    rank_never_calls(gather, 1)
+    x, w = operands()
+    f = sharded(gather)
+    for _ in range(3):
+        y = np.asarray(f(x, w), np.float64).reshape(N, N * N, -1)
+        want = x.astype(np.float64) @ w.astype(np.float64)
+        bound = testing.tolerance(jnp.bfloat16, 16) * (abs(x).astype(float) @ abs(w).astype(float))
+        assert (abs(y - want) <= bound).all()
+    print("right after the error")
+
+
+def others_in_flight():
+    """Independent calls around the one that fails: they end too, and the process lives."""
+
+    def body(x, w):
+        good = [gather(x * s, w) for s in (1, 2, 4)]
+        bad = lax.cond(
+            is_rank(0), lambda x, w: jnp.zeros((x.shape[0] * N, w.shape[1]), x.dtype), gather, x, w
+        )
+        return sum(good) + bad + jnp.tile(lax.psum(x[:, : w.shape[1]], "tp"), (N, 1))
+
+    attempt(sharded(body), *operands())
+
+
+SCENARIOS = {
+    "gather_without_rank_1": lambda: rank_never_calls(gather, 1),
+    "scatter_without_rank_0": lambda: rank_never_calls(scatter, 0),
+    "one_call_too_few": one_call_too_few,
+    "different_shapes": different_shapes,
+    "after_an_error": after_an_error,
+    "others_in_flight": others_in_flight,
+}
+
+if __name__ == "__main__":
+    jflux.init(deadline_seconds=DEADLINE)
+    SCENARIOS[sys.argv[1]]()
+    sys.stdout.flush()
+    os._exit(0)  # devices may be stuck in a collective of XLA's

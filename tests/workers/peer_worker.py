@@ -1,0 +1,271 @@
+"""One of several processes that meet through jax.distributed: peer_worker.py SCENARIO ...
+
+Ends with status 0 and "ok" if all went as the scenario says. Lines that start with "error: " are
+the errors that the program got.
+"""
+
+import argparse
+import functools
+import os
+import signal
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jflux
+from jflux import testing
+
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("scenario")
+parser.add_argument("--platform", default="cpu", choices=["cpu", "gpu"])
+parser.add_argument("--process", type=int, required=True)
+parser.add_argument("--processes", type=int, required=True)
+parser.add_argument("--devices", type=int, default=1, help="of each process")
+parser.add_argument("--port", type=int, required=True)
+args = parser.parse_args()
+
+DEADLINE = 5.0
+
+
+def start():
+    where = {}
+    if args.platform == "cpu":
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    else:
+        first = args.process * args.devices
+        where["local_device_ids"] = list(range(first, first + args.devices))
+    jax.distributed.initialize(f"127.0.0.1:{args.port}", args.processes, args.process, **where)
+    assert len(jax.devices()) == args.processes * args.devices
+
+
+def put(mesh, spec, array):
+    """A global array that every process has whole."""
+    return jax.make_array_from_callback(
+        array.shape, NamedSharding(mesh, spec), lambda index: array[index]
+    )
+
+
+def normal(seed, shape, dtype=jnp.bfloat16):
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def check(y, want, scale, dtype, terms, factor=1):
+    """Compares the shards of y that this process has."""
+    bound = factor * testing.tolerance(dtype, terms) * scale
+    bound += 8 * float(jnp.finfo(dtype).smallest_subnormal)
+    for shard in y.addressable_shards:
+        got = np.asarray(shard.data, np.float64)
+        error = np.abs(got - want[shard.index])
+        assert (error <= bound[shard.index]).all(), (
+            f"process {args.process}: off by {error.max()} in shard {shard.index}"
+        )
+
+
+def shard_map(mesh, f, in_specs, out_specs):
+    return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
+
+
+def product(op, mesh, axis="tp", rows=3, k=5, n=4, dtype=jnp.bfloat16, seed=0):
+    """(f, global operands, exact y, scale, terms) of one call over the mesh's `axis`."""
+    ranks = mesh.shape[axis]
+    if op == "all_gather_matmul":
+        x, w = normal(seed, (ranks * rows, k), dtype), normal(seed + 1, (k, ranks * n), dtype)
+        specs, out, terms = (P(axis), P(None, axis)), P(None, axis), k
+    else:
+        x, w = (
+            normal(seed, (ranks * rows, ranks * k), dtype),
+            normal(seed + 1, (ranks * k, n), dtype),
+        )
+        specs, out, terms = (P(None, axis), P(axis)), P(axis), k * ranks
+    f = shard_map(mesh, functools.partial(getattr(jflux, op), axis_name=axis), specs, out)
+    operands = [put(mesh, s, a) for s, a in zip(specs, (x, w), strict=True)]
+    x, w = x.astype(np.float64), w.astype(np.float64)
+    return f, operands, x @ w, abs(x) @ abs(w), terms
+
+
+def check_both(mesh, axis="tp", dtype=jnp.bfloat16, **sizes):
+    for seed, op in enumerate(("all_gather_matmul", "matmul_reduce_scatter")):
+        f, operands, want, scale, terms = product(
+            op, mesh, axis, dtype=dtype, seed=10 * seed, **sizes
+        )
+        for _ in range(2):
+            testing.poison_workspaces()
+            check(jax.block_until_ready(f(*operands)), want, scale, dtype, terms)
+
+
+def values():
+    """Both ops: shapes, types, several tiles and chunks, meshes of all devices in other orders."""
+    devices = np.array(jax.devices())
+    dtypes = [jnp.bfloat16, jnp.float16] + [jnp.float32] * (args.platform == "cpu")
+    mesh = Mesh(devices, ("tp",))
+    for rows, k, n in ((1, 1, 1), (3, 5, 4), (130, 40, 17), (20, 300, 1100)):
+        for dtype in dtypes if rows < 100 else dtypes[:1]:
+            check_both(mesh, dtype=dtype, rows=rows, k=k, n=n)
+    check_both(mesh, rows=200, k=1500, n=3)  # several chunks
+    check_both(Mesh(devices[::-1], ("tp",)))
+    check_both(Mesh(np.roll(devices, 1), ("tp",)), rows=7)
+
+
+def groups():
+    """Groups along either axis: within processes, across them, and of all devices."""
+    devices = np.array(jax.devices())
+    mesh = Mesh(devices.reshape(2, -1), ("a", "b"))
+    check_both(mesh, "a")
+    check_both(mesh, "b", rows=6)
+    check_both(Mesh(devices.reshape(2, -1).T, ("a", "b")), "a", rows=2)
+
+
+def layer(x, w1, w2):
+    h = jnp.tanh(jflux.all_gather_matmul(x, w1, axis_name="tp"))
+    return jflux.matmul_reduce_scatter(h, w2, axis_name="tp")
+
+
+def training():
+    """Both ops and their gradients in a loop, among psum and all_gather, several steps in flight,
+    late ranks."""
+    ranks = len(jax.devices())
+    mesh = Mesh(np.array(jax.devices()), ("tp",))
+    specs = (P("tp"), P(None, "tp"), P("tp"))
+    arrays = [normal(0, (4 * ranks, 8)), normal(1, (8, 4 * ranks)), normal(2, (4 * ranks, 8))]
+    arrays[1:] = [(a / 4).astype(a.dtype) for a in arrays[1:]]
+
+    def loss(x, w1, w2):
+        y = x
+        for _ in range(3):
+            y = y + layer(y, w1, w2)
+        return lax.psum(jnp.sum(y.astype(jnp.float32) ** 2), "tp") / y.size
+
+    def step(x, w1, w2):
+        value, grads = jax.value_and_grad(loss, (1, 2))(x, w1, w2)
+        everyone = lax.all_gather(value, "tp")
+        w1, w2 = ((w - g / 64).astype(w.dtype) for w, g in zip((w1, w2), grads, strict=True))
+        return w1, w2, jnp.max(everyone, keepdims=True)
+
+    f = shard_map(mesh, step, specs, (P(None, "tp"), P("tp"), P("tp")))
+    x, w1, w2 = (put(mesh, s, a) for s, a in zip(specs, arrays, strict=True))
+    losses = []
+    with testing.planted_faults(max_delay_us=3000):
+        for _ in range(10):
+            w1, w2, value = f(x, w1, w2)
+            losses.append(value)
+
+    def plain(x, w1, w2):
+        def loss(x, w1, w2):
+            y = x
+            for _ in range(3):
+                y = y + jnp.tanh(y @ w1) @ w2
+            return jnp.sum(y**2) / (y.size // ranks)
+
+        value, (g1, g2) = jax.value_and_grad(loss, (1, 2))(x, w1, w2)
+        return w1 - g1 / 64, w2 - g2 / 64, value
+
+    plain = jax.jit(plain)
+    state = [np.asarray(a, np.float32) for a in arrays]
+    for value in losses:
+        w1, w2, want = plain(*state)
+        state[1:] = [np.asarray(a, np.float32) for a in (w1, w2)]
+        got = np.asarray(value.addressable_shards[0].data, np.float64)
+        assert abs(got / float(want) - 1).max() < 0.05, (got, want)
+
+
+def local_calls():
+    """Calls over one process's devices, unknown to the others, between common ones."""
+    everyone = Mesh(np.array(jax.devices()), ("tp",))
+    own = Mesh(np.array(jax.local_devices()), ("tp",))
+    check_both(everyone)
+    if args.process == 0:
+        check_both(own)
+        check_both(own, rows=9)
+    check_both(everyone, rows=4)
+    if args.process == args.processes - 1:
+        check_both(own, rows=2)
+        jax.clear_caches()  # and compile everything again, here alone
+    check_both(everyone, rows=4)
+    check_both(everyone, rows=3)
+
+
+def again():
+    """Shutdown and init in all processes, with other settings."""
+    mesh = Mesh(np.array(jax.devices()), ("tp",))
+    check_both(mesh)
+    for deadline in (7, 9):
+        lax_barrier(mesh)
+        jflux.shutdown()
+        jflux.init(deadline_seconds=deadline, heap_bytes=64 << 20)
+        check_both(mesh)
+
+
+def lax_barrier(mesh):
+    f = shard_map(mesh, lambda x: lax.psum(x, "tp"), P("tp"), P())
+    jax.block_until_ready(f(put(mesh, P("tp"), np.ones(mesh.devices.size, np.float32))))
+
+
+def expect_error(f, *operands):
+    start = time.monotonic()
+    try:
+        jax.block_until_ready(f(*operands))
+        print("no error")
+    except Exception as error:
+        print("error:", str(error).replace("\n", " "))
+    print(f"seconds: {time.monotonic() - start:.1f}", flush=True)
+
+
+def dies(how, op):
+    """The last process ends between two calls. The others' next call ends in an error."""
+    mesh = Mesh(np.array(jax.devices()), ("tp",))
+    f, operands, want, scale, terms = product(op, mesh)
+    check(jax.block_until_ready(f(*operands)), want, scale, jnp.bfloat16, terms)
+    if args.process == args.processes - 1:
+        if how == "exit":
+            os._exit(17)
+        os.kill(os.getpid(), signal.SIGKILL)
+    expect_error(f, *operands)
+
+
+def never_calls():
+    """The last process is there, but does something else."""
+    mesh = Mesh(np.array(jax.devices()), ("tp",))
+    f, operands, want, scale, terms = product("all_gather_matmul", mesh)
+    check(jax.block_until_ready(f(*operands)), want, scale, jnp.bfloat16, terms)
+    if args.process == args.processes - 1:
+        time.sleep(DEADLINE + 5)
+    else:
+        expect_error(f, *operands)
+
+
+def different_shapes():
+    """The processes call the op with different shapes."""
+    mesh = Mesh(np.array(jax.devices()), ("tp",))
+    f, operands, *_ = product("all_gather_matmul", mesh, rows=3 + (args.process == 0))
+    expect_error(f, *operands)
+
+
+SCENARIOS = {
+    "values": values,
+    "groups": groups,
+    "training": training,
+    "local_calls": local_calls,
+    "again": again,
+    "exit": functools.partial(dies, "exit", "all_gather_matmul"),
+    "kill": functools.partial(dies, "kill", "matmul_reduce_scatter"),
+    "never_calls": never_calls,
+    "different_shapes": different_shapes,
+}
+
+if __name__ == "__main__":
+    start()
+    jflux.config.update(strict=True)
+    scenarios = args.scenario.split(",")
+    fails = scenarios[0] in ("exit", "kill", "never_calls", "different_shapes")
+    jflux.init(deadline_seconds=DEADLINE if fails else 60)
+    for scenario in scenarios:
+        SCENARIOS[scenario]()
+        print("ok", scenario, flush=True)
+    if not fails:
+        jax.distributed.shutdown()  # waits for the others
+    os._exit(0)
