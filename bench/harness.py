@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -40,7 +41,7 @@ class Timing:
 
 
 def _loop(op: Callable[[jax.Array, jax.Array], jax.Array], iterations: int):
-    """`iterations` calls in a row, each of whose input takes one element of the last one's output."""
+    """`iterations` calls in a row; each one's input takes an element of the last one's output."""
 
     def body(_, carry):
         x, w, y = carry
@@ -60,16 +61,13 @@ def contestants(shape: Shape) -> dict[str, Callable[[jax.Array, jax.Array], jax.
     """Functions of one rank's (x, w): G the product alone, C the communication alone, S XLA's
     sequential op, J jflux. G's and C's operand is what they would see inside S."""
     if shape.op == AG:
-
-        def gemm(x, w):
-            n = lax.axis_size("tp")
-            return jnp.concatenate([x] * n) @ w
-
         return {
+            "C": lambda x, w: lax.all_gather(x, "tp", axis=0, tiled=True),
             "S": lambda x, w: reference.all_gather_matmul(x, w, axis_name="tp"),
             "J": lambda x, w: jflux.all_gather_matmul(x, w, axis_name="tp"),
         }
     return {
+        "C": lambda x, w: lax.psum_scatter(x, "tp", scatter_dimension=0, tiled=True),
         "S": lambda x, w: reference.matmul_reduce_scatter(x, w, axis_name="tp"),
         "J": lambda x, w: jflux.matmul_reduce_scatter(x, w, axis_name="tp"),
     }
@@ -103,7 +101,12 @@ def operands(shape: Shape, mesh: Mesh, dtype=jnp.bfloat16) -> dict[str, tuple]:
         gemm = (x, w, x_spec, w_spec, P("tp", None))
     else:
         gemm = (full[0], w, full[1], w_spec, P(None, "tp"))
-    return {"G": gemm, "S": seq, "J": seq}
+    if shape.op == AG:
+        comm = (x, w, x_spec, w_spec, P(None, None))
+    else:
+        partial = make((n_ranks * shape.m, shape.n), P("tp", None), 1.0, 4)
+        comm = (partial, w, P("tp", None), w_spec, y_spec)
+    return {"G": gemm, "C": comm, "S": seq, "J": seq}
 
 
 def build(shape: Shape, mesh: Mesh, iterations: int, dtype=jnp.bfloat16):
@@ -127,6 +130,13 @@ def build(shape: Shape, mesh: Mesh, iterations: int, dtype=jnp.bfloat16):
     return runs
 
 
+def _slowest(seconds: float) -> float:
+    """Of all processes. (One process waits for all of its devices anyway.)"""
+    if jax.process_count() == 1:
+        return seconds
+    return float(np.max(multihost_utils.process_allgather(np.float32(seconds))))
+
+
 def interleave(
     runs: Mapping[str, Callable[[], object]], iterations: int, rounds: int
 ) -> dict[str, Timing]:
@@ -139,7 +149,7 @@ def interleave(
         for name, run in runs.items():
             start = time.perf_counter()
             run()
-            samples[name].append((time.perf_counter() - start) / iterations)
+            samples[name].append(_slowest(time.perf_counter() - start) / iterations)
     result = {}
     for name, values in samples.items():
         low, mid, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
@@ -166,6 +176,24 @@ def measure(shape: Shape, mesh: Mesh, rounds: int = 7, target_seconds: float = 0
     iterations = int(min(200, max(5, target_seconds / estimate)))
     runs = build(shape, mesh, iterations)
     timings = interleave(runs, iterations, rounds)
-    for timing in timings.values():
-        check_rate(shape, ranks, timing.median)
+    for name in "GSJ":
+        check_rate(shape, ranks, timings[name].median)
     return timings
+
+
+HEADING = (
+    f"{'op':22} {'m':>5} {'n':>6} {'k':>6} {'G ms':>8} {'C ms':>8} {'S ms':>8} {'J ms':>8} "
+    f"{'J/S':>6} {'E':>6} {'J TF/s':>7}"
+)
+
+
+def line(shape: Shape, ranks: int, timings: Mapping[str, Timing]) -> str:
+    """One row of the table under HEADING. E is 1 where communication is wholly hidden (Flux,
+    arXiv 2406.06858, equation 2)."""
+    g, c, s, j = (timings[name].median for name in "GCSJ")
+    efficiency = 1 - (j - g) / (s - g) if s > g else float("nan")
+    return (
+        f"{shape.op:22} {shape.m:5} {shape.n:6} {shape.k:6} {g * 1e3:8.3f} {c * 1e3:8.3f} "
+        f"{s * 1e3:8.3f} {j * 1e3:8.3f} {j / s:6.3f} {efficiency:6.2f} "
+        f"{shape.flops(ranks) / j / 1e12:7.0f}"
+    )

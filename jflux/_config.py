@@ -18,10 +18,12 @@ class Config:
 
     Attributes:
       strict: a call that would fall back to its `lax` reference raises instead of logging once.
+      always: takes the fused kernel also where measurements say that `lax` is faster.
       fused: False takes the reference everywhere, to compare or to bisect a problem.
     """
 
     strict: bool = False
+    always: bool = False
     fused: bool = True
 
     def update(self, **changes: bool) -> None:
@@ -45,9 +47,10 @@ class Config:
             self._set(before)
 
     def _set(self, changes: dict[str, bool]) -> None:
-        unknown = set(changes) - {f.name for f in dataclasses.fields(self)}
-        if unknown:
-            raise ValueError(f"{sorted(unknown)} are not switches of jflux.config: {self}")
+        switches = {f.name for f in dataclasses.fields(self)}
+        for name in changes:
+            if name not in switches:
+                raise ValueError(f"{name!r} is not a switch of jflux.config, which has {switches}")
         for name, value in changes.items():
             setattr(self, name, value)
 

@@ -41,7 +41,8 @@ def register_targets(platform: str) -> None:
         blas = [_capsule_pointer(cython_blas.__pyx_capi__[name]) for name in ("sgemm", "dgemm")]
         _jflux.set_blas(*blas)
         jax.devices("cpu")
-        jax.ffi.register_ffi_type("jflux_call_site", _jflux.call_site_type(), platform="cpu")
+        types: Any = _jflux.call_site_type()
+        jax.ffi.register_ffi_type("jflux_call_site", types, platform="cpu")
     for name, target_platform, stages in _jflux.targets():
         if target_platform == _PLATFORMS[platform]:
             # Trait 1: may be recorded into a CUDA graph.
@@ -68,6 +69,7 @@ def make_primitive(
     rank_shape: Callable[..., tuple[int, int]],
     is_reference: Callable[..., bool],
     not_fused: Callable[..., str | None],
+    lax_is_faster: Callable[..., bool],
     adapt: Callable[..., Callable[..., Any] | None],
     batch: Callable[..., Any],
 ) -> Primitive:
@@ -80,6 +82,7 @@ def make_primitive(
       rank_shape: (x aval, params) -> (outer, inner) of cc/core/rows.h.
       is_reference: (x aval, w aval, params) -> whether `lax` has an op for just this.
       not_fused: (x aval, w aval, params, platform) -> why the kernel cannot take it, or None.
+      lax_is_faster: (x aval, w aval, params, platform) -> whether measurements say so.
       adapt: (x aval, w aval, params, platform) -> a function (x, w) -> results that brings the
         operands into a form that the kernel takes and calls the primitive again, or None.
       batch: the batching rule.
@@ -109,6 +112,9 @@ def make_primitive(
         empty = any(0 in aval.shape for aval in (*avals, *ctx.avals_out))
         if not _config.config.fused or empty or is_reference(*avals, params):
             return lower_reference(ctx, x, w, params=params)
+        if not _config.config.always and lax_is_faster(*avals, params, platform):
+            return lower_reference(ctx, x, w, params=params)
+        reason: str | None
         mesh = _mesh.concrete_mesh_of(ctx.module_context.axis_context, params.axis_names)
         if mesh is None:
             reason = "the mesh is abstract, so its devices are not known when the op is lowered"

@@ -28,7 +28,7 @@ class Settings:
     """
 
     heap_bytes: int | None = None
-    deadline_seconds: float = 60.0
+    deadline_seconds: float = 120.0
 
 
 _lock = threading.RLock()
@@ -37,7 +37,7 @@ _ready: set[str] = set()
 _generation = 0  # of the names under which processes meet
 
 
-def init(*, heap_bytes: int | None = None, deadline_seconds: float = 60.0) -> None:
+def init(*, heap_bytes: int | None = None, deadline_seconds: float = 120.0) -> None:
     """Creates the symmetric heap with these settings, for every platform that has devices.
 
     Not needed: the first op creates it with the defaults. With several processes
@@ -83,7 +83,6 @@ def shutdown() -> None:
         if "cuda" in _ready:
             _jflux.cuda_heap_shutdown()
         _ready.clear()
-        _cuda_channels.clear()
         _why_no_cuda.cache_clear()
         _settings = Settings()
 
@@ -126,10 +125,19 @@ def deadline_seconds() -> float:
 
 
 def backend_in_use() -> str | None:
-    """"cpu", "peer" or "ipc", or None before the heap exists."""
+    """ "cpu", "peer" or "ipc", or None before the heap exists."""
     if "cuda" in _ready:
         return "ipc" if jax.process_count() > 1 else "peer"
     return "cpu" if "cpu" in _ready else None
+
+
+def usage(platform: str) -> int:
+    """Bytes of each device's heap that calls have taken so far."""
+    from . import _jflux
+
+    if platform == "cuda":
+        return _jflux.cuda_heap_taken()
+    return _jflux.cpu_heap_usage()[1]
 
 
 def _default_platform() -> str:
@@ -202,16 +210,14 @@ def _ensure(platform: str) -> None:
 # The order of core/dtype.h.
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 
-# Channels on GPUs, in the order of their places in the heap: (groups and size) -> bytes.
-_cuda_channels: dict[str, int] = {}
+# With several processes: the channels on GPUs that they have agreed on, in the order of their
+# places in the heap; (groups and size) -> bytes. Kept over a shutdown, as is the agreement itself.
+_agreed: dict[str, int] = {}
+_agreed_groups: dict[str, list[int]] = {}  # of those entries that this process uses
 
 
 def _reserve_cuda_channel(mesh: Mesh, groups: np.ndarray, product: Product) -> None:
-    """Gives the channels of this size of these groups a place, the same in every process.
-
-    A place is the sum of the sizes before it. With several processes the order is agreed on through
-    the key-value store: entry i belongs to whoever writes it first.
-    """
+    """Makes room for the channels of this size of these groups."""
     from . import _jflux
 
     device = next(d for d in mesh.devices.flat if d.process_index == jax.process_index())
@@ -220,22 +226,46 @@ def _reserve_cuda_channel(mesh: Mesh, groups: np.ndarray, product: Product) -> N
         _DTYPES.index(product.dtype.name), _DTYPES.index(product.out_dtype.name),
         product.transpose_rhs, device.core_count,
     )  # fmt: skip
-    key = f"{hashlib.sha256(groups.tobytes()).hexdigest()[:32]}/{groups.shape}/{total}"
-    while key not in _cuda_channels:
-        place = _jflux.cuda_first_channel() + sum(_cuda_channels.values())
-        if place + total > heap_bytes("cuda"):
-            raise ValueError(
-                f"jflux.{product.op}: the symmetric heap has {heap_bytes('cuda')} bytes per GPU, "
-                f"this call needs {total} more than the {place} in use; call "
-                f"jflux.init(heap_bytes={max(2 * heap_bytes('cuda'), place + total)}) first"
-            )
-        entry, entry_total = key, total
-        if jax.process_count() > 1:
-            entry = _claim(f"cuda_channel/{_generation}/{len(_cuda_channels)}", key)
-            entry_total = int(entry.rsplit("/", 1)[1])
+    flat = groups.ravel().tolist()
+    if jax.process_count() == 1:
+        fits = _jflux.cuda_heap_find_channel(flat, total)
+    else:
+        fits = _agree_on_channel(flat, f"{groups.shape}", total)
+    if not fits:
+        taken, has = _jflux.cuda_heap_taken(), heap_bytes("cuda")
+        raise ValueError(
+            f"jflux.{product.op}: the call needs {total} bytes of the symmetric heap beside the "
+            f"{taken} that other calls hold, and it has {has}; call "
+            f"jflux.init(heap_bytes={max(2 * has, taken + total)}) first"
+        )
+
+
+def _agree_on_channel(groups: list[int], shape: str, total: int) -> bool:
+    """Finds the channel's place, the same in every process: the sum of the sizes before it. Entry i
+    of the list in the key-value store belongs to whoever writes it first."""
+    digest = hashlib.sha256(repr((groups, shape)).encode()).hexdigest()[:32]
+    key = f"{digest}/{total}"
+    while key not in _agreed:
+        entry = _claim(f"cuda_channel/{len(_agreed)}", key)
+        _agreed[entry] = int(entry.rsplit("/", 1)[1])
+    if key in _agreed_groups:
+        return True
+    _agreed_groups[key] = groups
+    return _place_agreed_channel(key)
+
+
+def _place_agreed_channel(key: str) -> bool:
+    from . import _jflux
+
+    place = _jflux.cuda_first_channel()
+    for entry, total in _agreed.items():
         if entry == key:
-            _jflux.cuda_heap_add_channel(groups.ravel().tolist(), total, place)
-        _cuda_channels[entry] = entry_total
+            break
+        place += total
+    if place + _agreed[key] > _jflux.cuda_first_channel() + heap_bytes("cuda"):
+        return False
+    _jflux.cuda_heap_add_channel(_agreed_groups[key], _agreed[key], place)
+    return True
 
 
 def _create_cuda_heap() -> None:
@@ -252,14 +282,17 @@ def _create_cuda_heap() -> None:
     devices = jax.devices("cuda")
     processes = sorted({d.process_index for d in devices})
     _generation += 1
-    if len(processes) == 1:
-        return
-    mine = ",".join(f"{d.id}={_jflux.cuda_heap_export(d.id)}" for d in local)
-    for process, theirs in exchange(f"cuda_heap/{_generation}", mine, processes).items():
-        if process != jax.process_index():
-            for item in theirs.split(","):
-                device_id, handle = item.split("=")
-                _jflux.cuda_heap_attach(int(device_id), handle)
+    if len(processes) > 1:
+        mine = ",".join(f"{d.id}={_jflux.cuda_heap_export(d.id)}" for d in local)
+        for process, theirs in exchange(f"cuda_heap/{_generation}", mine, processes).items():
+            if process != jax.process_index():
+                for item in theirs.split(","):
+                    device_id, handle = item.split("=")
+                    _jflux.cuda_heap_attach(int(device_id), handle)
+    _jflux.cuda_heap_probe()
+    # Functions compiled before a shutdown find their channels again, as far as the heap goes.
+    for key in _agreed_groups:
+        _place_agreed_channel(key)
 
 
 def _create_cpu_heap() -> None:

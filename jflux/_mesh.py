@@ -121,9 +121,7 @@ def over_global_arrays(
     if missing:
         raise ValueError(f"{axis_name=} names {missing}, but the mesh has axes {mesh.axis_names}")
     # check_vma cannot know that a gathered array is the same on all ranks.
-    mapped = jax.shard_map(
-        op, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
-    )
+    mapped = jax.shard_map(op, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     return mapped(x, w)
 
 

@@ -43,8 +43,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def strict():
-    """A call that should be fused, and quietly is not, fails."""
-    with jflux.config(strict=True):
+    """A call that should be fused, and quietly is not, fails. Small calls take the kernels too."""
+    with jflux.config(strict=True, always=True):
         yield
 
 

@@ -211,6 +211,21 @@ def operands(call: Call, mesh: Mesh, axis_name: Any, seed: int = 0) -> tuple[np.
     )
 
 
+def special_values(call: Call, mesh: Mesh) -> tuple[np.ndarray, np.ndarray]:
+    """Operands of very different sizes, with zeros, infinities and NaN among them."""
+    arrays = []
+    for seed, array in enumerate(operands(call, mesh, mesh.axis_names)):
+        rng = np.random.default_rng(100 + seed)
+        # Products span the type: the smallest are subnormal in it, the largest overflow.
+        limits = jnp.finfo(call.dtype)
+        low, high = (np.log2(float(v)) / 2 for v in (limits.smallest_subnormal, limits.max))
+        wide = array.astype(np.float64) * 2.0 ** rng.uniform(low, high, array.shape)
+        for value in (0.0, -0.0, np.inf, -np.inf, np.nan, float(limits.max)):
+            wide[rng.random(array.shape) < 0.01] = value
+        arrays.append(wide.astype(call.dtype))
+    return arrays[0], arrays[1]
+
+
 @contextlib.contextmanager
 def x64_if(*dtypes: Any) -> Iterator[None]:
     """JAX's 64-bit mode where one of the types needs it, and nowhere else."""
@@ -363,6 +378,14 @@ def check_gradients(
     kind = np.float32 if call.out_dtype == np.float32 and call.dtype == jnp.float64 else call.dtype
     assert_close(dx, dx_want, dx_scale, kind, terms, factor=dx_factor)
     assert_close(dw, dw_want, dw_scale, kind, rows, factor=dw_factor)
+
+
+def assert_same_values(got: np.ndarray, want: np.ndarray) -> None:
+    """Equal, NaN for NaN; but what is subnormal in float32 may be flushed to zero, as XLA does."""
+    got, want = got.astype(np.float32), want.astype(np.float32)
+    tiny = np.abs(want) < np.finfo(np.float32).tiny
+    np.testing.assert_array_equal(np.where(tiny, 0, got), np.where(tiny, 0, want))
+    assert (np.abs(got[tiny]) < np.finfo(np.float32).tiny).all()
 
 
 # ---- Programs ------------------------------------------------------------------------------------

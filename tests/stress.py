@@ -156,7 +156,7 @@ def main(argv: Iterable[str] | None = None) -> None:
     parser.add_argument("--in-flight", type=int, default=4, help="programs at once")
     parser.add_argument("--most-calls", type=int, default=4, help="in one program")
     args = parser.parse_args(argv)
-    jflux.config.update(strict=True)
+    jflux.config.update(strict=True, always=True)
     jflux.init()
     try:
         from tqdm import tqdm

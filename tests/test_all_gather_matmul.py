@@ -12,6 +12,7 @@ from harness import (
     RANKS,
     Call,
     assert_close,
+    assert_same_values,
     calls,
     check_gradients,
     check_values,
@@ -23,6 +24,7 @@ from harness import (
     operands,
     per_device,
     run,
+    special_values,
     x64_if,
 )
 from hypothesis import given
@@ -82,6 +84,21 @@ def test_several_chunks_and_tiles(call):
         check_values(call, make_mesh((3,), order=(2, 0, 3)), "tp")
     if RANKS <= 3 or call.k * call.n < 100_000:
         check_values(call, make_mesh((RANKS,)), "tp")
+
+
+@pytest.mark.parametrize("out", [None, jnp.float32])
+@pytest.mark.parametrize("dtype", HALVES, ids=lambda d: np.dtype(d).name)
+def test_rounding_and_special_values(dtype, out):
+    """With one term per element there is one rounding, to nearest, ties to even; also of numbers
+    that are subnormal, or too large, in the type; infinities and NaN stay what they are."""
+    mesh = make_mesh((2,))
+    call = GATHER(lead=(40,), k=1, n=70, dtype=dtype, out=out)
+    x, w = special_values(call, mesh)
+    y = run(jax.jit(per_device(mesh, call.bind("tp"))), x, w)
+    whole = x.reshape(80, 1).astype(np.float32)
+    with np.errstate(all="ignore"):
+        want = np.stack([whole * w[r].astype(np.float32) for r in range(2)]).astype(y.dtype)
+    assert_same_values(y, want)
 
 
 def test_gradients_of_several_tiles():

@@ -61,7 +61,8 @@ def _fault(scenario):
     errors = re.findall(r"^error: (.*)$", output, re.M)
     assert len(errors) == 1, output
     assert 1.5 < float(re.search(r"^seconds: (.*)$", output, re.M)[1]) < 30, output
-    return errors[0], output
+    # XLA's own error only says that a launch failed: the process has printed why before it.
+    return output if PLATFORM == "gpu" else errors[0], output
 
 
 def test_a_rank_that_never_calls_all_gather_matmul():

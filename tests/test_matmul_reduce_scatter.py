@@ -9,9 +9,11 @@ import pytest
 from harness import (
     FUSED_DTYPES,
     HALVES,
+    PLATFORM,
     RANKS,
     Call,
     assert_close,
+    assert_same_values,
     calls,
     check_gradients,
     check_values,
@@ -23,6 +25,7 @@ from harness import (
     operands,
     per_device,
     run,
+    special_values,
     x64_if,
 )
 from hypothesis import given
@@ -82,6 +85,24 @@ def test_several_tiles(call):
         check_values(call, make_mesh((3,), order=(2, 0, 3)), "tp")
     if RANKS <= 3 or call.k * call.n < 100_000:
         check_values(call, make_mesh((RANKS,)), "tp")
+
+
+@pytest.mark.skipif(PLATFORM != "cpu", reason="a GPU need not round its own part before the sum")
+@pytest.mark.parametrize("out", [None, jnp.float32])
+@pytest.mark.parametrize("dtype", HALVES, ids=lambda d: np.dtype(d).name)
+def test_rounding_and_order_of_the_sum(dtype, out):
+    """Parts travel in y's type and are summed in float32 in rank order: known to the last bit."""
+    mesh = make_mesh((RANKS,))
+    call = SCATTER(lead=(5,), k=1, n=70, dtype=dtype, out=out)
+    x, w = special_values(call, mesh)
+    y = run(jax.jit(per_device(mesh, call.bind("tp"))), x, w)
+    total = np.zeros((RANKS * 5, 70), np.float32)
+    with np.errstate(all="ignore"):
+        for r in range(RANKS):
+            part = (x[r].astype(np.float32) * w[r].astype(np.float32)).astype(y.dtype)
+            total += part.astype(np.float32)
+        want = total.astype(y.dtype).reshape(y.shape)
+    assert_same_values(y, want)
 
 
 def test_gradients_of_several_tiles():

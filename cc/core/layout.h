@@ -19,7 +19,8 @@
 
 namespace jflux {
 
-inline constexpr int64_t kHeapAlign = 1024;  // covers TMA's 128 bytes and keeps flags off data lines
+inline constexpr int64_t kHeapAlign =
+    1024;  // covers TMA's 128 bytes and keeps flags off data lines
 
 // Counters that one rank's kernel keeps from call to call; peers never touch them. The last CTA
 // (or thread) out resets the work counters and publishes the finished epoch.

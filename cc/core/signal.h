@@ -50,12 +50,12 @@ enum class FaultKind : uint32_t { kNone = 0, kTimeout = 1, kMismatch = 2 };
 // Which wait went wrong, as plain data. One per rank, in memory that the host can read while a
 // kernel runs; only the first fault is written, and `kind` last.
 struct Fault {
-  uint64_t kind;   // FaultKind
-  uint32_t op;     // OpId
-  int32_t rank;    // who waited
-  int32_t peer;    // for whom
+  uint64_t kind;  // FaultKind
+  uint32_t op;    // OpId
+  int32_t rank;   // who waited
+  int32_t peer;   // for whom
   int32_t pad;
-  int64_t tile;    // which unit of the op's schedule (a chunk or a tile; -1: the whole call)
+  int64_t tile;  // which unit of the op's schedule (a chunk or a tile; -1: the whole call)
   uint64_t expected;
   uint64_t seen;
 };

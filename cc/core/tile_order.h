@@ -57,8 +57,8 @@ JFLUX_HD constexpr int32_t LastTileOf(int rank, int64_t rows_per_rank, int32_t t
 }
 
 // all-gather + matmul.
-JFLUX_HD constexpr Tile GatherTile(int32_t t, const TileGrid& grid, int rank,
-                                   int64_t rows_per_rank, int32_t tile_m) {
+JFLUX_HD constexpr Tile GatherTile(int32_t t, const TileGrid& grid, int rank, int64_t rows_per_rank,
+                                   int32_t tile_m) {
   const Tile p = GroupedTile(t, grid.tiles_m, grid.tiles_n, grid.group_m);
   // The first tile row that starts inside the own rows: it needs nobody else's if it fits.
   const auto start =

@@ -67,10 +67,10 @@ __device__ __forceinline__ void StoreBlock(const float (&acc)[kTileN / 2], uint3
     for (int pair = 0; pair < 4; ++pair) {
       const int j = part * 8 + pair * 2;  // columns 8 j .. 8 j + 15
       const int piece = pair * 2 + lane / 16;
-      ptx::StoreMatrix4(smem + row * 128 + ((piece ^ (row & 7)) * 16),
-                        Pack<T>(acc[4 * j], acc[4 * j + 1]), Pack<T>(acc[4 * j + 2], acc[4 * j + 3]),
-                        Pack<T>(acc[4 * j + 4], acc[4 * j + 5]),
-                        Pack<T>(acc[4 * j + 6], acc[4 * j + 7]));
+      ptx::StoreMatrix4(
+          smem + row * 128 + ((piece ^ (row & 7)) * 16), Pack<T>(acc[4 * j], acc[4 * j + 1]),
+          Pack<T>(acc[4 * j + 2], acc[4 * j + 3]), Pack<T>(acc[4 * j + 4], acc[4 * j + 5]),
+          Pack<T>(acc[4 * j + 6], acc[4 * j + 7]));
     }
     ptx::BarrierSync(barrier, 128);
 #pragma unroll

@@ -24,7 +24,8 @@ inline constexpr int32_t kGemmTileM = 128;
 
 // Waves of tiles on `sm_count` SMs, times what a tile costs.
 inline double EstimateCost(const GemmChoice& c, int64_t m, int64_t n, int sm_count) {
-  const int64_t tiles = CeilDiv<int64_t>(m, kGemmTileM * c.cluster_m) * CeilDiv<int64_t>(n, c.tile_n);
+  const int64_t tiles =
+      CeilDiv<int64_t>(m, kGemmTileM * c.cluster_m) * CeilDiv<int64_t>(n, c.tile_n);
   const int64_t waves = CeilDiv<int64_t>(tiles, sm_count / c.cluster_m);
   // Half the columns is more than half the time (operands from shared memory are used half as
   // often), and a tile that shares nothing reads more from L2.

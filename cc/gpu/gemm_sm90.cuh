@@ -117,7 +117,7 @@ __device__ __forceinline__ CallContext MakeContext(const Args& args) {
   call.epoch = header->epoch + 1;
   call.signal = MakeSignal(call.epoch, args.signature);
   const uint64_t start = NowNs();
-  call.wait = WaitContext{state.fault, &header->stop,          start + state.deadline_ns,
+  call.wait = WaitContext{state.fault, &header->stop,  start + state.deadline_ns,
                           args.op,     args.view.rank, state.hooks.skip_waits != 0};
   if (state.hooks.max_delay_us != 0) {
     const uint32_t hash = SignatureBuilder().Add(call.epoch).Add(args.view.rank).Get();
@@ -138,8 +138,8 @@ __device__ __forceinline__ void AwaitPeer(const CallContext& call, const Signal*
 // Readers of the slots in which the leader CTA's loader publishes tiles: the consumers' warps and
 // the announcer of every CTA, and the loaders of the others.
 template <typename Config>
-inline constexpr int kSlotReaders = Config::kClusterM * (4 * Config::kConsumers + 1) +
-                                    (Config::kClusterM - 1);
+inline constexpr int kSlotReaders =
+    Config::kClusterM * (4 * Config::kConsumers + 1) + (Config::kClusterM - 1);
 
 // One reader's view of the published tiles. All lanes of the warp call Next.
 template <typename Config>
@@ -214,8 +214,7 @@ __device__ __forceinline__ void MultiplyBlock(float (&acc)[Config::kTileN / 2], 
 
 template <typename Op>
 __device__ __forceinline__ void RunLoader(const typename Op::Args& args,
-                                          const GemmSmem<typename Op::Config>& smem,
-                                          uint32_t cta) {
+                                          const GemmSmem<typename Op::Config>& smem, uint32_t cta) {
   using Config = typename Op::Config;
   const CallContext call = MakeContext(args);
   const int lane = threadIdx.x % 32;
@@ -258,8 +257,8 @@ __device__ __forceinline__ void RunLoader(const typename Op::Args& args,
 
 template <typename Op>
 __device__ __forceinline__ void RunConsumer(const typename Op::Args& args,
-                                            const GemmSmem<typename Op::Config>& smem,
-                                            uint32_t cta, int consumer) {
+                                            const GemmSmem<typename Op::Config>& smem, uint32_t cta,
+                                            int consumer) {
   using Config = typename Op::Config;
   const CallContext call = MakeContext(args);
   const int lane = threadIdx.x % 32;
@@ -370,8 +369,14 @@ __device__ __forceinline__ void RunGemm(const typename Op::Args& args) {
       header->exited = 0;
       header->epoch += 1;
       __threadfence();
-      // A call that failed must not look like one that did not.
-      if (failed) __trap();
+      if (failed) {
+        // A call that failed must not look like one that did not. The host first gets the time to
+        // print why: XLA will only say that a launch failed.
+        const uint64_t start = NowNs();
+        while (NowNs() - start < 300000000ull) {
+        }
+        __trap();
+      }
     }
   }
 }

@@ -60,10 +60,10 @@ __device__ __forceinline__ void MbarrierArriveRemote(uint32_t remote_bar) {
 __device__ __forceinline__ void SendRemote(uint32_t remote, int32_t value, uint32_t remote_bar) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cluster.b64 _, [%0], 4;" ::"r"(remote_bar)
                : "memory");
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.s32 [%0], %1, [%2];" ::"r"(
-                   remote),
-               "r"(value), "r"(remote_bar)
-               : "memory");
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.s32 [%0], %1, [%2];" ::"r"(remote),
+      "r"(value), "r"(remote_bar)
+      : "memory");
 }
 
 __device__ __forceinline__ void MbarrierArriveExpectTx(uint32_t bar, uint32_t bytes) {
@@ -162,9 +162,7 @@ __device__ __forceinline__ void FenceProxyAsync() {
   asm volatile("fence.proxy.async;" ::: "memory");
 }
 
-__device__ __forceinline__ void FenceSystem() {
-  asm volatile("fence.acq_rel.sys;" ::: "memory");
-}
+__device__ __forceinline__ void FenceSystem() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 // ---- warps and warpgroups ---------------------------------------------------------------------
 

@@ -82,7 +82,8 @@ __device__ __forceinline__ void Multiply256(const __nv_bfloat16*, float (&d)[128
 }
 
 template <int kTransB>
-__device__ __forceinline__ void Multiply256(const __half*, float (&d)[128], uint64_t a, uint64_t b) {
+__device__ __forceinline__ void Multiply256(const __half*, float (&d)[128], uint64_t a,
+                                            uint64_t b) {
   asm volatile(
       "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "

@@ -70,8 +70,8 @@ NB_MODULE(_jflux, m) {
   m.def("cuda_heap_init", [](const std::vector<int>& ordinals, const std::vector<int64_t>& ids,
                              int64_t heap_bytes, double deadline_s) {
     nb::gil_scoped_release release;
-    const char* reason = jflux_cuda_heap_init(
-        ordinals.data(), ids.data(), static_cast<int>(ids.size()), heap_bytes, deadline_s);
+    const char* reason = jflux_cuda_heap_init(ordinals.data(), ids.data(),
+                                              static_cast<int>(ids.size()), heap_bytes, deadline_s);
     if (reason != nullptr) throw std::runtime_error(reason);
   });
   m.def("cuda_heap_export", [](int64_t id) {
@@ -82,11 +82,31 @@ NB_MODULE(_jflux, m) {
   m.def("cuda_heap_attach", [](int64_t id, const std::string& handle) {
     Check(jflux_cuda_heap_attach(id, handle.c_str()));
   });
+  m.def("cuda_heap_find_channel", [](const std::vector<int64_t>& groups, int64_t total_bytes) {
+    return jflux_cuda_heap_find_channel(groups.data(), static_cast<int>(groups.size()),
+                                        total_bytes) != 0;
+  });
+  m.def("cuda_heap_taken", &jflux_cuda_heap_taken);
   m.def("cuda_heap_add_channel",
         [](const std::vector<int64_t>& groups, int64_t total_bytes, int64_t offset) {
           Check(jflux_cuda_heap_add_channel(groups.data(), static_cast<int>(groups.size()),
                                             total_bytes, offset));
         });
+  m.def("cuda_heap_probe", [] {
+    nb::gil_scoped_release release;
+    const char* reason = jflux_cuda_heap_probe();
+    if (reason != nullptr) throw std::runtime_error(reason);
+  });
+  // [(from, to, push GB/s, pull GB/s, signal us)]
+  m.def("cuda_heap_links", [] {
+    std::vector<JfluxLink> links(64 * 64);
+    links.resize(jflux_cuda_heap_links(links.data(), static_cast<int>(links.size())));
+    nb::list result;
+    for (const JfluxLink& l : links) {
+      result.append(nb::make_tuple(l.from, l.to, l.push_gbps, l.pull_gbps, l.signal_us));
+    }
+    return result;
+  });
   m.def("cuda_heap_shutdown", &jflux_cuda_heap_shutdown);
   m.def("cuda_heap_test_hooks", [](bool skip_waits, int max_delay_us) {
     Check(jflux_cuda_heap_test_hooks(skip_waits, max_delay_us));
@@ -97,8 +117,8 @@ NB_MODULE(_jflux, m) {
     return fault == nullptr ? std::string() : std::string(fault);
   });
   m.def("cuda_channel_bytes",
-        [](const std::string& op, int64_t world, int64_t outer, int64_t inner, int64_t k,
-           int64_t n, int dtype, int out_dtype, bool transpose_rhs, int sm_count) {
+        [](const std::string& op, int64_t world, int64_t outer, int64_t inner, int64_t k, int64_t n,
+           int dtype, int out_dtype, bool transpose_rhs, int sm_count) {
           const JfluxProduct product{world, outer, inner, k, n, dtype, out_dtype, transpose_rhs};
           return jflux_cuda_channel_bytes(op.c_str(), &product, sm_count);
         });

@@ -68,8 +68,8 @@ const char* jflux_cpu_heap_init(const int64_t* devices, int num_devices, int64_t
 const char* jflux_cpu_heap_attach(const char* handle, const int64_t* devices, int num_devices,
                                   int has_table) {
   std::string error;
-  if (!g_heap->Attach(handle, std::vector<int64_t>(devices, devices + num_devices),
-                      has_table != 0, &error)) {
+  if (!g_heap->Attach(handle, std::vector<int64_t>(devices, devices + num_devices), has_table != 0,
+                      &error)) {
     return Reason(error);
   }
   return nullptr;
@@ -89,8 +89,8 @@ void jflux_cpu_heap_usage(int64_t* in_use, int64_t* touched) {
 
 void jflux_cpu_heap_test_hooks(int skip_waits, int max_delay_us) {
   if (g_heap == nullptr) return;
-  g_heap->hooks() = jflux::TestHooks{static_cast<uint32_t>(skip_waits),
-                                     static_cast<uint32_t>(max_delay_us)};
+  g_heap->hooks() =
+      jflux::TestHooks{static_cast<uint32_t>(skip_waits), static_cast<uint32_t>(max_delay_us)};
 }
 
 void jflux_cpu_heap_poison(void) {

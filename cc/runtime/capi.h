@@ -44,12 +44,24 @@ JFLUX_API void jflux_cpu_heap_poison(void);
 JFLUX_API void jflux_cpu_heap_usage(int64_t* in_use, int64_t* touched);
 
 // The heap on GPUs. Without CUDA in the build, each of these only says so.
-JFLUX_API const char* jflux_cuda_heap_init(const int* ordinals, const int64_t* ids,
-                                           int num_devices, int64_t heap_bytes, double deadline_s);
+JFLUX_API const char* jflux_cuda_heap_init(const int* ordinals, const int64_t* ids, int num_devices,
+                                           int64_t heap_bytes, double deadline_s);
 JFLUX_API const char* jflux_cuda_heap_export(int64_t id, char* handle, int handle_size);
 JFLUX_API const char* jflux_cuda_heap_attach(int64_t id, const char* handle);
+// A single process: makes sure that there is a channel; 0 if the heap has no room.
+JFLUX_API int jflux_cuda_heap_find_channel(const int64_t* groups, int count, int64_t total_bytes);
+JFLUX_API int64_t jflux_cuda_heap_taken(void);
+// Several processes: the place that they agreed on.
 JFLUX_API const char* jflux_cuda_heap_add_channel(const int64_t* groups, int count,
                                                   int64_t total_bytes, int64_t offset);
+// After all attachments: probes the links; fails if one cannot be trusted.
+JFLUX_API const char* jflux_cuda_heap_probe(void);
+typedef struct {
+  int64_t from, to;
+  double push_gbps, pull_gbps, signal_us;
+} JfluxLink;
+// Fills up to `capacity` links; returns how many there are.
+JFLUX_API int jflux_cuda_heap_links(JfluxLink* links, int capacity);
 JFLUX_API void jflux_cuda_heap_shutdown(void);
 JFLUX_API const char* jflux_cuda_heap_test_hooks(int skip_waits, int max_delay_us);
 JFLUX_API const char* jflux_cuda_heap_poison(void);

@@ -48,6 +48,15 @@ const char* jflux_cuda_heap_attach(int64_t id, const char* handle) {
   return CurrentHeapCuda()->Attach(id, handle, &error) ? nullptr : Reason(error);
 }
 
+int jflux_cuda_heap_find_channel(const int64_t* groups, int count, int64_t total_bytes) {
+  return CurrentHeapCuda()->FindChannel(groups, count, total_bytes).has_value();
+}
+
+int64_t jflux_cuda_heap_taken(void) {
+  const auto heap = CurrentHeapCuda();
+  return heap == nullptr ? 0 : heap->BytesTaken();
+}
+
 const char* jflux_cuda_heap_add_channel(const int64_t* groups, int count, int64_t total_bytes,
                                         int64_t offset) {
   std::string error;
@@ -55,6 +64,24 @@ const char* jflux_cuda_heap_add_channel(const int64_t* groups, int count, int64_
                                        offset, &error)
              ? nullptr
              : Reason(error);
+}
+
+const char* jflux_cuda_heap_probe(void) {
+  std::string error;
+  return CurrentHeapCuda()->Probe(&error) ? nullptr : Reason(error);
+}
+
+int jflux_cuda_heap_links(JfluxLink* links, int capacity) {
+  const auto heap = CurrentHeapCuda();
+  if (heap == nullptr) return 0;
+  int count = 0;
+  for (const jflux::Link& l : heap->links()) {
+    if (count < capacity) {
+      links[count] = JfluxLink{l.from, l.to, l.push_gbps, l.pull_gbps, l.signal_us};
+    }
+    ++count;
+  }
+  return count;
 }
 
 void jflux_cuda_heap_shutdown(void) { jflux::SetCurrentHeapCuda(nullptr); }
@@ -113,9 +140,13 @@ const char* jflux_cuda_heap_init(const int*, const int64_t*, int, int64_t, doubl
 }
 const char* jflux_cuda_heap_export(int64_t, char*, int) { return NotBuilt(); }
 const char* jflux_cuda_heap_attach(int64_t, const char*) { return NotBuilt(); }
+int jflux_cuda_heap_find_channel(const int64_t*, int, int64_t) { return 0; }
+int64_t jflux_cuda_heap_taken(void) { return 0; }
 const char* jflux_cuda_heap_add_channel(const int64_t*, int, int64_t, int64_t) {
   return NotBuilt();
 }
+const char* jflux_cuda_heap_probe(void) { return NotBuilt(); }
+int jflux_cuda_heap_links(JfluxLink*, int) { return 0; }
 void jflux_cuda_heap_shutdown(void) {}
 const char* jflux_cuda_heap_test_hooks(int, int) { return NotBuilt(); }
 const char* jflux_cuda_heap_poison(void) { return NotBuilt(); }

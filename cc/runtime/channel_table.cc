@@ -26,9 +26,9 @@ void ChannelTable::DropFreeAtEnd() {
   }
 }
 
-ChannelTable::Entry* ChannelTable::FindOrMake(
-    ChannelKey key, int32_t world, int64_t bytes, int64_t heap_bytes,
-    const std::function<void(int64_t, int64_t)>& clear) {
+ChannelTable::Entry* ChannelTable::FindOrMake(ChannelKey key, int32_t world, int64_t bytes,
+                                              int64_t heap_bytes,
+                                              const std::function<void(int64_t, int64_t)>& clear) {
   // Channels come in the sizes of ChannelLayout, and only an equal size will do: in another one,
   // signals would lie where data was.
   Entry* best = nullptr;
@@ -61,12 +61,12 @@ ChannelTable::Entry* ChannelTable::FindOrMake(
 }
 
 bool ChannelTable::Acquire(ChannelKey key, int32_t world, int64_t bytes, int64_t heap_bytes,
-                           uint64_t deadline_ns,
-                           const std::function<void(int64_t, int64_t)>& clear, ChannelLease* lease,
-                           std::string* error) {
+                           uint64_t deadline_ns, const std::function<void(int64_t, int64_t)>& clear,
+                           ChannelLease* lease, std::string* error) {
   if (bytes > heap_bytes) {
-    *error = "the call needs " + std::to_string(bytes) + " bytes of the symmetric heap, which has " +
-             std::to_string(heap_bytes) + "; call jflux.init(heap_bytes=...) with more";
+    *error = "the call needs " + std::to_string(bytes) +
+             " bytes of the symmetric heap, which has " + std::to_string(heap_bytes) +
+             "; call jflux.init(heap_bytes=...) with more";
     return false;
   }
   for (uint32_t turn = 0;; ++turn) {

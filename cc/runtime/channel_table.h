@@ -73,8 +73,8 @@ class ChannelTable {
 
   static constexpr int kEntries = 1024;
   uint64_t lock_;
-  int64_t end_;      // heap bytes that some entry covers
-  int64_t touched_;  // the largest end_ so far: beyond it memory is still zero
+  int64_t end_;          // heap bytes that some entry covers
+  int64_t touched_;      // the largest end_ so far: beyond it memory is still zero
   uint32_t last_epoch_;  // one count for all channels: a channel's own epochs have gaps, and may
                          // repeat a half, which is safe here: all ranks released it first
   Entry entries_[kEntries];

@@ -2,8 +2,8 @@
 
 #include <atomic>
 #include <chrono>
-#include <cstdio>
 #include <condition_variable>
+#include <cstdio>
 #include <deque>
 #include <map>
 #include <memory>
@@ -79,7 +79,11 @@ void RunRank(const std::shared_ptr<Cohort>& cohort, CpuCall& call) {
   }
   Fault fault{};
   uint64_t stop = 0;
-  const WaitContext ctx{&fault, &stop, cohort->deadline_ns, static_cast<uint32_t>(call.op), call.rank,
+  const WaitContext ctx{&fault,
+                        &stop,
+                        cohort->deadline_ns,
+                        static_cast<uint32_t>(call.op),
+                        call.rank,
                         hooks.skip_waits != 0};
   std::string error;
   if (!call.body(view, cohort->lease.epoch, ctx)) {
@@ -105,12 +109,10 @@ void RunCohort(const CallId& id, std::shared_ptr<HeapCpu> heap, std::vector<CpuC
   std::string error;
   const CpuCall& first = cohort->ranks.front();
   const auto world = static_cast<int32_t>(first.group.size());
-  if (!cohort->heap->table()->Acquire(KeyOf(id), world, first.bytes, cohort->heap->heap_bytes(),
-                                      deadline_ns,
-                                      [&](int64_t offset, int64_t bytes) {
-                                        cohort->heap->ClearSignals(offset, bytes);
-                                      },
-                                      &cohort->lease, &error)) {
+  if (!cohort->heap->table()->Acquire(
+          KeyOf(id), world, first.bytes, cohort->heap->heap_bytes(), deadline_ns,
+          [&](int64_t offset, int64_t bytes) { cohort->heap->ClearSignals(offset, bytes); },
+          &cohort->lease, &error)) {
     error = std::string("jflux.") + NameOf(first.op) + ": " + error;
     for (CpuCall& call : cohort->ranks) {
       RunOnPool([done = std::move(call.done), error] { done(error); });
@@ -220,9 +222,8 @@ void JoinCpuCall(CpuCall call) {
   auto ranks = std::make_shared<std::vector<CpuCall>>(std::move(pending.ranks));
   calls.pending.erase(id);
   lock.unlock();
-  RunOnPool([id, heap, ranks, deadline_ns] {
-    RunCohort(id, heap, std::move(*ranks), deadline_ns);
-  });
+  RunOnPool(
+      [id, heap, ranks, deadline_ns] { RunCohort(id, heap, std::move(*ranks), deadline_ns); });
 }
 
 }  // namespace jflux

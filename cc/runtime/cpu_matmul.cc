@@ -22,9 +22,9 @@ void MultiplyAs(const T* a, const T* w, int64_t ldw, bool transposed, int64_t ro
                 int64_t k, T* c) {
   const T* b = w;
   if (const Gemm<T> gemm = BlasOf(T{})) {
-    // OpenBLAS splits a larger product over threads of its own, one caller at a time, and its threads
-    // spin: eight ranks at once were 20 times slower (2048 x 48 x 128: 11.6 ms for 0.56, 2 cores).
-    // Up to this many multiplications it stays on the caller's thread (SMP_THRESHOLD_MIN *
+    // OpenBLAS splits a larger product over threads of its own, one caller at a time, and its
+    // threads spin: eight ranks at once were 20 times slower (2048 x 48 x 128: 11.6 ms for 0.56, 2
+    // cores). Up to this many multiplications it stays on the caller's thread (SMP_THRESHOLD_MIN *
     // GEMM_MULTITHREAD_THRESHOLD), and pieces of this size lose nothing to the whole.
     constexpr int64_t kSerial = 65536 * 4, kDepth = 256, kCols = 64;
     const int lda = static_cast<int>(k), ldb = static_cast<int>(ldw), ldc = static_cast<int>(cols);
@@ -48,7 +48,8 @@ void MultiplyAs(const T* a, const T* w, int64_t ldw, bool transposed, int64_t ro
   for (int64_t i = 0; i < rows; ++i) {
     for (int64_t j = 0; j < cols; ++j) {
       T sum = 0;
-      for (int64_t l = 0; l < k; ++l) sum += a[i * k + l] * (transposed ? b[j * ldw + l] : b[l * ldw + j]);
+      for (int64_t l = 0; l < k; ++l)
+        sum += a[i * k + l] * (transposed ? b[j * ldw + l] : b[l * ldw + j]);
       c[i * cols + j] = sum;
     }
   }

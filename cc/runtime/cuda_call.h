@@ -30,9 +30,10 @@ ffi::Error LaunchCudaCall(OpId op, int32_t ordinal, ffi::Span<const int64_t> gro
   const int64_t total_bytes = channel_of(device->sm_count).TotalBytes();
   const auto offset = heap->FindChannel(groups.begin(), groups.size(), total_bytes);
   if (!offset) {
-    return failed(name + "no channel of " + std::to_string(total_bytes) +
-                  " bytes was reserved for these devices; was the program compiled before "
-                  "jflux.shutdown()? Lower it again");
+    return failed(name + "the symmetric heap of " + std::to_string(heap->heap_bytes()) +
+                  " bytes has no channel of " + std::to_string(total_bytes) +
+                  " bytes for these devices; was the program compiled with a larger heap? Call "
+                  "jflux.init(heap_bytes=...)");
   }
   SymmetricView view{};
   view.rank = group->rank;

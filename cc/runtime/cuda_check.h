@@ -15,13 +15,13 @@ inline std::string CudaReason(const char* what, cudaError_t error) {
 }  // namespace jflux
 
 // Returns a false (or null) value from the caller, with the reason in *error.
-#define JFLUX_CUDA_OR_FALSE(call, error)                 \
-  do {                                                   \
-    const cudaError_t jflux_status = (call);             \
-    if (jflux_status != cudaSuccess) {                   \
+#define JFLUX_CUDA_OR_FALSE(call, error)                   \
+  do {                                                     \
+    const cudaError_t jflux_status = (call);               \
+    if (jflux_status != cudaSuccess) {                     \
       *(error) = ::jflux::CudaReason(#call, jflux_status); \
-      return {};                                         \
-    }                                                    \
+      return {};                                           \
+    }                                                      \
   } while (false)
 
 #endif  // JFLUX_RUNTIME_CUDA_CHECK_H_

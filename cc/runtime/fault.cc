@@ -26,12 +26,13 @@ std::string Describe(const Fault& fault, double deadline_s) {
                   op, fault.rank, EpochOf(fault.expected), SignatureOf(fault.expected), fault.peer,
                   EpochOf(fault.seen), SignatureOf(fault.seen), tile);
   } else {
-    std::snprintf(text, sizeof(text),
-                  "jflux.%s: rank %d waited %.3g s for rank %d (unit %lld of call %u; last heard of "
-                  "in call %u). Rank %d never made this call, died, or is slower than the deadline: "
-                  "see its log, or raise jflux.init(deadline_seconds=...).",
-                  op, fault.rank, deadline_s, fault.peer, tile, EpochOf(fault.expected),
-                  EpochOf(fault.seen), fault.peer);
+    std::snprintf(
+        text, sizeof(text),
+        "jflux.%s: rank %d waited %.3g s for rank %d (unit %lld of call %u; last heard of "
+        "in call %u). Rank %d never made this call, died, or is slower than the deadline: "
+        "see its log, or raise jflux.init(deadline_seconds=...).",
+        op, fault.rank, deadline_s, fault.peer, tile, EpochOf(fault.expected), EpochOf(fault.seen),
+        fault.peer);
   }
   return text;
 }

@@ -59,8 +59,8 @@ std::unique_ptr<HeapCpu> HeapCpu::Create(const std::vector<int64_t>& devices, in
   heap->heap_bytes_ = RoundUp<int64_t>(heap_bytes, 4096);
   heap->deadline_s_ = deadline_s;
   heap->fd_ = memfd_create("jflux-heap", MFD_CLOEXEC);
-  const int64_t size = (owns_table ? kTableBytes : 0) +
-                       heap->heap_bytes_ * static_cast<int64_t>(devices.size());
+  const int64_t size =
+      (owns_table ? kTableBytes : 0) + heap->heap_bytes_ * static_cast<int64_t>(devices.size());
   if (heap->fd_ < 0 || ftruncate(heap->fd_, size) != 0) {
     *error = Errno("cannot create a memory file of " + std::to_string(size) + " bytes");
     return nullptr;
@@ -75,15 +75,12 @@ HeapCpu::~HeapCpu() {
   if (fd_ >= 0) close(fd_);
 }
 
-std::string HeapCpu::Handle() const {
-  return std::to_string(getpid()) + ":" + std::to_string(fd_);
-}
+std::string HeapCpu::Handle() const { return std::to_string(getpid()) + ":" + std::to_string(fd_); }
 
-bool HeapCpu::Attach(const std::string& handle, const std::vector<int64_t>& devices,
-                     bool has_table, std::string* error) {
+bool HeapCpu::Attach(const std::string& handle, const std::vector<int64_t>& devices, bool has_table,
+                     std::string* error) {
   const size_t colon = handle.find(':');
-  const std::string path =
-      "/proc/" + handle.substr(0, colon) + "/fd/" + handle.substr(colon + 1);
+  const std::string path = "/proc/" + handle.substr(0, colon) + "/fd/" + handle.substr(colon + 1);
   const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
   if (fd < 0) {
     *error = Errno("cannot open a peer process's heap at " + path +

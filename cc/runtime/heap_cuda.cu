@@ -87,7 +87,7 @@ std::shared_ptr<HeapCuda> HeapCuda::Create(const std::vector<int>& ordinals,
       }
       cudaGetLastError();
     }
-    if (cudaMalloc(&device.heap, heap_bytes) != cudaSuccess) {
+    if (cudaMalloc(&device.heap, kDeviceStateBytes + heap_bytes + kProbeBytes) != cudaSuccess) {
       cudaGetLastError();
       size_t free_bytes = 0, total_bytes = 0;
       cudaMemGetInfo(&free_bytes, &total_bytes);
@@ -100,7 +100,7 @@ std::shared_ptr<HeapCuda> HeapCuda::Create(const std::vector<int>& ordinals,
     }
     heap->devices_.push_back(device);
     CudaDevice& kept = heap->devices_.back();
-    JFLUX_CUDA_OR_FALSE(cudaMemset(kept.heap, 0, heap_bytes), error);
+    JFLUX_CUDA_OR_FALSE(cudaMemset(kept.heap, 0, kDeviceStateBytes + heap_bytes), error);
     JFLUX_CUDA_OR_FALSE(
         cudaHostAlloc(reinterpret_cast<void**>(&kept.fault), sizeof(Fault), cudaHostAllocMapped),
         error);
@@ -163,8 +163,7 @@ bool HeapCuda::Attach(int64_t id, const std::string& handle, std::string* error)
   for (CudaDevice& device : devices_) {
     JFLUX_CUDA_OR_FALSE(cudaSetDevice(device.ordinal), error);
     void* address = nullptr;
-    const cudaError_t opened =
-        cudaIpcOpenMemHandle(&address, ipc, cudaIpcMemLazyEnablePeerAccess);
+    const cudaError_t opened = cudaIpcOpenMemHandle(&address, ipc, cudaIpcMemLazyEnablePeerAccess);
     if (opened != cudaSuccess) {
       *error = CudaReason("cudaIpcOpenMemHandle", opened) + " (for device " + std::to_string(id) +
                " on GPU " + std::to_string(device.ordinal) + ")";
@@ -176,19 +175,40 @@ bool HeapCuda::Attach(int64_t id, const std::string& handle, std::string* error)
   return true;
 }
 
+bool HeapCuda::Probe(std::string* error) {
+  links_.clear();
+  for (CudaDevice& device : devices_) {
+    JFLUX_CUDA_OR_FALSE(cudaSetDevice(device.ordinal), error);
+    int index = 0;  // of this device among all, so that no two probe the same area
+    for (const auto& [id, heap] : device.peers) index += id < device.id;
+    const int64_t area = kDeviceStateBytes + heap_bytes_ + (index % kProbeAreas) * kProbeAreaBytes;
+    for (const auto& [id, heap] : device.peers) {
+      if (id == device.id) continue;
+      links_.push_back(ProbeLink(device.id, id, device.heap + area, heap + area));
+      if (!links_.back().fault.empty()) {
+        *error = "the link from device " + std::to_string(device.id) + " to device " +
+                 std::to_string(id) + " cannot be trusted: " + links_.back().fault;
+        return false;
+      }
+    }
+  }
+  return true;
+}
+
 bool HeapCuda::AddChannel(const std::vector<int64_t>& groups, int64_t total_bytes, int64_t offset,
                           std::string* error) {
-  if (offset < kDeviceStateBytes || offset + total_bytes > heap_bytes_) {
+  if (offset < kDeviceStateBytes || offset + total_bytes > kDeviceStateBytes + heap_bytes_) {
     *error = "channel outside the heap";
     return false;
   }
   std::lock_guard<std::mutex> lock(mutex_);
   channels_.push_back(Channel{groups, total_bytes, offset});
+  taken_ = Max(taken_, offset - kDeviceStateBytes + total_bytes);
   return true;
 }
 
 std::optional<int64_t> HeapCuda::FindChannel(const int64_t* groups, size_t count,
-                                             int64_t total_bytes) const {
+                                             int64_t total_bytes) {
   std::lock_guard<std::mutex> lock(mutex_);
   for (const Channel& c : channels_) {
     if (c.total_bytes == total_bytes && c.groups.size() == count &&
@@ -196,7 +216,16 @@ std::optional<int64_t> HeapCuda::FindChannel(const int64_t* groups, size_t count
       return c.offset;
     }
   }
-  return std::nullopt;
+  if (!opened_.empty() || taken_ + total_bytes > heap_bytes_) return std::nullopt;
+  channels_.push_back(Channel{std::vector<int64_t>(groups, groups + count), total_bytes,
+                              kDeviceStateBytes + taken_});
+  taken_ += total_bytes;
+  return channels_.back().offset;
+}
+
+int64_t HeapCuda::BytesTaken() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return taken_;
 }
 
 CudaDevice* HeapCuda::DeviceOf(int ordinal) {
@@ -227,10 +256,20 @@ bool HeapCuda::Poison(std::string* error) {
     JFLUX_CUDA_OR_FALSE(cudaSetDevice(device.ordinal), error);
     JFLUX_CUDA_OR_FALSE(cudaDeviceSynchronize(), error);
     for (const Channel& c : channels_) {
-      const ChannelLayout layout = ChannelLayout::OfTotal(c.total_bytes);
+      // Another process may have begun to write the half of the next call; the half of the last
+      // finished one is safe.
+      ChannelHeader header;
       JFLUX_CUDA_OR_FALSE(
-          cudaMemset(device.heap + c.offset + layout.DataOffset(0), 0xff, 2 * layout.data_bytes),
+          cudaMemcpy(&header, device.heap + c.offset, sizeof(header), cudaMemcpyDeviceToHost),
           error);
+      const ChannelLayout layout = ChannelLayout::OfTotal(c.total_bytes);
+      char* base = device.heap + c.offset;
+      JFLUX_CUDA_OR_FALSE(
+          cudaMemset(base + layout.DataOffset(header.epoch), 0xff, layout.data_bytes), error);
+      if (opened_.empty()) {
+        JFLUX_CUDA_OR_FALSE(
+            cudaMemset(base + layout.DataOffset(header.epoch + 1), 0xff, layout.data_bytes), error);
+      }
     }
     JFLUX_CUDA_OR_FALSE(cudaDeviceSynchronize(), error);
   }

@@ -4,9 +4,9 @@
 // (back end `peer`); those of other processes of the host through CUDA IPC handles, which Python
 // carries (back end `ipc`). Nothing is allocated, opened or freed once calls run.
 //
-//   +-------------+-----------+-----------+---
-//   | DeviceState | channel   | channel   | ...    the same offsets on every device
-//   +-------------+-----------+-----------+---
+//   +-------------+-----------+-----------+-----+-------------+
+//   | DeviceState | channel   | channel   | ... | probe areas |   the same offsets on every device
+//   +-------------+-----------+-----------+-----+-------------+
 #ifndef JFLUX_RUNTIME_HEAP_CUDA_H_
 #define JFLUX_RUNTIME_HEAP_CUDA_H_
 
@@ -21,6 +21,7 @@
 #include "core/layout.h"
 #include "core/signal.h"
 #include "gpu/device_state.h"
+#include "runtime/link_probe.h"
 
 namespace jflux {
 
@@ -30,7 +31,7 @@ struct CudaDevice {
   int64_t id;  // global
   int sm_count;
   char* heap;
-  Fault* fault;  // host address; the kernels' address is in DeviceState
+  Fault* fault;                    // host address; the kernels' address is in DeviceState
   std::map<int64_t, char*> peers;  // every device's heap, as this one addresses it
 };
 
@@ -48,11 +49,18 @@ class HeapCuda {
   // Opens another process's heap on every local device.
   bool Attach(int64_t id, const std::string& handle, std::string* error);
 
-  // Gives the channels of this size of these groups their place; the same on all processes.
+  // Probes every local device's link to every peer. False if one cannot be trusted.
+  bool Probe(std::string* error);
+  const std::vector<Link>& links() const { return links_; }
+
+  // Gives the channels of this size of these groups a place that all processes have agreed on.
   bool AddChannel(const std::vector<int64_t>& groups, int64_t total_bytes, int64_t offset,
                   std::string* error);
-  std::optional<int64_t> FindChannel(const int64_t* groups, size_t count,
-                                     int64_t total_bytes) const;
+  // Where they are. In a single process a missing channel gets the next free place; nothing if the
+  // heap is full, or if several processes have yet to agree.
+  std::optional<int64_t> FindChannel(const int64_t* groups, size_t count, int64_t total_bytes);
+  // Bytes that channels have taken, of heap_bytes().
+  int64_t BytesTaken() const;
 
   CudaDevice* DeviceOf(int ordinal);
   double deadline_s() const { return deadline_s_; }
@@ -61,7 +69,7 @@ class HeapCuda {
   // A local device's fault as a sentence, if there is one.
   std::optional<std::string> FaultOf(const CudaDevice& device) const;
 
-  // Tests only.
+  // Tests only. Poison fills, between calls, what the last call of each channel left with NaN.
   bool SetHooks(const TestHooks& hooks, std::string* error);
   bool Poison(std::string* error);
 
@@ -77,9 +85,11 @@ class HeapCuda {
   int64_t heap_bytes_ = 0;
   double deadline_s_ = 0;
   std::vector<CudaDevice> devices_;
+  std::vector<Link> links_;
   std::vector<std::pair<int, void*>> opened_;  // (ordinal, address) of IPC mappings
   mutable std::mutex mutex_;
   std::vector<Channel> channels_;
+  int64_t taken_ = 0;
 };
 
 std::shared_ptr<HeapCuda> CurrentHeapCuda();

@@ -11,8 +11,7 @@ bool LoadKernels(std::string* error) {
 
 bool LoadKernel(const void* kernel, int smem_bytes, std::string* error) {
   JFLUX_CUDA_OR_FALSE(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes),
-      error);
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes), error);
   cudaFuncAttributes attributes;
   JFLUX_CUDA_OR_FALSE(cudaFuncGetAttributes(&attributes, kernel), error);
   return true;
@@ -44,8 +43,8 @@ bool EncodeTensorMap(CUtensorMap* map, DType dtype, const void* data,
     element_stride[i] = 1;
     if (i + 1 < rank) global_stride[i] = std::data(strides)[rank - 2 - i] * SizeOf(dtype);
   }
-  const auto type = dtype == DType::kF16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                         : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  const auto type =
+      dtype == DType::kF16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   const auto encode = EncodeFunction();
   const CUresult result =
       encode == nullptr

@@ -14,7 +14,7 @@ XLA_FFI_Error* MatmulReduceScatterCudaHandler(XLA_FFI_CallFrame* frame);
 
 struct Target {
   const char* name;
-  const char* platform;  // "cpu" or "CUDA"
+  const char* platform;          // "cpu" or "CUDA"
   XLA_FFI_Handler* instantiate;  // or null
   XLA_FFI_Handler* execute;
 };

@@ -72,6 +72,11 @@ def kernel_takes(x: Any, w: Any, out: np.dtype, world: int, platform: str) -> st
     return None
 
 
+def total_rows(x: Any) -> int:
+    """Rows of an array [..., rows, k], leading dimensions included."""
+    return math.prod(x.shape[:-1])
+
+
 def is_empty(x: Any, w: Any) -> bool:
     """Whether there is nothing to compute: `lax`'s collectives do not take empty operands."""
     return 0 in x.shape or 0 in w.shape

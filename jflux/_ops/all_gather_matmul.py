@@ -139,7 +139,7 @@ def all_gather_matmul(
         results = [_product.zeros(s, d, x) for s, d in _result_shapes(x, w, params)]
     else:
         results = differentiable(x, w, params)
-    return tuple(results) if return_gathered else results[0]
+    return (results[0], results[1]) if return_gathered else results[0]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -148,9 +148,8 @@ def differentiable(x: jax.Array, w: jax.Array, params: Params) -> list[jax.Array
 
 
 def _forward(x, w, params):
-    y, gathered = _primitive.bind(
-        x, w, params=dataclasses.replace(params, results=("y", "gathered"))
-    )
+    # `differentiable` and not the primitive, so that gradients have gradients.
+    y, gathered = differentiable(x, w, dataclasses.replace(params, results=("y", "gathered")))
     gathered = checkpoint_name(gathered, GATHERED)
     return [y, gathered][: len(params.results)], (gathered, w)
 
@@ -192,11 +191,9 @@ def weight_gradient(
     """``x^T @ dy`` over all leading dimensions: [k, n], or [n, k] with `transpose_rhs`."""
     rows = tuple(range(x.ndim - 1))
     lhs, rhs = (dy, x) if transpose_rhs else (x, dy)
-    accumulator = np.promote_types(dtype, np.float32)
-    dw = lax.dot_general(
-        lhs, rhs, ((rows, rows), ((), ())), precision=precision, preferred_element_type=accumulator
+    return lax.dot_general(
+        lhs, rhs, ((rows, rows), ((), ())), precision=precision, preferred_element_type=dtype
     )
-    return dw.astype(dtype)
 
 
 def _result_shapes(x, w, params):
@@ -227,6 +224,12 @@ def _rank_shape(x, params):
     return _product.outer_inner(x.shape, params.gather_dimension, 1)
 
 
+def _lax_is_faster(x, w, params, platform):
+    # 4 x H200, n = 49152, k = 12288: 1.12 of lax's time at m = 64, 1.00 at 512, .91 at 1024
+    # (bench/results). Fewer rows are bound by reading w, which cuBLAS does better so far.
+    return platform == "cuda" and _product.total_rows(x) * params.world < 512
+
+
 def _adapt(x, w, params, platform):
     if platform != "cuda":
         return None
@@ -254,13 +257,15 @@ _primitive = _ffi.make_primitive(
     rank_shape=_rank_shape,
     is_reference=_is_reference,
     not_fused=_not_fused,
+    lax_is_faster=_lax_is_faster,
     adapt=_adapt,
     batch=_batch,
 )
 
 
-def _drop_unused(used, eqn):
+def _drop_unused(used, *rest):
     """Recomputing under `jax.checkpoint` wants the gathered x alone: then no product is made."""
+    eqn = rest[-1]  # jax 0.12 passes which inputs are live before it
     params = eqn.params["params"]
     if not any(used):
         return [False, False], None

@@ -15,12 +15,12 @@
 namespace jflux {
 
 struct AllGatherMatmulParams {
-  Rows rows;            // of the gathered x
-  int64_t k;            // columns of x
-  int64_t n;            // columns of this rank's w
-  DType dtype;          // of x, w and the gathered x
-  DType out_dtype;      // of y
-  bool transpose_rhs;   // w is stored [n, k]
+  Rows rows;             // of the gathered x
+  int64_t k;             // columns of x
+  int64_t n;             // columns of this rank's w
+  DType dtype;           // of x, w and the gathered x
+  DType out_dtype;       // of y
+  bool transpose_rhs;    // w is stored [n, k]
   bool return_gathered;  // also write the gathered x
 
   int64_t ShardBytes() const { return rows.PerRank() * k * SizeOf(dtype); }
@@ -45,9 +45,8 @@ struct AllGatherLayout {
   int64_t shard_bytes;
 
   static AllGatherLayout Make(const AllGatherMatmulParams& p, int64_t chunk_bytes) {
-    return AllGatherLayout{p.rows.world,
-                           static_cast<int32_t>(CeilDiv(p.ShardBytes(), chunk_bytes)), chunk_bytes,
-                           p.ShardBytes()};
+    return AllGatherLayout{p.rows.world, static_cast<int32_t>(CeilDiv(p.ShardBytes(), chunk_bytes)),
+                           chunk_bytes, p.ShardBytes()};
   }
 
   // Offsets into a half's signals and a half's data.

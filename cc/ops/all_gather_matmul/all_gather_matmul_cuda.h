@@ -21,10 +21,9 @@ inline ChannelLayout AllGatherMatmulChannel(const AllGatherMatmulParams& p, int)
 }
 
 // Enqueues the call on `stream`.
-bool LaunchAllGatherMatmul(const AllGatherMatmulParams& params,
-                           const AllGatherMatmulArrays& arrays, const GemmChoice& choice,
-                           const CudaDevice& device, const SymmetricView& view,
-                           cudaStream_t stream, std::string* error);
+bool LaunchAllGatherMatmul(const AllGatherMatmulParams& params, const AllGatherMatmulArrays& arrays,
+                           const GemmChoice& choice, const CudaDevice& device,
+                           const SymmetricView& view, cudaStream_t stream, std::string* error);
 
 }  // namespace jflux
 

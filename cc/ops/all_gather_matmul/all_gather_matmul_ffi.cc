@@ -28,7 +28,9 @@ std::optional<AllGatherMatmulParams> ParamsOf(const ffi::AnyBuffer& x, const ffi
   p.out_dtype = *out_dtype;
   p.transpose_rhs = transpose_rhs;
   p.return_gathered = gathered;
-  const auto count = [](const ffi::AnyBuffer& b) { return static_cast<int64_t>(b.element_count()); };
+  const auto count = [](const ffi::AnyBuffer& b) {
+    return static_cast<int64_t>(b.element_count());
+  };
   if (p.rows.PerRank() == 0 || p.k == 0 || p.n == 0) return std::nullopt;
   if (count(x) != p.rows.PerRank() * p.k || count(w) != p.k * p.n ||
       count(y) != p.rows.Total() * p.n) {
@@ -82,16 +84,16 @@ constexpr auto Attributes = [](auto binding) {
       .RemainingRets();
 };
 
-XLA_FFI_DEFINE_HANDLER(kCpu, Cpu,
-                       Attributes(ffi::Ffi::Bind()
-                                      .Ctx<ffi::State<CallSite>>()
-                                      .Ctx<ffi::RunId>()
-                                      .Ctx<ffi::DeviceOrdinal>()));
+XLA_FFI_DEFINE_HANDLER(
+    kCpu, Cpu,
+    Attributes(
+        ffi::Ffi::Bind().Ctx<ffi::State<CallSite>>().Ctx<ffi::RunId>().Ctx<ffi::DeviceOrdinal>()));
 
 #ifdef JFLUX_WITH_CUDA
 ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Span<const int64_t> groups,
                 int64_t inner, int64_t outer, int64_t, bool transpose_rhs, int64_t world,
-                ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> y, ffi::RemainingRets rest) {
+                ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> y,
+                ffi::RemainingRets rest) {
   const auto p = ParamsOf(x, w, *y, world, outer, inner, transpose_rhs, rest.size() > 0);
   if (!p) return InvalidArgument("all_gather_matmul: operands do not fit");
   AllGatherMatmulArrays arrays{x.untyped_data(), w.untyped_data(), y->untyped_data(), nullptr};
@@ -107,8 +109,7 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Span<const int64_t> g
 
 XLA_FFI_DEFINE_HANDLER(
     kCuda, Cuda,
-    Attributes(
-        ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().Ctx<ffi::DeviceOrdinal>()),
+    Attributes(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().Ctx<ffi::DeviceOrdinal>()),
     {ffi::Traits::kCmdBufferCompatible});
 #endif
 

@@ -16,9 +16,7 @@ struct Instances {
 
 }  // namespace
 
-bool LoadAllGatherMatmulKernels(std::string* error) {
-  return LoadGemmInstances<Instances>(error);
-}
+bool LoadAllGatherMatmulKernels(std::string* error) { return LoadGemmInstances<Instances>(error); }
 
 bool LaunchAllGatherMatmul(const AllGatherMatmulParams& p, const AllGatherMatmulArrays& arrays,
                            const GemmChoice& choice, const CudaDevice& device,
@@ -40,14 +38,14 @@ bool LaunchAllGatherMatmul(const AllGatherMatmulParams& p, const AllGatherMatmul
   args.num_tiles = args.grid.tiles_m * args.grid.tiles_n;
   args.copy_own = p.rows.PerRank() % kGemmTileM != 0;
   args.out_f32 = p.out_dtype == DType::kF32;
-  if (!EncodeTensorMap(&args.x, p.dtype, arrays.x, {p.rows.PerRank(), p.k}, {p.k},
-                       {kGemmTileM, 64}, error)) {
+  if (!EncodeTensorMap(&args.x, p.dtype, arrays.x, {p.rows.PerRank(), p.k}, {p.k}, {kGemmTileM, 64},
+                       error)) {
     return false;
   }
   for (int half = 0; half < 2; ++half) {
     if (!EncodeTensorMap(&args.workspace[half], p.dtype,
-                         view.At(view.rank, args.channel.DataOffset(half)),
-                         {p.rows.Total(), p.k}, {p.k}, {kGemmTileM, 64}, error)) {
+                         view.At(view.rank, args.channel.DataOffset(half)), {p.rows.Total(), p.k},
+                         {p.k}, {kGemmTileM, 64}, error)) {
       return false;
     }
   }

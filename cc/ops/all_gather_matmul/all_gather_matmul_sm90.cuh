@@ -27,7 +27,7 @@ struct AllGatherMatmulArgs {
   TileGrid grid;  // of cluster tiles
   const void* x_data;
   void* y;
-  void* gathered;   // or null
+  void* gathered;  // or null
   int64_t k, n;
   uint32_t signature, op;
   int32_t num_tiles;
@@ -68,7 +68,8 @@ struct AllGatherMatmulSm90 {
       const int64_t begin = (Max(s.first, src * per_rank) - src * per_rank) * row_bytes;
       const int64_t end = (Min(s.last, (src + 1) * per_rank) - src * per_rank) * row_bytes;
       const int64_t last_chunk = (end - 1) / args.layout.chunk_bytes;
-      for (int64_t c = begin / args.layout.chunk_bytes + threadIdx.x % 32; c <= last_chunk; c += 32) {
+      for (int64_t c = begin / args.layout.chunk_bytes + threadIdx.x % 32; c <= last_chunk;
+           c += 32) {
         AwaitPeer(call, SignalOf(args, call, args.view.rank, src, c), src, c);
       }
     }
@@ -98,8 +99,8 @@ struct AllGatherMatmulSm90 {
   }
   static __device__ char* ChunkOf(const Args& args, const CallContext& call, int rank, int src,
                                   int64_t chunk) {
-    return args.view.At(
-        rank, args.channel.DataOffset(call.epoch) + args.layout.ChunkOffset(src, chunk));
+    return args.view.At(rank,
+                        args.channel.DataOffset(call.epoch) + args.layout.ChunkOffset(src, chunk));
   }
 
   // Units: first (peer, chunk) to send, then (source, chunk) to copy into `gathered`. Nothing that
@@ -153,8 +154,8 @@ struct AllGatherMatmulSm90 {
     const int64_t begin = chunk * args.layout.chunk_bytes, end = begin + bytes;
     for (int64_t at = begin; at < end;) {
       const int64_t o = at / block, stop = Min(end, (o + 1) * block);
-      ptx::BulkStore(static_cast<char*>(args.gathered) +
-                         (o * args.rows.world + src) * block + (at - o * block),
+      ptx::BulkStore(static_cast<char*>(args.gathered) + (o * args.rows.world + src) * block +
+                         (at - o * block),
                      smem + static_cast<uint32_t>(at - begin), static_cast<uint32_t>(stop - at));
       at = stop;
     }

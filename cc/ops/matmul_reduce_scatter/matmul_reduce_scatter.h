@@ -58,8 +58,8 @@ struct ReduceScatterLayout {
     l.parts = parts;
     l.rows_per_rank = p.rows.PerRank();
     for (int r = 0; r < l.world; ++r) {
-      const int32_t rows = LastTileOf(r, l.rows_per_rank, tile_m) -
-                           FirstTileOf(r, l.rows_per_rank, tile_m) + 1;
+      const int32_t rows =
+          LastTileOf(r, l.rows_per_rank, tile_m) - FirstTileOf(r, l.rows_per_rank, tile_m) + 1;
       l.slots = Max(l.slots, rows * l.tiles_n);
     }
     l.slot_bytes = static_cast<int64_t>(tile_m) * tile_n * SizeOf(p.out_dtype);

@@ -57,9 +57,8 @@ struct Body {
     for (int64_t i = FirstRow(view.rank, s); i < LastRow(view.rank, s); ++i) {
       std::memset(sum.data(), 0, sum.size());
       for (int src = 0; src < view.world; ++src) {
-        const char* part = src == view.rank
-                               ? product
-                               : view.At(view.rank, data + layout.SlotOffset(src, slot));
+        const char* part =
+            src == view.rank ? product : view.At(view.rank, data + layout.SlotOffset(src, slot));
         Accumulate(part + i * row_bytes, p.out_dtype, sum.data(), sum_dtype, s.cols);
       }
       const int64_t own_row = s.row0 + i - view.rank * p.rows.PerRank();

@@ -12,7 +12,8 @@
 namespace jflux {
 namespace {
 
-// x [..., k] of this rank, w and the result y -> what to compute; empty if they do not fit together.
+// x [..., k] of this rank, w and the result y -> what to compute; empty if they do not fit
+// together.
 std::optional<MatmulReduceScatterParams> ParamsOf(const ffi::AnyBuffer& x, const ffi::AnyBuffer& w,
                                                   const ffi::AnyBuffer& y, int64_t world,
                                                   int64_t outer, int64_t inner,
@@ -27,7 +28,9 @@ std::optional<MatmulReduceScatterParams> ParamsOf(const ffi::AnyBuffer& x, const
   p.dtype = *dtype;
   p.out_dtype = *out_dtype;
   p.transpose_rhs = transpose_rhs;
-  const auto count = [](const ffi::AnyBuffer& b) { return static_cast<int64_t>(b.element_count()); };
+  const auto count = [](const ffi::AnyBuffer& b) {
+    return static_cast<int64_t>(b.element_count());
+  };
   if (p.rows.PerRank() == 0 || p.k == 0 || p.n == 0) return std::nullopt;
   if (count(x) != p.rows.Total() * p.k || count(w) != p.k * p.n ||
       count(y) != p.rows.PerRank() * p.n) {
@@ -79,11 +82,10 @@ constexpr auto Attributes = [](auto binding) {
       .template Ret<ffi::AnyBuffer>();
 };
 
-XLA_FFI_DEFINE_HANDLER(kCpu, Cpu,
-                       Attributes(ffi::Ffi::Bind()
-                                      .Ctx<ffi::State<CallSite>>()
-                                      .Ctx<ffi::RunId>()
-                                      .Ctx<ffi::DeviceOrdinal>()));
+XLA_FFI_DEFINE_HANDLER(
+    kCpu, Cpu,
+    Attributes(
+        ffi::Ffi::Bind().Ctx<ffi::State<CallSite>>().Ctx<ffi::RunId>().Ctx<ffi::DeviceOrdinal>()));
 
 #ifdef JFLUX_WITH_CUDA
 ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Span<const int64_t> groups,
@@ -103,8 +105,7 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Span<const int64_t> g
 
 XLA_FFI_DEFINE_HANDLER(
     kCuda, Cuda,
-    Attributes(
-        ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().Ctx<ffi::DeviceOrdinal>()),
+    Attributes(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().Ctx<ffi::DeviceOrdinal>()),
     {ffi::Traits::kCmdBufferCompatible});
 #endif
 

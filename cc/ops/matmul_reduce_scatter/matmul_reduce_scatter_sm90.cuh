@@ -78,8 +78,8 @@ struct MatmulReduceScatterSm90 {
   static __device__ Signal* SignalOf(const Args& args, const CallContext& call, int dst, int src,
                                      int32_t block_m, int32_t tile_n, int consumer) {
     const int32_t slot = args.layout.SlotOf(dst, Tile{block_m, tile_n});
-    return args.view.template At<Signal>(dst, args.channel.SignalOffset(call.epoch) +
-                                                  args.layout.SignalOffset(src, slot, consumer));
+    return args.view.template At<Signal>(
+        dst, args.channel.SignalOffset(call.epoch) + args.layout.SignalOffset(src, slot, consumer));
   }
 
   // Where piece 0 of this thread's row half lies in the slot. A piece is 16 bytes; pieces of one
@@ -155,8 +155,7 @@ struct MatmulReduceScatterSm90 {
 
   static __device__ void Epilogue(const Args& args, const CallContext& call,
                                   const GemmSmem<Config>& smem, float (&acc)[Config::kTileN / 2],
-                                  int32_t block_m, int32_t tile_n, int consumer,
-                                  uint32_t turn) {
+                                  int32_t block_m, int32_t tile_n, int consumer, uint32_t turn) {
     const int thread = threadIdx.x % 128, lane = thread % 32;
     const int64_t row0 = static_cast<int64_t>(block_m) * Config::kTileM + consumer * 64;
     const int64_t total = args.rows.Total();
@@ -182,13 +181,13 @@ struct MatmulReduceScatterSm90 {
     }
     __syncwarp();
     Reduce(args, call, acc, block_m, tile_n, consumer);
-    StoreBlock<T, Config::kTileN>(
-        acc, smem.Epilogue(consumer), 1 + consumer, args.y, args.out_f32, args.n,
-        static_cast<int64_t>(tile_n) * Config::kTileN, [&](int r) {
-          const int64_t row = row0 + r;
-          const bool own = row < total && args.rows.OwnerOf(row) == rank;
-          return own ? (row - rank * args.rows.PerRank()) * args.n : -1;
-        });
+    StoreBlock<T, Config::kTileN>(acc, smem.Epilogue(consumer), 1 + consumer, args.y, args.out_f32,
+                                  args.n, static_cast<int64_t>(tile_n) * Config::kTileN,
+                                  [&](int r) {
+                                    const int64_t row = row0 + r;
+                                    const bool own = row < total && args.rows.OwnerOf(row) == rank;
+                                    return own ? (row - rank * args.rows.PerRank()) * args.n : -1;
+                                  });
   }
 
   // acc = sum over ranks, in rank order; the own part takes its place in it unrounded. Rows that

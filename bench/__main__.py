@@ -1,0 +1,113 @@
+"""Times the ops on this host's GPUs and writes the figures as JSON.
+
+python -m bench --ranks 4 --lists flux,attention --out bench/results/4xh200.json
+python -m bench --ranks 4 --processes 4 ...      one process per GPU
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import itertools
+import json
+import os
+import pathlib
+import platform
+import socket
+import subprocess
+import sys
+
+os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", ".6")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ranks", type=int, required=True)
+    parser.add_argument("--processes", type=int, default=1, help="1, or one for each rank")
+    parser.add_argument("--lists", default="flux", help="of bench/shapes.py, comma-separated")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--out", type=pathlib.Path)
+    parser.add_argument("--process", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.processes not in (1, args.ranks):
+        parser.error(f"--processes={args.processes} must be 1 or --ranks={args.ranks}")
+    return args
+
+
+def spawn(args: argparse.Namespace) -> int:
+    """Runs this program once for each rank; the first one writes the result."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    command = [sys.executable, "-m", "bench", *sys.argv[1:], "--port", str(port), "--process"]
+    children = []
+    for process in range(args.processes):
+        output = None if process == 0 else subprocess.DEVNULL
+        children.append(subprocess.Popen([*command, str(process)], stdout=output))
+    return max(child.wait() for child in children)
+
+
+def machine(ranks: int, processes: int) -> dict:
+    import jax
+    import jaxlib
+
+    import jflux
+
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "-i", "0"]
+    driver = subprocess.run(query, capture_output=True, text=True).stdout.strip()
+    return {
+        "gpus": f"{ranks} x {jax.devices()[0].device_kind}",
+        "processes": processes,
+        "driver": driver,
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "jflux": jflux.__version__,
+        "python": platform.python_version(),
+        "date": datetime.date.today().isoformat(),
+        "environment": {k: v for k, v in os.environ.items() if k.startswith(("NCCL_", "XLA_"))},
+    }
+
+
+def main() -> int:
+    args = parse()
+    if args.processes > 1 and args.process is None:
+        return spawn(args)
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh
+
+    if args.process is not None:
+        jax.distributed.initialize(
+            f"127.0.0.1:{args.port}", args.processes, args.process, local_device_ids=[args.process]
+        )
+
+    import jflux
+
+    from . import harness, shapes
+
+    jflux.init(heap_bytes=4 << 30)
+    jflux.config.update(strict=True)
+    mesh = Mesh(np.array(jax.devices()[: args.ranks]), ("tp",))
+    rows = []
+    print(harness.HEADING, flush=True)
+    for shape in itertools.chain(*(shapes.LISTS[name] for name in args.lists.split(","))):
+        # Rows that the ranks do not divide are an error, in lax too: take the next that they do.
+        shape = dataclasses.replace(shape, m=-(-shape.m // args.ranks) * args.ranks)
+        timings = harness.measure(shape, mesh, args.rounds)
+        rows.append(
+            dataclasses.asdict(shape)
+            | {name: dataclasses.asdict(timing) for name, timing in timings.items()}
+        )
+        print(harness.line(shape, args.ranks, timings), flush=True)
+    if args.out is not None and jax.process_index() == 0:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        result = {"machine": machine(args.ranks, args.processes), "rows": rows}
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,141 @@
+"""Draws docs/img: in which order four ranks compute their tiles. Needs matplotlib.
+
+The two orders repeat cc/core/tile_order.h for one tile column; tests/test_docs.py compares them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+
+matplotlib.rcParams.update({"svg.hashsalt": "jflux", "font.size": 10})
+
+WORLD = 4
+COLORS = ("#8ecae6", "#ffd166", "#95d5b2", "#f4a6a6")  # of the rank that owns a row
+
+
+def tile_rows(rows_per_rank: int, tile_m: int) -> int:
+    return -(-WORLD * rows_per_rank // tile_m)
+
+
+def gather_order(rank: int, rows_per_rank: int, tile_m: int) -> list[int]:
+    """GatherTile: tile rows in the order in which all_gather_matmul computes them."""
+    tiles = tile_rows(rows_per_rank, tile_m)
+    start = -(-rank * rows_per_rank // tile_m) % tiles
+    return [(start + t) % tiles for t in range(tiles)]
+
+
+def scatter_order(rank: int, rows_per_rank: int, tile_m: int) -> list[int]:
+    """ScatterTile: the same for matmul_reduce_scatter."""
+    tiles = tile_rows(rows_per_rank, tile_m)
+    begin, end = rank * rows_per_rank, (rank + 1) * rows_per_rank
+    first, last = begin // tile_m, (end - 1) // tile_m
+    own = list(range(first, last + 1))
+    shared = [t for t in own if len(owners(t, rows_per_rank, tile_m)) > 1]
+    others = [(last + 1 + t) % tiles for t in range(tiles - len(own))]
+    return others + shared + [t for t in own if t not in shared]
+
+
+def owners(tile: int, rows_per_rank: int, tile_m: int) -> list[int]:
+    """The ranks that own rows of a tile."""
+    last_row = min((tile + 1) * tile_m, WORLD * rows_per_rank) - 1
+    return list(range(tile * tile_m // rows_per_rank, last_row // rows_per_rank + 1))
+
+
+def draw_tiles(axes: Axes, orders: list[list[int]], rows_per_rank: int, tile_m: int) -> None:
+    """A line per rank, a box per tile, in the colours of the ranks that own its rows."""
+    for rank, order in enumerate(orders):
+        for t, tile in enumerate(order):
+            whose = owners(tile, rows_per_rank, tile_m)
+            for i, owner in enumerate(whose):
+                at = (t, rank + 0.6 * i / len(whose))
+                axes.add_patch(Rectangle(at, 1, 0.6 / len(whose), color=COLORS[owner], lw=0))
+            heavy = rank in whose
+            axes.add_patch(
+                Rectangle((t, rank), 1, 0.6, fill=False, lw=2 if heavy else 0.6, zorder=3 + heavy)
+            )
+            axes.text(t + 0.5, rank + 0.3, str(tile), ha="center", va="center", zorder=5)
+    count = len(orders[0])
+    axes.set(xlim=(-0.05, count + 0.05), ylim=(WORLD - 0.05, -0.1))
+    axes.set_yticks([r + 0.3 for r in range(WORLD)], [f"rank {r}" for r in range(WORLD)])
+    axes.set_xticks([])
+    axes.tick_params(length=0)
+    axes.set_xlabel("time →")
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+
+
+def note(axes: Axes, first: int, last: int, rank: int, text: str) -> None:
+    """Text below a rank's tiles first .. last."""
+    axes.plot([first + 0.05, last + 0.95], [rank + 0.67] * 2, color="0.45", lw=1)
+    axes.text((first + last + 1) / 2, rank + 0.82, text, ha="center", va="center", size=7.5)
+
+
+def add_legend(figure: Figure, box: str) -> None:
+    handles = [Rectangle((0, 0), 1, 1, color=c) for c in COLORS]
+    handles.append(Rectangle((0, 0), 1, 1, fill=False, lw=2))
+    names = [f"rows of rank {r}" for r in range(WORLD)] + [box]
+    figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False)
+
+
+def tile_order() -> Figure:
+    """Two tile rows for each rank."""
+    rows, tile_m = 2, 1
+    figure = Figure(figsize=(10.5, 4.1), layout="constrained")
+    gather, scatter = figure.subplots(1, 2)
+
+    draw_tiles(gather, [gather_order(r, rows, tile_m) for r in range(WORLD)], rows, tile_m)
+    gather.set_title("all_gather_matmul: own rows first")
+    for rank in range(WORLD):
+        note(gather, 0, 1, rank, "reads x")
+        for step in range(1, WORLD):
+            source = (rank + step) % WORLD
+            note(gather, 2 * step, 2 * step + 1, rank, f"reads what {source} sent")
+
+    draw_tiles(scatter, [scatter_order(r, rows, tile_m) for r in range(WORLD)], rows, tile_m)
+    scatter.set_title("matmul_reduce_scatter: own rows last")
+    for rank in range(WORLD):
+        for step in range(1, WORLD):
+            peer = (rank + step) % WORLD
+            note(scatter, 2 * step - 2, 2 * step - 1, rank, f"sends to {peer}")
+        note(scatter, 6, 7, rank, "adds up, writes y")
+    add_legend(figure, "tile row with own rows")
+    return figure
+
+
+def straddling() -> Figure:
+    """Tiles of three rows, five rows for each rank."""
+    rows, tile_m = 5, 3
+    figure = Figure(figsize=(10.5, 4.1), layout="constrained")
+    axes = figure.subplots()
+    orders = [scatter_order(r, rows, tile_m) for r in range(WORLD)]
+    draw_tiles(axes, orders, rows, tile_m)
+    axes.set_title("matmul_reduce_scatter, five rows per rank, tiles of three rows")
+    for rank, order in enumerate(orders):
+        kinds = [(len(owners(t, rows, tile_m)), rank in owners(t, rows, tile_m)) for t in order]
+        own = [i for i, (_, mine) in enumerate(kinds) if mine]
+        shared = [i for i in own if kinds[i][0] > 1]
+        alone = [i for i in own if kinds[i][0] == 1]
+        note(axes, 0, own[0] - 1, rank, "sends, waits for nobody")
+        peers = [p for i in shared for p in owners(order[i], rows, tile_m) if p != rank]
+        if shared:
+            names = " and ".join(map(str, peers))
+            order_of = ", ascending" if len(shared) > 1 else ""
+            note(axes, shared[0], shared[-1], rank, f"shared with {names}{order_of}")
+        note(axes, alone[0], alone[-1], rank, "own rows only")
+    add_legend(figure, "tile row with own rows")
+    return figure
+
+
+def main() -> None:
+    folder = Path(__file__).parent / "img"
+    for draw in (tile_order, straddling):
+        draw().savefig(folder / f"{draw.__name__}.svg", metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""``python -m jflux.doctor``: what jflux finds on this machine, and what it will do with it."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import jflux
+
+from . import _heap, _jflux, testing
+from ._ops import _product
+
+
+def _versions() -> Iterator[str]:
+    build = "with CUDA kernels" if _jflux.built_with_cuda() else "without CUDA kernels"
+    try:
+        from ._build_info import CUDA_DETAIL
+
+        build += f" ({CUDA_DETAIL})"
+    except ImportError:
+        pass
+    yield f"jflux {jflux.__version__}, built {build}"
+    yield (
+        f"jax {jax.__version__}, jaxlib {jaxlib.__version__}, "
+        f"Python {platform.python_version()}, {platform.system()} {platform.machine()}"
+    )
+
+
+def _devices() -> Iterator[str]:
+    devices = jax.devices()
+    kinds = sorted({d.device_kind for d in devices})
+    yield (
+        f"devices: {len(devices)} x {', '.join(kinds)} ({jax.default_backend()}), "
+        f"{jax.process_count()} process(es)"
+    )
+
+
+def _heap_lines() -> Iterator[str]:
+    name = _heap._default_platform()
+    if name not in ("cpu", "cuda"):
+        yield f"heap: none; on {name} every op takes its lax reference"
+        return
+    if name == "cuda" and (reason := _heap._why_no_cuda()):
+        yield f"heap: none: {reason}"
+        return
+    try:
+        jflux.init()
+    except Exception as error:  # whatever it is, the user should read it here
+        yield f"heap: FAILED: {error}"
+        return
+    mib = _heap.heap_bytes(name) >> 20
+    yield (
+        f"heap: back end {_heap.backend_in_use()}, {mib} MiB per device, "
+        f"{_heap.usage(name) >> 20} MiB taken, deadline {_heap.deadline_seconds():g} s"
+    )
+    links = _jflux.cuda_heap_links()
+    for source in sorted({link[0] for link in links}):
+        mine = [link for link in links if link[0] == source]
+        peers = ", ".join(f"{to}: {push:.0f}/{pull:.0f}" for _, to, push, pull, _ in mine)
+        slowest = max(us for *_, us in mine)
+        yield (
+            f"  links of device {source}, push/pull GB/s to device {peers}; "
+            f"flag there and back {slowest:.1f} us; copies verified"
+        )
+
+
+def _try(op: str, dtype: jnp.dtype) -> str:
+    """Runs the op on all devices: "ok", or what went wrong."""
+    devices = jax.devices()[: _product.MAX_RANKS]
+    ranks = len(devices)
+    mesh = Mesh(np.array(devices), ("tp",))
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((8 * ranks, 16 * ranks)).astype(dtype)
+    w = rng.standard_normal((16 * ranks, 8 * ranks)).astype(dtype)
+    gathers = op == "all_gather_matmul"
+    f = jax.shard_map(
+        lambda x, w: getattr(jflux, op)(x, w, axis_name="tp", precision="highest"),
+        mesh=mesh,
+        in_specs=(P("tp"), P(None, "tp")) if gathers else (P(None, "tp"), P("tp")),
+        out_specs=P(None, "tp") if gathers else P("tp"),
+    )
+    y = np.asarray(jax.jit(f)(x, w))
+    x64, w64 = x.astype(np.float64), w.astype(np.float64)
+    testing.assert_close(y, x64 @ w64, np.abs(x64) @ np.abs(w64), dtype, 16 * ranks)
+    return "ok"
+
+
+def _ops() -> Iterator[str]:
+    name = _heap._default_platform()
+    ranks = jax.device_count()
+    for op in ("all_gather_matmul", "matmul_reduce_scatter"):
+        for dtype in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64):
+            if dtype == jnp.float64 and not jax.config.read("jax_enable_x64"):
+                continue
+            spec = jax.ShapeDtypeStruct((8, 8), dtype)
+            if ranks == 1:
+                why: str | None = "one device: a plain product"
+            elif name not in ("cpu", "cuda"):
+                why = f"no kernels for {name}"
+            else:
+                why = _product.kernel_takes(spec, spec, np.dtype(dtype), min(ranks, 8), name)
+                why = why or (_heap._why_no_cuda() if name == "cuda" else None)
+            path = f"reference ({why})" if why else "fused"
+            try:
+                # Other processes would have to take part in a trial.
+                verdict = _try(op, dtype) if jax.process_count() == 1 else "not tried"
+            except Exception as error:
+                verdict = f"FAILED: {error}"
+            yield f"  {op:22} {np.dtype(dtype).name:9} {path}: {verdict}"
+
+
+def report() -> Iterator[str]:
+    """The lines that the command prints."""
+    yield from _versions()
+    yield from _devices()
+    yield from _heap_lines()
+    yield "ops on these devices:"
+    yield from _ops()
+
+
+def main() -> int:
+    jflux.config.update(always=True)  # tiny operands would take lax
+    failed = False
+    for line in report():
+        print(line, flush=True)
+        failed |= "FAILED" in line
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
