@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import functools
 import hashlib
@@ -342,6 +341,3 @@ def _store() -> Any:
             "processes meet through its key-value store"
         )
     return client
-
-
-atexit.register(shutdown)

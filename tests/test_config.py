@@ -61,6 +61,42 @@ def test_fused_off_takes_the_reference_silently(caplog):
     assert fused_calls(compiled_text(lambda *a: f(*a), *args)) == ["all_gather_matmul"]
 
 
+def test_switches_reach_functions_that_are_already_compiled():
+    """One jitted function, in and out of other settings: each use is lowered for its own."""
+    call, mesh = Call("all_gather_matmul", dtype=jnp.bfloat16), make_mesh((2,))
+    args = operands(call, mesh, "tp")
+    f = jax.jit(per_device(mesh, call.bind("tp")))
+
+    def ops():
+        return fused_calls(f.lower(*args).compile().as_text())
+
+    for _ in range(2):
+        assert ops() == ["all_gather_matmul"]
+        with jflux.config(fused=False):
+            assert ops() == []
+    assert ops() == ["all_gather_matmul"]
+
+    g = jax.jit(per_device(mesh, CALL.bind("tp")))
+    integers = operands(CALL, mesh, "tp")
+    with jflux.config(strict=False):
+        jax.block_until_ready(g(*integers))
+    with pytest.raises(NotImplementedError, match="strict"):
+        g(*integers)
+
+
+def test_update_reaches_functions_that_are_already_compiled():
+    call, mesh = Call("all_gather_matmul", dtype=jnp.bfloat16), make_mesh((2,))
+    args = operands(call, mesh, "tp")
+    f = jax.jit(per_device(mesh, call.bind("tp")))
+    try:
+        for fused, want in ((True, ["all_gather_matmul"]), (False, []), (True, [call.op])):
+            jflux.config.update(fused=fused)
+            jax.block_until_ready(f(*args))
+            assert fused_calls(f.lower(*args).compile().as_text()) == want
+    finally:
+        jflux.config.update(fused=True)
+
+
 def test_context_restores_nested_and_after_errors():
     assert jflux.config.strict  # by the fixture
     with jflux.config(strict=False):

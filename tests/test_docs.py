@@ -23,8 +23,8 @@ def test_the_samples_of_the_readme_run():
     """All of them, one after the other, as one program."""
     pytest.importorskip("flax")
     blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
-    assert len(blocks) >= 4
-    checks = ["assert abs(y - plain).max() < 0.05", "assert h.shape == (256 * n, 256 * n)"]
+    assert len(blocks) >= 3
+    checks = ["assert abs(y - plain).max() < 0.05", "assert jnp.isfinite(h).all()"]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     done = subprocess.run(
         [sys.executable, "-c", "\n".join([*blocks, *checks])],
@@ -89,3 +89,10 @@ def test_pictures_show_the_orders_of_the_kernels(tmp_path):
                     want = [int(tile) for tile in next(at).split()]
                     assert order(rank, rows, tile_m) == want, (rows, tile_m, rank, order)
     assert next(at, None) is None
+
+
+def test_performance_is_what_the_results_say():
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.render", "--check"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -23,6 +23,7 @@ namespace {
 using CallId = std::tuple<int64_t, uint64_t, std::vector<int64_t>, int64_t>;
 
 struct Pending {
+  std::shared_ptr<HeapCpu> heap;
   std::vector<CpuCall> ranks;
   uint64_t deadline_ns = 0;
 };
@@ -152,11 +153,14 @@ void Watch() {
     calls.changed.wait_for(lock, std::chrono::milliseconds(200));
     const auto heap = CurrentHeapCpu();
     for (auto it = calls.pending.begin(); it != calls.pending.end();) {
-      if (heap == nullptr || NowNs() < it->second.deadline_ns) {
+      const bool gone = heap == nullptr || heap != it->second.heap;
+      if (!gone && NowNs() < it->second.deadline_ns) {
         ++it;
         continue;
       }
-      const std::string error = MissingRanks(it->first, it->second, heap->deadline_s(), *heap);
+      const std::string error =
+          gone ? "jflux: the symmetric heap was shut down while a call waited for its other ranks"
+               : MissingRanks(it->first, it->second, heap->deadline_s(), *heap);
       for (CpuCall& call : it->second.ranks) {
         RunOnPool([done = std::move(call.done), error] { done(error); });
       }
@@ -214,6 +218,7 @@ void JoinCpuCall(CpuCall call) {
   }
   Pending& pending = calls.pending[id];
   if (pending.ranks.empty()) {
+    pending.heap = heap;
     pending.deadline_ns = NowNs() + static_cast<uint64_t>(heap->deadline_s() * 1e9);
   }
   pending.ranks.push_back(std::move(call));

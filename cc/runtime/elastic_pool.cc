@@ -1,5 +1,6 @@
 #include "runtime/elastic_pool.h"
 
+#include <cfenv>
 #include <chrono>
 #include <condition_variable>
 #include <deque>
@@ -16,6 +17,10 @@ struct Pool {
   size_t idle = 0;
 
   void Work() {
+    // A thread inherits its starter's rounding and flushing of denormals, and starters differ:
+    // XLA's threads flush, Python's do not. The same call must give the same bits whoever started
+    // this.
+    std::fesetenv(FE_DFL_ENV);
     std::unique_lock<std::mutex> lock(mutex);
     for (;;) {
       ++idle;

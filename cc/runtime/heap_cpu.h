@@ -1,8 +1,8 @@
 // The symmetric heap in host memory: one segment per rank (CPU device), plus one channel table.
 //
-// One process: anonymous memory. Several processes of one machine: each process makes one memory
-// file for the segments of its own devices, and maps the others' through /proc; nothing is left
-// behind when a process is killed. The channel table lives in the first process's file.
+// Each process makes one memory file for the segments of its own devices, and maps those of the
+// machine's other processes through /proc; nothing is left behind when a process is killed. The
+// channel table lives in the first process's file.
 #ifndef JFLUX_RUNTIME_HEAP_CPU_H_
 #define JFLUX_RUNTIME_HEAP_CPU_H_
 

@@ -225,9 +225,12 @@ def _rank_shape(x, params):
 
 
 def _lax_is_faster(x, w, params, platform):
-    # 4 x H200, n = 49152, k = 12288: 1.12 of lax's time at m = 64, 1.00 at 512, .91 at 1024
-    # (bench/results). Fewer rows are bound by reading w, which cuBLAS does better so far.
-    return platform == "cuda" and _product.total_rows(x) * params.world < 512
+    # n = 49152, k = 12288 (bench/results, docs/design/0003). 4 x H200: 1.12 of lax's time at
+    # m = 64, 1.03 at 512, .90 at 1024; 2 x H200: .92 at 512. With rows that are not whole tiles,
+    # each tile row sweeps over w by itself: 3 x H200: 1.19 at 1026, .98 at 2049.
+    rows = _product.total_rows(x)
+    ragged = rows % _product.CUDA_TILE_ROWS != 0
+    return platform == "cuda" and (rows < 256 or (ragged and rows * params.world < 2048))
 
 
 def _adapt(x, w, params, platform):
