@@ -90,11 +90,19 @@ def test_ranks_that_disagree_on_shapes():
     )
 
 
+@pytest.mark.skipif(PLATFORM == "gpu", reason="a launch that failed ends CUDA in its process")
 def test_the_process_goes_on_after_an_error():
     _, output = _fault("after_an_error")
     assert "right after the error" in output
 
 
+@pytest.mark.skipif(PLATFORM == "gpu", reason="a failed GPU's peers hang in XLA's own psum")
 def test_other_calls_in_flight_when_one_fails():
     error, _ = _fault("others_in_flight")
     assert re.search(r"waited 2 s for rank 0\b", error)
+
+
+def test_a_program_that_ends_with_calls_in_flight():
+    for _ in range(3):
+        output = run_alone("ends_in_flight", platform=PLATFORM, devices=min(RANKS, 8), timeout=60)
+        assert "the end" in output

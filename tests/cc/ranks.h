@@ -241,8 +241,9 @@ inline std::vector<std::string> RunRanks(PlainHeap& heap, const std::vector<Call
         }
         const uint32_t epoch = options.first_epoch + static_cast<uint32_t>(i);
         Fault fault{};
+        uint64_t stop = 0;
         const uint64_t deadline = NowNs() + static_cast<uint64_t>(options.deadline_s * 1e9);
-        const WaitContext ctx{&fault, deadline, /*op=*/0, rank, /*skip=*/false};
+        const WaitContext ctx{&fault, &stop, deadline, /*op=*/0, rank, /*skip=*/false};
         if (!calls[i]->Run(heap.View(rank), epoch, ctx)) {
           errors[rank] = Describe(fault, options.deadline_s);
         } else if (options.poison) {

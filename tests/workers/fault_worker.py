@@ -122,7 +122,17 @@ def others_in_flight():
     attempt(sharded(body), *operands())
 
 
+def ends_in_flight():
+    """The program ends, in the ordinary way, while calls run."""
+    f, args = sharded(gather), operands(k=256, n=512)
+    for _ in range(4):
+        f(*args)
+    print("the end", flush=True)
+    sys.exit(0)
+
+
 SCENARIOS = {
+    "ends_in_flight": ends_in_flight,
     "gather_without_rank_1": lambda: rank_never_calls(gather, 1),
     "scatter_without_rank_0": lambda: rank_never_calls(scatter, 0),
     "one_call_too_few": one_call_too_few,
@@ -133,6 +143,7 @@ SCENARIOS = {
 
 if __name__ == "__main__":
     jflux.init(deadline_seconds=DEADLINE)
+    jflux.config.update(strict=True, always=True)
     SCENARIOS[sys.argv[1]]()
     sys.stdout.flush()
     os._exit(0)  # devices may be stuck in a collective of XLA's

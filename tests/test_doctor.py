@@ -1,0 +1,37 @@
+"""python -m jflux.doctor, as a user runs it."""
+
+import re
+import subprocess
+import sys
+
+from harness import PLATFORM, RANKS
+from workers.common import environment
+
+
+def _doctor(devices: int) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "jflux.doctor"],
+        env=environment(PLATFORM, devices), timeout=120, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def test_what_it_says():
+    output = _doctor(min(RANKS, 4))
+    assert re.search(r"^jflux \S+, built with", output, re.M)
+    assert re.search(r"^jax \S+, jaxlib \S+, Python \S+", output, re.M)
+    backend = "peer" if PLATFORM == "gpu" else "cpu"
+    assert re.search(rf"^heap: back end {backend}, \d+ MiB per device, \d+ MiB taken", output, re.M)
+    for op in ("all_gather_matmul", "matmul_reduce_scatter"):
+        for dtype in ("bfloat16", "float16"):
+            assert re.search(rf"^  {op} +{dtype} +fused: ok$", output, re.M), output
+    if PLATFORM == "gpu":
+        assert re.search(r"links of device 0, .* to device \d+: \d+/\d+", output)
+        assert re.search(r"float32 +reference \(float32 operands on cuda", output)
+
+
+def test_one_device():
+    if PLATFORM == "cpu":
+        assert "reference (one device: a plain product): ok" in _doctor(1)
