@@ -9,6 +9,8 @@ if _GPUS == 1:
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
+# Nothing here uses NVLink multicast, so NCCL need not set it up either.
+os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 # Some tests start processes that use the same GPUs.
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", ".25")
 

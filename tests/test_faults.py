@@ -90,6 +90,14 @@ def test_ranks_that_disagree_on_shapes():
     )
 
 
+def test_ranks_that_make_equal_calls_in_different_orders():
+    """Shapes and types agree, so only the call site tells one from the other."""
+    error, _ = _fault("different_orders")
+    assert re.search(
+        r"jflux\.all_gather_matmul: rank [0-9, ]+ (waited 2 s for|expects call)", error
+    )
+
+
 @pytest.mark.skipif(PLATFORM == "gpu", reason="a launch that failed ends CUDA in its process")
 def test_the_process_goes_on_after_an_error():
     _, output = _fault("after_an_error")

@@ -26,7 +26,7 @@ def _all_right(scenarios, processes, devices=1):
 
 @pytest.mark.parametrize("processes, devices", [(2, 1), (4, 1), (2, 2)])
 def test_values(processes, devices):
-    _all_right("values,training", processes, devices)
+    _all_right("values,loops,training", processes, devices)
 
 
 @pytest.mark.parametrize("processes, devices", [(2, 2), (4, 1)])

@@ -42,9 +42,10 @@ inline GemmChoice ChooseGemm(int64_t m, int64_t n, int sm_count) {
   return best;
 }
 
-// The configuration decides how data travels, so ranks must agree on it too.
-inline uint32_t SignatureOf(uint32_t call, const GemmChoice& c) {
-  return SignatureBuilder().Add(call).Add(c.tile_n).Add(c.cluster_m).Get();
+// The configuration decides how data travels, so ranks must agree on it too. `site` tells equal
+// calls of a program apart, which ranks could otherwise make in different orders.
+inline uint32_t SignatureOf(uint32_t call, int64_t site, const GemmChoice& c) {
+  return SignatureBuilder().Add(call).Add(site).Add(c.tile_n).Add(c.cluster_m).Get();
 }
 
 // An all-gather's groups must not reach beyond one rank's rows: they would wait for rows of the

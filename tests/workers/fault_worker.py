@@ -96,6 +96,29 @@ def different_shapes():
     attempt(sharded(body), *operands())
 
 
+def different_orders():
+    """Rank 0 makes two calls of the same shape in the opposite order."""
+
+    def body(x, w):
+        def first(x, w):
+            return gather(x, w)
+
+        def second(x, w):
+            return gather(-x, w)
+
+        def forth(x, w):
+            y = first(x, w)
+            return second(x + y[: x.shape[0], :1], w)
+
+        def back(x, w):
+            y = second(x, w)
+            return first(x + y[: x.shape[0], :1], w)
+
+        return lax.cond(is_rank(0), back, forth, x, w)
+
+    attempt(sharded(body), *operands())
+
+
 def after_an_error():
     """The process goes on: calls after the failed one are right."""
     rank_never_calls(gather, 1)
@@ -137,6 +160,7 @@ SCENARIOS = {
     "scatter_without_rank_0": lambda: rank_never_calls(scatter, 0),
     "one_call_too_few": one_call_too_few,
     "different_shapes": different_shapes,
+    "different_orders": different_orders,
     "after_an_error": after_an_error,
     "others_in_flight": others_in_flight,
 }

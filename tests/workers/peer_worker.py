@@ -172,6 +172,46 @@ def training():
         assert abs(got / float(want) - 1).max() < 0.05, (got, want)
 
 
+def loops():
+    """One call site again and again, whose result the next call takes: a process may be in the next
+    iteration while its peer still works on this one. Signed permutations, so every bit is known."""
+    ranks, rows, k, steps = len(jax.devices()), 2, 16, 60
+    mesh = Mesh(np.array(jax.devices()), ("tp",))
+    rng = np.random.default_rng(0)
+    x = normal(0, (ranks, rows, k))
+    w = np.stack([np.eye(k)[rng.permutation(k)] * rng.choice([-1, 1], k) for _ in range(ranks)])
+    w = w.astype(x.dtype)
+
+    def from_next_rank(h, w):
+        y = jflux.all_gather_matmul(h, w, axis_name="tp")
+        return lax.dynamic_slice_in_dim(y, (lax.axis_index("tp") + 1) % ranks * rows, rows)
+
+    def to_next_rank(h, w):
+        blocks = jnp.zeros((ranks, rows, k), h.dtype)
+        blocks = lax.pcast(blocks, "tp", to="varying")
+        blocks = blocks.at[(lax.axis_index("tp") + 1) % ranks].set(h)
+        return jflux.matmul_reduce_scatter(blocks.reshape(-1, k), w, axis_name="tp")
+
+    for hop, sender in ((from_next_rank, 1), (to_next_rank, -1)):
+
+        def body(x, w, hop=hop):
+            return lax.scan(lambda h, _: (hop(h, w[0]), None), x[0], length=steps)[0][None]
+
+        want = x
+        for _ in range(steps):
+            moved = np.roll(want, -sender, axis=0)
+            # The weight is the receiver's in one case and the sender's in the other.
+            weights = w if sender == 1 else np.roll(w, 1, axis=0)
+            want = np.einsum("rik,rkn->rin", moved.astype(np.float32), weights.astype(np.float32))
+            want = want.astype(x.dtype)
+        f = shard_map(mesh, body, (P("tp"), P("tp")), P("tp"))
+        arrays = [put(mesh, P("tp"), a) for a in (x, w)]
+        with testing.planted_faults(max_delay_us=500):
+            for _ in range(3):
+                for shard in f(*arrays).addressable_shards:
+                    np.testing.assert_array_equal(np.asarray(shard.data), want[shard.index])
+
+
 def local_calls():
     """Calls over one process's devices, unknown to the others, between common ones."""
     everyone = Mesh(np.array(jax.devices()), ("tp",))
@@ -260,6 +300,7 @@ SCENARIOS = {
     "values": values,
     "groups": groups,
     "training": training,
+    "loops": loops,
     "local_calls": local_calls,
     "again": again,
     "exit": functools.partial(dies, "exit", "all_gather_matmul"),

@@ -22,7 +22,7 @@ inline ChannelLayout AllGatherMatmulChannel(const AllGatherMatmulParams& p, int)
 
 // Enqueues the call on `stream`.
 bool LaunchAllGatherMatmul(const AllGatherMatmulParams& params, const AllGatherMatmulArrays& arrays,
-                           const GemmChoice& choice, const CudaDevice& device,
+                           const GemmChoice& choice, int64_t site, const CudaDevice& device,
                            const SymmetricView& view, cudaStream_t stream, std::string* error);
 
 }  // namespace jflux

@@ -19,7 +19,7 @@ struct Instances {
 bool LoadAllGatherMatmulKernels(std::string* error) { return LoadGemmInstances<Instances>(error); }
 
 bool LaunchAllGatherMatmul(const AllGatherMatmulParams& p, const AllGatherMatmulArrays& arrays,
-                           const GemmChoice& choice, const CudaDevice& device,
+                           const GemmChoice& choice, int64_t site, const CudaDevice& device,
                            const SymmetricView& view, cudaStream_t stream, std::string* error) {
   AllGatherMatmulArgs args{};
   args.layout = AllGatherLayout::Make(p, kCudaChunkBytes);
@@ -33,7 +33,7 @@ bool LaunchAllGatherMatmul(const AllGatherMatmulParams& p, const AllGatherMatmul
   args.gathered = arrays.gathered;
   args.k = p.k;
   args.n = p.n;
-  args.signature = SignatureOf(p.Signature(), choice);
+  args.signature = SignatureOf(p.Signature(), site, choice);
   args.op = static_cast<uint32_t>(OpId::kAllGatherMatmul);
   args.num_tiles = args.grid.tiles_m * args.grid.tiles_n;
   args.copy_own = p.rows.PerRank() % kGemmTileM != 0;

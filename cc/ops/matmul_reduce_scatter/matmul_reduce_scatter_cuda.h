@@ -24,7 +24,7 @@ inline ChannelLayout MatmulReduceScatterChannel(const MatmulReduceScatterParams&
 // Enqueues the call on `stream`. With outer > 1, inner must be a multiple of kGemmTileM.
 bool LaunchMatmulReduceScatter(const MatmulReduceScatterParams& params,
                                const MatmulReduceScatterArrays& arrays, const GemmChoice& choice,
-                               const CudaDevice& device, const SymmetricView& view,
+                               int64_t site, const CudaDevice& device, const SymmetricView& view,
                                cudaStream_t stream, std::string* error);
 
 }  // namespace jflux

@@ -89,7 +89,7 @@ XLA_FFI_DEFINE_HANDLER(
 
 #ifdef JFLUX_WITH_CUDA
 ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Span<const int64_t> groups,
-                int64_t inner, int64_t outer, int64_t, bool transpose_rhs, int64_t world,
+                int64_t inner, int64_t outer, int64_t site, bool transpose_rhs, int64_t world,
                 ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> y) {
   const auto p = ParamsOf(x, w, *y, world, outer, inner, transpose_rhs);
   if (!p) return InvalidArgument("matmul_reduce_scatter: operands do not fit");
@@ -99,7 +99,7 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Span<const int64_t> g
       [&](int sm_count) { return MatmulReduceScatterChannel(*p, sm_count); },
       [&](const CudaDevice& device, const SymmetricView& view, std::string* error) {
         const GemmChoice choice = ChooseGemm(p->rows.Total(), p->n, device.sm_count);
-        return LaunchMatmulReduceScatter(*p, arrays, choice, device, view, stream, error);
+        return LaunchMatmulReduceScatter(*p, arrays, choice, site, device, view, stream, error);
       });
 }
 

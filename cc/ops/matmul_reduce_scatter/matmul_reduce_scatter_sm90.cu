@@ -22,7 +22,7 @@ bool LoadMatmulReduceScatterKernels(std::string* error) {
 
 bool LaunchMatmulReduceScatter(const MatmulReduceScatterParams& p,
                                const MatmulReduceScatterArrays& arrays, const GemmChoice& choice,
-                               const CudaDevice& device, const SymmetricView& view,
+                               int64_t site, const CudaDevice& device, const SymmetricView& view,
                                cudaStream_t stream, std::string* error) {
   MatmulReduceScatterArgs args{};
   args.layout = CudaLayoutOf(p, choice);
@@ -34,7 +34,7 @@ bool LaunchMatmulReduceScatter(const MatmulReduceScatterParams& p,
   args.y = arrays.y;
   args.k = p.k;
   args.n = p.n;
-  args.signature = SignatureOf(p.Signature(), choice);
+  args.signature = SignatureOf(p.Signature(), site, choice);
   args.op = static_cast<uint32_t>(OpId::kMatmulReduceScatter);
   args.num_tiles = args.grid.tiles_m * args.grid.tiles_n;
   args.out_f32 = p.out_dtype == DType::kF32;
