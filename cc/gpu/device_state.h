@@ -9,10 +9,34 @@
 
 namespace jflux {
 
+// What jflux.timeline shows: one piece of work of one role of a kernel.
+enum class EventKind : uint16_t {
+  kWaitRows = 0,   // a loader, for a tile's rows: a = tile row
+  kMultiply = 1,   // a consumer: a = tile row, b = tile column
+  kEpilogue = 2,   // likewise, with what follows
+  kWaitParts = 3,  // within an epilogue, for the peers' partial tiles
+  kSend = 4,       // a sender: a = peer, b = chunk
+};
+
+struct TimelineEvent {
+  uint64_t begin_ns, end_ns;  // the GPU's global timer
+  uint32_t call;              // the channel's epoch
+  uint16_t kind, sm;
+  int32_t a, b;
+};
+static_assert(sizeof(TimelineEvent) == 32);
+
+struct Timeline {
+  TimelineEvent* events;  // null: nobody records
+  uint32_t* count;        // how many there would be with room for all
+  uint32_t capacity;
+};
+
 struct DeviceState {
   Fault* fault;          // in host memory: readable while a kernel runs, and after it trapped
   uint64_t deadline_ns;  // how long a wait may last
   TestHooks hooks;
+  Timeline timeline;
 };
 
 inline constexpr int64_t kDeviceStateBytes = 4096;  // channels start behind it

@@ -24,6 +24,7 @@
 #include "core/tile_order.h"
 #include "gpu/device_state.h"
 #include "gpu/ptx.cuh"
+#include "gpu/timeline.cuh"
 #include "gpu/wgmma.cuh"
 
 namespace jflux {
@@ -107,6 +108,13 @@ struct CallContext {
   WaitContext wait;
   uint32_t epoch;
   Signal signal;
+  const DeviceState* state;
+  bool recording;
+
+  __device__ __forceinline__ uint64_t Start() const { return recording ? NowNs() : 0; }
+  __device__ __forceinline__ void Done(EventKind kind, uint64_t start, int32_t a, int32_t b) const {
+    Record(state, recording, kind, start, epoch, a, b);
+  }
 };
 
 template <typename Args>
@@ -116,6 +124,8 @@ __device__ __forceinline__ CallContext MakeContext(const Args& args) {
   auto* header = args.view.template At<ChannelHeader>(args.view.rank, 0);
   call.epoch = header->epoch + 1;
   call.signal = MakeSignal(call.epoch, args.signature);
+  call.state = args.state;
+  call.recording = state.timeline.events != nullptr;
   const uint64_t start = NowNs();
   call.wait = WaitContext{state.fault, &header->stop,  start + state.deadline_ns,
                           args.op,     args.view.rank, state.hooks.skip_waits != 0};
@@ -238,9 +248,11 @@ __device__ __forceinline__ void RunLoader(const typename Op::Args& args,
     if (leads && lane == 0) taken = static_cast<int32_t>(atomicAdd(next_tile, 1));
     const Tile tile = Op::TileAt(args, t);
     const int32_t block_m = tile.m * Config::kClusterM + static_cast<int32_t>(cta);
+    const uint64_t start = call.Start();
     Op::WaitForRows(args, call, block_m);
     __syncwarp();
     if (lane == 0) {
+      call.Done(EventKind::kWaitRows, start, block_m, tile.n);
       const auto source = Op::SourceOf(args, call, block_m);
       for (int k0 = 0; k0 < args.k; k0 += Config::kTileK) {
         ptx::MbarrierWait(smem.Empty(stages.index), stages.parity ^ 1);
@@ -281,6 +293,8 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args,
 #pragma unroll
     for (int i = 0; i < Config::kTileN / 2; ++i) acc[i] = 0;
     int last = -1;
+    if (call.recording) ptx::MbarrierWait(smem.Full(stages.index), stages.parity);
+    uint64_t start = call.Start();
     for (int kb = 0; kb < k_blocks; ++kb) {
       ptx::MbarrierWait(smem.Full(stages.index), stages.parity);
       wgmma::Pin(acc);
@@ -297,7 +311,11 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args,
     wgmma::Pin(acc);
     release(last);
     const int32_t block_m = tile.m * Config::kClusterM + static_cast<int32_t>(cta);
+    const bool records = call.recording && threadIdx.x % 128 == 0;
+    if (records) call.Done(EventKind::kMultiply, start, block_m, tile.n);
+    start = call.Start();
     Op::Epilogue(args, call, smem, acc, block_m, tile.n, consumer, turn);
+    if (records) call.Done(EventKind::kEpilogue, start, block_m, tile.n);
     turn ^= 1;
   }
 }

@@ -3,6 +3,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <stdexcept>
 
 #include "runtime/capi.h"
@@ -112,6 +113,17 @@ NB_MODULE(_jflux, m) {
     Check(jflux_cuda_heap_test_hooks(skip_waits, max_delay_us));
   });
   m.def("cuda_heap_poison", [] { Check(jflux_cuda_heap_poison()); });
+  m.def("cuda_timeline_start",
+        [](int64_t capacity) { Check(jflux_cuda_timeline_start(capacity)); });
+  // The events as bytes, and how many found no room.
+  m.def("cuda_timeline_read", [](int64_t id, int64_t capacity) {
+    std::vector<JfluxEvent> events(capacity);
+    int64_t count = 0;
+    Check(jflux_cuda_timeline_read(id, events.data(), capacity, &count));
+    const int64_t kept = std::min(count, capacity);
+    return nb::make_tuple(nb::bytes(events.data(), kept * sizeof(JfluxEvent)), count - kept);
+  });
+  m.def("cuda_timeline_stop", [] { Check(jflux_cuda_timeline_stop()); });
   m.def("cuda_heap_fault", [] {
     const char* fault = jflux_cuda_heap_fault();
     return fault == nullptr ? std::string() : std::string(fault);

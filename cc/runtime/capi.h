@@ -68,6 +68,19 @@ JFLUX_API const char* jflux_cuda_heap_poison(void);
 // The fault of one of this process's GPUs, or null.
 JFLUX_API const char* jflux_cuda_heap_fault(void);
 
+// The kernels' record of what they do (gpu/device_state.h); between calls only.
+typedef struct {
+  uint64_t begin_ns, end_ns;
+  uint32_t call;
+  uint16_t kind, sm;
+  int32_t a, b;
+} JfluxEvent;
+JFLUX_API const char* jflux_cuda_timeline_start(int64_t capacity);
+// Copies up to `capacity` events of a device; *count is how many there were.
+JFLUX_API const char* jflux_cuda_timeline_read(int64_t id, JfluxEvent* events, int64_t capacity,
+                                               int64_t* count);
+JFLUX_API const char* jflux_cuda_timeline_stop(void);
+
 // What a call needs of the heap: the size of its channel in bytes, or -1 for an unknown op.
 typedef struct {
   int64_t world, outer, inner, k, n;

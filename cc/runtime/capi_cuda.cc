@@ -1,4 +1,5 @@
 // The GPU part of the C interface.
+#include <algorithm>
 #include <cstring>
 #include <memory>
 #include <string>
@@ -100,6 +101,30 @@ const char* jflux_cuda_heap_poison(void) {
   return CurrentHeapCuda()->Poison(&error) ? nullptr : Reason(error);
 }
 
+const char* jflux_cuda_timeline_start(int64_t capacity) {
+  std::string error;
+  const auto heap = CurrentHeapCuda();
+  return heap->StartTimeline(static_cast<uint32_t>(capacity), &error) ? nullptr : Reason(error);
+}
+
+const char* jflux_cuda_timeline_read(int64_t id, JfluxEvent* events, int64_t capacity,
+                                     int64_t* count) {
+  static_assert(sizeof(JfluxEvent) == sizeof(jflux::TimelineEvent));
+  std::vector<jflux::TimelineEvent> recorded;
+  uint32_t missed = 0;
+  std::string error;
+  if (!CurrentHeapCuda()->ReadTimeline(id, &recorded, &missed, &error)) return Reason(error);
+  *count = static_cast<int64_t>(recorded.size()) + missed;
+  const auto copied = std::min<size_t>(recorded.size(), capacity);
+  std::memcpy(events, recorded.data(), copied * sizeof(JfluxEvent));
+  return nullptr;
+}
+
+const char* jflux_cuda_timeline_stop(void) {
+  std::string error;
+  return CurrentHeapCuda()->StopTimeline(&error) ? nullptr : Reason(error);
+}
+
 const char* jflux_cuda_heap_fault(void) {
   const auto heap = CurrentHeapCuda();
   if (heap == nullptr) return nullptr;
@@ -150,6 +175,9 @@ int jflux_cuda_heap_links(JfluxLink*, int) { return 0; }
 void jflux_cuda_heap_shutdown(void) {}
 const char* jflux_cuda_heap_test_hooks(int, int) { return NotBuilt(); }
 const char* jflux_cuda_heap_poison(void) { return NotBuilt(); }
+const char* jflux_cuda_timeline_start(int64_t) { return NotBuilt(); }
+const char* jflux_cuda_timeline_read(int64_t, JfluxEvent*, int64_t, int64_t*) { return NotBuilt(); }
+const char* jflux_cuda_timeline_stop(void) { return NotBuilt(); }
 const char* jflux_cuda_heap_fault(void) { return nullptr; }
 int64_t jflux_cuda_channel_bytes(const char*, const JfluxProduct*, int) { return -1; }
 int64_t jflux_cuda_first_channel(void) { return 0; }

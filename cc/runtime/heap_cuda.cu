@@ -250,6 +250,59 @@ bool HeapCuda::SetHooks(const TestHooks& hooks, std::string* error) {
   return true;
 }
 
+bool HeapCuda::StartTimeline(uint32_t capacity, std::string* error) {
+  if (!StopTimeline(error)) return false;
+  for (CudaDevice& device : devices_) {
+    Timeline& t = device.timeline;
+    t.capacity = capacity;
+    JFLUX_CUDA_OR_FALSE(cudaSetDevice(device.ordinal), error);
+    JFLUX_CUDA_OR_FALSE(cudaMalloc(&t.events, capacity * sizeof(TimelineEvent)), error);
+    JFLUX_CUDA_OR_FALSE(cudaMalloc(&t.count, sizeof(*t.count)), error);
+    JFLUX_CUDA_OR_FALSE(cudaMemset(t.count, 0, sizeof(*t.count)), error);
+    JFLUX_CUDA_OR_FALSE(cudaMemcpy(device.heap + offsetof(DeviceState, timeline), &t, sizeof(t),
+                                   cudaMemcpyHostToDevice),
+                        error);
+  }
+  return true;
+}
+
+bool HeapCuda::ReadTimeline(int64_t id, std::vector<TimelineEvent>* events, uint32_t* missed,
+                            std::string* error) {
+  events->clear();
+  *missed = 0;
+  for (CudaDevice& device : devices_) {
+    const Timeline& t = device.timeline;
+    if (device.id != id || t.events == nullptr) continue;
+    JFLUX_CUDA_OR_FALSE(cudaSetDevice(device.ordinal), error);
+    JFLUX_CUDA_OR_FALSE(cudaDeviceSynchronize(), error);
+    uint32_t count = 0;
+    JFLUX_CUDA_OR_FALSE(cudaMemcpy(&count, t.count, sizeof(count), cudaMemcpyDeviceToHost), error);
+    events->resize(Min(count, t.capacity));
+    *missed = count - static_cast<uint32_t>(events->size());
+    JFLUX_CUDA_OR_FALSE(cudaMemcpy(events->data(), t.events, events->size() * sizeof(TimelineEvent),
+                                   cudaMemcpyDeviceToHost),
+                        error);
+  }
+  return true;
+}
+
+bool HeapCuda::StopTimeline(std::string* error) {
+  for (CudaDevice& device : devices_) {
+    Timeline& t = device.timeline;
+    if (t.events == nullptr) continue;
+    const Timeline none{};
+    JFLUX_CUDA_OR_FALSE(cudaSetDevice(device.ordinal), error);
+    JFLUX_CUDA_OR_FALSE(cudaDeviceSynchronize(), error);
+    JFLUX_CUDA_OR_FALSE(cudaMemcpy(device.heap + offsetof(DeviceState, timeline), &none,
+                                   sizeof(none), cudaMemcpyHostToDevice),
+                        error);
+    JFLUX_CUDA_OR_FALSE(cudaFree(t.events), error);
+    JFLUX_CUDA_OR_FALSE(cudaFree(t.count), error);
+    t = none;
+  }
+  return true;
+}
+
 bool HeapCuda::Poison(std::string* error) {
   std::lock_guard<std::mutex> lock(mutex_);
   for (CudaDevice& device : devices_) {

@@ -32,6 +32,7 @@ struct CudaDevice {
   int sm_count;
   char* heap;
   Fault* fault;                    // host address; the kernels' address is in DeviceState
+  Timeline timeline;               // device addresses
   std::map<int64_t, char*> peers;  // every device's heap, as this one addresses it
 };
 
@@ -68,6 +69,14 @@ class HeapCuda {
 
   // A local device's fault as a sentence, if there is one.
   std::optional<std::string> FaultOf(const CudaDevice& device) const;
+
+  // Has all kernels record what they do, up to `capacity` events for each device; StopTimeline
+  // frees the events. Between calls only.
+  bool StartTimeline(uint32_t capacity, std::string* error);
+  // What a local device has recorded. `*missed` events found no room.
+  bool ReadTimeline(int64_t id, std::vector<TimelineEvent>* events, uint32_t* missed,
+                    std::string* error);
+  bool StopTimeline(std::string* error);
 
   // Tests only. Poison fills, between calls, what the last call of each channel left with NaN.
   bool SetHooks(const TestHooks& hooks, std::string* error);

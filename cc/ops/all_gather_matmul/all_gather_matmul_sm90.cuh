@@ -129,6 +129,7 @@ struct AllGatherMatmulSm90 {
         AwaitPeer(call, SignalOf(args, call, rank, src, chunk), src, chunk);
         ptx::FenceProxyAsync();
       }
+      const uint64_t start = call.Start();
       ptx::MbarrierArriveExpectTx(smem.SendFull(), bytes);
       ptx::BulkLoad(smem.SendBuffer(), from, bytes, smem.SendFull());
       ptx::MbarrierWait(smem.SendFull(), parity);
@@ -143,6 +144,7 @@ struct AllGatherMatmulSm90 {
       if (sending) {
         ptx::FenceProxyAsync();
         StoreRelease(SignalOf(args, call, peer, rank, chunk), call.signal);
+        call.Done(EventKind::kSend, start, peer, static_cast<int32_t>(chunk));
       }
     }
   }

@@ -175,11 +175,13 @@ struct MatmulReduceScatterSm90 {
     ptx::MbarrierArrive(smem.Written(consumer));
     if (rank < owners.first || rank > owners.last) return;
 
+    const uint64_t start = call.Start();
     if (lane < args.view.world && lane != rank) {
       AwaitPeer(call, SignalOf(args, call, rank, lane, block_m, tile_n, consumer), lane,
                 args.layout.SlotOf(rank, Tile{block_m, tile_n}));
     }
     __syncwarp();
+    if (thread == 0) call.Done(EventKind::kWaitParts, start, block_m, tile_n);
     Reduce(args, call, acc, block_m, tile_n, consumer);
     StoreBlock<T, Config::kTileN>(acc, smem.Epilogue(consumer), 1 + consumer, args.y, args.out_f32,
                                   args.n, static_cast<int64_t>(tile_n) * Config::kTileN,
