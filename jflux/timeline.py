@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 from . import _heap, _jflux
 
 # cc/gpu/device_state.h
-KINDS = ("wait for rows", "multiply", "epilogue", "wait for parts", "send")
+KINDS = ("wait for rows", "multiply", "epilogue", "wait for parts", "send", "store")
 _EVENT = np.dtype(
     [("begin_ns", "u8"), ("end_ns", "u8"), ("call", "u4"), ("kind", "u2"), ("sm", "u2"),
      ("a", "i4"), ("b", "i4")]

@@ -47,6 +47,17 @@ JFLUX_HD void PollPause(uint32_t turn) {
 #endif
 }
 
+// a / b and a % b for numbers of rows and tiles: not negative, and below 2^31 on a GPU, which has
+// no 64-bit division (it would be a call, with more registers than some roles of a kernel have).
+JFLUX_HD constexpr int64_t Quotient(int64_t a, int64_t b) {
+#if defined(__CUDA_ARCH__)
+  return static_cast<uint32_t>(a) / static_cast<uint32_t>(b);
+#else
+  return a / b;
+#endif
+}
+JFLUX_HD constexpr int64_t Remainder(int64_t a, int64_t b) { return a - Quotient(a, b) * b; }
+
 template <typename T>
 JFLUX_HD constexpr T CeilDiv(T a, T b) {
   return (a + b - 1) / b;

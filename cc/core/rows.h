@@ -24,11 +24,11 @@ struct Rows {
 
   JFLUX_HD int64_t PerRank() const { return outer * inner; }
   JFLUX_HD int64_t Total() const { return world * outer * inner; }
-  JFLUX_HD int OwnerOf(int64_t v) const { return static_cast<int>(v / PerRank()); }
+  JFLUX_HD int OwnerOf(int64_t v) const { return static_cast<int>(Quotient(v, PerRank())); }
   JFLUX_HD int64_t Actual(int64_t v) const {
     if (outer == 1) return v;
-    const int64_t i = v % inner;
-    const int64_t o = v / inner % outer;
+    const int64_t i = Remainder(v, inner);
+    const int64_t o = Remainder(Quotient(v, inner), outer);
     return (o * world + OwnerOf(v)) * inner + i;
   }
 };

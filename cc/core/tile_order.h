@@ -50,19 +50,27 @@ JFLUX_HD constexpr Tile GroupedTile(int32_t t, int32_t rows, int32_t tiles_n, in
 
 // Tile rows that hold rows of `rank`: [First, Last].
 JFLUX_HD constexpr int32_t FirstTileOf(int rank, int64_t rows_per_rank, int32_t tile_m) {
-  return static_cast<int32_t>(rank * rows_per_rank / tile_m);
+  return static_cast<int32_t>(Quotient(rank * rows_per_rank, tile_m));
 }
 JFLUX_HD constexpr int32_t LastTileOf(int rank, int64_t rows_per_rank, int32_t tile_m) {
-  return static_cast<int32_t>(((rank + 1) * rows_per_rank - 1) / tile_m);
+  return static_cast<int32_t>(Quotient((rank + 1) * rows_per_rank - 1, tile_m));
 }
 
-// all-gather + matmul.
+// all-gather + matmul. Own rows are swept by themselves: what shares a sweep must be there at once.
 JFLUX_HD constexpr Tile GatherTile(int32_t t, const TileGrid& grid, int rank, int64_t rows_per_rank,
                                    int32_t tile_m) {
-  const Tile p = GroupedTile(t, grid.tiles_m, grid.tiles_n, grid.group_m);
-  // The first tile row that starts inside the own rows: it needs nobody else's if it fits.
-  const auto start =
-      static_cast<int32_t>(CeilDiv<int64_t>(rank * rows_per_rank, tile_m)) % grid.tiles_m;
+  // Tile rows that need nobody else's rows.
+  const auto start = static_cast<int32_t>(Quotient(rank * rows_per_rank + tile_m - 1, tile_m));
+  const auto end = static_cast<int32_t>(Quotient((rank + 1) * rows_per_rank, tile_m));
+  const int32_t own = Max(0, end - start);
+  const int32_t own_tiles = own * grid.tiles_n;
+  Tile p{};
+  if (t < own_tiles) {
+    p = GroupedTile(t, own, grid.tiles_n, grid.group_m);
+  } else {
+    p = GroupedTile(t - own_tiles, grid.tiles_m - own, grid.tiles_n, grid.group_m);
+    p.m += own;
+  }
   return Tile{(start + p.m) % grid.tiles_m, p.n};
 }
 
@@ -80,8 +88,8 @@ JFLUX_HD constexpr Tile ScatterTile(int32_t t, const TileGrid& grid, int rank,
   }
   t -= others * grid.tiles_n;
   // 2. tiles with own rows that others share, ascending
-  const bool head = rank * rows_per_rank % tile_m != 0;
-  const bool tail = (rank + 1) * rows_per_rank % tile_m != 0 && last != grid.tiles_m - 1;
+  const bool head = Remainder(rank * rows_per_rank, tile_m) != 0;
+  const bool tail = Remainder((rank + 1) * rows_per_rank, tile_m) != 0 && last != grid.tiles_m - 1;
   if (head || (tail && own == 1)) {
     if (t < grid.tiles_n) return Tile{first, t};
     t -= grid.tiles_n;

@@ -11,11 +11,12 @@ namespace jflux {
 
 // What jflux.timeline shows: one piece of work of one role of a kernel.
 enum class EventKind : uint16_t {
-  kWaitRows = 0,   // a loader, for a tile's rows: a = tile row
-  kMultiply = 1,   // a consumer: a = tile row, b = tile column
-  kEpilogue = 2,   // likewise, with what follows
-  kWaitParts = 3,  // within an epilogue, for the peers' partial tiles
-  kSend = 4,       // a sender: a = peer, b = chunk
+  kWaitRows = 0,   // a scout, for a tile's rows: a = tile row, b = tile column
+  kMultiply = 1,   // a consumer, likewise
+  kEpilogue = 2,   // a consumer, until its staging is written
+  kWaitParts = 3,  // a loader, for the peers' parts of a tile
+  kSend = 4,       // until the data has arrived: a = peer, b = chunk or tile row
+  kStore = 5,      // a storer, until y's tile has left the staging
 };
 
 struct TimelineEvent {

@@ -3,11 +3,18 @@
 // A CTA computes 128 x kTileN tiles; kClusterM CTAs form a cluster that computes that many tiles
 // one below the other, sharing w's tile by multicast. Three warpgroups:
 //
-//   0, warp 0   loader: takes tiles from a counter in device memory, waits until a tile's rows of
-//               A are there (Op::WaitForRows), and feeds the stages by TMA
+//   0, warp 0   loader: feeds the stages by TMA, with a tile's operands and then, if Op says so,
+//               with the peers' parts of the tile
 //   0, warp 1   Op::Send: moves this rank's data to its peers (all-gather)
-//   0, warp 2   Op::Announce: tells peers what the epilogues wrote (reduce-scatter)
-//   1 and 2     consumers: 64 rows each; wgmma, then Op::Epilogue
+//   0, warp 2   storer: Op::Store writes out what the consumers staged
+//   0, warp 3   scout: takes tiles from a counter in device memory, one ahead of the loader, and
+//               waits until a tile's rows of A are there (Op::WaitForRows)
+//   1 and 2     consumers: 64 rows each; wgmma, then Op::Finish, which stages the result
+//
+//   scout --tile--> loader --stages--> consumers --staging--> storer
+//
+// Each hands on to the next and goes on at once: while a tile is written out, or rows are waited
+// for, the tensor cores are at the next tile (docs/design/0003).
 //
 // Tiles and units of sending are taken from counters, so a kernel makes progress with whatever
 // CTAs the device has room for: one that starts late, because another kernel holds its SM, finds
@@ -47,16 +54,20 @@ struct GemmConfig {
   static constexpr int kConsumers = 2;
   static constexpr int kABytes = kTileM * kTileK * 2;
   static constexpr int kBBytes = kTileN * kTileK * 2;
-  static constexpr int kStages = 196608 / (kABytes + kBBytes);
-  static constexpr int kEpilogueBytes = 64 * 64 * 2;  // per consumer
-  static constexpr int kSendBytes = 16384;
+  // A consumer's block in a 16-bit type, on its way out.
+  static constexpr int kStagingBytes = 64 * kTileN * 2;
+  static constexpr int kPieceBytes = 4096;  // of what Op::Send moves
+  static constexpr int kPieces = 4;
+  static constexpr int64_t kChunkBytes = kPieces * kPieceBytes;
+  static constexpr int kStages =
+      (212992 - kConsumers * kStagingBytes) / (kABytes + kBBytes);  // three of them do for 256
   static constexpr int kSlots = 4;  // tiles handed out and not yet finished
 
   // Shared memory, in this order.
   static constexpr int kBOffset = kStages * kABytes;
-  static constexpr int kEpilogueOffset = kBOffset + kStages * kBBytes;
-  static constexpr int kSendOffset = kEpilogueOffset + kConsumers * kEpilogueBytes;
-  static constexpr int kBarrierOffset = kSendOffset + kSendBytes;
+  static constexpr int kStagingOffset = kBOffset + kStages * kBBytes;
+  static constexpr int kSendOffset = kStagingOffset + kConsumers * kStagingBytes;
+  static constexpr int kBarrierOffset = kSendOffset + kPieces * kPieceBytes;
   static constexpr int kSmemBytes = kBarrierOffset + 512;
   static_assert(kSmemBytes <= 232448);
 };
@@ -70,22 +81,29 @@ struct GemmSmem {
   __device__ uint32_t B(int stage) const {
     return base + Config::kBOffset + stage * Config::kBBytes;
   }
-  __device__ uint32_t Epilogue(int consumer) const {
-    return base + Config::kEpilogueOffset + consumer * Config::kEpilogueBytes;
+  __device__ uint32_t Staging(int consumer) const {
+    return base + Config::kStagingOffset + consumer * Config::kStagingBytes;
   }
-  __device__ uint32_t SendBuffer() const { return base + Config::kSendOffset; }
+  __device__ uint32_t Piece(int i) const {
+    return base + Config::kSendOffset + i * Config::kPieceBytes;
+  }
   __device__ uint32_t Bar(int i) const { return base + Config::kBarrierOffset + 8 * i; }
+  // Stages: filled by TMA, emptied by the consumers of all CTAs that share them.
   __device__ uint32_t Full(int stage) const { return Bar(stage); }
   __device__ uint32_t Empty(int stage) const { return Bar(Config::kStages + stage); }
-  __device__ uint32_t SlotFull(int slot) const { return Bar(2 * Config::kStages + slot); }
-  __device__ uint32_t SlotEmpty(int slot) const {
-    return Bar(2 * Config::kStages + Config::kSlots + slot);
-  }
-  static constexpr int kFirstOther = 2 * Config::kStages + 2 * Config::kSlots;
-  __device__ uint32_t SendFull() const { return Bar(kFirstOther); }
-  __device__ uint32_t Written(int consumer) const { return Bar(kFirstOther + 1 + consumer); }
-  __device__ uint32_t Announced(int consumer) const { return Bar(kFirstOther + 3 + consumer); }
-  static constexpr int kBarriers = kFirstOther + 5;
+  // Slots: a tile is published; all have read it; its rows are there.
+  static constexpr int kSlot = 2 * Config::kStages;
+  __device__ uint32_t SlotFull(int slot) const { return Bar(kSlot + slot); }
+  __device__ uint32_t SlotEmpty(int slot) const { return Bar(kSlot + Config::kSlots + slot); }
+  __device__ uint32_t RowsReady(int slot) const { return Bar(kSlot + 2 * Config::kSlots + slot); }
+  static constexpr int kOther = kSlot + 3 * Config::kSlots;
+  // The loader begins with a tile, so the scout may take the next.
+  __device__ uint32_t Begun() const { return Bar(kOther); }
+  // A consumer's staging: written by it; read by the storer.
+  __device__ uint32_t Staged(int consumer) const { return Bar(kOther + 1 + consumer); }
+  __device__ uint32_t Stored(int consumer) const { return Bar(kOther + 3 + consumer); }
+  __device__ uint32_t PieceFull(int i) const { return Bar(kOther + 5 + i); }
+  static constexpr int kBarriers = kOther + 5 + Config::kPieces;
   __device__ uint32_t SlotTile(int slot) const { return Bar(kBarriers) + 4 * slot; }
   static_assert(kBarriers * 8 + Config::kSlots * 4 <= 512);
 };
@@ -145,40 +163,52 @@ __device__ __forceinline__ void AwaitPeer(const CallContext& call, const Signal*
   WaitSignal(word, call.signal, peer, unit, call.wait);
 }
 
-// Readers of the slots in which the leader CTA's loader publishes tiles: the consumers' warps and
-// the announcer of every CTA, and the loaders of the others.
+// Readers of the slots in which the leader CTA's scout publishes tiles: of every CTA the consumers'
+// warps, the storer and the loader, and the scouts of the others.
 template <typename Config>
 inline constexpr int kSlotReaders =
-    Config::kClusterM * (4 * Config::kConsumers + 1) + (Config::kClusterM - 1);
+    Config::kClusterM * (4 * Config::kConsumers + 2) + (Config::kClusterM - 1);
 
-// One reader's view of the published tiles. All lanes of the warp call Next.
+// One reader's view of the published tiles.
 template <typename Config>
 struct TileReader {
   GemmSmem<Config> smem;
   Ring<Config::kSlots> ring;
 
+  // For a whole warp. The shuffle also tells the compiler that all lanes hold the same.
   __device__ int32_t Next() {
-    ptx::MbarrierWait(smem.SlotFull(ring.index), ring.parity);
-    // The shuffle also tells the compiler that all lanes hold the same.
-    const int32_t t = __shfl_sync(0xffffffff, ptx::LoadShared(smem.SlotTile(ring.index)), 0);
-    if (threadIdx.x % 32 == 0) {
-      ptx::MbarrierArriveRemote(ptx::MapToCta(smem.SlotEmpty(ring.index), 0));
-    }
+    const int32_t t = __shfl_sync(0xffffffff, Peek(), 0);
+    if (threadIdx.x % 32 == 0) Release();
     ring.Advance();
     return t;
+  }
+  // For a single lane.
+  __device__ int32_t NextAlone() {
+    const int32_t t = Peek();
+    Release();
+    ring.Advance();
+    return t;
+  }
+
+ private:
+  __device__ int32_t Peek() const {
+    ptx::MbarrierWait(smem.SlotFull(ring.index), ring.parity);
+    return ptx::LoadShared(smem.SlotTile(ring.index));
+  }
+  __device__ void Release() const {
+    ptx::MbarrierArriveRemote(ptx::MapToCta(smem.SlotEmpty(ring.index), 0));
   }
 };
 
 template <typename Config>
 __device__ __forceinline__ void PublishTile(const GemmSmem<Config>& smem,
-                                            Ring<Config::kSlots>& ring, int32_t t) {
+                                            const Ring<Config::kSlots>& ring, int32_t t) {
   ptx::MbarrierWait(smem.SlotEmpty(ring.index), ring.parity ^ 1);
 #pragma unroll
   for (int cta = 0; cta < Config::kClusterM; ++cta) {
     ptx::SendRemote(ptx::MapToCta(smem.SlotTile(ring.index), cta), t,
                     ptx::MapToCta(smem.SlotFull(ring.index), cta));
   }
-  ring.Advance();
 }
 
 // w's tile for one k block: this CTA's share, to every CTA of the cluster.
@@ -222,37 +252,67 @@ __device__ __forceinline__ void MultiplyBlock(float (&acc)[Config::kTileN / 2], 
   }
 }
 
+template <typename Config>
+__device__ __forceinline__ int32_t BlockRow(Tile tile, uint32_t cta) {
+  return tile.m * Config::kClusterM + static_cast<int32_t>(cta);
+}
+
 template <typename Op>
-__device__ __forceinline__ void RunLoader(const typename Op::Args& args,
-                                          const GemmSmem<typename Op::Config>& smem, uint32_t cta) {
+__device__ __forceinline__ void RunScout(const typename Op::Args& args,
+                                         const GemmSmem<typename Op::Config>& smem, uint32_t cta) {
   using Config = typename Op::Config;
   const CallContext call = MakeContext(args);
   const int lane = threadIdx.x % 32;
   uint32_t* next_tile = &args.view.template At<ChannelHeader>(args.view.rank, 0)->next_tile;
   Ring<Config::kSlots> slots;
   TileReader<Config> reader{smem, {}};
-  Ring<Config::kStages> stages;
-  const bool leads = cta == 0;
-  int32_t taken = 0;
-  if (leads && lane == 0) taken = static_cast<int32_t>(atomicAdd(next_tile, 1));
+  uint32_t begun = 0;  // parity
   for (;;) {
     int32_t t;
-    if (leads) {
-      if (lane == 0) PublishTile<Config>(smem, slots, taken);
+    const int slot = cta == 0 ? slots.index : reader.ring.index;
+    if (cta == 0) {
+      int32_t taken = 0;
+      if (lane == 0) {
+        taken = static_cast<int32_t>(atomicAdd(next_tile, 1));
+        PublishTile<Config>(smem, slots, taken);
+      }
       t = __shfl_sync(0xffffffff, taken, 0);
+      slots.Advance();
     } else {
       t = reader.Next();
     }
     if (t >= args.num_tiles) return;
-    // The next tile's number is on its way while this one's loads are issued.
-    if (leads && lane == 0) taken = static_cast<int32_t>(atomicAdd(next_tile, 1));
     const Tile tile = Op::TileAt(args, t);
-    const int32_t block_m = tile.m * Config::kClusterM + static_cast<int32_t>(cta);
+    const int32_t block_m = BlockRow<Config>(tile, cta);
     const uint64_t start = call.Start();
     Op::WaitForRows(args, call, block_m);
     __syncwarp();
     if (lane == 0) {
       call.Done(EventKind::kWaitRows, start, block_m, tile.n);
+      ptx::MbarrierArrive(smem.RowsReady(slot));
+    }
+    ptx::MbarrierWait(smem.Begun(), begun);
+    begun ^= 1;
+  }
+}
+
+template <typename Op>
+__device__ __forceinline__ void RunLoader(const typename Op::Args& args,
+                                          const GemmSmem<typename Op::Config>& smem, uint32_t cta) {
+  using Config = typename Op::Config;
+  const CallContext call = MakeContext(args);
+  const int lane = threadIdx.x % 32;
+  TileReader<Config> reader{smem, {}};
+  Ring<Config::kStages> stages;
+  for (;;) {
+    const Ring<Config::kSlots> slot = reader.ring;
+    const int32_t t = reader.Next();
+    if (t >= args.num_tiles) return;
+    const Tile tile = Op::TileAt(args, t);
+    const int32_t block_m = BlockRow<Config>(tile, cta);
+    ptx::MbarrierWait(smem.RowsReady(slot.index), slot.parity);
+    if (lane == 0) {
+      ptx::MbarrierArrive(smem.Begun());
       const auto source = Op::SourceOf(args, call, block_m);
       for (int k0 = 0; k0 < args.k; k0 += Config::kTileK) {
         ptx::MbarrierWait(smem.Empty(stages.index), stages.parity ^ 1);
@@ -264,7 +324,75 @@ __device__ __forceinline__ void RunLoader(const typename Op::Args& args,
       }
     }
     __syncwarp();
+    const int parts = Op::PartsOf(args, tile);
+    if (parts != 0) {
+      Op::WaitForParts(args, call, block_m, tile.n);
+      if (lane == 0) {
+        for (int part = 0; part < parts; ++part) {
+          ptx::MbarrierWait(smem.Empty(stages.index), stages.parity ^ 1);
+          Op::LoadPart(args, call, smem.B(stages.index), smem.Full(stages.index), block_m, tile.n,
+                       part);
+          stages.Advance();
+        }
+      }
+      __syncwarp();
+    }
   }
+}
+
+// A consumer's side of its staging. Acquire and Publish are called by all its threads.
+template <typename Config>
+struct StagingWriter {
+  GemmSmem<Config> smem;
+  int consumer;
+  uint32_t parity = 0;
+
+  __device__ uint32_t Acquire() {
+    ptx::MbarrierWait(smem.Stored(consumer), parity ^ 1);
+    return smem.Staging(consumer);
+  }
+  __device__ void Publish() {
+    ptx::FenceProxyAsyncShared();  // bulk copies will read it
+    ptx::MbarrierArrive(smem.Staged(consumer));
+    parity ^= 1;
+  }
+};
+
+// The storer's side, a single lane.
+template <typename Config>
+struct StagingReader {
+  GemmSmem<Config> smem;
+  int consumer;
+  uint32_t parity = 0;
+
+  __device__ uint32_t Acquire() {
+    ptx::MbarrierWait(smem.Staged(consumer), parity);
+    parity ^= 1;
+    return smem.Staging(consumer);
+  }
+  // After the copies out of it have been issued and committed.
+  __device__ void Release() {
+    ptx::BulkWaitRead<0>();
+    ptx::MbarrierArrive(smem.Stored(consumer));
+  }
+};
+
+// One lane for both consumers: TMA takes its operands from registers that a warp shares, so lanes
+// must not issue stores side by side.
+template <typename Op>
+__device__ __forceinline__ void RunStorer(const typename Op::Args& args,
+                                          const GemmSmem<typename Op::Config>& smem, uint32_t cta) {
+  using Config = typename Op::Config;
+  const CallContext call = MakeContext(args);
+  TileReader<Config> reader{smem, {}};
+  StagingReader<Config> staging[Config::kConsumers] = {{smem, 0}, {smem, 1}};
+  for (;;) {
+    const int32_t t = reader.NextAlone();
+    if (t >= args.num_tiles) break;
+    const Tile tile = Op::TileAt(args, t);
+    Op::Store(args, call, staging, BlockRow<Config>(tile, cta), tile.n);
+  }
+  ptx::BulkWait<0>();
 }
 
 template <typename Op>
@@ -275,9 +403,10 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args,
   const CallContext call = MakeContext(args);
   const int lane = threadIdx.x % 32;
   TileReader<Config> reader{smem, {}};
+  StagingWriter<Config> staging{smem, consumer};
   Ring<Config::kStages> stages;
-  uint32_t turn = 0;  // parity of this consumer's tiles, for Op::Announce
   const int k_blocks = CeilDiv<int>(args.k, Config::kTileK);
+  const bool records = call.recording && threadIdx.x % 128 == 0;
   float acc[Config::kTileN / 2];
   const auto release = [&](int stage) {
     if (lane < Config::kClusterM) {
@@ -288,6 +417,7 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args,
     const int32_t t = reader.Next();
     if (t >= args.num_tiles) return;
     const Tile tile = Op::TileAt(args, t);
+    const int32_t block_m = BlockRow<Config>(tile, cta);
     // Zeroed here, in code that all threads reach, and not by the first product: registers that
     // come from an epilogue's branches would serialise wgmma.
 #pragma unroll
@@ -310,24 +440,35 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args,
     wgmma::Wait<0>();
     wgmma::Pin(acc);
     release(last);
-    const int32_t block_m = tile.m * Config::kClusterM + static_cast<int32_t>(cta);
-    const bool records = call.recording && threadIdx.x % 128 == 0;
     if (records) call.Done(EventKind::kMultiply, start, block_m, tile.n);
     start = call.Start();
-    Op::Epilogue(args, call, smem, acc, block_m, tile.n, consumer, turn);
+    const auto each_part = [&](auto&& add) {
+      const int parts = Op::PartsOf(args, tile);
+      for (int part = 0; part < parts; ++part) {
+        ptx::MbarrierWait(smem.Full(stages.index), stages.parity);
+        add(smem.B(stages.index), part);
+        __syncwarp();
+        release(stages.index);
+        stages.Advance();
+      }
+    };
+    Op::Finish(args, staging, acc, block_m, tile.n, consumer, each_part);
     if (records) call.Done(EventKind::kEpilogue, start, block_m, tile.n);
-    turn ^= 1;
   }
 }
 
 // The kernel body. Op provides
 //   Config, Args {state, view, signature, op, k, num_tiles, w, ...}
 //   TileAt(args, t) -> Tile             in units of cluster tiles
-//   WaitForRows(args, call, block_m)    all lanes of the loader: until A's rows can be read
+//   WaitForRows(args, call, block_m)    all lanes of the scout: until A's rows can be read
 //   SourceOf(args, call, block_m), LoadA(source, smem, bar, k0)
+//   PartsOf(args, tile)                 how many stages of peers' parts follow, on all CTAs alike
+//   WaitForParts(args, call, block_m, tile_n)                   all lanes of the loader
+//   LoadPart(args, call, smem, bar, block_m, tile_n, part)      completes `bar` in any case
 //   Send(args, call, smem)              one lane; everything that peers wait for without waiting
-//   Announce(args, call, smem, cta)     all lanes of a warp; reads the published tiles
-//   Epilogue(args, call, smem, acc, block_m, tile_n, consumer, turn)
+//   Finish(args, staging, acc, block_m, tile_n, consumer, each_part)
+//                                       adds the parts and stages what Store will take
+//   Store(args, call, staging, block_m, tile_n)                 one lane; staging[consumer]
 template <typename Op>
 __device__ __forceinline__ void RunGemm(const typename Op::Args& args) {
   using Config = typename Op::Config;
@@ -344,12 +485,14 @@ __device__ __forceinline__ void RunGemm(const typename Op::Args& args) {
     for (int i = 0; i < Config::kSlots; ++i) {
       ptx::MbarrierInit(smem.SlotFull(i), 1);
       ptx::MbarrierInit(smem.SlotEmpty(i), kSlotReaders<Config>);
+      ptx::MbarrierInit(smem.RowsReady(i), 1);
     }
-    ptx::MbarrierInit(smem.SendFull(), 1);
+    ptx::MbarrierInit(smem.Begun(), 1);
     for (int i = 0; i < Config::kConsumers; ++i) {
-      ptx::MbarrierInit(smem.Written(i), 128);
-      ptx::MbarrierInit(smem.Announced(i), 1);
+      ptx::MbarrierInit(smem.Staged(i), 128);
+      ptx::MbarrierInit(smem.Stored(i), 1);
     }
+    for (int i = 0; i < Config::kPieces; ++i) ptx::MbarrierInit(smem.PieceFull(i), 1);
     ptx::FenceMbarrierInit();
     ptx::PrefetchTensorMap(&args.w);
   }
@@ -361,12 +504,15 @@ __device__ __forceinline__ void RunGemm(const typename Op::Args& args) {
 
   if (warp < 4) {
     ptx::RegistersDown<Config::kLoaderRegisters>();
+    const int lane = threadIdx.x % 32;
     if (warp == 0) {
       RunLoader<Op>(args, smem, cta);
     } else if (warp == 1) {
-      if (threadIdx.x % 32 == 0) Op::Send(args, MakeContext(args), smem);
+      if (lane == 0) Op::Send(args, MakeContext(args), smem);
     } else if (warp == 2) {
-      Op::Announce(args, MakeContext(args), smem, cta);
+      if (lane == 0) RunStorer<Op>(args, smem, cta);
+    } else {
+      RunScout<Op>(args, smem, cta);
     }
   } else {
     ptx::RegistersUp<Config::kConsumerRegisters>();

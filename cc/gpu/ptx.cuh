@@ -152,17 +152,34 @@ __device__ __forceinline__ void BulkCommit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// All bulk stores of this thread have been written (not only read from shared memory).
-__device__ __forceinline__ void BulkWaitAll() {
-  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+// All but the last kPending groups of this thread's bulk stores have been written.
+template <int kPending>
+__device__ __forceinline__ void BulkWait() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+// Their shared memory has been read, and may be used again.
+template <int kPending>
+__device__ __forceinline__ void BulkWaitRead() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
+
+// Writes a box; what lies outside the tensor is left out.
+__device__ __forceinline__ void TmaStore2d(const CUtensorMap* map, uint32_t smem, int32_t x,
+                                           int32_t y) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
+      "r"(smem), "r"(x), "r"(y)
+      : "memory");
 }
 
 // Orders this thread's ordinary accesses against the async proxy's (TMA, bulk copies, wgmma).
-__device__ __forceinline__ void FenceProxyAsync() {
-  asm volatile("fence.proxy.async;" ::: "memory");
+__device__ __forceinline__ void FenceProxyAsyncGlobal() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
 }
-
-__device__ __forceinline__ void FenceSystem() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+__device__ __forceinline__ void FenceProxyAsyncShared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
 
 // ---- warps and warpgroups ---------------------------------------------------------------------
 
@@ -215,25 +232,10 @@ __device__ __forceinline__ void StoreGlobal16(void* p, uint4 v) {
                : "memory");
 }
 
-__device__ __forceinline__ void StoreGlobal16If(bool condition, void* p, uint4 v) {
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.u32 p, %5, 0;\n"
-      "@p st.global.v4.u32 [%0], {%1, %2, %3, %4};\n"
-      "}\n" ::"l"(p),
-      "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(static_cast<uint32_t>(condition))
-      : "memory");
-}
-
-// From L2: the line may have been written by a peer since this SM last read it.
-__device__ __forceinline__ uint4 LoadGlobal16(const void* p) {
-  uint4 v;
-  asm volatile("ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(p)
+__device__ __forceinline__ void StoreShared16(uint32_t smem, uint4 v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(smem), "r"(v.x), "r"(v.y), "r"(v.z),
+               "r"(v.w)
                : "memory");
-  return v;
 }
 
 }  // namespace jflux::ptx

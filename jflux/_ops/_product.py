@@ -67,6 +67,8 @@ def kernel_takes(x: Any, w: Any, out: np.dtype, world: int, platform: str) -> st
         return f"{x.dtype} operands on {platform}, where the kernels take {names}"
     if out != x.dtype and out != np.float32:
         return f"a {out} result of {x.dtype} operands"
+    if platform == "cuda" and total_rows(x) * world >= 1 << 31:
+        return f"{total_rows(x)} rows on each of {world} ranks, kernels take fewer than 2^31 in all"
     if world > MAX_RANKS:
         return f"{world} ranks, kernels take up to {MAX_RANKS}"
     return None

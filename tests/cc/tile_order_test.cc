@@ -123,19 +123,31 @@ TEST(GatherStartsWithOwnRows) {
   ForAllShapes([](const Shape& s) {
     const Ownership o(s);
     for (int rank = 0; rank < s.world; ++rank) {
-      int32_t alone = 0;
-      for (int32_t m = 0; m < s.Grid().tiles_m; ++m) alone += o.Alone(rank, m);
-      if (alone == 0) continue;
-      // A group that the end of the own rows cuts sweeps over both sides; none after it may hold
-      // own rows only.
-      const int32_t end = Min(CeilDiv(alone, s.group_m) * s.group_m, s.Grid().tiles_m) * s.tiles_n;
+      // Tile rows full of own rows.
+      int32_t whole = 0;
+      for (int32_t m = 0; m < s.Grid().tiles_m; ++m) {
+        whole += o.Alone(rank, m) && (m + 1) * s.tile_m <= s.Total();
+      }
       const auto tiles = TilesOf(kGather, s, rank);
-      for (int32_t t = 0; t < s.Tiles(); ++t) {
-        const bool own = o.Alone(rank, tiles[t].m);
-        const bool must =
-            t < Min(alone, s.group_m) || t < alone / s.group_m * s.group_m * s.tiles_n;
-        EXPECT(!must || own) << s << " rank " << rank << " position " << t;
-        EXPECT(t < end || !own) << s << " rank " << rank << " position " << t;
+      for (int32_t t = 0; t < whole * s.tiles_n; ++t) {
+        EXPECT(o.Alone(rank, tiles[t].m)) << s << " rank " << rank << " position " << t;
+      }
+    }
+  });
+}
+
+TEST(GatherTakesOtherRowsAsTheyArrive) {
+  ForAllShapes([](const Shape& s) {
+    if (!s.Even()) return;
+    for (int rank = 0; rank < s.world; ++rank) {
+      // Between groups, the distance from the own rows only grows.
+      const auto tiles = TilesOf(kGather, s, rank);
+      const int32_t own = static_cast<int32_t>(s.rows_per_rank / s.tile_m);
+      const int32_t first = rank * own;
+      for (int32_t t = own * s.tiles_n; t < s.Tiles(); ++t) {
+        const int32_t group = (t / s.tiles_n - own) / s.group_m;
+        const int32_t position = (tiles[t].m - first + s.Grid().tiles_m) % s.Grid().tiles_m - own;
+        EXPECT(position / s.group_m == group) << s << " rank " << rank << " position " << t;
       }
     }
   });

@@ -10,6 +10,7 @@ namespace {
 struct Instances {
   template <typename Config>
   static const void* Kernel() {
+    static_assert(Config::kChunkBytes == kCudaChunkBytes);
     return reinterpret_cast<const void*>(&AllGatherMatmulKernel<Config>);
   }
 };
@@ -27,9 +28,9 @@ bool LaunchAllGatherMatmul(const AllGatherMatmulParams& p, const AllGatherMatmul
   args.state = reinterpret_cast<DeviceState*>(device.heap);
   args.view = view;
   args.rows = p.rows;
-  args.grid = GridOf(AlignGroups(choice, p.rows.PerRank()), p.rows.Total(), p.n);
+  args.grid = GridOf(GatherGroups(choice, p.rows.PerRank(), p.n), p.rows.Total(), p.n);
   args.x_data = arrays.x;
-  args.y = arrays.y;
+  args.y_data = arrays.y;
   args.gathered = arrays.gathered;
   args.k = p.k;
   args.n = p.n;
@@ -48,6 +49,10 @@ bool LaunchAllGatherMatmul(const AllGatherMatmulParams& p, const AllGatherMatmul
                          {p.k}, {kGemmTileM, 64}, error)) {
       return false;
     }
+  }
+  if (!args.out_f32 &&
+      !EncodeTensorMap(&args.y, p.dtype, arrays.y, {p.rows.Total(), p.n}, {p.n}, {64, 64}, error)) {
+    return false;
   }
   return EncodeRhsMap(&args.w, p.dtype, arrays.w, p.k, p.n, p.transpose_rhs, choice, error) &&
          LaunchGemmInstance<Instances>(p.dtype, p.transpose_rhs, choice, &args, args.num_tiles,

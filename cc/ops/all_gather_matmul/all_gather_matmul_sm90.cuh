@@ -1,10 +1,10 @@
 // all_gather_matmul on Hopper: one kernel that sends, waits and multiplies.
 //
-// Every CTA has a sender warp. Senders take 16 KiB chunks of the own shard from a counter and copy
-// them, by bulk copies through shared memory, into the peers' workspaces: first all of it to the
-// rank that needs it first. A chunk's signal follows when its copy has completed. Meanwhile the
-// loaders start with the own rows, straight from x; a tile with others' rows is read from the
-// workspace once the signals of all its chunks have come.
+// Every CTA has a sender. Senders take 16 KiB chunks of the own shard from a counter and copy them,
+// by bulk copies through shared memory, into the peers' workspaces: first all of it to the rank
+// that needs it first. A chunk's signal follows when its copy has completed, while the next chunk
+// is under way. Meanwhile the loaders start with the own rows, straight from x; a tile with others'
+// rows is read from the workspace once the signals of all its chunks have come.
 #ifndef JFLUX_OPS_ALL_GATHER_MATMUL_ALL_GATHER_MATMUL_SM90_CUH_
 #define JFLUX_OPS_ALL_GATHER_MATMUL_ALL_GATHER_MATMUL_SM90_CUH_
 
@@ -19,6 +19,7 @@ struct AllGatherMatmulArgs {
   CUtensorMap x;             // own rows
   CUtensorMap workspace[2];  // all rows, in the channel's halves
   CUtensorMap w;
+  CUtensorMap y;  // 16-bit types
   DeviceState* state;
   SymmetricView view;
   ChannelLayout channel;
@@ -26,7 +27,7 @@ struct AllGatherMatmulArgs {
   Rows rows;
   TileGrid grid;  // of cluster tiles
   const void* x_data;
-  void* y;
+  void* y_data;
   void* gathered;  // or null
   int64_t k, n;
   uint32_t signature, op;
@@ -67,14 +68,13 @@ struct AllGatherMatmulSm90 {
     for (int src = args.rows.OwnerOf(s.first); src <= last_src; ++src) {
       const int64_t begin = (Max(s.first, src * per_rank) - src * per_rank) * row_bytes;
       const int64_t end = (Min(s.last, (src + 1) * per_rank) - src * per_rank) * row_bytes;
-      const int64_t last_chunk = (end - 1) / args.layout.chunk_bytes;
-      for (int64_t c = begin / args.layout.chunk_bytes + threadIdx.x % 32; c <= last_chunk;
-           c += 32) {
+      const int64_t last_chunk = (end - 1) / Config::kChunkBytes;
+      for (int64_t c = begin / Config::kChunkBytes + threadIdx.x % 32; c <= last_chunk; c += 32) {
         AwaitPeer(call, SignalOf(args, call, args.view.rank, src, c), src, c);
       }
     }
     __syncwarp();
-    ptx::FenceProxyAsync();  // the rows are read by TMA
+    ptx::FenceProxyAsyncGlobal();  // the rows are read by TMA
   }
 
   struct Source {
@@ -103,59 +103,147 @@ struct AllGatherMatmulSm90 {
                         args.channel.DataOffset(call.epoch) + args.layout.ChunkOffset(src, chunk));
   }
 
-  // Units: first (peer, chunk) to send, then (source, chunk) to copy into `gathered`. Nothing that
-  // a peer waits for comes after something that waits.
+  static __device__ int PartsOf(const Args&, Tile) { return 0; }
+  static __device__ void WaitForParts(const Args&, const CallContext&, int32_t, int32_t) {}
+  static __device__ void LoadPart(const Args&, const CallContext&, uint32_t, uint32_t, int32_t,
+                                  int32_t, int) {}
+
+  // Units are taken from a counter: first (peer, chunk) to send, then (source, chunk) to copy into
+  // `gathered`. Nothing that a peer waits for comes after something that waits.
   static __device__ void Send(const Args& args, const CallContext& call,
                               const GemmSmem<Config>& smem) {
-    const int world = args.view.world, rank = args.view.rank, chunks = args.layout.chunks;
-    const int sends = (world - 1 + (args.copy_own ? 1 : 0)) * chunks;
-    const int units = sends + (args.gathered != nullptr ? world * chunks : 0);
-    uint32_t* next = &args.view.template At<ChannelHeader>(rank, 0)->next_send;
-    uint32_t parity = 0;
-    for (;;) {
-      const int unit = static_cast<int>(atomicAdd(next, 1));
-      if (unit >= units) return;
-      const bool sending = unit < sends;
-      const int64_t chunk = (sending ? unit : unit - sends) % chunks;
-      // A gathered copy starts with the own chunks and goes on as the rows arrive.
-      const int step = (sending ? unit : unit - sends) / chunks;
-      const int peer = SendPeer(rank, step + 1, world);  // step world - 1: the own workspace
-      const int src = sending ? rank : (rank + step) % world;
-      const auto* shard = static_cast<const char*>(args.x_data);
-      const auto bytes = static_cast<uint32_t>(args.layout.ChunkSize(chunk));
-      const char* from = shard + chunk * args.layout.chunk_bytes;
-      if (!sending && src != rank) {
-        from = ChunkOf(args, call, rank, src, chunk);
-        AwaitPeer(call, SignalOf(args, call, rank, src, chunk), src, chunk);
-        ptx::FenceProxyAsync();
+    const int chunks = args.layout.chunks;
+    const int sends = (args.view.world - 1 + (args.copy_own ? 1 : 0)) * chunks;
+    const int units = sends + (args.gathered != nullptr ? args.view.world * chunks : 0);
+    PieceBuffers buffers{smem};
+    int unit = TakeUnit(args);
+    // Three pieces are on their way in while the fourth goes out, and the next unit follows without
+    // a gap: a unit's turns are latencies, all of which others can hide.
+    static_assert(Config::kPieces == 4);
+    if (unit < sends) {
+      for (int i = 0; i < 3; ++i) LoadPiece(args, buffers, unit, i);
+    }
+    int arriving = -1;  // the unit before, whose signal is still owed
+    uint64_t start = call.Start(), arriving_since = 0;
+    while (unit < sends) {
+      const int next = TakeUnit(args);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        StorePiece(args, call, buffers, unit, i);
+        ptx::BulkWaitRead<1>();  // the piece before this one can be loaded again
+        if (i == 0) {
+          LoadPiece(args, buffers, unit, 3);
+        } else if (next < sends) {
+          LoadPiece(args, buffers, next, i - 1);
+        }
+        if (i == 1) {
+          ptx::BulkWait<2>();
+          SignalUnit(args, call, arriving, arriving_since);
+        }
       }
-      const uint64_t start = call.Start();
-      ptx::MbarrierArriveExpectTx(smem.SendFull(), bytes);
-      ptx::BulkLoad(smem.SendBuffer(), from, bytes, smem.SendFull());
-      ptx::MbarrierWait(smem.SendFull(), parity);
-      parity ^= 1;
-      if (sending) {
-        ptx::BulkStore(ChunkOf(args, call, peer, rank, chunk), smem.SendBuffer(), bytes);
-      } else {
-        StoreGathered(args, smem.SendBuffer(), src, chunk, bytes);
-      }
+      arriving = unit;
+      arriving_since = start;
+      start = call.Start();
+      unit = next;
+    }
+    ptx::BulkWait<0>();
+    SignalUnit(args, call, arriving, arriving_since);
+    for (; unit < units; unit = TakeUnit(args)) CopyGathered(args, call, buffers, unit - sends);
+    ptx::BulkWait<0>();
+  }
+
+  static __device__ int TakeUnit(const Args& args) {
+    return static_cast<int>(
+        atomicAdd(&args.view.template At<ChannelHeader>(args.view.rank, 0)->next_send, 1));
+  }
+
+  // Shared memory for four pieces of a chunk.
+  struct PieceBuffers {
+    GemmSmem<Config> smem;
+    uint32_t parities = 0;  // a bit for each piece
+
+    __device__ void Load(int i, const char* from, int bytes) {
+      ptx::MbarrierArriveExpectTx(smem.PieceFull(i), bytes);
+      ptx::BulkLoad(smem.Piece(i), from, bytes, smem.PieceFull(i));
+    }
+    __device__ uint32_t Await(int i) {
+      ptx::MbarrierWait(smem.PieceFull(i), (parities >> i) & 1);
+      parities ^= 1u << i;
+      return smem.Piece(i);
+    }
+  };
+  // Piece i of a chunk: 0 for what lies beyond the shard's end.
+  static __device__ int PieceBytes(const Args& args, int64_t chunk, int i) {
+    const int64_t left = args.layout.ChunkSize(chunk) - i * Config::kPieceBytes;
+    return static_cast<int>(Max<int64_t>(0, Min<int64_t>(left, Config::kPieceBytes)));
+  }
+
+  static __device__ void LoadPiece(const Args& args, PieceBuffers& buffers, int unit, int i) {
+    const int chunk = unit % args.layout.chunks;
+    const int bytes = PieceBytes(args, chunk, i);
+    if (bytes == 0) return;
+    buffers.Load(i,
+                 static_cast<const char*>(args.x_data) + chunk * Config::kChunkBytes +
+                     i * Config::kPieceBytes,
+                 bytes);
+  }
+  // Whom a unit goes to; after all peers, it may be this rank's own workspace.
+  static __device__ int PeerOf(const Args& args, int unit) {
+    return SendPeer(args.view.rank, unit / args.layout.chunks + 1, args.view.world);
+  }
+  static __device__ void StorePiece(const Args& args, const CallContext& call,
+                                    PieceBuffers& buffers, int unit, int i) {
+    const int chunk = unit % args.layout.chunks;
+    const int bytes = PieceBytes(args, chunk, i);
+    if (bytes != 0) {
+      ptx::BulkStore(
+          ChunkOf(args, call, PeerOf(args, unit), args.view.rank, chunk) + i * Config::kPieceBytes,
+          buffers.Await(i), bytes);
+    }
+    ptx::BulkCommit();  // also if it is empty: groups are counted
+  }
+  static __device__ void SignalUnit(const Args& args, const CallContext& call, int unit,
+                                    uint64_t since) {
+    if (unit < 0) return;
+    const int chunk = unit % args.layout.chunks, peer = PeerOf(args, unit);
+    ptx::FenceProxyAsyncGlobal();
+    StoreRelease(SignalOf(args, call, peer, args.view.rank, chunk), call.signal);
+    call.Done(EventKind::kSend, since, peer, chunk);
+  }
+
+  // Copies begin with the own chunks and go on as the others' arrive.
+  static __device__ void CopyGathered(const Args& args, const CallContext& call,
+                                      PieceBuffers& buffers, int unit) {
+    const int chunk = unit % args.layout.chunks;
+    const int src = (args.view.rank + unit / args.layout.chunks) % args.view.world;
+    const char* from = static_cast<const char*>(args.x_data) + chunk * Config::kChunkBytes;
+    if (src != args.view.rank) {
+      from = ChunkOf(args, call, args.view.rank, src, chunk);
+      AwaitPeer(call, SignalOf(args, call, args.view.rank, src, chunk), src, chunk);
+      ptx::FenceProxyAsyncGlobal();
+    }
+    ptx::BulkWaitRead<0>();
+    for (int i = 0; i < Config::kPieces; ++i) {
+      const int bytes = PieceBytes(args, chunk, i);
+      if (bytes != 0) buffers.Load(i, from + i * Config::kPieceBytes, bytes);
+    }
+    for (int i = 0; i < Config::kPieces; ++i) {
+      const int bytes = PieceBytes(args, chunk, i);
+      if (bytes == 0) continue;
+      StoreGathered(args, buffers.Await(i), src,
+                    chunk * Config::kChunkBytes + i * Config::kPieceBytes, bytes);
       ptx::BulkCommit();
-      ptx::BulkWaitAll();
-      if (sending) {
-        ptx::FenceProxyAsync();
-        StoreRelease(SignalOf(args, call, peer, rank, chunk), call.signal);
-        call.Done(EventKind::kSend, start, peer, static_cast<int32_t>(chunk));
-      }
     }
   }
 
-  // A chunk, which lies in virtual-row order, to its actual rows: one copy for each leading index.
-  static __device__ void StoreGathered(const Args& args, uint32_t smem, int src, int64_t chunk,
+  // Bytes of a shard from `begin` on, which lie in virtual-row order, to their actual rows: one
+  // copy for each leading index.
+  static __device__ void StoreGathered(const Args& args, uint32_t smem, int src, int64_t begin,
                                        uint32_t bytes) {
     const int64_t block = args.rows.inner * args.k * 2;  // rows that stay together
-    const int64_t begin = chunk * args.layout.chunk_bytes, end = begin + bytes;
+    const int64_t end = begin + bytes;
     for (int64_t at = begin; at < end;) {
-      const int64_t o = at / block, stop = Min(end, (o + 1) * block);
+      const int64_t o = Quotient(at / 16, block / 16), stop = Min(end, (o + 1) * block);
       ptx::BulkStore(static_cast<char*>(args.gathered) + (o * args.rows.world + src) * block +
                          (at - o * block),
                      smem + static_cast<uint32_t>(at - begin), static_cast<uint32_t>(stop - at));
@@ -163,23 +251,63 @@ struct AllGatherMatmulSm90 {
     }
   }
 
-  static __device__ void Announce(const Args& args, const CallContext&,
-                                  const GemmSmem<Config>& smem, uint32_t) {
-    TileReader<Config> reader{smem, {}};
-    while (reader.Next() < args.num_tiles) {
+  // How a consumer's 64 rows from virtual row `row0` on reach y.
+  enum class Path { kNone, kTma, kRows, kFloat32 };
+  static __device__ Path PathOf(const Args& args, int64_t row0) {
+    const Rows& rows = args.rows;
+    const int64_t total = rows.Total();
+    if (row0 >= total) return Path::kNone;
+    if (args.out_f32) return Path::kFloat32;
+    // Whether the rows follow each other in y too.
+    const int64_t last = Min(row0 + 64, total) - 1;
+    const bool together =
+        rows.outer == 1 || Quotient(row0, rows.inner) == Quotient(last, rows.inner);
+    // A TMA store would write beyond them, unless y ends there.
+    return together && (rows.outer == 1 || last - row0 == 63) ? Path::kTma : Path::kRows;
+  }
+
+  template <typename EachPart>
+  static __device__ void Finish(const Args& args, StagingWriter<Config>& staging,
+                                const float (&acc)[Config::kTileN / 2], int32_t block_m,
+                                int32_t tile_n, int consumer, EachPart&&) {
+    const int64_t row0 = static_cast<int64_t>(block_m) * Config::kTileM + consumer * 64;
+    const int64_t n0 = static_cast<int64_t>(tile_n) * Config::kTileN;
+    const auto row_of = [&](int r) {
+      return row0 + r < args.rows.Total() ? args.rows.Actual(row0 + r) * args.n : -1;
+    };
+    switch (PathOf(args, row0)) {
+      case Path::kNone:
+        return;
+      case Path::kFloat32:
+        StoreBlockF32<Config::kTileN>(acc, args.y_data, n0, args.n, row_of);
+        return;
+      case Path::kTma:
+        StageBlock<T, Config::kTileN>(acc, staging.Acquire());
+        staging.Publish();
+        return;
+      case Path::kRows:
+        const uint32_t smem = staging.Acquire();
+        StageBlock<T, Config::kTileN>(acc, smem);
+        ScatterStagedRows<T, Config::kTileN>(smem, 1 + consumer, args.y_data, n0, args.n, row_of);
+        return;
     }
   }
 
-  static __device__ void Epilogue(const Args& args, const CallContext&,
-                                  const GemmSmem<Config>& smem,
-                                  const float (&acc)[Config::kTileN / 2], int32_t block_m,
-                                  int32_t tile_n, int consumer, uint32_t) {
-    const int64_t row0 = static_cast<int64_t>(block_m) * Config::kTileM + consumer * 64;
-    const int64_t total = args.rows.Total();
-    StoreBlock<T, Config::kTileN>(
-        acc, smem.Epilogue(consumer), 1 + consumer, args.y, args.out_f32, args.n,
-        static_cast<int64_t>(tile_n) * Config::kTileN,
-        [&](int r) { return row0 + r < total ? args.rows.Actual(row0 + r) * args.n : -1; });
+  static __device__ void Store(const Args& args, const CallContext& call,
+                               StagingReader<Config> (&staging)[Config::kConsumers],
+                               int32_t block_m, int32_t tile_n) {
+#pragma unroll
+    for (int c = 0; c < Config::kConsumers; ++c) {
+      const int64_t row0 = static_cast<int64_t>(block_m) * Config::kTileM + c * 64;
+      if (PathOf(args, row0) != Path::kTma) continue;
+      const uint32_t smem = staging[c].Acquire();
+      const uint64_t start = call.Start();
+      StoreStagedBlock<Config::kTileN>(smem, &args.y, args.rows.Actual(row0),
+                                       static_cast<int64_t>(tile_n) * Config::kTileN, args.n);
+      ptx::BulkCommit();
+      staging[c].Release();
+      call.Done(EventKind::kStore, start, block_m, tile_n);
+    }
   }
 };
 

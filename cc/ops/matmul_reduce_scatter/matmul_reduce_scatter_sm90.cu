@@ -31,7 +31,7 @@ bool LaunchMatmulReduceScatter(const MatmulReduceScatterParams& p,
   args.view = view;
   args.rows = p.rows;
   args.grid = GridOf(choice, p.rows.Total(), p.n);
-  args.y = arrays.y;
+  args.y_data = arrays.y;
   args.k = p.k;
   args.n = p.n;
   args.signature = SignatureOf(p.Signature(), site, choice);
@@ -42,6 +42,10 @@ bool LaunchMatmulReduceScatter(const MatmulReduceScatterParams& p,
   // Actual row = (o * world + rank) * inner + i; with outer == 1 ranks need not be told apart.
   const bool flat = r.outer == 1;
   const int64_t inner = flat ? r.Total() : r.inner, world = flat ? 1 : r.world;
+  if (!args.out_f32 &&
+      !EncodeTensorMap(&args.y, p.dtype, arrays.y, {r.PerRank(), p.n}, {p.n}, {64, 64}, error)) {
+    return false;
+  }
   return EncodeTensorMap(&args.x, p.dtype, arrays.x, {world, r.outer, inner, p.k},
                          {r.inner * p.k, r.world * r.inner * p.k, p.k}, {1, 1, kGemmTileM, 64},
                          error) &&

@@ -1,12 +1,12 @@
 // matmul_reduce_scatter on Hopper: one kernel that multiplies, sends partial tiles and sums.
 //
-// A consumer's partial tile goes from its registers to the workspaces of the ranks that own its
-// rows, in fragment order: the reader is the same thread of the same consumer of the owner's CTA,
-// so nothing is rearranged on the way, and every store and load is 512 contiguous bytes a warp. An
-// announcer warp then waits for these stores and sets the tile's signals, so that the consumers
-// need not. The own tiles come last: by then the peers' partial tiles have arrived, and the
-// consumer adds them to its registers in rank order, in float32, before it writes y. There is no
-// separate reduction.
+// A consumer's partial tile goes from its registers, through its staging, to the workspaces of the
+// ranks that own its rows, in fragment order: the reader is the same thread of the same consumer of
+// the owner's CTA, so nothing is rearranged on the way and a block is one bulk copy. The storer
+// sets the tile's signals when the copy has completed. The own tiles come last: by then the peers'
+// partial tiles have arrived. The loader brings them in behind the tile's operands, through the
+// same stages, and the consumer adds them to its registers, in float32 and in rank order after the
+// own part, before y is written. There is no separate reduction.
 #ifndef JFLUX_OPS_MATMUL_REDUCE_SCATTER_MATMUL_REDUCE_SCATTER_SM90_CUH_
 #define JFLUX_OPS_MATMUL_REDUCE_SCATTER_MATMUL_REDUCE_SCATTER_SM90_CUH_
 
@@ -20,13 +20,14 @@ namespace jflux {
 struct MatmulReduceScatterArgs {
   CUtensorMap x;  // 4-d: k, inner, outer, world; with outer == 1 all rows are `inner`
   CUtensorMap w;
+  CUtensorMap y;  // 16-bit types
   DeviceState* state;
   SymmetricView view;
   ChannelLayout channel;
   ReduceScatterLayout layout;
   Rows rows;
   TileGrid grid;  // of cluster tiles
-  void* y;
+  void* y_data;
   int64_t k, n;
   uint32_t signature, op;
   int32_t num_tiles;
@@ -54,9 +55,9 @@ struct MatmulReduceScatterSm90 {
     const int64_t row = static_cast<int64_t>(block_m) * Config::kTileM;
     if (args.rows.outer == 1) return Source{&args.x, static_cast<int32_t>(row), 0, 0};
     // The launcher sees to it that a block lies within one (rank, outer).
-    return Source{&args.x, static_cast<int32_t>(row % args.rows.inner),
-                  static_cast<int32_t>(row / args.rows.inner % args.rows.outer),
-                  static_cast<int32_t>(row / args.rows.PerRank())};
+    return Source{&args.x, static_cast<int32_t>(Remainder(row, args.rows.inner)),
+                  static_cast<int32_t>(Remainder(Quotient(row, args.rows.inner), args.rows.outer)),
+                  args.rows.OwnerOf(row)};
   }
   static __device__ void LoadA(const Source& s, uint32_t smem, uint32_t bar, int k0) {
     ptx::TmaLoad4d(smem, s.map, bar, k0, s.inner, s.outer, s.rank);
@@ -82,159 +83,246 @@ struct MatmulReduceScatterSm90 {
         dst, args.channel.SignalOffset(call.epoch) + args.layout.SignalOffset(src, slot, consumer));
   }
 
-  // Where piece 0 of this thread's row half lies in the slot. A piece is 16 bytes; pieces of one
-  // thread are 2048 bytes apart.
-  static __device__ char* PiecesOf(const Args& args, const CallContext& call, int dst, int src,
-                                   int32_t block_m, int32_t tile_n, int consumer, int half) {
+  // A consumer's block of a slot: a staging's worth in a 16-bit type, two in float32.
+  static __device__ char* BlockOf(const Args& args, const CallContext& call, int dst, int src,
+                                  int32_t block_m, int32_t tile_n, int consumer) {
     const int32_t slot = args.layout.SlotOf(dst, Tile{block_m, tile_n});
-    const int64_t half_bytes = args.layout.slot_bytes / 4;
     return args.view.At(dst, args.channel.DataOffset(call.epoch) +
                                  args.layout.SlotOffset(src, slot) +
-                                 (consumer * 2 + half) * half_bytes + (threadIdx.x % 128) * 16);
+                                 consumer * (args.layout.slot_bytes / 2));
+  }
+  static __device__ bool IsOwner(const Args& args, Owners o) {
+    return o.first <= args.view.rank && args.view.rank <= o.last;
+  }
+  static __device__ bool HasOtherOwners(const Args& args, Owners o) {
+    return o.first <= o.last && !(o.first == args.view.rank && o.last == args.view.rank);
   }
 
-  static __device__ void Announce(const Args& args, const CallContext& call,
-                                  const GemmSmem<Config>& smem, uint32_t cta) {
-    TileReader<Config> reader{smem, {}};
-    uint32_t parity = 0;
-    for (;;) {
-      const int32_t t = reader.Next();
-      if (t >= args.num_tiles) return;
-      const Tile tile = TileAt(args, t);
-      const int32_t block_m = tile.m * Config::kClusterM + static_cast<int32_t>(cta);
-#pragma unroll
-      for (int consumer = 0; consumer < Config::kConsumers; ++consumer) {
-        ptx::MbarrierWait(smem.Written(consumer), parity);
-        if (threadIdx.x % 32 == 0) {
-          const Owners owners = OwnersOf(args, block_m, consumer);
-          const bool own_only = owners.first == args.view.rank && owners.last == args.view.rank;
-          if (owners.first <= owners.last && !own_only) {
-            ptx::FenceSystem();  // the consumer's stores, which the barrier ordered before this
-            for (int dst = owners.first; dst <= owners.last; ++dst) {
-              if (dst == args.view.rank) continue;
-              StoreRelease(SignalOf(args, call, dst, args.view.rank, block_m, tile.n, consumer),
-                           call.signal);
-            }
-          }
-          ptx::MbarrierArrive(smem.Announced(consumer));
-        }
-        __syncwarp();
-      }
-      parity ^= 1;
-    }
+  // Parts: for each peer its block of the tile, in pieces of half a staging for each consumer.
+  static constexpr int kPartBytes = Config::kStagingBytes / 2;
+  static_assert(2 * kPartBytes == Config::kBBytes);
+  static __device__ int PartsPerPeer(const Args& args) { return args.out_f32 ? 4 : 2; }
+  static __device__ int PartsOf(const Args& args, Tile tile) {
+    const int64_t first = static_cast<int64_t>(tile.m) * Config::kTileM * Config::kClusterM;
+    const int64_t own = args.view.rank * args.rows.PerRank();
+    const bool has_own =
+        first < own + args.rows.PerRank() && first + Config::kTileM * Config::kClusterM > own;
+    return has_own ? (args.view.world - 1) * PartsPerPeer(args) : 0;
   }
-
-  // Pieces of one row half: 16-bit types hold the columns of four j, float32 those of two.
-  template <typename F>
-  static __device__ __forceinline__ void ForPieces(bool out_f32, F&& f) {
-    if (out_f32) {
-#pragma unroll
-      for (int p = 0; p < Config::kTileN / 16; ++p) f(p, std::true_type{});
-    } else {
-#pragma unroll
-      for (int p = 0; p < Config::kTileN / 32; ++p) f(p, std::false_type{});
-    }
-  }
-
-  static __device__ void SendHalf(const float (&acc)[Config::kTileN / 2], int half, bool out_f32,
-                                  bool send, char* to) {
-    ForPieces(out_f32, [&](int p, auto is_f32) {
-      uint4 v;
-      if constexpr (decltype(is_f32)::value) {
-        const float* a = &acc[8 * p + 2 * half];
-        v = make_uint4(__float_as_uint(a[0]), __float_as_uint(a[1]), __float_as_uint(a[4]),
-                       __float_as_uint(a[5]));
-      } else {
-        const float* a = &acc[16 * p + 2 * half];
-        v = make_uint4(Pack<T>(a[0], a[1]), Pack<T>(a[4], a[5]), Pack<T>(a[8], a[9]),
-                       Pack<T>(a[12], a[13]));
-      }
-      ptx::StoreGlobal16If(send, to + p * 2048, v);
-    });
-  }
-
-  static __device__ void Epilogue(const Args& args, const CallContext& call,
-                                  const GemmSmem<Config>& smem, float (&acc)[Config::kTileN / 2],
-                                  int32_t block_m, int32_t tile_n, int consumer, uint32_t turn) {
-    const int thread = threadIdx.x % 128, lane = thread % 32;
-    const int64_t row0 = static_cast<int64_t>(block_m) * Config::kTileM + consumer * 64;
-    const int64_t total = args.rows.Total();
-    const int rank = args.view.rank;
-    const Owners owners = OwnersOf(args, block_m, consumer);
-
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int64_t row = row0 + 16 * (thread / 32) + 8 * half + lane / 4;
-      const int dst = row < total ? args.rows.OwnerOf(row) : rank;
-      // Predicated and not branched around: accumulators in divergent code serialise wgmma.
-      SendHalf(acc, half, args.out_f32, dst != rank,
-               PiecesOf(args, call, dst, rank, block_m, tile_n, consumer, half));
-    }
-    // Before the announcer's next turn can begin, its last one must have ended.
-    ptx::MbarrierWait(smem.Announced(consumer), turn ^ 1);
-    ptx::MbarrierArrive(smem.Written(consumer));
-    if (rank < owners.first || rank > owners.last) return;
-
+  static __device__ void WaitForParts(const Args& args, const CallContext& call, int32_t block_m,
+                                      int32_t tile_n) {
     const uint64_t start = call.Start();
-    if (lane < args.view.world && lane != rank) {
-      AwaitPeer(call, SignalOf(args, call, rank, lane, block_m, tile_n, consumer), lane,
-                args.layout.SlotOf(rank, Tile{block_m, tile_n}));
+    const int lane = threadIdx.x % 32, src = lane / 2, consumer = lane % 2;
+    if (src < args.view.world && src != args.view.rank &&
+        IsOwner(args, OwnersOf(args, block_m, consumer))) {
+      AwaitPeer(call, SignalOf(args, call, args.view.rank, src, block_m, tile_n, consumer), src,
+                args.layout.SlotOf(args.view.rank, Tile{block_m, tile_n}));
     }
     __syncwarp();
-    if (thread == 0) call.Done(EventKind::kWaitParts, start, block_m, tile_n);
-    Reduce(args, call, acc, block_m, tile_n, consumer);
-    StoreBlock<T, Config::kTileN>(acc, smem.Epilogue(consumer), 1 + consumer, args.y, args.out_f32,
-                                  args.n, static_cast<int64_t>(tile_n) * Config::kTileN,
-                                  [&](int r) {
-                                    const int64_t row = row0 + r;
-                                    const bool own = row < total && args.rows.OwnerOf(row) == rank;
-                                    return own ? (row - rank * args.rows.PerRank()) * args.n : -1;
-                                  });
+    ptx::FenceProxyAsyncGlobal();  // bulk copies read them
+    if (lane == 0) call.Done(EventKind::kWaitParts, start, block_m, tile_n);
+  }
+  static __device__ void LoadPart(const Args& args, const CallContext& call, uint32_t smem,
+                                  uint32_t bar, int32_t block_m, int32_t tile_n, int part) {
+    const int peer = part / PartsPerPeer(args), piece = part % PartsPerPeer(args);
+    const int src = peer < args.view.rank ? peer : peer + 1;
+    bool own[Config::kConsumers];
+    uint32_t bytes = 0;
+#pragma unroll
+    for (int c = 0; c < Config::kConsumers; ++c) {
+      own[c] = IsOwner(args, OwnersOf(args, block_m, c));
+      bytes += own[c] ? kPartBytes : 0;
+    }
+    if (bytes == 0) {
+      ptx::MbarrierArrive(bar);
+      return;
+    }
+    ptx::MbarrierArriveExpectTx(bar, bytes);
+#pragma unroll
+    for (int c = 0; c < Config::kConsumers; ++c) {
+      if (!own[c]) continue;
+      ptx::BulkLoad(
+          smem + c * kPartBytes,
+          BlockOf(args, call, args.view.rank, src, block_m, tile_n, c) + piece * kPartBytes,
+          kPartBytes, bar);
+    }
   }
 
-  // acc = sum over ranks, in rank order; the own part takes its place in it unrounded. Rows that
-  // other ranks own become nonsense, which nobody stores: a branch would cost more.
-  static __device__ void Reduce(const Args& args, const CallContext& call,
+  // Fragments travel in 16-byte pieces, 2048 bytes apart for one thread: in a 16-bit type a piece
+  // holds the columns of four j of a row half, in float32 those of two.
+  template <bool kFloat32>
+  static __device__ __forceinline__ uint4 Fragment(const float (&acc)[Config::kTileN / 2], int half,
+                                                   int p) {
+    if constexpr (kFloat32) {
+      const float* a = &acc[8 * p + 2 * half];
+      return make_uint4(__float_as_uint(a[0]), __float_as_uint(a[1]), __float_as_uint(a[4]),
+                        __float_as_uint(a[5]));
+    } else {
+      const float* a = &acc[16 * p + 2 * half];
+      return make_uint4(Pack<T>(a[0], a[1]), Pack<T>(a[4], a[5]), Pack<T>(a[8], a[9]),
+                        Pack<T>(a[12], a[13]));
+    }
+  }
+  template <bool kFloat32>
+  static __device__ __forceinline__ void AddFragment(float (&acc)[Config::kTileN / 2], int half,
+                                                     int p, uint4 v) {
+    if constexpr (kFloat32) {
+      float* a = &acc[8 * p + 2 * half];
+      a[0] += __uint_as_float(v.x);
+      a[1] += __uint_as_float(v.y);
+      a[4] += __uint_as_float(v.z);
+      a[5] += __uint_as_float(v.w);
+    } else {
+      float* a = &acc[16 * p + 2 * half];
+      const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 f = Unpack<T>(words[i]);
+        a[4 * i] += f.x;
+        a[4 * i + 1] += f.y;
+      }
+    }
+  }
+
+  static constexpr int kPartPieces = kPartBytes / 2048;
+
+  // A staging's worth of fragments: both row halves, or in float32 one.
+  template <bool kFloat32>
+  static __device__ __forceinline__ void StageFragments(const float (&acc)[Config::kTileN / 2],
+                                                        int round, uint32_t smem) {
+    const uint32_t at = smem + threadIdx.x % 128 * 16;
+#pragma unroll
+    for (int p = 0; p < 2 * kPartPieces; ++p) {
+      const uint4 v = kFloat32 ? Fragment<true>(acc, round, p)
+                               : Fragment<false>(acc, p / kPartPieces, p % kPartPieces);
+      ptx::StoreShared16(at + p * 2048, v);
+    }
+  }
+
+  template <bool kFloat32, int kPiece>
+  static __device__ __forceinline__ void AddPart(float (&acc)[Config::kTileN / 2], uint32_t smem) {
+    const uint32_t at = smem + threadIdx.x % 128 * 16;
+#pragma unroll
+    for (int p = 0; p < kPartPieces; ++p) {
+      const uint4 v = ptx::LoadShared16(at + p * 2048);
+      if constexpr (kFloat32) {
+        AddFragment<true>(acc, kPiece / 2, kPiece % 2 * kPartPieces + p, v);
+      } else {
+        AddFragment<false>(acc, kPiece, p, v);
+      }
+    }
+  }
+
+  template <typename EachPart>
+  static __device__ void Finish(const Args& args, StagingWriter<Config>& staging,
                                 float (&acc)[Config::kTileN / 2], int32_t block_m, int32_t tile_n,
-                                int consumer) {
-    const int rank = args.view.rank, world = args.view.world;
+                                int consumer, EachPart&& each_part) {
+    const Owners owners = OwnersOf(args, block_m, consumer);
+    const bool own = IsOwner(args, owners);
+    if (HasOtherOwners(args, owners)) {
+      if (args.out_f32) {
+        StageFragments<true>(acc, 0, staging.Acquire());
+        staging.Publish();
+        StageFragments<true>(acc, 1, staging.Acquire());
+        staging.Publish();
+      } else {
+        StageFragments<false>(acc, 0, staging.Acquire());
+        staging.Publish();
+      }
+    }
+    // Rows that other ranks own become nonsense, which nobody stores.
+    each_part([&](uint32_t smem, int part) {
+      if (!own) return;
+      smem += consumer * kPartBytes;
+      if (args.out_f32) {
+        const int piece = part % 4;
+        if (piece == 0) AddPart<true, 0>(acc, smem);
+        if (piece == 1) AddPart<true, 1>(acc, smem);
+        if (piece == 2) AddPart<true, 2>(acc, smem);
+        if (piece == 3) AddPart<true, 3>(acc, smem);
+      } else if (part % 2 == 0) {
+        AddPart<false, 0>(acc, smem);
+      } else {
+        AddPart<false, 1>(acc, smem);
+      }
+    });
+    if (!own) return;
+    const int64_t row0 = FirstOwnRow(args, block_m, consumer);
+    const int64_t n0 = static_cast<int64_t>(tile_n) * Config::kTileN;
+    const auto row_of = [&](int r) {
+      const bool inside = row0 + r >= 0 && row0 + r < args.rows.PerRank();
+      return inside ? (row0 + r) * args.n : -1;
+    };
+    if (args.out_f32) {
+      StoreBlockF32<Config::kTileN>(acc, args.y_data, n0, args.n, row_of);
+      return;
+    }
+    const uint32_t smem = staging.Acquire();
+    StageBlock<T, Config::kTileN>(acc, smem);
+    if (row0 >= 0) {
+      staging.Publish();
+    } else {
+      ScatterStagedRows<T, Config::kTileN>(smem, 1 + consumer, args.y_data, n0, args.n, row_of);
+    }
+  }
+
+  // The consumer's first row as a row of y: before y's first, or with rows past its last, where a
+  // tile straddles.
+  static __device__ int64_t FirstOwnRow(const Args& args, int32_t block_m, int consumer) {
+    return static_cast<int64_t>(block_m) * Config::kTileM + consumer * 64 -
+           args.view.rank * args.rows.PerRank();
+  }
+
+  static __device__ void Store(const Args& args, const CallContext& call,
+                               StagingReader<Config> (&staging)[Config::kConsumers],
+                               int32_t block_m, int32_t tile_n) {
+    const int rank = args.view.rank;
+    uint64_t start = 0;
+    bool sent = false;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const char* from = PiecesOf(args, call, rank, 0, block_m, tile_n, consumer, half);
-      const int64_t src_stride = args.layout.SlotOffset(1, 0) - args.layout.SlotOffset(0, 0);
-      ForPieces(args.out_f32, [&](int p, auto is_f32) {
-        constexpr int kValues = decltype(is_f32)::value ? 4 : 8;
-        float sum[kValues];
-#pragma unroll
-        for (int i = 0; i < kValues; ++i) sum[i] = 0;
-        const auto at = [&](int i) -> float& {
-          return acc[(kValues / 2) * 4 * p + (i / 2) * 4 + 2 * half + i % 2];
-        };
-        for (int src = 0; src < world; ++src) {
-          if (src == rank) {
-#pragma unroll
-            for (int i = 0; i < kValues; ++i) sum[i] += at(i);
-            continue;
-          }
-          const uint4 v = ptx::LoadGlobal16(from + src * src_stride + p * 2048);
-          if constexpr (kValues == 4) {
-            sum[0] += __uint_as_float(v.x);
-            sum[1] += __uint_as_float(v.y);
-            sum[2] += __uint_as_float(v.z);
-            sum[3] += __uint_as_float(v.w);
-          } else {
-            const uint32_t words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              const float2 f = Unpack<T>(words[i]);
-              sum[2 * i] += f.x;
-              sum[2 * i + 1] += f.y;
-            }
-          }
+    for (int c = 0; c < Config::kConsumers; ++c) {
+      const Owners owners = OwnersOf(args, block_m, c);
+      if (!HasOtherOwners(args, owners)) continue;
+      for (int round = 0; round < (args.out_f32 ? 2 : 1); ++round) {
+        const uint32_t smem = staging[c].Acquire();
+        if (!sent) start = call.Start();
+        sent = true;
+        for (int dst = owners.first; dst <= owners.last; ++dst) {
+          if (dst == rank) continue;
+          ptx::BulkStore(
+              BlockOf(args, call, dst, rank, block_m, tile_n, c) + round * Config::kStagingBytes,
+              smem, Config::kStagingBytes);
         }
+        ptx::BulkCommit();
+        staging[c].Release();
+      }
+    }
+    if (sent) {
+      ptx::BulkWait<0>();
+      ptx::FenceProxyAsyncGlobal();
 #pragma unroll
-        for (int i = 0; i < kValues; ++i) at(i) = sum[i];
-      });
+      for (int c = 0; c < Config::kConsumers; ++c) {
+        const Owners owners = OwnersOf(args, block_m, c);
+        for (int dst = owners.first; dst <= owners.last; ++dst) {
+          if (dst == rank) continue;
+          StoreRelease(SignalOf(args, call, dst, rank, block_m, tile_n, c), call.signal);
+        }
+      }
+      call.Done(EventKind::kSend, start, OwnersOf(args, block_m, 0).first, block_m);
+    }
+    if (args.out_f32) return;
+#pragma unroll
+    for (int c = 0; c < Config::kConsumers; ++c) {
+      const int64_t row0 = FirstOwnRow(args, block_m, c);
+      // A TMA store may end outside its tensor, but not begin before it.
+      if (!IsOwner(args, OwnersOf(args, block_m, c)) || row0 < 0) continue;
+      const uint32_t smem = staging[c].Acquire();
+      start = call.Start();
+      StoreStagedBlock<Config::kTileN>(smem, &args.y, row0,
+                                       static_cast<int64_t>(tile_n) * Config::kTileN, args.n);
+      ptx::BulkCommit();
+      staging[c].Release();
+      call.Done(EventKind::kStore, start, block_m, tile_n);
     }
   }
 };
