@@ -169,7 +169,7 @@ def check_rate(shape: Shape, ranks: int, seconds: float) -> None:
         )
 
 
-def measure(shape: Shape, mesh: Mesh, rounds: int = 7, target_seconds: float = 0.02):
+def measure(shape: Shape, mesh: Mesh, rounds: int = 7, target_seconds: float = 0.03):
     """{"G": Timing, "S": ..., "J": ...} for one shape."""
     ranks = mesh.devices.size
     estimate = shape.flops(ranks) / 600e12 + 30e-6

@@ -41,7 +41,8 @@ class Timeline:
     """Events of each of this process's GPUs.
 
     Attributes:
-      events: {device id: structured array with begin_ns, end_ns (of the GPU's global timer), call
+      events: {device id: structured array with begin_ns, end_ns (of the host's clock, to
+        which the GPUs' timers are set when recording starts: to a few microseconds), call
         (a number that grows from call to call), kind (an index into :data:`KINDS`), sm, and two
         numbers that the kind explains: tile row and tile column, or peer and chunk}.
       missed: how many events found no room.

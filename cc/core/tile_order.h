@@ -35,7 +35,8 @@ struct Tile {
 struct TileGrid {
   int32_t tiles_m;
   int32_t tiles_n;
-  int32_t group_m;  // tile rows that share a sweep over n, so that w's tiles are reused from L2
+  int32_t group_m;      // tile rows that share a sweep over n, so that w's tiles are reused from L2
+  int32_t at_once = 0;  // tiles that are computed at the same time, where that matters
 };
 
 // The t-th tile of a sweep over `rows` consecutive positions: `group_m` positions at a time, all of
@@ -57,21 +58,39 @@ JFLUX_HD constexpr int32_t LastTileOf(int rank, int64_t rows_per_rank, int32_t t
 }
 
 // all-gather + matmul. Own rows are swept by themselves: what shares a sweep must be there at once.
+//
+// If the own tiles do not keep all workers busy, the rest of them would start with a sweep over all
+// other rows, and so wait for the last to arrive. They take tiles of the nearest rows instead; in
+// the columns concerned (n < fill) the sweep then has one rank less:
+//
+//     n   0 1 2 3 4 5 6        1 own, 2 nearest, 3 and 4 the sweep over the others
+//   own   1 1 1 1 1 1 1
+//  next   2 2 2 4 4 4 4
+//         3 3 3 4 4 4 4
+//         3 3 3 4 4 4 4
 JFLUX_HD constexpr Tile GatherTile(int32_t t, const TileGrid& grid, int rank, int64_t rows_per_rank,
                                    int32_t tile_m) {
   // Tile rows that need nobody else's rows.
   const auto start = static_cast<int32_t>(Quotient(rank * rows_per_rank + tile_m - 1, tile_m));
   const auto end = static_cast<int32_t>(Quotient((rank + 1) * rows_per_rank, tile_m));
-  const int32_t own = Max(0, end - start);
-  const int32_t own_tiles = own * grid.tiles_n;
-  Tile p{};
-  if (t < own_tiles) {
-    p = GroupedTile(t, own, grid.tiles_n, grid.group_m);
-  } else {
-    p = GroupedTile(t - own_tiles, grid.tiles_m - own, grid.tiles_n, grid.group_m);
-    p.m += own;
+  const int32_t own = Max(0, end - start), others = grid.tiles_m - own;
+  const int32_t near = Min(own, others);
+  int32_t fill = 0;
+  if (near > 0 && others <= grid.group_m) {
+    fill = Min(CeilDiv(Max(0, grid.at_once - own * grid.tiles_n), near), grid.tiles_n);
   }
-  return Tile{(start + p.m) % grid.tiles_m, p.n};
+  const auto at = [&](Tile p, int32_t first_m, int32_t first_n) {
+    return Tile{(start + first_m + p.m) % grid.tiles_m, first_n + p.n};
+  };
+  if (t < own * grid.tiles_n) return at(GroupedTile(t, own, grid.tiles_n, grid.group_m), 0, 0);
+  t -= own * grid.tiles_n;
+  if (t < near * fill) return at(GroupedTile(t, near, fill, near), own, 0);
+  t -= near * fill;
+  if (t < (others - near) * fill) {
+    return at(GroupedTile(t, others - near, fill, others - near), own + near, 0);
+  }
+  t -= (others - near) * fill;
+  return at(GroupedTile(t, others, grid.tiles_n - fill, grid.group_m), own, fill);
 }
 
 // matmul + reduce-scatter.

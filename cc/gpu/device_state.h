@@ -14,7 +14,7 @@ enum class EventKind : uint16_t {
   kWaitRows = 0,   // a scout, for a tile's rows: a = tile row, b = tile column
   kMultiply = 1,   // a consumer, likewise
   kEpilogue = 2,   // a consumer, until its staging is written
-  kWaitParts = 3,  // a loader, for the peers' parts of a tile
+  kWaitParts = 3,  // a scout, for the peers' parts of a tile
   kSend = 4,       // until the data has arrived: a = peer, b = chunk or tile row
   kStore = 5,      // a storer, until y's tile has left the staging
 };

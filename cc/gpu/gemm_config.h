@@ -49,22 +49,25 @@ inline uint32_t SignatureOf(uint32_t call, int64_t site, const GemmChoice& c) {
 }
 
 // Tile rows that share a sweep over w while an all-gather goes on. Many save reading w again, but a
-// sweep needs all of its rows at once: its first wave of tiles reads from each. The rows that
-// follow a rank's own have the time of the own rows' product to arrive in. A rank's rows take 2 k
-// rows / rate bytes to arrive and 2 k n rows / speed to multiply, hence the ratio below.
-inline GemmChoice GatherGroups(GemmChoice c, int64_t rows_per_rank, int64_t n) {
-  // Columns for which a row arrives in the time of its product: 650 TFLOP/s over 300 GB/s, as both
-  // were read on 4 x H200 while the other went on.
-  constexpr int64_t kColumnsOfArrival = 2200;
-  const int64_t rows = rows_per_rank * n / kColumnsOfArrival;
-  const int64_t tiles = rows / (kGemmTileM * c.cluster_m);
-  c.group_m = static_cast<int32_t>(Max<int64_t>(1, Min<int64_t>(tiles, c.group_m)));
+// sweep needs all of its rows at once: its first wave of tiles reads from each. With q the time
+// that a row takes to arrive over that of its product, and R rows per rank, a sweep of g rows that
+// begins when p have been computed, R of them own ones, is on time if (p - R + g) q <= p; that is
+// hardest for the first sweep, p = R, or, with slow links, for the last, p = (world - 1) R.
+inline GemmChoice GatherGroups(GemmChoice c, int world, int64_t rows_per_rank, int64_t n) {
+  // Columns for which q = 1. A row is 2 k bytes, at 220 GB/s, and 2 k n operations, at 650 TFLOP/s,
+  // as both were read on 4 x H200 while the other went on.
+  constexpr double kColumns = 3000;
+  const double q = kColumns / static_cast<double>(n), r = static_cast<double>(rows_per_rank);
+  const double rows = Min(r / q, (world - 1) * r / q - (world - 2) * r);
+  const double tiles = rows / (kGemmTileM * c.cluster_m);
+  c.group_m = static_cast<int32_t>(Max(1.0, Min(tiles, static_cast<double>(c.group_m))));
   return c;
 }
 
-inline TileGrid GridOf(const GemmChoice& c, int64_t m, int64_t n) {
+inline TileGrid GridOf(const GemmChoice& c, int64_t m, int64_t n, int sm_count) {
   return TileGrid{static_cast<int32_t>(CeilDiv<int64_t>(m, kGemmTileM * c.cluster_m)),
-                  static_cast<int32_t>(CeilDiv<int64_t>(n, c.tile_n)), c.group_m};
+                  static_cast<int32_t>(CeilDiv<int64_t>(n, c.tile_n)), c.group_m,
+                  sm_count / c.cluster_m};
 }
 
 }  // namespace jflux

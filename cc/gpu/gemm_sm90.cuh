@@ -8,7 +8,8 @@
 //   0, warp 1   Op::Send: moves this rank's data to its peers (all-gather)
 //   0, warp 2   storer: Op::Store writes out what the consumers staged
 //   0, warp 3   scout: takes tiles from a counter in device memory, one ahead of the loader, and
-//               waits until a tile's rows of A are there (Op::WaitForRows)
+//               waits for a tile's rows of A (Op::WaitForRows), then for the peers' parts of it
+//               (Op::WaitForParts)
 //   1 and 2     consumers: 64 rows each; wgmma, then Op::Finish, which stages the result
 //
 //   scout --tile--> loader --stages--> consumers --staging--> storer
@@ -61,6 +62,8 @@ struct GemmConfig {
   static constexpr int64_t kChunkBytes = kPieces * kPieceBytes;
   static constexpr int kStages =
       (212992 - kConsumers * kStagingBytes) / (kABytes + kBBytes);  // three of them do for 256
+  // Of w, for each tile that waits for its rows: 34 MB for 132 CTAs, of 50 or 60 MB of L2.
+  static constexpr int kPrefetchBlocks = 16;
   static constexpr int kSlots = 4;  // tiles handed out and not yet finished
 
   // Shared memory, in this order.
@@ -99,11 +102,13 @@ struct GemmSmem {
   static constexpr int kOther = kSlot + 3 * Config::kSlots;
   // The loader begins with a tile, so the scout may take the next.
   __device__ uint32_t Begun() const { return Bar(kOther); }
+  // The peers' parts of the tile are there.
+  __device__ uint32_t PartsReady() const { return Bar(kOther + 5 + Config::kPieces); }
   // A consumer's staging: written by it; read by the storer.
   __device__ uint32_t Staged(int consumer) const { return Bar(kOther + 1 + consumer); }
   __device__ uint32_t Stored(int consumer) const { return Bar(kOther + 3 + consumer); }
   __device__ uint32_t PieceFull(int i) const { return Bar(kOther + 5 + i); }
-  static constexpr int kBarriers = kOther + 5 + Config::kPieces;
+  static constexpr int kBarriers = kOther + 6 + Config::kPieces;
   __device__ uint32_t SlotTile(int slot) const { return Bar(kBarriers) + 4 * slot; }
   static_assert(kBarriers * 8 + Config::kSlots * 4 <= 512);
 };
@@ -238,6 +243,19 @@ __device__ __forceinline__ void LoadB(uint32_t smem_b, const CUtensorMap* w, uin
   }
 }
 
+// What LoadB will load, to L2.
+template <typename Config>
+__device__ __forceinline__ void PrefetchB(const CUtensorMap* w, int k0, int n0, uint32_t cta) {
+  constexpr int kShare = Config::kTileN / Config::kClusterM;
+  const int first = n0 + static_cast<int>(cta) * kShare;
+  if constexpr (Config::kTransposeRhs) {
+    ptx::TmaPrefetch2d(w, k0, first);
+  } else {
+#pragma unroll
+    for (int box = 0; box < kShare / 64; ++box) ptx::TmaPrefetch2d(w, first + box * 64, k0);
+  }
+}
+
 // acc += A[stage rows of this consumer] @ B over one k block of 64.
 template <typename Config>
 __device__ __forceinline__ void MultiplyBlock(float (&acc)[Config::kTileN / 2], uint32_t a,
@@ -293,6 +311,10 @@ __device__ __forceinline__ void RunScout(const typename Op::Args& args,
     }
     ptx::MbarrierWait(smem.Begun(), begun);
     begun ^= 1;
+    if (Op::PartsOf(args, tile) != 0) {
+      Op::WaitForParts(args, call, block_m, tile.n);
+      if (lane == 0) ptx::MbarrierArrive(smem.PartsReady());
+    }
   }
 }
 
@@ -304,14 +326,20 @@ __device__ __forceinline__ void RunLoader(const typename Op::Args& args,
   const int lane = threadIdx.x % 32;
   TileReader<Config> reader{smem, {}};
   Ring<Config::kStages> stages;
+  uint32_t parts_parity = 0;
   for (;;) {
     const Ring<Config::kSlots> slot = reader.ring;
     const int32_t t = reader.Next();
     if (t >= args.num_tiles) return;
     const Tile tile = Op::TileAt(args, t);
     const int32_t block_m = BlockRow<Config>(tile, cta);
-    ptx::MbarrierWait(smem.RowsReady(slot.index), slot.parity);
     if (lane == 0) {
+      // As long as the rows are on their way, w can come nearer.
+      for (int kb = 0; kb < Config::kPrefetchBlocks && kb * Config::kTileK < args.k; ++kb) {
+        if (ptx::MbarrierTryWait(smem.RowsReady(slot.index), slot.parity)) break;
+        PrefetchB<Config>(&args.w, kb * Config::kTileK, tile.n * Config::kTileN, cta);
+      }
+      ptx::MbarrierWait(smem.RowsReady(slot.index), slot.parity);
       ptx::MbarrierArrive(smem.Begun());
       const auto source = Op::SourceOf(args, call, block_m);
       for (int k0 = 0; k0 < args.k; k0 += Config::kTileK) {
@@ -322,21 +350,19 @@ __device__ __forceinline__ void RunLoader(const typename Op::Args& args,
         LoadB<Config>(smem.B(stages.index), &args.w, bar, k0, tile.n * Config::kTileN, cta);
         stages.Advance();
       }
+      const int parts = Op::PartsOf(args, tile);
+      if (parts != 0) {
+        ptx::MbarrierWait(smem.PartsReady(), parts_parity);
+        parts_parity ^= 1;
+      }
+      for (int part = 0; part < parts; ++part) {
+        ptx::MbarrierWait(smem.Empty(stages.index), stages.parity ^ 1);
+        Op::LoadPart(args, call, smem.B(stages.index), smem.Full(stages.index), block_m, tile.n,
+                     part);
+        stages.Advance();
+      }
     }
     __syncwarp();
-    const int parts = Op::PartsOf(args, tile);
-    if (parts != 0) {
-      Op::WaitForParts(args, call, block_m, tile.n);
-      if (lane == 0) {
-        for (int part = 0; part < parts; ++part) {
-          ptx::MbarrierWait(smem.Empty(stages.index), stages.parity ^ 1);
-          Op::LoadPart(args, call, smem.B(stages.index), smem.Full(stages.index), block_m, tile.n,
-                       part);
-          stages.Advance();
-        }
-      }
-      __syncwarp();
-    }
   }
 }
 
@@ -463,7 +489,7 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args,
 //   WaitForRows(args, call, block_m)    all lanes of the scout: until A's rows can be read
 //   SourceOf(args, call, block_m), LoadA(source, smem, bar, k0)
 //   PartsOf(args, tile)                 how many stages of peers' parts follow, on all CTAs alike
-//   WaitForParts(args, call, block_m, tile_n)                   all lanes of the loader
+//   WaitForParts(args, call, block_m, tile_n)                   all lanes of the scout
 //   LoadPart(args, call, smem, bar, block_m, tile_n, part)      completes `bar` in any case
 //   Send(args, call, smem)              one lane; everything that peers wait for without waiting
 //   Finish(args, staging, acc, block_m, tile_n, consumer, each_part)
@@ -488,6 +514,7 @@ __device__ __forceinline__ void RunGemm(const typename Op::Args& args) {
       ptx::MbarrierInit(smem.RowsReady(i), 1);
     }
     ptx::MbarrierInit(smem.Begun(), 1);
+    ptx::MbarrierInit(smem.PartsReady(), 1);
     for (int i = 0; i < Config::kConsumers; ++i) {
       ptx::MbarrierInit(smem.Staged(i), 128);
       ptx::MbarrierInit(smem.Stored(i), 1);

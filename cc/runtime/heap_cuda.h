@@ -33,6 +33,7 @@ struct CudaDevice {
   char* heap;
   Fault* fault;                    // host address; the kernels' address is in DeviceState
   Timeline timeline;               // device addresses
+  int64_t timer_ahead_ns;          // of the host's clock, when the timeline began
   std::map<int64_t, char*> peers;  // every device's heap, as this one addresses it
 };
 
@@ -73,7 +74,7 @@ class HeapCuda {
   // Has all kernels record what they do, up to `capacity` events for each device; StopTimeline
   // frees the events. Between calls only.
   bool StartTimeline(uint32_t capacity, std::string* error);
-  // What a local device has recorded. `*missed` events found no room.
+  // What a local device has recorded, by the host's clock. `*missed` events found no room.
   bool ReadTimeline(int64_t id, std::vector<TimelineEvent>* events, uint32_t* missed,
                     std::string* error);
   bool StopTimeline(std::string* error);

@@ -225,12 +225,13 @@ def _rank_shape(x, params):
 
 
 def _lax_is_faster(x, w, params, platform):
-    # n = 49152, k = 12288 (bench/results, docs/design/0003). 4 x H200: 1.12 of lax's time at
-    # m = 64, 1.03 at 512, .90 at 1024; 2 x H200: .92 at 512. With rows that are not whole tiles,
-    # each tile row sweeps over w by itself: 3 x H200: 1.19 at 1026, .98 at 2049.
+    # n = 49152, k = 12288, 4 x H200 (docs/design/0003): 1.2 of lax's time at m = 64, .96 at 512,
+    # .90 at 1024. With rows that are not whole tiles, tile rows wait for two ranks' rows: 3 x H200:
+    # 1.19 at 1026, .98 at 2049.
     rows = _product.total_rows(x)
     ragged = rows % _product.CUDA_TILE_ROWS != 0
-    return platform == "cuda" and (rows < 256 or (ragged and rows * params.world < 2048))
+    few = _product.CUDA_TILE_ROWS
+    return platform == "cuda" and (rows < few or (ragged and rows * params.world < 2048))
 
 
 def _adapt(x, w, params, platform):

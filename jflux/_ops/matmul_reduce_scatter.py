@@ -189,12 +189,12 @@ def _rank_shape(x, params):
 
 
 def _lax_is_faster(x, w, params, platform):
-    # n = 12288, k = 49152 (bench/results, docs/design/0003). 4 and 2 x H200: 1.2 and 1.3 of lax's
-    # time at m = 64, 1.01 and 1.08 at 512, .92 and .96 at 1024. With rows that are not whole tiles,
-    # tile rows that ranks share sweep over w by themselves: 3 x H200: 1.06 at 2049, .98 at 4098.
+    # n = 12288, k = 49152, 4 x H200 (docs/design/0003): 1.2 of lax's time at m = 64, .92 at 512,
+    # .89 at 1024. With rows that are not whole tiles, tile rows that ranks share sweep over w by
+    # themselves: 3 x H200: 1.06 at 2049, .98 at 4098.
     rows = _product.total_rows(x)
     ragged = rows // params.world % _product.CUDA_TILE_ROWS != 0
-    return platform == "cuda" and (rows <= 512 or (ragged and rows < 4096))
+    return platform == "cuda" and (rows < 512 or (ragged and rows < 4096))
 
 
 def _adapt(x, w, params, platform):

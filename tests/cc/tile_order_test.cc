@@ -15,10 +15,11 @@ struct Shape {
   int world;
   int64_t rows_per_rank;
   int32_t tile_m, tiles_n, group_m;
+  int32_t at_once = 0;
 
   int64_t Total() const { return world * rows_per_rank; }
   TileGrid Grid() const {
-    return {static_cast<int32_t>((Total() + tile_m - 1) / tile_m), tiles_n, group_m};
+    return {static_cast<int32_t>((Total() + tile_m - 1) / tile_m), tiles_n, group_m, at_once};
   }
   int32_t Tiles() const { return Grid().tiles_m * tiles_n; }
   // Each rank has whole tile rows.
@@ -35,7 +36,8 @@ struct Shape {
 
 std::ostream& operator<<(std::ostream& out, const Shape& s) {
   return out << "world " << s.world << " rows_per_rank " << s.rows_per_rank << " tile_m "
-             << s.tile_m << " tiles_n " << s.tiles_n << " group_m " << s.group_m;
+             << s.tile_m << " tiles_n " << s.tiles_n << " group_m " << s.group_m << " at_once "
+             << s.at_once;
 }
 
 template <typename F>
@@ -46,6 +48,7 @@ void ForAllShapes(F&& f) {
       for (int32_t tile_m : {4, 16, 32, 128}) {
         for (int32_t tiles_n : {1, 2, 3, 4}) {
           for (int32_t group_m : {1, 2, 4, 8}) f(Shape{world, rows, tile_m, tiles_n, group_m});
+          for (int32_t at_once : {1, 3, 7, 132}) f(Shape{world, rows, tile_m, tiles_n, 8, at_once});
         }
       }
     }
@@ -138,7 +141,7 @@ TEST(GatherStartsWithOwnRows) {
 
 TEST(GatherTakesOtherRowsAsTheyArrive) {
   ForAllShapes([](const Shape& s) {
-    if (!s.Even()) return;
+    if (!s.Even() || s.at_once != 0) return;
     for (int rank = 0; rank < s.world; ++rank) {
       // Between groups, the distance from the own rows only grows.
       const auto tiles = TilesOf(kGather, s, rank);
@@ -148,6 +151,22 @@ TEST(GatherTakesOtherRowsAsTheyArrive) {
         const int32_t group = (t / s.tiles_n - own) / s.group_m;
         const int32_t position = (tiles[t].m - first + s.Grid().tiles_m) % s.Grid().tiles_m - own;
         EXPECT(position / s.group_m == group) << s << " rank " << rank << " position " << t;
+      }
+    }
+  });
+}
+
+TEST(GatherKeepsAllWorkersBusyWithNearRows) {
+  ForAllShapes([](const Shape& s) {
+    const int32_t own = static_cast<int32_t>(s.rows_per_rank / s.tile_m);
+    if (!s.Even() || own == 0 || s.Grid().tiles_m - own > s.group_m) return;
+    for (int rank = 0; rank < s.world; ++rank) {
+      const auto tiles = TilesOf(kGather, s, rank);
+      // Of own rows or the next rank's, unless these are not enough.
+      const int32_t first = Min(s.at_once, 2 * own * s.tiles_n);
+      for (int32_t t = 0; t < first && s.world > 1; ++t) {
+        const int64_t owner = tiles[t].m / own;
+        EXPECT((owner - rank + s.world) % s.world <= 1) << s << " rank " << rank << " tile " << t;
       }
     }
   });

@@ -28,7 +28,8 @@ bool LaunchAllGatherMatmul(const AllGatherMatmulParams& p, const AllGatherMatmul
   args.state = reinterpret_cast<DeviceState*>(device.heap);
   args.view = view;
   args.rows = p.rows;
-  args.grid = GridOf(GatherGroups(choice, p.rows.PerRank(), p.n), p.rows.Total(), p.n);
+  args.grid = GridOf(GatherGroups(choice, p.rows.world, p.rows.PerRank(), p.n), p.rows.Total(), p.n,
+                     device.sm_count);
   args.x_data = arrays.x;
   args.y_data = arrays.y;
   args.gathered = arrays.gathered;

@@ -30,7 +30,7 @@ bool LaunchMatmulReduceScatter(const MatmulReduceScatterParams& p,
   args.state = reinterpret_cast<DeviceState*>(device.heap);
   args.view = view;
   args.rows = p.rows;
-  args.grid = GridOf(choice, p.rows.Total(), p.n);
+  args.grid = GridOf(choice, p.rows.Total(), p.n, device.sm_count);
   args.y_data = arrays.y;
   args.k = p.k;
   args.n = p.n;
