@@ -28,9 +28,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--processes", type=int, default=1, help="1, or one for each rank")
     parser.add_argument("--lists", default="flux", help="of bench/shapes.py, comma-separated")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument(
-        "--always", action="store_true", help="J is the kernel also where jflux would take lax"
-    )
     parser.add_argument("--out", type=pathlib.Path)
     parser.add_argument("--process", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
@@ -92,7 +89,7 @@ def main() -> int:
     from . import harness, shapes
 
     jflux.init(heap_bytes=4 << 30)
-    jflux.config.update(strict=True, always=args.always)
+    jflux.config.update(strict=True)
     mesh = Mesh(np.array(jax.devices()[: args.ranks]), ("tp",))
     rows = []
     print(harness.HEADING, flush=True)

@@ -58,8 +58,8 @@ def _loop(op: Callable[[jax.Array, jax.Array], jax.Array], iterations: int):
 
 
 def contestants(shape: Shape) -> dict[str, Callable[[jax.Array, jax.Array], jax.Array]]:
-    """Functions of one rank's (x, w): G the product alone, C the communication alone, S XLA's
-    sequential op, J jflux. G's and C's operand is what they would see inside S."""
+    """Functions of one rank's (x, w): C the communication alone, S XLA's sequential op, J jflux.
+    C's operand is what it would see inside S."""
     if shape.op == AG:
         return {
             "C": lambda x, w: lax.all_gather(x, "tp", axis=0, tiled=True),
@@ -106,28 +106,34 @@ def operands(shape: Shape, mesh: Mesh, dtype=jnp.bfloat16) -> dict[str, tuple]:
     else:
         partial = make((n_ranks * shape.m, shape.n), P("tp", None), 1.0, 4)
         comm = (partial, w, P("tp", None), w_spec, y_spec)
-    return {"G": gemm, "C": comm, "S": seq, "J": seq}
+    return {"G": gemm, "C": comm, "S": seq, "J": seq, "K": seq}
 
 
 def build(shape: Shape, mesh: Mesh, iterations: int, dtype=jnp.bfloat16):
-    """{name: () -> None}: each call runs `iterations` calls and waits for them."""
+    """{name: () -> None}: each call runs `iterations` calls and waits for them. G is the product
+    alone. Where jflux takes `lax`, K is its kernel."""
     ops = {"G": lambda x, w: x @ w, **contestants(shape)}
     data = operands(shape, mesh, dtype)
-    runs = {}
-    for name, op in ops.items():
+
+    def compile_(name, op):
         x, w, x_spec, w_spec, y_spec = data[name]
-        f = jax.jit(
-            jax.shard_map(
-                _loop(op, iterations),
-                mesh=mesh,
-                in_specs=(x_spec, w_spec),
-                out_specs=y_spec,
-                check_vma=False,
-            )
+        f = jax.shard_map(
+            _loop(op, iterations),
+            mesh=mesh,
+            in_specs=(x_spec, w_spec),
+            out_specs=y_spec,
+            check_vma=False,
         )
-        f = f.lower(x, w).compile()
-        runs[name] = lambda f=f, x=x, w=w: jax.block_until_ready(f(x, w))
-    return runs
+        return jax.jit(f).lower(x, w).compile()
+
+    programs = {name: compile_(name, op) for name, op in ops.items()}
+    if f"jflux_{shape.op}" not in programs["J"].as_text():
+        with jflux.config(always=True):
+            programs["K"] = compile_("K", ops["J"])
+    return {
+        name: lambda f=f, data=data[name]: jax.block_until_ready(f(*data[:2]))
+        for name, f in programs.items()
+    }
 
 
 def _slowest(seconds: float) -> float:
@@ -170,20 +176,20 @@ def check_rate(shape: Shape, ranks: int, seconds: float) -> None:
 
 
 def measure(shape: Shape, mesh: Mesh, rounds: int = 7, target_seconds: float = 0.03):
-    """{"G": Timing, "S": ..., "J": ...} for one shape."""
+    """{"G": Timing, "C": ..., "S": ..., "J": ...} for one shape; "K" too where J is `lax`."""
     ranks = mesh.devices.size
     estimate = shape.flops(ranks) / 600e12 + 30e-6
     iterations = int(min(200, max(5, target_seconds / estimate)))
     runs = build(shape, mesh, iterations)
     timings = interleave(runs, iterations, rounds)
-    for name in "GSJ":
+    for name in timings.keys() - {"C"}:
         check_rate(shape, ranks, timings[name].median)
     return timings
 
 
 HEADING = (
     f"{'op':22} {'m':>5} {'n':>6} {'k':>6} {'G ms':>8} {'C ms':>8} {'S ms':>8} {'J ms':>8} "
-    f"{'J/S':>6} {'E':>6} {'J TF/s':>7}"
+    f"{'J/S':>6} {'E':>6} {'J TF/s':>7} {'K ms':>8}"
 )
 
 
@@ -196,4 +202,5 @@ def line(shape: Shape, ranks: int, timings: Mapping[str, Timing]) -> str:
         f"{shape.op:22} {shape.m:5} {shape.n:6} {shape.k:6} {g * 1e3:8.3f} {c * 1e3:8.3f} "
         f"{s * 1e3:8.3f} {j * 1e3:8.3f} {j / s:6.3f} {efficiency:6.2f} "
         f"{shape.flops(ranks) / j / 1e12:7.0f}"
+        + (f" {timings['K'].median * 1e3:8.3f}" if "K" in timings else "")
     )

@@ -57,7 +57,7 @@ int main() {
       for (int rank = 0; rank < 4; ++rank) {
         for (auto order : {jflux::GatherTile, jflux::ScatterTile}) {
           for (int t = 0; t < grid.tiles_m; ++t) {
-            std::printf("%d ", order(t, grid, rank, rows, tile_m).m);
+            std::printf("%d ", order(t, grid, rank, 4, rows, tile_m).m);
           }
           std::printf("\\n");
         }

@@ -16,8 +16,9 @@
 //
 // Deadlock: a tile with own rows waits, in matmul + reduce-scatter, for the same tile of every
 // peer. Tiles without own rows wait for nobody and come first. Of the tiles with own rows, those
-// that straddle come first, in ascending order, which is the same order on both ranks that share
-// one; so the smallest unfinished tile is always either being computed or next to be taken.
+// that straddle come first, column by column and from top to bottom in each, which is the same
+// order on all ranks that share one; so of the unfinished ones the first in that order is always
+// either being computed or next to be taken.
 #ifndef JFLUX_CORE_TILE_ORDER_H_
 #define JFLUX_CORE_TILE_ORDER_H_
 
@@ -68,11 +69,13 @@ JFLUX_HD constexpr int32_t LastTileOf(int rank, int64_t rows_per_rank, int32_t t
 //  next   2 2 2 4 4 4 4
 //         3 3 3 4 4 4 4
 //         3 3 3 4 4 4 4
-JFLUX_HD constexpr Tile GatherTile(int32_t t, const TileGrid& grid, int rank, int64_t rows_per_rank,
-                                   int32_t tile_m) {
+JFLUX_HD constexpr Tile GatherTile(int32_t t, const TileGrid& grid, int rank, int world,
+                                   int64_t rows_per_rank, int32_t tile_m) {
   // Tile rows that need nobody else's rows.
   const auto start = static_cast<int32_t>(Quotient(rank * rows_per_rank + tile_m - 1, tile_m));
-  const auto end = static_cast<int32_t>(Quotient((rank + 1) * rows_per_rank, tile_m));
+  const auto end = rank + 1 == world
+                       ? grid.tiles_m
+                       : static_cast<int32_t>(Quotient((rank + 1) * rows_per_rank, tile_m));
   const int32_t own = Max(0, end - start), others = grid.tiles_m - own;
   const int32_t near = Min(own, others);
   int32_t fill = 0;
@@ -94,7 +97,7 @@ JFLUX_HD constexpr Tile GatherTile(int32_t t, const TileGrid& grid, int rank, in
 }
 
 // matmul + reduce-scatter.
-JFLUX_HD constexpr Tile ScatterTile(int32_t t, const TileGrid& grid, int rank,
+JFLUX_HD constexpr Tile ScatterTile(int32_t t, const TileGrid& grid, int rank, int world,
                                     int64_t rows_per_rank, int32_t tile_m) {
   const int32_t first = FirstTileOf(rank, rows_per_rank, tile_m);
   const int32_t last = LastTileOf(rank, rows_per_rank, tile_m);
@@ -106,17 +109,16 @@ JFLUX_HD constexpr Tile ScatterTile(int32_t t, const TileGrid& grid, int rank,
     return Tile{(last + 1 + p.m) % grid.tiles_m, p.n};
   }
   t -= others * grid.tiles_n;
-  // 2. tiles with own rows that others share, ascending
+  // 2. tiles with own rows that others share: the first and the last of the own tile rows
   const bool head = Remainder(rank * rows_per_rank, tile_m) != 0;
-  const bool tail = Remainder((rank + 1) * rows_per_rank, tile_m) != 0 && last != grid.tiles_m - 1;
-  if (head || (tail && own == 1)) {
-    if (t < grid.tiles_n) return Tile{first, t};
-    t -= grid.tiles_n;
+  const bool tail = Remainder((rank + 1) * rows_per_rank, tile_m) != 0 && rank + 1 < world;
+  const bool is_shared[] = {head || (tail && own == 1), tail && own > 1};
+  const int32_t shared = (is_shared[0] ? 1 : 0) + (is_shared[1] ? 1 : 0);
+  if (t < shared * grid.tiles_n) {
+    const bool is_first = is_shared[0] && t % shared == 0;
+    return Tile{is_first ? first : last, t / shared};
   }
-  if (tail && own > 1) {
-    if (t < grid.tiles_n) return Tile{last, t};
-    t -= grid.tiles_n;
-  }
+  t -= shared * grid.tiles_n;
   // 3. tiles with own rows only
   const int32_t inner_first = first + (head ? 1 : 0);
   const int32_t inner = own - (head ? 1 : 0) - (tail && own > 1 ? 1 : 0);

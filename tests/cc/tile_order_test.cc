@@ -55,19 +55,19 @@ void ForAllShapes(F&& f) {
   }
 }
 
-using Order = Tile (*)(int32_t, const TileGrid&, int, int64_t, int32_t);
-constexpr Order kGather = [](int32_t t, const TileGrid& g, int r, int64_t rows, int32_t m) {
-  return GatherTile(t, g, r, rows, m);
+using Order = Tile (*)(int32_t, const TileGrid&, int, int, int64_t, int32_t);
+constexpr Order kGather = [](int32_t t, const TileGrid& g, int r, int w, int64_t rows, int32_t m) {
+  return GatherTile(t, g, r, w, rows, m);
 };
-constexpr Order kScatter = [](int32_t t, const TileGrid& g, int r, int64_t rows, int32_t m) {
-  return ScatterTile(t, g, r, rows, m);
+constexpr Order kScatter = [](int32_t t, const TileGrid& g, int r, int w, int64_t rows, int32_t m) {
+  return ScatterTile(t, g, r, w, rows, m);
 };
 
 std::vector<Tile> TilesOf(Order order, const Shape& s, int rank) {
   std::vector<Tile> tiles;
   const TileGrid grid = s.Grid();
   for (int32_t t = 0; t < s.Tiles(); ++t) {
-    tiles.push_back(order(t, grid, rank, s.rows_per_rank, s.tile_m));
+    tiles.push_back(order(t, grid, rank, s.world, s.rows_per_rank, s.tile_m));
   }
   return tiles;
 }
@@ -126,10 +126,10 @@ TEST(GatherStartsWithOwnRows) {
   ForAllShapes([](const Shape& s) {
     const Ownership o(s);
     for (int rank = 0; rank < s.world; ++rank) {
-      // Tile rows full of own rows.
+      // Tile rows without others' rows.
       int32_t whole = 0;
       for (int32_t m = 0; m < s.Grid().tiles_m; ++m) {
-        whole += o.Alone(rank, m) && (m + 1) * s.tile_m <= s.Total();
+        whole += o.Alone(rank, m);
       }
       const auto tiles = TilesOf(kGather, s, rank);
       for (int32_t t = 0; t < whole * s.tiles_n; ++t) {
@@ -183,7 +183,7 @@ TEST(ScatterEndsWithOwnRows) {
         EXPECT(now >= phase) << s << " rank " << rank << " tile " << tile.m << "," << tile.n;
         phase = now;
         if (now != 1) continue;
-        const int32_t number = tile.m * s.tiles_n + tile.n;
+        const int32_t number = tile.n * s.Grid().tiles_m + tile.m;
         EXPECT(number > last_shared) << s << " rank " << rank;
         last_shared = number;
       }

@@ -65,7 +65,7 @@ bool AllGatherMatmulCpu(const AllGatherMatmulParams& p, const CpuTiling& tiling,
   std::vector<char> product(static_cast<int64_t>(tiling.tile_m) * tiling.tile_n *
                             SizeOf(rhs.compute_dtype()));
   for (int32_t t = 0; t < grid.tiles_m * grid.tiles_n; ++t) {
-    const Tile tile = GatherTile(t, grid, view.rank, p.rows.PerRank(), tiling.tile_m);
+    const Tile tile = GatherTile(t, grid, view.rank, view.world, p.rows.PerRank(), tiling.tile_m);
     const int64_t row0 = static_cast<int64_t>(tile.m) * tiling.tile_m;
     const int64_t col0 = static_cast<int64_t>(tile.n) * tiling.tile_n;
     const int64_t rows = Min<int64_t>(tiling.tile_m, total - row0);

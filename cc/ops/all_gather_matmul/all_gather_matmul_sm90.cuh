@@ -43,7 +43,7 @@ struct AllGatherMatmulSm90 {
   using T = typename Config::T;
 
   static __device__ Tile TileAt(const Args& args, int32_t t) {
-    return GatherTile(t, args.grid, args.view.rank, args.rows.PerRank(),
+    return GatherTile(t, args.grid, args.view.rank, args.view.world, args.rows.PerRank(),
                       Config::kTileM * Config::kClusterM);
   }
 

@@ -94,7 +94,7 @@ bool MatmulReduceScatterCpu(const MatmulReduceScatterParams& p, const ScatterTil
   std::vector<char> product(tile_elements * SizeOf(p.out_dtype));
   std::vector<char> gathered_rows(p.rows.outer > 1 ? tiling.tile_m * row_bytes : 0);
   for (int32_t t = 0; t < grid.tiles_m * grid.tiles_n; ++t) {
-    const Tile tile = ScatterTile(t, grid, view.rank, p.rows.PerRank(), tiling.tile_m);
+    const Tile tile = ScatterTile(t, grid, view.rank, view.world, p.rows.PerRank(), tiling.tile_m);
     Body::Span s;
     s.row0 = static_cast<int64_t>(tile.m) * tiling.tile_m;
     s.col0 = static_cast<int64_t>(tile.n) * tiling.tile_n;

@@ -41,7 +41,7 @@ struct MatmulReduceScatterSm90 {
   using T = typename Config::T;
 
   static __device__ Tile TileAt(const Args& args, int32_t t) {
-    return ScatterTile(t, args.grid, args.view.rank, args.rows.PerRank(),
+    return ScatterTile(t, args.grid, args.view.rank, args.view.world, args.rows.PerRank(),
                        Config::kTileM * Config::kClusterM);
   }
 
