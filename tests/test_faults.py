@@ -90,6 +90,7 @@ def test_ranks_that_disagree_on_shapes():
     )
 
 
+@pytest.mark.skipif(PLATFORM == "gpu", reason="JAX lowers equal calls once: one site for both")
 def test_ranks_that_make_equal_calls_in_different_orders():
     """Shapes and types agree, so only the call site tells one from the other."""
     error, _ = _fault("different_orders")

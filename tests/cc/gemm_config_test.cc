@@ -1,0 +1,68 @@
+// gpu/gemm_config.h: which configuration a product gets, and how an all-gather groups its rows.
+#include "gpu/gemm_config.h"
+
+#include "testing.h"
+
+namespace jflux {
+namespace {
+
+constexpr int kSms = 132;
+
+TEST(LargeProductsTakeTheLargestTile) {
+  for (int64_t m : {2048, 4096, 8192}) {
+    EXPECT(ChooseGemm(m, 12288, kSms) == (GemmChoice{256, 2, 8})) << m;
+  }
+}
+
+TEST(OneTileRowTakesAsManySmsAsItCan) {
+  for (int64_t n : {1024, 4096, 12288}) {
+    const GemmChoice c = ChooseGemm(64, n, kSms);
+    EXPECT_EQ(c.tile_n, 64);
+    EXPECT(CeilDiv<int64_t>(n, 128) < kSms) << n;
+  }
+  EXPECT(ChooseGemm(64, 49152, kSms).tile_n != 64);  // plenty of tiles
+}
+
+TEST(FewerWavesWin) {
+  // 192 tiles of 256 columns are 1.45 waves, 384 of 128 are 2.9, 256 of 192 are 1.94.
+  EXPECT(ChooseGemm(512, 12288, kSms) == (GemmChoice{192, 1, 16}));
+  const GemmChoice best = ChooseGemm(512, 6144, kSms);
+  for (const GemmChoice c : {GemmChoice{256, 2, 8}, GemmChoice{256, 1, 16}, GemmChoice{192, 1, 16},
+                             GemmChoice{128, 1, 16}}) {
+    EXPECT(EstimateCost(best, 512, 6144, kSms) <= EstimateCost(c, 512, 6144, kSms)) << c.tile_n;
+  }
+}
+
+// A sweep may begin when its rows have arrived, if it is of more than one tile row.
+TEST(GatherGroupsAreThereInTime) {
+  for (int world : {2, 3, 4, 8}) {
+    for (int64_t rows : {128, 256, 512, 1024, 2048, 4096}) {
+      for (int64_t n : {256, 1024, 2560, 4096, 12288, 49152}) {
+        for (int cluster_m : {1, 2}) {
+          const GemmChoice c = GatherGroups(GemmChoice{256, cluster_m, 16}, world, rows, n);
+          EXPECT(1 <= c.group_m && c.group_m <= 16);
+          if (c.group_m == 1) continue;
+          const double row_arrives = 3000.0 / static_cast<double>(n);  // 1: a row's product
+          const int64_t sweep = c.group_m * kGemmTileM * c.cluster_m;
+          for (int64_t done = rows; done < world * rows; done += sweep) {
+            const int64_t needed = Min(done + sweep, world * rows) - rows;
+            EXPECT(static_cast<double>(needed) * row_arrives <= static_cast<double>(done) * 1.0001)
+                << world << " ranks, rows " << rows << " n " << n << " done " << done;
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(RanksThatChooseDifferentlyDisagree) {
+  const GemmChoice a{256, 2, 8}, b{128, 1, 16};
+  EXPECT(SignatureOf(1, 2, a) != SignatureOf(1, 2, b));
+  EXPECT(SignatureOf(1, 2, a) != SignatureOf(1, 3, a));
+  EXPECT(SignatureOf(1, 2, a) != SignatureOf(2, 2, a));
+}
+
+}  // namespace
+}  // namespace jflux
+
+int main() { return jflux::RunAll(); }
