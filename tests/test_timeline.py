@@ -76,6 +76,7 @@ def test_records_every_tile(op):
         run(f, x, w)
     assert len(t.events) == RANKS and t.missed == 0
     for rank, events in enumerate(t.events.values()):
+        events = events[events["call"] == events["call"].max()]  # `run` makes several
         assert (events["end_ns"] >= events["begin_ns"]).all()
         tiles = events[events["kind"] == MULTIPLY]
         # Two consumers for each tile; all tile rows, each with the same columns.

@@ -12,7 +12,7 @@
 namespace jflux {
 
 struct GemmChoice {
-  int32_t tile_n;     // 256, 192, 128 or 64 columns per CTA tile; always 128 rows
+  int32_t tile_n;     // 256 or 128 columns per CTA tile; always 128 rows
   int32_t cluster_m;  // 2 or 1 CTAs one below the other
   int32_t group_m;    // cluster tile rows that share a sweep over n
 
@@ -28,22 +28,16 @@ inline double EstimateCost(const GemmChoice& c, int64_t m, int64_t n, int sm_cou
   const int64_t tiles =
       CeilDiv<int64_t>(m, kGemmTileM * c.cluster_m) * CeilDiv<int64_t>(n, c.tile_n);
   const int64_t waves = CeilDiv<int64_t>(tiles, sm_count / c.cluster_m);
-  // Half the columns is more than half the time: what is read of x is used half as often. And a
-  // tile that shares nothing reads more from L2.
-  const double tile_cost = c.tile_n == 128    ? 0.56
-                           : c.tile_n == 192  ? 0.79
-                           : c.cluster_m == 1 ? 1.04
-                                              : 1.0;
+  // Half the columns is more than half the time (operands from shared memory are used half as
+  // often), and a tile that shares nothing reads more from L2.
+  const double tile_cost = c.tile_n == 128 ? 0.56 : c.cluster_m == 1 ? 1.04 : 1.0;
   return static_cast<double>(waves) * tile_cost;
 }
 
 // For m rows in all, n columns per rank.
 inline GemmChoice ChooseGemm(int64_t m, int64_t n, int sm_count) {
-  // One row of tiles reads all of w and little else: the more SMs read, the better.
-  if (m <= kGemmTileM && CeilDiv<int64_t>(n, 128) < sm_count) return GemmChoice{64, 1, 1};
   GemmChoice best{256, 2, 8};
-  for (const GemmChoice c :
-       {GemmChoice{256, 1, 16}, GemmChoice{192, 1, 16}, GemmChoice{128, 1, 16}}) {
+  for (const GemmChoice c : {GemmChoice{256, 1, 16}, GemmChoice{128, 1, 16}}) {
     if (EstimateCost(c, m, n, sm_count) < EstimateCost(best, m, n, sm_count)) best = c;
   }
   return best;
@@ -58,14 +52,14 @@ inline uint32_t SignatureOf(uint32_t call, int64_t site, const GemmChoice& c) {
 // Tile rows that share a sweep over w while an all-gather goes on. Many save reading w again, but a
 // sweep needs all of its rows at once: its first wave of tiles reads from each. With q the time
 // that a row takes to arrive over that of its product, and R rows per rank, a sweep of g rows that
-// begins when p have been computed, R of them own ones, is on time if (p - R + g) q <= p. That is
-// hardest for the first sweep, p = R, or, with slow links, for the last, p = world R - g.
+// begins when p have been computed, R of them own ones, is on time if (p - R + g) q <= p; that is
+// hardest for the first sweep, p = R, or, with slow links, for the last, p = (world - 1) R.
 inline GemmChoice GatherGroups(GemmChoice c, int world, int64_t rows_per_rank, int64_t n) {
   // Columns for which q = 1. A row is 2 k bytes, at 220 GB/s, and 2 k n operations, at 650 TFLOP/s,
   // as both were read on 4 x H200 while the other went on.
   constexpr double kColumns = 3000;
   const double q = kColumns / static_cast<double>(n), r = static_cast<double>(rows_per_rank);
-  const double rows = Min(r / q, world * r - (world - 1) * r * q);
+  const double rows = Min(r / q, (world - 1) * r / q - (world - 2) * r);
   const double tiles = rows / (kGemmTileM * c.cluster_m);
   c.group_m = static_cast<int32_t>(Max(1.0, Min(tiles, static_cast<double>(c.group_m))));
   return c;

@@ -62,9 +62,8 @@ struct GemmConfig {
   static constexpr int64_t kChunkBytes = kPieces * kPieceBytes;
   static constexpr int kStages =
       (212992 - kConsumers * kStagingBytes) / (kABytes + kBBytes);  // three of them do for 256
-  // Of w, for each tile that waits for its rows: 256 KiB, so 34 MB for 132 CTAs, of 50 or 60 MB of
-  // L2.
-  static constexpr int kPrefetchBlocks = 262144 / kBBytes;
+  // Of w, for each tile that waits for its rows: 34 MB for 132 CTAs, of 50 or 60 MB of L2.
+  static constexpr int kPrefetchBlocks = 16;
   static constexpr int kSlots = 4;  // tiles handed out and not yet finished
 
   // Shared memory, in this order.

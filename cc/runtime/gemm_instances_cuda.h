@@ -25,14 +25,8 @@ bool WithGemmConfig(DType dtype, bool transpose_rhs, const GemmChoice& c, F&& vi
     if (c.tile_n == 256 && c.cluster_m == 1) {
       return visit.template operator()<GemmConfig<T, 256, 1, kTranspose>>();
     }
-    if (c.tile_n == 192 && c.cluster_m == 1) {
-      return visit.template operator()<GemmConfig<T, 192, 1, kTranspose>>();
-    }
     if (c.tile_n == 128 && c.cluster_m == 1) {
       return visit.template operator()<GemmConfig<T, 128, 1, kTranspose>>();
-    }
-    if (c.tile_n == 64 && c.cluster_m == 1) {
-      return visit.template operator()<GemmConfig<T, 64, 1, kTranspose>>();
     }
     return false;
   };
@@ -42,8 +36,7 @@ bool WithGemmConfig(DType dtype, bool transpose_rhs, const GemmChoice& c, F&& vi
   return dtype == DType::kF16 ? with_type(__half{}) : with_type(__nv_bfloat16{});
 }
 
-inline constexpr GemmChoice kGemmChoices[] = {
-    {256, 2, 8}, {256, 1, 16}, {192, 1, 16}, {128, 1, 16}, {64, 1, 1}};
+inline constexpr GemmChoice kGemmChoices[] = {{256, 2, 8}, {256, 1, 16}, {128, 1, 16}};
 
 template <typename Instances>
 struct LoadInstance {
