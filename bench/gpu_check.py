@@ -1,6 +1,6 @@
 """Checks, stresses and times the kernels on this host's GPUs; the table comes last.
 
-python -m bench.gpu_check [--ranks 4] [--sections values,stress,bench] [--lists flux]
+python -m bench.gpu_check [--ranks 4] [--sections values,gemm] [--lists flux]
 """
 
 from __future__ import annotations
@@ -213,12 +213,15 @@ def main() -> None:
     faulthandler.dump_traceback_later(args.stuck, exit=True)
     jflux.init(heap_bytes=4 << 30, deadline_seconds=args.deadline)
     jflux.config.update(strict=True, always=True)
+    sections = {
+        "values": lambda: section_values(args.ranks),
+        "gemm": lambda: section_gemm(args.lists.split(","), args.rounds),
+    }
     summary = []
-    for section in args.sections.split(","):
-        if section == "values":
-            summary += section_values(args.ranks)
-        elif section == "gemm":
-            summary += section_gemm(args.lists.split(","), args.rounds)
+    for name in args.sections.split(","):
+        if name not in sections:
+            parser.error(f"no section {name!r}; there are {', '.join(sections)}")
+        summary += sections[name]()
     print("\n".join(["", *summary]))
     sys.exit(any("BAD" in line for line in summary))
 

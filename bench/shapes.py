@@ -22,11 +22,6 @@ class Shape:
         """Floating-point operations of one rank."""
         return 2.0 * self.m * self.n * self.k / ranks
 
-    def comm_bytes(self, ranks: int, itemsize: int = 2) -> float:
-        """Bytes that one rank receives."""
-        width = self.k if self.op == "all_gather_matmul" else self.n
-        return self.m * width * itemsize * (ranks - 1) / ranks
-
 
 AG, RS = "all_gather_matmul", "matmul_reduce_scatter"
 

@@ -62,6 +62,8 @@ _said: set[tuple[str, str]] = set()
 
 def fall_back(op: str, reason: str) -> None:
     """Notes that `op` takes its reference: an error in strict mode, else one line per reason."""
+    if not config.fused:
+        return
     message = f"jflux.{op} takes its lax reference: {reason}"
     if config.strict:
         raise NotImplementedError(f"{message} (jflux.config.strict is on)")

@@ -157,6 +157,7 @@ def make_primitive(
         )
 
     def lower_elsewhere(ctx, x, w, *, params):
+        _config.fall_back(name, "jflux has kernels for CPUs and CUDA GPUs only")
         return lower_reference(ctx, x, w, params=params)
 
     mlir.register_lowering(primitive, lower_elsewhere)

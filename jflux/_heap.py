@@ -37,7 +37,8 @@ _generation = 0  # of the names under which processes meet
 
 
 def init(*, heap_bytes: int | None = None, deadline_seconds: float = 120.0) -> None:
-    """Creates the symmetric heap with these settings, for every platform that has devices.
+    """Creates the symmetric heap with these settings, on JAX's default platform (another one's is
+    created by the first call that is lowered for it, with the same settings).
 
     Not needed: the first op creates it with the defaults. With several processes
     (``jax.distributed.initialize``), all of them must call it, or none.
@@ -50,7 +51,9 @@ def init(*, heap_bytes: int | None = None, deadline_seconds: float = 120.0) -> N
 
     Raises:
       ValueError: for a size or a deadline that is not positive.
-      RuntimeError: if the heap exists already with other settings; call :func:`shutdown` first.
+      RuntimeError: if the heap exists already with other settings (call :func:`shutdown` first),
+        cannot be allocated, if a GPU cannot reach another one or the link between them gives wrong
+        data, or if another process does not come.
     """
     global _settings
     if heap_bytes is not None and heap_bytes <= 0:
@@ -71,8 +74,10 @@ def init(*, heap_bytes: int | None = None, deadline_seconds: float = 120.0) -> N
 
 
 def shutdown() -> None:
-    """Frees the heap. No jflux call may be running; compiled functions that use it fail until
-    they are lowered again."""
+    """Frees the heap; what :func:`init` was given is forgotten. No jflux call may be running.
+
+    Compiled functions that use the heap fail until it exists again, through :func:`init` or another
+    call that is lowered."""
     from . import _jflux
 
     global _settings
@@ -318,7 +323,17 @@ def exchange(name: str, value: str, processes: list[int]) -> dict[int, str]:
     client = _store()
     timeout_ms = int(max(_settings.deadline_seconds, 60.0) * 1000)
     client.key_value_set(f"jflux/{name}/{jax.process_index()}", value)
-    return {p: client.blocking_key_value_get(f"jflux/{name}/{p}", timeout_ms) for p in processes}
+    theirs = {}
+    for process in processes:
+        try:
+            theirs[process] = client.blocking_key_value_get(f"jflux/{name}/{process}", timeout_ms)
+        except jax.errors.JaxRuntimeError as error:
+            raise RuntimeError(
+                f"process {process} did not come to make the symmetric heap within "
+                f"{timeout_ms / 1000:g} s: every process must lower the call, or call "
+                "jflux.init(); jflux.init(deadline_seconds=...) gives it longer"
+            ) from error
+    return theirs
 
 
 def _claim(name: str, value: str) -> str:
@@ -326,7 +341,9 @@ def _claim(name: str, value: str) -> str:
     client = _store()
     try:
         client.key_value_set(f"jflux/{name}", value)
-    except jax.errors.JaxRuntimeError:  # it exists
+    except jax.errors.JaxRuntimeError as error:
+        if "ALREADY_EXISTS" not in str(error):
+            raise
         return client.blocking_key_value_get(f"jflux/{name}", 60_000)
     return value
 

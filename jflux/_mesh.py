@@ -8,13 +8,13 @@ second axis.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from typing import Any
 
 import jax
 import numpy as np
 from jax import lax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 AxisName = Hashable | tuple[Hashable, ...]
 
@@ -86,61 +86,3 @@ def concrete_mesh_of(axis_context: Any, axis_name: AxisName) -> Mesh | None:
     if isinstance(mesh, Mesh) and all(n in mesh.axis_names for n in as_tuple(axis_name)):
         return mesh
     return None
-
-
-def ambient_mesh(mesh: Mesh | AbstractMesh | None, *arrays: jax.Array) -> Mesh | AbstractMesh:
-    """The mesh for a call on global arrays: the given one, the context's, or the arrays' own."""
-    if mesh is not None:
-        return mesh
-    context = jax.sharding.get_abstract_mesh()
-    if not context.empty:
-        return context
-    for array in arrays:
-        sharding = getattr(array, "sharding", None) or getattr(jax.typeof(array), "sharding", None)
-        if isinstance(sharding, NamedSharding) and not sharding.mesh.empty:
-            return sharding.mesh
-    raise ValueError(
-        "jflux was called outside shard_map and there is no mesh: pass mesh=..., call it under "
-        "jax.set_mesh(mesh), or call it inside jax.shard_map"
-    )
-
-
-def over_global_arrays(
-    op: Callable[..., Any],
-    x: jax.Array,
-    w: jax.Array,
-    *,
-    axis_name: AxisName,
-    mesh: Mesh | AbstractMesh | None,
-    in_specs: tuple[PartitionSpec, PartitionSpec],
-    out_specs: Any,
-) -> Any:
-    """Runs `op` inside a shard_map of its own over all axes of the mesh."""
-    mesh = ambient_mesh(mesh, x, w)
-    missing = [n for n in as_tuple(axis_name) if n not in mesh.axis_names]
-    if missing:
-        raise ValueError(f"{axis_name=} names {missing}, but the mesh has axes {mesh.axis_names}")
-    # check_vma cannot know that a gathered array is the same on all ranks.
-    mapped = jax.shard_map(op, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    return mapped(x, w)
-
-
-def spec_of(x: jax.Array, default: PartitionSpec) -> PartitionSpec:
-    """How x is sharded, where its type says so (explicit sharding); else `default`."""
-    sharding = getattr(jax.typeof(x), "sharding", None)
-    if sharding is None or sharding.mesh.empty:
-        return default
-    if AxisType.Explicit not in sharding.mesh.axis_types:
-        return default
-    return PartitionSpec(*sharding.spec, *([None] * (x.ndim - len(sharding.spec))))
-
-
-def with_axis(spec: PartitionSpec, ndim: int, dimension: int, axis_name: AxisName) -> PartitionSpec:
-    """`spec` with `axis_name` as the minor-most sharding of `dimension`, and nowhere else."""
-    names = as_tuple(axis_name)
-    entries: list[tuple[Any, ...]] = []
-    for entry in (*spec, *([None] * (ndim - len(spec)))):
-        present = () if entry is None else as_tuple(entry)
-        entries.append(tuple(n for n in present if n not in names))
-    entries[dimension] = (*entries[dimension], *names)
-    return PartitionSpec(*(e if e else None for e in entries))

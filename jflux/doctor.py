@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jflux
 
 from . import _heap, _jflux, testing
-from ._ops import _product
+from ._ops import _product, all_gather_matmul, matmul_reduce_scatter
 
 
 def _versions() -> Iterator[str]:
@@ -59,7 +59,7 @@ def _heap_lines() -> Iterator[str]:
     mib = _heap.heap_bytes(name) >> 20
     yield (
         f"heap: back end {_heap.backend_in_use()}, {mib} MiB per device, "
-        f"{_heap.usage(name) >> 20} MiB taken, deadline {_heap.deadline_seconds():g} s"
+        f"deadline {_heap.deadline_seconds():g} s"
     )
     links = _jflux.cuda_heap_links()
     for source in sorted({link[0] for link in links}):
@@ -93,6 +93,18 @@ def _try(op: str, dtype: jnp.dtype) -> str:
     return "ok"
 
 
+def _fused_from(op: str, platform: str, ranks: int) -> str:
+    """ "fused", and from how many rows on, where `lax` is faster below."""
+    lax_is_faster = {
+        "all_gather_matmul": all_gather_matmul.lax_is_faster,
+        "matmul_reduce_scatter": matmul_reduce_scatter.lax_is_faster,
+    }[op]
+    m = ranks
+    while platform == "cuda" and lax_is_faster(m, ranks):
+        m *= 2
+    return "fused" if m == ranks else f"fused from {m} rows"
+
+
 def _ops() -> Iterator[str]:
     name = _heap._default_platform()
     ranks = jax.device_count()
@@ -108,7 +120,7 @@ def _ops() -> Iterator[str]:
             else:
                 why = _product.kernel_takes(spec, spec, np.dtype(dtype), min(ranks, 8), name)
                 why = why or (_heap._why_no_cuda() if name == "cuda" else None)
-            path = f"reference ({why})" if why else "fused"
+            path = f"reference ({why})" if why else _fused_from(op, name, ranks)
             try:
                 # Other processes would have to take part in a trial.
                 verdict = _try(op, dtype) if jax.process_count() == 1 else "not tried"
@@ -124,6 +136,9 @@ def report() -> Iterator[str]:
     yield from _heap_lines()
     yield "ops on these devices:"
     yield from _ops()
+    if _heap.backend_in_use():
+        taken = _heap.usage(_heap._default_platform())
+        yield f"heap: the calls above took {taken / (1 << 20):.1f} MiB per device"
 
 
 def main() -> int:

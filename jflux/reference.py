@@ -1,15 +1,16 @@
 """The ops in plain `lax`: their specification, and what runs where no fused kernel does.
 
-Each function has the signature of the op of the same name and means the same. They are called
-inside `jax.shard_map`, where `axis_name` is bound.
+Each function has the signature of the op of the same name, documented there, and means the same.
 """
 
 from __future__ import annotations
 
 import jax
 from jax import lax
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
+from . import _global, _mesh
 from ._mesh import AxisName
 
 
@@ -37,8 +38,21 @@ def all_gather_matmul(
     transpose_rhs: bool = False,
     preferred_element_type: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    x_spec: PartitionSpec | None = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """``all_gather(x) @ w``; see :func:`jflux.all_gather_matmul`."""
+    """``all_gather(x) @ w``: x [..., m/N, k], w [k, n/N] -> [..., m, n/N] per rank of N.
+
+    Arguments, results and the use on global arrays are those of :func:`jflux.all_gather_matmul`;
+    any type that `lax.dot_general` takes will do. Errors are `lax`'s.
+    """
+    if not _mesh.is_bound(axis_name):
+        return _global.all_gather_matmul(
+            all_gather_matmul, x, w, mesh=mesh, x_spec=x_spec, axis_name=axis_name,
+            gather_dimension=gather_dimension, return_gathered=return_gathered,
+            transpose_rhs=transpose_rhs, preferred_element_type=preferred_element_type,
+            precision=precision,
+        )  # fmt: skip
     gathered = lax.all_gather(x, axis_name, axis=gather_dimension % x.ndim, tiled=True)
     y = _matmul(gathered, w, preferred_element_type, precision, transpose_rhs)
     return (y, gathered) if return_gathered else y
@@ -53,8 +67,21 @@ def matmul_reduce_scatter(
     transpose_rhs: bool = False,
     preferred_element_type: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    x_spec: PartitionSpec | None = None,
 ) -> jax.Array:
-    """``psum_scatter(x @ w)``; see :func:`jflux.matmul_reduce_scatter`."""
+    """``psum_scatter(x @ w)``: x [..., m, k/N], w [k/N, n] -> [..., m/N, n] per rank of N.
+
+    Arguments, results and the use on global arrays are those of
+    :func:`jflux.matmul_reduce_scatter`; any type that `lax.dot_general` takes will do, and partial
+    products are rounded to y's type before they are summed. Errors are `lax`'s.
+    """
+    if not _mesh.is_bound(axis_name):
+        return _global.matmul_reduce_scatter(
+            matmul_reduce_scatter, x, w, mesh=mesh, x_spec=x_spec, axis_name=axis_name,
+            scatter_dimension=scatter_dimension, transpose_rhs=transpose_rhs,
+            preferred_element_type=preferred_element_type, precision=precision,
+        )  # fmt: skip
     partial = _matmul(x, w, preferred_element_type, precision, transpose_rhs)
     return lax.psum_scatter(
         partial, axis_name, scatter_dimension=scatter_dimension % x.ndim, tiled=True

@@ -14,7 +14,8 @@ from . import _heap
 
 def poison_workspaces() -> None:
     """Fills every workspace that no call holds with NaN, so that a read of what nobody wrote in
-    this call shows. Only between calls: wait for results first."""
+    this call shows. Only between calls: wait for results first. With several GPU processes it is
+    half of each workspace, the one of the last call: a peer may have begun with the other."""
     _heap.poison()
 
 

@@ -1,6 +1,8 @@
 """What the kernels did, and when: recorded on the GPUs, shown as a picture or in Perfetto.
 
-    with jflux.timeline.record() as timeline:
+    from jflux import timeline as timelines
+
+    with timelines.record() as timeline:
         jax.block_until_ready(f(x, w))
     timeline.save("timeline.json")  # open in https://ui.perfetto.dev
     timeline.plot("timeline.png")   # needs matplotlib
@@ -33,7 +35,10 @@ _EVENT = np.dtype(
     [("begin_ns", "u8"), ("end_ns", "u8"), ("call", "u4"), ("kind", "u2"), ("sm", "u2"),
      ("a", "i4"), ("b", "i4")]
 )  # fmt: skip
-_COLORS = {"multiply": "#5b8db8", "epilogue": "#8bc48a", "wait for parts": "#e07a5f"}
+_COLORS = {"multiply": "#5b8db8", "epilogue": "#8bc48a"}  # what the two consumers do
+# Who does what, of the roles of cc/gpu/gemm_sm90.cuh.
+_ROLES = ("sender", "scout", "consumers", "storer")
+_ROLE_OF = {"send": 0, "wait for rows": 1, "wait for parts": 1, "store": 3}
 
 
 @dataclasses.dataclass
@@ -52,6 +57,8 @@ class Timeline:
     missed: int = 0
 
     def start_ns(self) -> int:
+        if not any(len(e) for e in self.events.values()):
+            raise ValueError("the timeline is empty: no jflux kernel ran while it was recorded")
         return min(int(e["begin_ns"].min()) for e in self.events.values() if len(e))
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -63,7 +70,7 @@ class Timeline:
             trace.append(_name("process_name", f"GPU {device}", device))
             for e in events:
                 kind = KINDS[e["kind"]]
-                role = {"send": 0, "wait for rows": 1}.get(kind, 2)
+                role = _ROLE_OF.get(kind, 2)
                 names = ("peer", "chunk") if kind == "send" else ("tile row", "tile column")
                 trace.append(
                     {
@@ -81,7 +88,7 @@ class Timeline:
                     }
                 )
             for sm in sorted(set(events["sm"].tolist())):
-                for role, name in enumerate(("sender", "loader", "consumers")):
+                for role, name in enumerate(_ROLES):
                     trace.append(_name("thread_name", f"SM {sm:3} {name}", device, 4 * sm + role))
         with open(path, "w") as f:
             json.dump({"traceEvents": trace, "displayTimeUnit": "ns"}, f)

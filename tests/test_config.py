@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import Call, compiled_text, fused_calls, make_mesh, operands, per_device
+from harness import PLATFORM, Call, compiled_text, fused_calls, make_mesh, operands, per_device
 
 import jflux
 from jflux import _config
+from jflux._ops import all_gather_matmul, matmul_reduce_scatter
 
 # A type that no kernel takes.
 CALL = Call("all_gather_matmul", lead=(2,), k=3, n=2, dtype=np.dtype("int32"))
@@ -49,6 +50,45 @@ def test_nothing_is_said_where_there_is_nothing_to_fuse(caplog):
         f = per_device(make_mesh((2,)), Call("all_gather_matmul", dtype=jnp.bfloat16).bind("tp"))
         jax.jit(lambda x, w: jax.vjp(f, x, w)[1](f(x, w))).lower(x, w)
     assert not caplog.records
+
+
+def test_an_axis_of_vmap_is_a_fallback(caplog, monkeypatch):
+    monkeypatch.setattr(_config, "_said", set())
+    x = jnp.ones((2, 3, 4), jnp.bfloat16)
+
+    def f(x):
+        return jflux.all_gather_matmul(x, jnp.eye(4, dtype=x.dtype), axis_name="i")
+
+    with pytest.raises(NotImplementedError, match=r"axis 'i' is vmap's.*strict"):
+        jax.vmap(f, axis_name="i")(x)
+    with jflux.config(strict=False), caplog.at_level(logging.WARNING, logger="jflux"):
+        assert jax.vmap(f, axis_name="i")(x).shape == (2, 6, 4)
+    assert "axis 'i' is vmap's" in caplog.text
+
+
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
+def test_platforms_without_kernels_take_the_reference(op):
+    call, mesh = Call(op, dtype=jnp.bfloat16), make_mesh((2,))
+    f = jax.jit(per_device(mesh, call.bind("tp")))
+    args = operands(call, mesh, "tp")
+    with pytest.raises(NotImplementedError, match="CPUs and CUDA GPUs only"):
+        f.trace(*args).lower(lowering_platforms=("tpu",))
+    with jflux.config(strict=False):
+        text = f.trace(*args).lower(lowering_platforms=("tpu",)).as_text()
+    assert "jflux" not in text.replace("jit_jflux", "") and "dot_general" in text
+
+
+@pytest.mark.parametrize("op", [all_gather_matmul, matmul_reduce_scatter])
+def test_where_lax_is_faster_it_is_taken(op):
+    assert op.lax_is_faster(64, 4) and op.lax_is_faster(513, 3)
+    assert not op.lax_is_faster(1024, 4) and not op.lax_is_faster(8193, 3)
+    call, mesh = Call(op.__name__.rpartition(".")[2], dtype=jnp.bfloat16), make_mesh((2,))
+    f = jax.jit(per_device(mesh, call.bind("tp")))
+    with jflux.config(always=False):
+        traced = f.trace(*operands(call, mesh, "tp"))
+        assert "jflux_" not in traced.lower(lowering_platforms=("cuda",)).as_text()
+        if PLATFORM == "cpu":  # where nothing was measured
+            assert "jflux_" in traced.lower().as_text()
 
 
 def test_fused_off_takes_the_reference_silently(caplog):

@@ -22,7 +22,7 @@ from harness import (
 )
 
 import jflux
-from jflux import testing
+from jflux import _heap, testing
 
 SMALL = Call("all_gather_matmul", lead=(4,), k=8, n=4, dtype=jnp.bfloat16)
 
@@ -199,3 +199,40 @@ def test_every_device_has_a_segment():
         mesh = make_mesh((count,), order=range(RANKS - 1, -1, -1))
         check_values(SMALL, mesh, "tp")
     assert len(DEVICES) == RANKS
+
+
+class _Store:
+    """JAX's key-value store, where some entries exist already and nobody else comes."""
+
+    def __init__(self, **entries):
+        self.entries = entries
+
+    def key_value_set(self, key, value):
+        if key in self.entries:
+            raise jax.errors.JaxRuntimeError(f"ALREADY_EXISTS: key {key}")
+        if key.endswith("/broken"):
+            raise jax.errors.JaxRuntimeError("UNAVAILABLE: no connection")
+        self.entries[key] = value
+
+    def blocking_key_value_get(self, key, timeout_ms):
+        if key not in self.entries:
+            raise jax.errors.JaxRuntimeError(f"DEADLINE_EXCEEDED: {timeout_ms}")
+        return self.entries[key]
+
+
+def test_a_process_that_does_not_come(monkeypatch):
+    store = _Store(**{"jflux/heap/1": "one"})
+    monkeypatch.setattr(_heap, "_store", lambda: store)
+    me = jax.process_index()
+    assert _heap.exchange("heap", "mine", [me, 1]) == {me: "mine", 1: "one"}
+    with pytest.raises(RuntimeError, match="process 2 did not come .*deadline_seconds"):
+        _heap.exchange("other", "mine", [me, 2])
+
+
+def test_claims(monkeypatch):
+    store = _Store()
+    monkeypatch.setattr(_heap, "_store", lambda: store)
+    assert _heap._claim("entry", "first") == "first"
+    assert _heap._claim("entry", "second") == "first"
+    with pytest.raises(jax.errors.JaxRuntimeError, match="UNAVAILABLE"):
+        _heap._claim("broken", "x")

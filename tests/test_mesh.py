@@ -90,36 +90,6 @@ def test_axes_of_vmap_are_bound_but_not_manual():
     assert seen == [(True, False, False)]
 
 
-@pytest.mark.parametrize(
-    "spec, ndim, dimension, names, want",
-    [
-        (P(), 2, 0, "tp", P("tp", None)),
-        (P(), 3, 2, ("a", "b"), P(None, None, ("a", "b"))),
-        (P("dp"), 3, 1, "tp", P("dp", "tp", None)),
-        (P("dp"), 2, 0, "tp", P(("dp", "tp"), None)),
-        (P("dp", "tp"), 3, 2, "tp", P("dp", None, "tp")),
-        (P(("dp", "tp"), None), 2, 1, "tp", P("dp", "tp")),
-        (P("tp"), 2, 0, "tp", P("tp", None)),
-    ],
-)
-def test_with_axis(spec, ndim, dimension, names, want):
-    got = _mesh.with_axis(spec, ndim, dimension, names)
-    normal_form = [as_tuple(e) if e is not None else None for e in got]
-    assert normal_form == [as_tuple(e) if e is not None else None for e in want]
-
-
-def test_ambient_mesh():
-    given_mesh, context = make_mesh((2,)), make_mesh((RANKS,))
-    assert _mesh.ambient_mesh(given_mesh) is given_mesh
-    with jax.set_mesh(context):
-        assert _mesh.ambient_mesh(given_mesh) is given_mesh
-        assert _mesh.ambient_mesh(None).axis_sizes == (RANKS,)
-    x = jax.device_put(np.zeros((RANKS, 2)), jax.NamedSharding(context, P("tp")))
-    assert _mesh.ambient_mesh(None, x) == context
-    with pytest.raises(ValueError, match="no mesh"):
-        _mesh.ambient_mesh(None, np.zeros((2, 2)))
-
-
 # ---- The mesh of a call --------------------------------------------------------------------------
 
 

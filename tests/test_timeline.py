@@ -45,6 +45,13 @@ def test_saved_for_perfetto(tmp_path):
     assert {e["pid"] for e in events if e["name"] == "process_name"} == {0, 3}
 
 
+def test_nothing_recorded(tmp_path):
+    empty = timeline.Timeline({0: np.array([], timeline._EVENT)})
+    for use in (empty.summary, lambda: empty.save(tmp_path / "t.json")):
+        with pytest.raises(ValueError, match="no jflux kernel ran"):
+            use()
+
+
 def test_plotted(tmp_path):
     pytest.importorskip("matplotlib")
     _made_up().plot(tmp_path / "t.png")

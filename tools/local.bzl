@@ -68,7 +68,7 @@ def _cuda_impl(ctx):
     if mode == "ON" and not nvcc:
         fail("JFLUX_CUDA=ON, but no nvcc 12.5 or later was found")
     if not nvcc:
-        ctx.file("defs.bzl", "NVCC = None\nNVCC_FLAGS = []\n")
+        ctx.file("defs.bzl", "NVCC = None\n")
         ctx.file("BUILD.bazel", """
 cc_library(
     name = "cudart",

@@ -7,13 +7,15 @@
 //   reader   Polls with acquire at system scope until the word's epoch is the call's. What the
 //            writer wrote before its store is then visible. (TMA reads need a proxy fence on top;
 //            see gpu/ptx.cuh.)
-//   reset    Never. Epochs of a channel count its calls and only grow, so a captured CUDA graph
-//            replays without clearing anything, and 0 (fresh memory) is older than any call.
+//   reset    Never. Epochs of a channel only grow (on a GPU they count its calls), so a captured
+//            CUDA graph replays without clearing anything, and 0 (fresh memory) is older than any
+//            call.
 //   reuse    Workspaces are doubled; call e uses half e % 2. A rank that is in call e has every
 //            peer's data of call e-1, which the peer sent after it finished call e-2. So nobody
 //            still reads the half that call e overwrites, and no closing barrier is needed. This
 //            holds because in every call every rank hears from every peer.
-//   mismatch The signature hashes op, shapes and options. A word with the call's epoch but another
+//   mismatch The signature hashes op, shapes and options, and on GPUs the call site and the tile
+//            configuration. A word with the call's epoch but another
 //            signature, or with a later epoch, means that the ranks run different programs: the
 //            reader reports what it saw and what it expected and stops waiting.
 #ifndef JFLUX_CORE_SIGNAL_H_

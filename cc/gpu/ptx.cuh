@@ -190,18 +190,6 @@ __device__ __forceinline__ void FenceProxyAsyncShared() {
 
 // ---- warps and warpgroups ---------------------------------------------------------------------
 
-__device__ __forceinline__ bool ElectOne() {
-  uint32_t elected;
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "elect.sync _|p, 0xffffffff;\n"
-      "selp.u32 %0, 1, 0, p;\n"
-      "}\n"
-      : "=r"(elected));
-  return elected != 0;
-}
-
 __device__ __forceinline__ void BarrierSync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }

@@ -66,7 +66,6 @@ JFLUX_API void jflux_cuda_heap_shutdown(void);
 JFLUX_API const char* jflux_cuda_heap_test_hooks(int skip_waits, int max_delay_us);
 JFLUX_API const char* jflux_cuda_heap_poison(void);
 // The fault of one of this process's GPUs, or null.
-JFLUX_API const char* jflux_cuda_heap_fault(void);
 
 // The kernels' record of what they do (gpu/device_state.h); between calls only.
 typedef struct {

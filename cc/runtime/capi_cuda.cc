@@ -125,17 +125,6 @@ const char* jflux_cuda_timeline_stop(void) {
   return CurrentHeapCuda()->StopTimeline(&error) ? nullptr : Reason(error);
 }
 
-const char* jflux_cuda_heap_fault(void) {
-  const auto heap = CurrentHeapCuda();
-  if (heap == nullptr) return nullptr;
-  for (int ordinal = 0; ordinal < 64; ++ordinal) {
-    const jflux::CudaDevice* device = heap->DeviceOf(ordinal);
-    if (device == nullptr) continue;
-    if (const auto text = heap->FaultOf(*device)) return Reason(*text);
-  }
-  return nullptr;
-}
-
 int64_t jflux_cuda_channel_bytes(const char* op, const JfluxProduct* c, int sm_count) {
   const jflux::Rows rows{static_cast<int32_t>(c->world), c->outer, c->inner};
   const auto dtype = static_cast<jflux::DType>(c->dtype);
@@ -178,7 +167,6 @@ const char* jflux_cuda_heap_poison(void) { return NotBuilt(); }
 const char* jflux_cuda_timeline_start(int64_t) { return NotBuilt(); }
 const char* jflux_cuda_timeline_read(int64_t, JfluxEvent*, int64_t, int64_t*) { return NotBuilt(); }
 const char* jflux_cuda_timeline_stop(void) { return NotBuilt(); }
-const char* jflux_cuda_heap_fault(void) { return nullptr; }
 int64_t jflux_cuda_channel_bytes(const char*, const JfluxProduct*, int) { return -1; }
 int64_t jflux_cuda_first_channel(void) { return 0; }
 

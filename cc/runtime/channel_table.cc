@@ -6,8 +6,12 @@
 
 namespace jflux {
 
-void ChannelTable::Lock() {
-  for (uint32_t turn = 0; !CompareExchange(&lock_, 0, 1); ++turn) PollPause(turn);
+bool ChannelTable::Lock(uint64_t deadline_ns) {
+  for (uint32_t turn = 0; !CompareExchange(&lock_, 0, 1); ++turn) {
+    if (turn % 64 == 63 && NowNs() > deadline_ns) return false;
+    PollPause(turn);
+  }
+  return true;
 }
 
 void ChannelTable::Unlock() { StoreRelease(&lock_, 0); }
@@ -70,7 +74,12 @@ bool ChannelTable::Acquire(ChannelKey key, int32_t world, int64_t bytes, int64_t
     return false;
   }
   for (uint32_t turn = 0;; ++turn) {
-    Lock();
+    if (!Lock(deadline_ns)) {
+      *error =
+          "a process ended while it held the directory of the symmetric heap: call jflux.shutdown()"
+          " and jflux.init() in every process that is left, or start them all again";
+      return false;
+    }
     if (const Entry* e = FindOrMake(key, world, bytes, heap_bytes, clear)) {
       *lease = ChannelLease{static_cast<int32_t>(e - entries_), e->epoch, e->offset};
       Unlock();
@@ -88,7 +97,7 @@ bool ChannelTable::Acquire(ChannelKey key, int32_t world, int64_t bytes, int64_t
 }
 
 void ChannelTable::Release(const ChannelLease& lease, int32_t ranks, bool failed) {
-  Lock();
+  if (!Lock()) return;  // whoever asks for a channel next says so
   Entry& e = entries_[lease.index];
   if (failed) e.state = kLost;
   e.released += ranks;
@@ -97,7 +106,7 @@ void ChannelTable::Release(const ChannelLease& lease, int32_t ranks, bool failed
 }
 
 int64_t ChannelTable::BytesInUse() {
-  Lock();
+  if (!Lock()) return 0;
   int64_t sum = 0;
   for (const Entry& e : entries_) {
     if (e.state == kLeased || e.state == kLost) sum += e.bytes;

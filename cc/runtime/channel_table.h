@@ -14,6 +14,8 @@
 #include <functional>
 #include <string>
 
+#include "core/platform.h"
+
 namespace jflux {
 
 struct ChannelKey {
@@ -29,9 +31,10 @@ struct ChannelLease {
 
 class ChannelTable {
  public:
-  // Channel `key` for `world` ranks, found or made. Waits for memory until the deadline (on
-  // NowNs()'s clock); on failure says why in *error. `clear` zeroes the signals of a channel
-  // (offset, bytes) on all ranks: memory that was part of another channel is given out again.
+  // Channel `key` for `world` ranks, found or made. Waits for memory, and for the lock, until the
+  // deadline (on NowNs()'s clock); on failure says why in *error. `clear` zeroes the signals of a
+  // channel (offset, bytes) on all ranks: memory that was part of another channel is given out
+  // again.
   bool Acquire(ChannelKey key, int32_t world, int64_t bytes, int64_t heap_bytes,
                uint64_t deadline_ns, const std::function<void(int64_t, int64_t)>& clear,
                ChannelLease* lease, std::string* error);
@@ -43,7 +46,7 @@ class ChannelTable {
   // Calls visit(offset, bytes) for each channel that nobody holds; none is given out meanwhile.
   template <typename F>
   void ForEachFree(F&& visit) {
-    Lock();
+    if (!Lock()) return;
     for (const Entry& e : entries_) {
       if (e.state == kFree) visit(e.offset, e.bytes);
     }
@@ -65,13 +68,15 @@ class ChannelTable {
     ChannelKey key;
   };
 
-  void Lock();
+  // The lock is held for microseconds, unless a process ended while it held it.
+  bool Lock(uint64_t deadline_ns = NowNs() + kLockPatienceNs);
   void Unlock();
   Entry* FindOrMake(ChannelKey key, int32_t world, int64_t bytes, int64_t heap_bytes,
                     const std::function<void(int64_t, int64_t)>& clear);
   void DropFreeAtEnd();
 
   static constexpr int kEntries = 1024;
+  static constexpr uint64_t kLockPatienceNs = 5'000'000'000;
   uint64_t lock_;
   int64_t end_;          // heap bytes that some entry covers
   int64_t touched_;      // the largest end_ so far: beyond it memory is still zero

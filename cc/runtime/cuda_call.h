@@ -42,7 +42,8 @@ ffi::Error LaunchCudaCall(OpId op, int32_t ordinal, ffi::Span<const int64_t> gro
     const auto peer = device->peers.find(group->devices[r]);
     if (peer == device->peers.end()) {
       return failed(name + "device " + std::to_string(group->devices[r]) +
-                    " is not part of the symmetric heap");
+                    " is not part of the symmetric heap: call jflux.init() after "
+                    "jax.distributed.initialize()");
     }
     view.base[r] = peer->second + *offset;
   }

@@ -104,8 +104,11 @@ std::shared_ptr<HeapCuda> HeapCuda::Create(const std::vector<int>& ordinals,
       int can = 0;
       JFLUX_CUDA_OR_FALSE(cudaDeviceCanAccessPeer(&can, device.ordinal, other), error);
       if (can == 0) {
-        *error = "GPU " + std::to_string(device.ordinal) + " cannot access GPU " +
-                 std::to_string(other) + " (no NVLink or peer access between them)";
+        *error =
+            "GPU " + std::to_string(device.ordinal) + " cannot access GPU " +
+            std::to_string(other) +
+            " (no NVLink or peer access between them): hide one of them (CUDA_VISIBLE_DEVICES), or "
+            "see `nvidia-smi topo -p2p rw`";
         return nullptr;
       }
       const cudaError_t enabled = cudaDeviceEnablePeerAccess(other, 0);
@@ -194,7 +197,9 @@ bool HeapCuda::Attach(int64_t id, const std::string& handle, std::string* error)
     const cudaError_t opened = cudaIpcOpenMemHandle(&address, ipc, cudaIpcMemLazyEnablePeerAccess);
     if (opened != cudaSuccess) {
       *error = CudaReason("cudaIpcOpenMemHandle", opened) + " (for device " + std::to_string(id) +
-               " on GPU " + std::to_string(device.ordinal) + ")";
+               " on GPU " + std::to_string(device.ordinal) +
+               "): all processes must run on one host and see each other's GPUs, and in one "
+               "container if in any";
       return false;
     }
     opened_.emplace_back(device.ordinal, address);
@@ -215,7 +220,8 @@ bool HeapCuda::Probe(std::string* error) {
       links_.push_back(ProbeLink(device.id, id, device.heap + area, heap + area));
       if (!links_.back().fault.empty()) {
         *error = "the link from device " + std::to_string(device.id) + " to device " +
-                 std::to_string(id) + " cannot be trusted: " + links_.back().fault;
+                 std::to_string(id) + " cannot be trusted: " + links_.back().fault +
+                 "; hide one of them (CUDA_VISIBLE_DEVICES), and have the link checked";
         return false;
       }
     }

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._mesh import AxisName, as_tuple
+from .. import _config, _mesh
 
 MAX_RANKS = 8
 CUDA_TILE_ROWS = 128  # kGemmTileM of cc/gpu/gemm_config.h
@@ -17,8 +17,20 @@ CPU_DTYPES = {np.dtype(d) for d in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.
 CUDA_DTYPES = {np.dtype(d) for d in (jnp.float16, jnp.bfloat16)}
 
 
+def is_plain(op: str, axis_name: _mesh.AxisName) -> bool:
+    """Whether there are no ranks to speak of: one alone, or vmap's (which is a fallback)."""
+    if _mesh.axis_size(axis_name) == 1:
+        return True
+    if _mesh.is_manual(axis_name):
+        return False
+    _config.fall_back(op, f"axis {axis_name!r} is vmap's, not a mesh's")
+    return True
+
+
 def check_operands(op: str, x: Any, w: Any, dimension: int, dimension_name: str) -> int:
     """Raises for operands that no product can take; returns `dimension`, not negative."""
+    if not isinstance(dimension, int | np.integer):
+        raise TypeError(f"jflux.{op}: {dimension_name} must be an int, got {dimension!r}")
     for name, array in (("x", x), ("w", w)):
         if not hasattr(array, "ndim") or not hasattr(array, "dtype"):
             raise TypeError(f"jflux.{op}: {name} must be an array, got {type(array).__name__}")
@@ -133,7 +145,3 @@ def batch_operands(bind: Any, x: Any, w: Any, bx: Any, bw: Any, *, transpose_rhs
     xs, ws = jnp.moveaxis(x, bx, 0), jnp.moveaxis(w, bw, 0)
     results = jax.lax.map(lambda operands: bind(*operands, 0), (xs, ws))
     return results, [0] * len(results)
-
-
-def names_of(axis_name: AxisName) -> tuple[Any, ...]:
-    return as_tuple(axis_name)

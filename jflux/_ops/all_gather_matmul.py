@@ -15,7 +15,7 @@ from jax.interpreters import partial_eval as pe
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
-from .. import _ffi, _mesh, reference
+from .. import _ffi, _global, _mesh, reference
 from .._mesh import AxisName
 from . import _product
 
@@ -82,44 +82,35 @@ def all_gather_matmul(
         float64) whatever it is.
       precision: as in `lax.dot_general`; used by the reference only.
       mesh: for global arrays; by default the ambient mesh (`jax.set_mesh`), or x's own.
-      x_spec: for global arrays: how x is sharded, if other dimensions are sharded too. The axis
-        is added at `gather_dimension` if it is not there.
+      x_spec: for global arrays: how x is sharded, if other dimensions are sharded too; by default
+        what its type says (explicit sharding), or not at all. The axis is added at
+        `gather_dimension` if it is not there. Operands that are sharded otherwise are brought into
+        place first.
 
     Returns:
-      y, or (y, gathered x).
+      y, or (y, gathered x). Differentiated, dy of another type than x's is rounded to it.
 
     Raises:
-      ValueError, TypeError: operands that do not fit, when the call is traced.
+      ValueError, TypeError: operands that do not fit, when the call is traced; ValueError when it
+        is lowered, for one that the symmetric heap has no room for.
+      NotImplementedError: when it is lowered with ``jflux.config.strict``, for one that no kernel
+        takes.
+      jax.errors.JaxRuntimeError: a peer did not come within the deadline (see :func:`jflux.init`).
     """
     dimension = _product.check_operands(
         "all_gather_matmul", x, w, gather_dimension, "gather_dimension"
     )
-    names = _mesh.as_tuple(axis_name)
     if not _mesh.is_bound(axis_name):
-        spec = x_spec if x_spec is not None else _mesh.spec_of(x, PartitionSpec())
-        x_in = _mesh.with_axis(spec, x.ndim, dimension, names)
-        w_in = PartitionSpec(names, None) if transpose_rhs else PartitionSpec(None, names)
-        y_out = _mesh.with_axis(x_in, x.ndim, x.ndim - 1, names)
-        gathered_out = PartitionSpec(
-            *(_mesh.with_axis(x_in, x.ndim, x.ndim - 1, names)[: x.ndim - 1]), None
-        )
-        op = functools.partial(
-            all_gather_matmul,
-            axis_name=axis_name,
-            gather_dimension=dimension,
-            return_gathered=return_gathered,
-            transpose_rhs=transpose_rhs,
-            preferred_element_type=preferred_element_type,
+        return _global.all_gather_matmul(
+            all_gather_matmul, x, w, mesh=mesh, x_spec=x_spec, axis_name=axis_name,
+            gather_dimension=dimension, return_gathered=return_gathered,
+            transpose_rhs=transpose_rhs, preferred_element_type=preferred_element_type,
             precision=precision,
-        )
-        return _mesh.over_global_arrays(
-            op, x, w, axis_name=axis_name, mesh=mesh, in_specs=(x_in, w_in),
-            out_specs=(y_out, gathered_out) if return_gathered else y_out,
         )  # fmt: skip
     _product.check_contraction("all_gather_matmul", x, w, transpose_rhs)
     world = _mesh.axis_size(axis_name)
     out = _product.out_dtype(x, w, preferred_element_type)
-    if world == 1 or not _mesh.is_manual(axis_name):
+    if _product.is_plain("all_gather_matmul", axis_name):
         return reference.all_gather_matmul(
             x, w, axis_name=axis_name, gather_dimension=dimension, return_gathered=return_gathered,
             transpose_rhs=transpose_rhs, preferred_element_type=preferred_element_type,
@@ -127,7 +118,7 @@ def all_gather_matmul(
         )  # fmt: skip
     x, w = _mesh.vary_together(axis_name, x, w)
     params = Params(
-        axis_names=names,
+        axis_names=_mesh.as_tuple(axis_name),
         world=world,
         gather_dimension=dimension,
         results=("y", "gathered") if return_gathered else ("y",),
@@ -224,14 +215,18 @@ def _rank_shape(x, params):
     return _product.outer_inner(x.shape, params.gather_dimension, 1)
 
 
-def _lax_is_faster(x, w, params, platform):
+def lax_is_faster(m: int, world: int) -> bool:
+    """For m rows in all, on GPUs."""
     # n = 49152, k = 12288, 4 x H200 (docs/design/0003): 1.2 of lax's time at m = 64, .96 at 512,
     # .90 at 1024. With rows that are not whole tiles, tile rows wait for two ranks' rows: 3 x H200:
     # 1.19 at 1026, .98 at 2049.
-    rows = _product.total_rows(x)
+    rows = m // world
     ragged = rows % _product.CUDA_TILE_ROWS != 0
-    few = _product.CUDA_TILE_ROWS
-    return platform == "cuda" and (rows < few or (ragged and rows * params.world < 2048))
+    return rows < _product.CUDA_TILE_ROWS or (ragged and m < 2048)
+
+
+def _lax_is_faster(x, w, params, platform):
+    return platform == "cuda" and lax_is_faster(_product.total_rows(x) * params.world, params.world)
 
 
 def _adapt(x, w, params, platform):

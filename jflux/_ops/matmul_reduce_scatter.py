@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
-from .. import _ffi, _mesh, reference
+from .. import _ffi, _global, _mesh, reference
 from .._mesh import AxisName
 from . import _product
 from . import all_gather_matmul as _dual
@@ -52,8 +52,9 @@ def matmul_reduce_scatter(
 
     means what :func:`jflux.reference.matmul_reduce_scatter` means. This is the second half of a
     tensor-parallel layer with sequence-parallel activations (Flux, arXiv 2406.06858, section 3:
-    GEMM + ReduceScatter). Partial products travel in y's type and are summed in float32 (float64
-    for float64) in rank order: the same bits on every run.
+    GEMM + ReduceScatter). Peers' partial products travel in y's type and are summed in float32
+    (float64 for float64) in a fixed order, so that every run gives the same bits: in rank order on
+    the CPU, a rank's own unrounded part first and then the others in rank order on GPUs.
 
     Outside ``shard_map`` it takes global arrays, x [..., m, k] sharded over `axis_name` in its last
     dimension and w [k, n] in its first, and wraps itself in ``shard_map``.
@@ -71,35 +72,31 @@ def matmul_reduce_scatter(
       preferred_element_type: the type of y; by default x's.
       precision: as in `lax.dot_general`; used by the reference only.
       mesh: for global arrays; by default the ambient mesh (`jax.set_mesh`), or x's own.
-      x_spec: for global arrays: how x is sharded, if other dimensions are sharded too. The axis
-        is added at the last dimension if it is not there.
+      x_spec: for global arrays: how x is sharded, if other dimensions are sharded too; by default
+        what its type says (explicit sharding), or not at all. The axis is added at the last
+        dimension if it is not there. Operands that are sharded otherwise are brought into place
+        first.
 
     Returns:
-      y, this rank's rows of the sum over ranks.
+      y, this rank's rows of the sum over ranks. Differentiated, dy of another type than x's is
+      rounded to it.
 
     Raises:
       ValueError, TypeError: operands that do not fit, when the call is traced; also for a scatter
-        dimension that the ranks do not divide, as in `lax.psum_scatter`.
+        dimension that the ranks do not divide, as in `lax.psum_scatter`. ValueError when it is
+        lowered, for a call that the symmetric heap has no room for.
+      NotImplementedError: when it is lowered with ``jflux.config.strict``, for one that no kernel
+        takes.
+      jax.errors.JaxRuntimeError: a peer did not come within the deadline (see :func:`jflux.init`).
     """
     dimension = _product.check_operands(
         "matmul_reduce_scatter", x, w, scatter_dimension, "scatter_dimension"
     )
-    names = _mesh.as_tuple(axis_name)
     if not _mesh.is_bound(axis_name):
-        spec = x_spec if x_spec is not None else _mesh.spec_of(x, PartitionSpec())
-        x_in = _mesh.with_axis(spec, x.ndim, x.ndim - 1, names)
-        w_in = PartitionSpec(None, names) if transpose_rhs else PartitionSpec(names, None)
-        op = functools.partial(
-            matmul_reduce_scatter,
-            axis_name=axis_name,
-            scatter_dimension=dimension,
-            transpose_rhs=transpose_rhs,
-            preferred_element_type=preferred_element_type,
-            precision=precision,
-        )
-        return _mesh.over_global_arrays(
-            op, x, w, axis_name=axis_name, mesh=mesh, in_specs=(x_in, w_in),
-            out_specs=_mesh.with_axis(x_in, x.ndim, dimension, names),
+        return _global.matmul_reduce_scatter(
+            matmul_reduce_scatter, x, w, mesh=mesh, x_spec=x_spec, axis_name=axis_name,
+            scatter_dimension=dimension, transpose_rhs=transpose_rhs,
+            preferred_element_type=preferred_element_type, precision=precision,
         )  # fmt: skip
     _product.check_contraction("matmul_reduce_scatter", x, w, transpose_rhs)
     world = _mesh.axis_size(axis_name)
@@ -110,14 +107,14 @@ def matmul_reduce_scatter(
             f"divide; x has shape {x.shape}"
         )
     out = _product.out_dtype(x, w, preferred_element_type)
-    if world == 1 or not _mesh.is_manual(axis_name):
+    if _product.is_plain("matmul_reduce_scatter", axis_name):
         return reference.matmul_reduce_scatter(
             x, w, axis_name=axis_name, scatter_dimension=dimension, transpose_rhs=transpose_rhs,
             preferred_element_type=preferred_element_type, precision=precision,
         )  # fmt: skip
     x, w = _mesh.vary_together(axis_name, x, w)
     params = Params(
-        axis_names=names,
+        axis_names=_mesh.as_tuple(axis_name),
         world=world,
         scatter_dimension=dimension,
         transpose_rhs=transpose_rhs,
@@ -188,13 +185,17 @@ def _rank_shape(x, params):
     return _product.outer_inner(x.shape, params.scatter_dimension, params.world)
 
 
-def _lax_is_faster(x, w, params, platform):
+def lax_is_faster(m: int, world: int) -> bool:
+    """For m rows in all, on GPUs."""
     # n = 12288, k = 49152, 4 x H200 (docs/design/0003): 1.2 of lax's time at m = 64, .92 at 512,
     # .89 at 1024. With rows that are not whole tiles, tile rows that ranks share sweep over w by
     # themselves: 3 x H200: 1.06 at 2049, .98 at 4098.
-    rows = _product.total_rows(x)
-    ragged = rows // params.world % _product.CUDA_TILE_ROWS != 0
-    return platform == "cuda" and (rows < 512 or (ragged and rows < 4096))
+    ragged = m // world % _product.CUDA_TILE_ROWS != 0
+    return m < 512 or (ragged and m < 4096)
+
+
+def _lax_is_faster(x, w, params, platform):
+    return platform == "cuda" and lax_is_faster(_product.total_rows(x), params.world)
 
 
 def _adapt(x, w, params, platform):

@@ -224,6 +224,21 @@ TEST(UsageMayBeReadWhileOthersAreBusy) {
   busy.join();
 }
 
+TEST(ALockThatIsNeverGivenBackEndsInAnError) {
+  Fixture f(2);
+  f.table->Release(f.MustAcquire(1, 1), 1, false);
+  int visits = 0;
+  f.table->ForEachFree([&](int64_t, int64_t) {  // has the lock, as a process that was killed would
+    ++visits;
+    ChannelLease lease;
+    std::string error;
+    EXPECT(!f.Acquire({2, 1}, 1, &lease, &error, kBytes, /*seconds=*/.05));
+    EXPECT(error.find("a process ended while it held the directory") != std::string::npos) << error;
+  });
+  EXPECT_EQ(visits, 1);
+  f.MustAcquire(3, 1);
+}
+
 // Ranks make the same calls, each in an order of its own within a window, as XLA's executor would.
 TEST(AllRanksGetTheSameChannelInWhateverOrder) {
   constexpr int kRanks = 4, kCalls = 400, kWindow = 8;

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
+import signal
 import socket
 import subprocess
 import sys
@@ -77,6 +79,9 @@ def run_together(
     finally:
         for process in running:
             if process.poll() is None:
+                process.send_signal(signal.SIGABRT)  # then it says where its threads are
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(5)
                 process.kill()
                 output, _ = process.communicate()
                 print(f"killed after {timeout} s; it had said:\n{output}")

@@ -5,6 +5,7 @@ the errors that the program got.
 """
 
 import argparse
+import faulthandler
 import functools
 import os
 import signal
@@ -30,10 +31,14 @@ parser.add_argument("--port", type=int, required=True)
 args = parser.parse_args()
 
 DEADLINE = 5.0
+faulthandler.enable()
 
 
 def start():
     where = {}
+    if args.scenario == "different_shapes":
+        # XLA's processes share the work of tuning, and wait for each other: by program.
+        os.environ["XLA_FLAGS"] += " --xla_gpu_shard_autotuning=false"
     if args.platform == "cpu":
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
     else:

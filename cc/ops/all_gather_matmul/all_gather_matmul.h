@@ -1,7 +1,7 @@
 // all_gather_matmul: y[total rows, n] = all_gather(x)[total rows, k] @ w[k, n].
 //
-// What is computed (Params), how (Config), where it lies in the heap (Layout), and the two
-// launchers. Python: jflux/_ops/all_gather_matmul.py.
+// What is computed (Params), where it lies in the heap (Layout), and the CPU back end's body; the
+// CUDA launcher is in all_gather_matmul_cuda.h. Python: jflux/_ops/all_gather_matmul.py.
 #ifndef JFLUX_OPS_ALL_GATHER_MATMUL_ALL_GATHER_MATMUL_H_
 #define JFLUX_OPS_ALL_GATHER_MATMUL_ALL_GATHER_MATMUL_H_
 

@@ -12,7 +12,7 @@
 
 namespace jflux {
 
-// One bulk copy through a CTA's send buffer.
+// What one signal announces: GemmConfig::kChunkBytes.
 inline constexpr int64_t kCudaChunkBytes = 16384;
 
 // The channel that a call takes on GPUs with `sm_count` multiprocessors.

@@ -1,7 +1,8 @@
 // matmul_reduce_scatter: y = reduce_scatter over ranks of x[total rows, k] @ w[k, n], where k is
 // this rank's part of the contracted dimension.
 //
-// What is computed (Params), where it lies in the heap (Layout), and the two launchers. Python:
+// What is computed (Params), where it lies in the heap (Layout), and the CPU back end's body; the
+// CUDA launcher is in matmul_reduce_scatter_cuda.h. Python:
 // jflux/_ops/matmul_reduce_scatter.py.
 #ifndef JFLUX_OPS_MATMUL_REDUCE_SCATTER_MATMUL_REDUCE_SCATTER_H_
 #define JFLUX_OPS_MATMUL_REDUCE_SCATTER_MATMUL_REDUCE_SCATTER_H_

@@ -1,0 +1,147 @@
+"""Calls on global arrays: outside shard_map, an op and its reference wrap themselves in one."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from ._mesh import AxisName, as_tuple
+
+
+def all_gather_matmul(
+    op: Callable[..., Any],
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    mesh: Mesh | AbstractMesh | None,
+    x_spec: PartitionSpec | None,
+    axis_name: AxisName,
+    gather_dimension: int,
+    return_gathered: bool,
+    transpose_rhs: bool,
+    **options: Any,
+) -> Any:
+    """`op` is jflux.all_gather_matmul or its reference; `options` are the rest of its own."""
+    names, last = as_tuple(axis_name), x.ndim - 1
+    x_in = _with_axis(_spec(x, x_spec), x.ndim, gather_dimension % x.ndim, names)
+    y_out = _with_axis(x_in, x.ndim, last, names)
+    gathered_out = PartitionSpec(*y_out[:last], None)
+    return _over_global_arrays(
+        functools.partial(
+            op, axis_name=axis_name, gather_dimension=gather_dimension,
+            return_gathered=return_gathered, transpose_rhs=transpose_rhs, **options
+        ),
+        "all_gather_matmul", x, w, axis_name=axis_name, mesh=mesh,
+        in_specs=(x_in, PartitionSpec(*((names, None) if transpose_rhs else (None, names)))),
+        out_specs=(y_out, gathered_out) if return_gathered else y_out,
+    )  # fmt: skip
+
+
+def matmul_reduce_scatter(
+    op: Callable[..., Any],
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    mesh: Mesh | AbstractMesh | None,
+    x_spec: PartitionSpec | None,
+    axis_name: AxisName,
+    scatter_dimension: int,
+    transpose_rhs: bool,
+    **options: Any,
+) -> Any:
+    """`op` is jflux.matmul_reduce_scatter or its reference; `options` are the rest of its own."""
+    names = as_tuple(axis_name)
+    x_in = _with_axis(_spec(x, x_spec), x.ndim, x.ndim - 1, names)
+    return _over_global_arrays(
+        functools.partial(
+            op, axis_name=axis_name, scatter_dimension=scatter_dimension,
+            transpose_rhs=transpose_rhs, **options
+        ),
+        "matmul_reduce_scatter", x, w, axis_name=axis_name, mesh=mesh,
+        in_specs=(x_in, PartitionSpec(*((None, names) if transpose_rhs else (names, None)))),
+        out_specs=_with_axis(x_in, x.ndim, scatter_dimension % x.ndim, names),
+    )  # fmt: skip
+
+
+def _over_global_arrays(
+    op: Callable[..., Any],
+    name: str,
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    axis_name: AxisName,
+    mesh: Mesh | AbstractMesh | None,
+    in_specs: tuple[PartitionSpec, PartitionSpec],
+    out_specs: Any,
+) -> Any:
+    """Runs `op` inside a shard_map of its own over all axes of the mesh."""
+    mesh = _mesh_for(mesh, x, w)
+    missing = [n for n in as_tuple(axis_name) if n not in mesh.axis_names]
+    if missing:
+        raise ValueError(f"{axis_name=} names {missing}, but the mesh has axes {mesh.axis_names}")
+    for argument, array, spec in zip("xw", (x, w), in_specs, strict=True):
+        _check_divides(f"jflux.{name}: {argument}", array, spec, mesh)
+    if AxisType.Explicit in mesh.axis_types:  # else shard_map brings them into place
+        x, w = (
+            jax.sharding.reshard(a, NamedSharding(mesh, s))
+            for a, s in zip((x, w), in_specs, strict=True)
+        )
+    # check_vma cannot know that a gathered array is the same on all ranks.
+    mapped = jax.shard_map(op, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return mapped(x, w)
+
+
+def _mesh_for(mesh: Mesh | AbstractMesh | None, *arrays: jax.Array) -> Mesh | AbstractMesh:
+    """The given mesh, the context's, or the arrays' own."""
+    if mesh is not None:
+        return mesh
+    context = jax.sharding.get_abstract_mesh()
+    if not context.empty:
+        return context
+    for array in arrays:
+        sharding = getattr(array, "sharding", None) or getattr(jax.typeof(array), "sharding", None)
+        if isinstance(sharding, NamedSharding) and not sharding.mesh.empty:
+            return sharding.mesh
+    raise ValueError(
+        "jflux was called outside shard_map and there is no mesh: pass mesh=..., call it under "
+        "jax.set_mesh(mesh), or call it inside jax.shard_map"
+    )
+
+
+def _check_divides(what: str, array: Any, spec: PartitionSpec, mesh: Any) -> None:
+    for dimension, entry in enumerate(spec):
+        if entry is None:
+            continue
+        devices = math.prod(mesh.shape[n] for n in as_tuple(entry))
+        if array.shape[dimension] % devices != 0:
+            raise ValueError(
+                f"{what} has shape {tuple(array.shape)}, and the {devices} devices of mesh axes "
+                f"{as_tuple(entry)} do not divide its dimension {dimension}, which they share"
+            )
+
+
+def _spec(x: jax.Array, given: PartitionSpec | None) -> PartitionSpec:
+    """How x is sharded: as given, or as its type says (explicit sharding)."""
+    if given is not None:
+        return given
+    sharding = getattr(jax.typeof(x), "sharding", None)
+    if sharding is None or AxisType.Explicit not in sharding.mesh.axis_types:
+        return PartitionSpec()
+    return sharding.spec
+
+
+def _with_axis(
+    spec: PartitionSpec, ndim: int, dimension: int, names: tuple[Any, ...]
+) -> PartitionSpec:
+    """`spec` with `names` as the minor-most sharding of `dimension`, and nowhere else."""
+    entries: list[tuple[Any, ...]] = []
+    for entry in (*spec, *([None] * (ndim - len(spec)))):
+        present = () if entry is None else as_tuple(entry)
+        entries.append(tuple(n for n in present if n not in names))
+    entries[dimension] = (*entries[dimension], *names)
+    return PartitionSpec(*(e if e else None for e in entries))

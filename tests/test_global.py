@@ -1,0 +1,105 @@
+"""jflux._global: calls on global arrays. The ops' own test files check their values."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import RANKS, Call, as_tuple, assert_close, make_mesh, normal, run
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jflux
+from jflux import _global
+
+OPS = ["all_gather_matmul", "matmul_reduce_scatter"]
+
+
+@pytest.mark.parametrize(
+    "spec, ndim, dimension, names, want",
+    [
+        (P(), 2, 0, ("tp",), P("tp", None)),
+        (P(), 3, 2, ("a", "b"), P(None, None, ("a", "b"))),
+        (P("dp"), 3, 1, ("tp",), P("dp", "tp", None)),
+        (P("dp"), 2, 0, ("tp",), P(("dp", "tp"), None)),
+        (P("dp", "tp"), 3, 2, ("tp",), P("dp", None, "tp")),
+        (P(("dp", "tp"), None), 2, 1, ("tp",), P("dp", "tp")),
+        (P("tp"), 2, 0, ("tp",), P("tp", None)),
+    ],
+)
+def test_with_axis(spec, ndim, dimension, names, want):
+    got = _global._with_axis(spec, ndim, dimension, names)
+    normal_form = [as_tuple(e) if e is not None else None for e in got]
+    assert normal_form == [as_tuple(e) if e is not None else None for e in want]
+
+
+def test_mesh_for():
+    given_mesh, context = make_mesh((2,)), make_mesh((RANKS,))
+    assert _global._mesh_for(given_mesh) is given_mesh
+    with jax.set_mesh(context):
+        assert _global._mesh_for(given_mesh) is given_mesh
+        assert _global._mesh_for(None).axis_sizes == (RANKS,)
+    x = jax.device_put(np.zeros((RANKS, 2)), jax.NamedSharding(context, P("tp")))
+    assert _global._mesh_for(None, x) == context
+    with pytest.raises(ValueError, match="no mesh"):
+        _global._mesh_for(None, np.zeros((2, 2)))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_reference_has_the_signature_of_its_op(op):
+    mine, theirs = inspect.signature(getattr(jflux, op)), getattr(jflux.reference, op)
+    assert mine == inspect.signature(theirs)
+
+
+def _operands(op):
+    x = normal(0, (2, RANKS * 3, RANKS * 4), jnp.bfloat16)
+    return x, normal(1, (RANKS * 4, RANKS * 2), jnp.bfloat16)
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize("module", [jflux, jflux.reference])
+@pytest.mark.parametrize("op", OPS)
+def test_operands_that_are_sharded_otherwise(op, module, axis_type):
+    """Nowhere, or over other axes too (weights of fully sharded data parallelism), on a mesh whose
+    axes are explicit or not."""
+    mesh = make_mesh((2, RANKS // 2), ("dp", "tp"), axis_type=axis_type)
+    f = Call(op).bind("tp", module, mesh=mesh, x_spec=P("dp"), preferred_element_type=None)
+    x, w = _operands(op)
+    gathers = op == "all_gather_matmul"
+    x64, w64 = x.astype(np.float64), w.astype(np.float64)
+    with jax.set_mesh(mesh):
+        sharded_w = jax.device_put(w, jax.NamedSharding(mesh, P("dp", "tp")))
+        for weights in (w, jnp.asarray(w), sharded_w):
+            y = run(jax.jit(f), x, weights)
+            assert_close(y, x64 @ w64, abs(x64) @ abs(w64), jnp.bfloat16, x.shape[-1])
+        want = P("dp", None, "tp") if gathers else P("dp", "tp")
+        y = jax.jit(f)(x, w)
+        assert y.sharding.is_equivalent_to(jax.NamedSharding(mesh, want), y.ndim)
+        dw = jax.jit(jax.grad(lambda w: f(x, w).astype(jnp.float32).sum()))(sharded_w)
+        ones = np.ones(x.shape[:2] + w.shape[1:])
+        rows = ((0, 1), (0, 1))
+        scale = np.tensordot(abs(x64), ones, rows)
+        assert_close(dw, np.tensordot(x64, ones, rows), scale, jnp.bfloat16, 2 * RANKS * 3)
+
+
+def test_sizes_that_the_mesh_does_not_divide():
+    mesh = make_mesh((RANKS,))
+    x, w = np.ones((RANKS + 1, RANKS), np.float32), np.ones((RANKS, RANKS), np.float32)
+    gather = Call("all_gather_matmul").bind("tp", mesh=mesh)
+    scatter = Call("matmul_reduce_scatter").bind("tp", mesh=mesh)
+    what = rf"the {RANKS} devices of mesh axes \('tp',\) do not divide its dimension"
+    with pytest.raises(ValueError, match=rf"jflux.all_gather_matmul: x has .*{what} 0"):
+        gather(x, w)
+    with pytest.raises(ValueError, match=rf"jflux.all_gather_matmul: w has .*{what} 1"):
+        gather(x[:RANKS], np.ones((RANKS, RANKS + 1), np.float32))
+    with pytest.raises(ValueError, match=rf"jflux.matmul_reduce_scatter: x has .*{what} 1"):
+        scatter(np.ones((RANKS, RANKS + 1), np.float32), w)
+    with pytest.raises(ValueError, match=rf"x has {RANKS + 1} rows in its scatter_dimension=0"):
+        scatter(x, w)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_an_axis_that_the_mesh_lacks(op):
+    with pytest.raises(ValueError, match=r"names \['tq'\], but the mesh has axes"):
+        Call(op).bind("tq", mesh=make_mesh((RANKS,)))(*_operands(op))
