@@ -48,7 +48,7 @@ NOTES = """
 ## What the figures do not say
 
 - Where `lax` was measured to be faster jflux takes it, unless `jflux.config(always=True)` is set.
-  Which calls those are is decided by rows alone (`_lax_is_faster` in `jflux/_ops`).
+  Which calls those are is decided by rows alone (`lax_is_faster` in `jflux/_ops`).
 - With 3 ranks the rows are the next multiple of 3, so that a rank's are never whole tiles.
 - An efficiency above 1 means that jflux's product was faster than XLA's.
 - The GPUs are limited by power; times of one column in different runs differ by up to 5 %. Ratios
