@@ -124,6 +124,7 @@ NB_MODULE(_jflux, m) {
     return nb::make_tuple(nb::bytes(events.data(), kept * sizeof(JfluxEvent)), count - kept);
   });
   m.def("cuda_timeline_stop", [] { Check(jflux_cuda_timeline_stop()); });
+  m.def("cuda_launches", [] { return jflux_cuda_launches(); });
   m.def("cuda_channel_bytes",
         [](const std::string& op, int64_t world, int64_t outer, int64_t inner, int64_t k, int64_t n,
            int dtype, int out_dtype, bool transpose_rhs, int sm_count) {

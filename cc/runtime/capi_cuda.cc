@@ -21,6 +21,7 @@ const char* Reason(const std::string& text) {
 
 #include "ops/all_gather_matmul/all_gather_matmul_cuda.h"
 #include "ops/matmul_reduce_scatter/matmul_reduce_scatter_cuda.h"
+#include "runtime/cuda_call.h"
 #include "runtime/heap_cuda.h"
 
 using jflux::CurrentHeapCuda;
@@ -101,6 +102,8 @@ const char* jflux_cuda_heap_poison(void) {
   return CurrentHeapCuda()->Poison(&error) ? nullptr : Reason(error);
 }
 
+int64_t jflux_cuda_launches(void) { return jflux::CudaLaunches(); }
+
 const char* jflux_cuda_timeline_start(int64_t capacity) {
   std::string error;
   const auto heap = CurrentHeapCuda();
@@ -164,6 +167,7 @@ int jflux_cuda_heap_links(JfluxLink*, int) { return 0; }
 void jflux_cuda_heap_shutdown(void) {}
 const char* jflux_cuda_heap_test_hooks(int, int) { return NotBuilt(); }
 const char* jflux_cuda_heap_poison(void) { return NotBuilt(); }
+int64_t jflux_cuda_launches(void) { return 0; }
 const char* jflux_cuda_timeline_start(int64_t) { return NotBuilt(); }
 const char* jflux_cuda_timeline_read(int64_t, JfluxEvent*, int64_t, int64_t*) { return NotBuilt(); }
 const char* jflux_cuda_timeline_stop(void) { return NotBuilt(); }

@@ -2,6 +2,8 @@
 #ifndef JFLUX_RUNTIME_CUDA_CALL_H_
 #define JFLUX_RUNTIME_CUDA_CALL_H_
 
+#include <atomic>
+#include <cstdint>
 #include <string>
 
 #include "runtime/fault.h"
@@ -9,6 +11,12 @@
 #include "runtime/heap_cuda.h"
 
 namespace jflux {
+
+// How many kernels handlers have enqueued. A captured graph that is replayed runs no handler.
+inline std::atomic<int64_t>& CudaLaunches() {
+  static std::atomic<int64_t> launches{0};
+  return launches;
+}
 
 // channel_of(sm_count) -> ChannelLayout; launch(device, view, &error) -> bool.
 template <typename ChannelOf, typename Launch>
@@ -48,6 +56,7 @@ ffi::Error LaunchCudaCall(OpId op, int32_t ordinal, ffi::Span<const int64_t> gro
     view.base[r] = peer->second + *offset;
   }
   std::string error;
+  ++CudaLaunches();
   if (!launch(*device, view, &error)) return failed(name + error);
   return ffi::Error::Success();
 }

@@ -1,0 +1,54 @@
+"""Kernels inside CUDA graphs: XLA captures them, and replays find new inputs and new epochs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import PLATFORM, RANKS, Call, assert_close, exact, make_mesh, normal, per_device, run
+
+from jflux import _jflux
+
+STEPS = 60
+GATHER = Call("all_gather_matmul", lead=(24,), k=64, n=40, dtype=jnp.bfloat16)
+SCATTER = Call("matmul_reduce_scatter", lead=(24,), k=64, n=40, dtype=jnp.bfloat16)
+
+
+def _inputs(call, mesh, seed):
+    world = mesh.devices.size
+    x = normal(seed, (world, STEPS, *call.x_shape(world)), call.dtype)
+    return x, normal(seed + 1, (world, *call.w_shape()), call.dtype)
+
+
+@pytest.mark.parametrize("calls", [[GATHER], [SCATTER], [GATHER, SCATTER]], ids=str)
+def test_replays_with_new_inputs(calls):
+    """A loop whose body XLA captures on GPUs: each step takes another x. Most of the kernels that
+    ran were enqueued by a replay, and all results are right."""
+    mesh = make_mesh((RANKS,))
+    operands = [_inputs(call, mesh, 10 * i) for i, call in enumerate(calls)]
+
+    def body(*operands):
+        def step(count, xs):
+            # Several calls each, so that there is something to capture.
+            ys = [
+                [call.bind("tp")(x * s, w) for s in (1, 2, -1)]
+                for call, x, (_, w) in zip(calls, xs, operands, strict=True)
+            ]
+            return count + 1, ys
+
+        return jax.lax.scan(step, 0, [x for x, _ in operands])[1]
+
+    f = jax.jit(per_device(mesh, body))
+    run(f, *operands)
+    before = _jflux.cuda_launches()
+    results = run(f, *operands)
+    launches, kernels = _jflux.cuda_launches() - before, RANKS * STEPS * 3 * len(calls)
+    if PLATFORM == "gpu":
+        assert launches <= kernels / 4, f"the host enqueued {launches} of {kernels} kernels"
+    for call, (x, w), ys in zip(calls, operands, results, strict=True):
+        for scale, y in zip((1, 2, -1), ys, strict=True):
+            for step in (0, 1, STEPS // 2, STEPS - 1):
+                args = (scale * x[:, step].astype(np.float64), w.astype(np.float64))
+                want = exact(call, mesh, "tp", *args)
+                magnitude = exact(call, mesh, "tp", *map(abs, args))
+                terms = call.terms(RANKS)
+                assert_close(np.asarray(y)[:, step], want, magnitude, call.dtype, terms)
