@@ -22,6 +22,7 @@ struct GemmChoice {
 };
 
 inline constexpr int32_t kGemmTileM = 128;
+inline constexpr int kMaxWeights = 4;  // of one call
 
 // Waves of tiles on `sm_count` SMs, times what a tile costs.
 inline double EstimateCost(const GemmChoice& c, int64_t m, int64_t n, int sm_count) {

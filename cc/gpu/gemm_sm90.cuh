@@ -216,6 +216,12 @@ __device__ __forceinline__ void PublishTile(const GemmSmem<Config>& smem,
   }
 }
 
+// Where the columns of a tile are: the tensor map of a w, and the first column in it.
+struct Rhs {
+  const CUtensorMap* map;
+  int32_t n0;
+};
+
 // w's tile for one k block: this CTA's share, to every CTA of the cluster.
 template <typename Config>
 __device__ __forceinline__ void LoadB(uint32_t smem_b, const CUtensorMap* w, uint32_t bar, int k0,
@@ -335,20 +341,26 @@ __device__ __forceinline__ void RunLoader(const typename Op::Args& args,
     const int32_t block_m = BlockRow<Config>(tile, cta);
     if (lane == 0) {
       // As long as the rows are on their way, w can come nearer.
-      for (int kb = 0; kb < Config::kPrefetchBlocks && kb * Config::kTileK < args.k; ++kb) {
+      const Rhs first = Op::RhsOf(args, tile.n, 0);
+      for (int kb = 0; kb < Config::kPrefetchBlocks && kb * Config::kTileK < Op::KOf(args, 0);
+           ++kb) {
         if (ptx::MbarrierTryWait(smem.RowsReady(slot.index), slot.parity)) break;
-        PrefetchB<Config>(&args.w, kb * Config::kTileK, tile.n * Config::kTileN, cta);
+        PrefetchB<Config>(first.map, kb * Config::kTileK, first.n0, cta);
       }
       ptx::MbarrierWait(smem.RowsReady(slot.index), slot.parity);
       ptx::MbarrierArrive(smem.Begun());
-      const auto source = Op::SourceOf(args, call, block_m);
-      for (int k0 = 0; k0 < args.k; k0 += Config::kTileK) {
-        ptx::MbarrierWait(smem.Empty(stages.index), stages.parity ^ 1);
-        const uint32_t bar = smem.Full(stages.index);
-        ptx::MbarrierArriveExpectTx(bar, Config::kABytes + Config::kBBytes);
-        Op::LoadA(source, smem.A(stages.index), bar, k0);
-        LoadB<Config>(smem.B(stages.index), &args.w, bar, k0, tile.n * Config::kTileN, cta);
-        stages.Advance();
+      for (int term = 0; term < Op::TermsOf(args); ++term) {
+        const auto source = Op::SourceOf(args, call, block_m, term);
+        const Rhs rhs = Op::RhsOf(args, tile.n, term);
+        const int k = Op::KOf(args, term);
+        for (int k0 = 0; k0 < k; k0 += Config::kTileK) {
+          ptx::MbarrierWait(smem.Empty(stages.index), stages.parity ^ 1);
+          const uint32_t bar = smem.Full(stages.index);
+          ptx::MbarrierArriveExpectTx(bar, Config::kABytes + Config::kBBytes);
+          Op::LoadA(source, smem.A(stages.index), bar, k0);
+          LoadB<Config>(smem.B(stages.index), rhs.map, bar, k0, rhs.n0, cta);
+          stages.Advance();
+        }
       }
       const int parts = Op::PartsOf(args, tile);
       if (parts != 0) {
@@ -431,7 +443,10 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args,
   TileReader<Config> reader{smem, {}};
   StagingWriter<Config> staging{smem, consumer};
   Ring<Config::kStages> stages;
-  const int k_blocks = CeilDiv<int>(args.k, Config::kTileK);
+  int k_blocks = 0;
+  for (int term = 0; term < Op::TermsOf(args); ++term) {
+    k_blocks += CeilDiv<int>(Op::KOf(args, term), Config::kTileK);
+  }
   const bool records = call.recording && threadIdx.x % 128 == 0;
   float acc[Config::kTileN / 2];
   const auto release = [&](int stage) {
@@ -484,10 +499,12 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args,
 }
 
 // The kernel body. Op provides
-//   Config, Args {state, view, signature, op, k, num_tiles, w, ...}
+//   Config, Args {state, view, signature, op, num_tiles, ...}
 //   TileAt(args, t) -> Tile             in units of cluster tiles
 //   WaitForRows(args, call, block_m)    all lanes of the scout: until A's rows can be read
-//   SourceOf(args, call, block_m), LoadA(source, smem, bar, k0)
+//   TermsOf(args), KOf(args, term)      a tile is the sum of so many products, each over its k
+//   SourceOf(args, call, block_m, term), LoadA(source, smem, bar, k0)
+//   RhsOf(args, tile_n, term) -> Rhs
 //   PartsOf(args, tile)                 how many stages of peers' parts follow, on all CTAs alike
 //   WaitForParts(args, call, block_m, tile_n)                   all lanes of the scout
 //   LoadPart(args, call, smem, bar, block_m, tile_n, part)      completes `bar` in any case
@@ -521,7 +538,7 @@ __device__ __forceinline__ void RunGemm(const typename Op::Args& args) {
     }
     for (int i = 0; i < Config::kPieces; ++i) ptx::MbarrierInit(smem.PieceFull(i), 1);
     ptx::FenceMbarrierInit();
-    ptx::PrefetchTensorMap(&args.w);
+    ptx::PrefetchTensorMap(Op::RhsOf(args, 0, 0).map);
   }
   if (Config::kClusterM == 1) {
     __syncthreads();

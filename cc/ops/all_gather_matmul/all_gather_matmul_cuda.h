@@ -20,10 +20,23 @@ inline ChannelLayout AllGatherMatmulChannel(const AllGatherMatmulParams& p, int)
   return AllGatherLayout::Make(p, kCudaChunkBytes).Channel();
 }
 
-// Enqueues the call on `stream`.
-bool LaunchAllGatherMatmul(const AllGatherMatmulParams& params, const AllGatherMatmulArrays& arrays,
-                           const GemmChoice& choice, int64_t site, const CudaDevice& device,
-                           const SymmetricView& view, cudaStream_t stream, std::string* error);
+// Several weights share one gather: y_i = all_gather(x) @ w_i.
+struct AllGatherMatmulOperands {
+  const void* x;
+  struct Product {
+    const void* w;  // [k, n], or [n, k] if transpose_rhs
+    void* y;        // [outer, world * inner, n]
+    int64_t n;
+  } products[kMaxWeights];
+  int32_t weights;
+  void* gathered;  // or null
+};
+
+// Enqueues the call on `stream`. params.n is the columns of all weights.
+bool LaunchAllGatherMatmul(const AllGatherMatmulParams& params,
+                           const AllGatherMatmulOperands& operands, const GemmChoice& choice,
+                           int64_t site, const CudaDevice& device, const SymmetricView& view,
+                           cudaStream_t stream, std::string* error);
 
 }  // namespace jflux
 

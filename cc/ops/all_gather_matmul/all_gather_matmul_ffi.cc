@@ -77,39 +77,58 @@ constexpr auto Attributes = [](auto binding) {
       .template Attr<int64_t>("outer")
       .template Attr<int64_t>("site")
       .template Attr<bool>("transpose_rhs")
-      .template Attr<int64_t>("world")
-      .template Arg<ffi::AnyBuffer>()
-      .template Arg<ffi::AnyBuffer>()
-      .template Ret<ffi::AnyBuffer>()
-      .RemainingRets();
+      .template Attr<int64_t>("world");
 };
 
 XLA_FFI_DEFINE_HANDLER(
     kCpu, Cpu,
     Attributes(
-        ffi::Ffi::Bind().Ctx<ffi::State<CallSite>>().Ctx<ffi::RunId>().Ctx<ffi::DeviceOrdinal>()));
+        ffi::Ffi::Bind().Ctx<ffi::State<CallSite>>().Ctx<ffi::RunId>().Ctx<ffi::DeviceOrdinal>())
+        .Arg<ffi::AnyBuffer>()
+        .Arg<ffi::AnyBuffer>()
+        .Ret<ffi::AnyBuffer>()
+        .RemainingRets());
 
 #ifdef JFLUX_WITH_CUDA
 ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Span<const int64_t> groups,
                 int64_t inner, int64_t outer, int64_t site, bool transpose_rhs, int64_t world,
-                ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> y,
-                ffi::RemainingRets rest) {
-  const auto p = ParamsOf(x, w, *y, world, outer, inner, transpose_rhs, rest.size() > 0);
-  if (!p) return InvalidArgument("all_gather_matmul: operands do not fit");
-  AllGatherMatmulArrays arrays{x.untyped_data(), w.untyped_data(), y->untyped_data(), nullptr};
-  if (rest.size() > 0) arrays.gathered = (*rest.get<ffi::AnyBuffer>(0))->untyped_data();
+                ffi::AnyBuffer x, ffi::RemainingArgs weights, ffi::RemainingRets results) {
+  // Operands x, w_0 .. w_p-1; results y_0 .. y_p-1 and, if there is one more, the gathered x.
+  const size_t count = weights.size();
+  const bool gathered = results.size() == count + 1;
+  if (count < 1 || count > kMaxWeights || results.size() < count) {
+    return InvalidArgument("all_gather_matmul: operands do not fit");
+  }
+  AllGatherMatmulOperands operands{};
+  operands.x = x.untyped_data();
+  operands.weights = static_cast<int32_t>(count);
+  std::optional<AllGatherMatmulParams> p;
+  int64_t columns = 0;
+  for (size_t i = 0; i < count; ++i) {
+    const auto w = *weights.get<ffi::AnyBuffer>(i);
+    auto y = *results.get<ffi::AnyBuffer>(i);
+    p = ParamsOf(x, w, *y, world, outer, inner, transpose_rhs, gathered);
+    if (!p) return InvalidArgument("all_gather_matmul: operands do not fit");
+    operands.products[i] = {w.untyped_data(), y->untyped_data(), p->n};
+    columns += p->n;
+  }
+  p->n = columns;
+  if (gathered) operands.gathered = (*results.get<ffi::AnyBuffer>(count))->untyped_data();
   return LaunchCudaCall(
       OpId::kAllGatherMatmul, ordinal, groups, world,
       [&](int sm_count) { return AllGatherMatmulChannel(*p, sm_count); },
       [&](const CudaDevice& device, const SymmetricView& view, std::string* error) {
         const GemmChoice choice = ChooseGemm(p->rows.Total(), p->n, device.sm_count);
-        return LaunchAllGatherMatmul(*p, arrays, choice, site, device, view, stream, error);
+        return LaunchAllGatherMatmul(*p, operands, choice, site, device, view, stream, error);
       });
 }
 
 XLA_FFI_DEFINE_HANDLER(
     kCuda, Cuda,
-    Attributes(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().Ctx<ffi::DeviceOrdinal>()),
+    Attributes(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().Ctx<ffi::DeviceOrdinal>())
+        .Arg<ffi::AnyBuffer>()
+        .RemainingArgs()
+        .RemainingRets(),
     {ffi::Traits::kCmdBufferCompatible});
 #endif
 

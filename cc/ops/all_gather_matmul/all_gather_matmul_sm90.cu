@@ -19,7 +19,7 @@ struct Instances {
 
 bool LoadAllGatherMatmulKernels(std::string* error) { return LoadGemmInstances<Instances>(error); }
 
-bool LaunchAllGatherMatmul(const AllGatherMatmulParams& p, const AllGatherMatmulArrays& arrays,
+bool LaunchAllGatherMatmul(const AllGatherMatmulParams& p, const AllGatherMatmulOperands& operands,
                            const GemmChoice& choice, int64_t site, const CudaDevice& device,
                            const SymmetricView& view, cudaStream_t stream, std::string* error) {
   AllGatherMatmulArgs args{};
@@ -30,18 +30,24 @@ bool LaunchAllGatherMatmul(const AllGatherMatmulParams& p, const AllGatherMatmul
   args.rows = p.rows;
   args.grid = GridOf(GatherGroups(choice, p.rows.world, p.rows.PerRank(), p.n), p.rows.Total(), p.n,
                      device.sm_count);
-  args.x_data = arrays.x;
-  args.y_data = arrays.y;
-  args.gathered = arrays.gathered;
+  args.grid.tiles_n = 0;
+  args.weights = operands.weights;
+  for (int i = 0; i < operands.weights; ++i) {
+    args.y_data[i] = operands.products[i].y;
+    args.n[i] = operands.products[i].n;
+    args.first_tile[i] = args.grid.tiles_n;
+    args.grid.tiles_n += static_cast<int32_t>(CeilDiv<int64_t>(args.n[i], choice.tile_n));
+  }
+  args.x_data = operands.x;
+  args.gathered = operands.gathered;
   args.k = p.k;
-  args.n = p.n;
   args.signature = SignatureOf(p.Signature(), site, choice);
   args.op = static_cast<uint32_t>(OpId::kAllGatherMatmul);
   args.num_tiles = args.grid.tiles_m * args.grid.tiles_n;
   args.copy_own = p.rows.PerRank() % kGemmTileM != 0;
   args.out_f32 = p.out_dtype == DType::kF32;
-  if (!EncodeTensorMap(&args.x, p.dtype, arrays.x, {p.rows.PerRank(), p.k}, {p.k}, {kGemmTileM, 64},
-                       error)) {
+  if (!EncodeTensorMap(&args.x, p.dtype, operands.x, {p.rows.PerRank(), p.k}, {p.k},
+                       {kGemmTileM, 64}, error)) {
     return false;
   }
   for (int half = 0; half < 2; ++half) {
@@ -51,12 +57,18 @@ bool LaunchAllGatherMatmul(const AllGatherMatmulParams& p, const AllGatherMatmul
       return false;
     }
   }
-  if (!args.out_f32 &&
-      !EncodeTensorMap(&args.y, p.dtype, arrays.y, {p.rows.Total(), p.n}, {p.n}, {64, 64}, error)) {
-    return false;
+  for (int i = 0; i < args.weights; ++i) {
+    const int64_t n = args.n[i];
+    if (!args.out_f32 && !EncodeTensorMap(&args.y[i], p.dtype, args.y_data[i], {p.rows.Total(), n},
+                                          {n}, {64, 64}, error)) {
+      return false;
+    }
+    if (!EncodeRhsMap(&args.w[i], p.dtype, operands.products[i].w, p.k, n, p.transpose_rhs, choice,
+                      error)) {
+      return false;
+    }
   }
-  return EncodeRhsMap(&args.w, p.dtype, arrays.w, p.k, p.n, p.transpose_rhs, choice, error) &&
-         LaunchGemmInstance<Instances>(p.dtype, p.transpose_rhs, choice, &args, args.num_tiles,
+  return LaunchGemmInstance<Instances>(p.dtype, p.transpose_rhs, choice, &args, args.num_tiles,
                                        device.sm_count, stream, error);
 }
 

@@ -10,6 +10,7 @@
 
 #include "core/tile_order.h"
 #include "gpu/epilogue_sm90.cuh"
+#include "gpu/gemm_config.h"
 #include "gpu/gemm_sm90.cuh"
 #include "ops/all_gather_matmul/all_gather_matmul.h"
 
@@ -18,8 +19,8 @@ namespace jflux {
 struct AllGatherMatmulArgs {
   CUtensorMap x;             // own rows
   CUtensorMap workspace[2];  // all rows, in the channel's halves
-  CUtensorMap w;
-  CUtensorMap y;  // 16-bit types
+  CUtensorMap w[kMaxWeights];
+  CUtensorMap y[kMaxWeights];  // 16-bit types
   DeviceState* state;
   SymmetricView view;
   ChannelLayout channel;
@@ -27,9 +28,12 @@ struct AllGatherMatmulArgs {
   Rows rows;
   TileGrid grid;  // of cluster tiles
   const void* x_data;
-  void* y_data;
+  void* y_data[kMaxWeights];
+  int64_t n[kMaxWeights];
+  int32_t first_tile[kMaxWeights];  // tile column
+  int32_t weights;
   void* gathered;  // or null
-  int64_t k, n;
+  int64_t k;
   uint32_t signature, op;
   int32_t num_tiles;
   bool copy_own;  // some tile straddles the own rows' ends, and reads them from the workspace
@@ -60,6 +64,23 @@ struct AllGatherMatmulSm90 {
     return s.first >= args.view.rank * per_rank && s.last <= (args.view.rank + 1) * per_rank;
   }
 
+  // The columns of a tile: which w and y they belong to, and where they begin there.
+  struct Columns {
+    int weight;
+    int64_t n0;
+  };
+  static __device__ Columns ColumnsOf(const Args& args, int32_t tile_n) {
+    int i = 0;
+    while (i + 1 < args.weights && tile_n >= args.first_tile[i + 1]) ++i;
+    return Columns{i, static_cast<int64_t>(tile_n - args.first_tile[i]) * Config::kTileN};
+  }
+  static __device__ int TermsOf(const Args&) { return 1; }
+  static __device__ int64_t KOf(const Args& args, int) { return args.k; }
+  static __device__ Rhs RhsOf(const Args& args, int32_t tile_n, int) {
+    const Columns c = ColumnsOf(args, tile_n);
+    return Rhs{&args.w[c.weight], static_cast<int32_t>(c.n0)};
+  }
+
   static __device__ void WaitForRows(const Args& args, const CallContext& call, int32_t block_m) {
     const Span s = SpanOf(args, block_m);
     if (s.first >= s.last || IsOwn(args, s)) return;
@@ -81,7 +102,8 @@ struct AllGatherMatmulSm90 {
     const CUtensorMap* map;
     int32_t row;
   };
-  static __device__ Source SourceOf(const Args& args, const CallContext& call, int32_t block_m) {
+  static __device__ Source SourceOf(const Args& args, const CallContext& call, int32_t block_m,
+                                    int) {
     const Span s = SpanOf(args, block_m);
     if (s.first < s.last && IsOwn(args, s)) {
       return Source{&args.x, static_cast<int32_t>(s.first - args.view.rank * args.rows.PerRank())};
@@ -271,15 +293,17 @@ struct AllGatherMatmulSm90 {
                                 const float (&acc)[Config::kTileN / 2], int32_t block_m,
                                 int32_t tile_n, int consumer, EachPart&&) {
     const int64_t row0 = static_cast<int64_t>(block_m) * Config::kTileM + consumer * 64;
-    const int64_t n0 = static_cast<int64_t>(tile_n) * Config::kTileN;
+    const Columns columns = ColumnsOf(args, tile_n);
+    const int64_t n = args.n[columns.weight];
+    void* y = args.y_data[columns.weight];
     const auto row_of = [&](int r) {
-      return row0 + r < args.rows.Total() ? args.rows.Actual(row0 + r) * args.n : -1;
+      return row0 + r < args.rows.Total() ? args.rows.Actual(row0 + r) * n : -1;
     };
     switch (PathOf(args, row0)) {
       case Path::kNone:
         return;
       case Path::kFloat32:
-        StoreBlockF32<Config::kTileN>(acc, args.y_data, n0, args.n, row_of);
+        StoreBlockF32<Config::kTileN>(acc, y, columns.n0, n, row_of);
         return;
       case Path::kTma:
         StageBlock<T, Config::kTileN>(acc, staging.Acquire());
@@ -288,7 +312,7 @@ struct AllGatherMatmulSm90 {
       case Path::kRows:
         const uint32_t smem = staging.Acquire();
         StageBlock<T, Config::kTileN>(acc, smem);
-        ScatterStagedRows<T, Config::kTileN>(smem, 1 + consumer, args.y_data, n0, args.n, row_of);
+        ScatterStagedRows<T, Config::kTileN>(smem, 1 + consumer, y, columns.n0, n, row_of);
         return;
     }
   }
@@ -296,14 +320,15 @@ struct AllGatherMatmulSm90 {
   static __device__ void Store(const Args& args, const CallContext& call,
                                StagingReader<Config> (&staging)[Config::kConsumers],
                                int32_t block_m, int32_t tile_n) {
+    const Columns columns = ColumnsOf(args, tile_n);
 #pragma unroll
     for (int c = 0; c < Config::kConsumers; ++c) {
       const int64_t row0 = static_cast<int64_t>(block_m) * Config::kTileM + c * 64;
       if (PathOf(args, row0) != Path::kTma) continue;
       const uint32_t smem = staging[c].Acquire();
       const uint64_t start = call.Start();
-      StoreStagedBlock<Config::kTileN>(smem, &args.y, args.rows.Actual(row0),
-                                       static_cast<int64_t>(tile_n) * Config::kTileN, args.n);
+      StoreStagedBlock<Config::kTileN>(smem, &args.y[columns.weight], args.rows.Actual(row0),
+                                       columns.n0, args.n[columns.weight]);
       ptx::BulkCommit();
       staging[c].Release();
       call.Done(EventKind::kStore, start, block_m, tile_n);

@@ -21,11 +21,22 @@ inline ChannelLayout MatmulReduceScatterChannel(const MatmulReduceScatterParams&
   return CudaLayoutOf(p, ChooseGemm(p.rows.Total(), p.n, sm_count)).Channel();
 }
 
+// The sum of several products is scattered once: y = scatter(sum_i x_i @ w_i).
+struct MatmulReduceScatterOperands {
+  struct Term {
+    const void* x;  // [outer, world * inner, k]
+    const void* w;  // [k, n], or [n, k] if transpose_rhs
+    int64_t k;
+  } products[kMaxWeights];
+  int32_t terms;
+  void* y;  // [outer, inner, n]
+};
+
 // Enqueues the call on `stream`. With outer > 1, inner must be a multiple of kGemmTileM.
 bool LaunchMatmulReduceScatter(const MatmulReduceScatterParams& params,
-                               const MatmulReduceScatterArrays& arrays, const GemmChoice& choice,
-                               int64_t site, const CudaDevice& device, const SymmetricView& view,
-                               cudaStream_t stream, std::string* error);
+                               const MatmulReduceScatterOperands& operands,
+                               const GemmChoice& choice, int64_t site, const CudaDevice& device,
+                               const SymmetricView& view, cudaStream_t stream, std::string* error);
 
 }  // namespace jflux
 

@@ -76,36 +76,50 @@ constexpr auto Attributes = [](auto binding) {
       .template Attr<int64_t>("outer")
       .template Attr<int64_t>("site")
       .template Attr<bool>("transpose_rhs")
-      .template Attr<int64_t>("world")
-      .template Arg<ffi::AnyBuffer>()
-      .template Arg<ffi::AnyBuffer>()
-      .template Ret<ffi::AnyBuffer>();
+      .template Attr<int64_t>("world");
 };
 
 XLA_FFI_DEFINE_HANDLER(
     kCpu, Cpu,
     Attributes(
-        ffi::Ffi::Bind().Ctx<ffi::State<CallSite>>().Ctx<ffi::RunId>().Ctx<ffi::DeviceOrdinal>()));
+        ffi::Ffi::Bind().Ctx<ffi::State<CallSite>>().Ctx<ffi::RunId>().Ctx<ffi::DeviceOrdinal>())
+        .Arg<ffi::AnyBuffer>()
+        .Arg<ffi::AnyBuffer>()
+        .Ret<ffi::AnyBuffer>());
 
 #ifdef JFLUX_WITH_CUDA
 ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Span<const int64_t> groups,
                 int64_t inner, int64_t outer, int64_t site, bool transpose_rhs, int64_t world,
-                ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> y) {
-  const auto p = ParamsOf(x, w, *y, world, outer, inner, transpose_rhs);
-  if (!p) return InvalidArgument("matmul_reduce_scatter: operands do not fit");
-  MatmulReduceScatterArrays arrays{x.untyped_data(), w.untyped_data(), y->untyped_data()};
+                ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> y) {
+  // Operands x_0 .. x_p-1, w_0 .. w_p-1.
+  const size_t count = args.size() / 2;
+  if (count < 1 || count > kMaxWeights || args.size() != 2 * count) {
+    return InvalidArgument("matmul_reduce_scatter: operands do not fit");
+  }
+  MatmulReduceScatterOperands operands{};
+  operands.terms = static_cast<int32_t>(count);
+  operands.y = y->untyped_data();
+  std::optional<MatmulReduceScatterParams> p;
+  for (size_t i = 0; i < count; ++i) {
+    const auto x = *args.get<ffi::AnyBuffer>(i), w = *args.get<ffi::AnyBuffer>(count + i);
+    p = ParamsOf(x, w, *y, world, outer, inner, transpose_rhs);
+    if (!p) return InvalidArgument("matmul_reduce_scatter: operands do not fit");
+    operands.products[i] = {x.untyped_data(), w.untyped_data(), p->k};
+  }
   return LaunchCudaCall(
       OpId::kMatmulReduceScatter, ordinal, groups, world,
       [&](int sm_count) { return MatmulReduceScatterChannel(*p, sm_count); },
       [&](const CudaDevice& device, const SymmetricView& view, std::string* error) {
         const GemmChoice choice = ChooseGemm(p->rows.Total(), p->n, device.sm_count);
-        return LaunchMatmulReduceScatter(*p, arrays, choice, site, device, view, stream, error);
+        return LaunchMatmulReduceScatter(*p, operands, choice, site, device, view, stream, error);
       });
 }
 
 XLA_FFI_DEFINE_HANDLER(
     kCuda, Cuda,
-    Attributes(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().Ctx<ffi::DeviceOrdinal>()),
+    Attributes(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().Ctx<ffi::DeviceOrdinal>())
+        .RemainingArgs()
+        .Ret<ffi::AnyBuffer>(),
     {ffi::Traits::kCmdBufferCompatible});
 #endif
 

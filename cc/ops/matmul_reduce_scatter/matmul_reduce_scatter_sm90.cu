@@ -21,9 +21,9 @@ bool LoadMatmulReduceScatterKernels(std::string* error) {
 }
 
 bool LaunchMatmulReduceScatter(const MatmulReduceScatterParams& p,
-                               const MatmulReduceScatterArrays& arrays, const GemmChoice& choice,
-                               int64_t site, const CudaDevice& device, const SymmetricView& view,
-                               cudaStream_t stream, std::string* error) {
+                               const MatmulReduceScatterOperands& operands,
+                               const GemmChoice& choice, int64_t site, const CudaDevice& device,
+                               const SymmetricView& view, cudaStream_t stream, std::string* error) {
   MatmulReduceScatterArgs args{};
   args.layout = CudaLayoutOf(p, choice);
   args.channel = args.layout.Channel();
@@ -31,8 +31,8 @@ bool LaunchMatmulReduceScatter(const MatmulReduceScatterParams& p,
   args.view = view;
   args.rows = p.rows;
   args.grid = GridOf(choice, p.rows.Total(), p.n, device.sm_count);
-  args.y_data = arrays.y;
-  args.k = p.k;
+  args.y_data = operands.y;
+  args.terms = operands.terms;
   args.n = p.n;
   args.signature = SignatureOf(p.Signature(), site, choice);
   args.op = static_cast<uint32_t>(OpId::kMatmulReduceScatter);
@@ -43,14 +43,19 @@ bool LaunchMatmulReduceScatter(const MatmulReduceScatterParams& p,
   const bool flat = r.outer == 1;
   const int64_t inner = flat ? r.Total() : r.inner, world = flat ? 1 : r.world;
   if (!args.out_f32 &&
-      !EncodeTensorMap(&args.y, p.dtype, arrays.y, {r.PerRank(), p.n}, {p.n}, {64, 64}, error)) {
+      !EncodeTensorMap(&args.y, p.dtype, operands.y, {r.PerRank(), p.n}, {p.n}, {64, 64}, error)) {
     return false;
   }
-  return EncodeTensorMap(&args.x, p.dtype, arrays.x, {world, r.outer, inner, p.k},
-                         {r.inner * p.k, r.world * r.inner * p.k, p.k}, {1, 1, kGemmTileM, 64},
-                         error) &&
-         EncodeRhsMap(&args.w, p.dtype, arrays.w, p.k, p.n, p.transpose_rhs, choice, error) &&
-         LaunchGemmInstance<Instances>(p.dtype, p.transpose_rhs, choice, &args, args.num_tiles,
+  for (int i = 0; i < args.terms; ++i) {
+    const auto& [x, w, k] = operands.products[i];
+    args.k[i] = k;
+    if (!EncodeTensorMap(&args.x[i], p.dtype, x, {world, r.outer, inner, k},
+                         {r.inner * k, r.world * r.inner * k, k}, {1, 1, kGemmTileM, 64}, error) ||
+        !EncodeRhsMap(&args.w[i], p.dtype, w, k, p.n, p.transpose_rhs, choice, error)) {
+      return false;
+    }
+  }
+  return LaunchGemmInstance<Instances>(p.dtype, p.transpose_rhs, choice, &args, args.num_tiles,
                                        device.sm_count, stream, error);
 }
 

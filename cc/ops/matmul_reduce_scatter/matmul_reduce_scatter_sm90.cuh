@@ -12,14 +12,16 @@
 
 #include "core/tile_order.h"
 #include "gpu/epilogue_sm90.cuh"
+#include "gpu/gemm_config.h"
 #include "gpu/gemm_sm90.cuh"
 #include "ops/matmul_reduce_scatter/matmul_reduce_scatter.h"
 
 namespace jflux {
 
 struct MatmulReduceScatterArgs {
-  CUtensorMap x;  // 4-d: k, inner, outer, world; with outer == 1 all rows are `inner`
-  CUtensorMap w;
+  // 4-d: k, inner, outer, world; with outer == 1 all rows are `inner`.
+  CUtensorMap x[kMaxWeights];
+  CUtensorMap w[kMaxWeights];
   CUtensorMap y;  // 16-bit types
   DeviceState* state;
   SymmetricView view;
@@ -28,7 +30,9 @@ struct MatmulReduceScatterArgs {
   Rows rows;
   TileGrid grid;  // of cluster tiles
   void* y_data;
-  int64_t k, n;
+  int64_t k[kMaxWeights];
+  int32_t terms;
+  int64_t n;
   uint32_t signature, op;
   int32_t num_tiles;
   bool out_f32;
@@ -51,11 +55,17 @@ struct MatmulReduceScatterSm90 {
     const CUtensorMap* map;
     int32_t inner, outer, rank;
   };
-  static __device__ Source SourceOf(const Args& args, const CallContext&, int32_t block_m) {
+  static __device__ int TermsOf(const Args& args) { return args.terms; }
+  static __device__ int64_t KOf(const Args& args, int term) { return args.k[term]; }
+  static __device__ Rhs RhsOf(const Args& args, int32_t tile_n, int term) {
+    return Rhs{&args.w[term], tile_n * Config::kTileN};
+  }
+  static __device__ Source SourceOf(const Args& args, const CallContext&, int32_t block_m,
+                                    int term) {
     const int64_t row = static_cast<int64_t>(block_m) * Config::kTileM;
-    if (args.rows.outer == 1) return Source{&args.x, static_cast<int32_t>(row), 0, 0};
+    if (args.rows.outer == 1) return Source{&args.x[term], static_cast<int32_t>(row), 0, 0};
     // The launcher sees to it that a block lies within one (rank, outer).
-    return Source{&args.x, static_cast<int32_t>(Remainder(row, args.rows.inner)),
+    return Source{&args.x[term], static_cast<int32_t>(Remainder(row, args.rows.inner)),
                   static_cast<int32_t>(Remainder(Quotient(row, args.rows.inner), args.rows.outer)),
                   args.rows.OwnerOf(row)};
   }
