@@ -66,24 +66,24 @@ def make_primitive(
     *,
     abstract_eval: Callable[..., Sequence[tuple[tuple[int, ...], np.dtype]]],
     reference: Callable[..., Any],
-    rank_shape: Callable[..., tuple[int, int]],
+    extent: Callable[..., tuple[int, int, int, int]],
     is_reference: Callable[..., bool],
     not_fused: Callable[..., str | None],
     lax_is_faster: Callable[..., bool],
     adapt: Callable[..., Callable[..., Any] | None],
     batch: Callable[..., Any],
 ) -> Primitive:
-    """A primitive `name(x, w, *, params)` with several results, all of x's kind.
+    """A primitive `name(*operands, params)` with several results, all of the first operand's kind.
 
     Args:
       name: of the op; its FFI target is ``jflux_<name>``.
-      abstract_eval: (x aval, w aval, params) -> [(shape, dtype)] of the results.
-      reference: (x, w, params=...) -> the results, in plain `lax`.
-      rank_shape: (x aval, params) -> (outer, inner) of cc/core/rows.h.
-      is_reference: (x aval, w aval, params) -> whether `lax` has an op for just this.
-      not_fused: (x aval, w aval, params, platform) -> why the kernel cannot take it, or None.
-      lax_is_faster: (x aval, w aval, params, platform) -> whether measurements say so.
-      adapt: (x aval, w aval, params, platform) -> a function (x, w) -> results that brings the
+      abstract_eval: (*avals, params=...) -> [(shape, dtype)] of the results.
+      reference: (*operands, params=...) -> the results, in plain `lax`.
+      extent: (*avals, params=...) -> (outer, inner) of cc/core/rows.h, and k and n in all.
+      is_reference: (*avals, params=...) -> whether `lax` has an op for just this.
+      not_fused: (*avals, params=..., platform=...) -> why the kernel cannot take it, or None.
+      lax_is_faster: (*avals, params=..., platform=...) -> whether measurements say so.
+      adapt: (*avals, params=..., platform=...) -> a function (*operands) -> results that brings the
         operands into a form that the kernel takes and calls the primitive again, or None.
       batch: the batching rule.
     """
@@ -93,12 +93,12 @@ def make_primitive(
     # reuses it for another mesh of the same shape.
     dispatch.prim_requires_devices_during_lowering.add(primitive)
 
-    def abstract(x, w, *, params):
+    def abstract(*avals, params):
         # Results vary over the axes that the operands vary over; a bare shape would claim that
         # they do not, and check_vma=True would let wrong out_specs pass.
         return [
-            x.update(shape=shape, dtype=dtype, weak_type=False)
-            for shape, dtype in abstract_eval(x, w, params)
+            avals[0].update(shape=shape, dtype=dtype, weak_type=False)
+            for shape, dtype in abstract_eval(*avals, params=params)
         ]
 
     primitive.def_abstract_eval(abstract)
@@ -107,38 +107,39 @@ def make_primitive(
 
     lower_reference = mlir.lower_fun(reference, multiple_results=True)
 
-    def lower_fused(ctx, x, w, *, params, platform):
+    def lower_fused(ctx, *operands, params, platform):
         avals = ctx.avals_in
         empty = any(0 in aval.shape for aval in (*avals, *ctx.avals_out))
-        if not _config.config.fused or empty or is_reference(*avals, params):
-            return lower_reference(ctx, x, w, params=params)
-        if not _config.config.always and lax_is_faster(*avals, params, platform):
-            return lower_reference(ctx, x, w, params=params)
+        if not _config.config.fused or empty or is_reference(*avals, params=params):
+            return lower_reference(ctx, *operands, params=params)
+        which = {"params": params, "platform": platform}
+        if not _config.config.always and lax_is_faster(*avals, **which):
+            return lower_reference(ctx, *operands, params=params)
         reason: str | None
         mesh = _mesh.concrete_mesh_of(ctx.module_context.axis_context, params.axis_names)
         if mesh is None:
             reason = "the mesh is abstract, so its devices are not known when the op is lowered"
         else:
-            reason = not_fused(*avals, params, platform) or _heap.why_not_usable(platform, mesh)
+            reason = not_fused(*avals, **which) or _heap.why_not_usable(platform, mesh)
         if reason is not None:
             _config.fall_back(name, reason)
-            return lower_reference(ctx, x, w, params=params)
+            return lower_reference(ctx, *operands, params=params)
         assert mesh is not None
-        adapted = adapt(*avals, params, platform)
+        adapted = adapt(*avals, **which)
         if adapted is not None:
-            return mlir.lower_fun(adapted, multiple_results=True)(ctx, x, w)
+            return mlir.lower_fun(adapted, multiple_results=True)(ctx, *operands)
         register_targets(platform)
         _begin_module(ctx.module_context.module)
         table = _mesh.group_table(mesh, params.axis_names)
-        outer, inner = rank_shape(avals[0], params)
+        outer, inner, k, n = extent(*avals, params=params)
         if _lowers_for_here(mesh):
             product = _heap.Product(
                 op=name,
                 world=table.shape[1],
                 outer=outer,
                 inner=inner,
-                k=avals[0].shape[-1],
-                n=avals[1].shape[0 if params.transpose_rhs else 1],
+                k=k,
+                n=n,
                 dtype=avals[0].dtype,
                 out_dtype=np.dtype(params.out_dtype),
                 transpose_rhs=params.transpose_rhs,
@@ -146,8 +147,7 @@ def make_primitive(
             _heap.reserve(platform, mesh, table, product)
         return jax.ffi.ffi_lowering(f"jflux_{name}")(
             ctx,
-            x,
-            w,
+            *operands,
             groups=table.ravel(),
             inner=np.int64(inner),
             outer=np.int64(outer),
@@ -156,9 +156,9 @@ def make_primitive(
             world=np.int64(table.shape[1]),
         )
 
-    def lower_elsewhere(ctx, x, w, *, params):
+    def lower_elsewhere(ctx, *operands, params):
         _config.fall_back(name, "jflux has kernels for CPUs and CUDA GPUs only")
-        return lower_reference(ctx, x, w, params=params)
+        return lower_reference(ctx, *operands, params=params)
 
     mlir.register_lowering(primitive, lower_elsewhere)
     for platform in _PLATFORMS:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -13,10 +13,15 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from ._mesh import AxisName, as_tuple
 
 
+def several(operand: Any) -> tuple[Any, ...]:
+    """An operand that may be a sequence, as one."""
+    return tuple(operand) if isinstance(operand, tuple | list) else (operand,)
+
+
 def all_gather_matmul(
     op: Callable[..., Any],
     x: jax.Array,
-    w: jax.Array,
+    w: jax.Array | Sequence[jax.Array],
     *,
     mesh: Mesh | AbstractMesh | None,
     x_spec: PartitionSpec | None,
@@ -31,21 +36,22 @@ def all_gather_matmul(
     x_in = _with_axis(_spec(x, x_spec), x.ndim, gather_dimension % x.ndim, names)
     y_out = _with_axis(x_in, x.ndim, last, names)
     gathered_out = PartitionSpec(*y_out[:last], None)
+    w_in = PartitionSpec(*((names, None) if transpose_rhs else (None, names)))
+    y_outs = tuple(y_out for _ in w) if isinstance(w, tuple | list) else y_out
     return _over_global_arrays(
         functools.partial(
             op, axis_name=axis_name, gather_dimension=gather_dimension,
             return_gathered=return_gathered, transpose_rhs=transpose_rhs, **options
         ),
         "all_gather_matmul", x, w, axis_name=axis_name, mesh=mesh,
-        in_specs=(x_in, PartitionSpec(*((names, None) if transpose_rhs else (None, names)))),
-        out_specs=(y_out, gathered_out) if return_gathered else y_out,
+        in_specs=(x_in, w_in), out_specs=(y_outs, gathered_out) if return_gathered else y_outs,
     )  # fmt: skip
 
 
 def matmul_reduce_scatter(
     op: Callable[..., Any],
-    x: jax.Array,
-    w: jax.Array,
+    x: jax.Array | Sequence[jax.Array],
+    w: jax.Array | Sequence[jax.Array],
     *,
     mesh: Mesh | AbstractMesh | None,
     x_spec: PartitionSpec | None,
@@ -55,8 +61,8 @@ def matmul_reduce_scatter(
     **options: Any,
 ) -> Any:
     """`op` is jflux.matmul_reduce_scatter or its reference; `options` are the rest of its own."""
-    names = as_tuple(axis_name)
-    x_in = _with_axis(_spec(x, x_spec), x.ndim, x.ndim - 1, names)
+    names, x_0 = as_tuple(axis_name), several(x)[0]
+    x_in = _with_axis(_spec(x_0, x_spec), x_0.ndim, x_0.ndim - 1, names)
     return _over_global_arrays(
         functools.partial(
             op, axis_name=axis_name, scatter_dimension=scatter_dimension,
@@ -64,32 +70,34 @@ def matmul_reduce_scatter(
         ),
         "matmul_reduce_scatter", x, w, axis_name=axis_name, mesh=mesh,
         in_specs=(x_in, PartitionSpec(*((None, names) if transpose_rhs else (names, None)))),
-        out_specs=_with_axis(x_in, x.ndim, scatter_dimension % x.ndim, names),
+        out_specs=_with_axis(x_in, x_0.ndim, scatter_dimension % x_0.ndim, names),
     )  # fmt: skip
 
 
 def _over_global_arrays(
     op: Callable[..., Any],
     name: str,
-    x: jax.Array,
-    w: jax.Array,
+    x: jax.Array | Sequence[jax.Array],
+    w: jax.Array | Sequence[jax.Array],
     *,
     axis_name: AxisName,
     mesh: Mesh | AbstractMesh | None,
     in_specs: tuple[PartitionSpec, PartitionSpec],
     out_specs: Any,
 ) -> Any:
-    """Runs `op` inside a shard_map of its own over all axes of the mesh."""
-    mesh = _mesh_for(mesh, x, w)
+    """Runs `op` inside a shard_map of its own over all axes of the mesh. All of x, if it is
+    several, have the same spec, and so have all of w."""
+    mesh = _mesh_for(mesh, *several(x), *several(w))
     missing = [n for n in as_tuple(axis_name) if n not in mesh.axis_names]
     if missing:
         raise ValueError(f"{axis_name=} names {missing}, but the mesh has axes {mesh.axis_names}")
-    for argument, array, spec in zip("xw", (x, w), in_specs, strict=True):
-        _check_divides(f"jflux.{name}: {argument}", array, spec, mesh)
+    for argument, operand, spec in zip("xw", (x, w), in_specs, strict=True):
+        for array in several(operand):
+            _check_divides(f"jflux.{name}: {argument}", array, spec, mesh)
     if AxisType.Explicit in mesh.axis_types:  # else shard_map brings them into place
         x, w = (
-            jax.sharding.reshard(a, NamedSharding(mesh, s))
-            for a, s in zip((x, w), in_specs, strict=True)
+            jax.tree.map(lambda a, s=s: jax.sharding.reshard(a, NamedSharding(mesh, s)), operand)
+            for operand, s in zip((x, w), in_specs, strict=True)
         )
     # check_vma cannot know that a gathered array is the same on all ranks.
     mapped = jax.shard_map(op, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

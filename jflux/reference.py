@@ -5,12 +5,17 @@ Each function has the signature of the op of the same name, documented there, an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from . import _global, _mesh
+from ._global import several
 from ._mesh import AxisName
 
 
@@ -28,9 +33,22 @@ def _matmul(
     )  # fmt: skip
 
 
+def _sum_of_products(
+    xs: Sequence[jax.Array],
+    ws: Sequence[jax.Array],
+    preferred_element_type: DTypeLike | None,
+    precision: lax.PrecisionLike,
+    transpose_rhs: bool,
+) -> jax.Array:
+    """The sum of ``x_i @ w_i``, which is one product over all k."""
+    x = xs[0] if len(xs) == 1 else jnp.concatenate(xs, -1)
+    w = ws[0] if len(ws) == 1 else jnp.concatenate(ws, 1 if transpose_rhs else 0)
+    return _matmul(x, w, preferred_element_type, precision, transpose_rhs)
+
+
 def all_gather_matmul(
     x: jax.Array,
-    w: jax.Array,
+    w: jax.Array | Sequence[jax.Array],
     *,
     axis_name: AxisName,
     gather_dimension: int = -2,
@@ -40,7 +58,7 @@ def all_gather_matmul(
     precision: lax.PrecisionLike = None,
     mesh: Mesh | AbstractMesh | None = None,
     x_spec: PartitionSpec | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+) -> Any:
     """``all_gather(x) @ w``: x [..., m/N, k], w [k, n/N] -> [..., m, n/N] per rank of N.
 
     Arguments, results and the use on global arrays are those of :func:`jflux.all_gather_matmul`;
@@ -54,13 +72,17 @@ def all_gather_matmul(
             precision=precision,
         )  # fmt: skip
     gathered = lax.all_gather(x, axis_name, axis=gather_dimension % x.ndim, tiled=True)
-    y = _matmul(gathered, w, preferred_element_type, precision, transpose_rhs)
+    ys = tuple(
+        _matmul(gathered, one, preferred_element_type, precision, transpose_rhs)
+        for one in several(w)
+    )
+    y = ys if isinstance(w, tuple | list) else ys[0]
     return (y, gathered) if return_gathered else y
 
 
 def matmul_reduce_scatter(
-    x: jax.Array,
-    w: jax.Array,
+    x: jax.Array | Sequence[jax.Array],
+    w: jax.Array | Sequence[jax.Array],
     *,
     axis_name: AxisName,
     scatter_dimension: int = -2,
@@ -82,7 +104,8 @@ def matmul_reduce_scatter(
             scatter_dimension=scatter_dimension, transpose_rhs=transpose_rhs,
             preferred_element_type=preferred_element_type, precision=precision,
         )  # fmt: skip
-    partial = _matmul(x, w, preferred_element_type, precision, transpose_rhs)
+    xs = several(x)
+    partial = _sum_of_products(xs, several(w), preferred_element_type, precision, transpose_rhs)
     return lax.psum_scatter(
-        partial, axis_name, scatter_dimension=scatter_dimension % x.ndim, tiled=True
+        partial, axis_name, scatter_dimension=scatter_dimension % xs[0].ndim, tiled=True
     )

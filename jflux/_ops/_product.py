@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 from .. import _config, _mesh
 
 MAX_RANKS = 8
+CUDA_MAX_WEIGHTS = 4  # kMaxWeights of cc/gpu/gemm_config.h
 CUDA_TILE_ROWS = 128  # kGemmTileM of cc/gpu/gemm_config.h
 CPU_DTYPES = {np.dtype(d) for d in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)}
 CUDA_DTYPES = {np.dtype(d) for d in (jnp.float16, jnp.bfloat16)}
@@ -63,10 +65,10 @@ def outer_inner(shape: tuple[int, ...], dimension: int, blocks: int) -> tuple[in
     )
 
 
-def out_dtype(x: Any, w: Any, preferred_element_type: Any) -> np.dtype:
+def out_dtype(x: Any, ws: Any, preferred_element_type: Any) -> np.dtype:
     if preferred_element_type is not None:
         return np.dtype(preferred_element_type)
-    return jnp.result_type(x.dtype, w.dtype)
+    return jnp.result_type(x.dtype, *(w.dtype for w in ws))
 
 
 def kernel_takes(x: Any, w: Any, out: np.dtype, world: int, platform: str) -> str | None:
@@ -91,9 +93,9 @@ def total_rows(x: Any) -> int:
     return math.prod(x.shape[:-1])
 
 
-def is_empty(x: Any, w: Any) -> bool:
+def is_empty(*operands: Any) -> bool:
     """Whether there is nothing to compute: `lax`'s collectives do not take empty operands."""
-    return 0 in x.shape or 0 in w.shape
+    return any(0 in a.shape for a in operands)
 
 
 def zeros(shape: tuple[int, ...], dtype: Any, *like: jax.Array) -> jax.Array:
@@ -103,45 +105,33 @@ def zeros(shape: tuple[int, ...], dtype: Any, *like: jax.Array) -> jax.Array:
     return jax.lax.pcast(out, axes, to="varying") if axes else out
 
 
-def pad_to_units(x: Any, w: Any, params: Any, bind: Any) -> Any:
-    """For the CUDA kernels, whose rows are whole 16-byte units: a function (x, w) -> results that
-    pads k and n to multiples of 8 with zeros, or None if they are."""
-    k, n = x.shape[-1], w.shape[0 if params.transpose_rhs else 1]
-    pad_k, pad_n = -k % 8, -n % 8
-    if pad_k == 0 and pad_n == 0:
-        return None
-
-    def padded(x, w):
-        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, pad_k)])
-        pads = [(0, pad_k), (0, pad_n)]
-        w = jnp.pad(w, pads[::-1] if params.transpose_rhs else pads)
-        y, *gathered = bind(x, w, params=params)
-        return [y[..., :n], *(g[..., :k] for g in gathered)]
-
-    return padded
+def columns(w: Any, transpose_rhs: bool) -> int:
+    """n of a w."""
+    return w.shape[0 if transpose_rhs else 1]
 
 
-def batch_operands(bind: Any, x: Any, w: Any, bx: Any, bw: Any, *, transpose_rhs: bool) -> Any:
-    """vmap of ``bind(x, w, shift)``, whose results keep x's leading dimensions and have w's
-    columns last. `shift` is how many dimensions were put in front of x.
+def pad(array: Any, *dimensions: int) -> Any:
+    """Pads these dimensions to multiples of 8 with zeros: rows of the CUDA kernels' operands are
+    whole 16-byte units."""
+    pads = [(0, -size % 8 if d in dimensions else 0) for d, size in enumerate(array.shape)]
+    return jnp.pad(array, pads) if any(high for _, high in pads) else array
 
-    A batched x has one more leading dimension; a batched w is one wider w; if both are, the calls
-    run one after the other.
 
-    Returns:
-      The results and where their batch dimension is (None: the result is not batched).
-    """
-    if bw is None:
-        results = bind(jnp.moveaxis(x, bx, 0), w, 1)
-        return results, [0] * len(results)
-    if bx is None:
-        w = jnp.moveaxis(w, bw, 0 if transpose_rhs else 1)
-        b, n = (w.shape[0], w.shape[1]) if transpose_rhs else (w.shape[1], w.shape[2])
-        k = w.shape[2] if transpose_rhs else w.shape[0]
-        wide = w.reshape(b * n, k) if transpose_rhs else w.reshape(k, b * n)
-        y, *rest = bind(x, wide, 0)
-        y = y.reshape(*y.shape[:-1], b, n)
-        return [y, *rest], [y.ndim - 2, *([None] * len(rest))]
-    xs, ws = jnp.moveaxis(x, bx, 0), jnp.moveaxis(w, bw, 0)
-    results = jax.lax.map(lambda operands: bind(*operands, 0), (xs, ws))
+def widen(w: Any, batch: int, n_axis: int) -> tuple[Any, Callable[[Any], Any]]:
+    """A batched w as one wider w, and how to get the batch back: y [..., b * n] -> [..., b, n]."""
+    w = jnp.moveaxis(w, batch, n_axis)
+    b, n = w.shape[n_axis : n_axis + 2]
+    wide = w.reshape(*w.shape[:n_axis], b * n, *w.shape[n_axis + 2 :])
+    return wide, lambda y: y.reshape(*y.shape[:-1], b, n)
+
+
+def batch_in_turn(bind: Any, operands: Any, dims: Any) -> tuple[list[Any], list[int]]:
+    """The calls of a batch, one after the other."""
+    batched = [jnp.moveaxis(a, d, 0) for a, d in zip(operands, dims, strict=True) if d is not None]
+
+    def one(batched):
+        rest = iter(batched)
+        return bind(*(a if d is None else next(rest) for a, d in zip(operands, dims, strict=True)))
+
+    results = jax.lax.map(one, batched)
     return results, [0] * len(results)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,6 +18,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from .. import _ffi, _global, _mesh, reference
+from .._global import several
 from .._mesh import AxisName
 from . import _product
 
@@ -28,7 +31,7 @@ class Params:
     """A call, less its operands.
 
     Attributes:
-      results: which of ("y", "gathered") to return; never neither.
+      results: which of ("y", "gathered") to return; never neither. "y" is one for each w.
     """
 
     axis_names: tuple[Any, ...]
@@ -42,7 +45,7 @@ class Params:
 
 def all_gather_matmul(
     x: jax.Array,
-    w: jax.Array,
+    w: jax.Array | Sequence[jax.Array],
     *,
     axis_name: AxisName,
     gather_dimension: int = -2,
@@ -52,14 +55,16 @@ def all_gather_matmul(
     precision: lax.PrecisionLike = None,
     mesh: Mesh | AbstractMesh | None = None,
     x_spec: PartitionSpec | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+) -> Any:
     """``all_gather(x, axis_name) @ w``, with the gather hidden in the product.
 
     Inside ``jax.shard_map``, per rank of N along `axis_name`::
 
         x [..., m/N, k]   w [k, n/N]   ->   y [..., m, n/N]
 
-    means what :func:`jflux.reference.all_gather_matmul` means. This is the first half of a
+    means what :func:`jflux.reference.all_gather_matmul` means. Several weights share one gather:
+    with w a tuple, y is a tuple, of ``all_gather(x) @ w_i`` (queries, keys and values; the two
+    halves of a gated MLP). This is the first half of a
     tensor-parallel layer with sequence-parallel activations (Flux, arXiv 2406.06858, section 3:
     AllGather + GEMM).
 
@@ -73,7 +78,8 @@ def all_gather_matmul(
     Args:
       x: [..., m/N, k]; float16, bfloat16, float32 or float64 (CPU), float16 or bfloat16 (GPU).
         Other types take the reference.
-      w: [k, n/N], or [n/N, k] with `transpose_rhs`; of x's type.
+      w: [k, n/N], or [n/N, k] with `transpose_rhs`; of x's type. Or a tuple or list of such, of
+        any n each.
       axis_name: a mesh axis, or a tuple of them (the first one major).
       gather_dimension: which of x's leading dimensions to gather; the second to last by default.
       return_gathered: also return the gathered x, [..., m, k].
@@ -88,7 +94,8 @@ def all_gather_matmul(
         place first.
 
     Returns:
-      y, or (y, gathered x). Differentiated, dy of another type than x's is rounded to it.
+      y, or (y, gathered x); y is a tuple if w is several. Differentiated, dy of another type than
+      x's is rounded to it.
 
     Raises:
       ValueError, TypeError: operands that do not fit, when the call is traced; ValueError when it
@@ -97,9 +104,13 @@ def all_gather_matmul(
         takes.
       jax.errors.JaxRuntimeError: a peer did not come within the deadline (see :func:`jflux.init`).
     """
-    dimension = _product.check_operands(
-        "all_gather_matmul", x, w, gather_dimension, "gather_dimension"
-    )
+    ws = several(w)
+    if not ws:
+        raise ValueError("jflux.all_gather_matmul: w is an empty sequence of weights")
+    for one in ws:
+        dimension = _product.check_operands(
+            "all_gather_matmul", x, one, gather_dimension, "gather_dimension"
+        )
     if not _mesh.is_bound(axis_name):
         return _global.all_gather_matmul(
             all_gather_matmul, x, w, mesh=mesh, x_spec=x_spec, axis_name=axis_name,
@@ -107,16 +118,18 @@ def all_gather_matmul(
             transpose_rhs=transpose_rhs, preferred_element_type=preferred_element_type,
             precision=precision,
         )  # fmt: skip
-    _product.check_contraction("all_gather_matmul", x, w, transpose_rhs)
+    for one in ws:
+        _product.check_contraction("all_gather_matmul", x, one, transpose_rhs)
     world = _mesh.axis_size(axis_name)
-    out = _product.out_dtype(x, w, preferred_element_type)
+    out = _product.out_dtype(x, ws, preferred_element_type)
     if _product.is_plain("all_gather_matmul", axis_name):
         return reference.all_gather_matmul(
             x, w, axis_name=axis_name, gather_dimension=dimension, return_gathered=return_gathered,
             transpose_rhs=transpose_rhs, preferred_element_type=preferred_element_type,
             precision=precision,
         )  # fmt: skip
-    x, w = _mesh.vary_together(axis_name, x, w)
+    x, *rest = _mesh.vary_together(axis_name, x, *ws)
+    ws = tuple(rest)
     params = Params(
         axis_names=_mesh.as_tuple(axis_name),
         world=world,
@@ -126,33 +139,37 @@ def all_gather_matmul(
         out_dtype=out,
         precision=precision,
     )
-    if _product.is_empty(x, w):
-        results = [_product.zeros(s, d, x) for s, d in _result_shapes(x, w, params)]
+    if _product.is_empty(x, *ws):
+        results = [_product.zeros(s, d, x) for s, d in _result_shapes(x, *ws, params=params)]
     else:
-        results = differentiable(x, w, params)
-    return (results[0], results[1]) if return_gathered else results[0]
+        results = differentiable(x, ws, params)
+    ys = tuple(results[: len(ws)])
+    y = ys if isinstance(w, tuple | list) else ys[0]
+    return (y, results[-1]) if return_gathered else y
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def differentiable(x: jax.Array, w: jax.Array, params: Params) -> list[jax.Array]:
-    return _primitive.bind(x, w, params=params)
+def differentiable(x: jax.Array, ws: tuple[jax.Array, ...], params: Params) -> list[jax.Array]:
+    return _primitive.bind(x, *ws, params=params)
 
 
-def _forward(x, w, params):
+def _forward(x, ws, params):
     # `differentiable` and not the primitive, so that gradients have gradients.
-    y, gathered = differentiable(x, w, dataclasses.replace(params, results=("y", "gathered")))
+    both = dataclasses.replace(params, results=("y", "gathered"))
+    *ys, gathered = differentiable(x, ws, both)
     gathered = checkpoint_name(gathered, GATHERED)
-    return [y, gathered][: len(params.results)], (gathered, w)
+    returned = [*ys, gathered] if "gathered" in params.results else ys
+    return returned, (gathered, ws)
 
 
 def _backward(params, residuals, cotangents):
     from . import matmul_reduce_scatter as dual
 
-    gathered, w = residuals
-    dy = cotangents[0].astype(gathered.dtype)
+    gathered, ws = residuals
+    dys = tuple(c.astype(gathered.dtype) for c in cotangents[: len(ws)])
     (dx,) = dual.differentiable(
-        dy,
-        w,
+        dys,
+        ws,
         dual.Params(
             axis_names=params.axis_names,
             world=params.world,
@@ -162,15 +179,18 @@ def _backward(params, residuals, cotangents):
             precision=params.precision,
         ),
     )
-    if len(cotangents) > 1:
+    if "gathered" in params.results:
         dx += lax.psum_scatter(
-            cotangents[1],
+            cotangents[-1],
             params.axis_names,
             scatter_dimension=params.gather_dimension,
             tiled=True,
         )
-    dw = weight_gradient(gathered, dy, params.transpose_rhs, w.dtype, params.precision)
-    return dx, dw
+    dws = tuple(
+        weight_gradient(gathered, dy, params.transpose_rhs, w.dtype, params.precision)
+        for dy, w in zip(dys, ws, strict=True)
+    )
+    return dx, dws
 
 
 differentiable.defvjp(_forward, _backward)
@@ -187,32 +207,37 @@ def weight_gradient(
     )
 
 
-def _result_shapes(x, w, params):
+def _result_shapes(x, *ws, params):
     shape = list(x.shape)
     shape[params.gather_dimension] *= params.world
-    n = w.shape[0 if params.transpose_rhs else 1]
-    known = {"y": ((*shape[:-1], n), params.out_dtype), "gathered": (tuple(shape), x.dtype)}
-    return [known[r] for r in params.results]
+    ys = [((*shape[:-1], _product.columns(w, params.transpose_rhs)), params.out_dtype) for w in ws]
+    known = {"y": ys, "gathered": [(tuple(shape), x.dtype)]}
+    return [result for name in params.results for result in known[name]]
 
 
-def _reference(x, w, *, params):
+def _reference(x, *ws, params):
     gathered = lax.all_gather(x, params.axis_names, axis=params.gather_dimension, tiled=True)
     if params.results == ("gathered",):
         return [gathered]
-    y = reference._matmul(gathered, w, params.out_dtype, params.precision, params.transpose_rhs)
-    return [y, gathered][: len(params.results)]
+    ys = [
+        reference._matmul(gathered, w, params.out_dtype, params.precision, params.transpose_rhs)
+        for w in ws
+    ]
+    return [*ys, gathered] if "gathered" in params.results else ys
 
 
-def _is_reference(x, w, params):
+def _is_reference(x, *ws, params):
     return params.results == ("gathered",)
 
 
-def _not_fused(x, w, params, platform):
-    return _product.kernel_takes(x, w, params.out_dtype, params.world, platform)
+def _not_fused(x, *ws, params, platform):
+    reasons = (_product.kernel_takes(x, w, params.out_dtype, params.world, platform) for w in ws)
+    return next(filter(None, reasons), None)
 
 
-def _rank_shape(x, params):
-    return _product.outer_inner(x.shape, params.gather_dimension, 1)
+def _extent(x, *ws, params):
+    outer, inner = _product.outer_inner(x.shape, params.gather_dimension, 1)
+    return outer, inner, x.shape[-1], sum(_product.columns(w, params.transpose_rhs) for w in ws)
 
 
 def lax_is_faster(m: int, world: int) -> bool:
@@ -225,35 +250,63 @@ def lax_is_faster(m: int, world: int) -> bool:
     return rows < _product.CUDA_TILE_ROWS or (ragged and m < 2048)
 
 
-def _lax_is_faster(x, w, params, platform):
+def _lax_is_faster(x, *ws, params, platform):
     return platform == "cuda" and lax_is_faster(_product.total_rows(x) * params.world, params.world)
 
 
-def _adapt(x, w, params, platform):
-    if platform != "cuda":
+def _adapt(x, *ws, params, platform):
+    n_axis = 0 if params.transpose_rhs else 1
+    bind = functools.partial(_primitive.bind, params=params)
+    most = _product.CUDA_MAX_WEIGHTS if platform == "cuda" else 1
+    if len(ws) > most:
+
+        def side_by_side(x, *ws):
+            y, *gathered = bind(x, jnp.concatenate(ws, n_axis))
+            ends = list(itertools.accumulate(w.shape[n_axis] for w in ws))
+            return [*jnp.split(y, ends[:-1], -1), *gathered]
+
+        return side_by_side
+    n = [w.shape[n_axis] for w in ws]
+    if platform != "cuda" or not (x.shape[-1] % 8 or any(size % 8 for size in n)):
         return None
-    return _product.pad_to_units(x, w, params, _primitive.bind)
+
+    def padded(x, *ws):
+        results = bind(_product.pad(x, x.ndim - 1), *(_product.pad(w, 0, 1) for w in ws))
+        ys = [y[..., :size] for y, size in zip(results, n, strict=False)]
+        return ys + [g[..., : x.shape[-1]] for g in results[len(ws) :]]
+
+    return padded
 
 
 def _batch(primitive, operands, dims, *, params):
-    def bind(x, w, shift):
+    def bind(x, *ws, shift=0):
         moved = dataclasses.replace(params, gather_dimension=params.gather_dimension + shift)
-        return primitive.bind(x, w, params=moved)
+        return primitive.bind(x, *ws, params=moved)
 
-    if params.results == ("gathered",):
-        x, w = operands
-        if dims[0] is None:
-            return bind(x, jnp.moveaxis(w, dims[1], 0)[0], 0), [None]
-        w = w if dims[1] is None else jnp.moveaxis(w, dims[1], 0)[0]
-        return bind(jnp.moveaxis(x, dims[0], 0), w, 1), [0]
-    return _product.batch_operands(bind, *operands, *dims, transpose_rhs=params.transpose_rhs)
+    x, *ws = operands
+    if params.results == ("gathered",):  # whatever the weights are
+        ws = [
+            w if d is None else lax.index_in_dim(w, 0, d, keepdims=False)
+            for w, d in zip(ws, dims[1:], strict=True)
+        ]
+        dims = (dims[0], *([None] * len(ws)))
+    if all(d is None for d in dims):
+        return bind(x, *ws), [None]
+    if all(d is None for d in dims[1:]):
+        results = bind(jnp.moveaxis(x, dims[0], 0), *ws, shift=1)
+        return results, [0] * len(results)
+    if dims[0] is None and len(ws) == 1:
+        wide, narrow = _product.widen(ws[0], dims[1], 0 if params.transpose_rhs else 1)
+        y, *gathered = bind(x, wide)
+        return [narrow(y), *gathered], [y.ndim - 1, *([None] * len(gathered))]
+    return _product.batch_in_turn(bind, operands, dims)
 
 
 _primitive = _ffi.make_primitive(
     "all_gather_matmul",
     abstract_eval=_result_shapes,
     reference=_reference,
-    rank_shape=_rank_shape,
+    extent=_extent,
     is_reference=_is_reference,
     not_fused=_not_fused,
     lax_is_faster=_lax_is_faster,
@@ -266,14 +319,17 @@ def _drop_unused(used, *rest):
     """Recomputing under `jax.checkpoint` wants the gathered x alone: then no product is made."""
     eqn = rest[-1]  # jax 0.12 passes which inputs are live before it
     params = eqn.params["params"]
+    inputs = [True] * len(eqn.invars)
     if not any(used):
-        return [False, False], None
-    if all(used):
-        return [True, True], eqn
-    results = tuple(r for r, u in zip(params.results, used, strict=True) if u)
-    outvars = [v for v, u in zip(eqn.outvars, used, strict=True) if u]
-    smaller = dataclasses.replace(params, results=results)
-    return [True, True], eqn.replace(outvars=outvars, params={"params": smaller})
+        return [False] * len(inputs), None
+    if "gathered" not in params.results or all(used):
+        return inputs, eqn
+    # All products or none, and the gathered x or not.
+    *products, gathered = used
+    results = ["y"] * any(products) + ["gathered"] * gathered
+    outvars = eqn.outvars[:-1] * any(products) + eqn.outvars[-1:] * gathered
+    smaller = dataclasses.replace(params, results=tuple(results))
+    return inputs, eqn.replace(outvars=outvars, params={"params": smaller})
 
 
 pe.dce_rules[_primitive] = _drop_unused

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
@@ -15,6 +17,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from .. import _ffi, _global, _mesh, reference
+from .._global import several
 from .._mesh import AxisName
 from . import _product
 from . import all_gather_matmul as _dual
@@ -33,8 +36,8 @@ class Params:
 
 
 def matmul_reduce_scatter(
-    x: jax.Array,
-    w: jax.Array,
+    x: jax.Array | Sequence[jax.Array],
+    w: jax.Array | Sequence[jax.Array],
     *,
     axis_name: AxisName,
     scatter_dimension: int = -2,
@@ -50,7 +53,9 @@ def matmul_reduce_scatter(
 
         x [..., m, k/N]   w [k/N, n]   ->   y [..., m/N, n]
 
-    means what :func:`jflux.reference.matmul_reduce_scatter` means. This is the second half of a
+    means what :func:`jflux.reference.matmul_reduce_scatter` means. The sum of several products is
+    scattered once: with x and w tuples, it is ``psum_scatter(sum_i x_i @ w_i)`` (attention and MLP
+    side by side in one block). This is the second half of a
     tensor-parallel layer with sequence-parallel activations (Flux, arXiv 2406.06858, section 3:
     GEMM + ReduceScatter). Peers' partial products travel in y's type and are summed in float32
     (float64 for float64) in a fixed order, so that every run gives the same bits: in rank order on
@@ -65,7 +70,8 @@ def matmul_reduce_scatter(
     Args:
       x: [..., m, k/N]; float16, bfloat16, float32 or float64 (CPU), float16 or bfloat16 (GPU).
         Other types take the reference.
-      w: [k/N, n], or [n, k/N] with `transpose_rhs`; of x's type.
+        Or a tuple or list of such that differ in k only.
+      w: [k/N, n], or [n, k/N] with `transpose_rhs`; of x's type. As many as x.
       axis_name: a mesh axis, or a tuple of them (the first one major).
       scatter_dimension: which of x's leading dimensions to scatter; the second to last by default.
       transpose_rhs: w holds the transposed weight. No copy is made.
@@ -89,30 +95,40 @@ def matmul_reduce_scatter(
         takes.
       jax.errors.JaxRuntimeError: a peer did not come within the deadline (see :func:`jflux.init`).
     """
-    dimension = _product.check_operands(
-        "matmul_reduce_scatter", x, w, scatter_dimension, "scatter_dimension"
-    )
+    xs, ws = several(x), several(w)
+    if len(xs) != len(ws) or not xs:
+        raise ValueError(
+            "jflux.matmul_reduce_scatter: x and w must be equally many, got "
+            f"{len(xs)} and {len(ws)}"
+        )
+    for one, weight in zip(xs, ws, strict=True):
+        dimension = _product.check_operands(
+            "matmul_reduce_scatter", one, weight, scatter_dimension, "scatter_dimension"
+        )
+        _check_terms(xs[0], ws[0], one, weight, transpose_rhs)
     if not _mesh.is_bound(axis_name):
         return _global.matmul_reduce_scatter(
             matmul_reduce_scatter, x, w, mesh=mesh, x_spec=x_spec, axis_name=axis_name,
             scatter_dimension=dimension, transpose_rhs=transpose_rhs,
             preferred_element_type=preferred_element_type, precision=precision,
         )  # fmt: skip
-    _product.check_contraction("matmul_reduce_scatter", x, w, transpose_rhs)
+    for one, weight in zip(xs, ws, strict=True):
+        _product.check_contraction("matmul_reduce_scatter", one, weight, transpose_rhs)
     world = _mesh.axis_size(axis_name)
-    if x.shape[dimension] % world != 0:
+    if xs[0].shape[dimension] % world != 0:
         raise ValueError(
-            f"jflux.matmul_reduce_scatter: x has {x.shape[dimension]} rows in its "
+            f"jflux.matmul_reduce_scatter: x has {xs[0].shape[dimension]} rows in its "
             f"scatter_dimension={dimension}, which the {world} ranks of {axis_name=} do not "
-            f"divide; x has shape {x.shape}"
+            f"divide; x has shape {xs[0].shape}"
         )
-    out = _product.out_dtype(x, w, preferred_element_type)
+    out = _product.out_dtype(xs[0], ws, preferred_element_type)
     if _product.is_plain("matmul_reduce_scatter", axis_name):
         return reference.matmul_reduce_scatter(
             x, w, axis_name=axis_name, scatter_dimension=dimension, transpose_rhs=transpose_rhs,
             preferred_element_type=preferred_element_type, precision=precision,
         )  # fmt: skip
-    x, w = _mesh.vary_together(axis_name, x, w)
+    varying = _mesh.vary_together(axis_name, *xs, *ws)
+    xs, ws = tuple(varying[: len(xs)]), tuple(varying[len(xs) :])
     params = Params(
         axis_names=_mesh.as_tuple(axis_name),
         world=world,
@@ -121,51 +137,78 @@ def matmul_reduce_scatter(
         out_dtype=out,
         precision=precision,
     )
-    if _product.is_empty(x, w):
-        return _product.zeros(*_result_shapes(x, w, params)[0], x)
-    return differentiable(x, w, params)[0]
+    if _product.is_empty(*xs, *ws):
+        return _product.zeros(*_result_shapes(*xs, *ws, params=params)[0], xs[0])
+    return differentiable(xs, ws, params)[0]
+
+
+def _check_terms(x: Any, w: Any, other_x: Any, other_w: Any, transpose_rhs: bool) -> None:
+    """Terms of one sum must agree in everything but k."""
+    n, other_n = (_product.columns(a, transpose_rhs) for a in (w, other_w))
+    if x.shape[:-1] != other_x.shape[:-1] or n != other_n or x.dtype != other_x.dtype:
+        raise ValueError(
+            f"jflux.matmul_reduce_scatter: x {x.shape} {x.dtype} @ w {w.shape} and x "
+            f"{other_x.shape} {other_x.dtype} @ w {other_w.shape} cannot be summed: all but k must "
+            "be equal"
+        )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def differentiable(x: jax.Array, w: jax.Array, params: Params) -> list[jax.Array]:
-    return _primitive.bind(x, w, params=params)
+def differentiable(
+    xs: tuple[jax.Array, ...], ws: tuple[jax.Array, ...], params: Params
+) -> list[jax.Array]:
+    return _primitive.bind(*xs, *ws, params=params)
 
 
-def _forward(x, w, params):
-    return differentiable(x, w, params), (x, w)
+def _forward(xs, ws, params):
+    return differentiable(xs, ws, params), (xs, ws)
 
 
 def _backward(params, residuals, cotangents):
-    x, w = residuals
-    dx, dy = _dual.differentiable(
-        cotangents[0].astype(x.dtype),
-        w,
+    xs, ws = residuals
+    dtype = xs[0].dtype
+    *dxs, dy = _dual.differentiable(
+        cotangents[0].astype(dtype),
+        ws,
         _dual.Params(
             axis_names=params.axis_names,
             world=params.world,
             gather_dimension=params.scatter_dimension,
             results=("y", "gathered"),
             transpose_rhs=not params.transpose_rhs,
-            out_dtype=x.dtype,
+            out_dtype=dtype,
             precision=params.precision,
         ),
     )
     dy = checkpoint_name(dy, _dual.GATHERED)
-    dw = _dual.weight_gradient(x, dy, params.transpose_rhs, w.dtype, params.precision)
-    return dx, dw
+    dws = tuple(
+        _dual.weight_gradient(x, dy, params.transpose_rhs, w.dtype, params.precision)
+        for x, w in zip(xs, ws, strict=True)
+    )
+    return tuple(dxs), dws
 
 
 differentiable.defvjp(_forward, _backward)
 
 
-def _result_shapes(x, w, params):
+def _terms(operands):
+    """(xs, ws) of the primitive's operands."""
+    count = len(operands) // 2
+    return operands[:count], operands[count:]
+
+
+def _result_shapes(*operands, params):
+    (x, *_), (w, *_) = _terms(operands)
     shape = list(x.shape)
     shape[params.scatter_dimension] //= params.world
-    return [((*shape[:-1], w.shape[0 if params.transpose_rhs else 1]), params.out_dtype)]
+    return [((*shape[:-1], _product.columns(w, params.transpose_rhs)), params.out_dtype)]
 
 
-def _reference(x, w, *, params):
-    partial = reference._matmul(x, w, params.out_dtype, params.precision, params.transpose_rhs)
+def _reference(*operands, params):
+    xs, ws = _terms(operands)
+    partial = reference._sum_of_products(
+        xs, ws, params.out_dtype, params.precision, params.transpose_rhs
+    )
     return [
         lax.psum_scatter(
             partial, params.axis_names, scatter_dimension=params.scatter_dimension, tiled=True
@@ -173,16 +216,23 @@ def _reference(x, w, *, params):
     ]
 
 
-def _is_reference(x, w, params):
+def _is_reference(*operands, params):
     return False
 
 
-def _not_fused(x, w, params, platform):
-    return _product.kernel_takes(x, w, params.out_dtype, params.world, platform)
+def _not_fused(*operands, params, platform):
+    reasons = (
+        _product.kernel_takes(x, w, params.out_dtype, params.world, platform)
+        for x, w in zip(*_terms(operands), strict=True)
+    )
+    return next(filter(None, reasons), None)
 
 
-def _rank_shape(x, params):
-    return _product.outer_inner(x.shape, params.scatter_dimension, params.world)
+def _extent(*operands, params):
+    xs, ws = _terms(operands)
+    outer, inner = _product.outer_inner(xs[0].shape, params.scatter_dimension, params.world)
+    k = sum(x.shape[-1] for x in xs)
+    return outer, inner, k, _product.columns(ws[0], params.transpose_rhs)
 
 
 def lax_is_faster(m: int, world: int) -> bool:
@@ -194,44 +244,75 @@ def lax_is_faster(m: int, world: int) -> bool:
     return m < 512 or (ragged and m < 4096)
 
 
-def _lax_is_faster(x, w, params, platform):
-    return platform == "cuda" and lax_is_faster(_product.total_rows(x), params.world)
+def _lax_is_faster(*operands, params, platform):
+    return platform == "cuda" and lax_is_faster(_product.total_rows(operands[0]), params.world)
 
 
-def _adapt(x, w, params, platform):
+def _adapt(*operands, params, platform):
+    xs, ws = _terms(operands)
+    n = _product.columns(ws[0], params.transpose_rhs)
+    bind = functools.partial(_primitive.bind, params=params)
+    most = _product.CUDA_MAX_WEIGHTS if platform == "cuda" else 1
+    if len(xs) > most:
+
+        def end_to_end(*operands):
+            xs, ws = _terms(operands)
+            return bind(
+                jnp.concatenate(xs, -1), jnp.concatenate(ws, 1 if params.transpose_rhs else 0)
+            )
+
+        return end_to_end
     if platform != "cuda":
         return None
-    padded = _product.pad_to_units(x, w, params, _primitive.bind)
-    if padded is not None:
+    if n % 8 or any(x.shape[-1] % 8 for x in xs):
+
+        def padded(*operands):
+            xs, ws = _terms(operands)
+            (y,) = bind(
+                *(_product.pad(x, x.ndim - 1) for x in xs), *(_product.pad(w, 0, 1) for w in ws)
+            )
+            return [y[..., :n]]
+
         return padded
-    outer, inner = _rank_shape(x, params)
+    outer, inner, _, _ = _extent(*operands, params=params)
     if outer == 1 or inner % _product.CUDA_TILE_ROWS == 0:
         return None
 
     # The kernel's blocks of rows would straddle leading indices: bring the ranks to the front.
-    def rank_major(x, w):
-        k = x.shape[-1]
-        blocks = x.reshape(outer, params.world, inner, k).swapaxes(0, 1).reshape(-1, k)
+    def rank_major(*operands):
+        xs, ws = _terms(operands)
+        blocks = [
+            x.reshape(outer, params.world, inner, -1).swapaxes(0, 1).reshape(-1, x.shape[-1])
+            for x in xs
+        ]
         flat = dataclasses.replace(params, scatter_dimension=0)
-        (y,) = _primitive.bind(blocks, w, params=flat)
-        return [y.reshape(_result_shapes(x, w, params)[0][0])]
+        (y,) = _primitive.bind(*blocks, *ws, params=flat)
+        return [y.reshape(_result_shapes(*operands, params=params)[0][0])]
 
     return rank_major
 
 
 def _batch(primitive, operands, dims, *, params):
-    def bind(x, w, shift):
+    def bind(*operands, shift=0):
         moved = dataclasses.replace(params, scatter_dimension=params.scatter_dimension + shift)
-        return primitive.bind(x, w, params=moved)
+        return primitive.bind(*operands, params=moved)
 
-    return _product.batch_operands(bind, *operands, *dims, transpose_rhs=params.transpose_rhs)
+    (xs, ws), (x_dims, w_dims) = _terms(operands), _terms(dims)
+    if all(d is None for d in w_dims) and all(d is not None for d in x_dims):
+        moved = [jnp.moveaxis(x, d, 0) for x, d in zip(xs, x_dims, strict=True)]
+        return bind(*moved, *ws, shift=1), [0]
+    if len(xs) == 1 and x_dims[0] is None:
+        wide, narrow = _product.widen(ws[0], w_dims[0], 0 if params.transpose_rhs else 1)
+        (y,) = bind(xs[0], wide)
+        return [narrow(y)], [y.ndim - 1]
+    return _product.batch_in_turn(bind, operands, dims)
 
 
 _primitive = _ffi.make_primitive(
     "matmul_reduce_scatter",
     abstract_eval=_result_shapes,
     reference=_reference,
-    rank_shape=_rank_shape,
+    extent=_extent,
     is_reference=_is_reference,
     not_fused=_not_fused,
     lax_is_faster=_lax_is_faster,
