@@ -51,6 +51,10 @@ NOTES = """
   Which calls those are is decided by rows alone (`lax_is_faster` in `jflux/_ops`).
 - With 3 ranks the rows are the next multiple of 3, so that a rank's are never whole tiles.
 - An efficiency above 1 means that jflux's product was faster than XLA's.
+- Of 2026-11-21, the tables of 2 and 3 GPUs in one process, of 4 in one each, and the rows with k
+  other than 12288 and 49152 were read before the kernels took several weights. The others were read
+  after; the difference is within what runs differ by.
+- What else has run on GPUs: [verified.md](verified.md).
 - The GPUs are limited by power; times of one column in different runs differ by up to 5 %. Ratios
   within a row were taken in turn.
 """
