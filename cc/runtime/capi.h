@@ -67,7 +67,6 @@ JFLUX_API const char* jflux_cuda_heap_test_hooks(int skip_waits, int max_delay_u
 JFLUX_API const char* jflux_cuda_heap_poison(void);
 // Kernels that handlers have enqueued.
 JFLUX_API int64_t jflux_cuda_launches(void);
-// The fault of one of this process's GPUs, or null.
 
 // The kernels' record of what they do (gpu/device_state.h); between calls only.
 typedef struct {
