@@ -6,6 +6,7 @@ python -m bench.gpu_check [--ranks 4] [--sections values,gemm] [--lists flux]
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
 import itertools
 import os
@@ -21,7 +22,8 @@ from jax.sharding import PartitionSpec as P
 
 import jflux
 import jflux.testing
-from bench import harness, shapes
+from bench import shapes
+from jflux import _trial, _tuning
 
 
 def mesh_of(ranks: int) -> Mesh:
@@ -179,23 +181,26 @@ def section_gemm(names: list[str], rounds: int) -> list[str]:
         x = jax.random.normal(jax.random.key(0), (m, k)).astype(jnp.bfloat16)
         w = (jax.random.normal(jax.random.key(1), (k, n)) / k**0.5).astype(jnp.bfloat16)
         runs = {}
-        for name, f, b in [
-            ("G", lambda x, w: x @ w, w),
-            ("nn", ours(False), w),
-            ("nt", ours(True), w.T.copy()),
-        ]:
+        contestants = [("G", lambda x, w: x @ w, w, None), ("nt", ours(True), w.T.copy(), None)]
+        contestants += [(str(c), ours(False), w, c) for c in _tuning.compiled()]
+        for name, f, b, choice in contestants:
             g = jax.jit(
-                jax.shard_map(harness._loop(f, iterations), mesh=mesh, in_specs=(spec, spec),
+                jax.shard_map(_trial.loop(f, iterations), mesh=mesh, in_specs=(spec, spec),
                               out_specs=spec, check_vma=False)
             )  # fmt: skip
-            g = g.lower(x, b).compile()
+            with _tuning.force(choice) if choice else contextlib.nullcontext():
+                g = g.lower(x, b).compile()
             runs[name] = lambda g=g, b=b, x=x: jax.block_until_ready(g(x, b))
-        t = harness.interleave(runs, iterations, rounds)
-        g, nn, nt = (t[c].median for c in ("G", "nn", "nt"))
+        t = {
+            name: timing.median
+            for name, timing in _trial.interleave(runs, iterations, rounds).items()
+        }
         line = (
-            f"gemm {m:5} {n:6} {k:6}  G {g * 1e3:7.3f} ms"
-            f"  w [k, n] {nn * 1e3:7.3f} ({g / nn:5.3f})  w [n, k] {nt * 1e3:7.3f} ({g / nt:5.3f})"
+            f"gemm {m:5} {n:6} {k:6}  G {t['G'] * 1e3:7.3f} ms; of its speed: "
+            f"w [n, k] {t['G'] / t['nt']:.3f}"
         )
+        for c in _tuning.compiled():
+            line += f", {c.tile_n}/{c.cluster_m} {t['G'] / t[str(c)]:.3f}"
         print(line, flush=True)
         lines.append(line)
     return lines

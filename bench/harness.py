@@ -9,52 +9,22 @@ benchmark measures something else.
 
 from __future__ import annotations
 
-import dataclasses
-import statistics
-import time
 from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jflux
-from jflux import reference
+from jflux import _trial, reference
+from jflux._trial import Timing
 
 from .shapes import AG, Shape
 
 # Dense bf16 peak of the chips that jflux has kernels for, FLOP/s (NVIDIA's data sheets).
 PEAK_FLOPS = {"NVIDIA H100": 989e12, "NVIDIA H200": 989e12}
-
-
-@dataclasses.dataclass(frozen=True)
-class Timing:
-    """Seconds per call: the median over rounds, and the quartiles."""
-
-    median: float
-    low: float
-    high: float
-
-
-def _loop(op: Callable[[jax.Array, jax.Array], jax.Array], iterations: int):
-    """`iterations` calls in a row; each one's input takes an element of the last one's output."""
-
-    def body(_, carry):
-        x, w, y = carry
-        # x varies with y: no call can be left out or moved.
-        corner = y[(slice(0, 1),) * y.ndim].reshape((1,) * x.ndim).astype(x.dtype)
-        x = lax.dynamic_update_slice(x, corner, (0,) * x.ndim)
-        return x, w, op(x, w)
-
-    def run(x, w):
-        y = op(x, w)
-        return lax.fori_loop(1, iterations, body, (x, w, y))[2]
-
-    return run
 
 
 def contestants(shape: Shape) -> dict[str, Callable[[jax.Array, jax.Array], jax.Array]]:
@@ -75,27 +45,18 @@ def contestants(shape: Shape) -> dict[str, Callable[[jax.Array, jax.Array], jax.
 
 def operands(shape: Shape, mesh: Mesh, dtype=jnp.bfloat16) -> dict[str, tuple]:
     """(x, w, x spec, w spec, out spec) for each contestant, made on the devices."""
-    key = jax.random.key(0)
-    scale = float(1.0 / np.sqrt(shape.k))
 
-    def make(shape_, spec, scale_=1.0, seed=0):
-        sharding = NamedSharding(mesh, spec)
-        f = jax.jit(
-            lambda k: (jax.random.normal(k, shape_, jnp.float32) * scale_).astype(dtype),
-            out_shardings=sharding,
-        )
-        return f(jax.random.fold_in(key, seed))
+    def make(shape_, spec, seed):
+        return _trial.normal(mesh, spec, shape_, dtype, seed=seed)
 
     n_ranks = mesh.devices.size
+    x_spec, w_spec, y_spec = _trial.specs(shape.op, "tp")
     if shape.op == AG:
-        x_spec, w_spec, y_spec = P("tp", None), P(None, "tp"), P(None, "tp")
-        gathered = make((shape.m, n_ranks * shape.k), P(None, "tp"), 1.0, 3)
+        gathered = make((shape.m, n_ranks * shape.k), P(None, "tp"), 3)
         full = (gathered, P(None, "tp"))
     else:
-        x_spec, w_spec, y_spec = P(None, "tp"), P("tp", None), P("tp", None)
         full = None
-    x = make((shape.m, shape.k), x_spec, 1.0, 1)
-    w = make((shape.k, shape.n), w_spec, scale, 2)
+    x, w = _trial.operands(shape.op, shape.m, shape.n, shape.k, mesh, "tp", dtype)
     seq = (x, w, x_spec, w_spec, y_spec)
     if full is None:
         gemm = (x, w, x_spec, w_spec, P("tp", None))
@@ -104,7 +65,7 @@ def operands(shape: Shape, mesh: Mesh, dtype=jnp.bfloat16) -> dict[str, tuple]:
     if shape.op == AG:
         comm = (x, w, x_spec, w_spec, P(None, None))
     else:
-        partial = make((n_ranks * shape.m, shape.n), P("tp", None), 1.0, 4)
+        partial = make((n_ranks * shape.m, shape.n), P("tp", None), 4)
         comm = (partial, w, P("tp", None), w_spec, y_spec)
     return {"G": gemm, "C": comm, "S": seq, "J": seq, "K": seq}
 
@@ -118,7 +79,7 @@ def build(shape: Shape, mesh: Mesh, iterations: int, dtype=jnp.bfloat16):
     def compile_(name, op):
         x, w, x_spec, w_spec, y_spec = data[name]
         f = jax.shard_map(
-            _loop(op, iterations),
+            _trial.loop(op, iterations),
             mesh=mesh,
             in_specs=(x_spec, w_spec),
             out_specs=y_spec,
@@ -136,33 +97,6 @@ def build(shape: Shape, mesh: Mesh, iterations: int, dtype=jnp.bfloat16):
     }
 
 
-def _slowest(seconds: float) -> float:
-    """Of all processes. (One process waits for all of its devices anyway.)"""
-    if jax.process_count() == 1:
-        return seconds
-    return float(np.max(multihost_utils.process_allgather(np.float32(seconds))))
-
-
-def interleave(
-    runs: Mapping[str, Callable[[], object]], iterations: int, rounds: int
-) -> dict[str, Timing]:
-    """Times all contestants in turn, `rounds` times."""
-    for run in runs.values():
-        run()
-        run()
-    samples: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name, run in runs.items():
-            start = time.perf_counter()
-            run()
-            samples[name].append(_slowest(time.perf_counter() - start) / iterations)
-    result = {}
-    for name, values in samples.items():
-        low, mid, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
-        result[name] = Timing(mid, low, high)
-    return result
-
-
 def check_rate(shape: Shape, ranks: int, seconds: float) -> None:
     """Raises if the figure says that the chip did more than it can."""
     kind = jax.devices()[0].device_kind
@@ -178,10 +112,9 @@ def check_rate(shape: Shape, ranks: int, seconds: float) -> None:
 def measure(shape: Shape, mesh: Mesh, rounds: int = 7, target_seconds: float = 0.03):
     """{"G": Timing, "C": ..., "S": ..., "J": ...} for one shape; "K" too where J is `lax`."""
     ranks = mesh.devices.size
-    estimate = shape.flops(ranks) / 600e12 + 30e-6
-    iterations = int(min(200, max(5, target_seconds / estimate)))
+    iterations = _trial.iterations_for(target_seconds, shape.flops(ranks))
     runs = build(shape, mesh, iterations)
-    timings = interleave(runs, iterations, rounds)
+    timings = _trial.interleave(runs, iterations, rounds)
     for name in timings.keys() - {"C"}:
         check_rate(shape, ranks, timings[name].median)
     return timings

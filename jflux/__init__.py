@@ -6,6 +6,7 @@ from ._heap import init as init
 from ._heap import shutdown as shutdown
 from ._ops.all_gather_matmul import all_gather_matmul as all_gather_matmul
 from ._ops.matmul_reduce_scatter import matmul_reduce_scatter as matmul_reduce_scatter
+from ._tuner import tune as tune
 from ._version import __version__ as __version__
 
 __all__ = [
@@ -15,4 +16,5 @@ __all__ = [
     "matmul_reduce_scatter",
     "reference",
     "shutdown",
+    "tune",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import Mesh
 
-from . import _config, _heap, _mesh
+from . import _config, _heap, _mesh, _tuning
 
 try:
     from . import _jflux
@@ -113,10 +114,16 @@ def make_primitive(
         if not _config.config.fused or empty or is_reference(*avals, params=params):
             return lower_reference(ctx, *operands, params=params)
         which = {"params": params, "platform": platform}
-        if not _config.config.always and lax_is_faster(*avals, **which):
+        mesh = _mesh.concrete_mesh_of(ctx.module_context.axis_context, params.axis_names)
+        outer, inner, k, n = extent(*avals, params=params)
+        key = _tuning.key_of(
+            name, params.world, outer * inner, n, k, avals[0].dtype, params.transpose_rhs
+        )
+        known = _known(key, platform, mesh)
+        slower = lax_is_faster(*avals, **which) if known is None else known == _tuning.LAX
+        if slower and not _config.config.always:
             return lower_reference(ctx, *operands, params=params)
         reason: str | None
-        mesh = _mesh.concrete_mesh_of(ctx.module_context.axis_context, params.axis_names)
         if mesh is None:
             reason = "the mesh is abstract, so its devices are not known when the op is lowered"
         else:
@@ -131,7 +138,7 @@ def make_primitive(
         register_targets(platform)
         _begin_module(ctx.module_context.module)
         table = _mesh.group_table(mesh, params.axis_names)
-        outer, inner, k, n = extent(*avals, params=params)
+        choice = _choice(known, key, platform, mesh)
         if _lowers_for_here(mesh):
             product = _heap.Product(
                 op=name,
@@ -143,11 +150,13 @@ def make_primitive(
                 dtype=avals[0].dtype,
                 out_dtype=np.dtype(params.out_dtype),
                 transpose_rhs=params.transpose_rhs,
+                choice=choice,
             )
-            _heap.reserve(platform, mesh, table, product)
+            _heap.reserve(platform, table, product)
         return jax.ffi.ffi_lowering(f"jflux_{name}")(
             ctx,
             *operands,
+            choice=np.array(choice, np.int64),
             groups=table.ravel(),
             inner=np.int64(inner),
             outer=np.int64(outer),
@@ -172,6 +181,25 @@ def _lowers_for_here(mesh: Mesh) -> bool:
     """Whether the mesh's devices belong to this program (and not to a topology to export for)."""
     device = mesh.devices.flat[0]
     return any(device is d for d in device.client.devices())
+
+
+def _known(key: _tuning.Key, platform: str, mesh: Mesh | None) -> _tuning.Choice | str | None:
+    """What was measured for this call on these GPUs."""
+    if platform != "cuda" or mesh is None or not _lowers_for_here(mesh):
+        return None
+    return _tuning.lookup(key, mesh.devices.flat[0].device_kind)
+
+
+def _choice(
+    known: _tuning.Choice | str | None, key: _tuning.Key, platform: str, mesh: Mesh
+) -> tuple[int, ...]:
+    """The attribute `choice` of a call: empty where there is nothing to choose, and where the
+    devices are not here to ask (then the handler asks the heuristic)."""
+    if platform != "cuda" or not _lowers_for_here(mesh):
+        return ()
+    if not isinstance(known, _tuning.Choice):
+        known = _tuning.heuristic(key, mesh.local_devices[0].core_count)
+    return dataclasses.astuple(known)
 
 
 _last_module: Any = None

@@ -186,9 +186,10 @@ class Product:
     dtype: np.dtype
     out_dtype: np.dtype
     transpose_rhs: bool
+    choice: tuple[int, ...]  # of the GPU kernels; nothing on CPUs
 
 
-def reserve(platform: str, mesh: Mesh, groups: np.ndarray, product: Product) -> None:
+def reserve(platform: str, groups: np.ndarray, product: Product) -> None:
     """Makes sure that the heap exists and has room for this call.
 
     Raises:
@@ -197,7 +198,7 @@ def reserve(platform: str, mesh: Mesh, groups: np.ndarray, product: Product) -> 
     _ensure(platform)
     if platform == "cuda":
         with _lock:
-            _reserve_cuda_channel(mesh, groups, product)
+            _reserve_cuda_channel(groups, product)
 
 
 def _ensure(platform: str) -> None:
@@ -220,15 +221,14 @@ _agreed: dict[str, int] = {}
 _agreed_groups: dict[str, list[int]] = {}  # of those entries that this process uses
 
 
-def _reserve_cuda_channel(mesh: Mesh, groups: np.ndarray, product: Product) -> None:
+def _reserve_cuda_channel(groups: np.ndarray, product: Product) -> None:
     """Makes room for the channels of this size of these groups."""
     from . import _jflux
 
-    device = next(d for d in mesh.devices.flat if d.process_index == jax.process_index())
     total = _jflux.cuda_channel_bytes(
         product.op, product.world, product.outer, product.inner, product.k, product.n,
         _DTYPES.index(product.dtype.name), _DTYPES.index(product.out_dtype.name),
-        product.transpose_rhs, device.core_count,
+        product.transpose_rhs, product.choice,
     )  # fmt: skip
     flat = groups.ravel().tolist()
     if jax.process_count() == 1:
@@ -334,6 +334,16 @@ def exchange(name: str, value: str, processes: list[int]) -> dict[int, str]:
                 "jflux.init(); jflux.init(deadline_seconds=...) gives it longer"
             ) from error
     return theirs
+
+
+def from_first_process(name: str, value: str) -> str:
+    """The first process's `value`, in all of them."""
+    client = _store()
+    if jax.process_index() == 0:
+        client.key_value_set(f"jflux/{name}", value)
+        return value
+    timeout_ms = int(max(_settings.deadline_seconds, 60.0) * 1000)
+    return client.blocking_key_value_get(f"jflux/{name}", timeout_ms)
 
 
 def _claim(name: str, value: str) -> str:

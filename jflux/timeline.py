@@ -24,10 +24,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from . import _heap, _jflux
+from . import _heap, _jflux, _trial
 
 # cc/gpu/device_state.h
 KINDS = ("wait for rows", "multiply", "epilogue", "wait for parts", "send", "store")
@@ -197,18 +195,8 @@ def main() -> None:
     parser.add_argument("--out", default="timeline", help="writes OUT.json and OUT.png")
     args = parser.parse_args()
     mesh = jax.make_mesh((jax.device_count(),), ("tp",))
-    gathers = args.op == "all_gather_matmul"
-    rows, columns = P("tp", None), P(None, "tp")
-    x_spec, w_spec, y_spec = (rows, columns, columns) if gathers else (columns, rows, rows)
-
-    def normal(seed: int, shape: tuple[int, int], spec: Any) -> jax.Array:
-        sharding = NamedSharding(mesh, spec)
-        make = jax.jit(
-            lambda key: jax.random.normal(key, shape, jnp.bfloat16), out_shardings=sharding
-        )
-        return make(jax.random.key(seed))
-
-    x, w = normal(0, (args.m, args.k), x_spec), normal(1, (args.k, args.n), w_spec)
+    x_spec, w_spec, y_spec = _trial.specs(args.op, "tp")
+    x, w = _trial.operands(args.op, args.m, args.n, args.k, mesh, "tp", jnp.bfloat16)
     op = getattr(jflux, args.op)
     jflux.config.update(always=True)
     f = jax.jit(

@@ -12,7 +12,7 @@
 namespace jflux {
 
 struct GemmChoice {
-  int32_t tile_n;     // 256 or 128 columns per CTA tile; always 128 rows
+  int32_t tile_n;     // 256, 192 or 128 columns per CTA tile; always 128 rows
   int32_t cluster_m;  // 2 or 1 CTAs one below the other
   int32_t group_m;    // cluster tile rows that share a sweep over n
 
@@ -20,6 +20,10 @@ struct GemmChoice {
     return tile_n == o.tile_n && cluster_m == o.cluster_m && group_m == o.group_m;
   }
 };
+
+// Those that have kernels, each with a usual group.
+inline constexpr GemmChoice kCompiled[] = {
+    {256, 2, 8}, {256, 1, 16}, {192, 2, 8}, {128, 2, 8}, {128, 1, 16}};
 
 inline constexpr int32_t kGemmTileM = 128;
 inline constexpr int kMaxWeights = 4;  // of one call
@@ -53,17 +57,25 @@ inline uint32_t SignatureOf(uint32_t call, int64_t site, const GemmChoice& c) {
 // Tile rows that share a sweep over w while an all-gather goes on. Many save reading w again, but a
 // sweep needs all of its rows at once: its first wave of tiles reads from each. With q the time
 // that a row takes to arrive over that of its product, and R rows per rank, a sweep of g rows that
-// begins when p have been computed, R of them own ones, is on time if (p - R + g) q <= p; that is
-// hardest for the first sweep, p = R, or, with slow links, for the last, p = (world - 1) R.
+// begins when p have been computed, R of them own ones, is on time if (p - R + g) q <= p. That is
+// hardest for the first sweep, p = R, or, with slow links, for the last, p = world R - g.
 inline GemmChoice GatherGroups(GemmChoice c, int world, int64_t rows_per_rank, int64_t n) {
   // Columns for which q = 1. A row is 2 k bytes, at 220 GB/s, and 2 k n operations, at 650 TFLOP/s,
   // as both were read on 4 x H200 while the other went on.
   constexpr double kColumns = 3000;
   const double q = kColumns / static_cast<double>(n), r = static_cast<double>(rows_per_rank);
-  const double rows = Min(r / q, (world - 1) * r / q - (world - 2) * r);
+  const double rows = Min(r / q, world * r - (world - 1) * r * q);
   const double tiles = rows / (kGemmTileM * c.cluster_m);
   c.group_m = static_cast<int32_t>(Max(1.0, Min(tiles, static_cast<double>(c.group_m))));
   return c;
+}
+
+// For a call of either op: with world ranks and rows_per_rank rows of each.
+inline GemmChoice ChooseAllGather(int world, int64_t rows_per_rank, int64_t n, int sm_count) {
+  return GatherGroups(ChooseGemm(world * rows_per_rank, n, sm_count), world, rows_per_rank, n);
+}
+inline GemmChoice ChooseReduceScatter(int world, int64_t rows_per_rank, int64_t n, int sm_count) {
+  return ChooseGemm(world * rows_per_rank, n, sm_count);
 }
 
 inline TileGrid GridOf(const GemmChoice& c, int64_t m, int64_t n, int sm_count) {

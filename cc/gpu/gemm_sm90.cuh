@@ -62,8 +62,13 @@ struct GemmConfig {
   static constexpr int64_t kChunkBytes = kPieces * kPieceBytes;
   static constexpr int kStages =
       (212992 - kConsumers * kStagingBytes) / (kABytes + kBBytes);  // three of them do for 256
-  // Of w, for each tile that waits for its rows: 34 MB for 132 CTAs, of 50 or 60 MB of L2.
-  static constexpr int kPrefetchBlocks = 16;
+  // Of w, for each tile that waits for its rows: 256 KiB of each CTA, so 34 MB for 132 of them, of
+  // 50 or 60 MB of L2.
+  static constexpr int kPrefetchBlocks = 262144 / kBBytes;
+  // How the CTAs of a cluster share the loading of w's tile, stored [k, n]: by columns if whole
+  // boxes of 64 are left for each, else by rows.
+  static constexpr bool kShareColumns = kTileN / kClusterM % 64 == 0;
+  static constexpr int kBoxRows = kShareColumns ? kTileK : kTileK / kClusterM;
   static constexpr int kSlots = 4;  // tiles handed out and not yet finished
 
   // Shared memory, in this order.
@@ -222,44 +227,49 @@ struct Rhs {
   int32_t n0;
 };
 
+// Calls load(offset in w's tile in shared memory, row and column of w's tensor map) for each box of
+// this CTA's share of w's tile for one k block. Boxes are 128 bytes wide: 64 of k if w is stored
+// [n, k], else 64 columns.
+template <typename Config, typename Load>
+__device__ __forceinline__ void EachBoxOfB(int k0, int n0, uint32_t cta, Load&& load) {
+  constexpr int kShare = Config::kTileN / Config::kClusterM;
+  const int i = static_cast<int>(cta);
+  if constexpr (Config::kTransposeRhs) {
+    load(i * kShare * 128, n0 + i * kShare, k0);
+  } else if constexpr (Config::kShareColumns) {
+#pragma unroll
+    for (int box = 0; box < kShare / 64; ++box) {
+      const int column = i * kShare + box * 64;
+      load(column * 128, k0, n0 + column);
+    }
+  } else {
+    const int row = i * Config::kBoxRows;
+#pragma unroll
+    for (int box = 0; box < Config::kTileN / 64; ++box) {
+      load(box * 8192 + row * 128, k0 + row, n0 + box * 64);
+    }
+  }
+}
+
 // w's tile for one k block: this CTA's share, to every CTA of the cluster.
 template <typename Config>
 __device__ __forceinline__ void LoadB(uint32_t smem_b, const CUtensorMap* w, uint32_t bar, int k0,
                                       int n0, uint32_t cta) {
-  constexpr int kShare = Config::kTileN / Config::kClusterM;
-  constexpr auto kAll = static_cast<uint16_t>((1 << Config::kClusterM) - 1);
-  const int first = static_cast<int>(cta) * kShare;
-  if constexpr (Config::kTransposeRhs) {
-    const uint32_t at = smem_b + first * 128;
+  EachBoxOfB<Config>(k0, n0, cta, [&](int at, int row, int column) {
     if constexpr (Config::kClusterM == 1) {
-      ptx::TmaLoad2d(at, w, bar, k0, n0 + first);
+      ptx::TmaLoad2d(smem_b + at, w, bar, column, row);
     } else {
-      ptx::TmaLoad2dMulticast(at, w, bar, k0, n0 + first, kAll);
+      constexpr auto kAll = static_cast<uint16_t>((1 << Config::kClusterM) - 1);
+      ptx::TmaLoad2dMulticast(smem_b + at, w, bar, column, row, kAll);
     }
-  } else {
-#pragma unroll
-    for (int box = 0; box < kShare / 64; ++box) {
-      const uint32_t at = smem_b + (first / 64 + box) * 8192;
-      if constexpr (Config::kClusterM == 1) {
-        ptx::TmaLoad2d(at, w, bar, n0 + first + box * 64, k0);
-      } else {
-        ptx::TmaLoad2dMulticast(at, w, bar, n0 + first + box * 64, k0, kAll);
-      }
-    }
-  }
+  });
 }
 
 // What LoadB will load, to L2.
 template <typename Config>
 __device__ __forceinline__ void PrefetchB(const CUtensorMap* w, int k0, int n0, uint32_t cta) {
-  constexpr int kShare = Config::kTileN / Config::kClusterM;
-  const int first = n0 + static_cast<int>(cta) * kShare;
-  if constexpr (Config::kTransposeRhs) {
-    ptx::TmaPrefetch2d(w, k0, first);
-  } else {
-#pragma unroll
-    for (int box = 0; box < kShare / 64; ++box) ptx::TmaPrefetch2d(w, first + box * 64, k0);
-  }
+  EachBoxOfB<Config>(k0, n0, cta,
+                     [&](int, int row, int column) { ptx::TmaPrefetch2d(w, column, row); });
 }
 
 // acc += A[stage rows of this consumer] @ B over one k block of 64.

@@ -1,9 +1,11 @@
 // The Python module over the C interface: conversions only.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <array>
 #include <stdexcept>
 
 #include "runtime/capi.h"
@@ -125,11 +127,28 @@ NB_MODULE(_jflux, m) {
   });
   m.def("cuda_timeline_stop", [] { Check(jflux_cuda_timeline_stop()); });
   m.def("cuda_launches", [] { return jflux_cuda_launches(); });
+  m.def("choices", [] {
+    JfluxChoice choices[16];
+    nb::list list;
+    const int count = std::min(jflux_choices(choices, 16), 16);
+    for (int i = 0; i < count; ++i) {
+      list.append(nb::make_tuple(choices[i].tile_n, choices[i].cluster_m, choices[i].group_m));
+    }
+    return list;
+  });
+  m.def("choose", [](const std::string& op, int64_t world, int64_t outer, int64_t inner, int64_t k,
+                     int64_t n, int sm_count) {
+    const JfluxProduct product{world, outer, inner, k, n, 0, 0, 0};
+    JfluxChoice choice;
+    if (!jflux_choose(op.c_str(), &product, sm_count, &choice)) throw nb::value_error(op.c_str());
+    return nb::make_tuple(choice.tile_n, choice.cluster_m, choice.group_m);
+  });
   m.def("cuda_channel_bytes",
         [](const std::string& op, int64_t world, int64_t outer, int64_t inner, int64_t k, int64_t n,
-           int dtype, int out_dtype, bool transpose_rhs, int sm_count) {
+           int dtype, int out_dtype, bool transpose_rhs, const std::array<int, 3>& choice) {
           const JfluxProduct product{world, outer, inner, k, n, dtype, out_dtype, transpose_rhs};
-          return jflux_cuda_channel_bytes(op.c_str(), &product, sm_count);
+          const JfluxChoice with{choice[0], choice[1], choice[2]};
+          return jflux_cuda_channel_bytes(op.c_str(), &product, &with);
         });
   m.def("cuda_first_channel", &jflux_cuda_first_channel);
 }

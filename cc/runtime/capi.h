@@ -81,6 +81,13 @@ JFLUX_API const char* jflux_cuda_timeline_read(int64_t id, JfluxEvent* events, i
                                                int64_t* count);
 JFLUX_API const char* jflux_cuda_timeline_stop(void);
 
+// A configuration of the GPU kernels (gpu/gemm_config.h).
+typedef struct {
+  int tile_n, cluster_m, group_m;
+} JfluxChoice;
+// Fills up to `capacity` of those that are compiled; returns how many there are.
+JFLUX_API int jflux_choices(JfluxChoice* choices, int capacity);
+
 // What a call needs of the heap: the size of its channel in bytes, or -1 for an unknown op.
 typedef struct {
   int64_t world, outer, inner, k, n;
@@ -88,7 +95,10 @@ typedef struct {
   int transpose_rhs;
 } JfluxProduct;
 JFLUX_API int64_t jflux_cuda_channel_bytes(const char* op, const JfluxProduct* product,
-                                           int sm_count);
+                                           const JfluxChoice* choice);
+// The heuristic's configuration; false for an unknown op.
+JFLUX_API int jflux_choose(const char* op, const JfluxProduct* product, int sm_count,
+                           JfluxChoice* choice);
 // Where channels start in the heap.
 JFLUX_API int64_t jflux_cuda_first_channel(void);
 

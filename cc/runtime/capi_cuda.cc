@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "gpu/gemm_config.h"
 #include "runtime/capi.h"
 
 namespace {
@@ -15,7 +16,34 @@ const char* Reason(const std::string& text) {
   return kept.c_str();
 }
 
+constexpr char kAllGatherMatmul[] = "all_gather_matmul";
+constexpr char kMatmulReduceScatter[] = "matmul_reduce_scatter";
+
 }  // namespace
+
+int jflux_choices(JfluxChoice* choices, int capacity) {
+  int count = 0;
+  for (const jflux::GemmChoice& c : jflux::kCompiled) {
+    if (count < capacity) choices[count] = JfluxChoice{c.tile_n, c.cluster_m, c.group_m};
+    ++count;
+  }
+  return count;
+}
+
+int jflux_choose(const char* op, const JfluxProduct* p, int sm_count, JfluxChoice* choice) {
+  const auto world = static_cast<int>(p->world);
+  const int64_t rows = p->outer * p->inner;
+  jflux::GemmChoice c;
+  if (std::strcmp(op, kAllGatherMatmul) == 0) {
+    c = jflux::ChooseAllGather(world, rows, p->n, sm_count);
+  } else if (std::strcmp(op, kMatmulReduceScatter) == 0) {
+    c = jflux::ChooseReduceScatter(world, rows, p->n, sm_count);
+  } else {
+    return 0;
+  }
+  *choice = JfluxChoice{c.tile_n, c.cluster_m, c.group_m};
+  return 1;
+}
 
 #ifdef JFLUX_WITH_CUDA
 
@@ -128,18 +156,19 @@ const char* jflux_cuda_timeline_stop(void) {
   return CurrentHeapCuda()->StopTimeline(&error) ? nullptr : Reason(error);
 }
 
-int64_t jflux_cuda_channel_bytes(const char* op, const JfluxProduct* c, int sm_count) {
+int64_t jflux_cuda_channel_bytes(const char* op, const JfluxProduct* c, const JfluxChoice* choice) {
   const jflux::Rows rows{static_cast<int32_t>(c->world), c->outer, c->inner};
   const auto dtype = static_cast<jflux::DType>(c->dtype);
   const auto out_dtype = static_cast<jflux::DType>(c->out_dtype);
   const bool transpose_rhs = c->transpose_rhs != 0;
-  if (std::strcmp(op, "all_gather_matmul") == 0) {
+  const jflux::GemmChoice with{choice->tile_n, choice->cluster_m, choice->group_m};
+  if (std::strcmp(op, kAllGatherMatmul) == 0) {
     const jflux::AllGatherMatmulParams p{rows, c->k, c->n, dtype, out_dtype, transpose_rhs, false};
-    return jflux::AllGatherMatmulChannel(p, sm_count).TotalBytes();
+    return jflux::AllGatherMatmulChannel(p, with).TotalBytes();
   }
-  if (std::strcmp(op, "matmul_reduce_scatter") == 0) {
+  if (std::strcmp(op, kMatmulReduceScatter) == 0) {
     const jflux::MatmulReduceScatterParams p{rows, c->k, c->n, dtype, out_dtype, transpose_rhs};
-    return jflux::MatmulReduceScatterChannel(p, sm_count).TotalBytes();
+    return jflux::MatmulReduceScatterChannel(p, with).TotalBytes();
   }
   return -1;
 }
@@ -171,7 +200,9 @@ int64_t jflux_cuda_launches(void) { return 0; }
 const char* jflux_cuda_timeline_start(int64_t) { return NotBuilt(); }
 const char* jflux_cuda_timeline_read(int64_t, JfluxEvent*, int64_t, int64_t*) { return NotBuilt(); }
 const char* jflux_cuda_timeline_stop(void) { return NotBuilt(); }
-int64_t jflux_cuda_channel_bytes(const char*, const JfluxProduct*, int) { return -1; }
+int64_t jflux_cuda_channel_bytes(const char*, const JfluxProduct*, const JfluxChoice*) {
+  return -1;
+}
 int64_t jflux_cuda_first_channel(void) { return 0; }
 
 #endif  // JFLUX_WITH_CUDA

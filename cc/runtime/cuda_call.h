@@ -4,13 +4,22 @@
 
 #include <atomic>
 #include <cstdint>
+#include <optional>
 #include <string>
 
+#include "gpu/gemm_config.h"
 #include "runtime/fault.h"
 #include "runtime/ffi.h"
 #include "runtime/heap_cuda.h"
 
 namespace jflux {
+
+// The attribute `choice`: tile_n, cluster_m, group_m, or nothing, for the heuristic's.
+inline std::optional<GemmChoice> ChoiceOf(ffi::Span<const int64_t> choice) {
+  if (choice.size() != 3) return std::nullopt;
+  return GemmChoice{static_cast<int32_t>(choice[0]), static_cast<int32_t>(choice[1]),
+                    static_cast<int32_t>(choice[2])};
+}
 
 // How many kernels handlers have enqueued. A captured graph that is replayed runs no handler.
 inline std::atomic<int64_t>& CudaLaunches() {

@@ -25,6 +25,12 @@ bool WithGemmConfig(DType dtype, bool transpose_rhs, const GemmChoice& c, F&& vi
     if (c.tile_n == 256 && c.cluster_m == 1) {
       return visit.template operator()<GemmConfig<T, 256, 1, kTranspose>>();
     }
+    if (c.tile_n == 192 && c.cluster_m == 2) {
+      return visit.template operator()<GemmConfig<T, 192, 2, kTranspose>>();
+    }
+    if (c.tile_n == 128 && c.cluster_m == 2) {
+      return visit.template operator()<GemmConfig<T, 128, 2, kTranspose>>();
+    }
     if (c.tile_n == 128 && c.cluster_m == 1) {
       return visit.template operator()<GemmConfig<T, 128, 1, kTranspose>>();
     }
@@ -35,8 +41,6 @@ bool WithGemmConfig(DType dtype, bool transpose_rhs, const GemmChoice& c, F&& vi
   };
   return dtype == DType::kF16 ? with_type(__half{}) : with_type(__nv_bfloat16{});
 }
-
-inline constexpr GemmChoice kGemmChoices[] = {{256, 2, 8}, {256, 1, 16}, {128, 1, 16}};
 
 template <typename Instances>
 struct LoadInstance {
@@ -51,7 +55,7 @@ template <typename Instances>
 bool LoadGemmInstances(std::string* error) {
   for (DType dtype : {DType::kF16, DType::kBF16}) {
     for (bool transpose_rhs : {false, true}) {
-      for (const GemmChoice& c : kGemmChoices) {
+      for (const GemmChoice& c : kCompiled) {
         if (!WithGemmConfig(dtype, transpose_rhs, c, LoadInstance<Instances>{error})) return false;
       }
     }
@@ -76,6 +80,8 @@ struct LaunchInstance {
 template <typename Instances>
 bool LaunchGemmInstance(DType dtype, bool transpose_rhs, const GemmChoice& choice, void* args,
                         int num_tiles, int sm_count, cudaStream_t stream, std::string* error) {
+  *error = "no kernel has tiles of " + std::to_string(choice.tile_n) + " columns and clusters of " +
+           std::to_string(choice.cluster_m);
   return WithGemmConfig(dtype, transpose_rhs, choice,
                         LaunchInstance<Instances>{args, num_tiles, sm_count, stream, error});
 }
@@ -87,7 +93,9 @@ inline bool EncodeRhsMap(CUtensorMap* map, DType dtype, const void* w, int64_t k
     return EncodeTensorMap(map, dtype, w, {n, k}, {k}, {choice.tile_n / choice.cluster_m, 64},
                            error);
   }
-  return EncodeTensorMap(map, dtype, w, {k, n}, {n}, {64, 64}, error);
+  const bool share_columns = choice.tile_n / choice.cluster_m % 64 == 0;
+  return EncodeTensorMap(map, dtype, w, {k, n}, {n},
+                         {share_columns ? 64 : 64 / choice.cluster_m, 64}, error);
 }
 
 }  // namespace jflux

@@ -35,13 +35,34 @@ TEST(GatherGroupsAreThereInTime) {
           if (c.group_m == 1) continue;
           const double row_arrives = 3000.0 / static_cast<double>(n);  // 1: a row's product
           const int64_t sweep = c.group_m * kGemmTileM * c.cluster_m;
-          for (int64_t done = rows; done <= (world - 1) * rows; done += sweep) {
+          for (int64_t done = rows; done < world * rows; done += sweep) {
             const int64_t needed = Min(done + sweep, world * rows) - rows;
             EXPECT(static_cast<double>(needed) * row_arrives <= static_cast<double>(done) * 1.0001)
                 << world << " ranks, rows " << rows << " n " << n << " done " << done;
           }
         }
       }
+    }
+  }
+}
+
+TEST(OpsChooseAsTheirPartsDo) {
+  for (int64_t rows : {32, 512, 2048}) {
+    const GemmChoice c = ChooseGemm(4 * rows, 12288, kSms);
+    EXPECT(ChooseReduceScatter(4, rows, 12288, kSms) == c);
+    EXPECT(ChooseAllGather(4, rows, 12288, kSms) == GatherGroups(c, 4, rows, 12288));
+  }
+}
+
+TEST(WhatIsChosenIsCompiled) {
+  for (int64_t m : {1, 64, 512, 1000, 8192}) {
+    for (int64_t n : {8, 2560, 12288}) {
+      const GemmChoice c = ChooseGemm(m, n, kSms);
+      bool compiled = false;
+      for (const GemmChoice& k : kCompiled) {
+        compiled |= k.tile_n == c.tile_n && k.cluster_m == c.cluster_m;
+      }
+      EXPECT(compiled) << m << " x " << n;
     }
   }
 }

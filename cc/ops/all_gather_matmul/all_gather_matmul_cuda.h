@@ -15,8 +15,8 @@ namespace jflux {
 // What one signal announces: GemmConfig::kChunkBytes.
 inline constexpr int64_t kCudaChunkBytes = 16384;
 
-// The channel that a call takes on GPUs with `sm_count` multiprocessors.
-inline ChannelLayout AllGatherMatmulChannel(const AllGatherMatmulParams& p, int) {
+// The channel that a call takes.
+inline ChannelLayout AllGatherMatmulChannel(const AllGatherMatmulParams& p, const GemmChoice&) {
   return AllGatherLayout::Make(p, kCudaChunkBytes).Channel();
 }
 

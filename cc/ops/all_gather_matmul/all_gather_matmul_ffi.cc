@@ -39,10 +39,10 @@ std::optional<AllGatherMatmulParams> ParamsOf(const ffi::AnyBuffer& x, const ffi
   return p;
 }
 
-ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, ffi::Span<const int64_t> groups,
-                int64_t inner, int64_t outer, int64_t, bool transpose_rhs, int64_t world,
-                ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> y,
-                ffi::RemainingRets rest) {
+ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, ffi::Span<const int64_t>,
+                ffi::Span<const int64_t> groups, int64_t inner, int64_t outer, int64_t,
+                bool transpose_rhs, int64_t world, ffi::AnyBuffer x, ffi::AnyBuffer w,
+                ffi::Result<ffi::AnyBuffer> y, ffi::RemainingRets rest) {
   const auto group = FindGroup(groups, world, device);
   if (!group) return FailedFuture(InvalidArgument("device is in none of the call's groups"));
   const auto p = ParamsOf(x, w, *y, world, outer, inner, transpose_rhs, rest.size() > 0);
@@ -72,6 +72,7 @@ ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, ffi::Span<con
 // Attributes in alphabetical order, as Cpu() and Cuda() take them.
 constexpr auto Attributes = [](auto binding) {
   return std::move(binding)
+      .template Attr<ffi::Span<const int64_t>>("choice")
       .template Attr<ffi::Span<const int64_t>>("groups")
       .template Attr<int64_t>("inner")
       .template Attr<int64_t>("outer")
@@ -90,9 +91,10 @@ XLA_FFI_DEFINE_HANDLER(
         .RemainingRets());
 
 #ifdef JFLUX_WITH_CUDA
-ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Span<const int64_t> groups,
-                int64_t inner, int64_t outer, int64_t site, bool transpose_rhs, int64_t world,
-                ffi::AnyBuffer x, ffi::RemainingArgs weights, ffi::RemainingRets results) {
+ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Span<const int64_t> choice,
+                ffi::Span<const int64_t> groups, int64_t inner, int64_t outer, int64_t site,
+                bool transpose_rhs, int64_t world, ffi::AnyBuffer x, ffi::RemainingArgs weights,
+                ffi::RemainingRets results) {
   // Operands x, w_0 .. w_p-1; results y_0 .. y_p-1 and, if there is one more, the gathered x.
   const size_t count = weights.size();
   const bool gathered = results.size() == count + 1;
@@ -114,12 +116,16 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Span<const int64_t> g
   }
   p->n = columns;
   if (gathered) operands.gathered = (*results.get<ffi::AnyBuffer>(count))->untyped_data();
+  const auto choice_for = [&](int sm_count) {
+    return ChoiceOf(choice).value_or(
+        ChooseAllGather(p->rows.world, p->rows.PerRank(), p->n, sm_count));
+  };
   return LaunchCudaCall(
       OpId::kAllGatherMatmul, ordinal, groups, world,
-      [&](int sm_count) { return AllGatherMatmulChannel(*p, sm_count); },
+      [&](int sm_count) { return AllGatherMatmulChannel(*p, choice_for(sm_count)); },
       [&](const CudaDevice& device, const SymmetricView& view, std::string* error) {
-        const GemmChoice choice = ChooseGemm(p->rows.Total(), p->n, device.sm_count);
-        return LaunchAllGatherMatmul(*p, operands, choice, site, device, view, stream, error);
+        return LaunchAllGatherMatmul(*p, operands, choice_for(device.sm_count), site, device, view,
+                                     stream, error);
       });
 }
 

@@ -28,8 +28,7 @@ bool LaunchAllGatherMatmul(const AllGatherMatmulParams& p, const AllGatherMatmul
   args.state = reinterpret_cast<DeviceState*>(device.heap);
   args.view = view;
   args.rows = p.rows;
-  args.grid = GridOf(GatherGroups(choice, p.rows.world, p.rows.PerRank(), p.n), p.rows.Total(), p.n,
-                     device.sm_count);
+  args.grid = GridOf(choice, p.rows.Total(), p.n, device.sm_count);
   args.grid.tiles_n = 0;
   args.weights = operands.weights;
   for (int i = 0; i < operands.weights; ++i) {

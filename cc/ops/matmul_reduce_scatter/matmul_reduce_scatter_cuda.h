@@ -16,9 +16,10 @@ inline ReduceScatterLayout CudaLayoutOf(const MatmulReduceScatterParams& p, cons
   return ReduceScatterLayout::Make(p, kGemmTileM, c.tile_n, /*parts=*/2);
 }
 
-// The channel that a call takes on GPUs with `sm_count` multiprocessors.
-inline ChannelLayout MatmulReduceScatterChannel(const MatmulReduceScatterParams& p, int sm_count) {
-  return CudaLayoutOf(p, ChooseGemm(p.rows.Total(), p.n, sm_count)).Channel();
+// The channel that a call takes.
+inline ChannelLayout MatmulReduceScatterChannel(const MatmulReduceScatterParams& p,
+                                                const GemmChoice& choice) {
+  return CudaLayoutOf(p, choice).Channel();
 }
 
 // The sum of several products is scattered once: y = scatter(sum_i x_i @ w_i).

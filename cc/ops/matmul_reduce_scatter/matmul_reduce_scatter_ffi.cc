@@ -39,9 +39,10 @@ std::optional<MatmulReduceScatterParams> ParamsOf(const ffi::AnyBuffer& x, const
   return p;
 }
 
-ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, ffi::Span<const int64_t> groups,
-                int64_t inner, int64_t outer, int64_t, bool transpose_rhs, int64_t world,
-                ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> y) {
+ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, ffi::Span<const int64_t>,
+                ffi::Span<const int64_t> groups, int64_t inner, int64_t outer, int64_t,
+                bool transpose_rhs, int64_t world, ffi::AnyBuffer x, ffi::AnyBuffer w,
+                ffi::Result<ffi::AnyBuffer> y) {
   const auto group = FindGroup(groups, world, device);
   if (!group) return FailedFuture(InvalidArgument("device is in none of the call's groups"));
   const auto p = ParamsOf(x, w, *y, world, outer, inner, transpose_rhs);
@@ -71,6 +72,7 @@ ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, ffi::Span<con
 // Attributes in alphabetical order, as Cpu() and Cuda() take them.
 constexpr auto Attributes = [](auto binding) {
   return std::move(binding)
+      .template Attr<ffi::Span<const int64_t>>("choice")
       .template Attr<ffi::Span<const int64_t>>("groups")
       .template Attr<int64_t>("inner")
       .template Attr<int64_t>("outer")
@@ -88,9 +90,10 @@ XLA_FFI_DEFINE_HANDLER(
         .Ret<ffi::AnyBuffer>());
 
 #ifdef JFLUX_WITH_CUDA
-ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Span<const int64_t> groups,
-                int64_t inner, int64_t outer, int64_t site, bool transpose_rhs, int64_t world,
-                ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> y) {
+ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Span<const int64_t> choice,
+                ffi::Span<const int64_t> groups, int64_t inner, int64_t outer, int64_t site,
+                bool transpose_rhs, int64_t world, ffi::RemainingArgs args,
+                ffi::Result<ffi::AnyBuffer> y) {
   // Operands x_0 .. x_p-1, w_0 .. w_p-1.
   const size_t count = args.size() / 2;
   if (count < 1 || count > kMaxWeights || args.size() != 2 * count) {
@@ -106,12 +109,16 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Span<const int64_t> g
     if (!p) return InvalidArgument("matmul_reduce_scatter: operands do not fit");
     operands.products[i] = {x.untyped_data(), w.untyped_data(), p->k};
   }
+  const auto choice_for = [&](int sm_count) {
+    return ChoiceOf(choice).value_or(
+        ChooseReduceScatter(p->rows.world, p->rows.PerRank(), p->n, sm_count));
+  };
   return LaunchCudaCall(
       OpId::kMatmulReduceScatter, ordinal, groups, world,
-      [&](int sm_count) { return MatmulReduceScatterChannel(*p, sm_count); },
+      [&](int sm_count) { return MatmulReduceScatterChannel(*p, choice_for(sm_count)); },
       [&](const CudaDevice& device, const SymmetricView& view, std::string* error) {
-        const GemmChoice choice = ChooseGemm(p->rows.Total(), p->n, device.sm_count);
-        return LaunchMatmulReduceScatter(*p, operands, choice, site, device, view, stream, error);
+        return LaunchMatmulReduceScatter(*p, operands, choice_for(device.sm_count), site, device,
+                                         view, stream, error);
       });
 }
 

@@ -1,0 +1,105 @@
+"""One op on random operands over a mesh: what is timed, tuned and recorded."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Seconds per call: the median over rounds, and the quartiles."""
+
+    median: float
+    low: float
+    high: float
+
+
+def specs(op: str, axis: Any, transpose_rhs: bool = False) -> tuple[P, P, P]:
+    """How x, w and y of an op are sharded."""
+    rows, columns = P(axis, None), P(None, axis)
+    x, w, y = (rows, columns, columns) if op == "all_gather_matmul" else (columns, rows, rows)
+    return x, P(*reversed(w)) if transpose_rhs else w, y
+
+
+def normal(
+    mesh: Mesh, spec: P, shape: tuple[int, ...], dtype: Any, *, seed: int, scale: float = 1.0
+) -> jax.Array:
+    """Normal random numbers, made on the devices."""
+    make = jax.jit(
+        lambda key: (jax.random.normal(key, shape, jnp.float32) * scale).astype(dtype),
+        out_shardings=NamedSharding(mesh, spec),
+    )
+    return make(jax.random.key(seed))
+
+
+def operands(
+    op: str, m: int, n: int, k: int, mesh: Mesh, axis: Any, dtype: Any, transpose_rhs: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """Global x [m, k] and w [k, n] (or [n, k]), whose product is of order 1."""
+    x_spec, w_spec, _ = specs(op, axis, transpose_rhs)
+    w_shape = (n, k) if transpose_rhs else (k, n)
+    x = normal(mesh, x_spec, (m, k), dtype, seed=1)
+    return x, normal(mesh, w_spec, w_shape, dtype, seed=2, scale=float(1 / np.sqrt(k)))
+
+
+def loop(op: Callable[[jax.Array, jax.Array], jax.Array], iterations: int) -> Callable[..., Any]:
+    """`iterations` calls in a row; each one's input takes an element of the last one's output."""
+
+    def body(_, carry):
+        x, w, y = carry
+        # x varies with y: no call can be left out or moved.
+        corner = y[(slice(0, 1),) * y.ndim].reshape((1,) * x.ndim).astype(x.dtype)
+        x = lax.dynamic_update_slice(x, corner, (0,) * x.ndim)
+        return x, w, op(x, w)
+
+    def run(x, w):
+        y = op(x, w)
+        return lax.fori_loop(1, iterations, body, (x, w, y))[2]
+
+    return run
+
+
+def iterations_for(seconds: float, flops: float) -> int:
+    """How many calls of so many operations fill about so many seconds."""
+    return int(min(200, max(5, seconds / (flops / 600e12 + 30e-6))))
+
+
+def _slowest(seconds: float) -> float:
+    """Of all processes. (One process waits for all of its devices anyway.)"""
+    if jax.process_count() == 1:
+        return seconds
+    from jax.experimental import multihost_utils
+
+    return float(np.max(multihost_utils.process_allgather(np.float32(seconds))))
+
+
+def interleave(
+    runs: Mapping[str, Callable[[], object]], iterations: int, rounds: int
+) -> dict[str, Timing]:
+    """Times all contestants in turn, `rounds` times, so that clocks and temperature are the same
+    for all. All processes get the same figures: those of the slowest."""
+    for run in runs.values():
+        run()
+        run()
+    samples: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            samples[name].append(_slowest(time.perf_counter() - start) / iterations)
+    result = {}
+    for name, values in samples.items():
+        low, mid, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
+        result[name] = Timing(mid, low, high)
+    return result

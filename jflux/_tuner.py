@@ -1,0 +1,176 @@
+"""Measures which configuration of the GPU kernels is the fastest for a call, and remembers it.
+
+jflux.tune("all_gather_matmul", m=8192, n=49152, k=12288)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from . import _heap, _mesh, _trial, _tuning, reference
+from ._ops.all_gather_matmul import all_gather_matmul
+from ._ops.matmul_reduce_scatter import matmul_reduce_scatter
+from ._tuning import LAX, Choice, Key
+
+_OPS: dict[str, Callable[..., Any]] = {
+    "all_gather_matmul": all_gather_matmul,
+    "matmul_reduce_scatter": matmul_reduce_scatter,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What was measured.
+
+    Attributes:
+      key: the call.
+      seconds: of a call, the median over rounds, for each choice and for "lax".
+      best: the choice that calls like this take from now on.
+    """
+
+    key: Key
+    seconds: dict[Choice | str, float]
+    best: Choice | str
+
+    def __str__(self) -> str:
+        lines = [str(self.key)]
+        for choice, seconds in sorted(self.seconds.items(), key=lambda item: item[1]):
+            mark = "  <- taken" if choice == self.best else ""
+            lines.append(f"  {_label(choice):28} {seconds * 1e6:9.1f} us{mark}")
+        return "\n".join(lines)
+
+
+def tune(
+    op: str,
+    *,
+    m: int,
+    n: int,
+    k: int,
+    mesh: Mesh | None = None,
+    axis_name: _mesh.AxisName = "tp",
+    dtype: Any = jnp.bfloat16,
+    transpose_rhs: bool = False,
+    rounds: int = 5,
+    save: bool = True,
+    progress: Callable[[int, int], None] | None = None,
+) -> Result:
+    """Times the whole overlapped op with every configuration that could be the fastest, on all
+    ranks in lockstep, and `lax` beside them; calls of this shape take the fastest from then on.
+
+    With several processes, all of them must call it, with the same arguments.
+
+    Args:
+      op: "all_gather_matmul" or "matmul_reduce_scatter".
+      m: rows of the gathered x, or of x before the scatter.
+      n: columns of w, over all ranks for all_gather_matmul.
+      k: columns of x, over all ranks for matmul_reduce_scatter.
+      mesh: by default all devices, along `axis_name`.
+      axis_name: the ranks' axis, or a tuple of them.
+      dtype: of x, w and y.
+      transpose_rhs: w is stored [n, k].
+      rounds: how often each candidate is timed.
+      save: also writes the choice to the user's table ($JFLUX_TUNING_DIR, else the user's cache
+        directory), where later processes find it.
+      progress: called with (candidates done, candidates in all).
+
+    Returns:
+      All times, and the choice.
+
+    Raises:
+      ValueError: for an unknown op, or sizes that the ranks do not divide.
+      RuntimeError: where there is nothing to choose: no GPUs with kernels, or one rank.
+    """
+    if op not in _OPS:
+        raise ValueError(f"jflux.tune: {op=} must be one of {', '.join(_OPS)}")
+    if not _heap._cuda_usable():
+        why = _heap._why_no_cuda() if jax.default_backend() == "gpu" else "there is no GPU"
+        raise RuntimeError(f"jflux.tune chooses among kernels for GPUs, and {why}")
+    if mesh is None:
+        mesh = jax.make_mesh((jax.device_count(),), _mesh.as_tuple(axis_name))
+    gpu, sm_count = mesh.devices.flat[0].device_kind, mesh.local_devices[0].core_count
+    ranks = int(np.prod([mesh.shape[name] for name in _mesh.as_tuple(axis_name)]))
+    if ranks == 1:
+        raise RuntimeError("jflux.tune: one rank is a plain product, with nothing to choose")
+    key = key_of(op, m, n, k, ranks, dtype, transpose_rhs)
+    tried: list[Choice | str] = [*candidates(key, sm_count), LAX]
+    x, w = _trial.operands(op, m, n, k, mesh, axis_name, dtype, transpose_rhs)
+    iterations = _trial.iterations_for(0.02, 2.0 * m * n * k / ranks)
+    x_spec, w_spec, y_spec = _trial.specs(op, axis_name, transpose_rhs)
+    runs = {}
+    for done, choice in enumerate(tried):
+        if progress is not None:
+            progress(done, len(tried))
+        f = getattr(reference, op) if choice == LAX else _OPS[op]
+        f = functools.partial(f, axis_name=axis_name, transpose_rhs=transpose_rhs)
+        body = _trial.loop(f, iterations)
+        mapped = jax.shard_map(
+            body, mesh=mesh, in_specs=(x_spec, w_spec), out_specs=y_spec, check_vma=False
+        )
+        with _tuning.force(choice):
+            compiled = jax.jit(mapped).lower(x, w).compile()
+        runs[_label(choice)] = functools.partial(_run, compiled, x, w)
+    timings = _trial.interleave(runs, iterations, rounds)
+    seconds = {choice: timings[_label(choice)].median for choice in tried}
+    best = pick(seconds)
+    entry = {str(key): _tuning.as_json(best)}
+    if save and jax.process_index() == 0:
+        _tuning.store(_tuning.user_path(gpu), entry)
+    _tuning.remember(gpu, entry)
+    jax.clear_caches()  # what was lowered before does not know
+    if progress is not None:
+        progress(len(tried), len(tried))
+    return Result(key, seconds, best)
+
+
+def key_of(op: str, m: int, n: int, k: int, ranks: int, dtype: Any, transpose_rhs: bool) -> Key:
+    """The key of a call of global sizes."""
+    split = {"m": m, "n": n} if op == "all_gather_matmul" else {"m": m, "k": k}
+    for name, size in split.items():
+        if size % ranks != 0:
+            raise ValueError(f"jflux.tune: {name}={size} is not a multiple of the {ranks} ranks")
+    if op == "all_gather_matmul":
+        n //= ranks
+    else:
+        k //= ranks
+    return _tuning.key_of(op, ranks, m // ranks, n, k, dtype, transpose_rhs)
+
+
+def candidates(key: Key, sm_count: int) -> list[Choice]:
+    """What is worth a try: every compiled tile, with the heuristic's group and those around it. The
+    heuristic's own choice comes first."""
+    first = _tuning.heuristic(key, sm_count)
+    found = [first]
+    for tile in _tuning.compiled():
+        rows = 128 * tile.cluster_m
+        most = -(-key.rows // rows)
+        if tile.cluster_m > 1 and key.rows <= 128:
+            continue  # half of each cluster would compute nothing
+        near = max(1, first.group_m * first.cluster_m // tile.cluster_m)
+        for group in sorted({near // 2, near, 2 * near, min(16, most)}):
+            choice = dataclasses.replace(tile, group_m=group)
+            if 1 <= group <= max(1, min(16, most)) and choice not in found:
+                found.append(choice)
+    return found
+
+
+def pick(seconds: Mapping[Choice | str, float]) -> Choice | str:
+    """The fastest; `lax` only if it is faster than every kernel."""
+    return min(seconds, key=lambda choice: (seconds[choice], choice == LAX))
+
+
+def _run(f: Callable[..., Any], *operands: jax.Array) -> None:
+    jax.block_until_ready(f(*operands))
+
+
+def _label(choice: Choice | str) -> str:
+    if isinstance(choice, str):
+        return choice
+    return f"tile 128x{choice.tile_n} cluster {choice.cluster_m} group {choice.group_m}"

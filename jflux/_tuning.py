@@ -1,0 +1,189 @@
+"""Which configuration of the GPU kernels a call takes: what was measured for it, or the heuristic.
+
+A tuning table is a dictionary from calls to choices, kept as JSON. Three are asked in turn: the
+user's, which `jflux.tune` writes; the one that ships for this model of GPU; and, where neither
+knows the call, the heuristic of cc/gpu/gemm_config.h decides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import pathlib
+import re
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from ._version import __version__
+
+LAX = "lax"  # instead of a choice: the call takes the reference
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """A configuration of the GPU kernels.
+
+    Attributes:
+      tile_n: columns of a tile; it always has 128 rows.
+      cluster_m: CTAs one below the other that share the loading of w.
+      group_m: rows of clusters that share a sweep over w.
+    """
+
+    tile_n: int
+    cluster_m: int
+    group_m: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """What a choice was measured for; sizes are one rank's, as the kernel sees them.
+
+    Attributes:
+      rows: of all ranks.
+      n: columns of w, of all weights if they are several.
+      k: of x, of all terms if they are several.
+    """
+
+    op: str
+    ranks: int
+    rows: int
+    n: int
+    k: int
+    dtype: str
+    transpose_rhs: bool
+
+    def __str__(self) -> str:
+        layout = "nk" if self.transpose_rhs else "kn"
+        return (
+            f"{self.op} {self.dtype} ranks={self.ranks} rows={self.rows} n={self.n} k={self.k} "
+            f"w={layout}"
+        )
+
+
+Table = dict[str, Any]  # str(Key) -> [tile_n, cluster_m, group_m] or "lax"
+
+
+def compiled() -> list[Choice]:
+    """The configurations that there are kernels for, each with a usual group."""
+    from . import _jflux
+
+    return [Choice(*c) for c in _jflux.choices()]
+
+
+def heuristic(key: Key, sm_count: int) -> Choice:
+    from . import _jflux
+
+    rows = key.rows // key.ranks
+    return Choice(*_jflux.choose(key.op, key.ranks, 1, rows, key.k, key.n, sm_count))
+
+
+def as_json(choice: Choice | str) -> Any:
+    """As tables keep it."""
+    return choice if isinstance(choice, str) else list(dataclasses.astuple(choice))
+
+
+_forced: list[Choice | str] = []
+
+
+@contextlib.contextmanager
+def force(choice: Choice | str) -> Iterator[None]:
+    """Calls that are lowered inside take this choice, whatever was measured."""
+    _forced.append(choice)
+    try:
+        yield
+    finally:
+        _forced.pop()
+
+
+def lookup(key: Key, gpu: str) -> Choice | str | None:
+    """What is known of this call: a choice, :data:`LAX`, or nothing."""
+    if _forced:
+        return _forced[-1]
+    for table in (_user_table(gpu), shipped_table(gpu)):
+        found = table.get(str(key))
+        if found is not None:
+            return found if found == LAX else Choice(*found)
+    return None
+
+
+def slug(gpu: str) -> str:
+    return re.sub(r"\W+", "_", gpu.strip().lower())
+
+
+@functools.cache
+def shipped_table(gpu: str) -> Table:
+    """The table that comes with jflux for this model of GPU; empty if there is none."""
+    path = pathlib.Path(__file__).parent / "tables" / f"{slug(gpu)}.json"
+    return json.loads(path.read_text())["choices"] if path.exists() else {}
+
+
+# ---- The user's table ----------------------------------------------------------------------------
+
+
+def user_path(gpu: str) -> pathlib.Path:
+    """Where `jflux.tune` writes: $JFLUX_TUNING_DIR, else the user's cache directory."""
+    base = os.environ.get("JFLUX_TUNING_DIR")
+    if not base:
+        cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        base = os.path.join(cache, "jflux")
+    return pathlib.Path(base) / f"tuning-{slug(gpu)}.json"
+
+
+def load(path: pathlib.Path) -> Table:
+    """The choices in a file; none from a file that another version of jflux has written."""
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is not a tuning table ({error}): delete it") from error
+    if not isinstance(content, dict) or content.get("jflux") != __version__:
+        return {}
+    return content["choices"]
+
+
+def store(path: pathlib.Path, choices: Table) -> None:
+    """Adds choices to a file, in one step."""
+    merged = {**load(path), **choices}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as f:
+        json.dump({"jflux": __version__, "choices": dict(sorted(merged.items()))}, f, indent=1)
+        f.write("\n")
+    os.replace(f.name, path)
+
+
+_agreed: dict[str, Table] = {}
+
+
+def _user_table(gpu: str) -> Table:
+    """What is in the user's table; with several processes, in the first one's, which all take:
+    ranks that take different configurations cannot work together."""
+    if gpu not in _agreed:
+        _agreed[gpu] = _first_process_says(f"tuning/{slug(gpu)}", lambda: load(user_path(gpu)))
+    return _agreed[gpu]
+
+
+def remember(gpu: str, choices: Table) -> None:
+    """From now on, calls that are lowered take these choices."""
+    _agreed[gpu] = {**_user_table(gpu), **choices}
+
+
+def _first_process_says(name: str, value: Any) -> Any:
+    import jax
+
+    from . import _heap
+
+    if jax.process_count() == 1:
+        return value()
+    mine = json.dumps(value()) if jax.process_index() == 0 else "null"
+    return json.loads(_heap.from_first_process(name, mine))
+
+
+def key_of(op: str, world: int, per_rank: int, n: int, k: int, dtype: Any, nk: bool) -> Key:
+    return Key(op, world, world * per_rank, n, k, np.dtype(dtype).name, nk)

@@ -1,0 +1,175 @@
+"""jflux.tune and the tables that it writes. Choosing is tested anywhere, measuring on GPUs."""
+
+import json
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import pytest
+from harness import (
+    PLATFORM,
+    RANKS,
+    Call,
+    compiled_text,
+    fused_calls,
+    make_mesh,
+    per_device,
+)
+from harness import operands as call_operands
+from workers.common import environment
+
+import jflux
+from jflux import _tuner, _tuning
+from jflux._tuning import LAX, Choice
+
+SMS = 132
+GPU = "NVIDIA H200"
+KEY = _tuner.key_of("all_gather_matmul", 8192, 49152, 12288, 4, jnp.bfloat16, False)
+
+
+@pytest.fixture
+def own_tables(tmp_path, monkeypatch):
+    monkeypatch.setenv("JFLUX_TUNING_DIR", str(tmp_path))
+    monkeypatch.setattr(_tuning, "_agreed", {})
+    return tmp_path
+
+
+def test_keys_are_of_one_rank():
+    assert (KEY.rows, KEY.n, KEY.k) == (8192, 12288, 12288)
+    key = _tuner.key_of("matmul_reduce_scatter", 8192, 12288, 49152, 4, jnp.float16, True)
+    assert (key.rows, key.n, key.k) == (8192, 12288, 12288)
+    assert str(key) == ("matmul_reduce_scatter float16 ranks=4 rows=8192 n=12288 k=12288 w=nk")
+    for sizes in ((8191, 49152, 12288), (8192, 49151, 12288)):
+        with pytest.raises(ValueError, match="is not a multiple of the 4 ranks"):
+            _tuner.key_of("all_gather_matmul", *sizes, 4, jnp.bfloat16, False)
+
+
+def test_key_of_a_call_is_the_key_of_its_sizes(own_tables, monkeypatch):
+    """What the lowering asks for is what tune stores."""
+    asked = []
+
+    def lookup(key, gpu):
+        asked.append(key)
+
+    monkeypatch.setattr(_tuning, "lookup", lookup)
+    monkeypatch.setattr("jflux._ffi._lowers_for_here", lambda mesh: True)
+    mesh = make_mesh((2,))
+    with jflux.config(always=False):
+        for op in ("all_gather_matmul", "matmul_reduce_scatter"):
+            call = Call(op, lead=(3, 8), k=16, n=24, dtype=jnp.bfloat16)
+            f = jax.jit(per_device(mesh, call.bind("tp")))
+            f.trace(*call_operands(call, mesh, "tp")).lower(lowering_platforms=("cuda",))
+    assert asked == [
+        _tuner.key_of("all_gather_matmul", 48, 48, 16, 2, jnp.bfloat16, False),
+        _tuner.key_of("matmul_reduce_scatter", 48, 24, 32, 2, jnp.bfloat16, False),
+    ]
+
+
+def test_candidates():
+    compiled = {(c.tile_n, c.cluster_m) for c in _tuning.compiled()}
+    for rows in (64, 512, 8192):
+        key = _tuner.key_of("all_gather_matmul", rows, 49152, 12288, 4, jnp.bfloat16, False)
+        found = _tuner.candidates(key, SMS)
+        assert found[0] == _tuning.heuristic(key, SMS)
+        assert len(set(found)) == len(found)
+        assert {(c.tile_n, c.cluster_m) for c in found} <= compiled
+        if rows > 128:
+            assert {(c.tile_n, c.cluster_m) for c in found} == compiled
+        assert all(c.group_m == 1 or c.group_m * c.cluster_m * 128 < 2 * rows for c in found)
+
+
+def test_pick():
+    a, b = Choice(256, 2, 8), Choice(128, 1, 16)
+    assert _tuner.pick({a: 2.0, b: 1.0, LAX: 3.0}) == b
+    assert _tuner.pick({a: 2.0, b: 1.0, LAX: 0.9}) == LAX
+    assert _tuner.pick({a: 2.0, b: 1.0, LAX: 1.0}) == b
+
+
+def test_tables(own_tables, monkeypatch):
+    """The user's before the shipped one, and both kept apart by GPU."""
+    monkeypatch.setattr(_tuning, "shipped_table", lambda gpu: {str(KEY): [128, 1, 4]})
+    assert _tuning.lookup(KEY, GPU) == Choice(128, 1, 4)
+    _tuning.remember(GPU, {str(KEY): [256, 2, 3]})
+    assert _tuning.lookup(KEY, GPU) == Choice(256, 2, 3)
+    assert _tuning.lookup(KEY, "another GPU") == Choice(128, 1, 4)
+    _tuning.remember(GPU, {str(KEY): LAX})
+    assert _tuning.lookup(KEY, GPU) == LAX
+    with _tuning.force(Choice(192, 2, 1)):
+        assert _tuning.lookup(KEY, GPU) == Choice(192, 2, 1)
+    other = _tuner.key_of("all_gather_matmul", 64, 49152, 12288, 4, jnp.bfloat16, False)
+    assert _tuning.lookup(other, GPU) is None
+
+
+def test_files(own_tables):
+    path = _tuning.user_path(GPU)
+    assert path == own_tables / "tuning-nvidia_h200.json"
+    assert _tuning.load(path) == {}
+    _tuning.store(path, {"a": [256, 2, 8]})
+    _tuning.store(path, {"b": LAX})
+    assert _tuning.load(path) == {"a": [256, 2, 8], "b": LAX}
+    content = json.loads(path.read_text())
+    assert content["jflux"] == jflux.__version__
+    path.write_text(json.dumps({**content, "jflux": "0.0.0"}))
+    assert _tuning.load(path) == {}  # other kernels
+    path.write_text("{")
+    with pytest.raises(ValueError, match=r"tuning-nvidia_h200.json is not a tuning table.*delete"):
+        _tuning.load(path)
+
+
+def test_shipped_tables_are_of_compiled_configurations():
+    from pathlib import Path
+
+    compiled = {(c.tile_n, c.cluster_m) for c in _tuning.compiled()}
+    for path in Path(_tuning.__file__).parent.glob("tables/*.json"):
+        for choice in json.loads(path.read_text())["choices"].values():
+            assert choice == LAX or tuple(choice[:2]) in compiled
+
+
+def test_wrong_arguments():
+    with pytest.raises(ValueError, match="must be one of all_gather_matmul, matmul_reduce_scatter"):
+        jflux.tune("all_gather", m=8, n=8, k=8)
+    if PLATFORM == "cpu":
+        with pytest.raises(RuntimeError, match="kernels for GPUs, and there is no GPU"):
+            jflux.tune("all_gather_matmul", m=8, n=8, k=8)
+
+
+def _command(*args):
+    return subprocess.run(
+        [sys.executable, "-m", "jflux.tune", *args],
+        env=environment(PLATFORM, RANKS), timeout=120, text=True, capture_output=True,
+    )  # fmt: skip
+
+
+def test_command_says_what_is_wrong():
+    done = _command("all_gather_matmul:1024,2048")
+    assert done.returncode == 2 and "is not OP:M,N,K" in done.stderr
+    if PLATFORM == "cpu":
+        done = _command("all_gather_matmul:1024,2048,512")
+        assert done.returncode == 1 and "there is no GPU" in done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
+def test_tuned_calls_take_what_was_fastest(op, own_tables):
+    m, n, k = 256 * RANKS, 512 * RANKS, 512 * RANKS
+    seen = []
+    result = jflux.tune(
+        op, m=m, n=n, k=k, rounds=3, progress=lambda done, total: seen.append((done, total))
+    )
+    assert seen[0][0] == 0 and seen[-1][0] == seen[-1][1] == len(result.seconds)
+    assert result.seconds[result.best] == min(result.seconds.values())
+    stored = _tuning.load(_tuning.user_path(jax.devices()[0].device_kind))
+    assert stored == {str(result.key): _tuning.as_json(result.best)}
+    # A call of these sizes takes it, another one does not.
+    mesh = make_mesh((RANKS,))
+    gathers = op == "all_gather_matmul"
+    per_rank = {"k": k, "n": n // RANKS} if gathers else {"k": k // RANKS, "n": n}
+    call = Call(op, lead=(m // RANKS,), dtype=jnp.bfloat16, **per_rank)
+    x, w = call_operands(call, mesh, "tp")
+    with jflux.config(always=False):
+        text = compiled_text(per_device(mesh, call.bind("tp")), x, w)
+    assert fused_calls(text) == ([] if result.best == LAX else [op])
+    if result.best != LAX:
+        numbers = ", ".join(map(str, _tuning.as_json(result.best)))
+        assert f"choice = array<i64: {numbers}>" in text
