@@ -224,7 +224,8 @@ def _call_target(x, w, groups, result):
     _ffi.register_targets("cpu")
     return jax.ffi.ffi_call("jflux_all_gather_matmul", result)(
         x, w, choice=np.array([], np.int64), groups=np.array(groups, np.int64),
-        inner=np.int64(x.shape[0]), outer=np.int64(1), site=np.int64(1), transpose_rhs=False, world=np.int64(len(groups)),
+        inner=np.int64(x.shape[0]), outer=np.int64(1), site=np.int64(1),
+        transpose_rhs=False, world=np.int64(len(groups)),
     )  # fmt: skip
 
 
