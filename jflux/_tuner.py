@@ -158,6 +158,10 @@ def candidates(key: Key, sm_count: int) -> list[Choice]:
             choice = dataclasses.replace(tile, group_m=group)
             if 1 <= group <= max(1, min(16, most)) and choice not in found:
                 found.append(choice)
+    if key.op == "all_gather_matmul" and key.rows <= 256:
+        alone = [c for c in found if c.cluster_m == 1 and c.splits == 1]
+        splits = (dataclasses.replace(c, splits=s) for c in alone for s in (2, 3, 4, 6, 8))
+        found += [c for c in splits if c not in found]
     return found
 
 
@@ -173,4 +177,5 @@ def _run(f: Callable[..., Any], *operands: jax.Array) -> None:
 def _label(choice: Choice | str) -> str:
     if isinstance(choice, str):
         return choice
-    return f"tile 128x{choice.tile_n} cluster {choice.cluster_m} group {choice.group_m}"
+    split = f" split {choice.splits}" if choice.splits > 1 else ""
+    return f"tile 128x{choice.tile_n} cluster {choice.cluster_m} group {choice.group_m}{split}"

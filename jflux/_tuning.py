@@ -33,11 +33,13 @@ class Choice:
       tile_n: columns of a tile; it always has 128 rows.
       cluster_m: CTAs one below the other that share the loading of w.
       group_m: rows of clusters that share a sweep over w.
+      splits: of k, each computed by another CTA (all_gather_matmul, without clusters, up to 16).
     """
 
     tile_n: int
     cluster_m: int
     group_m: int
+    splits: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Key:
         )
 
 
-Table = dict[str, Any]  # str(Key) -> [tile_n, cluster_m, group_m] or "lax"
+Table = dict[str, Any]  # str(Key) -> [tile_n, cluster_m, group_m, splits] or "lax"
 
 
 def compiled() -> list[Choice]:

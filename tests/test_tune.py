@@ -88,9 +88,9 @@ def test_pick():
 
 def test_tables(own_tables, monkeypatch):
     """The user's before the shipped one, and both kept apart by GPU."""
-    monkeypatch.setattr(_tuning, "shipped_table", lambda gpu: {str(KEY): [128, 1, 4]})
+    monkeypatch.setattr(_tuning, "shipped_table", lambda gpu: {str(KEY): [128, 1, 4, 1]})
     assert _tuning.lookup(KEY, GPU) == Choice(128, 1, 4)
-    _tuning.remember(GPU, {str(KEY): [256, 2, 3]})
+    _tuning.remember(GPU, {str(KEY): [256, 2, 3, 1]})
     assert _tuning.lookup(KEY, GPU) == Choice(256, 2, 3)
     assert _tuning.lookup(KEY, "another GPU") == Choice(128, 1, 4)
     _tuning.remember(GPU, {str(KEY): LAX})
@@ -105,9 +105,9 @@ def test_files(own_tables):
     path = _tuning.user_path(GPU)
     assert path == own_tables / "tuning-nvidia_h200.json"
     assert _tuning.load(path) == {}
-    _tuning.store(path, {"a": [256, 2, 8]})
+    _tuning.store(path, {"a": [256, 2, 8, 1]})
     _tuning.store(path, {"b": LAX})
-    assert _tuning.load(path) == {"a": [256, 2, 8], "b": LAX}
+    assert _tuning.load(path) == {"a": [256, 2, 8, 1], "b": LAX}
     content = json.loads(path.read_text())
     assert content["jflux"] == jflux.__version__
     path.write_text(json.dumps({**content, "jflux": "0.0.0"}))

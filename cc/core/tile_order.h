@@ -29,8 +29,9 @@
 namespace jflux {
 
 struct Tile {
-  int32_t m;  // tile row
-  int32_t n;  // tile column
+  int32_t m;          // tile row
+  int32_t n;          // tile column
+  int32_t split = 0;  // which part of k, where that is split
 };
 
 struct TileGrid {

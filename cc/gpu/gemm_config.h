@@ -12,12 +12,14 @@
 namespace jflux {
 
 struct GemmChoice {
-  int32_t tile_n;     // 256, 192 or 128 columns per CTA tile; always 128 rows
-  int32_t cluster_m;  // 2 or 1 CTAs one below the other
-  int32_t group_m;    // cluster tile rows that share a sweep over n
+  int32_t tile_n;      // 256, 192 or 128 columns per CTA tile; always 128 rows
+  int32_t cluster_m;   // 2 or 1 CTAs one below the other
+  int32_t group_m;     // cluster tile rows that share a sweep over n
+  int32_t splits = 1;  // of k, each computed by another CTA; up to 16, and without clusters
 
   bool operator==(const GemmChoice& o) const {
-    return tile_n == o.tile_n && cluster_m == o.cluster_m && group_m == o.group_m;
+    return tile_n == o.tile_n && cluster_m == o.cluster_m && group_m == o.group_m &&
+           splits == o.splits;
   }
 };
 
@@ -70,9 +72,28 @@ inline GemmChoice GatherGroups(GemmChoice c, int world, int64_t rows_per_rank, i
   return c;
 }
 
+// With few rows, a product is bound by reading w: it should keep all SMs reading all the time. Each
+// split costs the writing and reading of a sum in float32.
+inline GemmChoice SplitFew(GemmChoice c, int64_t m, int64_t n, int sm_count) {
+  if (m > 2 * kGemmTileM) return c;
+  GemmChoice best{128, 1, static_cast<int32_t>(CeilDiv<int64_t>(m, kGemmTileM))};
+  double cost = 1e9;
+  for (int32_t splits = 1; splits <= 8; ++splits) {
+    const int64_t units = CeilDiv<int64_t>(m, kGemmTileM) * CeilDiv<int64_t>(n, 128) * splits;
+    const double waves = static_cast<double>(CeilDiv<int64_t>(units, sm_count)) / splits;
+    if (waves + 0.03 * splits < cost) {
+      cost = waves + 0.03 * splits;
+      best.splits = splits;
+    }
+  }
+  return best;
+}
+
 // For a call of either op: with world ranks and rows_per_rank rows of each.
 inline GemmChoice ChooseAllGather(int world, int64_t rows_per_rank, int64_t n, int sm_count) {
-  return GatherGroups(ChooseGemm(world * rows_per_rank, n, sm_count), world, rows_per_rank, n);
+  const int64_t m = world * rows_per_rank;
+  return SplitFew(GatherGroups(ChooseGemm(m, n, sm_count), world, rows_per_rank, n), m, n,
+                  sm_count);
 }
 inline GemmChoice ChooseReduceScatter(int world, int64_t rows_per_rank, int64_t n, int sm_count) {
   return ChooseGemm(world * rows_per_rank, n, sm_count);

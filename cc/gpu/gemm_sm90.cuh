@@ -227,6 +227,11 @@ struct Rhs {
   int32_t n0;
 };
 
+// Of k, in elements; begins at a multiple of kTileK.
+struct KRange {
+  int32_t begin, end;
+};
+
 // Calls load(offset in w's tile in shared memory, row and column of w's tensor map) for each box of
 // this CTA's share of w's tile for one k block. Boxes are 128 bytes wide: 64 of k if w is stored
 // [n, k], else 64 columns.
@@ -328,7 +333,7 @@ __device__ __forceinline__ void RunScout(const typename Op::Args& args,
     ptx::MbarrierWait(smem.Begun(), begun);
     begun ^= 1;
     if (Op::PartsOf(args, tile) != 0) {
-      Op::WaitForParts(args, call, block_m, tile.n);
+      Op::WaitForParts(args, call, block_m, tile);
       if (lane == 0) ptx::MbarrierArrive(smem.PartsReady());
     }
   }
@@ -352,18 +357,20 @@ __device__ __forceinline__ void RunLoader(const typename Op::Args& args,
     if (lane == 0) {
       // As long as the rows are on their way, w can come nearer.
       const Rhs first = Op::RhsOf(args, tile.n, 0);
-      for (int kb = 0; kb < Config::kPrefetchBlocks && kb * Config::kTileK < Op::KOf(args, 0);
-           ++kb) {
+      const KRange near = Op::KOf(args, tile, 0);
+      for (int kb = 0; kb < Config::kPrefetchBlocks; ++kb) {
+        const int k0 = near.begin + kb * Config::kTileK;
+        if (k0 >= near.end) break;
         if (ptx::MbarrierTryWait(smem.RowsReady(slot.index), slot.parity)) break;
-        PrefetchB<Config>(first.map, kb * Config::kTileK, first.n0, cta);
+        PrefetchB<Config>(first.map, k0, first.n0, cta);
       }
       ptx::MbarrierWait(smem.RowsReady(slot.index), slot.parity);
       ptx::MbarrierArrive(smem.Begun());
       for (int term = 0; term < Op::TermsOf(args); ++term) {
         const auto source = Op::SourceOf(args, call, block_m, term);
         const Rhs rhs = Op::RhsOf(args, tile.n, term);
-        const int k = Op::KOf(args, term);
-        for (int k0 = 0; k0 < k; k0 += Config::kTileK) {
+        const KRange k = Op::KOf(args, tile, term);
+        for (int k0 = k.begin; k0 < k.end; k0 += Config::kTileK) {
           ptx::MbarrierWait(smem.Empty(stages.index), stages.parity ^ 1);
           const uint32_t bar = smem.Full(stages.index);
           ptx::MbarrierArriveExpectTx(bar, Config::kABytes + Config::kBBytes);
@@ -379,7 +386,7 @@ __device__ __forceinline__ void RunLoader(const typename Op::Args& args,
       }
       for (int part = 0; part < parts; ++part) {
         ptx::MbarrierWait(smem.Empty(stages.index), stages.parity ^ 1);
-        Op::LoadPart(args, call, smem.B(stages.index), smem.Full(stages.index), block_m, tile.n,
+        Op::LoadPart(args, call, smem.B(stages.index), smem.Full(stages.index), block_m, tile,
                      part);
         stages.Advance();
       }
@@ -438,7 +445,7 @@ __device__ __forceinline__ void RunStorer(const typename Op::Args& args,
     const int32_t t = reader.NextAlone();
     if (t >= args.num_tiles) break;
     const Tile tile = Op::TileAt(args, t);
-    Op::Store(args, call, staging, BlockRow<Config>(tile, cta), tile.n);
+    Op::Store(args, call, staging, BlockRow<Config>(tile, cta), tile);
   }
   ptx::BulkWait<0>();
 }
@@ -453,10 +460,6 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args,
   TileReader<Config> reader{smem, {}};
   StagingWriter<Config> staging{smem, consumer};
   Ring<Config::kStages> stages;
-  int k_blocks = 0;
-  for (int term = 0; term < Op::TermsOf(args); ++term) {
-    k_blocks += CeilDiv<int>(Op::KOf(args, term), Config::kTileK);
-  }
   const bool records = call.recording && threadIdx.x % 128 == 0;
   float acc[Config::kTileN / 2];
   const auto release = [&](int stage) {
@@ -469,6 +472,11 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args,
     if (t >= args.num_tiles) return;
     const Tile tile = Op::TileAt(args, t);
     const int32_t block_m = BlockRow<Config>(tile, cta);
+    int k_blocks = 0;
+    for (int term = 0; term < Op::TermsOf(args); ++term) {
+      const KRange k = Op::KOf(args, tile, term);
+      k_blocks += CeilDiv<int>(k.end - k.begin, Config::kTileK);
+    }
     // Zeroed here, in code that all threads reach, and not by the first product: registers that
     // come from an epilogue's branches would serialise wgmma.
 #pragma unroll
@@ -503,7 +511,7 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args,
         stages.Advance();
       }
     };
-    Op::Finish(args, staging, acc, block_m, tile.n, consumer, each_part);
+    Op::Finish(args, staging, acc, block_m, tile, consumer, each_part);
     if (records) call.Done(EventKind::kEpilogue, start, block_m, tile.n);
   }
 }
@@ -512,16 +520,17 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args,
 //   Config, Args {state, view, signature, op, num_tiles, ...}
 //   TileAt(args, t) -> Tile             in units of cluster tiles
 //   WaitForRows(args, call, block_m)    all lanes of the scout: until A's rows can be read
-//   TermsOf(args), KOf(args, term)      a tile is the sum of so many products, each over its k
+//   TermsOf(args), KOf(args, tile, term) -> KRange
+//                                       a tile is the sum of so many products, each over its k
 //   SourceOf(args, call, block_m, term), LoadA(source, smem, bar, k0)
 //   RhsOf(args, tile_n, term) -> Rhs
 //   PartsOf(args, tile)                 how many stages of peers' parts follow, on all CTAs alike
-//   WaitForParts(args, call, block_m, tile_n)                   all lanes of the scout
-//   LoadPart(args, call, smem, bar, block_m, tile_n, part)      completes `bar` in any case
+//   WaitForParts(args, call, block_m, tile)                     all lanes of the scout
+//   LoadPart(args, call, smem, bar, block_m, tile, part)        completes `bar` in any case
 //   Send(args, call, smem)              one lane; everything that peers wait for without waiting
-//   Finish(args, staging, acc, block_m, tile_n, consumer, each_part)
+//   Finish(args, staging, acc, block_m, tile, consumer, each_part)
 //                                       adds the parts and stages what Store will take
-//   Store(args, call, staging, block_m, tile_n)                 one lane; staging[consumer]
+//   Store(args, call, staging, block_m, tile)                   one lane; staging[consumer]
 template <typename Op>
 __device__ __forceinline__ void RunGemm(const typename Op::Args& args) {
   using Config = typename Op::Config;

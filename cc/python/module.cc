@@ -132,7 +132,8 @@ NB_MODULE(_jflux, m) {
     nb::list list;
     const int count = std::min(jflux_choices(choices, 16), 16);
     for (int i = 0; i < count; ++i) {
-      list.append(nb::make_tuple(choices[i].tile_n, choices[i].cluster_m, choices[i].group_m));
+      list.append(nb::make_tuple(choices[i].tile_n, choices[i].cluster_m, choices[i].group_m,
+                                 choices[i].splits));
     }
     return list;
   });
@@ -141,13 +142,13 @@ NB_MODULE(_jflux, m) {
     const JfluxProduct product{world, outer, inner, k, n, 0, 0, 0};
     JfluxChoice choice;
     if (!jflux_choose(op.c_str(), &product, sm_count, &choice)) throw nb::value_error(op.c_str());
-    return nb::make_tuple(choice.tile_n, choice.cluster_m, choice.group_m);
+    return nb::make_tuple(choice.tile_n, choice.cluster_m, choice.group_m, choice.splits);
   });
   m.def("cuda_channel_bytes",
         [](const std::string& op, int64_t world, int64_t outer, int64_t inner, int64_t k, int64_t n,
-           int dtype, int out_dtype, bool transpose_rhs, const std::array<int, 3>& choice) {
+           int dtype, int out_dtype, bool transpose_rhs, const std::array<int, 4>& choice) {
           const JfluxProduct product{world, outer, inner, k, n, dtype, out_dtype, transpose_rhs};
-          const JfluxChoice with{choice[0], choice[1], choice[2]};
+          const JfluxChoice with{choice[0], choice[1], choice[2], choice[3]};
           return jflux_cuda_channel_bytes(op.c_str(), &product, &with);
         });
   m.def("cuda_first_channel", &jflux_cuda_first_channel);

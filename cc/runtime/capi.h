@@ -83,7 +83,7 @@ JFLUX_API const char* jflux_cuda_timeline_stop(void);
 
 // A configuration of the GPU kernels (gpu/gemm_config.h).
 typedef struct {
-  int tile_n, cluster_m, group_m;
+  int tile_n, cluster_m, group_m, splits;
 } JfluxChoice;
 // Fills up to `capacity` of those that are compiled; returns how many there are.
 JFLUX_API int jflux_choices(JfluxChoice* choices, int capacity);

@@ -24,7 +24,7 @@ constexpr char kMatmulReduceScatter[] = "matmul_reduce_scatter";
 int jflux_choices(JfluxChoice* choices, int capacity) {
   int count = 0;
   for (const jflux::GemmChoice& c : jflux::kCompiled) {
-    if (count < capacity) choices[count] = JfluxChoice{c.tile_n, c.cluster_m, c.group_m};
+    if (count < capacity) choices[count] = JfluxChoice{c.tile_n, c.cluster_m, c.group_m, c.splits};
     ++count;
   }
   return count;
@@ -41,7 +41,7 @@ int jflux_choose(const char* op, const JfluxProduct* p, int sm_count, JfluxChoic
   } else {
     return 0;
   }
-  *choice = JfluxChoice{c.tile_n, c.cluster_m, c.group_m};
+  *choice = JfluxChoice{c.tile_n, c.cluster_m, c.group_m, c.splits};
   return 1;
 }
 
@@ -161,7 +161,7 @@ int64_t jflux_cuda_channel_bytes(const char* op, const JfluxProduct* c, const Jf
   const auto dtype = static_cast<jflux::DType>(c->dtype);
   const auto out_dtype = static_cast<jflux::DType>(c->out_dtype);
   const bool transpose_rhs = c->transpose_rhs != 0;
-  const jflux::GemmChoice with{choice->tile_n, choice->cluster_m, choice->group_m};
+  const jflux::GemmChoice with{choice->tile_n, choice->cluster_m, choice->group_m, choice->splits};
   if (std::strcmp(op, kAllGatherMatmul) == 0) {
     const jflux::AllGatherMatmulParams p{rows, c->k, c->n, dtype, out_dtype, transpose_rhs, false};
     return jflux::AllGatherMatmulChannel(p, with).TotalBytes();

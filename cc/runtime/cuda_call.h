@@ -14,11 +14,11 @@
 
 namespace jflux {
 
-// The attribute `choice`: tile_n, cluster_m, group_m, or nothing, for the heuristic's.
+// The attribute `choice`: tile_n, cluster_m, group_m, splits, or nothing, for the heuristic's.
 inline std::optional<GemmChoice> ChoiceOf(ffi::Span<const int64_t> choice) {
-  if (choice.size() != 3) return std::nullopt;
+  if (choice.size() != 4) return std::nullopt;
   return GemmChoice{static_cast<int32_t>(choice[0]), static_cast<int32_t>(choice[1]),
-                    static_cast<int32_t>(choice[2])};
+                    static_cast<int32_t>(choice[2]), static_cast<int32_t>(choice[3])};
 }
 
 // How many kernels handlers have enqueued. A captured graph that is replayed runs no handler.

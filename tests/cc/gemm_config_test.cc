@@ -50,8 +50,27 @@ TEST(OpsChooseAsTheirPartsDo) {
   for (int64_t rows : {32, 512, 2048}) {
     const GemmChoice c = ChooseGemm(4 * rows, 12288, kSms);
     EXPECT(ChooseReduceScatter(4, rows, 12288, kSms) == c);
-    EXPECT(ChooseAllGather(4, rows, 12288, kSms) == GatherGroups(c, 4, rows, 12288));
+    EXPECT(ChooseAllGather(4, rows, 12288, kSms) ==
+           SplitFew(GatherGroups(c, 4, rows, 12288), 4 * rows, 12288, kSms));
   }
+}
+
+// 96 tiles on 132 SMs: a quarter of the SMs would read nothing; 4 splits are 2.9 waves of a fourth.
+TEST(FewRowsKeepAllSmsReading) {
+  for (int64_t m : {1, 16, 64, 128}) {
+    const GemmChoice c = ChooseAllGather(1, m, 12288, kSms);
+    EXPECT(c == (GemmChoice{128, 1, 1, 4})) << m;
+  }
+  for (int64_t n : {256, 1280, 2560, 7168, 12288, 28672}) {
+    const GemmChoice c = ChooseAllGather(4, 16, n, kSms);
+    const auto waves = [&](int splits) {
+      return static_cast<double>(CeilDiv<int64_t>(CeilDiv<int64_t>(n, 128) * splits, kSms)) /
+             splits;
+    };
+    EXPECT(1 <= c.splits && c.splits <= 8);
+    EXPECT(waves(c.splits) <= waves(1)) << n;
+  }
+  EXPECT_EQ(ChooseAllGather(4, 128, 12288, kSms).splits, 1);
 }
 
 TEST(WhatIsChosenIsCompiled) {

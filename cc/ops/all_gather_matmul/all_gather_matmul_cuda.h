@@ -15,9 +15,19 @@ namespace jflux {
 // What one signal announces: GemmConfig::kChunkBytes.
 inline constexpr int64_t kCudaChunkBytes = 16384;
 
+inline AllGatherLayout CudaLayoutOf(const AllGatherMatmulParams& p, const GemmChoice& c) {
+  AllGatherLayout layout = AllGatherLayout::Make(p, kCudaChunkBytes);
+  if (c.splits > 1) {
+    layout.tiles = CeilDiv<int64_t>(p.rows.Total(), kGemmTileM) * CeilDiv<int64_t>(p.n, c.tile_n);
+    layout.partials = (c.splits - 1) * layout.tiles;
+    layout.partial_bytes = static_cast<int64_t>(kGemmTileM) * c.tile_n * sizeof(float);
+  }
+  return layout;
+}
+
 // The channel that a call takes.
-inline ChannelLayout AllGatherMatmulChannel(const AllGatherMatmulParams& p, const GemmChoice&) {
-  return AllGatherLayout::Make(p, kCudaChunkBytes).Channel();
+inline ChannelLayout AllGatherMatmulChannel(const AllGatherMatmulParams& p, const GemmChoice& c) {
+  return CudaLayoutOf(p, c).Channel();
 }
 
 // Several weights share one gather: y_i = all_gather(x) @ w_i.

@@ -23,7 +23,7 @@ bool LaunchAllGatherMatmul(const AllGatherMatmulParams& p, const AllGatherMatmul
                            const GemmChoice& choice, int64_t site, const CudaDevice& device,
                            const SymmetricView& view, cudaStream_t stream, std::string* error) {
   AllGatherMatmulArgs args{};
-  args.layout = AllGatherLayout::Make(p, kCudaChunkBytes);
+  args.layout = CudaLayoutOf(p, choice);
   args.channel = args.layout.Channel();
   args.state = reinterpret_cast<DeviceState*>(device.heap);
   args.view = view;
@@ -42,7 +42,9 @@ bool LaunchAllGatherMatmul(const AllGatherMatmulParams& p, const AllGatherMatmul
   args.k = p.k;
   args.signature = SignatureOf(p.Signature(), site, choice);
   args.op = static_cast<uint32_t>(OpId::kAllGatherMatmul);
-  args.num_tiles = args.grid.tiles_m * args.grid.tiles_n;
+  // Several weights round up their columns each: there may be more tiles than room for partials.
+  args.splits = operands.weights == 1 ? Max(1, choice.splits) : 1;
+  args.num_tiles = args.grid.tiles_m * args.grid.tiles_n * args.splits;
   args.copy_own = p.rows.PerRank() % kGemmTileM != 0;
   args.out_f32 = p.out_dtype == DType::kF32;
   if (!EncodeTensorMap(&args.x, p.dtype, operands.x, {p.rows.PerRank(), p.k}, {p.k},

@@ -10,6 +10,7 @@
 
 #include "core/tile_order.h"
 #include "gpu/epilogue_sm90.cuh"
+#include "gpu/fragments_sm90.cuh"
 #include "gpu/gemm_config.h"
 #include "gpu/gemm_sm90.cuh"
 #include "ops/all_gather_matmul/all_gather_matmul.h"
@@ -35,8 +36,9 @@ struct AllGatherMatmulArgs {
   void* gathered;  // or null
   int64_t k;
   uint32_t signature, op;
-  int32_t num_tiles;
-  bool copy_own;  // some tile straddles the own rows' ends, and reads them from the workspace
+  int32_t splits;     // of k
+  int32_t num_tiles;  // times splits
+  bool copy_own;      // some tile straddles the own rows' ends, and reads them from the workspace
   bool out_f32;
 };
 
@@ -47,8 +49,11 @@ struct AllGatherMatmulSm90 {
   using T = typename Config::T;
 
   static __device__ Tile TileAt(const Args& args, int32_t t) {
-    return GatherTile(t, args.grid, args.view.rank, args.view.world, args.rows.PerRank(),
-                      Config::kTileM * Config::kClusterM);
+    Tile tile =
+        GatherTile(args.splits == 1 ? t : t / args.splits, args.grid, args.view.rank,
+                   args.view.world, args.rows.PerRank(), Config::kTileM * Config::kClusterM);
+    if (args.splits != 1) tile.split = t % args.splits;
+    return tile;
   }
 
   // Virtual rows [first, last) of a block.
@@ -75,7 +80,17 @@ struct AllGatherMatmulSm90 {
     return Columns{i, static_cast<int64_t>(tile_n - args.first_tile[i]) * Config::kTileN};
   }
   static __device__ int TermsOf(const Args&) { return 1; }
-  static __device__ int64_t KOf(const Args& args, int) { return args.k; }
+  // Splits of k are equal, but for rounding to k blocks.
+  static __device__ KRange KOf(const Args& args, Tile tile, int) {
+    const auto k = static_cast<int32_t>(args.k);
+    if (args.splits == 1) return KRange{0, k};
+    const int32_t blocks = CeilDiv(k, Config::kTileK);
+    return KRange{tile.split * blocks / args.splits * Config::kTileK,
+                  Min(k, (tile.split + 1) * blocks / args.splits * Config::kTileK)};
+  }
+  static __device__ bool IsLastSplit(const Args& args, Tile tile) {
+    return tile.split == args.splits - 1;
+  }
   static __device__ Rhs RhsOf(const Args& args, int32_t tile_n, int) {
     const Columns c = ColumnsOf(args, tile_n);
     return Rhs{&args.w[c.weight], static_cast<int32_t>(c.n0)};
@@ -125,10 +140,60 @@ struct AllGatherMatmulSm90 {
                         args.channel.DataOffset(call.epoch) + args.layout.ChunkOffset(src, chunk));
   }
 
-  static __device__ int PartsOf(const Args&, Tile) { return 0; }
-  static __device__ void WaitForParts(const Args&, const CallContext&, int32_t, int32_t) {}
-  static __device__ void LoadPart(const Args&, const CallContext&, uint32_t, uint32_t, int32_t,
-                                  int32_t, int) {}
+  // Where k is split, the last split of a tile adds the others' sums, in float32 and in the order
+  // of their splits; whoever has computed one leaves it in this rank's workspace. A split waits for
+  // those before it only, which have been taken before it.
+  using F = Fragments<Config>;
+  static constexpr int kPiecesPerSplit = 4;
+  static __device__ int64_t PartialIndex(const Args& args, Tile tile, int split) {
+    return split * args.layout.tiles + tile.m * args.grid.tiles_n + tile.n;
+  }
+  static __device__ Signal* PartialSignal(const Args& args, const CallContext& call, Tile tile,
+                                          int split, int consumer) {
+    return args.view.template At<Signal>(
+        args.view.rank,
+        args.channel.SignalOffset(call.epoch) +
+            args.layout.PartialSignalOffset(PartialIndex(args, tile, split), consumer));
+  }
+  static __device__ char* PartialOf(const Args& args, const CallContext& call, Tile tile, int split,
+                                    int consumer) {
+    return args.view.At(args.view.rank,
+                        args.channel.DataOffset(call.epoch) +
+                            args.layout.PartialOffset(PartialIndex(args, tile, split), consumer));
+  }
+  static __device__ bool HasRows(const Args& args, int32_t block_m, int consumer) {
+    return static_cast<int64_t>(block_m) * Config::kTileM + consumer * 64 < args.rows.Total();
+  }
+
+  static __device__ int PartsOf(const Args& args, Tile tile) {
+    return IsLastSplit(args, tile) ? (args.splits - 1) * kPiecesPerSplit : 0;
+  }
+  static __device__ void WaitForParts(const Args& args, const CallContext& call, int32_t block_m,
+                                      Tile tile) {
+    const uint64_t start = call.Start();
+    const int lane = threadIdx.x % 32, split = lane / 2, consumer = lane % 2;
+    if (split < args.splits - 1 && HasRows(args, block_m, consumer)) {
+      AwaitPeer(call, PartialSignal(args, call, tile, split, consumer), args.view.rank, tile.n);
+    }
+    __syncwarp();
+    ptx::FenceProxyAsyncGlobal();  // bulk copies read them
+    if (lane == 0) call.Done(EventKind::kWaitParts, start, block_m, tile.n);
+  }
+  static __device__ void LoadPart(const Args& args, const CallContext& call, uint32_t smem,
+                                  uint32_t bar, int32_t block_m, Tile tile, int part) {
+    const int split = part / kPiecesPerSplit, piece = part % kPiecesPerSplit;
+    const int consumers = HasRows(args, block_m, 0) + HasRows(args, block_m, 1);
+    if (consumers == 0) {
+      ptx::MbarrierArrive(bar);
+      return;
+    }
+    ptx::MbarrierArriveExpectTx(bar, consumers * F::kPieceBytes);
+    for (int c = 0; c < consumers; ++c) {
+      ptx::BulkLoad(smem + c * F::kPieceBytes,
+                    PartialOf(args, call, tile, split, c) + piece * F::kPieceBytes, F::kPieceBytes,
+                    bar);
+    }
+  }
 
   // Units are taken from a counter: first (peer, chunk) to send, then (source, chunk) to copy into
   // `gathered`. Nothing that a peer waits for comes after something that waits.
@@ -290,10 +355,27 @@ struct AllGatherMatmulSm90 {
 
   template <typename EachPart>
   static __device__ void Finish(const Args& args, StagingWriter<Config>& staging,
-                                const float (&acc)[Config::kTileN / 2], int32_t block_m,
-                                int32_t tile_n, int consumer, EachPart&&) {
+                                float (&acc)[Config::kTileN / 2], int32_t block_m, Tile tile,
+                                int consumer, EachPart&& each_part) {
+    if (!IsLastSplit(args, tile)) {
+      if (!HasRows(args, block_m, consumer)) return;
+#pragma unroll
+      for (int round = 0; round < 2; ++round) {
+        F::template Stage<true>(acc, round, staging.Acquire());
+        staging.Publish();
+      }
+      return;
+    }
+    each_part([&](uint32_t smem, int part) {
+      smem += consumer * F::kPieceBytes;
+      const int piece = part % kPiecesPerSplit;
+      if (piece == 0) F::template Add<true, 0>(acc, smem);
+      if (piece == 1) F::template Add<true, 1>(acc, smem);
+      if (piece == 2) F::template Add<true, 2>(acc, smem);
+      if (piece == 3) F::template Add<true, 3>(acc, smem);
+    });
     const int64_t row0 = static_cast<int64_t>(block_m) * Config::kTileM + consumer * 64;
-    const Columns columns = ColumnsOf(args, tile_n);
+    const Columns columns = ColumnsOf(args, tile.n);
     const int64_t n = args.n[columns.weight];
     void* y = args.y_data[columns.weight];
     const auto row_of = [&](int r) {
@@ -317,10 +399,35 @@ struct AllGatherMatmulSm90 {
     }
   }
 
+  static __device__ void StorePartial(const Args& args, const CallContext& call,
+                                      StagingReader<Config> (&staging)[Config::kConsumers],
+                                      int32_t block_m, Tile tile) {
+    const uint64_t start = call.Start();
+#pragma unroll
+    for (int c = 0; c < Config::kConsumers; ++c) {
+      if (!HasRows(args, block_m, c)) continue;
+      for (int round = 0; round < 2; ++round) {
+        ptx::BulkStore(PartialOf(args, call, tile, tile.split, c) + round * Config::kStagingBytes,
+                       staging[c].Acquire(), Config::kStagingBytes);
+        ptx::BulkCommit();
+        staging[c].Release();
+      }
+    }
+    ptx::BulkWait<0>();
+    ptx::FenceProxyAsyncGlobal();
+#pragma unroll
+    for (int c = 0; c < Config::kConsumers; ++c) {
+      if (!HasRows(args, block_m, c)) continue;
+      StoreRelease(PartialSignal(args, call, tile, tile.split, c), call.signal);
+    }
+    call.Done(EventKind::kStore, start, block_m, tile.n);
+  }
+
   static __device__ void Store(const Args& args, const CallContext& call,
                                StagingReader<Config> (&staging)[Config::kConsumers],
-                               int32_t block_m, int32_t tile_n) {
-    const Columns columns = ColumnsOf(args, tile_n);
+                               int32_t block_m, Tile tile) {
+    if (!IsLastSplit(args, tile)) return StorePartial(args, call, staging, block_m, tile);
+    const Columns columns = ColumnsOf(args, tile.n);
 #pragma unroll
     for (int c = 0; c < Config::kConsumers; ++c) {
       const int64_t row0 = static_cast<int64_t>(block_m) * Config::kTileM + c * 64;
@@ -331,7 +438,7 @@ struct AllGatherMatmulSm90 {
                                        columns.n0, args.n[columns.weight]);
       ptx::BulkCommit();
       staging[c].Release();
-      call.Done(EventKind::kStore, start, block_m, tile_n);
+      call.Done(EventKind::kStore, start, block_m, tile.n);
     }
   }
 };

@@ -12,6 +12,7 @@
 
 #include "core/tile_order.h"
 #include "gpu/epilogue_sm90.cuh"
+#include "gpu/fragments_sm90.cuh"
 #include "gpu/gemm_config.h"
 #include "gpu/gemm_sm90.cuh"
 #include "ops/matmul_reduce_scatter/matmul_reduce_scatter.h"
@@ -56,7 +57,9 @@ struct MatmulReduceScatterSm90 {
     int32_t inner, outer, rank;
   };
   static __device__ int TermsOf(const Args& args) { return args.terms; }
-  static __device__ int64_t KOf(const Args& args, int term) { return args.k[term]; }
+  static __device__ KRange KOf(const Args& args, Tile, int term) {
+    return KRange{0, static_cast<int32_t>(args.k[term])};
+  }
   static __device__ Rhs RhsOf(const Args& args, int32_t tile_n, int term) {
     return Rhs{&args.w[term], tile_n * Config::kTileN};
   }
@@ -108,9 +111,9 @@ struct MatmulReduceScatterSm90 {
     return o.first <= o.last && !(o.first == args.view.rank && o.last == args.view.rank);
   }
 
-  // Parts: for each peer its block of the tile, in pieces of half a staging for each consumer.
-  static constexpr int kPartBytes = Config::kStagingBytes / 2;
-  static_assert(2 * kPartBytes == Config::kBBytes);
+  // Parts: for each peer its block of the tile, in pieces.
+  using F = Fragments<Config>;
+  static constexpr int kPartBytes = F::kPieceBytes;
   static __device__ int PartsPerPeer(const Args& args) { return args.out_f32 ? 4 : 2; }
   static __device__ int PartsOf(const Args& args, Tile tile) {
     const int64_t first = static_cast<int64_t>(tile.m) * Config::kTileM * Config::kClusterM;
@@ -120,7 +123,8 @@ struct MatmulReduceScatterSm90 {
     return has_own ? (args.view.world - 1) * PartsPerPeer(args) : 0;
   }
   static __device__ void WaitForParts(const Args& args, const CallContext& call, int32_t block_m,
-                                      int32_t tile_n) {
+                                      Tile tile) {
+    const int32_t tile_n = tile.n;
     const uint64_t start = call.Start();
     const int lane = threadIdx.x % 32, src = lane / 2, consumer = lane % 2;
     if (src < args.view.world && src != args.view.rank &&
@@ -133,7 +137,8 @@ struct MatmulReduceScatterSm90 {
     if (lane == 0) call.Done(EventKind::kWaitParts, start, block_m, tile_n);
   }
   static __device__ void LoadPart(const Args& args, const CallContext& call, uint32_t smem,
-                                  uint32_t bar, int32_t block_m, int32_t tile_n, int part) {
+                                  uint32_t bar, int32_t block_m, Tile tile, int part) {
+    const int32_t tile_n = tile.n;
     const int peer = part / PartsPerPeer(args), piece = part % PartsPerPeer(args);
     const int src = peer < args.view.rank ? peer : peer + 1;
     bool own[Config::kConsumers];
@@ -158,85 +163,21 @@ struct MatmulReduceScatterSm90 {
     }
   }
 
-  // Fragments travel in 16-byte pieces, 2048 bytes apart for one thread: in a 16-bit type a piece
-  // holds the columns of four j of a row half, in float32 those of two.
-  template <bool kFloat32>
-  static __device__ __forceinline__ uint4 Fragment(const float (&acc)[Config::kTileN / 2], int half,
-                                                   int p) {
-    if constexpr (kFloat32) {
-      const float* a = &acc[8 * p + 2 * half];
-      return make_uint4(__float_as_uint(a[0]), __float_as_uint(a[1]), __float_as_uint(a[4]),
-                        __float_as_uint(a[5]));
-    } else {
-      const float* a = &acc[16 * p + 2 * half];
-      return make_uint4(Pack<T>(a[0], a[1]), Pack<T>(a[4], a[5]), Pack<T>(a[8], a[9]),
-                        Pack<T>(a[12], a[13]));
-    }
-  }
-  template <bool kFloat32>
-  static __device__ __forceinline__ void AddFragment(float (&acc)[Config::kTileN / 2], int half,
-                                                     int p, uint4 v) {
-    if constexpr (kFloat32) {
-      float* a = &acc[8 * p + 2 * half];
-      a[0] += __uint_as_float(v.x);
-      a[1] += __uint_as_float(v.y);
-      a[4] += __uint_as_float(v.z);
-      a[5] += __uint_as_float(v.w);
-    } else {
-      float* a = &acc[16 * p + 2 * half];
-      const uint32_t words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float2 f = Unpack<T>(words[i]);
-        a[4 * i] += f.x;
-        a[4 * i + 1] += f.y;
-      }
-    }
-  }
-
-  static constexpr int kPartPieces = kPartBytes / 2048;
-
-  // A staging's worth of fragments: both row halves, or in float32 one.
-  template <bool kFloat32>
-  static __device__ __forceinline__ void StageFragments(const float (&acc)[Config::kTileN / 2],
-                                                        int round, uint32_t smem) {
-    const uint32_t at = smem + threadIdx.x % 128 * 16;
-#pragma unroll
-    for (int p = 0; p < 2 * kPartPieces; ++p) {
-      const uint4 v = kFloat32 ? Fragment<true>(acc, round, p)
-                               : Fragment<false>(acc, p / kPartPieces, p % kPartPieces);
-      ptx::StoreShared16(at + p * 2048, v);
-    }
-  }
-
-  template <bool kFloat32, int kPiece>
-  static __device__ __forceinline__ void AddPart(float (&acc)[Config::kTileN / 2], uint32_t smem) {
-    const uint32_t at = smem + threadIdx.x % 128 * 16;
-#pragma unroll
-    for (int p = 0; p < kPartPieces; ++p) {
-      const uint4 v = ptx::LoadShared16(at + p * 2048);
-      if constexpr (kFloat32) {
-        AddFragment<true>(acc, kPiece / 2, kPiece % 2 * kPartPieces + p, v);
-      } else {
-        AddFragment<false>(acc, kPiece, p, v);
-      }
-    }
-  }
-
   template <typename EachPart>
   static __device__ void Finish(const Args& args, StagingWriter<Config>& staging,
-                                float (&acc)[Config::kTileN / 2], int32_t block_m, int32_t tile_n,
+                                float (&acc)[Config::kTileN / 2], int32_t block_m, Tile tile,
                                 int consumer, EachPart&& each_part) {
+    const int32_t tile_n = tile.n;
     const Owners owners = OwnersOf(args, block_m, consumer);
     const bool own = IsOwner(args, owners);
     if (HasOtherOwners(args, owners)) {
       if (args.out_f32) {
-        StageFragments<true>(acc, 0, staging.Acquire());
+        F::template Stage<true>(acc, 0, staging.Acquire());
         staging.Publish();
-        StageFragments<true>(acc, 1, staging.Acquire());
+        F::template Stage<true>(acc, 1, staging.Acquire());
         staging.Publish();
       } else {
-        StageFragments<false>(acc, 0, staging.Acquire());
+        F::template Stage<false>(acc, 0, staging.Acquire());
         staging.Publish();
       }
     }
@@ -246,14 +187,14 @@ struct MatmulReduceScatterSm90 {
       smem += consumer * kPartBytes;
       if (args.out_f32) {
         const int piece = part % 4;
-        if (piece == 0) AddPart<true, 0>(acc, smem);
-        if (piece == 1) AddPart<true, 1>(acc, smem);
-        if (piece == 2) AddPart<true, 2>(acc, smem);
-        if (piece == 3) AddPart<true, 3>(acc, smem);
+        if (piece == 0) F::template Add<true, 0>(acc, smem);
+        if (piece == 1) F::template Add<true, 1>(acc, smem);
+        if (piece == 2) F::template Add<true, 2>(acc, smem);
+        if (piece == 3) F::template Add<true, 3>(acc, smem);
       } else if (part % 2 == 0) {
-        AddPart<false, 0>(acc, smem);
+        F::template Add<false, 0>(acc, smem);
       } else {
-        AddPart<false, 1>(acc, smem);
+        F::template Add<false, 1>(acc, smem);
       }
     });
     if (!own) return;
@@ -285,7 +226,8 @@ struct MatmulReduceScatterSm90 {
 
   static __device__ void Store(const Args& args, const CallContext& call,
                                StagingReader<Config> (&staging)[Config::kConsumers],
-                               int32_t block_m, int32_t tile_n) {
+                               int32_t block_m, Tile tile) {
+    const int32_t tile_n = tile.n;
     const int rank = args.view.rank;
     uint64_t start = 0;
     bool sent = false;

@@ -1,0 +1,91 @@
+// Partial tiles in fragment order: as the threads of a consumer hold them, so that the same thread
+// of another CTA's consumer can add them to its own without anything being rearranged.
+//
+// A consumer's block takes one staging in a 16-bit type and two in float32. It is read back in
+// pieces of half a staging, which both consumers have room for in the stage that held w's tile.
+#ifndef JFLUX_GPU_FRAGMENTS_SM90_CUH_
+#define JFLUX_GPU_FRAGMENTS_SM90_CUH_
+
+#include <cstdint>
+
+#include "gpu/epilogue_sm90.cuh"
+#include "gpu/ptx.cuh"
+
+namespace jflux {
+
+template <typename Config>
+struct Fragments {
+  using T = typename Config::T;
+  static constexpr int kPieceBytes = Config::kStagingBytes / 2;
+  static_assert(2 * kPieceBytes == Config::kBBytes);
+
+  // A staging's worth: both row halves, or in float32 one.
+  template <bool kFloat32>
+  static __device__ __forceinline__ void Stage(const float (&acc)[Config::kTileN / 2], int round,
+                                               uint32_t smem) {
+    const uint32_t at = smem + threadIdx.x % 128 * 16;
+#pragma unroll
+    for (int p = 0; p < 2 * kUnits; ++p) {
+      const uint4 v = kFloat32 ? Get<true>(acc, round, p) : Get<false>(acc, p / kUnits, p % kUnits);
+      ptx::StoreShared16(at + p * 2048, v);
+    }
+  }
+
+  // Adds piece kPiece of a block.
+  template <bool kFloat32, int kPiece>
+  static __device__ __forceinline__ void Add(float (&acc)[Config::kTileN / 2], uint32_t smem) {
+    const uint32_t at = smem + threadIdx.x % 128 * 16;
+#pragma unroll
+    for (int p = 0; p < kUnits; ++p) {
+      const uint4 v = ptx::LoadShared16(at + p * 2048);
+      if constexpr (kFloat32) {
+        AddUnit<true>(acc, kPiece / 2, kPiece % 2 * kUnits + p, v);
+      } else {
+        AddUnit<false>(acc, kPiece, p, v);
+      }
+    }
+  }
+
+ private:
+  // Units of 16 bytes, 2048 bytes apart for one thread: in a 16-bit type a unit holds the columns
+  // of four j of a row half, in float32 those of two.
+  static constexpr int kUnits = kPieceBytes / 2048;
+
+  template <bool kFloat32>
+  static __device__ __forceinline__ uint4 Get(const float (&acc)[Config::kTileN / 2], int half,
+                                              int p) {
+    if constexpr (kFloat32) {
+      const float* a = &acc[8 * p + 2 * half];
+      return make_uint4(__float_as_uint(a[0]), __float_as_uint(a[1]), __float_as_uint(a[4]),
+                        __float_as_uint(a[5]));
+    } else {
+      const float* a = &acc[16 * p + 2 * half];
+      return make_uint4(Pack<T>(a[0], a[1]), Pack<T>(a[4], a[5]), Pack<T>(a[8], a[9]),
+                        Pack<T>(a[12], a[13]));
+    }
+  }
+  template <bool kFloat32>
+  static __device__ __forceinline__ void AddUnit(float (&acc)[Config::kTileN / 2], int half, int p,
+                                                 uint4 v) {
+    if constexpr (kFloat32) {
+      float* a = &acc[8 * p + 2 * half];
+      a[0] += __uint_as_float(v.x);
+      a[1] += __uint_as_float(v.y);
+      a[4] += __uint_as_float(v.z);
+      a[5] += __uint_as_float(v.w);
+    } else {
+      float* a = &acc[16 * p + 2 * half];
+      const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 f = Unpack<T>(words[i]);
+        a[4 * i] += f.x;
+        a[4 * i + 1] += f.y;
+      }
+    }
+  }
+};
+
+}  // namespace jflux
+
+#endif  // JFLUX_GPU_FRAGMENTS_SM90_CUH_
