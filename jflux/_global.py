@@ -96,12 +96,25 @@ def _over_global_arrays(
             _check_divides(f"jflux.{name}: {argument}", array, spec, mesh)
     if AxisType.Explicit in mesh.axis_types:  # else shard_map brings them into place
         x, w = (
-            jax.tree.map(lambda a, s=s: jax.sharding.reshard(a, NamedSharding(mesh, s)), operand)
-            for operand, s in zip((x, w), in_specs, strict=True)
+            jax.tree.map(functools.partial(_reshard, mesh=mesh, spec=spec), operand)
+            for operand, spec in zip((x, w), in_specs, strict=True)
         )
     # check_vma cannot know that a gathered array is the same on all ranks.
     mapped = jax.shard_map(op, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     return mapped(x, w)
+
+
+def _reshard(array: jax.Array, *, mesh: Any, spec: PartitionSpec) -> jax.Array:
+    """Brings an array into place on the explicit axes; shard_map does the rest."""
+    explicit = {
+        name
+        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == AxisType.Explicit
+    }
+    entries = [() if e is None else tuple(n for n in as_tuple(e) if n in explicit) for e in spec]
+    return jax.sharding.reshard(
+        array, NamedSharding(mesh, PartitionSpec(*(e if e else None for e in entries)))
+    )
 
 
 def _mesh_for(mesh: Mesh | AbstractMesh | None, *arrays: jax.Array) -> Mesh | AbstractMesh:
@@ -122,6 +135,13 @@ def _mesh_for(mesh: Mesh | AbstractMesh | None, *arrays: jax.Array) -> Mesh | Ab
 
 
 def _check_divides(what: str, array: Any, spec: PartitionSpec, mesh: Any) -> None:
+    unknown = [n for e in spec if e is not None for n in as_tuple(e) if n not in mesh.axis_names]
+    if unknown:
+        raise ValueError(
+            f"{what} is sharded as {spec}, but the mesh's axes are {mesh.axis_names}: no {unknown}"
+        )
+    if len(spec) > array.ndim:
+        raise ValueError(f"{what} has shape {tuple(array.shape)}, too few dimensions for {spec}")
     for dimension, entry in enumerate(spec):
         if entry is None:
             continue

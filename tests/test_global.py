@@ -1,12 +1,13 @@
 """jflux._global: calls on global arrays. The ops' own test files check their values."""
 
 import inspect
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import RANKS, Call, as_tuple, assert_close, make_mesh, normal, run
+from harness import DEVICES, RANKS, Call, as_tuple, assert_close, make_mesh, normal, run
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -57,13 +58,16 @@ def _operands(op):
     return x, normal(1, (RANKS * 4, RANKS * 2), jnp.bfloat16)
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
+@pytest.mark.parametrize(
+    "axis_types", list(itertools.product([AxisType.Explicit, AxisType.Auto], repeat=2)), ids=str
+)
 @pytest.mark.parametrize("module", [jflux, jflux.reference])
 @pytest.mark.parametrize("op", OPS)
-def test_operands_that_are_sharded_otherwise(op, module, axis_type):
+def test_operands_that_are_sharded_otherwise(op, module, axis_types):
     """Nowhere, or over other axes too (weights of fully sharded data parallelism), on a mesh whose
     axes are explicit or not."""
-    mesh = make_mesh((2, RANKS // 2), ("dp", "tp"), axis_type=axis_type)
+    devices = np.array(DEVICES[: RANKS // 2 * 2]).reshape(2, -1)
+    mesh = jax.sharding.Mesh(devices, ("dp", "tp"), axis_types=axis_types)
     f = Call(op).bind("tp", module, mesh=mesh, x_spec=P("dp"), preferred_element_type=None)
     x, w = _operands(op)
     gathers = op == "all_gather_matmul"
@@ -103,3 +107,15 @@ def test_sizes_that_the_mesh_does_not_divide():
 def test_an_axis_that_the_mesh_lacks(op):
     with pytest.raises(ValueError, match=r"names \['tq'\], but the mesh has axes"):
         Call(op).bind("tq", mesh=make_mesh((RANKS,)))(*_operands(op))
+
+
+def test_specs_that_do_not_fit():
+    x, w = _operands("all_gather_matmul")
+    f = Call("all_gather_matmul").bind
+    mesh = make_mesh((RANKS,))
+    with pytest.raises(
+        ValueError, match=r"x is sharded as .*'data'.*mesh's axes are \('tp',\): no"
+    ):
+        f("tp", mesh=mesh, x_spec=P("data"))(x, w)
+    with pytest.raises(ValueError, match=r"w has shape \(4,\), too few dimensions"):
+        f("tp", jflux.reference, mesh=mesh)(x, np.ones(4, x.dtype))

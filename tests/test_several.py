@@ -242,6 +242,45 @@ def test_check_vma():
         assert_close(y2[d], *_product(x[d], ws[1][d]), BF16, 16)
 
 
+def test_empty_ones_among_them():
+    mesh = make_mesh((RANKS,))
+    x, w = normal(0, (RANKS, 3, 8), BF16), normal(1, (RANKS, 8, 16), BF16)
+
+    def gather(x, w):  # shard_map takes no empty operands from outside
+        return _gather(return_gathered=True)(x, (w[:, :0], w, w[:, :0]))
+
+    (none, y, _), gathered = run(jax.jit(per_device(mesh, gather)), x, w)
+    whole = _whole(x)
+    assert none.shape == (RANKS, len(whole), 0)
+    assert_close(y, whole @ w.astype(np.float64), abs(whole) @ abs(w.astype(np.float64)), BF16, 8)
+    np.testing.assert_array_equal(gathered[0].astype(np.float64), whole)
+
+    def only_gathered(x, w):
+        return _gather(return_gathered=True)(x, w[:, :0])[1]
+
+    gathered = run(jax.jit(per_device(mesh, only_gathered)), x, w)
+    np.testing.assert_array_equal(gathered[-1].astype(np.float64), whole)
+
+    def gradient(x, w):
+        return jax.grad(lambda x: gather(x, w)[0][1].astype(jnp.float32).sum())(x)
+
+    dx = run(jax.jit(per_device(mesh, gradient)), x, w)
+    rows = w.astype(np.float64).sum((0, 2))
+    scale = abs(w.astype(np.float64)).sum((0, 2))
+    shape = x.shape
+    assert_close(dx, np.broadcast_to(rows, shape), np.broadcast_to(scale, shape), BF16, 16 * RANKS)
+
+    tall = normal(2, (RANKS, RANKS * 3, 8), BF16)
+
+    def scatter(x, w):
+        return _scatter()((x[:, :0], x), (w[:0], w))
+
+    y = run(jax.jit(per_device(mesh, scatter)), tall, w)
+    t, w = tall.astype(np.float64), w.astype(np.float64)
+    want, scale = ((a @ b).sum(0).reshape(y.shape) for a, b in ((t, w), (abs(t), abs(w))))
+    assert_close(y, want, scale, BF16, 8 * RANKS)
+
+
 def test_errors():
     mesh = make_mesh((RANKS,))
 
@@ -253,6 +292,8 @@ def test_errors():
         trace(lambda x: _gather()(x, ()), x)
     with pytest.raises(ValueError, match=r"x .*8\) and w \(9, 16\) do not contract"):
         trace(_gather(), x, (w, np.zeros((RANKS, 9, 16), BF16)))
+    with pytest.raises(TypeError, match="several .* of one type, got bfloat16, float32"):
+        trace(_gather(), x, (w, w.astype(np.float32)))
     with pytest.raises(ValueError, match="equally many, got 2 and 1"):
         trace(_scatter(), (x, x), (w,))
     with pytest.raises(ValueError, match=r"cannot be summed: all but k"):

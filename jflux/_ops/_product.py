@@ -65,10 +65,17 @@ def outer_inner(shape: tuple[int, ...], dimension: int, blocks: int) -> tuple[in
     )
 
 
-def out_dtype(x: Any, ws: Any, preferred_element_type: Any) -> np.dtype:
+def out_dtype(op: str, operands: Any, preferred_element_type: Any) -> np.dtype:
+    """The type of all results."""
     if preferred_element_type is not None:
         return np.dtype(preferred_element_type)
-    return jnp.result_type(x.dtype, *(w.dtype for w in ws))
+    dtypes = sorted({np.dtype(a.dtype).name for a in operands})
+    if len(operands) > 2 and len(dtypes) > 1:
+        raise TypeError(
+            f"jflux.{op}: several weights or products must be of one type, got "
+            f"{', '.join(dtypes)}; cast them, or pass preferred_element_type"
+        )
+    return jnp.result_type(*(a.dtype for a in operands))
 
 
 def kernel_takes(x: Any, w: Any, out: np.dtype, world: int, platform: str) -> str | None:
@@ -91,11 +98,6 @@ def kernel_takes(x: Any, w: Any, out: np.dtype, world: int, platform: str) -> st
 def total_rows(x: Any) -> int:
     """Rows of an array [..., rows, k], leading dimensions included."""
     return math.prod(x.shape[:-1])
-
-
-def is_empty(*operands: Any) -> bool:
-    """Whether there is nothing to compute: `lax`'s collectives do not take empty operands."""
-    return any(0 in a.shape for a in operands)
 
 
 def zeros(shape: tuple[int, ...], dtype: Any, *like: jax.Array) -> jax.Array:

@@ -79,7 +79,8 @@ def all_gather_matmul(
       x: [..., m/N, k]; float16, bfloat16, float32 or float64 (CPU), float16 or bfloat16 (GPU).
         Other types take the reference.
       w: [k, n/N], or [n/N, k] with `transpose_rhs`; of x's type. Or a tuple or list of such, of
-        any n each.
+        any n each. Under ``check_vma=True``, all results vary over every axis that x or one of the
+        weights varies over.
       axis_name: a mesh axis, or a tuple of them (the first one major).
       gather_dimension: which of x's leading dimensions to gather; the second to last by default.
       return_gathered: also return the gathered x, [..., m, k].
@@ -121,7 +122,7 @@ def all_gather_matmul(
     for one in ws:
         _product.check_contraction("all_gather_matmul", x, one, transpose_rhs)
     world = _mesh.axis_size(axis_name)
-    out = _product.out_dtype(x, ws, preferred_element_type)
+    out = _product.out_dtype("all_gather_matmul", (x, *ws), preferred_element_type)
     if _product.is_plain("all_gather_matmul", axis_name):
         return reference.all_gather_matmul(
             x, w, axis_name=axis_name, gather_dimension=dimension, return_gathered=return_gathered,
@@ -139,13 +140,30 @@ def all_gather_matmul(
         out_dtype=out,
         precision=precision,
     )
-    if _product.is_empty(x, *ws):
-        results = [_product.zeros(s, d, x) for s, d in _result_shapes(x, *ws, params=params)]
-    else:
-        results = differentiable(x, ws, params)
-    ys = tuple(results[: len(ws)])
+    ys, gathered = _with_empty_ones(x, ws, params)
     y = ys if isinstance(w, tuple | list) else ys[0]
-    return (y, results[-1]) if return_gathered else y
+    return (y, gathered) if return_gathered else y
+
+
+def _with_empty_ones(
+    x: jax.Array, ws: tuple[jax.Array, ...], params: Params
+) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+    """All y, and the gathered x if it is wanted. `lax`'s collectives take no empty operands."""
+    both = dataclasses.replace(params, results=("y", "gathered"))
+    *shapes, gathered_shape = _result_shapes(x, *ws, params=both)
+    if 0 in x.shape:
+        return tuple(_product.zeros(*s, x) for s in shapes), _product.zeros(*gathered_shape, x)
+    some = tuple(w for w in ws if 0 not in w.shape)
+    products = differentiable(x, some, params) if some else []
+    gathered = None
+    if "gathered" in params.results:
+        *products, gathered = products or [_gather(x, params)]
+    rest = iter(products)
+    ys = (
+        _product.zeros(*shape, x) if 0 in w.shape else next(rest)
+        for w, shape in zip(ws, shapes, strict=True)
+    )
+    return tuple(ys), gathered
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -215,8 +233,12 @@ def _result_shapes(x, *ws, params):
     return [result for name in params.results for result in known[name]]
 
 
+def _gather(x, params):
+    return lax.all_gather(x, params.axis_names, axis=params.gather_dimension, tiled=True)
+
+
 def _reference(x, *ws, params):
-    gathered = lax.all_gather(x, params.axis_names, axis=params.gather_dimension, tiled=True)
+    gathered = _gather(x, params)
     if params.results == ("gathered",):
         return [gathered]
     ys = [

@@ -121,7 +121,7 @@ def matmul_reduce_scatter(
             f"scatter_dimension={dimension}, which the {world} ranks of {axis_name=} do not "
             f"divide; x has shape {xs[0].shape}"
         )
-    out = _product.out_dtype(xs[0], ws, preferred_element_type)
+    out = _product.out_dtype("matmul_reduce_scatter", (*xs, *ws), preferred_element_type)
     if _product.is_plain("matmul_reduce_scatter", axis_name):
         return reference.matmul_reduce_scatter(
             x, w, axis_name=axis_name, scatter_dimension=dimension, transpose_rhs=transpose_rhs,
@@ -137,8 +137,10 @@ def matmul_reduce_scatter(
         out_dtype=out,
         precision=precision,
     )
-    if _product.is_empty(*xs, *ws):
+    terms = [(x, w) for x, w in zip(xs, ws, strict=True) if 0 not in x.shape and 0 not in w.shape]
+    if not terms:
         return _product.zeros(*_result_shapes(*xs, *ws, params=params)[0], xs[0])
+    xs, ws = zip(*terms, strict=True)
     return differentiable(xs, ws, params)[0]
 
 
