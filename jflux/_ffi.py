@@ -198,7 +198,7 @@ def _choice(
     if platform != "cuda" or not _lowers_for_here(mesh):
         return ()
     if not isinstance(known, _tuning.Choice):
-        known = _tuning.heuristic(key, mesh.local_devices[0].core_count)
+        known = _tuning.heuristic(key, _mesh.core_count(mesh))
     return dataclasses.astuple(known)
 
 

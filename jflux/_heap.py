@@ -230,6 +230,11 @@ def _reserve_cuda_channel(groups: np.ndarray, product: Product) -> None:
         _DTYPES.index(product.dtype.name), _DTYPES.index(product.out_dtype.name),
         product.transpose_rhs, product.choice,
     )  # fmt: skip
+    if total < 0:
+        raise ValueError(
+            f"jflux.{product.op}: no kernel takes the configuration {product.choice}, from "
+            "a tuning table (see jflux.tune)"
+        )
     flat = groups.ravel().tolist()
     if jax.process_count() == 1:
         fits = _jflux.cuda_heap_find_channel(flat, total)
@@ -250,7 +255,7 @@ def _agree_on_channel(groups: list[int], shape: str, total: int) -> bool:
     digest = hashlib.sha256(repr((groups, shape)).encode()).hexdigest()[:32]
     key = f"{digest}/{total}"
     while key not in _agreed:
-        entry = _claim(f"cuda_channel/{len(_agreed)}", key)
+        entry = claim(f"cuda_channel/{len(_agreed)}", key)
         _agreed[entry] = int(entry.rsplit("/", 1)[1])
     if key in _agreed_groups:
         return True
@@ -336,17 +341,7 @@ def exchange(name: str, value: str, processes: list[int]) -> dict[int, str]:
     return theirs
 
 
-def from_first_process(name: str, value: str) -> str:
-    """The first process's `value`, in all of them."""
-    client = _store()
-    if jax.process_index() == 0:
-        client.key_value_set(f"jflux/{name}", value)
-        return value
-    timeout_ms = int(max(_settings.deadline_seconds, 60.0) * 1000)
-    return client.blocking_key_value_get(f"jflux/{name}", timeout_ms)
-
-
-def _claim(name: str, value: str) -> str:
+def claim(name: str, value: str) -> str:
     """Writes `value` under `name` unless another process has; returns what is there."""
     client = _store()
     try:

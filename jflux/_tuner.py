@@ -95,7 +95,7 @@ def tune(
         raise RuntimeError(f"jflux.tune chooses among kernels for GPUs, and {why}")
     if mesh is None:
         mesh = jax.make_mesh((jax.device_count(),), _mesh.as_tuple(axis_name))
-    gpu, sm_count = mesh.devices.flat[0].device_kind, mesh.local_devices[0].core_count
+    gpu, sm_count = mesh.devices.flat[0].device_kind, _mesh.core_count(mesh)
     ranks = int(np.prod([mesh.shape[name] for name in _mesh.as_tuple(axis_name)]))
     if ranks == 1:
         raise RuntimeError("jflux.tune: one rank is a plain product, with nothing to choose")

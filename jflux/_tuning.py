@@ -18,8 +18,10 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import numpy as np
 
+from . import _heap, _jflux
 from ._version import __version__
 
 LAX = "lax"  # instead of a choice: the call takes the reference
@@ -73,14 +75,10 @@ Table = dict[str, Any]  # str(Key) -> [tile_n, cluster_m, group_m, splits] or "l
 
 def compiled() -> list[Choice]:
     """The configurations that there are kernels for, each with a usual group."""
-    from . import _jflux
-
     return [Choice(*c) for c in _jflux.choices()]
 
 
 def heuristic(key: Key, sm_count: int) -> Choice:
-    from . import _jflux
-
     rows = key.rows // key.ranks
     return Choice(*_jflux.choose(key.op, key.ranks, 1, rows, key.k, key.n, sm_count))
 
@@ -164,27 +162,19 @@ _agreed: dict[str, Table] = {}
 
 
 def _user_table(gpu: str) -> Table:
-    """What is in the user's table; with several processes, in the first one's, which all take:
-    ranks that take different configurations cannot work together."""
+    """What is in the user's table. Ranks that take different configurations cannot work together,
+    so with several processes it is what the first one to ask has found."""
     if gpu not in _agreed:
-        _agreed[gpu] = _first_process_says(f"tuning/{slug(gpu)}", lambda: load(user_path(gpu)))
+        found = load(user_path(gpu))
+        if jax.process_count() > 1:
+            found = json.loads(_heap.claim(f"tuning/{slug(gpu)}", json.dumps(found)))
+        _agreed[gpu] = found
     return _agreed[gpu]
 
 
 def remember(gpu: str, choices: Table) -> None:
     """From now on, calls that are lowered take these choices."""
     _agreed[gpu] = {**_user_table(gpu), **choices}
-
-
-def _first_process_says(name: str, value: Any) -> Any:
-    import jax
-
-    from . import _heap
-
-    if jax.process_count() == 1:
-        return value()
-    mine = json.dumps(value()) if jax.process_index() == 0 else "null"
-    return json.loads(_heap.from_first_process(name, mine))
 
 
 def key_of(op: str, world: int, per_rank: int, n: int, k: int, dtype: Any, nk: bool) -> Key:

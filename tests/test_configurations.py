@@ -21,3 +21,16 @@ def test_every_configuration(op, choice, dtype, out, transpose_rhs, rows):
         call = Call(op, lead=(rows,), k=136, n=n, dtype=dtype, out=out, transpose_rhs=transpose_rhs)
         with _tuning.force(_tuning.Choice(choice.tile_n, choice.cluster_m, group)):
             check_values(call, mesh, "tp", seed=group)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tile_n", [128, 256])
+@pytest.mark.parametrize("splits", [2, 3, 8, 16])
+@pytest.mark.parametrize("rows, k", [(1, 8), (5, 136), (16, 520), (31, 2056), (60, 1024)])
+def test_splits_of_k(tile_n, splits, rows, k):
+    """Also more splits than there are blocks of k, and rows that leave a consumer without any."""
+    mesh = make_mesh((RANKS,))
+    for dtype, out in ((jnp.bfloat16, None), (jnp.float16, jnp.float32)):
+        call = Call("all_gather_matmul", lead=(rows,), k=k, n=520, dtype=dtype, out=out)
+        with _tuning.force(_tuning.Choice(tile_n, 1, 2, splits)):
+            check_values(call, mesh, "tp", seed=splits)

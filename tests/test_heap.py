@@ -232,7 +232,7 @@ def test_a_process_that_does_not_come(monkeypatch):
 def test_claims(monkeypatch):
     store = _Store()
     monkeypatch.setattr(_heap, "_store", lambda: store)
-    assert _heap._claim("entry", "first") == "first"
-    assert _heap._claim("entry", "second") == "first"
+    assert _heap.claim("entry", "first") == "first"
+    assert _heap.claim("entry", "second") == "first"
     with pytest.raises(jax.errors.JaxRuntimeError, match="UNAVAILABLE"):
-        _heap._claim("broken", "x")
+        _heap.claim("broken", "x")

@@ -28,7 +28,9 @@ inline constexpr GemmChoice kCompiled[] = {
     {256, 2, 8}, {256, 1, 16}, {192, 2, 8}, {128, 2, 8}, {128, 1, 16}};
 
 inline constexpr int32_t kGemmTileM = 128;
+inline constexpr int kGemmTileK = 64;
 inline constexpr int kMaxWeights = 4;  // of one call
+inline constexpr int kMaxSplits = 16;  // of k
 
 // Waves of tiles on `sm_count` SMs, times what a tile costs.
 inline double EstimateCost(const GemmChoice& c, int64_t m, int64_t n, int sm_count) {
@@ -72,17 +74,36 @@ inline GemmChoice GatherGroups(GemmChoice c, int world, int64_t rows_per_rank, i
   return c;
 }
 
-// With few rows, a product is bound by reading w: it should keep all SMs reading all the time. Each
-// split costs the writing and reading of a sum in float32.
-inline GemmChoice SplitFew(GemmChoice c, int64_t m, int64_t n, int sm_count) {
-  if (m > 2 * kGemmTileM) return c;
-  GemmChoice best{128, 1, static_cast<int32_t>(CeilDiv<int64_t>(m, kGemmTileM))};
-  double cost = 1e9;
+// Whether the kernels can do it: choices also come from files.
+inline bool IsPossible(const GemmChoice& c) {
+  bool compiled = false;
+  for (const GemmChoice& k : kCompiled) {
+    compiled |= k.tile_n == c.tile_n && k.cluster_m == c.cluster_m;
+  }
+  return compiled && c.group_m >= 1 && 1 <= c.splits && c.splits <= kMaxSplits &&
+         (c.splits == 1 || c.cluster_m == 1);
+}
+
+// Splits that each have something of k.
+inline int32_t SplitsOf(const GemmChoice& c, int64_t k) {
+  return static_cast<int32_t>(Min<int64_t>(c.splits, CeilDiv<int64_t>(k, kGemmTileK)));
+}
+
+// With few rows, a product is bound by reading w: it should keep all SMs reading all the time.
+inline GemmChoice SplitFew(GemmChoice c, int64_t m, int64_t n, int64_t k, int sm_count) {
+  const int64_t rows = CeilDiv<int64_t>(m, kGemmTileM), tiles = rows * CeilDiv<int64_t>(n, 128);
+  if (rows > 2 || tiles >= sm_count) return c;
+  GemmChoice best{128, 1, static_cast<int32_t>(rows)};
+  double least = 1e9;
   for (int32_t splits = 1; splits <= 8; ++splits) {
-    const int64_t units = CeilDiv<int64_t>(m, kGemmTileM) * CeilDiv<int64_t>(n, 128) * splits;
-    const double waves = static_cast<double>(CeilDiv<int64_t>(units, sm_count)) / splits;
-    if (waves + 0.03 * splits < cost) {
-      cost = waves + 0.03 * splits;
+    // Each sum is written and read in float32, which costs less than reading as much of w, since
+    // it does not leave L2.
+    constexpr double kOfReadingW = 0.3;
+    const double sums = static_cast<double>((splits - 1) * rows * kGemmTileM * 4) / k;
+    const double waves = static_cast<double>(CeilDiv<int64_t>(tiles * splits, sm_count)) / splits;
+    const double cost = waves * (1 + kOfReadingW * sums);
+    if (cost < least) {
+      least = cost;
       best.splits = splits;
     }
   }
@@ -90,9 +111,10 @@ inline GemmChoice SplitFew(GemmChoice c, int64_t m, int64_t n, int sm_count) {
 }
 
 // For a call of either op: with world ranks and rows_per_rank rows of each.
-inline GemmChoice ChooseAllGather(int world, int64_t rows_per_rank, int64_t n, int sm_count) {
+inline GemmChoice ChooseAllGather(int world, int64_t rows_per_rank, int64_t n, int64_t k,
+                                  int sm_count) {
   const int64_t m = world * rows_per_rank;
-  return SplitFew(GatherGroups(ChooseGemm(m, n, sm_count), world, rows_per_rank, n), m, n,
+  return SplitFew(GatherGroups(ChooseGemm(m, n, sm_count), world, rows_per_rank, n), m, n, k,
                   sm_count);
 }
 inline GemmChoice ChooseReduceScatter(int world, int64_t rows_per_rank, int64_t n, int sm_count) {

@@ -64,7 +64,7 @@ struct GemmConfig {
       (212992 - kConsumers * kStagingBytes) / (kABytes + kBBytes);  // three of them do for 256
   // Of w, for each tile that waits for its rows: 256 KiB of each CTA, so 34 MB for 132 of them, of
   // 50 or 60 MB of L2.
-  static constexpr int kPrefetchBlocks = 262144 / kBBytes;
+  static constexpr int kPrefetchBlocks = 262144 * kClusterM / kBBytes;
   // How the CTAs of a cluster share the loading of w's tile, stored [k, n]: by columns if whole
   // boxes of 64 are left for each, else by rows.
   static constexpr bool kShareColumns = kTileN / kClusterM % 64 == 0;
@@ -482,7 +482,9 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args,
 #pragma unroll
     for (int i = 0; i < Config::kTileN / 2; ++i) acc[i] = 0;
     int last = -1;
-    if (call.recording) ptx::MbarrierWait(smem.Full(stages.index), stages.parity);
+    if (call.recording && k_blocks > 0) {
+      ptx::MbarrierWait(smem.Full(stages.index), stages.parity);
+    }
     uint64_t start = call.Start();
     for (int kb = 0; kb < k_blocks; ++kb) {
       ptx::MbarrierWait(smem.Full(stages.index), stages.parity);
@@ -498,7 +500,7 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args,
     }
     wgmma::Wait<0>();
     wgmma::Pin(acc);
-    release(last);
+    if (last >= 0) release(last);
     if (records) call.Done(EventKind::kMultiply, start, block_m, tile.n);
     start = call.Start();
     const auto each_part = [&](auto&& add) {

@@ -88,7 +88,8 @@ typedef struct {
 // Fills up to `capacity` of those that are compiled; returns how many there are.
 JFLUX_API int jflux_choices(JfluxChoice* choices, int capacity);
 
-// What a call needs of the heap: the size of its channel in bytes, or -1 for an unknown op.
+// What a call needs of the heap: the size of its channel in bytes, or -1 for an unknown op or
+// a configuration that is not compiled.
 typedef struct {
   int64_t world, outer, inner, k, n;
   int dtype, out_dtype;  // core/dtype.h

@@ -35,7 +35,7 @@ int jflux_choose(const char* op, const JfluxProduct* p, int sm_count, JfluxChoic
   const int64_t rows = p->outer * p->inner;
   jflux::GemmChoice c;
   if (std::strcmp(op, kAllGatherMatmul) == 0) {
-    c = jflux::ChooseAllGather(world, rows, p->n, sm_count);
+    c = jflux::ChooseAllGather(world, rows, p->n, p->k, sm_count);
   } else if (std::strcmp(op, kMatmulReduceScatter) == 0) {
     c = jflux::ChooseReduceScatter(world, rows, p->n, sm_count);
   } else {
@@ -162,6 +162,7 @@ int64_t jflux_cuda_channel_bytes(const char* op, const JfluxProduct* c, const Jf
   const auto out_dtype = static_cast<jflux::DType>(c->out_dtype);
   const bool transpose_rhs = c->transpose_rhs != 0;
   const jflux::GemmChoice with{choice->tile_n, choice->cluster_m, choice->group_m, choice->splits};
+  if (!jflux::IsPossible(with)) return -1;
   if (std::strcmp(op, kAllGatherMatmul) == 0) {
     const jflux::AllGatherMatmulParams p{rows, c->k, c->n, dtype, out_dtype, transpose_rhs, false};
     return jflux::AllGatherMatmulChannel(p, with).TotalBytes();

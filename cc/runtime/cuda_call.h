@@ -21,6 +21,11 @@ inline std::optional<GemmChoice> ChoiceOf(ffi::Span<const int64_t> choice) {
                     static_cast<int32_t>(choice[2]), static_cast<int32_t>(choice[3])};
 }
 
+inline bool IsPossibleChoice(ffi::Span<const int64_t> choice) {
+  const auto c = ChoiceOf(choice);
+  return choice.size() == 0 || (c && IsPossible(*c));
+}
+
 // How many kernels handlers have enqueued. A captured graph that is replayed runs no handler.
 inline std::atomic<int64_t>& CudaLaunches() {
   static std::atomic<int64_t> launches{0};

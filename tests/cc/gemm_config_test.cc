@@ -50,19 +50,19 @@ TEST(OpsChooseAsTheirPartsDo) {
   for (int64_t rows : {32, 512, 2048}) {
     const GemmChoice c = ChooseGemm(4 * rows, 12288, kSms);
     EXPECT(ChooseReduceScatter(4, rows, 12288, kSms) == c);
-    EXPECT(ChooseAllGather(4, rows, 12288, kSms) ==
-           SplitFew(GatherGroups(c, 4, rows, 12288), 4 * rows, 12288, kSms));
+    EXPECT(ChooseAllGather(4, rows, 12288, 12288, kSms) ==
+           SplitFew(GatherGroups(c, 4, rows, 12288), 4 * rows, 12288, 12288, kSms));
   }
 }
 
 // 96 tiles on 132 SMs: a quarter of the SMs would read nothing; 4 splits are 2.9 waves of a fourth.
 TEST(FewRowsKeepAllSmsReading) {
   for (int64_t m : {1, 16, 64, 128}) {
-    const GemmChoice c = ChooseAllGather(1, m, 12288, kSms);
+    const GemmChoice c = ChooseAllGather(1, m, 12288, 12288, kSms);
     EXPECT(c == (GemmChoice{128, 1, 1, 4})) << m;
   }
   for (int64_t n : {256, 1280, 2560, 7168, 12288, 28672}) {
-    const GemmChoice c = ChooseAllGather(4, 16, n, kSms);
+    const GemmChoice c = ChooseAllGather(4, 16, n, 8192, kSms);
     const auto waves = [&](int splits) {
       return static_cast<double>(CeilDiv<int64_t>(CeilDiv<int64_t>(n, 128) * splits, kSms)) /
              splits;
@@ -70,7 +70,21 @@ TEST(FewRowsKeepAllSmsReading) {
     EXPECT(1 <= c.splits && c.splits <= 8);
     EXPECT(waves(c.splits) <= waves(1)) << n;
   }
-  EXPECT_EQ(ChooseAllGather(4, 128, 12288, kSms).splits, 1);
+  EXPECT_EQ(ChooseAllGather(4, 128, 12288, 12288, kSms).splits, 1);
+  EXPECT_EQ(ChooseAllGather(4, 16, 128, 136, kSms).splits, 1);  // sums would be more than w
+}
+
+TEST(ImpossibleChoices) {
+  for (const GemmChoice& c : kCompiled) EXPECT(IsPossible(c));
+  EXPECT(IsPossible({128, 1, 1, 16}));
+  for (const GemmChoice c : {GemmChoice{64, 1, 1}, GemmChoice{256, 3, 1}, GemmChoice{256, 2, 0},
+                             GemmChoice{256, 2, 8, 2}, GemmChoice{128, 1, 1, 0},
+                             GemmChoice{128, 1, 1, 17}, GemmChoice{0, 0, 0, 0}}) {
+    EXPECT(!IsPossible(c)) << c.tile_n << " " << c.cluster_m;
+  }
+  EXPECT_EQ(SplitsOf({128, 1, 1, 8}, 64), 1);
+  EXPECT_EQ(SplitsOf({128, 1, 1, 8}, 65), 2);
+  EXPECT_EQ(SplitsOf({128, 1, 1, 8}, 12288), 8);
 }
 
 TEST(WhatIsChosenIsCompiled) {

@@ -17,9 +17,10 @@ inline constexpr int64_t kCudaChunkBytes = 16384;
 
 inline AllGatherLayout CudaLayoutOf(const AllGatherMatmulParams& p, const GemmChoice& c) {
   AllGatherLayout layout = AllGatherLayout::Make(p, kCudaChunkBytes);
-  if (c.splits > 1) {
+  const int32_t splits = SplitsOf(c, p.k);
+  if (splits > 1) {
     layout.tiles = CeilDiv<int64_t>(p.rows.Total(), kGemmTileM) * CeilDiv<int64_t>(p.n, c.tile_n);
-    layout.partials = (c.splits - 1) * layout.tiles;
+    layout.partials = (splits - 1) * layout.tiles;
     layout.partial_bytes = static_cast<int64_t>(kGemmTileM) * c.tile_n * sizeof(float);
   }
   return layout;

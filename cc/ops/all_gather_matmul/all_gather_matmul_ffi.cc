@@ -116,9 +116,12 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Span<const int64_t> c
   }
   p->n = columns;
   if (gathered) operands.gathered = (*results.get<ffi::AnyBuffer>(count))->untyped_data();
+  if (!IsPossibleChoice(choice)) {
+    return InvalidArgument("all_gather_matmul: no kernel for this `choice`");
+  }
   const auto choice_for = [&](int sm_count) {
     return ChoiceOf(choice).value_or(
-        ChooseAllGather(p->rows.world, p->rows.PerRank(), p->n, sm_count));
+        ChooseAllGather(p->rows.world, p->rows.PerRank(), p->n, p->k, sm_count));
   };
   return LaunchCudaCall(
       OpId::kAllGatherMatmul, ordinal, groups, world,

@@ -43,8 +43,8 @@ bool LaunchAllGatherMatmul(const AllGatherMatmulParams& p, const AllGatherMatmul
   args.signature = SignatureOf(p.Signature(), site, choice);
   args.op = static_cast<uint32_t>(OpId::kAllGatherMatmul);
   // Several weights round up their columns each: there may be more tiles than room for partials.
-  const auto blocks = static_cast<int32_t>(CeilDiv<int64_t>(p.k, 64));
-  args.splits = operands.weights == 1 ? Max(1, Min(choice.splits, blocks)) : 1;
+  args.splits = operands.weights == 1 ? SplitsOf(choice, p.k) : 1;
+  args.grid.at_once = Max(1, args.grid.at_once / args.splits);
   args.num_tiles = args.grid.tiles_m * args.grid.tiles_n * args.splits;
   args.copy_own = p.rows.PerRank() % kGemmTileM != 0;
   args.out_f32 = p.out_dtype == DType::kF32;

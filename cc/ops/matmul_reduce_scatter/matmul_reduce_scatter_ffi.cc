@@ -109,6 +109,9 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Span<const int64_t> c
     if (!p) return InvalidArgument("matmul_reduce_scatter: operands do not fit");
     operands.products[i] = {x.untyped_data(), w.untyped_data(), p->k};
   }
+  if (!IsPossibleChoice(choice)) {
+    return InvalidArgument("matmul_reduce_scatter: no kernel for this `choice`");
+  }
   const auto choice_for = [&](int sm_count) {
     return ChoiceOf(choice).value_or(
         ChooseReduceScatter(p->rows.world, p->rows.PerRank(), p->n, sm_count));
