@@ -1,6 +1,6 @@
 """Checks, stresses and times the kernels on this host's GPUs; the table comes last.
 
-python -m bench.gpu_check [--ranks 4] [--sections values,gemm] [--lists flux]
+python -m bench.gpu_check [--ranks 4] [--sections values,gemm,stacked] [--lists flux]
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import faulthandler
+import functools
 import itertools
 import os
 import sys
@@ -206,6 +207,50 @@ def section_gemm(names: list[str], rounds: int) -> list[str]:
     return lines
 
 
+def section_stacked(ranks: int, names: list[str], rounds: int) -> list[str]:
+    """J and S with weights stacked for `lax.scan`, as models scan over their layers, and with one
+    weight in a loop: XLA passes a slice by its address, and may capture the call anew each time."""
+    layers, lines = 16, []
+    mesh = mesh_of(ranks)
+    for shape in itertools.chain(*(shapes.LISTS[name] for name in names)):
+        if shape.m < 64 * ranks:
+            continue
+        x, w = _trial.operands(shape.op, shape.m, shape.n, shape.k, mesh, "tp", jnp.bfloat16)
+        x_spec, w_spec, y_spec = _trial.specs(shape.op, "tp")
+        put = NamedSharding(mesh, P(None, *w_spec))
+        stack = jax.jit(lambda w: jnp.stack([w] * layers), out_shardings=put)
+        many = stack(w)
+        runs = {}
+        for name, module in (("J", jflux), ("S", jflux.reference)):
+            op = functools.partial(getattr(module, shape.op), axis_name="tp")
+
+            def scan(x, many, op=op):
+                def layer(x, one):
+                    y = op(x, one)
+                    # The next call depends on this one.
+                    corner = y[:1, :1].astype(x.dtype)
+                    return jax.lax.dynamic_update_slice(x, corner, (0, 0)), y[0, 0]
+
+                return jax.lax.scan(layer, x, many)[1].reshape(1, -1)
+
+            for kind, f, b, spec, out in (
+                ("scan", scan, many, P(None, *w_spec), P("tp", None)),
+                ("loop", _trial.loop(op, layers), w, w_spec, y_spec),
+            ):
+                g = jax.jit(
+                    jax.shard_map(f, mesh=mesh, in_specs=(x_spec, spec), out_specs=out,
+                                  check_vma=False)
+                )  # fmt: skip
+                g = g.lower(x, b).compile()
+                runs[f"{name} {kind}"] = lambda g=g, b=b, x=x: jax.block_until_ready(g(x, b))
+        t = _trial.interleave(runs, layers, rounds)
+        line = f"stacked {shape.op} {shape.m:5} {shape.n:6} {shape.k:6} "
+        line += ", ".join(f"{name} {timing.median * 1e3:7.3f} ms" for name, timing in t.items())
+        print(line, flush=True)
+        lines.append(line)
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=jax.device_count())
@@ -221,6 +266,7 @@ def main() -> None:
     sections = {
         "values": lambda: section_values(args.ranks),
         "gemm": lambda: section_gemm(args.lists.split(","), args.rounds),
+        "stacked": lambda: section_stacked(args.ranks, args.lists.split(","), args.rounds),
     }
     summary = []
     for name in args.sections.split(","):
