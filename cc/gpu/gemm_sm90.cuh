@@ -355,27 +355,42 @@ __device__ __forceinline__ void RunLoader(const typename Op::Args& args,
     const Tile tile = Op::TileAt(args, t);
     const int32_t block_m = BlockRow<Config>(tile, cta);
     if (lane == 0) {
-      // As long as the rows are on their way, w can come nearer.
-      const Rhs first = Op::RhsOf(args, tile.n, 0);
-      const KRange near = Op::KOf(args, tile, 0);
-      for (int kb = 0; kb < Config::kPrefetchBlocks; ++kb) {
-        const int k0 = near.begin + kb * Config::kTileK;
-        if (k0 >= near.end) break;
-        if (ptx::MbarrierTryWait(smem.RowsReady(slot.index), slot.parity)) break;
-        PrefetchB<Config>(first.map, k0, first.n0, cta);
+      const auto load_b = [&](const Ring<Config::kStages>& stage, const Rhs& rhs, int k0) {
+        const uint32_t bar = smem.Full(stage.index);
+        ptx::MbarrierArriveExpectTx(bar, Config::kABytes + Config::kBBytes);
+        LoadB<Config>(smem.B(stage.index), rhs.map, bar, k0, rhs.n0, cta);
+      };
+      // As long as the rows are on their way, w comes: to the stages that are free, and what
+      // follows to L2. The CTAs of a cluster need each other's share of w, whoever's rows are late.
+      const KRange first = Op::KOf(args, tile, 0);
+      const Rhs first_rhs = Op::RhsOf(args, tile.n, 0);
+      Ring<Config::kStages> early = stages;
+      int staged = first.begin, fetched = first.begin;  // so far
+      const int most = first.begin + Config::kStages * Config::kTileK;
+      const int far = first.begin + Config::kPrefetchBlocks * Config::kTileK;
+      while (!ptx::MbarrierTest(smem.RowsReady(slot.index), slot.parity)) {
+        if (staged < Min(most, first.end) &&
+            ptx::MbarrierTest(smem.Empty(early.index), early.parity ^ 1)) {
+          load_b(early, first_rhs, staged);
+          early.Advance();
+          staged += Config::kTileK;
+        } else if (Max(fetched, staged) < Min(far, first.end)) {
+          fetched = Max(fetched, staged);
+          PrefetchB<Config>(first_rhs.map, fetched, first_rhs.n0, cta);
+          fetched += Config::kTileK;
+        }
       }
-      ptx::MbarrierWait(smem.RowsReady(slot.index), slot.parity);
       ptx::MbarrierArrive(smem.Begun());
       for (int term = 0; term < Op::TermsOf(args); ++term) {
         const auto source = Op::SourceOf(args, call, block_m, term);
         const Rhs rhs = Op::RhsOf(args, tile.n, term);
         const KRange k = Op::KOf(args, tile, term);
         for (int k0 = k.begin; k0 < k.end; k0 += Config::kTileK) {
-          ptx::MbarrierWait(smem.Empty(stages.index), stages.parity ^ 1);
-          const uint32_t bar = smem.Full(stages.index);
-          ptx::MbarrierArriveExpectTx(bar, Config::kABytes + Config::kBBytes);
-          Op::LoadA(source, smem.A(stages.index), bar, k0);
-          LoadB<Config>(smem.B(stages.index), rhs.map, bar, k0, rhs.n0, cta);
+          if (term != 0 || k0 >= staged) {
+            ptx::MbarrierWait(smem.Empty(stages.index), stages.parity ^ 1);
+            load_b(stages, rhs, k0);
+          }
+          Op::LoadA(source, smem.A(stages.index), smem.Full(stages.index), k0);
           stages.Advance();
         }
       }

@@ -85,6 +85,21 @@ __device__ __forceinline__ bool MbarrierTryWait(uint32_t bar, uint32_t parity) {
   return done != 0;
 }
 
+// The same, and never waits for it.
+__device__ __forceinline__ bool MbarrierTest(uint32_t bar, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n"
+      "}\n"
+      : "=r"(done)
+      : "r"(bar), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
 // These waits end when this GPU's own work ends; waits for peers are in core/signal.h and have a
 // deadline.
 __device__ __forceinline__ void MbarrierWait(uint32_t bar, uint32_t parity) {
