@@ -61,7 +61,8 @@ _said: set[tuple[str, str]] = set()
 
 
 def fall_back(op: str, reason: str) -> None:
-    """Notes that `op` takes its reference: an error in strict mode, else one line per reason."""
+    """Notes that `op` takes its reference, unless that was asked for: an error in strict mode, else
+    one line per reason."""
     if not config.fused:
         return
     message = f"jflux.{op} takes its lax reference: {reason}"

@@ -93,12 +93,12 @@ def _try(op: str, dtype: jnp.dtype) -> str:
     return "ok"
 
 
+_OPS = {"all_gather_matmul": all_gather_matmul, "matmul_reduce_scatter": matmul_reduce_scatter}
+
+
 def _fused_from(op: str, platform: str, ranks: int) -> str:
     """ "fused", and from how many rows on, where `lax` is faster below."""
-    lax_is_faster = {
-        "all_gather_matmul": all_gather_matmul.lax_is_faster,
-        "matmul_reduce_scatter": matmul_reduce_scatter.lax_is_faster,
-    }[op]
+    lax_is_faster = _OPS[op].lax_is_faster
     m = ranks
     while platform == "cuda" and lax_is_faster(m, ranks):
         m *= 2
@@ -108,7 +108,7 @@ def _fused_from(op: str, platform: str, ranks: int) -> str:
 def _ops() -> Iterator[str]:
     name = _heap._default_platform()
     ranks = jax.device_count()
-    for op in ("all_gather_matmul", "matmul_reduce_scatter"):
+    for op in _OPS:
         for dtype in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64):
             if dtype == jnp.float64 and not jax.config.read("jax_enable_x64"):
                 continue

@@ -33,6 +33,15 @@ def _matmul(
     )  # fmt: skip
 
 
+def _end_to_end(
+    xs: Sequence[jax.Array], ws: Sequence[jax.Array], transpose_rhs: bool
+) -> tuple[jax.Array, jax.Array]:
+    """(x, w) over all k, whose product is the sum of ``x_i @ w_i``."""
+    if len(xs) == 1:
+        return xs[0], ws[0]
+    return jnp.concatenate(xs, -1), jnp.concatenate(ws, 1 if transpose_rhs else 0)
+
+
 def _sum_of_products(
     xs: Sequence[jax.Array],
     ws: Sequence[jax.Array],
@@ -40,9 +49,8 @@ def _sum_of_products(
     precision: lax.PrecisionLike,
     transpose_rhs: bool,
 ) -> jax.Array:
-    """The sum of ``x_i @ w_i``, which is one product over all k."""
-    x = xs[0] if len(xs) == 1 else jnp.concatenate(xs, -1)
-    w = ws[0] if len(ws) == 1 else jnp.concatenate(ws, 1 if transpose_rhs else 0)
+    """The sum of ``x_i @ w_i``."""
+    x, w = _end_to_end(xs, ws, transpose_rhs)
     return _matmul(x, w, preferred_element_type, precision, transpose_rhs)
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import (
+    PLATFORM,
     RANKS,
     assert_close,
     compiled_text,
@@ -20,6 +21,7 @@ from harness import (
 from jax.sharding import PartitionSpec as P
 
 import jflux
+from jflux import _ops as ops
 
 BF16 = jnp.bfloat16
 # Columns of each weight, or k of each term: whole tiles and not, aligned and not, more than the
@@ -114,6 +116,44 @@ def test_scatter_values_and_gradients(rows, sizes, transposed, out):
         assert_close(dx, whole @ w.swapaxes(1, 2), abs(whole) @ abs(w).swapaxes(1, 2), BF16, n)
         x = x.swapaxes(1, 2)
         assert_close(_plain(dw, transposed), x @ whole, abs(x) @ abs(whole), BF16, len(whole))
+
+
+@pytest.mark.skipif(PLATFORM != "cpu", reason="asks what a GPU would be given")
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("sizes", [(16,), (7, 130), (8, 24), (8, 16, 8, 24, 32)], ids=str)
+def test_operands_as_gpus_are_given_them(sizes, transposed):
+    """Padded to whole units, or copied together, as for CUDA: the results are the same."""
+    mesh, k = make_mesh((RANKS,)), 9
+    x = normal(0, (RANKS, 5, k), BF16)
+    ws = _weights(1, [(k, n) for n in sizes], transposed)
+    xs = tuple(normal(i, (RANKS, RANKS * 5, k), BF16) for i, k in enumerate(sizes))
+    vs = _weights(9, [(k, 12) for k in sizes], transposed)
+
+    def as_on_gpus(module, params, operands):
+        adapted = module._adapt(*operands, params=params, platform="cuda")
+        assert adapted is not None  # k = 9 and n = 12 are not whole units
+        return adapted(*operands)
+
+    def gather(x, *ws):
+        params = ops.all_gather_matmul.Params(
+            ("tp",), RANKS, 0, ("y", "gathered"), transposed, np.dtype(BF16)
+        )
+        return as_on_gpus(ops.all_gather_matmul, params, (x, *ws))
+
+    def scatter(*operands):
+        params = ops.matmul_reduce_scatter.Params(("tp",), RANKS, 0, transposed, np.dtype(BF16))
+        return as_on_gpus(ops.matmul_reduce_scatter, params, operands)
+
+    *ys, gathered = run(jax.jit(per_device(mesh, gather)), x, *ws)
+    whole = _whole(x)
+    np.testing.assert_array_equal(gathered[0].astype(np.float64), whole)
+    for y, w in zip(ys, (_plain(w, transposed) for w in ws), strict=True):
+        assert_close(y, whole @ w, abs(whole) @ abs(w), BF16, k)
+    (y,) = run(jax.jit(per_device(mesh, scatter)), *xs, *vs)
+    terms = [(x.astype(np.float64), _plain(v, transposed)) for x, v in zip(xs, vs, strict=True)]
+    want = sum(x @ v for x, v in terms).sum(0).reshape(y.shape)
+    scale = sum(abs(x) @ abs(v) for x, v in terms).sum(0).reshape(y.shape)
+    assert_close(y, want, scale, BF16, RANKS * sum(sizes))
 
 
 def test_one_call_each_way():

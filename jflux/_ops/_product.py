@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from .. import _config, _mesh
 
 MAX_RANKS = 8
 CUDA_MAX_WEIGHTS = 4  # kMaxWeights of cc/gpu/gemm_config.h
+UNIT = 8  # elements of the CUDA kernels' types in 16 bytes
 CUDA_TILE_ROWS = 128  # kGemmTileM of cc/gpu/gemm_config.h
 CPU_DTYPES = {np.dtype(d) for d in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)}
 CUDA_DTYPES = {np.dtype(d) for d in (jnp.float16, jnp.bfloat16)}
@@ -107,20 +108,46 @@ def zeros(shape: tuple[int, ...], dtype: Any, *like: jax.Array) -> jax.Array:
     return jax.lax.pcast(out, axes, to="varying") if axes else out
 
 
+def columns_axis(transpose_rhs: bool) -> int:
+    """Which dimension of a w is n."""
+    return 0 if transpose_rhs else 1
+
+
 def columns(w: Any, transpose_rhs: bool) -> int:
     """n of a w."""
-    return w.shape[0 if transpose_rhs else 1]
+    return w.shape[columns_axis(transpose_rhs)]
 
 
-def pad(array: Any, *dimensions: int) -> Any:
-    """Pads these dimensions to multiples of 8 with zeros: rows of the CUDA kernels' operands are
-    whole 16-byte units."""
-    pads = [(0, -size % 8 if d in dimensions else 0) for d, size in enumerate(array.shape)]
-    return jnp.pad(array, pads) if any(high for _, high in pads) else array
+def most_weights(platform: str) -> int:
+    """How many the kernels of one call take."""
+    return CUDA_MAX_WEIGHTS if platform == "cuda" else 1
 
 
-def widen(w: Any, batch: int, n_axis: int) -> tuple[Any, Callable[[Any], Any]]:
+def why_no_kernel(pairs: Iterable[tuple[Any, Any]], params: Any, platform: str) -> str | None:
+    """Why the kernels cannot take one of these x and w, or None."""
+    reasons = (kernel_takes(x, w, params.out_dtype, params.world, platform) for x, w in pairs)
+    return next(filter(None, reasons), None)
+
+
+def in_units(xs: Sequence[Any], ws: Sequence[Any]) -> bool:
+    """Whether the rows of all operands are whole 16-byte units, as the CUDA kernels need them."""
+    sizes = [x.shape[-1] for x in xs] + [size for w in ws for size in w.shape]
+    return all(size % UNIT == 0 for size in sizes)
+
+
+def pad_to_units(xs: Sequence[Any], ws: Sequence[Any]) -> list[Any]:
+    """All of xs and of ws, k and n padded with zeros."""
+
+    def pad(array, count):
+        sizes = array.shape[-count:]
+        return jnp.pad(array, [(0, 0)] * (array.ndim - count) + [(0, -s % UNIT) for s in sizes])
+
+    return [*(pad(x, 1) for x in xs), *(pad(w, 2) for w in ws)]
+
+
+def widen(w: Any, batch: int, transpose_rhs: bool) -> tuple[Any, Callable[[Any], Any]]:
     """A batched w as one wider w, and how to get the batch back: y [..., b * n] -> [..., b, n]."""
+    n_axis = columns_axis(transpose_rhs)
     w = jnp.moveaxis(w, batch, n_axis)
     b, n = w.shape[n_axis : n_axis + 2]
     wide = w.reshape(*w.shape[:n_axis], b * n, *w.shape[n_axis + 2 :])

@@ -253,8 +253,7 @@ def _is_reference(x, *ws, params):
 
 
 def _not_fused(x, *ws, params, platform):
-    reasons = (_product.kernel_takes(x, w, params.out_dtype, params.world, platform) for w in ws)
-    return next(filter(None, reasons), None)
+    return _product.why_no_kernel([(x, w) for w in ws], params, platform)
 
 
 def _extent(x, *ws, params):
@@ -277,23 +276,21 @@ def _lax_is_faster(x, *ws, params, platform):
 
 
 def _adapt(x, *ws, params, platform):
-    n_axis = 0 if params.transpose_rhs else 1
+    n = [_product.columns(w, params.transpose_rhs) for w in ws]
     bind = functools.partial(_primitive.bind, params=params)
-    most = _product.CUDA_MAX_WEIGHTS if platform == "cuda" else 1
-    if len(ws) > most:
+    if len(ws) > _product.most_weights(platform):
 
         def side_by_side(x, *ws):
-            y, *gathered = bind(x, jnp.concatenate(ws, n_axis))
-            ends = list(itertools.accumulate(w.shape[n_axis] for w in ws))
+            y, *gathered = bind(x, jnp.concatenate(ws, _product.columns_axis(params.transpose_rhs)))
+            ends = list(itertools.accumulate(n))
             return [*jnp.split(y, ends[:-1], -1), *gathered]
 
         return side_by_side
-    n = [w.shape[n_axis] for w in ws]
-    if platform != "cuda" or not (x.shape[-1] % 8 or any(size % 8 for size in n)):
+    if platform != "cuda" or _product.in_units([x], ws):
         return None
 
     def padded(x, *ws):
-        results = bind(_product.pad(x, x.ndim - 1), *(_product.pad(w, 0, 1) for w in ws))
+        results = bind(*_product.pad_to_units([x], ws))
         ys = [y[..., :size] for y, size in zip(results, n, strict=False)]
         return ys + [g[..., : x.shape[-1]] for g in results[len(ws) :]]
 
@@ -318,7 +315,7 @@ def _batch(primitive, operands, dims, *, params):
         results = bind(jnp.moveaxis(x, dims[0], 0), *ws, shift=1)
         return results, [0] * len(results)
     if dims[0] is None and len(ws) == 1:
-        wide, narrow = _product.widen(ws[0], dims[1], 0 if params.transpose_rhs else 1)
+        wide, narrow = _product.widen(ws[0], dims[1], params.transpose_rhs)
         y, *gathered = bind(x, wide)
         return [narrow(y), *gathered], [y.ndim - 1, *([None] * len(gathered))]
     return _product.batch_in_turn(bind, operands, dims)

@@ -223,11 +223,7 @@ def _is_reference(*operands, params):
 
 
 def _not_fused(*operands, params, platform):
-    reasons = (
-        _product.kernel_takes(x, w, params.out_dtype, params.world, platform)
-        for x, w in zip(*_terms(operands), strict=True)
-    )
-    return next(filter(None, reasons), None)
+    return _product.why_no_kernel(zip(*_terms(operands), strict=True), params, platform)
 
 
 def _extent(*operands, params):
@@ -254,25 +250,19 @@ def _adapt(*operands, params, platform):
     xs, ws = _terms(operands)
     n = _product.columns(ws[0], params.transpose_rhs)
     bind = functools.partial(_primitive.bind, params=params)
-    most = _product.CUDA_MAX_WEIGHTS if platform == "cuda" else 1
-    if len(xs) > most:
+    if len(xs) > _product.most_weights(platform):
 
         def end_to_end(*operands):
             xs, ws = _terms(operands)
-            return bind(
-                jnp.concatenate(xs, -1), jnp.concatenate(ws, 1 if params.transpose_rhs else 0)
-            )
+            return bind(*reference._end_to_end(xs, ws, params.transpose_rhs))
 
         return end_to_end
     if platform != "cuda":
         return None
-    if n % 8 or any(x.shape[-1] % 8 for x in xs):
+    if not _product.in_units(xs, ws):
 
         def padded(*operands):
-            xs, ws = _terms(operands)
-            (y,) = bind(
-                *(_product.pad(x, x.ndim - 1) for x in xs), *(_product.pad(w, 0, 1) for w in ws)
-            )
+            (y,) = bind(*_product.pad_to_units(*_terms(operands)))
             return [y[..., :n]]
 
         return padded
@@ -304,7 +294,7 @@ def _batch(primitive, operands, dims, *, params):
         moved = [jnp.moveaxis(x, d, 0) for x, d in zip(xs, x_dims, strict=True)]
         return bind(*moved, *ws, shift=1), [0]
     if len(xs) == 1 and x_dims[0] is None:
-        wide, narrow = _product.widen(ws[0], w_dims[0], 0 if params.transpose_rhs else 1)
+        wide, narrow = _product.widen(ws[0], w_dims[0], params.transpose_rhs)
         (y,) = bind(xs[0], wide)
         return [narrow(y)], [y.ndim - 1]
     return _product.batch_in_turn(bind, operands, dims)
