@@ -1,12 +1,13 @@
 """Checks, stresses and times the kernels on this host's GPUs; the table comes last.
 
-python -m bench.gpu_check [--ranks 4] [--sections values,gemm,stacked] [--lists flux]
+python -m bench.gpu_check [--ranks 4] [--sections values,gemm,choices,stacked] [--lists flux]
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import faulthandler
 import functools
 import itertools
@@ -24,7 +25,8 @@ from jax.sharding import PartitionSpec as P
 import jflux
 import jflux.testing
 from bench import shapes
-from jflux import _trial, _tuning
+from jflux import _mesh, _trial, _tuner, _tuning
+from jflux._tuning import Choice
 
 
 def mesh_of(ranks: int) -> Mesh:
@@ -154,7 +156,9 @@ def section_gemm(names: list[str], rounds: int) -> list[str]:
 
     lines = []
     for m, n, k in [(128, 256, 64), (256, 256, 128), (384, 1000, 520), (2048, 2048, 2048)]:
-        for dtype, transpose in itertools.product((jnp.bfloat16, jnp.float16), (False, True)):
+        for choice, dtype, transpose in itertools.product(
+            (None, *_tuning.compiled()), (jnp.bfloat16, jnp.float16), (False, True)
+        ):
             rng = np.random.default_rng(m)
             x, w = (
                 rng.standard_normal((m, k)).astype(dtype),
@@ -163,11 +167,13 @@ def section_gemm(names: list[str], rounds: int) -> list[str]:
             f = jax.jit(
                 jax.shard_map(ours(transpose), mesh=mesh, in_specs=(spec, spec), out_specs=spec)
             )
-            y = f(x, w.T.copy() if transpose else w)
+            with _tuning.force(choice) if choice else contextlib.nullcontext():
+                y = f(x, w.T.copy() if transpose else w)
             x64, w64 = x.astype(np.float64), w.astype(np.float64)
             error = jflux.testing.error_in_bounds(y, x64 @ w64, np.abs(x64) @ np.abs(w64), dtype, k)
             verdict = "ok " if error <= 1 else "BAD"
-            line = f"{verdict} gemm {m}x{n}x{k} {np.dtype(dtype).name} {transpose=} {error:.3f}"
+            line = f"{verdict} gemm {m}x{n}x{k} {np.dtype(dtype).name} {transpose=} {choice} "
+            line += f"{error:.3f}"
             print(line, flush=True)
             if error > 1:
                 lines.append(line)
@@ -183,7 +189,12 @@ def section_gemm(names: list[str], rounds: int) -> list[str]:
         w = (jax.random.normal(jax.random.key(1), (k, n)) / k**0.5).astype(jnp.bfloat16)
         runs = {}
         contestants = [("G", lambda x, w: x @ w, w, None), ("nt", ours(True), w.T.copy(), None)]
-        contestants += [(str(c), ours(False), w, c) for c in _tuning.compiled()]
+        choices = _tuning.compiled()
+        if m <= 256:
+            choices += [
+                Choice(tile_n, 1, 1, splits) for tile_n in (128, 192) for splits in (2, 3, 4)
+            ]
+        contestants += [(str(c), ours(False), w, c) for c in choices]
         for name, f, b, choice in contestants:
             g = jax.jit(
                 jax.shard_map(_trial.loop(f, iterations), mesh=mesh, in_specs=(spec, spec),
@@ -200,8 +211,37 @@ def section_gemm(names: list[str], rounds: int) -> list[str]:
             f"gemm {m:5} {n:6} {k:6}  G {t['G'] * 1e3:7.3f} ms; of its speed: "
             f"w [n, k] {t['G'] / t['nt']:.3f}"
         )
-        for c in _tuning.compiled():
-            line += f", {c.tile_n}/{c.cluster_m} {t['G'] / t[str(c)]:.3f}"
+        for c in choices:
+            split = f"/{c.splits}" if c.splits > 1 else ""
+            line += f", {c.tile_n}/{c.cluster_m}{split} {t['G'] / t[str(c)]:.3f}"
+        print(line, flush=True)
+        lines.append(line)
+    return lines
+
+
+def section_choices(ranks: int, names: list[str], rounds: int) -> list[str]:
+    """The overlapped ops with each configuration, and `lax` beside them, in milliseconds."""
+    mesh, lines = mesh_of(ranks), []
+    sm_count = _mesh.core_count(mesh)
+    for shape in itertools.chain(*(shapes.LISTS[name] for name in names)):
+        m, n, k = shape.m, shape.n, shape.k
+        key = _tuner.key_of(shape.op, m, n, k, ranks, jnp.bfloat16, False)
+        chosen = _tuning.heuristic(key, sm_count)
+        tried = [chosen, _tuning.LAX]
+        for tile in _tuning.compiled():
+            group = max(1, chosen.group_m * chosen.cluster_m // tile.cluster_m)
+            tried.append(dataclasses.replace(tile, group_m=group))
+        seconds = _tuner.measure(
+            shape.op, list(dict.fromkeys(tried)), m=m, n=n, k=k, mesh=mesh, axis_name="tp",
+            rounds=rounds,
+        )  # fmt: skip
+        line = f"choices {shape.op[:10]} {m:5} {n:6} {k:6}"
+        for choice, t in seconds.items():
+            mark = "*" if choice == chosen else ""
+            name = (
+                choice if isinstance(choice, str) else "/".join(map(str, _tuning.as_json(choice)))
+            )
+            line += f" {mark}{name} {t * 1e3:.3f}"
         print(line, flush=True)
         lines.append(line)
     return lines
@@ -266,6 +306,7 @@ def main() -> None:
     sections = {
         "values": lambda: section_values(args.ranks),
         "gemm": lambda: section_gemm(args.lists.split(","), args.rounds),
+        "choices": lambda: section_choices(args.ranks, args.lists.split(","), args.rounds),
         "stacked": lambda: section_stacked(args.ranks, args.lists.split(","), args.rounds),
     }
     summary = []

@@ -14,7 +14,7 @@ import sys
 
 import numpy as np
 
-from .shapes import Shape
+from .shapes import LISTS, Shape
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -48,12 +48,11 @@ NOTES = """
 ## What the figures do not say
 
 - Where `lax` was measured to be faster jflux takes it, unless `jflux.config(always=True)` is set.
-  Which calls those are is decided by rows alone (`lax_is_faster` in `jflux/_ops`).
-- With 3 ranks the rows are the next multiple of 3, so that a rank's are never whole tiles.
+  Which calls those are is decided by rows alone (`lax_is_faster` in `jflux/_ops/_product.py`).
+- With 3 ranks a rank's rows are never whole tiles.
 - An efficiency above 1 means that jflux's product was faster than XLA's.
-- Of 2026-11-21, the tables of 2 and 3 GPUs in one process, of 4 in one each, and the rows with k
-  other than 12288 and 49152 were read before the kernels took several weights. The others were read
-  after; the difference is within what runs differ by.
+- The tables of 2 GPUs were read when jflux still took `lax` for up to 128 rows: K says what it takes
+  there now.
 - What else has run on GPUs: [verified.md](verified.md).
 - The GPUs are limited by power; times of one column in different runs differ by up to 5 %. Ratios
   within a row were taken in turn.
@@ -68,16 +67,47 @@ def ms(row: dict, name: str) -> float:
     return row[name]["median"] * 1e3
 
 
-def table(result: dict) -> str:
+HEADINGS = {
+    "flux": "Shapes of the Flux paper",
+    "decode": "Few rows",
+    "llm": "Projections of language models",
+    "attention": "Projections whose communication is as long as the product",
+    "ragged": "Rows that are no whole tiles",
+}
+
+
+def shape(row: dict) -> Shape:
+    return Shape(row["op"], row["m"], row["n"], row["k"])
+
+
+def by_list(result: dict) -> dict[str, list[dict]]:
+    """The rows of each list of bench/shapes.py, each once."""
+    left, found = list(result["rows"]), {}
+    for name in HEADINGS:
+        rows = [r for r in left if shape(r) in LISTS[name]]
+        if rows:
+            found[name] = rows
+        left = [r for r in left if r not in rows]
+    assert not left, f"rows of no list of bench/shapes.py: {left}"
+    return found
+
+
+def tables(result: dict) -> str:
+    return "\n\n".join(
+        f"### {HEADINGS[name]}\n\n{table(rows, result)}" for name, rows in by_list(result).items()
+    )
+
+
+def table(rows: list[dict], result: dict) -> str:
     ranks = int(result["machine"]["gpus"].split()[0])
     lines = [
         "| op | m | n | k | G ms | C ms | S ms | J ms | J / S | E | J / F | J TFLOP/s per GPU |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for row in result["rows"]:
+    for row in rows:
         g, c, s, j = (ms(row, name) for name in "GCSJ")
         efficiency = f"{1 - (j - g) / (s - g):.2f}" if s > g else ""
-        rate = Shape(row["op"], row["m"], row["n"], row["k"]).flops(ranks) / j / 1e9
+        rate = shape(row).flops(ranks) / j / 1e9
         choice = f" (lax; K {ms(row, 'K'):.3f})" if "K" in row else ""
         lines.append(
             f"| {row['op']} | {row['m']} | {row['n']} | {row['k']} | {g:.3f} | {c:.3f} | {s:.3f} "
@@ -99,7 +129,7 @@ def document(results: list[tuple[str, dict]]) -> str:
         parts.append(
             f"## {title(result)}\n\n{m['date']}, driver {m['driver']}, jax {m['jax']}, "
             f"jflux {m['jflux']} ([{name}.json](../bench/results/{name}.json)).\n\n"
-            f"{table(result)}\n"
+            f"{tables(result)}\n"
         )
     return "\n".join(parts) + NOTES
 
@@ -111,31 +141,25 @@ def readme_table(results: list[tuple[str, dict]]) -> str:
         "| op | m | n | k | XLA ms | jflux ms | speed-up |",
         "|---|---|---|---|---|---|---|",
     ]
-    for row in result["rows"]:
-        if row["m"] < 512:
-            continue
+    found = by_list(result)
+    for row in [*found["flux"], *found["attention"]]:
         s, j = ms(row, "S"), ms(row, "J")
         lines.append(
             f"| {row['op']} | {row['m']} | {row['n']} | {row['k']} | {s:.2f} | {j:.2f} "
             f"| {s / j:.2f} |"
         )
-    few = [r for r in result["rows"] if r["m"] < 512]
-    ratios = [ms(r, "J") / ms(r, "S") for r in few]
-    lines.append(
-        "\nWith 64 rows jflux runs XLA's sequence itself, in "
-        f"{min(ratios):.2f} to {max(ratios):.2f} of its time."
-    )
     return "\n".join(lines)
 
 
 def picture(results: list[tuple[str, dict]], op: str) -> bytes:
-    """E, and J over the floor, by rows, at Flux's shapes."""
+    """E, and J over the floor, by rows, at Flux's shapes (with 3 ranks, at ragged ones)."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     efficiency, floor = figure.subplots(1, 2)
     for _, result in results:
-        rows = [r for r in result["rows"] if r["op"] == op and 49152 in (r["n"], r["k"])]
+        found = by_list(result)
+        rows = [r for r in found.get("flux", found.get("ragged", ())) if r["op"] == op]
         m = [r["m"] for r in rows]
         g, c, s, j = (np.array([ms(r, name) for r in rows]) for name in "GCSJ")
         style = "-" if result["machine"]["processes"] == 1 else "--"

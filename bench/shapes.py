@@ -43,4 +43,15 @@ ATTENTION = [
     *(Shape(RS, m, 16384, 16384) for m in (2048, 8192)),
 ]
 
-LISTS = {"flux": FLUX, "llm": LLM, "attention": ATTENTION}
+DECODE = [
+    *(Shape(AG, m, 49152, 12288) for m in (16, 64, 128)),
+    *(Shape(RS, m, 12288, 49152) for m in (16, 64, 128)),
+]
+
+# Rows that are no whole tiles, for 2, 3 and 4 ranks.
+RAGGED = [
+    *(Shape(AG, m, 49152, 12288) for m in (84, 204, 336, 996, 2052, 4092)),
+    *(Shape(RS, m, 12288, 49152) for m in (84, 204, 336, 996, 2052, 4092)),
+]
+
+LISTS = {"flux": FLUX, "llm": LLM, "attention": ATTENTION, "decode": DECODE, "ragged": RAGGED}

@@ -87,14 +87,16 @@ def _slowest(seconds: float) -> float:
 def interleave(
     runs: Mapping[str, Callable[[], object]], iterations: int, rounds: int
 ) -> dict[str, Timing]:
-    """Times all contestants in turn, `rounds` times, so that clocks and temperature are the same
-    for all. All processes get the same figures: those of the slowest."""
+    """Times all contestants in turn, `rounds` times, each time in another order, so that clocks and
+    temperature are the same for all. All processes get the same figures: those of the slowest."""
     for run in runs.values():
         run()
         run()
     samples: dict[str, list[float]] = {name: [] for name in runs}
+    order = np.random.default_rng(0)  # the same in all processes
     for _ in range(rounds):
-        for name, run in runs.items():
+        for name in order.permutation(list(runs)):
+            run = runs[name]
             start = time.perf_counter()
             run()
             samples[name].append(_slowest(time.perf_counter() - start) / iterations)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -101,7 +101,38 @@ def tune(
         raise RuntimeError("jflux.tune: one rank is a plain product, with nothing to choose")
     key = key_of(op, m, n, k, ranks, dtype, transpose_rhs)
     tried: list[Choice | str] = [*candidates(key, sm_count), LAX]
+    seconds = measure(
+        op, tried, m=m, n=n, k=k, mesh=mesh, axis_name=axis_name, dtype=dtype,
+        transpose_rhs=transpose_rhs, rounds=rounds, progress=progress,
+    )  # fmt: skip
+    best = pick(seconds)
+    entry = {str(key): _tuning.as_json(best)}
+    if save and jax.process_index() == 0:
+        _tuning.store(_tuning.user_path(gpu), entry)
+    _tuning.remember(gpu, entry)
+    jax.clear_caches()  # what was lowered before does not know
+    if progress is not None:
+        progress(len(tried), len(tried))
+    return Result(key, seconds, best)
+
+
+def measure(
+    op: str,
+    tried: Sequence[Choice | str],
+    *,
+    m: int,
+    n: int,
+    k: int,
+    mesh: Mesh,
+    axis_name: _mesh.AxisName,
+    dtype: Any = jnp.bfloat16,
+    transpose_rhs: bool = False,
+    rounds: int = 5,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[Choice | str, float]:
+    """Seconds of a call with each choice, in turn and on all ranks in lockstep."""
     x, w = _trial.operands(op, m, n, k, mesh, axis_name, dtype, transpose_rhs)
+    ranks = int(np.prod([mesh.shape[name] for name in _mesh.as_tuple(axis_name)]))
     iterations = _trial.iterations_for(0.02, 2.0 * m * n * k / ranks)
     x_spec, w_spec, y_spec = _trial.specs(op, axis_name, transpose_rhs)
     runs = {}
@@ -118,16 +149,7 @@ def tune(
             compiled = jax.jit(mapped).lower(x, w).compile()
         runs[_label(choice)] = functools.partial(_run, compiled, x, w)
     timings = _trial.interleave(runs, iterations, rounds)
-    seconds = {choice: timings[_label(choice)].median for choice in tried}
-    best = pick(seconds)
-    entry = {str(key): _tuning.as_json(best)}
-    if save and jax.process_index() == 0:
-        _tuning.store(_tuning.user_path(gpu), entry)
-    _tuning.remember(gpu, entry)
-    jax.clear_caches()  # what was lowered before does not know
-    if progress is not None:
-        progress(len(tried), len(tried))
-    return Result(key, seconds, best)
+    return {choice: timings[_label(choice)].median for choice in tried}
 
 
 def key_of(op: str, m: int, n: int, k: int, ranks: int, dtype: Any, transpose_rhs: bool) -> Key:
@@ -158,9 +180,9 @@ def candidates(key: Key, sm_count: int) -> list[Choice]:
             choice = dataclasses.replace(tile, group_m=group)
             if 1 <= group <= max(1, min(16, most)) and choice not in found:
                 found.append(choice)
-    if key.op == "all_gather_matmul" and key.rows <= 256:
+    if key.rows <= 256:
         alone = [c for c in found if c.cluster_m == 1 and c.splits == 1]
-        splits = (dataclasses.replace(c, splits=s) for c in alone for s in (2, 3, 4, 6, 8))
+        splits = (dataclasses.replace(c, splits=s) for c in alone for s in (2, 3, 4))
         found += [c for c in splits if c not in found]
     return found
 

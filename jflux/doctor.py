@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import platform
 import sys
 from collections.abc import Iterator
@@ -96,13 +97,20 @@ def _try(op: str, dtype: jnp.dtype) -> str:
 _OPS = {"all_gather_matmul": all_gather_matmul, "matmul_reduce_scatter": matmul_reduce_scatter}
 
 
-def _fused_from(op: str, platform: str, ranks: int) -> str:
-    """ "fused", and from how many rows on, where `lax` is faster below."""
-    lax_is_faster = _OPS[op].lax_is_faster
-    m = ranks
-    while platform == "cuda" and lax_is_faster(m, ranks):
-        m *= 2
-    return "fused" if m == ranks else f"fused from {m} rows"
+def _fused(op: str, platform: str, ranks: int) -> str:
+    """ "fused", and for how many rows, where `lax` is faster for others."""
+    if platform != "cuda":
+        return "fused"
+    most = ranks << 16
+    sizes = [ranks << i for i in range(17)]
+    runs = []
+    for slower, group in itertools.groupby(
+        sizes, lambda m: _product.lax_is_faster(m, ranks, _OPS[op].RAGGED_FROM)
+    ):
+        if not slower:
+            first, *_, last = [*group] * 2
+            runs.append(f"from {first} rows on" if last == most else f"for {first} to {last}")
+    return f"fused {' and '.join(runs)}"
 
 
 def _ops() -> Iterator[str]:
@@ -120,7 +128,7 @@ def _ops() -> Iterator[str]:
             else:
                 why = _product.kernel_takes(spec, spec, np.dtype(dtype), min(ranks, 8), name)
                 why = why or (_heap._why_no_cuda() if name == "cuda" else None)
-            path = f"reference ({why})" if why else _fused_from(op, name, ranks)
+            path = f"reference ({why})" if why else _fused(op, name, ranks)
             try:
                 # Other processes would have to take part in a trial.
                 verdict = _try(op, dtype) if jax.process_count() == 1 else "not tried"

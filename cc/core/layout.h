@@ -28,7 +28,7 @@ struct ChannelHeader {
   uint32_t epoch;      // of the last finished call
   uint32_t next_send;  // next unit of sending not yet taken
   uint32_t next_tile;  // next tile not yet taken
-  uint32_t exited;     // CTAs that have left
+  uint32_t exited;     // scouts and senders (or threads) that have taken their last
   uint64_t stop;       // WaitContext::stop of the running call
   uint32_t pad[58];
 };

@@ -31,8 +31,20 @@ __device__ __forceinline__ float2 Unpack(uint32_t v) {
   }
 }
 
-// Writes a consumer's 64 x kTileN block to its staging as TMA stores take it: blocks of 64 columns,
-// rows of 128 bytes, whose 16-byte pieces are swizzled by the row.
+// Where 16-byte piece `piece` of row `row` lies in a staged block. TMA stores take boxes of 64 (or,
+// where tiles are not multiples of that, 32) columns, whose pieces are swizzled by the row.
+template <int kTileN>
+struct Staged {
+  static constexpr int kColumns = kTileN % 64 == 0 ? 64 : 32;
+  static constexpr int kBoxBytes = 64 * kColumns * 2;
+  static __device__ __forceinline__ uint32_t At(int row, int piece) {
+    constexpr int kPieces = kColumns / 8;
+    const int swizzle = kColumns == 64 ? row & 7 : row >> 1 & 3;
+    return piece / kPieces * kBoxBytes + row * kColumns * 2 + ((piece % kPieces ^ swizzle) * 16);
+  }
+};
+
+// Writes a block of 64 rows to its staging as TMA stores take it.
 template <typename T, int kTileN>
 __device__ __forceinline__ void StageBlock(const float (&acc)[kTileN / 2], uint32_t smem) {
   const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
@@ -40,10 +52,8 @@ __device__ __forceinline__ void StageBlock(const float (&acc)[kTileN / 2], uint3
 #pragma unroll
   for (int pair = 0; pair < kTileN / 16; ++pair) {
     const float* a = &acc[8 * pair];  // columns 16 pair .. 16 pair + 15
-    const int piece = pair % 4 * 2 + lane / 16;
-    ptx::StoreMatrix4(smem + pair / 4 * 8192 + row * 128 + ((piece ^ (row & 7)) * 16),
-                      Pack<T>(a[0], a[1]), Pack<T>(a[2], a[3]), Pack<T>(a[4], a[5]),
-                      Pack<T>(a[6], a[7]));
+    ptx::StoreMatrix4(smem + Staged<kTileN>::At(row, 2 * pair + lane / 16), Pack<T>(a[0], a[1]),
+                      Pack<T>(a[2], a[3]), Pack<T>(a[4], a[5]), Pack<T>(a[6], a[7]));
   }
 }
 
@@ -51,10 +61,11 @@ __device__ __forceinline__ void StageBlock(const float (&acc)[kTileN / 2], uint3
 template <int kTileN>
 __device__ __forceinline__ void StoreStagedBlock(uint32_t smem, const CUtensorMap* y, int64_t row,
                                                  int64_t n0, int64_t n) {
+  using S = Staged<kTileN>;
 #pragma unroll
-  for (int part = 0; part < kTileN / 64; ++part) {
-    if (n0 + part * 64 < n) {
-      ptx::TmaStore2d(y, smem + part * 8192, static_cast<int32_t>(n0 + part * 64),
+  for (int box = 0; box < kTileN / S::kColumns; ++box) {
+    if (n0 + box * S::kColumns < n) {
+      ptx::TmaStore2d(y, smem + box * S::kBoxBytes, static_cast<int32_t>(n0 + box * S::kColumns),
                       static_cast<int32_t>(row));
     }
   }
@@ -65,16 +76,15 @@ __device__ __forceinline__ void StoreStagedBlock(uint32_t smem, const CUtensorMa
 template <typename T, int kTileN, typename RowOf>
 __device__ __forceinline__ void ScatterStagedRows(uint32_t smem, int barrier, void* y, int64_t n0,
                                                   int64_t n, RowOf&& row_of) {
+  constexpr int kPieces = kTileN / 8;
   const int thread = threadIdx.x % 128;
   ptx::BarrierSync(barrier, 128);  // all of it is there
-  for (int i = 0; i < kTileN / 16; ++i) {
-    const int r = i % 4 * 16 + thread / 8, piece = thread % 8, part = i / 4;
-    const int64_t col = n0 + part * 64 + piece * 8;
-    const int64_t at = row_of(r);
+  for (int i = thread; i < 64 * kPieces; i += 128) {
+    const int r = i / kPieces, piece = i % kPieces;
+    const int64_t col = n0 + piece * 8, at = row_of(r);
     if (at >= 0 && col < n) {
-      ptx::StoreGlobal16(
-          static_cast<T*>(y) + at + col,
-          ptx::LoadShared16(smem + part * 8192 + r * 128 + ((piece ^ (r & 7)) * 16)));
+      ptx::StoreGlobal16(static_cast<T*>(y) + at + col,
+                         ptx::LoadShared16(smem + Staged<kTileN>::At(r, piece)));
     }
   }
   ptx::BarrierSync(barrier, 128);  // all of it has been read

@@ -1,8 +1,8 @@
 // Partial tiles in fragment order: as the threads of a consumer hold them, so that the same thread
 // of another CTA's consumer can add them to its own without anything being rearranged.
 //
-// A consumer's block takes one staging in a 16-bit type and two in float32. It is read back in
-// pieces of half a staging, which both consumers have room for in the stage that held w's tile.
+// A block of 64 rows takes one staging in a 16-bit type and two in float32, one for each row half.
+// Each warp's share of a staging, 16 rows (in float32, 8 of them), is contiguous.
 #ifndef JFLUX_GPU_FRAGMENTS_SM90_CUH_
 #define JFLUX_GPU_FRAGMENTS_SM90_CUH_
 
@@ -16,43 +16,54 @@ namespace jflux {
 template <typename Config>
 struct Fragments {
   using T = typename Config::T;
-  static constexpr int kPieceBytes = Config::kStagingBytes / 2;
-  static_assert(2 * kPieceBytes == Config::kBBytes);
+  static constexpr int kWarpBytes = Config::kStagingBytes / 4;
 
   // A staging's worth: both row halves, or in float32 one.
   template <bool kFloat32>
-  static __device__ __forceinline__ void Stage(const float (&acc)[Config::kTileN / 2], int round,
+  static __device__ __forceinline__ void Stage(const float (&acc)[Config::kAccumulators], int round,
                                                uint32_t smem) {
-    const uint32_t at = smem + threadIdx.x % 128 * 16;
+    const uint32_t at = smem + ThreadOffset();
 #pragma unroll
     for (int p = 0; p < 2 * kUnits; ++p) {
       const uint4 v = kFloat32 ? Get<true>(acc, round, p) : Get<false>(acc, p / kUnits, p % kUnits);
-      ptx::StoreShared16(at + p * 2048, v);
+      ptx::StoreShared16(at + p * 512, v);
     }
   }
 
-  // Adds piece kPiece of a block.
-  template <bool kFloat32, int kPiece>
-  static __device__ __forceinline__ void Add(float (&acc)[Config::kTileN / 2], uint32_t smem) {
-    const uint32_t at = smem + threadIdx.x % 128 * 16;
+  // Adds a whole block, from global memory.
+  template <bool kFloat32>
+  static __device__ __forceinline__ void Add(float (&acc)[Config::kAccumulators],
+                                             const char* block) {
+    const char* at = block + ThreadOffset();
 #pragma unroll
-    for (int p = 0; p < kUnits; ++p) {
-      const uint4 v = ptx::LoadShared16(at + p * 2048);
-      if constexpr (kFloat32) {
-        AddUnit<true>(acc, kPiece / 2, kPiece % 2 * kUnits + p, v);
-      } else {
-        AddUnit<false>(acc, kPiece, p, v);
+    for (int group = 0; group < (kFloat32 ? 4 : 2); ++group) {
+      // Two groups make a staging.
+      const char* from = at + group / 2 * Config::kStagingBytes + group % 2 * kUnits * 512;
+      uint4 v[kUnits];  // on their way at the same time
+#pragma unroll
+      for (int p = 0; p < kUnits; ++p) v[p] = ptx::LoadGlobal16(from + p * 512);
+#pragma unroll
+      for (int p = 0; p < kUnits; ++p) {
+        if constexpr (kFloat32) {
+          AddUnit<true>(acc, group / 2, group % 2 * kUnits + p, v[p]);
+        } else {
+          AddUnit<false>(acc, group, p, v[p]);
+        }
       }
     }
   }
 
  private:
-  // Units of 16 bytes, 2048 bytes apart for one thread: in a 16-bit type a unit holds the columns
-  // of four j of a row half, in float32 those of two.
-  static constexpr int kUnits = kPieceBytes / 2048;
+  // Units of 16 bytes: in a 16-bit type a unit holds the columns of four j of a row half, in
+  // float32 those of two. A warp's threads are side by side, and its units 512 bytes apart.
+  static constexpr int kUnits = Config::kTileN / 32;
+
+  static __device__ __forceinline__ uint32_t ThreadOffset() {
+    return threadIdx.x % 128 / 32 * kWarpBytes + threadIdx.x % 32 * 16;
+  }
 
   template <bool kFloat32>
-  static __device__ __forceinline__ uint4 Get(const float (&acc)[Config::kTileN / 2], int half,
+  static __device__ __forceinline__ uint4 Get(const float (&acc)[Config::kAccumulators], int half,
                                               int p) {
     if constexpr (kFloat32) {
       const float* a = &acc[8 * p + 2 * half];
@@ -65,8 +76,8 @@ struct Fragments {
     }
   }
   template <bool kFloat32>
-  static __device__ __forceinline__ void AddUnit(float (&acc)[Config::kTileN / 2], int half, int p,
-                                                 uint4 v) {
+  static __device__ __forceinline__ void AddUnit(float (&acc)[Config::kAccumulators], int half,
+                                                 int p, uint4 v) {
     if constexpr (kFloat32) {
       float* a = &acc[8 * p + 2 * half];
       a[0] += __uint_as_float(v.x);

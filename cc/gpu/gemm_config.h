@@ -12,7 +12,7 @@
 namespace jflux {
 
 struct GemmChoice {
-  int32_t tile_n;      // 256, 192 or 128 columns per CTA tile; always 128 rows
+  int32_t tile_n;      // columns per CTA tile; it always has 128 rows
   int32_t cluster_m;   // 2 or 1 CTAs one below the other
   int32_t group_m;     // cluster tile rows that share a sweep over n
   int32_t splits = 1;  // of k, each computed by another CTA; up to 16, and without clusters
@@ -25,9 +25,17 @@ struct GemmChoice {
 
 // Those that have kernels, each with a usual group.
 inline constexpr GemmChoice kCompiled[] = {
-    {256, 2, 8}, {256, 1, 16}, {192, 2, 8}, {128, 2, 8}, {128, 1, 16}};
+    {192, 2, 8}, {192, 1, 16}, {160, 2, 8}, {128, 2, 8}, {128, 1, 16}};
 
 inline constexpr int32_t kGemmTileM = 128;
+// Of a box of A. Rows past the array's end would be filled with zeros, which takes longer than
+// reading as many; what multiplies the tile's other rows is nonsense that nobody stores.
+inline constexpr int32_t BoxRows(int64_t m) {
+  return static_cast<int32_t>(Min<int64_t>(m, kGemmTileM));
+}
+// Of a box that TMA stores.
+inline constexpr int32_t StoreColumns(const GemmChoice& c) { return c.tile_n % 64 == 0 ? 64 : 32; }
+
 inline constexpr int kGemmTileK = 64;
 inline constexpr int kMaxWeights = 4;  // of one call
 inline constexpr int kMaxSplits = 16;  // of k
@@ -37,16 +45,18 @@ inline double EstimateCost(const GemmChoice& c, int64_t m, int64_t n, int sm_cou
   const int64_t tiles =
       CeilDiv<int64_t>(m, kGemmTileM * c.cluster_m) * CeilDiv<int64_t>(n, c.tile_n);
   const int64_t waves = CeilDiv<int64_t>(tiles, sm_count / c.cluster_m);
-  // Half the columns is more than half the time (operands from shared memory are used half as
-  // often), and a tile that shares nothing reads more from L2.
-  const double tile_cost = c.tile_n == 128 ? 0.56 : c.cluster_m == 1 ? 1.04 : 1.0;
-  return static_cast<double>(waves) * tile_cost;
+  // Narrower tiles use what they read less often. A cluster waits for the slower of its CTAs, which
+  // costs a little more than what sharing w saves, where tiles are wide.
+  const double per_column = c.tile_n == 192    ? (c.cluster_m == 1 ? 0.99 : 1.0)
+                            : c.cluster_m == 1 ? 1.08
+                                               : 1.05;
+  return static_cast<double>(waves) * c.tile_n * per_column;
 }
 
 // For m rows in all, n columns per rank.
 inline GemmChoice ChooseGemm(int64_t m, int64_t n, int sm_count) {
-  GemmChoice best{256, 2, 8};
-  for (const GemmChoice c : {GemmChoice{256, 1, 16}, GemmChoice{128, 1, 16}}) {
+  GemmChoice best{192, 2, 8};
+  for (const GemmChoice& c : kCompiled) {
     if (EstimateCost(c, m, n, sm_count) < EstimateCost(best, m, n, sm_count)) best = c;
   }
   return best;
@@ -55,7 +65,7 @@ inline GemmChoice ChooseGemm(int64_t m, int64_t n, int sm_count) {
 // The configuration decides how data travels, so ranks must agree on it too. `site` tells calls of
 // a program apart that ranks could otherwise make in different orders.
 inline uint32_t SignatureOf(uint32_t call, int64_t site, const GemmChoice& c) {
-  return SignatureBuilder().Add(call).Add(site).Add(c.tile_n).Add(c.cluster_m).Get();
+  return SignatureBuilder().Add(call).Add(site).Add(c.tile_n).Add(c.cluster_m).Add(c.splits).Get();
 }
 
 // Tile rows that share a sweep over w while an all-gather goes on. Many save reading w again, but a
@@ -89,22 +99,29 @@ inline int32_t SplitsOf(const GemmChoice& c, int64_t k) {
   return static_cast<int32_t>(Min<int64_t>(c.splits, CeilDiv<int64_t>(k, kGemmTileK)));
 }
 
-// With few rows, a product is bound by reading w: it should keep all SMs reading all the time.
-inline GemmChoice SplitFew(GemmChoice c, int64_t m, int64_t n, int64_t k, int sm_count) {
-  const int64_t rows = CeilDiv<int64_t>(m, kGemmTileM), tiles = rows * CeilDiv<int64_t>(n, 128);
-  if (rows > 2 || tiles >= sm_count) return c;
-  GemmChoice best{128, 1, static_cast<int32_t>(rows)};
-  double least = 1e9;
-  for (int32_t splits = 1; splits <= 8; ++splits) {
-    // Each sum is written and read in float32, which costs less than reading as much of w, since
-    // it does not leave L2.
-    constexpr double kOfReadingW = 0.3;
-    const double sums = static_cast<double>((splits - 1) * rows * kGemmTileM * 4) / k;
-    const double waves = static_cast<double>(CeilDiv<int64_t>(tiles * splits, sm_count)) / splits;
-    const double cost = waves * (1 + kOfReadingW * sums);
-    if (cost < least) {
-      least = cost;
-      best.splits = splits;
+// Microseconds that a product of few rows takes, by how long it takes to read w: with whole waves
+// from memory, with the last one perhaps as fast as its SMs can. As read on an H200.
+inline double EstimateFew(const GemmChoice& c, int64_t m, int64_t n, int64_t k, int sm_count) {
+  // Bytes per microsecond of memory and of one SM; x's count half, since they are in L2. What the
+  // first sum costs that a tile adds, and each one after it.
+  constexpr double kMemory = 3.7e6, kSm = 5.4e4, kOfX = 0.5, kFirstSum = 14, kSum = 2;
+  const auto units = static_cast<int>(CeilDiv<int64_t>(n, c.tile_n) * c.splits);
+  const double column_bytes = 2.0 * static_cast<double>(k) / c.splits;
+  const double w = column_bytes * c.tile_n, x = column_bytes * static_cast<double>(m);
+  const auto wave = [&](int count) { return Max(count * w / kMemory, (w + kOfX * x) / kSm); };
+  const int rest = units % sm_count;
+  return units / sm_count * wave(sm_count) + (rest > 0 ? wave(rest) : 0) +
+         (c.splits > 1 ? kFirstSum + kSum * (c.splits - 2) : 0);
+}
+
+// With few rows, enough SMs should read w all the time. If there are fewer tiles, k is split.
+inline GemmChoice ChooseFew(int64_t m, int64_t n, int64_t k, int sm_count) {
+  GemmChoice best{128, 1, 1};
+  for (const GemmChoice& tile : kCompiled) {
+    if (tile.cluster_m > 1) continue;
+    for (int32_t splits = 1; splits <= 8; ++splits) {
+      const GemmChoice c{tile.tile_n, 1, 1, splits};
+      if (EstimateFew(c, m, n, k, sm_count) < EstimateFew(best, m, n, k, sm_count)) best = c;
     }
   }
   return best;
@@ -114,11 +131,13 @@ inline GemmChoice SplitFew(GemmChoice c, int64_t m, int64_t n, int64_t k, int sm
 inline GemmChoice ChooseAllGather(int world, int64_t rows_per_rank, int64_t n, int64_t k,
                                   int sm_count) {
   const int64_t m = world * rows_per_rank;
-  return SplitFew(GatherGroups(ChooseGemm(m, n, sm_count), world, rows_per_rank, n), m, n, k,
-                  sm_count);
+  if (m <= kGemmTileM) return ChooseFew(m, n, k, sm_count);
+  return GatherGroups(ChooseGemm(m, n, sm_count), world, rows_per_rank, n);
 }
-inline GemmChoice ChooseReduceScatter(int world, int64_t rows_per_rank, int64_t n, int sm_count) {
-  return ChooseGemm(world * rows_per_rank, n, sm_count);
+inline GemmChoice ChooseReduceScatter(int world, int64_t rows_per_rank, int64_t n, int64_t k,
+                                      int sm_count) {
+  const int64_t m = world * rows_per_rank;
+  return m <= kGemmTileM ? ChooseFew(m, n, k, sm_count) : ChooseGemm(m, n, sm_count);
 }
 
 inline TileGrid GridOf(const GemmChoice& c, int64_t m, int64_t n, int sm_count) {

@@ -1,25 +1,26 @@
 // A persistent, warp-specialised GEMM main loop for Hopper, with hooks per tile.
 //
-// A CTA computes 128 x kTileN tiles; kClusterM CTAs form a cluster that computes that many tiles
+// A CTA computes kTileM x kTileN tiles; kClusterM CTAs form a cluster that computes that many tiles
 // one below the other, sharing w's tile by multicast. Three warpgroups:
 //
-//   0, warp 0   loader: feeds the stages by TMA, with a tile's operands and then, if Op says so,
-//               with the peers' parts of the tile
-//   0, warp 1   Op::Send: moves this rank's data to its peers (all-gather)
+//   0, warp 0   loader: feeds the stages by TMA, one tile's operands after the other's
+//   0, warp 1   Op::Send: moves this rank's data to its peers (all-gather); then, if there are
+//               parts of tiles that others compute, waits for them (Op::WaitForParts)
 //   0, warp 2   storer: Op::Store writes out what the consumers staged
 //   0, warp 3   scout: takes tiles from a counter in device memory, one ahead of the loader, and
-//               waits for a tile's rows of A (Op::WaitForRows), then for the peers' parts of it
-//               (Op::WaitForParts)
-//   1 and 2     consumers: 64 rows each; wgmma, then Op::Finish, which stages the result
+//               waits for a tile's rows of A (Op::WaitForRows)
+//   1 and 2     consumers, which take tiles in turn: wgmma, then Op::Finish, which adds others'
+//               parts and stages the result
 //
 //   scout --tile--> loader --stages--> consumers --staging--> storer
 //
-// Each hands on to the next and goes on at once: while a tile is written out, or rows are waited
-// for, the tensor cores are at the next tile (docs/design/0003).
+// Each hands on to the next and goes on at once: while a tile is finished, written out, or waits
+// for parts or rows, the other consumer keeps the tensor cores busy (docs/design/0003).
 //
 // Tiles and units of sending are taken from counters, so a kernel makes progress with whatever
 // CTAs the device has room for: one that starts late, because another kernel holds its SM, finds
-// its share done. The counters are put back by the last CTA out, which also publishes the epoch.
+// its share done. The counters are put back when nobody takes from them any more, and then the
+// epoch is published too.
 //
 // The Op (ops/*/*_sm90.cuh) is a struct of static device functions and an Args type; see RunGemm.
 #ifndef JFLUX_GPU_GEMM_SM90_CUH_
@@ -53,30 +54,34 @@ struct GemmConfig {
   static constexpr int kConsumerRegisters = 224;
   static_assert(kLoaderRegisters + 2 * kConsumerRegisters <= 3 * 168);
   static constexpr int kConsumers = 2;
+  static constexpr int kBlocks = kTileM / 64;       // of a tile: the rows of one wgmma
+  static constexpr int kAccumulators = kTileN / 2;  // of a thread, for a block
+  // Boxes of w stored [k, n] are 64 columns wide; some of the last one's may not be needed.
+  static constexpr int kLoadN = kTransposeRhs ? kTileN : CeilDiv(kTileN, 64) * 64;
   static constexpr int kABytes = kTileM * kTileK * 2;
-  static constexpr int kBBytes = kTileN * kTileK * 2;
-  // A consumer's block in a 16-bit type, on its way out.
+  static constexpr int kBBytes = kLoadN * kTileK * 2;
+  // A block in a 16-bit type, on its way out.
   static constexpr int kStagingBytes = 64 * kTileN * 2;
   static constexpr int kPieceBytes = 4096;  // of what Op::Send moves
   static constexpr int kPieces = 4;
   static constexpr int64_t kChunkBytes = kPieces * kPieceBytes;
+  static constexpr int kBarrierBytes = 1024;
   static constexpr int kStages =
-      (212992 - kConsumers * kStagingBytes) / (kABytes + kBBytes);  // three of them do for 256
+      (232448 - kBarrierBytes - kPieces * kPieceBytes - kConsumers * kStagingBytes) /
+      (kABytes + kBBytes);
   // Of w, for each tile that waits for its rows: 256 KiB of each CTA, so 34 MB for 132 of them, of
   // 50 or 60 MB of L2.
   static constexpr int kPrefetchBlocks = 262144 * kClusterM / kBBytes;
-  // How the CTAs of a cluster share the loading of w's tile, stored [k, n]: by columns if whole
-  // boxes of 64 are left for each, else by rows.
-  static constexpr bool kShareColumns = kTileN / kClusterM % 64 == 0;
-  static constexpr int kBoxRows = kShareColumns ? kTileK : kTileK / kClusterM;
-  static constexpr int kSlots = 4;  // tiles handed out and not yet finished
+  // How the CTAs of a cluster share the loading of w's tile, stored [k, n]: by rows.
+  static constexpr int kBoxRows = kTileK / kClusterM;
+  static constexpr int kSlots = 8;  // tiles handed out and not yet finished
 
   // Shared memory, in this order.
   static constexpr int kBOffset = kStages * kABytes;
   static constexpr int kStagingOffset = kBOffset + kStages * kBBytes;
   static constexpr int kSendOffset = kStagingOffset + kConsumers * kStagingBytes;
   static constexpr int kBarrierOffset = kSendOffset + kPieces * kPieceBytes;
-  static constexpr int kSmemBytes = kBarrierOffset + 512;
+  static constexpr int kSmemBytes = kBarrierOffset + kBarrierBytes;
   static_assert(kSmemBytes <= 232448);
 };
 
@@ -99,23 +104,24 @@ struct GemmSmem {
   // Stages: filled by TMA, emptied by the consumers of all CTAs that share them.
   __device__ uint32_t Full(int stage) const { return Bar(stage); }
   __device__ uint32_t Empty(int stage) const { return Bar(Config::kStages + stage); }
-  // Slots: a tile is published; all have read it; its rows are there.
+  // Slots: a tile is published; all are done with it; its rows are there; the others' parts are.
   static constexpr int kSlot = 2 * Config::kStages;
   __device__ uint32_t SlotFull(int slot) const { return Bar(kSlot + slot); }
   __device__ uint32_t SlotEmpty(int slot) const { return Bar(kSlot + Config::kSlots + slot); }
   __device__ uint32_t RowsReady(int slot) const { return Bar(kSlot + 2 * Config::kSlots + slot); }
-  static constexpr int kOther = kSlot + 3 * Config::kSlots;
+  __device__ uint32_t PartsReady(int slot) const { return Bar(kSlot + 3 * Config::kSlots + slot); }
+  static constexpr int kOther = kSlot + 4 * Config::kSlots;
   // The loader begins with a tile, so the scout may take the next.
   __device__ uint32_t Begun() const { return Bar(kOther); }
-  // The peers' parts of the tile are there.
-  __device__ uint32_t PartsReady() const { return Bar(kOther + 5 + Config::kPieces); }
+  // All of the other consumer's stages are full, so the next ones are this consumer's.
+  __device__ uint32_t Turn(int consumer) const { return Bar(kOther + 1 + consumer); }
   // A consumer's staging: written by it; read by the storer.
-  __device__ uint32_t Staged(int consumer) const { return Bar(kOther + 1 + consumer); }
-  __device__ uint32_t Stored(int consumer) const { return Bar(kOther + 3 + consumer); }
-  __device__ uint32_t PieceFull(int i) const { return Bar(kOther + 5 + i); }
-  static constexpr int kBarriers = kOther + 6 + Config::kPieces;
+  __device__ uint32_t Staged(int consumer) const { return Bar(kOther + 3 + consumer); }
+  __device__ uint32_t Stored(int consumer) const { return Bar(kOther + 5 + consumer); }
+  __device__ uint32_t PieceFull(int i) const { return Bar(kOther + 7 + i); }
+  static constexpr int kBarriers = kOther + 7 + Config::kPieces;
   __device__ uint32_t SlotTile(int slot) const { return Bar(kBarriers) + 4 * slot; }
-  static_assert(kBarriers * 8 + Config::kSlots * 4 <= 512);
+  static_assert(kBarriers * 8 + Config::kSlots * 4 <= Config::kBarrierBytes);
 };
 
 // A ring index with the parity that mbarriers want.
@@ -129,11 +135,17 @@ struct Ring {
       parity ^= 1;
     }
   }
+  __device__ void Skip(int count) {
+    index += count;
+    parity ^= index / kSize & 1;
+    index %= kSize;
+  }
 };
 
 // What a role knows of the call it serves.
 struct CallContext {
-  WaitContext wait;
+  WaitContext wait;      // its deadline is set when a wait begins: reading the clock takes long
+  uint64_t patience_ns;  // how long a wait may last
   uint32_t epoch;
   Signal signal;
   const DeviceState* state;
@@ -154,10 +166,11 @@ __device__ __forceinline__ CallContext MakeContext(const Args& args) {
   call.signal = MakeSignal(call.epoch, args.signature);
   call.state = args.state;
   call.recording = state.timeline.events != nullptr;
-  const uint64_t start = NowNs();
-  call.wait = WaitContext{state.fault, &header->stop,  start + state.deadline_ns,
+  call.patience_ns = state.deadline_ns;
+  call.wait = WaitContext{state.fault, &header->stop,  0,
                           args.op,     args.view.rank, state.hooks.skip_waits != 0};
   if (state.hooks.max_delay_us != 0) {
+    const uint64_t start = NowNs();
     const uint32_t hash = SignatureBuilder().Add(call.epoch).Add(args.view.rank).Get();
     const uint64_t delay_ns = static_cast<uint64_t>(hash % state.hooks.max_delay_us) * 1000;
     while (NowNs() - start < delay_ns) {
@@ -167,35 +180,78 @@ __device__ __forceinline__ CallContext MakeContext(const Args& args) {
 }
 
 // Waits for a peer. A wait that fails lets the kernel run on, so that it ends soon, with wrong
-// values; the last CTA out turns that into an error.
+// values; EndOfWaits turns that into an error.
 __device__ __forceinline__ void AwaitPeer(const CallContext& call, const Signal* word, int peer,
                                           int64_t unit) {
-  WaitSignal(word, call.signal, peer, unit, call.wait);
+  if (Classify(LoadAcquire(word), call.signal) == SignalState::kReady) return;
+  WaitContext wait = call.wait;
+  wait.deadline_ns = NowNs() + call.patience_ns;
+  WaitSignal(word, call.signal, peer, unit, wait);
+}
+
+// One lane of each warp that waits for peers calls it after its last wait.
+template <typename Args>
+__device__ __forceinline__ void EndOfWaits(const Args& args) {
+  const auto* header = args.view.template At<ChannelHeader>(args.view.rank, 0);
+  if (LoadRelaxed(&header->stop) == 0) return;
+  // A call that failed must not look like one that did not. The host first gets the time to print
+  // why: XLA will only say that a launch failed.
+  const uint64_t start = NowNs();
+  while (NowNs() - start < 300000000ull) {
+  }
+  __trap();
+}
+
+// One lane of each warp that takes from a counter calls it when it has taken its last: of each CTA
+// the scout and the sender. All have read the epoch by then.
+template <typename Args>
+__device__ __forceinline__ void LeaveCounters(const Args& args) {
+  auto* header = args.view.template At<ChannelHeader>(args.view.rank, 0);
+  __threadfence();
+  if (atomicAdd(&header->exited, 1) != 2 * gridDim.x - 1) return;
+  header->next_send = 0;
+  header->next_tile = 0;
+  header->exited = 0;
+  header->epoch += 1;
+}
+
+template <typename Args>
+__device__ __forceinline__ int32_t TakeTile(const Args& args) {
+  return static_cast<int32_t>(
+      atomicAdd(&args.view.template At<ChannelHeader>(args.view.rank, 0)->next_tile, 1));
 }
 
 // Readers of the slots in which the leader CTA's scout publishes tiles: of every CTA the consumers'
-// warps, the storer and the loader, and the scouts of the others.
+// warps, the storer, the loader and, if there are parts, who waits for them; and the scouts of the
+// other CTAs.
 template <typename Config>
-inline constexpr int kSlotReaders =
-    Config::kClusterM * (4 * Config::kConsumers + 2) + (Config::kClusterM - 1);
+__device__ __forceinline__ int SlotReaders(bool has_parts) {
+  return Config::kClusterM * (4 * Config::kConsumers + 2 + (has_parts ? 1 : 0)) +
+         (Config::kClusterM - 1);
+}
 
-// One reader's view of the published tiles.
+// One reader's view of the published tiles. A slot is used again when all have left it.
 template <typename Config>
 struct TileReader {
   GemmSmem<Config> smem;
   Ring<Config::kSlots> ring;
 
   // For a whole warp. The shuffle also tells the compiler that all lanes hold the same.
-  __device__ int32_t Next() {
-    const int32_t t = __shfl_sync(0xffffffff, Peek(), 0);
-    if (threadIdx.x % 32 == 0) Release();
+  __device__ int32_t Enter() const { return __shfl_sync(0xffffffff, Peek(), 0); }
+  __device__ void Leave() {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) Arrive();
     ring.Advance();
+  }
+  __device__ int32_t Next() {
+    const int32_t t = Enter();
+    Leave();
     return t;
   }
   // For a single lane.
   __device__ int32_t NextAlone() {
     const int32_t t = Peek();
-    Release();
+    Arrive();
     ring.Advance();
     return t;
   }
@@ -205,7 +261,7 @@ struct TileReader {
     ptx::MbarrierWait(smem.SlotFull(ring.index), ring.parity);
     return ptx::LoadShared(smem.SlotTile(ring.index));
   }
-  __device__ void Release() const {
+  __device__ void Arrive() const {
     ptx::MbarrierArriveRemote(ptx::MapToCta(smem.SlotEmpty(ring.index), 0));
   }
 };
@@ -232,25 +288,29 @@ struct KRange {
   int32_t begin, end;
 };
 
+// Part `split` of k: all are equal, but for rounding to k blocks.
+template <typename Config>
+__device__ __forceinline__ KRange SplitOfK(int64_t k, int split, int splits) {
+  const auto end = static_cast<int32_t>(k);
+  if (splits == 1) return KRange{0, end};
+  const int32_t blocks = CeilDiv(end, Config::kTileK);
+  return KRange{split * blocks / splits * Config::kTileK,
+                Min(end, (split + 1) * blocks / splits * Config::kTileK)};
+}
+
 // Calls load(offset in w's tile in shared memory, row and column of w's tensor map) for each box of
 // this CTA's share of w's tile for one k block. Boxes are 128 bytes wide: 64 of k if w is stored
 // [n, k], else 64 columns.
 template <typename Config, typename Load>
 __device__ __forceinline__ void EachBoxOfB(int k0, int n0, uint32_t cta, Load&& load) {
-  constexpr int kShare = Config::kTileN / Config::kClusterM;
   const int i = static_cast<int>(cta);
   if constexpr (Config::kTransposeRhs) {
+    constexpr int kShare = Config::kTileN / Config::kClusterM;
     load(i * kShare * 128, n0 + i * kShare, k0);
-  } else if constexpr (Config::kShareColumns) {
-#pragma unroll
-    for (int box = 0; box < kShare / 64; ++box) {
-      const int column = i * kShare + box * 64;
-      load(column * 128, k0, n0 + column);
-    }
   } else {
     const int row = i * Config::kBoxRows;
 #pragma unroll
-    for (int box = 0; box < Config::kTileN / 64; ++box) {
+    for (int box = 0; box < Config::kLoadN / 64; ++box) {
       load(box * 8192 + row * 128, k0 + row, n0 + box * 64);
     }
   }
@@ -277,18 +337,30 @@ __device__ __forceinline__ void PrefetchB(const CUtensorMap* w, int k0, int n0, 
                      [&](int, int row, int column) { ptx::TmaPrefetch2d(w, column, row); });
 }
 
-// acc += A[stage rows of this consumer] @ B over one k block of 64.
+// A thread's share of a tile.
 template <typename Config>
-__device__ __forceinline__ void MultiplyBlock(float (&acc)[Config::kTileN / 2], uint32_t a,
-                                              uint32_t b) {
+using Accumulators = float[Config::kBlocks][Config::kAccumulators];
+
+// acc += A @ B over one k block of 64.
+template <typename Config>
+__device__ __forceinline__ void MultiplyStage(Accumulators<Config>& acc, uint32_t a, uint32_t b) {
   constexpr int kTransB = Config::kTransposeRhs ? 0 : 1;
 #pragma unroll
   for (int k = 0; k < Config::kTileK / 16; ++k) {
-    const uint64_t desc_a = wgmma::Descriptor(a + k * 32, 16, 1024);
     const uint64_t desc_b = kTransB ? wgmma::Descriptor(b + k * 2048, 8192, 1024)
                                     : wgmma::Descriptor(b + k * 32, 16, 1024);
-    wgmma::Multiply<typename Config::T, kTransB, Config::kTileN>(acc, desc_a, desc_b);
+#pragma unroll
+    for (int block = 0; block < Config::kBlocks; ++block) {
+      const uint64_t desc_a = wgmma::Descriptor(a + block * 8192 + k * 32, 16, 1024);
+      wgmma::Multiply<typename Config::T, kTransB, Config::kTileN>(acc[block], desc_a, desc_b);
+    }
   }
+}
+
+template <typename Config>
+__device__ __forceinline__ void PinAll(Accumulators<Config>& acc) {
+#pragma unroll
+  for (int block = 0; block < Config::kBlocks; ++block) wgmma::Pin(acc[block]);
 }
 
 template <typename Config>
@@ -297,12 +369,11 @@ __device__ __forceinline__ int32_t BlockRow(Tile tile, uint32_t cta) {
 }
 
 template <typename Op>
-__device__ __forceinline__ void RunScout(const typename Op::Args& args,
-                                         const GemmSmem<typename Op::Config>& smem, uint32_t cta) {
+__device__ __forceinline__ void RunScout(const typename Op::Args& args, const CallContext& call,
+                                         const GemmSmem<typename Op::Config>& smem, uint32_t cta,
+                                         int32_t taken) {
   using Config = typename Op::Config;
-  const CallContext call = MakeContext(args);
   const int lane = threadIdx.x % 32;
-  uint32_t* next_tile = &args.view.template At<ChannelHeader>(args.view.rank, 0)->next_tile;
   Ring<Config::kSlots> slots;
   TileReader<Config> reader{smem, {}};
   uint32_t begun = 0;  // parity
@@ -310,11 +381,7 @@ __device__ __forceinline__ void RunScout(const typename Op::Args& args,
     int32_t t;
     const int slot = cta == 0 ? slots.index : reader.ring.index;
     if (cta == 0) {
-      int32_t taken = 0;
-      if (lane == 0) {
-        taken = static_cast<int32_t>(atomicAdd(next_tile, 1));
-        PublishTile<Config>(smem, slots, taken);
-      }
+      if (lane == 0) PublishTile<Config>(smem, slots, taken);
       t = __shfl_sync(0xffffffff, taken, 0);
       slots.Advance();
     } else {
@@ -332,22 +399,39 @@ __device__ __forceinline__ void RunScout(const typename Op::Args& args,
     }
     ptx::MbarrierWait(smem.Begun(), begun);
     begun ^= 1;
-    if (Op::PartsOf(args, tile) != 0) {
-      Op::WaitForParts(args, call, block_m, tile);
-      if (lane == 0) ptx::MbarrierArrive(smem.PartsReady());
+    if (cta == 0 && lane == 0) taken = TakeTile(args);
+  }
+}
+
+// Waits for the parts of tiles that others compute.
+template <typename Op>
+__device__ __forceinline__ void RunPartsScout(const typename Op::Args& args,
+                                              const CallContext& call,
+                                              const GemmSmem<typename Op::Config>& smem,
+                                              uint32_t cta) {
+  using Config = typename Op::Config;
+  TileReader<Config> reader{smem, {}};
+  for (;;) {
+    const int slot = reader.ring.index;
+    const int32_t t = reader.Enter();
+    if (t < args.num_tiles) {
+      const Tile tile = Op::TileAt(args, t);
+      Op::WaitForParts(args, call, BlockRow<Config>(tile, cta), tile);
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) ptx::MbarrierArrive(smem.PartsReady(slot));
     }
+    reader.Leave();
+    if (t >= args.num_tiles) return;
   }
 }
 
 template <typename Op>
-__device__ __forceinline__ void RunLoader(const typename Op::Args& args,
+__device__ __forceinline__ void RunLoader(const typename Op::Args& args, const CallContext& call,
                                           const GemmSmem<typename Op::Config>& smem, uint32_t cta) {
   using Config = typename Op::Config;
-  const CallContext call = MakeContext(args);
   const int lane = threadIdx.x % 32;
   TileReader<Config> reader{smem, {}};
   Ring<Config::kStages> stages;
-  uint32_t parts_parity = 0;
   for (;;) {
     const Ring<Config::kSlots> slot = reader.ring;
     const int32_t t = reader.Next();
@@ -357,7 +441,7 @@ __device__ __forceinline__ void RunLoader(const typename Op::Args& args,
     if (lane == 0) {
       const auto load_b = [&](const Ring<Config::kStages>& stage, const Rhs& rhs, int k0) {
         const uint32_t bar = smem.Full(stage.index);
-        ptx::MbarrierArriveExpectTx(bar, Config::kABytes + Config::kBBytes);
+        ptx::MbarrierArriveExpectTx(bar, args.a_bytes + Config::kBBytes);
         LoadB<Config>(smem.B(stage.index), rhs.map, bar, k0, rhs.n0, cta);
       };
       // As long as the rows are on their way, w comes: to the stages that are free, and what
@@ -393,17 +477,6 @@ __device__ __forceinline__ void RunLoader(const typename Op::Args& args,
           Op::LoadA(source, smem.A(stages.index), smem.Full(stages.index), k0);
           stages.Advance();
         }
-      }
-      const int parts = Op::PartsOf(args, tile);
-      if (parts != 0) {
-        ptx::MbarrierWait(smem.PartsReady(), parts_parity);
-        parts_parity ^= 1;
-      }
-      for (int part = 0; part < parts; ++part) {
-        ptx::MbarrierWait(smem.Empty(stages.index), stages.parity ^ 1);
-        Op::LoadPart(args, call, smem.B(stages.index), smem.Full(stages.index), block_m, tile,
-                     part);
-        stages.Advance();
       }
     }
     __syncwarp();
@@ -450,52 +523,67 @@ struct StagingReader {
 // One lane for both consumers: TMA takes its operands from registers that a warp shares, so lanes
 // must not issue stores side by side.
 template <typename Op>
-__device__ __forceinline__ void RunStorer(const typename Op::Args& args,
+__device__ __forceinline__ void RunStorer(const typename Op::Args& args, const CallContext& call,
                                           const GemmSmem<typename Op::Config>& smem, uint32_t cta) {
   using Config = typename Op::Config;
-  const CallContext call = MakeContext(args);
   TileReader<Config> reader{smem, {}};
   StagingReader<Config> staging[Config::kConsumers] = {{smem, 0}, {smem, 1}};
-  for (;;) {
+  const auto store = [&](StagingReader<Config>& from) {
     const int32_t t = reader.NextAlone();
-    if (t >= args.num_tiles) break;
+    if (t >= args.num_tiles) return false;
     const Tile tile = Op::TileAt(args, t);
-    Op::Store(args, call, staging, BlockRow<Config>(tile, cta), tile);
+    Op::Store(args, call, from, BlockRow<Config>(tile, cta), tile);
+    return true;
+  };
+  while (store(staging[0]) && store(staging[1])) {
   }
   ptx::BulkWait<0>();
 }
 
 template <typename Op>
-__device__ __forceinline__ void RunConsumer(const typename Op::Args& args,
+__device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const CallContext& call,
                                             const GemmSmem<typename Op::Config>& smem, uint32_t cta,
                                             int consumer) {
   using Config = typename Op::Config;
-  const CallContext call = MakeContext(args);
   const int lane = threadIdx.x % 32;
   TileReader<Config> reader{smem, {}};
   StagingWriter<Config> staging{smem, consumer};
   Ring<Config::kStages> stages;
+  uint32_t turn_parity = consumer == 0 ? 1 : 0;  // the first turn is consumer 0's
   const bool records = call.recording && threadIdx.x % 128 == 0;
-  float acc[Config::kTileN / 2];
+  Accumulators<Config> acc;
   const auto release = [&](int stage) {
     if (lane < Config::kClusterM) {
       ptx::MbarrierArriveRemote(ptx::MapToCta(smem.Empty(stage), lane));
     }
   };
-  for (;;) {
-    const int32_t t = reader.Next();
-    if (t >= args.num_tiles) return;
+  for (int turn = 0;; turn ^= 1) {
+    const Ring<Config::kSlots> slot = reader.ring;
+    const int32_t t = reader.Enter();
+    if (t >= args.num_tiles) return reader.Leave();
     const Tile tile = Op::TileAt(args, t);
-    const int32_t block_m = BlockRow<Config>(tile, cta);
     int k_blocks = 0;
     for (int term = 0; term < Op::TermsOf(args); ++term) {
       const KRange k = Op::KOf(args, tile, term);
       k_blocks += CeilDiv<int>(k.end - k.begin, Config::kTileK);
     }
+    if (turn != consumer) {
+      reader.Leave();
+      stages.Skip(k_blocks);
+      continue;
+    }
+    const int32_t block_m = BlockRow<Config>(tile, cta);
     // Zeroed here, in code that all threads reach, and not by the first product: registers that
     // come from an epilogue's branches would serialise wgmma.
 #pragma unroll
-    for (int i = 0; i < Config::kTileN / 2; ++i) acc[i] = 0;
+    for (int block = 0; block < Config::kBlocks; ++block) {
+#pragma unroll
+      for (int i = 0; i < Config::kAccumulators; ++i) acc[block][i] = 0;
+    }
+    // Until the other's stages are full, this one's have phases that cannot be told from earlier
+    // ones.
+    ptx::MbarrierWait(smem.Turn(consumer), turn_parity);
+    turn_parity ^= 1;
     int last = -1;
     if (call.recording && k_blocks > 0) {
       ptx::MbarrierWait(smem.Full(stages.index), stages.parity);
@@ -503,51 +591,44 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args,
     uint64_t start = call.Start();
     for (int kb = 0; kb < k_blocks; ++kb) {
       ptx::MbarrierWait(smem.Full(stages.index), stages.parity);
-      wgmma::Pin(acc);
+      PinAll<Config>(acc);
       wgmma::Fence();
-      MultiplyBlock<Config>(acc, smem.A(stages.index) + consumer * 8192, smem.B(stages.index));
+      MultiplyStage<Config>(acc, smem.A(stages.index), smem.B(stages.index));
       wgmma::Commit();
-      wgmma::Pin(acc);
+      PinAll<Config>(acc);
       wgmma::Wait<1>();  // the block before this one has been read
       if (last >= 0) release(last);
       last = stages.index;
       stages.Advance();
     }
+    if (lane == 0) ptx::MbarrierArrive(smem.Turn(1 - consumer));
     wgmma::Wait<0>();
-    wgmma::Pin(acc);
+    PinAll<Config>(acc);
     if (last >= 0) release(last);
     if (records) call.Done(EventKind::kMultiply, start, block_m, tile.n);
     start = call.Start();
-    const auto each_part = [&](auto&& add) {
-      const int parts = Op::PartsOf(args, tile);
-      for (int part = 0; part < parts; ++part) {
-        ptx::MbarrierWait(smem.Full(stages.index), stages.parity);
-        add(smem.B(stages.index), part);
-        __syncwarp();
-        release(stages.index);
-        stages.Advance();
-      }
-    };
-    Op::Finish(args, staging, acc, block_m, tile, consumer, each_part);
+    Op::Finish(args, call, staging, acc, block_m, tile,
+               [&] { ptx::MbarrierWait(smem.PartsReady(slot.index), slot.parity); });
     if (records) call.Done(EventKind::kEpilogue, start, block_m, tile.n);
+    reader.Leave();
   }
 }
 
 // The kernel body. Op provides
-//   Config, Args {state, view, signature, op, num_tiles, ...}
+//   Config, Args {state, view, signature, op, num_tiles, a_bytes, ...}
 //   TileAt(args, t) -> Tile             in units of cluster tiles
+//   PrefetchMaps(args)                  one lane
 //   WaitForRows(args, call, block_m)    all lanes of the scout: until A's rows can be read
 //   TermsOf(args), KOf(args, tile, term) -> KRange
 //                                       a tile is the sum of so many products, each over its k
 //   SourceOf(args, call, block_m, term), LoadA(source, smem, bar, k0)
 //   RhsOf(args, tile_n, term) -> Rhs
-//   PartsOf(args, tile)                 how many stages of peers' parts follow, on all CTAs alike
-//   WaitForParts(args, call, block_m, tile)                     all lanes of the scout
-//   LoadPart(args, call, smem, bar, block_m, tile, part)        completes `bar` in any case
+//   HasParts(args)                      whether there are tiles with parts that others compute
+//   WaitForParts(args, call, block_m, tile)                     all lanes, if HasParts
 //   Send(args, call, smem)              one lane; everything that peers wait for without waiting
-//   Finish(args, staging, acc, block_m, tile, consumer, each_part)
-//                                       adds the parts and stages what Store will take
-//   Store(args, call, staging, block_m, tile)                   one lane; staging[consumer]
+//   Finish(args, call, staging, acc, block_m, tile, await_parts)
+//                                       adds the parts and stages, block by block, what Store takes
+//   Store(args, call, staging, block_m, tile)                   one lane; in the same order
 template <typename Op>
 __device__ __forceinline__ void RunGemm(const typename Op::Args& args) {
   using Config = typename Op::Config;
@@ -555,26 +636,33 @@ __device__ __forceinline__ void RunGemm(const typename Op::Args& args) {
   const GemmSmem<Config> smem{ptx::SmemAddress(storage)};
   const uint32_t cta = Config::kClusterM == 1 ? 0 : ptx::ClusterCtaRank();
   const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);
+  const int lane = threadIdx.x % 32;
+
+  // What takes long is asked for first.
+  const bool takes = warp == 3 && lane == 0 && cta == 0;
+  const int32_t taken = takes ? TakeTile(args) : 0;
+  const CallContext call = MakeContext(args);
+  if (threadIdx.x == 32) Op::PrefetchMaps(args);
 
   if (threadIdx.x == 0) {
     for (int i = 0; i < Config::kStages; ++i) {
       ptx::MbarrierInit(smem.Full(i), 1);
-      ptx::MbarrierInit(smem.Empty(i), Config::kClusterM * 4 * Config::kConsumers);
+      ptx::MbarrierInit(smem.Empty(i), Config::kClusterM * 4);
     }
     for (int i = 0; i < Config::kSlots; ++i) {
       ptx::MbarrierInit(smem.SlotFull(i), 1);
-      ptx::MbarrierInit(smem.SlotEmpty(i), kSlotReaders<Config>);
+      ptx::MbarrierInit(smem.SlotEmpty(i), SlotReaders<Config>(Op::HasParts(args)));
       ptx::MbarrierInit(smem.RowsReady(i), 1);
+      ptx::MbarrierInit(smem.PartsReady(i), 1);
     }
     ptx::MbarrierInit(smem.Begun(), 1);
-    ptx::MbarrierInit(smem.PartsReady(), 1);
     for (int i = 0; i < Config::kConsumers; ++i) {
+      ptx::MbarrierInit(smem.Turn(i), 4);
       ptx::MbarrierInit(smem.Staged(i), 128);
       ptx::MbarrierInit(smem.Stored(i), 1);
     }
     for (int i = 0; i < Config::kPieces; ++i) ptx::MbarrierInit(smem.PieceFull(i), 1);
     ptx::FenceMbarrierInit();
-    ptx::PrefetchTensorMap(Op::RhsOf(args, 0, 0).map);
   }
   if (Config::kClusterM == 1) {
     __syncthreads();
@@ -584,45 +672,34 @@ __device__ __forceinline__ void RunGemm(const typename Op::Args& args) {
 
   if (warp < 4) {
     ptx::RegistersDown<Config::kLoaderRegisters>();
-    const int lane = threadIdx.x % 32;
     if (warp == 0) {
-      RunLoader<Op>(args, smem, cta);
+      RunLoader<Op>(args, call, smem, cta);
     } else if (warp == 1) {
-      if (lane == 0) Op::Send(args, MakeContext(args), smem);
+      if (lane == 0) {
+        Op::Send(args, call, smem);
+        LeaveCounters(args);
+      }
+      __syncwarp();
+      if (Op::HasParts(args)) RunPartsScout<Op>(args, call, smem, cta);
+      if (lane == 0) EndOfWaits(args);
     } else if (warp == 2) {
-      if (lane == 0) RunStorer<Op>(args, smem, cta);
+      if (lane == 0) RunStorer<Op>(args, call, smem, cta);
     } else {
-      RunScout<Op>(args, smem, cta);
+      RunScout<Op>(args, call, smem, cta, taken);
+      if (lane == 0) {
+        LeaveCounters(args);
+        EndOfWaits(args);
+      }
     }
   } else {
     ptx::RegistersUp<Config::kConsumerRegisters>();
-    RunConsumer<Op>(args, smem, cta, warp / 4 - 1);
+    RunConsumer<Op>(args, call, smem, cta, warp / 4 - 1);
   }
 
   // Nobody may leave while a peer of the cluster still writes here.
   __syncwarp();
   __syncthreads();
   if (Config::kClusterM > 1) ptx::ClusterSync();
-  if (threadIdx.x == 0) {
-    auto* header = args.view.template At<ChannelHeader>(args.view.rank, 0);
-    __threadfence();
-    if (atomicAdd(&header->exited, 1) == gridDim.x - 1) {
-      const bool failed = LoadRelaxed(&header->stop) != 0;
-      header->next_send = 0;
-      header->next_tile = 0;
-      header->exited = 0;
-      header->epoch += 1;
-      __threadfence();
-      if (failed) {
-        // A call that failed must not look like one that did not. The host first gets the time to
-        // print why: XLA will only say that a launch failed.
-        const uint64_t start = NowNs();
-        while (NowNs() - start < 300000000ull) {
-        }
-        __trap();
-      }
-    }
-  }
 }
 
 }  // namespace jflux

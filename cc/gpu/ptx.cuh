@@ -195,6 +195,11 @@ __device__ __forceinline__ void TmaStore2d(const CUtensorMap* map, uint32_t smem
       : "memory");
 }
 
+// Into L2 only; a multiple of 16 bytes.
+__device__ __forceinline__ void BulkPrefetch(const void* global, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
+}
+
 // Orders this thread's ordinary accesses against the async proxy's (TMA, bulk copies, wgmma).
 __device__ __forceinline__ void FenceProxyAsyncGlobal() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
@@ -232,6 +237,16 @@ __device__ __forceinline__ uint4 LoadShared16(uint32_t smem) {
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "r"(smem)
+               : "memory");
+  return v;
+}
+
+// Past L1: what it reads, others have just written.
+__device__ __forceinline__ uint4 LoadGlobal16(const void* p) {
+  uint4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p)
                : "memory");
   return v;
 }

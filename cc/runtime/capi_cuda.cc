@@ -37,7 +37,7 @@ int jflux_choose(const char* op, const JfluxProduct* p, int sm_count, JfluxChoic
   if (std::strcmp(op, kAllGatherMatmul) == 0) {
     c = jflux::ChooseAllGather(world, rows, p->n, p->k, sm_count);
   } else if (std::strcmp(op, kMatmulReduceScatter) == 0) {
-    c = jflux::ChooseReduceScatter(world, rows, p->n, sm_count);
+    c = jflux::ChooseReduceScatter(world, rows, p->n, p->k, sm_count);
   } else {
     return 0;
   }

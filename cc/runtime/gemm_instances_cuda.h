@@ -19,14 +19,14 @@ bool WithGemmConfig(DType dtype, bool transpose_rhs, const GemmChoice& c, F&& vi
   const auto with_tile = [&](auto type, auto transpose) {
     using T = decltype(type);
     constexpr bool kTranspose = decltype(transpose)::value;
-    if (c.tile_n == 256 && c.cluster_m == 2) {
-      return visit.template operator()<GemmConfig<T, 256, 2, kTranspose>>();
-    }
-    if (c.tile_n == 256 && c.cluster_m == 1) {
-      return visit.template operator()<GemmConfig<T, 256, 1, kTranspose>>();
-    }
     if (c.tile_n == 192 && c.cluster_m == 2) {
       return visit.template operator()<GemmConfig<T, 192, 2, kTranspose>>();
+    }
+    if (c.tile_n == 192 && c.cluster_m == 1) {
+      return visit.template operator()<GemmConfig<T, 192, 1, kTranspose>>();
+    }
+    if (c.tile_n == 160 && c.cluster_m == 2) {
+      return visit.template operator()<GemmConfig<T, 160, 2, kTranspose>>();
     }
     if (c.tile_n == 128 && c.cluster_m == 2) {
       return visit.template operator()<GemmConfig<T, 128, 2, kTranspose>>();
@@ -93,9 +93,7 @@ inline bool EncodeRhsMap(CUtensorMap* map, DType dtype, const void* w, int64_t k
     return EncodeTensorMap(map, dtype, w, {n, k}, {k}, {choice.tile_n / choice.cluster_m, 64},
                            error);
   }
-  const bool share_columns = choice.tile_n / choice.cluster_m % 64 == 0;
-  return EncodeTensorMap(map, dtype, w, {k, n}, {n},
-                         {share_columns ? 64 : 64 / choice.cluster_m, 64}, error);
+  return EncodeTensorMap(map, dtype, w, {k, n}, {n}, {64 / choice.cluster_m, 64}, error);
 }
 
 }  // namespace jflux

@@ -45,12 +45,15 @@ bool EncodeTensorMap(CUtensorMap* map, DType dtype, const void* data,
   }
   const auto type =
       dtype == DType::kF16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  // Rows of 128 bytes, or of 64.
+  const auto swizzle =
+      box_size[0] * SizeOf(dtype) == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B;
   const auto encode = EncodeFunction();
   const CUresult result =
       encode == nullptr
           ? CUDA_ERROR_NOT_FOUND
           : encode(map, type, rank, const_cast<void*>(data), global_size, global_stride, box_size,
-                   element_stride, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                   element_stride, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     *error = "cuTensorMapEncodeTiled failed with " + std::to_string(result);
@@ -72,7 +75,7 @@ bool LaunchKernel(const void* kernel, void* args, int clusters, int cluster_m, i
   attribute[0].val.clusterDim.y = 1;
   attribute[0].val.clusterDim.z = 1;
   config.attrs = attribute;
-  config.numAttrs = 1;
+  config.numAttrs = 1;  // also for clusters of one: the kernels' instructions want a cluster
   void* arguments[] = {args};
   JFLUX_CUDA_OR_FALSE(cudaLaunchKernelExC(&config, kernel, arguments), error);
   return true;

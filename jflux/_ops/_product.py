@@ -15,7 +15,7 @@ from .. import _config, _mesh
 MAX_RANKS = 8
 CUDA_MAX_WEIGHTS = 4  # kMaxWeights of cc/gpu/gemm_config.h
 UNIT = 8  # elements of the CUDA kernels' types in 16 bytes
-CUDA_TILE_ROWS = 128  # kGemmTileM of cc/gpu/gemm_config.h
+CUDA_TILE_ROWS = 128  # TileM of cc/gpu/gemm_config.h
 CPU_DTYPES = {np.dtype(d) for d in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)}
 CUDA_DTYPES = {np.dtype(d) for d in (jnp.float16, jnp.bfloat16)}
 
@@ -127,6 +127,17 @@ def why_no_kernel(pairs: Iterable[tuple[Any, Any]], params: Any, platform: str) 
     """Why the kernels cannot take one of these x and w, or None."""
     reasons = (kernel_takes(x, w, params.out_dtype, params.world, platform) for x, w in pairs)
     return next(filter(None, reasons), None)
+
+
+def lax_is_faster(m: int, world: int, ragged_from: int) -> bool:
+    """On GPUs, for m rows in all, by what docs/design/0003 measured.
+
+    Where all rows are one row of tiles, w is read once, and the kernels win unless there are few.
+    Beyond that they read w again for each rank's rows, which more rows make up for: the more so
+    where ranks share tiles, until `ragged_from`."""
+    if m <= CUDA_TILE_ROWS:
+        return m < 32
+    return m < (ragged_from if m // world % CUDA_TILE_ROWS else 512)
 
 
 def in_units(xs: Sequence[Any], ws: Sequence[Any]) -> bool:

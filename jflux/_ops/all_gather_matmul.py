@@ -261,18 +261,13 @@ def _extent(x, *ws, params):
     return outer, inner, x.shape[-1], sum(_product.columns(w, params.transpose_rhs) for w in ws)
 
 
-def lax_is_faster(m: int, world: int) -> bool:
-    """For m rows in all, on GPUs."""
-    # n = 49152, k = 12288, 4 x H200 (docs/design/0003): 1.2 of lax's time at m = 64, .96 at 512,
-    # .90 at 1024. With rows that are not whole tiles, tile rows wait for two ranks' rows: 3 x H200:
-    # 1.19 at 1026, .98 at 2049.
-    rows = m // world
-    ragged = rows % _product.CUDA_TILE_ROWS != 0
-    return rows < _product.CUDA_TILE_ROWS or (ragged and m < 2048)
+#: Where rows are not whole tiles: from how many on, in all, the kernel beats `lax`.
+RAGGED_FROM = 2048
 
 
 def _lax_is_faster(x, *ws, params, platform):
-    return platform == "cuda" and lax_is_faster(_product.total_rows(x) * params.world, params.world)
+    m = _product.total_rows(x) * params.world
+    return platform == "cuda" and _product.lax_is_faster(m, params.world, RAGGED_FROM)
 
 
 def _adapt(x, *ws, params, platform):

@@ -233,17 +233,13 @@ def _extent(*operands, params):
     return outer, inner, k, _product.columns(ws[0], params.transpose_rhs)
 
 
-def lax_is_faster(m: int, world: int) -> bool:
-    """For m rows in all, on GPUs."""
-    # n = 12288, k = 49152, 4 x H200 (docs/design/0003): 1.2 of lax's time at m = 64, .92 at 512,
-    # .89 at 1024. With rows that are not whole tiles, tile rows that ranks share sweep over w by
-    # themselves: 3 x H200: 1.06 at 2049, .98 at 4098.
-    ragged = m // world % _product.CUDA_TILE_ROWS != 0
-    return m < 512 or (ragged and m < 4096)
+#: Where rows are not whole tiles: from how many on the kernel beats `lax`.
+RAGGED_FROM = 4000
 
 
 def _lax_is_faster(*operands, params, platform):
-    return platform == "cuda" and lax_is_faster(_product.total_rows(operands[0]), params.world)
+    m = _product.total_rows(operands[0])
+    return platform == "cuda" and _product.lax_is_faster(m, params.world, RAGGED_FROM)
 
 
 def _adapt(*operands, params, platform):

@@ -128,8 +128,7 @@ TEST(AllGatherLayoutHasRoomForPartialSums) {
       p.dtype = DType::kBF16;
       auto layout = AllGatherLayout::Make(p, 64);
       const auto without = layout.Channel().TotalBytes();
-      layout.tiles = 7;
-      layout.partials = 3 * layout.tiles;
+      layout.partials = 3 * 7;
       layout.partial_bytes = 65536;
       Ranges data, signals;
       for (int src = 0; src < world; ++src) {
@@ -140,13 +139,11 @@ TEST(AllGatherLayoutHasRoomForPartialSums) {
         }
       }
       for (int64_t i = 0; i < layout.partials; ++i) {
-        for (int consumer : {0, 1}) {
-          const int64_t at = layout.PartialOffset(i, consumer);
-          EXPECT_EQ(at % 128, 0);  // bulk copies
-          data.push_back({at, at + layout.partial_bytes / 2});
-          const int64_t signal = layout.PartialSignalOffset(i, consumer);
-          signals.push_back({signal, signal + 8});
-        }
+        const int64_t at = layout.PartialOffset(i);
+        EXPECT_EQ(at % 128, 0);  // bulk copies
+        data.push_back({at, at + layout.partial_bytes});
+        const int64_t signal = layout.PartialSignalOffset(i);
+        signals.push_back({signal, signal + 8});
       }
       const ChannelLayout channel = layout.Channel();
       EXPECT(Disjoint(data) && Inside(data, channel.data_bytes));
@@ -166,11 +163,13 @@ TEST(ReduceScatterLayoutHasRoomForEverything) {
             p.rows = Rows{world, 1, inner};
             p.n = n;
             p.out_dtype = n % 2 ? DType::kBF16 : DType::kF32;
-            const auto layout = ReduceScatterLayout::Make(p, tile_m, /*tile_n=*/8, parts);
+            const int splits = parts == 2 ? 3 : 1;
+            const auto layout = ReduceScatterLayout::Make(p, tile_m, /*tile_n=*/8, parts, splits);
+            EXPECT_EQ(layout.sources, world * splits);
             const ChannelLayout channel = layout.Channel();
             EXPECT(layout.slot_bytes >= tile_m * 8 * SizeOf(p.out_dtype));
             Ranges signals, data;
-            for (int src = 0; src < world; ++src) {
+            for (int src = 0; src < layout.sources; ++src) {
               for (int32_t slot = 0; slot < layout.slots; ++slot) {
                 data.push_back({layout.SlotOffset(src, slot),
                                 layout.SlotOffset(src, slot) + layout.slot_bytes});

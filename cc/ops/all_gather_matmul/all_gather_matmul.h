@@ -44,7 +44,7 @@ struct AllGatherLayout {
   int64_t chunk_bytes;
   int64_t shard_bytes;
   // Where k is split (on GPUs): the sums of all splits but the last, for the rank itself.
-  int64_t tiles = 0, partials = 0, partial_bytes = 0;  // partials = (splits - 1) * tiles
+  int64_t partials = 0, partial_bytes = 0;
 
   static AllGatherLayout Make(const AllGatherMatmulParams& p, int64_t chunk_bytes) {
     return AllGatherLayout{p.rows.world, static_cast<int32_t>(CeilDiv(p.ShardBytes(), chunk_bytes)),
@@ -62,16 +62,14 @@ struct AllGatherLayout {
   JFLUX_HD int64_t ChunkSize(int64_t chunk) const {
     return Min(chunk_bytes, shard_bytes - chunk * chunk_bytes);
   }
-  // Partial i = split * tiles + the tile's number.
-  JFLUX_HD int64_t PartialSignalOffset(int64_t i, int consumer) const {
-    return SignalOffset(world, 0) + (2 * i + consumer) * static_cast<int64_t>(sizeof(Signal));
+  JFLUX_HD int64_t PartialSignalOffset(int64_t i) const {
+    return SignalOffset(world, 0) + i * static_cast<int64_t>(sizeof(Signal));
   }
-  JFLUX_HD int64_t PartialOffset(int64_t i, int consumer) const {
-    return CeilDiv<int64_t>(world * shard_bytes, 128) * 128 + i * partial_bytes +
-           consumer * (partial_bytes / 2);
+  JFLUX_HD int64_t PartialOffset(int64_t i) const {
+    return CeilDiv<int64_t>(world * shard_bytes, 128) * 128 + i * partial_bytes;
   }
   JFLUX_HD ChannelLayout Channel() const {
-    return ChannelLayout::For(PartialSignalOffset(partials, 0), PartialOffset(partials, 0));
+    return ChannelLayout::For(PartialSignalOffset(partials), PartialOffset(partials));
   }
 };
 

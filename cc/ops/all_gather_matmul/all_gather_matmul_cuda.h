@@ -18,10 +18,11 @@ inline constexpr int64_t kCudaChunkBytes = 16384;
 inline AllGatherLayout CudaLayoutOf(const AllGatherMatmulParams& p, const GemmChoice& c) {
   AllGatherLayout layout = AllGatherLayout::Make(p, kCudaChunkBytes);
   const int32_t splits = SplitsOf(c, p.k);
-  if (splits > 1) {
-    layout.tiles = CeilDiv<int64_t>(p.rows.Total(), kGemmTileM) * CeilDiv<int64_t>(p.n, c.tile_n);
-    layout.partials = (splits - 1) * layout.tiles;
-    layout.partial_bytes = static_cast<int64_t>(kGemmTileM) * c.tile_n * sizeof(float);
+  if (splits > 1) {  // a partial is a block of 64 rows
+    const int64_t tiles =
+        CeilDiv<int64_t>(p.rows.Total(), kGemmTileM) * CeilDiv<int64_t>(p.n, c.tile_n);
+    layout.partials = (splits - 1) * tiles * (kGemmTileM / 64);
+    layout.partial_bytes = 64 * c.tile_n * static_cast<int64_t>(sizeof(float));
   }
   return layout;
 }

@@ -48,21 +48,23 @@ bool LaunchAllGatherMatmul(const AllGatherMatmulParams& p, const AllGatherMatmul
   args.num_tiles = args.grid.tiles_m * args.grid.tiles_n * args.splits;
   args.copy_own = p.rows.PerRank() % kGemmTileM != 0;
   args.out_f32 = p.out_dtype == DType::kF32;
-  if (!EncodeTensorMap(&args.x, p.dtype, operands.x, {p.rows.PerRank(), p.k}, {p.k},
-                       {kGemmTileM, 64}, error)) {
+  const int box_rows = BoxRows(p.rows.Total());
+  args.a_bytes = box_rows * 64 * SizeOf(p.dtype);
+  if (!EncodeTensorMap(&args.x, p.dtype, operands.x, {p.rows.PerRank(), p.k}, {p.k}, {box_rows, 64},
+                       error)) {
     return false;
   }
   for (int half = 0; half < 2; ++half) {
     if (!EncodeTensorMap(&args.workspace[half], p.dtype,
                          view.At(view.rank, args.channel.DataOffset(half)), {p.rows.Total(), p.k},
-                         {p.k}, {kGemmTileM, 64}, error)) {
+                         {p.k}, {box_rows, 64}, error)) {
       return false;
     }
   }
   for (int i = 0; i < args.weights; ++i) {
     const int64_t n = args.n[i];
     if (!args.out_f32 && !EncodeTensorMap(&args.y[i], p.dtype, args.y_data[i], {p.rows.Total(), n},
-                                          {n}, {64, 64}, error)) {
+                                          {n}, {64, StoreColumns(choice)}, error)) {
       return false;
     }
     if (!EncodeRhsMap(&args.w[i], p.dtype, operands.products[i].w, p.k, n, p.transpose_rhs, choice,

@@ -36,6 +36,7 @@ struct AllGatherMatmulArgs {
   void* gathered;  // or null
   int64_t k;
   uint32_t signature, op;
+  int32_t a_bytes;    // of a box of rows
   int32_t splits;     // of k
   int32_t num_tiles;  // times splits
   bool copy_own;      // some tile straddles the own rows' ends, and reads them from the workspace
@@ -80,13 +81,8 @@ struct AllGatherMatmulSm90 {
     return Columns{i, static_cast<int64_t>(tile_n - args.first_tile[i]) * Config::kTileN};
   }
   static __device__ int TermsOf(const Args&) { return 1; }
-  // Splits of k are equal, but for rounding to k blocks.
   static __device__ KRange KOf(const Args& args, Tile tile, int) {
-    const auto k = static_cast<int32_t>(args.k);
-    if (args.splits == 1) return KRange{0, k};
-    const int32_t blocks = CeilDiv(k, Config::kTileK);
-    return KRange{tile.split * blocks / args.splits * Config::kTileK,
-                  Min(k, (tile.split + 1) * blocks / args.splits * Config::kTileK)};
+    return SplitOfK<Config>(args.k, tile.split, args.splits);
   }
   static __device__ bool IsLastSplit(const Args& args, Tile tile) {
     return tile.split == args.splits - 1;
@@ -94,6 +90,13 @@ struct AllGatherMatmulSm90 {
   static __device__ Rhs RhsOf(const Args& args, int32_t tile_n, int) {
     const Columns c = ColumnsOf(args, tile_n);
     return Rhs{&args.w[c.weight], static_cast<int32_t>(c.n0)};
+  }
+
+  static __device__ void PrefetchMaps(const Args& args) {
+    ptx::PrefetchTensorMap(&args.w[0]);
+    ptx::PrefetchTensorMap(&args.x);
+    ptx::PrefetchTensorMap(&args.workspace[0]);
+    ptx::PrefetchTensorMap(&args.workspace[1]);
   }
 
   static __device__ void WaitForRows(const Args& args, const CallContext& call, int32_t block_m) {
@@ -144,55 +147,39 @@ struct AllGatherMatmulSm90 {
   // of their splits; whoever has computed one leaves it in this rank's workspace. A split waits for
   // those before it only, which have been taken before it.
   using F = Fragments<Config>;
-  static constexpr int kPiecesPerSplit = 4;
-  static __device__ int64_t PartialIndex(const Args& args, Tile tile, int split) {
-    return split * args.layout.tiles + tile.m * args.grid.tiles_n + tile.n;
+  static __device__ int64_t PartialIndex(const Args& args, Tile tile, int split, int block) {
+    const int64_t tiles =
+        static_cast<int64_t>(args.grid.tiles_m) * Config::kClusterM * args.grid.tiles_n;
+    return (split * tiles + tile.m * args.grid.tiles_n + tile.n) * Config::kBlocks + block;
   }
   static __device__ Signal* PartialSignal(const Args& args, const CallContext& call, Tile tile,
-                                          int split, int consumer) {
+                                          int split, int block) {
     return args.view.template At<Signal>(
         args.view.rank,
         args.channel.SignalOffset(call.epoch) +
-            args.layout.PartialSignalOffset(PartialIndex(args, tile, split), consumer));
+            args.layout.PartialSignalOffset(PartialIndex(args, tile, split, block)));
   }
   static __device__ char* PartialOf(const Args& args, const CallContext& call, Tile tile, int split,
-                                    int consumer) {
+                                    int block) {
     return args.view.At(args.view.rank,
                         args.channel.DataOffset(call.epoch) +
-                            args.layout.PartialOffset(PartialIndex(args, tile, split), consumer));
+                            args.layout.PartialOffset(PartialIndex(args, tile, split, block)));
   }
-  static __device__ bool HasRows(const Args& args, int32_t block_m, int consumer) {
-    return static_cast<int64_t>(block_m) * Config::kTileM + consumer * 64 < args.rows.Total();
+  static __device__ bool HasRows(const Args& args, int32_t block_m, int block) {
+    return static_cast<int64_t>(block_m) * Config::kTileM + block * 64 < args.rows.Total();
   }
 
-  static __device__ int PartsOf(const Args& args, Tile tile) {
-    return IsLastSplit(args, tile) ? (args.splits - 1) * kPiecesPerSplit : 0;
-  }
+  static __device__ bool HasParts(const Args& args) { return args.splits != 1; }
   static __device__ void WaitForParts(const Args& args, const CallContext& call, int32_t block_m,
                                       Tile tile) {
+    if (!IsLastSplit(args, tile)) return;
     const uint64_t start = call.Start();
-    const int lane = threadIdx.x % 32, split = lane / 2, consumer = lane % 2;
-    if (split < args.splits - 1 && HasRows(args, block_m, consumer)) {
-      AwaitPeer(call, PartialSignal(args, call, tile, split, consumer), args.view.rank, tile.n);
+    const int lane = threadIdx.x % 32, split = lane / Config::kBlocks,
+              block = lane % Config::kBlocks;
+    if (split < args.splits - 1 && HasRows(args, block_m, block)) {
+      AwaitPeer(call, PartialSignal(args, call, tile, split, block), args.view.rank, tile.n);
     }
-    __syncwarp();
-    ptx::FenceProxyAsyncGlobal();  // bulk copies read them
     if (lane == 0) call.Done(EventKind::kWaitParts, start, block_m, tile.n);
-  }
-  static __device__ void LoadPart(const Args& args, const CallContext& call, uint32_t smem,
-                                  uint32_t bar, int32_t block_m, Tile tile, int part) {
-    const int split = part / kPiecesPerSplit, piece = part % kPiecesPerSplit;
-    const int consumers = HasRows(args, block_m, 0) + HasRows(args, block_m, 1);
-    if (consumers == 0) {
-      ptx::MbarrierArrive(bar);
-      return;
-    }
-    ptx::MbarrierArriveExpectTx(bar, consumers * F::kPieceBytes);
-    for (int c = 0; c < consumers; ++c) {
-      ptx::BulkLoad(smem + c * F::kPieceBytes,
-                    PartialOf(args, call, tile, split, c) + piece * F::kPieceBytes, F::kPieceBytes,
-                    bar);
-    }
   }
 
   // Units are taken from a counter: first (peer, chunk) to send, then (source, chunk) to copy into
@@ -338,7 +325,7 @@ struct AllGatherMatmulSm90 {
     }
   }
 
-  // How a consumer's 64 rows from virtual row `row0` on reach y.
+  // How a block's 64 rows from virtual row `row0` on reach y.
   enum class Path { kNone, kTma, kRows, kFloat32 };
   static __device__ Path PathOf(const Args& args, int64_t row0) {
     const Rows& rows = args.rows;
@@ -353,91 +340,92 @@ struct AllGatherMatmulSm90 {
     return together && (rows.outer == 1 || last - row0 == 63) ? Path::kTma : Path::kRows;
   }
 
-  template <typename EachPart>
-  static __device__ void Finish(const Args& args, StagingWriter<Config>& staging,
-                                float (&acc)[Config::kTileN / 2], int32_t block_m, Tile tile,
-                                int consumer, EachPart&& each_part) {
-    if (!IsLastSplit(args, tile)) {
-      if (!HasRows(args, block_m, consumer)) return;
+  template <typename AwaitParts>
+  static __device__ void Finish(const Args& args, const CallContext& call,
+                                StagingWriter<Config>& staging, Accumulators<Config>& acc,
+                                int32_t block_m, Tile tile, AwaitParts&& await_parts) {
+    const bool last = IsLastSplit(args, tile);
+    if (args.splits != 1 && last) await_parts();
 #pragma unroll
-      for (int round = 0; round < 2; ++round) {
-        F::template Stage<true>(acc, round, staging.Acquire());
-        staging.Publish();
+    for (int block = 0; block < Config::kBlocks; ++block) {
+      if (!HasRows(args, block_m, block)) continue;
+      if (!last) {
+#pragma unroll
+        for (int round = 0; round < 2; ++round) {
+          F::template Stage<true>(acc[block], round, staging.Acquire());
+          staging.Publish();
+        }
+        continue;
       }
-      return;
+      for (int split = 0; split < args.splits - 1; ++split) {
+        F::template Add<true>(acc[block], PartialOf(args, call, tile, split, block));
+      }
+      FinishBlock(args, staging, acc[block],
+                  static_cast<int64_t>(block_m) * Config::kTileM + block * 64, tile);
     }
-    each_part([&](uint32_t smem, int part) {
-      smem += consumer * F::kPieceBytes;
-      const int piece = part % kPiecesPerSplit;
-      if (piece == 0) F::template Add<true, 0>(acc, smem);
-      if (piece == 1) F::template Add<true, 1>(acc, smem);
-      if (piece == 2) F::template Add<true, 2>(acc, smem);
-      if (piece == 3) F::template Add<true, 3>(acc, smem);
-    });
-    const int64_t row0 = static_cast<int64_t>(block_m) * Config::kTileM + consumer * 64;
+  }
+
+  // A block of y from virtual row `row0` on.
+  static __device__ void FinishBlock(const Args& args, StagingWriter<Config>& staging,
+                                     float (&acc)[Config::kAccumulators], int64_t row0, Tile tile) {
     const Columns columns = ColumnsOf(args, tile.n);
     const int64_t n = args.n[columns.weight];
     void* y = args.y_data[columns.weight];
     const auto row_of = [&](int r) {
       return row0 + r < args.rows.Total() ? args.rows.Actual(row0 + r) * n : -1;
     };
-    switch (PathOf(args, row0)) {
-      case Path::kNone:
-        return;
-      case Path::kFloat32:
-        StoreBlockF32<Config::kTileN>(acc, y, columns.n0, n, row_of);
-        return;
-      case Path::kTma:
-        StageBlock<T, Config::kTileN>(acc, staging.Acquire());
-        staging.Publish();
-        return;
-      case Path::kRows:
-        const uint32_t smem = staging.Acquire();
-        StageBlock<T, Config::kTileN>(acc, smem);
-        ScatterStagedRows<T, Config::kTileN>(smem, 1 + consumer, y, columns.n0, n, row_of);
-        return;
+    const Path path = PathOf(args, row0);
+    if (path == Path::kFloat32) {
+      StoreBlockF32<Config::kTileN>(acc, y, columns.n0, n, row_of);
+      return;
+    }
+    const uint32_t smem = staging.Acquire();
+    StageBlock<T, Config::kTileN>(acc, smem);
+    if (path == Path::kTma) {
+      staging.Publish();
+    } else {
+      ScatterStagedRows<T, Config::kTileN>(smem, 1 + staging.consumer, y, columns.n0, n, row_of);
     }
   }
 
   static __device__ void StorePartial(const Args& args, const CallContext& call,
-                                      StagingReader<Config> (&staging)[Config::kConsumers],
-                                      int32_t block_m, Tile tile) {
+                                      StagingReader<Config>& staging, int32_t block_m, Tile tile) {
     const uint64_t start = call.Start();
 #pragma unroll
-    for (int c = 0; c < Config::kConsumers; ++c) {
-      if (!HasRows(args, block_m, c)) continue;
+    for (int block = 0; block < Config::kBlocks; ++block) {
+      if (!HasRows(args, block_m, block)) continue;
       for (int round = 0; round < 2; ++round) {
-        ptx::BulkStore(PartialOf(args, call, tile, tile.split, c) + round * Config::kStagingBytes,
-                       staging[c].Acquire(), Config::kStagingBytes);
+        ptx::BulkStore(
+            PartialOf(args, call, tile, tile.split, block) + round * Config::kStagingBytes,
+            staging.Acquire(), Config::kStagingBytes);
         ptx::BulkCommit();
-        staging[c].Release();
+        staging.Release();
       }
     }
     ptx::BulkWait<0>();
     ptx::FenceProxyAsyncGlobal();
 #pragma unroll
-    for (int c = 0; c < Config::kConsumers; ++c) {
-      if (!HasRows(args, block_m, c)) continue;
-      StoreRelease(PartialSignal(args, call, tile, tile.split, c), call.signal);
+    for (int block = 0; block < Config::kBlocks; ++block) {
+      if (!HasRows(args, block_m, block)) continue;
+      StoreRelease(PartialSignal(args, call, tile, tile.split, block), call.signal);
     }
     call.Done(EventKind::kStore, start, block_m, tile.n);
   }
 
   static __device__ void Store(const Args& args, const CallContext& call,
-                               StagingReader<Config> (&staging)[Config::kConsumers],
-                               int32_t block_m, Tile tile) {
+                               StagingReader<Config>& staging, int32_t block_m, Tile tile) {
     if (!IsLastSplit(args, tile)) return StorePartial(args, call, staging, block_m, tile);
     const Columns columns = ColumnsOf(args, tile.n);
 #pragma unroll
-    for (int c = 0; c < Config::kConsumers; ++c) {
-      const int64_t row0 = static_cast<int64_t>(block_m) * Config::kTileM + c * 64;
+    for (int block = 0; block < Config::kBlocks; ++block) {
+      const int64_t row0 = static_cast<int64_t>(block_m) * Config::kTileM + block * 64;
       if (PathOf(args, row0) != Path::kTma) continue;
-      const uint32_t smem = staging[c].Acquire();
+      const uint32_t smem = staging.Acquire();
       const uint64_t start = call.Start();
       StoreStagedBlock<Config::kTileN>(smem, &args.y[columns.weight], args.rows.Actual(row0),
                                        columns.n0, args.n[columns.weight]);
       ptx::BulkCommit();
-      staging[c].Release();
+      staging.Release();
       call.Done(EventKind::kStore, start, block_m, tile.n);
     }
   }

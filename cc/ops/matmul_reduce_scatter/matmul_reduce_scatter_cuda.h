@@ -13,7 +13,8 @@
 namespace jflux {
 
 inline ReduceScatterLayout CudaLayoutOf(const MatmulReduceScatterParams& p, const GemmChoice& c) {
-  return ReduceScatterLayout::Make(p, kGemmTileM, c.tile_n, /*parts=*/2);
+  return ReduceScatterLayout::Make(p, kGemmTileM, c.tile_n, /*parts=*/kGemmTileM / 64,
+                                   SplitsOf(c, p.k));
 }
 
 // The channel that a call takes.
@@ -33,7 +34,8 @@ struct MatmulReduceScatterOperands {
   void* y;  // [outer, inner, n]
 };
 
-// Enqueues the call on `stream`. With outer > 1, inner must be a multiple of kGemmTileM.
+// Enqueues the call on `stream`. params.k is that of all terms. With outer > 1, inner must be a
+// multiple of 128.
 bool LaunchMatmulReduceScatter(const MatmulReduceScatterParams& params,
                                const MatmulReduceScatterOperands& operands,
                                const GemmChoice& choice, int64_t site, const CudaDevice& device,

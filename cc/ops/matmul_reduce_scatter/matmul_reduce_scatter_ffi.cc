@@ -103,18 +103,21 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Span<const int64_t> c
   operands.terms = static_cast<int32_t>(count);
   operands.y = y->untyped_data();
   std::optional<MatmulReduceScatterParams> p;
+  int64_t k = 0;
   for (size_t i = 0; i < count; ++i) {
     const auto x = *args.get<ffi::AnyBuffer>(i), w = *args.get<ffi::AnyBuffer>(count + i);
     p = ParamsOf(x, w, *y, world, outer, inner, transpose_rhs);
     if (!p) return InvalidArgument("matmul_reduce_scatter: operands do not fit");
     operands.products[i] = {x.untyped_data(), w.untyped_data(), p->k};
+    k += p->k;
   }
+  p->k = k;
   if (!IsPossibleChoice(choice)) {
     return InvalidArgument("matmul_reduce_scatter: no kernel for this `choice`");
   }
   const auto choice_for = [&](int sm_count) {
     return ChoiceOf(choice).value_or(
-        ChooseReduceScatter(p->rows.world, p->rows.PerRank(), p->n, sm_count));
+        ChooseReduceScatter(p->rows.world, p->rows.PerRank(), p->n, p->k, sm_count));
   };
   return LaunchCudaCall(
       OpId::kMatmulReduceScatter, ordinal, groups, world,

@@ -36,21 +36,24 @@ bool LaunchMatmulReduceScatter(const MatmulReduceScatterParams& p,
   args.n = p.n;
   args.signature = SignatureOf(p.Signature(), site, choice);
   args.op = static_cast<uint32_t>(OpId::kMatmulReduceScatter);
-  args.num_tiles = args.grid.tiles_m * args.grid.tiles_n;
+  args.splits = operands.terms == 1 ? SplitsOf(choice, p.k) : 1;
+  args.num_tiles = args.grid.tiles_m * args.grid.tiles_n * args.splits;
   args.out_f32 = p.out_dtype == DType::kF32;
   const Rows& r = p.rows;
   // Actual row = (o * world + rank) * inner + i; with outer == 1 ranks need not be told apart.
   const bool flat = r.outer == 1;
   const int64_t inner = flat ? r.Total() : r.inner, world = flat ? 1 : r.world;
-  if (!args.out_f32 &&
-      !EncodeTensorMap(&args.y, p.dtype, operands.y, {r.PerRank(), p.n}, {p.n}, {64, 64}, error)) {
+  if (!args.out_f32 && !EncodeTensorMap(&args.y, p.dtype, operands.y, {r.PerRank(), p.n}, {p.n},
+                                        {64, StoreColumns(choice)}, error)) {
     return false;
   }
+  const int box_rows = BoxRows(p.rows.Total());
+  args.a_bytes = box_rows * 64 * SizeOf(p.dtype);
   for (int i = 0; i < args.terms; ++i) {
     const auto& [x, w, k] = operands.products[i];
     args.k[i] = k;
     if (!EncodeTensorMap(&args.x[i], p.dtype, x, {world, r.outer, inner, k},
-                         {r.inner * k, r.world * r.inner * k, k}, {1, 1, kGemmTileM, 64}, error) ||
+                         {r.inner * k, r.world * r.inner * k, k}, {1, 1, box_rows, 64}, error) ||
         !EncodeRhsMap(&args.w[i], p.dtype, w, k, p.n, p.transpose_rhs, choice, error)) {
       return false;
     }

@@ -4,9 +4,9 @@
 // ranks that own its rows, in fragment order: the reader is the same thread of the same consumer of
 // the owner's CTA, so nothing is rearranged on the way and a block is one bulk copy. The storer
 // sets the tile's signals when the copy has completed. The own tiles come last: by then the peers'
-// partial tiles have arrived. The loader brings them in behind the tile's operands, through the
-// same stages, and the consumer adds them to its registers, in float32 and in rank order after the
-// own part, before y is written. There is no separate reduction.
+// partial tiles have arrived. The consumer adds them to its registers, in float32 and in rank order
+// after the own part, before y is written, while the other consumer multiplies the next tile. There
+// is no separate reduction.
 #ifndef JFLUX_OPS_MATMUL_REDUCE_SCATTER_MATMUL_REDUCE_SCATTER_SM90_CUH_
 #define JFLUX_OPS_MATMUL_REDUCE_SCATTER_MATMUL_REDUCE_SCATTER_SM90_CUH_
 
@@ -35,7 +35,9 @@ struct MatmulReduceScatterArgs {
   int32_t terms;
   int64_t n;
   uint32_t signature, op;
-  int32_t num_tiles;
+  int32_t a_bytes;    // of a box of rows
+  int32_t splits;     // of k
+  int32_t num_tiles;  // times splits
   bool out_f32;
 };
 
@@ -46,8 +48,16 @@ struct MatmulReduceScatterSm90 {
   using T = typename Config::T;
 
   static __device__ Tile TileAt(const Args& args, int32_t t) {
-    return ScatterTile(t, args.grid, args.view.rank, args.view.world, args.rows.PerRank(),
-                       Config::kTileM * Config::kClusterM);
+    Tile tile =
+        ScatterTile(args.splits == 1 ? t : t / args.splits, args.grid, args.view.rank,
+                    args.view.world, args.rows.PerRank(), Config::kTileM * Config::kClusterM);
+    if (args.splits != 1) tile.split = t % args.splits;
+    return tile;
+  }
+
+  static __device__ void PrefetchMaps(const Args& args) {
+    ptx::PrefetchTensorMap(&args.w[0]);
+    ptx::PrefetchTensorMap(&args.x[0]);
   }
 
   static __device__ void WaitForRows(const Args&, const CallContext&, int32_t) {}
@@ -57,8 +67,8 @@ struct MatmulReduceScatterSm90 {
     int32_t inner, outer, rank;
   };
   static __device__ int TermsOf(const Args& args) { return args.terms; }
-  static __device__ KRange KOf(const Args& args, Tile, int term) {
-    return KRange{0, static_cast<int32_t>(args.k[term])};
+  static __device__ KRange KOf(const Args& args, Tile tile, int term) {
+    return SplitOfK<Config>(args.k[term], tile.split, args.splits);
   }
   static __device__ Rhs RhsOf(const Args& args, int32_t tile_n, int term) {
     return Rhs{&args.w[term], tile_n * Config::kTileN};
@@ -78,128 +88,144 @@ struct MatmulReduceScatterSm90 {
 
   static __device__ void Send(const Args&, const CallContext&, const GemmSmem<Config>&) {}
 
-  // The ranks that own rows of a consumer's 64 rows: [first, last]; empty for rows past the end.
-  struct Owners {
-    int first, last;
+  // A block's rows, [first, end), and the ranks that own some of them: [first_owner, last_owner];
+  // empty for rows past the end.
+  struct BlockRows {
+    int64_t first, end;
+    int first_owner, last_owner;
   };
-  static __device__ Owners OwnersOf(const Args& args, int32_t block_m, int consumer) {
-    const int64_t row = static_cast<int64_t>(block_m) * Config::kTileM + consumer * 64;
-    const int64_t end = Min(row + 64, args.rows.Total());
-    if (row >= end) return Owners{0, -1};
-    return Owners{args.rows.OwnerOf(row), args.rows.OwnerOf(end - 1)};
+  static __device__ BlockRows RowsOf(const Args& args, int32_t block_m, int block) {
+    const int64_t first = static_cast<int64_t>(block_m) * Config::kTileM + block * 64;
+    const int64_t end = Min(first + 64, args.rows.Total());
+    if (first >= end) return BlockRows{0, 0, 0, -1};
+    return BlockRows{first, end, args.rows.OwnerOf(first), args.rows.OwnerOf(end - 1)};
+  }
+  // The warps of a consumer that hold rows of `rank`, one of the owners: [begin, end).
+  struct Warps {
+    int begin, end;
+  };
+  static __device__ Warps WarpsOf(const Args& args, const BlockRows& rows, int rank) {
+    const int64_t own = rank * args.rows.PerRank();
+    const auto begin = static_cast<int>(Max(rows.first, own) - rows.first);
+    const auto end = static_cast<int>(Min(rows.end, own + args.rows.PerRank()) - rows.first);
+    return Warps{begin / 16, CeilDiv(end, 16)};
   }
 
-  static __device__ Signal* SignalOf(const Args& args, const CallContext& call, int dst, int src,
-                                     int32_t block_m, int32_t tile_n, int consumer) {
-    const int32_t slot = args.layout.SlotOf(dst, Tile{block_m, tile_n});
+  // Whoever computes the last split of a tile with own rows adds up everything that others have
+  // computed of it: the peers, and this rank's other splits.
+  static __device__ bool IsLastSplit(const Args& args, Tile tile) {
+    return tile.split == args.splits - 1;
+  }
+  static __device__ bool Adds(const Args& args, const BlockRows& rows, Tile tile) {
+    return IsLastSplit(args, tile) && rows.first_owner <= args.view.rank &&
+           args.view.rank <= rows.last_owner;
+  }
+  static __device__ bool SendsTo(const Args& args, Tile tile, int owner) {
+    return owner != args.view.rank || !IsLastSplit(args, tile);
+  }
+  static __device__ bool Sends(const Args& args, const BlockRows& rows, Tile tile) {
+    return rows.first_owner < rows.last_owner ||
+           (rows.first_owner == rows.last_owner && SendsTo(args, tile, rows.first_owner));
+  }
+  static __device__ int SourceIndex(const Args& args, int rank, int split) {
+    return rank * args.splits + split;
+  }
+
+  static __device__ Signal* SignalOf(const Args& args, const CallContext& call, int dst, int source,
+                                     int32_t block_m, Tile tile, int block) {
+    const int32_t slot = args.layout.SlotOf(dst, Tile{block_m, tile.n});
     return args.view.template At<Signal>(
-        dst, args.channel.SignalOffset(call.epoch) + args.layout.SignalOffset(src, slot, consumer));
+        dst, args.channel.SignalOffset(call.epoch) + args.layout.SignalOffset(source, slot, block));
   }
 
-  // A consumer's block of a slot: a staging's worth in a 16-bit type, two in float32.
-  static __device__ char* BlockOf(const Args& args, const CallContext& call, int dst, int src,
-                                  int32_t block_m, int32_t tile_n, int consumer) {
-    const int32_t slot = args.layout.SlotOf(dst, Tile{block_m, tile_n});
+  // A block of a slot: a staging's worth in a 16-bit type, two in float32.
+  static __device__ char* BlockOf(const Args& args, const CallContext& call, int dst, int source,
+                                  int32_t block_m, Tile tile, int block) {
+    const int32_t slot = args.layout.SlotOf(dst, Tile{block_m, tile.n});
     return args.view.At(dst, args.channel.DataOffset(call.epoch) +
-                                 args.layout.SlotOffset(src, slot) +
-                                 consumer * (args.layout.slot_bytes / 2));
-  }
-  static __device__ bool IsOwner(const Args& args, Owners o) {
-    return o.first <= args.view.rank && args.view.rank <= o.last;
-  }
-  static __device__ bool HasOtherOwners(const Args& args, Owners o) {
-    return o.first <= o.last && !(o.first == args.view.rank && o.last == args.view.rank);
+                                 args.layout.SlotOffset(source, slot) +
+                                 block * (args.layout.slot_bytes / Config::kBlocks));
   }
 
-  // Parts: for each peer its block of the tile, in pieces.
   using F = Fragments<Config>;
-  static constexpr int kPartBytes = F::kPieceBytes;
-  static __device__ int PartsPerPeer(const Args& args) { return args.out_f32 ? 4 : 2; }
-  static __device__ int PartsOf(const Args& args, Tile tile) {
-    const int64_t first = static_cast<int64_t>(tile.m) * Config::kTileM * Config::kClusterM;
-    const int64_t own = args.view.rank * args.rows.PerRank();
-    const bool has_own =
-        first < own + args.rows.PerRank() && first + Config::kTileM * Config::kClusterM > own;
-    return has_own ? (args.view.world - 1) * PartsPerPeer(args) : 0;
-  }
+  static __device__ int Rounds(const Args& args) { return args.out_f32 ? 2 : 1; }  // of staging
+
+  static __device__ bool HasParts(const Args&) { return true; }
   static __device__ void WaitForParts(const Args& args, const CallContext& call, int32_t block_m,
                                       Tile tile) {
-    const int32_t tile_n = tile.n;
     const uint64_t start = call.Start();
-    const int lane = threadIdx.x % 32, src = lane / 2, consumer = lane % 2;
-    if (src < args.view.world && src != args.view.rank &&
-        IsOwner(args, OwnersOf(args, block_m, consumer))) {
-      AwaitPeer(call, SignalOf(args, call, args.view.rank, src, block_m, tile_n, consumer), src,
-                args.layout.SlotOf(args.view.rank, Tile{block_m, tile_n}));
+    bool waited = false;
+    for (int i = threadIdx.x % 32; i < args.layout.sources * Config::kBlocks; i += 32) {
+      const int source = i / Config::kBlocks, block = i % Config::kBlocks;
+      const BlockRows rows = RowsOf(args, block_m, block);
+      if (source == SourceIndex(args, args.view.rank, args.splits - 1) || !Adds(args, rows, tile)) {
+        continue;
+      }
+      AwaitPeer(call, SignalOf(args, call, args.view.rank, source, block_m, tile, block),
+                source / args.splits, args.layout.SlotOf(args.view.rank, Tile{block_m, tile.n}));
+      waited = true;
+      // They may have left L2 meanwhile; the consumers will read them soon.
+      const Warps own = WarpsOf(args, rows, args.view.rank);
+      const char* part = BlockOf(args, call, args.view.rank, source, block_m, tile, block);
+      for (int round = 0; round < Rounds(args); ++round) {
+        ptx::BulkPrefetch(part + round * Config::kStagingBytes + own.begin * F::kWarpBytes,
+                          (own.end - own.begin) * F::kWarpBytes);
+      }
     }
-    __syncwarp();
-    ptx::FenceProxyAsyncGlobal();  // bulk copies read them
-    if (lane == 0) call.Done(EventKind::kWaitParts, start, block_m, tile_n);
-  }
-  static __device__ void LoadPart(const Args& args, const CallContext& call, uint32_t smem,
-                                  uint32_t bar, int32_t block_m, Tile tile, int part) {
-    const int32_t tile_n = tile.n;
-    const int peer = part / PartsPerPeer(args), piece = part % PartsPerPeer(args);
-    const int src = peer < args.view.rank ? peer : peer + 1;
-    bool own[Config::kConsumers];
-    uint32_t bytes = 0;
-#pragma unroll
-    for (int c = 0; c < Config::kConsumers; ++c) {
-      own[c] = IsOwner(args, OwnersOf(args, block_m, c));
-      bytes += own[c] ? kPartBytes : 0;
-    }
-    if (bytes == 0) {
-      ptx::MbarrierArrive(bar);
-      return;
-    }
-    ptx::MbarrierArriveExpectTx(bar, bytes);
-#pragma unroll
-    for (int c = 0; c < Config::kConsumers; ++c) {
-      if (!own[c]) continue;
-      ptx::BulkLoad(
-          smem + c * kPartBytes,
-          BlockOf(args, call, args.view.rank, src, block_m, tile_n, c) + piece * kPartBytes,
-          kPartBytes, bar);
+    if (__any_sync(0xffffffff, waited) && threadIdx.x % 32 == 0) {
+      call.Done(EventKind::kWaitParts, start, block_m, tile.n);
     }
   }
 
-  template <typename EachPart>
-  static __device__ void Finish(const Args& args, StagingWriter<Config>& staging,
-                                float (&acc)[Config::kTileN / 2], int32_t block_m, Tile tile,
-                                int consumer, EachPart&& each_part) {
-    const int32_t tile_n = tile.n;
-    const Owners owners = OwnersOf(args, block_m, consumer);
-    const bool own = IsOwner(args, owners);
-    if (HasOtherOwners(args, owners)) {
+  template <typename AwaitParts>
+  static __device__ void Finish(const Args& args, const CallContext& call,
+                                StagingWriter<Config>& staging, Accumulators<Config>& acc,
+                                int32_t block_m, Tile tile, AwaitParts&& await_parts) {
+    // What peers wait for first: they may be waiting for it with the same tile, and this rank for
+    // theirs.
+#pragma unroll
+    for (int block = 0; block < Config::kBlocks; ++block) {
+      if (!Sends(args, RowsOf(args, block_m, block), tile)) continue;
       if (args.out_f32) {
-        F::template Stage<true>(acc, 0, staging.Acquire());
+        F::template Stage<true>(acc[block], 0, staging.Acquire());
         staging.Publish();
-        F::template Stage<true>(acc, 1, staging.Acquire());
+        F::template Stage<true>(acc[block], 1, staging.Acquire());
         staging.Publish();
       } else {
-        F::template Stage<false>(acc, 0, staging.Acquire());
+        F::template Stage<false>(acc[block], 0, staging.Acquire());
         staging.Publish();
       }
     }
-    // Rows that other ranks own become nonsense, which nobody stores.
-    each_part([&](uint32_t smem, int part) {
-      if (!own) return;
-      smem += consumer * kPartBytes;
-      if (args.out_f32) {
-        const int piece = part % 4;
-        if (piece == 0) F::template Add<true, 0>(acc, smem);
-        if (piece == 1) F::template Add<true, 1>(acc, smem);
-        if (piece == 2) F::template Add<true, 2>(acc, smem);
-        if (piece == 3) F::template Add<true, 3>(acc, smem);
-      } else if (part % 2 == 0) {
-        F::template Add<false, 0>(acc, smem);
-      } else {
-        F::template Add<false, 1>(acc, smem);
+    const int warp = threadIdx.x % 128 / 32;
+    bool awaited = false;
+#pragma unroll
+    for (int block = 0; block < Config::kBlocks; ++block) {
+      const BlockRows rows = RowsOf(args, block_m, block);
+      if (!Adds(args, rows, tile)) continue;
+      if (!awaited) await_parts();
+      awaited = true;
+      // Rows that other ranks own become nonsense, which nobody stores.
+      const Warps own = WarpsOf(args, rows, args.view.rank);
+      if (own.begin <= warp && warp < own.end) {
+        for (int source = 0; source < args.layout.sources; ++source) {
+          if (source == SourceIndex(args, args.view.rank, args.splits - 1)) continue;
+          const char* part = BlockOf(args, call, args.view.rank, source, block_m, tile, block);
+          if (args.out_f32) {
+            F::template Add<true>(acc[block], part);
+          } else {
+            F::template Add<false>(acc[block], part);
+          }
+        }
       }
-    });
-    if (!own) return;
-    const int64_t row0 = FirstOwnRow(args, block_m, consumer);
-    const int64_t n0 = static_cast<int64_t>(tile_n) * Config::kTileN;
+      __syncwarp();
+      FinishBlock(args, staging, acc[block], FirstOwnRow(args, block_m, block), tile);
+    }
+  }
+
+  // A block of y from row `row0` on, which may lie before y's first.
+  static __device__ void FinishBlock(const Args& args, StagingWriter<Config>& staging,
+                                     float (&acc)[Config::kAccumulators], int64_t row0, Tile tile) {
+    const int64_t n0 = static_cast<int64_t>(tile.n) * Config::kTileN;
     const auto row_of = [&](int r) {
       const bool inside = row0 + r >= 0 && row0 + r < args.rows.PerRank();
       return inside ? (row0 + r) * args.n : -1;
@@ -213,68 +239,69 @@ struct MatmulReduceScatterSm90 {
     if (row0 >= 0) {
       staging.Publish();
     } else {
-      ScatterStagedRows<T, Config::kTileN>(smem, 1 + consumer, args.y_data, n0, args.n, row_of);
+      ScatterStagedRows<T, Config::kTileN>(smem, 1 + staging.consumer, args.y_data, n0, args.n,
+                                           row_of);
     }
   }
 
-  // The consumer's first row as a row of y: before y's first, or with rows past its last, where a
+  // The block's first row as a row of y: before y's first, or with rows past its last, where a
   // tile straddles.
-  static __device__ int64_t FirstOwnRow(const Args& args, int32_t block_m, int consumer) {
-    return static_cast<int64_t>(block_m) * Config::kTileM + consumer * 64 -
+  static __device__ int64_t FirstOwnRow(const Args& args, int32_t block_m, int block) {
+    return static_cast<int64_t>(block_m) * Config::kTileM + block * 64 -
            args.view.rank * args.rows.PerRank();
   }
 
   static __device__ void Store(const Args& args, const CallContext& call,
-                               StagingReader<Config> (&staging)[Config::kConsumers],
-                               int32_t block_m, Tile tile) {
-    const int32_t tile_n = tile.n;
-    const int rank = args.view.rank;
+                               StagingReader<Config>& staging, int32_t block_m, Tile tile) {
+    const int source = SourceIndex(args, args.view.rank, tile.split);
     uint64_t start = 0;
     bool sent = false;
 #pragma unroll
-    for (int c = 0; c < Config::kConsumers; ++c) {
-      const Owners owners = OwnersOf(args, block_m, c);
-      if (!HasOtherOwners(args, owners)) continue;
-      for (int round = 0; round < (args.out_f32 ? 2 : 1); ++round) {
-        const uint32_t smem = staging[c].Acquire();
+    for (int block = 0; block < Config::kBlocks; ++block) {
+      const BlockRows rows = RowsOf(args, block_m, block);
+      if (!Sends(args, rows, tile)) continue;
+      for (int round = 0; round < Rounds(args); ++round) {
+        const uint32_t smem = staging.Acquire();
         if (!sent) start = call.Start();
         sent = true;
-        for (int dst = owners.first; dst <= owners.last; ++dst) {
-          if (dst == rank) continue;
-          ptx::BulkStore(
-              BlockOf(args, call, dst, rank, block_m, tile_n, c) + round * Config::kStagingBytes,
-              smem, Config::kStagingBytes);
+        for (int dst = rows.first_owner; dst <= rows.last_owner; ++dst) {
+          if (!SendsTo(args, tile, dst)) continue;
+          const Warps warps = WarpsOf(args, rows, dst);
+          const int at = warps.begin * F::kWarpBytes;
+          ptx::BulkStore(BlockOf(args, call, dst, source, block_m, tile, block) +
+                             round * Config::kStagingBytes + at,
+                         smem + at, (warps.end - warps.begin) * F::kWarpBytes);
         }
         ptx::BulkCommit();
-        staging[c].Release();
+        staging.Release();
       }
     }
     if (sent) {
       ptx::BulkWait<0>();
       ptx::FenceProxyAsyncGlobal();
 #pragma unroll
-      for (int c = 0; c < Config::kConsumers; ++c) {
-        const Owners owners = OwnersOf(args, block_m, c);
-        for (int dst = owners.first; dst <= owners.last; ++dst) {
-          if (dst == rank) continue;
-          StoreRelease(SignalOf(args, call, dst, rank, block_m, tile_n, c), call.signal);
+      for (int block = 0; block < Config::kBlocks; ++block) {
+        const BlockRows rows = RowsOf(args, block_m, block);
+        for (int dst = rows.first_owner; dst <= rows.last_owner; ++dst) {
+          if (!SendsTo(args, tile, dst)) continue;
+          StoreRelease(SignalOf(args, call, dst, source, block_m, tile, block), call.signal);
         }
       }
-      call.Done(EventKind::kSend, start, OwnersOf(args, block_m, 0).first, block_m);
+      call.Done(EventKind::kSend, start, RowsOf(args, block_m, 0).first_owner, block_m);
     }
     if (args.out_f32) return;
 #pragma unroll
-    for (int c = 0; c < Config::kConsumers; ++c) {
-      const int64_t row0 = FirstOwnRow(args, block_m, c);
+    for (int block = 0; block < Config::kBlocks; ++block) {
+      const int64_t row0 = FirstOwnRow(args, block_m, block);
       // A TMA store may end outside its tensor, but not begin before it.
-      if (!IsOwner(args, OwnersOf(args, block_m, c)) || row0 < 0) continue;
-      const uint32_t smem = staging[c].Acquire();
+      if (!Adds(args, RowsOf(args, block_m, block), tile) || row0 < 0) continue;
+      const uint32_t smem = staging.Acquire();
       start = call.Start();
       StoreStagedBlock<Config::kTileN>(smem, &args.y, row0,
-                                       static_cast<int64_t>(tile_n) * Config::kTileN, args.n);
+                                       static_cast<int64_t>(tile.n) * Config::kTileN, args.n);
       ptx::BulkCommit();
-      staging[c].Release();
-      call.Done(EventKind::kStore, start, block_m, tile_n);
+      staging.Release();
+      call.Done(EventKind::kStore, start, block_m, tile.n);
     }
   }
 };
