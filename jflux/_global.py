@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,6 +30,8 @@ def all_gather_matmul(
     gather_dimension: int,
     return_gathered: bool,
     transpose_rhs: bool,
+    bias: Any,
+    gated: bool,
     **options: Any,
 ) -> Any:
     """`op` is jflux.all_gather_matmul or its reference; `options` are the rest of its own."""
@@ -37,14 +40,15 @@ def all_gather_matmul(
     y_out = _with_axis(x_in, x.ndim, last, names)
     gathered_out = PartitionSpec(*y_out[:last], None)
     w_in = PartitionSpec(*((names, None) if transpose_rhs else (None, names)))
-    y_outs = tuple(y_out for _ in w) if isinstance(w, tuple | list) else y_out
+    y_outs = tuple(y_out for _ in w) if isinstance(w, tuple | list) and not gated else y_out
     return _over_global_arrays(
         functools.partial(
             op, axis_name=axis_name, gather_dimension=gather_dimension,
-            return_gathered=return_gathered, transpose_rhs=transpose_rhs, **options
+            return_gathered=return_gathered, transpose_rhs=transpose_rhs, gated=gated, **options
         ),
-        "all_gather_matmul", x, w, axis_name=axis_name, mesh=mesh,
-        in_specs=(x_in, w_in), out_specs=(y_outs, gathered_out) if return_gathered else y_outs,
+        "all_gather_matmul", {"x": x, "w": w, "bias": bias},
+        {"x": x_in, "w": w_in, "bias": PartitionSpec(names)}, axis_name=axis_name, mesh=mesh,
+        out_specs=(y_outs, gathered_out) if return_gathered else y_outs,
     )  # fmt: skip
 
 
@@ -58,50 +62,59 @@ def matmul_reduce_scatter(
     axis_name: AxisName,
     scatter_dimension: int,
     transpose_rhs: bool,
+    bias: Any,
+    residual: Any,
     **options: Any,
 ) -> Any:
     """`op` is jflux.matmul_reduce_scatter or its reference; `options` are the rest of its own."""
     names, x_0 = as_tuple(axis_name), several(x)[0]
     x_in = _with_axis(_spec(x_0, x_spec), x_0.ndim, x_0.ndim - 1, names)
+    y_out = _with_axis(x_in, x_0.ndim, scatter_dimension % x_0.ndim, names)
+    w_in = PartitionSpec(*((None, names) if transpose_rhs else (names, None)))
     return _over_global_arrays(
         functools.partial(
             op, axis_name=axis_name, scatter_dimension=scatter_dimension,
             transpose_rhs=transpose_rhs, **options
         ),
-        "matmul_reduce_scatter", x, w, axis_name=axis_name, mesh=mesh,
-        in_specs=(x_in, PartitionSpec(*((None, names) if transpose_rhs else (names, None)))),
-        out_specs=_with_axis(x_in, x_0.ndim, scatter_dimension % x_0.ndim, names),
+        "matmul_reduce_scatter", {"x": x, "w": w, "bias": bias, "residual": residual},
+        {"x": x_in, "w": w_in, "bias": PartitionSpec(), "residual": y_out},
+        axis_name=axis_name, mesh=mesh, out_specs=y_out,
     )  # fmt: skip
 
 
 def _over_global_arrays(
     op: Callable[..., Any],
     name: str,
-    x: jax.Array | Sequence[jax.Array],
-    w: jax.Array | Sequence[jax.Array],
+    operands: Mapping[str, Any],
+    specs: Mapping[str, PartitionSpec],
     *,
     axis_name: AxisName,
     mesh: Mesh | AbstractMesh | None,
-    in_specs: tuple[PartitionSpec, PartitionSpec],
     out_specs: Any,
 ) -> Any:
-    """Runs `op` inside a shard_map of its own over all axes of the mesh. All of x, if it is
-    several, have the same spec, and so have all of w."""
-    mesh = _mesh_for(mesh, *several(x), *several(w))
+    """Runs `op` inside a shard_map of its own over all axes of the mesh. Operands that are
+    sequences have one spec for all; None is none."""
+    arrays = {argument: jax.tree.leaves(operand) for argument, operand in operands.items()}
+    mesh = _mesh_for(mesh, *itertools.chain(*arrays.values()))
     missing = [n for n in as_tuple(axis_name) if n not in mesh.axis_names]
     if missing:
         raise ValueError(f"{axis_name=} names {missing}, but the mesh has axes {mesh.axis_names}")
-    for argument, operand, spec in zip("xw", (x, w), in_specs, strict=True):
-        for array in several(operand):
-            _check_divides(f"jflux.{name}: {argument}", array, spec, mesh)
+    for argument, those in arrays.items():
+        for array in those:
+            _check_divides(f"jflux.{name}: {argument}", array, specs[argument], mesh)
     if AxisType.Explicit in mesh.axis_types:  # else shard_map brings them into place
-        x, w = (
-            jax.tree.map(functools.partial(_reshard, mesh=mesh, spec=spec), operand)
-            for operand, spec in zip((x, w), in_specs, strict=True)
-        )
+        operands = {
+            argument: jax.tree.map(
+                functools.partial(_reshard, mesh=mesh, spec=specs[argument]), operand
+            )
+            for argument, operand in operands.items()
+        }
     # check_vma cannot know that a gathered array is the same on all ranks.
-    mapped = jax.shard_map(op, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    return mapped(x, w)
+    mapped = jax.shard_map(
+        lambda operands: op(**operands), mesh=mesh, in_specs=(dict(specs),), out_specs=out_specs,
+        check_vma=False,
+    )  # fmt: skip
+    return mapped(dict(operands))
 
 
 def _reshard(array: jax.Array, *, mesh: Any, spec: PartitionSpec) -> jax.Array:

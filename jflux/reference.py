@@ -10,11 +10,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
-from . import _global, _mesh
+from . import _epilogue, _global, _mesh
 from ._global import several
 from ._mesh import AxisName
 
@@ -62,6 +63,9 @@ def all_gather_matmul(
     gather_dimension: int = -2,
     return_gathered: bool = False,
     transpose_rhs: bool = False,
+    bias: jax.Array | Sequence[jax.Array | None] | None = None,
+    activation: str | None = None,
+    gated: bool = False,
     preferred_element_type: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
     mesh: Mesh | AbstractMesh | None = None,
@@ -76,15 +80,23 @@ def all_gather_matmul(
         return _global.all_gather_matmul(
             all_gather_matmul, x, w, mesh=mesh, x_spec=x_spec, axis_name=axis_name,
             gather_dimension=gather_dimension, return_gathered=return_gathered,
-            transpose_rhs=transpose_rhs, preferred_element_type=preferred_element_type,
-            precision=precision,
+            transpose_rhs=transpose_rhs, bias=bias, activation=activation, gated=gated,
+            preferred_element_type=preferred_element_type, precision=precision,
         )  # fmt: skip
+    ws = several(w)
+    bias_of = (None,) * len(ws) if bias is None else several(bias)
+    epilogue = _epilogue.check("reference.all_gather_matmul", len(ws), bias_of, activation, gated)
     gathered = lax.all_gather(x, axis_name, axis=gather_dimension % x.ndim, tiled=True)
-    ys = tuple(
-        _matmul(gathered, one, preferred_element_type, precision, transpose_rhs)
-        for one in several(w)
-    )
-    y = ys if isinstance(w, tuple | list) else ys[0]
+    if epilogue is None:
+        out, sums = preferred_element_type, preferred_element_type
+    else:
+        out = np.dtype(preferred_element_type or jnp.result_type(x, *ws))
+        sums = _epilogue.sum_dtype(out)
+    ys: Sequence[jax.Array] = [_matmul(gathered, one, sums, precision, transpose_rhs) for one in ws]
+    if epilogue is not None:
+        biases = [b for b in bias_of if b is not None]
+        ys, _ = _epilogue.apply(epilogue, ys, biases, np.dtype(out))
+    y = tuple(ys) if isinstance(w, tuple | list) and not gated else ys[0]
     return (y, gathered) if return_gathered else y
 
 
@@ -95,6 +107,8 @@ def matmul_reduce_scatter(
     axis_name: AxisName,
     scatter_dimension: int = -2,
     transpose_rhs: bool = False,
+    bias: jax.Array | None = None,
+    residual: jax.Array | None = None,
     preferred_element_type: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
     mesh: Mesh | AbstractMesh | None = None,
@@ -109,11 +123,12 @@ def matmul_reduce_scatter(
     if not _mesh.is_bound(axis_name):
         return _global.matmul_reduce_scatter(
             matmul_reduce_scatter, x, w, mesh=mesh, x_spec=x_spec, axis_name=axis_name,
-            scatter_dimension=scatter_dimension, transpose_rhs=transpose_rhs,
-            preferred_element_type=preferred_element_type, precision=precision,
+            scatter_dimension=scatter_dimension, transpose_rhs=transpose_rhs, bias=bias,
+            residual=residual, preferred_element_type=preferred_element_type, precision=precision,
         )  # fmt: skip
     xs = several(x)
     partial = _sum_of_products(xs, several(w), preferred_element_type, precision, transpose_rhs)
-    return lax.psum_scatter(
+    y = lax.psum_scatter(
         partial, axis_name, scatter_dimension=scatter_dimension % xs[0].ndim, tiled=True
     )
+    return _epilogue.add(y, [a for a in (bias, residual) if a is not None])

@@ -17,13 +17,16 @@ from jax.interpreters import partial_eval as pe
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
-from .. import _ffi, _global, _mesh, reference
+from .. import _epilogue, _ffi, _global, _mesh, reference
+from .._epilogue import Epilogue
 from .._global import several
 from .._mesh import AxisName
 from . import _product
 
 #: The name that `jax.checkpoint` policies know the gathered operands by.
 GATHERED = "jflux_gathered"
+#: And what an activation is applied to.
+PREACTIVATION = "jflux_preactivation"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +34,8 @@ class Params:
     """A call, less its operands.
 
     Attributes:
-      results: which of ("y", "gathered") to return; never neither. "y" is one for each w.
+      results: which of ("y", "sums", "gathered") to return, in this order; never none. "y" is one
+        for each w, or one in all if they are gated; "sums" are what the activation is applied to.
     """
 
     axis_names: tuple[Any, ...]
@@ -41,6 +45,7 @@ class Params:
     transpose_rhs: bool
     out_dtype: np.dtype
     precision: Any = None
+    epilogue: Epilogue | None = None
 
 
 def all_gather_matmul(
@@ -51,6 +56,9 @@ def all_gather_matmul(
     gather_dimension: int = -2,
     return_gathered: bool = False,
     transpose_rhs: bool = False,
+    bias: jax.Array | Sequence[jax.Array | None] | None = None,
+    activation: str | None = None,
+    gated: bool = False,
     preferred_element_type: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
     mesh: Mesh | AbstractMesh | None = None,
@@ -68,12 +76,18 @@ def all_gather_matmul(
     tensor-parallel layer with sequence-parallel activations (Flux, arXiv 2406.06858, section 3:
     AllGather + GEMM).
 
+    With a bias or an activation, y is ``activation(all_gather(x) @ w + bias)``. With ``gated`` and
+    w = (gate, up) there is one y, ``activation(all_gather(x) @ gate) * (all_gather(x) @ up)``, each
+    product with its bias (GLU variants, arXiv 2002.05202). That is computed in float32 (float64 for
+    float64); on GPUs XLA does it after the kernel, from products in y's type.
+
     Outside ``shard_map`` it takes global arrays, x [..., m, k] sharded over `axis_name` in its
     gather dimension and w [k, n] in its last one, and wraps itself in ``shard_map``.
 
     Differentiable in reverse mode. dx is one :func:`jflux.matmul_reduce_scatter`; dw multiplies by
     the gathered x, which is kept under the name ``"jflux_gathered"`` so that a `jax.checkpoint`
-    policy can choose to gather it again instead.
+    policy can choose to gather it again instead. What an activation is applied to is kept under
+    the name ``"jflux_preactivation"``, in y's type.
 
     Args:
       x: [..., m/N, k]; float16, bfloat16, float32 or float64 (CPU), float16 or bfloat16 (GPU).
@@ -85,6 +99,9 @@ def all_gather_matmul(
       gather_dimension: which of x's leading dimensions to gather; the second to last by default.
       return_gathered: also return the gathered x, [..., m, k].
       transpose_rhs: w holds the transposed weight. No copy is made.
+      bias: [n/N], added to the product; of any type. For several weights one each, or None.
+      activation: None, or "gelu", "gelu_tanh" (its approximation), "relu" or "silu".
+      gated: two weights make one y: the first product, activated, times the second.
       preferred_element_type: the type of y; by default x's. Sums are in float32 (float64 for
         float64) whatever it is.
       precision: as in `lax.dot_general`; used by the reference only.
@@ -108,6 +125,8 @@ def all_gather_matmul(
     ws = several(w)
     if not ws:
         raise ValueError("jflux.all_gather_matmul: w is an empty sequence of weights")
+    bias_of = (None,) * len(ws) if bias is None else several(bias)
+    epilogue = _epilogue.check("all_gather_matmul", len(ws), bias_of, activation, gated)
     for one in ws:
         dimension = _product.check_operands(
             "all_gather_matmul", x, one, gather_dimension, "gather_dimension"
@@ -116,21 +135,24 @@ def all_gather_matmul(
         return _global.all_gather_matmul(
             all_gather_matmul, x, w, mesh=mesh, x_spec=x_spec, axis_name=axis_name,
             gather_dimension=dimension, return_gathered=return_gathered,
-            transpose_rhs=transpose_rhs, preferred_element_type=preferred_element_type,
-            precision=precision,
+            transpose_rhs=transpose_rhs, bias=bias, activation=activation, gated=gated,
+            preferred_element_type=preferred_element_type, precision=precision,
         )  # fmt: skip
     for one in ws:
         _product.check_contraction("all_gather_matmul", x, one, transpose_rhs)
+    columns = [_product.columns(one, transpose_rhs) for one in ws]
+    _epilogue.check_shapes("all_gather_matmul", columns, bias_of, gated)
     world = _mesh.axis_size(axis_name)
     out = _product.out_dtype("all_gather_matmul", (x, *ws), preferred_element_type)
     if _product.is_plain("all_gather_matmul", axis_name):
         return reference.all_gather_matmul(
             x, w, axis_name=axis_name, gather_dimension=dimension, return_gathered=return_gathered,
-            transpose_rhs=transpose_rhs, preferred_element_type=preferred_element_type,
-            precision=precision,
+            transpose_rhs=transpose_rhs, bias=bias, activation=activation, gated=gated,
+            preferred_element_type=preferred_element_type, precision=precision,
         )  # fmt: skip
-    x, *rest = _mesh.vary_together(axis_name, x, *ws)
-    ws = tuple(rest)
+    biases = tuple(b for b in bias_of if b is not None)
+    x, *rest = _mesh.vary_together(axis_name, x, *ws, *biases)
+    ws, biases = tuple(rest[: len(ws)]), tuple(rest[len(ws) :])
     params = Params(
         axis_names=_mesh.as_tuple(axis_name),
         world=world,
@@ -139,9 +161,16 @@ def all_gather_matmul(
         transpose_rhs=transpose_rhs,
         out_dtype=out,
         precision=precision,
+        epilogue=epilogue,
     )
-    ys, gathered = _with_empty_ones(x, ws, params)
-    y = ys if isinstance(w, tuple | list) else ys[0]
+    if epilogue is not None and not any(0 in a.shape for a in (x, *ws)):
+        ys: Sequence[jax.Array]
+        ys, _, gathered = _split(differentiable(x, ws, biases, params), len(ws), params)
+    else:
+        ys, gathered = _with_empty_ones(x, ws, dataclasses.replace(params, epilogue=None))
+        if epilogue is not None:
+            ys, _ = _epilogue.apply(epilogue, ys, biases, out)
+    y = tuple(ys) if isinstance(w, tuple | list) and not gated else ys[0]
     return (y, gathered) if return_gathered else y
 
 
@@ -154,7 +183,7 @@ def _with_empty_ones(
     if 0 in x.shape:
         return tuple(_product.zeros(*s, x) for s in shapes), _product.zeros(*gathered_shape, x)
     some = tuple(w for w in ws if 0 not in w.shape)
-    products = differentiable(x, some, params) if some else []
+    products = differentiable(x, some, (), params) if some else []
     gathered = None
     if "gathered" in params.results:
         *products, gathered = products or [_gather(x, params)]
@@ -166,27 +195,49 @@ def _with_empty_ones(
     return tuple(ys), gathered
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def differentiable(x: jax.Array, ws: tuple[jax.Array, ...], params: Params) -> list[jax.Array]:
-    return _primitive.bind(x, *ws, params=params)
+def _split(
+    results: Sequence[Any], weights: int, params: Params
+) -> tuple[list[Any], list[Any], Any]:
+    """(all y, all sums, gathered x or None) of the primitive's results."""
+    count = weights if params.epilogue is None else params.epilogue.results
+    rest = list(results)
+    ys = [rest.pop(0) for _ in range(count)] if "y" in params.results else []
+    sums = [rest.pop(0) for _ in range(weights)] if "sums" in params.results else []
+    return ys, sums, rest[0] if rest else None
 
 
-def _forward(x, ws, params):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def differentiable(
+    x: jax.Array, ws: tuple[jax.Array, ...], biases: tuple[jax.Array, ...], params: Params
+) -> list[jax.Array]:
+    return _primitive.bind(x, *ws, *biases, params=params)
+
+
+def _forward(x, ws, biases, params):
     # `differentiable` and not the primitive, so that gradients have gradients.
-    both = dataclasses.replace(params, results=("y", "gathered"))
-    *ys, gathered = differentiable(x, ws, both)
+    activated = params.epilogue is not None and params.epilogue.activation is not None
+    results = ("y", "sums", "gathered") if activated else ("y", "gathered")
+    every = dataclasses.replace(params, results=results)
+    ys, sums, gathered = _split(differentiable(x, ws, biases, every), len(ws), every)
     gathered = checkpoint_name(gathered, GATHERED)
-    returned = [*ys, gathered] if "gathered" in params.results else ys
-    return returned, (gathered, ws)
+    sums = [checkpoint_name(one, PREACTIVATION) for one in sums]
+    found = {"y": ys, "sums": sums, "gathered": [gathered]}
+    returned = [result for name in params.results for result in found[name]]
+    return returned, (gathered, ws, biases, sums)
 
 
 def _backward(params, residuals, cotangents):
     from . import matmul_reduce_scatter as dual
 
-    gathered, ws = residuals
-    dys = tuple(c.astype(gathered.dtype) for c in cotangents[: len(ws)])
+    gathered, ws, biases, sums = residuals
+    dys, dsums, dgathered = _split(cotangents, len(ws), params)
+    if sums:
+        through = _epilogue.gradient(params.epilogue, sums, dys)
+        dys = [a + b for a, b in zip(through, dsums, strict=True)] if dsums else through
+    dbiases = _epilogue.bias_gradients(params.epilogue, dys, biases) if biases else ()
+    rounded = tuple(dy.astype(gathered.dtype) for dy in dys)
     (dx,) = dual.differentiable(
-        dys,
+        rounded,
         ws,
         dual.Params(
             axis_names=params.axis_names,
@@ -197,18 +248,15 @@ def _backward(params, residuals, cotangents):
             precision=params.precision,
         ),
     )
-    if "gathered" in params.results:
+    if dgathered is not None:
         dx += lax.psum_scatter(
-            cotangents[-1],
-            params.axis_names,
-            scatter_dimension=params.gather_dimension,
-            tiled=True,
+            dgathered, params.axis_names, scatter_dimension=params.gather_dimension, tiled=True
         )
     dws = tuple(
         weight_gradient(gathered, dy, params.transpose_rhs, w.dtype, params.precision)
-        for dy, w in zip(dys, ws, strict=True)
+        for dy, w in zip(rounded, ws, strict=True)
     )
-    return dx, dws
+    return dx, dws, dbiases
 
 
 differentiable.defvjp(_forward, _backward)
@@ -225,11 +273,21 @@ def weight_gradient(
     )
 
 
-def _result_shapes(x, *ws, params):
+def _weights(operands, params):
+    """(ws, biases) of what follows x among the primitive's operands."""
+    count = len(operands) if params.epilogue is None else len(params.epilogue.biased)
+    return operands[:count], operands[count:]
+
+
+def _result_shapes(x, *operands, params):
+    ws, _ = _weights(operands, params)
     shape = list(x.shape)
     shape[params.gather_dimension] *= params.world
-    ys = [((*shape[:-1], _product.columns(w, params.transpose_rhs)), params.out_dtype) for w in ws]
-    known = {"y": ys, "gathered": [(tuple(shape), x.dtype)]}
+    sums = [
+        ((*shape[:-1], _product.columns(w, params.transpose_rhs)), params.out_dtype) for w in ws
+    ]
+    ys = sums if params.epilogue is None else sums[: params.epilogue.results]
+    known = {"y": ys, "sums": sums, "gathered": [(tuple(shape), x.dtype)]}
     return [result for name in params.results for result in known[name]]
 
 
@@ -237,26 +295,36 @@ def _gather(x, params):
     return lax.all_gather(x, params.axis_names, axis=params.gather_dimension, tiled=True)
 
 
-def _reference(x, *ws, params):
+def _reference(x, *operands, params):
     gathered = _gather(x, params)
     if params.results == ("gathered",):
         return [gathered]
-    ys = [
-        reference._matmul(gathered, w, params.out_dtype, params.precision, params.transpose_rhs)
-        for w in ws
-    ]
-    return [*ys, gathered] if "gathered" in params.results else ys
+    ws, biases = _weights(operands, params)
+    out = params.out_dtype if params.epilogue is None else _epilogue.sum_dtype(params.out_dtype)
+    ys = [reference._matmul(gathered, w, out, params.precision, params.transpose_rhs) for w in ws]
+    return _finished(ys, biases, gathered, params)
 
 
-def _is_reference(x, *ws, params):
+def _finished(products, biases, gathered, params):
+    """The results of a call, from its products."""
+    ys, sums = products, products
+    if params.epilogue is not None:
+        ys, sums = _epilogue.apply(params.epilogue, products, biases, params.out_dtype)
+    known = {"y": ys, "sums": sums, "gathered": [gathered]}
+    return [result for name in params.results for result in known[name]]
+
+
+def _is_reference(x, *operands, params):
     return params.results == ("gathered",)
 
 
-def _not_fused(x, *ws, params, platform):
+def _not_fused(x, *operands, params, platform):
+    ws, _ = _weights(operands, params)
     return _product.why_no_kernel([(x, w) for w in ws], params, platform)
 
 
-def _extent(x, *ws, params):
+def _extent(x, *operands, params):
+    ws, _ = _weights(operands, params)
     outer, inner = _product.outer_inner(x.shape, params.gather_dimension, 1)
     return outer, inner, x.shape[-1], sum(_product.columns(w, params.transpose_rhs) for w in ws)
 
@@ -265,12 +333,31 @@ def _extent(x, *ws, params):
 RAGGED_FROM = 2048
 
 
-def _lax_is_faster(x, *ws, params, platform):
+def _lax_is_faster(x, *operands, params, platform):
     m = _product.total_rows(x) * params.world
     return platform == "cuda" and _product.lax_is_faster(m, params.world, RAGGED_FROM)
 
 
-def _adapt(x, *ws, params, platform):
+def _after(x, *operands, params, platform):
+    """The call as one without an epilogue, which follows it."""
+    ws, biases = _weights(operands, params)
+    gathers = "gathered" in params.results
+    plain = dataclasses.replace(
+        params,
+        epilogue=None,
+        results=("y", "gathered") if gathers else ("y",),
+        # GPUs write products in 16 bits only as fast as XLA can read them again.
+        out_dtype=params.out_dtype if platform == "cuda" else _epilogue.sum_dtype(params.out_dtype),
+    )
+    results = _primitive.bind(x, *ws, params=plain)
+    products, gathered = (results[:-1], results[-1]) if gathers else (results, None)
+    return _finished(products, biases, gathered, params)
+
+
+def _adapt(x, *operands, params, platform):
+    if params.epilogue is not None:
+        return functools.partial(_after, params=params, platform=platform)
+    ws = operands
     n = [_product.columns(w, params.transpose_rhs) for w in ws]
     bind = functools.partial(_primitive.bind, params=params)
     if len(ws) > _product.most_weights(platform):
@@ -293,6 +380,11 @@ def _adapt(x, *ws, params, platform):
 
 
 def _batch(primitive, operands, dims, *, params):
+    if params.epilogue is not None:
+        after = functools.partial(_after, params=params, platform=None)
+        results = jax.vmap(after, in_axes=tuple(dims))(*operands)
+        return results, [0] * len(results)
+
     def bind(x, *ws, shift=0):
         moved = dataclasses.replace(params, gather_dimension=params.gather_dimension + shift)
         return primitive.bind(x, *ws, params=moved)
@@ -336,13 +428,20 @@ def _drop_unused(used, *rest):
     inputs = [True] * len(eqn.invars)
     if not any(used):
         return [False] * len(inputs), None
-    if "gathered" not in params.results or all(used):
+    weights = len(_weights(inputs[1:], params)[0])
+    names = ("y", "sums", "gathered")
+
+    def by_name(results):
+        ys, sums, gathered = _split(results, weights, params)
+        return dict(zip(names, (ys, sums, [gathered]), strict=True))
+
+    live = {name: any(one) for name, one in by_name(used).items()}
+    results = tuple(name for name in params.results if live[name])
+    if results == params.results:
         return inputs, eqn
-    # All products or none, and the gathered x or not.
-    *products, gathered = used
-    results = ["y"] * any(products) + ["gathered"] * gathered
-    outvars = eqn.outvars[:-1] * any(products) + eqn.outvars[-1:] * gathered
-    smaller = dataclasses.replace(params, results=tuple(results))
+    # All products or none, all sums or none, and the gathered x or not.
+    outvars = [v for name in results for v in by_name(eqn.outvars)[name]]
+    smaller = dataclasses.replace(params, results=results)
     return inputs, eqn.replace(outvars=outvars, params={"params": smaller})
 
 

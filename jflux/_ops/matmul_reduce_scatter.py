@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
-from .. import _ffi, _global, _mesh, reference
+from .. import _epilogue, _ffi, _global, _mesh, reference
 from .._global import several
 from .._mesh import AxisName
 from . import _product
@@ -42,6 +42,8 @@ def matmul_reduce_scatter(
     axis_name: AxisName,
     scatter_dimension: int = -2,
     transpose_rhs: bool = False,
+    bias: jax.Array | None = None,
+    residual: jax.Array | None = None,
     preferred_element_type: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
     mesh: Mesh | AbstractMesh | None = None,
@@ -61,6 +63,9 @@ def matmul_reduce_scatter(
     (float64 for float64) in a fixed order, so that every run gives the same bits: in rank order on
     the CPU, a rank's own unrounded part first and then the others in rank order on GPUs.
 
+    `bias` and `residual` are added to what has been scattered, in float32 (float64 for float64);
+    XLA does it after the kernel, from the sums in y's type.
+
     Outside ``shard_map`` it takes global arrays, x [..., m, k] sharded over `axis_name` in its last
     dimension and w [k, n] in its first, and wraps itself in ``shard_map``.
 
@@ -75,6 +80,9 @@ def matmul_reduce_scatter(
       axis_name: a mesh axis, or a tuple of them (the first one major).
       scatter_dimension: which of x's leading dimensions to scatter; the second to last by default.
       transpose_rhs: w holds the transposed weight. No copy is made.
+      bias: [n], the same on all ranks, added once; of any type. Like every operand that ranks
+        share, its gradient is the sum of theirs, which ``check_vma=True`` sees to.
+      residual: [..., m/N, n], this rank's, added to y; of any type.
       preferred_element_type: the type of y; by default x's.
       precision: as in `lax.dot_general`; used by the reference only.
       mesh: for global arrays; by default the ambient mesh (`jax.set_mesh`), or x's own.
@@ -109,7 +117,7 @@ def matmul_reduce_scatter(
     if not _mesh.is_bound(axis_name):
         return _global.matmul_reduce_scatter(
             matmul_reduce_scatter, x, w, mesh=mesh, x_spec=x_spec, axis_name=axis_name,
-            scatter_dimension=dimension, transpose_rhs=transpose_rhs,
+            scatter_dimension=dimension, transpose_rhs=transpose_rhs, bias=bias, residual=residual,
             preferred_element_type=preferred_element_type, precision=precision,
         )  # fmt: skip
     for one, weight in zip(xs, ws, strict=True):
@@ -125,10 +133,13 @@ def matmul_reduce_scatter(
     if _product.is_plain("matmul_reduce_scatter", axis_name):
         return reference.matmul_reduce_scatter(
             x, w, axis_name=axis_name, scatter_dimension=dimension, transpose_rhs=transpose_rhs,
-            preferred_element_type=preferred_element_type, precision=precision,
+            bias=bias, residual=residual, preferred_element_type=preferred_element_type,
+            precision=precision,
         )  # fmt: skip
-    varying = _mesh.vary_together(axis_name, *xs, *ws)
-    xs, ws = tuple(varying[: len(xs)]), tuple(varying[len(xs) :])
+    added = [a for a in (bias, residual) if a is not None]
+    varying = _mesh.vary_together(axis_name, *xs, *ws, *added)
+    count = len(xs)
+    xs, ws, added = tuple(varying[:count]), tuple(varying[count : 2 * count]), varying[2 * count :]
     params = Params(
         axis_names=_mesh.as_tuple(axis_name),
         world=world,
@@ -137,11 +148,15 @@ def matmul_reduce_scatter(
         out_dtype=out,
         precision=precision,
     )
+    ((shape, _),) = _result_shapes(*xs, *ws, params=params)
+    _epilogue.check_added("matmul_reduce_scatter", shape, bias, residual)
     terms = [(x, w) for x, w in zip(xs, ws, strict=True) if 0 not in x.shape and 0 not in w.shape]
-    if not terms:
-        return _product.zeros(*_result_shapes(*xs, *ws, params=params)[0], xs[0])
-    xs, ws = zip(*terms, strict=True)
-    return differentiable(xs, ws, params)[0]
+    if terms:
+        xs, ws = zip(*terms, strict=True)
+        (y,) = differentiable(xs, ws, params)
+    else:
+        y = _product.zeros(shape, out, xs[0])
+    return _epilogue.add(y, added)
 
 
 def _check_terms(x: Any, w: Any, other_x: Any, other_w: Any, transpose_rhs: bool) -> None:
@@ -172,6 +187,7 @@ def _backward(params, residuals, cotangents):
     *dxs, dy = _dual.differentiable(
         cotangents[0].astype(dtype),
         ws,
+        (),
         _dual.Params(
             axis_names=params.axis_names,
             world=params.world,

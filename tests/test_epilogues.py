@@ -1,0 +1,405 @@
+"""Bias, activations and gating over one gather; bias and residual on what has been scattered."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import (
+    PLATFORM,
+    RANKS,
+    assert_close,
+    compiled_text,
+    fused_calls,
+    make_mesh,
+    normal,
+    per_device,
+    run,
+    x64_if,
+)
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jflux
+from jflux import _ops as ops
+
+BF16 = jnp.bfloat16
+_ERF = np.vectorize(math.erf, otypes=[np.float64])
+_K = math.sqrt(2 / math.pi)
+
+
+def _sigmoid(x):
+    return 0.5 * (1 + np.tanh(x / 2))
+
+
+# Each with its derivative, in float64.
+ACTIVATIONS = {
+    None: (lambda x: x, np.ones_like),
+    "relu": (lambda x: np.maximum(x, 0), lambda x: (x > 0) * 1.0),
+    "silu": (
+        lambda x: x * _sigmoid(x),
+        lambda x: _sigmoid(x) * (1 + x * (1 - _sigmoid(x))),
+    ),
+    "gelu": (
+        lambda x: x * (1 + _ERF(x / math.sqrt(2))) / 2,
+        lambda x: (
+            (1 + _ERF(x / math.sqrt(2))) / 2 + x * np.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+        ),
+    ),
+    "gelu_tanh": (
+        lambda x: x * (1 + np.tanh(_K * (x + 0.044715 * x**3))) / 2,
+        lambda x: (
+            (1 + np.tanh(_K * (x + 0.044715 * x**3))) / 2
+            + x
+            / 2
+            * (1 - np.tanh(_K * (x + 0.044715 * x**3)) ** 2)
+            * _K
+            * (1 + 3 * 0.044715 * x**2)
+        ),
+    ),
+}
+
+
+def _gather(module=jflux, **options):
+    options = {"precision": "highest"} | options
+    return functools.partial(module.all_gather_matmul, axis_name="tp", **options)
+
+
+def _operands(rows, k, sizes, biased, dtype, transposed=False):
+    """x, weights and biases (or None), [RANKS, ...] each; products are of order 1."""
+    x = normal(0, (RANKS, rows, k), dtype)
+    ws = [(normal(1 + i, (RANKS, k, n), np.float64) / k**0.5) for i, n in enumerate(sizes)]
+    ws = [np.swapaxes(w, 1, 2) if transposed else w for w in ws]
+    biases = [normal(20 + i, (RANKS, n), np.float32) for i, n in enumerate(sizes)]
+    return (
+        x,
+        tuple(w.astype(dtype) for w in ws),
+        tuple(b if has else None for b, has in zip(biases, biased, strict=True)),
+    )
+
+
+def _exact(x, ws, biases, activation, gated, transposed=False):
+    """(the sums, all y, how large the terms of the sums are), in float64."""
+    whole = x.astype(np.float64).reshape(-1, x.shape[-1])
+    plain = [np.swapaxes(w, 1, 2) if transposed else w for w in ws]
+    plain = [w.astype(np.float64) for w in plain]
+    added = [0.0 if b is None else b.astype(np.float64)[:, None] for b in biases]
+    sums = [whole @ w + b for w, b in zip(plain, added, strict=True)]
+    sizes = [abs(whole) @ abs(w) + abs(b) for w, b in zip(plain, added, strict=True)]
+    f, _ = ACTIVATIONS[activation]
+    ys = [f(sums[0]) * sums[1]] if gated else [f(s) for s in sums]
+    return whole, plain, sums, sizes, ys
+
+
+def _check(y, want, sums, sizes, gated, dtype, k):
+    """No activation's slope is above 1.2."""
+    if gated:
+        scale = 1.2 * (sizes[0] * abs(sums[1]) + sizes[1] * abs(sums[0])) + abs(want)
+    else:
+        scale = 1.2 * sizes[0] + abs(want)
+    assert_close(y, want, scale, dtype, k)
+
+
+@pytest.mark.parametrize("dtype", [BF16, np.float16, np.float32, np.float64], ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("module", [jflux, jflux.reference], ids=["jflux", "lax"])
+def test_values(module, biased, activation, dtype):
+    mesh, k = make_mesh((RANKS,)), 40
+    x, ws, biases = _operands(5, k, [24], [biased], dtype)
+    op = _gather(module, activation=activation)
+    with x64_if(dtype):
+        y = run(jax.jit(per_device(mesh, lambda x, w, b: op(x, w, bias=b))), x, ws[0], biases[0])
+    _, _, sums, sizes, (want,) = _exact(x, ws, biases, activation, False)
+    assert y.dtype == dtype
+    _check(y, want, sums, sizes, False, dtype, k)
+
+
+@pytest.mark.parametrize("out", [None, np.float32])
+@pytest.mark.parametrize("biased", [(True, False), (False, False), (True, True)], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("rows, n", [(5, 24), (160, 130)])
+def test_gated(rows, n, transposed, biased, out):
+    mesh, k = make_mesh((RANKS,)), 40
+    x, ws, biases = _operands(rows, k, [n, n], biased, BF16, transposed)
+    op = _gather(
+        activation="silu", gated=True, transpose_rhs=transposed, return_gathered=True,
+        preferred_element_type=out,
+    )  # fmt: skip
+    y, gathered = run(
+        jax.jit(per_device(mesh, lambda x, ws, bs: op(x, ws, bias=bs))), x, ws, biases
+    )
+    whole, _, sums, sizes, (want,) = _exact(x, ws, biases, "silu", True, transposed)
+    assert y.dtype == (out or BF16)
+    # On GPUs products are rounded to y's type first.
+    _check(y, want, sums, sizes, True, y.dtype, k)
+    assert np.array_equal(gathered.astype(np.float64), np.broadcast_to(whole, gathered.shape))
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+@pytest.mark.parametrize("dtype", [np.float32, BF16], ids=str)
+@pytest.mark.parametrize("module", [jflux, jflux.reference], ids=["jflux", "lax"])
+def test_gradients(module, dtype, activation, gated):
+    if gated and activation is None:
+        pytest.skip("a gate needs an activation")
+    mesh, rows, k, n = make_mesh((RANKS,)), 6, 40, 24
+    biased = (True, True) if gated else (True, False)
+    x, ws, biases = _operands(rows, k, [n, n], biased, dtype)
+    op = _gather(module, activation=activation, gated=gated)
+    count = 1 if gated else 2
+    dys = tuple(normal(40 + i, (RANKS, RANKS * rows, n), dtype) for i in range(count))
+
+    def gradients(x, ws, biases, dys):
+        _, vjp = jax.vjp(lambda x, ws, biases: op(x, ws, bias=biases), x, ws, biases)
+        return vjp(dys[0] if gated else dys)
+
+    dx, dws, dbs = run(jax.jit(per_device(mesh, gradients)), x, ws, biases, dys)
+    whole, plain, sums, _, _ = _exact(x, ws, biases, activation, gated)
+    f, slope = ACTIVATIONS[activation]
+    dy = [one.astype(np.float64) for one in dys]
+    if gated:
+        dsums = [dy[0] * slope(sums[0]) * sums[1], dy[0] * f(sums[0])]
+    else:
+        dsums = [d * slope(s) for d, s in zip(dy, sums, strict=True)]
+    # What was saved for them is rounded, where slopes and values change at most as fast as sums.
+    factor = 8
+    parts = [d @ w.swapaxes(1, 2) for d, w in zip(dsums, plain, strict=True)]
+    sizes = [(abs(d) + 1) @ abs(w).swapaxes(1, 2) for d, w in zip(dsums, plain, strict=True)]
+    assert_close(
+        dx, sum(parts).sum(0).reshape(x.shape), sum(sizes).sum(0).reshape(x.shape), dtype,
+        RANKS * 2 * n, factor=factor,
+    )  # fmt: skip
+    for dw, d in zip(dws, dsums, strict=True):
+        size = abs(whole).T @ (abs(d) + 1)
+        assert_close(dw, whole.T @ d, size, dtype, len(whole), factor=factor)
+    for db, d, has in zip(dbs, dsums, biased, strict=True):
+        assert (db is not None) == has
+        if has:
+            assert_close(db, d.sum(1), (abs(d) + 1).sum(1), dtype, len(whole), factor=factor)
+
+
+def test_second_derivatives():
+    """Of a gated product, against the reference's."""
+    mesh, k, n = make_mesh((RANKS,)), 16, 8
+    x, ws, biases = _operands(4, k, [n, n], (True, True), np.float32)
+
+    def second(module):
+        op = _gather(module, activation="gelu", gated=True)
+
+        def first(x, ws):
+            return jax.grad(lambda x, ws: jnp.sum(op(x, ws, bias=biases_of()) ** 2))(x, ws)
+
+        def biases_of():
+            i = jax.lax.axis_index("tp")
+            return tuple(jnp.asarray(b)[i] for b in biases)
+
+        return jax.grad(lambda x, ws: jnp.sum(first(x, ws) ** 2), argnums=(0, 1))
+
+    got = run(jax.jit(per_device(mesh, second(jflux))), x, ws)
+    want = run(jax.jit(per_device(mesh, second(jflux.reference))), x, ws)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-3, atol=2e-3 * abs(b).max())
+
+
+def test_checkpoint_can_keep_sums_or_gather_again():
+    """Whatever a policy keeps, gradients are the same, to the bit."""
+    mesh, k, n = make_mesh((RANKS,)), 40, 24
+    x, ws, biases = _operands(6, k, [n, n], (True, True), BF16)
+
+    def loss(x, ws, biases):
+        y = _gather(activation="silu", gated=True)(x, ws, bias=biases)
+        return jnp.sum(y.astype(jnp.float32) ** 2)
+
+    policies = {
+        "nothing": jax.checkpoint_policies.nothing_saveable,
+        "sums": jax.checkpoint_policies.save_only_these_names("jflux_preactivation"),
+        "gathered": jax.checkpoint_policies.save_only_these_names("jflux_gathered"),
+    }
+    plain = run(jax.jit(per_device(mesh, jax.grad(loss, (0, 1, 2)))), x, ws, biases)
+    for name, policy in policies.items():
+        f = jax.grad(jax.checkpoint(loss, policy=policy), (0, 1, 2))
+        again = run(jax.jit(per_device(mesh, f)), x, ws, biases)
+        for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(again), strict=True):
+            np.testing.assert_array_equal(a, b, err_msg=name)
+
+
+def test_one_gather_and_no_more():
+    """An activation costs no product and no gather of its own, in either direction."""
+    mesh, k, n = make_mesh((RANKS,)), 64, 64
+    x, ws, _ = _operands(32, k, [n, n], (False, False), BF16)
+    op = _gather(activation="silu", gated=True)
+
+    def gradients(x, ws):
+        y, vjp = jax.vjp(op, x, ws)
+        return vjp(y)
+
+    text = compiled_text(per_device(mesh, gradients), x, ws)
+    # On CPUs each weight has a product of its own.
+    both = ["all_gather_matmul", "matmul_reduce_scatter"]
+    assert sorted(fused_calls(text)) == both, PLATFORM
+
+
+def test_vmapped():
+    mesh, k, n = make_mesh((RANKS,)), 16, 8
+    xs = normal(0, (RANKS, 3, 4, k), np.float32)
+    w, b = normal(1, (RANKS, k, n), np.float32), normal(2, (RANKS, n), np.float32)
+    op = _gather(activation="gelu")
+    f = jax.vmap(lambda x, w, b: op(x, w, bias=b), in_axes=(0, None, None))
+    got = run(jax.jit(per_device(mesh, f)), xs, w, b)
+    for i in range(3):
+        want = run(jax.jit(per_device(mesh, lambda x, w, b: op(x, w, bias=b))), xs[:, i], w, b)
+        np.testing.assert_allclose(got[:, i], want, rtol=1e-6, atol=1e-6)
+
+
+def test_empty():
+    mesh = make_mesh((RANKS,))
+    op = _gather(activation="silu", gated=True)
+    for rows, n in ((0, 8), (4, 0)):
+        ws = (np.zeros((RANKS, 8, n), BF16),) * 2
+        y = run(jax.jit(per_device(mesh, op)), np.zeros((RANKS, rows, 8), BF16), ws)
+        assert y.shape == (RANKS, RANKS * rows, n)
+
+
+@pytest.mark.parametrize("module", [jflux, jflux.reference], ids=["jflux", "lax"])
+def test_global_arrays(module):
+    """Biases are sharded as the columns of their weights."""
+    mesh = make_mesh((RANKS,))
+    x = normal(0, (8 * RANKS, 16), np.float32)
+    ws = tuple(normal(1 + i, (16, 8 * RANKS), np.float32) / 4 for i in range(2))
+    b = normal(5, (8 * RANKS,), np.float32)
+    op = functools.partial(module.all_gather_matmul, axis_name="tp", mesh=mesh, precision="highest")
+    y = jax.jit(lambda x, ws, b: op(x, ws, bias=(b, None), activation="silu", gated=True))(
+        jax.device_put(x, NamedSharding(mesh, P("tp", None))), ws, b
+    )
+    gate, up = (x.astype(np.float64) @ w.astype(np.float64) for w in ws)
+    f, _ = ACTIVATIONS["silu"]
+    np.testing.assert_allclose(y, f(gate + b) * up, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(activation="tanh"), "must be None or one of gelu, gelu_tanh, relu, silu"),
+        (dict(activation="silu", gated=True), "needs an activation and two weights"),
+        (dict(gated=True), "needs an activation and two weights"),
+        (dict(bias=np.zeros(9, np.float32)), r"a bias has shape \(9,\), its product has 8 columns"),
+        (dict(bias=(None, None)), "1 weights need as many biases"),
+    ],
+)
+def test_wrong_arguments(options, message):
+    mesh = make_mesh((RANKS,))
+    x, w = np.zeros((RANKS, 4, 8), BF16), np.zeros((RANKS, 8, 8), BF16)
+    with pytest.raises(ValueError, match=message):
+        jax.jit(per_device(mesh, _gather(**options)))(x, w)
+
+
+def test_gates_of_different_widths():
+    mesh = make_mesh((RANKS,))
+    ws = (np.zeros((RANKS, 8, 8), BF16), np.zeros((RANKS, 8, 16), BF16))
+    with pytest.raises(ValueError, match=r"the weights have \[8, 16\] columns"):
+        op = _gather(activation="silu", gated=True)
+        jax.jit(per_device(mesh, op))(np.zeros((RANKS, 4, 8), BF16), ws)
+
+
+# ---- matmul_reduce_scatter -----------------------------------------------------------------------
+
+
+def _scatter(module=jflux, **options):
+    options = {"precision": "highest"} | options
+    return functools.partial(module.matmul_reduce_scatter, axis_name="tp", **options)
+
+
+@pytest.mark.parametrize("dtype", [BF16, np.float16, np.float32, np.float64], ids=str)
+@pytest.mark.parametrize("has", [(True, False), (False, True), (True, True)], ids=str)
+@pytest.mark.parametrize("module", [jflux, jflux.reference], ids=["jflux", "lax"])
+def test_added(module, has, dtype):
+    """Values, and gradients of everything."""
+    mesh, rows, k, n = make_mesh((RANKS,)), 5, 40, 24
+    x = normal(0, (RANKS, RANKS * rows, k), dtype)
+    w = (normal(1, (RANKS, k, n), np.float64) / k**0.5).astype(dtype)
+    bias = normal(2, (n,), np.float32) if has[0] else None
+    residual = normal(3, (RANKS, rows, n), dtype) if has[1] else None
+    dy = normal(4, (RANKS, rows, n), dtype)
+
+    def both(x, w, residual, dy):
+        def op(x, w, bias, residual):
+            return _scatter(module)(x, w, bias=bias, residual=residual)
+
+        y, vjp = jax.vjp(op, x, w, bias, residual)
+        return y, vjp(dy)
+
+    with x64_if(dtype):
+        y, (dx, dw, dbias, dresidual) = run(jax.jit(per_device(mesh, both)), x, w, residual, dy)
+    terms = x.astype(np.float64) @ w.astype(np.float64)
+    sizes = (abs(x.astype(np.float64)) @ abs(w.astype(np.float64))).sum(0).reshape(y.shape)
+    want = terms.sum(0).reshape(y.shape)
+    for one in (bias, residual):
+        if one is not None:
+            want, sizes = want + one, sizes + abs(one.astype(np.float64))
+    assert y.dtype == dtype
+    assert_close(y, want, sizes, dtype, RANKS * k)
+    whole = dy.astype(np.float64).reshape(-1, n)
+    assert_close(
+        dx, whole @ w.astype(np.float64).swapaxes(1, 2),
+        abs(whole) @ abs(w.astype(np.float64)).swapaxes(1, 2), dtype, n,
+    )  # fmt: skip
+    x64 = x.astype(np.float64).swapaxes(1, 2)
+    assert_close(dw, x64 @ whole, abs(x64) @ abs(whole), dtype, max(1, len(whole)))
+    if has[0]:  # of all ranks, since they share it
+        size = np.broadcast_to(abs(whole).sum(0), dbias.shape)
+        want = np.broadcast_to(whole.sum(0), dbias.shape)
+        assert_close(dbias, want, size, np.float32, max(1, len(whole)), factor=4)
+    if has[1]:
+        np.testing.assert_array_equal(dresidual, dy)
+
+
+def test_added_to_nothing():
+    """An empty product is zero."""
+    mesh, rows, n = make_mesh((RANKS,)), 3, 8
+    x, w = np.zeros((RANKS, RANKS * rows, 0), BF16), np.zeros((RANKS, 0, n), BF16)
+    bias, residual = normal(2, (n,), np.float32), normal(3, (RANKS, rows, n), BF16)
+    op = _scatter(bias=bias)
+    y = run(jax.jit(per_device(mesh, lambda x, w, r: op(x, w, residual=r))), x, w, residual)
+    np.testing.assert_array_equal(y, (residual.astype(np.float32) + bias).astype(BF16))
+
+
+def test_a_shared_bias_gets_the_sum_of_all_gradients():
+    mesh, k, n = make_mesh((RANKS,)), 16, 8
+    x, w = normal(0, (4 * RANKS, k * RANKS), np.float32), normal(1, (k * RANKS, n), np.float32)
+    bias, residual = normal(2, (n,), np.float32), normal(3, (4 * RANKS, n), np.float32)
+
+    def loss(bias, residual):
+        y = jflux.matmul_reduce_scatter(
+            x, w, axis_name="tp", mesh=mesh, bias=bias, residual=residual, precision="highest"
+        )
+        return jnp.sum(y**2), y
+
+    (_, y), (dbias, dresidual) = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(
+        bias, residual
+    )
+    want = x.astype(np.float64) @ w.astype(np.float64) + bias + residual
+    np.testing.assert_allclose(y, want, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(dbias, 2 * want.sum(0), rtol=1e-4, atol=1e-3)
+    np.testing.assert_allclose(dresidual, 2 * want, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(bias=np.zeros(9, np.float32)), r"the bias has shape \(9,\), y has 8 columns"),
+        (dict(residual=np.zeros((3, 8), BF16)), r"the residual has shape \(3, 8\), y has \(4, 8\)"),
+    ],
+)
+def test_what_cannot_be_added(options, message):
+    mesh = make_mesh((RANKS,))
+    x, w = np.zeros((RANKS, 4 * RANKS, 8), BF16), np.zeros((RANKS, 8, 8), BF16)
+    with pytest.raises(ValueError, match=message):
+        jax.jit(per_device(mesh, _scatter(**options)))(x, w)
+
+
+def test_names():
+    assert set(ACTIVATIONS) - {None} == set(jflux._epilogue.ACTIVATIONS)
+    assert ops.all_gather_matmul.PREACTIVATION == "jflux_preactivation"
