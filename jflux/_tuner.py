@@ -180,7 +180,7 @@ def candidates(key: Key, sm_count: int) -> list[Choice]:
             choice = dataclasses.replace(tile, group_m=group)
             if 1 <= group <= max(1, min(16, most)) and choice not in found:
                 found.append(choice)
-    if key.rows <= 256:
+    if key.op == "all_gather_matmul" and key.rows <= 256:
         alone = [c for c in found if c.cluster_m == 1 and c.splits == 1]
         splits = (dataclasses.replace(c, splits=s) for c in alone for s in (2, 3, 4))
         found += [c for c in splits if c not in found]

@@ -35,7 +35,7 @@ class Choice:
       tile_n: columns of a tile, which has 128 rows.
       cluster_m: CTAs one below the other that share the loading of w.
       group_m: rows of clusters that share a sweep over w.
-      splits: of k, each computed by another CTA (up to 16, and not with clusters).
+      splits: of k, each computed by another CTA (all_gather_matmul, without clusters, up to 16).
     """
 
     tile_n: int

@@ -15,7 +15,7 @@ struct GemmChoice {
   int32_t tile_n;      // columns per CTA tile; it always has 128 rows
   int32_t cluster_m;   // 2 or 1 CTAs one below the other
   int32_t group_m;     // cluster tile rows that share a sweep over n
-  int32_t splits = 1;  // of k, each computed by another CTA; up to 16, and without clusters
+  int32_t splits = 1;  // of k, each computed by another CTA: all-gather, up to 16, no clusters
 
   bool operator==(const GemmChoice& o) const {
     return tile_n == o.tile_n && cluster_m == o.cluster_m && group_m == o.group_m &&
@@ -114,12 +114,12 @@ inline double EstimateFew(const GemmChoice& c, int64_t m, int64_t n, int64_t k, 
          (c.splits > 1 ? kFirstSum + kSum * (c.splits - 2) : 0);
 }
 
-// With few rows, enough SMs should read w all the time. If there are fewer tiles, k is split.
-inline GemmChoice ChooseFew(int64_t m, int64_t n, int64_t k, int sm_count) {
+// With few rows, enough SMs should read w all the time. If there are fewer tiles, k may be split.
+inline GemmChoice ChooseFew(int64_t m, int64_t n, int64_t k, int sm_count, int most_splits) {
   GemmChoice best{128, 1, 1};
   for (const GemmChoice& tile : kCompiled) {
     if (tile.cluster_m > 1) continue;
-    for (int32_t splits = 1; splits <= 8; ++splits) {
+    for (int32_t splits = 1; splits <= most_splits; ++splits) {
       const GemmChoice c{tile.tile_n, 1, 1, splits};
       if (EstimateFew(c, m, n, k, sm_count) < EstimateFew(best, m, n, k, sm_count)) best = c;
     }
@@ -131,13 +131,14 @@ inline GemmChoice ChooseFew(int64_t m, int64_t n, int64_t k, int sm_count) {
 inline GemmChoice ChooseAllGather(int world, int64_t rows_per_rank, int64_t n, int64_t k,
                                   int sm_count) {
   const int64_t m = world * rows_per_rank;
-  if (m <= kGemmTileM) return ChooseFew(m, n, k, sm_count);
+  if (m <= kGemmTileM) return ChooseFew(m, n, k, sm_count, 8);
   return GatherGroups(ChooseGemm(m, n, sm_count), world, rows_per_rank, n);
 }
 inline GemmChoice ChooseReduceScatter(int world, int64_t rows_per_rank, int64_t n, int64_t k,
                                       int sm_count) {
   const int64_t m = world * rows_per_rank;
-  return m <= kGemmTileM ? ChooseFew(m, n, k, sm_count) : ChooseGemm(m, n, sm_count);
+  // No splits: their sums would be rounded before they travel.
+  return m <= kGemmTileM ? ChooseFew(m, n, k, sm_count, 1) : ChooseGemm(m, n, sm_count);
 }
 
 inline TileGrid GridOf(const GemmChoice& c, int64_t m, int64_t n, int sm_count) {

@@ -53,22 +53,22 @@ TEST(OpsChooseAsTheirPartsDo) {
     EXPECT(ChooseAllGather(4, rows, n, k, kSms) == GatherGroups(c, 4, rows, n));
   }
   for (int64_t rows : {1, 16, 32}) {
-    const GemmChoice c = ChooseFew(4 * rows, n, k, kSms);
-    EXPECT(ChooseReduceScatter(4, rows, n, k, kSms) == c);
-    EXPECT(ChooseAllGather(4, rows, n, k, kSms) == c);
+    EXPECT(ChooseReduceScatter(4, rows, n, k, kSms) == ChooseFew(4 * rows, n, k, kSms, 1));
+    EXPECT(ChooseAllGather(4, rows, n, k, kSms) == ChooseFew(4 * rows, n, k, kSms, 8));
+    EXPECT_EQ(ChooseReduceScatter(4, rows, 2048, 4096, kSms).splits, 1);
   }
 }
 
 // What was fastest on an H200.
 TEST(FewRowsKeepEnoughSmsReading) {
   for (int64_t m : {1, 16, 64, 128}) {
-    EXPECT(ChooseFew(m, 12288, 12288, kSms) == (GemmChoice{128, 1, 1})) << m;
-    EXPECT(ChooseFew(m, 12288, 24576, kSms) == (GemmChoice{128, 1, 1})) << m;
-    EXPECT(ChooseFew(m, 24576, 12288, kSms) == (GemmChoice{192, 1, 1})) << m;
+    EXPECT(ChooseFew(m, 12288, 12288, kSms, 8) == (GemmChoice{128, 1, 1})) << m;
+    EXPECT(ChooseFew(m, 12288, 24576, kSms, 8) == (GemmChoice{128, 1, 1})) << m;
+    EXPECT(ChooseFew(m, 24576, 12288, kSms, 8) == (GemmChoice{192, 1, 1})) << m;
     // 20 tiles would leave most SMs without work.
-    EXPECT(ChooseFew(m, 2560, 8192, kSms).splits > 1) << m;
+    EXPECT(ChooseFew(m, 2560, 8192, kSms, 8).splits > 1) << m;
   }
-  EXPECT_EQ(ChooseFew(64, 128, 136, kSms).splits, 1);  // sums would cost more than w
+  EXPECT_EQ(ChooseFew(64, 128, 136, kSms, 8).splits, 1);  // sums would cost more than w
 }
 
 TEST(ImpossibleChoices) {

@@ -40,10 +40,9 @@ struct MatmulReduceScatterParams {
 // A rank receives, from every rank, the partial tiles that hold its own rows. A tile's slot is its
 // number among those; what a slot holds inside is the writer's and reader's business (the CPU back
 // end stores rows, the GPU kernel stores its register fragments as they are). `parts` signals per
-// slot let several writers finish independently. Where k is split (on GPUs), each split of a rank
-// is a source of its own.
+// slot let several writers finish independently.
 struct ReduceScatterLayout {
-  int32_t sources;
+  int32_t world;
   int32_t tile_m;
   int32_t tiles_n;
   int32_t parts;
@@ -52,14 +51,14 @@ struct ReduceScatterLayout {
   int64_t slot_bytes;
 
   static ReduceScatterLayout Make(const MatmulReduceScatterParams& p, int32_t tile_m,
-                                  int32_t tile_n, int32_t parts, int32_t splits = 1) {
+                                  int32_t tile_n, int32_t parts) {
     ReduceScatterLayout l{};
-    l.sources = p.rows.world * splits;
+    l.world = p.rows.world;
     l.tile_m = tile_m;
     l.tiles_n = static_cast<int32_t>(CeilDiv<int64_t>(p.n, tile_n));
     l.parts = parts;
     l.rows_per_rank = p.rows.PerRank();
-    for (int r = 0; r < p.rows.world; ++r) {
+    for (int r = 0; r < l.world; ++r) {
       const int32_t rows =
           LastTileOf(r, l.rows_per_rank, tile_m) - FirstTileOf(r, l.rows_per_rank, tile_m) + 1;
       l.slots = Max(l.slots, rows * l.tiles_n);
@@ -80,7 +79,7 @@ struct ReduceScatterLayout {
     return (static_cast<int64_t>(src) * slots + slot) * slot_bytes;
   }
   JFLUX_HD ChannelLayout Channel() const {
-    return ChannelLayout::For(SignalOffset(sources, 0, 0), SlotOffset(sources, 0));
+    return ChannelLayout::For(SignalOffset(world, 0, 0), SlotOffset(world, 0));
   }
 };
 

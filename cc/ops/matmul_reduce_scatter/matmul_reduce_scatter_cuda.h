@@ -13,8 +13,7 @@
 namespace jflux {
 
 inline ReduceScatterLayout CudaLayoutOf(const MatmulReduceScatterParams& p, const GemmChoice& c) {
-  return ReduceScatterLayout::Make(p, kGemmTileM, c.tile_n, /*parts=*/kGemmTileM / 64,
-                                   SplitsOf(c, p.k));
+  return ReduceScatterLayout::Make(p, kGemmTileM, c.tile_n, /*parts=*/kGemmTileM / 64);
 }
 
 // The channel that a call takes.

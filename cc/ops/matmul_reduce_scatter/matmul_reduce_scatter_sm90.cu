@@ -36,8 +36,7 @@ bool LaunchMatmulReduceScatter(const MatmulReduceScatterParams& p,
   args.n = p.n;
   args.signature = SignatureOf(p.Signature(), site, choice);
   args.op = static_cast<uint32_t>(OpId::kMatmulReduceScatter);
-  args.splits = operands.terms == 1 ? SplitsOf(choice, p.k) : 1;
-  args.num_tiles = args.grid.tiles_m * args.grid.tiles_n * args.splits;
+  args.num_tiles = args.grid.tiles_m * args.grid.tiles_n;
   args.out_f32 = p.out_dtype == DType::kF32;
   const Rows& r = p.rows;
   // Actual row = (o * world + rank) * inner + i; with outer == 1 ranks need not be told apart.

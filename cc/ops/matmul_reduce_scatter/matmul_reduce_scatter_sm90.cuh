@@ -35,9 +35,8 @@ struct MatmulReduceScatterArgs {
   int32_t terms;
   int64_t n;
   uint32_t signature, op;
-  int32_t a_bytes;    // of a box of rows
-  int32_t splits;     // of k
-  int32_t num_tiles;  // times splits
+  int32_t a_bytes;  // of a box of rows
+  int32_t num_tiles;
   bool out_f32;
 };
 
@@ -48,11 +47,8 @@ struct MatmulReduceScatterSm90 {
   using T = typename Config::T;
 
   static __device__ Tile TileAt(const Args& args, int32_t t) {
-    Tile tile =
-        ScatterTile(args.splits == 1 ? t : t / args.splits, args.grid, args.view.rank,
-                    args.view.world, args.rows.PerRank(), Config::kTileM * Config::kClusterM);
-    if (args.splits != 1) tile.split = t % args.splits;
-    return tile;
+    return ScatterTile(t, args.grid, args.view.rank, args.view.world, args.rows.PerRank(),
+                       Config::kTileM * Config::kClusterM);
   }
 
   static __device__ void PrefetchMaps(const Args& args) {
@@ -67,8 +63,8 @@ struct MatmulReduceScatterSm90 {
     int32_t inner, outer, rank;
   };
   static __device__ int TermsOf(const Args& args) { return args.terms; }
-  static __device__ KRange KOf(const Args& args, Tile tile, int term) {
-    return SplitOfK<Config>(args.k[term], tile.split, args.splits);
+  static __device__ KRange KOf(const Args& args, Tile, int term) {
+    return KRange{0, static_cast<int32_t>(args.k[term])};
   }
   static __device__ Rhs RhsOf(const Args& args, int32_t tile_n, int term) {
     return Rhs{&args.w[term], tile_n * Config::kTileN};
@@ -111,39 +107,27 @@ struct MatmulReduceScatterSm90 {
     return Warps{begin / 16, CeilDiv(end, 16)};
   }
 
-  // Whoever computes the last split of a tile with own rows adds up everything that others have
-  // computed of it: the peers, and this rank's other splits.
-  static __device__ bool IsLastSplit(const Args& args, Tile tile) {
-    return tile.split == args.splits - 1;
+  static __device__ bool IsOwner(const Args& args, const BlockRows& rows) {
+    return rows.first_owner <= args.view.rank && args.view.rank <= rows.last_owner;
   }
-  static __device__ bool Adds(const Args& args, const BlockRows& rows, Tile tile) {
-    return IsLastSplit(args, tile) && rows.first_owner <= args.view.rank &&
-           args.view.rank <= rows.last_owner;
-  }
-  static __device__ bool SendsTo(const Args& args, Tile tile, int owner) {
-    return owner != args.view.rank || !IsLastSplit(args, tile);
-  }
-  static __device__ bool Sends(const Args& args, const BlockRows& rows, Tile tile) {
+  static __device__ bool HasOtherOwners(const Args& args, const BlockRows& rows) {
     return rows.first_owner < rows.last_owner ||
-           (rows.first_owner == rows.last_owner && SendsTo(args, tile, rows.first_owner));
-  }
-  static __device__ int SourceIndex(const Args& args, int rank, int split) {
-    return rank * args.splits + split;
+           (rows.first_owner == rows.last_owner && rows.first_owner != args.view.rank);
   }
 
-  static __device__ Signal* SignalOf(const Args& args, const CallContext& call, int dst, int source,
+  static __device__ Signal* SignalOf(const Args& args, const CallContext& call, int dst, int src,
                                      int32_t block_m, Tile tile, int block) {
     const int32_t slot = args.layout.SlotOf(dst, Tile{block_m, tile.n});
     return args.view.template At<Signal>(
-        dst, args.channel.SignalOffset(call.epoch) + args.layout.SignalOffset(source, slot, block));
+        dst, args.channel.SignalOffset(call.epoch) + args.layout.SignalOffset(src, slot, block));
   }
 
   // A block of a slot: a staging's worth in a 16-bit type, two in float32.
-  static __device__ char* BlockOf(const Args& args, const CallContext& call, int dst, int source,
+  static __device__ char* BlockOf(const Args& args, const CallContext& call, int dst, int src,
                                   int32_t block_m, Tile tile, int block) {
     const int32_t slot = args.layout.SlotOf(dst, Tile{block_m, tile.n});
     return args.view.At(dst, args.channel.DataOffset(call.epoch) +
-                                 args.layout.SlotOffset(source, slot) +
+                                 args.layout.SlotOffset(src, slot) +
                                  block * (args.layout.slot_bytes / Config::kBlocks));
   }
 
@@ -155,18 +139,15 @@ struct MatmulReduceScatterSm90 {
                                       Tile tile) {
     const uint64_t start = call.Start();
     bool waited = false;
-    for (int i = threadIdx.x % 32; i < args.layout.sources * Config::kBlocks; i += 32) {
-      const int source = i / Config::kBlocks, block = i % Config::kBlocks;
-      const BlockRows rows = RowsOf(args, block_m, block);
-      if (source == SourceIndex(args, args.view.rank, args.splits - 1) || !Adds(args, rows, tile)) {
-        continue;
-      }
-      AwaitPeer(call, SignalOf(args, call, args.view.rank, source, block_m, tile, block),
-                source / args.splits, args.layout.SlotOf(args.view.rank, Tile{block_m, tile.n}));
+    const int src = threadIdx.x % 32 / Config::kBlocks, block = threadIdx.x % Config::kBlocks;
+    const BlockRows rows = RowsOf(args, block_m, block);
+    if (src < args.view.world && src != args.view.rank && IsOwner(args, rows)) {
+      AwaitPeer(call, SignalOf(args, call, args.view.rank, src, block_m, tile, block), src,
+                args.layout.SlotOf(args.view.rank, Tile{block_m, tile.n}));
       waited = true;
       // They may have left L2 meanwhile; the consumers will read them soon.
       const Warps own = WarpsOf(args, rows, args.view.rank);
-      const char* part = BlockOf(args, call, args.view.rank, source, block_m, tile, block);
+      const char* part = BlockOf(args, call, args.view.rank, src, block_m, tile, block);
       for (int round = 0; round < Rounds(args); ++round) {
         ptx::BulkPrefetch(part + round * Config::kStagingBytes + own.begin * F::kWarpBytes,
                           (own.end - own.begin) * F::kWarpBytes);
@@ -185,7 +166,7 @@ struct MatmulReduceScatterSm90 {
     // theirs.
 #pragma unroll
     for (int block = 0; block < Config::kBlocks; ++block) {
-      if (!Sends(args, RowsOf(args, block_m, block), tile)) continue;
+      if (!HasOtherOwners(args, RowsOf(args, block_m, block))) continue;
       if (args.out_f32) {
         F::template Stage<true>(acc[block], 0, staging.Acquire());
         staging.Publish();
@@ -201,15 +182,15 @@ struct MatmulReduceScatterSm90 {
 #pragma unroll
     for (int block = 0; block < Config::kBlocks; ++block) {
       const BlockRows rows = RowsOf(args, block_m, block);
-      if (!Adds(args, rows, tile)) continue;
+      if (!IsOwner(args, rows)) continue;
       if (!awaited) await_parts();
       awaited = true;
       // Rows that other ranks own become nonsense, which nobody stores.
       const Warps own = WarpsOf(args, rows, args.view.rank);
       if (own.begin <= warp && warp < own.end) {
-        for (int source = 0; source < args.layout.sources; ++source) {
-          if (source == SourceIndex(args, args.view.rank, args.splits - 1)) continue;
-          const char* part = BlockOf(args, call, args.view.rank, source, block_m, tile, block);
+        for (int src = 0; src < args.view.world; ++src) {
+          if (src == args.view.rank) continue;
+          const char* part = BlockOf(args, call, args.view.rank, src, block_m, tile, block);
           if (args.out_f32) {
             F::template Add<true>(acc[block], part);
           } else {
@@ -253,22 +234,22 @@ struct MatmulReduceScatterSm90 {
 
   static __device__ void Store(const Args& args, const CallContext& call,
                                StagingReader<Config>& staging, int32_t block_m, Tile tile) {
-    const int source = SourceIndex(args, args.view.rank, tile.split);
+    const int rank = args.view.rank;
     uint64_t start = 0;
     bool sent = false;
 #pragma unroll
     for (int block = 0; block < Config::kBlocks; ++block) {
       const BlockRows rows = RowsOf(args, block_m, block);
-      if (!Sends(args, rows, tile)) continue;
+      if (!HasOtherOwners(args, rows)) continue;
       for (int round = 0; round < Rounds(args); ++round) {
         const uint32_t smem = staging.Acquire();
         if (!sent) start = call.Start();
         sent = true;
         for (int dst = rows.first_owner; dst <= rows.last_owner; ++dst) {
-          if (!SendsTo(args, tile, dst)) continue;
+          if (dst == rank) continue;
           const Warps warps = WarpsOf(args, rows, dst);
           const int at = warps.begin * F::kWarpBytes;
-          ptx::BulkStore(BlockOf(args, call, dst, source, block_m, tile, block) +
+          ptx::BulkStore(BlockOf(args, call, dst, rank, block_m, tile, block) +
                              round * Config::kStagingBytes + at,
                          smem + at, (warps.end - warps.begin) * F::kWarpBytes);
         }
@@ -283,8 +264,8 @@ struct MatmulReduceScatterSm90 {
       for (int block = 0; block < Config::kBlocks; ++block) {
         const BlockRows rows = RowsOf(args, block_m, block);
         for (int dst = rows.first_owner; dst <= rows.last_owner; ++dst) {
-          if (!SendsTo(args, tile, dst)) continue;
-          StoreRelease(SignalOf(args, call, dst, source, block_m, tile, block), call.signal);
+          if (dst == rank) continue;
+          StoreRelease(SignalOf(args, call, dst, rank, block_m, tile, block), call.signal);
         }
       }
       call.Done(EventKind::kSend, start, RowsOf(args, block_m, 0).first_owner, block_m);
@@ -294,7 +275,7 @@ struct MatmulReduceScatterSm90 {
     for (int block = 0; block < Config::kBlocks; ++block) {
       const int64_t row0 = FirstOwnRow(args, block_m, block);
       // A TMA store may end outside its tensor, but not begin before it.
-      if (!Adds(args, RowsOf(args, block_m, block), tile) || row0 < 0) continue;
+      if (!IsOwner(args, RowsOf(args, block_m, block)) || row0 < 0) continue;
       const uint32_t smem = staging.Acquire();
       start = call.Start();
       StoreStagedBlock<Config::kTileN>(smem, &args.y, row0,
