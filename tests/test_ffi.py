@@ -1,5 +1,6 @@
 """What the ops lower to: one custom call each, and one product more in each backward pass."""
 
+import dataclasses
 import functools
 
 import jax
@@ -243,3 +244,16 @@ def test_malformed_calls_are_errors(groups, result, message):
     f = jax.jit(lambda x, w: _call_target(x, w, groups, jax.ShapeDtypeStruct(result, jnp.float32)))
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         jax.block_until_ready(f(x, w))
+
+
+@pytest.mark.skipif(PLATFORM != "cpu", reason="GPUs have no such threads")
+@ONE_OF_EACH
+def test_xla_goes_on_as_it_would_by_itself(call):
+    """It flushes subnormal numbers, also on the threads of jflux that it goes on with."""
+    call = dataclasses.replace(call, dtype=jnp.float32)
+    f, args = _program(call)
+    g = jax.jit(lambda x, w, scale: f(x, w) * scale * scale)
+    for _ in range(50):
+        y = np.asarray(g(*args, np.float32(3e-20)))
+        assert (np.abs(y[y != 0]) >= np.finfo(np.float32).tiny).all()
+    assert (y == 0).any() and (y != 0).any()  # both sides of the limit are there

@@ -9,6 +9,7 @@
 
 #include "core/dtype.h"
 #include "core/rows.h"
+#include "runtime/denormals.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jflux {
@@ -62,6 +63,7 @@ inline ffi::Future FailedFuture(ffi::Error error) {
 // Completes the promise of a call: with success for an empty message.
 inline auto CompletionOf(ffi::Promise promise) {
   return [promise = std::move(promise)](const std::string& error) mutable {
+    FlushDenormals flush;  // XLA goes on here
     if (error.empty()) {
       promise.SetAvailable();
     } else {
