@@ -14,6 +14,7 @@ import sys
 
 import numpy as np
 
+from . import blocks
 from .shapes import LISTS, Shape
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -61,6 +62,14 @@ NOTES = """
 
 def load() -> list[tuple[str, dict]]:
     return [(p.stem, json.loads(p.read_text())) for p in sorted(RESULTS.glob("*.json"))]
+
+
+def of_ops(results: list[tuple[str, dict]]) -> list[tuple[str, dict]]:
+    return [(name, result) for name, result in results if "rows" in result]
+
+
+def of_blocks(results: list[tuple[str, dict]]) -> list[tuple[str, dict]]:
+    return [(name, result) for name, result in results if "blocks" in result]
 
 
 def ms(row: dict, name: str) -> float:
@@ -122,9 +131,22 @@ def title(result: dict) -> str:
     return f"{machine['gpus']}, {how}"
 
 
+def block_table(result: dict) -> str:
+    lines = ["| " + " | ".join(blocks.COLUMNS) + " |", "|---" * len(blocks.COLUMNS) + "|"]
+    return "\n".join(
+        [*lines, *("| " + " | ".join(blocks.cells(r)) + " |" for r in result["blocks"])]
+    )
+
+
 def document(results: list[tuple[str, dict]]) -> str:
     parts = [INTRODUCTION]
-    for name, result in results:
+    for name, result in of_blocks(results):
+        parts.append(
+            f"## MLPs and transformer blocks, forward and backward: {title(result)}\n\n"
+            f"[{name}.json](../bench/results/{name}.json); what is timed: "
+            f"[bench/blocks.py](../bench/blocks.py).\n\n{block_table(result)}\n"
+        )
+    for name, result in of_ops(results):
         m = result["machine"]
         parts.append(
             f"## {title(result)}\n\n{m['date']}, driver {m['driver']}, jax {m['jax']}, "
@@ -157,7 +179,7 @@ def picture(results: list[tuple[str, dict]], op: str) -> bytes:
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     efficiency, floor = figure.subplots(1, 2)
-    for _, result in results:
+    for _, result in of_ops(results):
         found = by_list(result)
         rows = [r for r in found.get("flux", found.get("ragged", ())) if r["op"] == op]
         m = [r["m"] for r in rows]

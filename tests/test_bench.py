@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bench import compare, harness, shapes  # noqa: E402
+from bench import compare, harness, render, shapes  # noqa: E402
 
 
 def _result(path, times):
@@ -41,3 +41,17 @@ def test_impossible_rates_are_refused(monkeypatch):
     harness.check_rate(shape, 4, possible)
     with pytest.raises(RuntimeError, match="the benchmark is wrong"):
         harness.check_rate(shape, 4, possible / 1.2)
+
+
+def test_blocks_are_rendered():
+    def timing(seconds):
+        return {"median": seconds, "low": seconds, "high": seconds}
+
+    row = {
+        "model": "M", "part": "mlp", "tokens": 64, "alone": timing(1e-3), "XLA": timing(4e-3),
+        "jflux": timing(2e-3), "memory": {"XLA": {"xla": 1 << 20, "heap": 0},
+                                          "jflux": {"xla": 2 << 20, "heap": 3 << 20}},
+    }  # fmt: skip
+    machine = {"gpus": "2 x X", "processes": 1}
+    text = render.document([("b", {"machine": machine, "blocks": [row]})])
+    assert "| M | mlp | 64 | 1.000 | 4.000 | 2.000 | 0.500 | 3.000 | 1.000 | 1 | 2 | 3 |" in text

@@ -1,0 +1,239 @@
+"""Times an MLP and a whole transformer block, forward and backward, on jflux and on XLA.
+
+python -m bench.blocks --ranks 4 --out bench/results/4xh200_blocks.json
+
+Tensor-parallel with sequence-parallel activations: a rank holds T/N of T tokens, and of every
+weight its part. Three contestants run the same functions:
+
+  jflux   its ops
+  XLA     `jflux.reference`: all_gather, dot, dot, psum_scatter
+  alone   the same products, with copies and sums of a rank's own data instead of communication
+
+What a contestant takes beyond "alone" is communication that is exposed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import jflux
+from jflux import _epilogue, _heap, _trial
+
+AXIS = "tp"
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """The sizes of a model's blocks. `gated` MLPs have a SiLU gate, others a GELU."""
+
+    name: str
+    width: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    gated: bool
+    sequence: int = 2048
+
+
+MODELS = [
+    Model("Llama-2-70B", 8192, 28672, 64, 8, gated=True),
+    Model("GPT-3-175B", 12288, 49152, 96, 96, gated=False),
+]
+
+Arrays = dict[str, jax.Array]
+
+
+class Alone:
+    """The ops without communication, on a rank's own data: as many rows are multiplied, written and
+    read."""
+
+    @staticmethod
+    def all_gather_matmul(x, w, *, axis_name, activation=None, gated=False):
+        ws = w if isinstance(w, tuple) else (w,)
+        whole = jnp.concatenate([x] * lax.axis_size(axis_name))
+        ys = [whole @ one for one in ws]
+        epilogue = _epilogue.check("", len(ws), (None,) * len(ws), activation, gated)
+        if epilogue is not None:
+            ys, _ = _epilogue.apply(epilogue, ys, (), x.dtype)
+        return tuple(ys) if isinstance(w, tuple) and not gated else ys[0]
+
+    @staticmethod
+    def matmul_reduce_scatter(x, w, *, axis_name, residual):
+        y = x @ w
+        parts = y.reshape(lax.axis_size(axis_name), -1, y.shape[-1])
+        return jnp.sum(parts, 0, dtype=jnp.float32).astype(x.dtype) + residual
+
+
+CONTESTANTS = {"jflux": jflux, "XLA": jflux.reference, "alone": Alone}
+
+
+def shapes_of(model: Model, part: str) -> dict[str, tuple[tuple[int, int], P]]:
+    """Each weight's global shape, and how it is sharded."""
+    d, h = model.width, model.hidden
+    columns, rows = P(None, AXIS), P(AXIS, None)
+    found = {"up": ((d, h), columns), "down": ((h, d), rows)}
+    if model.gated:
+        found["gate"] = ((d, h), columns)
+    if part == "block":
+        kv = d // model.heads * model.kv_heads
+        found |= {
+            "q": ((d, d), columns), "k": ((d, kv), columns), "v": ((d, kv), columns),
+            "out": ((d, d), rows),
+        }  # fmt: skip
+    return found
+
+
+def flops(model: Model, part: str, tokens: int, ranks: int) -> float:
+    """Of one rank's weights, forward and backward."""
+    weights = sum(a * b for (a, b), _ in shapes_of(model, part).values())
+    return 6.0 * tokens * weights / ranks
+
+
+def mlp(ops: Any, model: Model, x: jax.Array, w: Arrays, residual: jax.Array) -> jax.Array:
+    if model.gated:
+        up = (w["gate"], w["up"])
+        h = ops.all_gather_matmul(x, up, axis_name=AXIS, activation="silu", gated=True)
+    else:
+        h = ops.all_gather_matmul(x, w["up"], axis_name=AXIS, activation="gelu_tanh")
+    return ops.matmul_reduce_scatter(h, w["down"], axis_name=AXIS, residual=residual)
+
+
+def block(ops: Any, model: Model, x: jax.Array, w: Arrays) -> jax.Array:
+    head = model.width // model.heads
+    q, k, v = (
+        a.reshape(-1, model.sequence, a.shape[-1] // head, head)
+        for a in ops.all_gather_matmul(norm(x), (w["q"], w["k"], w["v"]), axis_name=AXIS)
+    )
+    fast = "cudnn" if jax.default_backend() == "gpu" else None
+    o = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=fast)
+    o = o.reshape(-1, o.shape[2] * head)
+    x = ops.matmul_reduce_scatter(o, w["out"], axis_name=AXIS, residual=x)
+    return mlp(ops, model, norm(x), w, x)
+
+
+def norm(x: jax.Array) -> jax.Array:
+    """RMSNorm (arXiv 1910.07467), without a learned scale."""
+    wide = x.astype(jnp.float32)
+    return (wide * lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-6)).astype(x.dtype)
+
+
+def forward_and_backward(ops: Any, model: Model, part: str) -> Callable[..., Any]:
+    """(x, w) -> (y, dx, dw), of one rank."""
+
+    def forward(x, w):
+        return block(ops, model, x, w) if part == "block" else mlp(ops, model, x, w, x)
+
+    def both(x, w):
+        y, vjp = jax.vjp(forward, x, w)
+        return y, *vjp(y)
+
+    return both
+
+
+def loop(both: Callable[..., Any], iterations: int) -> Callable[..., Any]:
+    """So many steps, each of which depends on all that the last one computed."""
+
+    def step(_, carry):
+        x, w = carry
+        y, dx, dw = both(x, w)
+        corners = [a[:1, :1].astype(jnp.float32) for a in (y, dx, *dw.values())]
+        corner = jnp.tanh(sum(corners)).astype(x.dtype)
+        return lax.dynamic_update_slice(x, corner, (0, 0)), w
+
+    return lambda x, w: lax.fori_loop(0, iterations, step, (x, w))[0]
+
+
+def heap_used() -> int:
+    """Bytes of each GPU's heap that calls have taken when they were compiled."""
+    return _heap.usage("cuda") if jax.default_backend() == "gpu" else 0
+
+
+def measure(model: Model, part: str, mesh: Mesh, tokens: int, rounds: int) -> dict[str, Any]:
+    """One row: seconds of each contestant, and the memory that it takes beside its operands."""
+    ranks = mesh.devices.size
+    shapes = shapes_of(model, part)
+    x = _trial.normal(mesh, P(AXIS, None), (tokens, model.width), jnp.bfloat16, seed=0)
+    w = {
+        name: _trial.normal(mesh, spec, shape, jnp.bfloat16, seed=i, scale=float(shape[0] ** -0.5))
+        for i, (name, (shape, spec)) in enumerate(shapes.items(), 1)
+    }
+    specs = (P(AXIS, None), {name: spec for name, (_, spec) in shapes.items()})
+    iterations = _trial.iterations_for(0.05, flops(model, part, tokens, ranks))
+    row: dict[str, Any] = {"model": model.name, "part": part, "tokens": tokens, "memory": {}}
+    runs = {}
+    for name, ops in CONTESTANTS.items():
+        both = forward_and_backward(ops, model, part)
+        before = heap_used()
+
+        def compiled(f, out_specs):
+            mapped = jax.shard_map(
+                f, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False
+            )
+            return jax.jit(mapped).lower(x, w).compile()
+
+        once = compiled(both, (specs[0], *specs))
+        analysis = once.memory_analysis()
+        row["memory"][name] = {
+            "xla": analysis.temp_size_in_bytes,
+            "heap": heap_used() - before,
+        }
+        program = compiled(loop(both, iterations), specs[0])
+        runs[name] = lambda program=program: jax.block_until_ready(program(x, w))
+    for name, timing in _trial.interleave(runs, iterations, rounds).items():
+        row[name] = dataclasses.asdict(timing)
+    return row
+
+
+COLUMNS = ("model", "part", "tokens", "alone ms", "XLA ms", "jflux ms", "jflux / XLA",
+           "exposed ms, XLA", "jflux", "MiB, XLA", "jflux", "heap")  # fmt: skip
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """One row of the table under COLUMNS. Memory is what a step needs beside its operands."""
+    alone, xla, ours = (row[name]["median"] * 1e3 for name in ("alone", "XLA", "jflux"))
+    memory = [row["memory"][name]["xla"] / 2**20 for name in ("XLA", "jflux")]
+    heap = row["memory"]["jflux"]["heap"] / 2**20
+    return [
+        row["model"], row["part"], str(row["tokens"]), f"{alone:.3f}", f"{xla:.3f}", f"{ours:.3f}",
+        f"{ours / xla:.3f}", f"{xla - alone:.3f}", f"{ours - alone:.3f}",
+        *(f"{one:.0f}" for one in (*memory, heap)),
+    ]  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=jax.device_count())
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--heap-gib", type=int, default=8)
+    parser.add_argument("--out", type=pathlib.Path)
+    args = parser.parse_args()
+    from .__main__ import machine
+
+    jflux.init(heap_bytes=args.heap_gib << 30)
+    mesh = Mesh(np.array(jax.devices()[: args.ranks]), (AXIS,))
+    rows = []
+    print(" | ".join(COLUMNS))
+    for model in MODELS:
+        for part in ("mlp", "block"):
+            rows.append(measure(model, part, mesh, args.tokens, args.rounds))
+            print(" | ".join(cells(rows[-1])), flush=True)
+    if args.out:
+        result = {"machine": machine(args.ranks, 1), "blocks": rows}
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
