@@ -1,0 +1,96 @@
+// What the roles of the GEMM main loop (gpu/gemm_sm90.cuh) know of the call that they serve, how
+// they wait for peers, and the counters that they take work from.
+#ifndef JFLUX_GPU_GEMM_CALL_CUH_
+#define JFLUX_GPU_GEMM_CALL_CUH_
+
+#include <cstdint>
+
+#include "core/layout.h"
+#include "core/signal.h"
+#include "gpu/device_state.h"
+#include "gpu/timeline.cuh"
+
+namespace jflux {
+
+// What a role knows of the call it serves.
+struct CallContext {
+  WaitContext wait;      // its deadline is set when a wait begins: reading the clock takes long
+  uint64_t patience_ns;  // how long a wait may last
+  uint32_t epoch;
+  Signal signal;
+  const DeviceState* state;
+  bool recording;
+
+  __device__ __forceinline__ uint64_t Start() const { return recording ? NowNs() : 0; }
+  __device__ __forceinline__ void Done(EventKind kind, uint64_t start, int32_t a, int32_t b) const {
+    Record(state, recording, kind, start, epoch, a, b);
+  }
+};
+
+template <typename Args>
+__device__ __forceinline__ CallContext MakeContext(const Args& args) {
+  CallContext call;
+  const DeviceState state = *args.state;
+  auto* header = args.view.template At<ChannelHeader>(args.view.rank, 0);
+  call.epoch = header->epoch + 1;
+  call.signal = MakeSignal(call.epoch, args.signature);
+  call.state = args.state;
+  call.recording = state.timeline.events != nullptr;
+  call.patience_ns = state.deadline_ns;
+  call.wait = WaitContext{state.fault, &header->stop,  0,
+                          args.op,     args.view.rank, state.hooks.skip_waits != 0};
+  if (state.hooks.max_delay_us != 0) {
+    const uint64_t start = NowNs();
+    const uint32_t hash = SignatureBuilder().Add(call.epoch).Add(args.view.rank).Get();
+    const uint64_t delay_ns = static_cast<uint64_t>(hash % state.hooks.max_delay_us) * 1000;
+    while (NowNs() - start < delay_ns) {
+    }
+  }
+  return call;
+}
+
+// Waits for a peer. A wait that fails lets the kernel run on, so that it ends soon, with wrong
+// values; EndOfWaits turns that into an error.
+__device__ __forceinline__ void AwaitPeer(const CallContext& call, const Signal* word, int peer,
+                                          int64_t unit) {
+  if (Classify(LoadAcquire(word), call.signal) == SignalState::kReady) return;
+  WaitContext wait = call.wait;
+  wait.deadline_ns = NowNs() + call.patience_ns;
+  WaitSignal(word, call.signal, peer, unit, wait);
+}
+
+// One lane of each warp that waits for peers calls it after its last wait.
+template <typename Args>
+__device__ __forceinline__ void EndOfWaits(const Args& args) {
+  const auto* header = args.view.template At<ChannelHeader>(args.view.rank, 0);
+  if (LoadRelaxed(&header->stop) == 0) return;
+  // A call that failed must not look like one that did not. The host first gets the time to print
+  // why: XLA will only say that a launch failed.
+  const uint64_t start = NowNs();
+  while (NowNs() - start < 300000000ull) {
+  }
+  __trap();
+}
+
+// One lane of each warp that takes from a counter calls it when it has taken its last: of each CTA
+// the scout and the sender. All have read the epoch by then.
+template <typename Args>
+__device__ __forceinline__ void LeaveCounters(const Args& args) {
+  auto* header = args.view.template At<ChannelHeader>(args.view.rank, 0);
+  __threadfence();
+  if (atomicAdd(&header->exited, 1) != 2 * gridDim.x - 1) return;
+  header->next_send = 0;
+  header->next_tile = 0;
+  header->exited = 0;
+  header->epoch += 1;
+}
+
+template <typename Args>
+__device__ __forceinline__ int32_t TakeTile(const Args& args) {
+  return static_cast<int32_t>(
+      atomicAdd(&args.view.template At<ChannelHeader>(args.view.rank, 0)->next_tile, 1));
+}
+
+}  // namespace jflux
+
+#endif  // JFLUX_GPU_GEMM_CALL_CUH_

@@ -1,0 +1,212 @@
+// What the roles of the GEMM main loop (gpu/gemm_sm90.cuh) hand to each other, in shared memory:
+// the stages of operands, the slots that tiles are published in, and the staging of results.
+#ifndef JFLUX_GPU_GEMM_SMEM_CUH_
+#define JFLUX_GPU_GEMM_SMEM_CUH_
+
+#include <cstdint>
+
+#include "core/platform.h"
+#include "gpu/ptx.cuh"
+
+namespace jflux {
+
+template <typename T_, int kTileN_, int kClusterM_, bool kTransposeRhs_>
+struct GemmConfig {
+  using T = T_;
+  static constexpr int kTileM = 128;
+  static constexpr int kTileN = kTileN_;
+  static constexpr int kTileK = 64;
+  static constexpr int kClusterM = kClusterM_;
+  static constexpr bool kTransposeRhs = kTransposeRhs_;  // w is [n, k], K-major
+
+  static constexpr int kThreads = 384;
+  // Registers per thread of the two kinds of warpgroups. A CTA can only redistribute what it was
+  // launched with: 168 for each of 384 threads. One more would wait forever.
+  static constexpr int kLoaderRegisters = 56;
+  static constexpr int kConsumerRegisters = 224;
+  static_assert(kLoaderRegisters + 2 * kConsumerRegisters <= 3 * 168);
+  static constexpr int kConsumers = 2;
+  static constexpr int kBlocks = kTileM / 64;       // of a tile: the rows of one wgmma
+  static constexpr int kAccumulators = kTileN / 2;  // of a thread, for a block
+  // Boxes of w stored [k, n] are 64 columns wide; some of the last one's may not be needed.
+  static constexpr int kLoadN = kTransposeRhs ? kTileN : CeilDiv(kTileN, 64) * 64;
+  static constexpr int kABytes = kTileM * kTileK * 2;
+  static constexpr int kBBytes = kLoadN * kTileK * 2;
+  // A block in a 16-bit type, on its way out.
+  static constexpr int kStagingBytes = 64 * kTileN * 2;
+  static constexpr int kPieceBytes = 4096;  // of what Op::Send moves
+  static constexpr int kPieces = 4;
+  static constexpr int64_t kChunkBytes = kPieces * kPieceBytes;
+  static constexpr int kBarrierBytes = 1024;
+  static constexpr int kStages =
+      (232448 - kBarrierBytes - kPieces * kPieceBytes - kConsumers * kStagingBytes) /
+      (kABytes + kBBytes);
+  // Of w, for each tile that waits for its rows: 256 KiB of each CTA, so 34 MB for 132 of them, of
+  // 50 or 60 MB of L2.
+  static constexpr int kPrefetchBlocks = 262144 * kClusterM / kBBytes;
+  // How the CTAs of a cluster share the loading of w's tile, stored [k, n]: by rows.
+  static constexpr int kBoxRows = kTileK / kClusterM;
+  static constexpr int kSlots = 8;  // tiles handed out and not yet finished
+
+  // Shared memory, in this order.
+  static constexpr int kBOffset = kStages * kABytes;
+  static constexpr int kStagingOffset = kBOffset + kStages * kBBytes;
+  static constexpr int kSendOffset = kStagingOffset + kConsumers * kStagingBytes;
+  static constexpr int kBarrierOffset = kSendOffset + kPieces * kPieceBytes;
+  static constexpr int kSmemBytes = kBarrierOffset + kBarrierBytes;
+  static_assert(kSmemBytes <= 232448);
+};
+
+// Barriers and small variables, by shared-memory address.
+template <typename Config>
+struct GemmSmem {
+  uint32_t base;
+
+  __device__ uint32_t A(int stage) const { return base + stage * Config::kABytes; }
+  __device__ uint32_t B(int stage) const {
+    return base + Config::kBOffset + stage * Config::kBBytes;
+  }
+  __device__ uint32_t Staging(int consumer) const {
+    return base + Config::kStagingOffset + consumer * Config::kStagingBytes;
+  }
+  __device__ uint32_t Piece(int i) const {
+    return base + Config::kSendOffset + i * Config::kPieceBytes;
+  }
+  __device__ uint32_t Bar(int i) const { return base + Config::kBarrierOffset + 8 * i; }
+  // Stages: filled by TMA, emptied by the consumers of all CTAs that share them.
+  __device__ uint32_t Full(int stage) const { return Bar(stage); }
+  __device__ uint32_t Empty(int stage) const { return Bar(Config::kStages + stage); }
+  // Slots: a tile is published; all are done with it; its rows are there; the others' parts are.
+  static constexpr int kSlot = 2 * Config::kStages;
+  __device__ uint32_t SlotFull(int slot) const { return Bar(kSlot + slot); }
+  __device__ uint32_t SlotEmpty(int slot) const { return Bar(kSlot + Config::kSlots + slot); }
+  __device__ uint32_t RowsReady(int slot) const { return Bar(kSlot + 2 * Config::kSlots + slot); }
+  __device__ uint32_t PartsReady(int slot) const { return Bar(kSlot + 3 * Config::kSlots + slot); }
+  static constexpr int kOther = kSlot + 4 * Config::kSlots;
+  // The loader begins with a tile, so the scout may take the next.
+  __device__ uint32_t Begun() const { return Bar(kOther); }
+  // All of the other consumer's stages are full, so the next ones are this consumer's.
+  __device__ uint32_t Turn(int consumer) const { return Bar(kOther + 1 + consumer); }
+  // A consumer's staging: written by it; read by the storer.
+  __device__ uint32_t Staged(int consumer) const { return Bar(kOther + 3 + consumer); }
+  __device__ uint32_t Stored(int consumer) const { return Bar(kOther + 5 + consumer); }
+  __device__ uint32_t PieceFull(int i) const { return Bar(kOther + 7 + i); }
+  static constexpr int kBarriers = kOther + 7 + Config::kPieces;
+  __device__ uint32_t SlotTile(int slot) const { return Bar(kBarriers) + 4 * slot; }
+  static_assert(kBarriers * 8 + Config::kSlots * 4 <= Config::kBarrierBytes);
+};
+
+// A ring index with the parity that mbarriers want.
+template <int kSize>
+struct Ring {
+  int index = 0;
+  uint32_t parity = 0;
+  __device__ void Advance() {
+    if (++index == kSize) {
+      index = 0;
+      parity ^= 1;
+    }
+  }
+  __device__ void Skip(int count) {
+    index += count;
+    parity ^= index / kSize & 1;
+    index %= kSize;
+  }
+};
+
+// Readers of the slots in which the leader CTA's scout publishes tiles: of every CTA the consumers'
+// warps, the storer, the loader and, if there are parts, who waits for them; and the scouts of the
+// other CTAs.
+template <typename Config>
+__device__ __forceinline__ int SlotReaders(bool has_parts) {
+  return Config::kClusterM * (4 * Config::kConsumers + 2 + (has_parts ? 1 : 0)) +
+         (Config::kClusterM - 1);
+}
+
+// One reader's view of the published tiles. A slot is used again when all have left it.
+template <typename Config>
+struct TileReader {
+  GemmSmem<Config> smem;
+  Ring<Config::kSlots> ring;
+
+  // For a whole warp. The shuffle also tells the compiler that all lanes hold the same.
+  __device__ int32_t Enter() const { return __shfl_sync(0xffffffff, Peek(), 0); }
+  __device__ void Leave() {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) Arrive();
+    ring.Advance();
+  }
+  __device__ int32_t Next() {
+    const int32_t t = Enter();
+    Leave();
+    return t;
+  }
+  // For a single lane.
+  __device__ int32_t NextAlone() {
+    const int32_t t = Peek();
+    Arrive();
+    ring.Advance();
+    return t;
+  }
+
+ private:
+  __device__ int32_t Peek() const {
+    ptx::MbarrierWait(smem.SlotFull(ring.index), ring.parity);
+    return ptx::LoadShared(smem.SlotTile(ring.index));
+  }
+  __device__ void Arrive() const {
+    ptx::MbarrierArriveRemote(ptx::MapToCta(smem.SlotEmpty(ring.index), 0));
+  }
+};
+
+template <typename Config>
+__device__ __forceinline__ void PublishTile(const GemmSmem<Config>& smem,
+                                            const Ring<Config::kSlots>& ring, int32_t t) {
+  ptx::MbarrierWait(smem.SlotEmpty(ring.index), ring.parity ^ 1);
+#pragma unroll
+  for (int cta = 0; cta < Config::kClusterM; ++cta) {
+    ptx::SendRemote(ptx::MapToCta(smem.SlotTile(ring.index), cta), t,
+                    ptx::MapToCta(smem.SlotFull(ring.index), cta));
+  }
+}
+
+// A consumer's side of its staging. Acquire and Publish are called by all its threads.
+template <typename Config>
+struct StagingWriter {
+  GemmSmem<Config> smem;
+  int consumer;
+  uint32_t parity = 0;
+
+  __device__ uint32_t Acquire() {
+    ptx::MbarrierWait(smem.Stored(consumer), parity ^ 1);
+    return smem.Staging(consumer);
+  }
+  __device__ void Publish() {
+    ptx::FenceProxyAsyncShared();  // bulk copies will read it
+    ptx::MbarrierArrive(smem.Staged(consumer));
+    parity ^= 1;
+  }
+};
+
+// The storer's side, a single lane.
+template <typename Config>
+struct StagingReader {
+  GemmSmem<Config> smem;
+  int consumer;
+  uint32_t parity = 0;
+
+  __device__ uint32_t Acquire() {
+    ptx::MbarrierWait(smem.Staged(consumer), parity);
+    parity ^= 1;
+    return smem.Staging(consumer);
+  }
+  // After the copies out of it have been issued and committed.
+  __device__ void Release() {
+    ptx::BulkWaitRead<0>();
+    ptx::MbarrierArrive(smem.Stored(consumer));
+  }
+};
+
+}  // namespace jflux
+
+#endif  // JFLUX_GPU_GEMM_SMEM_CUH_
