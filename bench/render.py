@@ -97,7 +97,8 @@ def by_list(result: dict) -> dict[str, list[dict]]:
         if rows:
             found[name] = rows
         left = [r for r in left if r not in rows]
-    assert not left, f"rows of no list of bench/shapes.py: {left}"
+    if left:  # of 3 ranks, which do not divide the lists' rows
+        found["ragged"] = found.get("ragged", []) + left
     return found
 
 
