@@ -30,6 +30,7 @@ from jax.sharding import PartitionSpec as P
 
 import jflux
 from jflux import _epilogue, _heap, _trial
+from jflux._global import several
 
 AXIS = "tp"
 
@@ -61,10 +62,10 @@ class Alone:
 
     @staticmethod
     def all_gather_matmul(x, w, *, axis_name, activation=None, gated=False):
-        ws = w if isinstance(w, tuple) else (w,)
+        ws = several(w)
         whole = jnp.concatenate([x] * lax.axis_size(axis_name))
         ys = [whole @ one for one in ws]
-        epilogue = _epilogue.check("", len(ws), (None,) * len(ws), activation, gated)
+        epilogue = _epilogue.check("", len(ws), _epilogue.of_each(None, len(ws)), activation, gated)
         if epilogue is not None:
             ys, _ = _epilogue.apply(epilogue, ys, (), x.dtype)
         return tuple(ys) if isinstance(w, tuple) and not gated else ys[0]
@@ -176,21 +177,14 @@ def measure(model: Model, part: str, mesh: Mesh, tokens: int, rounds: int) -> di
     for name, ops in CONTESTANTS.items():
         both = forward_and_backward(ops, model, part)
         before = heap_used()
-
-        def compiled(f, out_specs):
-            mapped = jax.shard_map(
-                f, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False
-            )
-            return jax.jit(mapped).lower(x, w).compile()
-
-        once = compiled(both, (specs[0], *specs))
+        once = _trial.compiled(both, mesh, specs, (specs[0], *specs), x, w)
         analysis = once.memory_analysis()
         row["memory"][name] = {
             "xla": analysis.temp_size_in_bytes,
             "heap": heap_used() - before,
         }
-        program = compiled(loop(both, iterations), specs[0])
-        runs[name] = lambda program=program: jax.block_until_ready(program(x, w))
+        program = _trial.compiled(loop(both, iterations), mesh, specs, specs[0], x, w)
+        runs[name] = _trial.run_of(program, x, w)
     for name, timing in _trial.interleave(runs, iterations, rounds).items():
         row[name] = dataclasses.asdict(timing)
     return row

@@ -196,13 +196,10 @@ def section_gemm(names: list[str], rounds: int) -> list[str]:
             ]
         contestants += [(str(c), ours(False), w, c) for c in choices]
         for name, f, b, choice in contestants:
-            g = jax.jit(
-                jax.shard_map(_trial.loop(f, iterations), mesh=mesh, in_specs=(spec, spec),
-                              out_specs=spec, check_vma=False)
-            )  # fmt: skip
+            body = _trial.loop(f, iterations)
             with _tuning.force(choice) if choice else contextlib.nullcontext():
-                g = g.lower(x, b).compile()
-            runs[name] = lambda g=g, b=b, x=x: jax.block_until_ready(g(x, b))
+                program = _trial.compiled(body, mesh, (spec, spec), spec, x, b)
+            runs[name] = _trial.run_of(program, x, b)
         t = {
             name: timing.median
             for name, timing in _trial.interleave(runs, iterations, rounds).items()
@@ -277,12 +274,8 @@ def section_stacked(ranks: int, names: list[str], rounds: int) -> list[str]:
                 ("scan", scan, many, P(None, *w_spec), P("tp", None)),
                 ("loop", _trial.loop(op, layers), w, w_spec, y_spec),
             ):
-                g = jax.jit(
-                    jax.shard_map(f, mesh=mesh, in_specs=(x_spec, spec), out_specs=out,
-                                  check_vma=False)
-                )  # fmt: skip
-                g = g.lower(x, b).compile()
-                runs[f"{name} {kind}"] = lambda g=g, b=b, x=x: jax.block_until_ready(g(x, b))
+                program = _trial.compiled(f, mesh, (x_spec, spec), out, x, b)
+                runs[f"{name} {kind}"] = _trial.run_of(program, x, b)
         t = _trial.interleave(runs, layers, rounds)
         line = f"stacked {shape.op} {shape.m:5} {shape.n:6} {shape.k:6} "
         line += ", ".join(f"{name} {timing.median * 1e3:7.3f} ms" for name, timing in t.items())

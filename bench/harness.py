@@ -78,23 +78,14 @@ def build(shape: Shape, mesh: Mesh, iterations: int, dtype=jnp.bfloat16):
 
     def compile_(name, op):
         x, w, x_spec, w_spec, y_spec = data[name]
-        f = jax.shard_map(
-            _trial.loop(op, iterations),
-            mesh=mesh,
-            in_specs=(x_spec, w_spec),
-            out_specs=y_spec,
-            check_vma=False,
-        )
-        return jax.jit(f).lower(x, w).compile()
+        body = _trial.loop(op, iterations)
+        return _trial.compiled(body, mesh, (x_spec, w_spec), y_spec, x, w)
 
     programs = {name: compile_(name, op) for name, op in ops.items()}
     if f"jflux_{shape.op}" not in programs["J"].as_text():
         with jflux.config(always=True):
             programs["K"] = compile_("K", ops["J"])
-    return {
-        name: lambda f=f, data=data[name]: jax.block_until_ready(f(*data[:2]))
-        for name, f in programs.items()
-    }
+    return {name: _trial.run_of(f, *data[name][:2]) for name, f in programs.items()}
 
 
 def check_rate(shape: Shape, ranks: int, seconds: float) -> None:

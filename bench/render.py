@@ -133,10 +133,8 @@ def title(result: dict) -> str:
 
 
 def block_table(result: dict) -> str:
-    lines = ["| " + " | ".join(blocks.COLUMNS) + " |", "|---" * len(blocks.COLUMNS) + "|"]
-    return "\n".join(
-        [*lines, *("| " + " | ".join(blocks.cells(r)) + " |" for r in result["blocks"])]
-    )
+    lines = [blocks.COLUMNS, ["---"] * len(blocks.COLUMNS), *map(blocks.cells, result["blocks"])]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
 def document(results: list[tuple[str, dict]]) -> str:

@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from ._global import several
+
 
 @jax.custom_jvp
 def _normal_cdf(x: jax.Array) -> jax.Array:
@@ -53,9 +55,10 @@ class Epilogue:
         """How many y there are."""
         return 1 if self.gated else len(self.biased)
 
-    def before(self) -> Epilogue:
-        """The same without the activation."""
-        return Epilogue(self.biased)
+
+def of_each(bias: Any, products: int) -> tuple[Any, ...]:
+    """The bias of each product, as calls are given them: None for none."""
+    return (None,) * products if bias is None else several(bias)
 
 
 def check(

@@ -70,6 +70,21 @@ def loop(op: Callable[[jax.Array, jax.Array], jax.Array], iterations: int) -> Ca
     return run
 
 
+def compiled(f: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any, *args: Any) -> Any:
+    """A function of one rank, compiled for these operands."""
+    mapped = jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return jax.jit(mapped).lower(*args).compile()
+
+
+def run_of(program: Callable[..., Any], *args: Any) -> Callable[[], None]:
+    """Runs it and waits for it, as `interleave` takes it."""
+
+    def run() -> None:
+        jax.block_until_ready(program(*args))
+
+    return run
+
+
 def iterations_for(seconds: float, flops: float) -> int:
     """How many calls of so many operations fill about so many seconds."""
     return int(min(200, max(5, seconds / (flops / 600e12 + 30e-6))))

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from . import _heap, _mesh, _trial, _tuning, reference
+from ._ops._product import CUDA_TILE_ROWS
 from ._ops.all_gather_matmul import all_gather_matmul
 from ._ops.matmul_reduce_scatter import matmul_reduce_scatter
 from ._tuning import LAX, Choice, Key
@@ -96,7 +97,7 @@ def tune(
     if mesh is None:
         mesh = jax.make_mesh((jax.device_count(),), _mesh.as_tuple(axis_name))
     gpu, sm_count = mesh.devices.flat[0].device_kind, _mesh.core_count(mesh)
-    ranks = int(np.prod([mesh.shape[name] for name in _mesh.as_tuple(axis_name)]))
+    ranks = _ranks(mesh, axis_name)
     if ranks == 1:
         raise RuntimeError("jflux.tune: one rank is a plain product, with nothing to choose")
     key = key_of(op, m, n, k, ranks, dtype, transpose_rhs)
@@ -132,7 +133,7 @@ def measure(
 ) -> dict[Choice | str, float]:
     """Seconds of a call with each choice, in turn and on all ranks in lockstep."""
     x, w = _trial.operands(op, m, n, k, mesh, axis_name, dtype, transpose_rhs)
-    ranks = int(np.prod([mesh.shape[name] for name in _mesh.as_tuple(axis_name)]))
+    ranks = _ranks(mesh, axis_name)
     iterations = _trial.iterations_for(0.02, 2.0 * m * n * k / ranks)
     x_spec, w_spec, y_spec = _trial.specs(op, axis_name, transpose_rhs)
     runs = {}
@@ -142,14 +143,15 @@ def measure(
         f = getattr(reference, op) if choice == LAX else _OPS[op]
         f = functools.partial(f, axis_name=axis_name, transpose_rhs=transpose_rhs)
         body = _trial.loop(f, iterations)
-        mapped = jax.shard_map(
-            body, mesh=mesh, in_specs=(x_spec, w_spec), out_specs=y_spec, check_vma=False
-        )
         with _tuning.force(choice):
-            compiled = jax.jit(mapped).lower(x, w).compile()
-        runs[_label(choice)] = functools.partial(_run, compiled, x, w)
+            program = _trial.compiled(body, mesh, (x_spec, w_spec), y_spec, x, w)
+        runs[_label(choice)] = _trial.run_of(program, x, w)
     timings = _trial.interleave(runs, iterations, rounds)
     return {choice: timings[_label(choice)].median for choice in tried}
+
+
+def _ranks(mesh: Mesh, axis_name: _mesh.AxisName) -> int:
+    return math.prod(mesh.shape[name] for name in _mesh.as_tuple(axis_name))
 
 
 def key_of(op: str, m: int, n: int, k: int, ranks: int, dtype: Any, transpose_rhs: bool) -> Key:
@@ -171,9 +173,9 @@ def candidates(key: Key, sm_count: int) -> list[Choice]:
     first = _tuning.heuristic(key, sm_count)
     found = [first]
     for tile in _tuning.compiled():
-        rows = 128 * tile.cluster_m
+        rows = CUDA_TILE_ROWS * tile.cluster_m
         most = -(-key.rows // rows)
-        if tile.cluster_m > 1 and key.rows <= 128:
+        if tile.cluster_m > 1 and key.rows <= CUDA_TILE_ROWS:
             continue  # half of each cluster would compute nothing
         near = max(1, first.group_m * first.cluster_m // tile.cluster_m)
         for group in sorted({near // 2, near, 2 * near, min(16, most)}):
@@ -190,10 +192,6 @@ def candidates(key: Key, sm_count: int) -> list[Choice]:
 def pick(seconds: Mapping[Choice | str, float]) -> Choice | str:
     """The fastest; `lax` only if it is faster than every kernel."""
     return min(seconds, key=lambda choice: (seconds[choice], choice == LAX))
-
-
-def _run(f: Callable[..., Any], *operands: jax.Array) -> None:
-    jax.block_until_ready(f(*operands))
 
 
 def _label(choice: Choice | str) -> str:

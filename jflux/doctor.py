@@ -107,8 +107,9 @@ def _fused(op: str, platform: str, ranks: int) -> str:
     for slower, group in itertools.groupby(
         sizes, lambda m: _product.lax_is_faster(m, ranks, _OPS[op].RAGGED_FROM)
     ):
+        those = list(group)
         if not slower:
-            first, *_, last = [*group] * 2
+            first, last = those[0], those[-1]
             runs.append(f"from {first} rows on" if last == most else f"for {first} to {last}")
     return f"fused {' and '.join(runs)}"
 

@@ -84,18 +84,19 @@ def all_gather_matmul(
             preferred_element_type=preferred_element_type, precision=precision,
         )  # fmt: skip
     ws = several(w)
-    bias_of = (None,) * len(ws) if bias is None else several(bias)
+    bias_of = _epilogue.of_each(bias, len(ws))
     epilogue = _epilogue.check("reference.all_gather_matmul", len(ws), bias_of, activation, gated)
     gathered = lax.all_gather(x, axis_name, axis=gather_dimension % x.ndim, tiled=True)
+
+    def products(out: DTypeLike | None) -> list[jax.Array]:
+        return [_matmul(gathered, one, out, precision, transpose_rhs) for one in ws]
+
     if epilogue is None:
-        out, sums = preferred_element_type, preferred_element_type
+        ys = products(preferred_element_type)
     else:
         out = np.dtype(preferred_element_type or jnp.result_type(x, *ws))
-        sums = _epilogue.sum_dtype(out)
-    ys: Sequence[jax.Array] = [_matmul(gathered, one, sums, precision, transpose_rhs) for one in ws]
-    if epilogue is not None:
         biases = [b for b in bias_of if b is not None]
-        ys, _ = _epilogue.apply(epilogue, ys, biases, np.dtype(out))
+        ys, _ = _epilogue.apply(epilogue, products(_epilogue.sum_dtype(out)), biases, out)
     y = tuple(ys) if isinstance(w, tuple | list) and not gated else ys[0]
     return (y, gathered) if return_gathered else y
 

@@ -105,6 +105,7 @@ using Accumulators = float[Config::kBlocks][Config::kAccumulators];
 template <typename Config>
 __device__ __forceinline__ void MultiplyStage(Accumulators<Config>& acc, uint32_t a, uint32_t b) {
   constexpr int kTransB = Config::kTransposeRhs ? 0 : 1;
+  constexpr const typename Config::T* kType = nullptr;
 #pragma unroll
   for (int k = 0; k < Config::kTileK / 16; ++k) {
     const uint64_t desc_b = kTransB ? wgmma::Descriptor(b + k * 2048, 8192, 1024)
@@ -112,7 +113,7 @@ __device__ __forceinline__ void MultiplyStage(Accumulators<Config>& acc, uint32_
 #pragma unroll
     for (int block = 0; block < Config::kBlocks; ++block) {
       const uint64_t desc_a = wgmma::Descriptor(a + block * 8192 + k * 32, 16, 1024);
-      wgmma::Multiply<typename Config::T, kTransB, Config::kTileN>(acc[block], desc_a, desc_b);
+      wgmma::Multiply<kTransB>(kType, acc[block], desc_a, desc_b);
     }
   }
 }

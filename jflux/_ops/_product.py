@@ -15,7 +15,7 @@ from .. import _config, _mesh
 MAX_RANKS = 8
 CUDA_MAX_WEIGHTS = 4  # kMaxWeights of cc/gpu/gemm_config.h
 UNIT = 8  # elements of the CUDA kernels' types in 16 bytes
-CUDA_TILE_ROWS = 128  # TileM of cc/gpu/gemm_config.h
+CUDA_TILE_ROWS = 128  # kGemmTileM of cc/gpu/gemm_config.h
 CPU_DTYPES = {np.dtype(d) for d in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)}
 CUDA_DTYPES = {np.dtype(d) for d in (jnp.float16, jnp.bfloat16)}
 

@@ -125,7 +125,7 @@ def all_gather_matmul(
     ws = several(w)
     if not ws:
         raise ValueError("jflux.all_gather_matmul: w is an empty sequence of weights")
-    bias_of = (None,) * len(ws) if bias is None else several(bias)
+    bias_of = _epilogue.of_each(bias, len(ws))
     epilogue = _epilogue.check("all_gather_matmul", len(ws), bias_of, activation, gated)
     for one in ws:
         dimension = _product.check_operands(
@@ -206,6 +206,12 @@ def _split(
     return ys, sums, rest[0] if rest else None
 
 
+def _in_order(params: Params, ys: Sequence[Any], sums: Sequence[Any], gathered: Any) -> list[Any]:
+    """The primitive's results of these: what `_split` takes apart."""
+    known = {"y": ys, "sums": sums, "gathered": [gathered]}
+    return [result for name in params.results for result in known[name]]
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def differentiable(
     x: jax.Array, ws: tuple[jax.Array, ...], biases: tuple[jax.Array, ...], params: Params
@@ -221,9 +227,7 @@ def _forward(x, ws, biases, params):
     ys, sums, gathered = _split(differentiable(x, ws, biases, every), len(ws), every)
     gathered = checkpoint_name(gathered, GATHERED)
     sums = [checkpoint_name(one, PREACTIVATION) for one in sums]
-    found = {"y": ys, "sums": sums, "gathered": [gathered]}
-    returned = [result for name in params.results for result in found[name]]
-    return returned, (gathered, ws, biases, sums)
+    return _in_order(params, ys, sums, gathered), (gathered, ws, biases, sums)
 
 
 def _backward(params, residuals, cotangents):
@@ -287,8 +291,7 @@ def _result_shapes(x, *operands, params):
         ((*shape[:-1], _product.columns(w, params.transpose_rhs)), params.out_dtype) for w in ws
     ]
     ys = sums if params.epilogue is None else sums[: params.epilogue.results]
-    known = {"y": ys, "sums": sums, "gathered": [(tuple(shape), x.dtype)]}
-    return [result for name in params.results for result in known[name]]
+    return _in_order(params, ys, sums, (tuple(shape), x.dtype))
 
 
 def _gather(x, params):
@@ -310,8 +313,7 @@ def _finished(products, biases, gathered, params):
     ys, sums = products, products
     if params.epilogue is not None:
         ys, sums = _epilogue.apply(params.epilogue, products, biases, params.out_dtype)
-    known = {"y": ys, "sums": sums, "gathered": [gathered]}
-    return [result for name in params.results for result in known[name]]
+    return _in_order(params, ys, sums, gathered)
 
 
 def _is_reference(x, *operands, params):
@@ -346,7 +348,7 @@ def _after(x, *operands, params, platform):
         params,
         epilogue=None,
         results=("y", "gathered") if gathers else ("y",),
-        # GPUs write products in 16 bits only as fast as XLA can read them again.
+        # On GPUs the kernels write, and XLA then reads, half as much in 16 bits.
         out_dtype=params.out_dtype if platform == "cuda" else _epilogue.sum_dtype(params.out_dtype),
     )
     results = _primitive.bind(x, *ws, params=plain)
@@ -429,19 +431,13 @@ def _drop_unused(used, *rest):
     if not any(used):
         return [False] * len(inputs), None
     weights = len(_weights(inputs[1:], params)[0])
-    names = ("y", "sums", "gathered")
-
-    def by_name(results):
-        ys, sums, gathered = _split(results, weights, params)
-        return dict(zip(names, (ys, sums, [gathered]), strict=True))
-
-    live = {name: any(one) for name, one in by_name(used).items()}
-    results = tuple(name for name in params.results if live[name])
-    if results == params.results:
-        return inputs, eqn
+    ys, sums, gathered = _split(used, weights, params)
     # All products or none, all sums or none, and the gathered x or not.
-    outvars = [v for name in results for v in by_name(eqn.outvars)[name]]
-    smaller = dataclasses.replace(params, results=results)
+    live = {"y": any(ys), "sums": any(sums), "gathered": gathered}
+    smaller = dataclasses.replace(
+        params, results=tuple(name for name in params.results if live[name])
+    )
+    outvars = _in_order(smaller, *_split(eqn.outvars, weights, params))
     return inputs, eqn.replace(outvars=outvars, params={"params": smaller})
 
 

@@ -34,7 +34,7 @@ struct MatmulReduceScatterOperands {
 };
 
 // Enqueues the call on `stream`. params.k is that of all terms. With outer > 1, inner must be a
-// multiple of 128.
+// multiple of kGemmTileM.
 bool LaunchMatmulReduceScatter(const MatmulReduceScatterParams& params,
                                const MatmulReduceScatterOperands& operands,
                                const GemmChoice& choice, int64_t site, const CudaDevice& device,
