@@ -28,7 +28,8 @@ def _normal_cdf_jvp(primals: Any, tangents: Any) -> Any:
     return _normal_cdf(x), density * dx
 
 
-#: By name; "gelu" is the exact one, "gelu_tanh" its usual approximation.
+#: By name; "gelu" is the exact one, "gelu_tanh" its usual approximation. In the order of
+#: cc/core/activation.h.
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": lambda x: x * _normal_cdf(x),
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
@@ -54,6 +55,15 @@ class Epilogue:
     def results(self) -> int:
         """How many y there are."""
         return 1 if self.gated else len(self.biased)
+
+    @property
+    def number(self) -> int:
+        """The activation's, in cc/core/activation.h."""
+        return 0 if self.activation is None else 1 + list(ACTIVATIONS).index(self.activation)
+
+    def before(self) -> Epilogue | None:
+        """The same without the activation."""
+        return Epilogue(self.biased) if any(self.biased) else None
 
 
 def of_each(bias: Any, products: int) -> tuple[Any, ...]:

@@ -73,6 +73,8 @@ def make_primitive(
     lax_is_faster: Callable[..., bool],
     adapt: Callable[..., Callable[..., Any] | None],
     batch: Callable[..., Any],
+    attributes: Callable[..., dict[str, Any]] = lambda *avals, params, platform: {},
+    fit_choice: Callable[[tuple[int, ...], Any], tuple[int, ...]] = lambda choice, params: choice,
 ) -> Primitive:
     """A primitive `name(*operands, params)` with several results, all of the first operand's kind.
 
@@ -87,6 +89,8 @@ def make_primitive(
       adapt: (*avals, params=..., platform=...) -> a function (*operands) -> results that brings the
         operands into a form that the kernel takes and calls the primitive again, or None.
       batch: the batching rule.
+      attributes: (*avals, params=..., platform=...) -> what the handler takes beside the usual.
+      fit_choice: (choice, params) -> a choice that the call can take, if some cannot be.
     """
     primitive = Primitive(f"jflux_{name}")
     primitive.multiple_results = True
@@ -138,7 +142,7 @@ def make_primitive(
         register_targets(platform)
         _begin_module(ctx.module_context.module)
         table = _mesh.group_table(mesh, params.axis_names)
-        choice = _choice(known, key, platform, mesh)
+        choice = fit_choice(_choice(known, key, platform, mesh), params)
         if _lowers_for_here(mesh):
             product = _heap.Product(
                 op=name,
@@ -163,6 +167,7 @@ def make_primitive(
             site=np.int64(ctx.module_context.new_channel()),
             transpose_rhs=params.transpose_rhs,
             world=np.int64(table.shape[1]),
+            **attributes(*avals, **which),
         )
 
     def lower_elsewhere(ctx, *operands, params):

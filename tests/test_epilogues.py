@@ -147,7 +147,6 @@ def test_gated(rows, n, transposed, biased, out):
     )
     whole, _, sums, sizes, (want,) = _exact(x, ws, biases, "silu", True, transposed)
     assert y.dtype == (out or BF16)
-    # On GPUs products are rounded to y's type first.
     _check(y, want, sums, sizes, True, y.dtype, k)
     assert np.array_equal(gathered.astype(np.float64), np.broadcast_to(whole, gathered.shape))
 

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 
+#include "core/activation.h"
 #include "gpu/ptx.cuh"
 
 namespace jflux {
@@ -44,15 +45,17 @@ struct Staged {
   }
 };
 
-// Writes a block of 64 rows to its staging as TMA stores take it.
-template <typename T, int kTileN>
-__device__ __forceinline__ void StageBlock(const float (&acc)[kTileN / 2], uint32_t smem) {
+// Writes a block of 64 rows, or kColumns of its columns from kFirst on, to its staging as TMA
+// stores take it.
+template <typename T, int kColumns, int kFirst = 0, int kCount>
+__device__ __forceinline__ void StageBlock(const float (&acc)[kCount], uint32_t smem) {
+  static_assert(kFirst + kColumns <= 2 * kCount);
   const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
   const int row = 16 * warp + lane % 16;
 #pragma unroll
-  for (int pair = 0; pair < kTileN / 16; ++pair) {
-    const float* a = &acc[8 * pair];  // columns 16 pair .. 16 pair + 15
-    ptx::StoreMatrix4(smem + Staged<kTileN>::At(row, 2 * pair + lane / 16), Pack<T>(a[0], a[1]),
+  for (int pair = 0; pair < kColumns / 16; ++pair) {
+    const float* a = &acc[kFirst / 2 + 8 * pair];  // columns 16 pair .. 16 pair + 15
+    ptx::StoreMatrix4(smem + Staged<kColumns>::At(row, 2 * pair + lane / 16), Pack<T>(a[0], a[1]),
                       Pack<T>(a[2], a[3]), Pack<T>(a[4], a[5]), Pack<T>(a[6], a[7]));
   }
 }
@@ -90,9 +93,10 @@ __device__ __forceinline__ void ScatterStagedRows(uint32_t smem, int barrier, vo
   ptx::BarrierSync(barrier, 128);  // all of it has been read
 }
 
-// A block in float32, from the registers: four lanes write a 32-byte sector.
-template <int kTileN, typename RowOf>
-__device__ __forceinline__ void StoreBlockF32(const float (&acc)[kTileN / 2], void* y, int64_t n0,
+// A block in float32, or kColumns of its columns from kFirst on, from the registers: four lanes
+// write a 32-byte sector.
+template <int kColumns, int kFirst = 0, int kCount, typename RowOf>
+__device__ __forceinline__ void StoreBlockF32(const float (&acc)[kCount], void* y, int64_t n0,
                                               int64_t n, RowOf&& row_of) {
   const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
 #pragma unroll
@@ -101,13 +105,62 @@ __device__ __forceinline__ void StoreBlockF32(const float (&acc)[kTileN / 2], vo
     if (row < 0) continue;
     auto* out = static_cast<float*>(y) + row;
 #pragma unroll
-    for (int j = 0; j < kTileN / 8; ++j) {
+    for (int j = 0; j < kColumns / 8; ++j) {
       const int64_t col = n0 + 8 * j + 2 * (lane % 4);
       if (col < n) {
-        *reinterpret_cast<float2*>(out + col) =
-            make_float2(acc[4 * j + 2 * half], acc[4 * j + 2 * half + 1]);
+        const float* a = &acc[kFirst / 2 + 4 * j + 2 * half];
+        *reinterpret_cast<float2*>(out + col) = make_float2(a[0], a[1]);
       }
     }
+  }
+}
+
+// Adds a bias [n] to kColumns of a block's columns from kFirst on, which are y's from n0 on.
+template <int kColumns, int kFirst = 0, int kCount>
+__device__ __forceinline__ void AddBias(float (&acc)[kCount], const float* bias, int64_t n0,
+                                        int64_t n) {
+#pragma unroll
+  for (int j = 0; j < kColumns / 8; ++j) {
+    const int64_t col = n0 + 8 * j + 2 * (threadIdx.x % 4);
+    // n is a multiple of 8.
+    const float2 b =
+        col < n ? *reinterpret_cast<const float2*>(bias + col) : make_float2(0.0f, 0.0f);
+    float* a = &acc[kFirst / 2 + 4 * j];
+    a[0] += b.x;
+    a[1] += b.y;
+    a[2] += b.x;
+    a[3] += b.y;
+  }
+}
+
+// The activations of jflux/_epilogue.py.
+__device__ __forceinline__ float Silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
+// (1 + erf would cancel where x is far below 0.)
+__device__ __forceinline__ float Gelu(float x) { return 0.5f * x * erfcf(-0.70710678f * x); }
+// x / 2 (1 + tanh(u)) = x sigmoid(2 u)
+__device__ __forceinline__ float GeluTanh(float x) {
+  const float u = 0.79788456f * (x + 0.044715f * x * x * x);
+  return __fdividef(x, 1.0f + __expf(-2.0f * u));
+}
+
+// Applies it to kColumns of a block's columns.
+template <int kColumns, int kCount>
+__device__ __forceinline__ void Activate(float (&acc)[kCount], Activation activation) {
+  const auto each = [&](auto&& f) {
+#pragma unroll
+    for (int i = 0; i < kColumns / 2; ++i) acc[i] = f(acc[i]);
+  };
+  switch (activation) {
+    case Activation::kNone:
+      return;
+    case Activation::kGelu:
+      return each([](float x) { return Gelu(x); });
+    case Activation::kGeluTanh:
+      return each([](float x) { return GeluTanh(x); });
+    case Activation::kRelu:
+      return each([](float x) { return x < 0.0f ? 0.0f : x; });  // NaN stays
+    case Activation::kSilu:
+      return each([](float x) { return Silu(x); });
   }
 }
 

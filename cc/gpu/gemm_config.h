@@ -141,6 +141,13 @@ inline GemmChoice ChooseReduceScatter(int world, int64_t rows_per_rank, int64_t 
   return m <= kGemmTileM ? ChooseFew(m, n, k, sm_count, 1) : ChooseGemm(m, n, sm_count);
 }
 
+// For a gate: half of a tile's columns are one weight's, half the other's, in boxes of 64.
+inline GemmChoice ForGate(GemmChoice c) {
+  c.tile_n = 128;
+  c.splits = 1;
+  return c;
+}
+
 inline TileGrid GridOf(const GemmChoice& c, int64_t m, int64_t n, int sm_count) {
   return TileGrid{static_cast<int32_t>(CeilDiv<int64_t>(m, kGemmTileM * c.cluster_m)),
                   static_cast<int32_t>(CeilDiv<int64_t>(n, c.tile_n)), c.group_m,

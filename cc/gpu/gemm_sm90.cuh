@@ -37,10 +37,12 @@
 
 namespace jflux {
 
-// Where the columns of a tile are: the tensor map of a w, and the first column in it.
+// Where the columns of a tile are: the tensor map of a w, and the first column in it. If there is a
+// second w, half of the tile's columns are its, from the same column on.
 struct Rhs {
   const CUtensorMap* map;
   int32_t n0;
+  const CUtensorMap* second = nullptr;
 };
 
 // Of k, in elements; begins at a multiple of kTileK.
@@ -58,43 +60,56 @@ __device__ __forceinline__ KRange SplitOfK(int64_t k, int split, int splits) {
                 Min(end, (split + 1) * blocks / splits * Config::kTileK)};
 }
 
-// Calls load(offset in w's tile in shared memory, row and column of w's tensor map) for each box of
-// this CTA's share of w's tile for one k block. Boxes are 128 bytes wide: 64 of k if w is stored
-// [n, k], else 64 columns.
+// Calls load(offset in w's tile in shared memory, tensor map, its inner and outer coordinate) for
+// each box of this CTA's share of w's tile for one k block. Boxes are 128 bytes wide: 64 of k if w
+// is stored [n, k], else 64 columns.
 template <typename Config, typename Load>
-__device__ __forceinline__ void EachBoxOfB(int k0, int n0, uint32_t cta, Load&& load) {
+__device__ __forceinline__ void EachBoxOfB(const Rhs& rhs, int k0, uint32_t cta, Load&& load) {
   const int i = static_cast<int>(cta);
   if constexpr (Config::kTransposeRhs) {
     constexpr int kShare = Config::kTileN / Config::kClusterM;
-    load(i * kShare * 128, n0 + i * kShare, k0);
+    if constexpr (Config::kHalves) {
+      if (rhs.second != nullptr) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          if (Config::kClusterM == 2 && half != i) continue;
+          load(half * 8192, half == 0 ? rhs.map : rhs.second, k0, rhs.n0);
+        }
+        return;
+      }
+    }
+    load(i * kShare * 128, rhs.map, k0, rhs.n0 + i * kShare);
   } else {
     const int row = i * Config::kBoxRows;
 #pragma unroll
     for (int box = 0; box < Config::kLoadN / 64; ++box) {
-      load(box * 8192 + row * 128, k0 + row, n0 + box * 64);
+      const bool second = Config::kHalves && box == 1 && rhs.second != nullptr;
+      load(box * 8192 + row * 128, second ? rhs.second : rhs.map,
+           second ? rhs.n0 : rhs.n0 + box * 64, k0 + row);
     }
   }
 }
 
 // w's tile for one k block: this CTA's share, to every CTA of the cluster.
 template <typename Config>
-__device__ __forceinline__ void LoadB(uint32_t smem_b, const CUtensorMap* w, uint32_t bar, int k0,
-                                      int n0, uint32_t cta) {
-  EachBoxOfB<Config>(k0, n0, cta, [&](int at, int row, int column) {
+__device__ __forceinline__ void LoadB(uint32_t smem_b, const Rhs& rhs, uint32_t bar, int k0,
+                                      uint32_t cta) {
+  EachBoxOfB<Config>(rhs, k0, cta, [&](int at, const CUtensorMap* map, int inner, int outer) {
     if constexpr (Config::kClusterM == 1) {
-      ptx::TmaLoad2d(smem_b + at, w, bar, column, row);
+      ptx::TmaLoad2d(smem_b + at, map, bar, inner, outer);
     } else {
       constexpr auto kAll = static_cast<uint16_t>((1 << Config::kClusterM) - 1);
-      ptx::TmaLoad2dMulticast(smem_b + at, w, bar, column, row, kAll);
+      ptx::TmaLoad2dMulticast(smem_b + at, map, bar, inner, outer, kAll);
     }
   });
 }
 
 // What LoadB will load, to L2.
 template <typename Config>
-__device__ __forceinline__ void PrefetchB(const CUtensorMap* w, int k0, int n0, uint32_t cta) {
-  EachBoxOfB<Config>(k0, n0, cta,
-                     [&](int, int row, int column) { ptx::TmaPrefetch2d(w, column, row); });
+__device__ __forceinline__ void PrefetchB(const Rhs& rhs, int k0, uint32_t cta) {
+  EachBoxOfB<Config>(rhs, k0, cta, [&](int, const CUtensorMap* map, int inner, int outer) {
+    ptx::TmaPrefetch2d(map, inner, outer);
+  });
 }
 
 // A thread's share of a tile.
@@ -203,7 +218,7 @@ __device__ __forceinline__ void RunLoader(const typename Op::Args& args, const C
       const auto load_b = [&](const Ring<Config::kStages>& stage, const Rhs& rhs, int k0) {
         const uint32_t bar = smem.Full(stage.index);
         ptx::MbarrierArriveExpectTx(bar, args.a_bytes + Config::kBBytes);
-        LoadB<Config>(smem.B(stage.index), rhs.map, bar, k0, rhs.n0, cta);
+        LoadB<Config>(smem.B(stage.index), rhs, bar, k0, cta);
       };
       // As long as the rows are on their way, w comes: to the stages that are free, and what
       // follows to L2. The CTAs of a cluster need each other's share of w, whoever's rows are late.
@@ -221,7 +236,7 @@ __device__ __forceinline__ void RunLoader(const typename Op::Args& args, const C
           staged += Config::kTileK;
         } else if (Max(fetched, staged) < Min(far, first.end)) {
           fetched = Max(fetched, staged);
-          PrefetchB<Config>(first_rhs.map, fetched, first_rhs.n0, cta);
+          PrefetchB<Config>(first_rhs, fetched, cta);
           fetched += Config::kTileK;
         }
       }

@@ -28,6 +28,8 @@ struct GemmConfig {
   static constexpr int kConsumers = 2;
   static constexpr int kBlocks = kTileM / 64;       // of a tile: the rows of one wgmma
   static constexpr int kAccumulators = kTileN / 2;  // of a thread, for a block
+  // Whether a tile can be half one w's columns and half another's.
+  static constexpr bool kHalves = kTileN == 128;
   // Boxes of w stored [k, n] are 64 columns wide; some of the last one's may not be needed.
   static constexpr int kLoadN = kTransposeRhs ? kTileN : CeilDiv(kTileN, 64) * 64;
   static constexpr int kABytes = kTileM * kTileK * 2;

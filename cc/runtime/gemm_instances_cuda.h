@@ -86,12 +86,13 @@ bool LaunchGemmInstance(DType dtype, bool transpose_rhs, const GemmChoice& choic
                         LaunchInstance<Instances>{args, num_tiles, sm_count, stream, error});
 }
 
-// w as LoadB of gpu/gemm_sm90.cuh reads it.
+// w as LoadB of gpu/gemm_sm90.cuh reads it; `halves`: it is half of a tile's columns.
 inline bool EncodeRhsMap(CUtensorMap* map, DType dtype, const void* w, int64_t k, int64_t n,
-                         bool transpose_rhs, const GemmChoice& choice, std::string* error) {
+                         bool transpose_rhs, bool halves, const GemmChoice& choice,
+                         std::string* error) {
   if (transpose_rhs) {
-    return EncodeTensorMap(map, dtype, w, {n, k}, {k}, {choice.tile_n / choice.cluster_m, 64},
-                           error);
+    const int rows = choice.tile_n / (halves ? 2 : choice.cluster_m);
+    return EncodeTensorMap(map, dtype, w, {n, k}, {k}, {rows, 64}, error);
   }
   return EncodeTensorMap(map, dtype, w, {k, n}, {n}, {64 / choice.cluster_m, 64}, error);
 }

@@ -79,7 +79,7 @@ def all_gather_matmul(
     With a bias or an activation, y is ``activation(all_gather(x) @ w + bias)``. With ``gated`` and
     w = (gate, up) there is one y, ``activation(all_gather(x) @ gate) * (all_gather(x) @ up)``, each
     product with its bias (GLU variants, arXiv 2002.05202). That is computed in float32 (float64 for
-    float64); on GPUs XLA does it after the kernel, from products in y's type.
+    float64), and rounded once.
 
     Outside ``shard_map`` it takes global arrays, x [..., m, k] sharded over `axis_name` in its
     gather dimension and w [k, n] in its last one, and wraps itself in ``shard_map``.
@@ -340,7 +340,7 @@ def _lax_is_faster(x, *operands, params, platform):
     return platform == "cuda" and _product.lax_is_faster(m, params.world, RAGGED_FROM)
 
 
-def _after(x, *operands, params, platform):
+def _after(x, *operands, params):
     """The call as one without an epilogue, which follows it."""
     ws, biases = _weights(operands, params)
     gathers = "gathered" in params.results
@@ -348,17 +348,67 @@ def _after(x, *operands, params, platform):
         params,
         epilogue=None,
         results=("y", "gathered") if gathers else ("y",),
-        # On GPUs the kernels write, and XLA then reads, half as much in 16 bits.
-        out_dtype=params.out_dtype if platform == "cuda" else _epilogue.sum_dtype(params.out_dtype),
+        out_dtype=_epilogue.sum_dtype(params.out_dtype),
     )
     results = _primitive.bind(x, *ws, params=plain)
     products, gathered = (results[:-1], results[-1]) if gathers else (results, None)
     return _finished(products, biases, gathered, params)
 
 
+def _in_kernel(x, *operands, params):
+    """How a call with an epilogue becomes one that the CUDA kernel takes; None: it is one."""
+    ws, biases = _weights(operands, params)
+    bind = functools.partial(_primitive.bind, params=params)
+    if len(ws) > _product.CUDA_MAX_WEIGHTS:
+        return functools.partial(_after, params=params)
+    if "y" not in params.results:  # the sums, perhaps with the gathered x
+        named = tuple("y" if name == "sums" else name for name in params.results)
+        before = dataclasses.replace(params, epilogue=params.epilogue.before(), results=named)
+        return functools.partial(_primitive.bind, params=before)
+    if any(b.dtype != jnp.float32 for b in biases):
+        return lambda x, *operands: bind(
+            x, *operands[: len(ws)], *(b.astype(jnp.float32) for b in operands[len(ws) :])
+        )
+    if _product.in_units([x], ws):
+        return None
+
+    def padded(x, *operands):
+        ws, biases = _weights(operands, params)
+        wide = _product.pad_to_units([x], ws)
+        biases = [jnp.pad(b, (0, -b.shape[0] % _product.UNIT)) for b in biases]
+        shapes = _result_shapes(x, *operands, params=params)
+        return [
+            r[..., : shape[-1]] for r, (shape, _) in zip(bind(*wide, *biases), shapes, strict=True)
+        ]
+
+    return padded
+
+
+def _attributes(x, *operands, params, platform):
+    if platform != "cuda":
+        return {}
+    epilogue = params.epilogue or Epilogue((False,) * len(operands))
+    return {
+        "activation": np.int64(epilogue.number),
+        "biased": np.array(epilogue.biased, np.int64),
+        "gated": bool(epilogue.gated),
+        "sums": "sums" in params.results,
+    }
+
+
+def _fit_choice(choice, params):
+    """Half of a gate's tile is each weight's columns (ForGate of cc/gpu/gemm_config.h)."""
+    if not choice or params.epilogue is None or not params.epilogue.gated:
+        return choice
+    _, cluster_m, group_m, _ = choice
+    return (128, cluster_m, group_m, 1)
+
+
 def _adapt(x, *operands, params, platform):
     if params.epilogue is not None:
-        return functools.partial(_after, params=params, platform=platform)
+        if platform == "cuda":
+            return _in_kernel(x, *operands, params=params)
+        return functools.partial(_after, params=params)
     ws = operands
     n = [_product.columns(w, params.transpose_rhs) for w in ws]
     bind = functools.partial(_primitive.bind, params=params)
@@ -383,7 +433,7 @@ def _adapt(x, *operands, params, platform):
 
 def _batch(primitive, operands, dims, *, params):
     if params.epilogue is not None:
-        after = functools.partial(_after, params=params, platform=None)
+        after = functools.partial(_after, params=params)
         results = jax.vmap(after, in_axes=tuple(dims))(*operands)
         return results, [0] * len(results)
 
@@ -420,6 +470,8 @@ _primitive = _ffi.make_primitive(
     lax_is_faster=_lax_is_faster,
     adapt=_adapt,
     batch=_batch,
+    attributes=_attributes,
+    fit_choice=_fit_choice,
 )
 
 

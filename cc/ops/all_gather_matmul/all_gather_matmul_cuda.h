@@ -6,6 +6,7 @@
 
 #include <string>
 
+#include "core/activation.h"
 #include "gpu/gemm_config.h"
 #include "ops/all_gather_matmul/all_gather_matmul.h"
 #include "runtime/heap_cuda.h"
@@ -32,15 +33,20 @@ inline ChannelLayout AllGatherMatmulChannel(const AllGatherMatmulParams& p, cons
   return CudaLayoutOf(p, c).Channel();
 }
 
-// Several weights share one gather: y_i = all_gather(x) @ w_i.
+// Several weights share one gather: y_i = activation(all_gather(x) @ w_i + bias_i), or, gated, one
+// y_0 = activation(all_gather(x) @ w_0 + bias_0) * (all_gather(x) @ w_1 + bias_1).
 struct AllGatherMatmulOperands {
   const void* x;
   struct Product {
     const void* w;  // [k, n], or [n, k] if transpose_rhs
     void* y;        // [outer, world * inner, n]
     int64_t n;
+    const float* bias;  // [n], or null
+    void* sums;         // as y, of what the activation is applied to; or null
   } products[kMaxWeights];
   int32_t weights;
+  Activation activation;
+  bool gated;
   void* gathered;  // or null
 };
 

@@ -1,4 +1,6 @@
 // FFI handlers of all_gather_matmul.
+#include <algorithm>
+
 #include "ops/all_gather_matmul/all_gather_matmul.h"
 #include "runtime/cpu_call.h"
 #include "runtime/ffi.h"
@@ -91,37 +93,58 @@ XLA_FFI_DEFINE_HANDLER(
         .RemainingRets());
 
 #ifdef JFLUX_WITH_CUDA
-ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Span<const int64_t> choice,
+ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, int64_t activation,
+                ffi::Span<const int64_t> biased, ffi::Span<const int64_t> choice, bool gated,
                 ffi::Span<const int64_t> groups, int64_t inner, int64_t outer, int64_t site,
-                bool transpose_rhs, int64_t world, ffi::AnyBuffer x, ffi::RemainingArgs weights,
-                ffi::RemainingRets results) {
-  // Operands x, w_0 .. w_p-1; results y_0 .. y_p-1 and, if there is one more, the gathered x.
-  const size_t count = weights.size();
-  const bool gathered = results.size() == count + 1;
-  if (count < 1 || count > kMaxWeights || results.size() < count) {
+                bool sums, bool transpose_rhs, int64_t world, ffi::AnyBuffer x,
+                ffi::RemainingArgs rest, ffi::RemainingRets results) {
+  // Operands x, w_0 .. w_p-1, and a bias for each of them that is `biased`. Results: all y (of
+  // which there is one if they are gated), p sums if there are `sums`, and perhaps the gathered x.
+  const size_t count = biased.size(), products = gated ? 1 : count;
+  const size_t biases = std::count(biased.begin(), biased.end(), 1);
+  const size_t computed = products + (sums ? count : 0);
+  const bool gathered = results.size() == computed + 1;
+  if (count < 1 || count > kMaxWeights || rest.size() != count + biases ||
+      results.size() != computed + (gathered ? 1 : 0) || (gated && count != 2) ||
+      !IsActivation(activation)) {
     return InvalidArgument("all_gather_matmul: operands do not fit");
   }
   AllGatherMatmulOperands operands{};
   operands.x = x.untyped_data();
   operands.weights = static_cast<int32_t>(count);
+  operands.activation = static_cast<Activation>(activation);
+  operands.gated = gated;
+  size_t next_bias = count;
   std::optional<AllGatherMatmulParams> p;
   int64_t columns = 0;
   for (size_t i = 0; i < count; ++i) {
-    const auto w = *weights.get<ffi::AnyBuffer>(i);
-    auto y = *results.get<ffi::AnyBuffer>(i);
+    const auto w = *rest.get<ffi::AnyBuffer>(i);
+    auto y = *results.get<ffi::AnyBuffer>(gated ? 0 : i);
     p = ParamsOf(x, w, *y, world, outer, inner, transpose_rhs, gathered);
     if (!p) return InvalidArgument("all_gather_matmul: operands do not fit");
-    operands.products[i] = {w.untyped_data(), y->untyped_data(), p->n};
+    auto& product = operands.products[i];
+    product.w = w.untyped_data();
+    product.y = y->untyped_data();
+    product.n = p->n;
+    if (sums) product.sums = (*results.get<ffi::AnyBuffer>(products + i))->untyped_data();
+    if (biased[i] == 1) {
+      const auto bias = *rest.get<ffi::AnyBuffer>(next_bias++);
+      if (bias.element_type() != ffi::F32 || static_cast<int64_t>(bias.element_count()) != p->n) {
+        return InvalidArgument("all_gather_matmul: a bias does not fit");
+      }
+      product.bias = static_cast<const float*>(bias.untyped_data());
+    }
     columns += p->n;
   }
   p->n = columns;
-  if (gathered) operands.gathered = (*results.get<ffi::AnyBuffer>(count))->untyped_data();
+  if (gathered) operands.gathered = (*results.get<ffi::AnyBuffer>(computed))->untyped_data();
   if (!IsPossibleChoice(choice)) {
     return InvalidArgument("all_gather_matmul: no kernel for this `choice`");
   }
   const auto choice_for = [&](int sm_count) {
-    return ChoiceOf(choice).value_or(
+    const GemmChoice c = ChoiceOf(choice).value_or(
         ChooseAllGather(p->rows.world, p->rows.PerRank(), p->n, p->k, sm_count));
+    return gated ? ForGate(c) : c;
   };
   return LaunchCudaCall(
       OpId::kAllGatherMatmul, ordinal, groups, world,
@@ -132,13 +155,25 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Span<const int64_t> c
       });
 }
 
-XLA_FFI_DEFINE_HANDLER(
-    kCuda, Cuda,
-    Attributes(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().Ctx<ffi::DeviceOrdinal>())
-        .Arg<ffi::AnyBuffer>()
-        .RemainingArgs()
-        .RemainingRets(),
-    {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kCuda, Cuda,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                           .Ctx<ffi::DeviceOrdinal>()
+                           .Attr<int64_t>("activation")
+                           .Attr<ffi::Span<const int64_t>>("biased")
+                           .Attr<ffi::Span<const int64_t>>("choice")
+                           .Attr<bool>("gated")
+                           .Attr<ffi::Span<const int64_t>>("groups")
+                           .Attr<int64_t>("inner")
+                           .Attr<int64_t>("outer")
+                           .Attr<int64_t>("site")
+                           .Attr<bool>("sums")
+                           .Attr<bool>("transpose_rhs")
+                           .Attr<int64_t>("world")
+                           .Arg<ffi::AnyBuffer>()
+                           .RemainingArgs()
+                           .RemainingRets(),
+                       {ffi::Traits::kCmdBufferCompatible});
 #endif
 
 }  // namespace

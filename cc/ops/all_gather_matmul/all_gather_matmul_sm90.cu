@@ -31,11 +31,18 @@ bool LaunchAllGatherMatmul(const AllGatherMatmulParams& p, const AllGatherMatmul
   args.grid = GridOf(choice, p.rows.Total(), p.n, device.sm_count);
   args.grid.tiles_n = 0;
   args.weights = operands.weights;
+  args.activation = operands.activation;
+  args.gated = operands.gated;
   for (int i = 0; i < operands.weights; ++i) {
     args.y_data[i] = operands.products[i].y;
+    args.sums_data[i] = operands.products[i].sums;
+    args.bias[i] = operands.products[i].bias;
     args.n[i] = operands.products[i].n;
     args.first_tile[i] = args.grid.tiles_n;
     args.grid.tiles_n += static_cast<int32_t>(CeilDiv<int64_t>(args.n[i], choice.tile_n));
+  }
+  if (args.gated) {
+    args.grid.tiles_n = static_cast<int32_t>(CeilDiv<int64_t>(args.n[0], choice.tile_n / 2));
   }
   args.x_data = operands.x;
   args.gathered = operands.gathered;
@@ -63,12 +70,15 @@ bool LaunchAllGatherMatmul(const AllGatherMatmulParams& p, const AllGatherMatmul
   }
   for (int i = 0; i < args.weights; ++i) {
     const int64_t n = args.n[i];
-    if (!args.out_f32 && !EncodeTensorMap(&args.y[i], p.dtype, args.y_data[i], {p.rows.Total(), n},
-                                          {n}, {64, StoreColumns(choice)}, error)) {
-      return false;
-    }
-    if (!EncodeRhsMap(&args.w[i], p.dtype, operands.products[i].w, p.k, n, p.transpose_rhs, choice,
-                      error)) {
+    const auto encode_result = [&](CUtensorMap* map, void* data) {
+      if (args.out_f32 || data == nullptr) return true;
+      return EncodeTensorMap(map, p.dtype, data, {p.rows.Total(), n}, {n},
+                             {64, StoreColumns(choice)}, error);
+    };
+    if (!encode_result(&args.y[i], args.y_data[i]) ||
+        !encode_result(&args.sums[i], args.sums_data[i]) ||
+        !EncodeRhsMap(&args.w[i], p.dtype, operands.products[i].w, p.k, n, p.transpose_rhs,
+                      args.gated, choice, error)) {
       return false;
     }
   }

@@ -21,7 +21,8 @@ struct AllGatherMatmulArgs {
   CUtensorMap x;             // own rows
   CUtensorMap workspace[2];  // all rows, in the channel's halves
   CUtensorMap w[kMaxWeights];
-  CUtensorMap y[kMaxWeights];  // 16-bit types
+  CUtensorMap y[kMaxWeights];     // 16-bit types
+  CUtensorMap sums[kMaxWeights];  // likewise
   DeviceState* state;
   SymmetricView view;
   ChannelLayout channel;
@@ -30,6 +31,10 @@ struct AllGatherMatmulArgs {
   TileGrid grid;  // of cluster tiles
   const void* x_data;
   void* y_data[kMaxWeights];
+  void* sums_data[kMaxWeights];    // or null
+  const float* bias[kMaxWeights];  // or null
+  Activation activation;
+  bool gated;  // a tile is as many columns of both weights
   int64_t n[kMaxWeights];
   int32_t first_tile[kMaxWeights];  // tile column
   int32_t weights;
@@ -76,6 +81,9 @@ struct AllGatherMatmulSm90 {
     int64_t n0;
   };
   static __device__ Columns ColumnsOf(const Args& args, int32_t tile_n) {
+    if (Config::kHalves && args.gated) {
+      return Columns{0, static_cast<int64_t>(tile_n) * (Config::kTileN / 2)};
+    }
     int i = 0;
     while (i + 1 < args.weights && tile_n >= args.first_tile[i + 1]) ++i;
     return Columns{i, static_cast<int64_t>(tile_n - args.first_tile[i]) * Config::kTileN};
@@ -89,7 +97,8 @@ struct AllGatherMatmulSm90 {
   }
   static __device__ Rhs RhsOf(const Args& args, int32_t tile_n, int) {
     const Columns c = ColumnsOf(args, tile_n);
-    return Rhs{&args.w[c.weight], static_cast<int32_t>(c.n0)};
+    return Rhs{&args.w[c.weight], static_cast<int32_t>(c.n0),
+               Config::kHalves && args.gated ? &args.w[1] : nullptr};
   }
 
   static __device__ void PrefetchMaps(const Args& args) {
@@ -365,26 +374,61 @@ struct AllGatherMatmulSm90 {
     }
   }
 
-  // A block of y from virtual row `row0` on.
+  // A block from virtual row `row0` on: what is saved for the gradient, and y. Store takes them in
+  // the same order.
   static __device__ void FinishBlock(const Args& args, StagingWriter<Config>& staging,
                                      float (&acc)[Config::kAccumulators], int64_t row0, Tile tile) {
     const Columns columns = ColumnsOf(args, tile.n);
     const int64_t n = args.n[columns.weight];
-    void* y = args.y_data[columns.weight];
+    if constexpr (Config::kHalves) {
+      if (args.gated) return FinishGated(args, staging, acc, row0, columns.n0, n);
+    }
+    const int i = columns.weight;
+    if (args.bias[i] != nullptr) AddBias<Config::kTileN>(acc, args.bias[i], columns.n0, n);
+    // (A loop over both would be half the code, and spill two kilobytes.)
+    if (args.sums_data[i] != nullptr) {
+      Write<Config::kTileN, 0>(args, staging, acc, args.sums_data[i], row0, columns.n0, n);
+    }
+    Activate<Config::kTileN>(acc, args.activation);
+    Write<Config::kTileN, 0>(args, staging, acc, args.y_data[i], row0, columns.n0, n);
+  }
+
+  // The first half of the columns is the gate's. A thread holds the same elements of both.
+  static __device__ void FinishGated(const Args& args, StagingWriter<Config>& staging,
+                                     float (&acc)[Config::kAccumulators], int64_t row0, int64_t n0,
+                                     int64_t n) {
+    constexpr int kHalf = Config::kTileN / 2;
+    if (args.bias[0] != nullptr) AddBias<kHalf, 0>(acc, args.bias[0], n0, n);
+    if (args.bias[1] != nullptr) AddBias<kHalf, kHalf>(acc, args.bias[1], n0, n);
+    if (args.sums_data[0] != nullptr) {
+      Write<kHalf, 0>(args, staging, acc, args.sums_data[0], row0, n0, n);
+      Write<kHalf, kHalf>(args, staging, acc, args.sums_data[1], row0, n0, n);
+    }
+    Activate<kHalf>(acc, args.activation);
+#pragma unroll
+    for (int i = 0; i < kHalf / 2; ++i) acc[i] *= acc[kHalf / 2 + i];
+    Write<kHalf, 0>(args, staging, acc, args.y_data[0], row0, n0, n);
+  }
+
+  // kColumns of the accumulators' columns from kFirst on, to `data` [rows, n] from (row0, n0) on.
+  template <int kColumns, int kFirst>
+  static __device__ void Write(const Args& args, StagingWriter<Config>& staging,
+                               const float (&acc)[Config::kAccumulators], void* data, int64_t row0,
+                               int64_t n0, int64_t n) {
     const auto row_of = [&](int r) {
       return row0 + r < args.rows.Total() ? args.rows.Actual(row0 + r) * n : -1;
     };
     const Path path = PathOf(args, row0);
     if (path == Path::kFloat32) {
-      StoreBlockF32<Config::kTileN>(acc, y, columns.n0, n, row_of);
+      StoreBlockF32<kColumns, kFirst>(acc, data, n0, n, row_of);
       return;
     }
     const uint32_t smem = staging.Acquire();
-    StageBlock<T, Config::kTileN>(acc, smem);
+    StageBlock<T, kColumns, kFirst>(acc, smem);
     if (path == Path::kTma) {
       staging.Publish();
     } else {
-      ScatterStagedRows<T, Config::kTileN>(smem, 1 + staging.consumer, y, columns.n0, n, row_of);
+      ScatterStagedRows<T, kColumns>(smem, 1 + staging.consumer, data, n0, n, row_of);
     }
   }
 
@@ -416,17 +460,29 @@ struct AllGatherMatmulSm90 {
                                StagingReader<Config>& staging, int32_t block_m, Tile tile) {
     if (!IsLastSplit(args, tile)) return StorePartial(args, call, staging, block_m, tile);
     const Columns columns = ColumnsOf(args, tile.n);
+    const int64_t n = args.n[columns.weight];
 #pragma unroll
     for (int block = 0; block < Config::kBlocks; ++block) {
       const int64_t row0 = static_cast<int64_t>(block_m) * Config::kTileM + block * 64;
       if (PathOf(args, row0) != Path::kTma) continue;
-      const uint32_t smem = staging.Acquire();
-      const uint64_t start = call.Start();
-      StoreStagedBlock<Config::kTileN>(smem, &args.y[columns.weight], args.rows.Actual(row0),
-                                       columns.n0, args.n[columns.weight]);
-      ptx::BulkCommit();
-      staging.Release();
-      call.Done(EventKind::kStore, start, block_m, tile.n);
+      const int64_t row = args.rows.Actual(row0);
+      const auto store = [&](const CUtensorMap* map) {
+        const uint32_t smem = staging.Acquire();
+        const uint64_t start = call.Start();
+        if (Config::kHalves && args.gated) {
+          StoreStagedBlock<Config::kTileN / 2>(smem, map, row, columns.n0, n);
+        } else {
+          StoreStagedBlock<Config::kTileN>(smem, map, row, columns.n0, n);
+        }
+        ptx::BulkCommit();
+        staging.Release();
+        call.Done(EventKind::kStore, start, block_m, tile.n);
+      };
+      if (args.sums_data[columns.weight] != nullptr) {
+        store(&args.sums[columns.weight]);
+        if (Config::kHalves && args.gated) store(&args.sums[1]);
+      }
+      store(&args.y[columns.weight]);
     }
   }
 };

@@ -53,7 +53,8 @@ bool LaunchMatmulReduceScatter(const MatmulReduceScatterParams& p,
     args.k[i] = k;
     if (!EncodeTensorMap(&args.x[i], p.dtype, x, {world, r.outer, inner, k},
                          {r.inner * k, r.world * r.inner * k, k}, {1, 1, box_rows, 64}, error) ||
-        !EncodeRhsMap(&args.w[i], p.dtype, w, k, p.n, p.transpose_rhs, choice, error)) {
+        !EncodeRhsMap(&args.w[i], p.dtype, w, k, p.n, p.transpose_rhs,
+                      /*halves=*/false, choice, error)) {
       return false;
     }
   }

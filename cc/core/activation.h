@@ -1,0 +1,15 @@
+// What an epilogue applies to sums; jflux/_epilogue.py has the same numbers.
+#ifndef JFLUX_CORE_ACTIVATION_H_
+#define JFLUX_CORE_ACTIVATION_H_
+
+#include <cstdint>
+
+namespace jflux {
+
+enum class Activation : int32_t { kNone = 0, kGelu = 1, kGeluTanh = 2, kRelu = 3, kSilu = 4 };
+
+inline bool IsActivation(int64_t number) { return 0 <= number && number <= 4; }
+
+}  // namespace jflux
+
+#endif  // JFLUX_CORE_ACTIVATION_H_
