@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec as P
 
 import jflux
 from jflux import _ops as ops
+from jflux import _tuning
 
 BF16 = jnp.bfloat16
 _ERF = np.vectorize(math.erf, otypes=[np.float64])
@@ -194,6 +195,86 @@ def test_gradients(module, dtype, activation, gated):
         assert (db is not None) == has
         if has:
             assert_close(db, d.sum(1), (abs(d) + 1).sum(1), dtype, len(whole), factor=factor)
+
+
+def _check_gradients(op, x, ws, biases, activation, gated, transposed=False):
+    """y, and the gradients of x and of the weights, for dy = 1."""
+    mesh, k = make_mesh((RANKS,)), x.shape[-1]
+
+    def both(x, ws, biases):
+        y, vjp = jax.vjp(lambda x, ws: op(x, ws, bias=biases), x, ws)
+        return y, vjp(jax.tree.map(jnp.ones_like, y))
+
+    ys, (dx, dws) = run(jax.jit(per_device(mesh, both)), x, ws, biases)
+    whole, plain, sums, sizes, want = _exact(x, ws, biases, activation, gated, transposed)
+    for y, one in zip((ys,) if gated else ys, want, strict=True):
+        _check(y, one, sums, sizes, gated, y.dtype, k)
+    f, slope = ACTIVATIONS[activation]
+    dsums = [slope(sums[0]) * sums[1], f(sums[0])] if gated else [slope(s) for s in sums]
+    parts = [d @ w.swapaxes(1, 2) for d, w in zip(dsums, plain, strict=True)]
+    around = [(abs(d) + 1) @ abs(w).swapaxes(1, 2) for d, w in zip(dsums, plain, strict=True)]
+    terms = RANKS * sum(s.shape[-1] for s in sums)
+    assert_close(
+        dx, sum(parts).sum(0).reshape(x.shape), sum(around).sum(0).reshape(x.shape), x.dtype,
+        terms, factor=8,
+    )  # fmt: skip
+    for dw, d in zip(dws, dsums, strict=True):
+        dw = np.swapaxes(dw, 1, 2) if transposed else dw
+        size = abs(whole).T @ (abs(d) + 1)
+        assert_close(dw, whole.T @ d, size, x.dtype, len(whole), factor=8)
+
+
+@pytest.mark.parametrize("choice", [(192, 2, 8), (192, 1, 16), (128, 2, 1)], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("rows, k, n", [(130, 584, 200), (64, 64, 64), (300, 1024, 72)])
+def test_gated_in_several_tiles(rows, k, n, transposed, choice):
+    """Whatever was chosen: more than a ring of stages, ragged rows and columns."""
+    x, ws, biases = _operands(rows, k, [n, n], (True, False), BF16, transposed)
+    op = _gather(activation="silu", gated=True, transpose_rhs=transposed)
+    with _tuning.force(_tuning.Choice(*choice)):
+        _check_gradients(op, x, ws, biases, "silu", True, transposed)
+
+
+@pytest.mark.parametrize("splits", [2, 4])
+def test_where_k_is_split(splits):
+    x, ws, biases = _operands(9, 1032, [264], (True,), BF16)
+    with _tuning.force(_tuning.Choice(128, 1, 1, splits)):
+        _check_gradients(_gather(activation="gelu"), x, ws, biases, "gelu", False)
+
+
+@pytest.mark.parametrize("lead, dimension", [((3, 40), 0), ((3, 40), 1), ((2, 2, 17), 1)], ids=str)
+@pytest.mark.parametrize("gated", [False, True])
+def test_any_dimension_is_gathered(lead, dimension, gated):
+    """Rows that do not follow each other in y: against the reference."""
+    mesh, k, n = make_mesh((RANKS,)), 64, 72
+    x = normal(0, (RANKS, *lead, k), BF16)
+    ws = tuple((normal(i, (RANKS, k, n), np.float64) / 8).astype(BF16) for i in (1, 2))
+
+    def both(module):
+        op = _gather(module, activation="silu", gated=gated, gather_dimension=dimension)
+
+        def f(x, ws):
+            y, vjp = jax.vjp(op, x, ws)
+            return y, vjp(jax.tree.map(jnp.ones_like, y))
+
+        return run(jax.jit(per_device(mesh, f)), x, ws)
+
+    for a, b in zip(*map(jax.tree.leaves, (both(jflux), both(jflux.reference))), strict=True):
+        b = b.astype(np.float64)
+        assert np.abs(a.astype(np.float64) - b).max() <= 0.03 * np.abs(b).max()
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
+def test_special_values(activation):
+    """NaN and infinities are what `jax.nn` makes of them."""
+    mesh, special = make_mesh((RANKS,)), [np.nan, np.inf, -np.inf, 0.0, -0.0, 90.0, -90.0, -5.0]
+    bias = np.array([special] * RANKS, np.float32)
+    x, w = np.zeros((RANKS, 3, 8), BF16), np.zeros((RANKS, 8, 8), BF16)
+    op = _gather(activation=activation)
+    y = run(jax.jit(per_device(mesh, lambda x, w, b: op(x, w, bias=b))), x, w, bias)
+    f = jflux._epilogue.ACTIVATIONS.get(activation, lambda x: x)
+    want = np.broadcast_to(np.asarray(f(jnp.array(special, jnp.float32)).astype(BF16)), y.shape)
+    np.testing.assert_allclose(y.astype(np.float32), want.astype(np.float32), rtol=0.02, atol=1e-30)
 
 
 def test_second_derivatives(lenient):
