@@ -117,7 +117,7 @@ def block(ops: Any, model: Model, x: jax.Array, w: Arrays) -> jax.Array:
         a.reshape(-1, model.sequence, a.shape[-1] // head, head)
         for a in ops.all_gather_matmul(norm(x), (w["q"], w["k"], w["v"]), axis_name=AXIS)
     )
-    fast = "cudnn" if jax.default_backend() == "gpu" else None
+    fast = "cudnn" if jax.default_backend() == "gpu" and x.dtype.itemsize == 2 else None
     o = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=fast)
     o = o.reshape(-1, o.shape[2] * head)
     x = ops.matmul_reduce_scatter(o, w["out"], axis_name=AXIS, residual=x)

@@ -273,7 +273,7 @@ def test_special_values(activation):
     op = _gather(activation=activation)
     y = run(jax.jit(per_device(mesh, lambda x, w, b: op(x, w, bias=b))), x, w, bias)
     f = jflux._epilogue.ACTIVATIONS.get(activation, lambda x: x)
-    want = np.broadcast_to(np.asarray(f(jnp.array(special, jnp.float32)).astype(BF16)), y.shape)
+    want = np.broadcast_to(np.asarray(f(jnp.array(special, jnp.float64)).astype(BF16)), y.shape)
     np.testing.assert_allclose(y.astype(np.float32), want.astype(np.float32), rtol=0.02, atol=1e-30)
 
 
