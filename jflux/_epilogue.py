@@ -139,10 +139,12 @@ def bias_gradients(
 ) -> tuple[jax.Array, ...]:
     """Those of the biases that there are: sums over all rows."""
     mine = [d for d, biased in zip(dsums, epilogue.biased, strict=True) if biased]
-    return tuple(
-        jnp.sum(d, tuple(range(d.ndim - 1)), dtype=sum_dtype(d.dtype)).astype(b.dtype)
-        for d, b in zip(mine, biases, strict=True)
-    )
+    return tuple(sum_of_rows(d).astype(b.dtype) for d, b in zip(mine, biases, strict=True))
+
+
+def sum_of_rows(d: jax.Array) -> jax.Array:
+    """[..., n] -> [n], in the type that epilogues compute in."""
+    return jnp.sum(d, tuple(range(d.ndim - 1)), dtype=sum_dtype(d.dtype))
 
 
 def check_added(op: str, shape: Sequence[int], bias: Any, residual: Any) -> None:

@@ -133,6 +133,47 @@ __device__ __forceinline__ void AddBias(float (&acc)[kCount], const float* bias,
   }
 }
 
+__device__ __forceinline__ float2 LoadPair(const float* p) {
+  const uint2 v = ptx::LoadGlobal8(p);
+  return make_float2(__uint_as_float(v.x), __uint_as_float(v.y));
+}
+template <typename T>
+__device__ __forceinline__ float2 LoadPair(const T* p) {
+  return Unpack<T>(ptx::LoadGlobal4(p));
+}
+
+// Adds kColumns columns, from n0 on, of rows of an array of `E`. row_of is StoreBlockF32's; what
+// lies outside the array becomes nonsense, which nobody stores.
+template <typename E, int kColumns, int kCount, typename RowOf>
+__device__ __forceinline__ void AddRows(float (&acc)[kCount], const void* rows, int64_t n0,
+                                        int64_t n, RowOf&& row_of) {
+  const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
+  const auto* array = static_cast<const E*>(rows);
+  const int64_t first = n0 + 2 * (lane % 4);
+  const E* from[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    from[half] = array + Max<int64_t>(row_of(16 * warp + 8 * half + lane / 4), 0);
+  }
+  constexpr int kGroup = 4;  // of 8 columns, on their way at the same time
+  static_assert(kColumns % (8 * kGroup) == 0);
+#pragma unroll
+  for (int j0 = 0; j0 < kColumns / 8; j0 += kGroup) {
+    float2 v[kGroup][2];
+#pragma unroll
+    for (int i = 0; i < 2 * kGroup; ++i) {
+      const int64_t col = first + 8 * (j0 + i / 2);
+      v[i / 2][i % 2] = LoadPair(from[i % 2] + (col < n ? col : 0));
+    }
+#pragma unroll
+    for (int i = 0; i < 2 * kGroup; ++i) {
+      float* a = &acc[4 * (j0 + i / 2) + 2 * (i % 2)];
+      a[0] += v[i / 2][i % 2].x;
+      a[1] += v[i / 2][i % 2].y;
+    }
+  }
+}
+
 // The activations of jflux/_epilogue.py.
 __device__ __forceinline__ float Silu(float x) { return __fdividef(x, 1.0f + __expf(-x)); }
 // (1 + erf would cancel where x is far below 0.)

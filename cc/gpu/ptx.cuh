@@ -241,7 +241,23 @@ __device__ __forceinline__ uint4 LoadShared16(uint32_t smem) {
   return v;
 }
 
-// Past L1: what it reads, others have just written.
+// Past L1: what they read, others may just have written. ptxas keeps them in program order, so that
+// not more is on its way than there are registers for.
+__device__ __forceinline__ uint32_t LoadGlobal4(const void* p) {
+  uint32_t v;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ uint2 LoadGlobal8(const void* p) {
+  uint2 v;
+  asm volatile("ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];"
+               : "=r"(v.x), "=r"(v.y)
+               : "l"(p)
+               : "memory");
+  return v;
+}
+
 __device__ __forceinline__ uint4 LoadGlobal16(const void* p) {
   uint4 v;
   asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"

@@ -146,14 +146,15 @@ def in_units(xs: Sequence[Any], ws: Sequence[Any]) -> bool:
     return all(size % UNIT == 0 for size in sizes)
 
 
+def pad_last(array: Any, dimensions: int) -> Any:
+    """An array whose last dimensions are padded with zeros to whole units."""
+    sizes = array.shape[array.ndim - dimensions :]
+    return jnp.pad(array, [(0, 0)] * (array.ndim - dimensions) + [(0, -s % UNIT) for s in sizes])
+
+
 def pad_to_units(xs: Sequence[Any], ws: Sequence[Any]) -> list[Any]:
     """All of xs and of ws, k and n padded with zeros."""
-
-    def pad(array, count):
-        sizes = array.shape[-count:]
-        return jnp.pad(array, [(0, 0)] * (array.ndim - count) + [(0, -s % UNIT) for s in sizes])
-
-    return [*(pad(x, 1) for x in xs), *(pad(w, 2) for w in ws)]
+    return [*(pad_last(x, 1) for x in xs), *(pad_last(w, 2) for w in ws)]
 
 
 def widen(w: Any, batch: int, transpose_rhs: bool) -> tuple[Any, Callable[[Any], Any]]:

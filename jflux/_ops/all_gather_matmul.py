@@ -243,6 +243,7 @@ def _backward(params, residuals, cotangents):
     (dx,) = dual.differentiable(
         rounded,
         ws,
+        (),
         dual.Params(
             axis_names=params.axis_names,
             world=params.world,
@@ -375,7 +376,7 @@ def _in_kernel(x, *operands, params):
     def padded(x, *operands):
         ws, biases = _weights(operands, params)
         wide = _product.pad_to_units([x], ws)
-        biases = [jnp.pad(b, (0, -b.shape[0] % _product.UNIT)) for b in biases]
+        biases = [_product.pad_last(b, 1) for b in biases]
         shapes = _result_shapes(x, *operands, params=params)
         return [
             r[..., : shape[-1]] for r, (shape, _) in zip(bind(*wide, *biases), shapes, strict=True)

@@ -25,7 +25,11 @@ from . import all_gather_matmul as _dual
 
 @dataclasses.dataclass(frozen=True)
 class Params:
-    """A call, less its operands."""
+    """A call, less its operands.
+
+    Attributes:
+      added: which of ("bias", "residual") are added to what is scattered, in this order.
+    """
 
     axis_names: tuple[Any, ...]
     world: int
@@ -33,6 +37,7 @@ class Params:
     transpose_rhs: bool
     out_dtype: np.dtype
     precision: Any = None
+    added: tuple[str, ...] = ()
 
 
 def matmul_reduce_scatter(
@@ -63,8 +68,8 @@ def matmul_reduce_scatter(
     (float64 for float64) in a fixed order, so that every run gives the same bits: in rank order on
     the CPU, a rank's own unrounded part first and then the others in rank order on GPUs.
 
-    `bias` and `residual` are added to what has been scattered, in float32 (float64 for float64);
-    XLA does it after the kernel, from the sums in y's type.
+    `bias` and `residual` are added to what has been scattered, in float32 (float64 for float64). On
+    GPUs the kernel does it, before it rounds y, if the residual is of y's type; else XLA, after it.
 
     Outside ``shard_map`` it takes global arrays, x [..., m, k] sharded over `axis_name` in its last
     dimension and w [k, n] in its first, and wraps itself in ``shard_map``.
@@ -136,11 +141,13 @@ def matmul_reduce_scatter(
             bias=bias, residual=residual, preferred_element_type=preferred_element_type,
             precision=precision,
         )  # fmt: skip
-    added = [a for a in (bias, residual) if a is not None]
+    given = {"bias": bias, "residual": residual}
+    added = [a for a in given.values() if a is not None]
     varying = _mesh.vary_together(axis_name, *xs, *ws, *added)
     count = len(xs)
     xs, ws, added = tuple(varying[:count]), tuple(varying[count : 2 * count]), varying[2 * count :]
     params = Params(
+        added=tuple(name for name, a in given.items() if a is not None),
         axis_names=_mesh.as_tuple(axis_name),
         world=world,
         scatter_dimension=dimension,
@@ -148,15 +155,14 @@ def matmul_reduce_scatter(
         out_dtype=out,
         precision=precision,
     )
-    ((shape, _),) = _result_shapes(*xs, *ws, params=params)
+    ((shape, _),) = _result_shapes(*xs, *ws, *added, params=params)
     _epilogue.check_added("matmul_reduce_scatter", shape, bias, residual)
     terms = [(x, w) for x, w in zip(xs, ws, strict=True) if 0 not in x.shape and 0 not in w.shape]
-    if terms:
-        xs, ws = zip(*terms, strict=True)
-        (y,) = differentiable(xs, ws, params)
-    else:
-        y = _product.zeros(shape, out, xs[0])
-    return _epilogue.add(y, added)
+    if not terms:
+        return _epilogue.add(_product.zeros(shape, out, xs[0]), added)
+    xs, ws = zip(*terms, strict=True)
+    (y,) = differentiable(xs, ws, tuple(added), params)
+    return y
 
 
 def _check_terms(x: Any, w: Any, other_x: Any, other_w: Any, transpose_rhs: bool) -> None:
@@ -170,22 +176,30 @@ def _check_terms(x: Any, w: Any, other_x: Any, other_w: Any, transpose_rhs: bool
         )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def differentiable(
-    xs: tuple[jax.Array, ...], ws: tuple[jax.Array, ...], params: Params
+    xs: tuple[jax.Array, ...],
+    ws: tuple[jax.Array, ...],
+    added: tuple[jax.Array, ...],
+    params: Params,
 ) -> list[jax.Array]:
-    return _primitive.bind(*xs, *ws, params=params)
+    return _primitive.bind(*xs, *ws, *added, params=params)
 
 
-def _forward(xs, ws, params):
-    return differentiable(xs, ws, params), (xs, ws)
+def _forward(xs, ws, added, params):
+    like = tuple(jnp.empty((0,), a.dtype) for a in added)
+    return differentiable(xs, ws, added, params), (xs, ws, like)
 
 
 def _backward(params, residuals, cotangents):
-    xs, ws = residuals
-    dtype = xs[0].dtype
+    xs, ws, like = residuals
+    dtype, (own_dy,) = xs[0].dtype, cotangents
+    dadded = tuple(
+        (_epilogue.sum_of_rows(own_dy) if name == "bias" else own_dy).astype(a.dtype)
+        for name, a in zip(params.added, like, strict=True)
+    )
     *dxs, dy = _dual.differentiable(
-        cotangents[0].astype(dtype),
+        own_dy.astype(dtype),
         ws,
         (),
         _dual.Params(
@@ -203,35 +217,34 @@ def _backward(params, residuals, cotangents):
         _dual.weight_gradient(x, dy, params.transpose_rhs, w.dtype, params.precision)
         for x, w in zip(xs, ws, strict=True)
     )
-    return tuple(dxs), dws
+    return tuple(dxs), dws, dadded
 
 
 differentiable.defvjp(_forward, _backward)
 
 
-def _terms(operands):
-    """(xs, ws) of the primitive's operands."""
-    count = len(operands) // 2
-    return operands[:count], operands[count:]
+def _terms(operands, params):
+    """(xs, ws, what is added) of the primitive's operands."""
+    count = (len(operands) - len(params.added)) // 2
+    return operands[:count], operands[count : 2 * count], operands[2 * count :]
 
 
 def _result_shapes(*operands, params):
-    (x, *_), (w, *_) = _terms(operands)
+    (x, *_), (w, *_), _ = _terms(operands, params)
     shape = list(x.shape)
     shape[params.scatter_dimension] //= params.world
     return [((*shape[:-1], _product.columns(w, params.transpose_rhs)), params.out_dtype)]
 
 
 def _reference(*operands, params):
-    xs, ws = _terms(operands)
+    xs, ws, added = _terms(operands, params)
     partial = reference._sum_of_products(
         xs, ws, params.out_dtype, params.precision, params.transpose_rhs
     )
-    return [
-        lax.psum_scatter(
-            partial, params.axis_names, scatter_dimension=params.scatter_dimension, tiled=True
-        )
-    ]
+    y = lax.psum_scatter(
+        partial, params.axis_names, scatter_dimension=params.scatter_dimension, tiled=True
+    )
+    return [_epilogue.add(y, added)]
 
 
 def _is_reference(*operands, params):
@@ -239,11 +252,12 @@ def _is_reference(*operands, params):
 
 
 def _not_fused(*operands, params, platform):
-    return _product.why_no_kernel(zip(*_terms(operands), strict=True), params, platform)
+    xs, ws, _ = _terms(operands, params)
+    return _product.why_no_kernel(zip(xs, ws, strict=True), params, platform)
 
 
 def _extent(*operands, params):
-    xs, ws = _terms(operands)
+    xs, ws, _ = _terms(operands, params)
     outer, inner = _product.outer_inner(xs[0].shape, params.scatter_dimension, params.world)
     k = sum(x.shape[-1] for x in xs)
     return outer, inner, k, _product.columns(ws[0], params.transpose_rhs)
@@ -258,23 +272,43 @@ def _lax_is_faster(*operands, params, platform):
     return platform == "cuda" and _product.lax_is_faster(m, params.world, RAGGED_FROM)
 
 
+def _after(*operands, params):
+    """The call as one that adds nothing; that follows it."""
+    xs, ws, added = _terms(operands, params)
+    (y,) = _primitive.bind(*xs, *ws, params=dataclasses.replace(params, added=()))
+    return [_epilogue.add(y, added)]
+
+
 def _adapt(*operands, params, platform):
-    xs, ws = _terms(operands)
+    xs, ws, added = _terms(operands, params)
     n = _product.columns(ws[0], params.transpose_rhs)
     bind = functools.partial(_primitive.bind, params=params)
+    of = dict(zip(params.added, added, strict=True))
+    foreign = "residual" in of and of["residual"].dtype != params.out_dtype
+    if added and (platform != "cuda" or foreign):
+        return functools.partial(_after, params=params)
     if len(xs) > _product.most_weights(platform):
 
         def end_to_end(*operands):
-            xs, ws = _terms(operands)
-            return bind(*reference._end_to_end(xs, ws, params.transpose_rhs))
+            xs, ws, added = _terms(operands, params)
+            return bind(*reference._end_to_end(xs, ws, params.transpose_rhs), *added)
 
         return end_to_end
     if platform != "cuda":
         return None
+    if "bias" in of and of["bias"].dtype != jnp.float32:
+
+        def widened(*operands):
+            xs, ws, (bias, *residual) = _terms(operands, params)
+            return bind(*xs, *ws, bias.astype(jnp.float32), *residual)
+
+        return widened
     if not _product.in_units(xs, ws):
 
         def padded(*operands):
-            (y,) = bind(*_product.pad_to_units(*_terms(operands)))
+            xs, ws, added = _terms(operands, params)
+            wide = (_product.pad_last(a, 1) for a in added)
+            (y,) = bind(*_product.pad_to_units(xs, ws), *wide)
             return [y[..., :n]]
 
         return padded
@@ -284,24 +318,35 @@ def _adapt(*operands, params, platform):
 
     # The kernel's blocks of rows would straddle leading indices: bring the ranks to the front.
     def rank_major(*operands):
-        xs, ws = _terms(operands)
+        xs, ws, added = _terms(operands, params)
         blocks = [
             x.reshape(outer, params.world, inner, -1).swapaxes(0, 1).reshape(-1, x.shape[-1])
             for x in xs
         ]
+        rows = [a if a.ndim == 1 else a.reshape(-1, n) for a in added]
         flat = dataclasses.replace(params, scatter_dimension=0)
-        (y,) = _primitive.bind(*blocks, *ws, params=flat)
+        (y,) = _primitive.bind(*blocks, *ws, *rows, params=flat)
         return [y.reshape(_result_shapes(*operands, params=params)[0][0])]
 
     return rank_major
 
 
+def _attributes(*operands, params, platform):
+    if platform != "cuda":
+        return {}
+    return {"adds_bias": "bias" in params.added, "adds_residual": "residual" in params.added}
+
+
 def _batch(primitive, operands, dims, *, params):
+    if params.added:
+        after = functools.partial(_after, params=params)
+        return jax.vmap(after, in_axes=tuple(dims))(*operands), [0]
+
     def bind(*operands, shift=0):
         moved = dataclasses.replace(params, scatter_dimension=params.scatter_dimension + shift)
         return primitive.bind(*operands, params=moved)
 
-    (xs, ws), (x_dims, w_dims) = _terms(operands), _terms(dims)
+    (xs, ws, _), (x_dims, w_dims, _) = _terms(operands, params), _terms(dims, params)
     if all(d is None for d in w_dims) and all(d is not None for d in x_dims):
         moved = [jnp.moveaxis(x, d, 0) for x, d in zip(xs, x_dims, strict=True)]
         return bind(*moved, *ws, shift=1), [0]
@@ -322,4 +367,5 @@ _primitive = _ffi.make_primitive(
     lax_is_faster=_lax_is_faster,
     adapt=_adapt,
     batch=_batch,
+    attributes=_attributes,
 )

@@ -22,7 +22,7 @@ inline ChannelLayout MatmulReduceScatterChannel(const MatmulReduceScatterParams&
   return CudaLayoutOf(p, choice).Channel();
 }
 
-// The sum of several products is scattered once: y = scatter(sum_i x_i @ w_i).
+// The sum of several products is scattered once: y = scatter(sum_i x_i @ w_i) + bias + residual.
 struct MatmulReduceScatterOperands {
   struct Term {
     const void* x;  // [outer, world * inner, k]
@@ -30,7 +30,9 @@ struct MatmulReduceScatterOperands {
     int64_t k;
   } products[kMaxWeights];
   int32_t terms;
-  void* y;  // [outer, inner, n]
+  void* y;               // [outer, inner, n]
+  const float* bias;     // [n], or null
+  const void* residual;  // as y, or null
 };
 
 // Enqueues the call on `stream`. params.k is that of all terms. With outer > 1, inner must be a

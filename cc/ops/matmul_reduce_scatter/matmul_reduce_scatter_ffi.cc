@@ -90,13 +90,14 @@ XLA_FFI_DEFINE_HANDLER(
         .Ret<ffi::AnyBuffer>());
 
 #ifdef JFLUX_WITH_CUDA
-ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Span<const int64_t> choice,
-                ffi::Span<const int64_t> groups, int64_t inner, int64_t outer, int64_t site,
-                bool transpose_rhs, int64_t world, ffi::RemainingArgs args,
-                ffi::Result<ffi::AnyBuffer> y) {
-  // Operands x_0 .. x_p-1, w_0 .. w_p-1.
-  const size_t count = args.size() / 2;
-  if (count < 1 || count > kMaxWeights || args.size() != 2 * count) {
+ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, bool adds_bias, bool adds_residual,
+                ffi::Span<const int64_t> choice, ffi::Span<const int64_t> groups, int64_t inner,
+                int64_t outer, int64_t site, bool transpose_rhs, int64_t world,
+                ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> y) {
+  // Operands x_0 .. x_p-1, w_0 .. w_p-1, and perhaps the bias and the residual.
+  const size_t added = (adds_bias ? 1 : 0) + (adds_residual ? 1 : 0);
+  const size_t count = args.size() < added ? 0 : (args.size() - added) / 2;
+  if (count < 1 || count > kMaxWeights || args.size() != 2 * count + added) {
     return InvalidArgument("matmul_reduce_scatter: operands do not fit");
   }
   MatmulReduceScatterOperands operands{};
@@ -112,6 +113,21 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Span<const int64_t> c
     k += p->k;
   }
   p->k = k;
+  if (adds_bias) {
+    const auto bias = *args.get<ffi::AnyBuffer>(2 * count);
+    if (bias.element_type() != ffi::F32 || static_cast<int64_t>(bias.element_count()) != p->n) {
+      return InvalidArgument("matmul_reduce_scatter: the bias does not fit");
+    }
+    operands.bias = static_cast<const float*>(bias.untyped_data());
+  }
+  if (adds_residual) {
+    const auto residual = *args.get<ffi::AnyBuffer>(args.size() - 1);
+    if (residual.element_type() != y->element_type() ||
+        residual.element_count() != y->element_count()) {
+      return InvalidArgument("matmul_reduce_scatter: the residual does not fit");
+    }
+    operands.residual = residual.untyped_data();
+  }
   if (!IsPossibleChoice(choice)) {
     return InvalidArgument("matmul_reduce_scatter: no kernel for this `choice`");
   }
@@ -128,12 +144,15 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Span<const int64_t> c
       });
 }
 
-XLA_FFI_DEFINE_HANDLER(
-    kCuda, Cuda,
-    Attributes(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().Ctx<ffi::DeviceOrdinal>())
-        .RemainingArgs()
-        .Ret<ffi::AnyBuffer>(),
-    {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kCuda, Cuda,
+                       Attributes(ffi::Ffi::Bind()
+                                      .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                      .Ctx<ffi::DeviceOrdinal>()
+                                      .Attr<bool>("adds_bias")
+                                      .Attr<bool>("adds_residual"))
+                           .RemainingArgs()
+                           .Ret<ffi::AnyBuffer>(),
+                       {ffi::Traits::kCmdBufferCompatible});
 #endif
 
 }  // namespace

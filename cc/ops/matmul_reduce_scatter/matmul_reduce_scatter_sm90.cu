@@ -32,6 +32,8 @@ bool LaunchMatmulReduceScatter(const MatmulReduceScatterParams& p,
   args.rows = p.rows;
   args.grid = GridOf(choice, p.rows.Total(), p.n, device.sm_count);
   args.y_data = operands.y;
+  args.bias = operands.bias;
+  args.residual = operands.residual;
   args.terms = operands.terms;
   args.n = p.n;
   args.signature = SignatureOf(p.Signature(), site, choice);

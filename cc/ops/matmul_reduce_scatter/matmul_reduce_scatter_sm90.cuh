@@ -31,6 +31,8 @@ struct MatmulReduceScatterArgs {
   Rows rows;
   TileGrid grid;  // of cluster tiles
   void* y_data;
+  const float* bias;     // or null
+  const void* residual;  // likewise
   int64_t k[kMaxWeights];
   int32_t terms;
   int64_t n;
@@ -211,6 +213,14 @@ struct MatmulReduceScatterSm90 {
       const bool inside = row0 + r >= 0 && row0 + r < args.rows.PerRank();
       return inside ? (row0 + r) * args.n : -1;
     };
+    if (args.bias != nullptr) AddBias<Config::kTileN>(acc, args.bias, n0, args.n);
+    if (args.residual != nullptr) {
+      if (args.out_f32) {
+        AddRows<float, Config::kTileN>(acc, args.residual, n0, args.n, row_of);
+      } else {
+        AddRows<T, Config::kTileN>(acc, args.residual, n0, args.n, row_of);
+      }
+    }
     if (args.out_f32) {
       StoreBlockF32<Config::kTileN>(acc, args.y_data, n0, args.n, row_of);
       return;
