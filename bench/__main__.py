@@ -27,6 +27,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--processes", type=int, default=1, help="1, or one for each rank")
     parser.add_argument("--lists", default="flux", help="of bench/shapes.py, comma-separated")
+    parser.add_argument(
+        "--peers", default="", help="of bench/peers.py, comma-separated: pallas, torch"
+    )
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--out", type=pathlib.Path)
     parser.add_argument("--process", type=int, help=argparse.SUPPRESS)
@@ -86,23 +89,26 @@ def main() -> int:
 
     import jflux
 
-    from . import harness, shapes
+    from . import harness, peers, shapes
 
     jflux.init(heap_bytes=4 << 30)
     jflux.config.update(strict=True)
     mesh = Mesh(np.array(jax.devices()[: args.ranks]), ("tp",))
+    others = peers.start([name for name in args.peers.split(",") if name], mesh)
     rows = []
     print(harness.HEADING, flush=True)
     wanted = itertools.chain(*(shapes.LISTS[name] for name in args.lists.split(",")))
     for shape in dict.fromkeys(wanted):  # lists share some
         # Rows that the ranks do not divide are an error, in lax too: take the next that they do.
         shape = dataclasses.replace(shape, m=-(-shape.m // args.ranks) * args.ranks)
-        timings = harness.measure(shape, mesh, args.rounds)
+        timings = harness.measure(shape, mesh, args.rounds, others=others)
         rows.append(
             dataclasses.asdict(shape)
             | {name: dataclasses.asdict(timing) for name, timing in timings.items()}
         )
         print(harness.line(shape, args.ranks, timings), flush=True)
+    for peer in others:
+        peer.close()
     if args.out is not None and jax.process_index() == 0:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         result = {"machine": machine(args.ranks, args.processes), "rows": rows}

@@ -9,7 +9,8 @@ benchmark measures something else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,7 @@ import jflux
 from jflux import _trial, reference
 from jflux._trial import Timing
 
+from . import peers
 from .shapes import AG, Shape
 
 # Dense bf16 peak of the chips that jflux has kernels for, FLOP/s (NVIDIA's data sheets).
@@ -100,11 +102,23 @@ def check_rate(shape: Shape, ranks: int, seconds: float) -> None:
         )
 
 
-def measure(shape: Shape, mesh: Mesh, rounds: int = 7, target_seconds: float = 0.03):
-    """{"G": Timing, "C": ..., "S": ..., "J": ...} for one shape; "K" too where J is `lax`."""
+def measure(
+    shape: Shape,
+    mesh: Mesh,
+    rounds: int = 7,
+    target_seconds: float = 0.03,
+    others: Sequence[peers.Peer] = (),
+):
+    """{"G": Timing, "C": ..., "S": ..., "J": ...} for one shape; "K" too where J is `lax`, and
+    those of the peers that take it."""
     ranks = mesh.devices.size
     iterations = _trial.iterations_for(target_seconds, shape.flops(ranks))
     runs = build(shape, mesh, iterations)
+    for peer in others:
+        try:
+            runs[peer.name] = peer.run_of(shape, iterations)
+        except peers.Unavailable as e:
+            print(f"{shape}: {e}", file=sys.stderr)
     timings = _trial.interleave(runs, iterations, rounds)
     for name in timings.keys() - {"C"}:
         check_rate(shape, ranks, timings[name].median)
@@ -113,18 +127,18 @@ def measure(shape: Shape, mesh: Mesh, rounds: int = 7, target_seconds: float = 0
 
 HEADING = (
     f"{'op':22} {'m':>5} {'n':>6} {'k':>6} {'G ms':>8} {'C ms':>8} {'S ms':>8} {'J ms':>8} "
-    f"{'J/S':>6} {'E':>6} {'J TF/s':>7} {'K ms':>8}"
+    f"{'J/S':>6} {'E':>6} {'J TF/s':>7}"
 )
 
 
 def line(shape: Shape, ranks: int, timings: Mapping[str, Timing]) -> str:
-    """One row of the table under HEADING. E is 1 where communication is wholly hidden (Flux,
-    arXiv 2406.06858, equation 2)."""
+    """One row of the table under HEADING, and who else was timed. E is 1 where communication is
+    wholly hidden (Flux, arXiv 2406.06858, equation 2)."""
     g, c, s, j = (timings[name].median for name in "GCSJ")
     efficiency = 1 - (j - g) / (s - g) if s > g else float("nan")
     return (
         f"{shape.op:22} {shape.m:5} {shape.n:6} {shape.k:6} {g * 1e3:8.3f} {c * 1e3:8.3f} "
         f"{s * 1e3:8.3f} {j * 1e3:8.3f} {j / s:6.3f} {efficiency:6.2f} "
         f"{shape.flops(ranks) / j / 1e12:7.0f}"
-        + (f" {timings['K'].median * 1e3:8.3f}" if "K" in timings else "")
+        + "".join(f"  {o} {timings[o].median * 1e3:.3f}" for o in "KPT" if o in timings)
     )

@@ -1,7 +1,8 @@
-"""PyTorch's symmetric-memory ops on one GPU, as a worker that bench/peers.py commands.
+"""PyTorch's symmetric-memory ops on one GPU: a worker that bench/peers.py commands.
 
-Reads one JSON object a line: {"op", "m", "n", "k", "iterations"} makes the operands and answers
-"ready"; {"run": true} runs so many calls and answers "done". Ends with its input.
+Reads one JSON object a line. {"op", "m", "n", "k"} makes operands, compares one call with
+PyTorch's own sequence, and answers "ready", or what is wrong; {"calls": n} runs so many and answers
+"done". Ends with its input.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable
 
 
 def call_of(op: str, m: int, n: int, k: int, rank: int, world: int) -> Callable[[], object]:
-    """One call of the op on normal random operands, bf16."""
+    """One call of the op on normal random operands, bf16, which has been seen to be right."""
     import torch
     import torch.distributed as dist
     import torch.distributed._symmetric_memory as symm_mem
@@ -21,31 +22,27 @@ def call_of(op: str, m: int, n: int, k: int, rank: int, world: int) -> Callable[
     group = dist.group.WORLD.group_name
     torch.manual_seed(rank)
 
-    def normal(rows, columns):
-        return torch.randn(rows, columns, dtype=torch.bfloat16, device="cuda")
+    def normal(rows, columns, scale=1.0):
+        return torch.randn(rows, columns, dtype=torch.bfloat16, device="cuda") * scale
 
     if op == "all_gather_matmul":
         x = symm_mem.empty(m // world, k, dtype=torch.bfloat16, device="cuda")
         symm_mem.rendezvous(x, group)
         x.copy_(normal(m // world, k))
-        ws = [normal(k, n // world)]
-        return lambda: torch.ops.symm_mem.fused_all_gather_matmul(x, ws, 0, group)
-    x, w = normal(m, k // world), normal(k // world, n)
-    return lambda: torch.ops.symm_mem.fused_matmul_reduce_scatter(x, w, "sum", 0, group)
-
-
-def captured(call: Callable[[], object]) -> Callable[[], object]:
-    """The call as a CUDA graph."""
-    import torch
-
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
+        w = normal(k, n // world, k**-0.5)
+        call = lambda: torch.ops.symm_mem.fused_all_gather_matmul(x, [w], 0, group)[1][0]  # noqa: E731
+        gathered = torch.empty(m, k, dtype=torch.bfloat16, device="cuda")
+        dist.all_gather_into_tensor(gathered, x)
+        want = gathered @ w
+    else:
+        x, w = normal(m, k // world), normal(k // world, n, k**-0.5)
+        call = lambda: torch.ops.symm_mem.fused_matmul_reduce_scatter(x, w, "sum", 0, group)  # noqa: E731
+        want = torch.empty(m // world, n, dtype=torch.bfloat16, device="cuda")
+        dist.reduce_scatter_tensor(want, x @ w)
+    error = (call() - want).abs().max().item()
+    if not error < 0.1:
+        raise RuntimeError(f"PyTorch's {op} is off by {error}")
+    return call
 
 
 def main() -> None:
@@ -62,26 +59,22 @@ def main() -> None:
         device_id=torch.device("cuda", rank),
     )  # fmt: skip
     symm_mem.enable_symm_mem_for_group(dist.group.WORLD.group_name)
-    call: Callable[[], object] = lambda: None  # noqa: E731
-    iterations = 0
     out.write("ready\n")
     for line in sys.stdin:
         command = json.loads(line)
         if "op" in command:
-            iterations = command.pop("iterations")
-            graph = command.pop("graph")
-            call = call_of(**command, rank=rank, world=world)
-            call()  # its first run compiles and rendezvous
-            torch.cuda.synchronize()
-            if graph:
-                call = captured(call)
-            out.write("ready\n")
+            try:
+                call = call_of(**command, rank=rank, world=world)
+                answer = "ready"
+            except Exception as e:
+                answer = f"{type(e).__name__}: {e}".splitlines()[0]
         else:
-            for _ in range(iterations):
+            for _ in range(command["calls"]):
                 call()
-            torch.cuda.synchronize()
-            out.write("done\n")
-    os._exit(0)  # a group's end waits for peers
+            answer = "done"
+        torch.cuda.synchronize()
+        out.write(answer + "\n")
+    os._exit(0)  # a group's own end waits for the others
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from .shapes import LISTS, Shape
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
+PEERS = "PT"
 OPS = ("all_gather_matmul", "matmul_reduce_scatter")
 BEGIN, END = "<!-- figures -->", "<!-- end of figures -->"
 
@@ -39,6 +40,8 @@ n and k are global. How: [bench/harness.py](../bench/harness.py).
 | J | jflux; with "lax" behind it, jflux has chosen XLA's sequence, and K says what its kernel takes |
 | E | overlap efficiency, 1 - (J - G) / (S - G): 1 is communication wholly hidden, negative is worse than not overlapping (Flux, arXiv 2406.06858, equation 2) |
 | J / F | over the floor max(G, C) |
+| P | Pallas's `all_gather_lhs_matmul`, the fastest of four configurations, where it takes the shape |
+| T | PyTorch's symmetric-memory op, called from Python, one process for each GPU |
 
 ![all_gather_matmul by rows](img/all_gather_matmul.png)
 
@@ -110,10 +113,10 @@ def tables(result: dict) -> str:
 
 def table(rows: list[dict], result: dict) -> str:
     ranks = int(result["machine"]["gpus"].split()[0])
-    lines = [
-        "| op | m | n | k | G ms | C ms | S ms | J ms | J / S | E | J / F | J TFLOP/s per GPU |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    others = [name for name in PEERS if any(name in row for row in rows)]
+    head = ["op", "m", "n", "k", "G ms", "C ms", "S ms", "J ms", "J / S", "E", "J / F",
+            "J TFLOP/s per GPU", *(f"{name} ms" for name in others)]  # fmt: skip
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for row in rows:
         g, c, s, j = (ms(row, name) for name in "GCSJ")
         efficiency = f"{1 - (j - g) / (s - g):.2f}" if s > g else ""
@@ -122,6 +125,7 @@ def table(rows: list[dict], result: dict) -> str:
         lines.append(
             f"| {row['op']} | {row['m']} | {row['n']} | {row['k']} | {g:.3f} | {c:.3f} | {s:.3f} "
             f"| {j:.3f}{choice} | {j / s:.3f} | {efficiency} | {j / max(g, c):.2f} | {rate:.0f} |"
+            + "".join(f" {ms(row, name):.3f} |" if name in row else " |" for name in others)
         )
     return "\n".join(lines)
 

@@ -1,15 +1,17 @@
 """bench/: what it makes of results. (Timing itself needs GPUs.)"""
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
 
 import pytest
+from harness import make_mesh
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bench import compare, harness, render, shapes  # noqa: E402
+from bench import compare, harness, peers, render, shapes  # noqa: E402
 
 
 def _result(path, times):
@@ -55,3 +57,65 @@ def test_blocks_are_rendered():
     machine = {"gpus": "2 x X", "processes": 1}
     text = render.document([("b", {"machine": machine, "blocks": [row]})])
     assert "| M | mlp | 64 | 1.000 | 4.000 | 2.000 | 0.500 | 3.000 | 1.000 | 1 | 2 | 3 |" in text
+
+
+def test_peers_are_columns_where_they_were_timed():
+    def row(m, **others):
+        times = dict.fromkeys("GCSJ", 1e-3) | others
+        return {"op": "all_gather_matmul", "m": m, "n": 8, "k": 16} | {
+            name: {"median": seconds} for name, seconds in times.items()
+        }
+
+    result = {"machine": {"gpus": "2 x X"}}
+    assert "P ms" not in render.table([row(64)], result)
+    head, _, first, second = render.table([row(64), row(128, P=2e-3)], result).splitlines()
+    assert head.endswith("| P ms |") and first.endswith("| |") and second.endswith("| 2.000 |")
+    assert len({line.count("|") for line in (head, first, second)}) == 1
+
+
+WORKER = """
+import sys
+print("ready", flush=True)
+for line in sys.stdin:
+    if "op" in line:
+        print("ready" if '"m": 64' in line else "ValueError: too large", flush=True)
+    elif sys.argv[1] == "1":
+        sys.exit()
+    else:
+        print("done", flush=True)
+"""
+
+
+@pytest.fixture
+def torch_peer(monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "torch" or found(name))
+    monkeypatch.setattr(peers.Torch, "worker", (sys.executable, "-c", WORKER))
+
+    def start(ranks):
+        (peer,) = peers.start(["torch"], make_mesh((ranks,)))
+        return peer
+
+    return start
+
+
+def test_workers_run_what_they_are_told(torch_peer):
+    peer = torch_peer(1)
+    peer.run_of(shapes.Shape("all_gather_matmul", 64, 8, 16), 3)()
+    with pytest.raises(peers.Unavailable, match="too large"):
+        peer.run_of(shapes.Shape("all_gather_matmul", 128, 8, 16), 3)
+    # It has no workers any more; nothing is timed for it.
+    with pytest.raises(peers.Unavailable, match="have ended"):
+        peer.run_of(shapes.Shape("all_gather_matmul", 64, 8, 16), 3)
+
+
+def test_a_worker_that_ends_is_not_timed(torch_peer):
+    run = torch_peer(2).run_of(shapes.Shape("all_gather_matmul", 64, 8, 16), 3)
+    with pytest.raises(peers.Unavailable, match="worker ended"):
+        run()
+
+
+def test_peers_that_are_not_there_are_named(monkeypatch, capsys):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert peers.start(["torch"], make_mesh((2,))) == []
+    assert "PyTorch: not installed" in capsys.readouterr().err
