@@ -107,12 +107,12 @@ def main() -> int:
             | {name: dataclasses.asdict(timing) for name, timing in timings.items()}
         )
         print(harness.line(shape, args.ranks, timings), flush=True)
+        if args.out is not None and jax.process_index() == 0:  # each time: a run may be cut short
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+            result = {"machine": machine(args.ranks, args.processes), "rows": rows}
+            args.out.write_text(json.dumps(result, indent=1) + "\n")
     for peer in others:
         peer.close()
-    if args.out is not None and jax.process_index() == 0:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        result = {"machine": machine(args.ranks, args.processes), "rows": rows}
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
     return 0
 
 

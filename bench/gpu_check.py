@@ -1,6 +1,7 @@
 """Checks, stresses and times the kernels on this host's GPUs; the table comes last.
 
-python -m bench.gpu_check [--ranks 4] [--sections values,gemm,choices,stacked] [--lists flux]
+python -m bench.gpu_check [--ranks 4] [--lists flux]
+    [--sections values,gemm,choices,epilogues,stacked]
 """
 
 from __future__ import annotations
@@ -284,6 +285,65 @@ def section_stacked(ranks: int, names: list[str], rounds: int) -> list[str]:
     return lines
 
 
+def section_epilogues(ranks: int, rounds: int) -> list[str]:
+    """What follows a product: in the kernel, by XLA after it, and not at all."""
+    mesh, lines = mesh_of(ranks), []
+    d, h, rows, columns = 8192, 28672, P("tp", None), P(None, "tp")
+
+    def gather(x, w, **options):
+        return jflux.all_gather_matmul(x, w, axis_name="tp", **options)
+
+    def scatter(x, w, **options):
+        return jflux.matmul_reduce_scatter(x, w, axis_name="tp", **options)
+
+    def gate(x, w):
+        return gather(x, w[:2], activation="silu", gated=True)
+
+    def gate_after(x, w):
+        first, second = (y.astype(jnp.float32) for y in gather(x, w[:2]))
+        return (jax.nn.silu(first) * second).astype(x.dtype)
+
+    def gelu(x, w):
+        return gather(x, w[0], bias=w[2], activation="gelu_tanh")
+
+    def gelu_after(x, w):
+        return jax.nn.gelu(gather(x, w[0]).astype(jnp.float32) + w[2]).astype(x.dtype)
+
+    def add(x, w):
+        return scatter(x, w[0], bias=w[2], residual=w[1])
+
+    def add_after(x, w):
+        return (scatter(x, w[0]).astype(jnp.float32) + w[2] + w[1]).astype(x.dtype)
+
+    up = ((d, h), columns), ((d, h), columns), ((h,), P("tp"))
+    for m in (512, 2048, 8192):
+        down = ((h, d), rows), ((m, d), rows), ((d,), P(None))
+        for name, x_shape, x_spec, weights, bare, kernel, after, y_spec in [
+            ("gate", (m, d), rows, up, lambda x, w: gather(x, w[:2])[0], gate, gate_after, columns),
+            ("gelu", (m, d), rows, up, lambda x, w: gather(x, w[0]), gelu, gelu_after, columns),
+            ("add", (m, h), columns, down, lambda x, w: scatter(x, w[0]), add, add_after, rows),
+        ]:
+            x = _trial.normal(mesh, x_spec, x_shape, jnp.bfloat16, seed=0)
+            w = tuple(
+                _trial.normal(mesh, spec, shape, jnp.bfloat16, seed=i, scale=0.01)
+                for i, (shape, spec) in enumerate(weights, 1)
+            )
+            specs = x_spec, tuple(spec for _, spec in weights)
+            iterations = _trial.iterations_for(0.02, 4.0 * m * d * h / ranks)
+            runs = {
+                kind: _trial.run_of(
+                    _trial.compiled(_trial.loop(f, iterations), mesh, specs, y_spec, x, w), x, w
+                )
+                for kind, f in (("bare", bare), ("kernel", kernel), ("after", after))
+            }
+            t = _trial.interleave(runs, iterations, rounds)
+            line = f"epilogue {name} {m:5}: "
+            line += ", ".join(f"{kind} {timing.median * 1e3:.3f} ms" for kind, timing in t.items())
+            print(line, flush=True)
+            lines.append(line)
+    return lines
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=jax.device_count())
@@ -300,6 +360,7 @@ def main() -> None:
         "values": lambda: section_values(args.ranks),
         "gemm": lambda: section_gemm(args.lists.split(","), args.rounds),
         "choices": lambda: section_choices(args.ranks, args.lists.split(","), args.rounds),
+        "epilogues": lambda: section_epilogues(args.ranks, args.rounds),
         "stacked": lambda: section_stacked(args.ranks, args.lists.split(","), args.rounds),
     }
     summary = []

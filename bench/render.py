@@ -40,7 +40,7 @@ n and k are global. How: [bench/harness.py](../bench/harness.py).
 | J | jflux; with "lax" behind it, jflux has chosen XLA's sequence, and K says what its kernel takes |
 | E | overlap efficiency, 1 - (J - G) / (S - G): 1 is communication wholly hidden, negative is worse than not overlapping (Flux, arXiv 2406.06858, equation 2) |
 | J / F | over the floor max(G, C) |
-| P | Pallas's `all_gather_lhs_matmul`, the fastest of four configurations, where it takes the shape |
+| P | Pallas's `all_gather_lhs_matmul`, the faster of two configurations, where it takes the shape |
 | T | PyTorch's symmetric-memory op, called from Python, one process for each GPU |
 
 ![all_gather_matmul by rows](img/all_gather_matmul.png)
