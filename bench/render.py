@@ -55,8 +55,10 @@ NOTES = """
   Which calls those are is decided by rows alone (`lax_is_faster` in `jflux/_ops/_product.py`).
 - With 3 ranks a rank's rows are never whole tiles.
 - An efficiency above 1 means that jflux's product was faster than XLA's.
-- The tables of 2 GPUs were read when jflux still took `lax` for up to 128 rows: K says what it
-  takes there now.
+- The tables of 2 GPUs are newer than those of 3 and 4: at some shapes they use configurations that
+  `jflux.tune` has measured (`jflux/tables`), where the others have the heuristic's.
+- PyTorch's ops are launched from Python, which alone takes .2 to .3 ms a call; in a graph they
+  failed.
 - What else has run on GPUs: [verified.md](verified.md).
 - The GPUs are limited by power; times of one column in different runs differ by up to 5 %. Ratios
   within a row were taken in turn.

@@ -74,7 +74,8 @@ def all_gather_matmul(
     """``all_gather(x) @ w``: x [..., m/N, k], w [k, n/N] -> [..., m, n/N] per rank of N.
 
     Arguments, results and the use on global arrays are those of :func:`jflux.all_gather_matmul`;
-    any type that `lax.dot_general` takes will do. Errors are `lax`'s.
+    any type that `lax.dot_general` takes will do, and products are rounded to y's type before a
+    bias or an activation. Errors are `lax`'s.
     """
     if not _mesh.is_bound(axis_name):
         return _global.all_gather_matmul(
@@ -88,15 +89,10 @@ def all_gather_matmul(
     epilogue = _epilogue.check("reference.all_gather_matmul", len(ws), bias_of, activation, gated)
     gathered = lax.all_gather(x, axis_name, axis=gather_dimension % x.ndim, tiled=True)
 
-    def products(out: DTypeLike | None) -> list[jax.Array]:
-        return [_matmul(gathered, one, out, precision, transpose_rhs) for one in ws]
-
-    if epilogue is None:
-        ys = products(preferred_element_type)
-    else:
-        out = np.dtype(preferred_element_type or jnp.result_type(x, *ws))
+    ys = [_matmul(gathered, one, preferred_element_type, precision, transpose_rhs) for one in ws]
+    if epilogue is not None:
         biases = [b for b in bias_of if b is not None]
-        ys, _ = _epilogue.apply(epilogue, products(_epilogue.sum_dtype(out)), biases, out)
+        ys, _ = _epilogue.apply(epilogue, ys, biases, np.dtype(ys[0].dtype))
     y = tuple(ys) if isinstance(w, tuple | list) and not gated else ys[0]
     return (y, gathered) if return_gathered else y
 

@@ -279,6 +279,17 @@ def test_special_values(activation):
     np.testing.assert_allclose(y.astype(np.float32), want.astype(np.float32), rtol=0.02, atol=1e-6)
 
 
+def test_the_reference_multiplies_in_its_operands_type():
+    """Forward and backward: a float32 product would take several times as long on GPUs."""
+    mesh, k, n = make_mesh((RANKS,)), 16, 8
+    x, ws, _ = _operands(4, k, [n, n], (False, False), BF16)
+    op = _gather(jflux.reference, activation="silu", gated=True)
+    f = per_device(mesh, jax.grad(lambda x, ws: jnp.sum(op(x, ws).astype(jnp.float32)), (0, 1)))
+    text = jax.jit(f).lower(x, ws).as_text()
+    products = re.findall(r"dot_general.*: \((.*)\) ->", text)
+    assert len(products) == 6 and not any("f32" in operands for operands in products)
+
+
 def test_second_derivatives(lenient):
     """Of a gated product, against the reference's."""
     mesh, k, n = make_mesh((RANKS,)), 16, 8

@@ -304,8 +304,10 @@ def _reference(x, *operands, params):
     if params.results == ("gathered",):
         return [gathered]
     ws, biases = _weights(operands, params)
-    out = params.out_dtype if params.epilogue is None else _epilogue.sum_dtype(params.out_dtype)
-    ys = [reference._matmul(gathered, w, out, params.precision, params.transpose_rhs) for w in ws]
+    ys = [
+        reference._matmul(gathered, w, params.out_dtype, params.precision, params.transpose_rhs)
+        for w in ws
+    ]
     return _finished(ys, biases, gathered, params)
 
 
