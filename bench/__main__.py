@@ -22,8 +22,10 @@ os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", ".6")
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__)
+def parse(description: str | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--processes", type=int, default=1, help="1, or one for each rank")
     parser.add_argument("--lists", default="flux", help="of bench/shapes.py, comma-separated")
@@ -40,12 +42,12 @@ def parse() -> argparse.Namespace:
     return args
 
 
-def spawn(args: argparse.Namespace) -> int:
-    """Runs this program once for each rank; the first one writes the result."""
+def spawn(args: argparse.Namespace, module: str) -> int:
+    """Runs `python -m module` once for each rank; the first one writes the result."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    command = [sys.executable, "-m", "bench", *sys.argv[1:], "--port", str(port), "--process"]
+    command = [sys.executable, "-m", module, *sys.argv[1:], "--port", str(port), "--process"]
     children = []
     for process in range(args.processes):
         output = None if process == 0 else subprocess.DEVNULL
@@ -74,18 +76,24 @@ def machine(ranks: int, processes: int) -> dict:
     }
 
 
-def main() -> int:
-    args = parse()
-    if args.processes > 1 and args.process is None:
-        return spawn(args)
+def initialize(args: argparse.Namespace) -> None:
+    """Meets the other processes, if there are some."""
     import jax
-    import numpy as np
-    from jax.sharding import Mesh
 
     if args.process is not None:
         jax.distributed.initialize(
             f"127.0.0.1:{args.port}", args.processes, args.process, local_device_ids=[args.process]
         )
+
+
+def main() -> int:
+    args = parse(__doc__)
+    if args.processes > 1 and args.process is None:
+        return spawn(args, "bench")
+    initialize(args)
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh
 
     import jflux
 

@@ -5,12 +5,14 @@ from ._config import config as config
 from ._heap import init as init
 from ._heap import shutdown as shutdown
 from ._ops.all_gather_matmul import all_gather_matmul as all_gather_matmul
+from ._ops.all_reduce import all_reduce as all_reduce
 from ._ops.matmul_reduce_scatter import matmul_reduce_scatter as matmul_reduce_scatter
 from ._tuner import tune as tune
 from ._version import __version__ as __version__
 
 __all__ = [
     "all_gather_matmul",
+    "all_reduce",
     "config",
     "init",
     "matmul_reduce_scatter",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +13,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import Mesh
 
-from . import _config, _heap, _mesh, _tuning
+from . import _config, _heap, _mesh
 
 try:
     from . import _jflux
@@ -67,14 +66,13 @@ def make_primitive(
     *,
     abstract_eval: Callable[..., Sequence[tuple[tuple[int, ...], np.dtype]]],
     reference: Callable[..., Any],
-    extent: Callable[..., tuple[int, int, int, int]],
     is_reference: Callable[..., bool],
     not_fused: Callable[..., str | None],
     lax_is_faster: Callable[..., bool],
     adapt: Callable[..., Callable[..., Any] | None],
+    launch: Callable[..., dict[str, Any]],
     batch: Callable[..., Any],
-    attributes: Callable[..., dict[str, Any]] = lambda *avals, params, platform: {},
-    fit_choice: Callable[[tuple[int, ...], Any], tuple[int, ...]] = lambda choice, params: choice,
+    same_over: Callable[[Any], tuple[Any, ...]] = lambda params: (),
 ) -> Primitive:
     """A primitive `name(*operands, params)` with several results, all of the first operand's kind.
 
@@ -82,15 +80,17 @@ def make_primitive(
       name: of the op; its FFI target is ``jflux_<name>``.
       abstract_eval: (*avals, params=...) -> [(shape, dtype)] of the results.
       reference: (*operands, params=...) -> the results, in plain `lax`.
-      extent: (*avals, params=...) -> (outer, inner) of cc/core/rows.h, and k and n in all.
       is_reference: (*avals, params=...) -> whether `lax` has an op for just this.
       not_fused: (*avals, params=..., platform=...) -> why the kernel cannot take it, or None.
-      lax_is_faster: (*avals, params=..., platform=...) -> whether measurements say so.
+      lax_is_faster: (*avals, params=..., platform=..., mesh=...) -> whether measurements say so.
+        The mesh is None where it is not known.
       adapt: (*avals, params=..., platform=...) -> a function (*operands) -> results that brings the
         operands into a form that the kernel takes and calls the primitive again, or None.
+      launch: (*avals, params=..., platform=..., mesh=..., groups=...) -> what the handler takes
+        beside `groups`, `site` and `world`; reserves what the call needs of the heap, if the mesh's
+        devices are here.
       batch: the batching rule.
-      attributes: (*avals, params=..., platform=...) -> what the handler takes beside the usual.
-      fit_choice: (choice, params) -> a choice that the call can take, if some cannot be.
+      same_over: params -> the axes that the results do not vary over any more.
     """
     primitive = Primitive(f"jflux_{name}")
     primitive.multiple_results = True
@@ -101,8 +101,10 @@ def make_primitive(
     def abstract(*avals, params):
         # Results vary over the axes that the operands vary over; a bare shape would claim that
         # they do not, and check_vma=True would let wrong out_specs pass.
+        manual = avals[0].manual_axis_type
+        manual = manual.update(varying=manual.varying - frozenset(same_over(params)))
         return [
-            avals[0].update(shape=shape, dtype=dtype, weak_type=False)
+            avals[0].update(shape=shape, dtype=dtype, weak_type=False, manual_axis_type=manual)
             for shape, dtype in abstract_eval(*avals, params=params)
         ]
 
@@ -119,12 +121,7 @@ def make_primitive(
             return lower_reference(ctx, *operands, params=params)
         which = {"params": params, "platform": platform}
         mesh = _mesh.concrete_mesh_of(ctx.module_context.axis_context, params.axis_names)
-        outer, inner, k, n = extent(*avals, params=params)
-        key = _tuning.key_of(
-            name, params.world, outer * inner, n, k, avals[0].dtype, params.transpose_rhs
-        )
-        known = _known(key, platform, mesh)
-        slower = lax_is_faster(*avals, **which) if known is None else known == _tuning.LAX
+        slower = lax_is_faster(*avals, **which, mesh=mesh)
         if slower and not _config.config.always:
             return lower_reference(ctx, *operands, params=params)
         reason: str | None
@@ -142,32 +139,14 @@ def make_primitive(
         register_targets(platform)
         _begin_module(ctx.module_context.module)
         table = _mesh.group_table(mesh, params.axis_names)
-        choice = fit_choice(_choice(known, key, platform, mesh), params)
-        if _lowers_for_here(mesh):
-            product = _heap.Product(
-                op=name,
-                world=table.shape[1],
-                outer=outer,
-                inner=inner,
-                k=k,
-                n=n,
-                dtype=avals[0].dtype,
-                out_dtype=np.dtype(params.out_dtype),
-                transpose_rhs=params.transpose_rhs,
-                choice=choice,
-            )
-            _heap.reserve(platform, table, product)
+        attributes = launch(*avals, **which, mesh=mesh, groups=table)
         return jax.ffi.ffi_lowering(f"jflux_{name}")(
             ctx,
             *operands,
-            choice=np.array(choice, np.int64),
             groups=table.ravel(),
-            inner=np.int64(inner),
-            outer=np.int64(outer),
             site=np.int64(ctx.module_context.new_channel()),
-            transpose_rhs=params.transpose_rhs,
             world=np.int64(table.shape[1]),
-            **attributes(*avals, **which),
+            **attributes,
         )
 
     def lower_elsewhere(ctx, *operands, params):
@@ -182,29 +161,10 @@ def make_primitive(
     return primitive
 
 
-def _lowers_for_here(mesh: Mesh) -> bool:
+def lowers_for_here(mesh: Mesh) -> bool:
     """Whether the mesh's devices belong to this program (and not to a topology to export for)."""
     device = mesh.devices.flat[0]
     return any(device is d for d in device.client.devices())
-
-
-def _known(key: _tuning.Key, platform: str, mesh: Mesh | None) -> _tuning.Choice | str | None:
-    """What was measured for this call on these GPUs."""
-    if platform != "cuda" or mesh is None or not _lowers_for_here(mesh):
-        return None
-    return _tuning.lookup(key, mesh.devices.flat[0].device_kind)
-
-
-def _choice(
-    known: _tuning.Choice | str | None, key: _tuning.Key, platform: str, mesh: Mesh
-) -> tuple[int, ...]:
-    """The attribute `choice` of a call: empty where there is nothing to choose, and where the
-    devices are not here to ask (then the handler asks the heuristic)."""
-    if platform != "cuda" or not _lowers_for_here(mesh):
-        return ()
-    if not isinstance(known, _tuning.Choice):
-        known = _tuning.heuristic(key, _mesh.core_count(mesh))
-    return dataclasses.astuple(known)
 
 
 _last_module: Any = None

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -188,9 +189,25 @@ class Product:
     transpose_rhs: bool
     choice: tuple[int, ...]  # of the GPU kernels; nothing on CPUs
 
+    def channel_bytes(self) -> int:
+        """Of its channel on GPUs."""
+        from . import _jflux
 
-def reserve(platform: str, groups: np.ndarray, product: Product) -> None:
-    """Makes sure that the heap exists and has room for this call.
+        total = _jflux.cuda_channel_bytes(
+            self.op, self.world, self.outer, self.inner, self.k, self.n,
+            dtype_number(self.dtype), dtype_number(self.out_dtype), self.transpose_rhs, self.choice,
+        )  # fmt: skip
+        if total < 0:
+            raise ValueError(
+                f"jflux.{self.op}: no kernel takes the configuration {self.choice}, from "
+                "a tuning table (see jflux.tune)"
+            )
+        return total
+
+
+def reserve(platform: str, groups: np.ndarray, op: str, channel_bytes: Callable[[], int]) -> None:
+    """Makes sure that the heap exists and has room for a call of `op`, whose channel on GPUs takes
+    so much.
 
     Raises:
       ValueError: if it has not.
@@ -198,7 +215,7 @@ def reserve(platform: str, groups: np.ndarray, product: Product) -> None:
     _ensure(platform)
     if platform == "cuda":
         with _lock:
-            _reserve_cuda_channel(groups, product)
+            _reserve_cuda_channel(groups, op, channel_bytes())
 
 
 def _ensure(platform: str) -> None:
@@ -215,26 +232,22 @@ def _ensure(platform: str) -> None:
 # The order of core/dtype.h.
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 
+
+def dtype_number(dtype: np.dtype) -> int:
+    """As cc/core/dtype.h numbers them."""
+    return _DTYPES.index(dtype.name)
+
+
 # With several processes: the channels on GPUs that they have agreed on, in the order of their
 # places in the heap; (groups and size) -> bytes. Kept over a shutdown, as is the agreement itself.
 _agreed: dict[str, int] = {}
 _agreed_groups: dict[str, list[int]] = {}  # of those entries that this process uses
 
 
-def _reserve_cuda_channel(groups: np.ndarray, product: Product) -> None:
+def _reserve_cuda_channel(groups: np.ndarray, op: str, total: int) -> None:
     """Makes room for the channels of this size of these groups."""
     from . import _jflux
 
-    total = _jflux.cuda_channel_bytes(
-        product.op, product.world, product.outer, product.inner, product.k, product.n,
-        _DTYPES.index(product.dtype.name), _DTYPES.index(product.out_dtype.name),
-        product.transpose_rhs, product.choice,
-    )  # fmt: skip
-    if total < 0:
-        raise ValueError(
-            f"jflux.{product.op}: no kernel takes the configuration {product.choice}, from "
-            "a tuning table (see jflux.tune)"
-        )
     flat = groups.ravel().tolist()
     if jax.process_count() == 1:
         fits = _jflux.cuda_heap_find_channel(flat, total)
@@ -243,7 +256,7 @@ def _reserve_cuda_channel(groups: np.ndarray, product: Product) -> None:
     if not fits:
         taken, has = _jflux.cuda_heap_taken(), heap_bytes("cuda")
         raise ValueError(
-            f"jflux.{product.op}: the call needs {total} bytes of the symmetric heap beside the "
+            f"jflux.{op}: the call needs {total} bytes of the symmetric heap beside the "
             f"{taken} that other calls hold, and it has {has}; call "
             f"jflux.init(heap_bytes={max(2 * has, taken + total)}) first"
         )

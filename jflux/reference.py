@@ -97,6 +97,13 @@ def all_gather_matmul(
     return (y, gathered) if return_gathered else y
 
 
+def all_reduce(x: Any, *, axis_name: AxisName, algorithm: str | None = None) -> Any:
+    """``psum(x)``: arguments and results are those of :func:`jflux.all_reduce`; any type that
+    `lax.psum` takes will do, and the algorithm does not matter."""
+    del algorithm
+    return lax.psum(x, axis_name)
+
+
 def matmul_reduce_scatter(
     x: jax.Array | Sequence[jax.Array],
     w: jax.Array | Sequence[jax.Array],

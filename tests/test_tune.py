@@ -53,7 +53,7 @@ def test_key_of_a_call_is_the_key_of_its_sizes(own_tables, monkeypatch):
         asked.append(key)
 
     monkeypatch.setattr(_tuning, "lookup", lookup)
-    monkeypatch.setattr("jflux._ffi._lowers_for_here", lambda mesh: True)
+    monkeypatch.setattr("jflux._ffi.lowers_for_here", lambda mesh: True)
     mesh = make_mesh((2,))
     with jflux.config(always=False):
         for op in ("all_gather_matmul", "matmul_reduce_scatter"):

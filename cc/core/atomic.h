@@ -37,6 +37,28 @@ JFLUX_HD uint64_t LoadRelaxed(const uint64_t* p) {
 #endif
 }
 
+// Two words side by side, 16 bytes aligned: each of them at once, and no order between them.
+JFLUX_HD void StoreRelaxed2(uint64_t* p, uint64_t a, uint64_t b) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(p), "l"(a), "l"(b) : "memory");
+#else
+  __atomic_store_n(p, a, __ATOMIC_RELAXED);
+  __atomic_store_n(p + 1, b, __ATOMIC_RELAXED);
+#endif
+}
+
+JFLUX_HD void LoadRelaxed2(const uint64_t* p, uint64_t* a, uint64_t* b) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];"
+               : "=l"(*a), "=l"(*b)
+               : "l"(p)
+               : "memory");
+#else
+  *a = __atomic_load_n(p, __ATOMIC_RELAXED);
+  *b = __atomic_load_n(p + 1, __ATOMIC_RELAXED);
+#endif
+}
+
 // True for the one caller that turned `expected` into `desired`.
 JFLUX_HD bool CompareExchange(uint64_t* p, uint64_t expected, uint64_t desired) {
 #if defined(__CUDA_ARCH__)

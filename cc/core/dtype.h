@@ -15,7 +15,7 @@ JFLUX_HD constexpr int64_t SizeOf(DType t) {
 }
 
 // Identifies an op in signatures and fault records. Append only.
-enum class OpId : uint32_t { kAllGatherMatmul = 1, kMatmulReduceScatter = 2 };
+enum class OpId : uint32_t { kAllGatherMatmul = 1, kMatmulReduceScatter = 2, kAllReduce = 3 };
 
 }  // namespace jflux
 

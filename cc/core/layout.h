@@ -1,7 +1,7 @@
 // Where things lie in the symmetric heap. All of it is arithmetic on offsets, the same on every
 // rank; only SymmetricView turns an offset into a pointer.
 //
-//   channel (one per group of ranks and size class)
+//   channel (one per group of ranks and size class; core/packet.h has another kind)
 //   +---------------+-----------+-----------+-----------------+-----------------+
 //   | ChannelHeader | signals 0 | signals 1 | data 0          | data 1          |
 //   +---------------+-----------+-----------+-----------------+-----------------+

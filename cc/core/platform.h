@@ -11,6 +11,13 @@
 #define JFLUX_HD inline
 #endif
 
+// Before a loop over an array that a GPU should keep in registers.
+#if defined(__CUDA_ARCH__)
+#define JFLUX_UNROLL _Pragma("unroll")
+#else
+#define JFLUX_UNROLL
+#endif
+
 #if !defined(__CUDA_ARCH__)
 #include <chrono>
 #include <thread>

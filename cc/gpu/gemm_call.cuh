@@ -27,6 +27,16 @@ struct CallContext {
   }
 };
 
+// TestHooks::max_delay_us.
+__device__ __forceinline__ void DelayCall(const DeviceState& state, uint32_t epoch, int rank) {
+  if (state.hooks.max_delay_us == 0) return;
+  const uint64_t start = NowNs();
+  const uint32_t hash = SignatureBuilder().Add(epoch).Add(rank).Get();
+  const uint64_t delay_ns = static_cast<uint64_t>(hash % state.hooks.max_delay_us) * 1000;
+  while (NowNs() - start < delay_ns) {
+  }
+}
+
 template <typename Args>
 __device__ __forceinline__ CallContext MakeContext(const Args& args) {
   CallContext call;
@@ -39,13 +49,7 @@ __device__ __forceinline__ CallContext MakeContext(const Args& args) {
   call.patience_ns = state.deadline_ns;
   call.wait = WaitContext{state.fault, &header->stop,  0,
                           args.op,     args.view.rank, state.hooks.skip_waits != 0};
-  if (state.hooks.max_delay_us != 0) {
-    const uint64_t start = NowNs();
-    const uint32_t hash = SignatureBuilder().Add(call.epoch).Add(args.view.rank).Get();
-    const uint64_t delay_ns = static_cast<uint64_t>(hash % state.hooks.max_delay_us) * 1000;
-    while (NowNs() - start < delay_ns) {
-    }
-  }
+  DelayCall(state, call.epoch, args.view.rank);
   return call;
 }
 

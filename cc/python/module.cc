@@ -151,5 +151,7 @@ NB_MODULE(_jflux, m) {
           const JfluxChoice with{choice[0], choice[1], choice[2], choice[3]};
           return jflux_cuda_channel_bytes(op.c_str(), &product, &with);
         });
+  m.def("all_reduce_channel_bytes", &jflux_all_reduce_channel_bytes);
+  m.def("choose_all_reduce", &jflux_choose_all_reduce);
   m.def("cuda_first_channel", &jflux_cuda_first_channel);
 }

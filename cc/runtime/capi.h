@@ -100,6 +100,10 @@ JFLUX_API int64_t jflux_cuda_channel_bytes(const char* op, const JfluxProduct* p
 // The heuristic's configuration; false for an unknown op.
 JFLUX_API int jflux_choose(const char* op, const JfluxProduct* product, int sm_count,
                            JfluxChoice* choice);
+// all_reduce: what its channel takes, and which algorithm suits so many bytes (-1: XLA's own).
+JFLUX_API int64_t jflux_all_reduce_channel_bytes(int64_t world, int64_t count, int dtype,
+                                                 int algorithm);
+JFLUX_API int jflux_choose_all_reduce(int64_t world, int64_t bytes);
 // Where channels start in the heap.
 JFLUX_API int64_t jflux_cuda_first_channel(void);
 

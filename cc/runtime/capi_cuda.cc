@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "gpu/gemm_config.h"
+#include "ops/all_reduce/all_reduce.h"
 #include "runtime/capi.h"
 
 namespace {
@@ -43,6 +44,18 @@ int jflux_choose(const char* op, const JfluxProduct* p, int sm_count, JfluxChoic
   }
   *choice = JfluxChoice{c.tile_n, c.cluster_m, c.group_m, c.splits};
   return 1;
+}
+
+int64_t jflux_all_reduce_channel_bytes(int64_t world, int64_t count, int dtype, int algorithm) {
+  const jflux::AllReduceParams p{static_cast<int32_t>(world), count,
+                                 static_cast<jflux::DType>(dtype),
+                                 static_cast<jflux::AllReduceAlgorithm>(algorithm)};
+  return p.Channel().TotalBytes();
+}
+
+int jflux_choose_all_reduce(int64_t world, int64_t bytes) {
+  if (bytes > jflux::kMostAllReduceBytes) return -1;
+  return static_cast<int>(jflux::ChooseAllReduce(static_cast<int>(world), bytes));
 }
 
 #ifdef JFLUX_WITH_CUDA

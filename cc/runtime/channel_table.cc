@@ -33,8 +33,8 @@ void ChannelTable::DropFreeAtEnd() {
 ChannelTable::Entry* ChannelTable::FindOrMake(ChannelKey key, int32_t world, int64_t bytes,
                                               int64_t heap_bytes,
                                               const std::function<void(int64_t, int64_t)>& clear) {
-  // Channels come in the sizes of ChannelLayout, and only an equal size will do: in another one,
-  // signals would lie where data was.
+  // Channels come in the sizes of ChannelLayout and PacketLayout, and only an equal size will do:
+  // in another one, signals would lie where data was.
   Entry* best = nullptr;
   Entry* unused = nullptr;
   for (Entry& e : entries_) {

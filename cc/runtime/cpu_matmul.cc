@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "core/numbers.h"
+
 namespace jflux {
 namespace {
 
@@ -54,53 +56,6 @@ void MultiplyAs(const T* a, const T* w, int64_t ldw, bool transposed, int64_t ro
     }
   }
 }
-
-float FloatOfBits(uint32_t bits) {
-  float f;
-  std::memcpy(&f, &bits, 4);
-  return f;
-}
-
-uint32_t BitsOfFloat(float f) {
-  uint32_t bits;
-  std::memcpy(&bits, &f, 4);
-  return bits;
-}
-
-struct BF16 {
-  uint16_t bits;
-  operator float() const { return FloatOfBits(static_cast<uint32_t>(bits) << 16); }
-  static BF16 From(float f) {
-    const uint32_t u = BitsOfFloat(f);
-    if (f != f) return BF16{static_cast<uint16_t>((u >> 16) | 0x40)};
-    return BF16{static_cast<uint16_t>((u + 0x7fff + ((u >> 16) & 1)) >> 16)};
-  }
-};
-
-struct F16 {
-  uint16_t bits;
-  operator float() const {
-    const uint32_t sign = static_cast<uint32_t>(bits & 0x8000) << 16;
-    const uint32_t exponent = (bits >> 10) & 31, mantissa = bits & 1023;
-    if (exponent == 31) return FloatOfBits(sign | 0x7f800000 | (mantissa << 13));
-    if (exponent != 0) return FloatOfBits(sign | ((exponent + 112) << 23) | (mantissa << 13));
-    const float magnitude = static_cast<float>(mantissa) * 5.9604644775390625e-8f;  // 2^-24
-    return sign ? -magnitude : magnitude;
-  }
-  static F16 From(float f) {
-    const uint32_t u = BitsOfFloat(f);
-    const auto sign = static_cast<uint16_t>((u >> 16) & 0x8000);
-    const uint32_t magnitude = u & 0x7fffffff;
-    if (magnitude > 0x7f800000) return F16{static_cast<uint16_t>(sign | 0x7e00)};
-    if (magnitude >= 0x477ff000) return F16{static_cast<uint16_t>(sign | 0x7c00)};  // >= 65520
-    if (magnitude < 0x38800000) {  // subnormal half: let the fp32 adder round
-      const float shifted = FloatOfBits(magnitude) + 0.5f;
-      return F16{static_cast<uint16_t>(sign | (BitsOfFloat(shifted) - 0x3f000000))};
-    }
-    const uint32_t rounded = magnitude + 0xfff + ((magnitude >> 13) & 1);
-    return F16{static_cast<uint16_t>(sign | ((rounded - 0x38000000) >> 13))};
-  }
-};
 
 template <typename To, typename From>
 To Cast(From v) {

@@ -10,6 +10,8 @@ const char* NameOf(OpId op) {
       return "all_gather_matmul";
     case OpId::kMatmulReduceScatter:
       return "matmul_reduce_scatter";
+    case OpId::kAllReduce:
+      return "all_reduce";
   }
   return "unknown op";
 }

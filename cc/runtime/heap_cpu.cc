@@ -8,6 +8,8 @@
 #include <cstring>
 #include <mutex>
 
+#include "core/packet.h"
+
 namespace jflux {
 namespace {
 
@@ -93,18 +95,22 @@ bool HeapCpu::Attach(const std::string& handle, const std::vector<int64_t>& devi
 }
 
 void HeapCpu::ClearSignals(int64_t offset, int64_t bytes) {
-  const ChannelLayout channel = ChannelLayout::OfTotal(bytes);
-  for (const auto& [device, segment] : segments_) {
-    std::memset(segment + offset, 0, channel.DataOffset(0));
-  }
+  const auto packets = PacketLayout::OfTotal(bytes);
+  const int64_t signals = packets ? bytes : ChannelLayout::OfTotal(bytes).DataOffset(0);
+  for (const auto& [device, segment] : segments_) std::memset(segment + offset, 0, signals);
 }
 
 void HeapCpu::PoisonFree() {
   table_->ForEachFree([this](int64_t offset, int64_t bytes) {
+    const auto packets = PacketLayout::OfTotal(bytes);
     const ChannelLayout channel = ChannelLayout::OfTotal(bytes);
     for (const auto& [device, is_local] : local_) {
       char* base = segments_.at(device) + offset;
-      std::memset(base + channel.DataOffset(0), 0xff, 2 * channel.data_bytes);
+      if (packets) {
+        std::memset(base + packets->PacketOffset(0), kPacketPoison, 2 * packets->half_bytes);
+      } else {
+        std::memset(base + channel.DataOffset(0), 0xff, 2 * channel.data_bytes);
+      }
     }
   });
 }

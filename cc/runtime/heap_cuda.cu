@@ -6,6 +6,7 @@
 #include <cstring>
 #include <thread>
 
+#include "core/packet.h"
 #include "runtime/cuda_check.h"
 #include "runtime/fault.h"
 #include "runtime/heap_cuda.h"
@@ -354,13 +355,18 @@ bool HeapCuda::Poison(std::string* error) {
       JFLUX_CUDA_OR_FALSE(
           cudaMemcpy(&header, device.heap + c.offset, sizeof(header), cudaMemcpyDeviceToHost),
           error);
-      const ChannelLayout layout = ChannelLayout::OfTotal(c.total_bytes);
       char* base = device.heap + c.offset;
-      JFLUX_CUDA_OR_FALSE(
-          cudaMemset(base + layout.DataOffset(header.epoch), 0xff, layout.data_bytes), error);
-      if (opened_.empty()) {
-        JFLUX_CUDA_OR_FALSE(
-            cudaMemset(base + layout.DataOffset(header.epoch + 1), 0xff, layout.data_bytes), error);
+      for (uint32_t epoch : {header.epoch, header.epoch + 1}) {
+        if (epoch != header.epoch && !opened_.empty()) continue;
+        if (const auto packets = PacketLayout::OfTotal(c.total_bytes)) {
+          JFLUX_CUDA_OR_FALSE(
+              cudaMemset(base + packets->PacketOffset(epoch), kPacketPoison, packets->half_bytes),
+              error);
+        } else {
+          const ChannelLayout layout = ChannelLayout::OfTotal(c.total_bytes);
+          JFLUX_CUDA_OR_FALSE(cudaMemset(base + layout.DataOffset(epoch), 0xff, layout.data_bytes),
+                              error);
+        }
       }
     }
     JFLUX_CUDA_OR_FALSE(cudaDeviceSynchronize(), error);

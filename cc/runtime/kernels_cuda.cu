@@ -6,7 +6,8 @@
 namespace jflux {
 
 bool LoadKernels(std::string* error) {
-  return LoadAllGatherMatmulKernels(error) && LoadMatmulReduceScatterKernels(error);
+  return LoadAllGatherMatmulKernels(error) && LoadMatmulReduceScatterKernels(error) &&
+         LoadAllReduceKernels(error);
 }
 
 bool LoadKernel(const void* kernel, int smem_bytes, std::string* error) {

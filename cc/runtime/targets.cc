@@ -8,9 +8,11 @@ const Target* Targets() {
   static const Target kTargets[] = {
       {"jflux_all_gather_matmul", "cpu", InstantiateCallSite, AllGatherMatmulCpuHandler},
       {"jflux_matmul_reduce_scatter", "cpu", InstantiateCallSite, MatmulReduceScatterCpuHandler},
+      {"jflux_all_reduce", "cpu", InstantiateCallSite, AllReduceCpuHandler},
 #ifdef JFLUX_WITH_CUDA
       {"jflux_all_gather_matmul", "CUDA", nullptr, AllGatherMatmulCudaHandler},
       {"jflux_matmul_reduce_scatter", "CUDA", nullptr, MatmulReduceScatterCudaHandler},
+      {"jflux_all_reduce", "CUDA", nullptr, AllReduceCudaHandler},
 #endif
       {nullptr, nullptr, nullptr, nullptr},
   };

@@ -6,11 +6,13 @@
 
 namespace jflux {
 
-// ops/all_gather_matmul, ops/matmul_reduce_scatter
+// ops/*
 XLA_FFI_Error* AllGatherMatmulCpuHandler(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* AllGatherMatmulCudaHandler(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* MatmulReduceScatterCpuHandler(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* MatmulReduceScatterCudaHandler(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* AllReduceCpuHandler(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* AllReduceCudaHandler(XLA_FFI_CallFrame* frame);
 
 struct Target {
   const char* name;

@@ -1,7 +1,9 @@
-"""What the two fused products share: checks, and the batching of their operands."""
+"""What the two fused products share: checks, which configuration they take, and the batching of
+their operands."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -10,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _config, _mesh
+from .. import _config, _ffi, _heap, _mesh, _tuning
 
 MAX_RANKS = 8
 CUDA_MAX_WEIGHTS = 4  # kMaxWeights of cc/gpu/gemm_config.h
@@ -138,6 +140,79 @@ def lax_is_faster(m: int, world: int, ragged_from: int) -> bool:
     if m <= CUDA_TILE_ROWS:
         return m < 32
     return m < (ragged_from if m // world % CUDA_TILE_ROWS else 512)
+
+
+def call_rules(
+    op: str,
+    *,
+    extent: Callable[..., tuple[int, int, int, int]],
+    lax_is_faster: Callable[..., bool],
+    attributes: Callable[..., dict[str, Any]],
+    fit_choice: Callable[[tuple[int, ...], Any], tuple[int, ...]] = lambda choice, params: choice,
+) -> dict[str, Any]:
+    """What `_ffi.make_primitive` asks of an op whose kernels have configurations to choose from.
+
+    Args:
+      op: its name.
+      extent: (*avals, params=...) -> (outer, inner) of cc/core/rows.h, and k and n in all.
+      lax_is_faster: (*avals, params=..., platform=...) -> where nothing was measured for the call.
+      attributes: (*avals, params=..., platform=...) -> what its handler takes beside a product's.
+      fit_choice: (choice, params) -> a choice that the call can take, if some cannot be.
+    """
+
+    def key_of(avals, params):
+        outer, inner, k, n = extent(*avals, params=params)
+        rows, dtype = outer * inner, avals[0].dtype
+        return _tuning.key_of(op, params.world, rows, n, k, dtype, params.transpose_rhs)
+
+    def known(key, platform, mesh):
+        """What was measured for this call on these GPUs."""
+        if platform != "cuda" or mesh is None or not _ffi.lowers_for_here(mesh):
+            return None
+        return _tuning.lookup(key, mesh.devices.flat[0].device_kind)
+
+    def slower(*avals, params, platform, mesh):
+        measured = known(key_of(avals, params), platform, mesh)
+        if measured is None:
+            return lax_is_faster(*avals, params=params, platform=platform)
+        return measured == _tuning.LAX
+
+    def choice_of(key, platform, mesh):
+        """Empty where there is nothing to choose, and where the devices are not here to ask (then
+        the handler asks the heuristic)."""
+        if platform != "cuda" or not _ffi.lowers_for_here(mesh):
+            return ()
+        measured = known(key, platform, mesh)
+        if not isinstance(measured, _tuning.Choice):
+            measured = _tuning.heuristic(key, _mesh.core_count(mesh))
+        return dataclasses.astuple(measured)
+
+    def launch(*avals, params, platform, mesh, groups):
+        outer, inner, k, n = extent(*avals, params=params)
+        choice = fit_choice(choice_of(key_of(avals, params), platform, mesh), params)
+        if _ffi.lowers_for_here(mesh):
+            product = _heap.Product(
+                op=op,
+                world=params.world,
+                outer=outer,
+                inner=inner,
+                k=k,
+                n=n,
+                dtype=avals[0].dtype,
+                out_dtype=np.dtype(params.out_dtype),
+                transpose_rhs=params.transpose_rhs,
+                choice=choice,
+            )
+            _heap.reserve(platform, groups, op, product.channel_bytes)
+        return {
+            "choice": np.array(choice, np.int64),
+            "inner": np.int64(inner),
+            "outer": np.int64(outer),
+            "transpose_rhs": params.transpose_rhs,
+            **attributes(*avals, params=params, platform=platform),
+        }
+
+    return {"lax_is_faster": slower, "launch": launch}
 
 
 def in_units(xs: Sequence[Any], ws: Sequence[Any]) -> bool:

@@ -467,14 +467,17 @@ _primitive = _ffi.make_primitive(
     "all_gather_matmul",
     abstract_eval=_result_shapes,
     reference=_reference,
-    extent=_extent,
     is_reference=_is_reference,
     not_fused=_not_fused,
-    lax_is_faster=_lax_is_faster,
     adapt=_adapt,
     batch=_batch,
-    attributes=_attributes,
-    fit_choice=_fit_choice,
+    **_product.call_rules(
+        "all_gather_matmul",
+        extent=_extent,
+        lax_is_faster=_lax_is_faster,
+        attributes=_attributes,
+        fit_choice=_fit_choice,
+    ),
 )
 
 

@@ -361,11 +361,14 @@ _primitive = _ffi.make_primitive(
     "matmul_reduce_scatter",
     abstract_eval=_result_shapes,
     reference=_reference,
-    extent=_extent,
     is_reference=_is_reference,
     not_fused=_not_fused,
-    lax_is_faster=_lax_is_faster,
     adapt=_adapt,
     batch=_batch,
-    attributes=_attributes,
+    **_product.call_rules(
+        "matmul_reduce_scatter",
+        extent=_extent,
+        lax_is_faster=_lax_is_faster,
+        attributes=_attributes,
+    ),
 )

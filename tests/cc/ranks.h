@@ -18,6 +18,7 @@
 #include "core/rows.h"
 #include "core/signal.h"
 #include "ops/all_gather_matmul/all_gather_matmul.h"
+#include "ops/all_reduce/all_reduce.h"
 #include "ops/matmul_reduce_scatter/matmul_reduce_scatter.h"
 #include "runtime/cpu_matmul.h"
 #include "runtime/fault.h"
@@ -73,13 +74,18 @@ inline Values Product(const Values& a, const Values& w, int64_t rows, int64_t k,
 }
 
 // What a test runs on every rank: one op's call with its operands and results.
-class Call {
+class AnyCall {
  public:
-  virtual ~Call() = default;
-  virtual ChannelLayout Channel() const = 0;
+  virtual ~AnyCall() = default;
   virtual bool Run(const SymmetricView& view, uint32_t epoch, WaitContext ctx) = 0;
   // Elements of all ranks' results that differ from the op's definition.
   virtual int64_t Wrong() const = 0;
+};
+
+// One that announces its data with signals.
+class Call : public AnyCall {
+ public:
+  virtual ChannelLayout Channel() const = 0;
 };
 
 class AllGatherMatmulCall : public Call {
@@ -179,12 +185,55 @@ class MatmulReduceScatterCall : public Call {
   std::vector<Array> x_, w_, y_;
 };
 
+class AllReduceCall : public AnyCall {
+ public:
+  AllReduceCall(const AllReduceParams& p, uint32_t seed) : p_(p), sum_(p.count) {
+    for (int rank = 0; rank < p.world; ++rank) {
+      const Values x = RandomIntegers(p.count, 15, seed * 100 + rank);
+      for (size_t i = 0; i < sum_.size(); ++i) sum_[i] += x[i];
+      x_.emplace_back(p.dtype, x);
+      y_.emplace_back(p.dtype, p.count);
+    }
+  }
+
+  PacketLayout Channel() const { return p_.Channel(); }
+  bool Run(const SymmetricView& view, uint32_t epoch, WaitContext ctx) override {
+    ctx.op = static_cast<uint32_t>(OpId::kAllReduce);
+    const AllReduceArrays arrays{x_[view.rank].bytes.data(), y_[view.rank].bytes.data()};
+    return AllReduceCpu(p_, arrays, view, epoch, ctx);
+  }
+  int64_t Wrong() const override {
+    int64_t wrong = 0;
+    for (const Array& y : y_) wrong += y.Wrong(sum_);
+    return wrong;
+  }
+
+ private:
+  AllReduceParams p_;
+  Values sum_;
+  std::vector<Array> x_, y_;
+};
+
 // One channel on every rank: data poisoned, signals as calls before `first_epoch` left them.
 class PlainHeap {
  public:
+  PlainHeap(int world, PacketLayout channel, uint32_t first_epoch = 1)
+      : half_bytes_(channel.half_bytes), poison_(kPacketPoison), memory_(world) {
+    Allocate(channel.TotalBytes());
+    for (uint32_t epoch : {0, 1}) half_[epoch] = channel.PacketOffset(epoch);
+    for (int rank = 0; rank < world; ++rank) {
+      for (uint32_t epoch : {first_epoch, first_epoch + 1}) {
+        Poison(rank, epoch);
+        for (int src = 0; src < kMaxRanks && first_epoch != 1; ++src) {
+          *View(rank).At<Signal>(rank, channel.HelloOffset(epoch, src)) = MakeSignal(epoch - 2, 0);
+        }
+      }
+    }
+  }
   PlainHeap(int world, ChannelLayout channel, uint32_t first_epoch = 1)
-      : channel_(channel), memory_(world) {
-    for (auto& m : memory_) m.resize(channel.TotalBytes() / sizeof(Signal));
+      : half_bytes_(channel.data_bytes), poison_(kPoison), memory_(world) {
+    Allocate(channel.TotalBytes());
+    for (uint32_t epoch : {0, 1}) half_[epoch] = channel.DataOffset(epoch);
     for (int rank = 0; rank < world; ++rank) {
       for (uint32_t epoch : {first_epoch, first_epoch + 1}) {
         Poison(rank, epoch);
@@ -204,11 +253,16 @@ class PlainHeap {
     return view;
   }
   void Poison(int rank, uint32_t epoch) {
-    std::memset(View(rank).At(rank, channel_.DataOffset(epoch)), kPoison, channel_.data_bytes);
+    std::memset(View(rank).At(rank, half_[epoch & 1]), poison_, half_bytes_);
   }
 
  private:
-  ChannelLayout channel_;
+  void Allocate(int64_t bytes) {
+    for (auto& m : memory_) m.resize(bytes / sizeof(Signal));
+  }
+
+  int64_t half_[2], half_bytes_;
+  char poison_;
   std::vector<std::vector<Signal>> memory_;
 };
 
@@ -226,7 +280,7 @@ struct RunOptions {
 };
 
 // Runs the calls in order on all ranks. Per rank: what went wrong, empty if nothing did.
-inline std::vector<std::string> RunRanks(PlainHeap& heap, const std::vector<Call*>& calls,
+inline std::vector<std::string> RunRanks(PlainHeap& heap, const std::vector<AnyCall*>& calls,
                                          const RunOptions& options = {}) {
   std::vector<std::string> errors(heap.world());
   std::vector<std::thread> threads;
@@ -262,8 +316,9 @@ inline std::string Join(const std::vector<std::string>& errors) {
   return all;
 }
 
-inline std::vector<Call*> Pointers(const std::vector<std::unique_ptr<Call>>& calls) {
-  std::vector<Call*> pointers;
+template <typename C>
+std::vector<AnyCall*> Pointers(const std::vector<std::unique_ptr<C>>& calls) {
+  std::vector<AnyCall*> pointers;
   for (const auto& c : calls) pointers.push_back(c.get());
   return pointers;
 }

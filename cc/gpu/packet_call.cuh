@@ -1,0 +1,65 @@
+// How a kernel's CTAs begin and end a call that exchanges packets (core/packet.h).
+#ifndef JFLUX_GPU_PACKET_CALL_CUH_
+#define JFLUX_GPU_PACKET_CALL_CUH_
+
+#include <cstdint>
+
+#include "core/packet.h"
+#include "gpu/device_state.h"
+#include "gpu/gemm_call.cuh"
+
+namespace jflux {
+
+// What every packet kernel is given.
+struct PacketArgs {
+  DeviceState* state;
+  SymmetricView view;
+  PacketLayout layout;
+  uint32_t signature, op;
+};
+
+struct PacketTurn {
+  PacketCall call;
+  uint32_t block;  // this CTA's place in the order in which CTAs begin
+};
+
+// All threads of a CTA. CTAs work in the order in which they begin, not that of their numbers:
+// whichever may run, the lowest place that some rank waits for is running on all ranks, or is the
+// next to. The place and the epoch are one word, taken at once; the last CTA to take its place
+// raises the epoch for the next call.
+__device__ __forceinline__ PacketTurn BeginPackets(const PacketArgs& args) {
+  __shared__ uint64_t taken;
+  auto* header = args.view.template At<ChannelHeader>(args.view.rank, 0);
+  if (threadIdx.x == 0) {
+    static_assert(offsetof(ChannelHeader, epoch) == 0 && offsetof(ChannelHeader, next_send) == 4);
+    auto* word = reinterpret_cast<unsigned long long*>(header);
+    taken = atomicAdd(word, 1ull << 32);
+    if (taken >> 32 == gridDim.x - 1) atomicExch(word, static_cast<uint32_t>(taken) + 1u);
+  }
+  const DeviceState state = *args.state;
+  __syncthreads();
+  const uint32_t epoch = static_cast<uint32_t>(taken) + 1;
+  const WaitContext wait{state.fault, &header->stop,  0,
+                         args.op,     args.view.rank, state.hooks.skip_waits != 0};
+  const PacketTurn turn{PacketCall{args.view, args.layout, epoch, args.signature, wait,
+                                   /*patience_ns=*/state.deadline_ns},
+                        static_cast<uint32_t>(taken >> 32)};
+  DelayCall(state, epoch, args.view.rank);
+  const auto peer = static_cast<int>(threadIdx.x);
+  if (turn.block == 0 && peer < args.view.world && peer != args.view.rank)
+    turn.call.SendHello(peer);
+  return turn;
+}
+
+// All threads of a CTA, after their last packet.
+__device__ __forceinline__ void EndPackets(const PacketArgs& args, const PacketTurn& turn) {
+  const auto peer = static_cast<int>(threadIdx.x);
+  if (turn.block == 0 && peer < args.view.world && peer != args.view.rank) {
+    turn.call.AwaitHello(peer);
+  }
+  if (__syncthreads_or(Faulted(turn.call.wait)) && threadIdx.x == 0) EndOfWaits(args);
+}
+
+}  // namespace jflux
+
+#endif  // JFLUX_GPU_PACKET_CALL_CUH_

@@ -1,0 +1,146 @@
+// all_reduce's CPU body, which is also what the kernel's threads run, on 1 to 8 threads.
+#include "ops/all_reduce/all_reduce.h"
+
+#include "ranks.h"
+#include "testing.h"
+
+namespace jflux {
+namespace {
+
+constexpr AllReduceAlgorithm kAlgorithms[] = {AllReduceAlgorithm::kOneShot,
+                                              AllReduceAlgorithm::kTwoShot};
+// Bytes that are no whole packets, fewer packets than ranks, and many.
+constexpr int64_t kCounts[] = {1, 3, 4, 7, 16, 37, 1000, 4099};
+constexpr DType kDtypes[] = {DType::kF16, DType::kBF16, DType::kF32, DType::kF64};
+
+void Check(int world, uint32_t first_epoch, int calls_each, int max_delay_us) {
+  uint32_t seed = 100 * world;
+  for (AllReduceAlgorithm algorithm : kAlgorithms) {
+    for (int64_t count : kCounts) {
+      for (DType dtype : kDtypes) {
+        ++seed;
+        const AllReduceParams p{world, count, dtype, algorithm};
+        std::vector<std::unique_ptr<AllReduceCall>> calls;
+        for (int i = 0; i < calls_each; ++i) {
+          calls.push_back(std::make_unique<AllReduceCall>(p, seed * 16 + i));
+        }
+        PlainHeap heap(world, p.Channel(), first_epoch);
+        RunOptions options;
+        options.first_epoch = first_epoch;
+        options.max_delay_us = max_delay_us;
+        options.seed = seed;
+        const std::string error = Join(RunRanks(heap, Pointers(calls), options));
+        EXPECT(error.empty()) << error;
+        for (const auto& call : calls) {
+          EXPECT_EQ(call->Wrong(), 0)
+              << "world " << world << " count " << count << " algorithm "
+              << static_cast<int>(algorithm) << " dtype " << dtype << " call " << &call - &calls[0];
+        }
+      }
+    }
+  }
+}
+
+TEST(EqualsItsDefinition) {
+  for (int world = 1; world <= kMaxRanks; ++world) Check(world, 1, 4, 200);
+}
+
+TEST(WithoutDelays) {
+  for (int world : {2, 4, 7}) Check(world, 1, 6, 0);
+}
+
+TEST(AcrossTheWrapOfEpochs) { Check(3, 0xfffffffd, 6, 100); }
+
+// Calls of all sizes and both algorithms in one channel: what one leaves is none of another's.
+TEST(CallsShareAChannel) {
+  for (int world : {2, 3, 8}) {
+    std::mt19937 random(world);
+    std::vector<std::unique_ptr<AllReduceCall>> calls;
+    for (int i = 0; i < 60; ++i) {
+      const AllReduceParams p{world, kCounts[random() % 7], kDtypes[random() % 4],
+                              kAlgorithms[random() % 2]};
+      calls.push_back(std::make_unique<AllReduceCall>(p, 1000 * world + i));
+    }
+    PlainHeap heap(world, PacketLayout::For(world * 1000 + 64));
+    RunOptions options;
+    options.poison = false;
+    options.max_delay_us = 100;
+    const std::string error = Join(RunRanks(heap, Pointers(calls), options));
+    EXPECT(error.empty()) << error;
+    for (const auto& call : calls) EXPECT_EQ(call->Wrong(), 0) << "call " << &call - &calls[0];
+  }
+}
+
+TEST(AnAbsentRankIsNamed) {
+  for (AllReduceAlgorithm algorithm : kAlgorithms) {
+    const AllReduceParams p{3, 100, DType::kF32, algorithm};
+    AllReduceCall call(p, 1);
+    PlainHeap heap(3, p.Channel());
+    RunOptions options;
+    options.absent = 1;
+    options.deadline_s = 0.05;
+    const auto errors = RunRanks(heap, {&call}, options);
+    for (int rank : {0, 2}) {
+      EXPECT(errors[rank].find("all_reduce: rank " + std::to_string(rank)) != std::string::npos &&
+             errors[rank].find("for rank ") != std::string::npos)
+          << errors[rank];
+    }
+  }
+}
+
+// Rank 1 makes another call: as many bytes of another type, fewer, or by the other algorithm.
+class Disagreeing : public AnyCall {
+ public:
+  Disagreeing(const AllReduceParams& p, const AllReduceParams& other)
+      : calls_{{p, 1}, {other, 1}} {}
+  bool Run(const SymmetricView& view, uint32_t epoch, WaitContext ctx) override {
+    return calls_[view.rank == 1].Run(view, epoch, ctx);
+  }
+  int64_t Wrong() const override { return 0; }
+
+ private:
+  AllReduceCall calls_[2];
+};
+
+TEST(RanksThatDisagreeAreTold) {
+  const AllReduceParams p{3, 64, DType::kBF16, AllReduceAlgorithm::kOneShot};
+  for (const AllReduceParams& other : {
+           AllReduceParams{3, 64, DType::kF16, AllReduceAlgorithm::kOneShot},
+           AllReduceParams{3, 20, DType::kBF16, AllReduceAlgorithm::kOneShot},
+           AllReduceParams{3, 64, DType::kBF16, AllReduceAlgorithm::kTwoShot},
+       }) {
+    Disagreeing call(p, other);
+    PlainHeap heap(3, p.Channel());
+    RunOptions options;
+    options.deadline_s = 20;
+    const uint64_t start = NowNs();
+    const auto errors = RunRanks(heap, {&call}, options);
+    EXPECT(NowNs() - start < 10'000'000'000) << "told by the deadline";
+    for (int rank = 0; rank < 3; ++rank) {
+      // Ranks 0 and 2 agree with each other, but wait for rank 1 too.
+      EXPECT(errors[rank].find("The ranks run different calls") != std::string::npos)
+          << rank << errors[rank];
+    }
+  }
+}
+
+TEST(ChannelsOfPacketsAreKnownByTheirSize) {
+  for (int64_t size = PacketLayout::kMinHalfBytes; size <= 1ll << 32; size *= 2) {
+    const PacketLayout packets{size};
+    EXPECT(PacketLayout::OfTotal(packets.TotalBytes()).has_value());
+    EXPECT(!PacketLayout::OfTotal(ChannelLayout{size}.TotalBytes()).has_value());
+    EXPECT(packets.HelloOffset(1, kMaxRanks) <= kHeapAlign);
+  }
+}
+
+TEST(TheRightAlgorithm) {
+  EXPECT(ChooseAllReduce(2, kMostAllReduceBytes) == AllReduceAlgorithm::kOneShot);
+  EXPECT(ChooseAllReduce(4, 8 << 10) == AllReduceAlgorithm::kOneShot);
+  EXPECT(ChooseAllReduce(4, 1 << 20) == AllReduceAlgorithm::kTwoShot);
+  EXPECT(ChooseAllReduce(8, 128 << 10) == AllReduceAlgorithm::kTwoShot);
+}
+
+}  // namespace
+}  // namespace jflux
+
+int main() { return jflux::RunAll(); }

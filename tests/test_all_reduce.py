@@ -1,0 +1,276 @@
+"""jflux.all_reduce: values, gradients, transforms, errors."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import (
+    PLATFORM,
+    RANKS,
+    SHAPES,
+    compiled_text,
+    fused_calls,
+    groups_of,
+    make_mesh,
+    normal,
+    per_device,
+    run,
+    x64_if,
+)
+from jax.sharding import PartitionSpec as P
+
+import jflux
+from jflux import _jflux, testing
+from jflux._ops.all_reduce import ALGORITHMS
+
+DTYPES = (jnp.bfloat16, np.float16, np.float32, np.float64)
+SIZES = [(1,), (3,), (5, 7), (8,), (1000, 33), (2, 3, 4001)]
+
+
+def _reduce(module=jflux, axis_name="tp", **options):
+    return lambda x: module.all_reduce(x, axis_name=axis_name, **options)
+
+
+def _exact(mesh, axis_name, x):
+    y = np.empty(x.shape, np.float64)
+    for group in groups_of(mesh, axis_name):
+        total = sum(x[at].astype(np.float64) for at in group)
+        for at in group:
+            y[at] = total
+    return y
+
+
+def _check(mesh, axis_name, x, **options):
+    with x64_if(x.dtype):
+        y = run(jax.jit(per_device(mesh, _reduce(axis_name=axis_name, **options))), x)
+    want, size = _exact(mesh, axis_name, x), _exact(mesh, axis_name, abs(x))
+    assert y.dtype == x.dtype
+    bound = testing.tolerance(x.dtype, RANKS) * size + 1e-30
+    assert (abs(y.astype(np.float64) - want) <= bound).all()
+    for group in groups_of(mesh, axis_name):  # the same bits on all ranks
+        assert len({y[at].tobytes() for at in group}) == 1
+
+
+@pytest.mark.parametrize("shape", SIZES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("algorithm", [None, *ALGORITHMS])
+def test_values(algorithm, dtype, shape):
+    mesh = make_mesh((RANKS,))
+    _check(mesh, "tp", normal(0, (RANKS, *shape), dtype), algorithm=algorithm)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_integers_are_exact(algorithm):
+    """1 to 15 from each rank, in every type: no sum is rounded."""
+    mesh = make_mesh((RANKS,))
+    for dtype, count in itertools.product(DTYPES[:3], (1, 6, 4096, 100_000)):
+        x = np.random.default_rng(count).integers(1, 16, (RANKS, count)).astype(dtype)
+        y = run(jax.jit(per_device(mesh, _reduce(algorithm=algorithm))), x)
+        np.testing.assert_array_equal(y.astype(np.int64), x.astype(np.int64).sum(0)[None] + 0 * y)
+
+
+def test_algorithms_agree_to_the_bit():
+    mesh, x = make_mesh((RANKS,)), normal(0, (RANKS, 12345), jnp.bfloat16)
+    results = {
+        run(jax.jit(per_device(mesh, _reduce(algorithm=a))), x).tobytes() for a in ALGORITHMS
+    }
+    assert len(results) == 1
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_mesh_and_every_choice_of_axes(shape, algorithm):
+    names = ("a", "b", "c")[: len(shape)]
+    mesh = make_mesh(shape, names, order=range(RANKS - 1, RANKS - 1 - np.prod(shape), -1))
+    choices = [*names, *itertools.permutations(names, min(2, len(names)))]
+    for seed, axis_name in enumerate(choices):
+        _check(mesh, axis_name, normal(seed, (*shape, 37), np.float32), algorithm=algorithm)
+
+
+def test_special_values():
+    mesh = make_mesh((2,))
+    values = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 1e30, -1e30], np.float32)
+    pairs = np.array(list(itertools.product(values, values))).T
+    for algorithm in ALGORITHMS:
+        y = run(jax.jit(per_device(mesh, _reduce(algorithm=algorithm))), pairs)
+        with np.errstate(invalid="ignore"):
+            want = pairs[0] + pairs[1]
+        for one in y:
+            np.testing.assert_array_equal(one, want)
+            np.testing.assert_array_equal(np.signbit(one), np.signbit(want) | np.isnan(want) * 0)
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize("module", [jflux, jflux.reference], ids=["jflux", "lax"])
+def test_gradients(module, check_vma):
+    """Against what they are: of sum_r c_r f(all_reduce(x)), and twice."""
+    mesh, n = make_mesh((RANKS,)), 5
+    x, c = normal(0, (RANKS, n), np.float32), normal(1, (n,), np.float32)
+
+    def loss(x):
+        def local(x):
+            return jnp.sum(c * module.all_reduce(x[0], axis_name="tp") ** 2)[None]
+
+        out = P() if check_vma else P("tp")
+        f = jax.shard_map(local, mesh=mesh, in_specs=P("tp"), out_specs=out, check_vma=check_vma)
+        return jnp.sum(f(x))
+
+    times = 1 if check_vma else RANKS  # how often the same loss is summed
+    first = np.broadcast_to(times * 2 * c * x.sum(0), x.shape)
+    np.testing.assert_allclose(jax.jit(jax.grad(loss))(x), first, rtol=1e-4, atol=1e-4)
+    tangent = normal(2, x.shape, np.float32)
+    _, along = jax.jit(lambda x, t: jax.jvp(jax.grad(loss), (x,), (t,)))(x, tangent)
+    second = np.broadcast_to(times * 2 * c * tangent.sum(0), x.shape)
+    np.testing.assert_allclose(along, second, rtol=1e-4, atol=1e-4)
+
+
+def test_results_are_the_same_on_all_ranks_to_types_too():
+    """As those of `lax.psum`: out_specs need not name the axis, and must not claim too much."""
+    mesh, x = make_mesh((RANKS,)), normal(0, (RANKS, 4), np.float32)
+
+    def f(body, out_specs):
+        return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("tp"), out_specs=out_specs))
+
+    y = f(lambda x: jflux.all_reduce(x[0], axis_name="tp"), P())(x)
+    np.testing.assert_allclose(y, x.sum(0), rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="out_specs"):
+        f(lambda x: x[0], P())(x)
+    # A value that ranks share is summed as often as there are ranks.
+    z = f(lambda x: jflux.all_reduce(jnp.ones(3), axis_name="tp"), P())(x)
+    np.testing.assert_array_equal(z, np.full(3, RANKS))
+
+
+def test_transforms():
+    mesh = make_mesh((RANKS,))
+    x = normal(0, (RANKS, 3, 4, 5), np.float32)
+    want = np.broadcast_to(x.sum(0), x.shape)
+    bodies = {
+        "vmap": jax.vmap(_reduce(), in_axes=1, out_axes=1),
+        "nested vmap": jax.vmap(jax.vmap(_reduce())),
+        "scan": lambda x: jax.lax.scan(lambda c, x: (c, _reduce()(x)), 0, x)[1],
+        "checkpoint": jax.checkpoint(_reduce()),
+        "pytree": lambda x: jnp.stack(_reduce()([x[0], x[1], x[2]])),
+        "cond": lambda x: jax.lax.cond(True, _reduce(), lambda x: x, x),
+    }
+    for name, body in bodies.items():
+        f = jax.jit(per_device(mesh, body, check_vma=False))
+        np.testing.assert_allclose(run(f, x), want, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+def test_beside_other_collectives_and_ops():
+    """In one program with XLA's psum and a fused product, many calls in flight."""
+    mesh, k = make_mesh((RANKS,)), 16
+    x = normal(0, (RANKS, 8, k), jnp.bfloat16)
+    w = (normal(1, (RANKS, k, k), np.float64) / 16).astype(jnp.bfloat16)
+
+    def body(module):
+        def step(x, w):
+            y = module.all_gather_matmul(x, w, axis_name="tp")[: x.shape[0]]
+            z = module.all_reduce(y, axis_name="tp") + jax.lax.psum(x, "tp")
+            return (z / RANKS).astype(x.dtype) + module.all_reduce(x, axis_name="tp") / RANKS
+
+        def f(x, w):
+            for _ in range(4):
+                x = step(x, w)
+            return x
+
+        return run(jax.jit(per_device(mesh, f)), x, w)
+
+    got, want = (body(m).astype(np.float32) for m in (jflux, jflux.reference))
+    assert np.abs(got - want).max() <= 0.05 * np.abs(want).max()
+
+
+def test_a_loop_with_new_inputs():
+    """On GPUs XLA captures it, and replays find new data and new epochs."""
+    mesh, steps = make_mesh((RANKS,)), 500
+    x = normal(0, (RANKS, 4096), np.float32)
+
+    def body(x):
+        def step(i, x):
+            y = _reduce(algorithm=ALGORITHMS[0])(x) / RANKS
+            z = _reduce(algorithm=ALGORITHMS[1])(y * y) / RANKS  # which is y * y again
+            rank = jax.lax.axis_index("tp").astype(np.float32)
+            return jnp.sqrt(z) + rank - (RANKS - 1) / 2
+
+        return jax.lax.fori_loop(0, steps, step, x)
+
+    f = jax.jit(per_device(mesh, body, check_vma=False))
+    start = _jflux.cuda_launches()
+    y = run(f, x)
+    mean = np.abs(x.astype(np.float64).mean(0))
+    want = np.stack([mean + rank - (RANKS - 1) / 2 for rank in range(RANKS)])
+    # From the second step on means are positive, or the ranks' distances fold over zero.
+    settled = mean > (RANKS - 1) / 2 + 0.1
+    np.testing.assert_allclose(y[:, settled], want[:, settled], rtol=1e-3, atol=1e-3)
+    assert np.isfinite(y).all()
+    if PLATFORM == "gpu":
+        kernels = 2 * 2 * RANKS * steps  # two runs
+        assert _jflux.cuda_launches() - start <= kernels / 4
+
+
+@pytest.mark.parametrize("max_delay_us", [300])
+def test_with_late_ranks(max_delay_us):
+    mesh = make_mesh((RANKS,))
+    x = normal(0, (RANKS, 20, 1111), np.float32)
+
+    def body(x):
+        return jax.lax.scan(lambda c, x: (c, [_reduce(algorithm=a)(x) for a in ALGORITHMS]), 0, x)[
+            1
+        ]
+
+    with testing.planted_faults(max_delay_us=max_delay_us):
+        ys = run(jax.jit(per_device(mesh, body)), x)
+    for y in ys:
+        np.testing.assert_allclose(y, np.broadcast_to(x.sum(0), x.shape), rtol=1e-4, atol=1e-4)
+
+
+def test_without_waits_it_is_wrong():
+    """The values above do come from the peers."""
+    mesh = make_mesh((RANKS,))
+    x = normal(0, (RANKS, 4096), np.float32)
+    f = jax.jit(per_device(mesh, _reduce()))
+    run(f, x)
+    testing.poison_workspaces()
+    with testing.planted_faults(skip_waits=True, max_delay_us=3000):
+        y = np.asarray(f(x))
+    assert not np.allclose(y, np.broadcast_to(x.sum(0), x.shape))
+
+
+def test_what_no_kernel_takes(caplog):
+    mesh = make_mesh((RANKS,))
+    integers = np.arange(RANKS * 3, dtype=np.int32).reshape(RANKS, 3)
+    f = jax.jit(per_device(mesh, _reduce()))
+    with pytest.raises(NotImplementedError, match="all_reduce.*int32"):
+        f(integers)
+    with jflux.config(strict=False):
+        np.testing.assert_array_equal(run(f, integers)[0], integers.sum(0))
+    empty = np.zeros((RANKS, 0), np.float32)
+    assert run(f, empty).shape == empty.shape
+
+
+def test_large_ones_are_lax():
+    mesh = make_mesh((RANKS,))
+    f = per_device(mesh, _reduce())
+    small, large = (np.zeros((RANKS, size), np.float32) for size in (1 << 20, (1 << 20) + 1))
+    with jflux.config(always=False):
+        assert fused_calls(compiled_text(f, small)) == ["all_reduce"]
+        assert fused_calls(compiled_text(f, large)) == []
+
+
+def test_one_rank_and_errors():
+    x = np.ones((1, 3), np.float32)
+    np.testing.assert_array_equal(run(jax.jit(per_device(make_mesh((1,)), _reduce())), x), x)
+    with pytest.raises(ValueError, match="algorithm='ring' must be None or one of one_shot"):
+        jflux.all_reduce(x, axis_name="tp", algorithm="ring")
+    with pytest.raises(NameError, match="tp"):
+        jflux.all_reduce(x, axis_name="tp")
+
+
+def test_a_heap_that_is_too_small(own_heap):
+    own_heap(heap_bytes=1 << 20)
+    mesh = make_mesh((RANKS,))
+    x = np.zeros((RANKS, 1 << 20), np.float32)
+    with pytest.raises(Exception, match="all_reduce.*init"):
+        jax.block_until_ready(jax.jit(per_device(mesh, _reduce(algorithm="two_shot")))(x))
