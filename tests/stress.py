@@ -77,11 +77,11 @@ def draw_program(rng: random.Random, most_calls: int) -> Program:
     if any(c.dtype == jnp.float64 for c in calls):  # the whole program is in 64-bit mode or not
         calls = [dataclasses.replace(c, dtype=jnp.float64) for c in calls]
     ops = [call.bind(axis_name) for call in calls]
-    mixed = [rng.choice(["psum", "all_gather", "chain", None]) for _ in calls]
+    mixed = [rng.choice(["psum", "all_gather", "all_reduce", "chain", None]) for _ in calls]
     arrays = [operands(c, mesh, axis_name, seed=rng.randrange(1 << 30)) for c in calls]
 
     def body(arrays):
-        results, others = [], []
+        results, sums, others = [], [], []
         previous = None
         for op, (x, w), mix in zip(ops, arrays, mixed, strict=True):
             if mix == "chain" and previous is not None:
@@ -93,18 +93,29 @@ def draw_program(rng: random.Random, most_calls: int) -> Program:
                 others.append(lax.psum(x.ravel()[0], axis_name))
             if mix == "all_gather":
                 others.append(lax.all_gather(w.ravel()[0], axis_name))
-        return results, others
+            if mix == "all_reduce":
+                sums.append(is_the_sum(jflux.all_reduce(x, axis_name=axis_name), x, axis_name))
+        return results, sums, others
 
     jitted = jax.jit(per_device(mesh, body))
 
     def run():
         with x64_if(*(c.dtype for c in calls)):
-            return jitted(arrays)[0]
+            return jitted(arrays)[:2]
 
     return Program(mesh, axis_name, calls, arrays, run)
 
 
-def check(program: Program, results: Any) -> None:
+def is_the_sum(total: jax.Array, x: jax.Array, axis_name: Any) -> jax.Array:
+    """Whether it is the sum of all x, as far as the type can tell."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    size = lax.psum(jnp.abs(wide), axis_name)
+    return jnp.all(jnp.abs(total - lax.psum(wide, axis_name)) <= 0.02 * size)
+
+
+def check(program: Program, outputs: Any) -> None:
+    results, sums = outputs
+    assert all(np.all(one) for one in sums), f"all_reduce over {program.axis_name}: wrong sums"
     for call, (x, w), got in zip(program.calls, program.arrays, results, strict=True):
         place = (program.mesh, program.axis_name)
         want, scale = exact(call, *place, x, w), exact(call, *place, abs(x), abs(w))

@@ -76,6 +76,11 @@ def test_a_rank_that_never_calls_matmul_reduce_scatter():
     assert re.search(r"jflux\.matmul_reduce_scatter: rank [1-3, ]+ waited 2 s for rank 0\b", error)
 
 
+def test_a_rank_that_never_calls_all_reduce():
+    error, _ = _fault("reduce_without_rank_1")
+    assert re.search(r"jflux\.all_reduce: rank [0, 2-3]+ waited 2 s for rank 1\b", error)
+
+
 def test_a_rank_that_leaves_a_loop_early():
     error, _ = _fault("one_call_too_few")
     last = min(RANKS, 4) - 1

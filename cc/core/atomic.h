@@ -59,6 +59,14 @@ JFLUX_HD void LoadRelaxed2(const uint64_t* p, uint64_t* a, uint64_t* b) {
 #endif
 }
 
+JFLUX_HD void StoreRelaxed(uint64_t* p, uint64_t v) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+#else
+  __atomic_store_n(p, v, __ATOMIC_RELAXED);
+#endif
+}
+
 // True for the one caller that turned `expected` into `desired`.
 JFLUX_HD bool CompareExchange(uint64_t* p, uint64_t expected, uint64_t desired) {
 #if defined(__CUDA_ARCH__)

@@ -94,10 +94,12 @@ struct PacketCall {
   }
 
   JFLUX_HD void SendHello(int peer) const {
-    StoreRelease(HelloOf(peer, view.rank), MakeSignal(epoch, signature));
+    StoreRelaxed(HelloOf(peer, view.rank), MakeSignal(epoch, signature));  // announces no data
   }
   JFLUX_HD bool AwaitHello(int peer) const {
-    return WaitSignal(HelloOf(view.rank, peer), MakeSignal(epoch, signature), peer, -1, Deadline());
+    const Signal* word = HelloOf(view.rank, peer);
+    const Signal expected = MakeSignal(epoch, signature);
+    return LoadRelaxed(word) == expected || WaitSignal(word, expected, peer, -1, Deadline());
   }
 
   // Waits for packet index_of(src) from each source that `has` one, but this rank; nothing else of

@@ -29,6 +29,7 @@ struct PacketTurn {
 // raises the epoch for the next call.
 __device__ __forceinline__ PacketTurn BeginPackets(const PacketArgs& args) {
   __shared__ uint64_t taken;
+  const DeviceState state = *args.state;  // on its way together with the word below
   auto* header = args.view.template At<ChannelHeader>(args.view.rank, 0);
   if (threadIdx.x == 0) {
     static_assert(offsetof(ChannelHeader, epoch) == 0 && offsetof(ChannelHeader, next_send) == 4);
@@ -36,7 +37,6 @@ __device__ __forceinline__ PacketTurn BeginPackets(const PacketArgs& args) {
     taken = atomicAdd(word, 1ull << 32);
     if (taken >> 32 == gridDim.x - 1) atomicExch(word, static_cast<uint32_t>(taken) + 1u);
   }
-  const DeviceState state = *args.state;
   __syncthreads();
   const uint32_t epoch = static_cast<uint32_t>(taken) + 1;
   const WaitContext wait{state.fault, &header->stop,  0,
@@ -51,13 +51,14 @@ __device__ __forceinline__ PacketTurn BeginPackets(const PacketArgs& args) {
   return turn;
 }
 
-// All threads of a CTA, after their last packet.
-__device__ __forceinline__ void EndPackets(const PacketArgs& args, const PacketTurn& turn) {
+// All threads of a CTA, after their last packet; `ok`: no wait of this thread failed.
+__device__ __forceinline__ void EndPackets(const PacketArgs& args, const PacketTurn& turn,
+                                           bool ok) {
   const auto peer = static_cast<int>(threadIdx.x);
   if (turn.block == 0 && peer < args.view.world && peer != args.view.rank) {
-    turn.call.AwaitHello(peer);
+    ok &= turn.call.AwaitHello(peer);
   }
-  if (__syncthreads_or(Faulted(turn.call.wait)) && threadIdx.x == 0) EndOfWaits(args);
+  if (__syncthreads_or(!ok) && threadIdx.x == 0) EndOfWaits(args);
 }
 
 }  // namespace jflux

@@ -53,6 +53,11 @@ def scatter(x, w):
     return jflux.matmul_reduce_scatter(x, w, axis_name="tp")
 
 
+def reduce(x, w):
+    y = jflux.all_reduce(x @ w, axis_name="tp")
+    return jnp.concatenate([y] * N)
+
+
 def is_rank(rank):
     return lax.axis_index("tp") == rank
 
@@ -61,7 +66,7 @@ def rank_never_calls(op, absent):
     """`absent` takes the branch without the call."""
 
     def body(x, w):
-        rows = x.shape[0] * N if op is gather else x.shape[0] // N
+        rows = x.shape[0] // N if op is scatter else x.shape[0] * N
         return lax.cond(
             is_rank(absent),
             lambda x, w: jnp.zeros((rows, w.shape[1]), x.dtype),
@@ -158,6 +163,7 @@ SCENARIOS = {
     "ends_in_flight": ends_in_flight,
     "gather_without_rank_1": lambda: rank_never_calls(gather, 1),
     "scatter_without_rank_0": lambda: rank_never_calls(scatter, 0),
+    "reduce_without_rank_1": lambda: rank_never_calls(reduce, 1),
     "one_call_too_few": one_call_too_few,
     "different_shapes": different_shapes,
     "different_orders": different_orders,

@@ -101,6 +101,28 @@ def check_both(mesh, axis="tp", dtype=jnp.bfloat16, **sizes):
         for _ in range(2):
             testing.poison_workspaces()
             check(jax.block_until_ready(f(*operands)), want, scale, dtype, terms)
+    check_all_reduce(mesh, axis, dtype, sizes.get("rows", 3), sizes.get("n", 4))
+
+
+def check_all_reduce(mesh, axis, dtype, *shape):
+    shape = (*mesh.devices.shape, *shape)
+    spec, along = P(*mesh.axis_names), mesh.axis_names.index(axis)
+    x = normal(3, shape, dtype)
+    x64 = x.astype(np.float64)
+    want, scale = (np.broadcast_to(a.sum(along, keepdims=True), shape) for a in (x64, abs(x64)))
+    for algorithm in ("one_shot", "two_shot"):
+        f = shard_map(
+            mesh,
+            lambda x, a=algorithm: lax.pcast(
+                jflux.all_reduce(x, axis_name=axis, algorithm=a), axis, to="varying"
+            ),
+            spec,
+            spec,
+        )
+        for _ in range(2):
+            testing.poison_workspaces()
+            y = jax.block_until_ready(f(put(mesh, spec, x)))
+            check(y, want, scale, dtype, mesh.shape[axis])
 
 
 def values():

@@ -20,9 +20,9 @@ __global__ void __launch_bounds__(kThreads)
     AllReduceKernel(const __grid_constant__ AllReduceArgs args) {
   const PacketTurn turn = BeginPackets(args.packets);
   const AllReduceBody<T> body{args.params, args.arrays, turn.call};
-  body.Run(static_cast<int64_t>(turn.block) * kThreads + threadIdx.x,
-           static_cast<int64_t>(gridDim.x) * kThreads);
-  EndPackets(args.packets, turn);
+  const bool ok = body.Run(static_cast<int64_t>(turn.block) * kThreads + threadIdx.x,
+                           static_cast<int64_t>(gridDim.x) * kThreads);
+  EndPackets(args.packets, turn, ok);
 }
 
 const void* KernelOf(DType dtype) {
