@@ -11,10 +11,11 @@ import io
 import json
 import pathlib
 import sys
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from . import blocks
+from . import blocks, collectives
 from .shapes import LISTS, Shape
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -75,6 +76,10 @@ def of_ops(results: list[tuple[str, dict]]) -> list[tuple[str, dict]]:
 
 def of_blocks(results: list[tuple[str, dict]]) -> list[tuple[str, dict]]:
     return [(name, result) for name, result in results if "blocks" in result]
+
+
+def of_collectives(results: list[tuple[str, dict]]) -> list[tuple[str, dict]]:
+    return [(name, result) for name, result in results if "collectives" in result]
 
 
 def ms(row: dict, name: str) -> float:
@@ -138,8 +143,8 @@ def title(result: dict) -> str:
     return f"{machine['gpus']}, {how}"
 
 
-def block_table(result: dict) -> str:
-    lines = [blocks.COLUMNS, ["---"] * len(blocks.COLUMNS), *map(blocks.cells, result["blocks"])]
+def plain_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
@@ -149,7 +154,15 @@ def document(results: list[tuple[str, dict]]) -> str:
         parts.append(
             f"## MLPs and transformer blocks, forward and backward: {title(result)}\n\n"
             f"[{name}.json](../bench/results/{name}.json); what is timed: "
-            f"[bench/blocks.py](../bench/blocks.py).\n\n{block_table(result)}\n"
+            "[bench/blocks.py](../bench/blocks.py).\n\n"
+            f"{plain_table(blocks.COLUMNS, map(blocks.cells, result['blocks']))}\n"
+        )
+    for name, result in of_collectives(results):
+        parts.append(
+            f"## all_reduce, bf16, microseconds a call: {title(result)}\n\n"
+            f"[{name}.json](../bench/results/{name}.json); S is `lax.psum`, J what jflux chooses; "
+            "what is timed: [bench/collectives.py](../bench/collectives.py).\n\n"
+            f"{plain_table(collectives.COLUMNS, map(collectives.cells, result['collectives']))}\n"
         )
     for name, result in of_ops(results):
         m = result["machine"]

@@ -138,6 +138,35 @@ def _ops() -> Iterator[str]:
             yield f"  {op:22} {np.dtype(dtype).name:9} {path}: {verdict}"
 
 
+def _try_all_reduce(dtype: np.dtype) -> str:
+    """Runs it on all devices: "ok", or what went wrong."""
+    devices = jax.devices()[: _product.MAX_RANKS]
+    mesh = Mesh(np.array(devices), ("tp",))
+    x = np.random.default_rng(0).standard_normal((len(devices), 1000)).astype(dtype)
+    f = jax.shard_map(
+        lambda x: jflux.all_reduce(x[0], axis_name="tp"), mesh=mesh, in_specs=P("tp"), out_specs=P()
+    )
+    x64 = x.astype(np.float64)
+    testing.assert_close(jax.jit(f)(x), x64.sum(0), np.abs(x64).sum(0), dtype, len(devices))
+    return "ok"
+
+
+def _all_reduce() -> Iterator[str]:
+    name = _heap._default_platform()
+    if jax.device_count() == 1 or name not in ("cpu", "cuda"):
+        path = "reference (one device, or no kernels)"
+    elif name == "cuda" and (why := _heap._why_no_cuda()):
+        path = f"reference ({why})"
+    else:
+        path = "packets up to 4 MiB"
+    for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
+        try:
+            verdict = _try_all_reduce(np.dtype(dtype)) if jax.process_count() == 1 else "not tried"
+        except Exception as error:
+            verdict = f"FAILED: {error}"
+        yield f"  {'all_reduce':22} {np.dtype(dtype).name:9} {path}: {verdict}"
+
+
 def report() -> Iterator[str]:
     """The lines that the command prints."""
     yield from _versions()
@@ -145,6 +174,7 @@ def report() -> Iterator[str]:
     yield from _heap_lines()
     yield "ops on these devices:"
     yield from _ops()
+    yield from _all_reduce()
     if _heap.backend_in_use():
         taken = _heap.usage(_heap._default_platform())
         yield f"heap: the calls above took {taken / (1 << 20):.1f} MiB per device"

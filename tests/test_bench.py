@@ -45,6 +45,13 @@ def test_impossible_rates_are_refused(monkeypatch):
         harness.check_rate(shape, 4, possible / 1.2)
 
 
+def test_collectives_are_rendered():
+    row = {"bytes": 512} | {name: {"median": 2e-6} for name in ("S", "one_shot")}
+    result = {"machine": {"gpus": "2 x X", "processes": 1}}
+    text = render.document([("c", result | {"collectives": [row | {"J": {"median": 1e-6}}]})])
+    assert "| 512 | 2.0 | 1.0 | 2.0 |  | 0.50 |" in text
+
+
 def test_blocks_are_rendered():
     def timing(seconds):
         return {"median": seconds, "low": seconds, "high": seconds}

@@ -134,8 +134,9 @@ TEST(ChannelsOfPacketsAreKnownByTheirSize) {
 }
 
 TEST(TheRightAlgorithm) {
-  EXPECT(ChooseAllReduce(2, kMostAllReduceBytes) == AllReduceAlgorithm::kOneShot);
-  EXPECT(ChooseAllReduce(4, 8 << 10) == AllReduceAlgorithm::kOneShot);
+  EXPECT(ChooseAllReduce(2, 2 << 20) == AllReduceAlgorithm::kOneShot);
+  EXPECT(ChooseAllReduce(2, kMostAllReduceBytes) == AllReduceAlgorithm::kTwoShot);
+  EXPECT(ChooseAllReduce(4, 128 << 10) == AllReduceAlgorithm::kOneShot);
   EXPECT(ChooseAllReduce(4, 1 << 20) == AllReduceAlgorithm::kTwoShot);
   EXPECT(ChooseAllReduce(8, 128 << 10) == AllReduceAlgorithm::kTwoShot);
 }
