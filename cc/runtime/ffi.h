@@ -9,6 +9,7 @@
 
 #include "core/dtype.h"
 #include "core/rows.h"
+#include "runtime/cpu_call.h"
 #include "runtime/denormals.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -79,6 +80,29 @@ struct CallSite {
   static ffi::TypeInfo info;
   uint64_t number;
 };
+
+// What a CPU handler returns: it registers one rank's part of a call, and its Future is completed
+// when that has been done. `body` is CpuCall's.
+template <typename Body>
+ffi::Future JoinFfiCall(OpId op, const CallSite& site, ffi::RunId run_id, int32_t device,
+                        ffi::Span<const int64_t> groups, int64_t world, int64_t channel_bytes,
+                        Body&& body) {
+  auto group = FindGroup(groups, world, device);
+  if (!group) return FailedFuture(InvalidArgument("device is in none of the call's groups"));
+  ffi::Promise promise;
+  ffi::Future future(promise);
+  CpuCall call;
+  call.op = op;
+  call.run_id = run_id.run_id;
+  call.site = site.number;
+  call.group = std::move(group->devices);
+  call.rank = group->rank;
+  call.bytes = channel_bytes;
+  call.body = std::forward<Body>(body);
+  call.done = CompletionOf(std::move(promise));
+  JoinCpuCall(std::move(call));
+  return future;
+}
 
 // A new module is being lowered: copies of call sites are counted anew. Processes that compile
 // different things besides still agree on the copies in the modules that they share. (Threads that

@@ -2,7 +2,6 @@
 #include <algorithm>
 
 #include "ops/all_gather_matmul/all_gather_matmul.h"
-#include "runtime/cpu_call.h"
 #include "runtime/ffi.h"
 #include "runtime/targets.h"
 
@@ -45,30 +44,18 @@ ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, ffi::Span<con
                 ffi::Span<const int64_t> groups, int64_t inner, int64_t outer, int64_t,
                 bool transpose_rhs, int64_t world, ffi::AnyBuffer x, ffi::AnyBuffer w,
                 ffi::Result<ffi::AnyBuffer> y, ffi::RemainingRets rest) {
-  const auto group = FindGroup(groups, world, device);
-  if (!group) return FailedFuture(InvalidArgument("device is in none of the call's groups"));
   const auto p = ParamsOf(x, w, *y, world, outer, inner, transpose_rhs, rest.size() > 0);
   if (!p) return FailedFuture(InvalidArgument("all_gather_matmul: operands do not fit"));
   AllGatherMatmulArrays arrays{x.untyped_data(), w.untyped_data(), y->untyped_data(), nullptr};
   if (rest.size() > 0) arrays.gathered = (*rest.get<ffi::AnyBuffer>(0))->untyped_data();
 
-  ffi::Promise promise;
-  ffi::Future future(promise);
-  CpuCall call;
-  call.op = OpId::kAllGatherMatmul;
-  call.run_id = run_id.run_id;
-  call.site = site->number;
-  call.group = group->devices;
-  call.rank = group->rank;
   const CpuTiling tiling;
-  call.bytes = AllGatherLayout::Make(*p, tiling.chunk_bytes).Channel().TotalBytes();
-  call.body = [p = *p, tiling, arrays](const SymmetricView& view, uint32_t epoch,
-                                       const WaitContext& ctx) {
-    return AllGatherMatmulCpu(p, tiling, arrays, view, epoch, ctx);
-  };
-  call.done = CompletionOf(std::move(promise));
-  JoinCpuCall(std::move(call));
-  return future;
+  const int64_t bytes = AllGatherLayout::Make(*p, tiling.chunk_bytes).Channel().TotalBytes();
+  return JoinFfiCall(
+      OpId::kAllGatherMatmul, *site, run_id, device, groups, world, bytes,
+      [p = *p, tiling, arrays](const SymmetricView& view, uint32_t epoch, const WaitContext& ctx) {
+        return AllGatherMatmulCpu(p, tiling, arrays, view, epoch, ctx);
+      });
 }
 
 // Attributes in alphabetical order, as Cpu() and Cuda() take them.

@@ -1,6 +1,5 @@
 // FFI handlers of all_reduce.
 #include "ops/all_reduce/all_reduce.h"
-#include "runtime/cpu_call.h"
 #include "runtime/ffi.h"
 #include "runtime/targets.h"
 
@@ -26,27 +25,16 @@ std::optional<AllReduceParams> ParamsOf(int64_t algorithm, int64_t world, const 
 ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, int64_t algorithm,
                 ffi::Span<const int64_t> groups, int64_t, int64_t world, ffi::AnyBuffer x,
                 ffi::Result<ffi::AnyBuffer> y) {
-  const auto group = FindGroup(groups, world, device);
-  if (!group) return FailedFuture(InvalidArgument("device is in none of the call's groups"));
   const auto p = ParamsOf(algorithm, world, x, *y);
   if (!p) return FailedFuture(InvalidArgument("all_reduce: operands do not fit"));
   const AllReduceArrays arrays{x.untyped_data(), y->untyped_data()};
 
-  ffi::Promise promise;
-  ffi::Future future(promise);
-  CpuCall call;
-  call.op = OpId::kAllReduce;
-  call.run_id = run_id.run_id;
-  call.site = site->number;
-  call.group = group->devices;
-  call.rank = group->rank;
-  call.bytes = p->Channel().TotalBytes();
-  call.body = [p = *p, arrays](const SymmetricView& view, uint32_t epoch, const WaitContext& ctx) {
-    return AllReduceCpu(p, arrays, view, epoch, ctx);
-  };
-  call.done = CompletionOf(std::move(promise));
-  JoinCpuCall(std::move(call));
-  return future;
+  const int64_t bytes = p->Channel().TotalBytes();
+  return JoinFfiCall(
+      OpId::kAllReduce, *site, run_id, device, groups, world, bytes,
+      [p = *p, arrays](const SymmetricView& view, uint32_t epoch, const WaitContext& ctx) {
+        return AllReduceCpu(p, arrays, view, epoch, ctx);
+      });
 }
 
 // Attributes in alphabetical order, as Cpu() and Cuda() take them.

@@ -1,6 +1,5 @@
 // FFI handlers of matmul_reduce_scatter.
 #include "ops/matmul_reduce_scatter/matmul_reduce_scatter.h"
-#include "runtime/cpu_call.h"
 #include "runtime/ffi.h"
 #include "runtime/targets.h"
 
@@ -43,30 +42,18 @@ ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, ffi::Span<con
                 ffi::Span<const int64_t> groups, int64_t inner, int64_t outer, int64_t,
                 bool transpose_rhs, int64_t world, ffi::AnyBuffer x, ffi::AnyBuffer w,
                 ffi::Result<ffi::AnyBuffer> y) {
-  const auto group = FindGroup(groups, world, device);
-  if (!group) return FailedFuture(InvalidArgument("device is in none of the call's groups"));
   const auto p = ParamsOf(x, w, *y, world, outer, inner, transpose_rhs);
   if (!p) return FailedFuture(InvalidArgument("matmul_reduce_scatter: operands do not fit"));
   const MatmulReduceScatterArrays arrays{x.untyped_data(), w.untyped_data(), y->untyped_data()};
 
-  ffi::Promise promise;
-  ffi::Future future(promise);
-  CpuCall call;
-  call.op = OpId::kMatmulReduceScatter;
-  call.run_id = run_id.run_id;
-  call.site = site->number;
-  call.group = group->devices;
-  call.rank = group->rank;
   const ScatterTiling tiling;
-  call.bytes =
+  const int64_t bytes =
       ReduceScatterLayout::Make(*p, tiling.tile_m, tiling.tile_n, 1).Channel().TotalBytes();
-  call.body = [p = *p, tiling, arrays](const SymmetricView& view, uint32_t epoch,
-                                       const WaitContext& ctx) {
-    return MatmulReduceScatterCpu(p, tiling, arrays, view, epoch, ctx);
-  };
-  call.done = CompletionOf(std::move(promise));
-  JoinCpuCall(std::move(call));
-  return future;
+  return JoinFfiCall(
+      OpId::kMatmulReduceScatter, *site, run_id, device, groups, world, bytes,
+      [p = *p, tiling, arrays](const SymmetricView& view, uint32_t epoch, const WaitContext& ctx) {
+        return MatmulReduceScatterCpu(p, tiling, arrays, view, epoch, ctx);
+      });
 }
 
 // Attributes in alphabetical order, as Cpu() and Cuda() take them.
