@@ -62,10 +62,10 @@ struct AllReduceArrays {
 // With flags, data are twice as long on the link: beyond that NCCL is faster (docs/design/0006).
 inline constexpr int64_t kMostAllReduceBytes = 4 << 20;
 
-// A latency against the bytes that it costs to save it. Of packets, one-shot sends (world - 1) times
-// the data, two-shot 2 (world - 1) / world times: (world - 1) (world - 2) / world times fewer. The
-// second latency was measured to take 2 us, in which a GPU sends 300 KiB of data in packets. Two
-// ranks send as much either way; two-shot was measured to be faster from 4 MiB on.
+// A latency against the bytes that it costs to save it. Of packets, one-shot sends (world - 1)
+// times the data, two-shot 2 (world - 1) / world times: (world - 1) (world - 2) / world times
+// fewer. The second latency was measured to take 2 us, in which a GPU sends 300 KiB of data in
+// packets. Two ranks send as much either way; two-shot was measured to be faster from 4 MiB on.
 inline AllReduceAlgorithm ChooseAllReduce(int world, int64_t bytes) {
   constexpr int64_t kLatencyBytes = 300 << 10, kMostOneShot = 2 << 20;
   const bool one =
