@@ -109,7 +109,11 @@ def main() -> int:
     for shape in dict.fromkeys(wanted):  # lists share some
         # Rows that the ranks do not divide are an error, in lax too: take the next that they do.
         shape = dataclasses.replace(shape, m=-(-shape.m // args.ranks) * args.ranks)
-        timings = harness.measure(shape, mesh, args.rounds, others=others)
+        try:
+            timings = harness.measure(shape, mesh, args.rounds, others=others)
+        except peers.Unavailable as e:  # a peer that has begun, and then broke off
+            print(f"{shape}: {e}; again, without peers", file=sys.stderr)
+            timings = harness.measure(shape, mesh, args.rounds)
         rows.append(
             dataclasses.asdict(shape)
             | {name: dataclasses.asdict(timing) for name, timing in timings.items()}

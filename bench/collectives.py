@@ -3,10 +3,11 @@
 python -m bench.collectives --ranks 2 --out bench/results/2xh200_collectives.json
 python -m bench.collectives --ranks 2 --processes 2 ...      one process per GPU
 
-A contestant is a jitted loop over a chain of calls, each of which takes the last one's result; XLA
-puts the chain into one CUDA graph. Contestants take turns, round after round; the median counts.
-(Numbers grow from call to call, and end as infinities: how long a call takes does not depend on
-them.)
+A contestant is a jitted loop over a chain of calls, each of which takes the last one's result. XLA
+puts jflux's kernels into one CUDA graph; its own collectives it launches one by one, unless it is
+told otherwise (--xla_gpu_enable_command_buffer). Contestants take turns, round after round; the
+median counts. (Numbers grow from call to call, and end as infinities: how long a call takes does
+not depend on them.)
 """
 
 from __future__ import annotations
@@ -93,6 +94,7 @@ def main() -> int:
         return bench.spawn(args, "bench.collectives")
     bench.initialize(args)
     jflux.init(heap_bytes=1 << 30)
+    jflux.config.update(strict=True)
     mesh = Mesh(np.array(jax.devices()[: args.ranks]), ("tp",))
     rows = []
     print(" | ".join(COLUMNS), flush=True)

@@ -154,8 +154,12 @@ class Torch:
     def _tell(self, command: dict[str, Any]) -> None:
         for worker in self.workers:
             assert worker.stdin is not None
-            worker.stdin.write(json.dumps(command) + "\n")
-            worker.stdin.flush()
+            try:
+                worker.stdin.write(json.dumps(command) + "\n")
+                worker.stdin.flush()
+            except BrokenPipeError as e:
+                self.close()
+                raise Unavailable("PyTorch: its worker ended") from e
 
     def _expect(self, answer: str, seconds: float) -> None:
         """From all workers; without it they are of no use any more."""

@@ -161,7 +161,9 @@ def document(results: list[tuple[str, dict]]) -> str:
         parts.append(
             f"## all_reduce, bf16, microseconds a call: {title(result)}\n\n"
             f"[{name}.json](../bench/results/{name}.json); S is `lax.psum`, J what jflux chooses; "
-            "what is timed: [bench/collectives.py](../bench/collectives.py).\n\n"
+            "what is timed: [bench/collectives.py](../bench/collectives.py). By default XLA "
+            "launches its own collectives one by one, and has jflux's kernels in a CUDA graph. J "
+            "and the algorithm that it chooses are one program: what they differ by is noise.\n\n"
             f"{plain_table(collectives.COLUMNS, map(collectives.cells, result['collectives']))}\n"
         )
     for name, result in of_ops(results):

@@ -66,12 +66,12 @@ def make_primitive(
     *,
     abstract_eval: Callable[..., Sequence[tuple[tuple[int, ...], np.dtype]]],
     reference: Callable[..., Any],
-    is_reference: Callable[..., bool],
     not_fused: Callable[..., str | None],
     lax_is_faster: Callable[..., bool],
-    adapt: Callable[..., Callable[..., Any] | None],
     launch: Callable[..., dict[str, Any]],
     batch: Callable[..., Any],
+    is_reference: Callable[..., bool] = lambda *avals, params: False,
+    adapt: Callable[..., Callable[..., Any] | None] = lambda *avals, params, platform: None,
     same_over: Callable[[Any], tuple[Any, ...]] = lambda params: (),
 ) -> Primitive:
     """A primitive `name(*operands, params)` with several results, all of the first operand's kind.

@@ -78,11 +78,15 @@ def shutdown() -> None:
     """Frees the heap; what :func:`init` was given is forgotten. No jflux call may be running.
 
     Compiled functions that use the heap fail until it exists again, through :func:`init` or another
-    call that is lowered."""
+    call that is lowered. On GPUs JAX forgets what it has compiled, since XLA may have captured
+    calls into CUDA graphs, with the old heap's addresses; what a program itself has compiled ahead
+    of time must not be called again."""
     from . import _jflux
 
     global _settings
     with _lock:
+        if "cuda" in _ready:
+            jax.clear_caches()
         if "cpu" in _ready:
             _jflux.cpu_heap_shutdown()
         if "cuda" in _ready:

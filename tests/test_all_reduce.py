@@ -138,6 +138,9 @@ def test_results_are_the_same_on_all_ranks_to_types_too():
     np.testing.assert_allclose(y, x.sum(0), rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match="out_specs"):
         f(lambda x: x[0], P())(x)
+    # A number stays weakly typed.
+    z = f(lambda x: jflux.all_reduce(2.0, axis_name="tp") * x[0].astype(jnp.bfloat16), P("tp"))(x)
+    assert z.dtype == jnp.bfloat16
     # A value that ranks share is summed as often as there are ranks.
     z = f(lambda x: jflux.all_reduce(jnp.ones(3), axis_name="tp"), P())(x)
     np.testing.assert_array_equal(z, np.full(3, RANKS))
@@ -247,6 +250,8 @@ def test_what_no_kernel_takes(caplog):
         f(integers)
     with jflux.config(strict=False):
         np.testing.assert_array_equal(run(f, integers)[0], integers.sum(0))
+        flags = np.arange(RANKS) % 2 == 0
+        np.testing.assert_array_equal(run(f, flags), np.full(RANKS, flags.sum()))
     empty = np.zeros((RANKS, 0), np.float32)
     assert run(f, empty).shape == empty.shape
 

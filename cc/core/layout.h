@@ -23,7 +23,8 @@ inline constexpr int64_t kHeapAlign =
     1024;  // covers TMA's 128 bytes and keeps flags off data lines
 
 // Counters that one rank's kernel keeps from call to call; peers never touch them. The last CTA
-// (or thread) out resets the work counters and publishes the finished epoch.
+// (or thread) out resets the work counters and publishes the finished epoch. Where CTAs exchange
+// packets, it is the last one in that does (gpu/packet_call.cuh).
 struct ChannelHeader {
   uint32_t epoch;      // of the last finished call
   uint32_t next_send;  // next unit of sending not yet taken

@@ -1,19 +1,17 @@
 // Packets: small data that carry their own signal.
 //
 //   memory   A packet is two 64-bit words in the reader's part of the symmetric heap, each with
-//   four
-//            bytes of payload and a flag: 16 bytes for 8.
+//            four bytes of payload and a flag: 16 bytes for 8.
 //   writer   Stores each word at once. There is no fence and no signal: whoever sees a word's flag
 //            has its payload, so data are one link's latency away.
 //   reader   Polls both words until their flags are the call's.
 //   flag     The epoch of the call, as signals have it (core/signal.h): it only grows, so nothing
-//   is
-//            reset, and what an earlier call left is older. In a packet's place there must never
-//            have been anything but packets; that is why they have channels of their own.
+//            is reset, and what an earlier call left is older. It is never 0, fresh memory's. In a
+//            packet's place there must never have been anything but packets; that is why they have
+//            channels of their own.
 //   hello    A packet says nothing of what the ranks run. So in every call each rank also sends
-//   each
-//            peer one signal, with the call's signature, and waits for theirs. That, too, is how
-//            every rank hears from every peer, on which the reuse of the two halves rests.
+//            each peer one signal, with the call's signature, and waits for theirs. That, too, is
+//            how every rank hears from every peer, on which the reuse of the two halves rests.
 //
 //   channel for packets
 //   +---------------+---------+---------+-----------+-----------+
@@ -37,7 +35,7 @@ struct alignas(16) Packet {
 };
 
 inline constexpr int64_t kPacketPayload = 8;  // bytes
-inline constexpr char kPacketPoison = 0x7f;   // what tests fill packets with: no call's flag
+inline constexpr char kPacketPoison = 0x7f;   // what tests fill packets with: no near call's flag
 
 JFLUX_HD void StorePacket(Packet* p, uint64_t payload, uint32_t flag) {
   const uint64_t high = static_cast<uint64_t>(flag) << 32;

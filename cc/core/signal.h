@@ -36,6 +36,11 @@ JFLUX_HD constexpr Signal MakeSignal(uint32_t epoch, uint32_t signature) {
 JFLUX_HD constexpr uint32_t EpochOf(Signal s) { return static_cast<uint32_t>(s >> 32); }
 JFLUX_HD constexpr uint32_t SignatureOf(Signal s) { return static_cast<uint32_t>(s); }
 
+// The epoch of the call after. 0 is left to fresh memory; a channel's halves go on in turn.
+JFLUX_HD constexpr uint32_t NextEpoch(uint32_t epoch) {
+  return epoch == 0xffffffff ? 2 : epoch + 1;
+}
+
 enum class SignalState { kPending, kReady, kMismatch };
 
 // Compares what was read with what the call expects. Epochs wrap; nobody can be many calls ahead,

@@ -35,10 +35,10 @@ __device__ __forceinline__ PacketTurn BeginPackets(const PacketArgs& args) {
     static_assert(offsetof(ChannelHeader, epoch) == 0 && offsetof(ChannelHeader, next_send) == 4);
     auto* word = reinterpret_cast<unsigned long long*>(header);
     taken = atomicAdd(word, 1ull << 32);
-    if (taken >> 32 == gridDim.x - 1) atomicExch(word, static_cast<uint32_t>(taken) + 1u);
+    if (taken >> 32 == gridDim.x - 1) atomicExch(word, NextEpoch(static_cast<uint32_t>(taken)));
   }
   __syncthreads();
-  const uint32_t epoch = static_cast<uint32_t>(taken) + 1;
+  const uint32_t epoch = NextEpoch(static_cast<uint32_t>(taken));
   const WaitContext wait{state.fault, &header->stop,  0,
                          args.op,     args.view.rank, state.hooks.skip_waits != 0};
   const PacketTurn turn{PacketCall{args.view, args.layout, epoch, args.signature, wait,

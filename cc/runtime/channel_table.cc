@@ -60,7 +60,7 @@ ChannelTable::Entry* ChannelTable::FindOrMake(ChannelKey key, int32_t world, int
   best->key = key;
   best->world = world;
   best->released = 0;
-  best->epoch = ++last_epoch_;
+  best->epoch = last_epoch_ = NextEpoch(last_epoch_);
   return best;
 }
 

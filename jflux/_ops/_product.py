@@ -1,4 +1,4 @@
-"""What the two fused products share: checks, which configuration they take, and the batching of
+"""What the two products share: checks, which configuration they take, and the batching of
 their operands."""
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.interpreters import ad
@@ -47,8 +48,8 @@ def all_reduce(x: Any, *, axis_name: AxisName, algorithm: str | None = None) -> 
     `axis_name`, and its gradient goes to every rank as it is; otherwise the gradient is summed too.
 
     Args:
-      x: an array of any shape, or a pytree of such; float16, bfloat16, float32 or float64. Other
-        types take the reference.
+      x: an array of any shape, or a pytree of such, each of which is one call; float16, bfloat16,
+        float32 or float64. Other types take the reference.
       axis_name: a mesh axis, or a tuple of them.
       algorithm: "one_shot" (all data to all ranks: one latency), "two_shot" (a reduce-scatter and
         an all-gather: two latencies, fewer bytes), or None, which chooses by size and ranks.
@@ -57,8 +58,8 @@ def all_reduce(x: Any, *, axis_name: AxisName, algorithm: str | None = None) -> 
       The sum, of x's shape and type.
 
     Raises:
-      ValueError: for an unknown algorithm, when the call is traced; when it is lowered, for one
-        that the symmetric heap has no room for.
+      ValueError: for an unknown algorithm, when the call is traced; on GPUs, when it is lowered,
+        for one that the symmetric heap has no room for.
       NameError: outside ``shard_map``.
       NotImplementedError: when it is lowered with ``jflux.config.strict``, for one that no kernel
         takes.
@@ -77,8 +78,13 @@ def all_reduce(x: Any, *, axis_name: AxisName, algorithm: str | None = None) -> 
         tracked=_mesh.tracks_vma(axis_name),
     )
 
-    def one(array: jax.Array) -> jax.Array:
-        (array,) = _mesh.vary_together(axis_name, jax.numpy.asarray(array))
+    def one(array: Any) -> jax.Array:
+        array = jnp.asarray(array)
+        if jax.typeof(array).weak_type:  # a number, which stays one
+            return reference.all_reduce(array, axis_name=axis_name)
+        if array.dtype == bool:  # as lax.psum
+            array = array.astype(jnp.int32)
+        (array,) = _mesh.vary_together(axis_name, array)
         (y,) = _primitive.bind(array, params=params)
         return y
 
@@ -100,10 +106,6 @@ def _reference(x, params):
     return [reference.all_reduce(x, axis_name=params.axis_names)]
 
 
-def _is_reference(x, params):
-    return False
-
-
 def _not_fused(x, params, platform):
     if x.dtype not in _product.CPU_DTYPES:
         return f"{x.dtype} operands, the kernels take {', '.join(_heap._DTYPES)}"
@@ -114,10 +116,6 @@ def _not_fused(x, params, platform):
 
 def _lax_is_faster(x, params, platform, mesh):
     return _algorithm(x, params) < 0
-
-
-def _adapt(x, params, platform):
-    return None
 
 
 def _launch(x, params, platform, mesh, groups):
@@ -150,10 +148,8 @@ _primitive = _ffi.make_primitive(
     "all_reduce",
     abstract_eval=_result,
     reference=_reference,
-    is_reference=_is_reference,
     not_fused=_not_fused,
     lax_is_faster=_lax_is_faster,
-    adapt=_adapt,
     launch=_launch,
     batch=_batch,
     same_over=lambda params: params.axis_names,

@@ -141,6 +141,8 @@ def matmul_reduce_scatter(
             bias=bias, residual=residual, preferred_element_type=preferred_element_type,
             precision=precision,
         )  # fmt: skip
+    if bias is not None:  # its gradient is summed over ranks in this type
+        bias = jnp.asarray(bias).astype(_epilogue.sum_dtype(out))
     given = {"bias": bias, "residual": residual}
     added = [a for a in given.values() if a is not None]
     varying = _mesh.vary_together(axis_name, *xs, *ws, *added)
@@ -247,10 +249,6 @@ def _reference(*operands, params):
     return [_epilogue.add(y, added)]
 
 
-def _is_reference(*operands, params):
-    return False
-
-
 def _not_fused(*operands, params, platform):
     xs, ws, _ = _terms(operands, params)
     return _product.why_no_kernel(zip(xs, ws, strict=True), params, platform)
@@ -296,13 +294,6 @@ def _adapt(*operands, params, platform):
         return end_to_end
     if platform != "cuda":
         return None
-    if "bias" in of and of["bias"].dtype != jnp.float32:
-
-        def widened(*operands):
-            xs, ws, (bias, *residual) = _terms(operands, params)
-            return bind(*xs, *ws, bias.astype(jnp.float32), *residual)
-
-        return widened
     if not _product.in_units(xs, ws):
 
         def padded(*operands):
@@ -361,7 +352,6 @@ _primitive = _ffi.make_primitive(
     "matmul_reduce_scatter",
     abstract_eval=_result_shapes,
     reference=_reference,
-    is_reference=_is_reference,
     not_fused=_not_fused,
     adapt=_adapt,
     batch=_batch,

@@ -51,6 +51,25 @@ TEST(WithoutDelays) {
 
 TEST(AcrossTheWrapOfEpochs) { Check(3, 0xfffffffd, 6, 100); }
 
+// Epoch 0 would be the flag of fresh memory: nobody may take that for data.
+TEST(AcrossTheWrapOnFreshMemory) {
+  for (AllReduceAlgorithm algorithm : kAlgorithms) {
+    std::vector<std::unique_ptr<AllReduceCall>> calls;
+    for (int64_t count : {8, 64, 512, 4096}) {  // each reaches places that were never written
+      calls.push_back(std::make_unique<AllReduceCall>(
+          AllReduceParams{3, count, DType::kF32, algorithm}, static_cast<uint32_t>(count)));
+    }
+    PlainHeap heap(3, PacketLayout::For(3 * 8192), /*first_epoch=*/1, /*poison=*/false);
+    RunOptions options;
+    options.first_epoch = 0xfffffffe;
+    options.poison = false;
+    options.max_delay_us = 2000;
+    const std::string error = Join(RunRanks(heap, Pointers(calls), options));
+    EXPECT(error.empty()) << error;
+    for (const auto& call : calls) EXPECT_EQ(call->Wrong(), 0) << "call " << &call - &calls[0];
+  }
+}
+
 // Calls of all sizes and both algorithms in one channel: what one leaves is none of another's.
 TEST(CallsShareAChannel) {
   for (int world : {2, 3, 8}) {

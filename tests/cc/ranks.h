@@ -217,13 +217,13 @@ class AllReduceCall : public AnyCall {
 // One channel on every rank: data poisoned, signals as calls before `first_epoch` left them.
 class PlainHeap {
  public:
-  PlainHeap(int world, PacketLayout channel, uint32_t first_epoch = 1)
+  PlainHeap(int world, PacketLayout channel, uint32_t first_epoch = 1, bool poison = true)
       : half_bytes_(channel.half_bytes), poison_(kPacketPoison), memory_(world) {
     Allocate(channel.TotalBytes());
     for (uint32_t epoch : {0, 1}) half_[epoch] = channel.PacketOffset(epoch);
     for (int rank = 0; rank < world; ++rank) {
       for (uint32_t epoch : {first_epoch, first_epoch + 1}) {
-        Poison(rank, epoch);
+        if (poison) Poison(rank, epoch);
         for (int src = 0; src < kMaxRanks && first_epoch != 1; ++src) {
           *View(rank).At<Signal>(rank, channel.HelloOffset(epoch, src)) = MakeSignal(epoch - 2, 0);
         }
@@ -253,7 +253,11 @@ class PlainHeap {
     return view;
   }
   void Poison(int rank, uint32_t epoch) {
-    std::memset(View(rank).At(rank, half_[epoch & 1]), poison_, half_bytes_);
+    // As atomics: packets are ordered by nothing else.
+    uint64_t word;
+    std::memset(&word, poison_, sizeof(word));
+    auto* words = View(rank).At<uint64_t>(rank, half_[epoch & 1]);
+    for (int64_t i = 0; i < half_bytes_ / 8; ++i) StoreRelaxed(words + i, word);
   }
 
  private:
@@ -288,12 +292,12 @@ inline std::vector<std::string> RunRanks(PlainHeap& heap, const std::vector<AnyC
     if (rank == options.absent) continue;
     threads.emplace_back([&, rank] {
       std::mt19937 random(options.seed * 8 + rank);
+      uint32_t epoch = options.first_epoch;
       for (size_t i = 0; i < calls.size() && errors[rank].empty(); ++i) {
         if (options.before) options.before(rank, i);
         if (options.max_delay_us > 0 && random() % 2 == 0) {
           std::this_thread::sleep_for(std::chrono::microseconds(random() % options.max_delay_us));
         }
-        const uint32_t epoch = options.first_epoch + static_cast<uint32_t>(i);
         Fault fault{};
         uint64_t stop = 0;
         const uint64_t deadline = NowNs() + static_cast<uint64_t>(options.deadline_s * 1e9);
@@ -303,6 +307,7 @@ inline std::vector<std::string> RunRanks(PlainHeap& heap, const std::vector<AnyC
         } else if (options.poison) {
           heap.Poison(rank, epoch);
         }
+        epoch = NextEpoch(epoch);
       }
     });
   }

@@ -55,11 +55,12 @@ bool LaunchAllReduce(const AllReduceParams& p, const AllReduceArrays& arrays, in
   args.packets.state = reinterpret_cast<DeviceState*>(device.heap);
   args.packets.view = view;
   args.packets.layout = p.Channel();
-  args.packets.signature = SignatureBuilder().Add(p.Signature()).Add(site).Get();
+  const int64_t blocks = Min<int64_t>(CeilDiv<int64_t>(p.Work(), kThreads), 2 * device.sm_count);
+  // The order of places (BeginPackets) only helps where all ranks have as many.
+  args.packets.signature = SignatureBuilder().Add(p.Signature()).Add(site).Add(blocks).Get();
   args.packets.op = static_cast<uint32_t>(OpId::kAllReduce);
   args.params = p;
   args.arrays = arrays;
-  const int64_t blocks = Min<int64_t>(CeilDiv<int64_t>(p.Work(), kThreads), 2 * device.sm_count);
   return LaunchKernel(KernelOf(p.dtype), &args, static_cast<int>(blocks), /*cluster_m=*/1, kThreads,
                       /*smem_bytes=*/0, stream, error);
 }
