@@ -61,8 +61,8 @@ NOTES = """
 - PyTorch's ops are launched from Python, which alone takes .2 to .3 ms a call; in a graph they
   failed.
 - The MLP of GPT-3-175B took 1.5 % longer than XLA's on 2 GPUs, forward and backward, though each op
-  by itself takes 6 to 9 % less. Why is not understood; XLA's latency-hiding scheduler has some of its
-  collectives beside products there (.8 ms were exposed of 2.8 that they take).
+  by itself takes 6 to 9 % less. Why is not understood; XLA has some of its collectives beside
+  products there (.8 ms were exposed of 2.8 that they take).
 - What else has run on GPUs: [verified.md](verified.md).
 - The GPUs are limited by power; times of one column in different runs differ by up to 5 %. Ratios
   within a row were taken in turn.
