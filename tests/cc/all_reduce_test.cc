@@ -1,6 +1,9 @@
 // all_reduce's CPU body, which is also what the kernel's threads run, on 1 to 8 threads.
 #include "ops/all_reduce/all_reduce.h"
 
+#include <atomic>
+
+#include "ops/all_reduce/all_reduce_body.h"
 #include "ranks.h"
 #include "testing.h"
 
@@ -55,11 +58,12 @@ TEST(AcrossTheWrapOfEpochs) { Check(3, 0xfffffffd, 6, 100); }
 TEST(AcrossTheWrapOnFreshMemory) {
   for (AllReduceAlgorithm algorithm : kAlgorithms) {
     std::vector<std::unique_ptr<AllReduceCall>> calls;
-    for (int64_t count : {8, 64, 512, 4096}) {  // each reaches places that were never written
+    for (int64_t count : {8, 64, 512, 2500}) {  // each reaches places that were never written
       calls.push_back(std::make_unique<AllReduceCall>(
           AllReduceParams{3, count, DType::kF32, algorithm}, static_cast<uint32_t>(count)));
     }
-    PlainHeap heap(3, PacketLayout::For(3 * 8192), /*first_epoch=*/1, /*poison=*/false);
+    PlainHeap heap(3, PacketLayout{PacketLayout::kMinHalfBytes}, /*first_epoch=*/1,
+                   /*poison=*/false);
     RunOptions options;
     options.first_epoch = 0xfffffffe;
     options.poison = false;
@@ -76,17 +80,92 @@ TEST(CallsShareAChannel) {
     std::mt19937 random(world);
     std::vector<std::unique_ptr<AllReduceCall>> calls;
     for (int i = 0; i < 60; ++i) {
-      const AllReduceParams p{world, kCounts[random() % 7], kDtypes[random() % 4],
+      constexpr int64_t kFit[] = {1, 3, 7, 37, 100, 500};
+      const AllReduceParams p{world, kFit[random() % 6], kDtypes[random() % 4],
                               kAlgorithms[random() % 2]};
+      EXPECT(p.Channel().half_bytes == PacketLayout::kMinHalfBytes);
       calls.push_back(std::make_unique<AllReduceCall>(p, 1000 * world + i));
     }
-    PlainHeap heap(world, PacketLayout::For(world * 1000 + 64));
+    PlainHeap heap(world, PacketLayout{PacketLayout::kMinHalfBytes});
     RunOptions options;
     options.poison = false;
     options.max_delay_us = 100;
     const std::string error = Join(RunRanks(heap, Pointers(calls), options));
     EXPECT(error.empty()) << error;
     for (const auto& call : calls) EXPECT_EQ(call->Wrong(), 0) << "call " << &call - &calls[0];
+  }
+}
+
+// As a kernel's CTAs do it: a rank's threads share its part, and take their places in the order in
+// which they begin; not all of them run at once.
+class SharedCall : public AnyCall {
+ public:
+  SharedCall(const AllReduceParams& p, int places, int running, uint32_t seed)
+      : p_(p), places_(places), running_(running), sum_(p.count) {
+    for (int rank = 0; rank < p.world; ++rank) {
+      const Values x = RandomIntegers(p.count, 15, seed * 100 + rank);
+      for (size_t i = 0; i < sum_.size(); ++i) sum_[i] += x[i];
+      x_.emplace_back(p.dtype, x);
+      y_.emplace_back(p.dtype, p.count);
+    }
+  }
+  bool Run(const SymmetricView& view, uint32_t epoch, WaitContext ctx) override {
+    const AllReduceArrays arrays{x_[view.rank].bytes.data(), y_[view.rank].bytes.data()};
+    const PacketCall call{view, p_.Channel(), epoch, p_.Signature(), ctx, /*patience_ns=*/0};
+    for (int peer = 0; peer < p_.world; ++peer) {
+      if (peer != view.rank) call.SendHello(peer);
+    }
+    std::atomic<int> place{0}, failed{0};
+    std::vector<std::thread> threads;
+    for (int t = 0; t < running_; ++t) {
+      threads.emplace_back([&] {
+        for (int mine = place++; mine < places_; mine = place++) {
+          failed += !AllReduceBody<float>{p_, arrays, call}.Run(mine, places_);
+        }
+      });
+    }
+    for (auto& t : threads) t.join();
+    for (int peer = 0; peer < p_.world; ++peer) {
+      if (peer != view.rank && !call.AwaitHello(peer)) ++failed;
+    }
+    return failed == 0;
+  }
+  int64_t Wrong() const override {
+    int64_t wrong = 0;
+    for (const Array& y : y_) wrong += y.Wrong(sum_);
+    return wrong;
+  }
+
+ private:
+  AllReduceParams p_;
+  int places_, running_;
+  Values sum_;
+  std::vector<Array> x_, y_;
+};
+
+TEST(ThreadsShareARanksPart) {
+  for (int world : {2, 3, 5}) {
+    for (AllReduceAlgorithm algorithm : kAlgorithms) {
+      for (int running : {1, 2, 4}) {
+        std::vector<std::unique_ptr<SharedCall>> calls;
+        for (int64_t count : {5, 1000, 64, 1501, 1}) {
+          const AllReduceParams p{world, count, DType::kF32, algorithm};
+          EXPECT(p.Channel().half_bytes == PacketLayout::kMinHalfBytes);
+          calls.push_back(
+              std::make_unique<SharedCall>(p, /*places=*/4, running, static_cast<uint32_t>(count)));
+        }
+        PlainHeap heap(world, PacketLayout{PacketLayout::kMinHalfBytes});
+        RunOptions options;
+        options.max_delay_us = 200;
+        options.deadline_s = 20;
+        const std::string error = Join(RunRanks(heap, Pointers(calls), options));
+        EXPECT(error.empty()) << error;
+        for (const auto& call : calls) {
+          EXPECT_EQ(call->Wrong(), 0)
+              << "world " << world << " running " << running << " call " << &call - &calls[0];
+        }
+      }
+    }
   }
 }
 
