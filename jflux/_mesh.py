@@ -51,7 +51,7 @@ def vary_together(axis_name: AxisName, *arrays: jax.Array) -> list[jax.Array]:
     """
     varying = [jax.typeof(a).manual_axis_type.varying for a in arrays]
     # With check_vma=False nothing is tracked, and nothing must be cast.
-    if not tracks_vma(axis_name):
+    if not _tracks_vma(axis_name):
         return list(arrays)
     union = frozenset(as_tuple(axis_name)).union(*varying)
     cast = []
@@ -61,8 +61,7 @@ def vary_together(axis_name: AxisName, *arrays: jax.Array) -> list[jax.Array]:
     return cast
 
 
-def tracks_vma(axis_name: AxisName) -> bool:
-    """Whether types say over which axes values vary (``check_vma=True``)."""
+def _tracks_vma(axis_name: AxisName) -> bool:
     # axis_index always varies over its axis; where types are not tracked it does not say so.
     return bool(jax.typeof(lax.axis_index(as_tuple(axis_name))).manual_axis_type.varying)
 

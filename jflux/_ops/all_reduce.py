@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -23,16 +22,11 @@ ALGORITHMS = ("one_shot", "two_shot")
 
 @dataclasses.dataclass(frozen=True)
 class Params:
-    """A call, less its operand.
-
-    Attributes:
-      tracked: whether types say over which axes values vary (``check_vma=True``).
-    """
+    """A call, less its operand."""
 
     axis_names: tuple[Any, ...]
     world: int
     algorithm: str | None
-    tracked: bool
 
 
 def all_reduce(x: Any, *, axis_name: AxisName, algorithm: str | None = None) -> Any:
@@ -75,7 +69,6 @@ def all_reduce(x: Any, *, axis_name: AxisName, algorithm: str | None = None) -> 
         axis_names=_mesh.as_tuple(axis_name),
         world=_mesh.axis_size(axis_name),
         algorithm=algorithm,
-        tracked=_mesh.tracks_vma(axis_name),
     )
 
     def one(array: Any) -> jax.Array:
@@ -95,7 +88,7 @@ def _algorithm(x: Any, params: Params) -> int:
     """Its number; -1: XLA's own."""
     if params.algorithm is not None:
         return ALGORITHMS.index(params.algorithm)
-    return _jflux.choose_all_reduce(params.world, math.prod(x.shape) * x.dtype.itemsize)
+    return _jflux.choose_all_reduce(params.world, x.size * x.dtype.itemsize)
 
 
 def _result(x, params):
@@ -125,7 +118,7 @@ def _launch(x, params, platform, mesh, groups):
     if _ffi.lowers_for_here(mesh):
         number = _heap.dtype_number(np.dtype(x.dtype))
         channel_bytes = functools.partial(
-            _jflux.all_reduce_channel_bytes, params.world, math.prod(x.shape), number, algorithm
+            _jflux.all_reduce_channel_bytes, params.world, x.size, number, algorithm
         )
         _heap.reserve(platform, groups, "all_reduce", channel_bytes)
     return {"algorithm": np.int64(algorithm)}
@@ -139,7 +132,7 @@ def _transpose(cotangents, x, *, params):
     (ct,) = cotangents
     if type(ct) is ad.Zero:
         return [ad.Zero(x.aval)]
-    if params.tracked:
+    if x.aval.manual_axis_type.varying:  # types are tracked: x varies over the axes at least
         return [lax.pcast(ct, params.axis_names, to="varying")]
     return _primitive.bind(ct, params=params)
 

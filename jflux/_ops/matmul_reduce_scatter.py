@@ -281,8 +281,8 @@ def _adapt(*operands, params, platform):
     xs, ws, added = _terms(operands, params)
     n = _product.columns(ws[0], params.transpose_rhs)
     bind = functools.partial(_primitive.bind, params=params)
-    of = dict(zip(params.added, added, strict=True))
-    foreign = "residual" in of and of["residual"].dtype != params.out_dtype
+    residual = dict(zip(params.added, added, strict=True)).get("residual")
+    foreign = residual is not None and residual.dtype != params.out_dtype
     if added and (platform != "cuda" or foreign):
         return functools.partial(_after, params=params)
     if len(xs) > _product.most_weights(platform):

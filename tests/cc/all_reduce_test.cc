@@ -98,19 +98,13 @@ TEST(CallsShareAChannel) {
 
 // As a kernel's CTAs do it: a rank's threads share its part, and take their places in the order in
 // which they begin; not all of them run at once.
-class SharedCall : public AnyCall {
+class SharedCall : public AllReduceCall {
  public:
   SharedCall(const AllReduceParams& p, int places, int running, uint32_t seed)
-      : p_(p), places_(places), running_(running), sum_(p.count) {
-    for (int rank = 0; rank < p.world; ++rank) {
-      const Values x = RandomIntegers(p.count, 15, seed * 100 + rank);
-      for (size_t i = 0; i < sum_.size(); ++i) sum_[i] += x[i];
-      x_.emplace_back(p.dtype, x);
-      y_.emplace_back(p.dtype, p.count);
-    }
-  }
+      : AllReduceCall(p, seed), places_(places), running_(running) {}
   bool Run(const SymmetricView& view, uint32_t epoch, WaitContext ctx) override {
-    const AllReduceArrays arrays{x_[view.rank].bytes.data(), y_[view.rank].bytes.data()};
+    ctx.op = static_cast<uint32_t>(OpId::kAllReduce);
+    const AllReduceArrays arrays = ArraysOf(view.rank);
     const PacketCall call{view, p_.Channel(), epoch, p_.Signature(), ctx, /*patience_ns=*/0};
     for (int peer = 0; peer < p_.world; ++peer) {
       if (peer != view.rank) call.SendHello(peer);
@@ -130,17 +124,9 @@ class SharedCall : public AnyCall {
     }
     return failed == 0;
   }
-  int64_t Wrong() const override {
-    int64_t wrong = 0;
-    for (const Array& y : y_) wrong += y.Wrong(sum_);
-    return wrong;
-  }
 
  private:
-  AllReduceParams p_;
   int places_, running_;
-  Values sum_;
-  std::vector<Array> x_, y_;
 };
 
 TEST(ThreadsShareARanksPart) {

@@ -199,8 +199,7 @@ class AllReduceCall : public AnyCall {
   PacketLayout Channel() const { return p_.Channel(); }
   bool Run(const SymmetricView& view, uint32_t epoch, WaitContext ctx) override {
     ctx.op = static_cast<uint32_t>(OpId::kAllReduce);
-    const AllReduceArrays arrays{x_[view.rank].bytes.data(), y_[view.rank].bytes.data()};
-    return AllReduceCpu(p_, arrays, view, epoch, ctx);
+    return AllReduceCpu(p_, ArraysOf(view.rank), view, epoch, ctx);
   }
   int64_t Wrong() const override {
     int64_t wrong = 0;
@@ -208,8 +207,14 @@ class AllReduceCall : public AnyCall {
     return wrong;
   }
 
+ protected:
+  AllReduceArrays ArraysOf(int rank) {
+    return AllReduceArrays{x_[rank].bytes.data(), y_[rank].bytes.data()};
+  }
+
+  const AllReduceParams p_;
+
  private:
-  AllReduceParams p_;
   Values sum_;
   std::vector<Array> x_, y_;
 };
