@@ -4,18 +4,28 @@ from . import reference as reference
 from ._config import config as config
 from ._heap import init as init
 from ._heap import shutdown as shutdown
+from ._norm import LayerNorm as LayerNorm
+from ._norm import RMSNorm as RMSNorm
 from ._ops.all_gather_matmul import all_gather_matmul as all_gather_matmul
 from ._ops.all_reduce import all_reduce as all_reduce
+from ._ops.exchange import all_gather as all_gather
+from ._ops.exchange import all_to_all as all_to_all
+from ._ops.exchange import reduce_scatter as reduce_scatter
 from ._ops.matmul_reduce_scatter import matmul_reduce_scatter as matmul_reduce_scatter
 from ._tuner import tune as tune
 from ._version import __version__ as __version__
 
 __all__ = [
+    "LayerNorm",
+    "RMSNorm",
+    "all_gather",
     "all_gather_matmul",
     "all_reduce",
+    "all_to_all",
     "config",
     "init",
     "matmul_reduce_scatter",
+    "reduce_scatter",
     "reference",
     "shutdown",
     "tune",

@@ -42,21 +42,23 @@ def axis_size(axis_name: AxisName) -> int:
     return lax.axis_size(as_tuple(axis_name))
 
 
-def vary_together(axis_name: AxisName, *arrays: jax.Array) -> list[jax.Array]:
+def vary_together(axis_name: AxisName, *arrays: jax.Array, same: int = 0) -> list[jax.Array]:
     """Gives all arrays the same type under ``shard_map(check_vma=True)``.
 
     An op over `axis_name` takes and returns values that vary over it, and over every axis that any
-    of its operands varies over. Its transpose then sums a cotangent over the axes that an operand
-    was replicated on, as `lax`'s does.
+    of its operands varies over; the last `same` operands do not vary over `axis_name` itself. Its
+    transpose then sums a cotangent over the axes that an operand was replicated on, as `lax`'s does.
     """
     varying = [jax.typeof(a).manual_axis_type.varying for a in arrays]
     # With check_vma=False nothing is tracked, and nothing must be cast.
     if not _tracks_vma(axis_name):
         return list(arrays)
-    union = frozenset(as_tuple(axis_name)).union(*varying)
+    names = frozenset(as_tuple(axis_name))
+    union = names.union(*varying)
     cast = []
-    for array, own in zip(arrays, varying, strict=True):
-        missing = tuple(sorted(union - own, key=str))
+    for i, (array, own) in enumerate(zip(arrays, varying, strict=True)):
+        wanted = union if i < len(arrays) - same else union - names
+        missing = tuple(sorted(wanted - own, key=str))
         cast.append(lax.pcast(array, missing, to="varying") if missing else array)
     return cast
 

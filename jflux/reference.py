@@ -5,7 +5,8 @@ Each function has the signature of the op of the same name, documented there, an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
-from . import _epilogue, _global, _mesh
+from . import _epilogue, _global, _mesh, _norm
 from ._global import several
 from ._mesh import AxisName
 
@@ -97,11 +98,64 @@ def all_gather_matmul(
     return (y, gathered) if return_gathered else y
 
 
-def all_reduce(x: Any, *, axis_name: AxisName, algorithm: str | None = None) -> Any:
+def all_reduce(
+    x: Any,
+    *,
+    axis_name: AxisName,
+    residual: jax.Array | None = None,
+    norm: _norm.Norm | None = None,
+    algorithm: str | None = None,
+) -> Any:
     """``psum(x)``: arguments and results are those of :func:`jflux.all_reduce`; any type that
-    `lax.psum` takes will do, and the algorithm does not matter."""
+    `lax.psum` takes will do, the algorithm does not matter, and the sum is rounded to x's type
+    before a residual is added."""
     del algorithm
-    return lax.psum(x, axis_name)
+    y = lax.psum(x, axis_name)
+    if residual is not None:
+        y = _epilogue.add(y, [residual])
+    if norm is None:
+        return y
+    return y, _norm.apply(norm.name, norm.epsilon, y, *norm.factors)
+
+
+def all_gather(x: Any, *, axis_name: AxisName, axis: int = 0, tiled: bool = False) -> Any:
+    """``lax.all_gather(x)``: arguments and results are those of :func:`jflux.all_gather`."""
+    return lax.all_gather(x, axis_name, axis=axis, tiled=tiled)
+
+
+def all_to_all(
+    x: Any, *, axis_name: AxisName, split_axis: int, concat_axis: int, tiled: bool = False
+) -> Any:
+    """``lax.all_to_all(x)``: arguments and results are those of :func:`jflux.all_to_all`."""
+
+    def by_tiles(x: jax.Array, split: int, concat: int) -> jax.Array:
+        return lax.all_to_all(x, axis_name, split, concat, tiled=True)
+
+    def one(x: jax.Array) -> jax.Array:
+        split, concat = split_axis % x.ndim, concat_axis % x.ndim
+        if tiled:
+            return by_tiles(x, split, concat)
+        return untiled(by_tiles, x, split, concat)
+
+    return jax.tree.map(one, x)
+
+
+def untiled(
+    by_tiles: Callable[[jax.Array, int, int], jax.Array], x: jax.Array, split: int, concat: int
+) -> jax.Array:
+    """all_to_all with ``tiled=False`` of a function that does it with ``tiled=True``: a new
+    dimension of one takes the ranks, and the other one goes. (lax's own has no gradient where the
+    two are not one.)"""
+    at = concat if concat <= split else concat + 1
+    split += at <= split
+    return jnp.squeeze(by_tiles(jnp.expand_dims(x, at), split, at), split)
+
+
+def reduce_scatter(
+    x: Any, *, axis_name: AxisName, scatter_dimension: int = 0, tiled: bool = False
+) -> Any:
+    """``lax.psum_scatter(x)``: arguments and results are those of :func:`jflux.reduce_scatter`."""
+    return lax.psum_scatter(x, axis_name, scatter_dimension=scatter_dimension, tiled=tiled)
 
 
 def matmul_reduce_scatter(

@@ -15,7 +15,14 @@ JFLUX_HD constexpr int64_t SizeOf(DType t) {
 }
 
 // Identifies an op in signatures and fault records. Append only.
-enum class OpId : uint32_t { kAllGatherMatmul = 1, kMatmulReduceScatter = 2, kAllReduce = 3 };
+enum class OpId : uint32_t {
+  kAllGatherMatmul = 1,
+  kMatmulReduceScatter = 2,
+  kAllReduce = 3,
+  kAllGather = 4,
+  kAllToAll = 5,
+  kReduceScatter = 6,
+};
 
 }  // namespace jflux
 

@@ -1,10 +1,12 @@
-// 16-bit floating-point numbers, by their bits: the same results on every compiler's side.
+// 16-bit floating-point numbers, by their bits: the same results on every compiler's side. And a
+// type of C++ for each of core/dtype.h's.
 #ifndef JFLUX_CORE_NUMBERS_H_
 #define JFLUX_CORE_NUMBERS_H_
 
 #include <cstdint>
 #include <cstring>
 
+#include "core/dtype.h"
 #include "core/platform.h"
 
 namespace jflux {
@@ -55,6 +57,21 @@ struct F16 {
     return F16{static_cast<uint16_t>(sign | ((rounded - 0x38000000) >> 13))};
   }
 };
+
+// body(a number of the type), whose type is what is meant.
+template <typename Body>
+auto WithNumbers(DType dtype, Body&& body) {
+  switch (dtype) {
+    case DType::kF16:
+      return body(F16{});
+    case DType::kBF16:
+      return body(BF16{});
+    case DType::kF32:
+      return body(0.0f);
+    default:
+      return body(0.0);
+  }
+}
 
 }  // namespace jflux
 

@@ -100,19 +100,47 @@ struct PacketCall {
     return LoadRelaxed(word) == expected || WaitSignal(word, expected, peer, -1, Deadline());
   }
 
-  // Waits for packet index_of(src) from each source that `has` one, but this rank; nothing else of
-  // `payload` is written. False if a wait failed.
-  template <typename Has, typename IndexOf>
-  JFLUX_HD bool Await(uint64_t (&payload)[kMaxRanks], Has&& has, IndexOf&& index_of) const {
+  JFLUX_HD void Send(int peer, int64_t index, uint64_t payload) const {
+    StorePacket(At(peer, index), payload, epoch);
+  }
+
+  // Waits for packets index_of(k, src), k < K, from each source that `has` one, but this rank;
+  // nothing else of `payload` is written. False if a wait failed.
+  template <int K, typename Has, typename IndexOf>
+  JFLUX_HD bool Await(uint64_t (&payload)[K][kMaxRanks], Has&& has, IndexOf&& index_of) const {
+    return Poll([&](int* missing, int64_t* unit) {
+      JFLUX_UNROLL  // loads that are on their way at the same time
+          for (int i = 0; i < K * kMaxRanks; ++i) {
+        const int k = i / kMaxRanks, src = i % kMaxRanks;
+        if (src >= view.world || src == view.rank || !has(k, src)) continue;
+        const int64_t index = index_of(k, src);
+        if (!LoadPacket(At(view.rank, index), epoch, &payload[k][src])) {
+          *missing = src;
+          *unit = index;
+        }
+      }
+    });
+  }
+  // One packet, from one peer.
+  JFLUX_HD bool AwaitFrom(int peer, int64_t index, uint64_t* payload) const {
+    *payload = 0;
+    return Poll([&](int* missing, int64_t* unit) {
+      *unit = index;
+      if (!LoadPacket(At(view.rank, index), epoch, payload)) *missing = peer;
+    });
+  }
+
+ private:
+  // Calls look(&missing, &unit) until it leaves `missing` alone; else they are whose packet has not
+  // come, and which.
+  template <typename Look>
+  JFLUX_HD bool Poll(Look&& look) const {
     if (wait.skip) return true;
     WaitContext ctx{};
     for (uint32_t turn = 0;; ++turn) {
       int missing = -1;
-      JFLUX_UNROLL  // loads that are on their way at the same time
-          for (int src = 0; src < kMaxRanks; ++src) {
-        if (src >= view.world || src == view.rank || !has(src)) continue;
-        if (!LoadPacket(At(view.rank, index_of(src)), epoch, &payload[src])) missing = src;
-      }
+      int64_t unit = 0;
+      look(&missing, &unit);
       if (missing < 0) return true;
       if ((turn & 63) == 63) {
         if (turn == 63) ctx = Deadline();
@@ -122,16 +150,14 @@ struct PacketCall {
         const Signal hello = LoadAcquire(HelloOf(view.rank, missing));
         const bool mismatch = Classify(hello, expected) == SignalState::kMismatch;
         if (mismatch || NowNs() > ctx.deadline_ns) {
-          ReportFault(ctx, mismatch ? FaultKind::kMismatch : FaultKind::kTimeout, missing,
-                      index_of(missing), expected, hello);
+          ReportFault(ctx, mismatch ? FaultKind::kMismatch : FaultKind::kTimeout, missing, unit,
+                      expected, hello);
           return false;
         }
       }
       PollPause(turn);
     }
   }
-
- private:
   // Where `src` greets `rank`.
   JFLUX_HD Signal* HelloOf(int rank, int src) const {
     return view.At<Signal>(rank, layout.HelloOffset(epoch, src));

@@ -4,9 +4,11 @@
 
 #include <cstdint>
 
+#include "core/dtype.h"
 #include "core/packet.h"
 #include "gpu/device_state.h"
 #include "gpu/gemm_call.cuh"
+#include "runtime/heap_cuda.h"
 
 namespace jflux {
 
@@ -17,6 +19,15 @@ struct PacketArgs {
   PacketLayout layout;
   uint32_t signature, op;
 };
+
+template <typename Params>
+PacketArgs PacketArgsFor(const Params& p, OpId op, int64_t site, int64_t blocks,
+                         const CudaDevice& device, const SymmetricView& view) {
+  // The order of places (BeginPackets) only helps where all ranks have as many.
+  const uint32_t signature = SignatureBuilder().Add(p.Signature()).Add(site).Add(blocks).Get();
+  return PacketArgs{reinterpret_cast<DeviceState*>(device.heap), view, p.Channel(), signature,
+                    static_cast<uint32_t>(op)};
+}
 
 struct PacketTurn {
   PacketCall call;

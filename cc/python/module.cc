@@ -152,6 +152,8 @@ NB_MODULE(_jflux, m) {
           return jflux_cuda_channel_bytes(op.c_str(), &product, &with);
         });
   m.def("all_reduce_channel_bytes", &jflux_all_reduce_channel_bytes);
+  m.def("all_reduce_fits_norm", &jflux_all_reduce_fits_norm);
+  m.def("exchange_channel_bytes", &jflux_exchange_channel_bytes);
   m.def("choose_all_reduce", &jflux_choose_all_reduce);
   m.def("cuda_first_channel", &jflux_cuda_first_channel);
 }

@@ -100,10 +100,14 @@ JFLUX_API int64_t jflux_cuda_channel_bytes(const char* op, const JfluxProduct* p
 // The heuristic's configuration; false for an unknown op.
 JFLUX_API int jflux_choose(const char* op, const JfluxProduct* product, int sm_count,
                            JfluxChoice* choice);
-// all_reduce: what its channel takes, and which algorithm suits so many bytes (-1: XLA's own).
+// all_reduce: what its channel takes (width: of rows that are normalised, else 0), whether such
+// rows can be, and which algorithm suits so many bytes (-1: XLA's own).
 JFLUX_API int64_t jflux_all_reduce_channel_bytes(int64_t world, int64_t count, int dtype,
-                                                 int algorithm);
+                                                 int algorithm, int64_t width);
+JFLUX_API int jflux_all_reduce_fits_norm(int64_t count, int dtype, int64_t width);
 JFLUX_API int jflux_choose_all_reduce(int64_t world, int64_t bytes);
+// What the channel of an exchange of pieces of so many bytes takes.
+JFLUX_API int64_t jflux_exchange_channel_bytes(int64_t world, int64_t piece_bytes);
 // Where channels start in the heap.
 JFLUX_API int64_t jflux_cuda_first_channel(void);
 

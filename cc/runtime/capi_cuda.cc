@@ -7,6 +7,7 @@
 
 #include "gpu/gemm_config.h"
 #include "ops/all_reduce/all_reduce.h"
+#include "ops/exchange/exchange.h"
 #include "runtime/capi.h"
 
 namespace {
@@ -46,10 +47,31 @@ int jflux_choose(const char* op, const JfluxProduct* p, int sm_count, JfluxChoic
   return 1;
 }
 
-int64_t jflux_all_reduce_channel_bytes(int64_t world, int64_t count, int dtype, int algorithm) {
-  const jflux::AllReduceParams p{static_cast<int32_t>(world), count,
-                                 static_cast<jflux::DType>(dtype),
-                                 static_cast<jflux::AllReduceAlgorithm>(algorithm)};
+static jflux::AllReduceParams RowsOf(int64_t count, int dtype, int64_t width) {
+  jflux::AllReduceParams p{};
+  p.count = count;
+  p.dtype = static_cast<jflux::DType>(dtype);
+  p.width = width;
+  p.norm = width == 0 ? jflux::Norm::kNone : jflux::Norm::kRms;
+  return p;
+}
+
+int64_t jflux_all_reduce_channel_bytes(int64_t world, int64_t count, int dtype, int algorithm,
+                                       int64_t width) {
+  jflux::AllReduceParams p = RowsOf(count, dtype, width);
+  p.world = static_cast<int32_t>(world);
+  p.algorithm = static_cast<jflux::AllReduceAlgorithm>(algorithm);
+  return p.Channel().TotalBytes();
+}
+
+int jflux_all_reduce_fits_norm(int64_t count, int dtype, int64_t width) {
+  return RowsOf(count, dtype, width).FitsNorm();
+}
+
+int64_t jflux_exchange_channel_bytes(int64_t world, int64_t piece_bytes) {
+  jflux::ExchangeParams p{};
+  p.world = static_cast<int32_t>(world);
+  p.x = jflux::Pieces{1, 1, piece_bytes};
   return p.Channel().TotalBytes();
 }
 

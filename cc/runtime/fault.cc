@@ -12,6 +12,12 @@ const char* NameOf(OpId op) {
       return "matmul_reduce_scatter";
     case OpId::kAllReduce:
       return "all_reduce";
+    case OpId::kAllGather:
+      return "all_gather";
+    case OpId::kAllToAll:
+      return "all_to_all";
+    case OpId::kReduceScatter:
+      return "reduce_scatter";
   }
   return "unknown op";
 }

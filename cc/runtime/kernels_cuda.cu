@@ -7,7 +7,7 @@ namespace jflux {
 
 bool LoadKernels(std::string* error) {
   return LoadAllGatherMatmulKernels(error) && LoadMatmulReduceScatterKernels(error) &&
-         LoadAllReduceKernels(error);
+         LoadAllReduceKernels(error) && LoadExchangeKernels(error);
 }
 
 bool LoadKernel(const void* kernel, int smem_bytes, std::string* error) {

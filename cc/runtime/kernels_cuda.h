@@ -21,6 +21,7 @@ bool LoadKernels(std::string* error);
 bool LoadAllGatherMatmulKernels(std::string* error);
 bool LoadMatmulReduceScatterKernels(std::string* error);
 bool LoadAllReduceKernels(std::string* error);
+bool LoadExchangeKernels(std::string* error);
 
 // Makes a kernel launchable with this much shared memory, and loads it.
 bool LoadKernel(const void* kernel, int smem_bytes, std::string* error);

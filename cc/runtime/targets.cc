@@ -9,10 +9,16 @@ const Target* Targets() {
       {"jflux_all_gather_matmul", "cpu", InstantiateCallSite, AllGatherMatmulCpuHandler},
       {"jflux_matmul_reduce_scatter", "cpu", InstantiateCallSite, MatmulReduceScatterCpuHandler},
       {"jflux_all_reduce", "cpu", InstantiateCallSite, AllReduceCpuHandler},
+      {"jflux_all_gather", "cpu", InstantiateCallSite, AllGatherCpuHandler},
+      {"jflux_all_to_all", "cpu", InstantiateCallSite, AllToAllCpuHandler},
+      {"jflux_reduce_scatter", "cpu", InstantiateCallSite, ReduceScatterCpuHandler},
 #ifdef JFLUX_WITH_CUDA
       {"jflux_all_gather_matmul", "CUDA", nullptr, AllGatherMatmulCudaHandler},
       {"jflux_matmul_reduce_scatter", "CUDA", nullptr, MatmulReduceScatterCudaHandler},
       {"jflux_all_reduce", "CUDA", nullptr, AllReduceCudaHandler},
+      {"jflux_all_gather", "CUDA", nullptr, AllGatherCudaHandler},
+      {"jflux_all_to_all", "CUDA", nullptr, AllToAllCudaHandler},
+      {"jflux_reduce_scatter", "CUDA", nullptr, ReduceScatterCudaHandler},
 #endif
       {nullptr, nullptr, nullptr, nullptr},
   };

@@ -13,6 +13,12 @@ XLA_FFI_Error* MatmulReduceScatterCpuHandler(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* MatmulReduceScatterCudaHandler(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* AllReduceCpuHandler(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* AllReduceCudaHandler(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* AllGatherCpuHandler(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* AllGatherCudaHandler(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* AllToAllCpuHandler(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* AllToAllCudaHandler(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* ReduceScatterCpuHandler(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* ReduceScatterCudaHandler(XLA_FFI_CallFrame* frame);
 
 struct Target {
   const char* name;

@@ -4,39 +4,57 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 
-from .. import _ffi, _heap, _jflux, _mesh, reference
+from .. import _epilogue, _ffi, _heap, _jflux, _mesh, _norm, reference
 from .._mesh import AxisName
 from . import _product
 
 #: In the order of AllReduceAlgorithm (cc/ops/all_reduce/all_reduce.h).
-ALGORITHMS = ("one_shot", "two_shot")
+ALGORITHMS = ("one_shot", "two_shot", "half_butterfly", "butterfly")
 
 
 @dataclasses.dataclass(frozen=True)
 class Params:
-    """A call, less its operand."""
+    """A call, less its operands: x, the residual if there is one, and the norm's factors."""
 
     axis_names: tuple[Any, ...]
     world: int
     algorithm: str | None
+    residual: bool = False
+    norm: str | None = None
+    epsilon: float = 0.0
+
+    def alone(self) -> Params:
+        """What is left without a residual and a norm."""
+        return Params(self.axis_names, self.world, self.algorithm)
 
 
-def all_reduce(x: Any, *, axis_name: AxisName, algorithm: str | None = None) -> Any:
-    """``lax.psum(x, axis_name)``, with the latency of one exchange, or two, where x is small.
+def all_reduce(
+    x: Any,
+    *,
+    axis_name: AxisName,
+    residual: jax.Array | None = None,
+    norm: _norm.Norm | None = None,
+    algorithm: str | None = None,
+) -> Any:
+    """``lax.psum(x, axis_name)``, with the latency of one exchange, or two, where x is small; and
+    what follows it in a transformer, in the same kernel.
 
     Inside ``jax.shard_map``, per rank along `axis_name`: the sum of all ranks' x, the same bits on
     every rank. Each rank writes its data straight into the others' memory, in packets that carry
     their own flags, so that there is no barrier and no signal to wait for (the idea of NCCL's LL
-    protocol). Sums are in float32 (float64 for float64), in rank order, and rounded once. Above
-    4 MiB, and for types that the kernels do not take, it is ``lax.psum``.
+    protocol). Sums are in float32 (float64 for float64), in rank order, and rounded once, after the
+    residual has been added. Above 4 MiB, and for types that the kernels do not take, it is
+    ``lax.psum``.
 
     Differentiable like ``lax.psum``: under ``check_vma=True`` the result does not vary over
     `axis_name`, and its gradient goes to every rank as it is; otherwise the gradient is summed too.
@@ -45,15 +63,21 @@ def all_reduce(x: Any, *, axis_name: AxisName, algorithm: str | None = None) -> 
       x: an array of any shape, or a pytree of such, each of which is one call; float16, bfloat16,
         float32 or float64. Other types take the reference.
       axis_name: a mesh axis, or a tuple of them.
+      residual: of x's shape and the same on all ranks of the axis: added to the sum (x is one
+        array, then).
+      norm: a :class:`jflux.RMSNorm` or :class:`jflux.LayerNorm` of the sum's rows [..., width].
       algorithm: "one_shot" (all data to all ranks: one latency), "two_shot" (a reduce-scatter and
-        an all-gather: two latencies, fewer bytes), or None, which chooses by size and ranks.
+        an all-gather: two latencies, fewer bytes), "half_butterfly" or "butterfly" (between pairs
+        of ranks, for links that do not join all of them: log2(N) steps and log2(N) times the data,
+        or twice the steps and as many bytes as two_shot; their sums are in another order), or None,
+        which chooses one of the first two by size and ranks.
 
     Returns:
-      The sum, of x's shape and type.
+      The sum, of x's shape and type; with `norm` a pair: the sum, and its rows normalised.
 
     Raises:
-      ValueError: for an unknown algorithm, when the call is traced; on GPUs, when it is lowered,
-        for one that the symmetric heap has no room for.
+      ValueError: for an unknown algorithm, or a residual or a norm that does not fit, when the call
+        is traced; on GPUs, when it is lowered, for one that the symmetric heap has no room for.
       NameError: outside ``shard_map``.
       NotImplementedError: when it is lowered with ``jflux.config.strict``, for one that no kernel
         takes.
@@ -63,13 +87,18 @@ def all_reduce(x: Any, *, axis_name: AxisName, algorithm: str | None = None) -> 
         raise ValueError(
             f"jflux.all_reduce: {algorithm=} must be None or one of {', '.join(ALGORITHMS)}"
         )
+    if residual is not None or norm is not None:
+        x = jnp.asarray(x)
+        _check_after(x, residual, norm)
     if _product.is_plain("all_reduce", axis_name):
-        return reference.all_reduce(x, axis_name=axis_name)
+        return reference.all_reduce(x, axis_name=axis_name, residual=residual, norm=norm)
     params = Params(
         axis_names=_mesh.as_tuple(axis_name),
         world=_mesh.axis_size(axis_name),
         algorithm=algorithm,
     )
+    if residual is not None or norm is not None:
+        return _with_after(x, residual, norm, params)
 
     def one(array: Any) -> jax.Array:
         array = jnp.asarray(array)
@@ -84,6 +113,68 @@ def all_reduce(x: Any, *, axis_name: AxisName, algorithm: str | None = None) -> 
     return jax.tree.map(one, x)
 
 
+def _check_after(x: jax.Array, residual: Any, norm: Any) -> None:
+    """Raises for what cannot follow the sum of x."""
+    if residual is not None and tuple(residual.shape) != tuple(x.shape):
+        raise ValueError(
+            f"jflux.all_reduce: the residual has shape {tuple(residual.shape)}, x {tuple(x.shape)}"
+        )
+    if norm is not None:
+        if x.ndim == 0:
+            raise ValueError("jflux.all_reduce: a norm needs rows, and x is a number")
+        _norm.check("all_reduce", norm, x.shape[-1])
+
+
+def _with_after(x: jax.Array, residual: Any, norm: Any, params: Params) -> Any:
+    """The sum, or the sum and its rows normalised."""
+    names = params.axis_names
+    params = dataclasses.replace(
+        params,
+        residual=residual is not None,
+        norm=None if norm is None else norm.name,
+        epsilon=0.0 if norm is None else norm.epsilon,
+    )
+    added = [] if residual is None else [jnp.asarray(residual)]
+    added += [] if norm is None else [jnp.asarray(f) for f in norm.factors]
+    for array in added:
+        if jax.typeof(array).manual_axis_type.varying & frozenset(names):
+            raise ValueError(
+                f"jflux.all_reduce: a residual and a norm's factors must be the same on all ranks of "
+                f"{names}, and one of shape {tuple(array.shape)} varies over them"
+            )
+    x, *added = _mesh.vary_together(names, x, *added, same=len(added))
+    results = _fused(params, x, tuple(added))
+    return results[0] if norm is None else tuple(results)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _fused(params: Params, x: Any, added: tuple[Any, ...]) -> list[jax.Array]:
+    return _primitive.bind(x, *added, params=params)
+
+
+@functools.partial(_fused.defjvp, symbolic_zeros=True)
+def _fused_jvp(params: Params, primals: Any, tangents: Any) -> Any:
+    (x, added), (dx, dadded) = primals, tangents
+    results = _fused(params, x, added)
+    y = results[0]
+    dy = jnp.zeros_like(y)
+    if not isinstance(dx, SymbolicZero):
+        (dy,) = _primitive.bind(dx, params=params.alone())
+    if params.residual and not isinstance(dadded[0], SymbolicZero):
+        dy += dadded[0].astype(dy.dtype)
+    if params.norm is None:
+        return results, [dy]
+    factors, dfactors = added[params.residual :], dadded[params.residual :]
+    dfactors = [
+        jnp.zeros_like(f) if isinstance(d, SymbolicZero) else d
+        for f, d in zip(factors, dfactors, strict=True)
+    ]
+    # Only y is kept for the backward pass.
+    normalise = jax.checkpoint(functools.partial(_norm.apply, params.norm, params.epsilon))
+    _, dnormalised = jax.jvp(normalise, (y, *factors), (dy, *dfactors))
+    return results, [dy, dnormalised]
+
+
 def _algorithm(x: Any, params: Params) -> int:
     """Its number; -1: XLA's own."""
     if params.algorithm is not None:
@@ -91,15 +182,23 @@ def _algorithm(x: Any, params: Params) -> int:
     return _jflux.choose_all_reduce(params.world, x.size * x.dtype.itemsize)
 
 
-def _result(x, params):
-    return [(x.shape, x.dtype)]
+def _result(x, *added, params):
+    return [(x.shape, x.dtype)] * (1 if params.norm is None else 2)
 
 
-def _reference(x, params):
-    return [reference.all_reduce(x, axis_name=params.axis_names)]
+def _after(y: Any, added: Sequence[Any], params: Params) -> list[jax.Array]:
+    """What follows the sum, in plain `lax`."""
+    y = _epilogue.add(y, added[: params.residual])
+    if params.norm is None:
+        return [y]
+    return [y, _norm.apply(params.norm, params.epsilon, y, *added[params.residual :])]
 
 
-def _not_fused(x, params, platform):
+def _reference(x, *added, params):
+    return _after(lax.psum(x, params.axis_names), added, params)
+
+
+def _not_fused(x, *added, params, platform):
     if x.dtype not in _product.CPU_DTYPES:
         return f"{x.dtype} operands, the kernels take {', '.join(_heap._DTYPES)}"
     if params.world > _product.MAX_RANKS:
@@ -107,25 +206,73 @@ def _not_fused(x, params, platform):
     return None
 
 
-def _lax_is_faster(x, params, platform, mesh):
+def _lax_is_faster(x, *added, params, platform, mesh):
     return _algorithm(x, params) < 0
 
 
-def _launch(x, params, platform, mesh, groups):
+def _number_of(x: Any, params: Params) -> int:
+    """The algorithm's, of a call that the kernels take."""
     algorithm = _algorithm(x, params)
-    if algorithm < 0:  # jflux.config.always
-        algorithm = ALGORITHMS.index("two_shot")
+    return algorithm if algorithm >= 0 else ALGORITHMS.index("two_shot")  # jflux.config.always
+
+
+def _adapt(x, *added, params, platform):
+    """Leaves to XLA what the kernels do not add or normalise."""
+    factors = added[params.residual :]
+    takes_residual = not params.residual or added[0].dtype == x.dtype
+    dtypes = {f.dtype for f in factors}
+    takes_norm = params.norm is None or (
+        ALGORITHMS[_number_of(x, params)] in ALGORITHMS[:2]
+        and len(dtypes) == 1
+        and dtypes <= {x.dtype, np.dtype(np.float32)}
+        and not (x.dtype == np.float64 and dtypes != {x.dtype})
+        and _jflux.all_reduce_fits_norm(x.size, _heap.dtype_number(x.dtype), x.shape[-1])
+    )
+    if takes_residual and takes_norm:
+        return None
+
+    def apart(x, *added):
+        if not takes_residual:
+            (y,) = _primitive.bind(x, params=params.alone())
+            return _after(y, added, params)
+        summed = dataclasses.replace(params.alone(), residual=params.residual)
+        (y,) = _primitive.bind(x, *added[: params.residual], params=summed)
+        return [y, _norm.apply(params.norm, params.epsilon, y, *added[params.residual :])]
+
+    return apart
+
+
+def _launch(x, *added, params, platform, mesh, groups):
+    algorithm = _number_of(x, params)
     if _ffi.lowers_for_here(mesh):
         number = _heap.dtype_number(np.dtype(x.dtype))
+        width = 0 if params.norm is None else x.shape[-1]
         channel_bytes = functools.partial(
-            _jflux.all_reduce_channel_bytes, params.world, x.size, number, algorithm
+            _jflux.all_reduce_channel_bytes, params.world, x.size, number, algorithm, width
         )
         _heap.reserve(platform, groups, "all_reduce", channel_bytes)
-    return {"algorithm": np.int64(algorithm)}
+    return {
+        "algorithm": np.int64(algorithm),
+        "epsilon": np.float64(params.epsilon),
+        "norm": np.int64(0 if params.norm is None else 1 + _norm.NAMES.index(params.norm)),
+        "residual": params.residual,
+    }
 
 
 def _batch(primitive, operands, dims, *, params):
-    return primitive.bind(*operands, params=params), dims
+    if len(operands) == 1:
+        return primitive.bind(*operands, params=params), dims
+    rows, factors = operands[: 1 + params.residual], operands[1 + params.residual :]
+    bind = functools.partial(primitive.bind, params=params)
+    if any(d is not None for d in dims[len(rows) :]):
+        return _product.batch_in_turn(bind, operands, dims)
+    size = next(a.shape[d] for a, d in zip(rows, dims, strict=False) if d is not None)
+    rows = [
+        jnp.broadcast_to(a, (size, *a.shape)) if d is None else jnp.moveaxis(a, d, 0)
+        for a, d in zip(rows, dims, strict=False)
+    ]
+    results = bind(*rows, *factors)
+    return results, [0] * len(results)
 
 
 def _transpose(cotangents, x, *, params):
@@ -143,8 +290,10 @@ _primitive = _ffi.make_primitive(
     reference=_reference,
     not_fused=_not_fused,
     lax_is_faster=_lax_is_faster,
+    adapt=_adapt,
     launch=_launch,
     batch=_batch,
     same_over=lambda params: params.axis_names,
 )
+# Alone it is linear; calls with a residual or a norm go through _fused.
 ad.deflinear2(_primitive, _transpose)

@@ -19,6 +19,7 @@
 #include "core/signal.h"
 #include "ops/all_gather_matmul/all_gather_matmul.h"
 #include "ops/all_reduce/all_reduce.h"
+#include "ops/exchange/exchange.h"
 #include "ops/matmul_reduce_scatter/matmul_reduce_scatter.h"
 #include "runtime/cpu_matmul.h"
 #include "runtime/fault.h"
@@ -187,7 +188,9 @@ class MatmulReduceScatterCall : public Call {
 
 class AllReduceCall : public AnyCall {
  public:
-  AllReduceCall(const AllReduceParams& p, uint32_t seed) : p_(p), sum_(p.count) {
+  AllReduceCall(const AllReduceParams& p, uint32_t seed)
+      : p_(p), residual_(p.dtype, RandomIntegers(p.residual ? p.count : 0, 15, seed * 100 + 90)) {
+    sum_ = p.residual ? RandomIntegers(p.count, 15, seed * 100 + 90) : Values(p.count);
     for (int rank = 0; rank < p.world; ++rank) {
       const Values x = RandomIntegers(p.count, 15, seed * 100 + rank);
       for (size_t i = 0; i < sum_.size(); ++i) sum_[i] += x[i];
@@ -208,15 +211,80 @@ class AllReduceCall : public AnyCall {
   }
 
  protected:
-  AllReduceArrays ArraysOf(int rank) {
-    return AllReduceArrays{x_[rank].bytes.data(), y_[rank].bytes.data()};
+  virtual AllReduceArrays ArraysOf(int rank) {
+    AllReduceArrays arrays{x_[rank].bytes.data(), y_[rank].bytes.data()};
+    if (p_.residual) arrays.residual = residual_.bytes.data();
+    return arrays;
   }
 
   const AllReduceParams p_;
+  Values sum_;
 
  private:
-  Values sum_;
+  Array residual_;
   std::vector<Array> x_, y_;
+};
+
+// Of pieces [outer][world][inner bytes] in x, in y, or in both. What is not summed is bytes.
+class ExchangeCall : public AnyCall {
+ public:
+  ExchangeCall(const ExchangeParams& p, uint32_t seed) : p_(p) {
+    std::mt19937 random(seed);
+    for (int rank = 0; rank < p.world; ++rank) {
+      const int64_t bytes = p.x.world * p.x.Bytes();
+      if (p.Sums()) {
+        values_.push_back(RandomIntegers(bytes / SizeOf(p.dtype), 15, seed * 100 + rank));
+        x_.push_back(Array(p.dtype, values_.back()).bytes);
+      } else {
+        x_.emplace_back(bytes);
+        for (char& c : x_.back()) c = static_cast<char>(random());
+      }
+      y_.emplace_back(p.y.world * p.y.Bytes(), kPoison);
+    }
+  }
+
+  PacketLayout Channel() const { return p_.Channel(); }
+  bool Run(const SymmetricView& view, uint32_t epoch, WaitContext ctx) override {
+    ctx.op = static_cast<uint32_t>(p_.op);
+    return ExchangeCpu(p_, ExchangeArrays{x_[view.rank].data(), y_[view.rank].data()}, view, epoch,
+                       ctx);
+  }
+  int64_t Wrong() const override {
+    int64_t wrong = 0;
+    for (int rank = 0; rank < p_.world; ++rank) wrong += p_.Sums() ? WrongSums(rank) : Moved(rank);
+    return wrong;
+  }
+
+ private:
+  // Byte b of a piece, by the definition of Pieces.
+  static int64_t At(const Pieces& pieces, int piece, int64_t b) {
+    return (b / pieces.inner * pieces.world + piece) * pieces.inner + b % pieces.inner;
+  }
+  int64_t Moved(int rank) const {
+    int64_t wrong = 0;
+    for (int src = 0; src < p_.world; ++src) {
+      for (int64_t b = 0; b < p_.x.Bytes(); ++b) {
+        const int piece = p_.op == OpId::kAllGather ? 0 : rank;
+        wrong += y_[rank][At(p_.y, src, b)] != x_[src][At(p_.x, piece, b)];
+      }
+    }
+    return wrong;
+  }
+  int64_t WrongSums(int rank) const {
+    const int64_t size = SizeOf(p_.dtype);
+    Values want(p_.y.Bytes() / size);
+    for (size_t i = 0; i < want.size(); ++i) {
+      const int64_t at = At(p_.x, rank, static_cast<int64_t>(i) * size) / size;
+      for (const Values& v : values_) want[i] += v[at];
+    }
+    Array got(p_.dtype, 0);
+    got.bytes = y_[rank];
+    return got.Wrong(want);
+  }
+
+  const ExchangeParams p_;
+  std::vector<Values> values_;
+  std::vector<std::vector<char>> x_, y_;
 };
 
 // One channel on every rank: data poisoned, signals as calls before `first_epoch` left them.

@@ -1,7 +1,9 @@
-// all_reduce: y = the sum of all ranks' x, of any shape, on every rank.
+// all_reduce: y = the sum of all ranks' x, of any shape, on every rank; and perhaps what follows it
+// in a model: a residual added to y, and y's rows normalised.
 //
 // What is computed (Params), how, where it lies in the heap, and the CPU back end's body; the CUDA
-// launcher is in all_reduce_cuda.h, and what both run in all_reduce_body.h. Python:
+// launcher is in all_reduce_cuda.h, and what both run in the *_body.h: all_reduce_body.h,
+// butterfly_body.h (two of the algorithms), norm_body.h (with rows normalised). Python:
 // jflux/_ops/all_reduce.py.
 #ifndef JFLUX_OPS_ALL_REDUCE_ALL_REDUCE_H_
 #define JFLUX_OPS_ALL_REDUCE_ALL_REDUCE_H_
@@ -18,24 +20,73 @@ namespace jflux {
 enum class AllReduceAlgorithm : int32_t {
   kOneShot = 0,  // all data to all ranks: one latency, (world - 1) times the data
   kTwoShot = 1,  // a reduce-scatter and an all-gather: two latencies, 2 (world - 1) / world times
+  // Between pairs of ranks, for links that do not join all of them; log2(world) steps and log2
+  // (world) times the data, or twice the steps and 2 (world - 1) / world times.
+  kHalfButterfly = 2,
+  kButterfly = 3,
 };
-inline constexpr int kAllReduceAlgorithms = 2;
+inline constexpr int kAllReduceAlgorithms = 4;
+JFLUX_HD constexpr bool IsButterfly(AllReduceAlgorithm a) {
+  return a == AllReduceAlgorithm::kHalfButterfly || a == AllReduceAlgorithm::kButterfly;
+}
+
+// What is done to each row of y. In the order of jflux/_ops/all_reduce.py.
+enum class Norm : int32_t {
+  kNone = 0,
+  kRms = 1,    // y / sqrt(mean(y^2) + epsilon) * scale
+  kLayer = 2,  // (y - mean(y)) / sqrt(variance(y) + epsilon) * scale + bias
+};
+inline constexpr int kNorms = 3;
+
+// The largest power of two up to `world`, and its logarithm.
+JFLUX_HD constexpr int PairingSteps(int world) {
+  return world >= 8 ? 3 : world >= 4 ? 2 : world >= 2;
+}
+
+// Shared memory that a CTA may take with a norm (norm_body.h).
+inline constexpr int kMostNormBytes = 200 << 10;
 
 struct AllReduceParams {
   int32_t world;
   int64_t count;  // elements
   DType dtype;
   AllReduceAlgorithm algorithm;
+  bool residual = false;
+  Norm norm = Norm::kNone;  // else one-shot or two-shot, of rows of whole units
+  int64_t width = 0;        // of a row, in elements
+  double epsilon = 0;
 
   JFLUX_HD int64_t Bytes() const { return count * SizeOf(dtype); }
   // Payloads of packets; the last one may not be full.
   JFLUX_HD int64_t Units() const { return CeilDiv(Bytes(), kPacketPayload); }
   // Two-shot: those that a rank sums for all (the last ranks may have fewer, or none).
   JFLUX_HD int64_t ShardUnits() const { return CeilDiv<int64_t>(Units(), world); }
+  // Packets for the sums of a unit, which are wider than 16-bit data.
+  JFLUX_HD int64_t SumPackets() const { return SizeOf(dtype) == 2 ? 2 : 1; }
+  // Butterfly: those that a rank of the pairing sums for all.
+  JFLUX_HD int64_t PairUnits() const {
+    return CeilDiv<int64_t>(Units(), int64_t{1} << PairingSteps(world));
+  }
 
-  // What a thread of many does is one of these.
+  // With a norm.
+  JFLUX_HD int64_t RowUnits() const { return width * SizeOf(dtype) / kPacketPayload; }
+  // Whether rows are whole units, and fit into kMostNormBytes.
+  bool FitsNorm() const {
+    return width > 0 && count % width == 0 && width * SizeOf(dtype) % kPacketPayload == 0 &&
+           RowUnits() * NormUnitBytes() <= kMostNormBytes;
+  }
+  // Of a unit of a row: scale and bias as wide numbers, and the sums.
+  int64_t NormUnitBytes() const { return 2 * SumPackets() * 8 + 8; }
+  JFLUX_HD int64_t RowCount() const { return Quotient(count, width); }
+  // Two-shot: rows of as many ranks, of which each sums one.
+  JFLUX_HD int64_t RowGroups() const { return CeilDiv<int64_t>(RowCount(), world); }
+
+  // What a thread of many does is one of these; with a norm, what a block of threads does.
   JFLUX_HD int64_t Work() const {
-    return algorithm == AllReduceAlgorithm::kOneShot ? Units() : ShardUnits();
+    const bool one = algorithm == AllReduceAlgorithm::kOneShot;
+    if (norm != Norm::kNone) return one ? RowCount() : RowGroups();
+    if (algorithm == AllReduceAlgorithm::kButterfly) return PairUnits();
+    return algorithm == AllReduceAlgorithm::kTwoShot ? ShardUnits() : Units();
   }
 
   uint32_t Signature() const {
@@ -45,18 +96,38 @@ struct AllReduceParams {
         .Add(count)
         .Add(static_cast<int64_t>(dtype))
         .Add(static_cast<int64_t>(algorithm))
+        .Add(residual)
+        .Add(static_cast<int64_t>(norm))
+        .Add(width)
         .Get();
   }
-  PacketLayout Channel() const {
-    // One-shot: of each source. Two-shot: of each source a part of the own shard, and its sum.
-    const int64_t each = algorithm == AllReduceAlgorithm::kOneShot ? Units() : 2 * ShardUnits();
-    return PacketLayout::For(world * each);
+  int64_t Packets() const {
+    const int64_t steps = PairingSteps(world), pairing = int64_t{1} << steps;
+    switch (algorithm) {
+      case AllReduceAlgorithm::kOneShot:  // of each source
+        return world * Units();
+      case AllReduceAlgorithm::kTwoShot:  // of each source a part of the own shard, and its sum
+        if (norm != Norm::kNone) return 2 * world * RowGroups() * RowUnits();
+        return 2 * world * ShardUnits();
+      case AllReduceAlgorithm::kHalfButterfly:  // an odd rank's data, sums of each step, the result
+        return (2 + steps * SumPackets()) * Units();
+      case AllReduceAlgorithm::kButterfly:
+        return (2 + steps * SumPackets()) * pairing * PairUnits();
+    }
+    return 0;
   }
+  PacketLayout Channel() const { return PacketLayout::For(Packets()); }
 };
 
 struct AllReduceArrays {
   const void* x;
   void* y;  // as many bytes; both 8-byte aligned
+  const void* residual = nullptr;
+  // With a norm. scale and bias [width] are float32, or of x's type.
+  void* normalised = nullptr;
+  const void* scale = nullptr;
+  const void* bias = nullptr;
+  bool wide_scale = false;  // float32 beside a 16-bit x
 };
 
 // With flags, data are twice as long on the link: beyond that NCCL is faster (docs/design/0006).

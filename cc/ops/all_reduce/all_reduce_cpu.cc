@@ -1,41 +1,42 @@
 // The CPU back end of all_reduce: one thread does a rank's part.
+#include <vector>
+
 #include "ops/all_reduce/all_reduce_body.h"
+#include "ops/all_reduce/butterfly_body.h"
+#include "ops/all_reduce/norm_body.h"
+#include "runtime/packet_call_cpu.h"
 
 namespace jflux {
 namespace {
 
+struct OneThread {
+  int thread() const { return 0; }
+  int threads() const { return 1; }
+  template <typename Wide>
+  Wide Sum(Wide v) const {
+    return v;
+  }
+};
+
 template <typename T>
 bool Run(const AllReduceParams& p, const AllReduceArrays& arrays, const PacketCall& call) {
-  return AllReduceBody<T>{p, arrays, call}.Run(0, 1);
-}
-
-bool RunAs(const AllReduceParams& p, const AllReduceArrays& arrays, const PacketCall& call) {
-  switch (p.dtype) {
-    case DType::kF16:
-      return Run<F16>(p, arrays, call);
-    case DType::kBF16:
-      return Run<BF16>(p, arrays, call);
-    case DType::kF32:
-      return Run<float>(p, arrays, call);
-    case DType::kF64:
-      return Run<double>(p, arrays, call);
+  if (p.norm != Norm::kNone) {
+    std::vector<uint64_t> memory(NormScratch<T>::Bytes(p.RowUnits()) / sizeof(uint64_t));
+    const auto scratch = NormScratch<T>::In(memory.data(), p.RowUnits());
+    return AllReduceNormBody<T, OneThread>{p, arrays, call, OneThread{}, scratch}.Run(0, 1);
   }
-  return false;
+  if (IsButterfly(p.algorithm)) return ButterflyBody<T>{p, arrays, call}.Run(0, 1);
+  return AllReduceBody<T>{p, arrays, call}.Run(0, 1);
 }
 
 }  // namespace
 
 bool AllReduceCpu(const AllReduceParams& p, const AllReduceArrays& arrays,
                   const SymmetricView& view, uint32_t epoch, const WaitContext& ctx) {
-  const PacketCall call{view, p.Channel(), epoch, p.Signature(), ctx, /*patience_ns=*/0};
-  for (int peer = 0; peer < p.world; ++peer) {
-    if (peer != view.rank) call.SendHello(peer);
-  }
-  if (!RunAs(p, arrays, call)) return false;
-  for (int peer = 0; peer < p.world; ++peer) {
-    if (peer != view.rank && !call.AwaitHello(peer)) return false;
-  }
-  return true;
+  return RunPackets(p, view, epoch, ctx, [&](const PacketCall& call) {
+    return WithNumbers(p.dtype,
+                       [&](auto number) { return Run<decltype(number)>(p, arrays, call); });
+  });
 }
 
 }  // namespace jflux

@@ -11,67 +11,121 @@
 namespace jflux {
 namespace {
 
-// x of this rank and the result y -> what to compute; empty if they do not fit together.
-std::optional<AllReduceParams> ParamsOf(int64_t algorithm, int64_t world, const ffi::AnyBuffer& x,
-                                        const ffi::AnyBuffer& y) {
+struct Call {
+  AllReduceParams params;
+  AllReduceArrays arrays;
+};
+
+// Operands x, residual if there is one, and with a norm scale and perhaps bias; results y and, with
+// a norm, the normalised. Empty if they do not fit together.
+std::optional<Call> CallOf(int64_t algorithm, double epsilon, int64_t norm, bool residual,
+                           int64_t world, const ffi::AnyBuffer& x, const ffi::RemainingArgs& rest,
+                           ffi::Result<ffi::AnyBuffer>& y, const ffi::RemainingRets& results) {
   const auto dtype = DTypeOf(x.element_type());
-  if (!dtype || y.element_type() != x.element_type()) return std::nullopt;
-  if (x.element_count() == 0 || y.element_count() != x.element_count()) return std::nullopt;
-  if (algorithm < 0 || algorithm >= kAllReduceAlgorithms) return std::nullopt;
-  return AllReduceParams{static_cast<int32_t>(world), static_cast<int64_t>(x.element_count()),
-                         *dtype, static_cast<AllReduceAlgorithm>(algorithm)};
+  const auto count = static_cast<int64_t>(x.element_count());
+  if (!dtype || count == 0) return std::nullopt;
+  if (algorithm < 0 || algorithm >= kAllReduceAlgorithms || norm < 0 || norm >= kNorms) {
+    return std::nullopt;
+  }
+  Call call{};
+  call.params = AllReduceParams{static_cast<int32_t>(world),
+                                count,
+                                *dtype,
+                                static_cast<AllReduceAlgorithm>(algorithm),
+                                residual,
+                                static_cast<Norm>(norm)};
+  AllReduceParams& p = call.params;
+  AllReduceArrays& arrays = call.arrays;
+  const auto like_x = [&](const ffi::AnyBuffer& b) {
+    return b.element_type() == x.element_type() && b.element_count() == x.element_count();
+  };
+  arrays.x = x.untyped_data();
+  arrays.y = y->untyped_data();
+  size_t next = 0;
+  if (!like_x(*y) || rest.size() < next + residual) return std::nullopt;
+  if (residual) {
+    const auto r = *rest.get<ffi::AnyBuffer>(next++);
+    if (!like_x(r)) return std::nullopt;
+    arrays.residual = r.untyped_data();
+  }
+  if (p.norm == Norm::kNone) {
+    if (rest.size() != next || results.size() != 0) return std::nullopt;
+    return call;
+  }
+  if (x.dimensions().size() == 0 || IsButterfly(p.algorithm)) return std::nullopt;
+  p.width = x.dimensions().back();
+  p.epsilon = epsilon;
+  if (!p.FitsNorm() || rest.size() <= next || rest.size() > next + 2 || results.size() != 1) {
+    return std::nullopt;
+  }
+  auto normalised = *results.get<ffi::AnyBuffer>(0);
+  if (!like_x(*normalised)) return std::nullopt;
+  arrays.normalised = normalised->untyped_data();
+  const auto scale = *rest.get<ffi::AnyBuffer>(next);
+  arrays.wide_scale = scale.element_type() != x.element_type();
+  if (arrays.wide_scale && scale.element_type() != ffi::F32) return std::nullopt;
+  for (size_t i = next; i < rest.size(); ++i) {
+    const auto factors = *rest.get<ffi::AnyBuffer>(i);
+    if (factors.element_type() != scale.element_type() ||
+        static_cast<int64_t>(factors.element_count()) != p.width) {
+      return std::nullopt;
+    }
+    (i == next ? arrays.scale : arrays.bias) = factors.untyped_data();
+  }
+  return call;
 }
 
 ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, int64_t algorithm,
-                ffi::Span<const int64_t> groups, int64_t, int64_t world, ffi::AnyBuffer x,
-                ffi::Result<ffi::AnyBuffer> y) {
-  const auto p = ParamsOf(algorithm, world, x, *y);
-  if (!p) return FailedFuture(InvalidArgument("all_reduce: operands do not fit"));
-  const AllReduceArrays arrays{x.untyped_data(), y->untyped_data()};
-
-  const int64_t bytes = p->Channel().TotalBytes();
+                double epsilon, ffi::Span<const int64_t> groups, int64_t norm, bool residual,
+                int64_t, int64_t world, ffi::AnyBuffer x, ffi::RemainingArgs rest,
+                ffi::Result<ffi::AnyBuffer> y, ffi::RemainingRets results) {
+  const auto call = CallOf(algorithm, epsilon, norm, residual, world, x, rest, y, results);
+  if (!call) return FailedFuture(InvalidArgument("all_reduce: operands do not fit"));
   return JoinFfiCall(
-      OpId::kAllReduce, *site, run_id, device, groups, world, bytes,
-      [p = *p, arrays](const SymmetricView& view, uint32_t epoch, const WaitContext& ctx) {
-        return AllReduceCpu(p, arrays, view, epoch, ctx);
+      OpId::kAllReduce, *site, run_id, device, groups, world, call->params.Channel().TotalBytes(),
+      [call = *call](const SymmetricView& view, uint32_t epoch, const WaitContext& ctx) {
+        return AllReduceCpu(call.params, call.arrays, view, epoch, ctx);
       });
 }
 
-// Attributes in alphabetical order, as Cpu() and Cuda() take them.
-constexpr auto Attributes = [](auto binding) {
+// Attributes in alphabetical order, operands and results, as Cpu() and Cuda() take them.
+constexpr auto Bindings = [](auto binding) {
   return std::move(binding)
       .template Attr<int64_t>("algorithm")
+      .template Attr<double>("epsilon")
       .template Attr<ffi::Span<const int64_t>>("groups")
+      .template Attr<int64_t>("norm")
+      .template Attr<bool>("residual")
       .template Attr<int64_t>("site")
-      .template Attr<int64_t>("world");
+      .template Attr<int64_t>("world")
+      .template Arg<ffi::AnyBuffer>()
+      .RemainingArgs()
+      .template Ret<ffi::AnyBuffer>()
+      .RemainingRets();
 };
 
 XLA_FFI_DEFINE_HANDLER(
     kCpu, Cpu,
-    Attributes(
-        ffi::Ffi::Bind().Ctx<ffi::State<CallSite>>().Ctx<ffi::RunId>().Ctx<ffi::DeviceOrdinal>())
-        .Arg<ffi::AnyBuffer>()
-        .Ret<ffi::AnyBuffer>());
+    Bindings(
+        ffi::Ffi::Bind().Ctx<ffi::State<CallSite>>().Ctx<ffi::RunId>().Ctx<ffi::DeviceOrdinal>()));
 
 #ifdef JFLUX_WITH_CUDA
-ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, int64_t algorithm,
-                ffi::Span<const int64_t> groups, int64_t site, int64_t world, ffi::AnyBuffer x,
-                ffi::Result<ffi::AnyBuffer> y) {
-  const auto p = ParamsOf(algorithm, world, x, *y);
-  if (!p) return InvalidArgument("all_reduce: operands do not fit");
-  const AllReduceArrays arrays{x.untyped_data(), y->untyped_data()};
+ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, int64_t algorithm, double epsilon,
+                ffi::Span<const int64_t> groups, int64_t norm, bool residual, int64_t site,
+                int64_t world, ffi::AnyBuffer x, ffi::RemainingArgs rest,
+                ffi::Result<ffi::AnyBuffer> y, ffi::RemainingRets results) {
+  const auto call = CallOf(algorithm, epsilon, norm, residual, world, x, rest, y, results);
+  if (!call) return InvalidArgument("all_reduce: operands do not fit");
   return LaunchCudaCall(
-      OpId::kAllReduce, ordinal, groups, world, [&](int) { return p->Channel(); },
+      OpId::kAllReduce, ordinal, groups, world, [&](int) { return call->params.Channel(); },
       [&](const CudaDevice& device, const SymmetricView& view, std::string* error) {
-        return LaunchAllReduce(*p, arrays, site, device, view, stream, error);
+        return LaunchAllReduce(call->params, call->arrays, site, device, view, stream, error);
       });
 }
 
 XLA_FFI_DEFINE_HANDLER(
     kCuda, Cuda,
-    Attributes(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().Ctx<ffi::DeviceOrdinal>())
-        .Arg<ffi::AnyBuffer>()
-        .Ret<ffi::AnyBuffer>(),
+    Bindings(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().Ctx<ffi::DeviceOrdinal>()),
     {ffi::Traits::kCmdBufferCompatible});
 #endif
 

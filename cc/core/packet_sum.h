@@ -1,0 +1,69 @@
+// Sums of what packets bring: in float32 (float64 for float64), in rank order, rounded once. So the
+// bits are the same on every rank and in each run.
+#ifndef JFLUX_CORE_PACKET_SUM_H_
+#define JFLUX_CORE_PACKET_SUM_H_
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "core/numbers.h"
+#include "core/packet.h"
+
+namespace jflux {
+
+// A packet's payload as numbers. T: BF16, F16 (core/numbers.h), float or double.
+template <typename T>
+struct PayloadSum {
+  using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
+  static constexpr int kCount = kPacketPayload / sizeof(T);
+  Wide value[kCount];
+
+  static JFLUX_HD PayloadSum Of(uint64_t payload) {
+    T numbers[kCount];
+    std::memcpy(numbers, &payload, sizeof(payload));
+    PayloadSum sum;
+    for (int i = 0; i < kCount; ++i) sum.value[i] = static_cast<Wide>(numbers[i]);
+    return sum;
+  }
+  JFLUX_HD void Add(const PayloadSum& other) {
+    for (int i = 0; i < kCount; ++i) value[i] += other.value[i];
+  }
+  JFLUX_HD uint64_t Rounded() const {
+    T numbers[kCount];
+    for (int i = 0; i < kCount; ++i) {
+      if constexpr (std::is_arithmetic_v<T>) {
+        numbers[i] = value[i];
+      } else {
+        numbers[i] = T::From(value[i]);
+      }
+    }
+    uint64_t payload;
+    std::memcpy(&payload, numbers, sizeof(payload));
+    return payload;
+  }
+};
+
+// Waits for packet index_of(k, src) from each peer, for k < K; total[k] is own[k] and these.
+template <typename T, int K, typename IndexOf>
+JFLUX_HD bool SumOverRanks(const PacketCall& call, const uint64_t (&own)[K],
+                           const bool (&wanted)[K], IndexOf&& index_of, PayloadSum<T> (&total)[K]) {
+  uint64_t payload[K][kMaxRanks];
+  if (!call.Await<K>(payload, [&](int k, int) { return wanted[k]; }, index_of)) return false;
+  JFLUX_UNROLL
+  for (int k = 0; k < K; ++k) {
+    const auto of = [&](int src) {
+      return PayloadSum<T>::Of(src == call.view.rank ? own[k] : payload[k][src]);
+    };
+    total[k] = of(0);
+    JFLUX_UNROLL
+    for (int src = 1; src < kMaxRanks; ++src) {
+      if (src < call.view.world) total[k].Add(of(src));
+    }
+  }
+  return true;
+}
+
+}  // namespace jflux
+
+#endif  // JFLUX_CORE_PACKET_SUM_H_

@@ -1,0 +1,62 @@
+// The exchanges, for one of the threads that share a rank's part: of a kernel's, or the CPU back
+// end's only one.
+#ifndef JFLUX_OPS_EXCHANGE_EXCHANGE_BODY_H_
+#define JFLUX_OPS_EXCHANGE_EXCHANGE_BODY_H_
+
+#include <cstdint>
+
+#include "core/packet_sum.h"
+#include "core/units.h"
+#include "ops/exchange/exchange.h"
+
+namespace jflux {
+
+// T: what is summed.
+template <typename T>
+struct ExchangeBody {
+  const ExchangeParams& p;
+  const ExchangeArrays& arrays;
+  const PacketCall& call;
+
+  // The part of thread `thread` of so many. False if a wait failed.
+  JFLUX_HD bool Run(int64_t thread, int64_t threads) const {
+    const int64_t units = p.Units();
+    const int rank = call.view.rank;
+    for (int64_t u = thread; u < units; u += threads) {
+      uint64_t piece = PieceFor(rank, u);
+      for (int d = 1; d < p.world; ++d) {
+        const int peer = (rank + d) % p.world;
+        if (p.op != OpId::kAllGather) piece = PieceFor(peer, u);
+        call.Send(peer, rank * units + u, piece);
+      }
+    }
+    for (int64_t u = thread; u < units; u += threads) {
+      const uint64_t own[1] = {PieceFor(rank, u)};
+      const auto index_of = [&](int, int src) { return src * units + u; };
+      if (p.Sums()) {
+        PayloadSum<T> total[1];
+        if (!SumOverRanks<T, 1>(call, own, {true}, index_of, total)) return false;
+        p.y.Store(arrays.y, 0, u, total[0].Rounded());
+        continue;
+      }
+      p.y.Store(arrays.y, rank, u, own[0]);
+      uint64_t payload[1][kMaxRanks];
+      if (!call.Await<1>(payload, [](int, int) { return true; }, index_of)) return false;
+      JFLUX_UNROLL
+      for (int src = 0; src < kMaxRanks; ++src) {
+        if (src < p.world && src != rank) p.y.Store(arrays.y, src, u, payload[0][src]);
+      }
+    }
+    return true;
+  }
+
+ private:
+  // Unit u of what `rank` is to have.
+  JFLUX_HD uint64_t PieceFor(int rank, int64_t u) const {
+    return p.x.Load(arrays.x, p.op == OpId::kAllGather ? 0 : rank, u);
+  }
+};
+
+}  // namespace jflux
+
+#endif  // JFLUX_OPS_EXCHANGE_EXCHANGE_BODY_H_

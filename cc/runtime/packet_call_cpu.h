@@ -1,0 +1,28 @@
+// How the CPU back end begins and ends a call that exchanges packets (core/packet.h).
+#ifndef JFLUX_RUNTIME_PACKET_CALL_CPU_H_
+#define JFLUX_RUNTIME_PACKET_CALL_CPU_H_
+
+#include <cstdint>
+
+#include "core/packet.h"
+
+namespace jflux {
+
+// body(call) -> false if a wait failed.
+template <typename Params, typename Body>
+bool RunPackets(const Params& p, const SymmetricView& view, uint32_t epoch, const WaitContext& ctx,
+                Body&& body) {
+  const PacketCall call{view, p.Channel(), epoch, p.Signature(), ctx, /*patience_ns=*/0};
+  for (int peer = 0; peer < p.world; ++peer) {
+    if (peer != view.rank) call.SendHello(peer);
+  }
+  if (!body(call)) return false;
+  for (int peer = 0; peer < p.world; ++peer) {
+    if (peer != view.rank && !call.AwaitHello(peer)) return false;
+  }
+  return true;
+}
+
+}  // namespace jflux
+
+#endif  // JFLUX_RUNTIME_PACKET_CALL_CPU_H_

@@ -1,0 +1,284 @@
+"""all_gather, all_to_all and reduce_scatter: wrappers, gradients, and how they lower. Kernels:
+cc/ops/exchange."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.interpreters import ad
+
+from .. import _ffi, _heap, _jflux, _mesh, reference
+from .._mesh import AxisName
+from . import _product
+
+#: Above so many bytes that reach a rank, `lax` is faster (docs/design/0006).
+MOST_BYTES = 4 << 20
+
+
+_LESS_THAN_BYTES = ("int2", "int4", "uint2", "uint4", "float4")
+
+
+@dataclasses.dataclass(frozen=True)
+class Params:
+    """A call, less its operand. In the primitives pieces are always parts of a dimension (lax's
+    ``tiled=True``)."""
+
+    axis_names: tuple[Any, ...]
+    world: int
+    split: int | None  # the dimension of x that pieces are parts of; None: x is one piece
+    concat: int | None  # likewise of y
+
+    def y_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        y = list(shape)
+        if self.split is not None:
+            y[self.split] //= self.world
+        if self.concat is not None:
+            y[self.concat] *= self.world
+        return tuple(y)
+
+
+def all_gather(x: Any, *, axis_name: AxisName, axis: int = 0, tiled: bool = False) -> Any:
+    """``lax.all_gather(x, axis_name, axis=axis, tiled=tiled)``, with the latency of one exchange
+    where x is small.
+
+    Inside ``jax.shard_map``, per rank along `axis_name`: all ranks' x, in rank order, in packets as
+    :func:`jflux.all_reduce` sends them. Where more than 4 MiB would reach a rank it is `lax`'s.
+    Differentiable like `lax`'s: the gradient is reduce-scattered.
+
+    Args:
+      x: an array of any shape and type, or a pytree of such, each of which is one call.
+      axis_name: a mesh axis, or a tuple of them.
+      axis: the dimension of the result that the ranks make.
+      tiled: whether that is x's own, N times as long, and not a new one of size N.
+
+    Returns:
+      [.., N, ..], or x's shape with dimension `axis` N times as long. It varies over `axis_name`
+      as far as ``check_vma=True`` can tell, as lax.all_gather's does.
+
+    Raises:
+      ValueError: for a dimension that x has not, when the call is traced; on GPUs, when it is
+        lowered, for one that the symmetric heap has no room for.
+      NameError: outside ``shard_map``.
+      NotImplementedError: when it is lowered with ``jflux.config.strict``, for one that no kernel
+        takes.
+      jax.errors.JaxRuntimeError: a peer did not come within the deadline (see :func:`jflux.init`).
+    """
+
+    def one(x: jax.Array) -> jax.Array:
+        at = _dimension("all_gather", "axis", axis, x.ndim + (not tiled))
+        return _bind("all_gather", x if tiled else jnp.expand_dims(x, at), axis_name, None, at)
+
+    plain = functools.partial(
+        reference.all_gather, axis_name=axis_name, axis=axis, tiled=tiled
+    )
+    return _each("all_gather", axis_name, plain, one, x)
+
+
+def reduce_scatter(
+    x: Any, *, axis_name: AxisName, scatter_dimension: int = 0, tiled: bool = False
+) -> Any:
+    """``lax.psum_scatter(x, axis_name, scatter_dimension=..., tiled=...)``, with the latency of one
+    exchange where x is small.
+
+    Inside ``jax.shard_map``, per rank along `axis_name`: the rank's piece of the sum of all ranks'
+    x, in float32 (float64 for float64), in rank order, rounded once. Sizes, errors and gradients
+    are as for :func:`jflux.all_gather`, which is its transpose.
+
+    Args:
+      x: an array of float16, bfloat16, float32 or float64 (other types take the reference), or a
+        pytree of such, each of which is one call.
+      axis_name: a mesh axis, or a tuple of them.
+      scatter_dimension: the dimension of x that the pieces are parts of.
+      tiled: whether N divides that dimension, and not is it: then the result has no such one.
+
+    Returns:
+      x's shape with that dimension divided by N, or without it.
+    """
+
+    def one(x: jax.Array) -> jax.Array:
+        at = _dimension("reduce_scatter", "scatter_dimension", scatter_dimension, x.ndim)
+        _check_pieces("reduce_scatter", x, at, _mesh.axis_size(axis_name), tiled)
+        y = _bind("reduce_scatter", x, axis_name, at, None)
+        return y if tiled else jnp.squeeze(y, at)
+
+    plain = functools.partial(
+        reference.reduce_scatter,
+        axis_name=axis_name,
+        scatter_dimension=scatter_dimension,
+        tiled=tiled,
+    )
+    return _each("reduce_scatter", axis_name, plain, one, x)
+
+
+def all_to_all(
+    x: Any, *, axis_name: AxisName, split_axis: int, concat_axis: int, tiled: bool = False
+) -> Any:
+    """``lax.all_to_all(x, axis_name, split_axis, concat_axis, tiled=tiled)``, with the latency of
+    one exchange where x is small.
+
+    Inside ``jax.shard_map``, per rank along `axis_name`: x is split into N pieces along
+    `split_axis`, piece r goes to rank r, and what has come is put together along `concat_axis` in
+    rank order. Sizes, errors and gradients are as for :func:`jflux.all_gather`; it is its own
+    transpose, with the axes swapped.
+
+    Args:
+      x: an array of any type, or a pytree of such, each of which is one call.
+      axis_name: a mesh axis, or a tuple of them.
+      split_axis: the dimension of x that the pieces are parts of.
+      concat_axis: the dimension of the result that they make.
+      tiled: whether N divides the one dimension and multiplies the other. If not, x[split_axis] has
+        size N and goes, and `concat_axis` is a new dimension of size N.
+    """
+
+    def by_tiles(x: jax.Array, split: int, concat: int) -> jax.Array:
+        return _bind("all_to_all", x, axis_name, split, concat)
+
+    def one(x: jax.Array) -> jax.Array:
+        split = _dimension("all_to_all", "split_axis", split_axis, x.ndim)
+        concat = _dimension("all_to_all", "concat_axis", concat_axis, x.ndim)
+        _check_pieces("all_to_all", x, split, _mesh.axis_size(axis_name), tiled)
+        if tiled:
+            return by_tiles(x, split, concat)
+        return reference.untiled(by_tiles, x, split, concat)
+
+    plain = functools.partial(
+        reference.all_to_all,
+        axis_name=axis_name,
+        split_axis=split_axis,
+        concat_axis=concat_axis,
+        tiled=tiled,
+    )
+    return _each("all_to_all", axis_name, plain, one, x)
+
+
+def _each(op: str, axis_name: AxisName, plain: Callable[..., Any], one: Any, x: Any) -> Any:
+    if _product.is_plain(op, axis_name):
+        return plain(x)
+    return jax.tree.map(lambda array: one(jnp.asarray(array)), x)
+
+
+def _dimension(op: str, name: str, dimension: int, ndim: int) -> int:
+    """Not negative."""
+    if not -ndim <= dimension < ndim:
+        raise ValueError(f"jflux.{op}: {name}={dimension} of {ndim} dimensions")
+    return dimension % ndim
+
+
+def _check_pieces(op: str, x: Any, dimension: int, world: int, tiled: bool) -> None:
+    size = x.shape[dimension]
+    if size % world if tiled else size != world:
+        expected = f"a multiple of the {world} ranks" if tiled else f"the {world} ranks, untiled"
+        raise ValueError(
+            f"jflux.{op}: x has shape {tuple(x.shape)}, and its dimension {dimension} must be "
+            f"{expected}"
+        )
+
+
+def _bind(
+    op: str, x: jax.Array, axis_name: AxisName, split: int | None, concat: int | None
+) -> jax.Array:
+    params = Params(_mesh.as_tuple(axis_name), _mesh.axis_size(axis_name), split, concat)
+    (x,) = _mesh.vary_together(axis_name, x)
+    (y,) = _primitives[op].bind(x, params=params)
+    return y
+
+
+def _in_bytes(x: Any, params: Params) -> dict[str, np.int64]:
+    """How one piece lies in x and in y: [outer][world][inner bytes] (cc/core/units.h)."""
+    piece = list(x.shape)
+    if params.split is not None:
+        piece[params.split] //= params.world
+    sides = {}
+    for name, dimension in (("x", params.split), ("y", params.concat)):
+        at = 0 if dimension is None else dimension
+        sides[f"{name}_outer"] = np.int64(math.prod(piece[:at]))
+        sides[f"{name}_inner"] = np.int64(math.prod(piece[at:]) * x.dtype.itemsize)
+    return sides
+
+
+def _result(x, params):
+    return [(params.y_shape(x.shape), x.dtype)]
+
+
+def _bytes_that_reach_a_rank(x: Any, params: Params) -> int:
+    pieces = x.size * x.dtype.itemsize
+    return pieces * params.world if params.split is None else pieces
+
+
+def _lax_is_faster(x, params, platform, mesh):
+    return _bytes_that_reach_a_rank(x, params) > MOST_BYTES
+
+
+def _not_fused(x, params, platform, sums):
+    if params.world > _product.MAX_RANKS:
+        return f"{params.world} ranks, the kernels take up to {_product.MAX_RANKS}"
+    if sums and x.dtype not in _product.CPU_DTYPES:
+        return f"{x.dtype} operands, the kernels take {', '.join(_heap._DTYPES)}"
+    if x.dtype.name.startswith(_LESS_THAN_BYTES):
+        return f"{x.dtype} operands, the kernels take whole bytes"
+    return None
+
+
+def _launch(x, params, platform, mesh, groups, op):
+    sides = _in_bytes(x, params)
+    if _ffi.lowers_for_here(mesh):
+        piece = int(sides["x_outer"] * sides["x_inner"])
+        channel_bytes = functools.partial(_jflux.exchange_channel_bytes, params.world, piece)
+        _heap.reserve(platform, groups, op, channel_bytes)
+    return sides
+
+
+def _batch(primitive, operands, dims, *, params):
+    x = jnp.moveaxis(operands[0], dims[0], 0)
+    split, concat = (None if d is None else d + 1 for d in (params.split, params.concat))
+    params = dataclasses.replace(params, split=split, concat=concat)
+    return primitive.bind(x, params=params), [0]
+
+
+def _transpose(cotangents, x, *, params, transposed):
+    (ct,) = cotangents
+    if type(ct) is ad.Zero:
+        return [ad.Zero(x.aval)]
+    params = dataclasses.replace(params, split=params.concat, concat=params.split)
+    return _primitives[transposed].bind(ct, params=params)
+
+
+def _make(op: str, transposed: str, plain: Callable[[Any, Params], jax.Array]) -> Any:
+    primitive = _ffi.make_primitive(
+        op,
+        abstract_eval=_result,
+        reference=lambda x, params: [plain(x, params)],
+        not_fused=functools.partial(_not_fused, sums=op == "reduce_scatter"),
+        lax_is_faster=_lax_is_faster,
+        launch=functools.partial(_launch, op=op),
+        batch=_batch,
+    )
+    ad.deflinear2(primitive, functools.partial(_transpose, transposed=transposed))
+    return primitive
+
+
+_primitives = {
+    "all_gather": _make(
+        "all_gather",
+        "reduce_scatter",
+        lambda x, p: lax.all_gather(x, p.axis_names, axis=p.concat, tiled=True),
+    ),
+    "reduce_scatter": _make(
+        "reduce_scatter",
+        "all_gather",
+        lambda x, p: lax.psum_scatter(x, p.axis_names, scatter_dimension=p.split, tiled=True),
+    ),
+    "all_to_all": _make(
+        "all_to_all",
+        "all_to_all",
+        lambda x, p: lax.all_to_all(x, p.axis_names, p.split, p.concat, tiled=True),
+    ),
+}
