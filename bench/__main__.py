@@ -22,13 +22,13 @@ os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", ".6")
 
 
-def parse(description: str | None) -> argparse.Namespace:
+def parse(description: str | None, lists: str = "flux") -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--processes", type=int, default=1, help="1, or one for each rank")
-    parser.add_argument("--lists", default="flux", help="of bench/shapes.py, comma-separated")
+    parser.add_argument("--lists", default=lists, help="which shapes, comma-separated")
     parser.add_argument(
         "--peers", default="", help="of bench/peers.py, comma-separated: pallas, torch"
     )

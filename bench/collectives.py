@@ -3,11 +3,11 @@
 python -m bench.collectives --ranks 2 --out bench/results/2xh200_collectives.json
 python -m bench.collectives --ranks 2 --processes 2 ...      one process per GPU
 
-A contestant is a jitted loop over a chain of calls, each of which takes the last one's result. XLA
-puts jflux's kernels into one CUDA graph; its own collectives it launches one by one, unless it is
-told otherwise (--xla_gpu_enable_command_buffer). Contestants take turns, round after round; the
-median counts. (Numbers grow from call to call, and end as infinities: how long a call takes does
-not depend on them.)
+A contestant is a jitted loop over a chain of calls, each of which takes the last one's result. S is
+XLA's own collective, which XLA launches call by call unless it is told otherwise; C is the same
+program with XLA's collectives in a CUDA graph too, as jflux's kernels always are. Contestants take
+turns, round after round; the median counts. (Numbers grow from call to call, and end as infinities:
+how long a call takes does not depend on them.)
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -30,76 +30,199 @@ from jflux._ops.all_reduce import ALGORITHMS
 
 from . import __main__ as bench
 
+KiB = 1 << 10
 SIZES = [512 << i for i in (0, 2, 4, 6, 8, 9, 10, 11, 12, 13, 14, 15, 17)]  # bytes: to 64 MiB
+EXCHANGED = [KiB << i for i in (0, 2, 4, 6, 8, 10, 12)]
+NORM_ROWS, NORM_WIDTH = (1, 16, 64, 128), 8192
 CHAIN = 40
-WIDTH = 512  # bytes of a row
+WIDTH = 256  # elements of a row, else
+
+#: What XLA is told for C: all that it can put into a CUDA graph.
+CAPTURED = {
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,"
+    "DYNAMIC_SLICE_FUSION,COLLECTIVES,CONDITIONAL,WHILE"
+}
+
+Step = Callable[..., Any]
 
 
-def contestants(size: int) -> dict[str, Callable[[jax.Array], jax.Array]]:
-    """S: XLA's psum; J: jflux; and each of its algorithms, up to where they lose by far."""
-    found: dict[str, Callable[[jax.Array], jax.Array]] = {
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Calls of one op and size: each contestant's step, arrays [rows, ...] -> as many."""
+
+    op: str
+    bytes: int  # of an all-reduce's x, or of what the exchanges move, the own part too
+    rows: int
+    width: int
+    operands: int
+    steps: Mapping[str, Step]  # S among them
+    calls: int = 1  # of a step
+
+    def shapes(self, ranks: int) -> list[tuple[int, int]]:
+        return [(ranks * self.rows, self.width)] * self.operands
+
+
+def _all_reduce(size: int) -> Case:
+    steps: dict[str, Step] = {
         "S": lambda x: jflux.reference.all_reduce(x, axis_name="tp"),
         "J": lambda x: jflux.all_reduce(x, axis_name="tp"),
     }
     if size <= 16 << 20:
-        for algorithm in ALGORITHMS:
-            found[algorithm] = functools.partial(
+        for algorithm in ALGORITHMS[:2]:
+            steps[algorithm] = functools.partial(
                 jflux.all_reduce, axis_name="tp", algorithm=algorithm
             )
-    return found
+    return Case("all_reduce", size, size // (2 * WIDTH), WIDTH, 1, steps)
 
 
-def loop(op: Callable[[jax.Array], jax.Array], turns: int) -> Callable[[jax.Array], jax.Array]:
-    """So many times CHAIN calls."""
+def _normalised(rows: int) -> Case:
+    """A residual and RMSNorm after the sum: S by XLA, J in the kernel, `apart` by XLA after jflux's
+    sum, `alone` without them."""
+    scale = jnp.full(NORM_WIDTH, 0.1, jnp.bfloat16)
 
-    def chain(_: Any, x: jax.Array) -> jax.Array:
+    def step(module: Any, x: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
+        norm = jflux.RMSNorm(scale)
+        total, normalised = module.all_reduce(x, axis_name="tp", residual=residual, norm=norm)
+        return normalised, total
+
+    def apart(x: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
+        total = jflux.all_reduce(x, axis_name="tp") + residual
+        wide = total.astype(jnp.float32)
+        factor = jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-6)
+        return (wide * factor * scale.astype(jnp.float32)).astype(x.dtype), total
+
+    def alone(x: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jflux.all_reduce(x, axis_name="tp"), residual
+
+    steps = {
+        "S": functools.partial(step, jflux.reference),
+        "J": functools.partial(step, jflux),
+        "apart": apart,
+        "alone": alone,
+    }
+    return Case("all_reduce + RMSNorm", 2 * rows * NORM_WIDTH, rows, NORM_WIDTH, 2, steps)
+
+
+def _of_rows(size: int, ranks: int) -> int:
+    """How many rows of WIDTH that is, as a multiple of the ranks."""
+    return -(-size // (ranks * 2 * WIDTH)) * ranks
+
+
+def _both(step: Any) -> dict[str, Step]:
+    return {
+        name: functools.partial(step, module)
+        for name, module in (("S", jflux.reference), ("J", jflux))
+    }
+
+
+def _exchange_pair(size: int, ranks: int) -> Case:
+    """An all_gather and a reduce_scatter in turn, since one undoes what the other does to the
+    shape."""
+
+    def step(module: Any, x: jax.Array) -> jax.Array:
+        gathered = module.all_gather(x, axis_name="tp", tiled=True)
+        return module.reduce_scatter(gathered, axis_name="tp", tiled=True)
+
+    rows = _of_rows(size, ranks)
+    op, bytes_ = "all_gather, reduce_scatter", rows * 2 * WIDTH
+    return Case(op, bytes_, rows // ranks, WIDTH, 1, _both(step), calls=2)
+
+
+def _all_to_all(size: int, ranks: int) -> Case:
+    def step(module: Any, x: jax.Array) -> jax.Array:
+        return module.all_to_all(x, axis_name="tp", split_axis=0, concat_axis=0, tiled=True)
+
+    rows = _of_rows(size, ranks)
+    return Case("all_to_all", rows * 2 * WIDTH, rows, WIDTH, 1, _both(step))
+
+
+LISTS: dict[str, Callable[[int], Iterator[Case]]] = {
+    "all_reduce": lambda ranks: map(_all_reduce, SIZES),
+    "norm": lambda ranks: map(_normalised, NORM_ROWS),
+    "pair": lambda ranks: (_exchange_pair(size, ranks) for size in EXCHANGED),
+    "all_to_all": lambda ranks: (_all_to_all(size, ranks) for size in EXCHANGED),
+}
+
+
+def loop(step: Step, turns: int) -> Step:
+    """So many times CHAIN steps."""
+
+    def chain(_: Any, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         for _ in range(CHAIN):
-            x = op(x)
-        return x
+            result = step(*arrays)
+            arrays = result if isinstance(result, tuple) else (result,)
+        return arrays
 
-    return lambda x: jax.lax.fori_loop(0, turns, chain, x)
+    return lambda *arrays: jax.lax.fori_loop(0, turns, chain, arrays)
 
 
-def measure(size: int, mesh: Mesh, rounds: int) -> dict[str, Any]:
+def _collectives(text: str) -> int:
+    """XLA's own, in a compiled program."""
+    names = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
+    return sum(text.count(f" {name}(") + text.count(f" {name}-start(") for name in names)
+
+
+def measure(case: Case, mesh: Mesh, rounds: int) -> dict[str, Any]:
     """One row."""
-    ranks = mesh.devices.size
-    turns = 10 if size <= 1 << 20 else 2
-    shape = (ranks * size // WIDTH, WIDTH // 2)
-    x = _trial.normal(mesh, P("tp", None), shape, jnp.bfloat16, seed=0)
+    turns = 10 if case.bytes <= 1 << 20 else 2
+    specs = (P("tp", None),) * case.operands
+    operands = [
+        _trial.normal(mesh, spec, shape, jnp.bfloat16, seed=seed)
+        for seed, (spec, shape) in enumerate(
+            zip(specs, case.shapes(mesh.devices.size), strict=True)
+        )
+    ]
+    gpu = mesh.devices.flat[0].platform != "cpu"
     runs = {}
-    for name, op in contestants(size).items():
-        program = _trial.compiled(loop(op, turns), mesh, P("tp", None), P("tp", None), x)
-        text = program.as_text()
-        if name == "S" and text.count(" all-reduce(") + text.count(" all-reduce-start(") != CHAIN:
+    for name, step in case.steps.items():
+        program = _trial.compiled(loop(step, turns), mesh, specs, specs, *operands)
+        if name == "S" and _collectives(program.as_text()) != CHAIN * case.calls:
             raise RuntimeError("XLA has left out some of the calls: the benchmark is wrong")
-        runs[name] = _trial.run_of(program, x)
-    timings = _trial.interleave(runs, turns * CHAIN, rounds)
-    return {"bytes": size} | {name: dataclasses.asdict(t) for name, t in timings.items()}
+        runs[name] = _trial.run_of(program, *operands)
+        if name == "S" and gpu:
+            captured = _trial.compiled(
+                loop(step, turns), mesh, specs, specs, *operands, options=CAPTURED
+            )
+            runs["C"] = _trial.run_of(captured, *operands)
+    timings = _trial.interleave(runs, turns * CHAIN * case.calls, rounds)
+    return {"op": case.op, "bytes": case.bytes} | {
+        name: dataclasses.asdict(t) for name, t in timings.items()
+    }
 
 
-NAMES = ("S", "J", *ALGORITHMS)
+#: The columns of an op's table beside S, C and J.
+OTHERS = {"all_reduce": ALGORITHMS[:2], "all_reduce + RMSNorm": ("apart", "alone")}
+
+
+def columns(op: str) -> list[str]:
+    times = [f"{name} us" for name in ("S", "C", "J", *OTHERS.get(op, ()))]
+    return ["bytes", *times, "J / S", "J / C"]
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    times = [f"{row[n]['median'] * 1e6:.1f}" if n in row else "" for n in NAMES]
-    return [str(row["bytes"]), *times, f"{row['J']['median'] / row['S']['median']:.2f}"]
-
-
-COLUMNS = ("bytes", "S us", "J us", *(f"{a} us" for a in ALGORITHMS), "J / S")
+    names = ("S", "C", "J", *OTHERS.get(row["op"], ()))
+    times = [f"{row[n]['median'] * 1e6:.1f}" if n in row else "" for n in names]
+    ratios = [
+        f"{row['J']['median'] / row[n]['median']:.2f}" if n in row else "" for n in ("S", "C")
+    ]
+    return [str(row["bytes"]), *times, *ratios]
 
 
 def main() -> int:
-    args = bench.parse(__doc__)
+    args = bench.parse(__doc__, lists=",".join(LISTS))
     if args.processes > 1 and args.process is None:
         return bench.spawn(args, "bench.collectives")
     bench.initialize(args)
     jflux.init(heap_bytes=1 << 30)
     jflux.config.update(strict=True)
     mesh = Mesh(np.array(jax.devices()[: args.ranks]), ("tp",))
-    rows = []
-    print(" | ".join(COLUMNS), flush=True)
-    for size in SIZES:
-        rows.append(measure(size, mesh, args.rounds))
+    rows: list[dict[str, Any]] = []
+    op = None
+    for case in (case for name in args.lists.split(",") for case in LISTS[name](args.ranks)):
+        if case.op != op:
+            op = case.op
+            print(f"{op}: {' | '.join(columns(op))}", flush=True)
+        rows.append(measure(case, mesh, args.rounds))
         print(" | ".join(cells(rows[-1])), flush=True)
         if args.out is not None and jax.process_index() == 0:
             result = {"machine": bench.machine(args.ranks, args.processes), "collectives": rows}

@@ -70,10 +70,17 @@ def loop(op: Callable[[jax.Array, jax.Array], jax.Array], iterations: int) -> Ca
     return run
 
 
-def compiled(f: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any, *args: Any) -> Any:
-    """A function of one rank, compiled for these operands."""
+def compiled(
+    f: Callable[..., Any],
+    mesh: Mesh,
+    in_specs: Any,
+    out_specs: Any,
+    *args: Any,
+    options: Mapping[str, Any] | None = None,
+) -> Any:
+    """A function of one rank, compiled for these operands, with these options of XLA."""
     mapped = jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-    return jax.jit(mapped).lower(*args).compile()
+    return jax.jit(mapped).lower(*args).compile(compiler_options=options)
 
 
 def run_of(program: Callable[..., Any], *args: Any) -> Callable[[], None]:

@@ -72,11 +72,11 @@ def test_integers_are_exact(algorithm):
 
 
 def test_algorithms_agree_to_the_bit():
+    """In rank order, or in pairs."""
     mesh, x = make_mesh((RANKS,)), normal(0, (RANKS, 12345), jnp.bfloat16)
-    results = {
-        run(jax.jit(per_device(mesh, _reduce(algorithm=a))), x).tobytes() for a in ALGORITHMS
-    }
-    assert len(results) == 1
+    for same in (ALGORITHMS[:2], ALGORITHMS[2:]):
+        results = {run(jax.jit(per_device(mesh, _reduce(algorithm=a))), x).tobytes() for a in same}
+        assert len(results) == 1
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -193,8 +193,8 @@ def test_a_loop_with_new_inputs():
 
     def body(x):
         def step(i, x):
-            y = _reduce(algorithm=ALGORITHMS[0])(x) / RANKS
-            z = _reduce(algorithm=ALGORITHMS[1])(y * y) / RANKS  # which is y * y again
+            y = _reduce(algorithm="one_shot")(x) / RANKS
+            z = _reduce(algorithm="two_shot")(y * y) / RANKS  # which is y * y again
             rank = jax.lax.axis_index("tp").astype(np.float32)
             return jnp.sqrt(z) + rank - (RANKS - 1) / 2
 
@@ -212,6 +212,219 @@ def test_a_loop_with_new_inputs():
     if PLATFORM == "gpu":
         kernels = 2 * 2 * RANKS * steps  # two runs
         assert _jflux.cuda_launches() - start <= kernels / 4
+
+
+# ---- What follows the sum ------------------------------------------------------------------------
+
+
+NORMS = (None, "rms", "layer", "layer without bias")
+
+
+def _norm(kind, scale, bias):
+    if kind is None:
+        return None
+    if kind == "rms":
+        return jflux.RMSNorm(scale, epsilon=1e-3)
+    return jflux.LayerNorm(scale, bias if kind == "layer" else None, epsilon=1e-3)
+
+
+def _normalised(kind, y, scale, bias):
+    """In float64."""
+    if kind != "rms":
+        y = y - y.mean(-1, keepdims=True)
+    y = y / np.sqrt((y * y).mean(-1, keepdims=True) + 1e-3) * scale
+    return y + bias if kind == "layer" else y
+
+
+def _after(shape, dtype, factor_dtype=np.float32):
+    """x of each rank; residual, scale and bias of all."""
+    width = shape[-1:]
+    return (
+        normal(0, (RANKS, *shape), dtype),
+        normal(1, shape, dtype),
+        normal(2, width, factor_dtype),
+        normal(3, width, factor_dtype),
+    )
+
+
+def _over_ranks(mesh, f, **options):
+    """f(x, residual, scale, bias) per rank, of which x alone differs."""
+    specs = (P("tp"), P(), P(), P())
+    return jax.shard_map(
+        lambda x, *rest: f(x[0], *rest), mesh=mesh, in_specs=specs, out_specs=P(), **options
+    )
+
+
+@pytest.mark.parametrize("algorithm", [None, *ALGORITHMS])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", NORMS, ids=str)
+def test_residual_and_norm(kind, dtype, algorithm):
+    """Rows that the kernels normalise, and some that they leave to XLA (13 wide)."""
+    mesh = make_mesh((RANKS,))
+    factors = np.float64 if dtype == np.float64 else np.float32
+    for with_residual, shape in ((True, (5, 64)), (False, (RANKS, 2, 4096)), (True, (7, 13))):
+        for factor_dtype in (factors, dtype):
+            operands = _after(shape, dtype, factor_dtype)
+
+            def f(x, residual, scale, bias, with_residual=with_residual):
+                residual = residual if with_residual else None
+                return jax.tree.leaves(
+                    jflux.all_reduce(
+                        x, axis_name="tp", residual=residual, norm=_norm(kind, scale, bias),
+                        algorithm=algorithm,
+                    )
+                )  # fmt: skip
+
+            with x64_if(dtype):
+                got = run(jax.jit(_over_ranks(mesh, f)), *operands)
+            x, residual, scale, bias = (a.astype(np.float64) for a in operands)
+            want = x.sum(0) + with_residual * residual
+            size = abs(x).sum(0) + with_residual * abs(residual)
+            testing.assert_close(got[0], want, size, dtype, RANKS)
+            assert len(got) == 1 + (kind is not None)
+            if kind is not None:
+                # Of the sum as it was rounded.
+                want = _normalised(kind, got[0].astype(np.float64), scale, bias)
+                testing.assert_close(got[1], want, abs(want) + abs(scale) + 1, dtype, shape[-1])
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize("kind", NORMS, ids=str)
+def test_gradients_of_residual_and_norm(kind, check_vma):
+    """Against those of the reference, in float64, in both modes; and of each operand alone."""
+    mesh, shape = make_mesh((RANKS,)), (3, 16)
+    with jax.enable_x64(True):
+        operands = [a.astype(np.float64) for a in _after(shape, np.float64)]
+        weights = [normal(10 + i, shape, np.float64) for i in range(2)]
+
+        def loss(module):
+            def f(x, residual, scale, bias):
+                results = module.all_reduce(
+                    x, axis_name="tp", residual=residual, norm=_norm(kind, scale, bias)
+                )
+                leaves = jax.tree.leaves(results)
+                return sum(jnp.sum(w * y * y) for w, y in zip(weights, leaves, strict=False))
+
+            return _over_ranks(mesh, f, check_vma=check_vma)
+
+        tangents = [normal(20 + i, a.shape, np.float64) for i, a in enumerate(operands)]
+        for which in ((0, 1, 2, 3), (0,), (1,), (2,)):
+            got, want = (
+                jax.jit(jax.grad(loss(m), argnums=which))(*operands)
+                for m in (jflux, jflux.reference)
+            )
+            for g, w in zip(got, want, strict=True):
+                np.testing.assert_allclose(g, w, rtol=1e-9, atol=1e-9)
+        got, want = (
+            jax.jit(lambda a, t, f=loss(m): jax.jvp(f, tuple(a), tuple(t)))(operands, tangents)
+            for m in (jflux, jflux.reference)
+        )
+        np.testing.assert_allclose(got, want, rtol=1e-9)
+
+
+def test_transforms_of_residual_and_norm():
+    mesh, shape = make_mesh((RANKS,)), (4, 3, 32)
+    operands = _after(shape, np.float32)
+    for name, in_axes, out_axes in (
+        ("all", (0, 0, None, None), 0),
+        ("the middle", (1, 1, None, None), 1),
+        ("x alone", (0, None, None, None), 0),
+        ("residual alone", (None, 0, None, None), 0),
+        ("factors too", (0, 0, 0, 0), 0),
+    ):
+
+        def f(module, in_axes=in_axes, out_axes=out_axes):
+            def one(x, residual, scale, bias):
+                norm = _norm("layer", scale, bias)
+                return module.all_reduce(x, axis_name="tp", residual=residual, norm=norm)
+
+            def all_of_them(*args):
+                args = [
+                    a if d is not None else a[0] if a.ndim > 2 else a
+                    for a, d in zip(args, in_axes, strict=True)
+                ]
+                if in_axes[2] == 0:
+                    args[2:] = (jnp.stack([a * i for i in range(1, 5)]) for a in args[2:])
+                return jax.vmap(one, in_axes, out_axes)(*args)
+
+            return jax.jit(_over_ranks(mesh, all_of_them))
+
+        for got, want in zip(
+            *(run(f(m), *operands) for m in (jflux, jflux.reference)), strict=True
+        ):
+            np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4, err_msg=name)
+
+
+def test_what_follows_is_in_the_kernel():
+    mesh = make_mesh((RANKS,))
+    x, residual, scale, bias = _after((4, 64), jnp.bfloat16, jnp.bfloat16)
+
+    def f(norm):
+        def body(x, residual, scale, bias):
+            norm_ = _norm(norm, scale, bias)
+            return jflux.all_reduce(x, axis_name="tp", residual=residual, norm=norm_)
+
+        return compiled_text(_over_ranks(mesh, body), x, residual, scale, bias)
+
+    for kind in NORMS[:3]:
+        text = f(kind)
+        assert fused_calls(text) == ["all_reduce"] and "rsqrt" not in text
+
+
+def test_a_loop_of_norms():
+    """On GPUs XLA captures it, and replays find new data and new epochs."""
+    mesh, rows, width = make_mesh((RANKS,)), 2 * RANKS + 1, 1024
+    operands = _after((rows, width), jnp.bfloat16)
+
+    for options in ({"algorithm": "one_shot"}, {"algorithm": "two_shot"}):
+
+        def program(module):
+            def f(x, residual, scale, bias):
+                def step(i, carry):
+                    x, residual = carry
+                    # Each rank's own part, or the result would be the same without the others.
+                    part = x * (jax.lax.axis_index("tp") + i % 3).astype(x.dtype)
+                    total, x = module.all_reduce(
+                        part, axis_name="tp", residual=residual, norm=jflux.RMSNorm(scale),
+                        **(options if module is jflux else {}),
+                    )  # fmt: skip
+                    return x, total * 0.5
+
+                carry = (jax.lax.psum(x, "tp"), residual)
+                return jax.lax.fori_loop(1, 50, step, carry)
+
+            return jax.jit(_over_ranks(mesh, f))
+
+        results = (run(program(m), *operands) for m in (jflux, jflux.reference))
+        for got, want in zip(*results, strict=True):
+            got, want = got.astype(np.float32), want.astype(np.float32)
+            assert np.abs(got - want).max() <= 0.05 * np.abs(want).max()
+
+
+def test_what_cannot_follow():
+    mesh = make_mesh((RANKS,))
+    x, residual, scale, _ = _after((4, 8), np.float32)
+
+    def raises(error, match, **options):
+        with pytest.raises(error, match=match):
+            f = lambda x: jflux.all_reduce(x[0], axis_name="tp", **options)
+            jax.shard_map(f, mesh=mesh, in_specs=P("tp"), out_specs=P(), check_vma=True)(x)
+
+    raises(ValueError, "residual has shape", residual=residual[:2])
+    raises(ValueError, "has 8 elements, but.*shape \\(4,\\)", norm=jflux.RMSNorm(scale[:4]))
+    raises(TypeError, "must be jflux.RMSNorm or jflux.LayerNorm, got str", norm="rms")
+    with pytest.raises(ValueError, match="the same on all ranks"):
+        f = lambda x: jflux.all_reduce(x[0], axis_name="tp", residual=x[0])
+        jax.shard_map(f, mesh=mesh, in_specs=P("tp"), out_specs=P())(x)
+    if RANKS > 1:
+        with pytest.raises(ValueError, match="a norm needs rows"):
+            jax.shard_map(
+                lambda x: jflux.all_reduce(x[0, 0, 0], axis_name="tp", norm=jflux.RMSNorm(scale)),
+                mesh=mesh, in_specs=P("tp"), out_specs=P(),
+            )(x)  # fmt: skip
+
+
+# ---- Faults and limits ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("max_delay_us", [300])

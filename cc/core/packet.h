@@ -104,17 +104,16 @@ struct PacketCall {
     StorePacket(At(peer, index), payload, epoch);
   }
 
-  // Waits for packets index_of(k, src), k < K, from each source that `has` one, but this rank;
-  // nothing else of `payload` is written. False if a wait failed.
-  template <int K, typename Has, typename IndexOf>
-  JFLUX_HD bool Await(uint64_t (&payload)[K][kMaxRanks], Has&& has, IndexOf&& index_of) const {
+  // Waits for packet index_of(src) from each source that `has` one, but this rank; nothing else of
+  // `payload` is written. False if a wait failed.
+  template <typename Has, typename IndexOf>
+  JFLUX_HD bool Await(uint64_t (&payload)[kMaxRanks], Has&& has, IndexOf&& index_of) const {
     return Poll([&](int* missing, int64_t* unit) {
       JFLUX_UNROLL  // loads that are on their way at the same time
-          for (int i = 0; i < K * kMaxRanks; ++i) {
-        const int k = i / kMaxRanks, src = i % kMaxRanks;
-        if (src >= view.world || src == view.rank || !has(k, src)) continue;
-        const int64_t index = index_of(k, src);
-        if (!LoadPacket(At(view.rank, index), epoch, &payload[k][src])) {
+          for (int src = 0; src < kMaxRanks; ++src) {
+        if (src >= view.world || src == view.rank || !has(src)) continue;
+        const int64_t index = index_of(src);
+        if (!LoadPacket(At(view.rank, index), epoch, &payload[src])) {
           *missing = src;
           *unit = index;
         }

@@ -44,22 +44,19 @@ struct PayloadSum {
   }
 };
 
-// Waits for packet index_of(k, src) from each peer, for k < K; total[k] is own[k] and these.
-template <typename T, int K, typename IndexOf>
-JFLUX_HD bool SumOverRanks(const PacketCall& call, const uint64_t (&own)[K],
-                           const bool (&wanted)[K], IndexOf&& index_of, PayloadSum<T> (&total)[K]) {
-  uint64_t payload[K][kMaxRanks];
-  if (!call.Await<K>(payload, [&](int k, int) { return wanted[k]; }, index_of)) return false;
+// Waits for packet index_of(src) from each peer; the total is `own` and these.
+template <typename T, typename IndexOf>
+JFLUX_HD bool SumOverRanks(const PacketCall& call, uint64_t own, IndexOf&& index_of,
+                           PayloadSum<T>* total) {
+  uint64_t payload[kMaxRanks];
+  if (!call.Await(payload, [](int) { return true; }, index_of)) return false;
+  const auto of = [&](int src) {
+    return PayloadSum<T>::Of(src == call.view.rank ? own : payload[src]);
+  };
+  *total = of(0);
   JFLUX_UNROLL
-  for (int k = 0; k < K; ++k) {
-    const auto of = [&](int src) {
-      return PayloadSum<T>::Of(src == call.view.rank ? own[k] : payload[k][src]);
-    };
-    total[k] = of(0);
-    JFLUX_UNROLL
-    for (int src = 1; src < kMaxRanks; ++src) {
-      if (src < call.view.world) total[k].Add(of(src));
-    }
+  for (int src = 1; src < kMaxRanks; ++src) {
+    if (src < call.view.world) total->Add(of(src));
   }
   return true;
 }

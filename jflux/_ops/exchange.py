@@ -76,9 +76,7 @@ def all_gather(x: Any, *, axis_name: AxisName, axis: int = 0, tiled: bool = Fals
         at = _dimension("all_gather", "axis", axis, x.ndim + (not tiled))
         return _bind("all_gather", x if tiled else jnp.expand_dims(x, at), axis_name, None, at)
 
-    plain = functools.partial(
-        reference.all_gather, axis_name=axis_name, axis=axis, tiled=tiled
-    )
+    plain = functools.partial(reference.all_gather, axis_name=axis_name, axis=axis, tiled=tiled)
     return _each("all_gather", axis_name, plain, one, x)
 
 

@@ -43,8 +43,9 @@ JFLUX_HD constexpr int PairingSteps(int world) {
   return world >= 8 ? 3 : world >= 4 ? 2 : world >= 2;
 }
 
-// Shared memory that a CTA may take with a norm (norm_body.h).
-inline constexpr int kMostNormBytes = 200 << 10;
+// How many units of a row a norm takes, for which a kernel has memory (all_reduce.cu): of bfloat16,
+// 32768 elements.
+inline constexpr int64_t kMostNormUnits = 8192;
 
 struct AllReduceParams {
   int32_t world;
@@ -73,10 +74,12 @@ struct AllReduceParams {
   // Whether rows are whole units, and fit into kMostNormBytes.
   bool FitsNorm() const {
     return width > 0 && count % width == 0 && width * SizeOf(dtype) % kPacketPayload == 0 &&
-           RowUnits() * NormUnitBytes() <= kMostNormBytes;
+           RowUnits() <= kMostNormUnits;
   }
-  // Of a unit of a row: scale and bias as wide numbers, and the sums.
-  int64_t NormUnitBytes() const { return 2 * SumPackets() * 8 + 8; }
+  // Of scratch for so many units of a row: their sums, and scale and bias as wide numbers.
+  JFLUX_HD int64_t NormBytes(int64_t units, bool bias) const {
+    return units * (1 + (bias ? 2 : 1) * SumPackets()) * kPacketPayload;
+  }
   JFLUX_HD int64_t RowCount() const { return Quotient(count, width); }
   // Two-shot: rows of as many ranks, of which each sums one.
   JFLUX_HD int64_t RowGroups() const { return CeilDiv<int64_t>(RowCount(), world); }

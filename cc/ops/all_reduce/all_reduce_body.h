@@ -33,7 +33,7 @@ struct AllReduceBody {
     }
     for (int64_t u = thread; u < units; u += threads) {
       uint64_t sum;
-      if (!Sum(u, [&](int, int src) { return src * units + u; }, &sum)) return false;
+      if (!Sum(u, [&](int src) { return src * units + u; }, &sum)) return false;
       Store(u, sum);
     }
     return true;
@@ -51,7 +51,7 @@ struct AllReduceBody {
     }
     for (int64_t u = thread; u < size_of(rank); u += threads) {
       uint64_t sum;
-      if (!Sum(rank * shard + u, [&](int, int src) { return src * shard + u; }, &sum)) {
+      if (!Sum(rank * shard + u, [&](int src) { return src * shard + u; }, &sum)) {
         return false;
       }
       for (int d = 1; d < p.world; ++d) {
@@ -60,13 +60,12 @@ struct AllReduceBody {
       Store(rank * shard + u, sum);
     }
     for (int64_t u = thread; u < shard; u += threads) {
-      uint64_t payload[1][kMaxRanks];
-      const auto has = [&](int, int src) { return u < size_of(src); };
-      const auto index_of = [&](int, int src) { return sums + src * shard + u; };
-      if (!call.Await<1>(payload, has, index_of)) return false;
+      uint64_t payload[kMaxRanks];
+      const auto has = [&](int src) { return u < size_of(src); };
+      if (!call.Await(payload, has, [&](int src) { return sums + src * shard + u; })) return false;
       JFLUX_UNROLL
       for (int src = 0; src < kMaxRanks; ++src) {
-        if (src < p.world && src != rank && has(0, src)) Store(src * shard + u, payload[0][src]);
+        if (src < p.world && src != rank && has(src)) Store(src * shard + u, payload[src]);
       }
     }
     return true;
@@ -75,12 +74,12 @@ struct AllReduceBody {
   // Of unit u of x on all ranks, and the residual's.
   template <typename IndexOf>
   JFLUX_HD bool Sum(int64_t u, IndexOf&& index_of, uint64_t* sum) const {
-    const uint64_t own[1] = {Load(u)};
+    const uint64_t own = Load(u);
     const uint64_t residual = p.residual ? LoadUnit(arrays.residual, u, p.Bytes()) : 0;
-    PayloadSum<T> total[1];
-    if (!SumOverRanks<T, 1>(call, own, {true}, index_of, total)) return false;
-    if (p.residual) total[0].Add(PayloadSum<T>::Of(residual));
-    *sum = total[0].Rounded();
+    PayloadSum<T> total;
+    if (!SumOverRanks(call, own, index_of, &total)) return false;
+    if (p.residual) total.Add(PayloadSum<T>::Of(residual));
+    *sum = total.Rounded();
     return true;
   }
 

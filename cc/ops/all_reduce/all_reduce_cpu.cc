@@ -21,9 +21,10 @@ struct OneThread {
 template <typename T>
 bool Run(const AllReduceParams& p, const AllReduceArrays& arrays, const PacketCall& call) {
   if (p.norm != Norm::kNone) {
-    std::vector<uint64_t> memory(NormScratch<T>::Bytes(p.RowUnits()) / sizeof(uint64_t));
-    const auto scratch = NormScratch<T>::In(memory.data(), p.RowUnits());
-    return AllReduceNormBody<T, OneThread>{p, arrays, call, OneThread{}, scratch}.Run(0, 1);
+    const int64_t units = p.RowUnits();
+    std::vector<uint64_t> memory(p.NormBytes(units, arrays.bias != nullptr) / sizeof(uint64_t));
+    const auto scratch = NormScratch<T>::In(memory.data(), units);
+    return AllReduceNormBody<T, OneThread>{p, arrays, call, OneThread{}, scratch, 0, 1}.Run(0, 1);
   }
   if (IsButterfly(p.algorithm)) return ButterflyBody<T>{p, arrays, call}.Run(0, 1);
   return AllReduceBody<T>{p, arrays, call}.Run(0, 1);

@@ -1,6 +1,6 @@
-// all_reduce whose sums' rows are normalised, for the threads of one of the blocks that share a
-// rank's part: a kernel's CTA, or the CPU back end's only thread. A block does whole rows: what its
-// threads need of each other are sums over a row.
+// all_reduce whose sums' rows are normalised, for one of the teams of threads that share a rank's
+// part: a cluster of a kernel's, or the CPU back end's only thread. A team does whole rows: what
+// its threads need of each other are sums over a row.
 //
 // One-shot, each rank sums and normalises all rows. Two-shot, one rank of each group of rows sums
 // it and sends the sums; everybody normalises them.
@@ -16,24 +16,23 @@
 
 namespace jflux {
 
-// Memory of a block, of RowUnits() each; each thread only uses its own units' places.
+// Memory that a thread keeps to itself: a place for each of its units of a row.
 template <typename T>
 struct NormScratch {
   PayloadSum<T>* scale;
-  PayloadSum<T>* bias;  // not used without one
+  PayloadSum<T>* bias;  // the last: not there without one
   uint64_t* row;
 
-  static JFLUX_HD int64_t Bytes(int64_t row_units) {
-    return row_units * static_cast<int64_t>(2 * sizeof(PayloadSum<T>) + sizeof(uint64_t));
-  }
-  static JFLUX_HD NormScratch In(void* memory, int64_t row_units) {
+  // For `places` places of all threads that share `memory`, which is p.NormBytes(places, ...) long.
+  static JFLUX_HD NormScratch In(void* memory, int64_t places) {
     auto* scale = static_cast<PayloadSum<T>*>(memory);
-    return NormScratch{scale, scale + row_units,
-                       reinterpret_cast<uint64_t*>(scale + 2 * row_units)};
+    auto* row = reinterpret_cast<uint64_t*>(scale + places);
+    return NormScratch{scale, reinterpret_cast<PayloadSum<T>*>(row + places), row};
   }
 };
 
 // Team: thread(), threads(), and Sum(v): over its threads, which all call it; the same for all.
+// A thread's places are scratch_first and every scratch_step-th after it.
 template <typename T, typename Team>
 struct AllReduceNormBody {
   using Wide = typename PayloadSum<T>::Wide;
@@ -42,32 +41,28 @@ struct AllReduceNormBody {
   const PacketCall& call;
   const Team& team;
   NormScratch<T> scratch;
+  int64_t scratch_first, scratch_step;
 
-  // The part of block `block` of so many. False if a wait of this thread failed; it still takes
+  // The part of team `block` of so many. False if a wait of this thread failed; it still takes
   // part in the team's sums.
   JFLUX_HD bool Run(int64_t block, int64_t blocks) const {
-    for (int64_t u = team.thread(); u < p.RowUnits(); u += team.threads()) {
-      scratch.scale[u] = Factors(arrays.scale, u);
-      if (arrays.bias != nullptr) scratch.bias[u] = Factors(arrays.bias, u);
-    }
     return p.algorithm == AllReduceAlgorithm::kOneShot ? OneShot(block, blocks)
                                                        : TwoShot(block, blocks);
   }
 
  private:
-  static constexpr int kAtOnce = 2;  // units that a thread waits for at once
-
   JFLUX_HD bool OneShot(int64_t block, int64_t blocks) const {
     const int64_t rows = p.RowCount(), units = p.RowUnits(), all = rows * units;
     const int rank = call.view.rank;
     for (int64_t row = block; row < rows; row += blocks) {
-      ForUnits([&](int64_t u) {
+      ForUnits([&](int64_t u, int64_t) {
         const uint64_t own = Word(arrays.x)[row * units + u];
         for (int d = 1; d < p.world; ++d) {
           call.Send((rank + d) % p.world, rank * all + row * units + u, own);
         }
       });
     }
+    KeepFactors();
     bool ok = true;
     for (int64_t row = block; row < rows; row += blocks) {
       const auto index_of = [&](int src, int64_t u) { return src * all + row * units + u; };
@@ -86,11 +81,12 @@ struct AllReduceNormBody {
         const int owner = (rank + d) % p.world;
         const int64_t row = group * p.world + owner;
         if (row >= rows) continue;
-        ForUnits([&](int64_t u) {
+        ForUnits([&](int64_t u, int64_t) {
           call.Send(owner, rank * all + group * units + u, Word(arrays.x)[row * units + u]);
         });
       }
     }
+    KeepFactors();
     bool ok = true;
     for (int64_t group = block; group < groups; group += blocks) {
       const int64_t row = group * p.world + rank;
@@ -115,49 +111,48 @@ struct AllReduceNormBody {
     return ok;
   }
 
+  // While the packets are on their way.
+  JFLUX_HD void KeepFactors() const {
+    ForUnits([&](int64_t u, int64_t place) {
+      scratch.scale[place] = Factors(arrays.scale, u);
+      if (arrays.bias != nullptr) scratch.bias[place] = Factors(arrays.bias, u);
+    });
+  }
+
   // Sums this thread's units of a row; visit(unit, sum) each.
   template <typename IndexOf, typename Visit>
   JFLUX_HD bool SumRow(int64_t row, IndexOf&& index_of, Visit&& visit) const {
-    const int64_t units = p.RowUnits(), first = row * units;
-    for (int64_t u = team.thread(); u < units; u += kAtOnce * team.threads()) {
-      const auto at = [&](int k) { return u + k * team.threads(); };
-      uint64_t own[kAtOnce], residual[kAtOnce];
-      bool wanted[kAtOnce];
-      JFLUX_UNROLL
-      for (int k = 0; k < kAtOnce; ++k) {
-        wanted[k] = at(k) < units;
-        own[k] = wanted[k] ? Word(arrays.x)[first + at(k)] : 0;
-        residual[k] = wanted[k] && p.residual ? Word(arrays.residual)[first + at(k)] : 0;
-      }
-      PayloadSum<T> total[kAtOnce];
-      const auto place = [&](int k, int src) { return index_of(src, at(k)); };
-      if (!SumOverRanks<T, kAtOnce>(call, own, wanted, place, total)) return false;
-      JFLUX_UNROLL
-      for (int k = 0; k < kAtOnce; ++k) {
-        if (!wanted[k]) continue;
-        if (p.residual) total[k].Add(PayloadSum<T>::Of(residual[k]));
-        const uint64_t sum = total[k].Rounded();
-        visit(at(k), sum);
-        Keep(first, at(k), sum);
-      }
-    }
-    return true;
+    const int64_t first = row * p.RowUnits();
+    bool ok = true;
+    ForUnits([&](int64_t u, int64_t place) {
+      const uint64_t own = Word(arrays.x)[first + u];
+      const uint64_t residual = p.residual ? Word(arrays.residual)[first + u] : 0;
+      PayloadSum<T> total;
+      ok = ok && SumOverRanks(call, own, [&](int src) { return index_of(src, u); }, &total);
+      if (!ok) return;
+      if (p.residual) total.Add(PayloadSum<T>::Of(residual));
+      const uint64_t sum = total.Rounded();
+      visit(u, sum);
+      Keep(first + u, place, sum);
+    });
+    return ok;
   }
 
   // The sums of a row that `owner` sends.
   JFLUX_HD bool ReceiveRow(int64_t row, int owner, int64_t sums) const {
-    const int64_t units = p.RowUnits(), first = row * units;
-    for (int64_t u = team.thread(); u < units; u += team.threads()) {
+    const int64_t first = row * p.RowUnits();
+    bool ok = true;
+    ForUnits([&](int64_t u, int64_t place) {
       uint64_t sum;
-      if (!call.AwaitFrom(owner, sums + first + u, &sum)) return false;
-      Keep(first, u, sum);
-    }
-    return true;
+      ok = ok && call.AwaitFrom(owner, sums + first + u, &sum);
+      if (ok) Keep(first + u, place, sum);
+    });
+    return ok;
   }
 
-  JFLUX_HD void Keep(int64_t first, int64_t u, uint64_t sum) const {
-    static_cast<UnitWord*>(arrays.y)[first + u] = sum;
-    scratch.row[u] = sum;
+  JFLUX_HD void Keep(int64_t unit, int64_t place, uint64_t sum) const {
+    static_cast<UnitWord*>(arrays.y)[unit] = sum;
+    scratch.row[place] = sum;
   }
 
   // The row in scratch.row. All threads of the team.
@@ -168,12 +163,12 @@ struct AllReduceNormBody {
     if (p.norm == Norm::kLayer) mean = team.Sum(RowSum([](Wide v) { return v; })) / width;
     const Wide squares = team.Sum(RowSum([&](Wide v) { return (v - mean) * (v - mean); }));
     const Wide factor = 1 / std::sqrt(squares / width + static_cast<Wide>(p.epsilon));
-    ForUnits([&](int64_t u) {
-      PayloadSum<T> v = PayloadSum<T>::Of(scratch.row[u]);
+    ForUnits([&](int64_t u, int64_t place) {
+      PayloadSum<T> v = PayloadSum<T>::Of(scratch.row[place]);
       for (int i = 0; i < PayloadSum<T>::kCount; ++i) {
-        v.value[i] = (v.value[i] - mean) * factor * scratch.scale[u].value[i];
+        v.value[i] = (v.value[i] - mean) * factor * scratch.scale[place].value[i];
       }
-      if (arrays.bias != nullptr) v.Add(scratch.bias[u]);
+      if (arrays.bias != nullptr) v.Add(scratch.bias[place]);
       static_cast<UnitWord*>(arrays.normalised)[first + u] = v.Rounded();
     });
   }
@@ -181,8 +176,8 @@ struct AllReduceNormBody {
   template <typename F>
   JFLUX_HD Wide RowSum(F&& f) const {
     Wide sum = 0;
-    ForUnits([&](int64_t u) {
-      const PayloadSum<T> v = PayloadSum<T>::Of(scratch.row[u]);
+    ForUnits([&](int64_t, int64_t place) {
+      const PayloadSum<T> v = PayloadSum<T>::Of(scratch.row[place]);
       for (int i = 0; i < PayloadSum<T>::kCount; ++i) sum += f(v.value[i]);
     });
     return sum;
@@ -199,9 +194,14 @@ struct AllReduceNormBody {
     return v;
   }
 
+  // visit(unit, place) of this thread's units of a row.
   template <typename Visit>
   JFLUX_HD void ForUnits(Visit&& visit) const {
-    for (int64_t u = team.thread(); u < p.RowUnits(); u += team.threads()) visit(u);
+    int64_t place = scratch_first;
+    for (int64_t u = team.thread(); u < p.RowUnits(); u += team.threads()) {
+      visit(u, place);
+      place += scratch_step;
+    }
   }
   static JFLUX_HD const UnitWord* Word(const void* array) {
     return static_cast<const UnitWord*>(array);

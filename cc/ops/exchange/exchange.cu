@@ -43,7 +43,7 @@ bool LoadExchangeKernels(std::string* error) {
 bool LaunchExchange(const ExchangeParams& p, const ExchangeArrays& arrays, int64_t site,
                     const CudaDevice& device, const SymmetricView& view, cudaStream_t stream,
                     std::string* error) {
-  const int64_t blocks = Min<int64_t>(CeilDiv<int64_t>(p.Work(), kThreads), 2 * device.sm_count);
+  const int64_t blocks = PacketBlocks(p.Units(), kThreads, device.sm_count);
   ExchangeArgs args{};
   args.packets = PacketArgsFor(p, p.op, site, blocks, device, view);
   args.params = p;

@@ -26,7 +26,6 @@ struct ExchangeParams {
   Pieces x, y;  // of one piece for all of all_gather's x, and reduce_scatter's y
   JFLUX_HD bool Sums() const { return op == OpId::kReduceScatter; }
   JFLUX_HD int64_t Units() const { return CeilDiv(x.Bytes(), kPacketPayload); }
-  JFLUX_HD int64_t Work() const { return Units(); }
 
   uint32_t Signature() const {
     SignatureBuilder signature;

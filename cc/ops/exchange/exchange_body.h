@@ -31,20 +31,20 @@ struct ExchangeBody {
       }
     }
     for (int64_t u = thread; u < units; u += threads) {
-      const uint64_t own[1] = {PieceFor(rank, u)};
-      const auto index_of = [&](int, int src) { return src * units + u; };
+      const uint64_t own = PieceFor(rank, u);
+      const auto index_of = [&](int src) { return src * units + u; };
       if (p.Sums()) {
-        PayloadSum<T> total[1];
-        if (!SumOverRanks<T, 1>(call, own, {true}, index_of, total)) return false;
-        p.y.Store(arrays.y, 0, u, total[0].Rounded());
+        PayloadSum<T> total;
+        if (!SumOverRanks(call, own, index_of, &total)) return false;
+        p.y.Store(arrays.y, 0, u, total.Rounded());
         continue;
       }
-      p.y.Store(arrays.y, rank, u, own[0]);
-      uint64_t payload[1][kMaxRanks];
-      if (!call.Await<1>(payload, [](int, int) { return true; }, index_of)) return false;
+      p.y.Store(arrays.y, rank, u, own);
+      uint64_t payload[kMaxRanks];
+      if (!call.Await(payload, [](int) { return true; }, index_of)) return false;
       JFLUX_UNROLL
       for (int src = 0; src < kMaxRanks; ++src) {
-        if (src < p.world && src != rank) p.y.Store(arrays.y, src, u, payload[0][src]);
+        if (src < p.world && src != rank) p.y.Store(arrays.y, src, u, payload[src]);
       }
     }
     return true;

@@ -1,0 +1,49 @@
+// The threads of a cluster's CTAs, as one team.
+#ifndef JFLUX_GPU_CLUSTER_TEAM_CUH_
+#define JFLUX_GPU_CLUSTER_TEAM_CUH_
+
+#include <cooperative_groups.h>
+
+namespace jflux {
+
+template <int kCtas>
+class ClusterTeam {
+ public:
+  __device__ __forceinline__ ClusterTeam()
+      : cta_(static_cast<int>(cooperative_groups::this_cluster().block_rank())) {}
+
+  __device__ __forceinline__ int thread() const {
+    return cta_ * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x);
+  }
+  __device__ __forceinline__ int threads() const { return kCtas * static_cast<int>(blockDim.x); }
+
+  // Over all threads, which all call it; in an order that depends on nothing, so that each gets the
+  // same bits, and in each run. Whole warps, at most 32.
+  template <typename Wide>
+  __device__ __forceinline__ Wide Sum(Wide v) const {
+    __shared__ Wide warps[32], ctas[2][kCtas];
+    const auto cluster = cooperative_groups::this_cluster();
+    for (int d = 16; d > 0; d /= 2) v += __shfl_xor_sync(0xffffffff, v, d);
+    if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = v;
+    __syncthreads();
+    if (threadIdx.x < kCtas) {
+      Wide sum = 0;
+      for (int w = 0; w < blockDim.x / 32; ++w) sum += warps[w];
+      // The other half is still being read by who has not come to this sum.
+      *cluster.map_shared_rank(&ctas[turn_ & 1][cta_], threadIdx.x) = sum;
+    }
+    cluster.sync();
+    Wide sum = 0;
+    for (int c = 0; c < kCtas; ++c) sum += ctas[turn_ & 1][c];
+    ++turn_;
+    return sum;
+  }
+
+ private:
+  int cta_;
+  mutable int turn_ = 0;
+};
+
+}  // namespace jflux
+
+#endif  // JFLUX_GPU_CLUSTER_TEAM_CUH_

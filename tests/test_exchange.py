@@ -1,0 +1,319 @@
+"""jflux.all_gather, all_to_all and reduce_scatter: values, gradients, transforms, errors."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import (
+    RANKS,
+    SHAPES,
+    compiled_text,
+    fused_calls,
+    groups_of,
+    make_mesh,
+    normal,
+    per_device,
+    run,
+    x64_if,
+)
+from jax.sharding import PartitionSpec as P
+
+import jflux
+from jflux import testing
+
+OPS = ("all_gather", "all_to_all", "reduce_scatter")
+FLOATS = (jnp.bfloat16, np.float16, np.float32, np.float64)
+BYTES = (np.int8, np.bool_, np.complex64)  # moved, not summed
+
+
+def _choices(op, shape, world):
+    """The ways of calling it on an x of this shape: every axis, tiled and not."""
+    dimensions = range(-1, len(shape))
+    for tiled in (False, True):
+        fits = [d for d in dimensions if (shape[d] % world == 0 if tiled else shape[d] == world)]
+        if op == "all_gather":
+            new = range(-1, len(shape) + (not tiled))
+            yield from ({"axis": a, "tiled": tiled} for a in new)
+        elif op == "reduce_scatter":
+            yield from ({"scatter_dimension": a, "tiled": tiled} for a in fits)
+        else:
+            pairs = itertools.product(fits, range(len(shape)))
+            yield from ({"split_axis": s, "concat_axis": c, "tiled": tiled} for s, c in pairs)
+
+
+def _defined(op, xs, tiled, axis=None, scatter_dimension=None, split_axis=None, concat_axis=None):
+    """What each rank should have, in numpy, of all ranks' x."""
+    world = len(xs)
+
+    def pieces(x, at):
+        parts = np.split(x, world, axis=at)
+        return parts if tiled else [p.squeeze(at) for p in parts]
+
+    def together(parts, at):
+        return np.concatenate(parts, at) if tiled else np.stack(parts, at)
+
+    if op == "all_gather":
+        return [together(xs, axis)] * world
+    if op == "reduce_scatter":
+        wide = [x.astype(np.promote_types(x.dtype, np.float32)) for x in xs]
+        return pieces(sum(wide[1:], wide[0]), scatter_dimension)
+    sent = [pieces(x, split_axis) for x in xs]
+    return [together([s[rank] for s in sent], concat_axis) for rank in range(world)]
+
+
+def _call(op, module=jflux, axis_name="tp", **options):
+    return lambda x: getattr(module, op)(x, axis_name=axis_name, **options)
+
+
+def _check(op, mesh, axis_name, x, module=jflux, **options):
+    lead = mesh.devices.ndim
+    with x64_if(x.dtype):
+        y = run(jax.jit(per_device(mesh, _call(op, module, axis_name, **options))), x)
+    assert y.dtype == x.dtype
+    for group in groups_of(mesh, axis_name):
+        wants = _defined(op, [x[at] for at in group], **options)
+        for at, want in zip(group, wants, strict=True):
+            assert y[at].shape == want.shape
+            if op == "reduce_scatter":
+                bound = testing.tolerance(x.dtype, len(group)) * 8 * len(group)
+                assert np.abs(y[at].astype(np.float64) - want).max() <= bound
+            else:
+                np.testing.assert_array_equal(y[at], want)
+    assert y.shape[:lead] == mesh.devices.shape
+
+
+def _drawn(seed, shape, dtype):
+    return (10 * normal(seed, shape, np.float32)).astype(dtype)
+
+
+@pytest.mark.parametrize("module", [jflux, jflux.reference], ids=["jflux", "lax"])
+@pytest.mark.parametrize("op", OPS)
+def test_every_axis(op, module):
+    """Rows of whole units, and of one, two and four bytes more."""
+    mesh = make_mesh((RANKS,))
+    for seed, (shape, dtype) in enumerate(
+        [
+            ((RANKS, 2 * RANKS, 8), np.float32),
+            ((2 * RANKS, RANKS, 3), jnp.bfloat16),
+            ((RANKS, RANKS, RANKS), np.float32 if op == "reduce_scatter" else np.int8),
+        ]
+    ):
+        x = np.clip(normal(seed, (RANKS, *shape), np.float32), -4, 4).astype(dtype)
+        for options in _choices(op, shape, RANKS):
+            _check(op, mesh, "tp", x, module, **options)
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, *BYTES], ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_types_and_sizes(op, dtype):
+    if op == "reduce_scatter" and dtype in BYTES:
+        pytest.skip("not summed")
+    mesh = make_mesh((RANKS,))
+    for count in (1, 3, 1000, 40_001):
+        x = np.clip(normal(count, (RANKS, RANKS * count), np.float32), -4, 4).astype(dtype)
+        options = next(o for o in _choices(op, x.shape[1:], RANKS) if o["tiled"])
+        _check(op, mesh, "tp", x, **options)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_mesh_and_every_choice_of_axes(shape, op):
+    names = ("a", "b", "c")[: len(shape)]
+    mesh = make_mesh(shape, names, order=range(RANKS - 1, RANKS - 1 - np.prod(shape), -1))
+    choices = [*names, *itertools.permutations(names, min(2, len(names)))]
+    for seed, axis_name in enumerate(choices):
+        x = np.clip(normal(seed, (*shape, 3, 2 * 840), np.float32), -4, 4)
+        which = {"all_gather": "axis", "reduce_scatter": "scatter_dimension"}
+        options = {which[op]: 1} if op in which else {"split_axis": 1, "concat_axis": 0}
+        _check(op, mesh, axis_name, x, tiled=True, **options)
+
+
+def test_integers_are_summed_exactly():
+    mesh = make_mesh((RANKS,))
+    for dtype, count in itertools.product(FLOATS[:3], (1, 6, 4096)):
+        x = np.random.default_rng(count).integers(1, 16, (RANKS, RANKS * count)).astype(dtype)
+        y = run(jax.jit(per_device(mesh, _call("reduce_scatter", tiled=True))), x)
+        want = x.astype(np.int64).sum(0).reshape(RANKS, count)
+        np.testing.assert_array_equal(y.astype(np.int64), want)
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize("op", OPS)
+def test_gradients(op, check_vma):
+    """Linear, so <ct, f(t)> = <vjp(ct), t>, by sums in float64; and of second order none."""
+    mesh, shape = make_mesh((RANKS,)), (RANKS, 3, 2 * RANKS)
+    x, tangent = normal(0, (RANKS, *shape), np.float32), normal(1, (RANKS, *shape), np.float32)
+    for options in _choices(op, shape, RANKS):
+        f = per_device(mesh, _call(op, **options), check_vma=check_vma)
+        y, along = jax.jit(lambda x, t, f=f: jax.jvp(f, (x,), (t,)))(x, tangent)
+        ct = normal(2, y.shape, np.float32)
+        np.testing.assert_allclose(along, jax.jit(f)(tangent), rtol=1e-5, atol=1e-5)
+        (back,) = jax.jit(lambda x, ct, f=f: jax.vjp(f, x)[1](ct))(x, ct)
+        forward = np.sum(ct.astype(np.float64) * np.asarray(along, np.float64))
+        np.testing.assert_allclose(
+            np.sum(np.asarray(back, np.float64) * tangent), forward, rtol=1e-3, atol=1e-3
+        )
+        lax_f = per_device(mesh, _call(op, jflux.reference, **options), check_vma=check_vma)
+        (lax_back,) = jax.jit(lambda x, ct, f=lax_f: jax.vjp(f, x)[1](ct))(x, ct)
+        np.testing.assert_allclose(back, lax_back, rtol=1e-4, atol=1e-4)
+
+
+def test_transforms():
+    mesh, shape = make_mesh((RANKS,)), (3, 4, 2 * RANKS)
+    x = normal(0, (RANKS, *shape), np.float32)
+
+    def gathered(x, module=jflux):
+        return module.all_gather(x, axis_name="tp", axis=-1, tiled=True)
+
+    def swapped(x, module=jflux):
+        return module.all_to_all(x, axis_name="tp", split_axis=1, concat_axis=0, tiled=True)
+
+    def summed(x, module=jflux):
+        return module.reduce_scatter(x, axis_name="tp", scatter_dimension=1, tiled=True)
+
+    bodies = {
+        "vmap 0": lambda m: jax.vmap(lambda x: gathered(x, m)),
+        "vmap 1": lambda m: jax.vmap(lambda x: swapped(x, m), in_axes=1, out_axes=1),
+        "vmap of the scattered": lambda m: jax.vmap(lambda x: summed(x, m), in_axes=0, out_axes=2),
+        "scan": lambda m: lambda x: jax.lax.scan(lambda c, x: (c, swapped(x, m)), 0, x)[1],
+        "cond": lambda m: (
+            lambda x: jax.lax.cond(x.size > 1, lambda x: summed(x[0], m), lambda x: x[0, :, :2], x)
+        ),
+        "pytree": lambda m: lambda x: m.all_gather({"a": x, "b": [x[0]]}, axis_name="tp"),
+    }
+    for name, body in bodies.items():
+        results = [
+            jax.tree.leaves(run(jax.jit(per_device(mesh, body(m), check_vma=False)), x))
+            for m in (jflux, jflux.reference)
+        ]
+        for got, want in zip(*results, strict=True):
+            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5, err_msg=name)
+
+
+def test_a_loop_with_new_inputs():
+    """On GPUs XLA captures it, and replays find new data and new epochs."""
+    mesh, steps = make_mesh((RANKS,)), 200
+    x = normal(0, (RANKS, 16 * RANKS), np.float32)
+
+    def body(module):
+        def step(i, x):
+            y = module.all_to_all(x, axis_name="tp", split_axis=0, concat_axis=0, tiled=True)
+            z = module.reduce_scatter(y, axis_name="tp", tiled=True) / RANKS
+            g = module.all_gather(z, axis_name="tp", tiled=True)
+            return jnp.cos(g + x + i)
+
+        return lambda x: jax.lax.fori_loop(0, steps, step, x)
+
+    y, want = (run(jax.jit(per_device(mesh, body(m))), x) for m in (jflux, jflux.reference))
+    assert np.isfinite(y).all()
+    np.testing.assert_allclose(y, want, rtol=2e-2, atol=2e-2)
+
+
+def test_with_late_ranks():
+    mesh = make_mesh((RANKS,))
+    x = normal(0, (RANKS, 20, RANKS, 111), np.float32)
+
+    def body(module):
+        def each(x):
+            y = module.all_gather(x, axis_name="tp", axis=1, tiled=True)
+            z = module.all_to_all(y, axis_name="tp", split_axis=0, concat_axis=1, tiled=True)
+            return z[:, :111], module.reduce_scatter(x, axis_name="tp", tiled=False)
+
+        return lambda x: jax.lax.scan(lambda c, x: (c, each(x)), 0, x)[1]
+
+    with testing.planted_faults(max_delay_us=300):
+        got = run(jax.jit(per_device(mesh, body(jflux))), x)
+    want = run(jax.jit(per_device(mesh, body(jflux.reference))), x)
+    np.testing.assert_array_equal(got[0], want[0])
+    np.testing.assert_allclose(got[1], want[1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_without_waits_it_is_wrong(op):
+    """The values above do come from the peers."""
+    mesh = make_mesh((RANKS,))
+    x = normal(0, (RANKS, 256 * RANKS), np.float32)
+    options = next(o for o in _choices(op, x.shape[1:], RANKS) if o["tiled"])
+    f = jax.jit(per_device(mesh, _call(op, **options)))
+    right = run(f, x)
+    testing.poison_workspaces()
+    with testing.planted_faults(skip_waits=True, max_delay_us=3000):
+        y = np.asarray(f(x))
+    assert not np.allclose(y, right)
+
+
+def test_large_ones_are_lax():
+    mesh = make_mesh((RANKS,))
+    most = 4 << 20  # bytes that reach a rank
+    with jflux.config(always=False):
+        for op, (small, large) in {
+            "all_gather": (most // RANKS, most // RANKS + 1),
+            "all_to_all": (most // RANKS * RANKS, most + RANKS),
+            "reduce_scatter": (most // RANKS * RANKS, most + RANKS),
+        }.items():
+            for size, expected in ((small, [op]), (large, [])):
+                x = np.zeros(
+                    (RANKS, size // 2 // RANKS * RANKS + (0 if expected else RANKS)), jnp.bfloat16
+                )
+                options = next(o for o in _choices(op, x.shape[1:], RANKS) if o["tiled"])
+                f = per_device(mesh, _call(op, **options))
+                assert fused_calls(compiled_text(f, x)) == expected, (op, size)
+
+
+def test_what_no_kernel_takes():
+    mesh = make_mesh((RANKS,))
+    integers = np.arange(RANKS * RANKS, dtype=np.int32).reshape(RANKS, RANKS)
+    f = jax.jit(per_device(mesh, _call("reduce_scatter")))
+    with pytest.raises(NotImplementedError, match="reduce_scatter.*int32"):
+        f(integers)
+    with jflux.config(strict=False):
+        np.testing.assert_array_equal(run(f, integers), integers.sum(0))
+    empty = np.zeros((RANKS, 0), np.float32)
+    assert run(jax.jit(per_device(mesh, _call("all_gather"))), empty).shape == (RANKS, RANKS, 0)
+
+
+def test_one_rank_and_errors():
+    x = np.ones((1, 1, 3), np.float32)
+    for op, options in (
+        ("all_gather", {}),
+        ("reduce_scatter", {}),
+        ("all_to_all", {"split_axis": 0, "concat_axis": 1}),
+    ):
+        _check(
+            op,
+            make_mesh((1,)),
+            "tp",
+            x,
+            tiled=True,
+            **options or {"axis" if op == "all_gather" else "scatter_dimension": 0},
+        )
+        with pytest.raises(NameError, match="tp"):
+            getattr(jflux, op)(x, axis_name="tp", **options)
+    mesh = make_mesh((RANKS,))
+    wrong = np.ones((RANKS, RANKS + 1, RANKS), np.float32)
+
+    def raises(match, op, **options):
+        with pytest.raises(ValueError, match=match):
+            jax.jit(per_device(mesh, _call(op, **options)))(wrong)
+
+    raises("axis=3 of 3 dimensions", "all_gather", axis=3)
+    raises("scatter_dimension=-3 of 2", "reduce_scatter", scatter_dimension=-3)
+    if RANKS > 1:
+        raises("dimension 0 must be the", "reduce_scatter")
+        raises("dimension 0 must be a multiple", "reduce_scatter", tiled=True)
+        raises("must be a multiple", "all_to_all", split_axis=0, concat_axis=1, tiled=True)
+
+
+def test_types_of_results():
+    """They vary over the axis, as those of `lax`."""
+    mesh, x = make_mesh((RANKS,)), np.ones((RANKS, RANKS), np.float32)
+
+    def f(out_specs):
+        body = lambda x: jflux.all_gather(x[0], axis_name="tp", tiled=True)
+        return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("tp"), out_specs=out_specs))
+
+    np.testing.assert_array_equal(f(P("tp"))(x), np.ones(RANKS**3))
+    with pytest.raises(ValueError, match="out_specs"):
+        f(P())(x)
