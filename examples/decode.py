@@ -12,7 +12,7 @@ turns; the table has the medians over `--rounds`::
 Weights are random unless files are given. Prints the tokens of the first sequence, and how many
 differ between the two. In float32 none may; in bfloat16 two logits can be equal but for rounding,
 and after the first token that differs so does what follows. Without a GPU it runs on eight virtual
-devices.
+devices, and wants a small model.
 """
 
 from __future__ import annotations

@@ -171,7 +171,9 @@ def split_heads(
 def attend_prompt(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     """Causal attention of the prompt to itself: [b, s, n]."""
     b, s, _, _, head_dim = q.shape
-    fast = "cudnn" if jax.default_backend() == "gpu" and q.dtype.itemsize == 2 else None
+    # cuDNN's does not write the [s, s] weights, which only long prompts have many of.
+    on_gpu = jax.default_backend() == "gpu" and q.dtype.itemsize == 2
+    fast = "cudnn" if on_gpu and s >= 1024 else None
     k, v = (jnp.moveaxis(a, 1, 2) for a in (k, v))
     q = q.reshape(b, s, -1, head_dim)
     o = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=fast)

@@ -42,12 +42,11 @@ def _drawn(config: Config, ranks: int, wanted: Weights, shardings: Weights) -> A
                 found[name] = jnp.ones(shape, config.dtype)
             elif name == "qkv":
                 d, dim, groups = config.width, config.head_dim, config.groups(ranks)
-                both = jax.random.split(each)
-                q = normal(both[0], (d, config.heads, dim), d)
-                kv = normal(both[1], (d, config.kv_heads, 2, dim), d)
+                for_q, for_kv = jax.random.split(each)
+                q = normal(for_q, (d, config.heads * dim), d).reshape(d, groups, -1, dim)
+                kv = normal(for_kv, (d, config.kv_heads * 2 * dim), d).reshape(d, -1, 2, dim)
                 kv = jnp.repeat(kv, groups // config.kv_heads, axis=1)
-                heads = jnp.concatenate([q.reshape(d, groups, -1, dim), kv], axis=2)
-                found[name] = heads.reshape(shape)
+                found[name] = jnp.concatenate([q, kv], axis=2).reshape(shape)
             else:
                 found[name] = normal(each, shape, shape[name in ("embed", "head")])
         return found

@@ -335,15 +335,41 @@ def test_sizes_of_the_published_models():
         assert sum(int(np.prod(shape)) for shape in sizes) == want
 
 
-def test_a_config_json(tmp_path):
-    said = {
-        "model_type": "llama", "num_hidden_layers": 80, "hidden_size": 8192,
-        "intermediate_size": 28672, "num_attention_heads": 64, "num_key_value_heads": 8,
-        "vocab_size": 32000, "rms_norm_eps": 1e-5, "rope_scaling": None,
+def json_of(config: Config) -> dict:
+    """As in the `config.json` beside published weights."""
+    return {
+        "model_type": "llama", "num_hidden_layers": config.layers, "hidden_size": config.width,
+        "intermediate_size": config.hidden, "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads, "vocab_size": config.vocab,
+        "rms_norm_eps": config.epsilon, "rope_scaling": None,
     }  # fmt: skip
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(said))
-    assert llama_weights.config_from_json(file) == llama_model.CONFIGS["llama-2-70b"]
-    file.write_text(json.dumps(said | {"rope_scaling": {"rope_type": "llama3"}}))
+
+
+def test_a_config_json(tmp_path):
+    config, file = llama_model.CONFIGS["llama-2-70b"], tmp_path / "config.json"
+    file.write_text(json.dumps(json_of(config)))
+    assert llama_weights.config_from_json(file) == config
+    file.write_text(json.dumps(json_of(config) | {"rope_scaling": {"rope_type": "llama3"}}))
     with pytest.raises(ValueError, match="rope_scaling not as in Llama 2"):
         llama_weights.config_from_json(file)
+
+
+def test_the_script_decodes_with_weights_from_files(tmp_path, monkeypatch, capsys):
+    save_file = pytest.importorskip("safetensors.numpy").save_file
+    config = dataclasses.replace(TINY, layers=1)
+    tensors, prompt = tensors_of(TINY), [1, 50, 99, 7]  # it has another layer, to leave out
+    save_file(tensors, tmp_path / "x.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(json_of(TINY)))
+    monkeypatch.setattr(jax, "devices", lambda: list(make_mesh((RANKS,)).devices))
+    given = (
+        f"decode.py --model {tmp_path}/config.json --weights {tmp_path}/x.safetensors --layers 1"
+    )
+    more = f"--dtype float32 --steps 3 --prompt {','.join(map(str, prompt))} --rounds 1"
+    monkeypatch.setattr(sys, "argv", [*given.split(), *more.split()])
+    decode.main()
+    out = capsys.readouterr().out
+    assert "differing tokens: 0 of 3" in out
+    for _ in range(3):
+        logits = plain_llama(config, tensors, np.array([prompt]))
+        prompt.append(int(logits[0, -1].argmax()))
+    assert out.splitlines()[-1] == f"tokens: {','.join(map(str, prompt[4:]))}"
