@@ -118,14 +118,14 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def config_of(args: argparse.Namespace) -> Config:
-    on_cpu = jax.default_backend() == "cpu"
-    layers = args.layers
-    if args.model is None and not on_cpu:
-        layers = layers or 4
-    model = args.model or ("tiny" if on_cpu else "llama-2-70b")
+    model, layers = args.model, args.layers
+    if model is None and jax.default_backend() == "cpu":
+        model = "tiny"
+    elif model is None:
+        model, layers = "llama-2-70b", layers or 4
     config = CONFIGS.get(model) or llama_weights.config_from_json(Path(model))
-    changes = {"layers": layers, "dtype": args.dtype and jnp.dtype(args.dtype)}
-    return dataclasses.replace(config, **{k: v for k, v in changes.items() if v is not None})
+    dtype = jnp.dtype(args.dtype or config.dtype)
+    return dataclasses.replace(config, layers=layers or config.layers, dtype=dtype)
 
 
 def prompt_of(args: argparse.Namespace, config: Config) -> np.ndarray:

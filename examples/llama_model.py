@@ -1,10 +1,11 @@
 """A Llama for decoding, tensor-parallel over the axis "tp" of a mesh, as pure functions.
 
 Llama 2 (arXiv 2307.09288, section 2.2): RMS norms before each half of a layer, rotary embeddings,
-grouped-query attention, a MLP with a SiLU gate. `prefill`, `step`, `greedy` and `generate` are
-written for one rank of `jax.shard_map`; `programs` makes functions of global arrays of them. Their
-first argument `ops` is where the collectives come from: `jflux`, or `jflux.reference` for the same
-model in plain `lax`.
+grouped-query attention (arXiv 2305.13245), an MLP with a SiLU gate (arXiv 2002.05202, section 2).
+
+`prefill`, `step`, `greedy` and `generate` are written for one rank of `jax.shard_map`; `programs`
+makes functions of global arrays of them. Their first argument `ops` is where the collectives come
+from: `jflux`, or `jflux.reference` for the same model in plain `lax`.
 
 A step has one token of each sequence. Every rank has the whole residual stream x and its norm h,
 and a layer is two sums over the ranks::
