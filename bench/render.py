@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from . import blocks, collectives
+from . import blocks, collectives, decode
 from .shapes import LISTS, Shape
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -83,6 +83,10 @@ def of_blocks(results: list[tuple[str, dict]]) -> list[tuple[str, dict]]:
 
 def of_collectives(results: list[tuple[str, dict]]) -> list[tuple[str, dict]]:
     return [(name, result) for name, result in results if "collectives" in result]
+
+
+def of_decode(results: list[tuple[str, dict]]) -> list[tuple[str, dict]]:
+    return [(name, result) for name, result in results if "decode" in result]
 
 
 def ms(row: dict, name: str) -> float:
@@ -159,6 +163,16 @@ def document(results: list[tuple[str, dict]]) -> str:
             f"[{name}.json](../bench/results/{name}.json); what is timed: "
             "[bench/blocks.py](../bench/blocks.py).\n\n"
             f"{plain_table(blocks.COLUMNS, map(blocks.cells, result['blocks']))}\n"
+        )
+    for name, result in of_decode(results):
+        parts.append(
+            f"## Decoding with layers of Llama-2-70B, bf16: {title(result)}\n\n"
+            f"[{name}.json](../bench/results/{name}.json); what is timed: "
+            "[bench/decode.py](../bench/decode.py). A step is one token of each sequence, with so "
+            "many positions in the cache. XLA launches its own collectives one by one; under "
+            "`graphs` it was told to capture them into its CUDA graphs, as it does by default with "
+            "jflux's kernels.\n\n"
+            f"{plain_table(decode.COLUMNS, map(decode.cells, result['decode']))}\n"
         )
     for name, result in of_collectives(results):
         parts.append(

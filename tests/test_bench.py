@@ -1,17 +1,21 @@
 """bench/: what it makes of results. (Timing itself needs GPUs.)"""
 
+import dataclasses
 import importlib.util
 import json
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
-from harness import make_mesh
+from harness import RANKS, make_mesh
+
+import jflux
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bench import compare, harness, peers, render, shapes  # noqa: E402
+from bench import compare, decode, harness, peers, render, shapes  # noqa: E402
 
 
 def _result(path, times):
@@ -64,6 +68,43 @@ def test_blocks_are_rendered():
     machine = {"gpus": "2 x X", "processes": 1}
     text = render.document([("b", {"machine": machine, "blocks": [row]})])
     assert "| M | mlp | 64 | 1.000 | 4.000 | 2.000 | 0.500 | 3.000 | 1.000 | 1 | 2 | 3 |" in text
+
+
+@pytest.fixture
+def small_llama(monkeypatch):
+    """(config, mesh, weights); GPUs have no kernels for float32."""
+    monkeypatch.setattr(decode, "STEPS", 3)
+    config = dataclasses.replace(decode.llama_model.CONFIGS["tiny"], layers=1)
+    mesh = make_mesh((RANKS,))
+    weights = decode.jax.tree.map(
+        lambda shape: np.zeros(shape, np.float32),
+        decode.llama_model.shapes(config, RANKS),
+        is_leaf=lambda leaf: isinstance(leaf, tuple),
+    )
+    with jflux.config(strict=False):
+        yield config, mesh, weights
+
+
+def test_decoding_is_timed_and_rendered(small_llama):
+    rows = [
+        decode.measure_steps(*small_llama, batch=2, context=8, rounds=2),
+        decode.measure_prefill(*small_llama, batch=2, length=8, rounds=2),
+    ]
+    result = {"machine": {"gpus": "2 x X", "processes": 1}, "decode": rows}
+    text = render.document([("d", json.loads(json.dumps(result)))])
+    for row, part in zip(rows, ("step", "prefill"), strict=True):
+        cells = decode.cells(row)
+        assert len(cells) == len(decode.COLUMNS) and cells[:4] == [part, "1", "2", "8"]
+        assert all(float(cell) > 0 for cell in cells[4:])
+        assert f"| {' | '.join(cells)} |" in text
+
+
+def test_compiler_options_that_xla_refuses_leave_a_contestant_out(small_llama, monkeypatch, capsys):
+    options = {"xla_gpu_enable_command_buffer": "+COLLECTIVES"}
+    monkeypatch.setitem(decode.CONTESTANTS, "graphs", (jflux.reference, options))
+    row = decode.measure_steps(*small_llama, batch=1, context=4, rounds=1)
+    assert "graphs: left out, INVALID_ARGUMENT" in capsys.readouterr().err
+    assert "graphs" not in row and decode.cells(row)[5] == ""
 
 
 def test_peers_are_columns_where_they_were_timed():

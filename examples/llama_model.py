@@ -1,0 +1,360 @@
+"""A Llama for decoding, tensor-parallel over the axis "tp" of a mesh, as pure functions.
+
+Llama 2 (arXiv 2307.09288, section 2.2): RMS norms before each half of a layer, rotary embeddings,
+grouped-query attention (arXiv 2305.13245), an MLP with a SiLU gate (arXiv 2002.05202, section 2).
+
+`prefill`, `step`, `greedy` and `generate` are written for one rank of `jax.shard_map`; `programs`
+makes functions of global arrays of them. Their first argument `ops` is where the collectives come
+from: `jflux`, or `jflux.reference` for the same model in plain `lax`.
+
+A step has one token of each sequence. Every rank has the whole residual stream x and its norm h,
+and a layer is two sums over the ranks::
+
+    h [b, d] --qkv--> attention over this rank's heads --o--> reduce_add_norm --> x, h
+    h [b, d] --gate, up--> this rank's hidden units --down--> reduce_add_norm --> x, h
+
+The prompt has many rows, [b, s] flattened, which are split over the ranks between the products
+(arXiv 2205.05198, section 4.2.2), so that each half of a layer is an `all_gather_matmul` and a
+`matmul_reduce_scatter`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+AXIS = "tp"
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Sizes of the whole model.
+
+    Attributes:
+      width, hidden: of the residual stream and of the MLP.
+      heads, kv_heads: of queries, and of keys and values; each of the latter serves
+        heads / kv_heads queries.
+      epsilon: of the RMS norms.
+      theta: base of the rotary embeddings' wave lengths.
+      tied: the head is the embedding, transposed.
+      dtype: of weights, activations and cache; norms, softmax and logits are float32.
+    """
+
+    layers: int
+    width: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    vocab: int
+    epsilon: float = 1e-5
+    theta: float = 10_000.0
+    tied: bool = False
+    dtype: Any = jnp.bfloat16
+
+    @property
+    def head_dim(self) -> int:
+        return self.width // self.heads
+
+    def groups(self, ranks: int) -> int:
+        """Heads of keys and values as they are stored: with fewer of them than ranks, each is
+        there several times, with a part of its queries."""
+        return max(self.kv_heads, ranks)
+
+
+CONFIGS = {
+    "tiny": Config(2, 128, 256, 16, 8, 256, dtype=jnp.float32),
+    "llama-2-7b": Config(32, 4096, 11008, 32, 32, 32000),
+    "llama-2-70b": Config(80, 8192, 28672, 64, 8, 32000),
+}
+
+Weights = dict[str, Any]
+Cache = list[tuple[jax.Array, jax.Array]]
+
+
+def check(config: Config, ranks: int) -> None:
+    """Raises ValueError if the model cannot be split over so many ranks."""
+    if config.width % (2 * config.heads) or config.heads % config.kv_heads:
+        raise ValueError(
+            f"{config.width=} must divide by 2 * {config.heads=}, and that by {config.kv_heads=}"
+        )
+    for name in ("heads", "hidden", "vocab"):
+        if (size := getattr(config, name)) % ranks:
+            raise ValueError(f"{name}={size} must divide by {ranks=}")
+    if config.kv_heads % ranks and ranks % config.kv_heads:
+        raise ValueError(f"{config.kv_heads=} must divide by {ranks=}, or {ranks=} by it")
+
+
+def shapes(config: Config, ranks: int) -> Weights:
+    """The global shape of each weight: products are ``x @ w``, tables of the vocabulary have a row
+    for each token. The columns of `qkv` are [group, its queries, key, value]."""
+    d, groups = config.width, config.groups(ranks)
+    layer = {
+        "attention_norm": (d,),
+        "qkv": (d, (config.heads + 2 * groups) * config.head_dim),
+        "o": (d, d),
+        "mlp_norm": (d,),
+        "gate": (d, config.hidden),
+        "up": (d, config.hidden),
+        "down": (config.hidden, d),
+    }
+    model = {"embed": (config.vocab, d), "layers": [layer] * config.layers, "norm": (d,)}
+    return model if config.tied else model | {"head": (config.vocab, d)}
+
+
+def specs(config: Config) -> Weights:
+    """How each weight is split."""
+    columns, rows = P(None, AXIS), P(AXIS, None)
+    layer = {
+        "attention_norm": P(None),
+        "qkv": columns,
+        "o": rows,
+        "mlp_norm": P(None),
+        "gate": columns,
+        "up": columns,
+        "down": rows,
+    }
+    model = {"embed": rows, "layers": [layer] * config.layers, "norm": P(None)}
+    return model if config.tied else model | {"head": rows}
+
+
+def cache_specs(config: Config) -> Cache:
+    """Keys and values, [b, groups, length, head_dim] each, of each layer."""
+    return [(P(None, AXIS), P(None, AXIS))] * config.layers
+
+
+def reduce_add_norm(
+    ops: Any, partial: jax.Array, x: jax.Array, scale: jax.Array, epsilon: float
+) -> tuple[jax.Array, jax.Array]:
+    """Adds all ranks' `partial` to the residual stream x: the new x, and its norm."""
+    x = ops.all_reduce(partial, axis_name=AXIS) + x
+    return x, rms_norm(x, scale, epsilon)
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
+    """x over its root mean square, times scale (arXiv 1910.07467, equation 4)."""
+    wide = x.astype(jnp.float32)
+    mean = jnp.mean(wide * wide, -1, keepdims=True)
+    return (wide * lax.rsqrt(mean + epsilon) * scale).astype(x.dtype)
+
+
+def rotate(x: jax.Array, position: jax.Array, theta: float) -> jax.Array:
+    """Rotary embedding (arXiv 2104.09864, equation 34) of x [b, s, ..., head_dim] at position [s].
+
+    Element i of a head turns with element i + head_dim / 2, as in Llama's published weights; the
+    paper pairs neighbours.
+    """
+    half = x.shape[-1] // 2
+    angle = position[:, None] * theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle = angle.reshape(-1, *(1,) * (x.ndim - 3), half)
+    sin, cos = jnp.sin(angle), jnp.cos(angle)
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
+
+
+def split_heads(
+    config: Config, qkv: jax.Array, position: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """This rank's columns [b, s, n] of x @ qkv, as queries [b, s, groups, queries, head_dim] and
+    keys and values [b, groups, s, head_dim]; the first two are rotated."""
+    queries = config.heads // config.groups(lax.axis_size(AXIS))
+    heads = qkv.reshape(*qkv.shape[:2], -1, queries + 2, config.head_dim)
+    turned = rotate(heads[..., :-1, :], position, config.theta)
+    k, v = (jnp.moveaxis(a, 1, 2) for a in (turned[..., -1, :], heads[..., -1, :]))
+    return turned[..., :-1, :], k, v
+
+
+def attend_prompt(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Causal attention of the prompt to itself: [b, s, n]."""
+    b, s, _, _, head_dim = q.shape
+    # cuDNN's does not write the [s, s] weights, which only long prompts have many of.
+    on_gpu = jax.default_backend() == "gpu" and q.dtype.itemsize == 2
+    fast = "cudnn" if on_gpu and s >= 1024 else None
+    k, v = (jnp.moveaxis(a, 1, 2) for a in (k, v))
+    q = q.reshape(b, s, -1, head_dim)
+    o = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=fast)
+    return o.reshape(b, s, -1)
+
+
+def attend_cache(q: jax.Array, k: jax.Array, v: jax.Array, position: jax.Array) -> jax.Array:
+    """Attention of one query a sequence, q [b, 1, ...], to the cache up to `position`: [b, n]."""
+    wide = {"preferred_element_type": jnp.float32}
+    scores = jnp.einsum("bgqh,bgth->bgqt", q[:, 0], k, **wide) * q.shape[-1] ** -0.5
+    scores = jnp.where(jnp.arange(k.shape[2]) <= position, scores, -jnp.inf)
+    weights = jax.nn.softmax(scores).astype(v.dtype)
+    return jnp.einsum("bgqt,bgth->bgqh", weights, v).reshape(q.shape[0], -1)
+
+
+def own_rows(table: jax.Array, index: jax.Array) -> jax.Array:
+    """Rows of a table that is split by rows over the ranks; zeros for those of another rank, so
+    that the sum over the ranks is ``table[index]``."""
+    local = index - lax.axis_index(AXIS) * len(table)
+    own = (local >= 0) & (local < len(table))
+    return jnp.where(own[..., None], table[jnp.clip(local, 0, len(table) - 1)], 0)
+
+
+def scales_of(weights: Weights) -> list[jax.Array]:
+    """Of the norm that follows each layer: the next one's first, and at last the model's own."""
+    return [layer["attention_norm"] for layer in weights["layers"][1:]] + [weights["norm"]]
+
+
+def logits_of(weights: Weights, h: jax.Array) -> jax.Array:
+    """h [b, d] to this rank's part of the vocabulary, float32 [b, v/ranks]."""
+    head = weights.get("head", weights["embed"])
+    return jnp.einsum("bd,vd->bv", h, head, preferred_element_type=jnp.float32)
+
+
+def prefill(
+    ops: Any, config: Config, weights: Weights, tokens: jax.Array, *, length: int
+) -> tuple[jax.Array, Cache]:
+    """Runs the prompt.
+
+    Args:
+      tokens: int32 [b, s], the same on all ranks.
+      length: how many positions the cache has room for, s at least.
+
+    Returns:
+      Logits of the token that follows, float32 [b, v/ranks], and the cache.
+    """
+    b, s = tokens.shape
+    # Up to a whole number of rows for each rank. Nothing attends to what follows it.
+    tokens = jnp.pad(tokens, ((0, 0), (0, -s % lax.axis_size(AXIS))))
+    padded = tokens.shape[1]
+    x = lax.psum_scatter(own_rows(weights["embed"], tokens.reshape(-1)), AXIS, tiled=True)
+    h = rms_norm(x, weights["layers"][0]["attention_norm"], config.epsilon)
+    cache = []
+    for w, scale in zip(weights["layers"], scales_of(weights), strict=True):
+        qkv = ops.all_gather_matmul(h, w["qkv"], axis_name=AXIS).reshape(b, padded, -1)
+        q, k, v = split_heads(config, qkv, jnp.arange(padded))
+        o = attend_prompt(q, k, v).reshape(b * padded, -1)
+        x = ops.matmul_reduce_scatter(o, w["o"], axis_name=AXIS, residual=x)
+        h = rms_norm(x, w["mlp_norm"], config.epsilon)
+        gate_up = (w["gate"], w["up"])
+        y = ops.all_gather_matmul(h, gate_up, axis_name=AXIS, activation="silu", gated=True)
+        x = ops.matmul_reduce_scatter(y, w["down"], axis_name=AXIS, residual=x)
+        h = rms_norm(x, scale, config.epsilon)
+        room = ((0, 0), (0, 0), (0, length - s), (0, 0))
+        cache.append((jnp.pad(k[:, :, :s], room), jnp.pad(v[:, :, :s], room)))
+    last = own_rows(h, jnp.arange(b) * padded + s - 1)
+    return logits_of(weights, ops.all_reduce(last, axis_name=AXIS)), cache
+
+
+def step(
+    ops: Any,
+    config: Config,
+    weights: Weights,
+    cache: Cache,
+    token: jax.Array,
+    position: jax.Array,
+) -> tuple[jax.Array, Cache]:
+    """Runs one token of each sequence, int32 [b], which is at `position` in all of them.
+
+    Returns:
+      Logits of the token that follows, float32 [b, v/ranks], and the cache with this one's keys and
+      values.
+    """
+    x = ops.all_reduce(own_rows(weights["embed"], token), axis_name=AXIS)
+    h = rms_norm(x, weights["layers"][0]["attention_norm"], config.epsilon)
+    new_cache = []
+    for w, scale, kv in zip(weights["layers"], scales_of(weights), cache, strict=True):
+        q, *kv_of_token = split_heads(config, (h @ w["qkv"])[:, None], position[None])
+        k, v = (
+            lax.dynamic_update_slice_in_dim(old, new, position, axis=2)
+            for old, new in zip(kv, kv_of_token, strict=True)
+        )
+        o = attend_cache(q, k, v, position) @ w["o"]
+        x, h = reduce_add_norm(ops, o, x, w["mlp_norm"], config.epsilon)
+        y = (jax.nn.silu(h @ w["gate"]) * (h @ w["up"])) @ w["down"]
+        x, h = reduce_add_norm(ops, y, x, scale, config.epsilon)
+        new_cache.append((k, v))
+    return logits_of(weights, h), new_cache
+
+
+def greedy(ops: Any, logits: jax.Array) -> jax.Array:
+    """The most likely token, int32 [b], of logits [b, v/ranks]; of equals the first one.
+
+    The logits are not gathered: a rank sends its best token and that one's logit, in its own row of
+    a sum to which the others add zeros. (A token is exact in float32 up to 2**24.)
+    """
+    rank, ranks = lax.axis_index(AXIS), lax.axis_size(AXIS)
+    token = logits.argmax(-1) + rank * logits.shape[-1]
+    best = jnp.stack([logits.max(-1), token.astype(jnp.float32)])
+    rows = jnp.zeros((ranks, *best.shape), jnp.float32).at[rank].set(best)
+    values, tokens = jnp.moveaxis(ops.all_reduce(rows, axis_name=AXIS), 1, 0)
+    winner = values.argmax(0)[None]
+    return jnp.take_along_axis(tokens, winner, 0)[0].astype(jnp.int32)
+
+
+def generate(
+    ops: Any,
+    config: Config,
+    weights: Weights,
+    cache: Cache,
+    token: jax.Array,
+    position: jax.Array,
+    *,
+    steps: int,
+    end: int | None = None,
+) -> tuple[jax.Array, jax.Array, Cache]:
+    """Greedy decoding on the devices, in one loop.
+
+    Args:
+      token: int32 [b], what follows the positions that the cache has.
+      position: its position; the cache must have room for `steps` more from there.
+      end: a sequence ends at this token, and has only this one after it; the loop ends when all
+        sequences have. None: nothing ends before `steps`.
+
+    Returns:
+      What follows `token`, int32 [b, steps]; how many steps it took; the cache.
+    """
+
+    def one(i, state):
+        token, cache, tokens = state
+        logits, cache = step(ops, config, weights, cache, token, position + i)
+        chosen = greedy(ops, logits)
+        if end is not None:
+            chosen = jnp.where(token == end, end, chosen)
+        return chosen, cache, tokens.at[:, i].set(chosen)
+
+    tokens = jnp.full((len(token), steps), 0 if end is None else end, jnp.int32)
+    state = (token, cache, tokens)
+    if end is None:  # a loop whose length XLA knows: the host need not ask the devices each time
+        taken = jnp.int32(steps)
+        _, cache, tokens = lax.fori_loop(0, steps, one, state)
+    else:
+        taken, (_, cache, tokens) = lax.while_loop(
+            lambda carry: (carry[0] < steps) & (carry[1][0] != end).any(),
+            lambda carry: (carry[0] + 1, one(*carry)),
+            (jnp.int32(0), state),
+        )
+    return tokens, taken, cache
+
+
+def programs(
+    ops: Any, config: Config, mesh: Mesh, *, length: int, steps: int, end: int | None = None
+) -> tuple[Any, Any]:
+    """Two jitted functions of global arrays: what the prompt is run with, ``(weights, tokens) ->
+    (token, cache)``, and `generate`: ``(weights, cache, token, position) -> (tokens, taken,
+    cache)``, to which the cache is given away."""
+
+    def start(weights, tokens):
+        logits, cache = prefill(ops, config, weights, tokens, length=length)
+        return greedy(ops, logits), cache
+
+    def go_on(*args):
+        return generate(ops, config, *args, steps=steps, end=end)
+
+    def per_rank(f, in_specs, out_specs):
+        return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+    check(config, mesh.shape[AXIS])
+    w, cache = specs(config), cache_specs(config)
+    return (
+        jax.jit(per_rank(start, (w, P()), (P(), cache))),
+        jax.jit(per_rank(go_on, (w, cache, P(), P()), (P(), P(), cache)), donate_argnums=1),
+    )

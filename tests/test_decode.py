@@ -1,0 +1,375 @@
+"""The Llama of the examples: decoding with a cache equals a forward pass without one, on any number
+of ranks, whichever ops it takes and wherever its weights come from."""
+
+import dataclasses
+import functools
+import json
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import RANKS, make_mesh
+from jax.sharding import PartitionSpec as P
+
+import jflux
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "examples"))
+
+import decode  # noqa: E402
+import llama_model  # noqa: E402
+import llama_weights  # noqa: E402
+from llama_model import Config  # noqa: E402
+
+WORLDS = [n for n in (1, 2, 4, 8) if n <= RANKS]
+TINY = dataclasses.replace(llama_model.CONFIGS["tiny"], width=64, hidden=96)
+CONFIGS = {
+    "grouped": TINY,
+    "one key for each query": dataclasses.replace(TINY, kv_heads=16),
+    "fewer keys than ranks, tied": dataclasses.replace(TINY, kv_heads=2, tied=True),
+}
+PROMPT, STEPS, BATCH = 5, 6, 3
+
+
+@pytest.fixture(autouse=True)
+def lenient():
+    """GPUs have no kernels for float32."""
+    with jflux.config(strict=False), jax.default_matmul_precision("highest"):
+        yield
+
+
+def tensors_of(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
+    """Weights under Hugging Face's names. The norms' scales are not 1, so that none is mixed up."""
+    rng = np.random.default_rng(seed)
+    d, dim = config.width, config.head_dim
+    kv = (config.kv_heads * dim, d)
+    matrices = {
+        "self_attn.q_proj": (d, d), "self_attn.k_proj": kv, "self_attn.v_proj": kv,
+        "self_attn.o_proj": (d, d), "mlp.gate_proj": (config.hidden, d),
+        "mlp.up_proj": (config.hidden, d), "mlp.down_proj": (d, config.hidden),
+    }  # fmt: skip
+
+    def normal(*shape):
+        return (rng.standard_normal(shape) * shape[-1] ** -0.5).astype(np.float32)
+
+    def scale():
+        return rng.uniform(0.5, 1.5, d).astype(np.float32)
+
+    found = {"model.embed_tokens.weight": normal(config.vocab, d), "model.norm.weight": scale()}
+    if not config.tied:
+        found["lm_head.weight"] = normal(config.vocab, d)
+    for i in range(config.layers):
+        at = f"model.layers.{i}"
+        for name, shape in matrices.items():
+            found[f"{at}.{name}.weight"] = 2 * normal(*shape)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            found[f"{at}.{name}.weight"] = scale()
+    return found
+
+
+def plain_llama(config: Config, tensors: dict[str, np.ndarray], tokens: np.ndarray) -> np.ndarray:
+    """Logits [b, s, vocab] of all positions: one device, no cache, float64, nothing of jflux."""
+    w = {name.removesuffix(".weight"): t.astype(np.float64) for name, t in tensors.items()}
+    b, s = tokens.shape
+    half = config.head_dim // 2
+
+    def norm(x, scale):
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + config.epsilon) * scale
+
+    def turned(x):  # [b, heads, s, head_dim], each pair as one complex number
+        turn = np.exp(1j * np.outer(np.arange(s), config.theta ** (-np.arange(half) / half)))
+        z = (x[..., :half] + 1j * x[..., half:]) * turn
+        return np.concatenate([z.real, z.imag], -1)
+
+    def heads(x):
+        return x.reshape(b, s, -1, config.head_dim).swapaxes(1, 2)
+
+    x = w["model.embed_tokens"][tokens]
+    for i in range(config.layers):
+        layer = {k.split(f"layers.{i}.")[1]: v for k, v in w.items() if f"layers.{i}." in k}
+        h = norm(x, layer["input_layernorm"])
+        q, k, v = (heads(h @ layer[f"self_attn.{name}_proj"].T) for name in "qkv")
+        q, k, v = turned(q), *(np.repeat(a, config.heads // config.kv_heads, 1)
+                               for a in (turned(k), v))  # fmt: skip
+        scores = q @ k.swapaxes(2, 3) / np.sqrt(config.head_dim)
+        weights = np.exp(scores - scores.max(-1, keepdims=True)) * np.tri(s)
+        o = (weights / weights.sum(-1, keepdims=True)) @ v
+        x = x + o.swapaxes(1, 2).reshape(b, s, -1) @ layer["self_attn.o_proj"].T
+        h = norm(x, layer["post_attention_layernorm"])
+        gate, up = (h @ layer[f"mlp.{name}_proj"].T for name in ("gate", "up"))
+        x = x + (gate / (1 + np.exp(-gate)) * up) @ layer["mlp.down_proj"].T
+    return norm(x, w["model.norm"]) @ w["model.embed_tokens" if config.tied else "lm_head"].T
+
+
+def tokens_of(config: Config, length: int) -> np.ndarray:
+    return np.random.default_rng(1).integers(config.vocab, size=(BATCH, length), dtype=np.int32)
+
+
+def teacher_forced(ops, config, mesh, weights, tokens):
+    """Logits [b, s - PROMPT + 1, vocab] that follow the prompt and each later token."""
+    specs, cache_specs = llama_model.specs(config), llama_model.cache_specs(config)
+
+    def all_of(weights, tokens):
+        prompt, rest = tokens[:, :PROMPT], tokens[:, PROMPT:]
+        first, cache = llama_model.prefill(ops, config, weights, prompt, length=tokens.shape[1])
+
+        def one(carry, token):
+            position, cache = carry
+            logits, cache = llama_model.step(ops, config, weights, cache, token, position)
+            return (position + 1, cache), logits
+
+        (_, cache), others = jax.lax.scan(one, (jnp.int32(PROMPT), cache), rest.T)
+        return jnp.concatenate([first[None], others]).swapaxes(0, 1), cache
+
+    f = jax.shard_map(
+        all_of, mesh=mesh, in_specs=(specs, P()), out_specs=(P(None, None, "tp"), cache_specs),
+        check_vma=False,
+    )  # fmt: skip
+    return np.asarray(jax.jit(f)(weights, tokens)[0])
+
+
+@pytest.mark.parametrize("ops", [jflux, jflux.reference], ids=["jflux", "reference"])
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_decoding_equals_a_forward_pass(config, ops):
+    tensors = tensors_of(config)
+    mesh = make_mesh((RANKS,))
+    tokens = tokens_of(config, PROMPT + STEPS)
+    weights = llama_weights.from_tensors(config, mesh, tensors)
+    got = teacher_forced(ops, config, mesh, weights, tokens)
+    want = plain_llama(config, tensors, tokens)[:, PROMPT - 1 :]
+    assert want.std() > 0.1 and np.abs(np.diff(want, axis=1)).max() > 1  # positions differ
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
+
+
+def run_decode(config: Config, world: int, prompt: np.ndarray, **options) -> dict[str, np.ndarray]:
+    """Tokens of both contestants, which must agree."""
+    mesh = make_mesh((world,))
+    weights = llama_weights.from_tensors(config, mesh, tensors_of(config))
+    runs = decode.decode(config, mesh, weights, prompt, **options)
+    np.testing.assert_array_equal(*(run.tokens for run in runs.values()))
+    return runs["jflux"].tokens
+
+
+def decoder(config: Config, world: int, steps: int, end: int | None = None):
+    """prompt -> what follows it, [BATCH, 1 + steps], and the steps that it took; on jflux."""
+    mesh = make_mesh((world,))
+    weights = llama_weights.from_tensors(config, mesh, tensors_of(config))
+    start, go_on = llama_model.programs(
+        jflux, config, mesh, length=PROMPT + steps, steps=steps, end=end
+    )
+
+    def run(prompt):
+        token, cache = start(weights, prompt)
+        rest, taken, _ = go_on(weights, cache, token, np.int32(PROMPT))
+        return np.concatenate([np.asarray(token)[:, None], np.asarray(rest)], 1), int(taken)
+
+    return run
+
+
+def test_any_number_of_ranks_gives_the_same_tokens():
+    """And they are the most likely ones of a forward pass over all of them."""
+    config = dataclasses.replace(CONFIGS["fewer keys than ranks, tied"], layers=1)
+    prompt = tokens_of(config, PROMPT)
+    first, *others = (decoder(config, world, 9)(prompt)[0] for world in WORLDS)
+    for tokens in others:
+        np.testing.assert_array_equal(tokens, first)
+    text = np.concatenate([prompt, first], axis=1)
+    logits = plain_llama(config, tensors_of(config), text[:, :-1])[:, PROMPT - 1 :]
+    np.testing.assert_array_equal(logits.argmax(-1), first)
+    assert len({tuple(row) for row in first}) == BATCH  # each prompt has its own
+
+
+def test_an_end_token_stops():
+    """Each sequence at its own, which it then repeats; the loop when all have."""
+    prompt = tokens_of(TINY, PROMPT)
+    free, taken = decoder(TINY, RANKS, 10)(prompt)
+    assert taken == 10
+    # A token that only one sequence has, once, so that the others go on.
+    values, counts = np.unique(free[:, 2:8], return_counts=True)
+    end = next(int(v) for v, c in zip(values, counts, strict=True) if c == (free == v).sum() == 1)
+    (row,), (at,) = np.nonzero(free == end)
+    want = free.copy()
+    want[row, at:] = end
+    run = decoder(TINY, RANKS, 10, end)
+    stopped, taken = run(prompt)
+    np.testing.assert_array_equal(stopped, want)
+    assert taken == 10
+    stopped, taken = run(np.tile(prompt[row], (BATCH, 1)))
+    np.testing.assert_array_equal(stopped, np.tile(want[row], (BATCH, 1)))
+    assert taken == at
+
+
+def test_contestants_of_the_example_agree():
+    mesh = make_mesh((RANKS,))
+    weights = llama_weights.from_tensors(TINY, mesh, tensors_of(TINY))
+    runs = decode.decode(TINY, mesh, weights, tokens_of(TINY, PROMPT), steps=6, rounds=2)
+    assert list(runs) == ["jflux", "XLA"] and decode.differing(runs) == (0, BATCH * 6)
+    for run, line in zip(runs.values(), decode.table(runs).splitlines()[1:], strict=True):
+        assert run.tokens.shape == (BATCH, 6) and len(run.prefill) == len(run.decode) == 2
+        name, *numbers = line.split()
+        prefill, each, rate = map(float, numbers)
+        assert prefill > 0 and rate == pytest.approx(1e3 * BATCH / each, rel=0.01)
+
+
+@pytest.mark.parametrize("ops", [jflux, jflux.reference], ids=["jflux", "reference"])
+def test_of_equal_logits_the_first_is_taken(ops):
+    logits = np.zeros((4, 4 * RANKS), np.float32)
+    logits[1, [RANKS - 1, 2 * RANKS, 3 * RANKS]] = 1
+    logits[2] = -np.inf
+    logits[3] = -np.arange(4 * RANKS)[::-1]
+    f = jax.shard_map(
+        functools.partial(llama_model.greedy, ops), mesh=make_mesh((RANKS,)),
+        in_specs=P(None, "tp"), out_specs=P(),
+    )  # fmt: skip
+    np.testing.assert_array_equal(jax.jit(f)(logits), logits.argmax(-1))
+
+
+def test_a_layer_is_two_all_reduces():
+    """Beside them a step has the embedding's, and the choice of a token."""
+    mesh = make_mesh((RANKS,))
+    weights = llama_weights.from_tensors(TINY, mesh, tensors_of(TINY))
+    start, go_on = llama_model.programs(jflux.reference, TINY, mesh, length=9, steps=4)
+    token, cache = start(weights, tokens_of(TINY, PROMPT))
+    text = go_on.lower(weights, cache, token, np.int32(PROMPT)).as_text()
+    assert text.count("stablehlo.all_reduce") == 2 * TINY.layers + 2
+    for other in ("all_gather", "reduce_scatter", "all_to_all", "collective"):
+        assert f"stablehlo.{other}" not in text
+
+
+def test_the_cache_is_given_away():
+    mesh = make_mesh((RANKS,))
+    weights = llama_weights.from_tensors(TINY, mesh, tensors_of(TINY))
+    start, go_on = llama_model.programs(jflux, TINY, mesh, length=9, steps=4)
+    token, cache = start(weights, tokens_of(TINY, PROMPT))
+    assert {a.shape for a in jax.tree.leaves(cache)} == {(BATCH, TINY.kv_heads, 9, TINY.head_dim)}
+    go_on(weights, cache, token, np.int32(PROMPT))
+    assert all(a.is_deleted() for a in jax.tree.leaves(cache))
+
+
+def test_random_weights_do_not_depend_on_ranks():
+    config = dataclasses.replace(CONFIGS["fewer keys than ranks, tied"], layers=1)
+
+    def drawn(world):
+        weights = llama_weights.random(config, make_mesh((world,)), jax.random.key(3))
+        weights |= weights.pop("layers")[0]
+        heads = np.asarray(weights.pop("qkv"))
+        heads = heads.reshape(config.width, config.groups(world), -1, config.head_dim)
+        copies = config.groups(world) // config.kv_heads
+        for i, name in enumerate("kv", -2):
+            found = heads[:, :, i].reshape(config.width, config.kv_heads, copies, -1)
+            assert (found == found[:, :, :1]).all()
+            weights[name] = found[:, :, 0]
+        weights["q"] = heads[:, :, :-2].reshape(config.width, -1)
+        return jax.tree.map(np.asarray, weights)
+
+    one, all_ = drawn(1), drawn(RANKS)
+    assert one.keys() == all_.keys()
+    for name, w in one.items():
+        np.testing.assert_array_equal(w, all_[name], err_msg=name)
+        if w.ndim > 1:
+            fan_in = w.shape[name == "embed"]
+            assert abs(w.mean()) < 0.02 and abs(w.std() * fan_in**0.5 - 1) < 0.1, name
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda d: jnp.dtype(d).name)
+def test_weights_from_safetensors(dtype, tmp_path):
+    """In one file, or in several that an index lists, they are what they were; of each rank."""
+    save_file = pytest.importorskip("safetensors.numpy").save_file
+    config = dataclasses.replace(CONFIGS["fewer keys than ranks, tied"], dtype=dtype)
+    tensors = {k: np.asarray(v, dtype) for k, v in tensors_of(config).items()}
+    mesh = make_mesh((RANKS,))
+    want = llama_weights.from_tensors(config, mesh, tensors)
+    save_file(tensors, tmp_path / "all.safetensors")
+    files = {"a.safetensors": list(tensors)[::2], "b.safetensors": list(tensors)[1::2]}
+    for file, names in files.items():
+        save_file({name: tensors[name] for name in names}, tmp_path / file)
+    listed = {"weight_map": {name: file for file, names in files.items() for name in names}}
+    (tmp_path / "index.json").write_text(json.dumps(listed))
+    for given in (["all.safetensors"], ["a.safetensors", "b.safetensors"], ["index.json"]):
+        opened = llama_weights.open_safetensors([tmp_path / name for name in given])
+        got = llama_weights.from_tensors(config, mesh, opened)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            assert a.dtype == dtype and a.sharding == b.sharding
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+
+
+def test_tensors_that_do_not_fit_are_named():
+    tensors, mesh = tensors_of(TINY), make_mesh((1,))
+    with pytest.raises(ValueError, match=r"model.layers.1.mlp.up_proj.weight has the shape"):
+        wrong = {"model.layers.1.mlp.up_proj.weight": np.zeros((2, 3))}
+        llama_weights.from_tensors(TINY, mesh, tensors | wrong)
+    del tensors["lm_head.weight"]
+    with pytest.raises(ValueError, match="there is no tensor lm_head.weight"):
+        llama_weights.from_tensors(TINY, mesh, tensors)
+
+
+def test_without_safetensors_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ModuleNotFoundError, match="pip install safetensors"):
+        llama_weights.open_safetensors([Path("x.safetensors")])
+
+
+@pytest.mark.parametrize(
+    "changes, ranks, error",
+    [
+        ({"heads": 12, "kv_heads": 4, "width": 48}, 8, "heads=12 must divide by ranks=8"),
+        ({"heads": 24, "kv_heads": 6, "width": 48}, 4, "kv_heads=6 must divide by ranks=4, or"),
+        ({"hidden": 100}, 8, "hidden=100 must divide"),
+        ({"vocab": 250}, 8, "vocab=250 must divide"),
+        ({"kv_heads": 3}, 1, "config.kv_heads=3"),
+    ],
+)
+def test_models_that_cannot_be_split(changes, ranks, error):
+    with pytest.raises(ValueError, match=error):
+        llama_model.check(dataclasses.replace(TINY, **changes), ranks)
+
+
+def test_sizes_of_the_published_models():
+    """Parameters as the paper's models have them: 6.74 and 68.98 thousand million."""
+    for name, want in (("llama-2-7b", 6_738_415_616), ("llama-2-70b", 68_976_648_192)):
+        wanted = llama_model.shapes(llama_model.CONFIGS[name], 8)
+        sizes = jax.tree.leaves(wanted, is_leaf=lambda s: isinstance(s, tuple))
+        assert sum(int(np.prod(shape)) for shape in sizes) == want
+
+
+def json_of(config: Config) -> dict:
+    """As in the `config.json` beside published weights."""
+    return {
+        "model_type": "llama", "num_hidden_layers": config.layers, "hidden_size": config.width,
+        "intermediate_size": config.hidden, "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads, "vocab_size": config.vocab,
+        "rms_norm_eps": config.epsilon, "rope_scaling": None,
+    }  # fmt: skip
+
+
+def test_a_config_json(tmp_path):
+    config, file = llama_model.CONFIGS["llama-2-70b"], tmp_path / "config.json"
+    file.write_text(json.dumps(json_of(config)))
+    assert llama_weights.config_from_json(file) == config
+    file.write_text(json.dumps(json_of(config) | {"rope_scaling": {"rope_type": "llama3"}}))
+    with pytest.raises(ValueError, match="rope_scaling not as in Llama 2"):
+        llama_weights.config_from_json(file)
+
+
+def test_the_script_decodes_with_weights_from_files(tmp_path, monkeypatch, capsys):
+    save_file = pytest.importorskip("safetensors.numpy").save_file
+    config = dataclasses.replace(TINY, layers=1)
+    tensors, prompt = tensors_of(TINY), [1, 50, 99, 7]  # it has another layer, to leave out
+    save_file(tensors, tmp_path / "x.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(json_of(TINY)))
+    monkeypatch.setattr(jax, "devices", lambda: list(make_mesh((RANKS,)).devices))
+    given = (
+        f"decode.py --model {tmp_path}/config.json --weights {tmp_path}/x.safetensors --layers 1"
+    )
+    more = f"--dtype float32 --steps 3 --prompt {','.join(map(str, prompt))} --rounds 1"
+    monkeypatch.setattr(sys, "argv", [*given.split(), *more.split()])
+    decode.main()
+    out = capsys.readouterr().out
+    assert "differing tokens: 0 of 3" in out
+    for _ in range(3):
+        logits = plain_llama(config, tensors, np.array([prompt]))
+        prompt.append(int(logits[0, -1].argmax()))
+    assert out.splitlines()[-1] == f"tokens: {','.join(map(str, prompt[4:]))}"
