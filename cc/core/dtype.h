@@ -17,6 +17,10 @@ JFLUX_HD constexpr int64_t SizeOf(DType t) {
 // Identifies an op in signatures and fault records. Append only.
 enum class OpId : uint32_t { kAllGatherMatmul = 1, kMatmulReduceScatter = 2, kAllReduce = 3 };
 
+// Custom calls have numbers from here on, which mean something in this process alone
+// (runtime/fault.h): in fault records, not in signatures.
+inline constexpr uint32_t kFirstCustomOp = 1 << 16;
+
 }  // namespace jflux
 
 #endif  // JFLUX_CORE_DTYPE_H_

@@ -1,5 +1,8 @@
 // What differs between the compilers that build cc/core: g++ and clang++ for the CPU back end and
 // the tests, nvcc for host and device code. Only this header and atomic.h may ask which it is.
+//
+// This, atomic.h, signal.h and layout.h are also installed, under the headers for kernel authors
+// (jflux/shmem.h). They name each other by their place, so that no path of the user's comes first.
 #ifndef JFLUX_CORE_PLATFORM_H_
 #define JFLUX_CORE_PLATFORM_H_
 

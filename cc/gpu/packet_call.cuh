@@ -5,8 +5,8 @@
 #include <cstdint>
 
 #include "core/packet.h"
+#include "gpu/call.cuh"
 #include "gpu/device_state.h"
-#include "gpu/gemm_call.cuh"
 
 namespace jflux {
 
@@ -23,28 +23,17 @@ struct PacketTurn {
   uint32_t block;  // this CTA's place in the order in which CTAs begin
 };
 
-// All threads of a CTA. CTAs work in the order in which they begin, not that of their numbers:
-// whichever may run, the lowest place that some rank waits for is running on all ranks, or is the
-// next to. The place and the epoch are one word, taken at once; the last CTA to take its place
-// raises the epoch for the next call.
+// All threads of a CTA.
 __device__ __forceinline__ PacketTurn BeginPackets(const PacketArgs& args) {
-  __shared__ uint64_t taken;
-  const DeviceState state = *args.state;  // on its way together with the word below
+  const DeviceState state = *args.state;  // on its way together with the turn
   auto* header = args.view.template At<ChannelHeader>(args.view.rank, 0);
-  if (threadIdx.x == 0) {
-    static_assert(offsetof(ChannelHeader, epoch) == 0 && offsetof(ChannelHeader, next_send) == 4);
-    auto* word = reinterpret_cast<unsigned long long*>(header);
-    taken = atomicAdd(word, 1ull << 32);
-    if (taken >> 32 == gridDim.x - 1) atomicExch(word, NextEpoch(static_cast<uint32_t>(taken)));
-  }
-  __syncthreads();
-  const uint32_t epoch = NextEpoch(static_cast<uint32_t>(taken));
+  const Turn taken = TakeTurn(header);
   const WaitContext wait{state.fault, &header->stop,  0,
                          args.op,     args.view.rank, state.hooks.skip_waits != 0};
-  const PacketTurn turn{PacketCall{args.view, args.layout, epoch, args.signature, wait,
+  const PacketTurn turn{PacketCall{args.view, args.layout, taken.epoch, args.signature, wait,
                                    /*patience_ns=*/state.deadline_ns},
-                        static_cast<uint32_t>(taken >> 32)};
-  DelayCall(state, epoch, args.view.rank);
+                        taken.place};
+  DelayCall(state, taken.epoch, args.view.rank);
   const auto peer = static_cast<int>(threadIdx.x);
   if (turn.block == 0 && peer < args.view.world && peer != args.view.rank)
     turn.call.SendHello(peer);

@@ -104,6 +104,11 @@ JFLUX_API int jflux_choose(const char* op, const JfluxProduct* product, int sm_c
 JFLUX_API int64_t jflux_all_reduce_channel_bytes(int64_t world, int64_t count, int dtype,
                                                  int algorithm);
 JFLUX_API int jflux_choose_all_reduce(int64_t world, int64_t bytes);
+// Custom calls (jflux/call.h): what a channel for so many bytes of data and signals takes.
+JFLUX_API int64_t jflux_custom_channel_bytes(int64_t data_bytes, int64_t num_signals);
+// Has load(ordinal) called on every device of this process: now, if the heap on GPUs exists, and
+// whenever it is made. It loads kernels, and returns null or what went wrong.
+JFLUX_API const char* jflux_add_kernels(const char* (*load)(int ordinal));
 // Where channels start in the heap.
 JFLUX_API int64_t jflux_cuda_first_channel(void);
 
