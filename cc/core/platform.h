@@ -14,11 +14,14 @@
 #define JFLUX_HD inline
 #endif
 
-// Before a loop over an array that a GPU should keep in registers.
+// Before a loop over an array that a GPU should keep in registers; before one that it should not
+// copy.
 #if defined(__CUDA_ARCH__)
 #define JFLUX_UNROLL _Pragma("unroll")
+#define JFLUX_NO_UNROLL _Pragma("unroll 1")
 #else
 #define JFLUX_UNROLL
+#define JFLUX_NO_UNROLL
 #endif
 
 #if !defined(__CUDA_ARCH__)

@@ -7,7 +7,6 @@
 #define JFLUX_SCOPE_H_
 
 #include <cstdint>
-#include <cstring>
 
 #include "../core/atomic.h"
 #include "../core/platform.h"
@@ -84,67 +83,70 @@ struct Block {
 
 namespace internal {
 
-#if defined(__CUDA_ARCH__)
-// 16 bytes from a place that is a multiple of kAlign.
+struct alignas(16) [[gnu::may_alias]] Vector {
+  uint32_t word[4];
+};
+using Word [[gnu::may_alias]] = uint32_t;
+
+// From a place that is a multiple of kAlign.
 template <int kAlign>
-__device__ __forceinline__ uint4 Load16(const char* from) {
+JFLUX_HD Vector LoadVector(const char* from) {
   if constexpr (kAlign == 16) {
-    return *reinterpret_cast<const uint4*>(from);
+    return *reinterpret_cast<const Vector*>(from);
   } else {
-    uint32_t word[4];
+    Vector v;
+    JFLUX_UNROLL
     for (int w = 0; w < 4; ++w) {
       if constexpr (kAlign == 4) {
-        word[w] = reinterpret_cast<const uint32_t*>(from)[w];
+        v.word[w] = reinterpret_cast<const Word*>(from)[w];
       } else {
-        word[w] = 0;
+        v.word[w] = 0;
+        JFLUX_UNROLL
         for (int b = 0; b < 4; ++b) {
-          word[w] |= static_cast<uint32_t>(static_cast<uint8_t>(from[4 * w + b])) << (8 * b);
+          v.word[w] |= static_cast<uint32_t>(static_cast<uint8_t>(from[4 * w + b])) << (8 * b);
         }
       }
     }
-    return make_uint4(word[0], word[1], word[2], word[3]);
+    return v;
   }
 }
 
 template <typename Scope, int kAlign>
-__device__ __forceinline__ void CopyVectors(char* to, const char* from, int64_t vectors) {
+JFLUX_HD void CopyVectors(char* to, const char* from, int64_t vectors) {
   constexpr int kAtOnce = kAlign == 16 ? 4 : 1;  // loads that are on their way at the same time
   const int64_t step = Scope::size();
-#pragma unroll 1
+  JFLUX_NO_UNROLL
   for (int64_t v = Scope::rank(); v < vectors; v += kAtOnce * step) {
-    uint4 part[kAtOnce];
+    Vector part[kAtOnce];
     JFLUX_UNROLL
     for (int i = 0; i < kAtOnce; ++i) {
-      if (v + i * step < vectors) part[i] = Load16<kAlign>(from + 16 * (v + i * step));
+      if (v + i * step < vectors) part[i] = LoadVector<kAlign>(from + 16 * (v + i * step));
     }
     JFLUX_UNROLL
     for (int i = 0; i < kAtOnce; ++i) {
-      if (v + i * step < vectors) *reinterpret_cast<uint4*>(to + 16 * (v + i * step)) = part[i];
+      if (v + i * step < vectors) *reinterpret_cast<Vector*>(to + 16 * (v + i * step)) = part[i];
     }
   }
 }
 
 template <typename Scope>
-__device__ __forceinline__ void CopyBytes(char* to, const char* from, int64_t bytes) {
-#pragma unroll 1
+JFLUX_HD void CopyBytes(char* to, const char* from, int64_t bytes) {
+  JFLUX_NO_UNROLL
   for (int64_t i = Scope::rank(); i < bytes; i += Scope::size()) to[i] = from[i];
 }
-#endif
 
 // Any sizes and places that do not overlap. Stores are of 16 bytes wherever `dest` allows, since
 // they may cross a link; loads, if `source` is as far from a multiple of 16 as `dest`.
 template <typename Scope>
 JFLUX_HD void Copy(void* dest, const void* source, int64_t bytes) {
-#if defined(__CUDA_ARCH__)
   auto* to = static_cast<char*>(dest);
   const auto* from = static_cast<const char*>(source);
-  const auto misplaced = static_cast<int64_t>(-reinterpret_cast<uintptr_t>(to) & 15);
-  const int64_t head = Min(misplaced, bytes);
+  const auto misplaced = static_cast<int64_t>((0 - reinterpret_cast<uintptr_t>(to)) & 15);
+  const int64_t head = Min(misplaced, bytes), vectors = (bytes - head) / 16;
   CopyBytes<Scope>(to, from, head);
   to += head;
   from += head;
-  const int64_t vectors = (bytes - head) / 16;
-  const uintptr_t place = reinterpret_cast<uintptr_t>(from);
+  const auto place = reinterpret_cast<uintptr_t>(from);
   if (place % 16 == 0) {
     CopyVectors<Scope, 16>(to, from, vectors);
   } else if (place % 4 == 0) {
@@ -153,9 +155,6 @@ JFLUX_HD void Copy(void* dest, const void* source, int64_t bytes) {
     CopyVectors<Scope, 1>(to, from, vectors);
   }
   CopyBytes<Scope>(to + 16 * vectors, from + 16 * vectors, bytes - head - 16 * vectors);
-#else
-  if (bytes > 0) std::memcpy(dest, source, bytes);
-#endif
 }
 
 // Says that this rank has begun a call, and so has finished the one before: what it read then may

@@ -357,6 +357,13 @@ JFLUX_HD bool AwaitGreetings(const Context& ctx) {
   return ok;
 }
 
+// A call of one thread, as a host has it. False if a wait failed.
+template <typename Body>
+bool RunCall(const Context& ctx, Body&& body) {
+  Greet<Thread>(ctx);
+  return body(ctx) && AwaitGreetings<Thread>(ctx);
+}
+
 }  // namespace internal
 }  // namespace jflux::shmem
 

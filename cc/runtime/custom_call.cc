@@ -46,14 +46,6 @@ ffi::Span<const int64_t> GroupsOf(const CallInfo& info) {
   return ffi::Span<const int64_t>(info.groups, static_cast<size_t>(info.groups_size));
 }
 
-bool RunBody(const ChannelLayout& layout, uint32_t signature, shmem::CpuBody body, void* data,
-             const SymmetricView& view, uint32_t epoch, const WaitContext& wait) {
-  const shmem::Context ctx{view,        layout,      epoch, signature, wait, /*patience_ns=*/0,
-                           /*block=*/0, /*blocks=*/1};
-  shmem::internal::Greet<shmem::Block>(ctx);
-  return body(data, ctx) && shmem::internal::AwaitGreetings<shmem::Block>(ctx);
-}
-
 }  // namespace
 }  // namespace jflux
 
@@ -85,7 +77,10 @@ void jflux_cpu_join_call(const CallInfo* info, uint64_t site, int64_t run_id, in
   call.bytes = layout.TotalBytes();
   call.body = [=, signature = info->signature](const jflux::SymmetricView& view, uint32_t epoch,
                                                const jflux::WaitContext& wait) {
-    return jflux::RunBody(layout, signature, body, data, view, epoch, wait);
+    const jflux::shmem::Context ctx{
+        view, layout, epoch, signature, wait, /*patience_ns=*/0, /*block=*/0, /*blocks=*/1};
+    return jflux::shmem::internal::RunCall(
+        ctx, [&](const jflux::shmem::Context& ctx) { return body(data, ctx); });
   };
   call.done = [=](const std::string& error) {
     jflux::FlushDenormals flush;  // XLA goes on here
