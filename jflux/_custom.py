@@ -18,14 +18,16 @@ from . import _config, _ffi, _heap, _jflux, _mesh
 from ._mesh import AxisName
 from ._ops import _product
 
-#: The attributes that every handler is given; a call's own must have other names.
-SUPPLIED = ("data_bytes", "groups", "num_signals", "op", "signature", "site", "world")
+#: What handlers and references are given; a call's own attributes must have other names.
+SUPPLIED = (
+    "axis_name", "data_bytes", "groups", "num_signals", "op", "signature", "site", "world",
+)  # fmt: skip
 
 
 def include_dir() -> str:
     """The folder to compile kernels and handlers with: for ``#include "jflux/shmem.h"``."""
-    here = Path(_jflux.__file__).resolve().parent
-    for folder in (here / "include", Path(__file__).resolve().parents[1] / "cc"):
+    here = Path(_jflux.__file__).absolute().parent
+    for folder in (here / "include", Path(__file__).absolute().parents[1] / "cc"):  # a checkout
         if (folder / "jflux" / "shmem.h").exists():
             return str(folder)
     raise FileNotFoundError(f"jflux's headers are not beside {here}: reinstall it")
@@ -33,7 +35,7 @@ def include_dir() -> str:
 
 def library_path() -> str:
     """The library to link handlers with: libjflux_core.so, which ``import jflux`` has loaded."""
-    return str(Path(_jflux.__file__).resolve().with_name("libjflux_core.so"))
+    return str(Path(_jflux.__file__).absolute().with_name("libjflux_core.so"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,9 +135,10 @@ def custom_call(
       axis_name: a mesh axis, or a tuple of them.
       data_bytes: of the symmetric heap that the call uses on each rank.
       num_signals: how many signal words it uses on each rank.
-      reference: (*operands, **attributes) -> the results, in plain `lax`. It runs where the
-        handlers cannot: on other platforms, for more than 8 ranks, for empty arrays, under ``vmap``
-        with an axis name, and with ``jflux.config(fused=False)``.
+      reference: (*operands, axis_name=..., **attributes) -> the results, in plain `lax`. It runs
+        where the handlers cannot: on other platforms, for more than 8 ranks, for empty arrays,
+        under ``vmap`` with an axis name, and with ``jflux.config(fused=False)``. Best a function of
+        a module: another one each time is another call to JAX's caches.
 
     Returns:
       A function (*operands, **attributes) -> the results. Attributes are int, float, bool or str;
@@ -166,7 +169,7 @@ def custom_call(
         world = _mesh.axis_size(axis_name)
         if not _mesh.is_manual(axis_name):
             _config.fall_back(f"custom_call({name})", f"axis {axis_name!r} is vmap's, not a mesh's")
-            return reference(*arrays, **attributes)
+            return reference(*arrays, axis_name=axis_name, **attributes)
         params = Params(
             name=name,
             results=results,
@@ -188,7 +191,9 @@ def _results(*avals, params):
 
 
 def _reference(*operands, params):
-    got = jax.tree.leaves(params.reference(*operands, **dict(params.attributes)))
+    attributes = dict(params.attributes)
+    axis_name = params.axis_names[0] if len(params.axis_names) == 1 else params.axis_names
+    got = jax.tree.leaves(params.reference(*operands, axis_name=axis_name, **attributes))
     shapes = tuple((tuple(y.shape), np.dtype(y.dtype)) for y in got)
     if shapes != params.results:
         raise ValueError(

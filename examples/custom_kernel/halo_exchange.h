@@ -14,7 +14,7 @@ struct HaloParams {
 };
 
 // Two signals for each block; halo_exchange.py asks for as many.
-constexpr int kMostBlocks = 16;
+constexpr int kMostBlocks = 64;
 
 inline int BlocksFor(const HaloParams& p) {
   return static_cast<int>(std::clamp<int64_t>(p.bytes / (64 << 10), 1, kMostBlocks));
