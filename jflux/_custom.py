@@ -59,7 +59,8 @@ def register_custom_call(
       name: of the FFI target, which is how calls and error messages name it.
       cpu: the handler on CPUs, an XLA FFI handler as ``XLA_FFI_DEFINE_HANDLER_SYMBOL`` defines it:
         a function of a library that ``ctypes`` has loaded.
-      cuda: the handler on CUDA GPUs.
+      cuda: the handler on CUDA GPUs. XLA may record it into a CUDA graph, and then does not run it
+        again: it must only enqueue kernels.
       load_kernels: ``const char* (int ordinal)``: loads the CUDA handler's kernels on this GPU of
         the process, and returns null, or what went wrong (``jflux::shmem::LoadKernels`` in
         jflux/kernel.cuh). Called when the heap is made, or at once if it exists: a kernel that is

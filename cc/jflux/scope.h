@@ -2,7 +2,7 @@
 // block are one thread. All threads of a scope make the call, with the same arguments; of a block's
 // warps, each is whole.
 //
-// Of the headers for kernel authors, only this one and kernel.cuh ask which compiler it is.
+// Of the headers for kernel authors, only this one asks which compiler it is.
 #ifndef JFLUX_SCOPE_H_
 #define JFLUX_SCOPE_H_
 
