@@ -2,6 +2,10 @@
 
 from . import reference as reference
 from ._config import config as config
+from ._custom import custom_call as custom_call
+from ._custom import include_dir as include_dir
+from ._custom import library_path as library_path
+from ._custom import register_custom_call as register_custom_call
 from ._heap import init as init
 from ._heap import shutdown as shutdown
 from ._norm import LayerNorm as LayerNorm
@@ -23,10 +27,14 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "config",
+    "custom_call",
+    "include_dir",
     "init",
+    "library_path",
     "matmul_reduce_scatter",
     "reduce_scatter",
     "reference",
+    "register_custom_call",
     "shutdown",
     "tune",
 ]

@@ -45,9 +45,19 @@ def register_targets(platform: str) -> None:
         jax.ffi.register_ffi_type("jflux_call_site", types, platform="cpu")
     for name, target_platform, stages in _jflux.targets():
         if target_platform == _PLATFORMS[platform]:
-            # Trait 1: may be recorded into a CUDA graph.
-            traits = {"traits": 1} if platform == "cuda" else {}
-            jax.ffi.register_ffi_target(name, stages, platform=target_platform, **traits)
+            _register_stages(name, platform, stages)
+
+
+def register_handler(name: str, platform: str, stages: dict[str, Any]) -> None:
+    """Registers a handler of someone else's, with what the library's own have beside `execute`."""
+    own = next(stages for _, p, stages in _jflux.targets() if p == _PLATFORMS[platform])
+    _register_stages(name, platform, {**own, **stages})
+
+
+def _register_stages(name: str, platform: str, stages: dict[str, Any]) -> None:
+    # Trait 1: may be recorded into a CUDA graph.
+    traits = {"traits": 1} if platform == "cuda" else {}
+    jax.ffi.register_ffi_target(name, stages, platform=_PLATFORMS[platform], **traits)
 
 
 def _capsule_pointer(capsule: Any) -> int:
@@ -73,11 +83,12 @@ def make_primitive(
     is_reference: Callable[..., bool] = lambda *avals, params: False,
     adapt: Callable[..., Callable[..., Any] | None] = lambda *avals, params, platform: None,
     same_over: Callable[[Any], tuple[Any, ...]] = lambda params: (),
+    target: Callable[[Any], str] | None = None,
 ) -> Primitive:
     """A primitive `name(*operands, params)` with several results, all of the first operand's kind.
 
     Args:
-      name: of the op; its FFI target is ``jflux_<name>``.
+      name: of the op; its FFI target is ``jflux_<name>``, unless `target` says otherwise.
       abstract_eval: (*avals, params=...) -> [(shape, dtype)] of the results.
       reference: (*operands, params=...) -> the results, in plain `lax`.
       is_reference: (*avals, params=...) -> whether `lax` has an op for just this.
@@ -91,6 +102,7 @@ def make_primitive(
         devices are here.
       batch: the batching rule.
       same_over: params -> the axes that the results do not vary over any more.
+      target: params -> the FFI target, of which messages then speak too.
     """
     primitive = Primitive(f"jflux_{name}")
     primitive.multiple_results = True
@@ -114,6 +126,9 @@ def make_primitive(
 
     lower_reference = mlir.lower_fun(reference, multiple_results=True)
 
+    def label_of(params):
+        return name if target is None else f"{name}({target(params)})"
+
     def lower_fused(ctx, *operands, params, platform):
         avals = ctx.avals_in
         empty = any(0 in aval.shape for aval in (*avals, *ctx.avals_out))
@@ -130,7 +145,7 @@ def make_primitive(
         else:
             reason = not_fused(*avals, **which) or _heap.why_not_usable(platform, mesh)
         if reason is not None:
-            _config.fall_back(name, reason)
+            _config.fall_back(label_of(params), reason)
             return lower_reference(ctx, *operands, params=params)
         assert mesh is not None
         adapted = adapt(*avals, **which)
@@ -140,7 +155,7 @@ def make_primitive(
         _begin_module(ctx.module_context.module)
         table = _mesh.group_table(mesh, params.axis_names)
         attributes = launch(*avals, **which, mesh=mesh, groups=table)
-        return jax.ffi.ffi_lowering(f"jflux_{name}")(
+        return jax.ffi.ffi_lowering(f"jflux_{name}" if target is None else target(params))(
             ctx,
             *operands,
             groups=table.ravel(),
@@ -150,7 +165,7 @@ def make_primitive(
         )
 
     def lower_elsewhere(ctx, *operands, params):
-        _config.fall_back(name, "jflux has kernels for CPUs and CUDA GPUs only")
+        _config.fall_back(label_of(params), "jflux has kernels for CPUs and CUDA GPUs only")
         return lower_reference(ctx, *operands, params=params)
 
     mlir.register_lowering(primitive, lower_elsewhere)

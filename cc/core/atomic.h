@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "core/platform.h"
+#include "platform.h"
 
 namespace jflux {
 
@@ -79,6 +79,16 @@ JFLUX_HD bool CompareExchange(uint64_t* p, uint64_t expected, uint64_t desired) 
 #else
   return __atomic_compare_exchange_n(p, &expected, desired, /*weak=*/false, __ATOMIC_ACQ_REL,
                                      __ATOMIC_ACQUIRE);
+#endif
+}
+
+// What this thread has stored, and what it has seen of others' stores, is seen by whoever sees a
+// later store of its.
+JFLUX_HD void FenceSystem() {
+#if defined(__CUDA_ARCH__)
+  __threadfence_system();
+#elif !defined(__SANITIZE_THREAD__)  // which knows no fences
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);
 #endif
 }
 

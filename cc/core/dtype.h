@@ -24,6 +24,10 @@ enum class OpId : uint32_t {
   kReduceScatter = 6,
 };
 
+// Custom calls have numbers from here on, which mean something in this process alone
+// (runtime/fault.h): in fault records, not in signatures.
+inline constexpr uint32_t kFirstCustomOp = 1 << 16;
+
 }  // namespace jflux
 
 #endif  // JFLUX_CORE_DTYPE_H_

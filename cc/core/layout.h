@@ -14,8 +14,8 @@
 
 #include <cstdint>
 
-#include "core/platform.h"
-#include "core/signal.h"
+#include "platform.h"
+#include "signal.h"
 
 namespace jflux {
 

@@ -1,5 +1,8 @@
 // What differs between the compilers that build cc/core: g++ and clang++ for the CPU back end and
 // the tests, nvcc for host and device code. Only this header and atomic.h may ask which it is.
+//
+// This, atomic.h, signal.h and layout.h are also installed, under the headers for kernel authors
+// (jflux/shmem.h). They name each other by their place, so that no path of the user's comes first.
 #ifndef JFLUX_CORE_PLATFORM_H_
 #define JFLUX_CORE_PLATFORM_H_
 
@@ -11,11 +14,14 @@
 #define JFLUX_HD inline
 #endif
 
-// Before a loop over an array that a GPU should keep in registers.
+// Before a loop over an array that a GPU should keep in registers; before one that it should not
+// copy.
 #if defined(__CUDA_ARCH__)
 #define JFLUX_UNROLL _Pragma("unroll")
+#define JFLUX_NO_UNROLL _Pragma("unroll 1")
 #else
 #define JFLUX_UNROLL
+#define JFLUX_NO_UNROLL
 #endif
 
 #if !defined(__CUDA_ARCH__)

@@ -23,8 +23,8 @@
 
 #include <cstdint>
 
-#include "core/atomic.h"
-#include "core/platform.h"
+#include "atomic.h"
+#include "platform.h"
 
 namespace jflux {
 

@@ -4,8 +4,8 @@
 
 #include <cstdint>
 
-#include "core/layout.h"
-#include "core/signal.h"
+#include "../core/layout.h"
+#include "../core/signal.h"
 
 namespace jflux {
 

@@ -7,6 +7,7 @@
 
 #include "core/layout.h"
 #include "core/signal.h"
+#include "gpu/call.cuh"
 #include "gpu/device_state.h"
 #include "gpu/timeline.cuh"
 
@@ -26,16 +27,6 @@ struct CallContext {
     Record(state, recording, kind, start, epoch, a, b);
   }
 };
-
-// TestHooks::max_delay_us.
-__device__ __forceinline__ void DelayCall(const DeviceState& state, uint32_t epoch, int rank) {
-  if (state.hooks.max_delay_us == 0) return;
-  const uint64_t start = NowNs();
-  const uint32_t hash = SignatureBuilder().Add(epoch).Add(rank).Get();
-  const uint64_t delay_ns = static_cast<uint64_t>(hash % state.hooks.max_delay_us) * 1000;
-  while (NowNs() - start < delay_ns) {
-  }
-}
 
 template <typename Args>
 __device__ __forceinline__ CallContext MakeContext(const Args& args) {
@@ -61,19 +52,6 @@ __device__ __forceinline__ void AwaitPeer(const CallContext& call, const Signal*
   WaitContext wait = call.wait;
   wait.deadline_ns = NowNs() + call.patience_ns;
   WaitSignal(word, call.signal, peer, unit, wait);
-}
-
-// One lane of each warp that waits for peers calls it after its last wait.
-template <typename Args>
-__device__ __forceinline__ void EndOfWaits(const Args& args) {
-  const auto* header = args.view.template At<ChannelHeader>(args.view.rank, 0);
-  if (LoadRelaxed(&header->stop) == 0) return;
-  // A call that failed must not look like one that did not. The host first gets the time to print
-  // why: XLA will only say that a launch failed.
-  const uint64_t start = NowNs();
-  while (NowNs() - start < 300000000ull) {
-  }
-  __trap();
 }
 
 // One lane of each warp that takes from a counter calls it when it has taken its last: of each CTA

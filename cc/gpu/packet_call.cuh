@@ -2,14 +2,12 @@
 #ifndef JFLUX_GPU_PACKET_CALL_CUH_
 #define JFLUX_GPU_PACKET_CALL_CUH_
 
-#include <cooperative_groups.h>
-
 #include <cstdint>
 
 #include "core/dtype.h"
 #include "core/packet.h"
+#include "gpu/call.cuh"
 #include "gpu/device_state.h"
-#include "gpu/gemm_call.cuh"
 #include "runtime/heap_cuda.h"
 
 namespace jflux {
@@ -38,45 +36,22 @@ inline int64_t PacketBlocks(int64_t work, int threads, int sm_count) {
 
 struct PacketTurn {
   PacketCall call;
-  uint32_t block;  // this cluster's place in the order in which clusters begin
-  bool greets;     // whether this thread's CTA exchanges the greetings
+  uint32_t block;  // this cluster's place
+  bool greets;     // whether this CTA exchanges the greetings
 };
 
-// All threads of a CTA, in clusters of kCtas. Clusters work in the order in which they begin, not
-// that of their numbers: whichever may run, the lowest place that some rank waits for is running on
-// all ranks, or is the next to. The place and the epoch are one word, taken at once; the last
-// cluster to take its place raises the epoch for the next call.
+// All threads of a CTA, in clusters of kCtas.
 template <int kCtas = 1>
 __device__ __forceinline__ PacketTurn BeginPackets(const PacketArgs& args) {
-  namespace cg = cooperative_groups;
-  __shared__ uint64_t taken;
-  const DeviceState state = *args.state;  // on its way together with the word below
+  const DeviceState state = *args.state;  // on its way together with the turn
   auto* header = args.view.template At<ChannelHeader>(args.view.rank, 0);
-  const bool leads = kCtas == 1 || cg::this_cluster().block_rank() == 0;
-  if (leads && threadIdx.x == 0) {
-    static_assert(offsetof(ChannelHeader, epoch) == 0 && offsetof(ChannelHeader, next_send) == 4);
-    auto* word = reinterpret_cast<unsigned long long*>(header);
-    taken = atomicAdd(word, 1ull << 32);
-    if (taken >> 32 == gridDim.x / kCtas - 1) {
-      atomicExch(word, NextEpoch(static_cast<uint32_t>(taken)));
-    }
-  }
-  uint64_t mine;
-  if constexpr (kCtas == 1) {
-    __syncthreads();
-    mine = taken;
-  } else {  // the leader's CTA stays: a cluster's members exchange more before they end
-    cg::this_cluster().sync();
-    mine = *cg::this_cluster().map_shared_rank(&taken, 0);
-  }
-  const uint32_t epoch = NextEpoch(static_cast<uint32_t>(mine));
+  const Turn taken = TakeTurn<kCtas>(header);
   const WaitContext wait{state.fault, &header->stop,  0,
                          args.op,     args.view.rank, state.hooks.skip_waits != 0};
-  const auto block = static_cast<uint32_t>(mine >> 32);
-  const PacketTurn turn{PacketCall{args.view, args.layout, epoch, args.signature, wait,
+  const PacketTurn turn{PacketCall{args.view, args.layout, taken.epoch, args.signature, wait,
                                    /*patience_ns=*/state.deadline_ns},
-                        block, leads && block == 0};
-  DelayCall(state, epoch, args.view.rank);
+                        taken.place, taken.first};
+  DelayCall(state, taken.epoch, args.view.rank);
   const auto peer = static_cast<int>(threadIdx.x);
   if (turn.greets && peer < args.view.world && peer != args.view.rank) turn.call.SendHello(peer);
   return turn;

@@ -156,4 +156,8 @@ NB_MODULE(_jflux, m) {
   m.def("exchange_channel_bytes", &jflux_exchange_channel_bytes);
   m.def("choose_all_reduce", &jflux_choose_all_reduce);
   m.def("cuda_first_channel", &jflux_cuda_first_channel);
+  m.def("custom_channel_bytes", &jflux_custom_channel_bytes);
+  m.def("add_kernels", [](uintptr_t load) {
+    Check(jflux_add_kernels(reinterpret_cast<const char* (*)(int)>(load)));
+  });
 }

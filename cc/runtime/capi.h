@@ -108,6 +108,11 @@ JFLUX_API int jflux_all_reduce_fits_norm(int64_t count, int dtype, int64_t width
 JFLUX_API int jflux_choose_all_reduce(int64_t world, int64_t bytes);
 // What the channel of an exchange of pieces of so many bytes takes.
 JFLUX_API int64_t jflux_exchange_channel_bytes(int64_t world, int64_t piece_bytes);
+// Custom calls (jflux/call.h): what a channel for so many bytes of data and signals takes.
+JFLUX_API int64_t jflux_custom_channel_bytes(int64_t data_bytes, int64_t num_signals);
+// Has load(ordinal) called on every device of this process: now, if the heap on GPUs exists, and
+// whenever it is made. It loads kernels, and returns null or what went wrong.
+JFLUX_API const char* jflux_add_kernels(const char* (*load)(int ordinal));
 // Where channels start in the heap.
 JFLUX_API int64_t jflux_cuda_first_channel(void);
 

@@ -1,8 +1,29 @@
 #include "runtime/fault.h"
 
 #include <cstdio>
+#include <deque>
+#include <mutex>
 
 namespace jflux {
+namespace {
+
+std::mutex g_mutex;
+std::deque<std::string>& CustomNames() {  // whose elements stay where they are
+  static auto* names = new std::deque<std::string>;
+  return *names;
+}
+
+}  // namespace
+
+OpId CustomOp(const std::string& target) {
+  const std::string name = "custom_call(" + target + ")";
+  std::lock_guard<std::mutex> lock(g_mutex);
+  auto& names = CustomNames();
+  uint32_t i = 0;
+  while (i < names.size() && names[i] != name) ++i;
+  if (i == names.size()) names.push_back(name);
+  return static_cast<OpId>(kFirstCustomOp + i);
+}
 
 const char* NameOf(OpId op) {
   switch (op) {
@@ -19,7 +40,9 @@ const char* NameOf(OpId op) {
     case OpId::kReduceScatter:
       return "reduce_scatter";
   }
-  return "unknown op";
+  std::lock_guard<std::mutex> lock(g_mutex);
+  const uint32_t custom = static_cast<uint32_t>(op) - kFirstCustomOp;
+  return custom < CustomNames().size() ? CustomNames()[custom].c_str() : "unknown op";
 }
 
 std::string Describe(const Fault& fault, double deadline_s) {

@@ -11,6 +11,9 @@ namespace jflux {
 
 const char* NameOf(OpId op);
 
+// The number of the custom call with this FFI target, whose name is then "custom_call(target)".
+OpId CustomOp(const std::string& target);
+
 // "jflux.all_gather_matmul: rank 2 waited 60 s for rank 3 (unit 17): ...". `deadline_s` is what
 // the wait was given.
 std::string Describe(const Fault& fault, double deadline_s);

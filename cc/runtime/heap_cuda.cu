@@ -21,6 +21,21 @@ std::shared_ptr<HeapCuda>& Current() {
   return *current;
 }
 
+// Of custom calls; under g_mutex.
+std::vector<const char* (*)(int)>& Loaders() {
+  static auto* loaders = new std::vector<const char* (*)(int)>;
+  return *loaders;
+}
+
+bool LoadOn(int ordinal, const char* (*load)(int), std::string* error) {
+  const char* reason = load(ordinal);
+  if (reason != nullptr) {
+    *error = "the kernels of a custom call cannot be loaded on GPU " + std::to_string(ordinal) +
+             ": " + reason;
+  }
+  return reason == nullptr;
+}
+
 // A kernel that gave up leaves a record and traps; XLA then reports a failed launch, which does not
 // say why. This does.
 void WatchFaults() {
@@ -86,6 +101,18 @@ void SetCurrentHeapCuda(std::shared_ptr<HeapCuda> heap) {
   Current() = std::move(heap);
 }
 
+bool AddKernels(const char* (*load)(int), std::string* error) {
+  {
+    std::lock_guard<std::mutex> lock(g_mutex);
+    Loaders().push_back(load);
+  }
+  const auto heap = CurrentHeapCuda();
+  for (int ordinal = 0; heap != nullptr && ordinal < 64; ++ordinal) {
+    if (heap->DeviceOf(ordinal) != nullptr && !LoadOn(ordinal, load, error)) return false;
+  }
+  return true;
+}
+
 std::shared_ptr<HeapCuda> HeapCuda::Create(const std::vector<int>& ordinals,
                                            const std::vector<int64_t>& ids, int64_t heap_bytes,
                                            double deadline_s, std::string* error) {
@@ -144,6 +171,14 @@ std::shared_ptr<HeapCuda> HeapCuda::Create(const std::vector<int>& ordinals,
     JFLUX_CUDA_OR_FALSE(cudaMemcpy(kept.heap, &state, sizeof(state), cudaMemcpyHostToDevice),
                         error);
     if (!LoadKernels(error)) return nullptr;
+    std::vector<const char* (*)(int)> loaders;
+    {
+      std::lock_guard<std::mutex> lock(g_mutex);
+      loaders = Loaders();
+    }
+    for (const auto load : loaders) {
+      if (!LoadOn(device.ordinal, load, error)) return nullptr;
+    }
     JFLUX_CUDA_OR_FALSE(cudaDeviceSynchronize(), error);
   }
   for (CudaDevice& device : heap->devices_) {

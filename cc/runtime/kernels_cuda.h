@@ -17,6 +17,10 @@ namespace jflux {
 // kernels_cuda.cu.
 bool LoadKernels(std::string* error);
 
+// Those of custom calls: has load(ordinal) called on each device of the heap, now and whenever
+// there is another heap (runtime/heap_cuda.cu).
+bool AddKernels(const char* (*load)(int ordinal), std::string* error);
+
 // Per op: loads its kernels on the current device.
 bool LoadAllGatherMatmulKernels(std::string* error);
 bool LoadMatmulReduceScatterKernels(std::string* error);

@@ -5,6 +5,7 @@ how long it took, and ends.
 """
 
 import os
+import pathlib
 import sys
 import time
 
@@ -56,6 +57,17 @@ def scatter(x, w):
 def reduce(x, w):
     y = jflux.all_reduce(x @ w, axis_name="tp")
     return jnp.concatenate([y] * N)
+
+
+def custom(x, w):
+    """examples/custom_kernel, from the library that the environment names."""
+    sys.path.append(str(pathlib.Path(__file__).parents[2] / "examples" / "custom_kernel"))
+    import halo_exchange
+
+    halo_exchange.load(os.environ["JFLUX_TEST_CUSTOM_KERNEL"])
+    # As many rows as gather's.
+    y = halo_exchange.halo_exchange(x @ w, halo=x.shape[0], axis_name="tp")
+    return jnp.resize(y, (x.shape[0] * N, w.shape[1]))
 
 
 def is_rank(rank):
@@ -163,6 +175,7 @@ SCENARIOS = {
     "ends_in_flight": ends_in_flight,
     "gather_without_rank_1": lambda: rank_never_calls(gather, 1),
     "scatter_without_rank_0": lambda: rank_never_calls(scatter, 0),
+    "custom_without_rank_1": lambda: rank_never_calls(custom, 1),
     "reduce_without_rank_1": lambda: rank_never_calls(reduce, 1),
     "one_call_too_few": one_call_too_few,
     "different_shapes": different_shapes,

@@ -11,10 +11,10 @@ namespace jflux {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kNormCtas = 8;  // of a cluster, which does a row at a time
-// Of a thread, at most.
-constexpr int kNormPlaces = static_cast<int>(kMostNormUnits) / (kNormCtas * kThreads);
-constexpr int kMostNormBytes = kNormPlaces * kThreads * 40;  // NormBytes() of 16-bit types
+// CTAs of a cluster, which does a row at a time: many for few rows, so that a row's packets do not
+// wait for one SM.
+constexpr int kFewRowsCtas = 8, kManyRowsCtas = 2;
+constexpr int kMostNormBytes = 40 * kMostNormUnits / kManyRowsCtas;  // NormBytes() at the most
 
 struct AllReduceArgs {
   PacketArgs packets;
@@ -32,40 +32,70 @@ __global__ void __launch_bounds__(kThreads)
   EndPackets(args.packets, turn, ok);
 }
 
-template <typename T>
+// Places for a CTA's units of a row.
+__host__ __device__ inline int64_t NormPlaces(const AllReduceParams& p, int ctas, int threads) {
+  return CeilDiv<int64_t>(p.RowUnits(), ctas * threads) * threads;
+}
+
+template <typename T, int kCtas>
 __global__ void __launch_bounds__(kThreads)
     AllReduceNormKernel(const __grid_constant__ AllReduceArgs args) {
-  __shared__ __align__(16) char memory[kMostNormBytes];
-  const PacketTurn turn = BeginPackets<kNormCtas>(args.packets);
-  const ClusterTeam<kNormCtas> team;
-  const auto scratch = NormScratch<T>::In(memory, kNormPlaces * kThreads);
-  const AllReduceNormBody<T, ClusterTeam<kNormCtas>> body{args.params, args.arrays, turn.call, team,
-                                                          scratch,     threadIdx.x, blockDim.x};
-  const bool ok = body.Run(turn.block, gridDim.x / kNormCtas);
+  extern __shared__ __align__(16) char memory[];
+  const PacketTurn turn = BeginPackets<kCtas>(args.packets);
+  const ClusterTeam<kCtas> team;
+  const auto threads = static_cast<int>(blockDim.x);
+  const auto scratch = NormScratch<T>::In(memory, NormPlaces(args.params, kCtas, threads));
+  const AllReduceNormBody<T, ClusterTeam<kCtas>> body{args.params, args.arrays, turn.call, team,
+                                                      scratch,     threadIdx.x, threads};
+  const bool ok = body.Run(turn.block, gridDim.x / kCtas);
   EndPackets(args.packets, turn, ok);
 }
 
-// The kernels of a type.
-template <typename T>
-const void* KernelOf(AllReduceAlgorithm algorithm, Norm norm) {
-  if (norm != Norm::kNone) return reinterpret_cast<const void*>(&AllReduceNormKernel<T>);
-  return IsButterfly(algorithm) ? reinterpret_cast<const void*>(&AllReduceKernel<ButterflyBody<T>>)
-                                : reinterpret_cast<const void*>(&AllReduceKernel<AllReduceBody<T>>);
+// A type's kernels.
+struct Kernels {
+  const void *plain, *butterfly, *few_rows, *many_rows;
+};
+
+Kernels KernelsOf(DType dtype) {
+  return WithNumbers(dtype, [](auto number) {
+    using T = decltype(number);
+    return Kernels{reinterpret_cast<const void*>(&AllReduceKernel<AllReduceBody<T>>),
+                   reinterpret_cast<const void*>(&AllReduceKernel<ButterflyBody<T>>),
+                   reinterpret_cast<const void*>(&AllReduceNormKernel<T, kFewRowsCtas>),
+                   reinterpret_cast<const void*>(&AllReduceNormKernel<T, kManyRowsCtas>)};
+  });
 }
 
-const void* KernelFor(DType dtype, AllReduceAlgorithm algorithm, Norm norm) {
-  return WithNumbers(dtype,
-                     [&](auto number) { return KernelOf<decltype(number)>(algorithm, norm); });
+// How a call is launched.
+struct Plan {
+  const void* kernel;
+  int64_t clusters;
+  int cluster, threads, smem_bytes;
+};
+
+Plan PlanFor(const AllReduceParams& p, bool bias, int sm_count) {
+  const Kernels kernels = KernelsOf(p.dtype);
+  if (p.norm == Norm::kNone) {
+    return Plan{IsButterfly(p.algorithm) ? kernels.butterfly : kernels.plain,
+                PacketBlocks(p.Work(), kThreads, sm_count), 1, kThreads, 0};
+  }
+  const bool few = p.Work() * kFewRowsCtas <= 2 * sm_count;
+  const int ctas = few ? kFewRowsCtas : kManyRowsCtas;
+  const auto threads = static_cast<int>(
+      Min<int64_t>(kThreads, RoundUp<int64_t>(CeilDiv<int64_t>(p.RowUnits(), ctas), 32)));
+  return Plan{few ? kernels.few_rows : kernels.many_rows,
+              Min<int64_t>(p.Work(), 2 * sm_count / ctas), ctas, threads,
+              static_cast<int>(p.NormBytes(NormPlaces(p, ctas, threads), bias))};
 }
 
 }  // namespace
 
 bool LoadAllReduceKernels(std::string* error) {
-  using Algorithm = AllReduceAlgorithm;
   for (DType dtype : {DType::kF16, DType::kBF16, DType::kF32, DType::kF64}) {
-    if (!LoadKernel(KernelFor(dtype, Algorithm::kOneShot, Norm::kNone), 0, error) ||
-        !LoadKernel(KernelFor(dtype, Algorithm::kButterfly, Norm::kNone), 0, error) ||
-        !LoadKernel(KernelFor(dtype, Algorithm::kOneShot, Norm::kRms), 0, error)) {
+    const Kernels kernels = KernelsOf(dtype);
+    if (!LoadKernel(kernels.plain, 0, error) || !LoadKernel(kernels.butterfly, 0, error) ||
+        !LoadKernel(kernels.few_rows, kMostNormBytes, error) ||
+        !LoadKernel(kernels.many_rows, kMostNormBytes, error)) {
       return false;
     }
   }
@@ -75,20 +105,13 @@ bool LoadAllReduceKernels(std::string* error) {
 bool LaunchAllReduce(const AllReduceParams& p, const AllReduceArrays& arrays, int64_t site,
                      const CudaDevice& device, const SymmetricView& view, cudaStream_t stream,
                      std::string* error) {
-  int cluster = 1, threads = kThreads;
-  int64_t clusters = PacketBlocks(p.Work(), kThreads, device.sm_count);
-  if (p.norm != Norm::kNone) {
-    cluster = kNormCtas;
-    threads = static_cast<int>(
-        Min<int64_t>(kThreads, RoundUp<int64_t>(CeilDiv<int64_t>(p.RowUnits(), kNormCtas), 32)));
-    clusters = Min<int64_t>(p.Work(), 2 * device.sm_count / kNormCtas);
-  }
+  const Plan plan = PlanFor(p, arrays.bias != nullptr, device.sm_count);
   AllReduceArgs args{};
-  args.packets = PacketArgsFor(p, OpId::kAllReduce, site, clusters, device, view);
+  args.packets = PacketArgsFor(p, OpId::kAllReduce, site, plan.clusters, device, view);
   args.params = p;
   args.arrays = arrays;
-  return LaunchKernel(KernelFor(p.dtype, p.algorithm, p.norm), &args, static_cast<int>(clusters),
-                      cluster, threads, /*smem_bytes=*/0, stream, error);
+  return LaunchKernel(plan.kernel, &args, static_cast<int>(plan.clusters), plan.cluster,
+                      plan.threads, plan.smem_bytes, stream, error);
 }
 
 }  // namespace jflux

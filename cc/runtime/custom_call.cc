@@ -1,0 +1,126 @@
+// The C interface for handlers of custom calls, which are compiled out of tree (jflux/call.h).
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "jflux/call.h"
+#include "runtime/capi.h"
+#include "runtime/cpu_call.h"
+#include "runtime/denormals.h"
+#include "runtime/fault.h"
+#include "runtime/ffi.h"
+
+#ifdef JFLUX_WITH_CUDA
+#include "runtime/cuda_call.h"
+#include "runtime/kernels_cuda.h"
+#endif
+
+namespace jflux {
+namespace {
+
+using shmem::CallInfo;
+
+const char* Reason(const std::string& text) {
+  thread_local std::string kept;
+  kept = text;
+  return kept.c_str();
+}
+
+std::string NameOfCall(const CallInfo& info) {
+  return std::string(info.name, static_cast<size_t>(info.name_size));
+}
+
+// Why a call cannot be made; empty if it can. Looks at the version alone, if that is another.
+std::string WhyNot(const CallInfo& info) {
+  if (info.version != shmem::kCallVersion) {
+    return "jflux: a handler of a custom call was compiled with another version's headers; compile "
+           "it with those in jflux.include_dir()";
+  }
+  if (info.world < 1 || info.world > kMaxRanks || info.data_bytes < 0 || info.num_signals < 0) {
+    return "jflux.custom_call(" + NameOfCall(info) + "): malformed attributes";
+  }
+  return "";
+}
+
+ffi::Span<const int64_t> GroupsOf(const CallInfo& info) {
+  return ffi::Span<const int64_t>(info.groups, static_cast<size_t>(info.groups_size));
+}
+
+}  // namespace
+}  // namespace jflux
+
+using jflux::shmem::CallInfo;
+
+int64_t jflux_custom_channel_bytes(int64_t data_bytes, int64_t num_signals) {
+  return jflux::shmem::ChannelFor(data_bytes, num_signals).TotalBytes();
+}
+
+void jflux_cpu_join_call(const CallInfo* info, uint64_t site, int64_t run_id, int32_t device,
+                         jflux::shmem::CpuBody body, jflux::shmem::CpuDone done, void* data) {
+  std::string why_not = jflux::WhyNot(*info);
+  std::optional<jflux::Group> group;
+  if (why_not.empty()) {
+    group = jflux::FindGroup(jflux::GroupsOf(*info), info->world, device);
+    if (!group) why_not = "jflux: device is in none of the call's groups";
+  }
+  if (!group) {
+    done(data, why_not.c_str());
+    return;
+  }
+  const auto layout = jflux::shmem::ChannelFor(info->data_bytes, info->num_signals);
+  jflux::CpuCall call;
+  call.op = jflux::CustomOp(jflux::NameOfCall(*info));
+  call.run_id = run_id;
+  call.site = site;
+  call.group = std::move(group->devices);
+  call.rank = group->rank;
+  call.bytes = layout.TotalBytes();
+  call.body = [=, signature = info->signature](const jflux::SymmetricView& view, uint32_t epoch,
+                                               const jflux::WaitContext& wait) {
+    const jflux::shmem::Context ctx{
+        view, layout, epoch, signature, wait, /*patience_ns=*/0, /*block=*/0, /*blocks=*/1};
+    return jflux::shmem::internal::RunCall(
+        ctx, [&](const jflux::shmem::Context& ctx) { return body(data, ctx); });
+  };
+  call.done = [=](const std::string& error) {
+    jflux::FlushDenormals flush;  // XLA goes on here
+    done(data, error.empty() ? nullptr : error.c_str());
+  };
+  jflux::JoinCpuCall(std::move(call));
+}
+
+#ifdef JFLUX_WITH_CUDA
+
+const char* jflux_cuda_begin_call(const CallInfo* info, int32_t ordinal, int32_t blocks,
+                                  jflux::shmem::CallArgs* args) {
+  const std::string why_not = jflux::WhyNot(*info);
+  if (!why_not.empty()) return jflux::Reason(why_not);
+  const jflux::OpId op = jflux::CustomOp(jflux::NameOfCall(*info));
+  const auto layout = jflux::shmem::ChannelFor(info->data_bytes, info->num_signals);
+  const auto error = jflux::LaunchCudaCall(
+      op, ordinal, jflux::GroupsOf(*info), info->world, [&](int) { return layout; },
+      [&](const jflux::CudaDevice& device, const jflux::SymmetricView& view, std::string*) {
+        args->state = reinterpret_cast<jflux::DeviceState*>(device.heap);
+        args->view = view;
+        args->layout = layout;
+        args->signature =
+            jflux::SignatureBuilder().Add(info->signature).Add(info->site).Add(blocks).Get();
+        args->op = static_cast<uint32_t>(op);
+        return true;
+      });
+  return error.success() ? nullptr : jflux::Reason(error.message());
+}
+
+const char* jflux_add_kernels(const char* (*load)(int ordinal)) {
+  std::string error;
+  return jflux::AddKernels(load, &error) ? nullptr : jflux::Reason(error);
+}
+
+#else
+
+const char* jflux_cuda_begin_call(const CallInfo*, int32_t, int32_t, jflux::shmem::CallArgs*) {
+  return jflux::Reason("jflux: this build has no CUDA kernels");
+}
+const char* jflux_add_kernels(const char* (*)(int)) { return nullptr; }
+
+#endif  // JFLUX_WITH_CUDA

@@ -1,0 +1,256 @@
+"""Calls of kernels that are compiled out of tree: docs/device_primitives.md. Headers: cc/jflux."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from . import _config, _ffi, _heap, _jflux, _mesh
+from ._mesh import AxisName
+from ._ops import _product
+
+#: What handlers and references are given; a call's own attributes must have other names.
+SUPPLIED = (
+    "axis_name", "data_bytes", "groups", "num_signals", "op", "signature", "site", "world",
+)  # fmt: skip
+
+
+def include_dir() -> str:
+    """The folder to compile kernels and handlers with: for ``#include "jflux/shmem.h"``."""
+    here = Path(_jflux.__file__).absolute().parent
+    for folder in (here / "include", Path(__file__).absolute().parents[1] / "cc"):  # a checkout
+        if (folder / "jflux" / "shmem.h").exists():
+            return str(folder)
+    raise FileNotFoundError(f"jflux's headers are not beside {here}: reinstall it")
+
+
+def library_path() -> str:
+    """The library to link handlers with: libjflux_core.so, which ``import jflux`` has loaded."""
+    return str(Path(_jflux.__file__).absolute().with_name("libjflux_core.so"))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Target:
+    handlers: dict[str, Any]  # platform -> handler
+    load_kernels: Any
+
+    def addresses(self) -> tuple[Any, ...]:
+        return (*sorted((p, _address(h)) for p, h in self.handlers.items()), self.load_kernels)
+
+
+_targets: dict[str, _Target] = {}
+
+
+def register_custom_call(
+    name: str, *, cpu: Any = None, cuda: Any = None, load_kernels: Any = None
+) -> None:
+    """Makes handlers known to :func:`custom_call`.
+
+    Args:
+      name: of the FFI target, which is how calls and error messages name it.
+      cpu: the handler on CPUs, an XLA FFI handler as ``XLA_FFI_DEFINE_HANDLER_SYMBOL`` defines it:
+        a function of a library that ``ctypes`` has loaded.
+      cuda: the handler on CUDA GPUs. XLA may record it into a CUDA graph, and then does not run it
+        again: it must only enqueue kernels.
+      load_kernels: ``const char* (int ordinal)``: loads the CUDA handler's kernels on this GPU of
+        the process, and returns null, or what went wrong (``jflux::shmem::LoadKernels`` in
+        jflux/kernel.cuh). Called when the heap is made, or at once if it exists: a kernel that is
+        loaded when it is first launched could wait for one that spins.
+
+    Raises:
+      ValueError: for a CUDA handler without `load_kernels`; for a name that has other handlers.
+      RuntimeError: kernels cannot be loaded.
+    """
+    handlers = {p: h for p, h in (("cpu", cpu), ("cuda", cuda)) if h is not None}
+    if ("cuda" in handlers) != (load_kernels is not None):
+        raise ValueError(f"jflux: {name!r} must have both, cuda and load_kernels, or neither")
+    load = None if load_kernels is None else _address(load_kernels)
+    target = _Target(handlers, load)
+    if name in _targets:
+        if _targets[name].addresses() != target.addresses():
+            raise ValueError(f"jflux: {name!r} is registered already, with other handlers")
+        return
+    _targets[name] = target
+    if load is not None:
+        with _heap._lock:  # the heap is there, or will find it
+            _jflux.add_kernels(load)
+
+
+def _address(function: Any) -> int:
+    address = ctypes.cast(function, ctypes.c_void_p).value
+    assert address is not None
+    return address
+
+
+@functools.cache
+def _register(name: str, platform: str) -> None:
+    stages = {"execute": jax.ffi.pycapsule(_targets[name].handlers[platform])}
+    _ffi.register_handler(name, platform, stages)
+
+
+@dataclasses.dataclass(frozen=True)
+class Params:
+    """A call, less its operands."""
+
+    name: str
+    results: tuple[tuple[tuple[int, ...], np.dtype], ...]
+    axis_names: tuple[Any, ...]
+    world: int
+    data_bytes: int
+    num_signals: int
+    reference: Callable[..., Any]
+    attributes: tuple[tuple[str, Any], ...]
+
+
+def custom_call(
+    name: str,
+    result_shape_dtypes: Any,
+    *,
+    axis_name: AxisName,
+    data_bytes: int,
+    num_signals: int,
+    reference: Callable[..., Any],
+) -> Callable[..., Any]:
+    """A call of one's own kernel over the ranks along `axis_name`, as ``jax.ffi.ffi_call`` is for
+    kernels that know no ranks. Inside ``jax.shard_map``::
+
+        call = jflux.custom_call("my_op", jax.ShapeDtypeStruct((n,), x.dtype), axis_name="tp", ...)
+        y = call(x, scale=2)
+
+    Every rank of the group makes the call. Under ``vmap``, the calls of a batch run one after the
+    other. There are no gradients: give it some with ``jax.custom_vjp``.
+
+    Args:
+      name: the FFI target, registered with :func:`register_custom_call`.
+      result_shape_dtypes: shapes and types of one rank's results: a ``jax.ShapeDtypeStruct``, or a
+        pytree of such.
+      axis_name: a mesh axis, or a tuple of them.
+      data_bytes: of the symmetric heap that the call uses on each rank.
+      num_signals: how many signal words it uses on each rank.
+      reference: (*operands, axis_name=..., **attributes) -> the results, in plain `lax`. It runs
+        where the handlers cannot: on other platforms, for more than 8 ranks, for empty arrays,
+        under ``vmap`` with an axis name, and with ``jflux.config(fused=False)``. Best a function of
+        a module: another one each time is another call to JAX's caches.
+
+    Returns:
+      A function (*operands, **attributes) -> the results. Attributes are int, float, bool or str;
+      the handler finds them beside those that jflux supplies.
+
+    Raises (when the function is traced):
+      TypeError: for no operands, or an attribute of another type.
+      ValueError: for negative sizes, or an attribute that jflux supplies; on GPUs, when it is
+        lowered, for a call that the symmetric heap has no room for.
+      NameError: outside ``shard_map``.
+    """
+    if data_bytes < 0 or num_signals < 0:
+        raise ValueError(f"jflux.custom_call: {data_bytes=}, {num_signals=} must not be negative")
+    leaves, tree = jax.tree.flatten(result_shape_dtypes)
+    results = tuple((tuple(leaf.shape), np.dtype(leaf.dtype)) for leaf in leaves)
+
+    def call(*operands: Any, **attributes: Any) -> Any:
+        if not operands:
+            raise TypeError(f"jflux.custom_call: {name!r} needs at least one operand")
+        for key, value in attributes.items():
+            if key in SUPPLIED:
+                raise ValueError(f"jflux.custom_call: {key!r} is an attribute that jflux supplies")
+            if not isinstance(value, int | float | str):  # bool is an int
+                raise TypeError(
+                    f"jflux.custom_call: attribute {key}={value!r} must be a number or str"
+                )
+        arrays = [jnp.asarray(a) for a in operands]
+        world = _mesh.axis_size(axis_name)
+        if not _mesh.is_manual(axis_name):
+            _config.fall_back(f"custom_call({name})", f"axis {axis_name!r} is vmap's, not a mesh's")
+            return reference(*arrays, axis_name=axis_name, **attributes)
+        params = Params(
+            name=name,
+            results=results,
+            axis_names=_mesh.as_tuple(axis_name),
+            world=world,
+            data_bytes=data_bytes,
+            num_signals=num_signals,
+            reference=reference,
+            attributes=tuple(sorted(attributes.items())),
+        )
+        arrays = _mesh.vary_together(axis_name, *arrays)
+        return jax.tree.unflatten(tree, _primitive.bind(*arrays, params=params))
+
+    return call
+
+
+def _results(*avals, params):
+    return params.results
+
+
+def _reference(*operands, params):
+    attributes = dict(params.attributes)
+    axis_name = params.axis_names[0] if len(params.axis_names) == 1 else params.axis_names
+    got = jax.tree.leaves(params.reference(*operands, axis_name=axis_name, **attributes))
+    shapes = tuple((tuple(y.shape), np.dtype(y.dtype)) for y in got)
+    if shapes != params.results:
+        raise ValueError(
+            f"jflux.custom_call: the reference of {params.name!r} has results {shapes}, "
+            f"not {params.results}"
+        )
+    return got
+
+
+def _not_fused(*avals, params, platform):
+    target = _targets.get(params.name)
+    if target is None or platform not in target.handlers:
+        return f"no handler was registered for platform {platform!r}"
+    if params.world > _product.MAX_RANKS:
+        return f"{params.world} ranks, jflux has heaps for up to {_product.MAX_RANKS}"
+    return None
+
+
+def _signature(avals, params: Params) -> int:
+    """Of what the ranks must agree on."""
+    operands = [(aval.shape, aval.dtype.name) for aval in avals]
+    results = [(shape, dtype.name) for shape, dtype in params.results]
+    fields = (params.name, params.world, params.data_bytes, params.num_signals)
+    text = repr((*fields, operands, results, params.attributes))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
+
+
+def _launch(*avals, params, platform, mesh, groups):
+    _register(params.name, platform)
+    if _ffi.lowers_for_here(mesh):
+        channel_bytes = functools.partial(
+            _jflux.custom_channel_bytes, params.data_bytes, params.num_signals
+        )
+        _heap.reserve(platform, groups, f"custom_call({params.name})", channel_bytes)
+    numbers = {bool: np.bool_, int: np.int64, float: np.float64, str: str}
+    return {
+        "op": params.name,
+        "signature": np.int64(_signature(avals, params)),
+        "data_bytes": np.int64(params.data_bytes),
+        "num_signals": np.int64(params.num_signals),
+        **{key: numbers[type(value)](value) for key, value in params.attributes},
+    }
+
+
+def _batch(primitive, operands, dims, *, params):
+    bind = functools.partial(primitive.bind, params=params)
+    return _product.batch_in_turn(bind, operands, dims)
+
+
+_primitive = _ffi.make_primitive(
+    "custom_call",
+    abstract_eval=_results,
+    reference=_reference,
+    not_fused=_not_fused,
+    lax_is_faster=lambda *avals, **_: False,
+    launch=_launch,
+    batch=_batch,
+    target=lambda params: params.name,
+)

@@ -1,0 +1,327 @@
+"""Kernels of one's own: examples/custom_kernel, compiled out of tree, against lax.ppermute.
+
+JFLUX_TEST_CUSTOM_KERNEL names a library that is built already, for hosts without a compiler.
+"""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import (
+    PLATFORM,
+    RANKS,
+    SHAPES,
+    compiled_text,
+    groups_of,
+    make_mesh,
+    normal,
+    per_device,
+    run,
+    x64_if,
+)
+from workers.common import environment, run_alone
+
+import jflux
+from jflux import _jflux, testing
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLE = ROOT / "examples" / "custom_kernel"
+DTYPES = (jnp.bfloat16, np.float32, np.float64, np.int8)
+
+pytestmark = pytest.mark.skipif(not EXAMPLE.exists(), reason="the example is not here")
+
+
+def _example():
+    spec = importlib.util.spec_from_file_location("halo_exchange", EXAMPLE / "halo_exchange.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _compiler():
+    return os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+
+
+def _nvcc():
+    return shutil.which(os.environ.get("CUDACXX") or "nvcc")
+
+
+def _run_compiler(*command):
+    done = subprocess.run([str(c) for c in command], capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+
+
+def _build(folder: Path) -> Path:
+    """As examples/custom_kernel/README.md does it without CMake."""
+    library = folder / "libhalo_exchange.so"
+    headers = [f"-I{jflux.include_dir()}", "-isystem", jax.ffi.include_dir()]
+    rest = [EXAMPLE / "halo_exchange_cpu.cc", jflux.library_path(), "-o", library]
+    if PLATFORM == "gpu":
+        if (nvcc := _nvcc()) is None:
+            pytest.skip("no nvcc; JFLUX_TEST_CUSTOM_KERNEL can name a library that is built")
+        options = ["-std=c++17", "-O3", "-arch=sm_90", "-shared", "-Xcompiler", "-fPIC"]
+        _run_compiler(nvcc, *options, *headers, EXAMPLE / "halo_exchange_cuda.cu", *rest)
+    else:
+        compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
+        if compiler is None:
+            pytest.skip(
+                "no C++ compiler; JFLUX_TEST_CUSTOM_KERNEL can name a library that is built"
+            )
+        options = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
+        _run_compiler(compiler, *options, *headers, *rest)
+    return library
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    built = os.environ.get("JFLUX_TEST_CUSTOM_KERNEL")
+    return Path(built) if built else _build(tmp_path_factory.mktemp("custom_kernel"))
+
+
+@pytest.fixture(scope="module")
+def halo(library):
+    module = _example()
+    module.load(str(library))
+    return module
+
+
+def _exact(mesh, axis_name, x, halo):
+    shape = (*x.shape[:-2], x.shape[-2] + 2 * halo, x.shape[-1])
+    y = np.zeros(shape, x.dtype)
+    for group in groups_of(mesh, axis_name):
+        for i, at in enumerate(group):
+            above, below = x[group[i - 1]], x[group[(i + 1) % len(group)]]
+            y[at] = np.concatenate([above[-halo:], x[at], below[:halo]])
+    return y
+
+
+def _check(halo, mesh, axis_name, x, rows, **options):
+    def body(x):
+        return halo.halo_exchange(x, halo=rows, axis_name=axis_name)
+
+    with x64_if(x.dtype):
+        y = run(jax.jit(per_device(mesh, body, **options)), x)  # twice, from poisoned workspaces
+    np.testing.assert_array_equal(y, _exact(mesh, axis_name, x, rows))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_values(halo, dtype, check_vma):
+    """All sizes and alignments: halos of a byte, of no whole vectors, and for several blocks."""
+    mesh = make_mesh((RANKS,))
+    for rows, columns, halo_rows in [
+        (1, 1, 1),
+        (5, 3, 2),
+        (7, 37, 7),
+        (64, 1000, 2),
+        (333, 4001, 9),
+    ]:
+        x = (10 * normal(rows, (RANKS, rows, columns), np.float32)).astype(dtype)
+        _check(halo, mesh, "tp", x, halo_rows, check_vma=check_vma)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_mesh(halo, shape):
+    names = ("a", "b", "c")[: len(shape)]
+    mesh = make_mesh(shape, names, order=range(RANKS - 1, RANKS - 1 - np.prod(shape), -1))
+    x = normal(0, (*shape, 6, 5), np.float32)
+    for axis_name in [*names, names, names[::-1]]:
+        _check(halo, mesh, axis_name, x, 2)
+
+
+def test_it_is_one_custom_call_and_equals_its_reference(halo):
+    mesh, x = make_mesh((RANKS,)), normal(0, (RANKS, 8, 16), np.float32)
+
+    def body(exchange):
+        return per_device(mesh, lambda x: exchange(x, halo=3, axis_name="tp"))
+
+    text = compiled_text(body(halo.halo_exchange), x)
+    assert len(re.findall(r'custom_call_target="halo_exchange"', text)) == 1
+    assert "collective-permute" not in text
+    want = run(jax.jit(body(halo.reference)), x)
+    np.testing.assert_array_equal(run(jax.jit(body(halo.halo_exchange)), x), want)
+    with jflux.config(fused=False):
+        text = compiled_text(body(halo.halo_exchange), x)
+        assert "halo_exchange" not in re.findall(r'custom_call_target="(\w+)"', text)
+        np.testing.assert_array_equal(run(jax.jit(body(halo.halo_exchange)), x), want)
+
+
+def test_transforms(halo):
+    mesh = make_mesh((RANKS,))
+    x = normal(0, (RANKS, 3, 4, 5), np.float32)
+
+    def one(x):
+        return halo.halo_exchange(x, halo=1, axis_name="tp")
+
+    bodies = {
+        "vmap": jax.vmap(one),
+        "scan": lambda x: jax.lax.scan(lambda c, x: (c, one(x)), 0, x)[1],
+        "checkpoint": jax.checkpoint(lambda x: jnp.stack([one(x[i]) for i in range(3)])),
+        "cond": lambda x: jax.lax.cond(True, jax.vmap(one), jax.vmap(one), x),
+    }
+    want = np.stack([_exact(mesh, "tp", x[:, i], 1) for i in range(3)], axis=1)
+    for name, body in bodies.items():
+        y = run(jax.jit(per_device(mesh, body)), x)
+        np.testing.assert_array_equal(y, want, err_msg=name)
+    y = per_device(mesh, one)(x[:, 0])  # not jitted
+    np.testing.assert_array_equal(y, want[:, 0])
+
+
+def test_in_a_loop_beside_other_calls(halo):
+    """On GPUs XLA captures the loop's body, and replays find new data and new epochs. The other
+    op's channel is the same."""
+    mesh, steps, k = make_mesh((RANKS,)), 100, 16
+    x = np.round(8 * normal(0, (RANKS, steps, 8, k), np.float32)).astype(jnp.bfloat16)
+    w = np.broadcast_to(np.eye(k), (RANKS, k, k)).astype(jnp.bfloat16)
+
+    def body(exchange, gather):
+        def step(count, x, w):
+            ys = [2 * exchange(x * s, halo=2, axis_name="tp") for s in (2, -1, 0.5)]
+            return count + 1, (ys, gather(x * 2, w, axis_name="tp") * 2)
+
+        return lambda x, w: jax.lax.scan(lambda c, x: step(c, x, w), 0, x)[1]
+
+    f = jax.jit(per_device(mesh, body(halo.halo_exchange, jflux.all_gather_matmul)))
+    g = jax.jit(per_device(mesh, body(halo.reference, jflux.reference.all_gather_matmul)))
+    run(f, x, w)
+    before = _jflux.cuda_launches()
+    got, want = run(f, x, w), run(g, x, w)
+    for y, z in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(y, z)
+    if PLATFORM == "gpu":
+        kernels = 2 * RANKS * steps * 4
+        assert _jflux.cuda_launches() - before <= kernels / 4
+
+
+def test_late_ranks_and_waits_that_are_left_out(halo):
+    mesh, x = make_mesh((RANKS,)), normal(0, (RANKS, 40, 300), np.float32)
+    f = jax.jit(per_device(mesh, lambda x: halo.halo_exchange(x, halo=20, axis_name="tp")))
+    want = _exact(mesh, "tp", x, 20)
+    with testing.planted_faults(max_delay_us=3000):
+        for _ in range(3):
+            np.testing.assert_array_equal(run(f, x), want)
+    testing.poison_workspaces()
+    with testing.planted_faults(skip_waits=True, max_delay_us=20_000):
+        assert not np.array_equal(np.asarray(f(x)), want), "the halos came from nowhere"
+    np.testing.assert_array_equal(run(f, x), want)
+
+
+def test_a_rank_that_never_calls(library, monkeypatch):
+    monkeypatch.setenv("JFLUX_TEST_CUSTOM_KERNEL", str(library))
+    output = run_alone("custom_without_rank_1", platform=PLATFORM, devices=min(RANKS, 4))
+    assert re.search(
+        r"jflux\.custom_call\(halo_exchange\): rank [0, 2-3]+ waited 2 s for rank 1\b", output
+    )
+    assert re.search("^error: ", output, re.M), output
+
+
+def _call(**changes):
+    options = {
+        "axis_name": "tp",
+        "data_bytes": 8,
+        "num_signals": 1,
+        "reference": lambda x, **_: 2 * x,
+    } | changes
+    return jflux.custom_call("nobody_has_this", jax.ShapeDtypeStruct((3,), np.float32), **options)
+
+
+def test_what_no_handler_takes(caplog):
+    mesh, x = make_mesh((RANKS,)), normal(0, (RANKS, 3), np.float32)
+    f = per_device(mesh, lambda x: _call()(x, scale=2))
+    with pytest.raises(NotImplementedError, match=r"custom_call\(nobody_has_this\).*no handler"):
+        jax.jit(f)(x)
+    with jflux.config(strict=False):
+        np.testing.assert_array_equal(jax.jit(f)(x), 2 * x)
+        assert "custom_call(nobody_has_this) takes its lax reference: no handler" in caplog.text
+        wrong = per_device(mesh, lambda x: _call(reference=lambda x, axis_name: x[:2])(x))
+        with pytest.raises(ValueError, match="reference of 'nobody_has_this' has results"):
+            jax.jit(wrong)(x)
+
+
+def test_errors(halo, library):
+    mesh, x = make_mesh((RANKS,)), normal(0, (RANKS, 3), np.float32)
+    with pytest.raises(ValueError, match="num_signals=-1"):
+        _call(num_signals=-1)
+    with pytest.raises(NameError, match="tp"):
+        _call()(x[0])
+    for call, error, text in [
+        (lambda x: _call()(x, groups=1), ValueError, "'groups'"),
+        (lambda x: _call()(x, scale=x), TypeError, "attribute scale="),
+        (lambda x: _call()(), TypeError, "operand"),
+    ]:
+        with pytest.raises(error, match=text):
+            jax.jit(per_device(mesh, call))(x)
+    with pytest.raises(ValueError, match="load_kernels"):
+        jflux.register_custom_call("half", cuda=1)
+    halo.load(str(library))  # the same again
+    with pytest.raises(ValueError, match="registered already"):
+        jflux.register_custom_call("halo_exchange", cpu=_jflux_function())
+    # The handler says what does not fit.
+    f = per_device(mesh, lambda x: halo.halo_exchange(x, halo=4, axis_name="tp"))
+    with pytest.raises(Exception, match="halo_exchange: x, halo and y do not fit"):
+        jax.block_until_ready(jax.jit(f)(x[:, :, None]))
+
+
+def _jflux_function():
+    import ctypes
+
+    return ctypes.CDLL(jflux.library_path()).jflux_call_site_type_id
+
+
+def test_a_heap_that_is_too_small(halo, own_heap):
+    own_heap(heap_bytes=1 << 20)
+    mesh, x = make_mesh((RANKS,)), np.zeros((RANKS, 512, 2048), np.float32)
+    f = per_device(mesh, lambda x: halo.halo_exchange(x, halo=512, axis_name="tp"))
+    with pytest.raises(Exception, match="halo_exchange.*init"):
+        jax.block_until_ready(jax.jit(f)(x))
+
+
+def test_paths():
+    headers = Path(jflux.include_dir())
+    for name in ("shmem.h", "scope.h", "call.h", "ffi.h", "kernel.cuh"):
+        assert (headers / "jflux" / name).is_file()
+    assert Path(jflux.library_path()).is_file()
+
+
+def test_the_headers_need_nothing_else(tmp_path):
+    """A folder with what is installed, and no other of the repository's."""
+    compiler = _compiler()
+    cmake_lists = ROOT / "CMakeLists.txt"
+    if compiler is None or not cmake_lists.exists():
+        pytest.skip("no C++ compiler, or no build files")
+    listed = re.findall(r"^ +cc/([\w/.]+\.(?:h|cuh))\b", cmake_lists.read_text(), re.M)
+    assert "jflux/shmem.h" in listed and "core/signal.h" in listed
+    for name in listed:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / "cc" / name, tmp_path / name)
+    (tmp_path / "use.cc").write_text('#include "jflux/ffi.h"\n#include "jflux/shmem.h"\n')
+    headers = [f"-I{tmp_path}", "-isystem", jax.ffi.include_dir()]
+    _run_compiler(compiler, "-std=c++17", "-fsyntax-only", *headers, tmp_path / "use.cc")
+
+
+@pytest.mark.slow
+def test_the_example_with_cmake(tmp_path):
+    cmake = shutil.which("cmake", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if cmake is None or (PLATFORM == "gpu" and _nvcc() is None):
+        pytest.skip("no cmake, or no nvcc")
+    env = environment(PLATFORM, RANKS)
+    options = [f"-DPython_EXECUTABLE={sys.executable}"]
+    options += [] if PLATFORM == "gpu" else ["-DCMAKE_CUDA_COMPILER=NOTFOUND"]
+    for command in (
+        [cmake, "-S", EXAMPLE, "-B", tmp_path, *options],
+        [cmake, "--build", tmp_path],
+        [sys.executable, EXAMPLE / "halo_exchange.py", tmp_path / "libhalo_exchange.so"],
+    ):
+        done = subprocess.run(
+            [str(c) for c in command], env=env, capture_output=True, text=True, timeout=280
+        )
+        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert "halo_exchange equals lax.ppermute" in done.stdout
