@@ -37,11 +37,14 @@ NORM_ROWS, NORM_WIDTH = (1, 16, 64, 128), 8192
 CHAIN = 40
 WIDTH = 256  # elements of a row, else
 
-#: What XLA is told for C: all that it can put into a CUDA graph.
-CAPTURED = {
-    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,"
-    "DYNAMIC_SLICE_FUSION,COLLECTIVES,CONDITIONAL,WHILE"
-}
+# A compiler option replaces the list, where a flag of XLA_FLAGS may add to it ("+COLLECTIVES"):
+# these are XLA's defaults, and collectives. jaxlib 0.10.2 and 0.11.2 know all of them.
+_CAPTURED = (
+    "CONDITIONAL", "CUBLAS", "CUBLASLT", "CUDNN", "CUSTOM_CALL", "DYNAMIC_SLICE_FUSION", "FUSION",
+    "COLLECTIVES",
+)  # fmt: skip
+#: What makes XLA put its collectives into CUDA graphs too.
+CAPTURED: dict[str, str | bool] = {"xla_gpu_enable_command_buffer": ",".join(_CAPTURED)}
 
 Step = Callable[..., Any]
 

@@ -30,6 +30,7 @@ import jflux
 from jflux import _trial
 
 from . import __main__ as bench
+from .collectives import CAPTURED
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "examples"))
 
@@ -39,16 +40,10 @@ import llama_weights  # noqa: E402
 STEPS = 32
 PREFILL = (8, 2048)
 
-# A compiler option replaces the list, where a flag of XLA_FLAGS may add to it ("+COLLECTIVES"):
-# these are XLA's defaults, and collectives. jaxlib 0.10.2 and 0.11.2 know all of them.
-CAPTURED = (
-    "CONDITIONAL", "CUBLAS", "CUBLASLT", "CUDNN", "CUSTOM_CALL", "DYNAMIC_SLICE_FUSION", "FUSION",
-    "COLLECTIVES",
-)  # fmt: skip
-CONTESTANTS: dict[str, tuple[Any, dict[str, Any] | None]] = {
+CONTESTANTS: dict[str, tuple[Any, dict[str, str | bool] | None]] = {
     "jflux": (jflux, None),
     "XLA": (jflux.reference, None),
-    "graphs": (jflux.reference, {"xla_gpu_enable_command_buffer": ",".join(CAPTURED)}),
+    "graphs": (jflux.reference, CAPTURED),
 }
 
 

@@ -29,6 +29,8 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+import jflux
+
 AXIS = "tp"
 
 
@@ -132,8 +134,8 @@ def reduce_add_norm(
     ops: Any, partial: jax.Array, x: jax.Array, scale: jax.Array, epsilon: float
 ) -> tuple[jax.Array, jax.Array]:
     """Adds all ranks' `partial` to the residual stream x: the new x, and its norm."""
-    x = ops.all_reduce(partial, axis_name=AXIS) + x
-    return x, rms_norm(x, scale, epsilon)
+    norm = jflux.RMSNorm(scale, epsilon)
+    return ops.all_reduce(partial, axis_name=AXIS, residual=x, norm=norm)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
@@ -258,8 +260,8 @@ def step(
       Logits of the token that follows, float32 [b, v/ranks], and the cache with this one's keys and
       values.
     """
-    x = ops.all_reduce(own_rows(weights["embed"], token), axis_name=AXIS)
-    h = rms_norm(x, weights["layers"][0]["attention_norm"], config.epsilon)
+    norm = jflux.RMSNorm(weights["layers"][0]["attention_norm"], config.epsilon)
+    x, h = ops.all_reduce(own_rows(weights["embed"], token), axis_name=AXIS, norm=norm)
     new_cache = []
     for w, scale, kv in zip(weights["layers"], scales_of(weights), cache, strict=True):
         q, *kv_of_token = split_heads(config, (h @ w["qkv"])[:, None], position[None])
@@ -278,14 +280,12 @@ def step(
 def greedy(ops: Any, logits: jax.Array) -> jax.Array:
     """The most likely token, int32 [b], of logits [b, v/ranks]; of equals the first one.
 
-    The logits are not gathered: a rank sends its best token and that one's logit, in its own row of
-    a sum to which the others add zeros. (A token is exact in float32 up to 2**24.)
+    The logits are not gathered: a rank sends its best token and that one's logit. (A token is exact
+    in float32 up to 2**24.)
     """
-    rank, ranks = lax.axis_index(AXIS), lax.axis_size(AXIS)
-    token = logits.argmax(-1) + rank * logits.shape[-1]
+    token = logits.argmax(-1) + lax.axis_index(AXIS) * logits.shape[-1]
     best = jnp.stack([logits.max(-1), token.astype(jnp.float32)])
-    rows = jnp.zeros((ranks, *best.shape), jnp.float32).at[rank].set(best)
-    values, tokens = jnp.moveaxis(ops.all_reduce(rows, axis_name=AXIS), 1, 0)
+    values, tokens = jnp.moveaxis(ops.all_gather(best, axis_name=AXIS), 1, 0)
     winner = values.argmax(0)[None]
     return jnp.take_along_axis(tokens, winner, 0)[0].astype(jnp.int32)
 

@@ -15,6 +15,7 @@ from ._ops.all_reduce import all_reduce as all_reduce
 from ._ops.exchange import all_gather as all_gather
 from ._ops.exchange import all_to_all as all_to_all
 from ._ops.exchange import reduce_scatter as reduce_scatter
+from ._ops.matmul_all_reduce import matmul_all_reduce as matmul_all_reduce
 from ._ops.matmul_reduce_scatter import matmul_reduce_scatter as matmul_reduce_scatter
 from ._tuner import tune as tune
 from ._version import __version__ as __version__
@@ -31,6 +32,7 @@ __all__ = [
     "include_dir",
     "init",
     "library_path",
+    "matmul_all_reduce",
     "matmul_reduce_scatter",
     "reduce_scatter",
     "reference",

@@ -47,7 +47,8 @@ def vary_together(axis_name: AxisName, *arrays: jax.Array, same: int = 0) -> lis
 
     An op over `axis_name` takes and returns values that vary over it, and over every axis that any
     of its operands varies over; the last `same` operands do not vary over `axis_name` itself. Its
-    transpose then sums a cotangent over the axes that an operand was replicated on, as `lax`'s does.
+    transpose then sums a cotangent over the axes that an operand was replicated on, as `lax`'s
+    does.
     """
     varying = [jax.typeof(a).manual_axis_type.varying for a in arrays]
     # With check_vma=False nothing is tracked, and nothing must be cast.

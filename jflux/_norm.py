@@ -15,8 +15,8 @@ from . import _epilogue
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RMSNorm:
-    """``y / sqrt(mean(y^2) + epsilon) * scale`` of each row y [..., width] (Zhang and Sennrich 2019,
-    equation 4), in float32 (float64 for float64), rounded once.
+    """``y / sqrt(mean(y^2) + epsilon) * scale`` of each row y [..., width] (Zhang and Sennrich,
+    arXiv 1910.07467, equation 4), in float32 (float64 for float64), rounded once.
 
     Attributes:
       scale: [width].
@@ -36,8 +36,9 @@ class RMSNorm:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LayerNorm:
-    """``(y - mean(y)) / sqrt(variance(y) + epsilon) * scale + bias`` of each row y [..., width] (Ba,
-    Kiros and Hinton 2016, equation 3), in float32 (float64 for float64), rounded once.
+    """``(y - mean(y)) / sqrt(variance(y) + epsilon) * scale + bias`` of each row y [..., width]
+    (Ba, Kiros and Hinton, arXiv 1607.06450, equation 3), in float32 (float64 for float64), rounded
+    once.
 
     Attributes:
       scale: [width].
@@ -58,8 +59,10 @@ class LayerNorm:
 
 Norm = RMSNorm | LayerNorm
 
-#: In the order of Norm (cc/ops/all_reduce/all_reduce.h), where 0 is none.
-NAMES = (RMSNorm.name, LayerNorm.name)
+
+def number(name: str | None) -> int:
+    """As cc/ops/all_reduce/all_reduce.h numbers them."""
+    return (None, RMSNorm.name, LayerNorm.name).index(name)
 
 
 def check(op: str, norm: Any, width: int) -> None:

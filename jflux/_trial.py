@@ -76,7 +76,7 @@ def compiled(
     in_specs: Any,
     out_specs: Any,
     *args: Any,
-    options: Mapping[str, Any] | None = None,
+    options: dict[str, str | bool] | None = None,
 ) -> Any:
     """A function of one rank, compiled for these operands, with these options of XLA."""
     mapped = jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

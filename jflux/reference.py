@@ -5,7 +5,6 @@ Each function has the signature of the op of the same name, documented there, an
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from ._global import several
 from ._mesh import AxisName
 
 
-def _matmul(
+def matmul(
     x: jax.Array,
     w: jax.Array,
     preferred_element_type: DTypeLike | None,
@@ -53,7 +52,7 @@ def _sum_of_products(
 ) -> jax.Array:
     """The sum of ``x_i @ w_i``."""
     x, w = _end_to_end(xs, ws, transpose_rhs)
-    return _matmul(x, w, preferred_element_type, precision, transpose_rhs)
+    return matmul(x, w, preferred_element_type, precision, transpose_rhs)
 
 
 def all_gather_matmul(
@@ -90,7 +89,7 @@ def all_gather_matmul(
     epilogue = _epilogue.check("reference.all_gather_matmul", len(ws), bias_of, activation, gated)
     gathered = lax.all_gather(x, axis_name, axis=gather_dimension % x.ndim, tiled=True)
 
-    ys = [_matmul(gathered, one, preferred_element_type, precision, transpose_rhs) for one in ws]
+    ys = [matmul(gathered, one, preferred_element_type, precision, transpose_rhs) for one in ws]
     if epilogue is not None:
         biases = [b for b in bias_of if b is not None]
         ys, _ = _epilogue.apply(epilogue, ys, biases, np.dtype(ys[0].dtype))
@@ -156,6 +155,25 @@ def reduce_scatter(
 ) -> Any:
     """``lax.psum_scatter(x)``: arguments and results are those of :func:`jflux.reduce_scatter`."""
     return lax.psum_scatter(x, axis_name, scatter_dimension=scatter_dimension, tiled=tiled)
+
+
+def matmul_all_reduce(
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    axis_name: AxisName,
+    transpose_rhs: bool = False,
+    residual: jax.Array | None = None,
+    norm: _norm.Norm | None = None,
+    preferred_element_type: DTypeLike | None = None,
+    precision: lax.PrecisionLike = None,
+) -> Any:
+    """``psum(x @ w)``: x [..., m, k/N], w [k/N, n] -> [..., m, n] per rank of N.
+
+    Arguments and results are those of :func:`jflux.matmul_all_reduce`; partial products are rounded
+    to y's type before they are summed, and the sum before a residual is added."""
+    partial = matmul(x, w, preferred_element_type, precision, transpose_rhs)
+    return all_reduce(partial, axis_name=axis_name, residual=residual, norm=norm)
 
 
 def matmul_reduce_scatter(

@@ -311,8 +311,12 @@ def test_types_of_results():
     mesh, x = make_mesh((RANKS,)), np.ones((RANKS, RANKS), np.float32)
 
     def f(out_specs):
-        body = lambda x: jflux.all_gather(x[0], axis_name="tp", tiled=True)
-        return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("tp"), out_specs=out_specs))
+        return jax.jit(
+            jax.shard_map(
+                lambda x: jflux.all_gather(x[0], axis_name="tp", tiled=True),
+                mesh=mesh, in_specs=P("tp"), out_specs=out_specs,
+            )
+        )  # fmt: skip
 
     np.testing.assert_array_equal(f(P("tp"))(x), np.ones(RANKS**3))
     with pytest.raises(ValueError, match="out_specs"):

@@ -305,7 +305,7 @@ def _reference(x, *operands, params):
         return [gathered]
     ws, biases = _weights(operands, params)
     ys = [
-        reference._matmul(gathered, w, params.out_dtype, params.precision, params.transpose_rhs)
+        reference.matmul(gathered, w, params.out_dtype, params.precision, params.transpose_rhs)
         for w in ws
     ]
     return _finished(ys, biases, gathered, params)

@@ -14,9 +14,9 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 
-from .. import _epilogue, _ffi, _heap, _jflux, _mesh, _norm, reference
+from .. import _ffi, _heap, _jflux, _mesh, _norm, reference
 from .._mesh import AxisName
-from . import _product
+from . import _after, _product
 
 #: In the order of AllReduceAlgorithm (cc/ops/all_reduce/all_reduce.h).
 ALGORITHMS = ("one_shot", "two_shot", "half_butterfly", "butterfly")
@@ -29,13 +29,11 @@ class Params:
     axis_names: tuple[Any, ...]
     world: int
     algorithm: str | None
-    residual: bool = False
-    norm: str | None = None
-    epsilon: float = 0.0
+    after: _after.After = _after.After()
 
     def alone(self) -> Params:
-        """What is left without a residual and a norm."""
-        return Params(self.axis_names, self.world, self.algorithm)
+        """Without what follows the sum."""
+        return dataclasses.replace(self, after=_after.After())
 
 
 def all_reduce(
@@ -89,7 +87,7 @@ def all_reduce(
         )
     if residual is not None or norm is not None:
         x = jnp.asarray(x)
-        _check_after(x, residual, norm)
+        _after.check("all_reduce", x.shape, residual, norm)
     if _product.is_plain("all_reduce", axis_name):
         return reference.all_reduce(x, axis_name=axis_name, residual=residual, norm=norm)
     params = Params(
@@ -98,7 +96,10 @@ def all_reduce(
         algorithm=algorithm,
     )
     if residual is not None or norm is not None:
-        return _with_after(x, residual, norm, params)
+        after, added = _after.operands("all_reduce", params.axis_names, residual, norm)
+        x, *added = _mesh.vary_together(axis_name, x, *added, same=len(added))
+        results = _fused(dataclasses.replace(params, after=after), x, tuple(added))
+        return results[0] if norm is None else tuple(results)
 
     def one(array: Any) -> jax.Array:
         array = jnp.asarray(array)
@@ -107,72 +108,28 @@ def all_reduce(
         if array.dtype == bool:  # as lax.psum
             array = array.astype(jnp.int32)
         (array,) = _mesh.vary_together(axis_name, array)
-        (y,) = _primitive.bind(array, params=params)
-        return y
+        return bind(params, array)[0]
 
     return jax.tree.map(one, x)
 
 
-def _check_after(x: jax.Array, residual: Any, norm: Any) -> None:
-    """Raises for what cannot follow the sum of x."""
-    if residual is not None and tuple(residual.shape) != tuple(x.shape):
-        raise ValueError(
-            f"jflux.all_reduce: the residual has shape {tuple(residual.shape)}, x {tuple(x.shape)}"
-        )
-    if norm is not None:
-        if x.ndim == 0:
-            raise ValueError("jflux.all_reduce: a norm needs rows, and x is a number")
-        _norm.check("all_reduce", norm, x.shape[-1])
-
-
-def _with_after(x: jax.Array, residual: Any, norm: Any, params: Params) -> Any:
-    """The sum, or the sum and its rows normalised."""
-    names = params.axis_names
-    params = dataclasses.replace(
-        params,
-        residual=residual is not None,
-        norm=None if norm is None else norm.name,
-        epsilon=0.0 if norm is None else norm.epsilon,
-    )
-    added = [] if residual is None else [jnp.asarray(residual)]
-    added += [] if norm is None else [jnp.asarray(f) for f in norm.factors]
-    for array in added:
-        if jax.typeof(array).manual_axis_type.varying & frozenset(names):
-            raise ValueError(
-                f"jflux.all_reduce: a residual and a norm's factors must be the same on all ranks of "
-                f"{names}, and one of shape {tuple(array.shape)} varies over them"
-            )
-    x, *added = _mesh.vary_together(names, x, *added, same=len(added))
-    results = _fused(params, x, tuple(added))
-    return results[0] if norm is None else tuple(results)
-
-
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _fused(params: Params, x: Any, added: tuple[Any, ...]) -> list[jax.Array]:
-    return _primitive.bind(x, *added, params=params)
+    return bind(params, x, added)
 
 
 @functools.partial(_fused.defjvp, symbolic_zeros=True)
 def _fused_jvp(params: Params, primals: Any, tangents: Any) -> Any:
     (x, added), (dx, dadded) = primals, tangents
     results = _fused(params, x, added)
-    y = results[0]
-    dy = jnp.zeros_like(y)
-    if not isinstance(dx, SymbolicZero):
-        (dy,) = _primitive.bind(dx, params=params.alone())
-    if params.residual and not isinstance(dadded[0], SymbolicZero):
-        dy += dadded[0].astype(dy.dtype)
-    if params.norm is None:
-        return results, [dy]
-    factors, dfactors = added[params.residual :], dadded[params.residual :]
-    dfactors = [
-        jnp.zeros_like(f) if isinstance(d, SymbolicZero) else d
-        for f, d in zip(factors, dfactors, strict=True)
-    ]
-    # Only y is kept for the backward pass.
-    normalise = jax.checkpoint(functools.partial(_norm.apply, params.norm, params.epsilon))
-    _, dnormalised = jax.jvp(normalise, (y, *factors), (dy, *dfactors))
-    return results, [dy, dnormalised]
+    dy = None if isinstance(dx, SymbolicZero) else bind(params.alone(), dx)[0]
+    return results, _after.tangents(params.after, results[0], dy, added, dadded)
+
+
+def bind(params: Params, x: jax.Array, added: Sequence[jax.Array] = ()) -> list[jax.Array]:
+    """The sum, and what follows it; operands' types are those that `all_reduce` gives them. Only
+    without what follows it can be differentiated."""
+    return _primitive.bind(x, *added, params=params)
 
 
 def _algorithm(x: Any, params: Params) -> int:
@@ -183,19 +140,11 @@ def _algorithm(x: Any, params: Params) -> int:
 
 
 def _result(x, *added, params):
-    return [(x.shape, x.dtype)] * (1 if params.norm is None else 2)
-
-
-def _after(y: Any, added: Sequence[Any], params: Params) -> list[jax.Array]:
-    """What follows the sum, in plain `lax`."""
-    y = _epilogue.add(y, added[: params.residual])
-    if params.norm is None:
-        return [y]
-    return [y, _norm.apply(params.norm, params.epsilon, y, *added[params.residual :])]
+    return [(x.shape, x.dtype)] * params.after.results
 
 
 def _reference(x, *added, params):
-    return _after(lax.psum(x, params.axis_names), added, params)
+    return _after.apply(params.after, lax.psum(x, params.axis_names), added)
 
 
 def _not_fused(x, *added, params, platform):
@@ -218,14 +167,12 @@ def _number_of(x: Any, params: Params) -> int:
 
 def _adapt(x, *added, params, platform):
     """Leaves to XLA what the kernels do not add or normalise."""
-    factors = added[params.residual :]
-    takes_residual = not params.residual or added[0].dtype == x.dtype
-    dtypes = {f.dtype for f in factors}
-    takes_norm = params.norm is None or (
+    after = params.after
+    takes_residual = not after.residual or added[0].dtype == x.dtype
+    dtypes = {f.dtype for f in after.factors(added)}
+    takes_norm = after.norm is None or (
         ALGORITHMS[_number_of(x, params)] in ALGORITHMS[:2]
-        and len(dtypes) == 1
-        and dtypes <= {x.dtype, np.dtype(np.float32)}
-        and not (x.dtype == np.float64 and dtypes != {x.dtype})
+        and (dtypes == {x.dtype} or dtypes == {np.dtype(np.float32)} and x.dtype != np.float64)
         and _jflux.all_reduce_fits_norm(x.size, _heap.dtype_number(x.dtype), x.shape[-1])
     )
     if takes_residual and takes_norm:
@@ -233,11 +180,11 @@ def _adapt(x, *added, params, platform):
 
     def apart(x, *added):
         if not takes_residual:
-            (y,) = _primitive.bind(x, params=params.alone())
-            return _after(y, added, params)
-        summed = dataclasses.replace(params.alone(), residual=params.residual)
-        (y,) = _primitive.bind(x, *added[: params.residual], params=summed)
-        return [y, _norm.apply(params.norm, params.epsilon, y, *added[params.residual :])]
+            return _after.apply(after, bind(params.alone(), x)[0], added)
+        summed = dataclasses.replace(params, after=_after.After(after.residual))
+        (y,) = bind(summed, x, added[: after.residual])
+        rest = dataclasses.replace(after, residual=False)
+        return _after.apply(rest, y, after.factors(added))
 
     return apart
 
@@ -246,23 +193,23 @@ def _launch(x, *added, params, platform, mesh, groups):
     algorithm = _number_of(x, params)
     if _ffi.lowers_for_here(mesh):
         number = _heap.dtype_number(np.dtype(x.dtype))
-        width = 0 if params.norm is None else x.shape[-1]
+        width = 0 if params.after.norm is None else x.shape[-1]
         channel_bytes = functools.partial(
             _jflux.all_reduce_channel_bytes, params.world, x.size, number, algorithm, width
         )
         _heap.reserve(platform, groups, "all_reduce", channel_bytes)
     return {
         "algorithm": np.int64(algorithm),
-        "epsilon": np.float64(params.epsilon),
-        "norm": np.int64(0 if params.norm is None else 1 + _norm.NAMES.index(params.norm)),
-        "residual": params.residual,
+        "epsilon": np.float64(params.after.epsilon),
+        "norm": np.int64(_norm.number(params.after.norm)),
+        "residual": params.after.residual,
     }
 
 
 def _batch(primitive, operands, dims, *, params):
     if len(operands) == 1:
         return primitive.bind(*operands, params=params), dims
-    rows, factors = operands[: 1 + params.residual], operands[1 + params.residual :]
+    rows, factors = operands[: 1 + params.after.residual], operands[1 + params.after.residual :]
     bind = functools.partial(primitive.bind, params=params)
     if any(d is not None for d in dims[len(rows) :]):
         return _product.batch_in_turn(bind, operands, dims)

@@ -35,6 +35,7 @@ class Params:
     world: int
     split: int | None  # the dimension of x that pieces are parts of; None: x is one piece
     concat: int | None  # likewise of y
+    same: bool = False  # whether y does not vary over the axes, to types; it has no gradient then
 
     def y_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         y = list(shape)
@@ -189,6 +190,15 @@ def _bind(
     return y
 
 
+def gather_for_all(x: jax.Array, axis_names: tuple[Any, ...]) -> jax.Array:
+    """All ranks' x, one after the other along the first dimension; to types too it is the same on
+    all of them. It has no gradient."""
+    params = Params(axis_names, _mesh.axis_size(axis_names), None, 0, same=True)
+    (x,) = _mesh.vary_together(axis_names, x)
+    (y,) = _primitives["all_gather"].bind(x, params=params)
+    return y
+
+
 def _in_bytes(x: Any, params: Params) -> dict[str, np.int64]:
     """How one piece lies in x and in y: [outer][world][inner bytes] (cc/core/units.h)."""
     piece = list(x.shape)
@@ -242,6 +252,7 @@ def _batch(primitive, operands, dims, *, params):
 
 
 def _transpose(cotangents, x, *, params, transposed):
+    assert not params.same
     (ct,) = cotangents
     if type(ct) is ad.Zero:
         return [ad.Zero(x.aval)]
@@ -258,6 +269,7 @@ def _make(op: str, transposed: str, plain: Callable[[Any, Params], jax.Array]) -
         lax_is_faster=_lax_is_faster,
         launch=functools.partial(_launch, op=op),
         batch=_batch,
+        same_over=lambda params: params.axis_names if params.same else (),
     )
     ad.deflinear2(primitive, functools.partial(_transpose, transposed=transposed))
     return primitive

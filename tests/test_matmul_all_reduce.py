@@ -1,0 +1,193 @@
+"""jflux.matmul_all_reduce: values, gradients, transforms, errors, whichever way it goes."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import (
+    RANKS,
+    SHAPES,
+    compiled_text,
+    fused_calls,
+    groups_of,
+    make_mesh,
+    normal,
+    per_device,
+    run,
+)
+from jax.sharding import PartitionSpec as P
+
+import jflux
+from jflux import testing
+from jflux._ops import matmul_all_reduce
+
+HALVES = (jnp.bfloat16, np.float16)
+WAYS = ("summed", "scattered")
+
+
+@pytest.fixture(params=WAYS)
+def way(request, monkeypatch):
+    """Which way small calls go."""
+    most = 0 if request.param == "scattered" else 1 << 40
+    monkeypatch.setattr(matmul_all_reduce, "MOST_BYTES", most)
+    jax.clear_caches()
+    return request.param
+
+
+def _check(mesh, axis_name, x, w, *, transpose_rhs=False, **options):
+    f = functools.partial(
+        jflux.matmul_all_reduce, axis_name=axis_name, transpose_rhs=transpose_rhs, **options
+    )
+    y = run(jax.jit(per_device(mesh, f)), x, w)
+    w64 = w.astype(np.float64)
+    w64 = np.swapaxes(w64, -1, -2) if transpose_rhs else w64
+    x64 = x.astype(np.float64)
+    for group in groups_of(mesh, axis_name):
+        want = sum(x64[at] @ w64[at] for at in group)
+        size = sum(abs(x64[at]) @ abs(w64[at]) for at in group)
+        for at in group:
+            testing.assert_close(y[at], want, size, x.dtype, x.shape[-1] * len(group))
+        assert len({y[at].tobytes() for at in group}) == 1  # the same bits on all ranks
+
+
+@pytest.mark.parametrize("transpose_rhs", [False, True])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_values(way, dtype, transpose_rhs):
+    mesh = make_mesh((RANKS,))
+    for rows, k, n in (
+        ((RANKS,), 8, 8),
+        ((3, 2 * RANKS), 40, 24),
+        ((5,), 16, 33),
+        ((130,), 64, 200),
+    ):
+        x = normal(0, (RANKS, *rows, k), dtype)
+        w = normal(1, (RANKS, *((n, k) if transpose_rhs else (k, n))), dtype)
+        _check(mesh, "tp", x, w, transpose_rhs=transpose_rhs)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_mesh(way, shape):
+    names = ("a", "b", "c")[: len(shape)]
+    mesh = make_mesh(shape, names)
+    for axis_name in (*names, names):
+        x = normal(0, (*shape, 8, 16), jnp.bfloat16)
+        _check(mesh, axis_name, x, normal(1, (*shape, 16, 24), jnp.bfloat16))
+
+
+def _operands(dtype, rows=2 * RANKS, k=16, n=32):
+    """x and w of each rank; residual, scale and bias of all."""
+    return (
+        normal(0, (RANKS, rows, k), dtype),
+        normal(1, (RANKS, k, n), dtype),
+        normal(2, (rows, n), dtype),
+        normal(3, (n,), np.float32),
+        normal(4, (n,), np.float32),
+    )
+
+
+def _program(module, mesh, after, **options):
+    def f(x, w, residual, scale, bias):
+        residual = None if after == "alone" else residual
+        norm = {"rms": jflux.RMSNorm(scale), "layer": jflux.LayerNorm(scale, bias)}.get(after)
+        results = module.matmul_all_reduce(
+            x[0], w[0], axis_name="tp", residual=residual, norm=norm, precision="highest"
+        )
+        return jax.tree.leaves(results)
+
+    specs = (P("tp"), P("tp"), P(), P(), P())
+    return jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=P(), **options)
+
+
+@pytest.mark.parametrize("after", ["alone", "residual", "rms", "layer"])
+def test_what_follows(way, after):
+    mesh, operands = make_mesh((RANKS,)), _operands(jnp.bfloat16)
+    got, want = (
+        run(jax.jit(_program(m, mesh, after)), *operands) for m in (jflux, jflux.reference)
+    )
+    assert len(got) == len(want)
+    for g, w in zip(got, want, strict=True):
+        g, w = g.astype(np.float32), w.astype(np.float32)
+        assert np.abs(g - w).max() <= 0.02 * np.abs(w).max() * RANKS
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+@pytest.mark.parametrize("after", ["alone", "residual", "rms", "layer"])
+def test_gradients(way, after, check_vma):
+    """Against those of the reference, of all operands and of each alone, in both modes."""
+    mesh, operands = make_mesh((RANKS,)), _operands(np.float32)
+
+    def loss(module):
+        f = _program(module, mesh, after, check_vma=check_vma)
+        return lambda *args: sum(jnp.sum(jnp.sin(y * (i + 1))) for i, y in enumerate(f(*args)))
+
+    for which in ((0, 1, 2, 3, 4), (0,), (1,)):
+        with jflux.config(strict=False):
+            got, want = (
+                jax.jit(jax.grad(loss(m), argnums=which))(*operands)
+                for m in (jflux, jflux.reference)
+            )
+        for g, w in zip(got, want, strict=True):
+            np.testing.assert_allclose(g, w, rtol=2e-3, atol=2e-3 * max(1, np.abs(w).max()))
+    tangents = [normal(20 + i, a.shape, a.dtype) for i, a in enumerate(operands)]
+    with jflux.config(strict=False):
+        got, want = (
+            jax.jit(functools.partial(jax.jvp, loss(m)))(tuple(operands), tuple(tangents))
+            for m in (jflux, jflux.reference)
+        )
+    np.testing.assert_allclose(got, want, rtol=2e-3, atol=2e-3)
+
+
+def test_the_backward_pass_needs_no_communication(way):
+    """To types y is the same on all ranks, and so is its gradient."""
+    mesh, operands = make_mesh((RANKS,)), _operands(jnp.bfloat16)[:2]
+
+    def pull(x, w, dy):
+        def f(x, w):
+            return jflux.matmul_all_reduce(x[0], w[0], axis_name="tp")
+
+        mapped = jax.shard_map(f, mesh=mesh, in_specs=(P("tp"), P("tp")), out_specs=P())
+        return jax.vjp(mapped, x, w)[1](dy)
+
+    dy = normal(5, (operands[0].shape[1], operands[1].shape[2]), jnp.bfloat16)
+    text = compiled_text(pull, *operands, dy)
+    assert fused_calls(text) == [] and "all-" not in text and "reduce-scatter" not in text
+
+
+def test_which_way_by_size():
+    small, large = (8, 1024), (4096, 1024)
+    assert not matmul_all_reduce.scatters(small, np.dtype(jnp.bfloat16), 4)
+    assert matmul_all_reduce.scatters(large, np.dtype(jnp.bfloat16), 4)
+    assert not matmul_all_reduce.scatters(large, np.dtype(jnp.bfloat16), 3)
+
+
+def test_transforms(way):
+    mesh = make_mesh((RANKS,))
+    x, w = normal(0, (RANKS, 3, RANKS, 16), jnp.bfloat16), normal(1, (RANKS, 16, 8), jnp.bfloat16)
+    want = np.einsum("ribk,rkn->ibn", x.astype(np.float64), w.astype(np.float64))
+
+    def one(x, w):
+        return jflux.matmul_all_reduce(x, w, axis_name="tp")
+
+    for name, body in {
+        "vmap": jax.vmap(one, in_axes=(0, None)),
+        "scan": lambda x, w: jax.lax.scan(lambda c, x: (c, one(x, w)), 0, x)[1],
+        "checkpoint": jax.checkpoint(one),
+    }.items():
+        y = run(jax.jit(per_device(mesh, body, check_vma=False)), x, w)
+        for rank in y:
+            error = np.abs(rank.astype(np.float64) - want).max()
+            assert error <= 0.02 * np.abs(want).max(), name
+
+
+def test_one_rank_and_errors():
+    x, w = np.ones((1, 2, 8), np.float32), np.ones((1, 8, 8), np.float32)
+    f = functools.partial(jflux.matmul_all_reduce, axis_name="tp")
+    np.testing.assert_array_equal(run(jax.jit(per_device(make_mesh((1,)), f)), x, w), 8 * w[:, :2])
+    with pytest.raises(ValueError, match="do not contract"):
+        jax.jit(per_device(make_mesh((1,)), f))(x, w[:, :4])
+    with pytest.raises(ValueError, match="the residual has shape"):
+        jax.jit(per_device(make_mesh((1,)), lambda x, w: f(x, w, residual=x[:1])))(x, w)
+    with pytest.raises(NameError, match="tp"):
+        f(x[0], w[0])
