@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from . import blocks, collectives, decode
+from . import accuracy, blocks, collectives, decode
 from .shapes import LISTS, Shape
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -77,16 +77,9 @@ def of_ops(results: list[tuple[str, dict]]) -> list[tuple[str, dict]]:
     return [(name, result) for name, result in results if "rows" in result]
 
 
-def of_blocks(results: list[tuple[str, dict]]) -> list[tuple[str, dict]]:
-    return [(name, result) for name, result in results if "blocks" in result]
-
-
-def of_collectives(results: list[tuple[str, dict]]) -> list[tuple[str, dict]]:
-    return [(name, result) for name, result in results if "collectives" in result]
-
-
-def of_decode(results: list[tuple[str, dict]]) -> list[tuple[str, dict]]:
-    return [(name, result) for name, result in results if "decode" in result]
+def of_kind(results: list[tuple[str, dict]], kind: str) -> list[tuple[str, dict]]:
+    """Those of another benchmark, by the name of its rows."""
+    return [(name, result) for name, result in results if kind in result]
 
 
 def ms(row: dict, name: str) -> float:
@@ -155,16 +148,28 @@ def plain_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
+def collective_tables(rows: list[dict]) -> str:
+    """One for each op."""
+    ops = dict.fromkeys(row["op"] for row in rows)
+    return "\n\n".join(
+        f"{op}:\n\n"
+        + plain_table(
+            collectives.columns(op), [collectives.cells(row) for row in rows if row["op"] == op]
+        )
+        for op in ops
+    )
+
+
 def document(results: list[tuple[str, dict]]) -> str:
     parts = [INTRODUCTION]
-    for name, result in of_blocks(results):
+    for name, result in of_kind(results, "blocks"):
         parts.append(
             f"## MLPs and transformer blocks, forward and backward: {title(result)}\n\n"
             f"[{name}.json](../bench/results/{name}.json); what is timed: "
             "[bench/blocks.py](../bench/blocks.py).\n\n"
             f"{plain_table(blocks.COLUMNS, map(blocks.cells, result['blocks']))}\n"
         )
-    for name, result in of_decode(results):
+    for name, result in of_kind(results, "decode"):
         parts.append(
             f"## Decoding with layers of Llama-2-70B, bf16: {title(result)}\n\n"
             f"[{name}.json](../bench/results/{name}.json); what is timed: "
@@ -174,14 +179,22 @@ def document(results: list[tuple[str, dict]]) -> str:
             "jflux's kernels.\n\n"
             f"{plain_table(decode.COLUMNS, map(decode.cells, result['decode']))}\n"
         )
-    for name, result in of_collectives(results):
+    for name, result in of_kind(results, "collectives"):
         parts.append(
-            f"## all_reduce, bf16, microseconds a call: {title(result)}\n\n"
-            f"[{name}.json](../bench/results/{name}.json); S is `lax.psum`, J what jflux chooses; "
-            "what is timed: [bench/collectives.py](../bench/collectives.py). By default XLA "
-            "launches its own collectives one by one, and has jflux's kernels in a CUDA graph. J "
-            "and the algorithm that it chooses are one program: what they differ by is noise.\n\n"
-            f"{plain_table(collectives.COLUMNS, map(collectives.cells, result['collectives']))}\n"
+            f"## Small collectives, bf16, microseconds a call: {title(result)}\n\n"
+            f"[{name}.json](../bench/results/{name}.json); what is timed: "
+            "[bench/collectives.py](../bench/collectives.py). S is XLA's own, C the same with XLA "
+            "told to put its collectives into CUDA graphs, J what jflux chooses. J and the "
+            "algorithm that it chooses are one program: what they differ by is noise.\n\n"
+            f"{collective_tables(result['collectives'])}\n"
+        )
+    for name, result in of_kind(results, "accuracy"):
+        parts.append(
+            f"## How exact an all-reduce is: {title(result)}\n\n"
+            f"[{name}.json](../bench/results/{name}.json): the mean absolute difference from sums "
+            "in float64, of standard normal numbers; `rounded` is that of the exact sums, rounded "
+            "([bench/accuracy.py](../bench/accuracy.py)).\n\n"
+            f"{plain_table(accuracy.COLUMNS, map(accuracy.cells, result['accuracy']))}\n"
         )
     for name, result in of_ops(results):
         m = result["machine"]

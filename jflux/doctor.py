@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -138,20 +139,33 @@ def _ops() -> Iterator[str]:
             yield f"  {op:22} {np.dtype(dtype).name:9} {path}: {verdict}"
 
 
-def _try_all_reduce(dtype: np.dtype) -> str:
+# x of a rank is [ranks, 1000]. How an op is called, and what the ranks should have, from all x and
+# all sums, both float64: [ranks, ...] of what differs, or what all have.
+_COLLECTIVES: dict[str, tuple[dict[str, Any], Callable[[np.ndarray, np.ndarray], np.ndarray]]] = {
+    "all_reduce": ({}, lambda x, total: np.broadcast_to(total, x.shape)),
+    "all_gather": ({}, lambda x, total: np.broadcast_to(x, (len(x), *x.shape))),
+    "reduce_scatter": ({}, lambda x, total: total),
+    "all_to_all": ({"split_axis": 0, "concat_axis": 0}, lambda x, total: x.swapaxes(0, 1)),
+}
+
+
+def _try_collective(op: str, dtype: np.dtype) -> str:
     """Runs it on all devices: "ok", or what went wrong."""
     devices = jax.devices()[: _product.MAX_RANKS]
-    mesh = Mesh(np.array(devices), ("tp",))
-    x = np.random.default_rng(0).standard_normal((len(devices), 1000)).astype(dtype)
+    ranks, mesh = len(devices), Mesh(np.array(devices), ("tp",))
+    x = np.random.default_rng(0).standard_normal((ranks, ranks, 1000)).astype(dtype)
+    options, expected = _COLLECTIVES[op]
     f = jax.shard_map(
-        lambda x: jflux.all_reduce(x[0], axis_name="tp"), mesh=mesh, in_specs=P("tp"), out_specs=P()
-    )
-    x64 = x.astype(np.float64)
-    testing.assert_close(jax.jit(f)(x), x64.sum(0), np.abs(x64).sum(0), dtype, len(devices))
+        lambda x: getattr(jflux, op)(x[0], axis_name="tp", **options)[None],
+        mesh=mesh, in_specs=P("tp"), out_specs=P("tp"), check_vma=False,
+    )  # fmt: skip
+    y, x64 = np.asarray(jax.jit(f)(x)), x.astype(np.float64)
+    want, size = (expected(a, a.sum(0)) for a in (x64, np.abs(x64)))
+    testing.assert_close(y, want, size, dtype, ranks)
     return "ok"
 
 
-def _all_reduce() -> Iterator[str]:
+def _collectives() -> Iterator[str]:
     name = _heap._default_platform()
     if jax.device_count() == 1 or name not in ("cpu", "cuda"):
         path = "reference (one device, or no kernels)"
@@ -159,12 +173,14 @@ def _all_reduce() -> Iterator[str]:
         path = f"reference ({why})"
     else:
         path = "packets up to 4 MiB"
-    for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
-        try:
-            verdict = _try_all_reduce(np.dtype(dtype)) if jax.process_count() == 1 else "not tried"
-        except Exception as error:
-            verdict = f"FAILED: {error}"
-        yield f"  {'all_reduce':22} {np.dtype(dtype).name:9} {path}: {verdict}"
+    for op in _COLLECTIVES:
+        for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
+            try:
+                alone = jax.process_count() == 1
+                verdict = _try_collective(op, np.dtype(dtype)) if alone else "not tried"
+            except Exception as error:
+                verdict = f"FAILED: {error}"
+            yield f"  {op:22} {np.dtype(dtype).name:9} {path}: {verdict}"
 
 
 def report() -> Iterator[str]:
@@ -174,7 +190,7 @@ def report() -> Iterator[str]:
     yield from _heap_lines()
     yield "ops on these devices:"
     yield from _ops()
-    yield from _all_reduce()
+    yield from _collectives()
     if _heap.backend_in_use():
         taken = _heap.usage(_heap._default_platform())
         yield f"heap: the calls above took {taken / (1 << 20):.1f} MiB per device"

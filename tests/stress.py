@@ -67,6 +67,74 @@ def draw_call(rng: random.Random) -> Call:
     )
 
 
+# ---- What runs beside the products: is it right, as far as the types can tell? -------------------
+
+
+def _near(got: jax.Array, want: jax.Array, size: jax.Array) -> jax.Array:
+    return jnp.all(jnp.abs(got - want) <= 0.02 * size)
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _all_reduce(x: jax.Array, w: jax.Array, axis_name: Any) -> jax.Array:
+    got = jflux.all_reduce(x, axis_name=axis_name)
+    return _near(got, lax.psum(_wide(x), axis_name), lax.psum(jnp.abs(_wide(x)), axis_name))
+
+
+def _norm(x: jax.Array, w: jax.Array, axis_name: Any) -> jax.Array:
+    norm = jflux.RMSNorm(jnp.ones(x.shape[-1], jnp.float32), epsilon=1.0)
+    residual = jnp.ones(x.shape, x.dtype)
+    total, got = jflux.all_reduce(x, axis_name=axis_name, residual=residual, norm=norm)
+    want = lax.psum(_wide(x), axis_name) + 1
+    right = _near(total, want, lax.psum(jnp.abs(_wide(x)), axis_name) + 1)
+    wide = _wide(total)
+    want = wide * lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1)
+    return right & _near(got, want, jnp.abs(want) + 0.1)
+
+
+def _exchange(x: jax.Array, w: jax.Array, axis_name: Any) -> jax.Array:
+    """There, swapped, and back: what all_to_all moves, all_gather and reduce_scatter know too."""
+    world, rank = lax.axis_size(axis_name), lax.axis_index(axis_name)
+    flat = x.ravel()[:1000]
+    all_of_it = jflux.all_gather(flat, axis_name=axis_name)
+    right = jnp.array_equal(all_of_it, lax.all_gather(flat, axis_name))
+    # Rank r sends r's data times (s + 1) to rank s.
+    factors = jnp.arange(1, world + 1, dtype=flat.dtype)[:, None]
+    sent = factors * flat[None]
+    got = jflux.all_to_all(sent, axis_name=axis_name, split_axis=0, concat_axis=0)
+    right &= jnp.array_equal(got, all_of_it * factors[rank])
+    total = jflux.reduce_scatter(sent, axis_name=axis_name)
+    wide = _wide(all_of_it * factors[rank])
+    return right & _near(total, wide.sum(0), jnp.abs(wide).sum(0))
+
+
+def _matmul(x: jax.Array, w: jax.Array, axis_name: Any) -> jax.Array:
+    x = x.reshape(-1, x.shape[-1])
+    got = jflux.matmul_all_reduce(x, x, axis_name=axis_name, transpose_rhs=True)
+    want, size = (
+        lax.psum(jnp.matmul(a, a.T, precision="highest"), axis_name)
+        for a in (_wide(x), jnp.abs(_wide(x)))
+    )
+    return _near(got, want, size + 1e-6)
+
+
+def _psum(x: jax.Array, w: jax.Array, axis_name: Any) -> jax.Array:
+    """XLA's own, beside ours."""
+    return jnp.isfinite(lax.psum(_wide(x).ravel()[0], axis_name))
+
+
+def _all_gather(x: jax.Array, w: jax.Array, axis_name: Any) -> jax.Array:
+    return jnp.all(jnp.isfinite(lax.all_gather(_wide(w).ravel()[0], axis_name)))
+
+
+MIXES = {
+    "psum": _psum, "all_gather": _all_gather, "all_reduce": _all_reduce, "norm": _norm,
+    "exchange": _exchange, "matmul": _matmul,
+}  # fmt: skip
+
+
 def draw_program(rng: random.Random, most_calls: int) -> Program:
     shape = rng.choice([s for s in SHAPES if np.prod(s) > 1])
     names = ("a", "b", "c")[: len(shape)]
@@ -77,11 +145,11 @@ def draw_program(rng: random.Random, most_calls: int) -> Program:
     if any(c.dtype == jnp.float64 for c in calls):  # the whole program is in 64-bit mode or not
         calls = [dataclasses.replace(c, dtype=jnp.float64) for c in calls]
     ops = [call.bind(axis_name) for call in calls]
-    mixed = [rng.choice(["psum", "all_gather", "all_reduce", "chain", None]) for _ in calls]
+    mixed = [rng.choice([*MIXES, "chain", None]) for _ in calls]
     arrays = [operands(c, mesh, axis_name, seed=rng.randrange(1 << 30)) for c in calls]
 
     def body(arrays):
-        results, sums, others = [], [], []
+        results, sums = [], []
         previous = None
         for op, (x, w), mix in zip(ops, arrays, mixed, strict=True):
             if mix == "chain" and previous is not None:
@@ -89,33 +157,24 @@ def draw_program(rng: random.Random, most_calls: int) -> Program:
                 x = x + jnp.where(previous.ravel()[0] > 1e30, 1, 0).astype(x.dtype)
             results.append(op(x, w))
             previous = jax.tree.leaves(results[-1])[0]
-            if mix == "psum":
-                others.append(lax.psum(x.ravel()[0], axis_name))
-            if mix == "all_gather":
-                others.append(lax.all_gather(w.ravel()[0], axis_name))
-            if mix == "all_reduce":
-                sums.append(is_the_sum(jflux.all_reduce(x, axis_name=axis_name), x, axis_name))
-        return results, sums, others
+            if mix in MIXES:
+                sums.append(MIXES[mix](x, w, axis_name))
+        return results, sums
 
     jitted = jax.jit(per_device(mesh, body))
 
     def run():
         with x64_if(*(c.dtype for c in calls)):
-            return jitted(arrays)[:2]
+            return jitted(arrays)
 
     return Program(mesh, axis_name, calls, arrays, run)
 
 
-def is_the_sum(total: jax.Array, x: jax.Array, axis_name: Any) -> jax.Array:
-    """Whether it is the sum of all x, as far as the type can tell."""
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-    size = lax.psum(jnp.abs(wide), axis_name)
-    return jnp.all(jnp.abs(total - lax.psum(wide, axis_name)) <= 0.02 * size)
-
-
 def check(program: Program, outputs: Any) -> None:
     results, sums = outputs
-    assert all(np.all(one) for one in sums), f"all_reduce over {program.axis_name}: wrong sums"
+    assert all(np.all(one) for one in sums), (
+        f"over {program.axis_name}: a collective beside the products is wrong"
+    )
     for call, (x, w), got in zip(program.calls, program.arrays, results, strict=True):
         place = (program.mesh, program.axis_name)
         want, scale = exact(call, *place, x, w), exact(call, *place, abs(x), abs(w))

@@ -15,7 +15,7 @@ import jflux
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bench import compare, decode, harness, peers, render, shapes  # noqa: E402
+from bench import accuracy, collectives, compare, decode, harness, peers, render, shapes  # noqa: E402
 
 
 def _result(path, times):
@@ -51,9 +51,35 @@ def test_impossible_rates_are_refused(monkeypatch):
 
 def test_collectives_are_rendered():
     row = {"bytes": 512} | {name: {"median": 2e-6} for name in ("S", "one_shot")}
-    result = {"machine": {"gpus": "2 x X", "processes": 1}}
-    text = render.document([("c", result | {"collectives": [row | {"J": {"median": 1e-6}}]})])
-    assert "| 512 | 2.0 | 1.0 | 2.0 |  | 0.50 |" in text
+    row |= {"J": {"median": 1e-6}, "op": "all_reduce"}
+    captured = row | {"op": "all_to_all", "C": {"median": 4e-6}}
+    result = {"machine": {"gpus": "2 x X", "processes": 1}, "collectives": [row, captured]}
+    text = render.document([("c", result)])
+    assert "| 512 | 2.0 |  | 1.0 | 2.0 |  | 0.50 |  |" in text
+    assert "all_to_all:" in text and "| 512 | 2.0 | 4.0 | 1.0 | 0.50 | 0.25 |" in text
+
+
+@pytest.mark.parametrize("name", list(collectives.LISTS))
+def test_collectives_are_measured(name, monkeypatch):
+    """The smallest case of each list, on whatever is here."""
+    monkeypatch.setattr(collectives, "CHAIN", 2)
+    mesh = make_mesh((RANKS,))
+    case = next(iter(collectives.LISTS[name](RANKS)))
+    row = collectives.measure(case, mesh, rounds=2)
+    assert all(row[contestant]["median"] > 0 for contestant in case.steps)
+    assert len(collectives.cells(row)) == len(collectives.columns(case.op))
+
+
+def test_accuracy():
+    """jflux rounds once, so it is as exact as the type allows; and the table says so."""
+    rows = [accuracy.measure(make_mesh((RANKS,)), dtype, 1 << 12) for dtype in accuracy.DTYPES]
+    for row in rows:
+        for algorithm in accuracy.ALGORITHMS:
+            # float32 sums of 8 terms are not exact themselves.
+            most = 4 if row["type"] == "float32" else 1.001
+            assert row[algorithm] <= most * row["rounded"]
+    result = {"machine": {"gpus": "2 x X", "processes": 1}, "accuracy": rows}
+    assert f"| {RANKS} | float16 |" in render.document([("a", result)])
 
 
 def test_blocks_are_rendered():

@@ -76,9 +76,17 @@ def test_a_rank_that_never_calls_matmul_reduce_scatter():
     assert re.search(r"jflux\.matmul_reduce_scatter: rank [1-3, ]+ waited 2 s for rank 0\b", error)
 
 
-def test_a_rank_that_never_calls_all_reduce():
-    error, _ = _fault("reduce_without_rank_1")
-    assert re.search(r"jflux\.all_reduce: rank [0, 2-3]+ waited 2 s for rank 1\b", error)
+@pytest.mark.parametrize(
+    ("scenario", "op"),
+    [
+        ("reduce_without_rank_1", "all_reduce"),
+        ("norm_without_rank_1", "all_reduce"),
+        ("exchange_without_rank_1", "all_to_all"),
+    ],
+)
+def test_a_rank_that_never_calls_an_op_of_packets(scenario, op):
+    error, _ = _fault(scenario)
+    assert re.search(rf"jflux\.{op}: rank [0, 2-3]+ waited 2 s for rank 1\b", error)
 
 
 def test_a_rank_that_leaves_a_loop_early():

@@ -70,6 +70,19 @@ def custom(x, w):
     return jnp.resize(y, (x.shape[0] * N, w.shape[1]))
 
 
+def exchange(x, w):
+    x = (x @ w)[None]
+    return jflux.all_to_all(
+        jnp.concatenate([x] * N), axis_name="tp", split_axis=0, concat_axis=0
+    ).reshape(-1, w.shape[1])
+
+
+def norm(x, w):
+    y = x @ w
+    norm = jflux.RMSNorm(jnp.ones(y.shape[-1], jnp.float32))
+    return jnp.concatenate([jflux.all_reduce(y, axis_name="tp", norm=norm)[1]] * N)
+
+
 def is_rank(rank):
     return lax.axis_index("tp") == rank
 
@@ -177,6 +190,8 @@ SCENARIOS = {
     "scatter_without_rank_0": lambda: rank_never_calls(scatter, 0),
     "custom_without_rank_1": lambda: rank_never_calls(custom, 1),
     "reduce_without_rank_1": lambda: rank_never_calls(reduce, 1),
+    "exchange_without_rank_1": lambda: rank_never_calls(exchange, 1),
+    "norm_without_rank_1": lambda: rank_never_calls(norm, 1),
     "one_call_too_few": one_call_too_few,
     "different_shapes": different_shapes,
     "different_orders": different_orders,

@@ -71,8 +71,8 @@ def check(y, want, scale, dtype, terms, factor=1):
         )
 
 
-def shard_map(mesh, f, in_specs, out_specs):
-    return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs))
+def shard_map(mesh, f, in_specs, out_specs, **options):
+    return jax.jit(jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options))
 
 
 def product(op, mesh, axis="tp", rows=3, k=5, n=4, dtype=jnp.bfloat16, seed=0):
@@ -102,6 +102,8 @@ def check_both(mesh, axis="tp", dtype=jnp.bfloat16, **sizes):
             testing.poison_workspaces()
             check(jax.block_until_ready(f(*operands)), want, scale, dtype, terms)
     check_all_reduce(mesh, axis, dtype, sizes.get("rows", 3), sizes.get("n", 4))
+    if sizes.get("rows", 3) == 3:
+        check_exchanges(mesh, axis, dtype, 3, sizes.get("n", 4))
 
 
 def check_all_reduce(mesh, axis, dtype, *shape):
@@ -125,8 +127,43 @@ def check_all_reduce(mesh, axis, dtype, *shape):
             check(y, want, scale, dtype, mesh.shape[axis])
 
 
+def check_exchanges(mesh, axis, dtype, rows, n):
+    """Each against lax's own; and a norm after a sum."""
+    shape = (*mesh.devices.shape, mesh.shape[axis], rows, n)
+    spec = P(*mesh.axis_names)
+    x = normal(4, shape, dtype)
+    lead = mesh.devices.ndim
+
+    def body(module):
+        def f(x):
+            x = x.reshape(x.shape[lead:])
+            norm = jflux.RMSNorm(jnp.ones(n, jnp.float32), 1.0)
+            results = [
+                module.all_gather(x, axis_name=axis),
+                module.all_to_all(x, axis_name=axis, split_axis=0, concat_axis=1),
+                module.reduce_scatter(x, axis_name=axis),
+                *module.all_reduce(
+                    x, axis_name=axis, residual=jnp.ones(x.shape, x.dtype), norm=norm
+                ),
+                module.matmul_all_reduce(x[0], x[0], axis_name=axis, transpose_rhs=True),
+            ]
+            return [y.reshape((1,) * lead + y.shape) for y in results]
+
+        return shard_map(mesh, f, spec, [spec] * 6, check_vma=False)
+
+    got, want = (
+        jax.block_until_ready(body(m)(put(mesh, spec, x))) for m in (jflux, jflux.reference)
+    )
+    for g, w in zip(got, want, strict=True):
+        for mine, theirs in zip(g.addressable_shards, w.addressable_shards, strict=True):
+            mine, theirs = (np.asarray(a.data, np.float64) for a in (mine, theirs))
+            assert mine.shape == theirs.shape
+            scale = np.abs(theirs).max() + 1
+            assert np.abs(mine - theirs).max() <= 8 * jnp.finfo(dtype).eps * scale
+
+
 def values():
-    """Both ops: shapes, types, several tiles and chunks, meshes of all devices in other orders."""
+    """All ops: shapes, types, several tiles and chunks, meshes of all devices in other orders."""
     devices = np.array(jax.devices())
     dtypes = [jnp.bfloat16, jnp.float16] + [jnp.float32] * (args.platform == "cpu")
     mesh = Mesh(devices, ("tp",))
