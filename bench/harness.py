@@ -23,7 +23,7 @@ from jflux import _trial, reference
 from jflux._trial import Timing
 
 from . import peers
-from .shapes import AG, Shape
+from .shapes import AG, AR, Shape
 
 # Dense bf16 peak of the chips that jflux has kernels for, FLOP/s (NVIDIA's data sheets).
 PEAK_FLOPS = {"NVIDIA H100": 989e12, "NVIDIA H200": 989e12}
@@ -37,6 +37,12 @@ def contestants(shape: Shape) -> dict[str, Callable[[jax.Array, jax.Array], jax.
             "C": lambda x, w: lax.all_gather(x, "tp", axis=0, tiled=True),
             "S": lambda x, w: reference.all_gather_matmul(x, w, axis_name="tp"),
             "J": lambda x, w: jflux.all_gather_matmul(x, w, axis_name="tp"),
+        }
+    if shape.op == AR:
+        return {
+            "C": lambda x, w: lax.psum(x, "tp"),
+            "S": lambda x, w: reference.matmul_all_reduce(x, w, axis_name="tp"),
+            "J": lambda x, w: jflux.matmul_all_reduce(x, w, axis_name="tp"),
         }
     return {
         "C": lambda x, w: lax.psum_scatter(x, "tp", scatter_dimension=0, tiled=True),
@@ -84,7 +90,7 @@ def build(shape: Shape, mesh: Mesh, iterations: int, dtype=jnp.bfloat16):
         return _trial.compiled(body, mesh, (x_spec, w_spec), y_spec, x, w)
 
     programs = {name: compile_(name, op) for name, op in ops.items()}
-    if f"jflux_{shape.op}" not in programs["J"].as_text():
+    if "jflux_" not in programs["J"].as_text():
         with jflux.config(always=True):
             programs["K"] = compile_("K", ops["J"])
     return {name: _trial.run_of(f, *data[name][:2]) for name, f in programs.items()}

@@ -92,6 +92,7 @@ HEADINGS = {
     "llm": "Projections of language models",
     "attention": "Projections whose communication is as long as the product",
     "ragged": "Rows that are no whole tiles",
+    "all_reduce": "Products whose sums every rank gets",
 }
 
 

@@ -13,7 +13,7 @@ import dataclasses
 class Shape:
     """One product: m rows in all, n columns, k contracted."""
 
-    op: str  # "all_gather_matmul" or "matmul_reduce_scatter"
+    op: str  # "all_gather_matmul", "matmul_reduce_scatter" or "matmul_all_reduce"
     m: int
     n: int
     k: int
@@ -23,7 +23,7 @@ class Shape:
         return 2.0 * self.m * self.n * self.k / ranks
 
 
-AG, RS = "all_gather_matmul", "matmul_reduce_scatter"
+AG, RS, AR = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 
 FLUX = [
     *(Shape(AG, m, 49152, 12288) for m in (64, 512, 1024, 2048, 4096, 8192)),
@@ -54,4 +54,6 @@ RAGGED = [
     *(Shape(RS, m, 12288, 49152) for m in (84, 204, 336, 996, 2052, 4092)),
 ]
 
-LISTS = {"flux": FLUX, "llm": LLM, "attention": ATTENTION, "decode": DECODE, "ragged": RAGGED}
+ALL_REDUCE = [Shape(AR, m, 12288, 49152) for m in (16, 64, 128, 512, 1024, 2048, 4096, 8192)]
+
+LISTS = {"flux": FLUX, "llm": LLM, "attention": ATTENTION, "decode": DECODE, "ragged": RAGGED, "all_reduce": ALL_REDUCE}

@@ -29,6 +29,8 @@ def specs(op: str, axis: Any, transpose_rhs: bool = False) -> tuple[P, P, P]:
     """How x, w and y of an op are sharded."""
     rows, columns = P(axis, None), P(None, axis)
     x, w, y = (rows, columns, columns) if op == "all_gather_matmul" else (columns, rows, rows)
+    if op == "matmul_all_reduce":
+        y = P(None, None)
     return x, P(*reversed(w)) if transpose_rhs else w, y
 
 
