@@ -56,4 +56,11 @@ RAGGED = [
 
 ALL_REDUCE = [Shape(AR, m, 12288, 49152) for m in (16, 64, 128, 512, 1024, 2048, 4096, 8192)]
 
-LISTS = {"flux": FLUX, "llm": LLM, "attention": ATTENTION, "decode": DECODE, "ragged": RAGGED, "all_reduce": ALL_REDUCE}
+LISTS = {
+    "flux": FLUX,
+    "llm": LLM,
+    "attention": ATTENTION,
+    "decode": DECODE,
+    "ragged": RAGGED,
+    "all_reduce": ALL_REDUCE,
+}

@@ -550,6 +550,31 @@ def test_a_shared_bias_gets_the_sum_of_all_gradients(lenient):
     np.testing.assert_allclose(dresidual, 2 * want, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.skipif(RANKS < 4, reason="needs ranks that share a bias")
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
+def test_the_gradient_of_a_shared_bias_is_summed_in_float32(op):
+    mesh = make_mesh((2, 2), ("data", "tp"))
+    gathers = op == "all_gather_matmul"
+    x, w, bias = np.ones((2, 4, 8), BF16), np.ones((8, 16), BF16), np.zeros(16, BF16)
+    x_spec = P("data", "tp", None) if gathers else P("data", None, "tp")
+    w_spec, bias_spec = (P(None, "tp"), P("tp")) if gathers else (P("tp", None), P())
+
+    def loss(bias):
+        def f(x, w, bias):
+            y = getattr(jflux, op)(x[0], w, axis_name="tp", bias=bias)
+            return jax.lax.psum(jnp.sum(y.astype(np.float32)), ("data", "tp"))
+
+        specs = (x_spec, w_spec, bias_spec)
+        return jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=P())(x, w, bias)
+
+    gradient = jax.jit(jax.grad(loss))
+    text = gradient.lower(bias).as_text()
+    sums = re.findall(r"stablehlo.all_reduce.*?\}\) : \(.*?\) -> tensor<(.*?)>", text, re.DOTALL)
+    assert "16xf32" in sums or "8xf32" in sums
+    assert not [one for one in sums if "bf16" in one]
+    np.testing.assert_array_equal(gradient(bias), np.full(16, 8))
+
+
 @pytest.mark.parametrize(
     "options, message",
     [

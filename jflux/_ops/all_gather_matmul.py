@@ -150,7 +150,9 @@ def all_gather_matmul(
             transpose_rhs=transpose_rhs, bias=bias, activation=activation, gated=gated,
             preferred_element_type=preferred_element_type, precision=precision,
         )  # fmt: skip
-    biases = tuple(b for b in bias_of if b is not None)
+    # Their gradients are summed over ranks that share them in this type.
+    wide = _epilogue.sum_dtype(out)
+    biases = tuple(jnp.asarray(b).astype(wide) for b in bias_of if b is not None)
     x, *rest = _mesh.vary_together(axis_name, x, *ws, *biases)
     ws, biases = tuple(rest[: len(ws)]), tuple(rest[len(ws) :])
     params = Params(
@@ -360,18 +362,13 @@ def _after(x, *operands, params):
 
 def _in_kernel(x, *operands, params):
     """How a call with an epilogue becomes one that the CUDA kernel takes; None: it is one."""
-    ws, biases = _weights(operands, params)
-    bind = functools.partial(_primitive.bind, params=params)
+    ws, _ = _weights(operands, params)
     if len(ws) > _product.CUDA_MAX_WEIGHTS:
         return functools.partial(_after, params=params)
     if "y" not in params.results:  # the sums, perhaps with the gathered x
         named = tuple("y" if name == "sums" else name for name in params.results)
         before = dataclasses.replace(params, epilogue=params.epilogue.before(), results=named)
         return functools.partial(_primitive.bind, params=before)
-    if any(b.dtype != jnp.float32 for b in biases):
-        return lambda x, *operands: bind(
-            x, *operands[: len(ws)], *(b.astype(jnp.float32) for b in operands[len(ws) :])
-        )
     if _product.in_units([x], ws):
         return None
 
@@ -381,7 +378,10 @@ def _in_kernel(x, *operands, params):
         biases = [_product.pad_last(b, 1) for b in biases]
         shapes = _result_shapes(x, *operands, params=params)
         return [
-            r[..., : shape[-1]] for r, (shape, _) in zip(bind(*wide, *biases), shapes, strict=True)
+            r[..., : shape[-1]]
+            for r, (shape, _) in zip(
+                _primitive.bind(*wide, *biases, params=params), shapes, strict=True
+            )
         ]
 
     return padded
