@@ -233,6 +233,8 @@ def picture(results: list[tuple[str, dict]], op: str) -> bytes:
     for _, result in of_ops(results):
         found = by_list(result)
         rows = [r for r in found.get("flux", found.get("ragged", ())) if r["op"] == op]
+        if not rows:
+            continue
         m = [r["m"] for r in rows]
         g, c, s, j = (np.array([ms(r, name) for r in rows]) for name in "GCSJ")
         style = "-" if result["machine"]["processes"] == 1 else "--"
