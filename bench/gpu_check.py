@@ -138,7 +138,7 @@ def section_values(ranks: int) -> list[str]:
     return [f"values, {ranks} ranks: {len(cases) - bad} of {len(cases)} right", *lines]
 
 
-def section_gemm(names: list[str], rounds: int) -> list[str]:
+def section_gemm(names: list[str], rounds: int, zeros: bool) -> list[str]:
     """The kernel's main loop alone: one rank, which sends and waits for nothing."""
     from jflux._ops import all_gather_matmul as op
 
@@ -188,6 +188,7 @@ def section_gemm(names: list[str], rounds: int) -> list[str]:
         iterations = int(min(100, max(5, 0.02 / (2 * m * n * k / 600e12 + 30e-6))))
         x = jax.random.normal(jax.random.key(0), (m, k)).astype(jnp.bfloat16)
         w = (jax.random.normal(jax.random.key(1), (k, n)) / k**0.5).astype(jnp.bfloat16)
+        x, w = (jnp.zeros_like(x), jnp.zeros_like(w)) if zeros else (x, w)
         runs = {}
         contestants = [("G", lambda x, w: x @ w, w, None), ("nt", ours(True), w.T.copy(), None)]
         choices = _tuning.compiled()
@@ -350,6 +351,10 @@ def main() -> None:
     parser.add_argument("--sections", default="values,gemm")
     parser.add_argument("--lists", default="flux")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--zeros", action="store_true",
+        help="time products of zeros (section gemm): how fast they are where power is no limit",
+    )  # fmt: skip
     parser.add_argument("--deadline", type=float, default=10.0)
     parser.add_argument("--stuck", type=float, default=90.0, help="seconds until a stack dump")
     args = parser.parse_args()
@@ -358,7 +363,7 @@ def main() -> None:
     jflux.config.update(strict=True, always=True)
     sections = {
         "values": lambda: section_values(args.ranks),
-        "gemm": lambda: section_gemm(args.lists.split(","), args.rounds),
+        "gemm": lambda: section_gemm(args.lists.split(","), args.rounds, args.zeros),
         "choices": lambda: section_choices(args.ranks, args.lists.split(","), args.rounds),
         "epilogues": lambda: section_epilogues(args.ranks, args.rounds),
         "stacked": lambda: section_stacked(args.ranks, args.lists.split(","), args.rounds),

@@ -79,7 +79,8 @@ def shutdown() -> None:
 
     Compiled functions that use the heap fail until it exists again, through :func:`init` or another
     call that is lowered. On GPUs JAX forgets what it has compiled, since XLA may have captured
-    calls into CUDA graphs, with the old heap's addresses; what a program itself has compiled ahead
+    calls into CUDA graphs, with the old heap's addresses: jitted functions are lowered again, with
+    a heap of the defaults unless :func:`init` comes first; what a program itself has compiled ahead
     of time must not be called again."""
     from . import _jflux
 

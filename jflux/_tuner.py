@@ -33,7 +33,8 @@ class Result:
 
     Attributes:
       key: the call.
-      seconds: of a call, the median over rounds, for each choice and for "lax".
+      seconds: of a call, the median over rounds, for each choice and for "lax": the mean of calls
+        on normal numbers and on zeros.
       best: the choice that calls like this take from now on.
     """
 
@@ -131,8 +132,11 @@ def measure(
     rounds: int = 5,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[Choice | str, float]:
-    """Seconds of a call with each choice, in turn and on all ranks in lockstep."""
-    x, w = _trial.operands(op, m, n, k, mesh, axis_name, dtype, transpose_rhs)
+    """Seconds of a call with each choice, in turn and on all ranks in lockstep: the mean of calls
+    on normal numbers and on zeros. Loops of the former are limited by the chip's power, which hides
+    what tells choices apart where it is no limit; models are in between (docs/design/0003)."""
+    normal = _trial.operands(op, m, n, k, mesh, axis_name, dtype, transpose_rhs)
+    zeros = jax.tree.map(jnp.zeros_like, normal)
     ranks = _ranks(mesh, axis_name)
     iterations = _trial.iterations_for(0.02, 2.0 * m * n * k / ranks)
     x_spec, w_spec, y_spec = _trial.specs(op, axis_name, transpose_rhs)
@@ -144,10 +148,14 @@ def measure(
         f = functools.partial(f, axis_name=axis_name, transpose_rhs=transpose_rhs)
         body = _trial.loop(f, iterations)
         with _tuning.force(choice):
-            program = _trial.compiled(body, mesh, (x_spec, w_spec), y_spec, x, w)
-        runs[_label(choice)] = _trial.run_of(program, x, w)
+            program = _trial.compiled(body, mesh, (x_spec, w_spec), y_spec, *normal)
+        runs[_label(choice)] = _trial.run_of(program, *normal)
+        runs[f"{_label(choice)}, zeros"] = _trial.run_of(program, *zeros)
     timings = _trial.interleave(runs, iterations, rounds)
-    return {choice: timings[_label(choice)].median for choice in tried}
+    return {
+        choice: sum(timings[_label(choice) + kind].median for kind in ("", ", zeros")) / 2
+        for choice in tried
+    }
 
 
 def _ranks(mesh: Mesh, axis_name: _mesh.AxisName) -> int:

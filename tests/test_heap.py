@@ -82,13 +82,15 @@ def test_compiled_functions_outlive_the_heap(own_heap):
 
 
 def test_without_a_heap_a_compiled_function_says_so(own_heap):
+    """On GPUs, where JAX has forgotten it at the shutdown, it is lowered again, and makes one."""
     mesh = make_mesh((RANKS,))
     f = jax.jit(per_device(mesh, SMALL.bind("tp")))
     _check(f, SMALL, mesh)
     jflux.shutdown()
-    with pytest.raises(jax.errors.JaxRuntimeError, match=r"jflux.init\(\)"):
-        jax.block_until_ready(f(*operands(SMALL, mesh, "tp")))
-    jflux.init()
+    if PLATFORM == "cpu":
+        with pytest.raises(jax.errors.JaxRuntimeError, match=r"jflux.init\(\)"):
+            jax.block_until_ready(f(*operands(SMALL, mesh, "tp")))
+        jflux.init()
     _check(f, SMALL, mesh)
 
 

@@ -10,17 +10,31 @@ constexpr int kSms = 132;
 
 TEST(LargeProductsTakeTheLargestTile) {
   for (int64_t m : {2048, 4096, 8192}) {
-    EXPECT_EQ(ChooseGemm(m, 12288, kSms).tile_n, 192) << m;
+    EXPECT_EQ(ChooseGemm(4, m / 4, 12288, kSms).tile_n, 192) << m;
   }
 }
 
 TEST(FewerWavesWin) {
   // 224 tiles of 192 columns are 1.7 waves, 256 of 160 columns 1.94.
-  EXPECT(ChooseGemm(2048, 2560, kSms) == (GemmChoice{160, 2, 8}));
-  const GemmChoice best = ChooseGemm(512, 6144, kSms);
+  EXPECT(ChooseGemm(4, 512, 2560, kSms) == (GemmChoice{160, 2, 8}));
+  const GemmChoice best = ChooseGemm(2, 256, 6144, kSms);
   for (const GemmChoice& c : kCompiled) {
     EXPECT(EstimateCost(best, 512, 6144, kSms) <= EstimateCost(c, 512, 6144, kSms)) << c.tile_n;
   }
+}
+
+TEST(AClustersRowsAreOneRanks) {
+  for (int world : {2, 3, 4, 8}) {
+    for (int64_t n : {512, 2560, 12288}) {
+      EXPECT_EQ(ChooseGemm(world, 128, n, kSms).cluster_m, 1) << world << " ranks, n " << n;
+    }
+  }
+  EXPECT_EQ(ChooseGemm(4, 256, 12288, kSms).cluster_m, 2);
+}
+
+TEST(SweepsOf1024RowsOrOneOfAll) {
+  EXPECT(ChooseGemm(2, 1024, 24576, kSms) == (GemmChoice{192, 2, 8}));
+  EXPECT(ChooseGemm(2, 4096, 24576, kSms) == (GemmChoice{192, 2, 4}));
 }
 
 // A sweep may begin when its rows have arrived, if it is of more than one tile row.
@@ -48,7 +62,7 @@ TEST(GatherGroupsAreThereInTime) {
 TEST(OpsChooseAsTheirPartsDo) {
   const int64_t n = 12288, k = 12288;
   for (int64_t rows : {64, 512, 2048}) {
-    const GemmChoice c = ChooseGemm(4 * rows, n, kSms);
+    const GemmChoice c = ChooseGemm(4, rows, n, kSms);
     EXPECT(ChooseReduceScatter(4, rows, n, k, kSms) == c);
     EXPECT(ChooseAllGather(4, rows, n, k, kSms) == GatherGroups(c, 4, rows, n));
   }
@@ -87,7 +101,7 @@ TEST(ImpossibleChoices) {
 TEST(WhatIsChosenIsCompiled) {
   for (int64_t m : {1, 64, 512, 1000, 8192}) {
     for (int64_t n : {8, 2560, 12288}) {
-      const GemmChoice c = ChooseGemm(m, n, kSms);
+      const GemmChoice c = ChooseGemm(1, m, n, kSms);
       bool compiled = false;
       for (const GemmChoice& k : kCompiled) {
         compiled |= k.tile_n == c.tile_n && k.cluster_m == c.cluster_m;
