@@ -64,9 +64,10 @@ NOTES = """
   by itself takes 6 to 9 % less. Why is not understood; XLA has some of its collectives beside
   products there (.8 ms were exposed of 2.8 that they take).
 - Random numbers make the chip clock down. Where it does not have to, XLA's products gain more than
-  jflux's ([0003](design/0003-kernels.md), "Where power is no limit"): prefill of Llama-2-70B's layers
-  took .98, .98 and 1.05 of XLA's time in three runs, though each op by itself takes .73 to .93. The tables
-  of 2 GPUs for the two products are from before configurations were chosen for both.
+  jflux's ([0003](design/0003-kernels.md), "Where power is no limit"): prefill of Llama-2-70B's
+  layers took .98, .98 and 1.05 of XLA's time in three runs, though each op by itself takes .73 to
+  .93. The tables of 2 GPUs for the two products are from before configurations were chosen for
+  both.
 - A decode step with 512 sequences sums 8 MiB, which jflux leaves to `lax.psum`.
 - What else has run on GPUs: [verified.md](verified.md).
 - The GPUs are limited by power; times of one column in different runs differ by up to 5 %. Ratios
