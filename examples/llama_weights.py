@@ -19,7 +19,7 @@ Index = tuple[slice, ...]
 
 def random(config: Config, mesh: Mesh, key: jax.Array) -> Weights:
     """Normal random numbers over the root of a product's length; norms are 1. Each device makes its
-    own part, and the numbers are the same over any number of ranks."""
+    own part, and the numbers are the same over any number of ranks, but for their last bits."""
     ranks = mesh.shape[AXIS]
     check(config, ranks)
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs(config))
