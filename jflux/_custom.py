@@ -79,10 +79,10 @@ def register_custom_call(
         if _targets[name].addresses() != target.addresses():
             raise ValueError(f"jflux: {name!r} is registered already, with other handlers")
         return
-    _targets[name] = target
     if load is not None:
         with _heap._lock:  # the heap is there, or will find it
             _jflux.add_kernels(load)
+    _targets[name] = target
 
 
 def _address(function: Any) -> int:
@@ -97,6 +97,25 @@ def _register(name: str, platform: str) -> None:
     _ffi.register_handler(name, platform, stages)
 
 
+_MOST = 1 << 40  # of bytes and signals: more overflows further down
+_KINDS = (bool, int, float, str)  # of attributes; a bool is an int too, so it comes first
+
+
+@dataclasses.dataclass(frozen=True)
+class _Attribute:
+    """One of a call. Two are equal if the handler finds the same: 1, 1.0 and True differ, and so do
+    0.0 and -0.0."""
+
+    name: str
+    exact: str
+    value: Any = dataclasses.field(compare=False)
+
+    @classmethod
+    def of(cls, name: str, value: Any) -> _Attribute:
+        plain = next(kind(value) for kind in _KINDS if isinstance(value, kind))
+        return cls(name, repr(plain), plain)
+
+
 @dataclasses.dataclass(frozen=True)
 class Params:
     """A call, less its operands."""
@@ -108,7 +127,7 @@ class Params:
     data_bytes: int
     num_signals: int
     reference: Callable[..., Any]
-    attributes: tuple[tuple[str, Any], ...]
+    attributes: tuple[_Attribute, ...]
 
 
 def custom_call(
@@ -151,8 +170,10 @@ def custom_call(
         lowered, for a call that the symmetric heap has no room for.
       NameError: outside ``shard_map``.
     """
-    if data_bytes < 0 or num_signals < 0:
-        raise ValueError(f"jflux.custom_call: {data_bytes=}, {num_signals=} must not be negative")
+    if not (0 <= data_bytes <= _MOST and 0 <= num_signals <= _MOST):
+        raise ValueError(
+            f"jflux.custom_call: {data_bytes=}, {num_signals=} must be from 0 to {_MOST}"
+        )
     leaves, tree = jax.tree.flatten(result_shape_dtypes)
     results = tuple((tuple(leaf.shape), np.dtype(leaf.dtype)) for leaf in leaves)
 
@@ -162,7 +183,7 @@ def custom_call(
         for key, value in attributes.items():
             if key in SUPPLIED:
                 raise ValueError(f"jflux.custom_call: {key!r} is an attribute that jflux supplies")
-            if not isinstance(value, int | float | str):  # bool is an int
+            if not isinstance(value, _KINDS):
                 raise TypeError(
                     f"jflux.custom_call: attribute {key}={value!r} must be a number or str"
                 )
@@ -179,7 +200,7 @@ def custom_call(
             data_bytes=data_bytes,
             num_signals=num_signals,
             reference=reference,
-            attributes=tuple(sorted(attributes.items())),
+            attributes=tuple(_Attribute.of(k, v) for k, v in sorted(attributes.items())),
         )
         arrays = _mesh.vary_together(axis_name, *arrays)
         return jax.tree.unflatten(tree, _primitive.bind(*arrays, params=params))
@@ -192,7 +213,7 @@ def _results(*avals, params):
 
 
 def _reference(*operands, params):
-    attributes = dict(params.attributes)
+    attributes = {a.name: a.value for a in params.attributes}
     axis_name = params.axis_names[0] if len(params.axis_names) == 1 else params.axis_names
     got = jax.tree.leaves(params.reference(*operands, axis_name=axis_name, **attributes))
     shapes = tuple((tuple(y.shape), np.dtype(y.dtype)) for y in got)
@@ -229,13 +250,13 @@ def _launch(*avals, params, platform, mesh, groups):
             _jflux.custom_channel_bytes, params.data_bytes, params.num_signals
         )
         _heap.reserve(platform, groups, f"custom_call({params.name})", channel_bytes)
-    numbers = {bool: np.bool_, int: np.int64, float: np.float64, str: str}
+    numbers: dict[type, Any] = {bool: np.bool_, int: np.int64, float: np.float64, str: str}
     return {
         "op": params.name,
         "signature": np.int64(_signature(avals, params)),
         "data_bytes": np.int64(params.data_bytes),
         "num_signals": np.int64(params.num_signals),
-        **{key: numbers[type(value)](value) for key, value in params.attributes},
+        **{a.name: numbers[type(a.value)](a.value) for a in params.attributes},
     }
 
 

@@ -403,6 +403,17 @@ def test_a_loop_of_norms():
             assert np.abs(got - want).max() <= 0.05 * np.abs(want).max()
 
 
+def test_flags_are_counted_with_a_residual_too():
+    mesh, flags = make_mesh((RANKS,)), np.arange(RANKS)[:, None] % 2 == 0
+
+    def f(x):
+        return jflux.all_reduce(x[0], axis_name="tp", residual=jnp.ones(1, jnp.int32))
+
+    with jflux.config(strict=False):
+        y = run(jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P("tp"), out_specs=P())), flags)
+    np.testing.assert_array_equal(y, [flags.sum() + 1])
+
+
 def test_what_cannot_follow():
     mesh = make_mesh((RANKS,))
     x, residual, scale, _ = _after((4, 8), np.float32)

@@ -325,3 +325,21 @@ def test_the_example_with_cmake(tmp_path):
         )
         assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert "halo_exchange equals lax.ppermute" in done.stdout
+
+
+def _kind(x, axis_name, value):
+    """Adds what tells 1, 1.0, True, 0.0 and -0.0 apart."""
+    return x + {bool: 1, int: 2, float: 3}[type(value)] + 10 * (str(value)[0] == "-")
+
+
+def test_attributes_that_compare_equal_are_not_the_same():
+    call = jflux.custom_call(
+        "kinds", jax.ShapeDtypeStruct((1,), np.float32), axis_name="tp", reference=_kind,
+        data_bytes=0, num_signals=0,
+    )  # fmt: skip
+    values = (True, 1, 1.0, 0.0, -0.0, np.float64(0.0))
+    mesh = make_mesh((RANKS,))
+    f = jax.jit(per_device(mesh, lambda x: [call(x, value=v) for v in values]))
+    with jflux.config(strict=False):
+        ys = f(np.zeros((RANKS, 1), np.float32))
+    assert [float(y[0, 0]) for y in ys] == [1, 2, 3, 3, 13, 3]

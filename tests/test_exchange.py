@@ -306,6 +306,12 @@ def test_one_rank_and_errors():
         raises("must be a multiple", "all_to_all", split_axis=0, concat_axis=1, tiled=True)
 
 
+def test_wrong_calls_raise_under_vmap_too():
+    x = jnp.ones((2, 4, 6))
+    with jflux.config(strict=False), pytest.raises(ValueError, match="dimension 1 must be the"):
+        jax.vmap(_call("reduce_scatter", axis_name="a", scatter_dimension=-1), axis_name="a")(x)
+
+
 def test_types_of_results():
     """They vary over the axis, as those of `lax`."""
     mesh, x = make_mesh((RANKS,)), np.ones((RANKS, RANKS), np.float32)

@@ -28,7 +28,7 @@ __device__ __forceinline__ Turn TakeTurn(ChannelHeader* header) {
   namespace cg = cooperative_groups;
   __shared__ uint64_t taken;
   const bool leads = kCtas == 1 || cg::this_cluster().block_rank() == 0;
-  if (leads && threadIdx.x == 0) {
+  if (leads && threadIdx.x + threadIdx.y + threadIdx.z == 0) {
     static_assert(offsetof(ChannelHeader, epoch) == 0 && offsetof(ChannelHeader, next_send) == 4);
     auto* word = reinterpret_cast<unsigned long long*>(header);
     taken = atomicAdd(word, 1ull << 32);

@@ -102,14 +102,12 @@ void SetCurrentHeapCuda(std::shared_ptr<HeapCuda> heap) {
 }
 
 bool AddKernels(const char* (*load)(int), std::string* error) {
-  {
-    std::lock_guard<std::mutex> lock(g_mutex);
-    Loaders().push_back(load);
-  }
   const auto heap = CurrentHeapCuda();
   for (int ordinal = 0; heap != nullptr && ordinal < 64; ++ordinal) {
     if (heap->DeviceOf(ordinal) != nullptr && !LoadOn(ordinal, load, error)) return false;
   }
+  std::lock_guard<std::mutex> lock(g_mutex);
+  Loaders().push_back(load);
   return true;
 }
 

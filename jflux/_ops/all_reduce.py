@@ -87,6 +87,7 @@ def all_reduce(
         )
     if residual is not None or norm is not None:
         x = jnp.asarray(x)
+        x = x.astype(jnp.int32) if x.dtype == bool else x  # as lax.psum
         _after.check("all_reduce", x.shape, residual, norm)
     if _product.is_plain("all_reduce", axis_name):
         return reference.all_reduce(x, axis_name=axis_name, residual=residual, norm=norm)
@@ -152,6 +153,8 @@ def _not_fused(x, *added, params, platform):
         return f"{x.dtype} operands, the kernels take {', '.join(_heap._DTYPES)}"
     if params.world > _product.MAX_RANKS:
         return f"{params.world} ranks, the kernels take up to {_product.MAX_RANKS}"
+    if x.size >= 1 << 31:
+        return f"{x.size} elements, the kernels take fewer than 2^31"
     return None
 
 

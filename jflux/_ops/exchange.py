@@ -77,7 +77,10 @@ def all_gather(x: Any, *, axis_name: AxisName, axis: int = 0, tiled: bool = Fals
         at = _dimension("all_gather", "axis", axis, x.ndim + (not tiled))
         return _bind("all_gather", x if tiled else jnp.expand_dims(x, at), axis_name, None, at)
 
-    plain = functools.partial(reference.all_gather, axis_name=axis_name, axis=axis, tiled=tiled)
+    def plain(x: jax.Array) -> jax.Array:
+        _dimension("all_gather", "axis", axis, x.ndim + (not tiled))
+        return reference.all_gather(x, axis_name=axis_name, axis=axis, tiled=tiled)
+
     return _each("all_gather", axis_name, plain, one, x)
 
 
@@ -108,12 +111,11 @@ def reduce_scatter(
         y = _bind("reduce_scatter", x, axis_name, at, None)
         return y if tiled else jnp.squeeze(y, at)
 
-    plain = functools.partial(
-        reference.reduce_scatter,
-        axis_name=axis_name,
-        scatter_dimension=scatter_dimension,
-        tiled=tiled,
-    )
+    def plain(x: jax.Array) -> jax.Array:
+        at = _dimension("reduce_scatter", "scatter_dimension", scatter_dimension, x.ndim)
+        _check_pieces("reduce_scatter", x, at, _mesh.axis_size(axis_name), tiled)
+        return reference.reduce_scatter(x, axis_name=axis_name, scatter_dimension=at, tiled=tiled)
+
     return _each("reduce_scatter", axis_name, plain, one, x)
 
 
@@ -137,31 +139,33 @@ def all_to_all(
         size N and goes, and `concat_axis` is a new dimension of size N.
     """
 
+    def axes_of(x: jax.Array) -> tuple[int, int]:
+        split = _dimension("all_to_all", "split_axis", split_axis, x.ndim)
+        concat = _dimension("all_to_all", "concat_axis", concat_axis, x.ndim)
+        _check_pieces("all_to_all", x, split, _mesh.axis_size(axis_name), tiled)
+        return split, concat
+
     def by_tiles(x: jax.Array, split: int, concat: int) -> jax.Array:
         return _bind("all_to_all", x, axis_name, split, concat)
 
     def one(x: jax.Array) -> jax.Array:
-        split = _dimension("all_to_all", "split_axis", split_axis, x.ndim)
-        concat = _dimension("all_to_all", "concat_axis", concat_axis, x.ndim)
-        _check_pieces("all_to_all", x, split, _mesh.axis_size(axis_name), tiled)
+        split, concat = axes_of(x)
         if tiled:
             return by_tiles(x, split, concat)
         return reference.untiled(by_tiles, x, split, concat)
 
-    plain = functools.partial(
-        reference.all_to_all,
-        axis_name=axis_name,
-        split_axis=split_axis,
-        concat_axis=concat_axis,
-        tiled=tiled,
-    )
+    def plain(x: jax.Array) -> jax.Array:
+        split, concat = axes_of(x)
+        return reference.all_to_all(
+            x, axis_name=axis_name, split_axis=split, concat_axis=concat, tiled=tiled
+        )
+
     return _each("all_to_all", axis_name, plain, one, x)
 
 
 def _each(op: str, axis_name: AxisName, plain: Callable[..., Any], one: Any, x: Any) -> Any:
-    if _product.is_plain(op, axis_name):
-        return plain(x)
-    return jax.tree.map(lambda array: one(jnp.asarray(array)), x)
+    each = plain if _product.is_plain(op, axis_name) else one
+    return jax.tree.map(lambda array: each(jnp.asarray(array)), x)
 
 
 def _dimension(op: str, name: str, dimension: int, ndim: int) -> int:
@@ -228,6 +232,8 @@ def _lax_is_faster(x, params, platform, mesh):
 def _not_fused(x, params, platform, sums):
     if params.world > _product.MAX_RANKS:
         return f"{params.world} ranks, the kernels take up to {_product.MAX_RANKS}"
+    if x.size * x.dtype.itemsize >= 1 << 31:
+        return "x has 2 GiB or more, the kernels take less"
     if sums and x.dtype not in _product.CPU_DTYPES:
         return f"{x.dtype} operands, the kernels take {', '.join(_heap._DTYPES)}"
     if x.dtype.name.startswith(_LESS_THAN_BYTES):
