@@ -73,15 +73,15 @@ def all_gather(x: Any, *, axis_name: AxisName, axis: int = 0, tiled: bool = Fals
       jax.errors.JaxRuntimeError: a peer did not come within the deadline (see :func:`jflux.init`).
     """
 
+    plain = _product.is_plain("all_gather", axis_name)
+
     def one(x: jax.Array) -> jax.Array:
         at = _dimension("all_gather", "axis", axis, x.ndim + (not tiled))
+        if plain:
+            return reference.all_gather(x, axis_name=axis_name, axis=at, tiled=tiled)
         return _bind("all_gather", x if tiled else jnp.expand_dims(x, at), axis_name, None, at)
 
-    def plain(x: jax.Array) -> jax.Array:
-        _dimension("all_gather", "axis", axis, x.ndim + (not tiled))
-        return reference.all_gather(x, axis_name=axis_name, axis=axis, tiled=tiled)
-
-    return _each("all_gather", axis_name, plain, one, x)
+    return _each(one, x)
 
 
 def reduce_scatter(
@@ -105,18 +105,19 @@ def reduce_scatter(
       x's shape with that dimension divided by N, or without it.
     """
 
+    plain = _product.is_plain("reduce_scatter", axis_name)
+
     def one(x: jax.Array) -> jax.Array:
         at = _dimension("reduce_scatter", "scatter_dimension", scatter_dimension, x.ndim)
         _check_pieces("reduce_scatter", x, at, _mesh.axis_size(axis_name), tiled)
+        if plain:
+            return reference.reduce_scatter(
+                x, axis_name=axis_name, scatter_dimension=at, tiled=tiled
+            )
         y = _bind("reduce_scatter", x, axis_name, at, None)
         return y if tiled else jnp.squeeze(y, at)
 
-    def plain(x: jax.Array) -> jax.Array:
-        at = _dimension("reduce_scatter", "scatter_dimension", scatter_dimension, x.ndim)
-        _check_pieces("reduce_scatter", x, at, _mesh.axis_size(axis_name), tiled)
-        return reference.reduce_scatter(x, axis_name=axis_name, scatter_dimension=at, tiled=tiled)
-
-    return _each("reduce_scatter", axis_name, plain, one, x)
+    return _each(one, x)
 
 
 def all_to_all(
@@ -139,33 +140,28 @@ def all_to_all(
         size N and goes, and `concat_axis` is a new dimension of size N.
     """
 
-    def axes_of(x: jax.Array) -> tuple[int, int]:
-        split = _dimension("all_to_all", "split_axis", split_axis, x.ndim)
-        concat = _dimension("all_to_all", "concat_axis", concat_axis, x.ndim)
-        _check_pieces("all_to_all", x, split, _mesh.axis_size(axis_name), tiled)
-        return split, concat
+    plain = _product.is_plain("all_to_all", axis_name)
 
     def by_tiles(x: jax.Array, split: int, concat: int) -> jax.Array:
         return _bind("all_to_all", x, axis_name, split, concat)
 
     def one(x: jax.Array) -> jax.Array:
-        split, concat = axes_of(x)
+        split = _dimension("all_to_all", "split_axis", split_axis, x.ndim)
+        concat = _dimension("all_to_all", "concat_axis", concat_axis, x.ndim)
+        _check_pieces("all_to_all", x, split, _mesh.axis_size(axis_name), tiled)
+        if plain:
+            return reference.all_to_all(
+                x, axis_name=axis_name, split_axis=split, concat_axis=concat, tiled=tiled
+            )
         if tiled:
             return by_tiles(x, split, concat)
         return reference.untiled(by_tiles, x, split, concat)
 
-    def plain(x: jax.Array) -> jax.Array:
-        split, concat = axes_of(x)
-        return reference.all_to_all(
-            x, axis_name=axis_name, split_axis=split, concat_axis=concat, tiled=tiled
-        )
-
-    return _each("all_to_all", axis_name, plain, one, x)
+    return _each(one, x)
 
 
-def _each(op: str, axis_name: AxisName, plain: Callable[..., Any], one: Any, x: Any) -> Any:
-    each = plain if _product.is_plain(op, axis_name) else one
-    return jax.tree.map(lambda array: each(jnp.asarray(array)), x)
+def _each(one: Callable[[jax.Array], jax.Array], x: Any) -> Any:
+    return jax.tree.map(lambda array: one(jnp.asarray(array)), x)
 
 
 def _dimension(op: str, name: str, dimension: int, ndim: int) -> int:
