@@ -63,8 +63,8 @@ NOTES = """
 - Random numbers make the chip clock down. Where it does not have to, XLA's products gain more than
   jflux's ([0003](design/0003-kernels.md), "Where power is no limit"): prefill of Llama-2-70B's
   layers took .98, .98 and 1.05 of XLA's time in three runs, and 1.01 with the configurations that
-  are chosen now, though each op by itself takes .73 to .93. A gated product of Llama-2-70B takes .83
-  to .98 of XLA's time with random numbers, and up to 1.04 with zeros from 2048 rows on.
+  are chosen now, though each op by itself takes .73 to .93. A gated product of Llama-2-70B takes
+  .82 to .98 of XLA's time with random numbers, and up to 1.04 with zeros from 2048 rows on.
 - A decode step with 512 sequences sums 8 MiB, which jflux leaves to `lax.psum`.
 - What else has run on GPUs: [verified.md](verified.md).
 - The GPUs are limited by power; times of one column in different runs differ by up to 5 %. Ratios

@@ -52,7 +52,7 @@ def vary_together(axis_name: AxisName, *arrays: jax.Array, same: int = 0) -> lis
     """
     varying = [jax.typeof(a).manual_axis_type.varying for a in arrays]
     # With check_vma=False nothing is tracked, and nothing must be cast.
-    if not _tracks_vma(axis_name):
+    if not tracks_vma(axis_name):
         return list(arrays)
     names = frozenset(as_tuple(axis_name))
     union = names.union(*varying)
@@ -64,7 +64,7 @@ def vary_together(axis_name: AxisName, *arrays: jax.Array, same: int = 0) -> lis
     return cast
 
 
-def _tracks_vma(axis_name: AxisName) -> bool:
+def tracks_vma(axis_name: AxisName) -> bool:
     # axis_index always varies over its axis; where types are not tracked it does not say so.
     return bool(jax.typeof(lax.axis_index(as_tuple(axis_name))).manual_axis_type.varying)
 

@@ -52,11 +52,11 @@ using KernelLoader = const char* (*)(int ordinal);
 JFLUX_API const char* jflux_cuda_begin_call(const jflux::shmem::CallInfo* info, int32_t ordinal,
                                             int32_t blocks, jflux::shmem::CallArgs* args);
 
-// Registers one rank's part of a call and returns. When all ranks have, `body(data, ctx)` runs on a
+// Registers one rank's part of a call. When all ranks have, `body(data, ctx)` runs on a
 // thread of jflux's own, where it may wait for its peers. Then comes `done(data, error)`, in any
 // case. `site` is what the handler's state holds, `run_id` XLA's.
-JFLUX_API void jflux_cpu_join_call(const jflux::shmem::CallInfo* info, uint64_t site,
-                                   int64_t run_id, int32_t device, jflux::shmem::CpuBody body,
+JFLUX_API void jflux_cpu_join_call(const jflux::shmem::CallInfo* info, void* site, int64_t run_id,
+                                   int32_t device, jflux::shmem::CpuBody body,
                                    jflux::shmem::CpuDone done, void* data);
 
 // XLA_FFI_TypeId of that state, which jflux registers.

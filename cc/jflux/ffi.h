@@ -28,7 +28,6 @@ namespace internal {
 // What jflux has XLA make for each call site on the CPU.
 struct Site {
   static inline xla::ffi::TypeId id{};
-  uint64_t number;
 };
 
 inline xla::ffi::Error Failed(const std::string& reason) {
@@ -108,7 +107,7 @@ xla::ffi::Future JoinCall(const xla::ffi::Context& context, const xla::ffi::Dict
     return future;
   }
   jflux_cpu_join_call(
-      &info, (*site)->number, run_id->run_id, *device,
+      &info, *site, run_id->run_id, *device,
       [](void* data, const Context& ctx) { return static_cast<Call*>(data)->body(ctx); }, done,
       call);
   return future;

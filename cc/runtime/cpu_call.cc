@@ -1,5 +1,6 @@
 #include "runtime/cpu_call.h"
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -22,8 +23,34 @@ namespace {
 // (run id, site, group, occurrence)
 using CallId = std::tuple<int64_t, uint64_t, std::vector<int64_t>, int64_t>;
 
+// A handler that waits for its call.
+class Waiter {
+ public:
+  explicit Waiter(int64_t device) : device_(device) {}
+  int64_t device() const { return device_; }
+
+  void Release() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    released_ = true;
+    changed_.notify_all();
+  }
+
+  // Whether it was released in time.
+  bool Wait(std::chrono::milliseconds limit) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    return changed_.wait_for(lock, limit, [this] { return released_; });
+  }
+
+ private:
+  const int64_t device_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool released_ = false;
+};
+
 struct Pending {
   std::shared_ptr<HeapCpu> heap;
+  std::vector<std::shared_ptr<Waiter>> waiters;
   std::vector<CpuCall> ranks;
   uint64_t deadline_ns = 0;
 };
@@ -175,15 +202,43 @@ void Watch() {
   }
 }
 
-}  // namespace
+// How long a handler waits for its call, once for each site: independent calls and XLA's own
+// collectives may start in another order on each device, each in the way of the other.
+constexpr auto kPatience = std::chrono::seconds(1);
 
-void JoinCpuCall(CpuCall call) {
+bool Misses(const CallId& id, const Pending& pending, int64_t device) {
+  const auto& group = std::get<2>(id);
+  if (std::find(group.begin(), group.end(), device) == group.end()) return false;
+  for (const CpuCall& call : pending.ranks) {
+    if (call.group[call.rank] == device) return false;
+  }
+  return true;
+}
+
+// Lets go of handlers that wait for `device`, which is about to wait for them in the call `id`.
+// Whether there were any.
+bool ReleaseCrossed(Registry& calls, const CallId& id, const Pending& pending, int64_t device) {
+  bool crossed = false;
+  for (auto& [other_id, other] : calls.pending) {
+    if (other_id == id || !Misses(other_id, other, device)) continue;
+    for (const auto& waiter : other.waiters) {
+      if (!Misses(id, pending, waiter->device())) continue;
+      waiter->Release();
+      other.ranks.front().site->impatient = true;
+      crossed = true;
+    }
+  }
+  return crossed;
+}
+
+// Registers one rank's part, and says what its handler is to wait for: perhaps nothing.
+std::shared_ptr<Waiter> Register(CpuCall call) {
   const auto heap = CurrentHeapCpu();
   if (heap == nullptr) {
     RunOnPool([done = std::move(call.done)] {
       done("jflux: the symmetric heap is not initialised in this process; call jflux.init()");
     });
-    return;
+    return nullptr;
   }
   size_t local = 0;
   for (int64_t device : call.group) {
@@ -192,7 +247,7 @@ void JoinCpuCall(CpuCall call) {
         done("jflux: device " + std::to_string(device) +
              " is not part of the symmetric heap; call jflux.init() after all devices exist");
       });
-      return;
+      return nullptr;
     }
     local += heap->IsLocal(device);
   }
@@ -203,7 +258,7 @@ void JoinCpuCall(CpuCall call) {
     std::thread(Watch).detach();
   }
   const auto [run, is_new] = calls.occurrences.try_emplace(call.run_id);
-  const int64_t occurrence = run->second[{call.site, call.group[call.rank]}]++;
+  const int64_t occurrence = run->second[{call.site->number, call.group[call.rank]}]++;
   if (is_new) {
     calls.run_order.push_back(call.run_id);
     if (calls.run_order.size() > 1024) {
@@ -211,24 +266,43 @@ void JoinCpuCall(CpuCall call) {
       calls.run_order.pop_front();
     }
   }
-  CallId id{call.run_id, call.site, call.group, occurrence};
+  CallId id{call.run_id, call.site->number, call.group, occurrence};
   if (const auto it = calls.failed.find(id); it != calls.failed.end()) {
     RunOnPool([done = std::move(call.done), error = it->second] { done(error); });
-    return;
+    return nullptr;
   }
   Pending& pending = calls.pending[id];
   if (pending.ranks.empty()) {
     pending.heap = heap;
     pending.deadline_ns = NowNs() + static_cast<uint64_t>(heap->deadline_s() * 1e9);
   }
+  CpuCallSite* site = call.site;
+  const auto waiter = std::make_shared<Waiter>(call.group[call.rank]);
+  call.done = [waiter, done = std::move(call.done)](const std::string& error) {
+    done(error);
+    waiter->Release();
+  };
   pending.ranks.push_back(std::move(call));
-  if (pending.ranks.size() < local) return;
-  const uint64_t deadline_ns = NowNs() + static_cast<uint64_t>(heap->deadline_s() * 1e9);
-  auto ranks = std::make_shared<std::vector<CpuCall>>(std::move(pending.ranks));
-  calls.pending.erase(id);
-  lock.unlock();
-  RunOnPool(
-      [id, heap, ranks, deadline_ns] { RunCohort(id, heap, std::move(*ranks), deadline_ns); });
+  if (ReleaseCrossed(calls, id, pending, waiter->device())) site->impatient = true;
+  const bool patient = !site->impatient;
+  if (patient) pending.waiters.push_back(waiter);
+  if (pending.ranks.size() == local) {
+    const uint64_t deadline_ns = NowNs() + static_cast<uint64_t>(heap->deadline_s() * 1e9);
+    auto ranks = std::make_shared<std::vector<CpuCall>>(std::move(pending.ranks));
+    calls.pending.erase(id);
+    lock.unlock();
+    RunOnPool(
+        [id, heap, ranks, deadline_ns] { RunCohort(id, heap, std::move(*ranks), deadline_ns); });
+  }
+  return patient ? waiter : nullptr;
+}
+
+}  // namespace
+
+void JoinCpuCall(CpuCall call) {
+  CpuCallSite* site = call.site;
+  const auto waiter = Register(std::move(call));
+  if (waiter != nullptr && !waiter->Wait(kPatience)) site->impatient = true;
 }
 
 }  // namespace jflux

@@ -55,7 +55,7 @@ int64_t jflux_custom_channel_bytes(int64_t data_bytes, int64_t num_signals) {
   return jflux::shmem::ChannelFor(data_bytes, num_signals).TotalBytes();
 }
 
-void jflux_cpu_join_call(const CallInfo* info, uint64_t site, int64_t run_id, int32_t device,
+void jflux_cpu_join_call(const CallInfo* info, void* site, int64_t run_id, int32_t device,
                          jflux::shmem::CpuBody body, jflux::shmem::CpuDone done, void* data) {
   std::string why_not = jflux::WhyNot(*info);
   std::optional<jflux::Group> group;
@@ -71,7 +71,7 @@ void jflux_cpu_join_call(const CallInfo* info, uint64_t site, int64_t run_id, in
   jflux::CpuCall call;
   call.op = jflux::CustomOp(jflux::NameOfCall(*info));
   call.run_id = run_id;
-  call.site = site;
+  call.site = static_cast<jflux::CallSite*>(site);
   call.group = std::move(group->devices);
   call.rank = group->rank;
   call.bytes = layout.TotalBytes();

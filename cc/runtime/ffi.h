@@ -75,16 +75,15 @@ inline auto CompletionOf(ffi::Promise promise) {
 
 // Names a call site on the CPU, where the order of independent calls is not fixed. XLA makes one
 // per custom call and executable.
-struct CallSite {
+struct CallSite : CpuCallSite {
   static ffi::TypeId id;
   static ffi::TypeInfo info;
-  uint64_t number;
 };
 
 // What a CPU handler returns: it registers one rank's part of a call, and its Future is completed
 // when that has been done. `body` is CpuCall's.
 template <typename Body>
-ffi::Future JoinFfiCall(OpId op, const CallSite& site, ffi::RunId run_id, int32_t device,
+ffi::Future JoinFfiCall(OpId op, CallSite* site, ffi::RunId run_id, int32_t device,
                         ffi::Span<const int64_t> groups, int64_t world, int64_t channel_bytes,
                         Body&& body) {
   auto group = FindGroup(groups, world, device);
@@ -94,7 +93,7 @@ ffi::Future JoinFfiCall(OpId op, const CallSite& site, ffi::RunId run_id, int32_
   CpuCall call;
   call.op = op;
   call.run_id = run_id.run_id;
-  call.site = site.number;
+  call.site = site;
   call.group = std::move(group->devices);
   call.rank = group->rank;
   call.bytes = channel_bytes;

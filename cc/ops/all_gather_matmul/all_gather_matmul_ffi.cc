@@ -52,7 +52,7 @@ ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, ffi::Span<con
   const CpuTiling tiling;
   const int64_t bytes = AllGatherLayout::Make(*p, tiling.chunk_bytes).Channel().TotalBytes();
   return JoinFfiCall(
-      OpId::kAllGatherMatmul, *site, run_id, device, groups, world, bytes,
+      OpId::kAllGatherMatmul, site, run_id, device, groups, world, bytes,
       [p = *p, tiling, arrays](const SymmetricView& view, uint32_t epoch, const WaitContext& ctx) {
         return AllGatherMatmulCpu(p, tiling, arrays, view, epoch, ctx);
       });

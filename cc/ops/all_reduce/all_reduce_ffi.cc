@@ -82,7 +82,7 @@ ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, int64_t algor
   const auto call = CallOf(algorithm, epsilon, norm, residual, world, x, rest, y, results);
   if (!call) return FailedFuture(InvalidArgument("all_reduce: operands do not fit"));
   return JoinFfiCall(
-      OpId::kAllReduce, *site, run_id, device, groups, world, call->params.Channel().TotalBytes(),
+      OpId::kAllReduce, site, run_id, device, groups, world, call->params.Channel().TotalBytes(),
       [call = *call](const SymmetricView& view, uint32_t epoch, const WaitContext& ctx) {
         return AllReduceCpu(call.params, call.arrays, view, epoch, ctx);
       });

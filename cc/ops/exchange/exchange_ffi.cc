@@ -52,7 +52,7 @@ ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, ffi::Span<con
   if (!p) return FailedFuture(DoNotFit(kOp));
   const ExchangeArrays arrays{x.untyped_data(), y->untyped_data()};
   return JoinFfiCall(
-      kOp, *site, run_id, device, groups, world, p->Channel().TotalBytes(),
+      kOp, site, run_id, device, groups, world, p->Channel().TotalBytes(),
       [p = *p, arrays](const SymmetricView& view, uint32_t epoch, const WaitContext& ctx) {
         return ExchangeCpu(p, arrays, view, epoch, ctx);
       });

@@ -50,7 +50,7 @@ ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, ffi::Span<con
   const int64_t bytes =
       ReduceScatterLayout::Make(*p, tiling.tile_m, tiling.tile_n, 1).Channel().TotalBytes();
   return JoinFfiCall(
-      OpId::kMatmulReduceScatter, *site, run_id, device, groups, world, bytes,
+      OpId::kMatmulReduceScatter, site, run_id, device, groups, world, bytes,
       [p = *p, tiling, arrays](const SymmetricView& view, uint32_t epoch, const WaitContext& ctx) {
         return MatmulReduceScatterCpu(p, tiling, arrays, view, epoch, ctx);
       });
