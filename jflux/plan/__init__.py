@@ -24,11 +24,14 @@ from .models import named as named
 from .models import unet as unet
 from .predict import Breakdown as Breakdown
 from .predict import Extensions as Extensions
+from .reading import read as read
 from .search import NoGrid as NoGrid
 from .search import Plan as Plan
 from .search import Ranking as Ranking
 from .search import grids as grids
 from .search import rank as rank
+from .show import draw as draw
+from .show import table as table
 from .training import Memory as Memory
 from .training import Training as Training
 
@@ -46,6 +49,7 @@ __all__ = [
     "Ranking",
     "Training",
     "alternate",
+    "draw",
     "equations",
     "gpt",
     "grids",
@@ -53,5 +57,7 @@ __all__ = [
     "measured",
     "named",
     "rank",
+    "read",
+    "table",
     "unet",
 ]

@@ -62,8 +62,9 @@ def swap(axes: Sizes) -> Axes:
     return Axes(axes.y, axes.x, axes.z, axes.data)
 
 
-# One collective: G ranks in a ring, `nbytes` is what each of them puts in (m in the paper). `latency`
-# is an extension: seconds for each of the ring's steps, which the paper ignores (assumption 3).
+# One collective: G ranks in a ring, `nbytes` is what each of them puts in (m in the paper).
+# `latency` is an extension: seconds of each of the ring's steps, which the paper ignores
+# (assumption 3).
 
 
 def all_gather(ranks: Value, nbytes: Value, bandwidth: Value, latency: Value = 0.0) -> Value:

@@ -12,7 +12,7 @@ from . import equations
 from .equations import Axes, Value, swap
 from .machine import Machine
 from .model import Layer, Model
-from .training import Training
+from .training import PAPER, Training
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +47,9 @@ class Extensions:
             raise ValueError("jflux: bandwidth_by_size has latency in it: ask for one of the two")
 
 
+EXACT = Extensions()
+
+
 class Breakdown(NamedTuple):
     """Seconds of a step's collectives by the axis that they run along. With overlap credit, what
     of them is exposed.
@@ -67,7 +70,7 @@ class Breakdown(NamedTuple):
 
 def communication(
     model: Model, machine: Machine, grid: Axes, *, aware: bool = True,
-    extensions: Extensions = Extensions(), training: Training = Training(),
+    extensions: Extensions = EXACT, training: Training = PAPER,
 ) -> Breakdown:  # fmt: skip
     """Seconds of a step's communication: equation 9, summed over the layers.
 
@@ -84,7 +87,7 @@ def communication(
     return Breakdown(**parts)
 
 
-def compute(model: Model, machine: Machine, ranks: int, training: Training = Training()) -> float:
+def compute(model: Model, machine: Machine, ranks: int, training: Training = PAPER) -> float:
     """Seconds of a step's products, split evenly: the same on every grid."""
     passes = 4 / 3 if training.checkpoint else 1.0
     return passes * model.flops / (ranks * machine.flops)

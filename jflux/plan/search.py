@@ -13,12 +13,13 @@ from jax.sharding import Mesh
 
 from ..parallel import Grid
 from . import machine as machines
-from . import models, predict, training
+from . import models, predict
 from .equations import Axes
 from .machine import Machine
 from .model import Model
 from .predict import Breakdown, Extensions
-from .training import Memory, Training
+from .training import PAPER, Memory, Training
+from .training import memory as _memory
 
 
 def grids(ranks: int) -> np.ndarray:
@@ -151,8 +152,9 @@ class Ranking(Sequence[Plan]):
         return self[0]
 
     @property
-    def mesh_of_best(self) -> Mesh:
-        return self.best.mesh()
+    def refusals(self) -> int:
+        """How many grids were refused."""
+        return len(self._refused)
 
     def __len__(self) -> int:
         return len(self._sizes)
@@ -207,8 +209,8 @@ def rank(
     machine: Machine | str = "perlmutter",
     *,
     aware: bool = True,
-    extensions: Extensions = Extensions(),
-    training: Training = Training(),
+    extensions: Extensions = predict.EXACT,
+    training: Training = PAPER,
     fits: bool = True,
 ) -> Ranking:
     """Ranks the grids of so many GPUs by the time that a step's communication is predicted to take.
@@ -258,9 +260,6 @@ def rank(
         training=training, compute=predict.compute(model, machine, gpus, training),
         _sizes=sizes[order], _times=columns[order], _memory=used[order], _refused=refused,
     )  # fmt: skip
-
-
-_memory = training.memory
 
 
 def _round(parts: np.ndarray) -> np.ndarray:

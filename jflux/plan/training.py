@@ -40,6 +40,9 @@ class Training:
             raise ValueError(f"jflux: microbatches={self.microbatches!r} must be a positive int")
 
 
+PAPER = Training()
+
+
 class Memory(NamedTuple):
     """Bytes per GPU.
 
@@ -78,9 +81,7 @@ def memory(model: Model, grid: Axes, training: Training) -> Memory:
 def _activations(model: Model, grid: Axes, training: Training) -> Value:
     per_block = model.checkpoint if training.checkpoint else 1
     layers = [layer.anonymous() for layer in model.layers]
-    blocks = Counter(
-        tuple(layers[at : at + per_block]) for at in range(0, len(layers), per_block)
-    )
+    blocks = Counter(tuple(layers[at : at + per_block]) for at in range(0, len(layers), per_block))
     samples = model.batch / grid.data / training.microbatches
     kept: Value = 0.0
     working: Value = 0.0
