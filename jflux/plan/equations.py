@@ -156,7 +156,7 @@ def layer_times(
     )
 
 
-def agnostic_bandwidths(bandwidth: float) -> Axes:
+def agnostic_bandwidths(bandwidth: Value) -> Axes:
     """The placement-agnostic model (section V-A): one bandwidth for every axis."""
     return Axes(bandwidth, bandwidth, bandwidth, bandwidth)
 

@@ -114,7 +114,8 @@ def _links(machine: Machine, grid: Axes, aware: bool, extensions: Extensions) ->
     fixed = bandwidths(machine.intra, inter)
 
     def of(axis: str, nbytes: Value) -> tuple[Value, Value]:
-        bandwidth, latency = getattr(fixed, axis), 0.0
+        bandwidth: Value = getattr(fixed, axis)
+        latency: Value = 0.0
         if extensions.bandwidth_by_size:
             rates = (
                 _rate(machine.intra_by_size, machine.intra, nbytes),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,8 +31,9 @@ def read(
     An nnx module may go without `example`, if it cannot be called here, say. Its layers are then
     those of its attributes, as declared, every second one transposed, of `rows` rows each.
 
-    Not seen: parameters of other names (positions, recurrent cells), all but the first of layers
-    that nnx.scan repeats (linen's are counted), grouping of convolutions, which divides k.
+    A weight counts once, however often it is used. linen's `nn.scan` is understood. Not seen:
+    parameters of other names (positions, recurrent cells), and the grouping of convolutions, which
+    divides k.
 
     Args:
       example: arguments of a call: arrays or `jax.ShapeDtypeStruct`; the first dimension of the
@@ -44,7 +46,8 @@ def read(
     Raises:
       ImportError: Flax is not installed.
       TypeError: not a Flax module, or a linen module without `example`.
-      ValueError: there are no layers in it.
+      ValueError: there are no layers in it, or the call of an nnx module runs other weights than it
+        has (inside `nnx.scan` or `nnx.vmap`, say).
     """
     try:
         from flax import linen, nnx
@@ -53,7 +56,7 @@ def read(
     if isinstance(module, linen.Module):
         if not example:
             raise TypeError("jflux: a linen module is read by calling it: pass example arguments")
-        calls = _call_linen(module, example)
+        calls: list[_Call] | None = _call_linen(module, example)
     elif isinstance(module, nnx.Module):
         calls = _call_nnx(module, example) if example else None
     else:
@@ -109,7 +112,7 @@ def _call_linen(module: Any, example: tuple[Any, ...]) -> list[_Call]:
             return y
         own = inner.variables.get("params", {})
         for key in _NAMES:
-            weight = linen.meta.unbox(own.get(key))
+            weight: Any = linen.meta.unbox(own.get(key))
             if getattr(weight, "ndim", 0) >= 2:
                 kind = _kind(inner, context.method_name)
                 name = "/".join(inner.path) or type(inner).__name__
@@ -133,12 +136,27 @@ def _call_nnx(module: Any, example: tuple[Any, ...]) -> list[_Call]:
     from flax import nnx
 
     calls: list[_Call] = []
+    paths: dict[int, str] = {}
+
+    def run(module: Any, *args: Any) -> Any:
+        paths.update({id(inner): path for path, inner, _, _ in _weights(module)})
+        return module(*args)
+
     with contextlib.ExitStack() as stack:
         for kind in {type(inner) for _, inner, _, _ in _weights(module)}:
             for method in ("__call__", "attend"):
                 if hasattr(kind, method):
                     stack.enter_context(_recorded(kind, method, calls))
-        nnx.eval_shape(lambda m, *args: m(*args), module, *example)
+        nnx.eval_shape(run, module, *example)
+    for call in calls:
+        call.name = paths.get(call.owner[0], call.name)
+    ran = sum(math.prod(call.shape) for call in {c.owner: c for c in calls}.values())
+    has = sum(math.prod(shape) for _, _, _, shape in _weights(module))
+    if ran != has:
+        raise ValueError(
+            f"jflux: the call of {type(module).__name__} ran layers of {ran} weights, and it "
+            f"has {has}: read it without example arguments, or list its layers by hand"
+        )
     return calls
 
 
@@ -147,16 +165,18 @@ def _recorded(kind: type, method: str, calls: list[_Call]) -> Iterator[None]:
     """Calls of the class's method are noted, as long as the block runs."""
     inherited = method not in vars(kind)
     original = getattr(kind, method)
+    kept: list[Any] = []  # so that no other module gets its id
 
     def record(self: Any, *args: Any, **kwargs: Any) -> Any:
         y = original(self, *args, **kwargs)
         if type(self) is kind and args:
             for key in _NAMES:
-                weight = getattr(self, key, None)
+                weight: Any = getattr(self, key, None)
                 if getattr(weight, "ndim", 0) >= 2:
-                    call = _Call((id(self), key), _kind(self, method), weight.shape, args[0], y, "")
-                    call.name = type(self).__name__
-                    calls.append(call)
+                    kept.append(self)
+                    name = type(self).__name__
+                    of = (id(self), key)
+                    calls.append(_Call(of, _kind(self, method), weight.shape, args[0], y, name))
         return y
 
     setattr(kind, method, record)
@@ -182,11 +202,13 @@ def _weights(module: Any) -> Iterator[tuple[str, Any, str, tuple[int, ...]]]:
         if isinstance(at, nnx.Module):
             for key in _NAMES:
                 weight = getattr(at, key, None)
-                if isinstance(weight, nnx.Variable) and weight.ndim >= 2 and id(weight) not in seen:
+                if not isinstance(weight, nnx.Variable) or id(weight) in seen:
+                    continue
+                if weight.ndim >= 2:
                     seen.add(id(weight))
                     yield path or type(at).__name__, at, key, weight.shape
         if isinstance(at, list | tuple | nnx.List):
-            inner = list(enumerate(at))
+            inner: list[tuple[Any, Any]] = list(enumerate(at))
         elif isinstance(at, dict):
             inner = list(at.items())
         elif isinstance(at, nnx.Module):
@@ -206,7 +228,7 @@ def _declared(module: Any, rows: int) -> list[Layer]:
     for path, inner, _, shape in _weights(module):
         kind = _kind(inner, "__call__")
         if kind == "embed":
-            layers.append(Layer(*shape, rows, transposed=True, lookup=True, name=path))
+            layers.append(_table(shape, rows, path))
             continue
         taps = math.prod(shape[:-2]) if kind == "conv" else 1
         inputs = getattr(inner, "in_features", None)
@@ -218,23 +240,31 @@ def _declared(module: Any, rows: int) -> list[Layer]:
     return layers
 
 
+def _table(shape: tuple[int, ...], rows: int, name: str) -> Layer:
+    """An embedding. Its output is split over y, as the first layer's input is."""
+    return Layer(shape[0], shape[1], rows, transposed=True, lookup=True, name=name)
+
+
 def _oriented(calls: list[_Call], samples: int) -> list[Layer]:
     heads = {call.owner for call in calls if call.kind == "attend"}
     orientation: dict[int, bool] = {}  # by the id of what a layer reads
+    seen: set[Any] = set()
     flipped = False
-    layers: list[Layer] = []
+    found: list[tuple[Layer, int]] = []
     for call in calls:
-        if call.kind == "embed":
-            if call.owner not in heads:
-                rows = math.prod(call.x.shape) // samples
-                layer = Layer(*call.shape, rows, transposed=True, lookup=True, name=call.name)
-                layers += [layer] * call.count
+        if call.owner in seen or (call.kind == "embed" and call.owner in heads):
             continue
-        if id(call.x) not in orientation:
-            orientation[id(call.x)] = flipped
-        transposed = orientation[id(call.x)]
+        seen.add(call.owner)
+        if call.kind == "embed":
+            rows = max(1, math.prod(call.x.shape) // samples)
+            found.append((_table(call.shape, rows, call.name), call.count))
+            continue
+        transposed = orientation.setdefault(id(call.x), flipped)
         flipped = not transposed
-        layers += [_layer(call, samples, transposed)] * call.count
+        found.append((_layer(call, samples, transposed), call.count))
+    layers: list[Layer] = []
+    for count, run in itertools.groupby(found, lambda pair: pair[1]):
+        layers += [layer for layer, _ in run] * count
     return layers
 
 
