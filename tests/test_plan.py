@@ -419,6 +419,10 @@ class TestSearch:
     def test_nothing_fits(self):
         with pytest.raises(plan.NoGrid, match=r"grids divide, and none fits.*1x1x4x1: it needs"):
             plan.rank(plan.named("gpt-80b", tokens=1 << 15), 4)
+        with pytest.raises(plan.NoGrid, match=r"none fits.*; more microbatches would need less$"):
+            plan.rank("gpt-20b", 32)
+        parts = plan.Training(microbatches=16)
+        assert len(plan.rank("gpt-20b", 32, training=parts)) > 10
         found = plan.rank(plan.named("gpt-80b", tokens=1 << 15), 4, fits=False)
         assert found.best.memory.total() > found.machine.memory
 

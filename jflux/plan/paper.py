@@ -82,9 +82,11 @@ def assumptions_table() -> str:
             aware, agnostic = section_v_c(tokens, machine)
             best = aware.best.grid
             where = _span(places(agnostic, best))
-            rows.append((tokens, f"{intra / 1e9:.0f}", best, where, shared(aware, agnostic)))
+            among = _span(places(section_v_c(tokens, machine, fits=False)[1], best))
+            both = shared(aware, agnostic)
+            rows.append((tokens, f"{intra / 1e9:.0f}", best, where, among, both))
     head = ("tokens", "inside a node, GB/s", "first of the aware model", "its agnostic place",
-            "of the first five, in both")  # fmt: skip
+            "if memory were no limit", "of the first five, in both")  # fmt: skip
     return _table(head, rows)
 
 

@@ -295,7 +295,10 @@ def _nearest(model: Model, machine: Machine, sizes: np.ndarray, training: Traini
         what = f"none of {len(sizes)} grids divides"
     nearest = Grid(*sizes[at].tolist())
     reason = _why_not(model, machine, Axes(*nearest.sizes), training)
+    need = _memory(model, Axes(*nearest.sizes), training)
+    if len(divides) and need.activations > need.total() / 2:
+        reason = f"{reason}; more microbatches would need less"
     return (
-        f"jflux: no grid of {len(sizes) and nearest.ranks} GPUs for {model.name} on "
+        f"jflux: no grid of {nearest.ranks} GPUs for {model.name} on "
         f"{machine.name}: {what}. The nearest, {nearest}: {reason}"
     )
