@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 import subprocess
 import sys
 import time
@@ -254,6 +255,13 @@ class TestExtensions:
             model, slow, Axes(4, 1, 5, 1), extensions=plan.Extensions(bandwidth_by_size=True)
         )
         assert times.all_reduce_x == pytest.approx(2 * 0.75 * 1e5 / 30)
+        # An all-gather goes by what it gives: 2 bytes * k * n.
+        times = predict.communication(
+            Model((Layer(250, 200),), batch=4), slow, Axes(1, 1, 4, 1),
+            extensions=plan.Extensions(bandwidth_by_size=True),
+        )  # fmt: skip
+        assert times.all_gather_z == pytest.approx(0.75 * 1e5 / 30)
+        assert times.reduce_scatter_z == pytest.approx(times.all_gather_z)
 
     def test_overlap_hides_what_the_products_last(self):
         slow = dataclasses.replace(self.MACHINE, flops=1e-9)  # products that last for ever
@@ -617,11 +625,44 @@ class TestPaper:
         assert paper.places(agnostic, aware.best.grid) == (13, 14)
         assert paper.shared(aware, agnostic) == 1
 
-    def test_the_document(self):
-        document = ROOT / "docs" / "plan.md"
-        if not document.exists():
+    @pytest.mark.parametrize("intra", [50e9, 100e9, 200e9])
+    def test_what_four_and_two_of_five_imply(self, intra):
+        machine = dataclasses.replace(paper.PERLMUTTER, intra=intra)
+        assert 1 <= paper.shared(*paper.section_v_c(paper.TOKENS, machine)) <= 3
+
+    def test_long_rings(self):
+        """Latency bounds z where the equations alone give it all ranks."""
+        assert plan.rank("gpt-80b", 1024).best.grid == Grid(1, 1, 1024, 1)
+        for more in ({}, {"recompute": True, "overlap": 0.5}):
+            extensions = plan.Extensions(latency=True, **more)
+            assert plan.rank("gpt-80b", 1024, extensions=extensions).best.grid.z == 64
+
+    @pytest.fixture
+    def document(self):
+        path = ROOT / "docs" / "plan.md"
+        if not path.exists():
             pytest.skip("the documents are not here")
+        return path
+
+    def test_the_document(self, document):
         assert paper.main([str(document), "--check"]) == 0
+        text = document.read_text()
+        assert f"{len(search.grids(1024))} for 1024 GPUs" in text
+        aware, _ = paper.section_v_c()
+        assert f"{len(aware)} of {len(search.grids(32))} grids divide and fit" in text
+
+    def test_the_sample_of_the_document(self, document, capsys):
+        (sample,) = re.findall(r"^```python\n(.*?)^```$", document.read_text(), re.M | re.S)
+        exec(sample, {})
+        assert "1x1x1024x1 3.06" in capsys.readouterr().out
+
+    def test_the_commands_of_the_document(self, document, tmp_path, monkeypatch):
+        pytest.importorskip("matplotlib")
+        monkeypatch.chdir(tmp_path)
+        commands = re.findall(r"^python -m jflux.plan (--model .*)$", document.read_text(), re.M)
+        assert len(commands) == 2
+        for command in commands:
+            assert cli.main(command.split()) == 0
 
     def test_the_document_is_filled(self, tmp_path):
         pytest.importorskip("matplotlib")

@@ -23,8 +23,9 @@ class Machine:
         times and overlap credit use it.
       intra_latency, inter_latency: seconds of one step of a ring. Only the latency extension uses
         them.
-      intra_by_size, inter_by_size: pairs of (bytes, bytes/s) by growing bytes: what a collective
-        reaches whose ranks put in so much. Only that extension uses them; where there are none,
+      intra_by_size, inter_by_size: pairs of (bytes, bytes/s) by growing bytes: the bandwidth of a
+        collective whose whole buffer has so many: what a rank puts in, or what it gets from an
+        all-gather. Only that extension uses them; where there are none,
         `intra` and `inter` hold for every size.
     """
 

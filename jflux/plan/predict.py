@@ -21,8 +21,9 @@ class Extensions:
 
     Attributes:
       latency: each step of a ring takes the machine's latency besides (against assumption 3).
-      bandwidth_by_size: bandwidths are read from the machine's tables, by the bytes that a rank
-        puts in. Such tables are of whole collectives, latency included: do not ask for both.
+      bandwidth_by_size: bandwidths are read from the machine's tables, by the bytes of the whole
+        buffer: what a rank puts in, or what it gets from an all-gather. Such tables are of whole
+        collectives, latency included: do not ask for both.
       overlap: the share of a product's time behind which a collective can hide, 0 to 1 (against
         assumption 4; section IV). The gather of weights hides behind the forward product, the
         all-reduce of the input's gradient behind the product for the weight's gradient, and the
@@ -160,7 +161,9 @@ def _layer(
     credit = extensions.overlap * product
 
     def seconds(op: Callable[..., Value], axis: str, count: int, nbytes: Value, hides: bool):
-        exposed = op(getattr(grid, axis), nbytes, *links(axis, nbytes))
+        ranks = getattr(grid, axis)
+        whole = nbytes * ranks if op is equations.all_gather else nbytes
+        exposed = op(ranks, nbytes, *links(axis, whole))
         if hides and extensions.overlap:
             exposed = np.maximum(exposed - credit, 0.0)
         return count * exposed
