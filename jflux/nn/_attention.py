@@ -89,7 +89,7 @@ def attention(
         _attention, is_causal=is_causal, rotate=rotate, core=core or jax.nn.dot_product_attention,
         **options,
     )  # fmt: skip
-    operands = {
+    operands: dict[str, Any] = {
         "x": x, "query": query, "key": key, "value": value, "out": out, "query_bias": bias[0],
         "key_bias": bias[1], "value_bias": bias[2], "out_bias": bias[3], "residual": residual,
         "mask": mask,

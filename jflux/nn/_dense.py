@@ -112,9 +112,7 @@ def row_parallel(
     )  # fmt: skip
 
 
-def _all_reduce(
-    x: jax.Array, w: jax.Array, bias: Any, residual: Any, **options: Any
-) -> jax.Array:
+def _all_reduce(x: jax.Array, w: jax.Array, bias: Any, residual: Any, **options: Any) -> jax.Array:
     y = matmul_all_reduce(x, w, residual=residual, **options)
     return y if bias is None else _epilogue.add(y, [bias])
 
@@ -145,8 +143,8 @@ def mlp(
       up_bias: [h/N].
       down_bias: [d], the same on all ranks.
       residual: [..., s/N, d], added to the result.
-      options: `sequence_parallel`, `preferred_element_type`, `precision`, `mesh` and `x_spec`, as in
-        :func:`column_parallel`.
+      options: `sequence_parallel`, `preferred_element_type`, `precision`, `mesh` and `x_spec`, as
+        in :func:`column_parallel`.
     """
     options["axis_name"] = axis_name
     hidden = column_parallel(x, up, bias=up_bias, activation=activation, **options)
@@ -178,3 +176,20 @@ def gated_mlp(
         x, (gate, up), bias=(gate_bias, up_bias), activation=activation, gated=True, **options
     )
     return row_parallel(hidden, down, bias=down_bias, residual=residual, **options)
+
+
+def any_mlp(
+    x: jax.Array,
+    up: jax.Array,
+    up_bias: jax.Array | None,
+    down: jax.Array,
+    down_bias: jax.Array | None,
+    gate: jax.Array | None = None,
+    gate_bias: jax.Array | None = None,
+    **options: Any,
+) -> jax.Array:
+    """:func:`mlp`, or with a gate :func:`gated_mlp`."""
+    options |= {"up_bias": up_bias, "down_bias": down_bias}
+    if gate is None:
+        return mlp(x, up, down, **options)
+    return gated_mlp(x, gate, up, down, gate_bias=gate_bias, **options)
