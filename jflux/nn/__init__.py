@@ -11,6 +11,8 @@ from ._dense import column_parallel as column_parallel
 from ._dense import gated_mlp as gated_mlp
 from ._dense import mlp as mlp
 from ._dense import row_parallel as row_parallel
+from ._dot_general import DotGeneral as DotGeneral
+from ._dot_general import TensorParallel as TensorParallel
 from ._rules import logical_axis_rules as logical_axis_rules
 from ._vocabulary import cross_entropy as cross_entropy
 from ._vocabulary import embed as embed

@@ -27,6 +27,7 @@ from jax.sharding import PartitionSpec
 
 from .. import _mesh
 from . import _attention, _dense, _flax, _vocabulary
+from ._dot_general import DotGeneral
 from ._flax import Initializer, in_one_type
 from ._vocabulary import cross_entropy as cross_entropy
 
@@ -253,3 +254,13 @@ class Embed(nn.Module):
             x, table, axis_name=self.axis_name, sequence_parallel=self.sequence_parallel,
             transpose_rhs=True, x_spec=self.x_spec,
         )  # fmt: skip
+
+
+class DotGeneralModule(nn.Module):
+    """A :class:`jflux.nn.DotGeneral` as a module without parameters, for those who want one. See
+    :meth:`jflux.nn.TensorParallel.dot_general_cls`."""
+
+    dot: DotGeneral
+
+    def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
+        return self.dot(*args, **kwargs)
