@@ -115,6 +115,24 @@ def test_mlp_of_whole_activations(gated):
     check(f, _plain_mlp, operands, (WHOLE, *specs[1:]), WHOLE, 2)
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_products_of_whole_activations_with_weights_split_twice(kind):
+    """Over the data axis too, as in fully sharded data parallelism."""
+    mesh = Mesh(np.array(DEVICES[:4]).reshape(2, 2), ("data", "tp"), axis_types=(kind, kind))
+    x, *ws = draw((BATCH, POSITIONS, WIDTH), (WIDTH, 6), (WIDTH, 4))
+    want = tuple(x @ w for w in ws)
+    put = lambda a, *spec: jax.device_put(a, jax.NamedSharding(mesh, P(*spec)))  # noqa: E731
+    f = functools.partial(
+        jnn.column_parallel, axis_name="tp", sequence_parallel=False, x_spec=P("data")
+    )
+    with jax.set_mesh(mesh):
+        ys = jax.jit(f)(put(x, "data"), tuple(put(w, "data", "tp") for w in ws))
+        assert [y.sharding.spec[-1] for y in ys] == ["tp", "tp"]
+        transposed = put(ws[0].T, "tp", "data")
+        y = jax.jit(functools.partial(f, transpose_rhs=True))(put(x, "data"), transposed)
+    assert_same((*ys, y), (*want, want[0]))
+
+
 def test_mlp_is_two_fused_calls():
     mesh = make_mesh((4,))
     operands, specs = _mlp_operands(4, True)

@@ -45,13 +45,33 @@ def column_parallel(
     """
     options: Any = {
         "transpose_rhs": transpose_rhs, "preferred_element_type": preferred_element_type,
-        "precision": precision,
+        "precision": precision, "activation": activation, "gated": gated,
     }  # fmt: skip
     if sequence_parallel:
         return all_gather_matmul(
-            x, w, axis_name=axis_name, bias=bias, activation=activation, gated=gated, mesh=mesh,
-            x_spec=x_spec, **options,
-        )  # fmt: skip
+            x, w, axis_name=axis_name, bias=bias, mesh=mesh, x_spec=x_spec, **options
+        )
+    if _mesh.is_bound(axis_name):
+        return _own_columns(x, w, bias, **options)
+    names, last = _mesh.as_tuple(axis_name), x.ndim - 1
+    y_out = _global._with_axis(_global._spec(x, x_spec), x.ndim, last, names)
+    one_result = gated or not isinstance(w, tuple | list)
+    return _global._over_global_arrays(
+        functools.partial(_own_columns, **options), "nn.column_parallel",
+        {"x": x, "w": w, "bias": bias},
+        {
+            "x": PartitionSpec(*y_out[:last], None),
+            "w": PartitionSpec(names, None) if transpose_rhs else PartitionSpec(None, names),
+            "bias": PartitionSpec(names),
+        },
+        axis_name=axis_name, mesh=mesh, out_specs=y_out if one_result else (y_out,) * len(w),
+    )  # fmt: skip
+
+
+def _own_columns(
+    x: jax.Array, w: Any, bias: Any, *, activation: str | None, gated: bool, **options: Any
+) -> Any:
+    """The product of a whole x: nothing travels."""
     ws = several(w)
     bias_of = _epilogue.of_each(bias, len(ws))
     epilogue = _epilogue.check("nn.column_parallel", len(ws), bias_of, activation, gated)
