@@ -2,6 +2,8 @@
 each other, on global arrays and inside shard_map, and what their parameters say of themselves."""
 
 import functools
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -359,6 +361,23 @@ def test_types():
         module = jnnx.MLP(WIDTH, HIDDEN, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
         assert module.up.kernel[...].dtype == jnp.bfloat16
         assert nnx.eval_shape(module, x).dtype == jnp.float32
+
+
+def test_without_flax():
+    code = """
+import sys
+sys.modules["flax"] = None
+import jflux.nn
+assert isinstance(jflux.nn.TensorParallel().dot_general_cls(("a", "b"))(), jflux.nn.DotGeneral)
+for name in ("linen", "nnx"):
+    try:
+        __import__(f"jflux.nn.{name}")
+    except ImportError as error:
+        assert "the layers of jflux.nn need Flax" in str(error)
+    else:
+        raise AssertionError
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_heads_that_do_not_fit():

@@ -10,17 +10,18 @@ import jax
 import jax.numpy as jnp
 
 try:
+    import flax.linen as nn
+    from flax import nnx as nnx
     from flax.core import meta
-    from flax.linen import initializers
     from flax.linen.dtypes import promote_dtype as promote_dtype
 except ImportError as error:
     raise ImportError("the layers of jflux.nn need Flax: pip install flax") from error
 
 Initializer = Callable[..., Any]
 
-kernel_init = initializers.lecun_normal()
-bias_init = initializers.zeros_init()
-embedding_init = initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
+kernel_init = nn.initializers.lecun_normal()
+bias_init = nn.initializers.zeros_init()
+embedding_init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
 
 
 def of_product(init: Initializer, inputs: int) -> Initializer:

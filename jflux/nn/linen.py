@@ -28,14 +28,8 @@ from jax.sharding import PartitionSpec
 from .. import _mesh
 from . import _attention, _dense, _flax, _vocabulary
 from ._dot_general import DotGeneral
-from ._flax import Initializer, in_one_type
+from ._flax import Initializer, in_one_type, meta, nn
 from ._vocabulary import cross_entropy as cross_entropy
-
-try:
-    import flax.linen as nn
-    from flax.core import meta
-except ImportError as error:
-    raise ImportError("jflux.nn.linen needs Flax: pip install flax") from error
 
 Axes = tuple[str | None, ...]
 

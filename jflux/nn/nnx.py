@@ -25,13 +25,8 @@ from jax.sharding import PartitionSpec
 
 from .._mesh import AxisName
 from . import _attention, _dense, _flax, _rules, _vocabulary
-from ._flax import Initializer, in_one_type
+from ._flax import Initializer, in_one_type, nnx
 from ._vocabulary import cross_entropy as cross_entropy
-
-try:
-    from flax import nnx
-except ImportError as error:
-    raise ImportError("jflux.nn.nnx needs Flax: pip install flax") from error
 
 Axes = tuple[str | None, ...]
 
