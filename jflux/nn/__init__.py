@@ -1,0 +1,18 @@
+"""jflux.nn: tensor-parallel layers of jflux's ops.
+
+The functions here take arrays. Layers with parameters are in `jflux.nn.linen` and `jflux.nn.nnx`,
+which need Flax and are imported by their names. :class:`TensorParallel` brings the ops into models
+that exist, as their layers' ``dot_general``.
+"""
+
+from ._attention import attention as attention
+from ._attention import rotary as rotary
+from ._dense import column_parallel as column_parallel
+from ._dense import gated_mlp as gated_mlp
+from ._dense import mlp as mlp
+from ._dense import row_parallel as row_parallel
+from ._dot_general import DotGeneral as DotGeneral
+from ._dot_general import TensorParallel as TensorParallel
+from ._rules import logical_axis_rules as logical_axis_rules
+from ._vocabulary import cross_entropy as cross_entropy
+from ._vocabulary import embed as embed

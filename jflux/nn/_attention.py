@@ -1,0 +1,201 @@
+"""Attention over this rank's heads, between two products that gather and scatter the sequence."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.typing import DTypeLike
+
+from .. import _global, _mesh
+from .._mesh import AxisName
+from ._dense import column_parallel, row_parallel
+
+
+def attention(
+    x: jax.Array,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    out: jax.Array,
+    *,
+    axis_name: AxisName,
+    bias: Sequence[jax.Array | None] = (None, None, None, None),
+    residual: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    is_causal: bool = False,
+    num_kv_heads: int | None = None,
+    rotate: Callable[[jax.Array], jax.Array] | None = None,
+    core: Callable[..., jax.Array] | None = None,
+    sequence_parallel: bool = True,
+    preferred_element_type: DTypeLike | None = None,
+    precision: lax.PrecisionLike = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    x_spec: PartitionSpec | None = None,
+) -> jax.Array:
+    """Self-attention with heads split over the ranks, and activations between layers split by
+    sequence position (arXiv 2205.05198, section 4.2.2).
+
+    Per rank of N along `axis_name`, inside ``jax.shard_map``, for h heads of c elements and g heads
+    of keys and values (h of them, or a divisor: grouped queries, arXiv 2305.13245)::
+
+        x [b, s/N, d]   query [d, h/N, c]   key, value [d, g/N, c]   out [h/N, c, d]
+          ->  [b, s/N, d]
+
+    The three projections share one gather. Weights and biases have the shapes of
+    ``flax.linen.MultiHeadDotProductAttention``'s. Outside ``shard_map`` it takes global arrays, and
+    wraps itself in one.
+
+    If N does not divide g, every rank has all of key and value, [d, g, c], computes all g heads,
+    and uses those that its queries belong to; inside ``shard_map`` say so with `num_kv_heads`.
+
+    Args:
+      x: [b, s/N, d] or [s/N, d].
+      bias: of query [h/N, c], key and value [g/N, c] and out [d]; None for none.
+      residual: [b, s/N, d], added to the result.
+      mask: bool [b or 1, 1, s, s], true where a query (second to last dimension) may attend.
+      is_causal: no position attends to a later one.
+      num_kv_heads: g. Needed inside ``shard_map`` alone, and only if N does not divide it.
+      rotate: applied to queries and keys, [b, s, heads, c], of all positions; such as
+        :func:`rotary`.
+      core: called as ``core(q, k, v, mask=..., is_causal=...)`` for q [b, s, h/N, c] and k, v
+        [b, s, g/N, c]; by default ``jax.nn.dot_product_attention``.
+      sequence_parallel: False: x and the result are whole, [b, s, d], on all ranks.
+      preferred_element_type, precision, mesh, x_spec: as in :func:`jflux.all_gather_matmul`.
+
+    Returns:
+      [b, s/N, d].
+    """
+    if x.ndim not in (2, 3):
+        raise ValueError(f"jflux.nn.attention: x must be [b, s, d] or [s, d], got {x.shape}")
+    for name, w in {"query": query, "key": key, "value": value, "out": out}.items():
+        if w.ndim != 3:
+            raise ValueError(
+                f"jflux.nn.attention: {name} must have three dimensions (see the shapes in its "
+                f"documentation), got {w.shape}"
+            )
+    if len(bias) != 4:
+        raise ValueError(f"jflux.nn.attention: bias must be four arrays or None, got {len(bias)}")
+    options: Any = {
+        "axis_name": axis_name, "sequence_parallel": sequence_parallel, "precision": precision,
+        "preferred_element_type": preferred_element_type,
+    }  # fmt: skip
+    body = functools.partial(
+        _attention, is_causal=is_causal, rotate=rotate, core=core or jax.nn.dot_product_attention,
+        **options,
+    )  # fmt: skip
+    operands: dict[str, Any] = {
+        "x": x, "query": query, "key": key, "value": value, "out": out, "query_bias": bias[0],
+        "key_bias": bias[1], "value_bias": bias[2], "out_bias": bias[3], "residual": residual,
+        "mask": mask,
+    }  # fmt: skip
+    if _mesh.is_bound(axis_name):
+        world = _mesh.axis_size(axis_name)
+        whole = world > 1 and num_kv_heads is not None and key.shape[1] == num_kv_heads
+        return body(**operands, kv_is_whole=whole)
+    mesh = _global._mesh_for(mesh, x, query)
+    names = _mesh.as_tuple(axis_name)
+    world = 1
+    for name in names:
+        world *= mesh.shape.get(name, 1)
+    whole = key.shape[1] % world != 0
+    batch = _without(_global._spec(x, x_spec), names)[: x.ndim - 2]
+    batch = (*batch, *([None] * (x.ndim - 2 - len(batch))))
+    sequence = PartitionSpec(*batch, names if sequence_parallel else None, None)
+    kv, kv_bias = PartitionSpec(None, names, None), PartitionSpec(names, None)
+    if whole:
+        kv, kv_bias = PartitionSpec(), PartitionSpec()
+    mask_batch = batch if mask is None or mask.shape[0] > 1 else [None] * len(batch)
+    return _global._over_global_arrays(
+        functools.partial(body, kv_is_whole=whole), "nn.attention", operands,
+        {
+            "x": sequence, "query": PartitionSpec(None, names, None), "key": kv, "value": kv,
+            "out": PartitionSpec(names, None, None), "query_bias": PartitionSpec(names, None),
+            "key_bias": kv_bias, "value_bias": kv_bias, "out_bias": PartitionSpec(),
+            "residual": sequence, "mask": PartitionSpec(*mask_batch),
+        },
+        axis_name=axis_name, mesh=mesh, out_specs=sequence,
+    )  # fmt: skip
+
+
+def _without(spec: PartitionSpec, names: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The entries of `spec` less some mesh axes."""
+    entries = [() if e is None else _mesh.as_tuple(e) for e in spec]
+    kept = [tuple(n for n in entry if n not in names) for entry in entries]
+    return tuple(entry or None for entry in kept)
+
+
+def _attention(
+    x: jax.Array,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    out: jax.Array,
+    query_bias: Any,
+    key_bias: Any,
+    value_bias: Any,
+    out_bias: Any,
+    residual: Any,
+    mask: Any,
+    *,
+    is_causal: bool,
+    rotate: Callable[[jax.Array], jax.Array] | None,
+    core: Callable[..., jax.Array],
+    kv_is_whole: bool,
+    **options: Any,
+) -> jax.Array:
+    heads, head_dim = query.shape[1:]
+    biases = (query_bias, key_bias, value_bias)
+    flat = [w.reshape(w.shape[0], -1) for w in (query, key, value)]
+    products = column_parallel(
+        x, flat, bias=[b if b is None else b.reshape(-1) for b in biases], **options
+    )
+    q, k, v = (y.reshape(*y.shape[:-1], -1, head_dim) for y in products)
+    if rotate is not None:
+        q, k = rotate(q), rotate(k)
+    if kv_is_whole:
+        k, v = _own_heads(heads, options["axis_name"], k, v)
+    o = core(q, k, v, mask=mask, is_causal=is_causal)
+    return row_parallel(
+        o.reshape(*o.shape[:-2], -1), out.reshape(-1, out.shape[-1]), bias=out_bias,
+        residual=residual, **options,
+    )  # fmt: skip
+
+
+def _own_heads(heads: int, axis_name: AxisName, *all_heads: jax.Array) -> list[jax.Array]:
+    """Of all heads of keys or values [..., g, c], those that this rank's `heads` queries belong to:
+    as many as there are, or one for each query where groups do not end between ranks."""
+    group = heads * _mesh.axis_size(axis_name) // all_heads[0].shape[-2]
+    if heads % group == 0:
+        count = heads // group
+    else:
+        count = 1 if group % heads == 0 else heads
+    first = lax.axis_index(_mesh.as_tuple(axis_name)) * heads
+    index = (first + jnp.arange(count) * (heads // count)) // group
+    return [jnp.take(a, index, axis=-2) for a in all_heads]
+
+
+def rotary(
+    x: jax.Array, position: jax.Array | None = None, *, theta: float = 10_000.0
+) -> jax.Array:
+    """Rotary position embedding (arXiv 2104.09864, equation 34) of x [..., s, heads, c].
+
+    Element i of a head turns with element i + c/2, as in Llama's published weights; the paper pairs
+    neighbours.
+
+    Args:
+      position: [s]; 0 to s - 1 by default.
+      theta: the base of the wave lengths.
+    """
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    half = x.shape[-1] // 2
+    position = jnp.arange(x.shape[-3]) if position is None else position
+    angle = position[:, None] * theta ** (-jnp.arange(half, dtype=wide) / half)
+    sin, cos = (f(angle)[:, None, :] for f in (jnp.sin, jnp.cos))
+    a, b = jnp.split(x.astype(wide), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)

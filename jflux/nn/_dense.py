@@ -1,0 +1,215 @@
+"""Column- and row-parallel products, and MLPs of them, as functions of arrays."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.typing import DTypeLike
+
+from .. import _epilogue, _global, _mesh, reference
+from .._global import several
+from .._mesh import AxisName
+from .._ops.all_gather_matmul import all_gather_matmul
+from .._ops.matmul_all_reduce import matmul_all_reduce
+from .._ops.matmul_reduce_scatter import matmul_reduce_scatter
+
+
+def column_parallel(
+    x: jax.Array,
+    w: jax.Array | Sequence[jax.Array],
+    *,
+    axis_name: AxisName,
+    sequence_parallel: bool = True,
+    transpose_rhs: bool = False,
+    bias: jax.Array | Sequence[jax.Array | None] | None = None,
+    activation: str | None = None,
+    gated: bool = False,
+    preferred_element_type: DTypeLike | None = None,
+    precision: lax.PrecisionLike = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    x_spec: PartitionSpec | None = None,
+) -> Any:
+    """``x @ w`` with w split by columns: the first product of a tensor-parallel layer.
+
+    Per rank of N along `axis_name`::
+
+        x [..., s/N, k]   w [k, n/N]   ->   y [..., s, n/N]
+
+    is :func:`jflux.all_gather_matmul`, whose arguments these are. With ``sequence_parallel=False``
+    every rank has the whole x [..., s, k], and its product needs no communication.
+    """
+    options: Any = {
+        "transpose_rhs": transpose_rhs, "preferred_element_type": preferred_element_type,
+        "precision": precision, "activation": activation, "gated": gated,
+    }  # fmt: skip
+    if sequence_parallel:
+        return all_gather_matmul(
+            x, w, axis_name=axis_name, bias=bias, mesh=mesh, x_spec=x_spec, **options
+        )
+    if _mesh.is_bound(axis_name):
+        return _own_columns(x, w, bias, **options)
+    names, last = _mesh.as_tuple(axis_name), x.ndim - 1
+    y_out = _global._with_axis(_global._spec(x, x_spec), x.ndim, last, names)
+    one_result = gated or not isinstance(w, tuple | list)
+    return _global._over_global_arrays(
+        functools.partial(_own_columns, **options), "nn.column_parallel",
+        {"x": x, "w": w, "bias": bias},
+        {
+            "x": PartitionSpec(*y_out[:last], None),
+            "w": PartitionSpec(names, None) if transpose_rhs else PartitionSpec(None, names),
+            "bias": PartitionSpec(names),
+        },
+        axis_name=axis_name, mesh=mesh, out_specs=y_out if one_result else (y_out,) * len(w),
+    )  # fmt: skip
+
+
+def _own_columns(
+    x: jax.Array, w: Any, bias: Any, *, activation: str | None, gated: bool, **options: Any
+) -> Any:
+    """The product of a whole x: nothing travels."""
+    ws = several(w)
+    bias_of = _epilogue.of_each(bias, len(ws))
+    epilogue = _epilogue.check("nn.column_parallel", len(ws), bias_of, activation, gated)
+    ys = [reference.matmul(x, one, **options) for one in ws]
+    if epilogue is not None:
+        biases = [b for b in bias_of if b is not None]
+        ys, _ = _epilogue.apply(epilogue, ys, biases, ys[0].dtype)
+    return tuple(ys) if isinstance(w, tuple | list) and not gated else ys[0]
+
+
+def row_parallel(
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    axis_name: AxisName,
+    sequence_parallel: bool = True,
+    transpose_rhs: bool = False,
+    bias: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    preferred_element_type: DTypeLike | None = None,
+    precision: lax.PrecisionLike = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    x_spec: PartitionSpec | None = None,
+) -> jax.Array:
+    """``x @ w`` with w split by rows: the second product of a tensor-parallel layer.
+
+    Per rank of N along `axis_name`::
+
+        x [..., s, k/N]   w [k/N, n]   ->   y [..., s/N, n]
+
+    is :func:`jflux.matmul_reduce_scatter`, whose arguments these are. With
+    ``sequence_parallel=False`` it is :func:`jflux.matmul_all_reduce`: every rank has the whole y
+    [..., s, n].
+    """
+    options: Any = {
+        "axis_name": axis_name, "transpose_rhs": transpose_rhs, "precision": precision,
+        "preferred_element_type": preferred_element_type,
+    }  # fmt: skip
+    if sequence_parallel:
+        return matmul_reduce_scatter(
+            x, w, bias=bias, residual=residual, mesh=mesh, x_spec=x_spec, **options
+        )
+    sums = functools.partial(_all_reduce, **options)
+    if _mesh.is_bound(axis_name):
+        return sums(x=x, w=w, bias=bias, residual=residual)
+    names, last = _mesh.as_tuple(axis_name), x.ndim - 1
+    x_in = _global._with_axis(_global._spec(x, x_spec), x.ndim, last, names)
+    y_out = PartitionSpec(*x_in[:last], None)
+    return _global._over_global_arrays(
+        sums, "nn.row_parallel", {"x": x, "w": w, "bias": bias, "residual": residual},
+        {
+            "x": x_in,
+            "w": PartitionSpec(None, names) if transpose_rhs else PartitionSpec(names, None),
+            "bias": PartitionSpec(),
+            "residual": y_out,
+        },
+        axis_name=axis_name, mesh=mesh, out_specs=y_out,
+    )  # fmt: skip
+
+
+def _all_reduce(x: jax.Array, w: jax.Array, bias: Any, residual: Any, **options: Any) -> jax.Array:
+    y = matmul_all_reduce(x, w, residual=residual, **options)
+    return y if bias is None else _epilogue.add(y, [bias])
+
+
+def mlp(
+    x: jax.Array,
+    up: jax.Array,
+    down: jax.Array,
+    *,
+    axis_name: AxisName,
+    activation: str = "gelu_tanh",
+    up_bias: jax.Array | None = None,
+    down_bias: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    **options: Any,
+) -> jax.Array:
+    """``activation(x @ up + up_bias) @ down + down_bias + residual``.
+
+    Per rank of N along `axis_name`, inside ``jax.shard_map``::
+
+        x [..., s/N, d]   up [d, h/N]   down [h/N, d]   ->   [..., s/N, d]
+
+    One gather and one scatter of the sequence, each inside a product. Outside ``shard_map`` it
+    takes global arrays, as the products do.
+
+    Args:
+      activation: "gelu", "gelu_tanh", "relu" or "silu".
+      up_bias: [h/N].
+      down_bias: [d], the same on all ranks.
+      residual: [..., s/N, d], added to the result.
+      options: `sequence_parallel`, `preferred_element_type`, `precision`, `mesh` and `x_spec`, as
+        in :func:`column_parallel`.
+    """
+    options["axis_name"] = axis_name
+    hidden = column_parallel(x, up, bias=up_bias, activation=activation, **options)
+    return row_parallel(hidden, down, bias=down_bias, residual=residual, **options)
+
+
+def gated_mlp(
+    x: jax.Array,
+    gate: jax.Array,
+    up: jax.Array,
+    down: jax.Array,
+    *,
+    axis_name: AxisName,
+    activation: str = "silu",
+    gate_bias: jax.Array | None = None,
+    up_bias: jax.Array | None = None,
+    down_bias: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    **options: Any,
+) -> jax.Array:
+    """``(activation(x @ gate + gate_bias) * (x @ up + up_bias)) @ down + down_bias + residual``
+    (GLU variants, arXiv 2002.05202).
+
+    Shapes and arguments are those of :func:`mlp`; gate is [d, h/N] and gate_bias [h/N]. Both
+    products share one gather.
+    """
+    options["axis_name"] = axis_name
+    hidden = column_parallel(
+        x, (gate, up), bias=(gate_bias, up_bias), activation=activation, gated=True, **options
+    )
+    return row_parallel(hidden, down, bias=down_bias, residual=residual, **options)
+
+
+def any_mlp(
+    x: jax.Array,
+    up: jax.Array,
+    up_bias: jax.Array | None,
+    down: jax.Array,
+    down_bias: jax.Array | None,
+    gate: jax.Array | None = None,
+    gate_bias: jax.Array | None = None,
+    **options: Any,
+) -> jax.Array:
+    """:func:`mlp`, or with a gate :func:`gated_mlp`."""
+    options |= {"up_bias": up_bias, "down_bias": down_bias}
+    if gate is None:
+        return mlp(x, up, down, **options)
+    return gated_mlp(x, gate, up, down, gate_bias=gate_bias, **options)

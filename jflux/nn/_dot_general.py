@@ -1,0 +1,335 @@
+"""The ops as the ``dot_general`` of layers that exist."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+
+from .. import _config, _global, _mesh
+from .._mesh import AxisName
+from .._ops.all_gather_matmul import all_gather_matmul
+from .._ops.matmul_all_reduce import matmul_all_reduce
+from .._ops.matmul_reduce_scatter import matmul_reduce_scatter
+from . import _rules
+
+Entries = list[tuple[Any, ...]]  # for each dimension, the mesh axes that it is split over
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorParallel:
+    """Brings the ops into a model of Flax layers that knows nothing of jflux::
+
+        tp = jflux.nn.TensorParallel("tp")
+        nn.Dense(4 * d, dot_general=tp.dot_general(("embed", "mlp")))
+        nn.Dense(d, dot_general=tp.dot_general(("mlp", "embed")))
+
+    It has the ``dot_general_cls`` of MaxText's quantization objects, and can stand in for one.
+
+    JAX tells a layer how an array is sharded only under explicit sharding. Under automatic
+    sharding (`AxisType.Auto`) nothing is known inside ``jit``, and inside ``shard_map`` an array is
+    one rank's: there the kernel's axes have to be said, as they are above, and activations are
+    taken to be split by sequence position, as `sequence_parallel` says.
+
+    Attributes:
+      axis_name: the mesh axis of the ranks, or a tuple of them.
+      sequence_parallel: between a row-parallel layer and the next column-parallel one, activations
+        are split over the ranks by sequence position. False: they are the same on all ranks.
+        Where types tell how x is sharded, or `out_sharding` how the result is to be, those count.
+      sequence_dimension: of x as the product sees it, [..., k]: which dimension that is.
+      rules: which mesh axes logical names stand for, as Flax takes them. By default those of
+        Flax's context (``flax.linen.logical_axis_rules``), or if there are none
+        :func:`jflux.nn.logical_axis_rules`. Names of mesh axes stand for themselves.
+      x_spec: on global arrays under automatic sharding: how x is sharded beside `axis_name`, such
+        as ``P("data")``.
+      mesh: for global arrays; by default the ambient mesh (`jax.set_mesh`), or an array's own.
+    """
+
+    axis_name: AxisName = "tp"
+    sequence_parallel: bool = True
+    sequence_dimension: int = -2
+    rules: _rules.Rules | None = None
+    x_spec: PartitionSpec | None = None
+    mesh: Mesh | AbstractMesh | None = None
+
+    # What MaxText asks of an object that it takes for a quantization.
+    quant_mode: ClassVar[str] = "train"
+    needs_apply_rngs: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        if self.rules is not None:  # so that it can be hashed, as modules' fields are
+            rules = tuple((k, tuple(v) if isinstance(v, list) else v) for k, v in self.rules)
+            object.__setattr__(self, "rules", rules)
+
+    def dot_general(self, mesh_axes: Sequence[Any] = ()) -> DotGeneral:
+        """For ``nn.Dense(dot_general=...)`` and ``nnx.Linear(dot_general=...)``.
+
+        Args:
+          mesh_axes: names of the kernel's dimensions, of mesh axes or logical ones; none: what the
+            kernel's type says, under explicit sharding.
+        """
+        return DotGeneral(self, tuple(mesh_axes))
+
+    def dot_general_cls(self, mesh_axes: Sequence[Any] = ()) -> Callable[[], Any]:
+        """For ``dot_general_cls=...``, and as MaxText calls it: makes :meth:`dot_general`'s result,
+        as a linen module if there is Flax (MaxText wraps it in ``nnx.bridge.ToNNX``)."""
+        dot = self.dot_general(mesh_axes)
+        try:
+            from .linen import DotGeneralModule
+        except ImportError:
+            return lambda: dot
+        return functools.partial(DotGeneralModule, dot)
+
+
+@dataclasses.dataclass(frozen=True)
+class DotGeneral:
+    """`jax.lax.dot_general` which takes the fused op for a product whose kernel, the second
+    operand, is split over the ranks. See :class:`TensorParallel`, which makes it.
+
+    ====================  ==========================  =====================================
+    kernel [k, n]         x [..., s, k]               op
+    ====================  ==========================  =====================================
+    split by columns      split by sequence position  :func:`jflux.all_gather_matmul`
+    split by columns      the same on all ranks       `lax.dot_general`: nothing to exchange
+    split by rows         result split by sequence    :func:`jflux.matmul_reduce_scatter`
+    split by rows         result the same everywhere  :func:`jflux.matmul_all_reduce`
+    anything else                                     `lax.dot_general`
+    ====================  ==========================  =====================================
+
+    k and n may be several dimensions each, as in ``DenseGeneral``; the first one of them is the one
+    that is split. Of global arrays, a sequence that the ranks do not divide is taken to be the same
+    on all ranks. Without a mesh that has the axis, everything is `lax.dot_general`.
+    """
+
+    of: TensorParallel
+    mesh_axes: tuple[Any, ...] = ()
+
+    def __call__(
+        self,
+        lhs: Any,
+        rhs: Any,
+        dimension_numbers: Any,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+        *,
+        out_sharding: Any = None,
+        **others: Any,
+    ) -> jax.Array:
+        options = {"precision": precision, "preferred_element_type": preferred_element_type}
+        product = None if others else _as_product(lhs, rhs, dimension_numbers)
+        call = None if product is None else self._plan(product, lhs, rhs, out_sharding)
+        if call is not None:
+            return call(**options)
+        if out_sharding is not None:
+            others["out_sharding"] = out_sharding
+        return lax.dot_general(lhs, rhs, dimension_numbers, **options, **others)
+
+    def _plan(
+        self, product: Product, lhs: Any, rhs: Any, out_sharding: Any
+    ) -> Callable[..., jax.Array] | None:
+        """The op to call, with `lax.dot_general`'s options; None: no op."""
+        of, names = self.of, _mesh.as_tuple(self.of.axis_name)
+        manual = _mesh.is_bound(names)
+        mesh = jax.sharding.get_abstract_mesh() if manual else self._global_mesh(lhs, rhs)
+        if mesh is None or any(name not in mesh.axis_names for name in names):
+            return None
+        world = math.prod(mesh.shape[name] for name in names)
+        kernel = self._kernel(rhs, mesh)
+        if world == 1 or kernel is None:
+            return None
+        at_k, at_n = product.first_k, product.first_n
+        split = [i for i, axes in enumerate(kernel) if set(names) <= set(axes)]
+        if split not in ([at_k], [at_n]):
+            return None
+        by_rows = split == [at_k]
+        sequence = product.lead + 1 + of.sequence_dimension
+        if of.sequence_dimension >= 0:
+            sequence = of.sequence_dimension
+        if by_rows:
+            known = _entries(out_sharding, product.lead + product.columns)
+        else:
+            known = _visible(lhs, names)
+        if known is not None:
+            here = [i for i, axes in enumerate(known[: product.lead]) if set(names) <= set(axes)]
+            sequence_parallel, sequence = bool(here), (here or [sequence])[0]
+        else:
+            sequence_parallel = of.sequence_parallel
+        if not 0 <= sequence < product.lead:
+            return None
+        if not manual:
+            if rhs.shape[split[0]] % world:
+                reason = f"{world} ranks do not divide dimension {split[0]} of a kernel {rhs.shape}"
+                _config.fall_back("nn.DotGeneral", reason)
+                return None
+            sequence_parallel &= lhs.shape[sequence] % world == 0
+        if not by_rows and not sequence_parallel:
+            return None
+        body = functools.partial(
+            _call, product=product, by_rows=by_rows, sequence=sequence,
+            sequence_parallel=sequence_parallel, axis_name=of.axis_name,
+        )  # fmt: skip
+        if manual:
+            return functools.partial(body, lhs, rhs)
+        return functools.partial(
+            self._over_global_arrays, body, product, lhs, rhs, mesh, by_rows,
+            sequence if sequence_parallel else None, out_sharding,
+        )  # fmt: skip
+
+    def _global_mesh(self, *arrays: Any) -> Any:
+        try:
+            return _global._mesh_for(self.of.mesh, *arrays)
+        except ValueError:
+            return None
+
+    def _kernel(self, rhs: Any, mesh: Any) -> Entries | None:
+        """How the kernel is split, as far as that is known."""
+        if not self.mesh_axes:
+            return _visible(rhs, _mesh.as_tuple(self.of.axis_name))
+        if len(self.mesh_axes) != rhs.ndim:
+            raise ValueError(
+                f"jflux.nn.DotGeneral: mesh_axes={self.mesh_axes} must name the {rhs.ndim} "
+                f"dimensions of the kernel, which has shape {rhs.shape}"
+            )
+        rules = self.of.rules
+        if rules is None:
+            rules = _rules.ambient_rules() or _rules.logical_axis_rules(self.of.axis_name)
+        return _rules.mesh_axes(self.mesh_axes, rules, mesh.axis_names)
+
+    def _over_global_arrays(
+        self,
+        body: Callable[..., jax.Array],
+        product: Product,
+        lhs: jax.Array,
+        rhs: jax.Array,
+        mesh: Any,
+        by_rows: bool,
+        sequence: int | None,
+        out_sharding: Any,
+        **options: Any,
+    ) -> jax.Array:
+        names, lead = _mesh.as_tuple(self.of.axis_name), product.lead
+        given = _entries(_global._spec(lhs, self.of.x_spec), lhs.ndim) or []
+        rows = [tuple(n for n in axes if n not in names) for axes in given[:lead]]
+        scattered = [(*axes, *names) if i == sequence else axes for i, axes in enumerate(rows)]
+        for i, axes in enumerate(scattered):
+            # A batch of one, as models are initialised with, is not split.
+            if lhs.shape[i] % math.prod(mesh.shape.get(n, 1) for n in axes):
+                rows[i], scattered[i] = (), names if i == sequence else ()
+        k_dims: Entries = [()] * product.contracted
+        n_dims: Entries = [()] * product.columns
+        if by_rows:
+            lhs_in, out = [*rows, names, *k_dims[1:]], [*scattered, *n_dims]
+        else:
+            lhs_in, out = [*scattered, *k_dims], [*rows, names, *n_dims[1:]]
+        kernel: Entries = [()] * rhs.ndim
+        kernel[product.first_k if by_rows else product.first_n] = names
+        y = _global._over_global_arrays(
+            lambda lhs, rhs: body(lhs, rhs, **options), "nn.DotGeneral", {"lhs": lhs, "rhs": rhs},
+            {"lhs": _spec_of(lhs_in), "rhs": _spec_of(kernel)}, axis_name=self.of.axis_name,
+            mesh=mesh, out_specs=_spec_of(out),
+        )  # fmt: skip
+        if out_sharding is not None and AxisType.Explicit in mesh.axis_types:
+            y = jax.sharding.reshard(y, out_sharding)
+        return y
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """``[*rows, *k] x [*k, *n] -> [*rows, *n]``, or with ``transposed`` of a kernel [*n, *k].
+
+    Attributes:
+      lead, contracted, columns: how many dimensions are rows, k and n.
+    """
+
+    lead: int
+    contracted: int
+    columns: int
+    transposed: bool
+
+    @property
+    def first_k(self) -> int:
+        """The first of the kernel's dimensions that are contracted."""
+        return self.columns if self.transposed else 0
+
+    @property
+    def first_n(self) -> int:
+        return 0 if self.transposed else self.contracted
+
+
+def _as_product(lhs: Any, rhs: Any, dimension_numbers: Any) -> Product | None:
+    """What a `dot_general` is, if it is such a product of arrays of one floating type."""
+    (lhs_k, rhs_k), batch = dimension_numbers
+    lhs_k, rhs_k = tuple(lhs_k), tuple(rhs_k)
+    if any(map(tuple, batch)) or not all(
+        hasattr(a, "dtype") and hasattr(a, "ndim") for a in (lhs, rhs)
+    ):
+        return None
+    if not jnp.issubdtype(lhs.dtype, jnp.floating) or lhs.dtype != rhs.dtype:
+        return None
+    count = len(lhs_k)
+    lead, columns = lhs.ndim - count, rhs.ndim - count
+    if not count or not lead or not columns or lhs_k != tuple(range(lead, lhs.ndim)):
+        return None
+    if rhs_k == tuple(range(count)):
+        return Product(lead, count, columns, False)
+    if rhs_k == tuple(range(columns, rhs.ndim)):
+        return Product(lead, count, columns, True)
+    return None
+
+
+def _call(
+    lhs: jax.Array,
+    rhs: jax.Array,
+    *,
+    product: Product,
+    by_rows: bool,
+    sequence: int,
+    sequence_parallel: bool,
+    **options: Any,
+) -> jax.Array:
+    """The op on one rank's operands."""
+    at = product.columns if product.transposed else product.contracted
+    x = lhs.reshape(*lhs.shape[: product.lead], -1)
+    w = rhs.reshape(math.prod(rhs.shape[:at]), -1)
+    options["transpose_rhs"] = product.transposed
+    if not by_rows:
+        y = all_gather_matmul(x, w, gather_dimension=sequence, **options)
+    elif sequence_parallel:
+        y = matmul_reduce_scatter(x, w, scatter_dimension=sequence, **options)
+    else:
+        y = matmul_all_reduce(x, w, **options)
+    n = rhs.shape[:at] if product.transposed else rhs.shape[at:]
+    return y.reshape(*y.shape[:-1], *n)
+
+
+def _visible(array: Any, names: tuple[Any, ...]) -> Entries | None:
+    """How a type says that an array is sharded; None if it does not tell of these axes."""
+    sharding = getattr(jax.typeof(array), "sharding", None)
+    if sharding is None or sharding.mesh.empty:
+        return None
+    types: Mapping[Any, Any] = dict(
+        zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True)
+    )
+    if any(types.get(name) != AxisType.Explicit for name in names):
+        return None
+    return _entries(sharding, array.ndim)
+
+
+def _entries(sharding: Any, ndim: int) -> Entries | None:
+    """The mesh axes of each dimension of a NamedSharding or a PartitionSpec; None of None."""
+    spec = getattr(sharding, "spec", sharding)
+    if spec is None:
+        return None
+    entries = [() if e is None else _mesh.as_tuple(e) for e in spec]
+    return [*entries, *([()] * (ndim - len(entries)))]
+
+
+def _spec_of(entries: Sequence[tuple[Any, ...]]) -> PartitionSpec:
+    return PartitionSpec(*(axes or None for axes in entries))

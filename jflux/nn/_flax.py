@@ -1,0 +1,54 @@
+"""What the layers for linen and for NNX share. Imports Flax."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+try:
+    import flax.linen as nn
+    from flax import nnx as nnx
+    from flax.core import meta
+    from flax.linen.dtypes import promote_dtype as promote_dtype
+except ImportError as error:
+    raise ImportError("the layers of jflux.nn need Flax: pip install flax") from error
+
+Initializer = Callable[..., Any]
+
+kernel_init = nn.initializers.lecun_normal()
+bias_init = nn.initializers.zeros_init()
+embedding_init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
+
+
+def of_product(init: Initializer, inputs: int) -> Initializer:
+    """`init` for a kernel whose first `inputs` dimensions are contracted: called with the shape of
+    the matrix that it is, as ``DenseGeneral`` calls it, so that its fan-in is right."""
+
+    def wrapped(key: jax.Array, shape: Sequence[int], dtype: Any) -> Any:
+        value = init(key, (math.prod(shape[:inputs]), math.prod(shape[inputs:])), dtype)
+        if isinstance(value, meta.AxisMetadata):
+            return meta.replace_boxed(value, jnp.reshape(value.unbox(), shape))
+        return jnp.reshape(value, shape)
+
+    return wrapped
+
+
+def in_one_type(dtype: Any, *arrays: Any) -> list[Any]:
+    """Arrays (None for none) in `dtype`, or in what they promote to, as Flax's own layers do."""
+    return promote_dtype(*arrays, dtype=dtype)
+
+
+def sizes_of_attention(
+    d: int, heads: int, kv_heads: int | None, head_dim: int | None
+) -> tuple[int, int, int]:
+    """(heads, heads of keys and values, elements of a head) of an `Attention`."""
+    kv_heads = heads if kv_heads is None else kv_heads
+    if heads % kv_heads:
+        raise ValueError(f"num_heads={heads} must be a multiple of num_kv_heads={kv_heads}")
+    if head_dim is None and d % heads:
+        raise ValueError(f"num_heads={heads} must divide the width {d}, or head_dim be given")
+    return heads, kv_heads, head_dim or d // heads

@@ -1,0 +1,63 @@
+"""Logical axis names, and which mesh axes they stand for."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from .._mesh import AxisName, as_tuple
+
+Rules = Sequence[tuple[str, Any]]
+
+
+def logical_axis_rules(axis_name: AxisName = "tp") -> tuple[tuple[str, Any], ...]:
+    """Flax's rules for the logical axes of jflux's layers.
+
+    =============  =====================================  ============
+    logical axis   dimension                              mesh axis
+    =============  =====================================  ============
+    ``mlp``        the hidden units of an MLP             `axis_name`
+    ``heads``      heads of queries                       `axis_name`
+    ``kv_heads``   heads of keys and values               `axis_name`
+    ``vocab``      the vocabulary                         `axis_name`
+    ``embed``      the width of the residual stream       none
+    ``kv``         the elements of a head                 none
+    =============  =====================================  ============
+
+    For ``flax.linen.logical_axis_rules``, ``flax.linen.logical_to_mesh_sharding`` and
+    ``flax.nnx.logical_axis_rules``. To shard over other axes too, make rules of your own of them.
+    """
+    split = ("mlp", "heads", "kv_heads", "vocab")
+    return (*((name, axis_name) for name in split), ("embed", None), ("kv", None))
+
+
+def ambient_rules() -> Rules:
+    """Those of Flax's context, if somebody has imported Flax."""
+    flax_spmd = sys.modules.get("flax.core.spmd")
+    return () if flax_spmd is None else flax_spmd.get_logical_axis_rules()
+
+
+def mesh_axes(
+    names: Sequence[Any], rules: Rules, axes_of_mesh: Collection[Any]
+) -> list[tuple[Any, ...]]:
+    """The axes of the mesh that each dimension is split over, of dimensions with these names.
+
+    A name that no rule has is that of a mesh axis, or of a dimension that is not split. Of several
+    rules for one name the first one counts whose mesh axes no other dimension has taken: Flax's
+    meaning (flax.linen.logical_to_mesh_axes)."""
+    found: list[tuple[Any, ...] | None] = [None] * len(names)
+    for logical, target in rules:
+        axes = _as_axes(target)
+        taken = [axis for one in found if one is not None for axis in one]
+        if logical in names and not any(axis in taken for axis in axes):
+            at = names.index(logical)
+            found[at] = axes if found[at] is None else found[at]
+    split = [_as_axes(names[i]) if one is None else one for i, one in enumerate(found)]
+    return [tuple(axis for axis in axes if axis in axes_of_mesh) for axes in split]
+
+
+def _as_axes(target: Any) -> tuple[Any, ...]:
+    if target is None:
+        return ()
+    return tuple(target) if isinstance(target, list) else as_tuple(target)

@@ -1,0 +1,260 @@
+"""Tensor-parallel layers for Flax linen.
+
+Parameters have the shapes of the whole model, and carry logical axis names
+(``flax.linen.LogicallyPartitioned``; :func:`jflux.nn.logical_axis_rules` has rules for them). A
+layer is initialised outside of ``shard_map``, under ``jax.set_mesh(mesh)``. It is applied there,
+under ``jit``, to global arrays, or inside ``jax.shard_map`` to one rank's.
+
+Fields that the layers have beside those of Flax's own of like names:
+
+- ``axis_name``: the mesh axis of the ranks, or a tuple of them.
+- ``sequence_parallel``: activations between layers are split over the ranks by sequence position.
+  False: they are the same on all ranks, as decoding wants it.
+- ``x_spec``: on global arrays, how activations are sharded beside ``axis_name``, such as
+  ``P("data")``. Not needed under explicit sharding.
+- ``axes``: logical names of the kernel's dimensions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from .. import _mesh
+from . import _attention, _dense, _flax, _vocabulary
+from ._dot_general import DotGeneral
+from ._flax import Initializer, in_one_type, meta, nn
+from ._vocabulary import cross_entropy as cross_entropy
+
+Axes = tuple[str | None, ...]
+
+
+def _param(module: Any, name: str, init: Any, axes: Axes, shape: Sequence[int]) -> jax.Array:
+    """A parameter of the whole model; inside shard_map, this rank's part of it."""
+
+    def boxed(key: jax.Array, *args: Any) -> Any:
+        value = init(key, *args)
+        if isinstance(value, meta.AxisMetadata):
+            return value
+        return nn.LogicallyPartitioned(value, axes)
+
+    # Inside shard_map, `param` would find that this rank's part has not the whole shape.
+    if _mesh.is_bound(module.axis_name) and module.has_variable("params", name):
+        value = module.get_variable("params", name)
+    else:
+        value = module.param(name, boxed, tuple(shape), module.param_dtype, unbox=False)
+    # The ops bring parameters into place; a constraint here would fail inside shard_map.
+    if isinstance(value, meta.Partitioned):
+        return value.unbox(apply_constraint=False)
+    return meta.unbox(value)
+
+
+class _Layer(nn.Module):
+    """What layers of products have in common."""
+
+    _: dataclasses.KW_ONLY
+    axis_name: _mesh.AxisName = "tp"
+    sequence_parallel: bool = True
+    x_spec: PartitionSpec | None = None
+    use_bias: bool = True
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    precision: Any = None
+    kernel_init: Initializer = _flax.kernel_init
+    bias_init: Initializer = _flax.bias_init
+
+    def weights(
+        self, contracted: tuple[int, ...], features: tuple[int, ...], axes: Axes
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """This layer's kernel and bias."""
+        inputs = len(contracted)
+        kernel_init = _flax.of_product(self.kernel_init, inputs)
+        kernel = _param(self, "kernel", kernel_init, axes, (*contracted, *features))
+        if not self.use_bias:
+            return kernel, None
+        return kernel, _param(self, "bias", self.bias_init, axes[inputs:], features)
+
+    def part(self, name: str, *shape: Any) -> tuple[jax.Array, jax.Array | None]:
+        """The kernel and bias of a product that is a part of this layer."""
+        return _Part(
+            name=name, axis_name=self.axis_name, use_bias=self.use_bias,
+            param_dtype=self.param_dtype, kernel_init=self.kernel_init, bias_init=self.bias_init,
+        )(*shape)  # fmt: skip
+
+    def options(self) -> dict[str, Any]:
+        """Those of the functions of jflux.nn."""
+        return {
+            "axis_name": self.axis_name, "sequence_parallel": self.sequence_parallel,
+            "precision": self.precision, "x_spec": self.x_spec,
+        }  # fmt: skip
+
+
+class _Part(_Layer):
+    """Parameters under a name of their own."""
+
+    @nn.compact
+    def __call__(self, *shape: Any) -> tuple[jax.Array, jax.Array | None]:
+        return self.weights(*shape)
+
+
+class ColumnParallelDense(_Layer):
+    """``activation(x @ kernel + bias)``: x [..., s/N, k] -> [..., s, features/N] per rank of N.
+
+    Attributes:
+      features: of all ranks together.
+      activation: None, "gelu", "gelu_tanh", "relu" or "silu"; inside the product.
+    """
+
+    features: int
+    activation: str | None = None
+    axes: Axes = ("embed", "mlp")
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        kernel, bias = self.weights((x.shape[-1],), (self.features,), self.axes)
+        x, kernel, bias = in_one_type(self.dtype, x, kernel, bias)
+        return _dense.column_parallel(
+            x, kernel, bias=bias, activation=self.activation, **self.options()
+        )
+
+
+class RowParallelDense(_Layer):
+    """``x @ kernel + bias``: x [..., s, k/N] -> [..., s/N, features] per rank of N."""
+
+    features: int
+    axes: Axes = ("mlp", "embed")
+
+    @nn.compact
+    def __call__(self, x: jax.Array, residual: jax.Array | None = None) -> jax.Array:
+        """Adds `residual` [..., s/N, features], if there is one, to the result."""
+        kernel, bias = self.weights((x.shape[-1],), (self.features,), self.axes)
+        x, kernel, bias = in_one_type(self.dtype, x, kernel, bias)
+        return _dense.row_parallel(x, kernel, bias=bias, residual=residual, **self.options())
+
+
+class MLP(_Layer):
+    """``down(activation(up(x)))``, or gated ``down(activation(gate(x)) * up(x))``: x [..., s/N, d]
+    -> same per rank of N.
+
+    Attributes:
+      hidden_features: of all ranks together.
+      axes: logical names of d and of the hidden features.
+    """
+
+    hidden_features: int
+    activation: str = "gelu_tanh"
+    gated: bool = False
+    axes: Axes = ("embed", "mlp")
+
+    @nn.compact
+    def __call__(self, x: jax.Array, residual: jax.Array | None = None) -> jax.Array:
+        """Adds `residual` [..., s/N, d], if there is one, to the result."""
+        d, h = (x.shape[-1],), (self.hidden_features,)
+        up = self.part("up", d, h, self.axes)
+        down = self.part("down", h, d, self.axes[::-1])
+        gate = self.part("gate", d, h, self.axes) if self.gated else ()
+        x, *weights = in_one_type(self.dtype, x, *up, *down, *gate)
+        return _dense.any_mlp(
+            x, *weights, activation=self.activation, residual=residual, **self.options()
+        )
+
+
+class Attention(_Layer):
+    """Self-attention: x [b, s/N, d] -> same per rank of N, each with num_heads/N heads.
+
+    Its parameters are those of ``flax.linen.MultiHeadDotProductAttention``: query, key, value
+    [d, heads, head_dim] and out [heads, head_dim, d], each with a bias.
+
+    Attributes:
+      num_heads: of all ranks together; N divides it.
+      num_kv_heads: heads of keys and values, a divisor of num_heads, which is the default. If N
+        does not divide it, every rank computes all of them; name their axis None then, in `axes`.
+      head_dim: d / num_heads by default.
+      is_causal, rotate, core: as in :func:`jflux.nn.attention`.
+      axes: logical names of d, of heads, of heads of keys and values, and of a head's elements.
+    """
+
+    num_heads: int
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    is_causal: bool = False
+    rotate: Callable[[jax.Array], jax.Array] | None = None
+    core: Callable[..., jax.Array] | None = None
+    axes: Axes = ("embed", "heads", "kv_heads", "kv")
+
+    @nn.compact
+    def __call__(
+        self, x: jax.Array, mask: jax.Array | None = None, residual: jax.Array | None = None
+    ) -> jax.Array:
+        """`mask` is as in :func:`jflux.nn.attention`; `residual` [b, s/N, d] is added to the
+        result."""
+        d = x.shape[-1]
+        heads, kv_heads, c = _flax.sizes_of_attention(
+            d, self.num_heads, self.num_kv_heads, self.head_dim
+        )
+        embed, heads_axis, kv_axis, c_axis = self.axes
+        query = self.part("query", (d,), (heads, c), (embed, heads_axis, c_axis))
+        key, value = (
+            self.part(name, (d,), (kv_heads, c), (embed, kv_axis, c_axis))
+            for name in ("key", "value")
+        )
+        out = self.part("out", (heads, c), (d,), (heads_axis, c_axis, embed))
+        x, *weights = in_one_type(self.dtype, x, *query, *key, *value, *out)
+        return _attention.attention(
+            x, *weights[::2], bias=weights[1::2], mask=mask, residual=residual,
+            is_causal=self.is_causal, num_kv_heads=kv_heads, rotate=self.rotate, core=self.core,
+            **self.options(),
+        )  # fmt: skip
+
+
+class Embed(nn.Module):
+    """A table of the vocabulary: tokens [..., s] -> [..., s/N, features] per rank of N, each with
+    num_embeddings/N rows. The tokens are the same on all ranks.
+
+    Attributes:
+      num_embeddings: of all ranks together; N divides it.
+    """
+
+    num_embeddings: int
+    features: int
+    axis_name: _mesh.AxisName = "tp"
+    sequence_parallel: bool = True
+    x_spec: PartitionSpec | None = None
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    embedding_init: Initializer = _flax.embedding_init
+    axes: Axes = ("vocab", "embed")
+
+    def setup(self) -> None:
+        shape = (self.num_embeddings, self.features)
+        self.embedding = _param(self, "embedding", self.embedding_init, self.axes, shape)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        return _vocabulary.embed(
+            tokens, self.embedding, axis_name=self.axis_name, dtype=self.dtype,
+            sequence_parallel=self.sequence_parallel, x_spec=self.x_spec,
+        )  # fmt: skip
+
+    def attend(self, x: jax.Array) -> jax.Array:
+        """Logits ``x @ embedding.T`` of a head that shares the table: x [..., s/N, features] ->
+        [..., s, num_embeddings/N], for :func:`jflux.nn.cross_entropy`."""
+        x, table = in_one_type(self.dtype, x, self.embedding)
+        return _dense.column_parallel(
+            x, table, axis_name=self.axis_name, sequence_parallel=self.sequence_parallel,
+            transpose_rhs=True, x_spec=self.x_spec,
+        )  # fmt: skip
+
+
+class DotGeneralModule(nn.Module):
+    """A :class:`jflux.nn.DotGeneral` as a module without parameters, for those who want one. See
+    :meth:`jflux.nn.TensorParallel.dot_general_cls`."""
+
+    dot: DotGeneral
+
+    def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
+        return self.dot(*args, **kwargs)

@@ -1,0 +1,297 @@
+"""Tensor-parallel layers for Flax NNX.
+
+The same as those of :mod:`jflux.nn.linen`, with the same names for what they have; in NNX they are
+made with the sizes of their inputs and with `rngs`. Parameters have the shapes of the whole model
+and carry logical axis names (``out_sharding``). A layer is made outside of ``shard_map``, under
+``jax.set_mesh(mesh)``, where Flax puts each parameter where its names say. It is called there,
+under ``jit``, on global arrays, or inside ``jax.shard_map`` on one rank's.
+
+Options of all layers, beside those of Flax's own of like names (`use_bias`, `dtype`, `param_dtype`,
+`precision`, `kernel_init`, `bias_init`):
+
+- `axis_name`, `sequence_parallel`, `x_spec`: as in :mod:`jflux.nn.linen`.
+- `rules`: which mesh axes the logical names stand for. By default the context's
+  (``flax.nnx.logical_axis_rules``), or if there are none :func:`jflux.nn.logical_axis_rules`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from .._mesh import AxisName
+from . import _attention, _dense, _flax, _rules, _vocabulary
+from ._flax import Initializer, in_one_type, nnx
+from ._vocabulary import cross_entropy as cross_entropy
+
+Axes = tuple[str | None, ...]
+
+
+def _param(value: jax.Array, axes: Axes, axis_name: AxisName, rules: _rules.Rules | None) -> Any:
+    metadata: dict[str, Any] = {"out_sharding": axes}
+    if rules is None and not _rules.ambient_rules():
+        rules = _rules.logical_axis_rules(axis_name)
+    if rules is not None:  # Flax adds them to the context's, and the two may not differ
+        metadata["sharding_rules"] = tuple(rules)
+    return nnx.Param(value, **metadata)
+
+
+class _Layer(nnx.Module):
+    """What layers of products have in common."""
+
+    def __init__(
+        self,
+        *,
+        axis_name: AxisName = "tp",
+        sequence_parallel: bool = True,
+        x_spec: PartitionSpec | None = None,
+        use_bias: bool = True,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        precision: Any = None,
+        kernel_init: Initializer = _flax.kernel_init,
+        bias_init: Initializer = _flax.bias_init,
+        rules: _rules.Rules | None = None,
+    ):
+        self.axis_name = axis_name
+        self.sequence_parallel = sequence_parallel
+        self.x_spec = x_spec
+        self.use_bias = use_bias
+        self.dtype = dtype
+        self.param_dtype = param_dtype
+        self.precision = precision
+        self.kernel_init = kernel_init
+        self.bias_init = bias_init
+        self.rules = None if rules is None else tuple(rules)
+
+    def make(
+        self, rngs: nnx.Rngs, contracted: tuple[int, ...], features: tuple[int, ...], axes: Axes
+    ) -> None:
+        """This layer's kernel and bias, as ``flax.nnx.LinearGeneral`` has them: `contracted` and
+        `features` are the kernel's dimensions, `axes` their logical names."""
+        inputs = len(contracted)
+        init = _flax.of_product(self.kernel_init, inputs)
+        kernel = init(rngs.params(), (*contracted, *features), self.param_dtype)
+        self.kernel = _param(kernel, axes, self.axis_name, self.rules)
+        if self.use_bias:
+            bias = self.bias_init(rngs.params(), features, self.param_dtype)
+            self.bias = _param(bias, axes[inputs:], self.axis_name, self.rules)
+
+    def part(self, rngs: nnx.Rngs, *shape: Any) -> _Layer:
+        """The kernel and bias of a product that is a part of this layer."""
+        part = _Layer(
+            axis_name=self.axis_name, use_bias=self.use_bias, param_dtype=self.param_dtype,
+            kernel_init=self.kernel_init, bias_init=self.bias_init, rules=self.rules,
+        )  # fmt: skip
+        part.make(rngs, *shape)
+        return part
+
+    def weights(self) -> tuple[jax.Array, jax.Array | None]:
+        return self.kernel[...], self.bias[...] if self.use_bias else None
+
+    def options(self) -> dict[str, Any]:
+        """Those of the functions of jflux.nn."""
+        return {
+            "axis_name": self.axis_name, "sequence_parallel": self.sequence_parallel,
+            "precision": self.precision, "x_spec": self.x_spec,
+        }  # fmt: skip
+
+
+class ColumnParallelDense(_Layer):
+    """``activation(x @ kernel + bias)``: x [..., s/N, in_features] -> [..., s, out_features/N] per
+    rank of N.
+
+    Args:
+      in_features, out_features: of all ranks together.
+      activation: None, "gelu", "gelu_tanh", "relu" or "silu"; inside the product.
+      axes: logical names of the kernel's dimensions.
+      options: of all layers; see :mod:`jflux.nn.nnx`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        rngs: nnx.Rngs,
+        activation: str | None = None,
+        axes: Axes = ("embed", "mlp"),
+        **options: Any,
+    ):
+        super().__init__(**options)
+        self.activation = activation
+        self.make(rngs, (in_features,), (out_features,), axes)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x, kernel, bias = in_one_type(self.dtype, x, *self.weights())
+        return _dense.column_parallel(
+            x, kernel, bias=bias, activation=self.activation, **self.options()
+        )
+
+
+class RowParallelDense(_Layer):
+    """``x @ kernel + bias``: x [..., s, in_features/N] -> [..., s/N, out_features] per rank of N.
+
+    Arguments are those of :class:`ColumnParallelDense`.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        rngs: nnx.Rngs,
+        axes: Axes = ("mlp", "embed"),
+        **options: Any,
+    ):
+        super().__init__(**options)
+        self.make(rngs, (in_features,), (out_features,), axes)
+
+    def __call__(self, x: jax.Array, residual: jax.Array | None = None) -> jax.Array:
+        """Adds `residual` [..., s/N, out_features], if there is one, to the result."""
+        x, kernel, bias = in_one_type(self.dtype, x, *self.weights())
+        return _dense.row_parallel(x, kernel, bias=bias, residual=residual, **self.options())
+
+
+class MLP(_Layer):
+    """``down(activation(up(x)))``, or gated ``down(activation(gate(x)) * up(x))``: x [..., s/N,
+    features] -> same per rank of N.
+
+    Args:
+      features: of x and of the result.
+      hidden_features: of all ranks together.
+      axes: logical names of the two.
+      options: of all layers; see :mod:`jflux.nn.nnx`.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        hidden_features: int,
+        *,
+        rngs: nnx.Rngs,
+        activation: str = "gelu_tanh",
+        gated: bool = False,
+        axes: Axes = ("embed", "mlp"),
+        **options: Any,
+    ):
+        super().__init__(**options)
+        self.activation, self.gated = activation, gated
+        d, h = (features,), (hidden_features,)
+        self.up = self.part(rngs, d, h, axes)
+        self.down = self.part(rngs, h, d, axes[::-1])
+        if gated:
+            self.gate = self.part(rngs, d, h, axes)
+
+    def __call__(self, x: jax.Array, residual: jax.Array | None = None) -> jax.Array:
+        """Adds `residual` [..., s/N, features], if there is one, to the result."""
+        parts = (self.up, self.down, self.gate) if self.gated else (self.up, self.down)
+        x, *weights = in_one_type(self.dtype, x, *(a for part in parts for a in part.weights()))
+        return _dense.any_mlp(
+            x, *weights, activation=self.activation, residual=residual, **self.options()
+        )
+
+
+class Attention(_Layer):
+    """Self-attention: x [b, s/N, in_features] -> same per rank of N, each with num_heads/N heads.
+
+    Its parameters have the names and shapes of ``flax.nnx.MultiHeadAttention``'s: query, key, value
+    [in_features, heads, head_dim] and out [heads, head_dim, in_features], each with a bias.
+
+    Args:
+      num_heads: of all ranks together; N divides it.
+      num_kv_heads: heads of keys and values, a divisor of num_heads, which is the default. If N
+        does not divide it, every rank computes all of them; name their axis None then, in `axes`.
+      head_dim: in_features / num_heads by default.
+      is_causal, rotate, core: as in :func:`jflux.nn.attention`.
+      axes: logical names of the width, of heads, of heads of keys and values, and of a head's
+        elements.
+      options: of all layers; see :mod:`jflux.nn.nnx`.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        in_features: int,
+        *,
+        rngs: nnx.Rngs,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        is_causal: bool = False,
+        rotate: Callable[[jax.Array], jax.Array] | None = None,
+        core: Callable[..., jax.Array] | None = None,
+        axes: Axes = ("embed", "heads", "kv_heads", "kv"),
+        **options: Any,
+    ):
+        super().__init__(**options)
+        self.is_causal, self.rotate, self.core = is_causal, rotate, core
+        heads, self.num_kv_heads, c = _flax.sizes_of_attention(
+            in_features, num_heads, num_kv_heads, head_dim
+        )
+        embed, heads_axis, kv_axis, c_axis = axes
+        d = (in_features,)
+        self.query = self.part(rngs, d, (heads, c), (embed, heads_axis, c_axis))
+        self.key = self.part(rngs, d, (self.num_kv_heads, c), (embed, kv_axis, c_axis))
+        self.value = self.part(rngs, d, (self.num_kv_heads, c), (embed, kv_axis, c_axis))
+        self.out = self.part(rngs, (heads, c), d, (heads_axis, c_axis, embed))
+
+    def __call__(
+        self, x: jax.Array, mask: jax.Array | None = None, residual: jax.Array | None = None
+    ) -> jax.Array:
+        """`mask` is as in :func:`jflux.nn.attention`; `residual` [b, s/N, in_features] is added to
+        the result."""
+        parts = (self.query, self.key, self.value, self.out)
+        x, *weights = in_one_type(self.dtype, x, *(a for part in parts for a in part.weights()))
+        return _attention.attention(
+            x, *weights[::2], bias=weights[1::2], mask=mask, residual=residual,
+            is_causal=self.is_causal, num_kv_heads=self.num_kv_heads, rotate=self.rotate,
+            core=self.core, **self.options(),
+        )  # fmt: skip
+
+
+class Embed(nnx.Module):
+    """A table of the vocabulary: tokens [..., s] -> [..., s/N, features] per rank of N, each with
+    num_embeddings/N rows. The tokens are the same on all ranks.
+
+    Args:
+      num_embeddings: of all ranks together; N divides it.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        features: int,
+        *,
+        rngs: nnx.Rngs,
+        axis_name: AxisName = "tp",
+        sequence_parallel: bool = True,
+        x_spec: PartitionSpec | None = None,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        embedding_init: Initializer = _flax.embedding_init,
+        axes: Axes = ("vocab", "embed"),
+        rules: _rules.Rules | None = None,
+    ):
+        self.axis_name, self.sequence_parallel, self.x_spec = axis_name, sequence_parallel, x_spec
+        self.dtype = dtype
+        table = embedding_init(rngs.params(), (num_embeddings, features), param_dtype)
+        self.embedding = _param(table, axes, axis_name, rules)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        return _vocabulary.embed(
+            tokens, self.embedding[...], axis_name=self.axis_name, dtype=self.dtype,
+            sequence_parallel=self.sequence_parallel, x_spec=self.x_spec,
+        )  # fmt: skip
+
+    def attend(self, x: jax.Array) -> jax.Array:
+        """Logits ``x @ embedding.T`` of a head that shares the table: x [..., s/N, features] ->
+        [..., s, num_embeddings/N], for :func:`jflux.nn.cross_entropy`."""
+        x, table = in_one_type(self.dtype, x, self.embedding[...])
+        return _dense.column_parallel(
+            x, table, axis_name=self.axis_name, sequence_parallel=self.sequence_parallel,
+            transpose_rhs=True, x_spec=self.x_spec,
+        )  # fmt: skip
