@@ -79,9 +79,12 @@ def compiled(
     out_specs: Any,
     *args: Any,
     options: dict[str, str | bool] | None = None,
+    check_vma: bool = False,
 ) -> Any:
     """A function of one rank, compiled for these operands, with these options of XLA."""
-    mapped = jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    mapped = jax.shard_map(
+        f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma
+    )
     return jax.jit(mapped).lower(*args).compile(compiler_options=options)
 
 

@@ -97,7 +97,7 @@ def _like(params: Any, specs: Any) -> Any:
     """`specs` as a pytree whose leaves match those of `params`."""
     is_spec = lambda s: isinstance(s, PartitionSpec)  # noqa: E731
     leaves = jax.tree.leaves(specs, is_leaf=is_spec)
-    structure = jax.tree.structure(params)
+    structure: Any = jax.tree.structure(params)
     if len(leaves) != structure.num_leaves:
         raise ValueError(
             f"jflux.parallel.scan: specs has {len(leaves)} PartitionSpecs, params "
@@ -256,11 +256,11 @@ def _backward(loop: Loop, residuals: Any, dx: Any) -> Any:
         dparams.append(_stack(loop.scatter(pending)))
     pieces = [piece for piece in reversed(dparams) if piece is not None]
     rest = iter(dargs)
-    dargs = [next(rest) if is_ else None for is_ in inexact]
+    of_args = [next(rest) if is_ else None for is_ in inexact]
     return (
         dx,
         jax.tree.map(lambda *parts: jnp.concatenate(parts), *pieces),
-        jax.tree.unflatten(structure, dargs),
+        jax.tree.unflatten(structure, of_args),
     )
 
 

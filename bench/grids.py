@@ -1,0 +1,233 @@
+"""Times a stack of GPT blocks, forward and backward, on every grid of this host's GPUs.
+
+python -m bench.grids --ranks 4 --out bench/results/4xh200_grids.json
+
+The blocks run in `jflux.parallel.scan`, recomputed in the backward pass (arXiv 2305.13525, section
+VI-A), with as many tokens a GPU as in the paper's running example (section IV). On each grid the
+optimisations of section IV are added one by one:
+
+  none      XLA's products and collectives, one after the other
+  + AR      the sum of an input's gradient under the product for the weight's
+  + RS      the sum of the weights' gradients under the layer before
+  + AG      the next layer's weights gathered under this one
+  + cache   all but one layer's gathered weights kept for the backward pass
+  + fused   jflux's products in place of XLA's
+
+All of them with XLA's latency-hiding scheduler; "default" is "+ cache" with the scheduler that XLA
+takes by itself.
+
+What `jflux.plan` predicts for the grids is in the same table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import functools
+import json
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import jflux
+import jflux.plan
+from jflux import _trial, parallel
+from jflux.parallel import NO_OVERLAP, Grid, Overlap, Scheme
+
+TOKENS_PER_GPU = 2048
+SCHEDULER: dict[str, str | bool] = (
+    {"xla_gpu_enable_latency_hiding_scheduler": True} if jax.default_backend() == "gpu" else {}
+)
+Arrays = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """Of a stack of GPT blocks: by default as wide as GPT-20B (table I)."""
+
+    layers: int = 4
+    width: int = 7168
+    heads: int = 56
+    sequence: int = 2048
+
+
+def ladder(layers: int) -> dict[str, Scheme]:
+    """The optimisations, one more each time."""
+    steps = {
+        "none": NO_OVERLAP,
+        "+ AR": Overlap(True, False, False),
+        "+ RS": Overlap(True, True, False),
+        "+ AG": Overlap(True, True, True),
+        "+ cache": Overlap(True, True, True, cached_layers=layers - 1),
+    }
+    schemes = {name: Scheme(overlap=overlap, fused=False) for name, overlap in steps.items()}
+    return schemes | {"+ fused": dataclasses.replace(schemes["+ cache"], fused=True)}
+
+
+def shapes(sizes: Sizes, scheme: Scheme) -> dict[str, tuple[tuple[int, ...], P]]:
+    """Each parameter's global shape, and how it is split."""
+    d, n = sizes.width, sizes.layers
+    t = scheme.transposed
+
+    def each(spec: P) -> P:
+        return P(None, *spec)
+
+    return {
+        "qkv": ((n, d, 3 * d), each(scheme.weight_spec())),
+        "out": ((n, d, d), each(t.weight_spec())),
+        "up": ((n, d, 4 * d), each(scheme.weight_spec())),
+        "down": ((n, 4 * d, d), each(t.weight_spec())),
+        "qkv_bias": ((n, 3 * d), each(scheme.bias_spec())),
+        "out_bias": ((n, d), each(t.bias_spec())),
+        "up_bias": ((n, 4 * d), each(scheme.bias_spec())),
+        "down_bias": ((n, d), each(t.bias_spec())),
+        "attention_norm": ((n, d), each(scheme.scale_spec())),
+        "mlp_norm": ((n, d), each(scheme.scale_spec())),
+    }
+
+
+def block(sizes: Sizes, scheme: Scheme, x: jax.Array, w: Arrays) -> jax.Array:
+    """One block of x [sequences, positions, width/y], and its parameters."""
+    head, t = sizes.width // sizes.heads, scheme.transposed
+    h = parallel.layer_norm(x, w["attention_norm"], scheme=scheme)
+    qkv = parallel.dense(h, w["qkv"], w["qkv_bias"], scheme=scheme)
+    q, k, v = jnp.moveaxis(qkv.reshape(*qkv.shape[:2], -1, 3, head), 3, 0)
+    fast = "cudnn" if jax.default_backend() == "gpu" and x.dtype.itemsize == 2 else None
+    o = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=fast)
+    x = x + parallel.dense(o.reshape(*o.shape[:2], -1), w["out"], w["out_bias"], scheme=t)
+    h = parallel.layer_norm(x, w["mlp_norm"], scheme=scheme)
+    h = jax.nn.gelu(parallel.dense(h, w["up"], w["up_bias"], scheme=scheme))
+    return x + parallel.dense(h, w["down"], w["down_bias"], scheme=t)
+
+
+def forward_and_backward(sizes: Sizes, scheme: Scheme, specs: Arrays) -> Any:
+    """(x, parameters) -> (y, dx, the parameters' gradients), of one rank."""
+
+    def forward(x, params):
+        layer = functools.partial(block, sizes, scheme)
+        return parallel.scan(layer, x, params, specs=specs, scheme=scheme)
+
+    def both(x, params):
+        y, transpose = jax.vjp(forward, x, params)
+        return y, *transpose(y)
+
+    return both
+
+
+def grids_of(ranks: int) -> list[Grid]:
+    return [Grid(*sizes.tolist()) for sizes in jflux.plan.grids(ranks)]
+
+
+def predicted(sizes: Sizes, grid: Grid, machine: jflux.plan.Machine) -> float:
+    """Seconds of communication, by the exact equations."""
+    model = jflux.plan.gpt(
+        "blocks", layers=sizes.layers, hidden=sizes.width, heads=sizes.heads,
+        sequence=sizes.sequence, tokens=grid.ranks * TOKENS_PER_GPU, vocabulary=0,
+    )  # fmt: skip
+    return jflux.plan.rank(model, grid.ranks, machine, fits=False).find(grid).communication
+
+
+def measure(
+    sizes: Sizes, grid: Grid, mesh: Mesh, machine: jflux.plan.Machine, rounds: int
+) -> dict[str, Any]:
+    """One grid's row: seconds of a step, and the bytes that it needs, for each rung."""
+    sequences = grid.ranks * TOKENS_PER_GPU // sizes.sequence
+    rungs = ladder(sizes.layers)
+    scheme = rungs["none"]
+    known = shapes(sizes, scheme)
+    specs = {name: spec for name, (_, spec) in known.items()}
+    dtype = jnp.bfloat16
+    rows = scheme.input_spec(3)
+    x = _trial.normal(mesh, rows, (sequences, sizes.sequence, sizes.width), dtype, seed=0)
+    params = {
+        name: _trial.normal(mesh, spec, shape, dtype, seed=i, scale=float(shape[1] ** -0.5))
+        for i, (name, (shape, spec)) in enumerate(known.items(), 1)
+    }
+    contestants = [(name, scheme, SCHEDULER) for name, scheme in rungs.items()]
+    contestants.append(("default", rungs["+ cache"], {}))
+
+    def compile_one(contestant):
+        name, scheme, options = contestant
+        both = forward_and_backward(sizes, scheme, specs)
+        out = (rows, rows, specs)
+        return name, _trial.compiled(
+            both, mesh, (rows, specs), out, x, params, options=options, check_vma=True
+        )
+
+    with concurrent.futures.ThreadPoolExecutor(len(contestants)) as pool:
+        programs = dict(pool.map(compile_one, contestants))
+    runs = {name: _trial.run_of(program, x, params) for name, program in programs.items()}
+    row: dict[str, Any] = {
+        "grid": list(grid.sizes),
+        "tokens": sequences * sizes.sequence,
+        "predicted": predicted(sizes, grid, machine),
+        "memory": {n: p.memory_analysis().temp_size_in_bytes for n, p in programs.items()},
+        "times": {},
+    }
+    for name, timing in _trial.interleave(runs, 1, rounds).items():
+        row["times"][name] = dataclasses.asdict(timing)
+    return row
+
+
+COLUMNS = ("grid", "predicted ms", "none ms", "+ AR", "+ RS", "+ AG", "+ cache", "+ fused ms",
+           "default ms", "none / best", "MiB, none", "+ AG", "+ cache")  # fmt: skip
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    """One row of the table under COLUMNS; between the first and the last time, what a rung saves of
+    the one before."""
+    times = {name: 1e3 * timing["median"] for name, timing in row["times"].items()}
+    default = times.pop("default")
+    names = list(times)
+    saved = [
+        f"{100 * (times[before] - times[name]) / times[before]:+.1f} %"
+        for before, name in zip(names[:-2], names[1:-1], strict=True)
+    ]
+    memory = [f"{row['memory'][name] / 2**20:.0f}" for name in ("none", "+ AG", "+ cache")]
+    grid = "x".join(map(str, row["grid"]))
+    first, last = times[names[0]], times[names[-1]]
+    return [
+        grid, f"{1e3 * row['predicted']:.1f}", f"{first:.1f}", *saved, f"{last:.1f}",
+        f"{default:.1f}", f"{first / min(times.values()):.2f}", *memory,
+    ]  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, default=jax.device_count())
+    parser.add_argument("--grids", help='some grids only, such as "2,1,1,1 1,1,2,1"')
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--heap-gib", type=int, default=4)
+    parser.add_argument("--out", type=pathlib.Path)
+    for field in dataclasses.fields(Sizes):
+        parser.add_argument(f"--{field.name}", type=int, default=field.default)
+    args = parser.parse_args()
+    from .__main__ import machine
+
+    jflux.init(heap_bytes=args.heap_gib << 30)
+    sizes = Sizes(args.layers, args.width, args.heads, args.sequence)
+    grids = [Grid.parse(g) for g in args.grids.split()] if args.grids else grids_of(args.ranks)
+    node = dataclasses.replace(jflux.plan.MACHINES["h200"], gpus_per_node=args.ranks)
+    rows = []
+    print(" | ".join(COLUMNS))
+    for grid in grids:
+        rows.append(measure(sizes, grid, grid.mesh(), node, args.rounds))
+        print(" | ".join(cells(rows[-1])), flush=True)
+        if args.out:
+            result = {
+                "machine": machine(args.ranks, 1),
+                "sizes": dataclasses.asdict(sizes),
+                "grids": rows,
+            }
+            args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
