@@ -46,6 +46,7 @@ def scan(
     specs: Any,
     scheme: Scheme = DEFAULT,
     remat: bool = True,
+    unroll: int = 1,
 ) -> Any:
     """``for l in range(layers): x = layer(x, params[l], *args)``, as one loop.
 
@@ -66,6 +67,8 @@ def scan(
       remat: only each layer's input is kept for the backward pass, and the layer runs again there,
         as under `jax.checkpoint`. Otherwise what a layer wants to keep is kept, and its gathered
         weights too.
+      unroll: how many layers one iteration of the loop has, as in `lax.scan`. XLA copies what one
+        iteration hands to the next, such as gathered weights: half as often with two.
 
     Returns:
       What leaves the last layer.
@@ -84,7 +87,7 @@ def scan(
     dimensions = jax.tree.map(
         functools.partial(_gathered_dimension, scheme), params, _like(params, specs)
     )
-    loop = Loop(layer, scheme, tuple(jax.tree.leaves(dimensions)), lengths.pop())
+    loop = Loop(layer, scheme, tuple(jax.tree.leaves(dimensions)), lengths.pop(), unroll)
     if tracks_vma(scheme):
         params = jax.tree.map(lambda p: vary(p, scheme.names("data", "z")), params)
         x = _vary_as_result(loop, x, params, args)
@@ -134,6 +137,7 @@ class Loop:
     scheme: Scheme
     dimensions: tuple[int, ...]
     layers: int
+    unroll: int
 
     @property
     def kept(self) -> int:
@@ -168,10 +172,19 @@ class Loop:
             return (x, after), None
 
         if not ahead:
-            return lax.scan(body, (x, None), params)[0][0]
+            return self.over(body, (x, None), params, 0, self.layers)[0][0]
         carry = (x, self.gather(_at(params, 0)))
-        (x, w), _ = lax.scan(body, carry, _part(params, 1, self.layers))
+        (x, w), _ = self.over(body, carry, params, 1, self.layers)
         return layer(x, w, *args)
+
+    def over(
+        self, body: Any, carry: Any, xs: Any, start: int, stop: int, reverse: bool = False
+    ) -> Any:
+        """`lax.scan` over a part of xs; no results where it is empty."""
+        if start == stop:
+            return carry, None
+        xs = _part(xs, start, stop)
+        return lax.scan(body, carry, xs, reverse=reverse, unroll=min(self.unroll, stop - start))
 
     def gather_after(self, x: Any, params: Any) -> Any:
         """The weights, but not before x is there."""
@@ -196,8 +209,8 @@ def _forward(loop: Loop, x: Any, params: Any, args: tuple[Any, ...]) -> Any:
 
     carry = (x, loop.gather(_at(params, 0)) if ahead else None)
     pairs = (_part(params, 0, last), _part(params, 1, loop.layers))
-    carry, inputs = _loop(functools.partial(body, False), carry, pairs, 0, first_kept)
-    carry, kept = _loop(functools.partial(body, True), carry, pairs, first_kept, last)
+    carry, inputs = loop.over(functools.partial(body, False), carry, pairs, 0, first_kept)
+    carry, kept = loop.over(functools.partial(body, True), carry, pairs, first_kept, last)
     x, w = carry
     w = w if ahead else loop.gather_after(x, _at(params, last))
     return loop.layer(x, w, *args), (inputs, kept, x, w, params, args)
@@ -241,12 +254,12 @@ def _backward(loop: Loop, residuals: Any, dx: Any) -> Any:
 
     state, done = step((dx, None, dargs), x, w)
     dparams.append(_stack(done))
-    state, done = _loop(with_kept, state, kept, 0, last - first_kept, reverse=True)
+    state, done = loop.over(with_kept, state, kept, 0, last - first_kept, reverse=True)
     dparams.append(done)
     if first_kept:
         w = loop.gather(_at(params, first_kept - 1)) if overlap.all_gather else None
         at = (_part(inputs, 1, first_kept), _part(params, 1, first_kept), params)
-        (state, w), done = _loop(with_gathered, (state, w), at, 0, first_kept - 1, reverse=True)
+        (state, w), done = loop.over(with_gathered, (state, w), at, 0, first_kept - 1, reverse=True)
         dparams.append(done)
         w = w if overlap.all_gather else loop.gather_after(state[0], _at(params, 0))
         state, done = step(state, _at(inputs, 0), w)
@@ -265,13 +278,6 @@ def _backward(loop: Loop, residuals: Any, dx: Any) -> Any:
 
 
 _rematerialised.defvjp(_forward, _backward)
-
-
-def _loop(body, carry, xs, start, stop, reverse=False):
-    """`lax.scan` over a part of xs; no results where it is empty."""
-    if start == stop:
-        return carry, None
-    return lax.scan(body, carry, _part(xs, start, stop), reverse=reverse)
 
 
 def _part(tree: Any, start: int, stop: int) -> Any:
