@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -256,22 +257,34 @@ def test_more_axes_than_the_grid_has():
 
 
 def test_tied_head():
-    """The embedding's table, gathered and transposed, is the head's weight."""
-    scheme, table = SCHEME.transposed, random(VOCABULARY, WIDTH)
+    """The head's weight, gathered and transposed, is the embedding's table."""
+    head = random(WIDTH, VOCABULARY)
     tokens = np.arange(BATCH) % VOCABULARY
     weight = random(BATCH, VOCABULARY)
 
-    def local(tokens, table, weight):
-        whole = parallel.gather(table, scheme=scheme)
-        h = parallel.embed(tokens, table, scheme=scheme)
-        y = parallel.dense(h, whole.T, scheme=SCHEME)
-        return lax.psum((y * weight).sum(), ("data", "z", "x"))
+    def local(tokens, head, weight):
+        whole = parallel.gather(head)
+        x = parallel.embed(tokens, whole.T, gathered=True, scheme=SCHEME.transposed)
+        return lax.psum((parallel.dense(x, whole) * weight).sum(), ("data", "z", "x"))
 
-    specs = (SCHEME.rows_spec(), scheme.weight_spec(), SCHEME.output_spec())
+    specs = (SCHEME.rows_spec(), SCHEME.weight_spec(), SCHEME.output_spec())
     mapped = jax.shard_map(local, mesh=mesh_of(CUBE), in_specs=specs, out_specs=P())
-    got = jax.jit(jax.value_and_grad(mapped, argnums=1))(tokens, table, weight)
-    want = jax.value_and_grad(lambda t: (t[tokens] @ t.T * weight).sum())(table)
+    got = jax.jit(jax.value_and_grad(mapped, argnums=1))(tokens, head, weight)
+    want = jax.value_and_grad(lambda w: (w.T[tokens] @ w * weight).sum())(head)
     compare(got, want)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.uint32])
+@pytest.mark.parametrize("scheme", [SCHEME, Scheme(y=None)], ids=["y", "no y"])
+def test_tokens_of_other_types(dtype, scheme):
+    """Their type may not hold the vocabulary's size."""
+    table = random(256, 8)
+    tokens = np.linspace(0, min(255, np.iinfo(dtype).max), BATCH).astype(dtype)
+    f = jax.shard_map(
+        functools.partial(parallel.embed, scheme=scheme), mesh=mesh_of(CUBE),
+        in_specs=(scheme.rows_spec(), scheme.weight_spec()), out_specs=scheme.output_spec(),
+    )  # fmt: skip
+    compare(jax.jit(f)(tokens, table), table[tokens])
 
 
 def test_halves():
@@ -319,6 +332,8 @@ def test_other_errors():
         call(lambda x, w: parallel.dense(x, w, w), specs, x, w)
     with pytest.raises(ValueError, match="as many"):
         call(parallel.conv, specs, x, w)
+    with pytest.raises(ValueError, match="embed must be the same"):
+        call(parallel.embed, (P("x"), SCHEME.weight_spec()), np.zeros(16, np.int32), w)
     with pytest.raises(TypeError, match="integers"):
         call(parallel.embed, specs, x, w)
     with pytest.raises(ValueError, match="groups=3"):
@@ -497,6 +512,44 @@ def test_scan_without_remat(all_gather):
 @pytest.mark.parametrize("all_gather", [True, False])
 def test_scan_without_varying_types(remat, all_gather):
     check_scan(3, CUBE, Overlap(all_gather=all_gather), remat, check_vma=False)
+
+
+@FOUR
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_scan_keeps_inputs_alone(check_vma):
+    """No layer's gathered weights outlive the layer."""
+    f, args = scanned(5, Grid(1, 1, 4), check_vma=check_vma)
+    text = str(jax.make_jaxpr(jax.grad(f))(*args))
+    whole = re.findall(rf"f64\[[345],(?:{WIDTH},{HIDDEN}|{HIDDEN},{WIDTH})\]", text)
+    assert set(whole) <= {f"f64[5,{WIDTH},{HIDDEN}]", f"f64[5,{HIDDEN},{WIDTH}]"}
+
+
+def test_scan_carries():
+    """A pytree, of which one leaf comes to vary through another; and an argument of Python's."""
+
+    def layer(carry, w, double):
+        x, total, before = carry
+        y = jnp.where(double, 2, 1) * jnp.tanh(x * w)
+        return y, x.sum(), total + before
+
+    def local(x, w):
+        zero = jnp.zeros((), x.dtype)
+        spec = P(None, *SCHEME.scale_spec())
+        y, _, before = parallel.scan(layer, (x, zero, zero), w, True, specs=spec)
+        return lax.psum(y.sum() + before, ("data", "z", "y"))
+
+    x, w = random(BATCH, WIDTH), random(4, WIDTH)
+    specs = (SCHEME.input_spec(), P(None, *SCHEME.scale_spec()))
+    f = jax.shard_map(local, mesh=mesh_of(CUBE), in_specs=specs, out_specs=P())
+    got = jax.jit(jax.value_and_grad(f, argnums=(0, 1)))(x, w)
+
+    def plain(x, w):
+        carry = (x, 0.0, 0.0)
+        for one in w:
+            carry = layer(carry, one, True)
+        return carry[0].sum() + carry[2]
+
+    compare(got, jax.value_and_grad(plain, argnums=(0, 1))(x, w))
 
 
 def test_scan_unrolled():

@@ -29,16 +29,21 @@ class Waiter {
   explicit Waiter(int64_t device) : device_(device) {}
   int64_t device() const { return device_; }
 
-  void Release() {
+  // Whether it was still waiting.
+  bool Release() {
     std::lock_guard<std::mutex> lock(mutex_);
+    const bool waited = !released_;
     released_ = true;
     changed_.notify_all();
+    return waited;
   }
 
   // Whether it was released in time.
   bool Wait(std::chrono::milliseconds limit) {
     std::unique_lock<std::mutex> lock(mutex_);
-    return changed_.wait_for(lock, limit, [this] { return released_; });
+    const bool in_time = changed_.wait_for(lock, limit, [this] { return released_; });
+    released_ = true;
+    return in_time;
   }
 
  private:
@@ -222,8 +227,7 @@ bool ReleaseCrossed(Registry& calls, const CallId& id, const Pending& pending, i
   for (auto& [other_id, other] : calls.pending) {
     if (other_id == id || !Misses(other_id, other, device)) continue;
     for (const auto& waiter : other.waiters) {
-      if (!Misses(id, pending, waiter->device())) continue;
-      waiter->Release();
+      if (!Misses(id, pending, waiter->device()) || !waiter->Release()) continue;
       other.ranks.front().site->impatient = true;
       crossed = true;
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._epilogue import sum_dtype
-from ._product import Convolution, Dense, Local, gather, product
+from ._product import Convolution, Dense, Local, check_same, gather, product
 from ._scheme import DEFAULT, Scheme, all_reduce
 
 
@@ -83,7 +84,7 @@ def conv(
     space = x.ndim - 2
 
     def each(value: int | Sequence[int]) -> tuple[int, ...]:
-        return (value,) * space if isinstance(value, int) else tuple(value)
+        return tuple(value) if isinstance(value, Sequence) else (operator.index(value),) * space
 
     local = Convolution(
         each(strides),
@@ -95,18 +96,25 @@ def conv(
     return _with_bias(_apply("conv", local, scheme, x, w), bias)
 
 
-def embed(tokens: jax.Array, table: jax.Array, *, scheme: Scheme = DEFAULT) -> jax.Array:
+def embed(
+    tokens: jax.Array, table: jax.Array, *, gathered: bool = False, scheme: Scheme = DEFAULT
+) -> jax.Array:
     """Rows of a table, ``table[tokens]``, on a grid. Per rank::
 
         tokens [m/(data z), ...]   table [vocabulary/(y z), n/x]   ->   [m/(data z), ..., n/x]
 
     It is :func:`dense` of one-hot rows: each rank looks up what its part of the vocabulary has,
-    and the rows are summed over y. For a head of the same weights, transpose the gathered table:
-    ``dense(h, gather(table, scheme=scheme).T, scheme=scheme.transposed)``.
+    and the rows are summed over y. With a head that has the same weights::
+
+        whole = gather(head, scheme=scheme)
+        x = embed(tokens, whole.T, gathered=True, scheme=scheme.transposed)
+        ...
+        logits = dense(h, whole, scheme=scheme)
 
     Args:
       tokens: integers from 0 to the vocabulary's size, the same along x and y. Others give zeros.
       table: of any floating type.
+      gathered: the table is gathered over z already, [vocabulary/y, n/x].
       scheme: the mesh axes.
 
     Raises:
@@ -117,8 +125,10 @@ def embed(tokens: jax.Array, table: jax.Array, *, scheme: Scheme = DEFAULT) -> j
         raise TypeError(f"jflux.parallel.embed: tokens must be integers, got {tokens.dtype}")
     if table.ndim != 2:
         raise ValueError(f"jflux.parallel.embed: table must be [vocabulary, n], got {table.shape}")
-    table = gather(table, scheme=scheme)
+    check_same("embed", scheme, ("x", "y"), tokens)
+    table = table if gathered else gather(table, scheme=scheme)
     names = scheme.names("y")
+    tokens = tokens.astype(jnp.promote_types(tokens.dtype, jnp.int32))
     own = tokens - (lax.axis_index(names) * len(table) if names else 0)
     rows = table[jnp.clip(own, 0, len(table) - 1)]
     inside = (own >= 0) & (own < len(table))

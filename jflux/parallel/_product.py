@@ -141,15 +141,23 @@ def product(local: Local, scheme: Scheme, i: jax.Array, w: jax.Array, gathered: 
     return _product(local, scheme, gathered, i, w)
 
 
+def check_same(what: str, scheme: Scheme, roles: tuple[str, ...], x: jax.Array) -> None:
+    """Raises for an input that differs along axes where a layer takes it to be the same. (Where
+    types do not tell, nothing can.)"""
+    varying = jax.typeof(x).manual_axis_type.varying
+    different = [n for n in scheme.names(*roles) if n in varying and lax.axis_size(n) > 1]
+    if different:
+        raise ValueError(
+            f"jflux.parallel: the input of this {what} must be the same on all ranks along "
+            f"{different}. Has the layer before it the same scheme? Then one of them takes "
+            "scheme.transposed"
+        )
+
+
 def _same_along_x(scheme: Scheme, i: jax.Array) -> jax.Array:
     varying = jax.typeof(i).manual_axis_type.varying
     different = tuple(name for name in scheme.names("x") if name in varying)
-    if any(lax.axis_size(name) > 1 for name in different):
-        raise ValueError(
-            f"jflux.parallel: a layer's input must be the same on all ranks along {different}, "
-            "over which its weight's columns are split. Has the layer before it the same scheme? "
-            "Then one of them takes scheme.transposed"
-        )
+    check_same("product", scheme, ("x",), i)
     return lax.psum(i, different) if different else i  # over one rank: of another type
 
 

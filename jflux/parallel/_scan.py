@@ -59,13 +59,15 @@ def scan(
       layer: (x, weights, *args) -> x, of the same shapes and types. It must not use arrays of an
         enclosing function, except constants: pass them as `args`.
       x: what enters the first layer; an array, or a pytree of them.
-      params: a pytree of arrays [layers, ...], one rank's part.
+      params: a pytree of arrays [layers, ...], one rank's part. The sums over data are in their
+        types.
       args: what all layers share, such as a mask or positions.
       specs: the pytree of PartitionSpecs that `params` has among `jax.shard_map`'s `in_specs`:
         dimensions that are split over z are gathered. Its axes along z come last in an entry.
       scheme: the mesh axes; that of a layer's weights, or its transpose.
       remat: only each layer's input is kept for the backward pass, and the layer runs again there,
-        as under `jax.checkpoint`. Otherwise what a layer wants to keep is kept, and its gathered
+        as under `jax.checkpoint` (which is what runs under ``check_vma=False``, with no weights
+        gathered ahead). Otherwise what a layer wants to keep is kept, and its gathered
         weights too.
       unroll: how many layers one iteration of the loop has, as in `lax.scan`. XLA copies what one
         iteration hands to the next, such as gathered weights: half as often with two.
@@ -84,6 +86,7 @@ def scan(
             "jflux.parallel.scan: params must be arrays [layers, ...] of one length, got "
             f"{[leaf.shape for leaf in leaves]}"
         )
+    args = jax.tree.map(lambda a: a if hasattr(a, "dtype") else jnp.asarray(a), args)
     dimensions = jax.tree.map(
         functools.partial(_gathered_dimension, scheme), params, _like(params, specs)
     )
@@ -162,20 +165,23 @@ class Loop:
 
     def forward(self, x: Any, params: Any, args: tuple[Any, ...], remat: bool) -> Any:
         """The loop, for JAX to differentiate."""
-        layer = jax.checkpoint(self.layer) if remat else self.layer
-        ahead = self.scheme.overlap.all_gather
+
+        def one(x, param):
+            return self.layer(x, self.gather_after(x, param), *args), None
+
+        if remat or not self.scheme.overlap.all_gather:
+            # What is gathered outside of the checkpoint would be kept, of every layer.
+            one = jax.checkpoint(one) if remat else one
+            return self.over(one, x, params, 0, self.layers)[0]
 
         def body(carry, param):
             x, w = carry
-            after = self.gather(param) if ahead else None
-            x = layer(x, w if ahead else self.gather_after(x, param), *args)
-            return (x, after), None
+            after = self.gather(param)
+            return (self.layer(x, w, *args), after), None
 
-        if not ahead:
-            return self.over(body, (x, None), params, 0, self.layers)[0][0]
         carry = (x, self.gather(_at(params, 0)))
         (x, w), _ = self.over(body, carry, params, 1, self.layers)
-        return layer(x, w, *args)
+        return self.layer(x, w, *args)
 
     def over(
         self, body: Any, carry: Any, xs: Any, start: int, stop: int, reverse: bool = False
@@ -295,7 +301,11 @@ def _stack(tree: Any) -> Any:
 
 def _vary_as_result(loop: Loop, x: Any, params: Any, args: tuple[Any, ...]) -> Any:
     """x with the type of a layer's result, which it must have inside a loop."""
-    y = jax.eval_shape(lambda: loop.layer(x, loop.gather(_at(params, 0)), *args))
-    return jax.tree.map(
-        lambda a, b: vary(a, tuple(sorted(b.manual_axis_type.varying, key=str))), x, y
-    )
+    while True:  # what varies over an axis may make something else vary over it in the next layer
+        y = jax.eval_shape(lambda x: loop.layer(x, loop.gather(_at(params, 0)), *args), x)
+        varying = [sorted(b.manual_axis_type.varying, key=str) for b in jax.tree.leaves(y)]
+        leaves, structure = jax.tree.flatten(x)
+        wider = [vary(a, tuple(names)) for a, names in zip(leaves, varying, strict=True)]
+        if all(a is b for a, b in zip(leaves, wider, strict=True)):
+            return x
+        x = jax.tree.unflatten(structure, wider)

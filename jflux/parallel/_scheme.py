@@ -21,6 +21,8 @@ class Overlap:
 
     They say what may run at the same time; what then does is up to XLA's scheduler, which starts
     collectives asynchronously on GPUs. Turned off, the program has a dependence that forbids it.
+    Under ``shard_map(check_vma=False)`` JAX differentiates the layers by itself, and only
+    `all_gather` has an effect.
 
     Attributes:
       all_reduce: the sum of an input's gradient runs under the product for the weight's (IV-A).
