@@ -19,12 +19,19 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_the_samples_of_the_readme_run():
+SAMPLES = {
+    "README.md": ["assert abs(y - plain).max() < 0.05", "assert jnp.isfinite(h).all()"],
+    "docs/parallel.md": ["assert all(jnp.isfinite(g).all() for g in jax.tree.leaves(gradients))"],
+}
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_the_samples_run(name):
     """All of them, one after the other, as one program."""
     pytest.importorskip("flax")
-    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
-    assert len(blocks) >= 3
-    checks = ["assert abs(y - plain).max() < 0.05", "assert jnp.isfinite(h).all()"]
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / name).read_text(), re.M | re.S)
+    assert blocks
+    checks = SAMPLES[name]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
     done = subprocess.run(
         [sys.executable, "-c", "\n".join([*blocks, *checks])],
