@@ -58,7 +58,7 @@ NOTES = """
 - An efficiency above 1 means that jflux's product was faster than XLA's.
 - The tables of 2 GPUs are newer than those of 3 and 4: at some shapes they use configurations that
   `jflux.tune` has measured (`jflux/tables`), where the others have the heuristic's.
-- On every grid what helps most is to have no loop over the layers ("unrolled", 10 to 16 % less time):
+- On every grid it helps most to have no loop over the layers ("unrolled", 10 to 16 % less time):
   XLA copies what one iteration hands to the next, and slices stacked weights. How much of that the
   first column would gain too was not measured. The paper's steps gained 5, 8, 19 and 9 % on 16 GPUs
   of four nodes, whose links are ten times slower than NVLink; here all of a grid's communication is
