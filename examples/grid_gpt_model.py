@@ -27,7 +27,8 @@ from jflux.parallel import Grid, Scheme
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Sizes of the whole model; `dtype` is that of activations and products."""
+    """Sizes of the whole model; `dtype` is that of activations and products, parameters
+    are float32."""
 
     layers: int
     heads: int
@@ -75,7 +76,7 @@ def logits(
     ops: Any, config: Config, scheme: Scheme, params: dict[str, Any], tokens: jax.Array
 ) -> jax.Array:
     """tokens [b/(data z), s] -> [b/(data z), s, vocab/x]."""
-    # Before weights are gathered, so that half as many bytes travel.
+    # Before weights are gathered, so that half as many bytes travel where dtype has half as many.
     params = jax.tree.map(lambda p: p.astype(config.dtype), params)
     x = ops.embed(tokens, params["embedding"], scheme=scheme.transposed)
     x = ops.scan(
