@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from gpt_model import rotate
+from grid_ops import attention
 from grid_training import Param, specs_of
 
 from jflux.parallel import Grid, Scheme
@@ -91,20 +92,12 @@ def block(
 ) -> jax.Array:
     """Attention, then an MLP, each behind a norm and beside a residual: [b/(data z), s, d/y]."""
     h = ops.rms_norm(x, w["attention_norm"], scheme=scheme)
-    h = attend(ops.dense(h, w["qkv"], scheme=scheme), config.head_dim)
+    qkv = ops.dense(h, w["qkv"], scheme=scheme)
+    h = attention(qkv, head_dim=config.head_dim, causal=True, rotate=rotate)
     x = x + ops.dense(h, w["out"], scheme=scheme.transposed)
     h = ops.rms_norm(x, w["mlp_norm"], scheme=scheme)
     h = jax.nn.gelu(ops.dense(h, w["up"], scheme=scheme))
     return x + ops.dense(h, w["down"], scheme=scheme.transposed)
-
-
-def attend(qkv: jax.Array, head_dim: int) -> jax.Array:
-    """Causal attention of this rank's heads: [b, s, 3 d/x] -> [b, s, d/x]."""
-    b, s, _ = qkv.shape
-    # Columns are [head, q/k/v, head_dim], so that a rank's columns are whole heads.
-    q, k, v = jnp.moveaxis(qkv.reshape(b, s, -1, 3, head_dim), 3, 0)
-    y = jax.nn.dot_product_attention(rotate(q), rotate(k), v, is_causal=True)
-    return y.reshape(b, s, -1)
 
 
 def loss(

@@ -84,3 +84,23 @@ class Plain:
     @staticmethod
     def mean(x: jax.Array, axes: tuple[Any, ...]) -> jax.Array:
         return x.mean()
+
+
+def attention(qkv: jax.Array, *, head_dim: int, causal: bool, rotate: Any = None) -> jax.Array:
+    """Of whole heads, so the same on a grid: [b, s, 3 heads head_dim] -> [b, s, heads head_dim].
+
+    Columns are [head, q/k/v, head_dim], so that a rank's columns are whole heads. The softmax is in
+    float32, or float64 for float64, for which `jax.nn.dot_product_attention` has float32.
+
+    Args:
+      rotate: what is done to q and k, [b, s, heads, head_dim], for their positions.
+    """
+    b, s, _ = qkv.shape
+    q, k, v = jnp.moveaxis(qkv.reshape(b, s, -1, 3, head_dim), 3, 0)
+    q, k = (q, k) if rotate is None else (rotate(q), rotate(k))
+    wide = jnp.promote_types(qkv.dtype, jnp.float32)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=wide) * head_dim**-0.5
+    if causal:
+        scores = jnp.where(jnp.tri(s, dtype=bool), scores, -jnp.inf)
+    shares = jax.nn.softmax(scores).astype(v.dtype)
+    return jnp.einsum("bhqk,bkhd->bqhd", shares, v).reshape(b, s, -1)

@@ -124,8 +124,8 @@ def main() -> None:
     )  # fmt: skip
     parameters = sum(p.size for p in jax.tree.leaves(runs["grid"].state[0]))
     title = (
-        f"U-Net of {parameters / 1e6:.1f} M parameters, {jnp.dtype(config.dtype).name}, {args.grid} "
-        f"(x, y, z, data) {jax.default_backend()} devices"
+        f"U-Net of {parameters / 1e6:.1f} M parameters, {jnp.dtype(config.dtype).name}, "
+        f"{args.grid} (x, y, z, data) {jax.default_backend()} devices"
     )
     print(
         f"{title}; {config.levels} levels from {config.channels} channels, batch {args.batch} of "

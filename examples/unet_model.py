@@ -27,6 +27,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from grid_ops import attention
 from grid_training import Param
 
 from jflux.parallel import Grid, Scheme
@@ -200,10 +201,9 @@ def join(a: jax.Array, b: jax.Array, group: int) -> jax.Array:
 
 def attend(qkv: jax.Array, head_dim: int) -> jax.Array:
     """Attention of this rank's heads between all pixels: [b, h, w, 3 c/x] -> [b, h, w, c/x]."""
-    b, height, width, _ = qkv.shape
-    # Columns are [head, q/k/v, head_dim], so that a rank's columns are whole heads.
-    q, k, v = jnp.moveaxis(qkv.reshape(b, height * width, -1, 3, head_dim), 3, 0)
-    return jax.nn.dot_product_attention(q, k, v).reshape(b, height, width, -1)
+    b, h, w, n = qkv.shape
+    y = attention(qkv.reshape(b, h * w, n), head_dim=head_dim, causal=False)
+    return y.reshape(b, h, w, -1)
 
 
 def loss(
