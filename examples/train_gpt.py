@@ -13,11 +13,12 @@ On a grid, a model of the same kind (grid_gpt_model.py) is made of jflux.paralle
 split in up to three dimensions beside the batch. It is compared with the same model in jax.numpy on
 one device, as in figure 8 of arXiv 2305.13525::
 
-    python examples/train_gpt.py --grid 2,2,2,1   # ranks along x, y, z and data
+    python examples/train_gpt.py --grid 2,2,2,1                # ranks along x, y, z and data
+    python examples/train_gpt.py --grid 2,2,2,1 --no-overlap   # its communication hidden nowhere
 
 Prints the largest difference between the loss curves, the time of a step of each, and a text
 sampled from the model; writes the curves to out/loss.png. Without a GPU it runs a small model on
-eight virtual devices, in about two minutes on two cores. Sizes come from `PRESETS`, rounded up to
+eight virtual devices, in two to three minutes on two cores. Sizes come from `PRESETS`, rounded up to
 what the devices divide; those of a model on a grid must divide as they are.
 """
 
@@ -158,7 +159,6 @@ class Trainer:
         logits_of, params = self._per_rank(
             model, GPT.__call__, (P(None, "tp"),), P(None, None, "tp")
         )
-
         return continued(logits_of, params, window, start, key, count)
 
 
@@ -184,7 +184,7 @@ class Comparison:
       devices: what they are split over, in words.
       config: of the model.
       seq, batch: sizes of a batch that both can take.
-      rows: how many rows divide for sampling.
+      rows: how many rows `sample` must get.
     """
 
     runs: dict[str, Any]

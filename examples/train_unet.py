@@ -6,9 +6,9 @@ layers, split in up to three dimensions beside the batch; on one device the same
 (arXiv 2006.11239). Both runs start from the same weights and see the same batches, one step in
 turn, so the curves must agree up to rounding, as in the paper's figure 8::
 
-    python examples/train_unet.py                  # grid 2,2,2,1
+    python examples/train_unet.py                  # a grid 2,2,2,1, if there are eight devices
     python examples/train_unet.py --grid 1,2,2,2   # ranks along x, y, z and data
-    python examples/train_unet.py --no-overlap     # communication hides behind nothing
+    python examples/train_unet.py --no-overlap     # its communication hidden nowhere
     python examples/train_unet.py --no-reference   # the grid alone
 
 Prints the largest difference between the loss curves and the time of a step of each; writes the
@@ -97,8 +97,8 @@ def parse_arguments() -> tuple[argparse.Namespace, unet_model.Config]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     for name, default in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default: {default}")
-    devices = jax.device_count()
-    add_arguments(parser, grid=Grid(2, 2, 2) if devices >= 8 else Grid(devices))
+    grids = (Grid(2, 2, 2), Grid(2, 2), Grid(2), Grid())
+    add_arguments(parser, grid=next(g for g in grids if g.ranks <= jax.device_count()))
     args = parser.parse_args()
     if any(getattr(args, name) < 1 for name in SIZES):
         parser.error(f"{', '.join('--' + s for s in SIZES)} must be positive")
