@@ -18,8 +18,8 @@ one device, as in figure 8 of arXiv 2305.13525::
 
 Prints the largest difference between the loss curves, the time of a step of each, and a text
 sampled from the model; writes the curves to out/loss.png. Without a GPU it runs a small model on
-eight virtual devices, in two to three minutes on two cores. Sizes come from `PRESETS`, rounded up to
-what the devices divide; those of a model on a grid must divide as they are.
+eight virtual devices, in two to three minutes on two cores. Sizes come from `PRESETS`, rounded up
+to what the devices divide; those of a model on a grid must divide as they are.
 """
 
 from __future__ import annotations
