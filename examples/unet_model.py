@@ -51,7 +51,7 @@ class Config:
     levels: int = 3
     blocks: int = 1
     groups: int = 8
-    heads: int = 4
+    heads: int = 8
     image_channels: int = 4
     dtype: Any = jnp.float32
 
@@ -60,13 +60,15 @@ class Config:
 
     def check(self, grid: Grid) -> None:
         """Raises ValueError if the model does not split over the grid."""
-        xz, yz, xy = grid.x * grid.z, grid.y * grid.z, math.lcm(grid.x, grid.y)
+        xz, yz = grid.x * grid.z, grid.y * grid.z
         for what, size, axes, ranks in (
             ("channels", self.channels, "x z", xz),
             ("channels", self.channels, "y z", yz),
             ("image channels", self.image_channels, "x z", xz),
-            ("groups of channels", self.groups, "x, and over y,", xy),
-            ("heads", self.heads, "x, and over y,", xy),
+            ("groups of channels", self.groups, "x", grid.x),
+            ("groups of channels", self.groups, "y", grid.y),
+            ("heads", self.heads, "x", grid.x),
+            ("heads", self.heads, "y", grid.y),
         ):
             if size % ranks:
                 raise ValueError(f"{size} {what} do not split over {axes} = {ranks} of {grid}")
