@@ -7,8 +7,8 @@ import re
 import jax
 import numpy as np
 import pytest
+from example_runs import ON_GPU, ROOT, losses, run_example
 from jax.sharding import PartitionSpec as P
-from test_examples import ON_GPU, ROOT, losses, run_example
 
 from jflux.parallel import NO_OVERLAP, Grid, Scheme
 
