@@ -9,16 +9,24 @@ and see the same batches, one step in turn, so the curves must agree up to round
     python examples/train_gpt.py --data 2         # two data-parallel groups
     python examples/train_gpt.py --no-reference   # the jflux model alone
 
+On a grid, a model of the same kind (grid_gpt_model.py) is made of jflux.parallel's layers, and
+split in up to three dimensions beside the batch. It is compared with the same model in jax.numpy on
+one device, as in figure 8 of arXiv 2305.13525::
+
+    python examples/train_gpt.py --grid 2,2,2,1                # ranks along x, y, z and data
+    python examples/train_gpt.py --grid 2,2,2,1 --no-overlap   # its communication hidden nowhere
+
 Prints the largest difference between the loss curves, the time of a step of each, and a text
 sampled from the model; writes the curves to out/loss.png. Without a GPU it runs a small model on
-eight virtual devices, in about two minutes on two cores. Sizes come from `PRESETS`, rounded up to
-what the devices divide.
+eight virtual devices, in two to three minutes on two cores. Sizes come from `PRESETS`, rounded up
+to what the devices divide; those of a model on a grid must divide as they are.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import os
 import sysconfig
 import time
@@ -29,18 +37,31 @@ from typing import Any
 # Virtual devices where there is no GPU; has no effect where there are some.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
+import grid_gpt_model
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
 from gpt_model import GPT, Config
+from grid_ops import OnGrid, Plain
+from grid_training import (
+    add_arguments,
+    check_batch,
+    grid_and_one_device,
+    on_grid,
+    plot,
+    report,
+    round_up,
+    schedule_of,
+    scheme_of,
+)
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import jflux
+from jflux.parallel import Grid
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,70 +155,51 @@ class Trainer:
         return loss_of(params, tokens, targets)
 
     def _sample(self, state, window, start, key, *, count):
-        """Fills window [1, s] from position `start` on with `count` bytes drawn from the model."""
         model, _ = nnx.merge(self.graph, state)
         logits_of, params = self._per_rank(
             model, GPT.__call__, (P(None, "tp"),), P(None, None, "tp")
         )
-
-        def fill(i, window):
-            logits = logits_of(params, window)[0, i - 1, :256]  # the rest pads the vocabulary
-            drawn = jax.random.categorical(jax.random.fold_in(key, i), logits / 0.7)
-            return window.at[0, i].set(drawn)
-
-        return jax.lax.fori_loop(start, start + count, fill, window)
+        return continued(logits_of, params, window, start, key, count)
 
 
-def plot(runs: dict[str, Trainer], path: Path, title: str) -> None:
-    """Loss curves above, their difference below."""
-    figure = Figure(figsize=(8, 3 + 2 * len(runs)), layout="constrained")
-    ratios = [3, 1][: len(runs)]
-    axes = figure.subplots(len(runs), sharex=True, squeeze=False, height_ratios=ratios)
-    styles = {"jflux": dict(lw=5, alpha=0.35), "lax": dict(lw=1.2, color="black")}
-    for name, run in runs.items():
-        axes[0, 0].plot(np.arange(1, len(run.losses) + 1), run.losses, label=name, **styles[name])
-    axes[0, 0].set(ylabel="training loss [nats per byte]", title=title)
-    axes[0, 0].legend()
-    if len(runs) == 2:
-        gap = np.abs(np.subtract(*(run.losses for run in runs.values())))
-        axes[1, 0].semilogy(np.arange(1, len(gap) + 1), np.maximum(gap, 1e-8))
-        axes[1, 0].set(ylabel="|difference|\n(0 is drawn as 1e-8)")
-    axes[-1, 0].set(xlabel="step")
-    for axis in axes.flat:
-        axis.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
+def continued(logits_of, params, window, start, key, count):
+    """window [b, s], of equal rows, filled from position `start` on with `count` bytes drawn from
+    the model."""
+
+    def fill(i, window):
+        logits = logits_of(params, window)[0, i - 1, :256]  # the rest pads the vocabulary
+        drawn = jax.random.categorical(jax.random.fold_in(key, i), logits / 0.7)
+        return window.at[:, i].set(drawn)
+
+    return jax.lax.fori_loop(start, start + count, fill, window)
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    for name in SIZES:
-        parser.add_argument(f"--{name}", type=int, help="default: by platform, see PRESETS")
-    parser.add_argument("--data", type=int, default=1, help="data-parallel groups")
-    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for loss.png")
-    parser.add_argument("--no-reference", action="store_true", help="train on jflux alone")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    if any(v is not None and v < 1 for k, v in vars(args).items() if k in SIZES):
-        parser.error(f"{', '.join('--' + s for s in SIZES)} must be positive")
-    devices = jax.device_count()
-    if args.data < 1 or devices % args.data:
-        parser.error(f"--data {args.data} does not divide {devices} devices")
-    return args
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """One model by two means, the first of them jflux.
+
+    Attributes:
+      runs: have `losses`, `seconds`, `state`, `step` and `evaluate`, as `Trainer`.
+      sample: `continued`, of the first run's state.
+      devices: what they are split over, in words.
+      config: of the model.
+      seq, batch: sizes of a batch that both can take.
+      rows: how many rows `sample` must get.
+    """
+
+    runs: dict[str, Any]
+    sample: Callable[..., jax.Array]
+    devices: str
+    config: Any
+    seq: int
+    batch: int
+    rows: int = 1
 
 
-def round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
-def main() -> None:
-    args = parse_arguments()
-    devices, backend = jax.device_count(), jax.default_backend()
-    preset = PRESETS["cpu" if backend == "cpu" else "1-3 gpus" if devices < 4 else "4+ gpus"]
-    given = {k: v for k, v in vars(args).items() if k in SIZES and v is not None}
-    size = dataclasses.replace(preset, **given)
-    tp = devices // args.data
+def on_one_axis(args: argparse.Namespace, size: Preset, schedule: optax.Schedule) -> Comparison:
+    """jflux and plain lax, over a mesh ("data", "tp") of all devices."""
+    tp = jax.device_count() // args.data
     mesh = Mesh(np.array(jax.devices()).reshape(args.data, tp), ("data", "tp"))
-    seq, batch = round_up(size.seq, tp), round_up(size.batch, args.data)
     config = Config(
         layers=size.layers,
         heads=round_up(-(-size.width // size.head_dim), tp),
@@ -205,24 +207,97 @@ def main() -> None:
         vocab=round_up(256, tp),
         dtype=size.dtype,
     )
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0,
-        size.learning_rate,
-        warmup_steps=max(1, size.steps // 10),
-        decay_steps=max(2, size.steps),
-        end_value=size.learning_rate / 10,
-    )
     ops = {"jflux": jflux} if args.no_reference else {"jflux": jflux, "lax": jflux.reference}
     runs = {
         name: Trainer(dataclasses.replace(config, ops=module), mesh, schedule, args.seed)
         for name, module in ops.items()
     }
-    parameters = sum(p.size for p in jax.tree.leaves(runs["jflux"].state[0]))
-    title = (
-        f"{parameters / 1e6:.1f} M parameters, {jnp.dtype(size.dtype).name}, "
-        f"{args.data} (data) x {tp} (tp) {backend} devices"
+    devices = f"{args.data} (data) x {tp} (tp)"
+    seq, batch = round_up(size.seq, tp), round_up(size.batch, args.data)
+    return Comparison(runs, runs["jflux"].sample, devices, config, seq, batch)
+
+
+def on_a_grid(args: argparse.Namespace, size: Preset, schedule: optax.Schedule) -> Comparison:
+    """jflux.parallel on a grid, and jax.numpy on one device."""
+    grid, scheme, config = args.grid, scheme_of(args), grid_config(args.grid, size)
+    params = grid_gpt_model.parameters(config, scheme)
+    losses = tuple(
+        functools.partial(grid_gpt_model.loss, ops, config, scheme) for ops in (OnGrid, Plain)
     )
-    print(f"{title}; {config.layers} layers of {config.width}, batch {batch} x {seq} bytes")
+    rows = scheme.rows_spec()
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
+    runs = grid_and_one_device(
+        grid, params, losses, (rows, rows), tx, args.seed, reference=not args.no_reference
+    )
+    logits = functools.partial(grid_gpt_model.logits, OnGrid, config, scheme)
+    logits_of = on_grid(logits, grid, params, (rows,), scheme.output_spec(3))
+
+    @functools.partial(jax.jit, static_argnames="count")
+    def sample(state, window, start, key, *, count):
+        return continued(logits_of, state[0], window, start, key, count)
+
+    devices = f"{grid} (x, y, z, data)"
+    rows = grid.data * grid.z
+    return Comparison(runs, sample, devices, config, size.seq, size.batch, rows)
+
+
+def grid_config(grid: Grid, size: Preset) -> grid_gpt_model.Config:
+    """Raises ValueError if the model does not split over the grid."""
+    config = grid_gpt_model.Config(
+        layers=size.layers,
+        heads=-(-size.width // size.head_dim),
+        head_dim=size.head_dim,
+        vocab=round_up(256, grid.x * grid.z),
+        dtype=size.dtype,
+    )
+    config.check(grid)
+    check_batch(size.batch, grid)
+    return config
+
+
+def parse_arguments() -> tuple[argparse.Namespace, Preset]:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    for name in SIZES:
+        parser.add_argument(f"--{name}", type=int, help="default: by platform, see PRESETS")
+    parser.add_argument("--data", type=int, help="data-parallel groups; default: 1")
+    add_arguments(parser, grid=None)
+    args = parser.parse_args()
+    if any(v is not None and v < 1 for k, v in vars(args).items() if k in SIZES):
+        parser.error(f"{', '.join('--' + s for s in SIZES)} must be positive")
+    # Of what is on a grid, one device has a whole copy beside it.
+    devices = 1 if args.grid else jax.device_count()
+    cpu = jax.default_backend() == "cpu"
+    preset = PRESETS["cpu" if cpu else "1-3 gpus" if devices < 4 else "4+ gpus"]
+    given = {k: v for k, v in vars(args).items() if k in SIZES and v is not None}
+    size = dataclasses.replace(preset, **given)
+    if args.grid:
+        if args.data is not None:
+            parser.error("--data: the last number of --grid is that of its data-parallel groups")
+        try:
+            grid_config(args.grid, size)
+        except ValueError as error:
+            parser.error(f"--grid: {error}")
+    elif args.no_overlap:
+        parser.error("--no-overlap is for --grid")
+    else:
+        args.data = 1 if args.data is None else args.data
+        if args.data < 1 or devices % args.data:
+            parser.error(f"--data {args.data} does not divide {devices} devices")
+    return args, size
+
+
+def main() -> None:
+    args, size = parse_arguments()
+    schedule = schedule_of(size.steps, size.learning_rate)
+    trained = (on_a_grid if args.grid else on_one_axis)(args, size, schedule)
+    seq, batch, runs = trained.seq, trained.batch, trained.runs
+    first = next(iter(runs.values()))
+    parameters = sum(p.size for p in jax.tree.leaves(first.state[0]))
+    title = (
+        f"{parameters / 1e6:.1f} M parameters, {jnp.dtype(size.dtype).name}, {trained.devices} "
+        f"{jax.default_backend()} devices"
+    )
+    print(f"{title}; {size.layers} layers of {trained.config.width}, batch {batch} x {seq} bytes")
 
     text = standard_library()
     split = len(text) * 9 // 10
@@ -231,31 +306,18 @@ def main() -> None:
         tokens, targets = next(training)
         for run in runs.values():
             run.step(tokens, targets)
-        bar.set_postfix(loss=f"{runs['jflux'].losses[-1]:.3f}", refresh=False)
+        bar.set_postfix(loss=f"{first.losses[-1]:.3f}", refresh=False)
 
     validation = batches(text[split:], batch, seq, args.seed)
-    held_out = [next(validation) for _ in range(4)]
-    for name, run in runs.items():
-        loss = np.mean([run.evaluate(run.state, *pair) for pair in held_out])
-        warm = run.seconds[min(5, len(run.seconds) - 1) :]  # the first step compiles
-        print(
-            f"{name:>5}: training loss {run.losses[0]:.4f} -> {run.losses[-1]:.4f}, validation "
-            f"{loss:.4f}, median step {1e3 * np.median(warm):.1f} ms"
-        )
-    if len(runs) == 2:
-        gap = np.abs(np.subtract(*(run.losses for run in runs.values()))).max()
-        print(f"largest difference between the loss curves: {gap:.3e}")
-
-    args.out.mkdir(parents=True, exist_ok=True)
-    plot(runs, args.out / "loss.png", title)
-    print(f"wrote {args.out / 'loss.png'}")
+    report(runs, [next(validation) for _ in range(4)])
+    plot(runs, args.out / "loss.png", title, "nats per byte")
 
     prompt = np.frombuffer(b"def __init__(self", np.uint8)[: seq // 2]
-    window = np.zeros((1, seq), np.int32)
-    window[0, : len(prompt)] = prompt
+    window = np.zeros((trained.rows, seq), np.int32)
+    window[:, : len(prompt)] = prompt
     end = min(seq, 512)
-    run, key = runs["jflux"], jax.random.key(args.seed)
-    window = run.sample(run.state, window, len(prompt), key, count=end - len(prompt))
+    key, count = jax.random.key(args.seed), end - len(prompt)
+    window = trained.sample(first.state, window, len(prompt), key, count=count)
     print(
         "sample:", bytes(np.asarray(window[0, :end], np.uint8)).decode("ascii", "replace"), sep="\n"
     )

@@ -1,32 +1,13 @@
 """The examples run, on several numbers of devices, and what they print is true."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from example_runs import ON_GPU, ROOT, losses, run_example
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-
-ROOT = Path(__file__).resolve().parents[1]
-ON_GPU = jax.default_backend() == "gpu"
-
-
-def run_example(name: str, *args: str, devices: int | None = None, cwd: Path) -> str:
-    """What the script prints; `devices` virtual ones, or what there is."""
-    env = dict(os.environ)
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
-    if devices is not None:
-        env["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
-    script = [sys.executable, str(ROOT / "examples" / name), *args]
-    done = subprocess.run(script, env=env, cwd=cwd, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    assert "takes its lax reference" not in done.stderr, done.stderr  # the op was the fused one
-    return done.stdout
 
 
 @pytest.mark.parametrize("devices", [None] if ON_GPU else [1, 3, 8])
@@ -46,13 +27,6 @@ def test_decode(devices, tmp_path):
 
 
 TINY = "--steps 20 --batch 4 --seq 32 --layers 2 --width 64".split()
-
-
-def losses(name: str, out: str) -> tuple[float, ...]:
-    """First and last training loss, and the validation loss."""
-    found = re.search(rf"{name}: training loss (\S+) -> (\S+), validation (\S+), median step", out)
-    assert found, out
-    return tuple(map(float, found.groups()))
 
 
 def test_train_gpt(tmp_path):
