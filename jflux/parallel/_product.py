@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from ._scheme import DEFAULT, Scheme, all_reduce, tracks_vma, vary
+from ._scheme import DEFAULT, Scheme, all_reduce, together, tracks_vma, vary
 
 #: The name that `jax.checkpoint` policies know gathered weights by.
 WEIGHT = "jflux_weight"
@@ -177,13 +177,13 @@ def _backward(local, scheme, gathered, residuals, do):
     wide = vary(do, scheme.names("y"))
     di = local.input_gradient(scheme, i, w, wide)
     if not scheme.overlap.all_reduce:
-        di, i, wide = lax.optimization_barrier((di, i, wide))
+        di, i, wide = together((di, i, wide))
     dw = local.weight_gradient(i, w, wide)
     if gathered:
         return di, dw
     dw = scatter(dw, scheme=scheme)
     if not scheme.overlap.reduce_scatter:
-        di, dw = lax.optimization_barrier((di, dw))
+        di, dw = together((di, dw))
     return di, dw
 
 

@@ -26,7 +26,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from . import _product
-from ._scheme import DEFAULT, Scheme, tracks_vma, vary
+from ._scheme import DEFAULT, Scheme, together, tracks_vma, vary
 
 #: (x, weights, *args) -> x
 Layer = Callable[..., Any]
@@ -194,7 +194,7 @@ class Loop:
 
     def gather_after(self, x: Any, params: Any) -> Any:
         """The weights, but not before x is there."""
-        _, params = lax.optimization_barrier((x, params))
+        _, params = together((x, params))
         return self.gather(params)
 
 
@@ -244,7 +244,7 @@ def _backward(loop: Loop, residuals: Any, dx: Any) -> Any:
         floats = [leaf for leaf, is_ in zip(leaves, inexact, strict=True) if is_]
         dx, dw, more = jax.vjp(call, x, w, floats)[1](dx)
         if not overlap.reduce_scatter:
-            dx, done = lax.optimization_barrier((dx, loop.scatter(dw)))
+            dx, done = together((dx, loop.scatter(dw)))
             dw = None
         return (dx, dw, [a + b for a, b in zip(dargs, more, strict=True)]), done
 

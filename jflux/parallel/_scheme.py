@@ -8,7 +8,10 @@ from types import ModuleType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
 from .. import _mesh, reference
@@ -134,6 +137,28 @@ def all_reduce(scheme: Scheme, x: jax.Array, role: str) -> jax.Array:
     """The sum of all ranks' x along x, y or z."""
     names = scheme.names(role)
     return scheme.ops.all_reduce(x, axis_name=names) if names else x
+
+
+#: `lax.optimization_barrier`, but each result varies over the axes that its operand varies over. In
+#: jax 0.10 all results vary over all of them.
+_barrier = Primitive("jflux_barrier")
+_barrier.multiple_results = True
+_barrier.def_abstract_eval(lambda *avals: list(avals))
+_barrier.def_impl(jax.jit(_barrier.bind))
+mlir.register_lowering(
+    _barrier, mlir.lower_fun(lambda *xs: lax.optimization_barrier(xs), multiple_results=True)
+)
+ad.deflinear2(_barrier, lambda cts, *_: _barrier.bind(*map(ad.instantiate_zeros, cts)))
+batching.primitive_batchers[_barrier] = lambda xs, dims: (_barrier.bind(*xs), list(dims))
+
+
+def together(tree: Any) -> Any:
+    """The same arrays, none of which XLA uses before it has all of them."""
+    leaves, structure = jax.tree.flatten(tree)
+    inexact = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    for i, leaf in zip(inexact, _barrier.bind(*(leaves[i] for i in inexact)), strict=True):
+        leaves[i] = leaf
+    return jax.tree.unflatten(structure, leaves)
 
 
 def tracks_vma(scheme: Scheme) -> bool:
