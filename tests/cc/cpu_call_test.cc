@@ -3,6 +3,7 @@
 #include "runtime/cpu_call.h"
 
 #include <algorithm>
+#include <atomic>
 #include <condition_variable>
 #include <map>
 #include <memory>
@@ -57,9 +58,20 @@ class Completions {
   std::vector<std::string> errors_;
 };
 
+// The site of that number, whose handlers do not wait.
+CpuCallSite* Impatient(uint64_t number) {
+  static std::mutex mutex;
+  static std::map<uint64_t, CpuCallSite> sites;
+  std::lock_guard<std::mutex> lock(mutex);
+  CpuCallSite& site = sites[number];
+  site.number = number;
+  site.impatient = true;
+  return &site;
+}
+
 // A call in which every rank sends `value` to every rank, and checks what it receives.
-CpuCall Exchange(int64_t run, uint64_t site, std::vector<int64_t> group, int rank, uint64_t value,
-                 Completions* completions) {
+CpuCall Exchange(int64_t run, CpuCallSite* site, std::vector<int64_t> group, int rank,
+                 uint64_t value, Completions* completions) {
   CpuCall call;
   call.op = OpId::kAllGatherMatmul;
   call.run_id = run;
@@ -77,7 +89,8 @@ CpuCall Exchange(int64_t run, uint64_t site, std::vector<int64_t> group, int ran
     }
     for (int peer = 0; peer < view.world; ++peer) {
       if (!WaitSignal(&view.At<Signal>(rank, signals)[peer], signal, peer, 0, ctx)) return false;
-      EXPECT_EQ(view.At<uint64_t>(rank, data)[peer], value) << "run " << run << " site " << site;
+      EXPECT_EQ(view.At<uint64_t>(rank, data)[peer], value)
+          << "run " << run << " site " << site->number;
     }
     return true;
   };
@@ -105,13 +118,71 @@ TEST(RanksMayArriveInAnyOrder) {
         for (int i = 0; i < kSites; ++i) sites[i] = i;
         std::shuffle(sites.begin(), sites.end(), random);
         for (uint64_t site : sites) {
-          JoinCpuCall(Exchange(run, site, {0, 1, 2, 3}, rank, 100 * run + site, &completions));
+          JoinCpuCall(
+              Exchange(run, Impatient(site), {0, 1, 2, 3}, rank, 100 * run + site, &completions));
         }
       }
     });
   }
-  for (auto& d : devices) d.join();  // JoinCpuCall waits for nobody
+  for (auto& d : devices) d.join();
   ExpectSuccess(&completions, kWorld * kRuns * kSites);
+}
+
+TEST(AHandlerWaitsForItsCall) {
+  constexpr int kWorld = 3, kRuns = 50;
+  UseHeap(kWorld, 60);
+  Completions completions;
+  CpuCallSite site{1};
+  std::vector<std::thread> devices;
+  for (int rank = 0; rank < kWorld; ++rank) {
+    devices.emplace_back([&, rank] {
+      for (int run = 0; run < kRuns; ++run) {
+        std::atomic<bool> done{false};
+        CpuCall call = Exchange(6000 + run, &site, {0, 1, 2}, rank, run, &completions);
+        call.done = [&done, complete = std::move(call.done)](const std::string& error) {
+          complete(error);
+          done = true;
+        };
+        JoinCpuCall(std::move(call));
+        EXPECT(done) << "rank " << rank << " run " << run;
+      }
+    });
+  }
+  for (auto& d : devices) d.join();
+  EXPECT(!site.impatient);
+  ExpectSuccess(&completions, kWorld * kRuns);
+}
+
+TEST(CrossedHandlersLetGo) {
+  UseHeap(2, 60);
+  Completions completions;
+  const uint64_t start = NowNs();
+  CpuCallSite sites[2] = {{1}, {2}};
+  std::vector<std::thread> devices;
+  for (int rank = 0; rank < 2; ++rank) {
+    devices.emplace_back([&, rank] {
+      for (int i = 0; i < 2; ++i) {  // rank 1 makes the second call first
+        JoinCpuCall(Exchange(7000, &sites[i ^ rank], {0, 1}, rank, i ^ rank, &completions));
+      }
+    });
+  }
+  for (auto& d : devices) d.join();
+  ExpectSuccess(&completions, 4);
+  EXPECT(NowNs() - start < 900'000'000) << "they have waited for each other";
+}
+
+TEST(PatienceEndsOnce) {
+  UseHeap(2, 60);
+  Completions completions;
+  CpuCallSite site{1};
+  for (int run : {8000, 8001}) {
+    const uint64_t start = NowNs();
+    JoinCpuCall(Exchange(run, &site, {0, 1}, 0, run, &completions));  // rank 1 is not there yet
+    EXPECT(site.impatient);
+    EXPECT((NowNs() - start > 900'000'000) == (run == 8000));
+    JoinCpuCall(Exchange(run, &site, {0, 1}, 1, run, &completions));
+  }
+  ExpectSuccess(&completions, 4);
 }
 
 TEST(OneRankMayRunAhead) {
@@ -119,7 +190,7 @@ TEST(OneRankMayRunAhead) {
   Completions completions;
   for (int rank : {1, 0}) {
     for (int i = 0; i < 20; ++i) {  // iterations of a loop: same run, same site
-      JoinCpuCall(Exchange(1000, 1, {0, 1}, rank, i, &completions));
+      JoinCpuCall(Exchange(1000, Impatient(1), {0, 1}, rank, i, &completions));
     }
   }
   ExpectSuccess(&completions, 40);
@@ -130,8 +201,8 @@ TEST(GroupsRunSideBySide) {
   Completions completions;
   for (int i = 0; i < 10; ++i) {
     for (int rank : {0, 1}) {
-      JoinCpuCall(Exchange(2000 + i, 1, {0, 2}, rank, 2 * i, &completions));
-      JoinCpuCall(Exchange(2000 + i, 1, {3, 1}, rank, 2 * i + 1, &completions));
+      JoinCpuCall(Exchange(2000 + i, Impatient(1), {0, 2}, rank, 2 * i, &completions));
+      JoinCpuCall(Exchange(2000 + i, Impatient(1), {3, 1}, rank, 2 * i + 1, &completions));
     }
   }
   ExpectSuccess(&completions, 40);
@@ -140,12 +211,13 @@ TEST(GroupsRunSideBySide) {
 TEST(AMissingRankIsNamed) {
   UseHeap(3, 0.2);
   Completions completions;
-  for (int rank : {0, 2}) JoinCpuCall(Exchange(3000, 1, {0, 1, 2}, rank, 1, &completions));
+  for (int rank : {0, 2})
+    JoinCpuCall(Exchange(3000, Impatient(1), {0, 1, 2}, rank, 1, &completions));
   for (const auto& e : completions.Wait()) {
     EXPECT(e.find("rank 0, 2 waited 0.2 s for rank 1") != std::string::npos) << e;
   }
   // Too late: told the same, at once.
-  JoinCpuCall(Exchange(3000, 1, {0, 1, 2}, 1, 1, &completions));
+  JoinCpuCall(Exchange(3000, Impatient(1), {0, 1, 2}, 1, 1, &completions));
   const auto errors = completions.Wait();
   EXPECT_EQ(errors.size(), 3u);
   EXPECT_EQ(errors.back(), errors.front());
@@ -154,8 +226,8 @@ TEST(AMissingRankIsNamed) {
 TEST(AFailedBodyFailsItsRankOnly) {
   UseHeap(2, 0.2);
   Completions completions;
-  CpuCall good = Exchange(4000, 1, {0, 1}, 0, 1, &completions);
-  CpuCall bad = Exchange(4000, 1, {0, 1}, 1, 1, &completions);
+  CpuCall good = Exchange(4000, Impatient(1), {0, 1}, 0, 1, &completions);
+  CpuCall bad = Exchange(4000, Impatient(1), {0, 1}, 1, 1, &completions);
   bad.body = [body = std::move(bad.body)](const SymmetricView& view, uint32_t epoch,
                                           const WaitContext& ctx) {
     body(view, epoch, ctx);
@@ -175,10 +247,10 @@ TEST(AFailedBodyFailsItsRankOnly) {
 TEST(WithoutAHeapTheErrorSaysWhatToDo) {
   SetCurrentHeapCpu(nullptr);
   Completions completions;
-  JoinCpuCall(Exchange(5000, 1, {0, 1}, 0, 1, &completions));
+  JoinCpuCall(Exchange(5000, Impatient(1), {0, 1}, 0, 1, &completions));
   EXPECT(completions.Wait()[0].find("jflux.init()") != std::string::npos);
   UseHeap(2, 60);
-  JoinCpuCall(Exchange(5000, 2, {0, 7}, 0, 1, &completions));
+  JoinCpuCall(Exchange(5000, Impatient(2), {0, 7}, 0, 1, &completions));
   EXPECT(completions.Wait()[1].find("device 7 is not part of") != std::string::npos);
 }
 
