@@ -31,7 +31,7 @@
 namespace jflux {
 
 struct CpuCallSite {
-  uint64_t number;                     // the same in all processes
+  uint64_t number = 0;                 // the same in all processes
   std::atomic<bool> impatient{false};  // its handlers do not wait
 };
 

@@ -132,7 +132,7 @@ TEST(AHandlerWaitsForItsCall) {
   constexpr int kWorld = 3, kRuns = 50;
   UseHeap(kWorld, 60);
   Completions completions;
-  CpuCallSite site{1};
+  CpuCallSite site;
   std::vector<std::thread> devices;
   for (int rank = 0; rank < kWorld; ++rank) {
     devices.emplace_back([&, rank] {
@@ -157,7 +157,9 @@ TEST(CrossedHandlersLetGo) {
   UseHeap(2, 60);
   Completions completions;
   const uint64_t start = NowNs();
-  CpuCallSite sites[2] = {{1}, {2}};
+  CpuCallSite sites[2];
+  sites[0].number = 1;
+  sites[1].number = 2;
   std::vector<std::thread> devices;
   for (int rank = 0; rank < 2; ++rank) {
     devices.emplace_back([&, rank] {
@@ -174,7 +176,7 @@ TEST(CrossedHandlersLetGo) {
 TEST(PatienceEndsOnce) {
   UseHeap(2, 60);
   Completions completions;
-  CpuCallSite site{1};
+  CpuCallSite site;
   for (int run : {8000, 8001}) {
     const uint64_t start = NowNs();
     JoinCpuCall(Exchange(run, &site, {0, 1}, 0, run, &completions));  // rank 1 is not there yet

@@ -5,6 +5,7 @@
 
 #include "jflux/call.h"
 #include "runtime/capi.h"
+#include "runtime/ffi.h"
 #include "runtime/heap_cpu.h"
 #include "testing.h"
 
@@ -52,7 +53,9 @@ struct Rank {
     rank->changed.notify_all();
   }
   void Join(const shmem::CallInfo& info, int64_t run) {
-    jflux_cpu_join_call(&info, /*site=*/1, run, static_cast<int32_t>(device), Body, Done, this);
+    static CallSite site;
+    site.impatient = true;  // one thread makes the calls of all ranks
+    jflux_cpu_join_call(&info, &site, run, static_cast<int32_t>(device), Body, Done, this);
   }
   std::string Wait() {
     std::unique_lock<std::mutex> lock(mutex);
