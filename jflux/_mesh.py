@@ -8,7 +8,7 @@ second axis.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import jax
@@ -57,11 +57,16 @@ def vary_together(axis_name: AxisName, *arrays: jax.Array, same: int = 0) -> lis
     names = frozenset(as_tuple(axis_name))
     union = names.union(*varying)
     cast = []
-    for i, (array, own) in enumerate(zip(arrays, varying, strict=True)):
-        wanted = union if i < len(arrays) - same else union - names
-        missing = tuple(sorted(wanted - own, key=str))
-        cast.append(lax.pcast(array, missing, to="varying") if missing else array)
+    for i, array in enumerate(arrays):
+        cast.append(vary(array, union if i < len(arrays) - same else union - names))
     return cast
+
+
+def vary(array: jax.Array, names: Iterable[Any]) -> jax.Array:
+    """An array that varies over these axes too, under ``check_vma=True``. Its gradient is then
+    summed over those that it did not vary over."""
+    missing = tuple(sorted(set(names) - jax.typeof(array).manual_axis_type.varying, key=str))
+    return lax.pcast(array, missing, to="varying") if missing else array
 
 
 def tracks_vma(axis_name: AxisName) -> bool:

@@ -22,7 +22,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from ._scheme import DEFAULT, Scheme, all_reduce, together, tracks_vma, vary
+from .._mesh import vary
+from ._scheme import DEFAULT, Scheme, all_reduce, together, tracks_vma
 
 #: The name that `jax.checkpoint` policies know gathered weights by.
 WEIGHT = "jflux_weight"

@@ -25,8 +25,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from .._mesh import vary
 from . import _product
-from ._scheme import DEFAULT, Scheme, together, tracks_vma, vary
+from ._scheme import DEFAULT, Scheme, together, tracks_vma
 
 #: (x, weights, *args) -> x
 Layer = Callable[..., Any]

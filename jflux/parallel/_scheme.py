@@ -165,10 +165,3 @@ def tracks_vma(scheme: Scheme) -> bool:
     """Whether ``shard_map(check_vma=True)`` knows what varies over which axis."""
     names = scheme.names("data", "z", "y", "x")
     return bool(names) and _mesh.tracks_vma(names)
-
-
-def vary(array: jax.Array, names: tuple[Any, ...]) -> jax.Array:
-    """An array that varies over these axes too, under ``check_vma=True``. Its gradient is then
-    summed over those that it did not vary over."""
-    missing = tuple(n for n in names if n not in jax.typeof(array).manual_axis_type.varying)
-    return lax.pcast(array, missing, to="varying") if missing else array
