@@ -56,8 +56,12 @@ NOTES = """
   Which calls those are is decided by rows alone (`lax_is_faster` in `jflux/_ops/_product.py`).
 - With 3 ranks a rank's rows are never whole tiles.
 - An efficiency above 1 means that jflux's product was faster than XLA's.
-- The tables of 2 GPUs are newer than those of 3 and 4: at some shapes they use configurations that
-  `jflux.tune` has measured (`jflux/tables`), where the others have the heuristic's.
+- The tables of 2 and of 4 GPUs in one process are newer than the others: 2026-11-22. With 2, some
+  shapes use configurations that `jflux.tune` has measured (`jflux/tables`), where the others have
+  the heuristic's.
+- By the tables of 4 GPUs, jflux has since left to XLA: all_to_all of 4 MiB (there 1.17 of XLA's
+  time), the norm after sums of 256 KiB and more (J there; now as "apart"), and all_gather_matmul of
+  512 x 29568 x 8192 (1.08).
 - On every grid it helps most to have no loop over the layers ("unrolled", 10 to 16 % less time):
   XLA copies what one iteration hands to the next, and slices stacked weights. How much of that the
   first column would gain too was not measured. The paper's steps gained 5, 8, 19 and 9 % on 16 GPUs

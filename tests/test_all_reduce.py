@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -291,6 +292,27 @@ def test_residual_and_norm(kind, dtype, algorithm):
                 # Of the sum as it was rounded.
                 want = _normalised(kind, got[0].astype(np.float64), scale, bias)
                 testing.assert_close(got[1], want, abs(want) + abs(scale) + 1, dtype, shape[-1])
+
+
+def test_rows_are_normalised_in_the_kernel_where_that_is_faster():
+    """One-shot, and two-shot if it is asked for."""
+    mesh = make_mesh((2,))
+    few, many = (8, 128), (4096, 512)  # of bfloat16: 2 KiB, 4 MiB
+
+    def norm_of_the_call(shape, **options):
+        def f(x):
+            scale = jnp.ones(shape[1], x.dtype)
+            norm = jflux.RMSNorm(scale)
+            return jflux.all_reduce(x[0], axis_name="tp", norm=norm, **options)
+
+        x = jax.ShapeDtypeStruct((2, *shape), jnp.bfloat16)
+        g = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P("tp"), out_specs=P()))
+        (number,) = re.findall(r"norm = (\d)", g.lower(x).as_text())
+        return int(number)
+
+    assert norm_of_the_call(few) == 1
+    assert norm_of_the_call(many) == 0
+    assert norm_of_the_call(many, algorithm="two_shot") == 1
 
 
 @pytest.mark.parametrize("check_vma", [False, True])

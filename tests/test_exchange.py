@@ -247,10 +247,11 @@ def test_without_waits_it_is_wrong(op):
 def test_large_ones_are_lax():
     mesh = make_mesh((RANKS,))
     most = 4 << 20  # bytes that reach a rank
+    to_all = most // 2 if RANKS > 2 else most
     with jflux.config(always=False):
         for op, (small, large) in {
             "all_gather": (most // RANKS, most // RANKS + 1),
-            "all_to_all": (most // RANKS * RANKS, most + RANKS),
+            "all_to_all": (to_all // RANKS * RANKS, to_all + RANKS),
             "reduce_scatter": (most // RANKS * RANKS, most + RANKS),
         }.items():
             for size, expected in ((small, [op]), (large, [])):

@@ -173,8 +173,11 @@ def _adapt(x, *added, params, platform):
     after = params.after
     takes_residual = not after.residual or added[0].dtype == x.dtype
     dtypes = {f.dtype for f in after.factors(added)}
+    # Unless it is asked for, two-shot leaves rows to XLA: in the kernel all ranks normalise all of
+    # them with few threads, which takes longer from 256 KiB on 4 ranks on (docs/design/0006).
+    norms = ("one_shot", "two_shot" if params.algorithm == "two_shot" else None)
     takes_norm = after.norm is None or (
-        ALGORITHMS[_number_of(x, params)] in ALGORITHMS[:2]
+        ALGORITHMS[_number_of(x, params)] in norms
         and (dtypes == {x.dtype} or dtypes == {np.dtype(np.float32)} and x.dtype != np.float64)
         and _jflux.all_reduce_fits_norm(x.size, _heap.dtype_number(x.dtype), x.shape[-1])
     )

@@ -19,7 +19,8 @@ from .. import _ffi, _heap, _jflux, _mesh, reference
 from .._mesh import AxisName
 from . import _product
 
-#: Above so many bytes that reach a rank, `lax` is faster (docs/design/0006).
+#: Above so many bytes that reach a rank, `lax` is faster (docs/design/0006): for an all-to-all of
+#: more than two ranks, half of that.
 MOST_BYTES = 4 << 20
 
 
@@ -222,7 +223,9 @@ def _bytes_that_reach_a_rank(x: Any, params: Params) -> int:
 
 
 def _lax_is_faster(x, params, platform, mesh):
-    return _bytes_that_reach_a_rank(x, params) > MOST_BYTES
+    to_all = params.split is not None and params.concat is not None
+    most = MOST_BYTES // 2 if to_all and params.world > 2 else MOST_BYTES
+    return _bytes_that_reach_a_rank(x, params) > most
 
 
 def _not_fused(x, params, platform, sums):
