@@ -63,10 +63,12 @@ CpuCallSite* Impatient(uint64_t number) {
   static std::mutex mutex;
   static std::map<uint64_t, CpuCallSite> sites;
   std::lock_guard<std::mutex> lock(mutex);
-  CpuCallSite& site = sites[number];
-  site.number = number;
-  site.impatient = true;
-  return &site;
+  const auto [site, made] = sites.try_emplace(number);
+  if (made) {  // once it is handed out, others read it
+    site->second.number = number;
+    site->second.impatient = true;
+  }
+  return &site->second;
 }
 
 // A call in which every rank sends `value` to every rank, and checks what it receives.
