@@ -45,7 +45,8 @@ def all_reduce(
     algorithm: str | None = None,
 ) -> Any:
     """``lax.psum(x, axis_name)``, with the latency of one exchange, or two, where x is small; and
-    what follows it in a transformer, in the same kernel.
+    what follows it in a transformer: a residual in the same kernel, rows normalised there too where
+    all data go to all ranks at once.
 
     Inside ``jax.shard_map``, per rank along `axis_name`: the sum of all ranks' x, the same bits on
     every rank. Each rank writes its data straight into the others' memory, in packets that carry
@@ -175,9 +176,9 @@ def _adapt(x, *added, params, platform):
     dtypes = {f.dtype for f in after.factors(added)}
     # Unless it is asked for, two-shot leaves rows to XLA: in the kernel all ranks normalise all of
     # them with few threads, which takes longer from 256 KiB on 4 ranks on (docs/design/0006).
-    norms = ("one_shot", "two_shot" if params.algorithm == "two_shot" else None)
+    algorithm = ALGORITHMS[_number_of(x, params)]
     takes_norm = after.norm is None or (
-        ALGORITHMS[_number_of(x, params)] in norms
+        (algorithm == "one_shot" or params.algorithm == "two_shot")
         and (dtypes == {x.dtype} or dtypes == {np.dtype(np.float32)} and x.dtype != np.float64)
         and _jflux.all_reduce_fits_norm(x.size, _heap.dtype_number(x.dtype), x.shape[-1])
     )

@@ -129,8 +129,8 @@ def all_to_all(
 
     Inside ``jax.shard_map``, per rank along `axis_name`: x is split into N pieces along
     `split_axis`, piece r goes to rank r, and what has come is put together along `concat_axis` in
-    rank order. Sizes, errors and gradients are as for :func:`jflux.all_gather`; it is its own
-    transpose, with the axes swapped.
+    rank order. Sizes, errors and gradients are as for :func:`jflux.all_gather`, but between more
+    than two ranks it is `lax`'s above 2 MiB; it is its own transpose, with the axes swapped.
 
     Args:
       x: an array of any type, or a pytree of such, each of which is one call.

@@ -48,8 +48,8 @@ def matmul_all_reduce(
 
         x [..., m, k/N]   w [k/N, n]   ->   y [..., m, n]
 
-    Up to 4 MiB of y, as in decoding, it is XLA's product and :func:`jflux.all_reduce`, whose kernel
-    adds the residual and normalises. Above, it is :func:`jflux.matmul_reduce_scatter`, which hides
+    Up to 4 MiB of y, as in decoding, it is XLA's product and :func:`jflux.all_reduce`, with the
+    residual and the norm. Above, it is :func:`jflux.matmul_reduce_scatter`, which hides
     half of the communication in the product, and an all-gather of y's rows, which is not hidden
     (if N does not divide the rows: the product and ``lax.psum``).
 
