@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import jflux
 
 from . import _heap, _jflux, testing
-from ._ops import _product, all_gather_matmul, matmul_reduce_scatter
+from ._ops import _product
 
 
 def _versions() -> Iterator[str]:
@@ -95,19 +95,17 @@ def _try(op: str, dtype: jnp.dtype) -> str:
     return "ok"
 
 
-_OPS = {"all_gather_matmul": all_gather_matmul, "matmul_reduce_scatter": matmul_reduce_scatter}
+_OPS = ("all_gather_matmul", "matmul_reduce_scatter")
 
 
-def _fused(op: str, platform: str, ranks: int) -> str:
+def _fused(platform: str, ranks: int) -> str:
     """ "fused", and for how many rows, where `lax` is faster for others."""
     if platform != "cuda":
         return "fused"
     most = ranks << 16
     sizes = [ranks << i for i in range(17)]
     runs = []
-    for slower, group in itertools.groupby(
-        sizes, lambda m: _product.lax_is_faster(m, ranks, _OPS[op].RAGGED_FROM)
-    ):
+    for slower, group in itertools.groupby(sizes, _product.lax_is_faster):
         those = list(group)
         if not slower:
             first, last = those[0], those[-1]
@@ -130,7 +128,7 @@ def _ops() -> Iterator[str]:
             else:
                 why = _product.kernel_takes(spec, spec, np.dtype(dtype), min(ranks, 8), name)
                 why = why or (_heap._why_no_cuda() if name == "cuda" else None)
-            path = f"reference ({why})" if why else _fused(op, name, ranks)
+            path = f"reference ({why})" if why else _fused(name, ranks)
             try:
                 # Other processes would have to take part in a trial.
                 verdict = _try(op, dtype) if jax.process_count() == 1 else "not tried"
