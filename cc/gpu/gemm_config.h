@@ -60,7 +60,7 @@ inline double EstimateCost(const GemmChoice& c, int64_t m, int64_t n, int sm_cou
 // long. If ranks share tiles, own rows by themselves cost another sweep for those.
 inline bool InOneSweep(int world, int64_t rows_per_rank) {
   const int64_t others = (world - 1) * rows_per_rank;
-  return 0 < others && others <= (rows_per_rank % kGemmTileM == 0 ? 1024 : 1600);
+  return 0 < others && (rows_per_rank % kGemmTileM == 0 ? others < 1024 : others <= 1600);
 }
 
 // For world ranks' rows, n columns per rank. A cluster's rows are two ranks' in one sweep only: it

@@ -38,7 +38,7 @@ TEST(FewRowsAreOneSweep) {
     for (int64_t rows = 1; rows < 4000; ++rows) {
       const int64_t others = (world - 1) * rows;
       const bool in_one = InOneSweep(world, rows);
-      EXPECT(in_one || others > 1024) << world << " ranks, rows " << rows;
+      EXPECT(in_one || others >= 1024) << world << " ranks, rows " << rows;
       EXPECT(!in_one || others <= 1600) << world << " ranks, rows " << rows;
     }
   }
@@ -47,7 +47,8 @@ TEST(FewRowsAreOneSweep) {
 }
 
 TEST(SweepsOf1024RowsOrOneOfAll) {
-  EXPECT(ChooseGemm(2, 1024, 24576, kSms) == (GemmChoice{192, 2, 0}));
+  EXPECT(ChooseGemm(2, 512, 24576, kSms) == (GemmChoice{192, 2, 0}));
+  EXPECT(ChooseGemm(2, 1024, 24576, kSms) == (GemmChoice{192, 2, 8}));
   EXPECT(ChooseGemm(2, 4096, 24576, kSms) == (GemmChoice{192, 2, 4}));
 }
 

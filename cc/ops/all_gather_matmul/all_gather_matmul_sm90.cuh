@@ -147,22 +147,21 @@ struct AllGatherMatmulSm90 {
   struct Source {
     const CUtensorMap* map;
     int32_t row;
-    bool own;
+    int32_t panel_rows;  // 0: in x
   };
   static __device__ Source SourceOf(const Args& args, const CallContext& call, int32_t block_m,
                                     int) {
     const Span s = SpanOf(args, block_m);
     if (s.first < s.last && IsOwn(args, s)) {
       return Source{&args.x, static_cast<int32_t>(s.first - args.view.rank * args.rows.PerRank()),
-                    true};
+                    0};
     }
     return Source{&args.workspace[call.epoch & 1],
-                  static_cast<int32_t>(args.layout.RowOf(block_m, 0)), false};
+                  static_cast<int32_t>(args.layout.RowOf(block_m, 0)), args.layout.block_rows};
   }
   static __device__ void LoadA(const Source& source, uint32_t smem, uint32_t bar, int k0) {
-    constexpr int kRowsPerColumn = PanelLayout::kBlockRows / PanelLayout::kColumns;
-    ptx::TmaLoad2d(smem, source.map, bar, source.own ? k0 : 0,
-                   source.own ? source.row : source.row + k0 * kRowsPerColumn);
+    ptx::TmaLoad2d(smem, source.map, bar, source.panel_rows == 0 ? k0 : 0,
+                   source.row + k0 / Config::kTileK * source.panel_rows);
   }
 
   static __device__ Signal* SignalOf(const Args& args, const CallContext& call, int rank, int src,

@@ -36,6 +36,7 @@ struct PanelLayout {
   int32_t world;
   int64_t rows_per_rank;
   int32_t panels;
+  int32_t block_rows;    // kBlockRows, or all rows, if they are fewer
   int32_t blocks;        // of all rows
   int32_t rank_blocks;   // the most that one rank has rows in
   int32_t chunk_panels;  // 1, 2 or 4
@@ -47,6 +48,7 @@ struct PanelLayout {
     l.world = rows.world;
     l.rows_per_rank = rows.PerRank();
     l.panels = static_cast<int32_t>(CeilDiv<int64_t>(k, kColumns));
+    l.block_rows = static_cast<int32_t>(Min<int64_t>(rows.Total(), kBlockRows));
     l.blocks = static_cast<int32_t>(CeilDiv<int64_t>(rows.Total(), kBlockRows));
     for (int r = 0; r < l.world; ++r) l.rank_blocks = Max(l.rank_blocks, l.BlocksOf(r));
     l.chunk_panels = l.rows_per_rank <= kPieceRows ? 4 : l.rows_per_rank <= 2 * kPieceRows ? 2 : 1;
@@ -90,14 +92,14 @@ struct PanelLayout {
   }
   // The workspace as an array of rows of 64 columns.
   JFLUX_HD int64_t RowOf(int32_t block, int32_t panel) const {
-    return (static_cast<int64_t>(block) * panels + panel) * kBlockRows;
+    return (static_cast<int64_t>(block) * panels + panel) * block_rows;
   }
   JFLUX_HD int64_t PartialSignalOffset(int64_t i) const {
     const int64_t signals = static_cast<int64_t>(world) * rank_blocks * Chunks();
     return (signals + i) * static_cast<int64_t>(sizeof(Signal));
   }
   JFLUX_HD int64_t PartialOffset(int64_t i) const {
-    return RowOf(blocks, 0) * kRowBytes + i * partial_bytes;
+    return RowOf(blocks, 0) * kRowBytes + i * partial_bytes;  // a multiple of 128
   }
   JFLUX_HD ChannelLayout Channel() const {
     return ChannelLayout::For(PartialSignalOffset(partials), PartialOffset(partials));
