@@ -17,7 +17,7 @@ SCATTER = Call("matmul_reduce_scatter", lead=(24,), k=64, n=40, dtype=jnp.bfloat
 def _inputs(call, mesh, seed):
     world = mesh.devices.size
     x = normal(seed, (world, STEPS, *call.x_shape(world)), call.dtype)
-    return x, normal(seed + 1, (world, *call.w_shape()), call.dtype)
+    return x, normal(seed + 1, (world, *call.w_shape(world)), call.dtype)
 
 
 @pytest.mark.parametrize("calls", [[GATHER], [SCATTER], [GATHER, SCATTER]], ids=str)

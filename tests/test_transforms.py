@@ -246,7 +246,7 @@ def test_gradient_of_vmap(call):
 def test_nested_vmap(call):
     mesh = make_mesh((RANKS,))
     x = normal(0, (RANKS, 2, 3, *call.x_shape(RANKS)), call.dtype)
-    w = normal(1, (RANKS, 2, *call.w_shape()), call.dtype)
+    w = normal(1, (RANKS, 2, *call.w_shape(RANKS)), call.dtype)
     op = call.bind("tp")
     f = jax.vmap(jax.vmap(op, in_axes=(0, None)), in_axes=(0, 0))
     y = run(jax.jit(per_device(mesh, f)), x, w)
@@ -259,7 +259,7 @@ def test_nested_vmap(call):
 def test_vmap_out_axes(call):
     mesh = make_mesh((RANKS,))
     x = normal(0, (RANKS, 4, *call.x_shape(RANKS)), call.dtype)
-    w = normal(1, (RANKS, *call.w_shape()), call.dtype)
+    w = normal(1, (RANKS, *call.w_shape(RANKS)), call.dtype)
     f = jax.vmap(call.bind("tp"), in_axes=(0, None), out_axes=-1)
     y = run(jax.jit(per_device(mesh, f)), x, w)
     for b in range(4):

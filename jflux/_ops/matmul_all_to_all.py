@@ -7,6 +7,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
@@ -287,15 +288,17 @@ def _batch(primitive, operands, dims, *, params):
 
     (x, w), (x_dim, w_dim) = operands, dims
     if w_dim is None:
-        return bind(jax.numpy.moveaxis(x, x_dim, 0), w, shift=1), [0]
+        return bind(jnp.moveaxis(x, x_dim, 0), w, shift=1), [0]
     if x_dim is None:
         # The batch is the minor part of a wider w's columns, so that pieces of them stay together.
         n_axis = _product.columns_axis(params.transpose_rhs)
-        w = jax.numpy.moveaxis(w, w_dim, n_axis + 1)
-        b = w.shape[n_axis + 1]
-        wide = w.reshape(*w.shape[:n_axis], -1, *w.shape[n_axis + 2 :])
-        (y,) = bind(x, wide)
-        return [y.reshape(*y.shape[:-1], -1, b)], [y.ndim]
+        w = jnp.moveaxis(w, w_dim, n_axis + 1)
+        n, b = w.shape[n_axis : n_axis + 2]
+        (y,) = bind(x, w.reshape(*w.shape[:n_axis], n * b, *w.shape[n_axis + 2 :]))
+        split_rows, concat_rows = _by_rows(x, params)
+        n = n if split_rows else n // params.world
+        n = n if concat_rows else n * params.world
+        return [y.reshape(*y.shape[:-1], n, b)], [y.ndim]
     return _product.batch_in_turn(bind, operands, dims)
 
 
