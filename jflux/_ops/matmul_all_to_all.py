@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
-from .. import _config, _ffi, _global, _mesh, reference
+from .. import _ffi, _global, _mesh, reference
 from .._mesh import AxisName
 from . import _product, exchange
 from .all_gather_matmul import weight_gradient
@@ -191,16 +191,8 @@ def _result_shapes(x, w, *, params):
     return [(tuple(shape), params.out_dtype)]
 
 
-def _reference(x, w, *, params):
-    return [
-        lax.all_to_all(
-            _multiply(x, w, params), params.axis_names, params.split, params.concat, tiled=True
-        )
-    ]
-
-
 def _composite(x, w, *, params):
-    """The call as a product and an exchange."""
+    """The call as a product and an exchange, which sees for itself whether it is `lax`'s."""
     return [_exchanged(_multiply(x, w, params), params)]
 
 
@@ -225,10 +217,11 @@ def _extent(x, w, *, params):
     return *_product.outer_inner(x.shape, dimension, blocks), x.shape[-1], n
 
 
-#: Rows of a product below which XLA's product and an exchange are taken instead of the kernel.
-#: (Both figures are estimates: nothing below or about them has been measured yet.)
+#: Rows of a rank's product below which XLA's product and an exchange are taken instead of the
+#: kernel. (This and the next figure are estimates, which nobody has measured yet.)
 FEWEST_ROWS = 512
-#: What the kernel may compute for nothing: each piece has whole tiles, of 128 columns at least.
+#: How much more than it has to the kernel may compute: a piece is whole tiles to it, of 128 columns
+#: at least.
 MOST_PADDED = 1.125
 
 
@@ -236,8 +229,13 @@ def kernel_is_faster(piece_rows: int, piece_columns: int, product_rows: int) -> 
     """On GPUs, where nothing was measured for the call."""
     tile = _product.CUDA_TILE_ROWS
     computed = -(-piece_rows // tile) * tile * -(-piece_columns // tile) * tile
-    enough = product_rows >= FEWEST_ROWS
-    return enough and computed <= MOST_PADDED * piece_rows * piece_columns
+    return product_rows >= FEWEST_ROWS and computed <= MOST_PADDED * piece_rows * piece_columns
+
+
+def _lax_is_faster(x, w, *, params, platform):
+    outer, inner, _, n = _extent(x, w, params=params)
+    m = _product.total_rows(x)
+    return platform == "cuda" and not kernel_is_faster(outer * inner, n, m)
 
 
 def _adapt(x, w, *, params, platform):
@@ -249,9 +247,6 @@ def _adapt(x, w, *, params, platform):
         return None
     outer, inner, _, n = _extent(x, w, params=params)
     if params.out_dtype != x.dtype or n % _product.UNIT != 0:
-        return composite
-    worthwhile = kernel_is_faster(outer * inner, n, _product.total_rows(x))
-    if not worthwhile and not _config.config.always:
         return composite
     bind = functools.partial(_primitive.bind, params=params)
     if not _product.in_units([x], [w]):
@@ -305,14 +300,14 @@ def _batch(primitive, operands, dims, *, params):
 _primitive = _ffi.make_primitive(
     OP,
     abstract_eval=_result_shapes,
-    reference=_reference,
+    reference=_composite,
     not_fused=_not_fused,
     adapt=_adapt,
     batch=_batch,
     **_product.call_rules(
         OP,
         extent=_extent,
-        lax_is_faster=lambda x, w, *, params, platform: False,  # `_adapt` decides
+        lax_is_faster=_lax_is_faster,
         attributes=_attributes,
     ),
 )
