@@ -72,8 +72,8 @@ def tune(
     With several processes, all of them must call it, with the same arguments.
 
     Args:
-      op: "all_gather_matmul", "matmul_reduce_scatter" or "matmul_all_to_all" (of columns that become
-        rows; what is chosen holds for other pieces of the same size too).
+      op: "all_gather_matmul", "matmul_reduce_scatter", or "matmul_all_to_all", whose columns are
+        split; what is chosen holds for other pieces of the same size too.
       m: rows of the gathered x, or of x before the scatter, or of y.
       n: columns of w, over all ranks for all_gather_matmul.
       k: columns of x, over all ranks for matmul_reduce_scatter.

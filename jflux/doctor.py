@@ -102,8 +102,8 @@ def _by_rows(op: Any) -> Callable[[int, int], bool]:
 _OPS: dict[str, Callable[[int, int], bool]] = {
     "all_gather_matmul": _by_rows(all_gather_matmul),
     "matmul_reduce_scatter": _by_rows(matmul_reduce_scatter),
-    "matmul_all_to_all": lambda m, ranks: not matmul_all_to_all.kernel_is_faster(
-        m // ranks, _product.CUDA_TILE_ROWS, m // ranks
+    "matmul_all_to_all": lambda m, ranks: (
+        not matmul_all_to_all.kernel_is_faster(m // ranks, _product.CUDA_TILE_ROWS, m // ranks)
     ),
 }
 
