@@ -245,8 +245,8 @@ def section_choices(ranks: int, names: list[str], rounds: int) -> list[str]:
         chosen = _tuning.heuristic(key, sm_count)
         tried = [chosen, _tuning.LAX]
         for tile in _tuning.compiled():
-            group = max(1, chosen.group_m * chosen.cluster_m // tile.cluster_m)
-            tried.append(dataclasses.replace(tile, group_m=group))
+            group = chosen.group_m * chosen.cluster_m // tile.cluster_m
+            tried.append(dataclasses.replace(tile, group_m=max(1, group) if chosen.group_m else 0))
         seconds = _tuner.measure(
             shape.op, list(dict.fromkeys(tried)), m=m, n=n, k=k, mesh=mesh, axis_name="tp",
             rounds=rounds,

@@ -179,6 +179,9 @@ def key_of(op: str, m: int, n: int, k: int, ranks: int, dtype: Any, transpose_rh
     return _tuning.key_of(op, ranks, m // ranks, n, k, dtype, transpose_rhs)
 
 
+_MOST_IN_ONE_SWEEP = 4096  # rows
+
+
 def candidates(key: Key, sm_count: int) -> list[Choice]:
     """What is worth a try: every compiled tile, with the heuristic's group and those around it. The
     heuristic's own choice comes first."""
@@ -190,9 +193,13 @@ def candidates(key: Key, sm_count: int) -> list[Choice]:
         if tile.cluster_m > 1 and key.rows <= CUDA_TILE_ROWS:
             continue  # half of each cluster would compute nothing
         near = max(1, first.group_m * first.cluster_m // tile.cluster_m)
-        for group in sorted({near // 2, near, 2 * near, min(16, most)}):
+        groups = {near // 2, near, 2 * near, min(16, most)} - {0}
+        # One sweep of all rows; with one row of tiles every sweep is.
+        if 1 < most and key.rows <= _MOST_IN_ONE_SWEEP:
+            groups.add(0)
+        for group in sorted(groups):
             choice = dataclasses.replace(tile, group_m=group)
-            if 1 <= group <= max(1, min(16, most)) and choice not in found:
+            if group <= max(1, min(16, most)) and choice not in found:
                 found.append(choice)
     if key.op == "all_gather_matmul" and key.rows <= 256:
         alone = [c for c in found if c.cluster_m == 1 and c.splits == 1]

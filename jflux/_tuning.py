@@ -34,7 +34,7 @@ class Choice:
     Attributes:
       tile_n: columns of a tile, which has 128 rows.
       cluster_m: CTAs one below the other that share the loading of w.
-      group_m: rows of clusters that share a sweep over w.
+      group_m: rows of clusters that share a sweep over w; 0: all do, whichever rank's they are.
       splits: of k, each computed by another CTA (all_gather_matmul, without clusters, up to 16).
     """
 

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import jflux
 
 from . import _heap, _jflux, _trial, testing
-from ._ops import _product, all_gather_matmul, matmul_all_to_all, matmul_reduce_scatter
+from ._ops import _product, matmul_all_to_all
 
 
 def _versions() -> Iterator[str]:
@@ -94,14 +94,14 @@ def _try(op: str, dtype: jnp.dtype) -> str:
     return "ok"
 
 
-def _by_rows(op: Any) -> Callable[[int, int], bool]:
-    return lambda m, ranks: _product.lax_is_faster(m, ranks, op.RAGGED_FROM)
+def _by_rows(m: int, ranks: int) -> bool:
+    return _product.lax_is_faster(m)
 
 
 # Whether `lax` is faster for so many rows in all, in whole tiles of columns.
 _OPS: dict[str, Callable[[int, int], bool]] = {
-    "all_gather_matmul": _by_rows(all_gather_matmul),
-    "matmul_reduce_scatter": _by_rows(matmul_reduce_scatter),
+    "all_gather_matmul": _by_rows,
+    "matmul_reduce_scatter": _by_rows,
     "matmul_all_to_all": lambda m, ranks: (
         not matmul_all_to_all.kernel_is_faster(m // ranks, _product.CUDA_TILE_ROWS, m // ranks)
     ),

@@ -15,9 +15,10 @@ from jflux import _tuning
 )
 @pytest.mark.parametrize("rows", [130, 256])
 def test_every_configuration(op, choice, dtype, out, transpose_rhs, rows):
-    """Ragged rows and whole tiles, ragged columns, groups of one row of tiles and of several."""
+    """Ragged rows and whole tiles, ragged columns, one sweep of all, and groups of one row of tiles
+    and of several."""
     mesh = make_mesh((RANKS,))
-    for group, n in ((1, 2056), (3, 18 * 256)):
+    for group, n in ((0, 2056), (0, 18 * 256), (1, 2056), (3, 18 * 256)):
         call = Call(op, lead=(rows,), k=136, n=n, dtype=dtype, out=out, transpose_rhs=transpose_rhs)
         with _tuning.force(_tuning.Choice(choice.tile_n, choice.cluster_m, group)):
             check_values(call, mesh, "tp", seed=group)

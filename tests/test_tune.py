@@ -79,7 +79,8 @@ def test_candidates():
         assert {(c.tile_n, c.cluster_m) for c in found} <= compiled
         if rows > 128:
             assert {(c.tile_n, c.cluster_m) for c in found} == compiled
-        assert all(c.group_m == 1 or c.group_m * c.cluster_m * 128 < 2 * rows for c in found)
+        assert all(c.group_m <= 1 or c.group_m * c.cluster_m * 128 < 2 * rows for c in found)
+        assert any(c.group_m == 0 for c in found) == (128 < rows <= 4096)
 
 
 def test_pick():

@@ -14,11 +14,14 @@
 // So no two ranks work for, or wait for, the same peer in the same phase, and neither end of the
 // communication is exposed.
 //
+// Few rows are one sweep over n instead (group_m == 0): of each column all tiles, in these orders,
+// before the next column's.
+//
 // Deadlock: a tile with own rows waits, in matmul + reduce-scatter, for the same tile of every
 // peer. Tiles without own rows wait for nobody and come first. Of the tiles with own rows, those
 // that straddle come first, column by column and from top to bottom in each, which is the same
 // order on all ranks that share one; so of the unfinished ones the first in that order is always
-// either being computed or next to be taken.
+// either being computed or next to be taken. In one sweep that holds column by column.
 #ifndef JFLUX_CORE_TILE_ORDER_H_
 #define JFLUX_CORE_TILE_ORDER_H_
 
@@ -37,7 +40,8 @@ struct Tile {
 struct TileGrid {
   int32_t tiles_m;
   int32_t tiles_n;
-  int32_t group_m;      // tile rows that share a sweep over n, so that w's tiles are reused from L2
+  int32_t group_m;      // tile rows that share a sweep over n, so that w's tiles are reused from L2;
+                        // 0: all of them do, whoever's they are
   int32_t at_once = 0;  // tiles that are computed at the same time, where that matters
 };
 
@@ -77,6 +81,7 @@ JFLUX_HD constexpr Tile GatherTile(int32_t t, const TileGrid& grid, int rank, in
   const auto end = rank + 1 == world
                        ? grid.tiles_m
                        : static_cast<int32_t>(Quotient((rank + 1) * rows_per_rank, tile_m));
+  if (grid.group_m == 0) return Tile{(start + t % grid.tiles_m) % grid.tiles_m, t / grid.tiles_m};
   const int32_t own = Max(0, end - start), others = grid.tiles_m - own;
   const int32_t near = Min(own, others);
   int32_t fill = 0;
@@ -98,8 +103,13 @@ JFLUX_HD constexpr Tile GatherTile(int32_t t, const TileGrid& grid, int rank, in
 }
 
 // matmul + reduce-scatter.
-JFLUX_HD constexpr Tile ScatterTile(int32_t t, const TileGrid& grid, int rank, int world,
+JFLUX_HD constexpr Tile ScatterTile(int32_t t, const TileGrid& whole, int rank, int world,
                                     int64_t rows_per_rank, int32_t tile_m) {
+  // In one sweep, a column is a grid of its own.
+  const bool one_sweep = whole.group_m == 0;
+  const int32_t column = one_sweep ? t / whole.tiles_m : 0;
+  const TileGrid grid = one_sweep ? TileGrid{whole.tiles_m, 1, whole.tiles_m} : whole;
+  t -= column * whole.tiles_m;
   const int32_t first = FirstTileOf(rank, rows_per_rank, tile_m);
   const int32_t last = LastTileOf(rank, rows_per_rank, tile_m);
   const int32_t own = last - first + 1;
@@ -107,7 +117,7 @@ JFLUX_HD constexpr Tile ScatterTile(int32_t t, const TileGrid& grid, int rank, i
   // 1. tiles without own rows, from the next rank's on
   if (t < others * grid.tiles_n) {
     const Tile p = GroupedTile(t, others, grid.tiles_n, grid.group_m);
-    return Tile{(last + 1 + p.m) % grid.tiles_m, p.n};
+    return Tile{(last + 1 + p.m) % grid.tiles_m, column + p.n};
   }
   t -= others * grid.tiles_n;
   // 2. tiles with own rows that others share: the first and the last of the own tile rows
@@ -117,14 +127,14 @@ JFLUX_HD constexpr Tile ScatterTile(int32_t t, const TileGrid& grid, int rank, i
   const int32_t shared = (is_shared[0] ? 1 : 0) + (is_shared[1] ? 1 : 0);
   if (t < shared * grid.tiles_n) {
     const bool is_first = is_shared[0] && t % shared == 0;
-    return Tile{is_first ? first : last, t / shared};
+    return Tile{is_first ? first : last, column + t / shared};
   }
   t -= shared * grid.tiles_n;
   // 3. tiles with own rows only
   const int32_t inner_first = first + (head ? 1 : 0);
   const int32_t inner = own - (head ? 1 : 0) - (tail && own > 1 ? 1 : 0);
   const Tile p = GroupedTile(t, inner, grid.tiles_n, grid.group_m);
-  return Tile{inner_first + p.m, p.n};
+  return Tile{inner_first + p.m, column + p.n};
 }
 
 // Whom a rank sends to in step 1 .. world-1 of an all-gather: first the rank that will need it

@@ -44,11 +44,15 @@ __device__ __forceinline__ CallContext MakeContext(const Args& args) {
   return call;
 }
 
+__device__ __forceinline__ bool HasCome(const CallContext& call, const Signal* word) {
+  return Classify(LoadAcquire(word), call.signal) == SignalState::kReady;
+}
+
 // Waits for a peer. A wait that fails lets the kernel run on, so that it ends soon, with wrong
 // values; EndOfWaits turns that into an error.
 __device__ __forceinline__ void AwaitPeer(const CallContext& call, const Signal* word, int peer,
                                           int64_t unit) {
-  if (Classify(LoadAcquire(word), call.signal) == SignalState::kReady) return;
+  if (HasCome(call, word) || Faulted(call.wait)) return;
   WaitContext wait = call.wait;
   wait.deadline_ns = NowNs() + call.patience_ns;
   WaitSignal(word, call.signal, peer, unit, wait);

@@ -14,7 +14,7 @@ namespace jflux {
 struct GemmChoice {
   int32_t tile_n;      // columns per CTA tile; it always has 128 rows
   int32_t cluster_m;   // 2 or 1 CTAs one below the other
-  int32_t group_m;     // cluster tile rows that share a sweep over n
+  int32_t group_m;     // cluster tile rows that share a sweep over n; 0: all do
   int32_t splits = 1;  // of k, each computed by another CTA: all-gather, up to 16, no clusters
 
   bool operator==(const GemmChoice& o) const {
@@ -39,6 +39,7 @@ inline constexpr int32_t StoreColumns(const GemmChoice& c) { return c.tile_n % 6
 inline constexpr int kGemmTileK = 64;
 inline constexpr int kMaxWeights = 4;  // of one call
 inline constexpr int kMaxSplits = 16;  // of k
+inline constexpr int kMaxGroup = 4096;
 
 // Waves of tiles on `sm_count` SMs, times what a tile costs.
 inline double EstimateCost(const GemmChoice& c, int64_t m, int64_t n, int sm_count) {
@@ -54,18 +55,31 @@ inline double EstimateCost(const GemmChoice& c, int64_t m, int64_t n, int sm_cou
   return static_cast<double>(waves) * c.tile_n * per_column;
 }
 
-// For world ranks' rows, n columns per rank. A cluster's rows are never two ranks': it would wait
-// for both.
+// Whether all rows share one sweep over w, so that it is read once. The tiles of other ranks' rows
+// then begin together with the own ones, and wait for what is on its way; with few rows that is not
+// long. If ranks share tiles, own rows by themselves cost another sweep for those.
+inline bool InOneSweep(int world, int64_t rows_per_rank) {
+  const int64_t others = (world - 1) * rows_per_rank;
+  return 0 < others && others <= (rows_per_rank % kGemmTileM == 0 ? 1024 : 1600);
+}
+
+// For world ranks' rows, n columns per rank. A cluster's rows are two ranks' in one sweep only: it
+// waits for both.
 inline GemmChoice ChooseGemm(int world, int64_t rows_per_rank, int64_t n, int sm_count) {
+  const bool one_sweep = InOneSweep(world, rows_per_rank);
   const int64_t m = world * rows_per_rank;
   GemmChoice best{192, 1, 16};
   for (const GemmChoice& c : kCompiled) {
-    if (c.cluster_m > 1 && rows_per_rank < kGemmTileM * c.cluster_m) continue;
+    if (c.cluster_m > 1 && !one_sweep && rows_per_rank < kGemmTileM * c.cluster_m) continue;
     if (EstimateCost(c, m, n, sm_count) < EstimateCost(best, m, n, sm_count)) best = c;
   }
-  // Sweeps of 1024 rows, where not all rows are one sweep: on 2 x H200, from 4096 rows on, faster
-  // than sweeps of 2048, by up to 3 % on normal numbers and 20 % on zeros.
-  if (best.cluster_m == 2 && m > kGemmTileM * best.cluster_m * best.group_m) best.group_m = 4;
+  if (one_sweep) {
+    best.group_m = 0;
+  } else if (best.cluster_m == 2 && m > kGemmTileM * best.cluster_m * best.group_m) {
+    // Sweeps of 1024 rows, where not all rows are one sweep: on 2 x H200, from 4096 rows on, faster
+    // than sweeps of 2048, by up to 3 % on normal numbers and 20 % on zeros.
+    best.group_m = 4;
+  }
   return best;
 }
 
@@ -81,6 +95,7 @@ inline uint32_t SignatureOf(uint32_t call, int64_t site, const GemmChoice& c) {
 // begins when p have been computed, R of them own ones, is on time if (p - R + g) q <= p. That is
 // hardest for the first sweep, p = R, or, with slow links, for the last, p = world R - g.
 inline GemmChoice GatherGroups(GemmChoice c, int world, int64_t rows_per_rank, int64_t n) {
+  if (c.group_m == 0) return c;
   // Columns for which q = 1. A row is 2 k bytes, at 220 GB/s, and 2 k n operations, at 650 TFLOP/s,
   // as both were read on 4 x H200 while the other went on.
   constexpr double kColumns = 3000;
@@ -97,7 +112,7 @@ inline bool IsPossible(const GemmChoice& c) {
   for (const GemmChoice& k : kCompiled) {
     compiled |= k.tile_n == c.tile_n && k.cluster_m == c.cluster_m;
   }
-  return compiled && c.group_m >= 1 && 1 <= c.splits && c.splits <= kMaxSplits &&
+  return compiled && 0 <= c.group_m && c.group_m <= kMaxGroup && 1 <= c.splits && c.splits <= kMaxSplits &&
          (c.splits == 1 || c.cluster_m == 1);
 }
 

@@ -8,7 +8,7 @@
 //               parts of tiles that others compute, waits for them (Op::WaitForParts)
 //   0, warp 2   storer: Op::Store writes out what the consumers staged
 //   0, warp 3   scout: takes tiles from a counter in device memory, one ahead of the loader, and
-//               waits for a tile's rows of A (Op::WaitForRows)
+//               waits for a tile's rows of A, k block by k block (Op::WaitForRows)
 //   1 and 2     consumers, which take tiles in turn: wgmma, then Op::Finish, which adds others'
 //               parts and stages the result
 //
@@ -144,6 +144,17 @@ __device__ __forceinline__ int32_t BlockRow(Tile tile, uint32_t cta) {
   return tile.m * Config::kClusterM + static_cast<int32_t>(cta);
 }
 
+// K blocks of a tile, over all its terms.
+template <typename Op>
+__device__ __forceinline__ int BlocksOf(const typename Op::Args& args, Tile tile) {
+  int blocks = 0;
+  for (int term = 0; term < Op::TermsOf(args); ++term) {
+    const KRange k = Op::KOf(args, tile, term);
+    blocks += CeilDiv<int>(k.end - k.begin, Op::Config::kTileK);
+  }
+  return blocks;
+}
+
 template <typename Op>
 __device__ __forceinline__ void RunScout(const typename Op::Args& args, const CallContext& call,
                                          const GemmSmem<typename Op::Config>& smem, uint32_t cta,
@@ -152,10 +163,10 @@ __device__ __forceinline__ void RunScout(const typename Op::Args& args, const Ca
   const int lane = threadIdx.x % 32;
   Ring<Config::kSlots> slots;
   TileReader<Config> reader{smem, {}};
-  uint32_t begun = 0;  // parity
+  uint32_t begun = 0;   // parity
+  uint32_t blocks = 0;  // of A, in the tiles before
   for (;;) {
     int32_t t;
-    const int slot = cta == 0 ? slots.index : reader.ring.index;
     if (cta == 0) {
       if (lane == 0) PublishTile<Config>(smem, slots, taken);
       t = __shfl_sync(0xffffffff, taken, 0);
@@ -166,12 +177,14 @@ __device__ __forceinline__ void RunScout(const typename Op::Args& args, const Ca
     if (t >= args.num_tiles) return;
     const Tile tile = Op::TileAt(args, t);
     const int32_t block_m = BlockRow<Config>(tile, cta);
-    const uint64_t start = call.Start();
-    Op::WaitForRows(args, call, block_m);
-    __syncwarp();
-    if (lane == 0) {
-      call.Done(EventKind::kWaitRows, start, block_m, tile.n);
-      ptx::MbarrierArrive(smem.RowsReady(slot));
+    if constexpr (Op::kRowsArrive) {
+      const uint64_t start = call.Start();
+      Op::WaitForRows(args, call, block_m, tile, [&](int come) {
+        __syncwarp();
+        if (lane == 0) ptx::StoreSharedRelease(smem.RowsMark(), blocks + come);
+      });
+      blocks += BlocksOf<Op>(args, tile);
+      if (lane == 0) call.Done(EventKind::kWaitRows, start, block_m, tile.n);
     }
     ptx::MbarrierWait(smem.Begun(), begun);
     begun ^= 1;
@@ -201,60 +214,72 @@ __device__ __forceinline__ void RunPartsScout(const typename Op::Args& args,
   }
 }
 
+// One lane: fills the stages with a tile's operands.
+template <typename Op>
+__device__ __forceinline__ void LoadTile(const typename Op::Args& args, const CallContext& call,
+                                         const GemmSmem<typename Op::Config>& smem, uint32_t cta,
+                                         Tile tile, Ring<Op::Config::kStages>& stages,
+                                         RowsReader& rows) {
+  using Config = typename Op::Config;
+  const int32_t block_m = BlockRow<Config>(tile, cta);
+  const auto load_b = [&](const Ring<Config::kStages>& stage, const Rhs& rhs, int k0) {
+    const uint32_t bar = smem.Full(stage.index);
+    ptx::MbarrierArriveExpectTx(bar, args.a_bytes + Config::kBBytes);
+    LoadB<Config>(smem.B(stage.index), rhs, bar, k0, cta);
+  };
+  // W goes before A: the CTAs of a cluster need each other's share of it, whoever's rows are late.
+  int staged = 0;  // of the first term, so far
+  if constexpr (Op::kRowsArrive) {
+    // As long as no rows have come, w comes: to the stages that are free, and what follows to L2.
+    const KRange first = Op::KOf(args, tile, 0);
+    const Rhs rhs = Op::RhsOf(args, tile.n, 0);
+    Ring<Config::kStages> early = stages;
+    int fetched = first.begin;
+    const int most = first.begin + Config::kStages * Config::kTileK;
+    const int far = first.begin + Config::kPrefetchBlocks * Config::kTileK;
+    staged = first.begin;
+    while (!rows.Look()) {
+      if (staged < Min(most, first.end) &&
+          ptx::MbarrierTest(smem.Empty(early.index), early.parity ^ 1)) {
+        load_b(early, rhs, staged);
+        early.Advance();
+        staged += Config::kTileK;
+      } else if (Max(fetched, staged) < Min(far, first.end)) {
+        fetched = Max(fetched, staged);
+        PrefetchB<Config>(rhs, fetched, cta);
+        fetched += Config::kTileK;
+      }
+    }
+  }
+  ptx::MbarrierArrive(smem.Begun());
+  for (int term = 0; term < Op::TermsOf(args); ++term) {
+    const auto source = Op::SourceOf(args, call, block_m, term);
+    const Rhs rhs = Op::RhsOf(args, tile.n, term);
+    const KRange k = Op::KOf(args, tile, term);
+    for (int k0 = k.begin; k0 < k.end; k0 += Config::kTileK) {
+      if (term != 0 || k0 >= staged) {
+        ptx::MbarrierWait(smem.Empty(stages.index), stages.parity ^ 1);
+        load_b(stages, rhs, k0);
+      }
+      if constexpr (Op::kRowsArrive) rows.Take();
+      Op::LoadA(source, smem.A(stages.index), smem.Full(stages.index), k0);
+      stages.Advance();
+    }
+  }
+}
+
 template <typename Op>
 __device__ __forceinline__ void RunLoader(const typename Op::Args& args, const CallContext& call,
                                           const GemmSmem<typename Op::Config>& smem, uint32_t cta) {
   using Config = typename Op::Config;
-  const int lane = threadIdx.x % 32;
   TileReader<Config> reader{smem, {}};
   Ring<Config::kStages> stages;
+  RowsReader rows{smem.RowsMark()};
   for (;;) {
-    const Ring<Config::kSlots> slot = reader.ring;
     const int32_t t = reader.Next();
     if (t >= args.num_tiles) return;
     const Tile tile = Op::TileAt(args, t);
-    const int32_t block_m = BlockRow<Config>(tile, cta);
-    if (lane == 0) {
-      const auto load_b = [&](const Ring<Config::kStages>& stage, const Rhs& rhs, int k0) {
-        const uint32_t bar = smem.Full(stage.index);
-        ptx::MbarrierArriveExpectTx(bar, args.a_bytes + Config::kBBytes);
-        LoadB<Config>(smem.B(stage.index), rhs, bar, k0, cta);
-      };
-      // As long as the rows are on their way, w comes: to the stages that are free, and what
-      // follows to L2. The CTAs of a cluster need each other's share of w, whoever's rows are late.
-      const KRange first = Op::KOf(args, tile, 0);
-      const Rhs first_rhs = Op::RhsOf(args, tile.n, 0);
-      Ring<Config::kStages> early = stages;
-      int staged = first.begin, fetched = first.begin;  // so far
-      const int most = first.begin + Config::kStages * Config::kTileK;
-      const int far = first.begin + Config::kPrefetchBlocks * Config::kTileK;
-      while (!ptx::MbarrierTest(smem.RowsReady(slot.index), slot.parity)) {
-        if (staged < Min(most, first.end) &&
-            ptx::MbarrierTest(smem.Empty(early.index), early.parity ^ 1)) {
-          load_b(early, first_rhs, staged);
-          early.Advance();
-          staged += Config::kTileK;
-        } else if (Max(fetched, staged) < Min(far, first.end)) {
-          fetched = Max(fetched, staged);
-          PrefetchB<Config>(first_rhs, fetched, cta);
-          fetched += Config::kTileK;
-        }
-      }
-      ptx::MbarrierArrive(smem.Begun());
-      for (int term = 0; term < Op::TermsOf(args); ++term) {
-        const auto source = Op::SourceOf(args, call, block_m, term);
-        const Rhs rhs = Op::RhsOf(args, tile.n, term);
-        const KRange k = Op::KOf(args, tile, term);
-        for (int k0 = k.begin; k0 < k.end; k0 += Config::kTileK) {
-          if (term != 0 || k0 >= staged) {
-            ptx::MbarrierWait(smem.Empty(stages.index), stages.parity ^ 1);
-            load_b(stages, rhs, k0);
-          }
-          Op::LoadA(source, smem.A(stages.index), smem.Full(stages.index), k0);
-          stages.Advance();
-        }
-      }
-    }
+    if (ptx::ElectOne()) LoadTile<Op>(args, call, smem, cta, tile, stages, rows);
     __syncwarp();
   }
 }
@@ -301,11 +326,7 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
     const int32_t t = reader.Enter();
     if (t >= args.num_tiles) return reader.Leave();
     const Tile tile = Op::TileAt(args, t);
-    int k_blocks = 0;
-    for (int term = 0; term < Op::TermsOf(args); ++term) {
-      const KRange k = Op::KOf(args, tile, term);
-      k_blocks += CeilDiv<int>(k.end - k.begin, Config::kTileK);
-    }
+    const int k_blocks = BlocksOf<Op>(args, tile);
     if (turn != consumer) {
       reader.Leave();
       stages.Skip(k_blocks);
@@ -357,14 +378,17 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
 //   Config, Args {state, view, signature, op, num_tiles, a_bytes, ...}
 //   TileAt(args, t) -> Tile             in units of cluster tiles
 //   PrefetchMaps(args)                  one lane
-//   WaitForRows(args, call, block_m)    all lanes of the scout: until A's rows can be read
+//   kRowsArrive                         whether peers send A's rows, and if so
+//   WaitForRows(args, call, block_m, tile, mark)
+//                                       all lanes of the scout: mark(how many of the tile's k
+//                                       blocks can be read), until that is all
 //   TermsOf(args), KOf(args, tile, term) -> KRange
 //                                       a tile is the sum of so many products, each over its k
 //   SourceOf(args, call, block_m, term), LoadA(source, smem, bar, k0)
 //   RhsOf(args, tile_n, term) -> Rhs
 //   HasParts(args)                      whether there are tiles with parts that others compute
 //   WaitForParts(args, call, block_m, tile)                     all lanes, if HasParts
-//   Send(args, call, smem)              one lane; everything that peers wait for without waiting
+//   Send(args, call, smem)              a warp; everything that peers wait for without waiting
 //   Finish(args, call, staging, acc, block_m, tile, await_parts)
 //                                       adds the parts and stages, block by block, what Store takes
 //   Store(args, call, staging, block_m, tile)                   one lane; in the same order
@@ -391,7 +415,6 @@ __device__ __forceinline__ void RunGemm(const typename Op::Args& args) {
     for (int i = 0; i < Config::kSlots; ++i) {
       ptx::MbarrierInit(smem.SlotFull(i), 1);
       ptx::MbarrierInit(smem.SlotEmpty(i), SlotReaders<Config>(Op::HasParts(args)));
-      ptx::MbarrierInit(smem.RowsReady(i), 1);
       ptx::MbarrierInit(smem.PartsReady(i), 1);
     }
     ptx::MbarrierInit(smem.Begun(), 1);
@@ -401,6 +424,7 @@ __device__ __forceinline__ void RunGemm(const typename Op::Args& args) {
       ptx::MbarrierInit(smem.Stored(i), 1);
     }
     for (int i = 0; i < Config::kPieces; ++i) ptx::MbarrierInit(smem.PieceFull(i), 1);
+    ptx::StoreSharedRelease(smem.RowsMark(), 0);
     ptx::FenceMbarrierInit();
   }
   if (Config::kClusterM == 1) {
@@ -414,15 +438,13 @@ __device__ __forceinline__ void RunGemm(const typename Op::Args& args) {
     if (warp == 0) {
       RunLoader<Op>(args, call, smem, cta);
     } else if (warp == 1) {
-      if (lane == 0) {
-        Op::Send(args, call, smem);
-        LeaveCounters(args);
-      }
+      Op::Send(args, call, smem);
       __syncwarp();
+      if (lane == 0) LeaveCounters(args);
       if (Op::HasParts(args)) RunPartsScout<Op>(args, call, smem, cta);
       if (lane == 0) EndOfWaits(args);
     } else if (warp == 2) {
-      if (lane == 0) RunStorer<Op>(args, call, smem, cta);
+      if (ptx::ElectOne()) RunStorer<Op>(args, call, smem, cta);
     } else {
       RunScout<Op>(args, call, smem, cta, taken);
       if (lane == 0) {

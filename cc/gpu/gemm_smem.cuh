@@ -38,7 +38,6 @@ struct GemmConfig {
   static constexpr int kStagingBytes = 64 * kTileN * 2;
   static constexpr int kPieceBytes = 4096;  // of what Op::Send moves
   static constexpr int kPieces = 4;
-  static constexpr int64_t kChunkBytes = kPieces * kPieceBytes;
   static constexpr int kBarrierBytes = 1024;
   static constexpr int kStages =
       (232448 - kBarrierBytes - kPieces * kPieceBytes - kConsumers * kStagingBytes) /
@@ -78,13 +77,12 @@ struct GemmSmem {
   // Stages: filled by TMA, emptied by the consumers of all CTAs that share them.
   __device__ uint32_t Full(int stage) const { return Bar(stage); }
   __device__ uint32_t Empty(int stage) const { return Bar(Config::kStages + stage); }
-  // Slots: a tile is published; all are done with it; its rows are there; the others' parts are.
+  // Slots: a tile is published; all are done with it; the others' parts of it are there.
   static constexpr int kSlot = 2 * Config::kStages;
   __device__ uint32_t SlotFull(int slot) const { return Bar(kSlot + slot); }
   __device__ uint32_t SlotEmpty(int slot) const { return Bar(kSlot + Config::kSlots + slot); }
-  __device__ uint32_t RowsReady(int slot) const { return Bar(kSlot + 2 * Config::kSlots + slot); }
-  __device__ uint32_t PartsReady(int slot) const { return Bar(kSlot + 3 * Config::kSlots + slot); }
-  static constexpr int kOther = kSlot + 4 * Config::kSlots;
+  __device__ uint32_t PartsReady(int slot) const { return Bar(kSlot + 2 * Config::kSlots + slot); }
+  static constexpr int kOther = kSlot + 3 * Config::kSlots;
   // The loader begins with a tile, so the scout may take the next.
   __device__ uint32_t Begun() const { return Bar(kOther); }
   // All of the other consumer's stages are full, so the next ones are this consumer's.
@@ -95,7 +93,25 @@ struct GemmSmem {
   __device__ uint32_t PieceFull(int i) const { return Bar(kOther + 7 + i); }
   static constexpr int kBarriers = kOther + 7 + Config::kPieces;
   __device__ uint32_t SlotTile(int slot) const { return Bar(kBarriers) + 4 * slot; }
-  static_assert(kBarriers * 8 + Config::kSlots * 4 <= Config::kBarrierBytes);
+  // How many k blocks of A have come, of all tiles so far: the scout counts, the loader looks.
+  __device__ uint32_t RowsMark() const { return SlotTile(Config::kSlots); }
+  static_assert(kBarriers * 8 + Config::kSlots * 4 + 4 <= Config::kBarrierBytes);
+};
+
+// The loader's side of the mark. What was known when it last looked is mostly enough, so that a k
+// block costs one comparison.
+struct RowsReader {
+  uint32_t mark;  // its address
+  uint32_t taken = 0, known = 0;
+
+  __device__ bool Look() {
+    known = ptx::LoadSharedAcquire(mark);
+    return known != taken;
+  }
+  __device__ void Take() {
+    while (known == taken) Look();
+    ++taken;
+  }
 };
 
 // A ring index with the parity that mbarriers want.

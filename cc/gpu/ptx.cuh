@@ -107,6 +107,16 @@ __device__ __forceinline__ void MbarrierWait(uint32_t bar, uint32_t parity) {
   }
 }
 
+// Ordered with what the CTA's threads have written before a release, or will read after an acquire.
+__device__ __forceinline__ void StoreSharedRelease(uint32_t smem, uint32_t v) {
+  asm volatile("st.release.cta.shared::cta.u32 [%0], %1;" ::"r"(smem), "r"(v) : "memory");
+}
+__device__ __forceinline__ uint32_t LoadSharedAcquire(uint32_t smem) {
+  uint32_t v;
+  asm volatile("ld.acquire.cta.shared::cta.u32 %0, [%1];" : "=r"(v) : "r"(smem) : "memory");
+  return v;
+}
+
 __device__ __forceinline__ int32_t LoadShared(uint32_t smem) {
   int32_t v;
   asm volatile("ld.shared.s32 %0, [%1];" : "=r"(v) : "r"(smem) : "memory");
@@ -218,6 +228,20 @@ __device__ __forceinline__ void FenceProxyAsyncShared() {
 }
 
 // ---- warps and warpgroups ---------------------------------------------------------------------
+
+// True for one lane of a whole warp, always the same one. ptxas knows that only one goes on, and
+// that TMA's operands need no loop over lanes.
+__device__ __forceinline__ bool ElectOne() {
+  uint32_t elected;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "elect.sync _|p, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, p;\n"
+      "}\n"
+      : "=r"(elected));
+  return elected != 0;
+}
 
 __device__ __forceinline__ void BarrierSync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");

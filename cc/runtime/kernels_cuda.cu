@@ -35,7 +35,7 @@ static PFN_cuTensorMapEncodeTiled_v12000 EncodeFunction() {
 
 bool EncodeTensorMap(CUtensorMap* map, DType dtype, const void* data,
                      std::initializer_list<int64_t> sizes, std::initializer_list<int64_t> strides,
-                     std::initializer_list<int> box, std::string* error) {
+                     std::initializer_list<int> box, std::string* error, Boxes boxes) {
   const auto rank = static_cast<cuuint32_t>(sizes.size());
   cuuint64_t global_size[5], global_stride[5];
   cuuint32_t box_size[5], element_stride[5];
@@ -48,8 +48,9 @@ bool EncodeTensorMap(CUtensorMap* map, DType dtype, const void* data,
   const auto type =
       dtype == DType::kF16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   // Rows of 128 bytes, or of 64.
-  const auto swizzle =
-      box_size[0] * SizeOf(dtype) == 64 ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B;
+  const auto swizzle = boxes == Boxes::kPlain                 ? CU_TENSOR_MAP_SWIZZLE_NONE
+                       : box_size[0] * SizeOf(dtype) == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                                           : CU_TENSOR_MAP_SWIZZLE_128B;
   const auto encode = EncodeFunction();
   const CUresult result =
       encode == nullptr

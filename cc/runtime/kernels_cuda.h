@@ -31,12 +31,17 @@ bool LoadExchangeKernels(std::string* error);
 // Makes a kernel launchable with this much shared memory, and loads it.
 bool LoadKernel(const void* kernel, int smem_bytes, std::string* error);
 
-// A map of a row-major array (the last of `sizes` contiguous) of 16-bit elements, with a 128-byte
-// swizzle; reads outside are zero. `strides` are in elements and leave out the contiguous one.
+// Whether a box's rows of 128 bytes are swizzled in shared memory, as wgmma reads them, or follow
+// each other as they are.
+enum class Boxes { kSwizzled, kPlain };
+
+// A map of a row-major array (the last of `sizes` contiguous) of 16-bit elements; reads outside are
+// zero. `strides` are in elements and leave out the contiguous one.
 // Sizes, strides and box go from the outermost to the innermost dimension.
 bool EncodeTensorMap(CUtensorMap* map, DType dtype, const void* data,
                      std::initializer_list<int64_t> sizes, std::initializer_list<int64_t> strides,
-                     std::initializer_list<int> box, std::string* error);
+                     std::initializer_list<int> box, std::string* error,
+                     Boxes boxes = Boxes::kSwizzled);
 
 // Launches `clusters` clusters of `cluster_m` CTAs.
 bool LaunchKernel(const void* kernel, void* args, int clusters, int cluster_m, int threads,

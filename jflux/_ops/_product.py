@@ -131,15 +131,12 @@ def why_no_kernel(pairs: Iterable[tuple[Any, Any]], params: Any, platform: str) 
     return next(filter(None, reasons), None)
 
 
-def lax_is_faster(m: int, world: int, ragged_from: int) -> bool:
+def lax_is_faster(m: int) -> bool:
     """On GPUs, for m rows in all, by what docs/design/0003 measured.
 
-    Where all rows are one row of tiles, w is read once, and the kernels win unless there are few.
-    Beyond that they read w again for each rank's rows, which more rows make up for: the more so
-    where ranks share tiles, until `ragged_from`."""
-    if m <= CUDA_TILE_ROWS:
-        return m < 32
-    return m < (ragged_from if m // world % CUDA_TILE_ROWS else 512)
+    A row of tiles has 128 rows, and takes as long if it has fewer; and a call of few rows is over
+    before communication could be hidden in it."""
+    return m < 32 or CUDA_TILE_ROWS < m < 512
 
 
 def call_rules(

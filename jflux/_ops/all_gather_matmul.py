@@ -336,13 +336,9 @@ def _extent(x, *operands, params):
     return outer, inner, x.shape[-1], sum(_product.columns(w, params.transpose_rhs) for w in ws)
 
 
-#: Where rows are not whole tiles: from how many on, in all, the kernel beats `lax`.
-RAGGED_FROM = 2048
-
-
 def _lax_is_faster(x, *operands, params, platform):
     m = _product.total_rows(x) * params.world
-    return platform == "cuda" and _product.lax_is_faster(m, params.world, RAGGED_FROM)
+    return platform == "cuda" and _product.lax_is_faster(m)
 
 
 def _after(x, *operands, params):

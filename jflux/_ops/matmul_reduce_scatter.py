@@ -261,13 +261,9 @@ def _extent(*operands, params):
     return outer, inner, k, _product.columns(ws[0], params.transpose_rhs)
 
 
-#: Where rows are not whole tiles: from how many on the kernel beats `lax`.
-RAGGED_FROM = 4000
-
-
 def _lax_is_faster(*operands, params, platform):
     m = _product.total_rows(operands[0])
-    return platform == "cuda" and _product.lax_is_faster(m, params.world, RAGGED_FROM)
+    return platform == "cuda" and _product.lax_is_faster(m)
 
 
 def _after(*operands, params):

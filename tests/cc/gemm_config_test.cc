@@ -23,17 +23,31 @@ TEST(FewerWavesWin) {
   }
 }
 
-TEST(AClustersRowsAreOneRanks) {
-  for (int world : {2, 3, 4, 8}) {
-    for (int64_t n : {512, 2560, 12288}) {
-      EXPECT_EQ(ChooseGemm(world, 128, n, kSms).cluster_m, 1) << world << " ranks, n " << n;
+TEST(AClustersRowsAreTwoRanksInOneSweepOnly) {
+  for (int64_t n : {512, 2560, 12288}) {
+    // 250 rows are fewer than a cluster's.
+    const GemmChoice c = ChooseGemm(8, 250, n, kSms);
+    EXPECT(!InOneSweep(8, 250) && c.cluster_m == 1 && c.group_m > 0) << "n " << n;
+  }
+  EXPECT_EQ(ChooseGemm(4, 128, 12288, kSms).group_m, 0);
+  EXPECT_EQ(ChooseGemm(4, 128, 12288, kSms).cluster_m, 2);
+}
+
+TEST(FewRowsAreOneSweep) {
+  for (int world = 2; world <= 8; ++world) {
+    for (int64_t rows = 1; rows < 4000; ++rows) {
+      const int64_t others = (world - 1) * rows;
+      const bool in_one = InOneSweep(world, rows);
+      EXPECT(in_one || others > 1024) << world << " ranks, rows " << rows;
+      EXPECT(!in_one || others <= 1600) << world << " ranks, rows " << rows;
     }
   }
-  EXPECT_EQ(ChooseGemm(4, 256, 12288, kSms).cluster_m, 2);
+  EXPECT(!InOneSweep(4, 512) && InOneSweep(4, 500));  // ragged ones a little longer
+  EXPECT(!InOneSweep(1, 64));                         // a product alone
 }
 
 TEST(SweepsOf1024RowsOrOneOfAll) {
-  EXPECT(ChooseGemm(2, 1024, 24576, kSms) == (GemmChoice{192, 2, 8}));
+  EXPECT(ChooseGemm(2, 1024, 24576, kSms) == (GemmChoice{192, 2, 0}));
   EXPECT(ChooseGemm(2, 4096, 24576, kSms) == (GemmChoice{192, 2, 4}));
 }
 
@@ -88,9 +102,11 @@ TEST(FewRowsKeepEnoughSmsReading) {
 TEST(ImpossibleChoices) {
   for (const GemmChoice& c : kCompiled) EXPECT(IsPossible(c));
   EXPECT(IsPossible({128, 1, 1, 16}));
-  for (const GemmChoice c : {GemmChoice{64, 1, 1}, GemmChoice{192, 3, 1}, GemmChoice{192, 2, 0},
-                             GemmChoice{192, 2, 8, 2}, GemmChoice{128, 1, 1, 0},
-                             GemmChoice{128, 1, 1, 17}, GemmChoice{0, 0, 0, 0}}) {
+  EXPECT(IsPossible({192, 2, 0}));
+  for (const GemmChoice c : {GemmChoice{64, 1, 1}, GemmChoice{192, 3, 1}, GemmChoice{192, 2, -1},
+                             GemmChoice{192, 2, kMaxGroup + 1}, GemmChoice{192, 2, 8, 2},
+                             GemmChoice{128, 1, 1, 0}, GemmChoice{128, 1, 1, 17},
+                             GemmChoice{0, 0, 0, 0}}) {
     EXPECT(!IsPossible(c)) << c.tile_n << " " << c.cluster_m;
   }
   EXPECT_EQ(SplitsOf({128, 1, 1, 8}, 64), 1);

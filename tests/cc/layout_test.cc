@@ -118,41 +118,6 @@ TEST(AllGatherLayoutHasRoomForEverything) {
   }
 }
 
-// Sums of splits lie behind the shards, and their signals behind the shards'.
-TEST(AllGatherLayoutHasRoomForPartialSums) {
-  for (int world : {2, 3}) {
-    for (int64_t k : {8, 136}) {
-      AllGatherMatmulParams p{};
-      p.rows = Rows{world, 1, 5};
-      p.k = k;
-      p.dtype = DType::kBF16;
-      auto layout = AllGatherLayout::Make(p, 64);
-      const auto without = layout.Channel().TotalBytes();
-      layout.partials = 3 * 7;
-      layout.partial_bytes = 65536;
-      Ranges data, signals;
-      for (int src = 0; src < world; ++src) {
-        for (int64_t c = 0; c < layout.chunks; ++c) {
-          data.push_back(
-              {layout.ChunkOffset(src, c), layout.ChunkOffset(src, c) + layout.ChunkSize(c)});
-          signals.push_back({layout.SignalOffset(src, c), layout.SignalOffset(src, c) + 8});
-        }
-      }
-      for (int64_t i = 0; i < layout.partials; ++i) {
-        const int64_t at = layout.PartialOffset(i);
-        EXPECT_EQ(at % 128, 0);  // bulk copies
-        data.push_back({at, at + layout.partial_bytes});
-        const int64_t signal = layout.PartialSignalOffset(i);
-        signals.push_back({signal, signal + 8});
-      }
-      const ChannelLayout channel = layout.Channel();
-      EXPECT(Disjoint(data) && Inside(data, channel.data_bytes));
-      EXPECT(Disjoint(signals) && Inside(signals, channel.SignalBytes()));
-      EXPECT(channel.TotalBytes() > without);
-    }
-  }
-}
-
 TEST(ReduceScatterLayoutHasRoomForEverything) {
   for (int world = 1; world <= kMaxRanks; ++world) {
     for (int64_t inner : {1, 2, 5, 16, 33, 64, 100}) {

@@ -22,6 +22,7 @@ struct Shape {
     return {static_cast<int32_t>((Total() + tile_m - 1) / tile_m), tiles_n, group_m, at_once};
   }
   int32_t Tiles() const { return Grid().tiles_m * tiles_n; }
+  bool OneSweep() const { return group_m == 0; }
   // Each rank has whole tile rows.
   bool Even() const { return rows_per_rank % tile_m == 0; }
 
@@ -47,7 +48,7 @@ void ForAllShapes(F&& f) {
          {1, 2, 3, 5, 7, 8, 15, 16, 17, 31, 32, 33, 47, 64, 65, 100, 128, 129, 256, 300}) {
       for (int32_t tile_m : {4, 16, 32, 128}) {
         for (int32_t tiles_n : {1, 2, 3, 4}) {
-          for (int32_t group_m : {1, 2, 4, 8}) f(Shape{world, rows, tile_m, tiles_n, group_m});
+          for (int32_t group_m : {0, 1, 2, 4, 8}) f(Shape{world, rows, tile_m, tiles_n, group_m});
           for (int32_t at_once : {1, 3, 7, 132}) f(Shape{world, rows, tile_m, tiles_n, 8, at_once});
         }
       }
@@ -124,6 +125,7 @@ TEST(FirstAndLastTileOfARank) {
 
 TEST(GatherStartsWithOwnRows) {
   ForAllShapes([](const Shape& s) {
+    if (s.OneSweep()) return;
     const Ownership o(s);
     for (int rank = 0; rank < s.world; ++rank) {
       // Tile rows without others' rows.
@@ -141,7 +143,7 @@ TEST(GatherStartsWithOwnRows) {
 
 TEST(GatherTakesOtherRowsAsTheyArrive) {
   ForAllShapes([](const Shape& s) {
-    if (!s.Even() || s.at_once != 0) return;
+    if (!s.Even() || s.at_once != 0 || s.OneSweep()) return;
     for (int rank = 0; rank < s.world; ++rank) {
       // Between groups, the distance from the own rows only grows.
       const auto tiles = TilesOf(kGather, s, rank);
@@ -159,7 +161,7 @@ TEST(GatherTakesOtherRowsAsTheyArrive) {
 TEST(GatherKeepsAllWorkersBusyWithNearRows) {
   ForAllShapes([](const Shape& s) {
     const int32_t own = static_cast<int32_t>(s.rows_per_rank / s.tile_m);
-    if (!s.Even() || own == 0 || s.Grid().tiles_m - own > s.group_m) return;
+    if (!s.Even() || own == 0 || s.Grid().tiles_m - own > s.group_m || s.OneSweep()) return;
     for (int rank = 0; rank < s.world; ++rank) {
       const auto tiles = TilesOf(kGather, s, rank);
       // Of own rows or the next rank's, unless these are not enough.
@@ -172,8 +174,29 @@ TEST(GatherKeepsAllWorkersBusyWithNearRows) {
   });
 }
 
+// In one sweep, every column by itself is what a grid of one column is.
+TEST(OneSweepIsColumnByColumn) {
+  ForAllShapes([](const Shape& s) {
+    if (!s.OneSweep()) return;
+    Shape column = s;
+    column.tiles_n = 1;
+    column.group_m = s.Grid().tiles_m;
+    for (Order order : {kGather, kScatter}) {
+      for (int rank = 0; rank < s.world; ++rank) {
+        const auto tiles = TilesOf(order, s, rank), one = TilesOf(order, column, rank);
+        for (int32_t t = 0; t < s.Tiles(); ++t) {
+          const int32_t in_column = t % s.Grid().tiles_m;
+          EXPECT(tiles[t].n == t / s.Grid().tiles_m && tiles[t].m == one[in_column].m)
+              << (order == kGather ? "gather " : "scatter ") << s << " position " << t;
+        }
+      }
+    }
+  });
+}
+
 TEST(ScatterEndsWithOwnRows) {
   ForAllShapes([](const Shape& s) {
+    if (s.OneSweep()) return;
     const Ownership o(s);
     for (int rank = 0; rank < s.world; ++rank) {
       int phase = 0;             // 0: others' rows, 1: shared with others, 2: own rows only

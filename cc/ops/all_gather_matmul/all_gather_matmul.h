@@ -36,15 +36,14 @@ struct AllGatherMatmulParams {
   }
 };
 
-// A shard travels as `chunks` pieces of `chunk_bytes` (the last may be shorter); each has its own
-// signal. Chunks are ranges of the flat shard and know nothing of rows.
+// On CPUs a shard travels as `chunks` pieces of `chunk_bytes` (the last may be shorter); each has
+// its own signal. Chunks are ranges of the flat shard and know nothing of rows. GPUs have
+// panel_layout.h.
 struct AllGatherLayout {
   int32_t world;
   int32_t chunks;
   int64_t chunk_bytes;
   int64_t shard_bytes;
-  // Where k is split (on GPUs): the sums of all splits but the last, for the rank itself.
-  int64_t partials = 0, partial_bytes = 0;
 
   static AllGatherLayout Make(const AllGatherMatmulParams& p, int64_t chunk_bytes) {
     return AllGatherLayout{p.rows.world, static_cast<int32_t>(CeilDiv(p.ShardBytes(), chunk_bytes)),
@@ -62,14 +61,8 @@ struct AllGatherLayout {
   JFLUX_HD int64_t ChunkSize(int64_t chunk) const {
     return Min(chunk_bytes, shard_bytes - chunk * chunk_bytes);
   }
-  JFLUX_HD int64_t PartialSignalOffset(int64_t i) const {
-    return SignalOffset(world, 0) + i * static_cast<int64_t>(sizeof(Signal));
-  }
-  JFLUX_HD int64_t PartialOffset(int64_t i) const {
-    return CeilDiv<int64_t>(world * shard_bytes, 128) * 128 + i * partial_bytes;
-  }
   JFLUX_HD ChannelLayout Channel() const {
-    return ChannelLayout::For(PartialSignalOffset(partials), PartialOffset(partials));
+    return ChannelLayout::For(SignalOffset(world, 0), ChunkOffset(world, 0));
   }
 };
 

@@ -9,15 +9,14 @@
 #include "core/activation.h"
 #include "gpu/gemm_config.h"
 #include "ops/all_gather_matmul/all_gather_matmul.h"
+#include "ops/all_gather_matmul/panel_layout.h"
 #include "runtime/heap_cuda.h"
 
 namespace jflux {
 
-// What one signal announces: GemmConfig::kChunkBytes.
-inline constexpr int64_t kCudaChunkBytes = 16384;
-
-inline AllGatherLayout CudaLayoutOf(const AllGatherMatmulParams& p, const GemmChoice& c) {
-  AllGatherLayout layout = AllGatherLayout::Make(p, kCudaChunkBytes);
+inline PanelLayout CudaLayoutOf(const AllGatherMatmulParams& p, const GemmChoice& c) {
+  static_assert(PanelLayout::kBlockRows == kGemmTileM && PanelLayout::kColumns == kGemmTileK);
+  PanelLayout layout = PanelLayout::Make(p.rows, p.k);
   const int32_t splits = SplitsOf(c, p.k);
   if (splits > 1) {  // a partial is a block of 64 rows
     const int64_t tiles =

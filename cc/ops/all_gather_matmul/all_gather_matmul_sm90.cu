@@ -10,7 +10,6 @@ namespace {
 struct Instances {
   template <typename Config>
   static const void* Kernel() {
-    static_assert(Config::kChunkBytes == kCudaChunkBytes);
     return reinterpret_cast<const void*>(&AllGatherMatmulKernel<Config>);
   }
 };
@@ -44,7 +43,6 @@ bool LaunchAllGatherMatmul(const AllGatherMatmulParams& p, const AllGatherMatmul
   if (args.gated) {
     args.grid.tiles_n = static_cast<int32_t>(CeilDiv<int64_t>(args.n[0], choice.tile_n / 2));
   }
-  args.x_data = operands.x;
   args.gathered = operands.gathered;
   args.k = p.k;
   args.signature = SignatureOf(p.Signature(), site, choice);
@@ -53,18 +51,28 @@ bool LaunchAllGatherMatmul(const AllGatherMatmulParams& p, const AllGatherMatmul
   args.splits = operands.weights == 1 ? SplitsOf(choice, p.k) : 1;
   args.grid.at_once = Max(1, args.grid.at_once / args.splits);
   args.num_tiles = args.grid.tiles_m * args.grid.tiles_n * args.splits;
-  args.copy_own = p.rows.PerRank() % kGemmTileM != 0;
+  // Few rows are one sweep anyway.
+  args.send_group = p.rows.Total() <= kGemmTileM ? 0 : choice.group_m * choice.cluster_m;
   args.out_f32 = p.out_dtype == DType::kF32;
   const int box_rows = BoxRows(p.rows.Total());
   args.a_bytes = box_rows * 64 * SizeOf(p.dtype);
+  const int piece_rows =
+      static_cast<int>(Min<int64_t>(p.rows.PerRank(), PanelLayout::kPieceRows));
+  args.piece_bytes = piece_rows * PanelLayout::kRowBytes;
   if (!EncodeTensorMap(&args.x, p.dtype, operands.x, {p.rows.PerRank(), p.k}, {p.k}, {box_rows, 64},
-                       error)) {
+                       error) ||
+      !EncodeTensorMap(&args.pieces, p.dtype, operands.x, {p.rows.PerRank(), p.k}, {p.k},
+                       {piece_rows, 64}, error, Boxes::kPlain) ||
+      (operands.gathered != nullptr &&
+       !EncodeTensorMap(&args.gathered_rows, p.dtype, operands.gathered, {p.rows.Total(), p.k},
+                        {p.k}, {PanelLayout::kPieceRows, 64}, error, Boxes::kPlain))) {
     return false;
   }
   for (int half = 0; half < 2; ++half) {
     if (!EncodeTensorMap(&args.workspace[half], p.dtype,
-                         view.At(view.rank, args.channel.DataOffset(half)), {p.rows.Total(), p.k},
-                         {p.k}, {box_rows, 64}, error)) {
+                         view.At(view.rank, args.channel.DataOffset(half)),
+                         {args.layout.RowOf(args.layout.blocks, 0), 64}, {64}, {box_rows, 64},
+                         error)) {
       return false;
     }
   }

@@ -1,10 +1,10 @@
 // all_gather_matmul on Hopper: one kernel that sends, waits and multiplies.
 //
-// Every CTA has a sender. Senders take 16 KiB chunks of the own shard from a counter and copy them,
-// by bulk copies through shared memory, into the peers' workspaces: first all of it to the rank
-// that needs it first. A chunk's signal follows when its copy has completed, while the next chunk
-// is under way. Meanwhile the loaders start with the own rows, straight from x; a tile with others'
-// rows is read from the workspace once the signals of all its chunks have come.
+// Every CTA has a sender. Senders take chunks of the own shard (panel_layout.h) from a counter and
+// move them, by TMA and bulk copies through shared memory, into the peers' workspaces. A chunk's
+// signal follows when its copy has completed, while the next chunk is under way. Meanwhile the
+// loaders start with the own rows, straight from x; a tile with others' rows is read from the
+// workspace panel by panel, as the signals come.
 #ifndef JFLUX_OPS_ALL_GATHER_MATMUL_ALL_GATHER_MATMUL_SM90_CUH_
 #define JFLUX_OPS_ALL_GATHER_MATMUL_ALL_GATHER_MATMUL_SM90_CUH_
 
@@ -14,22 +14,25 @@
 #include "gpu/gemm_config.h"
 #include "gpu/gemm_sm90.cuh"
 #include "ops/all_gather_matmul/all_gather_matmul.h"
+#include "ops/all_gather_matmul/panel_layout.h"
 
 namespace jflux {
 
 struct AllGatherMatmulArgs {
-  CUtensorMap x;             // own rows
-  CUtensorMap workspace[2];  // all rows, in the channel's halves
+  CUtensorMap x;              // own rows, as the main loop reads them
+  CUtensorMap pieces;         // and as they are sent
+  CUtensorMap workspace[2];   // rows of 64 columns, in the channel's halves
+  CUtensorMap gathered_rows;  // of `gathered`, to store pieces
   CUtensorMap w[kMaxWeights];
   CUtensorMap y[kMaxWeights];     // 16-bit types
   CUtensorMap sums[kMaxWeights];  // likewise
   DeviceState* state;
   SymmetricView view;
   ChannelLayout channel;
-  AllGatherLayout layout;
+  PanelLayout layout;
   Rows rows;
-  TileGrid grid;  // of cluster tiles
-  const void* x_data;
+  TileGrid grid;       // of cluster tiles
+  int32_t send_group;  // blocks that are sent side by side: SendOrder
   void* y_data[kMaxWeights];
   void* sums_data[kMaxWeights];    // or null
   const float* bias[kMaxWeights];  // or null
@@ -41,10 +44,10 @@ struct AllGatherMatmulArgs {
   void* gathered;  // or null
   int64_t k;
   uint32_t signature, op;
-  int32_t a_bytes;    // of a box of rows
-  int32_t splits;     // of k
-  int32_t num_tiles;  // times splits
-  bool copy_own;      // some tile straddles the own rows' ends, and reads them from the workspace
+  int32_t a_bytes;      // of a box of rows
+  int32_t piece_bytes;  // of a piece, as it is read
+  int32_t splits;       // of k
+  int32_t num_tiles;    // times splits
   bool out_f32;
 };
 
@@ -108,48 +111,69 @@ struct AllGatherMatmulSm90 {
     ptx::PrefetchTensorMap(&args.workspace[1]);
   }
 
-  static __device__ void WaitForRows(const Args& args, const CallContext& call, int32_t block_m) {
+  // The lanes look at 32 panels at a time; the first lane waits for the first one that is missing.
+  static constexpr bool kRowsArrive = true;
+  template <typename Mark>
+  static __device__ void WaitForRows(const Args& args, const CallContext& call, int32_t block_m,
+                                     Tile tile, Mark&& mark) {
+    const KRange k = KOf(args, tile, 0);
+    const int first = k.begin / Config::kTileK;
+    const int count = CeilDiv(k.end - k.begin, Config::kTileK);
     const Span s = SpanOf(args, block_m);
-    if (s.first >= s.last || IsOwn(args, s)) return;
-    const int64_t per_rank = args.rows.PerRank(), row_bytes = args.k * 2;
-    const int last_src = args.rows.OwnerOf(s.last - 1);
-    for (int src = args.rows.OwnerOf(s.first); src <= last_src; ++src) {
-      const int64_t begin = (Max(s.first, src * per_rank) - src * per_rank) * row_bytes;
-      const int64_t end = (Min(s.last, (src + 1) * per_rank) - src * per_rank) * row_bytes;
-      const int64_t last_chunk = (end - 1) / Config::kChunkBytes;
-      for (int64_t c = begin / Config::kChunkBytes + threadIdx.x % 32; c <= last_chunk; c += 32) {
-        AwaitPeer(call, SignalOf(args, call, args.view.rank, src, c), src, c);
+    if (s.first >= s.last || IsOwn(args, s)) return mark(count);
+    const int first_src = args.rows.OwnerOf(s.first), last_src = args.rows.OwnerOf(s.last - 1);
+    const int lane = threadIdx.x % 32;
+    for (int come = 0; come < count;) {
+      const int32_t chunk = args.layout.ChunkOf(first + come + lane);
+      bool is_here = true;
+      if (come + lane < count) {
+        for (int src = first_src; src <= last_src; ++src) {
+          is_here &= HasCome(call, SignalOf(args, call, args.view.rank, src, block_m, chunk));
+        }
       }
+      const uint32_t missing = __ballot_sync(0xffffffff, !is_here);
+      if ((missing & 1) != 0 && lane == 0) {
+        for (int src = first_src; src <= last_src; ++src) {
+          AwaitPeer(call, SignalOf(args, call, args.view.rank, src, block_m, chunk), src, chunk);
+        }
+      }
+      ptx::FenceProxyAsyncGlobal();  // the rows are read by TMA
+      come += missing == 0 ? 32 : Max(1, __ffs(missing) - 1);
+      mark(Min(come, count));
     }
-    __syncwarp();
-    ptx::FenceProxyAsyncGlobal();  // the rows are read by TMA
   }
 
+  // A block's rows: in x, where k goes on along a row, or in the workspace, panel after panel.
   struct Source {
     const CUtensorMap* map;
     int32_t row;
+    bool own;
   };
   static __device__ Source SourceOf(const Args& args, const CallContext& call, int32_t block_m,
                                     int) {
     const Span s = SpanOf(args, block_m);
     if (s.first < s.last && IsOwn(args, s)) {
-      return Source{&args.x, static_cast<int32_t>(s.first - args.view.rank * args.rows.PerRank())};
+      return Source{&args.x, static_cast<int32_t>(s.first - args.view.rank * args.rows.PerRank()),
+                    true};
     }
-    return Source{&args.workspace[call.epoch & 1], static_cast<int32_t>(s.first)};
+    return Source{&args.workspace[call.epoch & 1],
+                  static_cast<int32_t>(args.layout.RowOf(block_m, 0)), false};
   }
   static __device__ void LoadA(const Source& source, uint32_t smem, uint32_t bar, int k0) {
-    ptx::TmaLoad2d(smem, source.map, bar, k0, source.row);
+    constexpr int kRowsPerColumn = PanelLayout::kBlockRows / PanelLayout::kColumns;
+    ptx::TmaLoad2d(smem, source.map, bar, source.own ? k0 : 0,
+                   source.own ? source.row : source.row + k0 * kRowsPerColumn);
   }
 
   static __device__ Signal* SignalOf(const Args& args, const CallContext& call, int rank, int src,
-                                     int64_t chunk) {
+                                     int32_t block, int32_t chunk) {
     return args.view.template At<Signal>(
-        rank, args.channel.SignalOffset(call.epoch) + args.layout.SignalOffset(src, chunk));
+        rank, args.channel.SignalOffset(call.epoch) + args.layout.SignalOffset(src, block, chunk));
   }
-  static __device__ char* ChunkOf(const Args& args, const CallContext& call, int rank, int src,
-                                  int64_t chunk) {
-    return args.view.At(rank,
-                        args.channel.DataOffset(call.epoch) + args.layout.ChunkOffset(src, chunk));
+  static __device__ char* RowOf(const Args& args, const CallContext& call, int rank, int32_t block,
+                                int32_t panel, int32_t row) {
+    return args.view.At(rank, args.channel.DataOffset(call.epoch) +
+                                  (args.layout.RowOf(block, panel) + row) * PanelLayout::kRowBytes);
   }
 
   // Where k is split, the last split of a tile adds the others' sums, in float32 and in the order
@@ -191,53 +215,95 @@ struct AllGatherMatmulSm90 {
     if (lane == 0) call.Done(EventKind::kWaitParts, start, block_m, tile.n);
   }
 
-  // Units are taken from a counter: first (peer, chunk) to send, then (source, chunk) to copy into
-  // `gathered`. Nothing that a peer waits for comes after something that waits.
+  // Units are taken from a counter: first chunks to send, then chunks to copy into `gathered`.
+  // Nothing that a peer waits for comes after something that waits. The warp works out what is to
+  // be moved; one lane moves it.
   static __device__ void Send(const Args& args, const CallContext& call,
                               const GemmSmem<Config>& smem) {
-    const int chunks = args.layout.chunks;
-    const int sends = (args.view.world - 1 + (args.copy_own ? 1 : 0)) * chunks;
-    const int units = sends + (args.gathered != nullptr ? args.view.world * chunks : 0);
+    static_assert(Config::kPieces == PanelLayout::kPieces &&
+                  Config::kPieceBytes == PanelLayout::kPieceRows * PanelLayout::kRowBytes);
+    const SendOrder order(args.layout, args.view.rank, args.send_group);
+    const int sends = order.Units();
+    const int copies = args.layout.rank_blocks * args.layout.Chunks();  // of a rank
+    const int units = sends + (args.gathered != nullptr ? args.view.world * copies : 0);
     PieceBuffers buffers{smem};
     int unit = TakeUnit(args);
     // Three pieces are on their way in while the fourth goes out, and the next unit follows without
     // a gap: a unit's turns are latencies, all of which others can hide.
-    static_assert(Config::kPieces == 4);
+    Chunk chunk = Chunk{};
     if (unit < sends) {
-      for (int i = 0; i < 3; ++i) LoadPiece(args, buffers, unit, i);
+      chunk = ChunkOf(args, order.At(unit));
+      if (ptx::ElectOne()) {
+        for (int i = 0; i < 3; ++i) LoadPiece(args, buffers, chunk, i);
+      }
     }
-    int arriving = -1;  // the unit before, whose signal is still owed
+    Chunk arriving = Chunk{};  // the one before, whose signal is still owed
     uint64_t start = call.Start(), arriving_since = 0;
     while (unit < sends) {
-      const int next = TakeUnit(args);
+      const int next_unit = TakeUnit(args);
+      const Chunk next = next_unit < sends ? ChunkOf(args, order.At(next_unit)) : Chunk{};
+      if (ptx::ElectOne()) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        StorePiece(args, call, buffers, unit, i);
-        ptx::BulkWaitRead<1>();  // the piece before this one can be loaded again
-        if (i == 0) {
-          LoadPiece(args, buffers, unit, 3);
-        } else if (next < sends) {
-          LoadPiece(args, buffers, next, i - 1);
-        }
-        if (i == 1) {
-          ptx::BulkWait<2>();
-          SignalUnit(args, call, arriving, arriving_since);
+        for (int i = 0; i < 4; ++i) {
+          StorePiece(args, call, buffers, chunk, i);
+          ptx::BulkWaitRead<1>();  // the piece before this one can be loaded again
+          if (i == 0) {
+            LoadPiece(args, buffers, chunk, 3);
+          } else {
+            LoadPiece(args, buffers, next, i - 1);
+          }
+          if (i == 1) {
+            ptx::BulkWait<2>();
+            SignalChunk(args, call, arriving, arriving_since);
+          }
         }
       }
-      arriving = unit;
+      __syncwarp();
+      arriving = chunk;
       arriving_since = start;
       start = call.Start();
-      unit = next;
+      chunk = next;
+      unit = next_unit;
     }
-    ptx::BulkWait<0>();
-    SignalUnit(args, call, arriving, arriving_since);
-    for (; unit < units; unit = TakeUnit(args)) CopyGathered(args, call, buffers, unit - sends);
-    ptx::BulkWait<0>();
+    if (ptx::ElectOne()) {
+      ptx::BulkWait<0>();
+      SignalChunk(args, call, arriving, arriving_since);
+    }
+    __syncwarp();
+    for (; unit < units; unit = TakeUnit(args)) {
+      const int i = unit - sends;
+      if (ptx::ElectOne()) CopyGathered(args, call, buffers, i / copies, i % copies);
+      __syncwarp();
+    }
+    if (ptx::ElectOne()) ptx::BulkWait<0>();
   }
 
+  // For a whole warp.
   static __device__ int TakeUnit(const Args& args) {
-    return static_cast<int>(
-        atomicAdd(&args.view.template At<ChannelHeader>(args.view.rank, 0)->next_send, 1));
+    int unit = 0;
+    if (threadIdx.x % 32 == 0) {
+      unit = static_cast<int>(
+          atomicAdd(&args.view.template At<ChannelHeader>(args.view.rank, 0)->next_send, 1));
+    }
+    return __shfl_sync(0xffffffff, unit, 0);
+  }
+
+  // What a rank has of a block, in one chunk of k. Without rows there is nothing to be done.
+  struct Chunk {
+    int32_t peer, block, chunk;
+    typename PanelLayout::Part part;
+    int32_t row;  // of the shard
+  };
+  static __device__ Chunk ChunkOf(const Args& args, const SendUnit& unit) {
+    return ChunkOf(args, args.view.rank, SendPeer(args.view.rank, unit.step, args.view.world),
+                   unit.block, unit.chunk);
+  }
+  static __device__ Chunk ChunkOf(const Args& args, int src, int peer, int32_t block,
+                                  int32_t chunk) {
+    Chunk c{peer, block, chunk, args.layout.PartOf(src, block), 0};
+    c.row = static_cast<int32_t>(static_cast<int64_t>(block) * PanelLayout::kBlockRows +
+                                 c.part.begin - src * args.rows.PerRank());
+    return c;
   }
 
   // Shared memory for four pieces of a chunk.
@@ -245,92 +311,91 @@ struct AllGatherMatmulSm90 {
     GemmSmem<Config> smem;
     uint32_t parities = 0;  // a bit for each piece
 
-    __device__ void Load(int i, const char* from, int bytes) {
-      ptx::MbarrierArriveExpectTx(smem.PieceFull(i), bytes);
-      ptx::BulkLoad(smem.Piece(i), from, bytes, smem.PieceFull(i));
-    }
     __device__ uint32_t Await(int i) {
       ptx::MbarrierWait(smem.PieceFull(i), (parities >> i) & 1);
       parities ^= 1u << i;
       return smem.Piece(i);
     }
   };
-  // Piece i of a chunk: 0 for what lies beyond the shard's end.
-  static __device__ int PieceBytes(const Args& args, int64_t chunk, int i) {
-    const int64_t left = args.layout.ChunkSize(chunk) - i * Config::kPieceBytes;
-    return static_cast<int>(Max<int64_t>(0, Min<int64_t>(left, Config::kPieceBytes)));
-  }
 
-  static __device__ void LoadPiece(const Args& args, PieceBuffers& buffers, int unit, int i) {
-    const int chunk = unit % args.layout.chunks;
-    const int bytes = PieceBytes(args, chunk, i);
-    if (bytes == 0) return;
-    buffers.Load(i,
-                 static_cast<const char*>(args.x_data) + chunk * Config::kChunkBytes +
-                     i * Config::kPieceBytes,
-                 bytes);
-  }
-  // Whom a unit goes to; after all peers, it may be this rank's own workspace.
-  static __device__ int PeerOf(const Args& args, int unit) {
-    return SendPeer(args.view.rank, unit / args.layout.chunks + 1, args.view.world);
+  // Piece i of an own chunk, from x.
+  static __device__ void LoadPiece(const Args& args, PieceBuffers& buffers, const Chunk& c, int i) {
+    const auto piece = args.layout.PieceOf(c.part, c.chunk, i);
+    if (piece.rows <= 0) return;
+    const uint32_t bar = buffers.smem.PieceFull(i);
+    ptx::MbarrierArriveExpectTx(bar, args.piece_bytes);
+    ptx::TmaLoad2d(buffers.smem.Piece(i), &args.pieces, bar, piece.panel * PanelLayout::kColumns,
+                   c.row + piece.row);
   }
   static __device__ void StorePiece(const Args& args, const CallContext& call,
-                                    PieceBuffers& buffers, int unit, int i) {
-    const int chunk = unit % args.layout.chunks;
-    const int bytes = PieceBytes(args, chunk, i);
-    if (bytes != 0) {
-      ptx::BulkStore(
-          ChunkOf(args, call, PeerOf(args, unit), args.view.rank, chunk) + i * Config::kPieceBytes,
-          buffers.Await(i), bytes);
+                                    PieceBuffers& buffers, const Chunk& c, int i) {
+    const auto piece = args.layout.PieceOf(c.part, c.chunk, i);
+    if (piece.rows > 0) {
+      ptx::BulkStore(RowOf(args, call, c.peer, c.block, piece.panel, c.part.begin + piece.row),
+                     buffers.Await(i), piece.rows * PanelLayout::kRowBytes);
     }
     ptx::BulkCommit();  // also if it is empty: groups are counted
   }
-  static __device__ void SignalUnit(const Args& args, const CallContext& call, int unit,
-                                    uint64_t since) {
-    if (unit < 0) return;
-    const int chunk = unit % args.layout.chunks, peer = PeerOf(args, unit);
+  static __device__ void SignalChunk(const Args& args, const CallContext& call, const Chunk& c,
+                                     uint64_t since) {
+    if (c.part.end == 0) return;
     ptx::FenceProxyAsyncGlobal();
-    StoreRelease(SignalOf(args, call, peer, args.view.rank, chunk), call.signal);
-    call.Done(EventKind::kSend, since, peer, chunk);
+    StoreRelease(SignalOf(args, call, c.peer, args.view.rank, c.block, c.chunk), call.signal);
+    call.Done(EventKind::kSend, since, c.peer, c.chunk);
   }
 
-  // Copies begin with the own chunks and go on as the others' arrive.
+  // Copies begin with the own chunks and go on as the others' arrive. `i` counts a rank's.
   static __device__ void CopyGathered(const Args& args, const CallContext& call,
-                                      PieceBuffers& buffers, int unit) {
-    const int chunk = unit % args.layout.chunks;
-    const int src = (args.view.rank + unit / args.layout.chunks) % args.view.world;
-    const char* from = static_cast<const char*>(args.x_data) + chunk * Config::kChunkBytes;
-    if (src != args.view.rank) {
-      from = ChunkOf(args, call, args.view.rank, src, chunk);
-      AwaitPeer(call, SignalOf(args, call, args.view.rank, src, chunk), src, chunk);
+                                      PieceBuffers& buffers, int step, int i) {
+    const int src = (args.view.rank + step) % args.view.world, chunks = args.layout.Chunks();
+    if (i / chunks >= args.layout.BlocksOf(src)) return;
+    const Chunk c = ChunkOf(args, src, args.view.rank, args.layout.FirstBlock(src) + i / chunks,
+                            i % chunks);
+    const bool own = src == args.view.rank;
+    if (!own) {
+      AwaitPeer(call, SignalOf(args, call, args.view.rank, src, c.block, c.chunk), src, c.chunk);
       ptx::FenceProxyAsyncGlobal();
     }
     ptx::BulkWaitRead<0>();
-    for (int i = 0; i < Config::kPieces; ++i) {
-      const int bytes = PieceBytes(args, chunk, i);
-      if (bytes != 0) buffers.Load(i, from + i * Config::kPieceBytes, bytes);
+    for (int p = 0; p < Config::kPieces; ++p) {
+      if (own) {
+        LoadPiece(args, buffers, c, p);
+        continue;
+      }
+      const auto piece = args.layout.PieceOf(c.part, c.chunk, p);
+      if (piece.rows <= 0) continue;
+      const uint32_t bar = buffers.smem.PieceFull(p);
+      ptx::MbarrierArriveExpectTx(bar, piece.rows * PanelLayout::kRowBytes);
+      ptx::BulkLoad(
+          buffers.smem.Piece(p),
+          RowOf(args, call, args.view.rank, c.block, piece.panel, c.part.begin + piece.row),
+          piece.rows * PanelLayout::kRowBytes, bar);
     }
-    for (int i = 0; i < Config::kPieces; ++i) {
-      const int bytes = PieceBytes(args, chunk, i);
-      if (bytes == 0) continue;
-      StoreGathered(args, buffers.Await(i), src,
-                    chunk * Config::kChunkBytes + i * Config::kPieceBytes, bytes);
+    for (int p = 0; p < Config::kPieces; ++p) {
+      const auto piece = args.layout.PieceOf(c.part, c.chunk, p);
+      if (piece.rows <= 0) continue;
+      StoreGathered(args, buffers.Await(p), src * args.rows.PerRank() + c.row + piece.row, piece);
       ptx::BulkCommit();
     }
   }
 
-  // Bytes of a shard from `begin` on, which lie in virtual-row order, to their actual rows: one
-  // copy for each leading index.
-  static __device__ void StoreGathered(const Args& args, uint32_t smem, int src, int64_t begin,
-                                       uint32_t bytes) {
-    const int64_t block = args.rows.inner * args.k * 2;  // rows that stay together
-    const int64_t end = begin + bytes;
-    for (int64_t at = begin; at < end;) {
-      const int64_t o = Quotient(at / 16, block / 16), stop = Min(end, (o + 1) * block);
-      ptx::BulkStore(static_cast<char*>(args.gathered) + (o * args.rows.world + src) * block +
-                         (at - o * block),
-                     smem + static_cast<uint32_t>(at - begin), static_cast<uint32_t>(stop - at));
-      at = stop;
+  // A piece from virtual row `row0` on, to its actual rows: as a box, if these are as many as a box
+  // has and follow each other, else row by row.
+  static __device__ void StoreGathered(const Args& args, uint32_t smem, int64_t row0,
+                                       const PanelLayout::Piece& piece) {
+    const int64_t k0 = static_cast<int64_t>(piece.panel) * PanelLayout::kColumns;
+    const int64_t actual = args.rows.Actual(row0);
+    if (piece.rows == PanelLayout::kPieceRows &&
+        args.rows.Actual(row0 + piece.rows - 1) == actual + piece.rows - 1) {
+      ptx::TmaStore2d(&args.gathered_rows, smem, static_cast<int32_t>(k0),
+                      static_cast<int32_t>(actual));
+      return;
+    }
+    const auto bytes = static_cast<uint32_t>(2 * Min<int64_t>(PanelLayout::kColumns, args.k - k0));
+    for (int r = 0; r < piece.rows; ++r) {
+      ptx::BulkStore(
+          static_cast<char*>(args.gathered) + 2 * (args.rows.Actual(row0 + r) * args.k + k0),
+          smem + r * PanelLayout::kRowBytes, bytes);
     }
   }
 

@@ -29,7 +29,8 @@ bool LaunchMatmulAllToAll(const MatmulAllToAllParams& p, const MatmulAllToAllArr
   args.view = view;
   args.rows = r;
   const TileGrid piece = GridOf(choice, r.PerRank(), p.n, device.sm_count);
-  args.grid = PieceGrid{r.world, piece.tiles_m, piece.tiles_n, piece.group_m};
+  args.grid = PieceGrid{r.world, piece.tiles_m, piece.tiles_n,
+                        choice.group_m == 0 ? piece.tiles_m : choice.group_m};
   args.k = p.k;
   args.n = p.n;
   args.signature = SignatureOf(p.Signature(), site, choice);

@@ -73,7 +73,7 @@ struct MatmulAllToAllSm90 {
     ptx::PrefetchTensorMap(&args.x);
   }
 
-  static __device__ void WaitForRows(const Args&, const CallContext&, int32_t) {}
+  static constexpr bool kRowsArrive = false;
 
   struct Source {
     const CUtensorMap* map;
@@ -195,9 +195,10 @@ struct MatmulAllToAllSm90 {
                     static_cast<int32_t>(outer));
   }
 
-  // Units are the peers' tiles, each of one CTA of the peer.
+  // Units are the peers' tiles, each of one CTA of the peer. One lane takes and copies them.
   static __device__ void Send(const Args& args, const CallContext& call,
                               const GemmSmem<Config>& smem) {
+    if (!ptx::ElectOne()) return;
     const int per_piece = args.grid.PerPiece() * Config::kClusterM;
     const int units = (args.view.world - 1) * per_piece;
     BoxBuffers buffers{smem};

@@ -58,7 +58,7 @@ struct MatmulReduceScatterSm90 {
     ptx::PrefetchTensorMap(&args.x[0]);
   }
 
-  static __device__ void WaitForRows(const Args&, const CallContext&, int32_t) {}
+  static constexpr bool kRowsArrive = false;
 
   struct Source {
     const CUtensorMap* map;
