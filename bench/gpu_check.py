@@ -48,6 +48,12 @@ def check_product(
     if op == shapes.AG:
         x_spec = P(*[None] * rows, "tp", None)
         w_spec, y_spec = P(None, "tp"), P(*[None] * rows, None, "tp")
+    elif op == shapes.A2A:  # the product is sharded along one axis, y along the other
+        by_rows, by_columns = P(*[None] * rows, "tp", None), P(*[None] * rows, None, "tp")
+        if options["split_axis"] == -1:
+            x_spec, w_spec, y_spec = by_rows, P(None, None), by_columns
+        else:
+            x_spec, w_spec, y_spec = P(), P(None, "tp"), by_rows
     else:
         x_spec = P(*[None] * rows, None, "tp")
         w_spec, y_spec = P("tp", None), P(*[None] * rows, "tp", None)
@@ -79,10 +85,17 @@ def check_product(
     )
 
 
+def ways(op: str) -> list[dict[str, int]]:
+    """In which ways an op is called."""
+    if op != shapes.A2A:
+        return [{}]
+    return [dict(split_axis=-1, concat_axis=-2), dict(split_axis=-2, concat_axis=-1)]
+
+
 def section_values(ranks: int) -> list[str]:
     cases = []
     for op, dtype, transpose in itertools.product(
-        (shapes.AG, shapes.RS), (jnp.bfloat16, jnp.float16), (False, True)
+        (shapes.AG, shapes.RS, shapes.A2A), (jnp.bfloat16, jnp.float16), (False, True)
     ):
         for m, n, k in [
             (256, 512, 256),
@@ -93,25 +106,26 @@ def section_values(ranks: int) -> list[str]:
         ]:
             m, n, k = (
                 m * ranks,
-                n * ranks if op == shapes.AG else n,
+                n if op == shapes.RS else n * ranks,
                 k * (ranks if op == shapes.RS else 1),
             )
-            cases.append((op, m, n, k, dtype, dict(transpose_rhs=transpose)))
-    for op in (shapes.AG, shapes.RS):
+            for way in ways(op):
+                cases.append((op, m, n, k, dtype, dict(transpose_rhs=transpose, **way)))
+    for op, way in [(a, b) for a in (shapes.AG, shapes.RS, shapes.A2A) for b in ways(a)]:
         cases += [
-            (op, 128 * ranks, 512 * ranks, 256 * ranks, jnp.bfloat16, dict(lead=(3,))),
-            (op, 24 * ranks, 72 * ranks, 64 * ranks, jnp.bfloat16, dict(lead=(2, 2))),
-            (op, 1 * ranks, 13 * ranks, 37 * ranks, jnp.bfloat16, {}),
+            (op, 128 * ranks, 512 * ranks, 256 * ranks, jnp.bfloat16, dict(lead=(3,), **way)),
+            (op, 24 * ranks, 72 * ranks, 64 * ranks, jnp.bfloat16, dict(lead=(2, 2), **way)),
+            (op, 1 * ranks, 13 * ranks, 37 * ranks, jnp.bfloat16, way),
             (
                 op,
                 256 * ranks,
                 512 * ranks,
                 256 * ranks,
                 jnp.bfloat16,
-                dict(preferred_element_type=jnp.float32),
+                dict(preferred_element_type=jnp.float32, **way),
             ),
-            (op, 1024 * ranks, 1024 * ranks, 1024 * ranks, jnp.bfloat16, {}),
-            (op, 1000 * ranks, 1096 * ranks, 968 * ranks, jnp.float16, {}),
+            (op, 1024 * ranks, 1024 * ranks, 1024 * ranks, jnp.bfloat16, way),
+            (op, 1000 * ranks, 1096 * ranks, 968 * ranks, jnp.float16, way),
         ]
     cases += [
         (shapes.AG, 100 * ranks, 256 * ranks, 512, jnp.bfloat16, dict(return_gathered=True)),
@@ -181,7 +195,10 @@ def section_gemm(names: list[str], rounds: int, zeros: bool) -> list[str]:
     done = set()
     for shape in itertools.chain(*(shapes.LISTS[name] for name in names)):
         m, n, k = shape.m, shape.n, shape.k  # one of four ranks' part
-        n, k = (n // 4, k) if shape.op == shapes.AG else (n, k // 4)
+        if shape.op == shapes.A2A:
+            m //= 4
+        else:
+            n, k = (n // 4, k) if shape.op == shapes.AG else (n, k // 4)
         if (m, n, k) in done:
             continue
         done.add((m, n, k))
@@ -261,7 +278,8 @@ def section_stacked(ranks: int, names: list[str], rounds: int) -> list[str]:
         many = stack(w)
         runs = {}
         for name, module in (("J", jflux), ("S", jflux.reference)):
-            op = functools.partial(getattr(module, shape.op), axis_name="tp")
+            options = _trial.options(shape.op)
+            op = functools.partial(getattr(module, shape.op), axis_name="tp", **options)
 
             def scan(x, many, op=op):
                 def layer(x, one):

@@ -23,7 +23,7 @@ from jflux import _trial, reference
 from jflux._trial import Timing
 
 from . import peers
-from .shapes import AG, AR, Shape
+from .shapes import A2A, AG, AR, Shape
 
 # Dense bf16 peak of the chips that jflux has kernels for, FLOP/s (NVIDIA's data sheets).
 PEAK_FLOPS = {"NVIDIA H100": 989e12, "NVIDIA H200": 989e12}
@@ -43,6 +43,13 @@ def contestants(shape: Shape) -> dict[str, Callable[[jax.Array, jax.Array], jax.
             "C": lambda x, w: lax.psum(x, "tp"),
             "S": lambda x, w: reference.matmul_all_reduce(x, w, axis_name="tp"),
             "J": lambda x, w: jflux.matmul_all_reduce(x, w, axis_name="tp"),
+        }
+    if shape.op == A2A:
+        options = _trial.options(A2A)
+        return {
+            "C": lambda x, w: lax.all_to_all(x, "tp", **options, tiled=True),
+            "S": lambda x, w: reference.matmul_all_to_all(x, w, axis_name="tp", **options),
+            "J": lambda x, w: jflux.matmul_all_to_all(x, w, axis_name="tp", **options),
         }
     return {
         "C": lambda x, w: lax.psum_scatter(x, "tp", scatter_dimension=0, tiled=True),
@@ -72,6 +79,8 @@ def operands(shape: Shape, mesh: Mesh, dtype=jnp.bfloat16) -> dict[str, tuple]:
         gemm = (full[0], w, full[1], w_spec, P(None, "tp"))
     if shape.op == AG:
         comm = (x, w, x_spec, w_spec, P(None, None))
+    elif shape.op == A2A:
+        comm = (make((shape.m, shape.n), x_spec, 4), w, x_spec, w_spec, y_spec)
     else:
         partial = make((n_ranks * shape.m, shape.n), P("tp", None), 4)
         comm = (partial, w, P("tp", None), w_spec, y_spec)

@@ -27,7 +27,7 @@ from jax.sharding import Mesh
 
 from jflux import _trial, reference
 
-from .shapes import AG, Shape
+from .shapes import AG, RS, Shape
 
 Run = Callable[[], None]
 
@@ -142,6 +142,8 @@ class Torch:
     def run_of(self, shape: Shape, iterations: int) -> Run:
         if not self.workers:
             raise Unavailable("PyTorch: its workers have ended")
+        if shape.op not in (AG, RS):
+            raise Unavailable("PyTorch: has no such op")
         self._tell({"op": shape.op, "m": shape.m, "n": shape.n, "k": shape.k})
         self._expect("ready", 120)
 

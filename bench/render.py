@@ -107,6 +107,7 @@ HEADINGS = {
     "attention": "Projections whose communication is as long as the product",
     "ragged": "Rows that are no whole tiles",
     "all_reduce": "Products whose sums every rank gets",
+    "ulysses": "Rows of a sequence that become heads",
 }
 
 

@@ -13,7 +13,7 @@ import dataclasses
 class Shape:
     """One product: m rows in all, n columns, k contracted."""
 
-    op: str  # "all_gather_matmul", "matmul_reduce_scatter" or "matmul_all_reduce"
+    op: str  # of jflux
     m: int
     n: int
     k: int
@@ -24,6 +24,7 @@ class Shape:
 
 
 AG, RS, AR = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
+A2A = "matmul_all_to_all"
 
 FLUX = [
     *(Shape(AG, m, 49152, 12288) for m in (64, 512, 1024, 2048, 4096, 8192)),
@@ -56,6 +57,11 @@ RAGGED = [
 
 ALL_REDUCE = [Shape(AR, m, 12288, 49152) for m in (16, 64, 128, 512, 1024, 2048, 4096, 8192)]
 
+# Queries, keys and values of a sequence that is split over the ranks (DeepSpeed-Ulysses, arXiv
+# 2309.14509): GPT-3, Llama-2 7B and 70B.
+_QKV = [(36864, 12288), (12288, 4096), (10240, 8192)]
+ULYSSES = [Shape(A2A, m, n, k) for n, k in _QKV for m in (2048, 8192, 32768)]
+
 LISTS = {
     "flux": FLUX,
     "llm": LLM,
@@ -63,4 +69,5 @@ LISTS = {
     "decode": DECODE,
     "ragged": RAGGED,
     "all_reduce": ALL_REDUCE,
+    "ulysses": ULYSSES,
 }

@@ -16,6 +16,7 @@ from ._ops.exchange import all_gather as all_gather
 from ._ops.exchange import all_to_all as all_to_all
 from ._ops.exchange import reduce_scatter as reduce_scatter
 from ._ops.matmul_all_reduce import matmul_all_reduce as matmul_all_reduce
+from ._ops.matmul_all_to_all import matmul_all_to_all as matmul_all_to_all
 from ._ops.matmul_reduce_scatter import matmul_reduce_scatter as matmul_reduce_scatter
 from ._tuner import tune as tune
 from ._version import __version__ as __version__
@@ -33,6 +34,7 @@ __all__ = [
     "init",
     "library_path",
     "matmul_all_reduce",
+    "matmul_all_to_all",
     "matmul_reduce_scatter",
     "reduce_scatter",
     "reference",

@@ -82,6 +82,35 @@ def matmul_reduce_scatter(
     )  # fmt: skip
 
 
+def matmul_all_to_all(
+    op: Callable[..., Any],
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    mesh: Mesh | AbstractMesh | None,
+    x_spec: PartitionSpec | None,
+    axis_name: AxisName,
+    split_axis: int,
+    concat_axis: int,
+    transpose_rhs: bool,
+    **options: Any,
+) -> Any:
+    """`op` is jflux.matmul_all_to_all or its reference; `options` are the rest of its own."""
+    names, last = as_tuple(axis_name), x.ndim - 1
+    split, concat = split_axis % x.ndim, concat_axis % x.ndim
+    x_in = _with_axis(_spec(x, x_spec), x.ndim, None if concat == last else concat, names)
+    w_columns = names if concat == last else None
+    w_in = PartitionSpec(*((w_columns, None) if transpose_rhs else (None, w_columns)))
+    return _over_global_arrays(
+        functools.partial(
+            op, axis_name=axis_name, split_axis=split, concat_axis=concat,
+            transpose_rhs=transpose_rhs, **options
+        ),
+        "matmul_all_to_all", {"x": x, "w": w}, {"x": x_in, "w": w_in}, axis_name=axis_name,
+        mesh=mesh, out_specs=_with_axis(x_in, x.ndim, split, names),
+    )  # fmt: skip
+
+
 def _over_global_arrays(
     op: Callable[..., Any],
     name: str,
@@ -177,12 +206,14 @@ def _spec(x: jax.Array, given: PartitionSpec | None) -> PartitionSpec:
 
 
 def _with_axis(
-    spec: PartitionSpec, ndim: int, dimension: int, names: tuple[Any, ...]
+    spec: PartitionSpec, ndim: int, dimension: int | None, names: tuple[Any, ...]
 ) -> PartitionSpec:
-    """`spec` with `names` as the minor-most sharding of `dimension`, and nowhere else."""
+    """`spec` with `names` as the minor-most sharding of `dimension` (None: of none), and nowhere
+    else."""
     entries: list[tuple[Any, ...]] = []
     for entry in (*spec, *([None] * (ndim - len(spec)))):
         present = () if entry is None else as_tuple(entry)
         entries.append(tuple(n for n in present if n not in names))
-    entries[dimension] = (*entries[dimension], *names)
+    if dimension is not None:
+        entries[dimension] = (*entries[dimension], *names)
     return PartitionSpec(*(e if e else None for e in entries))

@@ -31,7 +31,14 @@ def specs(op: str, axis: Any, transpose_rhs: bool = False) -> tuple[P, P, P]:
     x, w, y = (rows, columns, columns) if op == "all_gather_matmul" else (columns, rows, rows)
     if op == "matmul_all_reduce":
         y = P(None, None)
+    if op == "matmul_all_to_all":
+        x, w, y = rows, P(None, None), columns
     return x, P(*reversed(w)) if transpose_rhs else w, y
+
+
+def options(op: str) -> dict[str, Any]:
+    """How an op is called on these, beside `axis_name`."""
+    return {"split_axis": 1, "concat_axis": 0} if op == "matmul_all_to_all" else {}
 
 
 def normal(

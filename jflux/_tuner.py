@@ -18,12 +18,14 @@ from jax.sharding import Mesh
 from . import _heap, _mesh, _trial, _tuning, reference
 from ._ops._product import CUDA_TILE_ROWS
 from ._ops.all_gather_matmul import all_gather_matmul
+from ._ops.matmul_all_to_all import matmul_all_to_all
 from ._ops.matmul_reduce_scatter import matmul_reduce_scatter
 from ._tuning import LAX, Choice, Key
 
 _OPS: dict[str, Callable[..., Any]] = {
     "all_gather_matmul": all_gather_matmul,
     "matmul_reduce_scatter": matmul_reduce_scatter,
+    "matmul_all_to_all": matmul_all_to_all,
 }
 
 
@@ -70,8 +72,9 @@ def tune(
     With several processes, all of them must call it, with the same arguments.
 
     Args:
-      op: "all_gather_matmul" or "matmul_reduce_scatter".
-      m: rows of the gathered x, or of x before the scatter.
+      op: "all_gather_matmul", "matmul_reduce_scatter", or "matmul_all_to_all", whose columns are
+        split; what is chosen holds for other pieces of the same size too.
+      m: rows of the gathered x, or of x before the scatter, or of y.
       n: columns of w, over all ranks for all_gather_matmul.
       k: columns of x, over all ranks for matmul_reduce_scatter.
       mesh: by default all devices, along `axis_name`.
@@ -145,7 +148,8 @@ def measure(
         if progress is not None:
             progress(done, len(tried))
         f = getattr(reference, op) if choice == LAX else _OPS[op]
-        f = functools.partial(f, axis_name=axis_name, transpose_rhs=transpose_rhs)
+        options = _trial.options(op)
+        f = functools.partial(f, axis_name=axis_name, transpose_rhs=transpose_rhs, **options)
         body = _trial.loop(f, iterations)
         with _tuning.force(choice):
             program = _trial.compiled(body, mesh, (x_spec, w_spec), y_spec, *normal)
@@ -164,14 +168,14 @@ def _ranks(mesh: Mesh, axis_name: _mesh.AxisName) -> int:
 
 def key_of(op: str, m: int, n: int, k: int, ranks: int, dtype: Any, transpose_rhs: bool) -> Key:
     """The key of a call of global sizes."""
-    split = {"m": m, "n": n} if op == "all_gather_matmul" else {"m": m, "k": k}
+    split = {"m": m, "k": k} if op == "matmul_reduce_scatter" else {"m": m, "n": n}
     for name, size in split.items():
         if size % ranks != 0:
             raise ValueError(f"jflux.tune: {name}={size} is not a multiple of the {ranks} ranks")
-    if op == "all_gather_matmul":
-        n //= ranks
-    else:
+    if op == "matmul_reduce_scatter":
         k //= ranks
+    else:
+        n //= ranks
     return _tuning.key_of(op, ranks, m // ranks, n, k, dtype, transpose_rhs)
 
 

@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 import jflux
 
-from . import _heap, _jflux, testing
-from ._ops import _product
+from . import _heap, _jflux, _trial, testing
+from ._ops import _product, matmul_all_to_all
 
 
 def _versions() -> Iterator[str]:
@@ -82,30 +82,40 @@ def _try(op: str, dtype: jnp.dtype) -> str:
     rng = np.random.default_rng(0)
     x = rng.standard_normal((8 * ranks, 16 * ranks)).astype(dtype)
     w = rng.standard_normal((16 * ranks, 8 * ranks)).astype(dtype)
-    gathers = op == "all_gather_matmul"
+    options = {"axis_name": "tp", "precision": "highest"} | _trial.options(op)
+    x_spec, w_spec, y_spec = _trial.specs(op, "tp")
     f = jax.shard_map(
-        lambda x, w: getattr(jflux, op)(x, w, axis_name="tp", precision="highest"),
-        mesh=mesh,
-        in_specs=(P("tp"), P(None, "tp")) if gathers else (P(None, "tp"), P("tp")),
-        out_specs=P(None, "tp") if gathers else P("tp"),
-    )
+        lambda x, w: getattr(jflux, op)(x, w, **options),
+        mesh=mesh, in_specs=(x_spec, w_spec), out_specs=y_spec,
+    )  # fmt: skip
     y = np.asarray(jax.jit(f)(x, w))
     x64, w64 = x.astype(np.float64), w.astype(np.float64)
     testing.assert_close(y, x64 @ w64, np.abs(x64) @ np.abs(w64), dtype, 16 * ranks)
     return "ok"
 
 
-_OPS = ("all_gather_matmul", "matmul_reduce_scatter")
+def _by_rows(m: int, ranks: int) -> bool:
+    return _product.lax_is_faster(m)
 
 
-def _fused(platform: str, ranks: int) -> str:
+# Whether `lax` is faster for so many rows in all, in whole tiles of columns.
+_OPS: dict[str, Callable[[int, int], bool]] = {
+    "all_gather_matmul": _by_rows,
+    "matmul_reduce_scatter": _by_rows,
+    "matmul_all_to_all": lambda m, ranks: (
+        not matmul_all_to_all.kernel_is_faster(m // ranks, _product.CUDA_TILE_ROWS, m // ranks)
+    ),
+}
+
+
+def _fused(op: str, platform: str, ranks: int) -> str:
     """ "fused", and for how many rows, where `lax` is faster for others."""
     if platform != "cuda":
         return "fused"
     most = ranks << 16
     sizes = [ranks << i for i in range(17)]
     runs = []
-    for slower, group in itertools.groupby(sizes, _product.lax_is_faster):
+    for slower, group in itertools.groupby(sizes, lambda m: _OPS[op](m, ranks)):
         those = list(group)
         if not slower:
             first, last = those[0], those[-1]
@@ -128,7 +138,7 @@ def _ops() -> Iterator[str]:
             else:
                 why = _product.kernel_takes(spec, spec, np.dtype(dtype), min(ranks, 8), name)
                 why = why or (_heap._why_no_cuda() if name == "cuda" else None)
-            path = f"reference ({why})" if why else _fused(name, ranks)
+            path = f"reference ({why})" if why else _fused(op, name, ranks)
             try:
                 # Other processes would have to take part in a trial.
                 verdict = _try(op, dtype) if jax.process_count() == 1 else "not tried"

@@ -176,6 +176,37 @@ def matmul_all_reduce(
     return all_reduce(partial, axis_name=axis_name, residual=residual, norm=norm)
 
 
+def matmul_all_to_all(
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    axis_name: AxisName,
+    split_axis: int,
+    concat_axis: int,
+    transpose_rhs: bool = False,
+    preferred_element_type: DTypeLike | None = None,
+    precision: lax.PrecisionLike = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    x_spec: PartitionSpec | None = None,
+) -> jax.Array:
+    """``all_to_all(x @ w)``: x [..., m/N, k], w [k, n] -> [..., m, n/N] per rank of N, if columns
+    are split and rows put together.
+
+    Arguments, results and the use on global arrays are those of :func:`jflux.matmul_all_to_all`;
+    any type that `lax.dot_general` takes will do. Errors are `lax`'s.
+    """
+    if not _mesh.is_bound(axis_name):
+        return _global.matmul_all_to_all(
+            matmul_all_to_all, x, w, mesh=mesh, x_spec=x_spec, axis_name=axis_name,
+            split_axis=split_axis, concat_axis=concat_axis, transpose_rhs=transpose_rhs,
+            preferred_element_type=preferred_element_type, precision=precision,
+        )  # fmt: skip
+    product = matmul(x, w, preferred_element_type, precision, transpose_rhs)
+    return all_to_all(
+        product, axis_name=axis_name, split_axis=split_axis, concat_axis=concat_axis, tiled=True
+    )
+
+
 def matmul_reduce_scatter(
     x: jax.Array | Sequence[jax.Array],
     w: jax.Array | Sequence[jax.Array],

@@ -28,7 +28,7 @@ import numpy as np
 from . import _heap, _jflux, _trial
 
 # cc/gpu/device_state.h
-KINDS = ("wait for rows", "multiply", "epilogue", "wait for parts", "send", "store")
+KINDS = ("wait for rows", "multiply", "epilogue", "wait for parts", "send", "store", "copy")
 _EVENT = np.dtype(
     [("begin_ns", "u8"), ("end_ns", "u8"), ("call", "u4"), ("kind", "u2"), ("sm", "u2"),
      ("a", "i4"), ("b", "i4")]
@@ -36,7 +36,7 @@ _EVENT = np.dtype(
 _COLORS = {"multiply": "#5b8db8", "epilogue": "#8bc48a"}  # what the two consumers do
 # Who does what, of the roles of cc/gpu/gemm_sm90.cuh.
 _ROLES = ("sender", "scout", "consumers", "storer")
-_ROLE_OF = {"send": 0, "wait for rows": 1, "wait for parts": 1, "store": 3}
+_ROLE_OF = {"send": 0, "copy": 0, "wait for rows": 1, "wait for parts": 1, "store": 3}
 
 
 @dataclasses.dataclass
@@ -69,7 +69,8 @@ class Timeline:
             for e in events:
                 kind = KINDS[e["kind"]]
                 role = _ROLE_OF.get(kind, 2)
-                names = ("peer", "chunk") if kind == "send" else ("tile row", "tile column")
+                sends = kind in ("send", "copy")
+                names = ("peer", "chunk") if sends else ("tile row", "tile column")
                 trace.append(
                     {
                         "name": kind,
@@ -201,7 +202,7 @@ def main() -> None:
     jflux.config.update(always=True)
     f = jax.jit(
         jax.shard_map(
-            lambda x, w: op(x, w, axis_name="tp"),
+            lambda x, w: op(x, w, axis_name="tp", **_trial.options(args.op)),
             mesh=mesh, in_specs=(x_spec, w_spec), out_specs=y_spec,
         )
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the test files share: meshes, calls of both ops, what they should give, and how exactly.
+"""What the test files share: meshes, calls of the products, what they should give, and how exactly.
 
 Every device gets operands of its own: an array over a mesh of shape S whose local part has shape L
 is drawn as S + L, so that a rank that reads a wrong peer's data, or another group's, shows.
@@ -33,7 +33,7 @@ RANKS = len(DEVICES)
 HALVES = (jnp.bfloat16, jnp.float16)
 DTYPES = (*HALVES, jnp.float32, jnp.float64)
 FUSED_DTYPES = HALVES if PLATFORM == "gpu" else DTYPES
-OPS = ("all_gather_matmul", "matmul_reduce_scatter")
+OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_to_all")
 
 
 def examples(count: int) -> Callable[[Any], Any]:
@@ -119,7 +119,10 @@ def per_device(mesh: Mesh, body: Callable[..., Any], **options: Any) -> Callable
 @dataclasses.dataclass(frozen=True)
 class Call:
     """One call of one op. `lead` are the leading dimensions of the scattered side (x of
-    all_gather_matmul, y of matmul_reduce_scatter); `dimension` is the gathered or scattered one."""
+    all_gather_matmul, y of matmul_reduce_scatter); `dimension` is the gathered or scattered one.
+
+    Of matmul_all_to_all, `lead` and `n` are the shape of one piece; `split` and `concat` are
+    dimensions of the product."""
 
     op: str
     lead: tuple[int, ...] = (4,)
@@ -130,14 +133,22 @@ class Call:
     out: Any = None
     transpose_rhs: bool = False
     gathered: bool = False
+    split: int = -1
+    concat: int = -2
 
     def __str__(self) -> str:
         fields = [str(self.lead), f"k={self.k}", f"n={self.n}", np.dtype(self.dtype).name]
+        if self.is_exchange:
+            fields.append(f"{self.split}->{self.concat}")
         return " ".join(fields)
 
     @property
     def is_gather(self) -> bool:
         return self.op == "all_gather_matmul"
+
+    @property
+    def is_exchange(self) -> bool:
+        return self.op == "matmul_all_to_all"
 
     @property
     def out_dtype(self) -> np.dtype:
@@ -153,19 +164,34 @@ class Call:
         shape[self.axis] *= world
         return tuple(shape)
 
+    def _pieces(self, dimension: int, world: int) -> tuple[int, ...]:
+        """The shape of `world` pieces along a dimension."""
+        shape = [*self.lead, self.n]
+        shape[dimension] *= world
+        return tuple(shape)
+
     def x_shape(self, world: int) -> tuple[int, ...]:
+        if self.is_exchange:
+            return (*self._pieces(self.split, world)[:-1], self.k)
         return (*(self.lead if self.is_gather else self.full(world)), self.k)
 
-    def w_shape(self) -> tuple[int, int]:
-        return (self.n, self.k) if self.transpose_rhs else (self.k, self.n)
+    def w_shape(self, world: int) -> tuple[int, int]:
+        n = self._pieces(self.split, world)[-1] if self.is_exchange else self.n
+        return (n, self.k) if self.transpose_rhs else (self.k, n)
 
     def y_shape(self, world: int) -> tuple[int, ...]:
+        if self.is_exchange:
+            return self._pieces(self.concat, world)
         return (*(self.full(world) if self.is_gather else self.lead), self.n)
 
     def bind(self, axis_name: Any, module: Any = jflux, **options: Any) -> Callable[..., Any]:
         """The op as a function of x and w."""
-        where = "gather_dimension" if self.is_gather else "scatter_dimension"
-        options = {where: self.dimension, "transpose_rhs": self.transpose_rhs} | options
+        if self.is_exchange:
+            where = {"split_axis": self.split, "concat_axis": self.concat}
+        else:
+            name = "gather_dimension" if self.is_gather else "scatter_dimension"
+            where = {name: self.dimension}
+        options = {**where, "transpose_rhs": self.transpose_rhs} | options
         # On GPUs the reference would multiply float32 in tf32 by default.
         options |= {"preferred_element_type": self.out, "precision": "highest"}
         if self.gathered:
@@ -174,7 +200,7 @@ class Call:
 
     def terms(self, world: int) -> int:
         """How many products are summed in one element of y."""
-        return self.k if self.is_gather else self.k * world
+        return self.k * world if self.op == "matmul_reduce_scatter" else self.k
 
 
 SIZES = st.one_of(st.integers(1, 9), st.sampled_from([13, 16, 17, 31, 32, 64, 65, 129, 140]))
@@ -184,6 +210,7 @@ SIZES = st.one_of(st.integers(1, 9), st.sampled_from([13, 16, 17, 31, 32, 64, 65
 def calls(draw: Any, op: str, dtypes: Any = FUSED_DTYPES) -> Call:
     lead = tuple(draw(st.lists(st.integers(1, 4), max_size=2))) + (draw(SIZES),)
     dtype = draw(st.sampled_from(dtypes))
+    axes = st.integers(-len(lead) - 1, len(lead))
     return Call(
         op=op,
         lead=lead,
@@ -194,6 +221,8 @@ def calls(draw: Any, op: str, dtypes: Any = FUSED_DTYPES) -> Call:
         out=draw(st.sampled_from([None, None, jnp.float32])),
         transpose_rhs=draw(st.booleans()),
         gathered=op == "all_gather_matmul" and draw(st.booleans()),
+        split=draw(axes) if op == "matmul_all_to_all" else -1,
+        concat=draw(axes) if op == "matmul_all_to_all" else -2,
     )
 
 
@@ -207,7 +236,7 @@ def operands(call: Call, mesh: Mesh, axis_name: Any, seed: int = 0) -> tuple[np.
     world, shape = world_of(mesh, axis_name), mesh.devices.shape
     return (
         normal(seed, shape + call.x_shape(world), call.dtype),
-        normal(seed + 1, shape + call.w_shape(), call.dtype),
+        normal(seed + 1, shape + call.w_shape(world), call.dtype),
     )
 
 
@@ -259,13 +288,20 @@ def exact(call: Call, mesh: Mesh, axis_name: Any, x: np.ndarray, w: np.ndarray) 
     if call.transpose_rhs:
         w = np.swapaxes(w, -1, -2)
     y = np.full(shape + call.y_shape(world), np.nan)
-    gathered = np.full(shape + (*call.full(world), call.k), np.nan)
+    gathered = None
+    if call.gathered:
+        gathered = np.full(shape + (*call.full(world), call.k), np.nan)
     for group in groups_of(mesh, axis_name):
         if call.is_gather:
             whole = np.concatenate([x[at] for at in group], axis=call.axis)
             for at in group:
-                gathered[at] = whole
+                if gathered is not None:
+                    gathered[at] = whole
                 y[at] = whole @ w[at]
+        elif call.is_exchange:
+            pieces = [np.split(x[at] @ w[at], world, axis=call.split) for at in group]
+            for r, at in enumerate(group):
+                y[at] = np.concatenate([theirs[r] for theirs in pieces], axis=call.concat)
         else:
             total = sum(x[at] @ w[at] for at in group)
             for at, part in zip(group, np.split(total, world, axis=call.axis), strict=True):
@@ -290,6 +326,12 @@ def exact_vjp(
             for at, part in zip(group, np.split(dwhole, world, axis=call.axis), strict=True):
                 dx[at] = part
                 dw[at] = np.tensordot(whole, dy[at], (rows, rows))
+        elif call.is_exchange:
+            pieces = [np.split(dy[at], world, axis=call.concat) for at in group]
+            for r, at in enumerate(group):
+                dproduct = np.concatenate([theirs[r] for theirs in pieces], axis=call.split)
+                dx[at] = dproduct @ w[at].T
+                dw[at] = np.tensordot(x[at], dproduct, (rows, rows))
         else:
             whole = np.concatenate([dy[at] for at in group], axis=call.axis)
             for at in group:
@@ -336,7 +378,8 @@ def check_values(
     scale = exact(call, mesh, axis_name, np.abs(x), np.abs(w))
     scale = scale[0] if call.gathered else scale
     # XLA's reduce-scatter rounds after each rank's part; jflux sums in float32.
-    factor = max(1, world / 2) if module is jflux.reference and not call.is_gather else 1
+    sums = call.op == "matmul_reduce_scatter"
+    factor = max(1, world / 2) if module is jflux.reference and sums else 1
     assert_close(
         y, y_want, scale, _coarser(call.dtype, call.out_dtype), call.terms(world), factor=factor
     )
@@ -365,8 +408,8 @@ def check_gradients(
     with x64_if(call.dtype, call.out):
         dx, dw = run(jax.jit(pull), x, w, dy)
     assert dx.dtype == x.dtype and dw.dtype == w.dtype
-    rows = math.prod(call.full(world))
-    terms = call.n * world if call.is_gather else call.n
+    rows = math.prod(call.x_shape(world)[:-1] if call.is_exchange else call.full(world))
+    terms = call.n if call.op == "matmul_reduce_scatter" else call.n * world
     dx_factor = dw_factor = 1.0
     if module is jflux.reference:
         # XLA's reduce-scatter rounds after each rank's part, and XLA:CPU sums some layouts of

@@ -1,4 +1,4 @@
-"""Random programs of both ops, in flight together, with late ranks: python tests/stress.py --help
+"""Random programs of products, in flight together, with late ranks: python tests/stress.py --help
 
 Each program makes a few calls with shapes, types and meshes of its own, some in a chain and some
 independent, between other collectives. Every result is compared with float64.
@@ -54,6 +54,7 @@ class Program:
 def draw_call(rng: random.Random) -> Call:
     lead = (*rng.choice([(), (), (2,), (1, 3)]), rng.choice(SIZES[:8]))
     op = rng.choice(OPS)
+    axes = range(-len(lead) - 1, len(lead) + 1)
     return Call(
         op=op,
         lead=lead,
@@ -64,6 +65,8 @@ def draw_call(rng: random.Random) -> Call:
         out=rng.choice([None, jnp.float32]),
         transpose_rhs=rng.random() < 0.5,
         gathered=op == OPS[0] and rng.random() < 0.3,
+        split=rng.choice(axes) if op == "matmul_all_to_all" else -1,
+        concat=rng.choice(axes) if op == "matmul_all_to_all" else -2,
     )
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import PLATFORM, Call, compiled_text, fused_calls, make_mesh, operands, per_device
+from harness import OPS, PLATFORM, Call, compiled_text, fused_calls, make_mesh, operands, per_device
 
 import jflux
 from jflux import _config
@@ -66,7 +66,7 @@ def test_an_axis_of_vmap_is_a_fallback(caplog, monkeypatch):
     assert "axis 'i' is vmap's" in caplog.text
 
 
-@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
+@pytest.mark.parametrize("op", OPS)
 def test_platforms_without_kernels_take_the_reference(op):
     call, mesh = Call(op, dtype=jnp.bfloat16), make_mesh((2,))
     f = jax.jit(per_device(mesh, call.bind("tp")))

@@ -15,6 +15,7 @@ CALLS = [
     Call("all_gather_matmul", lead=(5,), k=32, n=6, dtype=jnp.bfloat16, gathered=True),
     Call("all_gather_matmul", lead=(5,), k=32, n=6, dtype=jnp.bfloat16),
     Call("matmul_reduce_scatter", lead=(5,), k=32, n=6, dtype=jnp.bfloat16),
+    Call("matmul_all_to_all", lead=(5,), k=32, n=8, dtype=jnp.bfloat16),
 ]
 
 
@@ -74,6 +75,11 @@ def test_a_rank_that_never_calls_all_gather_matmul():
 def test_a_rank_that_never_calls_matmul_reduce_scatter():
     error, _ = _fault("scatter_without_rank_0")
     assert re.search(r"jflux\.matmul_reduce_scatter: rank [1-3, ]+ waited 2 s for rank 0\b", error)
+
+
+def test_a_rank_that_never_calls_matmul_all_to_all():
+    error, _ = _fault("product_exchange_without_rank_1")
+    assert re.search(r"jflux\.matmul_all_to_all: rank [0, 2-3]+ waited 2 s for rank 1\b", error)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What the ops lower to: one custom call each, and one product more in each backward pass."""
+"""What the ops lower to: one custom call each, and products more in each backward pass."""
 
 import dataclasses
 import functools
@@ -26,8 +26,15 @@ from jflux import _ffi, _jflux
 
 GATHER = Call("all_gather_matmul", lead=(6,), k=16, n=12, dtype=jnp.bfloat16)
 SCATTER = Call("matmul_reduce_scatter", lead=(6,), k=16, n=12, dtype=jnp.bfloat16)
-DUAL = {GATHER.op: SCATTER.op, SCATTER.op: GATHER.op}
-ONE_OF_EACH = pytest.mark.parametrize("call", [GATHER, SCATTER], ids=lambda c: c.op)
+EXCHANGE = Call("matmul_all_to_all", lead=(6,), k=16, n=12, dtype=jnp.bfloat16)
+BACK = Call("matmul_all_to_all", lead=(6,), k=16, n=12, dtype=jnp.bfloat16, split=-2, concat=-1)
+# The call, and the products, that come with a gradient.
+DUAL = {GATHER.op: SCATTER.op, SCATTER.op: GATHER.op, EXCHANGE.op: "all_to_all"}
+DOTS = {GATHER.op: 1, SCATTER.op: 1, EXCHANGE.op: 2}
+ONE_OF_EACH = pytest.mark.parametrize(
+    "call", [GATHER, SCATTER, EXCHANGE, BACK],
+    ids=["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_to_all", "and_back"],
+)  # fmt: skip
 
 
 def _collectives(text: str) -> int:
@@ -53,8 +60,8 @@ def test_forward_is_one_custom_call_and_nothing_else(call, check_vma):
 
 @ONE_OF_EACH
 @pytest.mark.parametrize("transpose_rhs", [False, True])
-def test_backward_is_the_dual_call_and_one_product(call, transpose_rhs):
-    call = Call(call.op, lead=(6,), k=16, n=12, dtype=jnp.bfloat16, transpose_rhs=transpose_rhs)
+def test_backward_is_the_dual_call_and_the_products(call, transpose_rhs):
+    call = dataclasses.replace(call, transpose_rhs=transpose_rhs)
     f, (x, w) = _program(call)
 
     def step(x, w, dy):
@@ -65,9 +72,10 @@ def test_backward_is_the_dual_call_and_one_product(call, transpose_rhs):
     assert sorted(fused_calls(text)) == sorted([call.op, DUAL[call.op]])
     assert _collectives(text) == 0
     if PLATFORM == "cpu":
-        assert dots(text) == 1
-        # No copy of the weight: transposing is the kernel's business.
-        assert "bf16[12,16]" not in text or "bf16[16,12]" not in text
+        assert dots(text) == DOTS[call.op]
+        if not call.is_exchange:
+            # No copy of the weight: transposing is the kernel's business.
+            assert "bf16[12,16]" not in text or "bf16[16,12]" not in text
 
 
 @ONE_OF_EACH
@@ -82,7 +90,7 @@ def test_gradient_of_x_alone(call):
     text = compiled_text(step, x, w, jnp.zeros((RANKS, *call.y_shape(RANKS)), call.dtype))
     assert sorted(fused_calls(text)) == sorted([call.op, DUAL[call.op]])
     if PLATFORM == "cpu":
-        assert dots(text) == 0
+        assert dots(text) == DOTS[call.op] - 1
 
 
 @ONE_OF_EACH
@@ -202,7 +210,7 @@ def test_wrong_out_specs_are_refused(op, specs):
 
 def test_result_types():
     mesh = make_mesh((RANKS,))
-    for call in (GATHER, SCATTER):
+    for call in (GATHER, SCATTER, EXCHANGE):
         for out in (None, jnp.float32):
             f = per_device(mesh, Call(call.op, dtype=jnp.bfloat16, out=out).bind("tp"))
             y = jax.eval_shape(f, *operands(Call(call.op, dtype=jnp.bfloat16), mesh, "tp"))

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jflux
 from jflux import _global
 
-OPS = ["all_gather_matmul", "matmul_reduce_scatter"]
+OPS = ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_to_all"]
 
 
 @pytest.mark.parametrize(
@@ -70,14 +70,14 @@ def test_operands_that_are_sharded_otherwise(op, module, axis_types):
     mesh = jax.sharding.Mesh(devices, ("dp", "tp"), axis_types=axis_types)
     f = Call(op).bind("tp", module, mesh=mesh, x_spec=P("dp"), preferred_element_type=None)
     x, w = _operands(op)
-    gathers = op == "all_gather_matmul"
+    by_rows = op == "matmul_reduce_scatter"
     x64, w64 = x.astype(np.float64), w.astype(np.float64)
     with jax.set_mesh(mesh):
         sharded_w = jax.device_put(w, jax.NamedSharding(mesh, P("dp", "tp")))
         for weights in (w, jnp.asarray(w), sharded_w):
             y = run(jax.jit(f), x, weights)
             assert_close(y, x64 @ w64, abs(x64) @ abs(w64), jnp.bfloat16, x.shape[-1])
-        want = P("dp", None, "tp") if gathers else P("dp", "tp")
+        want = P("dp", "tp") if by_rows else P("dp", None, "tp")
         y = jax.jit(f)(x, w)
         assert y.sharding.is_equivalent_to(jax.NamedSharding(mesh, want), y.ndim)
         dw = jax.jit(jax.grad(lambda w: f(x, w).astype(jnp.float32).sum()))(sharded_w)

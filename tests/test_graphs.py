@@ -13,14 +13,18 @@ SCALES = (2.0, -1.0, 0.5)
 GATHER = Call("all_gather_matmul", lead=(24,), k=64, n=40, dtype=jnp.bfloat16)
 SCATTER = Call("matmul_reduce_scatter", lead=(24,), k=64, n=40, dtype=jnp.bfloat16)
 
+EXCHANGE = Call("matmul_all_to_all", lead=(24,), k=64, n=40, dtype=jnp.bfloat16)
+
 
 def _inputs(call, mesh, seed):
     world = mesh.devices.size
     x = normal(seed, (world, STEPS, *call.x_shape(world)), call.dtype)
-    return x, normal(seed + 1, (world, *call.w_shape()), call.dtype)
+    return x, normal(seed + 1, (world, *call.w_shape(world)), call.dtype)
 
 
-@pytest.mark.parametrize("calls", [[GATHER], [SCATTER], [GATHER, SCATTER]], ids=str)
+@pytest.mark.parametrize(
+    "calls", [[GATHER], [SCATTER], [EXCHANGE], [GATHER, SCATTER, EXCHANGE]], ids=str
+)
 def test_replays_with_new_inputs(calls):
     """A loop whose body XLA captures on GPUs: each step takes another x. Most of the kernels that
     ran were enqueued by a replay, and all results are right."""

@@ -35,6 +35,7 @@ from jflux import _mesh
 CALLS = [
     Call("all_gather_matmul", lead=(3,), k=8, n=5, dtype=jnp.bfloat16),
     Call("matmul_reduce_scatter", lead=(3,), k=8, n=5, dtype=jnp.bfloat16),
+    Call("matmul_all_to_all", lead=(3,), k=8, n=8, dtype=jnp.bfloat16),
 ]
 
 

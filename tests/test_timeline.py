@@ -5,11 +5,11 @@ import json
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import PLATFORM, RANKS, Call, make_mesh, operands, per_device, run
+from harness import OPS, PLATFORM, RANKS, Call, make_mesh, operands, per_device, run
 
 from jflux import timeline
 
-WAIT, MULTIPLY, EPILOGUE, PARTS, SEND, STORE = range(6)
+WAIT, MULTIPLY, EPILOGUE, PARTS, SEND, STORE, COPY = range(7)
 
 
 def _made_up() -> timeline.Timeline:
@@ -72,7 +72,7 @@ def test_says_that_it_needs_gpus():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
+@pytest.mark.parametrize("op", OPS)
 def test_records_every_tile(op):
     call = Call(op, lead=(512,), k=256, n=768, dtype=jnp.bfloat16)
     mesh = make_mesh((RANKS,))
@@ -88,13 +88,16 @@ def test_records_every_tile(op):
         # Each tile once; all tile rows, each with the same columns.
         seen, counts = np.unique(np.stack([tiles["a"], tiles["b"]]), axis=1, return_counts=True)
         assert (counts == 1).all()
-        assert set(seen[0]) == set(range(512 * RANKS // 128))
+        rows = 512 if op == "matmul_all_to_all" else 512 * RANKS  # whose columns are split
+        assert set(seen[0]) == set(range(rows // 128))
         assert len(seen[0]) == len(set(seen[0])) * len(set(seen[1]))
         sends = events[events["kind"] == SEND]
-        if op == "all_gather_matmul":
+        if op != "matmul_reduce_scatter":
             assert set(sends["a"]) == set(range(RANKS)) - {rank}
         parts = events[events["kind"] == PARTS]
-        assert (len(parts) > 0) == (op == "matmul_reduce_scatter")
+        assert (len(parts) > 0) == (op != "all_gather_matmul")
+        copies = events[events["kind"] == COPY]
+        assert set(copies["a"]) == (set(sends["a"]) if op == "matmul_all_to_all" else set())
     with timeline.record(max_events=3) as t:
         run(f, x, w)
     assert t.missed > 0 and "found no room" in t.summary()

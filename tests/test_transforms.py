@@ -37,7 +37,8 @@ from jflux import testing
 
 GATHER = Call("all_gather_matmul", lead=(3,), k=8, n=6, dtype=jnp.bfloat16)
 SCATTER = Call("matmul_reduce_scatter", lead=(3,), k=8, n=6, dtype=jnp.bfloat16)
-BOTH = pytest.mark.parametrize("call", [GATHER, SCATTER], ids=lambda c: c.op)
+EXCHANGE = Call("matmul_all_to_all", lead=(3,), k=8, n=8, dtype=jnp.bfloat16)
+EACH = pytest.mark.parametrize("call", [GATHER, SCATTER, EXCHANGE], ids=lambda c: c.op)
 VMA = pytest.mark.parametrize("check_vma", [True, False], ids=["vma", "no_vma"])
 
 
@@ -86,7 +87,7 @@ def _assert_near(got, want, dtype=jnp.bfloat16, roundings=30):
 # ---- jit and eager -------------------------------------------------------------------------------
 
 
-@BOTH
+@EACH
 @VMA
 def test_jit_and_eager(call, check_vma):
     mesh = make_mesh((RANKS,))
@@ -97,7 +98,7 @@ def test_jit_and_eager(call, check_vma):
     np.testing.assert_array_equal(eager, jitted)
 
 
-@BOTH
+@EACH
 def test_ahead_of_time(call):
     mesh = make_mesh((RANKS,))
     x, w = operands(call, mesh, "tp")
@@ -150,7 +151,7 @@ def test_layer_gradients(check_vma, transform):
     _assert_near(got, want)
 
 
-@BOTH
+@EACH
 def test_gradient_with_respect_to_one_operand(call):
     mesh = make_mesh((RANKS,))
     x, w = operands(call, mesh, "tp")
@@ -184,7 +185,7 @@ def test_second_derivatives():
     _assert_near(got, want, np.float32, roundings=200)
 
 
-@BOTH
+@EACH
 def test_forward_mode_is_an_error(call):
     mesh = make_mesh((RANKS,))
     x, w = operands(call, mesh, "tp")
@@ -196,7 +197,7 @@ def test_forward_mode_is_an_error(call):
 # ---- vmap ----------------------------------------------------------------------------------------
 
 
-@BOTH
+@EACH
 def test_vmap_of_gradients(call):
     """Gradients per example: the ops inside vmap(vjp), x batched, w shared."""
     mesh = make_mesh((RANKS,))
@@ -218,7 +219,7 @@ def test_vmap_of_gradients(call):
         assert_close(dw[:, b], want[1], scale[1], call.dtype, 3 * RANKS)
 
 
-@BOTH
+@EACH
 def test_gradient_of_vmap(call):
     mesh = make_mesh((RANKS,))
     cases = [operands(call, mesh, "tp", seed=7 * i) for i in range(2)]
@@ -242,11 +243,11 @@ def test_gradient_of_vmap(call):
             assert_close(got, *parts, call.dtype, 2 * 6 * RANKS, factor=2)
 
 
-@BOTH
+@EACH
 def test_nested_vmap(call):
     mesh = make_mesh((RANKS,))
     x = normal(0, (RANKS, 2, 3, *call.x_shape(RANKS)), call.dtype)
-    w = normal(1, (RANKS, 2, *call.w_shape()), call.dtype)
+    w = normal(1, (RANKS, 2, *call.w_shape(RANKS)), call.dtype)
     op = call.bind("tp")
     f = jax.vmap(jax.vmap(op, in_axes=(0, None)), in_axes=(0, 0))
     y = run(jax.jit(per_device(mesh, f)), x, w)
@@ -255,18 +256,18 @@ def test_nested_vmap(call):
             _check(y[:, i, j], call, mesh, x[:, i, j], w[:, i])
 
 
-@BOTH
+@EACH
 def test_vmap_out_axes(call):
     mesh = make_mesh((RANKS,))
     x = normal(0, (RANKS, 4, *call.x_shape(RANKS)), call.dtype)
-    w = normal(1, (RANKS, *call.w_shape()), call.dtype)
+    w = normal(1, (RANKS, *call.w_shape(RANKS)), call.dtype)
     f = jax.vmap(call.bind("tp"), in_axes=(0, None), out_axes=-1)
     y = run(jax.jit(per_device(mesh, f)), x, w)
     for b in range(4):
         _check(y[..., b], call, mesh, x[:, b], w)
 
 
-@BOTH
+@EACH
 @pytest.mark.parametrize("batched", ["x", "w", "xw"])
 def test_vmap_over_nothing(call, batched):
     """A batch of size 0 has a result of that size."""
@@ -501,7 +502,7 @@ def test_checkpoint_inside_scan(policy):
 # ---- Donation ------------------------------------------------------------------------------------
 
 
-@BOTH
+@EACH
 def test_donated_operands(call):
     """x in a buffer that a result may take over, while peers may still read what x sent."""
     mesh = make_mesh((RANKS,))
@@ -616,7 +617,7 @@ def test_independent_calls_among_other_collectives(check_vma):
 @examples(10)
 @given(
     seeds=st.lists(st.integers(0, 99), min_size=2, max_size=12),
-    call=st.sampled_from([GATHER, SCATTER]),
+    call=st.sampled_from([GATHER, SCATTER, EXCHANGE]),
     dtype=st.sampled_from(HALVES),
 )
 def test_several_executions_in_flight(seeds, call, dtype):
@@ -692,10 +693,10 @@ def test_threads_that_compile_and_run():
     assert not errors, errors[0]
 
 
-def test_both_ops_share_workspaces():
+def test_all_products_share_workspaces():
     """Shapes and ops in turns over the same channels: no call reads what another one left."""
     mesh = make_mesh((RANKS,))
     for _ in range(2):
         for rows in (1, 5, 2):
-            for op in (GATHER.op, SCATTER.op):
+            for op in (GATHER.op, SCATTER.op, EXCHANGE.op):
                 check_values(Call(op, lead=(rows,), k=7, n=rows, dtype=jnp.bfloat16), mesh, "tp")

@@ -22,6 +22,7 @@ enum class OpId : uint32_t {
   kAllGather = 4,
   kAllToAll = 5,
   kReduceScatter = 6,
+  kMatmulAllToAll = 7,
 };
 
 // Custom calls have numbers from here on, which mean something in this process alone

@@ -17,6 +17,7 @@ enum class EventKind : uint16_t {
   kWaitParts = 3,  // a scout, for the peers' parts of a tile
   kSend = 4,       // until the data has arrived: a = peer, b = chunk or tile row
   kStore = 5,      // a storer, until y's tile has left the staging
+  kCopy = 6,       // a sender, until a peer's tile has left the workspace: as kSend
 };
 
 struct TimelineEvent {

@@ -205,6 +205,15 @@ __device__ __forceinline__ void TmaStore2d(const CUtensorMap* map, uint32_t smem
       : "memory");
 }
 
+__device__ __forceinline__ void TmaStore4d(const CUtensorMap* map, uint32_t smem, int32_t x,
+                                           int32_t y, int32_t z, int32_t w) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(
+          map),
+      "r"(smem), "r"(x), "r"(y), "r"(z), "r"(w)
+      : "memory");
+}
+
 // Into L2 only; a multiple of 16 bytes.
 __device__ __forceinline__ void BulkPrefetch(const void* global, uint32_t bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");

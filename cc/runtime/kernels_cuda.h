@@ -24,6 +24,7 @@ bool AddKernels(const char* (*load)(int ordinal), std::string* error);
 // Per op: loads its kernels on the current device.
 bool LoadAllGatherMatmulKernels(std::string* error);
 bool LoadMatmulReduceScatterKernels(std::string* error);
+bool LoadMatmulAllToAllKernels(std::string* error);
 bool LoadAllReduceKernels(std::string* error);
 bool LoadExchangeKernels(std::string* error);
 

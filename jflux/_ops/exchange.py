@@ -191,6 +191,15 @@ def _bind(
     return y
 
 
+def by_tiles(
+    x: jax.Array, axis_names: tuple[Any, ...], world: int, split: int, concat: int
+) -> jax.Array:
+    """all_to_all with ``tiled=True`` of an x that varies over the axes already; also in a lowering,
+    where axes are not bound any more."""
+    (y,) = _primitives["all_to_all"].bind(x, params=Params(axis_names, world, split, concat))
+    return y
+
+
 def gather_for_all(x: jax.Array, axis_names: tuple[Any, ...]) -> jax.Array:
     """All ranks' x, one after the other along the first dimension; to types too it is the same on
     all of them. It has no gradient."""

@@ -1,5 +1,5 @@
-// Calls of both ops and of many shapes, one after the other on one channel: nobody may take what an
-// earlier call left behind for an answer to this one.
+// Calls of all products and of many shapes, one after the other on one channel: nobody may take
+// what an earlier call left behind for an answer to this one.
 #include "ranks.h"
 #include "testing.h"
 
@@ -18,10 +18,17 @@ std::unique_ptr<Call> RandomCall(int world, std::mt19937* random) {
   const auto tile_m = static_cast<int32_t>(4 << pick(0, 3));
   const auto tile_n = static_cast<int32_t>(8 << pick(0, 1));
   const auto seed = static_cast<uint32_t>(pick(1, 1 << 20));
-  if (pick(0, 1)) {
+  const int64_t op = pick(0, 2);
+  if (op == 0) {
     const CpuTiling tiling{pick(64, 600), tile_m, tile_n};
     return std::make_unique<AllGatherMatmulCall>(
         AllGatherMatmulParams{rows, k, n, in, out, pick(0, 1) == 1, pick(0, 1) == 1}, tiling, seed);
+  }
+  if (op == 1) {
+    return std::make_unique<MatmulAllToAllCall>(
+        MatmulAllToAllParams{rows, k, n, in, out, pick(0, 1) == 1, pick(0, 1) == 1,
+                             pick(0, 1) == 1},
+        PieceTiling{tile_m, tile_n}, seed);
   }
   return std::make_unique<MatmulReduceScatterCall>(
       MatmulReduceScatterParams{rows, k, n, in, out, pick(0, 1) == 1},

@@ -54,6 +54,11 @@ def scatter(x, w):
     return jflux.matmul_reduce_scatter(x, w, axis_name="tp")
 
 
+def product_exchange(x, w):
+    y = jflux.matmul_all_to_all(x, w, axis_name="tp", split_axis=1, concat_axis=0)
+    return jnp.tile(y, (1, N))
+
+
 def reduce(x, w):
     y = jflux.all_reduce(x @ w, axis_name="tp")
     return jnp.concatenate([y] * N)
@@ -188,6 +193,7 @@ SCENARIOS = {
     "ends_in_flight": ends_in_flight,
     "gather_without_rank_1": lambda: rank_never_calls(gather, 1),
     "scatter_without_rank_0": lambda: rank_never_calls(scatter, 0),
+    "product_exchange_without_rank_1": lambda: rank_never_calls(product_exchange, 1),
     "custom_without_rank_1": lambda: rank_never_calls(custom, 1),
     "reduce_without_rank_1": lambda: rank_never_calls(reduce, 1),
     "exchange_without_rank_1": lambda: rank_never_calls(exchange, 1),

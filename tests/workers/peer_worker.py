@@ -78,7 +78,12 @@ def shard_map(mesh, f, in_specs, out_specs, **options):
 def product(op, mesh, axis="tp", rows=3, k=5, n=4, dtype=jnp.bfloat16, seed=0):
     """(f, global operands, exact y, scale, terms) of one call over the mesh's `axis`."""
     ranks = mesh.shape[axis]
-    if op == "all_gather_matmul":
+    options = {"axis_name": axis}
+    if op == "matmul_all_to_all":
+        x, w = normal(seed, (ranks * rows, k), dtype), normal(seed + 1, (k, ranks * n), dtype)
+        specs, out, terms = (P(axis), P()), P(None, axis), k
+        options |= {"split_axis": 1, "concat_axis": 0}
+    elif op == "all_gather_matmul":
         x, w = normal(seed, (ranks * rows, k), dtype), normal(seed + 1, (k, ranks * n), dtype)
         specs, out, terms = (P(axis), P(None, axis)), P(None, axis), k
     else:
@@ -87,14 +92,14 @@ def product(op, mesh, axis="tp", rows=3, k=5, n=4, dtype=jnp.bfloat16, seed=0):
             normal(seed + 1, (ranks * k, n), dtype),
         )
         specs, out, terms = (P(None, axis), P(axis)), P(axis), k * ranks
-    f = shard_map(mesh, functools.partial(getattr(jflux, op), axis_name=axis), specs, out)
+    f = shard_map(mesh, functools.partial(getattr(jflux, op), **options), specs, out)
     operands = [put(mesh, s, a) for s, a in zip(specs, (x, w), strict=True)]
     x, w = x.astype(np.float64), w.astype(np.float64)
     return f, operands, x @ w, abs(x) @ abs(w), terms
 
 
-def check_both(mesh, axis="tp", dtype=jnp.bfloat16, **sizes):
-    for seed, op in enumerate(("all_gather_matmul", "matmul_reduce_scatter")):
+def check_products(mesh, axis="tp", dtype=jnp.bfloat16, **sizes):
+    for seed, op in enumerate(("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_to_all")):
         f, operands, want, scale, terms = product(
             op, mesh, axis, dtype=dtype, seed=10 * seed, **sizes
         )
@@ -169,19 +174,19 @@ def values():
     mesh = Mesh(devices, ("tp",))
     for rows, k, n in ((1, 1, 1), (3, 5, 4), (130, 40, 17), (20, 300, 1100)):
         for dtype in dtypes if rows < 100 else dtypes[:1]:
-            check_both(mesh, dtype=dtype, rows=rows, k=k, n=n)
-    check_both(mesh, rows=200, k=1500, n=3)  # several chunks
-    check_both(Mesh(devices[::-1], ("tp",)))
-    check_both(Mesh(np.roll(devices, 1), ("tp",)), rows=7)
+            check_products(mesh, dtype=dtype, rows=rows, k=k, n=n)
+    check_products(mesh, rows=200, k=1500, n=3)  # several chunks
+    check_products(Mesh(devices[::-1], ("tp",)))
+    check_products(Mesh(np.roll(devices, 1), ("tp",)), rows=7)
 
 
 def groups():
     """Groups along either axis: within processes, across them, and of all devices."""
     devices = np.array(jax.devices())
     mesh = Mesh(devices.reshape(2, -1), ("a", "b"))
-    check_both(mesh, "a")
-    check_both(mesh, "b", rows=6)
-    check_both(Mesh(devices.reshape(2, -1).T, ("a", "b")), "a", rows=2)
+    check_products(mesh, "a")
+    check_products(mesh, "b", rows=6)
+    check_products(Mesh(devices.reshape(2, -1).T, ("a", "b")), "a", rows=2)
 
 
 def layer(x, w1, w2):
@@ -280,27 +285,27 @@ def local_calls():
     """Calls over one process's devices, unknown to the others, between common ones."""
     everyone = Mesh(np.array(jax.devices()), ("tp",))
     own = Mesh(np.array(jax.local_devices()), ("tp",))
-    check_both(everyone)
+    check_products(everyone)
     if args.process == 0:
-        check_both(own)
-        check_both(own, rows=9)
-    check_both(everyone, rows=4)
+        check_products(own)
+        check_products(own, rows=9)
+    check_products(everyone, rows=4)
     if args.process == args.processes - 1:
-        check_both(own, rows=2)
+        check_products(own, rows=2)
         jax.clear_caches()  # and compile everything again, here alone
-    check_both(everyone, rows=4)
-    check_both(everyone, rows=3)
+    check_products(everyone, rows=4)
+    check_products(everyone, rows=3)
 
 
 def again():
     """Shutdown and init in all processes, with other settings."""
     mesh = Mesh(np.array(jax.devices()), ("tp",))
-    check_both(mesh)
+    check_products(mesh)
     for deadline in (7, 9):
         lax_barrier(mesh)
         jflux.shutdown()
         jflux.init(deadline_seconds=deadline, heap_bytes=64 << 20)
-        check_both(mesh)
+        check_products(mesh)
 
 
 def lax_barrier(mesh):

@@ -1,0 +1,114 @@
+// matmul_all_to_all: y = all_to_all(x[rows, k] @ w[k, columns]): each rank owns a piece of every
+// rank's product, and puts what it gets together. Nothing is summed.
+//
+// What is computed (Params), where it lies in the heap (Layout), and the CPU back end's body; the
+// CUDA launcher is in matmul_all_to_all_cuda.h. Python: jflux/_ops/matmul_all_to_all.py.
+//
+// Protocol. A rank computes the product tile by tile, others' pieces first (core/piece_tiles.h). A
+// tile goes to its owner's workspace, into a slot of its own, and a signal follows; own tiles go
+// straight to y. Whoever has nothing else to do takes the peers' tiles in the order in which they
+// are sent, waits for the tile's signal, and copies it from the workspace to y. (XLA owns y: peers
+// cannot write to it.) Only these copies wait for peers, and nothing that a peer waits for comes
+// after one of them. Pieces are never empty, so every rank hears from every peer in every call,
+// which is what the doubled workspace needs (core/signal.h).
+#ifndef JFLUX_OPS_MATMUL_ALL_TO_ALL_MATMUL_ALL_TO_ALL_H_
+#define JFLUX_OPS_MATMUL_ALL_TO_ALL_MATMUL_ALL_TO_ALL_H_
+
+#include <cstdint>
+
+#include "core/dtype.h"
+#include "core/layout.h"
+#include "core/rows.h"
+#include "core/signal.h"
+
+namespace jflux {
+
+struct MatmulAllToAllParams {
+  // A piece has rows.PerRank() rows, which are [outer, inner]. If rows are split, x's are
+  // [outer, world, inner]; if rows are put together, y's are.
+  Rows rows;
+  int64_t k;           // columns of x
+  int64_t n;           // columns of a piece
+  DType dtype;         // of x and w
+  DType out_dtype;     // of y, and of the tiles that travel
+  bool transpose_rhs;  // w is stored [columns, k]
+  bool split_rows;     // pieces are rows of the product, or else columns
+  bool concat_rows;    // y's pieces lie one below the other, or else side by side
+
+  JFLUX_HD int64_t RowsOfX() const { return split_rows ? rows.Total() : rows.PerRank(); }
+  JFLUX_HD int64_t ColumnsOfW() const { return split_rows ? n : rows.world * n; }
+  // The row of x that row r of the piece for `dst` comes from.
+  JFLUX_HD int64_t RowOfX(int dst, int64_t r) const {
+    return split_rows ? rows.Actual(dst * rows.PerRank() + r) : r;
+  }
+  JFLUX_HD int64_t ColumnOfW(int dst, int64_t c) const { return split_rows ? c : dst * n + c; }
+  // The element of y where row r of the piece from `src` begins.
+  JFLUX_HD int64_t OffsetInY(int src, int64_t r) const {
+    return concat_rows ? rows.Actual(src * rows.PerRank() + r) * n : (r * rows.world + src) * n;
+  }
+
+  uint32_t Signature() const {
+    return SignatureBuilder()
+        .Add(static_cast<int64_t>(OpId::kMatmulAllToAll))
+        .Add(rows.world)
+        .Add(rows.outer)
+        .Add(rows.inner)
+        .Add(n)
+        .Add(static_cast<int64_t>(out_dtype))
+        .Add(split_rows)
+        .Add(concat_rows)
+        .Get();
+  }
+};
+
+// A rank receives, from each of the others, the tiles of its piece: a slot and a signal for each.
+// What a slot holds inside is the writer's and reader's business (the CPU back end stores rows, the
+// GPU kernel boxes of TMA).
+struct AllToAllLayout {
+  int32_t world;
+  int32_t tiles_m, tiles_n;  // of a piece
+  int64_t slot_bytes;
+
+  static AllToAllLayout Make(const MatmulAllToAllParams& p, int32_t tile_m, int32_t tile_n) {
+    return AllToAllLayout{p.rows.world,
+                          static_cast<int32_t>(CeilDiv<int64_t>(p.rows.PerRank(), tile_m)),
+                          static_cast<int32_t>(CeilDiv<int64_t>(p.n, tile_n)),
+                          static_cast<int64_t>(tile_m) * tile_n * SizeOf(p.out_dtype)};
+  }
+
+  // Slots in the workspace of `dst` go from the rank after it round to the one before: it sends
+  // nothing to itself.
+  JFLUX_HD int64_t SlotOf(int dst, int src, int32_t m, int32_t n) const {
+    const int place = (src - dst + world - 1) % world;
+    return (static_cast<int64_t>(place) * tiles_m + m) * tiles_n + n;
+  }
+  JFLUX_HD int64_t Slots() const { return static_cast<int64_t>(world - 1) * tiles_m * tiles_n; }
+  // Offsets into a half's signals and a half's data.
+  JFLUX_HD static int64_t SignalOffset(int64_t slot) {
+    return slot * static_cast<int64_t>(sizeof(Signal));
+  }
+  JFLUX_HD int64_t SlotOffset(int64_t slot) const { return slot * slot_bytes; }
+  JFLUX_HD ChannelLayout Channel() const {
+    return ChannelLayout::For(SignalOffset(Slots()), SlotOffset(Slots()));
+  }
+};
+
+struct MatmulAllToAllArrays {
+  const void* x;  // [RowsOfX(), k]
+  const void* w;  // [k, ColumnsOfW()], or [ColumnsOfW(), k] if transpose_rhs
+  void* y;        // [world * rows.PerRank(), n], or [rows.PerRank(), world * n]
+};
+
+struct PieceTiling {
+  int32_t tile_m = 128;
+  int32_t tile_n = 1024;
+};
+
+// The CPU back end's body for one rank; false if a wait failed (the reason is in ctx.fault).
+bool MatmulAllToAllCpu(const MatmulAllToAllParams& params, const PieceTiling& tiling,
+                       const MatmulAllToAllArrays& arrays, const SymmetricView& view,
+                       uint32_t epoch, const WaitContext& ctx);
+
+}  // namespace jflux
+
+#endif  // JFLUX_OPS_MATMUL_ALL_TO_ALL_MATMUL_ALL_TO_ALL_H_

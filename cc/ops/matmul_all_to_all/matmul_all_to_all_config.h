@@ -1,0 +1,26 @@
+// Which GEMM configuration a matmul_all_to_all takes where nothing was measured: a pure function.
+#ifndef JFLUX_OPS_MATMUL_ALL_TO_ALL_MATMUL_ALL_TO_ALL_CONFIG_H_
+#define JFLUX_OPS_MATMUL_ALL_TO_ALL_MATMUL_ALL_TO_ALL_CONFIG_H_
+
+#include "gpu/gemm_config.h"
+
+namespace jflux {
+
+// For world pieces of so many rows and columns. Each piece has whole tiles of its own, so what the
+// last ones are cut short by is computed too, and a configuration that wastes less of it wins.
+inline GemmChoice ChooseAllToAll(int world, int64_t rows, int64_t n, int sm_count) {
+  const auto cost = [&](const GemmChoice& c) {
+    return EstimateCost(c, world * RoundUp<int64_t>(rows, kGemmTileM * c.cluster_m), n, sm_count);
+  };
+  GemmChoice best{192, 1, 16};
+  for (const GemmChoice& c : kCompiled) {
+    if (cost(c) < cost(best)) best = c;
+  }
+  // Shorter sweeps, as ChooseGemm has them, where one piece is several.
+  if (best.cluster_m == 2 && rows > kGemmTileM * best.cluster_m * best.group_m) best.group_m = 4;
+  return best;
+}
+
+}  // namespace jflux
+
+#endif  // JFLUX_OPS_MATMUL_ALL_TO_ALL_MATMUL_ALL_TO_ALL_CONFIG_H_

@@ -1,0 +1,120 @@
+// The CPU back end of matmul_all_to_all: one rank's part of the tile protocol in host memory.
+#include <cstring>
+#include <vector>
+
+#include "core/piece_tiles.h"
+#include "ops/matmul_all_to_all/matmul_all_to_all.h"
+#include "runtime/cpu_matmul.h"
+
+namespace jflux {
+namespace {
+
+// The call of one rank.
+struct Body {
+  const MatmulAllToAllParams& p;
+  const PieceTiling& tiling;
+  const MatmulAllToAllArrays& arrays;
+  const SymmetricView& view;
+  const WaitContext& ctx;
+  AllToAllLayout layout;
+  int64_t signals, data;  // where this call's halves start in the channel
+  Signal signal;
+
+  // Where a tile lies in its piece.
+  struct Span {
+    int64_t row0, rows, col0, cols;
+  };
+  Span SpanOf(int32_t m, int32_t n) const {
+    Span s;
+    s.row0 = static_cast<int64_t>(m) * tiling.tile_m;
+    s.col0 = static_cast<int64_t>(n) * tiling.tile_n;
+    s.rows = Min<int64_t>(tiling.tile_m, p.rows.PerRank() - s.row0);
+    s.cols = Min<int64_t>(tiling.tile_n, p.n - s.col0);
+    return s;
+  }
+
+  char* SlotAt(int dst, int64_t slot) const { return view.At(dst, data + layout.SlotOffset(slot)); }
+  Signal* SignalAt(int dst, int64_t slot) const {
+    return view.At<Signal>(dst, signals + layout.SignalOffset(slot));
+  }
+
+  // The rows of x for a tile: in `gathered` if they do not follow each other.
+  const char* RowsOf(int dst, const Span& s, std::vector<char>* gathered) const {
+    const int64_t row_bytes = p.k * SizeOf(p.dtype);
+    const auto* x = static_cast<const char*>(arrays.x);
+    if (!p.split_rows || p.rows.outer == 1) return x + p.RowOfX(dst, s.row0) * row_bytes;
+    gathered->resize(s.rows * row_bytes);
+    for (int64_t i = 0; i < s.rows; ++i) {
+      std::memcpy(gathered->data() + i * row_bytes, x + p.RowOfX(dst, s.row0 + i) * row_bytes,
+                  row_bytes);
+    }
+    return gathered->data();
+  }
+
+  // A tile from `src`, its rows one after the other in p.out_dtype, to its place in y.
+  void WriteToY(int src, const Span& s, const char* tile) const {
+    const int64_t size = SizeOf(p.out_dtype);
+    for (int64_t i = 0; i < s.rows; ++i) {
+      std::memcpy(static_cast<char*>(arrays.y) + (p.OffsetInY(src, s.row0 + i) + s.col0) * size,
+                  tile + i * s.cols * size, s.cols * size);
+    }
+  }
+
+  void Compute(const PieceGrid& grid) const {
+    const CpuRhs rhs(arrays.w, p.dtype, p.k, p.ColumnsOfW(), p.transpose_rhs);
+    const int64_t elements = static_cast<int64_t>(tiling.tile_m) * tiling.tile_n;
+    std::vector<char> wide(elements * SizeOf(rhs.compute_dtype()));
+    std::vector<char> own(elements * SizeOf(p.out_dtype)), gathered;
+    for (int32_t t = 0; t < grid.Total(); ++t) {
+      const PieceTile tile = PieceTileAt(t, grid, view.rank);
+      const Span s = SpanOf(tile.m, tile.n);
+      rhs.Multiply(RowsOf(tile.owner, s, &gathered), s.rows, p.ColumnOfW(tile.owner, s.col0),
+                   s.cols, wide.data());
+      const bool is_own = tile.owner == view.rank;
+      const int64_t slot = layout.SlotOf(tile.owner, view.rank, tile.m, tile.n);
+      char* to = is_own ? own.data() : SlotAt(tile.owner, slot);
+      Convert(wide.data(), rhs.compute_dtype(), to, p.out_dtype, s.rows * s.cols);
+      if (is_own) {
+        WriteToY(view.rank, s, to);
+      } else {
+        StoreRelease(SignalAt(tile.owner, slot), signal);
+      }
+    }
+  }
+
+  bool Receive(const PieceGrid& grid) const {
+    for (int step = 1; step < view.world; ++step) {
+      const int src = SendPeer(view.rank, step, view.world);
+      for (int32_t i = 0; i < grid.PerPiece(); ++i) {
+        const Tile tile = TileInPiece(i, grid);
+        const int64_t slot = layout.SlotOf(view.rank, src, tile.m, tile.n);
+        if (!WaitSignal(SignalAt(view.rank, slot), signal, src, slot, ctx)) return false;
+        WriteToY(src, SpanOf(tile.m, tile.n), SlotAt(view.rank, slot));
+      }
+    }
+    return true;
+  }
+};
+
+}  // namespace
+
+bool MatmulAllToAllCpu(const MatmulAllToAllParams& p, const PieceTiling& tiling,
+                       const MatmulAllToAllArrays& arrays, const SymmetricView& view,
+                       uint32_t epoch, const WaitContext& ctx) {
+  const auto layout = AllToAllLayout::Make(p, tiling.tile_m, tiling.tile_n);
+  const ChannelLayout channel = layout.Channel();
+  const PieceGrid grid{p.rows.world, layout.tiles_m, layout.tiles_n, /*group_m=*/1};
+  const Body body{p,
+                  tiling,
+                  arrays,
+                  view,
+                  ctx,
+                  layout,
+                  channel.SignalOffset(epoch),
+                  channel.DataOffset(epoch),
+                  MakeSignal(epoch, p.Signature())};
+  body.Compute(grid);
+  return body.Receive(grid);
+}
+
+}  // namespace jflux

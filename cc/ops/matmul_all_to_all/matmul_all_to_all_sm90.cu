@@ -1,0 +1,66 @@
+// Instantiates the kernels of matmul_all_to_all and launches one.
+#include "gpu/gemm_config.h"
+#include "ops/matmul_all_to_all/matmul_all_to_all_cuda.h"
+#include "ops/matmul_all_to_all/matmul_all_to_all_sm90.cuh"
+#include "runtime/gemm_instances_cuda.h"
+
+namespace jflux {
+namespace {
+
+struct Instances {
+  template <typename Config>
+  static const void* Kernel() {
+    return reinterpret_cast<const void*>(&MatmulAllToAllKernel<Config>);
+  }
+};
+
+}  // namespace
+
+bool LoadMatmulAllToAllKernels(std::string* error) { return LoadGemmInstances<Instances>(error); }
+
+bool LaunchMatmulAllToAll(const MatmulAllToAllParams& p, const MatmulAllToAllArrays& arrays,
+                          const GemmChoice& choice, int64_t site, const CudaDevice& device,
+                          const SymmetricView& view, cudaStream_t stream, std::string* error) {
+  const Rows& r = p.rows;
+  MatmulAllToAllArgs args{};
+  args.layout = CudaLayoutOf(p, choice);
+  args.channel = args.layout.Channel();
+  args.state = reinterpret_cast<DeviceState*>(device.heap);
+  args.view = view;
+  args.rows = r;
+  const TileGrid piece = GridOf(choice, r.PerRank(), p.n, device.sm_count);
+  args.grid = PieceGrid{r.world, piece.tiles_m, piece.tiles_n,
+                        choice.group_m == 0 ? piece.tiles_m : choice.group_m};
+  args.k = p.k;
+  args.n = p.n;
+  args.signature = SignatureOf(p.Signature(), site, choice);
+  args.op = static_cast<uint32_t>(OpId::kMatmulAllToAll);
+  args.num_tiles = args.grid.Total();
+  args.split_rows = p.split_rows;
+  args.concat_rows = p.concat_rows;
+  const int box_rows = BoxRows(r.PerRank());
+  args.a_bytes = box_rows * kGemmTileK * SizeOf(p.dtype);
+  // x's actual row = (o * world + rank) * inner + i; unless both are to be told apart, all rows are
+  // inner ones.
+  const bool flat = r.outer == 1 || !p.split_rows;
+  const int64_t inner = flat ? p.RowsOfX() : r.inner;
+  if (!EncodeTensorMap(
+          &args.x, p.dtype, arrays.x, {flat ? 1 : r.world, flat ? 1 : r.outer, inner, p.k},
+          {inner * p.k, r.world * inner * p.k, p.k}, {1, 1, box_rows, kGemmTileK}, error) ||
+      !EncodeRhsMap(&args.w, p.dtype, arrays.w, p.k, p.ColumnsOfW(), p.transpose_rhs,
+                    /*halves=*/false, choice, error)) {
+    return false;
+  }
+  const int columns = StoreColumns(choice);
+  const bool encoded =
+      p.concat_rows
+          ? EncodeTensorMap(&args.y, p.dtype, arrays.y, {r.outer, r.world, r.inner, p.n},
+                            {r.world * r.inner * p.n, r.inner * p.n, p.n}, {1, 1, 64, columns},
+                            error)
+          : EncodeTensorMap(&args.y, p.dtype, arrays.y, {1, r.PerRank(), r.world, p.n},
+                            {r.Total() * p.n, r.world * p.n, p.n}, {1, 64, 1, columns}, error);
+  return encoded && LaunchGemmInstance<Instances>(p.dtype, p.transpose_rhs, choice, &args,
+                                                  args.num_tiles, device.sm_count, stream, error);
+}
+
+}  // namespace jflux

@@ -1,0 +1,157 @@
+// matmul_all_to_all's CPU body, which is the tile protocol itself, on 1 to 8 threads, for pieces of
+// rows and of columns on either side. Tilings are small, so that pieces are several tiles, and do
+// not end with whole ones.
+#include "ops/matmul_all_to_all/matmul_all_to_all.h"
+
+#include <vector>
+
+#include "ops/matmul_all_to_all/matmul_all_to_all_config.h"
+#include "ranks.h"
+#include "testing.h"
+
+namespace jflux {
+namespace {
+
+struct Shape {
+  int64_t outer, inner, k, n;
+  PieceTiling tiling;
+};
+const Shape kShapes[] = {
+    {1, 16, 8, 16, {4, 8}},   // whole tiles
+    {1, 5, 7, 9, {16, 8}},    // less than a tile of rows, a ragged column of tiles
+    {1, 33, 16, 8, {16, 8}},  // ragged rows
+    {1, 1, 3, 1, {4, 8}},     // one element
+    {3, 7, 16, 5, {8, 4}},    // outer rows: tiles have rows of several
+    {2, 16, 12, 17, {32, 16}},
+};
+const struct {
+  DType in, out;
+} kDtypes[] = {{DType::kF32, DType::kF32},   {DType::kF64, DType::kF64},
+               {DType::kBF16, DType::kBF16}, {DType::kBF16, DType::kF32},
+               {DType::kF16, DType::kF16},   {DType::kF32, DType::kBF16}};
+
+void Check(int world, uint32_t first_epoch, int calls_each, int max_delay_us) {
+  uint32_t seed = 100 * world;
+  for (const Shape& s : kShapes) {
+    for (const auto& dtypes : kDtypes) {
+      for (int way = 0; way < 4; ++way) {
+        ++seed;
+        const bool transposed = seed % 3 == 0;
+        const MatmulAllToAllParams p{Rows{world, s.outer, s.inner},
+                                     s.k,
+                                     s.n,
+                                     dtypes.in,
+                                     dtypes.out,
+                                     transposed,
+                                     (way & 1) != 0,
+                                     (way & 2) != 0};
+        std::vector<std::unique_ptr<Call>> calls;
+        for (int i = 0; i < calls_each; ++i) {
+          calls.push_back(std::make_unique<MatmulAllToAllCall>(p, s.tiling, seed * 16 + i));
+        }
+        PlainHeap heap(world, calls[0]->Channel(), first_epoch);
+        RunOptions options;
+        options.first_epoch = first_epoch;
+        options.max_delay_us = max_delay_us;
+        options.seed = seed;
+        const std::string error = Join(RunRanks(heap, Pointers(calls), options));
+        EXPECT(error.empty()) << error;
+        for (const auto& call : calls) {
+          EXPECT_EQ(call->Wrong(), 0)
+              << "world " << world << " outer " << s.outer << " inner " << s.inner << " n " << s.n
+              << " dtype " << dtypes.in << " way " << way << " call " << &call - &calls[0];
+        }
+      }
+    }
+  }
+}
+
+TEST(EqualsItsDefinition) {
+  for (int world = 1; world <= kMaxRanks; ++world) Check(world, 1, 3, 200);
+}
+
+TEST(WithoutDelays) {
+  for (int world : {2, 4, 7}) Check(world, 1, 5, 0);
+}
+
+TEST(AcrossTheWrapOfEpochs) { Check(3, 0xfffffffd, 6, 100); }
+
+TEST(EverySlotIsOneTilesOfOnePeer) {
+  for (int world = 1; world <= kMaxRanks; ++world) {
+    const AllToAllLayout layout{world, 3, 2, 64};
+    for (int dst = 0; dst < world; ++dst) {
+      std::vector<char> seen(layout.Slots());
+      for (int src = 0; src < world; ++src) {
+        for (int i = 0; i < 6 && src != dst; ++i) {
+          const int64_t slot = layout.SlotOf(dst, src, i / 2, i % 2);
+          EXPECT(0 <= slot && slot < layout.Slots() && !seen[slot])
+              << "world " << world << " dst " << dst << " src " << src << " tile " << i;
+          if (0 <= slot && slot < layout.Slots()) seen[slot] = 1;
+        }
+      }
+    }
+  }
+}
+
+// The configuration that computes the fewest waves of tiles, those that are cut short included.
+TEST(PiecesThatAreNoWholeTilesCost) {
+  constexpr int kSms = 132;
+  EXPECT_EQ(ChooseAllToAll(4, 2048, 3072, kSms).tile_n, 192);
+  EXPECT_EQ(ChooseAllToAll(4, 2048, 3072, kSms).cluster_m, 2);
+  EXPECT_EQ(ChooseAllToAll(4, 2048, 128, kSms).tile_n, 128);  // of 192 a third would be wasted
+  EXPECT_EQ(ChooseAllToAll(4, 128, 3072, kSms).cluster_m, 1);
+  for (int world : {2, 3, 4, 8}) {
+    for (int64_t rows : {1, 128, 300, 2048, 8192}) {
+      for (int64_t n : {8, 128, 1000, 2048, 4096}) {
+        EXPECT(IsPossible(ChooseAllToAll(world, rows, n, kSms)))
+            << world << " " << rows << " " << n;
+      }
+    }
+  }
+}
+
+MatmulAllToAllParams Small(int64_t n) {
+  return {Rows{3, 1, 8}, 8, n, DType::kF32, DType::kF32, false, false, true};
+}
+
+TEST(AnAbsentRankIsNamed) {
+  MatmulAllToAllCall call(Small(8), {4, 8}, 1);
+  PlainHeap heap(3, call.Channel());
+  RunOptions options;
+  options.absent = 1;
+  options.deadline_s = 0.05;
+  const auto errors = RunRanks(heap, {&call}, options);
+  for (int rank : {0, 2}) {
+    EXPECT(errors[rank].find("matmul_all_to_all: rank " + std::to_string(rank)) !=
+               std::string::npos &&
+           errors[rank].find("for rank 1 ") != std::string::npos)
+        << errors[rank];
+  }
+}
+
+// Rank 1 makes a call of another shape with the same layout.
+class Disagreeing : public Call {
+ public:
+  ChannelLayout Channel() const override { return calls_[1].Channel(); }
+  bool Run(const SymmetricView& view, uint32_t epoch, WaitContext ctx) override {
+    return calls_[view.rank == 1].Run(view, epoch, ctx);
+  }
+  int64_t Wrong() const override { return 0; }
+
+ private:
+  MatmulAllToAllCall calls_[2] = {{Small(7), {4, 8}, 1}, {Small(8), {4, 8}, 1}};
+};
+
+TEST(RanksThatDisagreeAreTold) {
+  Disagreeing call;
+  PlainHeap heap(3, call.Channel());
+  const auto errors = RunRanks(heap, {&call});
+  for (int rank = 0; rank < 3; ++rank) {
+    EXPECT(errors[rank].find("The ranks run different calls") != std::string::npos) << errors[rank];
+  }
+}
+
+}  // namespace
+}  // namespace jflux
+
+int main() { return jflux::RunAll(); }
