@@ -71,6 +71,13 @@ __device__ __forceinline__ void LeaveCounters(const Args& args) {
   header->epoch += 1;
 }
 
+// Of what Op::Send does.
+template <typename Args>
+__device__ __forceinline__ int32_t TakeUnit(const Args& args) {
+  return static_cast<int32_t>(
+      atomicAdd(&args.view.template At<ChannelHeader>(args.view.rank, 0)->next_send, 1));
+}
+
 template <typename Args>
 __device__ __forceinline__ int32_t TakeTile(const Args& args) {
   return static_cast<int32_t>(

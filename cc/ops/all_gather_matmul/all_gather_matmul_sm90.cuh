@@ -226,7 +226,7 @@ struct AllGatherMatmulSm90 {
     const int copies = args.layout.rank_blocks * args.layout.Chunks();  // of a rank
     const int units = sends + (args.gathered != nullptr ? args.view.world * copies : 0);
     PieceBuffers buffers{smem};
-    int unit = TakeUnit(args);
+    int unit = NextUnit(args);
     // Three pieces are on their way in while the fourth goes out, and the next unit follows without
     // a gap: a unit's turns are latencies, all of which others can hide.
     Chunk chunk = Chunk{};
@@ -239,7 +239,7 @@ struct AllGatherMatmulSm90 {
     Chunk arriving = Chunk{};  // the one before, whose signal is still owed
     uint64_t start = call.Start(), arriving_since = 0;
     while (unit < sends) {
-      const int next_unit = TakeUnit(args);
+      const int next_unit = NextUnit(args);
       const Chunk next = next_unit < sends ? ChunkOf(args, order.At(next_unit)) : Chunk{};
       if (ptx::ElectOne()) {
 #pragma unroll
@@ -269,7 +269,7 @@ struct AllGatherMatmulSm90 {
       SignalChunk(args, call, arriving, arriving_since);
     }
     __syncwarp();
-    for (; unit < units; unit = TakeUnit(args)) {
+    for (; unit < units; unit = NextUnit(args)) {
       const int i = unit - sends;
       if (ptx::ElectOne()) CopyGathered(args, call, buffers, i / copies, i % copies);
       __syncwarp();
@@ -278,13 +278,8 @@ struct AllGatherMatmulSm90 {
   }
 
   // For a whole warp.
-  static __device__ int TakeUnit(const Args& args) {
-    int unit = 0;
-    if (threadIdx.x % 32 == 0) {
-      unit = static_cast<int>(
-          atomicAdd(&args.view.template At<ChannelHeader>(args.view.rank, 0)->next_send, 1));
-    }
-    return __shfl_sync(0xffffffff, unit, 0);
+  static __device__ int NextUnit(const Args& args) {
+    return __shfl_sync(0xffffffff, threadIdx.x % 32 == 0 ? TakeUnit(args) : 0, 0);
   }
 
   // What a rank has of a block, in one chunk of k. Without rows there is nothing to be done.

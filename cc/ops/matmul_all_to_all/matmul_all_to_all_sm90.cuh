@@ -212,11 +212,6 @@ struct MatmulAllToAllSm90 {
     ptx::BulkWait<0>();
   }
 
-  static __device__ int TakeUnit(const Args& args) {
-    return static_cast<int>(
-        atomicAdd(&args.view.template At<ChannelHeader>(args.view.rank, 0)->next_send, 1));
-  }
-
   // Shared memory for as many boxes as there is room for.
   struct BoxBuffers {
     static constexpr int kCount = Config::kPieces * Config::kPieceBytes / Box::kBoxBytes;
