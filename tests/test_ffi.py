@@ -26,8 +26,8 @@ from jflux import _ffi, _jflux
 
 GATHER = Call("all_gather_matmul", lead=(6,), k=16, n=12, dtype=jnp.bfloat16)
 SCATTER = Call("matmul_reduce_scatter", lead=(6,), k=16, n=12, dtype=jnp.bfloat16)
-EXCHANGE = Call("matmul_all_to_all", lead=(6,), k=16, n=12, dtype=jnp.bfloat16)
-BACK = Call("matmul_all_to_all", lead=(6,), k=16, n=12, dtype=jnp.bfloat16, split=-2, concat=-1)
+EXCHANGE = Call("matmul_all_to_all", lead=(6,), k=16, n=24, dtype=jnp.bfloat16)
+BACK = Call("matmul_all_to_all", lead=(6,), k=16, n=24, dtype=jnp.bfloat16, split=-2, concat=-1)
 # The call, and the products, that come with a gradient.
 DUAL = {GATHER.op: SCATTER.op, SCATTER.op: GATHER.op, EXCHANGE.op: "all_to_all"}
 DOTS = {GATHER.op: 1, SCATTER.op: 1, EXCHANGE.op: 2}

@@ -55,8 +55,8 @@ def scatter(x, w):
 
 
 def product_exchange(x, w):
-    y = jflux.matmul_all_to_all(x, w, axis_name="tp", split_axis=1, concat_axis=0)
-    return jnp.tile(y, (1, N))
+    w = jnp.tile(w, (1, N))  # whole units for each rank
+    return jflux.matmul_all_to_all(x, w, axis_name="tp", split_axis=1, concat_axis=0)
 
 
 def reduce(x, w):
