@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import json
 import pathlib
 import sys
@@ -56,12 +57,12 @@ NOTES = """
   Which calls those are is decided by rows alone (`lax_is_faster` in `jflux/_ops/_product.py`).
 - With 3 ranks a rank's rows are never whole tiles.
 - An efficiency above 1 means that jflux's product was faster than XLA's.
-- The tables of 2 and of 4 GPUs in one process are newer than the others: 2026-11-22. With 2, some
-  shapes use configurations that `jflux.tune` has measured (`jflux/tables`), where the others have
-  the heuristic's.
-- By the tables of 4 GPUs, jflux has since left to XLA: all_to_all of 4 MiB (there 1.17 of XLA's
-  time), the norm after sums of 256 KiB and more (J there; now as "apart"), and all_gather_matmul of
-  512 x 29568 x 8192 (1.08).
+- Only the first table of 4 GPUs is of the present kernels of the products. The others, of 2, 3 and
+  4 GPUs, are older: all-gathers did not travel in panels, few rows were not one sweep
+  ([0003](design/0003-kernels.md)). On 2 GPUs some shapes use configurations that `jflux.tune` has
+  measured (`jflux/tables`), and four shapes on 4 GPUs, where the others have the heuristic's.
+- By the table of small collectives on 4 GPUs, jflux has since left to XLA: all_to_all of 4 MiB
+  (there 1.17 of XLA's time) and the norm after sums of 256 KiB and more (J there; now as "apart").
 - On every grid it helps most to have no loop over the layers ("unrolled", 10 to 16 % less time):
   XLA copies what one iteration hands to the next, and slices stacked weights. How much of that the
   first column would gain too was not measured. The paper's steps gained 5, 8, 19 and 9 % on 16 GPUs
@@ -156,7 +157,8 @@ def table(rows: list[dict], result: dict) -> str:
 def title(result: dict) -> str:
     machine = result["machine"]
     how = "one process" if machine["processes"] == 1 else "one process for each GPU"
-    return f"{machine['gpus']}, {how}"
+    note = f"; {machine['note']}" if "note" in machine else ""
+    return f"{machine['gpus']}, {how}{note}"
 
 
 def plain_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -242,7 +244,7 @@ def readme_table(results: list[tuple[str, dict]]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     found = by_list(result)
-    for row in [*found["flux"], *found["attention"]]:
+    for row in itertools.chain(*(found.get(name, ()) for name in ("flux", "attention", "ulysses"))):
         s, j = ms(row, "S"), ms(row, "J")
         lines.append(
             f"| {row['op']} | {row['m']} | {row['n']} | {row['k']} | {s:.2f} | {j:.2f} "
@@ -258,6 +260,8 @@ def picture(results: list[tuple[str, dict]], op: str) -> bytes:
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     efficiency, floor = figure.subplots(1, 2)
     for _, result in of_ops(results):
+        if "note" in result["machine"]:  # of kernels that are not the present ones
+            continue
         found = by_list(result)
         rows = [r for r in found.get("flux", found.get("ragged", ())) if r["op"] == op]
         if not rows:

@@ -202,13 +202,13 @@ def test_a_loop_with_new_inputs():
             y = module.all_to_all(x, axis_name="tp", split_axis=0, concat_axis=0, tiled=True)
             z = module.reduce_scatter(y, axis_name="tp", tiled=True) / RANKS
             g = module.all_gather(z, axis_name="tp", tiled=True)
-            return jnp.cos(g + x + i)
+            return jnp.cos((g + x) / 4 + i)  # forgets in which order sums were rounded
 
         return lambda x: jax.lax.fori_loop(0, steps, step, x)
 
     y, want = (run(jax.jit(per_device(mesh, body(m))), x) for m in (jflux, jflux.reference))
     assert np.isfinite(y).all()
-    np.testing.assert_allclose(y, want, rtol=2e-2, atol=2e-2)
+    np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-5)
 
 
 def test_with_late_ranks():

@@ -40,8 +40,8 @@ struct Tile {
 struct TileGrid {
   int32_t tiles_m;
   int32_t tiles_n;
-  int32_t group_m;      // tile rows that share a sweep over n, so that w's tiles are reused from L2;
-                        // 0: all of them do, whoever's they are
+  int32_t group_m;  // tile rows that share a sweep over n, so that w's tiles are reused from L2;
+                    // 0: all of them do, whoever's they are
   int32_t at_once = 0;  // tiles that are computed at the same time, where that matters
 };
 

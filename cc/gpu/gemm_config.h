@@ -112,8 +112,8 @@ inline bool IsPossible(const GemmChoice& c) {
   for (const GemmChoice& k : kCompiled) {
     compiled |= k.tile_n == c.tile_n && k.cluster_m == c.cluster_m;
   }
-  return compiled && 0 <= c.group_m && c.group_m <= kMaxGroup && 1 <= c.splits && c.splits <= kMaxSplits &&
-         (c.splits == 1 || c.cluster_m == 1);
+  return compiled && 0 <= c.group_m && c.group_m <= kMaxGroup && 1 <= c.splits &&
+         c.splits <= kMaxSplits && (c.splits == 1 || c.cluster_m == 1);
 }
 
 // Splits that each have something of k.

@@ -104,10 +104,10 @@ TEST(ImpossibleChoices) {
   for (const GemmChoice& c : kCompiled) EXPECT(IsPossible(c));
   EXPECT(IsPossible({128, 1, 1, 16}));
   EXPECT(IsPossible({192, 2, 0}));
-  for (const GemmChoice c : {GemmChoice{64, 1, 1}, GemmChoice{192, 3, 1}, GemmChoice{192, 2, -1},
-                             GemmChoice{192, 2, kMaxGroup + 1}, GemmChoice{192, 2, 8, 2},
-                             GemmChoice{128, 1, 1, 0}, GemmChoice{128, 1, 1, 17},
-                             GemmChoice{0, 0, 0, 0}}) {
+  for (const GemmChoice c :
+       {GemmChoice{64, 1, 1}, GemmChoice{192, 3, 1}, GemmChoice{192, 2, -1},
+        GemmChoice{192, 2, kMaxGroup + 1}, GemmChoice{192, 2, 8, 2}, GemmChoice{128, 1, 1, 0},
+        GemmChoice{128, 1, 1, 17}, GemmChoice{0, 0, 0, 0}}) {
     EXPECT(!IsPossible(c)) << c.tile_n << " " << c.cluster_m;
   }
   EXPECT_EQ(SplitsOf({128, 1, 1, 8}, 64), 1);

@@ -75,8 +75,8 @@ TEST(RoomForEverything) {
             EXPECT_EQ(layout.ChunkOf(piece.panel), chunk);
             EXPECT(piece.rows <= PanelLayout::kPieceRows);
             const int64_t first = layout.RowOf(block, piece.panel) + part.begin + piece.row;
-            data.push_back({first * PanelLayout::kRowBytes,
-                            (first + piece.rows) * PanelLayout::kRowBytes});
+            data.push_back(
+                {first * PanelLayout::kRowBytes, (first + piece.rows) * PanelLayout::kRowBytes});
             columns += piece.rows;
           }
         }

@@ -56,8 +56,7 @@ bool LaunchAllGatherMatmul(const AllGatherMatmulParams& p, const AllGatherMatmul
   args.out_f32 = p.out_dtype == DType::kF32;
   const int box_rows = BoxRows(p.rows.Total());
   args.a_bytes = box_rows * 64 * SizeOf(p.dtype);
-  const int piece_rows =
-      static_cast<int>(Min<int64_t>(p.rows.PerRank(), PanelLayout::kPieceRows));
+  const int piece_rows = static_cast<int>(Min<int64_t>(p.rows.PerRank(), PanelLayout::kPieceRows));
   args.piece_bytes = piece_rows * PanelLayout::kRowBytes;
   if (!EncodeTensorMap(&args.x, p.dtype, operands.x, {p.rows.PerRank(), p.k}, {p.k}, {box_rows, 64},
                        error) ||
@@ -69,10 +68,9 @@ bool LaunchAllGatherMatmul(const AllGatherMatmulParams& p, const AllGatherMatmul
     return false;
   }
   for (int half = 0; half < 2; ++half) {
-    if (!EncodeTensorMap(&args.workspace[half], p.dtype,
-                         view.At(view.rank, args.channel.DataOffset(half)),
-                         {args.layout.RowOf(args.layout.blocks, 0), 64}, {64}, {box_rows, 64},
-                         error)) {
+    if (!EncodeTensorMap(
+            &args.workspace[half], p.dtype, view.At(view.rank, args.channel.DataOffset(half)),
+            {args.layout.RowOf(args.layout.blocks, 0), 64}, {64}, {box_rows, 64}, error)) {
       return false;
     }
   }

@@ -343,8 +343,8 @@ struct AllGatherMatmulSm90 {
                                       PieceBuffers& buffers, int step, int i) {
     const int src = (args.view.rank + step) % args.view.world, chunks = args.layout.Chunks();
     if (i / chunks >= args.layout.BlocksOf(src)) return;
-    const Chunk c = ChunkOf(args, src, args.view.rank, args.layout.FirstBlock(src) + i / chunks,
-                            i % chunks);
+    const Chunk c =
+        ChunkOf(args, src, args.view.rank, args.layout.FirstBlock(src) + i / chunks, i % chunks);
     const bool own = src == args.view.rank;
     if (!own) {
       AwaitPeer(call, SignalOf(args, call, args.view.rank, src, c.block, c.chunk), src, c.chunk);
