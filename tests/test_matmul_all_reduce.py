@@ -1,6 +1,7 @@
 """jflux.matmul_all_reduce: values, gradients, transforms, errors, whichever way it goes."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -24,14 +25,17 @@ from jflux import testing
 from jflux._ops import matmul_all_reduce
 
 HALVES = (jnp.bfloat16, np.float16)
-WAYS = ("summed", "scattered")
+WAYS = ("summed", "fused", "two calls")
 
 
 @pytest.fixture(params=WAYS)
 def way(request, monkeypatch):
     """Which way small calls go."""
-    most = 0 if request.param == "scattered" else 1 << 40
+    most = 1 << 40 if request.param == "summed" else 0
     monkeypatch.setattr(matmul_all_reduce, "MOST_BYTES", most)
+    if request.param == "two calls":
+        two_calls = types.SimpleNamespace(bind=matmul_all_reduce._of_two_calls)
+        monkeypatch.setattr(matmul_all_reduce, "_primitive", two_calls)
     jax.clear_caches()
     return request.param
 

@@ -23,6 +23,7 @@ enum class OpId : uint32_t {
   kAllToAll = 5,
   kReduceScatter = 6,
   kMatmulAllToAll = 7,
+  kMatmulAllReduce = 8,
 };
 
 // Custom calls have numbers from here on, which mean something in this process alone

@@ -155,6 +155,16 @@ __device__ __forceinline__ int BlocksOf(const typename Op::Args& args, Tile tile
   return blocks;
 }
 
+struct NoReceiver {};
+template <typename Op>
+__device__ __forceinline__ auto MakeReceiver(const GemmSmem<typename Op::Config>& smem) {
+  if constexpr (Op::kReceives) {
+    return Op::MakeReceiver(smem);
+  } else {
+    return NoReceiver{};
+  }
+}
+
 template <typename Op>
 __device__ __forceinline__ void RunScout(const typename Op::Args& args, const CallContext& call,
                                          const GemmSmem<typename Op::Config>& smem, uint32_t cta,
@@ -163,6 +173,7 @@ __device__ __forceinline__ void RunScout(const typename Op::Args& args, const Ca
   const int lane = threadIdx.x % 32;
   Ring<Config::kSlots> slots;
   TileReader<Config> reader{smem, {}};
+  auto receiver = MakeReceiver<Op>(smem);
   uint32_t begun = 0;   // parity
   uint32_t blocks = 0;  // of A, in the tiles before
   for (;;) {
@@ -174,7 +185,10 @@ __device__ __forceinline__ void RunScout(const typename Op::Args& args, const Ca
     } else {
       t = reader.Next();
     }
-    if (t >= args.num_tiles) return;
+    if (t >= args.num_tiles) {
+      if constexpr (Op::kReceives) Op::ReceiveRest(args, call, receiver);
+      return;
+    }
     const Tile tile = Op::TileAt(args, t);
     const int32_t block_m = BlockRow<Config>(tile, cta);
     if constexpr (Op::kRowsArrive) {
@@ -186,7 +200,13 @@ __device__ __forceinline__ void RunScout(const typename Op::Args& args, const Ca
       blocks += BlocksOf<Op>(args, tile);
       if (lane == 0) call.Done(EventKind::kWaitRows, start, block_m, tile.n);
     }
-    ptx::MbarrierWait(smem.Begun(), begun);
+    if constexpr (Op::kReceives) {
+      while (!__any_sync(0xffffffff, ptx::MbarrierTest(smem.Begun(), begun))) {
+        Op::Receive(args, call, receiver, /*waits=*/false);
+      }
+    } else {
+      ptx::MbarrierWait(smem.Begun(), begun);
+    }
     begun ^= 1;
     if (cta == 0 && lane == 0) taken = TakeTile(args);
   }
@@ -388,6 +408,9 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
 //   RhsOf(args, tile_n, term) -> Rhs
 //   HasParts(args)                      whether there are tiles with parts that others compute
 //   WaitForParts(args, call, block_m, tile)                     all lanes, if HasParts
+//   kReceives                           whether what peers send goes to y, and if so
+//   MakeReceiver(smem), Receive(args, call, receiver, waits), ReceiveRest(args, call, receiver)
+//                                       all lanes of the scout, when it has time; in the end
 //   Send(args, call, smem)              a warp; everything that peers wait for without waiting
 //   Finish(args, call, staging, acc, block_m, tile, await_parts)
 //                                       adds the parts and stages, block by block, what Store takes

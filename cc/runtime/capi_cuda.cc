@@ -8,6 +8,7 @@
 #include "gpu/gemm_config.h"
 #include "ops/all_reduce/all_reduce.h"
 #include "ops/exchange/exchange.h"
+#include "ops/matmul_all_reduce/matmul_all_reduce_config.h"
 #include "ops/matmul_all_to_all/matmul_all_to_all_config.h"
 #include "runtime/capi.h"
 
@@ -21,6 +22,7 @@ const char* Reason(const std::string& text) {
 
 constexpr char kAllGatherMatmul[] = "all_gather_matmul";
 constexpr char kMatmulReduceScatter[] = "matmul_reduce_scatter";
+constexpr char kMatmulAllReduce[] = "matmul_all_reduce";
 constexpr char kMatmulAllToAll[] = "matmul_all_to_all";  // p->n: columns of a piece
 
 }  // namespace
@@ -44,6 +46,8 @@ int jflux_choose(const char* op, const JfluxProduct* p, int sm_count, JfluxChoic
     c = jflux::ChooseReduceScatter(world, rows, p->n, p->k, sm_count);
   } else if (std::strcmp(op, kMatmulAllToAll) == 0) {
     c = jflux::ChooseAllToAll(world, rows, p->n, sm_count);
+  } else if (std::strcmp(op, kMatmulAllReduce) == 0) {
+    c = jflux::ChooseAllReduce(world, rows, p->n, sm_count);
   } else {
     return 0;
   }
@@ -87,6 +91,7 @@ int jflux_choose_all_reduce(int64_t world, int64_t bytes) {
 #ifdef JFLUX_WITH_CUDA
 
 #include "ops/all_gather_matmul/all_gather_matmul_cuda.h"
+#include "ops/matmul_all_reduce/matmul_all_reduce_cuda.h"
 #include "ops/matmul_all_to_all/matmul_all_to_all_cuda.h"
 #include "ops/matmul_reduce_scatter/matmul_reduce_scatter_cuda.h"
 #include "runtime/cuda_call.h"
@@ -210,6 +215,10 @@ int64_t jflux_cuda_channel_bytes(const char* op, const JfluxProduct* c, const Jf
   if (std::strcmp(op, kMatmulReduceScatter) == 0) {
     const jflux::MatmulReduceScatterParams p{rows, c->k, c->n, dtype, out_dtype, transpose_rhs};
     return jflux::MatmulReduceScatterChannel(p, with).TotalBytes();
+  }
+  if (std::strcmp(op, kMatmulAllReduce) == 0) {
+    const jflux::MatmulReduceScatterParams p{rows, c->k, c->n, dtype, out_dtype, transpose_rhs};
+    return jflux::MatmulAllReduceChannel({p}, with).TotalBytes();
   }
   if (std::strcmp(op, kMatmulAllToAll) == 0) {  // whichever way the pieces lie
     const jflux::MatmulAllToAllParams p{rows,      c->k,          c->n,  dtype,

@@ -41,6 +41,8 @@ const char* NameOf(OpId op) {
       return "reduce_scatter";
     case OpId::kMatmulAllToAll:
       return "matmul_all_to_all";
+    case OpId::kMatmulAllReduce:
+      return "matmul_all_reduce";
   }
   std::lock_guard<std::mutex> lock(g_mutex);
   const uint32_t custom = static_cast<uint32_t>(op) - kFirstCustomOp;

@@ -7,8 +7,8 @@ namespace jflux {
 
 bool LoadKernels(std::string* error) {
   return LoadAllGatherMatmulKernels(error) && LoadMatmulReduceScatterKernels(error) &&
-         LoadMatmulAllToAllKernels(error) && LoadAllReduceKernels(error) &&
-         LoadExchangeKernels(error);
+         LoadMatmulAllToAllKernels(error) && LoadMatmulAllReduceKernels(error) &&
+         LoadAllReduceKernels(error) && LoadExchangeKernels(error);
 }
 
 bool LoadKernel(const void* kernel, int smem_bytes, std::string* error) {

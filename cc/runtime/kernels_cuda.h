@@ -25,6 +25,7 @@ bool AddKernels(const char* (*load)(int ordinal), std::string* error);
 bool LoadAllGatherMatmulKernels(std::string* error);
 bool LoadMatmulReduceScatterKernels(std::string* error);
 bool LoadMatmulAllToAllKernels(std::string* error);
+bool LoadMatmulAllReduceKernels(std::string* error);
 bool LoadAllReduceKernels(std::string* error);
 bool LoadExchangeKernels(std::string* error);
 

@@ -13,6 +13,8 @@ XLA_FFI_Error* MatmulReduceScatterCpuHandler(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* MatmulReduceScatterCudaHandler(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* MatmulAllToAllCpuHandler(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* MatmulAllToAllCudaHandler(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* MatmulAllReduceCpuHandler(XLA_FFI_CallFrame* frame);
+XLA_FFI_Error* MatmulAllReduceCudaHandler(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* AllReduceCpuHandler(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* AllReduceCudaHandler(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* AllGatherCpuHandler(XLA_FFI_CallFrame* frame);

@@ -1,4 +1,5 @@
-"""matmul_all_reduce: made of the other ops, by size. It has no kernel of its own."""
+"""matmul_all_reduce: a call of its own for large sums, and else made of the other ops. Kernels:
+cc/ops/matmul_all_reduce."""
 
 from __future__ import annotations
 
@@ -7,16 +8,20 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 
-from .. import _mesh, _norm, reference
+from .. import _epilogue, _ffi, _mesh, _norm, reference
 from .._mesh import AxisName
 from . import _after, _product, all_reduce, exchange, matmul_reduce_scatter
 
-#: Above so many bytes of y the sum is scattered and gathered again: all_reduce is `lax`'s there.
+OP = "matmul_all_reduce"
+
+#: Above so many bytes of y its tiles are summed while others are multiplied: all_reduce is `lax`'s
+#: there.
 MOST_BYTES = 4 << 20
 
 
@@ -49,9 +54,11 @@ def matmul_all_reduce(
         x [..., m, k/N]   w [k/N, n]   ->   y [..., m, n]
 
     Up to 4 MiB of y, as in decoding, it is XLA's product and :func:`jflux.all_reduce`, with the
-    residual and the norm. Above, it is :func:`jflux.matmul_reduce_scatter`, which hides
-    half of the communication in the product, and an all-gather of y's rows, which is not hidden
-    (if N does not divide the rows: the product and ``lax.psum``).
+    residual and the norm. Above, each rank sums as many rows, tile by tile while it multiplies, and
+    sends every tile that is summed to all others. On GPUs it is made of two calls instead:
+    :func:`jflux.matmul_reduce_scatter`, which hides half of the communication in the product, and
+    an all-gather of y's rows, which is not hidden. (If N does not divide the rows: the product and
+    ``lax.psum``.)
 
     Differentiable in both modes like ``lax.psum`` of the product: under ``check_vma=True`` y does
     not vary over `axis_name`, and its gradient needs no communication.
@@ -78,21 +85,21 @@ def matmul_all_reduce(
         takes.
       jax.errors.JaxRuntimeError: a peer did not come within the deadline (see :func:`jflux.init`).
     """
-    _product.check_operands("matmul_all_reduce", x, w, -2, "the second to last dimension")
-    _product.check_contraction("matmul_all_reduce", x, w, transpose_rhs)
+    _product.check_operands(OP, x, w, -2, "the second to last dimension")
+    _product.check_contraction(OP, x, w, transpose_rhs)
     shape = (*x.shape[:-1], _product.columns(w, transpose_rhs))
-    _after.check("matmul_all_reduce", shape, residual, norm)
-    if _product.is_plain("matmul_all_reduce", axis_name):
+    _after.check(OP, shape, residual, norm)
+    if _product.is_plain(OP, axis_name):
         return reference.matmul_all_reduce(
             x, w, axis_name=axis_name, transpose_rhs=transpose_rhs, residual=residual, norm=norm,
             preferred_element_type=preferred_element_type, precision=precision,
         )  # fmt: skip
     names = _mesh.as_tuple(axis_name)
-    after, added = _after.operands("matmul_all_reduce", names, residual, norm)
+    after, added = _after.operands(OP, names, residual, norm)
     params = Params(
         sums=all_reduce.Params(names, _mesh.axis_size(names), algorithm=None, after=after),
         transpose_rhs=transpose_rhs,
-        out_dtype=_product.out_dtype("matmul_all_reduce", (x, w), preferred_element_type),
+        out_dtype=_product.out_dtype(OP, (x, w), preferred_element_type),
         precision=precision,
     )
     x, w, *added = _mesh.vary_together(axis_name, x, w, *added, same=len(added))
@@ -116,19 +123,17 @@ def _fused(params: Params, x: Any, w: Any, added: tuple[Any, ...]) -> list[jax.A
     shape = (*x.shape[:-1], _product.columns(w, params.transpose_rhs))
     if not scatters(shape, params.out_dtype, sums.world):
         return all_reduce.bind(sums, _partial(params, x, w), added)
-    names, residual = sums.axis_names, None
-    if sums.after.residual:
-        flat = added[0].reshape(-1, shape[-1])
-        rows = flat.shape[0] // sums.world
-        residual = lax.dynamic_slice_in_dim(flat, lax.axis_index(names) * rows, rows)
-    y = matmul_reduce_scatter.matmul_reduce_scatter(
-        x.reshape(-1, x.shape[-1]), w, axis_name=names, residual=residual,
-        transpose_rhs=params.transpose_rhs, preferred_element_type=params.out_dtype,
+    residual = [a.reshape(-1, shape[-1]) for a in added[: sums.after.residual]]
+    large = Large(
+        axis_names=sums.axis_names,
+        world=sums.world,
+        transpose_rhs=params.transpose_rhs,
+        out_dtype=params.out_dtype,
         precision=params.precision,
-    )  # fmt: skip
-    y = exchange.gather_for_all(y, names).reshape(shape)
+    )
+    (y,) = _primitive.bind(x.reshape(-1, x.shape[-1]), w, *residual, params=large)
     rest = dataclasses.replace(sums.after, residual=False)
-    return _after.apply(rest, y, sums.after.factors(added))
+    return _after.apply(rest, y.reshape(shape), sums.after.factors(added))
 
 
 @functools.partial(_fused.defjvp, symbolic_zeros=True)
@@ -142,3 +147,94 @@ def _fused_jvp(params: Params, primals: Any, tangents: Any) -> Any:
         parts.append(_partial(params, x, dw))
     dy = all_reduce.bind(params.sums.alone(), sum(parts[1:], parts[0]))[0] if parts else None
     return results, _after.tangents(params.sums.after, results[0], dy, added, dadded)
+
+
+# ---- Large sums: x [rows, k], w, and perhaps the residual [rows, n] ------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Large:
+    """A call of the primitive, less its operands."""
+
+    axis_names: tuple[Any, ...]
+    world: int
+    transpose_rhs: bool
+    out_dtype: np.dtype
+    precision: Any
+
+
+def _result(x, w, *residual, params):
+    return [((x.shape[0], _product.columns(w, params.transpose_rhs)), params.out_dtype)]
+
+
+def _of_two_calls(x, w, *residual, params):
+    """The sum scattered, with the residual's rows, and gathered again."""
+    names, rows = params.axis_names, x.shape[0] // params.world
+    own = None
+    if residual:
+        own = lax.dynamic_slice_in_dim(residual[0], lax.axis_index(names) * rows, rows)
+    y = matmul_reduce_scatter.matmul_reduce_scatter(
+        x, w, axis_name=names, residual=own, transpose_rhs=params.transpose_rhs,
+        preferred_element_type=params.out_dtype, precision=params.precision,
+    )  # fmt: skip
+    return [exchange.gather_for_all(y, names)]
+
+
+def _not_fused(x, w, *residual, params, platform):
+    return _product.kernel_takes(x, w, params.out_dtype, params.world, platform)
+
+
+def _lax_is_faster(x, w, *residual, params, platform):
+    """On GPUs the kernel has not been measured."""
+    return platform == "cuda"
+
+
+def _adapt(x, w, *residual, params, platform):
+    if residual and (platform != "cuda" or residual[0].dtype != params.out_dtype):
+
+        def apart(x, w, residual):
+            return [_epilogue.add(_primitive.bind(x, w, params=params)[0], [residual])]
+
+        return apart
+    fits = (
+        params.out_dtype == x.dtype
+        and _product.in_units([x], [w])
+        and x.shape[0] % (params.world * _product.CUDA_TILE_ROWS) == 0
+    )
+    return None if platform != "cuda" or fits else functools.partial(_of_two_calls, params=params)
+
+
+def _extent(x, w, *residual, params):
+    return 1, x.shape[0] // params.world, x.shape[1], _product.columns(w, params.transpose_rhs)
+
+
+def _batch(primitive, operands, dims, *, params):
+    bind = functools.partial(primitive.bind, params=params)
+    if dims[1] is not None or dims[0] is None:
+        return _product.batch_in_turn(bind, operands, dims)
+    x, w, *residual = operands
+    x = jnp.moveaxis(x, dims[0], 0)
+    added = [
+        jnp.broadcast_to(a, (x.shape[0], *a.shape)) if d is None else jnp.moveaxis(a, d, 0)
+        for a, d in zip(residual, dims[2:], strict=True)
+    ]
+    rows = [a.reshape(-1, a.shape[-1]) for a in (x, *added)]
+    (y,) = bind(rows[0], w, *rows[1:])
+    return [y.reshape(*x.shape[:-1], y.shape[-1])], [0]
+
+
+_primitive = _ffi.make_primitive(
+    OP,
+    abstract_eval=_result,
+    reference=_of_two_calls,
+    not_fused=_not_fused,
+    adapt=_adapt,
+    batch=_batch,
+    same_over=lambda params: params.axis_names,
+    **_product.call_rules(
+        OP,
+        extent=_extent,
+        lax_is_faster=_lax_is_faster,
+        attributes=lambda *avals, params, platform: {},
+    ),
+)

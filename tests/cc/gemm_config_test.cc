@@ -1,6 +1,7 @@
 // gpu/gemm_config.h: which configuration a product gets, and how an all-gather groups its rows.
 #include "gpu/gemm_config.h"
 
+#include "ops/matmul_all_reduce/matmul_all_reduce_config.h"
 #include "testing.h"
 
 namespace jflux {
@@ -86,6 +87,16 @@ TEST(OpsChooseAsTheirPartsDo) {
     EXPECT(ChooseAllGather(4, rows, n, k, kSms) == ChooseFew(4 * rows, n, k, kSms, 8));
     EXPECT_EQ(ChooseReduceScatter(4, rows, 2048, 4096, kSms).splits, 1);
   }
+}
+
+TEST(AllReducesAreFinishedFromTheBeginningOn) {
+  for (int64_t rows : {128, 512, 1024}) {
+    const GemmChoice c = ChooseAllReduce(4, rows, 12288, kSms),
+                     scatter = ChooseGemm(4, rows, 12288, kSms);
+    EXPECT(c.group_m == 0 && c.tile_n == scatter.tile_n && c.cluster_m == scatter.cluster_m)
+        << rows;
+  }
+  EXPECT(ChooseAllReduce(4, 2048, 12288, kSms) == ChooseGemm(4, 2048, 12288, kSms));
 }
 
 // What was fastest on an H200.

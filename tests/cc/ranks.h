@@ -21,6 +21,7 @@
 #include "ops/all_gather_matmul/all_gather_matmul.h"
 #include "ops/all_reduce/all_reduce.h"
 #include "ops/exchange/exchange.h"
+#include "ops/matmul_all_reduce/matmul_all_reduce.h"
 #include "ops/matmul_all_to_all/matmul_all_to_all.h"
 #include "ops/matmul_reduce_scatter/matmul_reduce_scatter.h"
 #include "runtime/cpu_matmul.h"
@@ -183,6 +184,44 @@ class MatmulReduceScatterCall : public Call {
 
  private:
   MatmulReduceScatterParams p_;
+  ScatterTiling tiling_;
+  Values sum_;
+  std::vector<Array> x_, w_, y_;
+};
+
+class MatmulAllReduceCall : public Call {
+ public:
+  MatmulAllReduceCall(const MatmulAllReduceParams& p, const ScatterTiling& tiling, uint32_t seed)
+      : p_(p), tiling_(tiling), sum_(p.scatter.rows.Total() * p.scatter.n) {
+    const auto& s = p.scatter;
+    for (int rank = 0; rank < s.rows.world; ++rank) {
+      const Values x = RandomIntegers(s.rows.Total() * s.k, 2, seed * 100 + rank);
+      const Values w = RandomIntegers(s.k * s.n, 1, seed * 100 + 50 + rank);
+      const Values part = Product(x, w, s.rows.Total(), s.k, s.n, s.transpose_rhs);
+      for (size_t i = 0; i < sum_.size(); ++i) sum_[i] += part[i];
+      x_.emplace_back(s.dtype, x);
+      w_.emplace_back(s.dtype, w);
+      y_.emplace_back(s.out_dtype, s.rows.Total() * s.n);
+    }
+  }
+
+  ChannelLayout Channel() const override {
+    return MatmulAllReduceLayout::Make(p_, tiling_.tile_m, tiling_.tile_n, 1).Channel();
+  }
+  bool Run(const SymmetricView& view, uint32_t epoch, WaitContext ctx) override {
+    const int r = view.rank;
+    ctx.op = static_cast<uint32_t>(OpId::kMatmulAllReduce);
+    const MatmulAllReduceArrays arrays{x_[r].bytes.data(), w_[r].bytes.data(), y_[r].bytes.data()};
+    return MatmulAllReduceCpu(p_, tiling_, arrays, view, epoch, ctx);
+  }
+  int64_t Wrong() const override {
+    int64_t wrong = 0;
+    for (const Array& y : y_) wrong += y.Wrong(sum_);
+    return wrong;
+  }
+
+ private:
+  MatmulAllReduceParams p_;
   ScatterTiling tiling_;
   Values sum_;
   std::vector<Array> x_, w_, y_;

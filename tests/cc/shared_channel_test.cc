@@ -18,7 +18,7 @@ std::unique_ptr<Call> RandomCall(int world, std::mt19937* random) {
   const auto tile_m = static_cast<int32_t>(4 << pick(0, 3));
   const auto tile_n = static_cast<int32_t>(8 << pick(0, 1));
   const auto seed = static_cast<uint32_t>(pick(1, 1 << 20));
-  const int64_t op = pick(0, 2);
+  const int64_t op = pick(0, 3);
   if (op == 0) {
     const CpuTiling tiling{pick(64, 600), tile_m, tile_n};
     return std::make_unique<AllGatherMatmulCall>(
@@ -29,6 +29,11 @@ std::unique_ptr<Call> RandomCall(int world, std::mt19937* random) {
         MatmulAllToAllParams{rows, k, n, in, out, pick(0, 1) == 1, pick(0, 1) == 1,
                              pick(0, 1) == 1},
         PieceTiling{tile_m, tile_n}, seed);
+  }
+  if (op == 2) {
+    return std::make_unique<MatmulAllReduceCall>(
+        MatmulAllReduceParams{{Rows{world, 1, rows.inner}, k, n, in, out, pick(0, 1) == 1}},
+        ScatterTiling{tile_m, tile_n}, seed);
   }
   return std::make_unique<MatmulReduceScatterCall>(
       MatmulReduceScatterParams{rows, k, n, in, out, pick(0, 1) == 1},

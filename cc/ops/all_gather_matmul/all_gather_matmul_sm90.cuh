@@ -113,6 +113,7 @@ struct AllGatherMatmulSm90 {
 
   // The lanes look at 32 panels at a time; the first lane waits for the first one that is missing.
   static constexpr bool kRowsArrive = true;
+  static constexpr bool kReceives = false;
   template <typename Mark>
   static __device__ void WaitForRows(const Args& args, const CallContext& call, int32_t block_m,
                                      Tile tile, Mark&& mark) {

@@ -18,6 +18,7 @@
 #define JFLUX_OPS_MATMUL_ALL_TO_ALL_MATMUL_ALL_TO_ALL_SM90_CUH_
 
 #include "core/piece_tiles.h"
+#include "gpu/box_buffers.cuh"
 #include "gpu/epilogue_sm90.cuh"
 #include "gpu/gemm_config.h"
 #include "gpu/gemm_sm90.cuh"
@@ -50,6 +51,7 @@ struct MatmulAllToAllSm90 {
   using Args = MatmulAllToAllArgs;
   using T = typename Config::T;
   using Box = Staged<Config::kTileN>;
+  using BoxBuffers = jflux::BoxBuffers<Config>;
 
   // A piece's tiles are numbered on along the dimension that is split.
   static __device__ Tile TileAt(const Args& args, int32_t t) {
@@ -74,6 +76,7 @@ struct MatmulAllToAllSm90 {
   }
 
   static constexpr bool kRowsArrive = false;
+  static constexpr bool kReceives = false;
 
   struct Source {
     const CUtensorMap* map;
@@ -211,25 +214,6 @@ struct MatmulAllToAllSm90 {
     }
     ptx::BulkWait<0>();
   }
-
-  // Shared memory for as many boxes as there is room for.
-  struct BoxBuffers {
-    static constexpr int kCount = Config::kPieces * Config::kPieceBytes / Box::kBoxBytes;
-    static_assert(1 < kCount && kCount <= Config::kPieces && Config::kSendOffset % 1024 == 0);
-    GemmSmem<Config> smem;
-    uint32_t parities = 0;  // a bit for each
-
-    __device__ uint32_t At(int i) const { return smem.Piece(0) + i * Box::kBoxBytes; }
-    __device__ void Load(int i, const char* from, int bytes) {
-      ptx::MbarrierArriveExpectTx(smem.PieceFull(i), bytes);
-      ptx::BulkLoad(At(i), from, bytes, smem.PieceFull(i));
-    }
-    __device__ uint32_t Await(int i) {
-      ptx::MbarrierWait(smem.PieceFull(i), (parities >> i) & 1);
-      parities ^= 1u << i;
-      return At(i);
-    }
-  };
 
   static __device__ void Receive(const Args& args, const CallContext& call, BoxBuffers& buffers,
                                  int src, int32_t m, int32_t n) {

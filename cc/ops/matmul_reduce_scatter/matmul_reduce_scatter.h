@@ -8,6 +8,7 @@
 #define JFLUX_OPS_MATMUL_REDUCE_SCATTER_MATMUL_REDUCE_SCATTER_H_
 
 #include <cstdint>
+#include <functional>
 
 #include "core/dtype.h"
 #include "core/layout.h"
@@ -97,6 +98,19 @@ struct ScatterTiling {
 bool MatmulReduceScatterCpu(const MatmulReduceScatterParams& params, const ScatterTiling& tiling,
                             const MatmulReduceScatterArrays& arrays, const SymmetricView& view,
                             uint32_t epoch, const WaitContext& ctx);
+
+// Where a call's halves start in its channel, and what it signals.
+struct CpuHalf {
+  int64_t signals, data;
+  Signal signal;
+};
+
+// The same for a call whose workspace holds more than `layout`; calls finished(tile) when the
+// rank's own rows of a tile are in arrays.y.
+bool ScatterTilesCpu(const MatmulReduceScatterParams& params, const ScatterTiling& tiling,
+                     const ReduceScatterLayout& layout, const MatmulReduceScatterArrays& arrays,
+                     const SymmetricView& view, const CpuHalf& half, const WaitContext& ctx,
+                     const std::function<void(Tile)>& finished);
 
 }  // namespace jflux
 

@@ -14,9 +14,8 @@ struct Body {
   const ScatterTiling& tiling;
   const SymmetricView& view;
   const WaitContext& ctx;
-  ReduceScatterLayout layout;
-  int64_t signals, data;  // where this call's halves start in the channel
-  Signal signal;
+  const ReduceScatterLayout& layout;
+  const CpuHalf& half;
 
   struct Span {
     int64_t row0, rows, col0, cols;
@@ -38,9 +37,10 @@ struct Body {
       if (dst == view.rank) continue;
       const int32_t slot = layout.SlotOf(dst, tile);
       const int64_t first = FirstRow(dst, s);
-      std::memcpy(view.At(dst, data + layout.SlotOffset(view.rank, slot)) + first * row_bytes,
+      std::memcpy(view.At(dst, half.data + layout.SlotOffset(view.rank, slot)) + first * row_bytes,
                   product + first * row_bytes, (LastRow(dst, s) - first) * row_bytes);
-      StoreRelease(view.At<Signal>(dst, signals + layout.SignalOffset(view.rank, slot, 0)), signal);
+      StoreRelease(view.At<Signal>(dst, half.signals + layout.SignalOffset(view.rank, slot, 0)),
+                   half.signal);
     }
   }
 
@@ -49,16 +49,18 @@ struct Body {
     const int32_t slot = layout.SlotOf(view.rank, tile);
     for (int src = 0; src < view.world; ++src) {
       if (src == view.rank) continue;
-      const auto* word = view.At<Signal>(view.rank, signals + layout.SignalOffset(src, slot, 0));
-      if (!WaitSignal(word, signal, src, slot, ctx)) return false;
+      const auto* word =
+          view.At<Signal>(view.rank, half.signals + layout.SignalOffset(src, slot, 0));
+      if (!WaitSignal(word, half.signal, src, slot, ctx)) return false;
     }
     const int64_t row_bytes = s.cols * SizeOf(p.out_dtype);
     std::vector<char> sum(s.cols * SizeOf(sum_dtype));
     for (int64_t i = FirstRow(view.rank, s); i < LastRow(view.rank, s); ++i) {
       std::memset(sum.data(), 0, sum.size());
       for (int src = 0; src < view.world; ++src) {
-        const char* part =
-            src == view.rank ? product : view.At(view.rank, data + layout.SlotOffset(src, slot));
+        const char* part = src == view.rank
+                               ? product
+                               : view.At(view.rank, half.data + layout.SlotOffset(src, slot));
         Accumulate(part + i * row_bytes, p.out_dtype, sum.data(), sum_dtype, s.cols);
       }
       const int64_t own_row = s.row0 + i - view.rank * p.rows.PerRank();
@@ -77,14 +79,16 @@ bool MatmulReduceScatterCpu(const MatmulReduceScatterParams& p, const ScatterTil
                             uint32_t epoch, const WaitContext& ctx) {
   const auto layout = ReduceScatterLayout::Make(p, tiling.tile_m, tiling.tile_n, /*parts=*/1);
   const ChannelLayout channel = layout.Channel();
-  const Body body{p,
-                  tiling,
-                  view,
-                  ctx,
-                  layout,
-                  channel.SignalOffset(epoch),
-                  channel.DataOffset(epoch),
-                  MakeSignal(epoch, p.Signature())};
+  const CpuHalf half{channel.SignalOffset(epoch), channel.DataOffset(epoch),
+                     MakeSignal(epoch, p.Signature())};
+  return ScatterTilesCpu(p, tiling, layout, arrays, view, half, ctx, [](Tile) {});
+}
+
+bool ScatterTilesCpu(const MatmulReduceScatterParams& p, const ScatterTiling& tiling,
+                     const ReduceScatterLayout& layout, const MatmulReduceScatterArrays& arrays,
+                     const SymmetricView& view, const CpuHalf& half, const WaitContext& ctx,
+                     const std::function<void(Tile)>& finished) {
+  const Body body{p, tiling, view, ctx, layout, half};
   const int64_t total = p.rows.Total(), row_bytes = p.k * SizeOf(p.dtype);
   const TileGrid grid{static_cast<int32_t>(CeilDiv<int64_t>(total, tiling.tile_m)), layout.tiles_n,
                       /*group_m=*/1};
@@ -114,7 +118,9 @@ bool MatmulReduceScatterCpu(const MatmulReduceScatterParams& p, const ScatterTil
     body.Send(tile, s, product.data());
     const bool own = tile.m >= FirstTileOf(view.rank, p.rows.PerRank(), tiling.tile_m) &&
                      tile.m <= LastTileOf(view.rank, p.rows.PerRank(), tiling.tile_m);
-    if (own && !body.Reduce(tile, s, product.data(), rhs.compute_dtype(), arrays.y)) return false;
+    if (!own) continue;
+    if (!body.Reduce(tile, s, product.data(), rhs.compute_dtype(), arrays.y)) return false;
+    finished(tile);
   }
   return true;
 }

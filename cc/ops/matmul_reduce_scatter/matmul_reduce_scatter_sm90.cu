@@ -1,8 +1,5 @@
 // Instantiates the kernels of matmul_reduce_scatter and launches one.
-#include "gpu/gemm_config.h"
-#include "ops/matmul_reduce_scatter/matmul_reduce_scatter_cuda.h"
-#include "ops/matmul_reduce_scatter/matmul_reduce_scatter_sm90.cuh"
-#include "runtime/gemm_instances_cuda.h"
+#include "ops/matmul_reduce_scatter/matmul_reduce_scatter_args.h"
 
 namespace jflux {
 namespace {
@@ -25,41 +22,9 @@ bool LaunchMatmulReduceScatter(const MatmulReduceScatterParams& p,
                                const GemmChoice& choice, int64_t site, const CudaDevice& device,
                                const SymmetricView& view, cudaStream_t stream, std::string* error) {
   MatmulReduceScatterArgs args{};
-  args.layout = CudaLayoutOf(p, choice);
-  args.channel = args.layout.Channel();
-  args.state = reinterpret_cast<DeviceState*>(device.heap);
-  args.view = view;
-  args.rows = p.rows;
-  args.grid = GridOf(choice, p.rows.Total(), p.n, device.sm_count);
-  args.y_data = operands.y;
-  args.bias = operands.bias;
-  args.residual = operands.residual;
-  args.terms = operands.terms;
-  args.n = p.n;
+  if (!MakeScatterArgs(p, operands, choice, device, view, &args, error)) return false;
   args.signature = SignatureOf(p.Signature(), site, choice);
   args.op = static_cast<uint32_t>(OpId::kMatmulReduceScatter);
-  args.num_tiles = args.grid.tiles_m * args.grid.tiles_n;
-  args.out_f32 = p.out_dtype == DType::kF32;
-  const Rows& r = p.rows;
-  // Actual row = (o * world + rank) * inner + i; with outer == 1 ranks need not be told apart.
-  const bool flat = r.outer == 1;
-  const int64_t inner = flat ? r.Total() : r.inner, world = flat ? 1 : r.world;
-  if (!args.out_f32 && !EncodeTensorMap(&args.y, p.dtype, operands.y, {r.PerRank(), p.n}, {p.n},
-                                        {64, StoreColumns(choice)}, error)) {
-    return false;
-  }
-  const int box_rows = BoxRows(p.rows.Total());
-  args.a_bytes = box_rows * 64 * SizeOf(p.dtype);
-  for (int i = 0; i < args.terms; ++i) {
-    const auto& [x, w, k] = operands.products[i];
-    args.k[i] = k;
-    if (!EncodeTensorMap(&args.x[i], p.dtype, x, {world, r.outer, inner, k},
-                         {r.inner * k, r.world * r.inner * k, k}, {1, 1, box_rows, 64}, error) ||
-        !EncodeRhsMap(&args.w[i], p.dtype, w, k, p.n, p.transpose_rhs,
-                      /*halves=*/false, choice, error)) {
-      return false;
-    }
-  }
   return LaunchGemmInstance<Instances>(p.dtype, p.transpose_rhs, choice, &args, args.num_tiles,
                                        device.sm_count, stream, error);
 }

@@ -59,6 +59,7 @@ struct MatmulReduceScatterSm90 {
   }
 
   static constexpr bool kRowsArrive = false;
+  static constexpr bool kReceives = false;
 
   struct Source {
     const CUtensorMap* map;

@@ -1,0 +1,19 @@
+// Which GEMM configuration a matmul_all_reduce takes where nothing was measured: a pure function.
+#ifndef JFLUX_OPS_MATMUL_ALL_REDUCE_MATMUL_ALL_REDUCE_CONFIG_H_
+#define JFLUX_OPS_MATMUL_ALL_REDUCE_MATMUL_ALL_REDUCE_CONFIG_H_
+
+#include "gpu/gemm_config.h"
+
+namespace jflux {
+
+// Up to 4096 rows are one sweep over w, where a reduce-scatter is as fast as with shorter ones
+// (docs/design/0003): then tiles are finished, and sent to the peers, from the beginning on.
+inline GemmChoice ChooseAllReduce(int world, int64_t rows_per_rank, int64_t n, int sm_count) {
+  GemmChoice c = ChooseGemm(world, rows_per_rank, n, sm_count);
+  if (world * rows_per_rank <= 4096) c.group_m = 0;
+  return c;
+}
+
+}  // namespace jflux
+
+#endif  // JFLUX_OPS_MATMUL_ALL_REDUCE_MATMUL_ALL_REDUCE_CONFIG_H_

@@ -1,0 +1,48 @@
+// The launcher of the CUDA kernel.
+#ifndef JFLUX_OPS_MATMUL_ALL_REDUCE_MATMUL_ALL_REDUCE_CUDA_H_
+#define JFLUX_OPS_MATMUL_ALL_REDUCE_MATMUL_ALL_REDUCE_CUDA_H_
+
+#include <cuda_runtime.h>
+
+#include <string>
+
+#include "gpu/gemm_config.h"
+#include "ops/matmul_all_reduce/matmul_all_reduce.h"
+#include "ops/matmul_all_reduce/matmul_all_reduce_config.h"
+#include "runtime/heap_cuda.h"
+
+namespace jflux {
+
+// What the kernel takes: 16-bit operands and results of one type, rows of whole 16-byte units, and
+// as many whole tiles of rows for each rank.
+inline bool FitsKernel(const MatmulAllReduceParams& p) {
+  const MatmulReduceScatterParams& s = p.scatter;
+  return SizeOf(s.dtype) == 2 && s.out_dtype == s.dtype && s.k % 8 == 0 && s.n % 8 == 0 &&
+         s.rows.inner % kGemmTileM == 0;
+}
+
+inline MatmulAllReduceLayout CudaLayoutOf(const MatmulAllReduceParams& p, const GemmChoice& c) {
+  return MatmulAllReduceLayout::Make(p, kGemmTileM, c.tile_n, /*parts=*/kGemmTileM / 64);
+}
+
+// The channel that a call takes.
+inline ChannelLayout MatmulAllReduceChannel(const MatmulAllReduceParams& p, const GemmChoice& c) {
+  return CudaLayoutOf(p, c).Channel();
+}
+
+struct MatmulAllReduceOperands {
+  const void* x;         // [rows, k]
+  const void* w;         // [k, n], or [n, k] if transpose_rhs
+  void* y;               // [rows, n]
+  const void* residual;  // as y, the same on all ranks; or null
+};
+
+// Enqueues the call on `stream`.
+bool LaunchMatmulAllReduce(const MatmulAllReduceParams& params,
+                           const MatmulAllReduceOperands& operands, const GemmChoice& choice,
+                           int64_t site, const CudaDevice& device, const SymmetricView& view,
+                           cudaStream_t stream, std::string* error);
+
+}  // namespace jflux
+
+#endif  // JFLUX_OPS_MATMUL_ALL_REDUCE_MATMUL_ALL_REDUCE_CUDA_H_

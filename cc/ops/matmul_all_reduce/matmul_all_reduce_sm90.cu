@@ -1,0 +1,48 @@
+// Instantiates the kernels of matmul_all_reduce and launches one.
+#include "ops/matmul_all_reduce/matmul_all_reduce_cuda.h"
+#include "ops/matmul_all_reduce/matmul_all_reduce_sm90.cuh"
+#include "ops/matmul_reduce_scatter/matmul_reduce_scatter_args.h"
+#include "runtime/gemm_instances_cuda.h"
+
+namespace jflux {
+namespace {
+
+struct Instances {
+  template <typename Config>
+  static const void* Kernel() {
+    return reinterpret_cast<const void*>(&MatmulAllReduceKernel<Config>);
+  }
+};
+
+}  // namespace
+
+bool LoadMatmulAllReduceKernels(std::string* error) { return LoadGemmInstances<Instances>(error); }
+
+bool LaunchMatmulAllReduce(const MatmulAllReduceParams& params,
+                           const MatmulAllReduceOperands& operands, const GemmChoice& choice,
+                           int64_t site, const CudaDevice& device, const SymmetricView& view,
+                           cudaStream_t stream, std::string* error) {
+  const MatmulReduceScatterParams& p = params.scatter;
+  const int64_t own = view.rank * p.rows.PerRank() * p.n * SizeOf(p.out_dtype);  // bytes
+  MatmulReduceScatterOperands scattered{};
+  scattered.products[0] = {operands.x, operands.w, p.k};
+  scattered.terms = 1;
+  scattered.y = static_cast<char*>(operands.y) + own;
+  if (operands.residual != nullptr) {
+    scattered.residual = static_cast<const char*>(operands.residual) + own;
+  }
+  MatmulAllReduceArgs args{};
+  if (!MakeScatterArgs(p, scattered, choice, device, view, &args, error)) return false;
+  args.finished = CudaLayoutOf(params, choice);
+  args.channel = args.finished.Channel();
+  args.signature = SignatureOf(params.Signature(), site, choice);
+  args.op = static_cast<uint32_t>(OpId::kMatmulAllReduce);
+  args.rank_blocks = static_cast<int32_t>(p.rows.PerRank() / kGemmTileM);
+  args.group_m = choice.group_m == 0 ? args.rank_blocks : choice.group_m * choice.cluster_m;
+  return EncodeTensorMap(&args.all, p.dtype, operands.y, {p.rows.Total(), p.n}, {p.n},
+                         {64, StoreColumns(choice)}, error) &&
+         LaunchGemmInstance<Instances>(p.dtype, p.transpose_rhs, choice, &args, args.num_tiles,
+                                       device.sm_count, stream, error);
+}
+
+}  // namespace jflux

@@ -1,0 +1,111 @@
+// matmul_all_reduce's CPU body, which is the tile protocol itself, on 1 to 8 threads. Tilings
+// are small, so that tiles straddle ranks, and several ranks own parts of one tile.
+#include "ops/matmul_all_reduce/matmul_all_reduce.h"
+
+#include "ranks.h"
+#include "testing.h"
+
+namespace jflux {
+namespace {
+
+struct Shape {
+  int64_t inner, k, n;  // inner: rows that a rank owns
+  ScatterTiling tiling;
+};
+const Shape kShapes[] = {
+    {16, 8, 16, {4, 8}},    // whole tiles
+    {5, 7, 9, {16, 8}},     // several ranks in one tile
+    {33, 16, 8, {16, 8}},   // tiles straddle
+    {7, 5, 24, {4, 8}},     // tiles straddle on both sides
+    {1, 3, 1, {4, 8}},      // one row per rank
+    {12, 16, 33, {32, 8}},  //
+};
+const struct {
+  DType in, out;
+} kDtypes[] = {{DType::kF32, DType::kF32},   {DType::kF64, DType::kF64},
+               {DType::kBF16, DType::kBF16}, {DType::kBF16, DType::kF32},
+               {DType::kF16, DType::kF16},   {DType::kF32, DType::kBF16}};
+
+void Check(int world, uint32_t first_epoch, int calls_each, int max_delay_us) {
+  uint32_t seed = 100 * world;
+  for (const Shape& s : kShapes) {
+    for (const auto& dtypes : kDtypes) {
+      ++seed;
+      const bool transposed = seed % 2;
+      const MatmulAllReduceParams p{
+          {Rows{world, 1, s.inner}, s.k, s.n, dtypes.in, dtypes.out, transposed}};
+      std::vector<std::unique_ptr<Call>> calls;
+      for (int i = 0; i < calls_each; ++i) {
+        calls.push_back(std::make_unique<MatmulAllReduceCall>(p, s.tiling, seed * 16 + i));
+      }
+      PlainHeap heap(world, calls[0]->Channel(), first_epoch);
+      RunOptions options;
+      options.first_epoch = first_epoch;
+      options.max_delay_us = max_delay_us;
+      options.seed = seed;
+      const std::string error = Join(RunRanks(heap, Pointers(calls), options));
+      EXPECT(error.empty()) << error;
+      for (const auto& call : calls) {
+        EXPECT_EQ(call->Wrong(), 0)
+            << "world " << world << " inner " << s.inner << " tile_m " << s.tiling.tile_m
+            << " dtype " << dtypes.in << " call " << &call - &calls[0];
+      }
+    }
+  }
+}
+
+TEST(EqualsItsDefinition) {
+  for (int world = 1; world <= kMaxRanks; ++world) Check(world, 1, 4, 300);
+}
+
+TEST(WithoutDelays) {
+  for (int world : {2, 4, 7}) Check(world, 1, 6, 0);
+}
+
+TEST(AcrossTheWrapOfEpochs) { Check(3, 0xfffffffd, 6, 100); }
+
+MatmulAllReduceParams Small(int64_t n) {
+  return {{Rows{3, 1, 8}, 8, n, DType::kF32, DType::kF32, false}};
+}
+
+TEST(AnAbsentRankIsNamed) {
+  MatmulAllReduceCall call(Small(8), {4, 8}, 1);
+  PlainHeap heap(3, call.Channel());
+  RunOptions options;
+  options.absent = 1;
+  options.deadline_s = 0.05;
+  const auto errors = RunRanks(heap, {&call}, options);
+  for (int rank : {0, 2}) {
+    EXPECT(errors[rank].find("matmul_all_reduce: rank " + std::to_string(rank)) !=
+               std::string::npos &&
+           errors[rank].find("for rank 1 ") != std::string::npos)
+        << errors[rank];
+  }
+}
+
+// Rank 1 makes a call of another shape with the same layout.
+class Disagreeing : public Call {
+ public:
+  ChannelLayout Channel() const override { return calls_[1].Channel(); }
+  bool Run(const SymmetricView& view, uint32_t epoch, WaitContext ctx) override {
+    return calls_[view.rank == 1].Run(view, epoch, ctx);
+  }
+  int64_t Wrong() const override { return 0; }
+
+ private:
+  MatmulAllReduceCall calls_[2] = {{Small(7), {4, 8}, 1}, {Small(8), {4, 8}, 1}};
+};
+
+TEST(RanksThatDisagreeAreTold) {
+  Disagreeing call;
+  PlainHeap heap(3, call.Channel());
+  const auto errors = RunRanks(heap, {&call});
+  for (int rank = 0; rank < 3; ++rank) {
+    EXPECT(errors[rank].find("The ranks run different calls") != std::string::npos) << errors[rank];
+  }
+}
+
+}  // namespace
+}  // namespace jflux
+
+int main() { return jflux::RunAll(); }
