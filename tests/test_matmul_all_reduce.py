@@ -185,6 +185,30 @@ def test_transforms(way):
             assert error <= 0.02 * np.abs(want).max(), name
 
 
+@pytest.mark.parametrize("batched", [(0,), (1,), (2,), (0, 2), (0, 1, 2)], ids=str)
+def test_vmap_with_a_residual(way, batched):
+    """Of each operand alone, and of several."""
+    mesh, (x, w, residual, _, _) = make_mesh((RANKS,)), _operands(np.float32)
+    more = [np.stack([a, -a, a + 1], 1) if i in batched else a for i, a in enumerate((x, w))]
+    residual = np.stack([residual, -residual, 2 * residual]) if 2 in batched else residual
+    dims = tuple(0 if i in batched else None for i in range(3))
+
+    def program(module):
+        def f(x, w, residual):
+            def one(x, w, residual):
+                return module.matmul_all_reduce(
+                    x, w, axis_name="tp", residual=residual, precision="highest"
+                )
+
+            return jax.vmap(one, in_axes=dims)(x[0], w[0], residual)
+
+        return jax.shard_map(f, mesh=mesh, in_specs=(P("tp"), P("tp"), P()), out_specs=P())
+
+    with jflux.config(strict=False):
+        got, want = (run(jax.jit(program(m)), *more, residual) for m in (jflux, jflux.reference))
+    np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-4)
+
+
 def test_one_rank_and_errors():
     x, w = np.ones((1, 2, 8), np.float32), np.ones((1, 8, 8), np.float32)
     f = functools.partial(jflux.matmul_all_reduce, axis_name="tp")

@@ -176,6 +176,13 @@ __device__ __forceinline__ void RunScout(const typename Op::Args& args, const Ca
   auto receiver = MakeReceiver<Op>(smem);
   uint32_t begun = 0;   // parity
   uint32_t blocks = 0;  // of A, in the tiles before
+  const auto receive_until = [&](uint32_t bar, uint32_t parity) {
+    if constexpr (Op::kReceives) {
+      while (!__any_sync(0xffffffff, ptx::MbarrierTest(bar, parity)) &&
+             Op::Receive(args, call, receiver, /*waits=*/false)) {
+      }
+    }
+  };
   for (;;) {
     int32_t t;
     if (cta == 0) {
@@ -183,6 +190,7 @@ __device__ __forceinline__ void RunScout(const typename Op::Args& args, const Ca
       t = __shfl_sync(0xffffffff, taken, 0);
       slots.Advance();
     } else {
+      receive_until(smem.SlotFull(reader.ring.index), reader.ring.parity);
       t = reader.Next();
     }
     if (t >= args.num_tiles) {
@@ -200,14 +208,13 @@ __device__ __forceinline__ void RunScout(const typename Op::Args& args, const Ca
       blocks += BlocksOf<Op>(args, tile);
       if (lane == 0) call.Done(EventKind::kWaitRows, start, block_m, tile.n);
     }
-    if constexpr (Op::kReceives) {
-      while (!__any_sync(0xffffffff, ptx::MbarrierTest(smem.Begun(), begun))) {
-        Op::Receive(args, call, receiver, /*waits=*/false);
-      }
-    } else {
+    // A loader that waits for no rows may have begun with two tiles before another CTA's scout
+    // looks once, and phases are told apart by parity alone. That scout has no reason to wait.
+    if (cta == 0 || Op::kRowsArrive) {
+      receive_until(smem.Begun(), begun);
       ptx::MbarrierWait(smem.Begun(), begun);
+      begun ^= 1;
     }
-    begun ^= 1;
     if (cta == 0 && lane == 0) taken = TakeTile(args);
   }
 }

@@ -210,9 +210,13 @@ def _extent(x, w, *residual, params):
 
 def _batch(primitive, operands, dims, *, params):
     bind = functools.partial(primitive.bind, params=params)
-    if dims[1] is not None or dims[0] is None:
-        return _product.batch_in_turn(bind, operands, dims)
     x, w, *residual = operands
+    if dims[0] is None and dims[1] is None:  # the residual alone
+        (y,) = bind(x, w)
+        batch = jnp.moveaxis(residual[0], dims[2], 0)
+        return [_epilogue.add(jnp.broadcast_to(y, batch.shape), [batch])], [0]
+    if dims[1] is not None:
+        return _product.batch_in_turn(bind, operands, dims)
     x = jnp.moveaxis(x, dims[0], 0)
     added = [
         jnp.broadcast_to(a, (x.shape[0], *a.shape)) if d is None else jnp.moveaxis(a, d, 0)

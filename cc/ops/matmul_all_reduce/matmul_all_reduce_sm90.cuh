@@ -109,14 +109,17 @@ struct MatmulAllReduceSm90 : MatmulReduceScatterSm90<Config_> {
     bool has_come = true;
     if (lane < Config::kBlocks) {
       const Signal* signal = FinishedSignal(args, call, args.view.rank, src, tile, lane);
-      has_come = HasCome(call, signal);
-      if (waits && !has_come) {
+      if (waits) {
         AwaitPeer(call, signal, src, args.layout.SlotOf(src, tile));
-        has_come = true;
+      } else {  // what looks often must not order anything
+        has_come = LoadRelaxed(signal) == call.signal && HasCome(call, signal);
       }
-      ptx::FenceProxyAsyncGlobal();  // bulk copies read it
+      if (has_come) ptx::FenceProxyAsyncGlobal();  // bulk copies read it
     }
-    if (!__all_sync(0xffffffff, has_come)) return true;
+    if (!__all_sync(0xffffffff, has_come)) {
+      __nanosleep(100);
+      return true;
+    }
     __syncwarp();
     const uint64_t start = call.Start();
     if (ptx::ElectOne()) {

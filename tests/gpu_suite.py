@@ -1,0 +1,111 @@
+"""Runs the test files on this host's GPUs, a few at a time, and random programs; a table is last:
+
+python tests/gpu_suite.py [--at-once 5] [--stress 2000] [--limit 600] [FILE...]
+
+Kernels of several processes take turns on a GPU, and wait for peers whose turn it is not: with five
+files at a time the suite takes minutes, with eleven it does not end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import dataclasses
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import time
+
+TESTS = pathlib.Path(__file__).parent
+
+# Those that take longest first.
+FILES = """epilogues all_reduce transforms matmul_all_to_all matmul_reduce_scatter parallel
+all_gather_matmul configurations matmul_all_reduce exchange blocks several global graphs heap mesh
+tune ffi timeline custom_call decode doctor config""".split()
+
+# Each starts processes of its own, and some of them wait for a deadline.
+ALONE = ["faults", "multiprocess"]
+
+
+@dataclasses.dataclass
+class Outcome:
+    name: str
+    seconds: float
+    summary: str
+    details: list[str]
+    right: bool
+
+
+def run(name: str, command: list[str], logs: pathlib.Path, share: float, until: float) -> Outcome:
+    """One process, and those that it starts; killed when the time is up."""
+    environment = os.environ | {
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{share:.3f}",
+        "NCCL_NVLS_ENABLE": "0",
+        "PYTHONPATH": os.pathsep.join([str(TESTS.parent), os.environ.get("PYTHONPATH", "")]),
+    }
+    log, start = logs / f"{name}.log", time.monotonic()
+    if start >= until:
+        return Outcome(name, 0, "no time left", [], False)
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, cwd=TESTS, env=environment,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            code = process.wait(until - start)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            code = process.wait()
+    lines = log.read_text(errors="replace").splitlines()
+    last = next((line for line in reversed(lines) if line.strip()), "")
+    ended = code >= 0 and code != 124
+    return Outcome(
+        name=name,
+        seconds=time.monotonic() - start,
+        summary=re.sub(r" in [\d.]+s.*", "", last).strip("= ") if ended else f"not ended: {last}",
+        details=[line for line in lines if re.match(r"(FAILED|ERROR|E  |Fatal)", line)][:6],
+        right=code == 0,
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", nargs="*", help="such as tune or test_tune.py; all, if none")
+    parser.add_argument("--at-once", type=int, default=5)
+    parser.add_argument("--stress", type=int, default=2000, help="calls of random programs")
+    parser.add_argument("--limit", type=float, default=3600, help="seconds for everything")
+    parser.add_argument("--logs", type=pathlib.Path, default=pathlib.Path("/tmp/jflux-gpu-suite"))
+    args = parser.parse_args()
+    args.logs.mkdir(parents=True, exist_ok=True)
+    until = time.monotonic() + args.limit
+    names = [re.sub(r"^(.*/)?test_|\.py$", "", name) for name in args.files] or [*FILES, *ALONE]
+
+    def test(name: str, share: float) -> Outcome:
+        command = [sys.executable, "-m", "pytest", "-q", "--no-header", "--maxfail=5",
+                   "-p", "no:cacheprovider", f"test_{name}.py"]  # fmt: skip
+        outcome = run(name, command, args.logs, share, until)
+        print(f"{name}: {outcome.summary}", flush=True)
+        return outcome
+
+    together = [name for name in names if name not in ALONE]
+    with concurrent.futures.ThreadPoolExecutor(args.at_once) as pool:
+        outcomes = list(pool.map(lambda name: test(name, 0.6 / args.at_once), together))
+    outcomes += [test(name, 0.2) for name in names if name in ALONE]
+    if args.stress > 0:
+        command = [sys.executable, "stress.py", "--calls", str(args.stress)]
+        outcomes.append(run("stress", command, args.logs, 0.3, until))
+    print()
+    for o in outcomes:
+        print(f"{'ok  ' if o.right else 'BAD '} {o.name:24} {o.seconds:6.0f} s  {o.summary[:120]}")
+        for line in [] if o.right else o.details:
+            print(f"       {line[:200]}")
+    return not all(o.right for o in outcomes)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
