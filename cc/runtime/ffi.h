@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/dtype.h"
@@ -110,6 +111,18 @@ void BeginModule();
 
 // The instantiate stage of every op on the CPU.
 XLA_FFI_Error* InstantiateCallSite(XLA_FFI_CallFrame* frame);
+
+// The attributes of a product's handler, in alphabetical order, as it takes them.
+inline constexpr auto ProductAttributes = [](auto binding) {
+  return std::move(binding)
+      .template Attr<ffi::Span<const int64_t>>("choice")
+      .template Attr<ffi::Span<const int64_t>>("groups")
+      .template Attr<int64_t>("inner")
+      .template Attr<int64_t>("outer")
+      .template Attr<int64_t>("site")
+      .template Attr<bool>("transpose_rhs")
+      .template Attr<int64_t>("world");
+};
 
 }  // namespace jflux
 

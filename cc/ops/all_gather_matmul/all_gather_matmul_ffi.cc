@@ -58,21 +58,9 @@ ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, ffi::Span<con
       });
 }
 
-// Attributes in alphabetical order, as Cpu() and Cuda() take them.
-constexpr auto Attributes = [](auto binding) {
-  return std::move(binding)
-      .template Attr<ffi::Span<const int64_t>>("choice")
-      .template Attr<ffi::Span<const int64_t>>("groups")
-      .template Attr<int64_t>("inner")
-      .template Attr<int64_t>("outer")
-      .template Attr<int64_t>("site")
-      .template Attr<bool>("transpose_rhs")
-      .template Attr<int64_t>("world");
-};
-
 XLA_FFI_DEFINE_HANDLER(
     kCpu, Cpu,
-    Attributes(
+    ProductAttributes(
         ffi::Ffi::Bind().Ctx<ffi::State<CallSite>>().Ctx<ffi::RunId>().Ctx<ffi::DeviceOrdinal>())
         .Arg<ffi::AnyBuffer>()
         .Arg<ffi::AnyBuffer>()

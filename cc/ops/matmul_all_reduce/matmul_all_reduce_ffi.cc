@@ -53,24 +53,12 @@ ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, ffi::Span<con
       });
 }
 
-// Attributes in alphabetical order, as Cpu() and Cuda() take them.
-constexpr auto Attributes = [](auto binding) {
-  return std::move(binding)
-      .template Attr<ffi::Span<const int64_t>>("choice")
-      .template Attr<ffi::Span<const int64_t>>("groups")
-      .template Attr<int64_t>("inner")
-      .template Attr<int64_t>("outer")
-      .template Attr<int64_t>("site")
-      .template Attr<bool>("transpose_rhs")
-      .template Attr<int64_t>("world")
-      .template Arg<ffi::AnyBuffer>()
-      .template Arg<ffi::AnyBuffer>();
-};
-
 XLA_FFI_DEFINE_HANDLER(
     kCpu, Cpu,
-    Attributes(
+    ProductAttributes(
         ffi::Ffi::Bind().Ctx<ffi::State<CallSite>>().Ctx<ffi::RunId>().Ctx<ffi::DeviceOrdinal>())
+        .Arg<ffi::AnyBuffer>()
+        .Arg<ffi::AnyBuffer>()
         .Ret<ffi::AnyBuffer>());
 
 #ifdef JFLUX_WITH_CUDA
@@ -106,12 +94,15 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Span<const int64_t> c
       });
 }
 
-XLA_FFI_DEFINE_HANDLER(
-    kCuda, Cuda,
-    Attributes(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().Ctx<ffi::DeviceOrdinal>())
-        .RemainingArgs()
-        .Ret<ffi::AnyBuffer>(),
-    {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kCuda, Cuda,
+                       ProductAttributes(ffi::Ffi::Bind()
+                                             .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                             .Ctx<ffi::DeviceOrdinal>())
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<ffi::AnyBuffer>()
+                           .RemainingArgs()
+                           .Ret<ffi::AnyBuffer>(),
+                       {ffi::Traits::kCmdBufferCompatible});
 #endif
 
 }  // namespace
