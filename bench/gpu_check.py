@@ -57,6 +57,8 @@ def check_product(
     else:
         x_spec = P(*[None] * rows, None, "tp")
         w_spec, y_spec = P("tp", None), P(*[None] * rows, "tp", None)
+        if op == shapes.AR:
+            y_spec = P()
     out_specs = y_spec
     if options.get("return_gathered"):
         out_specs = (y_spec, P(*[None] * (rows + 1), None))
@@ -138,6 +140,12 @@ def section_values(ranks: int) -> list[str]:
             dict(return_gathered=True, lead=(3,)),
         ),
         (shapes.AG, 512 * ranks, 2048 * ranks, 1024, jnp.bfloat16, dict(return_gathered=True)),
+    ]
+    # Enough of y that its tiles travel; k of a rank is one block of the main loop, or several.
+    cases += [
+        (shapes.AR, m * ranks, n, k * ranks, dtype, dict(transpose_rhs=transpose))
+        for dtype, transpose in itertools.product((jnp.bfloat16, jnp.float16), (False, True))
+        for m, n, k in [(256, 4104, 64), (384, 3080, 136), (1024, 1096, 520), (128, 8192, 2048)]
     ]
     lines, bad = [], 0
     for i, (op, m, n, k, dtype, options) in enumerate(cases):
