@@ -99,7 +99,7 @@ def main() -> int:
 
     from . import harness, peers, shapes
 
-    jflux.init(heap_bytes=4 << 30)
+    jflux.init(heap_bytes=8 << 30)
     jflux.config.update(strict=True)
     mesh = Mesh(np.array(jax.devices()[: args.ranks]), ("tp",))
     others = peers.start([name for name in args.peers.split(",") if name], mesh)

@@ -22,7 +22,13 @@ from .shapes import LISTS, Shape
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
 PEERS = "PT"
-OPS = ("all_gather_matmul", "matmul_reduce_scatter")
+# The list, and n, of each op's picture: shapes of GPT-3, which are the Flux paper's.
+PICTURES = {
+    "all_gather_matmul": ("flux", 49152),
+    "matmul_reduce_scatter": ("flux", 12288),
+    "matmul_all_reduce": ("all_reduce", 12288),
+    "matmul_all_to_all": ("ulysses", 36864),
+}
 BEGIN, END = "<!-- figures -->", "<!-- end of figures -->"
 
 INTRODUCTION = """# Performance
@@ -48,19 +54,25 @@ n and k are global. How: [bench/harness.py](../bench/harness.py).
 ![all_gather_matmul by rows](img/all_gather_matmul.png)
 
 ![matmul_reduce_scatter by rows](img/matmul_reduce_scatter.png)
+
+![matmul_all_reduce by rows](img/matmul_all_reduce.png)
+
+![matmul_all_to_all by rows](img/matmul_all_to_all.png)
 """  # noqa: E501
 
 NOTES = """
 ## What the figures do not say
 
 - Where `lax` was measured to be faster jflux takes it, unless `jflux.config(always=True)` is set.
-  Which calls those are is decided by rows alone (`lax_is_faster` in `jflux/_ops/_product.py`).
+  Which calls those are is decided by rows (`lax_is_faster` in `jflux/_ops/_product.py`), and for
+  matmul_all_to_all also by what it would multiply for nothing.
 - With 3 ranks a rank's rows are never whole tiles.
 - An efficiency above 1 means that jflux's product was faster than XLA's.
-- Only the first table of 4 GPUs is of the present kernels of the products. The others, of 2, 3 and
-  4 GPUs, are older: all-gathers did not travel in panels, few rows were not one sweep
-  ([0003](design/0003-kernels.md)). On 2 GPUs some shapes use configurations that `jflux.tune` has
-  measured (`jflux/tables`), and four shapes on 4 GPUs, where the others have the heuristic's.
+- Of one process for each GPU, 3 GPUs, blocks, grids and decoding the figures are older: all-gathers
+  did not travel in panels, few rows were not one sweep, and matmul_all_reduce was two calls
+  ([0003](design/0003-kernels.md)). So are those with Pallas and PyTorch beside. On 2 GPUs some
+  shapes use configurations that `jflux.tune` has measured (`jflux/tables`), and four shapes on
+  4 GPUs, where the others have the heuristic's.
 - By the table of small collectives on 4 GPUs, jflux has since left to XLA: all_to_all of 4 MiB
   (there 1.17 of XLA's time) and the norm after sums of 256 KiB and more (J there; now as "apart").
 - On every grid it helps most to have no loop over the layers ("unrolled", 10 to 16 % less time):
@@ -254,7 +266,7 @@ def readme_table(results: list[tuple[str, dict]]) -> str:
 
 
 def picture(results: list[tuple[str, dict]], op: str) -> bytes:
-    """E, and J over the floor, by rows, at Flux's shapes (with 3 ranks, at ragged ones)."""
+    """E, and J over the floor, by rows, at the shapes of `PICTURES`; with 3 ranks, at ragged ones."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")
@@ -263,7 +275,9 @@ def picture(results: list[tuple[str, dict]], op: str) -> bytes:
         if "note" in result["machine"]:  # of kernels that are not the present ones
             continue
         found = by_list(result)
-        rows = [r for r in found.get("flux", found.get("ragged", ())) if r["op"] == op]
+        listed, n = PICTURES[op]
+        rows = found.get(listed, found.get("ragged", ()))
+        rows = [r for r in rows if r["op"] == op and r["n"] == n]
         if not rows:
             continue
         m = [r["m"] for r in rows]
@@ -303,7 +317,7 @@ def main() -> int:
         return bool(stale)
     for path, want in wanted.items():
         path.write_text(want)
-    for op in OPS:
+    for op in PICTURES:
         (ROOT / "docs" / "img" / f"{op}.png").write_bytes(picture(results, op))
     return 0
 

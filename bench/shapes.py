@@ -55,7 +55,12 @@ RAGGED = [
     *(Shape(RS, m, 12288, 49152) for m in (84, 204, 336, 996, 2052, 4092)),
 ]
 
-ALL_REDUCE = [Shape(AR, m, 12288, 49152) for m in (16, 64, 128, 512, 1024, 2048, 4096, 8192)]
+# FLUX's, and what Llama-2 70B and Llama-3 8B have behind their attention and their MLP.
+ALL_REDUCE = [
+    *(Shape(AR, m, 12288, 49152) for m in (16, 64, 128, 512, 1024, 2048, 4096, 8192)),
+    *(Shape(AR, m, 8192, k) for k in (8192, 28672) for m in (512, 2048, 8192)),
+    *(Shape(AR, m, 4096, k) for k in (4096, 14336) for m in (2048, 8192)),
+]
 
 # Queries, keys and values of a sequence that is split over the ranks (DeepSpeed-Ulysses, arXiv
 # 2309.14509): GPT-3, Llama-2 7B and 70B.

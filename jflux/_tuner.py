@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from . import _heap, _mesh, _trial, _tuning, reference
 from ._ops._product import CUDA_TILE_ROWS
 from ._ops.all_gather_matmul import all_gather_matmul
+from ._ops.matmul_all_reduce import MOST_BYTES, matmul_all_reduce, scatters
 from ._ops.matmul_all_to_all import matmul_all_to_all
 from ._ops.matmul_reduce_scatter import matmul_reduce_scatter
 from ._tuning import LAX, Choice, Key
@@ -25,6 +26,7 @@ from ._tuning import LAX, Choice, Key
 _OPS: dict[str, Callable[..., Any]] = {
     "all_gather_matmul": all_gather_matmul,
     "matmul_reduce_scatter": matmul_reduce_scatter,
+    "matmul_all_reduce": matmul_all_reduce,
     "matmul_all_to_all": matmul_all_to_all,
 }
 
@@ -72,11 +74,12 @@ def tune(
     With several processes, all of them must call it, with the same arguments.
 
     Args:
-      op: "all_gather_matmul", "matmul_reduce_scatter", or "matmul_all_to_all", whose columns are
-        split; what is chosen holds for other pieces of the same size too.
+      op: "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", or
+        "matmul_all_to_all", whose columns are split; what is chosen holds for other pieces of the
+        same size too.
       m: rows of the gathered x, or of x before the scatter, or of y.
       n: columns of w, over all ranks for all_gather_matmul.
-      k: columns of x, over all ranks for matmul_reduce_scatter.
+      k: columns of x, over all ranks for matmul_reduce_scatter and matmul_all_reduce.
       mesh: by default all devices, along `axis_name`.
       axis_name: the ranks' axis, or a tuple of them.
       dtype: of x, w and y.
@@ -90,7 +93,8 @@ def tune(
       All times, and the choice.
 
     Raises:
-      ValueError: for an unknown op, or sizes that the ranks do not divide.
+      ValueError: for an unknown op, sizes that the ranks do not divide, or a matmul_all_reduce that
+        is a product and an all_reduce, for which there is nothing to choose.
       RuntimeError: where there is nothing to choose: no GPUs with kernels, or one rank.
     """
     if op not in _OPS:
@@ -105,6 +109,11 @@ def tune(
     if ranks == 1:
         raise RuntimeError("jflux.tune: one rank is a plain product, with nothing to choose")
     key = key_of(op, m, n, k, ranks, dtype, transpose_rhs)
+    if op == "matmul_all_reduce" and not scatters((m, n), jnp.dtype(dtype), ranks):
+        raise ValueError(
+            f"jflux.tune: {op} of {m} x {n} is a product and an all_reduce: tiles travel one by "
+            f"one above {MOST_BYTES} bytes, if the {ranks} ranks divide the rows"
+        )
     tried: list[Choice | str] = [*candidates(key, sm_count), LAX]
     seconds = measure(
         op, tried, m=m, n=n, k=k, mesh=mesh, axis_name=axis_name, dtype=dtype,
@@ -168,11 +177,12 @@ def _ranks(mesh: Mesh, axis_name: _mesh.AxisName) -> int:
 
 def key_of(op: str, m: int, n: int, k: int, ranks: int, dtype: Any, transpose_rhs: bool) -> Key:
     """The key of a call of global sizes."""
-    split = {"m": m, "k": k} if op == "matmul_reduce_scatter" else {"m": m, "n": n}
+    sums = op in ("matmul_reduce_scatter", "matmul_all_reduce")
+    split = {"m": m, "k": k} if sums else {"m": m, "n": n}
     for name, size in split.items():
         if size % ranks != 0:
             raise ValueError(f"jflux.tune: {name}={size} is not a multiple of the {ranks} ranks")
-    if op == "matmul_reduce_scatter":
+    if sums:
         k //= ranks
     else:
         n //= ranks

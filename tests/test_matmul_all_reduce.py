@@ -166,6 +166,24 @@ def test_which_way_by_size():
     assert not matmul_all_reduce.scatters(large, np.dtype(jnp.bfloat16), 3)
 
 
+def test_which_calls_the_kernel_of_gpus_takes():
+    def fits(rows, columns, k=64, dtype=jnp.bfloat16, out=None, heap=1 << 30, world=4):
+        params = types.SimpleNamespace(
+            transpose_rhs=False, out_dtype=np.dtype(out or dtype), world=world
+        )
+        x, w = jax.ShapeDtypeStruct((rows, k), dtype), jax.ShapeDtypeStruct((k, columns), dtype)
+        return matmul_all_reduce.fits_kernel(x, w, params, heap)
+
+    assert fits(2048, 8192) and fits(512, 8192) and fits(768, 8192, world=3)
+    assert not fits(2048 + 4, 8192) and not fits(256, 8192)  # whole tiles for each rank
+    assert not fits(2048, 8193) and not fits(2048, 8192, k=63)  # whole units of 16 bytes
+    assert not fits(2048, 8192, out=np.float32)
+    # Of y all but the own rows, and as many parts of the own rows: 12.4 MB with tiles of 192
+    # columns, so 16 MiB, for each of two calls.
+    assert fits(2048, 2048, heap=64 << 20) and not fits(2048, 2048, heap=(64 << 20) - 1)
+    assert fits(8192, 16384, heap=2 << 30) and not fits(16384, 16384, heap=2 << 30)
+
+
 def test_transforms(way):
     mesh = make_mesh((RANKS,))
     x, w = normal(0, (RANKS, 3, RANKS, 16), jnp.bfloat16), normal(1, (RANKS, 16, 8), jnp.bfloat16)

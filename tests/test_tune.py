@@ -1,5 +1,6 @@
 """jflux.tune and the tables that it writes. Choosing is tested anywhere, measuring on GPUs."""
 
+import functools
 import json
 import subprocess
 import sys
@@ -62,10 +63,14 @@ def test_key_of_a_call_is_the_key_of_its_sizes(own_tables, monkeypatch):
             call = Call(op, lead=(3, 4), k=16, n=24, dtype=jnp.bfloat16)
             f = jax.jit(per_device(mesh, call.bind("tp")))
             f.trace(*call_operands(call, mesh, "tp")).lower(lowering_platforms=("cuda",))
+        x, w = (jax.ShapeDtypeStruct((2, *s), jnp.bfloat16) for s in ((256, 16), (16, 8200)))
+        f = functools.partial(jflux.matmul_all_reduce, axis_name="tp")
+        jax.jit(per_device(mesh, f)).trace(x, w).lower(lowering_platforms=("cuda",))
     assert asked == [
         _tuner.key_of("all_gather_matmul", 24, 48, 16, 2, jnp.bfloat16, False),
         _tuner.key_of("matmul_reduce_scatter", 24, 24, 32, 2, jnp.bfloat16, False),
         _tuner.key_of("matmul_all_to_all", 24, 48, 16, 2, jnp.bfloat16, False),
+        _tuner.key_of("matmul_all_reduce", 256, 8200, 32, 2, jnp.bfloat16, False),
     ]
 
 
@@ -153,6 +158,27 @@ def test_command_says_what_is_wrong():
     if PLATFORM == "cpu":
         done = _command("all_gather_matmul:1024,2048,512")
         assert done.returncode == 1 and "there is no GPU" in done.stderr
+
+
+@pytest.mark.gpu
+def test_all_reduce(own_tables):
+    """What is chosen is what a call takes; a small one has nothing to choose."""
+    m, n, k = 512 * RANKS, 4096, 512 * RANKS
+    result = jflux.tune("matmul_all_reduce", m=m, n=n, k=k, rounds=3)
+    x, w = (
+        jax.ShapeDtypeStruct((RANKS, *shape), jnp.bfloat16)
+        for shape in ((m, k // RANKS), (k // RANKS, n))
+    )
+    f = functools.partial(jflux.matmul_all_reduce, axis_name="tp")
+    with jflux.config(always=False):
+        text = jax.jit(per_device(make_mesh((RANKS,)), f)).lower(x, w).as_text()
+    if result.best == LAX:
+        assert "jflux_matmul_all_reduce" not in text
+    else:
+        numbers = ", ".join(map(str, _tuning.as_json(result.best)))
+        assert "jflux_matmul_all_reduce" in text and f"choice = dense<[{numbers}]>" in text
+    with pytest.raises(ValueError, match="is a product and an all_reduce"):
+        jflux.tune("matmul_all_reduce", m=128, n=n, k=k)
 
 
 @pytest.mark.gpu

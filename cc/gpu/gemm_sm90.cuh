@@ -417,7 +417,8 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
 //   WaitForParts(args, call, block_m, tile)                     all lanes, if HasParts
 //   kReceives                           whether what peers send goes to y, and if so
 //   MakeReceiver(smem), Receive(args, call, receiver, waits), ReceiveRest(args, call, receiver)
-//                                       all lanes of the scout, when it has time; in the end
+//                                       all lanes of the scout, when it has time, as long as it is
+//                                       true; in the end
 //   Send(args, call, smem)              a warp; everything that peers wait for without waiting
 //   Finish(args, call, staging, acc, block_m, tile, await_parts)
 //                                       adds the parts and stages, block by block, what Store takes

@@ -14,7 +14,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import DTypeLike
 
-from .. import _epilogue, _ffi, _mesh, _norm, reference
+from .. import _epilogue, _ffi, _heap, _mesh, _norm, _tuning, reference
 from .._mesh import AxisName
 from . import _after, _product, all_reduce, exchange, matmul_reduce_scatter
 
@@ -55,10 +55,11 @@ def matmul_all_reduce(
 
     Up to 4 MiB of y, as in decoding, it is XLA's product and :func:`jflux.all_reduce`, with the
     residual and the norm. Above, each rank sums as many rows, tile by tile while it multiplies, and
-    sends every tile that is summed to all others. On GPUs it is made of two calls instead:
-    :func:`jflux.matmul_reduce_scatter`, which hides half of the communication in the product, and
-    an all-gather of y's rows, which is not hidden. (If N does not divide the rows: the product and
-    ``lax.psum``.)
+    sends every tile that is summed to all others. On GPUs that takes whole tiles of 128 rows for
+    each rank, and about 4 (N - 1) / N times y of the symmetric heap, which may be half of it (see
+    :func:`jflux.init`). What does not fit is two calls: :func:`jflux.matmul_reduce_scatter`, which
+    hides half of the communication in the product, and an all-gather of y's rows, which is not
+    hidden. (If N does not divide the rows: the product and ``lax.psum``.)
 
     Differentiable in both modes like ``lax.psum`` of the product: under ``check_vma=True`` y does
     not vary over `axis_name`, and its gradient needs no communication.
@@ -167,6 +168,16 @@ def _result(x, w, *residual, params):
     return [((x.shape[0], _product.columns(w, params.transpose_rhs)), params.out_dtype)]
 
 
+def _reference(x, w, *residual, params):
+    return [
+        reference.matmul_all_reduce(
+            x, w, axis_name=params.axis_names, transpose_rhs=params.transpose_rhs,
+            residual=residual[0] if residual else None,
+            preferred_element_type=params.out_dtype, precision=params.precision,
+        )
+    ]  # fmt: skip
+
+
 def _of_two_calls(x, w, *residual, params):
     """The sum scattered, with the residual's rows, and gathered again."""
     names, rows = params.axis_names, x.shape[0] // params.world
@@ -185,8 +196,27 @@ def _not_fused(x, w, *residual, params, platform):
 
 
 def _lax_is_faster(x, w, *residual, params, platform):
-    """On GPUs the kernel has not been measured."""
-    return platform == "cuda"
+    return platform == "cuda" and _product.lax_is_faster(x.shape[0])
+
+
+def fits_kernel(x, w, params, heap_bytes: int) -> bool:
+    """Whether the GPUs' kernel takes it: whole tiles for each rank, and no more than half of the
+    heap."""
+    rows, columns = x.shape[0], _product.columns(w, params.transpose_rhs)
+    return (
+        params.out_dtype == x.dtype
+        and _product.in_units([x], [w])
+        and rows % (params.world * _product.CUDA_TILE_ROWS) == 0
+        and _heap_bytes(rows, columns, params.world) <= heap_bytes // 2
+    )
+
+
+def _heap_bytes(rows: int, columns: int, world: int) -> int:
+    """About what the kernel needs (MatmulAllReduceLayout): the parts of the own rows and the other
+    ranks' finished rows, in whole tiles. Both for two calls in turn, a power of two for each."""
+    widest = max(-(-columns // c.tile_n) * c.tile_n for c in _tuning.compiled())
+    of_others = rows * widest * 2 * (world - 1) // world
+    return 2 * (1 << (2 * of_others - 1).bit_length())
 
 
 def _adapt(x, w, *residual, params, platform):
@@ -196,12 +226,9 @@ def _adapt(x, w, *residual, params, platform):
             return [_epilogue.add(_primitive.bind(x, w, params=params)[0], [residual])]
 
         return apart
-    fits = (
-        params.out_dtype == x.dtype
-        and _product.in_units([x], [w])
-        and x.shape[0] % (params.world * _product.CUDA_TILE_ROWS) == 0
-    )
-    return None if platform != "cuda" or fits else functools.partial(_of_two_calls, params=params)
+    if platform != "cuda" or fits_kernel(x, w, params, _heap.heap_bytes("cuda")):
+        return None
+    return functools.partial(_of_two_calls, params=params)
 
 
 def _extent(x, w, *residual, params):
@@ -230,7 +257,7 @@ def _batch(primitive, operands, dims, *, params):
 _primitive = _ffi.make_primitive(
     OP,
     abstract_eval=_result,
-    reference=_of_two_calls,
+    reference=_reference,
     not_fused=_not_fused,
     adapt=_adapt,
     batch=_batch,

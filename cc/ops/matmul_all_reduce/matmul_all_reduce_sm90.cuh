@@ -7,9 +7,9 @@
 // swizzled boxes of 64 or 32 columns.
 //
 // A scout that has handed on the next tile has nothing to do until the loader begins with it. It
-// takes the peers' tiles from a counter then, looks whether the one that it holds has come, and
-// copies its boxes through shared memory to y. When there are no more tiles to compute, it waits
-// for the rest.
+// takes the peers' tiles from a counter then, looks once whether the one that it holds has come,
+// and copies its boxes through shared memory to y. When there are no more tiles to compute, it
+// waits for the rest.
 //
 // Who waits for whom: as in matmul_reduce_scatter; and in the end scouts wait for tiles that peers
 // have finished, which wait for no scout that waits.
@@ -92,8 +92,9 @@ struct MatmulAllReduceSm90 : MatmulReduceScatterSm90<Config_> {
   };
   static __device__ Receiver MakeReceiver(const GemmSmem<Config>& smem) { return {{smem}}; }
 
-  // All lanes. Takes what has come of the unit to y, or, with `waits`, waits for it. False if there
-  // are no more units.
+  // All lanes. Takes a unit to y, if it has come; with `waits`, when it has. False if it has not,
+  // or if there are no more. Looking again and again would cost the product 10 %
+  // (docs/design/0003).
   static __device__ bool Receive(const Args& args, const CallContext& call, Receiver& receiver,
                                  bool waits) {
     const int lane = threadIdx.x % 32, peers = args.view.world - 1;
@@ -111,15 +112,12 @@ struct MatmulAllReduceSm90 : MatmulReduceScatterSm90<Config_> {
       const Signal* signal = FinishedSignal(args, call, args.view.rank, src, tile, lane);
       if (waits) {
         AwaitPeer(call, signal, src, args.layout.SlotOf(src, tile));
-      } else {  // what looks often must not order anything
-        has_come = LoadRelaxed(signal) == call.signal && HasCome(call, signal);
+      } else {
+        has_come = HasCome(call, signal);
       }
       if (has_come) ptx::FenceProxyAsyncGlobal();  // bulk copies read it
     }
-    if (!__all_sync(0xffffffff, has_come)) {
-      __nanosleep(100);
-      return true;
-    }
+    if (!__all_sync(0xffffffff, has_come)) return false;
     __syncwarp();
     const uint64_t start = call.Start();
     if (ptx::ElectOne()) {
