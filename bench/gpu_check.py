@@ -1,7 +1,7 @@
 """Checks, stresses and times the kernels on this host's GPUs; the table comes last.
 
 python -m bench.gpu_check [--ranks 4] [--lists flux]
-    [--sections values,gemm,choices,epilogues,stacked]
+    [--sections values,tiles,gemm,choices,epilogues,stacked]
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 import jflux
 import jflux.testing
 from bench import shapes
-from jflux import _mesh, _trial, _tuner, _tuning
+from jflux import _mesh, _trial, _tuner, _tuning, reference
 from jflux._tuning import Choice
 
 
@@ -160,24 +160,23 @@ def section_values(ranks: int) -> list[str]:
     return [f"values, {ranks} ranks: {len(cases) - bad} of {len(cases)} right", *lines]
 
 
-def section_gemm(names: list[str], rounds: int, zeros: bool) -> list[str]:
-    """The kernel's main loop alone: one rank, which sends and waits for nothing."""
+def product_alone(transpose: bool):
+    """The main loop of one rank, which sends and waits for nothing: a function of (x, w)."""
     from jflux._ops import all_gather_matmul as op
 
-    mesh = mesh_of(1)
-    spec = P(None, None)
+    def f(x, w):
+        params = op.Params(
+            axis_names=("tp",), world=1, gather_dimension=0, results=("y",),
+            transpose_rhs=transpose, out_dtype=np.dtype(x.dtype),
+        )  # fmt: skip
+        return op._primitive.bind(x, w, params=params)[0]
 
-    def ours(transpose):
-        def f(x, w):
-            params = op.Params(
-                axis_names=("tp",), world=1, gather_dimension=0, results=("y",),
-                transpose_rhs=transpose, out_dtype=np.dtype(x.dtype),
-            )  # fmt: skip
-            return op._primitive.bind(x, w, params=params)[0]
+    return f
 
-        return f
 
-    lines = []
+def section_tiles() -> list[str]:
+    """The product alone in every configuration that is compiled, against float64."""
+    mesh, spec, lines, cases = mesh_of(1), P(None, None), [], 0
     for m, n, k in [(128, 256, 64), (256, 256, 128), (384, 1000, 520), (2048, 2048, 2048)]:
         for choice, dtype, transpose in itertools.product(
             (None, *_tuning.compiled()), (jnp.bfloat16, jnp.float16), (False, True)
@@ -188,18 +187,26 @@ def section_gemm(names: list[str], rounds: int, zeros: bool) -> list[str]:
                 rng.standard_normal((k, n)).astype(dtype),
             )
             f = jax.jit(
-                jax.shard_map(ours(transpose), mesh=mesh, in_specs=(spec, spec), out_specs=spec)
+                jax.shard_map(
+                    product_alone(transpose), mesh=mesh, in_specs=(spec, spec), out_specs=spec
+                )
             )
             with _tuning.force(choice) if choice else contextlib.nullcontext():
                 y = f(x, w.T.copy() if transpose else w)
             x64, w64 = x.astype(np.float64), w.astype(np.float64)
             error = jflux.testing.error_in_bounds(y, x64 @ w64, np.abs(x64) @ np.abs(w64), dtype, k)
             verdict = "ok " if error <= 1 else "BAD"
-            line = f"{verdict} gemm {m}x{n}x{k} {np.dtype(dtype).name} {transpose=} {choice} "
-            line += f"{error:.3f}"
+            line = f"{verdict} {m}x{n}x{k} {np.dtype(dtype).name} {transpose=} {choice} {error:.3f}"
             print(line, flush=True)
+            cases += 1
             if error > 1:
                 lines.append(line)
+    return [f"tiles: {cases - len(lines)} of {cases} right", *lines]
+
+
+def section_gemm(names: list[str], rounds: int, zeros: bool) -> list[str]:
+    """The speed of the product alone in that of XLA's."""
+    mesh, spec, lines = mesh_of(1), P(None, None), []
     done = set()
     for shape in itertools.chain(*(shapes.LISTS[name] for name in names)):
         m, n, k = shape.m, shape.n, shape.k  # one of four ranks' part
@@ -215,13 +222,18 @@ def section_gemm(names: list[str], rounds: int, zeros: bool) -> list[str]:
         w = (jax.random.normal(jax.random.key(1), (k, n)) / k**0.5).astype(jnp.bfloat16)
         x, w = (jnp.zeros_like(x), jnp.zeros_like(w)) if zeros else (x, w)
         runs = {}
-        contestants = [("G", lambda x, w: x @ w, w, None), ("nt", ours(True), w.T.copy(), None)]
+        contestants = [
+            ("G", lambda x, w: x @ w, w, None),
+            ("G nk", lambda x, w: reference.matmul(x, w, x.dtype, None, True), w.T.copy(), None),
+            ("kn", product_alone(False), w, None),
+            ("nk", product_alone(True), w.T.copy(), None),
+        ]
         choices = _tuning.compiled()
         if m <= 256:
             choices += [
                 Choice(tile_n, 1, 1, splits) for tile_n in (128, 192) for splits in (2, 3, 4)
             ]
-        contestants += [(str(c), ours(False), w, c) for c in choices]
+        contestants += [(str(c), product_alone(False), w, c) for c in choices]
         for name, f, b, choice in contestants:
             body = _trial.loop(f, iterations)
             with _tuning.force(choice) if choice else contextlib.nullcontext():
@@ -232,8 +244,8 @@ def section_gemm(names: list[str], rounds: int, zeros: bool) -> list[str]:
             for name, timing in _trial.interleave(runs, iterations, rounds).items()
         }
         line = (
-            f"gemm {m:5} {n:6} {k:6}  G {t['G'] * 1e3:7.3f} ms; of its speed: "
-            f"w [n, k] {t['G'] / t['nt']:.3f}"
+            f"gemm {m:5} {n:6} {k:6}  G {t['G'] * 1e3:7.3f}, w [n, k] {t['G nk'] * 1e3:7.3f} ms; "
+            f"of their speed: as chosen {t['G'] / t['kn']:.3f}, w [n, k] {t['G nk'] / t['nk']:.3f}"
         )
         for c in choices:
             split = f"/{c.splits}" if c.splits > 1 else ""
@@ -374,7 +386,7 @@ def section_epilogues(ranks: int, rounds: int) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, default=jax.device_count())
-    parser.add_argument("--sections", default="values,gemm")
+    parser.add_argument("--sections", default="values,tiles,gemm")
     parser.add_argument("--lists", default="flux")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
@@ -389,6 +401,7 @@ def main() -> None:
     jflux.config.update(strict=True, always=True)
     sections = {
         "values": lambda: section_values(args.ranks),
+        "tiles": section_tiles,
         "gemm": lambda: section_gemm(args.lists.split(","), args.rounds, args.zeros),
         "choices": lambda: section_choices(args.ranks, args.lists.split(","), args.rounds),
         "epilogues": lambda: section_epilogues(args.ranks, args.rounds),

@@ -13,8 +13,8 @@ optimisations of section IV are added one by one:
   + cache   all but one layer's gathered weights kept for the backward pass
   + fused   jflux's products in place of XLA's
 
-All of them with XLA's latency-hiding scheduler. "unrolled" and "default" are "+ fused" without a
-loop, and with the scheduler that XLA takes by itself.
+All of them with XLA's latency-hiding scheduler. "none unrolled" and "unrolled" are "none" and
+"+ fused" without a loop, and "default" is "+ fused" with the scheduler that XLA takes by itself.
 
 What `jflux.plan` predicts for the grids is in the same table.
 """
@@ -26,12 +26,13 @@ import concurrent.futures
 import dataclasses
 import functools
 import json
+import os
 import pathlib
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jflux
@@ -40,6 +41,7 @@ from jflux import _trial, parallel
 from jflux.parallel import NO_OVERLAP, Grid, Overlap, Scheme
 
 TOKENS_PER_GPU = 2048
+DTYPE = jnp.bfloat16
 SCHEDULER: dict[str, str | bool] = (
     {"xla_gpu_enable_latency_hiding_scheduler": True} if jax.default_backend() == "gpu" else {}
 )
@@ -132,41 +134,93 @@ def predicted(sizes: Sizes, grid: Grid, machine: jflux.plan.Machine) -> float:
     return jflux.plan.rank(model, grid.ranks, machine, fits=False).find(grid).communication
 
 
-def measure(
-    sizes: Sizes, grid: Grid, mesh: Mesh, machine: jflux.plan.Machine, rounds: int
-) -> dict[str, Any]:
-    """One grid's row: seconds of a step, and the bytes that it needs, for each rung."""
+@dataclasses.dataclass(frozen=True)
+class Contestant:
+    """A program of forward and backward."""
+
+    scheme: Scheme
+    options: dict[str, str | bool]  # of XLA
+    unroll: int = 1
+
+
+def contestants(layers: int) -> dict[str, Contestant]:
+    rungs = ladder(layers)
+    found = {name: Contestant(scheme, SCHEDULER) for name, scheme in rungs.items()}
+    found["none unrolled"] = Contestant(rungs["none"], SCHEDULER, layers)
+    found["unrolled"] = Contestant(rungs["+ fused"], SCHEDULER, layers)
+    found["default"] = Contestant(rungs["+ fused"], {})
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """An array of all devices."""
+
+    shape: tuple[int, ...]
+    spec: P
+    scale: float = 1.0
+
+
+def operands(sizes: Sizes, grid: Grid) -> tuple[Operand, dict[str, Operand]]:
+    """x and the parameters; their order does not depend on the optimisations."""
+    scheme = Scheme()
     sequences = grid.ranks * TOKENS_PER_GPU // sizes.sequence
-    rungs = ladder(sizes.layers)
-    scheme = rungs["none"]
-    known = shapes(sizes, scheme)
-    specs = {name: spec for name, (_, spec) in known.items()}
-    dtype = jnp.bfloat16
-    rows = scheme.input_spec(3)
-    x = _trial.normal(mesh, rows, (sequences, sizes.sequence, sizes.width), dtype, seed=0)
-    params = {
-        name: _trial.normal(mesh, spec, shape, dtype, seed=i, scale=float(shape[1] ** -0.5))
-        for i, (name, (shape, spec)) in enumerate(known.items(), 1)
+    x = Operand((sequences, sizes.sequence, sizes.width), scheme.input_spec(3))
+    return x, {
+        name: Operand(shape, spec, float(shape[1] ** -0.5))
+        for name, (shape, spec) in shapes(sizes, scheme).items()
     }
-    contestants = [(name, scheme, SCHEDULER, 1) for name, scheme in rungs.items()]
-    contestants.append(("unrolled", rungs["+ fused"], SCHEDULER, sizes.layers))
-    contestants.append(("default", rungs["+ fused"], {}, 1))
 
-    def compile_one(contestant):
-        name, scheme, options, unroll = contestant
-        both = forward_and_backward(sizes, scheme, specs, unroll)
-        out = (rows, rows, specs)
-        return name, _trial.compiled(
-            both, mesh, (rows, specs), out, x, params, options=options, check_vma=True
-        )
 
-    with concurrent.futures.ThreadPoolExecutor(len(contestants)) as pool:
-        programs = dict(pool.map(compile_one, contestants))
+def compile_one(sizes: Sizes, grid: Grid, mesh: Mesh, contestant: Contestant) -> Any:
+    x, params = operands(sizes, grid)
+    specs = {name: one.spec for name, one in params.items()}
+
+    def array(one: Operand) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(mesh, one.spec)
+        return jax.ShapeDtypeStruct(one.shape, DTYPE, sharding=sharding)
+
+    both = forward_and_backward(sizes, contestant.scheme, specs, contestant.unroll)
+    return _trial.compiled(
+        both, mesh, (x.spec, specs), (x.spec, x.spec, specs), array(x),
+        {name: array(one) for name, one in params.items()}, options=contestant.options,
+        check_vma=True,
+    )  # fmt: skip
+
+
+def compile_all(sizes: Sizes, meshes: dict[Grid, Mesh]) -> dict[Grid, dict[str, Any]]:
+    """Every grid's programs, by name: all at once, before anything is timed."""
+    wanted = contestants(sizes.layers)
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        begun = {
+            grid: {
+                name: pool.submit(compile_one, sizes, grid, mesh, one)
+                for name, one in wanted.items()
+            }
+            for grid, mesh in meshes.items()
+        }
+        return {
+            grid: {name: program.result() for name, program in programs.items()}
+            for grid, programs in begun.items()
+        }
+
+
+def measure(
+    sizes: Sizes, grid: Grid, mesh: Mesh, programs: dict[str, Any], predicted: float, rounds: int
+) -> dict[str, Any]:
+    """One grid's row: seconds of a step, and the bytes that it needs, for each program."""
+    of_x, of_params = operands(sizes, grid)
+
+    def make(one: Operand, seed: int) -> jax.Array:
+        return _trial.normal(mesh, one.spec, one.shape, DTYPE, seed=seed, scale=one.scale)
+
+    x = make(of_x, 0)
+    params = {name: make(one, seed) for seed, (name, one) in enumerate(of_params.items(), 1)}
     runs = {name: _trial.run_of(program, x, params) for name, program in programs.items()}
     row: dict[str, Any] = {
         "grid": list(grid.sizes),
-        "tokens": sequences * sizes.sequence,
-        "predicted": predicted(sizes, grid, machine),
+        "tokens": grid.ranks * TOKENS_PER_GPU,
+        "predicted": predicted,
         "memory": {n: p.memory_analysis().temp_size_in_bytes for n, p in programs.items()},
         "times": {},
     }
@@ -175,8 +229,10 @@ def measure(
     return row
 
 
+BESIDE = ("none unrolled", "unrolled", "default")  # the ladder
 COLUMNS = ("grid", "predicted ms", "none ms", "+ AR", "+ RS", "+ AG", "+ cache", "+ fused ms",
-           "unrolled", "default ms", "none / best", "MiB, none", "+ AG", "+ cache")  # fmt: skip
+           *(f"{name} ms" for name in BESIDE),
+           "none / best", "MiB, none", "+ AG", "+ cache")  # fmt: skip
 
 
 def cells(row: dict[str, Any]) -> list[str]:
@@ -184,7 +240,7 @@ def cells(row: dict[str, Any]) -> list[str]:
     the one before."""
     times = {name: 1e3 * timing["median"] for name, timing in row["times"].items()}
     best = min(times.values())
-    others = [times.pop(name) for name in ("unrolled", "default")]
+    others = [times.pop(name) for name in BESIDE]
     names = list(times)
     saved = [
         f"{100 * (times[before] - times[name]) / times[before]:+.1f} %"
@@ -217,10 +273,13 @@ def main() -> None:
     sizes = Sizes(args.layers, args.width, args.heads, args.sequence)
     grids = [Grid.parse(g) for g in args.grids.split()] if args.grids else grids_of(args.ranks)
     node = dataclasses.replace(jflux.plan.MACHINES["h200"], gpus_per_node=args.ranks)
+    meshes = {grid: grid.mesh() for grid in grids}
+    compiled = compile_all(sizes, meshes)
     rows = []
     print(" | ".join(COLUMNS))
-    for grid in grids:
-        rows.append(measure(sizes, grid, grid.mesh(), node, args.rounds))
+    for grid, mesh in meshes.items():
+        communication = predicted(sizes, grid, node)
+        rows.append(measure(sizes, grid, mesh, compiled[grid], communication, args.rounds))
         print(" | ".join(cells(rows[-1])), flush=True)
         if args.out:
             result = {

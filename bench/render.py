@@ -68,20 +68,19 @@ NOTES = """
   matmul_all_to_all also by what it would multiply for nothing.
 - With 3 ranks a rank's rows are never whole tiles.
 - An efficiency above 1 means that jflux's product was faster than XLA's.
-- Of one process for each GPU, 3 GPUs, blocks, grids and decoding the figures are older: all-gathers
-  did not travel in panels, few rows were not one sweep, and matmul_all_reduce was two calls
+- With one process for each GPU and with 3 GPUs the figures are older: all-gathers did not travel in
+  panels, few rows were not one sweep, and matmul_all_reduce was two calls
   ([0003](design/0003-kernels.md)). So are those with Pallas and PyTorch beside. On 2 GPUs some
   shapes use configurations that `jflux.tune` has measured (`jflux/tables`), and four shapes on
   4 GPUs, where the others have the heuristic's.
 - By the table of small collectives on 4 GPUs, jflux has since left to XLA: all_to_all of 4 MiB
   (there 1.17 of XLA's time) and the norm after sums of 256 KiB and more (J there; now as "apart").
-- On every grid it helps most to have no loop over the layers ("unrolled", 10 to 16 % less time):
-  XLA copies what one iteration hands to the next, and slices stacked weights. How much of that the
-  first column would gain too was not measured. The paper's steps gained 5, 8, 19 and 9 % on 16 GPUs
-  of four nodes, whose links are ten times slower than NVLink; here all of a grid's communication is
-  3 to 16 % of a step to begin with, and products run slower beside it. The grid that the planner
-  puts first, 2x1x1x1, is the fastest, and the one it puts last, 1x1x2x1, the slowest; of the two
-  between, it expects y to be faster than data, and it is 1 to 4 % slower.
+- On every grid it helps most to have no loop over the layers ("unrolled", 10 to 17 % less time
+  than "+ fused"; "none unrolled" takes 4 to 9 % less than "none"): XLA copies what one iteration
+  hands to the next, and slices stacked weights. Most of what "+ fused" saves on 1x2x1x1 (12 %) is
+  matmul_all_reduce's. The paper's steps gained 5, 8, 19 and 9 % on 16 GPUs of four nodes, whose
+  links are ten times slower than NVLink; here all of a grid's communication is 3 to 16 % of a
+  step to begin with, and products run slower beside it.
 - PyTorch's ops are launched from Python, which alone takes .2 to .3 ms a call; in a graph they
   failed.
 - Random numbers make the chip clock down. Where it does not have to, XLA's products gain more than
@@ -266,7 +265,7 @@ def readme_table(results: list[tuple[str, dict]]) -> str:
 
 
 def picture(results: list[tuple[str, dict]], op: str) -> bytes:
-    """E, and J over the floor, by rows, at the shapes of `PICTURES`; with 3 ranks, at ragged ones."""
+    """E, and J over the floor, by rows, at the shapes of `PICTURES` (3 ranks: at ragged ones)."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.6), layout="constrained")

@@ -10,8 +10,8 @@ from: `jflux`, or `jflux.reference` for the same model in plain `lax`.
 A step has one token of each sequence. Every rank has the whole residual stream x and its norm h,
 and a layer is two sums over the ranks::
 
-    h [b, d] --qkv--> attention over this rank's heads --o--> reduce_add_norm --> x, h
-    h [b, d] --gate, up--> this rank's hidden units --down--> reduce_add_norm --> x, h
+    h [b, d] --qkv--> attention over this rank's heads --o, sum_add_norm--> x, h
+    h [b, d] --gate, up--> this rank's hidden units --down, sum_add_norm--> x, h
 
 The prompt has many rows, [b, s] flattened, which are split over the ranks between the products
 (arXiv 2205.05198, section 4.2.2), so that each half of a layer is an `all_gather_matmul` and a
@@ -130,12 +130,12 @@ def cache_specs(config: Config) -> Cache:
     return [(P(None, AXIS), P(None, AXIS))] * config.layers
 
 
-def reduce_add_norm(
-    ops: Any, partial: jax.Array, x: jax.Array, scale: jax.Array, epsilon: float
+def sum_add_norm(
+    ops: Any, part: jax.Array, w: jax.Array, x: jax.Array, scale: jax.Array, epsilon: float
 ) -> tuple[jax.Array, jax.Array]:
-    """Adds all ranks' `partial` to the residual stream x: the new x, and its norm."""
+    """Adds ``part @ w``, summed over ranks, to the residual stream x: the new x, and its norm."""
     norm = jflux.RMSNorm(scale, epsilon)
-    return ops.all_reduce(partial, axis_name=AXIS, residual=x, norm=norm)
+    return ops.matmul_all_reduce(part, w, axis_name=AXIS, residual=x, norm=norm)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
@@ -269,10 +269,10 @@ def step(
             lax.dynamic_update_slice_in_dim(old, new, position, axis=2)
             for old, new in zip(kv, kv_of_token, strict=True)
         )
-        o = attend_cache(q, k, v, position) @ w["o"]
-        x, h = reduce_add_norm(ops, o, x, w["mlp_norm"], config.epsilon)
-        y = (jax.nn.silu(h @ w["gate"]) * (h @ w["up"])) @ w["down"]
-        x, h = reduce_add_norm(ops, y, x, scale, config.epsilon)
+        o = attend_cache(q, k, v, position)
+        x, h = sum_add_norm(ops, o, w["o"], x, w["mlp_norm"], config.epsilon)
+        y = jax.nn.silu(h @ w["gate"]) * (h @ w["up"])
+        x, h = sum_add_norm(ops, y, w["down"], x, scale, config.epsilon)
         new_cache.append((k, v))
     return logits_of(weights, h), new_cache
 
