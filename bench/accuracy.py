@@ -56,7 +56,8 @@ def rows(mesh: Mesh) -> Iterator[dict[str, Any]]:
 
 
 def cells(row: dict[str, Any]) -> list[str]:
-    return [str(row["ranks"]), row["type"], *(f"{row[name]:.3g}" for name in NAMES)]
+    figures = (f"{row[name]:.3g}" if name in row else "" for name in NAMES)
+    return [str(row["ranks"]), row["type"], *figures]
 
 
 def main() -> int:

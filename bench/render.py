@@ -74,13 +74,17 @@ NOTES = """
   shapes use configurations that `jflux.tune` has measured (`jflux/tables`), and four shapes on
   4 GPUs, where the others have the heuristic's.
 - By the table of small collectives on 4 GPUs, jflux has since left to XLA: all_to_all of 4 MiB
-  (there 1.17 of XLA's time) and the norm after sums of 256 KiB and more (J there; now as "apart").
+  (there 1.17 of XLA's time) and the norm after sums of 256 KiB and more (J there; now as
+  "apart"). Sums above 1 MiB have since gone in chunks up to 8 MiB; they were timed on 2 GPUs in
+  one process alone, up to 16 MiB, and those of 4 to 16 MiB are medians as that run printed them
+  ([0006](design/0006-small-collectives.md)).
 - On every grid it helps most to have no loop over the layers ("unrolled", 10 to 17 % less time
   than "+ fused"; "none unrolled" takes 4 to 9 % less than "none"): XLA copies what one iteration
   hands to the next, and slices stacked weights. Most of what "+ fused" saves on 1x2x1x1 (12 %) is
-  matmul_all_reduce's. The paper's steps gained 5, 8, 19 and 9 % on 16 GPUs of four nodes, whose
-  links are ten times slower than NVLink; here all of a grid's communication is 3 to 16 % of a
-  step to begin with, and products run slower beside it.
+  matmul_all_reduce's. The planner's order of the four grids of 2 GPUs, 2x1x1x1, 1x2x1x1, and then
+  the other two alike, is the measured one with all optimisations. The paper's steps gained 5, 8,
+  19 and 9 % on 16 GPUs of four nodes, whose links are ten times slower than NVLink; here all of a
+  grid's communication is 3 to 16 % of a step to begin with, and products run slower beside it.
 - PyTorch's ops are launched from Python, which alone takes .2 to .3 ms a call; in a graph they
   failed.
 - Random numbers make the chip clock down. Where it does not have to, XLA's products gain more than
@@ -88,7 +92,8 @@ NOTES = """
   layers took .98, .98 and 1.05 of XLA's time in three runs, and 1.01 with the configurations that
   are chosen now, though each op by itself takes .73 to .93. A gated product of Llama-2-70B takes
   .82 to .98 of XLA's time with random numbers, and up to 1.04 with zeros from 2048 rows on.
-- A decode step with 512 sequences sums 8 MiB, which jflux leaves to `lax.psum`.
+- The table of decoding is of a model that summed after its products, with 512 sequences (8 MiB)
+  by `lax.psum`. It has since one op for both, which was not measured.
 - What else has run on GPUs: [verified.md](verified.md).
 - The GPUs are limited by power; times of one column in different runs differ by up to 5 %. Ratios
   within a row were taken in turn.

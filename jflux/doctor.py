@@ -180,15 +180,19 @@ def _collectives() -> Iterator[str]:
     elif name == "cuda" and (why := _heap._why_no_cuda()):
         path = f"reference ({why})"
     else:
-        path = "packets up to 4 MiB"
+        path = ""
     for op in _COLLECTIVES:
+        most = 4
+        if op == "all_reduce":
+            most = 16 if jax.device_count() == 2 else 8
         for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
             try:
                 alone = jax.process_count() == 1
                 verdict = _try_collective(op, np.dtype(dtype)) if alone else "not tried"
             except Exception as error:
                 verdict = f"FAILED: {error}"
-            yield f"  {op:22} {np.dtype(dtype).name:9} {path}: {verdict}"
+            which = path or f"kernels up to {most} MiB"
+            yield f"  {op:22} {np.dtype(dtype).name:9} {which}: {verdict}"
 
 
 def report() -> Iterator[str]:

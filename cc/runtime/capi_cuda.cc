@@ -69,7 +69,7 @@ int64_t jflux_all_reduce_channel_bytes(int64_t world, int64_t count, int dtype, 
   jflux::AllReduceParams p = RowsOf(count, dtype, width);
   p.world = static_cast<int32_t>(world);
   p.algorithm = static_cast<jflux::AllReduceAlgorithm>(algorithm);
-  return p.Channel().TotalBytes();
+  return p.ChannelBytes();
 }
 
 int jflux_all_reduce_fits_norm(int64_t count, int dtype, int64_t width) {
@@ -84,8 +84,9 @@ int64_t jflux_exchange_channel_bytes(int64_t world, int64_t piece_bytes) {
 }
 
 int jflux_choose_all_reduce(int64_t world, int64_t bytes) {
-  if (bytes > jflux::kMostAllReduceBytes) return -1;
-  return static_cast<int>(jflux::ChooseAllReduce(static_cast<int>(world), bytes));
+  const int ranks = static_cast<int>(world);
+  if (bytes > jflux::MostAllReduceBytes(ranks)) return -1;
+  return static_cast<int>(jflux::ChooseAllReduce(ranks, bytes));
 }
 
 #ifdef JFLUX_WITH_CUDA

@@ -19,7 +19,7 @@ from .._mesh import AxisName
 from . import _after, _product
 
 #: In the order of AllReduceAlgorithm (cc/ops/all_reduce/all_reduce.h).
-ALGORITHMS = ("one_shot", "two_shot", "half_butterfly", "butterfly")
+ALGORITHMS = ("one_shot", "two_shot", "half_butterfly", "butterfly", "chunked")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,11 +49,11 @@ def all_reduce(
     all data go to all ranks at once.
 
     Inside ``jax.shard_map``, per rank along `axis_name`: the sum of all ranks' x, the same bits on
-    every rank. Each rank writes its data straight into the others' memory, in packets that carry
-    their own flags, so that there is no barrier and no signal to wait for (the idea of NCCL's LL
-    protocol). Sums are in float32 (float64 for float64), in rank order, and rounded once, after the
-    residual has been added. Above 4 MiB, and for types that the kernels do not take, it is
-    ``lax.psum``.
+    every rank. Each rank writes its data straight into the others' memory: up to 1 MiB in packets
+    that carry their own flags, so that there is no barrier and no signal to wait for (the idea of
+    NCCL's LL protocol), above in chunks that signals announce. Sums are in float32 (float64 for
+    float64), in rank order, and rounded once, after the residual has been added. Above 8 MiB (two
+    ranks: 16 MiB), and for types that the kernels do not take, it is ``lax.psum``.
 
     Differentiable like ``lax.psum``: under ``check_vma=True`` the result does not vary over
     `axis_name`, and its gradient goes to every rank as it is; otherwise the gradient is summed too.
@@ -68,8 +68,9 @@ def all_reduce(
       algorithm: "one_shot" (all data to all ranks: one latency), "two_shot" (a reduce-scatter and
         an all-gather: two latencies, fewer bytes), "half_butterfly" or "butterfly" (between pairs
         of ranks, for links that do not join all of them: log2(N) steps and log2(N) times the data,
-        or twice the steps and as many bytes as two_shot; their sums are in another order), or None,
-        which chooses one of the first two by size and ranks.
+        or twice the steps and as many bytes as two_shot; their sums are in another order),
+        "chunked" (as two_shot, in chunks that signals announce instead of packets: half the bytes
+        on the links, and two fences more), or None, which chooses by size and ranks.
 
     Returns:
       The sum, of x's shape and type; with `norm` a pair: the sum, and its rows normalised.

@@ -6,18 +6,30 @@
 
 #include "ops/all_reduce/all_reduce_body.h"
 #include "ops/all_reduce/butterfly_body.h"
+#include "ops/all_reduce/chunked_body.h"
 #include "ranks.h"
 #include "testing.h"
 
 namespace jflux {
 namespace {
 
-constexpr AllReduceAlgorithm kAlgorithms[] = {
+constexpr AllReduceAlgorithm kPacketAlgorithms[] = {
     AllReduceAlgorithm::kOneShot, AllReduceAlgorithm::kTwoShot, AllReduceAlgorithm::kHalfButterfly,
     AllReduceAlgorithm::kButterfly};
-// Bytes that are no whole packets, fewer packets than ranks, and many.
-constexpr int64_t kCounts[] = {1, 3, 4, 7, 16, 37, 1000, 4099};
+constexpr AllReduceAlgorithm kAlgorithms[] = {
+    AllReduceAlgorithm::kOneShot, AllReduceAlgorithm::kTwoShot, AllReduceAlgorithm::kHalfButterfly,
+    AllReduceAlgorithm::kButterfly, AllReduceAlgorithm::kChunked};
+// Bytes that are no whole packets, fewer packets than ranks, and many; chunks that are not full,
+// and several.
+constexpr int64_t kCounts[] = {1, 3, 4, 7, 16, 37, 1000, 4099, 9001};
 constexpr DType kDtypes[] = {DType::kF16, DType::kBF16, DType::kF32, DType::kF64};
+
+PlainHeap HeapFor(const AllReduceParams& p, uint32_t first_epoch = 1) {
+  if (p.algorithm == AllReduceAlgorithm::kChunked) {
+    return PlainHeap(p.world, p.Chunks().Channel(), first_epoch);
+  }
+  return PlainHeap(p.world, p.Channel(), first_epoch);
+}
 
 void Check(int world, uint32_t first_epoch, int calls_each, int max_delay_us) {
   uint32_t seed = 100 * world;
@@ -30,7 +42,7 @@ void Check(int world, uint32_t first_epoch, int calls_each, int max_delay_us) {
         for (int i = 0; i < calls_each; ++i) {
           calls.push_back(std::make_unique<AllReduceCall>(p, seed * 16 + i));
         }
-        PlainHeap heap(world, p.Channel(), first_epoch);
+        PlainHeap heap = HeapFor(p, first_epoch);
         RunOptions options;
         options.first_epoch = first_epoch;
         options.max_delay_us = max_delay_us;
@@ -59,7 +71,7 @@ TEST(AcrossTheWrapOfEpochs) { Check(3, 0xfffffffd, 6, 100); }
 
 // Epoch 0 would be the flag of fresh memory: nobody may take that for data.
 TEST(AcrossTheWrapOnFreshMemory) {
-  for (AllReduceAlgorithm algorithm : kAlgorithms) {
+  for (AllReduceAlgorithm algorithm : kPacketAlgorithms) {
     std::vector<std::unique_ptr<AllReduceCall>> calls;
     for (int64_t count : {8, 64, 512, 2500}) {  // each reaches places that were never written
       calls.push_back(std::make_unique<AllReduceCall>(
@@ -77,7 +89,7 @@ TEST(AcrossTheWrapOnFreshMemory) {
   }
 }
 
-// Calls of all sizes and both algorithms in one channel: what one leaves is none of another's.
+// Calls of all sizes and algorithms in one channel: what one leaves is none of another's.
 TEST(CallsShareAChannel) {
   for (int world : {2, 3, 8}) {
     std::mt19937 random(world);
@@ -85,7 +97,7 @@ TEST(CallsShareAChannel) {
     for (int i = 0; i < 60; ++i) {
       constexpr int64_t kFit[] = {1, 3, 7, 37, 100, 500};
       const AllReduceParams p{world, kFit[random() % 6], kDtypes[random() % 4],
-                              kAlgorithms[random() % 4], /*residual=*/random() % 2 == 0};
+                              kPacketAlgorithms[random() % 4], /*residual=*/random() % 2 == 0};
       EXPECT(p.Channel().half_bytes == PacketLayout::kMinHalfBytes);
       calls.push_back(std::make_unique<AllReduceCall>(p, 1000 * world + i));
     }
@@ -108,22 +120,36 @@ class SharedCall : public AllReduceCall {
   bool Run(const SymmetricView& view, uint32_t epoch, WaitContext ctx) override {
     ctx.op = static_cast<uint32_t>(OpId::kAllReduce);
     const AllReduceArrays arrays = ArraysOf(view.rank);
+    std::atomic<int> failed{0};
+    if (p_.algorithm == AllReduceAlgorithm::kChunked) {
+      const auto at = [&](int place) {
+        return shmem::Context{view,
+                              p_.Chunks().Channel(),
+                              epoch,
+                              p_.Signature(),
+                              ctx,
+                              /*patience_ns=*/0,
+                              place,
+                              places_};
+      };
+      const auto share = [&](const shmem::Context&) {
+        InTurn([&](int place) {
+          const shmem::Context mine = at(place);
+          failed += !ChunkedBody<float>{p_, arrays, mine}.Run();
+        });
+        return failed == 0;
+      };
+      return shmem::internal::RunCall(at(0), share);
+    }
     const PacketCall call{view, p_.Channel(), epoch, p_.Signature(), ctx, /*patience_ns=*/0};
     for (int peer = 0; peer < p_.world; ++peer) {
       if (peer != view.rank) call.SendHello(peer);
     }
-    std::atomic<int> place{0}, failed{0};
-    std::vector<std::thread> threads;
-    for (int t = 0; t < running_; ++t) {
-      threads.emplace_back([&] {
-        for (int mine = place++; mine < places_; mine = place++) {
-          failed += IsButterfly(p_.algorithm)
-                        ? !ButterflyBody<float>{p_, arrays, call}.Run(mine, places_)
-                        : !AllReduceBody<float>{p_, arrays, call}.Run(mine, places_);
-        }
-      });
-    }
-    for (auto& t : threads) t.join();
+    InTurn([&](int place) {
+      failed += IsButterfly(p_.algorithm)
+                    ? !ButterflyBody<float>{p_, arrays, call}.Run(place, places_)
+                    : !AllReduceBody<float>{p_, arrays, call}.Run(place, places_);
+    });
     for (int peer = 0; peer < p_.world; ++peer) {
       if (peer != view.rank && !call.AwaitHello(peer)) ++failed;
     }
@@ -131,6 +157,18 @@ class SharedCall : public AllReduceCall {
   }
 
  private:
+  template <typename Body>
+  void InTurn(Body&& body) {
+    std::atomic<int> place{0};
+    std::vector<std::thread> threads;
+    for (int t = 0; t < running_; ++t) {
+      threads.emplace_back([&] {
+        for (int mine = place++; mine < places_; mine = place++) body(mine);
+      });
+    }
+    for (auto& t : threads) t.join();
+  }
+
   int places_, running_;
 };
 
@@ -139,13 +177,21 @@ TEST(ThreadsShareARanksPart) {
     for (AllReduceAlgorithm algorithm : kAlgorithms) {
       for (int running : {1, 2, 4}) {
         std::vector<std::unique_ptr<SharedCall>> calls;
-        for (int64_t count : {5, 1000, 64, 1501, 1}) {
+        const bool chunked = algorithm == AllReduceAlgorithm::kChunked;
+        const int places = chunked ? 2 : 4;
+        // All in one channel; of two ranks' chunks two for each place.
+        const int64_t most = chunked ? 8000 : 1501;
+        for (int64_t count : {int64_t{5}, int64_t{1000}, int64_t{64}, most, int64_t{1}}) {
           const AllReduceParams p{world, count, DType::kF32, algorithm};
-          EXPECT(p.Channel().half_bytes == PacketLayout::kMinHalfBytes);
+          if (chunked) {
+            EXPECT_EQ(p.Chunks().Channel().data_bytes, ChannelLayout::kMinDataBytes);
+          } else {
+            EXPECT_EQ(p.Channel().half_bytes, PacketLayout::kMinHalfBytes);
+          }
           calls.push_back(
-              std::make_unique<SharedCall>(p, /*places=*/4, running, static_cast<uint32_t>(count)));
+              std::make_unique<SharedCall>(p, places, running, static_cast<uint32_t>(count)));
         }
-        PlainHeap heap(world, PacketLayout{PacketLayout::kMinHalfBytes});
+        PlainHeap heap = HeapFor(AllReduceParams{world, most, DType::kF32, algorithm});
         RunOptions options;
         options.max_delay_us = 200;
         options.deadline_s = 20;
@@ -264,7 +310,7 @@ TEST(AnAbsentRankIsNamed) {
   for (AllReduceAlgorithm algorithm : kAlgorithms) {
     const AllReduceParams p{3, 100, DType::kF32, algorithm};
     AllReduceCall call(p, 1);
-    PlainHeap heap(3, p.Channel());
+    PlainHeap heap = HeapFor(p);
     RunOptions options;
     options.absent = 1;
     options.deadline_s = 0.05;
@@ -322,9 +368,37 @@ TEST(ChannelsOfPacketsAreKnownByTheirSize) {
   }
 }
 
+// Every byte of x is in one chunk of one shard, and no two slots or signals overlap.
+TEST(ChunksCoverTheData) {
+  for (int32_t world = 1; world <= kMaxRanks; ++world) {
+    for (int64_t bytes : {1, 17, 4096, 4097, 100'000, 3 << 20, (16 << 20) + 6}) {
+      const ChunkedLayout layout = ChunkedLayout::For(world, bytes);
+      EXPECT_EQ(layout.chunk_bytes, bytes > world * int64_t{1 << 20} ? 16384 : 4096);
+      int64_t next = 0;
+      for (int owner = 0; owner < world; ++owner) {
+        for (int64_t c = 0; c < layout.Chunks(); ++c) {
+          const ChunkedLayout::Part part = layout.PartOf(owner, c);
+          EXPECT(part.bytes <= layout.chunk_bytes);
+          if (part.bytes == 0) continue;
+          EXPECT_EQ(part.first, next);
+          next += part.bytes;
+          EXPECT(part.first % 16 == 0 && layout.SlotOffset(1, owner, c) % 16 == 0);
+          // A slot ends before the next chunk's, or the next rank's.
+          const int64_t end = layout.SlotOffset(1, owner, c) + part.bytes;
+          EXPECT(end <= layout.SlotOffset(1, owner, c + 1) &&
+                 end <= layout.SlotOffset(1, owner + 1, 0));
+        }
+      }
+      EXPECT_EQ(next, bytes);
+      EXPECT(layout.Channel().data_bytes >= layout.SlotOffset(2, 0, 0));
+    }
+  }
+}
+
 TEST(TheRightAlgorithm) {
-  EXPECT(ChooseAllReduce(2, 2 << 20) == AllReduceAlgorithm::kOneShot);
-  EXPECT(ChooseAllReduce(2, kMostAllReduceBytes) == AllReduceAlgorithm::kTwoShot);
+  EXPECT(ChooseAllReduce(2, 1 << 20) == AllReduceAlgorithm::kOneShot);
+  EXPECT(ChooseAllReduce(2, 2 << 20) == AllReduceAlgorithm::kChunked);
+  EXPECT(ChooseAllReduce(4, MostAllReduceBytes(4)) == AllReduceAlgorithm::kChunked);
   EXPECT(ChooseAllReduce(4, 128 << 10) == AllReduceAlgorithm::kOneShot);
   EXPECT(ChooseAllReduce(4, 1 << 20) == AllReduceAlgorithm::kTwoShot);
   EXPECT(ChooseAllReduce(8, 128 << 10) == AllReduceAlgorithm::kTwoShot);

@@ -1,9 +1,11 @@
 // The kernels of all_reduce: all threads of a grid share what the *_body.h do.
 #include "gpu/cluster_team.cuh"
 #include "gpu/packet_call.cuh"
+#include "jflux/kernel.cuh"
 #include "ops/all_reduce/all_reduce_body.h"
 #include "ops/all_reduce/all_reduce_cuda.h"
 #include "ops/all_reduce/butterfly_body.h"
+#include "ops/all_reduce/chunked_body.h"
 #include "ops/all_reduce/norm_body.h"
 #include "runtime/kernels_cuda.h"
 
@@ -32,6 +34,20 @@ __global__ void __launch_bounds__(kThreads)
   EndPackets(args.packets, turn, ok);
 }
 
+struct ChunkedArgs {
+  shmem::CallArgs call;
+  AllReduceParams params;
+  AllReduceArrays arrays;
+};
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    AllReduceChunkedKernel(const __grid_constant__ ChunkedArgs args) {
+  const shmem::Context ctx = shmem::begin_call(args.call);
+  const bool ok = ChunkedBody<T>{args.params, args.arrays, ctx}.Run();
+  shmem::end_call(args.call, ctx, ok);
+}
+
 // Places for a CTA's units of a row.
 __host__ __device__ inline int64_t NormPlaces(const AllReduceParams& p, int ctas, int threads) {
   return CeilDiv<int64_t>(p.RowUnits(), ctas * threads) * threads;
@@ -53,7 +69,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // A type's kernels.
 struct Kernels {
-  const void *plain, *butterfly, *few_rows, *many_rows;
+  const void *plain, *butterfly, *chunked, *few_rows, *many_rows;
 };
 
 Kernels KernelsOf(DType dtype) {
@@ -61,6 +77,7 @@ Kernels KernelsOf(DType dtype) {
     using T = decltype(number);
     return Kernels{reinterpret_cast<const void*>(&AllReduceKernel<AllReduceBody<T>>),
                    reinterpret_cast<const void*>(&AllReduceKernel<ButterflyBody<T>>),
+                   reinterpret_cast<const void*>(&AllReduceChunkedKernel<T>),
                    reinterpret_cast<const void*>(&AllReduceNormKernel<T, kFewRowsCtas>),
                    reinterpret_cast<const void*>(&AllReduceNormKernel<T, kManyRowsCtas>)};
   });
@@ -88,12 +105,30 @@ Plan PlanFor(const AllReduceParams& p, bool bias, int sm_count) {
               static_cast<int>(p.NormBytes(NormPlaces(p, ctas, threads), bias))};
 }
 
+bool LaunchChunked(const AllReduceParams& p, const AllReduceArrays& arrays, int64_t site,
+                   const CudaDevice& device, const SymmetricView& view, cudaStream_t stream,
+                   std::string* error) {
+  const ChunkedLayout layout = p.Chunks();
+  const int64_t blocks = Min<int64_t>(layout.Chunks(), 2 * device.sm_count);
+  ChunkedArgs args{};
+  args.call.state = reinterpret_cast<DeviceState*>(device.heap);
+  args.call.view = view;
+  args.call.layout = layout.Channel();
+  args.call.signature = SignatureBuilder().Add(p.Signature()).Add(site).Add(blocks).Get();
+  args.call.op = static_cast<uint32_t>(OpId::kAllReduce);
+  args.params = p;
+  args.arrays = arrays;
+  return LaunchKernel(KernelsOf(p.dtype).chunked, &args, static_cast<int>(blocks), /*cluster=*/1,
+                      kThreads, 0, stream, error);
+}
+
 }  // namespace
 
 bool LoadAllReduceKernels(std::string* error) {
   for (DType dtype : {DType::kF16, DType::kBF16, DType::kF32, DType::kF64}) {
     const Kernels kernels = KernelsOf(dtype);
     if (!LoadKernel(kernels.plain, 0, error) || !LoadKernel(kernels.butterfly, 0, error) ||
+        !LoadKernel(kernels.chunked, 0, error) ||
         !LoadKernel(kernels.few_rows, kMostNormBytes, error) ||
         !LoadKernel(kernels.many_rows, kMostNormBytes, error)) {
       return false;
@@ -105,6 +140,9 @@ bool LoadAllReduceKernels(std::string* error) {
 bool LaunchAllReduce(const AllReduceParams& p, const AllReduceArrays& arrays, int64_t site,
                      const CudaDevice& device, const SymmetricView& view, cudaStream_t stream,
                      std::string* error) {
+  if (p.algorithm == AllReduceAlgorithm::kChunked) {
+    return LaunchChunked(p, arrays, site, device, view, stream, error);
+  }
   const Plan plan = PlanFor(p, arrays.bias != nullptr, device.sm_count);
   AllReduceArgs args{};
   args.packets = PacketArgsFor(p, OpId::kAllReduce, site, plan.clusters, device, view);

@@ -3,8 +3,8 @@
 //
 // What is computed (Params), how, where it lies in the heap, and the CPU back end's body; the CUDA
 // launcher is in all_reduce_cuda.h, and what both run in the *_body.h: all_reduce_body.h,
-// butterfly_body.h (two of the algorithms), norm_body.h (with rows normalised). Python:
-// jflux/_ops/all_reduce.py.
+// butterfly_body.h (two of the algorithms), chunked_body.h (one), norm_body.h (with rows
+// normalised). Python: jflux/_ops/all_reduce.py.
 #ifndef JFLUX_OPS_ALL_REDUCE_ALL_REDUCE_H_
 #define JFLUX_OPS_ALL_REDUCE_ALL_REDUCE_H_
 
@@ -13,6 +13,7 @@
 #include "core/dtype.h"
 #include "core/packet.h"
 #include "core/signal.h"
+#include "jflux/shmem.h"
 
 namespace jflux {
 
@@ -24,8 +25,10 @@ enum class AllReduceAlgorithm : int32_t {
   // (world) times the data, or twice the steps and 2 (world - 1) / world times.
   kHalfButterfly = 2,
   kButterfly = 3,
+  // Two-shot without packets: half as many bytes, and two fences more.
+  kChunked = 4,
 };
-inline constexpr int kAllReduceAlgorithms = 4;
+inline constexpr int kAllReduceAlgorithms = 5;
 JFLUX_HD constexpr bool IsButterfly(AllReduceAlgorithm a) {
   return a == AllReduceAlgorithm::kHalfButterfly || a == AllReduceAlgorithm::kButterfly;
 }
@@ -46,6 +49,39 @@ JFLUX_HD constexpr int PairingSteps(int world) {
 // How many units of a row a norm takes, for which a kernel has memory (all_reduce.cu): of bfloat16,
 // 32768 elements.
 inline constexpr int64_t kMostNormUnits = 8192;
+
+// Chunked: which bytes a chunk has, and where its slots and signals are.
+struct ChunkedLayout {
+  int32_t world;
+  int64_t bytes;        // of x
+  int64_t shard_bytes;  // that a rank sums for all; the last ranks may have fewer, or none
+  int64_t chunk_bytes;  // more, where a block would have several small ones, and a fence for each
+
+  JFLUX_HD static ChunkedLayout For(int32_t world, int64_t bytes) {
+    const int64_t shard_bytes = RoundUp<int64_t>(CeilDiv<int64_t>(bytes, world), 16);
+    return ChunkedLayout{world, bytes, shard_bytes, shard_bytes > (1 << 20) ? 16384 : 4096};
+  }
+  JFLUX_HD int64_t Chunks() const { return CeilDiv(shard_bytes, chunk_bytes); }  // of a shard
+  // Of x: chunk c of the shard of `owner`.
+  struct Part {
+    int64_t first, bytes;
+  };
+  JFLUX_HD Part PartOf(int owner, int64_t c) const {
+    const int64_t first = Min(owner * shard_bytes + c * chunk_bytes, bytes);
+    const int64_t end = Min(bytes, owner * shard_bytes + Min((c + 1) * chunk_bytes, shard_bytes));
+    return Part{first, Max<int64_t>(0, end - first)};
+  }
+  // What `src` sends: its parts of the reader's shard (what == 0), its own shard's sums (1).
+  JFLUX_HD int64_t SlotOffset(int what, int src, int64_t c) const {
+    return (what * world + src) * shard_bytes + c * chunk_bytes;
+  }
+  JFLUX_HD int64_t SignalIndex(int what, int src, int64_t c) const {
+    return (what * world + src) * Chunks() + c;
+  }
+  ChannelLayout Channel() const {
+    return shmem::ChannelFor(SlotOffset(2, 0, 0), SignalIndex(2, 0, 0));
+  }
+};
 
 struct AllReduceParams {
   int32_t world;
@@ -116,10 +152,17 @@ struct AllReduceParams {
         return (2 + steps * SumPackets()) * Units();
       case AllReduceAlgorithm::kButterfly:
         return (2 + steps * SumPackets()) * pairing * PairUnits();
+      case AllReduceAlgorithm::kChunked:
+        break;
     }
     return 0;
   }
-  PacketLayout Channel() const { return PacketLayout::For(Packets()); }
+  PacketLayout Channel() const { return PacketLayout::For(Packets()); }  // unless chunked
+  JFLUX_HD ChunkedLayout Chunks() const { return ChunkedLayout::For(world, Bytes()); }
+  int64_t ChannelBytes() const {
+    return algorithm == AllReduceAlgorithm::kChunked ? Chunks().Channel().TotalBytes()
+                                                     : Channel().TotalBytes();
+  }
 };
 
 struct AllReduceArrays {
@@ -133,17 +176,19 @@ struct AllReduceArrays {
   bool wide_scale = false;  // float32 beside a 16-bit x
 };
 
-// With flags, data are twice as long on the link: beyond that NCCL is faster (docs/design/0006).
-inline constexpr int64_t kMostAllReduceBytes = 4 << 20;
+// Beyond that NCCL is about as fast; of more than two ranks that is a prediction
+// (docs/design/0006).
+inline constexpr int64_t MostAllReduceBytes(int world) { return (world == 2 ? 16 : 8) << 20; }
 
 // A latency against the bytes that it costs to save it. Of packets, one-shot sends (world - 1)
 // times the data, two-shot 2 (world - 1) / world times: (world - 1) (world - 2) / world times
 // fewer. The second latency was measured to take 2 us, in which a GPU sends 300 KiB of data in
-// packets. Two ranks send as much either way; two-shot was measured to be faster from 4 MiB on.
+// packets. Two ranks send as much either way. Chunks are half as long as packets, and take 4 us
+// more.
 inline AllReduceAlgorithm ChooseAllReduce(int world, int64_t bytes) {
-  constexpr int64_t kLatencyBytes = 300 << 10, kMostOneShot = 2 << 20;
-  const bool one =
-      bytes <= kMostOneShot && bytes * (world - 1) * (world - 2) <= world * kLatencyBytes;
+  constexpr int64_t kLatencyBytes = 300 << 10, kMostInPackets = 1 << 20;
+  if (bytes > kMostInPackets) return AllReduceAlgorithm::kChunked;
+  const bool one = bytes * (world - 1) * (world - 2) <= world * kLatencyBytes;
   return one ? AllReduceAlgorithm::kOneShot : AllReduceAlgorithm::kTwoShot;
 }
 

@@ -3,6 +3,7 @@
 
 #include "ops/all_reduce/all_reduce_body.h"
 #include "ops/all_reduce/butterfly_body.h"
+#include "ops/all_reduce/chunked_body.h"
 #include "ops/all_reduce/norm_body.h"
 #include "runtime/packet_call_cpu.h"
 
@@ -34,6 +35,21 @@ bool Run(const AllReduceParams& p, const AllReduceArrays& arrays, const PacketCa
 
 bool AllReduceCpu(const AllReduceParams& p, const AllReduceArrays& arrays,
                   const SymmetricView& view, uint32_t epoch, const WaitContext& ctx) {
+  if (p.algorithm == AllReduceAlgorithm::kChunked) {
+    const shmem::Context all{view,
+                             p.Chunks().Channel(),
+                             epoch,
+                             p.Signature(),
+                             ctx,
+                             /*patience_ns=*/0,
+                             /*block=*/0,
+                             /*blocks=*/1};
+    return shmem::internal::RunCall(all, [&](const shmem::Context& call) {
+      return WithNumbers(p.dtype, [&](auto number) {
+        return ChunkedBody<decltype(number)>{p, arrays, call}.Run();
+      });
+    });
+  }
   return RunPackets(p, view, epoch, ctx, [&](const PacketCall& call) {
     return WithNumbers(p.dtype,
                        [&](auto number) { return Run<decltype(number)>(p, arrays, call); });

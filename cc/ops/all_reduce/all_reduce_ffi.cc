@@ -52,7 +52,10 @@ std::optional<Call> CallOf(int64_t algorithm, double epsilon, int64_t norm, bool
     if (rest.size() != next || results.size() != 0) return std::nullopt;
     return call;
   }
-  if (x.dimensions().size() == 0 || IsButterfly(p.algorithm)) return std::nullopt;
+  if (x.dimensions().size() == 0 || IsButterfly(p.algorithm) ||
+      p.algorithm == AllReduceAlgorithm::kChunked) {
+    return std::nullopt;
+  }
   p.width = x.dimensions().back();
   p.epsilon = epsilon;
   if (!p.FitsNorm() || rest.size() <= next || rest.size() > next + 2 || results.size() != 1) {
@@ -82,7 +85,7 @@ ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, int64_t algor
   const auto call = CallOf(algorithm, epsilon, norm, residual, world, x, rest, y, results);
   if (!call) return FailedFuture(InvalidArgument("all_reduce: operands do not fit"));
   return JoinFfiCall(
-      OpId::kAllReduce, site, run_id, device, groups, world, call->params.Channel().TotalBytes(),
+      OpId::kAllReduce, site, run_id, device, groups, world, call->params.ChannelBytes(),
       [call = *call](const SymmetricView& view, uint32_t epoch, const WaitContext& ctx) {
         return AllReduceCpu(call.params, call.arrays, view, epoch, ctx);
       });
@@ -116,11 +119,17 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, int64_t algorithm, double 
                 ffi::Result<ffi::AnyBuffer> y, ffi::RemainingRets results) {
   const auto call = CallOf(algorithm, epsilon, norm, residual, world, x, rest, y, results);
   if (!call) return InvalidArgument("all_reduce: operands do not fit");
+  const AllReduceParams& p = call->params;
+  const auto launch = [&](const CudaDevice& device, const SymmetricView& view, std::string* error) {
+    return LaunchAllReduce(p, call->arrays, site, device, view, stream, error);
+  };
+  if (p.algorithm == AllReduceAlgorithm::kChunked) {
+    return LaunchCudaCall(
+        OpId::kAllReduce, ordinal, groups, world, [&](int) { return p.Chunks().Channel(); },
+        launch);
+  }
   return LaunchCudaCall(
-      OpId::kAllReduce, ordinal, groups, world, [&](int) { return call->params.Channel(); },
-      [&](const CudaDevice& device, const SymmetricView& view, std::string* error) {
-        return LaunchAllReduce(call->params, call->arrays, site, device, view, stream, error);
-      });
+      OpId::kAllReduce, ordinal, groups, world, [&](int) { return p.Channel(); }, launch);
 }
 
 XLA_FFI_DEFINE_HANDLER(
