@@ -42,7 +42,7 @@ def init(*, heap_bytes: int | None = None, deadline_seconds: float = 120.0) -> N
     created by the first call that is lowered for it, with the same settings).
 
     Not needed: the first op creates it with the defaults. With several processes
-    (``jax.distributed.initialize``), all of them must call it, or none.
+    (``jax.distributed.initialize``), all of them must call it, with the same arguments, or none.
 
     Args:
       heap_bytes: bytes per device for workspaces and signals. A call that does not fit says how

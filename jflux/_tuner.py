@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from . import _heap, _mesh, _trial, _tuning, reference
 from ._ops._product import CUDA_TILE_ROWS
 from ._ops.all_gather_matmul import all_gather_matmul
-from ._ops.matmul_all_reduce import MOST_BYTES, matmul_all_reduce, scatters
+from ._ops.matmul_all_reduce import check_tuned, matmul_all_reduce
 from ._ops.matmul_all_to_all import matmul_all_to_all
 from ._ops.matmul_reduce_scatter import matmul_reduce_scatter
 from ._tuning import LAX, Choice, Key
@@ -94,7 +94,7 @@ def tune(
 
     Raises:
       ValueError: for an unknown op, sizes that the ranks do not divide, or a matmul_all_reduce that
-        is a product and an all_reduce, for which there is nothing to choose.
+        is no one kernel, and has nothing to choose.
       RuntimeError: where there is nothing to choose: no GPUs with kernels, or one rank.
     """
     if op not in _OPS:
@@ -109,11 +109,8 @@ def tune(
     if ranks == 1:
         raise RuntimeError("jflux.tune: one rank is a plain product, with nothing to choose")
     key = key_of(op, m, n, k, ranks, dtype, transpose_rhs)
-    if op == "matmul_all_reduce" and not scatters((m, n), jnp.dtype(dtype), ranks):
-        raise ValueError(
-            f"jflux.tune: {op} of {m} x {n} is a product and an all_reduce: tiles travel one by "
-            f"one above {MOST_BYTES} bytes, if the {ranks} ranks divide the rows"
-        )
+    if op == "matmul_all_reduce":
+        check_tuned(m, n, key.k, ranks, jnp.dtype(dtype))
     tried: list[Choice | str] = [*candidates(key, sm_count), LAX]
     seconds = measure(
         op, tried, m=m, n=n, k=k, mesh=mesh, axis_name=axis_name, dtype=dtype,

@@ -1,5 +1,6 @@
 """jflux.matmul_all_reduce: values, gradients, transforms, errors, whichever way it goes."""
 
+import dataclasses
 import functools
 import types
 
@@ -21,7 +22,7 @@ from harness import (
 from jax.sharding import PartitionSpec as P
 
 import jflux
-from jflux import testing
+from jflux import _heap, _tuning, testing
 from jflux._ops import matmul_all_reduce
 
 HALVES = (jnp.bfloat16, np.float16)
@@ -167,21 +168,31 @@ def test_which_way_by_size():
 
 
 def test_which_calls_the_kernel_of_gpus_takes():
-    def fits(rows, columns, k=64, dtype=jnp.bfloat16, out=None, heap=1 << 30, world=4):
-        params = types.SimpleNamespace(
-            transpose_rhs=False, out_dtype=np.dtype(out or dtype), world=world
-        )
-        x, w = jax.ShapeDtypeStruct((rows, k), dtype), jax.ShapeDtypeStruct((k, columns), dtype)
-        return matmul_all_reduce.fits_kernel(x, w, params, heap)
+    def fits(rows, columns, k=64, dtype=jnp.bfloat16, out=None, heap=2 << 30, world=4):
+        return matmul_all_reduce.fits_kernel(rows, k, columns, world, dtype, out or dtype, heap)
 
     assert fits(2048, 8192) and fits(512, 8192) and fits(768, 8192, world=3)
     assert not fits(2048 + 4, 8192) and not fits(256, 8192)  # whole tiles for each rank
     assert not fits(2048, 8193) and not fits(2048, 8192, k=63)  # whole units of 16 bytes
     assert not fits(2048, 8192, out=np.float32)
-    # Of y all but the own rows, and as many parts of the own rows: 12.4 MB with tiles of 192
-    # columns, so 16 MiB, for each of two calls.
-    assert fits(2048, 2048, heap=64 << 20) and not fits(2048, 2048, heap=(64 << 20) - 1)
-    assert fits(8192, 16384, heap=2 << 30) and not fits(16384, 16384, heap=2 << 30)
+    # Parts and finished tiles, 17 MB with tiles of 192 columns, so 32 MiB for each of two calls.
+    assert fits(2048, 2048, heap=128 << 20) and not fits(2048, 2048, heap=(128 << 20) - 1)
+    assert fits(8192, 12288) and not fits(8192, 16384) and not fits(16384, 12288, world=2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows, columns", [(512, 4104), (2048, 2048), (8192, 12288)])
+def test_heap_of_the_kernel(rows, columns):
+    """No call is taken that needs more than was said, but for signals."""
+    rows = rows // 512 * 128 * RANKS
+    for choice in _tuning.compiled():
+        product = _heap.Product(
+            op="matmul_all_reduce", world=RANKS, outer=1, inner=rows // RANKS, k=64, n=columns,
+            dtype=np.dtype(jnp.bfloat16), out_dtype=np.dtype(jnp.bfloat16), transpose_rhs=False,
+            choice=dataclasses.astuple(choice),
+        )  # fmt: skip
+        said = matmul_all_reduce.heap_bytes_of(rows, columns)
+        assert product.channel_bytes() <= said * 1.01 + 8192
 
 
 def test_transforms(way):

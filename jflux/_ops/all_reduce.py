@@ -161,13 +161,27 @@ def _not_fused(x, *added, params, platform):
 
 
 def _lax_is_faster(x, *added, params, platform, mesh):
-    return _algorithm(x, params) < 0
+    algorithm = _algorithm(x, params)
+    if algorithm < 0:
+        return True
+    # No error for want of room, where nobody has asked for the kernel.
+    chosen = params.algorithm is None and ALGORITHMS[algorithm] == "chunked"
+    return (
+        chosen
+        and x.dtype in _product.CPU_DTYPES
+        and _channel_bytes(x, params, algorithm, 0) > _heap.heap_bytes(platform) // 2
+    )
+
+
+def _channel_bytes(x: Any, params: Params, algorithm: int, width: int) -> int:
+    number = _heap.dtype_number(np.dtype(x.dtype))
+    return _jflux.all_reduce_channel_bytes(params.world, x.size, number, algorithm, width)
 
 
 def _number_of(x: Any, params: Params) -> int:
     """The algorithm's, of a call that the kernels take."""
     algorithm = _algorithm(x, params)
-    return algorithm if algorithm >= 0 else ALGORITHMS.index("two_shot")  # jflux.config.always
+    return algorithm if algorithm >= 0 else ALGORITHMS.index("chunked")  # jflux.config.always
 
 
 def _adapt(x, *added, params, platform):
@@ -200,11 +214,8 @@ def _adapt(x, *added, params, platform):
 def _launch(x, *added, params, platform, mesh, groups):
     algorithm = _number_of(x, params)
     if _ffi.lowers_for_here(mesh):
-        number = _heap.dtype_number(np.dtype(x.dtype))
         width = 0 if params.after.norm is None else x.shape[-1]
-        channel_bytes = functools.partial(
-            _jflux.all_reduce_channel_bytes, params.world, x.size, number, algorithm, width
-        )
+        channel_bytes = functools.partial(_channel_bytes, x, params, algorithm, width)
         _heap.reserve(platform, groups, "all_reduce", channel_bytes)
     return {
         "algorithm": np.int64(algorithm),

@@ -20,8 +20,7 @@ from . import _after, _product, all_reduce, exchange, matmul_reduce_scatter
 
 OP = "matmul_all_reduce"
 
-#: Above so many bytes of y its tiles are summed while others are multiplied: all_reduce is `lax`'s
-#: there.
+#: Above so many bytes of y its tiles are summed while others are multiplied.
 MOST_BYTES = 4 << 20
 
 
@@ -56,10 +55,11 @@ def matmul_all_reduce(
     Up to 4 MiB of y, as in decoding, it is XLA's product and :func:`jflux.all_reduce`, with the
     residual and the norm. Above, each rank sums as many rows, tile by tile while it multiplies, and
     sends every tile that is summed to all others. On GPUs that takes whole tiles of 128 rows for
-    each rank, and about 4 (N - 1) / N times y of the symmetric heap, which may be half of it (see
-    :func:`jflux.init`). What does not fit is two calls: :func:`jflux.matmul_reduce_scatter`, which
-    hides half of the communication in the product, and an all-gather of y's rows, which is not
-    hidden. (If N does not divide the rows: the product and ``lax.psum``.)
+    each rank, and four times y of the symmetric heap, rounded up to a power of two, which may be
+    half of it (see :func:`jflux.init`). What does not fit is two calls:
+    :func:`jflux.matmul_reduce_scatter`, which hides half of the communication in the product, and
+    an all-gather of y's rows, which is not hidden. (If N does not divide the rows: the product and
+    :func:`jflux.all_reduce`.)
 
     Differentiable in both modes like ``lax.psum`` of the product: under ``check_vma=True`` y does
     not vary over `axis_name`, and its gradient needs no communication.
@@ -199,24 +199,41 @@ def _lax_is_faster(x, w, *residual, params, platform):
     return platform == "cuda" and _product.lax_is_faster(x.shape[0])
 
 
-def fits_kernel(x, w, params, heap_bytes: int) -> bool:
-    """Whether the GPUs' kernel takes it: whole tiles for each rank, and no more than half of the
-    heap."""
-    rows, columns = x.shape[0], _product.columns(w, params.transpose_rhs)
+def fits_kernel(
+    rows: int, k: int, columns: int, world: int, dtype: Any, out_dtype: Any, heap_bytes: int
+) -> bool:
+    """Whether the GPUs' kernel takes a rank's x [rows, k] and w [k, columns]: whole units, whole
+    tiles for each rank, and about half of the heap at most."""
     return (
-        params.out_dtype == x.dtype
-        and _product.in_units([x], [w])
-        and rows % (params.world * _product.CUDA_TILE_ROWS) == 0
-        and _heap_bytes(rows, columns, params.world) <= heap_bytes // 2
+        out_dtype == dtype
+        and k % _product.UNIT == 0
+        and columns % _product.UNIT == 0
+        and rows % (world * _product.CUDA_TILE_ROWS) == 0
+        and heap_bytes_of(rows, columns) <= heap_bytes // 2
     )
 
 
-def _heap_bytes(rows: int, columns: int, world: int) -> int:
-    """About what the kernel needs (MatmulAllReduceLayout): the parts of the own rows and the other
-    ranks' finished rows, in whole tiles. Both for two calls in turn, a power of two for each."""
+def check_tuned(rows: int, columns: int, k: int, world: int, dtype: np.dtype) -> None:
+    """Raises for a call without configurations to choose from; k is a rank's."""
+    if not scatters((rows, columns), dtype, world):
+        raise ValueError(
+            f"jflux.tune: {OP} of {rows} x {columns} is a product and an all_reduce: tiles travel "
+            f"one by one above {MOST_BYTES} bytes, if the {world} ranks divide the rows"
+        )
+    heap = _heap.heap_bytes("cuda")
+    if not fits_kernel(rows, k, columns, world, dtype, dtype, heap):
+        raise ValueError(
+            f"jflux.tune: {OP} of {rows} x {columns} is two calls, of which matmul_reduce_scatter "
+            f"can be tuned: a kernel takes multiples of {world * _product.CUDA_TILE_ROWS} rows and "
+            f"of {_product.UNIT} columns and k, and half of the heap's {heap} bytes at most"
+        )
+
+
+def heap_bytes_of(rows: int, columns: int) -> int:
+    """What the kernel needs, less signals (MatmulAllReduceLayout): parts of the own rows, and
+    everybody's finished rows, in whole tiles; both for two calls in turn, each a power of two."""
     widest = max(-(-columns // c.tile_n) * c.tile_n for c in _tuning.compiled())
-    of_others = rows * widest * 2 * (world - 1) // world
-    return 2 * (1 << (2 * of_others - 1).bit_length())
+    return 2 * (1 << (2 * rows * widest * 2 - 1).bit_length())
 
 
 def _adapt(x, w, *residual, params, platform):
@@ -226,9 +243,11 @@ def _adapt(x, w, *residual, params, platform):
             return [_epilogue.add(_primitive.bind(x, w, params=params)[0], [residual])]
 
         return apart
-    if platform != "cuda" or fits_kernel(x, w, params, _heap.heap_bytes("cuda")):
-        return None
-    return functools.partial(_of_two_calls, params=params)
+    fits = platform != "cuda" or fits_kernel(
+        x.shape[0], x.shape[1], _product.columns(w, params.transpose_rhs), params.world, x.dtype,
+        params.out_dtype, _heap.heap_bytes("cuda"),
+    )  # fmt: skip
+    return None if fits else functools.partial(_of_two_calls, params=params)
 
 
 def _extent(x, w, *residual, params):

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cmath>
+#include <set>
 
 #include "ops/all_reduce/all_reduce_body.h"
 #include "ops/all_reduce/butterfly_body.h"
@@ -382,15 +383,30 @@ TEST(ChunksCoverTheData) {
           if (part.bytes == 0) continue;
           EXPECT_EQ(part.first, next);
           next += part.bytes;
-          EXPECT(part.first % 16 == 0 && layout.SlotOffset(1, owner, c) % 16 == 0);
-          // A slot ends before the next chunk's, or the next rank's.
-          const int64_t end = layout.SlotOffset(1, owner, c) + part.bytes;
-          EXPECT(end <= layout.SlotOffset(1, owner, c + 1) &&
-                 end <= layout.SlotOffset(1, owner + 1, 0));
+          EXPECT(part.first % 16 == 0);
+          for (int to = 0; to < world; ++to) {
+            if (to == owner) continue;
+            // A slot ends before the next chunk's; the last one before the half does.
+            const int64_t slot = layout.SlotOffset(1, owner, to, c);
+            EXPECT(slot % 16 == 0 && slot + part.bytes <= layout.SlotOffset(1, owner, to, c + 1));
+            EXPECT(slot + part.bytes <= layout.Channel().data_bytes);
+          }
         }
       }
       EXPECT_EQ(next, bytes);
-      EXPECT(layout.Channel().data_bytes >= layout.SlotOffset(2, 0, 0));
+      if (world == 1) continue;
+      // One sender's slots, and its signals, begin where another's end.
+      std::set<int64_t> slots, signals;
+      for (int what : {0, 1}) {
+        for (int from = 1; from < world; ++from) {
+          slots.insert(layout.SlotOffset(what, from, 0, 0));
+          signals.insert(layout.SignalIndex(what, from, 0, 0));
+        }
+      }
+      EXPECT_EQ(static_cast<int>(slots.size()), 2 * (world - 1));
+      EXPECT_EQ(*slots.rbegin(), (2 * world - 3) * layout.shard_bytes);
+      EXPECT_EQ(*signals.rbegin(), (2 * world - 3) * layout.Chunks());
+      EXPECT_EQ(static_cast<int>(signals.size()), 2 * (world - 1));
     }
   }
 }

@@ -71,15 +71,22 @@ struct ChunkedLayout {
     const int64_t end = Min(bytes, owner * shard_bytes + Min((c + 1) * chunk_bytes, shard_bytes));
     return Part{first, Max<int64_t>(0, end - first)};
   }
-  // What `src` sends: its parts of the reader's shard (what == 0), its own shard's sums (1).
-  JFLUX_HD int64_t SlotOffset(int what, int src, int64_t c) const {
-    return (what * world + src) * shard_bytes + c * chunk_bytes;
+  // What rank `from` sends rank `to`: its part of the reader's shard (what == 0), or its own
+  // shard's sums (1).
+  JFLUX_HD int64_t SlotOffset(int what, int from, int to, int64_t c) const {
+    return Sender(what, from, to) * shard_bytes + c * chunk_bytes;
   }
-  JFLUX_HD int64_t SignalIndex(int what, int src, int64_t c) const {
-    return (what * world + src) * Chunks() + c;
+  JFLUX_HD int64_t SignalIndex(int what, int from, int to, int64_t c) const {
+    return Sender(what, from, to) * Chunks() + c;
   }
   ChannelLayout Channel() const {
-    return shmem::ChannelFor(SlotOffset(2, 0, 0), SignalIndex(2, 0, 0));
+    const int64_t senders = 2 * (world - 1);
+    return shmem::ChannelFor(senders * shard_bytes, senders * Chunks());
+  }
+
+ private:
+  JFLUX_HD int64_t Sender(int what, int from, int to) const {
+    return what * (world - 1) + (from - to + world) % world - 1;
   }
 };
 

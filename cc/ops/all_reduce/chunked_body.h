@@ -35,7 +35,7 @@ struct ChunkedBody {
       for (int d = 1; d < p.world; ++d) {
         const int owner = (ctx.view.rank + d) % p.world;
         const ChunkedLayout::Part part = layout.PartOf(owner, c);
-        shmem::internal::Copy<Block>(SlotAt(layout, kParts, ctx.view.rank, c, owner),
+        shmem::internal::Copy<Block>(SlotAt(layout, kParts, ctx.view.rank, owner, c),
                                      static_cast<const char*>(arrays.x) + part.first, part.bytes);
       }
       Announce(layout, kParts, c);
@@ -51,7 +51,7 @@ struct ChunkedBody {
         const int owner = (ctx.view.rank + d) % p.world;
         const ChunkedLayout::Part part = layout.PartOf(owner, c);
         shmem::internal::Copy<Block>(static_cast<char*>(arrays.y) + part.first,
-                                     SlotAt(layout, kSums, owner, c, ctx.view.rank), part.bytes);
+                                     SlotAt(layout, kSums, owner, ctx.view.rank, c), part.bytes);
       }
     }
     return true;
@@ -61,8 +61,8 @@ struct ChunkedBody {
   // What a slot is for.
   static constexpr int kParts = 0, kSums = 1;
 
-  JFLUX_HD char* SlotAt(const ChunkedLayout& layout, int what, int src, int64_t c, int rank) const {
-    return shmem::ptr(ctx, ctx.data(layout.SlotOffset(what, src, c)), rank);
+  JFLUX_HD char* SlotAt(const ChunkedLayout& layout, int what, int from, int to, int64_t c) const {
+    return shmem::ptr(ctx, ctx.data(layout.SlotOffset(what, from, to, c)), to);
   }
 
   // Tells the others that chunk c of what this rank sends is there.
@@ -70,14 +70,15 @@ struct ChunkedBody {
     Block::sync();
     for (int d = 1 + Block::rank(); d < p.world; d += Block::size()) {
       const int peer = (ctx.view.rank + d) % p.world;
-      shmem::signal_set(ctx, ctx.signal(layout.SignalIndex(what, ctx.view.rank, c)), peer);
+      shmem::signal_set(ctx, ctx.signal(layout.SignalIndex(what, ctx.view.rank, peer, c)), peer);
     }
   }
   JFLUX_HD bool Await(const ChunkedLayout& layout, int what, int64_t c) const {
     bool ok = true;
     for (int d = 1 + Block::rank(); d < p.world; d += Block::size()) {
       const int src = (ctx.view.rank + d) % p.world;
-      ok &= shmem::signal_wait_until(ctx, ctx.signal(layout.SignalIndex(what, src, c)), src);
+      ok &= shmem::signal_wait_until(
+          ctx, ctx.signal(layout.SignalIndex(what, src, ctx.view.rank, c)), src);
     }
     return Block::all(ok);
   }
@@ -93,7 +94,7 @@ struct ChunkedBody {
         if (src >= p.world) continue;
         payload[src] = src == ctx.view.rank
                            ? LoadUnit(arrays.x, first + u, p.Bytes())
-                           : LoadUnit(SlotAt(layout, kParts, src, c, ctx.view.rank), u, own.bytes);
+                           : LoadUnit(SlotAt(layout, kParts, src, ctx.view.rank, c), u, own.bytes);
       }
       const uint64_t residual = p.residual ? LoadUnit(arrays.residual, first + u, p.Bytes()) : 0;
       auto total = PayloadSum<T>::Of(payload[0]);
@@ -106,7 +107,7 @@ struct ChunkedBody {
       StoreUnit(arrays.y, first + u, p.Bytes(), sum);
       for (int d = 1; d < p.world; ++d) {
         const int peer = (ctx.view.rank + d) % p.world;
-        StoreUnit(SlotAt(layout, kSums, ctx.view.rank, c, peer), u, own.bytes, sum);
+        StoreUnit(SlotAt(layout, kSums, ctx.view.rank, peer, c), u, own.bytes, sum);
       }
     }
   }
