@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 import jflux
 
 from . import _heap, _jflux, _trial, testing
-from ._ops import _product, matmul_all_to_all
+from ._ops import _product, exchange, matmul_all_to_all
 
 
 def _versions() -> Iterator[str]:
@@ -173,6 +173,17 @@ def _try_collective(op: str, dtype: np.dtype) -> str:
     return "ok"
 
 
+def _most_mib(op: str) -> int:
+    """Up to which power of two of MiB an op's kernels are chosen."""
+    if op != "all_reduce":
+        return exchange.MOST_BYTES >> 20
+    ranks = min(jax.device_count(), _product.MAX_RANKS)
+    sizes = itertools.takewhile(
+        lambda mib: _jflux.choose_all_reduce(ranks, mib << 20) >= 0, (1 << i for i in range(20))
+    )
+    return max(sizes)
+
+
 def _collectives() -> Iterator[str]:
     name = _heap._default_platform()
     if jax.device_count() == 1 or name not in ("cpu", "cuda"):
@@ -182,9 +193,7 @@ def _collectives() -> Iterator[str]:
     else:
         path = ""
     for op in _COLLECTIVES:
-        most = 4
-        if op == "all_reduce":
-            most = 16 if jax.device_count() == 2 else 8
+        most = _most_mib(op)
         for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
             try:
                 alone = jax.process_count() == 1
