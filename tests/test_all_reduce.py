@@ -529,6 +529,14 @@ def test_one_rank_and_errors():
         jflux.all_reduce(x, axis_name="tp")
 
 
+def test_what_a_small_heap_does_not_hold_is_lax(own_heap):
+    """If nobody has asked for the kernel."""
+    own_heap(heap_bytes=8 << 20)
+    x = np.zeros((RANKS, 1 << 20), np.float32)
+    with jflux.config(always=False):
+        assert fused_calls(compiled_text(per_device(make_mesh((RANKS,)), _reduce()), x)) == []
+
+
 def test_a_heap_that_is_too_small(own_heap):
     own_heap(heap_bytes=1 << 20)
     mesh = make_mesh((RANKS,))
