@@ -204,8 +204,8 @@ def section_tiles() -> list[str]:
     return [f"tiles: {cases - len(lines)} of {cases} right", *lines]
 
 
-def section_gemm(names: list[str], rounds: int, zeros: bool) -> list[str]:
-    """The speed of the product alone in that of XLA's."""
+def section_gemm(names: list[str], rounds: int, zeros: bool, chosen: bool) -> list[str]:
+    """The speed of the product alone in that of XLA's; with `chosen`, of what is chosen only."""
     mesh, spec, lines = mesh_of(1), P(None, None), []
     done = set()
     for shape in itertools.chain(*(shapes.LISTS[name] for name in names)):
@@ -228,8 +228,8 @@ def section_gemm(names: list[str], rounds: int, zeros: bool) -> list[str]:
             ("kn", product_alone(False), w, None),
             ("nk", product_alone(True), w.T.copy(), None),
         ]
-        choices = _tuning.compiled()
-        if m <= 256:
+        choices = [] if chosen else _tuning.compiled()
+        if choices and m <= 256:
             choices += [
                 Choice(tile_n, 1, 1, splits) for tile_n in (128, 192) for splits in (2, 3, 4)
             ]
@@ -393,6 +393,9 @@ def main() -> None:
         "--zeros", action="store_true",
         help="time products of zeros (section gemm): how fast they are where power is no limit",
     )  # fmt: skip
+    parser.add_argument(
+        "--chosen", action="store_true", help="time no other configurations (section gemm)"
+    )
     parser.add_argument("--deadline", type=float, default=10.0)
     parser.add_argument("--stuck", type=float, default=90.0, help="seconds until a stack dump")
     args = parser.parse_args()
@@ -402,7 +405,7 @@ def main() -> None:
     sections = {
         "values": lambda: section_values(args.ranks),
         "tiles": section_tiles,
-        "gemm": lambda: section_gemm(args.lists.split(","), args.rounds, args.zeros),
+        "gemm": lambda: section_gemm(args.lists.split(","), args.rounds, args.zeros, args.chosen),
         "choices": lambda: section_choices(args.ranks, args.lists.split(","), args.rounds),
         "epilogues": lambda: section_epilogues(args.ranks, args.rounds),
         "stacked": lambda: section_stacked(args.ranks, args.lists.split(","), args.rounds),

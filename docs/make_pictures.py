@@ -23,14 +23,14 @@ def tile_rows(rows_per_rank: int, tile_m: int) -> int:
 
 
 def gather_order(rank: int, rows_per_rank: int, tile_m: int) -> list[int]:
-    """GatherTile: tile rows in the order in which all_gather_matmul computes them."""
+    """GatherOrder: tile rows in the order in which all_gather_matmul computes them."""
     tiles = tile_rows(rows_per_rank, tile_m)
     start = -(-rank * rows_per_rank // tile_m) % tiles
     return [(start + t) % tiles for t in range(tiles)]
 
 
 def scatter_order(rank: int, rows_per_rank: int, tile_m: int) -> list[int]:
-    """ScatterTile: the same for matmul_reduce_scatter."""
+    """ScatterOrder: the same for matmul_reduce_scatter."""
     tiles = tile_rows(rows_per_rank, tile_m)
     begin, end = rank * rows_per_rank, (rank + 1) * rows_per_rank
     first, last = begin // tile_m, (end - 1) // tile_m

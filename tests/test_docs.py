@@ -62,12 +62,12 @@ int main() {
     for (int tile_m = 1; tile_m <= 5; ++tile_m) {
       const jflux::TileGrid grid{(4 * rows + tile_m - 1) / tile_m, 1, 1};
       for (int rank = 0; rank < 4; ++rank) {
-        for (auto order : {jflux::GatherTile, jflux::ScatterTile}) {
-          for (int t = 0; t < grid.tiles_m; ++t) {
-            std::printf("%d ", order(t, grid, rank, 4, rows, tile_m).m);
-          }
-          std::printf("\\n");
-        }
+        const auto gather = jflux::GatherOrder::Make(grid, rank, 4, rows, tile_m);
+        const auto scatter = jflux::ScatterOrder::Make(grid, rank, 4, rows, tile_m);
+        for (int t = 0; t < grid.tiles_m; ++t) std::printf("%d ", gather.At(t).m);
+        std::printf("\\n");
+        for (int t = 0; t < grid.tiles_m; ++t) std::printf("%d ", scatter.At(t).m);
+        std::printf("\\n");
       }
     }
   }

@@ -1,4 +1,5 @@
-// In which order a rank computes the tiles of a product, as pure functions of the tile's number.
+// In which order a rank computes the tiles of a product: what is the same for all tiles, made once
+// by the host, and a pure function of the tile's number.
 //
 // Rows are virtual rows (core/rows.h): rank r owns [r * rows_per_rank, (r + 1) * rows_per_rank).
 // A tile row is `tile_m` rows; it may straddle ranks. With 4 ranks, 8 tile rows, as rank 1 sees it:
@@ -74,68 +75,101 @@ JFLUX_HD constexpr int32_t LastTileOf(int rank, int64_t rows_per_rank, int32_t t
 //  next   2 2 2 4 4 4 4
 //         3 3 3 4 4 4 4
 //         3 3 3 4 4 4 4
-JFLUX_HD constexpr Tile GatherTile(int32_t t, const TileGrid& grid, int rank, int world,
-                                   int64_t rows_per_rank, int32_t tile_m) {
-  // Tile rows that need nobody else's rows.
-  const auto start = static_cast<int32_t>(Quotient(rank * rows_per_rank + tile_m - 1, tile_m));
-  const auto end = rank + 1 == world
-                       ? grid.tiles_m
-                       : static_cast<int32_t>(Quotient((rank + 1) * rows_per_rank, tile_m));
-  if (grid.group_m == 0) return Tile{(start + t % grid.tiles_m) % grid.tiles_m, t / grid.tiles_m};
-  const int32_t own = Max(0, end - start), others = grid.tiles_m - own;
-  const int32_t near = Min(own, others);
-  int32_t fill = 0;
-  if (near > 0 && others <= grid.group_m) {
-    fill = Min(CeilDiv(Max(0, grid.at_once - own * grid.tiles_n), near), grid.tiles_n);
+struct GatherOrder {
+  TileGrid grid;
+  int32_t start;  // the first tile row that needs nobody else's rows, and how many there are
+  int32_t own;
+  int32_t near;  // tile rows that fill the first wave, and tile columns of them
+  int32_t fill;
+
+  static constexpr GatherOrder Make(const TileGrid& grid, int rank, int world,
+                                    int64_t rows_per_rank, int32_t tile_m) {
+    GatherOrder o{grid, 0, 0, 0, 0};
+    o.start = static_cast<int32_t>((rank * rows_per_rank + tile_m - 1) / tile_m);
+    const auto end = rank + 1 == world ? grid.tiles_m
+                                       : static_cast<int32_t>((rank + 1) * rows_per_rank / tile_m);
+    o.own = Max(0, end - o.start);
+    const int32_t others = grid.tiles_m - o.own;
+    o.near = Min(o.own, others);
+    if (o.near > 0 && others <= grid.group_m) {
+      o.fill = Min(CeilDiv(Max(0, grid.at_once - o.own * grid.tiles_n), o.near), grid.tiles_n);
+    }
+    return o;
   }
-  const auto at = [&](Tile p, int32_t first_m, int32_t first_n) {
-    return Tile{(start + first_m + p.m) % grid.tiles_m, first_n + p.n};
-  };
-  if (t < own * grid.tiles_n) return at(GroupedTile(t, own, grid.tiles_n, grid.group_m), 0, 0);
-  t -= own * grid.tiles_n;
-  if (t < near * fill) return at(GroupedTile(t, near, fill, near), own, 0);
-  t -= near * fill;
-  if (t < (others - near) * fill) {
-    return at(GroupedTile(t, others - near, fill, others - near), own + near, 0);
+
+  JFLUX_HD constexpr Tile At(int32_t t) const {
+    if (grid.group_m == 0) {
+      const int32_t n = t / grid.tiles_m;
+      return Wrapped(Tile{t - n * grid.tiles_m, n}, 0, 0);
+    }
+    const int32_t others = grid.tiles_m - own;
+    if (t < own * grid.tiles_n) return Swept(t, own, grid.tiles_n, grid.group_m, 0, 0);
+    t -= own * grid.tiles_n;
+    if (t < near * fill) return Swept(t, near, fill, near, own, 0);
+    t -= near * fill;
+    if (t < (others - near) * fill) {
+      return Swept(t, others - near, fill, others - near, own + near, 0);
+    }
+    t -= (others - near) * fill;
+    return Swept(t, others, grid.tiles_n - fill, grid.group_m, own, fill);
   }
-  t -= (others - near) * fill;
-  return at(GroupedTile(t, others, grid.tiles_n - fill, grid.group_m), own, fill);
-}
+
+ private:
+  JFLUX_HD constexpr Tile Swept(int32_t t, int32_t rows, int32_t columns, int32_t group,
+                                int32_t first_m, int32_t first_n) const {
+    return Wrapped(GroupedTile(t, rows, columns, group), first_m, first_n);
+  }
+  // Positions are counted from `start`, and go round.
+  JFLUX_HD constexpr Tile Wrapped(Tile p, int32_t first_m, int32_t first_n) const {
+    const int32_t m = start + first_m + p.m;
+    return Tile{m < grid.tiles_m ? m : m - grid.tiles_m, first_n + p.n};
+  }
+};
 
 // matmul + reduce-scatter.
-JFLUX_HD constexpr Tile ScatterTile(int32_t t, const TileGrid& whole, int rank, int world,
-                                    int64_t rows_per_rank, int32_t tile_m) {
-  // In one sweep, a column is a grid of its own.
-  const bool one_sweep = whole.group_m == 0;
-  const int32_t column = one_sweep ? t / whole.tiles_m : 0;
-  const TileGrid grid = one_sweep ? TileGrid{whole.tiles_m, 1, whole.tiles_m} : whole;
-  t -= column * whole.tiles_m;
-  const int32_t first = FirstTileOf(rank, rows_per_rank, tile_m);
-  const int32_t last = LastTileOf(rank, rows_per_rank, tile_m);
-  const int32_t own = last - first + 1;
-  const int32_t others = grid.tiles_m - own;
-  // 1. tiles without own rows, from the next rank's on
-  if (t < others * grid.tiles_n) {
-    const Tile p = GroupedTile(t, others, grid.tiles_n, grid.group_m);
-    return Tile{(last + 1 + p.m) % grid.tiles_m, column + p.n};
+struct ScatterOrder {
+  TileGrid grid;        // in one sweep, of a column
+  int32_t first, last;  // tile rows with own rows
+  bool head, tail;      // whether others share the first of them, and the last, if that is another
+  bool one_sweep;
+
+  static constexpr ScatterOrder Make(const TileGrid& whole, int rank, int world,
+                                     int64_t rows_per_rank, int32_t tile_m) {
+    ScatterOrder o{whole, 0, 0, false, false, whole.group_m == 0};
+    // In one sweep, a column is a grid of its own.
+    if (o.one_sweep) o.grid = TileGrid{whole.tiles_m, 1, whole.tiles_m};
+    o.first = FirstTileOf(rank, rows_per_rank, tile_m);
+    o.last = LastTileOf(rank, rows_per_rank, tile_m);
+    const bool begins_in = rank * rows_per_rank % tile_m != 0;
+    const bool ends_in = rank + 1 < world && (rank + 1) * rows_per_rank % tile_m != 0;
+    o.head = begins_in || (ends_in && o.first == o.last);
+    o.tail = ends_in && o.first != o.last;
+    return o;
   }
-  t -= others * grid.tiles_n;
-  // 2. tiles with own rows that others share: the first and the last of the own tile rows
-  const bool head = Remainder(rank * rows_per_rank, tile_m) != 0;
-  const bool tail = Remainder((rank + 1) * rows_per_rank, tile_m) != 0 && rank + 1 < world;
-  const bool is_shared[] = {head || (tail && own == 1), tail && own > 1};
-  const int32_t shared = (is_shared[0] ? 1 : 0) + (is_shared[1] ? 1 : 0);
-  if (t < shared * grid.tiles_n) {
-    const bool is_first = is_shared[0] && t % shared == 0;
-    return Tile{is_first ? first : last, column + t / shared};
+
+  JFLUX_HD constexpr Tile At(int32_t t) const {
+    const int32_t column = one_sweep ? t / grid.tiles_m : 0;
+    t -= column * grid.tiles_m;
+    const int32_t own = last - first + 1, others = grid.tiles_m - own;
+    // 1. tiles without own rows, from the next rank's on
+    if (t < others * grid.tiles_n) {
+      const Tile p = GroupedTile(t, others, grid.tiles_n, grid.group_m);
+      const int32_t m = last + 1 + p.m;
+      return Tile{m < grid.tiles_m ? m : m - grid.tiles_m, column + p.n};
+    }
+    t -= others * grid.tiles_n;
+    // 2. tiles with own rows that others share: the first and the last of the own tile rows
+    const int32_t shared = (head ? 1 : 0) + (tail ? 1 : 0);
+    if (t < shared * grid.tiles_n) {
+      const bool is_first = head && (shared == 1 || t % 2 == 0);
+      return Tile{is_first ? first : last, column + t / shared};
+    }
+    t -= shared * grid.tiles_n;
+    // 3. tiles with own rows only
+    const Tile p = GroupedTile(t, own - shared, grid.tiles_n, grid.group_m);
+    return Tile{first + (head ? 1 : 0) + p.m, column + p.n};
   }
-  t -= shared * grid.tiles_n;
-  // 3. tiles with own rows only
-  const int32_t inner_first = first + (head ? 1 : 0);
-  const int32_t inner = own - (head ? 1 : 0) - (tail && own > 1 ? 1 : 0);
-  const Tile p = GroupedTile(t, inner, grid.tiles_n, grid.group_m);
-  return Tile{inner_first + p.m, column + p.n};
-}
+};
 
 // Whom a rank sends to in step 1 .. world-1 of an all-gather: first the rank that will need it
 // first, which is the previous one.

@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "core/activation.h"
+#include "core/platform.h"
 #include "gpu/ptx.cuh"
 
 namespace jflux {

@@ -21,6 +21,7 @@ struct CallContext {
   Signal signal;
   const DeviceState* state;
   bool recording;
+  bool delays;  // TestHooks::max_delay_us
 
   __device__ __forceinline__ uint64_t Start() const { return recording ? NowNs() : 0; }
   __device__ __forceinline__ void Done(EventKind kind, uint64_t start, int32_t a, int32_t b) const {
@@ -37,10 +38,10 @@ __device__ __forceinline__ CallContext MakeContext(const Args& args) {
   call.signal = MakeSignal(call.epoch, args.signature);
   call.state = args.state;
   call.recording = state.timeline.events != nullptr;
+  call.delays = state.hooks.max_delay_us != 0;
   call.patience_ns = state.deadline_ns;
   call.wait = WaitContext{state.fault, &header->stop,  0,
                           args.op,     args.view.rank, state.hooks.skip_waits != 0};
-  DelayCall(state, call.epoch, args.view.rank);
   return call;
 }
 

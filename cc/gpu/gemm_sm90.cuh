@@ -9,13 +9,14 @@
 //   0, warp 2   storer: Op::Store writes out what the consumers staged
 //   0, warp 3   scout: takes tiles from a counter in device memory, one ahead of the loader, and
 //               waits for a tile's rows of A, k block by k block (Op::WaitForRows)
-//   1 and 2     consumers, which take tiles in turn: wgmma, then Op::Finish, which adds others'
-//               parts and stages the result
+//   1 and 2     consumers: wgmma, then Op::Finish, which adds others' parts and stages the result.
+//               They take tiles in turn; those of 256 columns they share
 //
 //   scout --tile--> loader --stages--> consumers --staging--> storer
 //
 // Each hands on to the next and goes on at once: while a tile is finished, written out, or waits
-// for parts or rows, the other consumer keeps the tensor cores busy (docs/design/0003).
+// for parts or rows, the other consumer keeps the tensor cores busy, unless they share a tile
+// (docs/design/0003).
 //
 // Tiles and units of sending are taken from counters, so a kernel makes progress with whatever
 // CTAs the device has room for: one that starts late, because another kernel holds its SM, finds
@@ -65,6 +66,7 @@ __device__ __forceinline__ KRange SplitOfK(int64_t k, int split, int splits) {
 // is stored [n, k], else 64 columns.
 template <typename Config, typename Load>
 __device__ __forceinline__ void EachBoxOfB(const Rhs& rhs, int k0, uint32_t cta, Load&& load) {
+  constexpr int kHalf = Config::kTileN / 2;
   const int i = static_cast<int>(cta);
   if constexpr (Config::kTransposeRhs) {
     constexpr int kShare = Config::kTileN / Config::kClusterM;
@@ -73,7 +75,7 @@ __device__ __forceinline__ void EachBoxOfB(const Rhs& rhs, int k0, uint32_t cta,
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           if (Config::kClusterM == 2 && half != i) continue;
-          load(half * 8192, half == 0 ? rhs.map : rhs.second, k0, rhs.n0);
+          load(half * kHalf * 128, half == 0 ? rhs.map : rhs.second, k0, rhs.n0);
         }
         return;
       }
@@ -83,9 +85,9 @@ __device__ __forceinline__ void EachBoxOfB(const Rhs& rhs, int k0, uint32_t cta,
     const int row = i * Config::kBoxRows;
 #pragma unroll
     for (int box = 0; box < Config::kLoadN / 64; ++box) {
-      const bool second = Config::kHalves && box == 1 && rhs.second != nullptr;
+      const bool second = Config::kHalves && box * 64 >= kHalf && rhs.second != nullptr;
       load(box * 8192 + row * 128, second ? rhs.second : rhs.map,
-           second ? rhs.n0 : rhs.n0 + box * 64, k0 + row);
+           rhs.n0 + box * 64 - (second ? kHalf : 0), k0 + row);
     }
   }
 }
@@ -114,9 +116,9 @@ __device__ __forceinline__ void PrefetchB(const Rhs& rhs, int k0, uint32_t cta) 
 
 // A thread's share of a tile.
 template <typename Config>
-using Accumulators = float[Config::kBlocks][Config::kAccumulators];
+using Accumulators = float[Config::kOwnBlocks][Config::kAccumulators];
 
-// acc += A @ B over one k block of 64.
+// acc += A @ B over one k block of 64; `a` is the first own block's.
 template <typename Config>
 __device__ __forceinline__ void MultiplyStage(Accumulators<Config>& acc, uint32_t a, uint32_t b) {
   constexpr int kTransB = Config::kTransposeRhs ? 0 : 1;
@@ -126,7 +128,7 @@ __device__ __forceinline__ void MultiplyStage(Accumulators<Config>& acc, uint32_
     const uint64_t desc_b = kTransB ? wgmma::Descriptor(b + k * 2048, 8192, 1024)
                                     : wgmma::Descriptor(b + k * 32, 16, 1024);
 #pragma unroll
-    for (int block = 0; block < Config::kBlocks; ++block) {
+    for (int block = 0; block < Config::kOwnBlocks; ++block) {
       const uint64_t desc_a = wgmma::Descriptor(a + block * 8192 + k * 32, 16, 1024);
       wgmma::Multiply<kTransB>(kType, acc[block], desc_a, desc_b);
     }
@@ -136,7 +138,7 @@ __device__ __forceinline__ void MultiplyStage(Accumulators<Config>& acc, uint32_
 template <typename Config>
 __device__ __forceinline__ void PinAll(Accumulators<Config>& acc) {
 #pragma unroll
-  for (int block = 0; block < Config::kBlocks; ++block) wgmma::Pin(acc[block]);
+  for (int block = 0; block < Config::kOwnBlocks; ++block) wgmma::Pin(acc[block]);
 }
 
 template <typename Config>
@@ -165,8 +167,9 @@ __device__ __forceinline__ auto MakeReceiver(const GemmSmem<typename Op::Config>
   }
 }
 
+// Returns the slot after the last.
 template <typename Op>
-__device__ __forceinline__ void RunScout(const typename Op::Args& args, const CallContext& call,
+__device__ __forceinline__ auto RunScout(const typename Op::Args& args, const CallContext& call,
                                          const GemmSmem<typename Op::Config>& smem, uint32_t cta,
                                          int32_t taken) {
   using Config = typename Op::Config;
@@ -184,28 +187,40 @@ __device__ __forceinline__ void RunScout(const typename Op::Args& args, const Ca
     }
   };
   for (;;) {
-    int32_t t;
+    Tile tile = kNoTile;
+    int tile_blocks = 0;
+    int4 where[Config::kClusterM]{};  // [0]: this CTA's, in the end
     if (cta == 0) {
-      if (lane == 0) PublishTile<Config>(smem, slots, taken);
-      t = __shfl_sync(0xffffffff, taken, 0);
+      const int32_t t = __shfl_sync(0xffffffff, taken, 0);
+      if (t < args.num_tiles) {
+        tile = Op::TileAt(args, t);
+        tile_blocks = BlocksOf<Op>(args, tile);
+#pragma unroll
+        for (int i = 0; i < Config::kClusterM; ++i) {
+          where[i] = Op::WhereOf(args, BlockRow<Config>(tile, i), tile);
+        }
+      }
+      if (lane == 0) PublishTile<Config>(smem, slots, tile, tile_blocks, where);
       slots.Advance();
     } else {
       receive_until(smem.SlotFull(reader.ring.index), reader.ring.parity);
-      t = reader.Next();
+      tile = reader.Enter();
+      tile_blocks = reader.Blocks();
+      where[0] = reader.Where();
+      reader.Leave();
     }
-    if (t >= args.num_tiles) {
+    if (!IsTile(tile)) {
       if constexpr (Op::kReceives) Op::ReceiveRest(args, call, receiver);
-      return;
+      return slots;
     }
-    const Tile tile = Op::TileAt(args, t);
     const int32_t block_m = BlockRow<Config>(tile, cta);
     if constexpr (Op::kRowsArrive) {
       const uint64_t start = call.Start();
-      Op::WaitForRows(args, call, block_m, tile, [&](int come) {
+      Op::WaitForRows(args, call, block_m, tile, where[0], [&](int come) {
         __syncwarp();
         if (lane == 0) ptx::StoreSharedRelease(smem.RowsMark(), blocks + come);
       });
-      blocks += BlocksOf<Op>(args, tile);
+      blocks += tile_blocks;
       if (lane == 0) call.Done(EventKind::kWaitRows, start, block_m, tile.n);
     }
     // A loader that waits for no rows may have begun with two tiles before another CTA's scout
@@ -229,42 +244,55 @@ __device__ __forceinline__ void RunPartsScout(const typename Op::Args& args,
   TileReader<Config> reader{smem, {}};
   for (;;) {
     const int slot = reader.ring.index;
-    const int32_t t = reader.Enter();
-    if (t < args.num_tiles) {
-      const Tile tile = Op::TileAt(args, t);
+    const Tile tile = reader.Enter();
+    if (IsTile(tile)) {
       Op::WaitForParts(args, call, BlockRow<Config>(tile, cta), tile);
       __syncwarp();
       if (threadIdx.x % 32 == 0) ptx::MbarrierArrive(smem.PartsReady(slot));
     }
     reader.Leave();
-    if (t >= args.num_tiles) return;
+    if (!IsTile(tile)) return;
   }
 }
 
-// One lane: fills the stages with a tile's operands.
+// A CTA of a cluster must not end as long as the other one may still arrive here. What that one
+// arrives at are the barriers that say that a stage, or a slot, is empty again: who waits for all
+// of them, `next` being the next to be filled, may leave.
+template <int kSize, typename BarrierOf>
+__device__ __forceinline__ void AwaitAllEmpty(Ring<kSize> next, BarrierOf&& barrier_of) {
+  for (int i = 0; i < kSize; ++i) {
+    ptx::MbarrierWait(barrier_of(next.index), next.parity ^ 1);
+    next.Advance();
+  }
+}
+
+// One lane: fills the stages with a tile's operands. Every tile has a k block of the first term.
 template <typename Op>
 __device__ __forceinline__ void LoadTile(const typename Op::Args& args, const CallContext& call,
                                          const GemmSmem<typename Op::Config>& smem, uint32_t cta,
-                                         Tile tile, Ring<Op::Config::kStages>& stages,
+                                         Tile tile, int4 where, Ring<Op::Config::kStages>& stages,
                                          RowsReader& rows) {
   using Config = typename Op::Config;
-  const int32_t block_m = BlockRow<Config>(tile, cta);
   const auto load_b = [&](const Ring<Config::kStages>& stage, const Rhs& rhs, int k0) {
     const uint32_t bar = smem.Full(stage.index);
     ptx::MbarrierArriveExpectTx(bar, args.a_bytes + Config::kBBytes);
     LoadB<Config>(smem.B(stage.index), rhs, bar, k0, cta);
   };
-  // W goes before A: the CTAs of a cluster need each other's share of it, whoever's rows are late.
-  int staged = 0;  // of the first term, so far
+  // W goes before A: it comes from farther away, and the CTAs of a cluster need each other's share
+  // of it, whoever's rows are late.
+  const KRange first = Op::KOf(args, tile, 0);
+  const Rhs first_rhs = Op::RhsOf(args, where, 0);
+  ptx::MbarrierWait(smem.Empty(stages.index), stages.parity ^ 1);
+  load_b(stages, first_rhs, first.begin);
+  int staged = first.begin + Config::kTileK;  // of the first term, so far
   if constexpr (Op::kRowsArrive) {
     // As long as no rows have come, w comes: to the stages that are free, and what follows to L2.
-    const KRange first = Op::KOf(args, tile, 0);
-    const Rhs rhs = Op::RhsOf(args, tile.n, 0);
+    const Rhs rhs = first_rhs;
     Ring<Config::kStages> early = stages;
+    early.Advance();
     int fetched = first.begin;
     const int most = first.begin + Config::kStages * Config::kTileK;
     const int far = first.begin + Config::kPrefetchBlocks * Config::kTileK;
-    staged = first.begin;
     while (!rows.Look()) {
       if (staged < Min(most, first.end) &&
           ptx::MbarrierTest(smem.Empty(early.index), early.parity ^ 1)) {
@@ -280,9 +308,9 @@ __device__ __forceinline__ void LoadTile(const typename Op::Args& args, const Ca
   }
   ptx::MbarrierArrive(smem.Begun());
   for (int term = 0; term < Op::TermsOf(args); ++term) {
-    const auto source = Op::SourceOf(args, call, block_m, term);
-    const Rhs rhs = Op::RhsOf(args, tile.n, term);
-    const KRange k = Op::KOf(args, tile, term);
+    const auto source = Op::SourceOf(args, call, where, term);
+    const Rhs rhs = term == 0 ? first_rhs : Op::RhsOf(args, where, term);
+    const KRange k = term == 0 ? first : Op::KOf(args, tile, term);
     for (int k0 = k.begin; k0 < k.end; k0 += Config::kTileK) {
       if (term != 0 || k0 >= staged) {
         ptx::MbarrierWait(smem.Empty(stages.index), stages.parity ^ 1);
@@ -303,11 +331,15 @@ __device__ __forceinline__ void RunLoader(const typename Op::Args& args, const C
   Ring<Config::kStages> stages;
   RowsReader rows{smem.RowsMark()};
   for (;;) {
-    const int32_t t = reader.Next();
-    if (t >= args.num_tiles) return;
-    const Tile tile = Op::TileAt(args, t);
-    if (ptx::ElectOne()) LoadTile<Op>(args, call, smem, cta, tile, stages, rows);
+    const Tile tile = reader.Enter();
+    const int4 where = reader.Where();
+    reader.Leave();
+    if (!IsTile(tile)) break;
+    if (ptx::ElectOne()) LoadTile<Op>(args, call, smem, cta, tile, where, stages, rows);
     __syncwarp();
+  }
+  if (Config::kClusterM > 1 && ptx::ElectOne()) {
+    AwaitAllEmpty(stages, [&](int stage) { return smem.Empty(stage); });
   }
 }
 
@@ -318,17 +350,13 @@ __device__ __forceinline__ void RunStorer(const typename Op::Args& args, const C
                                           const GemmSmem<typename Op::Config>& smem, uint32_t cta) {
   using Config = typename Op::Config;
   TileReader<Config> reader{smem, {}};
-  StagingReader<Config> staging[Config::kConsumers] = {{smem, 0}, {smem, 1}};
-  const auto store = [&](StagingReader<Config>& from) {
-    const int32_t t = reader.NextAlone();
-    if (t >= args.num_tiles) return false;
-    const Tile tile = Op::TileAt(args, t);
-    Op::Store(args, call, from, BlockRow<Config>(tile, cta), tile);
-    return true;
-  };
-  while (store(staging[0]) && store(staging[1])) {
+  StagingReader<Config> staging{smem};
+  for (;; staging.turn ^= 1) {
+    const Tile tile = reader.NextAlone();
+    if (!IsTile(tile)) break;
+    Op::Store(args, call, staging, BlockRow<Config>(tile, cta), tile);
   }
-  ptx::BulkWait<0>();
+  // All staging has been read; what has been written of y is there when the kernel ends.
 }
 
 template <typename Op>
@@ -350,11 +378,10 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
   };
   for (int turn = 0;; turn ^= 1) {
     const Ring<Config::kSlots> slot = reader.ring;
-    const int32_t t = reader.Enter();
-    if (t >= args.num_tiles) return reader.Leave();
-    const Tile tile = Op::TileAt(args, t);
-    const int k_blocks = BlocksOf<Op>(args, tile);
-    if (turn != consumer) {
+    const Tile tile = reader.Enter();
+    if (!IsTile(tile)) return reader.Leave();
+    const int k_blocks = reader.Blocks();
+    if (!Config::kCooperative && turn != consumer) {
       reader.Leave();
       stages.Skip(k_blocks);
       continue;
@@ -363,14 +390,16 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
     // Zeroed here, in code that all threads reach, and not by the first product: registers that
     // come from an epilogue's branches would serialise wgmma.
 #pragma unroll
-    for (int block = 0; block < Config::kBlocks; ++block) {
+    for (int block = 0; block < Config::kOwnBlocks; ++block) {
 #pragma unroll
       for (int i = 0; i < Config::kAccumulators; ++i) acc[block][i] = 0;
     }
-    // Until the other's stages are full, this one's have phases that cannot be told from earlier
-    // ones.
-    ptx::MbarrierWait(smem.Turn(consumer), turn_parity);
-    turn_parity ^= 1;
+    if constexpr (!Config::kCooperative) {
+      // Until the other's stages are full, this one's have phases that cannot be told from earlier
+      // ones.
+      ptx::MbarrierWait(smem.Turn(consumer), turn_parity);
+      turn_parity ^= 1;
+    }
     int last = -1;
     if (call.recording && k_blocks > 0) {
       ptx::MbarrierWait(smem.Full(stages.index), stages.parity);
@@ -380,7 +409,8 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
       ptx::MbarrierWait(smem.Full(stages.index), stages.parity);
       PinAll<Config>(acc);
       wgmma::Fence();
-      MultiplyStage<Config>(acc, smem.A(stages.index), smem.B(stages.index));
+      MultiplyStage<Config>(acc, smem.A(stages.index) + staging.BlockAt(0) * 8192,
+                            smem.B(stages.index));
       wgmma::Commit();
       PinAll<Config>(acc);
       wgmma::Wait<1>();  // the block before this one has been read
@@ -388,7 +418,7 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
       last = stages.index;
       stages.Advance();
     }
-    if (lane == 0) ptx::MbarrierArrive(smem.Turn(1 - consumer));
+    if (!Config::kCooperative && lane == 0) ptx::MbarrierArrive(smem.Turn(1 - consumer));
     wgmma::Wait<0>();
     PinAll<Config>(acc);
     if (last >= 0) release(last);
@@ -406,13 +436,16 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
 //   TileAt(args, t) -> Tile             in units of cluster tiles
 //   PrefetchMaps(args)                  one lane
 //   kRowsArrive                         whether peers send A's rows, and if so
-//   WaitForRows(args, call, block_m, tile, mark)
+//   WaitForRows(args, call, block_m, tile, where, mark)
 //                                       all lanes of the scout: mark(how many of the tile's k
 //                                       blocks can be read), until that is all
 //   TermsOf(args), KOf(args, tile, term) -> KRange
 //                                       a tile is the sum of so many products, each over its k
-//   SourceOf(args, call, block_m, term), LoadA(source, smem, bar, k0)
-//   RhsOf(args, tile_n, term) -> Rhs
+//   WhereOf(args, block_m, tile) -> int4
+//                                       all that depends on the tile of where its operands are; so
+//                                       the scout works it out, and not the loader
+//   SourceOf(args, call, where, term), LoadA(source, smem, bar, k0)
+//   RhsOf(args, where, term) -> Rhs
 //   HasParts(args)                      whether there are tiles with parts that others compute
 //   WaitForParts(args, call, block_m, tile)                     all lanes, if HasParts
 //   kReceives                           whether what peers send goes to y, and if so
@@ -421,8 +454,10 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
 //                                       true; in the end
 //   Send(args, call, smem)              a warp; everything that peers wait for without waiting
 //   Finish(args, call, staging, acc, block_m, tile, await_parts)
-//                                       adds the parts and stages, block by block, what Store takes
-//   Store(args, call, staging, block_m, tile)                   one lane; in the same order
+//                                       adds the parts and stages, block by block, what Store
+//                                       takes; acc[i] is block staging.BlockAt(i)
+//   Store(args, call, staging, block_m, tile)
+//                                       one lane; of each block in the same order
 template <typename Op>
 __device__ __forceinline__ void RunGemm(const typename Op::Args& args) {
   using Config = typename Op::Config;
@@ -435,13 +470,13 @@ __device__ __forceinline__ void RunGemm(const typename Op::Args& args) {
   // What takes long is asked for first.
   const bool takes = warp == 3 && lane == 0 && cta == 0;
   const int32_t taken = takes ? TakeTile(args) : 0;
-  const CallContext call = MakeContext(args);
   if (threadIdx.x == 32) Op::PrefetchMaps(args);
 
-  if (threadIdx.x == 0) {
+  if (threadIdx.x == 128) {  // of a consumer, which has nothing else to do yet
+    constexpr int kReaders = 4 * (Config::kCooperative ? Config::kConsumers : 1);  // warps
     for (int i = 0; i < Config::kStages; ++i) {
       ptx::MbarrierInit(smem.Full(i), 1);
-      ptx::MbarrierInit(smem.Empty(i), Config::kClusterM * 4);
+      ptx::MbarrierInit(smem.Empty(i), Config::kClusterM * kReaders);
     }
     for (int i = 0; i < Config::kSlots; ++i) {
       ptx::MbarrierInit(smem.SlotFull(i), 1);
@@ -458,14 +493,13 @@ __device__ __forceinline__ void RunGemm(const typename Op::Args& args) {
     ptx::StoreSharedRelease(smem.RowsMark(), 0);
     ptx::FenceMbarrierInit();
   }
-  if (Config::kClusterM == 1) {
-    __syncthreads();
-  } else {
-    ptx::ClusterSync();
-  }
+  const CallContext call = MakeContext(args);
+  __syncthreads();
+  if (Config::kClusterM > 1) ptx::ClusterSyncRelaxed();
 
   if (warp < 4) {
     ptx::RegistersDown<Config::kLoaderRegisters>();
+    if (call.delays) DelayCall(*args.state, call.epoch, args.view.rank);
     if (warp == 0) {
       RunLoader<Op>(args, call, smem, cta);
     } else if (warp == 1) {
@@ -477,21 +511,19 @@ __device__ __forceinline__ void RunGemm(const typename Op::Args& args) {
     } else if (warp == 2) {
       if (ptx::ElectOne()) RunStorer<Op>(args, call, smem, cta);
     } else {
-      RunScout<Op>(args, call, smem, cta, taken);
+      const auto slots = RunScout<Op>(args, call, smem, cta, taken);
       if (lane == 0) {
         LeaveCounters(args);
         EndOfWaits(args);
+      }
+      if (Config::kClusterM > 1 && cta == 0) {
+        AwaitAllEmpty(slots, [&](int slot) { return smem.SlotEmpty(slot); });
       }
     }
   } else {
     ptx::RegistersUp<Config::kConsumerRegisters>();
     RunConsumer<Op>(args, call, smem, cta, warp / 4 - 1);
   }
-
-  // Nobody may leave while a peer of the cluster still writes here.
-  __syncwarp();
-  __syncthreads();
-  if (Config::kClusterM > 1) ptx::ClusterSync();
 }
 
 }  // namespace jflux

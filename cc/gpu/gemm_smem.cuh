@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "core/platform.h"
+#include "core/tile_order.h"
 #include "gpu/ptx.cuh"
 
 namespace jflux {
@@ -28,8 +29,13 @@ struct GemmConfig {
   static constexpr int kConsumers = 2;
   static constexpr int kBlocks = kTileM / 64;       // of a tile: the rows of one wgmma
   static constexpr int kAccumulators = kTileN / 2;  // of a thread, for a block
+  // Whether the consumers share each tile, since one of them has no registers for all of it:
+  // consumer i has block i. Else each has all blocks of every other tile.
+  static constexpr bool kCooperative = kBlocks * kAccumulators > 192;
+  static constexpr int kOwnBlocks = kCooperative ? kBlocks / kConsumers : kBlocks;
+  static_assert(!kCooperative || kBlocks == kConsumers);
   // Whether a tile can be half one w's columns and half another's.
-  static constexpr bool kHalves = kTileN == 128;
+  static constexpr bool kHalves = kTileN % 128 == 0;
   // Boxes of w stored [k, n] are 64 columns wide; some of the last one's may not be needed.
   static constexpr int kLoadN = kTransposeRhs ? kTileN : CeilDiv(kTileN, 64) * 64;
   static constexpr int kABytes = kTileM * kTileK * 2;
@@ -85,17 +91,19 @@ struct GemmSmem {
   static constexpr int kOther = kSlot + 3 * Config::kSlots;
   // The loader begins with a tile, so the scout may take the next.
   __device__ uint32_t Begun() const { return Bar(kOther); }
-  // All of the other consumer's stages are full, so the next ones are this consumer's.
+  // All of the other consumer's stages are full, so the next ones are this consumer's. (Not where
+  // they share tiles.)
   __device__ uint32_t Turn(int consumer) const { return Bar(kOther + 1 + consumer); }
   // A consumer's staging: written by it; read by the storer.
   __device__ uint32_t Staged(int consumer) const { return Bar(kOther + 3 + consumer); }
   __device__ uint32_t Stored(int consumer) const { return Bar(kOther + 5 + consumer); }
   __device__ uint32_t PieceFull(int i) const { return Bar(kOther + 7 + i); }
-  static constexpr int kBarriers = kOther + 7 + Config::kPieces;
-  __device__ uint32_t SlotTile(int slot) const { return Bar(kBarriers) + 4 * slot; }
+  static constexpr int kBarriers = RoundUp(kOther + 7 + Config::kPieces, 2);
+  static constexpr int kSlotBytes = 32;  // PublishTile
+  __device__ uint32_t SlotTile(int slot) const { return Bar(kBarriers) + kSlotBytes * slot; }
   // How many k blocks of A have come, of all tiles so far: the scout counts, the loader looks.
   __device__ uint32_t RowsMark() const { return SlotTile(Config::kSlots); }
-  static_assert(kBarriers * 8 + Config::kSlots * 4 + 4 <= Config::kBarrierBytes);
+  static_assert(kBarriers * 8 + Config::kSlots * kSlotBytes + 4 <= Config::kBarrierBytes);
 };
 
 // The loader's side of the mark. What was known when it last looked is mostly enough, so that a k
@@ -141,60 +149,77 @@ __device__ __forceinline__ int SlotReaders(bool has_parts) {
          (Config::kClusterM - 1);
 }
 
+// What is published when there are no more tiles.
+inline constexpr Tile kNoTile{-1, 0};
+__device__ __forceinline__ bool IsTile(Tile tile) { return tile.m >= 0; }
+
 // One reader's view of the published tiles. A slot is used again when all have left it.
 template <typename Config>
 struct TileReader {
   GemmSmem<Config> smem;
   Ring<Config::kSlots> ring;
 
-  // For a whole warp. The shuffle also tells the compiler that all lanes hold the same.
-  __device__ int32_t Enter() const { return __shfl_sync(0xffffffff, Peek(), 0); }
+  // For a whole warp. The shuffles also tell the compiler that all lanes hold the same.
+  __device__ Tile Enter() const {
+    const Tile tile = Peek();
+    return Tile{__shfl_sync(0xffffffff, tile.m, 0), __shfl_sync(0xffffffff, tile.n, 0),
+                __shfl_sync(0xffffffff, tile.split, 0)};
+  }
+  // Between Enter and Leave: the tile's k blocks, and where this CTA's operands are.
+  __device__ int Blocks() const {
+    return __shfl_sync(0xffffffff, ptx::LoadSharedInt4(smem.SlotTile(ring.index)).w, 0);
+  }
+  __device__ int4 Where() const { return ptx::LoadSharedInt4(smem.SlotTile(ring.index) + 16); }
   __device__ void Leave() {
     __syncwarp();
     if (threadIdx.x % 32 == 0) Arrive();
     ring.Advance();
   }
-  __device__ int32_t Next() {
-    const int32_t t = Enter();
-    Leave();
-    return t;
-  }
   // For a single lane.
-  __device__ int32_t NextAlone() {
-    const int32_t t = Peek();
+  __device__ Tile NextAlone() {
+    const Tile tile = Peek();
     Arrive();
     ring.Advance();
-    return t;
+    return tile;
   }
 
  private:
-  __device__ int32_t Peek() const {
+  __device__ Tile Peek() const {
     ptx::MbarrierWait(smem.SlotFull(ring.index), ring.parity);
-    return ptx::LoadShared(smem.SlotTile(ring.index));
+    const int4 v = ptx::LoadSharedInt4(smem.SlotTile(ring.index));
+    return Tile{v.x, v.y, v.z};
   }
   __device__ void Arrive() const {
     ptx::MbarrierArriveRemote(ptx::MapToCta(smem.SlotEmpty(ring.index), 0));
   }
 };
 
+// What the scout has found out, so that nobody else has to: the tile, its k blocks, and where the
+// operands are that each CTA loads.
 template <typename Config>
 __device__ __forceinline__ void PublishTile(const GemmSmem<Config>& smem,
-                                            const Ring<Config::kSlots>& ring, int32_t t) {
+                                            const Ring<Config::kSlots>& ring, Tile tile, int blocks,
+                                            const int4 (&where)[Config::kClusterM]) {
   ptx::MbarrierWait(smem.SlotEmpty(ring.index), ring.parity ^ 1);
 #pragma unroll
   for (int cta = 0; cta < Config::kClusterM; ++cta) {
-    ptx::SendRemote(ptx::MapToCta(smem.SlotTile(ring.index), cta), t,
-                    ptx::MapToCta(smem.SlotFull(ring.index), cta));
+    const uint32_t at = ptx::MapToCta(smem.SlotTile(ring.index), cta);
+    const uint32_t bar = ptx::MapToCta(smem.SlotFull(ring.index), cta);
+    ptx::MbarrierArriveExpectTxRemote(bar, GemmSmem<Config>::kSlotBytes);
+    ptx::SendRemote(at, make_int4(tile.m, tile.n, tile.split, blocks), bar);
+    ptx::SendRemote(at + 16, where[cta], bar);
   }
 }
 
-// A consumer's side of its staging. Acquire and Publish are called by all its threads.
+// A consumer's side of its staging. Acquire and Publish are called by all its threads. (BlockAt:
+// its i-th block of a tile.)
 template <typename Config>
 struct StagingWriter {
   GemmSmem<Config> smem;
   int consumer;
   uint32_t parity = 0;
 
+  __device__ int BlockAt(int i) const { return Config::kCooperative ? consumer : i; }
   __device__ uint32_t Acquire() {
     ptx::MbarrierWait(smem.Stored(consumer), parity ^ 1);
     return smem.Staging(consumer);
@@ -206,23 +231,27 @@ struct StagingWriter {
   }
 };
 
-// The storer's side, a single lane.
+// The storer's side, a single lane: where it finds the blocks of a tile, one after the other.
 template <typename Config>
 struct StagingReader {
   GemmSmem<Config> smem;
-  int consumer;
-  uint32_t parity = 0;
+  int turn = 0;           // whose tile it is, unless both have blocks of it
+  uint32_t parities = 0;  // a bit for each consumer
 
-  __device__ uint32_t Acquire() {
-    ptx::MbarrierWait(smem.Staged(consumer), parity);
-    parity ^= 1;
+  __device__ uint32_t Acquire(int block) {
+    const int consumer = ConsumerOf(block);
+    ptx::MbarrierWait(smem.Staged(consumer), parities >> consumer & 1);
+    parities ^= 1u << consumer;
     return smem.Staging(consumer);
   }
   // After the copies out of it have been issued and committed.
-  __device__ void Release() {
+  __device__ void Release(int block) {
     ptx::BulkWaitRead<0>();
-    ptx::MbarrierArrive(smem.Stored(consumer));
+    ptx::MbarrierArrive(smem.Stored(ConsumerOf(block)));
   }
+
+ private:
+  __device__ int ConsumerOf(int block) const { return Config::kCooperative ? block : turn; }
 };
 
 }  // namespace jflux

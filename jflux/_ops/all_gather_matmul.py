@@ -396,11 +396,12 @@ def _attributes(x, *operands, params, platform):
 
 
 def _fit_choice(choice, params):
-    """Half of a gate's tile is each weight's columns (ForGate of cc/gpu/gemm_config.h)."""
+    """Half of a gate's tile is each weight's columns (ForGate of cc/gpu/gemm_config.h, which is
+    asked where the choice is another one)."""
     if not choice or params.epilogue is None or not params.epilogue.gated:
         return choice
-    _, cluster_m, group_m, _ = choice
-    return (128, cluster_m, group_m, 1)
+    tile_n, cluster_m, group_m, _ = choice
+    return (tile_n, cluster_m, group_m, 1) if tile_n % 128 == 0 else ()
 
 
 def _adapt(x, *operands, params, platform):

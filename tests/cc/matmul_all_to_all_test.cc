@@ -96,7 +96,7 @@ TEST(EverySlotIsOneTilesOfOnePeer) {
 // The configuration that computes the fewest waves of tiles, those that are cut short included.
 TEST(PiecesThatAreNoWholeTilesCost) {
   constexpr int kSms = 132;
-  EXPECT_EQ(ChooseAllToAll(4, 2048, 3072, kSms).tile_n, 192);
+  EXPECT_EQ(ChooseAllToAll(4, 2048, 3072, kSms).tile_n, 256);
   EXPECT_EQ(ChooseAllToAll(4, 2048, 3072, kSms).cluster_m, 2);
   EXPECT_EQ(ChooseAllToAll(4, 2048, 128, kSms).tile_n, 128);  // of 192 a third would be wasted
   EXPECT_EQ(ChooseAllToAll(4, 128, 3072, kSms).cluster_m, 1);

@@ -58,10 +58,10 @@ void ForAllShapes(F&& f) {
 
 using Order = Tile (*)(int32_t, const TileGrid&, int, int, int64_t, int32_t);
 constexpr Order kGather = [](int32_t t, const TileGrid& g, int r, int w, int64_t rows, int32_t m) {
-  return GatherTile(t, g, r, w, rows, m);
+  return GatherOrder::Make(g, r, w, rows, m).At(t);
 };
 constexpr Order kScatter = [](int32_t t, const TileGrid& g, int r, int w, int64_t rows, int32_t m) {
-  return ScatterTile(t, g, r, w, rows, m);
+  return ScatterOrder::Make(g, r, w, rows, m).At(t);
 };
 
 std::vector<Tile> TilesOf(Order order, const Shape& s, int rank) {
@@ -250,7 +250,7 @@ TEST(SendPeerIsAPermutation) {
       for (int rank = 0; rank < world; ++rank) {
         const int peer = SendPeer(rank, step, world);
         receivers |= 1u << peer;
-        // GatherTile wants the next rank's rows first, then the one's after it.
+        // GatherOrder wants the next rank's rows first, then the one's after it.
         EXPECT_EQ(rank, (peer + step) % world);
       }
       EXPECT_EQ(receivers, (1u << world) - 1);

@@ -60,12 +60,14 @@ bool AllGatherMatmulCpu(const AllGatherMatmulParams& p, const CpuTiling& tiling,
   const int64_t total = p.rows.Total(), row_bytes = p.k * SizeOf(p.dtype);
   const TileGrid grid{static_cast<int32_t>(CeilDiv<int64_t>(total, tiling.tile_m)),
                       static_cast<int32_t>(CeilDiv<int64_t>(p.n, tiling.tile_n)), /*group_m=*/1};
+  const auto order =
+      GatherOrder::Make(grid, view.rank, view.world, p.rows.PerRank(), tiling.tile_m);
   const CpuRhs rhs(arrays.w, p.dtype, p.k, p.n, p.transpose_rhs);
   const char* data = view.At(view.rank, half.data);
   std::vector<char> product(static_cast<int64_t>(tiling.tile_m) * tiling.tile_n *
                             SizeOf(rhs.compute_dtype()));
   for (int32_t t = 0; t < grid.tiles_m * grid.tiles_n; ++t) {
-    const Tile tile = GatherTile(t, grid, view.rank, view.world, p.rows.PerRank(), tiling.tile_m);
+    const Tile tile = order.At(t);
     const int64_t row0 = static_cast<int64_t>(tile.m) * tiling.tile_m;
     const int64_t col0 = static_cast<int64_t>(tile.n) * tiling.tile_n;
     const int64_t rows = Min<int64_t>(tiling.tile_m, total - row0);

@@ -27,8 +27,8 @@ bool LaunchAllGatherMatmul(const AllGatherMatmulParams& p, const AllGatherMatmul
   args.state = reinterpret_cast<DeviceState*>(device.heap);
   args.view = view;
   args.rows = p.rows;
-  args.grid = GridOf(choice, p.rows.Total(), p.n, device.sm_count);
-  args.grid.tiles_n = 0;
+  TileGrid grid = GridOf(choice, p.rows.Total(), p.n, device.sm_count);
+  grid.tiles_n = 0;
   args.weights = operands.weights;
   args.activation = operands.activation;
   args.gated = operands.gated;
@@ -37,11 +37,11 @@ bool LaunchAllGatherMatmul(const AllGatherMatmulParams& p, const AllGatherMatmul
     args.sums_data[i] = operands.products[i].sums;
     args.bias[i] = operands.products[i].bias;
     args.n[i] = operands.products[i].n;
-    args.first_tile[i] = args.grid.tiles_n;
-    args.grid.tiles_n += static_cast<int32_t>(CeilDiv<int64_t>(args.n[i], choice.tile_n));
+    args.first_tile[i] = grid.tiles_n;
+    grid.tiles_n += static_cast<int32_t>(CeilDiv<int64_t>(args.n[i], choice.tile_n));
   }
   if (args.gated) {
-    args.grid.tiles_n = static_cast<int32_t>(CeilDiv<int64_t>(args.n[0], choice.tile_n / 2));
+    grid.tiles_n = static_cast<int32_t>(CeilDiv<int64_t>(args.n[0], choice.tile_n / 2));
   }
   args.gathered = operands.gathered;
   args.k = p.k;
@@ -49,11 +49,18 @@ bool LaunchAllGatherMatmul(const AllGatherMatmulParams& p, const AllGatherMatmul
   args.op = static_cast<uint32_t>(OpId::kAllGatherMatmul);
   // Several weights round up their columns each: there may be more tiles than room for partials.
   args.splits = operands.weights == 1 ? SplitsOf(choice, p.k) : 1;
-  args.grid.at_once = Max(1, args.grid.at_once / args.splits);
-  args.num_tiles = args.grid.tiles_m * args.grid.tiles_n * args.splits;
+  grid.at_once = Max(1, grid.at_once / args.splits);
+  args.order = GatherOrder::Make(grid, view.rank, view.world, p.rows.PerRank(),
+                                 kGemmTileM * choice.cluster_m);
+  args.num_tiles = grid.tiles_m * grid.tiles_n * args.splits;
   // Few rows are one sweep anyway.
   args.send_group = p.rows.Total() <= kGemmTileM ? 0 : choice.group_m * choice.cluster_m;
   args.out_f32 = p.out_dtype == DType::kF32;
+  args.plain = !args.out_f32 && args.rows.outer == 1 && args.splits == 1 && !args.gated &&
+               args.activation == Activation::kNone;
+  for (int i = 0; i < args.weights; ++i) {
+    args.plain &= args.bias[i] == nullptr && args.sums_data[i] == nullptr;
+  }
   const int box_rows = BoxRows(p.rows.Total());
   args.a_bytes = box_rows * 64 * SizeOf(p.dtype);
   const int piece_rows = static_cast<int>(Min<int64_t>(p.rows.PerRank(), PanelLayout::kPieceRows));

@@ -18,37 +18,40 @@
 
 namespace jflux {
 
+// What each tile needs comes first: lines of constant memory are fetched when they are first read.
 struct AllGatherMatmulArgs {
-  CUtensorMap x;              // own rows, as the main loop reads them
-  CUtensorMap pieces;         // and as they are sent
-  CUtensorMap workspace[2];   // rows of 64 columns, in the channel's halves
-  CUtensorMap gathered_rows;  // of `gathered`, to store pieces
-  CUtensorMap w[kMaxWeights];
-  CUtensorMap y[kMaxWeights];     // 16-bit types
-  CUtensorMap sums[kMaxWeights];  // likewise
   DeviceState* state;
   SymmetricView view;
+  Rows rows;
+  GatherOrder order;  // of cluster tiles
+  int64_t k;
+  int32_t splits;     // of k
+  int32_t num_tiles;  // times splits
+  int32_t weights;
+  int32_t a_bytes;  // of a box of rows
+  uint32_t signature, op;
+  // Whether y is the product as it is, row for row: nothing is added, applied or saved.
+  bool plain;
+  bool gated;  // a tile is as many columns of both weights
+  bool out_f32;
+  int32_t first_tile[kMaxWeights];  // tile column
+  int64_t n[kMaxWeights];
   ChannelLayout channel;
   PanelLayout layout;
-  Rows rows;
-  TileGrid grid;       // of cluster tiles
-  int32_t send_group;  // blocks that are sent side by side: SendOrder
+  int32_t send_group;   // blocks that are sent side by side: SendOrder
+  int32_t piece_bytes;  // of a piece, as it is read
   void* y_data[kMaxWeights];
   void* sums_data[kMaxWeights];    // or null
   const float* bias[kMaxWeights];  // or null
   Activation activation;
-  bool gated;  // a tile is as many columns of both weights
-  int64_t n[kMaxWeights];
-  int32_t first_tile[kMaxWeights];  // tile column
-  int32_t weights;
   void* gathered;  // or null
-  int64_t k;
-  uint32_t signature, op;
-  int32_t a_bytes;      // of a box of rows
-  int32_t piece_bytes;  // of a piece, as it is read
-  int32_t splits;       // of k
-  int32_t num_tiles;    // times splits
-  bool out_f32;
+  CUtensorMap x;   // own rows, as the main loop reads them
+  CUtensorMap w[kMaxWeights];
+  CUtensorMap y[kMaxWeights];     // 16-bit types
+  CUtensorMap sums[kMaxWeights];  // likewise
+  CUtensorMap pieces;             // own rows, as they are sent
+  CUtensorMap workspace[2];       // rows of 64 columns, in the channel's halves
+  CUtensorMap gathered_rows;      // of `gathered`, to store pieces
 };
 
 template <typename Config_>
@@ -57,11 +60,15 @@ struct AllGatherMatmulSm90 {
   using Args = AllGatherMatmulArgs;
   using T = typename Config::T;
 
+  // Of k. Clusters split nothing (gpu/gemm_config.h).
+  static __device__ int Splits(const Args& args) {
+    return Config::kClusterM == 1 ? args.splits : 1;
+  }
+
   static __device__ Tile TileAt(const Args& args, int32_t t) {
-    Tile tile =
-        GatherTile(args.splits == 1 ? t : t / args.splits, args.grid, args.view.rank,
-                   args.view.world, args.rows.PerRank(), Config::kTileM * Config::kClusterM);
-    if (args.splits != 1) tile.split = t % args.splits;
+    if (Splits(args) == 1) return args.order.At(t);
+    Tile tile = args.order.At(t / Splits(args));
+    tile.split = t % Splits(args);
     return tile;
   }
 
@@ -93,15 +100,24 @@ struct AllGatherMatmulSm90 {
   }
   static __device__ int TermsOf(const Args&) { return 1; }
   static __device__ KRange KOf(const Args& args, Tile tile, int) {
-    return SplitOfK<Config>(args.k, tile.split, args.splits);
+    return SplitOfK<Config>(args.k, tile.split, Splits(args));
   }
   static __device__ bool IsLastSplit(const Args& args, Tile tile) {
-    return tile.split == args.splits - 1;
+    return tile.split == Splits(args) - 1;
   }
-  static __device__ Rhs RhsOf(const Args& args, int32_t tile_n, int) {
-    const Columns c = ColumnsOf(args, tile_n);
-    return Rhs{&args.w[c.weight], static_cast<int32_t>(c.n0),
-               Config::kHalves && args.gated ? &args.w[1] : nullptr};
+  // Operands: the column in w, which w, the row in x or the workspace, and the rows of a panel
+  // there, or 0 in x.
+  static __device__ int4 WhereOf(const Args& args, int32_t block_m, Tile tile) {
+    const Columns c = ColumnsOf(args, tile.n);
+    const Span s = SpanOf(args, block_m);
+    const bool own = s.first < s.last && IsOwn(args, s);
+    const int64_t row =
+        own ? s.first - args.view.rank * args.rows.PerRank() : args.layout.RowOf(block_m, 0);
+    return make_int4(static_cast<int32_t>(c.n0), c.weight, static_cast<int32_t>(row),
+                     own ? 0 : args.layout.block_rows);
+  }
+  static __device__ Rhs RhsOf(const Args& args, int4 where, int) {
+    return Rhs{&args.w[where.y], where.x, Config::kHalves && args.gated ? &args.w[1] : nullptr};
   }
 
   static __device__ void PrefetchMaps(const Args& args) {
@@ -116,12 +132,13 @@ struct AllGatherMatmulSm90 {
   static constexpr bool kReceives = false;
   template <typename Mark>
   static __device__ void WaitForRows(const Args& args, const CallContext& call, int32_t block_m,
-                                     Tile tile, Mark&& mark) {
+                                     Tile tile, int4 where, Mark&& mark) {
     const KRange k = KOf(args, tile, 0);
     const int first = k.begin / Config::kTileK;
     const int count = CeilDiv(k.end - k.begin, Config::kTileK);
+    if (where.w == 0) return mark(count);
     const Span s = SpanOf(args, block_m);
-    if (s.first >= s.last || IsOwn(args, s)) return mark(count);
+    if (s.first >= s.last) return mark(count);
     const int first_src = args.rows.OwnerOf(s.first), last_src = args.rows.OwnerOf(s.last - 1);
     const int lane = threadIdx.x % 32;
     for (int come = 0; come < count;) {
@@ -150,15 +167,8 @@ struct AllGatherMatmulSm90 {
     int32_t row;
     int32_t panel_rows;  // 0: in x
   };
-  static __device__ Source SourceOf(const Args& args, const CallContext& call, int32_t block_m,
-                                    int) {
-    const Span s = SpanOf(args, block_m);
-    if (s.first < s.last && IsOwn(args, s)) {
-      return Source{&args.x, static_cast<int32_t>(s.first - args.view.rank * args.rows.PerRank()),
-                    0};
-    }
-    return Source{&args.workspace[call.epoch & 1],
-                  static_cast<int32_t>(args.layout.RowOf(block_m, 0)), args.layout.block_rows};
+  static __device__ Source SourceOf(const Args& args, const CallContext& call, int4 where, int) {
+    return Source{where.w == 0 ? &args.x : &args.workspace[call.epoch & 1], where.z, where.w};
   }
   static __device__ void LoadA(const Source& source, uint32_t smem, uint32_t bar, int k0) {
     ptx::TmaLoad2d(smem, source.map, bar, source.panel_rows == 0 ? k0 : 0,
@@ -182,8 +192,8 @@ struct AllGatherMatmulSm90 {
   using F = Fragments<Config>;
   static __device__ int64_t PartialIndex(const Args& args, Tile tile, int split, int block) {
     const int64_t tiles =
-        static_cast<int64_t>(args.grid.tiles_m) * Config::kClusterM * args.grid.tiles_n;
-    return (split * tiles + tile.m * args.grid.tiles_n + tile.n) * Config::kBlocks + block;
+        static_cast<int64_t>(args.order.grid.tiles_m) * Config::kClusterM * args.order.grid.tiles_n;
+    return (split * tiles + tile.m * args.order.grid.tiles_n + tile.n) * Config::kBlocks + block;
   }
   static __device__ Signal* PartialSignal(const Args& args, const CallContext& call, Tile tile,
                                           int split, int block) {
@@ -202,14 +212,14 @@ struct AllGatherMatmulSm90 {
     return static_cast<int64_t>(block_m) * Config::kTileM + block * 64 < args.rows.Total();
   }
 
-  static __device__ bool HasParts(const Args& args) { return args.splits != 1; }
+  static __device__ bool HasParts(const Args& args) { return Splits(args) != 1; }
   static __device__ void WaitForParts(const Args& args, const CallContext& call, int32_t block_m,
                                       Tile tile) {
     if (!IsLastSplit(args, tile)) return;
     const uint64_t start = call.Start();
     const int lane = threadIdx.x % 32, split = lane / Config::kBlocks,
               block = lane % Config::kBlocks;
-    if (split < args.splits - 1 && HasRows(args, block_m, block)) {
+    if (split < Splits(args) - 1 && HasRows(args, block_m, block)) {
       AwaitPeer(call, PartialSignal(args, call, tile, split, block), args.view.rank, tile.n);
     }
     if (lane == 0) call.Done(EventKind::kWaitParts, start, block_m, tile.n);
@@ -413,23 +423,33 @@ struct AllGatherMatmulSm90 {
   static __device__ void Finish(const Args& args, const CallContext& call,
                                 StagingWriter<Config>& staging, Accumulators<Config>& acc,
                                 int32_t block_m, Tile tile, AwaitParts&& await_parts) {
-    const bool last = IsLastSplit(args, tile);
-    if (args.splits != 1 && last) await_parts();
+    if (args.plain) {  // few instructions, close together: they have to be fetched too
 #pragma unroll
-    for (int block = 0; block < Config::kBlocks; ++block) {
+      for (int i = 0; i < Config::kOwnBlocks; ++i) {
+        if (!HasRows(args, block_m, staging.BlockAt(i))) continue;
+        StageBlock<T, Config::kTileN>(acc[i], staging.Acquire());
+        staging.Publish();
+      }
+      return;
+    }
+    const bool last = IsLastSplit(args, tile);
+    if (Splits(args) != 1 && last) await_parts();
+#pragma unroll
+    for (int i = 0; i < Config::kOwnBlocks; ++i) {
+      const int block = staging.BlockAt(i);
       if (!HasRows(args, block_m, block)) continue;
       if (!last) {
 #pragma unroll
         for (int round = 0; round < 2; ++round) {
-          F::template Stage<true>(acc[block], round, staging.Acquire());
+          F::template Stage<true>(acc[i], round, staging.Acquire());
           staging.Publish();
         }
         continue;
       }
-      for (int split = 0; split < args.splits - 1; ++split) {
-        F::template Add<true>(acc[block], PartialOf(args, call, tile, split, block));
+      for (int split = 0; split < Splits(args) - 1; ++split) {
+        F::template Add<true>(acc[i], PartialOf(args, call, tile, split, block));
       }
-      FinishBlock(args, staging, acc[block],
+      FinishBlock(args, staging, acc[i],
                   static_cast<int64_t>(block_m) * Config::kTileM + block * 64, tile);
     }
   }
@@ -501,9 +521,9 @@ struct AllGatherMatmulSm90 {
       for (int round = 0; round < 2; ++round) {
         ptx::BulkStore(
             PartialOf(args, call, tile, tile.split, block) + round * Config::kStagingBytes,
-            staging.Acquire(), Config::kStagingBytes);
+            staging.Acquire(block), Config::kStagingBytes);
         ptx::BulkCommit();
-        staging.Release();
+        staging.Release(block);
       }
     }
     ptx::BulkWait<0>();
@@ -518,16 +538,30 @@ struct AllGatherMatmulSm90 {
 
   static __device__ void Store(const Args& args, const CallContext& call,
                                StagingReader<Config>& staging, int32_t block_m, Tile tile) {
-    if (!IsLastSplit(args, tile)) return StorePartial(args, call, staging, block_m, tile);
     const Columns columns = ColumnsOf(args, tile.n);
     const int64_t n = args.n[columns.weight];
+    if (args.plain) {
+      for (int block = 0; block < Config::kBlocks; ++block) {
+        if (!HasRows(args, block_m, block)) continue;
+        const uint32_t smem = staging.Acquire(block);
+        const uint64_t start = call.Start();
+        StoreStagedBlock<Config::kTileN>(
+            smem, &args.y[columns.weight],
+            static_cast<int64_t>(block_m) * Config::kTileM + block * 64, columns.n0, n);
+        ptx::BulkCommit();
+        staging.Release(block);
+        call.Done(EventKind::kStore, start, block_m, tile.n);
+      }
+      return;
+    }
+    if (!IsLastSplit(args, tile)) return StorePartial(args, call, staging, block_m, tile);
 #pragma unroll
     for (int block = 0; block < Config::kBlocks; ++block) {
       const int64_t row0 = static_cast<int64_t>(block_m) * Config::kTileM + block * 64;
       if (PathOf(args, row0) != Path::kTma) continue;
       const int64_t row = args.rows.Actual(row0);
       const auto store = [&](const CUtensorMap* map) {
-        const uint32_t smem = staging.Acquire();
+        const uint32_t smem = staging.Acquire(block);
         const uint64_t start = call.Start();
         if (Config::kHalves && args.gated) {
           StoreStagedBlock<Config::kTileN / 2>(smem, map, row, columns.n0, n);
@@ -535,7 +569,7 @@ struct AllGatherMatmulSm90 {
           StoreStagedBlock<Config::kTileN>(smem, map, row, columns.n0, n);
         }
         ptx::BulkCommit();
-        staging.Release();
+        staging.Release(block);
         call.Done(EventKind::kStore, start, block_m, tile.n);
       };
       if (args.sums_data[columns.weight] != nullptr) {

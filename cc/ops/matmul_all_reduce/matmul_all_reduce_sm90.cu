@@ -37,6 +37,7 @@ bool LaunchMatmulAllReduce(const MatmulAllReduceParams& params,
   args.channel = args.finished.Channel();
   args.signature = SignatureOf(params.Signature(), site, choice);
   args.op = static_cast<uint32_t>(OpId::kMatmulAllReduce);
+  args.tiles_n = static_cast<int32_t>(CeilDiv<int64_t>(p.n, choice.tile_n));
   args.rank_blocks = static_cast<int32_t>(p.rows.PerRank() / kGemmTileM);
   args.group_m = choice.group_m == 0 ? args.rank_blocks : choice.group_m * choice.cluster_m;
   return EncodeTensorMap(&args.all, p.dtype, operands.y, {p.rows.Total(), p.n}, {p.n},

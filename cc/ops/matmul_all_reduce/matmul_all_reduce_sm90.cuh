@@ -26,6 +26,7 @@ namespace jflux {
 struct MatmulAllReduceArgs : MatmulReduceScatterArgs {
   CUtensorMap all;  // of the whole y
   MatmulAllReduceLayout finished;
+  int32_t tiles_n;      // tile columns
   int32_t rank_blocks;  // tile rows of a rank
   int32_t group_m;      // of them, in a sweep
 };
@@ -59,7 +60,7 @@ struct MatmulAllReduceSm90 : MatmulReduceScatterSm90<Config_> {
     uint64_t start = 0;
 #pragma unroll
     for (int block = 0; block < Config::kBlocks; ++block) {
-      const uint32_t smem = staging.Acquire();
+      const uint32_t smem = staging.Acquire(block);
       if (block == 0) start = call.Start();
       StoreStagedBlock<Config::kTileN>(smem, &args.y, Base::FirstOwnRow(args, block_m, block),
                                        static_cast<int64_t>(tile.n) * Config::kTileN, args.n);
@@ -69,7 +70,7 @@ struct MatmulAllReduceSm90 : MatmulReduceScatterSm90<Config_> {
                        Config::kStagingBytes);
       }
       ptx::BulkCommit();
-      staging.Release();
+      staging.Release(block);
     }
     ptx::BulkWait<0>();
     ptx::FenceProxyAsyncGlobal();
@@ -98,14 +99,14 @@ struct MatmulAllReduceSm90 : MatmulReduceScatterSm90<Config_> {
   static __device__ bool Receive(const Args& args, const CallContext& call, Receiver& receiver,
                                  bool waits) {
     const int lane = threadIdx.x % 32, peers = args.view.world - 1;
-    const int units = args.rank_blocks * args.grid.tiles_n * peers;
+    const int units = args.rank_blocks * args.tiles_n * peers;
     if (receiver.unit < 0) {
       receiver.unit = __shfl_sync(0xffffffff, lane == 0 ? TakeUnit(args) : 0, 0);
     }
     if (receiver.unit >= units) return false;
     const int i = receiver.unit / peers, step = receiver.unit - i * peers + 1;
     const int src = (args.view.rank + step) % args.view.world;
-    const Tile place = GroupedTile(i, args.rank_blocks, args.grid.tiles_n, args.group_m);
+    const Tile place = GroupedTile(i, args.rank_blocks, args.tiles_n, args.group_m);
     const Tile tile{src * args.rank_blocks + place.m, place.n};
     bool has_come = true;
     if (lane < Config::kBlocks) {

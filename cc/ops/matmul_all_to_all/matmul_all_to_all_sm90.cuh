@@ -86,21 +86,23 @@ struct MatmulAllToAllSm90 {
   static __device__ KRange KOf(const Args& args, Tile, int) {
     return KRange{0, static_cast<int32_t>(args.k)};
   }
-  static __device__ Rhs RhsOf(const Args& args, int32_t tile_n, int) {
-    if (args.split_rows) return Rhs{&args.w, tile_n * Config::kTileN};
-    const PieceTile place = PlaceOf(args, 0, tile_n);
-    return Rhs{&args.w, place.owner * static_cast<int32_t>(args.n) + place.n * Config::kTileN};
-  }
-  static __device__ Source SourceOf(const Args& args, const CallContext&, int32_t block_m, int) {
-    if (!args.split_rows) return Source{&args.x, block_m * Config::kTileM, 0, 0};
-    const PieceTile place = PlaceOf(args, block_m, 0);
-    const int32_t row = place.m * Config::kTileM;
+  // Operands: the column in w; the row in x, by its inner, outer and rank.
+  static __device__ int4 WhereOf(const Args& args, int32_t block_m, Tile tile) {
+    const PieceTile place = PlaceOf(args, block_m, tile.n);
+    const int32_t row = place.m * Config::kTileM, column = place.n * Config::kTileN;
+    if (!args.split_rows) {
+      return make_int4(place.owner * static_cast<int32_t>(args.n) + column, row, 0, 0);
+    }
     if (args.rows.outer == 1) {
-      return Source{&args.x, static_cast<int32_t>(place.owner * args.rows.PerRank()) + row, 0, 0};
+      return make_int4(column, static_cast<int32_t>(place.owner * args.rows.PerRank()) + row, 0, 0);
     }
     // The launcher sees to it that a tile lies within one outer.
-    return Source{&args.x, static_cast<int32_t>(Remainder(row, args.rows.inner)),
-                  static_cast<int32_t>(Quotient(row, args.rows.inner)), place.owner};
+    return make_int4(column, static_cast<int32_t>(Remainder(row, args.rows.inner)),
+                     static_cast<int32_t>(Quotient(row, args.rows.inner)), place.owner);
+  }
+  static __device__ Rhs RhsOf(const Args& args, int4 where, int) { return Rhs{&args.w, where.x}; }
+  static __device__ Source SourceOf(const Args& args, const CallContext&, int4 where, int) {
+    return Source{&args.x, where.y, where.z, where.w};
   }
   static __device__ void LoadA(const Source& s, uint32_t smem, uint32_t bar, int k0) {
     ptx::TmaLoad4d(smem, s.map, bar, k0, s.inner, s.outer, s.rank);
@@ -143,9 +145,9 @@ struct MatmulAllToAllSm90 {
                                 int32_t block_m, Tile tile, AwaitParts&&) {
     const int32_t m = PlaceOf(args, block_m, tile.n).m;
 #pragma unroll
-    for (int block = 0; block < Config::kBlocks; ++block) {
-      if (!HasRows(args, m, block)) continue;
-      StageBlock<T, Config::kTileN>(acc[block], staging.Acquire());
+    for (int i = 0; i < Config::kOwnBlocks; ++i) {
+      if (!HasRows(args, m, staging.BlockAt(i))) continue;
+      StageBlock<T, Config::kTileN>(acc[i], staging.Acquire());
       staging.Publish();
     }
   }
@@ -161,7 +163,7 @@ struct MatmulAllToAllSm90 {
 #pragma unroll
     for (int block = 0; block < Config::kBlocks; ++block) {
       if (!HasRows(args, place.m, block)) continue;
-      const uint32_t smem = staging.Acquire();
+      const uint32_t smem = staging.Acquire(block);
       if (block == 0) start = call.Start();
       if (is_own) {
         for (int box = 0; box < boxes; ++box) {
@@ -178,7 +180,7 @@ struct MatmulAllToAllSm90 {
         }
       }
       ptx::BulkCommit();
-      staging.Release();
+      staging.Release(block);
     }
     if (is_own) return call.Done(EventKind::kStore, start, block_m, tile.n);
     ptx::BulkWait<0>();

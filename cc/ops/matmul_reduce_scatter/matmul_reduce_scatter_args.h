@@ -20,13 +20,15 @@ inline bool MakeScatterArgs(const MatmulReduceScatterParams& p,
   args->state = reinterpret_cast<DeviceState*>(device.heap);
   args->view = view;
   args->rows = p.rows;
-  args->grid = GridOf(choice, p.rows.Total(), p.n, device.sm_count);
+  const TileGrid grid = GridOf(choice, p.rows.Total(), p.n, device.sm_count);
+  args->order = ScatterOrder::Make(grid, view.rank, view.world, p.rows.PerRank(),
+                                   kGemmTileM * choice.cluster_m);
   args->y_data = operands.y;
   args->bias = operands.bias;
   args->residual = operands.residual;
   args->terms = operands.terms;
   args->n = p.n;
-  args->num_tiles = args->grid.tiles_m * args->grid.tiles_n;
+  args->num_tiles = grid.tiles_m * grid.tiles_n;
   args->out_f32 = p.out_dtype == DType::kF32;
   const Rows& r = p.rows;
   // Actual row = (o * world + rank) * inner + i; with outer == 1 ranks need not be told apart.

@@ -92,13 +92,15 @@ bool ScatterTilesCpu(const MatmulReduceScatterParams& p, const ScatterTiling& ti
   const int64_t total = p.rows.Total(), row_bytes = p.k * SizeOf(p.dtype);
   const TileGrid grid{static_cast<int32_t>(CeilDiv<int64_t>(total, tiling.tile_m)), layout.tiles_n,
                       /*group_m=*/1};
+  const auto order =
+      ScatterOrder::Make(grid, view.rank, view.world, p.rows.PerRank(), tiling.tile_m);
   const CpuRhs rhs(arrays.w, p.dtype, p.k, p.n, p.transpose_rhs);
   const int64_t tile_elements = static_cast<int64_t>(tiling.tile_m) * tiling.tile_n;
   std::vector<char> wide(tile_elements * SizeOf(rhs.compute_dtype()));
   std::vector<char> product(tile_elements * SizeOf(p.out_dtype));
   std::vector<char> gathered_rows(p.rows.outer > 1 ? tiling.tile_m * row_bytes : 0);
   for (int32_t t = 0; t < grid.tiles_m * grid.tiles_n; ++t) {
-    const Tile tile = ScatterTile(t, grid, view.rank, view.world, p.rows.PerRank(), tiling.tile_m);
+    const Tile tile = order.At(t);
     Body::Span s;
     s.row0 = static_cast<int64_t>(tile.m) * tiling.tile_m;
     s.col0 = static_cast<int64_t>(tile.n) * tiling.tile_n;

@@ -1,7 +1,7 @@
 // matmul_reduce_scatter on Hopper: one kernel that multiplies, sends partial tiles and sums.
 //
 // A consumer's partial tile goes from its registers, through its staging, to the workspaces of the
-// ranks that own its rows, in fragment order: the reader is the same thread of the same consumer of
+// ranks that own its rows, in fragment order: the reader is the same thread of a consumer of
 // the owner's CTA, so nothing is rearranged on the way and a block is one bulk copy. The storer
 // sets the tile's signals when the copy has completed. The own tiles come last: by then the peers'
 // partial tiles have arrived. The consumer adds them to its registers, in float32 and in rank order
@@ -19,27 +19,28 @@
 
 namespace jflux {
 
+// What each tile needs comes first: lines of constant memory are fetched when they are first read.
 struct MatmulReduceScatterArgs {
+  DeviceState* state;
+  SymmetricView view;
+  Rows rows;
+  ScatterOrder order;  // of cluster tiles
+  int32_t num_tiles;
+  int32_t terms;
+  int32_t a_bytes;  // of a box of rows
+  uint32_t signature, op;
+  bool out_f32;
+  int64_t k[kMaxWeights];
+  int64_t n;
+  ChannelLayout channel;
+  ReduceScatterLayout layout;
+  const float* bias;     // or null
+  const void* residual;  // likewise
+  void* y_data;
   // 4-d: k, inner, outer, world; with outer == 1 all rows are `inner`.
   CUtensorMap x[kMaxWeights];
   CUtensorMap w[kMaxWeights];
   CUtensorMap y;  // 16-bit types
-  DeviceState* state;
-  SymmetricView view;
-  ChannelLayout channel;
-  ReduceScatterLayout layout;
-  Rows rows;
-  TileGrid grid;  // of cluster tiles
-  void* y_data;
-  const float* bias;     // or null
-  const void* residual;  // likewise
-  int64_t k[kMaxWeights];
-  int32_t terms;
-  int64_t n;
-  uint32_t signature, op;
-  int32_t a_bytes;  // of a box of rows
-  int32_t num_tiles;
-  bool out_f32;
 };
 
 template <typename Config_>
@@ -48,10 +49,7 @@ struct MatmulReduceScatterSm90 {
   using Args = MatmulReduceScatterArgs;
   using T = typename Config::T;
 
-  static __device__ Tile TileAt(const Args& args, int32_t t) {
-    return ScatterTile(t, args.grid, args.view.rank, args.view.world, args.rows.PerRank(),
-                       Config::kTileM * Config::kClusterM);
-  }
+  static __device__ Tile TileAt(const Args& args, int32_t t) { return args.order.At(t); }
 
   static __device__ void PrefetchMaps(const Args& args) {
     ptx::PrefetchTensorMap(&args.w[0]);
@@ -69,17 +67,22 @@ struct MatmulReduceScatterSm90 {
   static __device__ KRange KOf(const Args& args, Tile, int term) {
     return KRange{0, static_cast<int32_t>(args.k[term])};
   }
-  static __device__ Rhs RhsOf(const Args& args, int32_t tile_n, int term) {
-    return Rhs{&args.w[term], tile_n * Config::kTileN};
-  }
-  static __device__ Source SourceOf(const Args& args, const CallContext&, int32_t block_m,
-                                    int term) {
+  // Operands: the column in w; the row in x, by its inner, outer and rank.
+  static __device__ int4 WhereOf(const Args& args, int32_t block_m, Tile tile) {
+    const int32_t column = tile.n * Config::kTileN;
     const int64_t row = static_cast<int64_t>(block_m) * Config::kTileM;
-    if (args.rows.outer == 1) return Source{&args.x[term], static_cast<int32_t>(row), 0, 0};
+    if (args.rows.outer == 1) return make_int4(column, static_cast<int32_t>(row), 0, 0);
     // The launcher sees to it that a block lies within one (rank, outer).
-    return Source{&args.x[term], static_cast<int32_t>(Remainder(row, args.rows.inner)),
-                  static_cast<int32_t>(Remainder(Quotient(row, args.rows.inner), args.rows.outer)),
-                  args.rows.OwnerOf(row)};
+    return make_int4(
+        column, static_cast<int32_t>(Remainder(row, args.rows.inner)),
+        static_cast<int32_t>(Remainder(Quotient(row, args.rows.inner), args.rows.outer)),
+        args.rows.OwnerOf(row));
+  }
+  static __device__ Rhs RhsOf(const Args& args, int4 where, int term) {
+    return Rhs{&args.w[term], where.x};
+  }
+  static __device__ Source SourceOf(const Args& args, const CallContext&, int4 where, int term) {
+    return Source{&args.x[term], where.y, where.z, where.w};
   }
   static __device__ void LoadA(const Source& s, uint32_t smem, uint32_t bar, int k0) {
     ptx::TmaLoad4d(smem, s.map, bar, k0, s.inner, s.outer, s.rank);
@@ -168,22 +171,23 @@ struct MatmulReduceScatterSm90 {
     // What peers wait for first: they may be waiting for it with the same tile, and this rank for
     // theirs.
 #pragma unroll
-    for (int block = 0; block < Config::kBlocks; ++block) {
-      if (!HasOtherOwners(args, RowsOf(args, block_m, block))) continue;
+    for (int i = 0; i < Config::kOwnBlocks; ++i) {
+      if (!HasOtherOwners(args, RowsOf(args, block_m, staging.BlockAt(i)))) continue;
       if (args.out_f32) {
-        F::template Stage<true>(acc[block], 0, staging.Acquire());
+        F::template Stage<true>(acc[i], 0, staging.Acquire());
         staging.Publish();
-        F::template Stage<true>(acc[block], 1, staging.Acquire());
+        F::template Stage<true>(acc[i], 1, staging.Acquire());
         staging.Publish();
       } else {
-        F::template Stage<false>(acc[block], 0, staging.Acquire());
+        F::template Stage<false>(acc[i], 0, staging.Acquire());
         staging.Publish();
       }
     }
     const int warp = threadIdx.x % 128 / 32;
     bool awaited = false;
 #pragma unroll
-    for (int block = 0; block < Config::kBlocks; ++block) {
+    for (int i = 0; i < Config::kOwnBlocks; ++i) {
+      const int block = staging.BlockAt(i);
       const BlockRows rows = RowsOf(args, block_m, block);
       if (!IsOwner(args, rows)) continue;
       if (!awaited) await_parts();
@@ -195,14 +199,14 @@ struct MatmulReduceScatterSm90 {
           if (src == args.view.rank) continue;
           const char* part = BlockOf(args, call, args.view.rank, src, block_m, tile, block);
           if (args.out_f32) {
-            F::template Add<true>(acc[block], part);
+            F::template Add<true>(acc[i], part);
           } else {
-            F::template Add<false>(acc[block], part);
+            F::template Add<false>(acc[i], part);
           }
         }
       }
       __syncwarp();
-      FinishBlock(args, staging, acc[block], FirstOwnRow(args, block_m, block), tile);
+      FinishBlock(args, staging, acc[i], FirstOwnRow(args, block_m, block), tile);
     }
   }
 
@@ -253,7 +257,7 @@ struct MatmulReduceScatterSm90 {
       const BlockRows rows = RowsOf(args, block_m, block);
       if (!HasOtherOwners(args, rows)) continue;
       for (int round = 0; round < Rounds(args); ++round) {
-        const uint32_t smem = staging.Acquire();
+        const uint32_t smem = staging.Acquire(block);
         if (!sent) start = call.Start();
         sent = true;
         for (int dst = rows.first_owner; dst <= rows.last_owner; ++dst) {
@@ -265,7 +269,7 @@ struct MatmulReduceScatterSm90 {
                          smem + at, (warps.end - warps.begin) * F::kWarpBytes);
         }
         ptx::BulkCommit();
-        staging.Release();
+        staging.Release(block);
       }
     }
     if (sent) {
@@ -287,12 +291,12 @@ struct MatmulReduceScatterSm90 {
       const int64_t row0 = FirstOwnRow(args, block_m, block);
       // A TMA store may end outside its tensor, but not begin before it.
       if (!IsOwner(args, RowsOf(args, block_m, block)) || row0 < 0) continue;
-      const uint32_t smem = staging.Acquire();
+      const uint32_t smem = staging.Acquire(block);
       start = call.Start();
       StoreStagedBlock<Config::kTileN>(smem, &args.y, row0,
                                        static_cast<int64_t>(tile.n) * Config::kTileN, args.n);
       ptx::BulkCommit();
-      staging.Release();
+      staging.Release(block);
       call.Done(EventKind::kStore, start, block_m, tile.n);
     }
   }
