@@ -68,11 +68,16 @@ NOTES = """
   matmul_all_to_all also by what it would multiply for nothing.
 - With 3 ranks a rank's rows are never whole tiles.
 - An efficiency above 1 means that jflux's product was faster than XLA's.
-- With one process for each GPU and with 3 GPUs the figures are older: all-gathers did not travel in
-  panels, few rows were not one sweep, and matmul_all_reduce was two calls
-  ([0003](design/0003-kernels.md)). So are those with Pallas and PyTorch beside. On 2 GPUs some
-  shapes use configurations that `jflux.tune` has measured (`jflux/tables`), and four shapes on
-  4 GPUs, where the others have the heuristic's.
+- The figures of 4 GPUs, and of matmul_all_to_all on 2, are of kernels that had no tiles of 256
+  columns and began and ended later ([0003](design/0003-kernels.md)); on 2 GPUs the change took 1 to
+  8 % of most calls' time. With one process for each GPU and with 3 GPUs they are older still:
+  all-gathers did not travel in panels, few rows were not one sweep, and matmul_all_reduce was two
+  calls. So are those with Pallas and PyTorch beside.
+- The reduce-scatters of 996 and 4092 rows on 2 GPUs were timed with tiles of 256 columns, and so was
+  K at 336. Calls whose ranks share tiles do not take these any more, since they made 996 rows slower
+  (before: .92 of XLA's time, and .94 at 4092).
+- Five shapes on 2 GPUs and one on 4 use configurations that were measured to be faster than the
+  heuristic's (`jflux/tables`).
 - By the table of small collectives on 4 GPUs, jflux has since left to XLA: all_to_all of 4 MiB
   (there 1.17 of XLA's time) and the norm after sums of 256 KiB and more (J there; now as
   "apart"). Sums above 1 MiB have since gone in chunks up to 8 MiB; they were timed on 2 GPUs in
@@ -89,11 +94,8 @@ NOTES = """
   failed.
 - Random numbers make the chip clock down. Where it does not have to, XLA's products gain more than
   jflux's ([0003](design/0003-kernels.md), "Where power is no limit"): prefill of Llama-2-70B's
-  layers took .98, .98 and 1.05 of XLA's time in three runs, and 1.01 with the configurations that
-  are chosen now, though each op by itself takes .73 to .93. A gated product of Llama-2-70B takes
-  .82 to .98 of XLA's time with random numbers, and up to 1.04 with zeros from 2048 rows on.
-- The table of decoding is of a model that summed after its products, with 512 sequences (8 MiB)
-  by `lax.psum`. It has since one op for both, which was not measured.
+  layers takes .97 of XLA's time, though each op by itself takes .70 to .90. A gated product of
+  Llama-2-70B takes .87 to .92 of XLA's time with random numbers, and .82 to .91 with zeros.
 - What else has run on GPUs: [verified.md](verified.md).
 - The GPUs are limited by power; times of one column in different runs differ by up to 5 %. Ratios
   within a row were taken in turn.
