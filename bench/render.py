@@ -73,9 +73,9 @@ NOTES = """
   8 % of most calls' time. With one process for each GPU and with 3 GPUs they are older still:
   all-gathers did not travel in panels, few rows were not one sweep, and matmul_all_reduce was two
   calls. So are those with Pallas and PyTorch beside.
-- The reduce-scatters of 996 and 4092 rows on 2 GPUs were timed with tiles of 256 columns, and so was
-  K at 336. Calls whose ranks share tiles do not take these any more, since they made 996 rows slower
-  (before: .92 of XLA's time, and .94 at 4092).
+- The reduce-scatters of 996 and 4092 rows on 2 GPUs were timed with tiles of 256 columns, and so
+  was K at 336. Calls whose ranks share tiles do not take these any more, since they made 996 rows
+  slower (before: .92 of XLA's time, and .94 at 4092).
 - Five shapes on 2 GPUs and one on 4 use configurations that were measured to be faster than the
   heuristic's (`jflux/tables`).
 - By the table of small collectives on 4 GPUs, jflux has since left to XLA: all_to_all of 4 MiB
