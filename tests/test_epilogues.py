@@ -230,7 +230,7 @@ def _check_gradients(op, x, ws, biases, activation, gated, transposed=False):
         assert_close(dw, whole.T @ d, size, x.dtype, len(whole), factor=8)
 
 
-@pytest.mark.parametrize("choice", [(192, 2, 8), (192, 1, 16), (128, 2, 1)], ids=str)
+@pytest.mark.parametrize("choice", [(256, 2, 8), (192, 1, 16), (128, 2, 1)], ids=str)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("rows, k, n", [(130, 584, 200), (64, 64, 64), (300, 1024, 72)])
 def test_gated_in_several_tiles(rows, k, n, transposed, choice):
