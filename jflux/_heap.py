@@ -51,7 +51,8 @@ def init(*, heap_bytes: int | None = None, deadline_seconds: float = 120.0) -> N
         names op, rank and peer.
 
     Raises:
-      ValueError: for a size or a deadline that is not positive.
+      ValueError: for a size or a deadline that is not positive, or if processes ask for different
+        sizes.
       RuntimeError: if the heap exists already with other settings (call :func:`shutdown` first),
         cannot be allocated, if a GPU cannot reach another one or the link between them gives wrong
         data, or if another process does not come.
@@ -298,17 +299,16 @@ def _place_agreed_channel(key: str) -> bool:
 def _create_cuda_heap() -> None:
     from . import _jflux
 
-    global _generation
     local = jax.local_devices(backend="cuda")
+    devices = jax.devices("cuda")
+    processes = sorted({d.process_index for d in devices})
+    _meet("cuda", processes)
     _jflux.cuda_heap_init(
         [d.local_hardware_id for d in local],
         [d.id for d in local],
         heap_bytes("cuda"),
         _settings.deadline_seconds,
     )
-    devices = jax.devices("cuda")
-    processes = sorted({d.process_index for d in devices})
-    _generation += 1
     if len(processes) > 1:
         mine = ",".join(f"{d.id}={_jflux.cuda_heap_export(d.id)}" for d in local)
         for process, theirs in exchange(f"cuda_heap/{_generation}", mine, processes).items():
@@ -325,9 +325,9 @@ def _create_cuda_heap() -> None:
 def _create_cpu_heap() -> None:
     from . import _jflux
 
-    global _generation
     devices = jax.devices("cpu")
     processes = sorted({d.process_index for d in devices})
+    _meet("cpu", processes)
     mine = jax.process_index() if len(processes) > 1 else processes[0]
     of_process = {p: [d.id for d in devices if d.process_index == p] for p in processes}
     handle = _jflux.cpu_heap_init(
@@ -335,10 +335,25 @@ def _create_cpu_heap() -> None:
     )
     if len(processes) == 1:
         return
-    _generation += 1
     for process, theirs in exchange(f"cpu_heap/{_generation}", handle, processes).items():
         if process != mine:
             _jflux.cpu_heap_attach(theirs, of_process[process], process == processes[0])
+
+
+def _meet(platform: str, processes: list[int]) -> None:
+    """Before a heap is made: under new names, and for the same size. What has room decides which
+    program a process lowers, and processes with different programs would wait for each other."""
+    global _generation
+    _generation += 1
+    if len(processes) == 1:
+        return
+    sizes = exchange(f"{platform}_heap_bytes/{_generation}", f"{heap_bytes(platform)}", processes)
+    if len(set(sizes.values())) > 1:
+        asked = ", ".join(f"process {p}: {size}" for p, size in sorted(sizes.items()))
+        raise ValueError(
+            f"processes ask for symmetric heaps of different sizes, in bytes ({asked}); call "
+            "jflux.init with the same heap_bytes in all of them"
+        )
 
 
 def exchange(name: str, value: str, processes: list[int]) -> dict[int, str]:

@@ -43,6 +43,15 @@ def test_shutdown_and_init_again():
     _all_right("again", 2)
 
 
+def test_processes_that_ask_for_different_heaps():
+    """All are told at once, and can go on."""
+    for status, output in _run("different_heaps", 2):
+        assert status == 0 and "ok different_heaps" in output, output
+        assert re.search(
+            rf"^error: .*process 0: {64 << 20}, process 1: {65 << 20}\); .*heap_bytes", output, re.M
+        ), output
+
+
 def _errors(results, survivors):
     for process in survivors:
         status, output = results[process]

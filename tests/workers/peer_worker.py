@@ -353,6 +353,16 @@ def different_shapes():
     expect_error(f, *operands)
 
 
+def different_heaps():
+    """The processes ask for heaps of different sizes, are told, and ask for the same."""
+    mesh = Mesh(np.array(jax.devices()), ("tp",))
+    lax_barrier(mesh)
+    jflux.shutdown()
+    expect_error(lambda: jflux.init(heap_bytes=(64 + args.process) << 20))
+    jflux.init(heap_bytes=64 << 20)
+    check_products(mesh)
+
+
 def leave_last(without_the_last):
     """Process 0 serves the others' coordination: it stays until they are done."""
     from jax._src import distributed
@@ -376,6 +386,7 @@ SCENARIOS = {
     "kill": functools.partial(dies, "kill", "matmul_reduce_scatter"),
     "never_calls": never_calls,
     "different_shapes": different_shapes,
+    "different_heaps": different_heaps,
 }
 
 if __name__ == "__main__":
