@@ -396,12 +396,11 @@ def _attributes(x, *operands, params, platform):
 
 
 def _fit_choice(choice, params):
-    """Half of a gate's tile is each weight's columns (ForGate of cc/gpu/gemm_config.h, which is
-    asked where the choice is another one)."""
+    """Gates split no k. Which tiles they take instead of this one's, ForGate of
+    cc/gpu/gemm_config.h says."""
     if not choice or params.epilogue is None or not params.epilogue.gated:
         return choice
-    tile_n, cluster_m, group_m, _ = choice
-    return (tile_n, cluster_m, group_m, 1) if tile_n % 128 == 0 else ()
+    return (*choice[:3], 1)
 
 
 def _adapt(x, *operands, params, platform):
