@@ -287,7 +287,6 @@ __device__ __forceinline__ void LoadTile(const typename Op::Args& args, const Ca
   int staged = first.begin + Config::kTileK;  // of the first term, so far
   if constexpr (Op::kRowsArrive) {
     // As long as no rows have come, w comes: to the stages that are free, and what follows to L2.
-    const Rhs rhs = first_rhs;
     Ring<Config::kStages> early = stages;
     early.Advance();
     int fetched = first.begin;
@@ -296,12 +295,12 @@ __device__ __forceinline__ void LoadTile(const typename Op::Args& args, const Ca
     while (!rows.Look()) {
       if (staged < Min(most, first.end) &&
           ptx::MbarrierTest(smem.Empty(early.index), early.parity ^ 1)) {
-        load_b(early, rhs, staged);
+        load_b(early, first_rhs, staged);
         early.Advance();
         staged += Config::kTileK;
       } else if (Max(fetched, staged) < Min(far, first.end)) {
         fetched = Max(fetched, staged);
-        PrefetchB<Config>(rhs, fetched, cta);
+        PrefetchB<Config>(first_rhs, fetched, cta);
         fetched += Config::kTileK;
       }
     }

@@ -166,10 +166,8 @@ struct TileReader {
                 __shfl_sync(0xffffffff, tile.split, 0)};
   }
   // Between Enter and Leave: the tile's k blocks, and where this CTA's operands are.
-  __device__ int Blocks() const {
-    return __shfl_sync(0xffffffff, ptx::LoadSharedInt4(smem.SlotTile(ring.index)).w, 0);
-  }
-  __device__ int4 Where() const { return ptx::LoadSharedInt4(smem.SlotTile(ring.index) + 16); }
+  __device__ int Blocks() const { return __shfl_sync(0xffffffff, Words(0).w, 0); }
+  __device__ int4 Where() const { return Words(16); }
   __device__ void Leave() {
     __syncwarp();
     if (threadIdx.x % 32 == 0) Arrive();
@@ -186,8 +184,13 @@ struct TileReader {
  private:
   __device__ Tile Peek() const {
     ptx::MbarrierWait(smem.SlotFull(ring.index), ring.parity);
-    const int4 v = ptx::LoadSharedInt4(smem.SlotTile(ring.index));
+    const int4 v = Words(0);
     return Tile{v.x, v.y, v.z};
+  }
+  // Of the slot, from this byte on.
+  __device__ int4 Words(int at) const {
+    const uint4 v = ptx::LoadShared16(smem.SlotTile(ring.index) + at);
+    return make_int4(v.x, v.y, v.z, v.w);
   }
   __device__ void Arrive() const {
     ptx::MbarrierArriveRemote(ptx::MapToCta(smem.SlotEmpty(ring.index), 0));

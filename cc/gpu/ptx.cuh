@@ -124,15 +124,6 @@ __device__ __forceinline__ uint32_t LoadSharedAcquire(uint32_t smem) {
   return v;
 }
 
-__device__ __forceinline__ int4 LoadSharedInt4(uint32_t smem) {
-  int4 v;
-  asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "r"(smem)
-               : "memory");
-  return v;
-}
-
 // ---- bulk copies ------------------------------------------------------------------------------
 
 __device__ __forceinline__ void PrefetchTensorMap(const CUtensorMap* map) {

@@ -10,7 +10,8 @@ namespace {
 constexpr int kSms = 132;
 
 // Microseconds of calls on 2 x H200, the mean of normal numbers and zeros, by columns of a tile
-// (clusters of two; 0: not measured); bench/gpu_check.py has the like as section choices.
+// (clusters of two; 0: not measured); bench/gpu_check.py has the like as section choices. Calls of
+// the same m and n differ in k, on which the choice does not depend.
 struct Measured {
   enum Op { kGather, kScatter, kReduce } op;
   int64_t m, n;  // n: of a rank

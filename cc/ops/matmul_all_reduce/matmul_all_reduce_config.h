@@ -9,8 +9,7 @@ namespace jflux {
 // Up to 4096 rows are one sweep over w, where a reduce-scatter is as fast as with shorter ones
 // (docs/design/0003): then tiles are finished, and sent to the peers, from the beginning on.
 inline GemmChoice ChooseAllReduce(int world, int64_t rows_per_rank, int64_t n, int sm_count) {
-  // The own tiles are half of what it has to wait for, and while a wide one waits for parts nothing
-  // is multiplied.
+  // While a wide tile waits for the peers' parts nothing is multiplied.
   GemmChoice c = ChooseGemm(world, rows_per_rank, n, sm_count, /*wide=*/1.03);
   if (world * rows_per_rank <= 4096) c.group_m = 0;
   return c;
