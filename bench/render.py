@@ -68,15 +68,16 @@ NOTES = """
   matmul_all_to_all also by what it would multiply for nothing.
 - With 3 ranks a rank's rows are never whole tiles.
 - An efficiency above 1 means that jflux's product was faster than XLA's.
-- The figures of 4 GPUs, and of matmul_all_to_all on 2, are of kernels that had no tiles of 256
-  columns and began and ended later ([0003](design/0003-kernels.md)); on 2 GPUs the change took 1 to
-  8 % of most calls' time. With one process for each GPU and with 3 GPUs they are older still:
-  all-gathers did not travel in panels, few rows were not one sweep, and matmul_all_reduce was two
-  calls. So are those with Pallas and PyTorch beside.
-- The reduce-scatters of 996 and 4092 rows on 2 GPUs were timed with tiles of 256 columns, and so
-  was K at 336. Calls whose ranks share tiles do not take these any more, since they made 996 rows
-  slower (before: .92 of XLA's time, and .94 at 4092).
-- Five shapes on 2 GPUs and one on 4 use configurations that were measured to be faster than the
+- The figures of 4 GPUs are of kernels that had no tiles of 224 or 256 columns and began and ended
+  later ([0003](design/0003-kernels.md)); on 2 GPUs the changes took 1 to 15 % of most calls' time.
+  With one process for each of 4 GPUs and with 3 GPUs they are older still: all-gathers did not
+  travel in panels, few rows were not one sweep, and matmul_all_reduce was two calls. So are those
+  with Pallas and PyTorch beside. matmul_all_to_all on 2 was timed before there were tiles of 224
+  columns, which it takes at none of these shapes.
+- The reduce-scatter of 336 rows on 2 GPUs is XLA's own sequence in J too, but took 9 % longer than S
+  (6 % in the run before; 204 rows: as long). Probably XLA, which times kernels when it compiles,
+  took another one for the second of two equal products.
+- Four shapes on 2 GPUs and one on 4 use configurations that were measured to be faster than the
   heuristic's (`jflux/tables`).
 - By the table of small collectives on 4 GPUs, jflux has since left to XLA: all_to_all of 4 MiB
   (there 1.17 of XLA's time) and the norm after sums of 256 KiB and more (J there; now as

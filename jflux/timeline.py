@@ -129,7 +129,7 @@ class Timeline:
     def summary(self) -> str:
         """For each GPU: when its parts ended, and what its consumers and senders did till then.
         Consumers that take tiles in turn multiply half of the time each; those that share tiles
-        of 256 columns, at the same time."""
+        of 224 or 256 columns, at the same time."""
         zero = self.start_ns()
         lines = []
         for device, events in self.events.items():

@@ -241,7 +241,18 @@ def test_gated_in_several_tiles(rows, k, n, transposed, choice):
         _check_gradients(op, x, ws, biases, "silu", True, transposed)
 
 
-@pytest.mark.parametrize("choice", [(256, 2, 8, 1), (192, 2, 4, 1), (160, 2, 5, 1), (128, 1, 1, 4)])
+@pytest.mark.parametrize("choice", [(256, 2, 8), (224, 2, 8), (160, 2, 4)], ids=str)
+@pytest.mark.parametrize("rows", [130, 64])
+def test_activated_in_several_tiles(rows, choice):
+    """Two weights, of which one has a bias; saved sums are staged beside the results."""
+    x, ws, biases = _operands(rows, 584, [264, 264], (True, False), BF16)
+    with _tuning.force(_tuning.Choice(*choice)):
+        _check_gradients(_gather(activation="gelu"), x, ws, biases, "gelu", False)
+
+
+@pytest.mark.parametrize(
+    "choice", [(256, 2, 8, 1), (224, 2, 6, 1), (192, 2, 4, 1), (160, 2, 5, 1), (128, 1, 1, 4)]
+)
 def test_a_gate_has_a_choice_of_four_numbers(choice):
     """GPUs reserve the heap by it, whatever tiles the kernel takes in the end."""
     gather = ops.all_gather_matmul
@@ -485,7 +496,9 @@ def test_added(module, has, dtype):
         np.testing.assert_array_equal(dresidual, dy)
 
 
-@pytest.mark.parametrize("choice", [(192, 2, 8), (192, 1, 16), (160, 2, 4), (128, 1, 1)], ids=str)
+@pytest.mark.parametrize(
+    "choice", [(224, 2, 8), (192, 2, 8), (192, 1, 16), (160, 2, 4), (128, 1, 1)], ids=str
+)
 @pytest.mark.parametrize(
     "lead, rows, k, n, terms, out, residual_dtype",
     [

@@ -24,8 +24,11 @@ struct GemmChoice {
 };
 
 // Those that have kernels, each with a usual group.
-inline constexpr GemmChoice kCompiled[] = {{192, 2, 8}, {256, 2, 8}, {192, 1, 16},
+inline constexpr GemmChoice kCompiled[] = {{192, 2, 8}, {256, 2, 8}, {224, 2, 8}, {192, 1, 16},
                                            {160, 2, 8}, {128, 2, 8}, {128, 1, 16}};
+// Whether both consumers share a tile, and nothing is multiplied while it is finished
+// (GemmConfig::kCooperative).
+inline constexpr bool IsShared(const GemmChoice& c) { return c.tile_n > 192; }
 
 inline constexpr int32_t kGemmTileM = 128;
 // Of a box of A. Rows past the array's end would be filled with zeros, which takes longer than
@@ -41,7 +44,7 @@ inline constexpr int kMaxWeights = 4;  // of one call
 inline constexpr int kMaxSplits = 16;  // of k
 inline constexpr int kMaxGroup = 4096;
 
-// Waves of tiles on `sm_count` SMs, times what a tile costs: a fit to 33 calls of four ops on
+// Waves of tiles on `sm_count` SMs, times what a tile costs: a fit to 38 calls of three ops on
 // 2 x H200, in the mean of normal numbers, where power is the limit, and of zeros, where it is not.
 // It chooses what was measured as the fastest, or at most 2.6 % slower (docs/design/0003).
 inline double EstimateCost(const GemmChoice& c, int64_t m, int64_t n, int sm_count) {
@@ -52,6 +55,7 @@ inline double EstimateCost(const GemmChoice& c, int64_t m, int64_t n, int sm_cou
   constexpr double kExposed = 0.5;
   // Wider tiles use what they read more often. A CTA alone shares w with none.
   const double per_column = c.tile_n == 256    ? 0.95
+                            : c.tile_n == 224  ? 0.98
                             : c.tile_n == 192  ? (c.cluster_m == 1 ? 1.03 : 1.0)
                             : c.cluster_m == 1 ? 1.15
                             : c.tile_n == 160  ? 1.06
@@ -68,13 +72,13 @@ inline bool InOneSweep(int world, int64_t rows_per_rank) {
 }
 
 // For world ranks' rows, n columns per rank. A cluster's rows are two ranks' in one sweep only: it
-// waits for both. `wide`: what tiles of 256 columns cost more than elsewhere.
+// waits for both. `shared`: what tiles that consumers share cost more than elsewhere.
 inline GemmChoice ChooseGemm(int world, int64_t rows_per_rank, int64_t n, int sm_count,
-                             double wide = 1) {
+                             double shared = 1) {
   const bool one_sweep = InOneSweep(world, rows_per_rank);
   const int64_t m = world * rows_per_rank;
   const auto cost = [&](const GemmChoice& c) {
-    return EstimateCost(c, m, n, sm_count) * (c.tile_n == 256 ? wide : 1);
+    return EstimateCost(c, m, n, sm_count) * (IsShared(c) ? shared : 1);
   };
   GemmChoice best{192, 1, 16};
   for (const GemmChoice& c : kCompiled) {
@@ -173,7 +177,7 @@ inline GemmChoice ChooseReduceScatter(int world, int64_t rows_per_rank, int64_t 
   // nothing is multiplied: at 996 rows on 2 x H200 1.13 of XLA's time, and .92 with tiles of 192
   // columns.
   return ChooseGemm(world, rows_per_rank, n, sm_count,
-                    /*wide=*/rows_per_rank % kGemmTileM == 0 ? 1.0 : 1.2);
+                    /*shared=*/rows_per_rank % kGemmTileM == 0 ? 1.0 : 1.2);
 }
 
 // For a gate of n columns in all: half of a tile's are one weight's, half the other's, in boxes

@@ -10,7 +10,7 @@
 //   0, warp 3   scout: takes tiles from a counter in device memory, one ahead of the loader, and
 //               waits for a tile's rows of A, k block by k block (Op::WaitForRows)
 //   1 and 2     consumers: wgmma, then Op::Finish, which adds others' parts and stages the result.
-//               They take tiles in turn; those of 256 columns they share
+//               They take tiles in turn; those of 224 and 256 columns they share
 //
 //   scout --tile--> loader --stages--> consumers --staging--> storer
 //
@@ -61,13 +61,21 @@ __device__ __forceinline__ KRange SplitOfK(int64_t k, int split, int splits) {
                 Min(end, (split + 1) * blocks / splits * Config::kTileK)};
 }
 
-// Calls load(offset in w's tile in shared memory, tensor map, its inner and outer coordinate) for
-// each box of this CTA's share of w's tile for one k block. Boxes are 128 bytes wide: 64 of k if w
-// is stored [n, k], else 64 columns.
-template <typename Config, typename Load>
-__device__ __forceinline__ void EachBoxOfB(const Rhs& rhs, int k0, uint32_t cta, Load&& load) {
+// w's tile for one k block: this CTA's share, to every CTA of the cluster. Boxes are 128 bytes
+// wide: 64 of k if w is stored [n, k], else 64 columns.
+template <typename Config>
+__device__ __forceinline__ void LoadB(uint32_t smem_b, const Rhs& rhs, uint32_t bar, int k0,
+                                      uint32_t cta) {
   constexpr int kHalf = Config::kTileN / 2;
   const int i = static_cast<int>(cta);
+  const auto load = [&](int at, const CUtensorMap* map, int inner, int outer) {
+    if constexpr (Config::kClusterM == 1) {
+      ptx::TmaLoad2d(smem_b + at, map, bar, inner, outer);
+    } else {
+      constexpr auto kAll = static_cast<uint16_t>((1 << Config::kClusterM) - 1);
+      ptx::TmaLoad2dMulticast(smem_b + at, map, bar, inner, outer, kAll);
+    }
+  };
   if constexpr (Config::kTransposeRhs) {
     constexpr int kShare = Config::kTileN / Config::kClusterM;
     if constexpr (Config::kHalves) {
@@ -90,28 +98,6 @@ __device__ __forceinline__ void EachBoxOfB(const Rhs& rhs, int k0, uint32_t cta,
            rhs.n0 + box * 64 - (second ? kHalf : 0), k0 + row);
     }
   }
-}
-
-// w's tile for one k block: this CTA's share, to every CTA of the cluster.
-template <typename Config>
-__device__ __forceinline__ void LoadB(uint32_t smem_b, const Rhs& rhs, uint32_t bar, int k0,
-                                      uint32_t cta) {
-  EachBoxOfB<Config>(rhs, k0, cta, [&](int at, const CUtensorMap* map, int inner, int outer) {
-    if constexpr (Config::kClusterM == 1) {
-      ptx::TmaLoad2d(smem_b + at, map, bar, inner, outer);
-    } else {
-      constexpr auto kAll = static_cast<uint16_t>((1 << Config::kClusterM) - 1);
-      ptx::TmaLoad2dMulticast(smem_b + at, map, bar, inner, outer, kAll);
-    }
-  });
-}
-
-// What LoadB will load, to L2.
-template <typename Config>
-__device__ __forceinline__ void PrefetchB(const Rhs& rhs, int k0, uint32_t cta) {
-  EachBoxOfB<Config>(rhs, k0, cta, [&](int, const CUtensorMap* map, int inner, int outer) {
-    ptx::TmaPrefetch2d(map, inner, outer);
-  });
 }
 
 // A thread's share of a tile.
@@ -189,7 +175,7 @@ __device__ __forceinline__ auto RunScout(const typename Op::Args& args, const Ca
   for (;;) {
     Tile tile = kNoTile;
     int tile_blocks = 0;
-    int4 where[Config::kClusterM]{};  // [0]: this CTA's, in the end
+    typename Op::Where where[Config::kClusterM]{};  // [0]: this CTA's, in the end
     if (cta == 0) {
       const int32_t t = __shfl_sync(0xffffffff, taken, 0);
       if (t < args.num_tiles) {
@@ -200,13 +186,13 @@ __device__ __forceinline__ auto RunScout(const typename Op::Args& args, const Ca
           where[i] = Op::WhereOf(args, BlockRow<Config>(tile, i), tile);
         }
       }
-      if (lane == 0) PublishTile<Config>(smem, slots, tile, tile_blocks, where);
+      if (lane == 0) PublishTile(smem, slots, tile, tile_blocks, where);
       slots.Advance();
     } else {
       receive_until(smem.SlotFull(reader.ring.index), reader.ring.parity);
       tile = reader.Enter();
       tile_blocks = reader.Blocks();
-      where[0] = reader.Where();
+      where[0] = reader.template Where<typename Op::Where>();
       reader.Leave();
     }
     if (!IsTile(tile)) {
@@ -270,8 +256,8 @@ __device__ __forceinline__ void AwaitAllEmpty(Ring<kSize> next, BarrierOf&& barr
 template <typename Op>
 __device__ __forceinline__ void LoadTile(const typename Op::Args& args, const CallContext& call,
                                          const GemmSmem<typename Op::Config>& smem, uint32_t cta,
-                                         Tile tile, int4 where, Ring<Op::Config::kStages>& stages,
-                                         RowsReader& rows) {
+                                         Tile tile, const typename Op::Where& where,
+                                         Ring<Op::Config::kStages>& stages, RowsReader& rows) {
   using Config = typename Op::Config;
   const auto load_b = [&](const Ring<Config::kStages>& stage, const Rhs& rhs, int k0) {
     const uint32_t bar = smem.Full(stage.index);
@@ -286,22 +272,15 @@ __device__ __forceinline__ void LoadTile(const typename Op::Args& args, const Ca
   load_b(stages, first_rhs, first.begin);
   int staged = first.begin + Config::kTileK;  // of the first term, so far
   if constexpr (Op::kRowsArrive) {
-    // As long as no rows have come, w comes: to the stages that are free, and what follows to L2.
+    // As long as no rows have come, w comes to the stages that are free.
     Ring<Config::kStages> early = stages;
     early.Advance();
-    int fetched = first.begin;
-    const int most = first.begin + Config::kStages * Config::kTileK;
-    const int far = first.begin + Config::kPrefetchBlocks * Config::kTileK;
+    const int most = Min(first.begin + Config::kStages * Config::kTileK, first.end);
     while (!rows.Look()) {
-      if (staged < Min(most, first.end) &&
-          ptx::MbarrierTest(smem.Empty(early.index), early.parity ^ 1)) {
+      if (staged < most && ptx::MbarrierTest(smem.Empty(early.index), early.parity ^ 1)) {
         load_b(early, first_rhs, staged);
         early.Advance();
         staged += Config::kTileK;
-      } else if (Max(fetched, staged) < Min(far, first.end)) {
-        fetched = Max(fetched, staged);
-        PrefetchB<Config>(first_rhs, fetched, cta);
-        fetched += Config::kTileK;
       }
     }
   }
@@ -331,7 +310,7 @@ __device__ __forceinline__ void RunLoader(const typename Op::Args& args, const C
   RowsReader rows{smem.RowsMark()};
   for (;;) {
     const Tile tile = reader.Enter();
-    const int4 where = reader.Where();
+    const auto where = reader.template Where<typename Op::Where>();
     reader.Leave();
     if (!IsTile(tile)) break;
     if (ptx::ElectOne()) LoadTile<Op>(args, call, smem, cta, tile, where, stages, rows);
@@ -440,9 +419,9 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
 //                                       blocks can be read), until that is all
 //   TermsOf(args), KOf(args, tile, term) -> KRange
 //                                       a tile is the sum of so many products, each over its k
-//   WhereOf(args, block_m, tile) -> int4
-//                                       all that depends on the tile of where its operands are; so
-//                                       the scout works it out, and not the loader
+//   Where, WhereOf(args, block_m, tile) -> Where
+//                                       16 bytes: all that depends on the tile of where its
+//                                       operands are; so the scout works it out, and not the loader
 //   SourceOf(args, call, where, term), LoadA(source, smem, bar, k0)
 //   RhsOf(args, where, term) -> Rhs
 //   HasParts(args)                      whether there are tiles with parts that others compute

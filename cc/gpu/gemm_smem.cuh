@@ -48,9 +48,6 @@ struct GemmConfig {
   static constexpr int kStages =
       (232448 - kBarrierBytes - kPieces * kPieceBytes - kConsumers * kStagingBytes) /
       (kABytes + kBBytes);
-  // Of w, for each tile that waits for its rows: 256 KiB of each CTA, so 34 MB for 132 of them, of
-  // 50 or 60 MB of L2.
-  static constexpr int kPrefetchBlocks = 262144 * kClusterM / kBBytes;
   // How the CTAs of a cluster share the loading of w's tile, stored [k, n]: by rows.
   static constexpr int kBoxRows = kTileK / kClusterM;
   static constexpr int kSlots = 8;  // tiles handed out and not yet finished
@@ -167,7 +164,11 @@ struct TileReader {
   }
   // Between Enter and Leave: the tile's k blocks, and where this CTA's operands are.
   __device__ int Blocks() const { return __shfl_sync(0xffffffff, Words(0).w, 0); }
-  __device__ int4 Where() const { return Words(16); }
+  template <typename W>
+  __device__ W Where() const {
+    const int4 words = Words(16);
+    return reinterpret_cast<const W&>(words);
+  }
   __device__ void Leave() {
     __syncwarp();
     if (threadIdx.x % 32 == 0) Arrive();
@@ -199,10 +200,11 @@ struct TileReader {
 
 // What the scout has found out, so that nobody else has to: the tile, its k blocks, and where the
 // operands are that each CTA loads.
-template <typename Config>
+template <typename Config, typename Where>
 __device__ __forceinline__ void PublishTile(const GemmSmem<Config>& smem,
                                             const Ring<Config::kSlots>& ring, Tile tile, int blocks,
-                                            const int4 (&where)[Config::kClusterM]) {
+                                            const Where (&where)[Config::kClusterM]) {
+  static_assert(sizeof(Where) == sizeof(int4));
   ptx::MbarrierWait(smem.SlotEmpty(ring.index), ring.parity ^ 1);
 #pragma unroll
   for (int cta = 0; cta < Config::kClusterM; ++cta) {
@@ -210,7 +212,7 @@ __device__ __forceinline__ void PublishTile(const GemmSmem<Config>& smem,
     const uint32_t bar = ptx::MapToCta(smem.SlotFull(ring.index), cta);
     ptx::MbarrierArriveExpectTxRemote(bar, GemmSmem<Config>::kSlotBytes);
     ptx::SendRemote(at, make_int4(tile.m, tile.n, tile.split, blocks), bar);
-    ptx::SendRemote(at + 16, where[cta], bar);
+    ptx::SendRemote(at + 16, reinterpret_cast<const int4&>(where[cta]), bar);
   }
 }
 

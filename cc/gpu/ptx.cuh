@@ -139,13 +139,6 @@ __device__ __forceinline__ void TmaLoad2d(uint32_t smem, const CUtensorMap* map,
       : "memory");
 }
 
-// Into L2 only.
-__device__ __forceinline__ void TmaPrefetch2d(const CUtensorMap* map, int32_t x, int32_t y) {
-  asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global [%0, {%1, %2}];" ::"l"(map), "r"(x),
-               "r"(y)
-               : "memory");
-}
-
 // Also writes the other CTAs of `mask`, at the same offset, and completes their barriers.
 __device__ __forceinline__ void TmaLoad2dMulticast(uint32_t smem, const CUtensorMap* map,
                                                    uint32_t bar, int32_t x, int32_t y,

@@ -44,7 +44,7 @@ __device__ __forceinline__ void Pin(float (&d)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// The accumulators of 64 x 128, 160, 192 and 256: in an instruction, and as its operands.
+// The accumulators of 64 x 128, 160, 192, 224 and 256: in an instruction, and as its operands.
 // clang-format off
 #define JFLUX_D64 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
@@ -57,9 +57,11 @@ __device__ __forceinline__ void Pin(float (&d)[kCount]) {
 #define JFLUX_D96 \
   JFLUX_D80 ", " \
   "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
-#define JFLUX_D128 \
+#define JFLUX_D112 \
   JFLUX_D96 ", " \
-  "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
+  "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
+#define JFLUX_D128 \
+  JFLUX_D112 ", " \
   "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define JFLUX_D64_OPERANDS \
   "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), \
@@ -80,13 +82,14 @@ __device__ __forceinline__ void Pin(float (&d)[kCount]) {
   JFLUX_D80_OPERANDS, "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), \
   "+f"(d[85]), "+f"(d[86]), "+f"(d[87]), "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), \
   "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95])
-#define JFLUX_D128_OPERANDS \
+#define JFLUX_D112_OPERANDS \
   JFLUX_D96_OPERANDS, "+f"(d[96]), "+f"(d[97]), "+f"(d[98]), "+f"(d[99]), "+f"(d[100]), \
   "+f"(d[101]), "+f"(d[102]), "+f"(d[103]), "+f"(d[104]), "+f"(d[105]), "+f"(d[106]), \
-  "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111]), "+f"(d[112]), \
-  "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), "+f"(d[117]), "+f"(d[118]), \
-  "+f"(d[119]), "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), "+f"(d[123]), "+f"(d[124]), \
-  "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
+  "+f"(d[107]), "+f"(d[108]), "+f"(d[109]), "+f"(d[110]), "+f"(d[111])
+#define JFLUX_D128_OPERANDS \
+  JFLUX_D112_OPERANDS, "+f"(d[112]), "+f"(d[113]), "+f"(d[114]), "+f"(d[115]), "+f"(d[116]), \
+  "+f"(d[117]), "+f"(d[118]), "+f"(d[119]), "+f"(d[120]), "+f"(d[121]), "+f"(d[122]), \
+  "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
 // clang-format on
 
 // d += a @ b; kTransB = 1: b is MN-major. One overload for each type and width.
@@ -104,6 +107,8 @@ JFLUX_MULTIPLY(__nv_bfloat16, "bf16", 160, JFLUX_D80, JFLUX_D80_OPERANDS, "%80",
 JFLUX_MULTIPLY(__half, "f16", 160, JFLUX_D80, JFLUX_D80_OPERANDS, "%80", "%81", "%82")
 JFLUX_MULTIPLY(__nv_bfloat16, "bf16", 192, JFLUX_D96, JFLUX_D96_OPERANDS, "%96", "%97", "%98")
 JFLUX_MULTIPLY(__half, "f16", 192, JFLUX_D96, JFLUX_D96_OPERANDS, "%96", "%97", "%98")
+JFLUX_MULTIPLY(__nv_bfloat16, "bf16", 224, JFLUX_D112, JFLUX_D112_OPERANDS, "%112", "%113", "%114")
+JFLUX_MULTIPLY(__half, "f16", 224, JFLUX_D112, JFLUX_D112_OPERANDS, "%112", "%113", "%114")
 JFLUX_MULTIPLY(__nv_bfloat16, "bf16", 256, JFLUX_D128, JFLUX_D128_OPERANDS, "%128", "%129", "%130")
 JFLUX_MULTIPLY(__half, "f16", 256, JFLUX_D128, JFLUX_D128_OPERANDS, "%128", "%129", "%130")
 
@@ -113,8 +118,10 @@ JFLUX_MULTIPLY(__half, "f16", 256, JFLUX_D128, JFLUX_D128_OPERANDS, "%128", "%12
 #undef JFLUX_D80
 #undef JFLUX_D80_OPERANDS
 #undef JFLUX_D96
+#undef JFLUX_D112
 #undef JFLUX_D128
 #undef JFLUX_D96_OPERANDS
+#undef JFLUX_D112_OPERANDS
 #undef JFLUX_D128_OPERANDS
 
 }  // namespace jflux::wgmma

@@ -22,6 +22,9 @@ bool WithGemmConfig(DType dtype, bool transpose_rhs, const GemmChoice& c, F&& vi
     if (c.tile_n == 256 && c.cluster_m == 2) {
       return visit.template operator()<GemmConfig<T, 256, 2, kTranspose>>();
     }
+    if (c.tile_n == 224 && c.cluster_m == 2) {
+      return visit.template operator()<GemmConfig<T, 224, 2, kTranspose>>();
+    }
     if (c.tile_n == 192 && c.cluster_m == 2) {
       return visit.template operator()<GemmConfig<T, 192, 2, kTranspose>>();
     }

@@ -105,19 +105,23 @@ struct AllGatherMatmulSm90 {
   static __device__ bool IsLastSplit(const Args& args, Tile tile) {
     return tile.split == Splits(args) - 1;
   }
-  // Operands: the column in w, which w, the row in x or the workspace, and the rows of a panel
-  // there, or 0 in x.
-  static __device__ int4 WhereOf(const Args& args, int32_t block_m, Tile tile) {
+  // Of the operands: the column, in which w; the row in x, or in the workspace, where k goes on
+  // with the next panel.
+  struct alignas(16) Where {
+    int32_t n0, weight, row, panel_rows;  // panel_rows: 0 in x
+  };
+  static __device__ Where WhereOf(const Args& args, int32_t block_m, Tile tile) {
     const Columns c = ColumnsOf(args, tile.n);
     const Span s = SpanOf(args, block_m);
     const bool own = s.first < s.last && IsOwn(args, s);
     const int64_t row =
         own ? s.first - args.view.rank * args.rows.PerRank() : args.layout.RowOf(block_m, 0);
-    return make_int4(static_cast<int32_t>(c.n0), c.weight, static_cast<int32_t>(row),
-                     own ? 0 : args.layout.block_rows);
+    return Where{static_cast<int32_t>(c.n0), c.weight, static_cast<int32_t>(row),
+                 own ? 0 : args.layout.block_rows};
   }
-  static __device__ Rhs RhsOf(const Args& args, int4 where, int) {
-    return Rhs{&args.w[where.y], where.x, Config::kHalves && args.gated ? &args.w[1] : nullptr};
+  static __device__ Rhs RhsOf(const Args& args, const Where& where, int) {
+    return Rhs{&args.w[where.weight], where.n0,
+               Config::kHalves && args.gated ? &args.w[1] : nullptr};
   }
 
   static __device__ void PrefetchMaps(const Args& args) {
@@ -132,11 +136,11 @@ struct AllGatherMatmulSm90 {
   static constexpr bool kReceives = false;
   template <typename Mark>
   static __device__ void WaitForRows(const Args& args, const CallContext& call, int32_t block_m,
-                                     Tile tile, int4 where, Mark&& mark) {
+                                     Tile tile, const Where& where, Mark&& mark) {
     const KRange k = KOf(args, tile, 0);
     const int first = k.begin / Config::kTileK;
     const int count = CeilDiv(k.end - k.begin, Config::kTileK);
-    if (where.w == 0) return mark(count);
+    if (where.panel_rows == 0) return mark(count);
     const Span s = SpanOf(args, block_m);
     if (s.first >= s.last) return mark(count);
     const int first_src = args.rows.OwnerOf(s.first), last_src = args.rows.OwnerOf(s.last - 1);
@@ -167,8 +171,10 @@ struct AllGatherMatmulSm90 {
     int32_t row;
     int32_t panel_rows;  // 0: in x
   };
-  static __device__ Source SourceOf(const Args& args, const CallContext& call, int4 where, int) {
-    return Source{where.w == 0 ? &args.x : &args.workspace[call.epoch & 1], where.z, where.w};
+  static __device__ Source SourceOf(const Args& args, const CallContext& call, const Where& where,
+                                    int) {
+    return Source{where.panel_rows == 0 ? &args.x : &args.workspace[call.epoch & 1], where.row,
+                  where.panel_rows};
   }
   static __device__ void LoadA(const Source& source, uint32_t smem, uint32_t bar, int k0) {
     ptx::TmaLoad2d(smem, source.map, bar, source.panel_rows == 0 ? k0 : 0,

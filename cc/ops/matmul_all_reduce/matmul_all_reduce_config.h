@@ -10,7 +10,7 @@ namespace jflux {
 // (docs/design/0003): then tiles are finished, and sent to the peers, from the beginning on.
 inline GemmChoice ChooseAllReduce(int world, int64_t rows_per_rank, int64_t n, int sm_count) {
   // While a wide tile waits for the peers' parts nothing is multiplied.
-  GemmChoice c = ChooseGemm(world, rows_per_rank, n, sm_count, /*wide=*/1.03);
+  GemmChoice c = ChooseGemm(world, rows_per_rank, n, sm_count, /*shared=*/1.03);
   if (world * rows_per_rank <= 4096) c.group_m = 0;
   return c;
 }

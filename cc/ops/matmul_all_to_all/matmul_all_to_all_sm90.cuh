@@ -86,23 +86,28 @@ struct MatmulAllToAllSm90 {
   static __device__ KRange KOf(const Args& args, Tile, int) {
     return KRange{0, static_cast<int32_t>(args.k)};
   }
-  // Operands: the column in w; the row in x, by its inner, outer and rank.
-  static __device__ int4 WhereOf(const Args& args, int32_t block_m, Tile tile) {
+  // Of the operands: the column in w; the row in x, by its inner, outer and rank.
+  struct alignas(16) Where {
+    int32_t n0, inner, outer, rank;
+  };
+  static __device__ Where WhereOf(const Args& args, int32_t block_m, Tile tile) {
     const PieceTile place = PlaceOf(args, block_m, tile.n);
     const int32_t row = place.m * Config::kTileM, column = place.n * Config::kTileN;
     if (!args.split_rows) {
-      return make_int4(place.owner * static_cast<int32_t>(args.n) + column, row, 0, 0);
+      return Where{place.owner * static_cast<int32_t>(args.n) + column, row, 0, 0};
     }
     if (args.rows.outer == 1) {
-      return make_int4(column, static_cast<int32_t>(place.owner * args.rows.PerRank()) + row, 0, 0);
+      return Where{column, static_cast<int32_t>(place.owner * args.rows.PerRank()) + row, 0, 0};
     }
     // The launcher sees to it that a tile lies within one outer.
-    return make_int4(column, static_cast<int32_t>(Remainder(row, args.rows.inner)),
-                     static_cast<int32_t>(Quotient(row, args.rows.inner)), place.owner);
+    return Where{column, static_cast<int32_t>(Remainder(row, args.rows.inner)),
+                 static_cast<int32_t>(Quotient(row, args.rows.inner)), place.owner};
   }
-  static __device__ Rhs RhsOf(const Args& args, int4 where, int) { return Rhs{&args.w, where.x}; }
-  static __device__ Source SourceOf(const Args& args, const CallContext&, int4 where, int) {
-    return Source{&args.x, where.y, where.z, where.w};
+  static __device__ Rhs RhsOf(const Args& args, const Where& where, int) {
+    return Rhs{&args.w, where.n0};
+  }
+  static __device__ Source SourceOf(const Args& args, const CallContext&, const Where& where, int) {
+    return Source{&args.x, where.inner, where.outer, where.rank};
   }
   static __device__ void LoadA(const Source& s, uint32_t smem, uint32_t bar, int k0) {
     ptx::TmaLoad4d(smem, s.map, bar, k0, s.inner, s.outer, s.rank);

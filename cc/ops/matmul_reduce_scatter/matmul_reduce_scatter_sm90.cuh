@@ -67,22 +67,25 @@ struct MatmulReduceScatterSm90 {
   static __device__ KRange KOf(const Args& args, Tile, int term) {
     return KRange{0, static_cast<int32_t>(args.k[term])};
   }
-  // Operands: the column in w; the row in x, by its inner, outer and rank.
-  static __device__ int4 WhereOf(const Args& args, int32_t block_m, Tile tile) {
+  // Of the operands: the column in w; the row in x, by its inner, outer and rank.
+  struct alignas(16) Where {
+    int32_t n0, inner, outer, rank;
+  };
+  static __device__ Where WhereOf(const Args& args, int32_t block_m, Tile tile) {
     const int32_t column = tile.n * Config::kTileN;
     const int64_t row = static_cast<int64_t>(block_m) * Config::kTileM;
-    if (args.rows.outer == 1) return make_int4(column, static_cast<int32_t>(row), 0, 0);
+    if (args.rows.outer == 1) return Where{column, static_cast<int32_t>(row), 0, 0};
     // The launcher sees to it that a block lies within one (rank, outer).
-    return make_int4(
-        column, static_cast<int32_t>(Remainder(row, args.rows.inner)),
-        static_cast<int32_t>(Remainder(Quotient(row, args.rows.inner), args.rows.outer)),
-        args.rows.OwnerOf(row));
+    return Where{column, static_cast<int32_t>(Remainder(row, args.rows.inner)),
+                 static_cast<int32_t>(Remainder(Quotient(row, args.rows.inner), args.rows.outer)),
+                 args.rows.OwnerOf(row)};
   }
-  static __device__ Rhs RhsOf(const Args& args, int4 where, int term) {
-    return Rhs{&args.w[term], where.x};
+  static __device__ Rhs RhsOf(const Args& args, const Where& where, int term) {
+    return Rhs{&args.w[term], where.n0};
   }
-  static __device__ Source SourceOf(const Args& args, const CallContext&, int4 where, int term) {
-    return Source{&args.x[term], where.y, where.z, where.w};
+  static __device__ Source SourceOf(const Args& args, const CallContext&, const Where& where,
+                                    int term) {
+    return Source{&args.x[term], where.inner, where.outer, where.rank};
   }
   static __device__ void LoadA(const Source& s, uint32_t smem, uint32_t bar, int k0) {
     ptx::TmaLoad4d(smem, s.map, bar, k0, s.inner, s.outer, s.rank);
