@@ -74,8 +74,8 @@ NOTES = """
   travel in panels, few rows were not one sweep, and matmul_all_reduce was two calls. So are those
   with Pallas and PyTorch beside. matmul_all_to_all on 2 was timed before there were tiles of 224
   columns, which it takes at none of these shapes.
-- The reduce-scatter of 336 rows on 2 GPUs is XLA's own sequence in J too, but took 9 % longer than S
-  (6 % in the run before; 204 rows: as long). Probably XLA, which times kernels when it compiles,
+- The reduce-scatter of 336 rows on 2 GPUs is XLA's own sequence in J too, but took 9 % longer than
+  S (6 % in the run before; 204 rows: as long). Probably XLA, which times kernels when it compiles,
   took another one for the second of two equal products.
 - Four shapes on 2 GPUs and one on 4 use configurations that were measured to be faster than the
   heuristic's (`jflux/tables`).
