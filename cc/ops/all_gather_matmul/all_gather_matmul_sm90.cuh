@@ -1,10 +1,10 @@
 // all_gather_matmul on Hopper: one kernel that sends, waits and multiplies.
 //
-// Every CTA has a sender. Senders take chunks of the own shard (panel_layout.h) from a counter and
-// move them, by TMA and bulk copies through shared memory, into the peers' workspaces. A chunk's
-// signal follows when its copy has completed, while the next chunk is under way. Meanwhile the
-// loaders start with the own rows, straight from x; a tile with others' rows is read from the
-// workspace panel by panel, as the signals come.
+// Every CTA has a sender (gather_sender_sm90.cuh). Senders take chunks of the own shard from a
+// counter and move them, by TMA and bulk copies through shared memory, into the peers' workspaces.
+// A chunk's signal follows when its copy has completed, while the next chunk is under way.
+// Meanwhile the loaders start with the own rows, straight from x; a tile with others' rows is read
+// from the workspace panel by panel, as the signals come.
 #ifndef JFLUX_OPS_ALL_GATHER_MATMUL_ALL_GATHER_MATMUL_SM90_CUH_
 #define JFLUX_OPS_ALL_GATHER_MATMUL_ALL_GATHER_MATMUL_SM90_CUH_
 
@@ -13,46 +13,9 @@
 #include "gpu/fragments_sm90.cuh"
 #include "gpu/gemm_config.h"
 #include "gpu/gemm_sm90.cuh"
-#include "ops/all_gather_matmul/all_gather_matmul.h"
-#include "ops/all_gather_matmul/panel_layout.h"
+#include "ops/all_gather_matmul/gather_sender_sm90.cuh"
 
 namespace jflux {
-
-// What each tile needs comes first: lines of constant memory are fetched when they are first read.
-struct AllGatherMatmulArgs {
-  DeviceState* state;
-  SymmetricView view;
-  Rows rows;
-  GatherOrder order;  // of cluster tiles
-  int64_t k;
-  int32_t splits;     // of k
-  int32_t num_tiles;  // times splits
-  int32_t weights;
-  int32_t a_bytes;  // of a box of rows
-  uint32_t signature, op;
-  // Whether y is the product as it is, row for row: nothing is added, applied or saved.
-  bool plain;
-  bool gated;  // a tile is as many columns of both weights
-  bool out_f32;
-  int32_t first_tile[kMaxWeights];  // tile column
-  int64_t n[kMaxWeights];
-  ChannelLayout channel;
-  PanelLayout layout;
-  int32_t send_group;   // blocks that are sent side by side: SendOrder
-  int32_t piece_bytes;  // of a piece, as it is read
-  void* y_data[kMaxWeights];
-  void* sums_data[kMaxWeights];    // or null
-  const float* bias[kMaxWeights];  // or null
-  Activation activation;
-  void* gathered;  // or null
-  CUtensorMap x;   // own rows, as the main loop reads them
-  CUtensorMap w[kMaxWeights];
-  CUtensorMap y[kMaxWeights];     // 16-bit types
-  CUtensorMap sums[kMaxWeights];  // likewise
-  CUtensorMap pieces;             // own rows, as they are sent
-  CUtensorMap workspace[2];       // rows of 64 columns, in the channel's halves
-  CUtensorMap gathered_rows;      // of `gathered`, to store pieces
-};
 
 template <typename Config_>
 struct AllGatherMatmulSm90 {
@@ -150,13 +113,13 @@ struct AllGatherMatmulSm90 {
       bool is_here = true;
       if (come + lane < count) {
         for (int src = first_src; src <= last_src; ++src) {
-          is_here &= HasCome(call, SignalOf(args, call, args.view.rank, src, block_m, chunk));
+          is_here &= HasCome(call, ChunkSignal(args, call, args.view.rank, src, block_m, chunk));
         }
       }
       const uint32_t missing = __ballot_sync(0xffffffff, !is_here);
       if ((missing & 1) != 0 && lane == 0) {
         for (int src = first_src; src <= last_src; ++src) {
-          AwaitPeer(call, SignalOf(args, call, args.view.rank, src, block_m, chunk), src, chunk);
+          AwaitPeer(call, ChunkSignal(args, call, args.view.rank, src, block_m, chunk), src, chunk);
         }
       }
       ptx::FenceProxyAsyncGlobal();  // the rows are read by TMA
@@ -179,17 +142,6 @@ struct AllGatherMatmulSm90 {
   static __device__ void LoadA(const Source& source, uint32_t smem, uint32_t bar, int k0) {
     ptx::TmaLoad2d(smem, source.map, bar, source.panel_rows == 0 ? k0 : 0,
                    source.row + k0 / Config::kTileK * source.panel_rows);
-  }
-
-  static __device__ Signal* SignalOf(const Args& args, const CallContext& call, int rank, int src,
-                                     int32_t block, int32_t chunk) {
-    return args.view.template At<Signal>(
-        rank, args.channel.SignalOffset(call.epoch) + args.layout.SignalOffset(src, block, chunk));
-  }
-  static __device__ char* RowOf(const Args& args, const CallContext& call, int rank, int32_t block,
-                                int32_t panel, int32_t row) {
-    return args.view.At(rank, args.channel.DataOffset(call.epoch) +
-                                  (args.layout.RowOf(block, panel) + row) * PanelLayout::kRowBytes);
   }
 
   // Where k is split, the last split of a tile adds the others' sums, in float32 and in the order
@@ -231,183 +183,9 @@ struct AllGatherMatmulSm90 {
     if (lane == 0) call.Done(EventKind::kWaitParts, start, block_m, tile.n);
   }
 
-  // Units are taken from a counter: first chunks to send, then chunks to copy into `gathered`.
-  // Nothing that a peer waits for comes after something that waits. The warp works out what is to
-  // be moved; one lane moves it.
   static __device__ void Send(const Args& args, const CallContext& call,
                               const GemmSmem<Config>& smem) {
-    static_assert(Config::kPieces == PanelLayout::kPieces &&
-                  Config::kPieceBytes == PanelLayout::kPieceRows * PanelLayout::kRowBytes);
-    const SendOrder order(args.layout, args.view.rank, args.send_group);
-    const int sends = order.Units();
-    const int copies = args.layout.rank_blocks * args.layout.Chunks();  // of a rank
-    const int units = sends + (args.gathered != nullptr ? args.view.world * copies : 0);
-    PieceBuffers buffers{smem};
-    int unit = NextUnit(args);
-    // Three pieces are on their way in while the fourth goes out, and the next unit follows without
-    // a gap: a unit's turns are latencies, all of which others can hide.
-    Chunk chunk = Chunk{};
-    if (unit < sends) {
-      chunk = ChunkOf(args, order.At(unit));
-      if (ptx::ElectOne()) {
-        for (int i = 0; i < 3; ++i) LoadPiece(args, buffers, chunk, i);
-      }
-    }
-    Chunk arriving = Chunk{};  // the one before, whose signal is still owed
-    uint64_t start = call.Start(), arriving_since = 0;
-    while (unit < sends) {
-      const int next_unit = NextUnit(args);
-      const Chunk next = next_unit < sends ? ChunkOf(args, order.At(next_unit)) : Chunk{};
-      if (ptx::ElectOne()) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          StorePiece(args, call, buffers, chunk, i);
-          ptx::BulkWaitRead<1>();  // the piece before this one can be loaded again
-          if (i == 0) {
-            LoadPiece(args, buffers, chunk, 3);
-          } else {
-            LoadPiece(args, buffers, next, i - 1);
-          }
-          if (i == 1) {
-            ptx::BulkWait<2>();
-            SignalChunk(args, call, arriving, arriving_since);
-          }
-        }
-      }
-      __syncwarp();
-      arriving = chunk;
-      arriving_since = start;
-      start = call.Start();
-      chunk = next;
-      unit = next_unit;
-    }
-    if (ptx::ElectOne()) {
-      ptx::BulkWait<0>();
-      SignalChunk(args, call, arriving, arriving_since);
-    }
-    __syncwarp();
-    for (; unit < units; unit = NextUnit(args)) {
-      const int i = unit - sends;
-      if (ptx::ElectOne()) CopyGathered(args, call, buffers, i / copies, i % copies);
-      __syncwarp();
-    }
-    if (ptx::ElectOne()) ptx::BulkWait<0>();
-  }
-
-  // For a whole warp.
-  static __device__ int NextUnit(const Args& args) {
-    return __shfl_sync(0xffffffff, threadIdx.x % 32 == 0 ? TakeUnit(args) : 0, 0);
-  }
-
-  // What a rank has of a block, in one chunk of k. Without rows there is nothing to be done.
-  struct Chunk {
-    int32_t peer, block, chunk;
-    typename PanelLayout::Part part;
-    int32_t row;  // of the shard
-  };
-  static __device__ Chunk ChunkOf(const Args& args, const SendUnit& unit) {
-    return ChunkOf(args, args.view.rank, SendPeer(args.view.rank, unit.step, args.view.world),
-                   unit.block, unit.chunk);
-  }
-  static __device__ Chunk ChunkOf(const Args& args, int src, int peer, int32_t block,
-                                  int32_t chunk) {
-    Chunk c{peer, block, chunk, args.layout.PartOf(src, block), 0};
-    c.row = static_cast<int32_t>(static_cast<int64_t>(block) * PanelLayout::kBlockRows +
-                                 c.part.begin - src * args.rows.PerRank());
-    return c;
-  }
-
-  // Shared memory for four pieces of a chunk.
-  struct PieceBuffers {
-    GemmSmem<Config> smem;
-    uint32_t parities = 0;  // a bit for each piece
-
-    __device__ uint32_t Await(int i) {
-      ptx::MbarrierWait(smem.PieceFull(i), (parities >> i) & 1);
-      parities ^= 1u << i;
-      return smem.Piece(i);
-    }
-  };
-
-  // Piece i of an own chunk, from x.
-  static __device__ void LoadPiece(const Args& args, PieceBuffers& buffers, const Chunk& c, int i) {
-    const auto piece = args.layout.PieceOf(c.part, c.chunk, i);
-    if (piece.rows <= 0) return;
-    const uint32_t bar = buffers.smem.PieceFull(i);
-    ptx::MbarrierArriveExpectTx(bar, args.piece_bytes);
-    ptx::TmaLoad2d(buffers.smem.Piece(i), &args.pieces, bar, piece.panel * PanelLayout::kColumns,
-                   c.row + piece.row);
-  }
-  static __device__ void StorePiece(const Args& args, const CallContext& call,
-                                    PieceBuffers& buffers, const Chunk& c, int i) {
-    const auto piece = args.layout.PieceOf(c.part, c.chunk, i);
-    if (piece.rows > 0) {
-      ptx::BulkStore(RowOf(args, call, c.peer, c.block, piece.panel, c.part.begin + piece.row),
-                     buffers.Await(i), piece.rows * PanelLayout::kRowBytes);
-    }
-    ptx::BulkCommit();  // also if it is empty: groups are counted
-  }
-  static __device__ void SignalChunk(const Args& args, const CallContext& call, const Chunk& c,
-                                     uint64_t since) {
-    if (c.part.end == 0) return;
-    ptx::FenceProxyAsyncGlobal();
-    StoreRelease(SignalOf(args, call, c.peer, args.view.rank, c.block, c.chunk), call.signal);
-    call.Done(EventKind::kSend, since, c.peer, c.chunk);
-  }
-
-  // Copies begin with the own chunks and go on as the others' arrive. `i` counts a rank's.
-  static __device__ void CopyGathered(const Args& args, const CallContext& call,
-                                      PieceBuffers& buffers, int step, int i) {
-    const int src = (args.view.rank + step) % args.view.world, chunks = args.layout.Chunks();
-    if (i / chunks >= args.layout.BlocksOf(src)) return;
-    const Chunk c =
-        ChunkOf(args, src, args.view.rank, args.layout.FirstBlock(src) + i / chunks, i % chunks);
-    const bool own = src == args.view.rank;
-    if (!own) {
-      AwaitPeer(call, SignalOf(args, call, args.view.rank, src, c.block, c.chunk), src, c.chunk);
-      ptx::FenceProxyAsyncGlobal();
-    }
-    ptx::BulkWaitRead<0>();
-    for (int p = 0; p < Config::kPieces; ++p) {
-      if (own) {
-        LoadPiece(args, buffers, c, p);
-        continue;
-      }
-      const auto piece = args.layout.PieceOf(c.part, c.chunk, p);
-      if (piece.rows <= 0) continue;
-      const uint32_t bar = buffers.smem.PieceFull(p);
-      ptx::MbarrierArriveExpectTx(bar, piece.rows * PanelLayout::kRowBytes);
-      ptx::BulkLoad(
-          buffers.smem.Piece(p),
-          RowOf(args, call, args.view.rank, c.block, piece.panel, c.part.begin + piece.row),
-          piece.rows * PanelLayout::kRowBytes, bar);
-    }
-    for (int p = 0; p < Config::kPieces; ++p) {
-      const auto piece = args.layout.PieceOf(c.part, c.chunk, p);
-      if (piece.rows <= 0) continue;
-      StoreGathered(args, buffers.Await(p), src * args.rows.PerRank() + c.row + piece.row, piece);
-      ptx::BulkCommit();
-    }
-  }
-
-  // A piece from virtual row `row0` on, to its actual rows: as a box, if these are as many as a box
-  // has and follow each other, else row by row.
-  static __device__ void StoreGathered(const Args& args, uint32_t smem, int64_t row0,
-                                       const PanelLayout::Piece& piece) {
-    const int64_t k0 = static_cast<int64_t>(piece.panel) * PanelLayout::kColumns;
-    const int64_t actual = args.rows.Actual(row0);
-    if (piece.rows == PanelLayout::kPieceRows &&
-        args.rows.Actual(row0 + piece.rows - 1) == actual + piece.rows - 1) {
-      ptx::TmaStore2d(&args.gathered_rows, smem, static_cast<int32_t>(k0),
-                      static_cast<int32_t>(actual));
-      return;
-    }
-    const auto bytes = static_cast<uint32_t>(2 * Min<int64_t>(PanelLayout::kColumns, args.k - k0));
-    for (int r = 0; r < piece.rows; ++r) {
-      ptx::BulkStore(
-          static_cast<char*>(args.gathered) + 2 * (args.rows.Actual(row0 + r) * args.k + k0),
-          smem + r * PanelLayout::kRowBytes, bytes);
-    }
+    GatherSender<Config>::Run(args, call, smem);
   }
 
   // How a block's 64 rows from virtual row `row0` on reach y.
