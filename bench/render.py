@@ -69,11 +69,11 @@ NOTES = """
 - With 3 ranks a rank's rows are never whole tiles.
 - An efficiency above 1 means that jflux's product was faster than XLA's.
 - The figures of 4 GPUs are of kernels that had no tiles of 224 or 256 columns and began and ended
-  later ([0003](design/0003-kernels.md)); on 2 GPUs the changes took 1 to 15 % of most calls' time.
-  With one process for each of 4 GPUs and with 3 GPUs they are older still: all-gathers did not
-  travel in panels, few rows were not one sweep, and matmul_all_reduce was two calls. So are those
-  with Pallas and PyTorch beside. matmul_all_to_all on 2 was timed before there were tiles of 224
-  columns, which it takes at none of these shapes.
+  later ([0003](design/0003-kernels.md)); on 2 GPUs that took 1 to 8 % of most calls' time, and up
+  to 10 % more where tiles of 224 fit. With one process for each of 4 GPUs and with 3 GPUs they are
+  older still: all-gathers did not travel in panels, few rows were not one sweep, and
+  matmul_all_reduce was two calls. So are those with Pallas and PyTorch beside. matmul_all_to_all
+  on 2 was timed before there were tiles of 224 columns, which it takes at none of these shapes.
 - The reduce-scatter of 336 rows on 2 GPUs is XLA's own sequence in J too, but took 9 % longer than
   S (6 % in the run before; 204 rows: as long). Probably XLA, which times kernels when it compiles,
   took another one for the second of two equal products.
