@@ -26,9 +26,9 @@ struct GemmChoice {
 // Those that have kernels, each with a usual group.
 inline constexpr GemmChoice kCompiled[] = {{192, 2, 8}, {256, 2, 8}, {224, 2, 8}, {192, 1, 16},
                                            {160, 2, 8}, {128, 2, 8}, {128, 1, 16}};
-// Whether both consumers share a tile, and nothing is multiplied while it is finished
-// (GemmConfig::kCooperative).
-inline constexpr bool IsShared(const GemmChoice& c) { return c.tile_n > 192; }
+// Whether both consumers share a tile of so many columns, since one of them has no registers for
+// it: then nothing is multiplied while it is finished.
+inline constexpr bool IsShared(int32_t tile_n) { return tile_n > 192; }
 
 inline constexpr int32_t kGemmTileM = 128;
 // Of a box of A. Rows past the array's end would be filled with zeros, which takes longer than
@@ -78,7 +78,7 @@ inline GemmChoice ChooseGemm(int world, int64_t rows_per_rank, int64_t n, int sm
   const bool one_sweep = InOneSweep(world, rows_per_rank);
   const int64_t m = world * rows_per_rank;
   const auto cost = [&](const GemmChoice& c) {
-    return EstimateCost(c, m, n, sm_count) * (IsShared(c) ? shared : 1);
+    return EstimateCost(c, m, n, sm_count) * (IsShared(c.tile_n) ? shared : 1);
   };
   GemmChoice best{192, 1, 16};
   for (const GemmChoice& c : kCompiled) {

@@ -7,6 +7,7 @@
 
 #include "core/platform.h"
 #include "core/tile_order.h"
+#include "gpu/gemm_config.h"
 #include "gpu/ptx.cuh"
 
 namespace jflux {
@@ -29,9 +30,9 @@ struct GemmConfig {
   static constexpr int kConsumers = 2;
   static constexpr int kBlocks = kTileM / 64;       // of a tile: the rows of one wgmma
   static constexpr int kAccumulators = kTileN / 2;  // of a thread, for a block
-  // Whether the consumers share each tile, since one of them has no registers for all of it:
-  // consumer i has block i. Else each has all blocks of every other tile.
-  static constexpr bool kCooperative = kBlocks * kAccumulators > 192;
+  // Whether the consumers share each tile: consumer i has block i. Else each has all blocks of
+  // every other tile.
+  static constexpr bool kCooperative = IsShared(kTileN);
   static constexpr int kOwnBlocks = kCooperative ? kBlocks / kConsumers : kBlocks;
   static_assert(!kCooperative || kBlocks == kConsumers);
   // Whether a tile can be half one w's columns and half another's.

@@ -5,6 +5,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <iterator>
 #include <string>
 
 #include "gpu/gemm_config.h"
@@ -13,37 +14,27 @@
 
 namespace jflux {
 
-// Calls visit.template operator()<Config>() for the configuration that fits; false if none does.
+// Calls visit.template operator()<Config>() for the configuration that fits, of those from kFirst
+// on; false if none does.
+template <typename T, bool kTransposeRhs, size_t kFirst = 0, typename F>
+bool WithTile(const GemmChoice& c, F&& visit) {
+  if constexpr (kFirst == std::size(kCompiled)) {
+    return false;
+  } else {
+    constexpr GemmChoice kThis = kCompiled[kFirst];
+    if (c.tile_n == kThis.tile_n && c.cluster_m == kThis.cluster_m) {
+      return visit
+          .template operator()<GemmConfig<T, kThis.tile_n, kThis.cluster_m, kTransposeRhs>>();
+    }
+    return WithTile<T, kTransposeRhs, kFirst + 1>(c, visit);
+  }
+}
+
 template <typename F>
 bool WithGemmConfig(DType dtype, bool transpose_rhs, const GemmChoice& c, F&& visit) {
-  const auto with_tile = [&](auto type, auto transpose) {
-    using T = decltype(type);
-    constexpr bool kTranspose = decltype(transpose)::value;
-    if (c.tile_n == 256 && c.cluster_m == 2) {
-      return visit.template operator()<GemmConfig<T, 256, 2, kTranspose>>();
-    }
-    if (c.tile_n == 224 && c.cluster_m == 2) {
-      return visit.template operator()<GemmConfig<T, 224, 2, kTranspose>>();
-    }
-    if (c.tile_n == 192 && c.cluster_m == 2) {
-      return visit.template operator()<GemmConfig<T, 192, 2, kTranspose>>();
-    }
-    if (c.tile_n == 192 && c.cluster_m == 1) {
-      return visit.template operator()<GemmConfig<T, 192, 1, kTranspose>>();
-    }
-    if (c.tile_n == 160 && c.cluster_m == 2) {
-      return visit.template operator()<GemmConfig<T, 160, 2, kTranspose>>();
-    }
-    if (c.tile_n == 128 && c.cluster_m == 2) {
-      return visit.template operator()<GemmConfig<T, 128, 2, kTranspose>>();
-    }
-    if (c.tile_n == 128 && c.cluster_m == 1) {
-      return visit.template operator()<GemmConfig<T, 128, 1, kTranspose>>();
-    }
-    return false;
-  };
   const auto with_type = [&](auto type) {
-    return transpose_rhs ? with_tile(type, std::true_type{}) : with_tile(type, std::false_type{});
+    using T = decltype(type);
+    return transpose_rhs ? WithTile<T, true>(c, visit) : WithTile<T, false>(c, visit);
   };
   return dtype == DType::kF16 ? with_type(__half{}) : with_type(__nv_bfloat16{});
 }
