@@ -264,7 +264,10 @@ def section_choices(ranks: int, names: list[str], rounds: int) -> list[str]:
         key = _tuner.key_of(shape.op, m, n, k, ranks, jnp.bfloat16, False)
         chosen = _tuning.heuristic(key, sm_count)
         tried = [chosen, _tuning.LAX]
-        for tile in _tuning.compiled():
+        few = shape.m <= _tuner.CUDA_TILE_ROWS
+        if few:
+            tried += _tuner.candidates(key, sm_count)
+        for tile in () if few else _tuning.compiled():
             group = chosen.group_m * chosen.cluster_m // tile.cluster_m
             tried.append(dataclasses.replace(tile, group_m=max(1, group) if chosen.group_m else 0))
         seconds = _tuner.measure(

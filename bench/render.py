@@ -81,9 +81,11 @@ NOTES = """
   heuristic's (`jflux/tables`).
 - By the table of small collectives on 4 GPUs, jflux has since left to XLA: all_to_all of 4 MiB
   (there 1.17 of XLA's time) and the norm after sums of 256 KiB and more (J there; now as
-  "apart"). Sums above 1 MiB have since gone in chunks up to 8 MiB; they were timed on 2 GPUs in
-  one process alone, up to 16 MiB, and those of 4 to 16 MiB are medians as that run printed them
-  ([0006](design/0006-small-collectives.md)).
+  "apart"). Sums above 1 MiB have since gone in chunks up to 8 MiB
+  ([0006](design/0006-small-collectives.md)). On 2 GPUs chunks would still be 5 % faster than XLA at
+  64 MiB, but take 256 MiB of the heap; above 16 MiB it is XLA's.
+- matmul_all_reduce of 32 to 128 rows is one kernel on 2 GPUs, and XLA's product and all_reduce on
+  more.
 - On every grid it helps most to have no loop over the layers ("unrolled", 10 to 17 % less time
   than "+ fused"; "none unrolled" takes 4 to 9 % less than "none"): XLA copies what one iteration
   hands to the next, and slices stacked weights. Most of what "+ fused" saves on 1x2x1x1 (12 %) is

@@ -35,7 +35,8 @@ class Choice:
       tile_n: columns of a tile, which has 128 rows.
       cluster_m: CTAs one below the other that share the loading of w.
       group_m: rows of clusters that share a sweep over w; 0: all do, whichever rank's they are.
-      splits: of k, each computed by another CTA (all_gather_matmul, without clusters, up to 16).
+      splits: of k, each computed by another CTA (all_gather_matmul, without clusters, up to 16; and
+        matmul_all_reduce of few rows, 2).
     """
 
     tile_n: int

@@ -66,7 +66,8 @@ def run(name: str, command: list[str], logs: pathlib.Path, share: float, until: 
         name=name,
         seconds=time.monotonic() - start,
         summary=re.sub(r" in [\d.]+s.*", "", last).strip("= ") if ended else f"not ended: {last}",
-        details=[line for line in lines if re.match(r"(FAILED|ERROR|E  |Fatal)", line)][:6],
+        details=[line for line in lines if re.match(r"(FAILED|ERROR|E  |Fatal)", line)][:6]
+        or [line for line in lines if re.match(r'  File ".*/tests/', line)][:6],  # where it hangs
         right=code == 0,
     )
 
@@ -87,7 +88,8 @@ def main() -> int:
 
     def test(name: str, share: float) -> Outcome:
         command = [sys.executable, "-m", "pytest", "-q", "--no-header", "--maxfail=5",
-                   "-p", "no:cacheprovider", f"test_{name}.py"]  # fmt: skip
+                   "-p", "no:cacheprovider", "-o", "faulthandler_timeout=60",
+                   f"test_{name}.py"]  # fmt: skip
         outcome = run(name, command, args.logs, share, until)
         print(f"{name}: {outcome.summary}", flush=True)
         return outcome

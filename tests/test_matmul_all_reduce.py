@@ -81,11 +81,11 @@ def test_every_mesh(way, shape):
         _check(mesh, axis_name, x, normal(1, (*shape, 16, 24), jnp.bfloat16))
 
 
-def _operands(dtype, rows=2 * RANKS, k=16, n=32):
+def _operands(dtype, rows=2 * RANKS, k=16, n=32, ranks=RANKS):
     """x and w of each rank; residual, scale and bias of all."""
     return (
-        normal(0, (RANKS, rows, k), dtype),
-        normal(1, (RANKS, k, n), dtype),
+        normal(0, (ranks, rows, k), dtype),
+        normal(1, (ranks, k, n), dtype),
         normal(2, (rows, n), dtype),
         normal(3, (n,), np.float32),
         normal(4, (n,), np.float32),
@@ -161,10 +161,14 @@ def test_the_backward_pass_needs_no_communication(way):
 
 
 def test_which_way_by_size():
-    small, large = (8, 1024), (4096, 1024)
-    assert not matmul_all_reduce.scatters(small, np.dtype(jnp.bfloat16), 4)
-    assert matmul_all_reduce.scatters(large, np.dtype(jnp.bfloat16), 4)
-    assert not matmul_all_reduce.scatters(large, np.dtype(jnp.bfloat16), 3)
+    def one(rows, columns, world, *dtypes):
+        return matmul_all_reduce.is_one_call((rows, columns), dtypes or (jnp.bfloat16,) * 3, world)
+
+    assert not one(8, 1024, 4) and one(4096, 1024, 4) and not one(4096, 1024, 3)
+    assert one(64, 8192, 2) and one(34, 8192, 2) and one(128, 12288, 2)  # few rows
+    assert not one(16, 28672, 2) and not one(64, 4096, 2) and not one(49, 12288, 2)
+    assert not one(128, 12288, 4) and not one(64, 12288, 2, *(np.float32,) * 3)
+    assert not one(64, 12288, 2, jnp.bfloat16, jnp.bfloat16, np.float32)
 
 
 def test_which_calls_the_kernel_of_gpus_takes():
@@ -173,6 +177,7 @@ def test_which_calls_the_kernel_of_gpus_takes():
 
     assert fits(2048, 8192) and fits(512, 8192) and fits(768, 8192, world=3)
     assert not fits(2048 + 4, 8192) and not fits(256, 8192)  # whole tiles for each rank
+    assert fits(128, 12288, world=2) and not fits(128, 12288) and not fits(128, 2048, world=2)
     assert not fits(2048, 8193) and not fits(2048, 8192, k=63)  # whole units of 16 bytes
     assert not fits(2048, 8192, out=np.float32)
     # Parts and finished tiles, 17 MB with tiles of 192 columns, so 32 MiB for each of two calls.
@@ -181,18 +186,68 @@ def test_which_calls_the_kernel_of_gpus_takes():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows, columns", [(512, 4104), (2048, 2048), (8192, 12288)])
+@pytest.mark.parametrize("rows, columns", [(64, 12288), (512, 4104), (2048, 2048), (8192, 12288)])
 def test_heap_of_the_kernel(rows, columns):
     """No call is taken that needs more than was said, but for signals."""
-    rows = rows // 512 * 128 * RANKS
+    rows = rows // 512 * 128 * RANKS or rows // RANKS * RANKS
     for choice in _tuning.compiled():
         product = _heap.Product(
             op="matmul_all_reduce", world=RANKS, outer=1, inner=rows // RANKS, k=64, n=columns,
             dtype=np.dtype(jnp.bfloat16), out_dtype=np.dtype(jnp.bfloat16), transpose_rhs=False,
             choice=dataclasses.astuple(choice),
         )  # fmt: skip
-        said = matmul_all_reduce.heap_bytes_of(rows, columns)
+        said = matmul_all_reduce.heap_bytes_of(rows, columns, RANKS)
         assert product.channel_bytes() <= said * 1.01 + 8192
+
+
+@pytest.mark.parametrize("dtype, transpose_rhs", [(jnp.bfloat16, False), (np.float16, True)])
+@pytest.mark.parametrize("rows", [32, 64, 100, 128])
+def test_few_rows(rows, dtype, transpose_rhs):
+    """One call of two ranks: more tiles than a GPU has SMs, and fewer; with k for both CTAs of a
+    cluster, and not; rows that fill no tile."""
+    mesh = make_mesh((2,))
+    f = functools.partial(jflux.matmul_all_reduce, axis_name="tp", transpose_rhs=transpose_rhs)
+    for k, n in ((56, 10248), (136, 26008), (328, 10248)):
+        x = normal(0, (2, rows, k), dtype)
+        w = normal(1, (2, *((n, k) if transpose_rhs else (k, n))), dtype)
+        assert fused_calls(compiled_text(per_device(mesh, f), x, w)) == ["matmul_all_reduce"]
+        for splits in (1, 2):
+            with _tuning.force(_tuning.Choice(128, 1, 1, splits)):
+                _check(mesh, "tp", x, w, transpose_rhs=transpose_rhs)
+    x, w, residual, *_ = operands = _operands(dtype, rows, 72, 10248, ranks=2)
+    (y,) = run(jax.jit(_program(jflux, mesh, "residual")), *operands)
+    x, w, residual = (a.astype(np.float64) for a in (x, w, residual))
+    want = np.einsum("rmk,rkn->mn", x, w) + residual
+    size = np.einsum("rmk,rkn->mn", abs(x), abs(w)) + abs(residual)
+    testing.assert_close(y, want, size, dtype, 2 * 72)
+
+
+def test_few_rows_of_other_types_are_summed_apart():
+    mesh = make_mesh((2,))
+    x, w = normal(0, (2, 64, 8), np.float32), normal(1, (2, 8, 10240), np.float32)
+    f = functools.partial(jflux.matmul_all_reduce, axis_name="tp")
+    assert fused_calls(compiled_text(per_device(mesh, f), x, w)) == ["all_reduce"]
+    _check(mesh, "tp", x, w, precision="highest")
+
+
+@pytest.mark.parametrize(
+    "most_bytes, op", [(4 << 20, "all_reduce"), (2 << 20, "matmul_all_reduce")]
+)
+def test_a_batch_of_few_rows(monkeypatch, most_bytes, op):
+    """One sum, or, if that is large, one call of all rows."""
+    monkeypatch.setattr(matmul_all_reduce, "MOST_BYTES", most_bytes)
+    mesh = make_mesh((2,))
+    x, w = normal(0, (2, 4, 64, 8), jnp.bfloat16), normal(1, (2, 8, 8192), jnp.bfloat16)
+    one = functools.partial(jflux.matmul_all_reduce, axis_name="tp")
+    f = jax.vmap(one, in_axes=(0, None))
+    assert fused_calls(compiled_text(per_device(mesh, f), x, w)) == [op]
+    y = run(jax.jit(per_device(mesh, f)), x, w)
+    x, w = x.astype(np.float64), w.astype(np.float64)
+    for rank in y:
+        testing.assert_close(
+            rank, np.einsum("rbmk,rkn->bmn", x, w), np.einsum("rbmk,rkn->bmn", abs(x), abs(w)),
+            jnp.bfloat16, 16,
+        )  # fmt: skip
 
 
 def test_transforms(way):

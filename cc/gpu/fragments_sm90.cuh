@@ -20,8 +20,8 @@ struct Fragments {
 
   // A staging's worth: both row halves, or in float32 one.
   template <bool kFloat32>
-  static __device__ __forceinline__ void Stage(const float (&acc)[Config::kAccumulators], int round,
-                                               uint32_t smem) {
+  static __device__ __forceinline__ void Stage(const float (&acc)[Config::kSliceAccumulators],
+                                               int round, uint32_t smem) {
     const uint32_t at = smem + ThreadOffset();
 #pragma unroll
     for (int p = 0; p < 2 * kUnits; ++p) {
@@ -32,7 +32,7 @@ struct Fragments {
 
   // Adds a whole block, from global memory.
   template <bool kFloat32>
-  static __device__ __forceinline__ void Add(float (&acc)[Config::kAccumulators],
+  static __device__ __forceinline__ void Add(float (&acc)[Config::kSliceAccumulators],
                                              const char* block) {
     const char* at = block + ThreadOffset();
 #pragma unroll
@@ -56,15 +56,15 @@ struct Fragments {
  private:
   // Units of 16 bytes: in a 16-bit type a unit holds the columns of four j of a row half, in
   // float32 those of two. A warp's threads are side by side, and its units 512 bytes apart.
-  static constexpr int kUnits = Config::kTileN / 32;
+  static constexpr int kUnits = Config::kSliceN / 32;
 
   static __device__ __forceinline__ uint32_t ThreadOffset() {
     return threadIdx.x % 128 / 32 * kWarpBytes + threadIdx.x % 32 * 16;
   }
 
   template <bool kFloat32>
-  static __device__ __forceinline__ uint4 Get(const float (&acc)[Config::kAccumulators], int half,
-                                              int p) {
+  static __device__ __forceinline__ uint4 Get(const float (&acc)[Config::kSliceAccumulators],
+                                              int half, int p) {
     if constexpr (kFloat32) {
       const float* a = &acc[8 * p + 2 * half];
       return make_uint4(__float_as_uint(a[0]), __float_as_uint(a[1]), __float_as_uint(a[4]),
@@ -76,7 +76,7 @@ struct Fragments {
     }
   }
   template <bool kFloat32>
-  static __device__ __forceinline__ void AddUnit(float (&acc)[Config::kAccumulators], int half,
+  static __device__ __forceinline__ void AddUnit(float (&acc)[Config::kSliceAccumulators], int half,
                                                  int p, uint4 v) {
     if constexpr (kFloat32) {
       float* a = &acc[8 * p + 2 * half];

@@ -15,7 +15,8 @@ struct GemmChoice {
   int32_t tile_n;      // columns per CTA tile; it always has 128 rows
   int32_t cluster_m;   // 2 or 1 CTAs one below the other
   int32_t group_m;     // cluster tile rows that share a sweep over n; 0: all do
-  int32_t splits = 1;  // of k, each computed by another CTA: all-gather, up to 16, no clusters
+  int32_t splits = 1;  // of k, each computed by another CTA: all-gather, up to 16, no clusters; and
+                       // all-reduce of few rows, 2
 
   bool operator==(const GemmChoice& o) const {
     return tile_n == o.tile_n && cluster_m == o.cluster_m && group_m == o.group_m &&
@@ -134,18 +135,20 @@ inline int32_t SplitsOf(const GemmChoice& c, int64_t k) {
 }
 
 // Microseconds that a product of few rows takes, by how long it takes to read w: with whole waves
-// from memory, with the last one perhaps as fast as its SMs can. As read on an H200.
-inline double EstimateFew(const GemmChoice& c, int64_t m, int64_t n, int64_t k, int sm_count) {
-  // Bytes per microsecond of memory and of one SM; x's count half, since they are in L2. What the
-  // first sum costs that a tile adds, and each one after it.
-  constexpr double kMemory = 3.7e6, kSm = 5.4e4, kOfX = 0.5, kFirstSum = 14, kSum = 2;
+// from memory, with the last one perhaps as fast as its SMs can. As read on an H200. first_sum:
+// what the first sum costs that a tile adds; 14 through memory.
+inline double EstimateFew(const GemmChoice& c, int64_t m, int64_t n, int64_t k, int sm_count,
+                          double first_sum = 14) {
+  // Bytes per microsecond of memory and of one SM; x's count half, since they are in L2. What each
+  // sum after the first costs.
+  constexpr double kMemory = 3.7e6, kSm = 5.4e4, kOfX = 0.5, kSum = 2;
   const auto units = static_cast<int>(CeilDiv<int64_t>(n, c.tile_n) * c.splits);
   const double column_bytes = 2.0 * static_cast<double>(k) / c.splits;
   const double w = column_bytes * c.tile_n, x = column_bytes * static_cast<double>(m);
   const auto wave = [&](int count) { return Max(count * w / kMemory, (w + kOfX * x) / kSm); };
   const int rest = units % sm_count;
   return units / sm_count * wave(sm_count) + (rest > 0 ? wave(rest) : 0) +
-         (c.splits > 1 ? kFirstSum + kSum * (c.splits - 2) : 0);
+         (c.splits > 1 ? first_sum + kSum * (c.splits - 2) : 0);
 }
 
 // With few rows, enough SMs should read w all the time. If there are fewer tiles, k may be split.

@@ -1,7 +1,8 @@
 // A persistent, warp-specialised GEMM main loop for Hopper, with hooks per tile.
 //
 // A CTA computes kTileM x kTileN tiles; kClusterM CTAs form a cluster that computes that many tiles
-// one below the other, sharing w's tile by multicast. Three warpgroups:
+// one below the other, sharing w's tile by multicast. Or kClusterK of them compute a part of k each
+// of one tile, and each finishes a slice of its columns (gpu/cluster_sum.cuh). Three warpgroups:
 //
 //   0, warp 0   loader: feeds the stages by TMA, one tile's operands after the other's
 //   0, warp 1   Op::Send: moves this rank's data to its peers (all-gather); then, if there are
@@ -31,6 +32,7 @@
 #include <cstdint>
 
 #include "core/tile_order.h"
+#include "gpu/cluster_sum.cuh"
 #include "gpu/gemm_call.cuh"
 #include "gpu/gemm_smem.cuh"
 #include "gpu/ptx.cuh"
@@ -67,7 +69,7 @@ template <typename Config>
 __device__ __forceinline__ void LoadB(uint32_t smem_b, const Rhs& rhs, uint32_t bar, int k0,
                                       uint32_t cta) {
   constexpr int kHalf = Config::kTileN / 2;
-  const int i = static_cast<int>(cta);
+  const int i = Config::kClusterM == 1 ? 0 : static_cast<int>(cta);
   const auto load = [&](int at, const CUtensorMap* map, int inner, int outer) {
     if constexpr (Config::kClusterM == 1) {
       ptx::TmaLoad2d(smem_b + at, map, bar, inner, outer);
@@ -129,7 +131,7 @@ __device__ __forceinline__ void PinAll(Accumulators<Config>& acc) {
 
 template <typename Config>
 __device__ __forceinline__ int32_t BlockRow(Tile tile, uint32_t cta) {
-  return tile.m * Config::kClusterM + static_cast<int32_t>(cta);
+  return tile.m * Config::kClusterM + (Config::kClusterM == 1 ? 0 : static_cast<int32_t>(cta));
 }
 
 // K blocks of a tile, over all its terms.
@@ -174,24 +176,24 @@ __device__ __forceinline__ auto RunScout(const typename Op::Args& args, const Ca
   };
   for (;;) {
     Tile tile = kNoTile;
-    int tile_blocks = 0;
-    typename Op::Where where[Config::kClusterM]{};  // [0]: this CTA's, in the end
+    int k_blocks[Config::kCluster]{};
+    typename Op::Where where[Config::kCluster]{};  // [0]: this CTA's, in the end
     if (cta == 0) {
       const int32_t t = __shfl_sync(0xffffffff, taken, 0);
       if (t < args.num_tiles) {
         tile = Op::TileAt(args, t);
-        tile_blocks = BlocksOf<Op>(args, tile);
 #pragma unroll
-        for (int i = 0; i < Config::kClusterM; ++i) {
+        for (int i = 0; i < Config::kCluster; ++i) {
+          k_blocks[i] = BlocksOf<Op>(args, ShareOf<Config>(tile, i));
           where[i] = Op::WhereOf(args, BlockRow<Config>(tile, i), tile);
         }
       }
-      if (lane == 0) PublishTile(smem, slots, tile, tile_blocks, where);
+      if (lane == 0) PublishTile(smem, slots, tile, k_blocks, where);
       slots.Advance();
     } else {
       receive_until(smem.SlotFull(reader.ring.index), reader.ring.parity);
       tile = reader.Enter();
-      tile_blocks = reader.Blocks();
+      k_blocks[0] = reader.Blocks();
       where[0] = reader.template Where<typename Op::Where>();
       reader.Leave();
     }
@@ -206,7 +208,7 @@ __device__ __forceinline__ auto RunScout(const typename Op::Args& args, const Ca
         __syncwarp();
         if (lane == 0) ptx::StoreSharedRelease(smem.RowsMark(), blocks + come);
       });
-      blocks += tile_blocks;
+      blocks += k_blocks[0];
       if (lane == 0) call.Done(EventKind::kWaitRows, start, block_m, tile.n);
     }
     // A loader that waits for no rows may have begun with two tiles before another CTA's scout
@@ -349,15 +351,20 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
   uint32_t turn_parity = consumer == 0 ? 1 : 0;  // the first turn is consumer 0's
   const bool records = call.recording && threadIdx.x % 128 == 0;
   Accumulators<Config> acc;
+  ClusterSum<Config> sum{smem, consumer, static_cast<int>(cta)};
   const auto release = [&](int stage) {
     if (lane < Config::kClusterM) {
-      ptx::MbarrierArriveRemote(ptx::MapToCta(smem.Empty(stage), lane));
+      ptx::MbarrierArriveRemote(
+          ptx::MapToCta(smem.Empty(stage), Config::kClusterM == 1 ? cta : lane));
     }
   };
   for (int turn = 0;; turn ^= 1) {
     const Ring<Config::kSlots> slot = reader.ring;
     const Tile tile = reader.Enter();
-    if (!IsTile(tile)) return reader.Leave();
+    if (!IsTile(tile)) {
+      sum.AwaitReaders();
+      return reader.Leave();
+    }
     const int k_blocks = reader.Blocks();
     if (!Config::kCooperative && turn != consumer) {
       reader.Leave();
@@ -402,8 +409,17 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
     if (last >= 0) release(last);
     if (records) call.Done(EventKind::kMultiply, start, block_m, tile.n);
     start = call.Start();
-    Op::Finish(args, call, staging, acc, block_m, tile,
-               [&] { ptx::MbarrierWait(smem.PartsReady(slot.index), slot.parity); });
+    const auto await_parts = [&] { ptx::MbarrierWait(smem.PartsReady(slot.index), slot.parity); };
+    if constexpr (Config::kClusterK == 1) {
+      Op::Finish(args, call, staging, acc, block_m, tile, await_parts);
+    } else {
+      Slices<Config> slices;
+#pragma unroll
+      for (int block = 0; block < Config::kOwnBlocks; ++block) {
+        if (Op::HasRows(args, block)) sum.Run(acc[block], slices[block]);
+      }
+      Op::Finish(args, call, staging, slices, block_m, tile, await_parts);
+    }
     if (records) call.Done(EventKind::kEpilogue, start, block_m, tile.n);
     reader.Leave();
   }
@@ -430,6 +446,7 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
 //   MakeReceiver(smem), Receive(args, call, receiver, waits), ReceiveRest(args, call, receiver)
 //                                       all lanes of the scout, when it has time, as long as it is
 //                                       true; in the end
+//   HasRows(args, block)                whether a tile's block has any, if kClusterK > 1
 //   Send(args, call, smem)              a warp; everything that peers wait for without waiting
 //   Finish(args, call, staging, acc, block_m, tile, await_parts)
 //                                       adds the parts and stages, block by block, what Store
@@ -441,7 +458,7 @@ __device__ __forceinline__ void RunGemm(const typename Op::Args& args) {
   using Config = typename Op::Config;
   extern __shared__ __align__(1024) uint8_t storage[];
   const GemmSmem<Config> smem{ptx::SmemAddress(storage)};
-  const uint32_t cta = Config::kClusterM == 1 ? 0 : ptx::ClusterCtaRank();
+  const uint32_t cta = Config::kCluster == 1 ? 0 : ptx::ClusterCtaRank();
   const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);
   const int lane = threadIdx.x % 32;
 
@@ -466,6 +483,10 @@ __device__ __forceinline__ void RunGemm(const typename Op::Args& args) {
       ptx::MbarrierInit(smem.Turn(i), 4);
       ptx::MbarrierInit(smem.Staged(i), 128);
       ptx::MbarrierInit(smem.Stored(i), 1);
+      if (Config::kClusterK > 1) {
+        ptx::MbarrierInit(smem.OthersCame(i), 1);
+        ptx::MbarrierInit(smem.OthersRead(i), 4 * Config::kClusterK);
+      }
     }
     for (int i = 0; i < Config::kPieces; ++i) ptx::MbarrierInit(smem.PieceFull(i), 1);
     ptx::StoreSharedRelease(smem.RowsMark(), 0);
@@ -473,7 +494,7 @@ __device__ __forceinline__ void RunGemm(const typename Op::Args& args) {
   }
   const CallContext call = MakeContext(args);
   __syncthreads();
-  if (Config::kClusterM > 1) ptx::ClusterSyncRelaxed();
+  if (Config::kCluster > 1) ptx::ClusterSyncRelaxed();
 
   if (warp < 4) {
     ptx::RegistersDown<Config::kLoaderRegisters>();
@@ -494,7 +515,7 @@ __device__ __forceinline__ void RunGemm(const typename Op::Args& args) {
         LeaveCounters(args);
         EndOfWaits(args);
       }
-      if (Config::kClusterM > 1 && cta == 0) {
+      if (Config::kCluster > 1 && cta == 0) {
         AwaitAllEmpty(slots, [&](int slot) { return smem.SlotEmpty(slot); });
       }
     }

@@ -12,13 +12,19 @@
 
 namespace jflux {
 
-template <typename T_, int kTileN_, int kClusterM_, bool kTransposeRhs_>
+// A cluster's CTAs are one below the other (kClusterM of them), or share the k of one tile, and
+// each finishes a slice of its columns (kClusterK of them).
+template <typename T_, int kTileN_, int kClusterM_, bool kTransposeRhs_, int kClusterK_ = 1>
 struct GemmConfig {
   using T = T_;
   static constexpr int kTileM = 128;
   static constexpr int kTileN = kTileN_;
   static constexpr int kTileK = 64;
   static constexpr int kClusterM = kClusterM_;
+  static constexpr int kClusterK = kClusterK_;
+  static constexpr int kCluster = kClusterM * kClusterK;
+  static constexpr int kSliceN = kTileN / kClusterK;  // columns that a CTA finishes
+  static_assert(kClusterK == 1 || (kClusterM == 1 && !IsShared(kTileN) && kSliceN % 32 == 0));
   static constexpr bool kTransposeRhs = kTransposeRhs_;  // w is [n, k], K-major
 
   static constexpr int kThreads = 384;
@@ -30,6 +36,7 @@ struct GemmConfig {
   static constexpr int kConsumers = 2;
   static constexpr int kBlocks = kTileM / 64;       // of a tile: the rows of one wgmma
   static constexpr int kAccumulators = kTileN / 2;  // of a thread, for a block
+  static constexpr int kSliceAccumulators = kSliceN / 2;
   // Whether the consumers share each tile: consumer i has block i. Else each has all blocks of
   // every other tile.
   static constexpr bool kCooperative = IsShared(kTileN);
@@ -42,13 +49,17 @@ struct GemmConfig {
   static constexpr int kABytes = kTileM * kTileK * 2;
   static constexpr int kBBytes = kLoadN * kTileK * 2;
   // A block in a 16-bit type, on its way out.
-  static constexpr int kStagingBytes = 64 * kTileN * 2;
+  static constexpr int kStagingBytes = 64 * kSliceN * 2;
+  // A block's slice in float32, on its way to who finishes it (gpu/cluster_sum.cuh), and what a
+  // consumer gets of the others.
+  static constexpr int kSliceBytes = 64 * kSliceN * 4;
+  static constexpr int kOthersBytes = (kClusterK - 1) * kSliceBytes;
   static constexpr int kPieceBytes = 4096;  // of what Op::Send moves
   static constexpr int kPieces = 4;
   static constexpr int kBarrierBytes = 1024;
-  static constexpr int kStages =
-      (232448 - kBarrierBytes - kPieces * kPieceBytes - kConsumers * kStagingBytes) /
-      (kABytes + kBBytes);
+  static constexpr int kStages = (232448 - kBarrierBytes - kPieces * kPieceBytes -
+                                  kConsumers * (kStagingBytes + kOthersBytes)) /
+                                 (kABytes + kBBytes);
   // How the CTAs of a cluster share the loading of w's tile, stored [k, n]: by rows.
   static constexpr int kBoxRows = kTileK / kClusterM;
   static constexpr int kSlots = 8;  // tiles handed out and not yet finished
@@ -56,7 +67,8 @@ struct GemmConfig {
   // Shared memory, in this order.
   static constexpr int kBOffset = kStages * kABytes;
   static constexpr int kStagingOffset = kBOffset + kStages * kBBytes;
-  static constexpr int kSendOffset = kStagingOffset + kConsumers * kStagingBytes;
+  static constexpr int kOthersOffset = kStagingOffset + kConsumers * kStagingBytes;
+  static constexpr int kSendOffset = kOthersOffset + kConsumers * kOthersBytes;
   static constexpr int kBarrierOffset = kSendOffset + kPieces * kPieceBytes;
   static constexpr int kSmemBytes = kBarrierOffset + kBarrierBytes;
   static_assert(kSmemBytes <= 232448);
@@ -73,6 +85,10 @@ struct GemmSmem {
   }
   __device__ uint32_t Staging(int consumer) const {
     return base + Config::kStagingOffset + consumer * Config::kStagingBytes;
+  }
+  // A consumer's slice as the cluster's `i`-th other CTA has summed it.
+  __device__ uint32_t Other(int consumer, int i) const {
+    return base + Config::kOthersOffset + consumer * Config::kOthersBytes + i * Config::kSliceBytes;
   }
   __device__ uint32_t Piece(int i) const {
     return base + Config::kSendOffset + i * Config::kPieceBytes;
@@ -95,8 +111,11 @@ struct GemmSmem {
   // A consumer's staging: written by it; read by the storer.
   __device__ uint32_t Staged(int consumer) const { return Bar(kOther + 3 + consumer); }
   __device__ uint32_t Stored(int consumer) const { return Bar(kOther + 5 + consumer); }
-  __device__ uint32_t PieceFull(int i) const { return Bar(kOther + 7 + i); }
-  static constexpr int kBarriers = RoundUp(kOther + 7 + Config::kPieces, 2);
+  // The others' slices have come; the others have read what this consumer sent.
+  __device__ uint32_t OthersCame(int consumer) const { return Bar(kOther + 7 + consumer); }
+  __device__ uint32_t OthersRead(int consumer) const { return Bar(kOther + 9 + consumer); }
+  __device__ uint32_t PieceFull(int i) const { return Bar(kOther + 11 + i); }
+  static constexpr int kBarriers = RoundUp(kOther + 11 + Config::kPieces, 2);
   static constexpr int kSlotBytes = 32;  // PublishTile
   __device__ uint32_t SlotTile(int slot) const { return Bar(kBarriers) + kSlotBytes * slot; }
   // How many k blocks of A have come, of all tiles so far: the scout counts, the loader looks.
@@ -143,8 +162,8 @@ struct Ring {
 // other CTAs.
 template <typename Config>
 __device__ __forceinline__ int SlotReaders(bool has_parts) {
-  return Config::kClusterM * (4 * Config::kConsumers + 2 + (has_parts ? 1 : 0)) +
-         (Config::kClusterM - 1);
+  return Config::kCluster * (4 * Config::kConsumers + 2 + (has_parts ? 1 : 0)) +
+         (Config::kCluster - 1);
 }
 
 // What is published when there are no more tiles.
@@ -199,20 +218,28 @@ struct TileReader {
   }
 };
 
-// What the scout has found out, so that nobody else has to: the tile, its k blocks, and where the
-// operands are that each CTA loads.
+// A CTA's share of its cluster's tile.
+template <typename Config>
+__device__ __forceinline__ Tile ShareOf(Tile tile, int cta) {
+  return Config::kClusterK == 1 ? tile : Tile{tile.m, tile.n, cta};
+}
+
+// What the scout has found out, so that nobody else has to: for each CTA its share of the tile, how
+// many k blocks that has, and where the operands are that it loads.
 template <typename Config, typename Where>
 __device__ __forceinline__ void PublishTile(const GemmSmem<Config>& smem,
-                                            const Ring<Config::kSlots>& ring, Tile tile, int blocks,
-                                            const Where (&where)[Config::kClusterM]) {
+                                            const Ring<Config::kSlots>& ring, Tile tile,
+                                            const int (&blocks)[Config::kCluster],
+                                            const Where (&where)[Config::kCluster]) {
   static_assert(sizeof(Where) == sizeof(int4));
   ptx::MbarrierWait(smem.SlotEmpty(ring.index), ring.parity ^ 1);
 #pragma unroll
-  for (int cta = 0; cta < Config::kClusterM; ++cta) {
+  for (int cta = 0; cta < Config::kCluster; ++cta) {
     const uint32_t at = ptx::MapToCta(smem.SlotTile(ring.index), cta);
     const uint32_t bar = ptx::MapToCta(smem.SlotFull(ring.index), cta);
     ptx::MbarrierArriveExpectTxRemote(bar, GemmSmem<Config>::kSlotBytes);
-    ptx::SendRemote(at, make_int4(tile.m, tile.n, tile.split, blocks), bar);
+    const Tile share = ShareOf<Config>(tile, cta);
+    ptx::SendRemote(at, make_int4(share.m, share.n, share.split, blocks[cta]), bar);
     ptx::SendRemote(at + 16, reinterpret_cast<const int4&>(where[cta]), bar);
   }
 }

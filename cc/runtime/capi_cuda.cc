@@ -47,7 +47,7 @@ int jflux_choose(const char* op, const JfluxProduct* p, int sm_count, JfluxChoic
   } else if (std::strcmp(op, kMatmulAllToAll) == 0) {
     c = jflux::ChooseAllToAll(world, rows, p->n, sm_count);
   } else if (std::strcmp(op, kMatmulAllReduce) == 0) {
-    c = jflux::ChooseAllReduce(world, rows, p->n, sm_count);
+    c = jflux::ChooseAllReduce(world, rows, p->n, p->k, sm_count);
   } else {
     return 0;
   }

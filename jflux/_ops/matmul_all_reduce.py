@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -22,6 +23,12 @@ OP = "matmul_all_reduce"
 
 #: Above so many bytes of y its tiles are summed while others are multiplied.
 MOST_BYTES = 4 << 20
+#: So many rows, of more bytes than these, are summed by the kernel that multiplies them, where
+#: there are two ranks: with more, all tiles to all ranks are more bytes than an all_reduce's
+#: (docs/design/0006).
+FEW_ROWS = range(32, _product.CUDA_TILE_ROWS + 1)
+FEW_ROWS_BYTES = 512 << 10
+FEW_ROWS_RANKS = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +66,8 @@ def matmul_all_reduce(
     half of it (see :func:`jflux.init`). What does not fit is two calls:
     :func:`jflux.matmul_reduce_scatter`, which hides half of the communication in the product, and
     an all-gather of y's rows, which is not hidden. (If N does not divide the rows: the product and
-    :func:`jflux.all_reduce`.)
+    :func:`jflux.all_reduce`.) Where N is 2, 32 to 128 rows with more than 512 KiB of y are one
+    kernel of their own, in which both ranks send each other their tiles and sum them.
 
     Differentiable in both modes like ``lax.psum`` of the product: under ``check_vma=True`` y does
     not vary over `axis_name`, and its gradient needs no communication.
@@ -112,17 +120,25 @@ def _partial(params: Params, x: jax.Array, w: jax.Array) -> jax.Array:
     return reference.matmul(x, w, params.out_dtype, params.precision, params.transpose_rhs)
 
 
-def scatters(shape: tuple[int, ...], dtype: np.dtype, world: int) -> bool:
-    """Whether a y of this shape is scattered and gathered again."""
+def are_few_rows(rows: int, columns: int, world: int) -> bool:
+    """Of a 16-bit type."""
+    return rows in FEW_ROWS and rows * columns * 2 > FEW_ROWS_BYTES and world == FEW_ROWS_RANKS
+
+
+def is_one_call(shape: tuple[int, ...], dtypes: Sequence[Any], world: int) -> bool:
+    """Whether the product and the sum of a y of this shape are one call. dtypes: x's, w's, y's."""
     rows, columns = int(np.prod(shape[:-1])), shape[-1]
-    return rows * columns * dtype.itemsize > MOST_BYTES and rows % world == 0
+    types = [np.dtype(d) for d in dtypes]
+    large = rows * columns * types[-1].itemsize > MOST_BYTES
+    halves = len(set(types)) == 1 and types[0] in _product.CUDA_DTYPES
+    return (large or halves and are_few_rows(rows, columns, world)) and rows % world == 0
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _fused(params: Params, x: Any, w: Any, added: tuple[Any, ...]) -> list[jax.Array]:
     sums = params.sums
     shape = (*x.shape[:-1], _product.columns(w, params.transpose_rhs))
-    if not scatters(shape, params.out_dtype, sums.world):
+    if not is_one_call(shape, (x.dtype, w.dtype, params.out_dtype), sums.world):
         return all_reduce.bind(sums, _partial(params, x, w), added)
     residual = [a.reshape(-1, shape[-1]) for a in added[: sums.after.residual]]
     large = Large(
@@ -191,6 +207,15 @@ def _of_two_calls(x, w, *residual, params):
     return [exchange.gather_for_all(y, names)]
 
 
+def _product_and_sum(x, w, *residual, params):
+    """As of few columns: the product, and its sum over the ranks."""
+    sums = all_reduce.Params(
+        params.axis_names, params.world, algorithm=None, after=_after.After(bool(residual))
+    )
+    y = reference.matmul(x, w, params.out_dtype, params.precision, params.transpose_rhs)
+    return all_reduce.bind(sums, y, residual)
+
+
 def _not_fused(x, w, *residual, params, platform):
     return _product.kernel_takes(x, w, params.out_dtype, params.world, platform)
 
@@ -202,20 +227,20 @@ def _lax_is_faster(x, w, *residual, params, platform):
 def fits_kernel(
     rows: int, k: int, columns: int, world: int, dtype: Any, out_dtype: Any, heap_bytes: int
 ) -> bool:
-    """Whether the GPUs' kernel takes a rank's x [rows, k] and w [k, columns]: whole units, whole
-    tiles for each rank, and about half of the heap at most."""
+    """Whether the GPUs' kernels take a rank's x [rows, k] and w [k, columns]: whole units, one tile
+    of rows or whole ones for each rank, and about half of the heap at most."""
     return (
         out_dtype == dtype
         and k % _product.UNIT == 0
         and columns % _product.UNIT == 0
-        and rows % (world * _product.CUDA_TILE_ROWS) == 0
-        and heap_bytes_of(rows, columns) <= heap_bytes // 2
+        and (are_few_rows(rows, columns, world) or rows % (world * _product.CUDA_TILE_ROWS) == 0)
+        and heap_bytes_of(rows, columns, world) <= heap_bytes // 2
     )
 
 
 def check_tuned(rows: int, columns: int, k: int, world: int, dtype: np.dtype) -> None:
     """Raises for a call without configurations to choose from; k is a rank's."""
-    if not scatters((rows, columns), dtype, world):
+    if not is_one_call((rows, columns), (dtype,) * 3, world):
         raise ValueError(
             f"jflux.tune: {OP} of {rows} x {columns} is a product and an all_reduce: tiles travel "
             f"one by one above {MOST_BYTES} bytes, if the {world} ranks divide the rows"
@@ -229,11 +254,13 @@ def check_tuned(rows: int, columns: int, k: int, world: int, dtype: np.dtype) ->
         )
 
 
-def heap_bytes_of(rows: int, columns: int) -> int:
-    """What the kernel needs, less signals (MatmulAllReduceLayout): parts of the own rows, and
-    everybody's finished rows, in whole tiles; both for two calls in turn, each a power of two."""
+def heap_bytes_of(rows: int, columns: int, world: int) -> int:
+    """What a kernel needs, less signals: parts of the own rows, and everybody's finished rows
+    (MatmulAllReduceLayout), or the peer's tiles (FewRowsLayout); in whole tiles, and for two calls
+    in turn, each a power of two."""
     widest = max(-(-columns // c.tile_n) * c.tile_n for c in _tuning.compiled())
-    return 2 * (1 << (2 * rows * widest * 2 - 1).bit_length())
+    held = _product.CUDA_TILE_ROWS if are_few_rows(rows, columns, world) else 2 * rows
+    return 2 * (1 << (held * widest * 2 - 1).bit_length())
 
 
 def _adapt(x, w, *residual, params, platform):
@@ -247,7 +274,12 @@ def _adapt(x, w, *residual, params, platform):
         x.shape[0], x.shape[1], _product.columns(w, params.transpose_rhs), params.world, x.dtype,
         params.out_dtype, _heap.heap_bytes("cuda"),
     )  # fmt: skip
-    return None if fits else functools.partial(_of_two_calls, params=params)
+    if fits:
+        return None
+    large = x.shape[0] * _product.columns(w, params.transpose_rhs) * params.out_dtype.itemsize
+    return functools.partial(
+        _of_two_calls if large > MOST_BYTES else _product_and_sum, params=params
+    )
 
 
 def _extent(x, w, *residual, params):
@@ -261,9 +293,19 @@ def _batch(primitive, operands, dims, *, params):
         (y,) = bind(x, w)
         batch = jnp.moveaxis(residual[0], dims[2], 0)
         return [_epilogue.add(jnp.broadcast_to(y, batch.shape), [batch])], [0]
+    x = x if dims[0] is None else jnp.moveaxis(x, dims[0], 0)
+    one_w = [size for i, size in enumerate(w.shape) if i != dims[1]]
+    columns = one_w[_product.columns_axis(params.transpose_rhs)]
+    few = are_few_rows(x.shape[-2], columns, params.world)
+    rows_summed = x.shape[-2] * (x.shape[0] if dims[0] is not None and dims[1] is None else 1)
+    # Of a batch one sum is better than many, up to where a merged call's tiles are summed.
+    if few and rows_summed * columns * params.out_dtype.itemsize <= MOST_BYTES:
+        x_axis = None if dims[0] is None else 0
+        apart = functools.partial(_product_and_sum, params=params)
+        y = jax.vmap(apart, in_axes=(x_axis, *dims[1:]))(x, w, *residual)
+        return y, [0]
     if dims[1] is not None:
         return _product.batch_in_turn(bind, operands, dims)
-    x = jnp.moveaxis(x, dims[0], 0)
     added = [
         jnp.broadcast_to(a, (x.shape[0], *a.shape)) if d is None else jnp.moveaxis(a, d, 0)
         for a, d in zip(residual, dims[2:], strict=True)

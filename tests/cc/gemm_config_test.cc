@@ -61,8 +61,9 @@ constexpr Measured kMeasured[] = {
 
 TEST(WhatIsChosenWasAboutTheFastest) {
   for (const Measured& call : kMeasured) {
-    const GemmChoice c = call.op == Measured::kReduce ? ChooseAllReduce(2, call.m / 2, call.n, kSms)
-                                                      : ChooseGemm(2, call.m / 2, call.n, kSms);
+    const GemmChoice c = call.op == Measured::kReduce
+                             ? ChooseAllReduce(2, call.m / 2, call.n, 8192, kSms)
+                             : ChooseGemm(2, call.m / 2, call.n, kSms);
     int best = call.us[0], chosen = 0;
     for (int i = 0; i < 5; ++i) {
       constexpr int kColumns[] = {256, 224, 192, 160, 128};
@@ -173,12 +174,30 @@ TEST(OpsChooseAsTheirPartsDo) {
 
 TEST(AllReducesAreFinishedFromTheBeginningOn) {
   for (int64_t rows : {128, 512, 1024}) {
-    const GemmChoice c = ChooseAllReduce(4, rows, 12288, kSms),
+    const GemmChoice c = ChooseAllReduce(4, rows, 12288, 8192, kSms),
                      scatter = ChooseGemm(4, rows, 12288, kSms);
     EXPECT(c.group_m == 0 && c.tile_n == scatter.tile_n && c.cluster_m == scatter.cluster_m)
         << rows;
   }
-  EXPECT(ChooseAllReduce(4, 2048, 12288, kSms) == ChooseGemm(4, 2048, 12288, kSms));
+  EXPECT(ChooseAllReduce(4, 2048, 12288, 8192, kSms) == ChooseGemm(4, 2048, 12288, kSms));
+}
+
+// Microseconds on 2 x H200, by a CTA for each tile and by clusters of two; k of a rank.
+TEST(FewRowsOfAllReducesShareKWhereThatWasFaster) {
+  const struct {
+    int64_t m, n, k;
+    double whole, split;
+  } measured[] = {
+      {64, 8192, 14336, 89.8, 76.0}, {128, 8192, 14336, 100.6, 81.3}, {64, 8192, 4096, 40.5, 37.1},
+      {128, 8192, 4096, 44.6, 41.8}, {64, 4096, 7168, 49.7, 36.3},    {64, 4096, 2048, 23.8, 22.8},
+      {64, 6144, 12288, 75.6, 56.6}, {64, 5120, 6912, 50.5, 36.7},    {64, 20480, 10240, 155, 133},
+      {64, 12288, 24576, 169, 197},  {128, 12288, 24576, 187, 209},
+  };
+  for (const auto& call : measured) {
+    const GemmChoice c = ChooseAllReduce(2, call.m / 2, call.n, call.k, kSms);
+    EXPECT_EQ(c.splits, call.split < call.whole ? 2 : 1) << call.m << " x " << call.n;
+  }
+  EXPECT_EQ(ChooseAllReduce(2, 32, 8192, 64, kSms).splits, 1);  // one block of k
 }
 
 // What was fastest on an H200.

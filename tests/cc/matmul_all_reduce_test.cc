@@ -2,6 +2,9 @@
 // are small, so that tiles straddle ranks, and several ranks own parts of one tile.
 #include "ops/matmul_all_reduce/matmul_all_reduce.h"
 
+#include <set>
+
+#include "ops/matmul_all_reduce/few_rows.h"
 #include "ranks.h"
 #include "testing.h"
 
@@ -102,6 +105,26 @@ TEST(RanksThatDisagreeAreTold) {
   const auto errors = RunRanks(heap, {&call});
   for (int rank = 0; rank < 3; ++rank) {
     EXPECT(errors[rank].find("The ranks run different calls") != std::string::npos) << errors[rank];
+  }
+}
+
+// Blocks of all tiles lie beside each other, and so do their signals.
+TEST(FewRowsHavePlacesOfTheirOwn) {
+  for (int64_t rows : {1, 64, 65, 128}) {
+    const auto layout = FewRowsLayout::Make(24, 32, rows, 2);
+    EXPECT_EQ(layout.blocks, rows > 64 ? 2 : 1);
+    std::set<int64_t> signals, blocks;
+    for (int32_t slice = 0; slice < layout.slices; ++slice) {
+      for (int block = 0; block < layout.blocks; ++block) {
+        signals.insert(layout.SignalOffset(slice, block));
+        blocks.insert(layout.BlockOffset(slice, block));
+      }
+    }
+    const auto count = static_cast<int64_t>(blocks.size());
+    EXPECT_EQ(count, layout.slices * layout.blocks);
+    EXPECT_EQ(static_cast<int64_t>(signals.size()), count);
+    EXPECT_EQ(*blocks.rbegin(), (count - 1) * 64 * 32 * 2);
+    EXPECT(layout.Channel().data_bytes >= count * 64 * 32 * 2);
   }
 }
 

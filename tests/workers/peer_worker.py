@@ -132,6 +132,19 @@ def check_all_reduce(mesh, axis, dtype, *shape):
             check(y, want, scale, dtype, mesh.shape[axis])
 
 
+def check_matmul_all_reduce(mesh, rows, k, n, dtype=jnp.bfloat16):
+    ranks = mesh.size
+    x, w = normal(5, (rows, ranks * k), dtype), normal(6, (ranks * k, n), dtype)
+    f = functools.partial(jflux.matmul_all_reduce, axis_name="tp")
+    f = shard_map(mesh, f, (P(None, "tp"), P("tp")), P())
+    operands = put(mesh, P(None, "tp"), x), put(mesh, P("tp"), w)
+    x, w = x.astype(np.float64), w.astype(np.float64)
+    for _ in range(2):
+        testing.poison_workspaces()
+        y = jax.block_until_ready(f(*operands))
+        check(y, x @ w, abs(x) @ abs(w), dtype, ranks * k)
+
+
 def check_exchanges(mesh, axis, dtype, rows, n):
     """Each against lax's own; and a norm after a sum."""
     shape = (*mesh.devices.shape, mesh.shape[axis], rows, n)
@@ -176,6 +189,8 @@ def values():
         for dtype in dtypes if rows < 100 else dtypes[:1]:
             check_products(mesh, dtype=dtype, rows=rows, k=k, n=n)
     check_products(mesh, rows=200, k=1500, n=3)  # several chunks
+    check_matmul_all_reduce(mesh, 64, 136, 8192)  # few rows
+    check_matmul_all_reduce(mesh, 128 * len(devices), 72, 10240)  # sums of tiles
     check_products(Mesh(devices[::-1], ("tp",)))
     check_products(Mesh(np.roll(devices, 1), ("tp",)), rows=7)
 

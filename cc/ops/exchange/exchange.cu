@@ -48,7 +48,7 @@ bool LaunchExchange(const ExchangeParams& p, const ExchangeArrays& arrays, int64
   args.packets = PacketArgsFor(p, p.op, site, blocks, device, view);
   args.params = p;
   args.arrays = arrays;
-  return LaunchKernel(KernelOf(p.dtype), &args, static_cast<int>(blocks), /*cluster_m=*/1, kThreads,
+  return LaunchKernel(KernelOf(p.dtype), &args, static_cast<int>(blocks), /*ctas=*/1, kThreads,
                       /*smem_bytes=*/0, stream, error);
 }
 

@@ -7,27 +7,39 @@
 #include <string>
 
 #include "gpu/gemm_config.h"
+#include "ops/matmul_all_reduce/few_rows.h"
 #include "ops/matmul_all_reduce/matmul_all_reduce.h"
 #include "ops/matmul_all_reduce/matmul_all_reduce_config.h"
 #include "runtime/heap_cuda.h"
 
 namespace jflux {
 
-// What the kernel takes: 16-bit operands and results of one type, rows of whole 16-byte units, and
-// as many whole tiles of rows for each rank.
+inline bool AreFewRows(const MatmulAllReduceParams& p) {
+  return AreFewRows(p.scatter.rows.world, p.scatter.rows.Total());
+}
+
+// What the kernels take: 16-bit operands and results of one type, rows of whole 16-byte units, and
+// few rows or as many whole tiles of rows for each rank.
 inline bool FitsKernel(const MatmulAllReduceParams& p) {
   const MatmulReduceScatterParams& s = p.scatter;
   return SizeOf(s.dtype) == 2 && s.out_dtype == s.dtype && s.k % 8 == 0 && s.n % 8 == 0 &&
-         s.rows.inner % kGemmTileM == 0;
+         (AreFewRows(p) || s.rows.inner % kGemmTileM == 0);
 }
 
 inline MatmulAllReduceLayout CudaLayoutOf(const MatmulAllReduceParams& p, const GemmChoice& c) {
   return MatmulAllReduceLayout::Make(p, kGemmTileM, c.tile_n, /*parts=*/kGemmTileM / 64);
 }
 
+inline FewRowsLayout FewRowsLayoutOf(const MatmulAllReduceParams& p, const GemmChoice& c) {
+  const MatmulReduceScatterParams& s = p.scatter;
+  return FewRowsLayout::Make(static_cast<int32_t>(CeilDiv<int64_t>(s.n, c.tile_n)) * c.splits,
+                             c.tile_n / c.splits, s.rows.Total(), SizeOf(s.out_dtype));
+}
+
 // The channel that a call takes.
 inline ChannelLayout MatmulAllReduceChannel(const MatmulAllReduceParams& p, const GemmChoice& c) {
-  return CudaLayoutOf(p, c).Channel();
+  return AreFewRows(p) ? FewRowsLayoutOf(p, FewRowsChoice(c.splits > 1, p.scatter.k)).Channel()
+                       : CudaLayoutOf(p, c).Channel();
 }
 
 struct MatmulAllReduceOperands {

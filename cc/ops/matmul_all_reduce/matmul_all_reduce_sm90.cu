@@ -1,4 +1,5 @@
 // Instantiates the kernels of matmul_all_reduce and launches one.
+#include "ops/matmul_all_reduce/few_rows_sm90.cuh"
 #include "ops/matmul_all_reduce/matmul_all_reduce_cuda.h"
 #include "ops/matmul_all_reduce/matmul_all_reduce_sm90.cuh"
 #include "ops/matmul_reduce_scatter/matmul_reduce_scatter_args.h"
@@ -14,14 +15,99 @@ struct Instances {
   }
 };
 
+// Few rows: one row of tiles, so that a cluster has k to share, if anything.
+template <typename Config, int kClusterK>
+using FewRowsConfig =
+    GemmConfig<typename Config::T, kFewRowsTile, 1, Config::kTransposeRhs, kClusterK>;
+
+struct LoadFewRows {
+  std::string* error;
+  template <typename Config>
+  bool operator()() const {
+    return Load<FewRowsConfig<Config, 1>>() && Load<FewRowsConfig<Config, kFewRowsSplits>>();
+  }
+  template <typename Config>
+  bool Load() const {
+    return LoadKernel(reinterpret_cast<const void*>(&FewRowsKernel<Config>), Config::kSmemBytes,
+                      error);
+  }
+};
+
+struct LaunchFewRows {
+  FewRowsArgs* args;
+  int32_t splits;
+  int sm_count;
+  cudaStream_t stream;
+  std::string* error;
+  template <typename Config>
+  bool operator()() const {
+    return splits == 1 ? Launch<FewRowsConfig<Config, 1>>()
+                       : Launch<FewRowsConfig<Config, kFewRowsSplits>>();
+  }
+  template <typename Config>
+  bool Launch() const {
+    const auto kernel = reinterpret_cast<const void*>(&FewRowsKernel<Config>);
+    int most = sm_count;  // clusters at once: not all SMs are in groups of so many
+    if constexpr (Config::kCluster > 1) {
+      static const int kMost =
+          MostClusters(kernel, Config::kCluster, Config::kThreads, Config::kSmemBytes);
+      most = kMost > 0 ? kMost : sm_count / Config::kCluster - 1;
+    }
+    return LaunchKernel(kernel, args, Min(args->num_tiles, most), Config::kCluster,
+                        Config::kThreads, Config::kSmemBytes, stream, error);
+  }
+};
+
+bool LaunchFew(const MatmulAllReduceParams& params, const MatmulAllReduceOperands& operands,
+               const GemmChoice& wanted, int64_t site, const CudaDevice& device,
+               const SymmetricView& view, cudaStream_t stream, std::string* error) {
+  const MatmulReduceScatterParams& p = params.scatter;
+  const GemmChoice choice = FewRowsChoice(wanted.splits > 1, p.k);
+  FewRowsArgs args{};
+  args.state = reinterpret_cast<DeviceState*>(device.heap);
+  args.view = view;
+  args.rows = p.rows.Total();
+  args.k = p.k;
+  args.n = p.n;
+  args.layout = FewRowsLayoutOf(params, choice);
+  args.channel = args.layout.Channel();
+  args.num_tiles = static_cast<int32_t>(CeilDiv<int64_t>(p.n, choice.tile_n));
+  args.a_bytes = BoxRows(args.rows) * 64 * SizeOf(p.dtype);
+  args.signature = SignatureOf(params.Signature(), site, choice);
+  args.op = static_cast<uint32_t>(OpId::kMatmulAllReduce);
+  args.residual = operands.residual;
+  return EncodeTensorMap(&args.x, p.dtype, operands.x, {args.rows, p.k}, {p.k},
+                         {BoxRows(args.rows), 64}, error) &&
+         EncodeRhsMap(&args.w, p.dtype, operands.w, p.k, p.n, p.transpose_rhs, /*halves=*/false,
+                      choice, error) &&
+         EncodeTensorMap(&args.y, p.dtype, operands.y, {args.rows, p.n}, {p.n},
+                         {64, Min(64, choice.tile_n / choice.splits)}, error) &&
+         WithGemmConfig(p.dtype, p.transpose_rhs, GemmChoice{kFewRowsTile, 1, 1},
+                        LaunchFewRows{&args, choice.splits, device.sm_count, stream, error});
+}
+
 }  // namespace
 
-bool LoadMatmulAllReduceKernels(std::string* error) { return LoadGemmInstances<Instances>(error); }
+bool LoadMatmulAllReduceKernels(std::string* error) {
+  if (!LoadGemmInstances<Instances>(error)) return false;
+  for (DType dtype : {DType::kF16, DType::kBF16}) {
+    for (bool transpose_rhs : {false, true}) {
+      if (!WithGemmConfig(dtype, transpose_rhs, GemmChoice{kFewRowsTile, 1, 1},
+                          LoadFewRows{error})) {
+        return false;
+      }
+    }
+  }
+  return true;
+}
 
 bool LaunchMatmulAllReduce(const MatmulAllReduceParams& params,
                            const MatmulAllReduceOperands& operands, const GemmChoice& choice,
                            int64_t site, const CudaDevice& device, const SymmetricView& view,
                            cudaStream_t stream, std::string* error) {
+  if (AreFewRows(params)) {
+    return LaunchFew(params, operands, choice, site, device, view, stream, error);
+  }
   const MatmulReduceScatterParams& p = params.scatter;
   const int64_t own = view.rank * p.rows.PerRank() * p.n * SizeOf(p.out_dtype);  // bytes
   MatmulReduceScatterOperands scattered{};
