@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from harness import PLATFORM, RANKS, Call, assert_close, exact, make_mesh, normal, per_device, run
 
+import jflux
 from jflux import _jflux
 
 STEPS = 60
@@ -60,3 +61,31 @@ def test_replays_with_new_inputs(calls):
                 magnitude = exact(call, mesh, "tp", *map(abs, args))
                 terms = call.terms(RANKS)
                 assert_close(np.asarray(y)[:, step], want, magnitude, call.dtype, terms)
+
+
+def test_few_rows_of_an_all_reduce():
+    """Likewise; of y some columns."""
+    mesh = make_mesh((2,))
+    x, w = normal(0, (2, STEPS, 64, 136), jnp.bfloat16), normal(1, (2, 136, 8192), jnp.bfloat16)
+
+    def body(x, w):
+        def step(count, x):
+            ys = [jflux.matmul_all_reduce(x * s, w, axis_name="tp") for s in SCALES]
+            return count + 1, [y[:, ::127] for y in ys]
+
+        return jax.lax.scan(step, 0, x)[1]
+
+    f = jax.jit(per_device(mesh, body))
+    run(f, x, w)
+    before = _jflux.cuda_launches()
+    results = run(f, x, w)
+    launches, kernels = _jflux.cuda_launches() - before, 2 * STEPS * len(SCALES)
+    if PLATFORM == "gpu":
+        assert launches <= kernels / 4, f"the host enqueued {launches} of {kernels} kernels"
+    x, w = x.astype(np.float64), w[:, :, ::127].astype(np.float64)
+    for scale, ys in zip(SCALES, results, strict=True):
+        for step in (0, 1, STEPS // 2, STEPS - 1):
+            want = np.einsum("rmk,rkn->mn", scale * x[:, step], w)
+            size = np.einsum("rmk,rkn->mn", abs(scale * x[:, step]), abs(w))
+            for y in np.asarray(ys)[:, step]:
+                assert_close(y, want, size, jnp.bfloat16, 2 * 136)
