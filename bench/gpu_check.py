@@ -264,12 +264,13 @@ def section_choices(ranks: int, names: list[str], rounds: int) -> list[str]:
         key = _tuner.key_of(shape.op, m, n, k, ranks, jnp.bfloat16, False)
         chosen = _tuning.heuristic(key, sm_count)
         tried = [chosen, _tuning.LAX]
-        few = shape.m <= _tuner.CUDA_TILE_ROWS
-        if few:
+        if shape.m <= _tuner.CUDA_TILE_ROWS:
             tried += _tuner.candidates(key, sm_count)
-        for tile in () if few else _tuning.compiled():
-            group = chosen.group_m * chosen.cluster_m // tile.cluster_m
-            tried.append(dataclasses.replace(tile, group_m=max(1, group) if chosen.group_m else 0))
+        else:
+            for tile in _tuning.compiled():
+                group = chosen.group_m * chosen.cluster_m // tile.cluster_m
+                group = max(1, group) if chosen.group_m else 0
+                tried.append(dataclasses.replace(tile, group_m=group))
         seconds = _tuner.measure(
             shape.op, list(dict.fromkeys(tried)), m=m, n=n, k=k, mesh=mesh, axis_name="tp",
             rounds=rounds,

@@ -18,7 +18,6 @@ from jax.sharding import Mesh
 from . import _heap, _mesh, _trial, _tuning, reference
 from ._ops._product import CUDA_TILE_ROWS
 from ._ops.all_gather_matmul import all_gather_matmul
-from ._ops.matmul_all_reduce import OP as ALL_REDUCE
 from ._ops.matmul_all_reduce import are_few_rows, check_tuned, matmul_all_reduce
 from ._ops.matmul_all_to_all import matmul_all_to_all
 from ._ops.matmul_reduce_scatter import matmul_reduce_scatter
@@ -195,8 +194,8 @@ def candidates(key: Key, sm_count: int) -> list[Choice]:
     heuristic's own choice comes first."""
     first = _tuning.heuristic(key, sm_count)
     found = [first]
-    if key.op == ALL_REDUCE and are_few_rows(key.rows, key.n, key.ranks):
-        return [first, dataclasses.replace(first, splits=3 - first.splits)]
+    if key.op == "matmul_all_reduce" and are_few_rows(key.rows, key.n, key.ranks):
+        return [first, dataclasses.replace(first, splits=1 if first.splits == 2 else 2)]
     for tile in _tuning.compiled():
         rows = CUDA_TILE_ROWS * tile.cluster_m
         most = -(-key.rows // rows)

@@ -113,14 +113,20 @@ def _exchange(x: jax.Array, w: jax.Array, axis_name: Any) -> jax.Array:
     return right & _near(total, wide.sum(0), jnp.abs(wide).sum(0))
 
 
+def _near_sum(got: jax.Array, x: jax.Array, w: jax.Array, axis_name: Any) -> jax.Array:
+    """Whether it is the sum of the ranks' x @ w."""
+    x, w = _wide(x), _wide(w)
+    want, size = (
+        lax.psum(jnp.matmul(a, b, precision="highest"), axis_name)
+        for a, b in ((x, w), (jnp.abs(x), jnp.abs(w)))
+    )
+    return _near(got, want, size + 1e-6)
+
+
 def _matmul(x: jax.Array, w: jax.Array, axis_name: Any) -> jax.Array:
     x = x.reshape(-1, x.shape[-1])
     got = jflux.matmul_all_reduce(x, x, axis_name=axis_name, transpose_rhs=True)
-    want, size = (
-        lax.psum(jnp.matmul(a, a.T, precision="highest"), axis_name)
-        for a in (_wide(x), jnp.abs(_wide(x)))
-    )
-    return _near(got, want, size + 1e-6)
+    return _near_sum(got, x, x.T, axis_name)
 
 
 def _few_rows(x: jax.Array, w: jax.Array, axis_name: Any) -> jax.Array:
@@ -128,12 +134,7 @@ def _few_rows(x: jax.Array, w: jax.Array, axis_name: Any) -> jax.Array:
     x, w = (jnp.resize(a.ravel(), (64, 136)).astype(jnp.bfloat16) for a in (x, w))
     # Columns that differ, in whole powers of two.
     w = jnp.tile(w.T, 161)[:, :10248] * 2.0 ** (jnp.arange(10248) % 7 - 3).astype(jnp.bfloat16)
-    got = jflux.matmul_all_reduce(x, w, axis_name=axis_name)
-    want, size = (
-        lax.psum(jnp.matmul(a, b, precision="highest"), axis_name)
-        for a, b in ((_wide(x), _wide(w)), (jnp.abs(_wide(x)), jnp.abs(_wide(w))))
-    )
-    return _near(got, want, size + 1e-6)
+    return _near_sum(jflux.matmul_all_reduce(x, w, axis_name=axis_name), x, w, axis_name)
 
 
 def _psum(x: jax.Array, w: jax.Array, axis_name: Any) -> jax.Array:

@@ -116,7 +116,7 @@ def matmul_all_reduce(
     return results[0] if norm is None else tuple(results)
 
 
-def _partial(params: Params, x: jax.Array, w: jax.Array) -> jax.Array:
+def _partial(params: Params | Large, x: jax.Array, w: jax.Array) -> jax.Array:
     return reference.matmul(x, w, params.out_dtype, params.precision, params.transpose_rhs)
 
 
@@ -125,11 +125,15 @@ def are_few_rows(rows: int, columns: int, world: int) -> bool:
     return rows in FEW_ROWS and rows * columns * 2 > FEW_ROWS_BYTES and world == FEW_ROWS_RANKS
 
 
+def _is_large(rows: int, columns: int, dtype: np.dtype) -> bool:
+    return rows * columns * dtype.itemsize > MOST_BYTES
+
+
 def is_one_call(shape: tuple[int, ...], dtypes: Sequence[Any], world: int) -> bool:
     """Whether the product and the sum of a y of this shape are one call. dtypes: x's, w's, y's."""
     rows, columns = int(np.prod(shape[:-1])), shape[-1]
     types = [np.dtype(d) for d in dtypes]
-    large = rows * columns * types[-1].itemsize > MOST_BYTES
+    large = _is_large(rows, columns, types[-1])
     halves = len(set(types)) == 1 and types[0] in _product.CUDA_DTYPES
     return (large or halves and are_few_rows(rows, columns, world)) and rows % world == 0
 
@@ -212,8 +216,7 @@ def _product_and_sum(x, w, *residual, params):
     sums = all_reduce.Params(
         params.axis_names, params.world, algorithm=None, after=_after.After(bool(residual))
     )
-    y = reference.matmul(x, w, params.out_dtype, params.precision, params.transpose_rhs)
-    return all_reduce.bind(sums, y, residual)
+    return all_reduce.bind(sums, _partial(params, x, w), residual)
 
 
 def _not_fused(x, w, *residual, params, platform):
@@ -270,16 +273,13 @@ def _adapt(x, w, *residual, params, platform):
             return [_epilogue.add(_primitive.bind(x, w, params=params)[0], [residual])]
 
         return apart
-    fits = platform != "cuda" or fits_kernel(
-        x.shape[0], x.shape[1], _product.columns(w, params.transpose_rhs), params.world, x.dtype,
-        params.out_dtype, _heap.heap_bytes("cuda"),
-    )  # fmt: skip
-    if fits:
+    (rows, k), columns = x.shape, _product.columns(w, params.transpose_rhs)
+    if platform != "cuda" or fits_kernel(
+        rows, k, columns, params.world, x.dtype, params.out_dtype, _heap.heap_bytes("cuda")
+    ):
         return None
-    large = x.shape[0] * _product.columns(w, params.transpose_rhs) * params.out_dtype.itemsize
-    return functools.partial(
-        _of_two_calls if large > MOST_BYTES else _product_and_sum, params=params
-    )
+    large = _is_large(rows, columns, params.out_dtype)
+    return functools.partial(_of_two_calls if large else _product_and_sum, params=params)
 
 
 def _extent(x, w, *residual, params):
@@ -299,7 +299,7 @@ def _batch(primitive, operands, dims, *, params):
     few = are_few_rows(x.shape[-2], columns, params.world)
     rows_summed = x.shape[-2] * (x.shape[0] if dims[0] is not None and dims[1] is None else 1)
     # Of a batch one sum is better than many, up to where a merged call's tiles are summed.
-    if few and rows_summed * columns * params.out_dtype.itemsize <= MOST_BYTES:
+    if few and not _is_large(rows_summed, columns, params.out_dtype):
         x_axis = None if dims[0] is None else 0
         apart = functools.partial(_product_and_sum, params=params)
         y = jax.vmap(apart, in_axes=(x_axis, *dims[1:]))(x, w, *residual)
