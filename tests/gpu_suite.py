@@ -1,4 +1,5 @@
-"""Runs the test files on this host's GPUs, a few at a time, and random programs; a table is last:
+"""Runs the test files on this host's GPUs, a few at a time, random programs, and random calls of
+eight ranks, which share the GPUs; a table is last:
 
 python tests/gpu_suite.py [--at-once 5] [--stress 2000] [--limit 600] [FILE...]
 
@@ -79,6 +80,7 @@ def main() -> int:
     parser.add_argument("files", nargs="*", help="such as tune or test_tune.py; all, if none")
     parser.add_argument("--at-once", type=int, default=5)
     parser.add_argument("--stress", type=int, default=2000, help="calls of random programs")
+    parser.add_argument("--shared", type=int, default=40, help="calls of eight ranks (shared_gpu)")
     parser.add_argument("--limit", type=float, default=3600, help="seconds for everything")
     parser.add_argument("--logs", type=pathlib.Path, default=pathlib.Path("/tmp/jflux-gpu-suite"))
     args = parser.parse_args()
@@ -90,6 +92,8 @@ def main() -> int:
         command = [sys.executable, "-m", "pytest", "-q", "--no-header", "--maxfail=5",
                    "-p", "no:cacheprovider", "-o", "faulthandler_timeout=60",
                    f"test_{name}.py"]  # fmt: skip
+        if name in ALONE:
+            command.append("-s")  # if it does not end, the log has what its processes said
         outcome = run(name, command, args.logs, share, until)
         print(f"{name}: {outcome.summary}", flush=True)
         return outcome
@@ -101,6 +105,9 @@ def main() -> int:
     if args.stress > 0:
         command = [sys.executable, "stress.py", "--calls", str(args.stress)]
         outcomes.append(run("stress", command, args.logs, 0.3, until))
+    if args.shared > 0:
+        command = [sys.executable, "shared_gpu.py", "--ranks", "8", "--calls", str(args.shared)]
+        outcomes.append(run("shared", command, args.logs, 0.8, until))
     print()
     for o in outcomes:
         print(f"{'ok  ' if o.right else 'BAD '} {o.name:24} {o.seconds:6.0f} s  {o.summary[:120]}")

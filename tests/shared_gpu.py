@@ -1,0 +1,63 @@
+"""Random calls of ranks that share what GPUs there are: python tests/shared_gpu.py --ranks 4
+
+Each rank is a process. Where a GPU has several of them their kernels take turns on it, so a wait
+lasts until it is the peer's turn, which may come anywhere in its kernel; nothing here says how fast
+anything is. NCCL wants a GPU for every rank: XLA's own collectives have no part in it, and what
+comes out is compared with float64 on the host. Without GPUs, or with JAX_PLATFORMS=cpu, the ranks
+are CPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from workers.common import HERE, environment, free_port
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--calls", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+
+    on_cpus = os.environ.get("JAX_PLATFORMS") == "cpu"
+    gpus = 0 if on_cpus else len(glob.glob("/dev/nvidia[0-9]*"))
+    env = environment("gpu" if gpus else "cpu", 1)
+    env["NCCL_NVLS_ENABLE"] = "0"
+    env["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{0.8 / -(-args.ranks // max(gpus, 1)):.3f}"
+    command = [sys.executable, "-m", "workers.random_worker", "--port", str(free_port())]
+    for name, value in {**vars(args), "gpus": gpus}.items():
+        command += [f"--{name}", str(value)]
+    running = {
+        rank: subprocess.Popen([*command, "--rank", str(rank)], env=env, cwd=HERE.parent)
+        for rank in range(args.ranks)
+    }
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    # The first that fails says why; the others wait for it in vain.
+    try:
+        while running:
+            for rank, process in list(running.items()):
+                if process.poll() is None:
+                    continue
+                del running[rank]
+                if process.returncode != 0:
+                    print(f"rank {rank} ended with {process.returncode}", file=sys.stderr)
+                    return 1
+            time.sleep(0.05)
+    finally:
+        for process in running.values():
+            process.kill()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,274 @@
+"""One rank of tests/shared_gpu.py."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import faulthandler
+import functools
+import math
+import random
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+parser = argparse.ArgumentParser(description=__doc__)
+for name in ("ranks", "calls", "seed", "rank", "port", "gpus"):
+    parser.add_argument(f"--{name}", type=int, required=True)
+args = parser.parse_args()
+
+if args.gpus == 0:
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(
+    f"127.0.0.1:{args.port}", args.ranks, args.rank,
+    local_device_ids=[args.rank % args.gpus] if args.gpus else None,
+)  # fmt: skip
+
+# These look at the devices.
+import harness  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+from jax import lax  # noqa: E402
+from jax.sharding import Mesh, NamedSharding  # noqa: E402
+from jax.sharding import PartitionSpec as P  # noqa: E402
+
+import jflux  # noqa: E402
+from jflux import _tuning, testing  # noqa: E402
+
+ROWS = [1, 3, 16, 31, 64, 100, 129, 200, 256]
+K = [8, 13, 64, 72, 136, 200, 264, 520, 1000]
+N = [8, 31, 64, 136, 264, 520, 1032, 2056]
+MOST_PRODUCTS = 1 << 28  # of one rank: the host does them in float64
+
+
+@dataclasses.dataclass
+class Case:
+    """A call, and what it should give: arrays are [*mesh, ...]."""
+
+    name: str
+    mesh: Any
+    body: Callable[..., Any]  # of each device's operands
+    operands: tuple[Any, ...]
+    want: Any  # float64
+    scale: Any  # the same of absolute values
+    dtype: Any
+    terms: int
+    choice: Any = None
+
+
+def run_and_check(case: Case) -> None:
+    """Six calls in two runs, from poisoned workspaces: this rank's part must be right, and the same
+    each time."""
+    sharding = NamedSharding(case.mesh, P(*case.mesh.axis_names))
+
+    def put(array):
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+    def thrice(*operands):
+        """In a loop, whose calls GPUs capture and replay."""
+        return lax.scan(lambda _, __: (None, case.body(*operands)), None, length=3)[1]
+
+    f = jax.jit(harness.per_device(case.mesh, thrice))
+    operands, lead = tuple(map(put, case.operands)), case.mesh.devices.ndim
+    bits = set()
+    for _ in range(2):
+        testing.poison_workspaces()
+        with _tuning.force(case.choice) if case.choice else contextlib.nullcontext():
+            y = jax.block_until_ready(f(*operands))
+        (shard,) = y.addressable_shards
+        at = shard.index[:lead]
+        for got in np.moveaxis(np.asarray(shard.data), lead, 0):
+            harness.assert_close(got, case.want[at], case.scale[at], case.dtype, case.terms)
+            bits.add(got.tobytes())
+    assert len(bits) == 1, "two runs differ"
+
+
+def draw(rng: random.Random) -> Case:
+    """A call over all ranks, in some order, or over the rows or columns of a mesh of them."""
+    devices = jax.devices()
+    rng.shuffle(devices)
+    sizes = [n for n in range(1, len(devices) + 1) if len(devices) % n == 0]
+    mesh = Mesh(np.array(devices).reshape(rng.choice(sizes), -1), ("a", "b"))
+    axis_name = rng.choice(["a", "b", ("a", "b"), ("b", "a")])
+    kind = rng.choice([_product] * 6 + [_few_columns] * 3 + [_sum, _large_sum, _exchange])
+    return kind(rng, mesh, axis_name)
+
+
+def _product(rng: random.Random, mesh: Any, axis_name: Any, **fields: Any) -> Case:
+    """One of the three products, in any configuration that is compiled."""
+    world = harness.world_of(mesh, axis_name)
+    while True:
+        lead = (*rng.choice([(), (), (), (2,)]), rng.choice(ROWS))
+        op = rng.choice(harness.OPS)
+        axes = range(-len(lead) - 1, len(lead) + 1)
+        split = {"split": rng.choice(axes), "concat": rng.choice(axes)}
+        drawn = {
+            "op": op, "lead": lead, "dimension": rng.randrange(len(lead)), "k": rng.choice(K),
+            "n": rng.choice(N), "dtype": rng.choice(harness.HALVES),
+            "out": rng.choice([None, None, jnp.float32]), "transpose_rhs": rng.random() < 0.5,
+        }  # fmt: skip
+        drawn |= split if op == "matmul_all_to_all" else {}
+        call = harness.Call(**drawn | fields)
+        if world * math.prod(call.lead) * call.n * call.k <= MOST_PRODUCTS:
+            break
+    x, w = harness.operands(call, mesh, axis_name, seed=rng.randrange(1 << 30))
+    choice = None
+    if harness.PLATFORM == "gpu" and rng.random() < 0.7:
+        choice = rng.choice(_tuning.compiled())
+        if (choice.tile_n, choice.cluster_m) == (128, 1):
+            choice = dataclasses.replace(choice, splits=rng.choice([1, 2, 4]))
+        choice = dataclasses.replace(choice, group_m=rng.choice([0, 1, 3, choice.group_m]))
+    want = harness.exact(call, mesh, axis_name, x, w)
+    scale = harness.exact(call, mesh, axis_name, abs(x), abs(w))
+    f, more = call.bind(axis_name), ()
+    if not call.is_exchange and rng.random() < 0.3:
+        # A bias for each column, and relu or a residual.
+        lead = mesh.devices.shape
+        bias = harness.normal(1, (*lead, call.n), np.float32)
+        wide = bias.reshape(*lead, *[1] * len(call.lead), call.n)
+        want, scale, more = want + wide, scale + abs(wide), (bias,)
+        if call.is_gather:
+            want = np.maximum(want, 0)
+            f = functools.partial(f, activation="relu")
+        else:
+            residual = harness.normal(2, want.shape, call.out_dtype)
+            want, scale = want + residual.astype(np.float64), scale + abs(residual)
+            more += (residual,)
+
+    def body(x, w, bias=None, residual=None):
+        options = {"bias": bias, "residual": residual}
+        return f(x, w, **{name: a for name, a in options.items() if a is not None})
+
+    return Case(
+        name=f"{call.op} {call} {axis_name} {choice} {'and more' if more else ''}",
+        mesh=mesh,
+        body=body,
+        operands=(x, w, *more),
+        want=want,
+        scale=scale,
+        dtype=call.dtype,
+        terms=call.terms(world),
+        choice=choice,
+    )
+
+
+def _few_columns(rng: random.Random, mesh: Any, axis_name: Any) -> Case:
+    """Few rows, and fewer tiles than SMs: clusters share k."""
+    op = rng.choice(["all_gather_matmul", "matmul_reduce_scatter"])
+    rows = rng.choice([1, 8, 16, 21, 32])
+    return _product(rng, mesh, axis_name, op=op, lead=(rows,), dimension=0)
+
+
+def _sums_of(mesh: Any, axis_name: Any, *arrays: Any) -> list[Any]:
+    """Of each array, for each device, the sum over its group, in float64."""
+    sums = [np.empty(a.shape) for a in arrays]
+    for group in harness.groups_of(mesh, axis_name):
+        for one, a in zip(sums, arrays, strict=True):
+            total = sum(a[at].astype(np.float64) for at in group)
+            for at in group:
+                one[at] = total
+    return sums
+
+
+def _sum(rng: random.Random, mesh: Any, axis_name: Any) -> Case:
+    world, dtype = harness.world_of(mesh, axis_name), rng.choice(harness.HALVES)
+    size = rng.choice([1, 7, 1000, 4096, 65536, 300_001])
+    algorithms = ["one_shot", "two_shot", "half_butterfly", "butterfly", "chunked"]
+    algorithm = rng.choice(algorithms)
+    x = harness.normal(rng.randrange(1 << 30), (*mesh.devices.shape, size), dtype)
+    want, scale = _sums_of(mesh, axis_name, x, abs(x))
+    return Case(
+        name=f"all_reduce {algorithm} {size} {axis_name}",
+        mesh=mesh,
+        body=functools.partial(jflux.all_reduce, axis_name=axis_name, algorithm=algorithm),
+        operands=(x,),
+        want=want,
+        scale=scale,
+        dtype=dtype,
+        terms=world,
+    )
+
+
+def _large_sum(rng: random.Random, mesh: Any, axis_name: Any) -> Case:
+    """matmul_all_reduce in one kernel: whole tiles for each rank, or, on two, few rows."""
+    world, dtype = harness.world_of(mesh, axis_name), rng.choice(harness.HALVES)
+    n, k = rng.choice([8200, 10248]), rng.choice([64, 136])
+    rows = rng.choice([32, 100, 128]) if world == 2 and rng.random() < 0.5 else 128 * world
+    lead = mesh.devices.shape
+    x = harness.normal(rng.randrange(1 << 30), (*lead, rows, k), dtype)
+    w = harness.normal(rng.randrange(1 << 30), (*lead, k, n), dtype)
+    want, scale = _sums_of(
+        mesh, axis_name, *(a.astype(np.float32) @ b for a, b in ((x, w), (abs(x), abs(w))))
+    )
+    return Case(
+        name=f"matmul_all_reduce {rows} x {n} x {k} {axis_name}",
+        mesh=mesh,
+        body=functools.partial(jflux.matmul_all_reduce, axis_name=axis_name),
+        operands=(x, w),
+        want=want,
+        scale=scale,
+        dtype=dtype,
+        terms=world * k,
+    )
+
+
+def _exchange(rng: random.Random, mesh: Any, axis_name: Any) -> Case:
+    """There and back: rank r sends its piece s to rank s, which sends it back doubled; and what
+    all ranks have, gathered, scattered and summed again, is so many times as much."""
+    world = harness.world_of(mesh, axis_name)
+    size = rng.choice([1, 5, 64, 1000, 20_000])
+    x = harness.normal(rng.randrange(1 << 30), (*mesh.devices.shape, world, size), jnp.bfloat16)
+
+    def body(x):
+        there = jflux.all_to_all(x, axis_name=axis_name, split_axis=0, concat_axis=0)
+        back = jflux.all_to_all(2 * there, axis_name=axis_name, split_axis=0, concat_axis=0)
+        all_of_it = jflux.all_gather(x[0], axis_name=axis_name)
+        return back + jflux.reduce_scatter(all_of_it, axis_name=axis_name)
+
+    first = np.broadcast_to(x[..., :1, :], x.shape).astype(np.float64)
+    wide = x.astype(np.float64)
+    return Case(
+        name=f"exchange {size} {axis_name}",
+        mesh=mesh,
+        body=body,
+        operands=(x,),
+        want=2 * wide + world * first,
+        scale=2 * abs(wide) + world * abs(first),
+        dtype=jnp.bfloat16,
+        terms=world,
+    )
+
+
+def main() -> None:
+    faulthandler.enable()
+    jflux.config.update(strict=True, always=True)
+    jflux.init(heap_bytes=512 << 20, deadline_seconds=30)
+    rng = random.Random(args.seed)
+    start = time.monotonic()
+    counts: dict[str, int] = {}
+    for done in range(1, args.calls + 1):
+        case = draw(rng)
+        try:
+            with testing.planted_faults(max_delay_us=rng.choice([0, 0, 2000])):
+                run_and_check(case)
+        except Exception as error:
+            raise AssertionError(f"rank {args.rank}, call {done}, {case.name}") from error
+        kind = case.name.split()[0]
+        counts[kind] = counts.get(kind, 0) + 1
+        if done % 25 == 0:
+            jax.clear_caches()
+        if args.rank == 0:
+            print(f"\r{done}/{args.calls} calls", end="", file=sys.stderr, flush=True)
+    if args.rank == 0:
+        said = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
+        print(
+            f"\n{args.calls} calls right ({said}), {args.ranks} ranks on {args.gpus or 'no'} GPUs: "
+            f"{time.monotonic() - start:.0f} s (seed={args.seed})"
+        )
+
+
+main()
