@@ -229,10 +229,8 @@ def section_gemm(names: list[str], rounds: int, zeros: bool, chosen: bool) -> li
             ("nk", product_alone(True), w.T.copy(), None),
         ]
         choices = [] if chosen else _tuning.compiled()
-        if choices and m <= 256:
-            choices += [
-                Choice(tile_n, 1, 1, splits) for tile_n in (128, 192) for splits in (2, 3, 4)
-            ]
+        if choices and m <= 128:
+            choices += [Choice(128, 1, 1, splits) for splits in (2, 4)]
         contestants += [(str(c), product_alone(False), w, c) for c in choices]
         for name, f, b, choice in contestants:
             body = _trial.loop(f, iterations)

@@ -44,9 +44,11 @@ ATTENTION = [
     *(Shape(RS, m, 16384, 16384) for m in (2048, 8192)),
 ]
 
+# FLUX's, and Llama-2 70B's queries, keys and values, and what it has behind attention and MLP.
 DECODE = [
-    *(Shape(AG, m, 49152, 12288) for m in (16, 64, 128)),
+    *(Shape(AG, m, n, k) for n, k in [(49152, 12288), (10240, 8192)] for m in (16, 64, 128)),
     *(Shape(RS, m, 12288, 49152) for m in (16, 64, 128)),
+    *(Shape(RS, m, 8192, k) for k in (8192, 28672) for m in (16, 64, 128)),
 ]
 
 # Rows that are no whole tiles, for 2, 3 and 4 ranks.
@@ -58,7 +60,7 @@ RAGGED = [
 # FLUX's, and what Llama-2 70B and Llama-3 8B have behind their attention and their MLP.
 ALL_REDUCE = [
     *(Shape(AR, m, 12288, 49152) for m in (16, 64, 128, 512, 1024, 2048, 4096, 8192)),
-    *(Shape(AR, m, 8192, k) for k in (8192, 28672) for m in (512, 2048, 8192)),
+    *(Shape(AR, m, 8192, k) for k in (8192, 28672) for m in (64, 128, 512, 2048, 8192)),
     *(Shape(AR, m, 4096, k) for k in (4096, 14336) for m in (2048, 8192)),
 ]
 

@@ -187,6 +187,7 @@ def key_of(op: str, m: int, n: int, k: int, ranks: int, dtype: Any, transpose_rh
 
 
 _MOST_IN_ONE_SWEEP = 4096  # rows
+_SPLITS = {"all_gather_matmul": (2, 4), "matmul_reduce_scatter": (2,)}
 
 
 def candidates(key: Key, sm_count: int) -> list[Choice]:
@@ -210,10 +211,9 @@ def candidates(key: Key, sm_count: int) -> list[Choice]:
             choice = dataclasses.replace(tile, group_m=group)
             if group <= max(1, min(16, most)) and choice not in found:
                 found.append(choice)
-    if key.op == "all_gather_matmul" and key.rows <= 256:
-        alone = [c for c in found if c.cluster_m == 1 and c.splits == 1]
-        splits = (dataclasses.replace(c, splits=s) for c in alone for s in (2, 3, 4))
-        found += [c for c in splits if c not in found]
+    if key.rows <= CUDA_TILE_ROWS:
+        sharing = (Choice(128, 1, 1, splits) for splits in _SPLITS.get(key.op, ()))
+        found += [c for c in sharing if c not in found]
     return found
 
 

@@ -35,8 +35,8 @@ class Choice:
       tile_n: columns of a tile, which has 128 rows.
       cluster_m: CTAs one below the other that share the loading of w.
       group_m: rows of clusters that share a sweep over w; 0: all do, whichever rank's they are.
-      splits: of k, each computed by another CTA (all_gather_matmul, without clusters, up to 16; and
-        matmul_all_reduce of few rows, 2).
+      splits: of k, each computed by another CTA of a cluster: 2, for tiles of 128 columns and few
+        rows, or 4, in all_gather_matmul.
     """
 
     tile_n: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import platform
 import sys
@@ -94,14 +95,10 @@ def _try(op: str, dtype: jnp.dtype) -> str:
     return "ok"
 
 
-def _by_rows(m: int, ranks: int) -> bool:
-    return _product.lax_is_faster(m)
-
-
 # Whether `lax` is faster for so many rows in all, in whole tiles of columns.
 _OPS: dict[str, Callable[[int, int], bool]] = {
-    "all_gather_matmul": _by_rows,
-    "matmul_reduce_scatter": _by_rows,
+    "all_gather_matmul": functools.partial(_product.lax_is_faster, "all_gather_matmul"),
+    "matmul_reduce_scatter": functools.partial(_product.lax_is_faster, "matmul_reduce_scatter"),
     "matmul_all_to_all": lambda m, ranks: (
         not matmul_all_to_all.kernel_is_faster(m // ranks, _product.CUDA_TILE_ROWS, m // ranks)
     ),

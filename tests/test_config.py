@@ -1,5 +1,6 @@
 """jflux.config, and how a call says that it took its reference."""
 
+import functools
 import logging
 import threading
 
@@ -80,9 +81,11 @@ def test_platforms_without_kernels_take_the_reference(op):
 
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
 def test_where_lax_is_faster_it_is_taken(op):
-    slower = _product.lax_is_faster
-    assert slower(4) and slower(129) and slower(511)
-    assert not slower(64) and not slower(128) and not slower(512) and not slower(8193)
+    for ranks in (2, 4):
+        slower = functools.partial(_product.lax_is_faster, op, ranks=ranks)
+        assert slower(4) and slower(129) and slower(511)
+        assert slower(16) != (op == "matmul_reduce_scatter" and ranks == 2)
+        assert not slower(64) and not slower(128) and not slower(512) and not slower(8193)
     call, mesh = Call(op, dtype=jnp.bfloat16), make_mesh((2,))
     f = jax.jit(per_device(mesh, call.bind("tp")))
     with jflux.config(always=False):

@@ -25,13 +25,19 @@ def test_every_configuration(op, choice, dtype, out, transpose_rhs, rows):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tile_n", [128, 192])
-@pytest.mark.parametrize("splits", [2, 3, 8, 16])
-def test_splits_of_k(tile_n, splits):
-    """Also more splits than there are blocks of k, and rows that leave parts of a tile empty."""
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
+@pytest.mark.parametrize("splits", [2, 4])
+@pytest.mark.parametrize("rows", [1, 5, 16, 33, 64, 65])
+def test_clusters_that_share_k(op, splits, rows):
+    """Also too little of k, rows that leave parts of a tile empty, and too many rows."""
     mesh = make_mesh((RANKS,))
-    for rows, k in ((1, 8), (5, 136), (16, 520), (31, 2056), (60, 1024), (200, 264)):
-        for dtype, out in ((jnp.bfloat16, None), (jnp.float16, jnp.float32)):
-            call = Call("all_gather_matmul", lead=(rows,), k=k, n=520, dtype=dtype, out=out)
-            with _tuning.force(_tuning.Choice(tile_n, 1, 2, splits)):
-                check_values(call, mesh, "tp", seed=splits)
+    for k, n in ((8, 520), (72, 2056), (136, 64), (200, 520), (1000, 136 * 128 + 8)):
+        for dtype, out, transpose_rhs in (
+            (jnp.bfloat16, None, False),
+            (jnp.float16, jnp.float32, True),
+        ):
+            call = Call(
+                op, lead=(rows,), k=k, n=n, dtype=dtype, out=out, transpose_rhs=transpose_rhs
+            )
+            with _tuning.force(_tuning.Choice(128, 1, 1, splits)):
+                check_values(call, mesh, "tp", seed=rows)

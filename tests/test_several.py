@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import jflux
 from jflux import _ops as ops
+from jflux import _tuning
 
 BF16 = jnp.bfloat16
 # Columns of each weight, or k of each term: whole tiles and not, aligned and not, more than the
@@ -116,6 +117,21 @@ def test_scatter_values_and_gradients(rows, sizes, transposed, out):
         assert_close(dx, whole @ w.swapaxes(1, 2), abs(whole) @ abs(w).swapaxes(1, 2), BF16, n)
         x = x.swapaxes(1, 2)
         assert_close(_plain(dw, transposed), x @ whole, abs(x) @ abs(whole), BF16, len(whole))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [(264, 8), (72, 264), (8, 264)], ids=str)
+def test_clusters_that_share_the_k_of_several_terms(sizes):
+    """Of a later term perhaps one CTA has nothing; of the first all have some, or none share."""
+    mesh, rows, n = make_mesh((RANKS,)), 5, 136
+    xs = tuple(normal(i, (RANKS, RANKS * rows, k), BF16) for i, k in enumerate(sizes))
+    ws = _weights(9, [(k, n) for k in sizes], False)
+    with _tuning.force(_tuning.Choice(128, 1, 1, 2)):
+        y = run(jax.jit(per_device(mesh, _scatter())), xs, ws)
+    x64, w64 = ([a.astype(np.float64) for a in arrays] for arrays in (xs, ws))
+    want = sum(x @ w for x, w in zip(x64, w64, strict=True)).sum(0).reshape(y.shape)
+    scale = sum(abs(x) @ abs(w) for x, w in zip(x64, w64, strict=True)).sum(0).reshape(y.shape)
+    assert_close(y, want, scale, BF16, RANKS * sum(sizes))
 
 
 @pytest.mark.skipif(PLATFORM != "cpu", reason="asks what a GPU would be given")

@@ -15,8 +15,7 @@ struct GemmChoice {
   int32_t tile_n;      // columns per CTA tile; it always has 128 rows
   int32_t cluster_m;   // 2 or 1 CTAs one below the other
   int32_t group_m;     // cluster tile rows that share a sweep over n; 0: all do
-  int32_t splits = 1;  // of k, each computed by another CTA: all-gather, up to 16, no clusters; and
-                       // all-reduce of few rows, 2
+  int32_t splits = 1;  // of k, each computed by another CTA of a cluster; of few rows
 
   bool operator==(const GemmChoice& o) const {
     return tile_n == o.tile_n && cluster_m == o.cluster_m && group_m == o.group_m &&
@@ -27,6 +26,9 @@ struct GemmChoice {
 // Those that have kernels, each with a usual group.
 inline constexpr GemmChoice kCompiled[] = {{192, 2, 8}, {256, 2, 8}, {224, 2, 8}, {192, 1, 16},
                                            {160, 2, 8}, {128, 2, 8}, {128, 1, 16}};
+// Of few rows, the CTAs of a cluster may share the k of a tile of this many columns; at most so
+// many of them, by op.
+inline constexpr int32_t kSharedKTile = 128, kGatherSplits = 4, kReduceSplits = 2;
 // Whether both consumers share a tile of so many columns, since one of them has no registers for
 // it: then nothing is multiplied while it is finished.
 inline constexpr bool IsShared(int32_t tile_n) { return tile_n > 192; }
@@ -38,11 +40,12 @@ inline constexpr int32_t BoxRows(int64_t m) {
   return static_cast<int32_t>(Min<int64_t>(m, kGemmTileM));
 }
 // Of a box that TMA stores.
-inline constexpr int32_t StoreColumns(const GemmChoice& c) { return c.tile_n % 64 == 0 ? 64 : 32; }
+inline constexpr int32_t StoreColumns(const GemmChoice& c) {
+  return c.tile_n / c.splits % 64 == 0 ? 64 : 32;
+}
 
 inline constexpr int kGemmTileK = 64;
 inline constexpr int kMaxWeights = 4;  // of one call
-inline constexpr int kMaxSplits = 16;  // of k
 inline constexpr int kMaxGroup = 4096;
 
 // Waves of tiles on `sm_count` SMs, times what a tile costs: a fit to 38 calls of three ops on
@@ -125,57 +128,73 @@ inline bool IsPossible(const GemmChoice& c) {
   for (const GemmChoice& k : kCompiled) {
     compiled |= k.tile_n == c.tile_n && k.cluster_m == c.cluster_m;
   }
-  return compiled && 0 <= c.group_m && c.group_m <= kMaxGroup && 1 <= c.splits &&
-         c.splits <= kMaxSplits && (c.splits == 1 || c.cluster_m == 1);
+  const bool shares_k = c.tile_n == kSharedKTile && c.cluster_m == 1;
+  return compiled && 0 <= c.group_m && c.group_m <= kMaxGroup &&
+         (c.splits == 1 || (shares_k && (c.splits == 2 || c.splits == 4)));
 }
 
-// Splits that each have something of k.
-inline int32_t SplitsOf(const GemmChoice& c, int64_t k) {
-  return static_cast<int32_t>(Min<int64_t>(c.splits, CeilDiv<int64_t>(k, kGemmTileK)));
+// The choice for a call of m rows, in which every CTA has some of k (of the first term's, if there
+// are several): at most `most` of them share it.
+inline GemmChoice FitSplits(GemmChoice c, int64_t m, int64_t k, int32_t most) {
+  c.splits = m <= kGemmTileM ? Min(c.splits, most) : 1;
+  while (c.splits > 1 && CeilDiv<int64_t>(k, kGemmTileK) < c.splits) c.splits /= 2;
+  return c;
+}
+
+// CTAs that run at once. Not all SMs are in groups of four: 120 of 132.
+inline int AtOnce(const GemmChoice& c, int sm_count) {
+  return c.splits == 4 ? sm_count / 11 * 10 : sm_count;
 }
 
 // Microseconds that a product of few rows takes, by how long it takes to read w: with whole waves
-// from memory, with the last one perhaps as fast as its SMs can. As read on an H200. first_sum:
-// what the first sum costs that a tile adds; 14 through memory.
-inline double EstimateFew(const GemmChoice& c, int64_t m, int64_t n, int64_t k, int sm_count,
-                          double first_sum = 14) {
-  // Bytes per microsecond of memory and of one SM; x's count half, since they are in L2. What each
-  // sum after the first costs.
-  constexpr double kMemory = 3.7e6, kSm = 5.4e4, kOfX = 0.5, kSum = 2;
+// from memory, with the last one perhaps as fast as its SMs can. As read on an H200.
+inline double EstimateFew(const GemmChoice& c, int64_t m, int64_t n, int64_t k, int sm_count) {
+  // Bytes per microsecond of memory and of one SM; x's count half, since they are in L2. What
+  // sharing k takes, among two or four.
+  constexpr double kMemory = 3.7e6, kSm = 5.4e4, kOfX = 0.5, kTwo = 2, kFour = 7.5;
+  const int at_once = AtOnce(c, sm_count);
   const auto units = static_cast<int>(CeilDiv<int64_t>(n, c.tile_n) * c.splits);
   const double column_bytes = 2.0 * static_cast<double>(k) / c.splits;
   const double w = column_bytes * c.tile_n, x = column_bytes * static_cast<double>(m);
   const auto wave = [&](int count) { return Max(count * w / kMemory, (w + kOfX * x) / kSm); };
-  const int rest = units % sm_count;
-  return units / sm_count * wave(sm_count) + (rest > 0 ? wave(rest) : 0) +
-         (c.splits > 1 ? first_sum + kSum * (c.splits - 2) : 0);
+  const int rest = units % at_once;
+  return units / at_once * wave(at_once) + (rest > 0 ? wave(rest) : 0) +
+         (c.splits == 4   ? kFour
+          : c.splits == 2 ? kTwo
+                          : 0);
 }
 
-// With few rows, enough SMs should read w all the time. If there are fewer tiles, k may be split.
-inline GemmChoice ChooseFew(int64_t m, int64_t n, int64_t k, int sm_count, int most_splits) {
-  GemmChoice best{128, 1, 1};
-  for (const GemmChoice& tile : kCompiled) {
-    if (tile.cluster_m > 1) continue;
-    for (int32_t splits = 1; splits <= most_splits; ++splits) {
-      const GemmChoice c{tile.tile_n, 1, 1, splits};
-      if (EstimateFew(c, m, n, k, sm_count) < EstimateFew(best, m, n, k, sm_count)) best = c;
-    }
+// With few rows, enough SMs should read w all the time. If there are fewer tiles, CTAs may share k.
+inline GemmChoice ChooseSplits(GemmChoice best, int64_t m, int64_t n, int64_t k, int sm_count,
+                               int32_t most) {
+  for (int32_t splits = 2; splits <= most; splits *= 2) {
+    const GemmChoice c = FitSplits({kSharedKTile, 1, 1, splits}, m, k, most);
+    if (CeilDiv<int64_t>(n, c.tile_n) * c.splits > AtOnce(c, sm_count) && c.splits > 2) break;
+    if (EstimateFew(c, m, n, k, sm_count) < EstimateFew(best, m, n, k, sm_count)) best = c;
   }
   return best;
+}
+inline GemmChoice ChooseFew(int64_t m, int64_t n, int64_t k, int sm_count, int32_t most) {
+  GemmChoice best{128, 1, 1};
+  for (const GemmChoice& tile : kCompiled) {
+    const GemmChoice c{tile.tile_n, 1, 1};
+    if (tile.cluster_m > 1) continue;
+    if (EstimateFew(c, m, n, k, sm_count) < EstimateFew(best, m, n, k, sm_count)) best = c;
+  }
+  return ChooseSplits(best, m, n, k, sm_count, most);
 }
 
 // For a call of either op: with world ranks and rows_per_rank rows of each.
 inline GemmChoice ChooseAllGather(int world, int64_t rows_per_rank, int64_t n, int64_t k,
                                   int sm_count) {
   const int64_t m = world * rows_per_rank;
-  if (m <= kGemmTileM) return ChooseFew(m, n, k, sm_count, 8);
+  if (m <= kGemmTileM) return ChooseFew(m, n, k, sm_count, kGatherSplits);
   return GatherGroups(ChooseGemm(world, rows_per_rank, n, sm_count), world, rows_per_rank, n);
 }
 inline GemmChoice ChooseReduceScatter(int world, int64_t rows_per_rank, int64_t n, int64_t k,
                                       int sm_count) {
   const int64_t m = world * rows_per_rank;
-  // No splits: their sums would be rounded before they travel.
-  if (m <= kGemmTileM) return ChooseFew(m, n, k, sm_count, 1);
+  if (m <= kGemmTileM) return ChooseFew(m, n, k, sm_count, kReduceSplits);
   // Tiles that ranks share wait for peers in the middle of a sweep, and while a wide one does
   // nothing is multiplied: at 996 rows on 2 x H200 1.13 of XLA's time, and .92 with tiles of 192
   // columns.

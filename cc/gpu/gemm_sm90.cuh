@@ -53,14 +53,15 @@ struct KRange {
   int32_t begin, end;
 };
 
-// Part `split` of k: all are equal, but for rounding to k blocks.
+// Part `split` of k, where a cluster shares it: all are equal, but for rounding to k blocks.
 template <typename Config>
-__device__ __forceinline__ KRange SplitOfK(int64_t k, int split, int splits) {
+__device__ __forceinline__ KRange SplitOfK(int64_t k, int split) {
+  constexpr int32_t kSplits = Config::kClusterK;
   const auto end = static_cast<int32_t>(k);
-  if (splits == 1) return KRange{0, end};
+  if (kSplits == 1) return KRange{0, end};
   const int32_t blocks = CeilDiv(end, Config::kTileK);
-  return KRange{split * blocks / splits * Config::kTileK,
-                Min(end, (split + 1) * blocks / splits * Config::kTileK)};
+  return KRange{split * blocks / kSplits * Config::kTileK,
+                Min(end, (split + 1) * blocks / kSplits * Config::kTileK)};
 }
 
 // w's tile for one k block: this CTA's share, to every CTA of the cluster. Boxes are 128 bytes
@@ -243,7 +244,7 @@ __device__ __forceinline__ void RunPartsScout(const typename Op::Args& args,
   }
 }
 
-// A CTA of a cluster must not end as long as the other one may still arrive here. What that one
+// A CTA of a cluster must not end as long as another one may still arrive here. What that one
 // arrives at are the barriers that say that a stage, or a slot, is empty again: who waits for all
 // of them, `next` being the next to be filled, may leave.
 template <int kSize, typename BarrierOf>
@@ -416,7 +417,7 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
       Slices<Config> slices;
 #pragma unroll
       for (int block = 0; block < Config::kOwnBlocks; ++block) {
-        if (Op::HasRows(args, block)) sum.Run(acc[block], slices[block]);
+        if (Op::HasRows(args, block_m, block)) sum.Run(acc[block], slices[block]);
       }
       Op::Finish(args, call, staging, slices, block_m, tile, await_parts);
     }
@@ -440,13 +441,14 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
 //                                       operands are; so the scout works it out, and not the loader
 //   SourceOf(args, call, where, term), LoadA(source, smem, bar, k0)
 //   RhsOf(args, where, term) -> Rhs
-//   HasParts(args)                      whether there are tiles with parts that others compute
-//   WaitForParts(args, call, block_m, tile)                     all lanes, if HasParts
+//   kHasParts                           whether there are tiles with parts that others compute,
+//                                       and if so
+//   WaitForParts(args, call, block_m, tile)                     all lanes
 //   kReceives                           whether what peers send goes to y, and if so
 //   MakeReceiver(smem), Receive(args, call, receiver, waits), ReceiveRest(args, call, receiver)
 //                                       all lanes of the scout, when it has time, as long as it is
 //                                       true; in the end
-//   HasRows(args, block)                whether a tile's block has any, if kClusterK > 1
+//   HasRows(args, block_m, block)       whether a tile's block has any, if kClusterK > 1
 //   Send(args, call, smem)              a warp; everything that peers wait for without waiting
 //   Finish(args, call, staging, acc, block_m, tile, await_parts)
 //                                       adds the parts and stages, block by block, what Store
@@ -475,7 +477,7 @@ __device__ __forceinline__ void RunGemm(const typename Op::Args& args) {
     }
     for (int i = 0; i < Config::kSlots; ++i) {
       ptx::MbarrierInit(smem.SlotFull(i), 1);
-      ptx::MbarrierInit(smem.SlotEmpty(i), SlotReaders<Config>(Op::HasParts(args)));
+      ptx::MbarrierInit(smem.SlotEmpty(i), SlotReaders<Config>(Op::kHasParts));
       ptx::MbarrierInit(smem.PartsReady(i), 1);
     }
     ptx::MbarrierInit(smem.Begun(), 1);
@@ -505,7 +507,7 @@ __device__ __forceinline__ void RunGemm(const typename Op::Args& args) {
       Op::Send(args, call, smem);
       __syncwarp();
       if (lane == 0) LeaveCounters(args);
-      if (Op::HasParts(args)) RunPartsScout<Op>(args, call, smem, cta);
+      if constexpr (Op::kHasParts) RunPartsScout<Op>(args, call, smem, cta);
       if (lane == 0) EndOfWaits(args);
     } else if (warp == 2) {
       if (ptx::ElectOne()) RunStorer<Op>(args, call, smem, cta);

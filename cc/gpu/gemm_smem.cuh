@@ -43,7 +43,7 @@ struct GemmConfig {
   static constexpr int kOwnBlocks = kCooperative ? kBlocks / kConsumers : kBlocks;
   static_assert(!kCooperative || kBlocks == kConsumers);
   // Whether a tile can be half one w's columns and half another's.
-  static constexpr bool kHalves = kTileN % 128 == 0;
+  static constexpr bool kHalves = kTileN % 128 == 0 && kClusterK == 1;
   // Boxes of w stored [k, n] are 64 columns wide; some of the last one's may not be needed.
   static constexpr int kLoadN = kTransposeRhs ? kTileN : CeilDiv(kTileN, 64) * 64;
   static constexpr int kABytes = kTileM * kTileK * 2;
@@ -222,6 +222,16 @@ struct TileReader {
 template <typename Config>
 __device__ __forceinline__ Tile ShareOf(Tile tile, int cta) {
   return Config::kClusterK == 1 ? tile : Tile{tile.m, tile.n, cta};
+}
+
+// The slice of its cluster's tile that a CTA finishes, and its first column.
+template <typename Config>
+__device__ __forceinline__ int32_t SliceOf(Tile tile) {
+  return Config::kClusterK == 1 ? tile.n : tile.n * Config::kClusterK + tile.split;
+}
+template <typename Config>
+__device__ __forceinline__ int64_t FirstColumn(Tile tile) {
+  return static_cast<int64_t>(SliceOf<Config>(tile)) * Config::kSliceN;
 }
 
 // What the scout has found out, so that nobody else has to: for each CTA its share of the tile, how

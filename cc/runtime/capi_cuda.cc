@@ -211,15 +211,17 @@ int64_t jflux_cuda_channel_bytes(const char* op, const JfluxProduct* c, const Jf
   if (!jflux::IsPossible(with)) return -1;
   if (std::strcmp(op, kAllGatherMatmul) == 0) {
     const jflux::AllGatherMatmulParams p{rows, c->k, c->n, dtype, out_dtype, transpose_rhs, false};
-    return jflux::AllGatherMatmulChannel(p, with).TotalBytes();
+    return jflux::CudaLayoutOf(p).Channel().TotalBytes();
   }
   if (std::strcmp(op, kMatmulReduceScatter) == 0) {
     const jflux::MatmulReduceScatterParams p{rows, c->k, c->n, dtype, out_dtype, transpose_rhs};
-    return jflux::MatmulReduceScatterChannel(p, with).TotalBytes();
+    // (A call of several terms is fitted to the first one's k; the channel is as large.)
+    const auto possible = jflux::FitSplits(with, rows.Total(), c->k, jflux::kReduceSplits);
+    return jflux::MatmulReduceScatterChannel(p, possible).TotalBytes();
   }
   if (std::strcmp(op, kMatmulAllReduce) == 0) {
     const jflux::MatmulReduceScatterParams p{rows, c->k, c->n, dtype, out_dtype, transpose_rhs};
-    return jflux::MatmulAllReduceChannel({p}, with).TotalBytes();
+    return jflux::MatmulAllReduceChannel({p}, jflux::Possible({p}, with)).TotalBytes();
   }
   if (std::strcmp(op, kMatmulAllToAll) == 0) {  // whichever way the pieces lie
     const jflux::MatmulAllToAllParams p{rows,      c->k,          c->n,  dtype,

@@ -1,4 +1,5 @@
-// The compiled GEMM configurations, once for all ops: types x w's layout x GemmChoice.
+// The compiled GEMM configurations, once for all ops: types x w's layout x GemmChoice. An op's
+// Instances say which kernel a Config has (null: none), and how many CTAs may share k (1: none do).
 #ifndef JFLUX_RUNTIME_GEMM_INSTANCES_CUDA_H_
 #define JFLUX_RUNTIME_GEMM_INSTANCES_CUDA_H_
 
@@ -39,12 +40,30 @@ bool WithGemmConfig(DType dtype, bool transpose_rhs, const GemmChoice& c, F&& vi
   return dtype == DType::kF16 ? with_type(__half{}) : with_type(__nv_bfloat16{});
 }
 
+template <typename Config>
+inline constexpr bool kCanShareK = Config::kTileN == kSharedKTile && Config::kClusterM == 1;
+template <typename Config, int kSplits>
+using SharedKConfig =
+    GemmConfig<typename Config::T, kSharedKTile, 1, Config::kTransposeRhs, kSplits>;
+
 template <typename Instances>
 struct LoadInstance {
   std::string* error;
   template <typename Config>
   bool operator()() const {
-    return LoadKernel(Instances::template Kernel<Config>(), Config::kSmemBytes, error);
+    return Load<Config>() && LoadShared<Config>();
+  }
+  template <typename Config, int kSplits = 2>
+  bool LoadShared() const {
+    if constexpr (kCanShareK<Config> && kSplits <= Instances::kMostSplits) {
+      return Load<SharedKConfig<Config, kSplits>>() && LoadShared<Config, 2 * kSplits>();
+    }
+    return true;
+  }
+  template <typename Config>
+  bool Load() const {
+    const void* kernel = Instances::template Kernel<Config>();
+    return kernel == nullptr || LoadKernel(kernel, Config::kSmemBytes, error);
   }
 };
 
@@ -63,13 +82,26 @@ bool LoadGemmInstances(std::string* error) {
 template <typename Instances>
 struct LaunchInstance {
   void* args;
-  int num_tiles, sm_count;
+  int num_tiles, sm_count, splits;
   cudaStream_t stream;
   std::string* error;
   template <typename Config>
   bool operator()() const {
-    const int clusters = Min(num_tiles, sm_count / Config::kClusterM);
-    return LaunchKernel(Instances::template Kernel<Config>(), args, clusters, Config::kClusterM,
+    return LaunchShared<Config>();
+  }
+  template <typename Config, int kSplits = 2>
+  bool LaunchShared() const {
+    if constexpr (kCanShareK<Config> && kSplits <= Instances::kMostSplits) {
+      if (splits == kSplits) return Launch<SharedKConfig<Config, kSplits>>();
+      return LaunchShared<Config, 2 * kSplits>();
+    } else {
+      return splits == 1 && Launch<Config>();
+    }
+  }
+  template <typename Config>
+  bool Launch() const {
+    const int clusters = Min(num_tiles, sm_count / Config::kCluster);
+    return LaunchKernel(Instances::template Kernel<Config>(), args, clusters, Config::kCluster,
                         Config::kThreads, Config::kSmemBytes, stream, error);
   }
 };
@@ -77,10 +109,11 @@ struct LaunchInstance {
 template <typename Instances>
 bool LaunchGemmInstance(DType dtype, bool transpose_rhs, const GemmChoice& choice, void* args,
                         int num_tiles, int sm_count, cudaStream_t stream, std::string* error) {
-  *error = "no kernel has tiles of " + std::to_string(choice.tile_n) + " columns and clusters of " +
-           std::to_string(choice.cluster_m);
-  return WithGemmConfig(dtype, transpose_rhs, choice,
-                        LaunchInstance<Instances>{args, num_tiles, sm_count, stream, error});
+  *error = "no kernel has tiles of " + std::to_string(choice.tile_n) + " columns, clusters of " +
+           std::to_string(choice.cluster_m) + " and k in " + std::to_string(choice.splits);
+  return WithGemmConfig(
+      dtype, transpose_rhs, choice,
+      LaunchInstance<Instances>{args, num_tiles, sm_count, choice.splits, stream, error});
 }
 
 // w as LoadB of gpu/gemm_sm90.cuh reads it; `halves`: it is half of a tile's columns.

@@ -65,40 +65,22 @@ bool EncodeTensorMap(CUtensorMap* map, DType dtype, const void* data,
   return true;
 }
 
-namespace {
-
-struct ClusterLaunch {
-  cudaLaunchAttribute attribute{};
-  cudaLaunchConfig_t config{};
-
-  ClusterLaunch(int clusters, int ctas, int threads, int smem_bytes, cudaStream_t stream) {
-    attribute.id = cudaLaunchAttributeClusterDimension;
-    attribute.val.clusterDim.x = ctas;
-    attribute.val.clusterDim.y = 1;
-    attribute.val.clusterDim.z = 1;
-    config.gridDim = dim3(clusters * ctas);
-    config.blockDim = dim3(threads);
-    config.dynamicSmemBytes = smem_bytes;
-    config.stream = stream;
-    config.attrs = &attribute;
-    config.numAttrs = 1;  // also for clusters of one: the kernels' instructions want a cluster
-  }
-  ClusterLaunch(const ClusterLaunch&) = delete;
-};
-
-}  // namespace
-
-int MostClusters(const void* kernel, int ctas, int threads, int smem_bytes) {
-  const ClusterLaunch launch(1, ctas, threads, smem_bytes, nullptr);
-  int most = 0;
-  return cudaOccupancyMaxActiveClusters(&most, kernel, &launch.config) == cudaSuccess ? most : 0;
-}
-
 bool LaunchKernel(const void* kernel, void* args, int clusters, int ctas, int threads,
                   int smem_bytes, cudaStream_t stream, std::string* error) {
-  const ClusterLaunch launch(clusters, ctas, threads, smem_bytes, stream);
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(clusters * ctas);
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = smem_bytes;
+  config.stream = stream;
+  cudaLaunchAttribute attribute[1];
+  attribute[0].id = cudaLaunchAttributeClusterDimension;
+  attribute[0].val.clusterDim.x = ctas;
+  attribute[0].val.clusterDim.y = 1;
+  attribute[0].val.clusterDim.z = 1;
+  config.attrs = attribute;
+  config.numAttrs = 1;  // also for clusters of one: the kernels' instructions want a cluster
   void* arguments[] = {args};
-  JFLUX_CUDA_OR_FALSE(cudaLaunchKernelExC(&launch.config, kernel, arguments), error);
+  JFLUX_CUDA_OR_FALSE(cudaLaunchKernelExC(&config, kernel, arguments), error);
   return true;
 }
 

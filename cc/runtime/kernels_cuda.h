@@ -44,9 +44,6 @@ bool EncodeTensorMap(CUtensorMap* map, DType dtype, const void* data,
                      std::initializer_list<int> box, std::string* error,
                      Boxes boxes = Boxes::kSwizzled);
 
-// How many such clusters the current device has room for; 0 if it does not say.
-int MostClusters(const void* kernel, int ctas, int threads, int smem_bytes);
-
 // Launches `clusters` clusters of `ctas` CTAs.
 bool LaunchKernel(const void* kernel, void* args, int clusters, int ctas, int threads,
                   int smem_bytes, cudaStream_t stream, std::string* error);

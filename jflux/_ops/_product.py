@@ -131,12 +131,14 @@ def why_no_kernel(pairs: Iterable[tuple[Any, Any]], params: Any, platform: str) 
     return next(filter(None, reasons), None)
 
 
-def lax_is_faster(m: int) -> bool:
+def lax_is_faster(op: str, m: int, ranks: int) -> bool:
     """On GPUs, for m rows in all, by what docs/design/0003 measured.
 
     A row of tiles has 128 rows, and takes as long if it has fewer; and a call of few rows is over
     before communication could be hidden in it."""
-    return m < 32 or CUDA_TILE_ROWS < m < 512
+    # 16 rows of a reduce-scatter take .83 to .99 of XLA's time on two ranks; on four, .95 to 1.07.
+    fewest = 16 if op == "matmul_reduce_scatter" and ranks == 2 else 32
+    return m < fewest or CUDA_TILE_ROWS < m < 512
 
 
 def call_rules(
@@ -145,7 +147,6 @@ def call_rules(
     extent: Callable[..., tuple[int, int, int, int]],
     lax_is_faster: Callable[..., bool],
     attributes: Callable[..., dict[str, Any]],
-    fit_choice: Callable[[tuple[int, ...], Any], tuple[int, ...]] = lambda choice, params: choice,
 ) -> dict[str, Any]:
     """What `_ffi.make_primitive` asks of an op whose kernels have configurations to choose from.
 
@@ -154,7 +155,6 @@ def call_rules(
       extent: (*avals, params=...) -> (outer, inner) of cc/core/rows.h, and k and n in all.
       lax_is_faster: (*avals, params=..., platform=...) -> where nothing was measured for the call.
       attributes: (*avals, params=..., platform=...) -> what its handler takes beside a product's.
-      fit_choice: (choice, params) -> a choice that the call can take, if some cannot be.
     """
 
     def key_of(avals, params):
@@ -186,7 +186,7 @@ def call_rules(
 
     def launch(*avals, params, platform, mesh, groups):
         outer, inner, k, n = extent(*avals, params=params)
-        choice = fit_choice(choice_of(key_of(avals, params), platform, mesh), params)
+        choice = choice_of(key_of(avals, params), platform, mesh)
         if _ffi.lowers_for_here(mesh):
             product = _heap.Product(
                 op=op,

@@ -338,7 +338,7 @@ def _extent(x, *operands, params):
 
 def _lax_is_faster(x, *operands, params, platform):
     m = _product.total_rows(x) * params.world
-    return platform == "cuda" and _product.lax_is_faster(m)
+    return platform == "cuda" and _product.lax_is_faster("all_gather_matmul", m, params.world)
 
 
 def _after(x, *operands, params):
@@ -393,14 +393,6 @@ def _attributes(x, *operands, params, platform):
         "gated": bool(epilogue.gated),
         "sums": "sums" in params.results,
     }
-
-
-def _fit_choice(choice, params):
-    """Gates split no k. Which tiles they take instead of this one's, ForGate of
-    cc/gpu/gemm_config.h says."""
-    if not choice or params.epilogue is None or not params.epilogue.gated:
-        return choice
-    return (*choice[:3], 1)
 
 
 def _adapt(x, *operands, params, platform):
@@ -472,7 +464,6 @@ _primitive = _ffi.make_primitive(
         extent=_extent,
         lax_is_faster=_lax_is_faster,
         attributes=_attributes,
-        fit_choice=_fit_choice,
     ),
 )
 

@@ -224,7 +224,8 @@ def _not_fused(x, w, *residual, params, platform):
 
 
 def _lax_is_faster(x, w, *residual, params, platform):
-    return platform == "cuda" and _product.lax_is_faster(x.shape[0])
+    m = x.shape[0]
+    return platform == "cuda" and _product.lax_is_faster("matmul_all_reduce", m, params.world)
 
 
 def fits_kernel(

@@ -263,7 +263,7 @@ def _extent(*operands, params):
 
 def _lax_is_faster(*operands, params, platform):
     m = _product.total_rows(operands[0])
-    return platform == "cuda" and _product.lax_is_faster(m)
+    return platform == "cuda" and _product.lax_is_faster("matmul_reduce_scatter", m, params.world)
 
 
 def _after(*operands, params):

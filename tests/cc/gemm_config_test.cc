@@ -1,6 +1,9 @@
 // gpu/gemm_config.h: which configuration a product gets, and how an all-gather groups its rows.
 #include "gpu/gemm_config.h"
 
+#include <algorithm>
+#include <iterator>
+
 #include "ops/matmul_all_reduce/matmul_all_reduce_config.h"
 #include "testing.h"
 
@@ -166,9 +169,10 @@ TEST(OpsChooseAsTheirPartsDo) {
     EXPECT(ChooseAllGather(4, rows, n, k, kSms) == GatherGroups(c, 4, rows, n));
   }
   for (int64_t rows : {1, 16, 32}) {
-    EXPECT(ChooseReduceScatter(4, rows, n, k, kSms) == ChooseFew(4 * rows, n, k, kSms, 1));
-    EXPECT(ChooseAllGather(4, rows, n, k, kSms) == ChooseFew(4 * rows, n, k, kSms, 8));
-    EXPECT_EQ(ChooseReduceScatter(4, rows, 2048, 4096, kSms).splits, 1);
+    EXPECT(ChooseReduceScatter(4, rows, n, k, kSms) == ChooseFew(4 * rows, n, k, kSms, 2));
+    EXPECT(ChooseAllGather(4, rows, n, k, kSms) == ChooseFew(4 * rows, n, k, kSms, 4));
+    EXPECT_EQ(ChooseReduceScatter(4, rows, 2048, 4096, kSms).splits, 2);
+    EXPECT_EQ(ChooseAllGather(4, rows, 2048, 8192, kSms).splits, 4);
   }
 }
 
@@ -203,28 +207,64 @@ TEST(FewRowsOfAllReducesShareKWhereThatWasFaster) {
 // What was fastest on an H200.
 TEST(FewRowsKeepEnoughSmsReading) {
   for (int64_t m : {1, 16, 64, 128}) {
-    EXPECT(ChooseFew(m, 12288, 12288, kSms, 8) == (GemmChoice{128, 1, 1})) << m;
-    EXPECT(ChooseFew(m, 12288, 24576, kSms, 8) == (GemmChoice{128, 1, 1})) << m;
-    EXPECT(ChooseFew(m, 24576, 12288, kSms, 8) == (GemmChoice{192, 1, 1})) << m;
-    // 20 tiles would leave most SMs without work.
-    EXPECT(ChooseFew(m, 2560, 8192, kSms, 8).splits > 1) << m;
+    EXPECT(ChooseFew(m, 12288, 12288, kSms, 4) == (GemmChoice{128, 1, 1})) << m;
+    EXPECT(ChooseFew(m, 12288, 24576, kSms, 4) == (GemmChoice{128, 1, 1})) << m;
+    EXPECT(ChooseFew(m, 24576, 12288, kSms, 4) == (GemmChoice{192, 1, 1})) << m;
   }
-  EXPECT_EQ(ChooseFew(64, 128, 136, kSms, 8).splits, 1);  // sums would cost more than w
+  // Microseconds of the product alone: tiles of 128 columns, of 192, k shared by two, by four.
+  const struct {
+    int64_t m, n, k;
+    double us[4];
+  } measured[] = {
+      {64, 5120, 8192, {48.1, 65.9, 33.5, 38.3}},
+      {64, 2560, 8192, {46.7, 65.2, 30.0, 22.2}},
+      {128, 5120, 8192, {48.6, 67.4, 35.3, 41.9}},
+      {16, 5120, 8192, {47.8, 66.0, 34.6, 38.1}},
+      {64, 14336, 8192, {68.1, 77.3, 74.7, 76.6}},
+      {64, 24576, 12288, {190.0, 161.7, 167.2, 188.8}},
+      {64, 7168, 4096, {30.1, 39.6, 26.7, 27.8}},
+      {64, 3584, 8192, {47.7, 66.4, 32.1, 27.5}},
+      {64, 1024, 8192, {45.8, 63.5, 28.1, 20.5}},
+      {64, 9216, 4608, {34.5, 42.7, 41.7, 37.7}},
+      {64, 18432, 12288, {180.9, 124.2, 148.8, 135.9}},
+      {64, 3072, 4096, {27.0, 37.3, 20.4, 22.2}},
+      {128, 2560, 8192, {47.6, 65.7, 31.1, 24.8}},
+      {64, 12288, 12288, {87.6, 109.0, 98.1, 106.9}},
+      {64, 3840, 8192, {48.1, 65.9, 32.4, 28.2}},
+      {64, 1280, 8192, {45.5, 63.3, 29.0, 20.8}},
+      {64, 28672, 8192, {133.6, 181.5, 139.6, 147.3}},
+  };
+  for (const auto& call : measured) {
+    const GemmChoice c = ChooseFew(call.m, call.n, call.k, kSms, 4);
+    const double chosen = call.us[c.tile_n == 192 ? 1 : c.splits == 1 ? 0 : c.splits == 2 ? 2 : 3];
+    const double best = *std::min_element(std::begin(call.us), std::end(call.us));
+    EXPECT_EQ(chosen, best) << call.m << " x " << call.n << " x " << call.k;
+  }
+  EXPECT_EQ(ChooseFew(64, 128, 136, kSms, 4).splits, 1);  // sums would cost more than w
 }
 
 TEST(ImpossibleChoices) {
   for (const GemmChoice& c : kCompiled) EXPECT(IsPossible(c));
-  EXPECT(IsPossible({128, 1, 1, 16}));
+  EXPECT(IsPossible({128, 1, 1, 2}) && IsPossible({128, 1, 1, 4}));
   EXPECT(IsPossible({192, 2, 0}));
   for (const GemmChoice c :
        {GemmChoice{64, 1, 1}, GemmChoice{192, 3, 1}, GemmChoice{192, 2, -1},
         GemmChoice{192, 2, kMaxGroup + 1}, GemmChoice{192, 2, 8, 2}, GemmChoice{128, 1, 1, 0},
-        GemmChoice{128, 1, 1, 17}, GemmChoice{0, 0, 0, 0}}) {
+        GemmChoice{128, 1, 1, 3}, GemmChoice{192, 1, 1, 2}, GemmChoice{0, 0, 0, 0}}) {
     EXPECT(!IsPossible(c)) << c.tile_n << " " << c.cluster_m;
   }
-  EXPECT_EQ(SplitsOf({128, 1, 1, 8}, 64), 1);
-  EXPECT_EQ(SplitsOf({128, 1, 1, 8}, 65), 2);
-  EXPECT_EQ(SplitsOf({128, 1, 1, 8}, 12288), 8);
+}
+
+TEST(WhoSharesKHasSomeOfIt) {
+  const auto splits = [](int64_t m, int64_t k, int32_t most) {
+    return FitSplits({128, 1, 1, 4}, m, k, most).splits;
+  };
+  EXPECT_EQ(splits(128, 64, 4), 1);
+  EXPECT_EQ(splits(128, 65, 4), 2);
+  EXPECT_EQ(splits(128, 192, 4), 2);
+  EXPECT_EQ(splits(128, 193, 4), 4);
+  EXPECT_EQ(splits(128, 12288, 2), 2);
+  EXPECT_EQ(splits(129, 12288, 4), 1);  // no few rows
 }
 
 TEST(WhatIsChosenIsCompiled) {

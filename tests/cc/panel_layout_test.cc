@@ -57,9 +57,7 @@ TEST(PartsAreARanksRows) {
 // Every element of every rank's rows has a place of its own, and so has every signal.
 TEST(RoomForEverything) {
   ForAllShapes([](const Rows& rows, int64_t k) {
-    auto layout = PanelLayout::Make(rows, k);
-    layout.partials = 5;
-    layout.partial_bytes = 65536;
+    const auto layout = PanelLayout::Make(rows, k);
     Ranges data, signals;
     for (int src = 0; src < rows.world; ++src) {
       int64_t columns = 0;
@@ -82,12 +80,6 @@ TEST(RoomForEverything) {
         }
       }
       EXPECT_EQ(columns, rows.PerRank() * layout.panels);
-    }
-    for (int64_t i = 0; i < layout.partials; ++i) {
-      const int64_t at = layout.PartialOffset(i), signal = layout.PartialSignalOffset(i);
-      EXPECT_EQ(at % 128, 0);  // bulk copies
-      data.push_back({at, at + layout.partial_bytes});
-      signals.push_back({signal, signal + static_cast<int64_t>(sizeof(Signal))});
     }
     const ChannelLayout channel = layout.Channel();
     EXPECT(Disjoint(data) && Inside(data, channel.data_bytes)) << rows.world << " " << rows.inner;

@@ -18,8 +18,7 @@ struct AllGatherMatmulArgs {
   Rows rows;
   GatherOrder order;  // of cluster tiles
   int64_t k;
-  int32_t splits;     // of k
-  int32_t num_tiles;  // times splits
+  int32_t num_tiles;
   int32_t weights;
   int32_t a_bytes;  // of a box of rows
   uint32_t signature, op;

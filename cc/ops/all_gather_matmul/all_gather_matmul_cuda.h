@@ -14,22 +14,9 @@
 
 namespace jflux {
 
-inline PanelLayout CudaLayoutOf(const AllGatherMatmulParams& p, const GemmChoice& c) {
+inline PanelLayout CudaLayoutOf(const AllGatherMatmulParams& p) {
   static_assert(PanelLayout::kBlockRows == kGemmTileM && PanelLayout::kColumns == kGemmTileK);
-  PanelLayout layout = PanelLayout::Make(p.rows, p.k);
-  const int32_t splits = SplitsOf(c, p.k);
-  if (splits > 1) {  // a partial is a block of 64 rows
-    const int64_t tiles =
-        CeilDiv<int64_t>(p.rows.Total(), kGemmTileM) * CeilDiv<int64_t>(p.n, c.tile_n);
-    layout.partials = (splits - 1) * tiles * (kGemmTileM / 64);
-    layout.partial_bytes = 64 * c.tile_n * static_cast<int64_t>(sizeof(float));
-  }
-  return layout;
-}
-
-// The channel that a call takes.
-inline ChannelLayout AllGatherMatmulChannel(const AllGatherMatmulParams& p, const GemmChoice& c) {
-  return CudaLayoutOf(p, c).Channel();
+  return PanelLayout::Make(p.rows, p.k);
 }
 
 // Several weights share one gather: y_i = activation(all_gather(x) @ w_i + bias_i), or, gated, one

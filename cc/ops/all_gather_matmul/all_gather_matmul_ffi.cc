@@ -119,11 +119,12 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, int64_t activation,
   const auto choice_for = [&](int sm_count) {
     const GemmChoice c = ChoiceOf(choice).value_or(
         ChooseAllGather(p->rows.world, p->rows.PerRank(), p->n, p->k, sm_count));
-    return gated ? ForGate(c, p->rows.Total(), p->n, sm_count) : c;
+    return gated ? ForGate(c, p->rows.Total(), p->n, sm_count)
+                 : FitSplits(c, p->rows.Total(), p->k, kGatherSplits);
   };
   return LaunchCudaCall(
       OpId::kAllGatherMatmul, ordinal, groups, world,
-      [&](int sm_count) { return AllGatherMatmulChannel(*p, choice_for(sm_count)); },
+      [&](int) { return CudaLayoutOf(*p).Channel(); },
       [&](const CudaDevice& device, const SymmetricView& view, std::string* error) {
         return LaunchAllGatherMatmul(*p, operands, choice_for(device.sm_count), site, device, view,
                                      stream, error);

@@ -8,6 +8,7 @@ namespace jflux {
 namespace {
 
 struct Instances {
+  static constexpr int kMostSplits = kGatherSplits;
   template <typename Config>
   static const void* Kernel() {
     return reinterpret_cast<const void*>(&AllGatherMatmulKernel<Config>);
@@ -22,7 +23,7 @@ bool LaunchAllGatherMatmul(const AllGatherMatmulParams& p, const AllGatherMatmul
                            const GemmChoice& choice, int64_t site, const CudaDevice& device,
                            const SymmetricView& view, cudaStream_t stream, std::string* error) {
   AllGatherMatmulArgs args{};
-  args.layout = CudaLayoutOf(p, choice);
+  args.layout = CudaLayoutOf(p);
   args.channel = args.layout.Channel();
   args.state = reinterpret_cast<DeviceState*>(device.heap);
   args.view = view;
@@ -47,17 +48,14 @@ bool LaunchAllGatherMatmul(const AllGatherMatmulParams& p, const AllGatherMatmul
   args.k = p.k;
   args.signature = SignatureOf(p.Signature(), site, choice);
   args.op = static_cast<uint32_t>(OpId::kAllGatherMatmul);
-  // Several weights round up their columns each: there may be more tiles than room for partials.
-  args.splits = operands.weights == 1 ? SplitsOf(choice, p.k) : 1;
-  grid.at_once = Max(1, grid.at_once / args.splits);
   args.order = GatherOrder::Make(grid, view.rank, view.world, p.rows.PerRank(),
                                  kGemmTileM * choice.cluster_m);
-  args.num_tiles = grid.tiles_m * grid.tiles_n * args.splits;
+  args.num_tiles = grid.tiles_m * grid.tiles_n;
   // Few rows are one sweep anyway.
   args.send_group = p.rows.Total() <= kGemmTileM ? 0 : choice.group_m * choice.cluster_m;
   args.out_f32 = p.out_dtype == DType::kF32;
-  args.plain = !args.out_f32 && args.rows.outer == 1 && args.splits == 1 && !args.gated &&
-               args.activation == Activation::kNone;
+  args.plain =
+      !args.out_f32 && args.rows.outer == 1 && !args.gated && args.activation == Activation::kNone;
   for (int i = 0; i < args.weights; ++i) {
     args.plain &= args.bias[i] == nullptr && args.sums_data[i] == nullptr;
   }

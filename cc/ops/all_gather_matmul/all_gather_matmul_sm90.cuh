@@ -10,7 +10,6 @@
 
 #include "core/tile_order.h"
 #include "gpu/epilogue_sm90.cuh"
-#include "gpu/fragments_sm90.cuh"
 #include "gpu/gemm_config.h"
 #include "gpu/gemm_sm90.cuh"
 #include "ops/all_gather_matmul/gather_sender_sm90.cuh"
@@ -23,17 +22,7 @@ struct AllGatherMatmulSm90 {
   using Args = AllGatherMatmulArgs;
   using T = typename Config::T;
 
-  // Of k. Clusters split nothing (gpu/gemm_config.h).
-  static __device__ int Splits(const Args& args) {
-    return Config::kClusterM == 1 ? args.splits : 1;
-  }
-
-  static __device__ Tile TileAt(const Args& args, int32_t t) {
-    if (Splits(args) == 1) return args.order.At(t);
-    Tile tile = args.order.At(t / Splits(args));
-    tile.split = t % Splits(args);
-    return tile;
-  }
+  static __device__ Tile TileAt(const Args& args, int32_t t) { return args.order.At(t); }
 
   // Virtual rows [first, last) of a block.
   struct Span {
@@ -48,25 +37,23 @@ struct AllGatherMatmulSm90 {
     return s.first >= args.view.rank * per_rank && s.last <= (args.view.rank + 1) * per_rank;
   }
 
-  // The columns of a tile: which w and y they belong to, and where they begin there.
+  // The columns of a tile, or of the slice of it that a CTA finishes: which w and y they belong to,
+  // and where they begin there.
   struct Columns {
     int weight;
     int64_t n0;
   };
-  static __device__ Columns ColumnsOf(const Args& args, int32_t tile_n) {
+  static __device__ Columns ColumnsOf(const Args& args, Tile tile) {
     if (Config::kHalves && args.gated) {
-      return Columns{0, static_cast<int64_t>(tile_n) * (Config::kTileN / 2)};
+      return Columns{0, static_cast<int64_t>(tile.n) * (Config::kTileN / 2)};
     }
     int i = 0;
-    while (i + 1 < args.weights && tile_n >= args.first_tile[i + 1]) ++i;
-    return Columns{i, static_cast<int64_t>(tile_n - args.first_tile[i]) * Config::kTileN};
+    while (i + 1 < args.weights && tile.n >= args.first_tile[i + 1]) ++i;
+    return Columns{i, FirstColumn<Config>(Tile{0, tile.n - args.first_tile[i], tile.split})};
   }
   static __device__ int TermsOf(const Args&) { return 1; }
   static __device__ KRange KOf(const Args& args, Tile tile, int) {
-    return SplitOfK<Config>(args.k, tile.split, Splits(args));
-  }
-  static __device__ bool IsLastSplit(const Args& args, Tile tile) {
-    return tile.split == Splits(args) - 1;
+    return SplitOfK<Config>(args.k, tile.split);
   }
   // Of the operands: the column, in which w; the row in x, or in the workspace, where k goes on
   // with the next panel.
@@ -74,7 +61,7 @@ struct AllGatherMatmulSm90 {
     int32_t n0, weight, row, panel_rows;  // panel_rows: 0 in x
   };
   static __device__ Where WhereOf(const Args& args, int32_t block_m, Tile tile) {
-    const Columns c = ColumnsOf(args, tile.n);
+    const Columns c = ColumnsOf(args, Tile{0, tile.n});
     const Span s = SpanOf(args, block_m);
     const bool own = s.first < s.last && IsOwn(args, s);
     const int64_t row =
@@ -144,44 +131,11 @@ struct AllGatherMatmulSm90 {
                    source.row + k0 / Config::kTileK * source.panel_rows);
   }
 
-  // Where k is split, the last split of a tile adds the others' sums, in float32 and in the order
-  // of their splits; whoever has computed one leaves it in this rank's workspace. A split waits for
-  // those before it only, which have been taken before it.
-  using F = Fragments<Config>;
-  static __device__ int64_t PartialIndex(const Args& args, Tile tile, int split, int block) {
-    const int64_t tiles =
-        static_cast<int64_t>(args.order.grid.tiles_m) * Config::kClusterM * args.order.grid.tiles_n;
-    return (split * tiles + tile.m * args.order.grid.tiles_n + tile.n) * Config::kBlocks + block;
-  }
-  static __device__ Signal* PartialSignal(const Args& args, const CallContext& call, Tile tile,
-                                          int split, int block) {
-    return args.view.template At<Signal>(
-        args.view.rank,
-        args.channel.SignalOffset(call.epoch) +
-            args.layout.PartialSignalOffset(PartialIndex(args, tile, split, block)));
-  }
-  static __device__ char* PartialOf(const Args& args, const CallContext& call, Tile tile, int split,
-                                    int block) {
-    return args.view.At(args.view.rank,
-                        args.channel.DataOffset(call.epoch) +
-                            args.layout.PartialOffset(PartialIndex(args, tile, split, block)));
-  }
   static __device__ bool HasRows(const Args& args, int32_t block_m, int block) {
     return static_cast<int64_t>(block_m) * Config::kTileM + block * 64 < args.rows.Total();
   }
 
-  static __device__ bool HasParts(const Args& args) { return Splits(args) != 1; }
-  static __device__ void WaitForParts(const Args& args, const CallContext& call, int32_t block_m,
-                                      Tile tile) {
-    if (!IsLastSplit(args, tile)) return;
-    const uint64_t start = call.Start();
-    const int lane = threadIdx.x % 32, split = lane / Config::kBlocks,
-              block = lane % Config::kBlocks;
-    if (split < Splits(args) - 1 && HasRows(args, block_m, block)) {
-      AwaitPeer(call, PartialSignal(args, call, tile, split, block), args.view.rank, tile.n);
-    }
-    if (lane == 0) call.Done(EventKind::kWaitParts, start, block_m, tile.n);
-  }
+  static constexpr bool kHasParts = false;
 
   static __device__ void Send(const Args& args, const CallContext& call,
                               const GemmSmem<Config>& smem) {
@@ -204,35 +158,22 @@ struct AllGatherMatmulSm90 {
   }
 
   template <typename AwaitParts>
-  static __device__ void Finish(const Args& args, const CallContext& call,
-                                StagingWriter<Config>& staging, Accumulators<Config>& acc,
-                                int32_t block_m, Tile tile, AwaitParts&& await_parts) {
+  static __device__ void Finish(const Args& args, const CallContext&,
+                                StagingWriter<Config>& staging, Slices<Config>& acc,
+                                int32_t block_m, Tile tile, AwaitParts&&) {
     if (args.plain) {  // few instructions, close together: they have to be fetched too
 #pragma unroll
       for (int i = 0; i < Config::kOwnBlocks; ++i) {
         if (!HasRows(args, block_m, staging.BlockAt(i))) continue;
-        StageBlock<T, Config::kTileN>(acc[i], staging.Acquire());
+        StageBlock<T, Config::kSliceN>(acc[i], staging.Acquire());
         staging.Publish();
       }
       return;
     }
-    const bool last = IsLastSplit(args, tile);
-    if (Splits(args) != 1 && last) await_parts();
 #pragma unroll
     for (int i = 0; i < Config::kOwnBlocks; ++i) {
       const int block = staging.BlockAt(i);
       if (!HasRows(args, block_m, block)) continue;
-      if (!last) {
-#pragma unroll
-        for (int round = 0; round < 2; ++round) {
-          F::template Stage<true>(acc[i], round, staging.Acquire());
-          staging.Publish();
-        }
-        continue;
-      }
-      for (int split = 0; split < Splits(args) - 1; ++split) {
-        F::template Add<true>(acc[i], PartialOf(args, call, tile, split, block));
-      }
       FinishBlock(args, staging, acc[i],
                   static_cast<int64_t>(block_m) * Config::kTileM + block * 64, tile);
     }
@@ -241,26 +182,27 @@ struct AllGatherMatmulSm90 {
   // A block from virtual row `row0` on: what is saved for the gradient, and y. Store takes them in
   // the same order.
   static __device__ void FinishBlock(const Args& args, StagingWriter<Config>& staging,
-                                     float (&acc)[Config::kAccumulators], int64_t row0, Tile tile) {
-    const Columns columns = ColumnsOf(args, tile.n);
+                                     float (&acc)[Config::kSliceAccumulators], int64_t row0,
+                                     Tile tile) {
+    const Columns columns = ColumnsOf(args, tile);
     const int64_t n = args.n[columns.weight];
     if constexpr (Config::kHalves) {
       if (args.gated) return FinishGated(args, staging, acc, row0, columns.n0, n);
     }
     const int i = columns.weight;
-    if (args.bias[i] != nullptr) AddBias<Config::kTileN>(acc, args.bias[i], columns.n0, n);
+    if (args.bias[i] != nullptr) AddBias<Config::kSliceN>(acc, args.bias[i], columns.n0, n);
     // (A loop over both would be half the code, and spill two kilobytes.)
     if (args.sums_data[i] != nullptr) {
-      Write<Config::kTileN, 0>(args, staging, acc, args.sums_data[i], row0, columns.n0, n);
+      Write<Config::kSliceN, 0>(args, staging, acc, args.sums_data[i], row0, columns.n0, n);
     }
-    Activate<Config::kTileN>(acc, args.activation);
-    Write<Config::kTileN, 0>(args, staging, acc, args.y_data[i], row0, columns.n0, n);
+    Activate<Config::kSliceN>(acc, args.activation);
+    Write<Config::kSliceN, 0>(args, staging, acc, args.y_data[i], row0, columns.n0, n);
   }
 
   // The first half of the columns is the gate's. A thread holds the same elements of both.
   static __device__ void FinishGated(const Args& args, StagingWriter<Config>& staging,
-                                     float (&acc)[Config::kAccumulators], int64_t row0, int64_t n0,
-                                     int64_t n) {
+                                     float (&acc)[Config::kSliceAccumulators], int64_t row0,
+                                     int64_t n0, int64_t n) {
     constexpr int kHalf = Config::kTileN / 2;
     if (args.bias[0] != nullptr) AddBias<kHalf, 0>(acc, args.bias[0], n0, n);
     if (args.bias[1] != nullptr) AddBias<kHalf, kHalf>(acc, args.bias[1], n0, n);
@@ -277,8 +219,8 @@ struct AllGatherMatmulSm90 {
   // kColumns of the accumulators' columns from kFirst on, to `data` [rows, n] from (row0, n0) on.
   template <int kColumns, int kFirst>
   static __device__ void Write(const Args& args, StagingWriter<Config>& staging,
-                               const float (&acc)[Config::kAccumulators], void* data, int64_t row0,
-                               int64_t n0, int64_t n) {
+                               const float (&acc)[Config::kSliceAccumulators], void* data,
+                               int64_t row0, int64_t n0, int64_t n) {
     const auto row_of = [&](int r) {
       return row0 + r < args.rows.Total() ? args.rows.Actual(row0 + r) * n : -1;
     };
@@ -296,40 +238,16 @@ struct AllGatherMatmulSm90 {
     }
   }
 
-  static __device__ void StorePartial(const Args& args, const CallContext& call,
-                                      StagingReader<Config>& staging, int32_t block_m, Tile tile) {
-    const uint64_t start = call.Start();
-#pragma unroll
-    for (int block = 0; block < Config::kBlocks; ++block) {
-      if (!HasRows(args, block_m, block)) continue;
-      for (int round = 0; round < 2; ++round) {
-        ptx::BulkStore(
-            PartialOf(args, call, tile, tile.split, block) + round * Config::kStagingBytes,
-            staging.Acquire(block), Config::kStagingBytes);
-        ptx::BulkCommit();
-        staging.Release(block);
-      }
-    }
-    ptx::BulkWait<0>();
-    ptx::FenceProxyAsyncGlobal();
-#pragma unroll
-    for (int block = 0; block < Config::kBlocks; ++block) {
-      if (!HasRows(args, block_m, block)) continue;
-      StoreRelease(PartialSignal(args, call, tile, tile.split, block), call.signal);
-    }
-    call.Done(EventKind::kStore, start, block_m, tile.n);
-  }
-
   static __device__ void Store(const Args& args, const CallContext& call,
                                StagingReader<Config>& staging, int32_t block_m, Tile tile) {
-    const Columns columns = ColumnsOf(args, tile.n);
+    const Columns columns = ColumnsOf(args, tile);
     const int64_t n = args.n[columns.weight];
     if (args.plain) {
       for (int block = 0; block < Config::kBlocks; ++block) {
         if (!HasRows(args, block_m, block)) continue;
         const uint32_t smem = staging.Acquire(block);
         const uint64_t start = call.Start();
-        StoreStagedBlock<Config::kTileN>(
+        StoreStagedBlock<Config::kSliceN>(
             smem, &args.y[columns.weight],
             static_cast<int64_t>(block_m) * Config::kTileM + block * 64, columns.n0, n);
         ptx::BulkCommit();
@@ -338,7 +256,6 @@ struct AllGatherMatmulSm90 {
       }
       return;
     }
-    if (!IsLastSplit(args, tile)) return StorePartial(args, call, staging, block_m, tile);
 #pragma unroll
     for (int block = 0; block < Config::kBlocks; ++block) {
       const int64_t row0 = static_cast<int64_t>(block_m) * Config::kTileM + block * 64;
@@ -350,7 +267,7 @@ struct AllGatherMatmulSm90 {
         if (Config::kHalves && args.gated) {
           StoreStagedBlock<Config::kTileN / 2>(smem, map, row, columns.n0, n);
         } else {
-          StoreStagedBlock<Config::kTileN>(smem, map, row, columns.n0, n);
+          StoreStagedBlock<Config::kSliceN>(smem, map, row, columns.n0, n);
         }
         ptx::BulkCommit();
         staging.Release(block);

@@ -40,8 +40,6 @@ struct PanelLayout {
   int32_t blocks;        // of all rows
   int32_t rank_blocks;   // the most that one rank has rows in
   int32_t chunk_panels;  // 1, 2 or 4
-  // Where k is split: the sums of all splits but the last, for the rank itself.
-  int64_t partials = 0, partial_bytes = 0;
 
   static PanelLayout Make(const Rows& rows, int64_t k) {
     PanelLayout l{};
@@ -94,15 +92,10 @@ struct PanelLayout {
   JFLUX_HD int64_t RowOf(int32_t block, int32_t panel) const {
     return (static_cast<int64_t>(block) * panels + panel) * block_rows;
   }
-  JFLUX_HD int64_t PartialSignalOffset(int64_t i) const {
-    const int64_t signals = static_cast<int64_t>(world) * rank_blocks * Chunks();
-    return (signals + i) * static_cast<int64_t>(sizeof(Signal));
-  }
-  JFLUX_HD int64_t PartialOffset(int64_t i) const {
-    return RowOf(blocks, 0) * kRowBytes + i * partial_bytes;  // a multiple of 128
-  }
   JFLUX_HD ChannelLayout Channel() const {
-    return ChannelLayout::For(PartialSignalOffset(partials), PartialOffset(partials));
+    const int64_t signals = static_cast<int64_t>(world) * rank_blocks * Chunks();
+    return ChannelLayout::For(signals * static_cast<int64_t>(sizeof(Signal)),
+                              RowOf(blocks, 0) * kRowBytes);
   }
 };
 

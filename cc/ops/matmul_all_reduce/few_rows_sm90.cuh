@@ -43,7 +43,7 @@ struct FewRowsSm90 {
   static __device__ Tile TileAt(const Args&, int32_t t) { return Tile{0, t}; }
   static __device__ int TermsOf(const Args&) { return 1; }
   static __device__ KRange KOf(const Args& args, Tile tile, int) {
-    return SplitOfK<Config>(args.k, tile.split, Config::kClusterK);
+    return SplitOfK<Config>(args.k, tile.split);
   }
 
   struct alignas(16) Where {
@@ -71,26 +71,29 @@ struct FewRowsSm90 {
   static constexpr bool kReceives = false;
   static __device__ void Send(const Args&, const CallContext&, const GemmSmem<Config>&) {}
 
-  static __device__ bool HasRows(const Args& args, int block) { return block * 64 < args.rows; }
+  static __device__ bool HasRows(const Args& args, int32_t, int block) {
+    return block * 64 < args.rows;
+  }
   static __device__ Signal* SignalOf(const Args& args, const CallContext& call, int dst, Tile tile,
                                      int block) {
-    return args.view.template At<Signal>(dst, args.channel.SignalOffset(call.epoch) +
-                                                  args.layout.SignalOffset(SliceOf(tile), block));
+    return args.view.template At<Signal>(
+        dst, args.channel.SignalOffset(call.epoch) +
+                 args.layout.SignalOffset(SliceOf<Config>(tile), block));
   }
   static __device__ char* BlockOf(const Args& args, const CallContext& call, int dst, Tile tile,
                                   int block) {
-    return args.view.At(
-        dst, args.channel.DataOffset(call.epoch) + args.layout.BlockOffset(SliceOf(tile), block));
+    return args.view.At(dst, args.channel.DataOffset(call.epoch) +
+                                 args.layout.BlockOffset(SliceOf<Config>(tile), block));
   }
 
-  static __device__ bool HasParts(const Args&) { return true; }
+  static constexpr bool kHasParts = true;
   static __device__ void WaitForParts(const Args& args, const CallContext& call, int32_t,
                                       Tile tile) {
     const uint64_t start = call.Start();
     const int block = threadIdx.x % 32;
-    if (block < Config::kBlocks && HasRows(args, block)) {
+    if (block < Config::kBlocks && HasRows(args, 0, block)) {
       AwaitPeer(call, SignalOf(args, call, args.view.rank, tile, block), 1 - args.view.rank,
-                SliceOf(tile));
+                SliceOf<Config>(tile));
     }
     __syncwarp();
     if (block == 0) call.Done(EventKind::kWaitParts, start, 0, tile.n);
@@ -102,7 +105,7 @@ struct FewRowsSm90 {
                                 Tile tile, AwaitParts&& await_parts) {
 #pragma unroll
     for (int block = 0; block < Config::kBlocks; ++block) {
-      if (!HasRows(args, block)) continue;
+      if (!HasRows(args, 0, block)) continue;
       F::template Stage<false>(acc[block], 0, staging.Acquire());
       staging.Publish();
 #pragma unroll
@@ -115,10 +118,10 @@ struct FewRowsSm90 {
     await_parts();
 #pragma unroll
     for (int block = 0; block < Config::kBlocks; ++block) {
-      if (!HasRows(args, block)) continue;
+      if (!HasRows(args, 0, block)) continue;
       F::template Add<false>(acc[block], BlockOf(args, call, args.view.rank, tile, block));
       if (args.residual != nullptr) {
-        AddRows<T, Config::kSliceN>(acc[block], args.residual, FirstColumn(tile), args.n,
+        AddRows<T, Config::kSliceN>(acc[block], args.residual, FirstColumn<Config>(tile), args.n,
                                     [&](int r) {
                                       const int64_t row = block * 64 + r;
                                       return row < args.rows ? row * args.n : -1;
@@ -136,7 +139,7 @@ struct FewRowsSm90 {
     uint64_t start = 0;
 #pragma unroll
     for (int block = 0; block < Config::kBlocks; ++block) {
-      if (!HasRows(args, block)) continue;
+      if (!HasRows(args, 0, block)) continue;
       const uint32_t smem = staging.Acquire(block);
       if (block == 0) start = call.Start();
       ptx::BulkStore(BlockOf(args, call, peer, tile, block), smem, Config::kStagingBytes);
@@ -148,25 +151,21 @@ struct FewRowsSm90 {
     FenceSystem();  // one for both signals
 #pragma unroll
     for (int block = 0; block < Config::kBlocks; ++block) {
-      if (HasRows(args, block)) StoreRelaxed(SignalOf(args, call, peer, tile, block), call.signal);
+      if (HasRows(args, 0, block))
+        StoreRelaxed(SignalOf(args, call, peer, tile, block), call.signal);
     }
     call.Done(EventKind::kSend, start, peer, tile.n);
 #pragma unroll
     for (int block = 0; block < Config::kBlocks; ++block) {
-      if (!HasRows(args, block)) continue;
+      if (!HasRows(args, 0, block)) continue;
       const uint32_t smem = staging.Acquire(block);
       start = call.Start();
-      StoreStagedBlock<Config::kSliceN>(smem, &args.y, block * 64, FirstColumn(tile), args.n);
+      StoreStagedBlock<Config::kSliceN>(smem, &args.y, block * 64, FirstColumn<Config>(tile),
+                                        args.n);
       ptx::BulkCommit();
       staging.Release(block);
       call.Done(EventKind::kStore, start, 0, tile.n);
     }
-  }
-
- private:
-  static __device__ int32_t SliceOf(Tile tile) { return tile.n * Config::kClusterK + tile.split; }
-  static __device__ int64_t FirstColumn(Tile tile) {
-    return static_cast<int64_t>(SliceOf(tile)) * Config::kSliceN;
   }
 };
 

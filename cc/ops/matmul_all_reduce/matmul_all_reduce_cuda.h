@@ -36,10 +36,16 @@ inline FewRowsLayout FewRowsLayoutOf(const MatmulAllReduceParams& p, const GemmC
                              c.tile_n / c.splits, s.rows.Total(), SizeOf(s.out_dtype));
 }
 
+// What a choice from elsewhere becomes.
+inline GemmChoice Possible(const MatmulAllReduceParams& p, const GemmChoice& c) {
+  const MatmulReduceScatterParams& s = p.scatter;
+  if (!AreFewRows(p)) return FitSplits(c, s.rows.Total(), s.k, /*most=*/1);
+  return FitSplits(GemmChoice{kSharedKTile, 1, 1, c.splits}, s.rows.Total(), s.k, kReduceSplits);
+}
+
 // The channel that a call takes.
 inline ChannelLayout MatmulAllReduceChannel(const MatmulAllReduceParams& p, const GemmChoice& c) {
-  return AreFewRows(p) ? FewRowsLayoutOf(p, FewRowsChoice(c.splits > 1, p.scatter.k)).Channel()
-                       : CudaLayoutOf(p, c).Channel();
+  return AreFewRows(p) ? FewRowsLayoutOf(p, c).Channel() : CudaLayoutOf(p, c).Channel();
 }
 
 struct MatmulAllReduceOperands {

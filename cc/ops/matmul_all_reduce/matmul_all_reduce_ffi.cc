@@ -82,8 +82,8 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Span<const int64_t> c
     return InvalidArgument("matmul_all_reduce: no kernel for this `choice`");
   }
   const auto choice_for = [&](int sm_count) {
-    return ChoiceOf(choice).value_or(
-        ChooseAllReduce(p->scatter.rows.world, inner, p->scatter.n, p->scatter.k, sm_count));
+    return Possible(*p, ChoiceOf(choice).value_or(ChooseAllReduce(
+                            p->scatter.rows.world, inner, p->scatter.n, p->scatter.k, sm_count)));
   };
   return LaunchCudaCall(
       OpId::kMatmulAllReduce, ordinal, groups, world,

@@ -9,60 +9,30 @@ namespace jflux {
 namespace {
 
 struct Instances {
+  static constexpr int kMostSplits = 1;
   template <typename Config>
   static const void* Kernel() {
     return reinterpret_cast<const void*>(&MatmulAllReduceKernel<Config>);
   }
 };
 
-// Few rows: one row of tiles, so that a cluster has k to share, if anything.
-template <typename Config, int kClusterK>
-using FewRowsConfig =
-    GemmConfig<typename Config::T, kFewRowsTile, 1, Config::kTransposeRhs, kClusterK>;
-
-struct LoadFewRows {
-  std::string* error;
+// Few rows are one row of tiles: a cluster can share k, if anything.
+struct FewRowsInstances {
+  static constexpr int kMostSplits = kReduceSplits;
   template <typename Config>
-  bool operator()() const {
-    return Load<FewRowsConfig<Config, 1>>() && Load<FewRowsConfig<Config, kFewRowsSplits>>();
-  }
-  template <typename Config>
-  bool Load() const {
-    return LoadKernel(reinterpret_cast<const void*>(&FewRowsKernel<Config>), Config::kSmemBytes,
-                      error);
-  }
-};
-
-struct LaunchFewRows {
-  FewRowsArgs* args;
-  int32_t splits;
-  int sm_count;
-  cudaStream_t stream;
-  std::string* error;
-  template <typename Config>
-  bool operator()() const {
-    return splits == 1 ? Launch<FewRowsConfig<Config, 1>>()
-                       : Launch<FewRowsConfig<Config, kFewRowsSplits>>();
-  }
-  template <typename Config>
-  bool Launch() const {
-    const auto kernel = reinterpret_cast<const void*>(&FewRowsKernel<Config>);
-    int most = sm_count;  // clusters at once: not all SMs are in groups of so many
-    if constexpr (Config::kCluster > 1) {
-      static const int kMost =
-          MostClusters(kernel, Config::kCluster, Config::kThreads, Config::kSmemBytes);
-      most = kMost > 0 ? kMost : sm_count / Config::kCluster - 1;
+  static const void* Kernel() {
+    if constexpr (kCanShareK<Config>) {
+      return reinterpret_cast<const void*>(&FewRowsKernel<Config>);
+    } else {
+      return nullptr;
     }
-    return LaunchKernel(kernel, args, Min(args->num_tiles, most), Config::kCluster,
-                        Config::kThreads, Config::kSmemBytes, stream, error);
   }
 };
 
 bool LaunchFew(const MatmulAllReduceParams& params, const MatmulAllReduceOperands& operands,
-               const GemmChoice& wanted, int64_t site, const CudaDevice& device,
+               const GemmChoice& choice, int64_t site, const CudaDevice& device,
                const SymmetricView& view, cudaStream_t stream, std::string* error) {
   const MatmulReduceScatterParams& p = params.scatter;
-  const GemmChoice choice = FewRowsChoice(wanted.splits > 1, p.k);
   FewRowsArgs args{};
   args.state = reinterpret_cast<DeviceState*>(device.heap);
   args.view = view;
@@ -81,24 +51,15 @@ bool LaunchFew(const MatmulAllReduceParams& params, const MatmulAllReduceOperand
          EncodeRhsMap(&args.w, p.dtype, operands.w, p.k, p.n, p.transpose_rhs, /*halves=*/false,
                       choice, error) &&
          EncodeTensorMap(&args.y, p.dtype, operands.y, {args.rows, p.n}, {p.n},
-                         {64, Min(64, choice.tile_n / choice.splits)}, error) &&
-         WithGemmConfig(p.dtype, p.transpose_rhs, GemmChoice{kFewRowsTile, 1, 1},
-                        LaunchFewRows{&args, choice.splits, device.sm_count, stream, error});
+                         {64, StoreColumns(choice)}, error) &&
+         LaunchGemmInstance<FewRowsInstances>(p.dtype, p.transpose_rhs, choice, &args,
+                                              args.num_tiles, device.sm_count, stream, error);
 }
 
 }  // namespace
 
 bool LoadMatmulAllReduceKernels(std::string* error) {
-  if (!LoadGemmInstances<Instances>(error)) return false;
-  for (DType dtype : {DType::kF16, DType::kBF16}) {
-    for (bool transpose_rhs : {false, true}) {
-      if (!WithGemmConfig(dtype, transpose_rhs, GemmChoice{kFewRowsTile, 1, 1},
-                          LoadFewRows{error})) {
-        return false;
-      }
-    }
-  }
-  return true;
+  return LoadGemmInstances<Instances>(error) && LoadGemmInstances<FewRowsInstances>(error);
 }
 
 bool LaunchMatmulAllReduce(const MatmulAllReduceParams& params,

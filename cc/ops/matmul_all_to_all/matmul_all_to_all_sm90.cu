@@ -8,6 +8,7 @@ namespace jflux {
 namespace {
 
 struct Instances {
+  static constexpr int kMostSplits = 1;
   template <typename Config>
   static const void* Kernel() {
     return reinterpret_cast<const void*>(&MatmulAllToAllKernel<Config>);

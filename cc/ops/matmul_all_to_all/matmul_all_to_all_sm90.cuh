@@ -141,8 +141,7 @@ struct MatmulAllToAllSm90 {
     return args.view.At(dst, args.channel.DataOffset(call.epoch) + args.layout.SlotOffset(slot));
   }
 
-  static __device__ bool HasParts(const Args&) { return false; }
-  static __device__ void WaitForParts(const Args&, const CallContext&, int32_t, Tile) {}
+  static constexpr bool kHasParts = false;
 
   template <typename AwaitParts>
   static __device__ void Finish(const Args& args, const CallContext&,

@@ -13,7 +13,10 @@
 namespace jflux {
 
 inline ReduceScatterLayout CudaLayoutOf(const MatmulReduceScatterParams& p, const GemmChoice& c) {
-  return ReduceScatterLayout::Make(p, kGemmTileM, c.tile_n, /*parts=*/kGemmTileM / 64);
+  MatmulReduceScatterParams whole_tiles = p;
+  whole_tiles.n = RoundUp<int64_t>(p.n, c.tile_n);
+  return ReduceScatterLayout::Make(whole_tiles, kGemmTileM, c.tile_n / c.splits,
+                                   /*parts=*/kGemmTileM / 64);
 }
 
 // The channel that a call takes.

@@ -107,8 +107,9 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, bool adds_bias, bool adds_
     return InvalidArgument("matmul_reduce_scatter: no kernel for this `choice`");
   }
   const auto choice_for = [&](int sm_count) {
-    return ChoiceOf(choice).value_or(
+    const GemmChoice wanted = ChoiceOf(choice).value_or(
         ChooseReduceScatter(p->rows.world, p->rows.PerRank(), p->n, p->k, sm_count));
+    return FitSplits(wanted, p->rows.Total(), operands.products[0].k, kReduceSplits);
   };
   return LaunchCudaCall(
       OpId::kMatmulReduceScatter, ordinal, groups, world,

@@ -5,6 +5,7 @@ namespace jflux {
 namespace {
 
 struct Instances {
+  static constexpr int kMostSplits = kReduceSplits;
   template <typename Config>
   static const void* Kernel() {
     return reinterpret_cast<const void*>(&MatmulReduceScatterKernel<Config>);

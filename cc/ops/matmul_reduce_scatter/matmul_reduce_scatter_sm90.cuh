@@ -64,8 +64,8 @@ struct MatmulReduceScatterSm90 {
     int32_t inner, outer, rank;
   };
   static __device__ int TermsOf(const Args& args) { return args.terms; }
-  static __device__ KRange KOf(const Args& args, Tile, int term) {
-    return KRange{0, static_cast<int32_t>(args.k[term])};
+  static __device__ KRange KOf(const Args& args, Tile tile, int term) {
+    return SplitOfK<Config>(args.k[term], tile.split);
   }
   // Of the operands: the column in w; the row in x, by its inner, outer and rank.
   struct alignas(16) Where {
@@ -92,6 +92,10 @@ struct MatmulReduceScatterSm90 {
   }
 
   static __device__ void Send(const Args&, const CallContext&, const GemmSmem<Config>&) {}
+
+  static __device__ bool HasRows(const Args& args, int32_t block_m, int block) {
+    return static_cast<int64_t>(block_m) * Config::kTileM + block * 64 < args.rows.Total();
+  }
 
   // A block's rows, [first, end), and the ranks that own some of them: [first_owner, last_owner];
   // empty for rows past the end.
@@ -126,7 +130,7 @@ struct MatmulReduceScatterSm90 {
 
   static __device__ Signal* SignalOf(const Args& args, const CallContext& call, int dst, int src,
                                      int32_t block_m, Tile tile, int block) {
-    const int32_t slot = args.layout.SlotOf(dst, Tile{block_m, tile.n});
+    const int32_t slot = args.layout.SlotOf(dst, Tile{block_m, SliceOf<Config>(tile)});
     return args.view.template At<Signal>(
         dst, args.channel.SignalOffset(call.epoch) + args.layout.SignalOffset(src, slot, block));
   }
@@ -134,7 +138,7 @@ struct MatmulReduceScatterSm90 {
   // A block of a slot: a staging's worth in a 16-bit type, two in float32.
   static __device__ char* BlockOf(const Args& args, const CallContext& call, int dst, int src,
                                   int32_t block_m, Tile tile, int block) {
-    const int32_t slot = args.layout.SlotOf(dst, Tile{block_m, tile.n});
+    const int32_t slot = args.layout.SlotOf(dst, Tile{block_m, SliceOf<Config>(tile)});
     return args.view.At(dst, args.channel.DataOffset(call.epoch) +
                                  args.layout.SlotOffset(src, slot) +
                                  block * (args.layout.slot_bytes / Config::kBlocks));
@@ -143,7 +147,7 @@ struct MatmulReduceScatterSm90 {
   using F = Fragments<Config>;
   static __device__ int Rounds(const Args& args) { return args.out_f32 ? 2 : 1; }  // of staging
 
-  static __device__ bool HasParts(const Args&) { return true; }
+  static constexpr bool kHasParts = true;
   static __device__ void WaitForParts(const Args& args, const CallContext& call, int32_t block_m,
                                       Tile tile) {
     const uint64_t start = call.Start();
@@ -152,7 +156,7 @@ struct MatmulReduceScatterSm90 {
     const BlockRows rows = RowsOf(args, block_m, block);
     if (src < args.view.world && src != args.view.rank && IsOwner(args, rows)) {
       AwaitPeer(call, SignalOf(args, call, args.view.rank, src, block_m, tile, block), src,
-                args.layout.SlotOf(args.view.rank, Tile{block_m, tile.n}));
+                args.layout.SlotOf(args.view.rank, Tile{block_m, SliceOf<Config>(tile)}));
       waited = true;
       // They may have left L2 meanwhile; the consumers will read them soon.
       const Warps own = WarpsOf(args, rows, args.view.rank);
@@ -169,7 +173,7 @@ struct MatmulReduceScatterSm90 {
 
   template <typename AwaitParts>
   static __device__ void Finish(const Args& args, const CallContext& call,
-                                StagingWriter<Config>& staging, Accumulators<Config>& acc,
+                                StagingWriter<Config>& staging, Slices<Config>& acc,
                                 int32_t block_m, Tile tile, AwaitParts&& await_parts) {
     // What peers wait for first: they may be waiting for it with the same tile, and this rank for
     // theirs.
@@ -215,31 +219,32 @@ struct MatmulReduceScatterSm90 {
 
   // A block of y from row `row0` on, which may lie before y's first.
   static __device__ void FinishBlock(const Args& args, StagingWriter<Config>& staging,
-                                     float (&acc)[Config::kAccumulators], int64_t row0, Tile tile) {
-    const int64_t n0 = static_cast<int64_t>(tile.n) * Config::kTileN;
+                                     float (&acc)[Config::kSliceAccumulators], int64_t row0,
+                                     Tile tile) {
+    const int64_t n0 = FirstColumn<Config>(tile);
     const auto row_of = [&](int r) {
       const bool inside = row0 + r >= 0 && row0 + r < args.rows.PerRank();
       return inside ? (row0 + r) * args.n : -1;
     };
-    if (args.bias != nullptr) AddBias<Config::kTileN>(acc, args.bias, n0, args.n);
+    if (args.bias != nullptr) AddBias<Config::kSliceN>(acc, args.bias, n0, args.n);
     if (args.residual != nullptr) {
       if (args.out_f32) {
-        AddRows<float, Config::kTileN>(acc, args.residual, n0, args.n, row_of);
+        AddRows<float, Config::kSliceN>(acc, args.residual, n0, args.n, row_of);
       } else {
-        AddRows<T, Config::kTileN>(acc, args.residual, n0, args.n, row_of);
+        AddRows<T, Config::kSliceN>(acc, args.residual, n0, args.n, row_of);
       }
     }
     if (args.out_f32) {
-      StoreBlockF32<Config::kTileN>(acc, args.y_data, n0, args.n, row_of);
+      StoreBlockF32<Config::kSliceN>(acc, args.y_data, n0, args.n, row_of);
       return;
     }
     const uint32_t smem = staging.Acquire();
-    StageBlock<T, Config::kTileN>(acc, smem);
+    StageBlock<T, Config::kSliceN>(acc, smem);
     if (row0 >= 0) {
       staging.Publish();
     } else {
-      ScatterStagedRows<T, Config::kTileN>(smem, 1 + staging.consumer, args.y_data, n0, args.n,
-                                           row_of);
+      ScatterStagedRows<T, Config::kSliceN>(smem, 1 + staging.consumer, args.y_data, n0, args.n,
+                                            row_of);
     }
   }
 
@@ -296,8 +301,7 @@ struct MatmulReduceScatterSm90 {
       if (!IsOwner(args, RowsOf(args, block_m, block)) || row0 < 0) continue;
       const uint32_t smem = staging.Acquire(block);
       start = call.Start();
-      StoreStagedBlock<Config::kTileN>(smem, &args.y, row0,
-                                       static_cast<int64_t>(tile.n) * Config::kTileN, args.n);
+      StoreStagedBlock<Config::kSliceN>(smem, &args.y, row0, FirstColumn<Config>(tile), args.n);
       ptx::BulkCommit();
       staging.Release(block);
       call.Done(EventKind::kStore, start, block_m, tile.n);
