@@ -73,10 +73,12 @@ NOTES = """
   to 10 % more where tiles of 224 fit. With one process for each of 4 GPUs and with 3 GPUs they are
   older still: all-gathers did not travel in panels, few rows were not one sweep, and
   matmul_all_reduce was two calls. So are those with Pallas and PyTorch beside. matmul_all_to_all
-  on 2 was timed before there were tiles of 224 columns, which it takes at none of these shapes.
-- The reduce-scatter of 336 rows on 2 GPUs is XLA's own sequence in J too, but took 9 % longer than
-  S (6 % in the run before; 204 rows: as long). Probably XLA, which times kernels when it compiles,
-  took another one for the second of two equal products.
+  on 2 was timed in a run before, without tiles of 224 columns, which it takes at none of these
+  shapes.
+- The reduce-scatter of 336 rows on 2 GPUs is XLA's own sequence in J too, but took 4 % longer than
+  S (9 and 6 % in the runs before; 204 rows: as long). Probably XLA, which times kernels when it
+  compiles, took another one for the second of two equal products.
+- Reduce-scatters of 16 rows on 2 GPUs are XLA's in the table, and jflux's (K there) since.
 - Four shapes on 2 GPUs and one on 4 use configurations that were measured to be faster than the
   heuristic's (`jflux/tables`).
 - By the table of small collectives on 4 GPUs, jflux has since left to XLA: all_to_all of 4 MiB
