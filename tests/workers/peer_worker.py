@@ -9,7 +9,9 @@ import faulthandler
 import functools
 import os
 import signal
+import sys
 import time
+import traceback
 
 import jax
 import jax.numpy as jnp
@@ -328,6 +330,15 @@ def lax_barrier(mesh):
     jax.block_until_ready(f(put(mesh, P("tp"), np.ones(mesh.devices.size, np.float32))))
 
 
+def compiled_by_all(f, *operands):
+    """What comes then is no matter of who compiles faster: the deadline is short."""
+    from jax._src import distributed
+
+    compiled = f.lower(*operands).compile()
+    distributed.global_state.client.wait_at_barrier("compiled", 60_000)
+    return compiled
+
+
 def expect_error(f, *operands):
     start = time.monotonic()
     try:
@@ -342,6 +353,7 @@ def dies(how, op):
     """The last process ends between two calls. The others' next call ends in an error."""
     mesh = Mesh(np.array(jax.devices()), ("tp",))
     f, operands, want, scale, terms = product(op, mesh)
+    f = compiled_by_all(f, *operands)
     check(jax.block_until_ready(f(*operands)), want, scale, jnp.bfloat16, terms)
     if args.process == args.processes - 1:
         if how == "exit":
@@ -354,6 +366,7 @@ def never_calls():
     """The last process is there, but does something else."""
     mesh = Mesh(np.array(jax.devices()), ("tp",))
     f, operands, want, scale, terms = product("all_gather_matmul", mesh)
+    f = compiled_by_all(f, *operands)
     check(jax.block_until_ready(f(*operands)), want, scale, jnp.bfloat16, terms)
     if args.process == args.processes - 1:
         time.sleep(DEADLINE + 5)
@@ -365,7 +378,7 @@ def different_shapes():
     """The processes call the op with different shapes."""
     mesh = Mesh(np.array(jax.devices()), ("tp",))
     f, operands, *_ = product("all_gather_matmul", mesh, rows=3 + (args.process == 0))
-    expect_error(f, *operands)
+    expect_error(compiled_by_all(f, *operands), *operands)
 
 
 def different_heaps():
@@ -411,7 +424,12 @@ if __name__ == "__main__":
     fails = scenarios[0] in ("exit", "kill", "never_calls", "different_shapes")
     jflux.init(deadline_seconds=DEADLINE if fails else 60)
     for scenario in scenarios:
-        SCENARIOS[scenario]()
+        try:
+            SCENARIOS[scenario]()
+        except BaseException:
+            traceback.print_exc()
+            sys.stdout.flush()
+            os._exit(1)  # at once: jax.distributed would wait for those that wait for this one
         print("ok", scenario, flush=True)
     if fails:
         leave_last(without_the_last=scenarios[0] in ("exit", "kill"))

@@ -8,9 +8,11 @@ import dataclasses
 import faulthandler
 import functools
 import math
+import os
 import random
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
@@ -271,4 +273,8 @@ def main() -> None:
         )
 
 
-main()
+try:
+    main()
+except BaseException:
+    traceback.print_exc()
+    os._exit(1)  # at once: jax.distributed would wait for those that wait for this one
