@@ -4,7 +4,8 @@
 // counter and move them, by TMA and bulk copies through shared memory, into the peers' workspaces.
 // A chunk's signal follows when its copy has completed, while the next chunk is under way.
 // Meanwhile the loaders start with the own rows, straight from x; a tile with others' rows is read
-// from the workspace panel by panel, as the signals come.
+// from the workspace panel by panel, as the signals come. Of few rows, the CTAs of a cluster may
+// share a tile's k (kClusterK): each waits for its own panels, and finishes a slice of the columns.
 #ifndef JFLUX_OPS_ALL_GATHER_MATMUL_ALL_GATHER_MATMUL_SM90_CUH_
 #define JFLUX_OPS_ALL_GATHER_MATMUL_ALL_GATHER_MATMUL_SM90_CUH_
 

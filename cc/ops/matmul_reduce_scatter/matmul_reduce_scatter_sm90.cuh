@@ -7,6 +7,9 @@
 // partial tiles have arrived. The consumer adds them to its registers, in float32 and in rank order
 // after the own part, before y is written, while the other consumer multiplies the next tile. There
 // is no separate reduction.
+//
+// Of few rows, the CTAs of a cluster may share a tile's k (kClusterK): each sums, sends and
+// finishes a slice of its columns, which has a slot of its own.
 #ifndef JFLUX_OPS_MATMUL_REDUCE_SCATTER_MATMUL_REDUCE_SCATTER_SM90_CUH_
 #define JFLUX_OPS_MATMUL_REDUCE_SCATTER_MATMUL_REDUCE_SCATTER_SM90_CUH_
 
