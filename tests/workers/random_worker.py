@@ -40,6 +40,7 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import jflux  # noqa: E402
 from jflux import _tuning, testing  # noqa: E402
+from jflux._ops.all_reduce import ALGORITHMS  # noqa: E402
 
 ROWS = [1, 3, 16, 31, 64, 100, 129, 200, 256]
 K = [8, 13, 64, 72, 136, 200, 264, 520, 1000]
@@ -91,7 +92,7 @@ def run_and_check(case: Case) -> None:
 
 def draw(rng: random.Random) -> Case:
     """A call over all ranks, in some order, or over the rows or columns of a mesh of them."""
-    devices = jax.devices()
+    devices = list(jax.devices())
     rng.shuffle(devices)
     sizes = [n for n in range(1, len(devices) + 1) if len(devices) % n == 0]
     mesh = Mesh(np.array(devices).reshape(rng.choice(sizes), -1), ("a", "b"))
@@ -179,8 +180,7 @@ def _sums_of(mesh: Any, axis_name: Any, *arrays: Any) -> list[Any]:
 def _sum(rng: random.Random, mesh: Any, axis_name: Any) -> Case:
     world, dtype = harness.world_of(mesh, axis_name), rng.choice(harness.HALVES)
     size = rng.choice([1, 7, 1000, 4096, 65536, 300_001])
-    algorithms = ["one_shot", "two_shot", "half_butterfly", "butterfly", "chunked"]
-    algorithm = rng.choice(algorithms)
+    algorithm = rng.choice(ALGORITHMS)
     x = harness.normal(rng.randrange(1 << 30), (*mesh.devices.shape, size), dtype)
     want, scale = _sums_of(mesh, axis_name, x, abs(x))
     return Case(
