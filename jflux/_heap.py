@@ -112,6 +112,16 @@ def poison() -> None:
             _jflux.cuda_heap_poison()
 
 
+def set_cuda_epochs(epoch: int) -> None:
+    """As if each channel on this process's GPUs had made so many calls. Only for tests, between
+    calls: all processes do it after one barrier and before another."""
+    from . import _jflux
+
+    with _lock:
+        _ensure("cuda")
+        _jflux.cuda_heap_set_epochs(epoch)
+
+
 def set_test_hooks(skip_waits: bool, max_delay_us: int) -> None:
     """See :func:`jflux.testing.planted_faults`."""
     from . import _jflux

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from . import _heap, _mesh, _trial, _tuning, reference
+from . import _heap, _jflux, _mesh, _trial, _tuning, reference
 from ._ops._product import CUDA_TILE_ROWS
 from ._ops.all_gather_matmul import all_gather_matmul
 from ._ops.matmul_all_reduce import are_few_rows, check_tuned, matmul_all_reduce
@@ -187,7 +187,6 @@ def key_of(op: str, m: int, n: int, k: int, ranks: int, dtype: Any, transpose_rh
 
 
 _MOST_IN_ONE_SWEEP = 4096  # rows
-_SPLITS = {"all_gather_matmul": (2, 4), "matmul_reduce_scatter": (2,)}
 
 
 def candidates(key: Key, sm_count: int) -> list[Choice]:
@@ -212,7 +211,8 @@ def candidates(key: Key, sm_count: int) -> list[Choice]:
             if group <= max(1, min(16, most)) and choice not in found:
                 found.append(choice)
     if key.rows <= CUDA_TILE_ROWS:
-        sharing = (Choice(128, 1, 1, splits) for splits in _SPLITS.get(key.op, ()))
+        most = _jflux.most_splits(key.op)
+        sharing = (Choice(128, 1, 1, splits) for splits in (2, 4) if splits <= most)
         found += [c for c in sharing if c not in found]
     return found
 

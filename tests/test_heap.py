@@ -1,5 +1,6 @@
 """jflux.init, jflux.shutdown, and running out of the symmetric heap."""
 
+import functools
 import re
 import time
 
@@ -17,6 +18,7 @@ from harness import (
     check_values,
     exact,
     make_mesh,
+    normal,
     operands,
     per_device,
     run,
@@ -24,6 +26,7 @@ from harness import (
 
 import jflux
 from jflux import _heap, testing
+from jflux._ops.all_reduce import ALGORITHMS
 
 SMALL = Call("all_gather_matmul", lead=(4,), k=8, n=4, dtype=jnp.bfloat16)
 
@@ -182,6 +185,43 @@ def test_poison_reaches_a_free_workspace(own_heap):
         y = np.asarray(f(*args))
     assert np.isnan(y.astype(np.float32)).any()
     _check(f, SMALL, mesh)
+
+
+@pytest.mark.skipif(PLATFORM != "gpu", reason="tests/cc wraps the CPU back end's")
+def test_epochs_wrap():
+    """A channel's calls are counted in 32 bits, which a server has used up in days."""
+    x = normal(0, (RANKS, 10, RANKS * 4, 16), jnp.bfloat16)  # ten steps
+
+    def body(module, x):
+        def step(_, x):
+            w, ranks = x.T / 16, (RANKS, x.shape[0] // RANKS, -1)
+            pieces = {"split_axis": 0, "concat_axis": 1}
+            ys = [module.all_reduce(x, axis_name="tp", algorithm=a) for a in ALGORITHMS]
+            return None, ys + [
+                module.all_gather(x, axis_name="tp"),
+                module.reduce_scatter(x.reshape(ranks), axis_name="tp"),
+                module.all_to_all(x.reshape(ranks), axis_name="tp", **pieces),
+                module.all_gather_matmul(x, w, axis_name="tp"),
+                module.matmul_reduce_scatter(x, w, axis_name="tp"),
+                module.matmul_all_to_all(x, w, axis_name="tp", **pieces),
+                module.matmul_all_reduce(x, w, axis_name="tp"),
+                module.matmul_all_reduce(jnp.tile(x, (20, 1)), w, axis_name="tp"),  # many rows
+            ]
+
+        return jax.lax.scan(step, None, x)[1]
+
+    mesh = make_mesh((RANKS,))
+    f, plain = (
+        jax.jit(per_device(mesh, functools.partial(body, m), check_vma=False))
+        for m in (jflux, jflux.reference)
+    )
+    want = [np.asarray(y, np.float32) for y in plain(x)]
+    jax.block_until_ready(f(x))  # from now on there are all channels
+    for before in (5, 6):  # the last epoch is odd
+        _heap.set_cuda_epochs(2**32 - before)
+        for _ in range(2):
+            for y, w in zip(f(x), want, strict=True):
+                np.testing.assert_allclose(np.asarray(y, np.float32), w, rtol=0.05, atol=0.05)
 
 
 def test_planted_faults_before_the_first_call(own_heap):

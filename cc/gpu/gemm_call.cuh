@@ -34,7 +34,7 @@ __device__ __forceinline__ CallContext MakeContext(const Args& args) {
   CallContext call;
   const DeviceState state = *args.state;
   auto* header = args.view.template At<ChannelHeader>(args.view.rank, 0);
-  call.epoch = header->epoch + 1;
+  call.epoch = NextEpoch(header->epoch);
   call.signal = MakeSignal(call.epoch, args.signature);
   call.state = args.state;
   call.recording = state.timeline.events != nullptr;
@@ -69,7 +69,7 @@ __device__ __forceinline__ void LeaveCounters(const Args& args) {
   header->next_send = 0;
   header->next_tile = 0;
   header->exited = 0;
-  header->epoch += 1;
+  header->epoch = NextEpoch(header->epoch);
 }
 
 // Of what Op::Send does.

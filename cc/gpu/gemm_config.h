@@ -29,6 +29,9 @@ inline constexpr GemmChoice kCompiled[] = {{192, 2, 8}, {256, 2, 8}, {224, 2, 8}
 // Of few rows, the CTAs of a cluster may share the k of a tile of this many columns; at most so
 // many of them, by op.
 inline constexpr int32_t kSharedKTile = 128, kGatherSplits = 4, kReduceSplits = 2;
+inline constexpr bool CanShareK(int32_t tile_n, int32_t cluster_m) {
+  return tile_n == kSharedKTile && cluster_m == 1;
+}
 // Whether both consumers share a tile of so many columns, since one of them has no registers for
 // it: then nothing is multiplied while it is finished.
 inline constexpr bool IsShared(int32_t tile_n) { return tile_n > 192; }
@@ -128,9 +131,8 @@ inline bool IsPossible(const GemmChoice& c) {
   for (const GemmChoice& k : kCompiled) {
     compiled |= k.tile_n == c.tile_n && k.cluster_m == c.cluster_m;
   }
-  const bool shares_k = c.tile_n == kSharedKTile && c.cluster_m == 1;
   return compiled && 0 <= c.group_m && c.group_m <= kMaxGroup &&
-         (c.splits == 1 || (shares_k && (c.splits == 2 || c.splits == 4)));
+         (c.splits == 1 || (CanShareK(c.tile_n, c.cluster_m) && (c.splits == 2 || c.splits == 4)));
 }
 
 // The choice for a call of m rows, in which every CTA has some of k (of the first term's, if there

@@ -115,6 +115,7 @@ NB_MODULE(_jflux, m) {
     Check(jflux_cuda_heap_test_hooks(skip_waits, max_delay_us));
   });
   m.def("cuda_heap_poison", [] { Check(jflux_cuda_heap_poison()); });
+  m.def("cuda_heap_set_epochs", [](uint32_t epoch) { Check(jflux_cuda_heap_set_epochs(epoch)); });
   m.def("cuda_timeline_start",
         [](int64_t capacity) { Check(jflux_cuda_timeline_start(capacity)); });
   // The events as bytes, and how many found no room.
@@ -137,6 +138,7 @@ NB_MODULE(_jflux, m) {
     }
     return list;
   });
+  m.def("most_splits", &jflux_most_splits);
   m.def("choose", [](const std::string& op, int64_t world, int64_t outer, int64_t inner, int64_t k,
                      int64_t n, int sm_count) {
     const JfluxProduct product{world, outer, inner, k, n, 0, 0, 0};

@@ -65,6 +65,7 @@ JFLUX_API int jflux_cuda_heap_links(JfluxLink* links, int capacity);
 JFLUX_API void jflux_cuda_heap_shutdown(void);
 JFLUX_API const char* jflux_cuda_heap_test_hooks(int skip_waits, int max_delay_us);
 JFLUX_API const char* jflux_cuda_heap_poison(void);
+JFLUX_API const char* jflux_cuda_heap_set_epochs(uint32_t epoch);
 // Kernels that handlers have enqueued.
 JFLUX_API int64_t jflux_cuda_launches(void);
 
@@ -87,6 +88,8 @@ typedef struct {
 } JfluxChoice;
 // Fills up to `capacity` of those that are compiled; returns how many there are.
 JFLUX_API int jflux_choices(JfluxChoice* choices, int capacity);
+// How many CTAs may share the k of a tile in calls of few rows; 1 for an op that is not tuned so.
+JFLUX_API int jflux_most_splits(const char* op);
 
 // What a call needs of the heap: the size of its channel in bytes, or -1 for an unknown op or
 // a configuration that is not compiled.

@@ -36,6 +36,11 @@ int jflux_choices(JfluxChoice* choices, int capacity) {
   return count;
 }
 
+int jflux_most_splits(const char* op) {
+  if (std::strcmp(op, kAllGatherMatmul) == 0) return jflux::kGatherSplits;
+  return std::strcmp(op, kMatmulReduceScatter) == 0 ? jflux::kReduceSplits : 1;
+}
+
 int jflux_choose(const char* op, const JfluxProduct* p, int sm_count, JfluxChoice* choice) {
   const auto world = static_cast<int>(p->world);
   const int64_t rows = p->outer * p->inner;
@@ -176,6 +181,11 @@ const char* jflux_cuda_heap_poison(void) {
   return CurrentHeapCuda()->Poison(&error) ? nullptr : Reason(error);
 }
 
+const char* jflux_cuda_heap_set_epochs(uint32_t epoch) {
+  std::string error;
+  return CurrentHeapCuda()->SetEpochs(epoch, &error) ? nullptr : Reason(error);
+}
+
 int64_t jflux_cuda_launches(void) { return jflux::CudaLaunches(); }
 
 const char* jflux_cuda_timeline_start(int64_t capacity) {
@@ -254,6 +264,7 @@ int jflux_cuda_heap_links(JfluxLink*, int) { return 0; }
 void jflux_cuda_heap_shutdown(void) {}
 const char* jflux_cuda_heap_test_hooks(int, int) { return NotBuilt(); }
 const char* jflux_cuda_heap_poison(void) { return NotBuilt(); }
+const char* jflux_cuda_heap_set_epochs(uint32_t) { return NotBuilt(); }
 int64_t jflux_cuda_launches(void) { return 0; }
 const char* jflux_cuda_timeline_start(int64_t) { return NotBuilt(); }
 const char* jflux_cuda_timeline_read(int64_t, JfluxEvent*, int64_t, int64_t*) { return NotBuilt(); }

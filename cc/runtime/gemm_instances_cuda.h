@@ -41,7 +41,7 @@ bool WithGemmConfig(DType dtype, bool transpose_rhs, const GemmChoice& c, F&& vi
 }
 
 template <typename Config>
-inline constexpr bool kCanShareK = Config::kTileN == kSharedKTile && Config::kClusterM == 1;
+inline constexpr bool kCanShareK = CanShareK(Config::kTileN, Config::kClusterM);
 template <typename Config, int kSplits>
 using SharedKConfig =
     GemmConfig<typename Config::T, kSharedKTile, 1, Config::kTransposeRhs, kSplits>;

@@ -407,4 +407,25 @@ bool HeapCuda::Poison(std::string* error) {
   return true;
 }
 
+bool HeapCuda::SetEpochs(uint32_t epoch, std::string* error) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (CudaDevice& device : devices_) {
+    JFLUX_CUDA_OR_FALSE(cudaSetDevice(device.ordinal), error);
+    JFLUX_CUDA_OR_FALSE(cudaDeviceSynchronize(), error);
+  }
+  ChannelHeader header{};
+  header.epoch = epoch;
+  for (CudaDevice& device : devices_) {
+    JFLUX_CUDA_OR_FALSE(cudaSetDevice(device.ordinal), error);
+    for (const Channel& c : channels_) {
+      char* base = device.heap + c.offset;
+      // Signals of calls whose numbers were smaller would seem to be from later ones.
+      JFLUX_CUDA_OR_FALSE(cudaMemset(base, 0, c.total_bytes), error);
+      JFLUX_CUDA_OR_FALSE(cudaMemcpy(base, &header, sizeof(header), cudaMemcpyHostToDevice), error);
+    }
+    JFLUX_CUDA_OR_FALSE(cudaDeviceSynchronize(), error);
+  }
+  return true;
+}
+
 }  // namespace jflux

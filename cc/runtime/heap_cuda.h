@@ -82,6 +82,8 @@ class HeapCuda {
   // Tests only. Poison fills, between calls, what the last call of each channel left with NaN.
   bool SetHooks(const TestHooks& hooks, std::string* error);
   bool Poison(std::string* error);
+  // SetEpochs: as if each channel had made so many calls; between calls of all processes.
+  bool SetEpochs(uint32_t epoch, std::string* error);
 
  private:
   HeapCuda() = default;

@@ -42,6 +42,12 @@ def in_one_type(dtype: Any, *arrays: Any) -> list[Any]:
     return promote_dtype(*arrays, dtype=dtype)
 
 
+def options_of(layer: Any) -> dict[str, Any]:
+    """Those fields of a layer that the functions of jflux.nn take."""
+    names = ("axis_name", "sequence_parallel", "precision", "x_spec")
+    return {name: getattr(layer, name) for name in names}
+
+
 def sizes_of_attention(
     d: int, heads: int, kv_heads: int | None, head_dim: int | None
 ) -> tuple[int, int, int]:

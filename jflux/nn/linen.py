@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec
 from .. import _mesh
 from . import _attention, _dense, _flax, _vocabulary
 from ._dot_general import DotGeneral
-from ._flax import Initializer, in_one_type, meta, nn
+from ._flax import Initializer, in_one_type, meta, nn, options_of
 from ._vocabulary import cross_entropy as cross_entropy
 
 Axes = tuple[str | None, ...]
@@ -86,13 +86,6 @@ class _Layer(nn.Module):
             param_dtype=self.param_dtype, kernel_init=self.kernel_init, bias_init=self.bias_init,
         )(*shape)  # fmt: skip
 
-    def options(self) -> dict[str, Any]:
-        """Those of the functions of jflux.nn."""
-        return {
-            "axis_name": self.axis_name, "sequence_parallel": self.sequence_parallel,
-            "precision": self.precision, "x_spec": self.x_spec,
-        }  # fmt: skip
-
 
 class _Part(_Layer):
     """Parameters under a name of their own."""
@@ -119,7 +112,7 @@ class ColumnParallelDense(_Layer):
         kernel, bias = self.weights((x.shape[-1],), (self.features,), self.axes)
         x, kernel, bias = in_one_type(self.dtype, x, kernel, bias)
         return _dense.column_parallel(
-            x, kernel, bias=bias, activation=self.activation, **self.options()
+            x, kernel, bias=bias, activation=self.activation, **options_of(self)
         )
 
 
@@ -134,7 +127,7 @@ class RowParallelDense(_Layer):
         """Adds `residual` [..., s/N, features], if there is one, to the result."""
         kernel, bias = self.weights((x.shape[-1],), (self.features,), self.axes)
         x, kernel, bias = in_one_type(self.dtype, x, kernel, bias)
-        return _dense.row_parallel(x, kernel, bias=bias, residual=residual, **self.options())
+        return _dense.row_parallel(x, kernel, bias=bias, residual=residual, **options_of(self))
 
 
 class MLP(_Layer):
@@ -160,7 +153,7 @@ class MLP(_Layer):
         gate = self.part("gate", d, h, self.axes) if self.gated else ()
         x, *weights = in_one_type(self.dtype, x, *up, *down, *gate)
         return _dense.any_mlp(
-            x, *weights, activation=self.activation, residual=residual, **self.options()
+            x, *weights, activation=self.activation, residual=residual, **options_of(self)
         )
 
 
@@ -208,7 +201,7 @@ class Attention(_Layer):
         return _attention.attention(
             x, *weights[::2], bias=weights[1::2], mask=mask, residual=residual,
             is_causal=self.is_causal, num_kv_heads=kv_heads, rotate=self.rotate, core=self.core,
-            **self.options(),
+            **options_of(self),
         )  # fmt: skip
 
 

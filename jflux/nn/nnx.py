@@ -25,7 +25,7 @@ from jax.sharding import PartitionSpec
 
 from .._mesh import AxisName
 from . import _attention, _dense, _flax, _rules, _vocabulary
-from ._flax import Initializer, in_one_type, nnx
+from ._flax import Initializer, in_one_type, nnx, options_of
 from ._vocabulary import cross_entropy as cross_entropy
 
 Axes = tuple[str | None, ...]
@@ -93,13 +93,6 @@ class _Layer(nnx.Module):
     def weights(self) -> tuple[jax.Array, jax.Array | None]:
         return self.kernel[...], self.bias[...] if self.use_bias else None
 
-    def options(self) -> dict[str, Any]:
-        """Those of the functions of jflux.nn."""
-        return {
-            "axis_name": self.axis_name, "sequence_parallel": self.sequence_parallel,
-            "precision": self.precision, "x_spec": self.x_spec,
-        }  # fmt: skip
-
 
 class ColumnParallelDense(_Layer):
     """``activation(x @ kernel + bias)``: x [..., s/N, in_features] -> [..., s, out_features/N] per
@@ -129,7 +122,7 @@ class ColumnParallelDense(_Layer):
     def __call__(self, x: jax.Array) -> jax.Array:
         x, kernel, bias = in_one_type(self.dtype, x, *self.weights())
         return _dense.column_parallel(
-            x, kernel, bias=bias, activation=self.activation, **self.options()
+            x, kernel, bias=bias, activation=self.activation, **options_of(self)
         )
 
 
@@ -154,7 +147,7 @@ class RowParallelDense(_Layer):
     def __call__(self, x: jax.Array, residual: jax.Array | None = None) -> jax.Array:
         """Adds `residual` [..., s/N, out_features], if there is one, to the result."""
         x, kernel, bias = in_one_type(self.dtype, x, *self.weights())
-        return _dense.row_parallel(x, kernel, bias=bias, residual=residual, **self.options())
+        return _dense.row_parallel(x, kernel, bias=bias, residual=residual, **options_of(self))
 
 
 class MLP(_Layer):
@@ -192,7 +185,7 @@ class MLP(_Layer):
         parts = (self.up, self.down, self.gate) if self.gated else (self.up, self.down)
         x, *weights = in_one_type(self.dtype, x, *(a for part in parts for a in part.weights()))
         return _dense.any_mlp(
-            x, *weights, activation=self.activation, residual=residual, **self.options()
+            x, *weights, activation=self.activation, residual=residual, **options_of(self)
         )
 
 
@@ -249,7 +242,7 @@ class Attention(_Layer):
         return _attention.attention(
             x, *weights[::2], bias=weights[1::2], mask=mask, residual=residual,
             is_causal=self.is_causal, num_kv_heads=self.num_kv_heads, rotate=self.rotate,
-            core=self.core, **self.options(),
+            core=self.core, **options_of(self),
         )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import faulthandler
 import functools
+import itertools
 import math
 import os
 import random
@@ -35,16 +36,18 @@ import harness  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from jax import lax  # noqa: E402
+from jax._src.distributed import global_state  # noqa: E402
 from jax.sharding import Mesh, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import jflux  # noqa: E402
-from jflux import _tuning, testing  # noqa: E402
+from jflux import _heap, _tuning, testing  # noqa: E402
 from jflux._ops.all_reduce import ALGORITHMS  # noqa: E402
 
 ROWS = [1, 3, 16, 31, 64, 100, 129, 200, 256]
 K = [8, 13, 64, 72, 136, 200, 264, 520, 1000]
 N = [8, 31, 64, 136, 264, 520, 1032, 2056]
+BARRIERS = itertools.count()
 MOST_PRODUCTS = 1 << 28  # of one rank: the host does them in float64
 
 
@@ -63,9 +66,13 @@ class Case:
     choice: Any = None
 
 
-def run_and_check(case: Case) -> None:
+def barrier() -> None:
+    global_state.client.wait_at_barrier(f"barrier {next(BARRIERS)}", 60_000)
+
+
+def run_and_check(case: Case, epochs: int | None) -> None:
     """Six calls in two runs, from poisoned workspaces: this rank's part must be right, and the same
-    each time."""
+    each time. With `epochs`, as if before the second run there had been so many calls."""
     sharding = NamedSharding(case.mesh, P(*case.mesh.axis_names))
 
     def put(array):
@@ -78,8 +85,12 @@ def run_and_check(case: Case) -> None:
     f = jax.jit(harness.per_device(case.mesh, thrice))
     operands, lead = tuple(map(put, case.operands)), case.mesh.devices.ndim
     bits = set()
-    for _ in range(2):
+    for run in range(2):
         testing.poison_workspaces()
+        if run == 1 and epochs is not None and args.gpus:
+            barrier()
+            _heap.set_cuda_epochs(epochs)
+            barrier()
         with _tuning.force(case.choice) if case.choice else contextlib.nullcontext():
             y = jax.block_until_ready(f(*operands))
         (shard,) = y.addressable_shards
@@ -256,7 +267,8 @@ def main() -> None:
         case = draw(rng)
         try:
             with testing.planted_faults(max_delay_us=rng.choice([0, 0, 2000])):
-                run_and_check(case)
+                # They are counted in 32 bits.
+                run_and_check(case, rng.choice([None, 2**32 - rng.randint(1, 4)]))
         except Exception as error:
             raise AssertionError(f"rank {args.rank}, call {done}, {case.name}") from error
         kind = case.name.split()[0]

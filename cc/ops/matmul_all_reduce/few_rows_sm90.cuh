@@ -151,8 +151,8 @@ struct FewRowsSm90 {
     FenceSystem();  // one for both signals
 #pragma unroll
     for (int block = 0; block < Config::kBlocks; ++block) {
-      if (HasRows(args, 0, block))
-        StoreRelaxed(SignalOf(args, call, peer, tile, block), call.signal);
+      if (!HasRows(args, 0, block)) continue;
+      StoreRelaxed(SignalOf(args, call, peer, tile, block), call.signal);
     }
     call.Done(EventKind::kSend, start, peer, tile.n);
 #pragma unroll

@@ -14,8 +14,9 @@ inline bool AreFewRows(int world, int64_t rows) { return world == 2 && rows <= k
 inline GemmChoice ChooseAllReduce(int world, int64_t rows_per_rank, int64_t n, int64_t k,
                                   int sm_count) {
   const int64_t m = world * rows_per_rank;
-  if (AreFewRows(world, m))
+  if (AreFewRows(world, m)) {
     return ChooseSplits(GemmChoice{kSharedKTile, 1, 1}, m, n, k, sm_count, kReduceSplits);
+  }
   // While a wide tile waits for the peers' parts nothing is multiplied.
   GemmChoice c = ChooseGemm(world, rows_per_rank, n, sm_count, /*shared=*/1.03);
   if (m <= 4096) c.group_m = 0;
