@@ -15,6 +15,7 @@
 #include <cstdlib>
 #include <vector>
 
+#include "core/platform.h"
 #include "gpu/ptx.cuh"
 
 namespace {
@@ -37,12 +38,6 @@ struct Traffic {
 struct Times {  // of the GPU's clock, ns; 0: the CTA moved nothing
   uint64_t begin, end;
 };
-
-__device__ uint64_t Now() {
-  uint64_t ns;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
-  return ns;
-}
 
 __device__ void Push(char* to, uint32_t smem, int bytes, const Traffic& traffic) {
   for (int at = 0; at < bytes; at += traffic.piece) {
@@ -106,13 +101,13 @@ __global__ void __launch_bounds__(64, 1)
     const int bytes = static_cast<int>(gridDim.x) / traffic.ctas * kBufferBytes;
     char* there = target + static_cast<int64_t>(blockIdx.x) * bytes;
     const uint32_t here = buffer + kStages * kStageBytes;
-    times[blockIdx.x].begin = Now();
+    times[blockIdx.x].begin = jflux::NowNs();
     if (traffic.way == Way::kPush) {
       Push(there, here, bytes, traffic);
     } else {
       Pull(there, here, full + kStages * 8, bytes, traffic);
     }
-    times[blockIdx.x].end = Now();
+    times[blockIdx.x].end = jflux::NowNs();
   }
 }
 

@@ -211,8 +211,8 @@ def candidates(key: Key, sm_count: int) -> list[Choice]:
             if group <= max(1, min(16, most)) and choice not in found:
                 found.append(choice)
     if key.rows <= CUDA_TILE_ROWS:
-        most = _jflux.most_splits(key.op)
-        sharing = (Choice(128, 1, 1, splits) for splits in (2, 4) if splits <= most)
+        possible = [splits for splits in (2, 4) if splits <= _jflux.most_splits(key.op)]
+        sharing = (Choice(128, 1, 1, splits) for splits in possible)
         found += [c for c in sharing if c not in found]
     return found
 

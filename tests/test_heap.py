@@ -205,7 +205,7 @@ def test_epochs_wrap():
                 module.matmul_reduce_scatter(x, w, axis_name="tp"),
                 module.matmul_all_to_all(x, w, axis_name="tp", **pieces),
                 module.matmul_all_reduce(x, w, axis_name="tp"),
-                module.matmul_all_reduce(jnp.tile(x, (20, 1)), w, axis_name="tp"),  # many rows
+                module.matmul_all_reduce(jnp.tile(x, (20, 1)), w, axis_name="tp"),
             ]
 
         return jax.lax.scan(step, None, x)[1]
@@ -217,7 +217,7 @@ def test_epochs_wrap():
     )
     want = [np.asarray(y, np.float32) for y in plain(x)]
     jax.block_until_ready(f(x))  # from now on there are all channels
-    for before in (5, 6):  # the last epoch is odd
+    for before in (5, 6):  # the wrap falls on an even or odd step
         _heap.set_cuda_epochs(2**32 - before)
         for _ in range(2):
             for y, w in zip(f(x), want, strict=True):
