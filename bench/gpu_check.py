@@ -254,14 +254,14 @@ def section_gemm(names: list[str], rounds: int, zeros: bool, chosen: bool) -> li
 
 
 def section_choices(ranks: int, names: list[str], rounds: int) -> list[str]:
-    """The overlapped ops with each configuration, and `lax` beside them, in milliseconds."""
+    """The overlapped ops with each configuration, and apart, in milliseconds."""
     mesh, lines = mesh_of(ranks), []
     sm_count = _mesh.core_count(mesh)
     for shape in itertools.chain(*(shapes.LISTS[name] for name in names)):
         m, n, k = shape.m, shape.n, shape.k
         key = _tuner.key_of(shape.op, m, n, k, ranks, jnp.bfloat16, False)
         chosen = _tuning.heuristic(key, sm_count)
-        tried = [chosen, _tuning.LAX]
+        tried = [chosen, _tuning.APART]
         if shape.m <= _tuner.CUDA_TILE_ROWS:
             tried += _tuner.candidates(key, sm_count)
         else:

@@ -45,7 +45,7 @@ n and k are global. How: [bench/harness.py](../bench/harness.py).
 | G | XLA's product alone, of one rank's whole input |
 | C | XLA's communication alone (NCCL) |
 | S | XLA's own sequence, in plain `lax`: what a JAX user would otherwise call |
-| J | jflux; with "lax" behind it, jflux has chosen XLA's sequence, and K says what its kernel takes |
+| J | jflux; with K behind it, jflux has chosen XLA's product and a collective, and K says what its one kernel takes |
 | E | overlap efficiency, 1 - (J - G) / (S - G): 1 is communication wholly hidden, negative is worse than not overlapping (Flux, arXiv 2406.06858, equation 2) |
 | J / F | over the floor max(G, C) |
 | P | Pallas's `all_gather_lhs_matmul`, the faster of two configurations, where it takes the shape |
@@ -63,9 +63,12 @@ n and k are global. How: [bench/harness.py](../bench/harness.py).
 NOTES = """
 ## What the figures do not say
 
-- Where `lax` was measured to be faster jflux takes it, unless `jflux.config(always=True)` is set.
-  Which calls those are is decided by rows (`lax_is_faster` in `jflux/_ops/_product.py`), and for
-  matmul_all_to_all also by what it would multiply for nothing.
+- Where XLA's product and a collective are faster than one kernel jflux takes them, unless
+  `jflux.config(always=True)` is set. Which calls those are is decided by rows (`apart_is_faster` in
+  `jflux/_ops/_product.py`), and for matmul_all_to_all also by what it would multiply for nothing.
+  In the tables above the collective was `lax`'s. Now it is jflux's, which is `lax`'s above 4 MiB;
+  by the table of small collectives all-gathers and reduce-scatters of 16 rows take 5 to 20 % less
+  time with it than J here says ([0003](design/0003-kernels.md), "Few rows").
 - With 3 ranks a rank's rows are never whole tiles.
 - An efficiency above 1 means that jflux's product was faster than XLA's.
 - The figures of 4 GPUs are of kernels that had no tiles of 224 or 256 columns and began and ended
@@ -78,7 +81,6 @@ NOTES = """
 - The reduce-scatter of 336 rows on 2 GPUs is XLA's own sequence in J too, but took 4 % longer than
   S (9 and 6 % in the runs before; 204 rows: as long). Probably XLA, which times kernels when it
   compiles, took another one for the second of two equal products.
-- Reduce-scatters of 16 rows on 2 GPUs are XLA's in the table, and jflux's (K there) since.
 - Four shapes on 2 GPUs and one on 4 use configurations that were measured to be faster than the
   heuristic's (`jflux/tables`).
 - By the table of small collectives on 4 GPUs, jflux has since left to XLA: all_to_all of 4 MiB
@@ -168,7 +170,7 @@ def table(rows: list[dict], result: dict) -> str:
         g, c, s, j = (ms(row, name) for name in "GCSJ")
         efficiency = f"{1 - (j - g) / (s - g):.2f}" if s > g else ""
         rate = shape(row).flops(ranks) / j / 1e9
-        choice = f" (lax; K {ms(row, 'K'):.3f})" if "K" in row else ""
+        choice = f" (K {ms(row, 'K'):.3f})" if "K" in row else ""
         lines.append(
             f"| {row['op']} | {row['m']} | {row['n']} | {row['k']} | {g:.3f} | {c:.3f} | {s:.3f} "
             f"| {j:.3f}{choice} | {j / s:.3f} | {efficiency} | {j / max(g, c):.2f} | {rate:.0f} |"

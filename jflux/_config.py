@@ -18,7 +18,7 @@ class Config:
 
     Attributes:
       strict: a call that would fall back to its `lax` reference raises instead of logging once.
-      always: takes the fused kernel also where measurements say that `lax` is faster.
+      always: takes the fused kernel also where a product and a collective, or `lax`, are faster.
       fused: False takes the reference everywhere, to compare or to bisect a problem.
     """
 

@@ -84,6 +84,7 @@ def make_primitive(
     adapt: Callable[..., Callable[..., Any] | None] = lambda *avals, params, platform: None,
     same_over: Callable[[Any], tuple[Any, ...]] = lambda params: (),
     target: Callable[[Any], str] | None = None,
+    apart: Callable[..., Any] | None = None,
 ) -> Primitive:
     """A primitive `name(*operands, params)` with several results, all of the first operand's kind.
 
@@ -103,6 +104,8 @@ def make_primitive(
       batch: the batching rule.
       same_over: params -> the axes that the results do not vary over any more.
       target: params -> the FFI target, of which messages then speak too.
+      apart: (*operands, params=...) -> the results, by others of jflux's ops: called instead of the
+        reference where `lax_is_faster` and the kernel could take the call.
     """
     primitive = Primitive(f"jflux_{name}")
     primitive.multiple_results = True
@@ -125,6 +128,7 @@ def make_primitive(
     primitive.def_impl(jax.jit(primitive.bind, static_argnames="params"))
 
     lower_reference = mlir.lower_fun(reference, multiple_results=True)
+    lower_apart = mlir.lower_fun(apart or reference, multiple_results=True)
 
     def label_of(params):
         return name if target is None else f"{name}({target(params)})"
@@ -137,13 +141,14 @@ def make_primitive(
         which = {"params": params, "platform": platform}
         mesh = _mesh.concrete_mesh_of(ctx.module_context.axis_context, params.axis_names)
         slower = lax_is_faster(*avals, **which, mesh=mesh)
-        if slower and not _config.config.always:
-            return lower_reference(ctx, *operands, params=params)
         reason: str | None
         if mesh is None:
             reason = "the mesh is abstract, so its devices are not known when the op is lowered"
         else:
             reason = not_fused(*avals, **which) or _heap.why_not_usable(platform, mesh)
+        if slower and not _config.config.always:
+            lower = lower_apart if reason is None else lower_reference
+            return lower(ctx, *operands, params=params)
         if reason is not None:
             _config.fall_back(label_of(params), reason)
             return lower_reference(ctx, *operands, params=params)

@@ -15,13 +15,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from . import _heap, _jflux, _mesh, _trial, _tuning, reference
+from . import _heap, _jflux, _mesh, _trial, _tuning
 from ._ops._product import CUDA_TILE_ROWS
 from ._ops.all_gather_matmul import all_gather_matmul
 from ._ops.matmul_all_reduce import are_few_rows, check_tuned, matmul_all_reduce
 from ._ops.matmul_all_to_all import matmul_all_to_all
 from ._ops.matmul_reduce_scatter import matmul_reduce_scatter
-from ._tuning import LAX, Choice, Key
+from ._tuning import APART, Choice, Key
 
 _OPS: dict[str, Callable[..., Any]] = {
     "all_gather_matmul": all_gather_matmul,
@@ -37,8 +37,8 @@ class Result:
 
     Attributes:
       key: the call.
-      seconds: of a call, the median over rounds, for each choice and for "lax": the mean of calls
-        on normal numbers and on zeros.
+      seconds: of a call, the median over rounds, for each choice and for "apart", XLA's product
+        and a collective: the mean of calls on normal numbers and on zeros.
       best: the choice that calls like this take from now on.
     """
 
@@ -69,7 +69,8 @@ def tune(
     progress: Callable[[int, int], None] | None = None,
 ) -> Result:
     """Times the whole overlapped op with every configuration that could be the fastest, on all
-    ranks in lockstep, and `lax` beside them; calls of this shape take the fastest from then on.
+    ranks in lockstep, and XLA's product and a collective ("apart") beside them; calls of this shape
+    take the fastest from then on.
 
     With several processes, all of them must call it, with the same arguments.
 
@@ -111,7 +112,7 @@ def tune(
     key = key_of(op, m, n, k, ranks, dtype, transpose_rhs)
     if op == "matmul_all_reduce":
         check_tuned(m, n, key.k, ranks, jnp.dtype(dtype))
-    tried: list[Choice | str] = [*candidates(key, sm_count), LAX]
+    tried: list[Choice | str] = [*candidates(key, sm_count), APART]
     seconds = measure(
         op, tried, m=m, n=n, k=k, mesh=mesh, axis_name=axis_name, dtype=dtype,
         transpose_rhs=transpose_rhs, rounds=rounds, progress=progress,
@@ -153,9 +154,8 @@ def measure(
     for done, choice in enumerate(tried):
         if progress is not None:
             progress(done, len(tried))
-        f = getattr(reference, op) if choice == LAX else _OPS[op]
         options = _trial.options(op)
-        f = functools.partial(f, axis_name=axis_name, transpose_rhs=transpose_rhs, **options)
+        f = functools.partial(_OPS[op], axis_name=axis_name, transpose_rhs=transpose_rhs, **options)
         body = _trial.loop(f, iterations)
         with _tuning.force(choice):
             program = _trial.compiled(body, mesh, (x_spec, w_spec), y_spec, *normal)
@@ -218,8 +218,8 @@ def candidates(key: Key, sm_count: int) -> list[Choice]:
 
 
 def pick(seconds: Mapping[Choice | str, float]) -> Choice | str:
-    """The fastest; `lax` only if it is faster than every kernel."""
-    return min(seconds, key=lambda choice: (seconds[choice], choice == LAX))
+    """The fastest; "apart" only if it is faster than every kernel."""
+    return min(seconds, key=lambda choice: (seconds[choice], choice == APART))
 
 
 def _label(choice: Choice | str) -> str:

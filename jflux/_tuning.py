@@ -24,7 +24,7 @@ import numpy as np
 from . import _heap, _jflux
 from ._version import __version__
 
-LAX = "lax"  # instead of a choice: the call takes the reference
+APART = "apart"  # instead of a choice: XLA's product and a collective, not the kernel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Key:
         )
 
 
-Table = dict[str, Any]  # str(Key) -> [tile_n, cluster_m, group_m, splits] or "lax"
+Table = dict[str, Any]  # str(Key) -> [tile_n, cluster_m, group_m, splits] or "apart"
 
 
 def compiled() -> list[Choice]:
@@ -102,14 +102,14 @@ def force(choice: Choice | str) -> Iterator[None]:
         _forced.pop()
 
 
-def lookup(key: Key, gpu: str) -> Choice | str | None:
-    """What is known of this call: a choice, :data:`LAX`, or nothing."""
-    if _forced:
-        return _forced[-1]
+def lookup(key: Key, gpu: str | None) -> Choice | str | None:
+    """What is known of this call: a choice, :data:`APART`, or nothing, as where there is no GPU."""
+    if _forced or gpu is None:
+        return _forced[-1] if _forced else None
     for table in (_user_table(gpu), shipped_table(gpu)):
         found = table.get(str(key))
         if found is not None:
-            return found if found == LAX else Choice(*found)
+            return found if found == APART else Choice(*found)
     return None
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import platform
 import sys
@@ -95,10 +94,10 @@ def _try(op: str, dtype: jnp.dtype) -> str:
     return "ok"
 
 
-# Whether `lax` is faster for so many rows in all, in whole tiles of columns.
+# Whether a product and a collective are faster for so many rows in all, in whole tiles of columns.
 _OPS: dict[str, Callable[[int, int], bool]] = {
-    "all_gather_matmul": functools.partial(_product.lax_is_faster, "all_gather_matmul"),
-    "matmul_reduce_scatter": functools.partial(_product.lax_is_faster, "matmul_reduce_scatter"),
+    "all_gather_matmul": lambda m, _: _product.apart_is_faster("all_gather_matmul", m),
+    "matmul_reduce_scatter": lambda m, _: _product.apart_is_faster("matmul_reduce_scatter", m),
     "matmul_all_to_all": lambda m, ranks: (
         not matmul_all_to_all.kernel_is_faster(m // ranks, _product.CUDA_TILE_ROWS, m // ranks)
     ),
@@ -106,7 +105,7 @@ _OPS: dict[str, Callable[[int, int], bool]] = {
 
 
 def _fused(op: str, platform: str, ranks: int) -> str:
-    """ "fused", and for how many rows, where `lax` is faster for others."""
+    """ "fused", and for how many rows, where it is not for others."""
     if platform != "cuda":
         return "fused"
     most = ranks << 16

@@ -23,7 +23,7 @@ from workers.common import environment
 
 import jflux
 from jflux import _tuner, _tuning
-from jflux._tuning import LAX, Choice
+from jflux._tuning import APART, Choice
 
 SMS = 132
 GPU = "NVIDIA H200"
@@ -90,9 +90,9 @@ def test_candidates():
 
 def test_pick():
     a, b = Choice(192, 2, 8), Choice(128, 1, 16)
-    assert _tuner.pick({a: 2.0, b: 1.0, LAX: 3.0}) == b
-    assert _tuner.pick({a: 2.0, b: 1.0, LAX: 0.9}) == LAX
-    assert _tuner.pick({a: 2.0, b: 1.0, LAX: 1.0}) == b
+    assert _tuner.pick({a: 2.0, b: 1.0, APART: 3.0}) == b
+    assert _tuner.pick({a: 2.0, b: 1.0, APART: 0.9}) == APART
+    assert _tuner.pick({a: 2.0, b: 1.0, APART: 1.0}) == b
 
 
 def test_tables(own_tables, monkeypatch):
@@ -102,8 +102,8 @@ def test_tables(own_tables, monkeypatch):
     _tuning.remember(GPU, {str(KEY): [192, 2, 3, 1]})
     assert _tuning.lookup(KEY, GPU) == Choice(192, 2, 3)
     assert _tuning.lookup(KEY, "another GPU") == Choice(128, 1, 4)
-    _tuning.remember(GPU, {str(KEY): LAX})
-    assert _tuning.lookup(KEY, GPU) == LAX
+    _tuning.remember(GPU, {str(KEY): APART})
+    assert _tuning.lookup(KEY, GPU) == APART
     with _tuning.force(Choice(192, 2, 1)):
         assert _tuning.lookup(KEY, GPU) == Choice(192, 2, 1)
     other = _tuner.key_of("all_gather_matmul", 64, 49152, 12288, 4, jnp.bfloat16, False)
@@ -115,8 +115,8 @@ def test_files(own_tables):
     assert path == own_tables / "tuning-nvidia_h200.json"
     assert _tuning.load(path) == {}
     _tuning.store(path, {"a": [256, 2, 8, 1]})
-    _tuning.store(path, {"b": LAX})
-    assert _tuning.load(path) == {"a": [256, 2, 8, 1], "b": LAX}
+    _tuning.store(path, {"b": APART})
+    assert _tuning.load(path) == {"a": [256, 2, 8, 1], "b": APART}
     content = json.loads(path.read_text())
     assert content["jflux"] == jflux.__version__
     path.write_text(json.dumps({**content, "jflux": "0.0.0"}))
@@ -132,7 +132,7 @@ def test_shipped_tables_are_of_compiled_configurations():
     compiled = {(c.tile_n, c.cluster_m) for c in _tuning.compiled()}
     for path in Path(_tuning.__file__).parent.glob("tables/*.json"):
         for choice in json.loads(path.read_text())["choices"].values():
-            assert choice == LAX or tuple(choice[:2]) in compiled
+            assert choice == APART or tuple(choice[:2]) in compiled
 
 
 def test_wrong_arguments():
@@ -172,14 +172,14 @@ def test_all_reduce(own_tables):
     f = functools.partial(jflux.matmul_all_reduce, axis_name="tp")
     with jflux.config(always=False):
         text = jax.jit(per_device(make_mesh((RANKS,)), f)).lower(x, w).as_text()
-    if result.best == LAX:
+    if result.best == APART:
         assert "jflux_matmul_all_reduce" not in text
     else:
         numbers = ", ".join(map(str, _tuning.as_json(result.best)))
         assert "jflux_matmul_all_reduce" in text and f"choice = dense<[{numbers}]>" in text
     if RANKS == 2:  # few rows, whose kernel's CTAs may share k
         few = jflux.tune("matmul_all_reduce", m=64, n=8192, k=2048, rounds=3)
-        assert {c.splits for c in few.seconds if c != LAX} == {1, 2}
+        assert {c.splits for c in few.seconds if c != APART} == {1, 2}
     with pytest.raises(ValueError, match="is a product and an all_reduce"):
         jflux.tune("matmul_all_reduce", m=16, n=n, k=k)
 
@@ -204,7 +204,7 @@ def test_tuned_calls_take_what_was_fastest(op, own_tables):
     x, w = call_operands(call, mesh, "tp")
     with jflux.config(always=False):
         text = compiled_text(per_device(mesh, call.bind("tp")), x, w)
-    assert (op in fused_calls(text)) == (result.best != LAX)
-    if result.best != LAX:
+    assert (op in fused_calls(text)) == (result.best != APART)
+    if result.best != APART:
         numbers = ", ".join(map(str, _tuning.as_json(result.best)))
         assert f"choice = dense<[{numbers}]>" in text

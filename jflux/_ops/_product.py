@@ -131,21 +131,22 @@ def why_no_kernel(pairs: Iterable[tuple[Any, Any]], params: Any, platform: str) 
     return next(filter(None, reasons), None)
 
 
-def lax_is_faster(op: str, m: int, ranks: int) -> bool:
-    """On GPUs, for m rows in all, by what docs/design/0003 measured.
+#: Fewer rows than these are over before communication could be hidden in their product.
+FEWEST_ROWS = {"all_gather_matmul": 64, "matmul_reduce_scatter": 64, "matmul_all_reduce": 32}
 
-    A row of tiles has 128 rows, and takes as long if it has fewer; and a call of few rows is over
-    before communication could be hidden in it."""
-    # 16 rows of a reduce-scatter take .83 to .99 of XLA's time on two ranks; on four, .95 to 1.07.
-    fewest = 16 if op == "matmul_reduce_scatter" and ranks == 2 else 32
-    return m < fewest or CUDA_TILE_ROWS < m < 512
+
+def apart_is_faster(op: str, m: int) -> bool:
+    """Whether m rows in all take longer on GPUs in one kernel than as XLA's product and one of
+    jflux's collectives, by what docs/design/0003 measured. A row of tiles has 128 rows, and takes
+    as long if it has fewer."""
+    return m < FEWEST_ROWS[op] or CUDA_TILE_ROWS < m < 512
 
 
 def call_rules(
     op: str,
     *,
     extent: Callable[..., tuple[int, int, int, int]],
-    lax_is_faster: Callable[..., bool],
+    apart_is_faster: Callable[..., bool],
     attributes: Callable[..., dict[str, Any]],
 ) -> dict[str, Any]:
     """What `_ffi.make_primitive` asks of an op whose kernels have configurations to choose from.
@@ -153,7 +154,8 @@ def call_rules(
     Args:
       op: its name.
       extent: (*avals, params=...) -> (outer, inner) of cc/core/rows.h, and k and n in all.
-      lax_is_faster: (*avals, params=..., platform=...) -> where nothing was measured for the call.
+      apart_is_faster: (*avals, params=...) -> whether a product and a collective are on GPUs, where
+        nothing was measured for the call.
       attributes: (*avals, params=..., platform=...) -> what its handler takes beside a product's.
     """
 
@@ -163,16 +165,15 @@ def call_rules(
         return _tuning.key_of(op, params.world, rows, n, k, dtype, params.transpose_rhs)
 
     def known(key, platform, mesh):
-        """What was measured for this call on these GPUs."""
-        if platform != "cuda" or mesh is None or not _ffi.lowers_for_here(mesh):
-            return None
-        return _tuning.lookup(key, mesh.devices.flat[0].device_kind)
+        """What was measured for this call on these GPUs, if they are some and known."""
+        here = platform == "cuda" and mesh is not None and _ffi.lowers_for_here(mesh)
+        return _tuning.lookup(key, mesh.devices.flat[0].device_kind if here else None)
 
     def slower(*avals, params, platform, mesh):
         measured = known(key_of(avals, params), platform, mesh)
         if measured is None:
-            return lax_is_faster(*avals, params=params, platform=platform)
-        return measured == _tuning.LAX
+            return platform == "cuda" and apart_is_faster(*avals, params=params)
+        return measured == _tuning.APART
 
     def choice_of(key, platform, mesh):
         """Empty where there is nothing to choose, and where the devices are not here to ask (then

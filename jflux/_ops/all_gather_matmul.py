@@ -21,7 +21,7 @@ from .. import _epilogue, _ffi, _global, _mesh, reference
 from .._epilogue import Epilogue
 from .._global import several
 from .._mesh import AxisName
-from . import _product
+from . import _product, exchange
 
 #: The name that `jax.checkpoint` policies know the gathered operands by.
 GATHERED = "jflux_gathered"
@@ -302,7 +302,16 @@ def _gather(x, params):
 
 
 def _reference(x, *operands, params):
-    gathered = _gather(x, params)
+    return _of_gathered(_gather(x, params), *operands, params=params)
+
+
+def _apart(x, *operands, params):
+    """A gather, which sees for itself whether it is `lax`'s, and products."""
+    gathered = exchange.gather(x, params.axis_names, params.world, params.gather_dimension)
+    return _of_gathered(gathered, *operands, params=params)
+
+
+def _of_gathered(gathered, *operands, params):
     if params.results == ("gathered",):
         return [gathered]
     ws, biases = _weights(operands, params)
@@ -336,9 +345,9 @@ def _extent(x, *operands, params):
     return outer, inner, x.shape[-1], sum(_product.columns(w, params.transpose_rhs) for w in ws)
 
 
-def _lax_is_faster(x, *operands, params, platform):
+def _apart_is_faster(x, *operands, params):
     m = _product.total_rows(x) * params.world
-    return platform == "cuda" and _product.lax_is_faster("all_gather_matmul", m, params.world)
+    return _product.apart_is_faster("all_gather_matmul", m)
 
 
 def _after(x, *operands, params):
@@ -455,6 +464,7 @@ _primitive = _ffi.make_primitive(
     "all_gather_matmul",
     abstract_eval=_result_shapes,
     reference=_reference,
+    apart=_apart,
     is_reference=_is_reference,
     not_fused=_not_fused,
     adapt=_adapt,
@@ -462,7 +472,7 @@ _primitive = _ffi.make_primitive(
     **_product.call_rules(
         "all_gather_matmul",
         extent=_extent,
-        lax_is_faster=_lax_is_faster,
+        apart_is_faster=_apart_is_faster,
         attributes=_attributes,
     ),
 )

@@ -200,6 +200,18 @@ def by_tiles(
     return y
 
 
+def gather(x: jax.Array, axis_names: tuple[Any, ...], world: int, axis: int) -> jax.Array:
+    """all_gather with ``tiled=True``, likewise."""
+    (y,) = _primitives["all_gather"].bind(x, params=Params(axis_names, world, None, axis))
+    return y
+
+
+def scatter(x: jax.Array, axis_names: tuple[Any, ...], world: int, dimension: int) -> jax.Array:
+    """reduce_scatter with ``tiled=True``, likewise."""
+    (y,) = _primitives["reduce_scatter"].bind(x, params=Params(axis_names, world, dimension, None))
+    return y
+
+
 def gather_for_all(x: jax.Array, axis_names: tuple[Any, ...]) -> jax.Array:
     """All ranks' x, one after the other along the first dimension; to types too it is the same on
     all of them. It has no gradient."""

@@ -212,7 +212,8 @@ def _of_two_calls(x, w, *residual, params):
 
 
 def _product_and_sum(x, w, *residual, params):
-    """As of few columns: the product, and its sum over the ranks."""
+    """As of few columns: the product, and its sum over the ranks, which sees for itself whether it
+    is `lax`'s."""
     sums = all_reduce.Params(
         params.axis_names, params.world, algorithm=None, after=_after.After(bool(residual))
     )
@@ -223,9 +224,9 @@ def _not_fused(x, w, *residual, params, platform):
     return _product.kernel_takes(x, w, params.out_dtype, params.world, platform)
 
 
-def _lax_is_faster(x, w, *residual, params, platform):
+def _apart_is_faster(x, w, *residual, params):
     m = x.shape[0]
-    return platform == "cuda" and _product.lax_is_faster("matmul_all_reduce", m, params.world)
+    return _product.apart_is_faster("matmul_all_reduce", m)
 
 
 def fits_kernel(
@@ -320,6 +321,7 @@ _primitive = _ffi.make_primitive(
     OP,
     abstract_eval=_result,
     reference=_reference,
+    apart=_product_and_sum,
     not_fused=_not_fused,
     adapt=_adapt,
     batch=_batch,
@@ -327,7 +329,7 @@ _primitive = _ffi.make_primitive(
     **_product.call_rules(
         OP,
         extent=_extent,
-        lax_is_faster=_lax_is_faster,
+        apart_is_faster=_apart_is_faster,
         attributes=lambda *avals, params, platform: {},
     ),
 )

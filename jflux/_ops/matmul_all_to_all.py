@@ -232,10 +232,10 @@ def kernel_is_faster(piece_rows: int, piece_columns: int, product_rows: int) -> 
     return product_rows >= FEWEST_ROWS and computed <= MOST_PADDED * piece_rows * piece_columns
 
 
-def _lax_is_faster(x, w, *, params, platform):
+def _apart_is_faster(x, w, *, params):
     outer, inner, _, n = _extent(x, w, params=params)
     m = _product.total_rows(x)
-    return platform == "cuda" and not kernel_is_faster(outer * inner, n, m)
+    return not kernel_is_faster(outer * inner, n, m)
 
 
 def _adapt(x, w, *, params, platform):
@@ -307,7 +307,7 @@ _primitive = _ffi.make_primitive(
     **_product.call_rules(
         OP,
         extent=_extent,
-        lax_is_faster=_lax_is_faster,
+        apart_is_faster=_apart_is_faster,
         attributes=_attributes,
     ),
 )

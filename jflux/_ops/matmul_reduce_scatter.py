@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from .. import _epilogue, _ffi, _global, _mesh, reference
 from .._global import several
 from .._mesh import AxisName
-from . import _product
+from . import _product, exchange
 from . import all_gather_matmul as _dual
 
 
@@ -249,6 +249,20 @@ def _reference(*operands, params):
     return [_epilogue.add(y, added)]
 
 
+def _apart(*operands, params):
+    """Products, and the sum over the ranks, which sees for itself whether it is `lax`'s."""
+    xs, ws, added = _terms(operands, params)
+    # Several are not put end to end: where rows are few, a copy of w takes longer than the product.
+    dtype = params.out_dtype if len(xs) == 1 else _epilogue.sum_dtype(params.out_dtype)
+    products = [
+        reference.matmul(x, w, dtype, params.precision, params.transpose_rhs)
+        for x, w in zip(xs, ws, strict=True)
+    ]
+    partial = sum(products[1:], products[0]).astype(params.out_dtype)
+    y = exchange.scatter(partial, params.axis_names, params.world, params.scatter_dimension)
+    return [_epilogue.add(y, added)]
+
+
 def _not_fused(*operands, params, platform):
     xs, ws, _ = _terms(operands, params)
     return _product.why_no_kernel(zip(xs, ws, strict=True), params, platform)
@@ -261,9 +275,9 @@ def _extent(*operands, params):
     return outer, inner, k, _product.columns(ws[0], params.transpose_rhs)
 
 
-def _lax_is_faster(*operands, params, platform):
+def _apart_is_faster(*operands, params):
     m = _product.total_rows(operands[0])
-    return platform == "cuda" and _product.lax_is_faster("matmul_reduce_scatter", m, params.world)
+    return _product.apart_is_faster("matmul_reduce_scatter", m)
 
 
 def _after(*operands, params):
@@ -348,13 +362,14 @@ _primitive = _ffi.make_primitive(
     "matmul_reduce_scatter",
     abstract_eval=_result_shapes,
     reference=_reference,
+    apart=_apart,
     not_fused=_not_fused,
     adapt=_adapt,
     batch=_batch,
     **_product.call_rules(
         "matmul_reduce_scatter",
         extent=_extent,
-        lax_is_faster=_lax_is_faster,
+        apart_is_faster=_apart_is_faster,
         attributes=_attributes,
     ),
 )

@@ -1,0 +1,191 @@
+"""Calls that are a product and one of jflux's collectives instead of one kernel, as few rows are on
+GPUs."""
+
+import contextlib
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import (
+    PLATFORM,
+    RANKS,
+    Call,
+    assert_close,
+    calls,
+    check_gradients,
+    check_values,
+    compiled_text,
+    examples,
+    fused_calls,
+    make_mesh,
+    meshes,
+    normal,
+    operands,
+    per_device,
+    run,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jflux
+from jflux import _tuning
+
+OPS = {"all_gather_matmul": "all_gather", "matmul_reduce_scatter": "reduce_scatter"}
+
+
+@contextlib.contextmanager
+def apart():
+    with jflux.config(always=False), _tuning.force(_tuning.APART):
+        yield
+
+
+def jitted(f):
+    """`f`, compiled with the call apart."""
+
+    def call(*args):
+        with apart():
+            return jax.jit(f)(*args)
+
+    return call
+
+
+@pytest.mark.parametrize("op", OPS)
+@examples(30)
+@given(place=meshes(), data=st.data(), check_vma=st.booleans())
+def test_values(op, place, data, check_vma):
+    with apart():
+        check_values(data.draw(calls(op)), *place, check_vma=check_vma)
+
+
+@pytest.mark.parametrize("op", OPS)
+@examples(10)
+@given(place=meshes(), data=st.data(), check_vma=st.booleans())
+def test_gradients(op, place, data, check_vma):
+    with apart():
+        check_gradients(
+            dataclasses.replace(data.draw(calls(op)), gathered=False), *place, check_vma=check_vma
+        )
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_collective_is_jflux_s(op):
+    call, mesh = Call(op, dtype=jnp.bfloat16), make_mesh((2,))
+    args = operands(call, mesh, "tp")
+    f = per_device(mesh, call.bind("tp"))
+    with apart():
+        assert fused_calls(compiled_text(lambda *a: f(*a), *args)) == [OPS[op]]
+    with apart(), jflux.config(always=True):
+        assert fused_calls(compiled_text(lambda *a: f(*a), *args)) == [op]
+
+
+@pytest.mark.skipif(PLATFORM != "cuda", reason="on CPUs it is always one kernel")
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("rows", [2, 16, 62, 130])
+def test_few_rows_on_gpus(op, rows):
+    rows = -(-rows // RANKS)
+    call, mesh = Call(op, lead=(rows,), k=256, n=512, dtype=jnp.bfloat16), make_mesh((RANKS,))
+    with jflux.config(always=False):
+        check_values(call, mesh, "tp")
+        f = per_device(mesh, call.bind("tp"))
+        assert fused_calls(compiled_text(f, *operands(call, mesh, "tp"))) == [OPS[op]]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_large_ones_are_lax_s(op):
+    """More than 4 MiB that reach a rank."""
+    call = Call(op, lead=(1200,), k=1024, n=1024, dtype=jnp.bfloat16)
+    mesh = make_mesh((2,))
+    with apart():
+        f = per_device(mesh, call.bind("tp"))
+        assert fused_calls(compiled_text(f, *operands(call, mesh, "tp"))) == []
+
+
+def test_types_without_kernels_are_lax_s_silently():
+    call, mesh = Call("matmul_reduce_scatter", dtype=np.dtype("int32")), make_mesh((2,))
+    x, w = operands(call, mesh, "tp")
+    f = per_device(mesh, call.bind("tp"))
+    with apart():  # and strict
+        assert fused_calls(compiled_text(lambda *a: f(*a), x, w)) == []
+
+
+def both(f, args):
+    """The results and the gradients of f of two ranks, apart and by the references."""
+    mesh = make_mesh((2,))
+    ours, theirs = (
+        per_device(mesh, functools.partial(f, module)) for module in (jflux, jflux.reference)
+    )
+
+    def pull(body, *args):
+        y, back = jax.vjp(body, *args)
+        return y, back(jax.tree.map(jnp.cos, y))
+
+    got = jitted(functools.partial(pull, ours))(*args)
+    with jflux.config(fused=False):
+        want = jax.jit(functools.partial(pull, theirs))(*args)
+    for a, b in zip(*map(jax.tree.leaves, (in_numpy(got), in_numpy(want))), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+def in_numpy(results):
+    return jax.tree.map(np.asarray, results)
+
+
+def draw(*shapes):
+    return [normal(i, (2, *shape), np.float32) / 4 for i, shape in enumerate(shapes)]
+
+
+def test_several_weights_and_what_follows():
+    x, gate, up, bias = draw((3, 16), (16, 24), (16, 24), (24,))
+
+    def gated(module, x, gate, up, bias):
+        return module.all_gather_matmul(
+            x, (gate, up), axis_name="tp", activation="silu", gated=True, bias=(bias, None),
+            precision="highest", return_gathered=True,
+        )  # fmt: skip
+
+    both(gated, (x, gate, up, bias))
+
+
+def test_several_products_and_what_is_added():
+    x1, w1, x2, w2, bias, residual = draw((6, 16), (16, 8), (6, 5), (5, 8), (8,), (3, 8))
+
+    def summed(module, x1, w1, x2, w2, bias, residual):
+        return module.matmul_reduce_scatter(
+            (x1, x2), (w1, w2), axis_name="tp", bias=bias, residual=residual, precision="highest"
+        )
+
+    both(summed, (x1, w1, x2, w2, bias, residual))
+
+
+def test_several_products_are_not_put_end_to_end():
+    x1, w1, x2, w2 = draw((6, 16), (16, 8), (6, 5), (5, 8))
+    f = per_device(
+        make_mesh((2,)),
+        lambda x1, w1, x2, w2: jflux.matmul_reduce_scatter((x1, x2), (w1, w2), axis_name="tp"),
+    )
+    with apart():
+        text = jax.jit(f).lower(x1, w1, x2, w2).as_text()
+    assert text.count("stablehlo.dot_general") == 2 and "stablehlo.concatenate" not in text
+
+
+def test_matmul_all_reduce_of_much():
+    """More than 4 MiB of y, which is otherwise a kernel of its own."""
+    x, w, residual = draw((160, 8), (8, 7000), (160, 7000))
+    residual[1] = residual[0]
+    mesh = make_mesh((2,))
+
+    def f(x, w, residual):
+        return jflux.matmul_all_reduce(x, w, axis_name="tp", residual=residual, precision="highest")
+
+    body = per_device(mesh, f, check_vma=False)
+    with apart():
+        assert fused_calls(compiled_text(lambda *a: body(*a), x, w, residual)) == ["all_reduce"]
+        y = run(jax.jit(body), x, w, residual)
+    wide = [a.astype(np.float64) for a in (x, w, residual)]
+    want = sum(wide[0][r] @ wide[1][r] for r in range(2)) + wide[2][0]
+    scale = sum(np.abs(wide[0][r]) @ np.abs(wide[1][r]) for r in range(2)) + np.abs(wide[2][0])
+    for rank in range(2):
+        assert_close(np.asarray(y[rank]), want, scale, np.float32, 16)
