@@ -42,6 +42,7 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import jflux  # noqa: E402
 from jflux import _heap, _tuning, testing  # noqa: E402
+from jflux._ops import exchange  # noqa: E402
 from jflux._ops.all_reduce import ALGORITHMS  # noqa: E402
 
 ROWS = [1, 3, 16, 31, 64, 100, 129, 200, 256]
@@ -91,7 +92,11 @@ def run_and_check(case: Case, epochs: int | None) -> None:
             barrier()
             _heap.set_cuda_epochs(epochs)
             barrier()
-        with _tuning.force(case.choice) if case.choice else contextlib.nullcontext():
+        apart = case.choice == _tuning.APART
+        with (
+            _tuning.force(case.choice) if case.choice else contextlib.nullcontext(),
+            jflux.config(always=False) if apart else contextlib.nullcontext(),
+        ):
             y = jax.block_until_ready(f(*operands))
         (shard,) = y.addressable_shards
         at = shard.index[:lead]
@@ -113,7 +118,7 @@ def draw(rng: random.Random) -> Case:
 
 
 def _product(rng: random.Random, mesh: Any, axis_name: Any, **fields: Any) -> Case:
-    """One of the three products, in any configuration that is compiled."""
+    """One of the three products, in any configuration that is compiled, or in two calls."""
     world = harness.world_of(mesh, axis_name)
     while True:
         lead = (*rng.choice([(), (), (), (2,)]), rng.choice(ROWS))
@@ -136,6 +141,9 @@ def _product(rng: random.Random, mesh: Any, axis_name: Any, **fields: Any) -> Ca
         if (choice.tile_n, choice.cluster_m) == (128, 1):
             choice = dataclasses.replace(choice, splits=rng.choice([1, 2, 4]))
         choice = dataclasses.replace(choice, group_m=rng.choice([0, 1, 3, choice.group_m]))
+    most = 4 * world * math.prod(call.lead) * max(call.n, call.k)
+    if call.op in ("all_gather_matmul", "matmul_reduce_scatter") and most <= exchange.MOST_BYTES:
+        choice = rng.choice([choice, choice, choice, _tuning.APART])
     want = harness.exact(call, mesh, axis_name, x, w)
     scale = harness.exact(call, mesh, axis_name, abs(x), abs(w))
     f, more = call.bind(axis_name), ()
