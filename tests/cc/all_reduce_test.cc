@@ -148,7 +148,7 @@ class SharedCall : public AllReduceCall {
     }
     InTurn([&](int place) {
       failed += IsButterfly(p_.algorithm)
-                    ? !ButterflyBody<float>{p_, arrays, call}.Run(place, places_)
+                    ? !ButterflyBody<float, 1>{p_, arrays, call}.Run(place, places_)
                     : !AllReduceBody<float>{p_, arrays, call}.Run(place, places_);
     });
     for (int peer = 0; peer < p_.world; ++peer) {

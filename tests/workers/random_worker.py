@@ -22,6 +22,7 @@ import jax
 parser = argparse.ArgumentParser(description=__doc__)
 for name in ("ranks", "calls", "seed", "rank", "port", "gpus"):
     parser.add_argument(f"--{name}", type=int, required=True)
+parser.add_argument("--kind", required=True)
 args = parser.parse_args()
 
 if args.gpus == 0:
@@ -113,8 +114,10 @@ def draw(rng: random.Random) -> Case:
     sizes = [n for n in range(1, len(devices) + 1) if len(devices) % n == 0]
     mesh = Mesh(np.array(devices).reshape(rng.choice(sizes), -1), ("a", "b"))
     axis_name = rng.choice(["a", "b", ("a", "b"), ("b", "a")])
-    kind = rng.choice([_product] * 6 + [_few_columns] * 3 + [_sum, _large_sum, _exchange])
-    return kind(rng, mesh, axis_name)
+    kinds = [_product] * 6 + [_few_columns] * 3 + [_sum, _large_sum, _exchange]
+    if args.kind != "any":
+        kinds = [kind for kind in kinds if kind.__name__ == f"_{args.kind}"]
+    return rng.choice(kinds)(rng, mesh, axis_name)
 
 
 def _product(rng: random.Random, mesh: Any, axis_name: Any, **fields: Any) -> Case:

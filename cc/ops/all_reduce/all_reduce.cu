@@ -76,7 +76,7 @@ Kernels KernelsOf(DType dtype) {
   return WithNumbers(dtype, [](auto number) {
     using T = decltype(number);
     return Kernels{reinterpret_cast<const void*>(&AllReduceKernel<AllReduceBody<T>>),
-                   reinterpret_cast<const void*>(&AllReduceKernel<ButterflyBody<T>>),
+                   reinterpret_cast<const void*>(&AllReduceKernel<ButterflyBody<T, 1>>),
                    reinterpret_cast<const void*>(&AllReduceChunkedKernel<T>),
                    reinterpret_cast<const void*>(&AllReduceNormKernel<T, kFewRowsCtas>),
                    reinterpret_cast<const void*>(&AllReduceNormKernel<T, kManyRowsCtas>)};

@@ -27,7 +27,7 @@ bool Run(const AllReduceParams& p, const AllReduceArrays& arrays, const PacketCa
     const auto scratch = NormScratch<T>::In(memory.data(), units);
     return AllReduceNormBody<T, OneThread>{p, arrays, call, OneThread{}, scratch, 0, 1}.Run(0, 1);
   }
-  if (IsButterfly(p.algorithm)) return ButterflyBody<T>{p, arrays, call}.Run(0, 1);
+  if (IsButterfly(p.algorithm)) return ButterflyBody<T, 256>{p, arrays, call}.Run(0, 1);
   return AllReduceBody<T>{p, arrays, call}.Run(0, 1);
 }
 

@@ -7,6 +7,9 @@
 // Half a butterfly exchanges whole sums, so each step halves the number of different ones. A
 // butterfly first exchanges halves of what is left, until each rank has the sums of its own part,
 // and then doubles what is known.
+//
+// kAtOnce units go through each step together. A GPU's threads take one each; where one thread does
+// a rank's part, as on CPUs, ranks would take turns for each unit.
 #ifndef JFLUX_OPS_ALL_REDUCE_BUTTERFLY_BODY_H_
 #define JFLUX_OPS_ALL_REDUCE_BUTTERFLY_BODY_H_
 
@@ -19,7 +22,7 @@
 
 namespace jflux {
 
-template <typename T>
+template <typename T, int kAtOnce>
 struct ButterflyBody {
   const AllReduceParams& p;
   const AllReduceArrays& arrays;
@@ -28,8 +31,9 @@ struct ButterflyBody {
   // The part of thread `thread` of so many. False if a wait failed.
   JFLUX_HD bool Run(int64_t thread, int64_t threads) const {
     const bool half = p.algorithm == AllReduceAlgorithm::kHalfButterfly;
-    for (int64_t u = thread; u < p.Work(); u += threads) {
-      if (!(half ? Half(u) : Whole(u))) return false;
+    for (int64_t u = thread * kAtOnce; u < p.Work(); u += threads * kAtOnce) {
+      const int count = kAtOnce == 1 ? 1 : static_cast<int>(Min<int64_t>(kAtOnce, p.Work() - u));
+      if (!(half ? Half(u, count) : Whole(u, count))) return false;
     }
     return true;
   }
@@ -47,113 +51,125 @@ struct ButterflyBody {
   }
   JFLUX_HD bool Odd() const { return call.view.rank >= Pairing(); }
 
-  JFLUX_HD bool Half(int64_t u) const {
+  // Units first, first + 1, ..., so many.
+  JFLUX_HD bool Half(int64_t first, int count) const {
     const int64_t units = p.Units(), results = units, sums = 2 * units;
-    if (Odd()) return Served(u, u, results + u);
-    Sum total;
-    if (!Own(u, u, &total)) return false;
+    if (Odd()) {
+      for (int i = 0; i < count; ++i) call.Send(Other(), first + i, Load(first + i));
+      for (int i = 0; i < count; ++i) {
+        if (!AwaitResult(first + i, results)) return false;
+      }
+      return true;
+    }
+    Sum total[kAtOnce];
+    for (int i = 0; i < count; ++i) {
+      if (!Own(first + i, &total[i])) return false;
+    }
     for (int step = 0; step < Steps(); ++step) {
-      if (!Exchange(call.view.rank ^ (1 << step), sums + (step * units + u) * kWords, &total)) {
-        return false;
+      const int partner = call.view.rank ^ (1 << step);
+      const auto place = [&](int i) { return sums + (step * units + first + i) * kWords; };
+      for (int i = 0; i < count; ++i) SendSum(partner, place(i), total[i]);
+      for (int i = 0; i < count; ++i) {
+        if (!AddSum(partner, place(i), &total[i])) return false;
       }
     }
-    const uint64_t result = Finished(total, u);
-    StoreUnit(arrays.y, u, p.Bytes(), result);
-    if (Other() >= 0) call.Send(Other(), results + u, result);
+    for (int i = 0; i < count; ++i) {
+      Deliver(first + i, results, Finished(total[i], first + i));
+    }
     return true;
   }
 
-  // Unit u of each rank's part.
-  JFLUX_HD bool Whole(int64_t u) const {
+  // The same units of each rank's part.
+  JFLUX_HD bool Whole(int64_t first, int count) const {
     constexpr int kMost = kMaxRanks;
     const int rank = call.view.rank, pairing = Pairing();
     const int64_t part = p.PairUnits(), units = p.Units();
     const int64_t results = pairing * part, sums = 2 * pairing * part;
-    const auto unit_of = [&](int owner) { return owner * part + u; };
-    if (Odd()) {
-      for (int owner = 0; owner < pairing && unit_of(owner) < units; ++owner) {
-        call.Send(Other(), unit_of(owner), Load(unit_of(owner)));
-      }
-      for (int owner = 0; owner < pairing && unit_of(owner) < units; ++owner) {
-        uint64_t result;
-        if (!call.AwaitFrom(Other(), results + unit_of(owner), &result)) return false;
-        StoreUnit(arrays.y, unit_of(owner), p.Bytes(), result);
+    const auto unit_of = [&](int owner, int i) { return owner * part + first + i; };
+    // Visits those units of owners that `of` says; false if one of the visits is.
+    const auto each = [&](auto&& of, auto&& visit) {
+      JFLUX_UNROLL
+      for (int owner = 0; owner < kMost; ++owner) {
+        if (owner >= pairing || !of(owner)) continue;
+        for (int i = 0; i < count; ++i) {
+          if (unit_of(owner, i) < units && !visit(owner, i)) return false;
+        }
       }
       return true;
+    };
+    const auto everyone = [](int) { return true; };
+    if (Odd()) {
+      each(everyone, [&](int owner, int i) {
+        call.Send(Other(), unit_of(owner, i), Load(unit_of(owner, i)));
+        return true;
+      });
+      return each(everyone,
+                  [&](int owner, int i) { return AwaitResult(unit_of(owner, i), results); });
     }
-    Sum total[kMost];
-    JFLUX_UNROLL
-    for (int owner = 0; owner < kMost; ++owner) {
-      if (owner >= pairing || unit_of(owner) >= units) continue;
-      if (!Own(unit_of(owner), unit_of(owner), &total[owner])) return false;
-    }
+    Sum total[kMost][kAtOnce];
+    const auto own = [&](int owner, int i) { return Own(unit_of(owner, i), &total[owner][i]); };
+    if (!each(everyone, own)) return false;
     // What is left: the parts of owners that agree with this rank in the bits from 2 * bit on.
     for (int bit = pairing / 2, step = 0; bit > 0; bit /= 2, ++step) {
       const int partner = rank ^ bit;
-      const auto left = [&](int owner, int whose) { return (owner ^ whose) < bit; };
-      const auto place = [&](int owner) {
-        return sums + (step * results + unit_of(owner)) * kWords;
+      const auto place = [&](int owner, int i) {
+        return sums + (step * results + unit_of(owner, i)) * kWords;
       };
-      JFLUX_UNROLL
-      for (int owner = 0; owner < kMost; ++owner) {
-        if (owner < pairing && unit_of(owner) < units && left(owner, partner)) {
-          SendSum(partner, place(owner), total[owner]);
-        }
-      }
-      JFLUX_UNROLL
-      for (int owner = 0; owner < kMost; ++owner) {
-        if (owner < pairing && unit_of(owner) < units && left(owner, rank)) {
-          if (!AddSum(partner, place(owner), &total[owner])) return false;
-        }
-      }
+      each([&](int owner) { return (owner ^ partner) < bit; },
+           [&](int owner, int i) {
+             SendSum(partner, place(owner, i), total[owner][i]);
+             return true;
+           });
+      const bool added = each(
+          [&](int owner) { return (owner ^ rank) < bit; },
+          [&](int owner, int i) { return AddSum(partner, place(owner, i), &total[owner][i]); });
+      if (!added) return false;
     }
-    uint64_t known[kMost];
-    JFLUX_UNROLL
-    for (int owner = 0; owner < kMost; ++owner) {
-      if (owner == rank && unit_of(owner) < units)
-        known[owner] = Finished(total[owner], unit_of(owner));
-    }
+    uint64_t known[kMost][kAtOnce];
+    each([&](int owner) { return owner == rank; },
+         [&](int owner, int i) {
+           known[owner][i] = Finished(total[owner][i], unit_of(owner, i));
+           return true;
+         });
     for (int bit = 1; bit < pairing; bit *= 2) {
       const int partner = rank ^ bit;
-      const auto has = [&](int owner, int whose) {
-        return owner < pairing && unit_of(owner) < units && (owner ^ whose) < bit;
-      };
-      JFLUX_UNROLL
-      for (int owner = 0; owner < kMost; ++owner) {
-        if (has(owner, rank)) call.Send(partner, results + unit_of(owner), known[owner]);
-      }
-      JFLUX_UNROLL
-      for (int owner = 0; owner < kMost; ++owner) {
-        if (has(owner, partner) &&
-            !call.AwaitFrom(partner, results + unit_of(owner), &known[owner])) {
-          return false;
-        }
-      }
+      each([&](int owner) { return (owner ^ rank) < bit; },
+           [&](int owner, int i) {
+             call.Send(partner, results + unit_of(owner, i), known[owner][i]);
+             return true;
+           });
+      const bool came =
+          each([&](int owner) { return (owner ^ partner) < bit; },
+               [&](int owner, int i) {
+                 return call.AwaitFrom(partner, results + unit_of(owner, i), &known[owner][i]);
+               });
+      if (!came) return false;
     }
-    JFLUX_UNROLL
-    for (int owner = 0; owner < kMost; ++owner) {
-      if (owner >= pairing || unit_of(owner) >= units) continue;
-      StoreUnit(arrays.y, unit_of(owner), p.Bytes(), known[owner]);
-      if (Other() >= 0) call.Send(Other(), results + unit_of(owner), known[owner]);
-    }
-    return true;
+    return each(everyone, [&](int owner, int i) {
+      Deliver(unit_of(owner, i), results, known[owner][i]);
+      return true;
+    });
   }
 
-  // An odd rank's part.
-  JFLUX_HD bool Served(int64_t u, int64_t to, int64_t from) const {
-    call.Send(Other(), to, Load(u));
+  // To y, and to the odd rank that this one serves, behind its own data.
+  JFLUX_HD void Deliver(int64_t u, int64_t results, uint64_t result) const {
+    StoreUnit(arrays.y, u, p.Bytes(), result);
+    if (Other() >= 0) call.Send(Other(), results + u, result);
+  }
+  // An odd rank's.
+  JFLUX_HD bool AwaitResult(int64_t u, int64_t results) const {
     uint64_t result;
-    if (!call.AwaitFrom(Other(), from, &result)) return false;
+    if (!call.AwaitFrom(Other(), results + u, &result)) return false;
     StoreUnit(arrays.y, u, p.Bytes(), result);
     return true;
   }
 
   // Unit u of this rank's x, and of the odd rank's that it serves.
-  JFLUX_HD bool Own(int64_t u, int64_t from, Sum* total) const {
+  JFLUX_HD bool Own(int64_t u, Sum* total) const {
     *total = Sum::Of(Load(u));
     if (Other() < 0) return true;
     uint64_t payload;
-    if (!call.AwaitFrom(Other(), from, &payload)) return false;
+    if (!call.AwaitFrom(Other(), u, &payload)) return false;
     total->Add(Sum::Of(payload));
     return true;
   }
@@ -162,10 +178,6 @@ struct ButterflyBody {
     return total.Rounded();
   }
 
-  JFLUX_HD bool Exchange(int partner, int64_t index, Sum* total) const {
-    SendSum(partner, index, *total);
-    return AddSum(partner, index, total);
-  }
   JFLUX_HD void SendSum(int partner, int64_t index, const Sum& total) const {
     uint64_t words[kWords];
     std::memcpy(words, &total, sizeof(total));
