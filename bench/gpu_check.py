@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 import jflux
 import jflux.testing
 from bench import shapes
-from jflux import _mesh, _trial, _tuner, _tuning, reference
+from jflux import _heap, _mesh, _trial, _tuner, _tuning, reference
 from jflux._tuning import Choice
 
 
@@ -260,10 +260,10 @@ def section_choices(ranks: int, names: list[str], rounds: int) -> list[str]:
     for shape in itertools.chain(*(shapes.LISTS[name] for name in names)):
         m, n, k = shape.m, shape.n, shape.k
         key = _tuner.key_of(shape.op, m, n, k, ranks, jnp.bfloat16, False)
-        chosen = _tuning.heuristic(key, sm_count)
+        chosen = _tuning.heuristic(key, sm_count, _heap.link_gbps())
         tried = [chosen, _tuning.APART]
         if shape.m <= _tuner.CUDA_TILE_ROWS:
-            tried += _tuner.candidates(key, sm_count)
+            tried += _tuner.candidates(key, sm_count, _heap.link_gbps())
         else:
             for tile in _tuning.compiled():
                 group = chosen.group_m * chosen.cluster_m // tile.cluster_m

@@ -245,6 +245,24 @@ def _ensure(platform: str) -> None:
         _ready.add(platform)
 
 
+_agreed_links: dict[int, float] = {}  # by generation
+
+
+def link_gbps() -> float:
+    """What the slowest link between two GPUs carries, in 1e9 bytes a second, as the probe found it
+    when the heap was made; 0 if there is none. All processes go by what the first to ask has found:
+    configurations depend on it, and ranks must take the same."""
+    from . import _jflux
+
+    _ensure("cuda")
+    if _generation not in _agreed_links:
+        mine = min((push for _, _, push, _, _ in _jflux.cuda_heap_links()), default=0.0)
+        several = jax.process_count() > 1
+        agreed = claim(f"link_gbps/{_generation}", f"{mine}") if several else mine
+        _agreed_links[_generation] = float(agreed)
+    return _agreed_links[_generation]
+
+
 # The order of core/dtype.h.
 _DTYPES = ("float16", "bfloat16", "float32", "float64")
 

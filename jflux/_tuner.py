@@ -112,7 +112,7 @@ def tune(
     key = key_of(op, m, n, k, ranks, dtype, transpose_rhs)
     if op == "matmul_all_reduce":
         check_tuned(m, n, key.k, ranks, jnp.dtype(dtype))
-    tried: list[Choice | str] = [*candidates(key, sm_count), APART]
+    tried: list[Choice | str] = [*candidates(key, sm_count, _heap.link_gbps()), APART]
     seconds = measure(
         op, tried, m=m, n=n, k=k, mesh=mesh, axis_name=axis_name, dtype=dtype,
         transpose_rhs=transpose_rhs, rounds=rounds, progress=progress,
@@ -189,10 +189,10 @@ def key_of(op: str, m: int, n: int, k: int, ranks: int, dtype: Any, transpose_rh
 _MOST_IN_ONE_SWEEP = 4096  # rows
 
 
-def candidates(key: Key, sm_count: int) -> list[Choice]:
+def candidates(key: Key, sm_count: int, link_gbps: float = 0) -> list[Choice]:
     """What is worth a try: every compiled tile, with the heuristic's group and those around it. The
     heuristic's own choice comes first."""
-    first = _tuning.heuristic(key, sm_count)
+    first = _tuning.heuristic(key, sm_count, link_gbps)
     found = [first]
     if key.op == "matmul_all_reduce" and are_few_rows(key.rows, key.n, key.ranks):
         return [first, dataclasses.replace(first, splits=1 if first.splits == 2 else 2)]

@@ -79,9 +79,10 @@ def compiled() -> list[Choice]:
     return [Choice(*c) for c in _jflux.choices()]
 
 
-def heuristic(key: Key, sm_count: int) -> Choice:
+def heuristic(key: Key, sm_count: int, link_gbps: float = 0) -> Choice:
+    """For GPUs with so many multiprocessors, whose links carry so much (0: as an H200's)."""
     rows = key.rows // key.ranks
-    return Choice(*_jflux.choose(key.op, key.ranks, 1, rows, key.k, key.n, sm_count))
+    return Choice(*_jflux.choose(key.op, key.ranks, 1, rows, key.k, key.n, sm_count, link_gbps))
 
 
 def as_json(choice: Choice | str) -> Any:

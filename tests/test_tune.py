@@ -22,7 +22,7 @@ from harness import operands as call_operands
 from workers.common import environment
 
 import jflux
-from jflux import _tuner, _tuning
+from jflux import _heap, _jflux, _tuner, _tuning
 from jflux._tuning import APART, Choice
 
 SMS = 132
@@ -93,6 +93,26 @@ def test_pick():
     assert _tuner.pick({a: 2.0, b: 1.0, APART: 3.0}) == b
     assert _tuner.pick({a: 2.0, b: 1.0, APART: 0.9}) == APART
     assert _tuner.pick({a: 2.0, b: 1.0, APART: 1.0}) == b
+
+
+def test_slow_links_make_sweeps_shorter():
+    usual = _tuning.heuristic(KEY, SMS)
+    assert _tuning.heuristic(KEY, SMS, 390) == _tuning.heuristic(KEY, SMS, 270) == usual
+    slow = _tuning.heuristic(KEY, SMS, 50)
+    assert 0 < slow.group_m < usual.group_m
+    assert _tuner.candidates(KEY, SMS, 50)[0] == slow
+
+
+def test_the_slowest_link_counts(monkeypatch):
+    links = [(0, 1, 390.0, 102.0, 2.6), (1, 0, 361.0, 110.0, 2.8)]
+    monkeypatch.setattr(_heap, "_ensure", lambda platform: None)
+    monkeypatch.setattr(_jflux, "cuda_heap_links", lambda: links)
+    monkeypatch.setattr(_heap, "_agreed_links", {})
+    assert _heap.link_gbps() == 361.0
+    links.clear()
+    assert _heap.link_gbps() == 361.0  # until there is another heap
+    monkeypatch.setattr(_heap, "_agreed_links", {})
+    assert _heap.link_gbps() == 0
 
 
 def test_tables(own_tables, monkeypatch):

@@ -2,6 +2,7 @@
 #ifndef JFLUX_GPU_GEMM_CONFIG_H_
 #define JFLUX_GPU_GEMM_CONFIG_H_
 
+#include <cmath>
 #include <cstdint>
 #include <initializer_list>
 
@@ -70,19 +71,28 @@ inline double EstimateCost(const GemmChoice& c, int64_t m, int64_t n, int sm_cou
   return (static_cast<double>(waves) + kExposed) * c.tile_n * per_column;
 }
 
+// What the links of another GPU carry, in that of an H200's: 1, 1/2, 1/4, ... A probe's readings,
+// in GB/s, differ from run to run, and choices should not. What was measured for this header was
+// with links that carry 320 GB/s in copies as long as the probe's. 0: unknown.
+inline double LinksOf(double gbps) {
+  return gbps > 0 ? Min(1.0, std::exp2(std::round(std::log2(gbps / 320)))) : 1.0;
+}
+
 // Whether all rows share one sweep over w, so that it is read once. The tiles of other ranks' rows
-// then begin together with the own ones, and wait for what is on its way; with few rows that is not
-// long. If ranks share tiles, own rows by themselves cost another sweep for those.
-inline bool InOneSweep(int world, int64_t rows_per_rank) {
-  const int64_t others = (world - 1) * rows_per_rank;
-  return 0 < others && (rows_per_rank % kGemmTileM == 0 ? others < 1024 : others <= 1600);
+// then begin together with the own ones, and wait for what is on its way; with few rows, or fast
+// links, that is not long. If ranks share tiles, own rows by themselves cost another sweep for
+// those.
+inline bool InOneSweep(int world, int64_t rows_per_rank, double links = 1) {
+  const auto others = static_cast<double>((world - 1) * rows_per_rank);
+  const bool shares = rows_per_rank % kGemmTileM != 0;
+  return 0 < others && (shares ? others <= 1600 * links : others < 1024 * links);
 }
 
 // For world ranks' rows, n columns per rank. A cluster's rows are two ranks' in one sweep only: it
 // waits for both. `shared`: what tiles that consumers share cost more than elsewhere.
 inline GemmChoice ChooseGemm(int world, int64_t rows_per_rank, int64_t n, int sm_count,
-                             double shared = 1) {
-  const bool one_sweep = InOneSweep(world, rows_per_rank);
+                             double shared = 1, double links = 1) {
+  const bool one_sweep = InOneSweep(world, rows_per_rank, links);
   const int64_t m = world * rows_per_rank;
   const auto cost = [&](const GemmChoice& c) {
     return EstimateCost(c, m, n, sm_count) * (IsShared(c.tile_n) ? shared : 1);
@@ -113,12 +123,13 @@ inline uint32_t SignatureOf(uint32_t call, int64_t site, const GemmChoice& c) {
 // that a row takes to arrive over that of its product, and R rows per rank, a sweep of g rows that
 // begins when p have been computed, R of them own ones, is on time if (p - R + g) q <= p. That is
 // hardest for the first sweep, p = R, or, with slow links, for the last, p = world R - g.
-inline GemmChoice GatherGroups(GemmChoice c, int world, int64_t rows_per_rank, int64_t n) {
+inline GemmChoice GatherGroups(GemmChoice c, int world, int64_t rows_per_rank, int64_t n,
+                               int sm_count, double links = 1) {
   if (c.group_m == 0) return c;
   // Columns for which q = 1. A row is 2 k bytes, at 220 GB/s, and 2 k n operations, at 650 TFLOP/s,
-  // as both were read on 4 x H200 while the other went on.
-  constexpr double kColumns = 3000;
-  const double q = kColumns / static_cast<double>(n), r = static_cast<double>(rows_per_rank);
+  // as both were read on 4 x H200, which have 132 SMs each, while the other went on.
+  const double columns = 3000.0 * sm_count / 132 / links;
+  const double q = columns / static_cast<double>(n), r = static_cast<double>(rows_per_rank);
   const double rows = Min(r / q, world * r - (world - 1) * r * q);
   const double tiles = rows / (kGemmTileM * c.cluster_m);
   c.group_m = static_cast<int32_t>(Max(1.0, Min(tiles, static_cast<double>(c.group_m))));
@@ -186,12 +197,13 @@ inline GemmChoice ChooseFew(int64_t m, int64_t n, int64_t k, int sm_count, int32
   return ChooseSplits(best, m, n, k, sm_count, most);
 }
 
-// For a call of either op: with world ranks and rows_per_rank rows of each.
+// For a call of either op: with world ranks and rows_per_rank rows of each. `links`: LinksOf.
 inline GemmChoice ChooseAllGather(int world, int64_t rows_per_rank, int64_t n, int64_t k,
-                                  int sm_count) {
+                                  int sm_count, double links = 1) {
   const int64_t m = world * rows_per_rank;
   if (m <= kGemmTileM) return ChooseFew(m, n, k, sm_count, kGatherSplits);
-  return GatherGroups(ChooseGemm(world, rows_per_rank, n, sm_count), world, rows_per_rank, n);
+  const GemmChoice c = ChooseGemm(world, rows_per_rank, n, sm_count, /*shared=*/1, links);
+  return GatherGroups(c, world, rows_per_rank, n, sm_count, links);
 }
 inline GemmChoice ChooseReduceScatter(int world, int64_t rows_per_rank, int64_t n, int64_t k,
                                       int sm_count) {

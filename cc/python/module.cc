@@ -140,10 +140,12 @@ NB_MODULE(_jflux, m) {
   });
   m.def("most_splits", &jflux_most_splits);
   m.def("choose", [](const std::string& op, int64_t world, int64_t outer, int64_t inner, int64_t k,
-                     int64_t n, int sm_count) {
+                     int64_t n, int sm_count, double link_gbps) {
     const JfluxProduct product{world, outer, inner, k, n, 0, 0, 0};
     JfluxChoice choice;
-    if (!jflux_choose(op.c_str(), &product, sm_count, &choice)) throw nb::value_error(op.c_str());
+    if (!jflux_choose(op.c_str(), &product, sm_count, link_gbps, &choice)) {
+      throw nb::value_error(op.c_str());
+    }
     return nb::make_tuple(choice.tile_n, choice.cluster_m, choice.group_m, choice.splits);
   });
   m.def("cuda_channel_bytes",

@@ -100,9 +100,10 @@ typedef struct {
 } JfluxProduct;
 JFLUX_API int64_t jflux_cuda_channel_bytes(const char* op, const JfluxProduct* product,
                                            const JfluxChoice* choice);
-// The heuristic's configuration; false for an unknown op.
+// The heuristic's configuration, for GPUs with so many SMs whose links carry so much (0: unknown);
+// false for an unknown op.
 JFLUX_API int jflux_choose(const char* op, const JfluxProduct* product, int sm_count,
-                           JfluxChoice* choice);
+                           double link_gbps, JfluxChoice* choice);
 // all_reduce: what its channel takes (width: of rows that are normalised, else 0), whether such
 // rows can be, and which algorithm suits so many bytes (-1: XLA's own).
 JFLUX_API int64_t jflux_all_reduce_channel_bytes(int64_t world, int64_t count, int dtype,

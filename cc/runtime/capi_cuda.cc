@@ -41,12 +41,13 @@ int jflux_most_splits(const char* op) {
   return std::strcmp(op, kMatmulReduceScatter) == 0 ? jflux::kReduceSplits : 1;
 }
 
-int jflux_choose(const char* op, const JfluxProduct* p, int sm_count, JfluxChoice* choice) {
+int jflux_choose(const char* op, const JfluxProduct* p, int sm_count, double link_gbps,
+                 JfluxChoice* choice) {
   const auto world = static_cast<int>(p->world);
   const int64_t rows = p->outer * p->inner;
   jflux::GemmChoice c;
   if (std::strcmp(op, kAllGatherMatmul) == 0) {
-    c = jflux::ChooseAllGather(world, rows, p->n, p->k, sm_count);
+    c = jflux::ChooseAllGather(world, rows, p->n, p->k, sm_count, jflux::LinksOf(link_gbps));
   } else if (std::strcmp(op, kMatmulReduceScatter) == 0) {
     c = jflux::ChooseReduceScatter(world, rows, p->n, p->k, sm_count);
   } else if (std::strcmp(op, kMatmulAllToAll) == 0) {

@@ -182,7 +182,7 @@ def call_rules(
             return ()
         measured = known(key, platform, mesh)
         if not isinstance(measured, _tuning.Choice):
-            measured = _tuning.heuristic(key, _mesh.core_count(mesh))
+            measured = _tuning.heuristic(key, _mesh.core_count(mesh), _heap.link_gbps())
         return dataclasses.astuple(measured)
 
     def launch(*avals, params, platform, mesh, groups):

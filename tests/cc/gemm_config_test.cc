@@ -145,7 +145,7 @@ TEST(GatherGroupsAreThereInTime) {
     for (int64_t rows : {128, 256, 512, 1024, 2048, 4096}) {
       for (int64_t n : {256, 1024, 2560, 4096, 12288, 49152}) {
         for (int cluster_m : {1, 2}) {
-          const GemmChoice c = GatherGroups(GemmChoice{192, cluster_m, 16}, world, rows, n);
+          const GemmChoice c = GatherGroups(GemmChoice{192, cluster_m, 16}, world, rows, n, kSms);
           EXPECT(1 <= c.group_m && c.group_m <= 16);
           if (c.group_m == 1) continue;
           const double row_arrives = 3000.0 / static_cast<double>(n);  // 1: a row's product
@@ -161,12 +161,34 @@ TEST(GatherGroupsAreThereInTime) {
   }
 }
 
+// Half as fast links are like half as many columns: fewer rows arrive in time. And so are twice as
+// many SMs.
+TEST(SlowLinksMakeSweepsShorter) {
+  EXPECT_EQ(LinksOf(0), 1.0);
+  for (double gbps : {240.0, 262.0, 320.0, 390.0, 2000.0}) EXPECT_EQ(LinksOf(gbps), 1.0) << gbps;
+  EXPECT_EQ(LinksOf(170), 0.5);
+  EXPECT_EQ(LinksOf(45), 0.125);
+  for (int world : {2, 4}) {
+    for (int64_t rows : {512, 1024, 4096}) {
+      for (int64_t n : {2560, 12288, 49152}) {
+        const GemmChoice all{192, 2, 16};
+        const GemmChoice half = GatherGroups(all, world, rows, n, kSms, 0.5);
+        EXPECT(half == GatherGroups(all, world, rows, n / 2, kSms));
+        EXPECT(half == GatherGroups(all, world, rows, n, 2 * kSms));
+      }
+    }
+  }
+  EXPECT(InOneSweep(2, 512) && !InOneSweep(2, 512, 0.5) && InOneSweep(2, 384, 0.5));
+  EXPECT_EQ(ChooseAllGather(2, 512, 24576, 12288, kSms).group_m, 0);
+  EXPECT(ChooseAllGather(2, 512, 24576, 12288, kSms, 0.5).group_m > 0);
+}
+
 TEST(OpsChooseAsTheirPartsDo) {
   const int64_t n = 12288, k = 12288;
   for (int64_t rows : {64, 512, 2048}) {
     const GemmChoice c = ChooseGemm(4, rows, n, kSms);
     EXPECT(ChooseReduceScatter(4, rows, n, k, kSms) == c);
-    EXPECT(ChooseAllGather(4, rows, n, k, kSms) == GatherGroups(c, 4, rows, n));
+    EXPECT(ChooseAllGather(4, rows, n, k, kSms) == GatherGroups(c, 4, rows, n, kSms));
   }
   for (int64_t rows : {1, 16, 32}) {
     EXPECT(ChooseReduceScatter(4, rows, n, k, kSms) == ChooseFew(4 * rows, n, k, kSms, 2));
