@@ -107,7 +107,7 @@ def all_gather_matmul(
       gated: two weights make one y: the first product, activated, times the second.
       preferred_element_type: the type of y; by default x's. Sums are in float32 (float64 for
         float64) whatever it is.
-      precision: as in `lax.dot_general`; used by the reference only.
+      precision: as in `lax.dot_general`; used where XLA multiplies, not by the kernels.
       mesh: for global arrays; by default the ambient mesh (`jax.set_mesh`), or x's own.
       x_spec: for global arrays: how x is sharded, if other dimensions are sharded too; by default
         what its type says (explicit sharding), or not at all. The axis is added at

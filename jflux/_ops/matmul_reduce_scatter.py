@@ -91,7 +91,7 @@ def matmul_reduce_scatter(
         share, its gradient is the sum of theirs, which ``check_vma=True`` sees to.
       residual: [..., m/N, n], this rank's, added to y; of any type.
       preferred_element_type: the type of y; by default x's.
-      precision: as in `lax.dot_general`; used by the reference only.
+      precision: as in `lax.dot_general`; used where XLA multiplies, not by the kernels.
       mesh: for global arrays; by default the ambient mesh (`jax.set_mesh`), or x's own.
       x_spec: for global arrays: how x is sharded, if other dimensions are sharded too; by default
         what its type says (explicit sharding), or not at all. The axis is added at the last
