@@ -33,6 +33,8 @@ from hypothesis import strategies as st
 import jflux
 from jflux import _tuning
 
+# One that the kernels take on this platform, and how far results may differ.
+DTYPE, TOLERANCE = (np.float32, 2e-5) if PLATFORM == "cpu" else (jnp.bfloat16, 5e-2)
 OPS = {"all_gather_matmul": "all_gather", "matmul_reduce_scatter": "reduce_scatter"}
 
 
@@ -81,11 +83,11 @@ def test_the_collective_is_jflux_s(op):
         assert fused_calls(compiled_text(lambda *a: f(*a), *args)) == [op]
 
 
-@pytest.mark.skipif(PLATFORM != "cuda", reason="on CPUs it is always one kernel")
+@pytest.mark.gpu  # on CPUs it is always one kernel
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("rows", [2, 16, 62, 130])
+@pytest.mark.parametrize("rows", [2, 16, 60, 160])
 def test_few_rows_on_gpus(op, rows):
-    rows = -(-rows // RANKS)
+    rows = max(1, rows // RANKS)
     call, mesh = Call(op, lead=(rows,), k=256, n=512, dtype=jnp.bfloat16), make_mesh((RANKS,))
     with jflux.config(always=False):
         check_values(call, mesh, "tp")
@@ -126,7 +128,9 @@ def both(f, args):
     with jflux.config(fused=False):
         want = jax.jit(functools.partial(pull, theirs))(*args)
     for a, b in zip(*map(jax.tree.leaves, (in_numpy(got), in_numpy(want))), strict=True):
-        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+        np.testing.assert_allclose(
+            a.astype(np.float32), b.astype(np.float32), rtol=TOLERANCE, atol=TOLERANCE
+        )
 
 
 def in_numpy(results):
@@ -134,7 +138,8 @@ def in_numpy(results):
 
 
 def draw(*shapes):
-    return [normal(i, (2, *shape), np.float32) / 4 for i, shape in enumerate(shapes)]
+    arrays = [normal(i, (2, *shape), np.float32) / 4 for i, shape in enumerate(shapes)]
+    return [a.astype(DTYPE) for a in arrays]
 
 
 def test_several_weights_and_what_follows():
@@ -173,7 +178,8 @@ def test_several_products_are_not_put_end_to_end():
 
 def test_matmul_all_reduce_of_much():
     """More than 4 MiB of y, which is otherwise a kernel of its own."""
-    x, w, residual = draw((160, 8), (8, 7000), (160, 7000))
+    columns = (5 << 20) // 160 // np.dtype(DTYPE).itemsize
+    x, w, residual = draw((160, 8), (8, columns), (160, columns))
     residual[1] = residual[0]
     mesh = make_mesh((2,))
 
@@ -188,4 +194,4 @@ def test_matmul_all_reduce_of_much():
     want = sum(wide[0][r] @ wide[1][r] for r in range(2)) + wide[2][0]
     scale = sum(np.abs(wide[0][r]) @ np.abs(wide[1][r]) for r in range(2)) + np.abs(wide[2][0])
     for rank in range(2):
-        assert_close(np.asarray(y[rank]), want, scale, np.float32, 16)
+        assert_close(np.asarray(y[rank]), want, scale, DTYPE, 16)
