@@ -66,10 +66,10 @@ NOTES = """
 - Where XLA's product and a collective are faster than one kernel jflux takes them, unless
   `jflux.config(always=True)` is set. Which calls those are is decided by rows (`apart_is_faster` in
   `jflux/_ops/_product.py`), and for matmul_all_to_all also by what it would multiply for nothing.
-  In the tables above the collective was `lax`'s. Now it is jflux's, which is `lax`'s above 4 MiB;
-  by the table of small collectives all-gathers and reduce-scatters of 16 rows should take 5 to 26 %
-  less time with it than J here says ([0003](design/0003-kernels.md), "Few rows"). That has not been
-  measured.
+  In the rows with K above the collective was `lax`'s. Now it is jflux's, which is `lax`'s above
+  4 MiB; by the table of small collectives all-gathers and reduce-scatters of 16 rows should take
+  5 to 26 % less time with it than J here says ([0003](design/0003-kernels.md), "Few rows"). That
+  has not been measured.
 - With 3 ranks a rank's rows are never whole tiles.
 - An efficiency above 1 means that jflux's product was faster than XLA's.
 - The figures of 4 GPUs are of kernels that had no tiles of 224 or 256 columns and began and ended

@@ -140,13 +140,15 @@ def make_primitive(
             return lower_reference(ctx, *operands, params=params)
         which = {"params": params, "platform": platform}
         mesh = _mesh.concrete_mesh_of(ctx.module_context.axis_context, params.axis_names)
-        slower = lax_is_faster(*avals, **which, mesh=mesh)
+        slower = not _config.config.always and lax_is_faster(*avals, **which, mesh=mesh)
+        if slower and apart is None:
+            return lower_reference(ctx, *operands, params=params)
         reason: str | None
         if mesh is None:
             reason = "the mesh is abstract, so its devices are not known when the op is lowered"
         else:
             reason = not_fused(*avals, **which) or _heap.why_not_usable(platform, mesh)
-        if slower and not _config.config.always:
+        if slower:
             lower = lower_apart if reason is None else lower_reference
             return lower(ctx, *operands, params=params)
         if reason is not None:

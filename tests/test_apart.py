@@ -44,16 +44,6 @@ def apart():
         yield
 
 
-def jitted(f):
-    """`f`, compiled with the call apart."""
-
-    def call(*args):
-        with apart():
-            return jax.jit(f)(*args)
-
-    return call
-
-
 @pytest.mark.parametrize("op", OPS)
 @examples(30)
 @given(place=meshes(), data=st.data(), check_vma=st.booleans())
@@ -124,17 +114,14 @@ def both(f, args):
         y, back = jax.vjp(body, *args)
         return y, back(jax.tree.map(jnp.cos, y))
 
-    got = jitted(functools.partial(pull, ours))(*args)
+    with apart():
+        got = run(jax.jit(functools.partial(pull, ours)), *args)
     with jflux.config(fused=False):
-        want = jax.jit(functools.partial(pull, theirs))(*args)
-    for a, b in zip(*map(jax.tree.leaves, (in_numpy(got), in_numpy(want))), strict=True):
+        want = run(jax.jit(functools.partial(pull, theirs)), *args)
+    for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
         np.testing.assert_allclose(
             a.astype(np.float32), b.astype(np.float32), rtol=TOLERANCE, atol=TOLERANCE
         )
-
-
-def in_numpy(results):
-    return jax.tree.map(np.asarray, results)
 
 
 def draw(*shapes):

@@ -310,7 +310,8 @@ def _reference(x, *operands, params):
 
 def _apart(x, *operands, params):
     """A gather, which sees for itself whether it is `lax`'s, and products."""
-    gathered = exchange.gather(x, params.axis_names, params.world, params.gather_dimension)
+    names, world = params.axis_names, params.world
+    gathered = exchange.bind("all_gather", x, names, world, None, params.gather_dimension)
     return _of_gathered(gathered, *operands, params=params)
 
 

@@ -185,30 +185,21 @@ def _check_pieces(op: str, x: Any, dimension: int, world: int, tiled: bool) -> N
 def _bind(
     op: str, x: jax.Array, axis_name: AxisName, split: int | None, concat: int | None
 ) -> jax.Array:
-    params = Params(_mesh.as_tuple(axis_name), _mesh.axis_size(axis_name), split, concat)
     (x,) = _mesh.vary_together(axis_name, x)
-    (y,) = _primitives[op].bind(x, params=params)
-    return y
+    return bind(op, x, _mesh.as_tuple(axis_name), _mesh.axis_size(axis_name), split, concat)
 
 
-def by_tiles(
-    x: jax.Array, axis_names: tuple[Any, ...], world: int, split: int, concat: int
+def bind(
+    op: str,
+    x: jax.Array,
+    axis_names: tuple[Any, ...],
+    world: int,
+    split: int | None,
+    concat: int | None,
 ) -> jax.Array:
-    """all_to_all with ``tiled=True`` of an x that varies over the axes already; also in a lowering,
-    where axes are not bound any more."""
-    (y,) = _primitives["all_to_all"].bind(x, params=Params(axis_names, world, split, concat))
-    return y
-
-
-def gather(x: jax.Array, axis_names: tuple[Any, ...], world: int, axis: int) -> jax.Array:
-    """all_gather with ``tiled=True``, likewise."""
-    (y,) = _primitives["all_gather"].bind(x, params=Params(axis_names, world, None, axis))
-    return y
-
-
-def scatter(x: jax.Array, axis_names: tuple[Any, ...], world: int, dimension: int) -> jax.Array:
-    """reduce_scatter with ``tiled=True``, likewise."""
-    (y,) = _primitives["reduce_scatter"].bind(x, params=Params(axis_names, world, dimension, None))
+    """The op with ``tiled=True``, of an x that varies over the axes already; also in a lowering,
+    where axes are not bound any more. split, concat: as `Params` has them."""
+    (y,) = _primitives[op].bind(x, params=Params(axis_names, world, split, concat))
     return y
 
 

@@ -177,7 +177,8 @@ differentiable.defvjp(_forward, _backward)
 
 
 def _exchanged(product: jax.Array, params: Params) -> jax.Array:
-    return exchange.by_tiles(product, params.axis_names, params.world, params.split, params.concat)
+    names, world = params.axis_names, params.world
+    return exchange.bind("all_to_all", product, names, world, params.split, params.concat)
 
 
 def _multiply(x: jax.Array, w: jax.Array, params: Params) -> jax.Array:

@@ -261,7 +261,8 @@ def _apart(*operands, params):
         for x, w in zip(xs, ws, strict=True)
     ]
     partial = sum(products[1:], products[0]).astype(params.out_dtype)
-    y = exchange.scatter(partial, params.axis_names, params.world, params.scatter_dimension)
+    names, world = params.axis_names, params.world
+    y = exchange.bind("reduce_scatter", partial, names, world, params.scatter_dimension, None)
     return [_epilogue.add(y, added)]
 
 
