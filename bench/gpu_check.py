@@ -27,6 +27,7 @@ import jflux
 import jflux.testing
 from bench import shapes
 from jflux import _heap, _mesh, _trial, _tuner, _tuning, reference
+from jflux._epilogue import Epilogue
 from jflux._tuning import Choice
 
 
@@ -160,48 +161,85 @@ def section_values(ranks: int) -> list[str]:
     return [f"values, {ranks} ranks: {len(cases) - bad} of {len(cases)} right", *lines]
 
 
-def product_alone(transpose: bool):
-    """The main loop of one rank, which sends and waits for nothing: a function of (x, w)."""
+def product_alone(transpose: bool, results=("y",), out_dtype=None, epilogue=None):
+    """The main loop of one rank, which sends and waits for nothing: a function of (x, w), and a
+    bias if there is an `epilogue`."""
     from jflux._ops import all_gather_matmul as op
 
-    def f(x, w):
+    def f(x, *operands):
         params = op.Params(
-            axis_names=("tp",), world=1, gather_dimension=0, results=("y",),
-            transpose_rhs=transpose, out_dtype=np.dtype(x.dtype),
+            axis_names=("tp",), world=1, gather_dimension=x.ndim - 2, results=results,
+            transpose_rhs=transpose, out_dtype=np.dtype(out_dtype or x.dtype), epilogue=epilogue,
         )  # fmt: skip
-        return op._primitive.bind(x, w, params=params)[0]
+        found = op._primitive.bind(x, *operands, params=params)
+        return tuple(found) if len(results) > 1 else found[0]
 
     return f
 
 
+# How a product leaves its kernel: its options, and the shape of x's rows.
+WAYS = {
+    "plain": (dict(), lambda m: (m,)),
+    "float32": (dict(out_dtype=jnp.float32), lambda m: (m,)),
+    "scattered rows": (dict(), lambda m: (5, m // 5)),
+    "sums too": (
+        dict(results=("y", "sums"), epilogue=Epilogue(biased=(True,), activation="relu")),
+        lambda m: (m,),
+    ),
+}
+
+
+@functools.lru_cache(maxsize=2)
+def exact_product(m: int, n: int, k: int, dtype):
+    """Random x and w, a bias, and in float64 x @ w and |x| @ |w|."""
+    rng = np.random.default_rng(m)
+    x, w = rng.standard_normal((m, k)).astype(dtype), rng.standard_normal((k, n)).astype(dtype)
+    x64, w64 = x.astype(np.float64), w.astype(np.float64)
+    return x, w, rng.standard_normal(n).astype(np.float32), x64 @ w64, np.abs(x64) @ np.abs(w64)
+
+
+def check_alone(m, n, k, dtype, transpose: bool, choice: Choice | None, way: str) -> float:
+    """One product by one configuration (None: what is chosen) against float64."""
+    options, rows_of = WAYS[way]
+    x, w, bias, want, scale = exact_product(m, n, k, dtype)
+    operands = [x.reshape(*rows_of(m), k), w.T.copy() if transpose else w]
+    operands += [bias] if "epilogue" in options else []
+    f = jax.shard_map(
+        product_alone(transpose, **options), mesh=mesh_of(1), in_specs=P(), out_specs=P(),
+        check_vma=False,
+    )  # fmt: skip
+    with _tuning.force(choice) if choice else contextlib.nullcontext():
+        found = jax.jit(f)(*operands)
+    if "epilogue" in options:
+        wanted, scale = (np.maximum(want + bias, 0), want + bias), scale + np.abs(bias)
+    else:
+        found, wanted = (found,), (want,)
+    return max(
+        jflux.testing.error_in_bounds(np.asarray(y).reshape(m, n), right, scale, dtype, k)
+        for y, right in zip(found, wanted, strict=True)
+    )
+
+
 def section_tiles() -> list[str]:
     """The product alone in every configuration that is compiled, against float64."""
-    mesh, spec, lines, cases = mesh_of(1), P(None, None), [], 0
-    for m, n, k in [(128, 256, 64), (256, 256, 128), (384, 1000, 520), (2048, 2048, 2048)]:
-        for choice, dtype, transpose in itertools.product(
-            (None, *_tuning.compiled()), (jnp.bfloat16, jnp.float16), (False, True)
-        ):
-            rng = np.random.default_rng(m)
-            x, w = (
-                rng.standard_normal((m, k)).astype(dtype),
-                rng.standard_normal((k, n)).astype(dtype),
-            )
-            f = jax.jit(
-                jax.shard_map(
-                    product_alone(transpose), mesh=mesh, in_specs=(spec, spec), out_specs=spec
-                )
-            )
-            with _tuning.force(choice) if choice else contextlib.nullcontext():
-                y = f(x, w.T.copy() if transpose else w)
-            x64, w64 = x.astype(np.float64), w.astype(np.float64)
-            error = jflux.testing.error_in_bounds(y, x64 @ w64, np.abs(x64) @ np.abs(w64), dtype, k)
-            verdict = "ok " if error <= 1 else "BAD"
-            line = f"{verdict} {m}x{n}x{k} {np.dtype(dtype).name} {transpose=} {choice} {error:.3f}"
-            print(line, flush=True)
-            cases += 1
-            if error > 1:
-                lines.append(line)
-    return [f"tiles: {cases - len(lines)} of {cases} right", *lines]
+    sizes = [(128, 256, 64), (256, 256, 128), (384, 1000, 520), (2048, 2048, 2048)]
+    several = [(2900, 5000, 136), (1500, 9000, 1032)]  # tiles for each CTA
+    cases = [(size, way) for size in several for way in WAYS] + [(size, "plain") for size in sizes]
+    configurations = itertools.product(
+        cases, (None, *_tuning.compiled()), (jnp.bfloat16, jnp.float16), (False, True)
+    )
+    lines, count = [], 0
+    for ((m, n, k), way), choice, dtype, transpose in configurations:
+        error = check_alone(m, n, k, dtype, transpose, choice, way)
+        verdict = "ok " if error <= 1 else "BAD"
+        line = (
+            f"{verdict} {m}x{n}x{k} {np.dtype(dtype).name} {transpose=} {choice} {way} {error:.3f}"
+        )
+        print(line, flush=True)
+        count += 1
+        if error > 1:
+            lines.append(line)
+    return [f"tiles: {count - len(lines)} of {count} right", *lines]
 
 
 def section_gemm(names: list[str], rounds: int, zeros: bool, chosen: bool) -> list[str]:

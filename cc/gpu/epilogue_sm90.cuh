@@ -9,6 +9,7 @@
 
 #include "core/activation.h"
 #include "core/platform.h"
+#include "gpu/gemm_smem.cuh"
 #include "gpu/ptx.cuh"
 
 namespace jflux {
@@ -39,37 +40,41 @@ template <int kTileN>
 struct Staged {
   static constexpr int kColumns = kTileN % 64 == 0 ? 64 : 32;
   static constexpr int kBoxBytes = 64 * kColumns * 2;
-  static __device__ __forceinline__ uint32_t At(int row, int piece) {
+  static __device__ __forceinline__ uint32_t Box(const StagedBlock& block, int box) {
+    constexpr int kBoxes = 64 / kColumns;  // of a quarter
+    return block.Quarter(box / kBoxes) + box % kBoxes * kBoxBytes;
+  }
+  static __device__ __forceinline__ uint32_t At(const StagedBlock& block, int row, int piece) {
     constexpr int kPieces = kColumns / 8;
     const int swizzle = kColumns == 64 ? row & 7 : row >> 1 & 3;
-    return piece / kPieces * kBoxBytes + row * kColumns * 2 + ((piece % kPieces ^ swizzle) * 16);
+    return Box(block, piece / kPieces) + row * kColumns * 2 + ((piece % kPieces ^ swizzle) * 16);
   }
 };
 
 // Writes a block of 64 rows, or kColumns of its columns from kFirst on, to its staging as TMA
 // stores take it.
 template <typename T, int kColumns, int kFirst = 0, int kCount>
-__device__ __forceinline__ void StageBlock(const float (&acc)[kCount], uint32_t smem) {
+__device__ __forceinline__ void StageBlock(const float (&acc)[kCount], const StagedBlock& block) {
   static_assert(kFirst + kColumns <= 2 * kCount);
   const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
   const int row = 16 * warp + lane % 16;
 #pragma unroll
   for (int pair = 0; pair < kColumns / 16; ++pair) {
     const float* a = &acc[kFirst / 2 + 8 * pair];  // columns 16 pair .. 16 pair + 15
-    ptx::StoreMatrix4(smem + Staged<kColumns>::At(row, 2 * pair + lane / 16), Pack<T>(a[0], a[1]),
+    ptx::StoreMatrix4(Staged<kColumns>::At(block, row, 2 * pair + lane / 16), Pack<T>(a[0], a[1]),
                       Pack<T>(a[2], a[3]), Pack<T>(a[4], a[5]), Pack<T>(a[6], a[7]));
   }
 }
 
 // The staged block, to y at (row, n0); the part that lies outside y is left out. One thread.
 template <int kTileN>
-__device__ __forceinline__ void StoreStagedBlock(uint32_t smem, const CUtensorMap* y, int64_t row,
-                                                 int64_t n0, int64_t n) {
+__device__ __forceinline__ void StoreStagedBlock(const StagedBlock& block, const CUtensorMap* y,
+                                                 int64_t row, int64_t n0, int64_t n) {
   using S = Staged<kTileN>;
 #pragma unroll
   for (int box = 0; box < kTileN / S::kColumns; ++box) {
     if (n0 + box * S::kColumns < n) {
-      ptx::TmaStore2d(y, smem + box * S::kBoxBytes, static_cast<int32_t>(n0 + box * S::kColumns),
+      ptx::TmaStore2d(y, S::Box(block, box), static_cast<int32_t>(n0 + box * S::kColumns),
                       static_cast<int32_t>(row));
     }
   }
@@ -78,8 +83,8 @@ __device__ __forceinline__ void StoreStagedBlock(uint32_t smem, const CUtensorMa
 // The staged block, by the consumer itself, for rows that do not follow each other in y.
 // row_of(r) is where row r (0..63) of the block goes, as an element index into y, or -1 for none.
 template <typename T, int kTileN, typename RowOf>
-__device__ __forceinline__ void ScatterStagedRows(uint32_t smem, int barrier, void* y, int64_t n0,
-                                                  int64_t n, RowOf&& row_of) {
+__device__ __forceinline__ void ScatterStagedRows(const StagedBlock& block, int barrier, void* y,
+                                                  int64_t n0, int64_t n, RowOf&& row_of) {
   constexpr int kPieces = kTileN / 8;
   const int thread = threadIdx.x % 128;
   ptx::BarrierSync(barrier, 128);  // all of it is there
@@ -88,10 +93,11 @@ __device__ __forceinline__ void ScatterStagedRows(uint32_t smem, int barrier, vo
     const int64_t col = n0 + piece * 8, at = row_of(r);
     if (at >= 0 && col < n) {
       ptx::StoreGlobal16(static_cast<T*>(y) + at + col,
-                         ptx::LoadShared16(smem + Staged<kTileN>::At(r, piece)));
+                         ptx::LoadShared16(Staged<kTileN>::At(block, r, piece)));
     }
   }
   ptx::BarrierSync(barrier, 128);  // all of it has been read
+  ptx::FenceProxyAsyncShared();    // TMA may write there
 }
 
 // A block in float32, or kColumns of its columns from kFirst on, from the registers: four lanes

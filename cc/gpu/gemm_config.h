@@ -52,23 +52,27 @@ inline constexpr int kGemmTileK = 64;
 inline constexpr int kMaxWeights = 4;  // of one call
 inline constexpr int kMaxGroup = 4096;
 
-// Waves of tiles on `sm_count` SMs, times what a tile costs: a fit to 38 calls of three ops on
-// 2 x H200, in the mean of normal numbers, where power is the limit, and of zeros, where it is not.
-// It chooses what was measured as the fastest, or at most 2.6 % slower (docs/design/0003).
-inline double EstimateCost(const GemmChoice& c, int64_t m, int64_t n, int sm_count) {
+// Waves of tiles on `sm_count` SMs, times what a tile costs, per k: a fit to 38 calls of three ops
+// on 2 x H200 and 48 products on one, in the mean of normal numbers, where power is the limit, and
+// of zeros, where it is not. It chooses what was measured as the fastest, or for the calls at
+// most 2.7 % slower (docs/design/0003).
+inline double EstimateCost(const GemmChoice& c, int64_t m, int64_t n, int64_t k, int sm_count) {
   const int64_t tiles =
       CeilDiv<int64_t>(m, kGemmTileM * c.cluster_m) * CeilDiv<int64_t>(n, c.tile_n);
   const int64_t waves = CeilDiv<int64_t>(tiles, sm_count / c.cluster_m);
   // What the first tiles wait for, and what the last ones have to send, nothing hides.
   constexpr double kExposed = 0.5;
   // Wider tiles use what they read more often. A CTA alone shares w with none.
-  const double per_column = c.tile_n == 256    ? 0.95
-                            : c.tile_n == 224  ? 0.98
+  const double per_column = c.tile_n == 256    ? 0.94
+                            : c.tile_n == 224  ? 0.965
                             : c.tile_n == 192  ? (c.cluster_m == 1 ? 1.03 : 1.0)
                             : c.cluster_m == 1 ? 1.15
                             : c.tile_n == 160  ? 1.06
-                                               : 1.03;
-  return (static_cast<double>(waves) + kExposed) * c.tile_n * per_column;
+                                               : 1.08;
+  // While a shared tile is finished nothing is multiplied: for as long as 350 columns of a k block
+  // take.
+  const double finish = IsShared(c.tile_n) ? 350.0 * kGemmTileK / static_cast<double>(k) : 0.0;
+  return (static_cast<double>(waves) + kExposed) * (c.tile_n * per_column + finish);
 }
 
 // What the links of another GPU carry, in that of an H200's: 1, 1/2, 1/4, ... A probe's readings,
@@ -88,14 +92,23 @@ inline bool InOneSweep(int world, int64_t rows_per_rank, double links = 1) {
   return 0 < others && (shares ? others <= 1600 * links : others < 1024 * links);
 }
 
+// What tiles that consumers share, and tiles of 128 columns, cost in an op, compared with an
+// all-gather. In a reduce-scatter nothing is multiplied while shared ones wait for parts, and small
+// ones have parts to send sooner.
+struct TileCosts {
+  double shared, narrow;
+};
+inline constexpr TileCosts kGatherCosts{1, 1}, kScatterCosts{1.02, 0.96};
+
 // For world ranks' rows, n columns per rank. A cluster's rows are two ranks' in one sweep only: it
-// waits for both. `shared`: what tiles that consumers share cost more than elsewhere.
-inline GemmChoice ChooseGemm(int world, int64_t rows_per_rank, int64_t n, int sm_count,
-                             double shared = 1, double links = 1) {
+// waits for both.
+inline GemmChoice ChooseGemm(int world, int64_t rows_per_rank, int64_t n, int64_t k, int sm_count,
+                             const TileCosts& costs = kGatherCosts, double links = 1) {
   const bool one_sweep = InOneSweep(world, rows_per_rank, links);
   const int64_t m = world * rows_per_rank;
   const auto cost = [&](const GemmChoice& c) {
-    return EstimateCost(c, m, n, sm_count) * (IsShared(c.tile_n) ? shared : 1);
+    const double factor = IsShared(c.tile_n) ? costs.shared : c.tile_n == 128 ? costs.narrow : 1;
+    return EstimateCost(c, m, n, k, sm_count) * factor;
   };
   GemmChoice best{192, 1, 16};
   for (const GemmChoice& c : kCompiled) {
@@ -202,27 +215,27 @@ inline GemmChoice ChooseAllGather(int world, int64_t rows_per_rank, int64_t n, i
                                   int sm_count, double links = 1) {
   const int64_t m = world * rows_per_rank;
   if (m <= kGemmTileM) return ChooseFew(m, n, k, sm_count, kGatherSplits);
-  const GemmChoice c = ChooseGemm(world, rows_per_rank, n, sm_count, /*shared=*/1, links);
+  const GemmChoice c = ChooseGemm(world, rows_per_rank, n, k, sm_count, kGatherCosts, links);
   return GatherGroups(c, world, rows_per_rank, n, sm_count, links);
 }
 inline GemmChoice ChooseReduceScatter(int world, int64_t rows_per_rank, int64_t n, int64_t k,
                                       int sm_count) {
   const int64_t m = world * rows_per_rank;
   if (m <= kGemmTileM) return ChooseFew(m, n, k, sm_count, kReduceSplits);
-  // Tiles that ranks share wait for peers in the middle of a sweep, and while a wide one does
-  // nothing is multiplied: at 996 rows on 2 x H200 1.13 of XLA's time, and .92 with tiles of 192
-  // columns.
-  return ChooseGemm(world, rows_per_rank, n, sm_count,
-                    /*shared=*/rows_per_rank % kGemmTileM == 0 ? 1.0 : 1.2);
+  // Tiles that ranks share wait in the middle of a sweep: at 996 rows on 2 x H200 1.13 of XLA's
+  // time, and .92 with tiles of 192 columns.
+  TileCosts costs = kScatterCosts;
+  if (rows_per_rank % kGemmTileM != 0) costs.shared = 1.2;
+  return ChooseGemm(world, rows_per_rank, n, k, sm_count, costs);
 }
 
 // For a gate of n columns in all: half of a tile's are one weight's, half the other's, in boxes
 // of 64.
-inline GemmChoice ForGate(GemmChoice c, int64_t m, int64_t n, int sm_count) {
+inline GemmChoice ForGate(GemmChoice c, int64_t m, int64_t n, int64_t k, int sm_count) {
   if (c.tile_n % 128 != 0) {
     const GemmChoice wide{256, 2, c.group_m}, narrow{128, c.cluster_m, c.group_m};
-    const bool is_wide = c.cluster_m == 2 &&
-                         EstimateCost(wide, m, n, sm_count) < EstimateCost(narrow, m, n, sm_count);
+    const bool is_wide = c.cluster_m == 2 && EstimateCost(wide, m, n, k, sm_count) <
+                                                 EstimateCost(narrow, m, n, k, sm_count);
     c = is_wide ? wide : narrow;
   }
   c.splits = 1;

@@ -332,10 +332,12 @@ __device__ __forceinline__ void RunStorer(const typename Op::Args& args, const C
   using Config = typename Op::Config;
   TileReader<Config> reader{smem, {}};
   StagingReader<Config> staging{smem};
-  for (;; staging.turn ^= 1) {
-    const Tile tile = reader.NextAlone();
+  for (;;) {
+    const auto [tile, k_blocks] = reader.NextAlone();
     if (!IsTile(tile)) break;
+    staging.Enter(k_blocks);
     Op::Store(args, call, staging, BlockRow<Config>(tile, cta), tile);
+    staging.Leave();
   }
   // All staging has been read; what has been written of y is there when the kernel ends.
 }
@@ -353,12 +355,16 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
   const bool records = call.recording && threadIdx.x % 128 == 0;
   Accumulators<Config> acc;
   ClusterSum<Config> sum{smem, consumer, static_cast<int>(cta)};
-  const auto release = [&](int stage) {
+  const auto release = [&](int stage, int arrivals) {
     if (lane < Config::kClusterM) {
       ptx::MbarrierArriveRemote(
-          ptx::MapToCta(smem.Empty(stage), Config::kClusterM == 1 ? cta : lane));
+          ptx::MapToCta(smem.Empty(stage), Config::kClusterM == 1 ? cta : lane), arrivals);
     }
   };
+  // Where stages are lent: also for this consumer's results, of which others than the last have
+  // none.
+  const bool is_first_warp = threadIdx.x % 128 < 32;
+  const int arrivals = Config::kLends && is_first_warp ? 2 : 1;
   for (int turn = 0;; turn ^= 1) {
     const Ring<Config::kSlots> slot = reader.ring;
     const Tile tile = reader.Enter();
@@ -400,14 +406,19 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
       wgmma::Commit();
       PinAll<Config>(acc);
       wgmma::Wait<1>();  // the block before this one has been read
-      if (last >= 0) release(last);
+      if (last >= 0) release(last, arrivals);
       last = stages.index;
       stages.Advance();
     }
     if (!Config::kCooperative && lane == 0) ptx::MbarrierArrive(smem.Turn(1 - consumer));
     wgmma::Wait<0>();
     PinAll<Config>(acc);
-    if (last >= 0) release(last);
+    if constexpr (Config::kLends) {
+      ptx::BarrierSync(1 + Config::kConsumers, 128 * Config::kConsumers);  // both have read it
+      staging.Enter(last);
+    } else if (last >= 0) {
+      release(last, arrivals);
+    }
     if (records) call.Done(EventKind::kMultiply, start, block_m, tile.n);
     start = call.Start();
     const auto await_parts = [&] { ptx::MbarrierWait(smem.PartsReady(slot.index), slot.parity); };
@@ -420,6 +431,10 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
         if (Op::HasRows(args, block_m, block)) sum.Run(acc[block], slices[block]);
       }
       Op::Finish(args, call, staging, slices, block_m, tile, await_parts);
+    }
+    if constexpr (Config::kLends) {
+      __syncwarp();
+      release(last, is_first_warp && !staging.published ? 2 : 1);
     }
     if (records) call.Done(EventKind::kEpilogue, start, block_m, tile.n);
     reader.Leave();
@@ -470,10 +485,9 @@ __device__ __forceinline__ void RunGemm(const typename Op::Args& args) {
   if (threadIdx.x == 32) Op::PrefetchMaps(args);
 
   if (threadIdx.x == 128) {  // of a consumer, which has nothing else to do yet
-    constexpr int kReaders = 4 * (Config::kCooperative ? Config::kConsumers : 1);  // warps
     for (int i = 0; i < Config::kStages; ++i) {
       ptx::MbarrierInit(smem.Full(i), 1);
-      ptx::MbarrierInit(smem.Empty(i), Config::kClusterM * kReaders);
+      ptx::MbarrierInit(smem.Empty(i), EmptyArrivals<Config>());
     }
     for (int i = 0; i < Config::kSlots; ++i) {
       ptx::MbarrierInit(smem.SlotFull(i), 1);

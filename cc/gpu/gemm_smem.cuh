@@ -13,8 +13,9 @@
 namespace jflux {
 
 // A cluster's CTAs are one below the other (kClusterM of them), or share the k of one tile, and
-// each finishes a slice of its columns (kClusterK of them).
-template <typename T_, int kTileN_, int kClusterM_, bool kTransposeRhs_, int kClusterK_ = 1>
+// each finishes a slice of its columns (kClusterK of them). kMayLend: see kLends.
+template <typename T_, int kTileN_, int kClusterM_, bool kTransposeRhs_, bool kMayLend,
+          int kClusterK_ = 1>
 struct GemmConfig {
   using T = T_;
   static constexpr int kTileM = 128;
@@ -42,6 +43,11 @@ struct GemmConfig {
   static constexpr bool kCooperative = IsShared(kTileN);
   static constexpr int kOwnBlocks = kCooperative ? kBlocks / kConsumers : kBlocks;
   static_assert(!kCooperative || kBlocks == kConsumers);
+  // Whether a tile's last stage is lent to its consumers, who stage most of their results there. It
+  // comes back when the storer has read them, which must not take long; meanwhile the next tile
+  // begins with the others. So there is room for a fourth stage, which gains 6 to 9 % with 224
+  // columns, where power is no limit, and nothing with 256 (docs/design/0003).
+  static constexpr bool kLends = kMayLend && kCooperative && kTileN == 224;
   // Whether a tile can be half one w's columns and half another's.
   static constexpr bool kHalves = kTileN % 128 == 0 && kClusterK == 1;
   // Boxes of w stored [k, n] are 64 columns wide; some of the last one's may not be needed.
@@ -50,6 +56,11 @@ struct GemmConfig {
   static constexpr int kBBytes = kLoadN * kTileK * 2;
   // A block in a 16-bit type, on its way out.
   static constexpr int kStagingBytes = 64 * kSliceN * 2;
+  // Where stages are lent, 64 of its columns, a quarter, are staged beside the stages, 64 in the
+  // consumer's rows of A, and the rest in a half of B.
+  static constexpr int kQuarterBytes = 64 * 64 * 2;
+  static_assert(!kLends || (kABytes == kConsumers * kQuarterBytes &&
+                            kStagingBytes - 2 * kQuarterBytes <= kBBytes / kConsumers));
   // A block's slice in float32, on its way to who finishes it (gpu/cluster_sum.cuh), and what a
   // consumer gets of the others.
   static constexpr int kSliceBytes = 64 * kSliceN * 4;
@@ -57,8 +68,9 @@ struct GemmConfig {
   static constexpr int kPieceBytes = 4096;  // of what Op::Send moves
   static constexpr int kPieces = 4;
   static constexpr int kBarrierBytes = 1024;
+  static constexpr int kOwnStagingBytes = kLends ? kQuarterBytes : kStagingBytes;
   static constexpr int kStages = (232448 - kBarrierBytes - kPieces * kPieceBytes -
-                                  kConsumers * (kStagingBytes + kOthersBytes)) /
+                                  kConsumers * (kOwnStagingBytes + kOthersBytes)) /
                                  (kABytes + kBBytes);
   // How the CTAs of a cluster share the loading of w's tile, stored [k, n]: by rows.
   static constexpr int kBoxRows = kTileK / kClusterM;
@@ -67,7 +79,7 @@ struct GemmConfig {
   // Shared memory, in this order.
   static constexpr int kBOffset = kStages * kABytes;
   static constexpr int kStagingOffset = kBOffset + kStages * kBBytes;
-  static constexpr int kOthersOffset = kStagingOffset + kConsumers * kStagingBytes;
+  static constexpr int kOthersOffset = kStagingOffset + kConsumers * kOwnStagingBytes;
   static constexpr int kSendOffset = kOthersOffset + kConsumers * kOthersBytes;
   static constexpr int kBarrierOffset = kSendOffset + kPieces * kPieceBytes;
   static constexpr int kSmemBytes = kBarrierOffset + kBarrierBytes;
@@ -84,7 +96,7 @@ struct GemmSmem {
     return base + Config::kBOffset + stage * Config::kBBytes;
   }
   __device__ uint32_t Staging(int consumer) const {
-    return base + Config::kStagingOffset + consumer * Config::kStagingBytes;
+    return base + Config::kStagingOffset + consumer * Config::kOwnStagingBytes;
   }
   // A consumer's slice as the cluster's `i`-th other CTA has summed it.
   __device__ uint32_t Other(int consumer, int i) const {
@@ -94,7 +106,7 @@ struct GemmSmem {
     return base + Config::kSendOffset + i * Config::kPieceBytes;
   }
   __device__ uint32_t Bar(int i) const { return base + Config::kBarrierOffset + 8 * i; }
-  // Stages: filled by TMA, emptied by the consumers of all CTAs that share them.
+  // Stages: filled by TMA, emptied by the consumers of all CTAs that share them (EmptyArrivals).
   __device__ uint32_t Full(int stage) const { return Bar(stage); }
   __device__ uint32_t Empty(int stage) const { return Bar(Config::kStages + stage); }
   // Slots: a tile is published; all are done with it; the others' parts of it are there.
@@ -157,6 +169,48 @@ struct Ring {
   }
 };
 
+// Who says that a stage is empty: of each CTA that shares it, the warps of the consumers that read
+// it; and, where stages are lent, somebody for each consumer's results: the storer, if any have
+// been published there, else the consumer.
+template <typename Config>
+__device__ __forceinline__ int EmptyArrivals() {
+  constexpr int kReaders = 4 * (Config::kCooperative ? Config::kConsumers : 1);
+  return Config::kClusterM * (kReaders + (Config::kLends ? Config::kConsumers : 0));
+}
+
+// A tile's last stage, `next` being the one after it.
+template <typename Config>
+__device__ __forceinline__ int LastStage(const Ring<Config::kStages>& next) {
+  return (next.index + Config::kStages - 1) % Config::kStages;
+}
+
+// Where a block is staged: its first 64 columns, the next, and the rest.
+struct StagedBlock {
+  uint32_t first, second, rest;
+  __device__ uint32_t Quarter(int i) const {
+    return i == 0 ? first : i == 1 ? second : rest + (i - 2) * 8192;
+  }
+};
+// Of a consumer's block of a tile whose last stage this is.
+template <typename Config>
+__device__ __forceinline__ StagedBlock StagedBlockOf(const GemmSmem<Config>& smem, int consumer,
+                                                     int last_stage) {
+  const uint32_t own = smem.Staging(consumer);
+  if constexpr (Config::kLends) {
+    return StagedBlock{own, smem.A(last_stage) + consumer * Config::kQuarterBytes,
+                       smem.B(last_stage) + consumer * (Config::kBBytes / Config::kConsumers)};
+  } else {
+    return StagedBlock{own, own + Config::kQuarterBytes, own + 2 * Config::kQuarterBytes};
+  }
+}
+
+// Where it is one piece.
+template <typename Config>
+__device__ __forceinline__ uint32_t Whole(const StagedBlock& block) {
+  static_assert(!Config::kLends);
+  return block.first;
+}
+
 // Readers of the slots in which the leader CTA's scout publishes tiles: of every CTA the consumers'
 // warps, the storer, the loader and, if there are parts, who waits for them; and the scouts of the
 // other CTAs.
@@ -195,11 +249,16 @@ struct TileReader {
     ring.Advance();
   }
   // For a single lane.
-  __device__ Tile NextAlone() {
+  struct Alone {
+    Tile tile;
+    int k_blocks;
+  };
+  __device__ Alone NextAlone() {
     const Tile tile = Peek();
+    const int k_blocks = Words(0).w;
     Arrive();
     ring.Advance();
-    return tile;
+    return Alone{tile, k_blocks};
   }
 
  private:
@@ -261,16 +320,24 @@ struct StagingWriter {
   GemmSmem<Config> smem;
   int consumer;
   uint32_t parity = 0;
+  // Where tiles lend stages: this tile's last, and whether anything has been published in it.
+  int last_stage = 0;
+  bool published = false;
 
   __device__ int BlockAt(int i) const { return Config::kCooperative ? consumer : i; }
-  __device__ uint32_t Acquire() {
+  __device__ void Enter(int last) {
+    last_stage = last;
+    published = false;
+  }
+  __device__ StagedBlock Acquire() {
     ptx::MbarrierWait(smem.Stored(consumer), parity ^ 1);
-    return smem.Staging(consumer);
+    return StagedBlockOf<Config>(smem, consumer, last_stage);
   }
   __device__ void Publish() {
     ptx::FenceProxyAsyncShared();  // bulk copies will read it
     ptx::MbarrierArrive(smem.Staged(consumer));
     parity ^= 1;
+    published = true;
   }
 };
 
@@ -280,21 +347,49 @@ struct StagingReader {
   GemmSmem<Config> smem;
   int turn = 0;           // whose tile it is, unless both have blocks of it
   uint32_t parities = 0;  // a bit for each consumer
+  Ring<Config::kStages> stages;
+  // Bits likewise: who has published some of this tile, and what has not been read yet.
+  uint32_t published = 0, unread = 0;
 
-  __device__ uint32_t Acquire(int block) {
+  __device__ void Enter(int k_blocks) {
+    if constexpr (Config::kLends) stages.Skip(k_blocks);
+  }
+  __device__ StagedBlock Acquire(int block) {
     const int consumer = ConsumerOf(block);
+    if (unread >> consumer & 1) AwaitRead();
     ptx::MbarrierWait(smem.Staged(consumer), parities >> consumer & 1);
     parities ^= 1u << consumer;
-    return smem.Staging(consumer);
+    published |= 1u << consumer;
+    return StagedBlockOf<Config>(smem, consumer, LastStage<Config>(stages));
   }
   // After the copies out of it have been issued and committed.
   __device__ void Release(int block) {
-    ptx::BulkWaitRead<0>();
-    ptx::MbarrierArrive(smem.Stored(ConsumerOf(block)));
+    unread |= 1u << ConsumerOf(block);
+    if constexpr (!Config::kLends) AwaitRead();
+  }
+  // After the tile: gives its last stage back.
+  __device__ void Leave() {
+    if constexpr (Config::kLends) {
+      AwaitRead();
+      const uint32_t empty = smem.Empty(LastStage<Config>(stages));
+      for (int cta = 0; published != 0 && cta < Config::kClusterM; ++cta) {
+        ptx::MbarrierArriveRemote(ptx::MapToCta(empty, cta), __popc(published));
+      }
+      published = 0;
+    }
+    turn ^= 1;
   }
 
  private:
   __device__ int ConsumerOf(int block) const { return Config::kCooperative ? block : turn; }
+  __device__ void AwaitRead() {
+    ptx::BulkWaitRead<0>();
+#pragma unroll
+    for (int consumer = 0; consumer < Config::kConsumers; ++consumer) {
+      if (unread >> consumer & 1) ptx::MbarrierArrive(smem.Stored(consumer));
+    }
+    unread = 0;
+  }
 };
 
 }  // namespace jflux

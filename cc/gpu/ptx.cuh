@@ -54,8 +54,9 @@ __device__ __forceinline__ void MbarrierArrive(uint32_t bar) {
 // Orders nothing but the barrier itself: enough to say that something has been read. (With
 // .release.cluster it becomes a fence of the whole GPU, which cost a third of the speed of the main
 // loop: docs/design/0003.)
-__device__ __forceinline__ void MbarrierArriveRemote(uint32_t remote_bar) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(remote_bar) : "memory");
+__device__ __forceinline__ void MbarrierArriveRemote(uint32_t remote_bar, int arrivals = 1) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0], %1;" ::"r"(remote_bar), "r"(arrivals)
+               : "memory");
 }
 
 __device__ __forceinline__ void MbarrierArriveExpectTxRemote(uint32_t remote_bar, uint32_t bytes) {

@@ -51,7 +51,7 @@ int jflux_choose(const char* op, const JfluxProduct* p, int sm_count, double lin
   } else if (std::strcmp(op, kMatmulReduceScatter) == 0) {
     c = jflux::ChooseReduceScatter(world, rows, p->n, p->k, sm_count);
   } else if (std::strcmp(op, kMatmulAllToAll) == 0) {
-    c = jflux::ChooseAllToAll(world, rows, p->n, sm_count);
+    c = jflux::ChooseAllToAll(world, rows, p->n, p->k, sm_count);
   } else if (std::strcmp(op, kMatmulAllReduce) == 0) {
     c = jflux::ChooseAllReduce(world, rows, p->n, p->k, sm_count);
   } else {

@@ -1,5 +1,6 @@
 // The compiled GEMM configurations, once for all ops: types x w's layout x GemmChoice. An op's
-// Instances say which kernel a Config has (null: none), and how many CTAs may share k (1: none do).
+// Instances say which kernel a Config has (null: none), how many CTAs may share k (1: none do), and
+// whether tiles may lend stages (gpu/gemm_smem.cuh).
 #ifndef JFLUX_RUNTIME_GEMM_INSTANCES_CUDA_H_
 #define JFLUX_RUNTIME_GEMM_INSTANCES_CUDA_H_
 
@@ -17,25 +18,26 @@ namespace jflux {
 
 // Calls visit.template operator()<Config>() for the configuration that fits, of those from kFirst
 // on; false if none does.
-template <typename T, bool kTransposeRhs, size_t kFirst = 0, typename F>
+template <typename T, bool kTransposeRhs, bool kMayLend, size_t kFirst = 0, typename F>
 bool WithTile(const GemmChoice& c, F&& visit) {
   if constexpr (kFirst == std::size(kCompiled)) {
     return false;
   } else {
     constexpr GemmChoice kThis = kCompiled[kFirst];
     if (c.tile_n == kThis.tile_n && c.cluster_m == kThis.cluster_m) {
-      return visit
-          .template operator()<GemmConfig<T, kThis.tile_n, kThis.cluster_m, kTransposeRhs>>();
+      return visit.template
+      operator()<GemmConfig<T, kThis.tile_n, kThis.cluster_m, kTransposeRhs, kMayLend>>();
     }
-    return WithTile<T, kTransposeRhs, kFirst + 1>(c, visit);
+    return WithTile<T, kTransposeRhs, kMayLend, kFirst + 1>(c, visit);
   }
 }
 
-template <typename F>
+template <bool kMayLend, typename F>
 bool WithGemmConfig(DType dtype, bool transpose_rhs, const GemmChoice& c, F&& visit) {
   const auto with_type = [&](auto type) {
     using T = decltype(type);
-    return transpose_rhs ? WithTile<T, true>(c, visit) : WithTile<T, false>(c, visit);
+    return transpose_rhs ? WithTile<T, true, kMayLend>(c, visit)
+                         : WithTile<T, false, kMayLend>(c, visit);
   };
   return dtype == DType::kF16 ? with_type(__half{}) : with_type(__nv_bfloat16{});
 }
@@ -44,7 +46,7 @@ template <typename Config>
 inline constexpr bool kCanShareK = CanShareK(Config::kTileN, Config::kClusterM);
 template <typename Config, int kSplits>
 using SharedKConfig =
-    GemmConfig<typename Config::T, kSharedKTile, 1, Config::kTransposeRhs, kSplits>;
+    GemmConfig<typename Config::T, kSharedKTile, 1, Config::kTransposeRhs, false, kSplits>;
 
 template <typename Instances>
 struct LoadInstance {
@@ -72,7 +74,10 @@ bool LoadGemmInstances(std::string* error) {
   for (DType dtype : {DType::kF16, DType::kBF16}) {
     for (bool transpose_rhs : {false, true}) {
       for (const GemmChoice& c : kCompiled) {
-        if (!WithGemmConfig(dtype, transpose_rhs, c, LoadInstance<Instances>{error})) return false;
+        if (!WithGemmConfig<Instances::kMayLend>(dtype, transpose_rhs, c,
+                                                 LoadInstance<Instances>{error})) {
+          return false;
+        }
       }
     }
   }
@@ -111,7 +116,7 @@ bool LaunchGemmInstance(DType dtype, bool transpose_rhs, const GemmChoice& choic
                         int num_tiles, int sm_count, cudaStream_t stream, std::string* error) {
   *error = "no kernel has tiles of " + std::to_string(choice.tile_n) + " columns, clusters of " +
            std::to_string(choice.cluster_m) + " and k in " + std::to_string(choice.splits);
-  return WithGemmConfig(
+  return WithGemmConfig<Instances::kMayLend>(
       dtype, transpose_rhs, choice,
       LaunchInstance<Instances>{args, num_tiles, sm_count, choice.splits, stream, error});
 }

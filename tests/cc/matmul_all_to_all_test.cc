@@ -96,14 +96,15 @@ TEST(EverySlotIsOneTilesOfOnePeer) {
 // The configuration that computes the fewest waves of tiles, those that are cut short included.
 TEST(PiecesThatAreNoWholeTilesCost) {
   constexpr int kSms = 132;
-  EXPECT_EQ(ChooseAllToAll(4, 2048, 3072, kSms).tile_n, 256);
-  EXPECT_EQ(ChooseAllToAll(4, 2048, 3072, kSms).cluster_m, 2);
-  EXPECT_EQ(ChooseAllToAll(4, 2048, 128, kSms).tile_n, 128);  // of 192 a third would be wasted
-  EXPECT_EQ(ChooseAllToAll(4, 128, 3072, kSms).cluster_m, 1);
+  EXPECT_EQ(ChooseAllToAll(4, 2048, 3072, 8192, kSms).tile_n, 256);
+  EXPECT_EQ(ChooseAllToAll(4, 2048, 3072, 8192, kSms).cluster_m, 2);
+  EXPECT_EQ(ChooseAllToAll(4, 2048, 128, 8192, kSms).tile_n,
+            128);  // of 192 a third would be wasted
+  EXPECT_EQ(ChooseAllToAll(4, 128, 3072, 8192, kSms).cluster_m, 1);
   for (int world : {2, 3, 4, 8}) {
     for (int64_t rows : {1, 128, 300, 2048, 8192}) {
       for (int64_t n : {8, 128, 1000, 2048, 4096}) {
-        EXPECT(IsPossible(ChooseAllToAll(world, rows, n, kSms)))
+        EXPECT(IsPossible(ChooseAllToAll(world, rows, n, 8192, kSms)))
             << world << " " << rows << " " << n;
       }
     }

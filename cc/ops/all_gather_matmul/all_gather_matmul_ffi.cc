@@ -119,7 +119,7 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, int64_t activation,
   const auto choice_for = [&](int sm_count) {
     const GemmChoice c = ChoiceOf(choice).value_or(
         ChooseAllGather(p->rows.world, p->rows.PerRank(), p->n, p->k, sm_count));
-    return gated ? ForGate(c, p->rows.Total(), p->n, sm_count)
+    return gated ? ForGate(c, p->rows.Total(), p->n, p->k, sm_count)
                  : FitSplits(c, p->rows.Total(), p->k, kGatherSplits);
   };
   return LaunchCudaCall(

@@ -9,6 +9,8 @@ namespace {
 
 struct Instances {
   static constexpr int kMostSplits = kGatherSplits;
+  // Results go to this GPU's memory, which takes them at once.
+  static constexpr bool kMayLend = true;
   template <typename Config>
   static const void* Kernel() {
     return reinterpret_cast<const void*>(&AllGatherMatmulKernel<Config>);

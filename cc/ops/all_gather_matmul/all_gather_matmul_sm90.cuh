@@ -230,12 +230,12 @@ struct AllGatherMatmulSm90 {
       StoreBlockF32<kColumns, kFirst>(acc, data, n0, n, row_of);
       return;
     }
-    const uint32_t smem = staging.Acquire();
-    StageBlock<T, kColumns, kFirst>(acc, smem);
+    const StagedBlock staged = staging.Acquire();
+    StageBlock<T, kColumns, kFirst>(acc, staged);
     if (path == Path::kTma) {
       staging.Publish();
     } else {
-      ScatterStagedRows<T, kColumns>(smem, 1 + staging.consumer, data, n0, n, row_of);
+      ScatterStagedRows<T, kColumns>(staged, 1 + staging.consumer, data, n0, n, row_of);
     }
   }
 
@@ -246,10 +246,10 @@ struct AllGatherMatmulSm90 {
     if (args.plain) {
       for (int block = 0; block < Config::kBlocks; ++block) {
         if (!HasRows(args, block_m, block)) continue;
-        const uint32_t smem = staging.Acquire(block);
+        const StagedBlock staged = staging.Acquire(block);
         const uint64_t start = call.Start();
         StoreStagedBlock<Config::kSliceN>(
-            smem, &args.y[columns.weight],
+            staged, &args.y[columns.weight],
             static_cast<int64_t>(block_m) * Config::kTileM + block * 64, columns.n0, n);
         ptx::BulkCommit();
         staging.Release(block);
@@ -263,12 +263,12 @@ struct AllGatherMatmulSm90 {
       if (PathOf(args, row0) != Path::kTma) continue;
       const int64_t row = args.rows.Actual(row0);
       const auto store = [&](const CUtensorMap* map) {
-        const uint32_t smem = staging.Acquire(block);
+        const StagedBlock staged = staging.Acquire(block);
         const uint64_t start = call.Start();
         if (Config::kHalves && args.gated) {
-          StoreStagedBlock<Config::kTileN / 2>(smem, map, row, columns.n0, n);
+          StoreStagedBlock<Config::kTileN / 2>(staged, map, row, columns.n0, n);
         } else {
-          StoreStagedBlock<Config::kSliceN>(smem, map, row, columns.n0, n);
+          StoreStagedBlock<Config::kSliceN>(staged, map, row, columns.n0, n);
         }
         ptx::BulkCommit();
         staging.Release(block);

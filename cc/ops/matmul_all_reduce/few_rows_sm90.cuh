@@ -106,7 +106,7 @@ struct FewRowsSm90 {
 #pragma unroll
     for (int block = 0; block < Config::kBlocks; ++block) {
       if (!HasRows(args, 0, block)) continue;
-      F::template Stage<false>(acc[block], 0, staging.Acquire());
+      F::template Stage<false>(acc[block], 0, Whole<Config>(staging.Acquire()));
       staging.Publish();
 #pragma unroll
       for (int i = 0; i < Config::kSliceAccumulators; i += 2) {
@@ -140,7 +140,7 @@ struct FewRowsSm90 {
 #pragma unroll
     for (int block = 0; block < Config::kBlocks; ++block) {
       if (!HasRows(args, 0, block)) continue;
-      const uint32_t smem = staging.Acquire(block);
+      const uint32_t smem = Whole<Config>(staging.Acquire(block));
       if (block == 0) start = call.Start();
       ptx::BulkStore(BlockOf(args, call, peer, tile, block), smem, Config::kStagingBytes);
       ptx::BulkCommit();
@@ -158,9 +158,9 @@ struct FewRowsSm90 {
 #pragma unroll
     for (int block = 0; block < Config::kBlocks; ++block) {
       if (!HasRows(args, 0, block)) continue;
-      const uint32_t smem = staging.Acquire(block);
+      const StagedBlock staged = staging.Acquire(block);
       start = call.Start();
-      StoreStagedBlock<Config::kSliceN>(smem, &args.y, block * 64, FirstColumn<Config>(tile),
+      StoreStagedBlock<Config::kSliceN>(staged, &args.y, block * 64, FirstColumn<Config>(tile),
                                         args.n);
       ptx::BulkCommit();
       staging.Release(block);

@@ -17,8 +17,9 @@ inline GemmChoice ChooseAllReduce(int world, int64_t rows_per_rank, int64_t n, i
   if (AreFewRows(world, m)) {
     return ChooseSplits(GemmChoice{kSharedKTile, 1, 1}, m, n, k, sm_count, kReduceSplits);
   }
-  // While a wide tile waits for the peers' parts nothing is multiplied.
-  GemmChoice c = ChooseGemm(world, rows_per_rank, n, sm_count, /*shared=*/1.03);
+  TileCosts costs = kScatterCosts;
+  costs.shared = 1.04;  // measured likewise
+  GemmChoice c = ChooseGemm(world, rows_per_rank, n, k, sm_count, costs);
   if (m <= 4096) c.group_m = 0;
   return c;
 }

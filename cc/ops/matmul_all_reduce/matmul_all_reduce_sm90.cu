@@ -10,6 +10,7 @@ namespace {
 
 struct Instances {
   static constexpr int kMostSplits = 1;
+  static constexpr bool kMayLend = false;
   template <typename Config>
   static const void* Kernel() {
     return reinterpret_cast<const void*>(&MatmulAllReduceKernel<Config>);
@@ -19,6 +20,7 @@ struct Instances {
 // Few rows are one row of tiles: a cluster can share k, if anything.
 struct FewRowsInstances {
   static constexpr int kMostSplits = kReduceSplits;
+  static constexpr bool kMayLend = false;
   template <typename Config>
   static const void* Kernel() {
     if constexpr (kCanShareK<Config>) {

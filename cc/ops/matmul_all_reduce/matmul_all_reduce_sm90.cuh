@@ -60,13 +60,13 @@ struct MatmulAllReduceSm90 : MatmulReduceScatterSm90<Config_> {
     uint64_t start = 0;
 #pragma unroll
     for (int block = 0; block < Config::kBlocks; ++block) {
-      const uint32_t smem = staging.Acquire(block);
+      const StagedBlock staged = staging.Acquire(block);
       if (block == 0) start = call.Start();
-      StoreStagedBlock<Config::kTileN>(smem, &args.y, Base::FirstOwnRow(args, block_m, block),
+      StoreStagedBlock<Config::kTileN>(staged, &args.y, Base::FirstOwnRow(args, block_m, block),
                                        static_cast<int64_t>(tile.n) * Config::kTileN, args.n);
       for (int step = 1; step < args.view.world; ++step) {
         const int peer = SendPeer(rank, step, args.view.world);
-        ptx::BulkStore(FinishedBlock(args, call, peer, rank, own, block), smem,
+        ptx::BulkStore(FinishedBlock(args, call, peer, rank, own, block), Whole<Config>(staged),
                        Config::kStagingBytes);
       }
       ptx::BulkCommit();

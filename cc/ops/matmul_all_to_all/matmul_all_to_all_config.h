@@ -8,9 +8,10 @@ namespace jflux {
 
 // For world pieces of so many rows and columns. Each piece has whole tiles of its own, so what the
 // last ones are cut short by is computed too, and a configuration that wastes less of it wins.
-inline GemmChoice ChooseAllToAll(int world, int64_t rows, int64_t n, int sm_count) {
+inline GemmChoice ChooseAllToAll(int world, int64_t rows, int64_t n, int64_t k, int sm_count) {
   const auto cost = [&](const GemmChoice& c) {
-    return EstimateCost(c, world * RoundUp<int64_t>(rows, kGemmTileM * c.cluster_m), n, sm_count);
+    return EstimateCost(c, world * RoundUp<int64_t>(rows, kGemmTileM * c.cluster_m), n, k,
+                        sm_count);
   };
   GemmChoice best{192, 1, 16};
   for (const GemmChoice& c : kCompiled) {

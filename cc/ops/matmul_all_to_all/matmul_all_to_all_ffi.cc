@@ -94,8 +94,8 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Span<const int64_t> c
   }
   const MatmulAllToAllArrays arrays{x.untyped_data(), w.untyped_data(), y->untyped_data()};
   const auto choice_for = [&](int sm_count) {
-    const GemmChoice wanted =
-        ChoiceOf(choice).value_or(ChooseAllToAll(p->rows.world, p->rows.PerRank(), p->n, sm_count));
+    const GemmChoice wanted = ChoiceOf(choice).value_or(
+        ChooseAllToAll(p->rows.world, p->rows.PerRank(), p->n, p->k, sm_count));
     return FitSplits(wanted, p->rows.Total(), p->k, /*most=*/1);
   };
   return LaunchCudaCall(

@@ -9,6 +9,7 @@ namespace {
 
 struct Instances {
   static constexpr int kMostSplits = 1;
+  static constexpr bool kMayLend = false;
   template <typename Config>
   static const void* Kernel() {
     return reinterpret_cast<const void*>(&MatmulAllToAllKernel<Config>);

@@ -167,7 +167,7 @@ struct MatmulAllToAllSm90 {
 #pragma unroll
     for (int block = 0; block < Config::kBlocks; ++block) {
       if (!HasRows(args, place.m, block)) continue;
-      const uint32_t smem = staging.Acquire(block);
+      const uint32_t smem = Whole<Config>(staging.Acquire(block));
       if (block == 0) start = call.Start();
       if (is_own) {
         for (int box = 0; box < boxes; ++box) {

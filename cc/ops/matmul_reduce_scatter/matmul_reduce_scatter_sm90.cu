@@ -6,6 +6,7 @@ namespace {
 
 struct Instances {
   static constexpr int kMostSplits = kReduceSplits;
+  static constexpr bool kMayLend = false;
   template <typename Config>
   static const void* Kernel() {
     return reinterpret_cast<const void*>(&MatmulReduceScatterKernel<Config>);

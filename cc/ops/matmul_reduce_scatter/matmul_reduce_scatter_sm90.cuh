@@ -184,12 +184,12 @@ struct MatmulReduceScatterSm90 {
     for (int i = 0; i < Config::kOwnBlocks; ++i) {
       if (!HasOtherOwners(args, RowsOf(args, block_m, staging.BlockAt(i)))) continue;
       if (args.out_f32) {
-        F::template Stage<true>(acc[i], 0, staging.Acquire());
+        F::template Stage<true>(acc[i], 0, Whole<Config>(staging.Acquire()));
         staging.Publish();
-        F::template Stage<true>(acc[i], 1, staging.Acquire());
+        F::template Stage<true>(acc[i], 1, Whole<Config>(staging.Acquire()));
         staging.Publish();
       } else {
-        F::template Stage<false>(acc[i], 0, staging.Acquire());
+        F::template Stage<false>(acc[i], 0, Whole<Config>(staging.Acquire()));
         staging.Publish();
       }
     }
@@ -241,12 +241,12 @@ struct MatmulReduceScatterSm90 {
       StoreBlockF32<Config::kSliceN>(acc, args.y_data, n0, args.n, row_of);
       return;
     }
-    const uint32_t smem = staging.Acquire();
-    StageBlock<T, Config::kSliceN>(acc, smem);
+    const StagedBlock staged = staging.Acquire();
+    StageBlock<T, Config::kSliceN>(acc, staged);
     if (row0 >= 0) {
       staging.Publish();
     } else {
-      ScatterStagedRows<T, Config::kSliceN>(smem, 1 + staging.consumer, args.y_data, n0, args.n,
+      ScatterStagedRows<T, Config::kSliceN>(staged, 1 + staging.consumer, args.y_data, n0, args.n,
                                             row_of);
     }
   }
@@ -268,7 +268,7 @@ struct MatmulReduceScatterSm90 {
       const BlockRows rows = RowsOf(args, block_m, block);
       if (!HasOtherOwners(args, rows)) continue;
       for (int round = 0; round < Rounds(args); ++round) {
-        const uint32_t smem = staging.Acquire(block);
+        const uint32_t smem = Whole<Config>(staging.Acquire(block));
         if (!sent) start = call.Start();
         sent = true;
         for (int dst = rows.first_owner; dst <= rows.last_owner; ++dst) {
@@ -302,9 +302,9 @@ struct MatmulReduceScatterSm90 {
       const int64_t row0 = FirstOwnRow(args, block_m, block);
       // A TMA store may end outside its tensor, but not begin before it.
       if (!IsOwner(args, RowsOf(args, block_m, block)) || row0 < 0) continue;
-      const uint32_t smem = staging.Acquire(block);
+      const StagedBlock staged = staging.Acquire(block);
       start = call.Start();
-      StoreStagedBlock<Config::kSliceN>(smem, &args.y, row0, FirstColumn<Config>(tile), args.n);
+      StoreStagedBlock<Config::kSliceN>(staged, &args.y, row0, FirstColumn<Config>(tile), args.n);
       ptx::BulkCommit();
       staging.Release(block);
       call.Done(EventKind::kStore, start, block_m, tile.n);
