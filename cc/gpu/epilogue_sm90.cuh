@@ -9,8 +9,8 @@
 
 #include "core/activation.h"
 #include "core/platform.h"
-#include "gpu/gemm_smem.cuh"
 #include "gpu/ptx.cuh"
+#include "gpu/staging.cuh"
 
 namespace jflux {
 

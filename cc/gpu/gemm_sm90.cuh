@@ -25,7 +25,7 @@
 // epoch is published too.
 //
 // The Op (ops/*/*_sm90.cuh) is a struct of static device functions and an Args type; see RunGemm.
-// What the roles share is in gemm_smem.cuh and gemm_call.cuh.
+// What the roles share is in gemm_smem.cuh, staging.cuh and gemm_call.cuh.
 #ifndef JFLUX_GPU_GEMM_SM90_CUH_
 #define JFLUX_GPU_GEMM_SM90_CUH_
 
@@ -36,6 +36,7 @@
 #include "gpu/gemm_call.cuh"
 #include "gpu/gemm_smem.cuh"
 #include "gpu/ptx.cuh"
+#include "gpu/staging.cuh"
 #include "gpu/wgmma.cuh"
 
 namespace jflux {

@@ -1,5 +1,5 @@
 // What the roles of the GEMM main loop (gpu/gemm_sm90.cuh) hand to each other, in shared memory:
-// the stages of operands, the slots that tiles are published in, and the staging of results.
+// where everything is, the stages of operands, and the slots that tiles are published in.
 #ifndef JFLUX_GPU_GEMM_SMEM_CUH_
 #define JFLUX_GPU_GEMM_SMEM_CUH_
 
@@ -11,6 +11,9 @@
 #include "gpu/ptx.cuh"
 
 namespace jflux {
+
+// Of a block of 64 rows, 64 columns in a 16-bit type.
+inline constexpr int kQuarterBytes = 64 * 64 * 2;
 
 // A cluster's CTAs are one below the other (kClusterM of them), or share the k of one tile, and
 // each finishes a slice of its columns (kClusterK of them). kMayLend: see kLends.
@@ -45,7 +48,7 @@ struct GemmConfig {
   static_assert(!kCooperative || kBlocks == kConsumers);
   // Whether a tile's last stage is lent to its consumers, who stage most of their results there. It
   // comes back when the storer has read them, which must not take long; meanwhile the next tile
-  // begins with the others. So there is room for a fourth stage, which gains 6 to 9 % with 224
+  // begins with the others. So there is room for a fourth stage, which gains 6 to 10 % with 224
   // columns, where power is no limit, and nothing with 256 (docs/design/0003).
   static constexpr bool kLends = kMayLend && kCooperative && kTileN == 224;
   // Whether a tile can be half one w's columns and half another's.
@@ -58,7 +61,6 @@ struct GemmConfig {
   static constexpr int kStagingBytes = 64 * kSliceN * 2;
   // Where stages are lent, 64 of its columns, a quarter, are staged beside the stages, 64 in the
   // consumer's rows of A, and the rest in a half of B.
-  static constexpr int kQuarterBytes = 64 * 64 * 2;
   static_assert(!kLends || (kABytes == kConsumers * kQuarterBytes &&
                             kStagingBytes - 2 * kQuarterBytes <= kBBytes / kConsumers));
   // A block's slice in float32, on its way to who finishes it (gpu/cluster_sum.cuh), and what a
@@ -178,39 +180,6 @@ __device__ __forceinline__ int EmptyArrivals() {
   return Config::kClusterM * (kReaders + (Config::kLends ? Config::kConsumers : 0));
 }
 
-// A tile's last stage, `next` being the one after it.
-template <typename Config>
-__device__ __forceinline__ int LastStage(const Ring<Config::kStages>& next) {
-  return (next.index + Config::kStages - 1) % Config::kStages;
-}
-
-// Where a block is staged: its first 64 columns, the next, and the rest.
-struct StagedBlock {
-  uint32_t first, second, rest;
-  __device__ uint32_t Quarter(int i) const {
-    return i == 0 ? first : i == 1 ? second : rest + (i - 2) * 8192;
-  }
-};
-// Of a consumer's block of a tile whose last stage this is.
-template <typename Config>
-__device__ __forceinline__ StagedBlock StagedBlockOf(const GemmSmem<Config>& smem, int consumer,
-                                                     int last_stage) {
-  const uint32_t own = smem.Staging(consumer);
-  if constexpr (Config::kLends) {
-    return StagedBlock{own, smem.A(last_stage) + consumer * Config::kQuarterBytes,
-                       smem.B(last_stage) + consumer * (Config::kBBytes / Config::kConsumers)};
-  } else {
-    return StagedBlock{own, own + Config::kQuarterBytes, own + 2 * Config::kQuarterBytes};
-  }
-}
-
-// Where it is one piece.
-template <typename Config>
-__device__ __forceinline__ uint32_t Whole(const StagedBlock& block) {
-  static_assert(!Config::kLends);
-  return block.first;
-}
-
 // Readers of the slots in which the leader CTA's scout publishes tiles: of every CTA the consumers'
 // warps, the storer, the loader and, if there are parts, who waits for them; and the scouts of the
 // other CTAs.
@@ -312,85 +281,6 @@ __device__ __forceinline__ void PublishTile(const GemmSmem<Config>& smem,
     ptx::SendRemote(at + 16, reinterpret_cast<const int4&>(where[cta]), bar);
   }
 }
-
-// A consumer's side of its staging. Acquire and Publish are called by all its threads. (BlockAt:
-// its i-th block of a tile.)
-template <typename Config>
-struct StagingWriter {
-  GemmSmem<Config> smem;
-  int consumer;
-  uint32_t parity = 0;
-  // Where tiles lend stages: this tile's last, and whether anything has been published in it.
-  int last_stage = 0;
-  bool published = false;
-
-  __device__ int BlockAt(int i) const { return Config::kCooperative ? consumer : i; }
-  __device__ void Enter(int last) {
-    last_stage = last;
-    published = false;
-  }
-  __device__ StagedBlock Acquire() {
-    ptx::MbarrierWait(smem.Stored(consumer), parity ^ 1);
-    return StagedBlockOf<Config>(smem, consumer, last_stage);
-  }
-  __device__ void Publish() {
-    ptx::FenceProxyAsyncShared();  // bulk copies will read it
-    ptx::MbarrierArrive(smem.Staged(consumer));
-    parity ^= 1;
-    published = true;
-  }
-};
-
-// The storer's side, a single lane: where it finds the blocks of a tile, one after the other.
-template <typename Config>
-struct StagingReader {
-  GemmSmem<Config> smem;
-  int turn = 0;           // whose tile it is, unless both have blocks of it
-  uint32_t parities = 0;  // a bit for each consumer
-  Ring<Config::kStages> stages;
-  // Bits likewise: who has published some of this tile, and what has not been read yet.
-  uint32_t published = 0, unread = 0;
-
-  __device__ void Enter(int k_blocks) {
-    if constexpr (Config::kLends) stages.Skip(k_blocks);
-  }
-  __device__ StagedBlock Acquire(int block) {
-    const int consumer = ConsumerOf(block);
-    if (unread >> consumer & 1) AwaitRead();
-    ptx::MbarrierWait(smem.Staged(consumer), parities >> consumer & 1);
-    parities ^= 1u << consumer;
-    published |= 1u << consumer;
-    return StagedBlockOf<Config>(smem, consumer, LastStage<Config>(stages));
-  }
-  // After the copies out of it have been issued and committed.
-  __device__ void Release(int block) {
-    unread |= 1u << ConsumerOf(block);
-    if constexpr (!Config::kLends) AwaitRead();
-  }
-  // After the tile: gives its last stage back.
-  __device__ void Leave() {
-    if constexpr (Config::kLends) {
-      AwaitRead();
-      const uint32_t empty = smem.Empty(LastStage<Config>(stages));
-      for (int cta = 0; published != 0 && cta < Config::kClusterM; ++cta) {
-        ptx::MbarrierArriveRemote(ptx::MapToCta(empty, cta), __popc(published));
-      }
-      published = 0;
-    }
-    turn ^= 1;
-  }
-
- private:
-  __device__ int ConsumerOf(int block) const { return Config::kCooperative ? block : turn; }
-  __device__ void AwaitRead() {
-    ptx::BulkWaitRead<0>();
-#pragma unroll
-    for (int consumer = 0; consumer < Config::kConsumers; ++consumer) {
-      if (unread >> consumer & 1) ptx::MbarrierArrive(smem.Stored(consumer));
-    }
-    unread = 0;
-  }
-};
 
 }  // namespace jflux
 
