@@ -41,8 +41,8 @@ struct Staged {
   static constexpr int kColumns = kTileN % 64 == 0 ? 64 : 32;
   static constexpr int kBoxBytes = 64 * kColumns * 2;
   static __device__ __forceinline__ uint32_t Box(const StagedBlock& block, int box) {
-    constexpr int kBoxes = 64 / kColumns;  // of a quarter
-    return block.Quarter(box / kBoxes) + box % kBoxes * kBoxBytes;
+    constexpr int kBoxes = 64 / kColumns;  // of a strip
+    return block.Strip(box / kBoxes) + box % kBoxes * kBoxBytes;
   }
   static __device__ __forceinline__ uint32_t At(const StagedBlock& block, int row, int piece) {
     constexpr int kPieces = kColumns / 8;

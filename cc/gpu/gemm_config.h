@@ -52,11 +52,20 @@ inline constexpr int kGemmTileK = 64;
 inline constexpr int kMaxWeights = 4;  // of one call
 inline constexpr int kMaxGroup = 4096;
 
+// What tiles that consumers share, and tiles of 128 columns, cost in an op, compared with an
+// all-gather. In a reduce-scatter nothing is multiplied while shared ones wait for parts, and small
+// ones have parts to send sooner. (An all-to-all sends tiles too.)
+struct TileCosts {
+  double shared, narrow;
+};
+inline constexpr TileCosts kGatherCosts{1, 1}, kScatterCosts{1.02, 0.96};
+
 // Waves of tiles on `sm_count` SMs, times what a tile costs, per k: a fit to 38 calls of three ops
 // on 2 x H200 and 48 products on one, in the mean of normal numbers, where power is the limit, and
 // of zeros, where it is not. It chooses what was measured as the fastest, or for the calls at
 // most 2.7 % slower (docs/design/0003).
-inline double EstimateCost(const GemmChoice& c, int64_t m, int64_t n, int64_t k, int sm_count) {
+inline double EstimateCost(const GemmChoice& c, int64_t m, int64_t n, int64_t k, int sm_count,
+                           const TileCosts& costs = kGatherCosts) {
   const int64_t tiles =
       CeilDiv<int64_t>(m, kGemmTileM * c.cluster_m) * CeilDiv<int64_t>(n, c.tile_n);
   const int64_t waves = CeilDiv<int64_t>(tiles, sm_count / c.cluster_m);
@@ -72,7 +81,8 @@ inline double EstimateCost(const GemmChoice& c, int64_t m, int64_t n, int64_t k,
   // While a shared tile is finished nothing is multiplied: for as long as 350 columns of a k block
   // take.
   const double finish = IsShared(c.tile_n) ? 350.0 * kGemmTileK / static_cast<double>(k) : 0.0;
-  return (static_cast<double>(waves) + kExposed) * (c.tile_n * per_column + finish);
+  const double op = IsShared(c.tile_n) ? costs.shared : c.tile_n == 128 ? costs.narrow : 1;
+  return (static_cast<double>(waves) + kExposed) * (c.tile_n * per_column + finish) * op;
 }
 
 // What the links of another GPU carry, in that of an H200's: 1, 1/2, 1/4, ... A probe's readings,
@@ -92,24 +102,13 @@ inline bool InOneSweep(int world, int64_t rows_per_rank, double links = 1) {
   return 0 < others && (shares ? others <= 1600 * links : others < 1024 * links);
 }
 
-// What tiles that consumers share, and tiles of 128 columns, cost in an op, compared with an
-// all-gather. In a reduce-scatter nothing is multiplied while shared ones wait for parts, and small
-// ones have parts to send sooner.
-struct TileCosts {
-  double shared, narrow;
-};
-inline constexpr TileCosts kGatherCosts{1, 1}, kScatterCosts{1.02, 0.96};
-
 // For world ranks' rows, n columns per rank. A cluster's rows are two ranks' in one sweep only: it
 // waits for both.
 inline GemmChoice ChooseGemm(int world, int64_t rows_per_rank, int64_t n, int64_t k, int sm_count,
                              const TileCosts& costs = kGatherCosts, double links = 1) {
   const bool one_sweep = InOneSweep(world, rows_per_rank, links);
   const int64_t m = world * rows_per_rank;
-  const auto cost = [&](const GemmChoice& c) {
-    const double factor = IsShared(c.tile_n) ? costs.shared : c.tile_n == 128 ? costs.narrow : 1;
-    return EstimateCost(c, m, n, k, sm_count) * factor;
-  };
+  const auto cost = [&](const GemmChoice& c) { return EstimateCost(c, m, n, k, sm_count, costs); };
   GemmChoice best{192, 1, 16};
   for (const GemmChoice& c : kCompiled) {
     if (c.cluster_m > 1 && !one_sweep && rows_per_rank < kGemmTileM * c.cluster_m) continue;

@@ -15,6 +15,8 @@
 //
 //   scout --tile--> loader --stages--> consumers --staging--> storer
 //
+// (and a stage that was staging goes from the storer back to the loader: gpu/staging.cuh).
+//
 // Each hands on to the next and goes on at once: while a tile is finished, written out, or waits
 // for parts or rows, the other consumer keeps the tensor cores busy, unless they share a tile
 // (docs/design/0003).
@@ -415,7 +417,8 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
     wgmma::Wait<0>();
     PinAll<Config>(acc);
     if constexpr (Config::kLends) {
-      ptx::BarrierSync(1 + Config::kConsumers, 128 * Config::kConsumers);  // both have read it
+      // Both have read the last stage. (There is one: every tile has a k block, unless k is split.)
+      ptx::BarrierSync(1 + Config::kConsumers, 128 * Config::kConsumers);
       staging.Enter(last);
     } else if (last >= 0) {
       release(last, arrivals);
@@ -468,12 +471,14 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
 //   Send(args, call, smem)              a warp; everything that peers wait for without waiting
 //   Finish(args, call, staging, acc, block_m, tile, await_parts)
 //                                       adds the parts and stages, block by block, what Store
-//                                       takes; acc[i] is block staging.BlockAt(i)
+//                                       takes; acc[i] is block staging.BlockAt(i). Where tiles lend
+//                                       stages neither may wait for peers
 //   Store(args, call, staging, block_m, tile)
 //                                       one lane; of each block in the same order
 template <typename Op>
 __device__ __forceinline__ void RunGemm(const typename Op::Args& args) {
   using Config = typename Op::Config;
+  static_assert(!Config::kLends || (!Op::kHasParts && !Op::kReceives));
   extern __shared__ __align__(1024) uint8_t storage[];
   const GemmSmem<Config> smem{ptx::SmemAddress(storage)};
   const uint32_t cta = Config::kCluster == 1 ? 0 : ptx::ClusterCtaRank();

@@ -12,8 +12,8 @@
 
 namespace jflux {
 
-// Of a block of 64 rows, 64 columns in a 16-bit type.
-inline constexpr int kQuarterBytes = 64 * 64 * 2;
+// Of a strip, 64 columns of a block of 64 rows in a 16-bit type.
+inline constexpr int kStripBytes = 64 * 64 * 2;
 
 // A cluster's CTAs are one below the other (kClusterM of them), or share the k of one tile, and
 // each finishes a slice of its columns (kClusterK of them). kMayLend: see kLends.
@@ -48,7 +48,7 @@ struct GemmConfig {
   static_assert(!kCooperative || kBlocks == kConsumers);
   // Whether a tile's last stage is lent to its consumers, who stage most of their results there. It
   // comes back when the storer has read them, which must not take long; meanwhile the next tile
-  // begins with the others. So there is room for a fourth stage, which gains 6 to 10 % with 224
+  // begins with the others. So there is room for a fourth stage, which gains 4 to 10 % with 224
   // columns, where power is no limit, and nothing with 256 (docs/design/0003).
   static constexpr bool kLends = kMayLend && kCooperative && kTileN == 224;
   // Whether a tile can be half one w's columns and half another's.
@@ -59,10 +59,10 @@ struct GemmConfig {
   static constexpr int kBBytes = kLoadN * kTileK * 2;
   // A block in a 16-bit type, on its way out.
   static constexpr int kStagingBytes = 64 * kSliceN * 2;
-  // Where stages are lent, 64 of its columns, a quarter, are staged beside the stages, 64 in the
+  // Where stages are lent, its first strip is staged beside the stages, the second in the
   // consumer's rows of A, and the rest in a half of B.
-  static_assert(!kLends || (kABytes == kConsumers * kQuarterBytes &&
-                            kStagingBytes - 2 * kQuarterBytes <= kBBytes / kConsumers));
+  static_assert(!kLends || (kABytes == kConsumers * kStripBytes &&
+                            kStagingBytes - 2 * kStripBytes <= kBBytes / kConsumers));
   // A block's slice in float32, on its way to who finishes it (gpu/cluster_sum.cuh), and what a
   // consumer gets of the others.
   static constexpr int kSliceBytes = 64 * kSliceN * 4;
@@ -70,7 +70,7 @@ struct GemmConfig {
   static constexpr int kPieceBytes = 4096;  // of what Op::Send moves
   static constexpr int kPieces = 4;
   static constexpr int kBarrierBytes = 1024;
-  static constexpr int kOwnStagingBytes = kLends ? kQuarterBytes : kStagingBytes;
+  static constexpr int kOwnStagingBytes = kLends ? kStripBytes : kStagingBytes;
   static constexpr int kStages = (232448 - kBarrierBytes - kPieces * kPieceBytes -
                                   kConsumers * (kOwnStagingBytes + kOthersBytes)) /
                                  (kABytes + kBBytes);

@@ -51,7 +51,8 @@ __device__ __forceinline__ void MbarrierArrive(uint32_t bar) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
 }
 
-// Orders nothing but the barrier itself: enough to say that something has been read. (With
+// Orders nothing but the barrier itself: enough to say that something has been read, or written and
+// fenced (FenceProxyAsyncShared), and may be written over by TMA. (With
 // .release.cluster it becomes a fence of the whole GPU, which cost a third of the speed of the main
 // loop: docs/design/0003.)
 __device__ __forceinline__ void MbarrierArriveRemote(uint32_t remote_bar, int arrivals = 1) {

@@ -20,11 +20,11 @@ __device__ __forceinline__ int LastStage(const Ring<Config::kStages>& next) {
   return (next.index + Config::kStages - 1) % Config::kStages;
 }
 
-// Where a block is staged: its first 64 columns, the next, and the rest.
+// Where a block is staged: its first strip, the next, and the rest.
 struct StagedBlock {
   uint32_t first, second, rest;
-  __device__ uint32_t Quarter(int i) const {
-    return i == 0 ? first : i == 1 ? second : rest + (i - 2) * kQuarterBytes;
+  __device__ uint32_t Strip(int i) const {
+    return i == 0 ? first : i == 1 ? second : rest + (i - 2) * kStripBytes;
   }
 };
 // Of a consumer's block of a tile whose last stage this is.
@@ -33,10 +33,10 @@ __device__ __forceinline__ StagedBlock StagedBlockOf(const GemmSmem<Config>& sme
                                                      int last_stage) {
   const uint32_t own = smem.Staging(consumer);
   if constexpr (Config::kLends) {
-    return StagedBlock{own, smem.A(last_stage) + consumer * kQuarterBytes,
+    return StagedBlock{own, smem.A(last_stage) + consumer * kStripBytes,
                        smem.B(last_stage) + consumer * (Config::kBBytes / Config::kConsumers)};
   } else {
-    return StagedBlock{own, own + kQuarterBytes, own + 2 * kQuarterBytes};
+    return StagedBlock{own, own + kStripBytes, own + 2 * kStripBytes};
   }
 }
 

@@ -10,8 +10,8 @@ namespace jflux {
 // last ones are cut short by is computed too, and a configuration that wastes less of it wins.
 inline GemmChoice ChooseAllToAll(int world, int64_t rows, int64_t n, int64_t k, int sm_count) {
   const auto cost = [&](const GemmChoice& c) {
-    return EstimateCost(c, world * RoundUp<int64_t>(rows, kGemmTileM * c.cluster_m), n, k,
-                        sm_count);
+    const int64_t m = world * RoundUp<int64_t>(rows, kGemmTileM * c.cluster_m);
+    return EstimateCost(c, m, n, k, sm_count, kScatterCosts);
   };
   GemmChoice best{192, 1, 16};
   for (const GemmChoice& c : kCompiled) {
