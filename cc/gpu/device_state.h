@@ -16,8 +16,8 @@ enum class EventKind : uint16_t {
   kEpilogue = 2,   // a consumer, until its staging is written
   kWaitParts = 3,  // a scout, for the peers' parts of a tile
   kSend = 4,       // until the data has arrived: a = peer, b = chunk or tile row
-  kStore = 5,  // a storer, until y's tile has left the staging (if that is in a stage: begins to)
-  kCopy = 6,   // a sender, until a peer's tile has left the workspace: as kSend
+  kStore = 5,      // a storer, until y's tile has left the staging (a lent stage: begins to leave)
+  kCopy = 6,       // a sender, until a peer's tile has left the workspace: as kSend
 };
 
 struct TimelineEvent {

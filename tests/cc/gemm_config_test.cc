@@ -214,7 +214,7 @@ TEST(OpsChooseAsTheirPartsDo) {
 TEST(AllReducesAreFinishedFromTheBeginningOn) {
   for (int64_t rows : {128, 512, 1024}) {
     const GemmChoice c = ChooseAllReduce(4, rows, 12288, 8192, kSms),
-                     product = ChooseGemm(4, rows, 12288, 8192, kSms, {1.04, 0.96});
+                     product = ChooseGemm(4, rows, 12288, 8192, kSms, kReduceCosts);
     EXPECT(c.group_m == 0 && c.tile_n == product.tile_n && c.cluster_m == product.cluster_m)
         << rows;
   }

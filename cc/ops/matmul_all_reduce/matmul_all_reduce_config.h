@@ -9,6 +9,9 @@ namespace jflux {
 // Whether the kernel is that of few_rows_sm90.cuh: all rows are one tile, of two ranks.
 inline bool AreFewRows(int world, int64_t rows) { return world == 2 && rows <= kGemmTileM; }
 
+// Measured as kScatterCosts.
+inline constexpr TileCosts kReduceCosts{1.04, kScatterCosts.narrow};
+
 // Up to 4096 rows are one sweep over w, where a reduce-scatter is as fast as with shorter ones
 // (docs/design/0003): then tiles are finished, and sent to the peers, from the beginning on.
 inline GemmChoice ChooseAllReduce(int world, int64_t rows_per_rank, int64_t n, int64_t k,
@@ -17,9 +20,7 @@ inline GemmChoice ChooseAllReduce(int world, int64_t rows_per_rank, int64_t n, i
   if (AreFewRows(world, m)) {
     return ChooseSplits(GemmChoice{kSharedKTile, 1, 1}, m, n, k, sm_count, kReduceSplits);
   }
-  TileCosts costs = kScatterCosts;
-  costs.shared = 1.04;  // measured likewise
-  GemmChoice c = ChooseGemm(world, rows_per_rank, n, k, sm_count, costs);
+  GemmChoice c = ChooseGemm(world, rows_per_rank, n, k, sm_count, kReduceCosts);
   if (m <= 4096) c.group_m = 0;
   return c;
 }
