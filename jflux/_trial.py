@@ -119,13 +119,19 @@ def _slowest(seconds: float) -> float:
 
 
 def interleave(
-    runs: Mapping[str, Callable[[], object]], iterations: int, rounds: int
+    runs: Mapping[str, Callable[[], object]],
+    iterations: int,
+    rounds: int,
+    progress: Callable[[], None] | None = None,
 ) -> dict[str, Timing]:
     """Times all contestants in turn, `rounds` times, each time in another order, so that clocks and
-    temperature are the same for all. All processes get the same figures: those of the slowest."""
+    temperature are the same for all. All processes get the same figures: those of the slowest.
+    `progress` is called (1 + rounds) * len(runs) times: before the rounds each one warms up."""
+    progress = progress or (lambda: None)
     for run in runs.values():
         run()
         run()
+        progress()
     samples: dict[str, list[float]] = {name: [] for name in runs}
     order = np.random.default_rng(0)  # the same in all processes
     for _ in range(rounds):
@@ -134,6 +140,7 @@ def interleave(
             start = time.perf_counter()
             run()
             samples[name].append(_slowest(time.perf_counter() - start) / iterations)
+            progress()
     result = {}
     for name, values in samples.items():
         low, mid, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -88,7 +89,8 @@ def tune(
       rounds: how often each candidate is timed.
       save: also writes the choice to the user's table ($JFLUX_TUNING_DIR, else the user's cache
         directory), where later processes find it.
-      progress: called with (candidates done, candidates in all).
+      progress: called with (steps done, steps in all), from 0 to all of them; a step compiles a
+        candidate, or runs one.
 
     Returns:
       All times, and the choice.
@@ -123,8 +125,6 @@ def tune(
         _tuning.store(_tuning.user_path(gpu), entry)
     _tuning.remember(gpu, entry)
     jax.clear_caches()  # what was lowered before does not know
-    if progress is not None:
-        progress(len(tried), len(tried))
     return Result(key, seconds, best)
 
 
@@ -150,10 +150,16 @@ def measure(
     ranks = _ranks(mesh, axis_name)
     iterations = _trial.iterations_for(0.02, 2.0 * m * n * k / ranks)
     x_spec, w_spec, y_spec = _trial.specs(op, axis_name, transpose_rhs)
-    runs = {}
-    for done, choice in enumerate(tried):
+    done = itertools.count()
+    total = len(tried) + (1 + rounds) * 2 * len(set(tried))
+
+    def step() -> None:
         if progress is not None:
-            progress(done, len(tried))
+            progress(next(done), total)
+
+    step()
+    runs = {}
+    for choice in tried:
         options = _trial.options(op)
         f = functools.partial(_OPS[op], axis_name=axis_name, transpose_rhs=transpose_rhs, **options)
         body = _trial.loop(f, iterations)
@@ -161,7 +167,8 @@ def measure(
             program = _trial.compiled(body, mesh, (x_spec, w_spec), y_spec, *normal)
         runs[_label(choice)] = _trial.run_of(program, *normal)
         runs[f"{_label(choice)}, zeros"] = _trial.run_of(program, *zeros)
-    timings = _trial.interleave(runs, iterations, rounds)
+        step()
+    timings = _trial.interleave(runs, iterations, rounds, step)
     return {
         choice: sum(timings[_label(choice) + kind].median for kind in ("", ", zeros")) / 2
         for choice in tried

@@ -15,6 +15,7 @@ import os
 import pathlib
 import re
 import tempfile
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -85,6 +86,28 @@ def heuristic(key: Key, sm_count: int, link_gbps: float = 0) -> Choice:
     return Choice(*_jflux.choose(key.op, key.ranks, 1, rows, key.k, key.n, sm_count, link_gbps))
 
 
+def _is_possible(entry: Any) -> bool:
+    """Whether an entry of a table is one, and the kernels can do it."""
+    if not isinstance(entry, list):
+        return entry == APART
+    numbers = len(entry) == 4 and all(type(number) is int for number in entry)
+    return numbers and _jflux.is_possible(tuple(entry))
+
+
+def _possible(choices: Any, path: pathlib.Path) -> Table:
+    """The entries that are possible, with a warning if there are others."""
+    if not isinstance(choices, dict):
+        raise ValueError(f"{path} is not a tuning table (it has no choices): delete it")
+    possible = {key: entry for key, entry in choices.items() if _is_possible(entry)}
+    if len(possible) < len(choices):
+        warnings.warn(
+            f"{path}: {len(choices) - len(possible)} of {len(choices)} entries are ignored, since "
+            "no kernel takes them: run jflux.tune again for these calls",
+            stacklevel=1,
+        )
+    return possible
+
+
 def as_json(choice: Choice | str) -> Any:
     """As tables keep it."""
     return choice if isinstance(choice, str) else list(dataclasses.astuple(choice))
@@ -122,7 +145,7 @@ def slug(gpu: str) -> str:
 def shipped_table(gpu: str) -> Table:
     """The table that comes with jflux for this model of GPU; empty if there is none."""
     path = pathlib.Path(__file__).parent / "tables" / f"{slug(gpu)}.json"
-    return json.loads(path.read_text())["choices"] if path.exists() else {}
+    return _possible(json.loads(path.read_text())["choices"], path) if path.exists() else {}
 
 
 # ---- The user's table ----------------------------------------------------------------------------
@@ -137,17 +160,24 @@ def user_path(gpu: str) -> pathlib.Path:
     return pathlib.Path(base) / f"tuning-{slug(gpu)}.json"
 
 
+def _writer() -> dict[str, str]:
+    """Who writes a table: this version, and the tiles that it has kernels for."""
+    tiles = " ".join(f"{c.tile_n}/{c.cluster_m}" for c in compiled())
+    return {"jflux": __version__, "tiles": tiles}
+
+
 def load(path: pathlib.Path) -> Table:
-    """The choices in a file; none from a file that another version of jflux has written."""
+    """The choices in a file; none from a file of another version of jflux, or one with other tiles,
+    which has not measured these."""
     try:
         content = json.loads(path.read_text())
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} is not a tuning table ({error}): delete it") from error
-    if not isinstance(content, dict) or content.get("jflux") != __version__:
+    if not isinstance(content, dict) or not _writer().items() <= content.items():
         return {}
-    return content["choices"]
+    return _possible(content.get("choices"), path)
 
 
 def store(path: pathlib.Path, choices: Table) -> None:
@@ -155,7 +185,7 @@ def store(path: pathlib.Path, choices: Table) -> None:
     merged = {**load(path), **choices}
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as f:
-        json.dump({"jflux": __version__, "choices": dict(sorted(merged.items()))}, f, indent=1)
+        json.dump({**_writer(), "choices": dict(sorted(merged.items()))}, f, indent=1)
         f.write("\n")
     os.replace(f.name, path)
 

@@ -22,7 +22,7 @@ from harness import operands as call_operands
 from workers.common import environment
 
 import jflux
-from jflux import _heap, _jflux, _tuner, _tuning
+from jflux import _heap, _jflux, _trial, _tuner, _tuning
 from jflux._tuning import APART, Choice
 
 SMS = 132
@@ -139,20 +139,53 @@ def test_files(own_tables):
     assert _tuning.load(path) == {"a": [256, 2, 8, 1], "b": APART}
     content = json.loads(path.read_text())
     assert content["jflux"] == jflux.__version__
-    path.write_text(json.dumps({**content, "jflux": "0.0.0"}))
-    assert _tuning.load(path) == {}  # other kernels
-    path.write_text("{")
-    with pytest.raises(ValueError, match=r"tuning-nvidia_h200.json is not a tuning table.*delete"):
-        _tuning.load(path)
+    for other in ({**content, "jflux": "0.0.0"}, {**content, "tiles": "192/2"}, {"choices": {}}):
+        path.write_text(json.dumps(other))
+        assert _tuning.load(path) == {}  # other kernels
+    for broken in ("{", json.dumps({**content, "choices": []})):
+        path.write_text(broken)
+        with pytest.raises(ValueError, match=r"nvidia_h200.json is not a tuning table.*delete"):
+            _tuning.load(path)
+
+
+def test_entries_that_no_kernel_takes_are_ignored(own_tables):
+    good = {"a": APART, "b": [128, 1, 0, 4], "c": [256, 2, 4096, 1], str(KEY): [192, 2, 8, 1]}
+    bad = [
+        "lax", None, 128, True, {}, [], [192, 2, 8], [128, 1, 1, 1, 1], [128, 1, 1, "1"],
+        [128, True, 1, 1], [128.0, 1, 1, 1], [100, 1, 1, 1], [256, 1, 1, 1], [128, 1, -1, 1],
+        [128, 1, 4097, 1], [128, 1, 1, 3], [128, 2, 1, 2], [192, 1, 1, 2],
+    ]  # fmt: skip
+    path = _tuning.user_path(GPU)
+    _tuning.store(path, {**good, **{f"bad {i}": entry for i, entry in enumerate(bad)}})
+    said = rf"nvidia_h200.json: {len(bad)} of {len(good) + len(bad)} entries .*run jflux.tune again"
+    with pytest.warns(UserWarning, match=said) as warned:
+        assert _tuning.load(path) == good
+        assert _tuning.lookup(KEY, GPU) == Choice(192, 2, 8)
+    assert len({str(w.message) for w in warned}) == 1
+    with pytest.warns(UserWarning, match=said):
+        _tuning.store(path, {"d": APART})
+    assert _tuning.load(path) == {**good, "d": APART}  # and no warning
 
 
 def test_shipped_tables_are_of_compiled_configurations():
     from pathlib import Path
 
-    compiled = {(c.tile_n, c.cluster_m) for c in _tuning.compiled()}
     for path in Path(_tuning.__file__).parent.glob("tables/*.json"):
-        for choice in json.loads(path.read_text())["choices"].values():
-            assert choice == APART or tuple(choice[:2]) in compiled
+        choices = json.loads(path.read_text())["choices"]
+        assert _tuning.shipped_table(path.stem) == choices != {}
+
+
+def test_progress_is_of_all_that_takes_time(monkeypatch):
+    """Compiling each candidate, then each run of it, on both kinds of operands."""
+    monkeypatch.setattr(_trial, "iterations_for", lambda *_: 2)
+    tried, rounds, seen = [Choice(192, 2, 8), Choice(128, 1, 16), APART], 3, []
+    seconds = _tuner.measure(
+        "all_gather_matmul", tried, m=256 * RANKS, n=256 * RANKS, k=64, mesh=make_mesh((RANKS,)),
+        axis_name="tp", rounds=rounds, progress=lambda *step: seen.append(step),
+    )  # fmt: skip
+    assert list(seconds) == tried
+    total = len(tried) * (1 + 2 * (1 + rounds))
+    assert seen == [(done, total) for done in range(total + 1)]
 
 
 def test_wrong_arguments():
@@ -212,7 +245,7 @@ def test_tuned_calls_take_what_was_fastest(op, own_tables):
     result = jflux.tune(
         op, m=m, n=n, k=k, rounds=3, progress=lambda done, total: seen.append((done, total))
     )
-    assert seen[0][0] == 0 and seen[-1][0] == seen[-1][1] == len(result.seconds)
+    assert seen[0][0] == 0 and seen[-1][0] == seen[-1][1] > len(result.seconds)
     assert result.seconds[result.best] == min(result.seconds.values())
     stored = _tuning.load(_tuning.user_path(jax.devices()[0].device_kind))
     assert stored == {str(result.key): _tuning.as_json(result.best)}

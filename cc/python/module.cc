@@ -138,6 +138,10 @@ NB_MODULE(_jflux, m) {
     }
     return list;
   });
+  m.def("is_possible", [](const std::array<int, 4>& choice) {
+    const JfluxChoice c{choice[0], choice[1], choice[2], choice[3]};
+    return jflux_is_possible(&c) != 0;
+  });
   m.def("most_splits", &jflux_most_splits);
   m.def("choose", [](const std::string& op, int64_t world, int64_t outer, int64_t inner, int64_t k,
                      int64_t n, int sm_count, double link_gbps) {

@@ -88,6 +88,8 @@ typedef struct {
 } JfluxChoice;
 // Fills up to `capacity` of those that are compiled; returns how many there are.
 JFLUX_API int jflux_choices(JfluxChoice* choices, int capacity);
+// Whether kernels can do it.
+JFLUX_API int jflux_is_possible(const JfluxChoice* choice);
 // How many CTAs may share the k of a tile in calls of few rows; 1 for an op that is not tuned so.
 JFLUX_API int jflux_most_splits(const char* op);
 

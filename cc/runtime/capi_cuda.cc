@@ -36,6 +36,10 @@ int jflux_choices(JfluxChoice* choices, int capacity) {
   return count;
 }
 
+int jflux_is_possible(const JfluxChoice* c) {
+  return jflux::IsPossible({c->tile_n, c->cluster_m, c->group_m, c->splits});
+}
+
 int jflux_most_splits(const char* op) {
   if (std::strcmp(op, kAllGatherMatmul) == 0) return jflux::kGatherSplits;
   return std::strcmp(op, kMatmulReduceScatter) == 0 ? jflux::kReduceSplits : 1;
