@@ -351,6 +351,36 @@ def test_checkpoint_can_keep_sums_or_gather_again():
             np.testing.assert_array_equal(a, b, err_msg=name)
 
 
+@pytest.mark.parametrize(
+    "kept, gathers",
+    [
+        (["jflux_gathered", "jflux_preactivation", "jflux_activated"], 2),
+        (["jflux_gathered", "jflux_preactivation"], 3),
+        (["jflux_gathered", "jflux_activated"], 3),
+        ([], 3),
+    ],
+)
+def test_checkpoint_of_an_mlp_multiplies_again_only_for_what_is_not_kept(kept, gathers):
+    """One gather is the forward pass's, one is the second product's dx; a third is the first
+    again."""
+    mesh, k, n = make_mesh((RANKS,)), 64, 64
+    x, ws, _ = _operands(32, k, [n, n], (False, False), BF16)
+
+    @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names(*kept))
+    def mlp(x, ws, down):
+        h = _gather(activation="silu", gated=True)(x, ws)
+        return jflux.matmul_reduce_scatter(h, down, axis_name="tp")
+
+    def gradients(x, ws, down):
+        y, vjp = jax.vjp(mlp, x, ws, down)
+        return y, *vjp(y)
+
+    down = normal(7, (RANKS, n, k), BF16)
+    calls = fused_calls(compiled_text(per_device(mesh, gradients), x, ws, down))
+    assert calls.count("all_gather_matmul") == gathers
+    assert calls.count("matmul_reduce_scatter") == 2
+
+
 def test_one_gather_and_no_more():
     """An activation costs no product and no gather of its own, in either direction."""
     mesh, k, n = make_mesh((RANKS,)), 64, 64
@@ -610,3 +640,4 @@ def test_what_cannot_be_added(options, message):
 def test_names():
     assert set(ACTIVATIONS) - {None} == set(jflux._epilogue.ACTIVATIONS)
     assert ops.all_gather_matmul.PREACTIVATION == "jflux_preactivation"
+    assert ops.all_gather_matmul.ACTIVATED == "jflux_activated"

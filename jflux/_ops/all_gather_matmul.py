@@ -25,8 +25,9 @@ from . import _product, exchange
 
 #: The name that `jax.checkpoint` policies know the gathered operands by.
 GATHERED = "jflux_gathered"
-#: And what an activation is applied to.
+#: And what an activation is applied to, and returns.
 PREACTIVATION = "jflux_preactivation"
+ACTIVATED = "jflux_activated"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +83,8 @@ def all_gather_matmul(
     float64), and rounded once.
 
     On GPUs, below 64 rows in all and from 129 to 511, it is :func:`jflux.all_gather` and XLA's
-    product, which are faster there.
+    product, which are faster there; a product is then rounded to y's type before a bias or an
+    activation too, as the reference's is.
 
     Outside ``shard_map`` it takes global arrays, x [..., m, k] sharded over `axis_name` in its
     gather dimension and w [k, n] in its last one, and wraps itself in ``shard_map``.
@@ -90,7 +92,9 @@ def all_gather_matmul(
     Differentiable in reverse mode. dx is one :func:`jflux.matmul_reduce_scatter`; dw multiplies by
     the gathered x, which is kept under the name ``"jflux_gathered"`` so that a `jax.checkpoint`
     policy can choose to gather it again instead. What an activation is applied to is kept under
-    the name ``"jflux_preactivation"``, in y's type.
+    the name ``"jflux_preactivation"``, in y's type, and y, where there is an activation, has the
+    name ``"jflux_activated"``. The kernel makes both: where a later product's dw needs y, a policy
+    that keeps only one of them has the product computed again.
 
     Args:
       x: [..., m/N, k]; float16, bfloat16, float32 or float64 (CPU), float16 or bfloat16 (GPU).
@@ -231,7 +235,9 @@ def _forward(x, ws, biases, params):
     every = dataclasses.replace(params, results=results)
     ys, sums, gathered = _split(differentiable(x, ws, biases, every), len(ws), every)
     gathered = checkpoint_name(gathered, GATHERED)
-    sums = [checkpoint_name(one, PREACTIVATION) for one in sums]
+    if activated:
+        sums = [checkpoint_name(one, PREACTIVATION) for one in sums]
+        ys = [checkpoint_name(one, ACTIVATED) for one in ys]
     return _in_order(params, ys, sums, gathered), (gathered, ws, biases, sums)
 
 
