@@ -29,16 +29,21 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     kinds = ["any", "product", "few_columns", "sum", "large_sum", "exchange"]
     parser.add_argument("--kind", choices=kinds, default="any", help="of calls (workers/)")
+    parser.add_argument(
+        "--graphs", action="store_true", help="replay each call with new inputs too"
+    )
     args = parser.parse_args()
 
     on_cpus = os.environ.get("JAX_PLATFORMS") == "cpu"
     gpus = 0 if on_cpus else len(glob.glob("/dev/nvidia[0-9]*"))
     env = environment("gpu" if gpus else "cpu", 1)
     env["NCCL_NVLS_ENABLE"] = "0"
-    env["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{0.8 / -(-args.ranks // max(gpus, 1)):.3f}"
+    env["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{0.7 / -(-args.ranks // max(gpus, 1)):.3f}"
     command = [sys.executable, "-m", "workers.random_worker", "--port", str(free_port())]
-    for name, value in {**vars(args), "gpus": gpus}.items():
-        command += [f"--{name}", str(value)]
+    command += ["--graphs"] * args.graphs
+    for name in ("ranks", "calls", "seed", "kind"):
+        command += [f"--{name}", str(getattr(args, name))]
+    command += ["--gpus", str(gpus)]
     running = {
         rank: subprocess.Popen([*command, "--rank", str(rank)], env=env, cwd=HERE.parent)
         for rank in range(args.ranks)

@@ -14,7 +14,7 @@ import random
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -23,6 +23,7 @@ parser = argparse.ArgumentParser(description=__doc__)
 for name in ("ranks", "calls", "seed", "rank", "port", "gpus"):
     parser.add_argument(f"--{name}", type=int, required=True)
 parser.add_argument("--kind", required=True)
+parser.add_argument("--graphs", action="store_true")
 args = parser.parse_args()
 
 if args.gpus == 0:
@@ -42,7 +43,7 @@ from jax.sharding import Mesh, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import jflux  # noqa: E402
-from jflux import _heap, _tuning, testing  # noqa: E402
+from jflux import _heap, _jflux, _tuning, testing  # noqa: E402
 from jflux._ops import exchange  # noqa: E402
 from jflux._ops.all_reduce import ALGORITHMS  # noqa: E402
 
@@ -50,6 +51,7 @@ ROWS = [1, 3, 16, 31, 64, 100, 129, 200, 256]
 K = [8, 13, 64, 72, 136, 200, 264, 520, 1000]
 N = [8, 31, 64, 136, 264, 520, 1032, 2056]
 BARRIERS = itertools.count()
+STEPS = 24  # of a loop that GPUs capture
 MOST_PRODUCTS = 1 << 28  # of one rank: the host does them in float64
 
 
@@ -72,20 +74,32 @@ def barrier() -> None:
     global_state.client.wait_at_barrier(f"barrier {next(BARRIERS)}", 60_000)
 
 
+def put(array: Any, mesh: Any) -> Any:
+    sharding = NamedSharding(mesh, P(*mesh.axis_names))
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+
+@contextlib.contextmanager
+def forced(choice: Any) -> Iterator[None]:
+    """What is lowered inside takes this choice, if there is one."""
+    apart = choice == _tuning.APART
+    with (
+        _tuning.force(choice) if choice else contextlib.nullcontext(),
+        jflux.config(always=False) if apart else contextlib.nullcontext(),
+    ):
+        yield
+
+
 def run_and_check(case: Case, epochs: int | None) -> None:
     """Six calls in two runs, from poisoned workspaces: this rank's part must be right, and the same
     each time. With `epochs`, as if before the second run there had been so many calls."""
-    sharding = NamedSharding(case.mesh, P(*case.mesh.axis_names))
-
-    def put(array):
-        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
     def thrice(*operands):
-        """In a loop, whose calls GPUs capture and replay."""
         return lax.scan(lambda _, __: (None, case.body(*operands)), None, length=3)[1]
 
     f = jax.jit(harness.per_device(case.mesh, thrice))
-    operands, lead = tuple(map(put, case.operands)), case.mesh.devices.ndim
+    operands = tuple(put(a, case.mesh) for a in case.operands)
+    lead = case.mesh.devices.ndim
     bits = set()
     for run in range(2):
         testing.poison_workspaces()
@@ -93,11 +107,7 @@ def run_and_check(case: Case, epochs: int | None) -> None:
             barrier()
             _heap.set_cuda_epochs(epochs)
             barrier()
-        apart = case.choice == _tuning.APART
-        with (
-            _tuning.force(case.choice) if case.choice else contextlib.nullcontext(),
-            jflux.config(always=False) if apart else contextlib.nullcontext(),
-        ):
+        with forced(case.choice):
             y = jax.block_until_ready(f(*operands))
         (shard,) = y.addressable_shards
         at = shard.index[:lead]
@@ -107,10 +117,59 @@ def run_and_check(case: Case, epochs: int | None) -> None:
     assert len(bits) == 1, "two runs differ"
 
 
+def replay_and_check(case: Case) -> None:
+    """A loop, whose calls GPUs capture and replay, with other inputs in each step: the same bits as
+    call by call, and in its second run most kernels were enqueued by replays."""
+    factors, signs = np.resize(np.float32([1, 2, 0.5]), STEPS), (1, -1, 2)
+
+    def scaled(factor, x, *rest):
+        return case.body(x * factor.astype(x.dtype), *rest)
+
+    def loop(factors, *operands):
+        def step(_, factor):
+            # What tests/test_graphs.py says of such a loop.
+            return None, [2 * scaled(sign * factor, *operands) for sign in signs]
+
+        return lax.scan(step, None, factors)[1]
+
+    def wide(value):
+        return put(np.broadcast_to(value, (*case.mesh.devices.shape, *np.shape(value))), case.mesh)
+
+    def mine(y):
+        (shard,) = y.addressable_shards
+        return np.asarray(shard.data).reshape(y.shape[case.mesh.devices.ndim :])
+
+    # Its bits are not the same everywhere. (An all-to-all's call may be two as well.)
+    xlas_product = case.choice == _tuning.APART or case.name.startswith("matmul_all_to_all")
+    operands = tuple(put(a, case.mesh) for a in case.operands)
+    once, many = (jax.jit(harness.per_device(case.mesh, f)) for f in (scaled, loop))
+    with forced(case.choice):
+        jax.block_until_ready(many(wide(factors), *operands))
+        before = _jflux.cuda_launches() if args.gpus else 0
+        results = jax.block_until_ready(many(wide(factors), *operands))
+        launches = _jflux.cuda_launches() - before if args.gpus else 0
+        kernels = STEPS * len(signs)
+        assert launches <= kernels / 4, f"the host enqueued {launches} of {kernels} kernels"
+        for sign, ys in zip(signs, results, strict=True):
+            for i in (0, 1, STEPS - 1):
+                got, want = mine(ys)[i], 2 * mine(once(wide(sign * factors[i]), *operands))
+                if xlas_product:
+                    scale = 4 * mine(put(case.scale, case.mesh))
+                    harness.assert_close(got, want, scale, case.dtype, 2 * case.terms)
+                else:
+                    np.testing.assert_array_equal(got, want)
+
+
+@functools.cache
+def orders() -> list[list[Any]]:
+    """Of the devices, a few: each brings groups of its own, and the heap has channels for each."""
+    rng, devices = random.Random(args.seed), jax.devices()
+    return [rng.sample(devices, len(devices)) for _ in range(4)]
+
+
 def draw(rng: random.Random) -> Case:
     """A call over all ranks, in some order, or over the rows or columns of a mesh of them."""
-    devices = list(jax.devices())
-    rng.shuffle(devices)
+    devices = rng.choice(orders())
     sizes = [n for n in range(1, len(devices) + 1) if len(devices) % n == 0]
     mesh = Mesh(np.array(devices).reshape(rng.choice(sizes), -1), ("a", "b"))
     axis_name = rng.choice(["a", "b", ("a", "b"), ("b", "a")])
@@ -270,7 +329,7 @@ def _exchange(rng: random.Random, mesh: Any, axis_name: Any) -> Case:
 def main() -> None:
     faulthandler.enable()
     jflux.config.update(strict=True, always=True)
-    jflux.init(heap_bytes=512 << 20, deadline_seconds=30)
+    jflux.init(deadline_seconds=30)
     rng = random.Random(args.seed)
     start = time.monotonic()
     counts: dict[str, int] = {}
@@ -280,6 +339,8 @@ def main() -> None:
             with testing.planted_faults(max_delay_us=rng.choice([0, 0, 2000])):
                 # They are counted in 32 bits.
                 run_and_check(case, rng.choice([None, 2**32 - rng.randint(1, 4)]))
+                if args.graphs:
+                    replay_and_check(case)
         except Exception as error:
             raise AssertionError(f"rank {args.rank}, call {done}, {case.name}") from error
         kind = case.name.split()[0]
