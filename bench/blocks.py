@@ -162,7 +162,10 @@ def heap_used() -> int:
 
 
 def measure(model: Model, part: str, mesh: Mesh, tokens: int, rounds: int) -> dict[str, Any]:
-    """One row: seconds of each contestant, and the memory that it takes beside its operands."""
+    """One row: seconds of each contestant, and the memory that it takes beside its operands. The
+    heap has to be new: what an earlier row's calls took would not be counted."""
+    if heap_used():
+        raise RuntimeError("calls have taken some of the heap before: jflux.shutdown() first")
     ranks = mesh.devices.size
     shapes = shapes_of(model, part)
     x = _trial.normal(mesh, P(AXIS, None), (tokens, model.width), jnp.bfloat16, seed=0)
@@ -216,12 +219,13 @@ def main() -> None:
     args = parser.parse_args()
     from .__main__ import machine
 
-    jflux.init(heap_bytes=args.heap_gib << 30)
     mesh = Mesh(np.array(jax.devices()[: args.ranks]), (AXIS,))
     rows = []
     print(" | ".join(COLUMNS))
     for model in MODELS:
         for part in ("mlp", "block"):
+            jflux.shutdown()
+            jflux.init(heap_bytes=args.heap_gib << 30)
             rows.append(measure(model, part, mesh, args.tokens, args.rounds))
             print(" | ".join(cells(rows[-1])), flush=True)
     if args.out:

@@ -25,8 +25,8 @@ from jax.sharding import PartitionSpec as P
 
 import jflux
 import jflux.testing
-from bench import shapes
-from jflux import _heap, _mesh, _trial, _tuner, _tuning, reference
+from bench import products, shapes
+from jflux import _heap, _mesh, _trial, _tuner, _tuning
 from jflux._epilogue import Epilogue
 from jflux._tuning import Choice
 
@@ -161,22 +161,6 @@ def section_values(ranks: int) -> list[str]:
     return [f"values, {ranks} ranks: {len(cases) - bad} of {len(cases)} right", *lines]
 
 
-def product_alone(transpose: bool, results=("y",), out_dtype=None, epilogue=None):
-    """The main loop of one rank, which sends and waits for nothing: a function of (x, w), and a
-    bias if there is an `epilogue`."""
-    from jflux._ops import all_gather_matmul as op
-
-    def f(x, *operands):
-        params = op.Params(
-            axis_names=("tp",), world=1, gather_dimension=x.ndim - 2, results=results,
-            transpose_rhs=transpose, out_dtype=np.dtype(out_dtype or x.dtype), epilogue=epilogue,
-        )  # fmt: skip
-        found = op._primitive.bind(x, *operands, params=params)
-        return tuple(found) if len(results) > 1 else found[0]
-
-    return f
-
-
 WITH_SUMS = dict(results=("y", "sums"), epilogue=Epilogue(biased=(True,), activation="relu"))
 
 # How a product leaves its kernel: its options, and the shape of x's rows.
@@ -205,7 +189,7 @@ def check_alone(m, n, k, dtype, transpose: bool, choice: Choice | None, way: str
     operands = [x.reshape(*rows_of(m), k), w.T.copy() if transpose else w]
     operands += [bias] if "epilogue" in options else []
     f = jax.shard_map(
-        product_alone(transpose, **options), mesh=mesh_of(1), in_specs=P(), out_specs=P(),
+        products.product_alone(transpose, **options), mesh=mesh_of(1), in_specs=P(), out_specs=P(),
         check_vma=False,
     )  # fmt: skip
     with _tuning.force(choice) if choice else contextlib.nullcontext():
@@ -248,48 +232,21 @@ def section_tiles() -> list[str]:
 
 def section_gemm(names: list[str], rounds: int, zeros: bool, chosen: bool) -> list[str]:
     """The speed of the product alone in that of XLA's; with `chosen`, of what is chosen only."""
-    mesh, spec, lines = mesh_of(1), P(None, None), []
-    done = set()
-    for shape in itertools.chain(*(shapes.LISTS[name] for name in names)):
-        m, n, k = shape.m, shape.n, shape.k  # one of four ranks' part
-        if shape.op == shapes.A2A:
-            m //= 4
-        else:
-            n, k = (n // 4, k) if shape.op == shapes.AG else (n, k // 4)
-        if (m, n, k) in done:
-            continue
-        done.add((m, n, k))
-        iterations = int(min(100, max(5, 0.02 / (2 * m * n * k / 600e12 + 30e-6))))
-        x = jax.random.normal(jax.random.key(0), (m, k)).astype(jnp.bfloat16)
-        w = (jax.random.normal(jax.random.key(1), (k, n)) / k**0.5).astype(jnp.bfloat16)
-        x, w = (jnp.zeros_like(x), jnp.zeros_like(w)) if zeros else (x, w)
-        runs = {}
-        contestants = [
-            ("G", lambda x, w: x @ w, w, None),
-            ("G nk", lambda x, w: reference.matmul(x, w, x.dtype, None, True), w.T.copy(), None),
-            ("kn", product_alone(False), w, None),
-            ("nk", product_alone(True), w.T.copy(), None),
-        ]
+    lines = []
+    for m, n, k in products.of_one_rank(names):
         choices = [] if chosen else _tuning.compiled()
         if choices and m <= 128:
             choices += [Choice(128, 1, 1, splits) for splits in (2, 4)]
-        contestants += [(str(c), product_alone(False), w, c) for c in choices]
-        for name, f, b, choice in contestants:
-            body = _trial.loop(f, iterations)
-            with _tuning.force(choice) if choice else contextlib.nullcontext():
-                program = _trial.compiled(body, mesh, (spec, spec), spec, x, b)
-            runs[name] = _trial.run_of(program, x, b)
-        t = {
-            name: timing.median
-            for name, timing in _trial.interleave(runs, iterations, rounds).items()
-        }
+        row = products.measure(m, n, k, jnp.bfloat16, zeros=zeros, rounds=rounds, choices=choices)
+        g, g_nk = row["G"]["median"], row["G nk"]["median"]
+        kn, nk = products.speeds(row)
         line = (
-            f"gemm {m:5} {n:6} {k:6}  G {t['G'] * 1e3:7.3f}, w [n, k] {t['G nk'] * 1e3:7.3f} ms; "
-            f"of their speed: as chosen {t['G'] / t['kn']:.3f}, w [n, k] {t['G nk'] / t['nk']:.3f}"
+            f"gemm {m:5} {n:6} {k:6}  G {g * 1e3:7.3f}, w [n, k] {g_nk * 1e3:7.3f} ms; "
+            f"of their speed: as chosen {kn:.3f}, w [n, k] {nk:.3f}"
         )
         for c in choices:
             split = f"/{c.splits}" if c.splits > 1 else ""
-            line += f", {c.tile_n}/{c.cluster_m}{split} {t['G'] / t[str(c)]:.3f}"
+            line += f", {c.tile_n}/{c.cluster_m}{split} {g / row[str(c)]['median']:.3f}"
         print(line, flush=True)
         lines.append(line)
     return lines
