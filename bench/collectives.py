@@ -28,6 +28,7 @@ import jflux
 from jflux import _trial
 
 from . import __main__ as bench
+from . import rates
 
 KiB = 1 << 10
 SIZES = [512 << i for i in (0, 2, 4, 6, 8, 9, 10, 11, 12, 13, 14, 15, 17)]  # bytes: to 64 MiB
@@ -188,6 +189,10 @@ def measure(case: Case, mesh: Mesh, rounds: int) -> dict[str, Any]:
             )
             runs["C"] = _trial.run_of(captured, *operands)
     timings = _trial.interleave(runs, turns * CHAIN * case.calls, rounds)
+    ranks = mesh.devices.size
+    for name in timings.keys() - {"alone"}:  # which moves nothing
+        what, moved = f"{case.op}, {name}", case.bytes * (ranks - 1) / ranks
+        rates.check(what, timings[name].median, link_bytes=moved)
     return {"op": case.op, "bytes": case.bytes} | {
         name: dataclasses.asdict(t) for name, t in timings.items()
     }

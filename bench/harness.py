@@ -23,12 +23,8 @@ import jflux
 from jflux import _trial, reference
 from jflux._trial import Timing
 
-from . import peers
+from . import peers, rates
 from .shapes import A2A, AG, AR, Shape
-
-# Dense bf16 peak of the chips that jflux has kernels for, FLOP/s (NVIDIA's data sheets), by how
-# their names begin ("NVIDIA H100 80GB HBM3").
-PEAK_FLOPS = {"NVIDIA H100": 989e12, "NVIDIA H200": 989e12}
 
 
 def contestants(shape: Shape) -> dict[str, Callable[[jax.Array, jax.Array], jax.Array]]:
@@ -113,15 +109,16 @@ def is_one_kernel(op: str, program: Any) -> bool:
     return f'"jflux_{op}"' in program.as_text()
 
 
-def check_rate(shape: Shape, ranks: int, seconds: float) -> None:
-    """Raises if the figure says that the chip did more than it can."""
-    kind = jax.devices()[0].device_kind
-    peak = next((peak for name, peak in PEAK_FLOPS.items() if kind.startswith(name)), None)
-    rate = shape.flops(ranks) / seconds
-    if peak is not None and rate > peak:
-        raise RuntimeError(
-            f"{shape} at {rate / 1e12:.0f} TFLOP/s is above {kind}'s peak of {peak / 1e12:.0f}: "
-            "the benchmark is wrong"
+def check_rates(shape: Shape, ranks: int, seconds: Mapping[str, float]) -> None:
+    """Raises if one of the contestants' figures says that the chip, or its links, did more than
+    they can. G moves nothing to peers, and C multiplies nothing."""
+    flops, links = shape.flops(ranks), rates.least_link_bytes(shape, ranks)
+    for name, value in seconds.items():
+        rates.check(
+            f"{shape}, {name}",
+            value,
+            flops=0 if name == "C" else flops,
+            link_bytes=0 if name == "G" else links,
         )
 
 
@@ -143,8 +140,7 @@ def measure(
         except peers.Unavailable as e:
             print(f"{shape}: {e}", file=sys.stderr)
     timings = _trial.interleave(runs, iterations, rounds)
-    for name in timings.keys() - {"C"}:
-        check_rate(shape, ranks, timings[name].median)
+    check_rates(shape, ranks, {name: timing.median for name, timing in timings.items()})
     return timings
 
 

@@ -26,7 +26,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jflux
-from bench import shapes
+from bench import rates, shapes
 from jflux import _trial, _tuning, reference
 from jflux._tuning import Choice
 
@@ -91,8 +91,10 @@ def measure(
         with _tuning.force(choice) if choice else contextlib.nullcontext():
             program = _trial.compiled(_trial.loop(f, iterations), mesh, (spec, spec), spec, x, b)
         runs[name] = _trial.run_of(program, x, b)
-    row: dict[str, Any] = {"m": m, "n": n, "k": k, "dtype": np.dtype(dtype).name, "zeros": zeros}
+    what = {"m": m, "n": n, "k": k, "dtype": np.dtype(dtype).name, "zeros": zeros}
+    row: dict[str, Any] = dict(what)
     for name, timing in _trial.interleave(runs, iterations, rounds).items():
+        rates.check(f"{what}, {name}", timing.median, flops=2.0 * m * n * k)
         row[name] = dataclasses.asdict(timing)
     return row
 

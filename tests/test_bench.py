@@ -15,38 +15,87 @@ import jflux
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bench import accuracy, collectives, compare, decode, harness, peers, render, shapes  # noqa: E402
+from bench import accuracy, collectives, compare, decode, harness, peers, rates, render, shapes  # noqa: E402
 
 
-def _result(path, times):
-    def timing(seconds):
-        return {"median": seconds, "low": seconds, "high": seconds}
-
-    rows = [
-        {"op": op, "m": m, "n": 8, "k": 16, "S": timing(s), "J": timing(j)}
-        for (op, m), (s, j) in times.items()
-    ]
-    path.write_text(json.dumps({"machine": {}, "rows": rows}))
-    return compare.ratios(path)
+def _timing(median, spread=0.0):
+    return {"median": median, "low": median * (1 - spread), "high": median * (1 + spread)}
 
 
-def test_compare_shows_the_change_of_the_ratio(tmp_path):
-    before = _result(tmp_path / "a", {("f", 64): (2.0, 1.0), ("f", 128): (1.0, 1.0)})
-    # Twice as fast a machine, and the same ratio.
-    after = _result(tmp_path / "b", {("f", 64): (1.0, 0.5), ("g", 128): (1.0, 1.0)})
-    lines = compare.compare(before, after)
-    assert len(lines) == 2 and lines[1].split() == ["f", "64", "8", "16", "0.500", "0.500", "+0.0%"]
-    assert compare.compare(before, {("f", 64, 8, 16): 0.75})[1].split()[-1] == "+50.0%"
+def _compared(tmp_path, capsys, *results):
+    paths = [tmp_path / "before.json", tmp_path / "after.json"]
+    for path, result in zip(paths, results, strict=True):
+        path.write_text(json.dumps(result))
+    compare.main([*map(str, paths)])
+    return capsys.readouterr()
 
 
-def test_impossible_rates_are_refused(monkeypatch):
+def test_compare_shows_the_change_of_the_ratio(tmp_path, capsys):
+    def result(times, gpus="2 x X"):
+        rows = [
+            {"op": op, "m": m, "S": _timing(s, 0.01), "J": _timing(j, 0.01)}
+            for (op, m), (s, j) in times.items()
+        ]
+        return {"machine": {"gpus": gpus}, "rows": rows}
+
+    before = result({("f", 64): (2.0, 1.0), ("f", 128): (1.0, 1.0), ("f", 256): (1.0, 1.0)})
+    # Twice as fast a machine; the same ratio, one that is slower, and one by less than the noise.
+    times = {
+        ("f", 64): (1.0, 0.5),
+        ("f", 128): (0.5, 0.6),
+        ("f", 256): (0.5, 0.505),
+        ("g", 1): (1, 1),
+    }
+    said = _compared(tmp_path, capsys, before, result(times, "4 x X"))
+    rows = [line.split() for line in said.out.splitlines()[1:-1]]
+    assert rows[0] == ["f", "64", "J", "/", "S", "0.5", "0.5", "+0.0%"]
+    assert rows[1] == ["f", "128", "J", "/", "S", "1", "1.2", "+20.0%"]
+    assert rows[2][-2:] == ["+1.0%", "noise"]
+    assert "1 more rows" in said.out and "gpus was 2 x X, is 4 x X" in said.err
+    with pytest.raises(SystemExit, match="no row in common"):
+        _compared(tmp_path, capsys, before, result({("g", 1): (1.0, 1.0)}))
+    with pytest.raises(SystemExit, match="has rows, .* has blocks"):
+        _compared(tmp_path, capsys, before, {"machine": {}, "blocks": []})
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "bench" / "results").glob("*.json")), ids=str)
+def test_every_result_compares_with_itself(path, capsys):
+    compare.main([str(path), str(path)])
+    said = capsys.readouterr()
+    lines = said.out.splitlines()
+    (rows,) = (value for value in json.loads(path.read_text()).values() if isinstance(value, list))
+    assert len(lines) > len(rows) and not said.err
+    assert all(line.endswith("+0.0%") for line in lines[1:])
+
+
+@pytest.fixture
+def as_fast_as_an_h200(monkeypatch):
+    kind = rates.jax.devices()[0].device_kind
+    monkeypatch.setitem(rates.PEAKS, kind[:3], rates.PEAKS["NVIDIA H200"])
+    rates.peaks.cache_clear()
+    yield
+    rates.peaks.cache_clear()
+
+
+def test_impossible_rates_are_refused(as_fast_as_an_h200):
     shape = shapes.Shape("all_gather_matmul", 8192, 49152, 12288)
-    kind = harness.jax.devices()[0].device_kind
-    monkeypatch.setitem(harness.PEAK_FLOPS, kind[:3], 989e12)  # "NVIDIA H100" of a longer name
-    possible = shape.flops(4) / 900e12
-    harness.check_rate(shape, 4, possible)
-    with pytest.raises(RuntimeError, match="the benchmark is wrong"):
-        harness.check_rate(shape, 4, possible / 1.2)
+    product = shape.flops(4) / 900e12
+    gather = 3 / 4 * 8192 * 12288 * 2 / 400e9
+    possible = {"G": product, "C": gather, "S": product + gather, "J": product}
+    harness.check_rates(shape, 4, possible)
+    too_fast = {"G": product, "C": gather, "S": product, "J": product}
+    for name, seconds in too_fast.items():
+        with pytest.raises(RuntimeError, match=f"{name} at .*the benchmark is wrong"):
+            harness.check_rates(shape, 4, possible | {name: seconds / 1.2})
+
+
+def test_no_committed_figure_is_refused(as_fast_as_an_h200):
+    for _, result in render.of_ops(render.load()):
+        ranks = int(result["machine"]["gpus"].split()[0])
+        for row in result["rows"]:
+            shape = shapes.Shape(row["op"], row["m"], row["n"], row["k"])
+            seconds = {name: v["median"] for name, v in row.items() if isinstance(v, dict)}
+            harness.check_rates(shape, ranks, seconds)
 
 
 def test_collectives_are_rendered():
