@@ -27,7 +27,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--calls", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    kinds = ["any", "product", "few_columns", "sum", "large_sum", "exchange"]
+    kinds = ["any", "product", "few_columns", "sum", "norm", "large_sum", "exchange"]
     parser.add_argument("--kind", choices=kinds, default="any", help="of calls (workers/)")
     parser.add_argument(
         "--graphs", action="store_true", help="replay each call with new inputs too"

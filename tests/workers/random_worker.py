@@ -68,6 +68,7 @@ class Case:
     dtype: Any
     terms: int
     choice: Any = None
+    is_xlas: bool = False  # at least in part: its bits need not be the same in another program
 
 
 def barrier() -> None:
@@ -139,8 +140,6 @@ def replay_and_check(case: Case) -> None:
         (shard,) = y.addressable_shards
         return np.asarray(shard.data).reshape(y.shape[case.mesh.devices.ndim :])
 
-    # Its bits are not the same everywhere. (An all-to-all's call may be two as well.)
-    xlas_product = case.choice == _tuning.APART or case.name.startswith("matmul_all_to_all")
     operands = tuple(put(a, case.mesh) for a in case.operands)
     once, many = (jax.jit(harness.per_device(case.mesh, f)) for f in (scaled, loop))
     with forced(case.choice):
@@ -153,7 +152,7 @@ def replay_and_check(case: Case) -> None:
         for sign, ys in zip(signs, results, strict=True):
             for i in (0, 1, STEPS - 1):
                 got, want = mine(ys)[i], 2 * mine(once(wide(sign * factors[i]), *operands))
-                if xlas_product:
+                if case.is_xlas:
                     scale = 4 * mine(put(case.scale, case.mesh))
                     harness.assert_close(got, want, scale, case.dtype, 2 * case.terms)
                 else:
@@ -173,7 +172,7 @@ def draw(rng: random.Random) -> Case:
     sizes = [n for n in range(1, len(devices) + 1) if len(devices) % n == 0]
     mesh = Mesh(np.array(devices).reshape(rng.choice(sizes), -1), ("a", "b"))
     axis_name = rng.choice(["a", "b", ("a", "b"), ("b", "a")])
-    kinds = [_product] * 6 + [_few_columns] * 3 + [_sum, _large_sum, _exchange]
+    kinds = [_product] * 6 + [_few_columns] * 3 + [_sum, _norm, _large_sum, _exchange]
     if args.kind != "any":
         kinds = [kind for kind in kinds if kind.__name__ == f"_{args.kind}"]
     return rng.choice(kinds)(rng, mesh, axis_name)
@@ -237,6 +236,8 @@ def _product(rng: random.Random, mesh: Any, axis_name: Any, **fields: Any) -> Ca
         dtype=call.dtype,
         terms=call.terms(world),
         choice=choice,
+        # An all-to-all may be two calls as well.
+        is_xlas=world == 1 or choice == _tuning.APART or call.is_exchange,
     )
 
 
@@ -276,6 +277,37 @@ def _sum(rng: random.Random, mesh: Any, axis_name: Any) -> Case:
     )
 
 
+def _norm(rng: random.Random, mesh: Any, axis_name: Any) -> Case:
+    """A residual and RMSNorm after an all_reduce, in its kernel where all goes to all at once."""
+    world, dtype = harness.world_of(mesh, axis_name), rng.choice(harness.HALVES)
+    rows, width = rng.choice([1, 3, 16, 33, 40]), rng.choice([64, 1000, 4096, 8192])
+    x = harness.normal(rng.randrange(1 << 30), (*mesh.devices.shape, rows, width), dtype)
+    # The same on all ranks: constants of the program.
+    residual, factor = (
+        harness.normal(1, (rows, width), dtype),
+        harness.normal(2, (width,), np.float32),
+    )
+
+    def body(x):
+        norm = jflux.RMSNorm(factor)
+        return jflux.all_reduce(x, axis_name=axis_name, residual=residual, norm=norm)[1]
+
+    sums, sizes = _sums_of(mesh, axis_name, x, abs(x))
+    sums, sizes = sums + residual.astype(np.float64), sizes + abs(residual).astype(np.float64)
+    over = factor / np.sqrt(np.mean(sums**2, -1, keepdims=True) + 1e-6)
+    return Case(
+        name=f"norm {rows} x {width} {axis_name}",
+        mesh=mesh,
+        body=body,
+        operands=(x,),
+        want=sums * over,
+        scale=sizes * abs(over),
+        dtype=dtype,
+        terms=world,
+        is_xlas=world == 1,
+    )
+
+
 def _large_sum(rng: random.Random, mesh: Any, axis_name: Any) -> Case:
     """matmul_all_reduce in one kernel: whole tiles for each rank, or, on two, few rows."""
     world, dtype = harness.world_of(mesh, axis_name), rng.choice(harness.HALVES)
@@ -296,6 +328,7 @@ def _large_sum(rng: random.Random, mesh: Any, axis_name: Any) -> Case:
         scale=scale,
         dtype=dtype,
         terms=world * k,
+        is_xlas=world == 1,
     )
 
 
