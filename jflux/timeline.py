@@ -47,7 +47,8 @@ class Timeline:
       events: {device id: structured array with begin_ns, end_ns (of the host's clock, to
         which the GPUs' timers are set when recording starts: to a few microseconds), call
         (a number that grows from call to call), kind (an index into :data:`KINDS`), sm, and two
-        numbers that the kind explains: tile row and tile column, or peer and chunk}.
+        numbers that the kind explains: tile row and tile column; of "send" and "copy" the peer, and
+        the chunk or tile row}.
       missed: how many events found no room.
     """
 
@@ -70,7 +71,7 @@ class Timeline:
                 kind = KINDS[e["kind"]]
                 role = _ROLE_OF.get(kind, 2)
                 sends = kind in ("send", "copy")
-                names = ("peer", "chunk") if sends else ("tile row", "tile column")
+                names = ("peer", "chunk or tile row") if sends else ("tile row", "tile column")
                 trace.append(
                     {
                         "name": kind,

@@ -21,6 +21,6 @@ def test_many_calls_in_each_program():
 @pytest.mark.multiprocess
 def test_ranks_that_share_gpus():
     here = pathlib.Path(__file__).parent
-    command = [sys.executable, "shared_gpu.py", "--ranks", "3", "--calls", "6", "--seed", "5"]
+    command = [sys.executable, "shared_gpu.py", "--ranks", "3", "--calls", "6", "--graphs"]
     done = subprocess.run(command, cwd=here, timeout=150, text=True, capture_output=True)
     assert done.returncode == 0 and "6 calls right" in done.stdout, done.stderr

@@ -37,7 +37,7 @@ def test_saved_for_perfetto(tmp_path):
         (3, "send", 1.0, 2.0),
         (3, "multiply", 2.0, 3.0),
     ]
-    assert work[2]["args"] == {"call": 7, "peer": 1, "chunk": 9}
+    assert work[2]["args"] == {"call": 7, "peer": 1, "chunk or tile row": 9}
     assert work[3]["args"] == {"call": 7, "tile row": 2, "tile column": 1}
     # Every thread of every process has a name.
     named = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
