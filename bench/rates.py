@@ -26,7 +26,7 @@ def peaks(kind: str) -> tuple[float, float]:
 
 
 def least_link_bytes(shape: Shape, ranks: int) -> float:
-    """What each rank gets of its peers in a call, of 16-bit numbers, at least."""
+    """What reaches a rank in a call, or leaves it, of 16-bit numbers, at least."""
     others = (ranks - 1) / ranks
     if shape.op == AG:
         return 2.0 * shape.m * shape.k * others
