@@ -1,5 +1,7 @@
 """Kernels inside CUDA graphs: XLA captures them, and replays find new inputs and new epochs."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ from harness import PLATFORM, RANKS, Call, assert_close, exact, make_mesh, norma
 
 import jflux
 from jflux import _jflux
+from jflux._ops.all_reduce import ALGORITHMS
 
 STEPS = 60
 SCALES = (2.0, -1.0, 0.5)
@@ -89,3 +92,66 @@ def test_few_rows_of_an_all_reduce():
             size = np.einsum("rmk,rkn->mn", abs(scale * x[:, step]), abs(w))
             for y in np.asarray(ys)[:, step]:
                 assert_close(y, want, size, jnp.bfloat16, 2 * 136)
+
+
+# ---- Many replays, of small integers, whose sums are exact ---------------------------------------
+
+
+def _rows_of_all(row):
+    return jflux.all_gather(row, axis_name="tp")
+
+
+WIDTH = 40
+SUMS_A_STEP = 4  # so that there is something to capture
+#: Each sums x [RANKS, WIDTH] of small integers over the ranks, by other kernels: of a rank's rows.
+SUMS = {
+    **{a: functools.partial(jflux.all_reduce, axis_name="tp", algorithm=a) for a in ALGORITHMS},
+    "residual": lambda x: jflux.all_reduce(x, axis_name="tp", residual=jnp.ones_like(x)) - 1,
+    "all_gather": lambda x: jflux.all_gather(x, axis_name="tp").sum(0),
+    "reduce_scatter": lambda x: _rows_of_all(jflux.reduce_scatter(x, axis_name="tp")),
+    "all_to_all": lambda x: _rows_of_all(
+        jflux.all_to_all(x, axis_name="tp", split_axis=0, concat_axis=0).sum(0)
+    ),
+    "matmul_all_reduce": lambda x: jflux.matmul_all_reduce(
+        x, jnp.eye(WIDTH, dtype=x.dtype), axis_name="tp"
+    ),
+    "matmul_reduce_scatter": lambda x: _rows_of_all(
+        jflux.matmul_reduce_scatter(x, jnp.eye(WIDTH, dtype=x.dtype), axis_name="tp")[0]
+    ),
+    "all_gather_matmul": lambda x: sum(
+        jnp.split(jflux.all_gather_matmul(x, jnp.eye(WIDTH, dtype=x.dtype), axis_name="tp"), RANKS)
+    ),
+}
+
+
+def _next(x, seen, total, salt):
+    """0 to 15, other ones in each step and on each rank; and all sums so far, folded into one."""
+    return (3 * x + 5 * total + salt) % 16, 31 * seen + total
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_ten_thousand_replays(name):
+    """Each step has other inputs, and what all sums before it were shows in the end, to the bit."""
+    steps = 10_000 if PLATFORM == "gpu" else 200
+    mesh = make_mesh((RANKS,))
+    x = np.random.default_rng(0).integers(0, 16, (RANKS, RANKS, WIDTH), np.int32)
+
+    def body(x):
+        rank = jax.lax.axis_index("tp")
+
+        def step(i, carry):
+            for turn in range(SUMS_A_STEP):
+                x, _ = carry
+                total = SUMS[name](x.astype(jnp.bfloat16)).astype(jnp.int32)
+                carry = _next(*carry, total, i + turn + 7 * rank)
+            return carry
+
+        return jax.lax.fori_loop(0, steps, step, (x, jnp.zeros_like(x)))
+
+    f = jax.jit(per_device(mesh, body, check_vma=False))
+    got = _replayed(f, RANKS * steps * SUMS_A_STEP, x)
+    rank, want = np.arange(RANKS, dtype=np.int32)[:, None, None], (x, np.zeros_like(x))
+    for i in range(steps):
+        for turn in range(SUMS_A_STEP):
+            want = _next(*want, want[0].sum(0, dtype=np.int32), i + turn + 7 * rank)
+    np.testing.assert_array_equal(got, want)
