@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import (
+    PLATFORM,
     RANKS,
     SHAPES,
     compiled_text,
@@ -220,6 +221,40 @@ def test_few_rows(rows, dtype, transpose_rhs):
     want = np.einsum("rmk,rkn->mn", x, w) + residual
     size = np.einsum("rmk,rkn->mn", abs(x), abs(w)) + abs(residual)
     testing.assert_close(y, want, size, dtype, 2 * 72)
+
+
+def test_few_rows_round_parts_and_then_their_sum_once():
+    """Each part as it travels, and the sum with the residual in it. float32 holds all of these."""
+    random, shapes = np.random.default_rng(0), ((2, 64, 72), (2, 72, 10248), (64, 10248))
+    operands = [random.integers(-50, 51, shape).astype(jnp.bfloat16) for shape in shapes]
+    norm = np.ones(10248, np.float32)  # not used
+    (y,) = run(jax.jit(_program(jflux, make_mesh((2,)), "residual")), *operands, norm, norm)
+    x, w, residual = (a.astype(np.float32) for a in operands)
+    parts = np.einsum("rmk,rkn->rmn", x, w).astype(jnp.bfloat16).astype(np.float32)
+    np.testing.assert_array_equal(y, (parts[0] + parts[1] + residual).astype(jnp.bfloat16))
+
+
+def test_few_rows_without_waits_are_wrong():
+    mesh = make_mesh((2,))
+    x, w = normal(0, (2, 64, 8), jnp.bfloat16), normal(1, (2, 8, 8192), jnp.bfloat16)
+    f = jax.jit(per_device(mesh, functools.partial(jflux.matmul_all_reduce, axis_name="tp")))
+    want = run(f, x, w)
+    with testing.planted_faults(skip_waits=True, max_delay_us=50_000):
+        right = []
+        for _ in range(5):
+            testing.poison_workspaces()
+            right.append(np.array_equal(want, jax.block_until_ready(f(x, w))))
+    assert not all(right)
+    np.testing.assert_array_equal(want, run(f, x, w))
+
+
+@pytest.mark.skipif(PLATFORM != "cpu", reason="test_heap_of_the_kernel asks GPUs")
+def test_few_rows_take_room_for_the_peers_tiles_alone(own_heap):
+    own_heap()
+    x, w, *_ = _operands(jnp.bfloat16, 128, 8, 10248, ranks=2)
+    _check(make_mesh((2,)), "tp", x, w)
+    said = matmul_all_reduce.heap_bytes_of(128, 10248, 2)
+    assert 0 < _heap.usage("cpu") <= said * 1.01 + 8192
 
 
 def test_few_rows_of_other_types_are_summed_apart():

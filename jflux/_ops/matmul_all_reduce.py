@@ -269,7 +269,7 @@ def heap_bytes_of(rows: int, columns: int, world: int) -> int:
 
 
 def _adapt(x, w, *residual, params, platform):
-    if residual and (platform != "cuda" or residual[0].dtype != params.out_dtype):
+    if residual and residual[0].dtype != params.out_dtype:
 
         def apart(x, w, residual):
             return [_epilogue.add(_primitive.bind(x, w, params=params)[0], [residual])]

@@ -1,5 +1,6 @@
-// matmul_all_reduce's CPU body, which is the tile protocol itself, on 1 to 8 threads. Tilings
-// are small, so that tiles straddle ranks, and several ranks own parts of one tile.
+// matmul_all_reduce's CPU bodies, which are the protocols themselves: that of tiles on 1 to 8
+// threads, and that of few rows on two. Tilings are small, so that tiles straddle ranks, and
+// several ranks own parts of one tile.
 #include "ops/matmul_all_reduce/matmul_all_reduce.h"
 
 #include <set>
@@ -18,10 +19,10 @@ struct Shape {
 const Shape kShapes[] = {
     {16, 8, 16, {4, 8}},    // whole tiles
     {5, 7, 9, {16, 8}},     // several ranks in one tile
-    {33, 16, 8, {16, 8}},   // tiles straddle
+    {33, 15, 8, {16, 8}},   // tiles straddle
     {7, 5, 24, {4, 8}},     // tiles straddle on both sides
     {1, 3, 1, {4, 8}},      // one row per rank
-    {12, 16, 33, {32, 8}},  //
+    {12, 15, 33, {32, 8}},  //
 };
 const struct {
   DType in, out;
@@ -29,83 +30,156 @@ const struct {
                {DType::kBF16, DType::kBF16}, {DType::kBF16, DType::kF32},
                {DType::kF16, DType::kF16},   {DType::kF32, DType::kBF16}};
 
-void Check(int world, uint32_t first_epoch, int calls_each, int max_delay_us) {
+struct Schedule {
+  uint32_t first_epoch;
+  int calls, max_delay_us;
+};
+
+// Runs as many calls as the schedule has, of seeds of their own: make(seed).
+template <typename Make>
+void ExpectRight(int world, const Schedule& schedule, uint32_t seed, const std::string& what,
+                 const Make& make) {
+  std::vector<decltype(make(0))> calls;
+  for (int i = 0; i < schedule.calls; ++i) calls.push_back(make(seed * 16 + i));
+  PlainHeap heap(world, calls[0]->Channel(), schedule.first_epoch);
+  RunOptions options;
+  options.first_epoch = schedule.first_epoch;
+  options.max_delay_us = schedule.max_delay_us;
+  options.seed = seed;
+  const std::string error = Join(RunRanks(heap, Pointers(calls), options));
+  EXPECT(error.empty()) << error;
+  for (const auto& call : calls) {
+    EXPECT_EQ(call->Wrong(), 0) << what << " call " << &call - &calls[0];
+  }
+}
+
+void Check(int world, const Schedule& schedule) {
   uint32_t seed = 100 * world;
   for (const Shape& s : kShapes) {
     for (const auto& dtypes : kDtypes) {
       ++seed;
-      const bool transposed = seed % 2;
+      const bool transposed = seed % 2, residual = seed / 2 % 2;
       const MatmulAllReduceParams p{
           {Rows{world, 1, s.inner}, s.k, s.n, dtypes.in, dtypes.out, transposed}};
-      std::vector<std::unique_ptr<Call>> calls;
-      for (int i = 0; i < calls_each; ++i) {
-        calls.push_back(std::make_unique<MatmulAllReduceCall>(p, s.tiling, seed * 16 + i));
-      }
-      PlainHeap heap(world, calls[0]->Channel(), first_epoch);
-      RunOptions options;
-      options.first_epoch = first_epoch;
-      options.max_delay_us = max_delay_us;
-      options.seed = seed;
-      const std::string error = Join(RunRanks(heap, Pointers(calls), options));
-      EXPECT(error.empty()) << error;
-      for (const auto& call : calls) {
-        EXPECT_EQ(call->Wrong(), 0)
-            << "world " << world << " inner " << s.inner << " tile_m " << s.tiling.tile_m
-            << " dtype " << dtypes.in << " call " << &call - &calls[0];
-      }
+      std::ostringstream what;
+      what << "world " << world << " inner " << s.inner << " tile_m " << s.tiling.tile_m
+           << " dtype " << static_cast<int>(dtypes.in);
+      ExpectRight(world, schedule, seed, what.str(), [&](uint32_t call_seed) {
+        return std::make_unique<MatmulAllReduceCall>(p, s.tiling, call_seed, residual);
+      });
     }
   }
 }
 
 TEST(EqualsItsDefinition) {
-  for (int world = 1; world <= kMaxRanks; ++world) Check(world, 1, 4, 300);
+  for (int world = 1; world <= kMaxRanks; ++world) Check(world, {1, 4, 300});
 }
 
 TEST(WithoutDelays) {
-  for (int world : {2, 4, 7}) Check(world, 1, 6, 0);
+  for (int world : {2, 4, 7}) Check(world, {1, 6, 0});
 }
 
-TEST(AcrossTheWrapOfEpochs) { Check(3, 0xfffffffd, 6, 100); }
+TEST(AcrossTheWrapOfEpochs) { Check(3, {0xfffffffd, 6, 100}); }
 
-MatmulAllReduceParams Small(int64_t n) {
-  return {{Rows{3, 1, 8}, 8, n, DType::kF32, DType::kF32, false}};
+// Up to 128 rows, and columns that end within a slice. Every other shape has numbers that do not
+// sum exactly.
+void CheckFewRows(const Schedule& schedule) {
+  std::mt19937 random(schedule.first_epoch);
+  for (uint32_t seed = 0; seed < 60; ++seed) {
+    const int64_t inner = seed < 4 ? std::vector<int64_t>{1, 32, 33, 64}[seed] : 1 + random() % 64;
+    const int64_t k = 1 + random() % 15, n = 1 + random() % 50;
+    const int32_t slice_n = 8 << random() % 3;
+    const auto& dtypes = kDtypes[random() % std::size(kDtypes)];
+    const bool transposed = random() % 2, residual = random() % 2;
+    const int bound = seed % 2 == 0 ? 2 : 50;
+    const MatmulAllReduceParams p{{Rows{2, 1, inner}, k, n, dtypes.in, dtypes.out, transposed}};
+    std::ostringstream what;
+    what << "inner " << inner << " k " << k << " n " << n << " slice_n " << slice_n << " dtypes "
+         << static_cast<int>(dtypes.in) << " " << static_cast<int>(dtypes.out) << " bound "
+         << bound;
+    ExpectRight(2, schedule, seed, what.str(), [&](uint32_t call_seed) {
+      return std::make_unique<FewRowsCall>(p, slice_n, call_seed, residual, bound);
+    });
+  }
+}
+
+TEST(FewRowsEqualTheirDefinition) { CheckFewRows({1, 4, 300}); }
+
+TEST(FewRowsWithoutDelays) { CheckFewRows({2, 6, 0}); }
+
+TEST(FewRowsAcrossTheWrapOfEpochs) { CheckFewRows({0xfffffffd, 6, 100}); }
+
+// Of sums that float32 does not hold exactly.
+TEST(FewRowsHaveTheSameBitsOnBothRanks) {
+  const MatmulAllReduceParams p{{Rows{2, 1, 50}, 15, 40, DType::kF32, DType::kF32, false}};
+  FewRowsCall call(p, 16, 1, /*residual=*/true, /*bound=*/1 << 20);
+  PlainHeap heap(2, call.Channel());
+  EXPECT_EQ(Join(RunRanks(heap, {&call})), "");
+  EXPECT(call.SameBits());
+}
+
+MatmulAllReduceParams Small(int world, int64_t n) {
+  return {{Rows{world, 1, 8}, 8, n, DType::kF32, DType::kF32, false}};
+}
+
+void ExpectAbsentRankIsNamed(Call& call, int world, int absent) {
+  PlainHeap heap(world, call.Channel());
+  RunOptions options;
+  options.absent = absent;
+  options.deadline_s = 0.05;
+  const auto errors = RunRanks(heap, {&call}, options);
+  for (int rank = 0; rank < world; ++rank) {
+    if (rank == absent) continue;
+    EXPECT(errors[rank].find("matmul_all_reduce: rank " + std::to_string(rank)) !=
+               std::string::npos &&
+           errors[rank].find("for rank " + std::to_string(absent) + " ") != std::string::npos)
+        << errors[rank];
+  }
 }
 
 TEST(AnAbsentRankIsNamed) {
-  MatmulAllReduceCall call(Small(8), {4, 8}, 1);
-  PlainHeap heap(3, call.Channel());
-  RunOptions options;
-  options.absent = 1;
-  options.deadline_s = 0.05;
-  const auto errors = RunRanks(heap, {&call}, options);
-  for (int rank : {0, 2}) {
-    EXPECT(errors[rank].find("matmul_all_reduce: rank " + std::to_string(rank)) !=
-               std::string::npos &&
-           errors[rank].find("for rank 1 ") != std::string::npos)
-        << errors[rank];
+  MatmulAllReduceCall call(Small(3, 8), {4, 8}, 1);
+  ExpectAbsentRankIsNamed(call, 3, 1);
+}
+
+TEST(AnAbsentRankOfFewRowsIsNamed) {
+  for (int absent : {0, 1}) {
+    FewRowsCall call(Small(2, 20), 8, 1);
+    ExpectAbsentRankIsNamed(call, 2, absent);
   }
 }
 
 // Rank 1 makes a call of another shape with the same layout.
 class Disagreeing : public Call {
  public:
-  ChannelLayout Channel() const override { return calls_[1].Channel(); }
+  Disagreeing(Call& rank1s, Call& others) : calls_{&others, &rank1s} {}
+  ChannelLayout Channel() const override { return calls_[1]->Channel(); }
   bool Run(const SymmetricView& view, uint32_t epoch, WaitContext ctx) override {
-    return calls_[view.rank == 1].Run(view, epoch, ctx);
+    return calls_[view.rank == 1]->Run(view, epoch, ctx);
   }
   int64_t Wrong() const override { return 0; }
 
  private:
-  MatmulAllReduceCall calls_[2] = {{Small(7), {4, 8}, 1}, {Small(8), {4, 8}, 1}};
+  Call* calls_[2];
 };
 
-TEST(RanksThatDisagreeAreTold) {
-  Disagreeing call;
-  PlainHeap heap(3, call.Channel());
+void ExpectDisagreementIsTold(Call& rank1s, Call& others, int world) {
+  Disagreeing call(rank1s, others);
+  PlainHeap heap(world, call.Channel());
   const auto errors = RunRanks(heap, {&call});
-  for (int rank = 0; rank < 3; ++rank) {
-    EXPECT(errors[rank].find("The ranks run different calls") != std::string::npos) << errors[rank];
+  for (const std::string& error : errors) {
+    EXPECT(error.find("The ranks run different calls") != std::string::npos) << error;
   }
+}
+
+TEST(RanksThatDisagreeAreTold) {
+  MatmulAllReduceCall rank1s(Small(3, 8), {4, 8}, 1), others(Small(3, 7), {4, 8}, 1);
+  ExpectDisagreementIsTold(rank1s, others, 3);
+}
+
+TEST(RanksThatDisagreeOnFewRowsAreTold) {
+  FewRowsCall rank1s(Small(2, 8), 8, 1), others(Small(2, 7), 8, 1);
+  ExpectDisagreementIsTold(rank1s, others, 2);
 }
 
 // Blocks of all tiles lie beside each other, and so do their signals.

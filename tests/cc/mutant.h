@@ -62,7 +62,7 @@ inline Schedule* g_schedule = nullptr;
 inline bool ScheduledWait([[maybe_unused]] const Signal* word, Signal expected, int32_t peer,
                           [[maybe_unused]] int64_t tile, const WaitContext& ctx) {
   const uint32_t epoch = EpochOf(expected);
-  // Both ops send whatever rank 1 waits for before rank 0 waits for rank 1.
+  // All of them send whatever rank 1 waits for before rank 0 waits for rank 1.
   if (ctx.rank == 0 && epoch == 2 && peer == 1) {
     g_schedule->rank0_sent_call2.store(true, std::memory_order_relaxed);
   }
@@ -78,6 +78,8 @@ inline bool ScheduledWait([[maybe_unused]] const Signal* word, Signal expected, 
 #define WaitSignal ScheduledWait
 #define DataOffset(epoch) DataOffset(JFLUX_MUTANT_DATA_EPOCH(epoch))
 #include "ops/all_gather_matmul/all_gather_matmul_cpu.cc"
+#include "ops/matmul_all_reduce/few_rows_cpu.cc"
+#include "ops/matmul_all_reduce/matmul_all_reduce_cpu.cc"
 #include "ops/matmul_reduce_scatter/matmul_reduce_scatter_cpu.cc"
 #include "runtime/cpu_matmul.cc"
 #include "runtime/fault.cc"
@@ -118,6 +120,9 @@ inline int RunChild(const std::string& op) {
     return SurvivesSchedule<AllGatherMatmulCall>(op.c_str(), p, CpuTiling{256, 8, 8}) ? 0 : 1;
   }
   const MatmulReduceScatterParams p{rows, 8, 8, DType::kF32, DType::kF32, false};
+  if (op == "few_rows") {
+    return SurvivesSchedule<FewRowsCall>(op.c_str(), MatmulAllReduceParams{p}, 4) ? 0 : 1;
+  }
   return SurvivesSchedule<MatmulReduceScatterCall>(op.c_str(), p, ScatterTiling{8, 8}) ? 0 : 1;
 }
 
@@ -134,7 +139,7 @@ inline int MutantMain(int argc, char** argv, Expected expected) {
   }
   bool ok = true;
   setenv("TSAN_OPTIONS", "exitcode=0", 1);  // so that the status speaks of the results alone
-  for (const char* op : {"all_gather_matmul", "matmul_reduce_scatter"}) {
+  for (const char* op : {"all_gather_matmul", "matmul_reduce_scatter", "few_rows"}) {
     const std::string command = std::string("'") + argv[0] + "' " + op + " 2>&1";
     FILE* child = popen(command.c_str(), "r");
     std::string output;

@@ -9,6 +9,7 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <random>
 #include <string>
 #include <thread>
@@ -21,6 +22,7 @@
 #include "ops/all_gather_matmul/all_gather_matmul.h"
 #include "ops/all_reduce/all_reduce.h"
 #include "ops/exchange/exchange.h"
+#include "ops/matmul_all_reduce/few_rows.h"
 #include "ops/matmul_all_reduce/matmul_all_reduce.h"
 #include "ops/matmul_all_to_all/matmul_all_to_all.h"
 #include "ops/matmul_reduce_scatter/matmul_reduce_scatter.h"
@@ -51,10 +53,15 @@ struct Array {
   }
   Array(DType t, int64_t count) : dtype(t), bytes(count * SizeOf(t), kPoison) {}
 
+  Values AsValues() const {
+    Values v(bytes.size() / SizeOf(dtype));
+    Convert(bytes.data(), dtype, v.data(), DType::kF64, static_cast<int64_t>(v.size()));
+    return v;
+  }
+
   // How many elements are not `want`; NaN is never what is wanted.
   int64_t Wrong(const Values& want) const {
-    Values got(bytes.size() / SizeOf(dtype));
-    Convert(bytes.data(), dtype, got.data(), DType::kF64, static_cast<int64_t>(got.size()));
+    const Values got = AsValues();
     int64_t wrong = got.size() != want.size();
     for (size_t i = 0; i < got.size() && i < want.size(); ++i) wrong += !(got[i] == want[i]);
     return wrong;
@@ -189,30 +196,38 @@ class MatmulReduceScatterCall : public Call {
   std::vector<Array> x_, w_, y_;
 };
 
+// Parts are rounded to y's type, and so is their sum with the residual, once. |x| <= bound; from 3
+// on that shows. With a residual and 8 ranks, k <= 15 keeps sums exact in bf16 below.
 class MatmulAllReduceCall : public Call {
  public:
-  MatmulAllReduceCall(const MatmulAllReduceParams& p, const ScatterTiling& tiling, uint32_t seed)
+  MatmulAllReduceCall(const MatmulAllReduceParams& p, const ScatterTiling& tiling, uint32_t seed,
+                      bool residual = false, int bound = 2)
       : p_(p), tiling_(tiling), sum_(p.scatter.rows.Total() * p.scatter.n) {
     const auto& s = p.scatter;
+    if (residual) {
+      const Values added = RandomIntegers(static_cast<int64_t>(sum_.size()), 8 * bound - 1, seed);
+      residual_.emplace(s.out_dtype, added);
+      sum_ = residual_->AsValues();
+    }
     for (int rank = 0; rank < s.rows.world; ++rank) {
-      const Values x = RandomIntegers(s.rows.Total() * s.k, 2, seed * 100 + rank);
-      const Values w = RandomIntegers(s.k * s.n, 1, seed * 100 + 50 + rank);
-      const Values part = Product(x, w, s.rows.Total(), s.k, s.n, s.transpose_rhs);
-      for (size_t i = 0; i < sum_.size(); ++i) sum_[i] += part[i];
+      const Values x = RandomIntegers(s.rows.Total() * s.k, bound, seed * 100 + rank);
+      const Values w = RandomIntegers(s.k * s.n, bound / 2, seed * 100 + 50 + rank);
+      const Array part(s.out_dtype, Product(x, w, s.rows.Total(), s.k, s.n, s.transpose_rhs));
+      const Values sent = part.AsValues();
+      for (size_t i = 0; i < sum_.size(); ++i) sum_[i] += sent[i];
       x_.emplace_back(s.dtype, x);
       w_.emplace_back(s.dtype, w);
       y_.emplace_back(s.out_dtype, s.rows.Total() * s.n);
     }
+    sum_ = Array(s.out_dtype, sum_).AsValues();
   }
 
   ChannelLayout Channel() const override {
     return MatmulAllReduceLayout::Make(p_, tiling_.tile_m, tiling_.tile_n, 1).Channel();
   }
   bool Run(const SymmetricView& view, uint32_t epoch, WaitContext ctx) override {
-    const int r = view.rank;
     ctx.op = static_cast<uint32_t>(OpId::kMatmulAllReduce);
-    const MatmulAllReduceArrays arrays{x_[r].bytes.data(), w_[r].bytes.data(), y_[r].bytes.data()};
-    return MatmulAllReduceCpu(p_, tiling_, arrays, view, epoch, ctx);
+    return MatmulAllReduceCpu(p_, tiling_, ArraysOf(view.rank), view, epoch, ctx);
   }
   int64_t Wrong() const override {
     int64_t wrong = 0;
@@ -220,11 +235,39 @@ class MatmulAllReduceCall : public Call {
     return wrong;
   }
 
+ protected:
+  MatmulAllReduceArrays ArraysOf(int rank) {
+    return {x_[rank].bytes.data(), w_[rank].bytes.data(), y_[rank].bytes.data(),
+            residual_ ? residual_->bytes.data() : nullptr};
+  }
+
+  const MatmulAllReduceParams p_;
+  std::vector<Array> y_;
+
  private:
-  MatmulAllReduceParams p_;
   ScatterTiling tiling_;
   Values sum_;
-  std::vector<Array> x_, w_, y_;
+  std::optional<Array> residual_;
+  std::vector<Array> x_, w_;
+};
+
+// The same by the protocol of few rows.
+class FewRowsCall : public MatmulAllReduceCall {
+ public:
+  FewRowsCall(const MatmulAllReduceParams& p, int32_t slice_n, uint32_t seed, bool residual = false,
+              int bound = 2)
+      : MatmulAllReduceCall(p, {}, seed, residual, bound), slice_n_(slice_n) {}
+
+  bool SameBits() const { return y_[0].bytes == y_[1].bytes; }
+
+  ChannelLayout Channel() const override { return FewRowsLayoutOf(p_, slice_n_).Channel(); }
+  bool Run(const SymmetricView& view, uint32_t epoch, WaitContext ctx) override {
+    ctx.op = static_cast<uint32_t>(OpId::kMatmulAllReduce);
+    return FewRowsCpu(p_, slice_n_, ArraysOf(view.rank), view, epoch, ctx);
+  }
+
+ private:
+  int32_t slice_n_;
 };
 
 class MatmulAllToAllCall : public Call {

@@ -1,5 +1,5 @@
 // matmul_all_reduce of few rows on two ranks, as in decoding: where the peer's parts lie in the
-// heap.
+// heap, and the CPU back end's body.
 //
 // Protocol. All tiles are one wave, and done at about the same time, so what counts are latencies:
 // both ranks compute every tile, send it, rounded, to each other, and add what has come to their
@@ -16,6 +16,7 @@
 #include "core/layout.h"
 #include "core/platform.h"
 #include "core/signal.h"
+#include "ops/matmul_all_reduce/matmul_all_reduce.h"
 
 namespace jflux {
 
@@ -46,6 +47,16 @@ struct FewRowsLayout {
     return static_cast<int64_t>(slice) * blocks + block;
   }
 };
+
+// The CPU back end's layout and body, which is as MatmulAllReduceCpu.
+inline FewRowsLayout FewRowsLayoutOf(const MatmulAllReduceParams& p, int32_t slice_n) {
+  const MatmulReduceScatterParams& s = p.scatter;
+  return FewRowsLayout::Make(static_cast<int32_t>(CeilDiv<int64_t>(s.n, slice_n)), slice_n,
+                             s.rows.Total(), SizeOf(s.out_dtype));
+}
+bool FewRowsCpu(const MatmulAllReduceParams& params, int32_t slice_n,
+                const MatmulAllReduceArrays& arrays, const SymmetricView& view, uint32_t epoch,
+                const WaitContext& ctx);
 
 }  // namespace jflux
 

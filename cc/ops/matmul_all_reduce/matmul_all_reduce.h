@@ -59,9 +59,10 @@ struct MatmulAllReduceLayout {
 };
 
 struct MatmulAllReduceArrays {
-  const void* x;  // [rows, k]
-  const void* w;  // [k, n], or [n, k] if transpose_rhs
-  void* y;        // [rows, n]
+  const void* x;         // [rows, k]
+  const void* w;         // [k, n], or [n, k] if transpose_rhs
+  void* y;               // [rows, n]
+  const void* residual;  // as y, the same on all ranks; or null
 };
 
 // The CPU back end's body for one rank; false if a wait failed (the reason is in ctx.fault).

@@ -3,11 +3,15 @@
 #define JFLUX_OPS_MATMUL_ALL_REDUCE_MATMUL_ALL_REDUCE_CONFIG_H_
 
 #include "gpu/gemm_config.h"
+#include "ops/matmul_all_reduce/matmul_all_reduce.h"
 
 namespace jflux {
 
-// Whether the kernel is that of few_rows_sm90.cuh: all rows are one tile, of two ranks.
+// Whether the protocol is that of few_rows.h: all rows are one tile, of two ranks.
 inline bool AreFewRows(int world, int64_t rows) { return world == 2 && rows <= kGemmTileM; }
+inline bool AreFewRows(const MatmulAllReduceParams& p) {
+  return AreFewRows(p.scatter.rows.world, p.scatter.rows.Total());
+}
 
 // Measured as kScatterCosts.
 inline constexpr TileCosts kReduceCosts{1.04, kScatterCosts.narrow};

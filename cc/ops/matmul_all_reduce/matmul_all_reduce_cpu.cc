@@ -46,8 +46,11 @@ bool MatmulAllReduceCpu(const MatmulAllReduceParams& params, const ScatterTiling
                    signal);
     }
   };
-  const MatmulReduceScatterArrays scattered{arrays.x, arrays.w,
-                                            y + view.rank * rows * p.n * element};
+  const int64_t own = view.rank * rows * p.n * element;  // bytes
+  MatmulReduceScatterArrays scattered{arrays.x, arrays.w, y + own};
+  if (arrays.residual != nullptr) {
+    scattered.residual = static_cast<const char*>(arrays.residual) + own;
+  }
   if (!ScatterTilesCpu(p, tiling, layout.partial, scattered, view, {signals, data, signal}, ctx,
                        send)) {
     return false;

@@ -14,10 +14,6 @@
 
 namespace jflux {
 
-inline bool AreFewRows(const MatmulAllReduceParams& p) {
-  return AreFewRows(p.scatter.rows.world, p.scatter.rows.Total());
-}
-
 // What the kernels take: 16-bit operands and results of one type, rows of whole 16-byte units, and
 // few rows or as many whole tiles of rows for each rank.
 inline bool FitsKernel(const MatmulAllReduceParams& p) {
@@ -48,18 +44,10 @@ inline ChannelLayout MatmulAllReduceChannel(const MatmulAllReduceParams& p, cons
   return AreFewRows(p) ? FewRowsLayoutOf(p, c).Channel() : CudaLayoutOf(p, c).Channel();
 }
 
-struct MatmulAllReduceOperands {
-  const void* x;         // [rows, k]
-  const void* w;         // [k, n], or [n, k] if transpose_rhs
-  void* y;               // [rows, n]
-  const void* residual;  // as y, the same on all ranks; or null
-};
-
 // Enqueues the call on `stream`.
-bool LaunchMatmulAllReduce(const MatmulAllReduceParams& params,
-                           const MatmulAllReduceOperands& operands, const GemmChoice& choice,
-                           int64_t site, const CudaDevice& device, const SymmetricView& view,
-                           cudaStream_t stream, std::string* error);
+bool LaunchMatmulAllReduce(const MatmulAllReduceParams& params, const MatmulAllReduceArrays& arrays,
+                           const GemmChoice& choice, int64_t site, const CudaDevice& device,
+                           const SymmetricView& view, cudaStream_t stream, std::string* error);
 
 }  // namespace jflux
 

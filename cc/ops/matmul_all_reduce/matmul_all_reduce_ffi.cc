@@ -1,5 +1,7 @@
 // FFI handlers of matmul_all_reduce.
+#include "ops/matmul_all_reduce/few_rows.h"
 #include "ops/matmul_all_reduce/matmul_all_reduce.h"
+#include "ops/matmul_all_reduce/matmul_all_reduce_config.h"
 #include "runtime/ffi.h"
 #include "runtime/targets.h"
 
@@ -35,21 +37,40 @@ std::optional<MatmulAllReduceParams> ParamsOf(const ffi::AnyBuffer& x, const ffi
   return p;
 }
 
+// A call's arrays; empty if the residual does not fit.
+std::optional<MatmulAllReduceArrays> ArraysOf(ffi::AnyBuffer x, ffi::AnyBuffer w,
+                                              ffi::RemainingArgs residual, ffi::AnyBuffer y) {
+  MatmulAllReduceArrays arrays{x.untyped_data(), w.untyped_data(), y.untyped_data(), nullptr};
+  if (residual.size() > 1) return std::nullopt;
+  if (residual.size() == 1) {
+    const auto added = *residual.get<ffi::AnyBuffer>(0);
+    if (added.element_type() != y.element_type() || added.element_count() != y.element_count()) {
+      return std::nullopt;
+    }
+    arrays.residual = added.untyped_data();
+  }
+  return arrays;
+}
+
 ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, ffi::Span<const int64_t>,
                 ffi::Span<const int64_t> groups, int64_t inner, int64_t, int64_t,
                 bool transpose_rhs, int64_t world, ffi::AnyBuffer x, ffi::AnyBuffer w,
-                ffi::Result<ffi::AnyBuffer> y) {
+                ffi::RemainingArgs residual, ffi::Result<ffi::AnyBuffer> y) {
   const auto p = ParamsOf(x, w, *y, world, inner, transpose_rhs);
-  if (!p) return FailedFuture(InvalidArgument("matmul_all_reduce: operands do not fit"));
-  const MatmulAllReduceArrays arrays{x.untyped_data(), w.untyped_data(), y->untyped_data()};
-
+  const auto arrays = ArraysOf(x, w, residual, *y);
+  if (!p || !arrays) {
+    return FailedFuture(InvalidArgument("matmul_all_reduce: operands do not fit"));
+  }
   const ScatterTiling tiling;
-  const int64_t bytes =
-      MatmulAllReduceLayout::Make(*p, tiling.tile_m, tiling.tile_n, 1).Channel().TotalBytes();
+  const ChannelLayout channel =
+      AreFewRows(*p) ? FewRowsLayoutOf(*p, tiling.tile_n).Channel()
+                     : MatmulAllReduceLayout::Make(*p, tiling.tile_m, tiling.tile_n, 1).Channel();
   return JoinFfiCall(
-      OpId::kMatmulAllReduce, site, run_id, device, groups, world, bytes,
-      [p = *p, tiling, arrays](const SymmetricView& view, uint32_t epoch, const WaitContext& ctx) {
-        return MatmulAllReduceCpu(p, tiling, arrays, view, epoch, ctx);
+      OpId::kMatmulAllReduce, site, run_id, device, groups, world, channel.TotalBytes(),
+      [p = *p, tiling, arrays = *arrays](const SymmetricView& view, uint32_t epoch,
+                                         const WaitContext& ctx) {
+        return AreFewRows(p) ? FewRowsCpu(p, tiling.tile_n, arrays, view, epoch, ctx)
+                             : MatmulAllReduceCpu(p, tiling, arrays, view, epoch, ctx);
       });
 }
 
@@ -59,6 +80,7 @@ XLA_FFI_DEFINE_HANDLER(
         ffi::Ffi::Bind().Ctx<ffi::State<CallSite>>().Ctx<ffi::RunId>().Ctx<ffi::DeviceOrdinal>())
         .Arg<ffi::AnyBuffer>()
         .Arg<ffi::AnyBuffer>()
+        .RemainingArgs()
         .Ret<ffi::AnyBuffer>());
 
 #ifdef JFLUX_WITH_CUDA
@@ -67,16 +89,9 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Span<const int64_t> c
                 bool transpose_rhs, int64_t world, ffi::AnyBuffer x, ffi::AnyBuffer w,
                 ffi::RemainingArgs residual, ffi::Result<ffi::AnyBuffer> y) {
   const auto p = ParamsOf(x, w, *y, world, inner, transpose_rhs);
-  if (!p || !FitsKernel(*p) || residual.size() > 1) {
+  const auto arrays = ArraysOf(x, w, residual, *y);
+  if (!p || !FitsKernel(*p) || !arrays) {
     return InvalidArgument("matmul_all_reduce: operands do not fit");
-  }
-  MatmulAllReduceOperands operands{x.untyped_data(), w.untyped_data(), y->untyped_data(), nullptr};
-  if (residual.size() == 1) {
-    const auto added = *residual.get<ffi::AnyBuffer>(0);
-    if (added.element_type() != y->element_type() || added.element_count() != y->element_count()) {
-      return InvalidArgument("matmul_all_reduce: the residual does not fit");
-    }
-    operands.residual = added.untyped_data();
   }
   if (!IsPossibleChoice(choice)) {
     return InvalidArgument("matmul_all_reduce: no kernel for this `choice`");
@@ -89,7 +104,7 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Span<const int64_t> c
       OpId::kMatmulAllReduce, ordinal, groups, world,
       [&](int sm_count) { return MatmulAllReduceChannel(*p, choice_for(sm_count)); },
       [&](const CudaDevice& device, const SymmetricView& view, std::string* error) {
-        return LaunchMatmulAllReduce(*p, operands, choice_for(device.sm_count), site, device, view,
+        return LaunchMatmulAllReduce(*p, *arrays, choice_for(device.sm_count), site, device, view,
                                      stream, error);
       });
 }

@@ -31,7 +31,7 @@ struct FewRowsInstances {
   }
 };
 
-bool LaunchFew(const MatmulAllReduceParams& params, const MatmulAllReduceOperands& operands,
+bool LaunchFew(const MatmulAllReduceParams& params, const MatmulAllReduceArrays& arrays,
                const GemmChoice& choice, int64_t site, const CudaDevice& device,
                const SymmetricView& view, cudaStream_t stream, std::string* error) {
   const MatmulReduceScatterParams& p = params.scatter;
@@ -47,12 +47,12 @@ bool LaunchFew(const MatmulAllReduceParams& params, const MatmulAllReduceOperand
   args.a_bytes = BoxRows(args.rows) * 64 * SizeOf(p.dtype);
   args.signature = SignatureOf(params.Signature(), site, choice);
   args.op = static_cast<uint32_t>(OpId::kMatmulAllReduce);
-  args.residual = operands.residual;
-  return EncodeTensorMap(&args.x, p.dtype, operands.x, {args.rows, p.k}, {p.k},
+  args.residual = arrays.residual;
+  return EncodeTensorMap(&args.x, p.dtype, arrays.x, {args.rows, p.k}, {p.k},
                          {BoxRows(args.rows), 64}, error) &&
-         EncodeRhsMap(&args.w, p.dtype, operands.w, p.k, p.n, p.transpose_rhs, /*halves=*/false,
+         EncodeRhsMap(&args.w, p.dtype, arrays.w, p.k, p.n, p.transpose_rhs, /*halves=*/false,
                       choice, error) &&
-         EncodeTensorMap(&args.y, p.dtype, operands.y, {args.rows, p.n}, {p.n},
+         EncodeTensorMap(&args.y, p.dtype, arrays.y, {args.rows, p.n}, {p.n},
                          {64, StoreColumns(choice)}, error) &&
          LaunchGemmInstance<FewRowsInstances>(p.dtype, p.transpose_rhs, choice, &args,
                                               args.num_tiles, device.sm_count, stream, error);
@@ -64,21 +64,20 @@ bool LoadMatmulAllReduceKernels(std::string* error) {
   return LoadGemmInstances<Instances>(error) && LoadGemmInstances<FewRowsInstances>(error);
 }
 
-bool LaunchMatmulAllReduce(const MatmulAllReduceParams& params,
-                           const MatmulAllReduceOperands& operands, const GemmChoice& choice,
-                           int64_t site, const CudaDevice& device, const SymmetricView& view,
-                           cudaStream_t stream, std::string* error) {
+bool LaunchMatmulAllReduce(const MatmulAllReduceParams& params, const MatmulAllReduceArrays& arrays,
+                           const GemmChoice& choice, int64_t site, const CudaDevice& device,
+                           const SymmetricView& view, cudaStream_t stream, std::string* error) {
   if (AreFewRows(params)) {
-    return LaunchFew(params, operands, choice, site, device, view, stream, error);
+    return LaunchFew(params, arrays, choice, site, device, view, stream, error);
   }
   const MatmulReduceScatterParams& p = params.scatter;
   const int64_t own = view.rank * p.rows.PerRank() * p.n * SizeOf(p.out_dtype);  // bytes
   MatmulReduceScatterOperands scattered{};
-  scattered.products[0] = {operands.x, operands.w, p.k};
+  scattered.products[0] = {arrays.x, arrays.w, p.k};
   scattered.terms = 1;
-  scattered.y = static_cast<char*>(operands.y) + own;
-  if (operands.residual != nullptr) {
-    scattered.residual = static_cast<const char*>(operands.residual) + own;
+  scattered.y = static_cast<char*>(arrays.y) + own;
+  if (arrays.residual != nullptr) {
+    scattered.residual = static_cast<const char*>(arrays.residual) + own;
   }
   MatmulAllReduceArgs args{};
   if (!MakeScatterArgs(p, scattered, choice, device, view, &args, error)) return false;
@@ -89,7 +88,7 @@ bool LaunchMatmulAllReduce(const MatmulAllReduceParams& params,
   args.tiles_n = static_cast<int32_t>(CeilDiv<int64_t>(p.n, choice.tile_n));
   args.rank_blocks = static_cast<int32_t>(p.rows.PerRank() / kGemmTileM);
   args.group_m = choice.group_m == 0 ? args.rank_blocks : choice.group_m * choice.cluster_m;
-  return EncodeTensorMap(&args.all, p.dtype, operands.y, {p.rows.Total(), p.n}, {p.n},
+  return EncodeTensorMap(&args.all, p.dtype, arrays.y, {p.rows.Total(), p.n}, {p.n},
                          {64, StoreColumns(choice)}, error) &&
          LaunchGemmInstance<Instances>(p.dtype, p.transpose_rhs, choice, &args, args.num_tiles,
                                        device.sm_count, stream, error);

@@ -85,9 +85,10 @@ struct ReduceScatterLayout {
 };
 
 struct MatmulReduceScatterArrays {
-  const void* x;  // [outer, world * inner, k]
-  const void* w;  // [k, n], or [n, k] if transpose_rhs
-  void* y;        // [outer, inner, n]
+  const void* x;                   // [outer, world * inner, k]
+  const void* w;                   // [k, n], or [n, k] if transpose_rhs
+  void* y;                         // [outer, inner, n]
+  const void* residual = nullptr;  // as y, or null
 };
 
 struct ScatterTiling {

@@ -45,7 +45,8 @@ struct Body {
   }
 
   // Sums the own rows of the tile over all ranks, in rank order, and writes y.
-  bool Reduce(Tile tile, const Span& s, const char* product, DType sum_dtype, void* y) const {
+  bool Reduce(Tile tile, const Span& s, const char* product, DType sum_dtype,
+              const MatmulReduceScatterArrays& arrays) const {
     const int32_t slot = layout.SlotOf(view.rank, tile);
     for (int src = 0; src < view.world; ++src) {
       if (src == view.rank) continue;
@@ -64,9 +65,12 @@ struct Body {
         Accumulate(part + i * row_bytes, p.out_dtype, sum.data(), sum_dtype, s.cols);
       }
       const int64_t own_row = s.row0 + i - view.rank * p.rows.PerRank();
-      Convert(sum.data(), sum_dtype,
-              static_cast<char*>(y) + (own_row * p.n + s.col0) * SizeOf(p.out_dtype), p.out_dtype,
-              s.cols);
+      const int64_t in_y = (own_row * p.n + s.col0) * SizeOf(p.out_dtype);
+      if (arrays.residual != nullptr) {
+        Accumulate(static_cast<const char*>(arrays.residual) + in_y, p.out_dtype, sum.data(),
+                   sum_dtype, s.cols);
+      }
+      Convert(sum.data(), sum_dtype, static_cast<char*>(arrays.y) + in_y, p.out_dtype, s.cols);
     }
     return true;
   }
@@ -121,7 +125,7 @@ bool ScatterTilesCpu(const MatmulReduceScatterParams& p, const ScatterTiling& ti
     const bool own = tile.m >= FirstTileOf(view.rank, p.rows.PerRank(), tiling.tile_m) &&
                      tile.m <= LastTileOf(view.rank, p.rows.PerRank(), tiling.tile_m);
     if (!own) continue;
-    if (!body.Reduce(tile, s, product.data(), rhs.compute_dtype(), arrays.y)) return false;
+    if (!body.Reduce(tile, s, product.data(), rhs.compute_dtype(), arrays)) return false;
     finished(tile);
   }
   return true;
