@@ -176,7 +176,7 @@ inline int AtOnce(const GemmChoice& c, int sm_count) {
 inline double EstimateFew(const GemmChoice& c, int64_t m, int64_t n, int64_t k, int sm_count) {
   // Bytes per microsecond of memory and of one SM; x's count half, since they are in L2. What
   // sharing k takes, among two or four.
-  constexpr double kMemory = 3.7e6, kSm = 5.4e4, kOfX = 0.5, kTwo = 2, kFour = 7.5;
+  constexpr double kMemory = 3.7e6, kSm = 5.4e4, kOfX = 0.5, kTwo = 2, kFour = 3;
   const int at_once = AtOnce(c, sm_count);
   const auto units = static_cast<int>(CeilDiv<int64_t>(n, c.tile_n) * c.splits);
   const double column_bytes = 2.0 * static_cast<double>(k) / c.splits;
