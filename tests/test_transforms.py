@@ -1,15 +1,16 @@
 """The ops under jit, grad, vmap, scan, while_loop, cond, checkpoint and donation; and among other
 collectives, many in flight."""
 
+import dataclasses
 import functools
 import threading
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import (
-    HALVES,
     PLATFORM,
     RANKS,
     Call,
@@ -19,7 +20,6 @@ from harness import (
     dots,
     exact,
     exact_vjp,
-    examples,
     fused_calls,
     make_mesh,
     normal,
@@ -27,13 +27,13 @@ from harness import (
     per_device,
     run,
 )
-from hypothesis import given
-from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jflux
 from jflux import testing
+from jflux._ops import matmul_all_reduce
+from jflux._ops.all_reduce import ALGORITHMS
 
 GATHER = Call("all_gather_matmul", lead=(3,), k=8, n=6, dtype=jnp.bfloat16)
 SCATTER = Call("matmul_reduce_scatter", lead=(3,), k=8, n=6, dtype=jnp.bfloat16)
@@ -84,26 +84,261 @@ def _assert_near(got, want, dtype=jnp.bfloat16, roundings=30):
         assert np.abs(g - w).max() <= roundings * unit * max(np.abs(w).max(), unit)
 
 
-# ---- jit and eager -------------------------------------------------------------------------------
+# ---- Every op, transformed -----------------------------------------------------------------------
+
+WORLD = min(RANKS, 4)
 
 
-@EACH
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A call of any op, of operands in bfloat16."""
+
+    name: str
+    op: Any  # a function of a module (jflux or its reference) and one rank's operands
+    shapes: tuple[tuple[int, ...], ...]  # of these
+    shared: int = 0  # so many operands, the last ones, are the same on all ranks
+    ranks: int = WORLD
+    target: str | None = None  # what it compiles to; by default what its name begins with
+
+    def __str__(self):
+        return self.name
+
+    @property
+    def own(self):
+        return len(self.shapes) - self.shared
+
+    def operands(self, seed=0):
+        leads = [(self.ranks,)] * self.own + [()] * self.shared
+        shapes = [lead + shape for lead, shape in zip(leads, self.shapes, strict=True)]
+        return [normal(seed + i, shape, jnp.bfloat16) for i, shape in enumerate(shapes)]
+
+    @property
+    def specs(self):
+        return (P("tp"),) * self.own + (P(),) * self.shared
+
+    def put(self, arrays):
+        """On the devices."""
+        mesh = make_mesh((self.ranks,))
+        shardings = [jax.NamedSharding(mesh, spec) for spec in self.specs]
+        return [jax.device_put(a, to) for a, to in zip(arrays, shardings, strict=True)]
+
+    def program(self, transform, module=jflux, **options):
+        """The transformed op on all ranks; the first dimension of its results is theirs."""
+        body = transform(functools.partial(self.op, module))
+
+        def local(*args):
+            results = body(*(a[0] for a in args[: self.own]), *args[self.own :])
+            return jax.tree.map(lambda y: jnp.asarray(y)[None], results)
+
+        mesh = make_mesh((self.ranks,))
+        return jax.shard_map(local, mesh=mesh, in_specs=self.specs, out_specs=P("tp"), **options)
+
+    def check(self, results, transform, args, **options):
+        """Against the reference in float64."""
+        _assert_near(results, _float64(_reference(self, transform, **options), *args), roundings=8)
+
+
+@functools.cache
+def _reference(case, transform, **options):
+    return jax.jit(case.program(transform, jflux.reference, **options))
+
+
+def _product(call):
+    def op(module, x, w):
+        return call.bind("tp", module)(x, w)
+
+    return Case(call.op, op, (call.x_shape(WORLD), call.w_shape(WORLD)))
+
+
+def _op(name, **options):
+    return lambda module, *args: getattr(module, name)(*args, axis_name="tp", **options)
+
+
+def _with_norm(name, norm, operands):
+    """The op of so many operands; a residual and the norm's factors come after them."""
+
+    def op(module, *args):
+        residual, *factors = args[operands:]
+        options = {"residual": residual, "norm": norm(*factors)}
+        return getattr(module, name)(*args[:operands], axis_name="tp", **options)
+
+    return op
+
+
+RMS, LAYER = jflux.RMSNorm, jflux.LayerNorm
+ROWS, WIDTH = (4, 64), (64,)
+TILES = ((128 * WORLD, 8), (8, 8))
+CASES = (
+    *map(_product, (GATHER, SCATTER, EXCHANGE)),
+    Case("all_gather", _op("all_gather", axis=1, tiled=True), ((3, 8),)),
+    Case("reduce_scatter", _op("reduce_scatter", scatter_dimension=1), ((3, WORLD, 8),)),
+    Case("all_to_all", _op("all_to_all", split_axis=0, concat_axis=1, tiled=True), ((WORLD, 6),)),
+    *(Case(f"all_reduce {a}", _op("all_reduce", algorithm=a), ((3, 8),)) for a in ALGORITHMS),
+    Case("all_reduce RMSNorm", _with_norm("all_reduce", RMS, 1), (ROWS, ROWS, WIDTH), 2),
+    Case("all_reduce LayerNorm", _with_norm("all_reduce", LAYER, 1), (ROWS, ROWS, WIDTH, WIDTH), 3),
+    Case(
+        "matmul_all_reduce summed", _op("matmul_all_reduce"), ((3, 8), (8, 16)), target="all_reduce"
+    ),
+    Case("matmul_all_reduce tiles", _op("matmul_all_reduce"), TILES),
+    Case("matmul_all_reduce few rows", _op("matmul_all_reduce"), ((32, 8), (8, 8200)), ranks=2),
+    Case(
+        "matmul_all_reduce tiles LayerNorm",
+        _with_norm("matmul_all_reduce", LAYER, 2),
+        (*TILES, (128 * WORLD, 8), (8,), (8,)),
+        3,
+    ),
+)
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Products are summed tile by tile from fewer bytes on."""
+    monkeypatch.setattr(matmul_all_reduce, "MOST_BYTES", 4096)
+
+
+@pytest.fixture(params=CASES, ids=str)
+def case(request, small_tiles):
+    return request.param
+
+
+def _plain(op):
+    return op
+
+
+def _and_gradients(f):
+    """Results, and the gradient for them as their own cotangents."""
+
+    def both(*args):
+        y, pull = jax.vjp(f, *args)
+        return y, pull(y)
+
+    return both
+
+
+def _over_a_batch(f):
+    """vmap over the first operand, in another order for each example."""
+
+    def batched(x, *rest):
+        xs = jnp.stack([jnp.roll(x, i) for i in range(3)])
+        return jax.vmap(f, in_axes=(0,) + (None,) * len(rest))(xs, *rest)
+
+    return batched
+
+
+def _size(ys):
+    """On all ranks the same."""
+    return lax.psum(sum(jnp.sum(jnp.abs(y.astype(jnp.float32))) for y in jax.tree.leaves(ys)), "tp")
+
+
+def _while_loop(op):
+    """Until what comes has reached some size in all."""
+
+    def f(x, *rest):
+        first = op(x, *rest)
+        enough = 3.5 * _size(first)
+
+        def step(state):
+            i, ys, total = state
+            new = op(jnp.roll(x, i), *rest)
+            return i + 1, jax.tree.map(lambda y, n: y / 2 + n, ys, new), total + _size(new)
+
+        start = (1, first, _size(first))
+        return lax.while_loop(lambda state: state[2] < enough, step, start)[:2]
+
+    return f
+
+
+def _cond(op):
+    def f(x, *rest):
+        return lax.cond(_size(x) > 1, op, lambda x, *rest: op(2 * x, *rest), x, *rest)
+
+    return f
+
+
+def _scan(op):
+    """Each step's operand depends on what came before."""
+
+    def f(x, *rest):
+        def step(x, _):
+            ys = op(x, *rest)
+            mean = sum(jnp.mean(y) for y in jax.tree.leaves(ys))
+            return jnp.roll(x, 1) * jnp.cos(mean), ys
+
+        return lax.scan(step, x, None, length=3)[1]
+
+    return f
+
+
+TRANSFORMS = {
+    "while_loop": _while_loop,
+    "cond and gradient": lambda op: _and_gradients(_cond(op)),
+    "scan and gradient": lambda op: _and_gradients(_scan(op)),
+    "checkpoint and gradient": lambda op: _and_gradients(jax.checkpoint(op)),
+    "vmap of gradients": lambda op: _over_a_batch(_and_gradients(op)),
+    "gradient of vmap": lambda op: _and_gradients(_over_a_batch(op)),
+}
+
+
 @VMA
-def test_jit_and_eager(call, check_vma):
-    mesh = make_mesh((RANKS,))
-    x, w = operands(call, mesh, "tp")
-    f = per_device(mesh, call.bind("tp"), check_vma=check_vma)
-    eager, jitted = run(f, x, w), run(jax.jit(f), x, w)
-    _check(eager, call, mesh, x, w)
-    np.testing.assert_array_equal(eager, jitted)
+def test_jit_and_eager(case, check_vma):
+    args = case.operands()
+    f = case.program(_plain, check_vma=check_vma)
+    results = run(jax.jit(f), *args)
+    case.check(results, _plain, args, check_vma=check_vma)
+    jax.tree.map(np.testing.assert_array_equal, f(*args), results)
 
 
-@EACH
-def test_ahead_of_time(call):
-    mesh = make_mesh((RANKS,))
-    x, w = operands(call, mesh, "tp")
-    compiled = jax.jit(per_device(mesh, call.bind("tp"))).lower(x, w).compile()
-    _check(run(compiled, x, w), call, mesh, x, w)
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms(case, transform):
+    f, args = TRANSFORMS[transform], case.operands()
+    case.check(run(jax.jit(case.program(f)), *args), f, args)
+
+
+def test_gradients_without_vma(case):
+    args = case.operands()
+    results = run(jax.jit(case.program(_and_gradients, check_vma=False)), *args)
+    case.check(results, _and_gradients, args, check_vma=False)
+
+
+def test_compiled_ahead_of_time_and_several_executions_in_flight(case):
+    """One program dispatched again and again before any result is waited for."""
+    each = [case.operands(seed) for seed in range(12)]
+    compiled = jax.jit(case.program(_plain)).lower(*each[0]).compile()
+    assert fused_calls(compiled.as_text()) == [case.target or case.name.split()[0]]
+    jax.block_until_ready(compiled(*each[0]))
+    testing.poison_workspaces()
+    for args, results in zip(each, [compiled(*args) for args in each], strict=True):
+        case.check(results, _plain, args)
+
+
+def test_donated_operands(case):
+    """Operands in buffers that results may take over, while peers may still read what was sent."""
+
+    def and_twice(op):
+        return lambda *args: (op(*args), [a * 2 for a in args[: case.own]])
+
+    f = jax.jit(case.program(and_twice), donate_argnums=range(case.own))
+    arrays = case.operands()
+    for _ in range(5):
+        testing.poison_workspaces()
+        args = case.put(arrays)
+        results = f(*args)
+        assert all(a.is_deleted() for a in args[: case.own])
+        case.check(results, and_twice, arrays)
+
+
+def test_every_op_in_one_program(small_tiles):
+    """In any order, as none depends on another one; and several executions in flight."""
+    cases = [case for case in CASES if case.ranks == WORLD]
+    each = [[case.operands(seed) for case in cases] for seed in range(3)]
+
+    @jax.jit
+    def f(args):
+        return [case.program(_plain)(*a) for case, a in zip(cases, args, strict=True)]
+
+    for args, results in zip(each, [f(args) for args in each], strict=True):
+        for case, a, y in zip(cases, args, results, strict=True):
+            case.check(y, _plain, a)
 
 
 def test_lowered_together_and_compiled_in_another_order():
@@ -195,28 +430,6 @@ def test_forward_mode_is_an_error(call):
 
 
 # ---- vmap ----------------------------------------------------------------------------------------
-
-
-@EACH
-def test_vmap_of_gradients(call):
-    """Gradients per example: the ops inside vmap(vjp), x batched, w shared."""
-    mesh = make_mesh((RANKS,))
-    cases = [operands(call, mesh, "tp", seed=7 * i) for i in range(3)]
-    w = cases[0][1]
-    xs = np.stack([c[0] for c in cases], axis=1)
-    dys = normal(9, (RANKS, 3, *call.y_shape(RANKS)), call.dtype)
-    op = call.bind("tp")
-
-    def body(xs, w, dys):
-        return jax.vmap(lambda x, dy: jax.vjp(op, x, w)[1](dy))(xs, dys)
-
-    dx, dw = run(jax.jit(per_device(mesh, body)), xs, w, dys)
-    for b in range(3):
-        x, dy = xs[:, b], dys[:, b]
-        want = exact_vjp(call, mesh, "tp", x, w, dy)
-        scale = exact_vjp(call, mesh, "tp", abs(x), abs(w), abs(dy))
-        assert_close(dx[:, b], want[0], scale[0], call.dtype, call.n * RANKS)
-        assert_close(dw[:, b], want[1], scale[1], call.dtype, 3 * RANKS)
 
 
 @EACH
@@ -502,30 +715,6 @@ def test_checkpoint_inside_scan(policy):
 # ---- Donation ------------------------------------------------------------------------------------
 
 
-@EACH
-def test_donated_operands(call):
-    """x in a buffer that a result may take over, while peers may still read what x sent."""
-    mesh = make_mesh((RANKS,))
-    call = Call(call.op, lead=(3,), k=8, n=8, dtype=call.dtype)
-    x, w = operands(call, mesh, "tp")
-    sharding = jax.NamedSharding(mesh, P("tp"))
-    op = call.bind("tp")
-
-    def body(x, w):
-        y = op(x, w)
-        return y, x * 2, w * 3
-
-    f = jax.jit(per_device(mesh, body), donate_argnums=(0, 1))
-    for _ in range(5):
-        testing.poison_workspaces()
-        args = [jax.device_put(a, sharding) for a in (x, w)]
-        y, x2, w3 = f(*args)
-        assert all(a.is_deleted() for a in args)
-        _check(np.asarray(y), call, mesh, x, w)
-        np.testing.assert_array_equal(np.asarray(x2), x * np.asarray(2, x.dtype))
-        np.testing.assert_array_equal(np.asarray(w3), w * np.asarray(3, w.dtype))
-
-
 def test_donated_state_of_a_training_loop():
     mesh = make_mesh((RANKS,))
     args = _layer_operands()
@@ -612,24 +801,6 @@ def test_independent_calls_among_other_collectives(check_vma):
     for y in results:
         _assert_near(y, want)
         np.testing.assert_array_equal(np.asarray(y), np.asarray(results[0]))
-
-
-@examples(10)
-@given(
-    seeds=st.lists(st.integers(0, 99), min_size=2, max_size=12),
-    call=st.sampled_from([GATHER, SCATTER, EXCHANGE]),
-    dtype=st.sampled_from(HALVES),
-)
-def test_several_executions_in_flight(seeds, call, dtype):
-    """The same compiled program dispatched again and again before any result is waited for."""
-    mesh = make_mesh((RANKS,))
-    call = Call(call.op, lead=(3,), k=8, n=6, dtype=dtype)
-    f = jax.jit(per_device(mesh, call.bind("tp")))
-    jax.block_until_ready(f(*operands(call, mesh, "tp")))
-    testing.poison_workspaces()
-    arrays = [operands(call, mesh, "tp", seed=s) for s in seeds]
-    for (x, w), y in zip(arrays, [f(x, w) for x, w in arrays], strict=True):
-        _check(np.asarray(y), call, mesh, x, w)
 
 
 def test_equal_programs_in_flight():
