@@ -82,6 +82,33 @@ def matmul_reduce_scatter(
     )  # fmt: skip
 
 
+def matmul_all_reduce(
+    op: Callable[..., Any],
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    mesh: Mesh | AbstractMesh | None,
+    x_spec: PartitionSpec | None,
+    axis_name: AxisName,
+    transpose_rhs: bool,
+    residual: Any,
+    norm: Any,
+    **options: Any,
+) -> Any:
+    """`op` is jflux.matmul_all_reduce or its reference; `options` are the rest of its own."""
+    names, last = as_tuple(axis_name), x.ndim - 1
+    x_in = _with_axis(_spec(x, x_spec), x.ndim, last, names)
+    y_out = _with_axis(x_in, x.ndim, None, names)
+    w_in = PartitionSpec(*((None, names) if transpose_rhs else (names, None)))
+    return _over_global_arrays(
+        functools.partial(op, axis_name=axis_name, transpose_rhs=transpose_rhs, **options),
+        "matmul_all_reduce", {"x": x, "w": w, "residual": residual, "norm": norm},
+        {"x": x_in, "w": w_in, "residual": y_out, "norm": PartitionSpec()},
+        axis_name=axis_name, mesh=mesh, out_specs=y_out if norm is None else (y_out, y_out),
+        check_vma=True,
+    )  # fmt: skip
+
+
 def matmul_all_to_all(
     op: Callable[..., Any],
     x: jax.Array,
@@ -120,9 +147,11 @@ def _over_global_arrays(
     axis_name: AxisName,
     mesh: Mesh | AbstractMesh | None,
     out_specs: Any,
+    check_vma: bool = False,
 ) -> Any:
     """Runs `op` inside a shard_map of its own over all axes of the mesh. Operands that are
-    sequences have one spec for all; None is none."""
+    sequences or pytrees have one spec for all; None is none. `check_vma`: whether that can know
+    what is the same on all ranks, which a gathered array is not known to be."""
     arrays = {argument: jax.tree.leaves(operand) for argument, operand in operands.items()}
     mesh = _mesh_for(mesh, *itertools.chain(*arrays.values()))
     missing = [n for n in as_tuple(axis_name) if n not in mesh.axis_names]
@@ -138,10 +167,9 @@ def _over_global_arrays(
             )
             for argument, operand in operands.items()
         }
-    # check_vma cannot know that a gathered array is the same on all ranks.
     mapped = jax.shard_map(
         lambda operands: op(**operands), mesh=mesh, in_specs=(dict(specs),), out_specs=out_specs,
-        check_vma=False,
+        check_vma=check_vma,
     )  # fmt: skip
     return mapped(dict(operands))
 

@@ -167,11 +167,20 @@ def matmul_all_reduce(
     norm: _norm.Norm | None = None,
     preferred_element_type: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    x_spec: PartitionSpec | None = None,
 ) -> Any:
     """``psum(x @ w)``: x [..., m, k/N], w [k/N, n] -> [..., m, n] per rank of N.
 
-    Arguments and results are those of :func:`jflux.matmul_all_reduce`; partial products are rounded
+    Arguments, results and the use on global arrays are those of
+    :func:`jflux.matmul_all_reduce`; partial products are rounded
     to y's type before they are summed, and the sum before a residual is added."""
+    if not _mesh.is_bound(axis_name):
+        return _global.matmul_all_reduce(
+            matmul_all_reduce, x, w, mesh=mesh, x_spec=x_spec, axis_name=axis_name,
+            transpose_rhs=transpose_rhs, residual=residual, norm=norm,
+            preferred_element_type=preferred_element_type, precision=precision,
+        )  # fmt: skip
     partial = matmul(x, w, preferred_element_type, precision, transpose_rhs)
     return all_reduce(partial, axis_name=axis_name, residual=residual, norm=norm)
 

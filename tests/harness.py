@@ -186,8 +186,11 @@ class Call:
 
     def bind(self, axis_name: Any, module: Any = jflux, **options: Any) -> Callable[..., Any]:
         """The op as a function of x and w."""
+        where: dict[str, int]
         if self.is_exchange:
             where = {"split_axis": self.split, "concat_axis": self.concat}
+        elif self.op == "matmul_all_reduce":
+            where = {}
         else:
             name = "gather_dimension" if self.is_gather else "scatter_dimension"
             where = {name: self.dimension}

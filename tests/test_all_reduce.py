@@ -266,6 +266,29 @@ def test_residual_and_norm(kind, dtype, algorithm):
                 testing.assert_close(got[1], want, abs(want) + abs(scale) + 1, dtype, shape[-1])
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16], ids=str)
+def test_residual_of_another_type(dtype):
+    """It is added to the rounded sum, in x's type; its gradient has its own."""
+    x, residual, scale, _ = _after((5, 64), dtype)
+    residual = residual.astype(np.float32)
+
+    def f(x, residual, scale, _):
+        return jflux.all_reduce(
+            x, axis_name="tp", residual=residual, norm=jflux.RMSNorm(scale, epsilon=1e-3)
+        )
+
+    mesh = make_mesh((RANKS,))
+    (y, normalised), pull = jax.vjp(jax.jit(_over_ranks(mesh, f)), x, residual, scale, scale)
+    total = _over_ranks(mesh, lambda x, *_: jflux.all_reduce(x, axis_name="tp"))
+    total = np.asarray(jax.jit(total)(x, residual, scale, scale), np.float32)
+    np.testing.assert_array_equal(y, (total + residual).astype(dtype))
+    want = _normalised("rms", np.asarray(y, np.float64), scale.astype(np.float64), 0)
+    testing.assert_close(np.asarray(normalised), want, abs(want) + abs(scale) + 1, dtype, 64)
+    dx, dresidual, *_ = pull((y, jnp.zeros_like(normalised)))
+    assert dx.dtype == dtype and dresidual.dtype == np.float32
+    np.testing.assert_array_equal(dresidual, np.asarray(y, np.float32))
+
+
 def test_rows_are_normalised_in_the_kernel_where_that_is_faster():
     """One-shot, and two-shot if it is asked for."""
     mesh = make_mesh((2,))

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 import jflux
 from jflux import _global
 
-OPS = ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_to_all"]
+OPS = ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_to_all", "matmul_all_reduce"]
 
 
 @pytest.mark.parametrize(
@@ -70,14 +70,15 @@ def test_operands_that_are_sharded_otherwise(op, module, axis_types):
     mesh = jax.sharding.Mesh(devices, ("dp", "tp"), axis_types=axis_types)
     f = Call(op).bind("tp", module, mesh=mesh, x_spec=P("dp"), preferred_element_type=None)
     x, w = _operands(op)
-    by_rows = op == "matmul_reduce_scatter"
     x64, w64 = x.astype(np.float64), w.astype(np.float64)
     with jax.set_mesh(mesh):
         sharded_w = jax.device_put(w, jax.NamedSharding(mesh, P("dp", "tp")))
         for weights in (w, jnp.asarray(w), sharded_w):
             y = run(jax.jit(f), x, weights)
             assert_close(y, x64 @ w64, abs(x64) @ abs(w64), jnp.bfloat16, x.shape[-1])
-        want = P("dp", "tp") if by_rows else P("dp", None, "tp")
+        want = {"matmul_reduce_scatter": P("dp", "tp"), "matmul_all_reduce": P("dp")}.get(
+            op, P("dp", None, "tp")
+        )
         y = jax.jit(f)(x, w)
         assert y.sharding.is_equivalent_to(jax.NamedSharding(mesh, want), y.ndim)
         dw = jax.jit(jax.grad(lambda w: f(x, w).astype(jnp.float32).sum()))(sharded_w)
@@ -119,3 +120,34 @@ def test_specs_that_do_not_fit():
         f("tp", mesh=mesh, x_spec=P("data"))(x, w)
     with pytest.raises(ValueError, match=r"w has shape \(4,\), too few dimensions"):
         f("tp", jflux.reference, mesh=mesh)(x, np.ones(4, x.dtype))
+
+
+@pytest.mark.parametrize("module", [jflux, jflux.reference])
+def test_what_follows_a_sum(module):
+    """A residual that is sharded as y, and a norm's factors; values and gradients."""
+    mesh = jax.sharding.Mesh(np.array(DEVICES[: RANKS // 2 * 2]).reshape(2, -1), ("dp", "tp"))
+    x, w = (a.astype(np.float32) for a in _operands("matmul_all_reduce"))
+    residual, scale = (
+        normal(2, (*x.shape[:-1], w.shape[1]), np.float32),
+        normal(3, (w.shape[1],), np.float32),
+    )
+
+    def f(x, w, residual, scale):
+        return module.matmul_all_reduce(
+            x, w, axis_name="tp", residual=residual, norm=jflux.RMSNorm(scale), mesh=mesh,
+            x_spec=P("dp"), precision="highest",
+        )  # fmt: skip
+
+    def plain(x, w, residual, scale):
+        y = jnp.matmul(x, w, precision="highest") + residual
+        return y, y * jax.lax.rsqrt(jnp.mean(y * y, -1, keepdims=True) + 1e-6) * scale
+
+    def loss(f):
+        return lambda *args: sum(jnp.sum(jnp.sin(y)) for y in f(*args))
+
+    operands = (x, w, residual, scale)
+    for got, want in zip(jax.jit(f)(*operands), plain(*operands), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+    gradients = (jax.jit(jax.grad(loss(g), argnums=range(4)))(*operands) for g in (f, plain))
+    for got, want in zip(*gradients, strict=True):
+        np.testing.assert_allclose(got, want, rtol=2e-3, atol=2e-3)

@@ -118,6 +118,54 @@ def test_what_follows(way, after):
         assert np.abs(g - w).max() <= 0.02 * np.abs(w).max() * RANKS
 
 
+@pytest.mark.parametrize("transpose_rhs", [False, True])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_results_in_float32(way, dtype, transpose_rhs):
+    """Of 16-bit operands: what travels is not rounded to them."""
+    mesh = make_mesh((RANKS,))
+    f = functools.partial(
+        jflux.matmul_all_reduce, axis_name="tp", transpose_rhs=transpose_rhs,
+        preferred_element_type=np.float32,
+    )  # fmt: skip
+    x = normal(0, (RANKS, 2 * RANKS, 72), dtype)
+    w = normal(1, (RANKS, *((24, 72) if transpose_rhs else (72, 24))), dtype)
+    y = run(jax.jit(per_device(mesh, f)), x, w)
+    assert y.dtype == np.float32
+    x64, w64 = (a.astype(np.float64) for a in (x, w))
+    w64 = np.swapaxes(w64, -1, -2) if transpose_rhs else w64
+    want = np.einsum("rmk,rkn->mn", x64, w64)
+    np.testing.assert_allclose(y, np.broadcast_to(want, y.shape), rtol=1e-5, atol=1e-4)
+
+
+def test_residual_of_another_type(way):
+    """It is added to the rounded sum, in y's type; its gradient has its own."""
+    mesh, (x, w, residual, *_) = make_mesh((RANKS,)), _operands(jnp.bfloat16)
+    residual = residual.astype(np.float32)
+
+    def f(x, w, *residual):
+        added = residual[0] if residual else None
+        return jflux.matmul_all_reduce(x[0], w[0], axis_name="tp", residual=added)
+
+    specs = (P("tp"), P("tp"), P())
+    mapped = jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=P())
+    y, pull = jax.vjp(jax.jit(mapped), x, w, residual)
+    alone = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=specs[:2], out_specs=P()))(x, w)
+    want = (np.asarray(alone, np.float32) + residual).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(y, want)
+    dx, dw, dresidual = pull(y)
+    assert (dx.dtype, dw.dtype, dresidual.dtype) == (x.dtype, w.dtype, np.float32)
+    np.testing.assert_array_equal(dresidual, np.asarray(y, np.float32))
+
+
+def test_what_no_products_kernel_takes_is_summed_by_all_reduces():
+    """On GPUs: float32 operands of a large y, which need no reference."""
+    x, w = jax.ShapeDtypeStruct((512, 64), np.float32), jax.ShapeDtypeStruct((64, 4096), np.float32)
+    params = matmul_all_reduce.Large(("tp",), 4, False, np.dtype(np.float32), None)
+    ask = {"params": params, "platform": "cuda"}
+    assert matmul_all_reduce._not_fused(x, w, **ask) is None
+    assert matmul_all_reduce._adapt(x, w, **ask).func is matmul_all_reduce._product_and_sum
+
+
 @pytest.mark.parametrize("check_vma", [False, True])
 @pytest.mark.parametrize("after", ["alone", "residual", "rms", "layer"])
 def test_gradients(way, after, check_vma):
@@ -336,5 +384,5 @@ def test_one_rank_and_errors():
         jax.jit(per_device(make_mesh((1,)), f))(x, w[:, :4])
     with pytest.raises(ValueError, match="the residual has shape"):
         jax.jit(per_device(make_mesh((1,)), lambda x, w: f(x, w, residual=x[:1])))(x, w)
-    with pytest.raises(NameError, match="tp"):
+    with pytest.raises(ValueError, match="outside shard_map and there is no mesh"):
         f(x[0], w[0])

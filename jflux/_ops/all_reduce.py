@@ -62,9 +62,12 @@ def all_reduce(
       x: an array of any shape, or a pytree of such, each of which is one call; float16, bfloat16,
         float32 or float64. Other types take the reference.
       axis_name: a mesh axis, or a tuple of them.
-      residual: of x's shape and the same on all ranks of the axis: added to the sum (x is one
-        array, then).
-      norm: a :class:`jflux.RMSNorm` or :class:`jflux.LayerNorm` of the sum's rows [..., width].
+      residual: of x's shape, of any type and the same on all ranks of the axis: added to the sum (x
+        is one array, then). Of x's type the kernel adds it before the sum is rounded; of another
+        one XLA adds it to the rounded sum. The result has x's type.
+      norm: a :class:`jflux.RMSNorm` or :class:`jflux.LayerNorm` of the sum's rows [..., width],
+        whose scale and bias are [width], of any type. The kernel takes those of x's type or
+        float32.
       algorithm: "one_shot" (all data to all ranks: one latency), "two_shot" (a reduce-scatter and
         an all-gather: two latencies, fewer bytes), "half_butterfly" or "butterfly" (between pairs
         of ranks, for links that do not join all of them: log2(N) steps and log2(N) times the data,
@@ -78,6 +81,7 @@ def all_reduce(
     Raises:
       ValueError: for an unknown algorithm, or a residual or a norm that does not fit, when the call
         is traced; on GPUs, when it is lowered, for one that the symmetric heap has no room for.
+      TypeError: for a norm that is none, when the call is traced.
       NameError: outside ``shard_map``.
       NotImplementedError: when it is lowered with ``jflux.config.strict``, for one that no kernel
         takes.

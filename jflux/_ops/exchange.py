@@ -66,8 +66,9 @@ def all_gather(x: Any, *, axis_name: AxisName, axis: int = 0, tiled: bool = Fals
       as far as ``check_vma=True`` can tell, as lax.all_gather's does.
 
     Raises:
-      ValueError: for a dimension that x has not, when the call is traced; on GPUs, when it is
-        lowered, for one that the symmetric heap has no room for.
+      ValueError, TypeError: for a dimension that x has not or that is no int, when the call is
+        traced; ValueError on GPUs, when it is lowered, for one that the symmetric heap has no room
+        for.
       NameError: outside ``shard_map``.
       NotImplementedError: when it is lowered with ``jflux.config.strict``, for one that no kernel
         takes.
@@ -104,6 +105,9 @@ def reduce_scatter(
 
     Returns:
       x's shape with that dimension divided by N, or without it.
+
+    Raises:
+      As :func:`jflux.all_gather`; ValueError also for pieces that the ranks do not divide.
     """
 
     plain = _product.is_plain("reduce_scatter", axis_name)
@@ -139,6 +143,12 @@ def all_to_all(
       concat_axis: the dimension of the result that they make.
       tiled: whether N divides the one dimension and multiplies the other. If not, x[split_axis] has
         size N and goes, and `concat_axis` is a new dimension of size N.
+
+    Returns:
+      x's shape with N pieces moved from the one dimension to the other. It varies over `axis_name`.
+
+    Raises:
+      As :func:`jflux.reduce_scatter`.
     """
 
     plain = _product.is_plain("all_to_all", axis_name)
@@ -167,6 +177,8 @@ def _each(one: Callable[[jax.Array], jax.Array], x: Any) -> Any:
 
 def _dimension(op: str, name: str, dimension: int, ndim: int) -> int:
     """Not negative."""
+    if not isinstance(dimension, int | np.integer):
+        raise TypeError(f"jflux.{op}: {name} must be an int, got {dimension!r}")
     if not -ndim <= dimension < ndim:
         raise ValueError(f"jflux.{op}: {name}={dimension} of {ndim} dimensions")
     return dimension % ndim

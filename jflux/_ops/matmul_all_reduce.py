@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
-from .. import _epilogue, _ffi, _heap, _mesh, _norm, _tuning, reference
+from .. import _epilogue, _ffi, _global, _heap, _mesh, _norm, _tuning, reference
 from .._mesh import AxisName
 from . import _after, _product, all_reduce, exchange, matmul_reduce_scatter
 
@@ -51,6 +52,8 @@ def matmul_all_reduce(
     norm: _norm.Norm | None = None,
     preferred_element_type: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    x_spec: PartitionSpec | None = None,
 ) -> Any:
     """``psum(x @ w, axis_name)``: a row-parallel layer whose result every rank has, and what
     follows it in a transformer.
@@ -58,6 +61,9 @@ def matmul_all_reduce(
     Inside ``jax.shard_map``, per rank of N along `axis_name`::
 
         x [..., m, k/N]   w [k/N, n]   ->   y [..., m, n]
+
+    Outside it, x, w and y are the global arrays [..., m, k], [k, n] and [..., m, n], and the op
+    wraps itself in a ``shard_map``.
 
     Up to 4 MiB of y, as in decoding, it is XLA's product and :func:`jflux.all_reduce`, with the
     residual and the norm. Above, each rank sums as many rows, tile by tile while it multiplies, and
@@ -77,11 +83,19 @@ def matmul_all_reduce(
       w: [k/N, n], or [n, k/N] with `transpose_rhs`; of x's type.
       axis_name: a mesh axis, or a tuple of them (the first one major).
       transpose_rhs: w holds the transposed weight. No copy is made.
-      residual: [..., m, n], the same on all ranks of the axis: added to the sum.
-      norm: a :class:`jflux.RMSNorm` or :class:`jflux.LayerNorm` of y's rows.
+      residual: [..., m, n] of any type, the same on all ranks of the axis: added to the sum. Of y's
+        type the kernels add it before the sum is rounded; of another one XLA adds it to the rounded
+        sum. y's type stays.
+      norm: a :class:`jflux.RMSNorm` or :class:`jflux.LayerNorm` of y's rows, whose scale and bias
+        are [n], of any type. With a product in the same kernel, rows are normalised by XLA.
       preferred_element_type: the type of y, and of the partial products that travel; by default
         x's.
-      precision: as in `lax.dot_general`.
+      precision: as in `lax.dot_general`; used where XLA multiplies, not by the kernels.
+      mesh: for global arrays; by default the ambient mesh (`jax.set_mesh`), or x's own.
+      x_spec: for global arrays: how x is sharded, if other dimensions are sharded too; by default
+        what its type says (explicit sharding), or not at all. The axis is added at the last
+        dimension if it is not there. Operands that are sharded otherwise are brought into place
+        first.
 
     Returns:
       y; with `norm` a pair: y, and its rows normalised.
@@ -89,15 +103,20 @@ def matmul_all_reduce(
     Raises:
       ValueError, TypeError: operands that do not fit, when the call is traced. ValueError when it
         is lowered, for a call that the symmetric heap has no room for.
-      NameError: outside ``shard_map``.
       NotImplementedError: when it is lowered with ``jflux.config.strict``, for one that no kernel
         takes.
       jax.errors.JaxRuntimeError: a peer did not come within the deadline (see :func:`jflux.init`).
     """
     _product.check_operands(OP, x, w, -2, "the second to last dimension")
-    _product.check_contraction(OP, x, w, transpose_rhs)
     shape = (*x.shape[:-1], _product.columns(w, transpose_rhs))
     _after.check(OP, shape, residual, norm)
+    if not _mesh.is_bound(axis_name):
+        return _global.matmul_all_reduce(
+            matmul_all_reduce, x, w, mesh=mesh, x_spec=x_spec, axis_name=axis_name,
+            transpose_rhs=transpose_rhs, residual=residual, norm=norm,
+            preferred_element_type=preferred_element_type, precision=precision,
+        )  # fmt: skip
+    _product.check_contraction(OP, x, w, transpose_rhs)
     if _product.is_plain(OP, axis_name):
         return reference.matmul_all_reduce(
             x, w, axis_name=axis_name, transpose_rhs=transpose_rhs, residual=residual, norm=norm,
@@ -221,6 +240,8 @@ def _product_and_sum(x, w, *residual, params):
 
 
 def _not_fused(x, w, *residual, params, platform):
+    if platform == "cuda":  # what no product's kernel takes may still be summed by all_reduce's
+        return None
     return _product.kernel_takes(x, w, params.out_dtype, params.world, platform)
 
 
@@ -276,11 +297,13 @@ def _adapt(x, w, *residual, params, platform):
 
         return apart
     (rows, k), columns = x.shape, _product.columns(w, params.transpose_rhs)
-    if platform != "cuda" or fits_kernel(
+    taken = _product.kernel_takes(x, w, params.out_dtype, params.world, platform) is None
+    fits = taken and fits_kernel(
         rows, k, columns, params.world, x.dtype, params.out_dtype, _heap.heap_bytes("cuda")
-    ):
+    )
+    if platform != "cuda" or fits:
         return None
-    large = _is_large(rows, columns, params.out_dtype)
+    large = taken and _is_large(rows, columns, params.out_dtype)
     return functools.partial(_of_two_calls if large else _product_and_sum, params=params)
 
 
