@@ -9,7 +9,8 @@
 //               parts of tiles that others compute, waits for them (Op::WaitForParts)
 //   0, warp 2   storer: Op::Store writes out what the consumers staged
 //   0, warp 3   scout: takes tiles from a counter in device memory, one ahead of the loader, and
-//               waits for a tile's rows of A, k block by k block (Op::WaitForRows)
+//               waits for a tile's rows of A, k block by k block (Op::WaitForRows). Where nobody
+//               waits for a tile, a cluster's first one is fixed (Op::kFirstIsFixed)
 //   1 and 2     consumers: wgmma, then Op::Finish, which adds others' parts and stages the result.
 //               They take tiles in turn; those of 224 and 256 columns they share
 //
@@ -23,8 +24,8 @@
 //
 // Tiles and units of sending are taken from counters, so a kernel makes progress with whatever
 // CTAs the device has room for: one that starts late, because another kernel holds its SM, finds
-// its share done. The counters are put back when nobody takes from them any more, and then the
-// epoch is published too.
+// its share done, but for a fixed first tile. The counters are put back when nobody takes from them
+// any more, and then the epoch is published too.
 //
 // The Op (ops/*/*_sm90.cuh) is a struct of static device functions and an Args type; see RunGemm.
 // What the roles share is in gemm_smem.cuh, staging.cuh and gemm_call.cuh.
@@ -159,7 +160,26 @@ __device__ __forceinline__ auto MakeReceiver(const GemmSmem<typename Op::Config>
   }
 }
 
-// Returns the slot after the last.
+// A tile from the counter, after those that clusters begin with.
+template <typename Op>
+__device__ __forceinline__ int32_t NextTile(const typename Op::Args& args) {
+  const uint32_t begun = Op::kFirstIsFixed ? gridDim.x / Op::Config::kCluster : 0;
+  return TakeTile(args) + static_cast<int32_t>(begun);
+}
+
+// A CTA's share of its cluster's first tile, by a warp. It may be read after SlotFull(0).
+template <typename Op>
+__device__ __forceinline__ void WriteFirstTile(const typename Op::Args& args,
+                                               const GemmSmem<typename Op::Config>& smem,
+                                               uint32_t cta) {
+  using Config = typename Op::Config;
+  const auto number = static_cast<int32_t>(blockIdx.x / Config::kCluster);
+  const Tile tile = ShareOf<Config>(Op::FirstTile(args, number), static_cast<int>(cta));
+  const auto where = Op::WhereOf(args, BlockRow<Config>(tile, cta), tile);
+  if (threadIdx.x % 32 == 0) WriteSlot(smem.SlotTile(0), tile, BlocksOf<Op>(args, tile), where);
+}
+
+// Returns the slot after the last. `taken`: the first tile, if it has been taken.
 template <typename Op>
 __device__ __forceinline__ auto RunScout(const typename Op::Args& args, const CallContext& call,
                                          const GemmSmem<typename Op::Config>& smem, uint32_t cta,
@@ -171,6 +191,7 @@ __device__ __forceinline__ auto RunScout(const typename Op::Args& args, const Ca
   auto receiver = MakeReceiver<Op>(smem);
   uint32_t begun = 0;   // parity
   uint32_t blocks = 0;  // of A, in the tiles before
+  bool is_there = Op::kFirstIsFixed;
   const auto receive_until = [&](uint32_t bar, uint32_t parity) {
     if constexpr (Op::kReceives) {
       while (!__any_sync(0xffffffff, ptx::MbarrierTest(bar, parity)) &&
@@ -182,7 +203,7 @@ __device__ __forceinline__ auto RunScout(const typename Op::Args& args, const Ca
     Tile tile = kNoTile;
     int k_blocks[Config::kCluster]{};
     typename Op::Where where[Config::kCluster]{};  // [0]: this CTA's, in the end
-    if (cta == 0) {
+    if (cta == 0 && !is_there) {
       const int32_t t = __shfl_sync(0xffffffff, taken, 0);
       if (t < args.num_tiles) {
         tile = Op::TileAt(args, t);
@@ -199,7 +220,12 @@ __device__ __forceinline__ auto RunScout(const typename Op::Args& args, const Ca
       tile = reader.Enter();
       k_blocks[0] = reader.Blocks();
       where[0] = reader.template Where<typename Op::Where>();
-      reader.Leave();
+      if (cta == 0) {
+        slots.Advance();
+        is_there = false;
+      } else {
+        reader.Leave();
+      }
     }
     if (!IsTile(tile)) {
       if constexpr (Op::kReceives) Op::ReceiveRest(args, call, receiver);
@@ -222,7 +248,7 @@ __device__ __forceinline__ auto RunScout(const typename Op::Args& args, const Ca
       ptx::MbarrierWait(smem.Begun(), begun);
       begun ^= 1;
     }
-    if (cta == 0 && lane == 0) taken = TakeTile(args);
+    if (cta == 0 && lane == 0) taken = NextTile<Op>(args);
   }
 }
 
@@ -448,6 +474,10 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
 // The kernel body. Op provides
 //   Config, Args {state, view, signature, op, num_tiles, a_bytes, ...}
 //   TileAt(args, t) -> Tile             in units of cluster tiles
+//   kFirstIsFixed                       whether a cluster begins with the tile of its number, which
+//                                       is known sooner. One that starts late has it to do, so
+//                                       nobody may wait for a tile. If so
+//   FirstTile(args, cluster) -> Tile    TileAt, which the host has worked out
 //   PrefetchMaps(args)                  one lane
 //   kRowsArrive                         whether peers send A's rows, and if so
 //   WaitForRows(args, call, block_m, tile, where, mark)
@@ -486,8 +516,8 @@ __device__ __forceinline__ void RunGemm(const typename Op::Args& args) {
   const int lane = threadIdx.x % 32;
 
   // What takes long is asked for first.
-  const bool takes = warp == 3 && lane == 0 && cta == 0;
-  const int32_t taken = takes ? TakeTile(args) : 0;
+  const bool takes = !Op::kFirstIsFixed && warp == 3 && lane == 0 && cta == 0;
+  const int32_t taken = takes ? NextTile<Op>(args) : 0;
   if (threadIdx.x == 32) Op::PrefetchMaps(args);
 
   if (threadIdx.x == 128) {  // of a consumer, which has nothing else to do yet
@@ -514,8 +544,12 @@ __device__ __forceinline__ void RunGemm(const typename Op::Args& args) {
     ptx::StoreSharedRelease(smem.RowsMark(), 0);
     ptx::FenceMbarrierInit();
   }
+  if constexpr (Op::kFirstIsFixed) {
+    if (warp == 3) WriteFirstTile<Op>(args, smem, cta);
+  }
   const CallContext call = MakeContext(args);
   __syncthreads();
+  if (Op::kFirstIsFixed && threadIdx.x == 96) ptx::MbarrierArrive(smem.SlotFull(0));
   if (Config::kCluster > 1) ptx::ClusterSyncRelaxed();
 
   if (warp < 4) {

@@ -262,6 +262,13 @@ __device__ __forceinline__ int64_t FirstColumn(Tile tile) {
   return static_cast<int64_t>(SliceOf<Config>(tile)) * Config::kSliceN;
 }
 
+// As PublishTile writes one, to this CTA's shared memory.
+template <typename Where>
+__device__ __forceinline__ void WriteSlot(uint32_t at, Tile share, int blocks, const Where& where) {
+  ptx::StoreShared16(at, make_uint4(share.m, share.n, share.split, blocks));
+  ptx::StoreShared16(at + 16, reinterpret_cast<const uint4&>(where));
+}
+
 // What the scout has found out, so that nobody else has to: for each CTA its share of the tile, how
 // many k blocks that has, and where the operands are that it loads.
 template <typename Config, typename Where>

@@ -105,7 +105,9 @@ struct LaunchInstance {
   }
   template <typename Config>
   bool Launch() const {
-    const int clusters = Min(num_tiles, sm_count / Config::kCluster);
+    // No more than run at once: a cluster may have a tile to begin with.
+    const int at_once = AtOnce(GemmChoice{Config::kTileN, Config::kClusterM, 0, splits}, sm_count);
+    const int clusters = Min(num_tiles, at_once / Config::kCluster);
     return LaunchKernel(Instances::template Kernel<Config>(), args, clusters, Config::kCluster,
                         Config::kThreads, Config::kSmemBytes, stream, error);
   }

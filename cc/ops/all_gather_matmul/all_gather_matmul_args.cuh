@@ -11,6 +11,9 @@
 
 namespace jflux {
 
+// SMs that a GPU of compute capability 9.0 can have, so clusters that begin with a tile.
+inline constexpr int kMostSms = 144;
+
 // What each tile needs comes first: lines of constant memory are fetched when they are first read.
 struct AllGatherMatmulArgs {
   DeviceState* state;
@@ -44,7 +47,11 @@ struct AllGatherMatmulArgs {
   CUtensorMap pieces;             // own rows, as they are sent
   CUtensorMap workspace[2];       // rows of 64 columns, in the channel's halves
   CUtensorMap gathered_rows;      // of `gathered`, to store pieces
+  struct {
+    int32_t m, n;
+  } first[kMostSms];  // order.At of each cluster's number
 };
+static_assert(sizeof(AllGatherMatmulArgs) <= 4096);  // what every launch can take
 
 // Of a block's rows that `src` sends, chunk `chunk` of k; on `rank`.
 __device__ __forceinline__ Signal* ChunkSignal(const AllGatherMatmulArgs& args,

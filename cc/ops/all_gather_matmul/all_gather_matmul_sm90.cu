@@ -53,6 +53,11 @@ bool LaunchAllGatherMatmul(const AllGatherMatmulParams& p, const AllGatherMatmul
   args.order = GatherOrder::Make(grid, view.rank, view.world, p.rows.PerRank(),
                                  kGemmTileM * choice.cluster_m);
   args.num_tiles = grid.tiles_m * grid.tiles_n;
+  const int sms = Min(device.sm_count, kMostSms);
+  for (int i = 0; i < Min(args.num_tiles, sms / (choice.cluster_m * choice.splits)); ++i) {
+    const Tile tile = args.order.At(i);
+    args.first[i] = {tile.m, tile.n};
+  }
   // Few rows are one sweep anyway.
   args.send_group = p.rows.Total() <= kGemmTileM ? 0 : choice.group_m * choice.cluster_m;
   args.out_f32 = p.out_dtype == DType::kF32;
@@ -95,8 +100,8 @@ bool LaunchAllGatherMatmul(const AllGatherMatmulParams& p, const AllGatherMatmul
       return false;
     }
   }
-  return LaunchGemmInstance<Instances>(p.dtype, p.transpose_rhs, choice, &args, args.num_tiles,
-                                       device.sm_count, stream, error);
+  return LaunchGemmInstance<Instances>(p.dtype, p.transpose_rhs, choice, &args, args.num_tiles, sms,
+                                       stream, error);
 }
 
 }  // namespace jflux

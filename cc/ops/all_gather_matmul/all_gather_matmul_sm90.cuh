@@ -75,6 +75,12 @@ struct AllGatherMatmulSm90 {
                Config::kHalves && args.gated ? &args.w[1] : nullptr};
   }
 
+  // Tiles wait for senders alone.
+  static constexpr bool kFirstIsFixed = true;
+  static __device__ Tile FirstTile(const Args& args, int32_t cluster) {
+    return Tile{args.first[cluster].m, args.first[cluster].n};
+  }
+
   static __device__ void PrefetchMaps(const Args& args) {
     ptx::PrefetchTensorMap(&args.w[0]);
     ptx::PrefetchTensorMap(&args.x);

@@ -68,6 +68,7 @@ struct FewRowsSm90 {
   }
 
   static constexpr bool kRowsArrive = false;
+  static constexpr bool kFirstIsFixed = false;
   static constexpr bool kReceives = false;
   static __device__ void Send(const Args&, const CallContext&, const GemmSmem<Config>&) {}
 

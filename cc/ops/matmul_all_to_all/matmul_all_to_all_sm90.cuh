@@ -76,6 +76,7 @@ struct MatmulAllToAllSm90 {
   }
 
   static constexpr bool kRowsArrive = false;
+  static constexpr bool kFirstIsFixed = false;
   static constexpr bool kReceives = false;
 
   struct Source {

@@ -60,6 +60,7 @@ struct MatmulReduceScatterSm90 {
   }
 
   static constexpr bool kRowsArrive = false;
+  static constexpr bool kFirstIsFixed = false;
   static constexpr bool kReceives = false;
 
   struct Source {
