@@ -25,7 +25,7 @@ TESTS = pathlib.Path(__file__).parent
 # Those that take longest first.
 FILES = """epilogues all_reduce transforms matmul_all_to_all matmul_reduce_scatter parallel
 all_gather_matmul configurations matmul_all_reduce exchange blocks several global graphs heap mesh
-tune ffi timeline custom_call decode nn_half doctor config""".split()
+tune ffi timeline custom_call primitives decode nn_half doctor config""".split()
 
 # Each starts processes of its own, and some of them wait for a deadline.
 ALONE = ["faults", "multiprocess"]

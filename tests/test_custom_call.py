@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import compilers
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -46,44 +47,10 @@ def _example():
     return module
 
 
-def _compiler():
-    return os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
-
-
-def _nvcc():
-    return shutil.which(os.environ.get("CUDACXX") or "nvcc")
-
-
-def _run_compiler(*command):
-    done = subprocess.run([str(c) for c in command], capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-
-
-def _build(folder: Path) -> Path:
-    """As examples/custom_kernel/README.md does it without CMake."""
-    library = folder / "libhalo_exchange.so"
-    headers = [f"-I{jflux.include_dir()}", "-isystem", jax.ffi.include_dir()]
-    rest = [EXAMPLE / "halo_exchange_cpu.cc", jflux.library_path(), "-o", library]
-    if PLATFORM == "gpu":
-        if (nvcc := _nvcc()) is None:
-            pytest.skip("no nvcc; JFLUX_TEST_CUSTOM_KERNEL can name a library that is built")
-        options = ["-std=c++17", "-O3", "-arch=sm_90", "-shared", "-Xcompiler", "-fPIC"]
-        _run_compiler(nvcc, *options, *headers, EXAMPLE / "halo_exchange_cuda.cu", *rest)
-    else:
-        compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
-        if compiler is None:
-            pytest.skip(
-                "no C++ compiler; JFLUX_TEST_CUSTOM_KERNEL can name a library that is built"
-            )
-        options = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC"]
-        _run_compiler(compiler, *options, *headers, *rest)
-    return library
-
-
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
-    built = os.environ.get("JFLUX_TEST_CUSTOM_KERNEL")
-    return Path(built) if built else _build(tmp_path_factory.mktemp("custom_kernel"))
+    folder = tmp_path_factory.mktemp("custom_kernel")
+    return compilers.library_of(EXAMPLE, "halo_exchange", folder, "JFLUX_TEST_CUSTOM_KERNEL")
 
 
 @pytest.fixture(scope="module")
@@ -293,7 +260,7 @@ def test_paths():
 
 def test_the_headers_need_nothing_else(tmp_path):
     """A folder with what is installed, and no other of the repository's."""
-    compiler = _compiler()
+    compiler = compilers.cxx()
     cmake_lists = ROOT / "CMakeLists.txt"
     if compiler is None or not cmake_lists.exists():
         pytest.skip("no C++ compiler, or no build files")
@@ -304,13 +271,13 @@ def test_the_headers_need_nothing_else(tmp_path):
         shutil.copy(ROOT / "cc" / name, tmp_path / name)
     (tmp_path / "use.cc").write_text('#include "jflux/ffi.h"\n#include "jflux/shmem.h"\n')
     headers = [f"-I{tmp_path}", "-isystem", jax.ffi.include_dir()]
-    _run_compiler(compiler, "-std=c++17", "-fsyntax-only", *headers, tmp_path / "use.cc")
+    compilers.run(compiler, "-std=c++17", "-fsyntax-only", *headers, tmp_path / "use.cc")
 
 
 @pytest.mark.slow
 def test_the_example_with_cmake(tmp_path):
     cmake = shutil.which("cmake", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    if cmake is None or (PLATFORM == "gpu" and _nvcc() is None):
+    if cmake is None or (PLATFORM == "gpu" and compilers.nvcc() is None):
         pytest.skip("no cmake, or no nvcc")
     env = environment(PLATFORM, RANKS)
     options = [f"-DPython_EXECUTABLE={sys.executable}"]

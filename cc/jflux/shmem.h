@@ -2,11 +2,10 @@
 // thread, a warp or a block. Numbers in brackets are sections of the OpenSHMEM 1.5 specification.
 // docs/device_primitives.md has a table of them and an example.
 //
-//   call     A kernel works inside a call, between begin_call and end_call (jflux/kernel.cuh), or
-//   as
-//            the body of a CPU handler (jflux/ffi.h). All ranks of a group make the same calls in
-//            the same order. A Context is one call as one rank sees it, and the first argument of
-//            every function here, as contexts are in OpenSHMEM [9.5].
+//   call     A kernel works inside a call, between begin_call and end_call (jflux/kernel.cuh),
+//            or is the body of a CPU handler (jflux/ffi.h). All ranks of a group make the same
+//            calls in the same order. A Context is one call as one rank sees it, and the first
+//            argument of every function here, as contexts are in OpenSHMEM [9.5].
 //   memory   Each call has `data_bytes` of data and `num_signals` signal words in the symmetric
 //            heap, at the same offsets on every rank: a *symmetric address* is the address of one's
 //            own copy. What they hold at first is of no meaning. They are the call's alone: there
@@ -17,7 +16,9 @@
 //            is reset, a captured CUDA graph can be replayed as it is, and ranks that run different
 //            calls find out. Who needs more steps takes more words.
 //   order    A signal is stored with release at system scope and read with acquire. Whoever has
-//            waited for it sees what the scope that set it had stored before, there and elsewhere.
+//            waited for it sees what the scope that set it had stored before, there and elsewhere,
+//            with put or through ptr. That is the scope that waited, and no other thread of its
+//            rank: others need a barrier of their block after it, or a signal of their own.
 //            Stores of a block's other threads come before the release of the one that sets the
 //            signal because a barrier (bar.sync) lies between: in the PTX memory model barriers
 //            synchronise, and causality order is transitive, so that the release is cumulative over
@@ -78,7 +79,9 @@ JFLUX_HD int my_pe(const Context& ctx) { return ctx.view.rank; }
 JFLUX_HD int n_pes(const Context& ctx) { return ctx.view.world; }
 
 // [9.1.8] Where rank `pe` has what this rank has at the symmetric address `dest`: for loads and
-// stores. Never null: every rank of a group can be reached.
+// stores, which are ordered as those of put are: a signal that this thread sets comes after them,
+// so does one that its warp or block sets, and what else it stores only after a fence. Never null:
+// every rank of a group can be reached.
 template <typename T>
 JFLUX_HD T* ptr(const Context& ctx, T* dest, int pe) {
   const auto offset = reinterpret_cast<const char*>(dest) - ctx.view.base[ctx.view.rank];
@@ -87,19 +90,38 @@ JFLUX_HD T* ptr(const Context& ctx, T* dest, int pe) {
 
 // ---- Order --------------------------------------------------------------------------------------
 
-// [9.11.1] What this thread has put comes before what it puts later, wherever that is. Signals and
-// barriers need none: they come after all that their scope has put.
+// [9.11.1] What this thread has stored, with put or through ptr, comes before what it stores later,
+// wherever that is: for flags of one's own. Signals and barriers need none: they come after all
+// that the scope that calls them has stored. Other threads' stores are not this thread's: that
+// takes a barrier of the warp or block between them and the fence.
 JFLUX_HD void fence(const Context&) { FenceSystem(); }
 
-// [9.11.2] What this thread has put has arrived. Between peers' memories the same as a fence.
+// [9.11.2] What this thread has stored has arrived. Between peers' memories the same as a fence.
 JFLUX_HD void quiet(const Context&) { FenceSystem(); }
 
 // ---- Signals ------------------------------------------------------------------------------------
 
+namespace internal {
+
+template <typename Scope>
+JFLUX_HD void SignalSet(const Context& ctx, Signal* sig_addr, int pe) {
+  Scope::sync();
+  if (Scope::rank() == 0) StoreRelease(ptr(ctx, sig_addr, pe), ctx.SignalValue());
+}
+
+}  // namespace internal
+
 // [9.8.2, SHMEM_SIGNAL_SET; a function of its own in OpenSHMEM 1.6] Sets the signal of `pe`, after
-// all that this thread has put, to anybody, and what it knows others to have put.
+// all that the threads of this scope have stored, anywhere, and what they know others to have
+// stored.
 JFLUX_HD void signal_set(const Context& ctx, Signal* sig_addr, int pe) {
-  StoreRelease(ptr(ctx, sig_addr, pe), ctx.SignalValue());
+  internal::SignalSet<Thread>(ctx, sig_addr, pe);
+}
+JFLUX_HD void signal_set_warp(const Context& ctx, Signal* sig_addr, int pe) {
+  internal::SignalSet<Warp>(ctx, sig_addr, pe);
+}
+JFLUX_HD void signal_set_block(const Context& ctx, Signal* sig_addr, int pe) {
+  internal::SignalSet<Block>(ctx, sig_addr, pe);
 }
 
 namespace internal {
@@ -285,10 +307,12 @@ JFLUX_HD bool Broadcast(const Context& ctx, void* dest, const void* source, int6
 
 }  // namespace internal
 
-// [9.9.1] Waits until all ranks are here. What a rank has put before is then seen by all. `sync`
-// are n_pes() signals that nothing else in this call uses, as OpenSHMEM's collectives had a pSync
-// before there were teams: so several scopes of a rank can each have a barrier with those of its
-// peers.
+// [9.9.1] Waits until this scope of every rank is here: the thread, warp or block that calls with
+// this `sync`. What these threads have stored before is then seen by these threads of all ranks. It
+// says nothing of a rank's other threads: neither whether they are here, nor what they have stored
+// or will see. `sync` are n_pes() signals that nothing else in this call uses, as OpenSHMEM's
+// collectives had a pSync before there were teams: several scopes of a rank can each have a barrier
+// with those of its peers.
 JFLUX_HD bool barrier_all(const Context& ctx, Signal* sync) {
   return internal::BarrierAll<Thread>(ctx, sync);
 }
@@ -300,7 +324,8 @@ JFLUX_HD bool barrier_all_block(const Context& ctx, Signal* sync) {
 }
 
 // [9.9.7] Copies `source` of rank `root`, anywhere in its memory, to the symmetric address `dest`
-// of all ranks, and returns when it is in this rank's. One signal; the others read no `source`.
+// of all ranks, and returns when it is in this rank's, for the threads of this scope to see. That
+// it is in another's, only that one knows. One signal; the others read no `source`.
 JFLUX_HD bool broadcastmem(const Context& ctx, void* dest, const void* source, int64_t bytes,
                            Signal* sig_addr, int root) {
   return internal::Broadcast<Thread>(ctx, dest, source, bytes, sig_addr, root);

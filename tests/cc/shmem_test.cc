@@ -135,7 +135,7 @@ constexpr int64_t kCount = 37;  // no multiple of a vector
       const auto v = Values(ctx, me, pe, kCount);                                                 \
       put##suffix(ctx, slot(0, me), v.data(), 20, pe);                                            \
       putmem##suffix(ctx, slot(0, me) + 20, v.data() + 20, 4 * (kCount - 20), pe);                \
-      signal_set(ctx, puts + me, pe);                                                             \
+      signal_set##suffix(ctx, puts + me, pe);                                                     \
       put_signal##suffix(ctx, slot(1, me), v.data(), kCount, put_signals + me, pe);               \
       putmem_signal##suffix(ctx, slot(2, me), v.data(), 4 * kCount, in_bytes + me, pe);           \
     }                                                                                             \
@@ -246,10 +246,18 @@ TEST(ThreadsShareAScope) {
           ok = internal::SignalWait<TeamScope>(ctx, ctx.signal(step), last);
           EXPECT_EQ(std::count(dest, dest + kBytes, value(last, step)), ok ? kBytes : 0);
         }
+        // Each thread's own stores to a peer, and one signal for all of them.
+        char* stored = ctx.data(3 * 1024);
+        for (int t = TeamScope::rank(); t < kBytes; t += threads) {
+          ptr(ctx, stored, next)[t] = value(me, 3);
+        }
+        internal::SignalSet<TeamScope>(ctx, ctx.signal(3), next);
+        ok = ok && internal::SignalWait<TeamScope>(ctx, ctx.signal(3), last);
+        EXPECT_EQ(std::count(stored, stored + kBytes, value(last, 3)), ok ? kBytes : 0);
         // What any thread of any rank has stored, after a barrier of one thread each.
         int32_t* own = ctx.data<int32_t>(4096);
         own[TeamScope::rank()] = me * 10 + TeamScope::rank();
-        ok = ok && internal::BarrierAll<TeamScope>(ctx, ctx.signal(3));
+        ok = ok && internal::BarrierAll<TeamScope>(ctx, ctx.signal(4));
         std::vector<int32_t> got(threads);
         for (int pe = 0; ok && pe < n; ++pe) {
           internal::Get<Thread>(ctx, got.data(), own, 4 * threads, pe);
@@ -258,12 +266,12 @@ TEST(ThreadsShareAScope) {
         char* dest = ctx.data(8192);
         const std::vector<char> from_root(kBytes, value(n - 1, 4));
         ok = ok && internal::Broadcast<TeamScope>(ctx, dest, from_root.data(), kBytes,
-                                                  ctx.signal(3 + n), n - 1);
+                                                  ctx.signal(4 + n), n - 1);
         EXPECT_EQ(std::count(dest, dest + kBytes, value(n - 1, 4)), ok ? kBytes : 0);
         return TeamScope::all(ok && AwaitGreetings<TeamScope>(ctx) &&
-                              internal::BarrierAll<TeamScope>(ctx, ctx.signal(4 + n)));
+                              internal::BarrierAll<TeamScope>(ctx, ctx.signal(5 + n)));
       };
-      TeamCall call(16384, 4 + 2 * kMaxRanks, threads, body);
+      TeamCall call(16384, 5 + 2 * kMaxRanks, threads, body);
       PlainHeap heap(world, call.Channel());
       RunOptions options;
       options.max_delay_us = 300;
