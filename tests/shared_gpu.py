@@ -4,7 +4,8 @@ Each rank is a process. Where a GPU has several of them their kernels take turns
 lasts until it is the peer's turn, which may come anywhere in its kernel; nothing here says how fast
 anything is. NCCL wants a GPU for every rank: XLA's own collectives have no part in it, and what
 comes out is compared with float64 on the host. Without GPUs, or with JAX_PLATFORMS=cpu, the ranks
-are CPUs.
+are CPUs. If JFLUX_TEST_PRIMITIVES names a library of tests/custom_primitives, its kernel is among
+the calls.
 """
 
 from __future__ import annotations
@@ -27,12 +28,17 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--calls", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    kinds = ["any", "product", "few_columns", "sum", "norm", "large_sum", "exchange"]
+    kinds = "any product few_columns sum norm large_sum exchange pieces custom".split()
     parser.add_argument("--kind", choices=kinds, default="any", help="of calls (workers/)")
     parser.add_argument(
         "--graphs", action="store_true", help="replay each call with new inputs too"
     )
+    parser.add_argument(
+        "--steps", type=int, default=24, help="of a call's replays, rounded up to loops of 24"
+    )
     args = parser.parse_args()
+    if args.kind == "custom" and "JFLUX_TEST_PRIMITIVES" not in os.environ:
+        parser.error("JFLUX_TEST_PRIMITIVES must name a library (tests/test_primitives.py)")
 
     on_cpus = os.environ.get("JAX_PLATFORMS") == "cpu"
     gpus = 0 if on_cpus else len(glob.glob("/dev/nvidia[0-9]*"))
@@ -41,7 +47,7 @@ def main() -> int:
     env["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{0.7 / -(-args.ranks // max(gpus, 1)):.3f}"
     command = [sys.executable, "-m", "workers.random_worker", "--port", str(free_port())]
     command += ["--graphs"] * args.graphs
-    for name in ("ranks", "calls", "seed", "kind"):
+    for name in ("ranks", "calls", "seed", "steps", "kind"):
         command += [f"--{name}", str(getattr(args, name))]
     command += ["--gpus", str(gpus)]
     running = {

@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 parser = argparse.ArgumentParser(description=__doc__)
-for name in ("ranks", "calls", "seed", "rank", "port", "gpus"):
+for name in ("ranks", "calls", "seed", "steps", "rank", "port", "gpus"):
     parser.add_argument(f"--{name}", type=int, required=True)
 parser.add_argument("--kind", required=True)
 parser.add_argument("--graphs", action="store_true")
@@ -34,6 +34,7 @@ jax.distributed.initialize(
 )  # fmt: skip
 
 # These look at the devices.
+import custom_primitives  # noqa: E402
 import harness  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
@@ -51,7 +52,8 @@ ROWS = [1, 3, 16, 31, 64, 100, 129, 200, 256]
 K = [8, 13, 64, 72, 136, 200, 264, 520, 1000]
 N = [8, 31, 64, 136, 264, 520, 1032, 2056]
 BARRIERS = itertools.count()
-STEPS = 24  # of a loop that GPUs capture
+STEPS = 24  # of a loop that GPUs capture; --steps are several such
+LIBRARY = os.environ.get(custom_primitives.LIBRARY)
 MOST_PRODUCTS = 1 << 28  # of one rank: the host does them in float64
 
 
@@ -120,7 +122,8 @@ def run_and_check(case: Case, epochs: int | None) -> None:
 
 def replay_and_check(case: Case) -> None:
     """A loop, whose calls GPUs capture and replay, with other inputs in each step: the same bits as
-    call by call, and in its second run most kernels were enqueued by replays."""
+    call by call, and as in every other run of the loop; and after its first run most kernels were
+    enqueued by replays."""
     factors, signs = np.resize(np.float32([1, 2, 0.5]), STEPS), (1, -1, 2)
 
     def scaled(factor, x, *rest):
@@ -136,19 +139,30 @@ def replay_and_check(case: Case) -> None:
     def wide(value):
         return put(np.broadcast_to(value, (*case.mesh.devices.shape, *np.shape(value))), case.mesh)
 
-    def mine(y):
+    def here(y):
         (shard,) = y.addressable_shards
-        return np.asarray(shard.data).reshape(y.shape[case.mesh.devices.ndim :])
+        return shard.data
+
+    def mine(y):
+        return np.asarray(here(y)).reshape(y.shape[case.mesh.devices.ndim :])
 
     operands = tuple(put(a, case.mesh) for a in case.operands)
     once, many = (jax.jit(harness.per_device(case.mesh, f)) for f in (scaled, loop))
-    with forced(case.choice):
-        jax.block_until_ready(many(wide(factors), *operands))
+
+    def replayed():
         before = _jflux.cuda_launches() if args.gpus else 0
         results = jax.block_until_ready(many(wide(factors), *operands))
         launches = _jflux.cuda_launches() - before if args.gpus else 0
         kernels = STEPS * len(signs)
         assert launches <= kernels / 4, f"the host enqueued {launches} of {kernels} kernels"
+        return results
+
+    with forced(case.choice):
+        jax.block_until_ready(many(wide(factors), *operands))
+        results = replayed()
+        for _ in range(STEPS, args.steps, STEPS):
+            for first, y in zip(results, replayed(), strict=True):
+                assert jnp.array_equal(here(first), here(y)), "two runs of the loop differ"
         for sign, ys in zip(signs, results, strict=True):
             for i in (0, 1, STEPS - 1):
                 got, want = mine(ys)[i], 2 * mine(once(wide(sign * factors[i]), *operands))
@@ -172,10 +186,21 @@ def draw(rng: random.Random) -> Case:
     sizes = [n for n in range(1, len(devices) + 1) if len(devices) % n == 0]
     mesh = Mesh(np.array(devices).reshape(rng.choice(sizes), -1), ("a", "b"))
     axis_name = rng.choice(["a", "b", ("a", "b"), ("b", "a")])
-    kinds = [_product] * 6 + [_few_columns] * 3 + [_sum, _norm, _large_sum, _exchange]
+    kinds = [_product] * 6 + [_few_columns] * 3
+    kinds += [_sum, _norm, _large_sum, _exchange, _pieces] + [_custom] * (LIBRARY is not None)
     if args.kind != "any":
         kinds = [kind for kind in kinds if kind.__name__ == f"_{args.kind}"]
     return rng.choice(kinds)(rng, mesh, axis_name)
+
+
+def _draw_choice(rng: random.Random) -> Any:
+    """A configuration that is compiled, or none."""
+    if harness.PLATFORM != "gpu" or rng.random() < 0.3:
+        return None
+    choice = rng.choice(_tuning.compiled())
+    if (choice.tile_n, choice.cluster_m) == (128, 1):
+        choice = dataclasses.replace(choice, splits=rng.choice([1, 2, 4]))
+    return dataclasses.replace(choice, group_m=rng.choice([0, 1, 3, choice.group_m]))
 
 
 def _product(rng: random.Random, mesh: Any, axis_name: Any, **fields: Any) -> Case:
@@ -196,12 +221,7 @@ def _product(rng: random.Random, mesh: Any, axis_name: Any, **fields: Any) -> Ca
         if world * math.prod(call.lead) * call.n * call.k <= MOST_PRODUCTS:
             break
     x, w = harness.operands(call, mesh, axis_name, seed=rng.randrange(1 << 30))
-    choice = None
-    if harness.PLATFORM == "gpu" and rng.random() < 0.7:
-        choice = rng.choice(_tuning.compiled())
-        if (choice.tile_n, choice.cluster_m) == (128, 1):
-            choice = dataclasses.replace(choice, splits=rng.choice([1, 2, 4]))
-        choice = dataclasses.replace(choice, group_m=rng.choice([0, 1, 3, choice.group_m]))
+    choice = _draw_choice(rng)
     most = 4 * world * math.prod(call.lead) * max(call.n, call.k)
     if call.op in ("all_gather_matmul", "matmul_reduce_scatter") and most <= exchange.MOST_BYTES:
         choice = rng.choice([choice, choice, choice, _tuning.APART])
@@ -260,9 +280,13 @@ def _sums_of(mesh: Any, axis_name: Any, *arrays: Any) -> list[Any]:
 
 
 def _sum(rng: random.Random, mesh: Any, axis_name: Any) -> Case:
-    world, dtype = harness.world_of(mesh, axis_name), rng.choice(harness.HALVES)
-    size = rng.choice([1, 7, 1000, 4096, 65536, 300_001])
+    world = harness.world_of(mesh, axis_name)
+    dtype = rng.choice([*harness.HALVES, jnp.float32])
+    sizes = [1, 7, 1000, 4096, 65536, 300_001]
     algorithm = rng.choice(ALGORITHMS)
+    if algorithm == "chunked":  # above 1 MiB for each rank to sum chunks are larger
+        sizes.append(world * (1 << 19) + 12_345)
+    size = rng.choice(sizes)
     x = harness.normal(rng.randrange(1 << 30), (*mesh.devices.shape, size), dtype)
     want, scale = _sums_of(mesh, axis_name, x, abs(x))
     return Case(
@@ -278,30 +302,36 @@ def _sum(rng: random.Random, mesh: Any, axis_name: Any) -> Case:
 
 
 def _norm(rng: random.Random, mesh: Any, axis_name: Any) -> Case:
-    """A residual and RMSNorm after an all_reduce, in its kernel where all goes to all at once."""
+    """A residual and a norm after an all_reduce, in its kernel where all goes to all at once, or
+    where two-shot is asked for."""
     world, dtype = harness.world_of(mesh, axis_name), rng.choice(harness.HALVES)
     rows, width = rng.choice([1, 3, 16, 33, 40]), rng.choice([64, 1000, 4096, 8192])
+    algorithm = rng.choice([None, None, "one_shot", "two_shot"])
     x = harness.normal(rng.randrange(1 << 30), (*mesh.devices.shape, rows, width), dtype)
     # The same on all ranks: constants of the program.
-    residual, factor = (
-        harness.normal(1, (rows, width), dtype),
-        harness.normal(2, (width,), np.float32),
-    )
+    residual = harness.normal(1, (rows, width), dtype)
+    scale, bias = (harness.normal(seed, (width,), np.float32) for seed in (2, 3))
+    norm = rng.choice([jflux.RMSNorm(scale), jflux.LayerNorm(scale), jflux.LayerNorm(scale, bias)])
 
     def body(x):
-        norm = jflux.RMSNorm(factor)
-        return jflux.all_reduce(x, axis_name=axis_name, residual=residual, norm=norm)[1]
+        return jflux.all_reduce(
+            x, axis_name=axis_name, residual=residual, norm=norm, algorithm=algorithm
+        )[1]
 
     sums, sizes = _sums_of(mesh, axis_name, x, abs(x))
     sums, sizes = sums + residual.astype(np.float64), sizes + abs(residual).astype(np.float64)
-    over = factor / np.sqrt(np.mean(sums**2, -1, keepdims=True) + 1e-6)
+    if norm.name == "layer":
+        sums = sums - np.mean(sums, -1, keepdims=True)
+        sizes = sizes + np.mean(sizes, -1, keepdims=True)
+    over = scale / np.sqrt(np.mean(sums**2, -1, keepdims=True) + 1e-6)
+    added = norm.factors[1] if len(norm.factors) > 1 else 0
     return Case(
-        name=f"norm {rows} x {width} {axis_name}",
+        name=f"{norm.name}-norm {algorithm} {rows} x {width} {axis_name}",
         mesh=mesh,
         body=body,
         operands=(x,),
-        want=sums * over,
-        scale=sizes * abs(over),
+        want=sums * over + added,
+        scale=sizes * abs(over) + abs(added),
         dtype=dtype,
         terms=world,
         is_xlas=world == 1,
@@ -311,23 +341,40 @@ def _norm(rng: random.Random, mesh: Any, axis_name: Any) -> Case:
 def _large_sum(rng: random.Random, mesh: Any, axis_name: Any) -> Case:
     """matmul_all_reduce in one kernel: whole tiles for each rank, or, on two, few rows."""
     world, dtype = harness.world_of(mesh, axis_name), rng.choice(harness.HALVES)
-    n, k = rng.choice([8200, 10248]), rng.choice([64, 136])
-    rows = rng.choice([32, 100, 128]) if world == 2 and rng.random() < 0.5 else 128 * world
+    k, transpose_rhs = rng.choice([64, 136]), rng.random() < 0.5
+    if world == 2 and rng.random() < 0.5:
+        rows, n = rng.choice([32, 100, 128]), rng.choice([8200, 10248])
+    else:  # a row of tiles for each rank, or several, and columns that make it more than 4 MiB
+        rows = 128 * world * rng.choice([1, 1, 2, 3])
+        n = (2 << 20) // rows // 8 * 8 + rng.choice([8, 1032])
     lead = mesh.devices.shape
     x = harness.normal(rng.randrange(1 << 30), (*lead, rows, k), dtype)
     w = harness.normal(rng.randrange(1 << 30), (*lead, k, n), dtype)
     want, scale = _sums_of(
         mesh, axis_name, *(a.astype(np.float32) @ b for a, b in ((x, w), (abs(x), abs(w))))
     )
+    residual = None
+    if rng.random() < 0.5:  # of the program: the same on all ranks
+        residual = harness.normal(1, (rows, n), dtype)
+        want, scale = want + residual.astype(np.float64), scale + abs(residual)
+    choice = _draw_choice(rng)
+
+    def body(x, w):
+        return jflux.matmul_all_reduce(
+            x, w, axis_name=axis_name, transpose_rhs=transpose_rhs, residual=residual
+        )
+
     return Case(
-        name=f"matmul_all_reduce {rows} x {n} x {k} {axis_name}",
+        name=f"matmul_all_reduce {rows} x {n} x {k} {transpose_rhs=} {axis_name} {choice} "
+        f"{'' if residual is None else 'and a residual'}",
         mesh=mesh,
-        body=functools.partial(jflux.matmul_all_reduce, axis_name=axis_name),
-        operands=(x, w),
+        body=body,
+        operands=(x, np.ascontiguousarray(np.swapaxes(w, -1, -2)) if transpose_rhs else w),
         want=want,
         scale=scale,
         dtype=dtype,
         terms=world * k,
+        choice=choice,
         is_xlas=world == 1,
     )
 
@@ -359,9 +406,92 @@ def _exchange(rng: random.Random, mesh: Any, axis_name: Any) -> Case:
     )
 
 
+def _pieces(rng: random.Random, mesh: Any, axis_name: Any) -> Case:
+    """One exchange, along any dimensions, which pieces are parts of, or make."""
+    world = harness.world_of(mesh, axis_name)
+    dtype = rng.choice([*harness.HALVES, jnp.float32])
+    op, tiled = rng.choice(["all_gather", "reduce_scatter", "all_to_all"]), rng.random() < 0.5
+    shape = [rng.choice([1, 2, 5, 24, 65]) for _ in range(3)]
+    split, concat = rng.randrange(3), rng.randrange(3 + (op == "all_gather" and not tiled))
+    if op != "all_gather":
+        shape[split] = world * shape[split] if tiled else world
+    x = harness.normal(rng.randrange(1 << 30), (*mesh.devices.shape, *shape), dtype)
+    options: dict[str, Any] = {"tiled": tiled}
+    if op == "all_gather":
+        options["axis"] = concat
+    elif op == "reduce_scatter":
+        options["scatter_dimension"] = split
+    else:
+        options |= {"split_axis": split, "concat_axis": concat}
+
+    def split_of(a):
+        parts = np.split(a, world, split)
+        return parts if tiled else [np.squeeze(part, split) for part in parts]
+
+    def joined(parts):
+        return np.concatenate(parts, concat) if tiled else np.stack(parts, concat)
+
+    def of_group(arrays):
+        """What each rank has in the end."""
+        if op == "all_gather":
+            return [joined(arrays)] * world
+        if op == "reduce_scatter":
+            return split_of(sum(arrays))
+        sent = [split_of(a) for a in arrays]
+        return [joined([parts[r] for parts in sent]) for r in range(world)]
+
+    results: list[dict[Any, Any]] = [{}, {}]
+    for group in harness.groups_of(mesh, axis_name):
+        for result, array in zip(results, (x, abs(x)), strict=True):
+            ys = of_group([array[at].astype(np.float64) for at in group])
+            result |= dict(zip(group, ys, strict=True))
+    want, scale = (
+        np.stack([result[at] for at in np.ndindex(mesh.devices.shape)]).reshape(
+            *mesh.devices.shape, *result[0, 0].shape
+        )
+        for result in results
+    )
+    return Case(
+        name=f"{op} {shape} {options} {axis_name}",
+        mesh=mesh,
+        body=functools.partial(getattr(jflux, op), axis_name=axis_name, **options),
+        operands=(x,),
+        want=want,
+        scale=scale,
+        dtype=dtype,
+        terms=world,
+    )
+
+
+def _custom(rng: random.Random, mesh: Any, axis_name: Any) -> Case:
+    """Every device primitive, of the library that the environment names."""
+    world, count = harness.world_of(mesh, axis_name), rng.choice([1, 5, 37, 256, 1001])
+    shape = (*mesh.devices.shape, *custom_primitives.x_shape(world, count))
+    x = harness.normal(rng.randrange(1 << 30), shape, np.float32)
+
+    def body(x):
+        bits = lax.bitcast_convert_type(x, jnp.int32)
+        y = custom_primitives.every_primitive(bits, axis_name=axis_name)
+        return lax.bitcast_convert_type(y, jnp.float32)
+
+    want = custom_primitives.exact(mesh, axis_name, x.view(np.int32)).view(np.float32)
+    return Case(
+        name=f"custom {count} {axis_name}",
+        mesh=mesh,
+        body=body,
+        operands=(x,),
+        want=want.astype(np.float64),
+        scale=abs(want).astype(np.float64),
+        dtype=np.float32,
+        terms=1,
+    )
+
+
 def main() -> None:
     faulthandler.enable()
     jflux.config.update(strict=True, always=True)
+    if LIBRARY is not None:
+        custom_primitives.load(LIBRARY)
     jflux.init(deadline_seconds=30)
     rng = random.Random(args.seed)
     start = time.monotonic()
