@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import random
 import sys
 import time
@@ -38,6 +39,7 @@ from jax import lax
 
 import jflux
 from jflux import testing
+from jflux._ops.all_reduce import ALGORITHMS
 
 SIZES = [1, 2, 3, 5, 8, 13, 16, 31, 64, 100, 129, 200]
 
@@ -81,20 +83,37 @@ def _wide(x: jax.Array) -> jax.Array:
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
-def _all_reduce(x: jax.Array, w: jax.Array, axis_name: Any) -> jax.Array:
-    got = jflux.all_reduce(x, axis_name=axis_name)
+def _all_reduce(x: jax.Array, w: jax.Array, axis_name: Any, algorithm: Any = None) -> jax.Array:
+    got = jflux.all_reduce(x, axis_name=axis_name, algorithm=algorithm)
     return _near(got, lax.psum(_wide(x), axis_name), lax.psum(jnp.abs(_wide(x)), axis_name))
 
 
-def _norm(x: jax.Array, w: jax.Array, axis_name: Any) -> jax.Array:
-    norm = jflux.RMSNorm(jnp.ones(x.shape[-1], jnp.float32), epsilon=1.0)
+def _spread(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """x's numbers again and again, in bfloat16 and times powers of two: so that rows differ."""
+    numbers = jnp.resize(x.ravel(), shape).astype(jnp.bfloat16)
+    factors = 2.0 ** (jnp.arange(numbers.size) % 7 - 3)
+    return numbers * factors.astype(jnp.bfloat16).reshape(shape)
+
+
+def _large_chunks(x: jax.Array, w: jax.Array, axis_name: Any) -> jax.Array:
+    """More than 1 MiB for each rank to sum."""
+    x = _spread(x, (lax.axis_size(axis_name) * (1 << 19) + 123,))
+    return _all_reduce(x, w, axis_name, "chunked")
+
+
+def _norm(x: jax.Array, w: jax.Array, axis_name: Any, layer: bool = False) -> jax.Array:
+    scale, bias = jnp.ones(x.shape[-1], jnp.float32), jnp.full(x.shape[-1], 2, jnp.float32)
+    norm = jflux.LayerNorm(scale, bias, 1.0) if layer else jflux.RMSNorm(scale, 1.0)
     residual = jnp.ones(x.shape, x.dtype)
     total, got = jflux.all_reduce(x, axis_name=axis_name, residual=residual, norm=norm)
     want = lax.psum(_wide(x), axis_name) + 1
-    right = _near(total, want, lax.psum(jnp.abs(_wide(x)), axis_name) + 1)
-    wide = _wide(total)
-    want = wide * lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1)
-    return right & _near(got, want, jnp.abs(want) + 0.1)
+    size = lax.psum(jnp.abs(_wide(x)), axis_name) + 1
+    right = _near(total, want, size)
+    if layer:
+        want -= jnp.mean(want, -1, keepdims=True)
+        size += jnp.mean(size, -1, keepdims=True)
+    over = lax.rsqrt(jnp.mean(want * want, -1, keepdims=True) + 1)
+    return right & _near(got, want * over + 2 * layer, size * over + 2 * layer)
 
 
 def _exchange(x: jax.Array, w: jax.Array, axis_name: Any) -> jax.Array:
@@ -131,9 +150,14 @@ def _matmul(x: jax.Array, w: jax.Array, axis_name: Any) -> jax.Array:
 
 def _few_rows(x: jax.Array, w: jax.Array, axis_name: Any) -> jax.Array:
     """Of two ranks, one kernel that multiplies and sums."""
-    x, w = (jnp.resize(a.ravel(), (64, 136)).astype(jnp.bfloat16) for a in (x, w))
-    # Columns that differ, in whole powers of two.
-    w = jnp.tile(w.T, 161)[:, :10248] * 2.0 ** (jnp.arange(10248) % 7 - 3).astype(jnp.bfloat16)
+    x, w = _spread(x, (64, 136)), _spread(w, (136, 10248))
+    return _near_sum(jflux.matmul_all_reduce(x, w, axis_name=axis_name), x, w, axis_name)
+
+
+def _tiles(x: jax.Array, w: jax.Array, axis_name: Any) -> jax.Array:
+    """More than 4 MiB, whose tiles are summed while others are multiplied."""
+    rows = 128 * lax.axis_size(axis_name)
+    x, w = _spread(x, (rows, 72)), _spread(w, (72, (2 << 20) // rows // 8 * 8 + 8))
     return _near_sum(jflux.matmul_all_reduce(x, w, axis_name=axis_name), x, w, axis_name)
 
 
@@ -148,21 +172,22 @@ def _all_gather(x: jax.Array, w: jax.Array, axis_name: Any) -> jax.Array:
 
 MIXES = {
     "psum": _psum, "all_gather": _all_gather, "all_reduce": _all_reduce, "norm": _norm,
-    "exchange": _exchange, "matmul": _matmul, "few_rows": _few_rows,
+    "layer_norm": functools.partial(_norm, layer=True), "large_chunks": _large_chunks,
+    "exchange": _exchange, "matmul": _matmul, "few_rows": _few_rows, "tiles": _tiles,
+    **{name: functools.partial(_all_reduce, algorithm=name) for name in ALGORITHMS},
 }  # fmt: skip
 
 
-def draw_program(rng: random.Random, most_calls: int) -> Program:
+def draw_program(rng: random.Random, orders: list[list[int]], most_calls: int) -> Program:
     shape = rng.choice([s for s in SHAPES if np.prod(s) > 1])
     names = ("a", "b", "c")[: len(shape)]
-    order = rng.sample(range(RANKS), RANKS)
-    mesh = make_mesh(shape, names, order=order)
+    mesh = make_mesh(shape, names, order=rng.choice(orders))
     axis_name = rng.choice([*names, tuple(rng.sample(names, len(names)))])
     calls = [draw_call(rng) for _ in range(rng.randint(1, most_calls))]
     if any(c.dtype == jnp.float64 for c in calls):  # the whole program is in 64-bit mode or not
         calls = [dataclasses.replace(c, dtype=jnp.float64) for c in calls]
     ops = [call.bind(axis_name) for call in calls]
-    mixed = [rng.choice([*MIXES, "chain", None]) for _ in calls]
+    mixed = [rng.choice([*MIXES, "chain", "chain", None, None]) for _ in calls]
     arrays = [operands(c, mesh, axis_name, seed=rng.randrange(1 << 30)) for c in calls]
 
     def body(arrays):
@@ -214,10 +239,12 @@ def stress(
 ) -> str:
     """Makes at least `calls` calls and checks each; returns a line that says what was done."""
     rng = random.Random(seed)
+    # Of the devices, a few: the heap has channels for each order's groups.
+    orders = [rng.sample(range(RANKS), RANKS) for _ in range(4)]
     done = programs = 0
     start = time.monotonic()
     while done < calls:
-        batch = [draw_program(rng, most_calls) for _ in range(in_flight)]
+        batch = [draw_program(rng, orders, most_calls) for _ in range(in_flight)]
         with testing.planted_faults(max_delay_us=max_delay_us):
             pending = [(p, p.run()) for _ in range(repeats) for p in batch]
             jax.block_until_ready([r for _, r in pending])

@@ -39,14 +39,14 @@ def x_shape(world: int, count: int) -> tuple[int, ...]:
 
 def reference(x: jax.Array, *, axis_name: Any) -> jax.Array:
     sent = lax.all_to_all(x, axis_name, 2, 2, tiled=True)
-    mine = lax.dynamic_index_in_dim(x, lax.axis_index(axis_name), axis=2, keepdims=False)
-    shared = lax.all_gather(mine, axis_name, axis=2)
+    everyone = lax.all_gather(x, axis_name)
+    shared = jnp.stack([everyone[p % x.shape[2], :, p] for p in range(PIECES)], axis=1)
     return jnp.stack([sent] * (AREAS - 1) + [shared], axis=2)
 
 
 def every_primitive(x: jax.Array, *, axis_name: Any) -> jax.Array:
-    """x [level, piece, rank, count] -> [level, piece, area, rank, count], what each rank sent in
-    each way. Inside shard_map."""
+    """x [level, piece, rank, count] -> [level, piece, area, rank, count], as every_primitive.h has
+    them. Inside shard_map."""
     y = jax.ShapeDtypeStruct((LEVELS, PIECES, AREAS, *x.shape[2:]), np.int32)
     call = jflux.custom_call(
         "every_primitive",
@@ -67,5 +67,6 @@ def exact(mesh: Any, axis_name: Any, x: np.ndarray) -> np.ndarray:
         for q, at in enumerate(group):
             for r, sender in enumerate(group):
                 y[at][:, :, :-1, r] = x[sender][:, :, None, q]
-                y[at][:, :, -1, r] = x[sender][:, :, r]
+            for p in range(PIECES):
+                y[at][:, p, -1] = x[group[p % len(group)]][:, p]
     return y

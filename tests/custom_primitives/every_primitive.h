@@ -1,8 +1,8 @@
 // every_primitive: all of jflux/shmem.h's functions, as a thread, a warp and a block call them.
 //
 // x and y are int32, x [level, piece, rank, count] and y [level, piece, area, rank, count]. Rank r
-// sends x[l, p, q] to each rank q in seven ways, an area each, and broadcasts x[l, p, r]. So
-// y[l, p, a, r] is what came from rank r.
+// sends x[l, p, q] to each rank q in seven ways, an area each: y[l, p, a, r] is what came from rank
+// r. In the last area it is x[l, p, r] of rank p (modulo the ranks), which broadcasts x[l, p].
 #ifndef EVERY_PRIMITIVE_H_
 #define EVERY_PRIMITIVE_H_
 
@@ -132,16 +132,16 @@ JFLUX_HD bool Piece(const shmem::Context& ctx, int piece, int64_t count, const i
     Level::getmem(ctx, result(kGet, pe) + typed, place(kGet, me) + typed, rest, pe);
   }
 
-  for (int root = 0; root < n; ++root) {
-    int32_t* dest = place(kBroadcast, root);
-    const int32_t* source = to(root);
-    pause(me == root);
-    if (!Level::broadcast(ctx, dest, source, typed, signal(kBroadcast, root), root)) return false;
-    pause(me == root);
-    auto* spare = signal(kGet, root);  // a get has no signal
-    if (!Level::broadcastmem(ctx, dest + typed, source + typed, rest, spare, root)) return false;
-    copy(result(kBroadcast, root), dest);
-  }
+  const int root = piece % n;
+  const int64_t half = n * count / 2, rest_of_all = 4 * (n * count - half);
+  int32_t* dest = place(kBroadcast, 0);
+  const int32_t* source = to(0);
+  pause(me == root);
+  if (!Level::broadcast(ctx, dest, source, half, signal(kBroadcast, 0), root)) return false;
+  pause(me == root);
+  auto* spare = signal(kGet, 0);  // a get has no signal
+  if (!Level::broadcastmem(ctx, dest + half, source + half, rest_of_all, spare, root)) return false;
+  for (int pe = 0; pe < n; ++pe) copy(result(kBroadcast, pe), place(kBroadcast, pe));
   return true;
 }
 
