@@ -6,13 +6,13 @@ turns; the table has the medians over `--rounds`::
 
     python examples/decode.py                                 # a small one; on GPUs 4 large layers
     python examples/decode.py --model llama-2-70b --layers 4 --batch 1 --steps 64
-    python examples/decode.py --model config.json --weights model.safetensors.index.json \\
-        --prompt 1,15043,29892 --end 2
+    python examples/decode.py --weights Llama-2-7b-hf --prompt 1,15043,29892 --end 2
 
-Weights are random unless files are given. Prints the tokens of the first sequence, and how many
-differ between the two. In float32 none may; in bfloat16 two logits can be equal but for rounding,
-and after the first token that differs so does what follows. Without a GPU it runs on eight virtual
-devices, and wants a small model.
+Weights are random unless files are given: a directory with Hugging Face's `config.json` and
+safetensors, or the files one by one, with the `config.json` beside them. Prints the tokens of the
+first sequence, and how many differ between the two. In float32 none may; in bfloat16 two logits can
+be equal but for rounding, and after the first token that differs so does what follows. Without a
+GPU it runs on eight virtual devices, and wants a small model.
 """
 
 from __future__ import annotations
@@ -99,10 +99,15 @@ def table(runs: dict[str, Run]) -> str:
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", help=f"one of {', '.join(CONFIGS)}, or a config.json")
+    parser.add_argument(
+        "--model",
+        help=f"one of {', '.join(CONFIGS)}, or a config.json; default: that beside the weights",
+    )
     parser.add_argument("--layers", type=int, help="the first layers alone")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"))
-    parser.add_argument("--weights", type=Path, nargs="+", help="safetensors, or their index json")
+    parser.add_argument(
+        "--weights", type=Path, nargs="+", help="safetensors, their index json, or their directory"
+    )
     parser.add_argument("--prompt", help="token ids, comma-separated; default: random ones")
     parser.add_argument("--prompt-length", type=int, default=32, help="of random ones")
     parser.add_argument("--batch", type=int, default=1, help="sequences; one --prompt is for all")
@@ -114,45 +119,85 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if min(args.batch, args.prompt_length, args.rounds) < 1 or args.steps < 2:
         parser.error("--batch, --prompt-length and --rounds must be at least 1, --steps 2")
+    if args.layers is not None and args.layers < 1:
+        parser.error("--layers must be at least 1")
+    if args.ranks is not None and not 1 <= args.ranks <= jax.device_count():
+        parser.error(f"--ranks {args.ranks}: there are {jax.device_count()} devices")
     return args
 
 
 def config_of(args: argparse.Namespace) -> Config:
+    """Raises OSError or ValueError if the files do not say what the model is."""
     model, layers = args.model, args.layers
-    if model is None and jax.default_backend() == "cpu":
+    if args.weights is not None:
+        first = args.weights[0]
+        beside = (first if first.is_dir() else first.parent) / "config.json"
+        if model is None and not beside.exists():
+            raise FileNotFoundError(f"no {beside}; download it, or say what --model this is")
+        model = model or beside
+    elif model is None and jax.default_backend() == "cpu":
         model = "tiny"
     elif model is None:
         model, layers = "llama-2-70b", layers or 4
+    if model not in CONFIGS and not Path(model).is_file():
+        raise FileNotFoundError(f"no file {model}; --model is one of {', '.join(CONFIGS)}, or one")
     config = CONFIGS.get(model) or llama_weights.config_from_json(Path(model))
+    if args.weights is not None and beside.exists():
+        said = llama_weights.config_from_json(beside)
+        if dataclasses.replace(said, dtype=config.dtype) != config:
+            raise ValueError(f"{beside} is not of --model {model}; leave --model out")
     dtype = jnp.dtype(args.dtype or config.dtype)
     return dataclasses.replace(config, layers=layers or config.layers, dtype=dtype)
 
 
+def mesh_of(args: argparse.Namespace, config: Config) -> Mesh:
+    """Raises ValueError if the model cannot be split over the devices."""
+    devices = jax.devices()[: args.ranks]
+    try:
+        check(config, len(devices))
+    except ValueError as e:
+        fitting = [n for n in range(1, len(devices)) if splits(config, n)]
+        advice = f"; --ranks {fitting[-1]} would do" if fitting else ""
+        raise ValueError(f"{e}{advice}") from None
+    return Mesh(np.array(devices), (AXIS,))
+
+
+def splits(config: Config, ranks: int) -> bool:
+    try:
+        check(config, ranks)
+    except ValueError:
+        return False
+    return True
+
+
 def prompt_of(args: argparse.Namespace, config: Config) -> np.ndarray:
-    """int32 [batch, s]."""
+    """int32 [batch, s]; raises ValueError for what are no tokens."""
     if args.prompt is None:
         rng = np.random.default_rng(args.seed)
         return rng.integers(config.vocab, size=(args.batch, args.prompt_length), dtype=np.int32)
-    prompt = np.array([int(token) for token in args.prompt.split(",")], np.int32)
-    if not ((0 <= prompt) & (prompt < config.vocab)).all():
-        raise SystemExit(f"--prompt {args.prompt}: tokens must be less than {config.vocab}")
-    return np.tile(prompt, (args.batch, 1))
+    tokens = args.prompt.split(",")
+    if not all(token.strip().isdecimal() and int(token) < config.vocab for token in tokens):
+        raise ValueError(
+            f"--prompt {args.prompt}: give comma-separated tokens less than {config.vocab}"
+        )
+    return np.tile(np.array(tokens, np.int32), (args.batch, 1))
 
 
 def main() -> None:
     args = parse_arguments()
-    config = config_of(args)
-    mesh = Mesh(np.array(jax.devices()[: args.ranks]), (AXIS,))
     try:
-        check(config, mesh.size)
-    except ValueError as e:
-        raise SystemExit(str(e)) from None
-    prompt = prompt_of(args, config)
-    if args.weights is None:
-        weights = llama_weights.random(config, mesh, jax.random.key(args.seed))
-    else:
-        tensors = llama_weights.open_safetensors(args.weights)
+        config = config_of(args)
+        mesh = mesh_of(args, config)
+        prompt = prompt_of(args, config)
+        tensors = args.weights and llama_weights.open_safetensors(args.weights)
+        if tensors:
+            llama_weights.check_tensors(config, tensors)
+    except (OSError, ModuleNotFoundError, ValueError) as e:
+        raise SystemExit(f"decode.py: {e}") from None
+    if tensors:
         weights = llama_weights.from_tensors(config, mesh, tensors)
+    else:
+        weights = llama_weights.random(config, mesh, jax.random.key(args.seed))
     count = sum(w.size for w in jax.tree.leaves(weights))
     print(
         f"{count / 1e6:.1f} M parameters in {config.layers} layers of {config.width}, "

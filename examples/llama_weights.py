@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ def _drawn(config: Config, ranks: int, wanted: Weights, shardings: Weights) -> A
     return jax.jit(draw, out_shardings=shardings)
 
 
+# Of a layer, in the files; q_proj, k_proj and v_proj of them make `qkv`.
 NAMES = {
     "attention_norm": "input_layernorm",
     "o": "self_attn.o_proj",
@@ -64,6 +66,56 @@ NAMES = {
 }
 
 
+def check_tensors(config: Config, tensors: Mapping[str, Any]) -> None:
+    """Raises ValueError unless the tensors are those of such a model, which may have more layers:
+    one that is missing, of another shape, or of no use here means that it is another model."""
+    d, kv = config.width, config.kv_heads * config.head_dim
+    layer = {
+        "input_layernorm": (d,), "post_attention_layernorm": (d,), "self_attn.q_proj": (d, d),
+        "self_attn.k_proj": (kv, d), "self_attn.v_proj": (kv, d), "self_attn.o_proj": (d, d),
+        "mlp.gate_proj": (config.hidden, d), "mlp.up_proj": (config.hidden, d),
+        "mlp.down_proj": (d, config.hidden),
+    }  # fmt: skip
+    wanted = {"model.embed_tokens": (config.vocab, d), "model.norm": (d,)}
+    if not config.tied:
+        wanted["lm_head"] = (config.vocab, d)
+    for i in range(config.layers):
+        wanted |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+    wanted = {f"{name}.weight": shape for name, shape in wanted.items()}
+    if missing := [name for name in wanted if name not in tensors]:
+        raise ValueError(
+            f"there is no tensor {_first(missing)}; give all files of the model, and no more "
+            "--layers than it has"
+        )
+    for name, shape in wanted.items():
+        found = tensors[name]
+        there = tuple(found.shape if hasattr(found, "shape") else found.get_shape())
+        if there != shape:
+            raise ValueError(
+                f"{name} has the shape {there}, not {shape}; give the config.json that belongs to "
+                "these weights"
+            )
+    if odd := [name for name in tensors if name not in wanted and not _unused(config, name)]:
+        raise ValueError(
+            f"a Llama 2 has no tensor {_first(odd)}; give the weights of one, without adapters or "
+            "quantization"
+        )
+
+
+def _first(names: Sequence[str]) -> str:
+    return names[0] + (f" (nor {len(names) - 1} more)" if len(names) > 1 else "")
+
+
+def _unused(config: Config, name: str) -> bool:
+    """Whether a tensor that nothing reads belongs to a Llama all the same."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    return (
+        name.endswith(".rotary_emb.inv_freq")
+        or (config.tied and name == "lm_head.weight")
+        or (layer is not None and int(layer[1]) >= config.layers)
+    )
+
+
 def from_tensors(config: Config, mesh: Mesh, tensors: Mapping[str, Any]) -> Weights:
     """Weights under the names that Hugging Face gives to those of a Llama.
 
@@ -72,18 +124,11 @@ def from_tensors(config: Config, mesh: Mesh, tensors: Mapping[str, Any]) -> Weig
         A rank's part alone is read of each; layers beyond `config.layers` are left out.
 
     Raises:
-      ValueError: for a tensor that is not there or has another shape than `config` says.
+      ValueError: as `check` and `check_tensors` do, before any is read.
     """
     ranks = mesh.shape[AXIS]
     check(config, ranks)
-
-    def tensor(name: str, shape: tuple[int, ...]) -> Any:
-        if (found := tensors.get(f"{name}.weight")) is None:
-            raise ValueError(f"there is no tensor {name}.weight")
-        there = tuple(found.shape if hasattr(found, "shape") else found.get_shape())
-        if there != shape:
-            raise ValueError(f"{name}.weight has the shape {there}, not {shape}")
-        return found
+    check_tensors(config, tensors)
 
     def place(shape: tuple[int, ...], spec: P, part: Any) -> jax.Array:
         def of_device(index: Index) -> np.ndarray:
@@ -93,18 +138,17 @@ def from_tensors(config: Config, mesh: Mesh, tensors: Mapping[str, Any]) -> Weig
         return jax.make_array_from_callback(shape, NamedSharding(mesh, spec), of_device)
 
     def plain(name: str, shape: tuple[int, ...], spec: P) -> jax.Array:
-        found = tensor(name, shape)
+        found = tensors[f"{name}.weight"]
         return place(shape, spec, lambda *index: found[index])
 
     def transposed(name: str, shape: tuple[int, ...], spec: P) -> jax.Array:
-        found = tensor(name, shape[::-1])
+        found = tensors[f"{name}.weight"]
         return place(shape, spec, lambda rows, columns: found[columns, rows].T)
 
     def qkv(prefix: str, shape: tuple[int, ...], spec: P) -> jax.Array:
-        dim, groups, d = config.head_dim, config.groups(ranks), config.width
+        dim, groups = config.head_dim, config.groups(ranks)
         queries, copies = config.heads // groups, groups // config.kv_heads
-        q = tensor(f"{prefix}.q_proj", (config.heads * dim, d))
-        kv = [tensor(f"{prefix}.{name}_proj", (config.kv_heads * dim, d)) for name in "kv"]
+        q, *kv = (tensors[f"{prefix}.{name}_proj.weight"] for name in "qkv")
 
         def part(rows: slice, columns: slice) -> np.ndarray:
             width = (queries + 2) * dim  # of a group
@@ -135,29 +179,64 @@ def from_tensors(config: Config, mesh: Mesh, tensors: Mapping[str, Any]) -> Weig
     return weights | {"layers": [layer(i, *both) for i, both in enumerate(layers)]}
 
 
-def open_safetensors(paths: Sequence[Path]) -> dict[str, Any]:
-    """The tensors of safetensors files, or of those that a `.index.json` lists. Nothing is read
-    before a slice is taken.
+def files_of(paths: Sequence[Path]) -> list[Path]:
+    """The safetensors files that are meant: those given, those that a `.index.json` lists, and of a
+    directory those that its index lists or, without one, all.
 
     Raises:
-      ModuleNotFoundError: if the package `safetensors` is not installed.
+      FileNotFoundError: if one of them is not there.
     """
-    try:
-        from safetensors import safe_open
-    except ModuleNotFoundError as e:
-        raise ModuleNotFoundError(f"{e}; to read files: pip install safetensors") from None
     files: list[Path] = []
     for path in paths:
-        if path.suffix == ".json":
-            listed = json.loads(path.read_text())["weight_map"].values()
-            files.extend(path.parent / name for name in sorted(set(listed)))
+        if path.is_dir():
+            found = sorted(path.glob("*.safetensors.index.json"))
+            found = found or sorted(path.glob("*.safetensors"))
+            if not found:
+                raise FileNotFoundError(f"no *.safetensors in {path}; give the directory with them")
+            files.extend(files_of(found))
+        elif path.suffix == ".json":
+            listed = _read_json(path).get("weight_map", {})
+            if not listed:
+                raise ValueError(f"{path} lists no files; give a *.safetensors.index.json")
+            files.extend(path.parent / name for name in sorted(set(listed.values())))
         else:
             files.append(path)
-    found = {}
     for file in files:
-        opened = safe_open(file, framework="np")
+        if not file.is_file():
+            raise FileNotFoundError(f"no file {file}; give all of the model's, or their directory")
+    return files
+
+
+def open_safetensors(paths: Sequence[Path]) -> dict[str, Any]:
+    """The tensors of the files that `files_of` finds. Nothing is read before a slice is taken.
+
+    Raises:
+      FileNotFoundError: if one of them is not there.
+      ModuleNotFoundError: if the package `safetensors` is not installed.
+      ValueError: if one is no safetensors file.
+    """
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ModuleNotFoundError as e:
+        raise ModuleNotFoundError(f"{e}; to read files: pip install safetensors") from None
+    found = {}
+    for file in files_of(paths):
+        try:
+            opened = safe_open(file, framework="np")
+        except SafetensorError as e:
+            raise ValueError(f"{file} is no safetensors file ({e}); download it again") from None
         found |= {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
     return found
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        read = json.loads(path.read_text())
+    except ValueError as e:  # not UTF-8, or not JSON
+        raise ValueError(f"{path} is no JSON file ({e}); download it again") from None
+    if not isinstance(read, dict):
+        raise ValueError(f"{path} is no config or index of Hugging Face's")
+    return read
 
 
 def config_from_json(path: Path) -> Config:
@@ -166,24 +245,38 @@ def config_from_json(path: Path) -> Config:
     Raises:
       ValueError: for a model that differs in more than sizes from Llama 2.
     """
-    said = json.loads(path.read_text())
+    said = _read_json(path)
+    try:
+        return _config_of(said, path)
+    except KeyError as e:
+        raise ValueError(f"{path} has no {e}; give the config.json of a Llama") from None
+
+
+def _config_of(said: dict[str, Any], path: Path) -> Config:
     rope = said.get("rope_scaling") or said.get("rope_parameters") or {}
+    width, heads = said["hidden_size"], said["num_attention_heads"]
     odd = {
         "model_type": said.get("model_type", "llama") != "llama",
-        "head_dim": said.get("head_dim", 0) not in (
-            0, None, said["hidden_size"] // said["num_attention_heads"]
-        ),
+        "head_dim": (said.get("head_dim") or width // heads) != width // heads,
+        "hidden_act": said.get("hidden_act", "silu") != "silu",
         "rope_scaling": rope.get("rope_type", rope.get("type", "default")) != "default",
-        "bias": said.get("attention_bias") or said.get("mlp_bias"),
-    }  # fmt: skip
+        "partial_rotary_factor": said.get("partial_rotary_factor", 1) != 1,
+        "attention_bias": said.get("attention_bias"),
+        "mlp_bias": said.get("mlp_bias"),
+        "sliding_window": said.get("sliding_window"),
+        "quantization_config": said.get("quantization_config"),
+    }
     if any(odd.values()):
-        raise ValueError(f"{path}: {', '.join(k for k, v in odd.items() if v)} not as in Llama 2")
+        raise ValueError(
+            f"{path}: {', '.join(k for k, v in odd.items() if v)} not as in Llama 2, which is all "
+            "that llama_model.py computes; take such a model"
+        )
     return Config(
         layers=said["num_hidden_layers"],
-        width=said["hidden_size"],
+        width=width,
         hidden=said["intermediate_size"],
-        heads=said["num_attention_heads"],
-        kv_heads=said.get("num_key_value_heads", said["num_attention_heads"]),
+        heads=heads,
+        kv_heads=said.get("num_key_value_heads") or heads,
         vocab=said["vocab_size"],
         epsilon=said.get("rms_norm_eps", 1e-6),
         theta=said.get("rope_theta", rope.get("rope_theta", 10_000.0)),

@@ -4,6 +4,7 @@ of ranks, whichever ops it takes and wherever its weights come from."""
 import dataclasses
 import functools
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -289,7 +290,15 @@ def test_weights_from_safetensors(dtype, tmp_path):
         save_file({name: tensors[name] for name in names}, tmp_path / file)
     listed = {"weight_map": {name: file for file, names in files.items() for name in names}}
     (tmp_path / "index.json").write_text(json.dumps(listed))
-    for given in (["all.safetensors"], ["a.safetensors", "b.safetensors"], ["index.json"]):
+    alone, several = tmp_path / "alone", tmp_path / "several"
+    for folder, names in ((alone, ["all"]), (several, ["a", "b"])):
+        folder.mkdir()
+        for name in names:
+            shutil.copy(tmp_path / f"{name}.safetensors", folder)
+    (several / "model.safetensors.index.json").write_text(json.dumps(listed))
+    (several / "of_another_model.safetensors").write_text("")  # which the index does not list
+    for given in (["all.safetensors"], ["a.safetensors", "b.safetensors"], ["index.json"],
+                  ["alone"], ["several"]):  # fmt: skip
         opened = llama_weights.open_safetensors([tmp_path / name for name in given])
         got = llama_weights.from_tensors(config, mesh, opened)
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
@@ -355,19 +364,93 @@ def test_a_config_json(tmp_path):
         llama_weights.config_from_json(file)
 
 
-def test_the_script_decodes_with_weights_from_files(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    "changes, error",
+    [
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling not as in Llama 2"),
+        ({"model_type": "mistral", "sliding_window": 4096}, "model_type, sliding_window not as"),
+        ({"attention_bias": True}, "attention_bias not as"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config not as"),
+        ({"hidden_size": None}, "has no 'hidden_size'"),
+    ],
+)
+def test_models_that_are_not_computed(changes, error, tmp_path):
+    said = json_of(TINY) | changes
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({key: value for key, value in said.items() if value is not None}))
+    with pytest.raises(ValueError, match=error):
+        llama_weights.config_from_json(file)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A model's files, as they are published."""
     save_file = pytest.importorskip("safetensors.numpy").save_file
+    save_file(tensors_of(TINY), tmp_path / "x.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(json_of(TINY)))
+    return tmp_path
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """Runs the example with such arguments."""
+    monkeypatch.setattr(jax, "devices", lambda: list(make_mesh((RANKS,)).devices.flat))
+
+    def run(arguments):
+        monkeypatch.setattr(sys, "argv", ["decode.py", *arguments.split()])
+        decode.main()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "arguments, error",
+    [
+        ("--weights {0}/y.safetensors", "no file .*y.safetensors; give all of the model's"),
+        ("--weights {0}/empty --model {0}/config.json", "no [*].safetensors in .*empty; give the"),
+        ("--weights {0}/empty", "no .*empty/config.json; download it, or say what --model"),
+        ("--weights {0} --model llama-2-7b", "is not of --model llama-2-7b; leave --model out"),
+        ("--weights {0}/config.json", "lists no files; give a [*].safetensors.index.json"),
+        (
+            "--weights {0}/text --model {0}/config.json",
+            "no safetensors file .*download it again",
+        ),
+        ("--weights {0} --layers 3", "no tensor model.layers.2.* no more --layers than it has"),
+        ("--model {0}/text", "is no JSON file .*download it again"),
+        ("--model llama-9", "no file llama-9; --model is one of"),
+        ("--weights {0} --prompt 1,x", "give comma-separated tokens less than"),
+        ("--weights {0} --prompt 1,-2", "give comma-separated tokens less than"),
+        ("--weights {0} --prompt 99999", "give comma-separated tokens less than"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(arguments, error, folder, script):
+    (folder / "empty").mkdir()
+    (folder / "text").write_text("not what it should be")
+    with pytest.raises(SystemExit, match=f"^decode.py: .*{error}") as raised:
+        script(arguments.format(folder))
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.skipif(RANKS < 3, reason="any model can be split so")
+def test_how_many_ranks_would_do_is_said(folder, script, monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda: list(make_mesh((3,)).devices.flat))
+    with pytest.raises(SystemExit, match="must divide.*; --ranks 2 would do"):
+        script(f"--weights {folder}")
+
+
+def test_tensors_of_another_kind_of_model_are_named():
+    tensors = tensors_of(TINY)
+    llama_weights.check_tensors(TINY, tensors | {"model.rotary_emb.inv_freq": np.zeros(4)})
+    odd = {"model.layers.0.self_attn.q_norm.weight": np.zeros(4)}
+    with pytest.raises(ValueError, match="a Llama 2 has no tensor model.layers.0.self_attn.q_norm"):
+        llama_weights.check_tensors(TINY, tensors | odd)
+
+
+def test_the_script_decodes_with_weights_from_files(folder, script, capsys):
     config = dataclasses.replace(TINY, layers=1)
     tensors, prompt = tensors_of(TINY), [1, 50, 99, 7]  # it has another layer, to leave out
-    save_file(tensors, tmp_path / "x.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(json_of(TINY)))
-    monkeypatch.setattr(jax, "devices", lambda: list(make_mesh((RANKS,)).devices))
-    given = (
-        f"decode.py --model {tmp_path}/config.json --weights {tmp_path}/x.safetensors --layers 1"
-    )
-    more = f"--dtype float32 --steps 3 --prompt {','.join(map(str, prompt))} --rounds 1"
-    monkeypatch.setattr(sys, "argv", [*given.split(), *more.split()])
-    decode.main()
+    tokens = ",".join(map(str, prompt))
+    script(f"--weights {folder} --layers 1 --dtype float32 --steps 3 --prompt {tokens} --rounds 1")
     out = capsys.readouterr().out
     assert "differing tokens: 0 of 3" in out
     for _ in range(3):
