@@ -4,6 +4,7 @@ Prints a line that starts with "error: " for each error that the program got, an
 how long it took, and ends.
 """
 
+import functools
 import os
 import pathlib
 import sys
@@ -18,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import jflux
 from jflux import testing
+from jflux._ops.all_reduce import ALGORITHMS
 
 DEADLINE = 2.0
 N = int(sys.argv[2])
@@ -59,9 +61,22 @@ def product_exchange(x, w):
     return jflux.matmul_all_to_all(x, w, axis_name="tp", split_axis=1, concat_axis=0)
 
 
-def reduce(x, w):
-    y = jflux.all_reduce(x @ w, axis_name="tp")
-    return jnp.concatenate([y] * N)
+def tiles_of_a_sum(x, w):
+    """matmul_all_reduce in one call: a row of tiles for each rank, and more than 4 MiB of y."""
+    x, w = jnp.tile(x, (128, 1)), jnp.tile(w, (1, 2048 // N + 1))
+    return jflux.matmul_all_reduce(x, w, axis_name="tp")
+
+
+def reduce(x, w, **options):
+    return jflux.all_reduce(x @ w, axis_name="tp", **options)
+
+
+def all_gather(x, w):
+    return jflux.all_gather(x @ w, axis_name="tp", tiled=True)
+
+
+def reduce_scatter(x, w):
+    return jflux.reduce_scatter(jnp.tile(x @ w, (N, 1)), axis_name="tp", tiled=True)
 
 
 def custom(x, w):
@@ -70,22 +85,18 @@ def custom(x, w):
     import halo_exchange
 
     halo_exchange.load(os.environ["JFLUX_TEST_CUSTOM_KERNEL"])
-    # As many rows as gather's.
-    y = halo_exchange.halo_exchange(x @ w, halo=x.shape[0], axis_name="tp")
-    return jnp.resize(y, (x.shape[0] * N, w.shape[1]))
+    return halo_exchange.halo_exchange(x @ w, halo=x.shape[0], axis_name="tp")
 
 
 def exchange(x, w):
     x = (x @ w)[None]
-    return jflux.all_to_all(
-        jnp.concatenate([x] * N), axis_name="tp", split_axis=0, concat_axis=0
-    ).reshape(-1, w.shape[1])
+    return jflux.all_to_all(jnp.concatenate([x] * N), axis_name="tp", split_axis=0, concat_axis=0)
 
 
 def norm(x, w):
     y = x @ w
     norm = jflux.RMSNorm(jnp.ones(y.shape[-1], jnp.float32))
-    return jnp.concatenate([jflux.all_reduce(y, axis_name="tp", norm=norm)[1]] * N)
+    return jflux.all_reduce(y, axis_name="tp", norm=norm)[1]
 
 
 def is_rank(rank):
@@ -96,14 +107,8 @@ def rank_never_calls(op, absent):
     """`absent` takes the branch without the call."""
 
     def body(x, w):
-        rows = x.shape[0] // N if op is scatter else x.shape[0] * N
-        return lax.cond(
-            is_rank(absent),
-            lambda x, w: jnp.zeros((rows, w.shape[1]), x.dtype),
-            op,
-            x,
-            w,
-        )
+        y = jax.eval_shape(op, x, w)
+        return lax.cond(is_rank(absent), lambda x, w: jnp.zeros(y.shape, y.dtype), op, x, w)
 
     attempt(sharded(body), *operands())
 
@@ -189,15 +194,25 @@ def ends_in_flight():
     sys.exit(0)
 
 
+OPS = {
+    "gather": gather,
+    "product_exchange": product_exchange,
+    "tiles_of_a_sum": tiles_of_a_sum,
+    "custom": custom,
+    "exchange": exchange,
+    "all_gather": all_gather,
+    "reduce_scatter": reduce_scatter,
+    "norm": norm,
+    "reduce": reduce,
+    **{name: functools.partial(reduce, algorithm=name) for name in ALGORITHMS},
+}
 SCENARIOS = {
     "ends_in_flight": ends_in_flight,
-    "gather_without_rank_1": lambda: rank_never_calls(gather, 1),
+    **{
+        f"{name}_without_rank_1": functools.partial(rank_never_calls, op, 1)
+        for name, op in OPS.items()
+    },
     "scatter_without_rank_0": lambda: rank_never_calls(scatter, 0),
-    "product_exchange_without_rank_1": lambda: rank_never_calls(product_exchange, 1),
-    "custom_without_rank_1": lambda: rank_never_calls(custom, 1),
-    "reduce_without_rank_1": lambda: rank_never_calls(reduce, 1),
-    "exchange_without_rank_1": lambda: rank_never_calls(exchange, 1),
-    "norm_without_rank_1": lambda: rank_never_calls(norm, 1),
     "one_call_too_few": one_call_too_few,
     "different_shapes": different_shapes,
     "different_orders": different_orders,
