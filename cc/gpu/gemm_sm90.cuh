@@ -111,9 +111,11 @@ __device__ __forceinline__ void LoadB(uint32_t smem_b, const Rhs& rhs, uint32_t 
 template <typename Config>
 using Accumulators = float[Config::kOwnBlocks][Config::kAccumulators];
 
-// acc += A @ B over one k block of 64; `a` is the first own block's.
+// acc += A @ B over one k block of 64, or, if not `adds`, acc = A @ B; `a` is the first own
+// block's.
 template <typename Config>
-__device__ __forceinline__ void MultiplyStage(Accumulators<Config>& acc, uint32_t a, uint32_t b) {
+__device__ __forceinline__ void MultiplyStage(Accumulators<Config>& acc, uint32_t a, uint32_t b,
+                                              bool adds) {
   constexpr int kTransB = Config::kTransposeRhs ? 0 : 1;
   constexpr const typename Config::T* kType = nullptr;
 #pragma unroll
@@ -123,7 +125,7 @@ __device__ __forceinline__ void MultiplyStage(Accumulators<Config>& acc, uint32_
 #pragma unroll
     for (int block = 0; block < Config::kOwnBlocks; ++block) {
       const uint64_t desc_a = wgmma::Descriptor(a + block * 8192 + k * 32, 16, 1024);
-      wgmma::Multiply<kTransB>(kType, acc[block], desc_a, desc_b);
+      wgmma::Multiply<kTransB>(kType, acc[block], desc_a, desc_b, adds || k > 0);
     }
   }
 }
@@ -382,7 +384,6 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
   Ring<Config::kStages> stages;
   uint32_t turn_parity = consumer == 0 ? 1 : 0;  // the first turn is consumer 0's
   const bool records = call.recording && threadIdx.x % 128 == 0;
-  Accumulators<Config> acc;
   ClusterSum<Config> sum{smem, consumer, static_cast<int>(cta)};
   const auto release = [&](int stage, int arrivals) {
     if (lane < Config::kClusterM) {
@@ -408,12 +409,18 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
       continue;
     }
     const int32_t block_m = BlockRow<Config>(tile, cta);
-    // Zeroed here, in code that all threads reach, and not by the first product: registers that
-    // come from an epilogue's branches would serialise wgmma.
+    // Other registers for each tile, as far as the compiler knows: those that come from an
+    // epilogue's branches would serialise wgmma. Zeroed in code that all threads reach; or, while
+    // nobody else multiplies, by the first product, which writes what it does not add to. (Where
+    // parts are added that spills registers.)
+    constexpr bool kFirstWrites = Config::kCooperative && !Op::kHasParts;
+    Accumulators<Config> acc;
+    if constexpr (!kFirstWrites) {
 #pragma unroll
-    for (int block = 0; block < Config::kOwnBlocks; ++block) {
+      for (int block = 0; block < Config::kOwnBlocks; ++block) {
 #pragma unroll
-      for (int i = 0; i < Config::kAccumulators; ++i) acc[block][i] = 0;
+        for (int i = 0; i < Config::kAccumulators; ++i) acc[block][i] = 0;
+      }
     }
     if constexpr (!Config::kCooperative) {
       // Until the other's stages are full, this one's have phases that cannot be told from earlier
@@ -431,7 +438,7 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
       PinAll<Config>(acc);
       wgmma::Fence();
       MultiplyStage<Config>(acc, smem.A(stages.index) + staging.BlockAt(0) * 8192,
-                            smem.B(stages.index));
+                            smem.B(stages.index), !kFirstWrites || kb > 0);
       wgmma::Commit();
       PinAll<Config>(acc);
       wgmma::Wait<1>();  // the block before this one has been read
