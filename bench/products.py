@@ -147,11 +147,10 @@ def main() -> None:
         for size in of_one_rank(args.lists.split(",")):
             rows.append(measure(*size, jnp.dtype(dtype), zeros=False, rounds=args.rounds))
             print(" | ".join(cells(rows[-1])), flush=True)
+            if args.out:  # each time, so that nothing is lost if this is stopped
+                found = {"machine": machine(1, 1), "products": rows}
+                args.out.write_text(json.dumps(found, indent=1) + "\n")
         print(summary([row for row in rows if row["dtype"] == dtype]))
-    if args.out:
-        args.out.write_text(
-            json.dumps({"machine": machine(1, 1), "products": rows}, indent=1) + "\n"
-        )
 
 
 if __name__ == "__main__":
