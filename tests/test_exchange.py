@@ -39,7 +39,7 @@ def _choices(op, shape, world):
         elif op == "reduce_scatter":
             yield from ({"scatter_dimension": a, "tiled": tiled} for a in fits)
         else:
-            pairs = itertools.product(fits, range(len(shape)))
+            pairs = itertools.product(fits, dimensions)
             yield from ({"split_axis": s, "concat_axis": c, "tiled": tiled} for s, c in pairs)
 
 
@@ -305,6 +305,24 @@ def test_one_rank_and_errors():
         raises("dimension 0 must be the", "reduce_scatter")
         raises("dimension 0 must be a multiple", "reduce_scatter", tiled=True)
         raises("must be a multiple", "all_to_all", split_axis=0, concat_axis=1, tiled=True)
+
+
+def test_scalars():
+    x = np.arange(1.0, RANKS + 1, dtype=np.float32)
+    y = run(jax.jit(per_device(make_mesh((RANKS,)), _call("all_gather"))), x)
+    np.testing.assert_array_equal(y, np.tile(x, (RANKS, 1)))
+
+
+@pytest.mark.parametrize("wrong", [1.0, "0", None])
+def test_dimensions_are_ints(wrong):
+    mesh, x = make_mesh((RANKS,)), np.ones((RANKS, RANKS, 2), np.float32)
+    for op, options in {
+        "all_gather": {"axis": wrong},
+        "reduce_scatter": {"scatter_dimension": wrong},
+        "all_to_all": {"split_axis": 0, "concat_axis": wrong},
+    }.items():
+        with pytest.raises(TypeError, match=f"{[*options][-1]}.*int"):
+            jax.jit(per_device(mesh, _call(op, **options)))(x)
 
 
 def test_wrong_calls_raise_under_vmap_too():

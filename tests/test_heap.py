@@ -124,6 +124,38 @@ def test_a_call_that_never_fits_says_how_much_it_needs(op, own_heap):
     check_values(call, mesh, "tp")
 
 
+COLLECTIVES = {
+    "all_reduce": lambda x: jflux.all_reduce(x, axis_name="tp", algorithm="two_shot"),
+    "all_gather": lambda x: jflux.all_gather(x, axis_name="tp", tiled=True),
+    "reduce_scatter": lambda x: jflux.reduce_scatter(x, axis_name="tp", tiled=True),
+    "all_to_all": lambda x: jflux.all_to_all(
+        x, axis_name="tp", split_axis=0, concat_axis=0, tiled=True
+    ),
+}
+
+
+@pytest.mark.parametrize("op", COLLECTIVES)
+def test_a_collective_that_never_fits_says_how_much_it_needs(op, own_heap):
+    own_heap(heap_bytes=1 << 20, deadline_seconds=30)
+    mesh, f = make_mesh((RANKS,)), COLLECTIVES[op]
+    x = np.random.default_rng(0).integers(1, 16, (RANKS, RANKS, 1 << 17)).astype(np.float32)
+    with pytest.raises(
+        (jax.errors.JaxRuntimeError, ValueError),
+        match=rf"jflux.{op}.*needs \d+ bytes.*has 1048576; call jflux.init\(heap_bytes=",
+    ) as caught:
+        run(jax.jit(per_device(mesh, f)), x)
+    check_values(SMALL, mesh, "tp")  # the heap still works
+    own_heap(heap_bytes=int(re.search(r"needs (\d+) bytes", str(caught.value))[1]))
+    total, pieces = x.sum(0), x.swapaxes(0, 1)
+    wanted = {
+        "all_reduce": np.broadcast_to(total, x.shape),
+        "all_gather": np.broadcast_to(x.reshape(1, RANKS * RANKS, -1), (RANKS, RANKS**2, 1 << 17)),
+        "reduce_scatter": total[:, None],
+        "all_to_all": pieces,
+    }
+    np.testing.assert_array_equal(run(jax.jit(per_device(mesh, f)), x), wanted[op])
+
+
 def test_calls_of_different_sizes_share_a_heap_that_holds_one_of_them(own_heap):
     """What one call leaves behind is of use to the next one, whatever its size."""
     mesh = make_mesh((RANKS,))
