@@ -110,7 +110,9 @@ NOTES = """
   Llama-2-70B takes .87 to .92 of XLA's time with random numbers, and .82 to .91 with zeros.
 - What else has run on GPUs: [verified.md](verified.md).
 - The GPUs are limited by power; times of one column in different runs differ by up to 5 %. Ratios
-  within a row were taken in turn.
+  within a row were taken in turn, in loops so short that all have the same clock. One that goes on
+  by itself for .1 s or more is clocked by its own power; four products that are slower than XLA's
+  were within 2 % then ([0003](design/0003-kernels.md), "Clocks").
 """
 
 
@@ -255,7 +257,8 @@ def document(results: list[tuple[str, dict]]) -> str:
             f"[{name}.json](../bench/results/{name}.json); what is timed: "
             "[bench/collectives.py](../bench/collectives.py). S is XLA's own, C the same with XLA "
             "told to put its collectives into CUDA graphs, J what jflux chooses. J and the "
-            "algorithm that it chooses are one program: what they differ by is noise.\n\n"
+            "algorithm that it chooses are one program: what they differ by is noise. Empty fields "
+            "were not timed: packets of more than 16 MiB, and algorithms newer than the run.\n\n"
             f"{collective_tables(result['collectives'])}\n"
         )
     for name, result in of_kind(results, "accuracy"):
