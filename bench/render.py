@@ -68,14 +68,14 @@ NOTES = """
   `jflux/_ops/_product.py`), and for matmul_all_to_all also by what it would multiply for nothing.
   In the rows with K above the collective was `lax`'s. Now it is jflux's, which is `lax`'s above
   4 MiB; by the table of small collectives all-gathers and reduce-scatters of 16 rows should take
-  5 to 26 % less time with it than J here says ([0003](design/0003-kernels.md), "Few rows"). That
-  has not been measured.
+  5 to 26 % less time with it than J here says ([0009](design/0009-the-product.md), "Few rows").
+  That has not been measured.
 - With 3 ranks a rank's rows are never whole tiles.
 - An efficiency above 1 means that jflux's product was faster than XLA's.
 - The figures of 4 GPUs are of kernels that had no tiles of 224 or 256 columns and began and ended
-  later ([0003](design/0003-kernels.md)); on 2 GPUs that took 1 to 8 % of most calls' time, and up
-  to 10 % more where tiles of 224 fit. With one process for each of 4 GPUs and with 3 GPUs they are
-  older still: all-gathers did not travel in panels, few rows were not one sweep, and
+  later ([0009](design/0009-the-product.md)); on 2 GPUs that took 1 to 8 % of most calls' time,
+  and up to 10 % more where tiles of 224 fit. With one process for each of 4 GPUs and with 3 GPUs
+  they are older still: all-gathers did not travel in panels, few rows were not one sweep, and
   matmul_all_reduce was two calls. So are those with Pallas and PyTorch beside. matmul_all_to_all
   on 2 was timed in a run before, without tiles of 224 columns, which it takes at none of these
   shapes.
@@ -105,14 +105,14 @@ NOTES = """
 - PyTorch's ops are launched from Python, which alone takes .2 to .3 ms a call; in a graph they
   failed.
 - Random numbers make the chip clock down. Where it does not have to, XLA's products gain more than
-  jflux's ([0003](design/0003-kernels.md), "Where power is no limit"): prefill of Llama-2-70B's
+  jflux's ([0009](design/0009-the-product.md), "Where power is no limit"): prefill of Llama-2-70B's
   layers takes .97 of XLA's time, though each op by itself takes .70 to .90. A gated product of
   Llama-2-70B takes .87 to .92 of XLA's time with random numbers, and .82 to .91 with zeros.
 - What else has run on GPUs: [verified.md](verified.md).
 - The GPUs are limited by power; times of one column in different runs differ by up to 5 %. Ratios
   within a row were taken in turn, in loops so short that all have the same clock. One that goes on
   by itself for .1 s or more is clocked by its own power: four products at .92 to .96 of XLA's speed
-  were at .94 to 1.00 then ([0003](design/0003-kernels.md), "Clocks").
+  were at .94 to 1.00 then ([0009](design/0009-the-product.md), "Clocks").
 """
 
 

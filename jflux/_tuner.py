@@ -144,7 +144,7 @@ def measure(
 ) -> dict[Choice | str, float]:
     """Seconds of a call with each choice, in turn and on all ranks in lockstep: the mean of calls
     on normal numbers and on zeros. Loops of the former are limited by the chip's power, which hides
-    what tells choices apart where it is no limit; models are in between (docs/design/0003)."""
+    what tells choices apart where it is no limit; models are in between (docs/design/0009)."""
     normal = _trial.operands(op, m, n, k, mesh, axis_name, dtype, transpose_rhs)
     zeros = jax.tree.map(jnp.zeros_like, normal)
     ranks = _ranks(mesh, axis_name)

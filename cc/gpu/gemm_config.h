@@ -63,7 +63,7 @@ inline constexpr TileCosts kGatherCosts{1, 1}, kScatterCosts{1.02, 0.96};
 // Waves of tiles on `sm_count` SMs, times what a tile costs, per k: a fit to 38 calls of three ops
 // on 2 x H200 and 48 products on one, in the mean of normal numbers, where power is the limit, and
 // of zeros, where it is not. It chooses what was measured as the fastest, or for the calls at
-// most 2.7 % slower (docs/design/0003).
+// most 2.7 % slower (docs/design/0009).
 inline double EstimateCost(const GemmChoice& c, int64_t m, int64_t n, int64_t k, int sm_count,
                            const TileCosts& costs = kGatherCosts) {
   const int64_t tiles =

@@ -49,7 +49,7 @@ struct GemmConfig {
   // Whether a tile's last stage is lent to its consumers, who stage most of their results there. It
   // comes back when the storer has read them, which must not take long; meanwhile the next tile
   // begins with the others. So there is room for a fourth stage, which gains 4 to 10 % with 224
-  // columns, where power is no limit, and nothing with 256 (docs/design/0003).
+  // columns, where power is no limit, and nothing with 256 (docs/design/0009).
   static constexpr bool kLends = kMayLend && kCooperative && kTileN == 224;
   // Whether a tile can be half one w's columns and half another's.
   static constexpr bool kHalves = kTileN % 128 == 0 && kClusterK == 1;

@@ -137,7 +137,7 @@ FEWEST_ROWS = {"all_gather_matmul": 64, "matmul_reduce_scatter": 64, "matmul_all
 
 def apart_is_faster(op: str, m: int) -> bool:
     """Whether m rows in all take longer on GPUs in one kernel than as XLA's product and one of
-    jflux's collectives, by what docs/design/0003 measured. A row of tiles has 128 rows, and takes
+    jflux's collectives, by what docs/design/0009 measured. A row of tiles has 128 rows, and takes
     as long if it has fewer."""
     return m < FEWEST_ROWS[op] or CUDA_TILE_ROWS < m < 512
 
