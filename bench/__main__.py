@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import functools
 import itertools
 import json
 import os
@@ -17,6 +18,7 @@ import platform
 import socket
 import subprocess
 import sys
+from typing import Any
 
 os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", ".6")
@@ -55,6 +57,7 @@ def spawn(args: argparse.Namespace, module: str) -> int:
     return max(child.wait() for child in children)
 
 
+@functools.cache  # it starts a process
 def machine(ranks: int, processes: int) -> dict:
     import jax
     import jaxlib
@@ -74,6 +77,18 @@ def machine(ranks: int, processes: int) -> dict:
         "date": datetime.date.today().isoformat(),
         "environment": {k: v for k, v in os.environ.items() if k.startswith(("NCCL_", "XLA_"))},
     }
+
+
+def save(path: pathlib.Path | None, ranks: int, processes: int, **measured: Any) -> None:
+    """Writes what was measured, and where, as bench/results has it, if there is a path. Benchmarks
+    do so after each row: a run may be cut short."""
+    import jax
+
+    if path is None or jax.process_index() != 0:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    result = {"machine": machine(ranks, processes), **measured}
+    path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def initialize(args: argparse.Namespace) -> None:
@@ -119,10 +134,7 @@ def main() -> int:
             | {name: dataclasses.asdict(timing) for name, timing in timings.items()}
         )
         print(harness.line(shape, args.ranks, timings), flush=True)
-        if args.out is not None and jax.process_index() == 0:  # each time: a run may be cut short
-            args.out.parent.mkdir(parents=True, exist_ok=True)
-            result = {"machine": machine(args.ranks, args.processes), "rows": rows}
-            args.out.write_text(json.dumps(result, indent=1) + "\n")
+        save(args.out, args.ranks, args.processes, rows=rows)
     for peer in others:
         peer.close()
     return 0

@@ -9,7 +9,6 @@ type: nothing that returns it can differ by less.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -70,9 +69,7 @@ def main() -> int:
     for row in rows(mesh):
         found.append(row)
         print(" | ".join(cells(row)), flush=True)
-    if args.out is not None:
-        result = {"machine": bench.machine(args.ranks, args.processes), "accuracy": found}
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        bench.save(args.out, args.ranks, args.processes, accuracy=found)
     return 0
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -217,7 +216,7 @@ def main() -> None:
     parser.add_argument("--heap-gib", type=int, default=8)
     parser.add_argument("--out", type=pathlib.Path)
     args = parser.parse_args()
-    from .__main__ import machine
+    from .__main__ import save
 
     mesh = Mesh(np.array(jax.devices()[: args.ranks]), (AXIS,))
     rows = []
@@ -228,9 +227,7 @@ def main() -> None:
             jflux.init(heap_bytes=args.heap_gib << 30)
             rows.append(measure(model, part, mesh, args.tokens, args.rounds))
             print(" | ".join(cells(rows[-1])), flush=True)
-    if args.out:
-        result = {"machine": machine(args.ranks, 1), "blocks": rows}
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+            save(args.out, args.ranks, 1, blocks=rows)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -232,9 +231,7 @@ def main() -> int:
             print(f"{op}: {' | '.join(columns(op))}", flush=True)
         rows.append(measure(case, mesh, args.rounds))
         print(" | ".join(cells(rows[-1])), flush=True)
-        if args.out is not None and jax.process_index() == 0:
-            result = {"machine": bench.machine(args.ranks, args.processes), "collectives": rows}
-            args.out.write_text(json.dumps(result, indent=1) + "\n")
+        bench.save(args.out, args.ranks, args.processes, collectives=rows)
     return 0
 
 

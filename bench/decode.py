@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import pathlib
 import sys
 from collections.abc import Callable
@@ -152,9 +151,7 @@ def main() -> None:
     for measure, batch, positions in (*wanted, (measure_prefill, *PREFILL)):
         rows.append(measure(config, mesh, weights, batch, positions, args.rounds))
         print(" | ".join(cells(rows[-1])), flush=True)
-        if args.out is not None:  # each time: a run may be cut short
-            result = {"machine": bench.machine(args.ranks, 1), "decode": rows}
-            args.out.write_text(json.dumps(result, indent=1) + "\n")
+        bench.save(args.out, args.ranks, 1, decode=rows)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ import argparse
 import concurrent.futures
 import dataclasses
 import functools
-import json
 import os
 import pathlib
 from typing import Any
@@ -267,7 +266,7 @@ def main() -> None:
     for field in dataclasses.fields(Sizes):
         parser.add_argument(f"--{field.name}", type=int, default=field.default)
     args = parser.parse_args()
-    from .__main__ import machine
+    from .__main__ import save
 
     jflux.init(heap_bytes=args.heap_gib << 30)
     sizes = Sizes(args.layers, args.width, args.heads, args.sequence)
@@ -281,13 +280,7 @@ def main() -> None:
         communication = predicted(sizes, grid, node)
         rows.append(measure(sizes, grid, mesh, compiled[grid], communication, args.rounds))
         print(" | ".join(cells(rows[-1])), flush=True)
-        if args.out:
-            result = {
-                "machine": machine(args.ranks, 1),
-                "sizes": dataclasses.asdict(sizes),
-                "grids": rows,
-            }
-            args.out.write_text(json.dumps(result, indent=1) + "\n")
+        save(args.out, args.ranks, 1, sizes=dataclasses.asdict(sizes), grids=rows)
 
 
 if __name__ == "__main__":

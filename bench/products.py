@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import dataclasses
 import itertools
-import json
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
@@ -137,7 +136,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=pathlib.Path)
     args = parser.parse_args()
-    from .__main__ import machine
+    from .__main__ import save
 
     jflux.init(heap_bytes=4 << 30)
     jflux.config.update(strict=True, always=True)
@@ -147,9 +146,7 @@ def main() -> None:
         for size in of_one_rank(args.lists.split(",")):
             rows.append(measure(*size, jnp.dtype(dtype), zeros=False, rounds=args.rounds))
             print(" | ".join(cells(rows[-1])), flush=True)
-            if args.out:  # each time, so that nothing is lost if this is stopped
-                found = {"machine": machine(1, 1), "products": rows}
-                args.out.write_text(json.dumps(found, indent=1) + "\n")
+            save(args.out, 1, 1, products=rows)
         print(summary([row for row in rows if row["dtype"] == dtype]))
 
 

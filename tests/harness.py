@@ -101,6 +101,35 @@ def groups_of(mesh: Mesh, axis_name: Any) -> list[list[tuple[int, ...]]]:
     return groups
 
 
+def exchanged(
+    op: str,
+    xs: list[np.ndarray],
+    tiled: bool = False,
+    axis: int = 0,
+    scatter_dimension: int = 0,
+    split_axis: int = 0,
+    concat_axis: int = 0,
+) -> list[np.ndarray]:
+    """What each rank has after an all_gather, reduce_scatter (summed in float32 at least) or
+    all_to_all of all ranks' x."""
+    world = len(xs)
+
+    def pieces(x: np.ndarray, at: int) -> list[np.ndarray]:
+        parts = np.split(x, world, axis=at)
+        return parts if tiled else [p.squeeze(at) for p in parts]
+
+    def together(parts: list[np.ndarray], at: int) -> np.ndarray:
+        return np.concatenate(parts, at) if tiled else np.stack(parts, at)
+
+    if op == "all_gather":
+        return [together(xs, axis)] * world
+    if op == "reduce_scatter":
+        wide = [x.astype(np.promote_types(x.dtype, np.float32)) for x in xs]
+        return pieces(sum(wide[1:], wide[0]), scatter_dimension)
+    sent = [pieces(x, split_axis) for x in xs]
+    return [together([s[rank] for s in sent], concat_axis) for rank in range(world)]
+
+
 def per_device(mesh: Mesh, body: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """`body` on every device, over arrays [*mesh shape, *local shape]."""
     lead = mesh.devices.ndim

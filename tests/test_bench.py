@@ -15,11 +15,24 @@ import jflux
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from bench import __main__ as bench  # noqa: E402
 from bench import accuracy, collectives, compare, decode, harness, peers, rates, render, shapes  # noqa: E402
 
 
 def _timing(median, spread=0.0):
     return {"median": median, "low": median * (1 - spread), "high": median * (1 + spread)}
+
+
+def test_what_was_measured_is_saved_row_by_row(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "machine", lambda ranks, processes: {"gpus": f"{ranks} x X"})
+    path, rows = tmp_path / "results" / "found.json", []
+    for row in ({"m": 1}, {"m": 2}):
+        rows.append(row)
+        bench.save(path, 2, 1, sizes=[3], rows=rows)
+        assert json.loads(path.read_text()) == {
+            "machine": {"gpus": "2 x X"}, "sizes": [3], "rows": rows
+        }  # fmt: skip
+    bench.save(None, 2, 1, rows=rows)
 
 
 def _compared(tmp_path, capsys, *results):

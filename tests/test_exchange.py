@@ -10,6 +10,7 @@ from harness import (
     RANKS,
     SHAPES,
     compiled_text,
+    exchanged,
     fused_calls,
     groups_of,
     make_mesh,
@@ -43,26 +44,6 @@ def _choices(op, shape, world):
             yield from ({"split_axis": s, "concat_axis": c, "tiled": tiled} for s, c in pairs)
 
 
-def _defined(op, xs, tiled, axis=None, scatter_dimension=None, split_axis=None, concat_axis=None):
-    """What each rank should have, in numpy, of all ranks' x."""
-    world = len(xs)
-
-    def pieces(x, at):
-        parts = np.split(x, world, axis=at)
-        return parts if tiled else [p.squeeze(at) for p in parts]
-
-    def together(parts, at):
-        return np.concatenate(parts, at) if tiled else np.stack(parts, at)
-
-    if op == "all_gather":
-        return [together(xs, axis)] * world
-    if op == "reduce_scatter":
-        wide = [x.astype(np.promote_types(x.dtype, np.float32)) for x in xs]
-        return pieces(sum(wide[1:], wide[0]), scatter_dimension)
-    sent = [pieces(x, split_axis) for x in xs]
-    return [together([s[rank] for s in sent], concat_axis) for rank in range(world)]
-
-
 def _call(op, module=jflux, axis_name="tp", **options):
     return lambda x: getattr(module, op)(x, axis_name=axis_name, **options)
 
@@ -73,7 +54,7 @@ def _check(op, mesh, axis_name, x, module=jflux, **options):
         y = run(jax.jit(per_device(mesh, _call(op, module, axis_name, **options))), x)
     assert y.dtype == x.dtype
     for group in groups_of(mesh, axis_name):
-        wants = _defined(op, [x[at] for at in group], **options)
+        wants = exchanged(op, [x[at] for at in group], **options)
         for at, want in zip(group, wants, strict=True):
             assert y[at].shape == want.shape
             if op == "reduce_scatter":

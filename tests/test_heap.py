@@ -17,6 +17,7 @@ from harness import (
     assert_close,
     check_values,
     exact,
+    exchanged,
     make_mesh,
     normal,
     operands,
@@ -103,6 +104,16 @@ def test_shutdown_twice(own_heap):
     jflux.shutdown()
 
 
+def _needed(op, call):
+    """What a call says that it needs, that does not fit a heap of 1 MiB."""
+    with pytest.raises(
+        (jax.errors.JaxRuntimeError, ValueError, RuntimeError),
+        match=rf"jflux.{op}.*needs \d+ bytes.*has 1048576; call jflux.init\(heap_bytes=",
+    ) as caught:
+        call()
+    return int(re.search(r"needs (\d+) bytes", str(caught.value))[1])
+
+
 @pytest.mark.parametrize("op", OPS)
 def test_a_call_that_never_fits_says_how_much_it_needs(op, own_heap):
     """At once, and the heap still works."""
@@ -111,13 +122,8 @@ def test_a_call_that_never_fits_says_how_much_it_needs(op, own_heap):
     k, n = (1500, 8) if op == "all_gather_matmul" else (8, 1504)
     call = Call(op, lead=(64,), k=k, n=n, dtype=jnp.bfloat16)
     start = time.monotonic()
-    with pytest.raises(
-        (jax.errors.JaxRuntimeError, ValueError, RuntimeError),
-        match=rf"jflux.{op}.*needs \d+ bytes.*has 1048576; call jflux.init\(heap_bytes=",
-    ) as caught:
-        check_values(call, mesh, "tp")
+    needed = _needed(op, lambda: check_values(call, mesh, "tp"))
     assert time.monotonic() - start < 20
-    needed = int(re.search(r"needs (\d+) bytes", str(caught.value))[1])
     assert needed > RANKS * 64 * 1500 * 2  # a workspace holds as much as all ranks send
     check_values(SMALL, mesh, "tp")
     own_heap(heap_bytes=needed)  # what it asked for is enough
@@ -125,35 +131,25 @@ def test_a_call_that_never_fits_says_how_much_it_needs(op, own_heap):
 
 
 COLLECTIVES = {
-    "all_reduce": lambda x: jflux.all_reduce(x, axis_name="tp", algorithm="two_shot"),
-    "all_gather": lambda x: jflux.all_gather(x, axis_name="tp", tiled=True),
-    "reduce_scatter": lambda x: jflux.reduce_scatter(x, axis_name="tp", tiled=True),
-    "all_to_all": lambda x: jflux.all_to_all(
-        x, axis_name="tp", split_axis=0, concat_axis=0, tiled=True
-    ),
+    "all_reduce": {"algorithm": "two_shot"},
+    "all_gather": {"tiled": True},
+    "reduce_scatter": {"tiled": True},
+    "all_to_all": {"split_axis": 0, "concat_axis": 0, "tiled": True},
 }
 
 
 @pytest.mark.parametrize("op", COLLECTIVES)
 def test_a_collective_that_never_fits_says_how_much_it_needs(op, own_heap):
     own_heap(heap_bytes=1 << 20, deadline_seconds=30)
-    mesh, f = make_mesh((RANKS,)), COLLECTIVES[op]
+    options = COLLECTIVES[op]
+    f = per_device(make_mesh((RANKS,)), lambda x: getattr(jflux, op)(x, axis_name="tp", **options))
     x = np.random.default_rng(0).integers(1, 16, (RANKS, RANKS, 1 << 17)).astype(np.float32)
-    with pytest.raises(
-        (jax.errors.JaxRuntimeError, ValueError),
-        match=rf"jflux.{op}.*needs \d+ bytes.*has 1048576; call jflux.init\(heap_bytes=",
-    ) as caught:
-        run(jax.jit(per_device(mesh, f)), x)
-    check_values(SMALL, mesh, "tp")  # the heap still works
-    own_heap(heap_bytes=int(re.search(r"needs (\d+) bytes", str(caught.value))[1]))
-    total, pieces = x.sum(0), x.swapaxes(0, 1)
-    wanted = {
-        "all_reduce": np.broadcast_to(total, x.shape),
-        "all_gather": np.broadcast_to(x.reshape(1, RANKS * RANKS, -1), (RANKS, RANKS**2, 1 << 17)),
-        "reduce_scatter": total[:, None],
-        "all_to_all": pieces,
-    }
-    np.testing.assert_array_equal(run(jax.jit(per_device(mesh, f)), x), wanted[op])
+    needed = _needed(op, lambda: run(jax.jit(f), x))
+    check_values(SMALL, make_mesh((RANKS,)), "tp")  # the heap still works
+    own_heap(heap_bytes=needed)
+    sums = [x.sum(0)] * RANKS
+    want = sums if op == "all_reduce" else exchanged(op, list(x), **options)
+    np.testing.assert_array_equal(run(jax.jit(f), x), np.stack(want))
 
 
 def test_calls_of_different_sizes_share_a_heap_that_holds_one_of_them(own_heap):

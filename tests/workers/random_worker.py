@@ -424,26 +424,10 @@ def _pieces(rng: random.Random, mesh: Any, axis_name: Any) -> Case:
     else:
         options |= {"split_axis": split, "concat_axis": concat}
 
-    def split_of(a):
-        parts = np.split(a, world, split)
-        return parts if tiled else [np.squeeze(part, split) for part in parts]
-
-    def joined(parts):
-        return np.concatenate(parts, concat) if tiled else np.stack(parts, concat)
-
-    def of_group(arrays):
-        """What each rank has in the end."""
-        if op == "all_gather":
-            return [joined(arrays)] * world
-        if op == "reduce_scatter":
-            return split_of(sum(arrays))
-        sent = [split_of(a) for a in arrays]
-        return [joined([parts[r] for parts in sent]) for r in range(world)]
-
     results: list[dict[Any, Any]] = [{}, {}]
     for group in harness.groups_of(mesh, axis_name):
         for result, array in zip(results, (x, abs(x)), strict=True):
-            ys = of_group([array[at].astype(np.float64) for at in group])
+            ys = harness.exchanged(op, [array[at].astype(np.float64) for at in group], **options)
             result |= dict(zip(group, ys, strict=True))
     want, scale = (
         np.stack([result[at] for at in np.ndindex(mesh.devices.shape)]).reshape(
