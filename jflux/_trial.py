@@ -129,13 +129,25 @@ def _slowest(seconds: float) -> float:
     return float(np.max(multihost_utils.process_allgather(np.float32(seconds))))
 
 
+def balanced_orders(count: int, rounds: int) -> list[list[int]]:
+    """In which order so many contestants run in each round. One that follows another which took
+    little power finds the clock faster, by up to 4 %. So in `count` rounds, or twice as many if
+    that is odd, each follows each other one once, or twice: a balanced design (E. J. Williams,
+    Australian Journal of Scientific Research A 2, 149, 1949)."""
+    first = [(i + 1) // 2 if i % 2 else -(i // 2) for i in range(count)]  # 0, 1, -1, 2, -2, ...
+    orders = [[(place + shift) % count for place in first] for shift in range(count)]
+    if count % 2:
+        orders = [o for order in orders for o in (order, order[::-1])]
+    return [orders[i % len(orders)] for i in range(rounds)]
+
+
 def interleave(
     runs: Mapping[str, Callable[[], object]],
     iterations: int,
     rounds: int,
     progress: Callable[[], None] | None = None,
 ) -> dict[str, Timing]:
-    """Times all contestants in turn, `rounds` times, each time in another order, so that clocks and
+    """Times all contestants in turn, `rounds` times, in `balanced_orders`, so that clocks and
     temperature are the same for all. All processes get the same figures: those of the slowest.
     `progress` is called (1 + rounds) * len(runs) times: before the rounds each one warms up."""
     progress = progress or (lambda: None)
@@ -144,9 +156,9 @@ def interleave(
         run()
         progress()
     samples: dict[str, list[float]] = {name: [] for name in runs}
-    order = np.random.default_rng(0)  # the same in all processes
-    for _ in range(rounds):
-        for name in order.permutation(list(runs)):
+    names = list(runs)
+    for order in balanced_orders(len(names), rounds):
+        for name in (names[i] for i in order):
             run = runs[name]
             start = time.perf_counter()
             run()

@@ -1,7 +1,9 @@
 """bench/: what it makes of results. (Timing itself needs GPUs.)"""
 
+import collections
 import dataclasses
 import importlib.util
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 from harness import RANKS, make_mesh
 
 import jflux
+from jflux import _trial
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -21,6 +24,18 @@ from bench import accuracy, collectives, compare, decode, harness, peers, rates,
 
 def _timing(median, spread=0.0):
     return {"median": median, "low": median * (1 - spread), "high": median * (1 + spread)}
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 9])
+def test_each_contestant_follows_each_other_one_as_often(count):
+    rounds = count if count % 2 == 0 else 2 * count
+    orders = _trial.balanced_orders(count, rounds)
+    assert len(orders) == rounds
+    assert all(sorted(order) == list(range(count)) for order in orders)
+    follows = collections.Counter(pair for order in orders for pair in itertools.pairwise(order))
+    assert len(follows) == count * (count - 1)
+    assert set(follows.values()) <= {rounds // count}
+    assert _trial.balanced_orders(count, rounds + 1)[-1] == orders[0]
 
 
 def test_what_was_measured_is_saved_row_by_row(tmp_path, monkeypatch):
