@@ -72,6 +72,13 @@ NOTES = """
   That has not been measured.
 - With 3 ranks a rank's rows are never whole tiles.
 - An efficiency above 1 means that jflux's product was faster than XLA's.
+- All tables of products with a collective were measured when all CTAs sent at once. Since then
+  only some do at a time, and on 2 GPUs J - G has fallen by half or more. E, side by side in one
+  run: reduce-scatter 2048 x 12288 x 49152 .70 to 1.16, 4096 rows .66 to .82, 2048 x 4096 x 14336
+  .72 to .94, all-gather 1024 x 49152 x 12288 .86 to .98, all-to-all 2048 x 36864 x 12288 .70 to .96
+  ([0010](design/0010-who-sends.md)). The tables are still to be renewed.
+- They were also measured in orders in which some contestants came after C, which takes little
+  power, more often than others: about 2 %, which are not J's or S's ("Who runs after whom" there).
 - The figures of 4 GPUs are of kernels that had no tiles of 224 or 256 columns and began and ended
   later ([0009](design/0009-the-product.md)); on 2 GPUs that took 1 to 8 % of most calls' time,
   and up to 10 % more where tiles of 224 fit. With one process for each of 4 GPUs and with 3 GPUs
@@ -82,8 +89,9 @@ NOTES = """
 - The reduce-scatter of 336 rows on 2 GPUs is XLA's own sequence in J too, but took 4 % longer than
   S (9 and 6 % in the runs before; 204 rows: as long). Probably XLA, which times kernels when it
   compiles, took another one for the second of two equal products.
-- Four shapes on 2 GPUs and one on 4 use configurations that were measured to be faster than the
-  heuristic's (`jflux/tables`).
+- Four shapes on 2 GPUs use configurations that were measured to be faster than the heuristic's
+  (`jflux/tables`). One on 4 (reduce-scatter 2048 x 8192 x 28672) used one that has been taken out
+  since: all rows in one sweep, which was faster when all CTAs sent.
 - By the table of small collectives on 4 GPUs, jflux has since left to XLA: all_to_all of 4 MiB
   (there 1.17 of XLA's time) and the norm after sums of 256 KiB and more (J there; now as
   "apart"). Sums above 1 MiB have since gone in chunks up to 8 MiB

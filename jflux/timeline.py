@@ -28,7 +28,10 @@ import numpy as np
 from . import _heap, _jflux, _trial
 
 # cc/gpu/device_state.h
-KINDS = ("wait for rows", "multiply", "epilogue", "wait for parts", "send", "store", "copy")
+KINDS = (
+    "wait for rows", "multiply", "epilogue", "wait for parts", "send", "store", "copy",
+    "wait to send",
+)  # fmt: skip
 _EVENT = np.dtype(
     [("begin_ns", "u8"), ("end_ns", "u8"), ("call", "u4"), ("kind", "u2"), ("sm", "u2"),
      ("a", "i4"), ("b", "i4")]
@@ -36,7 +39,9 @@ _EVENT = np.dtype(
 _COLORS = {"multiply": "#5b8db8", "epilogue": "#8bc48a"}  # what the two consumers do
 # Who does what, of the roles of cc/gpu/gemm_sm90.cuh.
 _ROLES = ("sender", "scout", "consumers", "storer")
-_ROLE_OF = {"send": 0, "copy": 0, "wait for rows": 1, "wait for parts": 1, "store": 3}
+_ROLE_OF = {
+    "send": 0, "copy": 0, "wait for rows": 1, "wait for parts": 1, "store": 3, "wait to send": 3
+}  # fmt: skip
 
 
 @dataclasses.dataclass

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 from harness import OPS, RANKS, Call, check_values, make_mesh
 
-from jflux import _tuning
+from jflux import _tuning, testing
 
 
 @pytest.mark.gpu
@@ -22,6 +22,22 @@ def test_every_configuration(op, choice, dtype, out, transpose_rhs, rows):
         call = Call(op, lead=(rows,), k=136, n=n, dtype=dtype, out=out, transpose_rhs=transpose_rhs)
         with _tuning.force(_tuning.Choice(choice.tile_n, choice.cluster_m, group)):
             check_values(call, mesh, "tp", seed=group)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("choice", _tuning.compiled(), ids=str)
+def test_several_waves(op, choice):
+    """More tiles than are computed at a time, and a k of more blocks than there are stages: storers
+    need permits to send (cc/gpu/send_permits.cuh), and not all CTAs send rows. Late ranks."""
+    mesh = make_mesh((RANKS,))
+    for seed, (rows, out) in enumerate([(512, None), (450, jnp.float32)]):
+        call = Call(op, lead=(rows,), k=392, n=4360, dtype=jnp.bfloat16, out=out)
+        with (
+            _tuning.force(_tuning.Choice(choice.tile_n, choice.cluster_m, 2)),
+            testing.planted_faults(max_delay_us=2000 * seed),
+        ):
+            check_values(call, mesh, "tp", seed=seed)
 
 
 @pytest.mark.gpu

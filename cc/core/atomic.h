@@ -67,6 +67,20 @@ JFLUX_HD void StoreRelaxed(uint64_t* p, uint64_t v) {
 #endif
 }
 
+// What it was before.
+JFLUX_HD uint64_t AddRelaxed(uint64_t* p, uint64_t v) {
+#if defined(__CUDA_ARCH__)
+  uint64_t seen;
+  asm volatile("atom.relaxed.sys.global.add.u64 %0, [%1], %2;"
+               : "=l"(seen)
+               : "l"(p), "l"(v)
+               : "memory");
+  return seen;
+#else
+  return __atomic_fetch_add(p, v, __ATOMIC_RELAXED);
+#endif
+}
+
 // True for the one caller that turned `expected` into `desired`.
 JFLUX_HD bool CompareExchange(uint64_t* p, uint64_t expected, uint64_t desired) {
 #if defined(__CUDA_ARCH__)
@@ -89,6 +103,16 @@ JFLUX_HD void FenceSystem() {
   __threadfence_system();
 #elif !defined(__SANITIZE_THREAD__)  // which knows no fences
   __atomic_thread_fence(__ATOMIC_SEQ_CST);
+#endif
+}
+
+// What this thread has stored is seen by whoever acquires a later store of its: one for several
+// stores is less than StoreRelease for each.
+JFLUX_HD void FenceRelease() {
+#if defined(__CUDA_ARCH__)
+  asm volatile("fence.acq_rel.sys;" ::: "memory");
+#elif !defined(__SANITIZE_THREAD__)
+  __atomic_thread_fence(__ATOMIC_RELEASE);
 #endif
 }
 

@@ -24,14 +24,20 @@ inline constexpr int64_t kHeapAlign =
 
 // Counters that one rank's kernel keeps from call to call; peers never touch them. The last CTA
 // (or thread) out resets the work counters and publishes the finished epoch. Where CTAs exchange
-// packets, it is the last one in that does (gpu/packet_call.cuh).
+// packets, it is the last one in that does (gpu/packet_call.cuh). Permits are counted on and on.
 struct ChannelHeader {
   uint32_t epoch;      // of the last finished call
   uint32_t next_send;  // next unit of sending not yet taken
   uint32_t next_tile;  // next tile not yet taken
   uint32_t exited;     // scouts and senders (or threads) that have taken their last
   uint64_t stop;       // WaitContext::stop of the running call
-  uint32_t pad[58];
+  uint32_t next_copy;  // next unit of copying not yet taken
+  uint32_t senders;    // that have begun
+  uint32_t pad[8];
+  uint64_t permits_taken;  // to send: core/permits.h
+  uint64_t pad_taken[7];
+  uint64_t permits_returned;  // many look
+  uint64_t pad_returned[15];
 };
 static_assert(sizeof(ChannelHeader) == 256);
 

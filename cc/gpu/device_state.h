@@ -11,13 +11,14 @@ namespace jflux {
 
 // What jflux.timeline shows: one piece of work of one role of a kernel.
 enum class EventKind : uint16_t {
-  kWaitRows = 0,   // a scout, for a tile's rows: a = tile row, b = tile column
-  kMultiply = 1,   // a consumer, likewise
-  kEpilogue = 2,   // a consumer, until its staging is written
-  kWaitParts = 3,  // a scout, for the peers' parts of a tile
-  kSend = 4,       // until the data has arrived: a = peer, b = chunk or tile row
-  kStore = 5,      // a storer, until y's tile has left the staging (a lent stage: begins to leave)
-  kCopy = 6,       // a sender, until a peer's tile has left the workspace: as kSend
+  kWaitRows = 0,    // a scout, for a tile's rows: a = tile row, b = tile column
+  kMultiply = 1,    // a consumer, likewise
+  kEpilogue = 2,    // a consumer, until its staging is written
+  kWaitParts = 3,   // a scout, for the peers' parts of a tile
+  kSend = 4,        // until the data has arrived: a = peer, b = chunk or tile row
+  kStore = 5,       // a storer, until y's tile has left the staging (a lent stage: begins to leave)
+  kCopy = 6,        // a sender, until a peer's tile has left the workspace: as kSend
+  kWaitToSend = 7,  // a storer, for a permit: as kMultiply
 };
 
 struct TimelineEvent {

@@ -67,16 +67,23 @@ __device__ __forceinline__ void LeaveCounters(const Args& args) {
   __threadfence();
   if (atomicAdd(&header->exited, 1) != 2 * gridDim.x - 1) return;
   header->next_send = 0;
+  header->next_copy = 0;
+  header->senders = 0;
   header->next_tile = 0;
   header->exited = 0;
   header->epoch = NextEpoch(header->epoch);
 }
 
-// Of what Op::Send does.
+// Of what Op::Send does, and of what it then copies.
 template <typename Args>
 __device__ __forceinline__ int32_t TakeUnit(const Args& args) {
   return static_cast<int32_t>(
       atomicAdd(&args.view.template At<ChannelHeader>(args.view.rank, 0)->next_send, 1));
+}
+template <typename Args>
+__device__ __forceinline__ int32_t TakeCopy(const Args& args) {
+  return static_cast<int32_t>(
+      atomicAdd(&args.view.template At<ChannelHeader>(args.view.rank, 0)->next_copy, 1));
 }
 
 template <typename Args>

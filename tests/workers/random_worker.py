@@ -186,7 +186,7 @@ def draw(rng: random.Random) -> Case:
     sizes = [n for n in range(1, len(devices) + 1) if len(devices) % n == 0]
     mesh = Mesh(np.array(devices).reshape(rng.choice(sizes), -1), ("a", "b"))
     axis_name = rng.choice(["a", "b", ("a", "b"), ("b", "a")])
-    kinds = [_product] * 6 + [_few_columns] * 3
+    kinds = [_product] * 6 + [_few_columns] * 3 + [_waves] * 2
     kinds += [_sum, _norm, _large_sum, _exchange, _pieces] + [_custom] * (LIBRARY is not None)
     if args.kind != "any":
         kinds = [kind for kind in kinds if kind.__name__ == f"_{args.kind}"]
@@ -203,11 +203,13 @@ def _draw_choice(rng: random.Random) -> Any:
     return dataclasses.replace(choice, group_m=rng.choice([0, 1, 3, choice.group_m]))
 
 
-def _product(rng: random.Random, mesh: Any, axis_name: Any, **fields: Any) -> Case:
+def _product(
+    rng: random.Random, mesh: Any, axis_name: Any, most: int = MOST_PRODUCTS, **fields: Any
+) -> Case:
     """One of the three products, in any configuration that is compiled, or in two calls."""
     world = harness.world_of(mesh, axis_name)
     while True:
-        lead = (*rng.choice([(), (), (), (2,)]), rng.choice(ROWS))
+        lead = fields.get("lead") or (*rng.choice([(), (), (), (2,)]), rng.choice(ROWS))
         op = rng.choice(harness.OPS)
         axes = range(-len(lead) - 1, len(lead) + 1)
         split = {"split": rng.choice(axes), "concat": rng.choice(axes)}
@@ -218,12 +220,12 @@ def _product(rng: random.Random, mesh: Any, axis_name: Any, **fields: Any) -> Ca
         }  # fmt: skip
         drawn |= split if op == "matmul_all_to_all" else {}
         call = harness.Call(**drawn | fields)
-        if world * math.prod(call.lead) * call.n * call.k <= MOST_PRODUCTS:
+        if world * math.prod(call.lead) * call.n * call.k <= most:
             break
     x, w = harness.operands(call, mesh, axis_name, seed=rng.randrange(1 << 30))
     choice = _draw_choice(rng)
-    most = 4 * world * math.prod(call.lead) * max(call.n, call.k)
-    if call.op in ("all_gather_matmul", "matmul_reduce_scatter") and most <= exchange.MOST_BYTES:
+    size = 4 * world * math.prod(call.lead) * max(call.n, call.k)
+    if call.op in ("all_gather_matmul", "matmul_reduce_scatter") and size <= exchange.MOST_BYTES:
         choice = rng.choice([choice, choice, choice, _tuning.APART])
     want = harness.exact(call, mesh, axis_name, x, w)
     scale = harness.exact(call, mesh, axis_name, abs(x), abs(w))
@@ -259,6 +261,14 @@ def _product(rng: random.Random, mesh: Any, axis_name: Any, **fields: Any) -> Ca
         # An all-to-all may be two calls as well.
         is_xlas=world == 1 or choice == _tuning.APART or call.is_exchange,
     )
+
+
+def _waves(rng: random.Random, mesh: Any, axis_name: Any) -> Case:
+    """A product of more tiles than a GPU computes at a time, with a k of more blocks than there are
+    stages: storers need permits to send (cc/gpu/send_permits.cuh), and not all CTAs send rows."""
+    lead, k = rng.choice([(192,), (256,), (2, 128)]), rng.choice([328, 392, 520])
+    n = rng.choice([6152, 8200])
+    return _product(rng, mesh, axis_name, most=1 << 34, lead=lead, k=k, n=n)
 
 
 def _few_columns(rng: random.Random, mesh: Any, axis_name: Any) -> Case:
@@ -341,7 +351,7 @@ def _norm(rng: random.Random, mesh: Any, axis_name: Any) -> Case:
 def _large_sum(rng: random.Random, mesh: Any, axis_name: Any) -> Case:
     """matmul_all_reduce in one kernel: whole tiles for each rank, or, on two, few rows."""
     world, dtype = harness.world_of(mesh, axis_name), rng.choice(harness.HALVES)
-    k, transpose_rhs = rng.choice([64, 136]), rng.random() < 0.5
+    k, transpose_rhs = rng.choice([64, 136, 392]), rng.random() < 0.5
     if world == 2 and rng.random() < 0.5:
         rows, n = rng.choice([32, 100, 128]), rng.choice([8200, 10248])
     else:  # a row of tiles for each rank, or several, and columns that make it more than 4 MiB

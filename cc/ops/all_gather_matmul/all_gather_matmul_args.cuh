@@ -35,6 +35,7 @@ struct AllGatherMatmulArgs {
   PanelLayout layout;
   int32_t send_group;   // blocks that are sent side by side: SendOrder
   int32_t piece_bytes;  // of a piece, as it is read
+  uint32_t senders;     // CTAs that may send
   void* y_data[kMaxWeights];
   void* sums_data[kMaxWeights];    // or null
   const float* bias[kMaxWeights];  // or null

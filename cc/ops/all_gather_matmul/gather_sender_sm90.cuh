@@ -1,5 +1,5 @@
 // The sender of all_gather_matmul's kernel, a warp of each CTA: own rows to the peers' workspaces,
-// and where they are asked for, all rows to `gathered`.
+// unless enough others do, and where they are asked for, all rows to `gathered`.
 #ifndef JFLUX_OPS_ALL_GATHER_MATMUL_GATHER_SENDER_SM90_CUH_
 #define JFLUX_OPS_ALL_GATHER_MATMUL_GATHER_SENDER_SM90_CUH_
 
@@ -13,23 +13,38 @@ template <typename Config>
 struct GatherSender {
   using Args = AllGatherMatmulArgs;
 
-  // Units are taken from a counter: first chunks to send, then chunks to copy into `gathered`.
-  // Nothing that a peer waits for comes after something that waits. The warp works out what is to
-  // be moved; one lane moves it.
+  // Chunks are taken from counters: first those to send, by as many CTAs as may (gpu/senders.h),
+  // then those to copy into `gathered`. Nothing that a peer waits for comes after something that
+  // waits. The warp works out what is to be moved; one lane moves it.
   static __device__ void Run(const Args& args, const CallContext& call,
                              const GemmSmem<Config>& smem) {
     static_assert(Config::kPieces == PanelLayout::kPieces &&
                   Config::kPieceBytes == PanelLayout::kPieceRows * PanelLayout::kRowBytes);
-    const SendOrder order(args.layout, args.view.rank, args.send_group);
-    const int sends = order.Units();
-    const int copies = args.layout.rank_blocks * args.layout.Chunks();  // of a rank
-    const int units = sends + (args.gathered != nullptr ? args.view.world * copies : 0);
     PieceBuffers buffers{smem};
+    if (MaySend(args)) SendChunks(args, call, buffers);
+    if (args.gathered != nullptr) CopyChunks(args, call, buffers);
+  }
+
+ private:
+  struct PieceBuffers;
+
+  // For a whole warp: whether this CTA is one of the first to get here.
+  static __device__ bool MaySend(const Args& args) {
+    if (args.senders >= gridDim.x) return true;
+    auto* header = args.view.template At<ChannelHeader>(args.view.rank, 0);
+    const bool leads = threadIdx.x % 32 == 0;
+    return __shfl_sync(0xffffffff, leads ? atomicAdd(&header->senders, 1) : 0, 0) < args.senders;
+  }
+
+  static __device__ void SendChunks(const Args& args, const CallContext& call,
+                                    PieceBuffers& buffers) {
+    const SendOrder order(args.layout, args.view.rank, args.send_group);
+    const int units = order.Units();
     int unit = NextUnit(args);
     // Three pieces are on their way in while the fourth goes out, and the next unit follows without
     // a gap: a unit's turns are latencies, all of which others can hide.
     Chunk chunk = Chunk{};
-    if (unit < sends) {
+    if (unit < units) {
       chunk = ChunkOf(args, order.At(unit));
       if (ptx::ElectOne()) {
         for (int i = 0; i < 3; ++i) LoadPiece(args, buffers, chunk, i);
@@ -37,9 +52,9 @@ struct GatherSender {
     }
     Chunk arriving = Chunk{};  // the one before, whose signal is still owed
     uint64_t start = call.Start(), arriving_since = 0;
-    while (unit < sends) {
+    while (unit < units) {
       const int next_unit = NextUnit(args);
-      const Chunk next = next_unit < sends ? ChunkOf(args, order.At(next_unit)) : Chunk{};
+      const Chunk next = next_unit < units ? ChunkOf(args, order.At(next_unit)) : Chunk{};
       if (ptx::ElectOne()) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -68,15 +83,18 @@ struct GatherSender {
       SignalChunk(args, call, arriving, arriving_since);
     }
     __syncwarp();
-    for (; unit < units; unit = NextUnit(args)) {
-      const int i = unit - sends;
-      if (ptx::ElectOne()) CopyGathered(args, call, buffers, i / copies, i % copies);
-      __syncwarp();
-    }
-    if (ptx::ElectOne()) ptx::BulkWait<0>();
   }
 
- private:
+  static __device__ void CopyChunks(const Args& args, const CallContext& call,
+                                    PieceBuffers& buffers) {
+    const int of_rank = args.layout.rank_blocks * args.layout.Chunks();
+    if (!ptx::ElectOne()) return;
+    for (int i = TakeCopy(args); i < args.view.world * of_rank; i = TakeCopy(args)) {
+      CopyGathered(args, call, buffers, i / of_rank, i % of_rank);
+    }
+    ptx::BulkWait<0>();
+  }
+
   // For a whole warp.
   static __device__ int NextUnit(const Args& args) {
     return __shfl_sync(0xffffffff, threadIdx.x % 32 == 0 ? TakeUnit(args) : 0, 0);

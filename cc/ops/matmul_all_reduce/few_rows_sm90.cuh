@@ -149,7 +149,7 @@ struct FewRowsSm90 {
     }
     ptx::BulkWait<0>();
     ptx::FenceProxyAsyncGlobal();
-    FenceSystem();  // one for both signals
+    FenceRelease();  // one for both signals
 #pragma unroll
     for (int block = 0; block < Config::kBlocks; ++block) {
       if (!HasRows(args, 0, block)) continue;

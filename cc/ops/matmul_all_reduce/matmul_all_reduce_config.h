@@ -16,8 +16,8 @@ inline bool AreFewRows(const MatmulAllReduceParams& p) {
 // Measured as kScatterCosts.
 inline constexpr TileCosts kReduceCosts{1.04, kScatterCosts.narrow};
 
-// Up to 4096 rows are one sweep over w, where a reduce-scatter is as fast as with shorter ones
-// (docs/design/0003): then tiles are finished, and sent to the peers, from the beginning on.
+// Up to 2048 rows are one sweep over w: then tiles are finished, and sent to the peers, from the
+// beginning on. More are shorter sweeps: faster at 4096 (docs/design/0003).
 inline GemmChoice ChooseAllReduce(int world, int64_t rows_per_rank, int64_t n, int64_t k,
                                   int sm_count) {
   const int64_t m = world * rows_per_rank;
@@ -25,7 +25,7 @@ inline GemmChoice ChooseAllReduce(int world, int64_t rows_per_rank, int64_t n, i
     return ChooseSplits(GemmChoice{kSharedKTile, 1, 1}, m, n, k, sm_count, kReduceSplits);
   }
   GemmChoice c = ChooseGemm(world, rows_per_rank, n, k, sm_count, kReduceCosts);
-  if (m <= 4096) c.group_m = 0;
+  if (m <= 2048) c.group_m = 0;
   return c;
 }
 

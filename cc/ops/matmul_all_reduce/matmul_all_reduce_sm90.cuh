@@ -2,8 +2,8 @@
 // all ranks, and whose scouts take what the peers have finished to y.
 //
 // Each rank owns whole tiles of rows, so a CTA's tile has one owner. An own tile goes from its
-// staging to y, by TMA, and to a slot in each peer's workspace, by a bulk copy for each block of 64
-// rows; the tile's signals follow when these have arrived. A slot holds the staging as it is:
+// staging to y, by TMA, and to a slot in each peer's workspace, by bulk copies; the tile's signals
+// follow when these have arrived. A slot holds the staging as it is:
 // swizzled boxes of 64 or 32 columns.
 //
 // A scout that has handed on the next tile has nothing to do until the loader begins with it. It
@@ -57,28 +57,34 @@ struct MatmulAllReduceSm90 : MatmulReduceScatterSm90<Config_> {
       return Base::Store(args, call, staging, block_m, tile);
     }
     const Tile own{block_m, tile.n};
+    const SendPermits permits = PermitsOf(args);
     uint64_t start = 0;
 #pragma unroll
     for (int block = 0; block < Config::kBlocks; ++block) {
       const StagedBlock staged = staging.Acquire(block);
-      if (block == 0) start = call.Start();
       StoreStagedBlock<Config::kTileN>(staged, &args.y, Base::FirstOwnRow(args, block_m, block),
                                        static_cast<int64_t>(tile.n) * Config::kTileN, args.n);
+      ptx::BulkCommit();
+      if (block == 0) {
+        permits.Acquire(call, block_m, tile.n);
+        start = call.Start();
+      }
       for (int step = 1; step < args.view.world; ++step) {
         const int peer = SendPeer(rank, step, args.view.world);
-        ptx::BulkStore(FinishedBlock(args, call, peer, rank, own, block), Whole<Config>(staged),
-                       Config::kStagingBytes);
+        permits.Store(FinishedBlock(args, call, peer, rank, own, block), Whole<Config>(staged),
+                      Config::kStagingBytes);
       }
-      ptx::BulkCommit();
       staging.Release(block);
     }
+    permits.Release();
     ptx::BulkWait<0>();
     ptx::FenceProxyAsyncGlobal();
+    FenceRelease();  // one for all signals
     for (int step = 1; step < args.view.world; ++step) {
       const int peer = SendPeer(rank, step, args.view.world);
 #pragma unroll
       for (int block = 0; block < Config::kBlocks; ++block) {
-        StoreRelease(FinishedSignal(args, call, peer, rank, own, block), call.signal);
+        StoreRelaxed(FinishedSignal(args, call, peer, rank, own, block), call.signal);
       }
     }
     call.Done(EventKind::kSend, start, rank, block_m);

@@ -2,8 +2,8 @@
 // comes.
 //
 // A tile has one owner (core/piece_tiles.h). The storer takes what a consumer has staged to y, if
-// the tile is this rank's own; else to the tile's slot in the owner's workspace, by one bulk copy
-// for each block of 64 rows, and sets the tile's signal when they have completed. A slot holds the
+// the tile is this rank's own; else to the tile's slot in the owner's workspace, by bulk copies,
+// and sets the tile's signal when they have completed. A slot holds the
 // staging as it is: boxes of 64 or 32 columns, swizzled, as TMA stores take them. So nothing is
 // rearranged on the way, and it is the reader's tensor map that cuts off what lies outside a piece.
 //
@@ -13,7 +13,8 @@
 // multiplies; the last peer's tiles come while everybody computes the own piece.
 //
 // Who waits for whom: only senders wait for peers, for tiles that the peer's scouts, loaders,
-// consumers and storers make, which wait for no sender.
+// consumers and storers make, which wait for no sender. (Storers wait for other storers of their
+// GPU: gpu/send_permits.cuh.)
 #ifndef JFLUX_OPS_MATMUL_ALL_TO_ALL_MATMUL_ALL_TO_ALL_SM90_CUH_
 #define JFLUX_OPS_MATMUL_ALL_TO_ALL_MATMUL_ALL_TO_ALL_SM90_CUH_
 
@@ -22,6 +23,7 @@
 #include "gpu/epilogue_sm90.cuh"
 #include "gpu/gemm_config.h"
 #include "gpu/gemm_sm90.cuh"
+#include "gpu/send_permits.cuh"
 #include "ops/matmul_all_to_all/matmul_all_to_all.h"
 
 namespace jflux {
@@ -42,6 +44,7 @@ struct MatmulAllToAllArgs {
   uint32_t signature, op;
   int32_t a_bytes;  // of a box of rows
   int32_t num_tiles;
+  int32_t permits;  // SendPermits
   bool split_rows, concat_rows;
 };
 
@@ -164,30 +167,35 @@ struct MatmulAllToAllSm90 {
     const int rank = args.view.rank, boxes = BoxesOf(args, place.n);
     const bool is_own = place.owner == rank;
     const int64_t slot = is_own ? 0 : args.layout.SlotOf(place.owner, rank, place.m, place.n);
+    const SendPermits permits = PermitsOf(args);
     uint64_t start = 0;
 #pragma unroll
     for (int block = 0; block < Config::kBlocks; ++block) {
       if (!HasRows(args, place.m, block)) continue;
       const uint32_t smem = Whole<Config>(staging.Acquire(block));
-      if (block == 0) start = call.Start();
+      if (block == 0) {
+        if (!is_own) permits.Acquire(call, block_m, tile.n);
+        start = call.Start();
+      }
       if (is_own) {
         for (int box = 0; box < boxes; ++box) {
           StoreToY(args, smem + box * Box::kBoxBytes, rank, place, block, box);
         }
+        ptx::BulkCommit();
       } else {
         char* to = SlotAt(args, call, place.owner, slot) + block * Config::kStagingBytes;
         const int bytes = BoxBytes(args, place.m, block);
         // Whole boxes follow each other.
         const bool whole = bytes == Box::kBoxBytes;
         for (int box = 0; box < (whole ? 1 : boxes); ++box) {
-          ptx::BulkStore(to + box * Box::kBoxBytes, smem + box * Box::kBoxBytes,
-                         whole ? boxes * Box::kBoxBytes : bytes);
+          permits.Store(to + box * Box::kBoxBytes, smem + box * Box::kBoxBytes,
+                        whole ? boxes * Box::kBoxBytes : bytes);
         }
       }
-      ptx::BulkCommit();
       staging.Release(block);
     }
     if (is_own) return call.Done(EventKind::kStore, start, block_m, tile.n);
+    permits.Release();
     ptx::BulkWait<0>();
     ptx::FenceProxyAsyncGlobal();
     StoreRelease(SignalOf(args, call, place.owner, slot), call.signal);

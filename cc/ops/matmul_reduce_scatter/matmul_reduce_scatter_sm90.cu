@@ -25,6 +25,9 @@ bool LaunchMatmulReduceScatter(const MatmulReduceScatterParams& p,
                                const SymmetricView& view, cudaStream_t stream, std::string* error) {
   MatmulReduceScatterArgs args{};
   if (!MakeScatterArgs(p, operands, choice, device, view, &args, error)) return false;
+  // In one sweep, or one wave, peers wait for the parts of the last tiles, which nothing hides.
+  const bool one_wave = args.num_tiles <= device.sm_count / choice.cluster_m;
+  if (choice.group_m == 0 || one_wave) args.permits = 0;
   args.signature = SignatureOf(p.Signature(), site, choice);
   args.op = static_cast<uint32_t>(OpId::kMatmulReduceScatter);
   return LaunchGemmInstance<Instances>(p.dtype, p.transpose_rhs, choice, &args, args.num_tiles,

@@ -2,11 +2,11 @@
 //
 // A consumer's partial tile goes from its registers, through its staging, to the workspaces of the
 // ranks that own its rows, in fragment order: the reader is the same thread of a consumer of
-// the owner's CTA, so nothing is rearranged on the way and a block is one bulk copy. The storer
-// sets the tile's signals when the copy has completed. The own tiles come last: by then the peers'
-// partial tiles have arrived. The consumer adds them to its registers, in float32 and in rank order
-// after the own part, before y is written, while the other consumer multiplies the next tile. There
-// is no separate reduction.
+// the owner's CTA, so nothing is rearranged on the way, and a block is copied in bulk
+// (gpu/send_permits.cuh). The storer sets the tile's signals when the copies have completed. The
+// own tiles come last: by then the peers' partial tiles have arrived. The consumer adds them to its
+// registers, in float32 and in rank order after the own part, before y is written, while the other
+// consumer multiplies the next tile. There is no separate reduction.
 //
 // Of few rows, the CTAs of a cluster may share a tile's k (kClusterK): each sums, sends and
 // finishes a slice of its columns, which has a slot of its own.
@@ -18,6 +18,7 @@
 #include "gpu/fragments_sm90.cuh"
 #include "gpu/gemm_config.h"
 #include "gpu/gemm_sm90.cuh"
+#include "gpu/send_permits.cuh"
 #include "ops/matmul_reduce_scatter/matmul_reduce_scatter.h"
 
 namespace jflux {
@@ -33,6 +34,7 @@ struct MatmulReduceScatterArgs {
   int32_t a_bytes;  // of a box of rows
   uint32_t signature, op;
   bool out_f32;
+  int32_t permits;  // SendPermits
   int64_t k[kMaxWeights];
   int64_t n;
   ChannelLayout channel;
@@ -262,6 +264,7 @@ struct MatmulReduceScatterSm90 {
   static __device__ void Store(const Args& args, const CallContext& call,
                                StagingReader<Config>& staging, int32_t block_m, Tile tile) {
     const int rank = args.view.rank;
+    const SendPermits permits = PermitsOf(args);
     uint64_t start = 0;
     bool sent = false;
 #pragma unroll
@@ -270,29 +273,33 @@ struct MatmulReduceScatterSm90 {
       if (!HasOtherOwners(args, rows)) continue;
       for (int round = 0; round < Rounds(args); ++round) {
         const uint32_t smem = Whole<Config>(staging.Acquire(block));
-        if (!sent) start = call.Start();
+        if (!sent) {
+          permits.Acquire(call, block_m, tile.n);
+          start = call.Start();
+        }
         sent = true;
         for (int dst = rows.first_owner; dst <= rows.last_owner; ++dst) {
           if (dst == rank) continue;
           const Warps warps = WarpsOf(args, rows, dst);
           const int at = warps.begin * F::kWarpBytes;
-          ptx::BulkStore(BlockOf(args, call, dst, rank, block_m, tile, block) +
-                             round * Config::kStagingBytes + at,
-                         smem + at, (warps.end - warps.begin) * F::kWarpBytes);
+          permits.Store(BlockOf(args, call, dst, rank, block_m, tile, block) +
+                            round * Config::kStagingBytes + at,
+                        smem + at, (warps.end - warps.begin) * F::kWarpBytes);
         }
-        ptx::BulkCommit();
         staging.Release(block);
       }
     }
     if (sent) {
+      permits.Release();
       ptx::BulkWait<0>();
       ptx::FenceProxyAsyncGlobal();
+      FenceRelease();  // one for all signals
 #pragma unroll
       for (int block = 0; block < Config::kBlocks; ++block) {
         const BlockRows rows = RowsOf(args, block_m, block);
         for (int dst = rows.first_owner; dst <= rows.last_owner; ++dst) {
           if (dst == rank) continue;
-          StoreRelease(SignalOf(args, call, dst, rank, block_m, tile, block), call.signal);
+          StoreRelaxed(SignalOf(args, call, dst, rank, block_m, tile, block), call.signal);
         }
       }
       call.Done(EventKind::kSend, start, RowsOf(args, block_m, 0).first_owner, block_m);
