@@ -34,7 +34,7 @@ def parse(description: str | None, lists: str = "flux") -> argparse.Namespace:
     parser.add_argument(
         "--peers", default="", help="of bench/peers.py, comma-separated: pallas, torch"
     )
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--out", type=pathlib.Path)
     parser.add_argument("--process", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)

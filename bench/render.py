@@ -36,7 +36,8 @@ INTRODUCTION = """# Performance
 Made by `python -m bench.render` from the files in [bench/results](../bench/results); do not edit.
 
 For each shape all contestants are timed in turn, round after round, in one process (or one process
-for each GPU); the median over the rounds of the slowest rank counts. A contestant is a jitted loop
+for each GPU), each as often after each other one; the median over the rounds of the slowest rank
+counts. A contestant is a jitted loop
 whose calls depend on each other, so that host dispatch is paid once. bf16, normal random operands;
 n and k are global. How: [bench/harness.py](../bench/harness.py).
 
@@ -77,8 +78,9 @@ NOTES = """
   run: reduce-scatter 2048 x 12288 x 49152 .70 to 1.16, 4096 rows .66 to .82, 2048 x 4096 x 14336
   .72 to .94, all-gather 1024 x 49152 x 12288 .86 to .98, all-to-all 2048 x 36864 x 12288 .70 to .96
   ([0010](design/0010-who-sends.md)). The tables are still to be renewed.
-- They were also measured in orders in which some contestants came after C, which takes little
-  power, more often than others: about 2 %, which are not J's or S's ("Who runs after whom" there).
+- All tables here were measured in random orders, in which some contestants came more often than
+  others after one that takes little power, such as C: 2 % that are nobody's ("Who runs after whom"
+  there).
 - The figures of 4 GPUs are of kernels that had no tiles of 224 or 256 columns and began and ended
   later ([0009](design/0009-the-product.md)); on 2 GPUs that took 1 to 8 % of most calls' time,
   and up to 10 % more where tiles of 224 fit. With one process for each of 4 GPUs and with 3 GPUs
