@@ -186,7 +186,8 @@ def draw(rng: random.Random) -> Case:
     sizes = [n for n in range(1, len(devices) + 1) if len(devices) % n == 0]
     mesh = Mesh(np.array(devices).reshape(rng.choice(sizes), -1), ("a", "b"))
     axis_name = rng.choice(["a", "b", ("a", "b"), ("b", "a")])
-    kinds = [_product] * 6 + [_few_columns] * 3 + [_waves] * 2
+    kinds = [_product] * 6 + [_few_columns] * 3
+    kinds += [_waves] * (2 if args.gpus or args.kind == "waves" else 0)  # CPUs compute no waves
     kinds += [_sum, _norm, _large_sum, _exchange, _pieces] + [_custom] * (LIBRARY is not None)
     if args.kind != "any":
         kinds = [kind for kind in kinds if kind.__name__ == f"_{args.kind}"]
