@@ -94,14 +94,16 @@ inline double LinksOf(double gbps) {
 
 // Whether all rows share one sweep over w, so that it is read once. The tiles of other ranks' rows
 // then begin together with the own ones, and wait for what is on its way, or in the end for what
-// others have to send; with few rows, or fast links, that is not long. Two sweeps were 1 to 3 %
-// slower at 256 own rows, and up to 3 % faster at 512 (2 x H200; of more ranks 512 are never one).
-// If ranks share tiles, own rows by themselves cost another sweep for those.
+// others have to send; with few rows, or fast links, that is not long. On 2 x H200 two sweeps were
+// 1 to 3 % slower at 512 rows, and up to 3 % faster at 1024 (docs/design/0010); but a rank with
+// fewer rows than a cluster's would have none. If ranks share tiles, own rows by themselves cost
+// another sweep for those.
 inline bool InOneSweep(int world, int64_t rows_per_rank, double links = 1) {
   const auto others = static_cast<double>((world - 1) * rows_per_rank);
-  const bool shares = rows_per_rank % kGemmTileM != 0;
-  if (shares) return 0 < others && others <= 1600 * links;
-  return 0 < others && rows_per_rank < 512 && others < 1024 * links;
+  if (others == 0) return false;
+  if (rows_per_rank % kGemmTileM != 0) return others <= 1600 * links;
+  const bool few = world * rows_per_rank < 1024 || rows_per_rank < 2 * kGemmTileM;
+  return few && others < 1024 * links;
 }
 
 // For world ranks' rows, n columns per rank. A cluster's rows are two ranks' in one sweep only: it

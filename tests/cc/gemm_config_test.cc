@@ -144,13 +144,16 @@ TEST(FewRowsAreOneSweep) {
     for (int64_t rows = 1; rows < 4000; ++rows) {
       const int64_t others = (world - 1) * rows;
       const bool in_one = InOneSweep(world, rows);
-      EXPECT(in_one || (rows >= 512 && rows % kGemmTileM == 0) || others >= 1024)
+      const bool shares = rows % kGemmTileM != 0;
+      EXPECT(in_one || others >= 1024 || (!shares && rows >= 256 && world * rows >= 1024))
           << world << " ranks, rows " << rows;
       EXPECT(!in_one || others <= 1600) << world << " ranks, rows " << rows;
     }
   }
   EXPECT(!InOneSweep(4, 512) && InOneSweep(4, 500));  // ragged ones a little longer
   EXPECT(!InOneSweep(2, 512) && InOneSweep(2, 384));
+  EXPECT(!InOneSweep(4, 256) && InOneSweep(4, 128));
+  EXPECT(InOneSweep(8, 128));  // two CTAs of a cluster need 256 rows of a rank
   EXPECT(!InOneSweep(1, 64));  // a product alone
 }
 
@@ -200,9 +203,9 @@ TEST(SlowLinksMakeSweepsShorter) {
       }
     }
   }
-  EXPECT(InOneSweep(4, 256) && !InOneSweep(4, 256, 0.5) && InOneSweep(2, 384, 0.5));
-  EXPECT_EQ(ChooseAllGather(4, 256, 24576, 12288, kSms).group_m, 0);
-  EXPECT(ChooseAllGather(4, 256, 24576, 12288, kSms, 0.5).group_m > 0);
+  EXPECT(InOneSweep(8, 128) && !InOneSweep(8, 128, 0.5) && InOneSweep(2, 384, 0.5));
+  EXPECT_EQ(ChooseAllGather(8, 128, 24576, 12288, kSms).group_m, 0);
+  EXPECT(ChooseAllGather(8, 128, 24576, 12288, kSms, 0.5).group_m > 0);
 }
 
 TEST(OpsChooseAsTheirPartsDo) {
