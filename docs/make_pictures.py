@@ -1,4 +1,5 @@
-"""Draws docs/img: in which order four ranks compute their tiles. Needs matplotlib.
+"""Draws docs/img: in which order four ranks compute their tiles, and what it costs when many CTAs
+send. Needs matplotlib.
 
 The two orders repeat cc/core/tile_order.h for one tile column; tests/test_docs.py compares them.
 """
@@ -131,9 +132,49 @@ def straddling() -> Figure:
     return figure
 
 
+# J - G on 2 x H200, us, by how many CTAs send at a time: the tables of docs/design/0010.
+ALL = 132
+BY_STORERS = {
+    "2048 x 12288 x 49152": {8: 5, 12: 6, 16: 13, 24: 28, ALL: 52},
+    "2048 x 4096 x 14336": {8: 28, 12: 8, 16: 6, 24: 7, ALL: 21},
+    "2048 x 4096 x 11008": {8: 36, 12: 18, 16: 7, 24: 7, ALL: 20},
+    "2048 x 8192 x 8192": {8: 67, 12: 38, 16: 9, 24: 10, ALL: 24},
+}
+BY_SENDERS = {
+    "1024 x 49152 x 12288": {12: 182, 16: 121, 24: 37, 44: 8, ALL: 26},
+    "2048 x 14336 x 4096": {12: 92, 16: 60, 24: 9, 44: -2, ALL: 14},
+    "2048 x 10240 x 8192": {12: 249, 16: 164, 24: 92, 44: 5, ALL: 21},
+    "8192 x 11008 x 4096": {12: 318, 16: 172, 24: 24, 44: -4, ALL: 32},
+}
+
+
+def senders() -> Figure:
+    """What is not hidden of the communication."""
+    figure = Figure(figsize=(10.5, 3.8), layout="constrained")
+    for axes, (title, lines) in zip(
+        figure.subplots(1, 2),
+        {"matmul_reduce_scatter": BY_STORERS, "all_gather_matmul": BY_SENDERS}.items(),
+        strict=True,
+    ):
+        for name, values in lines.items():
+            axes.plot(list(values), list(values.values()), marker="o", ms=4, label=name)
+        ticks = sorted({count for values in lines.values() for count in values})
+        axes.set_xscale("log")
+        axes.set_xticks(ticks, ["all" if count == ALL else str(count) for count in ticks])
+        axes.minorticks_off()
+        axes.axhline(0, color="black", lw=0.6)
+        axes.set_ylim(-10, 80)
+        axes.set_title(title)
+        axes.set_xlabel("CTAs that send at a time")
+        axes.set_ylabel("J - G, us")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=9)
+    return figure
+
+
 def main() -> None:
     folder = Path(__file__).parent / "img"
-    for draw in (tile_order, straddling):
+    for draw in (tile_order, straddling, senders):
         draw().savefig(folder / f"{draw.__name__}.svg", metadata={"Date": None})
 
 
