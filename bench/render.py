@@ -34,6 +34,7 @@ BEGIN, END = "<!-- figures -->", "<!-- end of figures -->"
 INTRODUCTION = """# Performance
 
 Made by `python -m bench.render` from the files in [bench/results](../bench/results); do not edit.
+`python -m bench.renew` measures them again.
 
 For each shape all contestants are timed in turn, round after round, in one process (or one process
 for each GPU), each as often after each other one; the median over the rounds of the slowest rank

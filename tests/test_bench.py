@@ -5,6 +5,7 @@ import dataclasses
 import importlib.util
 import itertools
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -19,7 +20,18 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from bench import __main__ as bench  # noqa: E402
-from bench import accuracy, collectives, compare, decode, harness, peers, rates, render, shapes  # noqa: E402
+from bench import (  # noqa: E402
+    accuracy,
+    collectives,
+    compare,
+    decode,
+    harness,
+    peers,
+    rates,
+    render,
+    renew,
+    shapes,
+)
 
 
 def _timing(median, spread=0.0):
@@ -270,3 +282,48 @@ def test_peers_that_are_not_there_are_named(monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert peers.start(["torch"], make_mesh((2,))) == []
     assert "PyTorch: not installed" in capsys.readouterr().err
+
+
+def test_every_result_can_be_renewed():
+    for path in (ROOT / "bench" / "results").glob("*.json"):
+        ranks, name = re.fullmatch(r"(\d)xh200_?(.*)", path.stem).groups()
+        name = name or "ops"
+        assert name in renew.RUNS
+        assert renew.file_name(name, int(ranks), "NVIDIA H200") == path.name
+
+
+def test_what_renews_results_knows_the_benchmarks():
+    of_all = (ROOT / "bench" / "__main__.py").read_text()
+    for name, run in renew.RUNS.items():
+        module, *options = run.split()
+        file = ROOT / "bench" / (module.removeprefix("bench").removeprefix(".") or "__main__")
+        source = file.with_suffix(".py").read_text()
+        flags = [option for option in options if option.startswith("--")]
+        for flag in [*flags, "--out"]:
+            takes = f'"{flag}"' in source or ("parse(__doc__" in source and f'"{flag}"' in of_all)
+            assert takes, f"{name}: {module} has no {flag}"
+        given = dict(zip(options[::2], options[1::2], strict=True))
+        assert set(given.get("--lists", "flux").split(",")) <= set(shapes.LISTS)
+        assert set(given.get("--peers", "torch").split(",")) <= set(peers.PEERS)
+
+
+def test_results_are_replaced_by_whole_ones_only(tmp_path, monkeypatch, capsys):
+    def command(name, ranks, out):
+        program = f"open({str(out)!r}, 'w').write({name!r})\n"
+        program += {"decode": "import time; time.sleep(60)", "blocks": "1 / 0"}.get(name, "")
+        return [sys.executable, "-c", program]
+
+    monkeypatch.setattr(renew, "command", command)
+    monkeypatch.setattr(renew, "gpu_name", lambda: "NVIDIA H200")
+    results, scratch = tmp_path / "results", tmp_path / "scratch"
+    options = ["--ranks", "4", "--limit", "5", "--out", str(results), "--scratch", str(scratch)]
+    names = ["accuracy", "blocks", "ops", "products", "decode", "grids"]
+    monkeypatch.setattr(sys, "argv", ["renew", *names, *options])
+    assert renew.main() == 1
+    found = {path.name: path.read_text() for path in results.iterdir()}
+    assert found == {
+        "4xh200_accuracy.json": "accuracy", "4xh200.json": "ops", "1xh200_products.json": "products"
+    }  # fmt: skip
+    assert (scratch / "4xh200_decode.json").read_text() == "decode"
+    table = capsys.readouterr().out.split("\n\n")[-1].splitlines()
+    assert [line[:3] for line in table] == ["ok ", "BAD", "ok ", "ok ", "BAD", "BAD"]

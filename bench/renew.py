@@ -1,0 +1,99 @@
+"""Renews what bench/results has of this host's GPUs, the most telling first; a table is last:
+
+python -m bench.renew --ranks 4 [NAME...] [--limit 3600] [--out bench/results]
+
+NAME is what stands behind "4xh200_" in a file's name, or "ops" for "4xh200" itself; all, if none.
+Each benchmark is a process of its own, which saves after each row. What has run to its end replaces
+the file in --out; what the limit cut short stays in --scratch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+
+#: By name, the module and its options; {ranks} are all GPUs, and a process for each.
+RUNS = {
+    "ops": "bench --ranks {ranks} --lists flux,llm,attention,decode,ragged,ulysses",
+    "all_reduce": "bench --ranks {ranks} --lists all_reduce",
+    "processes": "bench --ranks {ranks} --processes {ranks} --lists flux,decode",
+    "collectives": "bench.collectives --ranks {ranks}",
+    "collectives_processes": "bench.collectives --ranks {ranks} --processes {ranks}",
+    "decode": "bench.decode --ranks {ranks}",
+    "blocks": "bench.blocks --ranks {ranks}",
+    "accuracy": "bench.accuracy --ranks {ranks}",
+    "grids": "bench.grids --ranks {ranks}",
+    "peers": "bench --ranks {ranks} --lists flux,llm,attention --peers pallas,torch",
+    "products": "bench.products",  # of one GPU
+}
+
+
+def file_name(name: str, ranks: int, gpu: str) -> str:
+    """Of the result of a run, on so many GPUs of a model such as "NVIDIA H200"."""
+    machine = f"{1 if name == 'products' else ranks}x{gpu.split()[-1].lower()}"
+    return f"{machine}.json" if name == "ops" else f"{machine}_{name}.json"
+
+
+def command(name: str, ranks: int, out: pathlib.Path) -> list[str]:
+    module, *options = RUNS[name].format(ranks=ranks).split()
+    return [sys.executable, "-m", module, *options, "--out", str(out)]
+
+
+def gpu_name() -> str:
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader", "-i", "0"]
+    return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def run(name: str, ranks: int, out: pathlib.Path, seconds: float) -> bool:
+    """Whether it ran to its end."""
+    env = os.environ | ({"CUDA_VISIBLE_DEVICES": "0"} if name == "products" else {})
+    process = subprocess.Popen(command(name, ranks, out), cwd=ROOT, env=env, start_new_session=True)
+    try:
+        return process.wait(seconds) == 0
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # its own processes too
+        process.wait()
+        return False
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(RUNS))
+    parser.add_argument("--ranks", type=int, required=True)
+    parser.add_argument("--limit", type=float, default=3600, help="seconds for everything")
+    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "bench" / "results")
+    parser.add_argument("--scratch", type=pathlib.Path, default=ROOT / "out" / "renew")
+    args = parser.parse_args()
+    if unknown := set(args.names) - set(RUNS):
+        parser.error(f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join(RUNS)}")
+    gpu = gpu_name()
+    args.scratch.mkdir(parents=True, exist_ok=True)
+    args.out.mkdir(parents=True, exist_ok=True)
+    until, lines = time.monotonic() + args.limit, []
+    for name in args.names or RUNS:
+        path = args.scratch / file_name(name, args.ranks, gpu)
+        path.unlink(missing_ok=True)
+        start = time.monotonic()
+        done = start < until and run(name, args.ranks, path.resolve(), until - start)
+        if done:
+            shutil.copy(path, args.out / path.name)
+        where = args.out / path.name if done else path if path.exists() else "nothing"
+        verdict = "ok " if done else "BAD"
+        lines.append(f"{verdict} {name:22} {time.monotonic() - start:6.0f} s  {where}")
+        print(lines[-1], flush=True)
+    print("\n" + "\n".join(lines))
+    return any(line.startswith("BAD") for line in lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
