@@ -3,8 +3,8 @@
 //
 // Each rank owns whole tiles of rows, so a CTA's tile has one owner. An own tile goes from its
 // staging to y, by TMA, and to a slot in each peer's workspace, by bulk copies; the tile's signals
-// follow when these have arrived. A slot holds the staging as it is:
-// swizzled boxes of 64 or 32 columns.
+// follow when these have arrived. A slot holds the staging as it is: swizzled boxes of 64 or 32
+// columns.
 //
 // A scout that has handed on the next tile has nothing to do until the loader begins with it. It
 // takes the peers' tiles from a counter then, looks once whether the one that it holds has come,
