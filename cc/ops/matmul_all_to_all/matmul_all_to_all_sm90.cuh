@@ -2,10 +2,10 @@
 // comes.
 //
 // A tile has one owner (core/piece_tiles.h). The storer takes what a consumer has staged to y, if
-// the tile is this rank's own; else to the tile's slot in the owner's workspace, by bulk copies, and
-// sets the tile's signal when they have completed. A slot holds the staging as it is: boxes of 64 or
-// 32 columns, swizzled, as TMA stores take them. So nothing is rearranged on the way, and it is the
-// reader's tensor map that cuts off what lies outside a piece.
+// the tile is this rank's own; else to the tile's slot in the owner's workspace, by bulk copies,
+// and sets the tile's signal when they have completed. A slot holds the staging as it is: boxes of
+// 64 or 32 columns, swizzled, as TMA stores take them. So nothing is rearranged on the way, and it
+// is the reader's tensor map that cuts off what lies outside a piece.
 //
 // Every CTA's sender, who has nothing to send, takes the peers' tiles from a counter, in the order
 // in which they are sent: it waits for the tile's signal, and copies the boxes through shared
