@@ -175,13 +175,14 @@ def test_late_ranks_and_waits_that_are_left_out(halo):
     with testing.planted_faults(max_delay_us=3000):
         for _ in range(3):
             np.testing.assert_array_equal(run(f, x), want)
+
+    def is_wrong():
+        testing.poison_workspaces()
+        return not np.array_equal(np.asarray(f(x)), want)
+
     # A rank that does not wait may still be late enough, above all on a GPU that others use too.
     with testing.planted_faults(skip_waits=True, max_delay_us=20_000):
-        for _ in range(5):
-            testing.poison_workspaces()
-            if not np.array_equal(np.asarray(f(x)), want):
-                return
-    pytest.fail("the halos came from nowhere")
+        assert any(is_wrong() for _ in range(5)), "the halos came from nowhere"
     np.testing.assert_array_equal(run(f, x), want)
 
 
