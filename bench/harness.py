@@ -2,10 +2,9 @@
 
 For one shape all contestants are timed in turn, round after round, in one process, in orders in
 which each comes after each other one as often, so that clocks and temperature are the same for all;
-the median over rounds counts. A contestant is a jitted loop
-whose iterations depend on each other (XLA merges identical ones), so that host dispatch is paid
-once. Inputs are normal random numbers. A rate above the chip's peak is refused: it means that the
-benchmark measures something else.
+the median over rounds counts. A contestant is a jitted loop whose iterations depend on each other
+(XLA merges identical ones), so that host dispatch is paid once. Inputs are normal random numbers. A
+rate above the chip's peak is refused: it means that the benchmark measures something else.
 """
 
 from __future__ import annotations

@@ -38,9 +38,8 @@ Made by `python -m bench.render` from the files in [bench/results](../bench/resu
 
 For each shape all contestants are timed in turn, round after round, in one process (or one process
 for each GPU), each as often after each other one; the median over the rounds of the slowest rank
-counts. A contestant is a jitted loop
-whose calls depend on each other, so that host dispatch is paid once. bf16, normal random operands;
-n and k are global. How: [bench/harness.py](../bench/harness.py).
+counts. A contestant is a jitted loop whose calls depend on each other, so that host dispatch is paid
+once. bf16, normal random operands; n and k are global. How: [bench/harness.py](../bench/harness.py).
 
 | column | what |
 |---|---|

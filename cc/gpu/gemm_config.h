@@ -95,9 +95,9 @@ inline double LinksOf(double gbps) {
 // Whether all rows share one sweep over w, so that it is read once. The tiles of other ranks' rows
 // then begin together with the own ones, and wait for what is on its way, or in the end for what
 // others have to send; with few rows, or fast links, that is not long. On 2 x H200 two sweeps were
-// 1 to 3 % slower at 512 rows, and up to 3 % faster at 1024 (docs/design/0010); but a rank with
-// fewer rows than a cluster's would have none. If ranks share tiles, own rows by themselves cost
-// another sweep for those.
+// 1 to 3 % slower at 512 rows, and up to 3 % faster at 1024 (docs/design/0010); but in two sweeps
+// ranks with fewer rows than a cluster's can have no clusters. If ranks share tiles, own rows by
+// themselves cost another sweep for those.
 inline bool InOneSweep(int world, int64_t rows_per_rank, double links = 1) {
   const auto others = static_cast<double>((world - 1) * rows_per_rank);
   if (others == 0) return false;
@@ -243,6 +243,11 @@ inline GemmChoice ForGate(GemmChoice c, int64_t m, int64_t n, int64_t k, int sm_
   }
   c.splits = 1;
   return c;
+}
+
+// Whether so many cluster tiles are all computed at the same time.
+inline bool IsOneWave(const GemmChoice& c, int32_t tiles, int sm_count) {
+  return tiles <= sm_count / c.cluster_m;
 }
 
 inline TileGrid GridOf(const GemmChoice& c, int64_t m, int64_t n, int sm_count) {

@@ -59,10 +59,10 @@ bool LaunchAllGatherMatmul(const AllGatherMatmulParams& p, const AllGatherMatmul
     const Tile tile = args.order.At(i);
     args.first[i] = {tile.m, tile.n};
   }
-  // Few rows are one sweep anyway.
-  args.send_group = p.rows.Total() <= kGemmTileM ? 0 : choice.group_m * choice.cluster_m;
-  // (One sweep of 512 or 1024 rows is faster with fewer senders too: 2 x H200.)
+  // Few rows are one sweep anyway, and all send. (One sweep of 512 or 1024 rows is faster with
+  // fewer senders: 2 x H200.)
   const bool few = p.rows.Total() <= kGemmTileM;
+  args.send_group = few ? 0 : choice.group_m * choice.cluster_m;
   args.senders = few ? sms : SendingGatherers(view.world, p.n, sms);
   args.out_f32 = p.out_dtype == DType::kF32;
   args.plain =

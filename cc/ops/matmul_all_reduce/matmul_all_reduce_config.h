@@ -17,7 +17,7 @@ inline bool AreFewRows(const MatmulAllReduceParams& p) {
 inline constexpr TileCosts kReduceCosts{1.04, kScatterCosts.narrow};
 
 // Up to 2048 rows are one sweep over w: then tiles are finished, and sent to the peers, from the
-// beginning on. More are shorter sweeps: faster at 4096 (docs/design/0003).
+// beginning on. More are shorter sweeps: faster at 4096 (docs/design/0010).
 inline GemmChoice ChooseAllReduce(int world, int64_t rows_per_rank, int64_t n, int64_t k,
                                   int sm_count) {
   const int64_t m = world * rows_per_rank;

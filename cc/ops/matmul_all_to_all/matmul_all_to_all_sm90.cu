@@ -38,8 +38,9 @@ bool LaunchMatmulAllToAll(const MatmulAllToAllParams& p, const MatmulAllToAllArr
   args.signature = SignatureOf(p.Signature(), site, choice);
   args.op = static_cast<uint32_t>(OpId::kMatmulAllToAll);
   args.num_tiles = args.grid.Total();
-  const bool one_wave = args.num_tiles <= device.sm_count / choice.cluster_m;
-  args.permits = one_wave ? 0 : SendingStorers(p.k, 1, device.sm_count);
+  args.permits = IsOneWave(choice, args.num_tiles, device.sm_count)
+                     ? 0
+                     : SendingStorers(p.k, 1, device.sm_count);
   args.split_rows = p.split_rows;
   args.concat_rows = p.concat_rows;
   const int box_rows = BoxRows(r.PerRank());

@@ -10,7 +10,7 @@
 
 namespace jflux {
 
-// All but the signature and the op.
+// All but the signature, the op and the permits.
 inline bool MakeScatterArgs(const MatmulReduceScatterParams& p,
                             const MatmulReduceScatterOperands& operands, const GemmChoice& choice,
                             const CudaDevice& device, const SymmetricView& view,
@@ -30,7 +30,6 @@ inline bool MakeScatterArgs(const MatmulReduceScatterParams& p,
   args->n = p.n;
   args->num_tiles = grid.tiles_m * grid.tiles_n;
   args->out_f32 = p.out_dtype == DType::kF32;
-  args->permits = SendingStorers(p.k, args->out_f32 ? 2 : 1, device.sm_count);
   const Rows& r = p.rows;
   // Actual row = (o * world + rank) * inner + i; with outer == 1 ranks need not be told apart.
   const bool flat = r.outer == 1;
