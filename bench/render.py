@@ -30,6 +30,7 @@ PICTURES = {
     "matmul_all_to_all": ("ulysses", 36864),
 }
 BEGIN, END = "<!-- figures -->", "<!-- end of figures -->"
+README_HAS = "2xh200"  # of the present kernels
 
 INTRODUCTION = """# Performance
 
@@ -67,30 +68,26 @@ NOTES = """
 - Where XLA's product and a collective are faster than one kernel jflux takes them, unless
   `jflux.config(always=True)` is set. Which calls those are is decided by rows (`apart_is_faster` in
   `jflux/_ops/_product.py`), and for matmul_all_to_all also by what it would multiply for nothing.
-  In the rows with K above the collective was `lax`'s. Now it is jflux's, which is `lax`'s above
-  4 MiB; by the table of small collectives all-gathers and reduce-scatters of 16 rows should take
-  5 to 26 % less time with it than J here says ([0009](design/0009-the-product.md), "Few rows").
-  That has not been measured.
+  It is jflux's collective, which is `lax`'s above 4 MiB; in the tables of 3 and 4 GPUs it was
+  `lax`'s everywhere.
 - With 3 ranks a rank's rows are never whole tiles.
 - An efficiency above 1 means that jflux's product was faster than XLA's.
-- All tables of products with a collective were measured when all CTAs sent at once. Since then
-  only some do at a time, and on 2 GPUs J - G has fallen by half or more. E, side by side in one
-  run: reduce-scatter 2048 x 12288 x 49152 .70 to 1.16, 4096 rows .66 to .82, 2048 x 4096 x 14336
-  .72 to .94, all-gather 1024 x 49152 x 12288 .86 to .98, all-to-all 2048 x 36864 x 12288 .70 to .96
-  ([0010](design/0010-who-sends.md)). The tables are still to be renewed.
-- All tables here were measured in random orders, in which some contestants came more often than
-  others after one that takes little power, such as C: 2 % that are nobody's ("Who runs after whom"
-  there).
-- The figures of 4 GPUs are of kernels that had no tiles of 224 or 256 columns and began and ended
+- Tables dated before 2026-11-25 (3 and 4 GPUs, grids, peers, one process for each GPU of small
+  collectives) are of earlier kernels, and of random orders, in which some contestants came more
+  often than others after one that takes little power, such as C: 2 % that are nobody's
+  ([0010](design/0010-who-sends.md), "Who runs after whom"). All CTAs sent at once then; since only
+  some do at a time J - G on 2 GPUs is half of what it was, or less (there, "What it brought").
+- The kernels of 4 GPUs had no tiles of 224 or 256 columns either, and began and ended
   later ([0009](design/0009-the-product.md)); on 2 GPUs that took 1 to 8 % of most calls' time,
   and up to 10 % more where tiles of 224 fit. With one process for each of 4 GPUs and with 3 GPUs
   they are older still: all-gathers did not travel in panels, few rows were not one sweep, and
-  matmul_all_reduce was two calls. So are those with Pallas and PyTorch beside. matmul_all_to_all
-  on 2 was timed in a run before, without tiles of 224 columns, which it takes at none of these
-  shapes.
-- The reduce-scatter of 336 rows on 2 GPUs is XLA's own sequence in J too, but took 4 % longer than
-  S (9 and 6 % in the runs before; 204 rows: as long). Probably XLA, which times kernels when it
-  compiles, took another one for the second of two equal products.
+  matmul_all_reduce was two calls. So are those with Pallas and PyTorch beside.
+- The all-gather of 2052 rows on 2 GPUs took 1.035 of S in one kernel. Such a call is two since, as
+  the reduce-scatter, and takes what S takes: that follows from both being the same, and has not
+  been timed. The all-gather of 336 rows is XLA's product and a gather in packets; its times spread
+  over 11 %, and where it took 1.03 of S its kernel took 1.01.
+- E of 8192 rows is a small difference of long times, which differ by the clock that each finds: the
+  reduce-scatter has .72 with one process, and 1.21 with two.
 - Four shapes on 2 GPUs use configurations that were measured to be faster than the heuristic's
   (`jflux/tables`). One on 4 (reduce-scatter 2048 x 8192 x 28672) used one that has been taken out
   since: all rows in one sweep, which was faster when all CTAs sent.
@@ -110,8 +107,7 @@ NOTES = """
   grid's communication is 3 to 16 % of a step to begin with, and products run slower beside it.
 - What MLPs and blocks take of memory beside their operands is "MiB" and "heap" together: Llama's
   MLP 961 MiB where XLA takes 832, its block 1090 (1025), GPT-3's 1313 (1920) and 1571 (2498). All
-  layers share the heap, which is kept between steps. (The run counted it for the MLPs alone, whose
-  channels the blocks, of the same width, share.)
+  layers share the heap, which is kept between steps.
 - PyTorch's ops are launched from Python, which alone takes .2 to .3 ms a call; in a graph they
   failed.
 - Random numbers make the chip clock down. Where it does not have to, XLA's products gain more than
@@ -298,7 +294,7 @@ def document(results: list[tuple[str, dict]]) -> str:
 
 
 def readme_table(results: list[tuple[str, dict]]) -> str:
-    result = dict(results)["4xh200"]
+    result = dict(results)[README_HAS]
     lines = [
         f"{title(result)}, bf16, against XLA's own sequence ([all tables](docs/performance.md)):\n",
         "| op | m | n | k | XLA ms | jflux ms | speed-up |",
@@ -333,7 +329,7 @@ def picture(results: list[tuple[str, dict]], op: str) -> bytes:
         g, c, s, j = (np.array([ms(r, name) for r in rows]) for name in "GCSJ")
         style = "-" if result["machine"]["processes"] == 1 else "--"
         color = f"C{result['machine']['gpus'].split()[0]}"
-        line = {"linestyle": style, "color": color, "label": title(result)}
+        line = {"linestyle": style, "color": color, "label": f"{title(result)}, {result['machine']['date']}"}
         efficiency.plot(m, 1 - (j - g) / (s - g), **line)
         floor.plot(m, j / np.maximum(g, c), **line)
     for axis, what in ((efficiency, "overlap efficiency E"), (floor, "time over the floor, J / F")):

@@ -91,6 +91,19 @@ def test_few_rows_are_two_calls_on_gpus(op):
     assert (f"@jflux_{op}" in text) == (PLATFORM == "cpu")
 
 
+@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
+def test_a_few_rows_beyond_whole_tiles_may_be_two_calls_on_gpus(op):
+    slower = functools.partial(_product.apart_is_faster, op)
+    # As measured: 4 rows that take as long as 256, an eighth of the product.
+    assert slower(2052, 2, 24576) and not slower(2048, 2, 24576)
+    # The tiles are full, or nearly so; there is more to hide; or too few rows for it to matter.
+    assert not slower(4092, 2, 24576) and not slower(996, 2, 24576)
+    assert not slower(2052, 4, 12288) and not slower(2052, 2, 4096)
+    assert not slower(84, 2, 24576)
+    # Whole tiles that are an odd number, which clusters of two do not have to take.
+    assert not slower(128 * 9, 3, 24576)
+
+
 def test_fused_off_takes_the_reference_silently(caplog):
     call, mesh = Call("all_gather_matmul", dtype=jnp.bfloat16), make_mesh((2,))
     f = per_device(mesh, call.bind("tp"))

@@ -135,11 +135,27 @@ def why_no_kernel(pairs: Iterable[tuple[Any, Any]], params: Any, platform: str) 
 FEWEST_ROWS = {"all_gather_matmul": 64, "matmul_reduce_scatter": 64, "matmul_all_reduce": 32}
 
 
-def apart_is_faster(op: str, m: int) -> bool:
-    """Whether m rows in all take longer on GPUs in one kernel than as XLA's product and one of
-    jflux's collectives, by what docs/design/0009 measured. A row of tiles has 128 rows, and takes
-    as long if it has fewer."""
-    return m < FEWEST_ROWS[op] or CUDA_TILE_ROWS < m < 512
+#: Of w on each rank, columns of an all-gather or rows of a reduce-scatter, for which XLA's
+#: communication of a row takes as long as its product, on H200s: 2 k bytes at 150 GB/s, and 2 k n
+#: operations at 670 TFLOP/s.
+AS_LONG_AS_ITS_PRODUCT = 4500
+
+
+def apart_is_faster(op: str, m: int, ranks: int = 1, width: int = 0) -> bool:
+    """Whether m rows of all ranks take longer on GPUs in one kernel than as XLA's product and one
+    of jflux's collectives, by what docs/design/0009 and 0010 measured.
+
+    Args:
+      ranks, width: of the call, and of w (as above); or left out, if a rank's rows are whole tiles.
+        Where they are not, the last row of tiles takes as long as a full one, which cuBLAS does
+        better, and communication may not make up for.
+    """
+    if m < FEWEST_ROWS[op] or CUDA_TILE_ROWS < m < 512:
+        return True
+    if m <= CUDA_TILE_ROWS or width == 0 or m // ranks % CUDA_TILE_ROWS == 0:
+        return False
+    padding = -m % (2 * CUDA_TILE_ROWS) / m  # clusters have two tiles
+    return padding > AS_LONG_AS_ITS_PRODUCT / width * (ranks - 1) / ranks
 
 
 def call_rules(

@@ -82,9 +82,10 @@ def all_gather_matmul(
     product with its bias (GLU variants, arXiv 2002.05202). That is computed in float32 (float64 for
     float64), and rounded once.
 
-    On GPUs, below 64 rows in all and from 129 to 511, it is :func:`jflux.all_gather` and XLA's
-    product, which are faster there; a product is then rounded to y's type before a bias or an
-    activation too, as the reference's is.
+    On GPUs, below 64 rows in all, from 129 to 511, and where a few rows beyond whole tiles of 256
+    cost more than the gather, it is :func:`jflux.all_gather` and XLA's product, which are faster
+    there; a product is then rounded to y's type before a bias or an activation too, as the
+    reference's is.
 
     Outside ``shard_map`` it takes global arrays, x [..., m, k] sharded over `axis_name` in its
     gather dimension and w [k, n] in its last one, and wraps itself in ``shard_map``.
@@ -356,8 +357,9 @@ def _extent(x, *operands, params):
 
 
 def _apart_is_faster(x, *operands, params):
-    m = _product.total_rows(x) * params.world
-    return _product.apart_is_faster("all_gather_matmul", m)
+    outer, inner, _, n = _extent(x, *operands, params=params)
+    m = outer * inner * params.world
+    return _product.apart_is_faster("all_gather_matmul", m, params.world, n)
 
 
 def _after(x, *operands, params):

@@ -67,9 +67,10 @@ def matmul_reduce_scatter(
     GEMM + ReduceScatter). Peers' partial products travel in y's type and are summed in float32
     (float64 for float64) in a fixed order, so that every run gives the same bits: in rank order on
     the CPU, a rank's own unrounded part first and then the others in rank order on GPUs. There,
-    below 64 rows in all and from 129 to 511, it is XLA's product and :func:`jflux.reduce_scatter`,
-    which are faster; all parts are rounded then, and summed in rank order up to 4 MiB, and above
-    in that of `lax.psum_scatter`. With ``jflux.config(always=True)`` it is the kernel.
+    below 64 rows in all, from 129 to 511, and where a few rows beyond whole tiles of 256 cost more
+    than the scatter, it is XLA's product and :func:`jflux.reduce_scatter`, which are faster; all
+    parts are rounded then, and summed in rank order up to 4 MiB, and above in that of
+    `lax.psum_scatter`. With ``jflux.config(always=True)`` it is the kernel.
 
     `bias` and `residual` are added to what has been scattered, in float32 (float64 for float64). On
     GPUs the kernel does it, before it rounds y, if the residual is of y's type; else XLA, after it.
@@ -280,8 +281,9 @@ def _extent(*operands, params):
 
 
 def _apart_is_faster(*operands, params):
-    m = _product.total_rows(operands[0])
-    return _product.apart_is_faster("matmul_reduce_scatter", m)
+    outer, inner, k, _ = _extent(*operands, params=params)
+    m = outer * inner * params.world
+    return _product.apart_is_faster("matmul_reduce_scatter", m, params.world, k)
 
 
 def _after(*operands, params):
