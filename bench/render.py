@@ -327,9 +327,10 @@ def picture(results: list[tuple[str, dict]], op: str) -> bytes:
             continue
         m = [r["m"] for r in rows]
         g, c, s, j = (np.array([ms(r, name) for r in rows]) for name in "GCSJ")
-        style = "-" if result["machine"]["processes"] == 1 else "--"
-        color = f"C{result['machine']['gpus'].split()[0]}"
-        line = {"linestyle": style, "color": color, "label": f"{title(result)}, {result['machine']['date']}"}
+        machine = result["machine"]
+        style = "-" if machine["processes"] == 1 else "--"
+        color, label = f"C{machine['gpus'].split()[0]}", f"{title(result)}, {machine['date']}"
+        line = {"linestyle": style, "color": color, "label": label}
         efficiency.plot(m, 1 - (j - g) / (s - g), **line)
         floor.plot(m, j / np.maximum(g, c), **line)
     for axis, what in ((efficiency, "overlap efficiency E"), (floor, "time over the floor, J / F")):
