@@ -120,10 +120,8 @@ def main() -> int:
     others = peers.start([name for name in args.peers.split(",") if name], mesh)
     rows = []
     print(harness.HEADING, flush=True)
-    wanted = itertools.chain(*(shapes.LISTS[name] for name in args.lists.split(",")))
+    wanted = itertools.chain(*(shapes.of(name, args.ranks) for name in args.lists.split(",")))
     for shape in dict.fromkeys(wanted):  # lists share some
-        # Rows that the ranks do not divide are an error, in lax too: take the next that they do.
-        shape = dataclasses.replace(shape, m=-(-shape.m // args.ranks) * args.ranks)
         try:
             timings = harness.measure(shape, mesh, args.rounds, others=others)
         except peers.Unavailable as e:  # a peer that has begun, and then broke off

@@ -57,6 +57,18 @@ RAGGED = [
     *(Shape(RS, m, 12288, 49152) for m in (84, 204, 336, 996, 2052, 4092)),
 ]
 
+
+def odd(ranks: int) -> list[Shape]:
+    """Of so many ranks: sizes that are no multiples of any tile on any of them; n and k once of
+    whole 16-byte units, and once not."""
+    return [
+        shape
+        for rows in (1, 7, 333, 4091)
+        for n, k in ((5520, 4104), (5501, 4099))
+        for shape in (Shape(AG, rows * ranks, n * ranks, k), Shape(RS, rows * ranks, k, n * ranks))
+    ]
+
+
 # FLUX's, and what Llama-2 70B and Llama-3 8B have behind their attention and their MLP.
 ALL_REDUCE = [
     *(Shape(AR, m, 12288, 49152) for m in (16, 64, 128, 512, 1024, 2048, 4096, 8192)),
@@ -75,6 +87,15 @@ LISTS = {
     "attention": ATTENTION,
     "decode": DECODE,
     "ragged": RAGGED,
+    "odd": [shape for ranks in range(2, 9) for shape in odd(ranks)],
     "all_reduce": ALL_REDUCE,
     "ulysses": ULYSSES,
 }
+
+
+def of(name: str, ranks: int) -> list[Shape]:
+    """The shapes of a list for so many ranks. Rows that they do not divide are an error, in lax
+    too: it has the next that they do."""
+    if name == "odd":
+        return odd(ranks)
+    return [dataclasses.replace(s, m=-(-s.m // ranks) * ranks) for s in LISTS[name]]

@@ -9,6 +9,8 @@ import re
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import RANKS, make_mesh
@@ -48,6 +50,26 @@ def test_each_contestant_follows_each_other_one_as_often(count):
     assert len(follows) == count * (count - 1)
     assert set(follows.values()) <= {rounds // count}
     assert _trial.balanced_orders(count, rounds + 1)[-1] == orders[0]
+
+
+@pytest.mark.parametrize("size", [5, 8])
+def test_weights_that_are_padded_are_others_in_each_call(size):
+    """Or XLA would pad them once for all calls."""
+    run = _trial.loop(lambda x, w: x + jnp.sum(w), 1 + 2 * _trial.CALLS_IN_A_BODY)
+    y = jax.jit(run)(jnp.ones((1, 1)), jnp.zeros((size, 8)))
+    assert (y.item() != 1) == (size == 5)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_odd_shapes_are_no_multiples_of_tiles_on_any_rank(ranks):
+    found = shapes.of("odd", ranks)
+    assert {s.m for s in found} == {rows * ranks for rows in (1, 7, 333, 4091)}
+    for s in found:
+        own = (s.n // ranks, s.k) if s.op == shapes.AG else (s.n, s.k // ranks)
+        assert all(size % 64 for size in own)
+        assert s in shapes.LISTS["odd"]
+    assert {s.k % 8 == 0 for s in found} == {True, False}
+    assert [s.m for s in shapes.of("ragged", 5)][:2] == [85, 205]
 
 
 def test_what_was_measured_is_saved_row_by_row(tmp_path, monkeypatch):
