@@ -12,6 +12,7 @@ how long a call takes does not depend on them.)
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping
@@ -25,15 +26,21 @@ from jax.sharding import PartitionSpec as P
 
 import jflux
 from jflux import _trial
+from jflux._ops import exchange
 
 from . import __main__ as bench
 from . import rates
 
 KiB = 1 << 10
 SIZES = [512 << i for i in (0, 2, 4, 6, 8, 9, 10, 11, 12, 13, 14, 15, 17)]  # bytes: to 64 MiB
-EXCHANGED = [KiB << i for i in (0, 2, 4, 6, 8, 10, 12)]
+EXCHANGED = [KiB << i for i in (0, 2, 4, 6, 8, 10, 11, 12, 13, 14, 16)]  # to 64 MiB
 NORM_ROWS, NORM_WIDTH = (1, 16, 64, 128), 8192
 TIMED = ("one_shot", "two_shot", "chunked")  # of all_reduce's algorithms
+#: Of an exchange, how J may travel.
+TRAVEL: dict[str, Callable[[], Any]] = {
+    "packets": functools.partial(exchange.force, False),
+    "chunks": functools.partial(exchange.force, True),
+}
 CHAIN = 40
 WIDTH = 256  # elements of a row, else
 
@@ -111,11 +118,12 @@ def _of_rows(size: int, ranks: int) -> int:
     return -(-size // (ranks * 2 * WIDTH)) * ranks
 
 
-def _both(step: Any) -> dict[str, Step]:
-    return {
-        name: functools.partial(step, module)
-        for name, module in (("S", jflux.reference), ("J", jflux))
-    }
+def _ways(step: Any, size: int) -> dict[str, Step]:
+    steps = {"S": functools.partial(step, jflux.reference), "J": functools.partial(step, jflux)}
+    for name in TRAVEL:
+        if size <= 16 << 20 or name == "chunks":  # packets take twice the heap
+            steps[name] = steps["J"]
+    return steps
 
 
 def _exchange_pair(size: int, ranks: int) -> Case:
@@ -128,7 +136,7 @@ def _exchange_pair(size: int, ranks: int) -> Case:
 
     rows = _of_rows(size, ranks)
     op, bytes_ = "all_gather, reduce_scatter", rows * 2 * WIDTH
-    return Case(op, bytes_, rows // ranks, WIDTH, 1, _both(step), calls=2)
+    return Case(op, bytes_, rows // ranks, WIDTH, 1, _ways(step, bytes_), calls=2)
 
 
 def _all_to_all(size: int, ranks: int) -> Case:
@@ -136,7 +144,8 @@ def _all_to_all(size: int, ranks: int) -> Case:
         return module.all_to_all(x, axis_name="tp", split_axis=0, concat_axis=0, tiled=True)
 
     rows = _of_rows(size, ranks)
-    return Case("all_to_all", rows * 2 * WIDTH, rows, WIDTH, 1, _both(step))
+    bytes_ = rows * 2 * WIDTH
+    return Case("all_to_all", bytes_, rows, WIDTH, 1, _ways(step, bytes_))
 
 
 LISTS: dict[str, Callable[[int], Iterator[Case]]] = {
@@ -178,7 +187,8 @@ def measure(case: Case, mesh: Mesh, rounds: int) -> dict[str, Any]:
     gpu = mesh.devices.flat[0].platform != "cpu"
     runs = {}
     for name, step in case.steps.items():
-        program = _trial.compiled(loop(step, turns), mesh, specs, specs, *operands)
+        with TRAVEL.get(name, contextlib.nullcontext)():
+            program = _trial.compiled(loop(step, turns), mesh, specs, specs, *operands)
         if name == "S" and _collectives(program.as_text()) != CHAIN * case.calls:
             raise RuntimeError("XLA has left out some of the calls: the benchmark is wrong")
         runs[name] = _trial.run_of(program, *operands)
@@ -198,7 +208,12 @@ def measure(case: Case, mesh: Mesh, rounds: int) -> dict[str, Any]:
 
 
 #: The columns of an op's table beside S, C and J.
-OTHERS = {"all_reduce": TIMED, "all_reduce + RMSNorm": ("apart", "alone")}
+OTHERS = {
+    "all_reduce": TIMED,
+    "all_reduce + RMSNorm": ("apart", "alone"),
+    "all_gather, reduce_scatter": (*TRAVEL,),
+    "all_to_all": (*TRAVEL,),
+}
 
 
 def columns(op: str) -> list[str]:

@@ -118,8 +118,16 @@ def _norm(x: jax.Array, w: jax.Array, axis_name: Any, layer: bool = False) -> ja
 
 def _exchange(x: jax.Array, w: jax.Array, axis_name: Any) -> jax.Array:
     """There, swapped, and back: what all_to_all moves, all_gather and reduce_scatter know too."""
+    return _exchanged(x.ravel()[:1000], axis_name)
+
+
+def _large_exchange(x: jax.Array, w: jax.Array, axis_name: Any) -> jax.Array:
+    """More than 4 MiB from each rank: in chunks, those of 16 KiB."""
+    return _exchanged(_spread(x, ((2 << 20) + 1234,)), axis_name)
+
+
+def _exchanged(flat: jax.Array, axis_name: Any) -> jax.Array:
     world, rank = lax.axis_size(axis_name), lax.axis_index(axis_name)
-    flat = x.ravel()[:1000]
     all_of_it = jflux.all_gather(flat, axis_name=axis_name)
     right = jnp.array_equal(all_of_it, lax.all_gather(flat, axis_name))
     # Rank r sends r's data times (s + 1) to rank s.
@@ -173,7 +181,8 @@ def _all_gather(x: jax.Array, w: jax.Array, axis_name: Any) -> jax.Array:
 MIXES = {
     "psum": _psum, "all_gather": _all_gather, "all_reduce": _all_reduce, "norm": _norm,
     "layer_norm": functools.partial(_norm, layer=True), "large_chunks": _large_chunks,
-    "exchange": _exchange, "matmul": _matmul, "few_rows": _few_rows, "tiles": _tiles,
+    "exchange": _exchange, "large_exchange": _large_exchange, "matmul": _matmul,
+    "few_rows": _few_rows, "tiles": _tiles,
     **{name: functools.partial(_all_reduce, algorithm=name) for name in ALGORITHMS},
 }  # fmt: skip
 

@@ -31,7 +31,7 @@ def test_what_it_says():
             assert re.search(rf"^  {op} +{dtype} +{fused}: ok$", output, re.M), output
     for op in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
         for dtype in ("bfloat16", "float16", "float32"):
-            kernels = rf"^  {op} +{dtype} +kernels up to (4|8|16) MiB: ok$"
+            kernels = rf"^  {op} +{dtype} +kernels up to (4|8|16|64) MiB: ok$"
             assert re.search(kernels, output, re.M), output
     if PLATFORM == "gpu":
         assert re.search(r"links of device 0, .* to device \d+: \d+/\d+", output)

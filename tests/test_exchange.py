@@ -7,11 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import (
+    PLATFORM,
     RANKS,
     SHAPES,
-    compiled_text,
     exchanged,
-    fused_calls,
     groups_of,
     make_mesh,
     normal,
@@ -22,11 +21,19 @@ from harness import (
 from jax.sharding import PartitionSpec as P
 
 import jflux
-from jflux import testing
+from jflux import _heap, testing
+from jflux._ops import exchange
 
 OPS = ("all_gather", "all_to_all", "reduce_scatter")
 FLOATS = (jnp.bfloat16, np.float16, np.float32, np.float64)
 BYTES = (np.int8, np.bool_, np.complex64)  # moved, not summed
+
+
+@pytest.fixture(params=["packets", "chunks"])
+def travel(request):
+    """How all calls travel."""
+    with exchange.force(request.param == "chunks"):
+        yield request.param
 
 
 def _choices(op, shape, world):
@@ -69,9 +76,17 @@ def _drawn(seed, shape, dtype):
     return (10 * normal(seed, shape, np.float32)).astype(dtype)
 
 
-@pytest.mark.parametrize("module", [jflux, jflux.reference], ids=["jflux", "lax"])
 @pytest.mark.parametrize("op", OPS)
-def test_every_axis(op, module):
+def test_every_axis(op, travel):
+    _check_every_axis(op, jflux)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_every_axis_of_the_reference(op):
+    _check_every_axis(op, jflux.reference)
+
+
+def _check_every_axis(op, module):
     """Rows of whole units, and of one, two and four bytes more."""
     mesh = make_mesh((RANKS,))
     for seed, (shape, dtype) in enumerate(
@@ -88,7 +103,7 @@ def test_every_axis(op, module):
 
 @pytest.mark.parametrize("dtype", [*FLOATS, *BYTES], ids=str)
 @pytest.mark.parametrize("op", OPS)
-def test_types_and_sizes(op, dtype):
+def test_types_and_sizes(op, dtype, travel):
     if op == "reduce_scatter" and dtype in BYTES:
         pytest.skip("not summed")
     mesh = make_mesh((RANKS,))
@@ -100,7 +115,7 @@ def test_types_and_sizes(op, dtype):
 
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_every_mesh_and_every_choice_of_axes(shape, op):
+def test_every_mesh_and_every_choice_of_axes(shape, op, travel):
     names = ("a", "b", "c")[: len(shape)]
     mesh = make_mesh(shape, names, order=range(RANKS - 1, RANKS - 1 - np.prod(shape), -1))
     choices = [*names, *itertools.permutations(names, min(2, len(names)))]
@@ -111,7 +126,7 @@ def test_every_mesh_and_every_choice_of_axes(shape, op):
         _check(op, mesh, axis_name, x, tiled=True, **options)
 
 
-def test_integers_are_summed_exactly():
+def test_integers_are_summed_exactly(travel):
     mesh = make_mesh((RANKS,))
     for dtype, count in itertools.product(FLOATS[:3], (1, 6, 4096)):
         x = np.random.default_rng(count).integers(1, 16, (RANKS, RANKS * count)).astype(dtype)
@@ -141,7 +156,7 @@ def test_gradients(op, check_vma):
         np.testing.assert_allclose(back, lax_back, rtol=1e-4, atol=1e-4)
 
 
-def test_transforms():
+def test_transforms(travel):
     mesh, shape = make_mesh((RANKS,)), (3, 4, 2 * RANKS)
     x = normal(0, (RANKS, *shape), np.float32)
 
@@ -173,7 +188,7 @@ def test_transforms():
             np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
-def test_a_loop_with_new_inputs():
+def test_a_loop_with_new_inputs(travel):
     """On GPUs XLA captures it, and replays find new data and new epochs."""
     mesh, steps = make_mesh((RANKS,)), 200
     x = normal(0, (RANKS, 16 * RANKS), np.float32)
@@ -192,7 +207,7 @@ def test_a_loop_with_new_inputs():
     np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-5)
 
 
-def test_with_late_ranks():
+def test_with_late_ranks(travel):
     mesh = make_mesh((RANKS,))
     x = normal(0, (RANKS, 20, RANKS, 111), np.float32)
 
@@ -212,7 +227,7 @@ def test_with_late_ranks():
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_without_waits_it_is_wrong(op):
+def test_without_waits_it_is_wrong(op, travel):
     """The values above do come from the peers."""
     mesh = make_mesh((RANKS,))
     x = normal(0, (RANKS, 256 * RANKS), np.float32)
@@ -225,23 +240,34 @@ def test_without_waits_it_is_wrong(op):
     assert not np.allclose(y, right)
 
 
-def test_large_ones_are_lax():
-    mesh = make_mesh((RANKS,))
-    most = 4 << 20  # bytes that reach a rank
-    to_all = most // 2 if RANKS > 2 else most
+def _how(op, x, **options):
+    """How a call on all ranks would travel."""
+    f = jax.jit(per_device(make_mesh((RANKS,)), _call(op, **options)))
     with jflux.config(always=False):
-        for op, (small, large) in {
-            "all_gather": (most // RANKS, most // RANKS + 1),
-            "all_to_all": (to_all // RANKS * RANKS, to_all + RANKS),
-            "reduce_scatter": (most // RANKS * RANKS, most + RANKS),
-        }.items():
-            for size, expected in ((small, [op]), (large, [])):
-                x = np.zeros(
-                    (RANKS, size // 2 // RANKS * RANKS + (0 if expected else RANKS)), jnp.bfloat16
-                )
-                options = next(o for o in _choices(op, x.shape[1:], RANKS) if o["tiled"])
-                f = per_device(mesh, _call(op, **options))
-                assert fused_calls(compiled_text(f, x)) == expected, (op, size)
+        text = f.lower(x).as_text()
+    if f"@jflux_{op}" not in text:
+        return "lax"
+    return "chunks" if "chunked = true" in text else "packets"
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_large_ones_travel_in_chunks_and_larger_ones_are_lax(op, monkeypatch):
+    platform = "cuda" if PLATFORM == "gpu" else PLATFORM
+    monkeypatch.setitem(exchange.MOST_BYTES, platform, 8 << 20)
+    per_rank = 1 if op == "all_gather" else RANKS  # of x, for a byte that all ranks send to one
+
+    def how(bytes_that_reach_a_rank):
+        elements = bytes_that_reach_a_rank // RANKS // 2
+        x = np.zeros((RANKS, elements * per_rank), jnp.bfloat16)
+        options = next(o for o in _choices(op, x.shape[1:], RANKS) if o["tiled"])
+        return _how(op, x, **options)
+
+    few = 4 << (19 if op == "all_to_all" and RANKS > 2 else 20)
+    assert how(few) == "packets" and how(few + 2 * RANKS) == "chunks"
+    assert how(8 << 20) == "chunks" and how((8 << 20) + 2 * RANKS) == "lax"
+    # Not what would take more than a quarter of the heap.
+    monkeypatch.setattr(_heap, "heap_bytes", lambda platform: 32 << 20)
+    assert how(few) == "packets" and how(8 << 20) == "lax"
 
 
 def test_what_no_kernel_takes():

@@ -79,6 +79,7 @@ def _fault(scenario):
         ("all_gather", "all_gather"),
         ("reduce_scatter", "reduce_scatter"),
         ("exchange", "all_to_all"),
+        ("exchange_in_chunks", "all_to_all"),
     ],
 )
 def test_a_rank_that_never_calls(scenario, op):

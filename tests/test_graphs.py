@@ -10,6 +10,7 @@ from harness import PLATFORM, RANKS, Call, assert_close, exact, make_mesh, norma
 
 import jflux
 from jflux import _jflux
+from jflux._ops import exchange
 from jflux._ops.all_reduce import ALGORITHMS
 
 STEPS = 60
@@ -129,8 +130,12 @@ def _next(x, seen, total, salt):
     return (3 * x + 5 * total + salt) % 16, 31 * seen + total
 
 
-@pytest.mark.parametrize("name", SUMS)
-def test_ten_thousand_replays(name):
+EXCHANGES = ("all_gather", "reduce_scatter", "all_to_all")
+REPLAYED = [*((name, False) for name in SUMS), *((name, True) for name in EXCHANGES)]
+
+
+@pytest.mark.parametrize(("name", "in_chunks"), REPLAYED)
+def test_ten_thousand_replays(name, in_chunks):
     """Each step has other inputs, and what all sums before it were shows in the end, to the bit."""
     steps = 10_000 if PLATFORM == "gpu" else 200
     mesh = make_mesh((RANKS,))
@@ -149,7 +154,8 @@ def test_ten_thousand_replays(name):
         return jax.lax.fori_loop(0, steps, step, (x, jnp.zeros_like(x)))
 
     f = jax.jit(per_device(mesh, body, check_vma=False))
-    got = _replayed(f, RANKS * steps * SUMS_A_STEP, x)
+    with exchange.force(in_chunks):
+        got = _replayed(f, RANKS * steps * SUMS_A_STEP, x)
     rank, want = np.arange(RANKS, dtype=np.int32)[:, None, None], (x, np.zeros_like(x))
     for i in range(steps):
         for turn in range(SUMS_A_STEP):

@@ -112,8 +112,8 @@ JFLUX_API int64_t jflux_all_reduce_channel_bytes(int64_t world, int64_t count, i
                                                  int algorithm, int64_t width);
 JFLUX_API int jflux_all_reduce_fits_norm(int64_t count, int dtype, int64_t width);
 JFLUX_API int jflux_choose_all_reduce(int64_t world, int64_t bytes);
-// What the channel of an exchange of pieces of so many bytes takes.
-JFLUX_API int64_t jflux_exchange_channel_bytes(int64_t world, int64_t piece_bytes);
+// What the channel of an exchange of pieces of so many bytes takes, in packets or in chunks.
+JFLUX_API int64_t jflux_exchange_channel_bytes(int64_t world, int64_t piece_bytes, int chunked);
 // Custom calls (jflux/call.h): what a channel for so many bytes of data and signals takes.
 JFLUX_API int64_t jflux_custom_channel_bytes(int64_t data_bytes, int64_t num_signals);
 // Has load(ordinal) called on every device of this process: now, if the heap on GPUs exists, and

@@ -86,11 +86,12 @@ int jflux_all_reduce_fits_norm(int64_t count, int dtype, int64_t width) {
   return RowsOf(count, dtype, width).FitsNorm();
 }
 
-int64_t jflux_exchange_channel_bytes(int64_t world, int64_t piece_bytes) {
+int64_t jflux_exchange_channel_bytes(int64_t world, int64_t piece_bytes, int chunked) {
   jflux::ExchangeParams p{};
   p.world = static_cast<int32_t>(world);
   p.x = jflux::Pieces{1, 1, piece_bytes};
-  return p.Channel().TotalBytes();
+  p.chunked = chunked != 0;
+  return p.ChannelBytes();
 }
 
 int jflux_choose_all_reduce(int64_t world, int64_t bytes) {

@@ -3,10 +3,11 @@ cc/ops/exchange."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -19,9 +20,23 @@ from .. import _ffi, _heap, _jflux, _mesh, reference
 from .._mesh import AxisName
 from . import _product
 
-#: Above so many bytes that reach a rank, `lax` is faster (docs/design/0006): for an all-to-all of
-#: more than two ranks, half of that.
-MOST_BYTES = 4 << 20
+#: Up to so many bytes that reach a rank they travel in packets: for an all-to-all of more than two
+#: ranks, half of that. Up to MOST_BYTES, by platform, they travel in chunks, and above it is `lax`
+#: (docs/design/0006; on GPUs chunks have not been measured yet).
+MOST_BYTES_IN_PACKETS = 4 << 20
+MOST_BYTES = {"cpu": 64 << 20, "cuda": 0}
+
+_forced: list[bool] = []
+
+
+@contextlib.contextmanager
+def force(chunked: bool) -> Iterator[None]:
+    """Calls that are lowered inside travel in chunks, or in packets, whatever their size."""
+    _forced.append(chunked)
+    try:
+        yield
+    finally:
+        _forced.pop()
 
 
 _LESS_THAN_BYTES = ("int2", "int4", "uint2", "uint4", "float4")
@@ -52,8 +67,9 @@ def all_gather(x: Any, *, axis_name: AxisName, axis: int = 0, tiled: bool = Fals
     where x is small.
 
     Inside ``jax.shard_map``, per rank along `axis_name`: all ranks' x, in rank order, in packets as
-    :func:`jflux.all_reduce` sends them. Where more than 4 MiB would reach a rank it is `lax`'s.
-    Differentiable like `lax`'s: the gradient is reduce-scattered.
+    :func:`jflux.all_reduce` sends them. Where more than 4 MiB reach a rank it is `lax`'s; on CPUs
+    only above 64 MiB, or a quarter of the heap: up to there data travel in chunks that signals
+    announce. Differentiable like `lax`'s: the gradient is reduce-scattered.
 
     Args:
       x: an array of any shape and type, or a pytree of such, each of which is one call.
@@ -134,7 +150,7 @@ def all_to_all(
     Inside ``jax.shard_map``, per rank along `axis_name`: x is split into N pieces along
     `split_axis`, piece r goes to rank r, and what has come is put together along `concat_axis` in
     rank order. Sizes, errors and gradients are as for :func:`jflux.all_gather`, but between more
-    than two ranks it is `lax`'s above 2 MiB; it is its own transpose, with the axes swapped.
+    than two ranks packets go up to 2 MiB; it is its own transpose, with the axes swapped.
 
     Args:
       x: an array of any type, or a pytree of such, each of which is one call.
@@ -246,10 +262,26 @@ def _bytes_that_reach_a_rank(x: Any, params: Params) -> int:
     return pieces * params.world if params.split is None else pieces
 
 
-def _lax_is_faster(x, params, platform, mesh):
+def _is_chunked(x: Any, params: Params) -> bool:
+    if _forced:
+        return _forced[-1]
     to_all = params.split is not None and params.concat is not None
-    most = MOST_BYTES // 2 if to_all and params.world > 2 else MOST_BYTES
+    most = MOST_BYTES_IN_PACKETS // (2 if to_all and params.world > 2 else 1)
     return _bytes_that_reach_a_rank(x, params) > most
+
+
+def _lax_is_faster(x, params, platform, mesh):
+    if _forced or not _is_chunked(x, params):
+        return False
+    if _bytes_that_reach_a_rank(x, params) > MOST_BYTES.get(platform, 0):
+        return True
+    # Other calls should not find the heap full of what `lax` can move as well.
+    return _channel_bytes(x, params) > _heap.heap_bytes(platform) // 4
+
+
+def _channel_bytes(x: Any, params: Params) -> int:
+    piece = x.size * x.dtype.itemsize // (1 if params.split is None else params.world)
+    return _jflux.exchange_channel_bytes(params.world, piece, _is_chunked(x, params))
 
 
 def _not_fused(x, params, platform, sums):
@@ -265,12 +297,9 @@ def _not_fused(x, params, platform, sums):
 
 
 def _launch(x, params, platform, mesh, groups, op):
-    sides = _in_bytes(x, params)
     if _ffi.lowers_for_here(mesh):
-        piece = int(sides["x_outer"] * sides["x_inner"])
-        channel_bytes = functools.partial(_jflux.exchange_channel_bytes, params.world, piece)
-        _heap.reserve(platform, groups, op, channel_bytes)
-    return sides
+        _heap.reserve(platform, groups, op, lambda: _channel_bytes(x, params))
+    return {"chunked": _is_chunked(x, params), **_in_bytes(x, params)}
 
 
 def _batch(primitive, operands, dims, *, params):

@@ -112,8 +112,7 @@ TEST(CallsShareAChannel) {
   }
 }
 
-// As a kernel's CTAs do it: a rank's threads share its part, and take their places in the order in
-// which they begin; not all of them run at once.
+// A rank's threads share its part.
 class SharedCall : public AllReduceCall {
  public:
   SharedCall(const AllReduceParams& p, int places, int running, uint32_t seed)
@@ -134,7 +133,7 @@ class SharedCall : public AllReduceCall {
                               places_};
       };
       const auto share = [&](const shmem::Context&) {
-        InTurn([&](int place) {
+        InTurn(places_, running_, [&](int place) {
           const shmem::Context mine = at(place);
           failed += !ChunkedBody<float>{p_, arrays, mine}.Run();
         });
@@ -146,7 +145,7 @@ class SharedCall : public AllReduceCall {
     for (int peer = 0; peer < p_.world; ++peer) {
       if (peer != view.rank) call.SendHello(peer);
     }
-    InTurn([&](int place) {
+    InTurn(places_, running_, [&](int place) {
       failed += IsButterfly(p_.algorithm)
                     ? !ButterflyBody<float, 1>{p_, arrays, call}.Run(place, places_)
                     : !AllReduceBody<float>{p_, arrays, call}.Run(place, places_);
@@ -158,18 +157,6 @@ class SharedCall : public AllReduceCall {
   }
 
  private:
-  template <typename Body>
-  void InTurn(Body&& body) {
-    std::atomic<int> place{0};
-    std::vector<std::thread> threads;
-    for (int t = 0; t < running_; ++t) {
-      threads.emplace_back([&] {
-        for (int mine = place++; mine < places_; mine = place++) body(mine);
-      });
-    }
-    for (auto& t : threads) t.join();
-  }
-
   int places_, running_;
 };
 

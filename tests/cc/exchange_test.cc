@@ -1,8 +1,10 @@
-// The exchanges' CPU body, which is also what the kernel's threads run, on 1 to 8 ranks.
+// The exchanges' CPU bodies, which are also what the kernels' threads run, on 1 to 8 ranks.
 #include "ops/exchange/exchange.h"
 
 #include <algorithm>
+#include <atomic>
 
+#include "ops/exchange/chunked_exchange_body.h"
 #include "ranks.h"
 #include "testing.h"
 
@@ -14,42 +16,53 @@ constexpr DType kDtypes[] = {DType::kF16, DType::kBF16, DType::kF32, DType::kF64
 
 // A piece of so many elements, in rows of different lengths in x and in y: whole units and not.
 ExchangeParams ParamsFor(OpId op, int world, DType dtype, int64_t elements, int64_t x_rows,
-                         int64_t y_rows) {
+                         int64_t y_rows, bool chunked = false) {
   const int64_t bytes = elements * SizeOf(dtype);
   const bool gathers = op == OpId::kAllGather, sums = op == OpId::kReduceScatter;
-  return ExchangeParams{op, world, dtype, Pieces{gathers ? 1 : world, x_rows, bytes / x_rows},
-                        Pieces{sums ? 1 : world, y_rows, bytes / y_rows}};
+  return ExchangeParams{op,
+                        world,
+                        dtype,
+                        Pieces{gathers ? 1 : world, x_rows, bytes / x_rows},
+                        Pieces{sums ? 1 : world, y_rows, bytes / y_rows},
+                        chunked};
 }
 
-std::vector<std::unique_ptr<ExchangeCall>> AllKinds(int world) {
-  std::vector<std::unique_ptr<ExchangeCall>> calls;
-  uint32_t seed = 100 * world;
-  for (OpId op : kOps) {
-    for (DType dtype : kDtypes) {
-      for (int64_t elements : {1, 6, 60, 360}) {
-        for (int64_t x_rows : {1, 3, 4, 12}) {
-          for (int64_t y_rows : {1, 2, 5}) {
-            if (elements % x_rows != 0 || elements % y_rows != 0) continue;
-            const auto p = ParamsFor(op, world, dtype, elements, x_rows, y_rows);
-            calls.push_back(std::make_unique<ExchangeCall>(p, ++seed));
+PlainHeap HeapFor(const ExchangeParams& p, uint32_t first_epoch = 1) {
+  if (p.chunked) return PlainHeap(p.world, p.Slots().Channel(), first_epoch);
+  return PlainHeap(p.world, p.Channel(), first_epoch);
+}
+
+template <typename C>
+void RunAndCheck(const std::vector<std::unique_ptr<C>>& calls, PlainHeap& heap,
+                 const RunOptions& options) {
+  const std::string error = Join(RunRanks(heap, Pointers(calls), options));
+  EXPECT(error.empty()) << error;
+  for (const auto& call : calls) {
+    EXPECT_EQ(call->Wrong(), 0) << "world " << heap.world() << " call " << &call - &calls[0];
+  }
+}
+
+void Check(int world, const RunOptions& options) {
+  for (bool chunked : {false, true}) {
+    std::vector<std::unique_ptr<ExchangeCall>> calls;
+    uint32_t seed = 100 * world;
+    const auto smallest = ParamsFor(OpId::kAllGather, world, DType::kF16, 1, 1, 1, chunked);
+    for (OpId op : kOps) {
+      for (DType dtype : kDtypes) {
+        for (int64_t elements : {1, 6, 60, 360}) {
+          for (int64_t x_rows : {1, 3, 4, 12}) {
+            for (int64_t y_rows : {1, 2, 5}) {
+              if (elements % x_rows != 0 || elements % y_rows != 0) continue;
+              const auto p = ParamsFor(op, world, dtype, elements, x_rows, y_rows, chunked);
+              EXPECT_EQ(p.ChannelBytes(), smallest.ChannelBytes());  // they share one channel
+              calls.push_back(std::make_unique<ExchangeCall>(p, ++seed));
+            }
           }
         }
       }
     }
-  }
-  return calls;
-}
-
-void Check(int world, const RunOptions& options) {
-  const auto calls = AllKinds(world);
-  for (const auto& call : calls) {  // they share one channel
-    EXPECT_EQ(call->Channel().half_bytes, PacketLayout::kMinHalfBytes);
-  }
-  PlainHeap heap(world, PacketLayout{PacketLayout::kMinHalfBytes}, options.first_epoch);
-  const std::string error = Join(RunRanks(heap, Pointers(calls), options));
-  EXPECT(error.empty()) << error;
-  for (const auto& call : calls) {
-    EXPECT_EQ(call->Wrong(), 0) << "world " << world << " call " << &call - &calls[0];
+    PlainHeap heap = HeapFor(smallest, options.first_epoch);
+    RunAndCheck(calls, heap, options);
   }
 }
 
@@ -69,20 +82,123 @@ TEST(AcrossTheWrapOfEpochs) {
   Check(3, options);
 }
 
+// Several chunks, the last one not full; rows that are 16-byte units, eight-byte ones and neither.
+TEST(LongPieces) {
+  for (int world : {2, 3, 8}) {
+    for (OpId op : kOps) {
+      for (DType dtype : {DType::kBF16, DType::kF64}) {
+        for (int64_t elements : {12288, 12300}) {
+          for (int64_t x_rows : {1, 4, 12}) {
+            for (int64_t y_rows : {1, 6}) {
+              const auto p = ParamsFor(op, world, dtype, elements, x_rows, y_rows, true);
+              EXPECT(p.Slots().Chunks() > 5);
+              std::vector<std::unique_ptr<ExchangeCall>> calls;
+              for (uint32_t i : {1, 2, 3}) calls.push_back(std::make_unique<ExchangeCall>(p, i));
+              PlainHeap heap = HeapFor(p);
+              RunAndCheck(calls, heap, RunOptions{});
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
+// A rank's threads share its part, of chunks.
+class SharedExchange : public ExchangeCall {
+ public:
+  SharedExchange(const ExchangeParams& p, int places, int running, uint32_t seed)
+      : ExchangeCall(p, seed), places_(places), running_(running) {}
+  bool Run(const SymmetricView& view, uint32_t epoch, WaitContext ctx) override {
+    ctx.op = static_cast<uint32_t>(p_.op);
+    const ExchangeArrays arrays = ArraysOf(view.rank);
+    const auto at = [&](int place) {
+      return shmem::Context{view, p_.Slots().Channel(), epoch, p_.Signature(),
+                            ctx,  /*patience_ns=*/0,    place, places_};
+    };
+    std::atomic<int> failed{0};
+    return shmem::internal::RunCall(at(0), [&](const shmem::Context&) {
+      InTurn(places_, running_, [&](int place) {
+        const shmem::Context mine = at(place);
+        failed += !ChunkedExchangeBody<float>{p_, arrays, mine}.Run();
+      });
+      return failed == 0;
+    });
+  }
+
+ private:
+  int places_, running_;
+};
+
+TEST(ThreadsShareARanksPart) {
+  for (int world : {2, 3, 5}) {
+    for (OpId op : kOps) {
+      for (int running : {1, 2, 4}) {
+        // Of 4 KiB: 21 chunks, of which places have more than they are ahead, or fewer.
+        const auto p = ParamsFor(op, world, DType::kF32, 21'000, 3, 5, true);
+        for (int places : {1, 3, 8}) {
+          std::vector<std::unique_ptr<SharedExchange>> calls;
+          for (uint32_t i : {1, 2, 3}) {
+            calls.push_back(std::make_unique<SharedExchange>(p, places, running, i));
+          }
+          RunOptions options;
+          options.max_delay_us = 200;
+          options.deadline_s = 20;
+          PlainHeap heap = HeapFor(p);
+          RunAndCheck(calls, heap, options);
+        }
+      }
+    }
+  }
+}
+
+// No two slots or signals overlap, and all fit.
+TEST(SlotsArePlaces) {
+  for (int32_t world = 2; world <= kMaxRanks; ++world) {
+    for (int64_t bytes : {1, 17, 4096, 4097, 1 << 20, (1 << 20) + 1, 3'000'000}) {
+      const PieceSlots slots = PieceSlots::For(world, bytes);
+      EXPECT_EQ(slots.chunk_bytes, bytes > (1 << 20) ? 16384 : 4096);
+      int64_t covered = 0;
+      for (int64_t c = 0; c < slots.Chunks(); ++c) {
+        EXPECT(slots.BytesOf(c) > 0);
+        covered += slots.BytesOf(c);
+      }
+      EXPECT_EQ(covered, bytes);
+      std::vector<int64_t> offsets, signals;
+      for (int from = 1; from < world; ++from) {
+        offsets.push_back(slots.SlotOffset(from, 0));
+        signals.push_back(slots.SignalIndex(from, 0, 0));
+        EXPECT(offsets.back() % 16 == 0);
+        EXPECT_EQ(slots.SlotOffset((from + 1) % world, 1), offsets.back());  // the same for all
+      }
+      std::sort(offsets.begin(), offsets.end());
+      std::sort(signals.begin(), signals.end());
+      for (size_t i = 1; i < offsets.size(); ++i) {
+        EXPECT(offsets[i] - offsets[i - 1] >= bytes);
+        EXPECT_EQ(signals[i] - signals[i - 1], slots.Chunks());
+      }
+      EXPECT(offsets.back() + bytes <= slots.Channel().data_bytes);
+      EXPECT((kMaxRanks + signals.back() + slots.Chunks()) * 8 <= slots.Channel().SignalBytes());
+    }
+  }
+}
+
 TEST(AnAbsentRankIsNamed) {
   for (OpId op : kOps) {
-    ExchangeCall call(ParamsFor(op, 3, DType::kF32, 60, 3, 5), 1);
-    PlainHeap heap(3, call.Channel());
-    RunOptions options;
-    options.absent = 1;
-    options.deadline_s = 0.05;
-    const auto errors = RunRanks(heap, {&call}, options);
-    for (int rank : {0, 2}) {
-      const std::string start =
-          std::string(NameOf(op)) + ": rank " + std::to_string(rank) + " waited";
-      EXPECT(errors[rank].find(start) != std::string::npos &&
-             errors[rank].find("for rank 1") != std::string::npos)
-          << errors[rank];
+    for (bool chunked : {false, true}) {
+      ExchangeCall call(ParamsFor(op, 3, DType::kF32, 60, 3, 5, chunked), 1);
+      PlainHeap heap = HeapFor(ParamsFor(op, 3, DType::kF32, 60, 3, 5, chunked));
+      RunOptions options;
+      options.absent = 1;
+      options.deadline_s = 0.05;
+      const auto errors = RunRanks(heap, {&call}, options);
+      for (int rank : {0, 2}) {
+        const std::string start =
+            std::string(NameOf(op)) + ": rank " + std::to_string(rank) + " waited";
+        EXPECT(errors[rank].find(start) != std::string::npos &&
+               errors[rank].find("for rank 1") != std::string::npos)
+            << errors[rank];
+      }
     }
   }
 }
@@ -94,6 +210,7 @@ TEST(SignaturesTellCallsApart) {
       for (int64_t elements : {4, 8}) {
         seen.push_back(ParamsFor(op, 4, DType::kF32, elements, rows, 1).Signature());
         seen.push_back(ParamsFor(op, 4, DType::kF32, elements, 1, 2 * rows).Signature());
+        seen.push_back(ParamsFor(op, 4, DType::kF32, elements, rows, 1, true).Signature());
       }
     }
   }

@@ -5,6 +5,7 @@
 #define JFLUX_TESTS_CC_RANKS_H_
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <functional>
@@ -382,17 +383,20 @@ class ExchangeCall : public AnyCall {
     }
   }
 
-  PacketLayout Channel() const { return p_.Channel(); }
   bool Run(const SymmetricView& view, uint32_t epoch, WaitContext ctx) override {
     ctx.op = static_cast<uint32_t>(p_.op);
-    return ExchangeCpu(p_, ExchangeArrays{x_[view.rank].data(), y_[view.rank].data()}, view, epoch,
-                       ctx);
+    return ExchangeCpu(p_, ArraysOf(view.rank), view, epoch, ctx);
   }
   int64_t Wrong() const override {
     int64_t wrong = 0;
     for (int rank = 0; rank < p_.world; ++rank) wrong += p_.Sums() ? WrongSums(rank) : Moved(rank);
     return wrong;
   }
+
+ protected:
+  ExchangeArrays ArraysOf(int rank) { return {x_[rank].data(), y_[rank].data()}; }
+
+  const ExchangeParams p_;
 
  private:
   // Byte b of a piece, by the definition of Pieces.
@@ -421,7 +425,6 @@ class ExchangeCall : public AnyCall {
     return got.Wrong(want);
   }
 
-  const ExchangeParams p_;
   std::vector<Values> values_;
   std::vector<std::vector<char>> x_, y_;
 };
@@ -525,6 +528,20 @@ inline std::vector<std::string> RunRanks(PlainHeap& heap, const std::vector<AnyC
   }
   for (auto& t : threads) t.join();
   return errors;
+}
+
+// As a kernel's CTAs do it: `body(place)` for so many places, which threads take in the order in
+// which they begin; only `running` of them run at once.
+template <typename Body>
+void InTurn(int places, int running, Body&& body) {
+  std::atomic<int> place{0};
+  std::vector<std::thread> threads;
+  for (int t = 0; t < running; ++t) {
+    threads.emplace_back([&] {
+      for (int mine = place++; mine < places; mine = place++) body(mine);
+    });
+  }
+  for (auto& t : threads) t.join();
 }
 
 inline std::string Join(const std::vector<std::string>& errors) {

@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import jflux
 from jflux import testing
+from jflux._ops import exchange as exchanges
 from jflux._ops.all_reduce import ALGORITHMS
 
 DEADLINE = 2.0
@@ -91,6 +92,11 @@ def custom(x, w):
 def exchange(x, w):
     x = (x @ w)[None]
     return jflux.all_to_all(jnp.concatenate([x] * N), axis_name="tp", split_axis=0, concat_axis=0)
+
+
+def exchange_in_chunks(x, w):
+    exchanges.MOST_BYTES_IN_PACKETS = 0  # of this process
+    return exchange(x, w)
 
 
 def norm(x, w):
@@ -200,6 +206,7 @@ OPS = {
     "tiles_of_a_sum": tiles_of_a_sum,
     "custom": custom,
     "exchange": exchange,
+    "exchange_in_chunks": exchange_in_chunks,
     "all_gather": all_gather,
     "reduce_scatter": reduce_scatter,
     "norm": norm,

@@ -70,6 +70,7 @@ class Case:
     dtype: Any
     terms: int
     choice: Any = None
+    in_chunks: bool = False  # an exchange
     is_xlas: bool = False  # at least in part: its bits need not be the same in another program
 
 
@@ -83,11 +84,12 @@ def put(array: Any, mesh: Any) -> Any:
 
 
 @contextlib.contextmanager
-def forced(choice: Any) -> Iterator[None]:
-    """What is lowered inside takes this choice, if there is one."""
-    apart = choice == _tuning.APART
+def forced(case: Case) -> Iterator[None]:
+    """What is lowered inside takes the case's choice, if there is one."""
+    apart = case.choice == _tuning.APART
     with (
-        _tuning.force(choice) if choice else contextlib.nullcontext(),
+        _tuning.force(case.choice) if case.choice else contextlib.nullcontext(),
+        exchange.force(True) if case.in_chunks else contextlib.nullcontext(),
         jflux.config(always=False) if apart else contextlib.nullcontext(),
     ):
         yield
@@ -110,7 +112,7 @@ def run_and_check(case: Case, epochs: int | None) -> None:
             barrier()
             _heap.set_cuda_epochs(epochs)
             barrier()
-        with forced(case.choice):
+        with forced(case):
             y = jax.block_until_ready(f(*operands))
         (shard,) = y.addressable_shards
         at = shard.index[:lead]
@@ -157,7 +159,7 @@ def replay_and_check(case: Case) -> None:
         assert launches <= kernels / 4, f"the host enqueued {launches} of {kernels} kernels"
         return results
 
-    with forced(case.choice):
+    with forced(case):
         jax.block_until_ready(many(wide(factors), *operands))
         results = replayed()
         for _ in range(STEPS, args.steps, STEPS):
@@ -226,7 +228,10 @@ def _product(
     x, w = harness.operands(call, mesh, axis_name, seed=rng.randrange(1 << 30))
     choice = _draw_choice(rng)
     size = 4 * world * math.prod(call.lead) * max(call.n, call.k)
-    if call.op in ("all_gather_matmul", "matmul_reduce_scatter") and size <= exchange.MOST_BYTES:
+    if (
+        call.op in ("all_gather_matmul", "matmul_reduce_scatter")
+        and size <= exchange.MOST_BYTES_IN_PACKETS
+    ):
         choice = rng.choice([choice, choice, choice, _tuning.APART])
     want = harness.exact(call, mesh, axis_name, x, w)
     scale = harness.exact(call, mesh, axis_name, abs(x), abs(w))
@@ -394,7 +399,8 @@ def _exchange(rng: random.Random, mesh: Any, axis_name: Any) -> Case:
     """There and back: rank r sends its piece s to rank s, which sends it back doubled; and what
     all ranks have, gathered, scattered and summed again, is so many times as much."""
     world = harness.world_of(mesh, axis_name)
-    size = rng.choice([1, 5, 64, 1000, 20_000])
+    in_chunks = rng.random() < 0.5
+    size = rng.choice([1, 5, 64, 1000, 20_000, *[700_001] * in_chunks])
     x = harness.normal(rng.randrange(1 << 30), (*mesh.devices.shape, world, size), jnp.bfloat16)
 
     def body(x):
@@ -406,7 +412,7 @@ def _exchange(rng: random.Random, mesh: Any, axis_name: Any) -> Case:
     first = np.broadcast_to(x[..., :1, :], x.shape).astype(np.float64)
     wide = x.astype(np.float64)
     return Case(
-        name=f"exchange {size} {axis_name}",
+        name=f"exchange {size} {axis_name}{' in chunks' if in_chunks else ''}",
         mesh=mesh,
         body=body,
         operands=(x,),
@@ -414,6 +420,7 @@ def _exchange(rng: random.Random, mesh: Any, axis_name: Any) -> Case:
         scale=2 * abs(wide) + world * abs(first),
         dtype=jnp.bfloat16,
         terms=world,
+        in_chunks=in_chunks,
     )
 
 
@@ -422,6 +429,7 @@ def _pieces(rng: random.Random, mesh: Any, axis_name: Any) -> Case:
     world = harness.world_of(mesh, axis_name)
     dtype = rng.choice([*harness.HALVES, jnp.float32])
     op, tiled = rng.choice(["all_gather", "reduce_scatter", "all_to_all"]), rng.random() < 0.5
+    in_chunks = rng.random() < 0.5
     shape = [rng.choice([1, 2, 5, 24, 65]) for _ in range(3)]
     split, concat = rng.randrange(3), rng.randrange(3 + (op == "all_gather" and not tiled))
     if op != "all_gather":
@@ -447,7 +455,7 @@ def _pieces(rng: random.Random, mesh: Any, axis_name: Any) -> Case:
         for result in results
     )
     return Case(
-        name=f"{op} {shape} {options} {axis_name}",
+        name=f"{op} {shape} {options} {axis_name}{' in chunks' if in_chunks else ''}",
         mesh=mesh,
         body=functools.partial(getattr(jflux, op), axis_name=axis_name, **options),
         operands=(x,),
@@ -455,6 +463,7 @@ def _pieces(rng: random.Random, mesh: Any, axis_name: Any) -> Case:
         scale=scale,
         dtype=dtype,
         terms=world,
+        in_chunks=in_chunks,
     )
 
 

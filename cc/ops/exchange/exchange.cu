@@ -1,5 +1,7 @@
-// The kernel of the exchanges: all threads of a grid share what exchange_body.h does.
+// The kernels of the exchanges: all threads of a grid share what the *_body.h do.
 #include "gpu/packet_call.cuh"
+#include "jflux/kernel.cuh"
+#include "ops/exchange/chunked_exchange_body.h"
 #include "ops/exchange/exchange_body.h"
 #include "ops/exchange/exchange_cuda.h"
 #include "runtime/kernels_cuda.h"
@@ -25,17 +27,52 @@ __global__ void __launch_bounds__(kThreads)
   EndPackets(args.packets, turn, ok);
 }
 
-const void* KernelOf(DType dtype) {
-  return WithNumbers(dtype, [](auto number) {
-    return reinterpret_cast<const void*>(&ExchangeKernel<decltype(number)>);
+struct ChunkedArgs {
+  shmem::CallArgs call;
+  ExchangeParams params;
+  ExchangeArrays arrays;
+};
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    ExchangeChunkedKernel(const __grid_constant__ ChunkedArgs args) {
+  const shmem::Context ctx = shmem::begin_call(args.call);
+  const bool ok = ChunkedExchangeBody<T>{args.params, args.arrays, ctx}.Run();
+  shmem::end_call(args.call, ctx, ok);
+}
+
+const void* KernelOf(DType dtype, bool chunked) {
+  return WithNumbers(dtype, [&](auto number) {
+    using T = decltype(number);
+    return chunked ? reinterpret_cast<const void*>(&ExchangeChunkedKernel<T>)
+                   : reinterpret_cast<const void*>(&ExchangeKernel<T>);
   });
+}
+
+bool LaunchChunked(const ExchangeParams& p, const ExchangeArrays& arrays, int64_t site,
+                   const CudaDevice& device, const SymmetricView& view, cudaStream_t stream,
+                   std::string* error) {
+  const PieceSlots slots = p.Slots();
+  const int64_t blocks = Min<int64_t>(slots.Chunks(), 2 * device.sm_count);
+  ChunkedArgs args{};
+  args.call.state = reinterpret_cast<DeviceState*>(device.heap);
+  args.call.view = view;
+  args.call.layout = slots.Channel();
+  args.call.signature = SignatureBuilder().Add(p.Signature()).Add(site).Add(blocks).Get();
+  args.call.op = static_cast<uint32_t>(p.op);
+  args.params = p;
+  args.arrays = arrays;
+  return LaunchKernel(KernelOf(p.dtype, true), &args, static_cast<int>(blocks), /*ctas=*/1,
+                      kThreads, /*smem_bytes=*/0, stream, error);
 }
 
 }  // namespace
 
 bool LoadExchangeKernels(std::string* error) {
   for (DType dtype : {DType::kF16, DType::kBF16, DType::kF32, DType::kF64}) {
-    if (!LoadKernel(KernelOf(dtype), 0, error)) return false;
+    for (bool chunked : {false, true}) {
+      if (!LoadKernel(KernelOf(dtype, chunked), 0, error)) return false;
+    }
   }
   return true;
 }
@@ -43,13 +80,14 @@ bool LoadExchangeKernels(std::string* error) {
 bool LaunchExchange(const ExchangeParams& p, const ExchangeArrays& arrays, int64_t site,
                     const CudaDevice& device, const SymmetricView& view, cudaStream_t stream,
                     std::string* error) {
+  if (p.chunked) return LaunchChunked(p, arrays, site, device, view, stream, error);
   const int64_t blocks = PacketBlocks(p.Units(), kThreads, device.sm_count);
   ExchangeArgs args{};
   args.packets = PacketArgsFor(p, p.op, site, blocks, device, view);
   args.params = p;
   args.arrays = arrays;
-  return LaunchKernel(KernelOf(p.dtype), &args, static_cast<int>(blocks), /*ctas=*/1, kThreads,
-                      /*smem_bytes=*/0, stream, error);
+  return LaunchKernel(KernelOf(p.dtype, false), &args, static_cast<int>(blocks), /*ctas=*/1,
+                      kThreads, /*smem_bytes=*/0, stream, error);
 }
 
 }  // namespace jflux

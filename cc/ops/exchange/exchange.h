@@ -1,12 +1,12 @@
-// The exchanges of pieces, each of one latency, small data in packets:
+// The exchanges of pieces, each of one latency, small data in packets and large in chunks:
 //
 //   all_gather      each rank's x to all; y has them side by side
 //   all_to_all      piece r of each rank's x to rank r; y has what has come side by side
 //   reduce_scatter  piece r of each rank's x to rank r; y is their sum
 //
 // What is computed (Params), where it lies in the heap, and the CPU back end's body; the CUDA
-// launcher is in exchange_cuda.h, and what both run in exchange_body.h. Python:
-// jflux/_ops/exchange.py.
+// launcher is in exchange_cuda.h, and what both run in exchange_body.h and chunked_exchange_body.h.
+// Python: jflux/_ops/exchange.py.
 #ifndef JFLUX_OPS_EXCHANGE_EXCHANGE_H_
 #define JFLUX_OPS_EXCHANGE_EXCHANGE_H_
 
@@ -16,14 +16,43 @@
 #include "core/packet.h"
 #include "core/signal.h"
 #include "core/units.h"
+#include "jflux/shmem.h"
 
 namespace jflux {
+
+// In chunks: a rank has a slot for the piece of each other one, which comes in parts of chunk_bytes
+// (of chunks of all_reduce's sizes: ops/all_reduce/all_reduce.h), each with a signal.
+struct PieceSlots {
+  int32_t world;
+  int64_t piece_bytes, slot_bytes, chunk_bytes;
+
+  JFLUX_HD static PieceSlots For(int32_t world, int64_t piece_bytes) {
+    const int64_t chunk_bytes = piece_bytes > (1 << 20) ? 16384 : 4096;
+    return PieceSlots{world, piece_bytes, RoundUp<int64_t>(piece_bytes, 16), chunk_bytes};
+  }
+  JFLUX_HD int64_t Chunks() const { return CeilDiv(piece_bytes, chunk_bytes); }
+  JFLUX_HD int64_t BytesOf(int64_t chunk) const {
+    return Min(piece_bytes - chunk * chunk_bytes, chunk_bytes);
+  }
+  // What rank `from` sends rank `to`.
+  JFLUX_HD int64_t SlotOffset(int from, int to) const { return Sender(from, to) * slot_bytes; }
+  JFLUX_HD int64_t SignalIndex(int from, int to, int64_t chunk) const {
+    return Sender(from, to) * Chunks() + chunk;
+  }
+  ChannelLayout Channel() const {
+    return shmem::ChannelFor((world - 1) * slot_bytes, (world - 1) * Chunks());
+  }
+
+ private:
+  JFLUX_HD int64_t Sender(int from, int to) const { return (from - to + world) % world - 1; }
+};
 
 struct ExchangeParams {
   OpId op;  // kAllGather, kAllToAll or kReduceScatter
   int32_t world;
   DType dtype;  // of what is summed; the others only move bytes
   Pieces x, y;  // of one piece for all of all_gather's x, and reduce_scatter's y
+  bool chunked = false;
   JFLUX_HD bool Sums() const { return op == OpId::kReduceScatter; }
   JFLUX_HD int64_t Units() const { return CeilDiv(x.Bytes(), kPacketPayload); }
 
@@ -31,11 +60,16 @@ struct ExchangeParams {
     SignatureBuilder signature;
     signature.Add(static_cast<int64_t>(op))
         .Add(world)
-        .Add(Sums() ? static_cast<int64_t>(dtype) : 0);
+        .Add(Sums() ? static_cast<int64_t>(dtype) : 0)
+        .Add(chunked);
     for (const Pieces& pieces : {x, y}) signature.Add(pieces.outer).Add(pieces.inner);
     return signature.Get();
   }
-  PacketLayout Channel() const { return PacketLayout::For(world * Units()); }
+  PacketLayout Channel() const { return PacketLayout::For(world * Units()); }  // unless chunked
+  JFLUX_HD PieceSlots Slots() const { return PieceSlots::For(world, x.Bytes()); }
+  int64_t ChannelBytes() const {
+    return chunked ? Slots().Channel().TotalBytes() : Channel().TotalBytes();
+  }
 };
 
 struct ExchangeArrays {

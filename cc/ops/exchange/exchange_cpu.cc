@@ -1,4 +1,5 @@
 // The CPU back end of the exchanges: one thread does a rank's part.
+#include "ops/exchange/chunked_exchange_body.h"
 #include "ops/exchange/exchange_body.h"
 #include "runtime/packet_call_cpu.h"
 
@@ -6,6 +7,21 @@ namespace jflux {
 
 bool ExchangeCpu(const ExchangeParams& p, const ExchangeArrays& arrays, const SymmetricView& view,
                  uint32_t epoch, const WaitContext& ctx) {
+  if (p.chunked) {
+    const shmem::Context all{view,
+                             p.Slots().Channel(),
+                             epoch,
+                             p.Signature(),
+                             ctx,
+                             /*patience_ns=*/0,
+                             /*block=*/0,
+                             /*blocks=*/1};
+    return shmem::internal::RunCall(all, [&](const shmem::Context& call) {
+      return WithNumbers(p.dtype, [&](auto number) {
+        return ChunkedExchangeBody<decltype(number)>{p, arrays, call}.Run();
+      });
+    });
+  }
   return RunPackets(p, view, epoch, ctx, [&](const PacketCall& call) {
     return WithNumbers(p.dtype, [&](auto number) {
       return ExchangeBody<decltype(number)>{p, arrays, call}.Run(0, 1);

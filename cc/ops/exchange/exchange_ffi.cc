@@ -16,15 +16,16 @@ namespace {
 
 // How one piece lies in x and in y, in bytes (core/units.h) -> what to compute; empty if operands
 // do not fit.
-std::optional<ExchangeParams> ParamsOf(OpId op, int64_t world, int64_t x_inner, int64_t x_outer,
-                                       int64_t y_inner, int64_t y_outer, const ffi::AnyBuffer& x,
-                                       const ffi::AnyBuffer& y) {
+std::optional<ExchangeParams> ParamsOf(OpId op, bool chunked, int64_t world, int64_t x_inner,
+                                       int64_t x_outer, int64_t y_inner, int64_t y_outer,
+                                       const ffi::AnyBuffer& x, const ffi::AnyBuffer& y) {
   const auto ranks = static_cast<int32_t>(world);
   ExchangeParams p{};
   p.op = op;
   p.world = ranks;
   p.x = Pieces{op == OpId::kAllGather ? 1 : ranks, x_outer, x_inner};
   p.y = Pieces{op == OpId::kReduceScatter ? 1 : ranks, y_outer, y_inner};
+  p.chunked = chunked;
   p.dtype = DType::kF32;
   if (p.Sums()) {
     const auto dtype = DTypeOf(x.element_type());
@@ -45,14 +46,15 @@ ffi::Error DoNotFit(OpId op) {
 }
 
 template <OpId kOp>
-ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, ffi::Span<const int64_t> groups,
-                int64_t, int64_t world, int64_t x_inner, int64_t x_outer, int64_t y_inner,
-                int64_t y_outer, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y) {
-  const auto p = ParamsOf(kOp, world, x_inner, x_outer, y_inner, y_outer, x, *y);
+ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, bool chunked,
+                ffi::Span<const int64_t> groups, int64_t, int64_t world, int64_t x_inner,
+                int64_t x_outer, int64_t y_inner, int64_t y_outer, ffi::AnyBuffer x,
+                ffi::Result<ffi::AnyBuffer> y) {
+  const auto p = ParamsOf(kOp, chunked, world, x_inner, x_outer, y_inner, y_outer, x, *y);
   if (!p) return FailedFuture(DoNotFit(kOp));
   const ExchangeArrays arrays{x.untyped_data(), y->untyped_data()};
   return JoinFfiCall(
-      kOp, site, run_id, device, groups, world, p->Channel().TotalBytes(),
+      kOp, site, run_id, device, groups, world, p->ChannelBytes(),
       [p = *p, arrays](const SymmetricView& view, uint32_t epoch, const WaitContext& ctx) {
         return ExchangeCpu(p, arrays, view, epoch, ctx);
       });
@@ -61,6 +63,7 @@ ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, ffi::Span<con
 // Attributes in alphabetical order, operands and results, as Cpu() and Cuda() take them.
 constexpr auto Bindings = [](auto binding) {
   return std::move(binding)
+      .template Attr<bool>("chunked")
       .template Attr<ffi::Span<const int64_t>>("groups")
       .template Attr<int64_t>("site")
       .template Attr<int64_t>("world")
@@ -82,17 +85,20 @@ XLA_FFI_DEFINE_HANDLER(kReduceScatterCpu, Cpu<OpId::kReduceScatter>, CpuBinding(
 
 #ifdef JFLUX_WITH_CUDA
 template <OpId kOp>
-ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Span<const int64_t> groups, int64_t site,
-                int64_t world, int64_t x_inner, int64_t x_outer, int64_t y_inner, int64_t y_outer,
-                ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y) {
-  const auto p = ParamsOf(kOp, world, x_inner, x_outer, y_inner, y_outer, x, *y);
+ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, bool chunked, ffi::Span<const int64_t> groups,
+                int64_t site, int64_t world, int64_t x_inner, int64_t x_outer, int64_t y_inner,
+                int64_t y_outer, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y) {
+  const auto p = ParamsOf(kOp, chunked, world, x_inner, x_outer, y_inner, y_outer, x, *y);
   if (!p) return DoNotFit(kOp);
   const ExchangeArrays arrays{x.untyped_data(), y->untyped_data()};
-  return LaunchCudaCall(
-      kOp, ordinal, groups, world, [&](int) { return p->Channel(); },
-      [&](const CudaDevice& device, const SymmetricView& view, std::string* error) {
-        return LaunchExchange(*p, arrays, site, device, view, stream, error);
-      });
+  const auto launch = [&](const CudaDevice& device, const SymmetricView& view, std::string* error) {
+    return LaunchExchange(*p, arrays, site, device, view, stream, error);
+  };
+  if (chunked) {
+    return LaunchCudaCall(
+        kOp, ordinal, groups, world, [&](int) { return p->Slots().Channel(); }, launch);
+  }
+  return LaunchCudaCall(kOp, ordinal, groups, world, [&](int) { return p->Channel(); }, launch);
 }
 
 constexpr auto CudaBinding = [] {

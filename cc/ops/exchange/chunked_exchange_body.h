@@ -1,0 +1,165 @@
+// The exchanges of what is too long for packets, whose flags double it: a rank sends each peer its
+// piece a chunk at a time, and then a signal, into the slot that the peer has for it; and takes
+// what has come to y, or sums it, in rank order.
+//
+// A block takes every so many-th chunk, and its block of the same place on the other ranks has the
+// same ones. It sends a few chunks ahead of those that it waits for, so that they have long come.
+// Nobody waits for anything but what a block of the same place sends, before it waits for what this
+// one has sent already.
+//
+// For a block of a kernel, or the CPU back end's only thread.
+#ifndef JFLUX_OPS_EXCHANGE_CHUNKED_EXCHANGE_BODY_H_
+#define JFLUX_OPS_EXCHANGE_CHUNKED_EXCHANGE_BODY_H_
+
+#include <cstdint>
+
+#include "core/packet_sum.h"
+#include "core/units.h"
+#include "jflux/shmem.h"
+#include "ops/exchange/exchange.h"
+
+namespace jflux {
+
+// A piece of an array: of `pieces`, the one of that number.
+template <typename Byte>
+struct PieceOf {
+  Byte* array;
+  Pieces pieces;
+  int number;
+
+  JFLUX_HD bool IsContiguous() const { return pieces.outer == 1 || pieces.world == 1; }
+  JFLUX_HD bool HasVectors() const {
+    return pieces.inner % 16 == 0 && reinterpret_cast<uintptr_t>(array) % 16 == 0;
+  }
+  JFLUX_HD Byte* At(int64_t byte) const {
+    if (IsContiguous()) return array + pieces.Offset(number, 0, 0) + byte;
+    const int64_t o = Quotient(byte, pieces.inner);
+    return array + pieces.Offset(number, o, byte - o * pieces.inner);
+  }
+};
+
+// `bytes` of a piece from byte `first` on, which is a multiple of 16.
+template <typename Block>
+JFLUX_HD void CopyPiece(const PieceOf<char>& to, const PieceOf<const char>& from, int64_t first,
+                        int64_t bytes) {
+  using shmem::internal::Vector;
+  if (to.IsContiguous() && from.IsContiguous()) {
+    return shmem::internal::Copy<Block>(to.At(first), from.At(first), bytes);
+  }
+  if (!to.HasVectors() || !from.HasVectors()) {
+    for (int64_t u = Block::rank(); u * kPacketPayload < bytes; u += Block::size()) {
+      const int64_t unit = first / kPacketPayload + u;
+      to.pieces.Store(to.array, to.number, unit, from.pieces.Load(from.array, from.number, unit));
+    }
+    return;
+  }
+  constexpr int kAtOnce = 4;  // loads that are on their way at the same time
+  const int64_t vectors = bytes / 16, step = Block::size();
+  JFLUX_NO_UNROLL
+  for (int64_t v = Block::rank(); v < vectors; v += kAtOnce * step) {
+    Vector part[kAtOnce];
+    JFLUX_UNROLL
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (v + i * step >= vectors) continue;
+      part[i] = *reinterpret_cast<const Vector*>(from.At(first + 16 * (v + i * step)));
+    }
+    JFLUX_UNROLL
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (v + i * step >= vectors) continue;
+      *reinterpret_cast<Vector*>(to.At(first + 16 * (v + i * step))) = part[i];
+    }
+  }
+}
+
+// T: what is summed.
+template <typename T>
+struct ChunkedExchangeBody {
+  using Block = shmem::Block;
+  const ExchangeParams& p;
+  const ExchangeArrays& arrays;
+  const shmem::Context& ctx;
+
+  // False if a wait failed.
+  JFLUX_HD bool Run() const {
+    constexpr int kAhead = 4;  // chunks
+    const PieceSlots slots = p.Slots();
+    const int64_t chunks = slots.Chunks(), ahead = static_cast<int64_t>(kAhead) * ctx.blocks;
+    for (int64_t c = ctx.block; c < chunks + ahead; c += ctx.blocks) {
+      if (c < chunks) Send(slots, c);
+      if (c >= ahead && !Receive(slots, c - ahead)) return false;
+    }
+    return true;
+  }
+
+ private:
+  JFLUX_HD PieceOf<const char> OfX(int rank) const {
+    return {static_cast<const char*>(arrays.x), p.x, p.op == OpId::kAllGather ? 0 : rank};
+  }
+  JFLUX_HD PieceOf<char> OfY(int rank) const {
+    return {static_cast<char*>(arrays.y), p.y, p.Sums() ? 0 : rank};
+  }
+  JFLUX_HD char* SlotAt(const PieceSlots& slots, int from, int to) const {
+    return shmem::ptr(ctx, ctx.data(slots.SlotOffset(from, to)), to);
+  }
+  JFLUX_HD Pieces OfSlot(const PieceSlots& slots) const { return Pieces{1, 1, slots.slot_bytes}; }
+
+  JFLUX_HD void Send(const PieceSlots& slots, int64_t c) const {
+    const int rank = ctx.view.rank;
+    const int64_t first = c * slots.chunk_bytes, bytes = slots.BytesOf(c);
+    for (int d = 1; d < p.world; ++d) {
+      const int peer = (rank + d) % p.world;
+      const PieceOf<char> slot{SlotAt(slots, rank, peer), OfSlot(slots), 0};
+      CopyPiece<Block>(slot, OfX(peer), first, bytes);
+    }
+    Block::sync();
+    for (int d = 1 + Block::rank(); d < p.world; d += Block::size()) {
+      const int peer = (rank + d) % p.world;
+      shmem::signal_set(ctx, ctx.signal(slots.SignalIndex(rank, peer, c)), peer);
+    }
+    if (!p.Sums()) CopyPiece<Block>(OfY(rank), OfX(rank), first, bytes);
+  }
+
+  JFLUX_HD bool Receive(const PieceSlots& slots, int64_t c) const {
+    const int rank = ctx.view.rank;
+    bool ok = true;
+    for (int d = 1 + Block::rank(); d < p.world; d += Block::size()) {
+      const int src = (rank + d) % p.world;
+      ok &= shmem::signal_wait_until(ctx, ctx.signal(slots.SignalIndex(src, rank, c)), src);
+    }
+    if (!Block::all(ok)) return false;
+    const int64_t first = c * slots.chunk_bytes, bytes = slots.BytesOf(c);
+    if (p.Sums()) {
+      Sum(slots, first / kPacketPayload, CeilDiv(bytes, kPacketPayload));
+      return true;
+    }
+    for (int d = 1; d < p.world; ++d) {
+      const int src = (rank + d) % p.world;
+      const PieceOf<const char> slot{SlotAt(slots, src, rank), OfSlot(slots), 0};
+      CopyPiece<Block>(OfY(src), slot, first, bytes);
+    }
+    return true;
+  }
+
+  JFLUX_HD void Sum(const PieceSlots& slots, int64_t first, int64_t units) const {
+    const int rank = ctx.view.rank;
+    for (int64_t u = first + Block::rank(); u < first + units; u += Block::size()) {
+      uint64_t payload[kMaxRanks];
+      JFLUX_UNROLL  // loads that are on their way at the same time
+          for (int src = 0; src < kMaxRanks; ++src) {
+        if (src >= p.world) continue;
+        payload[src] = src == rank ? p.x.Load(arrays.x, rank, u)
+                                   : LoadUnit(SlotAt(slots, src, rank), u, slots.slot_bytes);
+      }
+      auto total = PayloadSum<T>::Of(payload[0]);
+      JFLUX_UNROLL
+      for (int src = 1; src < kMaxRanks; ++src) {
+        if (src < p.world) total.Add(PayloadSum<T>::Of(payload[src]));
+      }
+      p.y.Store(arrays.y, 0, u, total.Rounded());
+    }
+  }
+};
+
+}  // namespace jflux
+
+#endif  // JFLUX_OPS_EXCHANGE_CHUNKED_EXCHANGE_BODY_H_
