@@ -265,8 +265,8 @@ def test_large_ones_travel_in_chunks_and_larger_ones_are_lax(op, monkeypatch):
     few = 4 << (19 if op == "all_to_all" and RANKS > 2 else 20)
     assert how(few) == "packets" and how(few + 2 * RANKS) == "chunks"
     assert how(8 << 20) == "chunks" and how((8 << 20) + 2 * RANKS) == "lax"
-    # Not what would take more than a quarter of the heap.
-    monkeypatch.setattr(_heap, "heap_bytes", lambda platform: 32 << 20)
+    # Not what would take more than a third of the heap.
+    monkeypatch.setattr(_heap, "heap_bytes", lambda platform: 24 << 20)
     assert how(few) == "packets" and how(8 << 20) == "lax"
 
 

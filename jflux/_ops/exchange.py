@@ -31,7 +31,8 @@ _forced: list[bool] = []
 
 @contextlib.contextmanager
 def force(chunked: bool) -> Iterator[None]:
-    """Calls that are lowered inside travel in chunks, or in packets, whatever their size."""
+    """Calls that are lowered inside travel in chunks, or in packets, whatever their size. What JAX
+    has lowered before it does not lower again."""
     _forced.append(chunked)
     try:
         yield
@@ -68,7 +69,7 @@ def all_gather(x: Any, *, axis_name: AxisName, axis: int = 0, tiled: bool = Fals
 
     Inside ``jax.shard_map``, per rank along `axis_name`: all ranks' x, in rank order, in packets as
     :func:`jflux.all_reduce` sends them. Where more than 4 MiB reach a rank it is `lax`'s; on CPUs
-    only above 64 MiB, or a quarter of the heap: up to there data travel in chunks that signals
+    only above 64 MiB, or a third of the heap: up to there data travel in chunks that signals
     announce. Differentiable like `lax`'s: the gradient is reduce-scattered.
 
     Args:
@@ -262,26 +263,30 @@ def _bytes_that_reach_a_rank(x: Any, params: Params) -> int:
     return pieces * params.world if params.split is None else pieces
 
 
-def _is_chunked(x: Any, params: Params) -> bool:
+def _most_bytes_in_packets(params: Params) -> int:
+    to_all = params.split is not None and params.concat is not None
+    return MOST_BYTES_IN_PACKETS // (2 if to_all and params.world > 2 else 1)
+
+
+def _is_chunked(x: Any, params: Params, platform: str) -> bool:
     if _forced:
         return _forced[-1]
-    to_all = params.split is not None and params.concat is not None
-    most = MOST_BYTES_IN_PACKETS // (2 if to_all and params.world > 2 else 1)
-    return _bytes_that_reach_a_rank(x, params) > most
+    size = _bytes_that_reach_a_rank(x, params)
+    return _most_bytes_in_packets(params) < size <= MOST_BYTES.get(platform, 0)
 
 
 def _lax_is_faster(x, params, platform, mesh):
-    if _forced or not _is_chunked(x, params):
+    if _forced:
         return False
-    if _bytes_that_reach_a_rank(x, params) > MOST_BYTES.get(platform, 0):
-        return True
+    if not _is_chunked(x, params, platform):
+        return _bytes_that_reach_a_rank(x, params) > _most_bytes_in_packets(params)
     # Other calls should not find the heap full of what `lax` can move as well.
-    return _channel_bytes(x, params) > _heap.heap_bytes(platform) // 4
+    return _channel_bytes(x, params, platform) > _heap.heap_bytes(platform) // 3
 
 
-def _channel_bytes(x: Any, params: Params) -> int:
+def _channel_bytes(x: Any, params: Params, platform: str) -> int:
     piece = x.size * x.dtype.itemsize // (1 if params.split is None else params.world)
-    return _jflux.exchange_channel_bytes(params.world, piece, _is_chunked(x, params))
+    return _jflux.exchange_channel_bytes(params.world, piece, _is_chunked(x, params, platform))
 
 
 def _not_fused(x, params, platform, sums):
@@ -298,8 +303,8 @@ def _not_fused(x, params, platform, sums):
 
 def _launch(x, params, platform, mesh, groups, op):
     if _ffi.lowers_for_here(mesh):
-        _heap.reserve(platform, groups, op, lambda: _channel_bytes(x, params))
-    return {"chunked": _is_chunked(x, params), **_in_bytes(x, params)}
+        _heap.reserve(platform, groups, op, lambda: _channel_bytes(x, params, platform))
+    return {"chunked": _is_chunked(x, params, platform), **_in_bytes(x, params)}
 
 
 def _batch(primitive, operands, dims, *, params):

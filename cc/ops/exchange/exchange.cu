@@ -10,6 +10,7 @@ namespace jflux {
 namespace {
 
 constexpr int kThreads = 256;
+constexpr int kBlocksPerSm = 2;  // of chunks
 
 struct ExchangeArgs {
   PacketArgs packets;
@@ -34,7 +35,7 @@ struct ChunkedArgs {
 };
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
     ExchangeChunkedKernel(const __grid_constant__ ChunkedArgs args) {
   const shmem::Context ctx = shmem::begin_call(args.call);
   const bool ok = ChunkedExchangeBody<T>{args.params, args.arrays, ctx}.Run();
@@ -53,7 +54,7 @@ bool LaunchChunked(const ExchangeParams& p, const ExchangeArrays& arrays, int64_
                    const CudaDevice& device, const SymmetricView& view, cudaStream_t stream,
                    std::string* error) {
   const PieceSlots slots = p.Slots();
-  const int64_t blocks = Min<int64_t>(slots.Chunks(), 2 * device.sm_count);
+  const int64_t blocks = Min<int64_t>(slots.Chunks(), kBlocksPerSm * device.sm_count);
   ChunkedArgs args{};
   args.call.state = reinterpret_cast<DeviceState*>(device.heap);
   args.call.view = view;
