@@ -388,6 +388,13 @@ bool RunCall(const Context& ctx, Body&& body) {
   Greet<Thread>(ctx);
   return body(ctx) && AwaitGreetings<Thread>(ctx);
 }
+template <typename Body>
+bool RunCall(const SymmetricView& view, const ChannelLayout& layout, uint32_t epoch,
+             uint32_t signature, const WaitContext& wait, Body&& body) {
+  return RunCall(Context{view, layout, epoch, signature, wait, /*patience_ns=*/0, /*block=*/0,
+                         /*blocks=*/1},
+                 body);
+}
 
 }  // namespace internal
 }  // namespace jflux::shmem

@@ -77,10 +77,9 @@ void jflux_cpu_join_call(const CallInfo* info, void* site, int64_t run_id, int32
   call.bytes = layout.TotalBytes();
   call.body = [=, signature = info->signature](const jflux::SymmetricView& view, uint32_t epoch,
                                                const jflux::WaitContext& wait) {
-    const jflux::shmem::Context ctx{
-        view, layout, epoch, signature, wait, /*patience_ns=*/0, /*block=*/0, /*blocks=*/1};
     return jflux::shmem::internal::RunCall(
-        ctx, [&](const jflux::shmem::Context& ctx) { return body(data, ctx); });
+        view, layout, epoch, signature, wait,
+        [&](const jflux::shmem::Context& ctx) { return body(data, ctx); });
   };
   call.done = [=](const std::string& error) {
     jflux::FlushDenormals flush;  // XLA goes on here

@@ -36,19 +36,12 @@ bool Run(const AllReduceParams& p, const AllReduceArrays& arrays, const PacketCa
 bool AllReduceCpu(const AllReduceParams& p, const AllReduceArrays& arrays,
                   const SymmetricView& view, uint32_t epoch, const WaitContext& ctx) {
   if (p.algorithm == AllReduceAlgorithm::kChunked) {
-    const shmem::Context all{view,
-                             p.Chunks().Channel(),
-                             epoch,
-                             p.Signature(),
-                             ctx,
-                             /*patience_ns=*/0,
-                             /*block=*/0,
-                             /*blocks=*/1};
-    return shmem::internal::RunCall(all, [&](const shmem::Context& call) {
+    const auto run = [&](const shmem::Context& call) {
       return WithNumbers(p.dtype, [&](auto number) {
         return ChunkedBody<decltype(number)>{p, arrays, call}.Run();
       });
-    });
+    };
+    return shmem::internal::RunCall(view, p.Chunks().Channel(), epoch, p.Signature(), ctx, run);
   }
   return RunPackets(p, view, epoch, ctx, [&](const PacketCall& call) {
     return WithNumbers(p.dtype,

@@ -8,19 +8,12 @@ namespace jflux {
 bool ExchangeCpu(const ExchangeParams& p, const ExchangeArrays& arrays, const SymmetricView& view,
                  uint32_t epoch, const WaitContext& ctx) {
   if (p.chunked) {
-    const shmem::Context all{view,
-                             p.Slots().Channel(),
-                             epoch,
-                             p.Signature(),
-                             ctx,
-                             /*patience_ns=*/0,
-                             /*block=*/0,
-                             /*blocks=*/1};
-    return shmem::internal::RunCall(all, [&](const shmem::Context& call) {
+    const auto run = [&](const shmem::Context& call) {
       return WithNumbers(p.dtype, [&](auto number) {
         return ChunkedExchangeBody<decltype(number)>{p, arrays, call}.Run();
       });
-    });
+    };
+    return shmem::internal::RunCall(view, p.Slots().Channel(), epoch, p.Signature(), ctx, run);
   }
   return RunPackets(p, view, epoch, ctx, [&](const PacketCall& call) {
     return WithNumbers(p.dtype, [&](auto number) {
