@@ -172,9 +172,7 @@ def _try_collective(op: str, dtype: np.dtype) -> str:
 def _most_mib(op: str) -> int:
     """Up to which power of two of MiB an op's kernels are chosen."""
     if op != "all_reduce":
-        platform = _heap._default_platform()
-        most = exchange.MOST_BYTES.get(platform, 0)
-        return max(most, exchange.MOST_BYTES_IN_PACKETS) >> 20
+        return exchange.MOST_BYTES >> 20
     ranks = min(jax.device_count(), _product.MAX_RANKS)
     sizes = itertools.takewhile(
         lambda mib: _jflux.choose_all_reduce(ranks, mib << 20) >= 0, (1 << i for i in range(20))

@@ -39,7 +39,6 @@ from jax import lax
 
 import jflux
 from jflux import testing
-from jflux._ops import exchange
 from jflux._ops.all_reduce import ALGORITHMS
 
 SIZES = [1, 2, 3, 5, 8, 13, 16, 31, 64, 100, 129, 200]
@@ -281,7 +280,6 @@ def main(argv: Iterable[str] | None = None) -> None:
     parser.add_argument("--most-calls", type=int, default=4, help="in one program")
     args = parser.parse_args(argv)
     jflux.config.update(strict=True, always=True)
-    exchange.MOST_BYTES["cuda"] = exchange.MOST_BYTES["cpu"]  # in chunks on GPUs too
     jflux.init()
     try:
         from tqdm import tqdm

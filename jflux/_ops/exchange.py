@@ -21,10 +21,10 @@ from .._mesh import AxisName
 from . import _product
 
 #: Up to so many bytes that reach a rank they travel in packets: for an all-to-all of more than two
-#: ranks, half of that. Up to MOST_BYTES, by platform, they travel in chunks, and above it is `lax`
-#: (docs/design/0006; on GPUs chunks have not been measured yet).
-MOST_BYTES_IN_PACKETS = 4 << 20
-MOST_BYTES = {"cpu": 64 << 20, "cuda": 0}
+#: ranks, half of that. Up to MOST_BYTES they travel in chunks, and above it is `lax`
+#: (docs/design/0006).
+MOST_BYTES_IN_PACKETS = 1 << 20
+MOST_BYTES = 64 << 20
 
 _forced: list[bool] = []
 
@@ -68,9 +68,9 @@ def all_gather(x: Any, *, axis_name: AxisName, axis: int = 0, tiled: bool = Fals
     where x is small.
 
     Inside ``jax.shard_map``, per rank along `axis_name`: all ranks' x, in rank order, in packets as
-    :func:`jflux.all_reduce` sends them. Where more than 4 MiB reach a rank it is `lax`'s; on CPUs
-    only above 64 MiB, or a third of the heap: up to there data travel in chunks that signals
-    announce. Differentiable like `lax`'s: the gradient is reduce-scattered.
+    :func:`jflux.all_reduce` sends them. Where more than 1 MiB reaches a rank data travel in chunks
+    that signals announce; above 64 MiB, or where that takes more than a third of the heap, it is
+    `lax`'s. Differentiable like `lax`'s: the gradient is reduce-scattered.
 
     Args:
       x: an array of any shape and type, or a pytree of such, each of which is one call.
@@ -263,30 +263,28 @@ def _bytes_that_reach_a_rank(x: Any, params: Params) -> int:
     return pieces * params.world if params.split is None else pieces
 
 
-def _most_bytes_in_packets(params: Params) -> int:
-    to_all = params.split is not None and params.concat is not None
-    return MOST_BYTES_IN_PACKETS // (2 if to_all and params.world > 2 else 1)
-
-
-def _is_chunked(x: Any, params: Params, platform: str) -> bool:
+def _is_chunked(x: Any, params: Params) -> bool:
     if _forced:
         return _forced[-1]
-    size = _bytes_that_reach_a_rank(x, params)
-    return _most_bytes_in_packets(params) < size <= MOST_BYTES.get(platform, 0)
+    to_all = params.split is not None and params.concat is not None
+    most_in_packets = MOST_BYTES_IN_PACKETS // (2 if to_all and params.world > 2 else 1)
+    return _bytes_that_reach_a_rank(x, params) > most_in_packets
 
 
 def _lax_is_faster(x, params, platform, mesh):
-    if _forced:
+    if _forced or not _is_chunked(x, params):
         return False
-    if not _is_chunked(x, params, platform):
-        return _bytes_that_reach_a_rank(x, params) > _most_bytes_in_packets(params)
     # Other calls should not find the heap full of what `lax` can move as well.
-    return _channel_bytes(x, params, platform) > _heap.heap_bytes(platform) // 3
+    most_of_the_heap = _heap.heap_bytes(platform) // 3
+    return (
+        _bytes_that_reach_a_rank(x, params) > MOST_BYTES
+        or _channel_bytes(x, params) > most_of_the_heap
+    )
 
 
-def _channel_bytes(x: Any, params: Params, platform: str) -> int:
+def _channel_bytes(x: Any, params: Params) -> int:
     piece = x.size * x.dtype.itemsize // (1 if params.split is None else params.world)
-    return _jflux.exchange_channel_bytes(params.world, piece, _is_chunked(x, params, platform))
+    return _jflux.exchange_channel_bytes(params.world, piece, _is_chunked(x, params))
 
 
 def _not_fused(x, params, platform, sums):
@@ -303,8 +301,8 @@ def _not_fused(x, params, platform, sums):
 
 def _launch(x, params, platform, mesh, groups, op):
     if _ffi.lowers_for_here(mesh):
-        _heap.reserve(platform, groups, op, lambda: _channel_bytes(x, params, platform))
-    return {"chunked": _is_chunked(x, params, platform), **_in_bytes(x, params)}
+        _heap.reserve(platform, groups, op, lambda: _channel_bytes(x, params))
+    return {"chunked": _is_chunked(x, params), **_in_bytes(x, params)}
 
 
 def _batch(primitive, operands, dims, *, params):

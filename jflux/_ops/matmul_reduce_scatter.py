@@ -69,7 +69,7 @@ def matmul_reduce_scatter(
     the CPU, a rank's own unrounded part first and then the others in rank order on GPUs. There,
     below 64 rows in all, from 129 to 511, and where a few rows beyond whole tiles of 256 cost more
     than the scatter, it is XLA's product and :func:`jflux.reduce_scatter`, which are faster; all
-    parts are rounded then, and summed in rank order up to 4 MiB, and above in that of
+    parts are rounded then, and summed in rank order up to 64 MiB, and above in that of
     `lax.psum_scatter`. With ``jflux.config(always=True)`` it is the kernel.
 
     `bias` and `residual` are added to what has been scattered, in float32 (float64 for float64). On

@@ -3,7 +3,7 @@
 // what has come to y, or sums it, in rank order.
 //
 // A block takes every so many-th chunk, and its block of the same place on the other ranks has the
-// same ones. It sends a few chunks ahead of those that it waits for, so that they have long come.
+// same ones. It sends two chunks ahead of those that it waits for, so that they have long come.
 // Nobody waits for anything but what a block of the same place sends, before it waits for what this
 // one has sent already.
 //
@@ -71,6 +71,10 @@ JFLUX_HD void CopyPiece(const PieceOf<char>& to, const PieceOf<const char>& from
   }
 }
 
+struct alignas(16) [[gnu::may_alias]] TwoUnits {
+  uint64_t unit[2];
+};
+
 // T: what is summed.
 template <typename T>
 struct ChunkedExchangeBody {
@@ -81,7 +85,7 @@ struct ChunkedExchangeBody {
 
   // False if a wait failed.
   JFLUX_HD bool Run() const {
-    constexpr int kAhead = 4;  // chunks
+    constexpr int kAhead = 2;  // chunks
     const PieceSlots slots = p.Slots();
     const int64_t chunks = slots.Chunks(), ahead = static_cast<int64_t>(kAhead) * ctx.blocks;
     for (int64_t c = ctx.block; c < chunks + ahead; c += ctx.blocks) {
@@ -129,7 +133,7 @@ struct ChunkedExchangeBody {
     if (!Block::all(ok)) return false;
     const int64_t first = c * slots.chunk_bytes, bytes = slots.BytesOf(c);
     if (p.Sums()) {
-      Sum(slots, first / kPacketPayload, CeilDiv(bytes, kPacketPayload));
+      Sum(slots, first, bytes);
       return true;
     }
     for (int d = 1; d < p.world; ++d) {
@@ -140,9 +144,11 @@ struct ChunkedExchangeBody {
     return true;
   }
 
-  JFLUX_HD void Sum(const PieceSlots& slots, int64_t first, int64_t units) const {
+  JFLUX_HD void Sum(const PieceSlots& slots, int64_t first, int64_t bytes) const {
+    if (OfX(0).HasVectors() && OfY(0).HasVectors()) return SumVectors(slots, first, bytes);
     const int rank = ctx.view.rank;
-    for (int64_t u = first + Block::rank(); u < first + units; u += Block::size()) {
+    const int64_t end = CeilDiv<int64_t>(first + bytes, kPacketPayload);
+    for (int64_t u = first / kPacketPayload + Block::rank(); u < end; u += Block::size()) {
       uint64_t payload[kMaxRanks];
       JFLUX_UNROLL  // loads that are on their way at the same time
           for (int src = 0; src < kMaxRanks; ++src) {
@@ -150,13 +156,34 @@ struct ChunkedExchangeBody {
         payload[src] = src == rank ? p.x.Load(arrays.x, rank, u)
                                    : LoadUnit(SlotAt(slots, src, rank), u, slots.slot_bytes);
       }
-      auto total = PayloadSum<T>::Of(payload[0]);
-      JFLUX_UNROLL
-      for (int src = 1; src < kMaxRanks; ++src) {
-        if (src < p.world) total.Add(PayloadSum<T>::Of(payload[src]));
-      }
-      p.y.Store(arrays.y, 0, u, total.Rounded());
+      p.y.Store(arrays.y, 0, u, Total(payload));
     }
+  }
+
+  JFLUX_HD void SumVectors(const PieceSlots& slots, int64_t first, int64_t bytes) const {
+    const int rank = ctx.view.rank;
+    for (int64_t at = first + 16 * Block::rank(); at < first + bytes; at += 16 * Block::size()) {
+      uint64_t low[kMaxRanks], high[kMaxRanks];
+      JFLUX_UNROLL
+      for (int src = 0; src < kMaxRanks; ++src) {
+        if (src >= p.world) continue;
+        const char* from = src == rank ? OfX(rank).At(at) : SlotAt(slots, src, rank) + at;
+        const TwoUnits both = *reinterpret_cast<const TwoUnits*>(from);
+        low[src] = both.unit[0];
+        high[src] = both.unit[1];
+      }
+      *reinterpret_cast<TwoUnits*>(OfY(0).At(at)) = TwoUnits{{Total(low), Total(high)}};
+    }
+  }
+
+  // Of a unit of each rank.
+  JFLUX_HD uint64_t Total(const uint64_t (&payload)[kMaxRanks]) const {
+    auto total = PayloadSum<T>::Of(payload[0]);
+    JFLUX_UNROLL
+    for (int src = 1; src < kMaxRanks; ++src) {
+      if (src < p.world) total.Add(PayloadSum<T>::Of(payload[src]));
+    }
+    return total.Rounded();
   }
 };
 
