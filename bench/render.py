@@ -68,34 +68,32 @@ NOTES = """
 - Where XLA's product and a collective are faster than one kernel jflux takes them, unless
   `jflux.config(always=True)` is set. Which calls those are is decided by rows (`apart_is_faster` in
   `jflux/_ops/_product.py`), and for matmul_all_to_all also by what it would multiply for nothing.
-  It is jflux's collective, which is `lax`'s above 4 MiB; in the tables of 3 and 4 GPUs it was
-  `lax`'s everywhere.
+  It is jflux's collective; in the tables of 3 and 4 GPUs it was `lax`'s everywhere, and in that of
+  one process for each of 2 GPUs above 4 MiB.
 - With 3 ranks a rank's rows are never whole tiles.
 - An efficiency above 1 means that jflux's product was faster than XLA's.
-- Tables dated before 2026-11-25 (3 and 4 GPUs, grids, peers, one process for each GPU of small
-  collectives) are of earlier kernels, and of random orders, in which some contestants came more
-  often than others after one that takes little power, such as C: 2 % that are nobody's
-  ([0010](design/0010-who-sends.md), "Who runs after whom"). All CTAs sent at once then; since only
-  some do at a time J - G on 2 GPUs is half of what it was, or less (there, "What it brought").
+- Tables dated before 2026-11-25 (3 and 4 GPUs, grids, peers) are of earlier kernels, and of random
+  orders, in which some contestants came more often than others after one that takes little power,
+  such as C: 2 % that are nobody's ([0010](design/0010-who-sends.md), "Who runs after whom"). All
+  CTAs sent at once then; since only some do at a time J - G on 2 GPUs is half of what it was, or
+  less (there, "What it brought").
 - The kernels of 4 GPUs had no tiles of 224 or 256 columns either, and began and ended
   later ([0009](design/0009-the-product.md)); on 2 GPUs that took 1 to 8 % of most calls' time,
   and up to 10 % more where tiles of 224 fit. With one process for each of 4 GPUs and with 3 GPUs
   they are older still: all-gathers did not travel in panels, few rows were not one sweep, and
   matmul_all_reduce was two calls. So are those with Pallas and PyTorch beside.
-- The all-gather of 2052 rows on 2 GPUs took 1.035 of S in one kernel. Such a call is two since, as
-  the reduce-scatter, and takes what S takes: that follows from both being the same, and has not
-  been timed. The all-gather of 336 rows is XLA's product and a gather in packets; its times spread
-  over 11 %, and where it took 1.03 of S its kernel took 1.01.
+- n and k that are no multiples of eight (11002, 4099) cannot be read 16 bytes at a time. XLA's
+  products take three to four times as long then; jflux pads w in each call.
 - E of 8192 rows is a small difference of long times, which differ by the clock that each finds: the
-  reduce-scatter has .72 with one process, and 1.21 with two.
+  reduce-scatter has .71 with one process, and 1.21 with two.
 - Four shapes on 2 GPUs use configurations that were measured to be faster than the heuristic's
   (`jflux/tables`). One on 4 (reduce-scatter 2048 x 8192 x 28672) used one that has been taken out
   since: all rows in one sweep, which was faster when all CTAs sent.
-- By the table of small collectives on 4 GPUs, jflux has since left to XLA: all_to_all of 4 MiB
-  (there 1.17 of XLA's time) and the norm after sums of 256 KiB and more (J there; now as
-  "apart"). Sums above 1 MiB have since gone in chunks up to 8 MiB
-  ([0006](design/0006-small-collectives.md)). On 2 GPUs chunks would still be 5 % faster than XLA at
-  64 MiB, but take 256 MiB of the heap; above 16 MiB it is XLA's.
+- By the table of small collectives on 4 GPUs, all_to_all of 4 MiB took 1.17 of XLA's time, in
+  packets, and the norm was in the kernel after sums of 256 KiB and more (now as "apart"). Sums
+  above 1 MiB have since gone in chunks up to 8 MiB, and exchanges up to 64 MiB
+  ([0006](design/0006-small-collectives.md)). On 2 GPUs chunks of sums would still be 5 % faster
+  than XLA at 64 MiB, but take 256 MiB of the heap; above 16 MiB they are XLA's.
 - matmul_all_reduce of 32 to 128 rows is one kernel on 2 GPUs, and XLA's product and all_reduce on
   more.
 - On every grid it helps most to have no loop over the layers ("unrolled", 10 to 17 % less time

@@ -96,6 +96,7 @@ def test_a_few_rows_beyond_whole_tiles_may_be_two_calls_on_gpus(op):
     slower = functools.partial(_product.apart_is_faster, op)
     # As measured: 4 rows that take as long as 256, an eighth of the product.
     assert slower(2052, 2, 24576) and not slower(2048, 2, 24576)
+    assert slower(2052, 2, 14336) and slower(1100, 2, 14336) and not slower(666, 2, 5520)
     # The tiles are full, or nearly so; there is more to hide; or too few rows for it to matter.
     assert not slower(4092, 2, 24576) and not slower(996, 2, 24576)
     assert not slower(2052, 4, 12288) and not slower(2052, 2, 4096)

@@ -54,23 +54,24 @@ inline constexpr int kMaxGroup = 4096;
 
 // What tiles that consumers share, and tiles of 128 columns, cost in an op, compared with an
 // all-gather. In a reduce-scatter nothing is multiplied while shared ones wait for parts, and small
-// ones have parts to send sooner. (An all-to-all sends tiles too.)
+// ones have parts to send sooner. (An all-to-all sends tiles too.) And how much of a wave nothing
+// hides if all rows are one sweep: the tiles of an all-gather then wait for the same rows, whatever
+// their size (666 x 11040 x 4104 on 2 x H200: 62 us in one wave, 88 in two of half as wide tiles).
 struct TileCosts {
-  double shared, narrow;
+  double shared, narrow, exposed_in_one_sweep;
 };
-inline constexpr TileCosts kGatherCosts{1, 1}, kScatterCosts{1.02, 0.96};
+inline constexpr double kExposed = 0.5;  // what the first tiles wait for, and the last ones send
+inline constexpr TileCosts kGatherCosts{1, 1, 0}, kScatterCosts{1.02, 0.96, kExposed};
 
 // Waves of tiles on `sm_count` SMs, times what a tile costs, per k: a fit to 38 calls of three ops
 // on 2 x H200 and 48 products on one, in the mean of normal numbers, where power is the limit, and
 // of zeros, where it is not. It chooses what was measured as the fastest, or for the calls at
 // most 2.7 % slower (docs/design/0009).
 inline double EstimateCost(const GemmChoice& c, int64_t m, int64_t n, int64_t k, int sm_count,
-                           const TileCosts& costs = kGatherCosts) {
+                           const TileCosts& costs = kGatherCosts, double exposed = kExposed) {
   const int64_t tiles =
       CeilDiv<int64_t>(m, kGemmTileM * c.cluster_m) * CeilDiv<int64_t>(n, c.tile_n);
   const int64_t waves = CeilDiv<int64_t>(tiles, sm_count / c.cluster_m);
-  // What the first tiles wait for, and what the last ones have to send, nothing hides.
-  constexpr double kExposed = 0.5;
   // Wider tiles use what they read more often. A CTA alone shares w with none.
   const double per_column = c.tile_n == 256    ? 0.94
                             : c.tile_n == 224  ? 0.965
@@ -82,7 +83,7 @@ inline double EstimateCost(const GemmChoice& c, int64_t m, int64_t n, int64_t k,
   // take.
   const double finish = IsShared(c.tile_n) ? 350.0 * kGemmTileK / static_cast<double>(k) : 0.0;
   const double op = IsShared(c.tile_n) ? costs.shared : c.tile_n == 128 ? costs.narrow : 1;
-  return (static_cast<double>(waves) + kExposed) * (c.tile_n * per_column + finish) * op;
+  return (static_cast<double>(waves) + exposed) * (c.tile_n * per_column + finish) * op;
 }
 
 // What the links of another GPU carry, in that of an H200's: 1, 1/2, 1/4, ... A probe's readings,
@@ -112,7 +113,10 @@ inline GemmChoice ChooseGemm(int world, int64_t rows_per_rank, int64_t n, int64_
                              const TileCosts& costs = kGatherCosts, double links = 1) {
   const bool one_sweep = InOneSweep(world, rows_per_rank, links);
   const int64_t m = world * rows_per_rank;
-  const auto cost = [&](const GemmChoice& c) { return EstimateCost(c, m, n, k, sm_count, costs); };
+  const double exposed = one_sweep ? costs.exposed_in_one_sweep : kExposed;
+  const auto cost = [&](const GemmChoice& c) {
+    return EstimateCost(c, m, n, k, sm_count, costs, exposed);
+  };
   GemmChoice best{192, 1, 16};
   for (const GemmChoice& c : kCompiled) {
     if (c.cluster_m > 1 && !one_sweep && rows_per_rank < kGemmTileM * c.cluster_m) continue;

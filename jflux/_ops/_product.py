@@ -135,10 +135,10 @@ def why_no_kernel(pairs: Iterable[tuple[Any, Any]], params: Any, platform: str) 
 FEWEST_ROWS = {"all_gather_matmul": 64, "matmul_reduce_scatter": 64, "matmul_all_reduce": 32}
 
 
-#: Of w on each rank, columns of an all-gather or rows of a reduce-scatter, for which XLA's
-#: communication of a row takes as long as its product, on H200s: 2 k bytes at 150 GB/s, and 2 k n
-#: operations at 670 TFLOP/s.
-AS_LONG_AS_ITS_PRODUCT = 4500
+#: Of w on each rank, columns of an all-gather or rows of a reduce-scatter, for which communication
+#: of a row by itself, in chunks, takes as long as its product, on H200s: 2 k bytes at 290 GB/s, and
+#: 2 k n operations at 670 TFLOP/s.
+AS_LONG_AS_ITS_PRODUCT = 2300
 
 
 def apart_is_faster(op: str, m: int, ranks: int = 1, width: int = 0) -> bool:

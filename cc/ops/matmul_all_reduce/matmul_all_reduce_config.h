@@ -14,7 +14,7 @@ inline bool AreFewRows(const MatmulAllReduceParams& p) {
 }
 
 // Measured as kScatterCosts.
-inline constexpr TileCosts kReduceCosts{1.04, kScatterCosts.narrow};
+inline constexpr TileCosts kReduceCosts{1.04, kScatterCosts.narrow, kExposed};
 
 // Up to 2048 rows are one sweep over w: then tiles are finished, and sent to the peers, from the
 // beginning on. More are shorter sweeps: faster at 4096 (docs/design/0010).
