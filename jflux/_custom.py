@@ -246,10 +246,10 @@ def _signature(avals, params: Params) -> int:
 def _launch(*avals, params, platform, mesh, groups):
     _register(params.name, platform)
     if _ffi.lowers_for_here(mesh):
-        channel_bytes = functools.partial(
-            _jflux.custom_channel_bytes, params.data_bytes, params.num_signals
+        workspace_bytes = functools.partial(
+            _jflux.custom_workspace_bytes, params.data_bytes, params.num_signals
         )
-        _heap.reserve(platform, groups, f"custom_call({params.name})", channel_bytes)
+        _heap.reserve(platform, groups, f"custom_call({params.name})", workspace_bytes)
     numbers: dict[type, Any] = {bool: np.bool_, int: np.int64, float: np.float64, str: str}
     return {
         "op": params.name,

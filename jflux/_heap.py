@@ -113,7 +113,7 @@ def poison() -> None:
 
 
 def set_cuda_epochs(epoch: int) -> None:
-    """As if each channel on this process's GPUs had made so many calls. Only for tests, between
+    """As if each workspace on this process's GPUs had made so many calls. Only for tests, between
     calls: all processes do it after one barrier and before another."""
     from . import _jflux
 
@@ -192,7 +192,7 @@ def why_not_usable(platform: str, mesh: Mesh) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """What the size of a call's channel depends on: per rank, as cc/core/rows.h names it."""
+    """What the size of a call's workspace depends on: per rank, as cc/core/rows.h names it."""
 
     op: str
     world: int
@@ -205,11 +205,11 @@ class Product:
     transpose_rhs: bool
     choice: tuple[int, ...]  # of the GPU kernels; nothing on CPUs
 
-    def channel_bytes(self) -> int:
-        """Of its channel on GPUs."""
+    def workspace_bytes(self) -> int:
+        """Of its workspace on GPUs."""
         from . import _jflux
 
-        total = _jflux.cuda_channel_bytes(
+        total = _jflux.cuda_workspace_bytes(
             self.op, self.world, self.outer, self.inner, self.k, self.n,
             dtype_number(self.dtype), dtype_number(self.out_dtype), self.transpose_rhs, self.choice,
         )  # fmt: skip
@@ -221,8 +221,8 @@ class Product:
         return total
 
 
-def reserve(platform: str, groups: np.ndarray, op: str, channel_bytes: Callable[[], int]) -> None:
-    """Makes sure that the heap exists and has room for a call of `op`, whose channel on GPUs takes
+def reserve(platform: str, groups: np.ndarray, op: str, workspace_bytes: Callable[[], int]) -> None:
+    """Makes sure that the heap exists and has room for a call of `op`, whose workspace on GPUs takes
     so much.
 
     Raises:
@@ -231,7 +231,7 @@ def reserve(platform: str, groups: np.ndarray, op: str, channel_bytes: Callable[
     _ensure(platform)
     if platform == "cuda":
         with _lock:
-            _reserve_cuda_channel(groups, op, channel_bytes())
+            _reserve_cuda_workspace(groups, op, workspace_bytes())
 
 
 def _ensure(platform: str) -> None:
@@ -272,21 +272,21 @@ def dtype_number(dtype: np.dtype) -> int:
     return _DTYPES.index(dtype.name)
 
 
-# With several processes: the channels on GPUs that they have agreed on, in the order of their
+# With several processes: the workspaces on GPUs that they have agreed on, in the order of their
 # places in the heap; (groups and size) -> bytes. Kept over a shutdown, as is the agreement itself.
 _agreed: dict[str, int] = {}
 _agreed_groups: dict[str, list[int]] = {}  # of those entries that this process uses
 
 
-def _reserve_cuda_channel(groups: np.ndarray, op: str, total: int) -> None:
-    """Makes room for the channels of this size of these groups."""
+def _reserve_cuda_workspace(groups: np.ndarray, op: str, total: int) -> None:
+    """Makes room for the workspaces of this size of these groups."""
     from . import _jflux
 
     flat = groups.ravel().tolist()
     if jax.process_count() == 1:
-        fits = _jflux.cuda_heap_find_channel(flat, total)
+        fits = _jflux.cuda_heap_find_workspace(flat, total)
     else:
-        fits = _agree_on_channel(flat, f"{groups.shape}", total)
+        fits = _agree_on_workspace(flat, f"{groups.shape}", total)
     if not fits:
         taken, has = _jflux.cuda_heap_taken(), heap_bytes("cuda")
         raise ValueError(
@@ -296,31 +296,31 @@ def _reserve_cuda_channel(groups: np.ndarray, op: str, total: int) -> None:
         )
 
 
-def _agree_on_channel(groups: list[int], shape: str, total: int) -> bool:
-    """Finds the channel's place, the same in every process: the sum of the sizes before it. Entry i
+def _agree_on_workspace(groups: list[int], shape: str, total: int) -> bool:
+    """Finds the workspace's place, the same in every process: the sum of the sizes before it. Entry i
     of the list in the key-value store belongs to whoever writes it first."""
     digest = hashlib.sha256(repr((groups, shape)).encode()).hexdigest()[:32]
     key = f"{digest}/{total}"
     while key not in _agreed:
-        entry = claim(f"cuda_channel/{len(_agreed)}", key)
+        entry = claim(f"cuda_workspace/{len(_agreed)}", key)
         _agreed[entry] = int(entry.rsplit("/", 1)[1])
     if key in _agreed_groups:
         return True
     _agreed_groups[key] = groups
-    return _place_agreed_channel(key)
+    return _place_agreed_workspace(key)
 
 
-def _place_agreed_channel(key: str) -> bool:
+def _place_agreed_workspace(key: str) -> bool:
     from . import _jflux
 
-    place = _jflux.cuda_first_channel()
+    place = _jflux.cuda_first_workspace()
     for entry, total in _agreed.items():
         if entry == key:
             break
         place += total
-    if place + _agreed[key] > _jflux.cuda_first_channel() + heap_bytes("cuda"):
+    if place + _agreed[key] > _jflux.cuda_first_workspace() + heap_bytes("cuda"):
         return False
-    _jflux.cuda_heap_add_channel(_agreed_groups[key], _agreed[key], place)
+    _jflux.cuda_heap_add_workspace(_agreed_groups[key], _agreed[key], place)
     return True
 
 
@@ -345,9 +345,9 @@ def _create_cuda_heap() -> None:
                     device_id, handle = item.split("=")
                     _jflux.cuda_heap_attach(int(device_id), handle)
     _jflux.cuda_heap_probe()
-    # Functions compiled before a shutdown find their channels again, as far as the heap goes.
+    # Functions compiled before a shutdown find their workspaces again, as far as the heap goes.
     for key in _agreed_groups:
-        _place_agreed_channel(key)
+        _place_agreed_workspace(key)
 
 
 def _create_cpu_heap() -> None:

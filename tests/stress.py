@@ -248,7 +248,7 @@ def stress(
 ) -> str:
     """Makes at least `calls` calls and checks each; returns a line that says what was done."""
     rng = random.Random(seed)
-    # Of the devices, a few: the heap has channels for each order's groups.
+    # Of the devices, a few: the heap has workspaces for each order's groups.
     orders = [rng.sample(range(RANKS), RANKS) for _ in range(4)]
     done = programs = 0
     start = time.monotonic()

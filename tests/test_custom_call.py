@@ -144,7 +144,7 @@ def test_transforms(halo):
 
 def test_in_a_loop_beside_other_calls(halo):
     """On GPUs XLA captures the loop's body, and replays find new data and new epochs. The other
-    op's channel is the same."""
+    op's workspace is the same."""
     mesh, steps, k = make_mesh((RANKS,)), 100, 16
     x = np.round(8 * normal(0, (RANKS, steps, 8, k), np.float32)).astype(jnp.bfloat16)
     w = np.broadcast_to(np.eye(k), (RANKS, k, k)).astype(jnp.bfloat16)

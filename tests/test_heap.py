@@ -217,7 +217,7 @@ def test_poison_reaches_a_free_workspace(own_heap):
 
 @pytest.mark.skipif(PLATFORM != "gpu", reason="tests/cc wraps the CPU back end's")
 def test_epochs_wrap():
-    """A channel's calls are counted in 32 bits, which a server has used up in days."""
+    """A workspace's calls are counted in 32 bits, which a server has used up in days."""
     x = normal(0, (RANKS, 10, RANKS * 4, 16), jnp.bfloat16)  # ten steps
 
     def body(module, x):
@@ -244,7 +244,7 @@ def test_epochs_wrap():
         for m in (jflux, jflux.reference)
     )
     want = [np.asarray(y, np.float32) for y in plain(x)]
-    jax.block_until_ready(f(x))  # from now on there are all channels
+    jax.block_until_ready(f(x))  # from now on there are all workspaces
     for before in (5, 6):  # the wrap falls on an even or odd step
         _heap.set_cuda_epochs(2**32 - before)
         for _ in range(2):

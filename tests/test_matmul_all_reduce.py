@@ -246,7 +246,7 @@ def test_heap_of_the_kernel(rows, columns):
             choice=dataclasses.astuple(choice),
         )  # fmt: skip
         said = matmul_all_reduce.heap_bytes_of(rows, columns, RANKS)
-        assert product.channel_bytes() <= said * 1.01 + 8192
+        assert product.workspace_bytes() <= said * 1.01 + 8192
 
 
 @pytest.mark.parametrize("dtype, transpose_rhs", [(jnp.bfloat16, False), (np.float16, True)])

@@ -872,7 +872,7 @@ def test_threads_that_compile_and_run():
 
 
 def test_all_products_share_workspaces():
-    """Shapes and ops in turns over the same channels: no call reads what another one left."""
+    """Shapes and ops in turns over the same workspaces: no call reads what another one left."""
     mesh = make_mesh((RANKS,))
     for _ in range(2):
         for rows in (1, 5, 2):

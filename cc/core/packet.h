@@ -8,14 +8,14 @@
 //   flag     The epoch of the call, as signals have it (core/signal.h): it only grows, so nothing
 //            is reset, and what an earlier call left is older. It is never 0, fresh memory's. In a
 //            packet's place there must never have been anything but packets; that is why they have
-//            channels of their own.
+//            workspaces of their own.
 //   hello    A packet says nothing of what the ranks run. So in every call each rank also sends
 //            each peer one signal, with the call's signature, and waits for theirs. That, too, is
 //            how every rank hears from every peer, on which the reuse of the two halves rests.
 //
-//   channel for packets
+//   workspace for packets
 //   +---------------+---------+---------+-----------+-----------+
-//   | ChannelHeader | hello 0 | hello 1 | packets 0 | packets 1 |
+//   | WorkspaceHeader | hello 0 | hello 1 | packets 0 | packets 1 |
 //   +---------------+---------+---------+-----------+-----------+
 #ifndef JFLUX_CORE_PACKET_H_
 #define JFLUX_CORE_PACKET_H_
@@ -50,8 +50,8 @@ JFLUX_HD bool LoadPacket(const Packet* p, uint32_t flag, uint64_t* payload) {
   return static_cast<uint32_t>(a >> 32) == flag && static_cast<uint32_t>(b >> 32) == flag;
 }
 
-// A channel that holds packets alone. Its sizes are none of ChannelLayout's, which always has room
-// for signals.
+// A workspace that holds packets alone. Its sizes are none of WorkspaceLayout's, which always has
+// room for signals.
 struct PacketLayout {
   int64_t half_bytes;  // a power of two
 
@@ -60,7 +60,7 @@ struct PacketLayout {
     while (size < packets * static_cast<int64_t>(sizeof(Packet))) size *= 2;
     return PacketLayout{size};
   }
-  // That whose TotalBytes() is `total`, unless it is a channel of signals and data.
+  // That whose TotalBytes() is `total`, unless it is a workspace of signals and data.
   static std::optional<PacketLayout> OfTotal(int64_t total) {
     for (int64_t size = kMinHalfBytes; PacketLayout{size}.TotalBytes() <= total; size *= 2) {
       if (PacketLayout{size}.TotalBytes() == total) return PacketLayout{size};
@@ -85,7 +85,7 @@ struct PacketCall {
   PacketLayout layout;
   uint32_t epoch, signature;
   WaitContext wait;
-  uint64_t patience_ns;  // of a wait, from when it begins; 0: wait.deadline_ns is set already
+  uint64_t timeout_ns;  // of a wait, from when it begins; 0: wait.deadline_ns is set already
 
   JFLUX_HD Packet* At(int rank, int64_t index) const {
     return view.At<Packet>(rank, layout.PacketOffset(epoch)) + index;
@@ -163,7 +163,7 @@ struct PacketCall {
   }
   JFLUX_HD WaitContext Deadline() const {
     WaitContext ctx = wait;
-    if (patience_ns != 0) ctx.deadline_ns = NowNs() + patience_ns;
+    if (timeout_ns != 0) ctx.deadline_ns = NowNs() + timeout_ns;
     return ctx;
   }
 };

@@ -7,7 +7,7 @@
 //   reader   Polls with acquire at system scope until the word's epoch is the call's. What the
 //            writer wrote before its store is then visible. (TMA reads need a proxy fence on top;
 //            see gpu/ptx.cuh.)
-//   reset    Never. Epochs of a channel only grow (on a GPU they count its calls), so a captured
+//   reset    Never. Epochs of a workspace only grow (on a GPU they count its calls), so a captured
 //            CUDA graph replays without clearing anything, and 0 (fresh memory) is older than any
 //            call.
 //   reuse    Workspaces are doubled; call e uses half e % 2. A rank that is in call e has every
@@ -36,7 +36,7 @@ JFLUX_HD constexpr Signal MakeSignal(uint32_t epoch, uint32_t signature) {
 JFLUX_HD constexpr uint32_t EpochOf(Signal s) { return static_cast<uint32_t>(s >> 32); }
 JFLUX_HD constexpr uint32_t SignatureOf(Signal s) { return static_cast<uint32_t>(s); }
 
-// The epoch of the call after. 0 is left to fresh memory; a channel's halves go on in turn.
+// The epoch of the call after. 0 is left to fresh memory; a workspace's halves go on in turn.
 JFLUX_HD constexpr uint32_t NextEpoch(uint32_t epoch) {
   return epoch == 0xffffffff ? 2 : epoch + 1;
 }

@@ -15,14 +15,14 @@
 // So no two ranks work for, or wait for, the same peer in the same phase, and neither end of the
 // communication is exposed.
 //
-// Few rows are one sweep over n instead (group_m == 0): of each column all tiles, in these orders,
-// before the next column's.
+// Few rows are one raster group over n instead (group_m == 0): of each column all tiles, in these
+// orders, before the next column's.
 //
 // Deadlock: a tile with own rows waits, in matmul + reduce-scatter, for the same tile of every
 // peer. Tiles without own rows wait for nobody and come first. Of the tiles with own rows, those
 // that straddle come first, column by column and from top to bottom in each, which is the same
 // order on all ranks that share one; so of the unfinished ones the first in that order is always
-// either being computed or next to be taken. In one sweep that holds column by column.
+// either being computed or next to be taken. In one raster group that holds column by column.
 #ifndef JFLUX_CORE_TILE_ORDER_H_
 #define JFLUX_CORE_TILE_ORDER_H_
 
@@ -41,13 +41,13 @@ struct Tile {
 struct TileGrid {
   int32_t tiles_m;
   int32_t tiles_n;
-  int32_t group_m;  // tile rows that share a sweep over n, so that w's tiles are reused from L2;
-                    // 0: all of them do, whoever's they are
+  int32_t group_m;  // tile rows that share a raster group over n, so that w's tiles are reused from
+                    // L2; 0: all of them do, whoever's they are
   int32_t at_once = 0;  // tiles that are computed at the same time, where that matters
 };
 
-// The t-th tile of a sweep over `rows` consecutive positions: `group_m` positions at a time, all of
-// n for each group. Tile::m is a position in [0, rows).
+// The t-th tile of a raster group over `rows` consecutive positions: `group_m` positions at a time,
+// all of n for each group. Tile::m is a position in [0, rows).
 JFLUX_HD constexpr Tile GroupedTile(int32_t t, int32_t rows, int32_t tiles_n, int32_t group_m) {
   const int32_t per_group = group_m * tiles_n;
   const int32_t first = t / per_group * group_m;
@@ -64,13 +64,14 @@ JFLUX_HD constexpr int32_t LastTileOf(int rank, int64_t rows_per_rank, int32_t t
   return static_cast<int32_t>(Quotient((rank + 1) * rows_per_rank - 1, tile_m));
 }
 
-// all-gather + matmul. Own rows are swept by themselves: what shares a sweep must be there at once.
+// all-gather + matmul. Own rows are swept by themselves: what shares a raster group must be there
+// at once.
 //
-// If the own tiles do not keep all workers busy, the rest of them would start with a sweep over all
-// other rows, and so wait for the last to arrive. They take tiles of the nearest rows instead; in
-// the columns concerned (n < fill) the sweep then has one rank less:
+// If the own tiles do not keep all workers busy, the rest of them would start with a raster group
+// over all other rows, and so wait for the last to arrive. They take tiles of the nearest rows
+// instead; in the columns concerned (n < fill) the raster group then has one rank less:
 //
-//     n   0 1 2 3 4 5 6        1 own, 2 nearest, 3 and 4 the sweep over the others
+//     n   0 1 2 3 4 5 6        1 own, 2 nearest, 3 and 4 the raster group over the others
 //   own   1 1 1 1 1 1 1
 //  next   2 2 2 4 4 4 4
 //         3 3 3 4 4 4 4
@@ -128,16 +129,16 @@ struct GatherOrder {
 
 // matmul + reduce-scatter.
 struct ScatterOrder {
-  TileGrid grid;        // in one sweep, of a column
+  TileGrid grid;        // in one raster group, of a column
   int32_t first, last;  // tile rows with own rows
   bool head, tail;      // whether others share the first of them, and the last, if that is another
-  bool one_sweep;
+  bool single_group;
 
   static constexpr ScatterOrder Make(const TileGrid& whole, int rank, int world,
                                      int64_t rows_per_rank, int32_t tile_m) {
     ScatterOrder o{whole, 0, 0, false, false, whole.group_m == 0};
-    // In one sweep, a column is a grid of its own.
-    if (o.one_sweep) o.grid = TileGrid{whole.tiles_m, 1, whole.tiles_m};
+    // In one raster group, a column is a grid of its own.
+    if (o.single_group) o.grid = TileGrid{whole.tiles_m, 1, whole.tiles_m};
     o.first = FirstTileOf(rank, rows_per_rank, tile_m);
     o.last = LastTileOf(rank, rows_per_rank, tile_m);
     const bool begins_in = rank * rows_per_rank % tile_m != 0;
@@ -148,7 +149,7 @@ struct ScatterOrder {
   }
 
   JFLUX_HD constexpr Tile At(int32_t t) const {
-    const int32_t column = one_sweep ? t / grid.tiles_m : 0;
+    const int32_t column = single_group ? t / grid.tiles_m : 0;
     t -= column * grid.tiles_m;
     const int32_t own = last - first + 1, others = grid.tiles_m - own;
     // 1. tiles without own rows, from the next rank's on

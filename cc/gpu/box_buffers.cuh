@@ -1,5 +1,5 @@
 // Shared memory through which a warp's lane copies staged boxes from a workspace to y: bulk copies
-// in, TMA stores out. It is where Op::Send moves pieces otherwise.
+// in, TMA stores out. It is where Op::Send moves boxes otherwise.
 #ifndef JFLUX_GPU_BOX_BUFFERS_CUH_
 #define JFLUX_GPU_BOX_BUFFERS_CUH_
 
@@ -15,18 +15,18 @@ namespace jflux {
 template <typename Config>
 struct BoxBuffers {
   using Box = Staged<Config::kTileN>;
-  static constexpr int kCount = Config::kPieces * Config::kPieceBytes / Box::kBoxBytes;
-  static_assert(1 < kCount && kCount <= Config::kPieces && Config::kSendOffset % 1024 == 0);
+  static constexpr int kCount = Config::kSendBoxes * Config::kSendBoxBytes / Box::kBoxBytes;
+  static_assert(1 < kCount && kCount <= Config::kSendBoxes && Config::kSendOffset % 1024 == 0);
   GemmSmem<Config> smem;
   uint32_t parities = 0;  // a bit for each
 
-  __device__ uint32_t At(int i) const { return smem.Piece(0) + i * Box::kBoxBytes; }
+  __device__ uint32_t At(int i) const { return smem.SendBox(0) + i * Box::kBoxBytes; }
   __device__ void Load(int i, const char* from, int bytes) {
-    ptx::MbarrierArriveExpectTx(smem.PieceFull(i), bytes);
-    ptx::BulkLoad(At(i), from, bytes, smem.PieceFull(i));
+    ptx::MbarrierArriveExpectTx(smem.SendBoxFull(i), bytes);
+    ptx::BulkLoad(At(i), from, bytes, smem.SendBoxFull(i));
   }
   __device__ uint32_t Await(int i) {
-    ptx::MbarrierWait(smem.PieceFull(i), (parities >> i) & 1);
+    ptx::MbarrierWait(smem.SendBoxFull(i), (parities >> i) & 1);
     parities ^= 1u << i;
     return At(i);
   }

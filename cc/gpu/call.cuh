@@ -24,12 +24,13 @@ struct Turn {
 // rank waits for is running on all ranks, or is the next to. The place and the epoch are one word,
 // taken at once; the last cluster to take its place raises the epoch for the next call.
 template <int kCtas = 1>
-__device__ __forceinline__ Turn TakeTurn(ChannelHeader* header) {
+__device__ __forceinline__ Turn TakeTurn(WorkspaceHeader* header) {
   namespace cg = cooperative_groups;
   __shared__ uint64_t taken;
   const bool leads = kCtas == 1 || cg::this_cluster().block_rank() == 0;
   if (leads && threadIdx.x + threadIdx.y + threadIdx.z == 0) {
-    static_assert(offsetof(ChannelHeader, epoch) == 0 && offsetof(ChannelHeader, next_send) == 4);
+    static_assert(offsetof(WorkspaceHeader, epoch) == 0 &&
+                  offsetof(WorkspaceHeader, next_send) == 4);
     auto* word = reinterpret_cast<unsigned long long*>(header);
     taken = atomicAdd(word, 1ull << 32);
     if (taken >> 32 == gridDim.x / kCtas - 1) {
@@ -62,7 +63,7 @@ __device__ __forceinline__ void DelayCall(const DeviceState& state, uint32_t epo
 // For threads that have waited for peers, after their last wait: one of each warp will do.
 template <typename Args>
 __device__ __forceinline__ void EndOfWaits(const Args& args) {
-  const auto* header = args.view.template At<ChannelHeader>(args.view.rank, 0);
+  const auto* header = args.view.template At<WorkspaceHeader>(args.view.rank, 0);
   if (LoadRelaxed(&header->stop) == 0) return;
   // A call that failed must not look like one that did not. The host first gets the time to print
   // why: XLA will only say that a launch failed.

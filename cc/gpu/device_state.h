@@ -9,21 +9,21 @@
 
 namespace jflux {
 
-// What jflux.timeline shows: one piece of work of one role of a kernel.
+// What jflux.timeline shows: one span of work of one role of a kernel.
 enum class EventKind : uint16_t {
-  kWaitRows = 0,    // a scout, for a tile's rows: a = tile row, b = tile column
+  kWaitRows = 0,    // a scheduler, for a tile's rows: a = tile row, b = tile column
   kMultiply = 1,    // a consumer, likewise
   kEpilogue = 2,    // a consumer, until its staging is written
-  kWaitParts = 3,   // a scout, for the peers' parts of a tile
+  kWaitParts = 3,   // a scheduler, for the peers' parts of a tile
   kSend = 4,        // until the data has arrived: a = peer, b = chunk or tile row
   kStore = 5,       // a storer, until y's tile has left the staging (a lent stage: begins to leave)
   kCopy = 6,        // a sender, until a peer's tile has left the workspace: as kSend
-  kWaitToSend = 7,  // a storer, for a permit: as kMultiply
+  kWaitToSend = 7,  // a storer, for the send semaphore: as kMultiply
 };
 
 struct TimelineEvent {
   uint64_t begin_ns, end_ns;  // the GPU's global timer
-  uint32_t call;              // the channel's epoch
+  uint32_t call;              // the workspace's epoch
   uint16_t kind, sm;
   int32_t a, b;
 };
@@ -42,7 +42,7 @@ struct DeviceState {
   Timeline timeline;
 };
 
-inline constexpr int64_t kDeviceStateBytes = 4096;  // channels start behind it
+inline constexpr int64_t kDeviceStateBytes = 4096;  // workspaces start behind it
 
 }  // namespace jflux
 

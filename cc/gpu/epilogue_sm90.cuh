@@ -34,8 +34,8 @@ __device__ __forceinline__ float2 Unpack(uint32_t v) {
   }
 }
 
-// Where 16-byte piece `piece` of row `row` lies in a staged block. TMA stores take boxes of 64 (or,
-// where tiles are not multiples of that, 32) columns, whose pieces are swizzled by the row.
+// Where 16-byte vector `vector` of row `row` lies in a staged block. TMA stores take boxes of 64
+// (or, where tiles are not multiples of that, 32) columns, whose vectors are swizzled by the row.
 template <int kTileN>
 struct Staged {
   static constexpr int kColumns = kTileN % 64 == 0 ? 64 : 32;
@@ -44,10 +44,11 @@ struct Staged {
     constexpr int kBoxes = 64 / kColumns;  // of a strip
     return block.Strip(box / kBoxes) + box % kBoxes * kBoxBytes;
   }
-  static __device__ __forceinline__ uint32_t At(const StagedBlock& block, int row, int piece) {
-    constexpr int kPieces = kColumns / 8;
+  static __device__ __forceinline__ uint32_t At(const StagedBlock& block, int row, int vector) {
+    constexpr int kVectors = kColumns / 8;
     const int swizzle = kColumns == 64 ? row & 7 : row >> 1 & 3;
-    return Box(block, piece / kPieces) + row * kColumns * 2 + ((piece % kPieces ^ swizzle) * 16);
+    return Box(block, vector / kVectors) + row * kColumns * 2 +
+           ((vector % kVectors ^ swizzle) * 16);
   }
 };
 
@@ -85,15 +86,15 @@ __device__ __forceinline__ void StoreStagedBlock(const StagedBlock& block, const
 template <typename T, int kTileN, typename RowOf>
 __device__ __forceinline__ void ScatterStagedRows(const StagedBlock& block, int barrier, void* y,
                                                   int64_t n0, int64_t n, RowOf&& row_of) {
-  constexpr int kPieces = kTileN / 8;
+  constexpr int kVectors = kTileN / 8;
   const int thread = threadIdx.x % 128;
   ptx::BarrierSync(barrier, 128);  // all of it is there
-  for (int i = thread; i < 64 * kPieces; i += 128) {
-    const int r = i / kPieces, piece = i % kPieces;
-    const int64_t col = n0 + piece * 8, at = row_of(r);
+  for (int i = thread; i < 64 * kVectors; i += 128) {
+    const int r = i / kVectors, vector = i % kVectors;
+    const int64_t col = n0 + vector * 8, at = row_of(r);
     if (at >= 0 && col < n) {
       ptx::StoreGlobal16(static_cast<T*>(y) + at + col,
-                         ptx::LoadShared16(Staged<kTileN>::At(block, r, piece)));
+                         ptx::LoadShared16(Staged<kTileN>::At(block, r, vector)));
     }
   }
   ptx::BarrierSync(barrier, 128);  // all of it has been read

@@ -15,8 +15,8 @@ namespace jflux {
 
 // What a role knows of the call it serves.
 struct CallContext {
-  WaitContext wait;      // its deadline is set when a wait begins: reading the clock takes long
-  uint64_t patience_ns;  // how long a wait may last
+  WaitContext wait;     // its deadline is set when a wait begins: reading the clock takes long
+  uint64_t timeout_ns;  // how long a wait may last
   uint32_t epoch;
   Signal signal;
   const DeviceState* state;
@@ -33,13 +33,13 @@ template <typename Args>
 __device__ __forceinline__ CallContext MakeContext(const Args& args) {
   CallContext call;
   const DeviceState state = *args.state;
-  auto* header = args.view.template At<ChannelHeader>(args.view.rank, 0);
+  auto* header = args.view.template At<WorkspaceHeader>(args.view.rank, 0);
   call.epoch = NextEpoch(header->epoch);
   call.signal = MakeSignal(call.epoch, args.signature);
   call.state = args.state;
   call.recording = state.timeline.events != nullptr;
   call.delays = state.hooks.max_delay_us != 0;
-  call.patience_ns = state.deadline_ns;
+  call.timeout_ns = state.deadline_ns;
   call.wait = WaitContext{state.fault, &header->stop,  0,
                           args.op,     args.view.rank, state.hooks.skip_waits != 0};
   return call;
@@ -55,15 +55,15 @@ __device__ __forceinline__ void AwaitPeer(const CallContext& call, const Signal*
                                           int64_t unit) {
   if (HasCome(call, word) || Faulted(call.wait)) return;
   WaitContext wait = call.wait;
-  wait.deadline_ns = NowNs() + call.patience_ns;
+  wait.deadline_ns = NowNs() + call.timeout_ns;
   WaitSignal(word, call.signal, peer, unit, wait);
 }
 
 // One lane of each warp that takes from a counter calls it when it has taken its last: of each CTA
-// the scout and the sender. All have read the epoch by then.
+// the scheduler and the sender. All have read the epoch by then.
 template <typename Args>
 __device__ __forceinline__ void LeaveCounters(const Args& args) {
-  auto* header = args.view.template At<ChannelHeader>(args.view.rank, 0);
+  auto* header = args.view.template At<WorkspaceHeader>(args.view.rank, 0);
   __threadfence();
   if (atomicAdd(&header->exited, 1) != 2 * gridDim.x - 1) return;
   header->next_send = 0;
@@ -78,18 +78,18 @@ __device__ __forceinline__ void LeaveCounters(const Args& args) {
 template <typename Args>
 __device__ __forceinline__ int32_t TakeUnit(const Args& args) {
   return static_cast<int32_t>(
-      atomicAdd(&args.view.template At<ChannelHeader>(args.view.rank, 0)->next_send, 1));
+      atomicAdd(&args.view.template At<WorkspaceHeader>(args.view.rank, 0)->next_send, 1));
 }
 template <typename Args>
 __device__ __forceinline__ int32_t TakeCopy(const Args& args) {
   return static_cast<int32_t>(
-      atomicAdd(&args.view.template At<ChannelHeader>(args.view.rank, 0)->next_copy, 1));
+      atomicAdd(&args.view.template At<WorkspaceHeader>(args.view.rank, 0)->next_copy, 1));
 }
 
 template <typename Args>
 __device__ __forceinline__ int32_t TakeTile(const Args& args) {
   return static_cast<int32_t>(
-      atomicAdd(&args.view.template At<ChannelHeader>(args.view.rank, 0)->next_tile, 1));
+      atomicAdd(&args.view.template At<WorkspaceHeader>(args.view.rank, 0)->next_tile, 1));
 }
 
 }  // namespace jflux

@@ -15,7 +15,7 @@ namespace jflux {
 struct GemmChoice {
   int32_t tile_n;      // columns per CTA tile; it always has 128 rows
   int32_t cluster_m;   // 2 or 1 CTAs one below the other
-  int32_t group_m;     // cluster tile rows that share a sweep over n; 0: all do
+  int32_t group_m;     // cluster tile rows that share a raster group over n; 0: all do
   int32_t splits = 1;  // of k, each computed by another CTA of a cluster; of few rows
 
   bool operator==(const GemmChoice& o) const {
@@ -55,10 +55,11 @@ inline constexpr int kMaxGroup = 4096;
 // What tiles that consumers share, and tiles of 128 columns, cost in an op, compared with an
 // all-gather. In a reduce-scatter nothing is multiplied while shared ones wait for parts, and small
 // ones have parts to send sooner. (An all-to-all sends tiles too.) And how much of a wave nothing
-// hides if all rows are one sweep: the tiles of an all-gather then wait for the same rows, whatever
-// their size (666 x 11040 x 4104 on 2 x H200: 62 us in one wave, 88 in two of half as wide tiles).
+// hides if all rows are one raster group: the tiles of an all-gather then wait for the same rows,
+// whatever their size (666 x 11040 x 4104 on 2 x H200: 62 us in one wave, 88 in two of half as wide
+// tiles).
 struct TileCosts {
-  double shared, narrow, exposed_in_one_sweep;
+  double shared, narrow, exposed_in_single_group;
 };
 inline constexpr double kExposed = 0.5;  // what the first tiles wait for, and the last ones send
 inline constexpr TileCosts kGatherCosts{1, 1, 0}, kScatterCosts{1.02, 0.96, kExposed};
@@ -93,13 +94,13 @@ inline double LinksOf(double gbps) {
   return gbps > 0 ? Min(1.0, std::exp2(std::round(std::log2(gbps / 320)))) : 1.0;
 }
 
-// Whether all rows share one sweep over w, so that it is read once. The tiles of other ranks' rows
-// then begin together with the own ones, and wait for what is on its way, or in the end for what
-// others have to send; with few rows, or fast links, that is not long. On 2 x H200 two sweeps were
-// 1 to 3 % slower at 512 rows, and up to 3 % faster at 1024 (docs/design/0010); but in two sweeps
-// ranks with fewer rows than a cluster's can have no clusters. If ranks share tiles, own rows by
-// themselves cost another sweep for those.
-inline bool InOneSweep(int world, int64_t rows_per_rank, double links = 1) {
+// Whether all rows share one raster group over w, so that it is read once. The tiles of other
+// ranks' rows then begin together with the own ones, and wait for what is on its way, or in the end
+// for what others have to send; with few rows, or fast links, that is not long. On 2 x H200 two
+// raster groups were 1 to 3 % slower at 512 rows, and up to 3 % faster at 1024 (docs/design/0010);
+// but in two raster groups ranks with fewer rows than a cluster's can have no clusters. If ranks
+// share tiles, own rows by themselves cost another raster group for those.
+inline bool InOneRasterGroup(int world, int64_t rows_per_rank, double links = 1) {
   const auto others = static_cast<double>((world - 1) * rows_per_rank);
   if (others == 0) return false;
   if (rows_per_rank % kGemmTileM != 0) return others <= 1600 * links;
@@ -107,26 +108,26 @@ inline bool InOneSweep(int world, int64_t rows_per_rank, double links = 1) {
   return few && others < 1024 * links;
 }
 
-// For world ranks' rows, n columns per rank. A cluster's rows are two ranks' in one sweep only: it
-// waits for both.
+// For world ranks' rows, n columns per rank. A cluster's rows are two ranks' in one raster group
+// only: it waits for both.
 inline GemmChoice ChooseGemm(int world, int64_t rows_per_rank, int64_t n, int64_t k, int sm_count,
                              const TileCosts& costs = kGatherCosts, double links = 1) {
-  const bool one_sweep = InOneSweep(world, rows_per_rank, links);
+  const bool single_group = InOneRasterGroup(world, rows_per_rank, links);
   const int64_t m = world * rows_per_rank;
-  const double exposed = one_sweep ? costs.exposed_in_one_sweep : kExposed;
+  const double exposed = single_group ? costs.exposed_in_single_group : kExposed;
   const auto cost = [&](const GemmChoice& c) {
     return EstimateCost(c, m, n, k, sm_count, costs, exposed);
   };
   GemmChoice best{192, 1, 16};
   for (const GemmChoice& c : kCompiled) {
-    if (c.cluster_m > 1 && !one_sweep && rows_per_rank < kGemmTileM * c.cluster_m) continue;
+    if (c.cluster_m > 1 && !single_group && rows_per_rank < kGemmTileM * c.cluster_m) continue;
     if (cost(c) < cost(best)) best = c;
   }
-  if (one_sweep) {
+  if (single_group) {
     best.group_m = 0;
   } else if (best.cluster_m == 2 && m > kGemmTileM * best.cluster_m * best.group_m) {
-    // Sweeps of 1024 rows, where not all rows are one sweep: on 2 x H200, from 4096 rows on, faster
-    // than sweeps of 2048, by up to 3 % on normal numbers and 20 % on zeros.
+    // RasterGroups of 1024 rows, where not all rows are one raster group: on 2 x H200, from 4096
+    // rows on, faster than raster groups of 2048, by up to 3 % on normal numbers and 20 % on zeros.
     best.group_m = 4;
   }
   return best;
@@ -138,11 +139,12 @@ inline uint32_t SignatureOf(uint32_t call, int64_t site, const GemmChoice& c) {
   return SignatureBuilder().Add(call).Add(site).Add(c.tile_n).Add(c.cluster_m).Add(c.splits).Get();
 }
 
-// Tile rows that share a sweep over w while an all-gather goes on. Many save reading w again, but a
-// sweep needs all of its rows at once: its first wave of tiles reads from each. With q the time
-// that a row takes to arrive over that of its product, and R rows per rank, a sweep of g rows that
-// begins when p have been computed, R of them own ones, is on time if (p - R + g) q <= p. That is
-// hardest for the first sweep, p = R, or, with slow links, for the last, p = world R - g.
+// Tile rows that share a raster group over w while an all-gather goes on. Many save reading w
+// again, but a raster group needs all of its rows at once: its first wave of tiles reads from each.
+// With q the time that a row takes to arrive over that of its product, and R rows per rank, a
+// raster group of g rows that begins when p have been computed, R of them own ones, is on time if
+// (p - R + g) q <= p. That is hardest for the first raster group, p = R, or, with slow links, for
+// the last, p = world R - g.
 inline GemmChoice GatherGroups(GemmChoice c, int world, int64_t rows_per_rank, int64_t n,
                                int sm_count, double links = 1) {
   if (c.group_m == 0) return c;
@@ -229,8 +231,8 @@ inline GemmChoice ChooseReduceScatter(int world, int64_t rows_per_rank, int64_t 
                                       int sm_count) {
   const int64_t m = world * rows_per_rank;
   if (m <= kGemmTileM) return ChooseFew(m, n, k, sm_count, kReduceSplits);
-  // Tiles that ranks share wait in the middle of a sweep: at 996 rows on 2 x H200 1.13 of XLA's
-  // time, and .92 with tiles of 192 columns.
+  // Tiles that ranks share wait in the middle of a raster group: at 996 rows on 2 x H200 1.13 of
+  // XLA's time, and .92 with tiles of 192 columns.
   TileCosts costs = kScatterCosts;
   if (rows_per_rank % kGemmTileM != 0) costs.shared = 1.2;
   return ChooseGemm(world, rows_per_rank, n, k, sm_count, costs);

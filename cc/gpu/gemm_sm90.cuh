@@ -8,13 +8,14 @@
 //   0, warp 1   Op::Send: moves this rank's data to its peers (all-gather); then, if there are
 //               parts of tiles that others compute, waits for them (Op::WaitForParts)
 //   0, warp 2   storer: Op::Store writes out what the consumers staged
-//   0, warp 3   scout: takes tiles from a counter in device memory, one ahead of the loader, and
+//   0, warp 3   scheduler: takes tiles from a counter in device memory, one ahead of the loader,
+//   and
 //               waits for a tile's rows of A, k block by k block (Op::WaitForRows). Where nobody
 //               waits for a tile, a cluster's first one is fixed (Op::kFirstIsFixed)
 //   1 and 2     consumers: wgmma, then Op::Finish, which adds others' parts and stages the result.
 //               They take tiles in turn; those of 224 and 256 columns they share
 //
-//   scout --tile--> loader --stages--> consumers --staging--> storer
+//   scheduler --tile--> loader --stages--> consumers --staging--> storer
 //
 // (and a stage that was staging goes from the storer back to the loader: gpu/staging.cuh).
 //
@@ -183,9 +184,9 @@ __device__ __forceinline__ void WriteFirstTile(const typename Op::Args& args,
 
 // Returns the slot after the last. `taken`: the first tile, if it has been taken.
 template <typename Op>
-__device__ __forceinline__ auto RunScout(const typename Op::Args& args, const CallContext& call,
-                                         const GemmSmem<typename Op::Config>& smem, uint32_t cta,
-                                         int32_t taken) {
+__device__ __forceinline__ auto RunScheduler(const typename Op::Args& args, const CallContext& call,
+                                             const GemmSmem<typename Op::Config>& smem,
+                                             uint32_t cta, int32_t taken) {
   using Config = typename Op::Config;
   const int lane = threadIdx.x % 32;
   Ring<Config::kSlots> slots;
@@ -243,8 +244,8 @@ __device__ __forceinline__ auto RunScout(const typename Op::Args& args, const Ca
       blocks += k_blocks[0];
       if (lane == 0) call.Done(EventKind::kWaitRows, start, block_m, tile.n);
     }
-    // A loader that waits for no rows may have begun with two tiles before another CTA's scout
-    // looks once, and phases are told apart by parity alone. That scout has no reason to wait.
+    // A loader that waits for no rows may have begun with two tiles before another CTA's scheduler
+    // looks once, and phases are told apart by parity alone. That scheduler has no reason to wait.
     if (cta == 0 || Op::kRowsArrive) {
       receive_until(smem.Begun(), begun);
       ptx::MbarrierWait(smem.Begun(), begun);
@@ -256,10 +257,10 @@ __device__ __forceinline__ auto RunScout(const typename Op::Args& args, const Ca
 
 // Waits for the parts of tiles that others compute.
 template <typename Op>
-__device__ __forceinline__ void RunPartsScout(const typename Op::Args& args,
-                                              const CallContext& call,
-                                              const GemmSmem<typename Op::Config>& smem,
-                                              uint32_t cta) {
+__device__ __forceinline__ void RunPartsScheduler(const typename Op::Args& args,
+                                                  const CallContext& call,
+                                                  const GemmSmem<typename Op::Config>& smem,
+                                                  uint32_t cta) {
   using Config = typename Op::Config;
   TileReader<Config> reader{smem, {}};
   for (;;) {
@@ -488,13 +489,14 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
 //   PrefetchMaps(args)                  one lane
 //   kRowsArrive                         whether peers send A's rows, and if so
 //   WaitForRows(args, call, block_m, tile, where, mark)
-//                                       all lanes of the scout: mark(how many of the tile's k
+//                                       all lanes of the scheduler: mark(how many of the tile's k
 //                                       blocks can be read), until that is all
 //   TermsOf(args), KOf(args, tile, term) -> KRange
 //                                       a tile is the sum of so many products, each over its k
 //   Where, WhereOf(args, block_m, tile) -> Where
 //                                       16 bytes: all that depends on the tile of where its
-//                                       operands are; so the scout works it out, and not the loader
+//                                       operands are; so the scheduler works it out, and not the
+//                                       loader
 //   SourceOf(args, call, where, term), LoadA(source, smem, bar, k0)
 //   RhsOf(args, where, term) -> Rhs
 //   kHasParts                           whether there are tiles with parts that others compute,
@@ -502,8 +504,8 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
 //   WaitForParts(args, call, block_m, tile)                     all lanes
 //   kReceives                           whether what peers send goes to y, and if so
 //   MakeReceiver(smem), Receive(args, call, receiver, waits), ReceiveRest(args, call, receiver)
-//                                       all lanes of the scout, when it has time, as long as it is
-//                                       true; in the end
+//                                       all lanes of the scheduler, when it has time, as long as it
+//                                       is true; in the end
 //   HasRows(args, block_m, block)       whether a tile's block has any, if kClusterK > 1
 //   Send(args, call, smem)              a warp; everything that peers wait for without waiting
 //   Finish(args, call, staging, acc, block_m, tile, await_parts)
@@ -547,7 +549,7 @@ __device__ __forceinline__ void RunGemm(const typename Op::Args& args) {
         ptx::MbarrierInit(smem.OthersRead(i), 4 * Config::kClusterK);
       }
     }
-    for (int i = 0; i < Config::kPieces; ++i) ptx::MbarrierInit(smem.PieceFull(i), 1);
+    for (int i = 0; i < Config::kSendBoxes; ++i) ptx::MbarrierInit(smem.SendBoxFull(i), 1);
     ptx::StoreSharedRelease(smem.RowsMark(), 0);
     ptx::FenceMbarrierInit();
   }
@@ -568,12 +570,12 @@ __device__ __forceinline__ void RunGemm(const typename Op::Args& args) {
       Op::Send(args, call, smem);
       __syncwarp();
       if (lane == 0) LeaveCounters(args);
-      if constexpr (Op::kHasParts) RunPartsScout<Op>(args, call, smem, cta);
+      if constexpr (Op::kHasParts) RunPartsScheduler<Op>(args, call, smem, cta);
       if (lane == 0) EndOfWaits(args);
     } else if (warp == 2) {
       if (ptx::ElectOne()) RunStorer<Op>(args, call, smem, cta);
     } else {
-      const auto slots = RunScout<Op>(args, call, smem, cta, taken);
+      const auto slots = RunScheduler<Op>(args, call, smem, cta, taken);
       if (lane == 0) {
         LeaveCounters(args);
         EndOfWaits(args);

@@ -67,11 +67,11 @@ struct GemmConfig {
   // consumer gets of the others.
   static constexpr int kSliceBytes = 64 * kSliceN * 4;
   static constexpr int kOthersBytes = (kClusterK - 1) * kSliceBytes;
-  static constexpr int kPieceBytes = 4096;  // of what Op::Send moves
-  static constexpr int kPieces = 4;
+  static constexpr int kSendBoxBytes = 4096;  // of what Op::Send moves
+  static constexpr int kSendBoxes = 4;
   static constexpr int kBarrierBytes = 1024;
   static constexpr int kOwnStagingBytes = kLends ? kStripBytes : kStagingBytes;
-  static constexpr int kStages = (232448 - kBarrierBytes - kPieces * kPieceBytes -
+  static constexpr int kStages = (232448 - kBarrierBytes - kSendBoxes * kSendBoxBytes -
                                   kConsumers * (kOwnStagingBytes + kOthersBytes)) /
                                  (kABytes + kBBytes);
   // How the CTAs of a cluster share the loading of w's tile, stored [k, n]: by rows.
@@ -83,7 +83,7 @@ struct GemmConfig {
   static constexpr int kStagingOffset = kBOffset + kStages * kBBytes;
   static constexpr int kOthersOffset = kStagingOffset + kConsumers * kOwnStagingBytes;
   static constexpr int kSendOffset = kOthersOffset + kConsumers * kOthersBytes;
-  static constexpr int kBarrierOffset = kSendOffset + kPieces * kPieceBytes;
+  static constexpr int kBarrierOffset = kSendOffset + kSendBoxes * kSendBoxBytes;
   static constexpr int kSmemBytes = kBarrierOffset + kBarrierBytes;
   static_assert(kSmemBytes <= 232448);
 };
@@ -104,8 +104,8 @@ struct GemmSmem {
   __device__ uint32_t Other(int consumer, int i) const {
     return base + Config::kOthersOffset + consumer * Config::kOthersBytes + i * Config::kSliceBytes;
   }
-  __device__ uint32_t Piece(int i) const {
-    return base + Config::kSendOffset + i * Config::kPieceBytes;
+  __device__ uint32_t SendBox(int i) const {
+    return base + Config::kSendOffset + i * Config::kSendBoxBytes;
   }
   __device__ uint32_t Bar(int i) const { return base + Config::kBarrierOffset + 8 * i; }
   // Stages: filled by TMA, emptied by the consumers of all CTAs that share them (EmptyArrivals).
@@ -117,7 +117,7 @@ struct GemmSmem {
   __device__ uint32_t SlotEmpty(int slot) const { return Bar(kSlot + Config::kSlots + slot); }
   __device__ uint32_t PartsReady(int slot) const { return Bar(kSlot + 2 * Config::kSlots + slot); }
   static constexpr int kOther = kSlot + 3 * Config::kSlots;
-  // The loader begins with a tile, so the scout may take the next.
+  // The loader begins with a tile, so the scheduler may take the next.
   __device__ uint32_t Begun() const { return Bar(kOther); }
   // All of the other consumer's stages are full, so the next ones are this consumer's. (Not where
   // they share tiles.)
@@ -128,11 +128,11 @@ struct GemmSmem {
   // The others' slices have come; the others have read what this consumer sent.
   __device__ uint32_t OthersCame(int consumer) const { return Bar(kOther + 7 + consumer); }
   __device__ uint32_t OthersRead(int consumer) const { return Bar(kOther + 9 + consumer); }
-  __device__ uint32_t PieceFull(int i) const { return Bar(kOther + 11 + i); }
-  static constexpr int kBarriers = RoundUp(kOther + 11 + Config::kPieces, 2);
+  __device__ uint32_t SendBoxFull(int i) const { return Bar(kOther + 11 + i); }
+  static constexpr int kBarriers = RoundUp(kOther + 11 + Config::kSendBoxes, 2);
   static constexpr int kSlotBytes = 32;  // PublishTile
   __device__ uint32_t SlotTile(int slot) const { return Bar(kBarriers) + kSlotBytes * slot; }
-  // How many k blocks of A have come, of all tiles so far: the scout counts, the loader looks.
+  // How many k blocks of A have come, of all tiles so far: the scheduler counts, the loader looks.
   __device__ uint32_t RowsMark() const { return SlotTile(Config::kSlots); }
   static_assert(kBarriers * 8 + Config::kSlots * kSlotBytes + 4 <= Config::kBarrierBytes);
 };
@@ -180,9 +180,9 @@ __device__ __forceinline__ int EmptyArrivals() {
   return Config::kClusterM * (kReaders + (Config::kLends ? Config::kConsumers : 0));
 }
 
-// Readers of the slots in which the leader CTA's scout publishes tiles: of every CTA the consumers'
-// warps, the storer, the loader and, if there are parts, who waits for them; and the scouts of the
-// other CTAs.
+// Readers of the slots in which the leader CTA's scheduler publishes tiles: of every CTA the
+// consumers' warps, the storer, the loader and, if there are parts, who waits for them; and the
+// scheduler warps of the other CTAs.
 template <typename Config>
 __device__ __forceinline__ int SlotReaders(bool has_parts) {
   return Config::kCluster * (4 * Config::kConsumers + 2 + (has_parts ? 1 : 0)) +
@@ -269,8 +269,8 @@ __device__ __forceinline__ void WriteSlot(uint32_t at, Tile share, int blocks, c
   ptx::StoreShared16(at + 16, reinterpret_cast<const uint4&>(where));
 }
 
-// What the scout has found out, so that nobody else has to: for each CTA its share of the tile, how
-// many k blocks that has, and where the operands are that it loads.
+// What the scheduler has found out, so that nobody else has to: for each CTA its share of the tile,
+// how many k blocks that has, and where the operands are that it loads.
 template <typename Config, typename Where>
 __device__ __forceinline__ void PublishTile(const GemmSmem<Config>& smem,
                                             const Ring<Config::kSlots>& ring, Tile tile,

@@ -25,7 +25,7 @@ PacketArgs PacketArgsFor(const Params& p, OpId op, int64_t site, int64_t blocks,
                          const CudaDevice& device, const SymmetricView& view) {
   // The order of places (BeginPackets) only helps where all ranks have as many.
   const uint32_t signature = SignatureBuilder().Add(p.Signature()).Add(site).Add(blocks).Get();
-  return PacketArgs{reinterpret_cast<DeviceState*>(device.heap), view, p.Channel(), signature,
+  return PacketArgs{reinterpret_cast<DeviceState*>(device.heap), view, p.Workspace(), signature,
                     static_cast<uint32_t>(op)};
 }
 
@@ -44,12 +44,12 @@ struct PacketTurn {
 template <int kCtas = 1>
 __device__ __forceinline__ PacketTurn BeginPackets(const PacketArgs& args) {
   const DeviceState state = *args.state;  // on its way together with the turn
-  auto* header = args.view.template At<ChannelHeader>(args.view.rank, 0);
+  auto* header = args.view.template At<WorkspaceHeader>(args.view.rank, 0);
   const Turn taken = TakeTurn<kCtas>(header);
   const WaitContext wait{state.fault, &header->stop,  0,
                          args.op,     args.view.rank, state.hooks.skip_waits != 0};
   const PacketTurn turn{PacketCall{args.view, args.layout, taken.epoch, args.signature, wait,
-                                   /*patience_ns=*/state.deadline_ns},
+                                   /*timeout_ns=*/state.deadline_ns},
                         taken.place, taken.first};
   DelayCall(state, taken.epoch, args.view.rank);
   const auto peer = static_cast<int>(threadIdx.x);

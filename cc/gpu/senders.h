@@ -1,7 +1,7 @@
 // How many CTAs of a GPU send to peers at a time, while all of them multiply: pure functions.
 //
 // As long as stores wait for a link that is full, hardly any SM loads anything, whoever sends
-// (docs/design/0010). So only some CTAs send at a time, each with few pieces under way: enough to
+// (docs/design/0010). So only some CTAs send at a time, each with few chunks in flight: enough to
 // keep up with what all of them compute, and no more.
 #ifndef JFLUX_GPU_SENDERS_H_
 #define JFLUX_GPU_SENDERS_H_
@@ -12,14 +12,14 @@
 
 namespace jflux {
 
-inline constexpr int kSendPieceBytes = 4096;  // of what a storer sends
-inline constexpr int kSendPieces = 4;         // under way
+inline constexpr int kSendChunkBytes = 4096;   // of what a storer sends
+inline constexpr int kSendChunksInFlight = 4;  // under way
 
 // Storers of tiles for peers: `copies` times what a tile is in a 16-bit type goes to them, and each
 // tile's sum is over `k`. 0: all.
 inline int32_t SendingStorers(int64_t k, double copies, int sm_count) {
   // A short k is all in the stages: then a tile's consumers may be a tile apart, and one wait for
-  // peers, while the storer that has a permit waits for it.
+  // peers, while the storer that holds the semaphore waits for it.
   constexpr int64_t kInStages = 5 * 64;
   // Bytes per microsecond: of a tile's result over the time of its product, times k; of a storer.
   constexpr double kOfTiles = 7.0e6, kOfStorer = 1.6e4;

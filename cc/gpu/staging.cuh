@@ -40,7 +40,7 @@ __device__ __forceinline__ StagedBlock StagedBlockOf(const GemmSmem<Config>& sme
   }
 }
 
-// Where it is one piece.
+// Where it is whole.
 template <typename Config>
 __device__ __forceinline__ uint32_t Whole(const StagedBlock& block) {
   static_assert(!Config::kLends);

@@ -8,7 +8,7 @@
 
 namespace jflux {
 
-// Called by one thread; begin_ns is NowNs() when the piece of work began.
+// Called by one thread; begin_ns is NowNs() when the span began.
 __device__ __forceinline__ void Record(const DeviceState* state, bool recording, EventKind kind,
                                        uint64_t begin_ns, uint32_t call, int32_t a, int32_t b) {
   if (!recording) return;

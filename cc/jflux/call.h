@@ -1,4 +1,4 @@
-// How a handler of one's own, compiled out of tree, gets its channel: the C interface of
+// How a handler of one's own, compiled out of tree, gets its workspace: the C interface of
 // libjflux_core that jflux/ffi.h and jflux/kernel.cuh are written with, and what passes through it.
 #ifndef JFLUX_CALL_H_
 #define JFLUX_CALL_H_
@@ -33,7 +33,7 @@ struct CallInfo {
 struct CallArgs {
   DeviceState* state;
   SymmetricView view;
-  ChannelLayout layout;
+  WorkspaceLayout layout;
   uint32_t signature, op;
 };
 

@@ -25,7 +25,7 @@ namespace jflux::shmem {
 // All threads of the grid, first.
 __device__ __forceinline__ Context begin_call(const CallArgs& args) {
   const DeviceState state = *args.state;  // on its way together with the turn
-  auto* header = args.view.template At<ChannelHeader>(args.view.rank, 0);
+  auto* header = args.view.template At<WorkspaceHeader>(args.view.rank, 0);
   const Turn turn = TakeTurn(header);
   const WaitContext wait{state.fault, &header->stop,  0,
                          args.op,     args.view.rank, state.hooks.skip_waits != 0};
@@ -35,7 +35,7 @@ __device__ __forceinline__ Context begin_call(const CallArgs& args) {
                     turn.epoch,
                     args.signature,
                     wait,
-                    /*patience_ns=*/state.deadline_ns,
+                    /*timeout_ns=*/state.deadline_ns,
                     static_cast<int32_t>(turn.place),
                     static_cast<int32_t>(gridDim.x)};
   if (ctx.block == 0) internal::Greet<Block>(ctx);

@@ -42,10 +42,10 @@ namespace jflux::shmem {
 
 struct Context {
   const SymmetricView& view;
-  ChannelLayout layout;
+  WorkspaceLayout layout;
   uint32_t epoch, signature;
   WaitContext wait;
-  uint64_t patience_ns;   // of a wait, from when it begins; 0: wait.deadline_ns is set already
+  uint64_t timeout_ns;    // of a wait, from when it begins; 0: wait.deadline_ns is set already
   int32_t block, blocks;  // a kernel's block, in the order in which they begin, of so many
 
   // Symmetric addresses: byte `offset` of the call's data, and its signal `index`.
@@ -66,10 +66,10 @@ struct Context {
   }
 };
 
-// The channel that a call takes.
-JFLUX_HD ChannelLayout ChannelFor(int64_t data_bytes, int64_t num_signals) {
-  return ChannelLayout::For((kMaxRanks + num_signals) * static_cast<int64_t>(sizeof(Signal)),
-                            data_bytes);
+// The workspace that a call takes.
+JFLUX_HD WorkspaceLayout WorkspaceFor(int64_t data_bytes, int64_t num_signals) {
+  return WorkspaceLayout::For((kMaxRanks + num_signals) * static_cast<int64_t>(sizeof(Signal)),
+                              data_bytes);
 }
 
 // ---- Who and where ------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ JFLUX_HD bool Await(const Context& ctx, const Signal* word, int pe, int64_t unit
   const Signal expected = ctx.SignalValue();
   if (Classify(LoadAcquire(word), expected) == SignalState::kReady) return true;
   WaitContext wait = ctx.wait;  // reading the clock takes long: only if it has not come yet
-  if (ctx.patience_ns != 0) wait.deadline_ns = NowNs() + ctx.patience_ns;
+  if (ctx.timeout_ns != 0) wait.deadline_ns = NowNs() + ctx.timeout_ns;
   return WaitSignal(word, expected, pe, unit, wait);
 }
 
@@ -389,9 +389,9 @@ bool RunCall(const Context& ctx, Body&& body) {
   return body(ctx) && AwaitGreetings<Thread>(ctx);
 }
 template <typename Body>
-bool RunCall(const SymmetricView& view, const ChannelLayout& layout, uint32_t epoch,
+bool RunCall(const SymmetricView& view, const WorkspaceLayout& layout, uint32_t epoch,
              uint32_t signature, const WaitContext& wait, Body&& body) {
-  return RunCall(Context{view, layout, epoch, signature, wait, /*patience_ns=*/0, /*block=*/0,
+  return RunCall(Context{view, layout, epoch, signature, wait, /*timeout_ns=*/0, /*block=*/0,
                          /*blocks=*/1},
                  body);
 }

@@ -85,15 +85,15 @@ NB_MODULE(_jflux, m) {
   m.def("cuda_heap_attach", [](int64_t id, const std::string& handle) {
     Check(jflux_cuda_heap_attach(id, handle.c_str()));
   });
-  m.def("cuda_heap_find_channel", [](const std::vector<int64_t>& groups, int64_t total_bytes) {
-    return jflux_cuda_heap_find_channel(groups.data(), static_cast<int>(groups.size()),
-                                        total_bytes) != 0;
+  m.def("cuda_heap_find_workspace", [](const std::vector<int64_t>& groups, int64_t total_bytes) {
+    return jflux_cuda_heap_find_workspace(groups.data(), static_cast<int>(groups.size()),
+                                          total_bytes) != 0;
   });
   m.def("cuda_heap_taken", &jflux_cuda_heap_taken);
-  m.def("cuda_heap_add_channel",
+  m.def("cuda_heap_add_workspace",
         [](const std::vector<int64_t>& groups, int64_t total_bytes, int64_t offset) {
-          Check(jflux_cuda_heap_add_channel(groups.data(), static_cast<int>(groups.size()),
-                                            total_bytes, offset));
+          Check(jflux_cuda_heap_add_workspace(groups.data(), static_cast<int>(groups.size()),
+                                              total_bytes, offset));
         });
   m.def("cuda_heap_probe", [] {
     nb::gil_scoped_release release;
@@ -152,19 +152,19 @@ NB_MODULE(_jflux, m) {
     }
     return nb::make_tuple(choice.tile_n, choice.cluster_m, choice.group_m, choice.splits);
   });
-  m.def("cuda_channel_bytes",
+  m.def("cuda_workspace_bytes",
         [](const std::string& op, int64_t world, int64_t outer, int64_t inner, int64_t k, int64_t n,
            int dtype, int out_dtype, bool transpose_rhs, const std::array<int, 4>& choice) {
           const JfluxProduct product{world, outer, inner, k, n, dtype, out_dtype, transpose_rhs};
           const JfluxChoice with{choice[0], choice[1], choice[2], choice[3]};
-          return jflux_cuda_channel_bytes(op.c_str(), &product, &with);
+          return jflux_cuda_workspace_bytes(op.c_str(), &product, &with);
         });
-  m.def("all_reduce_channel_bytes", &jflux_all_reduce_channel_bytes);
+  m.def("all_reduce_workspace_bytes", &jflux_all_reduce_workspace_bytes);
   m.def("all_reduce_fits_norm", &jflux_all_reduce_fits_norm);
-  m.def("exchange_channel_bytes", &jflux_exchange_channel_bytes);
+  m.def("exchange_workspace_bytes", &jflux_exchange_workspace_bytes);
   m.def("choose_all_reduce", &jflux_choose_all_reduce);
-  m.def("cuda_first_channel", &jflux_cuda_first_channel);
-  m.def("custom_channel_bytes", &jflux_custom_channel_bytes);
+  m.def("cuda_first_workspace", &jflux_cuda_first_workspace);
+  m.def("custom_workspace_bytes", &jflux_custom_workspace_bytes);
   m.def("add_kernels", [](uintptr_t load) {
     Check(jflux_add_kernels(reinterpret_cast<const char* (*)(int)>(load)));
   });

@@ -48,12 +48,12 @@ JFLUX_API const char* jflux_cuda_heap_init(const int* ordinals, const int64_t* i
                                            int64_t heap_bytes, double deadline_s);
 JFLUX_API const char* jflux_cuda_heap_export(int64_t id, char* handle, int handle_size);
 JFLUX_API const char* jflux_cuda_heap_attach(int64_t id, const char* handle);
-// A single process: makes sure that there is a channel; 0 if the heap has no room.
-JFLUX_API int jflux_cuda_heap_find_channel(const int64_t* groups, int count, int64_t total_bytes);
+// A single process: makes sure that there is a workspace; 0 if the heap has no room.
+JFLUX_API int jflux_cuda_heap_find_workspace(const int64_t* groups, int count, int64_t total_bytes);
 JFLUX_API int64_t jflux_cuda_heap_taken(void);
 // Several processes: the place that they agreed on.
-JFLUX_API const char* jflux_cuda_heap_add_channel(const int64_t* groups, int count,
-                                                  int64_t total_bytes, int64_t offset);
+JFLUX_API const char* jflux_cuda_heap_add_workspace(const int64_t* groups, int count,
+                                                    int64_t total_bytes, int64_t offset);
 // After all attachments: probes the links; fails if one cannot be trusted.
 JFLUX_API const char* jflux_cuda_heap_probe(void);
 typedef struct {
@@ -93,33 +93,33 @@ JFLUX_API int jflux_is_possible(const JfluxChoice* choice);
 // How many CTAs may share the k of a tile in calls of few rows; 1 for an op that is not tuned so.
 JFLUX_API int jflux_most_splits(const char* op);
 
-// What a call needs of the heap: the size of its channel in bytes, or -1 for an unknown op or
+// What a call needs of the heap: the size of its workspace in bytes, or -1 for an unknown op or
 // a configuration that is not compiled.
 typedef struct {
   int64_t world, outer, inner, k, n;
   int dtype, out_dtype;  // core/dtype.h
   int transpose_rhs;
 } JfluxProduct;
-JFLUX_API int64_t jflux_cuda_channel_bytes(const char* op, const JfluxProduct* product,
-                                           const JfluxChoice* choice);
+JFLUX_API int64_t jflux_cuda_workspace_bytes(const char* op, const JfluxProduct* product,
+                                             const JfluxChoice* choice);
 // The heuristic's configuration, for GPUs with so many SMs whose links carry so much (0: unknown);
 // false for an unknown op.
 JFLUX_API int jflux_choose(const char* op, const JfluxProduct* product, int sm_count,
                            double link_gbps, JfluxChoice* choice);
-// all_reduce: what its channel takes (width: of rows that are normalised, else 0), whether such
+// all_reduce: what its workspace takes (width: of rows that are normalised, else 0), whether such
 // rows can be, and which algorithm suits so many bytes (-1: XLA's own).
-JFLUX_API int64_t jflux_all_reduce_channel_bytes(int64_t world, int64_t count, int dtype,
-                                                 int algorithm, int64_t width);
+JFLUX_API int64_t jflux_all_reduce_workspace_bytes(int64_t world, int64_t count, int dtype,
+                                                   int algorithm, int64_t width);
 JFLUX_API int jflux_all_reduce_fits_norm(int64_t count, int dtype, int64_t width);
 JFLUX_API int jflux_choose_all_reduce(int64_t world, int64_t bytes);
-// What the channel of an exchange of pieces of so many bytes takes, in packets or in chunks.
-JFLUX_API int64_t jflux_exchange_channel_bytes(int64_t world, int64_t piece_bytes, int chunked);
-// Custom calls (jflux/call.h): what a channel for so many bytes of data and signals takes.
-JFLUX_API int64_t jflux_custom_channel_bytes(int64_t data_bytes, int64_t num_signals);
+// What the workspace of an exchange of shards of so many bytes takes, in packets or in chunks.
+JFLUX_API int64_t jflux_exchange_workspace_bytes(int64_t world, int64_t shard_bytes, int chunked);
+// Custom calls (jflux/call.h): what a workspace for so many bytes of data and signals takes.
+JFLUX_API int64_t jflux_custom_workspace_bytes(int64_t data_bytes, int64_t num_signals);
 // Has load(ordinal) called on every device of this process: now, if the heap on GPUs exists, and
 // whenever it is made. It loads kernels, and returns null or what went wrong.
 JFLUX_API const char* jflux_add_kernels(const char* (*load)(int ordinal));
-// Where channels start in the heap.
-JFLUX_API int64_t jflux_cuda_first_channel(void);
+// Where workspaces start in the heap.
+JFLUX_API int64_t jflux_cuda_first_workspace(void);
 
 #endif  // JFLUX_RUNTIME_CAPI_H_

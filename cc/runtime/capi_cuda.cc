@@ -23,7 +23,7 @@ const char* Reason(const std::string& text) {
 constexpr char kAllGatherMatmul[] = "all_gather_matmul";
 constexpr char kMatmulReduceScatter[] = "matmul_reduce_scatter";
 constexpr char kMatmulAllReduce[] = "matmul_all_reduce";
-constexpr char kMatmulAllToAll[] = "matmul_all_to_all";  // p->n: columns of a piece
+constexpr char kMatmulAllToAll[] = "matmul_all_to_all";  // p->n: columns of a shard
 
 }  // namespace
 
@@ -74,24 +74,24 @@ static jflux::AllReduceParams RowsOf(int64_t count, int dtype, int64_t width) {
   return p;
 }
 
-int64_t jflux_all_reduce_channel_bytes(int64_t world, int64_t count, int dtype, int algorithm,
-                                       int64_t width) {
+int64_t jflux_all_reduce_workspace_bytes(int64_t world, int64_t count, int dtype, int algorithm,
+                                         int64_t width) {
   jflux::AllReduceParams p = RowsOf(count, dtype, width);
   p.world = static_cast<int32_t>(world);
   p.algorithm = static_cast<jflux::AllReduceAlgorithm>(algorithm);
-  return p.ChannelBytes();
+  return p.WorkspaceBytes();
 }
 
 int jflux_all_reduce_fits_norm(int64_t count, int dtype, int64_t width) {
   return RowsOf(count, dtype, width).FitsNorm();
 }
 
-int64_t jflux_exchange_channel_bytes(int64_t world, int64_t piece_bytes, int chunked) {
+int64_t jflux_exchange_workspace_bytes(int64_t world, int64_t shard_bytes, int chunked) {
   jflux::ExchangeParams p{};
   p.world = static_cast<int32_t>(world);
-  p.x = jflux::Pieces{1, 1, piece_bytes};
+  p.x = jflux::Shards{1, 1, shard_bytes};
   p.chunked = chunked != 0;
-  return p.ChannelBytes();
+  return p.WorkspaceBytes();
 }
 
 int jflux_choose_all_reduce(int64_t world, int64_t bytes) {
@@ -135,8 +135,8 @@ const char* jflux_cuda_heap_attach(int64_t id, const char* handle) {
   return CurrentHeapCuda()->Attach(id, handle, &error) ? nullptr : Reason(error);
 }
 
-int jflux_cuda_heap_find_channel(const int64_t* groups, int count, int64_t total_bytes) {
-  return CurrentHeapCuda()->FindChannel(groups, count, total_bytes).has_value();
+int jflux_cuda_heap_find_workspace(const int64_t* groups, int count, int64_t total_bytes) {
+  return CurrentHeapCuda()->FindWorkspace(groups, count, total_bytes).has_value();
 }
 
 int64_t jflux_cuda_heap_taken(void) {
@@ -144,11 +144,11 @@ int64_t jflux_cuda_heap_taken(void) {
   return heap == nullptr ? 0 : heap->BytesTaken();
 }
 
-const char* jflux_cuda_heap_add_channel(const int64_t* groups, int count, int64_t total_bytes,
-                                        int64_t offset) {
+const char* jflux_cuda_heap_add_workspace(const int64_t* groups, int count, int64_t total_bytes,
+                                          int64_t offset) {
   std::string error;
-  return CurrentHeapCuda()->AddChannel(std::vector<int64_t>(groups, groups + count), total_bytes,
-                                       offset, &error)
+  return CurrentHeapCuda()->AddWorkspace(std::vector<int64_t>(groups, groups + count), total_bytes,
+                                         offset, &error)
              ? nullptr
              : Reason(error);
 }
@@ -218,7 +218,8 @@ const char* jflux_cuda_timeline_stop(void) {
   return CurrentHeapCuda()->StopTimeline(&error) ? nullptr : Reason(error);
 }
 
-int64_t jflux_cuda_channel_bytes(const char* op, const JfluxProduct* c, const JfluxChoice* choice) {
+int64_t jflux_cuda_workspace_bytes(const char* op, const JfluxProduct* c,
+                                   const JfluxChoice* choice) {
   const jflux::Rows rows{static_cast<int32_t>(c->world), c->outer, c->inner};
   const auto dtype = static_cast<jflux::DType>(c->dtype);
   const auto out_dtype = static_cast<jflux::DType>(c->out_dtype);
@@ -227,27 +228,27 @@ int64_t jflux_cuda_channel_bytes(const char* op, const JfluxProduct* c, const Jf
   if (!jflux::IsPossible(with)) return -1;
   if (std::strcmp(op, kAllGatherMatmul) == 0) {
     const jflux::AllGatherMatmulParams p{rows, c->k, c->n, dtype, out_dtype, transpose_rhs, false};
-    return jflux::CudaLayoutOf(p).Channel().TotalBytes();
+    return jflux::CudaLayoutOf(p).Workspace().TotalBytes();
   }
   if (std::strcmp(op, kMatmulReduceScatter) == 0) {
     const jflux::MatmulReduceScatterParams p{rows, c->k, c->n, dtype, out_dtype, transpose_rhs};
-    // (A call of several terms is fitted to the first one's k; the channel is as large.)
+    // (A call of several terms is fitted to the first one's k; the workspace is as large.)
     const auto possible = jflux::FitSplits(with, rows.Total(), c->k, jflux::kReduceSplits);
-    return jflux::MatmulReduceScatterChannel(p, possible).TotalBytes();
+    return jflux::MatmulReduceScatterWorkspace(p, possible).TotalBytes();
   }
   if (std::strcmp(op, kMatmulAllReduce) == 0) {
     const jflux::MatmulReduceScatterParams p{rows, c->k, c->n, dtype, out_dtype, transpose_rhs};
-    return jflux::MatmulAllReduceChannel({p}, jflux::Possible({p}, with)).TotalBytes();
+    return jflux::MatmulAllReduceWorkspace({p}, jflux::Possible({p}, with)).TotalBytes();
   }
-  if (std::strcmp(op, kMatmulAllToAll) == 0) {  // whichever way the pieces lie
+  if (std::strcmp(op, kMatmulAllToAll) == 0) {  // whichever way the shards lie
     const jflux::MatmulAllToAllParams p{rows,      c->k,          c->n,  dtype,
                                         out_dtype, transpose_rhs, false, false};
-    return jflux::MatmulAllToAllChannel(p, with).TotalBytes();
+    return jflux::MatmulAllToAllWorkspace(p, with).TotalBytes();
   }
   return -1;
 }
 
-int64_t jflux_cuda_first_channel(void) { return jflux::kDeviceStateBytes; }
+int64_t jflux_cuda_first_workspace(void) { return jflux::kDeviceStateBytes; }
 
 #else
 
@@ -260,9 +261,9 @@ const char* jflux_cuda_heap_init(const int*, const int64_t*, int, int64_t, doubl
 }
 const char* jflux_cuda_heap_export(int64_t, char*, int) { return NotBuilt(); }
 const char* jflux_cuda_heap_attach(int64_t, const char*) { return NotBuilt(); }
-int jflux_cuda_heap_find_channel(const int64_t*, int, int64_t) { return 0; }
+int jflux_cuda_heap_find_workspace(const int64_t*, int, int64_t) { return 0; }
 int64_t jflux_cuda_heap_taken(void) { return 0; }
-const char* jflux_cuda_heap_add_channel(const int64_t*, int, int64_t, int64_t) {
+const char* jflux_cuda_heap_add_workspace(const int64_t*, int, int64_t, int64_t) {
   return NotBuilt();
 }
 const char* jflux_cuda_heap_probe(void) { return NotBuilt(); }
@@ -275,9 +276,9 @@ int64_t jflux_cuda_launches(void) { return 0; }
 const char* jflux_cuda_timeline_start(int64_t) { return NotBuilt(); }
 const char* jflux_cuda_timeline_read(int64_t, JfluxEvent*, int64_t, int64_t*) { return NotBuilt(); }
 const char* jflux_cuda_timeline_stop(void) { return NotBuilt(); }
-int64_t jflux_cuda_channel_bytes(const char*, const JfluxProduct*, const JfluxChoice*) {
+int64_t jflux_cuda_workspace_bytes(const char*, const JfluxProduct*, const JfluxChoice*) {
   return -1;
 }
-int64_t jflux_cuda_first_channel(void) { return 0; }
+int64_t jflux_cuda_first_workspace(void) { return 0; }
 
 #endif  // JFLUX_WITH_CUDA

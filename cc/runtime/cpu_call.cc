@@ -77,7 +77,7 @@ Registry& Calls() {
   return *registry;
 }
 
-ChannelKey KeyOf(const CallId& id) {
+WorkspaceKey KeyOf(const CallId& id) {
   const auto& [run, site, group, occurrence] = id;
   SignatureBuilder hi, lo;
   for (SignatureBuilder* b : {&hi, &lo}) {
@@ -85,14 +85,15 @@ ChannelKey KeyOf(const CallId& id) {
     for (int64_t device : group) b->Add(device);
   }
   // The run id in clear: a hash collision would have to happen within one execution.
-  return ChannelKey{(static_cast<uint64_t>(hi.Get()) << 32) | lo.Get(), static_cast<uint64_t>(run)};
+  return WorkspaceKey{(static_cast<uint64_t>(hi.Get()) << 32) | lo.Get(),
+                      static_cast<uint64_t>(run)};
 }
 
 // Everything that the ranks of one call in this process share.
 struct Cohort {
   std::shared_ptr<HeapCpu> heap;
   std::vector<CpuCall> ranks;
-  ChannelLease lease;
+  WorkspaceLease lease;
   uint64_t deadline_ns;
   std::atomic<int> left;
   std::atomic<bool> failed{false};
@@ -209,7 +210,7 @@ void Watch() {
 
 // How long a handler waits for its call, once for each site: independent calls and XLA's own
 // collectives may start in another order on each device, each in the way of the other.
-constexpr auto kPatience = std::chrono::seconds(1);
+constexpr auto kTimeout = std::chrono::seconds(1);
 
 bool Misses(const CallId& id, const Pending& pending, int64_t device) {
   const auto& group = std::get<2>(id);
@@ -306,7 +307,7 @@ std::shared_ptr<Waiter> Register(CpuCall call) {
 void JoinCpuCall(CpuCall call) {
   CpuCallSite* site = call.site;
   const auto waiter = Register(std::move(call));
-  if (waiter != nullptr && !waiter->Wait(kPatience)) site->impatient = true;
+  if (waiter != nullptr && !waiter->Wait(kTimeout)) site->impatient = true;
 }
 
 }  // namespace jflux

@@ -41,7 +41,7 @@ struct CpuCall {
   CpuCallSite* site;
   std::vector<int64_t> group;  // global device ids in rank order
   int32_t rank;
-  int64_t bytes;  // of the channel
+  int64_t bytes;  // of the workspace
 
   // One rank's work; false if a wait failed.
   std::function<bool(const SymmetricView&, uint32_t epoch, const WaitContext&)> body;

@@ -27,7 +27,7 @@ void MultiplyAs(const T* a, const T* w, int64_t ldw, bool transposed, int64_t ro
     // OpenBLAS splits a larger product over threads of its own, one caller at a time, and its
     // threads spin: eight ranks at once were 20 times slower (2048 x 48 x 128: 11.6 ms for 0.56, 2
     // cores). Up to this many multiplications it stays on the caller's thread (SMP_THRESHOLD_MIN *
-    // GEMM_MULTITHREAD_THRESHOLD), and pieces of this size lose nothing to the whole.
+    // GEMM_MULTITHREAD_THRESHOLD), and tiles of this size lose nothing to the whole.
     constexpr int64_t kSerial = 65536 * 4, kDepth = 256, kCols = 64;
     const int lda = static_cast<int>(k), ldb = static_cast<int>(ldw), ldc = static_cast<int>(cols);
     const T one = 1, zero = 0;
@@ -37,10 +37,10 @@ void MultiplyAs(const T* a, const T* w, int64_t ldw, bool transposed, int64_t ro
       const int kk = static_cast<int>(std::min(depth, k - l));
       for (int64_t j = 0; j < cols; j += width) {
         const int m = static_cast<int>(std::min(width, cols - j));
-        const T* piece = transposed ? b + j * ldw + l : b + l * ldw + j;
+        const T* tile = transposed ? b + j * ldw + l : b + l * ldw + j;
         for (int64_t i = 0; i < rows; i += height) {
           const int n = static_cast<int>(std::min(height, rows - i));
-          gemm(transposed ? "T" : "N", "N", &m, &n, &kk, &one, piece, &ldb, a + i * k + l, &lda,
+          gemm(transposed ? "T" : "N", "N", &m, &n, &kk, &one, tile, &ldb, a + i * k + l, &lda,
                l == 0 ? &zero : &one, c + i * cols + j, &ldc);
         }
       }

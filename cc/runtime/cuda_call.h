@@ -1,4 +1,4 @@
-// What every op's CUDA handler does around its launch: find the device, the group, the channel.
+// What every op's CUDA handler does around its launch: find the device, the group, the workspace.
 #ifndef JFLUX_RUNTIME_CUDA_CALL_H_
 #define JFLUX_RUNTIME_CUDA_CALL_H_
 
@@ -32,10 +32,10 @@ inline std::atomic<int64_t>& CudaLaunches() {
   return launches;
 }
 
-// channel_of(sm_count) -> ChannelLayout; launch(device, view, &error) -> bool.
-template <typename ChannelOf, typename Launch>
+// workspace_of(sm_count) -> WorkspaceLayout; launch(device, view, &error) -> bool.
+template <typename WorkspaceOf, typename Launch>
 ffi::Error LaunchCudaCall(OpId op, int32_t ordinal, ffi::Span<const int64_t> groups, int64_t world,
-                          ChannelOf&& channel_of, Launch&& launch) {
+                          WorkspaceOf&& workspace_of, Launch&& launch) {
   const auto heap = CurrentHeapCuda();
   const std::string name = std::string("jflux.") + NameOf(op) + ": ";
   const auto failed = [](const std::string& why) {
@@ -49,11 +49,11 @@ ffi::Error LaunchCudaCall(OpId op, int32_t ordinal, ffi::Span<const int64_t> gro
   if (const auto fault = heap->FaultOf(*device)) return failed(*fault);
   const auto group = FindGroup(groups, world, device->id);
   if (!group) return failed(name + "device is in none of the call's groups");
-  const int64_t total_bytes = channel_of(device->sm_count).TotalBytes();
-  const auto offset = heap->FindChannel(groups.begin(), groups.size(), total_bytes);
+  const int64_t total_bytes = workspace_of(device->sm_count).TotalBytes();
+  const auto offset = heap->FindWorkspace(groups.begin(), groups.size(), total_bytes);
   if (!offset) {
     return failed(name + "the symmetric heap of " + std::to_string(heap->heap_bytes()) +
-                  " bytes has no channel of " + std::to_string(total_bytes) +
+                  " bytes has no workspace of " + std::to_string(total_bytes) +
                   " bytes for these devices; was the program compiled with a larger heap? Call "
                   "jflux.init(heap_bytes=...)");
   }

@@ -51,8 +51,8 @@ ffi::Span<const int64_t> GroupsOf(const CallInfo& info) {
 
 using jflux::shmem::CallInfo;
 
-int64_t jflux_custom_channel_bytes(int64_t data_bytes, int64_t num_signals) {
-  return jflux::shmem::ChannelFor(data_bytes, num_signals).TotalBytes();
+int64_t jflux_custom_workspace_bytes(int64_t data_bytes, int64_t num_signals) {
+  return jflux::shmem::WorkspaceFor(data_bytes, num_signals).TotalBytes();
 }
 
 void jflux_cpu_join_call(const CallInfo* info, void* site, int64_t run_id, int32_t device,
@@ -67,7 +67,7 @@ void jflux_cpu_join_call(const CallInfo* info, void* site, int64_t run_id, int32
     done(data, why_not.c_str());
     return;
   }
-  const auto layout = jflux::shmem::ChannelFor(info->data_bytes, info->num_signals);
+  const auto layout = jflux::shmem::WorkspaceFor(info->data_bytes, info->num_signals);
   jflux::CpuCall call;
   call.op = jflux::CustomOp(jflux::NameOfCall(*info));
   call.run_id = run_id;
@@ -95,7 +95,7 @@ const char* jflux_cuda_begin_call(const CallInfo* info, int32_t ordinal, int32_t
   const std::string why_not = jflux::WhyNot(*info);
   if (!why_not.empty()) return jflux::Reason(why_not);
   const jflux::OpId op = jflux::CustomOp(jflux::NameOfCall(*info));
-  const auto layout = jflux::shmem::ChannelFor(info->data_bytes, info->num_signals);
+  const auto layout = jflux::shmem::WorkspaceFor(info->data_bytes, info->num_signals);
   const auto error = jflux::LaunchCudaCall(
       op, ordinal, jflux::GroupsOf(*info), info->world, [&](int) { return layout; },
       [&](const jflux::CudaDevice& device, const jflux::SymmetricView& view, std::string*) {

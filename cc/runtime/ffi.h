@@ -85,7 +85,7 @@ struct CallSite : CpuCallSite {
 // when that has been done. `body` is CpuCall's.
 template <typename Body>
 ffi::Future JoinFfiCall(OpId op, CallSite* site, ffi::RunId run_id, int32_t device,
-                        ffi::Span<const int64_t> groups, int64_t world, int64_t channel_bytes,
+                        ffi::Span<const int64_t> groups, int64_t world, int64_t workspace_bytes,
                         Body&& body) {
   auto group = FindGroup(groups, world, device);
   if (!group) return FailedFuture(InvalidArgument("device is in none of the call's groups"));
@@ -97,7 +97,7 @@ ffi::Future JoinFfiCall(OpId op, CallSite* site, ffi::RunId run_id, int32_t devi
   call.site = site;
   call.group = std::move(group->devices);
   call.rank = group->rank;
-  call.bytes = channel_bytes;
+  call.bytes = workspace_bytes;
   call.body = std::forward<Body>(body);
   call.done = CompletionOf(std::move(promise));
   JoinCpuCall(std::move(call));

@@ -13,7 +13,7 @@
 namespace jflux {
 namespace {
 
-constexpr int64_t kTableBytes = RoundUp<int64_t>(sizeof(ChannelTable), 4096);
+constexpr int64_t kTableBytes = RoundUp<int64_t>(sizeof(WorkspaceTable), 4096);
 
 std::string Errno(const std::string& what) { return what + ": " + std::strerror(errno); }
 
@@ -35,7 +35,7 @@ void SetCurrentHeapCpu(std::shared_ptr<HeapCpu> heap) {
   Current() = std::move(heap);
 }
 
-// File layout: [channel table, if owned][segment of devices[0]][segment of devices[1]] ...
+// File layout: [workspace table, if owned][segment of devices[0]][segment of devices[1]] ...
 bool HeapCpu::MapFile(int fd, const std::vector<int64_t>& devices, bool has_table,
                       std::string* error) {
   const int64_t head = has_table ? kTableBytes : 0;
@@ -46,7 +46,7 @@ bool HeapCpu::MapFile(int fd, const std::vector<int64_t>& devices, bool has_tabl
     return false;
   }
   mappings_.emplace_back(base, size);
-  if (has_table) table_ = static_cast<ChannelTable*>(base);
+  if (has_table) table_ = static_cast<WorkspaceTable*>(base);
   char* segment = static_cast<char*>(base) + head;
   for (int64_t device : devices) {
     segments_[device] = segment;
@@ -96,20 +96,20 @@ bool HeapCpu::Attach(const std::string& handle, const std::vector<int64_t>& devi
 
 void HeapCpu::ClearSignals(int64_t offset, int64_t bytes) {
   const auto packets = PacketLayout::OfTotal(bytes);
-  const int64_t signals = packets ? bytes : ChannelLayout::OfTotal(bytes).DataOffset(0);
+  const int64_t signals = packets ? bytes : WorkspaceLayout::OfTotal(bytes).DataOffset(0);
   for (const auto& [device, segment] : segments_) std::memset(segment + offset, 0, signals);
 }
 
 void HeapCpu::PoisonFree() {
   table_->ForEachFree([this](int64_t offset, int64_t bytes) {
     const auto packets = PacketLayout::OfTotal(bytes);
-    const ChannelLayout channel = ChannelLayout::OfTotal(bytes);
+    const WorkspaceLayout workspace = WorkspaceLayout::OfTotal(bytes);
     for (const auto& [device, is_local] : local_) {
       char* base = segments_.at(device) + offset;
       if (packets) {
         std::memset(base + packets->PacketOffset(0), kPacketPoison, 2 * packets->half_bytes);
       } else {
-        std::memset(base + channel.DataOffset(0), 0xff, 2 * channel.data_bytes);
+        std::memset(base + workspace.DataOffset(0), 0xff, 2 * workspace.data_bytes);
       }
     }
   });

@@ -1,8 +1,8 @@
-// The symmetric heap in host memory: one segment per rank (CPU device), plus one channel table.
+// The symmetric heap in host memory: one segment per rank (CPU device), plus one workspace table.
 //
 // Each process makes one memory file for the segments of its own devices, and maps those of the
 // machine's other processes through /proc; nothing is left behind when a process is killed. The
-// channel table lives in the first process's file.
+// workspace table lives in the first process's file.
 #ifndef JFLUX_RUNTIME_HEAP_CPU_H_
 #define JFLUX_RUNTIME_HEAP_CPU_H_
 
@@ -13,7 +13,7 @@
 #include <vector>
 
 #include "core/layout.h"
-#include "runtime/channel_table.h"
+#include "runtime/workspace_table.h"
 
 namespace jflux {
 
@@ -29,19 +29,19 @@ class HeapCpu {
   std::string Handle() const;
 
   // Step 2, for each other process: maps its segments. `has_table`: it is the one that owns the
-  // channel table.
+  // workspace table.
   bool Attach(const std::string& handle, const std::vector<int64_t>& devices, bool has_table,
               std::string* error);
 
-  // Zeroes the signals of a channel on all ranks.
+  // Zeroes the signals of a workspace on all ranks.
   void ClearSignals(int64_t offset, int64_t bytes);
 
-  // Fills the data of every free channel of the local segments with NaN (all bits set).
+  // Fills the data of every free workspace of the local segments with NaN (all bits set).
   void PoisonFree();
 
   int64_t heap_bytes() const { return heap_bytes_; }
   double deadline_s() const { return deadline_s_; }
-  ChannelTable* table() const { return table_; }
+  WorkspaceTable* table() const { return table_; }
   bool IsLocal(int64_t device) const { return local_.count(device) != 0; }
   TestHooks& hooks() { return hooks_; }
   // Null for a device that this heap does not know.
@@ -55,7 +55,7 @@ class HeapCpu {
   TestHooks hooks_{};
   double deadline_s_ = 0;
   int fd_ = -1;
-  ChannelTable* table_ = nullptr;
+  WorkspaceTable* table_ = nullptr;
   std::map<int64_t, char*> segments_;
   std::map<int64_t, bool> local_;
   std::vector<std::pair<void*, size_t>> mappings_;

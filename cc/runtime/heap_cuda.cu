@@ -263,32 +263,32 @@ bool HeapCuda::Probe(std::string* error) {
   return true;
 }
 
-bool HeapCuda::AddChannel(const std::vector<int64_t>& groups, int64_t total_bytes, int64_t offset,
-                          std::string* error) {
+bool HeapCuda::AddWorkspace(const std::vector<int64_t>& groups, int64_t total_bytes, int64_t offset,
+                            std::string* error) {
   if (offset < kDeviceStateBytes || offset + total_bytes > kDeviceStateBytes + heap_bytes_) {
-    *error = "channel outside the heap";
+    *error = "workspace outside the heap";
     return false;
   }
   std::lock_guard<std::mutex> lock(mutex_);
-  channels_.push_back(Channel{groups, total_bytes, offset});
+  workspaces_.push_back(Workspace{groups, total_bytes, offset});
   taken_ = Max(taken_, offset - kDeviceStateBytes + total_bytes);
   return true;
 }
 
-std::optional<int64_t> HeapCuda::FindChannel(const int64_t* groups, size_t count,
-                                             int64_t total_bytes) {
+std::optional<int64_t> HeapCuda::FindWorkspace(const int64_t* groups, size_t count,
+                                               int64_t total_bytes) {
   std::lock_guard<std::mutex> lock(mutex_);
-  for (const Channel& c : channels_) {
+  for (const Workspace& c : workspaces_) {
     if (c.total_bytes == total_bytes && c.groups.size() == count &&
         std::equal(c.groups.begin(), c.groups.end(), groups)) {
       return c.offset;
     }
   }
   if (!opened_.empty() || taken_ + total_bytes > heap_bytes_) return std::nullopt;
-  channels_.push_back(Channel{std::vector<int64_t>(groups, groups + count), total_bytes,
-                              kDeviceStateBytes + taken_});
+  workspaces_.push_back(Workspace{std::vector<int64_t>(groups, groups + count), total_bytes,
+                                  kDeviceStateBytes + taken_});
   taken_ += total_bytes;
-  return channels_.back().offset;
+  return workspaces_.back().offset;
 }
 
 int64_t HeapCuda::BytesTaken() const {
@@ -381,10 +381,10 @@ bool HeapCuda::Poison(std::string* error) {
   for (CudaDevice& device : devices_) {
     JFLUX_CUDA_OR_FALSE(cudaSetDevice(device.ordinal), error);
     JFLUX_CUDA_OR_FALSE(cudaDeviceSynchronize(), error);
-    for (const Channel& c : channels_) {
+    for (const Workspace& c : workspaces_) {
       // Another process may have begun to write the half of the next call; the half of the last
       // finished one is safe.
-      ChannelHeader header;
+      WorkspaceHeader header;
       JFLUX_CUDA_OR_FALSE(
           cudaMemcpy(&header, device.heap + c.offset, sizeof(header), cudaMemcpyDeviceToHost),
           error);
@@ -396,7 +396,7 @@ bool HeapCuda::Poison(std::string* error) {
               cudaMemset(base + packets->PacketOffset(epoch), kPacketPoison, packets->half_bytes),
               error);
         } else {
-          const ChannelLayout layout = ChannelLayout::OfTotal(c.total_bytes);
+          const WorkspaceLayout layout = WorkspaceLayout::OfTotal(c.total_bytes);
           JFLUX_CUDA_OR_FALSE(cudaMemset(base + layout.DataOffset(epoch), 0xff, layout.data_bytes),
                               error);
         }
@@ -413,11 +413,11 @@ bool HeapCuda::SetEpochs(uint32_t epoch, std::string* error) {
     JFLUX_CUDA_OR_FALSE(cudaSetDevice(device.ordinal), error);
     JFLUX_CUDA_OR_FALSE(cudaDeviceSynchronize(), error);
   }
-  ChannelHeader header{};
+  WorkspaceHeader header{};
   header.epoch = epoch;
   for (CudaDevice& device : devices_) {
     JFLUX_CUDA_OR_FALSE(cudaSetDevice(device.ordinal), error);
-    for (const Channel& c : channels_) {
+    for (const Workspace& c : workspaces_) {
       char* base = device.heap + c.offset;
       // Signals of calls whose numbers were smaller would seem to be from later ones.
       JFLUX_CUDA_OR_FALSE(cudaMemset(base, 0, c.total_bytes), error);

@@ -5,7 +5,8 @@
 // carries (back end `ipc`). Nothing is allocated, opened or freed once calls run.
 //
 //   +-------------+-----------+-----------+-----+-------------+
-//   | DeviceState | channel   | channel   | ... | probe areas |   the same offsets on every device
+//   | DeviceState | workspace   | workspace   | ... | probe areas |   the same offsets on every
+//   device
 //   +-------------+-----------+-----------+-----+-------------+
 #ifndef JFLUX_RUNTIME_HEAP_CUDA_H_
 #define JFLUX_RUNTIME_HEAP_CUDA_H_
@@ -55,13 +56,13 @@ class HeapCuda {
   bool Probe(std::string* error);
   const std::vector<Link>& links() const { return links_; }
 
-  // Gives the channels of this size of these groups a place that all processes have agreed on.
-  bool AddChannel(const std::vector<int64_t>& groups, int64_t total_bytes, int64_t offset,
-                  std::string* error);
-  // Where they are. In a single process a missing channel gets the next free place; nothing if the
-  // heap is full, or if several processes have yet to agree.
-  std::optional<int64_t> FindChannel(const int64_t* groups, size_t count, int64_t total_bytes);
-  // Bytes that channels have taken, of heap_bytes().
+  // Gives the workspaces of this size of these groups a place that all processes have agreed on.
+  bool AddWorkspace(const std::vector<int64_t>& groups, int64_t total_bytes, int64_t offset,
+                    std::string* error);
+  // Where they are. In a single process a missing workspace gets the next free place; nothing if
+  // the heap is full, or if several processes have yet to agree.
+  std::optional<int64_t> FindWorkspace(const int64_t* groups, size_t count, int64_t total_bytes);
+  // Bytes that workspaces have taken, of heap_bytes().
   int64_t BytesTaken() const;
 
   CudaDevice* DeviceOf(int ordinal);
@@ -79,16 +80,16 @@ class HeapCuda {
                     std::string* error);
   bool StopTimeline(std::string* error);
 
-  // Tests only. Poison fills, between calls, what the last call of each channel left with NaN.
+  // Tests only. Poison fills, between calls, what the last call of each workspace left with NaN.
   bool SetHooks(const TestHooks& hooks, std::string* error);
   bool Poison(std::string* error);
-  // SetEpochs: as if each channel had made so many calls; between calls of all processes.
+  // SetEpochs: as if each workspace had made so many calls; between calls of all processes.
   bool SetEpochs(uint32_t epoch, std::string* error);
 
  private:
   HeapCuda() = default;
 
-  struct Channel {
+  struct Workspace {
     std::vector<int64_t> groups;
     int64_t total_bytes;
     int64_t offset;
@@ -100,7 +101,7 @@ class HeapCuda {
   std::vector<Link> links_;
   std::vector<std::pair<int, void*>> opened_;  // (ordinal, address) of IPC mappings
   mutable std::mutex mutex_;
-  std::vector<Channel> channels_;
+  std::vector<Workspace> workspaces_;
   int64_t taken_ = 0;
 };
 

@@ -48,7 +48,7 @@ bool EncodeTensorMap(CUtensorMap* map, DType dtype, const void* data,
   const auto type =
       dtype == DType::kF16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   // Rows of 128 bytes, or of 64.
-  const auto swizzle = boxes == Boxes::kPlain              ? CU_TENSOR_MAP_SWIZZLE_NONE
+  const auto swizzle = boxes == Boxes::kLinear             ? CU_TENSOR_MAP_SWIZZLE_NONE
                        : box_size[0] * SizeOf(dtype) == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
                                                            : CU_TENSOR_MAP_SWIZZLE_128B;
   const auto encode = EncodeFunction();

@@ -34,7 +34,7 @@ bool LoadKernel(const void* kernel, int smem_bytes, std::string* error);
 
 // Whether a box's rows of 128 bytes are swizzled in shared memory, as wgmma reads them, or follow
 // each other as they are.
-enum class Boxes { kSwizzled, kPlain };
+enum class Boxes { kSwizzled, kLinear };
 
 // A map of a row-major array (the last of `sizes` contiguous) of 16-bit elements; reads outside are
 // zero. `strides` are in elements and leave out the contiguous one.

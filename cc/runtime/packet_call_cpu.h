@@ -12,7 +12,7 @@ namespace jflux {
 template <typename Params, typename Body>
 bool RunPackets(const Params& p, const SymmetricView& view, uint32_t epoch, const WaitContext& ctx,
                 Body&& body) {
-  const PacketCall call{view, p.Channel(), epoch, p.Signature(), ctx, /*patience_ns=*/0};
+  const PacketCall call{view, p.Workspace(), epoch, p.Signature(), ctx, /*timeout_ns=*/0};
   for (int peer = 0; peer < p.world; ++peer) {
     if (peer != view.rank) call.SendHello(peer);
   }

@@ -217,7 +217,7 @@ def call_rules(
                 transpose_rhs=params.transpose_rhs,
                 choice=choice,
             )
-            _heap.reserve(platform, groups, op, product.channel_bytes)
+            _heap.reserve(platform, groups, op, product.workspace_bytes)
         return {
             "choice": np.array(choice, np.int64),
             "inner": np.int64(inner),

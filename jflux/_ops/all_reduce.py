@@ -173,13 +173,13 @@ def _lax_is_faster(x, *added, params, platform, mesh):
     return (
         chosen
         and x.dtype in _product.CPU_DTYPES
-        and _channel_bytes(x, params, algorithm, 0) > _heap.heap_bytes(platform) // 2
+        and _workspace_bytes(x, params, algorithm, 0) > _heap.heap_bytes(platform) // 2
     )
 
 
-def _channel_bytes(x: Any, params: Params, algorithm: int, width: int) -> int:
+def _workspace_bytes(x: Any, params: Params, algorithm: int, width: int) -> int:
     number = _heap.dtype_number(np.dtype(x.dtype))
-    return _jflux.all_reduce_channel_bytes(params.world, x.size, number, algorithm, width)
+    return _jflux.all_reduce_workspace_bytes(params.world, x.size, number, algorithm, width)
 
 
 def _number_of(x: Any, params: Params) -> int:
@@ -219,8 +219,8 @@ def _launch(x, *added, params, platform, mesh, groups):
     algorithm = _number_of(x, params)
     if _ffi.lowers_for_here(mesh):
         width = 0 if params.after.norm is None else x.shape[-1]
-        channel_bytes = functools.partial(_channel_bytes, x, params, algorithm, width)
-        _heap.reserve(platform, groups, "all_reduce", channel_bytes)
+        workspace_bytes = functools.partial(_workspace_bytes, x, params, algorithm, width)
+        _heap.reserve(platform, groups, "all_reduce", workspace_bytes)
     return {
         "algorithm": np.int64(algorithm),
         "epsilon": np.float64(params.after.epsilon),

@@ -278,13 +278,13 @@ def _lax_is_faster(x, params, platform, mesh):
     most_of_the_heap = _heap.heap_bytes(platform) // 3
     return (
         _bytes_that_reach_a_rank(x, params) > MOST_BYTES
-        or _channel_bytes(x, params) > most_of_the_heap
+        or _workspace_bytes(x, params) > most_of_the_heap
     )
 
 
-def _channel_bytes(x: Any, params: Params) -> int:
+def _workspace_bytes(x: Any, params: Params) -> int:
     piece = x.size * x.dtype.itemsize // (1 if params.split is None else params.world)
-    return _jflux.exchange_channel_bytes(params.world, piece, _is_chunked(x, params))
+    return _jflux.exchange_workspace_bytes(params.world, piece, _is_chunked(x, params))
 
 
 def _not_fused(x, params, platform, sums):
@@ -301,7 +301,7 @@ def _not_fused(x, params, platform, sums):
 
 def _launch(x, params, platform, mesh, groups, op):
     if _ffi.lowers_for_here(mesh):
-        _heap.reserve(platform, groups, op, lambda: _channel_bytes(x, params))
+        _heap.reserve(platform, groups, op, lambda: _workspace_bytes(x, params))
     return {"chunked": _is_chunked(x, params), **_in_bytes(x, params)}
 
 

@@ -60,7 +60,7 @@ def conv(
     scheme: Scheme = DEFAULT,
     precision: lax.PrecisionLike = None,
 ) -> jax.Array:
-    """A convolution on a grid: :func:`dense` with the channels as k and n (section III-B). Per
+    """A convolution on a grid: :func:`dense` with the workspaces as k and n (section III-B). Per
     rank, with any number of spatial dimensions::
 
         x [batch/(data z), *space, k/y]   w [*taps, k/(y z), n/x]   bias [n/x]
@@ -177,7 +177,7 @@ def group_norm(
     epsilon: float = 1e-6,
     scheme: Scheme = DEFAULT,
 ) -> jax.Array:
-    """Each example's groups of channels, normalised over group and space (arXiv 1803.08494,
+    """Each example's groups of workspaces, normalised over group and space (arXiv 1803.08494,
     equation 7). Per rank x [batch, *space, k/y], scale and bias [k/y]; sums are in float32, or
     float64 for float64. Groups are whole on a rank: nothing is communicated.
 
@@ -188,14 +188,14 @@ def group_norm(
     Raises:
       ValueError: groups that do not divide so.
     """
-    ranks, channels = scheme.size("y"), x.shape[-1]
-    if groups % ranks or channels % (groups // ranks):
+    ranks, workspaces = scheme.size("y"), x.shape[-1]
+    if groups % ranks or workspaces % (groups // ranks):
         raise ValueError(
             f"jflux.parallel.group_norm: {groups=} must divide by {ranks} ranks along y, and "
-            f"{channels} channels of a rank by what is left"
+            f"{workspaces} workspaces of a rank by what is left"
         )
     wide = x.astype(sum_dtype(x.dtype))
-    wide = wide.reshape(len(x), -1, groups // ranks, channels // (groups // ranks))
+    wide = wide.reshape(len(x), -1, groups // ranks, workspaces // (groups // ranks))
     wide -= wide.mean((1, 3), keepdims=True)
     variance = (wide * wide).mean((1, 3), keepdims=True)
     wide = (wide * lax.rsqrt(variance + epsilon)).reshape(x.shape)

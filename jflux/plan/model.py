@@ -11,7 +11,7 @@ class Layer:
     """A product of activations [rows, k] with a weight [k, n], or a convolution.
 
     Attributes:
-      k, n: rows and columns of the weight; input and output channels of a convolution (section
+      k, n: rows and columns of the weight; input and output workspaces of a convolution (section
         III-B, "Extension to convolution layers").
       rows: output rows of one sample: positions of a sequence, pixels of an image.
       transposed: k is split over x and n over y, not k over y and n over x.

@@ -53,19 +53,19 @@ def llama(
 
 
 def unet(
-    name: str, *, channels: int, image: int = 32, batch: int = 2048,
+    name: str, *, workspaces: int, image: int = 32, batch: int = 2048,
     multipliers: tuple[int, ...] = (1, 2, 2, 2), blocks: int = 3,
     attention: tuple[int, ...] = (16, 8),
 ) -> Model:  # fmt: skip
     """A U-Net after Nichol and Dhariwal: four levels of three residual blocks, 32 x 32 images.
 
-    The paper names channels, levels and blocks (table II). The multipliers of the levels and the
+    The paper names workspaces, levels and blocks (table II). The multipliers of the levels and the
     sizes with attention are those of Nichol and Dhariwal's CIFAR-10 model, an assumption that meets
     the paper's 250 M to 4 B weights within 25 %. The first convolution of a residual block is
     plain, the second transposed.
     """
     found: list[Layer] = []
-    embedding = 4 * channels
+    embedding = 4 * workspaces
 
     def residual(c_in: int, c_out: int, size: int) -> None:
         pixels = size * size
@@ -78,14 +78,14 @@ def unet(
             found.append(Layer(c_out, 3 * c_out, pixels, name="qkv"))
             found.append(Layer(c_out, c_out, pixels, transposed=True, name="projection"))
 
-    found.append(Layer(channels, embedding, 1, name="time"))
+    found.append(Layer(workspaces, embedding, 1, name="time"))
     found.append(Layer(embedding, embedding, 1, transposed=True, name="time"))
-    found.append(Layer(3, channels, image * image, taps=9, name="first"))
-    skips, now, size = [channels], channels, image
+    found.append(Layer(3, workspaces, image * image, taps=9, name="first"))
+    skips, now, size = [workspaces], workspaces, image
     for level, factor in enumerate(multipliers):
         for _ in range(blocks):
-            residual(now, channels * factor, size)
-            now = channels * factor
+            residual(now, workspaces * factor, size)
+            now = workspaces * factor
             skips.append(now)
         if level < len(multipliers) - 1:
             half = size // 2
@@ -96,12 +96,12 @@ def unet(
         residual(now, now, size)
     for level, factor in reversed(list(enumerate(multipliers))):
         for _ in range(blocks + 1):
-            residual(now + skips.pop(), channels * factor, size)
-            now = channels * factor
+            residual(now + skips.pop(), workspaces * factor, size)
+            now = workspaces * factor
         if level:
             size *= 2
             found.append(Layer(now, now, size**2, taps=9, name="up"))
-    # Three channels cannot be split: the convolutions from and to the image run whole everywhere.
+    # Three workspaces cannot be split: the convolutions from and to the image run whole everywhere.
     found = [layer for layer in found if layer.k > 3]
     return Model(tuple(found), batch, name)
 
@@ -116,8 +116,8 @@ def _gpt(name: str, layers: int, hidden: int, heads: int) -> Callable[..., Model
     return lambda **given: gpt(name, layers=layers, hidden=hidden, heads=heads, **given)
 
 
-def _unet(name: str, channels: int) -> Callable[..., Model]:
-    return lambda **given: unet(name, channels=channels, **given)
+def _unet(name: str, workspaces: int) -> Callable[..., Model]:
+    return lambda **given: unet(name, workspaces=workspaces, **given)
 
 
 def _llama_2_70b(**given: int) -> Model:

@@ -39,7 +39,7 @@ void Check(int world, uint32_t first_epoch, int calls_each, int max_delay_us) {
       for (int i = 0; i < calls_each; ++i) {
         calls.push_back(std::make_unique<AllGatherMatmulCall>(p, s.tiling, seed * 16 + i));
       }
-      PlainHeap heap(world, calls[0]->Channel(), first_epoch);
+      PlainHeap heap(world, calls[0]->Workspace(), first_epoch);
       RunOptions options;
       options.first_epoch = first_epoch;
       options.max_delay_us = max_delay_us;
@@ -71,7 +71,7 @@ AllGatherMatmulParams Small(int64_t inner, int64_t k) {
 
 TEST(AnAbsentRankIsNamed) {
   AllGatherMatmulCall call(Small(8, 8), {64, 4, 8}, 1);
-  PlainHeap heap(3, call.Channel());
+  PlainHeap heap(3, call.Workspace());
   RunOptions options;
   options.absent = 1;
   options.deadline_s = 0.05;
@@ -87,7 +87,7 @@ TEST(AnAbsentRankIsNamed) {
 // Rank 1 makes a call of another shape, which takes as much room: shards do not overlap.
 class Disagreeing : public Call {
  public:
-  ChannelLayout Channel() const override { return calls_[0].Channel(); }
+  WorkspaceLayout Workspace() const override { return calls_[0].Workspace(); }
   bool Run(const SymmetricView& view, uint32_t epoch, WaitContext ctx) override {
     return calls_[view.rank == 1].Run(view, epoch, ctx);
   }
@@ -99,7 +99,7 @@ class Disagreeing : public Call {
 
 TEST(RanksThatDisagreeAreTold) {
   Disagreeing call;
-  PlainHeap heap(3, call.Channel());
+  PlainHeap heap(3, call.Workspace());
   const auto errors = RunRanks(heap, {&call});
   for (int rank = 0; rank < 3; ++rank) {
     EXPECT(errors[rank].find("The ranks run different calls") != std::string::npos) << errors[rank];

@@ -27,9 +27,9 @@ constexpr DType kDtypes[] = {DType::kF16, DType::kBF16, DType::kF32, DType::kF64
 
 PlainHeap HeapFor(const AllReduceParams& p, uint32_t first_epoch = 1) {
   if (p.algorithm == AllReduceAlgorithm::kChunked) {
-    return PlainHeap(p.world, p.Chunks().Channel(), first_epoch);
+    return PlainHeap(p.world, p.Chunks().Workspace(), first_epoch);
   }
-  return PlainHeap(p.world, p.Channel(), first_epoch);
+  return PlainHeap(p.world, p.Workspace(), first_epoch);
 }
 
 void Check(int world, uint32_t first_epoch, int calls_each, int max_delay_us) {
@@ -90,8 +90,8 @@ TEST(AcrossTheWrapOnFreshMemory) {
   }
 }
 
-// Calls of all sizes and algorithms in one channel: what one leaves is none of another's.
-TEST(CallsShareAChannel) {
+// Calls of all sizes and algorithms in one workspace: what one leaves is none of another's.
+TEST(CallsShareAWorkspace) {
   for (int world : {2, 3, 8}) {
     std::mt19937 random(world);
     std::vector<std::unique_ptr<AllReduceCall>> calls;
@@ -99,7 +99,7 @@ TEST(CallsShareAChannel) {
       constexpr int64_t kFit[] = {1, 3, 7, 37, 100, 500};
       const AllReduceParams p{world, kFit[random() % 6], kDtypes[random() % 4],
                               kPacketAlgorithms[random() % 4], /*residual=*/random() % 2 == 0};
-      EXPECT(p.Channel().half_bytes == PacketLayout::kMinHalfBytes);
+      EXPECT(p.Workspace().half_bytes == PacketLayout::kMinHalfBytes);
       calls.push_back(std::make_unique<AllReduceCall>(p, 1000 * world + i));
     }
     PlainHeap heap(world, PacketLayout{PacketLayout::kMinHalfBytes});
@@ -124,11 +124,11 @@ class SharedCall : public AllReduceCall {
     if (p_.algorithm == AllReduceAlgorithm::kChunked) {
       const auto at = [&](int place) {
         return shmem::Context{view,
-                              p_.Chunks().Channel(),
+                              p_.Chunks().Workspace(),
                               epoch,
                               p_.Signature(),
                               ctx,
-                              /*patience_ns=*/0,
+                              /*timeout_ns=*/0,
                               place,
                               places_};
       };
@@ -141,7 +141,7 @@ class SharedCall : public AllReduceCall {
       };
       return shmem::internal::RunCall(at(0), share);
     }
-    const PacketCall call{view, p_.Channel(), epoch, p_.Signature(), ctx, /*patience_ns=*/0};
+    const PacketCall call{view, p_.Workspace(), epoch, p_.Signature(), ctx, /*timeout_ns=*/0};
     for (int peer = 0; peer < p_.world; ++peer) {
       if (peer != view.rank) call.SendHello(peer);
     }
@@ -167,14 +167,14 @@ TEST(ThreadsShareARanksPart) {
         std::vector<std::unique_ptr<SharedCall>> calls;
         const bool chunked = algorithm == AllReduceAlgorithm::kChunked;
         const int places = chunked ? 2 : 4;
-        // All in one channel; of two ranks' chunks two for each place.
+        // All in one workspace; of two ranks' chunks two for each place.
         const int64_t most = chunked ? 8000 : 1501;
         for (int64_t count : {int64_t{5}, int64_t{1000}, int64_t{64}, most, int64_t{1}}) {
           const AllReduceParams p{world, count, DType::kF32, algorithm};
           if (chunked) {
-            EXPECT_EQ(p.Chunks().Channel().data_bytes, ChannelLayout::kMinDataBytes);
+            EXPECT_EQ(p.Chunks().Workspace().data_bytes, WorkspaceLayout::kMinDataBytes);
           } else {
-            EXPECT_EQ(p.Channel().half_bytes, PacketLayout::kMinHalfBytes);
+            EXPECT_EQ(p.Workspace().half_bytes, PacketLayout::kMinHalfBytes);
           }
           calls.push_back(
               std::make_unique<SharedCall>(p, places, running, static_cast<uint32_t>(count)));
@@ -265,7 +265,7 @@ TEST(RowsAreNormalised) {
           EXPECT(p.FitsNorm());
           const bool wide = random() % 2 == 0 && dtype != DType::kF64;
           calls.push_back(std::make_unique<NormCall>(p, wide, random() % 2 == 0, random() % 1000));
-          EXPECT_EQ(p.Channel().half_bytes, PacketLayout::kMinHalfBytes);
+          EXPECT_EQ(p.Workspace().half_bytes, PacketLayout::kMinHalfBytes);
         }
         PlainHeap heap(world, PacketLayout{PacketLayout::kMinHalfBytes});
         RunOptions options;
@@ -333,7 +333,7 @@ TEST(RanksThatDisagreeAreTold) {
            AllReduceParams{3, 64, DType::kBF16, AllReduceAlgorithm::kTwoShot},
        }) {
     Disagreeing call(p, other);
-    PlainHeap heap(3, p.Channel());
+    PlainHeap heap(3, p.Workspace());
     RunOptions options;
     options.deadline_s = 20;
     const uint64_t start = NowNs();
@@ -347,11 +347,11 @@ TEST(RanksThatDisagreeAreTold) {
   }
 }
 
-TEST(ChannelsOfPacketsAreKnownByTheirSize) {
+TEST(WorkspacesOfPacketsAreKnownByTheirSize) {
   for (int64_t size = PacketLayout::kMinHalfBytes; size <= 1ll << 32; size *= 2) {
     const PacketLayout packets{size};
     EXPECT(PacketLayout::OfTotal(packets.TotalBytes()).has_value());
-    EXPECT(!PacketLayout::OfTotal(ChannelLayout{size}.TotalBytes()).has_value());
+    EXPECT(!PacketLayout::OfTotal(WorkspaceLayout{size}.TotalBytes()).has_value());
     EXPECT(packets.HelloOffset(1, kMaxRanks) <= kHeapAlign);
   }
 }
@@ -376,7 +376,7 @@ TEST(ChunksCoverTheData) {
             // A slot ends before the next chunk's; the last one before the half does.
             const int64_t slot = layout.SlotOffset(1, owner, to, c);
             EXPECT(slot % 16 == 0 && slot + part.bytes <= layout.SlotOffset(1, owner, to, c + 1));
-            EXPECT(slot + part.bytes <= layout.Channel().data_bytes);
+            EXPECT(slot + part.bytes <= layout.Workspace().data_bytes);
           }
         }
       }

@@ -80,10 +80,10 @@ CpuCall Exchange(int64_t run, CpuCallSite* site, std::vector<int64_t> group, int
   call.site = site;
   call.group = std::move(group);
   call.rank = rank;
-  const ChannelLayout channel = ChannelLayout::For(0, 0);
-  call.bytes = channel.TotalBytes();
+  const WorkspaceLayout workspace = WorkspaceLayout::For(0, 0);
+  call.bytes = workspace.TotalBytes();
   call.body = [=](const SymmetricView& view, uint32_t epoch, const WaitContext& ctx) {
-    const int64_t data = channel.DataOffset(epoch), signals = channel.SignalOffset(epoch);
+    const int64_t data = workspace.DataOffset(epoch), signals = workspace.SignalOffset(epoch);
     const Signal signal = MakeSignal(epoch, 7);
     for (int peer = 0; peer < view.world; ++peer) {
       view.At<uint64_t>(peer, data)[rank] = value;
@@ -175,7 +175,7 @@ TEST(CrossedHandlersLetGo) {
   EXPECT(NowNs() - start < 900'000'000) << "they have waited for each other";
 }
 
-TEST(PatienceEndsOnce) {
+TEST(TimeoutEndsOnce) {
   UseHeap(2, 60);
   Completions completions;
   CpuCallSite site;
@@ -245,7 +245,7 @@ TEST(AFailedBodyFailsItsRankOnly) {
   EXPECT(errors[0].empty());
   EXPECT(errors[1].find("rank 1 waited 0.2 s for rank 0 (unit 3") != std::string::npos)
       << errors[1];
-  EXPECT(CurrentHeapCpu()->table()->BytesInUse() > 0);  // the channel is lost
+  EXPECT(CurrentHeapCpu()->table()->BytesInUse() > 0);  // the workspace is lost
 }
 
 TEST(WithoutAHeapTheErrorSaysWhatToDo) {

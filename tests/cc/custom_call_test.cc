@@ -115,9 +115,9 @@ TEST(WhatIsRefused) {
   EXPECT(Refused(Info(), 4).find("none of the call's groups") != std::string::npos);
 }
 
-TEST(ChannelsHaveTheSizeThatPythonReserves) {
+TEST(WorkspacesHaveTheSizeThatPythonReserves) {
   for (int64_t data : {0, 100000}) {
-    EXPECT_EQ(jflux_custom_channel_bytes(data, 600), shmem::ChannelFor(data, 600).TotalBytes());
+    EXPECT_EQ(jflux_custom_workspace_bytes(data, 600), shmem::WorkspaceFor(data, 600).TotalBytes());
   }
 }
 

@@ -14,7 +14,7 @@ namespace {
 constexpr OpId kOps[] = {OpId::kAllGather, OpId::kAllToAll, OpId::kReduceScatter};
 constexpr DType kDtypes[] = {DType::kF16, DType::kBF16, DType::kF32, DType::kF64};
 
-// A piece of so many elements, in rows of different lengths in x and in y: whole units and not.
+// A shard of so many elements, in rows of different lengths in x and in y: whole units and not.
 ExchangeParams ParamsFor(OpId op, int world, DType dtype, int64_t elements, int64_t x_rows,
                          int64_t y_rows, bool chunked = false) {
   const int64_t bytes = elements * SizeOf(dtype);
@@ -22,14 +22,14 @@ ExchangeParams ParamsFor(OpId op, int world, DType dtype, int64_t elements, int6
   return ExchangeParams{op,
                         world,
                         dtype,
-                        Pieces{gathers ? 1 : world, x_rows, bytes / x_rows},
-                        Pieces{sums ? 1 : world, y_rows, bytes / y_rows},
+                        Shards{gathers ? 1 : world, x_rows, bytes / x_rows},
+                        Shards{sums ? 1 : world, y_rows, bytes / y_rows},
                         chunked};
 }
 
 PlainHeap HeapFor(const ExchangeParams& p, uint32_t first_epoch = 1) {
-  if (p.chunked) return PlainHeap(p.world, p.Slots().Channel(), first_epoch);
-  return PlainHeap(p.world, p.Channel(), first_epoch);
+  if (p.chunked) return PlainHeap(p.world, p.Slots().Workspace(), first_epoch);
+  return PlainHeap(p.world, p.Workspace(), first_epoch);
 }
 
 template <typename C>
@@ -54,7 +54,7 @@ void Check(int world, const RunOptions& options) {
             for (int64_t y_rows : {1, 2, 5}) {
               if (elements % x_rows != 0 || elements % y_rows != 0) continue;
               const auto p = ParamsFor(op, world, dtype, elements, x_rows, y_rows, chunked);
-              EXPECT_EQ(p.ChannelBytes(), smallest.ChannelBytes());  // they share one channel
+              EXPECT_EQ(p.WorkspaceBytes(), smallest.WorkspaceBytes());  // they share one workspace
               calls.push_back(std::make_unique<ExchangeCall>(p, ++seed));
             }
           }
@@ -83,7 +83,7 @@ TEST(AcrossTheWrapOfEpochs) {
 }
 
 // Several chunks, the last one not full; rows that are 16-byte units, eight-byte ones and neither.
-TEST(LongPieces) {
+TEST(LongShards) {
   for (int world : {2, 3, 8}) {
     for (OpId op : kOps) {
       for (DType dtype : {DType::kBF16, DType::kF64}) {
@@ -113,8 +113,8 @@ class SharedExchange : public ExchangeCall {
     ctx.op = static_cast<uint32_t>(p_.op);
     const ExchangeArrays arrays = ArraysOf(view.rank);
     const auto at = [&](int place) {
-      return shmem::Context{view, p_.Slots().Channel(), epoch, p_.Signature(),
-                            ctx,  /*patience_ns=*/0,    place, places_};
+      return shmem::Context{view, p_.Slots().Workspace(), epoch, p_.Signature(),
+                            ctx,  /*timeout_ns=*/0,       place, places_};
     };
     std::atomic<int> failed{0};
     return shmem::internal::RunCall(at(0), [&](const shmem::Context&) {
@@ -156,7 +156,7 @@ TEST(ThreadsShareARanksPart) {
 TEST(SlotsArePlaces) {
   for (int32_t world = 2; world <= kMaxRanks; ++world) {
     for (int64_t bytes : {1, 17, 4096, 4097, 1 << 20, (1 << 20) + 1, 3'000'000}) {
-      const PieceSlots slots = PieceSlots::For(world, bytes);
+      const ShardSlots slots = ShardSlots::For(world, bytes);
       EXPECT_EQ(slots.chunk_bytes, bytes > (1 << 20) ? 16384 : 4096);
       int64_t covered = 0;
       for (int64_t c = 0; c < slots.Chunks(); ++c) {
@@ -177,8 +177,8 @@ TEST(SlotsArePlaces) {
         EXPECT(offsets[i] - offsets[i - 1] >= bytes);
         EXPECT_EQ(signals[i] - signals[i - 1], slots.Chunks());
       }
-      EXPECT(offsets.back() + bytes <= slots.Channel().data_bytes);
-      EXPECT((kMaxRanks + signals.back() + slots.Chunks()) * 8 <= slots.Channel().SignalBytes());
+      EXPECT(offsets.back() + bytes <= slots.Workspace().data_bytes);
+      EXPECT((kMaxRanks + signals.back() + slots.Chunks()) * 8 <= slots.Workspace().SignalBytes());
     }
   }
 }

@@ -134,42 +134,42 @@ TEST(GatesTakeTilesOfTwoHalves) {
   EXPECT(ForGate({256, 2, 4}, 8192, 28672, 8192, kSms) == (GemmChoice{256, 2, 4}));
 }
 
-TEST(AClustersRowsAreTwoRanksInOneSweepOnly) {
+TEST(AClustersRowsAreTwoRanksInOneRasterGroupOnly) {
   for (int64_t n : {512, 2560, 12288}) {
     // 250 rows are fewer than a cluster's.
     const GemmChoice c = ChooseGemm(8, 250, n, 8192, kSms);
-    EXPECT(!InOneSweep(8, 250) && c.cluster_m == 1 && c.group_m > 0) << "n " << n;
+    EXPECT(!InOneRasterGroup(8, 250) && c.cluster_m == 1 && c.group_m > 0) << "n " << n;
   }
   EXPECT_EQ(ChooseGemm(4, 128, 12288, 8192, kSms).group_m, 0);
   EXPECT_EQ(ChooseGemm(4, 128, 12288, 8192, kSms).cluster_m, 2);
 }
 
-TEST(FewRowsAreOneSweep) {
+TEST(FewRowsAreOneRasterGroup) {
   for (int world = 2; world <= 8; ++world) {
     for (int64_t rows = 1; rows < 4000; ++rows) {
       const int64_t others = (world - 1) * rows;
-      const bool in_one = InOneSweep(world, rows);
+      const bool in_one = InOneRasterGroup(world, rows);
       const bool shares = rows % kGemmTileM != 0;
       EXPECT(in_one || others >= 1024 || (!shares && rows >= 256 && world * rows >= 1024))
           << world << " ranks, rows " << rows;
       EXPECT(!in_one || others <= 1600) << world << " ranks, rows " << rows;
     }
   }
-  EXPECT(!InOneSweep(4, 512) && InOneSweep(4, 500));  // ragged ones a little longer
-  EXPECT(!InOneSweep(2, 512) && InOneSweep(2, 384));
-  EXPECT(!InOneSweep(4, 256) && InOneSweep(4, 128));
-  EXPECT(InOneSweep(8, 128));  // two CTAs of a cluster need 256 rows of a rank
-  EXPECT(!InOneSweep(1, 64));  // a product alone
+  EXPECT(!InOneRasterGroup(4, 512) && InOneRasterGroup(4, 500));  // ragged ones a little longer
+  EXPECT(!InOneRasterGroup(2, 512) && InOneRasterGroup(2, 384));
+  EXPECT(!InOneRasterGroup(4, 256) && InOneRasterGroup(4, 128));
+  EXPECT(InOneRasterGroup(8, 128));  // two CTAs of a cluster need 256 rows of a rank
+  EXPECT(!InOneRasterGroup(1, 64));  // a product alone
 }
 
-TEST(SweepsOf1024RowsOrOneOfAll) {
+TEST(RasterGroupsOf1024RowsOrOneOfAll) {
   EXPECT_EQ(ChooseGemm(2, 384, 24576, 8192, kSms).group_m, 0);
   EXPECT(ChooseGemm(2, 512, 24576, 8192, kSms) == (GemmChoice{256, 2, 8}));
   EXPECT(ChooseGemm(2, 1024, 24576, 8192, kSms) == (GemmChoice{256, 2, 8}));
   EXPECT(ChooseGemm(2, 4096, 24576, 8192, kSms) == (GemmChoice{256, 2, 4}));
 }
 
-// A sweep may begin when its rows have arrived, if it is of more than one tile row.
+// A raster group may begin when its rows have arrived, if it is of more than one tile row.
 TEST(GatherGroupsAreThereInTime) {
   for (int world : {2, 3, 4, 8}) {
     for (int64_t rows : {128, 256, 512, 1024, 2048, 4096}) {
@@ -179,9 +179,9 @@ TEST(GatherGroupsAreThereInTime) {
           EXPECT(1 <= c.group_m && c.group_m <= 16);
           if (c.group_m == 1) continue;
           const double row_arrives = 3000.0 / static_cast<double>(n);  // 1: a row's product
-          const int64_t sweep = c.group_m * kGemmTileM * c.cluster_m;
-          for (int64_t done = rows; done < world * rows; done += sweep) {
-            const int64_t needed = Min(done + sweep, world * rows) - rows;
+          const int64_t raster group = c.group_m * kGemmTileM * c.cluster_m;
+          for (int64_t done = rows; done < world * rows; done += raster group) {
+            const int64_t needed = Min(done + raster group, world * rows) - rows;
             EXPECT(static_cast<double>(needed) * row_arrives <= static_cast<double>(done) * 1.0001)
                 << world << " ranks, rows " << rows << " n " << n << " done " << done;
           }
@@ -193,7 +193,7 @@ TEST(GatherGroupsAreThereInTime) {
 
 // Half as fast links are like half as many columns: fewer rows arrive in time. And so are twice as
 // many SMs.
-TEST(SlowLinksMakeSweepsShorter) {
+TEST(SlowLinksMakeRasterGroupsShorter) {
   EXPECT_EQ(LinksOf(0), 1.0);
   for (double gbps : {240.0, 262.0, 320.0, 390.0, 2000.0}) EXPECT_EQ(LinksOf(gbps), 1.0) << gbps;
   EXPECT_EQ(LinksOf(170), 0.5);
@@ -208,7 +208,8 @@ TEST(SlowLinksMakeSweepsShorter) {
       }
     }
   }
-  EXPECT(InOneSweep(8, 128) && !InOneSweep(8, 128, 0.5) && InOneSweep(2, 384, 0.5));
+  EXPECT(InOneRasterGroup(8, 128) && !InOneRasterGroup(8, 128, 0.5) &&
+         InOneRasterGroup(2, 384, 0.5));
   EXPECT_EQ(ChooseAllGather(8, 128, 24576, 12288, kSms).group_m, 0);
   EXPECT(ChooseAllGather(8, 128, 24576, 12288, kSms, 0.5).group_m > 0);
 }

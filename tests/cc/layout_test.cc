@@ -33,30 +33,30 @@ bool Inside(const Ranges& ranges, int64_t size) {
 
 bool IsPowerOfTwo(int64_t v) { return v > 0 && (v & (v - 1)) == 0; }
 
-bool Holds(ChannelLayout c, int64_t signal_bytes, int64_t data_bytes) {
+bool Holds(WorkspaceLayout c, int64_t signal_bytes, int64_t data_bytes) {
   return c.SignalBytes() >= signal_bytes && c.data_bytes >= data_bytes;
 }
 
-TEST(ChannelIsTheSmallestThatHolds) {
+TEST(WorkspaceIsTheSmallestThatHolds) {
   const std::vector<int64_t> sizes = {0,       1,       8,       4095,    4096,     4097,
                                       65535,   65536,   65537,   1 << 20, 3 << 20,  (1 << 21) + 1,
                                       1 << 24, 5 << 24, 1 << 28, 1 << 30, 3ll << 31};
   for (int64_t data : sizes) {
     for (int64_t signal : {0, 1, 8, 4096, 4097, 8192, 8200, 1 << 16, 1 << 20}) {
-      const auto c = ChannelLayout::For(signal, data);
+      const auto c = WorkspaceLayout::For(signal, data);
       EXPECT(IsPowerOfTwo(c.data_bytes)) << c.data_bytes;
       EXPECT(Holds(c, signal, data)) << signal << " " << data;
-      const bool smaller_would_do = c.data_bytes > ChannelLayout::kMinDataBytes &&
-                                    Holds(ChannelLayout{c.data_bytes / 2}, signal, data);
+      const bool smaller_would_do = c.data_bytes > WorkspaceLayout::kMinDataBytes &&
+                                    Holds(WorkspaceLayout{c.data_bytes / 2}, signal, data);
       EXPECT(!smaller_would_do) << signal << " " << data;
     }
   }
 }
 
-TEST(ChannelRegionsFollowEachOther) {
-  for (int64_t data = ChannelLayout::kMinDataBytes; data <= 1ll << 33; data *= 2) {
-    const ChannelLayout c{data};
-    const Ranges regions = {{0, sizeof(ChannelHeader)},
+TEST(WorkspaceRegionsFollowEachOther) {
+  for (int64_t data = WorkspaceLayout::kMinDataBytes; data <= 1ll << 33; data *= 2) {
+    const WorkspaceLayout c{data};
+    const Ranges regions = {{0, sizeof(WorkspaceHeader)},
                             {c.SignalOffset(0), c.SignalOffset(0) + c.SignalBytes()},
                             {c.SignalOffset(1), c.SignalOffset(1) + c.SignalBytes()},
                             {c.DataOffset(0), c.DataOffset(0) + data},
@@ -66,7 +66,7 @@ TEST(ChannelRegionsFollowEachOther) {
     EXPECT_EQ(regions.back().second, c.TotalBytes());
     for (const auto& [begin, end] : regions) EXPECT_EQ(begin % kHeapAlign, 0);
     EXPECT_EQ(c.TotalBytes() % kHeapAlign, 0);
-    EXPECT_EQ(ChannelLayout::OfTotal(c.TotalBytes()).data_bytes, data);
+    EXPECT_EQ(WorkspaceLayout::OfTotal(c.TotalBytes()).data_bytes, data);
     for (uint32_t epoch : {2u, 7u, 0xffffffffu}) {
       EXPECT_EQ(c.SignalOffset(epoch), c.SignalOffset(epoch & 1));
       EXPECT_EQ(c.DataOffset(epoch), c.DataOffset(epoch & 1));
@@ -93,7 +93,7 @@ TEST(AllGatherLayoutHasRoomForEverything) {
             p.k = k;
             p.dtype = dtype;
             const auto layout = AllGatherLayout::Make(p, chunk_bytes);
-            const ChannelLayout channel = layout.Channel();
+            const WorkspaceLayout workspace = layout.Workspace();
             Ranges signals, data;
             for (int src = 0; src < world; ++src) {
               int64_t sent = 0;
@@ -107,8 +107,8 @@ TEST(AllGatherLayoutHasRoomForEverything) {
               EXPECT_EQ(sent, 2 * inner * k * SizeOf(dtype));
             }
             EXPECT(Disjoint(signals) && Disjoint(data)) << world << " " << inner << " " << k;
-            EXPECT(Inside(signals, channel.SignalBytes())) << world << " " << inner << " " << k;
-            EXPECT(Inside(data, channel.data_bytes)) << world << " " << inner << " " << k;
+            EXPECT(Inside(signals, workspace.SignalBytes())) << world << " " << inner << " " << k;
+            EXPECT(Inside(data, workspace.data_bytes)) << world << " " << inner << " " << k;
             // The workspace is the gathered array in virtual-row order.
             EXPECT_EQ(data.back().second, world * 2 * inner * k * SizeOf(dtype));
           }
@@ -129,7 +129,7 @@ TEST(ReduceScatterLayoutHasRoomForEverything) {
             p.n = n;
             p.out_dtype = n % 2 ? DType::kBF16 : DType::kF32;
             const auto layout = ReduceScatterLayout::Make(p, tile_m, /*tile_n=*/8, parts);
-            const ChannelLayout channel = layout.Channel();
+            const WorkspaceLayout workspace = layout.Workspace();
             EXPECT(layout.slot_bytes >= tile_m * 8 * SizeOf(p.out_dtype));
             Ranges signals, data;
             for (int src = 0; src < world; ++src) {
@@ -143,9 +143,9 @@ TEST(ReduceScatterLayoutHasRoomForEverything) {
               }
             }
             EXPECT(Disjoint(signals) && Disjoint(data)) << world << " " << inner << " " << tile_m;
-            EXPECT(Inside(signals, channel.SignalBytes()))
+            EXPECT(Inside(signals, workspace.SignalBytes()))
                 << world << " " << inner << " " << tile_m;
-            EXPECT(Inside(data, channel.data_bytes)) << world << " " << inner << " " << tile_m;
+            EXPECT(Inside(data, workspace.data_bytes)) << world << " " << inner << " " << tile_m;
             // Each tile that holds rows of `dst` has a slot of its own there.
             const auto tiles_m = static_cast<int32_t>(CeilDiv<int64_t>(world * inner, tile_m));
             for (int dst = 0; dst < world; ++dst) {

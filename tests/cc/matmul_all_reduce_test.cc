@@ -41,7 +41,7 @@ void ExpectRight(int world, const Schedule& schedule, uint32_t seed, const std::
                  const Make& make) {
   std::vector<decltype(make(0))> calls;
   for (int i = 0; i < schedule.calls; ++i) calls.push_back(make(seed * 16 + i));
-  PlainHeap heap(world, calls[0]->Channel(), schedule.first_epoch);
+  PlainHeap heap(world, calls[0]->Workspace(), schedule.first_epoch);
   RunOptions options;
   options.first_epoch = schedule.first_epoch;
   options.max_delay_us = schedule.max_delay_us;
@@ -113,7 +113,7 @@ TEST(FewRowsAcrossTheWrapOfEpochs) { CheckFewRows({0xfffffffd, 6, 100}); }
 TEST(FewRowsHaveTheSameBitsOnBothRanks) {
   const MatmulAllReduceParams p{{Rows{2, 1, 50}, 15, 40, DType::kF32, DType::kF32, false}};
   FewRowsCall call(p, 16, 1, /*residual=*/true, /*bound=*/1 << 20);
-  PlainHeap heap(2, call.Channel());
+  PlainHeap heap(2, call.Workspace());
   EXPECT_EQ(Join(RunRanks(heap, {&call})), "");
   EXPECT(call.SameBits());
 }
@@ -123,7 +123,7 @@ MatmulAllReduceParams Small(int world, int64_t n) {
 }
 
 void ExpectAbsentRankIsNamed(Call& call, int world, int absent) {
-  PlainHeap heap(world, call.Channel());
+  PlainHeap heap(world, call.Workspace());
   RunOptions options;
   options.absent = absent;
   options.deadline_s = 0.05;
@@ -153,7 +153,7 @@ TEST(AnAbsentRankOfFewRowsIsNamed) {
 class Disagreeing : public Call {
  public:
   Disagreeing(Call& rank1s, Call& others) : calls_{&others, &rank1s} {}
-  ChannelLayout Channel() const override { return calls_[1]->Channel(); }
+  WorkspaceLayout Workspace() const override { return calls_[1]->Workspace(); }
   bool Run(const SymmetricView& view, uint32_t epoch, WaitContext ctx) override {
     return calls_[view.rank == 1]->Run(view, epoch, ctx);
   }
@@ -165,7 +165,7 @@ class Disagreeing : public Call {
 
 void ExpectDisagreementIsTold(Call& rank1s, Call& others, int world) {
   Disagreeing call(rank1s, others);
-  PlainHeap heap(world, call.Channel());
+  PlainHeap heap(world, call.Workspace());
   const auto errors = RunRanks(heap, {&call});
   for (const std::string& error : errors) {
     EXPECT(error.find("The ranks run different calls") != std::string::npos) << error;
@@ -198,7 +198,7 @@ TEST(FewRowsHavePlacesOfTheirOwn) {
     EXPECT_EQ(count, layout.slices * layout.blocks);
     EXPECT_EQ(static_cast<int64_t>(signals.size()), count);
     EXPECT_EQ(*blocks.rbegin(), (count - 1) * 64 * 32 * 2);
-    EXPECT(layout.Channel().data_bytes >= count * 64 * 32 * 2);
+    EXPECT(layout.Workspace().data_bytes >= count * 64 * 32 * 2);
   }
 }
 

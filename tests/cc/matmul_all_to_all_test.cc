@@ -1,5 +1,5 @@
-// matmul_all_to_all's CPU body, which is the tile protocol itself, on 1 to 8 threads, for pieces of
-// rows and of columns on either side. Tilings are small, so that pieces are several tiles, and do
+// matmul_all_to_all's CPU body, which is the tile protocol itself, on 1 to 8 threads, for shards of
+// rows and of columns on either side. Tilings are small, so that shards are several tiles, and do
 // not end with whole ones.
 #include "ops/matmul_all_to_all/matmul_all_to_all.h"
 
@@ -14,7 +14,7 @@ namespace {
 
 struct Shape {
   int64_t outer, inner, k, n;
-  PieceTiling tiling;
+  ShardTiling tiling;
 };
 const Shape kShapes[] = {
     {1, 16, 8, 16, {4, 8}},   // whole tiles
@@ -49,7 +49,7 @@ void Check(int world, uint32_t first_epoch, int calls_each, int max_delay_us) {
         for (int i = 0; i < calls_each; ++i) {
           calls.push_back(std::make_unique<MatmulAllToAllCall>(p, s.tiling, seed * 16 + i));
         }
-        PlainHeap heap(world, calls[0]->Channel(), first_epoch);
+        PlainHeap heap(world, calls[0]->Workspace(), first_epoch);
         RunOptions options;
         options.first_epoch = first_epoch;
         options.max_delay_us = max_delay_us;
@@ -94,7 +94,7 @@ TEST(EverySlotIsOneTilesOfOnePeer) {
 }
 
 // The configuration that computes the fewest waves of tiles, those that are cut short included.
-TEST(PiecesThatAreNoWholeTilesCost) {
+TEST(ShardsThatAreNoWholeTilesCost) {
   constexpr int kSms = 132;
   EXPECT_EQ(ChooseAllToAll(4, 2048, 3072, 8192, kSms).tile_n, 256);
   EXPECT_EQ(ChooseAllToAll(4, 2048, 3072, 8192, kSms).cluster_m, 2);
@@ -117,7 +117,7 @@ MatmulAllToAllParams Small(int64_t n) {
 
 TEST(AnAbsentRankIsNamed) {
   MatmulAllToAllCall call(Small(8), {4, 8}, 1);
-  PlainHeap heap(3, call.Channel());
+  PlainHeap heap(3, call.Workspace());
   RunOptions options;
   options.absent = 1;
   options.deadline_s = 0.05;
@@ -133,7 +133,7 @@ TEST(AnAbsentRankIsNamed) {
 // Rank 1 makes a call of another shape with the same layout.
 class Disagreeing : public Call {
  public:
-  ChannelLayout Channel() const override { return calls_[1].Channel(); }
+  WorkspaceLayout Workspace() const override { return calls_[1].Workspace(); }
   bool Run(const SymmetricView& view, uint32_t epoch, WaitContext ctx) override {
     return calls_[view.rank == 1].Run(view, epoch, ctx);
   }
@@ -145,7 +145,7 @@ class Disagreeing : public Call {
 
 TEST(RanksThatDisagreeAreTold) {
   Disagreeing call;
-  PlainHeap heap(3, call.Channel());
+  PlainHeap heap(3, call.Workspace());
   const auto errors = RunRanks(heap, {&call});
   for (int rank = 0; rank < 3; ++rank) {
     EXPECT(errors[rank].find("The ranks run different calls") != std::string::npos) << errors[rank];

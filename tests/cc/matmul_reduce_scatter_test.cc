@@ -40,7 +40,7 @@ void Check(int world, uint32_t first_epoch, int calls_each, int max_delay_us) {
       for (int i = 0; i < calls_each; ++i) {
         calls.push_back(std::make_unique<MatmulReduceScatterCall>(p, s.tiling, seed * 16 + i));
       }
-      PlainHeap heap(world, calls[0]->Channel(), first_epoch);
+      PlainHeap heap(world, calls[0]->Workspace(), first_epoch);
       RunOptions options;
       options.first_epoch = first_epoch;
       options.max_delay_us = max_delay_us;
@@ -72,7 +72,7 @@ MatmulReduceScatterParams Small(int64_t n) {
 
 TEST(AnAbsentRankIsNamed) {
   MatmulReduceScatterCall call(Small(8), {4, 8}, 1);
-  PlainHeap heap(3, call.Channel());
+  PlainHeap heap(3, call.Workspace());
   RunOptions options;
   options.absent = 1;
   options.deadline_s = 0.05;
@@ -88,7 +88,7 @@ TEST(AnAbsentRankIsNamed) {
 // Rank 1 makes a call of another shape with the same layout.
 class Disagreeing : public Call {
  public:
-  ChannelLayout Channel() const override { return calls_[1].Channel(); }
+  WorkspaceLayout Workspace() const override { return calls_[1].Workspace(); }
   bool Run(const SymmetricView& view, uint32_t epoch, WaitContext ctx) override {
     return calls_[view.rank == 1].Run(view, epoch, ctx);
   }
@@ -100,7 +100,7 @@ class Disagreeing : public Call {
 
 TEST(RanksThatDisagreeAreTold) {
   Disagreeing call;
-  PlainHeap heap(3, call.Channel());
+  PlainHeap heap(3, call.Workspace());
   const auto errors = RunRanks(heap, {&call});
   for (int rank = 0; rank < 3; ++rank) {
     EXPECT(errors[rank].find("The ranks run different calls") != std::string::npos) << errors[rank];

@@ -106,7 +106,7 @@ bool SurvivesSchedule(const char* name, const Params& params, const Tiling& tili
     }
     if (rank == 1 && call == 0) Schedule::Await(schedule.rank0_finished_call1, 100);
   };
-  PlainHeap heap(2, first.Channel());
+  PlainHeap heap(2, first.Workspace());
   const std::string error = Join(RunRanks(heap, {&first, &second, &third}, options));
   const int64_t wrong = first.Wrong() + second.Wrong() + third.Wrong();
   std::printf("%s: %lld wrong elements %s\n", name, static_cast<long long>(wrong), error.c_str());

@@ -30,7 +30,7 @@ namespace {
 template <typename Call, typename Params>
 void ExpectWrong(const Params& p) {
   Call first(p, 1), second(p, 2), third(p, 3);
-  PlainHeap heap(2, p.Channel());
+  PlainHeap heap(2, p.Workspace());
   RunOptions options;
   options.before = [](int rank, size_t) {  // rank 0 does not find what rank 1 has yet to send
     if (rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(20));
@@ -50,7 +50,7 @@ TEST(AllReduce) {
 
 TEST(Exchanges) {
   for (OpId op : {OpId::kAllGather, OpId::kAllToAll, OpId::kReduceScatter}) {
-    const Pieces whole{1, 1, 400}, parts{2, 1, 400};
+    const Shards whole{1, 1, 400}, parts{2, 1, 400};
     ExpectWrong<ExchangeCall>(ExchangeParams{op, 2, DType::kF32,
                                              op == OpId::kAllGather ? whole : parts,
                                              op == OpId::kReduceScatter ? whole : parts});

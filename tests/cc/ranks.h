@@ -1,6 +1,6 @@
 // Runs the ops' CPU bodies as a group of ranks would: a thread per rank, each with a heap of its
-// own in plain memory, over several calls on one channel. Results are compared with the definition
-// of the op; all data are small integers, so that every dtype holds every sum exactly.
+// own in plain memory, over several calls on one workspace. Results are compared with the
+// definition of the op; all data are small integers, so that every dtype holds every sum exactly.
 #ifndef JFLUX_TESTS_CC_RANKS_H_
 #define JFLUX_TESTS_CC_RANKS_H_
 
@@ -97,7 +97,7 @@ class AnyCall {
 // One that announces its data with signals.
 class Call : public AnyCall {
  public:
-  virtual ChannelLayout Channel() const = 0;
+  virtual WorkspaceLayout Workspace() const = 0;
 };
 
 class AllGatherMatmulCall : public Call {
@@ -121,8 +121,8 @@ class AllGatherMatmulCall : public Call {
     }
   }
 
-  ChannelLayout Channel() const override {
-    return AllGatherLayout::Make(p_, tiling_.chunk_bytes).Channel();
+  WorkspaceLayout Workspace() const override {
+    return AllGatherLayout::Make(p_, tiling_.chunk_bytes).Workspace();
   }
   bool Run(const SymmetricView& view, uint32_t epoch, WaitContext ctx) override {
     const int r = view.rank;
@@ -166,8 +166,8 @@ class MatmulReduceScatterCall : public Call {
     }
   }
 
-  ChannelLayout Channel() const override {
-    return ReduceScatterLayout::Make(p_, tiling_.tile_m, tiling_.tile_n, 1).Channel();
+  WorkspaceLayout Workspace() const override {
+    return ReduceScatterLayout::Make(p_, tiling_.tile_m, tiling_.tile_n, 1).Workspace();
   }
   bool Run(const SymmetricView& view, uint32_t epoch, WaitContext ctx) override {
     const int r = view.rank;
@@ -223,8 +223,8 @@ class MatmulAllReduceCall : public Call {
     sum_ = Array(s.out_dtype, sum_).AsValues();
   }
 
-  ChannelLayout Channel() const override {
-    return MatmulAllReduceLayout::Make(p_, tiling_.tile_m, tiling_.tile_n, 1).Channel();
+  WorkspaceLayout Workspace() const override {
+    return MatmulAllReduceLayout::Make(p_, tiling_.tile_m, tiling_.tile_n, 1).Workspace();
   }
   bool Run(const SymmetricView& view, uint32_t epoch, WaitContext ctx) override {
     ctx.op = static_cast<uint32_t>(OpId::kMatmulAllReduce);
@@ -261,7 +261,7 @@ class FewRowsCall : public MatmulAllReduceCall {
 
   bool SameBits() const { return y_[0].bytes == y_[1].bytes; }
 
-  ChannelLayout Channel() const override { return FewRowsLayoutOf(p_, slice_n_).Channel(); }
+  WorkspaceLayout Workspace() const override { return FewRowsLayoutOf(p_, slice_n_).Workspace(); }
   bool Run(const SymmetricView& view, uint32_t epoch, WaitContext ctx) override {
     ctx.op = static_cast<uint32_t>(OpId::kMatmulAllReduce);
     return FewRowsCpu(p_, slice_n_, ArraysOf(view.rank), view, epoch, ctx);
@@ -273,7 +273,7 @@ class FewRowsCall : public MatmulAllReduceCall {
 
 class MatmulAllToAllCall : public Call {
  public:
-  MatmulAllToAllCall(const MatmulAllToAllParams& p, const PieceTiling& tiling, uint32_t seed)
+  MatmulAllToAllCall(const MatmulAllToAllParams& p, const ShardTiling& tiling, uint32_t seed)
       : p_(p), tiling_(tiling) {
     const int64_t rows = p.rows.PerRank() * (p.split_rows ? p.rows.world : 1);
     const int64_t columns = p.n * (p.split_rows ? 1 : p.rows.world);
@@ -287,8 +287,8 @@ class MatmulAllToAllCall : public Call {
     }
   }
 
-  ChannelLayout Channel() const override {
-    return AllToAllLayout::Make(p_, tiling_.tile_m, tiling_.tile_n).Channel();
+  WorkspaceLayout Workspace() const override {
+    return AllToAllLayout::Make(p_, tiling_.tile_m, tiling_.tile_n).Workspace();
   }
   bool Run(const SymmetricView& view, uint32_t epoch, WaitContext ctx) override {
     const int r = view.rank;
@@ -299,9 +299,9 @@ class MatmulAllToAllCall : public Call {
   // Both sides as [outer][rank if rows][inner][rank if columns][n].
   int64_t Wrong() const override {
     const Rows& r = p_.rows;
-    const auto at = [&](bool by_rows, int64_t o, int64_t i, int64_t piece) {
-      return by_rows ? ((o * r.world + piece) * r.inner + i) * p_.n
-                     : ((o * r.inner + i) * r.world + piece) * p_.n;
+    const auto at = [&](bool by_rows, int64_t o, int64_t i, int64_t shard) {
+      return by_rows ? ((o * r.world + shard) * r.inner + i) * p_.n
+                     : ((o * r.inner + i) * r.world + shard) * p_.n;
     };
     int64_t wrong = 0;
     for (int dst = 0; dst < r.world; ++dst) {
@@ -321,7 +321,7 @@ class MatmulAllToAllCall : public Call {
 
  private:
   MatmulAllToAllParams p_;
-  PieceTiling tiling_;
+  ShardTiling tiling_;
   std::vector<Values> products_;
   std::vector<Array> x_, w_, y_;
 };
@@ -339,7 +339,7 @@ class AllReduceCall : public AnyCall {
     }
   }
 
-  PacketLayout Channel() const { return p_.Channel(); }
+  PacketLayout Workspace() const { return p_.Workspace(); }
   bool Run(const SymmetricView& view, uint32_t epoch, WaitContext ctx) override {
     ctx.op = static_cast<uint32_t>(OpId::kAllReduce);
     return AllReduceCpu(p_, ArraysOf(view.rank), view, epoch, ctx);
@@ -365,7 +365,7 @@ class AllReduceCall : public AnyCall {
   std::vector<Array> x_, y_;
 };
 
-// Of pieces [outer][world][inner bytes] in x, in y, or in both. What is not summed is bytes.
+// Of shards [outer][world][inner bytes] in x, in y, or in both. What is not summed is bytes.
 class ExchangeCall : public AnyCall {
  public:
   ExchangeCall(const ExchangeParams& p, uint32_t seed) : p_(p) {
@@ -399,16 +399,16 @@ class ExchangeCall : public AnyCall {
   const ExchangeParams p_;
 
  private:
-  // Byte b of a piece, by the definition of Pieces.
-  static int64_t At(const Pieces& pieces, int piece, int64_t b) {
-    return (b / pieces.inner * pieces.world + piece) * pieces.inner + b % pieces.inner;
+  // Byte b of a shard, by the definition of Shards.
+  static int64_t At(const Shards& shards, int shard, int64_t b) {
+    return (b / shards.inner * shards.world + shard) * shards.inner + b % shards.inner;
   }
   int64_t Moved(int rank) const {
     int64_t wrong = 0;
     for (int src = 0; src < p_.world; ++src) {
       for (int64_t b = 0; b < p_.x.Bytes(); ++b) {
-        const int piece = p_.op == OpId::kAllGather ? 0 : rank;
-        wrong += y_[rank][At(p_.y, src, b)] != x_[src][At(p_.x, piece, b)];
+        const int shard = p_.op == OpId::kAllGather ? 0 : rank;
+        wrong += y_[rank][At(p_.y, src, b)] != x_[src][At(p_.x, shard, b)];
       }
     }
     return wrong;
@@ -429,32 +429,34 @@ class ExchangeCall : public AnyCall {
   std::vector<std::vector<char>> x_, y_;
 };
 
-// One channel on every rank: data poisoned, signals as calls before `first_epoch` left them.
+// One workspace on every rank: data poisoned, signals as calls before `first_epoch` left them.
 class PlainHeap {
  public:
-  PlainHeap(int world, PacketLayout channel, uint32_t first_epoch = 1, bool poison = true)
-      : half_bytes_(channel.half_bytes), poison_(kPacketPoison), memory_(world) {
-    Allocate(channel.TotalBytes());
-    for (uint32_t epoch : {0, 1}) half_[epoch] = channel.PacketOffset(epoch);
+  PlainHeap(int world, PacketLayout workspace, uint32_t first_epoch = 1, bool poison = true)
+      : half_bytes_(workspace.half_bytes), poison_(kPacketPoison), memory_(world) {
+    Allocate(workspace.TotalBytes());
+    for (uint32_t epoch : {0, 1}) half_[epoch] = workspace.PacketOffset(epoch);
     for (int rank = 0; rank < world; ++rank) {
       for (uint32_t epoch : {first_epoch, first_epoch + 1}) {
         if (poison) Poison(rank, epoch);
         for (int src = 0; src < kMaxRanks && first_epoch != 1; ++src) {
-          *View(rank).At<Signal>(rank, channel.HelloOffset(epoch, src)) = MakeSignal(epoch - 2, 0);
+          *View(rank).At<Signal>(rank, workspace.HelloOffset(epoch, src)) =
+              MakeSignal(epoch - 2, 0);
         }
       }
     }
   }
-  PlainHeap(int world, ChannelLayout channel, uint32_t first_epoch = 1)
-      : half_bytes_(channel.data_bytes), poison_(kPoison), memory_(world) {
-    Allocate(channel.TotalBytes());
-    for (uint32_t epoch : {0, 1}) half_[epoch] = channel.DataOffset(epoch);
+  PlainHeap(int world, WorkspaceLayout workspace, uint32_t first_epoch = 1)
+      : half_bytes_(workspace.data_bytes), poison_(kPoison), memory_(world) {
+    Allocate(workspace.TotalBytes());
+    for (uint32_t epoch : {0, 1}) half_[epoch] = workspace.DataOffset(epoch);
     for (int rank = 0; rank < world; ++rank) {
       for (uint32_t epoch : {first_epoch, first_epoch + 1}) {
         Poison(rank, epoch);
         if (first_epoch == 1) continue;  // fresh memory
-        auto* words = View(rank).At<Signal>(rank, channel.SignalOffset(epoch));
-        for (int64_t i = 0; i < channel.SignalBytes() / 8; ++i) words[i] = MakeSignal(epoch - 2, 0);
+        auto* words = View(rank).At<Signal>(rank, workspace.SignalOffset(epoch));
+        for (int64_t i = 0; i < workspace.SignalBytes() / 8; ++i)
+          words[i] = MakeSignal(epoch - 2, 0);
       }
     }
   }

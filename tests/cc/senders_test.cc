@@ -22,7 +22,7 @@ TEST(ShortProductsNeedMoreStorers) {
 }
 
 // A consumer may wait for peers while the other one has staged its part of the next tile.
-TEST(ShortKTakesNoPermits) {
+TEST(ShortKTakesNoTickets) {
   for (int64_t k : {1, 64, 320}) EXPECT_EQ(SendingStorers(k, 1, kSms), 0);
   EXPECT(SendingStorers(321, 1, kSms) > 0);
 }

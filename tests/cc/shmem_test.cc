@@ -52,21 +52,21 @@ class ShmemCall : public AnyCall {
   using Body = std::function<bool(const Context&)>;
 
   ShmemCall(int64_t data_bytes, int64_t signals, Body body, uint32_t signature = 7)
-      : channel_(shmem::ChannelFor(data_bytes, signals)),
+      : workspace_(shmem::WorkspaceFor(data_bytes, signals)),
         signature_(signature),
         body_(std::move(body)) {}
 
-  ChannelLayout Channel() const { return channel_; }
+  WorkspaceLayout Workspace() const { return workspace_; }
   bool Run(const SymmetricView& view, uint32_t epoch, WaitContext wait) override {
     wait.op = op_;
-    const Context ctx{view, channel_, epoch, signature_, wait, /*patience_ns=*/0, 0, 1};
+    const Context ctx{view, workspace_, epoch, signature_, wait, /*timeout_ns=*/0, 0, 1};
     return shmem::internal::RunCall(ctx, body_);
   }
   int64_t Wrong() const override { return 0; }  // bodies check what they get
 
  private:
   const uint32_t op_ = static_cast<uint32_t>(CustomOp("test"));  // a lock, which would order ranks
-  ChannelLayout channel_;
+  WorkspaceLayout workspace_;
   uint32_t signature_;
   Body body_;
 };
@@ -182,7 +182,7 @@ constexpr int64_t kAreas = 6;
 void CheckEverything(int world, uint32_t first_epoch, int times, int max_delay_us) {
   for (const auto body : {EverythingThread, EverythingWarp, EverythingBlock}) {
     ShmemCall call(kAreas * world * kCount * 4, 7 * world, body);
-    PlainHeap heap(world, call.Channel(), first_epoch);
+    PlainHeap heap(world, call.Workspace(), first_epoch);
     RunOptions options;
     options.first_epoch = first_epoch;
     options.max_delay_us = max_delay_us;
@@ -272,7 +272,7 @@ TEST(ThreadsShareAScope) {
                               internal::BarrierAll<TeamScope>(ctx, ctx.signal(5 + n)));
       };
       TeamCall call(16384, 5 + 2 * kMaxRanks, threads, body);
-      PlainHeap heap(world, call.Channel());
+      PlainHeap heap(world, call.Workspace());
       RunOptions options;
       options.max_delay_us = 300;
       Expect(heap, Times(&call, 6), options);
@@ -299,15 +299,15 @@ TEST(NobodyIsAWholeCallAhead) {
       return true;
     };
     ShmemCall call(1024, 1, body);
-    PlainHeap heap(world, call.Channel());
+    PlainHeap heap(world, call.Workspace());
     RunOptions options;
     options.poison = false;
     Expect(heap, Times(&call, 30), options);
   }
 }
 
-// Calls that differ in what they send, and to whom, in one channel.
-TEST(CallsShareAChannel) {
+// Calls that differ in what they send, and to whom, in one workspace.
+TEST(CallsShareAWorkspace) {
   for (int world : {2, 3, 8}) {
     std::mt19937 random(world);
     std::vector<std::unique_ptr<ShmemCall>> calls;
@@ -328,7 +328,7 @@ TEST(CallsShareAChannel) {
           },
           /*signature=*/i));
     }
-    PlainHeap heap(world, calls[0]->Channel());
+    PlainHeap heap(world, calls[0]->Workspace());
     RunOptions options;
     options.max_delay_us = 100;
     Expect(heap, Pointers(calls), options);
@@ -344,7 +344,7 @@ bool Ring(const Context& ctx) {
 
 TEST(AnAbsentRankIsNamed) {
   ShmemCall call(0, 8, Ring);
-  PlainHeap heap(4, call.Channel());
+  PlainHeap heap(4, call.Workspace());
   RunOptions options;
   options.absent = 1;
   options.deadline_s = 0.05;
@@ -367,7 +367,7 @@ TEST(AWaitThatFailsEndsTheOthers) {
     ok |= barrier_all_warp(ctx, ctx.signal());
     return ok;
   });
-  PlainHeap heap(2, call.Channel());
+  PlainHeap heap(2, call.Workspace());
   RunOptions options;
   options.deadline_s = 0.5;
   const uint64_t start = NowNs();
@@ -390,7 +390,7 @@ class Disagreeing : public AnyCall {
 
 TEST(RanksThatDisagreeAreTold) {
   Disagreeing call;
-  PlainHeap heap(3, shmem::ChannelFor(0, 8));
+  PlainHeap heap(3, shmem::WorkspaceFor(0, 8));
   RunOptions options;
   options.deadline_s = 0.5;
   const auto errors = RunRanks(heap, {&call}, options);
@@ -401,11 +401,11 @@ TEST(RanksThatDisagreeAreTold) {
   EXPECT(!errors[2].empty());
 }
 
-TEST(AChannelHasRoomForAll) {
+TEST(AWorkspaceHasRoomForAll) {
   for (int64_t data : {0, 1, 65536, 65537, 1 << 20}) {
     for (int64_t signals : {0, 1, 504, 505, 10000}) {
-      const ChannelLayout channel = shmem::ChannelFor(data, signals);
-      EXPECT(channel.data_bytes >= data && channel.SignalBytes() >= 8 * (kMaxRanks + signals));
+      const WorkspaceLayout workspace = shmem::WorkspaceFor(data, signals);
+      EXPECT(workspace.data_bytes >= data && workspace.SignalBytes() >= 8 * (kMaxRanks + signals));
     }
   }
 }

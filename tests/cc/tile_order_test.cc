@@ -22,7 +22,7 @@ struct Shape {
     return {static_cast<int32_t>((Total() + tile_m - 1) / tile_m), tiles_n, group_m, at_once};
   }
   int32_t Tiles() const { return Grid().tiles_m * tiles_n; }
-  bool OneSweep() const { return group_m == 0; }
+  bool OneRasterGroup() const { return group_m == 0; }
   // Each rank has whole tile rows.
   bool Even() const { return rows_per_rank % tile_m == 0; }
 
@@ -125,7 +125,7 @@ TEST(FirstAndLastTileOfARank) {
 
 TEST(GatherStartsWithOwnRows) {
   ForAllShapes([](const Shape& s) {
-    if (s.OneSweep()) return;
+    if (s.OneRasterGroup()) return;
     const Ownership o(s);
     for (int rank = 0; rank < s.world; ++rank) {
       // Tile rows without others' rows.
@@ -143,7 +143,7 @@ TEST(GatherStartsWithOwnRows) {
 
 TEST(GatherTakesOtherRowsAsTheyArrive) {
   ForAllShapes([](const Shape& s) {
-    if (!s.Even() || s.at_once != 0 || s.OneSweep()) return;
+    if (!s.Even() || s.at_once != 0 || s.OneRasterGroup()) return;
     for (int rank = 0; rank < s.world; ++rank) {
       // Between groups, the distance from the own rows only grows.
       const auto tiles = TilesOf(kGather, s, rank);
@@ -161,7 +161,7 @@ TEST(GatherTakesOtherRowsAsTheyArrive) {
 TEST(GatherKeepsAllWorkersBusyWithNearRows) {
   ForAllShapes([](const Shape& s) {
     const int32_t own = static_cast<int32_t>(s.rows_per_rank / s.tile_m);
-    if (!s.Even() || own == 0 || s.Grid().tiles_m - own > s.group_m || s.OneSweep()) return;
+    if (!s.Even() || own == 0 || s.Grid().tiles_m - own > s.group_m || s.OneRasterGroup()) return;
     for (int rank = 0; rank < s.world; ++rank) {
       const auto tiles = TilesOf(kGather, s, rank);
       // Of own rows or the next rank's, unless these are not enough.
@@ -174,10 +174,10 @@ TEST(GatherKeepsAllWorkersBusyWithNearRows) {
   });
 }
 
-// In one sweep, every column by itself is what a grid of one column is.
-TEST(OneSweepIsColumnByColumn) {
+// In one raster group, every column by itself is what a grid of one column is.
+TEST(OneRasterGroupIsColumnByColumn) {
   ForAllShapes([](const Shape& s) {
-    if (!s.OneSweep()) return;
+    if (!s.OneRasterGroup()) return;
     Shape column = s;
     column.tiles_n = 1;
     column.group_m = s.Grid().tiles_m;
@@ -196,7 +196,7 @@ TEST(OneSweepIsColumnByColumn) {
 
 TEST(ScatterEndsWithOwnRows) {
   ForAllShapes([](const Shape& s) {
-    if (s.OneSweep()) return;
+    if (s.OneRasterGroup()) return;
     const Ownership o(s);
     for (int rank = 0; rank < s.world; ++rank) {
       int phase = 0;             // 0: others' rows, 1: shared with others, 2: own rows only

@@ -1,6 +1,6 @@
 // every_primitive: all of jflux/shmem.h's functions, as a thread, a warp and a block call them.
 //
-// x and y are int32, x [level, piece, rank, count] and y [level, piece, area, rank, count]. Rank r
+// x and y are int32, x [level, shard, rank, count] and y [level, shard, area, rank, count]. Rank r
 // sends x[l, p, q] to each rank q in seven ways, an area each: y[l, p, a, r] is what came from rank
 // r. In the last area it is x[l, p, r] of rank p (modulo the ranks), which broadcasts x[l, p].
 #ifndef EVERY_PRIMITIVE_H_
@@ -17,7 +17,7 @@ namespace ffi = xla::ffi;
 namespace shmem = jflux::shmem;
 
 // As custom_primitives/__init__.py has them.
-constexpr int kLevels = 3, kPieces = 4;
+constexpr int kLevels = 3, kShards = 4;
 enum Area { kPut, kPutSignal, kPutmemSignal, kFence, kQuiet, kBarrier, kGet, kBroadcast, kAreas };
 
 // The functions of one level, under one name. Sizes of a kernel's blocks are whole warps.
@@ -47,12 +47,12 @@ LEVEL(BlockLevel, 2, Block, _block)
 #undef LEVEL
 #undef FORWARD
 
-// A piece of a level, by one thread, warp or block of each rank. False if a wait failed.
+// A shard of a level, by one thread, warp or block of each rank. False if a wait failed.
 template <typename Level>
-JFLUX_HD bool Piece(const shmem::Context& ctx, int piece, int64_t count, const int32_t* x,
+JFLUX_HD bool Shard(const shmem::Context& ctx, int shard, int64_t count, const int32_t* x,
                     int32_t* y) {
   const int me = shmem::my_pe(ctx), n = shmem::n_pes(ctx);
-  const int64_t unit = Level::kNumber * kPieces + piece, bytes = 4 * count;
+  const int64_t unit = Level::kNumber * kShards + shard, bytes = 4 * count;
   // In the symmetric heap an area has a place for each rank, as in y, and a signal.
   const auto index = [&](int area, int pe) { return (unit * kAreas + area) * n + pe; };
   const auto place = [&](int area, int pe) { return ctx.data<int32_t>(index(area, pe) * bytes); };
@@ -74,7 +74,7 @@ JFLUX_HD bool Piece(const shmem::Context& ctx, int piece, int64_t count, const i
     }
   };
   // Before each way of sending one of the ranks is late, so that the others have to wait.
-  const auto begin = [&](int area) { pause(me == (piece + area) % n); };
+  const auto begin = [&](int area) { pause(me == (shard + area) % n); };
   const auto receive = [&](int area) {
     for (int pe = 0; pe < n; ++pe) {
       if (!Level::signal_wait_until(ctx, signal(area, pe), pe)) return false;
@@ -132,7 +132,7 @@ JFLUX_HD bool Piece(const shmem::Context& ctx, int piece, int64_t count, const i
     Level::getmem(ctx, result(kGet, pe) + typed, place(kGet, me) + typed, rest, pe);
   }
 
-  const int root = piece % n;
+  const int root = shard % n;
   const int64_t half = n * count / 2, rest_of_all = 4 * (n * count - half);
   int32_t* dest = place(kBroadcast, 0);
   const int32_t* source = to(0);
@@ -145,25 +145,25 @@ JFLUX_HD bool Piece(const shmem::Context& ctx, int piece, int64_t count, const i
   return true;
 }
 
-// Pieces go to the scopes of all blocks in turn: to the first of each block before the second.
+// Shards go to the scopes of all blocks in turn: to the first of each block before the second.
 template <typename Level>
-JFLUX_HD bool AllPieces(const shmem::Context& ctx, int64_t count, const int32_t* x, int32_t* y) {
+JFLUX_HD bool AllShards(const shmem::Context& ctx, int64_t count, const int32_t* x, int32_t* y) {
   const int scope = shmem::Block::rank() / Level::size();
   const int scopes = shmem::Block::size() / Level::size();
   bool ok = true;
-  for (int p = scope * ctx.blocks + ctx.block; ok && p < kPieces; p += scopes * ctx.blocks) {
-    ok = Piece<Level>(ctx, p, count, x, y);
+  for (int p = scope * ctx.blocks + ctx.block; ok && p < kShards; p += scopes * ctx.blocks) {
+    ok = Shard<Level>(ctx, p, count, x, y);
   }
   return shmem::Block::all(ok);
 }
 
 JFLUX_HD bool EveryPrimitive(const shmem::Context& ctx, int64_t count, const int32_t* x,
                              int32_t* y) {
-  return AllPieces<ThreadLevel>(ctx, count, x, y) && AllPieces<WarpLevel>(ctx, count, x, y) &&
-         AllPieces<BlockLevel>(ctx, count, x, y);
+  return AllShards<ThreadLevel>(ctx, count, x, y) && AllShards<WarpLevel>(ctx, count, x, y) &&
+         AllShards<BlockLevel>(ctx, count, x, y);
 }
 
-// How many numbers a rank sends another in a piece, or an error.
+// How many numbers a rank sends another in a shard, or an error.
 inline ffi::ErrorOr<int64_t> CountOf(const ffi::Buffer<ffi::S32>& x, ffi::Buffer<ffi::S32>& y) {
   const int64_t count = x.dimensions().back();
   if (y.dimensions().back() != count ||

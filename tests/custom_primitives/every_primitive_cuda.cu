@@ -5,7 +5,7 @@
 namespace ffi = xla::ffi;
 namespace shmem = jflux::shmem;
 
-// Each block has two pieces of a level: for two threads of a warp, for two warps of three, and two
+// Each block has two shards of a level: for two threads of a warp, for two warps of three, and two
 // for itself.
 constexpr int kBlocks = 2, kThreads = 96;
 

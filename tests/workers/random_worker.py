@@ -177,7 +177,7 @@ def replay_and_check(case: Case) -> None:
 
 @functools.cache
 def orders() -> list[list[Any]]:
-    """Of the devices, a few: each brings groups of its own, and the heap has channels for each."""
+    """Of the devices, a few: each brings groups of its own, and the heap has workspaces for each."""
     rng, devices = random.Random(args.seed), jax.devices()
     return [rng.sample(devices, len(devices)) for _ in range(4)]
 

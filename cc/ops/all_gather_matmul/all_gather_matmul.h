@@ -36,9 +36,9 @@ struct AllGatherMatmulParams {
   }
 };
 
-// On CPUs a shard travels as `chunks` pieces of `chunk_bytes` (the last may be shorter); each has
+// On CPUs a shard travels as `chunks` chunks of `chunk_bytes` (the last may be shorter); each has
 // its own signal. Chunks are ranges of the flat shard and know nothing of rows. GPUs have
-// panel_layout.h.
+// k_panel_layout.h.
 struct AllGatherLayout {
   int32_t world;
   int32_t chunks;
@@ -61,8 +61,8 @@ struct AllGatherLayout {
   JFLUX_HD int64_t ChunkSize(int64_t chunk) const {
     return Min(chunk_bytes, shard_bytes - chunk * chunk_bytes);
   }
-  JFLUX_HD ChannelLayout Channel() const {
-    return ChannelLayout::For(SignalOffset(world, 0), ChunkOffset(world, 0));
+  JFLUX_HD WorkspaceLayout Workspace() const {
+    return WorkspaceLayout::For(SignalOffset(world, 0), ChunkOffset(world, 0));
   }
 };
 

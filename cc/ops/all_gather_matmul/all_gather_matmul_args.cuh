@@ -7,7 +7,7 @@
 #include "gpu/gemm_call.cuh"
 #include "gpu/gemm_config.h"
 #include "ops/all_gather_matmul/all_gather_matmul.h"
-#include "ops/all_gather_matmul/panel_layout.h"
+#include "ops/all_gather_matmul/k_panel_layout.h"
 
 namespace jflux {
 
@@ -26,16 +26,16 @@ struct AllGatherMatmulArgs {
   int32_t a_bytes;  // of a box of rows
   uint32_t signature, op;
   // Whether y is the product as it is, row for row: nothing is added, applied or saved.
-  bool plain;
+  bool no_epilogue;
   bool gated;  // a tile is as many columns of both weights
   bool out_f32;
   int32_t first_tile[kMaxWeights];  // tile column
   int64_t n[kMaxWeights];
-  ChannelLayout channel;
-  PanelLayout layout;
-  int32_t send_group;   // blocks that are sent side by side: SendOrder
-  int32_t piece_bytes;  // of a piece, as it is read
-  uint32_t senders;     // CTAs that may send
+  WorkspaceLayout workspace;
+  KPanelLayout layout;
+  int32_t send_group;      // blocks that are sent side by side: SendOrder
+  int32_t send_box_bytes;  // of a box, as it is read
+  uint32_t senders;        // CTAs that may send
   void* y_data[kMaxWeights];
   void* sums_data[kMaxWeights];    // or null
   const float* bias[kMaxWeights];  // or null
@@ -45,9 +45,9 @@ struct AllGatherMatmulArgs {
   CUtensorMap w[kMaxWeights];
   CUtensorMap y[kMaxWeights];     // 16-bit types
   CUtensorMap sums[kMaxWeights];  // likewise
-  CUtensorMap pieces;             // own rows, as they are sent
-  CUtensorMap workspace[2];       // rows of 64 columns, in the channel's halves
-  CUtensorMap gathered_rows;      // of `gathered`, to store pieces
+  CUtensorMap send_boxes;         // own rows, as they are sent
+  CUtensorMap workspace_maps[2];  // rows of 64 columns, in the workspace's halves
+  CUtensorMap gathered_rows;      // of `gathered`, to store boxes
   struct {
     int32_t m, n;
   } first[kMostSms];  // order.At of each cluster's number
@@ -59,13 +59,13 @@ __device__ __forceinline__ Signal* ChunkSignal(const AllGatherMatmulArgs& args,
                                                const CallContext& call, int rank, int src,
                                                int32_t block, int32_t chunk) {
   return args.view.At<Signal>(
-      rank, args.channel.SignalOffset(call.epoch) + args.layout.SignalOffset(src, block, chunk));
+      rank, args.workspace.SignalOffset(call.epoch) + args.layout.SignalOffset(src, block, chunk));
 }
 // Row `row` of a block, in a panel of k; in the workspace of `rank`.
-__device__ __forceinline__ char* PanelRow(const AllGatherMatmulArgs& args, const CallContext& call,
-                                          int rank, int32_t block, int32_t panel, int32_t row) {
-  return args.view.At(rank, args.channel.DataOffset(call.epoch) +
-                                (args.layout.RowOf(block, panel) + row) * PanelLayout::kRowBytes);
+__device__ __forceinline__ char* KPanelRow(const AllGatherMatmulArgs& args, const CallContext& call,
+                                           int rank, int32_t block, int32_t panel, int32_t row) {
+  return args.view.At(rank, args.workspace.DataOffset(call.epoch) +
+                                (args.layout.RowOf(block, panel) + row) * KPanelLayout::kRowBytes);
 }
 
 }  // namespace jflux

@@ -9,7 +9,7 @@
 namespace jflux {
 namespace {
 
-// Where this call's signals and data start in the channel.
+// Where this call's signals and data start in the workspace.
 struct Half {
   int64_t signals, data;
 };
@@ -52,8 +52,8 @@ bool AllGatherMatmulCpu(const AllGatherMatmulParams& p, const CpuTiling& tiling,
                         const AllGatherMatmulArrays& arrays, const SymmetricView& view,
                         uint32_t epoch, const WaitContext& ctx) {
   const AllGatherLayout layout = AllGatherLayout::Make(p, tiling.chunk_bytes);
-  const ChannelLayout channel = layout.Channel();
-  const Half half{channel.SignalOffset(epoch), channel.DataOffset(epoch)};
+  const WorkspaceLayout workspace = layout.Workspace();
+  const Half half{workspace.SignalOffset(epoch), workspace.DataOffset(epoch)};
   const Signal signal = MakeSignal(epoch, p.Signature());
   SendShard(layout, arrays.x, view, half, signal);
 

@@ -9,14 +9,14 @@
 #include "core/activation.h"
 #include "gpu/gemm_config.h"
 #include "ops/all_gather_matmul/all_gather_matmul.h"
-#include "ops/all_gather_matmul/panel_layout.h"
+#include "ops/all_gather_matmul/k_panel_layout.h"
 #include "runtime/heap_cuda.h"
 
 namespace jflux {
 
-inline PanelLayout CudaLayoutOf(const AllGatherMatmulParams& p) {
-  static_assert(PanelLayout::kBlockRows == kGemmTileM && PanelLayout::kColumns == kGemmTileK);
-  return PanelLayout::Make(p.rows, p.k);
+inline KPanelLayout CudaLayoutOf(const AllGatherMatmulParams& p) {
+  static_assert(KPanelLayout::kBlockRows == kGemmTileM && KPanelLayout::kColumns == kGemmTileK);
+  return KPanelLayout::Make(p.rows, p.k);
 }
 
 // Several weights share one gather: y_i = activation(all_gather(x) @ w_i + bias_i), or, gated, one

@@ -50,7 +50,7 @@ ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, ffi::Span<con
   if (rest.size() > 0) arrays.gathered = (*rest.get<ffi::AnyBuffer>(0))->untyped_data();
 
   const CpuTiling tiling;
-  const int64_t bytes = AllGatherLayout::Make(*p, tiling.chunk_bytes).Channel().TotalBytes();
+  const int64_t bytes = AllGatherLayout::Make(*p, tiling.chunk_bytes).Workspace().TotalBytes();
   return JoinFfiCall(
       OpId::kAllGatherMatmul, site, run_id, device, groups, world, bytes,
       [p = *p, tiling, arrays](const SymmetricView& view, uint32_t epoch, const WaitContext& ctx) {
@@ -124,7 +124,7 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, int64_t activation,
   };
   return LaunchCudaCall(
       OpId::kAllGatherMatmul, ordinal, groups, world,
-      [&](int) { return CudaLayoutOf(*p).Channel(); },
+      [&](int) { return CudaLayoutOf(*p).Workspace(); },
       [&](const CudaDevice& device, const SymmetricView& view, std::string* error) {
         return LaunchAllGatherMatmul(*p, operands, choice_for(device.sm_count), site, device, view,
                                      stream, error);

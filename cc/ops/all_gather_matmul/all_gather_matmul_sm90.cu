@@ -27,7 +27,7 @@ bool LaunchAllGatherMatmul(const AllGatherMatmulParams& p, const AllGatherMatmul
                            const SymmetricView& view, cudaStream_t stream, std::string* error) {
   AllGatherMatmulArgs args{};
   args.layout = CudaLayoutOf(p);
-  args.channel = args.layout.Channel();
+  args.workspace = args.layout.Workspace();
   args.state = reinterpret_cast<DeviceState*>(device.heap);
   args.view = view;
   args.rows = p.rows;
@@ -59,34 +59,36 @@ bool LaunchAllGatherMatmul(const AllGatherMatmulParams& p, const AllGatherMatmul
     const Tile tile = args.order.At(i);
     args.first[i] = {tile.m, tile.n};
   }
-  // Few rows are one sweep anyway, and all send. (One sweep of 512 or 1024 rows is faster with
-  // fewer senders: 2 x H200.)
+  // Few rows are one raster group anyway, and all send. (One raster group of 512 or 1024 rows is
+  // faster with fewer senders: 2 x H200.)
   const bool few = p.rows.Total() <= kGemmTileM;
   args.send_group = few ? 0 : choice.group_m * choice.cluster_m;
   args.senders = few ? sms : SendingGatherers(view.world, p.n, sms);
   args.out_f32 = p.out_dtype == DType::kF32;
-  args.plain =
+  args.no_epilogue =
       !args.out_f32 && args.rows.outer == 1 && !args.gated && args.activation == Activation::kNone;
   for (int i = 0; i < args.weights; ++i) {
-    args.plain &= args.bias[i] == nullptr && args.sums_data[i] == nullptr;
+    args.no_epilogue &= args.bias[i] == nullptr && args.sums_data[i] == nullptr;
   }
   const int box_rows = BoxRows(p.rows.Total());
   args.a_bytes = box_rows * 64 * SizeOf(p.dtype);
-  const int piece_rows = static_cast<int>(Min<int64_t>(p.rows.PerRank(), PanelLayout::kPieceRows));
-  args.piece_bytes = piece_rows * PanelLayout::kRowBytes;
+  const int box_rows_sent =
+      static_cast<int>(Min<int64_t>(p.rows.PerRank(), KPanelLayout::kBoxRows));
+  args.send_box_bytes = box_rows_sent * KPanelLayout::kRowBytes;
   if (!EncodeTensorMap(&args.x, p.dtype, operands.x, {p.rows.PerRank(), p.k}, {p.k}, {box_rows, 64},
                        error) ||
-      !EncodeTensorMap(&args.pieces, p.dtype, operands.x, {p.rows.PerRank(), p.k}, {p.k},
-                       {piece_rows, 64}, error, Boxes::kPlain) ||
+      !EncodeTensorMap(&args.send_boxes, p.dtype, operands.x, {p.rows.PerRank(), p.k}, {p.k},
+                       {box_rows_sent, 64}, error, Boxes::kLinear) ||
       (operands.gathered != nullptr &&
        !EncodeTensorMap(&args.gathered_rows, p.dtype, operands.gathered, {p.rows.Total(), p.k},
-                        {p.k}, {PanelLayout::kPieceRows, 64}, error, Boxes::kPlain))) {
+                        {p.k}, {KPanelLayout::kBoxRows, 64}, error, Boxes::kLinear))) {
     return false;
   }
   for (int half = 0; half < 2; ++half) {
-    if (!EncodeTensorMap(
-            &args.workspace[half], p.dtype, view.At(view.rank, args.channel.DataOffset(half)),
-            {args.layout.RowOf(args.layout.blocks, 0), 64}, {64}, {box_rows, 64}, error)) {
+    if (!EncodeTensorMap(&args.workspace_maps[half], p.dtype,
+                         view.At(view.rank, args.workspace.DataOffset(half)),
+                         {args.layout.RowOf(args.layout.blocks, 0), 64}, {64}, {box_rows, 64},
+                         error)) {
       return false;
     }
   }

@@ -84,8 +84,8 @@ struct AllGatherMatmulSm90 {
   static __device__ void PrefetchMaps(const Args& args) {
     ptx::PrefetchTensorMap(&args.w[0]);
     ptx::PrefetchTensorMap(&args.x);
-    ptx::PrefetchTensorMap(&args.workspace[0]);
-    ptx::PrefetchTensorMap(&args.workspace[1]);
+    ptx::PrefetchTensorMap(&args.workspace_maps[0]);
+    ptx::PrefetchTensorMap(&args.workspace_maps[1]);
   }
 
   // The lanes look at 32 panels at a time; the first lane waits for the first one that is missing.
@@ -130,7 +130,7 @@ struct AllGatherMatmulSm90 {
   };
   static __device__ Source SourceOf(const Args& args, const CallContext& call, const Where& where,
                                     int) {
-    return Source{where.panel_rows == 0 ? &args.x : &args.workspace[call.epoch & 1], where.row,
+    return Source{where.panel_rows == 0 ? &args.x : &args.workspace_maps[call.epoch & 1], where.row,
                   where.panel_rows};
   }
   static __device__ void LoadA(const Source& source, uint32_t smem, uint32_t bar, int k0) {
@@ -168,7 +168,7 @@ struct AllGatherMatmulSm90 {
   static __device__ void Finish(const Args& args, const CallContext&,
                                 StagingWriter<Config>& staging, Slices<Config>& acc,
                                 int32_t block_m, Tile tile, AwaitParts&&) {
-    if (args.plain) {  // few instructions, close together: they have to be fetched too
+    if (args.no_epilogue) {  // few instructions, close together: they have to be fetched too
 #pragma unroll
       for (int i = 0; i < Config::kOwnBlocks; ++i) {
         if (!HasRows(args, block_m, staging.BlockAt(i))) continue;
@@ -249,7 +249,7 @@ struct AllGatherMatmulSm90 {
                                StagingReader<Config>& staging, int32_t block_m, Tile tile) {
     const Columns columns = ColumnsOf(args, tile);
     const int64_t n = args.n[columns.weight];
-    if (args.plain) {
+    if (args.no_epilogue) {
       for (int block = 0; block < Config::kBlocks; ++block) {
         if (!HasRows(args, block_m, block)) continue;
         const StagedBlock staged = staging.Acquire(block);

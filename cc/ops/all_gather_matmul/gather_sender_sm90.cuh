@@ -18,36 +18,36 @@ struct GatherSender {
   // waits. The warp works out what is to be moved; one lane moves it.
   static __device__ void Run(const Args& args, const CallContext& call,
                              const GemmSmem<Config>& smem) {
-    static_assert(Config::kPieces == PanelLayout::kPieces &&
-                  Config::kPieceBytes == PanelLayout::kPieceRows * PanelLayout::kRowBytes);
-    PieceBuffers buffers{smem};
+    static_assert(Config::kSendBoxes == KPanelLayout::kBoxes &&
+                  Config::kSendBoxBytes == KPanelLayout::kBoxRows * KPanelLayout::kRowBytes);
+    SendBuffers buffers{smem};
     if (MaySend(args)) SendChunks(args, call, buffers);
     if (args.gathered != nullptr) CopyChunks(args, call, buffers);
   }
 
  private:
-  struct PieceBuffers;
+  struct SendBuffers;
 
   // For a whole warp: whether this CTA is one of the first to get here.
   static __device__ bool MaySend(const Args& args) {
     if (args.senders >= gridDim.x) return true;
-    auto* header = args.view.template At<ChannelHeader>(args.view.rank, 0);
+    auto* header = args.view.template At<WorkspaceHeader>(args.view.rank, 0);
     const bool leads = threadIdx.x % 32 == 0;
     return __shfl_sync(0xffffffff, leads ? atomicAdd(&header->senders, 1) : 0, 0) < args.senders;
   }
 
   static __device__ void SendChunks(const Args& args, const CallContext& call,
-                                    PieceBuffers& buffers) {
+                                    SendBuffers& buffers) {
     const SendOrder order(args.layout, args.view.rank, args.send_group);
     const int units = order.Units();
     int unit = NextUnit(args);
-    // Three pieces are on their way in while the fourth goes out, and the next unit follows without
+    // Three boxes are on their way in while the fourth goes out, and the next unit follows without
     // a gap: a unit's turns are latencies, all of which others can hide.
     Chunk chunk = Chunk{};
     if (unit < units) {
       chunk = ChunkOf(args, order.At(unit));
       if (ptx::ElectOne()) {
-        for (int i = 0; i < 3; ++i) LoadPiece(args, buffers, chunk, i);
+        for (int i = 0; i < 3; ++i) LoadBox(args, buffers, chunk, i);
       }
     }
     Chunk arriving = Chunk{};  // the one before, whose signal is still owed
@@ -58,12 +58,12 @@ struct GatherSender {
       if (ptx::ElectOne()) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          StorePiece(args, call, buffers, chunk, i);
-          ptx::BulkWaitRead<1>();  // the piece before this one can be loaded again
+          StoreBox(args, call, buffers, chunk, i);
+          ptx::BulkWaitRead<1>();  // the box before this one can be loaded again
           if (i == 0) {
-            LoadPiece(args, buffers, chunk, 3);
+            LoadBox(args, buffers, chunk, 3);
           } else {
-            LoadPiece(args, buffers, next, i - 1);
+            LoadBox(args, buffers, next, i - 1);
           }
           if (i == 1) {
             ptx::BulkWait<2>();
@@ -86,7 +86,7 @@ struct GatherSender {
   }
 
   static __device__ void CopyChunks(const Args& args, const CallContext& call,
-                                    PieceBuffers& buffers) {
+                                    SendBuffers& buffers) {
     const int of_rank = args.layout.rank_blocks * args.layout.Chunks();
     if (!ptx::ElectOne()) return;
     for (int i = TakeCopy(args); i < args.view.world * of_rank; i = TakeCopy(args)) {
@@ -103,7 +103,7 @@ struct GatherSender {
   // What a rank has of a block, in one chunk of k. Without rows there is nothing to be done.
   struct Chunk {
     int32_t peer, block, chunk;
-    typename PanelLayout::Part part;
+    typename KPanelLayout::Part part;
     int32_t row;  // of the shard
   };
   static __device__ Chunk ChunkOf(const Args& args, const SendUnit& unit) {
@@ -113,38 +113,38 @@ struct GatherSender {
   static __device__ Chunk ChunkOf(const Args& args, int src, int peer, int32_t block,
                                   int32_t chunk) {
     Chunk c{peer, block, chunk, args.layout.PartOf(src, block), 0};
-    c.row = static_cast<int32_t>(static_cast<int64_t>(block) * PanelLayout::kBlockRows +
+    c.row = static_cast<int32_t>(static_cast<int64_t>(block) * KPanelLayout::kBlockRows +
                                  c.part.begin - src * args.rows.PerRank());
     return c;
   }
 
-  // Shared memory for four pieces of a chunk.
-  struct PieceBuffers {
+  // Shared memory for four boxes of a chunk.
+  struct SendBuffers {
     GemmSmem<Config> smem;
-    uint32_t parities = 0;  // a bit for each piece
+    uint32_t parities = 0;  // a bit for each box
 
     __device__ uint32_t Await(int i) {
-      ptx::MbarrierWait(smem.PieceFull(i), (parities >> i) & 1);
+      ptx::MbarrierWait(smem.SendBoxFull(i), (parities >> i) & 1);
       parities ^= 1u << i;
-      return smem.Piece(i);
+      return smem.SendBox(i);
     }
   };
 
-  // Piece i of an own chunk, from x.
-  static __device__ void LoadPiece(const Args& args, PieceBuffers& buffers, const Chunk& c, int i) {
-    const auto piece = args.layout.PieceOf(c.part, c.chunk, i);
-    if (piece.rows <= 0) return;
-    const uint32_t bar = buffers.smem.PieceFull(i);
-    ptx::MbarrierArriveExpectTx(bar, args.piece_bytes);
-    ptx::TmaLoad2d(buffers.smem.Piece(i), &args.pieces, bar, piece.panel * PanelLayout::kColumns,
-                   c.row + piece.row);
+  // Box i of an own chunk, from x.
+  static __device__ void LoadBox(const Args& args, SendBuffers& buffers, const Chunk& c, int i) {
+    const auto box = args.layout.BoxOf(c.part, c.chunk, i);
+    if (box.rows <= 0) return;
+    const uint32_t bar = buffers.smem.SendBoxFull(i);
+    ptx::MbarrierArriveExpectTx(bar, args.send_box_bytes);
+    ptx::TmaLoad2d(buffers.smem.SendBox(i), &args.send_boxes, bar,
+                   box.panel * KPanelLayout::kColumns, c.row + box.row);
   }
-  static __device__ void StorePiece(const Args& args, const CallContext& call,
-                                    PieceBuffers& buffers, const Chunk& c, int i) {
-    const auto piece = args.layout.PieceOf(c.part, c.chunk, i);
-    if (piece.rows > 0) {
-      ptx::BulkStore(PanelRow(args, call, c.peer, c.block, piece.panel, c.part.begin + piece.row),
-                     buffers.Await(i), piece.rows * PanelLayout::kRowBytes);
+  static __device__ void StoreBox(const Args& args, const CallContext& call, SendBuffers& buffers,
+                                  const Chunk& c, int i) {
+    const auto box = args.layout.BoxOf(c.part, c.chunk, i);
+    if (box.rows > 0) {
+      ptx::BulkStore(KPanelRow(args, call, c.peer, c.block, box.panel, c.part.begin + box.row),
+                     buffers.Await(i), box.rows * KPanelLayout::kRowBytes);
     }
     ptx::BulkCommit();  // also if it is empty: groups are counted
   }
@@ -158,7 +158,7 @@ struct GatherSender {
 
   // Copies begin with the own chunks and go on as the others' arrive. `i` counts a rank's.
   static __device__ void CopyGathered(const Args& args, const CallContext& call,
-                                      PieceBuffers& buffers, int step, int i) {
+                                      SendBuffers& buffers, int step, int i) {
     const int src = (args.view.rank + step) % args.view.world, chunks = args.layout.Chunks();
     if (i / chunks >= args.layout.BlocksOf(src)) return;
     const Chunk c =
@@ -169,45 +169,45 @@ struct GatherSender {
       ptx::FenceProxyAsyncGlobal();
     }
     ptx::BulkWaitRead<0>();
-    for (int p = 0; p < Config::kPieces; ++p) {
+    for (int p = 0; p < Config::kSendBoxes; ++p) {
       if (own) {
-        LoadPiece(args, buffers, c, p);
+        LoadBox(args, buffers, c, p);
         continue;
       }
-      const auto piece = args.layout.PieceOf(c.part, c.chunk, p);
-      if (piece.rows <= 0) continue;
-      const uint32_t bar = buffers.smem.PieceFull(p);
-      ptx::MbarrierArriveExpectTx(bar, piece.rows * PanelLayout::kRowBytes);
+      const auto box = args.layout.BoxOf(c.part, c.chunk, p);
+      if (box.rows <= 0) continue;
+      const uint32_t bar = buffers.smem.SendBoxFull(p);
+      ptx::MbarrierArriveExpectTx(bar, box.rows * KPanelLayout::kRowBytes);
       ptx::BulkLoad(
-          buffers.smem.Piece(p),
-          PanelRow(args, call, args.view.rank, c.block, piece.panel, c.part.begin + piece.row),
-          piece.rows * PanelLayout::kRowBytes, bar);
+          buffers.smem.SendBox(p),
+          KPanelRow(args, call, args.view.rank, c.block, box.panel, c.part.begin + box.row),
+          box.rows * KPanelLayout::kRowBytes, bar);
     }
-    for (int p = 0; p < Config::kPieces; ++p) {
-      const auto piece = args.layout.PieceOf(c.part, c.chunk, p);
-      if (piece.rows <= 0) continue;
-      StoreGathered(args, buffers.Await(p), src * args.rows.PerRank() + c.row + piece.row, piece);
+    for (int p = 0; p < Config::kSendBoxes; ++p) {
+      const auto box = args.layout.BoxOf(c.part, c.chunk, p);
+      if (box.rows <= 0) continue;
+      StoreGathered(args, buffers.Await(p), src * args.rows.PerRank() + c.row + box.row, box);
       ptx::BulkCommit();
     }
   }
 
-  // A piece from virtual row `row0` on, to its actual rows: as a box, if these are as many as a box
+  // A box from virtual row `row0` on, to its actual rows: as a box, if these are as many as a box
   // has and follow each other, else row by row.
   static __device__ void StoreGathered(const Args& args, uint32_t smem, int64_t row0,
-                                       const PanelLayout::Piece& piece) {
-    const int64_t k0 = static_cast<int64_t>(piece.panel) * PanelLayout::kColumns;
+                                       const KPanelLayout::Box& box) {
+    const int64_t k0 = static_cast<int64_t>(box.panel) * KPanelLayout::kColumns;
     const int64_t actual = args.rows.Actual(row0);
-    if (piece.rows == PanelLayout::kPieceRows &&
-        args.rows.Actual(row0 + piece.rows - 1) == actual + piece.rows - 1) {
+    if (box.rows == KPanelLayout::kBoxRows &&
+        args.rows.Actual(row0 + box.rows - 1) == actual + box.rows - 1) {
       ptx::TmaStore2d(&args.gathered_rows, smem, static_cast<int32_t>(k0),
                       static_cast<int32_t>(actual));
       return;
     }
-    const auto bytes = static_cast<uint32_t>(2 * Min<int64_t>(PanelLayout::kColumns, args.k - k0));
-    for (int r = 0; r < piece.rows; ++r) {
+    const auto bytes = static_cast<uint32_t>(2 * Min<int64_t>(KPanelLayout::kColumns, args.k - k0));
+    for (int r = 0; r < box.rows; ++r) {
       ptx::BulkStore(
           static_cast<char*>(args.gathered) + 2 * (args.rows.Actual(row0 + r) * args.k + k0),
-          smem + r * PanelLayout::kRowBytes, bytes);
+          smem + r * KPanelLayout::kRowBytes, bytes);
     }
   }
 };

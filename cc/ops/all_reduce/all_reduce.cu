@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // A type's kernels.
 struct Kernels {
-  const void *plain, *butterfly, *chunked, *few_rows, *many_rows;
+  const void *direct, *butterfly, *chunked, *few_rows, *many_rows;
 };
 
 Kernels KernelsOf(DType dtype) {
@@ -93,7 +93,7 @@ struct Plan {
 Plan PlanFor(const AllReduceParams& p, bool bias, int sm_count) {
   const Kernels kernels = KernelsOf(p.dtype);
   if (p.norm == Norm::kNone) {
-    return Plan{IsButterfly(p.algorithm) ? kernels.butterfly : kernels.plain,
+    return Plan{IsButterfly(p.algorithm) ? kernels.butterfly : kernels.direct,
                 PacketBlocks(p.Work(), kThreads, sm_count), 1, kThreads, 0};
   }
   const bool few = p.Work() * kFewRowsCtas <= 2 * sm_count;
@@ -113,7 +113,7 @@ bool LaunchChunked(const AllReduceParams& p, const AllReduceArrays& arrays, int6
   ChunkedArgs args{};
   args.call.state = reinterpret_cast<DeviceState*>(device.heap);
   args.call.view = view;
-  args.call.layout = layout.Channel();
+  args.call.layout = layout.Workspace();
   args.call.signature = SignatureBuilder().Add(p.Signature()).Add(site).Add(blocks).Get();
   args.call.op = static_cast<uint32_t>(OpId::kAllReduce);
   args.params = p;
@@ -127,7 +127,7 @@ bool LaunchChunked(const AllReduceParams& p, const AllReduceArrays& arrays, int6
 bool LoadAllReduceKernels(std::string* error) {
   for (DType dtype : {DType::kF16, DType::kBF16, DType::kF32, DType::kF64}) {
     const Kernels kernels = KernelsOf(dtype);
-    if (!LoadKernel(kernels.plain, 0, error) || !LoadKernel(kernels.butterfly, 0, error) ||
+    if (!LoadKernel(kernels.direct, 0, error) || !LoadKernel(kernels.butterfly, 0, error) ||
         !LoadKernel(kernels.chunked, 0, error) ||
         !LoadKernel(kernels.few_rows, kMostNormBytes, error) ||
         !LoadKernel(kernels.many_rows, kMostNormBytes, error)) {

@@ -79,9 +79,9 @@ struct ChunkedLayout {
   JFLUX_HD int64_t SignalIndex(int what, int from, int to, int64_t c) const {
     return Sender(what, from, to) * Chunks() + c;
   }
-  ChannelLayout Channel() const {
+  WorkspaceLayout Workspace() const {
     const int64_t senders = 2 * (world - 1);
-    return shmem::ChannelFor(senders * shard_bytes, senders * Chunks());
+    return shmem::WorkspaceFor(senders * shard_bytes, senders * Chunks());
   }
 
  private:
@@ -164,11 +164,11 @@ struct AllReduceParams {
     }
     return 0;
   }
-  PacketLayout Channel() const { return PacketLayout::For(Packets()); }  // unless chunked
+  PacketLayout Workspace() const { return PacketLayout::For(Packets()); }  // unless chunked
   JFLUX_HD ChunkedLayout Chunks() const { return ChunkedLayout::For(world, Bytes()); }
-  int64_t ChannelBytes() const {
-    return algorithm == AllReduceAlgorithm::kChunked ? Chunks().Channel().TotalBytes()
-                                                     : Channel().TotalBytes();
+  int64_t WorkspaceBytes() const {
+    return algorithm == AllReduceAlgorithm::kChunked ? Chunks().Workspace().TotalBytes()
+                                                     : Workspace().TotalBytes();
   }
 };
 

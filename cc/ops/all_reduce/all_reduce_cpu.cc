@@ -41,7 +41,7 @@ bool AllReduceCpu(const AllReduceParams& p, const AllReduceArrays& arrays,
         return ChunkedBody<decltype(number)>{p, arrays, call}.Run();
       });
     };
-    return shmem::internal::RunCall(view, p.Chunks().Channel(), epoch, p.Signature(), ctx, run);
+    return shmem::internal::RunCall(view, p.Chunks().Workspace(), epoch, p.Signature(), ctx, run);
   }
   return RunPackets(p, view, epoch, ctx, [&](const PacketCall& call) {
     return WithNumbers(p.dtype,

@@ -85,7 +85,7 @@ ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, int64_t algor
   const auto call = CallOf(algorithm, epsilon, norm, residual, world, x, rest, y, results);
   if (!call) return FailedFuture(InvalidArgument("all_reduce: operands do not fit"));
   return JoinFfiCall(
-      OpId::kAllReduce, site, run_id, device, groups, world, call->params.ChannelBytes(),
+      OpId::kAllReduce, site, run_id, device, groups, world, call->params.WorkspaceBytes(),
       [call = *call](const SymmetricView& view, uint32_t epoch, const WaitContext& ctx) {
         return AllReduceCpu(call.params, call.arrays, view, epoch, ctx);
       });
@@ -125,11 +125,11 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, int64_t algorithm, double 
   };
   if (p.algorithm == AllReduceAlgorithm::kChunked) {
     return LaunchCudaCall(
-        OpId::kAllReduce, ordinal, groups, world, [&](int) { return p.Chunks().Channel(); },
+        OpId::kAllReduce, ordinal, groups, world, [&](int) { return p.Chunks().Workspace(); },
         launch);
   }
   return LaunchCudaCall(
-      OpId::kAllReduce, ordinal, groups, world, [&](int) { return p.Channel(); }, launch);
+      OpId::kAllReduce, ordinal, groups, world, [&](int) { return p.Workspace(); }, launch);
 }
 
 XLA_FFI_DEFINE_HANDLER(

@@ -1,5 +1,5 @@
 // The exchanges of what is too long for packets, whose flags double it: a rank sends each peer its
-// piece a chunk at a time, and then a signal, into the slot that the peer has for it; and takes
+// shard a chunk at a time, and then a signal, into the slot that the peer has for it; and takes
 // what has come to y, or sums it, in rank order.
 //
 // A block takes every so many-th chunk, and its block of the same place on the other ranks has the
@@ -20,27 +20,27 @@
 
 namespace jflux {
 
-// A piece of an array: of `pieces`, the one of that number.
+// A shard of an array: of `shards`, the one of that number.
 template <typename Byte>
-struct PieceOf {
+struct ShardOf {
   Byte* array;
-  Pieces pieces;
+  Shards shards;
   int number;
 
-  JFLUX_HD bool IsContiguous() const { return pieces.outer == 1 || pieces.world == 1; }
+  JFLUX_HD bool IsContiguous() const { return shards.outer == 1 || shards.world == 1; }
   JFLUX_HD bool HasVectors() const {
-    return pieces.inner % 16 == 0 && reinterpret_cast<uintptr_t>(array) % 16 == 0;
+    return shards.inner % 16 == 0 && reinterpret_cast<uintptr_t>(array) % 16 == 0;
   }
   JFLUX_HD Byte* At(int64_t byte) const {
-    if (IsContiguous()) return array + pieces.Offset(number, 0, 0) + byte;
-    const int64_t o = Quotient(byte, pieces.inner);
-    return array + pieces.Offset(number, o, byte - o * pieces.inner);
+    if (IsContiguous()) return array + shards.Offset(number, 0, 0) + byte;
+    const int64_t o = Quotient(byte, shards.inner);
+    return array + shards.Offset(number, o, byte - o * shards.inner);
   }
 };
 
-// `bytes` of a piece from byte `first` on, which is a multiple of 16.
+// `bytes` of a shard from byte `first` on, which is a multiple of 16.
 template <typename Block>
-JFLUX_HD void CopyPiece(const PieceOf<char>& to, const PieceOf<const char>& from, int64_t first,
+JFLUX_HD void CopyShard(const ShardOf<char>& to, const ShardOf<const char>& from, int64_t first,
                         int64_t bytes) {
   using shmem::internal::Vector;
   if (to.IsContiguous() && from.IsContiguous()) {
@@ -49,7 +49,7 @@ JFLUX_HD void CopyPiece(const PieceOf<char>& to, const PieceOf<const char>& from
   if (!to.HasVectors() || !from.HasVectors()) {
     for (int64_t u = Block::rank(); u * kPacketPayload < bytes; u += Block::size()) {
       const int64_t unit = first / kPacketPayload + u;
-      to.pieces.Store(to.array, to.number, unit, from.pieces.Load(from.array, from.number, unit));
+      to.shards.Store(to.array, to.number, unit, from.shards.Load(from.array, from.number, unit));
     }
     return;
   }
@@ -86,7 +86,7 @@ struct ChunkedExchangeBody {
   // False if a wait failed.
   JFLUX_HD bool Run() const {
     constexpr int kAhead = 2;  // chunks
-    const PieceSlots slots = p.Slots();
+    const ShardSlots slots = p.Slots();
     const int64_t chunks = slots.Chunks(), ahead = static_cast<int64_t>(kAhead) * ctx.blocks;
     for (int64_t c = ctx.block; c < chunks + ahead; c += ctx.blocks) {
       if (c < chunks) Send(slots, c);
@@ -96,34 +96,34 @@ struct ChunkedExchangeBody {
   }
 
  private:
-  JFLUX_HD PieceOf<const char> OfX(int rank) const {
+  JFLUX_HD ShardOf<const char> OfX(int rank) const {
     return {static_cast<const char*>(arrays.x), p.x, p.op == OpId::kAllGather ? 0 : rank};
   }
-  JFLUX_HD PieceOf<char> OfY(int rank) const {
+  JFLUX_HD ShardOf<char> OfY(int rank) const {
     return {static_cast<char*>(arrays.y), p.y, p.Sums() ? 0 : rank};
   }
-  JFLUX_HD char* SlotAt(const PieceSlots& slots, int from, int to) const {
+  JFLUX_HD char* SlotAt(const ShardSlots& slots, int from, int to) const {
     return shmem::ptr(ctx, ctx.data(slots.SlotOffset(from, to)), to);
   }
-  JFLUX_HD Pieces OfSlot(const PieceSlots& slots) const { return Pieces{1, 1, slots.slot_bytes}; }
+  JFLUX_HD Shards OfSlot(const ShardSlots& slots) const { return Shards{1, 1, slots.slot_bytes}; }
 
-  JFLUX_HD void Send(const PieceSlots& slots, int64_t c) const {
+  JFLUX_HD void Send(const ShardSlots& slots, int64_t c) const {
     const int rank = ctx.view.rank;
     const int64_t first = c * slots.chunk_bytes, bytes = slots.BytesOf(c);
     for (int d = 1; d < p.world; ++d) {
       const int peer = (rank + d) % p.world;
-      const PieceOf<char> slot{SlotAt(slots, rank, peer), OfSlot(slots), 0};
-      CopyPiece<Block>(slot, OfX(peer), first, bytes);
+      const ShardOf<char> slot{SlotAt(slots, rank, peer), OfSlot(slots), 0};
+      CopyShard<Block>(slot, OfX(peer), first, bytes);
     }
     Block::sync();
     for (int d = 1 + Block::rank(); d < p.world; d += Block::size()) {
       const int peer = (rank + d) % p.world;
       shmem::signal_set(ctx, ctx.signal(slots.SignalIndex(rank, peer, c)), peer);
     }
-    if (!p.Sums()) CopyPiece<Block>(OfY(rank), OfX(rank), first, bytes);
+    if (!p.Sums()) CopyShard<Block>(OfY(rank), OfX(rank), first, bytes);
   }
 
-  JFLUX_HD bool Receive(const PieceSlots& slots, int64_t c) const {
+  JFLUX_HD bool Receive(const ShardSlots& slots, int64_t c) const {
     const int rank = ctx.view.rank;
     bool ok = true;
     for (int d = 1 + Block::rank(); d < p.world; d += Block::size()) {
@@ -138,13 +138,13 @@ struct ChunkedExchangeBody {
     }
     for (int d = 1; d < p.world; ++d) {
       const int src = (rank + d) % p.world;
-      const PieceOf<const char> slot{SlotAt(slots, src, rank), OfSlot(slots), 0};
-      CopyPiece<Block>(OfY(src), slot, first, bytes);
+      const ShardOf<const char> slot{SlotAt(slots, src, rank), OfSlot(slots), 0};
+      CopyShard<Block>(OfY(src), slot, first, bytes);
     }
     return true;
   }
 
-  JFLUX_HD void Sum(const PieceSlots& slots, int64_t first, int64_t bytes) const {
+  JFLUX_HD void Sum(const ShardSlots& slots, int64_t first, int64_t bytes) const {
     if (OfX(0).HasVectors() && OfY(0).HasVectors()) return SumVectors(slots, first, bytes);
     const int rank = ctx.view.rank;
     const int64_t end = CeilDiv<int64_t>(first + bytes, kPacketPayload);
@@ -160,7 +160,7 @@ struct ChunkedExchangeBody {
     }
   }
 
-  JFLUX_HD void SumVectors(const PieceSlots& slots, int64_t first, int64_t bytes) const {
+  JFLUX_HD void SumVectors(const ShardSlots& slots, int64_t first, int64_t bytes) const {
     const int rank = ctx.view.rank;
     for (int64_t at = first + 16 * Block::rank(); at < first + bytes; at += 16 * Block::size()) {
       uint64_t low[kMaxRanks], high[kMaxRanks];

@@ -53,12 +53,12 @@ const void* KernelOf(DType dtype, bool chunked) {
 bool LaunchChunked(const ExchangeParams& p, const ExchangeArrays& arrays, int64_t site,
                    const CudaDevice& device, const SymmetricView& view, cudaStream_t stream,
                    std::string* error) {
-  const PieceSlots slots = p.Slots();
+  const ShardSlots slots = p.Slots();
   const int64_t blocks = Min<int64_t>(slots.Chunks(), kBlocksPerSm * device.sm_count);
   ChunkedArgs args{};
   args.call.state = reinterpret_cast<DeviceState*>(device.heap);
   args.call.view = view;
-  args.call.layout = slots.Channel();
+  args.call.layout = slots.Workspace();
   args.call.signature = SignatureBuilder().Add(p.Signature()).Add(site).Add(blocks).Get();
   args.call.op = static_cast<uint32_t>(p.op);
   args.params = p;

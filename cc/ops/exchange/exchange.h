@@ -1,8 +1,8 @@
-// The exchanges of pieces, each of one latency, small data in packets and large in chunks:
+// The exchanges of shards, each of one latency, small data in packets and large in chunks:
 //
 //   all_gather      each rank's x to all; y has them side by side
-//   all_to_all      piece r of each rank's x to rank r; y has what has come side by side
-//   reduce_scatter  piece r of each rank's x to rank r; y is their sum
+//   all_to_all      shard r of each rank's x to rank r; y has what has come side by side
+//   reduce_scatter  shard r of each rank's x to rank r; y is their sum
 //
 // What is computed (Params), where it lies in the heap, and the CPU back end's body; the CUDA
 // launcher is in exchange_cuda.h, and what both run in exchange_body.h and chunked_exchange_body.h.
@@ -20,27 +20,27 @@
 
 namespace jflux {
 
-// In chunks: a rank has a slot for the piece of each other one, which comes in parts of chunk_bytes
+// In chunks: a rank has a slot for the shard of each other one, which comes in parts of chunk_bytes
 // (of chunks of all_reduce's sizes: ops/all_reduce/all_reduce.h), each with a signal.
-struct PieceSlots {
+struct ShardSlots {
   int32_t world;
-  int64_t piece_bytes, slot_bytes, chunk_bytes;
+  int64_t shard_bytes, slot_bytes, chunk_bytes;
 
-  JFLUX_HD static PieceSlots For(int32_t world, int64_t piece_bytes) {
-    const int64_t chunk_bytes = piece_bytes > (1 << 20) ? 16384 : 4096;
-    return PieceSlots{world, piece_bytes, RoundUp<int64_t>(piece_bytes, 16), chunk_bytes};
+  JFLUX_HD static ShardSlots For(int32_t world, int64_t shard_bytes) {
+    const int64_t chunk_bytes = shard_bytes > (1 << 20) ? 16384 : 4096;
+    return ShardSlots{world, shard_bytes, RoundUp<int64_t>(shard_bytes, 16), chunk_bytes};
   }
-  JFLUX_HD int64_t Chunks() const { return CeilDiv(piece_bytes, chunk_bytes); }
+  JFLUX_HD int64_t Chunks() const { return CeilDiv(shard_bytes, chunk_bytes); }
   JFLUX_HD int64_t BytesOf(int64_t chunk) const {
-    return Min(piece_bytes - chunk * chunk_bytes, chunk_bytes);
+    return Min(shard_bytes - chunk * chunk_bytes, chunk_bytes);
   }
   // What rank `from` sends rank `to`.
   JFLUX_HD int64_t SlotOffset(int from, int to) const { return Sender(from, to) * slot_bytes; }
   JFLUX_HD int64_t SignalIndex(int from, int to, int64_t chunk) const {
     return Sender(from, to) * Chunks() + chunk;
   }
-  ChannelLayout Channel() const {
-    return shmem::ChannelFor((world - 1) * slot_bytes, (world - 1) * Chunks());
+  WorkspaceLayout Workspace() const {
+    return shmem::WorkspaceFor((world - 1) * slot_bytes, (world - 1) * Chunks());
   }
 
  private:
@@ -51,7 +51,7 @@ struct ExchangeParams {
   OpId op;  // kAllGather, kAllToAll or kReduceScatter
   int32_t world;
   DType dtype;  // of what is summed; the others only move bytes
-  Pieces x, y;  // of one piece for all of all_gather's x, and reduce_scatter's y
+  Shards x, y;  // of one shard for all of all_gather's x, and reduce_scatter's y
   bool chunked = false;
   JFLUX_HD bool Sums() const { return op == OpId::kReduceScatter; }
   JFLUX_HD int64_t Units() const { return CeilDiv(x.Bytes(), kPacketPayload); }
@@ -62,13 +62,13 @@ struct ExchangeParams {
         .Add(world)
         .Add(Sums() ? static_cast<int64_t>(dtype) : 0)
         .Add(chunked);
-    for (const Pieces& pieces : {x, y}) signature.Add(pieces.outer).Add(pieces.inner);
+    for (const Shards& shards : {x, y}) signature.Add(shards.outer).Add(shards.inner);
     return signature.Get();
   }
-  PacketLayout Channel() const { return PacketLayout::For(world * Units()); }  // unless chunked
-  JFLUX_HD PieceSlots Slots() const { return PieceSlots::For(world, x.Bytes()); }
-  int64_t ChannelBytes() const {
-    return chunked ? Slots().Channel().TotalBytes() : Channel().TotalBytes();
+  PacketLayout Workspace() const { return PacketLayout::For(world * Units()); }  // unless chunked
+  JFLUX_HD ShardSlots Slots() const { return ShardSlots::For(world, x.Bytes()); }
+  int64_t WorkspaceBytes() const {
+    return chunked ? Slots().Workspace().TotalBytes() : Workspace().TotalBytes();
   }
 };
 

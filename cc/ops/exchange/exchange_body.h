@@ -23,15 +23,15 @@ struct ExchangeBody {
     const int64_t units = p.Units();
     const int rank = call.view.rank;
     for (int64_t u = thread; u < units; u += threads) {
-      uint64_t piece = PieceFor(rank, u);
+      uint64_t shard = ShardFor(rank, u);
       for (int d = 1; d < p.world; ++d) {
         const int peer = (rank + d) % p.world;
-        if (p.op != OpId::kAllGather) piece = PieceFor(peer, u);
-        call.Send(peer, rank * units + u, piece);
+        if (p.op != OpId::kAllGather) shard = ShardFor(peer, u);
+        call.Send(peer, rank * units + u, shard);
       }
     }
     for (int64_t u = thread; u < units; u += threads) {
-      const uint64_t own = PieceFor(rank, u);
+      const uint64_t own = ShardFor(rank, u);
       const auto index_of = [&](int src) { return src * units + u; };
       if (p.Sums()) {
         PayloadSum<T> total;
@@ -52,7 +52,7 @@ struct ExchangeBody {
 
  private:
   // Unit u of what `rank` is to have.
-  JFLUX_HD uint64_t PieceFor(int rank, int64_t u) const {
+  JFLUX_HD uint64_t ShardFor(int rank, int64_t u) const {
     return p.x.Load(arrays.x, p.op == OpId::kAllGather ? 0 : rank, u);
   }
 };

@@ -13,7 +13,7 @@ bool ExchangeCpu(const ExchangeParams& p, const ExchangeArrays& arrays, const Sy
         return ChunkedExchangeBody<decltype(number)>{p, arrays, call}.Run();
       });
     };
-    return shmem::internal::RunCall(view, p.Slots().Channel(), epoch, p.Signature(), ctx, run);
+    return shmem::internal::RunCall(view, p.Slots().Workspace(), epoch, p.Signature(), ctx, run);
   }
   return RunPackets(p, view, epoch, ctx, [&](const PacketCall& call) {
     return WithNumbers(p.dtype, [&](auto number) {

@@ -14,7 +14,7 @@
 namespace jflux {
 namespace {
 
-// How one piece lies in x and in y, in bytes (core/units.h) -> what to compute; empty if operands
+// How one shard lies in x and in y, in bytes (core/units.h) -> what to compute; empty if operands
 // do not fit.
 std::optional<ExchangeParams> ParamsOf(OpId op, bool chunked, int64_t world, int64_t x_inner,
                                        int64_t x_outer, int64_t y_inner, int64_t y_outer,
@@ -23,8 +23,8 @@ std::optional<ExchangeParams> ParamsOf(OpId op, bool chunked, int64_t world, int
   ExchangeParams p{};
   p.op = op;
   p.world = ranks;
-  p.x = Pieces{op == OpId::kAllGather ? 1 : ranks, x_outer, x_inner};
-  p.y = Pieces{op == OpId::kReduceScatter ? 1 : ranks, y_outer, y_inner};
+  p.x = Shards{op == OpId::kAllGather ? 1 : ranks, x_outer, x_inner};
+  p.y = Shards{op == OpId::kReduceScatter ? 1 : ranks, y_outer, y_inner};
   p.chunked = chunked;
   p.dtype = DType::kF32;
   if (p.Sums()) {
@@ -32,7 +32,7 @@ std::optional<ExchangeParams> ParamsOf(OpId op, bool chunked, int64_t world, int
     if (!dtype) return std::nullopt;
     p.dtype = *dtype;
   }
-  const auto bytes = [](const Pieces& pieces) { return pieces.world * pieces.Bytes(); };
+  const auto bytes = [](const Shards& shards) { return shards.world * shards.Bytes(); };
   if (x.element_type() != y.element_type() || x_outer < 1 || x_inner < 1 ||
       p.x.Bytes() != p.y.Bytes() || bytes(p.x) != static_cast<int64_t>(x.size_bytes()) ||
       bytes(p.y) != static_cast<int64_t>(y.size_bytes())) {
@@ -54,7 +54,7 @@ ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, bool chunked,
   if (!p) return FailedFuture(DoNotFit(kOp));
   const ExchangeArrays arrays{x.untyped_data(), y->untyped_data()};
   return JoinFfiCall(
-      kOp, site, run_id, device, groups, world, p->ChannelBytes(),
+      kOp, site, run_id, device, groups, world, p->WorkspaceBytes(),
       [p = *p, arrays](const SymmetricView& view, uint32_t epoch, const WaitContext& ctx) {
         return ExchangeCpu(p, arrays, view, epoch, ctx);
       });
@@ -96,9 +96,9 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, bool chunked, ffi::Span<co
   };
   if (chunked) {
     return LaunchCudaCall(
-        kOp, ordinal, groups, world, [&](int) { return p->Slots().Channel(); }, launch);
+        kOp, ordinal, groups, world, [&](int) { return p->Slots().Workspace(); }, launch);
   }
-  return LaunchCudaCall(kOp, ordinal, groups, world, [&](int) { return p->Channel(); }, launch);
+  return LaunchCudaCall(kOp, ordinal, groups, world, [&](int) { return p->Workspace(); }, launch);
 }
 
 constexpr auto CudaBinding = [] {

@@ -38,8 +38,8 @@ struct FewRowsLayout {
   JFLUX_HD int64_t BlockOffset(int32_t slice, int block) const {
     return Index(slice, block) * block_bytes;
   }
-  ChannelLayout Channel() const {
-    return ChannelLayout::For(SignalOffset(slices, 0), BlockOffset(slices, 0));
+  WorkspaceLayout Workspace() const {
+    return WorkspaceLayout::For(SignalOffset(slices, 0), BlockOffset(slices, 0));
   }
 
  private:

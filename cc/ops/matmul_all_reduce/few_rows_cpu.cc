@@ -36,8 +36,8 @@ bool FewRowsCpu(const MatmulAllReduceParams& params, int32_t slice_n,
                 const WaitContext& ctx) {
   const MatmulReduceScatterParams& p = params.scatter;
   const auto layout = FewRowsLayoutOf(params, slice_n);
-  const ChannelLayout channel = layout.Channel();
-  const int64_t signals = channel.SignalOffset(epoch), data = channel.DataOffset(epoch);
+  const WorkspaceLayout workspace = layout.Workspace();
+  const int64_t signals = workspace.SignalOffset(epoch), data = workspace.DataOffset(epoch);
   const Signal signal = MakeSignal(epoch, params.Signature());
   const int peer = 1 - view.rank;
   const auto blocks = BlocksOf(layout, slice_n, p.rows.Total(), p.n);

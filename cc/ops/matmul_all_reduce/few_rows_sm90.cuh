@@ -25,7 +25,7 @@ struct FewRowsArgs {
   int32_t a_bytes;  // of a box of rows
   int64_t rows, k, n;
   uint32_t signature, op;
-  ChannelLayout channel;
+  WorkspaceLayout workspace;
   FewRowsLayout layout;
   const void* residual;  // or null
   CUtensorMap x;
@@ -78,12 +78,12 @@ struct FewRowsSm90 {
   static __device__ Signal* SignalOf(const Args& args, const CallContext& call, int dst, Tile tile,
                                      int block) {
     return args.view.template At<Signal>(
-        dst, args.channel.SignalOffset(call.epoch) +
+        dst, args.workspace.SignalOffset(call.epoch) +
                  args.layout.SignalOffset(SliceOf<Config>(tile), block));
   }
   static __device__ char* BlockOf(const Args& args, const CallContext& call, int dst, Tile tile,
                                   int block) {
-    return args.view.At(dst, args.channel.DataOffset(call.epoch) +
+    return args.view.At(dst, args.workspace.DataOffset(call.epoch) +
                                  args.layout.BlockOffset(SliceOf<Config>(tile), block));
   }
 

@@ -52,9 +52,9 @@ struct MatmulAllReduceLayout {
   JFLUX_HD int64_t SlotOffset(int src, Tile tile) const {
     return partial.SlotOffset(partial.world + src, partial.SlotOf(src, tile));
   }
-  JFLUX_HD ChannelLayout Channel() const {
-    return ChannelLayout::For(partial.SignalOffset(2 * partial.world, 0, 0),
-                              partial.SlotOffset(2 * partial.world, 0));
+  JFLUX_HD WorkspaceLayout Workspace() const {
+    return WorkspaceLayout::For(partial.SignalOffset(2 * partial.world, 0, 0),
+                                partial.SlotOffset(2 * partial.world, 0));
   }
 };
 

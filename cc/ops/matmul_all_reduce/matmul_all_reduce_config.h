@@ -16,8 +16,8 @@ inline bool AreFewRows(const MatmulAllReduceParams& p) {
 // Measured as kScatterCosts.
 inline constexpr TileCosts kReduceCosts{1.04, kScatterCosts.narrow, kExposed};
 
-// Up to 2048 rows are one sweep over w: then tiles are finished, and sent to the peers, from the
-// beginning on. More are shorter sweeps: faster at 4096 (docs/design/0010).
+// Up to 2048 rows are one raster group over w: then tiles are finished, and sent to the peers, from
+// the beginning on. More are shorter raster groups: faster at 4096 (docs/design/0010).
 inline GemmChoice ChooseAllReduce(int world, int64_t rows_per_rank, int64_t n, int64_t k,
                                   int sm_count) {
   const int64_t m = world * rows_per_rank;

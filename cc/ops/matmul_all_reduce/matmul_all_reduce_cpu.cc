@@ -25,8 +25,8 @@ bool MatmulAllReduceCpu(const MatmulAllReduceParams& params, const ScatterTiling
                         uint32_t epoch, const WaitContext& ctx) {
   const MatmulReduceScatterParams& p = params.scatter;
   const auto layout = MatmulAllReduceLayout::Make(params, tiling.tile_m, tiling.tile_n, 1);
-  const ChannelLayout channel = layout.Channel();
-  const int64_t signals = channel.SignalOffset(epoch), data = channel.DataOffset(epoch);
+  const WorkspaceLayout workspace = layout.Workspace();
+  const int64_t signals = workspace.SignalOffset(epoch), data = workspace.DataOffset(epoch);
   const Signal signal = MakeSignal(epoch, params.Signature());
   const int64_t element = SizeOf(p.out_dtype), rows = p.rows.PerRank();
   auto* y = static_cast<char*>(arrays.y);

@@ -39,9 +39,10 @@ inline GemmChoice Possible(const MatmulAllReduceParams& p, const GemmChoice& c) 
   return FitSplits(GemmChoice{kSharedKTile, 1, 1, c.splits}, s.rows.Total(), s.k, kReduceSplits);
 }
 
-// The channel that a call takes.
-inline ChannelLayout MatmulAllReduceChannel(const MatmulAllReduceParams& p, const GemmChoice& c) {
-  return AreFewRows(p) ? FewRowsLayoutOf(p, c).Channel() : CudaLayoutOf(p, c).Channel();
+// The workspace that a call takes.
+inline WorkspaceLayout MatmulAllReduceWorkspace(const MatmulAllReduceParams& p,
+                                                const GemmChoice& c) {
+  return AreFewRows(p) ? FewRowsLayoutOf(p, c).Workspace() : CudaLayoutOf(p, c).Workspace();
 }
 
 // Enqueues the call on `stream`.

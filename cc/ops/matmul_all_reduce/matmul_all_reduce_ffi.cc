@@ -62,11 +62,11 @@ ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, ffi::Span<con
     return FailedFuture(InvalidArgument("matmul_all_reduce: operands do not fit"));
   }
   const ScatterTiling tiling;
-  const ChannelLayout channel =
-      AreFewRows(*p) ? FewRowsLayoutOf(*p, tiling.tile_n).Channel()
-                     : MatmulAllReduceLayout::Make(*p, tiling.tile_m, tiling.tile_n, 1).Channel();
+  const WorkspaceLayout workspace =
+      AreFewRows(*p) ? FewRowsLayoutOf(*p, tiling.tile_n).Workspace()
+                     : MatmulAllReduceLayout::Make(*p, tiling.tile_m, tiling.tile_n, 1).Workspace();
   return JoinFfiCall(
-      OpId::kMatmulAllReduce, site, run_id, device, groups, world, channel.TotalBytes(),
+      OpId::kMatmulAllReduce, site, run_id, device, groups, world, workspace.TotalBytes(),
       [p = *p, tiling, arrays = *arrays](const SymmetricView& view, uint32_t epoch,
                                          const WaitContext& ctx) {
         return AreFewRows(p) ? FewRowsCpu(p, tiling.tile_n, arrays, view, epoch, ctx)
@@ -102,7 +102,7 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Span<const int64_t> c
   };
   return LaunchCudaCall(
       OpId::kMatmulAllReduce, ordinal, groups, world,
-      [&](int sm_count) { return MatmulAllReduceChannel(*p, choice_for(sm_count)); },
+      [&](int sm_count) { return MatmulAllReduceWorkspace(*p, choice_for(sm_count)); },
       [&](const CudaDevice& device, const SymmetricView& view, std::string* error) {
         return LaunchMatmulAllReduce(*p, *arrays, choice_for(device.sm_count), site, device, view,
                                      stream, error);

@@ -42,7 +42,7 @@ bool LaunchFew(const MatmulAllReduceParams& params, const MatmulAllReduceArrays&
   args.k = p.k;
   args.n = p.n;
   args.layout = FewRowsLayoutOf(params, choice);
-  args.channel = args.layout.Channel();
+  args.workspace = args.layout.Workspace();
   args.num_tiles = static_cast<int32_t>(CeilDiv<int64_t>(p.n, choice.tile_n));
   args.a_bytes = BoxRows(args.rows) * 64 * SizeOf(p.dtype);
   args.signature = SignatureOf(params.Signature(), site, choice);
@@ -82,10 +82,10 @@ bool LaunchMatmulAllReduce(const MatmulAllReduceParams& params, const MatmulAllR
   MatmulAllReduceArgs args{};
   if (!MakeScatterArgs(p, scattered, choice, device, view, &args, error)) return false;
   args.finished = CudaLayoutOf(params, choice);
-  args.channel = args.finished.Channel();
+  args.workspace = args.finished.Workspace();
   // A finished tile goes to all peers. With fewer than 16 it was slower (2 x H200).
   const int32_t storers = SendingStorers(p.k, view.world - 1, device.sm_count);
-  args.permits = storers == 0 ? 0 : Max(16, storers);
+  args.senders = storers == 0 ? 0 : Max(16, storers);
   args.signature = SignatureOf(params.Signature(), site, choice);
   args.op = static_cast<uint32_t>(OpId::kMatmulAllReduce);
   args.tiles_n = static_cast<int32_t>(CeilDiv<int64_t>(p.n, choice.tile_n));

@@ -1,18 +1,18 @@
 // matmul_all_reduce on Hopper: matmul_reduce_scatter's kernel, whose storers send what is summed to
-// all ranks, and whose scouts take what the peers have finished to y.
+// all ranks, and whose scheduler warps take what the peers have finished to y.
 //
 // Each rank owns whole tiles of rows, so a CTA's tile has one owner. An own tile goes from its
 // staging to y, by TMA, and to a slot in each peer's workspace, by bulk copies; the tile's signals
 // follow when these have arrived. A slot holds the staging as it is: swizzled boxes of 64 or 32
 // columns.
 //
-// A scout that has handed on the next tile has nothing to do until the loader begins with it. It
-// takes the peers' tiles from a counter then, looks once whether the one that it holds has come,
+// A scheduler that has handed on the next tile has nothing to do until the loader begins with it.
+// It takes the peers' tiles from a counter then, looks once whether the one that it holds has come,
 // and copies its boxes through shared memory to y. When there are no more tiles to compute, it
 // waits for the rest.
 //
-// Who waits for whom: as in matmul_reduce_scatter; and in the end scouts wait for tiles that peers
-// have finished, which wait for no scout that waits.
+// Who waits for whom: as in matmul_reduce_scatter; and in the end scheduler warps wait for tiles
+// that peers have finished, which wait for no scheduler that waits.
 #ifndef JFLUX_OPS_MATMUL_ALL_REDUCE_MATMUL_ALL_REDUCE_SM90_CUH_
 #define JFLUX_OPS_MATMUL_ALL_REDUCE_MATMUL_ALL_REDUCE_SM90_CUH_
 
@@ -28,7 +28,7 @@ struct MatmulAllReduceArgs : MatmulReduceScatterArgs {
   MatmulAllReduceLayout finished;
   int32_t tiles_n;      // tile columns
   int32_t rank_blocks;  // tile rows of a rank
-  int32_t group_m;      // of them, in a sweep
+  int32_t group_m;      // of them, in a raster group
 };
 
 template <typename Config_>
@@ -40,12 +40,12 @@ struct MatmulAllReduceSm90 : MatmulReduceScatterSm90<Config_> {
 
   static __device__ Signal* FinishedSignal(const Args& args, const CallContext& call, int dst,
                                            int src, Tile tile, int block) {
-    return args.view.template At<Signal>(
-        dst, args.channel.SignalOffset(call.epoch) + args.finished.SignalOffset(src, tile, block));
+    return args.view.template At<Signal>(dst, args.workspace.SignalOffset(call.epoch) +
+                                                  args.finished.SignalOffset(src, tile, block));
   }
   static __device__ char* FinishedBlock(const Args& args, const CallContext& call, int dst, int src,
                                         Tile tile, int block) {
-    return args.view.At(dst, args.channel.DataOffset(call.epoch) +
+    return args.view.At(dst, args.workspace.DataOffset(call.epoch) +
                                  args.finished.SlotOffset(src, tile) +
                                  block * Config::kStagingBytes);
   }
@@ -57,7 +57,7 @@ struct MatmulAllReduceSm90 : MatmulReduceScatterSm90<Config_> {
       return Base::Store(args, call, staging, block_m, tile);
     }
     const Tile own{block_m, tile.n};
-    const SendPermits permits = PermitsOf(args);
+    const SendSemaphore semaphore = SemaphoreOf(args);
     uint64_t start = 0;
 #pragma unroll
     for (int block = 0; block < Config::kBlocks; ++block) {
@@ -66,17 +66,17 @@ struct MatmulAllReduceSm90 : MatmulReduceScatterSm90<Config_> {
                                        static_cast<int64_t>(tile.n) * Config::kTileN, args.n);
       ptx::BulkCommit();
       if (block == 0) {
-        permits.Acquire(call, block_m, tile.n);
+        semaphore.Acquire(call, block_m, tile.n);
         start = call.Start();
       }
       for (int step = 1; step < args.view.world; ++step) {
         const int peer = SendPeer(rank, step, args.view.world);
-        permits.Store(FinishedBlock(args, call, peer, rank, own, block), Whole<Config>(staged),
-                      Config::kStagingBytes);
+        semaphore.Store(FinishedBlock(args, call, peer, rank, own, block), Whole<Config>(staged),
+                        Config::kStagingBytes);
       }
       staging.Release(block);
     }
-    permits.Release();
+    semaphore.Release();
     ptx::BulkWait<0>();
     ptx::FenceProxyAsyncGlobal();
     FenceRelease();  // one for all signals
@@ -91,7 +91,7 @@ struct MatmulAllReduceSm90 : MatmulReduceScatterSm90<Config_> {
   }
 
   // Units are the peers' tiles, each of one CTA of the peer, in about the order in which they are
-  // finished; `unit` is the one that this scout holds.
+  // finished; `unit` is the one that this scheduler holds.
   static constexpr bool kReceives = true;
   struct Receiver {
     BoxBuffers<Config> boxes;

@@ -1,15 +1,15 @@
-// matmul_all_to_all: y = all_to_all(x[rows, k] @ w[k, columns]): each rank owns a piece of every
+// matmul_all_to_all: y = all_to_all(x[rows, k] @ w[k, columns]): each rank owns a shard of every
 // rank's product, and puts what it gets together. Nothing is summed.
 //
 // What is computed (Params), where it lies in the heap (Layout), and the CPU back end's body; the
 // CUDA launcher is in matmul_all_to_all_cuda.h. Python: jflux/_ops/matmul_all_to_all.py.
 //
-// Protocol. A rank computes the product tile by tile, others' pieces first (core/piece_tiles.h). A
+// Protocol. A rank computes the product tile by tile, others' shards first (core/shard_tiles.h). A
 // tile goes to its owner's workspace, into a slot of its own, and a signal follows; own tiles go
 // straight to y. Whoever has nothing else to do takes the peers' tiles in the order in which they
 // are sent, waits for the tile's signal, and copies it from the workspace to y. (XLA owns y: peers
 // cannot write to it.) Only these copies wait for peers, and nothing that a peer waits for comes
-// after one of them. Pieces are never empty, so every rank hears from every peer in every call,
+// after one of them. Shards are never empty, so every rank hears from every peer in every call,
 // which is what the doubled workspace needs (core/signal.h).
 #ifndef JFLUX_OPS_MATMUL_ALL_TO_ALL_MATMUL_ALL_TO_ALL_H_
 #define JFLUX_OPS_MATMUL_ALL_TO_ALL_MATMUL_ALL_TO_ALL_H_
@@ -24,25 +24,25 @@
 namespace jflux {
 
 struct MatmulAllToAllParams {
-  // A piece has rows.PerRank() rows, which are [outer, inner]. If rows are split, x's are
+  // A shard has rows.PerRank() rows, which are [outer, inner]. If rows are split, x's are
   // [outer, world, inner]; if rows are put together, y's are.
   Rows rows;
   int64_t k;           // columns of x
-  int64_t n;           // columns of a piece
+  int64_t n;           // columns of a shard
   DType dtype;         // of x and w
   DType out_dtype;     // of y, and of the tiles that travel
   bool transpose_rhs;  // w is stored [columns, k]
-  bool split_rows;     // pieces are rows of the product, or else columns
-  bool concat_rows;    // y's pieces lie one below the other, or else side by side
+  bool split_rows;     // shards are rows of the product, or else columns
+  bool concat_rows;    // y's shards lie one below the other, or else side by side
 
   JFLUX_HD int64_t RowsOfX() const { return split_rows ? rows.Total() : rows.PerRank(); }
   JFLUX_HD int64_t ColumnsOfW() const { return split_rows ? n : rows.world * n; }
-  // The row of x that row r of the piece for `dst` comes from.
+  // The row of x that row r of the shard for `dst` comes from.
   JFLUX_HD int64_t RowOfX(int dst, int64_t r) const {
     return split_rows ? rows.Actual(dst * rows.PerRank() + r) : r;
   }
   JFLUX_HD int64_t ColumnOfW(int dst, int64_t c) const { return split_rows ? c : dst * n + c; }
-  // The element of y where row r of the piece from `src` begins.
+  // The element of y where row r of the shard from `src` begins.
   JFLUX_HD int64_t OffsetInY(int src, int64_t r) const {
     return concat_rows ? rows.Actual(src * rows.PerRank() + r) * n : (r * rows.world + src) * n;
   }
@@ -61,12 +61,12 @@ struct MatmulAllToAllParams {
   }
 };
 
-// A rank receives, from each of the others, the tiles of its piece: a slot and a signal for each.
+// A rank receives, from each of the others, the tiles of its shard: a slot and a signal for each.
 // What a slot holds inside is the writer's and reader's business (the CPU back end stores rows, the
 // GPU kernel boxes of TMA).
 struct AllToAllLayout {
   int32_t world;
-  int32_t tiles_m, tiles_n;  // of a piece
+  int32_t tiles_m, tiles_n;  // of a shard
   int64_t slot_bytes;
 
   static AllToAllLayout Make(const MatmulAllToAllParams& p, int32_t tile_m, int32_t tile_n) {
@@ -88,8 +88,8 @@ struct AllToAllLayout {
     return slot * static_cast<int64_t>(sizeof(Signal));
   }
   JFLUX_HD int64_t SlotOffset(int64_t slot) const { return slot * slot_bytes; }
-  JFLUX_HD ChannelLayout Channel() const {
-    return ChannelLayout::For(SignalOffset(Slots()), SlotOffset(Slots()));
+  JFLUX_HD WorkspaceLayout Workspace() const {
+    return WorkspaceLayout::For(SignalOffset(Slots()), SlotOffset(Slots()));
   }
 };
 
@@ -99,13 +99,13 @@ struct MatmulAllToAllArrays {
   void* y;        // [world * rows.PerRank(), n], or [rows.PerRank(), world * n]
 };
 
-struct PieceTiling {
+struct ShardTiling {
   int32_t tile_m = 128;
   int32_t tile_n = 1024;
 };
 
 // The CPU back end's body for one rank; false if a wait failed (the reason is in ctx.fault).
-bool MatmulAllToAllCpu(const MatmulAllToAllParams& params, const PieceTiling& tiling,
+bool MatmulAllToAllCpu(const MatmulAllToAllParams& params, const ShardTiling& tiling,
                        const MatmulAllToAllArrays& arrays, const SymmetricView& view,
                        uint32_t epoch, const WaitContext& ctx);
 

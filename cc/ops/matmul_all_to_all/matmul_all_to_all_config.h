@@ -6,7 +6,7 @@
 
 namespace jflux {
 
-// For world pieces of so many rows and columns. Each piece has whole tiles of its own, so what the
+// For world shards of so many rows and columns. Each shard has whole tiles of its own, so what the
 // last ones are cut short by is computed too, and a configuration that wastes less of it wins.
 inline GemmChoice ChooseAllToAll(int world, int64_t rows, int64_t n, int64_t k, int sm_count) {
   const auto cost = [&](const GemmChoice& c) {
@@ -17,7 +17,7 @@ inline GemmChoice ChooseAllToAll(int world, int64_t rows, int64_t n, int64_t k, 
   for (const GemmChoice& c : kCompiled) {
     if (cost(c) < cost(best)) best = c;
   }
-  // Shorter sweeps, as ChooseGemm has them, where one piece is several.
+  // Shorter raster groups, as ChooseGemm has them, where one shard is several.
   if (best.cluster_m == 2 && rows > kGemmTileM * best.cluster_m * best.group_m) best.group_m = 4;
   return best;
 }

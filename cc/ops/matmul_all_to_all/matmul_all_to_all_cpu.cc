@@ -2,7 +2,7 @@
 #include <cstring>
 #include <vector>
 
-#include "core/piece_tiles.h"
+#include "core/shard_tiles.h"
 #include "ops/matmul_all_to_all/matmul_all_to_all.h"
 #include "runtime/cpu_matmul.h"
 
@@ -12,15 +12,15 @@ namespace {
 // The call of one rank.
 struct Body {
   const MatmulAllToAllParams& p;
-  const PieceTiling& tiling;
+  const ShardTiling& tiling;
   const MatmulAllToAllArrays& arrays;
   const SymmetricView& view;
   const WaitContext& ctx;
   AllToAllLayout layout;
-  int64_t signals, data;  // where this call's halves start in the channel
+  int64_t signals, data;  // where this call's halves start in the workspace
   Signal signal;
 
-  // Where a tile lies in its piece.
+  // Where a tile lies in its shard.
   struct Span {
     int64_t row0, rows, col0, cols;
   };
@@ -60,13 +60,13 @@ struct Body {
     }
   }
 
-  void Compute(const PieceGrid& grid) const {
+  void Compute(const ShardGrid& grid) const {
     const CpuRhs rhs(arrays.w, p.dtype, p.k, p.ColumnsOfW(), p.transpose_rhs);
     const int64_t elements = static_cast<int64_t>(tiling.tile_m) * tiling.tile_n;
     std::vector<char> wide(elements * SizeOf(rhs.compute_dtype()));
     std::vector<char> own(elements * SizeOf(p.out_dtype)), gathered;
     for (int32_t t = 0; t < grid.Total(); ++t) {
-      const PieceTile tile = PieceTileAt(t, grid, view.rank);
+      const ShardTile tile = ShardTileAt(t, grid, view.rank);
       const Span s = SpanOf(tile.m, tile.n);
       rhs.Multiply(RowsOf(tile.owner, s, &gathered), s.rows, p.ColumnOfW(tile.owner, s.col0),
                    s.cols, wide.data());
@@ -82,11 +82,11 @@ struct Body {
     }
   }
 
-  bool Receive(const PieceGrid& grid) const {
+  bool Receive(const ShardGrid& grid) const {
     for (int step = 1; step < view.world; ++step) {
       const int src = SendPeer(view.rank, step, view.world);
-      for (int32_t i = 0; i < grid.PerPiece(); ++i) {
-        const Tile tile = TileInPiece(i, grid);
+      for (int32_t i = 0; i < grid.PerShard(); ++i) {
+        const Tile tile = TileInShard(i, grid);
         const int64_t slot = layout.SlotOf(view.rank, src, tile.m, tile.n);
         if (!WaitSignal(SignalAt(view.rank, slot), signal, src, slot, ctx)) return false;
         WriteToY(src, SpanOf(tile.m, tile.n), SlotAt(view.rank, slot));
@@ -98,20 +98,20 @@ struct Body {
 
 }  // namespace
 
-bool MatmulAllToAllCpu(const MatmulAllToAllParams& p, const PieceTiling& tiling,
+bool MatmulAllToAllCpu(const MatmulAllToAllParams& p, const ShardTiling& tiling,
                        const MatmulAllToAllArrays& arrays, const SymmetricView& view,
                        uint32_t epoch, const WaitContext& ctx) {
   const auto layout = AllToAllLayout::Make(p, tiling.tile_m, tiling.tile_n);
-  const ChannelLayout channel = layout.Channel();
-  const PieceGrid grid{p.rows.world, layout.tiles_m, layout.tiles_n, /*group_m=*/1};
+  const WorkspaceLayout workspace = layout.Workspace();
+  const ShardGrid grid{p.rows.world, layout.tiles_m, layout.tiles_n, /*group_m=*/1};
   const Body body{p,
                   tiling,
                   arrays,
                   view,
                   ctx,
                   layout,
-                  channel.SignalOffset(epoch),
-                  channel.DataOffset(epoch),
+                  workspace.SignalOffset(epoch),
+                  workspace.DataOffset(epoch),
                   MakeSignal(epoch, p.Signature())};
   body.Compute(grid);
   return body.Receive(grid);

@@ -25,10 +25,10 @@ inline AllToAllLayout CudaLayoutOf(const MatmulAllToAllParams& p, const GemmChoi
   return AllToAllLayout::Make(p, kGemmTileM, c.tile_n);
 }
 
-// The channel that a call takes.
-inline ChannelLayout MatmulAllToAllChannel(const MatmulAllToAllParams& p,
-                                           const GemmChoice& choice) {
-  return CudaLayoutOf(p, choice).Channel();
+// The workspace that a call takes.
+inline WorkspaceLayout MatmulAllToAllWorkspace(const MatmulAllToAllParams& p,
+                                               const GemmChoice& choice) {
+  return CudaLayoutOf(p, choice).Workspace();
 }
 
 // Enqueues the call on `stream`.

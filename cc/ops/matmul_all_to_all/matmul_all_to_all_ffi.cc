@@ -49,9 +49,9 @@ ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, ffi::Span<con
   if (!p) return FailedFuture(InvalidArgument("matmul_all_to_all: operands do not fit"));
   const MatmulAllToAllArrays arrays{x.untyped_data(), w.untyped_data(), y->untyped_data()};
 
-  const PieceTiling tiling;
+  const ShardTiling tiling;
   const int64_t bytes =
-      AllToAllLayout::Make(*p, tiling.tile_m, tiling.tile_n).Channel().TotalBytes();
+      AllToAllLayout::Make(*p, tiling.tile_m, tiling.tile_n).Workspace().TotalBytes();
   return JoinFfiCall(
       OpId::kMatmulAllToAll, site, run_id, device, groups, world, bytes,
       [p = *p, tiling, arrays](const SymmetricView& view, uint32_t epoch, const WaitContext& ctx) {
@@ -100,7 +100,7 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Span<const int64_t> c
   };
   return LaunchCudaCall(
       OpId::kMatmulAllToAll, ordinal, groups, world,
-      [&](int sm_count) { return MatmulAllToAllChannel(*p, choice_for(sm_count)); },
+      [&](int sm_count) { return MatmulAllToAllWorkspace(*p, choice_for(sm_count)); },
       [&](const CudaDevice& device, const SymmetricView& view, std::string* error) {
         return LaunchMatmulAllToAll(*p, arrays, choice_for(device.sm_count), site, device, view,
                                     stream, error);

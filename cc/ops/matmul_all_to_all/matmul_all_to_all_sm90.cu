@@ -26,19 +26,19 @@ bool LaunchMatmulAllToAll(const MatmulAllToAllParams& p, const MatmulAllToAllArr
   const Rows& r = p.rows;
   MatmulAllToAllArgs args{};
   args.layout = CudaLayoutOf(p, choice);
-  args.channel = args.layout.Channel();
+  args.workspace = args.layout.Workspace();
   args.state = reinterpret_cast<DeviceState*>(device.heap);
   args.view = view;
   args.rows = r;
-  const TileGrid piece = GridOf(choice, r.PerRank(), p.n, device.sm_count);
-  args.grid = PieceGrid{r.world, piece.tiles_m, piece.tiles_n,
-                        choice.group_m == 0 ? piece.tiles_m : choice.group_m};
+  const TileGrid shard = GridOf(choice, r.PerRank(), p.n, device.sm_count);
+  args.grid = ShardGrid{r.world, shard.tiles_m, shard.tiles_n,
+                        choice.group_m == 0 ? shard.tiles_m : choice.group_m};
   args.k = p.k;
   args.n = p.n;
   args.signature = SignatureOf(p.Signature(), site, choice);
   args.op = static_cast<uint32_t>(OpId::kMatmulAllToAll);
   args.num_tiles = args.grid.Total();
-  args.permits = IsOneWave(choice, args.num_tiles, device.sm_count)
+  args.senders = IsOneWave(choice, args.num_tiles, device.sm_count)
                      ? 0
                      : SendingStorers(p.k, 1, device.sm_count);
   args.split_rows = p.split_rows;

@@ -79,8 +79,8 @@ struct ReduceScatterLayout {
   JFLUX_HD int64_t SlotOffset(int src, int32_t slot) const {
     return (static_cast<int64_t>(src) * slots + slot) * slot_bytes;
   }
-  JFLUX_HD ChannelLayout Channel() const {
-    return ChannelLayout::For(SignalOffset(world, 0, 0), SlotOffset(world, 0));
+  JFLUX_HD WorkspaceLayout Workspace() const {
+    return WorkspaceLayout::For(SignalOffset(world, 0, 0), SlotOffset(world, 0));
   }
 };
 
@@ -100,7 +100,7 @@ bool MatmulReduceScatterCpu(const MatmulReduceScatterParams& params, const Scatt
                             const MatmulReduceScatterArrays& arrays, const SymmetricView& view,
                             uint32_t epoch, const WaitContext& ctx);
 
-// Where a call's halves start in its channel, and what it signals.
+// Where a call's halves start in its workspace, and what it signals.
 struct CpuHalf {
   int64_t signals, data;
   Signal signal;

@@ -10,13 +10,13 @@
 
 namespace jflux {
 
-// All but the signature, the op and the permits.
+// All but the signature, the op and the semaphore.
 inline bool MakeScatterArgs(const MatmulReduceScatterParams& p,
                             const MatmulReduceScatterOperands& operands, const GemmChoice& choice,
                             const CudaDevice& device, const SymmetricView& view,
                             MatmulReduceScatterArgs* args, std::string* error) {
   args->layout = CudaLayoutOf(p, choice);
-  args->channel = args->layout.Channel();
+  args->workspace = args->layout.Workspace();
   args->state = reinterpret_cast<DeviceState*>(device.heap);
   args->view = view;
   args->rows = p.rows;

@@ -82,8 +82,8 @@ bool MatmulReduceScatterCpu(const MatmulReduceScatterParams& p, const ScatterTil
                             const MatmulReduceScatterArrays& arrays, const SymmetricView& view,
                             uint32_t epoch, const WaitContext& ctx) {
   const auto layout = ReduceScatterLayout::Make(p, tiling.tile_m, tiling.tile_n, /*parts=*/1);
-  const ChannelLayout channel = layout.Channel();
-  const CpuHalf half{channel.SignalOffset(epoch), channel.DataOffset(epoch),
+  const WorkspaceLayout workspace = layout.Workspace();
+  const CpuHalf half{workspace.SignalOffset(epoch), workspace.DataOffset(epoch),
                      MakeSignal(epoch, p.Signature())};
   return ScatterTilesCpu(p, tiling, layout, arrays, view, half, ctx, [](Tile) {});
 }

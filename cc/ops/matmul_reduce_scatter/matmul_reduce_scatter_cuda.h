@@ -19,10 +19,10 @@ inline ReduceScatterLayout CudaLayoutOf(const MatmulReduceScatterParams& p, cons
                                    /*parts=*/kGemmTileM / 64);
 }
 
-// The channel that a call takes.
-inline ChannelLayout MatmulReduceScatterChannel(const MatmulReduceScatterParams& p,
-                                                const GemmChoice& choice) {
-  return CudaLayoutOf(p, choice).Channel();
+// The workspace that a call takes.
+inline WorkspaceLayout MatmulReduceScatterWorkspace(const MatmulReduceScatterParams& p,
+                                                    const GemmChoice& choice) {
+  return CudaLayoutOf(p, choice).Workspace();
 }
 
 // The sum of several products is scattered once: y = scatter(sum_i x_i @ w_i) + bias + residual.

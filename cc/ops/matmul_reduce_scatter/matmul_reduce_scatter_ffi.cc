@@ -48,7 +48,7 @@ ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, ffi::Span<con
 
   const ScatterTiling tiling;
   const int64_t bytes =
-      ReduceScatterLayout::Make(*p, tiling.tile_m, tiling.tile_n, 1).Channel().TotalBytes();
+      ReduceScatterLayout::Make(*p, tiling.tile_m, tiling.tile_n, 1).Workspace().TotalBytes();
   return JoinFfiCall(
       OpId::kMatmulReduceScatter, site, run_id, device, groups, world, bytes,
       [p = *p, tiling, arrays](const SymmetricView& view, uint32_t epoch, const WaitContext& ctx) {
@@ -113,7 +113,7 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, bool adds_bias, bool adds_
   };
   return LaunchCudaCall(
       OpId::kMatmulReduceScatter, ordinal, groups, world,
-      [&](int sm_count) { return MatmulReduceScatterChannel(*p, choice_for(sm_count)); },
+      [&](int sm_count) { return MatmulReduceScatterWorkspace(*p, choice_for(sm_count)); },
       [&](const CudaDevice& device, const SymmetricView& view, std::string* error) {
         return LaunchMatmulReduceScatter(*p, operands, choice_for(device.sm_count), site, device,
                                          view, stream, error);

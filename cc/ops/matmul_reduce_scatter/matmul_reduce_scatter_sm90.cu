@@ -25,9 +25,10 @@ bool LaunchMatmulReduceScatter(const MatmulReduceScatterParams& p,
                                const SymmetricView& view, cudaStream_t stream, std::string* error) {
   MatmulReduceScatterArgs args{};
   if (!MakeScatterArgs(p, operands, choice, device, view, &args, error)) return false;
-  // In one sweep, or one wave, peers wait for the parts of the last tiles, which nothing hides.
+  // In one raster group, or one wave, peers wait for the parts of the last tiles, which nothing
+  // hides.
   const bool hides = choice.group_m != 0 && !IsOneWave(choice, args.num_tiles, device.sm_count);
-  args.permits = hides ? SendingStorers(p.k, args.out_f32 ? 2 : 1, device.sm_count) : 0;
+  args.senders = hides ? SendingStorers(p.k, args.out_f32 ? 2 : 1, device.sm_count) : 0;
   args.signature = SignatureOf(p.Signature(), site, choice);
   args.op = static_cast<uint32_t>(OpId::kMatmulReduceScatter);
   return LaunchGemmInstance<Instances>(p.dtype, p.transpose_rhs, choice, &args, args.num_tiles,

@@ -3,7 +3,7 @@
 // A consumer's partial tile goes from its registers, through its staging, to the workspaces of the
 // ranks that own its rows, in fragment order: the reader is the same thread of a consumer of
 // the owner's CTA, so nothing is rearranged on the way, and a block is copied in bulk
-// (gpu/send_permits.cuh). The storer sets the tile's signals when the copies have completed. The
+// (gpu/send_semaphore.cuh). The storer sets the tile's signals when the copies have completed. The
 // own tiles come last: by then the peers' partial tiles have arrived. The consumer adds them to its
 // registers, in float32 and in rank order after the own part, before y is written, while the other
 // consumer multiplies the next tile. There is no separate reduction.
@@ -18,7 +18,7 @@
 #include "gpu/fragments_sm90.cuh"
 #include "gpu/gemm_config.h"
 #include "gpu/gemm_sm90.cuh"
-#include "gpu/send_permits.cuh"
+#include "gpu/send_semaphore.cuh"
 #include "ops/matmul_reduce_scatter/matmul_reduce_scatter.h"
 
 namespace jflux {
@@ -34,10 +34,10 @@ struct MatmulReduceScatterArgs {
   int32_t a_bytes;  // of a box of rows
   uint32_t signature, op;
   bool out_f32;
-  int32_t permits;  // SendPermits
+  int32_t senders;  // store warps that send at a time; 0: all (gpu/send_semaphore.cuh)
   int64_t k[kMaxWeights];
   int64_t n;
-  ChannelLayout channel;
+  WorkspaceLayout workspace;
   ReduceScatterLayout layout;
   const float* bias;     // or null
   const void* residual;  // likewise
@@ -138,14 +138,14 @@ struct MatmulReduceScatterSm90 {
                                      int32_t block_m, Tile tile, int block) {
     const int32_t slot = args.layout.SlotOf(dst, Tile{block_m, SliceOf<Config>(tile)});
     return args.view.template At<Signal>(
-        dst, args.channel.SignalOffset(call.epoch) + args.layout.SignalOffset(src, slot, block));
+        dst, args.workspace.SignalOffset(call.epoch) + args.layout.SignalOffset(src, slot, block));
   }
 
   // A block of a slot: a staging's worth in a 16-bit type, two in float32.
   static __device__ char* BlockOf(const Args& args, const CallContext& call, int dst, int src,
                                   int32_t block_m, Tile tile, int block) {
     const int32_t slot = args.layout.SlotOf(dst, Tile{block_m, SliceOf<Config>(tile)});
-    return args.view.At(dst, args.channel.DataOffset(call.epoch) +
+    return args.view.At(dst, args.workspace.DataOffset(call.epoch) +
                                  args.layout.SlotOffset(src, slot) +
                                  block * (args.layout.slot_bytes / Config::kBlocks));
   }
@@ -264,7 +264,7 @@ struct MatmulReduceScatterSm90 {
   static __device__ void Store(const Args& args, const CallContext& call,
                                StagingReader<Config>& staging, int32_t block_m, Tile tile) {
     const int rank = args.view.rank;
-    const SendPermits permits = PermitsOf(args);
+    const SendSemaphore semaphore = SemaphoreOf(args);
     uint64_t start = 0;
     bool sent = false;
 #pragma unroll
@@ -274,7 +274,7 @@ struct MatmulReduceScatterSm90 {
       for (int round = 0; round < Rounds(args); ++round) {
         const uint32_t smem = Whole<Config>(staging.Acquire(block));
         if (!sent) {
-          permits.Acquire(call, block_m, tile.n);
+          semaphore.Acquire(call, block_m, tile.n);
           start = call.Start();
         }
         sent = true;
@@ -282,15 +282,15 @@ struct MatmulReduceScatterSm90 {
           if (dst == rank) continue;
           const Warps warps = WarpsOf(args, rows, dst);
           const int at = warps.begin * F::kWarpBytes;
-          permits.Store(BlockOf(args, call, dst, rank, block_m, tile, block) +
-                            round * Config::kStagingBytes + at,
-                        smem + at, (warps.end - warps.begin) * F::kWarpBytes);
+          semaphore.Store(BlockOf(args, call, dst, rank, block_m, tile, block) +
+                              round * Config::kStagingBytes + at,
+                          smem + at, (warps.end - warps.begin) * F::kWarpBytes);
         }
         staging.Release(block);
       }
     }
     if (sent) {
-      permits.Release();
+      semaphore.Release();
       ptx::BulkWait<0>();
       ptx::FenceProxyAsyncGlobal();
       FenceRelease();  // one for all signals

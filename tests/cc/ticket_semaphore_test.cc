@@ -1,5 +1,5 @@
-// core/permits.h: threads that hold permits, and those that wait for them.
-#include "core/permits.h"
+// core/ticket_semaphore.h: threads that hold it, and threads that wait for it.
+#include "core/ticket_semaphore.h"
 
 #include <atomic>
 #include <chrono>
@@ -13,16 +13,16 @@ namespace {
 
 struct Counters {
   uint64_t taken, returned;
-  Permits Of(int32_t count) { return Permits{&taken, &returned, count}; }
+  TicketSemaphore Of(int32_t count) { return TicketSemaphore{&taken, &returned, count}; }
 };
 
 // `threads` threads, each `times` times. Some are slow to look, so that others overtake them.
-int MostAtOnce(Counters& counters, int32_t permits, int threads, int times) {
+int MostAtOnce(Counters& counters, int32_t count, int threads, int times) {
   std::atomic<int> now{0}, most{0};
   std::vector<std::thread> running;
   for (int t = 0; t < threads; ++t) {
     running.emplace_back([&, t] {
-      const Permits own = counters.Of(permits);
+      const TicketSemaphore own = counters.Of(count);
       for (int i = 0; i < times; ++i) {
         own.Acquire();
         const int holders = ++now;
@@ -40,21 +40,21 @@ int MostAtOnce(Counters& counters, int32_t permits, int threads, int times) {
 
 TEST(WhoLooksLateIsNotForgotten) {
   Counters counters{5, 5};
-  const Permits permits = counters.Of(2);
-  EXPECT(permits.IsGranted(5) && permits.IsGranted(6) && !permits.IsGranted(7));
+  const TicketSemaphore semaphore = counters.Of(2);
+  EXPECT(semaphore.IsGranted(5) && semaphore.IsGranted(6) && !semaphore.IsGranted(7));
   counters.returned = 6;  // one of the first two
-  EXPECT(permits.IsGranted(7) && !permits.IsGranted(8));
+  EXPECT(semaphore.IsGranted(7) && !semaphore.IsGranted(8));
   counters.returned = 20;  // many more have come and gone
-  EXPECT(permits.IsGranted(7));
+  EXPECT(semaphore.IsGranted(7));
 }
 
-TEST(NoMoreThanThereArePermits) {
-  for (int32_t permits : {1, 2, 8}) {
+TEST(NoMoreThanTheCount) {
+  for (int32_t count : {1, 2, 8}) {
     for (uint64_t before : {uint64_t{0}, ~uint64_t{0} - 20, (uint64_t{1} << 63) - 20}) {
       Counters counters{before, before};
-      const int threads = 2 * permits + 1, times = 200;
-      const int most = MostAtOnce(counters, permits, threads, times);
-      EXPECT(1 <= most && most <= permits) << most << " of " << permits;
+      const int threads = 2 * count + 1, times = 200;
+      const int most = MostAtOnce(counters, count, threads, times);
+      EXPECT(1 <= most && most <= count) << most << " of " << count;
       EXPECT_EQ(counters.taken, before + threads * times);
       EXPECT_EQ(counters.returned, counters.taken);
     }

@@ -1,4 +1,4 @@
-// Calls of all products and of many shapes, one after the other on one channel: nobody may take
+// Calls of all products and of many shapes, one after the other on one workspace: nobody may take
 // what an earlier call left behind for an answer to this one.
 #include "ranks.h"
 #include "testing.h"
@@ -28,7 +28,7 @@ std::unique_ptr<Call> RandomCall(int world, std::mt19937* random) {
     return std::make_unique<MatmulAllToAllCall>(
         MatmulAllToAllParams{rows, k, n, in, out, pick(0, 1) == 1, pick(0, 1) == 1,
                              pick(0, 1) == 1},
-        PieceTiling{tile_m, tile_n}, seed);
+        ShardTiling{tile_m, tile_n}, seed);
   }
   if (op == 2) {
     return std::make_unique<MatmulAllReduceCall>(
@@ -44,17 +44,17 @@ TEST(ManyCallsOfDifferentShapes) {
   for (int world = 1; world <= kMaxRanks; ++world) {
     for (uint32_t round = 0; round < 4; ++round) {
       std::mt19937 random(world * 100 + round);
-      const ChannelLayout channel{ChannelLayout::kMinDataBytes};
+      const WorkspaceLayout workspace{WorkspaceLayout::kMinDataBytes};
       std::vector<std::unique_ptr<Call>> calls;
       while (calls.size() < 40) {
         auto call = RandomCall(world, &random);
-        if (call->Channel().data_bytes == channel.data_bytes) calls.push_back(std::move(call));
+        if (call->Workspace().data_bytes == workspace.data_bytes) calls.push_back(std::move(call));
       }
       RunOptions options;
       options.first_epoch = round == 3 ? 0xffffffe0 : 1;
       options.max_delay_us = round % 2 ? 200 : 0;
       options.poison = round < 2;  // else old data stays, and looks right
-      PlainHeap heap(world, channel, options.first_epoch);
+      PlainHeap heap(world, workspace, options.first_epoch);
       const std::string error = Join(RunRanks(heap, Pointers(calls), options));
       EXPECT(error.empty()) << error;
       for (size_t i = 0; i < calls.size(); ++i) {

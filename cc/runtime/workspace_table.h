@@ -1,14 +1,14 @@
-// The CPU back end's directory of channels in use.
+// The CPU back end's directory of workspaces in use.
 //
-// A GPU runs the calls of a group in stream order, so its channels count calls by themselves. On
+// A GPU runs the calls of a group in stream order, so its workspaces count calls by themselves. On
 // the CPU independent calls run in any order, and ranks may disagree on it; so a call asks for its
-// channel by name (its key), and every rank that asks with the same key gets the same channel and
-// epoch. A channel goes back when all ranks of the call have released it.
+// workspace by name (its key), and every rank that asks with the same key gets the same workspace
+// and epoch. A workspace goes back when all ranks of the call have released it.
 //
 // Plain data that starts out as zeros, so that it also works in memory shared between processes:
 // then the first process that maps it is as good as any other.
-#ifndef JFLUX_RUNTIME_CHANNEL_TABLE_H_
-#define JFLUX_RUNTIME_CHANNEL_TABLE_H_
+#ifndef JFLUX_RUNTIME_WORKSPACE_TABLE_H_
+#define JFLUX_RUNTIME_WORKSPACE_TABLE_H_
 
 #include <cstdint>
 #include <functional>
@@ -18,32 +18,32 @@
 
 namespace jflux {
 
-struct ChannelKey {
+struct WorkspaceKey {
   uint64_t hi, lo;
-  bool operator==(const ChannelKey& o) const { return hi == o.hi && lo == o.lo; }
+  bool operator==(const WorkspaceKey& o) const { return hi == o.hi && lo == o.lo; }
 };
 
-struct ChannelLease {
+struct WorkspaceLease {
   int32_t index = -1;
   uint32_t epoch = 0;
   int64_t offset = 0;  // in every rank's heap
 };
 
-class ChannelTable {
+class WorkspaceTable {
  public:
-  // Channel `key` for `world` ranks, found or made. Waits for memory, and for the lock, until the
+  // Workspace `key` for `world` ranks, found or made. Waits for memory, and for the lock, until the
   // deadline (on NowNs()'s clock); on failure says why in *error. `clear` zeroes the signals of a
-  // channel (offset, bytes) on all ranks: memory that was part of another channel is given out
+  // workspace (offset, bytes) on all ranks: memory that was part of another workspace is given out
   // again.
-  bool Acquire(ChannelKey key, int32_t world, int64_t bytes, int64_t heap_bytes,
+  bool Acquire(WorkspaceKey key, int32_t world, int64_t bytes, int64_t heap_bytes,
                uint64_t deadline_ns, const std::function<void(int64_t, int64_t)>& clear,
-               ChannelLease* lease, std::string* error);
+               WorkspaceLease* lease, std::string* error);
 
-  // `ranks` ranks are done. A failed call's channel is never given out again: a late peer might
+  // `ranks` ranks are done. A failed call's workspace is never given out again: a late peer might
   // still write to it.
-  void Release(const ChannelLease& lease, int32_t ranks, bool failed);
+  void Release(const WorkspaceLease& lease, int32_t ranks, bool failed);
 
-  // Calls visit(offset, bytes) for each channel that nobody holds; none is given out meanwhile.
+  // Calls visit(offset, bytes) for each workspace that nobody holds; none is given out meanwhile.
   template <typename F>
   void ForEachFree(F&& visit) {
     if (!Lock()) return;
@@ -65,26 +65,26 @@ class ChannelTable {
     uint32_t epoch;
     int64_t offset;
     int64_t bytes;
-    ChannelKey key;
+    WorkspaceKey key;
   };
 
   // The lock is held for microseconds, unless a process ended while it held it.
-  bool Lock(uint64_t deadline_ns = NowNs() + kLockPatienceNs);
+  bool Lock(uint64_t deadline_ns = NowNs() + kLockTimeoutNs);
   void Unlock();
-  Entry* FindOrMake(ChannelKey key, int32_t world, int64_t bytes, int64_t heap_bytes,
+  Entry* FindOrMake(WorkspaceKey key, int32_t world, int64_t bytes, int64_t heap_bytes,
                     const std::function<void(int64_t, int64_t)>& clear);
   void DropFreeAtEnd();
 
   static constexpr int kEntries = 1024;
-  static constexpr uint64_t kLockPatienceNs = 5'000'000'000;
+  static constexpr uint64_t kLockTimeoutNs = 5'000'000'000;
   uint64_t lock_;
   int64_t end_;          // heap bytes that some entry covers
   int64_t touched_;      // the largest end_ so far: beyond it memory is still zero
-  uint32_t last_epoch_;  // one count for all channels: a channel's own epochs have gaps, and may
-                         // repeat a half, which is safe here: all ranks released it first
+  uint32_t last_epoch_;  // one count for all workspaces: a workspace's own epochs have gaps, and
+                         // may repeat a half, which is safe here: all ranks released it first
   Entry entries_[kEntries];
 };
 
 }  // namespace jflux
 
-#endif  // JFLUX_RUNTIME_CHANNEL_TABLE_H_
+#endif  // JFLUX_RUNTIME_WORKSPACE_TABLE_H_

@@ -1,6 +1,6 @@
-// The CPU back end's directory of channels: who gets which, when one is given out again, and what
+// The CPU back end's directory of workspaces: who gets which, when one is given out again, and what
 // is said when there is none.
-#include "runtime/channel_table.h"
+#include "runtime/workspace_table.h"
 
 #include <algorithm>
 #include <array>
@@ -21,30 +21,30 @@ namespace {
 
 constexpr int64_t kBytes = 4096;
 
-// A table in fresh memory with a heap of `channels` times kBytes.
+// A table in fresh memory with a heap of `workspaces` times kBytes.
 struct Fixture {
-  explicit Fixture(int64_t channels) : heap_bytes(channels * kBytes) {}
+  explicit Fixture(int64_t workspaces) : heap_bytes(workspaces * kBytes) {}
 
   // `seconds` to wait for room.
-  bool Acquire(ChannelKey key, int world, ChannelLease* lease, std::string* error,
+  bool Acquire(WorkspaceKey key, int world, WorkspaceLease* lease, std::string* error,
                int64_t bytes = kBytes, double seconds = 0) {
     const uint64_t deadline = NowNs() + static_cast<uint64_t>(seconds * 1e9);
     const auto clear = [this](int64_t offset, int64_t size) { cleared.push_back({offset, size}); };
     return table->Acquire(key, world, bytes, heap_bytes, deadline, clear, lease, error);
   }
-  ChannelLease MustAcquire(uint64_t key, int world, int64_t bytes = kBytes) {
-    ChannelLease lease;
+  WorkspaceLease MustAcquire(uint64_t key, int world, int64_t bytes = kBytes) {
+    WorkspaceLease lease;
     std::string error;
     EXPECT(Acquire({key, 1}, world, &lease, &error, bytes)) << error;
     return lease;
   }
 
-  std::unique_ptr<ChannelTable> table{new ChannelTable()};  // (): zeros
+  std::unique_ptr<WorkspaceTable> table{new WorkspaceTable()};  // (): zeros
   int64_t heap_bytes;
   std::vector<std::pair<int64_t, int64_t>> cleared;  // under the table's lock
 };
 
-bool Same(const ChannelLease& a, const ChannelLease& b) {
+bool Same(const WorkspaceLease& a, const WorkspaceLease& b) {
   return a.index == b.index && a.epoch == b.epoch && a.offset == b.offset;
 }
 
@@ -52,9 +52,9 @@ bool Contains(const std::string& text, int64_t number) {
   return text.find(std::to_string(number)) != std::string::npos;
 }
 
-TEST(OneKeyOneChannel) {
+TEST(OneKeyOneWorkspace) {
   Fixture f(8);
-  const ChannelLease a = f.MustAcquire(1, 3), b = f.MustAcquire(2, 3);
+  const WorkspaceLease a = f.MustAcquire(1, 3), b = f.MustAcquire(2, 3);
   EXPECT(Same(f.MustAcquire(1, 3), a));
   EXPECT(Same(f.MustAcquire(2, 3), b));
   EXPECT(Same(f.MustAcquire(1, 3), a));
@@ -65,7 +65,7 @@ TEST(OneKeyOneChannel) {
 
 TEST(BothHalvesOfTheKeyCount) {
   Fixture f(8);
-  ChannelLease a, b, c;
+  WorkspaceLease a, b, c;
   std::string error;
   EXPECT(f.Acquire({1, 1}, 2, &a, &error));
   EXPECT(f.Acquire({1, 2}, 2, &b, &error));
@@ -73,7 +73,7 @@ TEST(BothHalvesOfTheKeyCount) {
   EXPECT(std::set<int>({a.index, b.index, c.index}).size() == 3);
 }
 
-TEST(ChannelsDoNotOverlap) {
+TEST(WorkspacesDoNotOverlap) {
   Fixture f(64);
   std::vector<std::pair<int64_t, int64_t>> ranges;
   for (int i = 0; i < 10; ++i) {
@@ -88,16 +88,16 @@ TEST(ChannelsDoNotOverlap) {
 
 TEST(ReusedWhenAllRanksHaveReleased) {
   Fixture f(8);
-  const ChannelLease a = f.MustAcquire(1, 3);
+  const WorkspaceLease a = f.MustAcquire(1, 3);
   f.table->Release(a, 2, false);
-  const ChannelLease b = f.MustAcquire(2, 3);
+  const WorkspaceLease b = f.MustAcquire(2, 3);
   EXPECT(b.index != a.index);
   EXPECT(Same(f.MustAcquire(1, 3), a));  // a late rank of the first call still finds it
   f.table->Release(a, 1, false);
   EXPECT_EQ(f.table->BytesInUse(), kBytes);
   uint32_t epoch = a.epoch;
   for (uint64_t key = 3; key < 20; ++key) {
-    const ChannelLease c = f.MustAcquire(key, 4);
+    const WorkspaceLease c = f.MustAcquire(key, 4);
     EXPECT_EQ(c.index, a.index);
     EXPECT_EQ(c.offset, a.offset);
     EXPECT(c.epoch > epoch) << c.epoch << " after " << epoch;
@@ -105,38 +105,38 @@ TEST(ReusedWhenAllRanksHaveReleased) {
     for (int rank = 0; rank < 4; ++rank) f.table->Release(c, 1, false);
   }
   EXPECT_EQ(f.table->BytesTouched(), 2 * kBytes);
-  EXPECT(f.cleared.empty());  // a channel's old signals are older than its next call
+  EXPECT(f.cleared.empty());  // a workspace's old signals are older than its next call
 }
 
 TEST(ReusedForItsOwnSizeOnly) {
   Fixture f(64);
-  const ChannelLease big = f.MustAcquire(1, 1, 4 * kBytes);
+  const WorkspaceLease big = f.MustAcquire(1, 1, 4 * kBytes);
   f.table->Release(big, 1, false);
   EXPECT(f.MustAcquire(2, 1, kBytes).index != big.index);
   EXPECT(f.MustAcquire(3, 1, 8 * kBytes).index != big.index);
   EXPECT_EQ(f.MustAcquire(4, 1, 4 * kBytes).index, big.index);
 }
 
-TEST(FreeChannelsMakeRoomForOtherSizes) {
+TEST(FreeWorkspacesMakeRoomForOtherSizes) {
   Fixture f(8);
-  std::vector<ChannelLease> small;
+  std::vector<WorkspaceLease> small;
   for (uint64_t key = 0; key < 4; ++key) small.push_back(f.MustAcquire(key, 1));
   for (const auto& lease : small) f.table->Release(lease, 1, false);
   EXPECT(f.cleared.empty());
-  const ChannelLease big = f.MustAcquire(10, 1, 8 * kBytes);
+  const WorkspaceLease big = f.MustAcquire(10, 1, 8 * kBytes);
   EXPECT_EQ(big.offset, 0);
   for (const auto& lease : small) EXPECT(big.epoch > lease.epoch);
   EXPECT(f.cleared.size() == 1 && f.cleared[0] == std::make_pair(int64_t{0}, 8 * kBytes));
   f.table->Release(big, 1, false);
-  const ChannelLease kept = f.MustAcquire(11, 1, 2 * kBytes);
+  const WorkspaceLease kept = f.MustAcquire(11, 1, 2 * kBytes);
   EXPECT_EQ(f.MustAcquire(12, 1, 4 * kBytes).offset, kept.offset + 2 * kBytes);
   EXPECT_EQ(f.cleared.size(), 3u);
   EXPECT_EQ(f.table->BytesInUse(), 6 * kBytes);
 }
 
-TEST(VisitsFreeChannelsOnly) {
+TEST(VisitsFreeWorkspacesOnly) {
   Fixture f(64);
-  const ChannelLease a = f.MustAcquire(1, 1), lost = f.MustAcquire(2, 1);
+  const WorkspaceLease a = f.MustAcquire(1, 1), lost = f.MustAcquire(2, 1);
   f.MustAcquire(3, 1);
   f.table->Release(a, 1, false);
   f.table->Release(lost, 1, true);
@@ -148,14 +148,14 @@ TEST(VisitsFreeChannelsOnly) {
   EXPECT(visited == std::vector<int64_t>{a.offset});
 }
 
-TEST(AFailedChannelIsNeverGivenOutAgain) {
+TEST(AFailedWorkspaceIsNeverGivenOutAgain) {
   for (bool last_fails : {true, false}) {
     Fixture f(8);
-    const ChannelLease a = f.MustAcquire(1, 2);
+    const WorkspaceLease a = f.MustAcquire(1, 2);
     f.table->Release(a, 1, !last_fails);
     f.table->Release(a, 1, last_fails);
     for (uint64_t key = 1; key < 6; ++key) {
-      const ChannelLease b = f.MustAcquire(key, 2);
+      const WorkspaceLease b = f.MustAcquire(key, 2);
       EXPECT(b.index != a.index && b.offset != a.offset) << "key " << key;
       f.table->Release(b, 2, false);
     }
@@ -165,7 +165,7 @@ TEST(AFailedChannelIsNeverGivenOutAgain) {
 
 TEST(TooLargeACallSaysHowMuchItNeeds) {
   Fixture f(2);
-  ChannelLease lease;
+  WorkspaceLease lease;
   std::string error;
   const uint64_t begin = NowNs();
   EXPECT(!f.Acquire({1, 1}, 2, &lease, &error, 3 * kBytes, /*seconds=*/60));
@@ -178,7 +178,7 @@ TEST(OutOfMemorySaysHowMuchIsInUse) {
   Fixture f(5);
   f.MustAcquire(1, 2);
   f.MustAcquire(2, 2, 2 * kBytes);
-  ChannelLease lease;
+  WorkspaceLease lease;
   std::string error;
   const uint64_t begin = NowNs();
   EXPECT(!f.Acquire({3, 1}, 2, &lease, &error, 4 * kBytes, /*seconds=*/0.05));
@@ -192,12 +192,12 @@ TEST(OutOfMemorySaysHowMuchIsInUse) {
 
 TEST(WaitsForRoom) {
   Fixture f(1);
-  const ChannelLease a = f.MustAcquire(1, 2);
+  const WorkspaceLease a = f.MustAcquire(1, 2);
   std::thread other([&] {
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
     f.table->Release(a, 2, false);
   });
-  ChannelLease b;
+  WorkspaceLease b;
   std::string error;
   EXPECT(f.Acquire({2, 1}, 2, &b, &error, kBytes, /*seconds=*/60)) << error;
   other.join();
@@ -212,7 +212,7 @@ TEST(UsageMayBeReadWhileOthersAreBusy) {
   std::atomic<int> calls{0};
   std::thread busy([&] {
     for (uint64_t key = 2; key < 1000; ++key, ++calls) {
-      ChannelLease lease;
+      WorkspaceLease lease;
       std::string error;
       if (f.Acquire({key, 2}, 1, &lease, &error)) f.table->Release(lease, 1, false);
     }
@@ -230,7 +230,7 @@ TEST(ALockThatIsNeverGivenBackEndsInAnError) {
   int visits = 0;
   f.table->ForEachFree([&](int64_t, int64_t) {  // has the lock, as a process that was killed would
     ++visits;
-    ChannelLease lease;
+    WorkspaceLease lease;
     std::string error;
     EXPECT(!f.Acquire({2, 1}, 1, &lease, &error, kBytes, /*seconds=*/.05));
     EXPECT(error.find("a process ended while it held the directory") != std::string::npos) << error;
@@ -240,10 +240,10 @@ TEST(ALockThatIsNeverGivenBackEndsInAnError) {
 }
 
 // Ranks make the same calls, each in an order of its own within a window, as XLA's executor would.
-TEST(AllRanksGetTheSameChannelInWhateverOrder) {
+TEST(AllRanksGetTheSameWorkspaceInWhateverOrder) {
   constexpr int kRanks = 4, kCalls = 400, kWindow = 8;
   Fixture f(kRanks * kWindow);
-  std::vector<std::array<ChannelLease, kRanks>> leases(kCalls);
+  std::vector<std::array<WorkspaceLease, kRanks>> leases(kCalls);
   std::vector<std::thread> ranks;
   for (int rank = 0; rank < kRanks; ++rank) {
     ranks.emplace_back([&, rank] {
@@ -254,7 +254,7 @@ TEST(AllRanksGetTheSameChannelInWhateverOrder) {
         std::shuffle(calls.begin(), calls.end(), random);
         for (int i : calls) {
           std::string error;
-          const ChannelKey key{static_cast<uint64_t>(i), 7};
+          const WorkspaceKey key{static_cast<uint64_t>(i), 7};
           EXPECT(f.Acquire(key, kRanks, &leases[i][rank], &error, kBytes, /*seconds=*/60)) << error;
         }
         std::shuffle(calls.begin(), calls.end(), random);

@@ -1,5 +1,6 @@
-// ops/all_gather_matmul/panel_layout.h: where panels of rows lie, and in which order they are sent.
-#include "ops/all_gather_matmul/panel_layout.h"
+// ops/all_gather_matmul/k_panel_layout.h: where panels of rows lie, and in which order they are
+// sent.
+#include "ops/all_gather_matmul/k_panel_layout.h"
 
 #include <algorithm>
 #include <utility>
@@ -38,14 +39,14 @@ void ForAllShapes(F&& f) {
 
 TEST(PartsAreARanksRows) {
   ForAllShapes([](const Rows& rows, int64_t k) {
-    const auto layout = PanelLayout::Make(rows, k);
+    const auto layout = KPanelLayout::Make(rows, k);
     for (int src = 0; src < rows.world; ++src) {
       int64_t next = src * rows.PerRank();
       for (int32_t i = 0; i < layout.BlocksOf(src); ++i) {
         const int32_t block = layout.FirstBlock(src) + i;
         const auto part = layout.PartOf(src, block);
-        EXPECT_EQ(block * int64_t{PanelLayout::kBlockRows} + part.begin, next);
-        EXPECT(part.begin < part.end && part.end <= PanelLayout::kBlockRows);
+        EXPECT_EQ(block * int64_t{KPanelLayout::kBlockRows} + part.begin, next);
+        EXPECT(part.begin < part.end && part.end <= KPanelLayout::kBlockRows);
         next += part.end - part.begin;
       }
       EXPECT_EQ(next, (src + 1) * rows.PerRank());
@@ -57,7 +58,7 @@ TEST(PartsAreARanksRows) {
 // Every element of every rank's rows has a place of its own, and so has every signal.
 TEST(RoomForEverything) {
   ForAllShapes([](const Rows& rows, int64_t k) {
-    const auto layout = PanelLayout::Make(rows, k);
+    const auto layout = KPanelLayout::Make(rows, k);
     Ranges data, signals;
     for (int src = 0; src < rows.world; ++src) {
       int64_t columns = 0;
@@ -67,23 +68,23 @@ TEST(RoomForEverything) {
         for (int32_t chunk = 0; chunk < layout.Chunks(); ++chunk) {
           const int64_t s = layout.SignalOffset(src, block, chunk);
           signals.push_back({s, s + static_cast<int64_t>(sizeof(Signal))});
-          for (int p = 0; p < PanelLayout::kPieces; ++p) {
-            const auto piece = layout.PieceOf(part, chunk, p);
-            if (piece.rows <= 0) continue;
-            EXPECT_EQ(layout.ChunkOf(piece.panel), chunk);
-            EXPECT(piece.rows <= PanelLayout::kPieceRows);
-            const int64_t first = layout.RowOf(block, piece.panel) + part.begin + piece.row;
+          for (int p = 0; p < KPanelLayout::kBoxes; ++p) {
+            const auto box = layout.BoxOf(part, chunk, p);
+            if (box.rows <= 0) continue;
+            EXPECT_EQ(layout.ChunkOf(box.panel), chunk);
+            EXPECT(box.rows <= KPanelLayout::kBoxRows);
+            const int64_t first = layout.RowOf(block, box.panel) + part.begin + box.row;
             data.push_back(
-                {first * PanelLayout::kRowBytes, (first + piece.rows) * PanelLayout::kRowBytes});
-            columns += piece.rows;
+                {first * KPanelLayout::kRowBytes, (first + box.rows) * KPanelLayout::kRowBytes});
+            columns += box.rows;
           }
         }
       }
       EXPECT_EQ(columns, rows.PerRank() * layout.panels);
     }
-    const ChannelLayout channel = layout.Channel();
-    EXPECT(Disjoint(data) && Inside(data, channel.data_bytes)) << rows.world << " " << rows.inner;
-    EXPECT(Disjoint(signals) && Inside(signals, channel.SignalBytes()))
+    const WorkspaceLayout workspace = layout.Workspace();
+    EXPECT(Disjoint(data) && Inside(data, workspace.data_bytes)) << rows.world << " " << rows.inner;
+    EXPECT(Disjoint(signals) && Inside(signals, workspace.SignalBytes()))
         << rows.world << " " << rows.inner;
   });
 }
@@ -91,7 +92,7 @@ TEST(RoomForEverything) {
 // A rank sends all of its rows to every peer once; to itself, what is in a block with others'.
 TEST(EveryChunkIsSentOnce) {
   ForAllShapes([](const Rows& rows, int64_t k) {
-    const auto layout = PanelLayout::Make(rows, k);
+    const auto layout = KPanelLayout::Make(rows, k);
     for (int32_t group : {0, 1, 2, 3}) {
       for (int rank = 0; rank < rows.world; ++rank) {
         const SendOrder order(layout, rank, group);
@@ -108,7 +109,7 @@ TEST(EveryChunkIsSentOnce) {
         for (int step = 0; step < rows.world; ++step) {
           for (int32_t block = 0; block < blocks; ++block) {
             bool shared = false;  // by definition, not by the arithmetic under test
-            for (int64_t i = 0; i < PanelLayout::kBlockRows; ++i) {
+            for (int64_t i = 0; i < KPanelLayout::kBlockRows; ++i) {
               const int64_t row = (layout.FirstBlock(rank) + block) * int64_t{128} + i;
               shared |= row < rows.Total() && row / rows.PerRank() != rank;
             }
@@ -123,9 +124,9 @@ TEST(EveryChunkIsSentOnce) {
   });
 }
 
-TEST(OneSweepSendsPanelByPanel) {
+TEST(OneRasterGroupSendsPanelByPanel) {
   ForAllShapes([](const Rows& rows, int64_t k) {
-    const auto layout = PanelLayout::Make(rows, k);
+    const auto layout = KPanelLayout::Make(rows, k);
     const SendOrder order(layout, rows.world - 1, /*group=*/0);
     for (int32_t u = 1; u < order.Units(); ++u) {
       EXPECT(order.At(u - 1).chunk <= order.At(u).chunk);
@@ -133,9 +134,9 @@ TEST(OneSweepSendsPanelByPanel) {
   });
 }
 
-TEST(SweepsGoToOneRankAfterTheOther) {
+TEST(RasterGroupsGoToOneRankAfterTheOther) {
   const Rows rows{4, 1, 1024};
-  const auto layout = PanelLayout::Make(rows, 320);
+  const auto layout = KPanelLayout::Make(rows, 320);
   const SendOrder order(layout, 1, /*group=*/4);
   EXPECT_EQ(order.Units(), 3 * 8 * 5);
   for (int32_t u = 0; u < order.Units(); ++u) {
@@ -147,15 +148,15 @@ TEST(SweepsGoToOneRankAfterTheOther) {
 }
 
 TEST(FewRowsShareAChunk) {
-  EXPECT_EQ(PanelLayout::Make(Rows{4, 1, 16}, 12288).Chunks(), 48);
-  EXPECT_EQ(PanelLayout::Make(Rows{4, 1, 64}, 12288).Chunks(), 96);
-  EXPECT_EQ(PanelLayout::Make(Rows{4, 1, 128}, 12288).Chunks(), 192);
+  EXPECT_EQ(KPanelLayout::Make(Rows{4, 1, 16}, 12288).Chunks(), 48);
+  EXPECT_EQ(KPanelLayout::Make(Rows{4, 1, 64}, 12288).Chunks(), 96);
+  EXPECT_EQ(KPanelLayout::Make(Rows{4, 1, 128}, 12288).Chunks(), 192);
   // The last chunk may have fewer panels than the others.
-  const auto layout = PanelLayout::Make(Rows{2, 1, 5}, 328);
+  const auto layout = KPanelLayout::Make(Rows{2, 1, 5}, 328);
   EXPECT_EQ(layout.Chunks(), 2);
-  int pieces = 0;
-  for (int i = 0; i < 4; ++i) pieces += layout.PieceOf(layout.PartOf(1, 0), 1, i).rows > 0;
-  EXPECT_EQ(pieces, 2);
+  int boxes = 0;
+  for (int i = 0; i < 4; ++i) boxes += layout.BoxOf(layout.PartOf(1, 0), 1, i).rows > 0;
+  EXPECT_EQ(boxes, 2);
 }
 
 }  // namespace

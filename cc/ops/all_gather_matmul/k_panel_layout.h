@@ -13,10 +13,10 @@
 //
 // Blocks are the tiles' rows: 128 of all ranks' virtual rows (core/rows.h), so the first and the
 // last block that a rank has rows in may hold others' rows too. A chunk is what one rank has of a
-// block, in one panel, or in two or four if the rank has few rows. It moves in four pieces of up to
+// block, in one panel, or in two or four if the rank has few rows. It moves in four boxes of up to
 // 32 rows. Columns past k are zeros.
-#ifndef JFLUX_OPS_ALL_GATHER_MATMUL_PANEL_LAYOUT_H_
-#define JFLUX_OPS_ALL_GATHER_MATMUL_PANEL_LAYOUT_H_
+#ifndef JFLUX_OPS_ALL_GATHER_MATMUL_K_PANEL_LAYOUT_H_
+#define JFLUX_OPS_ALL_GATHER_MATMUL_K_PANEL_LAYOUT_H_
 
 #include <cstdint>
 
@@ -27,11 +27,11 @@
 
 namespace jflux {
 
-struct PanelLayout {
+struct KPanelLayout {
   static constexpr int32_t kBlockRows = 128;  // kGemmTileM
   static constexpr int32_t kColumns = 64;     // kGemmTileK
   static constexpr int32_t kRowBytes = 2 * kColumns;
-  static constexpr int32_t kPieces = 4, kPieceRows = 32;
+  static constexpr int32_t kBoxes = 4, kBoxRows = 32;
 
   int32_t world;
   int64_t rows_per_rank;
@@ -41,15 +41,15 @@ struct PanelLayout {
   int32_t rank_blocks;   // the most that one rank has rows in
   int32_t chunk_panels;  // 1, 2 or 4
 
-  static PanelLayout Make(const Rows& rows, int64_t k) {
-    PanelLayout l{};
+  static KPanelLayout Make(const Rows& rows, int64_t k) {
+    KPanelLayout l{};
     l.world = rows.world;
     l.rows_per_rank = rows.PerRank();
     l.panels = static_cast<int32_t>(CeilDiv<int64_t>(k, kColumns));
     l.block_rows = static_cast<int32_t>(Min<int64_t>(rows.Total(), kBlockRows));
     l.blocks = static_cast<int32_t>(CeilDiv<int64_t>(rows.Total(), kBlockRows));
     for (int r = 0; r < l.world; ++r) l.rank_blocks = Max(l.rank_blocks, l.BlocksOf(r));
-    l.chunk_panels = l.rows_per_rank <= kPieceRows ? 4 : l.rows_per_rank <= 2 * kPieceRows ? 2 : 1;
+    l.chunk_panels = l.rows_per_rank <= kBoxRows ? 4 : l.rows_per_rank <= 2 * kBoxRows ? 2 : 1;
     return l;
   }
 
@@ -72,15 +72,15 @@ struct PanelLayout {
   JFLUX_HD int32_t ChunkOf(int32_t panel) const {
     return chunk_panels == 1 ? panel : panel / chunk_panels;
   }
-  // Piece i of a chunk: rows [row, row + rows) of the part; none, if rows <= 0.
-  struct Piece {
+  // Box i of a chunk: rows [row, row + rows) of the part; none, if rows <= 0.
+  struct Box {
     int32_t panel, row, rows;
   };
-  JFLUX_HD Piece PieceOf(Part part, int32_t chunk, int i) const {
-    const int32_t in_panel = kPieces / chunk_panels;  // pieces
-    const int32_t panel = chunk * chunk_panels + i / in_panel, row = i % in_panel * kPieceRows;
-    const int32_t rows = Min(kPieceRows, part.end - part.begin - row);
-    return Piece{panel, row, panel < panels ? rows : 0};
+  JFLUX_HD Box BoxOf(Part part, int32_t chunk, int i) const {
+    const int32_t in_panel = kBoxes / chunk_panels;  // boxes
+    const int32_t panel = chunk * chunk_panels + i / in_panel, row = i % in_panel * kBoxRows;
+    const int32_t rows = Min(kBoxRows, part.end - part.begin - row);
+    return Box{panel, row, panel < panels ? rows : 0};
   }
 
   // Offsets into a half's signals and a half's data.
@@ -92,10 +92,10 @@ struct PanelLayout {
   JFLUX_HD int64_t RowOf(int32_t block, int32_t panel) const {
     return (static_cast<int64_t>(block) * panels + panel) * block_rows;
   }
-  JFLUX_HD ChannelLayout Channel() const {
+  JFLUX_HD WorkspaceLayout Workspace() const {
     const int64_t signals = static_cast<int64_t>(world) * rank_blocks * Chunks();
-    return ChannelLayout::For(signals * static_cast<int64_t>(sizeof(Signal)),
-                              RowOf(blocks, 0) * kRowBytes);
+    return WorkspaceLayout::For(signals * static_cast<int64_t>(sizeof(Signal)),
+                                RowOf(blocks, 0) * kRowBytes);
   }
 };
 
@@ -106,22 +106,22 @@ struct SendUnit {
 
 // In which order a rank sends its chunks, as a pure function of their number: to the rank that
 // needs them first, then to the next one, `group` blocks side by side, panel by panel. If all rows
-// are one sweep (group == 0), every rank needs the first panel of all of them first.
+// are one raster group (group == 0), every rank needs the first panel of all of them first.
 //
 // Blocks that hold others' rows too are read from the workspace. The rank sends its part of them to
 // itself, right after what goes first.
 class SendOrder {
  public:
-  JFLUX_HD SendOrder(const PanelLayout& layout, int rank, int32_t group)
+  JFLUX_HD SendOrder(const KPanelLayout& layout, int rank, int32_t group)
       : chunks_(layout.Chunks()),
         first_(layout.FirstBlock(rank)),
         blocks_(layout.BlocksOf(rank)),
         peers_(layout.world - 1),
         group_(group) {
     const int64_t begin = rank * layout.rows_per_rank, end = begin + layout.rows_per_rank;
-    shares_first_ = Remainder(begin, PanelLayout::kBlockRows) != 0;
+    shares_first_ = Remainder(begin, KPanelLayout::kBlockRows) != 0;
     const bool shares_last =
-        rank + 1 < layout.world && Remainder(end, PanelLayout::kBlockRows) != 0;
+        rank + 1 < layout.world && Remainder(end, KPanelLayout::kBlockRows) != 0;
     own_ = blocks_ == 1 ? (shares_first_ || shares_last ? 1 : 0)
                         : (shares_first_ ? 1 : 0) + (shares_last ? 1 : 0);
   }
@@ -163,4 +163,4 @@ class SendOrder {
 
 }  // namespace jflux
 
-#endif  // JFLUX_OPS_ALL_GATHER_MATMUL_PANEL_LAYOUT_H_
+#endif  // JFLUX_OPS_ALL_GATHER_MATMUL_K_PANEL_LAYOUT_H_

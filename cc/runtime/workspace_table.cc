@@ -1,4 +1,4 @@
-#include "runtime/channel_table.h"
+#include "runtime/workspace_table.h"
 
 #include "core/atomic.h"
 #include "core/layout.h"
@@ -6,7 +6,7 @@
 
 namespace jflux {
 
-bool ChannelTable::Lock(uint64_t deadline_ns) {
+bool WorkspaceTable::Lock(uint64_t deadline_ns) {
   for (uint32_t turn = 0; !CompareExchange(&lock_, 0, 1); ++turn) {
     if (turn % 64 == 63 && NowNs() > deadline_ns) return false;
     PollPause(turn);
@@ -14,10 +14,10 @@ bool ChannelTable::Lock(uint64_t deadline_ns) {
   return true;
 }
 
-void ChannelTable::Unlock() { StoreRelease(&lock_, 0); }
+void WorkspaceTable::Unlock() { StoreRelease(&lock_, 0); }
 
-// Free channels that lie last make room for other sizes.
-void ChannelTable::DropFreeAtEnd() {
+// Free workspaces that lie last make room for other sizes.
+void WorkspaceTable::DropFreeAtEnd() {
   for (bool found = true; found && end_ > 0;) {
     found = false;
     for (Entry& e : entries_) {
@@ -30,15 +30,15 @@ void ChannelTable::DropFreeAtEnd() {
   }
 }
 
-ChannelTable::Entry* ChannelTable::FindOrMake(ChannelKey key, int32_t world, int64_t bytes,
-                                              int64_t heap_bytes,
-                                              const std::function<void(int64_t, int64_t)>& clear) {
-  // Channels come in the sizes of ChannelLayout and PacketLayout, and only an equal size will do:
-  // in another one, signals would lie where data was.
+WorkspaceTable::Entry* WorkspaceTable::FindOrMake(
+    WorkspaceKey key, int32_t world, int64_t bytes, int64_t heap_bytes,
+    const std::function<void(int64_t, int64_t)>& clear) {
+  // Workspaces come in the sizes of WorkspaceLayout and PacketLayout, and only an equal size will
+  // do: in another one, signals would lie where data was.
   Entry* best = nullptr;
   Entry* unused = nullptr;
   for (Entry& e : entries_) {
-    // Ranks that disagree on the size get different channels, and find out by waiting in vain.
+    // Ranks that disagree on the size get different workspaces, and find out by waiting in vain.
     if (e.state == kLeased && e.key == key && e.bytes == bytes) return &e;
     if (e.state == kFree && e.bytes == bytes && best == nullptr) best = &e;
     if (e.state == kUnused && unused == nullptr) unused = &e;
@@ -64,9 +64,10 @@ ChannelTable::Entry* ChannelTable::FindOrMake(ChannelKey key, int32_t world, int
   return best;
 }
 
-bool ChannelTable::Acquire(ChannelKey key, int32_t world, int64_t bytes, int64_t heap_bytes,
-                           uint64_t deadline_ns, const std::function<void(int64_t, int64_t)>& clear,
-                           ChannelLease* lease, std::string* error) {
+bool WorkspaceTable::Acquire(WorkspaceKey key, int32_t world, int64_t bytes, int64_t heap_bytes,
+                             uint64_t deadline_ns,
+                             const std::function<void(int64_t, int64_t)>& clear,
+                             WorkspaceLease* lease, std::string* error) {
   if (bytes > heap_bytes) {
     *error = "the call needs " + std::to_string(bytes) +
              " bytes of the symmetric heap, which has " + std::to_string(heap_bytes) +
@@ -81,7 +82,7 @@ bool ChannelTable::Acquire(ChannelKey key, int32_t world, int64_t bytes, int64_t
       return false;
     }
     if (const Entry* e = FindOrMake(key, world, bytes, heap_bytes, clear)) {
-      *lease = ChannelLease{static_cast<int32_t>(e - entries_), e->epoch, e->offset};
+      *lease = WorkspaceLease{static_cast<int32_t>(e - entries_), e->epoch, e->offset};
       Unlock();
       return true;
     }
@@ -96,8 +97,8 @@ bool ChannelTable::Acquire(ChannelKey key, int32_t world, int64_t bytes, int64_t
   }
 }
 
-void ChannelTable::Release(const ChannelLease& lease, int32_t ranks, bool failed) {
-  if (!Lock()) return;  // whoever asks for a channel next says so
+void WorkspaceTable::Release(const WorkspaceLease& lease, int32_t ranks, bool failed) {
+  if (!Lock()) return;  // whoever asks for a workspace next says so
   Entry& e = entries_[lease.index];
   if (failed) e.state = kLost;
   e.released += ranks;
@@ -105,7 +106,7 @@ void ChannelTable::Release(const ChannelLease& lease, int32_t ranks, bool failed
   Unlock();
 }
 
-int64_t ChannelTable::BytesInUse() {
+int64_t WorkspaceTable::BytesInUse() {
   if (!Lock()) return 0;
   int64_t sum = 0;
   for (const Entry& e : entries_) {
