@@ -1,6 +1,12 @@
 #!/usr/bin/env bash
 # Runs the Python tests, those that need GPUs too where there are some: ./test.sh [pytest options]
+#
+# On CPUs up to four processes share the tests. On GPUs one process has them to itself;
+# tests/gpu_suite.py takes less time there.
 set -euo pipefail
 cd "$(dirname "$0")"
 source tools/venv.sh
-exec .venv/bin/python -m pytest "$@"
+
+processes=$(($(nproc) < 4 ? $(nproc) : 4))
+if [ -e /dev/nvidia1 ]; then processes=0; fi
+exec .venv/bin/python -m pytest -n "$processes" --dist worksteal --durations=30 "$@"

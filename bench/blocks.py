@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 
 import jflux
 from jflux import _epilogue, _heap, _trial
-from jflux._global import several
+from jflux._ops._lax import several
 
 AXIS = "tp"
 

@@ -25,8 +25,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jflux
-from jflux import _trial
-from jflux._ops import exchange
+from jflux import _config, _trial
 
 from . import __main__ as bench
 from . import rates
@@ -38,8 +37,8 @@ NORM_ROWS, NORM_WIDTH = (1, 16, 64, 128), 8192
 TIMED = ("one_shot", "two_shot", "chunked")  # of all_reduce's algorithms
 #: Of an exchange, how J may travel.
 TRAVEL: dict[str, Callable[[], Any]] = {
-    "packets": functools.partial(exchange.force, False),
-    "chunks": functools.partial(exchange.force, True),
+    "packets": functools.partial(_config.override, chunked=False),
+    "chunks": functools.partial(_config.override, chunked=True),
 }
 CHAIN = 40
 WIDTH = 256  # elements of a row, else

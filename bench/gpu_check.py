@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import faulthandler
 import functools
 import itertools
 import os
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 
@@ -26,8 +27,11 @@ from jax.sharding import PartitionSpec as P
 import jflux
 import jflux.testing
 from bench import products, shapes
-from jflux import _heap, _mesh, _trial, _tuner, _tuning
+from jflux import _dispatch, _trial, _tuner, _tuning
 from jflux._epilogue import Epilogue
+from jflux._ops._spec import OpSpec, all_ops
+from jflux._ops._spec import products as products_of
+from jflux._trial import Trial
 from jflux._tuning import Choice
 
 
@@ -36,47 +40,39 @@ def mesh_of(ranks: int) -> Mesh:
 
 
 def check_product(
-    op: str, ranks: int, m: int, n: int, k: int, dtype, seed: int, **options
-) -> float:
-    """One call with fresh random operands against float64. m, n, k are global."""
-    mesh = mesh_of(ranks)
+    op: str, ranks: int, m: int, n: int, k: int, dtype: Any, seed: int, way: int = 0,
+    lead: tuple[int, ...] = (), transpose_rhs: bool = False, **options: Any,
+) -> float:  # fmt: skip
+    """The largest error, in its bounds, of one call on fresh random operands against float64. m, n
+    and k are global."""
+    spec, mesh = all_ops()[op], mesh_of(ranks)
     rng = np.random.default_rng(seed)
-    transpose = options.get("transpose_rhs", False)
-    lead = options.pop("lead", ())
     x = rng.standard_normal((*lead, m, k)).astype(dtype)
     w = rng.standard_normal((k, n)).astype(dtype)
-    rows = len(lead)
-    if op == shapes.AG:
-        x_spec = P(*[None] * rows, "tp", None)
-        w_spec, y_spec = P(None, "tp"), P(*[None] * rows, None, "tp")
-    elif op == shapes.A2A:  # the product is sharded along one axis, y along the other
-        by_rows, by_columns = P(*[None] * rows, "tp", None), P(*[None] * rows, None, "tp")
-        if options["split_axis"] == -1:
-            x_spec, w_spec, y_spec = by_rows, P(None, None), by_columns
-        else:
-            x_spec, w_spec, y_spec = P(), P(None, "tp"), by_rows
-    else:
-        x_spec = P(*[None] * rows, None, "tp")
-        w_spec, y_spec = P("tp", None), P(*[None] * rows, "tp", None)
-        if op == shapes.AR:
-            y_spec = P()
-    out_specs = y_spec
+    shift = {name: axis - 2 for name, axis in spec.ways[way].items()}  # from the last dimension
+    layout = spec.layout(x.ndim, transpose_rhs=transpose_rhs, **shift)
+
+    def spec_of(ndim: int, dimension: int | None) -> P:
+        return P(*("tp" if i == dimension else None for i in range(ndim)))
+
+    x_spec, w_spec = spec_of(x.ndim, layout.rows["x"]), spec_of(2, layout.others["w"])
+    y_spec: Any = spec_of(x.ndim, layout.rows["y"])
     if options.get("return_gathered"):
-        out_specs = (y_spec, P(*[None] * (rows + 1), None))
-    if transpose:
-        w_spec = P(*w_spec[::-1])
+        y_spec = (y_spec, P())
     f = jax.jit(
         jax.shard_map(
-            lambda x, w: getattr(jflux, op)(x, w, axis_name="tp", **options),
-            mesh=mesh, in_specs=(x_spec, w_spec), out_specs=out_specs, check_vma=False,
+            lambda x, w: spec.function(
+                x, w, axis_name="tp", transpose_rhs=transpose_rhs, **shift, **options
+            ),
+            mesh=mesh, in_specs=(x_spec, w_spec), out_specs=y_spec, check_vma=False,
         )
     )  # fmt: skip
 
-    def put(a, s):
+    def put(a: np.ndarray, s: P) -> jax.Array:
         return jax.device_put(a, NamedSharding(mesh, s))
 
     jflux.testing.poison_workspaces()
-    result = f(put(x, x_spec), put(w.T if transpose else w, w_spec))
+    result = f(put(x, x_spec), put(w.T if transpose_rhs else w, w_spec))
     worst = 0.0
     if options.get("return_gathered"):
         result, gathered = result
@@ -88,61 +84,39 @@ def check_product(
     )
 
 
-def ways(op: str) -> list[dict[str, int]]:
-    """In which ways an op is called."""
-    if op != shapes.A2A:
-        return [{}]
-    return [dict(split_axis=-1, concat_axis=-2), dict(split_axis=-2, concat_axis=-1)]
+#: Sizes of a rank: whole tiles, ragged ones, and less than one.
+SIZES = [(256, 512, 256), (64, 256, 512), (40, 264, 136), (7, 8, 8), (333, 1000, 520)]
+
+
+def cases_of(spec: OpSpec, ranks: int) -> Iterator[tuple[int, int, int, Any, dict[str, Any]]]:
+    """Global m, n, k, the type and options of calls of a product."""
+    for way in range(len(spec.ways)):
+        for dtype, transpose in itertools.product((jnp.bfloat16, jnp.float16), (False, True)):
+            for m, n, k in SIZES:
+                sizes = (m * ranks, n * ranks, k * ranks)
+                yield *sizes, dtype, dict(transpose_rhs=transpose, way=way)
+        wide = dict(preferred_element_type=jnp.float32)
+        for m, n, k, dtype, options in (
+            (128, 512, 256, jnp.bfloat16, dict(lead=(3,))),
+            (24, 72, 64, jnp.bfloat16, dict(lead=(2, 2))),
+            (1, 13, 37, jnp.bfloat16, {}),
+            (256, 512, 256, jnp.bfloat16, wide),
+            (1024, 1024, 1024, jnp.bfloat16, {}),
+            (1000, 1096, 968, jnp.float16, {}),
+        ):
+            yield m * ranks, n * ranks, k * ranks, dtype, dict(way=way, **options)
 
 
 def section_values(ranks: int) -> list[str]:
-    cases = []
-    for op, dtype, transpose in itertools.product(
-        (shapes.AG, shapes.RS, shapes.A2A), (jnp.bfloat16, jnp.float16), (False, True)
-    ):
-        for m, n, k in [
-            (256, 512, 256),
-            (64, 256, 512),
-            (40, 264, 136),
-            (7, 8, 8),
-            (333, 1000, 520),
-        ]:
-            m, n, k = (
-                m * ranks,
-                n if op == shapes.RS else n * ranks,
-                k * (ranks if op == shapes.RS else 1),
-            )
-            for way in ways(op):
-                cases.append((op, m, n, k, dtype, dict(transpose_rhs=transpose, **way)))
-    for op, way in [(a, b) for a in (shapes.AG, shapes.RS, shapes.A2A) for b in ways(a)]:
-        cases += [
-            (op, 128 * ranks, 512 * ranks, 256 * ranks, jnp.bfloat16, dict(lead=(3,), **way)),
-            (op, 24 * ranks, 72 * ranks, 64 * ranks, jnp.bfloat16, dict(lead=(2, 2), **way)),
-            (op, 1 * ranks, 13 * ranks, 37 * ranks, jnp.bfloat16, way),
-            (
-                op,
-                256 * ranks,
-                512 * ranks,
-                256 * ranks,
-                jnp.bfloat16,
-                dict(preferred_element_type=jnp.float32, **way),
-            ),
-            (op, 1024 * ranks, 1024 * ranks, 1024 * ranks, jnp.bfloat16, way),
-            (op, 1000 * ranks, 1096 * ranks, 968 * ranks, jnp.float16, way),
-        ]
+    """Calls of every product against float64."""
+    cases = [(spec.name, *case) for spec in products_of() for case in cases_of(spec, ranks)]
+    gathered = dict(return_gathered=True)
     cases += [
-        (shapes.AG, 100 * ranks, 256 * ranks, 512, jnp.bfloat16, dict(return_gathered=True)),
-        (
-            shapes.AG,
-            40 * ranks,
-            256 * ranks,
-            200,
-            jnp.bfloat16,
-            dict(return_gathered=True, lead=(3,)),
-        ),
-        (shapes.AG, 512 * ranks, 2048 * ranks, 1024, jnp.bfloat16, dict(return_gathered=True)),
+        (shapes.AG, 100 * ranks, 256 * ranks, 512, jnp.bfloat16, gathered),
+        (shapes.AG, 40 * ranks, 256 * ranks, 200, jnp.bfloat16, dict(lead=(3,), **gathered)),
+        (shapes.AG, 512 * ranks, 2048 * ranks, 1024, jnp.bfloat16, gathered),
     ]
-    # Enough of y that its tiles travel; k of a rank is one block of the main loop, or several.
+    # Enough of y that its tiles travel; k of a rank is one k-block of the main loop, or several.
     cases += [
         (shapes.AR, m * ranks, n, k * ranks, dtype, dict(transpose_rhs=transpose))
         for dtype, transpose in itertools.product((jnp.bfloat16, jnp.float16), (False, True))
@@ -253,25 +227,17 @@ def section_gemm(names: list[str], rounds: int, zeros: bool, chosen: bool) -> li
 
 
 def section_choices(ranks: int, names: list[str], rounds: int) -> list[str]:
-    """The overlapped ops with each configuration, and apart, in milliseconds."""
+    """The overlapped ops with each configuration, and decomposed, in milliseconds."""
     mesh, lines = mesh_of(ranks), []
-    sm_count = _mesh.core_count(mesh)
+    machine = _dispatch.machine_of("cuda", mesh)
     for shape in itertools.chain(*(shapes.LISTS[name] for name in names)):
         m, n, k = shape.m, shape.n, shape.k
-        key = _tuner.key_of(shape.op, m, n, k, ranks, jnp.bfloat16, False)
-        chosen = _tuning.heuristic(key, sm_count, _heap.link_gbps())
-        tried = [chosen, _tuning.APART]
-        if shape.m <= _tuner.CUDA_TILE_ROWS:
-            tried += _tuner.candidates(key, sm_count, _heap.link_gbps())
-        else:
-            for tile in _tuning.compiled():
-                group = chosen.group_m * chosen.cluster_m // tile.cluster_m
-                group = max(1, group) if chosen.group_m else 0
-                tried.append(dataclasses.replace(tile, group_m=group))
+        trial = Trial(shape.spec)
+        plan = _tuner.plan_of(trial, m, n, k, mesh, jnp.bfloat16)
+        chosen, *others = _tuner.candidates(plan.key, machine)
         seconds = _tuner.measure(
-            shape.op, list(dict.fromkeys(tried)), m=m, n=n, k=k, mesh=mesh, axis_name="tp",
-            rounds=rounds,
-        )  # fmt: skip
+            trial, [chosen, _tuning.DECOMPOSED, *others], m=m, n=n, k=k, mesh=mesh, rounds=rounds
+        )
         line = f"choices {shape.op[:10]} {m:5} {n:6} {k:6}"
         for choice, t in seconds.items():
             mark = "*" if choice == chosen else ""
@@ -292,15 +258,15 @@ def section_stacked(ranks: int, names: list[str], rounds: int) -> list[str]:
     for shape in itertools.chain(*(shapes.LISTS[name] for name in names)):
         if shape.m < 64 * ranks:
             continue
-        x, w = _trial.operands(shape.op, shape.m, shape.n, shape.k, mesh, "tp", jnp.bfloat16)
-        x_spec, w_spec, y_spec = _trial.specs(shape.op, "tp")
+        trial = Trial(shape.spec)
+        x, w = trial.operands(shape.m, shape.n, shape.k, mesh, jnp.bfloat16)
+        x_spec, w_spec, y_spec = trial.partition
         put = NamedSharding(mesh, P(None, *w_spec))
         stack = jax.jit(lambda w: jnp.stack([w] * layers), out_shardings=put)
         many = stack(w)
         runs = {}
-        for name, module in (("J", jflux), ("S", jflux.reference)):
-            options = _trial.options(shape.op)
-            op = functools.partial(getattr(module, shape.op), axis_name="tp", **options)
+        for name, is_reference in (("J", False), ("S", True)):
+            op = trial.function(is_reference)
 
             def scan(x, many, op=op):
                 def layer(x, one):

@@ -15,80 +15,63 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jflux
-from jflux import _trial, reference
-from jflux._trial import Timing
+from jflux import _trial
+from jflux._trial import Timing, Trial
 
 from . import peers, rates
-from .shapes import A2A, AG, AR, Shape
+from .shapes import Shape
+
+
+def local(spec: P, shape: tuple[int, int], ranks: int) -> tuple[int, int]:
+    """One rank's part of a matrix."""
+    split = [entry is not None for entry in (*spec, None, None)][:2]
+    return shape[0] // (ranks if split[0] else 1), shape[1] // (ranks if split[1] else 1)
 
 
 def contestants(shape: Shape) -> dict[str, Callable[[jax.Array, jax.Array], jax.Array]]:
-    """Functions of one rank's (x, w): C the communication alone, S XLA's sequential op, J jflux.
-    C's operand is what it would see inside S."""
-    if shape.op == AG:
-        return {
-            "C": lambda x, w: lax.all_gather(x, "tp", axis=0, tiled=True),
-            "S": lambda x, w: reference.all_gather_matmul(x, w, axis_name="tp"),
-            "J": lambda x, w: jflux.all_gather_matmul(x, w, axis_name="tp"),
-        }
-    if shape.op == AR:
-        return {
-            "C": lambda x, w: lax.psum(x, "tp"),
-            "S": lambda x, w: reference.matmul_all_reduce(x, w, axis_name="tp"),
-            "J": lambda x, w: jflux.matmul_all_reduce(x, w, axis_name="tp"),
-        }
-    if shape.op == A2A:
-        options = _trial.options(A2A)
-        return {
-            "C": lambda x, w: lax.all_to_all(x, "tp", **options, tiled=True),
-            "S": lambda x, w: reference.matmul_all_to_all(x, w, axis_name="tp", **options),
-            "J": lambda x, w: jflux.matmul_all_to_all(x, w, axis_name="tp", **options),
-        }
+    """Functions of one rank's (x, w): G the product alone, C the communication alone, S XLA's
+    sequential op, J jflux. The operands of G and C are what they would see inside S."""
+    trial = Trial(shape.spec)
     return {
-        "C": lambda x, w: lax.psum_scatter(x, "tp", scatter_dimension=0, tiled=True),
-        "S": lambda x, w: reference.matmul_reduce_scatter(x, w, axis_name="tp"),
-        "J": lambda x, w: jflux.matmul_reduce_scatter(x, w, axis_name="tp"),
+        "G": lambda x, w: x @ w,
+        "C": lambda x, w: shape.collective.lax(x, "tp"),
+        "S": trial.function(reference=True),
+        "J": trial.function(),
     }
 
 
-def operands(shape: Shape, mesh: Mesh, dtype=jnp.bfloat16) -> dict[str, tuple]:
+def operands(shape: Shape, mesh: Mesh, dtype: Any = jnp.bfloat16) -> dict[str, tuple[Any, ...]]:
     """(x, w, x spec, w spec, out spec) for each contestant, made on the devices."""
+    ranks, trial = mesh.devices.size, Trial(shape.spec)
+    x_spec, w_spec, y_spec = trial.partition
+    x, w = trial.operands(shape.m, shape.n, shape.k, mesh, dtype)
+    one_x = local(x_spec, (shape.m, shape.k), ranks)
+    _, one_n = local(w_spec, (shape.k, shape.n), ranks)
+    stacked = P("tp", None)
 
-    def make(shape_, spec, seed):
-        return _trial.normal(mesh, spec, shape_, dtype, seed=seed)
+    def of_each_rank(one: tuple[int, ...], seed: int) -> jax.Array:
+        return _trial.normal(mesh, stacked, (ranks * one[0], one[1]), dtype, seed=seed)
 
-    n_ranks = mesh.devices.size
-    x_spec, w_spec, y_spec = _trial.specs(shape.op, "tp")
-    if shape.op == AG:
-        gathered = make((shape.m, n_ranks * shape.k), P(None, "tp"), 3)
-        full = (gathered, P(None, "tp"))
+    if shape.spec.product == "after":
+        sent, multiplied = one_x, shape.collective.shape(one_x, ranks)
     else:
-        full = None
-    x, w = _trial.operands(shape.op, shape.m, shape.n, shape.k, mesh, "tp", dtype)
-    seq = (x, w, x_spec, w_spec, y_spec)
-    if full is None:
-        gemm = (x, w, x_spec, w_spec, P("tp", None))
-    else:
-        gemm = (full[0], w, full[1], w_spec, P(None, "tp"))
-    if shape.op == AG:
-        comm = (x, w, x_spec, w_spec, P(None, None))
-    elif shape.op == A2A:
-        comm = (make((shape.m, shape.n), x_spec, 4), w, x_spec, w_spec, y_spec)
-    else:
-        partial = make((n_ranks * shape.m, shape.n), P("tp", None), 4)
-        comm = (partial, w, P("tp", None), w_spec, y_spec)
-    return {"G": gemm, "C": comm, "S": seq, "J": seq, "K": seq}
+        sent, multiplied = (one_x[0], one_n), one_x
+    whole = (x, w, x_spec, w_spec, y_spec)
+    return {
+        "G": (of_each_rank(multiplied, 3), w, stacked, w_spec, stacked),
+        "C": (of_each_rank(sent, 4), w, stacked, w_spec, stacked),
+        "S": whole, "J": whole, "K": whole,
+    }  # fmt: skip
 
 
 def build(shape: Shape, mesh: Mesh, iterations: int, dtype=jnp.bfloat16):
     """{name: () -> None}: each call runs `iterations` calls and waits for them. G is the product
     alone. Where jflux takes a product and a collective, K is its one kernel."""
-    ops = {"G": lambda x, w: x @ w, **contestants(shape)}
+    ops = contestants(shape)
     data = operands(shape, mesh, dtype)
 
     def compile_(name, op):

@@ -1,4 +1,4 @@
-// What traffic over a slow link costs loads that L2 serves (docs/design/0010).
+// What traffic over a slow link costs loads that L2 serves (docs/experiments/0025).
 //
 //   nvcc -std=c++17 -O3 -arch=sm_90a -Icc bench/link_stalls.cu -o link_stalls && ./link_stalls
 //

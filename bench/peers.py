@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jflux import _trial, reference
+from jflux._trial import Trial
 
 from .shapes import AG, RS, Shape
 
@@ -62,8 +63,9 @@ class Pallas:
     def run_of(self, shape: Shape, iterations: int) -> Run:
         if shape.op != AG:
             raise Unavailable("Pallas: has no such op")
-        specs = _trial.specs(AG, "tp")
-        operands = _trial.operands(AG, shape.m, shape.n, shape.k, self.mesh, "tp", jnp.bfloat16)
+        trial = Trial(shape.spec)
+        specs = trial.partition
+        operands = trial.operands(shape.m, shape.n, shape.k, self.mesh, jnp.bfloat16)
 
         def program(f: Callable[..., Any]) -> Any:
             return _trial.compiled(f, self.mesh, specs[:2], specs[2], *operands)

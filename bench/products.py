@@ -25,13 +25,16 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jflux
-from bench import rates, shapes
-from jflux import _trial, _tuning, reference
-from jflux._ops import _product
+from bench import harness, rates, shapes
+from jflux import _trial, _tuning
+from jflux._dispatch import Machine
+from jflux._ops import _lax, _product
+from jflux._trial import Trial
 from jflux._tuning import Choice
 
 LISTS = ("flux", "decode", "attention", "llm")
 OF_RANKS = 4
+GPU = Machine("cuda", sm_count=132)
 
 
 def product_alone(
@@ -57,14 +60,12 @@ def of_one_rank(names: Sequence[str]) -> Iterator[tuple[int, int, int]]:
     whose product is left to XLA."""
     done = set()
     for shape in itertools.chain(*(shapes.LISTS[name] for name in names)):
-        m, n, k = shape.m, shape.n, shape.k
-        if shape.op == shapes.A2A:
-            m //= OF_RANKS
-        elif shape.op == shapes.AG:
-            n //= OF_RANKS
-        else:
-            k //= OF_RANKS
-        if (m, n, k) not in done and not _product.apart_is_faster("all_gather_matmul", m):
+        x_spec, w_spec, _ = Trial(shape.spec).partition
+        m, k = harness.local(x_spec, (shape.m, shape.k), OF_RANKS)
+        if shape.spec.product == "after":
+            m, k = shape.collective.shape((m, k), OF_RANKS)
+        _, n = harness.local(w_spec, (shape.k, shape.n), OF_RANKS)
+        if (m, n, k) not in done and not _product.why_decomposed(m, GPU, fewest=64):
             done.add((m, n, k))
             yield m, n, k
 
@@ -82,7 +83,7 @@ def measure(
     turned = w.T.copy()
     contestants = [
         ("G", lambda x, w: x @ w, w, None),
-        ("G nk", lambda x, w: reference.matmul(x, w, x.dtype, None, True), turned, None),
+        ("G nk", lambda x, w: _lax.matmul(x, w, x.dtype, None, True), turned, None),
         ("kn", product_alone(False), w, None),
         ("nk", product_alone(True), turned, None),
         *((str(choice), product_alone(False), w, choice) for choice in choices),

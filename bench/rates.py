@@ -7,7 +7,7 @@ import sys
 
 import jax
 
-from .shapes import A2A, AG, Shape
+from .shapes import Shape
 
 # By how a GPU's name begins ("NVIDIA H100 80GB HBM3"), from NVIDIA's data sheets: dense 16-bit
 # FLOP/s, and bytes a second over all NVLinks in one direction.
@@ -28,9 +28,9 @@ def peaks(kind: str) -> tuple[float, float]:
 def least_link_bytes(shape: Shape, ranks: int) -> float:
     """What reaches a rank in a call, or leaves it, of 16-bit numbers, at least."""
     others = (ranks - 1) / ranks
-    if shape.op == AG:
-        return 2.0 * shape.m * shape.k * others
-    return 2.0 * shape.m * shape.n * others / (ranks if shape.op == A2A else 1)
+    columns = shape.k if shape.spec.product == "after" else shape.n
+    parts = ranks if shape.collective.kind == "all_to_all" else 1
+    return 2.0 * shape.m * columns * others / parts
 
 
 def check(what: object, seconds: float, *, flops: float = 0, link_bytes: float = 0) -> None:

@@ -30,24 +30,36 @@ PICTURES = {
     "matmul_all_to_all": ("ulysses", 36864),
 }
 BEGIN, END = "<!-- figures -->", "<!-- end of figures -->"
-README_HAS = "2xh200"  # of the present kernels
+# The rows of README's table, by result, and the lists over which it gives the range.
+README_ROWS = {
+    "2xh200": [
+        Shape("all_gather_matmul", 8192, 49152, 12288),
+        Shape("all_gather_matmul", 8192, 10240, 8192),
+        Shape("matmul_reduce_scatter", 8192, 8192, 8192),
+        Shape("matmul_all_to_all", 8192, 12288, 4096),
+    ],
+    "2xh200_all_reduce": [Shape("matmul_all_reduce", 8192, 8192, 8192)],
+}
+README_LISTS = ("flux", "attention", "ulysses", "all_reduce")
 
 INTRODUCTION = """# Performance
 
 Made by `python -m bench.render` from the files in [bench/results](../bench/results); do not edit.
 `python -m bench.renew` measures them again.
 
-For each shape all contestants are timed in turn, round after round, in one process (or one process
-for each GPU), each as often after each other one; the median over the rounds of the slowest rank
-counts. A contestant is a jitted loop whose calls depend on each other, so that host dispatch is paid
+For each shape all contestants are timed alternately, round after round, in one process (or one
+process for each GPU), each as often after each other one; the median over the rounds of the slowest
+rank counts. A contestant is a jitted loop whose calls depend on each other, so that host dispatch is paid
 once. bf16, normal random operands; n and k are global. How: [bench/harness.py](../bench/harness.py).
+
+Lists of shapes and all symbols are in the [glossary](glossary.md).
 
 | column | what |
 |---|---|
 | G | XLA's product alone, of one rank's whole input |
 | C | XLA's communication alone (NCCL) |
 | S | XLA's own sequence, in plain `lax`: what a JAX user would otherwise call |
-| J | jflux; with K behind it, jflux has chosen XLA's product and a collective, and K says what its one kernel takes |
+| J | jflux; with K behind it, the call is decomposed, and K says what the one kernel takes |
 | E | overlap efficiency, 1 - (J - G) / (S - G): 1 is communication wholly hidden, negative is worse than not overlapping (Flux, arXiv 2406.06858, equation 2) |
 | J / F | over the floor max(G, C) |
 | P | Pallas's `all_gather_lhs_matmul`, the faster of two configurations, where it takes the shape |
@@ -65,59 +77,55 @@ once. bf16, normal random operands; n and k are global. How: [bench/harness.py](
 NOTES = """
 ## What the figures do not say
 
-- Where XLA's product and a collective are faster than one kernel jflux takes them, unless
-  `jflux.config(always=True)` is set. Which calls those are is decided by rows (`apart_is_faster` in
-  `jflux/_ops/_product.py`), and for matmul_all_to_all also by what it would multiply for nothing.
-  It is jflux's collective; in the tables of 3 and 4 GPUs it was `lax`'s everywhere, and in that of
-  one process for each of 2 GPUs above 4 MiB.
+- A call for which XLA's product and a collective are faster than one kernel is decomposed, unless
+  `jflux.config(always=True)` is set ([Dispatch](guide/dispatch.md)). The collective is jflux's. In
+  the tables of 3 and 4 GPUs it was `lax`'s, and in the table of one process for each of 2 GPUs it
+  was `lax`'s above 4 MiB.
 - With 3 ranks a rank's rows are never whole tiles.
 - An efficiency above 1 means that jflux's product was faster than XLA's.
-- Tables dated before 2026-11-25 (3 and 4 GPUs, grids, peers) are of earlier kernels, and of random
-  orders, in which some contestants came more often than others after one that takes little power,
-  such as C: 2 % that are nobody's ([0010](design/0010-who-sends.md), "Who runs after whom"). All
-  CTAs sent at once then; since only some do at a time J - G on 2 GPUs is half of what it was, or
-  less (there, "What it brought").
-- The kernels of 4 GPUs had no tiles of 224 or 256 columns either, and began and ended
-  later ([0009](design/0009-the-product.md)); on 2 GPUs that took 1 to 8 % of most calls' time,
-  and up to 10 % more where tiles of 224 fit. With one process for each of 4 GPUs and with 3 GPUs
-  they are older still: all-gathers did not travel in panels, few rows were not one sweep, and
-  matmul_all_reduce was two calls. So are those with Pallas and PyTorch beside.
 - n and k that are no multiples of eight (11002, 4099) cannot be read 16 bytes at a time. XLA's
   products take three to four times as long then; jflux pads w in each call.
 - E of 8192 rows is a small difference of long times, which differ by the clock that each finds: the
   reduce-scatter has .71 with one process, and 1.21 with two.
+- PyTorch's ops are launched from Python, which alone takes .2 to .3 ms a call; in a graph they
+  failed.
+- The GPUs are limited by power; times of one column in different runs differ by up to 5 %. Ratios
+  within a row come from loops that alternate and are so short that all have the same clock. One
+  that goes on for .1 s or more is clocked by its own power: four products at .92 to .96 of XLA's
+  speed were at .94 to 1.00 then ([0024](experiments/0024-product-beside-cublas.md), "Clocks").
+- Random numbers make the chip clock down. Where it does not have to, XLA's products gain more than
+  jflux's ([0009](experiments/0009-power-limit.md)): prefill of Llama-2-70B's layers takes .97 of
+  XLA's time, though each op by itself takes .70 to .90. A gated product of Llama-2-70B takes .87 to
+  .92 of XLA's time with random numbers, and .82 to .91 with zeros.
+
+### Tables of earlier kernels
+
+| table | differs in |
+|---|---|
+| dated before 2026-11-25 (3 and 4 GPUs, grids, peers) | all CTAs sent at once: J - G on 2 GPUs is half or less since ([0026](experiments/0026-limited-senders.md)). Contestants came in random orders, some of them more often after one that takes little power: 2 % ([0028](experiments/0028-contestant-order.md)) |
+| 4 GPUs | no tiles of 224 or 256 columns; the kernels began and ended later. On 2 GPUs that took 1 to 8 % of most calls' time, and up to 10 % more where tiles of 224 fit ([0016](experiments/0016-kernel-start-and-end.md)) |
+| 3 GPUs, one process for each of 4 GPUs, and those with Pallas and PyTorch | also no k-panels, no single raster group of few rows, and matmul_all_reduce was two calls |
+| small collectives of 4 GPUs | all_to_all of 4 MiB took 1.17 of XLA's time, in LL packets, and the norm was in the kernel after sums of 256 KiB and more. Sums above 1 MiB travel in chunks since, up to 8 MiB, and exchanges up to 64 MiB ([0030](experiments/0030-chunked-exchanges.md)) |
+
+### Choices behind single rows
+
 - Four shapes on 2 GPUs use configurations that were measured to be faster than the heuristic's
   (`jflux/tables`). One on 4 (reduce-scatter 2048 x 8192 x 28672) used one that has been taken out
-  since: all rows in one sweep, which was faster when all CTAs sent.
-- By the table of small collectives on 4 GPUs, all_to_all of 4 MiB took 1.17 of XLA's time, in
-  packets, and the norm was in the kernel after sums of 256 KiB and more (now as "apart"). Sums
-  above 1 MiB have since gone in chunks up to 8 MiB, and exchanges up to 64 MiB
-  ([0006](design/0006-small-collectives.md)). On 2 GPUs chunks of sums would still be 5 % faster
-  than XLA at 64 MiB, but take 256 MiB of the heap; above 16 MiB they are XLA's.
+  since: a single raster group, which was faster when all CTAs sent.
+- On 2 GPUs chunks of sums would still be 5 % faster than XLA at 64 MiB, but take 256 MiB of the heap;
+  above 16 MiB they are XLA's.
 - matmul_all_reduce of 32 to 128 rows is one kernel on 2 GPUs, and XLA's product and all_reduce on
   more.
 - On every grid it helps most to have no loop over the layers ("unrolled", 10 to 17 % less time
   than "+ fused"; "none unrolled" takes 4 to 9 % less than "none"): XLA copies what one iteration
   hands to the next, and slices stacked weights. Most of what "+ fused" saves on 1x2x1x1 (12 %) is
-  matmul_all_reduce's. The planner's order of the four grids of 2 GPUs, 2x1x1x1, 1x2x1x1, and then
-  the other two alike, is the measured one with all optimisations. The paper's steps gained 5, 8,
-  19 and 9 % on 16 GPUs of four nodes, whose links are ten times slower than NVLink; here all of a
-  grid's communication is 3 to 16 % of a step to begin with, and products run slower beside it.
+  matmul_all_reduce's. [0029](experiments/0029-grids.md) compares with the paper's grids.
 - What MLPs and blocks take of memory beside their operands is "MiB" and "heap" together: Llama's
   MLP 961 MiB where XLA takes 832, its block 1090 (1025), GPT-3's 1313 (1920) and 1571 (2498). All
   layers share the heap, which is kept between steps.
-- PyTorch's ops are launched from Python, which alone takes .2 to .3 ms a call; in a graph they
-  failed.
-- Random numbers make the chip clock down. Where it does not have to, XLA's products gain more than
-  jflux's ([0009](design/0009-the-product.md), "Where power is no limit"): prefill of Llama-2-70B's
-  layers takes .97 of XLA's time, though each op by itself takes .70 to .90. A gated product of
-  Llama-2-70B takes .87 to .92 of XLA's time with random numbers, and .82 to .91 with zeros.
-- What else has run on GPUs: [verified.md](verified.md).
-- The GPUs are limited by power; times of one column in different runs differ by up to 5 %. Ratios
-  within a row were taken in turn, in loops so short that all have the same clock. One that goes on
-  by itself for .1 s or more is clocked by its own power: four products at .92 to .96 of XLA's speed
-  were at .94 to 1.00 then ([0009](design/0009-the-product.md), "Clocks").
-"""
+
+[Verified](verified.md) lists what else has run on GPUs.
+"""  # noqa: E501
 
 
 def load() -> list[tuple[str, dict]]:
@@ -149,6 +157,10 @@ HEADINGS = {
 }
 
 
+def _heading(name: str) -> str:
+    return HEADINGS.get(name, f"Sizes of {name}")
+
+
 def shape(row: dict) -> Shape:
     return Shape(row["op"], row["m"], row["n"], row["k"])
 
@@ -156,7 +168,7 @@ def shape(row: dict) -> Shape:
 def by_list(result: dict) -> dict[str, list[dict]]:
     """The rows of each list of bench/shapes.py, each once."""
     left, found = list(result["rows"]), {}
-    for name in HEADINGS:
+    for name in (*HEADINGS, *(name for name in LISTS if name not in HEADINGS)):
         rows = [r for r in left if shape(r) in LISTS[name]]
         if rows:
             found[name] = rows
@@ -168,7 +180,7 @@ def by_list(result: dict) -> dict[str, list[dict]]:
 
 def tables(result: dict) -> str:
     return "\n\n".join(
-        f"### {HEADINGS[name]}\n\n{table(rows, result)}" for name, rows in by_list(result).items()
+        f"### {_heading(name)}\n\n{table(rows, result)}" for name, rows in by_list(result).items()
     )
 
 
@@ -243,7 +255,7 @@ def document(results: list[tuple[str, dict]]) -> str:
             f"{sizes['width']}, 2048 tokens a GPU, x by y by z by data. What each optimisation "
             "saves is in % of the step before it; the sums over data are in all of them. Predicted "
             "is the communication by the paper's equations, none of it hidden "
-            "([plan.md](plan.md)).\n\n"
+            "([The planner](guide/plan.md)).\n\n"
             f"{plain_table(grids.COLUMNS, map(grids.cells, result['grids']))}\n"
         )
     for name, result in of_kind(results, "decode"):
@@ -261,9 +273,10 @@ def document(results: list[tuple[str, dict]]) -> str:
             f"## Small collectives, bf16, microseconds a call: {title(result)}\n\n"
             f"[{name}.json](../bench/results/{name}.json); what is timed: "
             "[bench/collectives.py](../bench/collectives.py). S is XLA's own, C the same with XLA "
-            "told to put its collectives into CUDA graphs, J what jflux chooses. J and the "
+            "told to put its collectives into CUDA graphs, J what jflux chooses. With a norm, "
+            "`apart` is jflux's sum with XLA's norm after it, and `alone` the sum. J and the "
             "algorithm that it chooses are one program: what they differ by is noise. Empty fields "
-            "were not timed: packets of more than 16 MiB, and algorithms newer than the run.\n\n"
+            "were not timed: LL packets of more than 16 MiB, and algorithms newer than the run.\n\n"
             f"{collective_tables(result['collectives'])}\n"
         )
     for name, result in of_kind(results, "accuracy"):
@@ -293,19 +306,21 @@ def document(results: list[tuple[str, dict]]) -> str:
 
 
 def readme_table(results: list[tuple[str, dict]]) -> str:
-    result = dict(results)[README_HAS]
+    named = dict(results)
+    (first, *_) = README_ROWS
+    found = {shape(row): row for name in README_ROWS for row in named[name]["rows"]}
+    listed = {s for name in README_LISTS for s in LISTS[name]}
+    gains = [ms(row, "S") / ms(row, "J") for s, row in found.items() if s in listed]
     lines = [
-        f"{title(result)}, bf16, against XLA's own sequence ([all tables](docs/performance.md)):\n",
+        f"{title(named[first])}, bf16, against XLA's own product and collective. Over the "
+        f"{len(gains)} shapes of the lists {', '.join(README_LISTS)} the speed-up is "
+        f"{min(gains):.2f} to {max(gains):.2f} ([all tables](docs/performance.md)).\n",
         "| op | m | n | k | XLA ms | jflux ms | speed-up |",
         "|---|---|---|---|---|---|---|",
     ]
-    found = by_list(result)
-    for row in itertools.chain(*(found.get(name, ()) for name in ("flux", "attention", "ulysses"))):
-        s, j = ms(row, "S"), ms(row, "J")
-        lines.append(
-            f"| {row['op']} | {row['m']} | {row['n']} | {row['k']} | {s:.2f} | {j:.2f} "
-            f"| {s / j:.2f} |"
-        )
+    for s in itertools.chain(*README_ROWS.values()):
+        xla, j = ms(found[s], "S"), ms(found[s], "J")
+        lines.append(f"| {s.op} | {s.m} | {s.n} | {s.k} | {xla:.2f} | {j:.2f} | {xla / j:.2f} |")
     return "\n".join(lines)
 
 

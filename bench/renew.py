@@ -22,7 +22,8 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 #: By name, the module and its options; {ranks} are all GPUs, and a process for each.
 RUNS = {
-    "ops": "bench --ranks {ranks} --lists flux,llm,attention,decode,ragged,odd,ulysses",
+    "ops": "bench --ranks {ranks} --lists "
+    "flux,llm,attention,decode,ragged,odd,ulysses",
     "all_reduce": "bench --ranks {ranks} --lists all_reduce",
     "processes": "bench --ranks {ranks} --processes {ranks} --lists flux,decode",
     "collectives": "bench.collectives --ranks {ranks}",
@@ -37,8 +38,8 @@ RUNS = {
 
 
 def file_name(name: str, ranks: int, gpu: str) -> str:
-    """Of the result of a run, on so many GPUs of a model such as "NVIDIA H200"."""
-    machine = f"{1 if name == 'products' else ranks}x{gpu.split()[-1].lower()}"
+    """Of the result of a run, on so many GPUs of a model such as "NVIDIA H100 80GB HBM3"."""
+    machine = f"{1 if name == 'products' else ranks}x{gpu.split()[1].lower()}"
     return f"{machine}.json" if name == "ops" else f"{machine}_{name}.json"
 
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 
+from jflux._ops._collective import Collective
+from jflux._ops._spec import OpSpec, all_ops, products
+
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
@@ -17,6 +20,15 @@ class Shape:
     m: int
     n: int
     k: int
+
+    @property
+    def spec(self) -> OpSpec:
+        return all_ops()[self.op]
+
+    @property
+    def collective(self) -> Collective:
+        """What travels: x, or the product, of one rank."""
+        return self.spec.communication(2, **self.spec.ways[0])
 
     def flops(self, ranks: int) -> float:
         """Floating-point operations of one rank."""
@@ -69,17 +81,10 @@ def odd(ranks: int) -> list[Shape]:
     ]
 
 
-# FLUX's, and what Llama-2 70B and Llama-3 8B have behind their attention and their MLP.
-ALL_REDUCE = [
-    *(Shape(AR, m, 12288, 49152) for m in (16, 64, 128, 512, 1024, 2048, 4096, 8192)),
-    *(Shape(AR, m, 8192, k) for k in (8192, 28672) for m in (64, 128, 512, 2048, 8192)),
-    *(Shape(AR, m, 4096, k) for k in (4096, 14336) for m in (2048, 8192)),
-]
+def of_op(op: str) -> list[Shape]:
+    """What an op's spec says is worth timing."""
+    return [Shape(op, m, n, k) for m, n, k in all_ops()[op].sizes]
 
-# Queries, keys and values of a sequence that is split over the ranks (DeepSpeed-Ulysses, arXiv
-# 2309.14509): GPT-3, Llama-2 7B and 70B.
-_QKV = [(36864, 12288), (12288, 4096), (10240, 8192)]
-ULYSSES = [Shape(A2A, m, n, k) for n, k in _QKV for m in (2048, 8192, 32768)]
 
 LISTS = {
     "flux": FLUX,
@@ -88,8 +93,9 @@ LISTS = {
     "decode": DECODE,
     "ragged": RAGGED,
     "odd": [shape for ranks in range(2, 9) for shape in odd(ranks)],
-    "all_reduce": ALL_REDUCE,
-    "ulysses": ULYSSES,
+    "all_reduce": of_op(AR),
+    "ulysses": of_op(A2A),
+    **{spec.name: of_op(spec.name) for spec in products()},
 }
 
 

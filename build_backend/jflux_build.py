@@ -1,15 +1,15 @@
 """scikit-build-core, plus one rule: where a CUDA build is wanted and no nvcc is there, ask for one.
 
-The compiler then comes from NVIDIA's wheels, into pip's throw-away build environment. It is wanted
-when JFLUX_CUDA=ON, or when it is AUTO (the default) and this machine has an NVIDIA driver.
+The compiler then comes from NVIDIA's wheels, into pip's throw-away build environment. A CUDA build
+is wanted when JFLUX_CUDA=ON, or when it is AUTO (the default) and there is an NVIDIA driver.
 """
 
-import ctypes
 import os
 import platform
 import sys
 from typing import Any
 
+from find_driver import have_driver
 from find_nvcc import find_nvcc
 from scikit_build_core import build as _build
 from scikit_build_core.build import *  # noqa: F403
@@ -27,19 +27,9 @@ def _mode(config_settings: dict[str, Any] | None) -> str:
     return str(define or os.environ.get("JFLUX_CUDA") or "AUTO").upper()
 
 
-def _have_driver() -> bool:
-    if os.path.exists("/proc/driver/nvidia") or os.path.exists("/dev/nvidiactl"):
-        return True
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    return True
-
-
 def _cuda_requires(config_settings: dict[str, Any] | None) -> list[str]:
     mode = _mode(config_settings)
-    wanted = mode == "ON" or (mode == "AUTO" and _have_driver())
+    wanted = mode == "ON" or (mode == "AUTO" and have_driver())
     exists = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
     return CUDA_WHEELS if wanted and exists and not find_nvcc() else []
 

@@ -132,7 +132,7 @@ def straddling() -> Figure:
     return figure
 
 
-# J - G on 2 x H200, us, by how many CTAs send at a time: the tables of docs/design/0010.
+# J - G on 2 x H200, us, by how many CTAs send at a time: the tables of docs/experiments/0026.
 ALL = 132
 BY_STORERS = {
     "2048 x 12288 x 49152": {8: 5, 12: 6, 16: 13, 24: 28, ALL: 52},

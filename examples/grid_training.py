@@ -196,11 +196,19 @@ def report(runs: Mapping[str, Any], held_out: list[Any]) -> None:
         warm = run.seconds[min(5, len(run.seconds) - 1) :]  # the first step compiles
         print(
             f"{name:>{width}}: training loss {run.losses[0]:.4f} -> {run.losses[-1]:.4f}, "
-            f"validation {loss:.4f}, median step {1e3 * np.median(warm):.1f} ms"
+            f"validation {loss:.4f}, median step {1e3 * np.median(warm):.1f} ms "
+            f"({len(run.losses)} steps)"
         )
     if len(runs) == 2:
-        gap = np.abs(np.subtract(*(run.losses for run in runs.values()))).max()
-        print(f"largest difference between the loss curves: {gap:.3e}")
+        gap = difference(runs)
+        print(f"largest difference between the loss curves: {gap.max():.3e} in {len(gap)} steps")
+
+
+def difference(runs: Mapping[str, Any]) -> np.ndarray:
+    """How far the losses of two runs are apart, in the steps that both have made."""
+    first, second = (np.asarray(run.losses) for run in runs.values())
+    steps = min(len(first), len(second))
+    return np.abs(first[:steps] - second[:steps])
 
 
 def plot(runs: Mapping[str, Any], path: Path, title: str, unit: str) -> None:
@@ -214,7 +222,7 @@ def plot(runs: Mapping[str, Any], path: Path, title: str, unit: str) -> None:
     axes[0, 0].set(ylabel=f"training loss [{unit}]", title=title)
     axes[0, 0].legend()
     if len(runs) == 2:
-        gap = np.abs(np.subtract(*(run.losses for run in runs.values())))
+        gap = difference(runs)
         axes[1, 0].semilogy(np.arange(1, len(gap) + 1), np.maximum(gap, 1e-8))
         axes[1, 0].set(ylabel="|difference|\n(0 is drawn as 1e-8)")
     axes[-1, 0].set(xlabel="step")

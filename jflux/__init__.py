@@ -6,6 +6,7 @@ from ._custom import custom_call as custom_call
 from ._custom import include_dir as include_dir
 from ._custom import library_path as library_path
 from ._custom import register_custom_call as register_custom_call
+from ._explain import explain as explain
 from ._heap import init as init
 from ._heap import shutdown as shutdown
 from ._norm import LayerNorm as LayerNorm
@@ -20,25 +21,3 @@ from ._ops.matmul_all_to_all import matmul_all_to_all as matmul_all_to_all
 from ._ops.matmul_reduce_scatter import matmul_reduce_scatter as matmul_reduce_scatter
 from ._tuner import tune as tune
 from ._version import __version__ as __version__
-
-__all__ = [
-    "LayerNorm",
-    "RMSNorm",
-    "all_gather",
-    "all_gather_matmul",
-    "all_reduce",
-    "all_to_all",
-    "config",
-    "custom_call",
-    "include_dir",
-    "init",
-    "library_path",
-    "matmul_all_reduce",
-    "matmul_all_to_all",
-    "matmul_reduce_scatter",
-    "reduce_scatter",
-    "reference",
-    "register_custom_call",
-    "shutdown",
-    "tune",
-]

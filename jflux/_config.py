@@ -1,4 +1,4 @@
-"""What a user can switch, and how jflux says that it took another path."""
+"""What a user can switch, and how jflux says which path a call takes."""
 
 from __future__ import annotations
 
@@ -6,68 +6,130 @@ import contextlib
 import dataclasses
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 
 logger = logging.getLogger("jflux")
 
 
-@dataclasses.dataclass
-class Config:
-    """Process-wide switches, read when an op is lowered. Use ``with jflux.config(strict=True):``.
+@dataclasses.dataclass(frozen=True)
+class Switches:
+    """What decides about calls beside their operands. What `with` blocks change is part of the key
+    of JAX's caches; a change for the process drops them.
 
     Attributes:
-      strict: a call that would fall back to its `lax` reference raises instead of logging once.
-      always: takes the fused kernel also where a product and a collective, or `lax`, are faster.
-      fused: False takes the reference everywhere, to compare or to bisect a problem.
+      strict, always, fused: see :class:`Config`.
+      configuration: the one that products take, whatever was measured; None: what is planned.
+      chunked: whether exchanges travel in chunks, whatever their size; None: what is planned.
+      recorder: where plans are noted (:func:`jflux.explain`); None: nowhere.
     """
 
     strict: bool = False
     always: bool = False
     fused: bool = True
+    configuration: Any = None
+    chunked: bool | None = None
+    recorder: Any = None
+
+
+# What `with` blocks of this thread change of the process-wide switches: (name, value) by name.
+_context = jax.make_user_context(default_value=())
+
+
+class Config:
+    """Switches, read when an op is lowered. ``with jflux.config(strict=True):`` sets them in this
+    thread for the block, ``jflux.config.update(strict=True)`` for the rest of the process.
+
+    Attributes:
+      strict: a call that no kernel takes raises instead of running its `lax` reference.
+      always: takes the fused kernel also where the decomposed form, or `lax`, is faster.
+      fused: False takes the reference everywhere, to compare or to bisect a problem.
+    """
+
+    _NAMES = ("strict", "always", "fused")
+
+    def __init__(self) -> None:
+        self._process = Switches()
+
+    def current(self) -> Switches:
+        """The switches of the calling thread."""
+        return dataclasses.replace(self._process, **dict(_context.value))
+
+    @property
+    def strict(self) -> bool:
+        return self.current().strict
+
+    @property
+    def always(self) -> bool:
+        return self.current().always
+
+    @property
+    def fused(self) -> bool:
+        return self.current().fused
 
     def update(self, **changes: bool) -> None:
         """Sets the named switches for the rest of the process, and drops what JAX has compiled
-        with other ones."""
-        before = dataclasses.asdict(self)
-        self._set(changes)
-        if dataclasses.asdict(self) != before:
+        with other ones.
+
+        Raises:
+          ValueError: for a name that is not a switch.
+        """
+        self._check(changes)
+        before, self._process = self._process, dataclasses.replace(self._process, **changes)
+        if self._process != before:
             jax.clear_caches()
 
     @contextlib.contextmanager
     def __call__(self, **changes: bool) -> Iterator[None]:
-        """Sets the named switches inside the ``with`` block. What was compiled outside is not
-        used inside, and the other way round."""
-        before = dataclasses.asdict(self)
-        self._set(changes)
-        try:
-            with _switches(tuple(dataclasses.asdict(self).items())):
-                yield
-        finally:
-            self._set(before)
+        """Sets the named switches inside the ``with`` block, in this thread. What was compiled
+        outside is not used inside, and the other way round.
 
-    def _set(self, changes: dict[str, bool]) -> None:
-        switches = {f.name for f in dataclasses.fields(self)}
+        Raises:
+          ValueError: for a name that is not a switch.
+        """
+        self._check(changes)
+        with override(**changes):
+            yield
+
+    def _check(self, changes: dict[str, bool]) -> None:
         for name in changes:
-            if name not in switches:
-                raise ValueError(f"{name!r} is not a switch of jflux.config, which has {switches}")
-        for name, value in changes.items():
-            setattr(self, name, value)
+            if name not in self._NAMES:
+                raise ValueError(
+                    f"{name!r} is not a switch of jflux.config, which has {self._NAMES}"
+                )
 
 
 config = Config()
-_switches = jax.make_user_context(default_value=None)  # part of the key of JAX's caches
+
+
+@contextlib.contextmanager
+def override(**changes: Any) -> Iterator[None]:
+    """Sets fields of :class:`Switches` inside the block, in this thread."""
+    with _context(tuple(sorted((dict(_context.value) | changes).items()))):
+        yield
+
+
 _said: set[tuple[str, str]] = set()
 
 
+def say_once(level: int, message: str) -> None:
+    """Logs a line, unless the process has logged it before."""
+    if (logging.getLevelName(level), message) not in _said:
+        _said.add((logging.getLevelName(level), message))
+        logger.log(level, "%s", message)
+
+
 def fall_back(op: str, reason: str) -> None:
-    """Notes that `op` takes its reference, unless that was asked for: an error in strict mode, else
-    one line per reason."""
+    """Notes that no kernel takes a call of `op`, so that it runs its `lax` reference: one line per
+    reason on the logger `jflux`.
+
+    Raises:
+      NotImplementedError: in strict mode.
+    """
     if not config.fused:
         return
     message = f"jflux.{op} takes its lax reference: {reason}"
     if config.strict:
         raise NotImplementedError(f"{message} (jflux.config.strict is on)")
-    if (op, reason) not in _said:
-        _said.add((op, reason))
-        logger.warning("%s", message)
+    say_once(logging.WARNING, message)

@@ -1,4 +1,4 @@
-"""Calls of kernels that are compiled out of tree: docs/device_primitives.md. Headers: cc/jflux."""
+"""Calls of kernels that are compiled out of tree: docs/guide/device_primitives.md, cc/jflux."""
 
 from __future__ import annotations
 
@@ -14,19 +14,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _config, _ffi, _heap, _jflux, _mesh
+from . import _config, _dispatch, _ffi, _heap, _lowering, _mesh, _native
+from ._dispatch import Arrays, Machine, Plan
 from ._mesh import AxisName
 from ._ops import _product
 
 #: What handlers and references are given; a call's own attributes must have other names.
 SUPPLIED = (
     "axis_name", "data_bytes", "groups", "num_signals", "op", "signature", "site", "world",
+    "workspace_bytes",
 )  # fmt: skip
 
 
 def include_dir() -> str:
     """The folder to compile kernels and handlers with: for ``#include "jflux/shmem.h"``."""
-    here = Path(_jflux.__file__).absolute().parent
+    here = Path(_native.lib.__file__).absolute().parent
     for folder in (here / "include", Path(__file__).absolute().parents[1] / "cc"):  # a checkout
         if (folder / "jflux" / "shmem.h").exists():
             return str(folder)
@@ -35,7 +37,7 @@ def include_dir() -> str:
 
 def library_path() -> str:
     """The library to link handlers with: libjflux_core.so, which ``import jflux`` has loaded."""
-    return str(Path(_jflux.__file__).absolute().with_name("libjflux_core.so"))
+    return str(Path(_native.lib.__file__).absolute().with_name("libjflux_core.so"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +83,7 @@ def register_custom_call(
         return
     if load is not None:
         with _heap._lock:  # the heap is there, or will find it
-            _jflux.add_kernels(load)
+            _native.lib.add_kernels(load)
     _targets[name] = target
 
 
@@ -128,6 +130,7 @@ class Params:
     num_signals: int
     reference: Callable[..., Any]
     attributes: tuple[_Attribute, ...]
+    prepared: str | None = None
 
 
 def custom_call(
@@ -208,11 +211,12 @@ def custom_call(
     return call
 
 
-def _results(*avals, params):
+def _results(arrays: Arrays, params: Params) -> Any:
     return params.results
 
 
-def _reference(*operands, params):
+def _reference(arrays: Arrays, params: Params) -> list[Any]:
+    operands = arrays
     attributes = {a.name: a.value for a in params.attributes}
     axis_name = params.axis_names[0] if len(params.axis_names) == 1 else params.axis_names
     got = jax.tree.leaves(params.reference(*operands, axis_name=axis_name, **attributes))
@@ -225,16 +229,19 @@ def _reference(*operands, params):
     return got
 
 
-def _not_fused(*avals, params, platform):
+def _plan(arrays: Arrays, params: Params, machine: Machine) -> Plan:
     target = _targets.get(params.name)
-    if target is None or platform not in target.handlers:
-        return f"no handler was registered for platform {platform!r}"
+    if target is None or machine.platform not in target.handlers:
+        return _dispatch.unsupported(f"no handler was registered for platform {machine.platform!r}")
     if params.world > _product.MAX_RANKS:
-        return f"{params.world} ranks, jflux has heaps for up to {_product.MAX_RANKS}"
-    return None
+        return _dispatch.unsupported(
+            f"{params.world} ranks, jflux has heaps for up to {_product.MAX_RANKS}"
+        )
+    total = _native.lib.custom_workspace_bytes(params.data_bytes, params.num_signals)
+    return _dispatch.fused("a handler was registered", {"workspace_bytes": total})
 
 
-def _signature(avals, params: Params) -> int:
+def _signature(avals: Any, params: Params) -> int:
     """Of what the ranks must agree on."""
     operands = [(aval.shape, aval.dtype.name) for aval in avals]
     results = [(shape, dtype.name) for shape, dtype in params.results]
@@ -243,35 +250,31 @@ def _signature(avals, params: Params) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
 
 
-def _launch(*avals, params, platform, mesh, groups):
-    _register(params.name, platform)
-    if _ffi.lowers_for_here(mesh):
-        workspace_bytes = functools.partial(
-            _jflux.custom_workspace_bytes, params.data_bytes, params.num_signals
-        )
-        _heap.reserve(platform, groups, f"custom_call({params.name})", workspace_bytes)
+def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
     numbers: dict[type, Any] = {bool: np.bool_, int: np.int64, float: np.float64, str: str}
     return {
         "op": params.name,
-        "signature": np.int64(_signature(avals, params)),
+        "signature": np.int64(_signature(arrays, params)),
         "data_bytes": np.int64(params.data_bytes),
         "num_signals": np.int64(params.num_signals),
         **{a.name: numbers[type(a.value)](a.value) for a in params.attributes},
     }
 
 
-def _batch(primitive, operands, dims, *, params):
+def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
     bind = functools.partial(primitive.bind, params=params)
-    return _product.batch_in_turn(bind, operands, dims)
+    return _product.batch_one_by_one(bind, operands, dims)
 
 
-_primitive = _ffi.make_primitive(
-    "custom_call",
-    abstract_eval=_results,
-    reference=_reference,
-    not_fused=_not_fused,
-    lax_is_faster=lambda *avals, **_: False,
-    launch=_launch,
-    batch=_batch,
-    target=lambda params: params.name,
+_primitive = _lowering.make_primitive(
+    _lowering.Rules(
+        name="custom_call",
+        result_shapes=_results,
+        reference=_reference,
+        plan=_plan,
+        register=lambda params, platform: _register(params.name, platform),
+        attributes=_attributes,
+        batch=_batch,
+        target=lambda params: params.name,
+    )
 )

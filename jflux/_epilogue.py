@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._global import several
+from . import _native
+from ._ops._lax import several
 
 
 @jax.custom_jvp
@@ -28,7 +29,7 @@ def _normal_cdf_jvp(primals: Any, tangents: Any) -> Any:
     return _normal_cdf(x), density * dx
 
 
-#: By name; "gelu" is the exact one, "gelu_tanh" its usual approximation. In the order of
+#: By name; "gelu" is the exact one, "gelu_tanh" its usual approximation. Those of
 #: cc/core/activation.h.
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "gelu": lambda x: x * _normal_cdf(x),
@@ -59,7 +60,7 @@ class Epilogue:
     @property
     def number(self) -> int:
         """The activation's, in cc/core/activation.h."""
-        return 0 if self.activation is None else 1 + list(ACTIVATIONS).index(self.activation)
+        return _native.number_of(self.activation, _native.ACTIVATIONS)
 
     def before(self) -> Epilogue | None:
         """The same without the activation."""

@@ -5,140 +5,67 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ._mesh import AxisName, as_tuple
+from ._ops._spec import Layout
 
 
-def several(operand: Any) -> tuple[Any, ...]:
-    """An operand that may be a sequence, as one."""
-    return tuple(operand) if isinstance(operand, tuple | list) else (operand,)
-
-
-def all_gather_matmul(
+def over_global_arrays(
     op: Callable[..., Any],
-    x: jax.Array,
-    w: jax.Array | Sequence[jax.Array],
+    name: str,
+    operands: Mapping[str, Any],
+    layout: Layout,
     *,
+    results: Any,
+    axis_name: AxisName,
     mesh: Mesh | AbstractMesh | None,
     x_spec: PartitionSpec | None,
-    axis_name: AxisName,
-    gather_dimension: int,
-    return_gathered: bool,
-    transpose_rhs: bool,
-    bias: Any,
-    gated: bool,
-    **options: Any,
+    check_vma: bool = False,
 ) -> Any:
-    """`op` is jflux.all_gather_matmul or its reference; `options` are the rest of its own."""
-    names, last = as_tuple(axis_name), x.ndim - 1
-    x_in = _with_axis(_spec(x, x_spec), x.ndim, gather_dimension % x.ndim, names)
-    y_out = _with_axis(x_in, x.ndim, last, names)
-    gathered_out = PartitionSpec(*y_out[:last], None)
-    w_in = PartitionSpec(*((names, None) if transpose_rhs else (None, names)))
-    y_outs = tuple(y_out for _ in w) if isinstance(w, tuple | list) and not gated else y_out
-    return _over_global_arrays(
-        functools.partial(
-            op, axis_name=axis_name, gather_dimension=gather_dimension,
-            return_gathered=return_gathered, transpose_rhs=transpose_rhs, gated=gated, **options
-        ),
-        "all_gather_matmul", {"x": x, "w": w, "bias": bias},
-        {"x": x_in, "w": w_in, "bias": PartitionSpec(names)}, axis_name=axis_name, mesh=mesh,
-        out_specs=(y_outs, gathered_out) if return_gathered else y_outs,
-    )  # fmt: skip
+    """Runs `op` inside a shard_map of its own over all axes of the mesh.
+
+    Args:
+      op: takes the operands by name, as one rank's.
+      name: of the op, for messages.
+      operands: global arrays, sequences or pytrees of such, or None. "x" is one of them.
+      layout: which dimension of each operand and result the ranks split. Operands that are several
+        arrays have one entry for all.
+      results: what `op` returns, with the results' names in place of arrays.
+      axis_name: the ranks' axis, or a tuple of them.
+      mesh: by default the ambient one, or the operands' own.
+      x_spec: how x is sharded besides; by default as its type says.
+      check_vma: whether that can know what is the same on all ranks, which a gathered array is not
+        known to be.
+    """
+    names, x = as_tuple(axis_name), jax.tree.leaves(operands["x"])[0]
+    base = _spec(x, x_spec)
+
+    def spec_of(array: str) -> PartitionSpec:
+        if array in layout.rows:
+            return _with_axis(base, x.ndim, layout.rows[array], names)
+        dimension = layout.others[array]
+        if dimension is None:
+            return PartitionSpec()
+        return PartitionSpec(*([None] * dimension), names)
+
+    return with_specs(
+        op,
+        name,
+        operands,
+        {array: spec_of(array) for array in operands},
+        axis_name=axis_name,
+        mesh=mesh,
+        out_specs=jax.tree.map(spec_of, results),
+        check_vma=check_vma,
+    )
 
 
-def matmul_reduce_scatter(
-    op: Callable[..., Any],
-    x: jax.Array | Sequence[jax.Array],
-    w: jax.Array | Sequence[jax.Array],
-    *,
-    mesh: Mesh | AbstractMesh | None,
-    x_spec: PartitionSpec | None,
-    axis_name: AxisName,
-    scatter_dimension: int,
-    transpose_rhs: bool,
-    bias: Any,
-    residual: Any,
-    **options: Any,
-) -> Any:
-    """`op` is jflux.matmul_reduce_scatter or its reference; `options` are the rest of its own."""
-    names, x_0 = as_tuple(axis_name), several(x)[0]
-    x_in = _with_axis(_spec(x_0, x_spec), x_0.ndim, x_0.ndim - 1, names)
-    y_out = _with_axis(x_in, x_0.ndim, scatter_dimension % x_0.ndim, names)
-    w_in = PartitionSpec(*((None, names) if transpose_rhs else (names, None)))
-    return _over_global_arrays(
-        functools.partial(
-            op, axis_name=axis_name, scatter_dimension=scatter_dimension,
-            transpose_rhs=transpose_rhs, **options
-        ),
-        "matmul_reduce_scatter", {"x": x, "w": w, "bias": bias, "residual": residual},
-        {"x": x_in, "w": w_in, "bias": PartitionSpec(), "residual": y_out},
-        axis_name=axis_name, mesh=mesh, out_specs=y_out,
-    )  # fmt: skip
-
-
-def matmul_all_reduce(
-    op: Callable[..., Any],
-    x: jax.Array,
-    w: jax.Array,
-    *,
-    mesh: Mesh | AbstractMesh | None,
-    x_spec: PartitionSpec | None,
-    axis_name: AxisName,
-    transpose_rhs: bool,
-    residual: Any,
-    norm: Any,
-    **options: Any,
-) -> Any:
-    """`op` is jflux.matmul_all_reduce or its reference; `options` are the rest of its own."""
-    names, last = as_tuple(axis_name), x.ndim - 1
-    x_in = _with_axis(_spec(x, x_spec), x.ndim, last, names)
-    y_out = _with_axis(x_in, x.ndim, None, names)
-    w_in = PartitionSpec(*((None, names) if transpose_rhs else (names, None)))
-    return _over_global_arrays(
-        functools.partial(op, axis_name=axis_name, transpose_rhs=transpose_rhs, **options),
-        "matmul_all_reduce", {"x": x, "w": w, "residual": residual, "norm": norm},
-        {"x": x_in, "w": w_in, "residual": y_out, "norm": PartitionSpec()},
-        axis_name=axis_name, mesh=mesh, out_specs=y_out if norm is None else (y_out, y_out),
-        check_vma=True,
-    )  # fmt: skip
-
-
-def matmul_all_to_all(
-    op: Callable[..., Any],
-    x: jax.Array,
-    w: jax.Array,
-    *,
-    mesh: Mesh | AbstractMesh | None,
-    x_spec: PartitionSpec | None,
-    axis_name: AxisName,
-    split_axis: int,
-    concat_axis: int,
-    transpose_rhs: bool,
-    **options: Any,
-) -> Any:
-    """`op` is jflux.matmul_all_to_all or its reference; `options` are the rest of its own."""
-    names, last = as_tuple(axis_name), x.ndim - 1
-    split, concat = split_axis % x.ndim, concat_axis % x.ndim
-    x_in = _with_axis(_spec(x, x_spec), x.ndim, None if concat == last else concat, names)
-    w_columns = names if concat == last else None
-    w_in = PartitionSpec(*((w_columns, None) if transpose_rhs else (None, w_columns)))
-    return _over_global_arrays(
-        functools.partial(
-            op, axis_name=axis_name, split_axis=split, concat_axis=concat,
-            transpose_rhs=transpose_rhs, **options
-        ),
-        "matmul_all_to_all", {"x": x, "w": w}, {"x": x_in, "w": w_in}, axis_name=axis_name,
-        mesh=mesh, out_specs=_with_axis(x_in, x.ndim, split, names),
-    )  # fmt: skip
-
-
-def _over_global_arrays(
+def with_specs(
     op: Callable[..., Any],
     name: str,
     operands: Mapping[str, Any],
@@ -149,9 +76,8 @@ def _over_global_arrays(
     out_specs: Any,
     check_vma: bool = False,
 ) -> Any:
-    """Runs `op` inside a shard_map of its own over all axes of the mesh. Operands that are
-    sequences or pytrees have one spec for all; None is none. `check_vma`: whether that can know
-    what is the same on all ranks, which a gathered array is not known to be."""
+    """:func:`over_global_arrays` with the operands' and results' shardings as such. Operands that
+    are sequences or pytrees have one spec for all; None is none."""
     arrays = {argument: jax.tree.leaves(operand) for argument, operand in operands.items()}
     mesh = _mesh_for(mesh, *itertools.chain(*arrays.values()))
     missing = [n for n in as_tuple(axis_name) if n not in mesh.axis_names]

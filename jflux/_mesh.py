@@ -94,8 +94,3 @@ def concrete_mesh_of(axis_context: Any, axis_name: AxisName) -> Mesh | None:
     if isinstance(mesh, Mesh) and all(n in mesh.axis_names for n in as_tuple(axis_name)):
         return mesh
     return None
-
-
-def core_count(mesh: Mesh) -> int:
-    """Multiprocessors of a GPU of the mesh, which has GPUs of one kind."""
-    return next(iter(mesh.local_devices), mesh.devices.flat[0]).core_count

@@ -60,11 +60,6 @@ class LayerNorm:
 Norm = RMSNorm | LayerNorm
 
 
-def number(name: str | None) -> int:
-    """As cc/ops/all_reduce/all_reduce.h numbers them."""
-    return (None, RMSNorm.name, LayerNorm.name).index(name)
-
-
 def check(op: str, norm: Any, width: int) -> None:
     """Raises for one that rows of `width` cannot take."""
     if not isinstance(norm, RMSNorm | LayerNorm):

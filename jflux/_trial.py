@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -15,7 +16,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from ._ops import _product
+from . import _native
+from ._ops._spec import OpSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,20 +29,48 @@ class Timing:
     high: float
 
 
-def specs(op: str, axis: Any, transpose_rhs: bool = False) -> tuple[P, P, P]:
-    """How x, w and y of an op are sharded."""
-    rows, columns = P(axis, None), P(None, axis)
-    x, w, y = (rows, columns, columns) if op == "all_gather_matmul" else (columns, rows, rows)
-    if op == "matmul_all_reduce":
-        y = P(None, None)
-    if op == "matmul_all_to_all":
-        x, w, y = rows, P(None, None), columns
-    return x, P(*reversed(w)) if transpose_rhs else w, y
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """One way to call a product on matrices, over a mesh axis.
 
+    Attributes:
+      spec: the op.
+      axis: the mesh axis, or a tuple of them.
+      transpose_rhs: w is stored [n, k].
+      way: which of the op's ways.
+    """
 
-def options(op: str) -> dict[str, Any]:
-    """How an op is called on these, beside `axis_name`."""
-    return {"split_axis": 1, "concat_axis": 0} if op == "matmul_all_to_all" else {}
+    spec: OpSpec
+    axis: Any = "tp"
+    transpose_rhs: bool = False
+    way: int = 0
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """How the op is called on one rank's x and w."""
+        return {
+            "axis_name": self.axis, "transpose_rhs": self.transpose_rhs,
+            **self.spec.ways[self.way],
+        }  # fmt: skip
+
+    @property
+    def partition(self) -> tuple[P, P, P]:
+        """How x, w and y are sharded."""
+        return self.spec.partition(
+            self.axis, transpose_rhs=self.transpose_rhs, **self.spec.ways[self.way]
+        )
+
+    def function(self, reference: bool = False, **options: Any) -> Callable[..., Any]:
+        """The op, or its reference, of one rank's x and w."""
+        op = self.spec.reference if reference else self.spec.function
+        return functools.partial(op, **self.options, **options)
+
+    def operands(self, m: int, n: int, k: int, mesh: Mesh, dtype: Any) -> tuple[Any, Any]:
+        """Global x [m, k] and w [k, n] (or [n, k]), whose product is of order 1."""
+        x_spec, w_spec, _ = self.partition
+        w_shape = (n, k) if self.transpose_rhs else (k, n)
+        x = normal(mesh, x_spec, (m, k), dtype, seed=1)
+        return x, normal(mesh, w_spec, w_shape, dtype, seed=2, scale=float(1 / np.sqrt(k)))
 
 
 def normal(
@@ -54,16 +84,6 @@ def normal(
     return make(jax.random.key(seed))
 
 
-def operands(
-    op: str, m: int, n: int, k: int, mesh: Mesh, axis: Any, dtype: Any, transpose_rhs: bool = False
-) -> tuple[jax.Array, jax.Array]:
-    """Global x [m, k] and w [k, n] (or [n, k]), whose product is of order 1."""
-    x_spec, w_spec, _ = specs(op, axis, transpose_rhs)
-    w_shape = (n, k) if transpose_rhs else (k, n)
-    x = normal(mesh, x_spec, (m, k), dtype, seed=1)
-    return x, normal(mesh, w_spec, w_shape, dtype, seed=2, scale=float(1 / np.sqrt(k)))
-
-
 #: XLA makes a graph of a loop's body if it has five commands, and launches those of a shorter one
 #: call by call, which takes the host 10 to 20 us a call.
 CALLS_IN_A_BODY = 4
@@ -72,27 +92,27 @@ CALLS_IN_A_BODY = 4
 def loop(op: Callable[[jax.Array, jax.Array], jax.Array], iterations: int) -> Callable[..., Any]:
     """`iterations` calls in a row; each one's input takes an element of the last one's output."""
 
-    def with_corner(a, y):
+    def with_corner(a: Any, y: Any) -> Any:
         corner = y[(slice(0, 1),) * y.ndim].reshape((1,) * a.ndim).astype(a.dtype)
         return lax.dynamic_update_slice(a, corner, (0,) * a.ndim)
 
-    def step(carry):
+    def step(carry: Any) -> Any:
         x, w, y = carry
         # x varies with y: no call can be left out or moved. A w that is padded does so too, or XLA
         # would pad it once for all calls.
-        is_padded = any(size % _product.UNIT for size in w.shape)
+        is_padded = any(size % _native.UNIT for size in w.shape)
         x, w = with_corner(x, y), with_corner(w, y) if is_padded else w
         return x, w, op(x, w)
 
-    def steps(count, carry):
+    def steps(count: int, carry: Any) -> Any:
         for _ in range(count):
             carry = step(carry)
         return carry
 
-    def run(x, w):
-        turns, first = divmod(iterations - 1, CALLS_IN_A_BODY)
+    def run(x: Any, w: Any) -> Any:
+        rounds, first = divmod(iterations - 1, CALLS_IN_A_BODY)
         carry = steps(first, (x, w, op(x, w)))
-        return lax.fori_loop(0, turns, lambda _, carry: steps(CALLS_IN_A_BODY, carry), carry)[2]
+        return lax.fori_loop(0, rounds, lambda _, carry: steps(CALLS_IN_A_BODY, carry), carry)[2]
 
     return run
 

@@ -6,7 +6,6 @@ jflux.tune("all_gather_matmul", m=8192, n=49152, k=12288)
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -14,22 +13,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
-from . import _heap, _jflux, _mesh, _trial, _tuning
-from ._ops._product import CUDA_TILE_ROWS
-from ._ops.all_gather_matmul import all_gather_matmul
-from ._ops.matmul_all_reduce import are_few_rows, check_tuned, matmul_all_reduce
-from ._ops.matmul_all_to_all import matmul_all_to_all
-from ._ops.matmul_reduce_scatter import matmul_reduce_scatter
-from ._tuning import APART, Choice, Key
-
-_OPS: dict[str, Callable[..., Any]] = {
-    "all_gather_matmul": all_gather_matmul,
-    "matmul_reduce_scatter": matmul_reduce_scatter,
-    "matmul_all_reduce": matmul_all_reduce,
-    "matmul_all_to_all": matmul_all_to_all,
-}
+from . import _config, _dispatch, _explain, _heap, _mesh, _native, _trial, _tuning
+from ._dispatch import Machine, Plan
+from ._ops import _product
+from ._ops._spec import OpSpec, all_ops
+from ._trial import Trial
+from ._tuning import DECOMPOSED, Choice, Key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +29,8 @@ class Result:
 
     Attributes:
       key: the call.
-      seconds: of a call, the median over rounds, for each choice and for "apart", XLA's product
-        and a collective: the mean of calls on normal numbers and on zeros.
+      seconds: of a call, the median over rounds, for each choice and for "decomposed",
+        XLA's product and a collective: the mean of calls on normal numbers and on zeros.
       best: the choice that calls like this take from now on.
     """
 
@@ -70,15 +61,14 @@ def tune(
     progress: Callable[[int, int], None] | None = None,
 ) -> Result:
     """Times the whole overlapped op with every configuration that could be the fastest, on all
-    ranks in lockstep, and XLA's product and a collective ("apart") beside them; calls of this shape
-    take the fastest from then on.
+    ranks in lockstep, and XLA's product and a collective ("decomposed") beside them; calls of this
+    shape take the fastest from then on.
 
     With several processes, all of them must call it, with the same arguments.
 
     Args:
-      op: "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", or
-        "matmul_all_to_all", whose columns are split; what is chosen holds for other pieces of the
-        same size too.
+      op: the name of an op that multiplies. Of all-to-alls, the first way in which its
+        documentation calls it is timed; what is chosen holds for other shards of the same size too.
       m: rows of the gathered x, or of x before the scatter, or of y.
       n: columns of w, over all ranks for all_gather_matmul.
       k: columns of x, over all ranks for matmul_reduce_scatter and matmul_all_reduce.
@@ -96,60 +86,80 @@ def tune(
       All times, and the choice.
 
     Raises:
-      ValueError: for an unknown op, sizes that the ranks do not divide, or a matmul_all_reduce that
-        is no one kernel, and has nothing to choose.
+      ValueError: for an unknown op, sizes that the ranks do not divide, or a call that no kernel
+        takes, and so has nothing to choose: says why.
       RuntimeError: where there is nothing to choose: no GPUs with kernels, or one rank.
     """
-    if op not in _OPS:
-        raise ValueError(f"jflux.tune: {op=} must be one of {', '.join(_OPS)}")
+    spec = all_ops().get(op)
+    if spec is None or not spec.tuned:
+        names = ", ".join(name for name, one in all_ops().items() if one.tuned)
+        raise ValueError(f"jflux.tune: {op=} must be one of {names}")
     if not _heap._cuda_usable():
         why = _heap._why_no_cuda() if jax.default_backend() == "gpu" else "there is no GPU"
         raise RuntimeError(f"jflux.tune chooses among kernels for GPUs, and {why}")
     if mesh is None:
         mesh = jax.make_mesh((jax.device_count(),), _mesh.as_tuple(axis_name))
-    gpu, sm_count = mesh.devices.flat[0].device_kind, _mesh.core_count(mesh)
-    ranks = _ranks(mesh, axis_name)
-    if ranks == 1:
-        raise RuntimeError("jflux.tune: one rank is a plain product, with nothing to choose")
-    key = key_of(op, m, n, k, ranks, dtype, transpose_rhs)
-    if op == "matmul_all_reduce":
-        check_tuned(m, n, key.k, ranks, jnp.dtype(dtype))
-    tried: list[Choice | str] = [*candidates(key, sm_count, _heap.link_gbps()), APART]
+    if _ranks(mesh, axis_name) == 1:
+        raise RuntimeError("jflux.tune: one rank has no communication, and so nothing to choose")
+    gpu = mesh.devices.flat[0].device_kind
+    trial = Trial(spec, axis_name, transpose_rhs)
+    check_divides(spec, m, n, k, _ranks(mesh, axis_name))
+    plan = plan_of(trial, m, n, k, mesh, dtype)
+    if plan.path != _dispatch.Path.FUSED:
+        raise ValueError(f"jflux.tune: {op} of {m} x {n} x {k} has no kernel: {plan.reason}")
+    machine = _dispatch.machine_of("cuda", mesh)
+    tried: list[Choice | str] = [*candidates(plan.key, machine), DECOMPOSED]
     seconds = measure(
-        op, tried, m=m, n=n, k=k, mesh=mesh, axis_name=axis_name, dtype=dtype,
-        transpose_rhs=transpose_rhs, rounds=rounds, progress=progress,
-    )  # fmt: skip
+        trial, tried, m=m, n=n, k=k, mesh=mesh, dtype=dtype, rounds=rounds, progress=progress
+    )
     best = pick(seconds)
-    entry = {str(key): _tuning.as_json(best)}
+    entry = {str(plan.key): _tuning.as_json(best)}
     if save and jax.process_index() == 0:
         _tuning.store(_tuning.user_path(gpu), entry)
     _tuning.remember(gpu, entry)
     jax.clear_caches()  # what was lowered before does not know
-    return Result(key, seconds, best)
+    return Result(plan.key, seconds, best)
+
+
+def plan_of(trial: Trial, m: int, n: int, k: int, mesh: Mesh, dtype: Any) -> Plan:
+    """What the kernel does for a call of these global sizes, if it takes the call."""
+    x_spec, w_spec, y_spec = trial.partition
+    w_shape = (n, k) if trial.transpose_rhs else (k, n)
+    shapes = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+        for shape, spec in (((m, k), x_spec), (w_shape, w_spec))
+    ]
+    f = jax.jit(
+        jax.shard_map(
+            trial.function(), mesh=mesh, in_specs=(x_spec, w_spec), out_specs=y_spec,
+            check_vma=False,
+        )
+    )  # fmt: skip
+    with _config.override(always=True, configuration=None):
+        (call, *_) = _explain.calls_of(f, *shapes)
+    return call.plan
 
 
 def measure(
-    op: str,
+    trial: Trial,
     tried: Sequence[Choice | str],
     *,
     m: int,
     n: int,
     k: int,
     mesh: Mesh,
-    axis_name: _mesh.AxisName,
     dtype: Any = jnp.bfloat16,
-    transpose_rhs: bool = False,
     rounds: int = 5,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[Choice | str, float]:
-    """Seconds of a call with each choice, in turn and on all ranks in lockstep: the mean of calls
-    on normal numbers and on zeros. Loops of the former are limited by the chip's power, which hides
-    what tells choices apart where it is no limit; models are in between (docs/design/0009)."""
-    normal = _trial.operands(op, m, n, k, mesh, axis_name, dtype, transpose_rhs)
+    """Seconds of a call with each choice, one after the other and on all ranks in lockstep: the
+    mean of calls on normal numbers and on zeros. Loops of the former are limited by the chip's
+    power, which hides the differences between choices where it is no limit; models are in between
+    (docs/experiments/0009)."""
+    normal = trial.operands(m, n, k, mesh, dtype)
     zeros = jax.tree.map(jnp.zeros_like, normal)
-    ranks = _ranks(mesh, axis_name)
-    iterations = _trial.iterations_for(0.02, 2.0 * m * n * k / ranks)
-    x_spec, w_spec, y_spec = _trial.specs(op, axis_name, transpose_rhs)
+    iterations = _trial.iterations_for(0.02, 2.0 * m * n * k / _ranks(mesh, trial.axis))
+    x_spec, w_spec, y_spec = trial.partition
     done = itertools.count()
     total = len(tried) + (1 + rounds) * 2 * len(set(tried))
 
@@ -160,9 +170,7 @@ def measure(
     step()
     runs = {}
     for choice in tried:
-        options = _trial.options(op)
-        f = functools.partial(_OPS[op], axis_name=axis_name, transpose_rhs=transpose_rhs, **options)
-        body = _trial.loop(f, iterations)
+        body = _trial.loop(trial.function(), iterations)
         with _tuning.force(choice):
             program = _trial.compiled(body, mesh, (x_spec, w_spec), y_spec, *normal)
         runs[_label(choice)] = _trial.run_of(program, *normal)
@@ -179,54 +187,75 @@ def _ranks(mesh: Mesh, axis_name: _mesh.AxisName) -> int:
     return math.prod(mesh.shape[name] for name in _mesh.as_tuple(axis_name))
 
 
-def key_of(op: str, m: int, n: int, k: int, ranks: int, dtype: Any, transpose_rhs: bool) -> Key:
-    """The key of a call of global sizes."""
-    sums = op in ("matmul_reduce_scatter", "matmul_all_reduce")
-    split = {"m": m, "k": k} if sums else {"m": m, "n": n}
-    for name, size in split.items():
-        if size % ranks != 0:
-            raise ValueError(f"jflux.tune: {name}={size} is not a multiple of the {ranks} ranks")
-    if sums:
-        k //= ranks
-    else:
-        n //= ranks
-    return _tuning.key_of(op, ranks, m // ranks, n, k, dtype, transpose_rhs)
+def check_divides(spec: OpSpec, m: int, n: int, k: int, ranks: int) -> None:
+    """Raises for global sizes that the ranks do not divide."""
+    layout = spec.layout(2, **spec.ways[0])
+    names = {"x": ("m", "k"), "y": ("m", "n"), "w": ("k", "n")}
+    sizes = {"m": m, "n": n, "k": k}
+    for array, dimension in {**layout.rows, **layout.others}.items():
+        if dimension is None:
+            continue
+        name = names[array][dimension]
+        if sizes[name] % ranks != 0:
+            raise ValueError(
+                f"jflux.tune: {name}={sizes[name]} is not a multiple of the {ranks} ranks"
+            )
 
 
-_MOST_IN_ONE_SWEEP = 4096  # rows
+_MOST_IN_ONE_GROUP = 4096  # rows
 
 
-def candidates(key: Key, sm_count: int, link_gbps: float = 0) -> list[Choice]:
-    """What is worth a try: every compiled tile, with the heuristic's group and those around it. The
-    heuristic's own choice comes first."""
-    first = _tuning.heuristic(key, sm_count, link_gbps)
-    found = [first]
-    if key.op == "matmul_all_reduce" and are_few_rows(key.rows, key.n, key.ranks):
-        return [first, dataclasses.replace(first, splits=1 if first.splits == 2 else 2)]
+def candidates(key: Key, machine: Machine) -> list[Choice]:
+    """What is worth a try: every compiled tile, with the heuristic's raster group and those around
+    it, as far as they are different to the kernel. The heuristic's own choice comes first."""
+
+    def planned(choice: Choice | None) -> Choice | None:
+        """What the kernel makes of a choice; None if it cannot."""
+        call = native_call(key) | (dataclasses.asdict(choice) if choice else {})
+        try:
+            native = machine.native_plan(key.op, call)
+        except ValueError:
+            return None
+        return Choice(*(native[field.name] for field in dataclasses.fields(Choice)))
+
+    first = planned(None)
+    assert first is not None
+    tried: list[Choice] = []
     for tile in _tuning.compiled():
-        rows = CUDA_TILE_ROWS * tile.cluster_m
+        rows = _native.TILE_ROWS * tile.cluster_m
         most = -(-key.rows // rows)
-        if tile.cluster_m > 1 and key.rows <= CUDA_TILE_ROWS:
+        if tile.cluster_m > 1 and key.rows <= _native.TILE_ROWS:
             continue  # half of each cluster would compute nothing
         near = max(1, first.group_m * first.cluster_m // tile.cluster_m)
         groups = {near // 2, near, 2 * near, min(16, most)} - {0}
-        # One sweep of all rows; with one row of tiles every sweep is.
-        if 1 < most and key.rows <= _MOST_IN_ONE_SWEEP:
+        # One raster group of all rows; with one row of tiles every group is.
+        if 1 < most and key.rows <= _MOST_IN_ONE_GROUP:
             groups.add(0)
-        for group in sorted(groups):
-            choice = dataclasses.replace(tile, group_m=group)
-            if group <= max(1, min(16, most)) and choice not in found:
-                found.append(choice)
-    if key.rows <= CUDA_TILE_ROWS:
-        possible = [splits for splits in (2, 4) if splits <= _jflux.most_splits(key.op)]
-        sharing = (Choice(128, 1, 1, splits) for splits in possible)
-        found += [c for c in sharing if c not in found]
+        tried += [
+            dataclasses.replace(tile, group_m=group)
+            for group in sorted(groups)
+            if group <= max(1, min(16, most))
+        ]
+    if key.rows <= _native.TILE_ROWS:
+        tried += [Choice(128, 1, 1, splits) for splits in (2, 4)]
+    found = [first]
+    for choice in map(planned, tried):
+        if choice is not None and choice not in found:
+            found.append(choice)
     return found
 
 
+def native_call(key: Key) -> dict[str, int]:
+    """A call of this key, as the native plan function reads it."""
+    dtype = jnp.dtype(key.dtype)
+    return _product.Sizes(
+        key.op, key.ranks, 1, key.rows // key.ranks, key.k, key.n, dtype, dtype, key.transpose_rhs
+    ).native()
+
+
 def pick(seconds: Mapping[Choice | str, float]) -> Choice | str:
-    """The fastest; "apart" only if it is faster than every kernel."""
-    return min(seconds, key=lambda choice: (seconds[choice], choice == APART))
+    """The fastest; "decomposed" only if it is faster than every kernel."""
+    return min(seconds, key=lambda choice: (seconds[choice], choice == DECOMPOSED))
 
 
 def _label(choice: Choice | str) -> str:

@@ -1,8 +1,8 @@
-"""Which configuration of the GPU kernels a call takes: what was measured for it, or the heuristic.
+"""Which configuration of the GPU kernels a call takes: what was measured for it.
 
-A tuning table is a dictionary from calls to choices, kept as JSON. Three are asked in turn: the
-user's, which `jflux.tune` writes; the one that ships for this model of GPU; and, where neither
-knows the call, the heuristic of cc/gpu/gemm_config.h decides.
+A tuning table is a dictionary from calls to choices, kept as JSON. Two are asked one after the
+other: the user's, which `jflux.tune` writes, and the one that ships for this model of GPU. Where
+neither knows the call, the heuristic of cc/gpu/gemm_config.h decides.
 """
 
 from __future__ import annotations
@@ -11,21 +11,20 @@ import contextlib
 import dataclasses
 import functools
 import json
+import logging
 import os
 import pathlib
 import re
 import tempfile
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import jax
-import numpy as np
 
-from . import _heap, _jflux
+from . import _config, _heap, _native
 from ._version import __version__
 
-APART = "apart"  # instead of a choice: XLA's product and a collective, not the kernel
+DECOMPOSED = "decomposed"  # instead of a choice: XLA's product and a collective, not the kernel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +34,8 @@ class Choice:
     Attributes:
       tile_n: columns of a tile, which has 128 rows.
       cluster_m: CTAs one below the other that share the loading of w.
-      group_m: rows of clusters that share a sweep over w; 0: all do, whichever rank's they are.
+      group_m: rows of clusters in a raster group, which is traversed over all columns before the
+        next; 0: all rows are one group, whichever rank's they are.
       splits: of k, each computed by another CTA of a cluster: 2, for tiles of 128 columns and few
         rows, or 4, in all_gather_matmul.
     """
@@ -72,40 +72,67 @@ class Key:
         )
 
 
-Table = dict[str, Any]  # str(Key) -> [tile_n, cluster_m, group_m, splits] or "apart"
+_KEY = re.compile(r"(\w+) (\w+) ranks=\d+ rows=\d+ n=\d+ k=\d+ w=(kn|nk)")
+
+Table = dict[str, Any]  # str(Key) -> [tile_n, cluster_m, group_m, splits] or "decomposed"
 
 
 def compiled() -> list[Choice]:
     """The configurations that there are kernels for, each with a usual group."""
-    return [Choice(*c) for c in _jflux.choices()]
+    return [Choice(*c) for c in _native.lib.choices()]
 
 
-def heuristic(key: Key, sm_count: int, link_gbps: float = 0) -> Choice:
-    """For GPUs with so many multiprocessors, whose links carry so much (0: as an H200's)."""
-    rows = key.rows // key.ranks
-    return Choice(*_jflux.choose(key.op, key.ranks, 1, rows, key.k, key.n, sm_count, link_gbps))
+def _why_not(key: str, entry: Any) -> str | None:
+    """Why an entry of a table cannot be used, or None."""
+    match = _KEY.fullmatch(key)
+    if match is None:
+        return f"{key!r} names no call"
+    if match[1] not in {name.removeprefix("jflux_") for name, _, _ in _native.lib.targets()}:
+        return f"{match[1]!r} is not an op of this version"
+    if entry == DECOMPOSED:
+        return None
+    numbers = isinstance(entry, list) and len(entry) == 4
+    if not numbers or not all(type(number) is int for number in entry):
+        return f"{json.dumps(entry)} is neither four numbers nor {DECOMPOSED!r}"
+    if not _native.lib.is_possible(tuple(entry)):
+        return f"no kernel has the configuration {entry}"
+    return None
 
 
-def _is_possible(entry: Any) -> bool:
-    """Whether an entry of a table is one, and the kernels can do it."""
-    if not isinstance(entry, list):
-        return entry == APART
-    numbers = len(entry) == 4 and all(type(number) is int for number in entry)
-    return numbers and _jflux.is_possible(tuple(entry))
+def _warn(path: pathlib.Path, line: int, why: str) -> None:
+    _config.say_once(
+        logging.WARNING,
+        f"tuning table {path}, line {line}: ignored, since {why}; "
+        "run jflux.tune again, or delete it",
+    )
 
 
-def _possible(choices: Any, path: pathlib.Path) -> Table:
-    """The entries that are possible, with a warning if there are others."""
-    if not isinstance(choices, dict):
-        raise ValueError(f"{path} is not a tuning table (it has no choices): delete it")
-    possible = {key: entry for key, entry in choices.items() if _is_possible(entry)}
-    if len(possible) < len(choices):
-        warnings.warn(
-            f"{path}: {len(choices) - len(possible)} of {len(choices)} entries are ignored, since "
-            "no kernel takes them: run jflux.tune again for these calls",
-            stacklevel=1,
-        )
-    return possible
+def _usable(text: str, path: pathlib.Path) -> Table:
+    """The entries of a table's text that this build can use. Each other one is logged, with its
+    line."""
+    try:
+        content = json.loads(text)
+    except json.JSONDecodeError as error:
+        _warn(path, error.lineno, f"it is not JSON ({error.msg})")
+        return {}
+    if not isinstance(content, dict) or not isinstance(content.get("choices"), dict):
+        _warn(path, 1, "it has no `choices`")
+        return {}
+    wrong = [name for name, value in _writer().items() if content.get(name) != value]
+    if wrong:
+        found = ", ".join(f"{name} {content.get(name)!r}" for name in wrong)
+        _warn(path, 1, f"another version measured it ({found})")
+        return {}
+    usable, lines = {}, text.splitlines()
+    for key, entry in content["choices"].items():
+        why = _why_not(key, entry)
+        if why is None:
+            usable[key] = entry
+        else:
+            quoted = json.dumps(key)
+            line = next((i for i, text in enumerate(lines, 1) if quoted in text), 1)
+            _warn(path, line, why)
+    return usable
 
 
 def as_json(choice: Choice | str) -> Any:
@@ -113,31 +140,28 @@ def as_json(choice: Choice | str) -> Any:
     return choice if isinstance(choice, str) else list(dataclasses.astuple(choice))
 
 
-_forced: list[Choice | str] = []
-
-
 @contextlib.contextmanager
 def force(choice: Choice | str) -> Iterator[None]:
-    """Calls that are lowered inside take this choice, whatever was measured."""
-    _forced.append(choice)
-    try:
+    """Products that are lowered inside, in this thread, take this choice, whatever was measured."""
+    with _config.override(configuration=choice):
         yield
-    finally:
-        _forced.pop()
 
 
-def lookup(key: Key, gpu: str | None) -> Choice | str | None:
-    """What is known of this call: a choice, :data:`APART`, or nothing, as where there is no GPU."""
-    if _forced or gpu is None:
-        return _forced[-1] if _forced else None
+def lookup(key: Key, gpu: str) -> Choice | str | None:
+    """What is known of this call: a choice, :data:`DECOMPOSED`, or nothing, as where there is no
+    GPU (""). A choice that was forced comes first."""
+    forced = _config.config.current().configuration
+    if forced is not None or not gpu:
+        return forced
     for table in (_user_table(gpu), shipped_table(gpu)):
         found = table.get(str(key))
         if found is not None:
-            return found if found == APART else Choice(*found)
+            return found if found == DECOMPOSED else Choice(*found)
     return None
 
 
 def slug(gpu: str) -> str:
+    """A GPU's name as files have it."""
     return re.sub(r"\W+", "_", gpu.strip().lower())
 
 
@@ -145,7 +169,7 @@ def slug(gpu: str) -> str:
 def shipped_table(gpu: str) -> Table:
     """The table that comes with jflux for this model of GPU; empty if there is none."""
     path = pathlib.Path(__file__).parent / "tables" / f"{slug(gpu)}.json"
-    return _possible(json.loads(path.read_text())["choices"], path) if path.exists() else {}
+    return _usable(path.read_text(), path) if path.exists() else {}
 
 
 # ---- The user's table ----------------------------------------------------------------------------
@@ -167,21 +191,19 @@ def _writer() -> dict[str, str]:
 
 
 def load(path: pathlib.Path) -> Table:
-    """The choices in a file; none from a file of another version of jflux, or one with other tiles,
-    which has not measured these."""
+    """The choices in a file that this build can use. Nothing in a file is an error: what cannot be
+    used is logged, with its line."""
     try:
-        content = json.loads(path.read_text())
+        return _usable(path.read_text(), path)
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is not a tuning table ({error}): delete it") from error
-    if not isinstance(content, dict) or not _writer().items() <= content.items():
+    except (OSError, UnicodeDecodeError) as error:
+        _warn(path, 1, f"it cannot be read ({error})")
         return {}
-    return _possible(content.get("choices"), path)
 
 
 def store(path: pathlib.Path, choices: Table) -> None:
-    """Adds choices to a file, in one step."""
+    """Adds choices to a file, in one step. What it has that this build cannot use goes."""
     merged = {**load(path), **choices}
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as f:
@@ -207,7 +229,3 @@ def _user_table(gpu: str) -> Table:
 def remember(gpu: str, choices: Table) -> None:
     """From now on, calls that are lowered take these choices."""
     _agreed[gpu] = {**_user_table(gpu), **choices}
-
-
-def key_of(op: str, world: int, per_rank: int, n: int, k: int, dtype: Any, nk: bool) -> Key:
-    return Key(op, world, world * per_rank, n, k, np.dtype(dtype).name, nk)

@@ -5,24 +5,26 @@ from __future__ import annotations
 import itertools
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import jaxlib
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jflux
 
-from . import _heap, _jflux, _trial, testing
-from ._ops import _product, exchange, matmul_all_to_all
+from . import _config, _explain, _heap, _native, testing
+from ._dispatch import Path, Plan
+from ._ops._spec import OpSpec, collectives, products
+from ._trial import Trial
 
 
 def _versions() -> Iterator[str]:
-    build = "with CUDA kernels" if _jflux.built_with_cuda() else "without CUDA kernels"
+    build = "with CUDA kernels" if _native.lib.built_with_cuda() else "without CUDA kernels"
     try:
         from ._build_info import CUDA_DETAIL
 
@@ -63,7 +65,7 @@ def _heap_lines() -> Iterator[str]:
         f"heap: back end {_heap.backend_in_use()}, {mib} MiB per device, "
         f"deadline {_heap.deadline_seconds():g} s"
     )
-    links = _jflux.cuda_heap_links()
+    links = _heap.links("cuda")
     for source in sorted({link[0] for link in links}):
         mine = [link for link in links if link[0] == source]
         peers = ", ".join(f"{to}: {push:.0f}/{pull:.0f}" for _, to, push, pull, _ in mine)
@@ -74,130 +76,106 @@ def _heap_lines() -> Iterator[str]:
         )
 
 
-def _try(op: str, dtype: jnp.dtype) -> str:
-    """Runs the op on all devices: "ok", or what went wrong."""
-    devices = jax.devices()[: _product.MAX_RANKS]
-    ranks = len(devices)
-    mesh = Mesh(np.array(devices), ("tp",))
-    rng = np.random.default_rng(0)
-    x = rng.standard_normal((8 * ranks, 16 * ranks)).astype(dtype)
-    w = rng.standard_normal((16 * ranks, 8 * ranks)).astype(dtype)
-    options = {"axis_name": "tp", "precision": "highest"} | _trial.options(op)
-    x_spec, w_spec, y_spec = _trial.specs(op, "tp")
-    f = jax.shard_map(
-        lambda x, w: getattr(jflux, op)(x, w, **options),
-        mesh=mesh, in_specs=(x_spec, w_spec), out_specs=y_spec,
+def _mesh() -> Mesh:
+    return Mesh(np.array(jax.devices()[: _native.MAX_RANKS]), ("tp",))
+
+
+def _program(spec: OpSpec, mesh: Mesh) -> Any:
+    """One call of an op over the mesh: of global x and w, or of [ranks, ...] of all ranks' x."""
+    if spec.product is None:
+        return jax.jit(
+            jax.shard_map(
+                lambda x: spec.function(x[0], axis_name="tp", **spec.ways[0])[None],
+                mesh=mesh, in_specs=P("tp"), out_specs=P("tp"), check_vma=False,
+            )
+        )  # fmt: skip
+    trial = Trial(spec)
+    x_spec, w_spec, y_spec = trial.partition
+    return jax.jit(
+        jax.shard_map(
+            trial.function(precision="highest"), mesh=mesh, in_specs=(x_spec, w_spec),
+            out_specs=y_spec, check_vma=False,
+        )
     )  # fmt: skip
-    y = np.asarray(jax.jit(f)(x, w))
-    x64, w64 = x.astype(np.float64), w.astype(np.float64)
-    testing.assert_close(y, x64 @ w64, np.abs(x64) @ np.abs(w64), dtype, 16 * ranks)
+
+
+def _try(spec: OpSpec, dtype: np.dtype) -> str:
+    """Runs an op on all devices, small enough for any: "ok", or what went wrong."""
+    mesh, rng = _mesh(), np.random.default_rng(0)
+    ranks = mesh.size
+    f = _program(spec, mesh)
+    if spec.product is None:
+        x = rng.standard_normal((ranks, ranks, ranks, 1000)).astype(dtype)
+        collective = spec.communication(3, **spec.ways[0])
+        want, size = (np.stack(collective.exact(list(a))) for a in _exact(x))
+        terms, y = ranks if collective.sums() else 1, f(x)
+    else:
+        x = rng.standard_normal((8 * ranks, 16 * ranks)).astype(dtype)
+        w = rng.standard_normal((16 * ranks, 8 * ranks)).astype(dtype)
+        want, size = (a @ b for a, b in zip(_exact(x), _exact(w), strict=True))
+        terms, y = 16 * ranks, f(x, w)
+    testing.assert_close(np.asarray(y), want, size, dtype, terms)
     return "ok"
 
 
-# Whether a product and a collective are faster for so many rows in all, in whole tiles of columns.
-_OPS: dict[str, Callable[[int, int], bool]] = {
-    "all_gather_matmul": lambda m, _: _product.apart_is_faster("all_gather_matmul", m),
-    "matmul_reduce_scatter": lambda m, _: _product.apart_is_faster("matmul_reduce_scatter", m),
-    "matmul_all_to_all": lambda m, ranks: (
-        not matmul_all_to_all.kernel_is_faster(m // ranks, _product.CUDA_TILE_ROWS, m // ranks)
-    ),
-}
+def _exact(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """x and its magnitudes, in float64."""
+    return x.astype(np.float64), np.abs(x.astype(np.float64))
 
 
-def _fused(op: str, platform: str, ranks: int) -> str:
-    """ "fused", and for how many rows, where it is not for others."""
-    if platform != "cuda":
-        return "fused"
-    most = ranks << 16
-    sizes = [ranks << i for i in range(17)]
+def _plan(spec: OpSpec, mesh: Mesh, dtype: Any, size: int) -> Plan:
+    """What a call does of so many rows of all ranks, with 8192 columns and k, or with so many bytes
+    of each rank's x."""
+    ranks = mesh.size
+    if spec.product is None:
+        elements = max(1, size // (ranks * jnp.dtype(dtype).itemsize))
+        shapes: list[tuple[tuple[int, ...], P]] = [((ranks, ranks, elements), P("tp"))]
+    else:
+        x_spec, w_spec, _ = Trial(spec).partition
+        shapes = [((size, 8192), x_spec), ((8192, 8192), w_spec)]
+    operands = [
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec_))
+        for shape, spec_ in shapes
+    ]
+    with _config.override(always=False):
+        (call, *_) = _explain.calls_of(_program(spec, mesh), *operands)
+    return call.plan
+
+
+def _path(spec: OpSpec, mesh: Mesh, dtype: Any) -> str:
+    """ "fused", and for which sizes, where it is not for others; or why it never is."""
+    if mesh.size == 1:
+        return "reference (one device has nobody to talk to)"
+    sizes = [mesh.size << i for i in range(17)] if spec.product else [1 << i for i in range(10, 28)]
+    unit = "rows" if spec.product else "KiB"
+    scale = 1 if spec.product else 1024
+    plans = [(size, _plan(spec, mesh, dtype, size)) for size in sizes]
     runs = []
-    for slower, group in itertools.groupby(sizes, lambda m: _OPS[op](m, ranks)):
-        those = list(group)
-        if not slower:
-            first, last = those[0], those[-1]
-            runs.append(f"from {first} rows on" if last == most else f"for {first} to {last}")
-    return f"fused {' and '.join(runs)}"
+    for fused, group in itertools.groupby(plans, lambda one: one[1].path == Path.FUSED):
+        those = [size for size, _ in group]
+        if fused:
+            first, last = those[0] // scale, those[-1] // scale
+            runs.append("" if len(those) == len(sizes) else f" for {first} to {last} {unit}")
+    if runs:
+        return f"fused{' and'.join(runs)}"
+    path, reason = plans[-1][1].path, plans[-1][1].reason
+    return f"{path} ({reason})"
 
 
 def _ops() -> Iterator[str]:
-    name = _heap._default_platform()
-    ranks = jax.device_count()
-    for op in _OPS:
+    mesh = _mesh()
+    several_processes = jax.process_count() > 1
+    for spec in (*products(), *collectives()):
         for dtype in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64):
             if dtype == jnp.float64 and not jax.config.read("jax_enable_x64"):
                 continue
-            spec = jax.ShapeDtypeStruct((8, 8), dtype)
-            if ranks == 1:
-                why: str | None = "one device: a plain product"
-            elif name not in ("cpu", "cuda"):
-                why = f"no kernels for {name}"
-            else:
-                why = _product.kernel_takes(spec, spec, np.dtype(dtype), min(ranks, 8), name)
-                why = why or (_heap._why_no_cuda() if name == "cuda" else None)
-            path = f"reference ({why})" if why else _fused(op, name, ranks)
             try:
+                path = _path(spec, mesh, dtype)
                 # Other processes would have to take part in a trial.
-                verdict = _try(op, dtype) if jax.process_count() == 1 else "not tried"
-            except Exception as error:
-                verdict = f"FAILED: {error}"
-            yield f"  {op:22} {np.dtype(dtype).name:9} {path}: {verdict}"
-
-
-# x of a rank is [ranks, 1000]. How an op is called, and what the ranks should have, from all x and
-# all sums, both float64: [ranks, ...] of what differs, or what all have.
-_COLLECTIVES: dict[str, tuple[dict[str, Any], Callable[[np.ndarray, np.ndarray], np.ndarray]]] = {
-    "all_reduce": ({}, lambda x, total: np.broadcast_to(total, x.shape)),
-    "all_gather": ({}, lambda x, total: np.broadcast_to(x, (len(x), *x.shape))),
-    "reduce_scatter": ({}, lambda x, total: total),
-    "all_to_all": ({"split_axis": 0, "concat_axis": 0}, lambda x, total: x.swapaxes(0, 1)),
-}
-
-
-def _try_collective(op: str, dtype: np.dtype) -> str:
-    """Runs it on all devices: "ok", or what went wrong."""
-    devices = jax.devices()[: _product.MAX_RANKS]
-    ranks, mesh = len(devices), Mesh(np.array(devices), ("tp",))
-    x = np.random.default_rng(0).standard_normal((ranks, ranks, 1000)).astype(dtype)
-    options, expected = _COLLECTIVES[op]
-    f = jax.shard_map(
-        lambda x: getattr(jflux, op)(x[0], axis_name="tp", **options)[None],
-        mesh=mesh, in_specs=P("tp"), out_specs=P("tp"), check_vma=False,
-    )  # fmt: skip
-    y, x64 = np.asarray(jax.jit(f)(x)), x.astype(np.float64)
-    want, size = (expected(a, a.sum(0)) for a in (x64, np.abs(x64)))
-    testing.assert_close(y, want, size, dtype, ranks)
-    return "ok"
-
-
-def _most_mib(op: str) -> int:
-    """Up to which power of two of MiB an op's kernels are chosen."""
-    if op != "all_reduce":
-        return exchange.MOST_BYTES >> 20
-    ranks = min(jax.device_count(), _product.MAX_RANKS)
-    sizes = itertools.takewhile(
-        lambda mib: _jflux.choose_all_reduce(ranks, mib << 20) >= 0, (1 << i for i in range(20))
-    )
-    return max(sizes)
-
-
-def _collectives() -> Iterator[str]:
-    name = _heap._default_platform()
-    if jax.device_count() == 1 or name not in ("cpu", "cuda"):
-        path = "reference (one device, or no kernels)"
-    elif name == "cuda" and (why := _heap._why_no_cuda()):
-        path = f"reference ({why})"
-    else:
-        path = ""
-    for op in _COLLECTIVES:
-        most = _most_mib(op)
-        for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
-            try:
-                alone = jax.process_count() == 1
-                verdict = _try_collective(op, np.dtype(dtype)) if alone else "not tried"
-            except Exception as error:
-                verdict = f"FAILED: {error}"
-            which = path or f"kernels up to {most} MiB"
-            yield f"  {op:22} {np.dtype(dtype).name:9} {which}: {verdict}"
+                verdict = "not tried" if several_processes else _try(spec, np.dtype(dtype))
+            except Exception as error:  # whatever it is, the user should read it here
+                path, verdict = "", f"FAILED: {error}"
+            yield f"  {spec.name:22} {np.dtype(dtype).name:9} {path}: {verdict}"
 
 
 def report() -> Iterator[str]:
@@ -207,13 +185,13 @@ def report() -> Iterator[str]:
     yield from _heap_lines()
     yield "ops on these devices:"
     yield from _ops()
-    yield from _collectives()
     if _heap.backend_in_use():
         taken = _heap.usage(_heap._default_platform())
         yield f"heap: the calls above took {taken / (1 << 20):.1f} MiB per device"
 
 
 def main() -> int:
+    """Prints the report; 1 if an op failed, else 0."""
     jflux.config.update(always=True)  # tiny operands would take lax
     failed = False
     for line in report():

@@ -10,13 +10,22 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _heap
+from ._native import lib
 
 
 def poison_workspaces() -> None:
     """Fills every workspace that no call holds with NaN, so that a read of what nobody wrote in
     this call shows. Only between calls: wait for results first. With several GPU processes it is
     half of each workspace, the one of the last call: a peer may have begun with the other."""
-    _heap.poison()
+    if platform := _heap.existing_or_new():
+        lib.heap_poison(platform)
+
+
+def set_epochs(epoch: int) -> None:
+    """As if each workspace on this process's GPUs had made so many calls. Only between calls: all
+    processes do it after one barrier and before another."""
+    _heap._ensure("cuda")
+    lib.heap_set_epochs("cuda", epoch)
 
 
 @contextlib.contextmanager
@@ -27,11 +36,16 @@ def planted_faults(*, skip_waits: bool = False, max_delay_us: int = 0) -> Iterat
       skip_waits: no rank waits for its peers' data.
       max_delay_us: each rank starts its part of each call at a random time up to this much later.
     """
-    _heap.set_test_hooks(skip_waits, max_delay_us)
+    _set_hooks(skip_waits, max_delay_us)
     try:
         yield
     finally:
-        _heap.set_test_hooks(False, 0)
+        _set_hooks(False, 0)
+
+
+def _set_hooks(skip_waits: bool, max_delay_us: int) -> None:
+    if platform := _heap.existing_or_new():
+        lib.heap_test_hooks(platform, skip_waits, max_delay_us)
 
 
 def assert_close(y: Any, exact: np.ndarray, magnitude: np.ndarray, dtype: Any, k: int) -> None:

@@ -25,11 +25,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from . import _heap, _jflux, _trial
+from . import _heap, _native
+from ._ops._spec import products
+from ._trial import Trial
 
 # cc/gpu/device_state.h
 KINDS = (
-    "wait for rows", "multiply", "epilogue", "wait for parts", "send", "store", "copy",
+    "wait for rows", "multiply", "epilogue", "wait for partial tiles", "send", "store", "copy",
     "wait to send",
 )  # fmt: skip
 _EVENT = np.dtype(
@@ -38,9 +40,10 @@ _EVENT = np.dtype(
 )  # fmt: skip
 _COLORS = {"multiply": "#5b8db8", "epilogue": "#8bc48a"}  # what the two consumers do
 # Who does what, of the roles of cc/gpu/gemm_sm90.cuh.
-_ROLES = ("sender", "scout", "consumers", "storer")
+_ROLES = ("send warp", "tile scheduler", "MMA warpgroups", "store warp")
 _ROLE_OF = {
-    "send": 0, "copy": 0, "wait for rows": 1, "wait for parts": 1, "store": 3, "wait to send": 3
+    "send": 0, "copy": 0, "wait for rows": 1, "wait for partial tiles": 1, "store": 3,
+    "wait to send": 3,
 }  # fmt: skip
 
 
@@ -61,6 +64,11 @@ class Timeline:
     missed: int = 0
 
     def start_ns(self) -> int:
+        """When the first event of all GPUs began, in ns of their global timer.
+
+        Raises:
+          ValueError: nothing was recorded.
+        """
         if not any(len(e) for e in self.events.values()):
             raise ValueError("the timeline is empty: no jflux kernel ran while it was recorded")
         return min(int(e["begin_ns"].min()) for e in self.events.values() if len(e))
@@ -181,37 +189,39 @@ def record(max_events: int = 1 << 18) -> Iterator[Timeline]:
         raise RuntimeError("jflux.timeline records what CUDA kernels do, and there are none here")
     _heap._ensure("cuda")
     timeline = Timeline()
-    _jflux.cuda_timeline_start(max_events)
+    _native.lib.cuda_timeline_start(max_events)
     try:
         yield timeline
         for device in jax.local_devices():
-            raw, missed = _jflux.cuda_timeline_read(device.id, max_events)
+            raw, missed = _native.lib.cuda_timeline_read(device.id, max_events)
             events = np.frombuffer(raw, _EVENT)
             if len(events):
                 timeline.events[device.id] = np.sort(events, order="begin_ns")
             timeline.missed += missed
     finally:
-        _jflux.cuda_timeline_stop()
+        _native.lib.cuda_timeline_stop()
 
 
 def main() -> None:
+    """Records one call, and writes its trace and its picture."""
     import jflux
 
     parser = argparse.ArgumentParser(description="Records one call of an op on all GPUs.")
-    parser.add_argument("--op", default="all_gather_matmul")
+    specs = {spec.name: spec for spec in products()}
+    parser.add_argument("--op", default="all_gather_matmul", choices=list(specs))
     for name, value in (("m", 8192), ("n", 49152), ("k", 12288)):
         parser.add_argument(f"--{name}", type=int, default=value, help="global")
     parser.add_argument("--out", default="timeline", help="writes OUT.json and OUT.png")
     args = parser.parse_args()
     mesh = jax.make_mesh((jax.device_count(),), ("tp",))
-    x_spec, w_spec, y_spec = _trial.specs(args.op, "tp")
-    x, w = _trial.operands(args.op, args.m, args.n, args.k, mesh, "tp", jnp.bfloat16)
-    op = getattr(jflux, args.op)
+    trial = Trial(specs[args.op])
+    x_spec, w_spec, y_spec = trial.partition
+    x, w = trial.operands(args.m, args.n, args.k, mesh, jnp.bfloat16)
     jflux.config.update(always=True)
     f = jax.jit(
         jax.shard_map(
-            lambda x, w: op(x, w, axis_name="tp", **_trial.options(args.op)),
-            mesh=mesh, in_specs=(x_spec, w_spec), out_specs=y_spec,
+            trial.function(), mesh=mesh, in_specs=(x_spec, w_spec), out_specs=y_spec,
+            check_vma=False,
         )
     )  # fmt: skip
     for _ in range(3):

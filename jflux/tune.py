@@ -30,6 +30,7 @@ def _bar(title: str) -> Callable[[int, int], None]:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Tunes the calls that the arguments name; 1 where there is nothing to choose."""
     parser = argparse.ArgumentParser(
         prog="python -m jflux.tune",
         description="Measures which configuration is the fastest, and remembers it.",

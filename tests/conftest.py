@@ -2,6 +2,7 @@
 
 import glob
 import os
+import zlib
 
 _GPUS = len(glob.glob("/dev/nvidia[0-9]*"))
 if _GPUS == 1:
@@ -19,6 +20,7 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 
 import jflux  # noqa: E402
+from jflux._ops import matmul_all_reduce  # noqa: E402
 
 # CI is deterministic. HYPOTHESIS_PROFILE=nightly draws new examples, many more of them (see
 # harness.examples).
@@ -36,7 +38,24 @@ def pytest_report_header() -> str:
     return f"jax {jax.__version__} on {len(jax.devices())} x {jax.devices()[0].device_kind}"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    about = "run every test function, with its first set of parameters and one in N of the others"
+    parser.addoption("--one-in", type=int, default=1, metavar="N", help=about)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    seen: set[str] = set()
+    chosen, left_out = [], []
+    for item in items:
+        function = item.nodeid.partition("[")[0]
+        # By name: every N-th would choose the same value of a parameter that has N values.
+        is_one = zlib.crc32(item.nodeid.encode()) % config.getoption("one_in") == 0
+        (chosen if is_one or function not in seen else left_out).append(item)
+        seen.add(function)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = chosen
+
     if jax.default_backend() != "gpu":
         for item in items:
             if item.get_closest_marker("gpu"):
@@ -61,6 +80,16 @@ def own_heap():
     yield init
     jflux.shutdown()
     jflux.init()
+
+
+@pytest.fixture(scope="module")
+def small_sums():
+    """matmul_all_reduce sums y of any size in its kernel."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(matmul_all_reduce, "MOST_BYTES", 0)
+        jax.clear_caches()  # the figure is not in the key of what was lowered before
+        yield
+    jax.clear_caches()
 
 
 @pytest.fixture(scope="session", autouse=True)

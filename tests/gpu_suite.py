@@ -1,4 +1,4 @@
-"""Runs the test files on this host's GPUs, a few at a time, random programs, and random calls of
+"""Runs all test files on this host's GPUs, a few at a time, random programs, and random calls of
 eight ranks, which share the GPUs; a table is last:
 
 python tests/gpu_suite.py [--at-once 5] [--stress 2000] [--limit 600] [FILE...]
@@ -22,13 +22,14 @@ import time
 
 TESTS = pathlib.Path(__file__).parent
 
-# Those that take longest first.
-FILES = """epilogues all_reduce transforms matmul_all_to_all matmul_reduce_scatter parallel
-all_gather_matmul configurations matmul_all_reduce exchange blocks several global graphs heap mesh
-tune ffi timeline custom_call primitives decode nn_half doctor config""".split()
+# Each starts processes of its own that use the GPUs, and some of them wait for a deadline.
+ALONE = ("docs", "examples", "faults", "grid_examples", "multiprocess", "stress")
 
-# Each starts processes of its own, and some of them wait for a deadline.
-ALONE = ["faults", "multiprocess"]
+
+def all_files(folder: pathlib.Path) -> list[str]:
+    """Names of the test files without "test_", the largest first: these take longest."""
+    files = sorted(folder.glob("test_*.py"), key=lambda file: (-file.stat().st_size, file.name))
+    return [file.stem.removeprefix("test_") for file in files]
 
 
 @dataclasses.dataclass
@@ -86,7 +87,7 @@ def main() -> int:
     args = parser.parse_args()
     args.logs.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + args.limit
-    names = [re.sub(r"^(.*/)?test_|\.py$", "", name) for name in args.files] or [*FILES, *ALONE]
+    names = [re.sub(r"^(.*/)?test_|\.py$", "", name) for name in args.files] or all_files(TESTS)
 
     def test(name: str, share: float) -> Outcome:
         command = [sys.executable, "-m", "pytest", "-q", "--no-header", "--maxfail=5",

@@ -13,19 +13,22 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import strategies as st
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jflux
 from jflux import testing
+from jflux._ops._collective import Collective
+from jflux._ops._spec import OpSpec, all_ops, products
 
 PLATFORM = jax.default_backend()
 DEVICES = jax.devices()[: 4 if PLATFORM == "gpu" else 8]
@@ -33,13 +36,23 @@ RANKS = len(DEVICES)
 HALVES = (jnp.bfloat16, jnp.float16)
 DTYPES = (*HALVES, jnp.float32, jnp.float64)
 FUSED_DTYPES = HALVES if PLATFORM == "gpu" else DTYPES
-OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_to_all")
+PRODUCTS = tuple(spec.name for spec in products())
+#: Products whose results differ from rank to rank, so that each has a gradient of its own.
+OPS = tuple(
+    spec.name for spec in products() if spec.communication(2, **spec.ways[0]).kind != "all_reduce"
+)
 
 
 def examples(count: int) -> Callable[[Any], Any]:
     """How many examples a property gets: `count` in CI, 20 times as many in the nightly profile."""
     factor = 20 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 1
     return hypothesis.settings(max_examples=count * factor)
+
+
+def gpu_choices(*choices: Any) -> list[Any]:
+    """Tiles, or whatever else only the GPU kernels are told. The CPU back end ignores them: there,
+    one stands for all."""
+    return list(choices[: 1 if PLATFORM == "cpu" else None])
 
 
 # ---- Meshes ------------------------------------------------------------------------------------
@@ -114,7 +127,7 @@ def exchanged(
     all_to_all of all ranks' x."""
     world = len(xs)
 
-    def pieces(x: np.ndarray, at: int) -> list[np.ndarray]:
+    def shards(x: np.ndarray, at: int) -> list[np.ndarray]:
         parts = np.split(x, world, axis=at)
         return parts if tiled else [p.squeeze(at) for p in parts]
 
@@ -125,8 +138,8 @@ def exchanged(
         return [together(xs, axis)] * world
     if op == "reduce_scatter":
         wide = [x.astype(np.promote_types(x.dtype, np.float32)) for x in xs]
-        return pieces(sum(wide[1:], wide[0]), scatter_dimension)
-    sent = [pieces(x, split_axis) for x in xs]
+        return shards(sum(wide[1:], wide[0]), scatter_dimension)
+    sent = [shards(x, split_axis) for x in xs]
     return [together([s[rank] for s in sent], concat_axis) for rank in range(world)]
 
 
@@ -147,11 +160,9 @@ def per_device(mesh: Mesh, body: Callable[..., Any], **options: Any) -> Callable
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call of one op. `lead` are the leading dimensions of the scattered side (x of
-    all_gather_matmul, y of matmul_reduce_scatter); `dimension` is the gathered or scattered one.
-
-    Of matmul_all_to_all, `lead` and `n` are the shape of one piece; `split` and `concat` are
-    dimensions of the product."""
+    """One call of one product. `lead` and k or n are the shape of one shard: of x, if it travels,
+    else of the product ``x @ w``. `dimension` is the one that is gathered or scattered; `split` and
+    `concat` are those of an all-to-all."""
 
     op: str
     lead: tuple[int, ...] = (4,)
@@ -172,58 +183,75 @@ class Call:
         return " ".join(fields)
 
     @property
+    def spec(self) -> OpSpec:
+        return all_ops()[self.op]
+
+    @property
+    def options(self) -> dict[str, int]:
+        """What its collective needs to know."""
+        if self.spec.dimension is not None:
+            return {self.spec.dimension: self.dimension}
+        if "split_axis" in self.spec.ways[0]:
+            return {"split_axis": self.split, "concat_axis": self.concat}
+        return {}
+
+    @property
+    def collective(self) -> Collective:
+        return self.spec.communication(len(self.lead) + 1, **self.options)
+
+    @property
     def is_gather(self) -> bool:
-        return self.op == "all_gather_matmul"
+        return self.collective.kind == "all_gather"
 
     @property
     def is_exchange(self) -> bool:
-        return self.op == "matmul_all_to_all"
+        return self.collective.kind == "all_to_all"
+
+    @property
+    def multiplies_after(self) -> bool:
+        """Whether x travels, and not the product."""
+        return self.spec.product == "after"
 
     @property
     def out_dtype(self) -> np.dtype:
         return np.dtype(self.out or self.dtype)
 
-    @property
-    def axis(self) -> int:
-        return self.dimension % (len(self.lead) + 1)
+    def _travels(self, world: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The shapes of what goes into the collective, and of what comes out."""
+        shard = (*self.lead, self.k if self.multiplies_after else self.n)
+        shapes = []
+        for dimension in (self.collective.split, self.collective.concat):
+            shape = list(shard)
+            if dimension is not None:
+                shape[dimension] *= world
+            shapes.append(tuple(shape))
+        return shapes[0], shapes[1]
 
     def full(self, world: int) -> tuple[int, ...]:
-        """The leading dimensions of the gathered side."""
-        shape = list(self.lead)
-        shape[self.axis] *= world
-        return tuple(shape)
-
-    def _pieces(self, dimension: int, world: int) -> tuple[int, ...]:
-        """The shape of `world` pieces along a dimension."""
-        shape = [*self.lead, self.n]
-        shape[dimension] *= world
-        return tuple(shape)
+        """The leading dimensions of the larger side."""
+        return max((shape[:-1] for shape in self._travels(world)), key=math.prod)
 
     def x_shape(self, world: int) -> tuple[int, ...]:
-        if self.is_exchange:
-            return (*self._pieces(self.split, world)[:-1], self.k)
-        return (*(self.lead if self.is_gather else self.full(world)), self.k)
+        sent, _ = self._travels(world)
+        return sent if self.multiplies_after else (*sent[:-1], self.k)
 
     def w_shape(self, world: int) -> tuple[int, int]:
-        n = self._pieces(self.split, world)[-1] if self.is_exchange else self.n
-        return (n, self.k) if self.transpose_rhs else (self.k, n)
+        sent, received = self._travels(world)
+        k, n = (received[-1], self.n) if self.multiplies_after else (self.k, sent[-1])
+        return (n, k) if self.transpose_rhs else (k, n)
 
     def y_shape(self, world: int) -> tuple[int, ...]:
-        if self.is_exchange:
-            return self._pieces(self.concat, world)
-        return (*(self.full(world) if self.is_gather else self.lead), self.n)
+        _, received = self._travels(world)
+        return (*received[:-1], self.n) if self.multiplies_after else received
+
+    def multiplied_rows(self, world: int) -> int:
+        """Rows of a rank's product."""
+        sent, received = self._travels(world)
+        return math.prod((received if self.multiplies_after else sent)[:-1])
 
     def bind(self, axis_name: Any, module: Any = jflux, **options: Any) -> Callable[..., Any]:
         """The op as a function of x and w."""
-        where: dict[str, int]
-        if self.is_exchange:
-            where = {"split_axis": self.split, "concat_axis": self.concat}
-        elif self.op == "matmul_all_reduce":
-            where = {}
-        else:
-            name = "gather_dimension" if self.is_gather else "scatter_dimension"
-            where = {name: self.dimension}
-        options = {**where, "transpose_rhs": self.transpose_rhs} | options
+        options = {**self.options, "transpose_rhs": self.transpose_rhs} | options
         # On GPUs the reference would multiply float32 in tf32 by default.
         options |= {"preferred_element_type": self.out, "precision": "highest"}
         if self.gathered:
@@ -232,7 +260,34 @@ class Call:
 
     def terms(self, world: int) -> int:
         """How many products are summed in one element of y."""
-        return self.k * world if self.op == "matmul_reduce_scatter" else self.k
+        k = self.w_shape(world)[1 if self.transpose_rhs else 0]
+        return k * world if self.collective.sums() else k
+
+
+def of_way(op: str, way: int = 0, **fields: Any) -> Call:
+    """A call of one of the op's ways."""
+    options = all_ops()[op].ways[way]
+    if "split_axis" in options:  # of a matrix; from the end they hold for more dimensions too
+        axes = {"split": options["split_axis"] - 2, "concat": options["concat_axis"] - 2}
+        return Call(op, **(axes | fields))
+    return Call(op, **fields)
+
+
+def each_call(ops: Sequence[str] = PRODUCTS, **fields: Any) -> pytest.MarkDecorator:
+    """Parametrises a test by `call`: each product, in each of its ways."""
+    found = {
+        op if way == 0 else f"{op}-{way}": of_way(op, way, **fields)
+        for op in ops
+        for way in range(len(all_ops()[op].ways))
+    }
+    return pytest.mark.parametrize("call", found.values(), ids=found.keys())
+
+
+def kernel_rows(op: str) -> int:
+    """Rows of a shard that the op's kernels take on every platform. A sum for all ranks takes a
+    whole tile for each rank on GPUs, and any size with the fixture `small_sums`."""
+    kind = all_ops()[op].communication(2, **all_ops()[op].ways[0]).kind
+    return 128 * RANKS if kind == "all_reduce" else 6
 
 
 SIZES = st.one_of(st.integers(1, 9), st.sampled_from([13, 16, 17, 31, 32, 64, 65, 129, 140]))
@@ -253,8 +308,8 @@ def calls(draw: Any, op: str, dtypes: Any = FUSED_DTYPES) -> Call:
         out=draw(st.sampled_from([None, None, jnp.float32])),
         transpose_rhs=draw(st.booleans()),
         gathered=op == "all_gather_matmul" and draw(st.booleans()),
-        split=draw(axes) if op == "matmul_all_to_all" else -1,
-        concat=draw(axes) if op == "matmul_all_to_all" else -2,
+        split=draw(axes),
+        concat=draw(axes),
     )
 
 
@@ -324,20 +379,12 @@ def exact(call: Call, mesh: Mesh, axis_name: Any, x: np.ndarray, w: np.ndarray) 
     if call.gathered:
         gathered = np.full(shape + (*call.full(world), call.k), np.nan)
     for group in groups_of(mesh, axis_name):
-        if call.is_gather:
-            whole = np.concatenate([x[at] for at in group], axis=call.axis)
-            for at in group:
-                if gathered is not None:
-                    gathered[at] = whole
-                y[at] = whole @ w[at]
-        elif call.is_exchange:
-            pieces = [np.split(x[at] @ w[at], world, axis=call.split) for at in group]
-            for r, at in enumerate(group):
-                y[at] = np.concatenate([theirs[r] for theirs in pieces], axis=call.concat)
-        else:
-            total = sum(x[at] @ w[at] for at in group)
-            for at, part in zip(group, np.split(total, world, axis=call.axis), strict=True):
-                y[at] = part
+        xs, ws = [x[at] for at in group], [w[at] for at in group]
+        for at, one in zip(group, call.spec.exact(xs, ws, **call.options), strict=True):
+            y[at] = one
+        if gathered is not None:
+            for at, one in zip(group, call.collective.exact(xs), strict=True):
+                gathered[at] = one
     return (y, gathered) if call.gathered else y
 
 
@@ -345,30 +392,15 @@ def exact_vjp(
     call: Call, mesh: Mesh, axis_name: Any, x: np.ndarray, w: np.ndarray, dy: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """dx and dw of every device for the cotangent `dy` of y alone."""
-    world = world_of(mesh, axis_name)
     x, w, dy = (a.astype(np.float64) for a in (x, w, dy))
     if call.transpose_rhs:
         w = np.swapaxes(w, -1, -2)
     dx, dw = np.full(x.shape, np.nan), np.full(w.shape, np.nan)
-    rows = tuple(range(len(call.lead)))
     for group in groups_of(mesh, axis_name):
-        if call.is_gather:
-            whole = np.concatenate([x[at] for at in group], axis=call.axis)
-            dwhole = sum(dy[at] @ w[at].T for at in group)
-            for at, part in zip(group, np.split(dwhole, world, axis=call.axis), strict=True):
-                dx[at] = part
-                dw[at] = np.tensordot(whole, dy[at], (rows, rows))
-        elif call.is_exchange:
-            pieces = [np.split(dy[at], world, axis=call.concat) for at in group]
-            for r, at in enumerate(group):
-                dproduct = np.concatenate([theirs[r] for theirs in pieces], axis=call.split)
-                dx[at] = dproduct @ w[at].T
-                dw[at] = np.tensordot(x[at], dproduct, (rows, rows))
-        else:
-            whole = np.concatenate([dy[at] for at in group], axis=call.axis)
-            for at in group:
-                dx[at] = whole @ w[at].T
-                dw[at] = np.tensordot(x[at], whole, (rows, rows))
+        arrays = ([a[at] for at in group] for a in (x, w, dy))
+        dxs, dws = call.spec.exact_vjp(*arrays, **call.options)
+        for at, one_dx, one_dw in zip(group, dxs, dws, strict=True):
+            dx[at], dw[at] = one_dx, one_dw
     return dx, np.swapaxes(dw, -1, -2) if call.transpose_rhs else dw
 
 
@@ -410,7 +442,7 @@ def check_values(
     scale = exact(call, mesh, axis_name, np.abs(x), np.abs(w))
     scale = scale[0] if call.gathered else scale
     # XLA's reduce-scatter rounds after each rank's part; jflux sums in float32.
-    sums = call.op == "matmul_reduce_scatter"
+    sums = call.collective.sums()
     factor = max(1, world / 2) if module is jflux.reference and sums else 1
     assert_close(
         y, y_want, scale, _coarser(call.dtype, call.out_dtype), call.terms(world), factor=factor
@@ -440,8 +472,8 @@ def check_gradients(
     with x64_if(call.dtype, call.out):
         dx, dw = run(jax.jit(pull), x, w, dy)
     assert dx.dtype == x.dtype and dw.dtype == w.dtype
-    rows = math.prod(call.x_shape(world)[:-1] if call.is_exchange else call.full(world))
-    terms = call.n if call.op == "matmul_reduce_scatter" else call.n * world
+    rows = call.multiplied_rows(world)
+    terms = call.n if call.collective.sums() else call.n * world
     dx_factor = dw_factor = 1.0
     if module is jflux.reference:
         # XLA's reduce-scatter rounds after each rank's part, and XLA:CPU sums some layouts of

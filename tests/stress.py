@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from harness import (
     FUSED_DTYPES,
-    OPS,
+    PRODUCTS,
     RANKS,
     SHAPES,
     Call,
@@ -55,7 +55,7 @@ class Program:
 
 def draw_call(rng: random.Random) -> Call:
     lead = (*rng.choice([(), (), (2,), (1, 3)]), rng.choice(SIZES[:8]))
-    op = rng.choice(OPS)
+    op = rng.choice(PRODUCTS)
     axes = range(-len(lead) - 1, len(lead) + 1)
     return Call(
         op=op,
@@ -66,9 +66,9 @@ def draw_call(rng: random.Random) -> Call:
         dtype=rng.choice(FUSED_DTYPES),
         out=rng.choice([None, jnp.float32]),
         transpose_rhs=rng.random() < 0.5,
-        gathered=op == OPS[0] and rng.random() < 0.3,
-        split=rng.choice(axes) if op == "matmul_all_to_all" else -1,
-        concat=rng.choice(axes) if op == "matmul_all_to_all" else -2,
+        gathered=op == "all_gather_matmul" and rng.random() < 0.3,
+        split=rng.choice(axes),
+        concat=rng.choice(axes),
     )
 
 

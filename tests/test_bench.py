@@ -308,10 +308,11 @@ def test_peers_that_are_not_there_are_named(monkeypatch, capsys):
 
 def test_every_result_can_be_renewed():
     for path in (ROOT / "bench" / "results").glob("*.json"):
-        ranks, name = re.fullmatch(r"(\d)xh200_?(.*)", path.stem).groups()
+        ranks, gpu, name = re.fullmatch(r"(\d)x(h\d+)_?(.*)", path.stem).groups()
         name = name or "ops"
         assert name in renew.RUNS
-        assert renew.file_name(name, int(ranks), "NVIDIA H200") == path.name
+        names = {"h200": "NVIDIA H200", "h100": "NVIDIA H100 80GB HBM3"}
+        assert renew.file_name(name, int(ranks), names[gpu]) == path.name
 
 
 def test_what_renews_results_knows_the_benchmarks():

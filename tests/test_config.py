@@ -1,6 +1,5 @@
 """jflux.config, and how a call says that it took its reference."""
 
-import functools
 import logging
 import threading
 
@@ -8,11 +7,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import OPS, PLATFORM, Call, compiled_text, fused_calls, make_mesh, operands, per_device
+from harness import (
+    PLATFORM,
+    PRODUCTS,
+    Call,
+    compiled_text,
+    fused_calls,
+    make_mesh,
+    of_way,
+    operands,
+    per_device,
+)
 
 import jflux
-from jflux import _config
+from jflux import _config, _explain
+from jflux._dispatch import Machine, Path
 from jflux._ops import _product
+
+GPU = Machine("cuda", sm_count=132, link_gbps=320)
 
 # A type that no kernel takes.
 CALL = Call("all_gather_matmul", lead=(2,), k=3, n=2, dtype=np.dtype("int32"))
@@ -67,9 +79,9 @@ def test_an_axis_of_vmap_is_a_fallback(caplog, monkeypatch):
     assert "axis 'i' is vmap's" in caplog.text
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", PRODUCTS)
 def test_platforms_without_kernels_take_the_reference(op):
-    call, mesh = Call(op, dtype=jnp.bfloat16), make_mesh((2,))
+    call, mesh = of_way(op, dtype=jnp.bfloat16), make_mesh((2,))
     f = jax.jit(per_device(mesh, call.bind("tp")))
     args = operands(call, mesh, "tp")
     with pytest.raises(NotImplementedError, match="CPUs and CUDA GPUs only"):
@@ -79,21 +91,28 @@ def test_platforms_without_kernels_take_the_reference(op):
     assert "jflux" not in text.replace("jit_jflux", "") and "dot_general" in text
 
 
-@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
-def test_few_rows_are_two_calls_on_gpus(op):
-    slower = functools.partial(_product.apart_is_faster, op)
-    assert slower(4) and slower(63) and slower(129) and slower(511)
-    assert not slower(64) and not slower(128) and not slower(512) and not slower(8193)
-    call, mesh = Call(op, dtype=jnp.bfloat16), make_mesh((2,))
+@pytest.mark.parametrize("op", PRODUCTS)
+def test_few_rows_are_decomposed_on_gpus(op):
+    call, mesh = of_way(op, dtype=jnp.bfloat16), make_mesh((2,))
     f = jax.jit(per_device(mesh, call.bind("tp")))
     with jflux.config(always=False):
-        text = f.lower(*operands(call, mesh, "tp")).as_text()
-    assert (f"@jflux_{op}" in text) == (PLATFORM == "cpu")
+        (first, *_) = _explain.calls_of(f, *operands(call, mesh, "tp"))
+    decomposed = PLATFORM == "gpu" or call.collective.kind == "all_reduce"  # of small sums
+    assert first.op == op and (first.plan.path == Path.DECOMPOSED) == decomposed
 
 
-@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
-def test_a_few_rows_beyond_whole_tiles_may_be_two_calls_on_gpus(op):
-    slower = functools.partial(_product.apart_is_faster, op)
+def test_few_rows():
+    def slower(m):
+        return _product.why_decomposed(m, GPU, fewest=64)
+
+    assert slower(4) and slower(63) and slower(129) and slower(511)
+    assert not slower(64) and not slower(128) and not slower(512) and not slower(8193)
+
+
+def test_a_few_rows_beyond_whole_tiles():
+    def slower(m, ranks, width):
+        return _product.why_decomposed(m, GPU, fewest=64, ranks=ranks, width=width)
+
     # As measured: 4 rows that take as long as 256, an eighth of the product.
     assert slower(2052, 2, 24576) and not slower(2048, 2, 24576)
     assert slower(2052, 2, 14336) and slower(1100, 2, 14336) and not slower(666, 2, 5520)
@@ -183,8 +202,13 @@ def test_unknown_switch():
 
 def test_said_once_from_several_threads(caplog, monkeypatch):
     monkeypatch.setattr(_config, "_said", set())
-    with jflux.config(strict=False), caplog.at_level(logging.WARNING, logger="jflux"):
-        threads = [threading.Thread(target=_lower) for _ in range(4)]
+
+    def lower():  # switches are a thread's own
+        with jflux.config(strict=False, always=True):
+            _lower()
+
+    with caplog.at_level(logging.WARNING, logger="jflux"):
+        threads = [threading.Thread(target=lower) for _ in range(4)]
         for thread in threads:
             thread.start()
         for thread in threads:

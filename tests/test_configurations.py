@@ -15,8 +15,8 @@ from jflux import _tuning, testing
 )
 @pytest.mark.parametrize("rows", [130, 256])
 def test_every_configuration(op, choice, dtype, out, transpose_rhs, rows):
-    """Ragged rows and whole tiles, ragged columns, one sweep of all, and groups of one row of tiles
-    and of several."""
+    """Ragged rows and whole tiles, ragged columns, one raster group of all, and groups of one row
+    of tiles and of several."""
     mesh = make_mesh((RANKS,))
     for group, n in ((0, 2056), (0, 18 * 256), (1, 2056), (3, 18 * 256)):
         call = Call(op, lead=(rows,), k=136, n=n, dtype=dtype, out=out, transpose_rhs=transpose_rhs)
@@ -28,8 +28,8 @@ def test_every_configuration(op, choice, dtype, out, transpose_rhs, rows):
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("choice", _tuning.compiled(), ids=str)
 def test_several_waves(op, choice):
-    """More tiles than are computed at a time, and a k of more blocks than there are stages: storers
-    need permits to send (cc/gpu/send_permits.cuh), and not all CTAs send rows. Late ranks."""
+    """More tiles than are computed at a time, and a k of more blocks than there are stages: store
+    warps need tickets to send (TicketSemaphore), and not all CTAs send rows. Late ranks."""
     mesh = make_mesh((RANKS,))
     for seed, (rows, out) in enumerate([(512, None), (450, jnp.float32)]):
         call = Call(op, lead=(rows,), k=392, n=4360, dtype=jnp.bfloat16, out=out)

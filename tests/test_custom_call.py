@@ -31,7 +31,7 @@ from harness import (
 from workers.common import environment, run_alone
 
 import jflux
-from jflux import _jflux, testing
+from jflux import _native, testing
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "custom_kernel"
@@ -159,13 +159,13 @@ def test_in_a_loop_beside_other_calls(halo):
     f = jax.jit(per_device(mesh, body(halo.halo_exchange, jflux.all_gather_matmul)))
     g = jax.jit(per_device(mesh, body(halo.reference, jflux.reference.all_gather_matmul)))
     run(f, x, w)
-    before = _jflux.cuda_launches()
+    before = _native.lib.cuda_launches()
     got, want = run(f, x, w), run(g, x, w)
     for y, z in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(y, z)
     if PLATFORM == "gpu":
         kernels = 2 * RANKS * steps * 4
-        assert _jflux.cuda_launches() - before <= kernels / 4
+        assert _native.lib.cuda_launches() - before <= kernels / 4
 
 
 def test_late_ranks_and_waits_that_are_left_out(halo):

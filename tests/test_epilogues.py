@@ -15,6 +15,7 @@ from harness import (
     assert_close,
     compiled_text,
     fused_calls,
+    gpu_choices,
     make_mesh,
     normal,
     per_device,
@@ -230,7 +231,9 @@ def _check_gradients(op, x, ws, biases, activation, gated, transposed=False):
         assert_close(dw, whole.T @ d, size, x.dtype, len(whole), factor=8)
 
 
-@pytest.mark.parametrize("choice", [(256, 2, 8), (192, 2, 8), (192, 1, 16), (128, 2, 1)], ids=str)
+@pytest.mark.parametrize(
+    "choice", gpu_choices((256, 2, 8), (192, 2, 8), (192, 1, 16), (128, 2, 1)), ids=str
+)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("rows, k, n", [(130, 584, 200), (64, 64, 64), (300, 1024, 72)])
 def test_gated_in_several_tiles(rows, k, n, transposed, choice):
@@ -241,7 +244,7 @@ def test_gated_in_several_tiles(rows, k, n, transposed, choice):
         _check_gradients(op, x, ws, biases, "silu", True, transposed)
 
 
-@pytest.mark.parametrize("choice", [(256, 2, 8), (224, 2, 8), (160, 2, 4)], ids=str)
+@pytest.mark.parametrize("choice", gpu_choices((256, 2, 8), (224, 2, 8), (160, 2, 4)), ids=str)
 @pytest.mark.parametrize("rows", [130, 64])
 def test_activated_in_several_tiles(rows, choice):
     """Two weights, of which one has a bias; saved sums are staged beside the results."""
@@ -251,7 +254,7 @@ def test_activated_in_several_tiles(rows, choice):
 
 
 @pytest.mark.parametrize("weights", [1, 3])
-@pytest.mark.parametrize("splits", [2, 4])
+@pytest.mark.parametrize("splits", gpu_choices(2, 4))
 def test_where_k_is_split(splits, weights):
     biased = (True, False, True)[:weights]
     x, ws, biases = _operands(9, 1032, [264] * weights, biased, BF16)
@@ -514,7 +517,9 @@ def test_added(module, has, dtype):
 
 
 @pytest.mark.parametrize(
-    "choice", [(224, 2, 8), (192, 2, 8), (192, 1, 16), (160, 2, 4), (128, 1, 1)], ids=str
+    "choice",
+    gpu_choices((224, 2, 8), (192, 2, 8), (192, 1, 16), (160, 2, 4), (128, 1, 1)),
+    ids=str,
 )
 @pytest.mark.parametrize(
     "lead, rows, k, n, terms, out, residual_dtype",

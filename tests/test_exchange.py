@@ -20,7 +20,7 @@ from harness import (
 from jax.sharding import PartitionSpec as P
 
 import jflux
-from jflux import _heap, testing
+from jflux import _config, _heap, testing
 from jflux._ops import exchange
 
 OPS = ("all_gather", "all_to_all", "reduce_scatter")
@@ -31,7 +31,7 @@ BYTES = (np.int8, np.bool_, np.complex64)  # moved, not summed
 @pytest.fixture(params=["packets", "chunks"])
 def travel(request):
     """How all calls travel."""
-    with exchange.force(request.param == "chunks"):
+    with _config.override(chunked=request.param == "chunks"):
         yield request.param
 
 
@@ -300,12 +300,16 @@ def test_one_rank_and_errors():
     mesh = make_mesh((RANKS,))
     wrong = np.ones((RANKS, RANKS + 1, RANKS), np.float32)
 
-    def raises(match, op, **options):
+    def raises(match, op, module=jflux, **options):
         with pytest.raises(ValueError, match=match):
-            jax.jit(per_device(mesh, _call(op, **options)))(wrong)
+            jax.jit(per_device(mesh, _call(op, module, **options)))(wrong)
 
     raises("axis=3 of 3 dimensions", "all_gather", axis=3)
     raises("scatter_dimension=-3 of 2", "reduce_scatter", scatter_dimension=-3)
+    for dimension in (-3, 2):  # neither is another dimension's number
+        match = f"axis {dimension} is out of bounds"
+        raises(match, "reduce_scatter", jflux.reference, scatter_dimension=dimension)
+        raises(match, "all_to_all", jflux.reference, split_axis=0, concat_axis=dimension)
     if RANKS > 1:
         raises("dimension 0 must be the", "reduce_scatter")
         raises("dimension 0 must be a multiple", "reduce_scatter", tiled=True)

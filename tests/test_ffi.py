@@ -10,31 +10,49 @@ import pytest
 from harness import (
     DEVICES,
     PLATFORM,
+    PRODUCTS,
     RANKS,
     Call,
     compiled_text,
     dots,
     fused_calls,
+    kernel_rows,
     make_mesh,
+    of_way,
     operands,
     per_device,
 )
 from jax.sharding import PartitionSpec as P
 
 import jflux
-from jflux import _ffi, _jflux
+from jflux import _ffi, _native
+from jflux._ops._spec import all_ops
 
+pytestmark = pytest.mark.usefixtures("small_sums")
 GATHER = Call("all_gather_matmul", lead=(6,), k=16, n=12, dtype=jnp.bfloat16)
 SCATTER = Call("matmul_reduce_scatter", lead=(6,), k=16, n=12, dtype=jnp.bfloat16)
-EXCHANGE = Call("matmul_all_to_all", lead=(6,), k=16, n=24, dtype=jnp.bfloat16)
-BACK = Call("matmul_all_to_all", lead=(6,), k=16, n=24, dtype=jnp.bfloat16, split=-2, concat=-1)
-# The call, and the products, that come with a gradient.
-DUAL = {GATHER.op: SCATTER.op, SCATTER.op: GATHER.op, EXCHANGE.op: "all_to_all"}
-DOTS = {GATHER.op: 1, SCATTER.op: 1, EXCHANGE.op: 2}
-ONE_OF_EACH = pytest.mark.parametrize(
-    "call", [GATHER, SCATTER, EXCHANGE, BACK],
-    ids=["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_to_all", "and_back"],
-)  # fmt: skip
+
+
+def each_call_of_a_kernel(test):
+    """By `call`: each product, in each of its ways, of sizes that its kernel takes everywhere."""
+    rows = {op: (kernel_rows(op),) for op in PRODUCTS}
+    calls = [
+        of_way(op, way, lead=rows[op], k=16, n=24, dtype=jnp.bfloat16)
+        for op in PRODUCTS
+        for way in range(len(all_ops()[op].ways))
+    ]
+    return pytest.mark.parametrize("call", calls, ids=lambda call: f"{call.op} {call}")(test)
+
+
+def _check_vma(call):
+    """Whether gradients take the op's own collectives only without tracked types: what all ranks
+    have the same of needs none with them (test_matmul_all_reduce.py)."""
+    return call.collective.kind != "all_reduce"
+
+
+def _products_for_gradients(call):
+    """How many XLA computes: that for dw, and that for dx if no kernel computes it."""
+    return 1 if set(call.spec.gradient) & set(PRODUCTS) else 2
 
 
 def _collectives(text: str) -> int:
@@ -47,7 +65,7 @@ def _program(call, mesh=None, **options):
     return per_device(mesh, call.bind("tp"), **options), operands(call, mesh, "tp")
 
 
-@ONE_OF_EACH
+@each_call_of_a_kernel
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_forward_is_one_custom_call_and_nothing_else(call, check_vma):
     f, args = _program(call, check_vma=check_vma)
@@ -58,45 +76,47 @@ def test_forward_is_one_custom_call_and_nothing_else(call, check_vma):
         assert dots(text) == 0
 
 
-@ONE_OF_EACH
+@each_call_of_a_kernel
 @pytest.mark.parametrize("transpose_rhs", [False, True])
 def test_backward_is_the_dual_call_and_the_products(call, transpose_rhs):
     call = dataclasses.replace(call, transpose_rhs=transpose_rhs)
-    f, (x, w) = _program(call)
+    f, (x, w) = _program(call, check_vma=_check_vma(call))
 
     def step(x, w, dy):
         y, pull = jax.vjp(f, x, w)
         return y, *pull(dy)
 
     text = compiled_text(step, x, w, jnp.zeros((RANKS, *call.y_shape(RANKS)), call.dtype))
-    assert sorted(fused_calls(text)) == sorted([call.op, DUAL[call.op]])
+    assert sorted(fused_calls(text)) == sorted([call.op, *call.spec.gradient])
     assert _collectives(text) == 0
     if PLATFORM == "cpu":
-        assert dots(text) == DOTS[call.op]
-        if not call.is_exchange:
+        assert dots(text) == _products_for_gradients(call)
+        if _products_for_gradients(call) == 1 and not call.is_exchange:
             # No copy of the weight: transposing is the kernel's business.
-            assert "bf16[12,16]" not in text or "bf16[16,12]" not in text
+            assert "bf16[24,16]" not in text or "bf16[16,24]" not in text
 
 
-@ONE_OF_EACH
+@each_call_of_a_kernel
 def test_gradient_of_x_alone(call):
     """A frozen weight: the product for dw is not made, nor is x kept for it."""
-    f, (x, w) = _program(call)
+    f, (x, w) = _program(call, check_vma=_check_vma(call))
 
     def step(x, w, dy):
         y, pull = jax.vjp(lambda x: f(x, w), x)
         return y, *pull(dy)
 
     text = compiled_text(step, x, w, jnp.zeros((RANKS, *call.y_shape(RANKS)), call.dtype))
-    assert sorted(fused_calls(text)) == sorted([call.op, DUAL[call.op]])
+    assert sorted(fused_calls(text)) == sorted([call.op, *call.spec.gradient])
     if PLATFORM == "cpu":
-        assert dots(text) == DOTS[call.op] - 1
+        assert dots(text) == _products_for_gradients(call) - 1
 
 
-@ONE_OF_EACH
+@each_call_of_a_kernel
 @pytest.mark.parametrize("batched", ["x", "w"])
 def test_vmap_of_one_operand_is_one_call(call, batched):
     """A batch of x is one more leading dimension, a batch of w one wider w."""
+    if batched == "w" and call.collective.kind == "all_reduce":
+        pytest.skip("one call sums the product with one w")
     mesh = make_mesh((RANKS,))
     x, w = operands(call, mesh, "tp")
     axes = (0 if "x" in batched else None, 0 if "w" in batched else None)
@@ -153,67 +173,47 @@ def test_group_table_in_the_program_is_the_mesh_of_the_call():
 # ---- Types under check_vma -----------------------------------------------------------------------
 
 
-def _varying(body, *specs, mesh):
-    """The axes that the results of `body` vary over."""
-    seen = []
-
-    def record(*args):
-        result = body(*args)
-        seen.extend(jax.typeof(y).manual_axis_type.varying for y in jax.tree.leaves(result))
-        return result
-
-    shapes = [(2 * RANKS, 2 * RANKS)] * len(specs)
-    f = jax.shard_map(
-        record, mesh=mesh, in_specs=specs, out_specs=P(mesh.axis_names), check_vma=True
-    )
-    jax.eval_shape(f, *(jnp.zeros(s, jnp.bfloat16) for s in shapes))
-    return seen
-
-
-@pytest.mark.parametrize("op", [jflux.all_gather_matmul, jflux.matmul_reduce_scatter])
+@pytest.mark.parametrize("op", PRODUCTS)
 def test_results_vary_over_the_axis_and_what_operands_vary_over(op):
-    mesh = make_mesh((2, RANKS // 2), ("dp", "tp"))
-    f = functools.partial(op, axis_name="tp")
-    everywhere, along = frozenset({"dp", "tp"}), frozenset({"tp"})
-    w = P() if op is jflux.all_gather_matmul else P("tp")
-    x = P("tp") if op is jflux.all_gather_matmul else P(None, "tp")
-    # Recorded at trace time; out_specs of all axes then accept anything.
-    assert _varying(lambda x, w: jax.lax.pcast(f(x, w), "dp", to="varying"), x, w, mesh=mesh) == [
-        everywhere
-    ]
-    seen = []
+    spec, mesh, seen = all_ops()[op], make_mesh((2, RANKS // 2), ("dp", "tp")), []
+    own = frozenset() if of_way(op).collective.kind == "all_reduce" else frozenset({"tp"})
+    x_spec, w_spec, _ = spec.partition("tp", **spec.ways[0])
 
     def body(x, w):
-        seen.append(jax.typeof(f(x, w)).manual_axis_type.varying)
-        return jax.lax.pcast(x, ("dp",), to="varying")
+        f = functools.partial(spec.function, axis_name="tp", **spec.ways[0])
+        for operand in (x, jax.lax.pcast(x, "dp", to="varying")):
+            seen.append(jax.typeof(f(operand, w)).manual_axis_type.varying)
+        return jax.lax.pcast(x, "dp", to="varying")
 
     shape = jnp.zeros((2 * RANKS, 2 * RANKS), jnp.bfloat16)
-    jax.eval_shape(
-        jax.shard_map(body, mesh=mesh, in_specs=(x, w), out_specs=P(("dp", "tp"))), shape, shape
-    )
-    assert seen == [along]
+    f = jax.shard_map(body, mesh=mesh, in_specs=(x_spec, w_spec), out_specs=P(("dp", "tp")))
+    jax.eval_shape(f, shape, shape)
+    assert seen == [own, own | {"dp"}]
 
 
-@pytest.mark.parametrize("op", [jflux.all_gather_matmul, jflux.matmul_reduce_scatter])
+@pytest.mark.parametrize(
+    "op", [op for op in PRODUCTS if of_way(op).collective.kind != "all_reduce"]
+)
 @pytest.mark.parametrize("specs", [(P(), P()), (P("dp"), P()), (P(), P("dp"))])
 def test_wrong_out_specs_are_refused(op, specs):
     """A result that varies over the axis cannot be passed off as replicated on it."""
-    mesh = make_mesh((2, RANKS // 2), ("dp", "tp"))
-    f = jax.shard_map(
-        functools.partial(op, axis_name="tp"), mesh=mesh, in_specs=specs, out_specs=P("dp")
-    )
-    k = (2 * RANKS, 2 * RANKS)
-    w = (4 * RANKS, 8) if specs[1] == P("dp") else (2 * RANKS, 8)
+    mesh, call = make_mesh((2, RANKS // 2), ("dp", "tp")), of_way(op)
+    f = jax.shard_map(call.bind("tp"), mesh=mesh, in_specs=specs, out_specs=P("dp"))
+    world = RANKS // 2
+    shapes = [
+        (2 * shape[0] if spec == P("dp") else shape[0], shape[1])
+        for shape, spec in zip((call.x_shape(world), call.w_shape(world)), specs, strict=True)
+    ]
     with pytest.raises(ValueError, match="tp"):
-        jax.eval_shape(f, jnp.zeros(k, jnp.bfloat16), jnp.zeros(w, jnp.bfloat16))
+        jax.eval_shape(f, *(jnp.zeros(shape, jnp.float32) for shape in shapes))
 
 
 def test_result_types():
     mesh = make_mesh((RANKS,))
-    for call in (GATHER, SCATTER, EXCHANGE):
+    for op in PRODUCTS:
         for out in (None, jnp.float32):
-            f = per_device(mesh, Call(call.op, dtype=jnp.bfloat16, out=out).bind("tp"))
-            y = jax.eval_shape(f, *operands(Call(call.op, dtype=jnp.bfloat16), mesh, "tp"))
+            f = per_device(mesh, of_way(op, dtype=jnp.bfloat16, out=out).bind("tp"))
+            y = jax.eval_shape(f, *operands(of_way(op, dtype=jnp.bfloat16), mesh, "tp"))
             assert y.dtype == (out or jnp.bfloat16)
             assert not y.weak_type
 
@@ -222,40 +222,50 @@ def test_result_types():
 
 
 def test_every_op_has_a_target_on_the_cpu():
-    names = {(name, platform) for name, platform, _ in _jflux.targets()}
-    for op in DUAL:
+    names = {(name, platform) for name, platform, _ in _native.lib.targets()}
+    for op in all_ops():
         assert (f"jflux_{op}", "cpu") in names
-        assert not _jflux.built_with_cuda() or (f"jflux_{op}", "CUDA") in names
+        assert not _native.lib.built_with_cuda() or (f"jflux_{op}", "CUDA") in names
 
 
-def _call_target(x, w, groups, result):
-    """The CPU target by hand, with a table that jflux would not have made."""
+def _call_target(x, w, groups, result, **wrong):
+    """The CPU target by hand, with a table or a plan that jflux would not have made."""
     _ffi.register_targets("cpu")
+    number = _native.dtype_number(x.dtype)
+    sizes = {"world": len(groups), "outer": 1, "inner": x.shape[0], "k": x.shape[1], "n": 5}
+    types = {"dtype": number, "out_dtype": number, "transpose_rhs": 0}
+    plan = _native.plan("all_gather_matmul", sizes | types, 0, 0.0)
+    own = {"choice": np.zeros(4, np.int64), "senders": 0} | plan | wrong
     return jax.ffi.ffi_call("jflux_all_gather_matmul", result)(
-        x, w, choice=np.array([], np.int64), groups=np.array(groups, np.int64),
-        inner=np.int64(x.shape[0]), outer=np.int64(1), site=np.int64(1),
-        transpose_rhs=False, world=np.int64(len(groups)),
+        x, w, choice=own["choice"], groups=np.array(groups, np.int64),
+        activation=np.int64(0), biased=np.zeros(1, np.int64), gated=False, sums=False,
+        inner=np.int64(x.shape[0]), outer=np.int64(1), senders=np.int64(own["senders"]),
+        site=np.int64(1), transpose_rhs=False, workspace_bytes=np.int64(own["workspace_bytes"]),
+        world=np.int64(len(groups)),
     )  # fmt: skip
 
 
 @pytest.mark.skipif(PLATFORM != "cpu", reason="calls the CPU's handler")
 @pytest.mark.parametrize(
-    "groups, result, message",
+    "groups, result, wrong, message",
     [
-        ([6, 7], (6, 5), "in none of the call's groups"),
-        ([0, 1], (7, 5), "operands do not fit"),
-        ([0, 12345], (6, 5), "device 12345 is not part of the symmetric heap"),
+        ([6, 7], (6, 5), {}, "in none of the call's groups"),
+        ([0, 1], (7, 5), {}, "operands do not fit"),
+        ([0, 12345], (6, 5), {}, "device 12345 is not part of the symmetric heap"),
+        ([0, 1], (6, 5), {"choice": np.array([192, 2, 8, 1])}, "malformed plan"),
+        ([0, 1], (6, 5), {"choice": np.zeros(3, np.int64)}, "malformed plan"),
+        ([0, 1], (6, 5), {"workspace_bytes": 64}, "and its plan has one of 64"),
     ],
 )
-def test_malformed_calls_are_errors(groups, result, message):
-    x, w = jnp.zeros((3, 4)), jnp.zeros((4, 5))
-    f = jax.jit(lambda x, w: _call_target(x, w, groups, jax.ShapeDtypeStruct(result, jnp.float32)))
+def test_malformed_calls_are_errors(groups, result, wrong, message):
+    x, w, shape = jnp.zeros((3, 4)), jnp.zeros((4, 5)), jax.ShapeDtypeStruct(result, jnp.float32)
+    f = jax.jit(lambda x, w: _call_target(x, w, groups, shape, **wrong))
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         jax.block_until_ready(f(x, w))
 
 
 @pytest.mark.skipif(PLATFORM != "cpu", reason="GPUs have no such threads")
-@ONE_OF_EACH
+@each_call_of_a_kernel
 def test_xla_goes_on_as_it_would_by_itself(call):
     """It flushes subnormal numbers, also on the threads of jflux that it goes on with."""
     call = dataclasses.replace(call, dtype=jnp.float32)

@@ -1,5 +1,6 @@
-"""jflux._global: calls on global arrays. The ops' own test files check their values."""
+"""jflux._global: calls of every product on global arrays."""
 
+import functools
 import inspect
 import itertools
 
@@ -7,14 +8,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import DEVICES, RANKS, Call, as_tuple, assert_close, make_mesh, normal, run
+from harness import (
+    DEVICES,
+    PRODUCTS,
+    RANKS,
+    Call,
+    as_tuple,
+    assert_close,
+    make_mesh,
+    normal,
+    of_way,
+    run,
+)
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jflux
 from jflux import _global
+from jflux._ops._spec import all_ops
 
-OPS = ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_to_all", "matmul_all_reduce"]
+OPS = PRODUCTS
+EACH_WAY = pytest.mark.parametrize(
+    "op, way", [(op, way) for op in PRODUCTS for way in range(len(all_ops()[op].ways))]
+)
 
 
 @pytest.mark.parametrize(
@@ -53,6 +69,96 @@ def test_reference_has_the_signature_of_its_op(op):
     assert mine == inspect.signature(theirs)
 
 
+# ---- Values and shardings ------------------------------------------------------------------------
+
+
+def _check(f, x, w, y_spec):
+    """y is the global product, sharded like this."""
+    y = jax.jit(f)(x, w)
+    x64, w64 = np.asarray(x, np.float64), np.asarray(w, np.float64)
+    assert_close(y, x64 @ w64, abs(x64) @ abs(w64), jnp.bfloat16, x.shape[-1])
+    want = jax.sharding.NamedSharding(y.sharding.mesh, y_spec)
+    assert y.sharding.is_equivalent_to(want, y.ndim), y.sharding
+
+
+def _sharded(dimension, ndim, batch=None):
+    """A spec with "tp" at a dimension, or nowhere."""
+    entries = [batch, *([None] * (ndim - 1))]
+    if dimension is not None:
+        entries[dimension] = "tp" if entries[dimension] is None else (entries[dimension], "tp")
+    return P(*entries)
+
+
+def _bound(op, way, **options):
+    """The op, and how x, w and y of three, two and three dimensions are sharded."""
+    call = of_way(op, way)
+    layout = call.spec.layout(3, **call.options)
+    sides = layout.rows["x"], layout.others["w"], layout.rows["y"]
+    return functools.partial(getattr(jflux, op), axis_name="tp", **call.options, **options), sides
+
+
+def _arrays(transpose_rhs=False):
+    x = normal(0, (4, RANKS * 3, RANKS * 4), jnp.bfloat16)
+    w = normal(1, (RANKS * 4, RANKS * 2), jnp.bfloat16)
+    return x, np.ascontiguousarray(w.T) if transpose_rhs else w
+
+
+@EACH_WAY
+def test_a_given_mesh(op, way):
+    x, w = _arrays()
+    for order in (range(RANKS), range(RANKS - 1, -1, -1)):
+        f, (_, _, y) = _bound(op, way, mesh=make_mesh((RANKS,), order=order))
+        _check(f, x, w, _sharded(y, 3))
+
+
+@EACH_WAY
+def test_the_ambient_mesh(op, way):
+    f, (_, _, y) = _bound(op, way)
+    with jax.set_mesh(make_mesh((RANKS,))):
+        _check(f, *_arrays(), _sharded(y, 3))
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto])
+@EACH_WAY
+def test_arrays_that_know_their_mesh(op, way, axis_type):
+    mesh = make_mesh((2, RANKS // 2), ("dp", "tp"), axis_type=axis_type)
+    x_spec = None if axis_type == AxisType.Explicit else P("dp")
+    f, (x_at, w_at, y_at) = _bound(op, way, x_spec=x_spec)
+    x, w = _arrays()
+    with jax.set_mesh(mesh):
+        x = jax.device_put(x, jax.NamedSharding(mesh, _sharded(x_at, 3, "dp")))
+        w = jax.device_put(w, jax.NamedSharding(mesh, _sharded(w_at, 2)))
+        _check(f, x, w, _sharded(y_at, 3, "dp"))
+
+
+@EACH_WAY
+def test_gradient_with_a_transposed_weight_and_results_in_float32(op, way):
+    mesh, (x, w) = make_mesh((2, RANKS // 2), ("dp", "tp")), _arrays(transpose_rhs=True)
+    f, _ = _bound(
+        op, way, mesh=mesh, x_spec=P("dp"), transpose_rhs=True, preferred_element_type=jnp.float32
+    )
+    y = run(jax.jit(f), x, w)
+    x64, w64 = x.astype(np.float64), w.astype(np.float64)
+    assert y.dtype == np.float32
+    assert_close(y, x64 @ w64.T, abs(x64) @ abs(w64).T, np.float32, x.shape[-1])
+    dy = normal(2, y.shape, np.float32)
+    dx, dw = run(jax.jit(lambda x, w: jax.vjp(f, x, w)[1](dy)), x, w)
+    assert_close(dx, dy @ w64, abs(dy) @ abs(w64), x.dtype, w.shape[0])
+    rows = ((0, 1), (0, 1))
+    scale = np.tensordot(abs(dy), abs(x64), rows)
+    assert_close(dw, np.tensordot(dy, x64, rows), scale, x.dtype, 4 * RANKS * 3)
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if all_ops()[op].dimension is not None])
+def test_the_first_of_several_dimensions(op):
+    dimension = all_ops()[op].dimension
+    x = normal(0, (RANKS * 2, 3, RANKS * 2), jnp.bfloat16)
+    w = normal(1, (RANKS * 2, RANKS * 2), jnp.bfloat16)
+    options = {dimension: 0}
+    f = functools.partial(getattr(jflux, op), axis_name="tp", mesh=make_mesh((RANKS,)), **options)
+    _check(f, x, w, _sharded(all_ops()[op].layout(3, **options).rows["y"], 3))
+
+
 def _operands(op):
     x = normal(0, (2, RANKS * 3, RANKS * 4), jnp.bfloat16)
     return x, normal(1, (RANKS * 4, RANKS * 2), jnp.bfloat16)
@@ -68,7 +174,8 @@ def test_operands_that_are_sharded_otherwise(op, module, axis_types):
     axes are explicit or not."""
     devices = np.array(DEVICES[: RANKS // 2 * 2]).reshape(2, -1)
     mesh = jax.sharding.Mesh(devices, ("dp", "tp"), axis_types=axis_types)
-    f = Call(op).bind("tp", module, mesh=mesh, x_spec=P("dp"), preferred_element_type=None)
+    call = of_way(op)
+    f = call.bind("tp", module, mesh=mesh, x_spec=P("dp"), preferred_element_type=None)
     x, w = _operands(op)
     x64, w64 = x.astype(np.float64), w.astype(np.float64)
     with jax.set_mesh(mesh):
@@ -76,9 +183,7 @@ def test_operands_that_are_sharded_otherwise(op, module, axis_types):
         for weights in (w, jnp.asarray(w), sharded_w):
             y = run(jax.jit(f), x, weights)
             assert_close(y, x64 @ w64, abs(x64) @ abs(w64), jnp.bfloat16, x.shape[-1])
-        want = {"matmul_reduce_scatter": P("dp", "tp"), "matmul_all_reduce": P("dp")}.get(
-            op, P("dp", None, "tp")
-        )
+        want = _sharded(call.spec.layout(3, **call.options).rows["y"], 3, "dp")
         y = jax.jit(f)(x, w)
         assert y.sharding.is_equivalent_to(jax.NamedSharding(mesh, want), y.ndim)
         dw = jax.jit(jax.grad(lambda w: f(x, w).astype(jnp.float32).sum()))(sharded_w)
@@ -107,7 +212,7 @@ def test_sizes_that_the_mesh_does_not_divide():
 @pytest.mark.parametrize("op", OPS)
 def test_an_axis_that_the_mesh_lacks(op):
     with pytest.raises(ValueError, match=r"names \['tq'\], but the mesh has axes"):
-        Call(op).bind("tq", mesh=make_mesh((RANKS,)))(*_operands(op))
+        of_way(op).bind("tq", mesh=make_mesh((RANKS,)))(*_operands(op))
 
 
 def test_specs_that_do_not_fit():

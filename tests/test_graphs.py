@@ -9,8 +9,7 @@ import pytest
 from harness import PLATFORM, RANKS, Call, assert_close, exact, make_mesh, normal, per_device, run
 
 import jflux
-from jflux import _jflux
-from jflux._ops import exchange
+from jflux import _config, _native
 from jflux._ops.all_reduce import ALGORITHMS
 
 STEPS = 60
@@ -30,9 +29,9 @@ def _inputs(call, mesh, seed):
 def _replayed(f, kernels, *operands):
     """The results of a second run, in which the host enqueued few of so many kernels."""
     run(f, *operands)
-    before = _jflux.cuda_launches()
+    before = _native.lib.cuda_launches()
     results = run(f, *operands)
-    launches = _jflux.cuda_launches() - before
+    launches = _native.lib.cuda_launches() - before
     if PLATFORM == "gpu":
         assert launches <= kernels / 4, f"the host enqueued {launches} of {kernels} kernels"
     return results
@@ -154,7 +153,7 @@ def test_ten_thousand_replays(name, in_chunks):
         return jax.lax.fori_loop(0, steps, step, (x, jnp.zeros_like(x)))
 
     f = jax.jit(per_device(mesh, body, check_vma=False))
-    with exchange.force(in_chunks):
+    with _config.override(chunked=in_chunks):
         got = _replayed(f, RANKS * steps * SUMS_A_STEP, x)
     rank, want = np.arange(RANKS, dtype=np.int32)[:, None, None], (x, np.zeros_like(x))
     for i in range(steps):

@@ -41,7 +41,7 @@ def unet(scheme):
     import unet_model as model
 
     config = model.Config(
-        workspaces=8, levels=2, blocks=1, groups=4, heads=4, image_channels=4, dtype=np.float64
+        channels=8, levels=2, blocks=1, groups=4, heads=4, image_channels=4, dtype=np.float64
     )
     batch = next(train_unet.batches(config, 4, 8, seed=0))
     loss = lambda ops: functools.partial(model.loss, ops, config, scheme)  # noqa: E731
@@ -121,7 +121,7 @@ def test_train_gpt_on_a_grid(tmp_path):
 
 @needs_eight
 def test_train_unet(tmp_path):
-    tiny = "--grid 1,2,2,2 --steps 12 --batch 8 --image 8 --workspaces 16 --levels 2".split()
+    tiny = "--grid 1,2,2,2 --steps 12 --batch 8 --image 8 --channels 16 --levels 2".split()
     out = run_example("train_unet.py", *tiny, "--no-overlap", devices=8, cwd=tmp_path)
     for name in ("grid", "one device"):
         first, last, _ = losses(name, out)
@@ -140,7 +140,7 @@ def test_train_unet(tmp_path):
         ("train_gpt", "--grid 2 --width 16", "1 heads do not split over x = 2"),
         ("train_gpt", "--grid 1,1,1,2 --batch 3", "a batch of 3 does not split over data z = 2"),
         ("train_unet", "--grid 0", "x=0"),
-        ("train_unet", "--grid 2 --workspaces 25", "25 workspaces do not split over x z = 2"),
+        ("train_unet", "--grid 2 --channels 25", "25 channels do not split over x z = 2"),
         ("train_unet", "--grid 1 --image 18", "18 pixels"),
         ("train_unet", "--steps 0", "must be positive"),
     ],

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import types
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ from harness import (
     SHAPES,
     compiled_text,
     fused_calls,
+    gpu_choices,
     groups_of,
     make_mesh,
     normal,
@@ -23,23 +23,33 @@ from harness import (
 from jax.sharding import PartitionSpec as P
 
 import jflux
-from jflux import _heap, _tuning, testing
-from jflux._ops import matmul_all_reduce
+from jflux import _dispatch, _explain, _heap, _lowering, _tuning, testing
+from jflux._dispatch import Machine, Path
+from jflux._ops import all_reduce, matmul_all_reduce
 
 HALVES = (jnp.bfloat16, np.float16)
-WAYS = ("summed", "fused", "two calls")
+WAYS = ("summed", "fused", "scattered")
 
 
 @pytest.fixture(params=WAYS)
 def way(request, monkeypatch):
-    """Which way small calls go."""
+    """Which way small calls go: the product and an all_reduce, one kernel, or a reduce-scatter and
+    an all-gather."""
     most = 1 << 40 if request.param == "summed" else 0
     monkeypatch.setattr(matmul_all_reduce, "MOST_BYTES", most)
-    if request.param == "two calls":
-        two_calls = types.SimpleNamespace(bind=matmul_all_reduce._of_two_calls)
-        monkeypatch.setattr(matmul_all_reduce, "_primitive", two_calls)
     jax.clear_caches()
-    return request.param
+    if request.param != "scattered":
+        yield request.param
+        return
+    plan = _dispatch.decomposed("this test asks for it")
+
+    def scattered(arrays, params, machine):
+        rows = arrays[0].shape[0]
+        return dataclasses.replace(plan, config={"scattered": int(rows % params.world == 0)})
+
+    rules = dataclasses.replace(matmul_all_reduce._rules, plan=scattered)
+    monkeypatch.setattr(matmul_all_reduce, "_primitive", _lowering.make_primitive(rules))
+    yield request.param
 
 
 def _check(mesh, axis_name, x, w, *, transpose_rhs=False, **options):
@@ -157,13 +167,21 @@ def test_residual_of_another_type(way):
     np.testing.assert_array_equal(dresidual, np.asarray(y, np.float32))
 
 
+def _plan(rows, columns, k=64, dtype=jnp.bfloat16, out=None, heap=2 << 30, world=4):
+    """Of a call on GPUs."""
+    x, w = jax.ShapeDtypeStruct((rows, k), dtype), jax.ShapeDtypeStruct((k, columns), dtype)
+    params = matmul_all_reduce.Params(
+        all_reduce.Params(("tp",), world, None), False, np.dtype(out or dtype), None
+    )
+    with jflux.config(always=False):
+        machine = Machine("cuda", sm_count=132, link_gbps=320, heap_bytes=heap)
+        return matmul_all_reduce._plan([x, w], params, machine)
+
+
 def test_what_no_products_kernel_takes_is_summed_by_all_reduces():
     """On GPUs: float32 operands of a large y, which need no reference."""
-    x, w = jax.ShapeDtypeStruct((512, 64), np.float32), jax.ShapeDtypeStruct((64, 4096), np.float32)
-    params = matmul_all_reduce.Large(("tp",), 4, False, np.dtype(np.float32), None)
-    ask = {"params": params, "platform": "cuda"}
-    assert matmul_all_reduce._not_fused(x, w, **ask) is None
-    assert matmul_all_reduce._adapt(x, w, **ask).func is matmul_all_reduce._product_and_sum
+    plan = _plan(512, 4096, dtype=np.float32)
+    assert plan.path == Path.DECOMPOSED and not plan.config.get("scattered")
 
 
 @pytest.mark.parametrize("check_vma", [False, True])
@@ -221,32 +239,22 @@ def test_which_way_by_size():
 
 
 def test_which_calls_the_kernel_of_gpus_takes():
-    def fits(rows, columns, k=64, dtype=jnp.bfloat16, out=None, heap=2 << 30, world=4):
-        return matmul_all_reduce.fits_kernel(rows, k, columns, world, dtype, out or dtype, heap)
+    def fits(*sizes, **options):
+        plan = _plan(*sizes, **options)
+        assert plan.path == Path.FUSED or plan.config.get("scattered", 0) in (0, 1)
+        return plan.path == Path.FUSED
 
     assert fits(2048, 8192) and fits(512, 8192) and fits(768, 8192, world=3)
     assert not fits(2048 + 4, 8192) and not fits(256, 8192)  # whole tiles for each rank
     assert fits(128, 12288, world=2) and not fits(128, 12288) and not fits(128, 2048, world=2)
     assert not fits(2048, 8193) and not fits(2048, 8192, k=63)  # whole units of 16 bytes
     assert not fits(2048, 8192, out=np.float32)
-    # Parts and finished tiles, 17 MB with tiles of 192 columns, so 32 MiB for each of two calls.
-    assert fits(2048, 2048, heap=128 << 20) and not fits(2048, 2048, heap=(128 << 20) - 1)
-    assert fits(8192, 12288) and not fits(8192, 16384) and not fits(16384, 12288, world=2)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("rows, columns", [(64, 12288), (512, 4104), (2048, 2048), (8192, 12288)])
-def test_heap_of_the_kernel(rows, columns):
-    """No call is taken that needs more than was said, but for signals."""
-    rows = rows // 512 * 128 * RANKS or rows // RANKS * RANKS
-    for choice in _tuning.compiled():
-        product = _heap.Product(
-            op="matmul_all_reduce", world=RANKS, outer=1, inner=rows // RANKS, k=64, n=columns,
-            dtype=np.dtype(jnp.bfloat16), out_dtype=np.dtype(jnp.bfloat16), transpose_rhs=False,
-            choice=dataclasses.astuple(choice),
-        )  # fmt: skip
-        said = matmul_all_reduce.heap_bytes_of(rows, columns, RANKS)
-        assert product.workspace_bytes() <= said * 1.01 + 8192
+    # Data take at most half of the heap; what does not fit is scattered and gathered.
+    # Here 32 MiB of data for two calls, and signals.
+    assert fits(2048, 2048, heap=64 << 20) and not fits(2048, 2048, heap=60 << 20)
+    assert _plan(2048, 2048, heap=60 << 20).config == {"scattered": 1}
+    assert fits(8192, 12288) and fits(8192, 12288, world=2)
+    assert not fits(8192, 16384) and not fits(16384, 12288, world=2)
 
 
 @pytest.mark.parametrize("dtype, transpose_rhs", [(jnp.bfloat16, False), (np.float16, True)])
@@ -260,7 +268,7 @@ def test_few_rows(rows, dtype, transpose_rhs):
         x = normal(0, (2, rows, k), dtype)
         w = normal(1, (2, *((n, k) if transpose_rhs else (k, n))), dtype)
         assert fused_calls(compiled_text(per_device(mesh, f), x, w)) == ["matmul_all_reduce"]
-        for splits in (1, 2):
+        for splits in gpu_choices(1, 2):
             with _tuning.force(_tuning.Choice(128, 1, 1, splits)):
                 _check(mesh, "tp", x, w, transpose_rhs=transpose_rhs)
     x, w, residual, *_ = operands = _operands(dtype, rows, 72, 10248, ranks=2)
@@ -296,16 +304,18 @@ def test_few_rows_without_waits_are_wrong():
     np.testing.assert_array_equal(want, run(f, x, w))
 
 
-@pytest.mark.skipif(PLATFORM != "cpu", reason="test_heap_of_the_kernel asks GPUs")
+@pytest.mark.skipif(PLATFORM != "cpu", reason="other calls of this process use the heap")
 def test_few_rows_take_room_for_the_peers_tiles_alone(own_heap):
     own_heap()
     x, w, *_ = _operands(jnp.bfloat16, 128, 8, 10248, ranks=2)
     _check(make_mesh((2,)), "tp", x, w)
-    said = matmul_all_reduce.heap_bytes_of(128, 10248, 2)
-    assert 0 < _heap.usage("cpu") <= said * 1.01 + 8192
+    f = per_device(make_mesh((2,)), functools.partial(jflux.matmul_all_reduce, axis_name="tp"))
+    (call,) = _explain.calls_of(f, x, w)
+    assert 0 < _heap.usage("cpu") <= call.plan.workspace_bytes
+    assert _plan(128, 10248, k=8, world=2).workspace_bytes < 4 * 2 * 128 * 10496  # of two calls
 
 
-def test_few_rows_of_other_types_are_summed_apart():
+def test_few_rows_of_other_types_are_decomposed():
     mesh = make_mesh((2,))
     x, w = normal(0, (2, 64, 8), np.float32), normal(1, (2, 8, 10240), np.float32)
     f = functools.partial(jflux.matmul_all_reduce, axis_name="tp")

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import (
+    PRODUCTS,
     RANKS,
     SHAPES,
     Call,
@@ -20,6 +21,7 @@ from harness import (
     make_mesh,
     meshes,
     normal,
+    of_way,
     operands,
     per_device,
     run,
@@ -31,12 +33,9 @@ from jax.sharding import PartitionSpec as P
 
 import jflux
 from jflux import _mesh
+from jflux._ops._spec import all_ops
 
-CALLS = [
-    Call("all_gather_matmul", lead=(3,), k=8, n=5, dtype=jnp.bfloat16),
-    Call("matmul_reduce_scatter", lead=(3,), k=8, n=5, dtype=jnp.bfloat16),
-    Call("matmul_all_to_all", lead=(3,), k=8, n=8, dtype=jnp.bfloat16),
-]
+CALLS = [of_way(op, lead=(3,), k=8, n=8, dtype=jnp.bfloat16) for op in PRODUCTS]
 
 
 @examples(100)
@@ -128,15 +127,14 @@ def test_one_function_on_several_meshes(call, world, orders):
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter"])
+@pytest.mark.parametrize("op", PRODUCTS)
 def test_one_jitted_function_under_several_set_mesh(op, axis_type):
-    n = RANKS
-    gathers = op == "all_gather_matmul"
+    n, spec = RANKS, all_ops()[op]
     x = normal(0, (n * 3, n * 2), jnp.bfloat16)
     w = normal(1, (n * 2, n * 3), jnp.bfloat16)
     x64, w64 = x.astype(np.float64), w.astype(np.float64)
-    f = jax.jit(lambda x, w: getattr(jflux, op)(x, w, axis_name="tp"))
-    specs = (P("tp", None), P(None, "tp")) if gathers else (P(None, "tp"), P("tp", None))
+    f = jax.jit(lambda x, w: spec.function(x, w, axis_name="tp", **spec.ways[0]))
+    specs = spec.partition("tp", **spec.ways[0])[:2]
     for order in (range(n), range(n - 1, -1, -1), [*range(1, n), 0], range(n)):
         mesh = make_mesh((n,), order=order, axis_type=axis_type)
         with jax.set_mesh(mesh):

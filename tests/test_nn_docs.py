@@ -1,4 +1,4 @@
-"""The samples of docs/nn.md run, one after the other, as one program."""
+"""The samples of docs/guide/nn.md run, one after the other, as one program."""
 
 import os
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "nn.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "guide" / "nn.md"
 
 
 @pytest.mark.skipif(not PAGE.exists(), reason="the documents are not here")

@@ -620,7 +620,7 @@ class TestCommand:
 
 
 class TestPaper:
-    """Section V-C, as docs/plan.md tells it."""
+    """Section V-C, as docs/guide/plan.md tells it."""
 
     def test_first_by_either_model(self):
         aware, agnostic = paper.section_v_c()
@@ -644,7 +644,7 @@ class TestPaper:
 
     @pytest.fixture
     def document(self):
-        path = ROOT / "docs" / "plan.md"
+        path = ROOT / "docs" / "guide" / "plan.md"
         if not path.exists():
             pytest.skip("the documents are not here")
         return path

@@ -11,7 +11,7 @@ import pytest
 from custom_primitives import AREAS, SOURCES, every_primitive, exact, reference, x_shape
 from harness import PLATFORM, RANKS, make_mesh, per_device, run
 
-from jflux import _jflux, testing
+from jflux import _native, testing
 
 WORLDS = [n for n in (1, 2, 3, 4, 8) if n <= RANKS]
 
@@ -67,9 +67,9 @@ def test_in_a_loop_with_late_ranks():
     f = jax.jit(per_device(mesh, body))
     want = np.stack([exact(mesh, ("tp",), x[:, i]) for i in range(steps)], axis=1)
     run(f, x)
-    before = _jflux.cuda_launches()
+    before = _native.lib.cuda_launches()
     ys = run(f, x)
-    launches = _jflux.cuda_launches() - before
+    launches = _native.lib.cuda_launches() - before
     with testing.planted_faults(max_delay_us=2000):
         late = run(f, x)
     for factor, y, z in zip((1, -1, 3, 5), ys, late, strict=True):
@@ -88,6 +88,6 @@ def test_waits_that_are_left_out():
     testing.poison_workspaces()
     with testing.planted_faults(skip_waits=True, max_delay_us=20_000):
         wrong = np.asarray(f(x)) != want
-    # Of all ways to send, in the pieces that come first. What is later may be in time.
+    # Of all ways to send, in the shards that come first. What is later may be in time.
     assert all(wrong[:, 0, :, area].any() for area in range(AREAS))
     np.testing.assert_array_equal(run(f, x), want)

@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 import jflux
 from jflux import _ops as ops
 from jflux import _tuning
+from jflux._dispatch import Machine, Path
 
 BF16 = jnp.bfloat16
 # Columns of each weight, or k of each term: whole tiles and not, aligned and not, more than the
@@ -146,9 +147,11 @@ def test_operands_as_gpus_are_given_them(sizes, transposed):
     vs = _weights(9, [(k, 12) for k in sizes], transposed)
 
     def as_on_gpus(module, params, operands):
-        adapted = module._adapt(*operands, params=params, platform="cuda")
-        assert adapted is not None  # k = 9 and n = 12 are not whole units
-        return adapted(*operands)
+        machine = Machine("cuda", sm_count=132, link_gbps=320)
+        assert module._plan(operands, params, machine).path == Path.FUSED
+        canonical = module._canonical(operands, params, machine)
+        assert canonical is not None  # k = 9 and n = 12 are not whole units
+        return canonical(*operands)
 
     def gather(x, *ws):
         params = ops.all_gather_matmul.Params(

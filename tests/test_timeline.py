@@ -88,14 +88,13 @@ def test_records_every_tile(op):
         # Each tile once; all tile rows, each with the same columns.
         seen, counts = np.unique(np.stack([tiles["a"], tiles["b"]]), axis=1, return_counts=True)
         assert (counts == 1).all()
-        rows = 512 if op == "matmul_all_to_all" else 512 * RANKS  # whose columns are split
-        assert set(seen[0]) == set(range(rows // 128))
+        assert set(seen[0]) == set(range(call.multiplied_rows(RANKS) // 128))
         assert len(seen[0]) == len(set(seen[0])) * len(set(seen[1]))
         sends = events[events["kind"] == SEND]
         if op != "matmul_reduce_scatter":
             assert set(sends["a"]) == set(range(RANKS)) - {rank}
         parts = events[events["kind"] == PARTS]
-        assert (len(parts) > 0) == (op != "all_gather_matmul")
+        assert (len(parts) > 0) == (not call.multiplies_after)
         copies = events[events["kind"] == COPY]
         assert set(copies["a"]) == (set(sends["a"]) if op == "matmul_all_to_all" else set())
     with timeline.record(max_events=3) as t:

@@ -1,33 +1,45 @@
 """jflux.tune and the tables that it writes. Choosing is tested anywhere, measuring on GPUs."""
 
+import dataclasses
 import functools
 import json
+import logging
 import subprocess
 import sys
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from harness import (
-    OPS,
     PLATFORM,
+    PRODUCTS,
     RANKS,
-    Call,
     compiled_text,
     fused_calls,
     make_mesh,
+    of_way,
     per_device,
 )
 from harness import operands as call_operands
 from workers.common import environment
 
 import jflux
-from jflux import _heap, _jflux, _trial, _tuner, _tuning
-from jflux._tuning import APART, Choice
+from jflux import _config, _explain, _heap, _trial, _tuner, _tuning
+from jflux._dispatch import Machine
+from jflux._ops import all_gather_matmul
+from jflux._ops._spec import all_ops, products
+from jflux._tuning import DECOMPOSED, Choice, Key
 
-SMS = 132
 GPU = "NVIDIA H200"
-KEY = _tuner.key_of("all_gather_matmul", 8192, 49152, 12288, 4, jnp.bfloat16, False)
+MACHINE = Machine("cuda", sm_count=132, link_gbps=320)
+KEY = Key("all_gather_matmul", 4, 8192, 12288, 12288, "bfloat16", False)
+
+
+def heuristic(key, machine=MACHINE):
+    """What the kernel does if nothing was measured."""
+    native = machine.native_plan(key.op, _tuner.native_call(key))
+    return Choice(*(native[field.name] for field in dataclasses.fields(Choice)))
 
 
 @pytest.fixture
@@ -37,49 +49,42 @@ def own_tables(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_keys_are_of_one_rank():
-    assert (KEY.rows, KEY.n, KEY.k) == (8192, 12288, 12288)
-    key = _tuner.key_of("matmul_reduce_scatter", 8192, 12288, 49152, 4, jnp.float16, True)
-    assert (key.rows, key.n, key.k) == (8192, 12288, 12288)
-    assert str(key) == ("matmul_reduce_scatter float16 ranks=4 rows=8192 n=12288 k=12288 w=nk")
-    for sizes in ((8191, 49152, 12288), (8192, 49151, 12288)):
-        with pytest.raises(ValueError, match="is not a multiple of the 4 ranks"):
-            _tuner.key_of("all_gather_matmul", *sizes, 4, jnp.bfloat16, False)
+@pytest.mark.parametrize("op", PRODUCTS)
+def test_sizes_that_the_ranks_do_not_divide(op):
+    spec = all_ops()[op]
+    layout = spec.layout(2, **spec.ways[0])
+    _tuner.check_divides(spec, 8, 8, 8, 4)
+    names = {"x": ("m", "k"), "y": ("m", "n"), "w": ("k", "n")}
+    for array, dimension in {**layout.rows, **layout.others}.items():
+        if dimension is not None:
+            sizes = dict.fromkeys("mnk", 8) | {names[array][dimension]: 9}
+            with pytest.raises(ValueError, match="9 is not a multiple of the 4 ranks"):
+                _tuner.check_divides(spec, *(sizes[name] for name in "mnk"), 4)
 
 
-def test_key_of_a_call_is_the_key_of_its_sizes(own_tables, monkeypatch):
-    """What the lowering asks for is what tune stores."""
-    asked = []
-
-    def lookup(key, gpu):
-        asked.append(key)
-
-    monkeypatch.setattr(_tuning, "lookup", lookup)
-    monkeypatch.setattr("jflux._ffi.lowers_for_here", lambda mesh: True)
-    monkeypatch.setattr("jflux._heap.reserve", lambda *args: None)  # of what is taken instead
-    mesh = make_mesh((2,))
-    with jflux.config(always=False):
-        for op in OPS:
-            call = Call(op, lead=(1, 4), k=16, n=24, dtype=jnp.bfloat16)
-            f = jax.jit(per_device(mesh, call.bind("tp")))
-            f.trace(*call_operands(call, mesh, "tp")).lower(lowering_platforms=("cuda",))
-        x, w = (jax.ShapeDtypeStruct((2, *s), jnp.bfloat16) for s in ((256, 16), (16, 8200)))
-        f = functools.partial(jflux.matmul_all_reduce, axis_name="tp")
-        jax.jit(per_device(mesh, f)).trace(x, w).lower(lowering_platforms=("cuda",))
-    assert asked == [
-        _tuner.key_of("all_gather_matmul", 8, 48, 16, 2, jnp.bfloat16, False),
-        _tuner.key_of("matmul_reduce_scatter", 8, 24, 32, 2, jnp.bfloat16, False),
-        _tuner.key_of("matmul_all_to_all", 8, 48, 16, 2, jnp.bfloat16, False),
-        _tuner.key_of("matmul_all_reduce", 256, 8200, 32, 2, jnp.bfloat16, False),
-    ]
+@pytest.mark.parametrize("op", [spec.name for spec in products() if spec.tuned])
+def test_key_of_a_call_is_what_tune_stores(op, own_tables, monkeypatch):
+    """A choice under the key of a plan reaches the call's lowering, and no other call's."""
+    call = of_way(op, lead=(256,), k=64, n=24, dtype=jnp.bfloat16)
+    if call.collective.kind == "all_reduce":  # large enough for its kernel
+        call = of_way(op, lead=(512,), k=64, n=8192, dtype=jnp.bfloat16)
+    mesh, asked = make_mesh((2,)), []
+    monkeypatch.setattr(_tuning, "lookup", lambda key, gpu: asked.append(key))
+    f = jax.jit(per_device(mesh, call.bind("tp")))
+    (found,) = _explain.calls_of(f, *call_operands(call, mesh, "tp"))
+    assert found.plan.key == asked[-1] and found.plan.key.op == op
+    key = found.plan.key
+    assert (key.ranks, key.dtype, key.transpose_rhs) == (2, "bfloat16", False)
+    assert str(key) == f"{op} bfloat16 ranks=2 rows={key.rows} n={key.n} k={key.k} w=kn"
+    assert _tuning._KEY.fullmatch(str(key))
 
 
 def test_candidates():
     compiled = {(c.tile_n, c.cluster_m) for c in _tuning.compiled()}
     for rows in (64, 512, 8192):
-        key = _tuner.key_of("all_gather_matmul", rows, 49152, 12288, 4, jnp.bfloat16, False)
-        found = _tuner.candidates(key, SMS)
-        assert found[0] == _tuning.heuristic(key, SMS)
+        key = dataclasses.replace(KEY, rows=rows)
+        found = _tuner.candidates(key, MACHINE)
+        assert found[0] == heuristic(key)
         assert len(set(found)) == len(found)
         assert {(c.tile_n, c.cluster_m) for c in found} <= compiled
         if rows > 128:
@@ -90,23 +95,24 @@ def test_candidates():
 
 def test_pick():
     a, b = Choice(192, 2, 8), Choice(128, 1, 16)
-    assert _tuner.pick({a: 2.0, b: 1.0, APART: 3.0}) == b
-    assert _tuner.pick({a: 2.0, b: 1.0, APART: 0.9}) == APART
-    assert _tuner.pick({a: 2.0, b: 1.0, APART: 1.0}) == b
+    assert _tuner.pick({a: 2.0, b: 1.0, DECOMPOSED: 3.0}) == b
+    assert _tuner.pick({a: 2.0, b: 1.0, DECOMPOSED: 0.9}) == DECOMPOSED
+    assert _tuner.pick({a: 2.0, b: 1.0, DECOMPOSED: 1.0}) == b
 
 
-def test_slow_links_make_sweeps_shorter():
-    usual = _tuning.heuristic(KEY, SMS)
-    assert _tuning.heuristic(KEY, SMS, 390) == _tuning.heuristic(KEY, SMS, 270) == usual
-    slow = _tuning.heuristic(KEY, SMS, 50)
+def test_slow_links_make_raster_groups_shorter():
+    usual, slow_links = heuristic(KEY), dataclasses.replace(MACHINE, link_gbps=50)
+    for gbps in (390, 270):
+        assert heuristic(KEY, dataclasses.replace(MACHINE, link_gbps=gbps)) == usual
+    slow = heuristic(KEY, slow_links)
     assert 0 < slow.group_m < usual.group_m
-    assert _tuner.candidates(KEY, SMS, 50)[0] == slow
+    assert _tuner.candidates(KEY, slow_links)[0] == slow
 
 
 def test_the_slowest_link_counts(monkeypatch):
     links = [(0, 1, 390.0, 102.0, 2.6), (1, 0, 361.0, 110.0, 2.8)]
     monkeypatch.setattr(_heap, "_ensure", lambda platform: None)
-    monkeypatch.setattr(_jflux, "cuda_heap_links", lambda: links)
+    monkeypatch.setattr(_heap, "links", lambda platform: links)
     monkeypatch.setattr(_heap, "_agreed_links", {})
     assert _heap.link_gbps() == 361.0
     links.clear()
@@ -122,49 +128,117 @@ def test_tables(own_tables, monkeypatch):
     _tuning.remember(GPU, {str(KEY): [192, 2, 3, 1]})
     assert _tuning.lookup(KEY, GPU) == Choice(192, 2, 3)
     assert _tuning.lookup(KEY, "another GPU") == Choice(128, 1, 4)
-    _tuning.remember(GPU, {str(KEY): APART})
-    assert _tuning.lookup(KEY, GPU) == APART
+    _tuning.remember(GPU, {str(KEY): DECOMPOSED})
+    assert _tuning.lookup(KEY, GPU) == DECOMPOSED
     with _tuning.force(Choice(192, 2, 1)):
         assert _tuning.lookup(KEY, GPU) == Choice(192, 2, 1)
-    other = _tuner.key_of("all_gather_matmul", 64, 49152, 12288, 4, jnp.bfloat16, False)
-    assert _tuning.lookup(other, GPU) is None
+    assert _tuning.lookup(dataclasses.replace(KEY, rows=64), GPU) is None
+
+
+def entry(rows):
+    return str(dataclasses.replace(KEY, rows=rows))
 
 
 def test_files(own_tables):
     path = _tuning.user_path(GPU)
     assert path == own_tables / "tuning-nvidia_h200.json"
     assert _tuning.load(path) == {}
-    _tuning.store(path, {"a": [256, 2, 8, 1]})
-    _tuning.store(path, {"b": APART})
-    assert _tuning.load(path) == {"a": [256, 2, 8, 1], "b": APART}
-    content = json.loads(path.read_text())
-    assert content["jflux"] == jflux.__version__
-    for other in ({**content, "jflux": "0.0.0"}, {**content, "tiles": "192/2"}, {"choices": {}}):
-        path.write_text(json.dumps(other))
-        assert _tuning.load(path) == {}  # other kernels
-    for broken in ("{", json.dumps({**content, "choices": []})):
-        path.write_text(broken)
-        with pytest.raises(ValueError, match=r"nvidia_h200.json is not a tuning table.*delete"):
-            _tuning.load(path)
+    _tuning.store(path, {entry(1): [256, 2, 8, 1]})
+    _tuning.store(path, {entry(2): DECOMPOSED})
+    assert _tuning.load(path) == {entry(1): [256, 2, 8, 1], entry(2): DECOMPOSED}
+    assert json.loads(path.read_text())["jflux"] == jflux.__version__
 
 
-def test_entries_that_no_kernel_takes_are_ignored(own_tables):
-    good = {"a": APART, "b": [128, 1, 0, 4], "c": [256, 2, 4096, 1], str(KEY): [192, 2, 8, 1]}
-    bad = [
-        "lax", None, 128, True, {}, [], [192, 2, 8], [128, 1, 1, 1, 1], [128, 1, 1, "1"],
-        [128, True, 1, 1], [128.0, 1, 1, 1], [100, 1, 1, 1], [256, 1, 1, 1], [128, 1, -1, 1],
-        [128, 1, 4097, 1], [128, 1, 1, 3], [128, 2, 1, 2], [192, 1, 1, 2],
-    ]  # fmt: skip
+# ---- Tables that are wrong: each part is ignored, with one line in the log -----------------------
+
+
+@pytest.fixture
+def logged(caplog, monkeypatch):
+    """A function -> the lines that were logged."""
+    monkeypatch.setattr(_config, "_said", set())
+    caplog.set_level(logging.WARNING, logger="jflux")
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+def table(**changes):
+    return {**_tuning._writer(), "choices": {str(KEY): [192, 2, 8, 1]}} | changes
+
+
+@pytest.mark.parametrize(
+    "text, line, why",
+    [
+        ("{", 1, "it is not JSON"),
+        ('{\n "jflux": 1\n "tiles": 2}', 3, "it is not JSON"),
+        (json.dumps(table(choices=[])), 1, "it has no `choices`"),
+        ("[]", 1, "it has no `choices`"),
+        (json.dumps(table(jflux="0.0.0")), 1, "another version measured it (jflux '0.0.0')"),
+        (json.dumps(table(tiles="192/2")), 1, "another version measured it (tiles '192/2')"),
+        ('{"choices": {}}', 1, "another version measured it (jflux None, tiles None)"),
+    ],
+)
+def test_a_table_that_cannot_be_used(own_tables, logged, text, line, why):
     path = _tuning.user_path(GPU)
-    _tuning.store(path, {**good, **{f"bad {i}": entry for i, entry in enumerate(bad)}})
-    said = rf"nvidia_h200.json: {len(bad)} of {len(good) + len(bad)} entries .*run jflux.tune again"
-    with pytest.warns(UserWarning, match=said) as warned:
-        assert _tuning.load(path) == good
-        assert _tuning.lookup(KEY, GPU) == Choice(192, 2, 8)
-    assert len({str(w.message) for w in warned}) == 1
-    with pytest.warns(UserWarning, match=said):
-        _tuning.store(path, {"d": APART})
-    assert _tuning.load(path) == {**good, "d": APART}  # and no warning
+    path.write_text(text)
+    for _ in range(2):
+        assert _tuning.load(path) == {} and _tuning.lookup(KEY, GPU) is None
+    (message,) = logged()
+    assert message.startswith(f"tuning table {path}, line {line}: ignored, since {why}")
+    assert message.endswith("run jflux.tune again, or delete it")
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", None], ids=["no text", "a folder"])
+def test_a_table_that_cannot_be_read(own_tables, logged, content):
+    path = _tuning.user_path(GPU)
+    path.mkdir() if content is None else path.write_bytes(content)
+    assert _tuning.load(path) == {}
+    (message,) = logged()
+    assert message.startswith(f"tuning table {path}, line 1: ignored, since it cannot be read")
+
+
+@pytest.mark.parametrize(
+    "key, wrong, why",
+    [
+        (entry(2).replace("all_gather_matmul", "no_such_op"), DECOMPOSED,
+         "'no_such_op' is not an op of this version"),
+        ("all_gather_matmul", DECOMPOSED, "'all_gather_matmul' names no call"),
+        (entry(2) + " ", DECOMPOSED, "names no call"),
+        *((entry(2), wrong, "is neither four numbers nor 'decomposed'") for wrong in (
+            "lax", None, 128, True, {}, [], [192, 2, 8], [128, 1, 1, 1, 1], [128, 1, 1, "1"],
+            [128, True, 1, 1], [128.0, 1, 1, 1],
+        )),
+        *((entry(2), wrong, "no kernel has the configuration") for wrong in (
+            [100, 1, 1, 1], [256, 1, 1, 1], [128, 1, -1, 1], [128, 1, 4097, 1], [128, 1, 1, 3],
+            [128, 2, 1, 2], [192, 1, 1, 2],
+        )),
+    ],
+)  # fmt: skip
+def test_an_entry_that_cannot_be_used(own_tables, logged, key, wrong, why):
+    """The others stay. The line is that of the entry in the file."""
+    good = {str(KEY): [192, 2, 8, 1], entry(1): [128, 1, 0, 4], entry(3): DECOMPOSED}
+    path = _tuning.user_path(GPU)
+    path.write_text(json.dumps({**_tuning._writer(), "choices": {**good, key: wrong}}, indent=1))
+    number = next(
+        i for i, line in enumerate(path.read_text().splitlines(), 1) if f'"{key}"' in line
+    )
+    assert _tuning.load(path) == good and _tuning.lookup(KEY, GPU) == Choice(192, 2, 8)
+    (message,) = logged()
+    assert message.startswith(f"tuning table {path}, line {number}: ignored, since ")
+    assert why in message
+    _tuning.store(path, {entry(4): DECOMPOSED})
+    assert _tuning.load(path) == {**good, entry(4): DECOMPOSED} and len(logged()) == 1
+
+
+def test_a_lowering_with_a_wrong_table_takes_the_heuristic(own_tables, logged, monkeypatch):
+    """No exception reaches the call: the table is read while it is planned."""
+    _tuning.user_path(GPU).write_text("{")
+    params = all_gather_matmul.Params(("tp",), 4, 0, ("y",), False, np.dtype(jnp.bfloat16))
+    arrays = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((2048, 12288), (12288, 12288))]
+    machine = dataclasses.replace(MACHINE, device_kind=GPU)
+    monkeypatch.setattr(_tuning, "shipped_table", lambda gpu: {})
+    with jflux.config(always=False):
+        plan = all_gather_matmul._plan(arrays, params, machine)
+    assert "configuration of the heuristic" in plan.reason and plan.key == KEY
+    assert len(logged()) == 1
 
 
 def test_shipped_tables_are_of_compiled_configurations():
@@ -178,10 +252,11 @@ def test_shipped_tables_are_of_compiled_configurations():
 def test_progress_is_of_all_that_takes_time(monkeypatch):
     """Compiling each candidate, then each run of it, on both kinds of operands."""
     monkeypatch.setattr(_trial, "iterations_for", lambda *_: 2)
-    tried, rounds, seen = [Choice(192, 2, 8), Choice(128, 1, 16), APART], 3, []
+    tried, rounds, seen = [Choice(192, 2, 8), Choice(128, 1, 16), DECOMPOSED], 3, []
+    trial = _trial.Trial(all_ops()["all_gather_matmul"])
     seconds = _tuner.measure(
-        "all_gather_matmul", tried, m=256 * RANKS, n=256 * RANKS, k=64, mesh=make_mesh((RANKS,)),
-        axis_name="tp", rounds=rounds, progress=lambda *step: seen.append(step),
+        trial, tried, m=256 * RANKS, n=256 * RANKS, k=64, mesh=make_mesh((RANKS,)), rounds=rounds,
+        progress=lambda *step: seen.append(step),
     )  # fmt: skip
     assert list(seconds) == tried
     total = len(tried) * (1 + 2 * (1 + rounds))
@@ -189,9 +264,8 @@ def test_progress_is_of_all_that_takes_time(monkeypatch):
 
 
 def test_wrong_arguments():
-    with pytest.raises(
-        ValueError, match="must be one of all_gather_matmul, matmul_reduce_scatter, "
-    ):
+    tuned = ", ".join(name for name, spec in all_ops().items() if spec.tuned)
+    with pytest.raises(ValueError, match=f"op='all_gather' must be one of {tuned}$"):
         jflux.tune("all_gather", m=8, n=8, k=8)
     if PLATFORM == "cpu":
         with pytest.raises(RuntimeError, match="kernels for GPUs, and there is no GPU"):
@@ -225,20 +299,22 @@ def test_all_reduce(own_tables):
     f = functools.partial(jflux.matmul_all_reduce, axis_name="tp")
     with jflux.config(always=False):
         text = jax.jit(per_device(make_mesh((RANKS,)), f)).lower(x, w).as_text()
-    if result.best == APART:
+    if result.best == DECOMPOSED:
         assert "jflux_matmul_all_reduce" not in text
     else:
         numbers = ", ".join(map(str, _tuning.as_json(result.best)))
         assert "jflux_matmul_all_reduce" in text and f"choice = dense<[{numbers}]>" in text
     if RANKS == 2:  # few rows, whose kernel's CTAs may share k
         few = jflux.tune("matmul_all_reduce", m=64, n=8192, k=2048, rounds=3)
-        assert {c.splits for c in few.seconds if c != APART} == {1, 2}
-    with pytest.raises(ValueError, match="is a product and an all_reduce"):
+        assert {c.splits for c in few.seconds if c != DECOMPOSED} == {1, 2}
+    with pytest.raises(ValueError, match="has no kernel: y has .* a product and an all_reduce"):
         jflux.tune("matmul_all_reduce", m=16, n=n, k=k)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    "op", [op for op in PRODUCTS if of_way(op).collective.kind != "all_reduce"]
+)
 def test_tuned_calls_take_what_was_fastest(op, own_tables):
     m, n, k = 256 * RANKS, 512 * RANKS, 512 * RANKS
     seen = []
@@ -251,13 +327,15 @@ def test_tuned_calls_take_what_was_fastest(op, own_tables):
     assert stored == {str(result.key): _tuning.as_json(result.best)}
     # A call of these sizes takes it, another one does not.
     mesh = make_mesh((RANKS,))
-    by_k = op == "matmul_reduce_scatter"
-    per_rank = {"k": k // RANKS, "n": n} if by_k else {"k": k, "n": n // RANKS}
-    call = Call(op, lead=(m // RANKS,), dtype=jnp.bfloat16, **per_rank)
-    x, w = call_operands(call, mesh, "tp")
+    trial = _trial.Trial(all_ops()[op])
+    sharded = jax.shard_map(
+        trial.function(), mesh=mesh, in_specs=trial.partition[:2], out_specs=trial.partition[2],
+        check_vma=False,
+    )  # fmt: skip
+    x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((m, k), (k, n)))
     with jflux.config(always=False):
-        text = compiled_text(per_device(mesh, call.bind("tp")), x, w)
-    assert (op in fused_calls(text)) == (result.best != APART)
-    if result.best != APART:
+        text = compiled_text(sharded, x, w)
+    assert (op in fused_calls(text)) == (result.best != DECOMPOSED)
+    if result.best != DECOMPOSED:
         numbers = ", ".join(map(str, _tuning.as_json(result.best)))
         assert f"choice = dense<[{numbers}]>" in text

@@ -2,7 +2,8 @@
 
     JFLUX_PYTHON  the interpreter that has jax, nanobind and pytest; without it the one that
                   ./test.sh has set up in .venv, or else python3
-    JFLUX_CUDA    AUTO (the default), ON or OFF
+    JFLUX_CUDA    AUTO (the default: builds the GPU kernels where there is an NVIDIA driver), ON or
+                  OFF
 """
 
 def _python(ctx):
@@ -62,6 +63,10 @@ local_python = repository_rule(
 def _cuda_impl(ctx):
     mode = (ctx.os.environ.get("JFLUX_CUDA") or "AUTO").upper()
     nvcc = ""
+    if mode == "AUTO":
+        finder = ctx.path(Label("//:build_backend/find_driver.py"))
+        if ctx.execute([_python(ctx), str(finder)]).return_code:
+            mode = "OFF"
     if mode != "OFF":
         finder = ctx.path(Label("//:build_backend/find_nvcc.py"))
         nvcc = ctx.execute([_python(ctx), str(finder)]).stdout.strip()

@@ -2,7 +2,7 @@
 # all that its tests and examples need. Does nothing if that was done and nothing changed since.
 #
 #   PYTHON      the interpreter to use; without it the first one found that is new enough
-#   JFLUX_CUDA  AUTO (the default), ON or OFF: see docs of the build in CMakeLists.txt
+#   JFLUX_CUDA  AUTO (the default: builds the GPU kernels if there is an NVIDIA driver), ON or OFF
 
 say() { printf 'jflux: %s\n' "$*" >&2; }
 
@@ -56,8 +56,14 @@ make_venv() {
   fi
 }
 
-have_nvidia_driver() {
-  [ -e /proc/driver/nvidia ] || [ -e /dev/nvidiactl ] || ldconfig -p 2>/dev/null | grep -q libcuda.so.1
+# What the build compiles, and about how long that takes on two cores.
+describe_build() {
+  local mode=${JFLUX_CUDA:-AUTO}
+  case "${mode^^} $1" in
+    OFF\ *) echo "the CPU back end, 1 minute; no GPU kernels, since JFLUX_CUDA=OFF" ;;
+    AUTO\ no) echo "the CPU back end, 1 minute; no GPU kernels, since there is no NVIDIA driver" ;;
+    *) echo "the CPU back end and, if there is an nvcc, the GPU kernels, 10 minutes" ;;
+  esac
 }
 
 # Changes when .venv has to be installed anew. The Python files of jflux do not count: the
@@ -71,18 +77,21 @@ fingerprint() {
 }
 
 setup_venv() {
-  local extras=examples,test wanted python
-  if have_nvidia_driver; then extras+=,cuda; fi
+  local extras=examples,test driver=no wanted python
+  python=$(find_python)
+  if "$python" build_backend/find_driver.py; then driver=yes extras+=,cuda; fi
   wanted=$(fingerprint "$extras")
   if [ "$(cat .venv/jflux-fingerprint 2>/dev/null)" = "$wanted" ]; then return; fi
 
-  python=$(find_python)
-  say "setting up .venv with $("$python" -V); the first time takes a few minutes"
+  say "setting up .venv with $("$python" -V)"
   if ! .venv/bin/python -m pip --version >/dev/null 2>&1 ||
     [ "$(.venv/bin/python -V)" != "$("$python" -V)" ]; then
     make_venv "$python"
   fi
-  .venv/bin/python -m pip install -q --disable-pip-version-check -e ".[$extras]" >&2
+  say "installing what jflux needs, 1 to 2 minutes, and compiling $(describe_build "$driver")"
+  # -v shows the compiler's progress; the lines left out are pip's about files that it did not take.
+  .venv/bin/python -m pip install --disable-pip-version-check -v -e ".[$extras]" 2>&1 |
+    sed -u -E '/^ *(Link requires a different|changing mode of|Creating |-- Installing: )/d' >&2
   echo "$wanted" >.venv/jflux-fingerprint
 }
 

@@ -1,5 +1,5 @@
-// System-scope loads and stores: on a GPU they order memory across NVLink peers and the host, on a
-// CPU across threads and across processes that share the page.
+// Atomic loads and stores at system scope. On a GPU they order memory across NVLink peers and the
+// host; on a CPU across threads and across processes that share the page.
 #ifndef JFLUX_CORE_ATOMIC_H_
 #define JFLUX_CORE_ATOMIC_H_
 
@@ -37,7 +37,7 @@ JFLUX_HD uint64_t LoadRelaxed(const uint64_t* p) {
 #endif
 }
 
-// Two words side by side, 16 bytes aligned: each of them at once, and no order between them.
+// Two adjacent words, 16-byte aligned. Each word is stored atomically; the two are not ordered.
 JFLUX_HD void StoreRelaxed2(uint64_t* p, uint64_t a, uint64_t b) {
 #if defined(__CUDA_ARCH__)
   asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(p), "l"(a), "l"(b) : "memory");
@@ -67,7 +67,7 @@ JFLUX_HD void StoreRelaxed(uint64_t* p, uint64_t v) {
 #endif
 }
 
-// What it was before.
+// Returns the value before the addition.
 JFLUX_HD uint64_t AddRelaxed(uint64_t* p, uint64_t v) {
 #if defined(__CUDA_ARCH__)
   uint64_t seen;
@@ -81,7 +81,7 @@ JFLUX_HD uint64_t AddRelaxed(uint64_t* p, uint64_t v) {
 #endif
 }
 
-// True for the one caller that turned `expected` into `desired`.
+// True for the one caller that changed `expected` to `desired`.
 JFLUX_HD bool CompareExchange(uint64_t* p, uint64_t expected, uint64_t desired) {
 #if defined(__CUDA_ARCH__)
   uint64_t seen;
@@ -96,18 +96,18 @@ JFLUX_HD bool CompareExchange(uint64_t* p, uint64_t expected, uint64_t desired) 
 #endif
 }
 
-// What this thread has stored, and what it has seen of others' stores, is seen by whoever sees a
-// later store of its.
+// Orders everything that this thread has stored, and every store of others that it has observed,
+// before its later stores.
 JFLUX_HD void FenceSystem() {
 #if defined(__CUDA_ARCH__)
   __threadfence_system();
-#elif !defined(__SANITIZE_THREAD__)  // which knows no fences
+#elif !defined(__SANITIZE_THREAD__)  // ThreadSanitizer does not model fences
   __atomic_thread_fence(__ATOMIC_SEQ_CST);
 #endif
 }
 
-// What this thread has stored is seen by whoever acquires a later store of its: one for several
-// stores is less than StoreRelease for each.
+// Release fence: whoever acquires a later relaxed store of this thread sees its earlier stores. One
+// fence for several signals costs less than a StoreRelease for each.
 JFLUX_HD void FenceRelease() {
 #if defined(__CUDA_ARCH__)
   asm volatile("fence.acq_rel.sys;" ::: "memory");

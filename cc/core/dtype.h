@@ -1,4 +1,4 @@
-// Element types of operands and results, as every layer below the FFI names them.
+// Element types of operands and results.
 #ifndef JFLUX_CORE_DTYPE_H_
 #define JFLUX_CORE_DTYPE_H_
 
@@ -14,20 +14,16 @@ JFLUX_HD constexpr int64_t SizeOf(DType t) {
   return t == DType::kF64 ? 8 : t == DType::kF32 ? 4 : 2;
 }
 
-// Identifies an op in signatures and fault records. Append only.
-enum class OpId : uint32_t {
-  kAllGatherMatmul = 1,
-  kMatmulReduceScatter = 2,
-  kAllReduce = 3,
-  kAllGather = 4,
-  kAllToAll = 5,
-  kReduceScatter = 6,
-  kMatmulAllToAll = 7,
-  kMatmulAllReduce = 8,
-};
+// In the order of DType, as numpy and Python name them.
+inline constexpr const char* kDTypeNames[] = {"float16", "bfloat16", "float32", "float64"};
 
-// Custom calls have numbers from here on, which mean something in this process alone
-// (runtime/fault.h): in fault records, not in signatures.
+// Identifies an op in signatures and fault records. Each op defines its id in its header, above 0
+// and below kFirstCustomOp, and never changes it: `inline constexpr OpId kFooBarId{12};`.
+// tests/cc/ops_test.cc checks that ids are unique.
+enum class OpId : uint32_t {};
+
+// Custom calls get ids from here on. The ids are local to the process (runtime/fault.h), so they
+// appear in fault records and not in signatures.
 inline constexpr uint32_t kFirstCustomOp = 1 << 16;
 
 }  // namespace jflux

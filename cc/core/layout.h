@@ -1,14 +1,14 @@
-// Where things lie in the symmetric heap. All of it is arithmetic on offsets, the same on every
-// rank; only SymmetricView turns an offset into a pointer.
+// Offsets in the symmetric heap. They are the same on every rank; SymmetricView turns an offset
+// into a pointer.
 //
-//   workspace (one per group of ranks and size class; core/packet.h has another kind)
-//   +---------------+-----------+-----------+-----------------+-----------------+
+//   workspace (one per group of ranks and size class; core/packet.h has a second kind)
+//   +-----------------+-----------+-----------+-----------------+-----------------+
 //   | WorkspaceHeader | signals 0 | signals 1 | data 0          | data 1          |
-//   +---------------+-----------+-----------+-----------------+-----------------+
-//     this rank's     written by peers in calls of even (0) or odd (1) epoch
+//   +-----------------+-----------+-----------+-----------------+-----------------+
+//     this rank's       peers write half 0 in calls of even epoch, half 1 in calls of odd epoch
 //
-// Calls of different ops and shapes share a workspace. Signals therefore have a place of their own:
-// no call's data may ever be read as another call's signal.
+// Calls of different ops and shapes share a workspace. Signals and data are separate areas, so that
+// no call reads the data of an earlier call as a signal.
 #ifndef JFLUX_CORE_LAYOUT_H_
 #define JFLUX_CORE_LAYOUT_H_
 
@@ -20,32 +20,35 @@
 namespace jflux {
 
 inline constexpr int64_t kHeapAlign =
-    1024;  // covers TMA's 128 bytes and keeps flags off data lines
+    1024;  // covers TMA's 128-byte alignment, and keeps signals and data in different cache lines
 
-// Counters that one rank's kernel keeps from call to call; peers never touch them. The last CTA
-// (or thread) out resets the work counters and publishes the finished epoch. Where CTAs exchange
-// packets, it is the last one in that does (gpu/packet_call.cuh). TicketSemaphore are counted on
-// and on.
+// Counters of one rank's GPU kernels, in its own memory. Peers never access them.
+//
+//   written  by the CTAs of this rank
+//   reset    In a GEMM kernel, the last warp to take work resets the work counters and publishes
+//            the epoch (LeaveCounters, gpu/gemm_call.cuh). In other kernels, the last cluster to
+//            start does (TakeDynamicId, gpu/call.cuh). The ticket counters are never reset.
 struct WorkspaceHeader {
-  uint32_t epoch;      // of the last finished call
-  uint32_t next_send;  // next unit of sending not yet taken
-  uint32_t next_tile;  // next tile not yet taken
-  uint32_t exited;     // scheduler warps and senders (or threads) that have taken their last
-  uint64_t stop;       // WaitContext::stop of the running call
-  uint32_t next_copy;  // next unit of copying not yet taken
-  uint32_t senders;    // that have begun
+  uint32_t epoch;          // of the last finished call
+  uint32_t next_transfer;  // next chunk to send, or peer's tile to receive; packet kernels: next
+                           // dynamic id
+  uint32_t next_tile;      // next tile to compute
+  uint32_t exited;         // warps that will take no more work
+  uint64_t stop;           // WaitContext::stop of the running call
+  uint32_t next_copy;      // next chunk to copy to `gathered`
+  uint32_t senders;        // CTAs that have asked to send
   uint32_t pad[8];
-  uint64_t tickets_issued;  // to send: core/ticket_semaphore.h
+  uint64_t tickets_issued;  // core/ticket_semaphore.h
   uint64_t pad_issued[7];
-  uint64_t tickets_released;  // many look
+  uint64_t tickets_released;  // polled by every waiting store warp
   uint64_t pad_released[15];
 };
 static_assert(sizeof(WorkspaceHeader) == 256);
 
 struct WorkspaceLayout {
-  int64_t data_bytes;  // of one half: a power of two
+  int64_t data_bytes;  // of one half; a power of two
 
-  // The smallest workspace that holds a call with these needs.
+  // The smallest workspace that fits a call.
   JFLUX_HD static WorkspaceLayout For(int64_t signal_bytes, int64_t data_bytes) {
     int64_t size = kMinDataBytes;
     while (size < data_bytes || WorkspaceLayout{size}.SignalBytes() < signal_bytes) size *= 2;
@@ -71,7 +74,7 @@ struct WorkspaceLayout {
   static constexpr int64_t kMinDataBytes = 64 << 10;
 };
 
-// One workspace as all ranks of its group see it: base[r] is where rank r's copy starts, in this
+// The copies of one workspace on all ranks of its group: base[r] is rank r's copy, mapped into this
 // rank's address space.
 struct SymmetricView {
   char* base[kMaxRanks];

@@ -1,5 +1,5 @@
-// 16-bit floating-point numbers, by their bits: the same results on every compiler's side. And a
-// type of C++ for each of core/dtype.h's.
+// 16-bit floating-point types in portable integer arithmetic, so that g++, clang++ and nvcc give
+// the same bits; and a dispatch from DType to C++ types.
 #ifndef JFLUX_CORE_NUMBERS_H_
 #define JFLUX_CORE_NUMBERS_H_
 
@@ -58,7 +58,7 @@ struct F16 {
   }
 };
 
-// body(a number of the type), whose type is what is meant.
+// Calls body(number) with a value of the C++ type that stands for `dtype`.
 template <typename Body>
 auto WithNumbers(DType dtype, Body&& body) {
   switch (dtype) {

@@ -1,22 +1,23 @@
-// Packets: small data that carry their own signal.
+// LL packets: 8 bytes of data and two flags in one 16-byte store, as in NCCL's LL protocol.
 //
-//   memory   A packet is two 64-bit words in the reader's part of the symmetric heap, each with
-//            four bytes of payload and a flag: 16 bytes for 8.
-//   writer   Stores each word at once. There is no fence and no signal: whoever sees a word's flag
-//            has its payload, so data are one link's latency away.
-//   reader   Polls both words until their flags are the call's.
-//   flag     The epoch of the call, as signals have it (core/signal.h): it only grows, so nothing
-//            is reset, and what an earlier call left is older. It is never 0, fresh memory's. In a
-//            packet's place there must never have been anything but packets; that is why they have
-//            workspaces of their own.
-//   hello    A packet says nothing of what the ranks run. So in every call each rank also sends
-//            each peer one signal, with the call's signature, and waits for theirs. That, too, is
-//            how every rank hears from every peer, on which the reuse of the two halves rests.
+//   memory   A packet is two 64-bit words, each with 4 bytes of payload and a 4-byte flag, in the
+//            reader's part of the symmetric heap.
+//   writer   The peer stores both words, each atomically, relaxed. No fence, no signal.
+//   reader   Polls both words until both flags equal the call's epoch. A word's flag and payload
+//            arrive together, so the payload is then valid after one link latency.
+//   flag     The epoch of the call (core/signal.h). It only grows, so flags of earlier calls are
+//            older, and fresh memory (0) is older than any call.
+//   reset    Never. Memory that holds packets must never hold anything else: data could look like a
+//            flag. Packets therefore have workspaces of their own.
+//   hello    Packets carry no signature. In every call each rank also sends each peer one signal
+//            with the call's signature, and waits for the peer's. The hello detects ranks that run
+//            different calls, and makes every rank hear from every peer, which the reuse of the two
+//            halves requires (core/signal.h).
 //
 //   workspace for packets
-//   +---------------+---------+---------+-----------+-----------+
+//   +-----------------+---------+---------+-----------+-----------+
 //   | WorkspaceHeader | hello 0 | hello 1 | packets 0 | packets 1 |
-//   +---------------+---------+---------+-----------+-----------+
+//   +-----------------+---------+---------+-----------+-----------+
 #ifndef JFLUX_CORE_PACKET_H_
 #define JFLUX_CORE_PACKET_H_
 
@@ -35,14 +36,14 @@ struct alignas(16) Packet {
 };
 
 inline constexpr int64_t kPacketPayload = 8;  // bytes
-inline constexpr char kPacketPoison = 0x7f;   // what tests fill packets with: no near call's flag
+inline constexpr char kPacketPoison = 0x7f;   // tests fill packets with it: no epoch of a test
 
 JFLUX_HD void StorePacket(Packet* p, uint64_t payload, uint32_t flag) {
   const uint64_t high = static_cast<uint64_t>(flag) << 32;
   StoreRelaxed2(p->word, high | (payload & 0xffffffff), high | (payload >> 32));
 }
 
-// False: not there yet.
+// False: the packet has not arrived.
 JFLUX_HD bool LoadPacket(const Packet* p, uint32_t flag, uint64_t* payload) {
   uint64_t a, b;
   LoadRelaxed2(p->word, &a, &b);
@@ -50,8 +51,8 @@ JFLUX_HD bool LoadPacket(const Packet* p, uint32_t flag, uint64_t* payload) {
   return static_cast<uint32_t>(a >> 32) == flag && static_cast<uint32_t>(b >> 32) == flag;
 }
 
-// A workspace that holds packets alone. Its sizes are none of WorkspaceLayout's, which always has
-// room for signals.
+// A workspace of packets. TotalBytes() never equals one of WorkspaceLayout's, so the size tells the
+// two kinds apart.
 struct PacketLayout {
   int64_t half_bytes;  // a power of two
 
@@ -60,7 +61,8 @@ struct PacketLayout {
     while (size < packets * static_cast<int64_t>(sizeof(Packet))) size *= 2;
     return PacketLayout{size};
   }
-  // That whose TotalBytes() is `total`, unless it is a workspace of signals and data.
+  // The layout whose TotalBytes() is `total`; nothing if `total` is the size of a workspace of
+  // signals.
   static std::optional<PacketLayout> OfTotal(int64_t total) {
     for (int64_t size = kMinHalfBytes; PacketLayout{size}.TotalBytes() <= total; size *= 2) {
       if (PacketLayout{size}.TotalBytes() == total) return PacketLayout{size};
@@ -79,20 +81,21 @@ struct PacketLayout {
   static constexpr int64_t kMinHalfBytes = 64 << 10;
 };
 
-// The packets of one call, as a rank sees them.
+// The packets of one call, as one rank sees them.
 struct PacketCall {
   const SymmetricView& view;
   PacketLayout layout;
   uint32_t epoch, signature;
   WaitContext wait;
-  uint64_t timeout_ns;  // of a wait, from when it begins; 0: wait.deadline_ns is set already
+  uint64_t timeout_ns;  // of each wait, from its start; 0: wait.deadline_ns is already set
 
   JFLUX_HD Packet* At(int rank, int64_t index) const {
     return view.At<Packet>(rank, layout.PacketOffset(epoch)) + index;
   }
 
   JFLUX_HD void SendHello(int peer) const {
-    StoreRelaxed(HelloOf(peer, view.rank), MakeSignal(epoch, signature));  // announces no data
+    StoreRelaxed(HelloOf(peer, view.rank), MakeSignal(epoch, signature));  // announces no data:
+                                                                           // relaxed
   }
   JFLUX_HD bool AwaitHello(int peer) const {
     const Signal* word = HelloOf(view.rank, peer);
@@ -104,60 +107,60 @@ struct PacketCall {
     StorePacket(At(peer, index), payload, epoch);
   }
 
-  // Waits for packet index_of(src) from each source that `has` one, but this rank; nothing else of
-  // `payload` is written. False if a wait failed.
+  // Waits for packet index_of(src) from every other rank `src` for which has(src). Writes these
+  // elements of `payload` only. False if the wait failed.
   template <typename Has, typename IndexOf>
   JFLUX_HD bool Await(uint64_t (&payload)[kMaxRanks], Has&& has, IndexOf&& index_of) const {
-    return Poll([&](int* missing, int64_t* unit) {
-      JFLUX_UNROLL  // loads that are on their way at the same time
+    return Poll([&](int* missing, int64_t* packet) {
+      JFLUX_UNROLL  // independent loads, all in flight
           for (int src = 0; src < kMaxRanks; ++src) {
         if (src >= view.world || src == view.rank || !has(src)) continue;
         const int64_t index = index_of(src);
         if (!LoadPacket(At(view.rank, index), epoch, &payload[src])) {
           *missing = src;
-          *unit = index;
+          *packet = index;
         }
       }
     });
   }
-  // One packet, from one peer.
+  // Waits for one packet from one peer.
   JFLUX_HD bool AwaitFrom(int peer, int64_t index, uint64_t* payload) const {
     *payload = 0;
-    return Poll([&](int* missing, int64_t* unit) {
-      *unit = index;
+    return Poll([&](int* missing, int64_t* packet) {
+      *packet = index;
       if (!LoadPacket(At(view.rank, index), epoch, payload)) *missing = peer;
     });
   }
 
  private:
-  // Calls look(&missing, &unit) until it leaves `missing` alone; else they are whose packet has not
-  // come, and which.
+  // Calls look(&missing, &packet) until it leaves `missing` negative. Otherwise `missing` is a rank
+  // whose packet has not arrived, and `packet` its index.
   template <typename Look>
   JFLUX_HD bool Poll(Look&& look) const {
     if (wait.skip) return true;
     WaitContext ctx{};
-    for (uint32_t turn = 0;; ++turn) {
+    for (uint32_t attempt = 0;; ++attempt) {
       int missing = -1;
-      int64_t unit = 0;
-      look(&missing, &unit);
+      int64_t packet = 0;
+      look(&missing, &packet);
       if (missing < 0) return true;
-      if ((turn & 63) == 63) {
-        if (turn == 63) ctx = Deadline();
+      if ((attempt & 63) == 63) {
+        if (attempt == 63) ctx = Deadline();
         if (Faulted(ctx)) return false;
-        // A peer that runs another call sends other packets, or none.
+        // If the peer runs a different call, the packet may never come: its hello tells.
         const Signal expected = MakeSignal(epoch, signature);
         const Signal hello = LoadAcquire(HelloOf(view.rank, missing));
         const bool mismatch = Classify(hello, expected) == SignalState::kMismatch;
         if (mismatch || NowNs() > ctx.deadline_ns) {
-          ReportFault(ctx, mismatch ? FaultKind::kMismatch : FaultKind::kTimeout, missing, unit,
+          ReportFault(ctx, mismatch ? FaultKind::kMismatch : FaultKind::kTimeout, missing, packet,
                       expected, hello);
           return false;
         }
       }
-      PollPause(turn);
+      PollPause(attempt);
     }
   }
-  // Where `src` greets `rank`.
+  // The hello of `src`, in the memory of `rank`.
   JFLUX_HD Signal* HelloOf(int rank, int src) const {
     return view.At<Signal>(rank, layout.HelloOffset(epoch, src));
   }

@@ -1,5 +1,5 @@
-// Sums of what packets bring: in float32 (float64 for float64), in rank order, rounded once. So the
-// bits are the same on every rank and in each run.
+// Sums over ranks of packets' payloads: in float32 (float64 for float64), in rank order, rounded
+// once. The order is fixed, so every rank and every run gets the same bits.
 #ifndef JFLUX_CORE_PACKET_SUM_H_
 #define JFLUX_CORE_PACKET_SUM_H_
 
@@ -12,7 +12,7 @@
 
 namespace jflux {
 
-// A packet's payload as numbers. T: BF16, F16 (core/numbers.h), float or double.
+// The payload of one packet as numbers. T: BF16, F16 (core/numbers.h), float or double.
 template <typename T>
 struct PayloadSum {
   using Wide = std::conditional_t<std::is_same_v<T, double>, double, float>;
@@ -44,14 +44,14 @@ struct PayloadSum {
   }
 };
 
-// Waits for packet index_of(src) from each peer; the total is `own` and these.
+// Waits for packet index_of(src) from each peer and adds them to `local`, this rank's payload.
 template <typename T, typename IndexOf>
-JFLUX_HD bool SumOverRanks(const PacketCall& call, uint64_t own, IndexOf&& index_of,
+JFLUX_HD bool SumOverRanks(const PacketCall& call, uint64_t local, IndexOf&& index_of,
                            PayloadSum<T>* total) {
   uint64_t payload[kMaxRanks];
   if (!call.Await(payload, [](int) { return true; }, index_of)) return false;
   const auto of = [&](int src) {
-    return PayloadSum<T>::Of(src == call.view.rank ? own : payload[src]);
+    return PayloadSum<T>::Of(src == call.view.rank ? local : payload[src]);
   };
   *total = of(0);
   JFLUX_UNROLL

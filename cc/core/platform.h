@@ -1,8 +1,10 @@
-// What differs between the compilers that build cc/core: g++ and clang++ for the CPU back end and
-// the tests, nvcc for host and device code. Only this header and atomic.h may ask which it is.
+// The differences between the compilers that build cc/core: g++ and clang++ for the CPU back end
+// and the tests, nvcc for host and device code. Only this header and atomic.h test which compiler
+// runs.
 //
-// This, atomic.h, signal.h and layout.h are also installed, under the headers for kernel authors
-// (jflux/shmem.h). They name each other by their place, so that no path of the user's comes first.
+// This header, atomic.h, signal.h and layout.h are installed below the headers for kernel authors
+// (jflux/shmem.h). They include each other by relative path, so that the user's include path cannot
+// shadow them.
 #ifndef JFLUX_CORE_PLATFORM_H_
 #define JFLUX_CORE_PLATFORM_H_
 
@@ -14,8 +16,8 @@
 #define JFLUX_HD inline
 #endif
 
-// Before a loop over an array that a GPU should keep in registers; before one that it should not
-// copy.
+// JFLUX_UNROLL: before a loop over an array that a GPU should keep in registers. JFLUX_NO_UNROLL:
+// before a loop that nvcc should not unroll.
 #if defined(__CUDA_ARCH__)
 #define JFLUX_UNROLL _Pragma("unroll")
 #define JFLUX_NO_UNROLL _Pragma("unroll 1")
@@ -33,7 +35,7 @@ namespace jflux {
 
 inline constexpr int kMaxRanks = 8;
 
-// Nanoseconds of a clock that only moves forward; the two sides' clocks are never compared.
+// Monotonic nanoseconds. Host and device clocks are never compared.
 JFLUX_HD uint64_t NowNs() {
 #if defined(__CUDA_ARCH__)
   uint64_t t;
@@ -46,13 +48,13 @@ JFLUX_HD uint64_t NowNs() {
 #endif
 }
 
-// One idle turn of a polling loop.
-JFLUX_HD void PollPause(uint32_t turn) {
+// Back-off of a polling loop after its attempt number `attempt`.
+JFLUX_HD void PollPause(uint32_t attempt) {
 #if defined(__CUDA_ARCH__)
-  if (turn > 64) __nanosleep(turn > 4096 ? 500 : 40);
+  if (attempt > 64) __nanosleep(attempt > 4096 ? 500 : 40);
 #else
-  if (turn < 16) return;
-  if (turn < 1024) {
+  if (attempt < 16) return;
+  if (attempt < 1024) {
     std::this_thread::yield();
   } else {
     std::this_thread::sleep_for(std::chrono::microseconds(50));
@@ -60,8 +62,9 @@ JFLUX_HD void PollPause(uint32_t turn) {
 #endif
 }
 
-// a / b and a % b for numbers of rows and tiles: not negative, and below 2^31 on a GPU, which has
-// no 64-bit division (it would be a call, with more registers than some roles of a kernel have).
+// a / b and a % b for counts of rows and tiles: non-negative, and on a GPU below 2^31. GPUs have no
+// 64-bit division instruction; the call that emulates it needs more registers than the producer
+// warps have.
 JFLUX_HD constexpr int64_t Quotient(int64_t a, int64_t b) {
 #if defined(__CUDA_ARCH__)
   return static_cast<uint32_t>(a) / static_cast<uint32_t>(b);

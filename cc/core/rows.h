@@ -1,13 +1,13 @@
-// Rows of a gathered (or not yet scattered) array.
+// Rows of an array that is sharded over ranks along an inner dimension.
 //
-// The array is [outer, world, inner, columns]: `world` blocks of `inner` rows along the gathered
-// dimension, under `outer` leading ones. Ranks own blocks; a rank's own array is [outer, inner,
-// columns], which is contiguous. The kernels number rows rank by rank ("virtual rows"):
+// The array is [outer, world, inner, columns]. Rank r owns the shard [:, r], which is [outer,
+// inner, columns] and contiguous in the rank's memory. Kernels number the rows rank by rank
+// ("virtual rows"):
 //
 //   virtual row v = (rank, o, i)      v = (rank * outer + o) * inner + i
 //   actual row  a = (o, rank, i)      a = (o * world + rank) * inner + i
 //
-// With outer == 1, the default, the two are the same.
+// With outer == 1, the default, both are the same.
 #ifndef JFLUX_CORE_ROWS_H_
 #define JFLUX_CORE_ROWS_H_
 

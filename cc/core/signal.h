@@ -1,23 +1,22 @@
-// Signals: how a rank learns that a peer's data has landed in its memory.
+// Signals: how a rank learns that a peer's data has arrived in its memory.
 //
-//   memory   A signal is one 64-bit word in the *reader's* part of the symmetric heap, so polling
-//            stays local. The word is (epoch << 32 | signature).
-//   writer   Exactly one writer per word and call: the peer whose data it announces. It writes the
-//            data, makes those writes complete, then stores the word with release at system scope.
-//   reader   Polls with acquire at system scope until the word's epoch is the call's. What the
-//            writer wrote before its store is then visible. (TMA reads need a proxy fence on top;
-//            see gpu/ptx.cuh.)
-//   reset    Never. Epochs of a workspace only grow (on a GPU they count its calls), so a captured
+//   memory   A signal is one 64-bit word, (epoch << 32 | signature), in the reader's part of the
+//            symmetric heap, so that polling stays local.
+//   writer   One writer per word and call: the peer whose data it announces. The writer stores the
+//            data, makes those stores complete, and stores the word with release at system scope.
+//   reader   Polls with acquire at system scope until the word's epoch is the call's. The data is
+//            then visible. TMA reads also need a proxy fence (gpu/ptx.cuh).
+//   reset    Never. A workspace's epochs only grow: on a GPU they count its calls. So a captured
 //            CUDA graph replays without clearing anything, and 0 (fresh memory) is older than any
 //            call.
-//   reuse    Workspaces are doubled; call e uses half e % 2. A rank that is in call e has every
-//            peer's data of call e-1, which the peer sent after it finished call e-2. So nobody
-//            still reads the half that call e overwrites, and no closing barrier is needed. This
-//            holds because in every call every rank hears from every peer.
-//   mismatch The signature hashes op, shapes and options, and on GPUs the call site and the tile
-//            configuration. A word with the call's epoch but another
-//            signature, or with a later epoch, means that the ranks run different programs: the
-//            reader reports what it saw and what it expected and stops waiting.
+//   reuse    A workspace has two halves; call e uses half e % 2. Before call e overwrites a half,
+//            all readers of call e-2 are done: a rank in call e has received every peer's data of
+//            call e-1, and a peer sends those after it finished call e-2. So no closing barrier is
+//            needed. This requires that in every call every rank hears from every peer.
+//   mismatch The signature hashes op, shapes and options, and on GPUs also the call site and the
+//            tile configuration. If a word has the call's epoch and another signature, or a later
+//            epoch, the ranks run different programs: the reader reports both words and stops
+//            waiting.
 #ifndef JFLUX_CORE_SIGNAL_H_
 #define JFLUX_CORE_SIGNAL_H_
 
@@ -36,15 +35,15 @@ JFLUX_HD constexpr Signal MakeSignal(uint32_t epoch, uint32_t signature) {
 JFLUX_HD constexpr uint32_t EpochOf(Signal s) { return static_cast<uint32_t>(s >> 32); }
 JFLUX_HD constexpr uint32_t SignatureOf(Signal s) { return static_cast<uint32_t>(s); }
 
-// The epoch of the call after. 0 is left to fresh memory; a workspace's halves go on in turn.
+// The epoch of the next call. Skips 0, which is fresh memory, and keeps the halves alternating.
 JFLUX_HD constexpr uint32_t NextEpoch(uint32_t epoch) {
   return epoch == 0xffffffff ? 2 : epoch + 1;
 }
 
 enum class SignalState { kPending, kReady, kMismatch };
 
-// Compares what was read with what the call expects. Epochs wrap; nobody can be many calls ahead,
-// so whatever is not a little ahead is behind, and fresh memory is behind everything.
+// Compares the word that was read with the word that the call expects. Epochs wrap around. No rank
+// is ever many calls ahead, so an epoch that is not slightly ahead is behind.
 JFLUX_HD constexpr SignalState Classify(Signal seen, Signal expected) {
   if (seen == expected) return SignalState::kReady;
   if (seen == 0) return SignalState::kPending;
@@ -54,32 +53,32 @@ JFLUX_HD constexpr SignalState Classify(Signal seen, Signal expected) {
 
 enum class FaultKind : uint32_t { kNone = 0, kTimeout = 1, kMismatch = 2 };
 
-// Which wait went wrong, as plain data. One per rank, in memory that the host can read while a
-// kernel runs; only the first fault is written, and `kind` last.
+// The wait that failed. One record per rank, in memory that the host can read while a kernel runs.
+// Only the first fault is recorded; `kind` is written last, with release.
 struct Fault {
   uint64_t kind;  // FaultKind
   uint32_t op;    // OpId
-  int32_t rank;   // who waited
-  int32_t peer;   // for whom
+  int32_t rank;   // the waiting rank
+  int32_t peer;   // the rank that it waited for
   int32_t pad;
-  int64_t tile;  // which unit of the op's schedule (a chunk or a tile; -1: the whole call)
+  int64_t tile;  // item of the op's schedule: a tile, chunk, packet or signal; -1: the whole call
   uint64_t expected;
   uint64_t seen;
 };
 
-// Faults that tests plant, to show that they are caught. All zero in normal use.
+// Faults that tests inject, to check that they are detected. All zero in normal use.
 struct TestHooks {
   uint32_t skip_waits;    // waits return at once
-  uint32_t max_delay_us;  // each rank starts its part of a call up to this much later
+  uint32_t max_delay_us;  // each rank delays its part of a call by up to this much
 };
 
-// What a wait needs to know beyond the word it polls.
+// Everything that a wait needs besides the word it polls.
 struct WaitContext {
   Fault* fault;
-  uint64_t* stop;        // set by the first fault of this rank, and ends all its other waits. In
-                         // the waiter's own memory: polling the host's would cost far more than
-                         // the wait (docs/design/0003)
-  uint64_t deadline_ns;  // on NowNs()'s clock
+  uint64_t* stop;        // set by the rank's first fault, which ends all its other waits. It is in
+                         // the waiter's own memory: polling host memory costs far more
+                         // (docs/internals/gemm.md)
+  uint64_t deadline_ns;  // on the clock of NowNs()
   uint32_t op;
   int32_t rank;
   bool skip;  // TestHooks::skip_waits
@@ -99,12 +98,12 @@ JFLUX_HD void ReportFault(const WaitContext& ctx, FaultKind kind, int32_t peer, 
   StoreRelease(&ctx.fault->kind, static_cast<uint64_t>(kind));
 }
 
-// Polls `word` until it holds `expected`. False: the deadline passed, the ranks disagree, or
-// another waiter of this rank already failed; the reason is in ctx.fault.
+// Polls `word` until it equals `expected`. False if the timeout passed, the ranks disagree, or
+// another wait of this rank failed; ctx.fault has the reason.
 JFLUX_HD bool WaitSignal(const Signal* word, Signal expected, int32_t peer, int64_t tile,
                          const WaitContext& ctx) {
   if (ctx.skip) return true;
-  for (uint32_t turn = 0;; ++turn) {
+  for (uint32_t attempt = 0;; ++attempt) {
     const Signal seen = LoadAcquire(word);
     const SignalState state = Classify(seen, expected);
     if (state == SignalState::kReady) return true;
@@ -112,14 +111,14 @@ JFLUX_HD bool WaitSignal(const Signal* word, Signal expected, int32_t peer, int6
       ReportFault(ctx, FaultKind::kMismatch, peer, tile, expected, seen);
       return false;
     }
-    if ((turn & 63) == 63) {
+    if ((attempt & 63) == 63) {
       if (Faulted(ctx)) return false;
       if (NowNs() > ctx.deadline_ns) {
         ReportFault(ctx, FaultKind::kTimeout, peer, tile, expected, seen);
         return false;
       }
     }
-    PollPause(turn);
+    PollPause(attempt);
   }
 }
 

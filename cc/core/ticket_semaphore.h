@@ -29,8 +29,7 @@ struct TicketSemaphore {
     const uint64_t ticket = AddRelaxed(issued, 1);
     for (uint32_t attempt = 0; !IsGranted(ticket); ++attempt) PollPause(attempt);
   }
-  // Later tickets may be granted and released before this one is looked at: the difference may be
-  // negative.
+  // Negative if later tickets have been released before this thread polls.
   JFLUX_HD bool IsGranted(uint64_t ticket) const {
     return static_cast<int64_t>(ticket - LoadRelaxed(released)) < count;
   }

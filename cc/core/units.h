@@ -1,4 +1,4 @@
-// Arrays as units of eight bytes, a packet's payload each; the last one may not be full.
+// Arrays as units: 8 bytes each, the payload of one LL packet. The last unit may be partial.
 #ifndef JFLUX_CORE_UNITS_H_
 #define JFLUX_CORE_UNITS_H_
 
@@ -10,7 +10,7 @@ namespace jflux {
 
 using UnitWord = uint64_t __attribute__((may_alias));
 
-// Of an array of so many bytes that starts on a multiple of eight.
+// `array` has `bytes` bytes and is 8-byte aligned.
 JFLUX_HD uint64_t LoadUnit(const void* array, int64_t unit, int64_t bytes) {
   const char* from = static_cast<const char*>(array) + unit * kPacketPayload;
   const int64_t left = bytes - unit * kPacketPayload;
@@ -32,18 +32,18 @@ JFLUX_HD void StoreUnit(void* array, int64_t unit, int64_t bytes, uint64_t paylo
   for (int64_t i = 0; i < left; ++i) to[i] = static_cast<char>(payload >> (8 * i));
 }
 
-// One of the `world` shards that an array is made of: the array is [outer][world][inner bytes].
-// With a world of one, it is the array.
+// An array [outer][world][inner bytes], and the shard [:, r] of each rank r. With world == 1 the
+// only shard is the array.
 struct Shards {
   int32_t world;
-  int64_t outer, inner;  // inner: bytes
+  int64_t outer, inner;  // inner: in bytes
 
   JFLUX_HD int64_t Bytes() const { return outer * inner; }
   JFLUX_HD int64_t Offset(int shard, int64_t o, int64_t i) const {
     return (o * world + shard) * inner + i;
   }
 
-  // Unit `unit` of the shard, whose bytes go on from one row of `inner` to the next.
+  // Unit `unit` of the shard. A shard's bytes continue from one row of `inner` to the next.
   JFLUX_HD uint64_t Load(const void* array, int shard, int64_t unit) const {
     const char* from = static_cast<const char*>(array);
     if (inner % kPacketPayload == 0) {
@@ -70,7 +70,7 @@ struct Shards {
     const int64_t per_row = inner / kPacketPayload, o = Quotient(unit, per_row);
     return Offset(shard, o, (unit - o * per_row) * kPacketPayload);
   }
-  // visit(offset in the array, which byte of the unit).
+  // visit(offset in the array, byte of the unit).
   template <typename Visit>
   JFLUX_HD void ForBytes(int shard, int64_t unit, Visit&& visit) const {
     const int64_t first = unit * kPacketPayload;

@@ -1,5 +1,5 @@
-// Shared memory through which a warp's lane copies staged boxes from a workspace to y: bulk copies
-// in, TMA stores out. It is where Op::Send moves boxes otherwise.
+// Shared-memory buffers through which one lane copies staged boxes from a workspace to y: bulk
+// loads in, TMA stores out. They use the memory that Op::Send uses in other ops.
 #ifndef JFLUX_GPU_BOX_BUFFERS_CUH_
 #define JFLUX_GPU_BOX_BUFFERS_CUH_
 
@@ -11,14 +11,14 @@
 
 namespace jflux {
 
-// As many boxes as there is room for.
+// kCount boxes, as many as fit.
 template <typename Config>
 struct BoxBuffers {
   using Box = Staged<Config::kTileN>;
   static constexpr int kCount = Config::kSendBoxes * Config::kSendBoxBytes / Box::kBoxBytes;
   static_assert(1 < kCount && kCount <= Config::kSendBoxes && Config::kSendOffset % 1024 == 0);
   GemmSmem<Config> smem;
-  uint32_t parities = 0;  // a bit for each
+  uint32_t parities = 0;  // one bit per box
 
   __device__ uint32_t At(int i) const { return smem.SendBox(0) + i * Box::kBoxBytes; }
   __device__ void Load(int i, const char* from, int bytes) {

@@ -1,4 +1,5 @@
-// What kernels do where a call begins and ends, whatever they send in between.
+// The start and the end of a call, for all kernels: dynamic cluster ids, injected delays, the trap
+// after a failed wait.
 #ifndef JFLUX_GPU_CALL_CUH_
 #define JFLUX_GPU_CALL_CUH_
 
@@ -13,44 +14,46 @@
 
 namespace jflux {
 
-struct Turn {
+struct DynamicId {
   uint32_t epoch;  // of the call
-  uint32_t place;  // of this cluster, in the order in which clusters begin
-  bool first;      // the first CTA of the first cluster
+  uint32_t id;     // of this cluster: 0, 1, ... in the order in which clusters start
+  bool first;      // the first CTA of the cluster with id 0
 };
 
-// All threads of a CTA of a one-dimensional grid in clusters of kCtas. Clusters work in the order
-// in which they begin, not that of their numbers: whichever may run, the lowest place that some
-// rank waits for is running on all ranks, or is the next to. The place and the epoch are one word,
-// taken at once; the last cluster to take its place raises the epoch for the next call.
+// Called by all threads of a one-dimensional grid of clusters of kCtas CTAs.
+//
+// Clusters take dynamic ids in the order in which they start, and work by id, not by blockIdx: so
+// the lowest id that any rank waits for is running or next to start, and forward progress is
+// guaranteed however many CTAs fit on the GPU. Id and epoch share one 64-bit word and are read by
+// one atomic; the cluster with the last id writes the next epoch, for the next call.
 template <int kCtas = 1>
-__device__ __forceinline__ Turn TakeTurn(WorkspaceHeader* header) {
+__device__ __forceinline__ DynamicId TakeDynamicId(WorkspaceHeader* header) {
   namespace cg = cooperative_groups;
-  __shared__ uint64_t taken;
+  __shared__ uint64_t word_taken;
   const bool leads = kCtas == 1 || cg::this_cluster().block_rank() == 0;
   if (leads && threadIdx.x + threadIdx.y + threadIdx.z == 0) {
     static_assert(offsetof(WorkspaceHeader, epoch) == 0 &&
-                  offsetof(WorkspaceHeader, next_send) == 4);
+                  offsetof(WorkspaceHeader, next_transfer) == 4);
     auto* word = reinterpret_cast<unsigned long long*>(header);
-    taken = atomicAdd(word, 1ull << 32);
-    if (taken >> 32 == gridDim.x / kCtas - 1) {
-      atomicExch(word, NextEpoch(static_cast<uint32_t>(taken)));
+    word_taken = atomicAdd(word, 1ull << 32);
+    if (word_taken >> 32 == gridDim.x / kCtas - 1) {
+      atomicExch(word, NextEpoch(static_cast<uint32_t>(word_taken)));
     }
   }
-  uint64_t mine;
+  uint64_t word_seen;
   if constexpr (kCtas == 1) {
     __syncthreads();
-    mine = taken;
-  } else {  // the leader's CTA must stay until all have read: its cluster meets again before it
-            // ends
+    word_seen = word_taken;
+  } else {  // distributed shared memory: the leader CTA must not exit before all have read. The
+            // callers' clusters synchronise again before they exit
     cg::this_cluster().sync();
-    mine = *cg::this_cluster().map_shared_rank(&taken, 0);
+    word_seen = *cg::this_cluster().map_shared_rank(&word_taken, 0);
   }
-  const auto place = static_cast<uint32_t>(mine >> 32);
-  return Turn{NextEpoch(static_cast<uint32_t>(mine)), place, leads && place == 0};
+  const auto id = static_cast<uint32_t>(word_seen >> 32);
+  return DynamicId{NextEpoch(static_cast<uint32_t>(word_seen)), id, leads && id == 0};
 }
 
-// TestHooks::max_delay_us.
+// Injects TestHooks::max_delay_us.
 __device__ __forceinline__ void DelayCall(const DeviceState& state, uint32_t epoch, int rank) {
   if (state.hooks.max_delay_us == 0) return;
   const uint64_t start = NowNs();
@@ -60,13 +63,13 @@ __device__ __forceinline__ void DelayCall(const DeviceState& state, uint32_t epo
   }
 }
 
-// For threads that have waited for peers, after their last wait: one of each warp will do.
+// Called after the last wait, by one thread of each warp that has waited for peers. Traps if a wait
+// of this rank failed: a failed call must not look like a successful one.
 template <typename Args>
-__device__ __forceinline__ void EndOfWaits(const Args& args) {
+__device__ __forceinline__ void TrapIfFaulted(const Args& args) {
   const auto* header = args.view.template At<WorkspaceHeader>(args.view.rank, 0);
   if (LoadRelaxed(&header->stop) == 0) return;
-  // A call that failed must not look like one that did not. The host first gets the time to print
-  // why: XLA will only say that a launch failed.
+  // XLA only reports that a launch failed. The pause gives the host time to print the reason first.
   const uint64_t start = NowNs();
   while (NowNs() - start < 300000000ull) {
   }

@@ -1,12 +1,16 @@
-// The sum over a cluster whose CTAs have multiplied a part of k each (kClusterK): CTA i gets the
-// i-th slice of the tile's columns, in float32, and finishes it.
+// Split-k sum over a cluster (kClusterK): CTA i receives the i-th slice of the tile's columns, in
+// float32, and finishes it.
 //
-// Each thread sends the others what they finish of its accumulators, from its registers to their
-// shared memory, where the same thread of the same consumer adds it to its own. A block of 64 rows
-// at a time: what is sent next waits until the others have read.
+//   writes  Each thread stores its accumulators of the other CTAs' slices from registers into their
+//           shared memory (st.async), one m64 block at a time.
+//   waits   The same thread of the same consumer in each other CTA, for RemoteSlicesArrived. A
+//           sender waits for RemoteSlicesRead before it overwrites the slices of the previous m64
+//           block.
+//   order   st.async completes transaction bytes on the reader's mbarrier.
+//   reset   never: mbarrier phases alternate
 //
-// Who waits for whom: a consumer for the same consumer of the other CTAs, which computes the same
-// tile, and has sent its slices as soon as it has multiplied, and finished the tiles before.
+// No deadlock: the same consumer of every CTA computes the same tile, and sends its slices once it
+// has multiplied and finished its earlier tiles.
 #ifndef JFLUX_GPU_CLUSTER_SUM_CUH_
 #define JFLUX_GPU_CLUSTER_SUM_CUH_
 
@@ -17,73 +21,74 @@
 
 namespace jflux {
 
-// What a thread finishes of a tile.
+// A thread's accumulators of the slices that its CTA finishes.
 template <typename Config>
-using Slices = float[Config::kOwnBlocks][Config::kSliceAccumulators];
+using Slices = float[Config::kConsumerM64Blocks][Config::kSliceAccumulators];
 
 template <typename Config>
 struct ClusterSum {
   static constexpr int kCtas = Config::kClusterK;
-  static constexpr int kUnits = Config::kSliceAccumulators / 4;  // of 16 bytes
+  static constexpr int kVectors = Config::kSliceAccumulators / 4;  // of 16 bytes
   GemmSmem<Config> smem;
   int consumer, cta;
   uint32_t parity = 0;
 
-  // A block. The order of the terms depends on nothing but the slice.
+  // Sums one m64 block. The order of the terms depends on the slice alone.
   __device__ __forceinline__ void Run(const float (&acc)[Config::kAccumulators],
-                                      float (&own)[Config::kSliceAccumulators]) {
+                                      float (&sum)[Config::kSliceAccumulators]) {
     const int thread = threadIdx.x % 128;
     if (thread == 0) {
-      ptx::MbarrierArriveExpectTx(smem.OthersCame(consumer), Config::kOthersBytes);
+      ptx::MbarrierArriveExpectTx(smem.RemoteSlicesArrived(consumer), Config::kRemoteSliceBytes);
     }
-    ptx::MbarrierWait(smem.OthersRead(consumer), parity ^ 1);
+    ptx::MbarrierWait(smem.RemoteSlicesRead(consumer), parity ^ 1);
 #pragma unroll
     for (int i = 0; i < kCtas; ++i) {
       const float* slice = &acc[i * Config::kSliceAccumulators];
       if (i == cta) {
 #pragma unroll
-        for (int j = 0; j < Config::kSliceAccumulators; ++j) own[j] = slice[j];
+        for (int j = 0; j < Config::kSliceAccumulators; ++j) sum[j] = slice[j];
         continue;
       }
-      const uint32_t bar = ptx::MapToCta(smem.OthersCame(consumer), i);
-      const uint32_t to = ptx::MapToCta(smem.Other(consumer, PlaceOf(cta, i)), i) + thread * 16;
+      const uint32_t bar = ptx::MapToCta(smem.RemoteSlicesArrived(consumer), i);
+      const uint32_t to =
+          ptx::MapToCta(smem.RemoteSlice(consumer, SliceIndex(cta, i)), i) + thread * 16;
 #pragma unroll
-      for (int unit = 0; unit < kUnits; ++unit) {
-        const float* v = slice + 4 * unit;
-        ptx::SendRemote(to + unit * 2048,
+      for (int vector = 0; vector < kVectors; ++vector) {
+        const float* v = slice + 4 * vector;
+        ptx::SendRemote(to + vector * 2048,
                         make_int4(__float_as_int(v[0]), __float_as_int(v[1]), __float_as_int(v[2]),
                                   __float_as_int(v[3])),
                         bar);
       }
     }
-    ptx::MbarrierWait(smem.OthersCame(consumer), parity);
+    ptx::MbarrierWait(smem.RemoteSlicesArrived(consumer), parity);
 #pragma unroll
-    for (int place = 0; place < kCtas - 1; ++place) {
-      const uint32_t from = smem.Other(consumer, place) + thread * 16;
+    for (int index = 0; index < kCtas - 1; ++index) {
+      const uint32_t from = smem.RemoteSlice(consumer, index) + thread * 16;
 #pragma unroll
-      for (int unit = 0; unit < kUnits; ++unit) {
-        const uint4 v = ptx::LoadShared16(from + unit * 2048);
-        own[4 * unit] += __uint_as_float(v.x);
-        own[4 * unit + 1] += __uint_as_float(v.y);
-        own[4 * unit + 2] += __uint_as_float(v.z);
-        own[4 * unit + 3] += __uint_as_float(v.w);
+      for (int vector = 0; vector < kVectors; ++vector) {
+        const uint4 v = ptx::LoadShared16(from + vector * 2048);
+        sum[4 * vector] += __uint_as_float(v.x);
+        sum[4 * vector + 1] += __uint_as_float(v.y);
+        sum[4 * vector + 2] += __uint_as_float(v.z);
+        sum[4 * vector + 3] += __uint_as_float(v.w);
       }
     }
     __syncwarp();
     if (threadIdx.x % 32 < kCtas) {
-      ptx::MbarrierArriveRemote(ptx::MapToCta(smem.OthersRead(consumer), threadIdx.x % 32));
+      ptx::MbarrierArriveRemote(ptx::MapToCta(smem.RemoteSlicesRead(consumer), threadIdx.x % 32));
     }
     parity ^= 1;
   }
 
-  // In the end: no CTA may leave while another may still arrive at its barriers.
-  __device__ __forceinline__ void AwaitReaders() const {
-    if constexpr (kCtas > 1) ptx::MbarrierWait(smem.OthersRead(consumer), parity ^ 1);
+  // After the last tile: a CTA must not exit while another may still arrive at its barriers.
+  __device__ __forceinline__ void AwaitRemoteReads() const {
+    if constexpr (kCtas > 1) ptx::MbarrierWait(smem.RemoteSlicesRead(consumer), parity ^ 1);
   }
 
  private:
-  // Where CTA `to` keeps what `from` sends.
-  static __device__ __forceinline__ int PlaceOf(int from, int to) {
+  // The index among CTA `to`'s remote slices of the one from CTA `from`.
+  static __device__ __forceinline__ int SliceIndex(int from, int to) {
     return from < to ? from : from - 1;
   }
 };

@@ -1,4 +1,4 @@
-// The threads of a cluster's CTAs, as one team.
+// The threads of all CTAs of a cluster, as one team that sums.
 #ifndef JFLUX_GPU_CLUSTER_TEAM_CUH_
 #define JFLUX_GPU_CLUSTER_TEAM_CUH_
 
@@ -17,8 +17,8 @@ class ClusterTeam {
   }
   __device__ __forceinline__ int threads() const { return kCtas * static_cast<int>(blockDim.x); }
 
-  // Over all threads, which all call it; in an order that depends on nothing, so that each gets the
-  // same bits, and in each run. Whole warps, at most 32.
+  // Sum over all threads of the team; all call it. The order is fixed, so every thread and every
+  // run gets the same bits. Whole warps, at most 32 per CTA.
   template <typename Wide>
   __device__ __forceinline__ Wide Sum(Wide v) const {
     __shared__ Wide warps[32], ctas[2][kCtas];
@@ -29,19 +29,19 @@ class ClusterTeam {
     if (threadIdx.x < kCtas) {
       Wide sum = 0;
       for (int w = 0; w < blockDim.x / 32; ++w) sum += warps[w];
-      // The other half is still being read by who has not come to this sum.
-      *cluster.map_shared_rank(&ctas[turn_ & 1][cta_], threadIdx.x) = sum;
+      // Double-buffered: a CTA that has not reached this sum may still read the other half.
+      *cluster.map_shared_rank(&ctas[sums_ & 1][cta_], threadIdx.x) = sum;
     }
     cluster.sync();
     Wide sum = 0;
-    for (int c = 0; c < kCtas; ++c) sum += ctas[turn_ & 1][c];
-    ++turn_;
+    for (int c = 0; c < kCtas; ++c) sum += ctas[sums_ & 1][c];
+    ++sums_;
     return sum;
   }
 
  private:
   int cta_;
-  mutable int turn_ = 0;
+  mutable int sums_ = 0;
 };
 
 }  // namespace jflux

@@ -1,4 +1,4 @@
-// What every kernel on a device finds at the start of that device's heap.
+// DeviceState: what every kernel finds at the start of its device's heap.
 #ifndef JFLUX_GPU_DEVICE_STATE_H_
 #define JFLUX_GPU_DEVICE_STATE_H_
 
@@ -9,20 +9,21 @@
 
 namespace jflux {
 
-// What jflux.timeline shows: one span of work of one role of a kernel.
+// The spans that jflux.timeline shows. A span belongs to one role of a kernel (gpu/gemm_sm90.cuh).
 enum class EventKind : uint16_t {
-  kWaitRows = 0,    // a scheduler, for a tile's rows: a = tile row, b = tile column
-  kMultiply = 1,    // a consumer, likewise
-  kEpilogue = 2,    // a consumer, until its staging is written
-  kWaitParts = 3,   // a scheduler, for the peers' parts of a tile
-  kSend = 4,        // until the data has arrived: a = peer, b = chunk or tile row
-  kStore = 5,       // a storer, until y's tile has left the staging (a lent stage: begins to leave)
-  kCopy = 6,        // a sender, until a peer's tile has left the workspace: as kSend
-  kWaitToSend = 7,  // a storer, for the send semaphore: as kMultiply
+  kWaitRows = 0,      // scheduler warp, for a tile's rows of A: a = row block, b = tile column
+  kMultiply = 1,      // consumer; a and b as kWaitRows
+  kEpilogue = 2,      // consumer, until its staging is written
+  kWaitPartials = 3,  // for a peer's tile or partial tile
+  kSend = 4,          // until the data has arrived: a = peer, b = chunk or row block
+  kStore = 5,       // store warp, until the tile has left its staging (with a lent stage: begins to
+                    // leave)
+  kCopy = 6,        // send or scheduler warp, until a peer's tile has been copied to y; as kSend
+  kWaitToSend = 7,  // store warp, for the send semaphore; as kMultiply
 };
 
 struct TimelineEvent {
-  uint64_t begin_ns, end_ns;  // the GPU's global timer
+  uint64_t begin_ns, end_ns;  // %globaltimer
   uint32_t call;              // the workspace's epoch
   uint16_t kind, sm;
   int32_t a, b;
@@ -30,19 +31,19 @@ struct TimelineEvent {
 static_assert(sizeof(TimelineEvent) == 32);
 
 struct Timeline {
-  TimelineEvent* events;  // null: nobody records
-  uint32_t* count;        // how many there would be with room for all
+  TimelineEvent* events;  // null: recording is off
+  uint32_t* count;        // events so far, including those that found no room
   uint32_t capacity;
 };
 
 struct DeviceState {
-  Fault* fault;          // in host memory: readable while a kernel runs, and after it trapped
-  uint64_t deadline_ns;  // how long a wait may last
+  Fault* fault;          // in host memory: readable while a kernel runs, and after a trap
+  uint64_t deadline_ns;  // timeout of a wait
   TestHooks hooks;
   Timeline timeline;
 };
 
-inline constexpr int64_t kDeviceStateBytes = 4096;  // workspaces start behind it
+inline constexpr int64_t kDeviceStateBytes = 4096;  // workspaces follow
 
 }  // namespace jflux
 

@@ -1,4 +1,5 @@
-// From a consumer's accumulators (gpu/wgmma.cuh says who holds what) to rows of a global array.
+// Epilogue building blocks: from a consumer's accumulators (layout: gpu/wgmma.cuh) to rows of a
+// global array.
 #ifndef JFLUX_GPU_EPILOGUE_SM90_CUH_
 #define JFLUX_GPU_EPILOGUE_SM90_CUH_
 
@@ -34,78 +35,77 @@ __device__ __forceinline__ float2 Unpack(uint32_t v) {
   }
 }
 
-// Where 16-byte vector `vector` of row `row` lies in a staged block. TMA stores take boxes of 64
-// (or, where tiles are not multiples of that, 32) columns, whose vectors are swizzled by the row.
+// The layout of a staged m64 block. TMA stores take boxes of 64 columns (32 if tiles are not a
+// multiple of 64), whose 16-byte vectors are swizzled by the row.
 template <int kTileN>
 struct Staged {
   static constexpr int kColumns = kTileN % 64 == 0 ? 64 : 32;
   static constexpr int kBoxBytes = 64 * kColumns * 2;
-  static __device__ __forceinline__ uint32_t Box(const StagedBlock& block, int box) {
-    constexpr int kBoxes = 64 / kColumns;  // of a strip
-    return block.Strip(box / kBoxes) + box % kBoxes * kBoxBytes;
+  static __device__ __forceinline__ uint32_t Box(const StagedM64& staged, int box) {
+    constexpr int kBoxes = 64 / kColumns;  // per strip
+    return staged.Strip(box / kBoxes) + box % kBoxes * kBoxBytes;
   }
-  static __device__ __forceinline__ uint32_t At(const StagedBlock& block, int row, int vector) {
+  static __device__ __forceinline__ uint32_t At(const StagedM64& staged, int row, int vector) {
     constexpr int kVectors = kColumns / 8;
     const int swizzle = kColumns == 64 ? row & 7 : row >> 1 & 3;
-    return Box(block, vector / kVectors) + row * kColumns * 2 +
+    return Box(staged, vector / kVectors) + row * kColumns * 2 +
            ((vector % kVectors ^ swizzle) * 16);
   }
 };
 
-// Writes a block of 64 rows, or kColumns of its columns from kFirst on, to its staging as TMA
-// stores take it.
+// Stages kColumns columns of an m64 block, from column kFirst on, in the layout of Staged.
 template <typename T, int kColumns, int kFirst = 0, int kCount>
-__device__ __forceinline__ void StageBlock(const float (&acc)[kCount], const StagedBlock& block) {
+__device__ __forceinline__ void StageM64(const float (&acc)[kCount], const StagedM64& staged) {
   static_assert(kFirst + kColumns <= 2 * kCount);
   const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
   const int row = 16 * warp + lane % 16;
 #pragma unroll
   for (int pair = 0; pair < kColumns / 16; ++pair) {
     const float* a = &acc[kFirst / 2 + 8 * pair];  // columns 16 pair .. 16 pair + 15
-    ptx::StoreMatrix4(Staged<kColumns>::At(block, row, 2 * pair + lane / 16), Pack<T>(a[0], a[1]),
+    ptx::StoreMatrix4(Staged<kColumns>::At(staged, row, 2 * pair + lane / 16), Pack<T>(a[0], a[1]),
                       Pack<T>(a[2], a[3]), Pack<T>(a[4], a[5]), Pack<T>(a[6], a[7]));
   }
 }
 
-// The staged block, to y at (row, n0); the part that lies outside y is left out. One thread.
+// One thread stores a staged m64 block to y at (row, n0). TMA drops what lies outside y.
 template <int kTileN>
-__device__ __forceinline__ void StoreStagedBlock(const StagedBlock& block, const CUtensorMap* y,
-                                                 int64_t row, int64_t n0, int64_t n) {
+__device__ __forceinline__ void StoreStagedM64(const StagedM64& staged, const CUtensorMap* y,
+                                               int64_t row, int64_t n0, int64_t n) {
   using S = Staged<kTileN>;
 #pragma unroll
   for (int box = 0; box < kTileN / S::kColumns; ++box) {
     if (n0 + box * S::kColumns < n) {
-      ptx::TmaStore2d(y, S::Box(block, box), static_cast<int32_t>(n0 + box * S::kColumns),
+      ptx::TmaStore2d(y, S::Box(staged, box), static_cast<int32_t>(n0 + box * S::kColumns),
                       static_cast<int32_t>(row));
     }
   }
 }
 
-// The staged block, by the consumer itself, for rows that do not follow each other in y.
-// row_of(r) is where row r (0..63) of the block goes, as an element index into y, or -1 for none.
+// Stores a staged m64 block row by row, for rows that are not consecutive in y. Called by the whole
+// consumer. row_of(r) is the element index in y of row r (0..63), or -1 to skip it.
 template <typename T, int kTileN, typename RowOf>
-__device__ __forceinline__ void ScatterStagedRows(const StagedBlock& block, int barrier, void* y,
+__device__ __forceinline__ void ScatterStagedRows(const StagedM64& staged, int barrier, void* y,
                                                   int64_t n0, int64_t n, RowOf&& row_of) {
   constexpr int kVectors = kTileN / 8;
   const int thread = threadIdx.x % 128;
-  ptx::BarrierSync(barrier, 128);  // all of it is there
+  ptx::BarrierSync(barrier, 128);  // all rows are staged
   for (int i = thread; i < 64 * kVectors; i += 128) {
     const int r = i / kVectors, vector = i % kVectors;
     const int64_t col = n0 + vector * 8, at = row_of(r);
     if (at >= 0 && col < n) {
       ptx::StoreGlobal16(static_cast<T*>(y) + at + col,
-                         ptx::LoadShared16(Staged<kTileN>::At(block, r, vector)));
+                         ptx::LoadShared16(Staged<kTileN>::At(staged, r, vector)));
     }
   }
-  ptx::BarrierSync(barrier, 128);  // all of it has been read
-  ptx::FenceProxyAsyncShared();    // TMA may write there
+  ptx::BarrierSync(barrier, 128);  // all rows have been read
+  ptx::FenceProxyAsyncShared();    // bulk copies may read later results there
 }
 
-// A block in float32, or kColumns of its columns from kFirst on, from the registers: four lanes
-// write a 32-byte sector.
+// Stores kColumns columns of an m64 block, from column kFirst on, in float32, straight from the
+// registers: four lanes write one 32-byte sector.
 template <int kColumns, int kFirst = 0, int kCount, typename RowOf>
-__device__ __forceinline__ void StoreBlockF32(const float (&acc)[kCount], void* y, int64_t n0,
-                                              int64_t n, RowOf&& row_of) {
+__device__ __forceinline__ void StoreM64F32(const float (&acc)[kCount], void* y, int64_t n0,
+                                            int64_t n, RowOf&& row_of) {
   const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -123,7 +123,8 @@ __device__ __forceinline__ void StoreBlockF32(const float (&acc)[kCount], void* 
   }
 }
 
-// Adds a bias [n] to kColumns of a block's columns from kFirst on, which are y's from n0 on.
+// Adds a bias [n] to kColumns columns of an m64 block, from kFirst on; these are y's columns from
+// n0 on.
 template <int kColumns, int kFirst = 0, int kCount>
 __device__ __forceinline__ void AddBias(float (&acc)[kCount], const float* bias, int64_t n0,
                                         int64_t n) {
@@ -150,8 +151,8 @@ __device__ __forceinline__ float2 LoadPair(const T* p) {
   return Unpack<T>(ptx::LoadGlobal4(p));
 }
 
-// Adds kColumns columns, from n0 on, of rows of an array of `E`. row_of is StoreBlockF32's; what
-// lies outside the array becomes nonsense, which nobody stores.
+// Adds kColumns columns, from n0 on, of the rows of an array of `E`. row_of is that of StoreM64F32.
+// Elements outside the array get arbitrary values; the store skips them.
 template <typename E, int kColumns, int kCount, typename RowOf>
 __device__ __forceinline__ void AddRows(float (&acc)[kCount], const void* rows, int64_t n0,
                                         int64_t n, RowOf&& row_of) {
@@ -163,7 +164,7 @@ __device__ __forceinline__ void AddRows(float (&acc)[kCount], const void* rows, 
   for (int half = 0; half < 2; ++half) {
     from[half] = array + Max<int64_t>(row_of(16 * warp + 8 * half + lane / 4), 0);
   }
-  constexpr int kGroup = 4;  // of 8 columns, on their way at the same time
+  constexpr int kGroup = 4;  // of 8 columns; loads of a group are in flight together
   static_assert(kColumns % (8 * kGroup) == 0);
 #pragma unroll
   for (int j0 = 0; j0 < kColumns / 8; j0 += kGroup) {
@@ -192,7 +193,7 @@ __device__ __forceinline__ float GeluTanh(float x) {
   return __fdividef(x, 1.0f + __expf(-2.0f * u));
 }
 
-// Applies it to kColumns of a block's columns.
+// Applies the activation to kColumns columns of an m64 block.
 template <int kColumns, int kCount>
 __device__ __forceinline__ void Activate(float (&acc)[kCount], Activation activation) {
   const auto each = [&](auto&& f) {

@@ -1,8 +1,8 @@
-// Partial tiles in fragment order: as the threads of a consumer hold them, so that the same thread
-// of another CTA's consumer can add them to its own without anything being rearranged.
+// Partial tiles in fragment order: as consumer threads hold their accumulators. The reader is the
+// same thread of a consumer in another CTA, so nothing is rearranged.
 //
-// A block of 64 rows takes one staging in a 16-bit type and two in float32, one for each row half.
-// Each warp's share of a staging, 16 rows (in float32, 8 of them), is contiguous.
+// An m64 block takes one staging in a 16-bit type, and two in float32, one for each row half. Each
+// warp's part of a staging (16 rows; in float32, 8 of them) is contiguous.
 #ifndef JFLUX_GPU_FRAGMENTS_SM90_CUH_
 #define JFLUX_GPU_FRAGMENTS_SM90_CUH_
 
@@ -18,45 +18,47 @@ struct Fragments {
   using T = typename Config::T;
   static constexpr int kWarpBytes = Config::kStagingBytes / 4;
 
-  // A staging's worth: both row halves, or in float32 one.
+  // Writes one staging: both row halves, or in float32 the row half `round`.
   template <bool kFloat32>
   static __device__ __forceinline__ void Stage(const float (&acc)[Config::kSliceAccumulators],
                                                int round, uint32_t smem) {
     const uint32_t at = smem + ThreadOffset();
 #pragma unroll
-    for (int p = 0; p < 2 * kUnits; ++p) {
-      const uint4 v = kFloat32 ? Get<true>(acc, round, p) : Get<false>(acc, p / kUnits, p % kUnits);
+    for (int p = 0; p < 2 * kVectors; ++p) {
+      const uint4 v =
+          kFloat32 ? Get<true>(acc, round, p) : Get<false>(acc, p / kVectors, p % kVectors);
       ptx::StoreShared16(at + p * 512, v);
     }
   }
 
-  // Adds a whole block, from global memory.
+  // Adds an m64 block from global memory.
   template <bool kFloat32>
   static __device__ __forceinline__ void Add(float (&acc)[Config::kSliceAccumulators],
-                                             const char* block) {
-    const char* at = block + ThreadOffset();
+                                             const char* m64) {
+    const char* at = m64 + ThreadOffset();
 #pragma unroll
     for (int group = 0; group < (kFloat32 ? 4 : 2); ++group) {
       // Two groups make a staging.
-      const char* from = at + group / 2 * Config::kStagingBytes + group % 2 * kUnits * 512;
-      uint4 v[kUnits];  // on their way at the same time
+      const char* from = at + group / 2 * Config::kStagingBytes + group % 2 * kVectors * 512;
+      uint4 v[kVectors];  // in flight together
 #pragma unroll
-      for (int p = 0; p < kUnits; ++p) v[p] = ptx::LoadGlobal16(from + p * 512);
+      for (int p = 0; p < kVectors; ++p) v[p] = ptx::LoadGlobal16(from + p * 512);
 #pragma unroll
-      for (int p = 0; p < kUnits; ++p) {
+      for (int p = 0; p < kVectors; ++p) {
         if constexpr (kFloat32) {
-          AddUnit<true>(acc, group / 2, group % 2 * kUnits + p, v[p]);
+          AddVector<true>(acc, group / 2, group % 2 * kVectors + p, v[p]);
         } else {
-          AddUnit<false>(acc, group, p, v[p]);
+          AddVector<false>(acc, group, p, v[p]);
         }
       }
     }
   }
 
  private:
-  // Units of 16 bytes: in a 16-bit type a unit holds the columns of four j of a row half, in
-  // float32 those of two. A warp's threads are side by side, and its units 512 bytes apart.
-  static constexpr int kUnits = Config::kSliceN / 32;
+  // Vectors of 16 bytes. In a 16-bit type a vector holds the columns of four j (gpu/wgmma.cuh) of a
+  // row half, in float32 those of two. The vectors of a warp's threads are adjacent; a thread's
+  // vectors are 512 bytes apart.
+  static constexpr int kVectors = Config::kSliceN / 32;
 
   static __device__ __forceinline__ uint32_t ThreadOffset() {
     return threadIdx.x % 128 / 32 * kWarpBytes + threadIdx.x % 32 * 16;
@@ -76,8 +78,8 @@ struct Fragments {
     }
   }
   template <bool kFloat32>
-  static __device__ __forceinline__ void AddUnit(float (&acc)[Config::kSliceAccumulators], int half,
-                                                 int p, uint4 v) {
+  static __device__ __forceinline__ void AddVector(float (&acc)[Config::kSliceAccumulators],
+                                                   int half, int p, uint4 v) {
     if constexpr (kFloat32) {
       float* a = &acc[8 * p + 2 * half];
       a[0] += __uint_as_float(v.x);

@@ -1,5 +1,5 @@
-// What the roles of the GEMM main loop (gpu/gemm_sm90.cuh) know of the call that they serve, how
-// they wait for peers, and the counters that they take work from.
+// The call as the roles of the GEMM main loop (gpu/gemm_sm90.cuh) see it: its context, waits for
+// peers, and the counters that hand out work.
 #ifndef JFLUX_GPU_GEMM_CALL_CUH_
 #define JFLUX_GPU_GEMM_CALL_CUH_
 
@@ -13,10 +13,10 @@
 
 namespace jflux {
 
-// What a role knows of the call it serves.
+// A call, as one role sees it.
 struct CallContext {
-  WaitContext wait;     // its deadline is set when a wait begins: reading the clock takes long
-  uint64_t timeout_ns;  // how long a wait may last
+  WaitContext wait;     // the deadline is set when a wait begins: reading the clock is slow
+  uint64_t timeout_ns;  // timeout of a wait
   uint32_t epoch;
   Signal signal;
   const DeviceState* state;
@@ -45,28 +45,29 @@ __device__ __forceinline__ CallContext MakeContext(const Args& args) {
   return call;
 }
 
-__device__ __forceinline__ bool HasCome(const CallContext& call, const Signal* word) {
+__device__ __forceinline__ bool HasArrived(const CallContext& call, const Signal* word) {
   return Classify(LoadAcquire(word), call.signal) == SignalState::kReady;
 }
 
-// Waits for a peer. A wait that fails lets the kernel run on, so that it ends soon, with wrong
-// values; EndOfWaits turns that into an error.
+// Waits for a peer's signal; `item` names it in a fault record. After a failed wait the kernel runs
+// on, with wrong values, so that it ends soon. TrapIfFaulted then turns the failure into an error.
 __device__ __forceinline__ void AwaitPeer(const CallContext& call, const Signal* word, int peer,
-                                          int64_t unit) {
-  if (HasCome(call, word) || Faulted(call.wait)) return;
+                                          int64_t item) {
+  if (HasArrived(call, word) || Faulted(call.wait)) return;
   WaitContext wait = call.wait;
   wait.deadline_ns = NowNs() + call.timeout_ns;
-  WaitSignal(word, call.signal, peer, unit, wait);
+  WaitSignal(word, call.signal, peer, item, wait);
 }
 
-// One lane of each warp that takes from a counter calls it when it has taken its last: of each CTA
-// the scheduler and the sender. All have read the epoch by then.
+// Called by one lane of each warp that takes work from counters (in each CTA the scheduler warp and
+// the send warp), when it has taken its last. All have read the epoch before. The last caller
+// resets the counters and publishes the epoch.
 template <typename Args>
 __device__ __forceinline__ void LeaveCounters(const Args& args) {
   auto* header = args.view.template At<WorkspaceHeader>(args.view.rank, 0);
   __threadfence();
   if (atomicAdd(&header->exited, 1) != 2 * gridDim.x - 1) return;
-  header->next_send = 0;
+  header->next_transfer = 0;
   header->next_copy = 0;
   header->senders = 0;
   header->next_tile = 0;
@@ -74,11 +75,11 @@ __device__ __forceinline__ void LeaveCounters(const Args& args) {
   header->epoch = NextEpoch(header->epoch);
 }
 
-// Of what Op::Send does, and of what it then copies.
+// The next chunk to send or peer's tile to receive, and the next chunk to copy to `gathered`.
 template <typename Args>
-__device__ __forceinline__ int32_t TakeUnit(const Args& args) {
+__device__ __forceinline__ int32_t TakeTransfer(const Args& args) {
   return static_cast<int32_t>(
-      atomicAdd(&args.view.template At<WorkspaceHeader>(args.view.rank, 0)->next_send, 1));
+      atomicAdd(&args.view.template At<WorkspaceHeader>(args.view.rank, 0)->next_transfer, 1));
 }
 template <typename Args>
 __device__ __forceinline__ int32_t TakeCopy(const Args& args) {

@@ -1,14 +1,15 @@
-// Which of the compiled GEMM configurations to use: data, and a pure function that chooses.
+// Which of the compiled GEMM configurations to use: data, and pure functions that choose. They are
+// called when a call is planned (runtime/op.h); handlers take what the plan says.
 #ifndef JFLUX_GPU_GEMM_CONFIG_H_
 #define JFLUX_GPU_GEMM_CONFIG_H_
 
-#include <cmath>
 #include <cstdint>
 #include <initializer_list>
 
 #include "core/platform.h"
 #include "core/signal.h"
 #include "core/tile_order.h"
+#include "gpu/machine.h"
 
 namespace jflux {
 
@@ -49,6 +50,7 @@ inline constexpr int32_t StoreColumns(const GemmChoice& c) {
 }
 
 inline constexpr int kGemmTileK = 64;
+inline constexpr int kUnitBytes = 16;  // rows of operands and results are whole units
 inline constexpr int kMaxWeights = 4;  // of one call
 inline constexpr int kMaxGroup = 4096;
 
@@ -64,15 +66,16 @@ struct TileCosts {
 inline constexpr double kExposed = 0.5;  // what the first tiles wait for, and the last ones send
 inline constexpr TileCosts kGatherCosts{1, 1, 0}, kScatterCosts{1.02, 0.96, kExposed};
 
-// Waves of tiles on `sm_count` SMs, times what a tile costs, per k: a fit to 38 calls of three ops
-// on 2 x H200 and 48 products on one, in the mean of normal numbers, where power is the limit, and
-// of zeros, where it is not. It chooses what was measured as the fastest, or for the calls at
-// most 2.7 % slower (docs/design/0009).
-inline double EstimateCost(const GemmChoice& c, int64_t m, int64_t n, int64_t k, int sm_count,
-                           const TileCosts& costs = kGatherCosts, double exposed = kExposed) {
+// Waves of tiles on the machine's SMs, times what a tile costs, per k: a fit to 38 calls of three
+// ops on 2 x H200 and 48 products on one, in the mean of normal numbers, where power is the limit,
+// and of zeros, where it is not. It chooses what was measured as the fastest, or for the calls at
+// most 2.7 % slower (docs/experiments/0017).
+inline double EstimateCost(const GemmChoice& c, int64_t m, int64_t n, int64_t k,
+                           const Machine& machine, const TileCosts& costs = kGatherCosts,
+                           double exposed = kExposed) {
   const int64_t tiles =
       CeilDiv<int64_t>(m, kGemmTileM * c.cluster_m) * CeilDiv<int64_t>(n, c.tile_n);
-  const int64_t waves = CeilDiv<int64_t>(tiles, sm_count / c.cluster_m);
+  const int64_t waves = CeilDiv<int64_t>(tiles, machine.sm_count / c.cluster_m);
   // Wider tiles use what they read more often. A CTA alone shares w with none.
   const double per_column = c.tile_n == 256    ? 0.94
                             : c.tile_n == 224  ? 0.965
@@ -87,22 +90,16 @@ inline double EstimateCost(const GemmChoice& c, int64_t m, int64_t n, int64_t k,
   return (static_cast<double>(waves) + exposed) * (c.tile_n * per_column + finish) * op;
 }
 
-// What the links of another GPU carry, in that of an H200's: 1, 1/2, 1/4, ... A probe's readings,
-// in GB/s, differ from run to run, and choices should not. What was measured for this header was
-// with links that carry 320 GB/s in copies as long as the probe's. 0: unknown.
-inline double LinksOf(double gbps) {
-  return gbps > 0 ? Min(1.0, std::exp2(std::round(std::log2(gbps / 320)))) : 1.0;
-}
-
 // Whether all rows share one raster group over w, so that it is read once. The tiles of other
 // ranks' rows then begin together with the own ones, and wait for what is on its way, or in the end
 // for what others have to send; with few rows, or fast links, that is not long. On 2 x H200 two
-// raster groups were 1 to 3 % slower at 512 rows, and up to 3 % faster at 1024 (docs/design/0010);
-// but in two raster groups ranks with fewer rows than a cluster's can have no clusters. If ranks
-// share tiles, own rows by themselves cost another raster group for those.
-inline bool InOneRasterGroup(int world, int64_t rows_per_rank, double links = 1) {
+// raster groups were 1 to 3 % slower at 512 rows, and up to 3 % faster at 1024
+// (docs/experiments/0027); but in two raster groups ranks with fewer rows than a cluster's can have
+// no clusters. If ranks share tiles, own rows by themselves cost another raster group for those.
+inline bool InOneRasterGroup(int world, int64_t rows_per_rank, const Machine& machine) {
   const auto others = static_cast<double>((world - 1) * rows_per_rank);
   if (others == 0) return false;
+  const double links = machine.LinkShare();
   if (rows_per_rank % kGemmTileM != 0) return others <= 1600 * links;
   const bool few = world * rows_per_rank < 1024 || rows_per_rank < 2 * kGemmTileM;
   return few && others < 1024 * links;
@@ -110,13 +107,14 @@ inline bool InOneRasterGroup(int world, int64_t rows_per_rank, double links = 1)
 
 // For world ranks' rows, n columns per rank. A cluster's rows are two ranks' in one raster group
 // only: it waits for both.
-inline GemmChoice ChooseGemm(int world, int64_t rows_per_rank, int64_t n, int64_t k, int sm_count,
-                             const TileCosts& costs = kGatherCosts, double links = 1) {
-  const bool single_group = InOneRasterGroup(world, rows_per_rank, links);
+inline GemmChoice ChooseGemm(int world, int64_t rows_per_rank, int64_t n, int64_t k,
+                             const Machine& machine, const TileCosts& costs = kGatherCosts) {
+  const bool single_group = InOneRasterGroup(world, rows_per_rank, machine);
   const int64_t m = world * rows_per_rank;
-  const double exposed = single_group ? costs.exposed_in_single_group : kExposed;
+  const double exposed =
+      (single_group ? costs.exposed_in_single_group : kExposed) / machine.LinkShare();
   const auto cost = [&](const GemmChoice& c) {
-    return EstimateCost(c, m, n, k, sm_count, costs, exposed);
+    return EstimateCost(c, m, n, k, machine, costs, exposed);
   };
   GemmChoice best{192, 1, 16};
   for (const GemmChoice& c : kCompiled) {
@@ -126,7 +124,7 @@ inline GemmChoice ChooseGemm(int world, int64_t rows_per_rank, int64_t n, int64_
   if (single_group) {
     best.group_m = 0;
   } else if (best.cluster_m == 2 && m > kGemmTileM * best.cluster_m * best.group_m) {
-    // RasterGroups of 1024 rows, where not all rows are one raster group: on 2 x H200, from 4096
+    // Raster groups of 1024 rows, where not all rows are one raster group: on 2 x H200, from 4096
     // rows on, faster than raster groups of 2048, by up to 3 % on normal numbers and 20 % on zeros.
     best.group_m = 4;
   }
@@ -146,11 +144,10 @@ inline uint32_t SignatureOf(uint32_t call, int64_t site, const GemmChoice& c) {
 // (p - R + g) q <= p. That is hardest for the first raster group, p = R, or, with slow links, for
 // the last, p = world R - g.
 inline GemmChoice GatherGroups(GemmChoice c, int world, int64_t rows_per_rank, int64_t n,
-                               int sm_count, double links = 1) {
+                               const Machine& machine) {
   if (c.group_m == 0) return c;
-  // Columns for which q = 1. A row is 2 k bytes, at 220 GB/s, and 2 k n operations, at 650 TFLOP/s,
-  // as both were read on 4 x H200, which have 132 SMs each, while the other went on.
-  const double columns = 3000.0 * sm_count / 132 / links;
+  // Columns for which q = 1.
+  const double columns = kReferenceColumns * machine.sm_count / kReferenceSms / machine.LinkShare();
   const double q = columns / static_cast<double>(n), r = static_cast<double>(rows_per_rank);
   const double rows = Min(r / q, world * r - (world - 1) * r * q);
   const double tiles = rows / (kGemmTileM * c.cluster_m);
@@ -176,6 +173,11 @@ inline GemmChoice FitSplits(GemmChoice c, int64_t m, int64_t k, int32_t most) {
   return c;
 }
 
+// Whether so many CTAs of a cluster can share the k of such a call.
+inline bool SharesK(const GemmChoice& c, int64_t m, int64_t k, int32_t most) {
+  return FitSplits(c, m, k, most) == c;
+}
+
 // CTAs that run at once. Not all SMs are in groups of four: 120 of 132.
 inline int AtOnce(const GemmChoice& c, int sm_count) {
   return c.splits == 4 ? sm_count / 11 * 10 : sm_count;
@@ -183,11 +185,12 @@ inline int AtOnce(const GemmChoice& c, int sm_count) {
 
 // Microseconds that a product of few rows takes, by how long it takes to read w: with whole waves
 // from memory, with the last one perhaps as fast as its SMs can. As read on an H200.
-inline double EstimateFew(const GemmChoice& c, int64_t m, int64_t n, int64_t k, int sm_count) {
+inline double EstimateFew(const GemmChoice& c, int64_t m, int64_t n, int64_t k,
+                          const Machine& machine) {
   // Bytes per microsecond of memory and of one SM; x's count half, since they are in L2. What
   // sharing k takes, among two or four.
   constexpr double kMemory = 3.7e6, kSm = 5.4e4, kOfX = 0.5, kTwo = 2, kFour = 3;
-  const int at_once = AtOnce(c, sm_count);
+  const int at_once = AtOnce(c, machine.sm_count);
   const auto units = static_cast<int>(CeilDiv<int64_t>(n, c.tile_n) * c.splits);
   const double column_bytes = 2.0 * static_cast<double>(k) / c.splits;
   const double w = column_bytes * c.tile_n, x = column_bytes * static_cast<double>(m);
@@ -200,51 +203,34 @@ inline double EstimateFew(const GemmChoice& c, int64_t m, int64_t n, int64_t k, 
 }
 
 // With few rows, enough SMs should read w all the time. If there are fewer tiles, CTAs may share k.
-inline GemmChoice ChooseSplits(GemmChoice best, int64_t m, int64_t n, int64_t k, int sm_count,
-                               int32_t most) {
+inline GemmChoice ChooseSplits(GemmChoice best, int64_t m, int64_t n, int64_t k,
+                               const Machine& machine, int32_t most) {
   for (int32_t splits = 2; splits <= most; splits *= 2) {
     const GemmChoice c = FitSplits({kSharedKTile, 1, 1, splits}, m, k, most);
-    if (CeilDiv<int64_t>(n, c.tile_n) * c.splits > AtOnce(c, sm_count) && c.splits > 2) break;
-    if (EstimateFew(c, m, n, k, sm_count) < EstimateFew(best, m, n, k, sm_count)) best = c;
+    if (CeilDiv<int64_t>(n, c.tile_n) * c.splits > AtOnce(c, machine.sm_count) && c.splits > 2) {
+      break;
+    }
+    if (EstimateFew(c, m, n, k, machine) < EstimateFew(best, m, n, k, machine)) best = c;
   }
   return best;
 }
-inline GemmChoice ChooseFew(int64_t m, int64_t n, int64_t k, int sm_count, int32_t most) {
+inline GemmChoice ChooseFew(int64_t m, int64_t n, int64_t k, const Machine& machine, int32_t most) {
   GemmChoice best{128, 1, 1};
   for (const GemmChoice& tile : kCompiled) {
     const GemmChoice c{tile.tile_n, 1, 1};
     if (tile.cluster_m > 1) continue;
-    if (EstimateFew(c, m, n, k, sm_count) < EstimateFew(best, m, n, k, sm_count)) best = c;
+    if (EstimateFew(c, m, n, k, machine) < EstimateFew(best, m, n, k, machine)) best = c;
   }
-  return ChooseSplits(best, m, n, k, sm_count, most);
-}
-
-// For a call of either op: with world ranks and rows_per_rank rows of each. `links`: LinksOf.
-inline GemmChoice ChooseAllGather(int world, int64_t rows_per_rank, int64_t n, int64_t k,
-                                  int sm_count, double links = 1) {
-  const int64_t m = world * rows_per_rank;
-  if (m <= kGemmTileM) return ChooseFew(m, n, k, sm_count, kGatherSplits);
-  const GemmChoice c = ChooseGemm(world, rows_per_rank, n, k, sm_count, kGatherCosts, links);
-  return GatherGroups(c, world, rows_per_rank, n, sm_count, links);
-}
-inline GemmChoice ChooseReduceScatter(int world, int64_t rows_per_rank, int64_t n, int64_t k,
-                                      int sm_count) {
-  const int64_t m = world * rows_per_rank;
-  if (m <= kGemmTileM) return ChooseFew(m, n, k, sm_count, kReduceSplits);
-  // Tiles that ranks share wait in the middle of a raster group: at 996 rows on 2 x H200 1.13 of
-  // XLA's time, and .92 with tiles of 192 columns.
-  TileCosts costs = kScatterCosts;
-  if (rows_per_rank % kGemmTileM != 0) costs.shared = 1.2;
-  return ChooseGemm(world, rows_per_rank, n, k, sm_count, costs);
+  return ChooseSplits(best, m, n, k, machine, most);
 }
 
 // For a gate of n columns in all: half of a tile's are one weight's, half the other's, in boxes
 // of 64.
-inline GemmChoice ForGate(GemmChoice c, int64_t m, int64_t n, int64_t k, int sm_count) {
+inline GemmChoice ForGate(GemmChoice c, int64_t m, int64_t n, int64_t k, const Machine& machine) {
   if (c.tile_n % 128 != 0) {
     const GemmChoice wide{256, 2, c.group_m}, narrow{128, c.cluster_m, c.group_m};
-    const bool is_wide = c.cluster_m == 2 && EstimateCost(wide, m, n, k, sm_count) <
-                                                 EstimateCost(narrow, m, n, k, sm_count);
+    const bool is_wide = c.cluster_m == 2 && EstimateCost(wide, m, n, k, machine) <
+                                                 EstimateCost(narrow, m, n, k, machine);
     c = is_wide ? wide : narrow;
   }
   c.splits = 1;

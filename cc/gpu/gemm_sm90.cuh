@@ -1,35 +1,37 @@
-// A persistent, warp-specialised GEMM main loop for Hopper, with hooks per tile.
+// A persistent, warp-specialised GEMM main loop for Hopper. An op plugs in through hooks (RunGemm).
 //
-// A CTA computes kTileM x kTileN tiles; kClusterM CTAs form a cluster that computes that many tiles
-// one below the other, sharing w's tile by multicast. Or kClusterK of them compute a part of k each
-// of one tile, and each finishes a slice of its columns (gpu/cluster_sum.cuh). Three warpgroups:
+// A CTA computes tiles of kTileM x kTileN. The CTAs of a cluster either
 //
-//   0, warp 0   loader: feeds the stages by TMA, one tile's operands after the other's
-//   0, warp 1   Op::Send: moves this rank's data to its peers (all-gather); then, if there are
-//               parts of tiles that others compute, waits for them (Op::WaitForParts)
-//   0, warp 2   storer: Op::Store writes out what the consumers staged
-//   0, warp 3   scheduler: takes tiles from a counter in device memory, one ahead of the loader,
-//   and
-//               waits for a tile's rows of A, k block by k block (Op::WaitForRows). Where nobody
-//               waits for a tile, a cluster's first one is fixed (Op::kFirstIsFixed)
-//   1 and 2     consumers: wgmma, then Op::Finish, which adds others' parts and stages the result.
-//               They take tiles in turn; those of 224 and 256 columns they share
+//   - compute kClusterM tiles on consecutive row blocks and share w's tile by TMA multicast, or
+//   - split the k of one tile kClusterK ways; each finishes a slice of its columns
+//     (gpu/cluster_sum.cuh).
 //
-//   scheduler --tile--> loader --stages--> consumers --staging--> storer
+// Three warpgroups:
 //
-// (and a stage that was staging goes from the storer back to the loader: gpu/staging.cuh).
+//   0, warp 0   load warp: fills the stages by TMA, tile after tile
+//   0, warp 1   send warp: Op::Send moves data between this rank and its peers; then, if the op
+//               adds partial tiles of peers, waits for them (Op::WaitForPartials)
+//   0, warp 2   store warp: Op::Store writes out what the consumers have staged
+//   0, warp 3   scheduler warp: takes tiles from a counter in device memory, one ahead of the load
+//               warp, and waits for a tile's rows of A, k-block by k-block (Op::WaitForRows)
+//   1 and 2     consumers: wgmma, then Op::Epilogue, which adds partial tiles and stages the
+//               result. They take tiles alternately (ping-pong), or share tiles of 224 and 256
+//               columns
 //
-// Each hands on to the next and goes on at once: while a tile is finished, written out, or waits
-// for parts or rows, the other consumer keeps the tensor cores busy, unless they share a tile
-// (docs/design/0003).
+//   scheduler --tile--> load --stages--> consumers --staging--> store --lent stage--> load
+//                                                                   (gpu/staging.cuh)
 //
-// Tiles and units of sending are taken from counters, so a kernel makes progress with whatever
-// CTAs the device has room for: one that starts late, because another kernel holds its SM, finds
-// its share done, but for a fixed first tile. The counters are put back when nobody takes from them
-// any more, and then the epoch is published too.
+// Each role hands its work on and continues at once. If consumers take tiles alternately, one keeps
+// the tensor cores busy while the other finishes a tile or waits for partial tiles
+// (docs/internals/gemm.md).
 //
-// The Op (ops/*/*_sm90.cuh) is a struct of static device functions and an Args type; see RunGemm.
-// What the roles share is in gemm_smem.cuh, staging.cuh and gemm_call.cuh.
+// Tiles and transfers are taken from counters, so the kernel makes progress with as many CTAs as
+// fit on the GPU. A CTA that starts late, because another kernel holds its SM, finds its share
+// already taken, except a static first tile (Op::kStaticFirstTile). The last warp to take work
+// resets the counters and publishes the epoch (LeaveCounters).
+//
+// An Op (ops/*/*_sm90.cuh) is a struct of static device functions and an Args type. What the roles
+// share is in gemm_smem.cuh, staging.cuh and gemm_call.cuh.
 #ifndef JFLUX_GPU_GEMM_SM90_CUH_
 #define JFLUX_GPU_GEMM_SM90_CUH_
 
@@ -45,32 +47,33 @@
 
 namespace jflux {
 
-// Where the columns of a tile are: the tensor map of a w, and the first column in it. If there is a
-// second w, half of the tile's columns are its, from the same column on.
+// The columns of w that a tile multiplies: a tensor map and the first column. With a second map,
+// half of the tile's columns belong to that weight, from the same first column.
 struct Rhs {
   const CUtensorMap* map;
   int32_t n0;
   const CUtensorMap* second = nullptr;
 };
 
-// Of k, in elements; begins at a multiple of kTileK.
+// A range of k, in elements. `begin` is a multiple of kTileK.
 struct KRange {
   int32_t begin, end;
 };
 
-// Part `split` of k, where a cluster shares it: all are equal, but for rounding to k blocks.
+// Split `split` of k, if the cluster's CTAs split it. The splits are equal up to rounding to
+// k-blocks.
 template <typename Config>
 __device__ __forceinline__ KRange SplitOfK(int64_t k, int split) {
   constexpr int32_t kSplits = Config::kClusterK;
   const auto end = static_cast<int32_t>(k);
   if (kSplits == 1) return KRange{0, end};
-  const int32_t blocks = CeilDiv(end, Config::kTileK);
-  return KRange{split * blocks / kSplits * Config::kTileK,
-                Min(end, (split + 1) * blocks / kSplits * Config::kTileK)};
+  const int32_t k_blocks = CeilDiv(end, Config::kTileK);
+  return KRange{split * k_blocks / kSplits * Config::kTileK,
+                Min(end, (split + 1) * k_blocks / kSplits * Config::kTileK)};
 }
 
-// w's tile for one k block: this CTA's share, to every CTA of the cluster. Boxes are 128 bytes
-// wide: 64 of k if w is stored [n, k], else 64 columns.
+// Loads this CTA's share of w's tile for one k-block, for all CTAs of the cluster. Boxes are 128
+// bytes wide: 64 of k if w is stored [n, k], else 64 columns.
 template <typename Config>
 __device__ __forceinline__ void LoadB(uint32_t smem_b, const Rhs& rhs, uint32_t bar, int k0,
                                       uint32_t cta) {
@@ -86,7 +89,7 @@ __device__ __forceinline__ void LoadB(uint32_t smem_b, const Rhs& rhs, uint32_t 
   };
   if constexpr (Config::kTransposeRhs) {
     constexpr int kShare = Config::kTileN / Config::kClusterM;
-    if constexpr (Config::kHalves) {
+    if constexpr (Config::kTwoWeights) {
       if (rhs.second != nullptr) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -101,19 +104,19 @@ __device__ __forceinline__ void LoadB(uint32_t smem_b, const Rhs& rhs, uint32_t 
     const int row = i * Config::kBoxRows;
 #pragma unroll
     for (int box = 0; box < Config::kLoadN / 64; ++box) {
-      const bool second = Config::kHalves && box * 64 >= kHalf && rhs.second != nullptr;
+      const bool second = Config::kTwoWeights && box * 64 >= kHalf && rhs.second != nullptr;
       load(box * 8192 + row * 128, second ? rhs.second : rhs.map,
            rhs.n0 + box * 64 - (second ? kHalf : 0), k0 + row);
     }
   }
 }
 
-// A thread's share of a tile.
+// A thread's accumulators of a tile.
 template <typename Config>
-using Accumulators = float[Config::kOwnBlocks][Config::kAccumulators];
+using Accumulators = float[Config::kConsumerM64Blocks][Config::kAccumulators];
 
-// acc += A @ B over one k block of 64, or, if not `adds`, acc = A @ B; `a` is the first own
-// block's.
+// acc += A @ B over one k-block if `adds`, else acc = A @ B. `a` is the address of the consumer's
+// first m64 block.
 template <typename Config>
 __device__ __forceinline__ void MultiplyStage(Accumulators<Config>& acc, uint32_t a, uint32_t b,
                                               bool adds) {
@@ -124,9 +127,9 @@ __device__ __forceinline__ void MultiplyStage(Accumulators<Config>& acc, uint32_
     const uint64_t desc_b = kTransB ? wgmma::Descriptor(b + k * 2048, 8192, 1024)
                                     : wgmma::Descriptor(b + k * 32, 16, 1024);
 #pragma unroll
-    for (int block = 0; block < Config::kOwnBlocks; ++block) {
-      const uint64_t desc_a = wgmma::Descriptor(a + block * 8192 + k * 32, 16, 1024);
-      wgmma::Multiply<kTransB>(kType, acc[block], desc_a, desc_b, adds || k > 0);
+    for (int m64 = 0; m64 < Config::kConsumerM64Blocks; ++m64) {
+      const uint64_t desc_a = wgmma::Descriptor(a + m64 * 8192 + k * 32, 16, 1024);
+      wgmma::Multiply<kTransB>(kType, acc[m64], desc_a, desc_b, adds || k > 0);
     }
   }
 }
@@ -134,23 +137,23 @@ __device__ __forceinline__ void MultiplyStage(Accumulators<Config>& acc, uint32_
 template <typename Config>
 __device__ __forceinline__ void PinAll(Accumulators<Config>& acc) {
 #pragma unroll
-  for (int block = 0; block < Config::kOwnBlocks; ++block) wgmma::Pin(acc[block]);
+  for (int m64 = 0; m64 < Config::kConsumerM64Blocks; ++m64) wgmma::Pin(acc[m64]);
 }
 
 template <typename Config>
-__device__ __forceinline__ int32_t BlockRow(Tile tile, uint32_t cta) {
+__device__ __forceinline__ int32_t RowBlockOf(Tile tile, uint32_t cta) {
   return tile.m * Config::kClusterM + (Config::kClusterM == 1 ? 0 : static_cast<int32_t>(cta));
 }
 
-// K blocks of a tile, over all its terms.
+// The k-blocks of a tile, over all its terms.
 template <typename Op>
-__device__ __forceinline__ int BlocksOf(const typename Op::Args& args, Tile tile) {
-  int blocks = 0;
+__device__ __forceinline__ int KBlocksOf(const typename Op::Args& args, Tile tile) {
+  int k_blocks = 0;
   for (int term = 0; term < Op::TermsOf(args); ++term) {
     const KRange k = Op::KOf(args, tile, term);
-    blocks += CeilDiv<int>(k.end - k.begin, Op::Config::kTileK);
+    k_blocks += CeilDiv<int>(k.end - k.begin, Op::Config::kTileK);
   }
-  return blocks;
+  return k_blocks;
 }
 
 struct NoReceiver {};
@@ -163,38 +166,42 @@ __device__ __forceinline__ auto MakeReceiver(const GemmSmem<typename Op::Config>
   }
 }
 
-// A tile from the counter, after those that clusters begin with.
+// The next tile from the counter, which starts after the static first tiles.
 template <typename Op>
 __device__ __forceinline__ int32_t NextTile(const typename Op::Args& args) {
-  const uint32_t begun = Op::kFirstIsFixed ? gridDim.x / Op::Config::kCluster : 0;
-  return TakeTile(args) + static_cast<int32_t>(begun);
+  const uint32_t static_tiles = Op::kStaticFirstTile ? gridDim.x / Op::Config::kCluster : 0;
+  return TakeTile(args) + static_cast<int32_t>(static_tiles);
 }
 
-// A CTA's share of its cluster's first tile, by a warp. It may be read after SlotFull(0).
+// Writes the CTA's part of its cluster's static first tile. Called by a warp. Readable after
+// TileFull(0).
 template <typename Op>
 __device__ __forceinline__ void WriteFirstTile(const typename Op::Args& args,
                                                const GemmSmem<typename Op::Config>& smem,
                                                uint32_t cta) {
   using Config = typename Op::Config;
   const auto number = static_cast<int32_t>(blockIdx.x / Config::kCluster);
-  const Tile tile = ShareOf<Config>(Op::FirstTile(args, number), static_cast<int>(cta));
-  const auto where = Op::WhereOf(args, BlockRow<Config>(tile, cta), tile);
-  if (threadIdx.x % 32 == 0) WriteSlot(smem.SlotTile(0), tile, BlocksOf<Op>(args, tile), where);
+  const Tile tile = CtaTile<Config>(Op::FirstTile(args, number), static_cast<int>(cta));
+  const auto coords = Op::CoordsOf(args, RowBlockOf<Config>(tile, cta), tile);
+  if (threadIdx.x % 32 == 0)
+    WriteTileEntry(smem.TileEntry(0), tile, KBlocksOf<Op>(args, tile), coords);
 }
 
-// Returns the slot after the last. `taken`: the first tile, if it has been taken.
+// The scheduler warp. `taken`: the first tile, if it was already taken from the counter. Returns
+// the queue entry after the last one.
 template <typename Op>
-__device__ __forceinline__ auto RunScheduler(const typename Op::Args& args, const CallContext& call,
-                                             const GemmSmem<typename Op::Config>& smem,
-                                             uint32_t cta, int32_t taken) {
+__device__ __forceinline__ auto RunSchedulerWarp(const typename Op::Args& args,
+                                                 const CallContext& call,
+                                                 const GemmSmem<typename Op::Config>& smem,
+                                                 uint32_t cta, int32_t taken) {
   using Config = typename Op::Config;
   const int lane = threadIdx.x % 32;
-  Ring<Config::kSlots> slots;
+  Ring<Config::kTileQueue> entries;
   TileReader<Config> reader{smem, {}};
   auto receiver = MakeReceiver<Op>(smem);
-  uint32_t begun = 0;   // parity
-  uint32_t blocks = 0;  // of A, in the tiles before
-  bool is_there = Op::kFirstIsFixed;
+  uint32_t load_parity = 0;      // of LoadBegun
+  uint32_t k_blocks_before = 0;  // of A, in earlier tiles
+  bool first_is_queued = Op::kStaticFirstTile;
   const auto receive_until = [&](uint32_t bar, uint32_t parity) {
     if constexpr (Op::kReceives) {
       while (!__any_sync(0xffffffff, ptx::MbarrierTest(bar, parity)) &&
@@ -205,80 +212,81 @@ __device__ __forceinline__ auto RunScheduler(const typename Op::Args& args, cons
   for (;;) {
     Tile tile = kNoTile;
     int k_blocks[Config::kCluster]{};
-    typename Op::Where where[Config::kCluster]{};  // [0]: this CTA's, in the end
-    if (cta == 0 && !is_there) {
+    typename Op::Coords coords[Config::kCluster]{};  // [0] ends up as this CTA's
+    if (cta == 0 && !first_is_queued) {
       const int32_t t = __shfl_sync(0xffffffff, taken, 0);
       if (t < args.num_tiles) {
         tile = Op::TileAt(args, t);
 #pragma unroll
         for (int i = 0; i < Config::kCluster; ++i) {
-          k_blocks[i] = BlocksOf<Op>(args, ShareOf<Config>(tile, i));
-          where[i] = Op::WhereOf(args, BlockRow<Config>(tile, i), tile);
+          k_blocks[i] = KBlocksOf<Op>(args, CtaTile<Config>(tile, i));
+          coords[i] = Op::CoordsOf(args, RowBlockOf<Config>(tile, i), tile);
         }
       }
-      if (lane == 0) PublishTile(smem, slots, tile, k_blocks, where);
-      slots.Advance();
+      if (lane == 0) PublishTile(smem, entries, tile, k_blocks, coords);
+      entries.Advance();
     } else {
-      receive_until(smem.SlotFull(reader.ring.index), reader.ring.parity);
+      receive_until(smem.TileFull(reader.ring.index), reader.ring.parity);
       tile = reader.Enter();
-      k_blocks[0] = reader.Blocks();
-      where[0] = reader.template Where<typename Op::Where>();
+      k_blocks[0] = reader.KBlocks();
+      coords[0] = reader.template Coords<typename Op::Coords>();
       if (cta == 0) {
-        slots.Advance();
-        is_there = false;
+        entries.Advance();
+        first_is_queued = false;
       } else {
         reader.Leave();
       }
     }
     if (!IsTile(tile)) {
       if constexpr (Op::kReceives) Op::ReceiveRest(args, call, receiver);
-      return slots;
+      return entries;
     }
-    const int32_t block_m = BlockRow<Config>(tile, cta);
-    if constexpr (Op::kRowsArrive) {
+    const int32_t row_block = RowBlockOf<Config>(tile, cta);
+    if constexpr (Op::kWaitsForRows) {
       const uint64_t start = call.Start();
-      Op::WaitForRows(args, call, block_m, tile, where[0], [&](int come) {
+      Op::WaitForRows(args, call, row_block, tile, coords[0], [&](int arrived) {
         __syncwarp();
-        if (lane == 0) ptx::StoreSharedRelease(smem.RowsMark(), blocks + come);
+        if (lane == 0) ptx::StoreSharedRelease(smem.KBlocksArrived(), k_blocks_before + arrived);
       });
-      blocks += k_blocks[0];
-      if (lane == 0) call.Done(EventKind::kWaitRows, start, block_m, tile.n);
+      k_blocks_before += k_blocks[0];
+      if (lane == 0) call.Done(EventKind::kWaitRows, start, row_block, tile.n);
     }
-    // A loader that waits for no rows may have begun with two tiles before another CTA's scheduler
-    // looks once, and phases are told apart by parity alone. That scheduler has no reason to wait.
-    if (cta == 0 || Op::kRowsArrive) {
-      receive_until(smem.Begun(), begun);
-      ptx::MbarrierWait(smem.Begun(), begun);
-      begun ^= 1;
+    // Only the leader's scheduler warp needs LoadBegun, and warps that wait for rows. Without waits
+    // for rows, the load warp may begin two tiles before another CTA's scheduler warp looks once;
+    // parity alone cannot tell those two phases apart.
+    if (cta == 0 || Op::kWaitsForRows) {
+      receive_until(smem.LoadBegun(), load_parity);
+      ptx::MbarrierWait(smem.LoadBegun(), load_parity);
+      load_parity ^= 1;
     }
     if (cta == 0 && lane == 0) taken = NextTile<Op>(args);
   }
 }
 
-// Waits for the parts of tiles that others compute.
+// The send warp after Op::Send: waits for the peers' partial tiles, in the order of the tiles.
 template <typename Op>
-__device__ __forceinline__ void RunPartsScheduler(const typename Op::Args& args,
+__device__ __forceinline__ void RunPartialsWaiter(const typename Op::Args& args,
                                                   const CallContext& call,
                                                   const GemmSmem<typename Op::Config>& smem,
                                                   uint32_t cta) {
   using Config = typename Op::Config;
   TileReader<Config> reader{smem, {}};
   for (;;) {
-    const int slot = reader.ring.index;
+    const int entry = reader.ring.index;
     const Tile tile = reader.Enter();
     if (IsTile(tile)) {
-      Op::WaitForParts(args, call, BlockRow<Config>(tile, cta), tile);
+      Op::WaitForPartials(args, call, RowBlockOf<Config>(tile, cta), tile);
       __syncwarp();
-      if (threadIdx.x % 32 == 0) ptx::MbarrierArrive(smem.PartsReady(slot));
+      if (threadIdx.x % 32 == 0) ptx::MbarrierArrive(smem.PartialsReady(entry));
     }
     reader.Leave();
     if (!IsTile(tile)) return;
   }
 }
 
-// A CTA of a cluster must not end as long as another one may still arrive here. What that one
-// arrives at are the barriers that say that a stage, or a slot, is empty again: who waits for all
-// of them, `next` being the next to be filled, may leave.
+// Waits until all stages, or all queue entries, are empty; `next` is the next one to be filled. A
+// CTA must not exit while another CTA of the cluster may still arrive at its barriers, and the
+// arrivals that empty stages and entries are the last ones.
 template <int kSize, typename BarrierOf>
 __device__ __forceinline__ void AwaitAllEmpty(Ring<kSize> next, BarrierOf&& barrier_of) {
   for (int i = 0; i < kSize; ++i) {
@@ -287,31 +295,31 @@ __device__ __forceinline__ void AwaitAllEmpty(Ring<kSize> next, BarrierOf&& barr
   }
 }
 
-// One lane: fills the stages with a tile's operands. Every tile has a k block of the first term.
+// One lane fills the stages with a tile's operands. Every tile has a k-block of the first term.
 template <typename Op>
 __device__ __forceinline__ void LoadTile(const typename Op::Args& args, const CallContext& call,
                                          const GemmSmem<typename Op::Config>& smem, uint32_t cta,
-                                         Tile tile, const typename Op::Where& where,
-                                         Ring<Op::Config::kStages>& stages, RowsReader& rows) {
+                                         Tile tile, const typename Op::Coords& coords,
+                                         Ring<Op::Config::kStages>& stages, KBlocksReader& a_rows) {
   using Config = typename Op::Config;
   const auto load_b = [&](const Ring<Config::kStages>& stage, const Rhs& rhs, int k0) {
     const uint32_t bar = smem.Full(stage.index);
     ptx::MbarrierArriveExpectTx(bar, args.a_bytes + Config::kBBytes);
     LoadB<Config>(smem.B(stage.index), rhs, bar, k0, cta);
   };
-  // W goes before A: it comes from farther away, and the CTAs of a cluster need each other's share
-  // of it, whoever's rows are late.
+  // w is loaded before A: it comes from device memory, and the other CTAs of the cluster need this
+  // CTA's share of it even if A's rows are late.
   const KRange first = Op::KOf(args, tile, 0);
-  const Rhs first_rhs = Op::RhsOf(args, where, 0);
+  const Rhs first_rhs = Op::RhsOf(args, coords, 0);
   ptx::MbarrierWait(smem.Empty(stages.index), stages.parity ^ 1);
   load_b(stages, first_rhs, first.begin);
-  int staged = first.begin + Config::kTileK;  // of the first term, so far
-  if constexpr (Op::kRowsArrive) {
-    // As long as no rows have come, w comes to the stages that are free.
+  int staged = first.begin + Config::kTileK;  // first term: w is loaded up to here
+  if constexpr (Op::kWaitsForRows) {
+    // While no rows of A have arrived, prefetch w into the free stages.
     Ring<Config::kStages> early = stages;
     early.Advance();
     const int most = Min(first.begin + Config::kStages * Config::kTileK, first.end);
-    while (!rows.Look()) {
+    while (!a_rows.Poll()) {
       if (staged < most && ptx::MbarrierTest(smem.Empty(early.index), early.parity ^ 1)) {
         load_b(early, first_rhs, staged);
         early.Advance();
@@ -319,17 +327,17 @@ __device__ __forceinline__ void LoadTile(const typename Op::Args& args, const Ca
       }
     }
   }
-  ptx::MbarrierArrive(smem.Begun());
+  ptx::MbarrierArrive(smem.LoadBegun());
   for (int term = 0; term < Op::TermsOf(args); ++term) {
-    const auto source = Op::SourceOf(args, call, where, term);
-    const Rhs rhs = term == 0 ? first_rhs : Op::RhsOf(args, where, term);
+    const auto source = Op::SourceOf(args, call, coords, term);
+    const Rhs rhs = term == 0 ? first_rhs : Op::RhsOf(args, coords, term);
     const KRange k = term == 0 ? first : Op::KOf(args, tile, term);
     for (int k0 = k.begin; k0 < k.end; k0 += Config::kTileK) {
       if (term != 0 || k0 >= staged) {
         ptx::MbarrierWait(smem.Empty(stages.index), stages.parity ^ 1);
         load_b(stages, rhs, k0);
       }
-      if constexpr (Op::kRowsArrive) rows.Take();
+      if constexpr (Op::kWaitsForRows) a_rows.AwaitNext();
       Op::LoadA(source, smem.A(stages.index), smem.Full(stages.index), k0);
       stages.Advance();
     }
@@ -337,18 +345,19 @@ __device__ __forceinline__ void LoadTile(const typename Op::Args& args, const Ca
 }
 
 template <typename Op>
-__device__ __forceinline__ void RunLoader(const typename Op::Args& args, const CallContext& call,
-                                          const GemmSmem<typename Op::Config>& smem, uint32_t cta) {
+__device__ __forceinline__ void RunLoadWarp(const typename Op::Args& args, const CallContext& call,
+                                            const GemmSmem<typename Op::Config>& smem,
+                                            uint32_t cta) {
   using Config = typename Op::Config;
   TileReader<Config> reader{smem, {}};
   Ring<Config::kStages> stages;
-  RowsReader rows{smem.RowsMark()};
+  KBlocksReader a_rows{smem.KBlocksArrived()};
   for (;;) {
     const Tile tile = reader.Enter();
-    const auto where = reader.template Where<typename Op::Where>();
+    const auto coords = reader.template Coords<typename Op::Coords>();
     reader.Leave();
     if (!IsTile(tile)) break;
-    if (ptx::ElectOne()) LoadTile<Op>(args, call, smem, cta, tile, where, stages, rows);
+    if (ptx::ElectOne()) LoadTile<Op>(args, call, smem, cta, tile, coords, stages, a_rows);
     __syncwarp();
   }
   if (Config::kClusterM > 1 && ptx::ElectOne()) {
@@ -356,11 +365,12 @@ __device__ __forceinline__ void RunLoader(const typename Op::Args& args, const C
   }
 }
 
-// One lane for both consumers: TMA takes its operands from registers that a warp shares, so lanes
-// must not issue stores side by side.
+// The store warp. A single lane serves both consumers: TMA takes its operands from uniform
+// registers, so lanes cannot issue stores in parallel.
 template <typename Op>
-__device__ __forceinline__ void RunStorer(const typename Op::Args& args, const CallContext& call,
-                                          const GemmSmem<typename Op::Config>& smem, uint32_t cta) {
+__device__ __forceinline__ void RunStoreWarp(const typename Op::Args& args, const CallContext& call,
+                                             const GemmSmem<typename Op::Config>& smem,
+                                             uint32_t cta) {
   using Config = typename Op::Config;
   TileReader<Config> reader{smem, {}};
   StagingReader<Config> staging{smem};
@@ -368,10 +378,10 @@ __device__ __forceinline__ void RunStorer(const typename Op::Args& args, const C
     const auto [tile, k_blocks] = reader.NextAlone();
     if (!IsTile(tile)) break;
     staging.Enter(k_blocks);
-    Op::Store(args, call, staging, BlockRow<Config>(tile, cta), tile);
+    Op::Store(args, call, staging, RowBlockOf<Config>(tile, cta), tile);
     staging.Leave();
   }
-  // All staging has been read; what has been written of y is there when the kernel ends.
+  // All staging has been read. y is complete when the kernel ends.
 }
 
 template <typename Op>
@@ -383,7 +393,7 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
   TileReader<Config> reader{smem, {}};
   StagingWriter<Config> staging{smem, consumer};
   Ring<Config::kStages> stages;
-  uint32_t turn_parity = consumer == 0 ? 1 : 0;  // the first turn is consumer 0's
+  uint32_t mma_parity = consumer == 0 ? 1 : 0;  // consumer 0 goes first
   const bool records = call.recording && threadIdx.x % 128 == 0;
   ClusterSum<Config> sum{smem, consumer, static_cast<int>(cta)};
   const auto release = [&](int stage, int arrivals) {
@@ -392,42 +402,44 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
           ptx::MapToCta(smem.Empty(stage), Config::kClusterM == 1 ? cta : lane), arrivals);
     }
   };
-  // Where stages are lent: also for this consumer's results, of which others than the last have
-  // none.
+  // With a lent stage, the first warp also arrives for this consumer's results: only a tile's last
+  // stage holds any.
   const bool is_first_warp = threadIdx.x % 128 < 32;
-  const int arrivals = Config::kLends && is_first_warp ? 2 : 1;
-  for (int turn = 0;; turn ^= 1) {
-    const Ring<Config::kSlots> slot = reader.ring;
+  const int arrivals = Config::kLendsStage && is_first_warp ? 2 : 1;
+  for (int tile_consumer = 0;; tile_consumer ^= 1) {
+    const Ring<Config::kTileQueue> entry = reader.ring;
     const Tile tile = reader.Enter();
     if (!IsTile(tile)) {
-      sum.AwaitReaders();
+      sum.AwaitRemoteReads();
       return reader.Leave();
     }
-    const int k_blocks = reader.Blocks();
-    if (!Config::kCooperative && turn != consumer) {
+    const int k_blocks = reader.KBlocks();
+    if (!Config::kCooperative && tile_consumer != consumer) {
       reader.Leave();
       stages.Skip(k_blocks);
       continue;
     }
-    const int32_t block_m = BlockRow<Config>(tile, cta);
-    // Other registers for each tile, as far as the compiler knows: those that come from an
-    // epilogue's branches would serialise wgmma. Zeroed in code that all threads reach; or, while
-    // nobody else multiplies, by the first product, which writes what it does not add to. (Where
-    // parts are added that spills registers.)
-    constexpr bool kFirstWrites = Config::kCooperative && !Op::kHasParts;
+    const int32_t row_block = RowBlockOf<Config>(tile, cta);
+    // `acc` is defined inside the loop so that the compiler sees new registers for each tile:
+    // values that flow in from the epilogue's branches would serialise wgmma.
+    //
+    // It is zeroed here, in code that all threads reach. If consumers share tiles, no other
+    // warpgroup multiplies meanwhile, so the first wgmma writes instead of adding. With partial
+    // tiles that variant spills registers.
+    constexpr bool kFirstWrites = Config::kCooperative && !Op::kAddsPartials;
     Accumulators<Config> acc;
     if constexpr (!kFirstWrites) {
 #pragma unroll
-      for (int block = 0; block < Config::kOwnBlocks; ++block) {
+      for (int m64 = 0; m64 < Config::kConsumerM64Blocks; ++m64) {
 #pragma unroll
-        for (int i = 0; i < Config::kAccumulators; ++i) acc[block][i] = 0;
+        for (int i = 0; i < Config::kAccumulators; ++i) acc[m64][i] = 0;
       }
     }
     if constexpr (!Config::kCooperative) {
-      // Until the other's stages are full, this one's have phases that cannot be told from earlier
-      // ones.
-      ptx::MbarrierWait(smem.Turn(consumer), turn_parity);
-      turn_parity ^= 1;
+      // Wait for the other consumer's products: until its stages are full, the parity of this
+      // consumer's stages is ambiguous.
+      ptx::MbarrierWait(smem.MmaOrder(consumer), mma_parity);
+      mma_parity ^= 1;
     }
     int last = -1;
     if (call.recording && k_blocks > 0) {
@@ -438,150 +450,165 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
       ptx::MbarrierWait(smem.Full(stages.index), stages.parity);
       PinAll<Config>(acc);
       wgmma::Fence();
-      MultiplyStage<Config>(acc, smem.A(stages.index) + staging.BlockAt(0) * 8192,
+      MultiplyStage<Config>(acc, smem.A(stages.index) + staging.M64At(0) * 8192,
                             smem.B(stages.index), !kFirstWrites || kb > 0);
       wgmma::Commit();
       PinAll<Config>(acc);
-      wgmma::Wait<1>();  // the block before this one has been read
+      wgmma::Wait<1>();  // the previous k-block has been read
       if (last >= 0) release(last, arrivals);
       last = stages.index;
       stages.Advance();
     }
-    if (!Config::kCooperative && lane == 0) ptx::MbarrierArrive(smem.Turn(1 - consumer));
+    if (!Config::kCooperative && lane == 0) ptx::MbarrierArrive(smem.MmaOrder(1 - consumer));
     wgmma::Wait<0>();
     PinAll<Config>(acc);
-    if constexpr (Config::kLends) {
-      // Both have read the last stage. (There is one: every tile has a k block, unless k is split.)
+    if constexpr (Config::kLendsStage) {
+      // Both consumers have read the last stage. There is one: every tile has a k-block unless k is
+      // split, and then no stage is lent.
       ptx::BarrierSync(1 + Config::kConsumers, 128 * Config::kConsumers);
       staging.Enter(last);
     } else if (last >= 0) {
       release(last, arrivals);
     }
-    if (records) call.Done(EventKind::kMultiply, start, block_m, tile.n);
+    if (records) call.Done(EventKind::kMultiply, start, row_block, tile.n);
     start = call.Start();
-    const auto await_parts = [&] { ptx::MbarrierWait(smem.PartsReady(slot.index), slot.parity); };
+    const auto await_partials = [&] {
+      ptx::MbarrierWait(smem.PartialsReady(entry.index), entry.parity);
+    };
     if constexpr (Config::kClusterK == 1) {
-      Op::Finish(args, call, staging, acc, block_m, tile, await_parts);
+      Op::Epilogue(args, call, staging, acc, row_block, tile, await_partials);
     } else {
       Slices<Config> slices;
 #pragma unroll
-      for (int block = 0; block < Config::kOwnBlocks; ++block) {
-        if (Op::HasRows(args, block_m, block)) sum.Run(acc[block], slices[block]);
+      for (int m64 = 0; m64 < Config::kConsumerM64Blocks; ++m64) {
+        if (Op::HasRows(args, row_block, m64)) sum.Run(acc[m64], slices[m64]);
       }
-      Op::Finish(args, call, staging, slices, block_m, tile, await_parts);
+      Op::Epilogue(args, call, staging, slices, row_block, tile, await_partials);
     }
-    if constexpr (Config::kLends) {
+    if constexpr (Config::kLendsStage) {
       __syncwarp();
       release(last, is_first_warp && !staging.published ? 2 : 1);
     }
-    if (records) call.Done(EventKind::kEpilogue, start, block_m, tile.n);
+    if (records) call.Done(EventKind::kEpilogue, start, row_block, tile.n);
     reader.Leave();
   }
 }
 
-// The kernel body. Op provides
+// The kernel body. An Op provides:
+//
 //   Config, Args {state, view, signature, op, num_tiles, a_bytes, ...}
-//   TileAt(args, t) -> Tile             in units of cluster tiles
-//   kFirstIsFixed                       whether a cluster begins with the tile of its number, which
-//                                       is known sooner. One that starts late has it to do, so
-//                                       nobody may wait for a tile. If so
-//   FirstTile(args, cluster) -> Tile    TileAt, which the host has worked out
-//   PrefetchMaps(args)                  one lane
-//   kRowsArrive                         whether peers send A's rows, and if so
-//   WaitForRows(args, call, block_m, tile, where, mark)
-//                                       all lanes of the scheduler: mark(how many of the tile's k
-//                                       blocks can be read), until that is all
+//
+//   Tiles
+//   TileAt(args, t) -> Tile             the t-th tile; m counts cluster tiles
+//   kStaticFirstTile                    whether cluster i starts with tile i, which is known before
+//                                       the counter answers. A late cluster still has to compute
+//                                       its tile, so no CTA may wait for another's tile. If true:
+//   FirstTile(args, cluster) -> Tile    TileAt(cluster), precomputed by the host
 //   TermsOf(args), KOf(args, tile, term) -> KRange
-//                                       a tile is the sum of so many products, each over its k
-//   Where, WhereOf(args, block_m, tile) -> Where
-//                                       16 bytes: all that depends on the tile of where its
-//                                       operands are; so the scheduler works it out, and not the
-//                                       loader
-//   SourceOf(args, call, where, term), LoadA(source, smem, bar, k0)
-//   RhsOf(args, where, term) -> Rhs
-//   kHasParts                           whether there are tiles with parts that others compute,
-//                                       and if so
-//   WaitForParts(args, call, block_m, tile)                     all lanes
-//   kReceives                           whether what peers send goes to y, and if so
-//   MakeReceiver(smem), Receive(args, call, receiver, waits), ReceiveRest(args, call, receiver)
-//                                       all lanes of the scheduler, when it has time, as long as it
-//                                       is true; in the end
-//   HasRows(args, block_m, block)       whether a tile's block has any, if kClusterK > 1
-//   Send(args, call, smem)              a warp; everything that peers wait for without waiting
-//   Finish(args, call, staging, acc, block_m, tile, await_parts)
-//                                       adds the parts and stages, block by block, what Store
-//                                       takes; acc[i] is block staging.BlockAt(i). Where tiles lend
-//                                       stages neither may wait for peers
-//   Store(args, call, staging, block_m, tile)
-//                                       one lane; of each block in the same order
+//                                       a tile is the sum of TermsOf products, each over its k
+//   HasRows(args, row_block, m64)       whether the m64 block has any rows; if kClusterK > 1
+//
+//   Operands
+//   PrefetchMaps(args)                  one lane
+//   Coords, CoordsOf(args, row_block, tile) -> Coords
+//                                       16 bytes: the coordinates of the tile's operands. The
+//                                       scheduler warp computes them for the load warp
+//   SourceOf(args, call, coords, term), LoadA(source, smem, bar, k0)
+//   RhsOf(args, coords, term) -> Rhs
+//   kWaitsForRows                       whether peers send rows of A. If true:
+//   WaitForRows(args, call, row_block, tile, coords, set_arrived)
+//                                       all lanes of the scheduler warp. Calls set_arrived(number
+//                                       of the tile's k-blocks that have arrived) until all have
+//
+//   Communication
+//   Send(args, call, smem)              the send warp. What peers wait for must not wait for peers
+//   kAddsPartials                       whether tiles add partial tiles of peers. If true:
+//   WaitForPartials(args, call, row_block, tile)
+//                                       all lanes of the send warp
+//   kReceives                           whether the scheduler warp copies tiles of peers to y in
+//                                       its idle time. If true (all lanes):
+//   MakeReceiver(smem)
+//   Receive(args, call, receiver, waits)   called while it returns true
+//   ReceiveRest(args, call, receiver)      called after the last tile
+//
+//   Results
+//   Epilogue(args, call, staging, acc, row_block, tile, await_partials)
+//                                       the consumer: adds partial tiles, and stages the m64 blocks
+//                                       in order; acc[i] is m64 block staging.M64At(i)
+//   Store(args, call, staging, row_block, tile)
+//                                       one lane of the store warp: writes out the staged m64
+//                                       blocks, in the same order
+//
+// With a lent stage (kLendsStage), Epilogue and Store must not wait for peers.
 template <typename Op>
 __device__ __forceinline__ void RunGemm(const typename Op::Args& args) {
   using Config = typename Op::Config;
-  static_assert(!Config::kLends || (!Op::kHasParts && !Op::kReceives));
+  static_assert(!Config::kLendsStage || (!Op::kAddsPartials && !Op::kReceives));
   extern __shared__ __align__(1024) uint8_t storage[];
   const GemmSmem<Config> smem{ptx::SmemAddress(storage)};
   const uint32_t cta = Config::kCluster == 1 ? 0 : ptx::ClusterCtaRank();
   const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);
   const int lane = threadIdx.x % 32;
 
-  // What takes long is asked for first.
-  const bool takes = !Op::kFirstIsFixed && warp == 3 && lane == 0 && cta == 0;
+  // Start the slow operations first: the counter in device memory and the tensor maps.
+  const bool takes = !Op::kStaticFirstTile && warp == 3 && lane == 0 && cta == 0;
   const int32_t taken = takes ? NextTile<Op>(args) : 0;
   if (threadIdx.x == 32) Op::PrefetchMaps(args);
 
-  if (threadIdx.x == 128) {  // of a consumer, which has nothing else to do yet
+  if (threadIdx.x == 128) {  // a consumer's thread: consumers are idle until the first stage is
+                             // full
     for (int i = 0; i < Config::kStages; ++i) {
       ptx::MbarrierInit(smem.Full(i), 1);
       ptx::MbarrierInit(smem.Empty(i), EmptyArrivals<Config>());
     }
-    for (int i = 0; i < Config::kSlots; ++i) {
-      ptx::MbarrierInit(smem.SlotFull(i), 1);
-      ptx::MbarrierInit(smem.SlotEmpty(i), SlotReaders<Config>(Op::kHasParts));
-      ptx::MbarrierInit(smem.PartsReady(i), 1);
+    for (int i = 0; i < Config::kTileQueue; ++i) {
+      ptx::MbarrierInit(smem.TileFull(i), 1);
+      ptx::MbarrierInit(smem.TileEmpty(i), TileReaders<Config>(Op::kAddsPartials));
+      ptx::MbarrierInit(smem.PartialsReady(i), 1);
     }
-    ptx::MbarrierInit(smem.Begun(), 1);
+    ptx::MbarrierInit(smem.LoadBegun(), 1);
     for (int i = 0; i < Config::kConsumers; ++i) {
-      ptx::MbarrierInit(smem.Turn(i), 4);
+      ptx::MbarrierInit(smem.MmaOrder(i), 4);
       ptx::MbarrierInit(smem.Staged(i), 128);
       ptx::MbarrierInit(smem.Stored(i), 1);
       if (Config::kClusterK > 1) {
-        ptx::MbarrierInit(smem.OthersCame(i), 1);
-        ptx::MbarrierInit(smem.OthersRead(i), 4 * Config::kClusterK);
+        ptx::MbarrierInit(smem.RemoteSlicesArrived(i), 1);
+        ptx::MbarrierInit(smem.RemoteSlicesRead(i), 4 * Config::kClusterK);
       }
     }
     for (int i = 0; i < Config::kSendBoxes; ++i) ptx::MbarrierInit(smem.SendBoxFull(i), 1);
-    ptx::StoreSharedRelease(smem.RowsMark(), 0);
+    ptx::StoreSharedRelease(smem.KBlocksArrived(), 0);
     ptx::FenceMbarrierInit();
   }
-  if constexpr (Op::kFirstIsFixed) {
+  if constexpr (Op::kStaticFirstTile) {
     if (warp == 3) WriteFirstTile<Op>(args, smem, cta);
   }
   const CallContext call = MakeContext(args);
   __syncthreads();
-  if (Op::kFirstIsFixed && threadIdx.x == 96) ptx::MbarrierArrive(smem.SlotFull(0));
+  if (Op::kStaticFirstTile && threadIdx.x == 96) ptx::MbarrierArrive(smem.TileFull(0));
   if (Config::kCluster > 1) ptx::ClusterSyncRelaxed();
 
   if (warp < 4) {
-    ptx::RegistersDown<Config::kLoaderRegisters>();
+    ptx::RegistersDown<Config::kProducerRegisters>();
     if (call.delays) DelayCall(*args.state, call.epoch, args.view.rank);
     if (warp == 0) {
-      RunLoader<Op>(args, call, smem, cta);
+      RunLoadWarp<Op>(args, call, smem, cta);
     } else if (warp == 1) {
       Op::Send(args, call, smem);
       __syncwarp();
       if (lane == 0) LeaveCounters(args);
-      if constexpr (Op::kHasParts) RunPartsScheduler<Op>(args, call, smem, cta);
-      if (lane == 0) EndOfWaits(args);
+      if constexpr (Op::kAddsPartials) RunPartialsWaiter<Op>(args, call, smem, cta);
+      if (lane == 0) TrapIfFaulted(args);
     } else if (warp == 2) {
-      if (ptx::ElectOne()) RunStorer<Op>(args, call, smem, cta);
+      if (ptx::ElectOne()) RunStoreWarp<Op>(args, call, smem, cta);
     } else {
-      const auto slots = RunScheduler<Op>(args, call, smem, cta, taken);
+      const auto entries = RunSchedulerWarp<Op>(args, call, smem, cta, taken);
       if (lane == 0) {
         LeaveCounters(args);
-        EndOfWaits(args);
+        TrapIfFaulted(args);
       }
       if (Config::kCluster > 1 && cta == 0) {
-        AwaitAllEmpty(slots, [&](int slot) { return smem.SlotEmpty(slot); });
+        AwaitAllEmpty(entries, [&](int entry) { return smem.TileEmpty(entry); });
       }
     }
   } else {

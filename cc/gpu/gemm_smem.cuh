@@ -1,5 +1,5 @@
-// What the roles of the GEMM main loop (gpu/gemm_sm90.cuh) hand to each other, in shared memory:
-// where everything is, the stages of operands, and the slots that tiles are published in.
+// Shared memory of the GEMM main loop (gpu/gemm_sm90.cuh): its layout, the stages of operands, and
+// the tile queue through which the scheduler warp hands out tiles.
 #ifndef JFLUX_GPU_GEMM_SMEM_CUH_
 #define JFLUX_GPU_GEMM_SMEM_CUH_
 
@@ -12,12 +12,13 @@
 
 namespace jflux {
 
-// Of a strip, 64 columns of a block of 64 rows in a 16-bit type.
+// A strip is 64 columns of an m64 block, in a 16-bit type.
 inline constexpr int kStripBytes = 64 * 64 * 2;
 
-// A cluster's CTAs are one below the other (kClusterM of them), or share the k of one tile, and
-// each finishes a slice of its columns (kClusterK of them). kMayLend: see kLends.
-template <typename T_, int kTileN_, int kClusterM_, bool kTransposeRhs_, bool kMayLend,
+// A cluster has kClusterM CTAs on consecutive row blocks that share w's tile. Or it has kClusterK
+// CTAs that split the k of one tile, and each finishes a slice of the tile's columns.
+// kMayLendStage: the op allows kLendsStage.
+template <typename T_, int kTileN_, int kClusterM_, bool kTransposeRhs_, bool kMayLendStage,
           int kClusterK_ = 1>
 struct GemmConfig {
   using T = T_;
@@ -29,66 +30,68 @@ struct GemmConfig {
   static constexpr int kCluster = kClusterM * kClusterK;
   static constexpr int kSliceN = kTileN / kClusterK;  // columns that a CTA finishes
   static_assert(kClusterK == 1 || (kClusterM == 1 && !IsShared(kTileN) && kSliceN % 32 == 0));
-  static constexpr bool kTransposeRhs = kTransposeRhs_;  // w is [n, k], K-major
+  static constexpr bool kTransposeRhs = kTransposeRhs_;  // w is stored [n, k]: K-major
 
   static constexpr int kThreads = 384;
-  // Registers per thread of the two kinds of warpgroups. A CTA can only redistribute what it was
-  // launched with: 168 for each of 384 threads. One more would wait forever.
-  static constexpr int kLoaderRegisters = 56;
+  // Registers per thread of the producer warpgroup and of the consumer warpgroups. setmaxnreg can
+  // only redistribute the registers of the launch, 168 for each of 384 threads. If the sum exceeded
+  // them, a warpgroup would wait forever.
+  static constexpr int kProducerRegisters = 56;
   static constexpr int kConsumerRegisters = 224;
-  static_assert(kLoaderRegisters + 2 * kConsumerRegisters <= 3 * 168);
+  static_assert(kProducerRegisters + 2 * kConsumerRegisters <= 3 * 168);
   static constexpr int kConsumers = 2;
-  static constexpr int kBlocks = kTileM / 64;       // of a tile: the rows of one wgmma
-  static constexpr int kAccumulators = kTileN / 2;  // of a thread, for a block
+  static constexpr int kM64Blocks = kTileM / 64;    // m64 blocks of a tile: the rows of one wgmma
+  static constexpr int kAccumulators = kTileN / 2;  // of a thread, for an m64 block
   static constexpr int kSliceAccumulators = kSliceN / 2;
-  // Whether the consumers share each tile: consumer i has block i. Else each has all blocks of
-  // every other tile.
+  // Whether both consumers share each tile: consumer i has m64 block i. Else consumers take tiles
+  // alternately (ping-pong), and each has all m64 blocks of its tile.
   static constexpr bool kCooperative = IsShared(kTileN);
-  static constexpr int kOwnBlocks = kCooperative ? kBlocks / kConsumers : kBlocks;
-  static_assert(!kCooperative || kBlocks == kConsumers);
-  // Whether a tile's last stage is lent to its consumers, who stage most of their results there. It
-  // comes back when the storer has read them, which must not take long; meanwhile the next tile
-  // begins with the others. So there is room for a fourth stage, which gains 4 to 10 % with 224
-  // columns, where power is no limit, and nothing with 256 (docs/design/0009).
-  static constexpr bool kLends = kMayLend && kCooperative && kTileN == 224;
-  // Whether a tile can be half one w's columns and half another's.
-  static constexpr bool kHalves = kTileN % 128 == 0 && kClusterK == 1;
-  // Boxes of w stored [k, n] are 64 columns wide; some of the last one's may not be needed.
+  static constexpr int kConsumerM64Blocks = kCooperative ? kM64Blocks / kConsumers : kM64Blocks;
+  static_assert(!kCooperative || kM64Blocks == kConsumers);
+  // Whether a tile lends its last stage to its consumers, which stage most of their results there.
+  // The store warp returns the stage when it has been read; meanwhile the next tile uses the other
+  // stages. The staging memory saved makes room for a fourth stage. With 224 columns that gains 4
+  // to 10 % where power is not the limit; with 256 columns, nothing
+  // (docs/internals/configurations.md).
+  static constexpr bool kLendsStage = kMayLendStage && kCooperative && kTileN == 224;
+  // Whether half of a tile's columns can belong to a second weight (a gate).
+  static constexpr bool kTwoWeights = kTileN % 128 == 0 && kClusterK == 1;
+  // Boxes of w stored [k, n] are 64 columns wide; the last one may exceed the tile.
   static constexpr int kLoadN = kTransposeRhs ? kTileN : CeilDiv(kTileN, 64) * 64;
   static constexpr int kABytes = kTileM * kTileK * 2;
   static constexpr int kBBytes = kLoadN * kTileK * 2;
-  // A block in a 16-bit type, on its way out.
+  // An m64 block's slice in a 16-bit type.
   static constexpr int kStagingBytes = 64 * kSliceN * 2;
-  // Where stages are lent, its first strip is staged beside the stages, the second in the
-  // consumer's rows of A, and the rest in a half of B.
-  static_assert(!kLends || (kABytes == kConsumers * kStripBytes &&
-                            kStagingBytes - 2 * kStripBytes <= kBBytes / kConsumers));
-  // A block's slice in float32, on its way to who finishes it (gpu/cluster_sum.cuh), and what a
-  // consumer gets of the others.
+  // With a lent stage, the first strip is staged in the consumer's own staging, the second in the
+  // consumer's rows of the stage's A, and the rest in the consumer's half of the stage's B.
+  static_assert(!kLendsStage || (kABytes == kConsumers * kStripBytes &&
+                                 kStagingBytes - 2 * kStripBytes <= kBBytes / kConsumers));
+  // A slice of an m64 block in float32, sent to the CTA that finishes it (gpu/cluster_sum.cuh); and
+  // the slices that a consumer receives from the other CTAs.
   static constexpr int kSliceBytes = 64 * kSliceN * 4;
-  static constexpr int kOthersBytes = (kClusterK - 1) * kSliceBytes;
-  static constexpr int kSendBoxBytes = 4096;  // of what Op::Send moves
+  static constexpr int kRemoteSliceBytes = (kClusterK - 1) * kSliceBytes;
+  static constexpr int kSendBoxBytes = 4096;  // for Op::Send
   static constexpr int kSendBoxes = 4;
   static constexpr int kBarrierBytes = 1024;
-  static constexpr int kOwnStagingBytes = kLends ? kStripBytes : kStagingBytes;
+  static constexpr int kStagingBytesPerConsumer = kLendsStage ? kStripBytes : kStagingBytes;
   static constexpr int kStages = (232448 - kBarrierBytes - kSendBoxes * kSendBoxBytes -
-                                  kConsumers * (kOwnStagingBytes + kOthersBytes)) /
+                                  kConsumers * (kStagingBytesPerConsumer + kRemoteSliceBytes)) /
                                  (kABytes + kBBytes);
-  // How the CTAs of a cluster share the loading of w's tile, stored [k, n]: by rows.
+  // Rows of w's tile, stored [k, n], that each CTA of the cluster loads and multicasts.
   static constexpr int kBoxRows = kTileK / kClusterM;
-  static constexpr int kSlots = 8;  // tiles handed out and not yet finished
+  static constexpr int kTileQueue = 8;  // entries: tiles handed out and not yet finished
 
   // Shared memory, in this order.
   static constexpr int kBOffset = kStages * kABytes;
   static constexpr int kStagingOffset = kBOffset + kStages * kBBytes;
-  static constexpr int kOthersOffset = kStagingOffset + kConsumers * kOwnStagingBytes;
-  static constexpr int kSendOffset = kOthersOffset + kConsumers * kOthersBytes;
+  static constexpr int kRemoteSliceOffset = kStagingOffset + kConsumers * kStagingBytesPerConsumer;
+  static constexpr int kSendOffset = kRemoteSliceOffset + kConsumers * kRemoteSliceBytes;
   static constexpr int kBarrierOffset = kSendOffset + kSendBoxes * kSendBoxBytes;
   static constexpr int kSmemBytes = kBarrierOffset + kBarrierBytes;
   static_assert(kSmemBytes <= 232448);
 };
 
-// Barriers and small variables, by shared-memory address.
+// Addresses in shared memory.
 template <typename Config>
 struct GemmSmem {
   uint32_t base;
@@ -98,11 +101,12 @@ struct GemmSmem {
     return base + Config::kBOffset + stage * Config::kBBytes;
   }
   __device__ uint32_t Staging(int consumer) const {
-    return base + Config::kStagingOffset + consumer * Config::kOwnStagingBytes;
+    return base + Config::kStagingOffset + consumer * Config::kStagingBytesPerConsumer;
   }
-  // A consumer's slice as the cluster's `i`-th other CTA has summed it.
-  __device__ uint32_t Other(int consumer, int i) const {
-    return base + Config::kOthersOffset + consumer * Config::kOthersBytes + i * Config::kSliceBytes;
+  // The slice that the i-th other CTA of the cluster sends to `consumer`.
+  __device__ uint32_t RemoteSlice(int consumer, int i) const {
+    return base + Config::kRemoteSliceOffset + consumer * Config::kRemoteSliceBytes +
+           i * Config::kSliceBytes;
   }
   __device__ uint32_t SendBox(int i) const {
     return base + Config::kSendOffset + i * Config::kSendBoxBytes;
@@ -111,49 +115,57 @@ struct GemmSmem {
   // Stages: filled by TMA, emptied by the consumers of all CTAs that share them (EmptyArrivals).
   __device__ uint32_t Full(int stage) const { return Bar(stage); }
   __device__ uint32_t Empty(int stage) const { return Bar(Config::kStages + stage); }
-  // Slots: a tile is published; all are done with it; the others' parts of it are there.
-  static constexpr int kSlot = 2 * Config::kStages;
-  __device__ uint32_t SlotFull(int slot) const { return Bar(kSlot + slot); }
-  __device__ uint32_t SlotEmpty(int slot) const { return Bar(kSlot + Config::kSlots + slot); }
-  __device__ uint32_t PartsReady(int slot) const { return Bar(kSlot + 2 * Config::kSlots + slot); }
-  static constexpr int kOther = kSlot + 3 * Config::kSlots;
-  // The loader begins with a tile, so the scheduler may take the next.
-  __device__ uint32_t Begun() const { return Bar(kOther); }
-  // All of the other consumer's stages are full, so the next ones are this consumer's. (Not where
-  // they share tiles.)
-  __device__ uint32_t Turn(int consumer) const { return Bar(kOther + 1 + consumer); }
-  // A consumer's staging: written by it; read by the storer.
-  __device__ uint32_t Staged(int consumer) const { return Bar(kOther + 3 + consumer); }
-  __device__ uint32_t Stored(int consumer) const { return Bar(kOther + 5 + consumer); }
-  // The others' slices have come; the others have read what this consumer sent.
-  __device__ uint32_t OthersCame(int consumer) const { return Bar(kOther + 7 + consumer); }
-  __device__ uint32_t OthersRead(int consumer) const { return Bar(kOther + 9 + consumer); }
-  __device__ uint32_t SendBoxFull(int i) const { return Bar(kOther + 11 + i); }
-  static constexpr int kBarriers = RoundUp(kOther + 11 + Config::kSendBoxes, 2);
-  static constexpr int kSlotBytes = 32;  // PublishTile
-  __device__ uint32_t SlotTile(int slot) const { return Bar(kBarriers) + kSlotBytes * slot; }
-  // How many k blocks of A have come, of all tiles so far: the scheduler counts, the loader looks.
-  __device__ uint32_t RowsMark() const { return SlotTile(Config::kSlots); }
-  static_assert(kBarriers * 8 + Config::kSlots * kSlotBytes + 4 <= Config::kBarrierBytes);
+  // The tile queue. TileFull: an entry is published. TileEmpty: all roles are done with it.
+  // PartialsReady: the peers' partial tiles have arrived.
+  static constexpr int kTileBarriers = 2 * Config::kStages;
+  __device__ uint32_t TileFull(int entry) const { return Bar(kTileBarriers + entry); }
+  __device__ uint32_t TileEmpty(int entry) const {
+    return Bar(kTileBarriers + Config::kTileQueue + entry);
+  }
+  __device__ uint32_t PartialsReady(int entry) const {
+    return Bar(kTileBarriers + 2 * Config::kTileQueue + entry);
+  }
+  static constexpr int kMisc = kTileBarriers + 3 * Config::kTileQueue;
+  // The load warp has started a tile, so the scheduler warp may take the next.
+  __device__ uint32_t LoadBegun() const { return Bar(kMisc); }
+  // Ping-pong order: the other consumer has issued its products, so the next full stages are this
+  // consumer's. Unused if consumers share tiles.
+  __device__ uint32_t MmaOrder(int consumer) const { return Bar(kMisc + 1 + consumer); }
+  // A consumer's staging has been written; has been read by the store warp.
+  __device__ uint32_t Staged(int consumer) const { return Bar(kMisc + 3 + consumer); }
+  __device__ uint32_t Stored(int consumer) const { return Bar(kMisc + 5 + consumer); }
+  // The remote slices have arrived; the other CTAs have read what this consumer sent.
+  __device__ uint32_t RemoteSlicesArrived(int consumer) const { return Bar(kMisc + 7 + consumer); }
+  __device__ uint32_t RemoteSlicesRead(int consumer) const { return Bar(kMisc + 9 + consumer); }
+  __device__ uint32_t SendBoxFull(int i) const { return Bar(kMisc + 11 + i); }
+  static constexpr int kBarriers = RoundUp(kMisc + 11 + Config::kSendBoxes, 2);
+  static constexpr int kTileEntryBytes = 32;  // see PublishTile
+  __device__ uint32_t TileEntry(int entry) const {
+    return Bar(kBarriers) + kTileEntryBytes * entry;
+  }
+  // K-blocks of A that have arrived, over all tiles so far. Written by the scheduler warp, polled
+  // by the load warp.
+  __device__ uint32_t KBlocksArrived() const { return TileEntry(Config::kTileQueue); }
+  static_assert(kBarriers * 8 + Config::kTileQueue * kTileEntryBytes + 4 <= Config::kBarrierBytes);
 };
 
-// The loader's side of the mark. What was known when it last looked is mostly enough, so that a k
-// block costs one comparison.
-struct RowsReader {
-  uint32_t mark;  // its address
-  uint32_t taken = 0, known = 0;
+// The load warp's view of that counter. It polls only when it has consumed every k-block that it
+// knows of, so most k-blocks cost one comparison.
+struct KBlocksReader {
+  uint32_t counter;  // shared-memory address
+  uint32_t consumed = 0, arrived = 0;
 
-  __device__ bool Look() {
-    known = ptx::LoadSharedAcquire(mark);
-    return known != taken;
+  __device__ bool Poll() {
+    arrived = ptx::LoadSharedAcquire(counter);
+    return arrived != consumed;
   }
-  __device__ void Take() {
-    while (known == taken) Look();
-    ++taken;
+  __device__ void AwaitNext() {
+    while (arrived == consumed) Poll();
+    ++consumed;
   }
 };
 
-// A ring index with the parity that mbarriers want.
+// A ring index and the mbarrier parity of its current round.
 template <int kSize>
 struct Ring {
   int index = 0;
@@ -171,46 +183,47 @@ struct Ring {
   }
 };
 
-// Who says that a stage is empty: of each CTA that shares it, the warps of the consumers that read
-// it; and, where stages are lent, somebody for each consumer's results: the storer, if any have
-// been published there, else the consumer.
+// Arrivals that empty a stage: from each CTA that shares it, the warps of the consumers that read
+// it. With a lent stage, also one for each consumer's results: by the store warp if results were
+// published there, else by the consumer.
 template <typename Config>
 __device__ __forceinline__ int EmptyArrivals() {
   constexpr int kReaders = 4 * (Config::kCooperative ? Config::kConsumers : 1);
-  return Config::kClusterM * (kReaders + (Config::kLends ? Config::kConsumers : 0));
+  return Config::kClusterM * (kReaders + (Config::kLendsStage ? Config::kConsumers : 0));
 }
 
-// Readers of the slots in which the leader CTA's scheduler publishes tiles: of every CTA the
-// consumers' warps, the storer, the loader and, if there are parts, who waits for them; and the
+// Readers of a tile-queue entry of the leader CTA: in every CTA the consumers' warps, the store
+// warp, the load warp and, if there are partial tiles, the warp that waits for them; and the
 // scheduler warps of the other CTAs.
 template <typename Config>
-__device__ __forceinline__ int SlotReaders(bool has_parts) {
-  return Config::kCluster * (4 * Config::kConsumers + 2 + (has_parts ? 1 : 0)) +
+__device__ __forceinline__ int TileReaders(bool adds_partials) {
+  return Config::kCluster * (4 * Config::kConsumers + 2 + (adds_partials ? 1 : 0)) +
          (Config::kCluster - 1);
 }
 
-// What is published when there are no more tiles.
+// Published after the last tile.
 inline constexpr Tile kNoTile{-1, 0};
 __device__ __forceinline__ bool IsTile(Tile tile) { return tile.m >= 0; }
 
-// One reader's view of the published tiles. A slot is used again when all have left it.
+// One role's view of the tile queue. An entry is reused when all readers have left it.
 template <typename Config>
 struct TileReader {
   GemmSmem<Config> smem;
-  Ring<Config::kSlots> ring;
+  Ring<Config::kTileQueue> ring;
 
-  // For a whole warp. The shuffles also tell the compiler that all lanes hold the same.
+  // Called by a full warp. The shuffles also tell the compiler that the values are uniform.
   __device__ Tile Enter() const {
     const Tile tile = Peek();
     return Tile{__shfl_sync(0xffffffff, tile.m, 0), __shfl_sync(0xffffffff, tile.n, 0),
                 __shfl_sync(0xffffffff, tile.split, 0)};
   }
-  // Between Enter and Leave: the tile's k blocks, and where this CTA's operands are.
-  __device__ int Blocks() const { return __shfl_sync(0xffffffff, Words(0).w, 0); }
-  template <typename W>
-  __device__ W Where() const {
+  // Between Enter and Leave: the tile's number of k-blocks, and the coordinates of this CTA's
+  // operands.
+  __device__ int KBlocks() const { return __shfl_sync(0xffffffff, Words(0).w, 0); }
+  template <typename C>
+  __device__ C Coords() const {
     const int4 words = Words(16);
-    return reinterpret_cast<const W&>(words);
+    return reinterpret_cast<const C&>(words);
   }
   __device__ void Leave() {
     __syncwarp();
@@ -232,27 +245,27 @@ struct TileReader {
 
  private:
   __device__ Tile Peek() const {
-    ptx::MbarrierWait(smem.SlotFull(ring.index), ring.parity);
+    ptx::MbarrierWait(smem.TileFull(ring.index), ring.parity);
     const int4 v = Words(0);
     return Tile{v.x, v.y, v.z};
   }
-  // Of the slot, from this byte on.
+  // 16 bytes of the entry, from byte `at` on.
   __device__ int4 Words(int at) const {
-    const uint4 v = ptx::LoadShared16(smem.SlotTile(ring.index) + at);
+    const uint4 v = ptx::LoadShared16(smem.TileEntry(ring.index) + at);
     return make_int4(v.x, v.y, v.z, v.w);
   }
   __device__ void Arrive() const {
-    ptx::MbarrierArriveRemote(ptx::MapToCta(smem.SlotEmpty(ring.index), 0));
+    ptx::MbarrierArriveRemote(ptx::MapToCta(smem.TileEmpty(ring.index), 0));
   }
 };
 
-// A CTA's share of its cluster's tile.
+// The part of its cluster's tile that a CTA computes.
 template <typename Config>
-__device__ __forceinline__ Tile ShareOf(Tile tile, int cta) {
+__device__ __forceinline__ Tile CtaTile(Tile tile, int cta) {
   return Config::kClusterK == 1 ? tile : Tile{tile.m, tile.n, cta};
 }
 
-// The slice of its cluster's tile that a CTA finishes, and its first column.
+// The slice of its cluster's tile that a CTA finishes, and the slice's first column.
 template <typename Config>
 __device__ __forceinline__ int32_t SliceOf(Tile tile) {
   return Config::kClusterK == 1 ? tile.n : tile.n * Config::kClusterK + tile.split;
@@ -262,30 +275,32 @@ __device__ __forceinline__ int64_t FirstColumn(Tile tile) {
   return static_cast<int64_t>(SliceOf<Config>(tile)) * Config::kSliceN;
 }
 
-// As PublishTile writes one, to this CTA's shared memory.
-template <typename Where>
-__device__ __forceinline__ void WriteSlot(uint32_t at, Tile share, int blocks, const Where& where) {
-  ptx::StoreShared16(at, make_uint4(share.m, share.n, share.split, blocks));
-  ptx::StoreShared16(at + 16, reinterpret_cast<const uint4&>(where));
+// Writes an entry in this CTA's shared memory, as PublishTile does.
+template <typename Coords>
+__device__ __forceinline__ void WriteTileEntry(uint32_t at, Tile tile_of_cta, int k_blocks,
+                                               const Coords& coords) {
+  ptx::StoreShared16(at, make_uint4(tile_of_cta.m, tile_of_cta.n, tile_of_cta.split, k_blocks));
+  ptx::StoreShared16(at + 16, reinterpret_cast<const uint4&>(coords));
 }
 
-// What the scheduler has found out, so that nobody else has to: for each CTA its share of the tile,
-// how many k blocks that has, and where the operands are that it loads.
-template <typename Config, typename Where>
+// Publishes a tile to all CTAs of the cluster. Each gets its part of the tile, the number of
+// k-blocks and the coordinates of its operands, so that only the scheduler warp computes them.
+template <typename Config, typename Coords>
 __device__ __forceinline__ void PublishTile(const GemmSmem<Config>& smem,
-                                            const Ring<Config::kSlots>& ring, Tile tile,
-                                            const int (&blocks)[Config::kCluster],
-                                            const Where (&where)[Config::kCluster]) {
-  static_assert(sizeof(Where) == sizeof(int4));
-  ptx::MbarrierWait(smem.SlotEmpty(ring.index), ring.parity ^ 1);
+                                            const Ring<Config::kTileQueue>& ring, Tile tile,
+                                            const int (&k_blocks)[Config::kCluster],
+                                            const Coords (&coords)[Config::kCluster]) {
+  static_assert(sizeof(Coords) == sizeof(int4));
+  ptx::MbarrierWait(smem.TileEmpty(ring.index), ring.parity ^ 1);
 #pragma unroll
   for (int cta = 0; cta < Config::kCluster; ++cta) {
-    const uint32_t at = ptx::MapToCta(smem.SlotTile(ring.index), cta);
-    const uint32_t bar = ptx::MapToCta(smem.SlotFull(ring.index), cta);
-    ptx::MbarrierArriveExpectTxRemote(bar, GemmSmem<Config>::kSlotBytes);
-    const Tile share = ShareOf<Config>(tile, cta);
-    ptx::SendRemote(at, make_int4(share.m, share.n, share.split, blocks[cta]), bar);
-    ptx::SendRemote(at + 16, reinterpret_cast<const int4&>(where[cta]), bar);
+    const uint32_t at = ptx::MapToCta(smem.TileEntry(ring.index), cta);
+    const uint32_t bar = ptx::MapToCta(smem.TileFull(ring.index), cta);
+    ptx::MbarrierArriveExpectTxRemote(bar, GemmSmem<Config>::kTileEntryBytes);
+    const Tile tile_of_cta = CtaTile<Config>(tile, cta);
+    ptx::SendRemote(at, make_int4(tile_of_cta.m, tile_of_cta.n, tile_of_cta.split, k_blocks[cta]),
+                    bar);
+    ptx::SendRemote(at + 16, reinterpret_cast<const int4&>(coords[cta]), bar);
   }
 }
 

@@ -1,4 +1,4 @@
-// How a kernel's CTAs begin and end a call that exchanges packets (core/packet.h).
+// Start and end of a call that exchanges LL packets (core/packet.h), for the CTAs of a kernel.
 #ifndef JFLUX_GPU_PACKET_CALL_CUH_
 #define JFLUX_GPU_PACKET_CALL_CUH_
 
@@ -12,7 +12,7 @@
 
 namespace jflux {
 
-// What every packet kernel is given.
+// Arguments of every packet kernel.
 struct PacketArgs {
   DeviceState* state;
   SymmetricView view;
@@ -21,50 +21,50 @@ struct PacketArgs {
 };
 
 template <typename Params>
-PacketArgs PacketArgsFor(const Params& p, OpId op, int64_t site, int64_t blocks,
+PacketArgs PacketArgsFor(const Params& p, OpId op, int64_t site, int64_t ctas,
                          const CudaDevice& device, const SymmetricView& view) {
-  // The order of places (BeginPackets) only helps where all ranks have as many.
-  const uint32_t signature = SignatureBuilder().Add(p.Signature()).Add(site).Add(blocks).Get();
+  // Ranks must launch equally many clusters: dynamic ids guarantee progress only then
+  // (gpu/call.cuh).
+  const uint32_t signature = SignatureBuilder().Add(p.Signature()).Add(site).Add(ctas).Get();
   return PacketArgs{reinterpret_cast<DeviceState*>(device.heap), view, p.Workspace(), signature,
                     static_cast<uint32_t>(op)};
 }
 
-// CTAs for so many threads' work, of which all can be running.
-inline int64_t PacketBlocks(int64_t work, int threads, int sm_count) {
+// CTAs for `work` threads, at most as many as run at the same time.
+inline int64_t PacketCtas(int64_t work, int threads, int sm_count) {
   return Min<int64_t>(CeilDiv<int64_t>(work, threads), 2 * sm_count);
 }
 
-struct PacketTurn {
+struct PacketCta {
   PacketCall call;
-  uint32_t block;  // this cluster's place
-  bool greets;     // whether this CTA exchanges the greetings
+  uint32_t cluster_id;  // dynamic id (gpu/call.cuh)
+  bool sends_hello;     // whether this CTA exchanges the hellos
 };
 
-// All threads of a CTA, in clusters of kCtas.
+// Called first, by all threads of all CTAs, in clusters of kCtas.
 template <int kCtas = 1>
-__device__ __forceinline__ PacketTurn BeginPackets(const PacketArgs& args) {
-  const DeviceState state = *args.state;  // on its way together with the turn
+__device__ __forceinline__ PacketCta BeginPackets(const PacketArgs& args) {
+  const DeviceState state = *args.state;  // loaded while the dynamic id is fetched
   auto* header = args.view.template At<WorkspaceHeader>(args.view.rank, 0);
-  const Turn taken = TakeTurn<kCtas>(header);
+  const DynamicId taken = TakeDynamicId<kCtas>(header);
   const WaitContext wait{state.fault, &header->stop,  0,
                          args.op,     args.view.rank, state.hooks.skip_waits != 0};
-  const PacketTurn turn{PacketCall{args.view, args.layout, taken.epoch, args.signature, wait,
-                                   /*timeout_ns=*/state.deadline_ns},
-                        taken.place, taken.first};
+  const PacketCta cta{PacketCall{args.view, args.layout, taken.epoch, args.signature, wait,
+                                 /*timeout_ns=*/state.deadline_ns},
+                      taken.id, taken.first};
   DelayCall(state, taken.epoch, args.view.rank);
   const auto peer = static_cast<int>(threadIdx.x);
-  if (turn.greets && peer < args.view.world && peer != args.view.rank) turn.call.SendHello(peer);
-  return turn;
+  if (cta.sends_hello && peer < args.view.world && peer != args.view.rank) cta.call.SendHello(peer);
+  return cta;
 }
 
-// All threads of a CTA, after their last packet; `ok`: no wait of this thread failed.
-__device__ __forceinline__ void EndPackets(const PacketArgs& args, const PacketTurn& turn,
-                                           bool ok) {
+// Called last, by all threads of a CTA. `ok`: no wait of this thread failed.
+__device__ __forceinline__ void EndPackets(const PacketArgs& args, const PacketCta& cta, bool ok) {
   const auto peer = static_cast<int>(threadIdx.x);
-  if (turn.greets && peer < args.view.world && peer != args.view.rank) {
-    ok &= turn.call.AwaitHello(peer);
+  if (cta.sends_hello && peer < args.view.world && peer != args.view.rank) {
+    ok &= cta.call.AwaitHello(peer);
   }
-  if (__syncthreads_or(!ok) && threadIdx.x == 0) EndOfWaits(args);
+  if (__syncthreads_or(!ok) && threadIdx.x == 0) TrapIfFaulted(args);
 }
 
 }  // namespace jflux

@@ -1,6 +1,5 @@
-// Thin wrappers over the PTX that the kernels use: one function per instruction, named after it.
-// Shared-memory addresses are 32-bit (shared window); "remote" ones are of another CTA of the
-// cluster.
+// Thin wrappers over PTX: one function per instruction, named after it. Shared-memory addresses are
+// 32-bit (shared window). A "remote" address belongs to another CTA of the cluster.
 #ifndef JFLUX_GPU_PTX_CUH_
 #define JFLUX_GPU_PTX_CUH_
 
@@ -27,8 +26,8 @@ __device__ __forceinline__ uint32_t MapToCta(uint32_t smem, uint32_t cta) {
   return r;
 }
 
-// Orders nothing but what FenceMbarrierInit does. (With .release it becomes a fence of the whole
-// GPU, half a microsecond.)
+// Orders nothing except inits made visible by FenceMbarrierInit. With .release it compiles to a
+// fence of the whole GPU, 0.5 us.
 __device__ __forceinline__ void ClusterSyncRelaxed() {
   asm volatile(
       "barrier.cluster.arrive.relaxed.aligned;\n"
@@ -51,10 +50,10 @@ __device__ __forceinline__ void MbarrierArrive(uint32_t bar) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(bar) : "memory");
 }
 
-// Orders nothing but the barrier itself: enough to say that something has been read, or written and
-// fenced (FenceProxyAsyncShared), and may be written over by TMA. (With
-// .release.cluster it becomes a fence of the whole GPU, which cost a third of the speed of the main
-// loop: docs/design/0003.)
+// Relaxed: orders only the barrier. That is enough to tell TMA that a buffer may be overwritten,
+// after it was read, or written and fenced (FenceProxyAsyncShared). With .release.cluster it
+// compiles to a fence of the whole GPU, which slows the main loop by a third
+// (docs/internals/gemm.md).
 __device__ __forceinline__ void MbarrierArriveRemote(uint32_t remote_bar, int arrivals = 1) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0], %1;" ::"r"(remote_bar), "r"(arrivals)
                : "memory");
@@ -66,7 +65,7 @@ __device__ __forceinline__ void MbarrierArriveExpectTxRemote(uint32_t remote_bar
                : "memory");
 }
 
-// Sends 16 bytes to another CTA's shared memory, which count on its barrier.
+// Stores 16 bytes to another CTA's shared memory and completes 16 transaction bytes on its barrier.
 __device__ __forceinline__ void SendRemote(uint32_t remote, int4 v, uint32_t remote_bar) {
   asm volatile(
       "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.s32 [%0], {%1, %2, %3, %4}, "
@@ -94,7 +93,7 @@ __device__ __forceinline__ bool MbarrierTryWait(uint32_t bar, uint32_t parity) {
   return done != 0;
 }
 
-// The same, and never waits for it.
+// Tests once, without suspending the thread.
 __device__ __forceinline__ bool MbarrierTest(uint32_t bar, uint32_t parity) {
   uint32_t done;
   asm volatile(
@@ -109,14 +108,14 @@ __device__ __forceinline__ bool MbarrierTest(uint32_t bar, uint32_t parity) {
   return done != 0;
 }
 
-// These waits end when this GPU's own work ends; waits for peers are in core/signal.h and have a
-// deadline.
+// Waits for work of this GPU only, so it needs no timeout. Waits for peers have one
+// (core/signal.h).
 __device__ __forceinline__ void MbarrierWait(uint32_t bar, uint32_t parity) {
   while (!MbarrierTryWait(bar, parity)) {
   }
 }
 
-// Ordered with what the CTA's threads have written before a release, or will read after an acquire.
+// Release and acquire within the CTA.
 __device__ __forceinline__ void StoreSharedRelease(uint32_t smem, uint32_t v) {
   asm volatile("st.release.cta.shared::cta.u32 [%0], %1;" ::"r"(smem), "r"(v) : "memory");
 }
@@ -141,7 +140,8 @@ __device__ __forceinline__ void TmaLoad2d(uint32_t smem, const CUtensorMap* map,
       : "memory");
 }
 
-// Also writes the other CTAs of `mask`, at the same offset, and completes their barriers.
+// Writes to the same offset in every CTA of `mask`, and completes transaction bytes on each one's
+// barrier.
 __device__ __forceinline__ void TmaLoad2dMulticast(uint32_t smem, const CUtensorMap* map,
                                                    uint32_t bar, int32_t x, int32_t y,
                                                    uint16_t mask) {
@@ -180,19 +180,19 @@ __device__ __forceinline__ void BulkCommit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// All but the last kPending groups of this thread's bulk stores have been written.
+// Waits until all but the last kPending groups of this thread's bulk stores have been written.
 template <int kPending>
 __device__ __forceinline__ void BulkWait() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Their shared memory has been read, and may be used again.
+// Waits until the shared memory of those groups has been read and may be overwritten.
 template <int kPending>
 __device__ __forceinline__ void BulkWaitRead() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
-// Writes a box; what lies outside the tensor is left out.
+// Writes a box. Elements outside the tensor are not written.
 __device__ __forceinline__ void TmaStore2d(const CUtensorMap* map, uint32_t smem, int32_t x,
                                            int32_t y) {
   asm volatile(
@@ -210,12 +210,13 @@ __device__ __forceinline__ void TmaStore4d(const CUtensorMap* map, uint32_t smem
       : "memory");
 }
 
-// Into L2 only; a multiple of 16 bytes.
+// Prefetches into L2. `bytes` is a multiple of 16.
 __device__ __forceinline__ void BulkPrefetch(const void* global, uint32_t bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
 }
 
-// Orders this thread's ordinary accesses against the async proxy's (TMA, bulk copies, wgmma).
+// Orders this thread's generic accesses against accesses through the async proxy (TMA, bulk copies,
+// wgmma).
 __device__ __forceinline__ void FenceProxyAsyncGlobal() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }
@@ -225,8 +226,8 @@ __device__ __forceinline__ void FenceProxyAsyncShared() {
 
 // ---- warps and warpgroups ---------------------------------------------------------------------
 
-// True for one lane of a whole warp, always the same one. ptxas knows that only one goes on, and
-// that TMA's operands need no loop over lanes.
+// True for one lane of a full warp, always the same lane. With elect.sync ptxas knows that a single
+// lane continues, so it emits no loop over lanes for TMA's uniform operands.
 __device__ __forceinline__ bool ElectOne() {
   uint32_t elected;
   asm volatile(
@@ -253,7 +254,7 @@ __device__ __forceinline__ void RegistersUp() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Four 8x8 matrices of 16-bit elements; lane i gives the address of row i % 8 of matrix i / 8.
+// Four 8x8 matrices of 16-bit elements. Lane i gives the address of row i % 8 of matrix i / 8.
 __device__ __forceinline__ void StoreMatrix4(uint32_t smem, uint32_t a, uint32_t b, uint32_t c,
                                              uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem),
@@ -270,8 +271,8 @@ __device__ __forceinline__ uint4 LoadShared16(uint32_t smem) {
   return v;
 }
 
-// Past L1: what they read, others may just have written. ptxas keeps them in program order, so that
-// not more is on its way than there are registers for.
+// Relaxed at GPU scope: bypasses L1, since another SM or GPU may just have written the data. ptxas
+// keeps these loads in program order, which bounds the registers that loads in flight take.
 __device__ __forceinline__ uint32_t LoadGlobal4(const void* p) {
   uint32_t v;
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");

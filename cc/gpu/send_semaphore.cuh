@@ -1,11 +1,12 @@
 // How a store warp sends to peers while the other CTAs of this GPU multiply. A semaphore limits how
-// many store warps send at a time, and each sends in chunks, few of which are in flight
+// many store warps send at a time. Each sends in chunks, few of which are in flight
 // (gpu/senders.h).
 //
-// A store warp holds its ticket while it sends one tile. Meanwhile it waits for its own copies, and
-// for the next row block of the tile to be staged. Neither needs another CTA or a peer:
-// SendingStorers limits the senders only where a tile has more k-blocks than there are stages, so
-// that the tile's two consumers are never a whole tile apart.
+// A store warp holds its ticket while it sends one tile. Meanwhile it waits only for its own copies
+// and for the tile's next m64 block to be staged, so no holder waits for another CTA or a peer.
+// That relies on SendingStoreWarps: the semaphore is used only if a tile has more k-blocks than
+// there are stages. Otherwise the CTA's consumers could be a whole tile apart, and the next m64
+// block could wait for a peer.
 #ifndef JFLUX_GPU_SEND_SEMAPHORE_CUH_
 #define JFLUX_GPU_SEND_SEMAPHORE_CUH_
 
@@ -17,20 +18,22 @@
 
 namespace jflux {
 
-// One lane's. Without a limit (0) all send at once, and as one chunk.
+// Used by one lane. Without a limit (count 0) all store warps send at once, each m64 block as one
+// chunk.
 struct SendSemaphore {
   TicketSemaphore semaphore;
 
-  __device__ __forceinline__ void Acquire(const CallContext& call, int32_t block_m,
+  __device__ __forceinline__ void Acquire(const CallContext& call, int32_t row_block,
                                           int32_t tile_n) const {
     if (semaphore.count == 0) return;
     const uint64_t start = call.Start();
     semaphore.Acquire();
-    call.Done(EventKind::kWaitToSend, start, block_m, tile_n);
+    call.Done(EventKind::kWaitToSend, start, row_block, tile_n);
   }
   __device__ __forceinline__ void Release() const { semaphore.Release(); }
 
-  // Copies out of `smem`, as committed groups; returns when few are under way.
+  // Copies from `smem` in committed bulk groups. Returns when at most kSendChunksInFlight - 1 are
+  // in flight.
   __device__ __forceinline__ void Store(char* to, uint32_t smem, int bytes) const {
     if (semaphore.count == 0) {
       ptx::BulkStore(to, smem, bytes);

@@ -1,9 +1,15 @@
-// Results on their way out: from the consumers of the GEMM main loop (gpu/gemm_sm90.cuh) to its
-// storer, a block of 64 rows at a time, in shared memory.
+// Staging: shared memory through which the consumers of the GEMM main loop (gpu/gemm_sm90.cuh) pass
+// results to the store warp, one m64 block at a time.
 //
-// Each consumer has a place for a block of its own. Or (GemmConfig::kLends) it has one for 64
-// columns, and the tile lends it parts of its last stage for the rest, once both consumers have
-// read that. The storer gives the stage back when what was published there has been read.
+//   writes  a consumer (StagingWriter)
+//   waits   the store warp (StagingReader) for Staged; the consumer for Stored before it writes
+//           again
+//   order   mbarriers, and a proxy fence: bulk copies read the staging
+//   reset   never: mbarrier phases alternate
+//
+// Each consumer has staging for one m64 block. With a lent stage (GemmConfig::kLendsStage) it has
+// staging for 64 columns, and uses parts of the tile's last stage for the rest, once both consumers
+// have read that stage. The store warp returns the stage when it has read the results in it.
 #ifndef JFLUX_GPU_STAGING_CUH_
 #define JFLUX_GPU_STAGING_CUH_
 
@@ -14,58 +20,58 @@
 
 namespace jflux {
 
-// A tile's last stage, `next` being the one after it.
+// The tile's last stage; `next` is the stage after it.
 template <typename Config>
 __device__ __forceinline__ int LastStage(const Ring<Config::kStages>& next) {
   return (next.index + Config::kStages - 1) % Config::kStages;
 }
 
-// Where a block is staged: its first strip, the next, and the rest.
-struct StagedBlock {
+// Addresses of a staged m64 block: the first strip, the second, and the rest.
+struct StagedM64 {
   uint32_t first, second, rest;
   __device__ uint32_t Strip(int i) const {
     return i == 0 ? first : i == 1 ? second : rest + (i - 2) * kStripBytes;
   }
 };
-// Of a consumer's block of a tile whose last stage this is.
+// The staging of `consumer` in a tile whose last stage is `last_stage`.
 template <typename Config>
-__device__ __forceinline__ StagedBlock StagedBlockOf(const GemmSmem<Config>& smem, int consumer,
-                                                     int last_stage) {
-  const uint32_t own = smem.Staging(consumer);
-  if constexpr (Config::kLends) {
-    return StagedBlock{own, smem.A(last_stage) + consumer * kStripBytes,
-                       smem.B(last_stage) + consumer * (Config::kBBytes / Config::kConsumers)};
+__device__ __forceinline__ StagedM64 StagedM64Of(const GemmSmem<Config>& smem, int consumer,
+                                                 int last_stage) {
+  const uint32_t base = smem.Staging(consumer);
+  if constexpr (Config::kLendsStage) {
+    return StagedM64{base, smem.A(last_stage) + consumer * kStripBytes,
+                     smem.B(last_stage) + consumer * (Config::kBBytes / Config::kConsumers)};
   } else {
-    return StagedBlock{own, own + kStripBytes, own + 2 * kStripBytes};
+    return StagedM64{base, base + kStripBytes, base + 2 * kStripBytes};
   }
 }
 
-// Where it is whole.
+// Its address, if the strips are contiguous.
 template <typename Config>
-__device__ __forceinline__ uint32_t Whole(const StagedBlock& block) {
-  static_assert(!Config::kLends);
-  return block.first;
+__device__ __forceinline__ uint32_t ContiguousStaging(const StagedM64& staged) {
+  static_assert(!Config::kLendsStage);
+  return staged.first;
 }
 
-// A consumer's side of its staging. Acquire and Publish are called by all its threads. (BlockAt:
-// its i-th block of a tile.)
+// A consumer's side. All its threads call Acquire and Publish. M64At(i): the consumer's i-th m64
+// block of a tile.
 template <typename Config>
 struct StagingWriter {
   GemmSmem<Config> smem;
   int consumer;
   uint32_t parity = 0;
-  // Where tiles lend stages: this tile's last, and whether anything has been published in it.
+  // With a lent stage: the tile's last stage, and whether results were published in it.
   int last_stage = 0;
   bool published = false;
 
-  __device__ int BlockAt(int i) const { return Config::kCooperative ? consumer : i; }
+  __device__ int M64At(int i) const { return Config::kCooperative ? consumer : i; }
   __device__ void Enter(int last) {
     last_stage = last;
     published = false;
   }
-  __device__ StagedBlock Acquire() {
+  __device__ StagedM64 Acquire() {
     ptx::MbarrierWait(smem.Stored(consumer), parity ^ 1);
-    return StagedBlockOf<Config>(smem, consumer, last_stage);
+    return StagedM64Of<Config>(smem, consumer, last_stage);
   }
   __device__ void Publish() {
     ptx::FenceProxyAsyncShared();  // bulk copies will read it
@@ -75,35 +81,36 @@ struct StagingWriter {
   }
 };
 
-// The storer's side, a single lane: where it finds the blocks of a tile, one after the other.
+// The store warp's side, for a single lane.
 template <typename Config>
 struct StagingReader {
   GemmSmem<Config> smem;
-  int turn = 0;           // whose tile it is, unless both have blocks of it
-  uint32_t parities = 0;  // a bit for each consumer
+  int tile_consumer = 0;  // the consumer of the current tile, unless they share tiles
+  uint32_t parities = 0;  // one bit per consumer
   Ring<Config::kStages> stages;
-  // Bits likewise: who has published some of this tile, and what has not been read yet.
+  // One bit per consumer: it has published results of this tile; its results have not been read
+  // yet.
   uint32_t published = 0, unread = 0;
 
   __device__ void Enter(int k_blocks) {
-    if constexpr (Config::kLends) stages.Skip(k_blocks);
+    if constexpr (Config::kLendsStage) stages.Skip(k_blocks);
   }
-  __device__ StagedBlock Acquire(int block) {
-    const int consumer = ConsumerOf(block);
+  __device__ StagedM64 Acquire(int m64) {
+    const int consumer = ConsumerOf(m64);
     if (unread >> consumer & 1) AwaitRead();
     ptx::MbarrierWait(smem.Staged(consumer), parities >> consumer & 1);
     parities ^= 1u << consumer;
     published |= 1u << consumer;
-    return StagedBlockOf<Config>(smem, consumer, LastStage<Config>(stages));
+    return StagedM64Of<Config>(smem, consumer, LastStage<Config>(stages));
   }
-  // After the copies out of it have been issued and committed.
-  __device__ void Release(int block) {
-    unread |= 1u << ConsumerOf(block);
-    if constexpr (!Config::kLends) AwaitRead();
+  // Called after the copies out of the staging have been issued and committed.
+  __device__ void Release(int m64) {
+    unread |= 1u << ConsumerOf(m64);
+    if constexpr (!Config::kLendsStage) AwaitRead();
   }
-  // After the tile: gives its last stage back.
+  // Called after the tile. Returns a lent stage.
   __device__ void Leave() {
-    if constexpr (Config::kLends) {
+    if constexpr (Config::kLendsStage) {
       AwaitRead();
       const uint32_t empty = smem.Empty(LastStage<Config>(stages));
       for (int cta = 0; published != 0 && cta < Config::kClusterM; ++cta) {
@@ -111,11 +118,11 @@ struct StagingReader {
       }
       published = 0;
     }
-    turn ^= 1;
+    tile_consumer ^= 1;
   }
 
  private:
-  __device__ int ConsumerOf(int block) const { return Config::kCooperative ? block : turn; }
+  __device__ int ConsumerOf(int m64) const { return Config::kCooperative ? m64 : tile_consumer; }
   __device__ void AwaitRead() {
     ptx::BulkWaitRead<0>();
 #pragma unroll

@@ -1,5 +1,5 @@
-// Writes what a role of a kernel did, and when, for jflux.timeline. Costs one test of a register
-// for each record while nobody records.
+// Records a span of work of one role, for jflux.timeline. While recording is off, a record costs
+// one test of a register.
 #ifndef JFLUX_GPU_TIMELINE_CUH_
 #define JFLUX_GPU_TIMELINE_CUH_
 
@@ -8,7 +8,7 @@
 
 namespace jflux {
 
-// Called by one thread; begin_ns is NowNs() when the span began.
+// Called by one thread. begin_ns: NowNs() at the start of the span.
 __device__ __forceinline__ void Record(const DeviceState* state, bool recording, EventKind kind,
                                        uint64_t begin_ns, uint32_t call, int32_t a, int32_t b) {
   if (!recording) return;

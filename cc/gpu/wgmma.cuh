@@ -1,11 +1,13 @@
 // wgmma: D[64, N] += A[64, 16] @ B[16, N] by one warpgroup, both operands in shared memory.
 //
-// Operand tiles are as TMA writes them with a 128-byte swizzle:
-//   K-major   [rows][64 k]: a row is 128 bytes; groups of 8 rows are 1024 bytes apart.
-//   MN-major  [64 k][64 mn] blocks: a k row is 128 bytes; groups of 8 k are 1024 bytes apart, and
-//             blocks of 64 mn are 8192 bytes apart.
+// Operand tiles have the layouts that TMA writes with a 128-byte swizzle:
 //
-// The result's fragment: thread t of the warpgroup holds, for row r = 16 * (t / 32) + t % 32 / 4,
+//   K-major   [rows][64 k]: a row is 128 bytes; groups of 8 rows are 1024 bytes apart.
+//   MN-major  [64 k][64 mn] atoms: a k row is 128 bytes; groups of 8 k are 1024 bytes apart, and
+//             atoms of 64 mn are 8192 bytes apart.
+//
+// Accumulator fragment: thread t of the warpgroup holds, for row r = 16 * (t / 32) + t % 32 / 4,
+//
 //   d[4 j], d[4 j + 1]      row r,     columns 8 j + 2 (t % 4) and the next
 //   d[4 j + 2], d[4 j + 3]  row r + 8, the same columns
 #ifndef JFLUX_GPU_WGMMA_CUH_
@@ -19,8 +21,8 @@
 
 namespace jflux::wgmma {
 
-// Matrix descriptor (PTX ISA, "Matrix Descriptor Format"): address, leading and stride byte
-// offsets in units of 16 bytes, 128-byte swizzle.
+// Matrix descriptor (PTX ISA, "Matrix Descriptor Format"): address, leading and stride byte offsets
+// in units of 16 bytes, 128-byte swizzle.
 __device__ __forceinline__ uint64_t Descriptor(uint32_t smem, uint32_t leading_bytes,
                                                uint32_t stride_bytes) {
   return static_cast<uint64_t>((smem & 0x3ffff) >> 4) |
@@ -37,14 +39,15 @@ __device__ __forceinline__ void Wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kGroups) : "memory");
 }
 
-// Keeps the compiler from moving accesses to the accumulators across an asynchronous product.
+// Keeps the compiler from moving accesses to the accumulators across an asynchronous wgmma.
 template <int kCount>
 __device__ __forceinline__ void Pin(float (&d)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// The accumulators of 64 x 128, 160, 192, 224 and 256: in an instruction, and as its operands.
+// The accumulator registers of 64 x 128, 160, 192, 224 and 256: in the instruction, and as
+// operands.
 // clang-format off
 #define JFLUX_D64 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
@@ -92,8 +95,8 @@ __device__ __forceinline__ void Pin(float (&d)[kCount]) {
   "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
 // clang-format on
 
-// d += a @ b, or, if not `adds`, d = a @ b; kTransB = 1: b is MN-major. One overload for each type
-// and width.
+// d += a @ b if `adds`, else d = a @ b. kTransB = 1: b is MN-major. One overload for each type and
+// N.
 #define JFLUX_MULTIPLY(T, TYPE, N, D, OPERANDS, A, B, ADDS, TRANS_B)                            \
   template <int kTransB>                                                                        \
   __device__ __forceinline__ void Multiply(const T*, float (&d)[N / 2], uint64_t a, uint64_t b, \

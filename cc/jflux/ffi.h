@@ -1,5 +1,5 @@
-// XLA FFI handlers of a custom call. Each binds the context, all attributes, and its operands and
-// results:
+// XLA FFI handlers of a custom call. A handler binds the context, all attributes, its operands and
+// its results:
 //
 //   ffi::Future Cpu(ffi::Context context, ffi::Dictionary attrs, ffi::AnyBuffer x,
 //                   ffi::Result<ffi::AnyBuffer> y) {
@@ -8,8 +8,8 @@
 //   XLA_FFI_DEFINE_HANDLER_SYMBOL(MyOpCpu, Cpu, ffi::Ffi::Bind().Ctx<ffi::Context>().Attrs()
 //       .Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>());
 //
-// and the one for CUDA calls BeginCall and launches its kernel on the stream that it has bound too.
-// XLA's headers are in jax.ffi.include_dir().
+// The CUDA handler also binds the stream; it calls BeginCall and launches its kernel there. XLA's
+// headers are in jax.ffi.include_dir().
 #ifndef JFLUX_FFI_H_
 #define JFLUX_FFI_H_
 
@@ -25,7 +25,7 @@ namespace jflux::shmem {
 
 namespace internal {
 
-// What jflux has XLA make for each call site on the CPU.
+// The state that XLA creates for each call site on the CPU.
 struct Site {
   static inline xla::ffi::TypeId id{};
 };
@@ -34,7 +34,7 @@ inline xla::ffi::Error Failed(const std::string& reason) {
   return xla::ffi::Error(xla::ffi::ErrorCode::kInternal, reason);
 }
 
-// Empty if jflux.custom_call's attributes are not all there. Points into them.
+// False if an attribute of jflux.custom_call is missing. `info` points into `attrs`.
 inline bool InfoOf(const xla::ffi::Dictionary& attrs, CallInfo* info) {
   const auto number = [&](const char* name, int64_t* value) {
     const auto attr = attrs.get<int64_t>(name);
@@ -46,7 +46,8 @@ inline bool InfoOf(const xla::ffi::Dictionary& attrs, CallInfo* info) {
   int64_t signature = 0;
   if (!name.has_value() || !groups.has_value() || !number("world", &info->world) ||
       !number("site", &info->site) || !number("data_bytes", &info->data_bytes) ||
-      !number("num_signals", &info->num_signals) || !number("signature", &signature)) {
+      !number("num_signals", &info->num_signals) || !number("signature", &signature) ||
+      !number("workspace_bytes", &info->workspace_bytes)) {
     return false;
   }
   info->signature = static_cast<uint32_t>(signature);
@@ -61,7 +62,7 @@ inline constexpr char kNoCall[] = "jflux: this handler is for jflux.custom_call"
 
 }  // namespace internal
 
-// What a handler on the CPU returns if there is nothing to join.
+// A failed future, for a CPU handler that has no call to join.
 inline xla::ffi::Future FailedCall(xla::ffi::Error error) {
   xla::ffi::Promise promise;
   xla::ffi::Future future(promise);
@@ -69,8 +70,8 @@ inline xla::ffi::Future FailedCall(xla::ffi::Error error) {
   return future;
 }
 
-// On the CPU: returns at once, and completes when body(ctx) has run, on a thread of jflux's own. A
-// handler must not wait for peers itself.
+// For CPU handlers. Returns at once; the future completes when body(ctx) has run on a thread of
+// jflux. A handler must not wait for peers itself.
 template <typename Body>
 xla::ffi::Future JoinCall(const xla::ffi::Context& context, const xla::ffi::Dictionary& attrs,
                           Body body) {
@@ -113,7 +114,7 @@ xla::ffi::Future JoinCall(const xla::ffi::Context& context, const xla::ffi::Dict
   return future;
 }
 
-// On CUDA: what a kernel of so many blocks is to be given.
+// For CUDA handlers. Fills the arguments of a kernel of `blocks` CTAs.
 inline xla::ffi::Error BeginCall(const xla::ffi::Context& context,
                                  const xla::ffi::Dictionary& attrs, int32_t blocks,
                                  CallArgs* args) {

@@ -1,4 +1,4 @@
-// How a kernel begins and ends a call. See jflux/shmem.h for what it does in between.
+// How a kernel begins and ends a call. jflux/shmem.h has the functions in between.
 //
 //   __global__ void Kernel(const __grid_constant__ jflux::shmem::CallArgs args, ...) {
 //     const jflux::shmem::Context ctx = jflux::shmem::begin_call(args);
@@ -6,9 +6,10 @@
 //     jflux::shmem::end_call(args, ctx, ok);
 //   }
 //
-// The grid has one dimension, and as many blocks as jflux_cuda_begin_call was told, on every rank.
-// Blocks go by ctx.block and not by blockIdx: not all of them may run at once, and a block that
-// waits for the one with its number on another rank then waits for one that runs, or is next to.
+// The grid is one-dimensional, with as many blocks (CTAs) as jflux_cuda_begin_call was told, on
+// every rank. Work by ctx.block, not blockIdx: ctx.block numbers blocks in the order in which they
+// start. A block that waits for the block with its number on another rank then waits for one that
+// is running or next.
 #ifndef JFLUX_KERNEL_CUH_
 #define JFLUX_KERNEL_CUH_
 
@@ -22,35 +23,35 @@
 
 namespace jflux::shmem {
 
-// All threads of the grid, first.
+// Called first, by all threads of the grid.
 __device__ __forceinline__ Context begin_call(const CallArgs& args) {
-  const DeviceState state = *args.state;  // on its way together with the turn
+  const DeviceState state = *args.state;  // loaded while the dynamic id is fetched
   auto* header = args.view.template At<WorkspaceHeader>(args.view.rank, 0);
-  const Turn turn = TakeTurn(header);
+  const DynamicId taken = TakeDynamicId(header);
   const WaitContext wait{state.fault, &header->stop,  0,
                          args.op,     args.view.rank, state.hooks.skip_waits != 0};
-  DelayCall(state, turn.epoch, args.view.rank);
+  DelayCall(state, taken.epoch, args.view.rank);
   const Context ctx{args.view,
                     args.layout,
-                    turn.epoch,
+                    taken.epoch,
                     args.signature,
                     wait,
                     /*timeout_ns=*/state.deadline_ns,
-                    static_cast<int32_t>(turn.place),
+                    static_cast<int32_t>(taken.id),
                     static_cast<int32_t>(gridDim.x)};
-  if (ctx.block == 0) internal::Greet<Block>(ctx);
+  if (ctx.block == 0) internal::SendHellos<Block>(ctx);
   return ctx;
 }
 
-// All threads of the grid, last; `ok`: no wait of this thread failed. If one did, the kernel traps
-// once its reason has been printed, and the launch fails.
+// Called last, by all threads of the grid. `ok`: no wait of this thread failed. If one did, the
+// kernel traps after the host has printed the reason, and the launch fails.
 __device__ __forceinline__ void end_call(const CallArgs& args, const Context& ctx, bool ok) {
-  if (ctx.block == 0) ok &= internal::AwaitGreetings<Block>(ctx);
-  if (!Block::all(ok) && Block::rank() == 0) EndOfWaits(args);
+  if (ctx.block == 0) ok &= internal::AwaitHellos<Block>(ctx);
+  if (!Block::all(ok) && Block::rank() == 0) TrapIfFaulted(args);
 }
 
-// A KernelLoader's work. A kernel that is loaded when it is first launched could wait for one that
-// spins; so jflux has loaders called when it makes the heap.
+// Loads kernels, as a KernelLoader has to. Lazy loading at the first launch can wait for a kernel
+// that spins; so jflux calls loaders when it creates the heap.
 inline const char* LoadKernels(int ordinal, std::initializer_list<const void*> kernels) {
   cudaError_t result = cudaSetDevice(ordinal);
   for (const void* kernel : kernels) {

@@ -1,8 +1,8 @@
-// Who does an operation together: a thread, a warp or a block of threads. On a host, a warp and a
-// block are one thread. All threads of a scope make the call, with the same arguments; of a block's
-// warps, each is whole.
+// Scopes: the threads that execute an operation together, a thread, a warp or a block (CTA). All
+// threads of a scope call with the same arguments, and every warp of a block is full. On a host, a
+// warp and a block are one thread.
 //
-// Of the headers for kernel authors, only this one asks which compiler it is.
+// Among the headers for kernel authors, only this one tests which compiler runs.
 #ifndef JFLUX_SCOPE_H_
 #define JFLUX_SCOPE_H_
 
@@ -37,17 +37,17 @@ struct Warp {
     return 1;
 #endif
   }
-  // What its threads stored before is seen by all of them after.
+  // Stores of the warp's threads before it are visible to all of them after it.
   static JFLUX_HD void sync() {
 #if defined(__CUDA_ARCH__)
     __syncwarp();
 #endif
   }
-  // The same, and whether `ok` is true on all threads.
+  // sync(), and whether `ok` is true on all threads.
   static JFLUX_HD bool all(bool ok) {
 #if defined(__CUDA_ARCH__)
     ok = __all_sync(0xffffffff, ok);
-    __syncwarp();  // a vote orders no memory
+    __syncwarp();  // a vote does not order memory
 #endif
     return ok;
   }
@@ -88,7 +88,7 @@ struct alignas(16) [[gnu::may_alias]] Vector {
 };
 using Word [[gnu::may_alias]] = uint32_t;
 
-// From a place that is a multiple of kAlign.
+// Loads 16 bytes from an address that is a multiple of kAlign.
 template <int kAlign>
 JFLUX_HD Vector LoadVector(const char* from) {
   if constexpr (kAlign == 16) {
@@ -113,18 +113,18 @@ JFLUX_HD Vector LoadVector(const char* from) {
 
 template <typename Scope, int kAlign>
 JFLUX_HD void CopyVectors(char* to, const char* from, int64_t vectors) {
-  constexpr int kAtOnce = kAlign == 16 ? 4 : 1;  // loads that are on their way at the same time
+  constexpr int kInFlight = kAlign == 16 ? 4 : 1;  // loads in flight
   const int64_t step = Scope::size();
   JFLUX_NO_UNROLL
-  for (int64_t v = Scope::rank(); v < vectors; v += kAtOnce * step) {
-    Vector part[kAtOnce];
+  for (int64_t v = Scope::rank(); v < vectors; v += kInFlight * step) {
+    Vector loaded[kInFlight];
     JFLUX_UNROLL
-    for (int i = 0; i < kAtOnce; ++i) {
-      if (v + i * step < vectors) part[i] = LoadVector<kAlign>(from + 16 * (v + i * step));
+    for (int i = 0; i < kInFlight; ++i) {
+      if (v + i * step < vectors) loaded[i] = LoadVector<kAlign>(from + 16 * (v + i * step));
     }
     JFLUX_UNROLL
-    for (int i = 0; i < kAtOnce; ++i) {
-      if (v + i * step < vectors) *reinterpret_cast<Vector*>(to + 16 * (v + i * step)) = part[i];
+    for (int i = 0; i < kInFlight; ++i) {
+      if (v + i * step < vectors) *reinterpret_cast<Vector*>(to + 16 * (v + i * step)) = loaded[i];
     }
   }
 }
@@ -135,8 +135,9 @@ JFLUX_HD void CopyBytes(char* to, const char* from, int64_t bytes) {
   for (int64_t i = Scope::rank(); i < bytes; i += Scope::size()) to[i] = from[i];
 }
 
-// Any sizes and places that do not overlap. Stores are of 16 bytes wherever `dest` allows, since
-// they may cross a link; loads, if `source` is as far from a multiple of 16 as `dest`.
+// Copies any number of bytes between any addresses that do not overlap. Stores are 16-byte wherever
+// `dest` allows, since they may cross a link. Loads are 16-byte if `source` has the same
+// misalignment as `dest`.
 template <typename Scope>
 JFLUX_HD void Copy(void* dest, const void* source, int64_t bytes) {
   auto* to = static_cast<char*>(dest);
@@ -157,10 +158,11 @@ JFLUX_HD void Copy(void* dest, const void* source, int64_t bytes) {
   CopyBytes<Scope>(to + 16 * vectors, from + 16 * vectors, bytes - head - 16 * vectors);
 }
 
-// Says that this rank has begun a call, and so has finished the one before: what it read then may
-// be overwritten. On a GPU the end of the earlier kernel lies in between, which no access passes,
-// and a release would only cost time. Threads of a host may come straight from that call.
-JFLUX_HD void StoreGreeting(uint64_t* word, uint64_t value) {
+// Stores a hello: this rank has started the call, so it has finished the previous one, and what it
+// read there may be overwritten. On a GPU the end of the previous kernel already orders those
+// reads, and a release would only cost time. A host thread may come straight from the previous
+// call, so it needs the release.
+JFLUX_HD void StoreHello(uint64_t* word, uint64_t value) {
 #if defined(__CUDA_ARCH__)
   StoreRelaxed(word, value);
 #else

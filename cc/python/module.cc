@@ -1,11 +1,13 @@
 // The Python module over the C interface: conversions only.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/array.h>
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <array>
+#include <map>
 #include <stdexcept>
 
 #include "runtime/capi.h"
@@ -34,6 +36,38 @@ nb::list Targets() {
   return result;
 }
 
+nb::dict Plan(const std::string& op, const std::map<std::string, int64_t>& call, int32_t sm_count,
+              double link_gbps) {
+  std::vector<JfluxField> fields;
+  for (const auto& [name, value] : call) fields.push_back({name.c_str(), value});
+  std::array<JfluxField, 64> plan;
+  int count = 0;
+  const char* why_not =
+      jflux_plan(op.c_str(), fields.data(), static_cast<int>(fields.size()), sm_count, link_gbps,
+                 plan.data(), static_cast<int>(plan.size()), &count);
+  if (why_not != nullptr) throw nb::value_error(why_not);
+  nb::dict result;
+  for (int i = 0; i < count; ++i) result[plan[i].name] = plan[i].value;
+  return result;
+}
+
+// Items of lists are "list.item".
+nb::dict Constants() {
+  nb::dict result;
+  for (const JfluxField* c = jflux_constants(); c->name != nullptr; ++c) {
+    const std::string name = c->name;
+    const size_t dot = name.find('.');
+    if (dot == std::string::npos) {
+      result[c->name] = c->value;
+      continue;
+    }
+    const std::string list = name.substr(0, dot);
+    if (!result.contains(list.c_str())) result[list.c_str()] = nb::list();
+    nb::cast<nb::list>(result[list.c_str()]).append(name.substr(dot + 1));
+  }
+  return result;
+}
+
 }  // namespace
 
 NB_MODULE(_jflux, m) {
@@ -49,73 +83,75 @@ NB_MODULE(_jflux, m) {
   m.def("set_blas", [](uintptr_t sgemm, uintptr_t dgemm) {
     jflux_set_blas(reinterpret_cast<void*>(sgemm), reinterpret_cast<void*>(dgemm));
   });
-  m.def("cpu_heap_init", [](const std::vector<int64_t>& devices, int64_t heap_bytes,
-                            double deadline_s, bool owns_table) {
-    char handle[64];
-    Check(jflux_cpu_heap_init(devices.data(), static_cast<int>(devices.size()), heap_bytes,
-                              deadline_s, owns_table, handle, sizeof(handle)));
-    return std::string(handle);
-  });
-  m.def("cpu_heap_attach",
-        [](const std::string& handle, const std::vector<int64_t>& devices, bool has_table) {
-          Check(jflux_cpu_heap_attach(handle.c_str(), devices.data(),
-                                      static_cast<int>(devices.size()), has_table));
-        });
-  m.def("cpu_heap_shutdown", &jflux_cpu_heap_shutdown);
-  m.def("cpu_heap_test_hooks", &jflux_cpu_heap_test_hooks);
-  m.def("cpu_heap_poison", &jflux_cpu_heap_poison);
-  m.def("cpu_heap_usage", [] {
-    int64_t in_use, touched;
-    jflux_cpu_heap_usage(&in_use, &touched);
-    return nb::make_tuple(in_use, touched);
-  });
-
-  m.def("cuda_heap_init", [](const std::vector<int>& ordinals, const std::vector<int64_t>& ids,
-                             int64_t heap_bytes, double deadline_s) {
+  // The symmetric heap, whatever its back end.
+  m.def("heap_create", [](const std::string& platform, const std::string& backend,
+                          const std::vector<int64_t>& devices, const std::vector<int>& ordinals,
+                          int64_t heap_bytes, double deadline_s, bool leads) {
+    const JfluxHeapConfig config{devices.data(),
+                                 ordinals.empty() ? nullptr : ordinals.data(),
+                                 static_cast<int>(devices.size()),
+                                 heap_bytes,
+                                 deadline_s,
+                                 leads};
+    if (!ordinals.empty() && ordinals.size() != devices.size()) {
+      throw nb::value_error("as many ordinals as devices");
+    }
     nb::gil_scoped_release release;
-    const char* reason = jflux_cuda_heap_init(ordinals.data(), ids.data(),
-                                              static_cast<int>(ids.size()), heap_bytes, deadline_s);
+    const char* reason = jflux_heap_create(platform.c_str(), backend.c_str(), &config);
     if (reason != nullptr) throw std::runtime_error(reason);
   });
-  m.def("cuda_heap_export", [](int64_t id) {
-    char handle[256];
-    Check(jflux_cuda_heap_export(id, handle, sizeof(handle)));
+  m.def("heap_export", [](const std::string& platform) {
+    const char* handle = nullptr;
+    Check(jflux_heap_export(platform.c_str(), &handle));
     return std::string(handle);
   });
-  m.def("cuda_heap_attach", [](int64_t id, const std::string& handle) {
-    Check(jflux_cuda_heap_attach(id, handle.c_str()));
+  m.def("heap_attach", [](const std::string& platform, const std::string& handle) {
+    Check(jflux_heap_attach(platform.c_str(), handle.c_str()));
   });
-  m.def("cuda_heap_find_workspace", [](const std::vector<int64_t>& groups, int64_t total_bytes) {
-    return jflux_cuda_heap_find_workspace(groups.data(), static_cast<int>(groups.size()),
-                                          total_bytes) != 0;
-  });
-  m.def("cuda_heap_taken", &jflux_cuda_heap_taken);
-  m.def("cuda_heap_add_workspace",
-        [](const std::vector<int64_t>& groups, int64_t total_bytes, int64_t offset) {
-          Check(jflux_cuda_heap_add_workspace(groups.data(), static_cast<int>(groups.size()),
-                                              total_bytes, offset));
-        });
-  m.def("cuda_heap_probe", [] {
+  m.def("heap_probe", [](const std::string& platform) {
     nb::gil_scoped_release release;
-    const char* reason = jflux_cuda_heap_probe();
+    const char* reason = jflux_heap_probe(platform.c_str());
     if (reason != nullptr) throw std::runtime_error(reason);
   });
   // [(from, to, push GB/s, pull GB/s, signal us)]
-  m.def("cuda_heap_links", [] {
+  m.def("heap_links", [](const std::string& platform) {
     std::vector<JfluxLink> links(64 * 64);
-    links.resize(jflux_cuda_heap_links(links.data(), static_cast<int>(links.size())));
+    links.resize(jflux_heap_links(platform.c_str(), links.data(), static_cast<int>(links.size())));
     nb::list result;
     for (const JfluxLink& l : links) {
       result.append(nb::make_tuple(l.from, l.to, l.push_gbps, l.pull_gbps, l.signal_us));
     }
     return result;
   });
-  m.def("cuda_heap_shutdown", &jflux_cuda_heap_shutdown);
-  m.def("cuda_heap_test_hooks", [](bool skip_waits, int max_delay_us) {
-    Check(jflux_cuda_heap_test_hooks(skip_waits, max_delay_us));
+  m.def("heap_shutdown",
+        [](const std::string& platform) { jflux_heap_shutdown(platform.c_str()); });
+  m.def("heap_find_workspace",
+        [](const std::string& platform, const std::vector<int64_t>& groups, int64_t total_bytes) {
+          int found = 0;
+          Check(jflux_heap_find_workspace(platform.c_str(), groups.data(),
+                                          static_cast<int>(groups.size()), total_bytes, &found));
+          return found != 0;
+        });
+  m.def("heap_add_workspace", [](const std::string& platform, const std::vector<int64_t>& groups,
+                                 int64_t total_bytes, int64_t place) {
+    Check(jflux_heap_add_workspace(platform.c_str(), groups.data(), static_cast<int>(groups.size()),
+                                   total_bytes, place));
   });
-  m.def("cuda_heap_poison", [] { Check(jflux_cuda_heap_poison()); });
-  m.def("cuda_heap_set_epochs", [](uint32_t epoch) { Check(jflux_cuda_heap_set_epochs(epoch)); });
+  // (in use, touched)
+  m.def("heap_usage", [](const std::string& platform) {
+    int64_t in_use, touched;
+    jflux_heap_usage(platform.c_str(), &in_use, &touched);
+    return nb::make_tuple(in_use, touched);
+  });
+  m.def("heap_test_hooks", [](const std::string& platform, bool skip_waits, int max_delay_us) {
+    Check(jflux_heap_test_hooks(platform.c_str(), skip_waits, max_delay_us));
+  });
+  m.def("heap_poison",
+        [](const std::string& platform) { Check(jflux_heap_poison(platform.c_str())); });
+  m.def("heap_set_epochs", [](const std::string& platform, uint32_t epoch) {
+    Check(jflux_heap_set_epochs(platform.c_str(), epoch));
+  });
+
   m.def("cuda_timeline_start",
         [](int64_t capacity) { Check(jflux_cuda_timeline_start(capacity)); });
   // The events as bytes, and how many found no room.
@@ -143,27 +179,8 @@ NB_MODULE(_jflux, m) {
     return jflux_is_possible(&c) != 0;
   });
   m.def("most_splits", &jflux_most_splits);
-  m.def("choose", [](const std::string& op, int64_t world, int64_t outer, int64_t inner, int64_t k,
-                     int64_t n, int sm_count, double link_gbps) {
-    const JfluxProduct product{world, outer, inner, k, n, 0, 0, 0};
-    JfluxChoice choice;
-    if (!jflux_choose(op.c_str(), &product, sm_count, link_gbps, &choice)) {
-      throw nb::value_error(op.c_str());
-    }
-    return nb::make_tuple(choice.tile_n, choice.cluster_m, choice.group_m, choice.splits);
-  });
-  m.def("cuda_workspace_bytes",
-        [](const std::string& op, int64_t world, int64_t outer, int64_t inner, int64_t k, int64_t n,
-           int dtype, int out_dtype, bool transpose_rhs, const std::array<int, 4>& choice) {
-          const JfluxProduct product{world, outer, inner, k, n, dtype, out_dtype, transpose_rhs};
-          const JfluxChoice with{choice[0], choice[1], choice[2], choice[3]};
-          return jflux_cuda_workspace_bytes(op.c_str(), &product, &with);
-        });
-  m.def("all_reduce_workspace_bytes", &jflux_all_reduce_workspace_bytes);
-  m.def("all_reduce_fits_norm", &jflux_all_reduce_fits_norm);
-  m.def("exchange_workspace_bytes", &jflux_exchange_workspace_bytes);
-  m.def("choose_all_reduce", &jflux_choose_all_reduce);
-  m.def("cuda_first_workspace", &jflux_cuda_first_workspace);
+  m.def("plan", &Plan);
+  m.def("constants", &Constants);
   m.def("custom_workspace_bytes", &jflux_custom_workspace_bytes);
   m.def("add_kernels", [](uintptr_t load) {
     Check(jflux_add_kernels(reinterpret_cast<const char* (*)(int)>(load)));

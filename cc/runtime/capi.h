@@ -31,41 +31,50 @@ JFLUX_API int jflux_built_with_cuda(void);
 
 JFLUX_API void jflux_set_blas(void* sgemm, void* dgemm);
 
-JFLUX_API const char* jflux_cpu_heap_init(const int64_t* devices, int num_devices,
-                                          int64_t heap_bytes, double deadline_s, int owns_table,
-                                          char* handle, int handle_size);
-JFLUX_API const char* jflux_cpu_heap_attach(const char* handle, const int64_t* devices,
-                                            int num_devices, int has_table);
-JFLUX_API void jflux_cpu_heap_shutdown(void);
-// Tests only: see TestHooks and HeapCpu::PoisonFree.
-JFLUX_API void jflux_cpu_heap_test_hooks(int skip_waits, int max_delay_us);
-JFLUX_API void jflux_cpu_heap_poison(void);
-// Bytes of each rank's heap that calls hold now / that some call has ever held.
-JFLUX_API void jflux_cpu_heap_usage(int64_t* in_use, int64_t* touched);
-
-// The heap on GPUs. Without CUDA in the build, each of these only says so.
-JFLUX_API const char* jflux_cuda_heap_init(const int* ordinals, const int64_t* ids, int num_devices,
-                                           int64_t heap_bytes, double deadline_s);
-JFLUX_API const char* jflux_cuda_heap_export(int64_t id, char* handle, int handle_size);
-JFLUX_API const char* jflux_cuda_heap_attach(int64_t id, const char* handle);
-// A single process: makes sure that there is a workspace; 0 if the heap has no room.
-JFLUX_API int jflux_cuda_heap_find_workspace(const int64_t* groups, int count, int64_t total_bytes);
-JFLUX_API int64_t jflux_cuda_heap_taken(void);
-// Several processes: the place that they agreed on.
-JFLUX_API const char* jflux_cuda_heap_add_workspace(const int64_t* groups, int count,
-                                                    int64_t total_bytes, int64_t offset);
+// The symmetric heap (runtime/heap.h), one set of functions for all back ends. `platform` is "cpu"
+// or "cuda": a process has at most one heap of each. Without a heap, and on "cuda" without CUDA in
+// the build, a function says so.
+typedef struct {
+  const int64_t* devices;  // global ids of this process's devices
+  const int* ordinals;     // CUDA's number of each; null on the CPU
+  int num_devices;
+  int64_t heap_bytes;  // per device
+  double deadline_s;
+  int leads;  // see HeapConfig
+} JfluxHeapConfig;
+// `backend`: "cpu", "cuda_peer" or "cuda_ipc".
+JFLUX_API const char* jflux_heap_create(const char* platform, const char* backend,
+                                        const JfluxHeapConfig* config);
+// Several processes: *handle is for the other processes, each of which attaches it. The text lives
+// until the calling thread's next call.
+JFLUX_API const char* jflux_heap_export(const char* platform, const char** handle);
+JFLUX_API const char* jflux_heap_attach(const char* platform, const char* handle);
 // After all attachments: probes the links; fails if one cannot be trusted.
-JFLUX_API const char* jflux_cuda_heap_probe(void);
+JFLUX_API const char* jflux_heap_probe(const char* platform);
 typedef struct {
   int64_t from, to;
   double push_gbps, pull_gbps, signal_us;
 } JfluxLink;
-// Fills up to `capacity` links; returns how many there are.
-JFLUX_API int jflux_cuda_heap_links(JfluxLink* links, int capacity);
-JFLUX_API void jflux_cuda_heap_shutdown(void);
-JFLUX_API const char* jflux_cuda_heap_test_hooks(int skip_waits, int max_delay_us);
-JFLUX_API const char* jflux_cuda_heap_poison(void);
-JFLUX_API const char* jflux_cuda_heap_set_epochs(uint32_t epoch);
+// Fills up to `capacity` links; returns how many there are. None without a heap.
+JFLUX_API int jflux_heap_links(const char* platform, JfluxLink* links, int capacity);
+JFLUX_API void jflux_heap_shutdown(const char* platform);
+
+// Back ends that reserve workspaces (cuda_*; the CPU's calls lease theirs, and both fail there).
+// Find, in a single process, makes sure that there is a workspace; *found is 0 if there is no room.
+JFLUX_API const char* jflux_heap_find_workspace(const char* platform, const int64_t* groups,
+                                                int count, int64_t total_bytes, int* found);
+// Add, in several processes: the place that they have agreed on, counted from the first workspace.
+JFLUX_API const char* jflux_heap_add_workspace(const char* platform, const int64_t* groups,
+                                               int count, int64_t total_bytes, int64_t place);
+// Bytes of each device's segment that are leased or reserved now / that have ever been. 0 without a
+// heap.
+JFLUX_API void jflux_heap_usage(const char* platform, int64_t* in_use, int64_t* touched);
+
+// Tests only, between calls: see Heap.
+JFLUX_API const char* jflux_heap_test_hooks(const char* platform, int skip_waits, int max_delay_us);
+JFLUX_API const char* jflux_heap_poison(const char* platform);
+JFLUX_API const char* jflux_heap_set_epochs(const char* platform, uint32_t epoch);
+
 // Kernels that handlers have enqueued.
 JFLUX_API int64_t jflux_cuda_launches(void);
 
@@ -82,6 +91,21 @@ JFLUX_API const char* jflux_cuda_timeline_read(int64_t id, JfluxEvent* events, i
                                                int64_t* count);
 JFLUX_API const char* jflux_cuda_timeline_stop(void);
 
+// A number with a name: a field of a call or of a plan, or a constant.
+typedef struct {
+  const char* name;
+  int64_t value;
+} JfluxField;
+// What the kernels of an op do for a call on a machine (runtime/op.h): fills up to `capacity`
+// fields of the plan, and *count with how many there are. sm_count 0: the CPU. link_gbps 0:
+// unknown. The names live until the calling thread's next call.
+JFLUX_API const char* jflux_plan(const char* op, const JfluxField* call, int call_count,
+                                 int32_t sm_count, double link_gbps, JfluxField* plan, int capacity,
+                                 int* count);
+// Numbers and names that Python shares with the kernels; ends with a null name. A name "list.item"
+// is an item of a list, whose items come in their order.
+JFLUX_API const JfluxField* jflux_constants(void);
+
 // A configuration of the GPU kernels (gpu/gemm_config.h).
 typedef struct {
   int tile_n, cluster_m, group_m, splits;
@@ -93,33 +117,10 @@ JFLUX_API int jflux_is_possible(const JfluxChoice* choice);
 // How many CTAs may share the k of a tile in calls of few rows; 1 for an op that is not tuned so.
 JFLUX_API int jflux_most_splits(const char* op);
 
-// What a call needs of the heap: the size of its workspace in bytes, or -1 for an unknown op or
-// a configuration that is not compiled.
-typedef struct {
-  int64_t world, outer, inner, k, n;
-  int dtype, out_dtype;  // core/dtype.h
-  int transpose_rhs;
-} JfluxProduct;
-JFLUX_API int64_t jflux_cuda_workspace_bytes(const char* op, const JfluxProduct* product,
-                                             const JfluxChoice* choice);
-// The heuristic's configuration, for GPUs with so many SMs whose links carry so much (0: unknown);
-// false for an unknown op.
-JFLUX_API int jflux_choose(const char* op, const JfluxProduct* product, int sm_count,
-                           double link_gbps, JfluxChoice* choice);
-// all_reduce: what its workspace takes (width: of rows that are normalised, else 0), whether such
-// rows can be, and which algorithm suits so many bytes (-1: XLA's own).
-JFLUX_API int64_t jflux_all_reduce_workspace_bytes(int64_t world, int64_t count, int dtype,
-                                                   int algorithm, int64_t width);
-JFLUX_API int jflux_all_reduce_fits_norm(int64_t count, int dtype, int64_t width);
-JFLUX_API int jflux_choose_all_reduce(int64_t world, int64_t bytes);
-// What the workspace of an exchange of shards of so many bytes takes, in packets or in chunks.
-JFLUX_API int64_t jflux_exchange_workspace_bytes(int64_t world, int64_t shard_bytes, int chunked);
 // Custom calls (jflux/call.h): what a workspace for so many bytes of data and signals takes.
 JFLUX_API int64_t jflux_custom_workspace_bytes(int64_t data_bytes, int64_t num_signals);
 // Has load(ordinal) called on every device of this process: now, if the heap on GPUs exists, and
 // whenever it is made. It loads kernels, and returns null or what went wrong.
 JFLUX_API const char* jflux_add_kernels(const char* (*load)(int ordinal));
-// Where workspaces start in the heap.
-JFLUX_API int64_t jflux_cuda_first_workspace(void);
 
 #endif  // JFLUX_RUNTIME_CAPI_H_

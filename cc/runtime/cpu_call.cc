@@ -23,13 +23,13 @@ namespace {
 // (run id, site, group, occurrence)
 using CallId = std::tuple<int64_t, uint64_t, std::vector<int64_t>, int64_t>;
 
-// A handler that waits for its call.
+// A handler that waits for its call to complete.
 class Waiter {
  public:
   explicit Waiter(int64_t device) : device_(device) {}
   int64_t device() const { return device_; }
 
-  // Whether it was still waiting.
+  // True if it was still waiting.
   bool Release() {
     std::lock_guard<std::mutex> lock(mutex_);
     const bool waited = !released_;
@@ -38,7 +38,7 @@ class Waiter {
     return waited;
   }
 
-  // Whether it was released in time.
+  // True if it was released before `limit`.
   bool Wait(std::chrono::milliseconds limit) {
     std::unique_lock<std::mutex> lock(mutex_);
     const bool in_time = changed_.wait_for(lock, limit, [this] { return released_; });
@@ -64,16 +64,16 @@ struct Registry {
   std::mutex mutex;
   std::condition_variable changed;
   std::map<CallId, Pending> pending;
-  // Calls so far of a site on a device, per run; only the most recent runs are kept.
+  // Calls so far, by run, then by (call site, device). Only the most recent runs are kept.
   std::map<int64_t, std::map<std::pair<uint64_t, int64_t>, int64_t>> occurrences;
   std::deque<int64_t> run_order;
-  std::map<CallId, std::string> failed;  // for ranks that arrive after a call was given up
+  std::map<CallId, std::string> failed;  // for ranks that arrive after a call has failed
   std::deque<CallId> failed_order;
   bool watching = false;
 };
 
 Registry& Calls() {
-  static auto* registry = new Registry;  // used by detached threads
+  static auto* registry = new Registry;  // detached threads use it until the process exits
   return *registry;
 }
 
@@ -84,12 +84,12 @@ WorkspaceKey KeyOf(const CallId& id) {
     b->Add(b == &hi ? 1 : 2).Add(run).Add(static_cast<int64_t>(site)).Add(occurrence);
     for (int64_t device : group) b->Add(device);
   }
-  // The run id in clear: a hash collision would have to happen within one execution.
+  // The run id is not hashed, so a collision could only happen within one execution.
   return WorkspaceKey{(static_cast<uint64_t>(hi.Get()) << 32) | lo.Get(),
                       static_cast<uint64_t>(run)};
 }
 
-// Everything that the ranks of one call in this process share.
+// State that the ranks of one call in this process share.
 struct Cohort {
   std::shared_ptr<HeapCpu> heap;
   std::vector<CpuCall> ranks;
@@ -100,12 +100,8 @@ struct Cohort {
 };
 
 void RunRank(const std::shared_ptr<Cohort>& cohort, CpuCall& call) {
-  SymmetricView view{};
-  view.rank = call.rank;
-  view.world = static_cast<int32_t>(call.group.size());
-  for (int32_t r = 0; r < view.world; ++r) {
-    view.base[r] = cohort->heap->SegmentOf(call.group[r]) + cohort->lease.offset;
-  }
+  SymmetricView view;  // Register has checked that the heap knows the devices
+  cohort->heap->FillView(call.group, call.rank, cohort->lease.offset, &view);
   const TestHooks hooks = cohort->heap->hooks();
   if (hooks.max_delay_us > 0) {
     thread_local std::minstd_rand random(static_cast<uint32_t>(NowNs()) | 1);
@@ -178,7 +174,7 @@ std::string MissingRanks(const CallId& id, const Pending& pending, double deadli
          "condition that differs between ranks, or raise jflux.init(deadline_seconds=...).";
 }
 
-// Gives up on calls whose deadline has passed. One thread, started with the first call.
+// Fails calls whose deadline has passed. Runs on one thread, started with the first call.
 void Watch() {
   Registry& calls = Calls();
   std::unique_lock<std::mutex> lock(calls.mutex);
@@ -208,8 +204,9 @@ void Watch() {
   }
 }
 
-// How long a handler waits for its call, once for each site: independent calls and XLA's own
-// collectives may start in another order on each device, each in the way of the other.
+// Timeout of a handler's wait for its call; a call site that times out once does not wait again.
+// The wait can deadlock: devices may start independent calls and XLA's own collectives in different
+// orders, and then block each other.
 constexpr auto kTimeout = std::chrono::seconds(1);
 
 bool Misses(const CallId& id, const Pending& pending, int64_t device) {
@@ -221,22 +218,22 @@ bool Misses(const CallId& id, const Pending& pending, int64_t device) {
   return true;
 }
 
-// Lets go of handlers that wait for `device`, which is about to wait for them in the call `id`.
-// Whether there were any.
+// Releases handlers that wait for `device`, which is about to wait for them in the call `id`. True
+// if there were any.
 bool ReleaseCrossed(Registry& calls, const CallId& id, const Pending& pending, int64_t device) {
   bool crossed = false;
   for (auto& [other_id, other] : calls.pending) {
     if (other_id == id || !Misses(other_id, other, device)) continue;
     for (const auto& waiter : other.waiters) {
       if (!Misses(id, pending, waiter->device()) || !waiter->Release()) continue;
-      other.ranks.front().site->impatient = true;
+      other.ranks.front().site->skips_wait = true;
       crossed = true;
     }
   }
   return crossed;
 }
 
-// Registers one rank's part, and says what its handler is to wait for: perhaps nothing.
+// Registers one rank's part. Returns what its handler must wait for, or null.
 std::shared_ptr<Waiter> Register(CpuCall call) {
   const auto heap = CurrentHeapCpu();
   if (heap == nullptr) {
@@ -288,9 +285,9 @@ std::shared_ptr<Waiter> Register(CpuCall call) {
     waiter->Release();
   };
   pending.ranks.push_back(std::move(call));
-  if (ReleaseCrossed(calls, id, pending, waiter->device())) site->impatient = true;
-  const bool patient = !site->impatient;
-  if (patient) pending.waiters.push_back(waiter);
+  if (ReleaseCrossed(calls, id, pending, waiter->device())) site->skips_wait = true;
+  const bool waits = !site->skips_wait;
+  if (waits) pending.waiters.push_back(waiter);
   if (pending.ranks.size() == local) {
     const uint64_t deadline_ns = NowNs() + static_cast<uint64_t>(heap->deadline_s() * 1e9);
     auto ranks = std::make_shared<std::vector<CpuCall>>(std::move(pending.ranks));
@@ -299,7 +296,7 @@ std::shared_ptr<Waiter> Register(CpuCall call) {
     RunOnPool(
         [id, heap, ranks, deadline_ns] { RunCohort(id, heap, std::move(*ranks), deadline_ns); });
   }
-  return patient ? waiter : nullptr;
+  return waits ? waiter : nullptr;
 }
 
 }  // namespace
@@ -307,7 +304,7 @@ std::shared_ptr<Waiter> Register(CpuCall call) {
 void JoinCpuCall(CpuCall call) {
   CpuCallSite* site = call.site;
   const auto waiter = Register(std::move(call));
-  if (waiter != nullptr && !waiter->Wait(kTimeout)) site->impatient = true;
+  if (waiter != nullptr && !waiter->Wait(kTimeout)) site->skips_wait = true;
 }
 
 }  // namespace jflux

@@ -1,20 +1,23 @@
-// How a call on the CPU back end comes together.
+// How the ranks of a call meet on the CPU back end.
 //
-// XLA:CPU runs a handler per device on threads that it needs for other work, so a handler must not
-// depend on its peers' being called, and whoever completes its Future runs the device's next
-// operations (which may block) inside SetAvailable. Hence: a handler registers what its rank has to
-// do; when every rank of the group that lives in this process has registered, the bodies run on
-// jflux's own threads, one each, and so do the completions. Bodies wait for each other, and for
-// other processes' ranks, through the heap alone.
+// XLA:CPU runs a handler per device, on threads that it needs for other work. Two rules follow:
 //
-// A handler does wait for the completion as long as that seems to get nearer, and leaves it to the
-// Future otherwise. A loop whose iterations wait for Futures lets XLA go on with what follows it;
-// its own collectives there then mix with those in the loop, and it gets their order, and with that
-// the data, wrong (docs/design/0004).
+//   - A handler must not depend on its peers' handlers being called.
+//   - SetAvailable on a Future runs the device's next operations, which may block, so it needs a
+//     thread that may block.
 //
-// A call is named by (run, call site, group, occurrence): XLA's run id is the same in all processes
-// and new for every execution; the call site is counted when XLA instantiates the handler; the
-// occurrence counts iterations of a loop.
+// Hence a handler only registers its rank's part. When all ranks of the group in this process have
+// registered, the bodies run on jflux's own threads, one each, and then the completions. Bodies
+// wait for each other, and for ranks in other processes, only through the heap.
+//
+// A handler then waits for the completion, with a timeout, before it returns. After the timeout it
+// leaves the completion to the Future. Reason for the wait: if the iterations of a loop wait for
+// Futures, XLA runs the operations that follow the loop concurrently with it, and can mix up the
+// data of its own collectives there and in the loop (docs/internals/cpu.md).
+//
+// A call is identified by (run, call site, group, occurrence). XLA's run id is the same in all
+// processes and new for each execution. Call sites are numbered when XLA instantiates the handler.
+// The occurrence counts iterations of a loop.
 #ifndef JFLUX_RUNTIME_CPU_CALL_H_
 #define JFLUX_RUNTIME_CPU_CALL_H_
 
@@ -31,8 +34,8 @@
 namespace jflux {
 
 struct CpuCallSite {
-  uint64_t number = 0;                 // the same in all processes
-  std::atomic<bool> impatient{false};  // its handlers do not wait
+  uint64_t number = 0;                  // the same in all processes
+  std::atomic<bool> skips_wait{false};  // its handlers leave the completion to the Future
 };
 
 struct CpuCall {
@@ -43,13 +46,14 @@ struct CpuCall {
   int32_t rank;
   int64_t bytes;  // of the workspace
 
-  // One rank's work; false if a wait failed.
+  // One rank's work. False if a wait failed.
   std::function<bool(const SymmetricView&, uint32_t epoch, const WaitContext&)> body;
-  // Empty string: success.
+  // `error` is empty on success.
   std::function<void(const std::string& error)> done;
 };
 
-// Returns when the call is done, or when it may take its peers' handlers to return first.
+// Returns when the call is done, or as soon as the peers' handlers may depend on this one
+// returning.
 void JoinCpuCall(CpuCall call);
 
 }  // namespace jflux

@@ -1,5 +1,5 @@
-// Local products of the CPU back end: a tile of op(A) @ op(B) through the BLAS that SciPy exports,
-// in fp32 (fp64 for fp64), whatever the storage types.
+// Local products of the CPU back end: a tile of op(A) @ op(B), computed in fp32 (fp64 for fp64) by
+// the BLAS that SciPy exports, whatever the storage types.
 #ifndef JFLUX_RUNTIME_CPU_MATMUL_H_
 #define JFLUX_RUNTIME_CPU_MATMUL_H_
 
@@ -10,12 +10,11 @@
 
 namespace jflux {
 
-// Fortran BLAS entry points, as scipy.linalg.cython_blas exports them. Without them (C++ tests) a
-// plain triple loop is used.
+// Fortran BLAS entry points, as scipy.linalg.cython_blas exports them. Without them (C++ tests),
+// products use a triple loop.
 void SetBlas(void* sgemm, void* dgemm);
 
-// w, converted once to the type that products are accumulated in. Stored [k, n], or [n, k] when
-// transposed.
+// w, converted once to the accumulation type. Stored [k, n], or [n, k] if transposed.
 class CpuRhs {
  public:
   CpuRhs(const void* w, DType dtype, int64_t k, int64_t n, bool transposed);
@@ -33,7 +32,7 @@ class CpuRhs {
   std::vector<float> converted_;
 };
 
-// dst[i] = src[i] between any two of the four types, for i < count. fp32 -> 16 bits rounds to
+// dst[i] = src[i] for i < count, between any two of the four types. fp32 to 16 bits rounds to
 // nearest even.
 void Convert(const void* src, DType src_dtype, void* dst, DType dst_dtype, int64_t count);
 

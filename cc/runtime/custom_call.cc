@@ -9,6 +9,7 @@
 #include "runtime/denormals.h"
 #include "runtime/fault.h"
 #include "runtime/ffi.h"
+#include "runtime/reason.h"
 
 #ifdef JFLUX_WITH_CUDA
 #include "runtime/cuda_call.h"
@@ -19,12 +20,6 @@ namespace jflux {
 namespace {
 
 using shmem::CallInfo;
-
-const char* Reason(const std::string& text) {
-  thread_local std::string kept;
-  kept = text;
-  return kept.c_str();
-}
 
 std::string NameOfCall(const CallInfo& info) {
   return std::string(info.name, static_cast<size_t>(info.name_size));
@@ -68,8 +63,14 @@ void jflux_cpu_join_call(const CallInfo* info, void* site, int64_t run_id, int32
     return;
   }
   const auto layout = jflux::shmem::WorkspaceFor(info->data_bytes, info->num_signals);
+  const jflux::OpId op = jflux::CustomOp(jflux::NameOfCall(*info));
+  const jflux::WorkspaceBytes workspace{layout.TotalBytes(), info->workspace_bytes};
+  if (const auto refused = workspace.Refused(op)) {
+    done(data, refused->message().c_str());
+    return;
+  }
   jflux::CpuCall call;
-  call.op = jflux::CustomOp(jflux::NameOfCall(*info));
+  call.op = op;
   call.run_id = run_id;
   call.site = static_cast<jflux::CallSite*>(site);
   call.group = std::move(group->devices);
@@ -97,7 +98,8 @@ const char* jflux_cuda_begin_call(const CallInfo* info, int32_t ordinal, int32_t
   const jflux::OpId op = jflux::CustomOp(jflux::NameOfCall(*info));
   const auto layout = jflux::shmem::WorkspaceFor(info->data_bytes, info->num_signals);
   const auto error = jflux::LaunchCudaCall(
-      op, ordinal, jflux::GroupsOf(*info), info->world, [&](int) { return layout; },
+      op, ordinal, jflux::GroupsOf(*info), info->world,
+      {layout.TotalBytes(), info->workspace_bytes},
       [&](const jflux::CudaDevice& device, const jflux::SymmetricView& view, std::string*) {
         args->state = reinterpret_cast<jflux::DeviceState*>(device.heap);
         args->view = view;

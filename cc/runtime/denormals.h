@@ -1,5 +1,5 @@
-// XLA's CPU threads flush subnormal numbers to zero. What it goes on with after an op of jflux's
-// runs on jflux's thread, and has to do the same, or results would depend on the thread.
+// XLA's CPU threads flush subnormal numbers to zero. The operations that XLA runs after a jflux op
+// run on jflux's thread, which must flush too: otherwise results would depend on the thread.
 #ifndef JFLUX_RUNTIME_DENORMALS_H_
 #define JFLUX_RUNTIME_DENORMALS_H_
 
@@ -11,7 +11,7 @@
 
 namespace jflux {
 
-// As long as it lives, this thread flushes subnormal operands and results.
+// While an object of this class exists, its thread flushes subnormal operands and results.
 class FlushDenormals {
  public:
   FlushDenormals() : saved_(Get()) { Set(saved_ | kFlush); }

@@ -17,9 +17,9 @@ struct Pool {
   size_t idle = 0;
 
   void Work() {
-    // A thread inherits its starter's rounding and flushing of denormals, and starters differ:
-    // XLA's threads flush, Python's do not. The same call must give the same bits whoever started
-    // this.
+    // A thread inherits the floating-point mode of the thread that starts it, and starters differ:
+    // XLA's threads flush denormals, Python's do not. Reset it, so that the same call gives the
+    // same bits whoever starts this thread.
     std::fesetenv(FE_DFL_ENV);
     std::unique_lock<std::mutex> lock(mutex);
     for (;;) {

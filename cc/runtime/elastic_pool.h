@@ -1,5 +1,5 @@
-// Threads that may block: a task never queues behind another, because a thread is added whenever
-// none is idle. Idle threads leave after a while.
+// A pool of threads that may block. A task never queues behind another: a thread is added whenever
+// none is idle. Idle threads exit after a while.
 #ifndef JFLUX_RUNTIME_ELASTIC_POOL_H_
 #define JFLUX_RUNTIME_ELASTIC_POOL_H_
 

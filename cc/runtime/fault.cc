@@ -4,6 +4,8 @@
 #include <deque>
 #include <mutex>
 
+#include "runtime/op.h"
+
 namespace jflux {
 namespace {
 
@@ -26,23 +28,8 @@ OpId CustomOp(const std::string& target) {
 }
 
 const char* NameOf(OpId op) {
-  switch (op) {
-    case OpId::kAllGatherMatmul:
-      return "all_gather_matmul";
-    case OpId::kMatmulReduceScatter:
-      return "matmul_reduce_scatter";
-    case OpId::kAllReduce:
-      return "all_reduce";
-    case OpId::kAllGather:
-      return "all_gather";
-    case OpId::kAllToAll:
-      return "all_to_all";
-    case OpId::kReduceScatter:
-      return "reduce_scatter";
-    case OpId::kMatmulAllToAll:
-      return "matmul_all_to_all";
-    case OpId::kMatmulAllReduce:
-      return "matmul_all_reduce";
+  for (const Op* known : AllOps()) {
+    if (known->id == op) return known->name;
   }
   std::lock_guard<std::mutex> lock(g_mutex);
   const uint32_t custom = static_cast<uint32_t>(op) - kFirstCustomOp;

@@ -12,6 +12,7 @@
 #include "core/rows.h"
 #include "runtime/cpu_call.h"
 #include "runtime/denormals.h"
+#include "runtime/fault.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jflux {
@@ -54,6 +55,19 @@ inline ffi::Error InvalidArgument(const std::string& message) {
   return ffi::Error(ffi::ErrorCode::kInvalidArgument, "jflux: " + message);
 }
 
+// What the layout of a call takes of the heap, and what the call's plan has reserved: the same, or
+// the handler refuses the call.
+struct WorkspaceBytes {
+  int64_t of_layout, of_plan;
+
+  std::optional<ffi::Error> Refused(OpId op) const {
+    if (of_layout == of_plan) return std::nullopt;
+    return InvalidArgument(std::string(NameOf(op)) + ": the call takes a workspace of " +
+                           std::to_string(of_layout) + " bytes, and its plan has one of " +
+                           std::to_string(of_plan));
+  }
+};
+
 // A Future that is already an error. The CPU handlers return one Future whatever happens.
 inline ffi::Future FailedFuture(ffi::Error error) {
   ffi::Promise promise;
@@ -85,8 +99,9 @@ struct CallSite : CpuCallSite {
 // when that has been done. `body` is CpuCall's.
 template <typename Body>
 ffi::Future JoinFfiCall(OpId op, CallSite* site, ffi::RunId run_id, int32_t device,
-                        ffi::Span<const int64_t> groups, int64_t world, int64_t workspace_bytes,
+                        ffi::Span<const int64_t> groups, int64_t world, WorkspaceBytes workspace,
                         Body&& body) {
+  if (auto refused = workspace.Refused(op)) return FailedFuture(*std::move(refused));
   auto group = FindGroup(groups, world, device);
   if (!group) return FailedFuture(InvalidArgument("device is in none of the call's groups"));
   ffi::Promise promise;
@@ -97,7 +112,7 @@ ffi::Future JoinFfiCall(OpId op, CallSite* site, ffi::RunId run_id, int32_t devi
   call.site = site;
   call.group = std::move(group->devices);
   call.rank = group->rank;
-  call.bytes = workspace_bytes;
+  call.bytes = workspace.of_plan;
   call.body = std::forward<Body>(body);
   call.done = CompletionOf(std::move(promise));
   JoinCpuCall(std::move(call));
@@ -112,16 +127,24 @@ void BeginModule();
 // The instantiate stage of every op on the CPU.
 XLA_FFI_Error* InstantiateCallSite(XLA_FFI_CallFrame* frame);
 
-// The attributes of a product's handler, in alphabetical order, as it takes them.
-inline constexpr auto ProductAttributes = [](auto binding) {
+// The attributes of a product's handler, in alphabetical order, as it takes them. `choice`,
+// `senders` and `workspace_bytes` are its plan (runtime/product_plan.h).
+inline constexpr auto ProductAttributes = [](auto&& binding) {
   return std::move(binding)
       .template Attr<ffi::Span<const int64_t>>("choice")
       .template Attr<ffi::Span<const int64_t>>("groups")
       .template Attr<int64_t>("inner")
       .template Attr<int64_t>("outer")
+      .template Attr<int64_t>("senders")
       .template Attr<int64_t>("site")
       .template Attr<bool>("transpose_rhs")
+      .template Attr<int64_t>("workspace_bytes")
       .template Attr<int64_t>("world");
+};
+
+// The context of a handler on the CPU, which its attributes follow.
+inline constexpr auto BindCpu = [] {
+  return ffi::Ffi::Bind().Ctx<ffi::State<CallSite>>().Ctx<ffi::RunId>().Ctx<ffi::DeviceOrdinal>();
 };
 
 }  // namespace jflux

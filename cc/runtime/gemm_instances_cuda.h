@@ -1,6 +1,9 @@
-// The compiled GEMM configurations, once for all ops: types x w's layout x GemmChoice. An op's
-// Instances say which kernel a Config has (null: none), how many CTAs may share k (1: none do), and
-// whether tiles may lend stages (gpu/gemm_smem.cuh).
+// The compiled GEMM configurations, shared by all ops: types x layout of w x GemmChoice. An op's
+// Instances define
+//
+//   Kernel<Config>()  its kernel for a configuration; null: none
+//   kMostSplits       how many CTAs may split k; 1: k is not split
+//   kMayLendStage     whether tiles may lend a stage (gpu/gemm_smem.cuh)
 #ifndef JFLUX_RUNTIME_GEMM_INSTANCES_CUDA_H_
 #define JFLUX_RUNTIME_GEMM_INSTANCES_CUDA_H_
 
@@ -16,9 +19,9 @@
 
 namespace jflux {
 
-// Calls visit.template operator()<Config>() for the configuration that fits, of those from kFirst
-// on; false if none does.
-template <typename T, bool kTransposeRhs, bool kMayLend, size_t kFirst = 0, typename F>
+// Calls visit.template operator()<Config>() for the configuration that fits `c`, among those from
+// kFirst on. False if there is none.
+template <typename T, bool kTransposeRhs, bool kMayLendStage, size_t kFirst = 0, typename F>
 bool WithTile(const GemmChoice& c, F&& visit) {
   if constexpr (kFirst == std::size(kCompiled)) {
     return false;
@@ -26,18 +29,18 @@ bool WithTile(const GemmChoice& c, F&& visit) {
     constexpr GemmChoice kThis = kCompiled[kFirst];
     if (c.tile_n == kThis.tile_n && c.cluster_m == kThis.cluster_m) {
       return visit.template
-      operator()<GemmConfig<T, kThis.tile_n, kThis.cluster_m, kTransposeRhs, kMayLend>>();
+      operator()<GemmConfig<T, kThis.tile_n, kThis.cluster_m, kTransposeRhs, kMayLendStage>>();
     }
-    return WithTile<T, kTransposeRhs, kMayLend, kFirst + 1>(c, visit);
+    return WithTile<T, kTransposeRhs, kMayLendStage, kFirst + 1>(c, visit);
   }
 }
 
-template <bool kMayLend, typename F>
+template <bool kMayLendStage, typename F>
 bool WithGemmConfig(DType dtype, bool transpose_rhs, const GemmChoice& c, F&& visit) {
   const auto with_type = [&](auto type) {
     using T = decltype(type);
-    return transpose_rhs ? WithTile<T, true, kMayLend>(c, visit)
-                         : WithTile<T, false, kMayLend>(c, visit);
+    return transpose_rhs ? WithTile<T, true, kMayLendStage>(c, visit)
+                         : WithTile<T, false, kMayLendStage>(c, visit);
   };
   return dtype == DType::kF16 ? with_type(__half{}) : with_type(__nv_bfloat16{});
 }
@@ -74,8 +77,8 @@ bool LoadGemmInstances(std::string* error) {
   for (DType dtype : {DType::kF16, DType::kBF16}) {
     for (bool transpose_rhs : {false, true}) {
       for (const GemmChoice& c : kCompiled) {
-        if (!WithGemmConfig<Instances::kMayLend>(dtype, transpose_rhs, c,
-                                                 LoadInstance<Instances>{error})) {
+        if (!WithGemmConfig<Instances::kMayLendStage>(dtype, transpose_rhs, c,
+                                                      LoadInstance<Instances>{error})) {
           return false;
         }
       }
@@ -105,7 +108,7 @@ struct LaunchInstance {
   }
   template <typename Config>
   bool Launch() const {
-    // No more than run at once: a cluster may have a tile to begin with.
+    // At most as many clusters as run at the same time: each may have a static first tile.
     const int at_once = AtOnce(GemmChoice{Config::kTileN, Config::kClusterM, 0, splits}, sm_count);
     const int clusters = Min(num_tiles, at_once / Config::kCluster);
     return LaunchKernel(Instances::template Kernel<Config>(), args, clusters, Config::kCluster,
@@ -118,12 +121,13 @@ bool LaunchGemmInstance(DType dtype, bool transpose_rhs, const GemmChoice& choic
                         int num_tiles, int sm_count, cudaStream_t stream, std::string* error) {
   *error = "no kernel has tiles of " + std::to_string(choice.tile_n) + " columns, clusters of " +
            std::to_string(choice.cluster_m) + " and k in " + std::to_string(choice.splits);
-  return WithGemmConfig<Instances::kMayLend>(
+  return WithGemmConfig<Instances::kMayLendStage>(
       dtype, transpose_rhs, choice,
       LaunchInstance<Instances>{args, num_tiles, sm_count, choice.splits, stream, error});
 }
 
-// w as LoadB of gpu/gemm_sm90.cuh reads it; `halves`: it is half of a tile's columns.
+// The tensor map of w as LoadB (gpu/gemm_sm90.cuh) reads it. `halves`: w is half of a tile's
+// columns.
 inline bool EncodeRhsMap(CUtensorMap* map, DType dtype, const void* w, int64_t k, int64_t n,
                          bool transpose_rhs, bool halves, const GemmChoice& choice,
                          std::string* error) {

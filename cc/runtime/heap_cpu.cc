@@ -4,9 +4,10 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <mutex>
+#include <sstream>
 
 #include "core/packet.h"
 
@@ -17,29 +18,33 @@ constexpr int64_t kTableBytes = RoundUp<int64_t>(sizeof(WorkspaceTable), 4096);
 
 std::string Errno(const std::string& what) { return what + ": " + std::strerror(errno); }
 
-std::mutex g_mutex;
-std::shared_ptr<HeapCpu>& Current() {
-  static auto* current = new std::shared_ptr<HeapCpu>;  // outlives XLA's threads on purpose
-  return *current;
+// What Export writes.
+struct Handle {
+  int64_t pid, fd;
+  bool leads;
+  std::vector<int64_t> devices;
+};
+
+bool ParseHandle(const std::string& text, Handle* handle) {
+  std::istringstream in(text);
+  char colon[3];
+  int leads = 0;
+  if (!(in >> handle->pid >> colon[0] >> handle->fd >> colon[1] >> leads >> colon[2])) return false;
+  handle->leads = leads != 0;
+  for (int64_t device; in >> device; in.ignore(1, ',')) handle->devices.push_back(device);
+  return in.eof() && std::all_of(colon, colon + 3, [](char c) { return c == ':'; });
 }
 
 }  // namespace
 
 std::shared_ptr<HeapCpu> CurrentHeapCpu() {
-  std::lock_guard<std::mutex> lock(g_mutex);
-  return Current();
+  return std::static_pointer_cast<HeapCpu>(CurrentHeap(HeapPlatform::kCpu));
 }
 
-void SetCurrentHeapCpu(std::shared_ptr<HeapCpu> heap) {
-  std::lock_guard<std::mutex> lock(g_mutex);
-  Current() = std::move(heap);
-}
-
-// File layout: [workspace table, if owned][segment of devices[0]][segment of devices[1]] ...
 bool HeapCpu::MapFile(int fd, const std::vector<int64_t>& devices, bool has_table,
                       std::string* error) {
   const int64_t head = has_table ? kTableBytes : 0;
-  const auto size = static_cast<size_t>(head + heap_bytes_ * static_cast<int64_t>(devices.size()));
+  const auto size = static_cast<size_t>(head + heap_bytes() * static_cast<int64_t>(devices.size()));
   void* base = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
   if (base == MAP_FAILED) {
     *error = Errno("cannot map " + std::to_string(size) + " bytes for the symmetric heap");
@@ -50,25 +55,22 @@ bool HeapCpu::MapFile(int fd, const std::vector<int64_t>& devices, bool has_tabl
   char* segment = static_cast<char*>(base) + head;
   for (int64_t device : devices) {
     segments_[device] = segment;
-    segment += heap_bytes_;
+    segment += heap_bytes();
   }
   return true;
 }
 
-std::unique_ptr<HeapCpu> HeapCpu::Create(const std::vector<int64_t>& devices, int64_t heap_bytes,
-                                         double deadline_s, bool owns_table, std::string* error) {
-  std::unique_ptr<HeapCpu> heap(new HeapCpu);
-  heap->heap_bytes_ = RoundUp<int64_t>(heap_bytes, 4096);
-  heap->deadline_s_ = deadline_s;
+std::shared_ptr<HeapCpu> HeapCpu::Create(const HeapConfig& config, std::string* error) {
+  std::shared_ptr<HeapCpu> heap(new HeapCpu(config));
+  heap->config_.heap_bytes = RoundUp<int64_t>(config.heap_bytes, 4096);
   heap->fd_ = memfd_create("jflux-heap", MFD_CLOEXEC);
-  const int64_t size =
-      (owns_table ? kTableBytes : 0) + heap->heap_bytes_ * static_cast<int64_t>(devices.size());
+  const int64_t size = (config.leads ? kTableBytes : 0) +
+                       heap->heap_bytes() * static_cast<int64_t>(config.devices.size());
   if (heap->fd_ < 0 || ftruncate(heap->fd_, size) != 0) {
     *error = Errno("cannot create a memory file of " + std::to_string(size) + " bytes");
     return nullptr;
   }
-  if (!heap->MapFile(heap->fd_, devices, owns_table, error)) return nullptr;
-  for (int64_t device : devices) heap->local_[device] = true;
+  if (!heap->MapFile(heap->fd_, config.devices, config.leads, error)) return nullptr;
   return heap;
 }
 
@@ -77,21 +79,41 @@ HeapCpu::~HeapCpu() {
   if (fd_ >= 0) close(fd_);
 }
 
-std::string HeapCpu::Handle() const { return std::to_string(getpid()) + ":" + std::to_string(fd_); }
+bool HeapCpu::Export(std::string* handle, std::string*) const {
+  std::ostringstream out;
+  out << getpid() << ':' << fd_ << ':' << config_.leads << ':';
+  for (size_t i = 0; i < devices().size(); ++i) out << (i == 0 ? "" : ",") << devices()[i];
+  *handle = out.str();
+  return true;
+}
 
-bool HeapCpu::Attach(const std::string& handle, const std::vector<int64_t>& devices, bool has_table,
-                     std::string* error) {
-  const size_t colon = handle.find(':');
-  const std::string path = "/proc/" + handle.substr(0, colon) + "/fd/" + handle.substr(colon + 1);
+bool HeapCpu::Attach(const std::string& text, std::string* error) {
+  Handle handle{};
+  if (!ParseHandle(text, &handle)) {
+    *error = "malformed handle of a peer process's heap: " + text;
+    return false;
+  }
+  const std::string path =
+      "/proc/" + std::to_string(handle.pid) + "/fd/" + std::to_string(handle.fd);
   const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
   if (fd < 0) {
     *error = Errno("cannot open a peer process's heap at " + path +
                    " (CPU processes must run on one machine, as one user)");
     return false;
   }
-  const bool ok = MapFile(fd, devices, has_table, error);
+  const bool ok = MapFile(fd, handle.devices, handle.leads, error);
   close(fd);
   return ok;
+}
+
+HeapUsage HeapCpu::Usage() {
+  if (table_ == nullptr) return HeapUsage{0, 0};
+  return HeapUsage{table_->BytesInUse(), table_->BytesTouched()};
+}
+
+bool HeapCpu::SetHooks(const TestHooks& hooks, std::string*) {
+  hooks_ = hooks;
+  return true;
 }
 
 void HeapCpu::ClearSignals(int64_t offset, int64_t bytes) {
@@ -100,11 +122,15 @@ void HeapCpu::ClearSignals(int64_t offset, int64_t bytes) {
   for (const auto& [device, segment] : segments_) std::memset(segment + offset, 0, signals);
 }
 
-void HeapCpu::PoisonFree() {
-  table_->ForEachFree([this](int64_t offset, int64_t bytes) {
+bool HeapCpu::Poison(std::string*) {
+  table_->ForEachFree([this](int64_t offset, int64_t bytes, uint32_t epoch) {
+    // All workspaces share one count of epochs: an equal epoch means the same workspace, unused.
+    const auto [last, is_new] = poisoned_.try_emplace(offset, epoch);
+    if (!is_new && last->second == epoch) return;
+    last->second = epoch;
     const auto packets = PacketLayout::OfTotal(bytes);
     const WorkspaceLayout workspace = WorkspaceLayout::OfTotal(bytes);
-    for (const auto& [device, is_local] : local_) {
+    for (int64_t device : devices()) {
       char* base = segments_.at(device) + offset;
       if (packets) {
         std::memset(base + packets->PacketOffset(0), kPacketPoison, 2 * packets->half_bytes);
@@ -113,11 +139,16 @@ void HeapCpu::PoisonFree() {
       }
     }
   });
+  return true;
 }
 
 char* HeapCpu::SegmentOf(int64_t device) const {
   const auto it = segments_.find(device);
   return it == segments_.end() ? nullptr : it->second;
+}
+
+bool HeapCpu::IsLocal(int64_t device) const {
+  return std::find(devices().begin(), devices().end(), device) != devices().end();
 }
 
 }  // namespace jflux

@@ -2,13 +2,15 @@
 
 #include "runtime/cuda_check.h"
 #include "runtime/kernels_cuda.h"
+#include "runtime/op.h"
 
 namespace jflux {
 
 bool LoadKernels(std::string* error) {
-  return LoadAllGatherMatmulKernels(error) && LoadMatmulReduceScatterKernels(error) &&
-         LoadMatmulAllToAllKernels(error) && LoadMatmulAllReduceKernels(error) &&
-         LoadAllReduceKernels(error) && LoadExchangeKernels(error);
+  for (const Op* op : AllOps()) {
+    if (op->load_kernels != nullptr && !op->load_kernels(error)) return false;
+  }
+  return true;
 }
 
 bool LoadKernel(const void* kernel, int smem_bytes, std::string* error) {

@@ -13,21 +13,12 @@
 
 namespace jflux {
 
-// Loads every kernel of the library on the current device. An op adds its line in
-// kernels_cuda.cu.
+// Loads the kernels of all ops (runtime/op.h) on the current device.
 bool LoadKernels(std::string* error);
 
 // Those of custom calls: has load(ordinal) called on each device of the heap, now and whenever
 // there is another heap (runtime/heap_cuda.cu).
 bool AddKernels(const char* (*load)(int ordinal), std::string* error);
-
-// Per op: loads its kernels on the current device.
-bool LoadAllGatherMatmulKernels(std::string* error);
-bool LoadMatmulReduceScatterKernels(std::string* error);
-bool LoadMatmulAllToAllKernels(std::string* error);
-bool LoadMatmulAllReduceKernels(std::string* error);
-bool LoadAllReduceKernels(std::string* error);
-bool LoadExchangeKernels(std::string* error);
 
 // Makes a kernel launchable with this much shared memory, and loads it.
 bool LoadKernel(const void* kernel, int smem_bytes, std::string* error);

@@ -10,14 +10,15 @@
 namespace jflux {
 namespace {
 
-constexpr int64_t kHalf = kProbeAreaBytes / 2;  // pattern in the first half, answers in the second
+constexpr int64_t kHalf = kProbeAreaBytes / 2;  // pattern in the first half, the copy from the peer
+                                                // in the second
 constexpr int kCopies = 40;
 constexpr int kSignals = 64;
 
 struct ProbeResult {
-  unsigned long long wrong;      // bytes that came back different
-  unsigned long long signal_ns;  // for kSignals round trips
-  unsigned int lost;             // flags that did not come back in time
+  unsigned long long wrong;      // bytes that differ after the round trip
+  unsigned long long signal_ns;  // of kSignals round trips
+  unsigned int lost;             // flags that did not come back within the timeout
 };
 
 __global__ void Fill(uint32_t* area, uint32_t seed) {
@@ -30,7 +31,7 @@ __global__ void Compare(const uint32_t* a, const uint32_t* b, ProbeResult* resul
   if (i < kHalf / 4 && a[i] != b[i]) atomicAdd(&result->wrong, 4);
 }
 
-// One thread: writes a flag into the peer's memory and waits until it reads it there.
+// One thread writes a flag to the peer's memory and polls until it reads it there.
 __global__ void RoundTrips(uint64_t* remote_flag, ProbeResult* result) {
   const uint64_t start = NowNs();
   for (uint64_t i = 1; i <= kSignals; ++i) {
@@ -45,7 +46,7 @@ __global__ void RoundTrips(uint64_t* remote_flag, ProbeResult* result) {
   result->signal_ns = NowNs() - start;
 }
 
-// Runs `copy` kCopies times between events; GB/s, or 0 on an error.
+// Runs `copy` kCopies times between events. Returns GB/s, or 0 on an error.
 template <typename F>
 double Bandwidth(cudaStream_t stream, F&& copy) {
   cudaEvent_t begin, end;

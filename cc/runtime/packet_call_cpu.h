@@ -1,4 +1,4 @@
-// How the CPU back end begins and ends a call that exchanges packets (core/packet.h).
+// Start and end of a call that exchanges LL packets (core/packet.h) on the CPU back end.
 #ifndef JFLUX_RUNTIME_PACKET_CALL_CPU_H_
 #define JFLUX_RUNTIME_PACKET_CALL_CPU_H_
 
@@ -8,7 +8,7 @@
 
 namespace jflux {
 
-// body(call) -> false if a wait failed.
+// body(call) returns false if a wait failed.
 template <typename Params, typename Body>
 bool RunPackets(const Params& p, const SymmetricView& view, uint32_t epoch, const WaitContext& ctx,
                 Body&& body) {

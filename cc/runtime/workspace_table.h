@@ -5,8 +5,17 @@
 // workspace by name (its key), and every rank that asks with the same key gets the same workspace
 // and epoch. A workspace goes back when all ranks of the call have released it.
 //
-// Plain data that starts out as zeros, so that it also works in memory shared between processes:
-// then the first process that maps it is as good as any other.
+//   memory    Plain data that starts out as zeros, in memory shared between processes: the first
+//             process that maps it is as good as any other.
+//   writers   Every process, in Acquire and Release, while it holds `lock_`.
+//   waiters   For the lock: Lock polls it, until a deadline. For room: Acquire polls the table with
+//             the lock released in between, until the call's deadline.
+//   order     The lock is taken with acquire and given back with release at system scope. So who
+//             gets a workspace sees its signals cleared, and all reads of its last call are over.
+//   reset     A free workspace is given out again as it is: its epoch is later than that of every
+//             call before, so old signals are old. Memory that was part of a workspace of another
+//             size is cleared first. A process that dies with the lock leaves the table unusable,
+//             and the next Acquire says so.
 #ifndef JFLUX_RUNTIME_WORKSPACE_TABLE_H_
 #define JFLUX_RUNTIME_WORKSPACE_TABLE_H_
 
@@ -43,12 +52,13 @@ class WorkspaceTable {
   // still write to it.
   void Release(const WorkspaceLease& lease, int32_t ranks, bool failed);
 
-  // Calls visit(offset, bytes) for each workspace that nobody holds; none is given out meanwhile.
+  // Calls visit(offset, bytes, epoch of the last call) for each workspace that nobody holds; none
+  // is given out meanwhile.
   template <typename F>
   void ForEachFree(F&& visit) {
     if (!Lock()) return;
     for (const Entry& e : entries_) {
-      if (e.state == kFree) visit(e.offset, e.bytes);
+      if (e.state == kFree) visit(e.offset, e.bytes, e.epoch);
     }
     Unlock();
   }

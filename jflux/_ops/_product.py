@@ -1,28 +1,27 @@
-"""What the two products share: checks, which configuration they take, and the batching of
-their operands."""
+"""What products of x and w share: checks, plans, and the batching of their operands."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _config, _ffi, _heap, _mesh, _tuning
+from .. import _config, _dispatch, _mesh, _native, _tuning
+from .._dispatch import Arrays, Machine, Plan
+from .._native import MAX_RANKS, MAX_WEIGHTS, TILE_ROWS, UNIT
 
-MAX_RANKS = 8
-CUDA_MAX_WEIGHTS = 4  # kMaxWeights of cc/gpu/gemm_config.h
-UNIT = 8  # elements of the CUDA kernels' types in 16 bytes
-CUDA_TILE_ROWS = 128  # kGemmTileM of cc/gpu/gemm_config.h
-CPU_DTYPES = {np.dtype(d) for d in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64)}
-CUDA_DTYPES = {np.dtype(d) for d in (jnp.float16, jnp.bfloat16)}
+CPU_DTYPES = frozenset(np.dtype(d) for d in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64))
+CUDA_DTYPES = frozenset(np.dtype(d) for d in (jnp.float16, jnp.bfloat16))
+#: By platform: the operands' types that the kernels of products take.
+DTYPES = {"cpu": CPU_DTYPES, "cuda": CUDA_DTYPES}
 
 
-def is_plain(op: str, axis_name: _mesh.AxisName) -> bool:
+def is_single(op: str, axis_name: _mesh.AxisName) -> bool:
     """Whether there are no ranks to speak of: one alone, or vmap's (which is a fallback)."""
     if _mesh.axis_size(axis_name) == 1:
         return True
@@ -30,6 +29,9 @@ def is_plain(op: str, axis_name: _mesh.AxisName) -> bool:
         return False
     _config.fall_back(op, f"axis {axis_name!r} is vmap's, not a mesh's")
     return True
+
+
+# ---- Checks --------------------------------------------------------------------------------------
 
 
 def check_operands(op: str, x: Any, w: Any, dimension: int, dimension_name: str) -> int:
@@ -52,6 +54,7 @@ def check_operands(op: str, x: Any, w: Any, dimension: int, dimension_name: str)
 
 
 def check_contraction(op: str, x: jax.Array, w: jax.Array, transpose_rhs: bool) -> None:
+    """Raises if x's last dimension is not w's k."""
     k = w.shape[1 if transpose_rhs else 0]
     if x.shape[-1] != k:
         raise ValueError(
@@ -60,12 +63,17 @@ def check_contraction(op: str, x: jax.Array, w: jax.Array, transpose_rhs: bool) 
         )
 
 
-def outer_inner(shape: tuple[int, ...], dimension: int, blocks: int) -> tuple[int, int]:
-    """(outer, inner) of cc/core/rows.h for an array whose `dimension` has `blocks` blocks."""
-    return (
-        math.prod(shape[:dimension]),
-        math.prod(shape[dimension:-1]) // blocks,
-    )
+def check_axis(op: str, name: str, axis: Any, x: Any, of: str = "the product x @ w") -> int:
+    """`axis` of an array with as many dimensions as x, not negative; raises for one that it has
+    not."""
+    if not isinstance(axis, int | np.integer):
+        raise TypeError(f"jflux.{op}: {name} must be an int, got {axis!r}")
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(
+            f"jflux.{op}: {name}={axis} must name a dimension of {of}, which has "
+            f"{x.ndim}; x has shape {x.shape}"
+        )
+    return int(axis) % x.ndim
 
 
 def out_dtype(op: str, operands: Any, preferred_element_type: Any) -> np.dtype:
@@ -78,12 +86,12 @@ def out_dtype(op: str, operands: Any, preferred_element_type: Any) -> np.dtype:
             f"jflux.{op}: several weights or products must be of one type, got "
             f"{', '.join(dtypes)}; cast them, or pass preferred_element_type"
         )
-    return jnp.result_type(*(a.dtype for a in operands))
+    return np.dtype(jnp.result_type(*(a.dtype for a in operands)))
 
 
 def kernel_takes(x: Any, w: Any, out: np.dtype, world: int, platform: str) -> str | None:
     """Why no kernel on `platform` takes these operands, or None."""
-    dtypes = CPU_DTYPES if platform == "cpu" else CUDA_DTYPES
+    dtypes = DTYPES[platform]
     names = "/".join(sorted(d.name for d in dtypes))
     if x.dtype != w.dtype:
         return f"x is {x.dtype} and w is {w.dtype}, kernels take one type for both"
@@ -96,6 +104,23 @@ def kernel_takes(x: Any, w: Any, out: np.dtype, world: int, platform: str) -> st
     if world > MAX_RANKS:
         return f"{world} ranks, kernels take up to {MAX_RANKS}"
     return None
+
+
+def why_no_kernel(pairs: Iterable[tuple[Any, Any]], params: Any, platform: str) -> str | None:
+    """Why the kernels cannot take one of these x and w, or None."""
+    reasons = (kernel_takes(x, w, params.out_dtype, params.world, platform) for x, w in pairs)
+    return next(filter(None, reasons), None)
+
+
+# ---- Sizes ---------------------------------------------------------------------------------------
+
+
+def outer_inner(shape: tuple[int, ...], dimension: int, shards: int) -> tuple[int, int]:
+    """(outer, inner) of cc/core/rows.h for an array whose `dimension` has `shards` shards."""
+    return (
+        math.prod(shape[:dimension]),
+        math.prod(shape[dimension:-1]) // shards,
+    )
 
 
 def total_rows(x: Any) -> int:
@@ -122,111 +147,247 @@ def columns(w: Any, transpose_rhs: bool) -> int:
 
 def most_weights(platform: str) -> int:
     """How many the kernels of one call take."""
-    return CUDA_MAX_WEIGHTS if platform == "cuda" else 1
+    return MAX_WEIGHTS if platform == "cuda" else 1
 
 
-def why_no_kernel(pairs: Iterable[tuple[Any, Any]], params: Any, platform: str) -> str | None:
-    """Why the kernels cannot take one of these x and w, or None."""
-    reasons = (kernel_takes(x, w, params.out_dtype, params.world, platform) for x, w in pairs)
-    return next(filter(None, reasons), None)
+# ---- Plans ---------------------------------------------------------------------------------------
 
 
-#: Fewer rows than these are over before communication could be hidden in their product.
-FEWEST_ROWS = {"all_gather_matmul": 64, "matmul_reduce_scatter": 64, "matmul_all_reduce": 32}
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """A product as its kernel sees it, on one rank: rows are [outer, world, inner] or
+    [outer, inner], as cc/core/rows.h numbers them; k and n are of all terms and all weights.
 
-
-#: Of w on each rank, columns of an all-gather or rows of a reduce-scatter, for which communication
-#: of a row by itself, in chunks, takes as long as its product, on H200s: 2 k bytes at 290 GB/s, and
-#: 2 k n operations at 670 TFLOP/s.
-AS_LONG_AS_ITS_PRODUCT = 2300
-
-
-def apart_is_faster(op: str, m: int, ranks: int = 1, width: int = 0) -> bool:
-    """Whether m rows of all ranks take longer on GPUs in one kernel than as XLA's product and one
-    of jflux's collectives, by what docs/design/0009 and 0010 measured.
-
-    Args:
-      ranks, width: of the call, and of w (as above); or left out, if a rank's rows are whole tiles.
-        Where they are not, the last row of tiles takes as long as a full one, which cuBLAS does
-        better, and communication may not make up for.
-    """
-    if m < FEWEST_ROWS[op] or CUDA_TILE_ROWS < m < 512:
-        return True
-    if m <= CUDA_TILE_ROWS or width == 0 or m // ranks % CUDA_TILE_ROWS == 0:
-        return False
-    padding = -m % (2 * CUDA_TILE_ROWS) / m  # clusters have two tiles
-    return padding > AS_LONG_AS_ITS_PRODUCT / width * (ranks - 1) / ranks
-
-
-def call_rules(
-    op: str,
-    *,
-    extent: Callable[..., tuple[int, int, int, int]],
-    apart_is_faster: Callable[..., bool],
-    attributes: Callable[..., dict[str, Any]],
-) -> dict[str, Any]:
-    """What `_ffi.make_primitive` asks of an op whose kernels have configurations to choose from.
-
-    Args:
-      op: its name.
-      extent: (*avals, params=...) -> (outer, inner) of cc/core/rows.h, and k and n in all.
-      apart_is_faster: (*avals, params=...) -> whether a product and a collective are on GPUs, where
-        nothing was measured for the call.
-      attributes: (*avals, params=..., platform=...) -> what its handler takes beside a product's.
+    Attributes:
+      first_k: of the first term alone, if there are several.
+      gated: whether two weights make one result.
+      split_rows, concat_rows: of an all-to-all: whether shards are rows of what is sent, and of
+        what is put together.
     """
 
-    def key_of(avals, params):
-        outer, inner, k, n = extent(*avals, params=params)
-        rows, dtype = outer * inner, avals[0].dtype
-        return _tuning.key_of(op, params.world, rows, n, k, dtype, params.transpose_rhs)
+    op: str
+    world: int
+    outer: int
+    inner: int
+    k: int
+    n: int
+    dtype: np.dtype
+    out_dtype: np.dtype
+    transpose_rhs: bool
+    first_k: int = 0
+    gated: bool = False
+    split_rows: bool = False
+    concat_rows: bool = False
 
-    def known(key, platform, mesh):
-        """What was measured for this call on these GPUs, if they are some and known."""
-        here = platform == "cuda" and mesh is not None and _ffi.lowers_for_here(mesh)
-        return _tuning.lookup(key, mesh.devices.flat[0].device_kind if here else None)
+    @property
+    def rows(self) -> int:
+        """Of all ranks."""
+        return self.world * self.outer * self.inner
 
-    def slower(*avals, params, platform, mesh):
-        measured = known(key_of(avals, params), platform, mesh)
-        if measured is None:
-            return platform == "cuda" and apart_is_faster(*avals, params=params)
-        return measured == _tuning.APART
+    @property
+    def key(self) -> _tuning.Key:
+        """By which tuning tables know the call."""
+        return _tuning.Key(
+            self.op, self.world, self.rows, self.n, self.k, self.dtype.name, self.transpose_rhs
+        )
 
-    def choice_of(key, platform, mesh):
-        """Empty where there is nothing to choose, and where the devices are not here to ask (then
-        the handler asks the heuristic)."""
-        if platform != "cuda" or not _ffi.lowers_for_here(mesh):
-            return ()
-        measured = known(key, platform, mesh)
-        if not isinstance(measured, _tuning.Choice):
-            measured = _tuning.heuristic(key, _mesh.core_count(mesh), _heap.link_gbps())
-        return dataclasses.astuple(measured)
-
-    def launch(*avals, params, platform, mesh, groups):
-        outer, inner, k, n = extent(*avals, params=params)
-        choice = choice_of(key_of(avals, params), platform, mesh)
-        if _ffi.lowers_for_here(mesh):
-            product = _heap.Product(
-                op=op,
-                world=params.world,
-                outer=outer,
-                inner=inner,
-                k=k,
-                n=n,
-                dtype=avals[0].dtype,
-                out_dtype=np.dtype(params.out_dtype),
-                transpose_rhs=params.transpose_rhs,
-                choice=choice,
-            )
-            _heap.reserve(platform, groups, op, product.workspace_bytes)
+    def native(self) -> dict[str, int]:
+        """What the native plan function reads. Options that an op has not are not among them."""
+        options = {
+            "first_k": self.first_k,
+            "gated": self.gated,
+            "split_rows": self.split_rows,
+            "concat_rows": self.concat_rows,
+        }
         return {
-            "choice": np.array(choice, np.int64),
-            "inner": np.int64(inner),
-            "outer": np.int64(outer),
-            "transpose_rhs": params.transpose_rhs,
-            **attributes(*avals, params=params, platform=platform),
+            "world": self.world,
+            "outer": self.outer,
+            "inner": self.inner,
+            "k": self.k,
+            "n": self.n,
+            "dtype": _native.dtype_number(self.dtype),
+            "out_dtype": _native.dtype_number(self.out_dtype),
+            "transpose_rhs": self.transpose_rhs,
+            **{name: int(value) for name, value in options.items() if value},
         }
 
-    return {"lax_is_faster": slower, "launch": launch}
+
+def why_decomposed(
+    m: int, machine: Machine, *, fewest: int, ranks: int = 1, width: int = 0
+) -> str | None:
+    """Why m rows of all ranks take longer on GPUs in one kernel than as XLA's product and one of
+    jflux's collectives, in words; None if they do not. By docs/experiments/0020 and 0033.
+
+    Args:
+      m: rows of all ranks.
+      machine: its links.
+      fewest: of rows; with fewer the product is over before communication could be hidden in it.
+      ranks: how many there are.
+      width: of w on each rank, columns of an all-gather or rows of a reduce-scatter. 0: a rank's
+        rows are whole tiles. Where they are not, the last row of tiles takes as long as a full one,
+        which cuBLAS does better, and communication may not make up for.
+    """
+    if m < fewest:
+        return f"{m} rows are fewer than {fewest}: there is no time to hide communication in"
+    if TILE_ROWS < m < 512:
+        return f"{m} rows: from {TILE_ROWS + 1} to 511 the decomposed form was measured faster"
+    if m <= TILE_ROWS or width == 0 or m // ranks % TILE_ROWS == 0:
+        return None
+    padding = -m % (2 * TILE_ROWS) / m  # clusters have two tiles
+    if padding > machine.balanced_columns / width * (ranks - 1) / ranks:
+        return (
+            f"{m} rows leave {-m % (2 * TILE_ROWS)} rows of padding in tiles of "
+            f"{2 * TILE_ROWS}, which would cost more than the overlap saves"
+        )
+    return None
+
+
+def in_whole_units(sizes: Sizes) -> Sizes:
+    """The sizes of a call whose k and n are padded, as the GPU kernels take it."""
+
+    def whole(size: int) -> int:
+        return size + -size % UNIT
+
+    first_k = whole(sizes.first_k)
+    k = first_k + whole(sizes.k - sizes.first_k)
+    n = 2 * whole(sizes.n // 2) if sizes.gated else whole(sizes.n)
+    return dataclasses.replace(sizes, first_k=first_k, k=k, n=n)
+
+
+def in_rank_order(sizes: Sizes) -> Sizes:
+    """The sizes of a padded call whose ranks are brought in front of leading rows, where a tile's
+    rows would straddle leading indices."""
+    sizes = in_whole_units(sizes)
+    if sizes.outer == 1 or sizes.inner % TILE_ROWS == 0:
+        return sizes
+    return dataclasses.replace(sizes, outer=1, inner=sizes.outer * sizes.inner)
+
+
+class PlanFunction(Protocol):
+    """As `_lowering.PlanRule`, which this module cannot import."""
+
+    def __call__(self, arrays: Arrays, params: Any, machine: Machine) -> Plan: ...
+
+
+class SizesRule(Protocol):
+    """(operands' types, params) -> the product as its kernel sees it."""
+
+    def __call__(self, arrays: Arrays, params: Any) -> Sizes: ...
+
+
+class DecomposedRule(Protocol):
+    """(operands' types, params, machine) -> why the decomposed form is faster on GPUs, or None."""
+
+    def __call__(self, arrays: Arrays, params: Any, machine: Machine) -> str | None: ...
+
+
+class UnsupportedRule(Protocol):
+    """(operands' types, params, platform) -> why no kernel takes the call, or None."""
+
+    def __call__(self, arrays: Arrays, params: Any, platform: str) -> str | None: ...
+
+
+def plan_product(
+    sizes: Sizes,
+    machine: Machine,
+    *,
+    why_slower: Callable[[], str | None],
+    tuned: _tuning.Choice | str | None,
+    kernel: str | None,
+    why_not: Callable[[], Plan | None] = lambda: None,
+) -> Plan:
+    """The plan of a product that kernels take: a pure function.
+
+    Args:
+      sizes: of the call.
+      machine: what it runs on.
+      why_slower: () -> why the decomposed form is faster, by the heuristic; None if it is not.
+      tuned: what was measured for the call: a configuration, or "decomposed", or nothing.
+      kernel: why the call takes the kernel whatever is faster, in words, or None.
+      why_not: () -> the plan of a call that the GPU kernel does not take, or None.
+    """
+    if kernel is None and tuned == _tuning.DECOMPOSED:
+        return _dispatch.decomposed("measured to be faster: in a tuning table")
+    if not machine.on_gpus:
+        words = kernel or "the CPU back end runs every call that it takes"
+        native = machine.native_plan(sizes.op, sizes.native())
+        return _dispatch.fused(words, native, key=sizes.key)
+    if kernel is None and tuned is None and (why := why_slower()):
+        return _dispatch.decomposed(why)
+    if (other := why_not()) is not None:
+        return other
+    call = sizes.native()
+    if isinstance(tuned, _tuning.Choice):
+        call |= dataclasses.asdict(tuned)
+        reason = f"configuration of the tuning table for {machine.device_kind or 'this GPU'}"
+    else:
+        reason = "configuration of the heuristic"
+    native = machine.native_plan(sizes.op, call)
+    return _dispatch.fused(f"{kernel}; {reason}" if kernel else reason, native, key=sizes.key)
+
+
+def why_kernel(params: Any) -> str | None:
+    """Why a call takes the kernel whatever is faster: it was planned before, or the user asks."""
+    if params.prepared is not None:
+        return params.prepared
+    return "jflux.config(always=True)" if _config.config.always else None
+
+
+def plan_rule(
+    *,
+    sizes: SizesRule,
+    unsupported: UnsupportedRule,
+    why_decomposed: DecomposedRule,
+    on_gpus: Callable[[Sizes], Sizes] = in_whole_units,
+) -> PlanFunction:
+    """The plan rule of a product, for `_lowering.Rules`.
+
+    Args:
+      sizes: of a call.
+      unsupported: why no kernel takes it.
+      why_decomposed: why the decomposed form is faster.
+      on_gpus: the sizes of the call in the form that the op's `canonical` gives it on GPUs.
+    """
+
+    def plan(arrays: Arrays, params: Any, machine: Machine) -> Plan:
+        call = sizes(arrays, params)
+        if machine.on_gpus:
+            call = on_gpus(call)
+
+        def why_slower() -> str | None:
+            return why_decomposed(arrays, params, machine)
+
+        tuned = _tuning.lookup(call.key, machine.device_kind if machine.on_gpus else "")
+        kernel = why_kernel(params)
+        if why := unsupported(arrays, params, machine.platform):
+            by_heuristic = machine.on_gpus and tuned is None and why_slower() is not None
+            if kernel is None and (tuned == _tuning.DECOMPOSED or by_heuristic):
+                return _dispatch.reference(why)  # nobody would expect the kernel
+            return _dispatch.unsupported(why)
+        return plan_product(call, machine, why_slower=why_slower, tuned=tuned, kernel=kernel)
+
+    return plan
+
+
+def attributes(sizes: Sizes, plan: Plan) -> dict[str, Any]:
+    """The FFI attributes that all products have."""
+    return {
+        "choice": plan.choice,
+        "inner": np.int64(sizes.inner),
+        "outer": np.int64(sizes.outer),
+        "senders": np.int64(plan.senders),
+        "transpose_rhs": sizes.transpose_rhs,
+    }
+
+
+# ---- Forms that the kernels take -----------------------------------------------------------------
+
+#: How a padded call says so (`prepared`).
+PADDED = "k and n are padded to whole 16-byte units"
+RANK_MAJOR = "rows are put in rank order first"
+SIDE_BY_SIDE = "weights are put side by side first"
+END_TO_END = "terms are put end to end first"
+EPILOGUE_AFTER = "XLA applies the epilogue after the kernel"
 
 
 def in_units(xs: Sequence[Any], ws: Sequence[Any]) -> bool:
@@ -246,6 +407,9 @@ def pad_to_units(xs: Sequence[Any], ws: Sequence[Any]) -> list[Any]:
     return [*(pad_last(x, 1) for x in xs), *(pad_last(w, 2) for w in ws)]
 
 
+# ---- Batching ------------------------------------------------------------------------------------
+
+
 def widen(w: Any, batch: int, transpose_rhs: bool) -> tuple[Any, Callable[[Any], Any]]:
     """A batched w as one wider w, and how to get the batch back: y [..., b * n] -> [..., b, n]."""
     n_axis = columns_axis(transpose_rhs)
@@ -255,11 +419,11 @@ def widen(w: Any, batch: int, transpose_rhs: bool) -> tuple[Any, Callable[[Any],
     return wide, lambda y: y.reshape(*y.shape[:-1], b, n)
 
 
-def batch_in_turn(bind: Any, operands: Any, dims: Any) -> tuple[list[Any], list[int]]:
+def batch_one_by_one(bind: Any, operands: Any, dims: Any) -> tuple[list[Any], list[int]]:
     """The calls of a batch, one after the other."""
     batched = [jnp.moveaxis(a, d, 0) for a, d in zip(operands, dims, strict=True) if d is not None]
 
-    def one(batched):
+    def one(batched: Any) -> Any:
         rest = iter(batched)
         return bind(*(a if d is None else next(rest) for a, d in zip(operands, dims, strict=True)))
 

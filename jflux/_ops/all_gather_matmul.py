@@ -17,11 +17,19 @@ from jax.interpreters import partial_eval as pe
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
-from .. import _epilogue, _ffi, _global, _mesh, reference
+from .. import _dispatch, _epilogue, _global, _lowering, _mesh
+from .._dispatch import Arrays, Machine, Plan
 from .._epilogue import Epilogue
-from .._global import several
 from .._mesh import AxisName
-from . import _product, exchange
+from . import _lax, _product, exchange
+from ._collective import Collective, axis
+from ._lax import several
+from ._spec import Layout, OpSpec, all_ops
+
+OP = "all_gather_matmul"
+
+#: Fewer rows of all ranks are over before communication could be hidden in their product.
+FEWEST_ROWS = 64
 
 #: The name that `jax.checkpoint` policies know the gathered operands by.
 GATHERED = "jflux_gathered"
@@ -47,6 +55,7 @@ class Params:
     out_dtype: np.dtype
     precision: Any = None
     epilogue: Epilogue | None = None
+    prepared: str | None = None
 
 
 def all_gather_matmul(
@@ -134,26 +143,24 @@ def all_gather_matmul(
     if not ws:
         raise ValueError("jflux.all_gather_matmul: w is an empty sequence of weights")
     bias_of = _epilogue.of_each(bias, len(ws))
-    epilogue = _epilogue.check("all_gather_matmul", len(ws), bias_of, activation, gated)
+    epilogue = _epilogue.check(OP, len(ws), bias_of, activation, gated)
     for one in ws:
-        dimension = _product.check_operands(
-            "all_gather_matmul", x, one, gather_dimension, "gather_dimension"
-        )
+        dimension = _product.check_operands(OP, x, one, gather_dimension, "gather_dimension")
     if not _mesh.is_bound(axis_name):
-        return _global.all_gather_matmul(
-            all_gather_matmul, x, w, mesh=mesh, x_spec=x_spec, axis_name=axis_name,
+        return _over_global_arrays(
+            all_gather_matmul, x, w, bias, mesh=mesh, x_spec=x_spec, axis_name=axis_name,
             gather_dimension=dimension, return_gathered=return_gathered,
-            transpose_rhs=transpose_rhs, bias=bias, activation=activation, gated=gated,
+            transpose_rhs=transpose_rhs, activation=activation, gated=gated,
             preferred_element_type=preferred_element_type, precision=precision,
         )  # fmt: skip
     for one in ws:
-        _product.check_contraction("all_gather_matmul", x, one, transpose_rhs)
+        _product.check_contraction(OP, x, one, transpose_rhs)
     columns = [_product.columns(one, transpose_rhs) for one in ws]
-    _epilogue.check_shapes("all_gather_matmul", columns, bias_of, gated)
+    _epilogue.check_shapes(OP, columns, bias_of, gated)
     world = _mesh.axis_size(axis_name)
-    out = _product.out_dtype("all_gather_matmul", (x, *ws), preferred_element_type)
-    if _product.is_plain("all_gather_matmul", axis_name):
-        return reference.all_gather_matmul(
+    out = _product.out_dtype(OP, (x, *ws), preferred_element_type)
+    if _product.is_single(OP, axis_name):
+        return reference(
             x, w, axis_name=axis_name, gather_dimension=dimension, return_gathered=return_gathered,
             transpose_rhs=transpose_rhs, bias=bias, activation=activation, gated=gated,
             preferred_element_type=preferred_element_type, precision=precision,
@@ -184,12 +191,84 @@ def all_gather_matmul(
     return (y, gathered) if return_gathered else y
 
 
+def reference(
+    x: jax.Array,
+    w: jax.Array | Sequence[jax.Array],
+    *,
+    axis_name: AxisName,
+    gather_dimension: int = -2,
+    return_gathered: bool = False,
+    transpose_rhs: bool = False,
+    bias: jax.Array | Sequence[jax.Array | None] | None = None,
+    activation: str | None = None,
+    gated: bool = False,
+    preferred_element_type: DTypeLike | None = None,
+    precision: lax.PrecisionLike = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    x_spec: PartitionSpec | None = None,
+) -> Any:
+    """``all_gather(x) @ w``: x [..., m/N, k], w [k, n/N] -> [..., m, n/N] per rank of N.
+
+    Arguments, results and the use on global arrays are those of :func:`jflux.all_gather_matmul`;
+    any type that `lax.dot_general` takes will do, and products are rounded to y's type before a
+    bias or an activation. Errors are `lax`'s.
+    """
+    if not _mesh.is_bound(axis_name):
+        return _over_global_arrays(
+            reference, x, w, bias, mesh=mesh, x_spec=x_spec, axis_name=axis_name,
+            gather_dimension=gather_dimension, return_gathered=return_gathered,
+            transpose_rhs=transpose_rhs, activation=activation, gated=gated,
+            preferred_element_type=preferred_element_type, precision=precision,
+        )  # fmt: skip
+    ws = several(w)
+    bias_of = _epilogue.of_each(bias, len(ws))
+    epilogue = _epilogue.check(f"reference.{OP}", len(ws), bias_of, activation, gated)
+    gathered = _communication(x.ndim, gather_dimension).lax(x, axis_name)
+
+    ys = [
+        _lax.matmul(gathered, one, preferred_element_type, precision, transpose_rhs) for one in ws
+    ]
+    if epilogue is not None:
+        biases = [b for b in bias_of if b is not None]
+        ys, _ = _epilogue.apply(epilogue, ys, biases, np.dtype(ys[0].dtype))
+    y = tuple(ys) if isinstance(w, tuple | list) and not gated else ys[0]
+    return (y, gathered) if return_gathered else y
+
+
+def _communication(ndim: int, gather_dimension: int = -2, **_: Any) -> Collective:
+    return Collective("all_gather", concat=axis(gather_dimension, ndim))
+
+
+def _over_global_arrays(
+    op: Any,
+    x: jax.Array,
+    w: jax.Array | Sequence[jax.Array],
+    bias: Any,
+    *,
+    mesh: Mesh | AbstractMesh | None,
+    x_spec: PartitionSpec | None,
+    axis_name: AxisName,
+    **options: Any,
+) -> Any:
+    """`op` is the public function or its reference; `options` are the rest of its own."""
+    product = SPEC.layout(x.ndim, **options)
+    layout = Layout({**product.rows, "gathered": None}, {**product.others, "bias": 0})
+    several_ys = isinstance(w, tuple | list) and not options["gated"]
+    y = ("y",) * len(w) if several_ys else "y"
+    return _global.over_global_arrays(
+        functools.partial(op, axis_name=axis_name, **options), OP,
+        {"x": x, "w": w, "bias": bias}, layout,
+        results=(y, "gathered") if options["return_gathered"] else y,
+        axis_name=axis_name, mesh=mesh, x_spec=x_spec,
+    )  # fmt: skip
+
+
 def _with_empty_ones(
     x: jax.Array, ws: tuple[jax.Array, ...], params: Params
 ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
     """All y, and the gathered x if it is wanted. `lax`'s collectives take no empty operands."""
     both = dataclasses.replace(params, results=("y", "gathered"))
-    *shapes, gathered_shape = _result_shapes(x, *ws, params=both)
+    *shapes, gathered_shape = _result_shapes((x, *ws), both)
     if 0 in x.shape:
         return tuple(_product.zeros(*s, x) for s in shapes), _product.zeros(*gathered_shape, x)
     some = tuple(w for w in ws if 0 not in w.shape)
@@ -229,7 +308,9 @@ def differentiable(
     return _primitive.bind(x, *ws, *biases, params=params)
 
 
-def _forward(x, ws, biases, params):
+def _forward(
+    x: jax.Array, ws: tuple[jax.Array, ...], biases: tuple[jax.Array, ...], params: Params
+) -> Any:
     # `differentiable` and not the primitive, so that gradients have gradients.
     activated = params.epilogue is not None and params.epilogue.activation is not None
     results = ("y", "sums", "gathered") if activated else ("y", "gathered")
@@ -242,35 +323,32 @@ def _forward(x, ws, biases, params):
     return _in_order(params, ys, sums, gathered), (gathered, ws, biases, sums)
 
 
-def _backward(params, residuals, cotangents):
-    from . import matmul_reduce_scatter as dual
-
+def _backward(params: Params, residuals: Any, cotangents: Any) -> Any:
     gathered, ws, biases, sums = residuals
     dys, dsums, dgathered = _split(cotangents, len(ws), params)
-    if sums:
-        through = _epilogue.gradient(params.epilogue, sums, dys)
-        dys = [a + b for a, b in zip(through, dsums, strict=True)] if dsums else through
-    dbiases = _epilogue.bias_gradients(params.epilogue, dys, biases) if biases else ()
+    dbiases: tuple[jax.Array, ...] = ()
+    if params.epilogue is not None:
+        if sums:
+            through = _epilogue.gradient(params.epilogue, sums, dys)
+            dys = [a + b for a, b in zip(through, dsums, strict=True)] if dsums else through
+        dbiases = _epilogue.bias_gradients(params.epilogue, dys, biases)
     rounded = tuple(dy.astype(gathered.dtype) for dy in dys)
-    (dx,) = dual.differentiable(
+    dx = all_ops()["matmul_reduce_scatter"].call(
         rounded,
         ws,
-        (),
-        dual.Params(
-            axis_names=params.axis_names,
-            world=params.world,
-            scatter_dimension=params.gather_dimension,
-            transpose_rhs=not params.transpose_rhs,
-            out_dtype=gathered.dtype,
-            precision=params.precision,
-        ),
+        axis_names=params.axis_names,
+        world=params.world,
+        dimension=params.gather_dimension,
+        transpose_rhs=not params.transpose_rhs,
+        dtype=gathered.dtype,
+        precision=params.precision,
     )
     if dgathered is not None:
         dx += lax.psum_scatter(
             dgathered, params.axis_names, scatter_dimension=params.gather_dimension, tiled=True
         )
     dws = tuple(
-        weight_gradient(gathered, dy, params.transpose_rhs, w.dtype, params.precision)
+        _lax.weight_gradient(gathered, dy, params.transpose_rhs, w.dtype, params.precision)
         for dy, w in zip(rounded, ws, strict=True)
     )
     return dx, dws, dbiases
@@ -279,24 +357,38 @@ def _backward(params, residuals, cotangents):
 differentiable.defvjp(_forward, _backward)
 
 
-def weight_gradient(
-    x: jax.Array, dy: jax.Array, transpose_rhs: bool, dtype: Any, precision: Any
-) -> jax.Array:
-    """``x^T @ dy`` over all leading dimensions: [k, n], or [n, k] with `transpose_rhs`."""
-    rows = tuple(range(x.ndim - 1))
-    lhs, rhs = (dy, x) if transpose_rhs else (x, dy)
-    return lax.dot_general(
-        lhs, rhs, ((rows, rows), ((), ())), precision=precision, preferred_element_type=dtype
+def call(
+    x: jax.Array,
+    ws: tuple[jax.Array, ...],
+    *,
+    axis_names: tuple[Any, ...],
+    world: int,
+    dimension: int,
+    transpose_rhs: bool,
+    dtype: Any,
+    precision: Any,
+) -> list[jax.Array]:
+    """All y, and the gathered x, of operands that were checked; for the gradients of other ops."""
+    params = Params(
+        axis_names=axis_names,
+        world=world,
+        gather_dimension=dimension,
+        results=("y", "gathered"),
+        transpose_rhs=transpose_rhs,
+        out_dtype=np.dtype(dtype),
+        precision=precision,
     )
+    return differentiable(x, ws, (), params)
 
 
-def _weights(operands, params):
+def _weights(operands: Sequence[Any], params: Params) -> tuple[Sequence[Any], Sequence[Any]]:
     """(ws, biases) of what follows x among the primitive's operands."""
     count = len(operands) if params.epilogue is None else len(params.epilogue.biased)
     return operands[:count], operands[count:]
 
 
-def _result_shapes(x, *operands, params):
+def _result_shapes(arrays: Arrays, params: Params) -> list[Any]:
+    x, *operands = arrays
     ws, _ = _weights(operands, params)
     shape = list(x.shape)
     shape[params.gather_dimension] *= params.world
@@ -307,33 +399,37 @@ def _result_shapes(x, *operands, params):
     return _in_order(params, ys, sums, (tuple(shape), x.dtype))
 
 
-def _gather(x, params):
+def _gather(x: Any, params: Params) -> Any:
     return lax.all_gather(x, params.axis_names, axis=params.gather_dimension, tiled=True)
 
 
-def _reference(x, *operands, params):
+def _reference(arrays: Arrays, params: Params) -> list[Any]:
+    x, *operands = arrays
     return _of_gathered(_gather(x, params), *operands, params=params)
 
 
-def _apart(x, *operands, params):
-    """A gather, which sees for itself whether it is `lax`'s, and products."""
+def _decomposed(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
+    """A gather, which has a plan of its own, and products."""
+    x, *operands = arrays
     names, world = params.axis_names, params.world
     gathered = exchange.bind("all_gather", x, names, world, None, params.gather_dimension)
     return _of_gathered(gathered, *operands, params=params)
 
 
-def _of_gathered(gathered, *operands, params):
+def _of_gathered(gathered: Any, *operands: Any, params: Params) -> list[Any]:
     if params.results == ("gathered",):
         return [gathered]
     ws, biases = _weights(operands, params)
     ys = [
-        reference.matmul(gathered, w, params.out_dtype, params.precision, params.transpose_rhs)
+        _lax.matmul(gathered, w, params.out_dtype, params.precision, params.transpose_rhs)
         for w in ws
     ]
     return _finished(ys, biases, gathered, params)
 
 
-def _finished(products, biases, gathered, params):
+def _finished(
+    products: Sequence[Any], biases: Sequence[Any], gathered: Any, params: Params
+) -> list[Any]:
     """The results of a call, from its products."""
     ys, sums = products, products
     if params.epilogue is not None:
@@ -341,115 +437,151 @@ def _finished(products, biases, gathered, params):
     return _in_order(params, ys, sums, gathered)
 
 
-def _is_reference(x, *operands, params):
-    return params.results == ("gathered",)
-
-
-def _not_fused(x, *operands, params, platform):
+def _unsupported(arrays: Arrays, params: Params, platform: str) -> str | None:
+    x, *operands = arrays
     ws, _ = _weights(operands, params)
     return _product.why_no_kernel([(x, w) for w in ws], params, platform)
 
 
-def _extent(x, *operands, params):
+def _sizes(arrays: Arrays, params: Params) -> _product.Sizes:
+    x, *operands = arrays
     ws, _ = _weights(operands, params)
     outer, inner = _product.outer_inner(x.shape, params.gather_dimension, 1)
-    return outer, inner, x.shape[-1], sum(_product.columns(w, params.transpose_rhs) for w in ws)
+    return _product.Sizes(
+        op=OP,
+        world=params.world,
+        outer=outer,
+        inner=inner,
+        k=x.shape[-1],
+        n=sum(_product.columns(w, params.transpose_rhs) for w in ws),
+        dtype=x.dtype,
+        out_dtype=params.out_dtype,
+        transpose_rhs=params.transpose_rhs,
+        gated=params.epilogue is not None and params.epilogue.gated,
+    )
 
 
-def _apart_is_faster(x, *operands, params):
-    outer, inner, _, n = _extent(x, *operands, params=params)
-    m = outer * inner * params.world
-    return _product.apart_is_faster("all_gather_matmul", m, params.world, n)
+def _why_decomposed(arrays: Arrays, params: Params, machine: Machine) -> str | None:
+    x, *operands = arrays
+    sizes = _sizes((x, *operands), params)
+    return _product.why_decomposed(
+        sizes.rows, machine, fewest=FEWEST_ROWS, ranks=params.world, width=sizes.n
+    )
 
 
-def _after(x, *operands, params):
+_plan_product = _product.plan_rule(
+    sizes=_sizes, unsupported=_unsupported, why_decomposed=_why_decomposed
+)
+
+
+def _plan(arrays: Arrays, params: Params, machine: Machine) -> Plan:
+    x, *operands = arrays
+    if params.results == ("gathered",):
+        return _dispatch.reference("only the gathered x is used, which lax.all_gather makes")
+    return _plan_product((x, *operands), params, machine)
+
+
+def _with_epilogue_after(
+    x: Any, *operands: Any, params: Params, prepared: str | None = None
+) -> list[Any]:
     """The call as one without an epilogue, which follows it."""
     ws, biases = _weights(operands, params)
     gathers = "gathered" in params.results
-    plain = dataclasses.replace(
+    without = dataclasses.replace(
         params,
         epilogue=None,
         results=("y", "gathered") if gathers else ("y",),
         out_dtype=_epilogue.sum_dtype(params.out_dtype),
+        prepared=prepared,
     )
-    results = _primitive.bind(x, *ws, params=plain)
+    results = _primitive.bind(x, *ws, params=without)
     products, gathered = (results[:-1], results[-1]) if gathers else (results, None)
     return _finished(products, biases, gathered, params)
 
 
-def _in_kernel(x, *operands, params):
-    """How a call with an epilogue becomes one that the CUDA kernel takes; None: it is one."""
-    ws, _ = _weights(operands, params)
-    if len(ws) > _product.CUDA_MAX_WEIGHTS:
-        return functools.partial(_after, params=params)
-    if "y" not in params.results:  # the sums, perhaps with the gathered x
-        named = tuple("y" if name == "sums" else name for name in params.results)
-        before = dataclasses.replace(params, epilogue=params.epilogue.before(), results=named)
-        return functools.partial(_primitive.bind, params=before)
-    if _product.in_units([x], ws):
-        return None
-
-    def padded(x, *operands):
-        ws, biases = _weights(operands, params)
-        wide = _product.pad_to_units([x], ws)
-        biases = [_product.pad_last(b, 1) for b in biases]
-        shapes = _result_shapes(x, *operands, params=params)
-        return [
-            r[..., : shape[-1]]
-            for r, (shape, _) in zip(
-                _primitive.bind(*wide, *biases, params=params), shapes, strict=True
-            )
-        ]
-
-    return padded
-
-
-def _attributes(x, *operands, params, platform):
-    if platform != "cuda":
-        return {}
-    epilogue = params.epilogue or Epilogue((False,) * len(operands))
-    return {
-        "activation": np.int64(epilogue.number),
-        "biased": np.array(epilogue.biased, np.int64),
-        "gated": bool(epilogue.gated),
-        "sums": "sums" in params.results,
-    }
-
-
-def _adapt(x, *operands, params, platform):
+def _canonical(arrays: Arrays, params: Params, machine: Machine) -> Any:
+    x, *operands = arrays
     if params.epilogue is not None:
-        if platform == "cuda":
-            return _in_kernel(x, *operands, params=params)
-        return functools.partial(_after, params=params)
+        return _canonical_epilogue((x, *operands), params, machine)
     ws = operands
     n = [_product.columns(w, params.transpose_rhs) for w in ws]
-    bind = functools.partial(_primitive.bind, params=params)
-    if len(ws) > _product.most_weights(platform):
 
-        def side_by_side(x, *ws):
-            y, *gathered = bind(x, jnp.concatenate(ws, _product.columns_axis(params.transpose_rhs)))
+    def bind(prepared: str, *operands: Any) -> Any:
+        return _primitive.bind(*operands, params=dataclasses.replace(params, prepared=prepared))
+
+    if len(ws) > _product.most_weights(machine.platform):
+
+        def side_by_side(x: Any, *ws: Any) -> list[Any]:
+            w = jnp.concatenate(ws, _product.columns_axis(params.transpose_rhs))
+            y, *gathered = bind(_product.SIDE_BY_SIDE, x, w)
             ends = list(itertools.accumulate(n))
             return [*jnp.split(y, ends[:-1], -1), *gathered]
 
         return side_by_side
-    if platform != "cuda" or _product.in_units([x], ws):
+    if not machine.on_gpus or _product.in_units([x], ws):
         return None
 
-    def padded(x, *ws):
-        results = bind(*_product.pad_to_units([x], ws))
+    def padded(x: Any, *ws: Any) -> list[Any]:
+        results = bind(_product.PADDED, *_product.pad_to_units([x], ws))
         ys = [y[..., :size] for y, size in zip(results, n, strict=False)]
         return ys + [g[..., : x.shape[-1]] for g in results[len(ws) :]]
 
     return padded
 
 
-def _batch(primitive, operands, dims, *, params):
+def _canonical_epilogue(arrays: Arrays, params: Params, machine: Machine) -> Any:
+    """How a call with an epilogue becomes one that a kernel takes; None: it is one."""
+    x, *operands = arrays
+    assert params.epilogue is not None
+    ws, _ = _weights(operands, params)
+    if not machine.on_gpus or len(ws) > _product.MAX_WEIGHTS:
+        return functools.partial(
+            _with_epilogue_after, params=params, prepared=_product.EPILOGUE_AFTER
+        )
+    if "y" not in params.results:  # the sums, perhaps with the gathered x
+        named = tuple("y" if name == "sums" else name for name in params.results)
+        before = dataclasses.replace(
+            params,
+            epilogue=params.epilogue.before(),
+            results=named,
+            prepared="what the activation is applied to is used alone",
+        )
+        return functools.partial(_primitive.bind, params=before)
+    if _product.in_units([x], ws):
+        return None
+
+    def padded(x: Any, *operands: Any) -> list[Any]:
+        ws, biases = _weights(operands, params)
+        wide = _product.pad_to_units([x], ws)
+        biases = [_product.pad_last(b, 1) for b in biases]
+        shapes = _result_shapes((x, *operands), params)
+        results = _primitive.bind(
+            *wide, *biases, params=dataclasses.replace(params, prepared=_product.PADDED)
+        )
+        return [r[..., : shape[-1]] for r, (shape, _) in zip(results, shapes, strict=True)]
+
+    return padded
+
+
+def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
+    x, *operands = arrays
+    epilogue = params.epilogue or Epilogue((False,) * len(operands))
+    return {
+        "activation": np.int64(epilogue.number),
+        "biased": np.array(epilogue.biased, np.int64),
+        "gated": bool(epilogue.gated),
+        "sums": "sums" in params.results,
+        **_product.attributes(_sizes((x, *operands), params), plan),
+    }
+
+
+def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
     if params.epilogue is not None:
-        after = functools.partial(_after, params=params)
+        after = functools.partial(_with_epilogue_after, params=params)
         results = jax.vmap(after, in_axes=tuple(dims))(*operands)
         return results, [0] * len(results)
 
-    def bind(x, *ws, shift=0):
+    def bind(x: Any, *ws: Any, shift: int = 0) -> Any:
         moved = dataclasses.replace(params, gather_dimension=params.gather_dimension + shift)
         return primitive.bind(x, *ws, params=moved)
 
@@ -469,28 +601,24 @@ def _batch(primitive, operands, dims, *, params):
         wide, narrow = _product.widen(ws[0], dims[1], params.transpose_rhs)
         y, *gathered = bind(x, wide)
         return [narrow(y), *gathered], [y.ndim - 1, *([None] * len(gathered))]
-    return _product.batch_in_turn(bind, operands, dims)
+    return _product.batch_one_by_one(bind, operands, dims)
 
 
-_primitive = _ffi.make_primitive(
-    "all_gather_matmul",
-    abstract_eval=_result_shapes,
-    reference=_reference,
-    apart=_apart,
-    is_reference=_is_reference,
-    not_fused=_not_fused,
-    adapt=_adapt,
-    batch=_batch,
-    **_product.call_rules(
-        "all_gather_matmul",
-        extent=_extent,
-        apart_is_faster=_apart_is_faster,
+_primitive = _lowering.make_primitive(
+    _lowering.Rules(
+        name=OP,
+        result_shapes=_result_shapes,
+        reference=_reference,
+        decomposed=_decomposed,
+        plan=_plan,
+        canonical=_canonical,
         attributes=_attributes,
-    ),
+        batch=_batch,
+    )
 )
 
 
-def _drop_unused(used, *rest):
+def _drop_unused(used: Sequence[bool], *rest: Any) -> Any:
     """Recomputing under `jax.checkpoint` wants the gathered x alone: then no product is made."""
     eqn = rest[-1]  # jax 0.12 passes which inputs are live before it
     params = eqn.params["params"]
@@ -509,3 +637,19 @@ def _drop_unused(used, *rest):
 
 
 pe.dce_rules[_primitive] = _drop_unused
+
+
+SPEC = OpSpec(
+    name=OP,
+    function=all_gather_matmul,
+    reference=reference,
+    communication=_communication,
+    product="after",
+    dimension="gather_dimension",
+    dtypes=_product.DTYPES,
+    call=call,
+    gradient=("matmul_reduce_scatter",),
+    tuned=True,
+    sizes=((512, 49152, 12288), (8192, 49152, 12288), (2048, 10240, 8192), (2048, 28672, 8192)),
+)
+SPECS = (SPEC,)

@@ -14,12 +14,16 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 
-from .. import _ffi, _heap, _jflux, _mesh, _norm, reference
+from .. import _dispatch, _epilogue, _lowering, _mesh, _native, _norm
+from .._dispatch import Arrays, Machine, Plan
 from .._mesh import AxisName
-from . import _after, _product
+from . import _product, _sum_epilogue
+from ._collective import Collective
+from ._spec import OpSpec
+from ._sum_epilogue import SumEpilogue
 
-#: In the order of AllReduceAlgorithm (cc/ops/all_reduce/all_reduce.h).
-ALGORITHMS = ("one_shot", "two_shot", "half_butterfly", "butterfly", "chunked")
+OP = "all_reduce"
+ALGORITHMS = _native.ALL_REDUCE_ALGORITHMS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,11 +33,12 @@ class Params:
     axis_names: tuple[Any, ...]
     world: int
     algorithm: str | None
-    after: _after.After = _after.After()
+    epilogue: SumEpilogue = SumEpilogue()
+    prepared: str | None = None
 
-    def alone(self) -> Params:
-        """Without what follows the sum."""
-        return dataclasses.replace(self, after=_after.After())
+    def without_epilogue(self) -> Params:
+        """The sum alone."""
+        return dataclasses.replace(self, epilogue=SumEpilogue())
 
 
 def all_reduce(
@@ -94,30 +99,50 @@ def all_reduce(
     if residual is not None or norm is not None:
         x = jnp.asarray(x)
         x = x.astype(jnp.int32) if x.dtype == bool else x  # as lax.psum
-        _after.check("all_reduce", x.shape, residual, norm)
-    if _product.is_plain("all_reduce", axis_name):
-        return reference.all_reduce(x, axis_name=axis_name, residual=residual, norm=norm)
+        _sum_epilogue.check(OP, x.shape, residual, norm)
+    if _product.is_single(OP, axis_name):
+        return reference(x, axis_name=axis_name, residual=residual, norm=norm)
     params = Params(
         axis_names=_mesh.as_tuple(axis_name),
         world=_mesh.axis_size(axis_name),
         algorithm=algorithm,
     )
     if residual is not None or norm is not None:
-        after, added = _after.operands("all_reduce", params.axis_names, residual, norm)
+        epilogue, added = _sum_epilogue.operands(OP, params.axis_names, residual, norm)
         x, *added = _mesh.vary_together(axis_name, x, *added, same=len(added))
-        results = _fused(dataclasses.replace(params, after=after), x, tuple(added))
+        results = _fused(dataclasses.replace(params, epilogue=epilogue), x, tuple(added))
         return results[0] if norm is None else tuple(results)
 
     def one(array: Any) -> jax.Array:
         array = jnp.asarray(array)
         if jax.typeof(array).weak_type:  # a number, which stays one
-            return reference.all_reduce(array, axis_name=axis_name)
+            return reference(array, axis_name=axis_name)
         if array.dtype == bool:  # as lax.psum
             array = array.astype(jnp.int32)
         (array,) = _mesh.vary_together(axis_name, array)
         return bind(params, array)[0]
 
     return jax.tree.map(one, x)
+
+
+def reference(
+    x: Any,
+    *,
+    axis_name: AxisName,
+    residual: jax.Array | None = None,
+    norm: _norm.Norm | None = None,
+    algorithm: str | None = None,
+) -> Any:
+    """``psum(x)``: arguments and results are those of :func:`jflux.all_reduce`; any type that
+    `lax.psum` takes will do, the algorithm does not matter, and the sum is rounded to x's type
+    before a residual is added."""
+    del algorithm
+    y = lax.psum(x, axis_name)
+    if residual is not None:
+        y = _epilogue.add(y, [residual])
+    if norm is None:
+        return y
+    return y, _norm.apply(norm.name, norm.epsilon, y, *norm.factors)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -129,8 +154,8 @@ def _fused(params: Params, x: Any, added: tuple[Any, ...]) -> list[jax.Array]:
 def _fused_jvp(params: Params, primals: Any, tangents: Any) -> Any:
     (x, added), (dx, dadded) = primals, tangents
     results = _fused(params, x, added)
-    dy = None if isinstance(dx, SymbolicZero) else bind(params.alone(), dx)[0]
-    return results, _after.tangents(params.after, results[0], dy, added, dadded)
+    dy = None if isinstance(dx, SymbolicZero) else bind(params.without_epilogue(), dx)[0]
+    return results, _sum_epilogue.tangents(params.epilogue, results[0], dy, added, dadded)
 
 
 def bind(params: Params, x: jax.Array, added: Sequence[jax.Array] = ()) -> list[jax.Array]:
@@ -139,24 +164,19 @@ def bind(params: Params, x: jax.Array, added: Sequence[jax.Array] = ()) -> list[
     return _primitive.bind(x, *added, params=params)
 
 
-def _algorithm(x: Any, params: Params) -> int:
-    """Its number; -1: XLA's own."""
-    if params.algorithm is not None:
-        return ALGORITHMS.index(params.algorithm)
-    return _jflux.choose_all_reduce(params.world, x.size * x.dtype.itemsize)
+def _result(arrays: Arrays, params: Params) -> list[Any]:
+    x, *added = arrays
+    return [(x.shape, x.dtype)] * params.epilogue.results
 
 
-def _result(x, *added, params):
-    return [(x.shape, x.dtype)] * params.after.results
+def _reference(arrays: Arrays, params: Params) -> list[Any]:
+    x, *added = arrays
+    return _sum_epilogue.apply(params.epilogue, lax.psum(x, params.axis_names), added)
 
 
-def _reference(x, *added, params):
-    return _after.apply(params.after, lax.psum(x, params.axis_names), added)
-
-
-def _not_fused(x, *added, params, platform):
+def _unsupported(x: Any, params: Params) -> str | None:
     if x.dtype not in _product.CPU_DTYPES:
-        return f"{x.dtype} operands, the kernels take {', '.join(_heap._DTYPES)}"
+        return f"{x.dtype} operands, the kernels take {', '.join(_native.DTYPES)}"
     if params.world > _product.MAX_RANKS:
         return f"{params.world} ranks, the kernels take up to {_product.MAX_RANKS}"
     if x.size >= 1 << 31:
@@ -164,78 +184,113 @@ def _not_fused(x, *added, params, platform):
     return None
 
 
-def _lax_is_faster(x, *added, params, platform, mesh):
-    algorithm = _algorithm(x, params)
-    if algorithm < 0:
-        return True
+def most_bytes(ranks: int) -> int:
+    """Of x, up to a power of two: the kernels are chosen for so many."""
+    number = _native.dtype_number(np.float32)
+    most = 0
+    for bits in range(10, 31):
+        call = {"world": ranks, "count": (1 << bits) // 4, "dtype": number, "width": 0}
+        if _native.plan(OP, call | {"algorithm": -1}, 0, 0.0)["algorithm"] < 0:
+            break
+        most = 1 << bits
+    return most
+
+
+def _native_plan(x: Any, params: Params, machine: Machine, algorithm: str | None) -> dict[str, int]:
+    width = 0 if params.epilogue.norm is None else x.shape[-1]
+    call = {
+        "world": params.world,
+        "count": x.size,
+        "dtype": _native.dtype_number(x.dtype),
+        "width": width,
+        "algorithm": -1 if algorithm is None else ALGORITHMS.index(algorithm),
+    }
+    return machine.native_plan(OP, call)
+
+
+def _plan(arrays: Arrays, params: Params, machine: Machine) -> Plan:
+    x, *added = arrays
+    kernel = _product.why_kernel(params)
+    large = _dispatch.reference(f"{x.size * x.dtype.itemsize} bytes, for which lax.psum is faster")
+    if why := _unsupported(x, params):
+        is_large = params.world <= _product.MAX_RANKS and x.size * x.dtype.itemsize > most_bytes(
+            params.world
+        )
+        chosen_by_size = kernel is None and params.algorithm is None
+        return large if chosen_by_size and is_large else _dispatch.unsupported(why)
+    chosen = _native_plan(x, params, machine, params.algorithm)
+    if chosen["algorithm"] < 0:
+        if kernel is None:
+            return large
+        chosen = _native_plan(x, params, machine, "chunked")
+    algorithm = ALGORITHMS[chosen["algorithm"]]
     # No error for want of room, where nobody has asked for the kernel.
-    chosen = params.algorithm is None and ALGORITHMS[algorithm] == "chunked"
-    return (
-        chosen
-        and x.dtype in _product.CPU_DTYPES
-        and _workspace_bytes(x, params, algorithm, 0) > _heap.heap_bytes(platform) // 2
-    )
+    if kernel is None and params.algorithm is None and algorithm == "chunked":
+        alone = _native_plan(x, params.without_epilogue(), machine, algorithm)
+        if alone["workspace_bytes"] > machine.heap_bytes // 2:
+            return _dispatch.reference(
+                f"chunks would take {alone['workspace_bytes']} bytes of a heap of "
+                f"{machine.heap_bytes}, more than half"
+            )
+    by = "as asked for" if params.algorithm else f"chosen for {x.size * x.dtype.itemsize} bytes"
+    words = f"{algorithm}, {by}"
+    return _dispatch.fused(f"{words}; {params.prepared}" if params.prepared else words, chosen)
 
 
-def _workspace_bytes(x: Any, params: Params, algorithm: int, width: int) -> int:
-    number = _heap.dtype_number(np.dtype(x.dtype))
-    return _jflux.all_reduce_workspace_bytes(params.world, x.size, number, algorithm, width)
-
-
-def _number_of(x: Any, params: Params) -> int:
-    """The algorithm's, of a call that the kernels take."""
-    algorithm = _algorithm(x, params)
-    return algorithm if algorithm >= 0 else ALGORITHMS.index("chunked")  # jflux.config.always
-
-
-def _adapt(x, *added, params, platform):
+def _canonical(arrays: Arrays, params: Params, machine: Machine) -> Any:
     """Leaves to XLA what the kernels do not add or normalise."""
-    after = params.after
-    takes_residual = not after.residual or added[0].dtype == x.dtype
-    dtypes = {f.dtype for f in after.factors(added)}
+    x, *added = arrays
+    epilogue = params.epilogue
+    chosen = _native_plan(x, params, machine, params.algorithm)
+    takes_residual = not epilogue.residual or added[0].dtype == x.dtype
+    dtypes = {f.dtype for f in epilogue.factors(added)}
     # Unless it is asked for, two-shot leaves rows to XLA: in the kernel all ranks normalise all of
-    # them with few threads, which takes longer from 256 KiB on 4 ranks on (docs/design/0006).
-    algorithm = ALGORITHMS[_number_of(x, params)]
-    takes_norm = after.norm is None or (
-        (algorithm == "one_shot" or params.algorithm == "two_shot")
+    # them with few threads, which takes longer from 256 KiB on 4 ranks on (docs/experiments/0007).
+    in_kernel = chosen["algorithm"] == ALGORITHMS.index("one_shot")
+    takes_norm = epilogue.norm is None or (
+        (in_kernel or params.algorithm == "two_shot")
         and (dtypes == {x.dtype} or dtypes == {np.dtype(np.float32)} and x.dtype != np.float64)
-        and _jflux.all_reduce_fits_norm(x.size, _heap.dtype_number(x.dtype), x.shape[-1])
+        and bool(chosen["fits_norm"])
     )
     if takes_residual and takes_norm:
         return None
 
-    def apart(x, *added):
+    def after_the_kernel(x: Any, *added: Any) -> list[Any]:
+        summed = dataclasses.replace(
+            params.without_epilogue(), prepared="XLA adds the residual and normalises after it"
+        )
         if not takes_residual:
-            return _after.apply(after, bind(params.alone(), x)[0], added)
-        summed = dataclasses.replace(params, after=_after.After(after.residual))
-        (y,) = bind(summed, x, added[: after.residual])
-        rest = dataclasses.replace(after, residual=False)
-        return _after.apply(rest, y, after.factors(added))
+            return _sum_epilogue.apply(epilogue, bind(summed, x)[0], added)
+        with_residual = dataclasses.replace(
+            params,
+            epilogue=SumEpilogue(epilogue.residual),
+            prepared="XLA normalises the rows after it",
+        )
+        (y,) = bind(with_residual, x, added[: epilogue.residual])
+        rest = dataclasses.replace(epilogue, residual=False)
+        return _sum_epilogue.apply(rest, y, epilogue.factors(added))
 
-    return apart
+    return after_the_kernel
 
 
-def _launch(x, *added, params, platform, mesh, groups):
-    algorithm = _number_of(x, params)
-    if _ffi.lowers_for_here(mesh):
-        width = 0 if params.after.norm is None else x.shape[-1]
-        workspace_bytes = functools.partial(_workspace_bytes, x, params, algorithm, width)
-        _heap.reserve(platform, groups, "all_reduce", workspace_bytes)
+def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
+    x, *added = arrays
     return {
-        "algorithm": np.int64(algorithm),
-        "epsilon": np.float64(params.after.epsilon),
-        "norm": np.int64(_norm.number(params.after.norm)),
-        "residual": params.after.residual,
+        "algorithm": np.int64(plan.config["algorithm"]),
+        "epsilon": np.float64(params.epilogue.epsilon),
+        "norm": np.int64(_native.number_of(params.epilogue.norm, _native.NORMS)),
+        "residual": params.epilogue.residual,
     }
 
 
-def _batch(primitive, operands, dims, *, params):
+def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
     if len(operands) == 1:
         return primitive.bind(*operands, params=params), dims
-    rows, factors = operands[: 1 + params.after.residual], operands[1 + params.after.residual :]
+    count = 1 + params.epilogue.residual
+    rows, factors = operands[:count], operands[count:]
     bind = functools.partial(primitive.bind, params=params)
     if any(d is not None for d in dims[len(rows) :]):
-        return _product.batch_in_turn(bind, operands, dims)
+        return _product.batch_one_by_one(bind, operands, dims)
     size = next(a.shape[d] for a, d in zip(rows, dims, strict=False) if d is not None)
     rows = [
         jnp.broadcast_to(a, (size, *a.shape)) if d is None else jnp.moveaxis(a, d, 0)
@@ -245,7 +300,7 @@ def _batch(primitive, operands, dims, *, params):
     return results, [0] * len(results)
 
 
-def _transpose(cotangents, x, *, params):
+def _transpose(cotangents: Any, x: Any, *, params: Params) -> list[Any]:
     (ct,) = cotangents
     if type(ct) is ad.Zero:
         return [ad.Zero(x.aval)]
@@ -254,16 +309,29 @@ def _transpose(cotangents, x, *, params):
     return _primitive.bind(ct, params=params)
 
 
-_primitive = _ffi.make_primitive(
-    "all_reduce",
-    abstract_eval=_result,
-    reference=_reference,
-    not_fused=_not_fused,
-    lax_is_faster=_lax_is_faster,
-    adapt=_adapt,
-    launch=_launch,
-    batch=_batch,
-    same_over=lambda params: params.axis_names,
+_primitive = _lowering.make_primitive(
+    _lowering.Rules(
+        name=OP,
+        result_shapes=_result,
+        reference=_reference,
+        plan=_plan,
+        canonical=_canonical,
+        attributes=_attributes,
+        batch=_batch,
+        same_over=lambda params: params.axis_names,
+    )
 )
 # Alone it is linear; calls with a residual or a norm go through _fused.
 ad.deflinear2(_primitive, _transpose)
+
+SPECS = (
+    OpSpec(
+        name=OP,
+        function=all_reduce,
+        reference=reference,
+        communication=lambda ndim, **_: Collective("all_reduce"),
+        dtypes={"cpu": _product.CPU_DTYPES, "cuda": _product.CPU_DTYPES},
+        gradient=(OP,),
+        most_bytes=most_bytes,
+    ),
+)

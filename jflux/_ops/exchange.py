@@ -3,11 +3,10 @@ cc/ops/exchange."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,51 +15,38 @@ import numpy as np
 from jax import lax
 from jax.interpreters import ad
 
-from .. import _ffi, _heap, _jflux, _mesh, reference
+from .. import _config, _dispatch, _lowering, _mesh, _native
+from .._dispatch import Arrays, Machine, Plan
 from .._mesh import AxisName
 from . import _product
+from ._collective import Collective, Kind
+from ._collective import axis as normalize
+from ._spec import OpSpec
 
-#: Up to so many bytes that reach a rank they travel in packets: for an all-to-all of more than two
-#: ranks, half of that. Up to MOST_BYTES they travel in chunks, and above it is `lax`
-#: (docs/design/0006).
+#: Up to so many bytes that reach a rank travel in LL packets: for an all-to-all of more than two
+#: ranks, half of that. Up to MOST_BYTES they travel in chunks, and above it `lax` moves them
+#: (docs/experiments/0030).
 MOST_BYTES_IN_PACKETS = 1 << 20
 MOST_BYTES = 64 << 20
-
-_forced: list[bool] = []
-
-
-@contextlib.contextmanager
-def force(chunked: bool) -> Iterator[None]:
-    """Calls that are lowered inside travel in chunks, or in packets, whatever their size. What JAX
-    has lowered before it does not lower again."""
-    _forced.append(chunked)
-    try:
-        yield
-    finally:
-        _forced.pop()
-
 
 _LESS_THAN_BYTES = ("int2", "int4", "uint2", "uint4", "float4")
 
 
 @dataclasses.dataclass(frozen=True)
 class Params:
-    """A call, less its operand. In the primitives pieces are always parts of a dimension (lax's
+    """A call, less its operand. In the primitives shards are always parts of a dimension (lax's
     ``tiled=True``)."""
 
     axis_names: tuple[Any, ...]
     world: int
-    split: int | None  # the dimension of x that pieces are parts of; None: x is one piece
+    split: int | None  # the dimension of x that shards are parts of; None: x is one shard
     concat: int | None  # likewise of y
     same: bool = False  # whether y does not vary over the axes, to types; it has no gradient then
+    prepared: str | None = None
 
-    def y_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        y = list(shape)
-        if self.split is not None:
-            y[self.split] //= self.world
-        if self.concat is not None:
-            y[self.concat] *= self.world
-        return tuple(y)
+    def collective(self, kind: Kind) -> Collective:
+        """The exchange as data."""
+        return Collective(kind, self.split, self.concat)
 
 
 def all_gather(x: Any, *, axis_name: AxisName, axis: int = 0, tiled: bool = False) -> Any:
@@ -92,12 +78,12 @@ def all_gather(x: Any, *, axis_name: AxisName, axis: int = 0, tiled: bool = Fals
       jax.errors.JaxRuntimeError: a peer did not come within the deadline (see :func:`jflux.init`).
     """
 
-    plain = _product.is_plain("all_gather", axis_name)
+    single = _product.is_single("all_gather", axis_name)
 
     def one(x: jax.Array) -> jax.Array:
         at = _dimension("all_gather", "axis", axis, x.ndim + (not tiled))
-        if plain:
-            return reference.all_gather(x, axis_name=axis_name, axis=at, tiled=tiled)
+        if single:
+            return all_gather_reference(x, axis_name=axis_name, axis=at, tiled=tiled)
         return _bind("all_gather", x if tiled else jnp.expand_dims(x, at), axis_name, None, at)
 
     return _each(one, x)
@@ -109,7 +95,7 @@ def reduce_scatter(
     """``lax.psum_scatter(x, axis_name, scatter_dimension=..., tiled=...)``, with the latency of one
     exchange where x is small.
 
-    Inside ``jax.shard_map``, per rank along `axis_name`: the rank's piece of the sum of all ranks'
+    Inside ``jax.shard_map``, per rank along `axis_name`: the rank's shard of the sum of all ranks'
     x, in float32 (float64 for float64), in rank order, rounded once. Sizes, errors and gradients
     are as for :func:`jflux.all_gather`, which is its transpose.
 
@@ -117,23 +103,23 @@ def reduce_scatter(
       x: an array of float16, bfloat16, float32 or float64 (other types take the reference), or a
         pytree of such, each of which is one call.
       axis_name: a mesh axis, or a tuple of them.
-      scatter_dimension: the dimension of x that the pieces are parts of.
+      scatter_dimension: the dimension of x that the shards are parts of.
       tiled: whether N divides that dimension, and not is it: then the result has no such one.
 
     Returns:
       x's shape with that dimension divided by N, or without it.
 
     Raises:
-      As :func:`jflux.all_gather`; ValueError also for pieces that the ranks do not divide.
+      As :func:`jflux.all_gather`; ValueError also for shards that the ranks do not divide.
     """
 
-    plain = _product.is_plain("reduce_scatter", axis_name)
+    single = _product.is_single("reduce_scatter", axis_name)
 
     def one(x: jax.Array) -> jax.Array:
         at = _dimension("reduce_scatter", "scatter_dimension", scatter_dimension, x.ndim)
-        _check_pieces("reduce_scatter", x, at, _mesh.axis_size(axis_name), tiled)
-        if plain:
-            return reference.reduce_scatter(
+        _check_shards("reduce_scatter", x, at, _mesh.axis_size(axis_name), tiled)
+        if single:
+            return reduce_scatter_reference(
                 x, axis_name=axis_name, scatter_dimension=at, tiled=tiled
             )
         y = _bind("reduce_scatter", x, axis_name, at, None)
@@ -148,27 +134,27 @@ def all_to_all(
     """``lax.all_to_all(x, axis_name, split_axis, concat_axis, tiled=tiled)``, with the latency of
     one exchange where x is small.
 
-    Inside ``jax.shard_map``, per rank along `axis_name`: x is split into N pieces along
-    `split_axis`, piece r goes to rank r, and what has come is put together along `concat_axis` in
+    Inside ``jax.shard_map``, per rank along `axis_name`: x is split into N shards along
+    `split_axis`, shard r goes to rank r, and what has come is put together along `concat_axis` in
     rank order. Sizes, errors and gradients are as for :func:`jflux.all_gather`, but between more
     than two ranks packets go up to 2 MiB; it is its own transpose, with the axes swapped.
 
     Args:
       x: an array of any type, or a pytree of such, each of which is one call.
       axis_name: a mesh axis, or a tuple of them.
-      split_axis: the dimension of x that the pieces are parts of.
+      split_axis: the dimension of x that the shards are parts of.
       concat_axis: the dimension of the result that they make.
       tiled: whether N divides the one dimension and multiplies the other. If not, x[split_axis] has
         size N and goes, and `concat_axis` is a new dimension of size N.
 
     Returns:
-      x's shape with N pieces moved from the one dimension to the other. It varies over `axis_name`.
+      x's shape with N shards moved from the one dimension to the other. It varies over `axis_name`.
 
     Raises:
       As :func:`jflux.reduce_scatter`.
     """
 
-    plain = _product.is_plain("all_to_all", axis_name)
+    single = _product.is_single("all_to_all", axis_name)
 
     def by_tiles(x: jax.Array, split: int, concat: int) -> jax.Array:
         return _bind("all_to_all", x, axis_name, split, concat)
@@ -176,14 +162,14 @@ def all_to_all(
     def one(x: jax.Array) -> jax.Array:
         split = _dimension("all_to_all", "split_axis", split_axis, x.ndim)
         concat = _dimension("all_to_all", "concat_axis", concat_axis, x.ndim)
-        _check_pieces("all_to_all", x, split, _mesh.axis_size(axis_name), tiled)
-        if plain:
-            return reference.all_to_all(
+        _check_shards("all_to_all", x, split, _mesh.axis_size(axis_name), tiled)
+        if single:
+            return all_to_all_reference(
                 x, axis_name=axis_name, split_axis=split, concat_axis=concat, tiled=tiled
             )
         if tiled:
             return by_tiles(x, split, concat)
-        return reference.untiled(by_tiles, x, split, concat)
+        return untiled(by_tiles, x, split, concat)
 
     return _each(one, x)
 
@@ -201,7 +187,7 @@ def _dimension(op: str, name: str, dimension: int, ndim: int) -> int:
     return dimension % ndim
 
 
-def _check_pieces(op: str, x: Any, dimension: int, world: int, tiled: bool) -> None:
+def _check_shards(op: str, x: Any, dimension: int, world: int, tiled: bool) -> None:
     size = x.shape[dimension]
     if size % world if tiled else size != world:
         expected = f"a multiple of the {world} ranks" if tiled else f"the {world} ranks, untiled"
@@ -241,115 +227,214 @@ def gather_for_all(x: jax.Array, axis_names: tuple[Any, ...]) -> jax.Array:
     return y
 
 
-def _in_bytes(x: Any, params: Params) -> dict[str, np.int64]:
-    """How one piece lies in x and in y: [outer][world][inner bytes] (cc/core/units.h)."""
-    piece = list(x.shape)
+def all_gather_reference(x: Any, *, axis_name: AxisName, axis: int = 0, tiled: bool = False) -> Any:
+    """``lax.all_gather(x)``: arguments and results are those of :func:`jflux.all_gather`."""
+
+    def one(x: jax.Array) -> jax.Array:
+        at = normalize(axis, x.ndim + (not tiled))
+        return lax.all_gather(x, axis_name, axis=at, tiled=tiled)
+
+    return _each(one, x)
+
+
+def all_to_all_reference(
+    x: Any, *, axis_name: AxisName, split_axis: int, concat_axis: int, tiled: bool = False
+) -> Any:
+    """``lax.all_to_all(x)``: arguments and results are those of :func:`jflux.all_to_all`."""
+
+    def by_tiles(x: jax.Array, split: int, concat: int) -> jax.Array:
+        return lax.all_to_all(x, axis_name, split, concat, tiled=True)
+
+    def one(x: jax.Array) -> jax.Array:
+        split, concat = normalize(split_axis, x.ndim), normalize(concat_axis, x.ndim)
+        return by_tiles(x, split, concat) if tiled else untiled(by_tiles, x, split, concat)
+
+    return _each(one, x)
+
+
+def reduce_scatter_reference(
+    x: Any, *, axis_name: AxisName, scatter_dimension: int = 0, tiled: bool = False
+) -> Any:
+    """``lax.psum_scatter(x)``: arguments and results are those of :func:`jflux.reduce_scatter`."""
+
+    def one(x: jax.Array) -> jax.Array:
+        at = normalize(scatter_dimension, x.ndim)  # the oldest JAX takes no negative one
+        return lax.psum_scatter(x, axis_name, scatter_dimension=at, tiled=tiled)
+
+    return _each(one, x)
+
+
+def untiled(
+    by_tiles: Callable[[jax.Array, int, int], jax.Array], x: jax.Array, split: int, concat: int
+) -> jax.Array:
+    """all_to_all with ``tiled=False`` of a function that does it with ``tiled=True``: a new
+    dimension of one takes the ranks, and the other one goes. (lax's own has no gradient where the
+    two are not one.)"""
+    at = concat if concat <= split else concat + 1
+    split += at <= split
+    return jnp.squeeze(by_tiles(jnp.expand_dims(x, at), split, at), split)
+
+
+def _layout_in_bytes(x: Any, params: Params) -> dict[str, np.int64]:
+    """How one shard lies in x and in y: [outer][world][inner bytes] (cc/core/units.h)."""
+    shard = list(x.shape)
     if params.split is not None:
-        piece[params.split] //= params.world
+        shard[params.split] //= params.world
     sides = {}
     for name, dimension in (("x", params.split), ("y", params.concat)):
         at = 0 if dimension is None else dimension
-        sides[f"{name}_outer"] = np.int64(math.prod(piece[:at]))
-        sides[f"{name}_inner"] = np.int64(math.prod(piece[at:]) * x.dtype.itemsize)
+        sides[f"{name}_outer"] = np.int64(math.prod(shard[:at]))
+        sides[f"{name}_inner"] = np.int64(math.prod(shard[at:]) * x.dtype.itemsize)
     return sides
 
 
-def _result(x, params):
-    return [(params.y_shape(x.shape), x.dtype)]
-
-
-def _bytes_that_reach_a_rank(x: Any, params: Params) -> int:
-    pieces = x.size * x.dtype.itemsize
-    return pieces * params.world if params.split is None else pieces
+def bytes_received(x: Any, params: Params) -> int:
+    """What reaches a rank, its own shard included."""
+    size = x.size * x.dtype.itemsize
+    return size * params.world if params.split is None else size
 
 
 def _is_chunked(x: Any, params: Params) -> bool:
-    if _forced:
-        return _forced[-1]
+    if (forced := _config.config.current().chunked) is not None:
+        return forced
     to_all = params.split is not None and params.concat is not None
     most_in_packets = MOST_BYTES_IN_PACKETS // (2 if to_all and params.world > 2 else 1)
-    return _bytes_that_reach_a_rank(x, params) > most_in_packets
+    return bytes_received(x, params) > most_in_packets
 
 
-def _lax_is_faster(x, params, platform, mesh):
-    if _forced or not _is_chunked(x, params):
-        return False
-    # Other calls should not find the heap full of what `lax` can move as well.
-    most_of_the_heap = _heap.heap_bytes(platform) // 3
-    return (
-        _bytes_that_reach_a_rank(x, params) > MOST_BYTES
-        or _workspace_bytes(x, params) > most_of_the_heap
-    )
-
-
-def _workspace_bytes(x: Any, params: Params) -> int:
-    piece = x.size * x.dtype.itemsize // (1 if params.split is None else params.world)
-    return _jflux.exchange_workspace_bytes(params.world, piece, _is_chunked(x, params))
-
-
-def _not_fused(x, params, platform, sums):
+def _unsupported(x: Any, params: Params, kind: Kind) -> str | None:
     if params.world > _product.MAX_RANKS:
         return f"{params.world} ranks, the kernels take up to {_product.MAX_RANKS}"
     if x.size * x.dtype.itemsize >= 1 << 31:
         return "x has 2 GiB or more, the kernels take less"
-    if sums and x.dtype not in _product.CPU_DTYPES:
-        return f"{x.dtype} operands, the kernels take {', '.join(_heap._DTYPES)}"
+    if kind == "reduce_scatter" and x.dtype not in _product.CPU_DTYPES:
+        return f"{x.dtype} operands, the kernels take {', '.join(_native.DTYPES)}"
     if x.dtype.name.startswith(_LESS_THAN_BYTES):
         return f"{x.dtype} operands, the kernels take whole bytes"
     return None
 
 
-def _launch(x, params, platform, mesh, groups, op):
-    if _ffi.lowers_for_here(mesh):
-        _heap.reserve(platform, groups, op, lambda: _workspace_bytes(x, params))
-    return {"chunked": _is_chunked(x, params), **_in_bytes(x, params)}
+def _plan(arrays: Arrays, params: Params, machine: Machine, kind: Kind) -> Plan:
+    (x,) = arrays
+    received, chunked = bytes_received(x, params), _is_chunked(x, params)
+    if _config.config.current().chunked is not None:
+        kernel: str | None = "asked for"
+    else:
+        kernel = _product.why_kernel(params)
+    if kernel is None and chunked and received > MOST_BYTES:
+        return _dispatch.reference(f"{received} bytes reach a rank, for which lax is faster")
+    if why := _unsupported(x, params, kind):
+        return _dispatch.unsupported(why)
+    shard_bytes = x.size * x.dtype.itemsize // (1 if params.split is None else params.world)
+    call = {"world": params.world, "shard_bytes": shard_bytes, "chunked": chunked}
+    native = machine.native_plan(kind, call)
+    # Other calls should not find the heap full of what `lax` can move as well.
+    if kernel is None and chunked and native["workspace_bytes"] > machine.heap_bytes // 3:
+        return _dispatch.reference(
+            f"chunks would take {native['workspace_bytes']} bytes of a heap of "
+            f"{machine.heap_bytes}, more than a third"
+        )
+    way = "chunks that signals announce" if chunked else "LL packets"
+    words = f"{received} bytes reach a rank, in {way}"
+    return _dispatch.fused(
+        f"{words}; {kernel}" if kernel else words, {**native, "chunked": int(chunked)}
+    )
 
 
-def _batch(primitive, operands, dims, *, params):
+def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
+    (x,) = arrays
+    return {"chunked": bool(plan.config["chunked"]), **_layout_in_bytes(x, params)}
+
+
+def _result(arrays: Arrays, params: Params, kind: Kind) -> list[Any]:
+    (x,) = arrays
+    return [(params.collective(kind).shape(x.shape, params.world), x.dtype)]
+
+
+def _reference(arrays: Arrays, params: Params, kind: Kind) -> list[Any]:
+    (x,) = arrays
+    return [params.collective(kind).lax(x, params.axis_names)]
+
+
+def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
     x = jnp.moveaxis(operands[0], dims[0], 0)
     split, concat = (None if d is None else d + 1 for d in (params.split, params.concat))
     params = dataclasses.replace(params, split=split, concat=concat)
     return primitive.bind(x, params=params), [0]
 
 
-def _transpose(cotangents, x, *, params, transposed):
+def _transpose(cotangents: Any, x: Any, *, params: Params, kind: Kind) -> Any:
     assert not params.same
     (ct,) = cotangents
     if type(ct) is ad.Zero:
         return [ad.Zero(x.aval)]
     params = dataclasses.replace(params, split=params.concat, concat=params.split)
-    return _primitives[transposed].bind(ct, params=params)
+    return _primitives[Collective(kind).transposed().kind].bind(ct, params=params)
 
 
-def _make(op: str, transposed: str, plain: Callable[[Any, Params], jax.Array]) -> Any:
-    primitive = _ffi.make_primitive(
-        op,
-        abstract_eval=_result,
-        reference=lambda x, params: [plain(x, params)],
-        not_fused=functools.partial(_not_fused, sums=op == "reduce_scatter"),
-        lax_is_faster=_lax_is_faster,
-        launch=functools.partial(_launch, op=op),
-        batch=_batch,
-        same_over=lambda params: params.axis_names if params.same else (),
+def _make(kind: Kind) -> Any:
+    primitive = _lowering.make_primitive(
+        _lowering.Rules(
+            name=kind,
+            result_shapes=functools.partial(_result, kind=kind),
+            reference=functools.partial(_reference, kind=kind),
+            plan=functools.partial(_plan, kind=kind),
+            attributes=_attributes,
+            batch=_batch,
+            same_over=lambda params: params.axis_names if params.same else (),
+        )
     )
-    ad.deflinear2(primitive, functools.partial(_transpose, transposed=transposed))
+    ad.deflinear2(primitive, functools.partial(_transpose, kind=kind))
     return primitive
 
 
-_primitives = {
-    "all_gather": _make(
-        "all_gather",
-        "reduce_scatter",
-        lambda x, p: lax.all_gather(x, p.axis_names, axis=p.concat, tiled=True),
+_KINDS: tuple[Kind, ...] = ("all_gather", "reduce_scatter", "all_to_all")
+_primitives: dict[str, Any] = {kind: _make(kind) for kind in _KINDS}
+
+
+def _most_bytes(ranks: int) -> int:
+    return MOST_BYTES
+
+
+def _spec(
+    kind: Kind,
+    function: Callable[..., Any],
+    reference: Callable[..., Any],
+    communication: Callable[..., Collective],
+    *ways: dict[str, Any],
+) -> OpSpec:
+    types = _product.CPU_DTYPES if kind == "reduce_scatter" else frozenset()
+    return OpSpec(
+        name=kind,
+        function=function,
+        reference=reference,
+        communication=communication,
+        dtypes={"cpu": types, "cuda": types},
+        ways=ways,
+        gradient=(Collective(kind).transposed().kind,),
+        most_bytes=_most_bytes,
+    )
+
+
+SPECS = (
+    _spec(
+        "all_gather", all_gather, all_gather_reference,
+        lambda ndim, axis=0, **_: Collective("all_gather", concat=normalize(axis, ndim)),
+        {"tiled": True},
     ),
-    "reduce_scatter": _make(
-        "reduce_scatter",
-        "all_gather",
-        lambda x, p: lax.psum_scatter(x, p.axis_names, scatter_dimension=p.split, tiled=True),
+    _spec(
+        "reduce_scatter", reduce_scatter, reduce_scatter_reference,
+        lambda ndim, scatter_dimension=0, **_: Collective(
+            "reduce_scatter", split=normalize(scatter_dimension, ndim)
+        ),
+        {"tiled": True},
     ),
-    "all_to_all": _make(
-        "all_to_all",
-        "all_to_all",
-        lambda x, p: lax.all_to_all(x, p.axis_names, p.split, p.concat, tiled=True),
+    _spec(
+        "all_to_all", all_to_all, all_to_all_reference,
+        lambda ndim, split_axis=0, concat_axis=0, **_: Collective(
+            "all_to_all", normalize(split_axis, ndim), normalize(concat_axis, ndim)
+        ),
+        {"tiled": True, "split_axis": 0, "concat_axis": 0},
+        {"tiled": True, "split_axis": 1, "concat_axis": 0},
     ),
-}
+)  # fmt: skip

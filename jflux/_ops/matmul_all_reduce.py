@@ -1,4 +1,4 @@
-"""matmul_all_reduce: a call of its own for large sums, and else made of the other ops. Kernels:
+"""matmul_all_reduce: one kernel for large sums, and else made of the other ops. Kernels:
 cc/ops/matmul_all_reduce."""
 
 from __future__ import annotations
@@ -16,20 +16,27 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
-from .. import _epilogue, _ffi, _global, _heap, _mesh, _norm, _tuning, reference
+from .. import _dispatch, _global, _lowering, _mesh, _norm, _tuning
+from .._dispatch import Arrays, Machine, Plan
 from .._mesh import AxisName
-from . import _after, _product, all_reduce, exchange, matmul_reduce_scatter
+from . import _lax, _product, _sum_epilogue, all_reduce, exchange
+from ._collective import Collective
+from ._spec import Layout, OpSpec, all_ops
 
 OP = "matmul_all_reduce"
 
 #: Above so many bytes of y its tiles are summed while others are multiplied.
 MOST_BYTES = 4 << 20
+#: Fewer rows are over before communication could be hidden in their product.
+FEWEST_ROWS = 32
 #: So many rows, of more bytes than these, are summed by the kernel that multiplies them, where
 #: there are two ranks: with more, all tiles to all ranks are more bytes than an all_reduce's
-#: (docs/design/0006).
-FEW_ROWS = range(32, _product.CUDA_TILE_ROWS + 1)
+#: (docs/experiments/0018).
+FEW_ROWS = range(32, _product.TILE_ROWS + 1)
 FEW_ROWS_BYTES = 512 << 10
 FEW_ROWS_RANKS = 2
+#: Of the heap, that a call may take: data half of it, a power of two, and their signals.
+MOST_OF_HEAP = 0.51
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +47,15 @@ class Params:
     transpose_rhs: bool
     out_dtype: np.dtype
     precision: Any
+    prepared: str | None = None
+
+    @property
+    def axis_names(self) -> tuple[Any, ...]:
+        return self.sums.axis_names
+
+    @property
+    def world(self) -> int:
+        return self.sums.world
 
 
 def matmul_all_reduce(
@@ -109,23 +125,23 @@ def matmul_all_reduce(
     """
     _product.check_operands(OP, x, w, -2, "the second to last dimension")
     shape = (*x.shape[:-1], _product.columns(w, transpose_rhs))
-    _after.check(OP, shape, residual, norm)
+    _sum_epilogue.check(OP, shape, residual, norm)
     if not _mesh.is_bound(axis_name):
-        return _global.matmul_all_reduce(
-            matmul_all_reduce, x, w, mesh=mesh, x_spec=x_spec, axis_name=axis_name,
-            transpose_rhs=transpose_rhs, residual=residual, norm=norm,
+        return _over_global_arrays(
+            matmul_all_reduce, x, w, residual, norm, mesh=mesh, x_spec=x_spec,
+            axis_name=axis_name, transpose_rhs=transpose_rhs,
             preferred_element_type=preferred_element_type, precision=precision,
         )  # fmt: skip
     _product.check_contraction(OP, x, w, transpose_rhs)
-    if _product.is_plain(OP, axis_name):
-        return reference.matmul_all_reduce(
+    if _product.is_single(OP, axis_name):
+        return reference(
             x, w, axis_name=axis_name, transpose_rhs=transpose_rhs, residual=residual, norm=norm,
             preferred_element_type=preferred_element_type, precision=precision,
         )  # fmt: skip
     names = _mesh.as_tuple(axis_name)
-    after, added = _after.operands(OP, names, residual, norm)
+    epilogue, added = _sum_epilogue.operands(OP, names, residual, norm)
     params = Params(
-        sums=all_reduce.Params(names, _mesh.axis_size(names), algorithm=None, after=after),
+        sums=all_reduce.Params(names, _mesh.axis_size(names), None, epilogue),
         transpose_rhs=transpose_rhs,
         out_dtype=_product.out_dtype(OP, (x, w), preferred_element_type),
         precision=precision,
@@ -135,8 +151,132 @@ def matmul_all_reduce(
     return results[0] if norm is None else tuple(results)
 
 
-def _partial(params: Params | Large, x: jax.Array, w: jax.Array) -> jax.Array:
-    return reference.matmul(x, w, params.out_dtype, params.precision, params.transpose_rhs)
+def reference(
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    axis_name: AxisName,
+    transpose_rhs: bool = False,
+    residual: jax.Array | None = None,
+    norm: _norm.Norm | None = None,
+    preferred_element_type: DTypeLike | None = None,
+    precision: lax.PrecisionLike = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    x_spec: PartitionSpec | None = None,
+) -> Any:
+    """``psum(x @ w)``: x [..., m, k/N], w [k/N, n] -> [..., m, n] per rank of N.
+
+    Arguments, results and the use on global arrays are those of
+    :func:`jflux.matmul_all_reduce`; partial products are rounded
+    to y's type before they are summed, and the sum before a residual is added."""
+    if not _mesh.is_bound(axis_name):
+        return _over_global_arrays(
+            reference, x, w, residual, norm, mesh=mesh, x_spec=x_spec, axis_name=axis_name,
+            transpose_rhs=transpose_rhs, preferred_element_type=preferred_element_type,
+            precision=precision,
+        )  # fmt: skip
+    partial = _lax.matmul(x, w, preferred_element_type, precision, transpose_rhs)
+    return all_reduce.reference(partial, axis_name=axis_name, residual=residual, norm=norm)
+
+
+def _communication(ndim: int, **_: Any) -> Collective:
+    return Collective("all_reduce")
+
+
+def _over_global_arrays(
+    op: Any,
+    x: jax.Array,
+    w: jax.Array,
+    residual: Any,
+    norm: Any,
+    *,
+    mesh: Mesh | AbstractMesh | None,
+    x_spec: PartitionSpec | None,
+    axis_name: AxisName,
+    **options: Any,
+) -> Any:
+    """`op` is the public function or its reference; `options` are the rest of its own."""
+    product = SPEC.layout(x.ndim, **options)
+    rows = {**product.rows, "residual": None, "normalised": None}
+    return _global.over_global_arrays(
+        functools.partial(op, axis_name=axis_name, **options), OP,
+        {"x": x, "w": w, "residual": residual, "norm": norm},
+        Layout(rows, {**product.others, "norm": None}),
+        results="y" if norm is None else ("y", "normalised"),
+        axis_name=axis_name, mesh=mesh, x_spec=x_spec, check_vma=True,
+    )  # fmt: skip
+
+
+def _partial(params: Params, x: jax.Array, w: jax.Array) -> jax.Array:
+    return _lax.matmul(x, w, params.out_dtype, params.precision, params.transpose_rhs)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _fused(params: Params, x: Any, w: Any, added: tuple[Any, ...]) -> list[jax.Array]:
+    shape = (*x.shape[:-1], _product.columns(w, params.transpose_rhs))
+    count, rows = int(params.sums.epilogue.residual), _product.total_rows(x)
+    residual = [a.reshape(rows, shape[-1]) for a in added[:count]]
+    results = _primitive.bind(
+        x.reshape(rows, x.shape[-1]), w, *residual, *added[count:], params=params
+    )
+    return [y.reshape(shape) for y in results]
+
+
+@functools.partial(_fused.defjvp, symbolic_zeros=True)
+def _fused_jvp(params: Params, primals: Any, tangents: Any) -> Any:
+    (x, w, added), (dx, dw, dadded) = primals, tangents
+    results = _fused(params, x, w, added)
+    parts = []
+    if not isinstance(dx, SymbolicZero):
+        parts.append(_partial(params, dx, w))
+    if not isinstance(dw, SymbolicZero):
+        parts.append(_partial(params, x, dw))
+    alone = params.sums.without_epilogue()
+    dy = all_reduce.bind(alone, sum(parts[1:], parts[0]))[0] if parts else None
+    return results, _sum_epilogue.tangents(params.sums.epilogue, results[0], dy, added, dadded)
+
+
+# ---- The primitive: x [rows, k], w, perhaps the residual [rows, n], and the norm's factors -------
+
+
+def _result(arrays: Arrays, params: Params) -> list[Any]:
+    x, w, *added = arrays
+    y = ((x.shape[0], _product.columns(w, params.transpose_rhs)), params.out_dtype)
+    return [y] * params.sums.epilogue.results
+
+
+def _reference(arrays: Arrays, params: Params) -> list[Any]:
+    x, w, *added = arrays
+    y = lax.psum(_partial(params, x, w), params.axis_names)
+    return _sum_epilogue.apply(params.sums.epilogue, y, added)
+
+
+def _decomposed(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
+    x, w, *added = arrays
+    if not plan.config.get("scattered"):
+        return _product_and_sum(x, w, *added, params=params)
+    return _scattered_and_gathered(x, w, *added, params=params)
+
+
+def _product_and_sum(x: Any, w: Any, *added: Any, params: Params) -> list[Any]:
+    """The product, and its sum over the ranks, which has a plan of its own."""
+    return all_reduce.bind(params.sums, _partial(params, x, w), added)
+
+
+def _scattered_and_gathered(x: Any, w: Any, *added: Any, params: Params) -> list[Any]:
+    """The sum scattered, with the residual's rows, and gathered again."""
+    names, rows = params.axis_names, x.shape[0] // params.world
+    epilogue = params.sums.epilogue
+    own = None
+    if epilogue.residual:
+        own = lax.dynamic_slice_in_dim(added[0], lax.axis_index(names) * rows, rows)
+    scatter = all_ops()["matmul_reduce_scatter"].function
+    y = scatter(
+        x, w, axis_name=names, residual=own, transpose_rhs=params.transpose_rhs,
+        preferred_element_type=params.out_dtype, precision=params.precision,
+    )  # fmt: skip
+    rest = dataclasses.replace(epilogue, residual=False)
+    return _sum_epilogue.apply(rest, exchange.gather_for_all(y, names), epilogue.factors(added))
 
 
 def are_few_rows(rows: int, columns: int, world: int) -> bool:
@@ -149,7 +289,8 @@ def _is_large(rows: int, columns: int, dtype: np.dtype) -> bool:
 
 
 def is_one_call(shape: tuple[int, ...], dtypes: Sequence[Any], world: int) -> bool:
-    """Whether the product and the sum of a y of this shape are one call. dtypes: x's, w's, y's."""
+    """Whether the product and the sum of a y of this shape can be one call. dtypes: x's, w's,
+    y's."""
     rows, columns = int(np.prod(shape[:-1])), shape[-1]
     types = [np.dtype(d) for d in dtypes]
     large = _is_large(rows, columns, types[-1])
@@ -157,202 +298,160 @@ def is_one_call(shape: tuple[int, ...], dtypes: Sequence[Any], world: int) -> bo
     return (large or halves and are_few_rows(rows, columns, world)) and rows % world == 0
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _fused(params: Params, x: Any, w: Any, added: tuple[Any, ...]) -> list[jax.Array]:
-    sums = params.sums
-    shape = (*x.shape[:-1], _product.columns(w, params.transpose_rhs))
-    if not is_one_call(shape, (x.dtype, w.dtype, params.out_dtype), sums.world):
-        return all_reduce.bind(sums, _partial(params, x, w), added)
-    residual = [a.reshape(-1, shape[-1]) for a in added[: sums.after.residual]]
-    large = Large(
-        axis_names=sums.axis_names,
-        world=sums.world,
-        transpose_rhs=params.transpose_rhs,
+def _sizes(arrays: Arrays, params: Params) -> _product.Sizes:
+    x, w, *added = arrays
+    return _product.Sizes(
+        op=OP,
+        world=params.world,
+        outer=1,
+        inner=x.shape[0] // params.world,
+        k=x.shape[1],
+        n=_product.columns(w, params.transpose_rhs),
+        dtype=x.dtype,
         out_dtype=params.out_dtype,
-        precision=params.precision,
+        transpose_rhs=params.transpose_rhs,
     )
-    (y,) = _primitive.bind(x.reshape(-1, x.shape[-1]), w, *residual, params=large)
-    rest = dataclasses.replace(sums.after, residual=False)
-    return _after.apply(rest, y.reshape(shape), sums.after.factors(added))
 
 
-@functools.partial(_fused.defjvp, symbolic_zeros=True)
-def _fused_jvp(params: Params, primals: Any, tangents: Any) -> Any:
-    (x, w, added), (dx, dw, dadded) = primals, tangents
-    results = _fused(params, x, w, added)
-    parts = []
-    if not isinstance(dx, SymbolicZero):
-        parts.append(_partial(params, dx, w))
-    if not isinstance(dw, SymbolicZero):
-        parts.append(_partial(params, x, dw))
-    dy = all_reduce.bind(params.sums.alone(), sum(parts[1:], parts[0]))[0] if parts else None
-    return results, _after.tangents(params.sums.after, results[0], dy, added, dadded)
-
-
-# ---- Large sums: x [rows, k], w, and perhaps the residual [rows, n] ------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Large:
-    """A call of the primitive, less its operands."""
-
-    axis_names: tuple[Any, ...]
-    world: int
-    transpose_rhs: bool
-    out_dtype: np.dtype
-    precision: Any
-
-
-def _result(x, w, *residual, params):
-    return [((x.shape[0], _product.columns(w, params.transpose_rhs)), params.out_dtype)]
-
-
-def _reference(x, w, *residual, params):
-    return [
-        reference.matmul_all_reduce(
-            x, w, axis_name=params.axis_names, transpose_rhs=params.transpose_rhs,
-            residual=residual[0] if residual else None,
-            preferred_element_type=params.out_dtype, precision=params.precision,
+def _plan(arrays: Arrays, params: Params, machine: Machine) -> Plan:
+    x, w, *added = arrays
+    rows, columns = x.shape[0], _product.columns(w, params.transpose_rhs)
+    if why := _product.kernel_takes(x, w, params.out_dtype, params.world, machine.platform):
+        return _dispatch.decomposed(why)  # the sum may still be a kernel's
+    if not is_one_call((rows, columns), (x.dtype, w.dtype, params.out_dtype), params.world):
+        size = rows * columns * params.out_dtype.itemsize
+        if size <= MOST_BYTES:
+            return _dispatch.decomposed(
+                f"y has {size} bytes; up to {MOST_BYTES} a product and an all_reduce are faster"
+            )
+        return _dispatch.decomposed(
+            f"the {params.world} ranks do not divide {rows} rows; each sums as many in the kernel"
         )
-    ]  # fmt: skip
-
-
-def _of_two_calls(x, w, *residual, params):
-    """The sum scattered, with the residual's rows, and gathered again."""
-    names, rows = params.axis_names, x.shape[0] // params.world
-    own = None
-    if residual:
-        own = lax.dynamic_slice_in_dim(residual[0], lax.axis_index(names) * rows, rows)
-    y = matmul_reduce_scatter.matmul_reduce_scatter(
-        x, w, axis_name=names, residual=own, transpose_rhs=params.transpose_rhs,
-        preferred_element_type=params.out_dtype, precision=params.precision,
-    )  # fmt: skip
-    return [exchange.gather_for_all(y, names)]
-
-
-def _product_and_sum(x, w, *residual, params):
-    """As of few columns: the product, and its sum over the ranks, which sees for itself whether it
-    is `lax`'s."""
-    sums = all_reduce.Params(
-        params.axis_names, params.world, algorithm=None, after=_after.After(bool(residual))
+    sizes = _sizes((x, w), params)
+    plan = _product.plan_product(
+        sizes,
+        machine,
+        why_slower=lambda: _product.why_decomposed(rows, machine, fewest=FEWEST_ROWS),
+        tuned=_tuning.lookup(sizes.key, machine.device_kind if machine.on_gpus else ""),
+        kernel=_product.why_kernel(params),
+        why_not=lambda: _why_not_on_gpus(sizes),
     )
-    return all_reduce.bind(sums, _partial(params, x, w), residual)
+    if plan.path == _dispatch.Path.FUSED and machine.on_gpus:
+        if plan.workspace_bytes > machine.heap_bytes * MOST_OF_HEAP:
+            plan = _dispatch.decomposed(
+                f"the kernel would take {plan.workspace_bytes} bytes of a heap of "
+                f"{machine.heap_bytes}, more than half"
+            )
+            return _as_scattered(plan, sizes)
+        return plan
+    return plan
 
 
-def _not_fused(x, w, *residual, params, platform):
-    if platform == "cuda":  # what no product's kernel takes may still be summed by all_reduce's
+def _why_not_on_gpus(sizes: _product.Sizes) -> Plan | None:
+    """The plan of a call that the GPU kernel does not take: whole units of one type, one tile of
+    rows or whole ones for each rank."""
+    rows, unit = sizes.rows, _product.UNIT
+    if sizes.out_dtype != sizes.dtype:
+        why = f"x is {sizes.dtype} and y {sizes.out_dtype}, the GPU kernel takes one type"
+    elif sizes.k % unit or sizes.n % unit:
+        why = f"k={sizes.k} and n={sizes.n} must be multiples of {unit} for the GPU kernel"
+    elif not are_few_rows(rows, sizes.n, sizes.world) and sizes.inner % _product.TILE_ROWS:
+        why = f"{sizes.inner} rows of a rank are no whole tiles of {_product.TILE_ROWS}"
+    else:
         return None
-    return _product.kernel_takes(x, w, params.out_dtype, params.world, platform)
+    return _as_scattered(_dispatch.decomposed(why), sizes)
 
 
-def _apart_is_faster(x, w, *residual, params):
-    m = x.shape[0]
-    return _product.apart_is_faster("matmul_all_reduce", m)
+def _as_scattered(plan: Plan, sizes: _product.Sizes) -> Plan:
+    """A large sum is scattered in the product and then gathered, which hides half of it."""
+    scattered = _is_large(sizes.rows, sizes.n, sizes.out_dtype)
+    return dataclasses.replace(plan, config={"scattered": int(scattered)})
 
 
-def fits_kernel(
-    rows: int, k: int, columns: int, world: int, dtype: Any, out_dtype: Any, heap_bytes: int
-) -> bool:
-    """Whether the GPUs' kernels take a rank's x [rows, k] and w [k, columns]: whole units, one tile
-    of rows or whole ones for each rank, and about half of the heap at most."""
-    return (
-        out_dtype == dtype
-        and k % _product.UNIT == 0
-        and columns % _product.UNIT == 0
-        and (are_few_rows(rows, columns, world) or rows % (world * _product.CUDA_TILE_ROWS) == 0)
-        and heap_bytes_of(rows, columns, world) <= heap_bytes // 2
-    )
-
-
-def check_tuned(rows: int, columns: int, k: int, world: int, dtype: np.dtype) -> None:
-    """Raises for a call without configurations to choose from; k is a rank's."""
-    if not is_one_call((rows, columns), (dtype,) * 3, world):
-        raise ValueError(
-            f"jflux.tune: {OP} of {rows} x {columns} is a product and an all_reduce: tiles travel "
-            f"one by one above {MOST_BYTES} bytes, if the {world} ranks divide the rows"
-        )
-    heap = _heap.heap_bytes("cuda")
-    if not fits_kernel(rows, k, columns, world, dtype, dtype, heap):
-        raise ValueError(
-            f"jflux.tune: {OP} of {rows} x {columns} is two calls, of which matmul_reduce_scatter "
-            f"can be tuned: a kernel takes multiples of {world * _product.CUDA_TILE_ROWS} rows and "
-            f"of {_product.UNIT} columns and k, and half of the heap's {heap} bytes at most"
-        )
-
-
-def heap_bytes_of(rows: int, columns: int, world: int) -> int:
-    """What a kernel needs, less signals: parts of the own rows, and everybody's finished rows
-    (MatmulAllReduceLayout), or the peer's tiles (FewRowsLayout); in whole tiles, and for two calls
-    in turn, each a power of two."""
-    widest = max(-(-columns // c.tile_n) * c.tile_n for c in _tuning.compiled())
-    held = _product.CUDA_TILE_ROWS if are_few_rows(rows, columns, world) else 2 * rows
-    return 2 * (1 << (held * widest * 2 - 1).bit_length())
-
-
-def _adapt(x, w, *residual, params, platform):
-    if residual and residual[0].dtype != params.out_dtype:
-
-        def apart(x, w, residual):
-            return [_epilogue.add(_primitive.bind(x, w, params=params)[0], [residual])]
-
-        return apart
-    (rows, k), columns = x.shape, _product.columns(w, params.transpose_rhs)
-    taken = _product.kernel_takes(x, w, params.out_dtype, params.world, platform) is None
-    fits = taken and fits_kernel(
-        rows, k, columns, params.world, x.dtype, params.out_dtype, _heap.heap_bytes("cuda")
-    )
-    if platform != "cuda" or fits:
+def _canonical(arrays: Arrays, params: Params, machine: Machine) -> Any:
+    x, w, *added = arrays
+    epilogue = params.sums.epilogue
+    foreign = epilogue.residual and added[0].dtype != params.out_dtype
+    if epilogue.norm is None and not foreign:
         return None
-    large = taken and _is_large(rows, columns, params.out_dtype)
-    return functools.partial(_of_two_calls if large else _product_and_sum, params=params)
+
+    def after_the_kernel(x: Any, w: Any, *added: Any) -> list[Any]:
+        in_kernel = _sum_epilogue.SumEpilogue(residual=epilogue.residual and not foreign)
+        simple = dataclasses.replace(
+            params,
+            sums=dataclasses.replace(params.sums, epilogue=in_kernel),
+            prepared="XLA normalises the rows, or adds a residual of another type, after it",
+        )
+        (y,) = _primitive.bind(x, w, *added[: in_kernel.residual], params=simple)
+        rest = dataclasses.replace(epilogue, residual=foreign)
+        return _sum_epilogue.apply(rest, y, added if foreign else epilogue.factors(added))
+
+    return after_the_kernel
 
 
-def _extent(x, w, *residual, params):
-    return 1, x.shape[0] // params.world, x.shape[1], _product.columns(w, params.transpose_rhs)
+def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
+    x, w, *added = arrays
+    return _product.attributes(_sizes((x, w), params), plan)
 
 
-def _batch(primitive, operands, dims, *, params):
+def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
     bind = functools.partial(primitive.bind, params=params)
-    x, w, *residual = operands
-    if dims[0] is None and dims[1] is None:  # the residual alone
-        (y,) = bind(x, w)
-        batch = jnp.moveaxis(residual[0], dims[2], 0)
-        return [_epilogue.add(jnp.broadcast_to(y, batch.shape), [batch])], [0]
-    x = x if dims[0] is None else jnp.moveaxis(x, dims[0], 0)
-    one_w = [size for i, size in enumerate(w.shape) if i != dims[1]]
-    columns = one_w[_product.columns_axis(params.transpose_rhs)]
-    few = are_few_rows(x.shape[-2], columns, params.world)
-    rows_summed = x.shape[-2] * (x.shape[0] if dims[0] is not None and dims[1] is None else 1)
-    # Of a batch one sum is better than many, up to where a merged call's tiles are summed.
-    if few and not _is_large(rows_summed, columns, params.out_dtype):
-        x_axis = None if dims[0] is None else 0
-        apart = functools.partial(_product_and_sum, params=params)
-        y = jax.vmap(apart, in_axes=(x_axis, *dims[1:]))(x, w, *residual)
-        return y, [0]
-    if dims[1] is not None:
-        return _product.batch_in_turn(bind, operands, dims)
-    added = [
-        jnp.broadcast_to(a, (x.shape[0], *a.shape)) if d is None else jnp.moveaxis(a, d, 0)
-        for a, d in zip(residual, dims[2:], strict=True)
+    x, w, *added = operands
+    count = int(params.sums.epilogue.residual)
+    rows_dims, factor_dims = (dims[0], *dims[2 : 2 + count]), dims[2 + count :]
+    results = params.sums.epilogue.results
+    if dims[1] is not None or any(d is not None for d in factor_dims):
+        # One sum of a whole batch is better than many, where tiles are not summed one by one.
+        shapes = [
+            tuple(size for i, size in enumerate(a.shape) if i != d)
+            for a, d in zip((x, w), dims, strict=False)
+        ]
+        columns = shapes[1][_product.columns_axis(params.transpose_rhs)]
+        types = (x.dtype, w.dtype, params.out_dtype)
+        if is_one_call((shapes[0][0], columns), types, params.world):
+            return _product.batch_one_by_one(bind, operands, dims)
+        together = functools.partial(_product_and_sum, params=params)
+        return jax.vmap(together, in_axes=tuple(dims))(*operands), [0] * results
+    # Rows of the batch are rows of one larger call.
+    rows = [x, *added[:count]]
+    size = next(a.shape[d] for a, d in zip(rows, rows_dims, strict=True) if d is not None)
+    rows = [
+        jnp.broadcast_to(a, (size, *a.shape)) if d is None else jnp.moveaxis(a, d, 0)
+        for a, d in zip(rows, rows_dims, strict=True)
     ]
-    rows = [a.reshape(-1, a.shape[-1]) for a in (x, *added)]
-    (y,) = bind(rows[0], w, *rows[1:])
-    return [y.reshape(*x.shape[:-1], y.shape[-1])], [0]
+    lead = rows[0].shape[:-1]
+    x, *residual = (a.reshape(-1, a.shape[-1]) for a in rows)
+    ys = bind(x, w, *residual, *added[count:])
+    return [y.reshape(*lead, y.shape[-1]) for y in ys], [0] * results
 
 
-_primitive = _ffi.make_primitive(
-    OP,
-    abstract_eval=_result,
+_rules = _lowering.Rules(
+    name=OP,
+    result_shapes=_result,
     reference=_reference,
-    apart=_product_and_sum,
-    not_fused=_not_fused,
-    adapt=_adapt,
+    decomposed=_decomposed,
+    plan=_plan,
+    canonical=_canonical,
+    attributes=_attributes,
     batch=_batch,
     same_over=lambda params: params.axis_names,
-    **_product.call_rules(
-        OP,
-        extent=_extent,
-        apart_is_faster=_apart_is_faster,
-        attributes=lambda *avals, params, platform: {},
+)
+_primitive = _lowering.make_primitive(_rules)
+
+SPEC = OpSpec(
+    name=OP,
+    function=matmul_all_reduce,
+    reference=reference,
+    communication=_communication,
+    product="before",
+    dtypes=_product.DTYPES,
+    gradient=("all_reduce",),
+    tuned=True,
+    # Table 2 of the Flux paper, and what Llama-2 70B and Llama-3 8B have behind attention and MLP.
+    sizes=(
+        *((m, 12288, 49152) for m in (16, 64, 128, 512, 1024, 2048, 4096, 8192)),
+        *((m, 8192, k) for k in (8192, 28672) for m in (64, 128, 512, 2048, 8192)),
+        *((m, 4096, k) for k in (4096, 14336) for m in (2048, 8192)),
     ),
 )
+SPECS = (SPEC,)

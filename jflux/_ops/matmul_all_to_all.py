@@ -13,10 +13,12 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
-from .. import _ffi, _global, _mesh, reference
+from .. import _dispatch, _global, _lowering, _mesh
+from .._dispatch import Arrays, Machine, Plan
 from .._mesh import AxisName
-from . import _product, exchange
-from .all_gather_matmul import weight_gradient
+from . import _lax, _product, _shards, exchange
+from ._collective import Collective, axis
+from ._spec import OpSpec
 
 OP = "matmul_all_to_all"
 
@@ -33,6 +35,7 @@ class Params:
     transpose_rhs: bool
     out_dtype: np.dtype
     precision: Any = None
+    prepared: str | None = None
 
 
 def matmul_all_to_all(
@@ -102,11 +105,11 @@ def matmul_all_to_all(
       jax.errors.JaxRuntimeError: a peer did not come within the deadline (see :func:`jflux.init`).
     """
     _product.check_operands(OP, x, w, -2, "the second to last dimension")
-    split = _axis_of_product("split_axis", split_axis, x)
-    concat = _axis_of_product("concat_axis", concat_axis, x)
+    split = _product.check_axis(OP, "split_axis", split_axis, x)
+    concat = _product.check_axis(OP, "concat_axis", concat_axis, x)
     _product.check_contraction(OP, x, w, transpose_rhs)
     if not _mesh.is_bound(axis_name):
-        return _global.matmul_all_to_all(
+        return _over_global_arrays(
             matmul_all_to_all, x, w, mesh=mesh, x_spec=x_spec, axis_name=axis_name,
             split_axis=split, concat_axis=concat, transpose_rhs=transpose_rhs,
             preferred_element_type=preferred_element_type, precision=precision,
@@ -120,8 +123,8 @@ def matmul_all_to_all(
             f"{world} ranks of {axis_name=} do not divide; x has shape {x.shape}, w {w.shape}"
         )
     out = _product.out_dtype(OP, (x, w), preferred_element_type)
-    if _product.is_plain(OP, axis_name):
-        return reference.matmul_all_to_all(
+    if _product.is_single(OP, axis_name):
+        return reference(
             x, w, axis_name=axis_name, split_axis=split, concat_axis=concat,
             transpose_rhs=transpose_rhs, preferred_element_type=preferred_element_type,
             precision=precision,
@@ -137,22 +140,60 @@ def matmul_all_to_all(
         precision=precision,
     )
     if 0 in x.shape or 0 in w.shape:
-        ((y_shape, _),) = _result_shapes(x, w, params=params)
+        ((y_shape, _),) = _result_shapes((x, w), params)
         return _product.zeros(y_shape, out, x)
     (y,) = differentiable(x, w, params)
     return y
 
 
-def _axis_of_product(name: str, axis: Any, x: Any) -> int:
-    """Not negative. The product has as many dimensions as x."""
-    if not isinstance(axis, int | np.integer):
-        raise TypeError(f"jflux.{OP}: {name} must be an int, got {axis!r}")
-    if not -x.ndim <= axis < x.ndim:
-        raise ValueError(
-            f"jflux.{OP}: {name}={axis} must name a dimension of the product x @ w, which has "
-            f"{x.ndim}; x has shape {x.shape}"
-        )
-    return int(axis) % x.ndim
+def reference(
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    axis_name: AxisName,
+    split_axis: int,
+    concat_axis: int,
+    transpose_rhs: bool = False,
+    preferred_element_type: DTypeLike | None = None,
+    precision: lax.PrecisionLike = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    x_spec: PartitionSpec | None = None,
+) -> jax.Array:
+    """``all_to_all(x @ w)``: x [..., m/N, k], w [k, n] -> [..., m, n/N] per rank of N, if columns
+    are split and rows put together.
+
+    Arguments, results and the use on global arrays are those of :func:`jflux.matmul_all_to_all`;
+    any type that `lax.dot_general` takes will do. Errors are `lax`'s.
+    """
+    if not _mesh.is_bound(axis_name):
+        return _over_global_arrays(
+            reference, x, w, mesh=mesh, x_spec=x_spec, axis_name=axis_name,
+            split_axis=split_axis, concat_axis=concat_axis, transpose_rhs=transpose_rhs,
+            preferred_element_type=preferred_element_type, precision=precision,
+        )  # fmt: skip
+    product = _lax.matmul(x, w, preferred_element_type, precision, transpose_rhs)
+    return _communication(x.ndim, split_axis, concat_axis).lax(product, axis_name)
+
+
+def _communication(ndim: int, split_axis: int, concat_axis: int, **_: Any) -> Collective:
+    return Collective("all_to_all", axis(split_axis, ndim), axis(concat_axis, ndim))
+
+
+def _over_global_arrays(
+    op: Any,
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    mesh: Mesh | AbstractMesh | None,
+    x_spec: PartitionSpec | None,
+    axis_name: AxisName,
+    **options: Any,
+) -> Any:
+    """`op` is the public function or its reference; `options` are the rest of its own."""
+    return _global.over_global_arrays(
+        functools.partial(op, axis_name=axis_name, **options), OP, {"x": x, "w": w},
+        SPEC.layout(x.ndim, **options), results="y", axis_name=axis_name, mesh=mesh, x_spec=x_spec,
+    )  # fmt: skip
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -160,17 +201,18 @@ def differentiable(x: jax.Array, w: jax.Array, params: Params) -> list[jax.Array
     return _primitive.bind(x, w, params=params)
 
 
-def _forward(x, w, params):
+def _forward(x: jax.Array, w: jax.Array, params: Params) -> Any:
     return differentiable(x, w, params), (x, w)
 
 
-def _backward(params, residuals, cotangents):
+def _backward(params: Params, residuals: Any, cotangents: Any) -> Any:
     (x, w), (dy,) = residuals, cotangents
     back = dataclasses.replace(params, split=params.concat, concat=params.split)
     dproduct = _exchanged(dy.astype(x.dtype), back)
     transposed = not params.transpose_rhs
-    dx = reference.matmul(dproduct, w, x.dtype, params.precision, transposed)
-    return dx, weight_gradient(x, dproduct, params.transpose_rhs, w.dtype, params.precision)
+    dx = _lax.matmul(dproduct, w, x.dtype, params.precision, transposed)
+    dw = _lax.weight_gradient(x, dproduct, params.transpose_rhs, w.dtype, params.precision)
+    return dx, dw
 
 
 differentiable.defvjp(_forward, _backward)
@@ -182,101 +224,144 @@ def _exchanged(product: jax.Array, params: Params) -> jax.Array:
 
 
 def _multiply(x: jax.Array, w: jax.Array, params: Params) -> jax.Array:
-    return reference.matmul(x, w, params.out_dtype, params.precision, params.transpose_rhs)
+    return _lax.matmul(x, w, params.out_dtype, params.precision, params.transpose_rhs)
 
 
-def _result_shapes(x, w, *, params):
-    shape = [*x.shape[:-1], _product.columns(w, params.transpose_rhs)]
-    shape[params.split] //= params.world
-    shape[params.concat] *= params.world
-    return [(tuple(shape), params.out_dtype)]
+def _result_shapes(arrays: Arrays, params: Params) -> list[Any]:
+    x, w = arrays
+    shape = (*x.shape[:-1], _product.columns(w, params.transpose_rhs))
+    collective = Collective("all_to_all", params.split, params.concat)
+    return [(collective.shape(shape, params.world), params.out_dtype)]
 
 
-def _composite(x, w, *, params):
-    """The call as a product and an exchange, which sees for itself whether it is `lax`'s."""
+def _reference(arrays: Arrays, params: Params) -> list[Any]:
+    x, w = arrays
+    collective = Collective("all_to_all", params.split, params.concat)
+    return [collective.lax(_multiply(x, w, params), params.axis_names)]
+
+
+def _decomposed(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
+    """A product, and an exchange, which has a plan of its own."""
+    x, w = arrays
     return [_exchanged(_multiply(x, w, params), params)]
 
 
-def _not_fused(x, w, *, params, platform):
+def _unsupported(arrays: Arrays, params: Params, platform: str) -> str | None:
+    x, w = arrays
     return _product.why_no_kernel([(x, w)], params, platform)
 
 
-def _by_rows(x: Any, params: Params) -> tuple[bool, bool]:
-    """Whether pieces are rows, of the product and of y."""
-    return params.split != x.ndim - 1, params.concat != x.ndim - 1
-
-
-def _extent(x, w, *, params):
-    """(outer, inner, k, n) of a piece: its rows as cc/core/rows.h numbers them, and its columns."""
-    split_rows, concat_rows = _by_rows(x, params)
+def _sizes(arrays: Arrays, params: Params) -> _product.Sizes:
+    """Of a shard: its rows as cc/core/rows.h numbers them, and its columns."""
+    x, w = arrays
+    split_rows, concat_rows = _shards.by_rows(x, params)
+    outer, inner = _shards.rows_of_shard(x, params)
     n = _product.columns(w, params.transpose_rhs)
-    n = n if split_rows else n // params.world
-    if not split_rows and not concat_rows:
-        return 1, _product.total_rows(x), x.shape[-1], n
-    dimension = params.split if split_rows else params.concat
-    blocks = params.world if split_rows else 1
-    return *_product.outer_inner(x.shape, dimension, blocks), x.shape[-1], n
+    return _product.Sizes(
+        op=OP,
+        world=params.world,
+        outer=outer,
+        inner=inner,
+        k=x.shape[-1],
+        n=n if split_rows else n // params.world,
+        dtype=x.dtype,
+        out_dtype=params.out_dtype,
+        transpose_rhs=params.transpose_rhs,
+        split_rows=split_rows,
+        concat_rows=concat_rows,
+    )
 
 
 #: Rows of a rank's product below which XLA's product and an exchange are taken instead of the
-#: kernel. (This and the next figure are estimates, which nobody has measured yet.)
+#: kernel: an estimate, as the next figure is.
 FEWEST_ROWS = 512
-#: How much more than it has to the kernel may compute: a piece is whole tiles to it, of 128 columns
+#: How much more than it has to the kernel may compute: a shard is whole tiles to it, of 128 columns
 #: at least.
 MOST_PADDED = 1.125
 
 
-def kernel_is_faster(piece_rows: int, piece_columns: int, product_rows: int) -> bool:
-    """On GPUs, where nothing was measured for the call."""
-    tile = _product.CUDA_TILE_ROWS
-    computed = -(-piece_rows // tile) * tile * -(-piece_columns // tile) * tile
-    return product_rows >= FEWEST_ROWS and computed <= MOST_PADDED * piece_rows * piece_columns
+def why_decomposed(shard_rows: int, shard_columns: int, product_rows: int) -> str | None:
+    """Why the decomposed form is faster on GPUs, where nothing was measured for the call; None if
+    it is not."""
+    if product_rows < FEWEST_ROWS:
+        return f"a rank's product has {product_rows} rows, fewer than {FEWEST_ROWS}"
+    tile = _product.TILE_ROWS
+    computed = -(-shard_rows // tile) * tile * -(-shard_columns // tile) * tile
+    if computed > MOST_PADDED * shard_rows * shard_columns:
+        return (
+            f"shards of {shard_rows} x {shard_columns} in whole tiles of {tile} x {tile} are more "
+            "than an eighth larger"
+        )
+    return None
 
 
-def _apart_is_faster(x, w, *, params):
-    outer, inner, _, n = _extent(x, w, params=params)
-    m = _product.total_rows(x)
-    return not kernel_is_faster(outer * inner, n, m)
+def _why_decomposed(arrays: Arrays, params: Params, machine: Machine) -> str | None:
+    x, w = arrays
+    sizes = _sizes((x, w), params)
+    return why_decomposed(sizes.outer * sizes.inner, sizes.n, _product.total_rows(x))
 
 
-def _adapt(x, w, *, params, platform):
-    split_rows, concat_rows = _by_rows(x, params)
-    composite = functools.partial(_composite, params=params)
-    if split_rows and concat_rows and params.split != params.concat:
-        return composite
-    if platform != "cuda":
+_plan_product = _product.plan_rule(
+    sizes=_sizes,
+    unsupported=_unsupported,
+    why_decomposed=_why_decomposed,
+    on_gpus=_product.in_rank_order,
+)
+
+
+def _plan(arrays: Arrays, params: Params, machine: Machine) -> Plan:
+    x, w = arrays
+    n = _sizes((x, w), params).n
+    why = _shards.why_no_way(x, params)
+    if machine.on_gpus and params.out_dtype != x.dtype:
+        why = f"the GPU kernel sends tiles of x's type {x.dtype}, and y is {params.out_dtype}"
+    elif machine.on_gpus and n % _product.UNIT != 0:
+        why = f"a shard's rows have {n} columns, which are no whole 16-byte units"
+    if why is None or _unsupported((x, w), params, machine.platform):
+        return _plan_product((x, w), params, machine)
+    return _dispatch.decomposed(why)
+
+
+def _canonical(arrays: Arrays, params: Params, machine: Machine) -> Any:
+    x, w = arrays
+    if not machine.on_gpus:
         return None
-    outer, inner, _, n = _extent(x, w, params=params)
-    if params.out_dtype != x.dtype or n % _product.UNIT != 0:
-        return composite
-    bind = functools.partial(_primitive.bind, params=params)
+    sizes, (split_rows, concat_rows) = _sizes((x, w), params), _shards.by_rows(x, params)
+    outer, inner = sizes.outer, sizes.inner
+
+    def bind(prepared: str, *operands: Any, **changes: Any) -> Any:
+        changed = dataclasses.replace(params, prepared=prepared, **changes)
+        return _primitive.bind(*operands, params=changed)
+
     if not _product.in_units([x], [w]):
-        return lambda x, w: bind(*_product.pad_to_units([x], [w]))
-    if outer == 1 or inner % _product.CUDA_TILE_ROWS == 0:
+        return lambda x, w: bind(_product.PADDED, *_product.pad_to_units([x], [w]))
+    if outer == 1 or inner % _product.TILE_ROWS == 0:
         return None
+    ((shape, _),) = _result_shapes((x, w), params)
 
-    # The kernel's tiles of rows would straddle leading indices: bring the ranks to the front.
-    def rank_major(x, w):
+    # A tile's rows would straddle leading indices: bring the ranks to the front.
+    def rank_major(x: Any, w: Any) -> list[Any]:
         if split_rows:
             x = x.reshape(outer, params.world, inner, -1).swapaxes(0, 1)
         split, concat = (int(not by_rows) for by_rows in (split_rows, concat_rows))
-        flat = dataclasses.replace(params, split=split, concat=concat)
-        (y,) = _primitive.bind(x.reshape(-1, x.shape[-1]), w, params=flat)
+        x = x.reshape(-1, x.shape[-1])
+        (y,) = bind(_product.RANK_MAJOR, x, w, split=split, concat=concat)
         if concat_rows:
-            y = y.reshape(params.world, outer, inner, n).swapaxes(0, 1)
+            y = y.reshape(params.world, outer, inner, sizes.n).swapaxes(0, 1)
         return [y.reshape(shape)]
 
-    ((shape, _),) = _result_shapes(x, w, params=params)
     return rank_major
 
 
-def _attributes(x, w, *, params, platform):
-    split_rows, concat_rows = _by_rows(x, params)
-    return {"concat_rows": concat_rows, "split_rows": split_rows}
+def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
+    x, w = arrays
+    sizes = _sizes((x, w), params)
+    shards = {"concat_rows": sizes.concat_rows, "split_rows": sizes.split_rows}
+    return {**shards, **_product.attributes(sizes, plan)}
 
 
-def _batch(primitive, operands, dims, *, params):
-    def bind(x, w, shift=0):
+def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
+    def bind(x: Any, w: Any, shift: int = 0) -> Any:
         moved = dataclasses.replace(
             params, split=params.split + shift, concat=params.concat + shift
         )
@@ -286,29 +371,47 @@ def _batch(primitive, operands, dims, *, params):
     if w_dim is None:
         return bind(jnp.moveaxis(x, x_dim, 0), w, shift=1), [0]
     if x_dim is None:
-        # The batch is the minor part of a wider w's columns, so that pieces of them stay together.
+        # The batch is the minor part of a wider w's columns, so that shards of them stay together.
         n_axis = _product.columns_axis(params.transpose_rhs)
         w = jnp.moveaxis(w, w_dim, n_axis + 1)
         n, b = w.shape[n_axis : n_axis + 2]
         (y,) = bind(x, w.reshape(*w.shape[:n_axis], n * b, *w.shape[n_axis + 2 :]))
-        split_rows, concat_rows = _by_rows(x, params)
+        split_rows, concat_rows = _shards.by_rows(x, params)
         n = n if split_rows else n // params.world
         n = n if concat_rows else n * params.world
         return [y.reshape(*y.shape[:-1], n, b)], [y.ndim]
-    return _product.batch_in_turn(bind, operands, dims)
+    return _product.batch_one_by_one(bind, operands, dims)
 
 
-_primitive = _ffi.make_primitive(
-    OP,
-    abstract_eval=_result_shapes,
-    reference=_composite,
-    not_fused=_not_fused,
-    adapt=_adapt,
-    batch=_batch,
-    **_product.call_rules(
-        OP,
-        extent=_extent,
-        apart_is_faster=_apart_is_faster,
+_primitive = _lowering.make_primitive(
+    _lowering.Rules(
+        name=OP,
+        result_shapes=_result_shapes,
+        reference=_reference,
+        decomposed=_decomposed,
+        plan=_plan,
+        canonical=_canonical,
         attributes=_attributes,
+        batch=_batch,
+    )
+)
+
+SPEC = OpSpec(
+    name=OP,
+    function=matmul_all_to_all,
+    reference=reference,
+    communication=_communication,
+    product="before",
+    dtypes=_product.DTYPES,
+    ways=({"split_axis": 1, "concat_axis": 0}, {"split_axis": 0, "concat_axis": 1}),
+    gradient=("all_to_all",),
+    tuned=True,
+    # Queries, keys and values of a sequence that is split over the ranks (DeepSpeed-Ulysses, arXiv
+    # 2309.14509): GPT-3, Llama-2 7B and 70B.
+    sizes=tuple(
+        (m, n, k)
+        for n, k in ((36864, 12288), (12288, 4096), (10240, 8192))
+        for m in (2048, 8192, 32768)
     ),
 )
+SPECS = (SPEC,)

@@ -16,11 +16,19 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
-from .. import _epilogue, _ffi, _global, _mesh, reference
-from .._global import several
+from .. import _epilogue, _global, _lowering, _mesh
+from .._dispatch import Arrays, Machine, Plan
 from .._mesh import AxisName
-from . import _product, exchange
-from . import all_gather_matmul as _dual
+from . import _lax, _product, exchange
+from ._collective import Collective, axis
+from ._lax import several
+from ._spec import Layout, OpSpec, all_ops
+from .all_gather_matmul import GATHERED
+
+OP = "matmul_reduce_scatter"
+
+#: Fewer rows of all ranks are over before communication could be hidden in their product.
+FEWEST_ROWS = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +46,7 @@ class Params:
     out_dtype: np.dtype
     precision: Any = None
     added: tuple[str, ...] = ()
+    prepared: str | None = None
 
 
 def matmul_reduce_scatter(
@@ -119,18 +128,16 @@ def matmul_reduce_scatter(
             f"{len(xs)} and {len(ws)}"
         )
     for one, weight in zip(xs, ws, strict=True):
-        dimension = _product.check_operands(
-            "matmul_reduce_scatter", one, weight, scatter_dimension, "scatter_dimension"
-        )
+        dimension = _product.check_operands(OP, one, weight, scatter_dimension, "scatter_dimension")
         _check_terms(xs[0], ws[0], one, weight, transpose_rhs)
     if not _mesh.is_bound(axis_name):
-        return _global.matmul_reduce_scatter(
-            matmul_reduce_scatter, x, w, mesh=mesh, x_spec=x_spec, axis_name=axis_name,
-            scatter_dimension=dimension, transpose_rhs=transpose_rhs, bias=bias, residual=residual,
+        return _over_global_arrays(
+            matmul_reduce_scatter, x, w, bias, residual, mesh=mesh, x_spec=x_spec,
+            axis_name=axis_name, scatter_dimension=dimension, transpose_rhs=transpose_rhs,
             preferred_element_type=preferred_element_type, precision=precision,
         )  # fmt: skip
     for one, weight in zip(xs, ws, strict=True):
-        _product.check_contraction("matmul_reduce_scatter", one, weight, transpose_rhs)
+        _product.check_contraction(OP, one, weight, transpose_rhs)
     world = _mesh.axis_size(axis_name)
     if xs[0].shape[dimension] % world != 0:
         raise ValueError(
@@ -138,9 +145,9 @@ def matmul_reduce_scatter(
             f"scatter_dimension={dimension}, which the {world} ranks of {axis_name=} do not "
             f"divide; x has shape {xs[0].shape}"
         )
-    out = _product.out_dtype("matmul_reduce_scatter", (*xs, *ws), preferred_element_type)
-    if _product.is_plain("matmul_reduce_scatter", axis_name):
-        return reference.matmul_reduce_scatter(
+    out = _product.out_dtype(OP, (*xs, *ws), preferred_element_type)
+    if _product.is_single(OP, axis_name):
+        return reference(
             x, w, axis_name=axis_name, scatter_dimension=dimension, transpose_rhs=transpose_rhs,
             bias=bias, residual=residual, preferred_element_type=preferred_element_type,
             precision=precision,
@@ -161,14 +168,74 @@ def matmul_reduce_scatter(
         out_dtype=out,
         precision=precision,
     )
-    ((shape, _),) = _result_shapes(*xs, *ws, *added, params=params)
-    _epilogue.check_added("matmul_reduce_scatter", shape, bias, residual)
+    ((shape, _),) = _result_shapes((*xs, *ws, *added), params)
+    _epilogue.check_added(OP, shape, bias, residual)
     terms = [(x, w) for x, w in zip(xs, ws, strict=True) if 0 not in x.shape and 0 not in w.shape]
     if not terms:
         return _epilogue.add(_product.zeros(shape, out, xs[0]), added)
     xs, ws = zip(*terms, strict=True)
     (y,) = differentiable(xs, ws, tuple(added), params)
     return y
+
+
+def reference(
+    x: jax.Array | Sequence[jax.Array],
+    w: jax.Array | Sequence[jax.Array],
+    *,
+    axis_name: AxisName,
+    scatter_dimension: int = -2,
+    transpose_rhs: bool = False,
+    bias: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    preferred_element_type: DTypeLike | None = None,
+    precision: lax.PrecisionLike = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    x_spec: PartitionSpec | None = None,
+) -> jax.Array:
+    """``psum_scatter(x @ w)``: x [..., m, k/N], w [k/N, n] -> [..., m/N, n] per rank of N.
+
+    Arguments, results and the use on global arrays are those of
+    :func:`jflux.matmul_reduce_scatter`; any type that `lax.dot_general` takes will do, and partial
+    products are rounded to y's type before they are summed. Errors are `lax`'s.
+    """
+    if not _mesh.is_bound(axis_name):
+        return _over_global_arrays(
+            reference, x, w, bias, residual, mesh=mesh, x_spec=x_spec, axis_name=axis_name,
+            scatter_dimension=scatter_dimension, transpose_rhs=transpose_rhs,
+            preferred_element_type=preferred_element_type, precision=precision,
+        )  # fmt: skip
+    xs, ws = several(x), several(w)
+    partial = _lax.sum_of_products(xs, ws, preferred_element_type, precision, transpose_rhs)
+    y = _communication(xs[0].ndim, scatter_dimension).lax(partial, axis_name)
+    return _epilogue.add(y, [a for a in (bias, residual) if a is not None])
+
+
+def _communication(ndim: int, scatter_dimension: int = -2, **_: Any) -> Collective:
+    return Collective("reduce_scatter", split=axis(scatter_dimension, ndim))
+
+
+def _over_global_arrays(
+    op: Any,
+    x: jax.Array | Sequence[jax.Array],
+    w: jax.Array | Sequence[jax.Array],
+    bias: Any,
+    residual: Any,
+    *,
+    mesh: Mesh | AbstractMesh | None,
+    x_spec: PartitionSpec | None,
+    axis_name: AxisName,
+    **options: Any,
+) -> Any:
+    """`op` is the public function or its reference; `options` are the rest of its own."""
+    product = SPEC.layout(several(x)[0].ndim, **options)
+    layout = Layout(
+        {**product.rows, "residual": product.rows["y"]}, {**product.others, "bias": None}
+    )
+    return _global.over_global_arrays(
+        functools.partial(op, axis_name=axis_name, **options), OP,
+        {"x": x, "w": w, "bias": bias, "residual": residual}, layout, results="y",
+        axis_name=axis_name, mesh=mesh, x_spec=x_spec,
+    )  # fmt: skip
 
 
 def _check_terms(x: Any, w: Any, other_x: Any, other_w: Any, transpose_rhs: bool) -> None:
@@ -192,35 +259,36 @@ def differentiable(
     return _primitive.bind(*xs, *ws, *added, params=params)
 
 
-def _forward(xs, ws, added, params):
+def _forward(
+    xs: tuple[jax.Array, ...],
+    ws: tuple[jax.Array, ...],
+    added: tuple[jax.Array, ...],
+    params: Params,
+) -> Any:
     like = tuple(jnp.empty((0,), a.dtype) for a in added)
     return differentiable(xs, ws, added, params), (xs, ws, like)
 
 
-def _backward(params, residuals, cotangents):
+def _backward(params: Params, residuals: Any, cotangents: Any) -> Any:
     xs, ws, like = residuals
     dtype, (own_dy,) = xs[0].dtype, cotangents
     dadded = tuple(
         (_epilogue.sum_of_rows(own_dy) if name == "bias" else own_dy).astype(a.dtype)
         for name, a in zip(params.added, like, strict=True)
     )
-    *dxs, dy = _dual.differentiable(
+    *dxs, dy = all_ops()["all_gather_matmul"].call(
         own_dy.astype(dtype),
         ws,
-        (),
-        _dual.Params(
-            axis_names=params.axis_names,
-            world=params.world,
-            gather_dimension=params.scatter_dimension,
-            results=("y", "gathered"),
-            transpose_rhs=not params.transpose_rhs,
-            out_dtype=dtype,
-            precision=params.precision,
-        ),
+        axis_names=params.axis_names,
+        world=params.world,
+        dimension=params.scatter_dimension,
+        transpose_rhs=not params.transpose_rhs,
+        dtype=dtype,
+        precision=params.precision,
     )
-    dy = checkpoint_name(dy, _dual.GATHERED)
+    dy = checkpoint_name(dy, GATHERED)
     dws = tuple(
-        _dual.weight_gradient(x, dy, params.transpose_rhs, w.dtype, params.precision)
+        _lax.weight_gradient(x, dy, params.transpose_rhs, w.dtype, params.precision)
         for x, w in zip(xs, ws, strict=True)
     )
     return tuple(dxs), dws, dadded
@@ -229,37 +297,64 @@ def _backward(params, residuals, cotangents):
 differentiable.defvjp(_forward, _backward)
 
 
-def _terms(operands, params):
+def call(
+    xs: tuple[jax.Array, ...],
+    ws: tuple[jax.Array, ...],
+    *,
+    axis_names: tuple[Any, ...],
+    world: int,
+    dimension: int,
+    transpose_rhs: bool,
+    dtype: Any,
+    precision: Any,
+) -> jax.Array:
+    """y, of operands that were checked; for the gradients of other ops."""
+    params = Params(
+        axis_names=axis_names,
+        world=world,
+        scatter_dimension=dimension,
+        transpose_rhs=transpose_rhs,
+        out_dtype=np.dtype(dtype),
+        precision=precision,
+    )
+    (y,) = differentiable(xs, ws, (), params)
+    return y
+
+
+def _terms(
+    operands: Sequence[Any], params: Params
+) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
     """(xs, ws, what is added) of the primitive's operands."""
     count = (len(operands) - len(params.added)) // 2
     return operands[:count], operands[count : 2 * count], operands[2 * count :]
 
 
-def _result_shapes(*operands, params):
+def _result_shapes(arrays: Arrays, params: Params) -> list[Any]:
+    operands = arrays
     (x, *_), (w, *_), _ = _terms(operands, params)
     shape = list(x.shape)
     shape[params.scatter_dimension] //= params.world
     return [((*shape[:-1], _product.columns(w, params.transpose_rhs)), params.out_dtype)]
 
 
-def _reference(*operands, params):
+def _reference(arrays: Arrays, params: Params) -> list[Any]:
+    operands = arrays
     xs, ws, added = _terms(operands, params)
-    partial = reference._sum_of_products(
-        xs, ws, params.out_dtype, params.precision, params.transpose_rhs
-    )
+    partial = _lax.sum_of_products(xs, ws, params.out_dtype, params.precision, params.transpose_rhs)
     y = lax.psum_scatter(
         partial, params.axis_names, scatter_dimension=params.scatter_dimension, tiled=True
     )
     return [_epilogue.add(y, added)]
 
 
-def _apart(*operands, params):
-    """Products, and the sum over the ranks, which sees for itself whether it is `lax`'s."""
+def _decomposed(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
+    """Products, and their sum over the ranks, which has a plan of its own."""
+    operands = arrays
     xs, ws, added = _terms(operands, params)
     # Several are not put end to end: where rows are few, a copy of w takes longer than the product.
     dtype = params.out_dtype if len(xs) == 1 else _epilogue.sum_dtype(params.out_dtype)
     products = [
-        reference.matmul(x, w, dtype, params.precision, params.transpose_rhs)
+        _lax.matmul(x, w, dtype, params.precision, params.transpose_rhs)
         for x, w in zip(xs, ws, strict=True)
     ]
     partial = sum(products[1:], products[0]).astype(params.out_dtype)
@@ -268,88 +363,120 @@ def _apart(*operands, params):
     return [_epilogue.add(y, added)]
 
 
-def _not_fused(*operands, params, platform):
+def _unsupported(arrays: Arrays, params: Params, platform: str) -> str | None:
+    operands = arrays
     xs, ws, _ = _terms(operands, params)
     return _product.why_no_kernel(zip(xs, ws, strict=True), params, platform)
 
 
-def _extent(*operands, params):
+def _sizes(arrays: Arrays, params: Params) -> _product.Sizes:
+    operands = arrays
     xs, ws, _ = _terms(operands, params)
     outer, inner = _product.outer_inner(xs[0].shape, params.scatter_dimension, params.world)
-    k = sum(x.shape[-1] for x in xs)
-    return outer, inner, k, _product.columns(ws[0], params.transpose_rhs)
+    return _product.Sizes(
+        op=OP,
+        world=params.world,
+        outer=outer,
+        inner=inner,
+        k=sum(x.shape[-1] for x in xs),
+        n=_product.columns(ws[0], params.transpose_rhs),
+        dtype=xs[0].dtype,
+        out_dtype=params.out_dtype,
+        transpose_rhs=params.transpose_rhs,
+        first_k=xs[0].shape[-1],
+    )
 
 
-def _apart_is_faster(*operands, params):
-    outer, inner, k, _ = _extent(*operands, params=params)
-    m = outer * inner * params.world
-    return _product.apart_is_faster("matmul_reduce_scatter", m, params.world, k)
+def _why_decomposed(arrays: Arrays, params: Params, machine: Machine) -> str | None:
+    operands = arrays
+    sizes = _sizes(operands, params)
+    return _product.why_decomposed(
+        sizes.rows, machine, fewest=FEWEST_ROWS, ranks=params.world, width=sizes.k
+    )
 
 
-def _after(*operands, params):
+_plan = _product.plan_rule(
+    sizes=_sizes,
+    unsupported=_unsupported,
+    why_decomposed=_why_decomposed,
+    on_gpus=_product.in_rank_order,
+)
+
+
+def _with_sums_after(*operands: Any, params: Params, prepared: str | None = None) -> list[Any]:
     """The call as one that adds nothing; that follows it."""
     xs, ws, added = _terms(operands, params)
-    (y,) = _primitive.bind(*xs, *ws, params=dataclasses.replace(params, added=()))
+    without = dataclasses.replace(params, added=(), prepared=prepared)
+    (y,) = _primitive.bind(*xs, *ws, params=without)
     return [_epilogue.add(y, added)]
 
 
-def _adapt(*operands, params, platform):
+def _canonical(arrays: Arrays, params: Params, machine: Machine) -> Any:
+    operands = arrays
     xs, ws, added = _terms(operands, params)
     n = _product.columns(ws[0], params.transpose_rhs)
-    bind = functools.partial(_primitive.bind, params=params)
+
+    def bind(prepared: str, *operands: Any, **changes: Any) -> Any:
+        changed = dataclasses.replace(params, prepared=prepared, **changes)
+        return _primitive.bind(*operands, params=changed)
+
     residual = dict(zip(params.added, added, strict=True)).get("residual")
     foreign = residual is not None and residual.dtype != params.out_dtype
-    if added and (platform != "cuda" or foreign):
-        return functools.partial(_after, params=params)
-    if len(xs) > _product.most_weights(platform):
+    if added and (not machine.on_gpus or foreign):
+        return functools.partial(_with_sums_after, params=params, prepared=_product.EPILOGUE_AFTER)
+    if len(xs) > _product.most_weights(machine.platform):
 
-        def end_to_end(*operands):
+        def end_to_end(*operands: Any) -> Any:
             xs, ws, added = _terms(operands, params)
-            return bind(*reference._end_to_end(xs, ws, params.transpose_rhs), *added)
+            one_term = _lax.end_to_end(xs, ws, params.transpose_rhs)
+            return bind(_product.END_TO_END, *one_term, *added)
 
         return end_to_end
-    if platform != "cuda":
+    if not machine.on_gpus:
         return None
     if not _product.in_units(xs, ws):
 
-        def padded(*operands):
+        def padded(*operands: Any) -> list[Any]:
             xs, ws, added = _terms(operands, params)
             wide = (_product.pad_last(a, 1) for a in added)
-            (y,) = bind(*_product.pad_to_units(xs, ws), *wide)
+            (y,) = bind(_product.PADDED, *_product.pad_to_units(xs, ws), *wide)
             return [y[..., :n]]
 
         return padded
-    outer, inner, _, _ = _extent(*operands, params=params)
-    if outer == 1 or inner % _product.CUDA_TILE_ROWS == 0:
+    sizes = _sizes(operands, params)
+    outer, inner = sizes.outer, sizes.inner
+    if outer == 1 or inner % _product.TILE_ROWS == 0:
         return None
 
-    # The kernel's blocks of rows would straddle leading indices: bring the ranks to the front.
-    def rank_major(*operands):
+    # A tile's rows would straddle leading indices: bring the ranks to the front.
+    def rank_major(*operands: Any) -> list[Any]:
         xs, ws, added = _terms(operands, params)
-        blocks = [
+        shards = [
             x.reshape(outer, params.world, inner, -1).swapaxes(0, 1).reshape(-1, x.shape[-1])
             for x in xs
         ]
         rows = [a if a.ndim == 1 else a.reshape(-1, n) for a in added]
-        flat = dataclasses.replace(params, scatter_dimension=0)
-        (y,) = _primitive.bind(*blocks, *ws, *rows, params=flat)
-        return [y.reshape(_result_shapes(*operands, params=params)[0][0])]
+        (y,) = bind(_product.RANK_MAJOR, *shards, *ws, *rows, scatter_dimension=0)
+        return [y.reshape(_result_shapes(operands, params)[0][0])]
 
     return rank_major
 
 
-def _attributes(*operands, params, platform):
-    if platform != "cuda":
-        return {}
-    return {"adds_bias": "bias" in params.added, "adds_residual": "residual" in params.added}
+def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
+    operands = arrays
+    return {
+        "adds_bias": "bias" in params.added,
+        "adds_residual": "residual" in params.added,
+        **_product.attributes(_sizes(operands, params), plan),
+    }
 
 
-def _batch(primitive, operands, dims, *, params):
+def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
     if params.added:
-        after = functools.partial(_after, params=params)
+        after = functools.partial(_with_sums_after, params=params)
         return jax.vmap(after, in_axes=tuple(dims))(*operands), [0]
 
-    def bind(*operands, shift=0):
+    def bind(*operands: Any, shift: int = 0) -> Any:
         moved = dataclasses.replace(params, scatter_dimension=params.scatter_dimension + shift)
         return primitive.bind(*operands, params=moved)
 
@@ -361,21 +488,33 @@ def _batch(primitive, operands, dims, *, params):
         wide, narrow = _product.widen(ws[0], w_dims[0], params.transpose_rhs)
         (y,) = bind(xs[0], wide)
         return [narrow(y)], [y.ndim - 1]
-    return _product.batch_in_turn(bind, operands, dims)
+    return _product.batch_one_by_one(bind, operands, dims)
 
 
-_primitive = _ffi.make_primitive(
-    "matmul_reduce_scatter",
-    abstract_eval=_result_shapes,
-    reference=_reference,
-    apart=_apart,
-    not_fused=_not_fused,
-    adapt=_adapt,
-    batch=_batch,
-    **_product.call_rules(
-        "matmul_reduce_scatter",
-        extent=_extent,
-        apart_is_faster=_apart_is_faster,
+_primitive = _lowering.make_primitive(
+    _lowering.Rules(
+        name=OP,
+        result_shapes=_result_shapes,
+        reference=_reference,
+        decomposed=_decomposed,
+        plan=_plan,
+        canonical=_canonical,
         attributes=_attributes,
-    ),
+        batch=_batch,
+    )
 )
+
+SPEC = OpSpec(
+    name=OP,
+    function=matmul_reduce_scatter,
+    reference=reference,
+    communication=_communication,
+    product="before",
+    dimension="scatter_dimension",
+    dtypes=_product.DTYPES,
+    call=call,
+    gradient=("all_gather_matmul",),
+    tuned=True,
+    sizes=((512, 12288, 49152), (8192, 12288, 49152), (2048, 8192, 8192), (2048, 8192, 28672)),
+)
+SPECS = (SPEC,)

@@ -111,7 +111,7 @@ def attention(
     if whole:
         kv, kv_bias = PartitionSpec(), PartitionSpec()
     mask_batch = batch if mask is None or mask.shape[0] > 1 else [None] * len(batch)
-    return _global._over_global_arrays(
+    return _global.with_specs(
         functools.partial(body, kv_is_whole=whole), "nn.attention", operands,
         {
             "x": sequence, "query": PartitionSpec(None, names, None), "key": kv, "value": kv,

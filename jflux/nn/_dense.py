@@ -11,9 +11,11 @@ from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
-from .. import _epilogue, _global, _mesh, reference
-from .._global import several
+from .. import _epilogue, _global, _mesh
 from .._mesh import AxisName
+from .._ops import _lax, _product
+from .._ops._lax import several
+from .._ops._spec import Layout
 from .._ops.all_gather_matmul import all_gather_matmul
 from .._ops.matmul_all_reduce import matmul_all_reduce
 from .._ops.matmul_reduce_scatter import matmul_reduce_scatter
@@ -53,18 +55,14 @@ def column_parallel(
         )
     if _mesh.is_bound(axis_name):
         return _own_columns(x, w, bias, **options)
-    names, last = _mesh.as_tuple(axis_name), x.ndim - 1
-    y_out = _global._with_axis(_global._spec(x, x_spec), x.ndim, last, names)
     one_result = gated or not isinstance(w, tuple | list)
-    return _global._over_global_arrays(
+    layout = Layout(
+        {"x": None, "y": x.ndim - 1}, {"w": _product.columns_axis(transpose_rhs), "bias": 0}
+    )
+    return _global.over_global_arrays(
         functools.partial(_own_columns, **options), "nn.column_parallel",
-        {"x": x, "w": w, "bias": bias},
-        {
-            "x": PartitionSpec(*y_out[:last], None),
-            "w": PartitionSpec(names, None) if transpose_rhs else PartitionSpec(None, names),
-            "bias": PartitionSpec(names),
-        },
-        axis_name=axis_name, mesh=mesh, out_specs=y_out if one_result else (y_out,) * len(w),
+        {"x": x, "w": w, "bias": bias}, layout, results="y" if one_result else ("y",) * len(w),
+        axis_name=axis_name, mesh=mesh, x_spec=x_spec,
     )  # fmt: skip
 
 
@@ -75,7 +73,7 @@ def _own_columns(
     ws = several(w)
     bias_of = _epilogue.of_each(bias, len(ws))
     epilogue = _epilogue.check("nn.column_parallel", len(ws), bias_of, activation, gated)
-    ys = [reference.matmul(x, one, **options) for one in ws]
+    ys = [_lax.matmul(x, one, **options) for one in ws]
     if epilogue is not None:
         biases = [b for b in bias_of if b is not None]
         ys, _ = _epilogue.apply(epilogue, ys, biases, ys[0].dtype)
@@ -117,18 +115,11 @@ def row_parallel(
     sums = functools.partial(_all_reduce, **options)
     if _mesh.is_bound(axis_name):
         return sums(x=x, w=w, bias=bias, residual=residual)
-    names, last = _mesh.as_tuple(axis_name), x.ndim - 1
-    x_in = _global._with_axis(_global._spec(x, x_spec), x.ndim, last, names)
-    y_out = PartitionSpec(*x_in[:last], None)
-    return _global._over_global_arrays(
-        sums, "nn.row_parallel", {"x": x, "w": w, "bias": bias, "residual": residual},
-        {
-            "x": x_in,
-            "w": PartitionSpec(None, names) if transpose_rhs else PartitionSpec(names, None),
-            "bias": PartitionSpec(),
-            "residual": y_out,
-        },
-        axis_name=axis_name, mesh=mesh, out_specs=y_out,
+    rows = {"x": x.ndim - 1, "residual": None, "y": None}
+    layout = Layout(rows, {"w": 1 - _product.columns_axis(transpose_rhs), "bias": None})
+    return _global.over_global_arrays(
+        sums, "nn.row_parallel", {"x": x, "w": w, "bias": bias, "residual": residual}, layout,
+        results="y", axis_name=axis_name, mesh=mesh, x_spec=x_spec,
     )  # fmt: skip
 
 

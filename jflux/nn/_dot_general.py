@@ -230,7 +230,7 @@ class DotGeneral:
             lhs_in, out = [*scattered, *k_dims], [*rows, names, *n_dims[1:]]
         kernel: Entries = [()] * rhs.ndim
         kernel[product.first_k if by_rows else product.first_n] = names
-        y = _global._over_global_arrays(
+        y = _global.with_specs(
             lambda lhs, rhs: body(lhs, rhs, **options), "nn.DotGeneral", {"lhs": lhs, "rhs": rhs},
             {"lhs": _spec_of(lhs_in), "rhs": _spec_of(kernel)}, axis_name=self.of.axis_name,
             mesh=mesh, out_specs=_spec_of(out),

@@ -52,7 +52,7 @@ def embed(
     names, last = _mesh.as_tuple(axis_name), tokens.ndim
     whole = _global._with_axis(_global._spec(tokens, x_spec), last + 1, last, names)
     rows = PartitionSpec(*whole[:last], None)
-    return _global._over_global_arrays(
+    return _global.with_specs(
         body, "nn.embed", {"tokens": tokens, "table": table},
         {"tokens": PartitionSpec(*whole[:last]), "table": PartitionSpec(names, None)},
         axis_name=axis_name, mesh=mesh,
@@ -128,7 +128,7 @@ def cross_entropy(
     names, last = _mesh.as_tuple(axis_name), logits.ndim - 1
     split = _global._with_axis(_global._spec(logits, x_spec), logits.ndim, last, names)
     positions = PartitionSpec(*split[:last])
-    return _global._over_global_arrays(
+    return _global.with_specs(
         body, "nn.cross_entropy", {"logits": logits, "targets": targets},
         {"logits": split, "targets": positions}, axis_name=axis_name, mesh=mesh,
         out_specs=positions,

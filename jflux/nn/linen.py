@@ -109,6 +109,8 @@ class ColumnParallelDense(_Layer):
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
+        """x [..., s/N, in] -> y [..., s, features/N] per rank of N: see
+        :func:`jflux.nn.column_parallel`."""
         kernel, bias = self.weights((x.shape[-1],), (self.features,), self.axes)
         x, kernel, bias = in_one_type(self.dtype, x, kernel, bias)
         return _dense.column_parallel(
@@ -224,10 +226,13 @@ class Embed(nn.Module):
     axes: Axes = ("vocab", "embed")
 
     def setup(self) -> None:
+        """Makes the table [num_embeddings, features], or this rank's rows of it."""
         shape = (self.num_embeddings, self.features)
         self.embedding = _param(self, "embedding", self.embedding_init, self.axes, shape)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Rows of the table: tokens [..., s] -> [..., s/N, features] per rank of N with
+        `sequence_parallel`, else [..., s, features]."""
         return _vocabulary.embed(
             tokens, self.embedding, axis_name=self.axis_name, dtype=self.dtype,
             sequence_parallel=self.sequence_parallel, x_spec=self.x_spec,
@@ -250,4 +255,5 @@ class DotGeneralModule(nn.Module):
     dot: DotGeneral
 
     def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
+        """As `lax.dot_general`, and as the wrapped function takes and returns them."""
         return self.dot(*args, **kwargs)

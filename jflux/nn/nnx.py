@@ -120,6 +120,8 @@ class ColumnParallelDense(_Layer):
         self.make(rngs, (in_features,), (out_features,), axes)
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """x [..., s/N, in_features] -> y [..., s, out_features/N] per rank of N: see
+        :func:`jflux.nn.column_parallel`."""
         x, kernel, bias = in_one_type(self.dtype, x, *self.weights())
         return _dense.column_parallel(
             x, kernel, bias=bias, activation=self.activation, **options_of(self)
@@ -275,6 +277,8 @@ class Embed(nnx.Module):
         self.embedding = _param(table, axes, axis_name, rules)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Rows of the table: tokens [..., s] -> [..., s/N, features] per rank of N with
+        `sequence_parallel`, else [..., s, features]."""
         return _vocabulary.embed(
             tokens, self.embedding[...], axis_name=self.axis_name, dtype=self.dtype,
             sequence_parallel=self.sequence_parallel, x_spec=self.x_spec,

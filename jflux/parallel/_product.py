@@ -167,12 +167,12 @@ def _product(local: Local, scheme: Scheme, gathered: bool, i: Any, w: Any) -> ja
     return local.summed(scheme, i, w if gathered else gather(w, scheme=scheme))
 
 
-def _forward(local, scheme, gathered, i, w):
+def _forward(local: Local, scheme: Scheme, gathered: bool, i: Any, w: Any) -> Any:
     w = w if gathered else gather(w, scheme=scheme)
     return local.summed(scheme, i, w), (i, w)
 
 
-def _backward(local, scheme, gathered, residuals, do):
+def _backward(local: Local, scheme: Scheme, gathered: bool, residuals: Any, do: Any) -> Any:
     i, w = residuals
     # dO is the same along y; what it is multiplied with is not.
     wide = vary(do, scheme.names("y"))

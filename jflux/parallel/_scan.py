@@ -167,7 +167,7 @@ class Loop:
     def forward(self, x: Any, params: Any, args: tuple[Any, ...], remat: bool) -> Any:
         """The loop, for JAX to differentiate."""
 
-        def one(x, param):
+        def one(x: Any, param: Any) -> Any:
             return self.layer(x, self.gather_after(x, param), *args), None
 
         if remat or not self.scheme.overlap.all_gather:
@@ -175,7 +175,7 @@ class Loop:
             one = jax.checkpoint(one) if remat else one
             return self.over(one, x, params, 0, self.layers)[0]
 
-        def body(carry, param):
+        def body(carry: Any, param: Any) -> Any:
             x, w = carry
             after = self.gather(param)
             return (self.layer(x, w, *args), after), None
@@ -208,7 +208,7 @@ def _forward(loop: Loop, x: Any, params: Any, args: tuple[Any, ...]) -> Any:
     ahead = loop.scheme.overlap.all_gather
     first_kept, last = loop.layers - loop.kept, loop.layers - 1
 
-    def body(keep, carry, at):
+    def body(keep: bool, carry: Any, at: Any) -> Any:
         (x, w), (here, there) = carry, at
         after = loop.gather(there) if ahead else None
         w = w if ahead else loop.gather_after(x, here)
@@ -232,12 +232,12 @@ def _backward(loop: Loop, residuals: Any, dx: Any) -> Any:
     dargs = [jnp.zeros_like(leaf) for leaf, is_ in zip(leaves, inexact, strict=True) if is_]
     dparams = []  # in pieces [layers, ...], from the last
 
-    def step(carry, x, w):
+    def step(carry: Any, x: Any, w: Any) -> Any:
         """The gradient of one layer; and that of the layer after it is scattered."""
         dx, pending, dargs = carry
         done = None if pending is None else loop.scatter(pending)
 
-        def call(x, w, floats):
+        def call(x: Any, w: Any, floats: Any) -> Any:
             rest = iter(floats)
             every = [next(rest) if is_ else a for is_, a in zip(inexact, leaves, strict=True)]
             return loop.layer(x, w, *jax.tree.unflatten(structure, every))
@@ -249,10 +249,10 @@ def _backward(loop: Loop, residuals: Any, dx: Any) -> Any:
             dw = None
         return (dx, dw, [a + b for a, b in zip(dargs, more, strict=True)]), done
 
-    def with_kept(carry, at):
+    def with_kept(carry: Any, at: Any) -> Any:
         return step(carry, *at)
 
-    def with_gathered(carry, at):
+    def with_gathered(carry: Any, at: Any) -> Any:
         (state, w), (x, here, before) = carry, at
         after = loop.gather(before) if overlap.all_gather else None
         w = w if overlap.all_gather else loop.gather_after(state[0], here)

@@ -6,7 +6,7 @@
     print(ranking.best.grid, ranking.best.communication)
     mesh = jflux.plan.rank(model, jax.device_count(), jflux.plan.measured()).best.mesh()
 
-``python -m jflux.plan --help`` prints the ranking as a table and draws it. docs/plan.md has the
+``python -m jflux.plan --help`` prints the ranking as a table and draws it. docs/guide/plan.md has
 equations and what they say of the paper's own models.
 """
 

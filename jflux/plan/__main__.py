@@ -75,6 +75,7 @@ def _machine(args: argparse.Namespace) -> machines.Machine:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Prints the ranking of all grids; 1 for arguments that make none."""
     args = _parser().parse_args(argv)
     try:
         ranking = rank(

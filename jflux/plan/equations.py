@@ -21,13 +21,20 @@ class Sizes(Protocol):
     """What has a number for each axis: a :class:`jflux.parallel.Grid`, or :class:`Axes`."""
 
     @property
-    def x(self) -> Value: ...
+    def x(self) -> Value:
+        """Ranks along x."""
+
     @property
-    def y(self) -> Value: ...
+    def y(self) -> Value:
+        """Ranks along y."""
+
     @property
-    def z(self) -> Value: ...
+    def z(self) -> Value:
+        """Ranks along z."""
+
     @property
-    def data(self) -> Value: ...
+    def data(self) -> Value:
+        """Ranks along data."""
 
 
 class Axes(NamedTuple):

@@ -126,14 +126,14 @@ def measured(like: Machine | str = "h200", *, inter: float | None = None) -> Mac
     Raises:
       RuntimeError: there are no links that could be measured.
     """
-    from .. import _heap, _jflux
+    from .. import _heap
 
     base = named(like) if isinstance(like, str) else like
     why = "no GPUs" if _heap._default_platform() != "cuda" else _heap._why_no_cuda()
     if why:
         raise RuntimeError(f"jflux: no links to measure here: {why}")
     _heap._ensure("cuda")
-    return from_links(_jflux.cuda_heap_links(), base, inter=inter)
+    return from_links(_heap.links("cuda"), base, inter=inter)
 
 
 def from_links(

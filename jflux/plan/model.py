@@ -44,6 +44,7 @@ class Layer:
 
     @property
     def input_rows(self) -> int:
+        """Rows of the input, of one sample."""
         return self.rows if self.rows_in is None else self.rows_in
 
     @property
@@ -52,6 +53,7 @@ class Layer:
         return 0 if self.lookup else 2 * self.rows * self.weights
 
     def anonymous(self) -> Layer:
+        """The layer without its name: equal for layers of equal sizes."""
         return dataclasses.replace(self, name="")
 
 
@@ -98,9 +100,11 @@ class Model:
         return Counter(layer.anonymous() for layer in self.layers)
 
     def with_batch(self, batch: int) -> Model:
+        """The same model for another global batch, in samples."""
         return dataclasses.replace(self, batch=batch)
 
     def describe(self) -> str:
+        """Name, layers, weights and batch in one line."""
         kinds = f"{len(self.layers)} layers, {self.weights / 1e9:.2f} G weights"
         return f"{self.name}: {kinds}, batch {self.batch}"
 

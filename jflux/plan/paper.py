@@ -1,7 +1,7 @@
 """The paper's own case (section V-C): GPT-20B on 32 GPUs of Perlmutter, by both models.
 
-``python -m jflux.plan.paper docs/plan.md`` writes the tables between the document's markers and
-draws docs/img/plan_*.png; with ``--check`` it only says whether the tables are what they should be.
+``python -m jflux.plan.paper docs/guide/plan.md`` writes the tables between the markers and
+draws its pictures; with ``--check`` it only says whether the tables are what they should be.
 """
 
 from __future__ import annotations
@@ -164,6 +164,7 @@ def draw_section_v_c(path: str | os.PathLike[str]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Writes the comparison into a document, or checks that it is there; 1 if it is not."""
     parser = argparse.ArgumentParser(prog="python -m jflux.plan.paper", description=__doc__)
     parser.add_argument("document", type=pathlib.Path)
     parser.add_argument("--check", action="store_true")

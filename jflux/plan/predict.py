@@ -66,6 +66,7 @@ class Breakdown(NamedTuple):
     all_reduce_data: Value
 
     def total(self) -> Value:
+        """Of all collectives."""
         return sum(self[1:], self[0])
 
 
@@ -160,7 +161,9 @@ def _layer(
     product = model.batch / parts * layer.flops / (ranks * machine.flops)
     credit = extensions.overlap * product
 
-    def seconds(op: Callable[..., Value], axis: str, count: int, nbytes: Value, hides: bool):
+    def seconds(
+        op: Callable[..., Value], axis: str, count: int, nbytes: Value, hides: bool
+    ) -> Value:
         ranks = getattr(grid, axis)
         whole = nbytes * ranks if op is equations.all_gather else nbytes
         exposed = op(ranks, nbytes, *links(axis, whole))

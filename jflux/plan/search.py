@@ -51,12 +51,14 @@ class Rule:
     axes: tuple[str, ...]
 
     def ranks(self, grid: Axes) -> Any:
+        """Ranks of the grid along the axes together."""
         product: Any = 1
         for axis in self.axes:
             product = product * getattr(grid, axis)
         return product
 
     def reason(self, grid: Axes) -> str:
+        """Why the grid breaks the rule, in words."""
         along = " * ".join(self.axes)
         return f"{self.what} {self.amount} does not divide by {along} = {self.ranks(grid)}"
 
@@ -114,6 +116,7 @@ class Plan:
         return self.grid.mesh(devices)
 
     def as_json(self) -> dict[str, Any]:
+        """Numbers in seconds and bytes, by name."""
         return {
             "place": self.place,
             "grid": dict(zip(("x", "y", "z", "data"), self.grid.sizes, strict=True)),
@@ -149,6 +152,7 @@ class Ranking(Sequence[Plan]):
 
     @property
     def best(self) -> Plan:
+        """The first of the ranking."""
         return self[0]
 
     @property

@@ -12,6 +12,7 @@ _COLORS = ("#5b8db8", "#8ecae6", "#f4a6a6", "#ffd166", "#95d5b2")
 
 
 def title(ranking: Ranking) -> str:
+    """A line that says what was ranked."""
     machine, model = ranking.machine, ranking.model
     kind = "placement-aware" if ranking.aware else "placement-agnostic"
     nodes = -(-ranking.gpus // machine.gpus_per_node)

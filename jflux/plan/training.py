@@ -59,6 +59,7 @@ class Memory(NamedTuple):
     activations: Value
 
     def total(self) -> Value:
+        """Of all parts."""
         return sum(self[1:], self[0])
 
 

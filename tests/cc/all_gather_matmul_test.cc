@@ -1,8 +1,9 @@
-// all_gather_matmul's CPU body, which is the tile protocol itself, on 1 to 8 threads. Tilings are
-// small, so that tiles straddle ranks and chunks straddle rows.
+// all_gather_matmul's CPU body, which runs the tile protocol, on 1 to 8 threads. Tilings are small,
+// so that tiles straddle ranks and chunks straddle rows.
 #include "ops/all_gather_matmul/all_gather_matmul.h"
 
-#include "ranks.h"
+#include "all_gather_matmul_call.h"
+#include "plans.h"
 #include "testing.h"
 
 namespace jflux {
@@ -13,7 +14,7 @@ struct Shape {
   CpuTiling tiling;
 };
 const Shape kShapes[] = {
-    {1, 16, 8, 16, {64, 4, 8}},      // whole tiles
+    {1, 16, 8, 16, {64, 4, 8}},      // full tiles
     {1, 5, 7, 9, {64, 16, 8}},       // several ranks in one tile
     {1, 33, 16, 8, {4096, 16, 8}},   // tiles straddle; one chunk
     {1, 1, 3, 1, {64, 4, 8}},        // one row per rank
@@ -84,7 +85,7 @@ TEST(AnAbsentRankIsNamed) {
   }
 }
 
-// Rank 1 makes a call of another shape, which takes as much room: shards do not overlap.
+// Rank 1 makes a call of another shape whose shards have the same size.
 class Disagreeing : public Call {
  public:
   WorkspaceLayout Workspace() const override { return calls_[0].Workspace(); }
@@ -105,6 +106,37 @@ TEST(RanksThatDisagreeAreTold) {
     EXPECT(errors[rank].find("The ranks run different calls") != std::string::npos) << errors[rank];
   }
 }
+
+// What calls take on H200s: their configurations, how many send, and of the heap.
+TEST(Plans) {
+  ExpectPlans(
+      "all_gather_matmul",
+      {
+          {2, 1, 32, 8192, 2560, DType::kBF16, {}, {128, 1, 1, 4}, 132, 2106368},
+          {2, 1, 32, 8192, 2560, DType::kBF16, {{"gated", 1}}, {128, 1, 1, 1}, 132, 2106368},
+          {2, 1, 64, 8192, 14336, DType::kBF16, {}, {128, 1, 1, 1}, 132, 4203520},
+          {2, 1, 64, 8192, 14336, DType::kBF16, {{"gated", 1}}, {128, 1, 1, 1}, 132, 4203520},
+          {2, 1, 256, 8192, 14336, DType::kBF16, {}, {224, 2, 0, 1}, 44, 16811008},
+          {2, 1, 256, 8192, 14336, DType::kBF16, {{"gated", 1}}, {256, 2, 0, 1}, 44, 16811008},
+          {2, 1, 333, 4104, 5520, DType::kBF16, {}, {256, 2, 0, 1}, 44, 16811008},
+          {2, 1, 333, 4104, 5520, DType::kBF16, {{"gated", 1}}, {256, 2, 0, 1}, 44, 16811008},
+          {2, 1, 1024, 4096, 8192, DType::kBF16, {}, {256, 2, 6, 1}, 44, 33620992},
+          {2, 1, 1024, 4096, 8192, DType::kBF16, {{"gated", 1}}, {256, 2, 6, 1}, 44, 33620992},
+          {4, 2, 512, 8192, 12288, DType::kBF16, {}, {256, 2, 4, 1}, 44, 134480896},
+          {4, 2, 512, 8192, 12288, DType::kBF16, {{"gated", 1}}, {256, 2, 4, 1}, 44, 134480896},
+          {8, 1, 128, 12288, 24576, DType::kBF16, {}, {256, 2, 0, 1}, 44, 67240960},
+          {8, 1, 128, 12288, 24576, DType::kBF16, {{"gated", 1}}, {256, 2, 0, 1}, 44, 67240960},
+          {8, 1, 1024, 256, 4096, DType::kBF16, {}, {192, 2, 4, 1}, 84, 8406016},
+          {8, 1, 1024, 256, 4096, DType::kBF16, {{"gated", 1}}, {128, 2, 4, 1}, 84, 8406016},
+          {4, 1, 4096, 24576, 12288, DType::kBF16, {}, {256, 2, 4, 1}, 44, 2151678976},
+          {4, 1, 4096, 24576, 12288, DType::kBF16, {{"gated", 1}}, {256, 2, 4, 1}, 44, 2151678976},
+          {2, 1, 16, 320, 4096, DType::kBF16, {}, {128, 1, 1, 1}, 132, 140288},
+          {2, 1, 16, 320, 4096, DType::kBF16, {{"gated", 1}}, {128, 1, 1, 1}, 132, 140288},
+          {3, 1, 640, 2048, 1000, DType::kBF16, {}, {128, 2, 1, 1}, 132, 16811008},
+      });
+}
+
+TEST(CallsThatHaveNoPlan) { ExpectProductRefusals("all_gather_matmul"); }
 
 }  // namespace
 }  // namespace jflux

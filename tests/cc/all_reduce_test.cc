@@ -1,14 +1,15 @@
-// all_reduce's CPU body, which is also what the kernel's threads run, on 1 to 8 threads.
+// all_reduce's body, which the CPU back end and the kernels share, on 1 to 8 threads.
 #include "ops/all_reduce/all_reduce.h"
 
 #include <atomic>
 #include <cmath>
 #include <set>
 
+#include "all_reduce_call.h"
 #include "ops/all_reduce/all_reduce_body.h"
 #include "ops/all_reduce/butterfly_body.h"
 #include "ops/all_reduce/chunked_body.h"
-#include "ranks.h"
+#include "plans.h"
 #include "testing.h"
 
 namespace jflux {
@@ -20,8 +21,8 @@ constexpr AllReduceAlgorithm kPacketAlgorithms[] = {
 constexpr AllReduceAlgorithm kAlgorithms[] = {
     AllReduceAlgorithm::kOneShot, AllReduceAlgorithm::kTwoShot, AllReduceAlgorithm::kHalfButterfly,
     AllReduceAlgorithm::kButterfly, AllReduceAlgorithm::kChunked};
-// Bytes that are no whole packets, fewer packets than ranks, and many; chunks that are not full,
-// and several.
+// Sizes: a partial last packet, fewer packets than ranks, many packets; a partial chunk, several
+// chunks.
 constexpr int64_t kCounts[] = {1, 3, 4, 7, 16, 37, 1000, 4099, 9001};
 constexpr DType kDtypes[] = {DType::kF16, DType::kBF16, DType::kF32, DType::kF64};
 
@@ -70,11 +71,11 @@ TEST(WithoutDelays) {
 
 TEST(AcrossTheWrapOfEpochs) { Check(3, 0xfffffffd, 6, 100); }
 
-// Epoch 0 would be the flag of fresh memory: nobody may take that for data.
+// Epoch 0 is the flag of fresh memory. No rank may take fresh memory for data.
 TEST(AcrossTheWrapOnFreshMemory) {
   for (AllReduceAlgorithm algorithm : kPacketAlgorithms) {
     std::vector<std::unique_ptr<AllReduceCall>> calls;
-    for (int64_t count : {8, 64, 512, 2500}) {  // each reaches places that were never written
+    for (int64_t count : {8, 64, 512, 2500}) {  // each size reaches memory that was never written
       calls.push_back(std::make_unique<AllReduceCall>(
           AllReduceParams{3, count, DType::kF32, algorithm}, static_cast<uint32_t>(count)));
     }
@@ -90,7 +91,7 @@ TEST(AcrossTheWrapOnFreshMemory) {
   }
 }
 
-// Calls of all sizes and algorithms in one workspace: what one leaves is none of another's.
+// Calls of all sizes and algorithms share one workspace: no call reads what another left.
 TEST(CallsShareAWorkspace) {
   for (int world : {2, 3, 8}) {
     std::mt19937 random(world);
@@ -112,13 +113,13 @@ TEST(CallsShareAWorkspace) {
   }
 }
 
-// A rank's threads share its part.
+// Several threads share a rank's part.
 class SharedCall : public AllReduceCall {
  public:
   SharedCall(const AllReduceParams& p, int places, int running, uint32_t seed)
       : AllReduceCall(p, seed), places_(places), running_(running) {}
   bool Run(const SymmetricView& view, uint32_t epoch, WaitContext ctx) override {
-    ctx.op = static_cast<uint32_t>(OpId::kAllReduce);
+    ctx.op = static_cast<uint32_t>(kAllReduceId);
     const AllReduceArrays arrays = ArraysOf(view.rank);
     std::atomic<int> failed{0};
     if (p_.algorithm == AllReduceAlgorithm::kChunked) {
@@ -167,7 +168,7 @@ TEST(ThreadsShareARanksPart) {
         std::vector<std::unique_ptr<SharedCall>> calls;
         const bool chunked = algorithm == AllReduceAlgorithm::kChunked;
         const int places = chunked ? 2 : 4;
-        // All in one workspace; of two ranks' chunks two for each place.
+        // All share one workspace. With two ranks, each CTA has two chunks.
         const int64_t most = chunked ? 8000 : 1501;
         for (int64_t count : {int64_t{5}, int64_t{1000}, int64_t{64}, most, int64_t{1}}) {
           const AllReduceParams p{world, count, DType::kF32, algorithm};
@@ -194,7 +195,7 @@ TEST(ThreadsShareARanksPart) {
   }
 }
 
-// Rows normalised: their sums are exact, what becomes of them is near the definition.
+// With a norm: the sums are exact, the normalised rows are close to the definition.
 class NormCall : public AllReduceCall {
  public:
   NormCall(const AllReduceParams& p, bool wide_scale, bool bias, uint32_t seed)
@@ -284,9 +285,9 @@ TEST(RowsAreNormalised) {
 
 TEST(WhichRowsFit) {
   AllReduceParams p{4, 6, DType::kBF16, AllReduceAlgorithm::kOneShot};
-  p.width = 6;  // no whole units
+  p.width = 6;  // not a multiple of a unit
   EXPECT(!p.FitsNorm());
-  p.width = 4;  // not whole rows
+  p.width = 4;  // count is not a multiple of the width
   EXPECT(!p.FitsNorm());
   p.count = p.width = 16384;
   EXPECT(p.FitsNorm());
@@ -303,7 +304,7 @@ TEST(AnAbsentRankIsNamed) {
     options.absent = 1;
     options.deadline_s = 0.05;
     const auto errors = RunRanks(heap, {&call}, options);
-    for (int rank : {0, 2}) {  // one of them may only miss the other, which waits for rank 1
+    for (int rank : {0, 2}) {  // either may only miss the other, which waits for rank 1
       EXPECT(errors[rank].find("all_reduce: rank " + std::to_string(rank)) != std::string::npos &&
              errors[rank].find("for rank ") != std::string::npos)
           << errors[rank];
@@ -311,7 +312,8 @@ TEST(AnAbsentRankIsNamed) {
   }
 }
 
-// Rank 1 makes another call: as many bytes of another type, fewer, or by the other algorithm.
+// Rank 1 makes another call: the same number of bytes of another type, fewer bytes, or another
+// algorithm.
 class Disagreeing : public AnyCall {
  public:
   Disagreeing(const AllReduceParams& p, const AllReduceParams& other)
@@ -340,7 +342,7 @@ TEST(RanksThatDisagreeAreTold) {
     const auto errors = RunRanks(heap, {&call}, options);
     EXPECT(NowNs() - start < 10'000'000'000) << "told by the deadline";
     for (int rank = 0; rank < 3; ++rank) {
-      // Ranks 0 and 2 agree with each other, but wait for rank 1 too.
+      // Ranks 0 and 2 agree, but also wait for rank 1.
       EXPECT(errors[rank].find("The ranks run different calls") != std::string::npos)
           << rank << errors[rank];
     }
@@ -356,7 +358,7 @@ TEST(WorkspacesOfPacketsAreKnownByTheirSize) {
   }
 }
 
-// Every byte of x is in one chunk of one shard, and no two slots or signals overlap.
+// Every byte of x is in exactly one chunk of one shard, and no two slots or signals overlap.
 TEST(ChunksCoverTheData) {
   for (int32_t world = 1; world <= kMaxRanks; ++world) {
     for (int64_t bytes : {1, 17, 4096, 4097, 100'000, 3 << 20, (16 << 20) + 6}) {
@@ -365,7 +367,7 @@ TEST(ChunksCoverTheData) {
       int64_t next = 0;
       for (int owner = 0; owner < world; ++owner) {
         for (int64_t c = 0; c < layout.Chunks(); ++c) {
-          const ChunkedLayout::Part part = layout.PartOf(owner, c);
+          const ChunkedLayout::ByteRange part = layout.RangeOf(owner, c);
           EXPECT(part.bytes <= layout.chunk_bytes);
           if (part.bytes == 0) continue;
           EXPECT_EQ(part.first, next);
@@ -373,7 +375,7 @@ TEST(ChunksCoverTheData) {
           EXPECT(part.first % 16 == 0);
           for (int to = 0; to < world; ++to) {
             if (to == owner) continue;
-            // A slot ends before the next chunk's; the last one before the half does.
+            // A chunk's slot ends before the next chunk's; the last one ends inside the half.
             const int64_t slot = layout.SlotOffset(1, owner, to, c);
             EXPECT(slot % 16 == 0 && slot + part.bytes <= layout.SlotOffset(1, owner, to, c + 1));
             EXPECT(slot + part.bytes <= layout.Workspace().data_bytes);
@@ -382,7 +384,7 @@ TEST(ChunksCoverTheData) {
       }
       EXPECT_EQ(next, bytes);
       if (world == 1) continue;
-      // One sender's slots, and its signals, begin where another's end.
+      // One sender's slots and signals begin where another's end.
       std::set<int64_t> slots, signals;
       for (int what : {0, 1}) {
         for (int from = 1; from < world; ++from) {
@@ -405,6 +407,76 @@ TEST(TheRightAlgorithm) {
   EXPECT(ChooseAllReduce(4, 128 << 10) == AllReduceAlgorithm::kOneShot);
   EXPECT(ChooseAllReduce(4, 1 << 20) == AllReduceAlgorithm::kTwoShot);
   EXPECT(ChooseAllReduce(8, 128 << 10) == AllReduceAlgorithm::kTwoShot);
+}
+
+// The algorithm, and what it takes of the heap.
+TEST(Plans) {
+  const Op& op = *FindOp("all_reduce");
+  const auto call = [](int64_t world, int64_t count, int64_t algorithm, int64_t width) {
+    return Fields{{"world", world},
+                  {"count", count},
+                  {"dtype", static_cast<int64_t>(DType::kBF16)},
+                  {"width", width},
+                  {"algorithm", algorithm}};
+  };
+  const struct {
+    int64_t world, count, asked, algorithm, workspace_bytes;
+  } table[] = {
+      {2, 100, -1, 0, 132096},      {2, 8192, -1, 0, 132096},      {2, 8192, 1, 1, 132096},
+      {2, 8192, 2, 2, 263168},      {2, 8192, 3, 3, 263168},       {2, 8192, 4, 4, 140288},
+      {2, 65536, -1, 0, 1049600},   {2, 262144, -1, 0, 4195328},   {2, 1048576, -1, 4, 8406016},
+      {2, 1048576, 1, 1, 16778240}, {2, 1048576, 2, 2, 33555456},  {2, 1048576, 3, 3, 33555456},
+      {2, 1048576, 4, 4, 8406016},  {2, 5242880, -1, 4, 33620992}, {2, 16777216, -1, -1, 0},
+      {4, 100, -1, 0, 132096},      {4, 8192, -1, 0, 263168},      {4, 8192, 1, 1, 132096},
+      {4, 8192, 2, 2, 525312},      {4, 8192, 3, 3, 525312},       {4, 8192, 4, 4, 140288},
+      {4, 65536, -1, 0, 2098176},   {4, 262144, -1, 1, 4195328},   {4, 1048576, -1, 4, 8406016},
+      {4, 1048576, 1, 1, 16778240}, {4, 1048576, 2, 2, 67109888},  {4, 1048576, 3, 3, 67109888},
+      {4, 1048576, 4, 4, 8406016},  {4, 5242880, -1, -1, 0},       {4, 16777216, -1, -1, 0},
+      {8, 100, -1, 0, 132096},      {8, 8192, -1, 0, 525312},      {8, 8192, 1, 1, 132096},
+      {8, 8192, 2, 2, 525312},      {8, 8192, 3, 3, 525312},       {8, 8192, 4, 4, 140288},
+      {8, 65536, -1, 1, 1049600},   {8, 262144, -1, 1, 4195328},   {8, 1048576, -1, 4, 8406016},
+      {8, 1048576, 1, 1, 16778240}, {8, 1048576, 2, 2, 67109888},  {8, 1048576, 3, 3, 67109888},
+      {8, 1048576, 4, 4, 8406016},  {8, 5242880, -1, -1, 0},       {8, 16777216, -1, -1, 0},
+  };
+  for (const auto& row : table) {
+    const Fields expected{
+        {"algorithm", row.algorithm}, {"workspace_bytes", row.workspace_bytes}, {"fits_norm", 0}};
+    for (const Machine& machine : {Machine{0}, Machine{132}}) {
+      const Fields plan = PlanOf(op, call(row.world, row.count, row.asked, 0), machine);
+      EXPECT(plan == expected) << row.world << " " << row.count << ": " << InWords(plan);
+    }
+  }
+  // Rows of 1024 that are normalised.
+  const struct {
+    int64_t world, asked, algorithm, workspace_bytes;
+  } with_norm[] = {
+      {2, -1, 0, 132096}, {2, 1, 1, 132096},  {4, -1, 0, 263168},
+      {4, 1, 1, 132096},  {8, -1, 0, 525312}, {8, 1, 1, 132096},
+  };
+  for (const auto& row : with_norm) {
+    const Fields plan = PlanOf(op, call(row.world, 8192, row.asked, 1024), Machine{132});
+    const Fields expected{
+        {"algorithm", row.algorithm}, {"workspace_bytes", row.workspace_bytes}, {"fits_norm", 1}};
+    EXPECT(plan == expected) << InWords(plan);
+  }
+  // Rows that no kernel normalises: an algorithm that does not, rows that are no whole units, rows
+  // that have no room. Then the plan is the sum's.
+  const auto not_normalised = [&](int64_t count, int64_t algorithm, int64_t width) {
+    Fields sum = PlanOf(op, call(2, count, algorithm, 0), Machine{132});
+    EXPECT(PlanOf(op, call(2, count, algorithm, width), Machine{132}) == sum) << count;
+  };
+  for (auto a : {AllReduceAlgorithm::kHalfButterfly, AllReduceAlgorithm::kButterfly,
+                 AllReduceAlgorithm::kChunked}) {
+    not_normalised(8192, static_cast<int64_t>(a), 1024);
+  }
+  not_normalised(8190, 0, 10);
+  not_normalised(8192, 0, 1000);
+  not_normalised(kMostNormUnits * 8, 0, kMostNormUnits * 8);
+}
+
+TEST(CallsThatHaveNoPlan) {
+  ExpectRefusals("all_reduce",
+                 {{"world", 2}, {"count", 64}, {"dtype", 1}, {"width", 0}, {"algorithm", -1}});
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// How calls on the CPU back end come together: ranks that arrive in any order from any thread,
+// How the ranks of a call meet on the CPU back end: ranks that arrive in any order from any thread,
 // loops, several groups, and ranks that never come.
 #include "runtime/cpu_call.h"
 
@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "ops/all_gather_matmul/all_gather_matmul.h"
 #include "runtime/heap_cpu.h"
 #include "testing.h"
 
@@ -24,13 +25,12 @@ void UseHeap(int devices, double deadline_s) {
   std::vector<int64_t> ids;
   for (int i = 0; i < devices; ++i) ids.push_back(i);
   std::string error;
-  std::shared_ptr<HeapCpu> heap =
-      HeapCpu::Create(ids, 64 << 20, deadline_s, /*owns_table=*/true, &error);
+  std::shared_ptr<Heap> heap = HeapCpu::Create({ids, {}, 64 << 20, deadline_s}, &error);
   EXPECT(heap != nullptr) << error;
-  SetCurrentHeapCpu(heap);
+  SetCurrentHeap(HeapPlatform::kCpu, heap);
 }
 
-// Collects what calls complete with.
+// Collects the results with which calls complete.
 class Completions {
  public:
   std::function<void(const std::string&)> Expect() {
@@ -42,7 +42,7 @@ class Completions {
       changed_.notify_all();
     };
   }
-  // Of all calls so far, in no particular order.
+  // The results of all calls so far, in any order.
   std::vector<std::string> Wait() {
     std::unique_lock<std::mutex> lock(mutex_);
     const bool all = changed_.wait_for(lock, std::chrono::seconds(60),
@@ -58,24 +58,24 @@ class Completions {
   std::vector<std::string> errors_;
 };
 
-// The site of that number, whose handlers do not wait.
+// A call site whose handlers do not wait.
 CpuCallSite* Impatient(uint64_t number) {
   static std::mutex mutex;
   static std::map<uint64_t, CpuCallSite> sites;
   std::lock_guard<std::mutex> lock(mutex);
   const auto [site, made] = sites.try_emplace(number);
-  if (made) {  // once it is handed out, others read it
+  if (made) {  // once shared, other threads read it
     site->second.number = number;
-    site->second.impatient = true;
+    site->second.skips_wait = true;
   }
   return &site->second;
 }
 
-// A call in which every rank sends `value` to every rank, and checks what it receives.
+// A call in which every rank sends `value` to every rank and checks what it receives.
 CpuCall Exchange(int64_t run, CpuCallSite* site, std::vector<int64_t> group, int rank,
                  uint64_t value, Completions* completions) {
   CpuCall call;
-  call.op = OpId::kAllGatherMatmul;
+  call.op = kAllGatherMatmulId;
   call.run_id = run;
   call.site = site;
   call.group = std::move(group);
@@ -151,7 +151,7 @@ TEST(AHandlerWaitsForItsCall) {
     });
   }
   for (auto& d : devices) d.join();
-  EXPECT(!site.impatient);
+  EXPECT(!site.skips_wait);
   ExpectSuccess(&completions, kWorld * kRuns);
 }
 
@@ -182,7 +182,7 @@ TEST(TimeoutEndsOnce) {
   for (int run : {8000, 8001}) {
     const uint64_t start = NowNs();
     JoinCpuCall(Exchange(run, &site, {0, 1}, 0, run, &completions));  // rank 1 is not there yet
-    EXPECT(site.impatient);
+    EXPECT(site.skips_wait);
     EXPECT((NowNs() - start > 900'000'000) == (run == 8000));
     JoinCpuCall(Exchange(run, &site, {0, 1}, 1, run, &completions));
   }
@@ -220,7 +220,7 @@ TEST(AMissingRankIsNamed) {
   for (const auto& e : completions.Wait()) {
     EXPECT(e.find("rank 0, 2 waited 0.2 s for rank 1") != std::string::npos) << e;
   }
-  // Too late: told the same, at once.
+  // A late rank gets the same error, at once.
   JoinCpuCall(Exchange(3000, Impatient(1), {0, 1, 2}, 1, 1, &completions));
   const auto errors = completions.Wait();
   EXPECT_EQ(errors.size(), 3u);
@@ -249,7 +249,7 @@ TEST(AFailedBodyFailsItsRankOnly) {
 }
 
 TEST(WithoutAHeapTheErrorSaysWhatToDo) {
-  SetCurrentHeapCpu(nullptr);
+  SetCurrentHeap(HeapPlatform::kCpu, nullptr);
   Completions completions;
   JoinCpuCall(Exchange(5000, Impatient(1), {0, 1}, 0, 1, &completions));
   EXPECT(completions.Wait()[0].find("jflux.init()") != std::string::npos);

@@ -1,5 +1,5 @@
 // The CPU back end's arithmetic: conversions against the definitions of the formats, products
-// against a double loop, and what is handed to a BLAS.
+// against a double loop, and the arguments passed to a BLAS.
 #include "runtime/cpu_matmul.h"
 
 #include <algorithm>
@@ -17,7 +17,7 @@ namespace {
 
 constexpr DType kTypes[] = {DType::kF16, DType::kBF16, DType::kF32, DType::kF64};
 
-// A 16-bit format by its definition: exponent and mantissa bits, nothing about how it is converted.
+// A 16-bit format by its definition (exponent and mantissa bits), independent of the conversions.
 struct Format {
   DType dtype;
   int mantissa_bits, bias;
@@ -37,12 +37,12 @@ struct Format {
     }
     return bits & 0x8000 ? -magnitude : magnitude;
   }
-  // Nearest, ties to even, by search among all values. The first value beyond the largest finite
-  // one counts as infinity, as IEEE 754 rounds.
+  // Nearest, ties to even, by search among all values. The value after the largest finite one
+  // counts as infinity, as IEEE 754 rounds.
   uint16_t Nearest(double v) const {
     const uint16_t sign = std::signbit(v) ? 0x8000 : 0;
     const long double target = std::fabs(static_cast<long double>(v));
-    uint16_t low = 0, high = Infinity();  // ValueOf(low) <= target < what follows high
+    uint16_t low = 0, high = Infinity();  // ValueOf(low) <= target < the value after high
     if (std::isinf(v)) return sign | high;
     while (high - low > 1) {
       const auto middle = static_cast<uint16_t>((low + high) / 2);
@@ -119,7 +119,7 @@ TEST(Fp32RoundsToNearestEven) {
   for (const Format& f : {kHalf, kBrain}) {
     std::vector<float> values;
     for (uint16_t bits = 0; bits < f.Infinity(); ++bits) {
-      // Each value, the midpoint to the next one, and the floats beside both.
+      // Each value, the midpoint to the next, and the adjacent floats of both.
       const auto v = static_cast<float>(f.ValueOf(bits));
       const double next = bits + 1 == f.Infinity() ? std::ldexp(1.0, f.MaxExponent() - f.bias)
                                                    : f.ValueOf(bits + 1);
@@ -240,7 +240,7 @@ void CheckMultiply() {
         const auto w_stored = Stored(w, dtype), a_stored = Stored(a, dtype);
         const CpuRhs rhs(w_stored.data(), dtype, s.k, s.n, transposed);
         EXPECT_EQ(rhs.compute_dtype(), dtype == DType::kF64 ? DType::kF64 : DType::kF32);
-        // One element more than the result, to see writes past its end.
+        // One extra element, to detect writes past the end.
         std::vector<char> c((s.rows * s.cols + 1) * SizeOf(rhs.compute_dtype()), '\x55');
         rhs.Multiply(a_stored.data(), s.rows, s.col0, s.cols, c.data());
         EXPECT(std::all_of(c.end() - SizeOf(rhs.compute_dtype()), c.end(),
@@ -265,7 +265,7 @@ void CheckMultiply() {
 
 TEST(MultiplyWithTheLoop) { CheckMultiply(); }
 
-// Reference BLAS: c = alpha op(a) op(b) + beta c, column-major, checked as the Fortran one does.
+// Reference BLAS: c = alpha op(a) op(b) + beta c, column-major, with the Fortran argument checks.
 int g_gemm_calls = 0;
 template <typename T>
 void FortranGemm(const char* ta, const char* tb, const int* m, const int* n, const int* k,
@@ -282,7 +282,7 @@ void FortranGemm(const char* ta, const char* tb, const int* m, const int* n, con
         sum += (at ? a[l + i * *lda] : a[i + l * *lda]) * (bt ? b[j + l * *ldb] : b[l + j * *ldb]);
       }
       T& out = c[i + j * *ldc];
-      out = *alpha * sum + (*beta == 0 ? T{0} : *beta * out);  // beta 0: c need not be set
+      out = *alpha * sum + (*beta == 0 ? T{0} : *beta * out);  // beta 0: c may be uninitialised
     }
   }
 }

@@ -26,10 +26,11 @@ shmem::CallInfo Info() {
   info.world = 2;
   info.data_bytes = 64;
   info.num_signals = 1;
+  info.workspace_bytes = jflux_custom_workspace_bytes(64, 1);
   return info;
 }
 
-// A rank sends its device's number to the other rank of its group.
+// A rank sends its device's id to the other rank of its group.
 struct Rank {
   int64_t device, received = -1;
   std::mutex mutex;
@@ -54,7 +55,7 @@ struct Rank {
   }
   void Join(const shmem::CallInfo& info, int64_t run) {
     static CallSite site;
-    site.impatient = true;  // one thread makes the calls of all ranks
+    site.skips_wait = true;  // a single thread makes the calls of all ranks
     jflux_cpu_join_call(&info, &site, run, static_cast<int32_t>(device), Body, Done, this);
   }
   std::string Wait() {
@@ -66,8 +67,8 @@ struct Rank {
 
 void UseHeap(double deadline_s) {
   std::string error;
-  SetCurrentHeapCpu(
-      HeapCpu::Create({0, 1, 2, 3}, 64 << 20, deadline_s, /*owns_table=*/true, &error));
+  SetCurrentHeap(HeapPlatform::kCpu,
+                 HeapCpu::Create({{0, 1, 2, 3}, {}, 64 << 20, deadline_s}, &error));
   EXPECT(error.empty()) << error;
 }
 
@@ -107,11 +108,15 @@ TEST(WhatIsRefused) {
   UseHeap(60);
   shmem::CallInfo info = Info();
   info.version = shmem::kCallVersion + 1;
-  info.name = nullptr;  // not looked at: it may be anywhere in another version
+  info.name = nullptr;  // must not be read: another version may place it elsewhere
   EXPECT(Refused(info, 0).find("another version's headers") != std::string::npos);
   info = Info();
   info.world = kMaxRanks + 1;
   EXPECT(Refused(info, 0).find("my_op): malformed") != std::string::npos);
+  info = Info();
+  info.workspace_bytes *= 2;
+  EXPECT(Refused(info, 0).find("custom_call(my_op): the call takes a workspace of") !=
+         std::string::npos);
   EXPECT(Refused(Info(), 4).find("none of the call's groups") != std::string::npos);
 }
 

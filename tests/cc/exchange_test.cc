@@ -1,24 +1,25 @@
-// The exchanges' CPU bodies, which are also what the kernels' threads run, on 1 to 8 ranks.
+// The exchanges' bodies, which the CPU back end and the kernels share, on 1 to 8 ranks.
 #include "ops/exchange/exchange.h"
 
 #include <algorithm>
 #include <atomic>
 
+#include "exchange_call.h"
 #include "ops/exchange/chunked_exchange_body.h"
-#include "ranks.h"
+#include "plans.h"
 #include "testing.h"
 
 namespace jflux {
 namespace {
 
-constexpr OpId kOps[] = {OpId::kAllGather, OpId::kAllToAll, OpId::kReduceScatter};
+constexpr OpId kOps[] = {kAllGatherId, kAllToAllId, kReduceScatterId};
 constexpr DType kDtypes[] = {DType::kF16, DType::kBF16, DType::kF32, DType::kF64};
 
-// A shard of so many elements, in rows of different lengths in x and in y: whole units and not.
+// A shard in rows of different lengths in x and in y: multiples of a unit and not.
 ExchangeParams ParamsFor(OpId op, int world, DType dtype, int64_t elements, int64_t x_rows,
                          int64_t y_rows, bool chunked = false) {
   const int64_t bytes = elements * SizeOf(dtype);
-  const bool gathers = op == OpId::kAllGather, sums = op == OpId::kReduceScatter;
+  const bool gathers = op == kAllGatherId, sums = op == kReduceScatterId;
   return ExchangeParams{op,
                         world,
                         dtype,
@@ -46,7 +47,7 @@ void Check(int world, const RunOptions& options) {
   for (bool chunked : {false, true}) {
     std::vector<std::unique_ptr<ExchangeCall>> calls;
     uint32_t seed = 100 * world;
-    const auto smallest = ParamsFor(OpId::kAllGather, world, DType::kF16, 1, 1, 1, chunked);
+    const auto smallest = ParamsFor(kAllGatherId, world, DType::kF16, 1, 1, 1, chunked);
     for (OpId op : kOps) {
       for (DType dtype : kDtypes) {
         for (int64_t elements : {1, 6, 60, 360}) {
@@ -82,7 +83,7 @@ TEST(AcrossTheWrapOfEpochs) {
   Check(3, options);
 }
 
-// Several chunks, the last one not full; rows that are 16-byte units, eight-byte ones and neither.
+// Several chunks, the last one partial. Rows that are multiples of 16 bytes, of 8, and of neither.
 TEST(LongShards) {
   for (int world : {2, 3, 8}) {
     for (OpId op : kOps) {
@@ -104,7 +105,7 @@ TEST(LongShards) {
   }
 }
 
-// A rank's threads share its part, of chunks.
+// Several threads share a rank's chunks.
 class SharedExchange : public ExchangeCall {
  public:
   SharedExchange(const ExchangeParams& p, int places, int running, uint32_t seed)
@@ -134,7 +135,7 @@ TEST(ThreadsShareARanksPart) {
   for (int world : {2, 3, 5}) {
     for (OpId op : kOps) {
       for (int running : {1, 2, 4}) {
-        // Of 4 KiB: 21 chunks, of which places have more than they are ahead, or fewer.
+        // 21 chunks of 4 KiB: some CTAs have more chunks than they send ahead, some fewer.
         const auto p = ParamsFor(op, world, DType::kF32, 21'000, 3, 5, true);
         for (int places : {1, 3, 8}) {
           std::vector<std::unique_ptr<SharedExchange>> calls;
@@ -169,7 +170,8 @@ TEST(SlotsArePlaces) {
         offsets.push_back(slots.SlotOffset(from, 0));
         signals.push_back(slots.SignalIndex(from, 0, 0));
         EXPECT(offsets.back() % 16 == 0);
-        EXPECT_EQ(slots.SlotOffset((from + 1) % world, 1), offsets.back());  // the same for all
+        EXPECT_EQ(slots.SlotOffset((from + 1) % world, 1), offsets.back());  // the same on all
+                                                                             // ranks
       }
       std::sort(offsets.begin(), offsets.end());
       std::sort(signals.begin(), signals.end());
@@ -217,6 +219,32 @@ TEST(SignaturesTellCallsApart) {
   std::sort(seen.begin(), seen.end());
   const auto unique = std::unique(seen.begin(), seen.end()) - seen.begin();
   EXPECT_EQ(unique, static_cast<int64_t>(seen.size()));
+}
+
+TEST(Plans) {
+  const struct {
+    int64_t world, shard_bytes, chunked, workspace_bytes;
+  } table[] = {
+      {2, 2, 0, 132096},         {2, 2, 1, 140288},          {2, 4096, 0, 132096},
+      {2, 4096, 1, 140288},      {2, 100000, 0, 1049600},    {2, 100000, 1, 271360},
+      {2, 3145728, 0, 33555456}, {2, 3145728, 1, 8406016},   {4, 2, 0, 132096},
+      {4, 2, 1, 140288},         {4, 4096, 0, 132096},       {4, 4096, 1, 140288},
+      {4, 100000, 0, 2098176},   {4, 100000, 1, 1057792},    {4, 3145728, 0, 67109888},
+      {4, 3145728, 1, 33620992}, {8, 2, 0, 132096},          {8, 2, 1, 140288},
+      {8, 4096, 0, 132096},      {8, 4096, 1, 140288},       {8, 100000, 0, 4195328},
+      {8, 100000, 1, 2106368},   {8, 3145728, 0, 134218752}, {8, 3145728, 1, 67240960},
+  };
+  for (const char* name : {"all_gather", "all_to_all", "reduce_scatter"}) {
+    for (const auto& row : table) {
+      const Fields call{
+          {"world", row.world}, {"shard_bytes", row.shard_bytes}, {"chunked", row.chunked}};
+      for (const Machine& machine : {Machine{0}, Machine{132}}) {
+        const Fields plan = PlanOf(*FindOp(name), call, machine);
+        EXPECT(plan == (Fields{{"workspace_bytes", row.workspace_bytes}})) << InWords(call);
+      }
+    }
+    ExpectRefusals(name, {{"world", 2}, {"shard_bytes", 64}, {"chunked", 0}});
+  }
 }
 
 }  // namespace

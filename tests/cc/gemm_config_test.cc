@@ -1,21 +1,25 @@
-// gpu/gemm_config.h: which configuration a product gets, and how an all-gather groups its rows.
+// gpu/gemm_config.h: the configuration chosen for a product, and the raster groups of an
+// all-gather.
 #include "gpu/gemm_config.h"
 
 #include <algorithm>
 #include <iterator>
 
+#include "ops/all_gather_matmul/all_gather_matmul_config.h"
 #include "ops/matmul_all_reduce/matmul_all_reduce_config.h"
+#include "ops/matmul_all_to_all/matmul_all_to_all_config.h"
+#include "ops/matmul_reduce_scatter/matmul_reduce_scatter_config.h"
 #include "testing.h"
 
 namespace jflux {
 namespace {
 
-constexpr int kSms = 132;
+constexpr Machine kH200{132};
 
-// Microseconds of calls on 2 x H200, the mean of normal numbers and zeros, by columns of a tile
-// (clusters of two; 0: not measured), in the mean of one or two runs; bench/gpu_check.py has the
-// like as section choices. (All-gathers with 224 columns still had three stages, and all CTAs sent.
-// And in {kReduce, 8192, 12288, 24576} all storers.)
+// Microseconds of calls on 2 x H200, by columns of a tile (clusters of two; 0: not measured): the
+// mean of normal numbers and zeros, of one or two runs. bench/gpu_check.py measures them in section
+// choices. All-gathers with 224 columns still had three stages, and all CTAs sent. In {kReduce,
+// 8192, 12288, 24576} all store warps sent.
 struct Measured {
   enum Op { kGather, kScatter, kReduce } op;
   int64_t m, n, k;  // of a rank
@@ -68,16 +72,12 @@ constexpr Measured kMeasured[] = {
     {Measured::kReduce, 8192, 8192, 14336, {2773, 2828, 2770, 2912, 2806}},
 };
 
-GemmChoice ChooseGather(int world, int64_t rows_per_rank, int64_t n, int64_t k, int sm_count) {
-  return ChooseAllGather(world, rows_per_rank, n, k, sm_count);
-}
-
 TEST(WhatIsChosenWasAboutTheFastest) {
   for (const Measured& call : kMeasured) {
     const auto choose = call.op == Measured::kReduce    ? ChooseAllReduce
                         : call.op == Measured::kScatter ? ChooseReduceScatter
-                                                        : ChooseGather;
-    const GemmChoice c = choose(2, call.m / 2, call.n, call.k, kSms);
+                                                        : ChooseAllGather;
+    const GemmChoice c = choose(2, call.m / 2, call.n, call.k, kH200);
     int best = call.us[0], chosen = 0;
     for (int i = 0; i < 5; ++i) {
       constexpr int kColumns[] = {256, 224, 192, 160, 128};
@@ -89,99 +89,101 @@ TEST(WhatIsChosenWasAboutTheFastest) {
   }
 }
 
-// 666 x 5520 x 4104 of two ranks: 62 us in one wave of 256 columns, 73 with 192, 88 with 128.
+// 666 x 5520 x 4104 on two ranks: 62 us in one wave of 256 columns, 73 with 192, 88 with 128.
 TEST(RowsThatAllWaitAreOneWaveOfWideTiles) {
-  EXPECT(ChooseGather(2, 333, 5520, 4104, kSms) == (GemmChoice{256, 2, 0}));
+  EXPECT(ChooseAllGather(2, 333, 5520, 4104, kH200) == (GemmChoice{256, 2, 0}));
 }
 
 // 8192 x 8192 x 2048 on one H200: 415 us with 256 columns, 387 with 192.
 TEST(ShortKTakesTilesThatAreFinishedBesideTheNext) {
-  EXPECT_EQ(ChooseGemm(1, 8192, 8192, 8192, kSms).tile_n, 256);
-  EXPECT_EQ(ChooseGemm(1, 8192, 8192, 2048, kSms).tile_n, 192);
+  EXPECT_EQ(ChooseGemm(1, 8192, 8192, 8192, kH200).tile_n, 256);
+  EXPECT_EQ(ChooseGemm(1, 8192, 8192, 2048, kH200).tile_n, 192);
 }
 
 TEST(FewerWavesWin) {
   // 224 tiles of 192 columns are 1.7 waves, 256 of 160 columns 1.94.
-  EXPECT(ChooseGemm(4, 512, 2560, 8192, kSms) == (GemmChoice{160, 2, 8}));
-  const GemmChoice best = ChooseGemm(2, 256, 6144, 8192, kSms);
+  EXPECT(ChooseGemm(4, 512, 2560, 8192, kH200) == (GemmChoice{160, 2, 8}));
+  const GemmChoice best = ChooseGemm(2, 256, 6144, 8192, kH200);
   for (const GemmChoice& c : kCompiled) {
-    EXPECT(EstimateCost(best, 512, 6144, 8192, kSms) <= EstimateCost(c, 512, 6144, 8192, kSms))
+    EXPECT(EstimateCost(best, 512, 6144, 8192, kH200) <= EstimateCost(c, 512, 6144, 8192, kH200))
         << c.tile_n;
   }
 }
 
 TEST(SharedTilesAreNotWide) {
   for (int64_t rows : {498, 684, 1026, 1364, 2046}) {
-    EXPECT(ChooseReduceScatter(2, rows, 12288, 24576, kSms).tile_n < 256) << rows;
+    EXPECT(ChooseReduceScatter(2, rows, 12288, 24576, kH200).tile_n < 256) << rows;
   }
-  EXPECT_EQ(ChooseReduceScatter(2, 1024, 12288, 24576, kSms).tile_n, 256);
+  EXPECT_EQ(ChooseReduceScatter(2, 1024, 12288, 24576, kH200).tile_n, 256);
 }
 
 TEST(GatesTakeTilesOfTwoHalves) {
   for (int64_t m : {512, 2048, 8192}) {
-    for (int64_t n : {2560, 11008, 28672}) {  // of both weights
-      const GemmChoice c = ForGate(ChooseGemm(2, m / 2, n, 8192, kSms), m, n, 8192, kSms);
+    for (int64_t n : {2560, 11008, 28672}) {  // of both weights together
+      const GemmChoice c = ForGate(ChooseGemm(2, m / 2, n, 8192, kH200), m, n, 8192, kH200);
       const GemmChoice narrow{128, c.cluster_m, c.group_m}, wide{256, 2, c.group_m};
       EXPECT(c == narrow || c == wide) << c.tile_n;
       const GemmChoice other = c == wide ? narrow : wide;
       EXPECT(c.cluster_m == 1 ||
-             EstimateCost(c, m, n, 8192, kSms) <= EstimateCost(other, m, n, 8192, kSms))
+             EstimateCost(c, m, n, 8192, kH200) <= EstimateCost(other, m, n, 8192, kH200))
           << m << " x " << n;
     }
   }
-  EXPECT(ForGate({192, 1, 16}, 300, 1024, 8192, kSms) == (GemmChoice{128, 1, 16}));
-  EXPECT(ForGate({128, 1, 1, 4}, 64, 1024, 8192, kSms) == (GemmChoice{128, 1, 1}));
-  EXPECT(ForGate({256, 2, 4}, 8192, 28672, 8192, kSms) == (GemmChoice{256, 2, 4}));
+  EXPECT(ForGate({192, 1, 16}, 300, 1024, 8192, kH200) == (GemmChoice{128, 1, 16}));
+  EXPECT(ForGate({128, 1, 1, 4}, 64, 1024, 8192, kH200) == (GemmChoice{128, 1, 1}));
+  EXPECT(ForGate({256, 2, 4}, 8192, 28672, 8192, kH200) == (GemmChoice{256, 2, 4}));
 }
 
 TEST(AClustersRowsAreTwoRanksInOneRasterGroupOnly) {
   for (int64_t n : {512, 2560, 12288}) {
-    // 250 rows are fewer than a cluster's.
-    const GemmChoice c = ChooseGemm(8, 250, n, 8192, kSms);
-    EXPECT(!InOneRasterGroup(8, 250) && c.cluster_m == 1 && c.group_m > 0) << "n " << n;
+    // 250 rows are fewer than those of a cluster.
+    const GemmChoice c = ChooseGemm(8, 250, n, 8192, kH200);
+    EXPECT(!InOneRasterGroup(8, 250, kH200) && c.cluster_m == 1 && c.group_m > 0) << "n " << n;
   }
-  EXPECT_EQ(ChooseGemm(4, 128, 12288, 8192, kSms).group_m, 0);
-  EXPECT_EQ(ChooseGemm(4, 128, 12288, 8192, kSms).cluster_m, 2);
+  EXPECT_EQ(ChooseGemm(4, 128, 12288, 8192, kH200).group_m, 0);
+  EXPECT_EQ(ChooseGemm(4, 128, 12288, 8192, kH200).cluster_m, 2);
 }
 
 TEST(FewRowsAreOneRasterGroup) {
   for (int world = 2; world <= 8; ++world) {
     for (int64_t rows = 1; rows < 4000; ++rows) {
       const int64_t others = (world - 1) * rows;
-      const bool in_one = InOneRasterGroup(world, rows);
+      const bool in_one = InOneRasterGroup(world, rows, kH200);
       const bool shares = rows % kGemmTileM != 0;
       EXPECT(in_one || others >= 1024 || (!shares && rows >= 256 && world * rows >= 1024))
           << world << " ranks, rows " << rows;
       EXPECT(!in_one || others <= 1600) << world << " ranks, rows " << rows;
     }
   }
-  EXPECT(!InOneRasterGroup(4, 512) && InOneRasterGroup(4, 500));  // ragged ones a little longer
-  EXPECT(!InOneRasterGroup(2, 512) && InOneRasterGroup(2, 384));
-  EXPECT(!InOneRasterGroup(4, 256) && InOneRasterGroup(4, 128));
-  EXPECT(InOneRasterGroup(8, 128));  // two CTAs of a cluster need 256 rows of a rank
-  EXPECT(!InOneRasterGroup(1, 64));  // a product alone
+  EXPECT(!InOneRasterGroup(4, 512, kH200) &&
+         InOneRasterGroup(4, 500, kH200));  // rows that are not full tiles: up to a higher limit
+  EXPECT(!InOneRasterGroup(2, 512, kH200) && InOneRasterGroup(2, 384, kH200));
+  EXPECT(!InOneRasterGroup(4, 256, kH200) && InOneRasterGroup(4, 128, kH200));
+  EXPECT(InOneRasterGroup(8, 128, kH200));  // two CTAs of a cluster need 256 rows of a rank
+  EXPECT(!InOneRasterGroup(1, 64, kH200));  // single-rank product
 }
 
 TEST(RasterGroupsOf1024RowsOrOneOfAll) {
-  EXPECT_EQ(ChooseGemm(2, 384, 24576, 8192, kSms).group_m, 0);
-  EXPECT(ChooseGemm(2, 512, 24576, 8192, kSms) == (GemmChoice{256, 2, 8}));
-  EXPECT(ChooseGemm(2, 1024, 24576, 8192, kSms) == (GemmChoice{256, 2, 8}));
-  EXPECT(ChooseGemm(2, 4096, 24576, 8192, kSms) == (GemmChoice{256, 2, 4}));
+  EXPECT_EQ(ChooseGemm(2, 384, 24576, 8192, kH200).group_m, 0);
+  EXPECT(ChooseGemm(2, 512, 24576, 8192, kH200) == (GemmChoice{256, 2, 8}));
+  EXPECT(ChooseGemm(2, 1024, 24576, 8192, kH200) == (GemmChoice{256, 2, 8}));
+  EXPECT(ChooseGemm(2, 4096, 24576, 8192, kH200) == (GemmChoice{256, 2, 4}));
 }
 
-// A raster group may begin when its rows have arrived, if it is of more than one tile row.
+// When a raster group of more than one tile row starts, its rows have arrived.
 TEST(GatherGroupsAreThereInTime) {
   for (int world : {2, 3, 4, 8}) {
     for (int64_t rows : {128, 256, 512, 1024, 2048, 4096}) {
       for (int64_t n : {256, 1024, 2560, 4096, 12288, 49152}) {
         for (int cluster_m : {1, 2}) {
-          const GemmChoice c = GatherGroups(GemmChoice{192, cluster_m, 16}, world, rows, n, kSms);
+          const GemmChoice c = GatherGroups(GemmChoice{192, cluster_m, 16}, world, rows, n, kH200);
           EXPECT(1 <= c.group_m && c.group_m <= 16);
           if (c.group_m == 1) continue;
-          const double row_arrives = 3000.0 / static_cast<double>(n);  // 1: a row's product
-          const int64_t raster group = c.group_m * kGemmTileM * c.cluster_m;
-          for (int64_t done = rows; done < world * rows; done += raster group) {
-            const int64_t needed = Min(done + raster group, world * rows) - rows;
+          const double row_arrives = 3000.0 / static_cast<double>(n);  // in units of the time of a
+                                                                       // row's product
+          const int64_t raster_group = c.group_m * kGemmTileM * c.cluster_m;
+          for (int64_t done = rows; done < world * rows; done += raster_group) {
+            const int64_t needed = Min(done + raster_group, world * rows) - rows;
             EXPECT(static_cast<double>(needed) * row_arrives <= static_cast<double>(done) * 1.0001)
                 << world << " ranks, rows " << rows << " n " << n << " done " << done;
           }
@@ -191,60 +193,93 @@ TEST(GatherGroupsAreThereInTime) {
   }
 }
 
-// Half as fast links are like half as many columns: fewer rows arrive in time. And so are twice as
-// many SMs.
+TEST(LinksAreSharesOfTheReferences) {
+  const auto share = [](double gbps) { return Machine{132, gbps}.LinkShare(); };
+  EXPECT_EQ(share(0), 1.0);  // unknown
+  for (double gbps : {240.0, 262.0, 320.0, 390.0, 2000.0}) EXPECT_EQ(share(gbps), 1.0) << gbps;
+  EXPECT_EQ(share(170), 0.5);
+  EXPECT_EQ(share(45), 0.125);
+}
+
+// Links of half the speed act like half the columns: fewer rows arrive in time. So do twice the
+// SMs.
 TEST(SlowLinksMakeRasterGroupsShorter) {
-  EXPECT_EQ(LinksOf(0), 1.0);
-  for (double gbps : {240.0, 262.0, 320.0, 390.0, 2000.0}) EXPECT_EQ(LinksOf(gbps), 1.0) << gbps;
-  EXPECT_EQ(LinksOf(170), 0.5);
-  EXPECT_EQ(LinksOf(45), 0.125);
+  const Machine half{132, 160}, twice{264};
   for (int world : {2, 4}) {
     for (int64_t rows : {512, 1024, 4096}) {
       for (int64_t n : {2560, 12288, 49152}) {
         const GemmChoice all{192, 2, 16};
-        const GemmChoice half = GatherGroups(all, world, rows, n, kSms, 0.5);
-        EXPECT(half == GatherGroups(all, world, rows, n / 2, kSms));
-        EXPECT(half == GatherGroups(all, world, rows, n, 2 * kSms));
+        const GemmChoice shorter = GatherGroups(all, world, rows, n, half);
+        EXPECT(shorter == GatherGroups(all, world, rows, n / 2, kH200));
+        EXPECT(shorter == GatherGroups(all, world, rows, n, twice));
       }
     }
   }
-  EXPECT(InOneRasterGroup(8, 128) && !InOneRasterGroup(8, 128, 0.5) &&
-         InOneRasterGroup(2, 384, 0.5));
-  EXPECT_EQ(ChooseAllGather(8, 128, 24576, 12288, kSms).group_m, 0);
-  EXPECT(ChooseAllGather(8, 128, 24576, 12288, kSms, 0.5).group_m > 0);
+  EXPECT(InOneRasterGroup(8, 128, kH200) && !InOneRasterGroup(8, 128, half) &&
+         InOneRasterGroup(2, 384, half));
+  EXPECT_EQ(ChooseAllGather(8, 128, 24576, 12288, kH200).group_m, 0);
+  EXPECT(ChooseAllGather(8, 128, 24576, 12288, half).group_m > 0);
+}
+
+// All ops see the links: on slow ones more is exposed, so smaller tiles win sooner, and few rows
+// are sooner more than one raster group. 320 GB/s is what is assumed where nothing is known.
+TEST(EveryOpSeesTheLinks) {
+  const Machine known{132, 320}, slow{132, 40};
+  EXPECT(ChooseReduceScatter(8, 128, 24576, 12288, slow).group_m > 0);
+  int differ[3] = {};
+  for (int world : {2, 4, 8}) {
+    for (int64_t rows : {128, 333, 512, 2048, 4096}) {
+      for (int64_t n : {1000, 4096, 8192, 12288}) {
+        for (int64_t k : {2048, 8192}) {
+          const auto check = [&](auto choose, int i) {
+            const GemmChoice c = choose(world, rows, n, k, kH200);
+            EXPECT(c == choose(world, rows, n, k, known)) << world << " " << rows << " " << n;
+            const GemmChoice on_slow = choose(world, rows, n, k, slow);
+            EXPECT(IsPossible(on_slow) && on_slow.tile_n <= 256);
+            differ[i] += !(on_slow == c);
+          };
+          check(ChooseReduceScatter, 0);
+          check(ChooseAllReduce, 1);
+          check(ChooseAllToAll, 2);
+        }
+      }
+    }
+  }
+  for (int count : differ) EXPECT(count > 0);
 }
 
 TEST(OpsChooseAsTheirPartsDo) {
   const int64_t n = 12288, k = 12288;
   for (int64_t rows : {64, 512, 2048}) {
-    const GemmChoice c = ChooseGemm(4, rows, n, k, kSms);
-    EXPECT(ChooseReduceScatter(4, rows, n, k, kSms) ==
-           ChooseGemm(4, rows, n, k, kSms, kScatterCosts));
-    EXPECT(ChooseAllGather(4, rows, n, k, kSms) == GatherGroups(c, 4, rows, n, kSms));
+    const GemmChoice c = ChooseGemm(4, rows, n, k, kH200);
+    EXPECT(ChooseReduceScatter(4, rows, n, k, kH200) ==
+           ChooseGemm(4, rows, n, k, kH200, kScatterCosts));
+    EXPECT(ChooseAllGather(4, rows, n, k, kH200) == GatherGroups(c, 4, rows, n, kH200));
   }
   for (int64_t rows : {1, 16, 32}) {
-    EXPECT(ChooseReduceScatter(4, rows, n, k, kSms) == ChooseFew(4 * rows, n, k, kSms, 2));
-    EXPECT(ChooseAllGather(4, rows, n, k, kSms) == ChooseFew(4 * rows, n, k, kSms, 4));
-    EXPECT_EQ(ChooseReduceScatter(4, rows, 2048, 4096, kSms).splits, 2);
-    EXPECT_EQ(ChooseAllGather(4, rows, 2048, 8192, kSms).splits, 4);
+    EXPECT(ChooseReduceScatter(4, rows, n, k, kH200) == ChooseFew(4 * rows, n, k, kH200, 2));
+    EXPECT(ChooseAllGather(4, rows, n, k, kH200) == ChooseFew(4 * rows, n, k, kH200, 4));
+    EXPECT_EQ(ChooseReduceScatter(4, rows, 2048, 4096, kH200).splits, 2);
+    EXPECT_EQ(ChooseAllGather(4, rows, 2048, 8192, kH200).splits, 4);
   }
 }
 
 TEST(AllReducesAreFinishedFromTheBeginningOn) {
   for (int64_t rows : {128, 256, 512}) {
-    const GemmChoice c = ChooseAllReduce(4, rows, 12288, 8192, kSms),
-                     product = ChooseGemm(4, rows, 12288, 8192, kSms, kReduceCosts);
+    const GemmChoice c = ChooseAllReduce(4, rows, 12288, 8192, kH200),
+                     product = ChooseGemm(4, rows, 12288, 8192, kH200, kReduceCosts);
     EXPECT(c.group_m == 0 && c.tile_n == product.tile_n && c.cluster_m == product.cluster_m)
         << rows;
   }
   for (int64_t rows : {1024, 2048}) {
-    EXPECT(ChooseAllReduce(4, rows, 12288, 8192, kSms) ==
-           ChooseGemm(4, rows, 12288, 8192, kSms, kReduceCosts))
+    EXPECT(ChooseAllReduce(4, rows, 12288, 8192, kH200) ==
+           ChooseGemm(4, rows, 12288, 8192, kH200, kReduceCosts))
         << rows;
   }
 }
 
-// Microseconds on 2 x H200, by a CTA for each tile and by clusters of two; k of a rank.
+// Microseconds on 2 x H200 with one CTA per tile, and with clusters of two that split k. k is that
+// of a rank.
 TEST(FewRowsOfAllReducesShareKWhereThatWasFaster) {
   const struct {
     int64_t m, n, k;
@@ -256,20 +291,20 @@ TEST(FewRowsOfAllReducesShareKWhereThatWasFaster) {
       {64, 12288, 24576, 169, 197},  {128, 12288, 24576, 187, 209},
   };
   for (const auto& call : measured) {
-    const GemmChoice c = ChooseAllReduce(2, call.m / 2, call.n, call.k, kSms);
+    const GemmChoice c = ChooseAllReduce(2, call.m / 2, call.n, call.k, kH200);
     EXPECT_EQ(c.splits, call.split < call.whole ? 2 : 1) << call.m << " x " << call.n;
   }
-  EXPECT_EQ(ChooseAllReduce(2, 32, 8192, 64, kSms).splits, 1);  // one block of k
+  EXPECT_EQ(ChooseAllReduce(2, 32, 8192, 64, kH200).splits, 1);  // one k-block
 }
 
-// What was fastest on an H200.
+// The fastest configurations on an H200.
 TEST(FewRowsKeepEnoughSmsReading) {
   for (int64_t m : {1, 16, 64, 128}) {
-    EXPECT(ChooseFew(m, 12288, 12288, kSms, 4) == (GemmChoice{128, 1, 1})) << m;
-    EXPECT(ChooseFew(m, 12288, 24576, kSms, 4) == (GemmChoice{128, 1, 1})) << m;
-    EXPECT(ChooseFew(m, 24576, 12288, kSms, 4) == (GemmChoice{192, 1, 1})) << m;
+    EXPECT(ChooseFew(m, 12288, 12288, kH200, 4) == (GemmChoice{128, 1, 1})) << m;
+    EXPECT(ChooseFew(m, 12288, 24576, kH200, 4) == (GemmChoice{128, 1, 1})) << m;
+    EXPECT(ChooseFew(m, 24576, 12288, kH200, 4) == (GemmChoice{192, 1, 1})) << m;
   }
-  // Microseconds of the product alone: tiles of 128 columns, of 192, k shared by two, by four.
+  // Microseconds of the single-rank product: tiles of 128 columns, of 192, k split by two, by four.
   const struct {
     int64_t m, n, k;
     double us[4];
@@ -298,12 +333,13 @@ TEST(FewRowsKeepEnoughSmsReading) {
       {64, 3584, 1024, {10.5, 12.8, 9.4, 9.1}},
   };
   for (const auto& call : measured) {
-    const GemmChoice c = ChooseFew(call.m, call.n, call.k, kSms, 4);
+    const GemmChoice c = ChooseFew(call.m, call.n, call.k, kH200, 4);
     const double chosen = call.us[c.tile_n == 192 ? 1 : c.splits == 1 ? 0 : c.splits == 2 ? 2 : 3];
     const double best = *std::min_element(std::begin(call.us), std::end(call.us));
     EXPECT_EQ(chosen, best) << call.m << " x " << call.n << " x " << call.k;
   }
-  EXPECT_EQ(ChooseFew(64, 128, 136, kSms, 4).splits, 1);  // sums would cost more than w
+  EXPECT_EQ(ChooseFew(64, 128, 136, kH200, 4).splits, 1);  // the sums would cost more than reading
+                                                           // w
 }
 
 TEST(ImpossibleChoices) {
@@ -327,13 +363,13 @@ TEST(WhoSharesKHasSomeOfIt) {
   EXPECT_EQ(splits(128, 192, 4), 2);
   EXPECT_EQ(splits(128, 193, 4), 4);
   EXPECT_EQ(splits(128, 12288, 2), 2);
-  EXPECT_EQ(splits(129, 12288, 4), 1);  // no few rows
+  EXPECT_EQ(splits(129, 12288, 4), 1);  // more than 128 rows
 }
 
 TEST(WhatIsChosenIsCompiled) {
   for (int64_t m : {1, 64, 512, 1000, 8192}) {
     for (int64_t n : {8, 2560, 12288}) {
-      const GemmChoice c = ChooseGemm(1, m, n, 8192, kSms);
+      const GemmChoice c = ChooseGemm(1, m, n, 8192, kH200);
       bool compiled = false;
       for (const GemmChoice& k : kCompiled) {
         compiled |= k.tile_n == c.tile_n && k.cluster_m == c.cluster_m;

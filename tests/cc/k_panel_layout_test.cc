@@ -1,5 +1,5 @@
-// ops/all_gather_matmul/k_panel_layout.h: where panels of rows lie, and in which order they are
-// sent.
+// ops/all_gather_matmul/k_panel_layout.h: the offsets of k-panels, and the order in which chunks
+// are sent.
 #include "ops/all_gather_matmul/k_panel_layout.h"
 
 #include <algorithm>
@@ -37,50 +37,50 @@ void ForAllShapes(F&& f) {
   }
 }
 
-TEST(PartsAreARanksRows) {
+TEST(RangesAreARanksRows) {
   ForAllShapes([](const Rows& rows, int64_t k) {
     const auto layout = KPanelLayout::Make(rows, k);
     for (int src = 0; src < rows.world; ++src) {
       int64_t next = src * rows.PerRank();
-      for (int32_t i = 0; i < layout.BlocksOf(src); ++i) {
-        const int32_t block = layout.FirstBlock(src) + i;
-        const auto part = layout.PartOf(src, block);
-        EXPECT_EQ(block * int64_t{KPanelLayout::kBlockRows} + part.begin, next);
-        EXPECT(part.begin < part.end && part.end <= KPanelLayout::kBlockRows);
-        next += part.end - part.begin;
+      for (int32_t i = 0; i < layout.RowBlocksOf(src); ++i) {
+        const int32_t row_block = layout.FirstRowBlock(src) + i;
+        const auto range = layout.RangeOf(src, row_block);
+        EXPECT_EQ(row_block * int64_t{KPanelLayout::kPanelRows} + range.begin, next);
+        EXPECT(range.begin < range.end && range.end <= KPanelLayout::kPanelRows);
+        next += range.end - range.begin;
       }
       EXPECT_EQ(next, (src + 1) * rows.PerRank());
-      EXPECT(layout.BlocksOf(src) <= layout.rank_blocks);
+      EXPECT(layout.RowBlocksOf(src) <= layout.rank_row_blocks);
     }
   });
 }
 
-// Every element of every rank's rows has a place of its own, and so has every signal.
+// Every element of every rank's rows has its own offset, and so has every signal.
 TEST(RoomForEverything) {
   ForAllShapes([](const Rows& rows, int64_t k) {
     const auto layout = KPanelLayout::Make(rows, k);
     Ranges data, signals;
     for (int src = 0; src < rows.world; ++src) {
       int64_t columns = 0;
-      for (int32_t i = 0; i < layout.BlocksOf(src); ++i) {
-        const int32_t block = layout.FirstBlock(src) + i;
-        const auto part = layout.PartOf(src, block);
+      for (int32_t i = 0; i < layout.RowBlocksOf(src); ++i) {
+        const int32_t row_block = layout.FirstRowBlock(src) + i;
+        const auto range = layout.RangeOf(src, row_block);
         for (int32_t chunk = 0; chunk < layout.Chunks(); ++chunk) {
-          const int64_t s = layout.SignalOffset(src, block, chunk);
+          const int64_t s = layout.SignalOffset(src, row_block, chunk);
           signals.push_back({s, s + static_cast<int64_t>(sizeof(Signal))});
           for (int p = 0; p < KPanelLayout::kBoxes; ++p) {
-            const auto box = layout.BoxOf(part, chunk, p);
+            const auto box = layout.BoxOf(range, chunk, p);
             if (box.rows <= 0) continue;
-            EXPECT_EQ(layout.ChunkOf(box.panel), chunk);
+            EXPECT_EQ(layout.ChunkOf(box.k_panel), chunk);
             EXPECT(box.rows <= KPanelLayout::kBoxRows);
-            const int64_t first = layout.RowOf(block, box.panel) + part.begin + box.row;
+            const int64_t first = layout.RowOf(row_block, box.k_panel) + range.begin + box.row;
             data.push_back(
                 {first * KPanelLayout::kRowBytes, (first + box.rows) * KPanelLayout::kRowBytes});
             columns += box.rows;
           }
         }
       }
-      EXPECT_EQ(columns, rows.PerRank() * layout.panels);
+      EXPECT_EQ(columns, rows.PerRank() * layout.k_panels);
     }
     const WorkspaceLayout workspace = layout.Workspace();
     EXPECT(Disjoint(data) && Inside(data, workspace.data_bytes)) << rows.world << " " << rows.inner;
@@ -89,33 +89,34 @@ TEST(RoomForEverything) {
   });
 }
 
-// A rank sends all of its rows to every peer once; to itself, what is in a block with others'.
+// A rank sends all its rows to every peer once; to itself, its rows of row blocks that it shares
+// with others.
 TEST(EveryChunkIsSentOnce) {
   ForAllShapes([](const Rows& rows, int64_t k) {
     const auto layout = KPanelLayout::Make(rows, k);
     for (int32_t group : {0, 1, 2, 3}) {
       for (int rank = 0; rank < rows.world; ++rank) {
         const SendOrder order(layout, rank, group);
-        const int32_t blocks = layout.BlocksOf(rank), chunks = layout.Chunks();
+        const int32_t blocks = layout.RowBlocksOf(rank), chunks = layout.Chunks();
         std::vector<int> sent(rows.world * blocks * chunks);
-        for (int32_t u = 0; u < order.Units(); ++u) {
-          const SendUnit unit = order.At(u);
-          const int32_t block = unit.block - layout.FirstBlock(rank);
-          const bool inside = 0 <= unit.step && unit.step < rows.world && 0 <= block &&
-                              block < blocks && 0 <= unit.chunk && unit.chunk < chunks;
+        for (int32_t u = 0; u < order.Count(); ++u) {
+          const ChunkSend send = order.At(u);
+          const int32_t row_block = send.row_block - layout.FirstRowBlock(rank);
+          const bool inside = 0 <= send.step && send.step < rows.world && 0 <= row_block &&
+                              row_block < blocks && 0 <= send.chunk && send.chunk < chunks;
           EXPECT(inside) << rows.world << " " << rows.inner << " unit " << u;
-          if (inside) ++sent[(unit.step * blocks + block) * chunks + unit.chunk];
+          if (inside) ++sent[(send.step * blocks + row_block) * chunks + send.chunk];
         }
         for (int step = 0; step < rows.world; ++step) {
-          for (int32_t block = 0; block < blocks; ++block) {
+          for (int32_t row_block = 0; row_block < blocks; ++row_block) {
             bool shared = false;  // by definition, not by the arithmetic under test
-            for (int64_t i = 0; i < KPanelLayout::kBlockRows; ++i) {
-              const int64_t row = (layout.FirstBlock(rank) + block) * int64_t{128} + i;
+            for (int64_t i = 0; i < KPanelLayout::kPanelRows; ++i) {
+              const int64_t row = (layout.FirstRowBlock(rank) + row_block) * int64_t{128} + i;
               shared |= row < rows.Total() && row / rows.PerRank() != rank;
             }
             const int expected = step > 0 || shared ? 1 : 0;
             for (int32_t chunk = 0; chunk < chunks; ++chunk) {
-              EXPECT_EQ(sent[(step * blocks + block) * chunks + chunk], expected);
+              EXPECT_EQ(sent[(step * blocks + row_block) * chunks + chunk], expected);
             }
           }
         }
@@ -128,7 +129,7 @@ TEST(OneRasterGroupSendsPanelByPanel) {
   ForAllShapes([](const Rows& rows, int64_t k) {
     const auto layout = KPanelLayout::Make(rows, k);
     const SendOrder order(layout, rows.world - 1, /*group=*/0);
-    for (int32_t u = 1; u < order.Units(); ++u) {
+    for (int32_t u = 1; u < order.Count(); ++u) {
       EXPECT(order.At(u - 1).chunk <= order.At(u).chunk);
     }
   });
@@ -138,12 +139,12 @@ TEST(RasterGroupsGoToOneRankAfterTheOther) {
   const Rows rows{4, 1, 1024};
   const auto layout = KPanelLayout::Make(rows, 320);
   const SendOrder order(layout, 1, /*group=*/4);
-  EXPECT_EQ(order.Units(), 3 * 8 * 5);
-  for (int32_t u = 0; u < order.Units(); ++u) {
-    const SendUnit unit = order.At(u);
-    EXPECT_EQ(unit.step, u / 40 + 1);
-    EXPECT_EQ((unit.block - 8) / 4, u % 40 / 20);  // a group of blocks,
-    EXPECT_EQ(unit.chunk, u % 20 / 4);             // panel by panel
+  EXPECT_EQ(order.Count(), 3 * 8 * 5);
+  for (int32_t u = 0; u < order.Count(); ++u) {
+    const ChunkSend send = order.At(u);
+    EXPECT_EQ(send.step, u / 40 + 1);
+    EXPECT_EQ((send.row_block - 8) / 4, u % 40 / 20);  // raster groups of row blocks,
+    EXPECT_EQ(send.chunk, u % 20 / 4);                 // k-panel by k-panel
   }
 }
 
@@ -151,11 +152,11 @@ TEST(FewRowsShareAChunk) {
   EXPECT_EQ(KPanelLayout::Make(Rows{4, 1, 16}, 12288).Chunks(), 48);
   EXPECT_EQ(KPanelLayout::Make(Rows{4, 1, 64}, 12288).Chunks(), 96);
   EXPECT_EQ(KPanelLayout::Make(Rows{4, 1, 128}, 12288).Chunks(), 192);
-  // The last chunk may have fewer panels than the others.
+  // The last chunk may have fewer k-panels than the others.
   const auto layout = KPanelLayout::Make(Rows{2, 1, 5}, 328);
   EXPECT_EQ(layout.Chunks(), 2);
   int boxes = 0;
-  for (int i = 0; i < 4; ++i) boxes += layout.BoxOf(layout.PartOf(1, 0), 1, i).rows > 0;
+  for (int i = 0; i < 4; ++i) boxes += layout.BoxOf(layout.RangeOf(1, 0), 1, i).rows > 0;
   EXPECT_EQ(boxes, 2);
 }
 

@@ -1,5 +1,5 @@
-// Offsets of core/layout.h, core/rows.h and the ops' layouts: nothing overlaps, all of it is
-// inside.
+// Offsets of core/layout.h, core/rows.h and the ops' layouts: nothing overlaps, and everything is
+// inside the workspace.
 #include "core/layout.h"
 
 #include <algorithm>
@@ -123,12 +123,13 @@ TEST(ReduceScatterLayoutHasRoomForEverything) {
     for (int64_t inner : {1, 2, 5, 16, 33, 64, 100}) {
       for (int32_t tile_m : {4, 16, 32, 128}) {
         for (int64_t n : {1, 8, 9, 40}) {
-          for (int parts : {1, 2, 3}) {
+          for (int signals_per_slot : {1, 2, 3}) {
             MatmulReduceScatterParams p{};
             p.rows = Rows{world, 1, inner};
             p.n = n;
             p.out_dtype = n % 2 ? DType::kBF16 : DType::kF32;
-            const auto layout = ReduceScatterLayout::Make(p, tile_m, /*tile_n=*/8, parts);
+            const auto layout =
+                ReduceScatterLayout::Make(p, tile_m, /*tile_n=*/8, signals_per_slot);
             const WorkspaceLayout workspace = layout.Workspace();
             EXPECT(layout.slot_bytes >= tile_m * 8 * SizeOf(p.out_dtype));
             Ranges signals, data;
@@ -136,8 +137,8 @@ TEST(ReduceScatterLayoutHasRoomForEverything) {
               for (int32_t slot = 0; slot < layout.slots; ++slot) {
                 data.push_back({layout.SlotOffset(src, slot),
                                 layout.SlotOffset(src, slot) + layout.slot_bytes});
-                for (int part = 0; part < parts; ++part) {
-                  const int64_t s = layout.SignalOffset(src, slot, part);
+                for (int signal = 0; signal < signals_per_slot; ++signal) {
+                  const int64_t s = layout.SignalOffset(src, slot, signal);
                   signals.push_back({s, s + sizeof(Signal)});
                 }
               }
@@ -146,7 +147,7 @@ TEST(ReduceScatterLayoutHasRoomForEverything) {
             EXPECT(Inside(signals, workspace.SignalBytes()))
                 << world << " " << inner << " " << tile_m;
             EXPECT(Inside(data, workspace.data_bytes)) << world << " " << inner << " " << tile_m;
-            // Each tile that holds rows of `dst` has a slot of its own there.
+            // Each tile with rows of `dst` has a slot of its own there.
             const auto tiles_m = static_cast<int32_t>(CeilDiv<int64_t>(world * inner, tile_m));
             for (int dst = 0; dst < world; ++dst) {
               std::vector<char> taken(layout.slots);

@@ -1,12 +1,13 @@
-// matmul_all_reduce's CPU bodies, which are the protocols themselves: that of tiles on 1 to 8
-// threads, and that of few rows on two. Tilings are small, so that tiles straddle ranks, and
-// several ranks own parts of one tile.
+// matmul_all_reduce's CPU bodies, which run the protocols: the tile protocol on 1 to 8 threads, and
+// that of few rows on two. Tilings are small, so that tiles straddle ranks, and several ranks own
+// rows of one tile.
 #include "ops/matmul_all_reduce/matmul_all_reduce.h"
 
 #include <set>
 
+#include "matmul_all_reduce_call.h"
 #include "ops/matmul_all_reduce/few_rows.h"
-#include "ranks.h"
+#include "plans.h"
 #include "testing.h"
 
 namespace jflux {
@@ -17,7 +18,7 @@ struct Shape {
   ScatterTiling tiling;
 };
 const Shape kShapes[] = {
-    {16, 8, 16, {4, 8}},    // whole tiles
+    {16, 8, 16, {4, 8}},    // full tiles
     {5, 7, 9, {16, 8}},     // several ranks in one tile
     {33, 15, 8, {16, 8}},   // tiles straddle
     {7, 5, 24, {4, 8}},     // tiles straddle on both sides
@@ -35,7 +36,7 @@ struct Schedule {
   int calls, max_delay_us;
 };
 
-// Runs as many calls as the schedule has, of seeds of their own: make(seed).
+// Runs a schedule of calls, each with make(seed) for a seed of its own.
 template <typename Make>
 void ExpectRight(int world, const Schedule& schedule, uint32_t seed, const std::string& what,
                  const Make& make) {
@@ -81,8 +82,8 @@ TEST(WithoutDelays) {
 
 TEST(AcrossTheWrapOfEpochs) { Check(3, {0xfffffffd, 6, 100}); }
 
-// Up to 128 rows, and columns that end within a slice. Every other shape has numbers that do not
-// sum exactly.
+// Up to 128 rows, and columns that end within a slice. Every other shape has numbers whose sums are
+// not exact.
 void CheckFewRows(const Schedule& schedule) {
   std::mt19937 random(schedule.first_epoch);
   for (uint32_t seed = 0; seed < 60; ++seed) {
@@ -109,7 +110,7 @@ TEST(FewRowsWithoutDelays) { CheckFewRows({2, 6, 0}); }
 
 TEST(FewRowsAcrossTheWrapOfEpochs) { CheckFewRows({0xfffffffd, 6, 100}); }
 
-// Of sums that float32 does not hold exactly.
+// Sums that float32 does not represent exactly.
 TEST(FewRowsHaveTheSameBitsOnBothRanks) {
   const MatmulAllReduceParams p{{Rows{2, 1, 50}, 15, 40, DType::kF32, DType::kF32, false}};
   FewRowsCall call(p, 16, 1, /*residual=*/true, /*bound=*/1 << 20);
@@ -182,25 +183,43 @@ TEST(RanksThatDisagreeOnFewRowsAreTold) {
   ExpectDisagreementIsTold(rank1s, others, 2);
 }
 
-// Blocks of all tiles lie beside each other, and so do their signals.
+// The m64 blocks of all slices are contiguous, and so are their signals.
 TEST(FewRowsHavePlacesOfTheirOwn) {
   for (int64_t rows : {1, 64, 65, 128}) {
     const auto layout = FewRowsLayout::Make(24, 32, rows, 2);
-    EXPECT_EQ(layout.blocks, rows > 64 ? 2 : 1);
+    EXPECT_EQ(layout.m64_blocks, rows > 64 ? 2 : 1);
     std::set<int64_t> signals, blocks;
     for (int32_t slice = 0; slice < layout.slices; ++slice) {
-      for (int block = 0; block < layout.blocks; ++block) {
-        signals.insert(layout.SignalOffset(slice, block));
-        blocks.insert(layout.BlockOffset(slice, block));
+      for (int m64 = 0; m64 < layout.m64_blocks; ++m64) {
+        signals.insert(layout.SignalOffset(slice, m64));
+        blocks.insert(layout.M64Offset(slice, m64));
       }
     }
     const auto count = static_cast<int64_t>(blocks.size());
-    EXPECT_EQ(count, layout.slices * layout.blocks);
+    EXPECT_EQ(count, layout.slices * layout.m64_blocks);
     EXPECT_EQ(static_cast<int64_t>(signals.size()), count);
     EXPECT_EQ(*blocks.rbegin(), (count - 1) * 64 * 32 * 2);
     EXPECT(layout.Workspace().data_bytes >= count * 64 * 32 * 2);
   }
 }
+
+// What calls take on H200s: their configurations, how many send, and of the heap.
+TEST(Plans) {
+  ExpectPlans("matmul_all_reduce",
+              {
+                  {2, 1, 32, 8192, 2560, DType::kBF16, {}, {128, 1, 1, 2}, 0, 1057792},
+                  {2, 1, 64, 8192, 14336, DType::kBF16, {}, {128, 1, 1, 1}, 0, 8406016},
+                  {2, 1, 256, 8192, 14336, DType::kBF16, {}, {224, 2, 0, 1}, 16, 67240960},
+                  {2, 1, 1024, 4096, 8192, DType::kBF16, {}, {128, 2, 0, 1}, 28, 134480896},
+                  {8, 1, 128, 12288, 24576, DType::kBF16, {}, {192, 2, 0, 1}, 32, 268960768},
+                  {8, 1, 1024, 256, 4096, DType::kBF16, {}, {128, 2, 4, 1}, 0, 268960768},
+                  {4, 1, 4096, 24576, 12288, DType::kBF16, {}, {256, 2, 4, 1}, 16, 2151678976},
+                  {2, 1, 16, 320, 4096, DType::kBF16, {}, {128, 1, 1, 1}, 0, 1057792},
+                  {3, 1, 640, 2048, 1000, DType::kBF16, {}, {128, 2, 0, 1}, 32, 16811008},
+              });
+}
+
+TEST(CallsThatHaveNoPlan) { ExpectProductRefusals("matmul_all_reduce"); }
 
 }  // namespace
 }  // namespace jflux

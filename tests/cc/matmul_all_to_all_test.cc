@@ -1,12 +1,13 @@
-// matmul_all_to_all's CPU body, which is the tile protocol itself, on 1 to 8 threads, for shards of
-// rows and of columns on either side. Tilings are small, so that shards are several tiles, and do
-// not end with whole ones.
+// matmul_all_to_all's CPU body, which runs the tile protocol, on 1 to 8 threads, with shards along
+// rows and along columns on either side. Tilings are small, so that a shard is several tiles and
+// its last tiles are partial.
 #include "ops/matmul_all_to_all/matmul_all_to_all.h"
 
 #include <vector>
 
+#include "matmul_all_to_all_call.h"
 #include "ops/matmul_all_to_all/matmul_all_to_all_config.h"
-#include "ranks.h"
+#include "plans.h"
 #include "testing.h"
 
 namespace jflux {
@@ -17,11 +18,11 @@ struct Shape {
   ShardTiling tiling;
 };
 const Shape kShapes[] = {
-    {1, 16, 8, 16, {4, 8}},   // whole tiles
-    {1, 5, 7, 9, {16, 8}},    // less than a tile of rows, a ragged column of tiles
-    {1, 33, 16, 8, {16, 8}},  // ragged rows
+    {1, 16, 8, 16, {4, 8}},   // full tiles
+    {1, 5, 7, 9, {16, 8}},    // fewer rows than a tile, a partial tile column
+    {1, 33, 16, 8, {16, 8}},  // partial tile row
     {1, 1, 3, 1, {4, 8}},     // one element
-    {3, 7, 16, 5, {8, 4}},    // outer rows: tiles have rows of several
+    {3, 7, 16, 5, {8, 4}},    // outer > 1: a tile has rows of several outer indices
     {2, 16, 12, 17, {32, 16}},
 };
 const struct {
@@ -93,18 +94,18 @@ TEST(EverySlotIsOneTilesOfOnePeer) {
   }
 }
 
-// The configuration that computes the fewest waves of tiles, those that are cut short included.
+// The configuration with the fewest waves of tiles, counting partial tiles.
 TEST(ShardsThatAreNoWholeTilesCost) {
-  constexpr int kSms = 132;
-  EXPECT_EQ(ChooseAllToAll(4, 2048, 3072, 8192, kSms).tile_n, 256);
-  EXPECT_EQ(ChooseAllToAll(4, 2048, 3072, 8192, kSms).cluster_m, 2);
-  EXPECT_EQ(ChooseAllToAll(4, 2048, 128, 8192, kSms).tile_n,
-            128);  // of 192 a third would be wasted
-  EXPECT_EQ(ChooseAllToAll(4, 128, 3072, 8192, kSms).cluster_m, 1);
+  constexpr Machine kH200{132};
+  EXPECT_EQ(ChooseAllToAll(4, 2048, 3072, 8192, kH200).tile_n, 256);
+  EXPECT_EQ(ChooseAllToAll(4, 2048, 3072, 8192, kH200).cluster_m, 2);
+  EXPECT_EQ(ChooseAllToAll(4, 2048, 128, 8192, kH200).tile_n,
+            128);  // with 192 columns, a third would be wasted
+  EXPECT_EQ(ChooseAllToAll(4, 128, 3072, 8192, kH200).cluster_m, 1);
   for (int world : {2, 3, 4, 8}) {
     for (int64_t rows : {1, 128, 300, 2048, 8192}) {
       for (int64_t n : {8, 128, 1000, 2048, 4096}) {
-        EXPECT(IsPossible(ChooseAllToAll(world, rows, n, 8192, kSms)))
+        EXPECT(IsPossible(ChooseAllToAll(world, rows, n, 8192, kH200)))
             << world << " " << rows << " " << n;
       }
     }
@@ -151,6 +152,56 @@ TEST(RanksThatDisagreeAreTold) {
     EXPECT(errors[rank].find("The ranks run different calls") != std::string::npos) << errors[rank];
   }
 }
+
+// What calls take on H200s: their configurations, how many send, and of the heap.
+TEST(Plans) {
+  ExpectPlans("matmul_all_to_all",
+              {
+                  {2, 1, 32, 8192, 2560, DType::kBF16, {}, {128, 2, 8, 1}, 0, 2106368},
+                  {2, 1, 64, 8192, 14336, DType::kBF16, {}, {128, 1, 16, 1}, 14, 8406016},
+                  {2, 1, 256, 8192, 14336, DType::kBF16, {}, {224, 2, 8, 1}, 14, 16811008},
+                  {2, 1, 333, 4104, 5520, DType::kBF16, {}, {128, 1, 16, 1}, 28, 16811008},
+                  {2, 1, 1024, 4096, 8192, DType::kBF16, {}, {128, 2, 8, 1}, 28, 33620992},
+                  {4, 2, 512, 8192, 12288, DType::kBF16, {}, {256, 2, 8, 1}, 14, 268960768},
+                  {4,
+                   2,
+                   512,
+                   8192,
+                   12288,
+                   DType::kBF16,
+                   {{"split_rows", 1}, {"concat_rows", 0}},
+                   {256, 2, 8, 1},
+                   14,
+                   268960768},
+                  {4,
+                   2,
+                   512,
+                   8192,
+                   12288,
+                   DType::kBF16,
+                   {{"split_rows", 0}, {"concat_rows", 1}},
+                   {256, 2, 8, 1},
+                   14,
+                   268960768},
+                  {4,
+                   2,
+                   512,
+                   8192,
+                   12288,
+                   DType::kBF16,
+                   {{"split_rows", 1}, {"concat_rows", 1}},
+                   {256, 2, 8, 1},
+                   14,
+                   268960768},
+                  {8, 1, 128, 12288, 24576, DType::kBF16, {}, {192, 1, 16, 1}, 9, 134480896},
+                  {8, 1, 1024, 256, 4096, DType::kBF16, {}, {128, 2, 8, 1}, 0, 134480896},
+                  {4, 1, 4096, 24576, 12288, DType::kBF16, {}, {256, 2, 4, 1}, 8, 1075840000},
+                  {2, 1, 16, 320, 4096, DType::kBF16, {}, {128, 2, 8, 1}, 0, 2106368},
+                  {3, 1, 640, 2048, 1000, DType::kBF16, {}, {128, 1, 16, 1}, 0, 8406016},
+              });
+}
+
+TEST(CallsThatHaveNoPlan) { ExpectProductRefusals("matmul_all_to_all"); }
 
 }  // namespace
 }  // namespace jflux

@@ -1,10 +1,10 @@
-// A mutant is a program that holds its own copy of the protocol with one thing broken, by macros
+// A mutant is a program with its own copy of the protocol in which one thing is broken, by macros
 // that it defines before it includes the library's sources; so cc/ needs no hooks. The program runs
-// itself as a child, which runs two ranks through a schedule that exposes the damage and checks the
-// results. The test passes when the child fails (or, without a mutation, when it does not).
+// itself as a child. The child runs two ranks through a schedule that exposes the damage, and
+// checks the results. The test passes if the child fails (without a mutation: if it passes).
 //
 // A mutant_*_test.cc does, in this order:
-//   #define jflux jflux_mutant      another namespace, so that nothing clashes with the library
+//   #define jflux jflux_mutant      another namespace, to avoid clashes with the library
 //   the macros that mutate          after the header that declares what they replace
 //   #include "mutant.h"             this file: the library's sources, the schedule, MutantMain
 //   int main(...) { return MutantMain(...); }
@@ -44,10 +44,10 @@ inline constexpr bool kThreadSanitizer = true;
 inline constexpr bool kThreadSanitizer = false;
 #endif
 
-// The schedule. Rank 1 makes its first call only when rank 0 has finished it, if it can do so
-// alone. Then rank 1, having waited for rank 0's data of call 1, stops short of reading them until
-// rank 0 has sent its data of call 2. All relaxed: the schedule must not order what the protocol
-// does not.
+// The schedule. Rank 1 makes its first call after rank 0 has finished it, if rank 0 can do so
+// alone. Then rank 1 waits for rank 0's data of call 1, and stops before it reads them until rank 0
+// has sent its data of call 2. All accesses are relaxed: the schedule must not order what the
+// protocol does not.
 struct Schedule {
   std::atomic<bool> rank0_finished_call1{false};
   std::atomic<bool> rank0_sent_call2{false};
@@ -62,7 +62,7 @@ inline Schedule* g_schedule = nullptr;
 inline bool ScheduledWait([[maybe_unused]] const Signal* word, Signal expected, int32_t peer,
                           [[maybe_unused]] int64_t tile, const WaitContext& ctx) {
   const uint32_t epoch = EpochOf(expected);
-  // All of them send whatever rank 1 waits for before rank 0 waits for rank 1.
+  // All of them send what rank 1 waits for before rank 0 waits for rank 1.
   if (ctx.rank == 0 && epoch == 2 && peer == 1) {
     g_schedule->rank0_sent_call2.store(true, std::memory_order_relaxed);
   }
@@ -86,7 +86,10 @@ inline bool ScheduledWait([[maybe_unused]] const Signal* word, Signal expected, 
 #undef DataOffset
 #undef WaitSignal
 
-#include "ranks.h"
+#include "all_gather_matmul_call.h"
+#include "matmul_all_reduce_call.h"
+#include "matmul_reduce_scatter_call.h"
+#include "no_ops.h"
 #include "testing.h"
 
 namespace jflux {
@@ -128,7 +131,7 @@ inline int RunChild(const std::string& op) {
 
 enum class Expected {
   kWrongResults,  // the child's own checks fail
-  kRace,          // only ThreadSanitizer can see it: x86 orders what the mutant does not
+  kRace,          // only ThreadSanitizer can detect it: x86 orders what the mutant does not
   kNothing,       // no mutation: the schedule alone does no harm
 };
 
@@ -138,7 +141,7 @@ inline int MutantMain(int argc, char** argv, Expected expected) {
     return Skip("this mutation is visible to ThreadSanitizer only");
   }
   bool ok = true;
-  setenv("TSAN_OPTIONS", "exitcode=0", 1);  // so that the status speaks of the results alone
+  setenv("TSAN_OPTIONS", "exitcode=0", 1);  // so that the exit status reflects the results alone
   for (const char* op : {"all_gather_matmul", "matmul_reduce_scatter", "few_rows"}) {
     const std::string command = std::string("'") + argv[0] + "' " + op + " 2>&1";
     FILE* child = popen(command.c_str(), "r");

@@ -1,4 +1,4 @@
-// No mutation: the schedule that exposes the mutants does no harm to the protocol as it is.
+// No mutation: the schedule that exposes the mutants does not break the correct protocol.
 #define jflux jflux_mutant
 #include "mutant.h"
 

@@ -1,5 +1,4 @@
-// A mutant whose readers take a packet without looking at its flags: data of earlier calls, or
-// none.
+// A mutant whose readers accept a packet without checking its flags: stale data, or none.
 #define jflux jflux_mutant
 #include <initializer_list>
 
@@ -17,9 +16,11 @@ inline void LoadAnyway(const uint64_t* p, uint64_t* a, uint64_t* b, uint32_t fla
 #define LoadRelaxed2(p, a, b) LoadAnyway(p, a, b, flag)
 #include "core/packet.h"
 #undef LoadRelaxed2
+#include "all_reduce_call.h"
+#include "exchange_call.h"
+#include "no_ops.h"
 #include "ops/all_reduce/all_reduce_cpu.cc"
 #include "ops/exchange/exchange_cpu.cc"
-#include "ranks.h"
 #include "runtime/cpu_matmul.cc"
 #include "runtime/fault.cc"
 #include "testing.h"
@@ -32,7 +33,7 @@ void ExpectWrong(const Params& p) {
   Call first(p, 1), second(p, 2), third(p, 3);
   PlainHeap heap(2, p.Workspace());
   RunOptions options;
-  options.before = [](int rank, size_t) {  // rank 0 does not find what rank 1 has yet to send
+  options.before = [](int rank, size_t) {  // rank 0 must not find data that rank 1 has not sent
     if (rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(20));
   };
   options.deadline_s = 20;
@@ -49,11 +50,10 @@ TEST(AllReduce) {
 }
 
 TEST(Exchanges) {
-  for (OpId op : {OpId::kAllGather, OpId::kAllToAll, OpId::kReduceScatter}) {
+  for (OpId op : {kAllGatherId, kAllToAllId, kReduceScatterId}) {
     const Shards whole{1, 1, 400}, parts{2, 1, 400};
-    ExpectWrong<ExchangeCall>(ExchangeParams{op, 2, DType::kF32,
-                                             op == OpId::kAllGather ? whole : parts,
-                                             op == OpId::kReduceScatter ? whole : parts});
+    ExpectWrong<ExchangeCall>(ExchangeParams{op, 2, DType::kF32, op == kAllGatherId ? whole : parts,
+                                             op == kReduceScatterId ? whole : parts});
   }
 }
 

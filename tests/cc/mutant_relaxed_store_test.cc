@@ -1,4 +1,4 @@
-// A mutant whose writers announce their data without release.
+// A mutant whose writers signal without release.
 #define jflux jflux_mutant
 #include "core/atomic.h"
 #define StoreRelease StoreRelaxed

@@ -6,51 +6,54 @@
 namespace jflux {
 namespace {
 
-constexpr int kSms = 132;
+constexpr Machine kH200{132}, kTwice{264};
 
-TEST(ShortProductsNeedMoreStorers) {
+TEST(ShortProductsNeedMoreStoreWarps) {
   int32_t last = 1 << 20;
   for (int64_t k : {384, 1024, 2048, 4096, 5504, 7168, 14336, 24576, 1 << 20}) {
-    const int32_t storers = SendingStorers(k, 1, kSms);
-    EXPECT(1 <= storers && storers <= last) << k;
-    last = storers;
+    const int32_t warps = SendingStoreWarps(k, 1, kH200);
+    EXPECT(1 <= warps && warps <= last) << k;
+    last = warps;
   }
-  // Those of an H200, of which the fastest were 15 to 20, 20 and 8 to 12.
-  EXPECT_EQ(SendingStorers(7168, 1, kSms), 16);
-  EXPECT_EQ(SendingStorers(5504, 1, kSms), 20);
-  EXPECT_EQ(SendingStorers(24576, 1, kSms), 8);
+  // Choices for an H200. Measured best: 15 to 20, 20, and 8 to 12.
+  EXPECT_EQ(SendingStoreWarps(7168, 1, kH200), 16);
+  EXPECT_EQ(SendingStoreWarps(5504, 1, kH200), 20);
+  EXPECT_EQ(SendingStoreWarps(24576, 1, kH200), 8);
 }
 
-// A consumer may wait for peers while the other one has staged its part of the next tile.
+// With few k-blocks, a consumer may wait for peers while the other has staged its part of the next
+// tile.
 TEST(ShortKTakesNoTickets) {
-  for (int64_t k : {1, 64, 320}) EXPECT_EQ(SendingStorers(k, 1, kSms), 0);
-  EXPECT(SendingStorers(321, 1, kSms) > 0);
+  for (int64_t k : {1, 64, 320}) EXPECT_EQ(SendingStoreWarps(k, 1, kH200), 0);
+  EXPECT(SendingStoreWarps(321, 1, kH200) > 0);
 }
 
-TEST(StorersGoByWhatTheySend) {
+TEST(StoreWarpsGoByWhatTheySend) {
   for (int64_t k : {8192, 16384, 24576}) {
     for (double copies : {1.0, 2.0, 3.0, 7.0}) {
-      EXPECT_EQ(SendingStorers(k, 2 * copies, kSms), SendingStorers(k, copies, 2 * kSms)) << k;
-      EXPECT_EQ(SendingStorers(2 * k, 2 * copies, kSms), SendingStorers(k, copies, kSms)) << k;
-      EXPECT(SendingStorers(k, copies, kSms) <= SendingStorers(k, copies + 1, kSms)) << k;
+      EXPECT_EQ(SendingStoreWarps(k, 2 * copies, kH200), SendingStoreWarps(k, copies, kTwice)) << k;
+      EXPECT_EQ(SendingStoreWarps(2 * k, 2 * copies, kH200), SendingStoreWarps(k, copies, kH200))
+          << k;
+      EXPECT(SendingStoreWarps(k, copies, kH200) <= SendingStoreWarps(k, copies + 1, kH200)) << k;
     }
   }
 }
 
 TEST(AThirdOfTheSmsSendAGathersRowsOrMore) {
-  EXPECT_EQ(SendingGatherers(2, 24576, kSms), 44);
-  EXPECT_EQ(SendingGatherers(2, 5120, kSms), 44);
+  EXPECT_EQ(SendingCtas(2, 24576, kH200), 44);
+  EXPECT_EQ(SendingCtas(2, 5120, kH200), 44);
   for (int world = 2; world <= 8; ++world) {
-    int32_t last = kSms;
+    int32_t last = kH200.sm_count;
     for (int64_t n : {8, 512, 1024, 2560, 12288, 49152}) {
-      const int32_t senders = SendingGatherers(world, n, kSms);
-      EXPECT(kSms / 3 <= senders && senders <= last) << world << " ranks, " << n << " columns";
+      const int32_t senders = SendingCtas(world, n, kH200);
+      EXPECT(kH200.sm_count / 3 <= senders && senders <= last)
+          << world << " ranks, " << n << " columns";
       last = senders;
     }
-    // Where sending takes as long as the product, all of them.
-    EXPECT_EQ(SendingGatherers(world, 512, kSms), kSms);
+    // If sending takes as long as the product, all of them.
+    EXPECT_EQ(SendingCtas(world, 512, kH200), kH200.sm_count);
   }
-  EXPECT(SendingGatherers(2, 8, 1) >= 1 && SendingGatherers(2, 1 << 20, 2) >= 1);
+  EXPECT(SendingCtas(2, 8, Machine{1}) >= 1 && SendingCtas(2, 1 << 20, Machine{2}) >= 1);
 }
 
 }  // namespace

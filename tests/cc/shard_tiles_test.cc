@@ -1,5 +1,5 @@
-// The order of core/shard_tiles.h over a grid of shapes: every tile once, others' shards first, no
-// two ranks on one peer, and tiles received in the order in which they are sent.
+// The order of core/shard_tiles.h over a grid of shapes: every tile once, the peers' shards first,
+// no two ranks on one peer, and tiles received in the order in which they are sent.
 #include "core/shard_tiles.h"
 
 #include <vector>
@@ -66,7 +66,7 @@ TEST(NoTwoRanksOnOnePeer) {
   });
 }
 
-// What a receiver takes in step s, tile i, is what its sender computes at that position.
+// The tile that a receiver takes at step s, position i, is the one its sender computes there.
 TEST(TilesAreReceivedInTheOrderInWhichTheyAreSent) {
   ForAllGrids([](const ShardGrid& g) {
     for (int rank = 0; rank < g.world; ++rank) {

@@ -1,6 +1,6 @@
-// Calls of all products and of many shapes, one after the other on one workspace: nobody may take
-// what an earlier call left behind for an answer to this one.
-#include "ranks.h"
+// Calls of all products and of many shapes, one after the other on one workspace: no rank may take
+// what an earlier call left behind for an answer to this one. The build includes every *_call.h of
+// this folder here.
 #include "testing.h"
 
 namespace jflux {
@@ -12,32 +12,18 @@ std::unique_ptr<Call> RandomCall(int world, std::mt19937* random) {
   const auto pick = [&](int64_t low, int64_t high) {
     return low + static_cast<int64_t>((*random)()) % (high - low + 1);
   };
-  const Rows rows{world, pick(0, 2) ? 1 : pick(2, 3), pick(1, 20)};
-  const int64_t k = pick(1, 16), n = pick(1, 24);
-  const DType in = kTypes[pick(0, 3)], out = kTypes[pick(0, 3)];
-  const auto tile_m = static_cast<int32_t>(4 << pick(0, 3));
-  const auto tile_n = static_cast<int32_t>(8 << pick(0, 1));
-  const auto seed = static_cast<uint32_t>(pick(1, 1 << 20));
-  const int64_t op = pick(0, 3);
-  if (op == 0) {
-    const CpuTiling tiling{pick(64, 600), tile_m, tile_n};
-    return std::make_unique<AllGatherMatmulCall>(
-        AllGatherMatmulParams{rows, k, n, in, out, pick(0, 1) == 1, pick(0, 1) == 1}, tiling, seed);
-  }
-  if (op == 1) {
-    return std::make_unique<MatmulAllToAllCall>(
-        MatmulAllToAllParams{rows, k, n, in, out, pick(0, 1) == 1, pick(0, 1) == 1,
-                             pick(0, 1) == 1},
-        ShardTiling{tile_m, tile_n}, seed);
-  }
-  if (op == 2) {
-    return std::make_unique<MatmulAllReduceCall>(
-        MatmulAllReduceParams{{Rows{world, 1, rows.inner}, k, n, in, out, pick(0, 1) == 1}},
-        ScatterTiling{tile_m, tile_n}, seed);
-  }
-  return std::make_unique<MatmulReduceScatterCall>(
-      MatmulReduceScatterParams{rows, k, n, in, out, pick(0, 1) == 1},
-      ScatterTiling{tile_m, tile_n}, seed);
+  RandomProduct p{};
+  p.rows = Rows{world, pick(0, 2) ? 1 : pick(2, 3), pick(1, 20)};
+  p.k = pick(1, 16);
+  p.n = pick(1, 24);
+  p.in = kTypes[pick(0, 3)];
+  p.out = kTypes[pick(0, 3)];
+  p.tile_m = static_cast<int32_t>(4 << pick(0, 3));
+  p.tile_n = static_cast<int32_t>(8 << pick(0, 1));
+  p.seed = static_cast<uint32_t>(pick(1, 1 << 20));
+  p.pick = pick;
+  const auto ops = static_cast<int64_t>(RandomCalls().size());
+  return RandomCalls()[pick(0, ops - 1)](p);
 }
 
 TEST(ManyCallsOfDifferentShapes) {

@@ -1,5 +1,5 @@
-// The device primitives, as kernels use them: 1 to 8 ranks, of one thread each, or of several that
-// share a scope as a block's threads do.
+// The device primitives, as kernels use them: 1 to 8 ranks of one thread each, or of several
+// threads that share a scope, like the threads of a block.
 #include "jflux/shmem.h"
 
 #include <pthread.h>
@@ -16,10 +16,10 @@ namespace jflux {
 namespace {
 
 using shmem::Context;
-using shmem::internal::AwaitGreetings;
-using shmem::internal::Greet;
+using shmem::internal::AwaitHellos;
+using shmem::internal::SendHellos;
 
-// A scope of several threads of a host. Each says first which team it is in.
+// A scope of several host threads. Each first sets the team it belongs to.
 struct Team {
   explicit Team(int threads) : size(threads), votes(threads) {
     pthread_barrier_init(&barrier, nullptr, threads);
@@ -62,16 +62,17 @@ class ShmemCall : public AnyCall {
     const Context ctx{view, workspace_, epoch, signature_, wait, /*timeout_ns=*/0, 0, 1};
     return shmem::internal::RunCall(ctx, body_);
   }
-  int64_t Wrong() const override { return 0; }  // bodies check what they get
+  int64_t Wrong() const override { return 0; }  // bodies check what they receive
 
  private:
-  const uint32_t op_ = static_cast<uint32_t>(CustomOp("test"));  // a lock, which would order ranks
+  const uint32_t op_ = static_cast<uint32_t>(CustomOp("test"));  // taken once: its lock would order
+                                                                 // ranks
   WorkspaceLayout workspace_;
   uint32_t signature_;
   Body body_;
 };
 
-// As a kernel's only block of so many threads does it.
+// Like a kernel of one block of `threads` threads.
 class TeamCall : public ShmemCall {
  public:
   TeamCall(int64_t data_bytes, int64_t signals, int threads, Body body)
@@ -99,7 +100,7 @@ void Expect(PlainHeap& heap, const std::vector<AnyCall*>& calls, RunOptions opti
 
 std::vector<AnyCall*> Times(AnyCall* call, int times) { return std::vector<AnyCall*>(times, call); }
 
-// What `from` sends to `to` in a call.
+// The data that `from` sends to `to` in a call.
 int32_t Value(const Context& ctx, int from, int to, int64_t i) {
   return static_cast<int32_t>(ctx.epoch * 100000 + from * 10000 + to * 1000 + i);
 }
@@ -117,9 +118,9 @@ void ExpectValues(const Context& ctx, const int32_t* got, int from, int to, int6
   EXPECT_EQ(wrong, 0) << what << " from " << from << " to " << to << " of " << ctx.view.world;
 }
 
-constexpr int64_t kCount = 37;  // no multiple of a vector
+constexpr int64_t kCount = 37;  // not a multiple of a vector
 
-// Every function once, with the suffix of a scope: on a host all of them are of one thread.
+// Calls every function once, with the suffix of a scope. On a host every scope is one thread.
 #define JFLUX_EVERYTHING(name, suffix)                                                            \
   bool name(const Context& ctx) {                                                                 \
     using namespace shmem;                                                                        \
@@ -199,7 +200,7 @@ TEST(WithoutDelays) {
 }
 TEST(AcrossTheWrapOfEpochs) { CheckEverything(3, 0xfffffffd, 6, 100); }
 
-// All places and sizes, by one thread and by several; nothing else is written.
+// All alignments and sizes, by one thread and by several. Nothing else is written.
 TEST(CopiesOfAnySizeAndAlignment) {
   for (int threads : {1, 3}) {
     std::vector<char> source(400), dest(400);
@@ -210,7 +211,8 @@ TEST(CopiesOfAnySizeAndAlignment) {
       for (int from = 0; from < 17; ++from) {
         for (int bytes : {0, 1, 2, 7, 15, 16, 17, 31, 32, 33, 63, 64, 100, 129, 256, 300}) {
           std::fill(dest.begin(), dest.end(), kPoison);
-          for (int t = 0; t < threads; ++t) {  // in turn: they do not wait for each other
+          for (int t = 0; t < threads; ++t) {  // one after the other: they do not wait for each
+                                               // other
             TeamScope::number = t;
             shmem::internal::Copy<TeamScope>(dest.data() + to, source.data() + from, bytes);
           }
@@ -226,7 +228,8 @@ TEST(CopiesOfAnySizeAndAlignment) {
   }
 }
 
-// A scope's threads share a put, one of them sets the signal; one waits, and all read.
+// The threads of a scope share a put and one of them sets the signal; one thread waits, and all
+// read.
 TEST(ThreadsShareAScope) {
   constexpr int64_t kBytes = 1000;
   for (int world : {1, 2, 5}) {
@@ -237,7 +240,7 @@ TEST(ThreadsShareAScope) {
         const auto value = [&](int from, int step) {
           return static_cast<char>(ctx.epoch * 50 + from * 5 + step);
         };
-        if (TeamScope::rank() == 0) Greet<Thread>(ctx);
+        if (TeamScope::rank() == 0) SendHellos<Thread>(ctx);
         bool ok = true;
         for (int step = 0; ok && step < 3; ++step) {
           const std::vector<char> mine(kBytes, value(me, step));
@@ -246,7 +249,7 @@ TEST(ThreadsShareAScope) {
           ok = internal::SignalWait<TeamScope>(ctx, ctx.signal(step), last);
           EXPECT_EQ(std::count(dest, dest + kBytes, value(last, step)), ok ? kBytes : 0);
         }
-        // Each thread's own stores to a peer, and one signal for all of them.
+        // Each thread's stores to a peer, then one signal for all of them.
         char* stored = ctx.data(3 * 1024);
         for (int t = TeamScope::rank(); t < kBytes; t += threads) {
           ptr(ctx, stored, next)[t] = value(me, 3);
@@ -254,7 +257,7 @@ TEST(ThreadsShareAScope) {
         internal::SignalSet<TeamScope>(ctx, ctx.signal(3), next);
         ok = ok && internal::SignalWait<TeamScope>(ctx, ctx.signal(3), last);
         EXPECT_EQ(std::count(stored, stored + kBytes, value(last, 3)), ok ? kBytes : 0);
-        // What any thread of any rank has stored, after a barrier of one thread each.
+        // Stores of any thread of any rank are visible after a barrier of one thread of each rank.
         int32_t* own = ctx.data<int32_t>(4096);
         own[TeamScope::rank()] = me * 10 + TeamScope::rank();
         ok = ok && internal::BarrierAll<TeamScope>(ctx, ctx.signal(4));
@@ -268,7 +271,7 @@ TEST(ThreadsShareAScope) {
         ok = ok && internal::Broadcast<TeamScope>(ctx, dest, from_root.data(), kBytes,
                                                   ctx.signal(4 + n), n - 1);
         EXPECT_EQ(std::count(dest, dest + kBytes, value(n - 1, 4)), ok ? kBytes : 0);
-        return TeamScope::all(ok && AwaitGreetings<TeamScope>(ctx) &&
+        return TeamScope::all(ok && AwaitHellos<TeamScope>(ctx) &&
                               internal::BarrierAll<TeamScope>(ctx, ctx.signal(5 + n)));
       };
       TeamCall call(16384, 5 + 2 * kMaxRanks, threads, body);
@@ -280,8 +283,8 @@ TEST(ThreadsShareAScope) {
   }
 }
 
-// Rank 0 sends and never waits; the last rank is slow. Only the greetings keep rank 0 from
-// overwriting what the slow one still reads: every rank hears from every peer.
+// Rank 0 sends and never waits; the last rank is slow. Only the hellos keep rank 0 from overwriting
+// what the slow rank still reads: every rank hears from every peer.
 TEST(NobodyIsAWholeCallAhead) {
   for (int world : {2, 4}) {
     const auto body = [](const Context& ctx) {
@@ -306,7 +309,7 @@ TEST(NobodyIsAWholeCallAhead) {
   }
 }
 
-// Calls that differ in what they send, and to whom, in one workspace.
+// Calls with different data and receivers, in one workspace.
 TEST(CallsShareAWorkspace) {
   for (int world : {2, 3, 8}) {
     std::mt19937 random(world);
@@ -349,7 +352,7 @@ TEST(AnAbsentRankIsNamed) {
   options.absent = 1;
   options.deadline_s = 0.05;
   const auto errors = RunRanks(heap, {&call}, options);
-  for (int rank : {0, 2, 3}) {  // 2 waits for its signal, the others for its greeting
+  for (int rank : {0, 2, 3}) {  // rank 2 waits for its signal, the others for its hello
     EXPECT(errors[rank].find("jflux.custom_call(test): rank " + std::to_string(rank) +
                              " waited 0.05 s for rank 1 (unit " + (rank == 2 ? "5" : "-1")) !=
            std::string::npos)
@@ -358,7 +361,7 @@ TEST(AnAbsentRankIsNamed) {
 }
 
 TEST(AWaitThatFailsEndsTheOthers) {
-  // Rank 1 never signals: rank 0's waits after the first end at once.
+  // Rank 1 never signals: rank 0's waits after the first fail at once.
   ShmemCall call(0, 8, [](const Context& ctx) {
     using namespace shmem;
     if (my_pe(ctx) == 1) return true;
@@ -394,7 +397,7 @@ TEST(RanksThatDisagreeAreTold) {
   RunOptions options;
   options.deadline_s = 0.5;
   const auto errors = RunRanks(heap, {&call}, options);
-  for (int rank = 0; rank < 2; ++rank) {  // 2 waits for a signal of 1, which sends it none
+  for (int rank = 0; rank < 2; ++rank) {  // rank 2 waits for a signal that rank 1 never sends
     EXPECT(errors[rank].find("The ranks run different calls") != std::string::npos)
         << rank << errors[rank];
   }

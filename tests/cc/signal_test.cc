@@ -1,5 +1,5 @@
-// Signals between threads: the protocol of core/signal.h, in the words of its header comment. Under
-// ThreadSanitizer the ping-pong also shows that release and acquire order the data.
+// Signals between threads, following the header comment of core/signal.h. Under ThreadSanitizer the
+// ping-pong also shows that release and acquire order the data.
 #include "core/signal.h"
 
 #include <atomic>
@@ -16,9 +16,9 @@
 namespace jflux {
 namespace {
 
-constexpr uint32_t kOp = static_cast<uint32_t>(OpId::kMatmulReduceScatter);
+constexpr uint32_t kOp = static_cast<uint32_t>(kMatmulReduceScatterId);
 
-// What the waiters of one rank share.
+// State that the waiters of one rank share.
 struct RankFault : Fault {
   uint64_t stop = 0;
 };
@@ -48,7 +48,7 @@ TEST(ClassifyComparesEpochsAcrossTheWrap) {
     EXPECT_EQ(Classify(expected, expected), SignalState::kReady);
     EXPECT_EQ(Classify(MakeSignal(epoch, 8), expected), SignalState::kMismatch);
     for (uint32_t d : {1u, 2u, 3u, 100u}) {
-      for (uint32_t signature : {7u, 8u}) {  // an older call may be of any kind
+      for (uint32_t signature : {7u, 8u}) {  // an older call may have any signature
         EXPECT_EQ(Classify(MakeSignal(epoch - d, signature), expected), SignalState::kPending)
             << epoch << " - " << d;
         EXPECT_EQ(Classify(MakeSignal(epoch + d, signature), expected), SignalState::kMismatch)
@@ -67,7 +67,7 @@ TEST(FreshMemoryIsOlderThanAnyCall) {
 TEST(WaitReturnsWhenTheSignalIsThere) {
   RankFault fault{};
   const Signal word = MakeSignal(3, 7);
-  // Even past the deadline: what has arrived is no timeout.
+  // Even past the deadline: data that has arrived is not a timeout.
   EXPECT(WaitSignal(&word, word, 1, 0, Context(&fault, 0, -1)));
   EXPECT_EQ(KindOf(fault), FaultKind::kNone);
 }
@@ -93,7 +93,7 @@ TEST(WaitTimesOutAndSaysForWhom) {
 }
 
 TEST(WaitReportsAMismatchAtOnce) {
-  for (const Signal seen : {MakeSignal(5, 8), MakeSignal(7, 7)}) {  // other call, later call
+  for (const Signal seen : {MakeSignal(5, 8), MakeSignal(7, 7)}) {  // another call, a later call
     RankFault fault{};
     const uint64_t begin = NowNs();
     EXPECT(!WaitSignal(&seen, MakeSignal(5, 7), 1, 2, Context(&fault, 0, 60)));
@@ -147,7 +147,7 @@ TEST(TheFirstFaultWinsAndIsWhole) {
                     10 * i, 100 * i, 1000 * i);
       });
     }
-    // As the host would read it while the kernel runs.
+    // Like the host, which reads it while the kernel runs.
     go = true;
     uint64_t kind = 0;
     while (kind == 0) kind = LoadAcquire(&fault.kind);

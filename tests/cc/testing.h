@@ -1,11 +1,11 @@
-// A test harness of one page. GoogleTest would be a dependency that GPU hosts do not have, and
-// these tests have to build wherever the library does.
+// A one-page test harness. GPU hosts do not have GoogleTest, and these tests must build wherever
+// the library does.
 //
 //   TEST(Name) { EXPECT_EQ(1 + 1, 2); EXPECT(x > 0) << "x is " << x; }
 //   int main() { return jflux::RunAll(); }
 //
-// Expectations may be made on any thread; a failed one is counted and printed, and the test goes
-// on.
+// Expectations may be made on any thread. A failed one is counted and printed, and the test
+// continues.
 #ifndef JFLUX_TESTS_CC_TESTING_H_
 #define JFLUX_TESTS_CC_TESTING_H_
 
@@ -33,7 +33,7 @@ inline bool Register(const char* name, void (*body)()) {
   return true;
 }
 
-// A failed expectation; what is streamed into it explains it. Prints itself when it goes.
+// A failed expectation. Text streamed into it explains the failure. The destructor prints it.
 class Failure {
  public:
   Failure(const char* file, int line, const char* what) {
@@ -60,7 +60,7 @@ class Failure {
   }
 
  private:
-  static constexpr int kMaxPrinted = 20;  // exhaustive loops fail in thousands
+  static constexpr int kMaxPrinted = 20;  // exhaustive loops can fail thousands of times
   std::ostringstream text_;
 };
 
@@ -95,7 +95,7 @@ inline int RunAll() {
   return failed == 0 ? 0 : 1;
 }
 
-// Exit status of a program that cannot test anything in this build. Bazel knows no skipped tests.
+// Exit status of a program that cannot test anything in this build. Bazel has no skipped tests.
 inline int Skip(const char* reason) {
   std::printf("skipped: %s\n", reason);
   return std::getenv("TEST_SRCDIR") != nullptr ? 0 : 77;

@@ -16,7 +16,7 @@ struct Counters {
   TicketSemaphore Of(int32_t count) { return TicketSemaphore{&taken, &returned, count}; }
 };
 
-// `threads` threads, each `times` times. Some are slow to look, so that others overtake them.
+// `threads` threads acquire it `times` times each. Some poll slowly, so that others overtake them.
 int MostAtOnce(Counters& counters, int32_t count, int threads, int times) {
   std::atomic<int> now{0}, most{0};
   std::vector<std::thread> running;
@@ -44,7 +44,7 @@ TEST(WhoLooksLateIsNotForgotten) {
   EXPECT(semaphore.IsGranted(5) && semaphore.IsGranted(6) && !semaphore.IsGranted(7));
   counters.returned = 6;  // one of the first two
   EXPECT(semaphore.IsGranted(7) && !semaphore.IsGranted(8));
-  counters.returned = 20;  // many more have come and gone
+  counters.returned = 20;  // many later tickets have been released
   EXPECT(semaphore.IsGranted(7));
 }
 

@@ -1,5 +1,5 @@
-// The orders of core/tile_order.h over a grid of shapes: every tile once, in the promised order,
-// and no deadlock whatever the number of tiles that a rank has in flight.
+// The orders of core/tile_order.h over a grid of shapes: every tile once, in the documented order,
+// and no deadlock for any number of tiles in flight per rank.
 #include "core/tile_order.h"
 
 #include <algorithm>
@@ -23,7 +23,7 @@ struct Shape {
   }
   int32_t Tiles() const { return Grid().tiles_m * tiles_n; }
   bool OneRasterGroup() const { return group_m == 0; }
-  // Each rank has whole tile rows.
+  // Tile rows do not straddle ranks.
   bool Even() const { return rows_per_rank % tile_m == 0; }
 
   // By definition, not by the arithmetic under test.
@@ -73,7 +73,7 @@ std::vector<Tile> TilesOf(Order order, const Shape& s, int rank) {
   return tiles;
 }
 
-// What the shapes' ranks own: owners[m] counts, owns[rank][m].
+// Ownership: owners[m] counts the ranks with rows in tile row m; owns[rank][m].
 struct Ownership {
   explicit Ownership(const Shape& s) : owners(s.Grid().tiles_m) {
     for (int rank = 0; rank < s.world; ++rank) {
@@ -128,7 +128,7 @@ TEST(GatherStartsWithOwnRows) {
     if (s.OneRasterGroup()) return;
     const Ownership o(s);
     for (int rank = 0; rank < s.world; ++rank) {
-      // Tile rows without others' rows.
+      // Tile rows with local rows only.
       int32_t whole = 0;
       for (int32_t m = 0; m < s.Grid().tiles_m; ++m) {
         whole += o.Alone(rank, m);
@@ -145,7 +145,7 @@ TEST(GatherTakesOtherRowsAsTheyArrive) {
   ForAllShapes([](const Shape& s) {
     if (!s.Even() || s.at_once != 0 || s.OneRasterGroup()) return;
     for (int rank = 0; rank < s.world; ++rank) {
-      // Between groups, the distance from the own rows only grows.
+      // From one raster group to the next, the distance from the local rows only grows.
       const auto tiles = TilesOf(kGather, s, rank);
       const int32_t own = static_cast<int32_t>(s.rows_per_rank / s.tile_m);
       const int32_t first = rank * own;
@@ -164,7 +164,7 @@ TEST(GatherKeepsAllWorkersBusyWithNearRows) {
     if (!s.Even() || own == 0 || s.Grid().tiles_m - own > s.group_m || s.OneRasterGroup()) return;
     for (int rank = 0; rank < s.world; ++rank) {
       const auto tiles = TilesOf(kGather, s, rank);
-      // Of own rows or the next rank's, unless these are not enough.
+      // Local rows or the next rank's, unless these are not enough.
       const int32_t first = Min(s.at_once, 2 * own * s.tiles_n);
       for (int32_t t = 0; t < first && s.world > 1; ++t) {
         const int64_t owner = tiles[t].m / own;
@@ -174,7 +174,7 @@ TEST(GatherKeepsAllWorkersBusyWithNearRows) {
   });
 }
 
-// In one raster group, every column by itself is what a grid of one column is.
+// In a single raster group, every column is ordered like a grid of one column.
 TEST(OneRasterGroupIsColumnByColumn) {
   ForAllShapes([](const Shape& s) {
     if (!s.OneRasterGroup()) return;
@@ -199,8 +199,8 @@ TEST(ScatterEndsWithOwnRows) {
     if (s.OneRasterGroup()) return;
     const Ownership o(s);
     for (int rank = 0; rank < s.world; ++rank) {
-      int phase = 0;             // 0: others' rows, 1: shared with others, 2: own rows only
-      int32_t last_shared = -1;  // shared ones ascend
+      int phase = 0;             // 0: other ranks' rows, 1: shared rows, 2: local rows only
+      int32_t last_shared = -1;  // shared tile rows ascend
       for (const Tile& tile : TilesOf(kScatter, s, rank)) {
         const int now = o.Alone(rank, tile.m) ? 2 : o.owns[rank][tile.m] ? 1 : 0;
         EXPECT(now >= phase) << s << " rank " << rank << " tile " << tile.m << "," << tile.n;
@@ -228,7 +228,7 @@ TEST(NoTwoRanksOnOnePeer) {
         EXPECT(busy == (1u << s.world) - 1)
             << (order == kGather ? "gather " : "scatter ") << s << " position " << t;
       }
-      // Both start next to the own rows; only the gather starts with them.
+      // Both start next to the local rows; only the gather starts with the local rows.
       for (int rank = 0; rank < s.world; ++rank) {
         const int owner = static_cast<int>(tiles[rank][0].m * s.tile_m / s.rows_per_rank);
         EXPECT(owner == (order == kGather ? rank : (rank + 1) % s.world)) << s << " rank " << rank;
@@ -250,7 +250,7 @@ TEST(SendPeerIsAPermutation) {
       for (int rank = 0; rank < world; ++rank) {
         const int peer = SendPeer(rank, step, world);
         receivers |= 1u << peer;
-        // GatherOrder wants the next rank's rows first, then the one's after it.
+        // GatherOrder needs the next rank's rows first, then those of the rank after it.
         EXPECT_EQ(rank, (peer + step) % world);
       }
       EXPECT_EQ(receivers, (1u << world) - 1);
@@ -258,10 +258,10 @@ TEST(SendPeerIsAPermutation) {
   }
 }
 
-// Runs matmul + reduce-scatter without its arithmetic. A rank takes its tiles in order and has at
-// most workers[rank] unfinished ones; a tile is computed and sent when it is taken, and finished
-// when it has no own rows or every rank has computed it. True if all ranks finish. What can happen
-// never depends on who goes first, so one order of events decides for all.
+// Simulates the waits of matmul + reduce-scatter. A rank takes its tiles in order and has at most
+// workers[rank] unfinished tiles. A tile is computed and sent when it is taken. It finishes at once
+// if it has no local rows, else when every rank has computed it. True if all ranks finish. Possible
+// steps never disable each other, so one order of events stands for all.
 bool Finishes(const Shape& s, const Ownership& o, const std::vector<std::vector<Tile>>& orders,
               const std::array<int, kMaxRanks>& workers) {
   const int32_t tiles = s.Tiles();
@@ -306,7 +306,7 @@ std::vector<std::array<int, kMaxRanks>> WorkerMixes() {
 }
 
 TEST(ScatterNeverDeadlocks) {
-  // An all-gather needs no such proof: its waits are for sends, and sends wait for nothing.
+  // An all-gather cannot deadlock: it waits for sends only, and sends wait for nothing.
   const auto mixes = WorkerMixes();
   ForAllShapes([&](const Shape& s) {
     const Ownership o(s);
@@ -318,7 +318,7 @@ TEST(ScatterNeverDeadlocks) {
   });
 }
 
-// The simulation above can see a deadlock: two orders that look plausible and are wrong.
+// The simulation detects deadlocks: two plausible orders that are wrong.
 TEST(WrongOrdersDeadlock) {
   const Shape s{3, 7, 4, 2, 1};  // tile rows 1 and 3 are shared, by ranks 0 and 1 and by 1 and 2
   const Ownership o(s);

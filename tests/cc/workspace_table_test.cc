@@ -1,5 +1,5 @@
-// The CPU back end's directory of workspaces: who gets which, when one is given out again, and what
-// is said when there is none.
+// The CPU back end's table of workspaces: which call gets which, when one is reused, and the error
+// when there is none.
 #include "runtime/workspace_table.h"
 
 #include <algorithm>
@@ -21,11 +21,11 @@ namespace {
 
 constexpr int64_t kBytes = 4096;
 
-// A table in fresh memory with a heap of `workspaces` times kBytes.
+// A table in fresh memory, with a heap of `workspaces` times kBytes.
 struct Fixture {
   explicit Fixture(int64_t workspaces) : heap_bytes(workspaces * kBytes) {}
 
-  // `seconds` to wait for room.
+  // seconds: timeout for room.
   bool Acquire(WorkspaceKey key, int world, WorkspaceLease* lease, std::string* error,
                int64_t bytes = kBytes, double seconds = 0) {
     const uint64_t deadline = NowNs() + static_cast<uint64_t>(seconds * 1e9);
@@ -59,7 +59,7 @@ TEST(OneKeyOneWorkspace) {
   EXPECT(Same(f.MustAcquire(2, 3), b));
   EXPECT(Same(f.MustAcquire(1, 3), a));
   EXPECT(a.index != b.index);
-  EXPECT(a.epoch != 0 && b.epoch != 0);  // 0 is what fresh signals hold
+  EXPECT(a.epoch != 0 && b.epoch != 0);  // 0 is the value of fresh signals
   EXPECT_EQ(f.table->BytesInUse(), 2 * kBytes);
 }
 
@@ -141,9 +141,10 @@ TEST(VisitsFreeWorkspacesOnly) {
   f.table->Release(a, 1, false);
   f.table->Release(lost, 1, true);
   std::vector<int64_t> visited;
-  f.table->ForEachFree([&](int64_t offset, int64_t bytes) {
+  f.table->ForEachFree([&](int64_t offset, int64_t bytes, uint32_t epoch) {
     visited.push_back(offset);
     EXPECT_EQ(bytes, kBytes);
+    EXPECT_EQ(epoch, a.epoch);
   });
   EXPECT(visited == std::vector<int64_t>{a.offset});
 }
@@ -205,7 +206,7 @@ TEST(WaitsForRoom) {
   EXPECT(b.epoch > a.epoch);
 }
 
-// As when a caller that runs out, or the user, asks for the usage while others run.
+// A caller that runs out of room, or the user, asks for the usage while others run.
 TEST(UsageMayBeReadWhileOthersAreBusy) {
   Fixture f(2);
   f.MustAcquire(1, 2);
@@ -228,7 +229,7 @@ TEST(ALockThatIsNeverGivenBackEndsInAnError) {
   Fixture f(2);
   f.table->Release(f.MustAcquire(1, 1), 1, false);
   int visits = 0;
-  f.table->ForEachFree([&](int64_t, int64_t) {  // has the lock, as a process that was killed would
+  f.table->ForEachFree([&](int64_t, int64_t, uint32_t) {  // holds the lock, as if killed
     ++visits;
     WorkspaceLease lease;
     std::string error;
@@ -239,7 +240,7 @@ TEST(ALockThatIsNeverGivenBackEndsInAnError) {
   f.MustAcquire(3, 1);
 }
 
-// Ranks make the same calls, each in an order of its own within a window, as XLA's executor would.
+// Ranks make the same calls, each in its own order within a window, like XLA's executor.
 TEST(AllRanksGetTheSameWorkspaceInWhateverOrder) {
   constexpr int kRanks = 4, kCalls = 400, kWindow = 8;
   Fixture f(kRanks * kWindow);

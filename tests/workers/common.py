@@ -24,18 +24,29 @@ def environment(platform: str, devices: int) -> dict[str, str]:
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [found, env.get("PYTHONPATH")]))
     env["JAX_PLATFORMS"] = {"cpu": "cpu", "gpu": "cuda"}[platform]
     env["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
+    # Enough for small programs, beside the memory of this process and of others that run tests.
+    env["XLA_PYTHON_CLIENT_MEM_FRACTION"] = ".1"
     return env
 
 
 def run_alone(scenario: str, *, platform: str, devices: int, timeout: float = 120) -> str:
     """Output of ``fault_worker.py SCENARIO``, which must end by itself and well."""
     command = [sys.executable, str(HERE / "fault_worker.py"), scenario, str(devices)]
-    done = subprocess.run(
-        command, env=environment(platform, devices), timeout=timeout, text=True,
+    process = subprocess.Popen(
+        command, env=environment(platform, devices), text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout
-    return done.stdout
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)  # it says where its threads are
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(5)
+        process.kill()
+        output, _ = process.communicate()
+        raise AssertionError(f"not ended after {timeout} s; it had said:\n{output}") from None
+    assert process.returncode == 0, f"ended with {process.returncode}:\n{output}"
+    return output
 
 
 def free_port() -> int:

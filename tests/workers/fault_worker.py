@@ -1,9 +1,10 @@
 """Programs that go wrong, each in a process of its own: fault_worker.py SCENARIO DEVICES.
 
 Prints a line that starts with "error: " for each error that the program got, and "seconds: " for
-how long it took, and ends.
+how long the call took, without its compilation, and ends.
 """
 
+import faulthandler
 import functools
 import os
 import pathlib
@@ -20,6 +21,8 @@ from jax.sharding import PartitionSpec as P
 import jflux
 from jflux import testing
 from jflux._ops import exchange as exchanges
+from jflux._ops import matmul_all_reduce
+from jflux._ops._spec import all_ops
 from jflux._ops.all_reduce import ALGORITHMS
 
 DEADLINE = 2.0
@@ -39,10 +42,12 @@ def operands(k=16, n=8):
 
 
 def attempt(f, *args):
-    """Calls f and prints the error that it ends in."""
+    """Compiles and calls f, and prints the error that it ends in."""
     start = time.monotonic()
     try:
-        jax.block_until_ready(f(*args))
+        compiled = f.lower(*args).compile()
+        start = time.monotonic()
+        jax.block_until_ready(compiled(*args))
         print("no error")
     except Exception as error:
         print("error:", str(error).replace("\n", " "))
@@ -53,31 +58,25 @@ def gather(x, w):
     return jflux.all_gather_matmul(x, w, axis_name="tp")
 
 
-def scatter(x, w):
-    return jflux.matmul_reduce_scatter(x, w, axis_name="tp")
+def call_of(spec):
+    """A call of an op on (x, w) that its kernel takes on every platform."""
+    options = {"axis_name": "tp", **spec.ways[0]}
 
+    def product(x, w):
+        x = jnp.tile(x, (128, 1))  # whole tiles of rows, and whole units of columns, for each rank
+        multiplied = x.shape
+        if spec.product == "after":
+            multiplied = spec.communication(2, **spec.ways[0]).shape(x.shape, N)
+        return spec.function(x, jnp.tile(w, (multiplied[1] // x.shape[1], N)), **options)
 
-def product_exchange(x, w):
-    w = jnp.tile(w, (1, N))  # whole units for each rank
-    return jflux.matmul_all_to_all(x, w, axis_name="tp", split_axis=1, concat_axis=0)
+    def collective(x, w):
+        return spec.function(jnp.concatenate([x @ w] * N), **options)
 
-
-def tiles_of_a_sum(x, w):
-    """matmul_all_reduce in one call: a row of tiles for each rank, and more than 4 MiB of y."""
-    x, w = jnp.tile(x, (128, 1)), jnp.tile(w, (1, 2048 // N + 1))
-    return jflux.matmul_all_reduce(x, w, axis_name="tp")
+    return product if spec.product else collective
 
 
 def reduce(x, w, **options):
     return jflux.all_reduce(x @ w, axis_name="tp", **options)
-
-
-def all_gather(x, w):
-    return jflux.all_gather(x @ w, axis_name="tp", tiled=True)
-
-
-def reduce_scatter(x, w):
-    return jflux.reduce_scatter(jnp.tile(x @ w, (N, 1)), axis_name="tp", tiled=True)
 
 
 def custom(x, w):
@@ -89,14 +88,9 @@ def custom(x, w):
     return halo_exchange.halo_exchange(x @ w, halo=x.shape[0], axis_name="tp")
 
 
-def exchange(x, w):
-    x = (x @ w)[None]
-    return jflux.all_to_all(jnp.concatenate([x] * N), axis_name="tp", split_axis=0, concat_axis=0)
-
-
 def exchange_in_chunks(x, w):
     exchanges.MOST_BYTES_IN_PACKETS = 0  # of this process
-    return exchange(x, w)
+    return call_of(all_ops()["all_to_all"])(x, w)
 
 
 def norm(x, w):
@@ -200,26 +194,19 @@ def ends_in_flight():
     sys.exit(0)
 
 
-OPS = {
-    "gather": gather,
-    "product_exchange": product_exchange,
-    "tiles_of_a_sum": tiles_of_a_sum,
+CALLS = {
+    **{name: call_of(spec) for name, spec in all_ops().items()},
     "custom": custom,
-    "exchange": exchange,
     "exchange_in_chunks": exchange_in_chunks,
-    "all_gather": all_gather,
-    "reduce_scatter": reduce_scatter,
     "norm": norm,
-    "reduce": reduce,
     **{name: functools.partial(reduce, algorithm=name) for name in ALGORITHMS},
 }
 SCENARIOS = {
     "ends_in_flight": ends_in_flight,
     **{
         f"{name}_without_rank_1": functools.partial(rank_never_calls, op, 1)
-        for name, op in OPS.items()
+        for name, op in CALLS.items()
     },
-    "scatter_without_rank_0": lambda: rank_never_calls(scatter, 0),
     "one_call_too_few": one_call_too_few,
     "different_shapes": different_shapes,
     "different_orders": different_orders,
@@ -228,8 +215,10 @@ SCENARIOS = {
 }
 
 if __name__ == "__main__":
+    faulthandler.enable()
     jflux.init(deadline_seconds=DEADLINE)
     jflux.config.update(strict=True, always=True)
+    matmul_all_reduce.MOST_BYTES = 0  # it sums in its kernel
     SCENARIOS[sys.argv[1]]()
     sys.stdout.flush()
     os._exit(0)  # devices may be stuck in a collective of XLA's

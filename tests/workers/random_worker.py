@@ -44,7 +44,7 @@ from jax.sharding import Mesh, NamedSharding  # noqa: E402
 from jax.sharding import PartitionSpec as P  # noqa: E402
 
 import jflux  # noqa: E402
-from jflux import _heap, _jflux, _tuning, testing  # noqa: E402
+from jflux import _config, _native, _tuning, testing  # noqa: E402
 from jflux._ops import exchange  # noqa: E402
 from jflux._ops.all_reduce import ALGORITHMS  # noqa: E402
 
@@ -86,11 +86,11 @@ def put(array: Any, mesh: Any) -> Any:
 @contextlib.contextmanager
 def forced(case: Case) -> Iterator[None]:
     """What is lowered inside takes the case's choice, if there is one."""
-    apart = case.choice == _tuning.APART
+    decomposed = case.choice == _tuning.DECOMPOSED
     with (
         _tuning.force(case.choice) if case.choice else contextlib.nullcontext(),
-        exchange.force(True) if case.in_chunks else contextlib.nullcontext(),
-        jflux.config(always=False) if apart else contextlib.nullcontext(),
+        _config.override(chunked=True) if case.in_chunks else contextlib.nullcontext(),
+        jflux.config(always=False) if decomposed else contextlib.nullcontext(),
     ):
         yield
 
@@ -110,7 +110,7 @@ def run_and_check(case: Case, epochs: int | None) -> None:
         testing.poison_workspaces()
         if run == 1 and epochs is not None and args.gpus:
             barrier()
-            _heap.set_cuda_epochs(epochs)
+            testing.set_epochs(epochs)
             barrier()
         with forced(case):
             y = jax.block_until_ready(f(*operands))
@@ -152,9 +152,9 @@ def replay_and_check(case: Case) -> None:
     once, many = (jax.jit(harness.per_device(case.mesh, f)) for f in (scaled, loop))
 
     def replayed():
-        before = _jflux.cuda_launches() if args.gpus else 0
+        before = _native.lib.cuda_launches() if args.gpus else 0
         results = jax.block_until_ready(many(wide(factors), *operands))
-        launches = _jflux.cuda_launches() - before if args.gpus else 0
+        launches = _native.lib.cuda_launches() - before if args.gpus else 0
         kernels = STEPS * len(signs)
         assert launches <= kernels / 4, f"the host enqueued {launches} of {kernels} kernels"
         return results
@@ -177,7 +177,7 @@ def replay_and_check(case: Case) -> None:
 
 @functools.cache
 def orders() -> list[list[Any]]:
-    """Of the devices, a few: each brings groups of its own, and the heap has workspaces for each."""
+    """Of the devices, a few: each brings groups of its own, and the heap a workspace for each."""
     rng, devices = random.Random(args.seed), jax.devices()
     return [rng.sample(devices, len(devices)) for _ in range(4)]
 
@@ -209,7 +209,7 @@ def _draw_choice(rng: random.Random) -> Any:
 def _product(
     rng: random.Random, mesh: Any, axis_name: Any, most: int = MOST_PRODUCTS, **fields: Any
 ) -> Case:
-    """One of the three products, in any configuration that is compiled, or in two calls."""
+    """One of the products, in any configuration that is compiled, or decomposed."""
     world = harness.world_of(mesh, axis_name)
     while True:
         lead = fields.get("lead") or (*rng.choice([(), (), (), (2,)]), rng.choice(ROWS))
@@ -221,18 +221,14 @@ def _product(
             "n": rng.choice(N), "dtype": rng.choice(harness.HALVES),
             "out": rng.choice([None, None, jnp.float32]), "transpose_rhs": rng.random() < 0.5,
         }  # fmt: skip
-        drawn |= split if op == "matmul_all_to_all" else {}
-        call = harness.Call(**drawn | fields)
+        call = harness.Call(**drawn | split | fields)
         if world * math.prod(call.lead) * call.n * call.k <= most:
             break
     x, w = harness.operands(call, mesh, axis_name, seed=rng.randrange(1 << 30))
     choice = _draw_choice(rng)
     size = 4 * world * math.prod(call.lead) * max(call.n, call.k)
-    if (
-        call.op in ("all_gather_matmul", "matmul_reduce_scatter")
-        and size <= exchange.MOST_BYTES_IN_PACKETS
-    ):
-        choice = rng.choice([choice, choice, choice, _tuning.APART])
+    if not call.is_exchange and size <= exchange.MOST_BYTES_IN_PACKETS:
+        choice = rng.choice([choice, choice, choice, _tuning.DECOMPOSED])
     want = harness.exact(call, mesh, axis_name, x, w)
     scale = harness.exact(call, mesh, axis_name, abs(x), abs(w))
     f, more = call.bind(axis_name), ()
@@ -265,13 +261,14 @@ def _product(
         terms=call.terms(world),
         choice=choice,
         # An all-to-all may be two calls as well.
-        is_xlas=world == 1 or choice == _tuning.APART or call.is_exchange,
+        is_xlas=world == 1 or choice == _tuning.DECOMPOSED or call.is_exchange,
     )
 
 
 def _waves(rng: random.Random, mesh: Any, axis_name: Any) -> Case:
-    """A product of more tiles than a GPU computes at a time, with a k of more blocks than there are
-    stages: storers need permits to send (cc/gpu/send_permits.cuh), and not all CTAs send rows."""
+    """A product of more tiles than a GPU computes at a time, with more k-blocks than there are
+    stages: store warps wait for the send semaphore (cc/gpu/send_semaphore.cuh), and not all CTAs
+    send rows."""
     lead, k = rng.choice([(192,), (256,), (2, 128)]), rng.choice([328, 392, 520])
     n = rng.choice([6152, 8200])
     return _product(rng, mesh, axis_name, most=1 << 34, lead=lead, k=k, n=n)
@@ -396,7 +393,7 @@ def _large_sum(rng: random.Random, mesh: Any, axis_name: Any) -> Case:
 
 
 def _exchange(rng: random.Random, mesh: Any, axis_name: Any) -> Case:
-    """There and back: rank r sends its piece s to rank s, which sends it back doubled; and what
+    """There and back: rank r sends its shard s to rank s, which sends it back doubled; and what
     all ranks have, gathered, scattered and summed again, is so many times as much."""
     world = harness.world_of(mesh, axis_name)
     in_chunks = rng.random() < 0.5
@@ -425,7 +422,7 @@ def _exchange(rng: random.Random, mesh: Any, axis_name: Any) -> Case:
 
 
 def _pieces(rng: random.Random, mesh: Any, axis_name: Any) -> Case:
-    """One exchange, along any dimensions, which pieces are parts of, or make."""
+    """One exchange, along any dimensions that shards are parts of, or make."""
     world = harness.world_of(mesh, axis_name)
     dtype = rng.choice([*harness.HALVES, jnp.float32])
     op, tiled = rng.choice(["all_gather", "reduce_scatter", "all_to_all"]), rng.random() < 0.5

@@ -1,7 +1,7 @@
 // all_gather_matmul: y[total rows, n] = all_gather(x)[total rows, k] @ w[k, n].
 //
-// What is computed (Params), where it lies in the heap (Layout), and the CPU back end's body; the
-// CUDA launcher is in all_gather_matmul_cuda.h. Python: jflux/_ops/all_gather_matmul.py.
+// The call (Params), the CPU back end's workspace layout and its body. GPU: k_panel_layout.h;
+// launcher in all_gather_matmul_cuda.h. Python: jflux/_ops/all_gather_matmul.py.
 #ifndef JFLUX_OPS_ALL_GATHER_MATMUL_ALL_GATHER_MATMUL_H_
 #define JFLUX_OPS_ALL_GATHER_MATMUL_ALL_GATHER_MATMUL_H_
 
@@ -13,6 +13,8 @@
 #include "core/signal.h"
 
 namespace jflux {
+
+inline constexpr OpId kAllGatherMatmulId{1};
 
 struct AllGatherMatmulParams {
   Rows rows;             // of the gathered x
@@ -26,7 +28,7 @@ struct AllGatherMatmulParams {
   int64_t ShardBytes() const { return rows.PerRank() * k * SizeOf(dtype); }
   uint32_t Signature() const {
     return SignatureBuilder()
-        .Add(static_cast<int64_t>(OpId::kAllGatherMatmul))
+        .Add(static_cast<int64_t>(kAllGatherMatmulId))
         .Add(rows.world)
         .Add(rows.outer)
         .Add(rows.inner)
@@ -36,9 +38,8 @@ struct AllGatherMatmulParams {
   }
 };
 
-// On CPUs a shard travels as `chunks` chunks of `chunk_bytes` (the last may be shorter); each has
-// its own signal. Chunks are ranges of the flat shard and know nothing of rows. GPUs have
-// k_panel_layout.h.
+// CPU: a shard travels as `chunks` chunks of `chunk_bytes` (the last may be shorter), each with its
+// own signal. Chunks are byte ranges of the shard, independent of rows.
 struct AllGatherLayout {
   int32_t world;
   int32_t chunks;
@@ -50,11 +51,11 @@ struct AllGatherLayout {
                            chunk_bytes, p.ShardBytes()};
   }
 
-  // Offsets into a half's signals and a half's data.
+  // Offsets into the signals and into the data of a half.
   JFLUX_HD int64_t SignalOffset(int src, int64_t chunk) const {
     return (static_cast<int64_t>(src) * chunks + chunk) * static_cast<int64_t>(sizeof(Signal));
   }
-  // The shards lie back to back, so the workspace is the gathered array in virtual-row order.
+  // Shards are contiguous, so the workspace is the gathered array in virtual-row order.
   JFLUX_HD int64_t ChunkOffset(int src, int64_t chunk) const {
     return src * shard_bytes + chunk * chunk_bytes;
   }
@@ -66,7 +67,7 @@ struct AllGatherLayout {
   }
 };
 
-// The CPU back end's body for one rank; false if a wait failed (the reason is in ctx.fault).
+// The CPU back end's body for one rank. False if a wait failed; ctx.fault has the reason.
 struct AllGatherMatmulArrays {
   const void* x;   // [outer, inner, k]
   const void* w;   // [k, n], or [n, k] if transpose_rhs

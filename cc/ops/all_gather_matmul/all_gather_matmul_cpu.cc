@@ -1,4 +1,4 @@
-// The CPU back end of all_gather_matmul: one rank's part of the tile protocol in host memory.
+// The CPU back end of all_gather_matmul: one rank's part of the protocol, in host memory.
 #include <cstring>
 #include <vector>
 
@@ -9,17 +9,17 @@
 namespace jflux {
 namespace {
 
-// Where this call's signals and data start in the workspace.
+// Offsets of this call's signals and data in the workspace.
 struct Half {
   int64_t signals, data;
 };
 
-// Sends every chunk of the own shard to every rank, the own one included, so that all tiles read
-// one array.
+// Sends every chunk of the local shard to every rank, this one included, so that all tiles read one
+// array.
 void SendShard(const AllGatherLayout& layout, const void* x, const SymmetricView& view, Half half,
                Signal signal) {
   const auto* shard = static_cast<const char*>(x);
-  for (int step = 0; step < view.world; ++step) {  // step 0 is the own copy: its tiles come first
+  for (int step = 0; step < view.world; ++step) {  // step 0: the local copy, whose tiles come first
     const int peer = SendPeer(view.rank, step, view.world);
     for (int64_t c = 0; c < layout.chunks; ++c) {
       std::memcpy(view.At(peer, half.data + layout.ChunkOffset(view.rank, c)),
@@ -29,7 +29,7 @@ void SendShard(const AllGatherLayout& layout, const void* x, const SymmetricView
   }
 }
 
-// Waits for the chunks that hold virtual rows [first, last).
+// Waits for the chunks that contain virtual rows [first, last).
 bool WaitRows(const AllGatherMatmulParams& p, const AllGatherLayout& layout,
               const SymmetricView& view, Half half, int64_t first, int64_t last, Signal signal,
               const WaitContext& ctx) {

@@ -7,17 +7,11 @@
 #include <string>
 
 #include "core/activation.h"
-#include "gpu/gemm_config.h"
-#include "ops/all_gather_matmul/all_gather_matmul.h"
-#include "ops/all_gather_matmul/k_panel_layout.h"
+#include "ops/all_gather_matmul/all_gather_matmul_config.h"
 #include "runtime/heap_cuda.h"
+#include "runtime/product_plan.h"
 
 namespace jflux {
-
-inline KPanelLayout CudaLayoutOf(const AllGatherMatmulParams& p) {
-  static_assert(KPanelLayout::kBlockRows == kGemmTileM && KPanelLayout::kColumns == kGemmTileK);
-  return KPanelLayout::Make(p.rows, p.k);
-}
 
 // Several weights share one gather: y_i = activation(all_gather(x) @ w_i + bias_i), or, gated, one
 // y_0 = activation(all_gather(x) @ w_0 + bias_0) * (all_gather(x) @ w_1 + bias_1).
@@ -38,9 +32,12 @@ struct AllGatherMatmulOperands {
 
 // Enqueues the call on `stream`. params.n is the columns of all weights.
 bool LaunchAllGatherMatmul(const AllGatherMatmulParams& params,
-                           const AllGatherMatmulOperands& operands, const GemmChoice& choice,
+                           const AllGatherMatmulOperands& operands, const ProductPlan& plan,
                            int64_t site, const CudaDevice& device, const SymmetricView& view,
                            cudaStream_t stream, std::string* error);
+
+// Loads the kernels on the current device.
+bool LoadAllGatherMatmulKernels(std::string* error);
 
 }  // namespace jflux
 

@@ -1,9 +1,9 @@
 // FFI handlers of all_gather_matmul.
 #include <algorithm>
 
-#include "ops/all_gather_matmul/all_gather_matmul.h"
+#include "ops/all_gather_matmul/all_gather_matmul_config.h"
 #include "runtime/ffi.h"
-#include "runtime/targets.h"
+#include "runtime/product_plan.h"
 
 #ifdef JFLUX_WITH_CUDA
 #include "ops/all_gather_matmul/all_gather_matmul_cuda.h"
@@ -40,39 +40,67 @@ std::optional<AllGatherMatmulParams> ParamsOf(const ffi::AnyBuffer& x, const ffi
   return p;
 }
 
-ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, ffi::Span<const int64_t>,
-                ffi::Span<const int64_t> groups, int64_t inner, int64_t outer, int64_t,
-                bool transpose_rhs, int64_t world, ffi::AnyBuffer x, ffi::AnyBuffer w,
-                ffi::Result<ffi::AnyBuffer> y, ffi::RemainingRets rest) {
-  const auto p = ParamsOf(x, w, *y, world, outer, inner, transpose_rhs, rest.size() > 0);
-  if (!p) return FailedFuture(InvalidArgument("all_gather_matmul: operands do not fit"));
+// One weight, without an epilogue: `sums`, `gated`, biases and activations are for GPUs.
+ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, int64_t activation,
+                ffi::Span<const int64_t> biased, ffi::Span<const int64_t> choice, bool gated,
+                ffi::Span<const int64_t> groups, int64_t inner, int64_t outer, int64_t senders,
+                int64_t, bool sums, bool transpose_rhs, int64_t workspace_bytes, int64_t world,
+                ffi::AnyBuffer x, ffi::RemainingArgs rest, ffi::RemainingRets results) {
+  const auto no_fit = [] {
+    return FailedFuture(InvalidArgument("all_gather_matmul: operands do not fit"));
+  };
+  if (!IsCpuPlan(choice, senders)) {
+    return FailedFuture(InvalidArgument("all_gather_matmul: malformed plan"));
+  }
+  if (activation != 0 || gated || sums || std::count(biased.begin(), biased.end(), 1) != 0 ||
+      rest.size() != 1 || results.size() < 1 || results.size() > 2) {
+    return no_fit();
+  }
+  const auto w = *rest.get<ffi::AnyBuffer>(0);
+  auto y = *results.get<ffi::AnyBuffer>(0);
+  const auto p = ParamsOf(x, w, *y, world, outer, inner, transpose_rhs, results.size() > 1);
+  if (!p) return no_fit();
   AllGatherMatmulArrays arrays{x.untyped_data(), w.untyped_data(), y->untyped_data(), nullptr};
-  if (rest.size() > 0) arrays.gathered = (*rest.get<ffi::AnyBuffer>(0))->untyped_data();
+  if (p->return_gathered) arrays.gathered = (*results.get<ffi::AnyBuffer>(1))->untyped_data();
 
   const CpuTiling tiling;
   const int64_t bytes = AllGatherLayout::Make(*p, tiling.chunk_bytes).Workspace().TotalBytes();
   return JoinFfiCall(
-      OpId::kAllGatherMatmul, site, run_id, device, groups, world, bytes,
+      kAllGatherMatmulId, site, run_id, device, groups, world, {bytes, workspace_bytes},
       [p = *p, tiling, arrays](const SymmetricView& view, uint32_t epoch, const WaitContext& ctx) {
         return AllGatherMatmulCpu(p, tiling, arrays, view, epoch, ctx);
       });
 }
 
-XLA_FFI_DEFINE_HANDLER(
-    kCpu, Cpu,
-    ProductAttributes(
-        ffi::Ffi::Bind().Ctx<ffi::State<CallSite>>().Ctx<ffi::RunId>().Ctx<ffi::DeviceOrdinal>())
-        .Arg<ffi::AnyBuffer>()
-        .Arg<ffi::AnyBuffer>()
-        .Ret<ffi::AnyBuffer>()
-        .RemainingRets());
+// Attributes in alphabetical order, as Cpu() and Cuda() take them, operands and results.
+constexpr auto Bindings = [](auto binding) {
+  return std::move(binding)
+      .template Attr<int64_t>("activation")
+      .template Attr<ffi::Span<const int64_t>>("biased")
+      .template Attr<ffi::Span<const int64_t>>("choice")
+      .template Attr<bool>("gated")
+      .template Attr<ffi::Span<const int64_t>>("groups")
+      .template Attr<int64_t>("inner")
+      .template Attr<int64_t>("outer")
+      .template Attr<int64_t>("senders")
+      .template Attr<int64_t>("site")
+      .template Attr<bool>("sums")
+      .template Attr<bool>("transpose_rhs")
+      .template Attr<int64_t>("workspace_bytes")
+      .template Attr<int64_t>("world")
+      .template Arg<ffi::AnyBuffer>()
+      .RemainingArgs()
+      .RemainingRets();
+};
+
+XLA_FFI_DEFINE_HANDLER(kCpu, Cpu, Bindings(BindCpu()));
 
 #ifdef JFLUX_WITH_CUDA
 ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, int64_t activation,
                 ffi::Span<const int64_t> biased, ffi::Span<const int64_t> choice, bool gated,
-                ffi::Span<const int64_t> groups, int64_t inner, int64_t outer, int64_t site,
-                bool sums, bool transpose_rhs, int64_t world, ffi::AnyBuffer x,
-                ffi::RemainingArgs rest, ffi::RemainingRets results) {
+                ffi::Span<const int64_t> groups, int64_t inner, int64_t outer, int64_t senders,
+                int64_t site, bool sums, bool transpose_rhs, int64_t workspace_bytes, int64_t world,
+                ffi::AnyBuffer x, ffi::RemainingArgs rest, ffi::RemainingRets results) {
   // Operands x, w_0 .. w_p-1, and a bias for each of them that is `biased`. Results: all y (of
   // which there is one if they are gated), p sums if there are `sums`, and perhaps the gathered x.
   const size_t count = biased.size(), products = gated ? 1 : count;
@@ -113,51 +141,41 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, int64_t activation,
   }
   p->n = columns;
   if (gathered) operands.gathered = (*results.get<ffi::AnyBuffer>(computed))->untyped_data();
-  if (!IsPossibleChoice(choice)) {
-    return InvalidArgument("all_gather_matmul: no kernel for this `choice`");
+  const auto plan = CudaPlanOf(choice, senders, workspace_bytes);
+  // Without a sender all would wait. A gate needs tiles of two halves, and nobody to share k.
+  if (!plan || !FitsKernel(*p) || plan->senders < 1 ||
+      !SharesK(plan->choice, p->rows.Total(), p->k, kGatherSplits) ||
+      (gated && (plan->choice.tile_n % 128 != 0 || plan->choice.splits != 1))) {
+    return InvalidArgument("all_gather_matmul: no kernel for this plan");
   }
-  const auto choice_for = [&](int sm_count) {
-    const GemmChoice c = ChoiceOf(choice).value_or(
-        ChooseAllGather(p->rows.world, p->rows.PerRank(), p->n, p->k, sm_count));
-    return gated ? ForGate(c, p->rows.Total(), p->n, p->k, sm_count)
-                 : FitSplits(c, p->rows.Total(), p->k, kGatherSplits);
-  };
   return LaunchCudaCall(
-      OpId::kAllGatherMatmul, ordinal, groups, world,
-      [&](int) { return CudaLayoutOf(*p).Workspace(); },
+      kAllGatherMatmulId, ordinal, groups, world,
+      {CudaLayoutOf(*p).Workspace().TotalBytes(), workspace_bytes},
       [&](const CudaDevice& device, const SymmetricView& view, std::string* error) {
-        return LaunchAllGatherMatmul(*p, operands, choice_for(device.sm_count), site, device, view,
-                                     stream, error);
+        return LaunchAllGatherMatmul(*p, operands, *plan, site, device, view, stream, error);
       });
 }
 
-XLA_FFI_DEFINE_HANDLER(kCuda, Cuda,
-                       ffi::Ffi::Bind()
-                           .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                           .Ctx<ffi::DeviceOrdinal>()
-                           .Attr<int64_t>("activation")
-                           .Attr<ffi::Span<const int64_t>>("biased")
-                           .Attr<ffi::Span<const int64_t>>("choice")
-                           .Attr<bool>("gated")
-                           .Attr<ffi::Span<const int64_t>>("groups")
-                           .Attr<int64_t>("inner")
-                           .Attr<int64_t>("outer")
-                           .Attr<int64_t>("site")
-                           .Attr<bool>("sums")
-                           .Attr<bool>("transpose_rhs")
-                           .Attr<int64_t>("world")
-                           .Arg<ffi::AnyBuffer>()
-                           .RemainingArgs()
-                           .RemainingRets(),
-                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kCuda, Cuda, Bindings(BindCuda()), {ffi::Traits::kCmdBufferCompatible});
 #endif
 
 }  // namespace
 
-XLA_FFI_Error* AllGatherMatmulCpuHandler(XLA_FFI_CallFrame* frame) { return kCpu(frame); }
-
+// Listed in cc/ops/registry.cc.
+extern const Op kAllGatherMatmulOp;
+const Op kAllGatherMatmulOp = {
+    kAllGatherMatmulId,
+    "all_gather_matmul",
+    kCpu,
 #ifdef JFLUX_WITH_CUDA
-XLA_FFI_Error* AllGatherMatmulCudaHandler(XLA_FFI_CallFrame* frame) { return kCuda(frame); }
+    kCuda,
+    LoadAllGatherMatmulKernels,
+#else
+    nullptr,
+    nullptr,
 #endif
+    /*most_splits=*/kGatherSplits,
+    PlanAllGatherMatmul,
+};
 
 }  // namespace jflux

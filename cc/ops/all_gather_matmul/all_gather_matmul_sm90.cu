@@ -1,6 +1,4 @@
 // Instantiates the kernels of all_gather_matmul and launches one.
-#include "gpu/gemm_config.h"
-#include "gpu/senders.h"
 #include "ops/all_gather_matmul/all_gather_matmul_cuda.h"
 #include "ops/all_gather_matmul/all_gather_matmul_sm90.cuh"
 #include "runtime/gemm_instances_cuda.h"
@@ -11,7 +9,7 @@ namespace {
 struct Instances {
   static constexpr int kMostSplits = kGatherSplits;
   // Results go to this GPU's memory, which takes them at once.
-  static constexpr bool kMayLend = true;
+  static constexpr bool kMayLendStage = true;
   template <typename Config>
   static const void* Kernel() {
     return reinterpret_cast<const void*>(&AllGatherMatmulKernel<Config>);
@@ -23,8 +21,9 @@ struct Instances {
 bool LoadAllGatherMatmulKernels(std::string* error) { return LoadGemmInstances<Instances>(error); }
 
 bool LaunchAllGatherMatmul(const AllGatherMatmulParams& p, const AllGatherMatmulOperands& operands,
-                           const GemmChoice& choice, int64_t site, const CudaDevice& device,
+                           const ProductPlan& plan, int64_t site, const CudaDevice& device,
                            const SymmetricView& view, cudaStream_t stream, std::string* error) {
+  const GemmChoice& choice = plan.choice;
   AllGatherMatmulArgs args{};
   args.layout = CudaLayoutOf(p);
   args.workspace = args.layout.Workspace();
@@ -50,7 +49,7 @@ bool LaunchAllGatherMatmul(const AllGatherMatmulParams& p, const AllGatherMatmul
   args.gathered = operands.gathered;
   args.k = p.k;
   args.signature = SignatureOf(p.Signature(), site, choice);
-  args.op = static_cast<uint32_t>(OpId::kAllGatherMatmul);
+  args.op = static_cast<uint32_t>(kAllGatherMatmulId);
   args.order = GatherOrder::Make(grid, view.rank, view.world, p.rows.PerRank(),
                                  kGemmTileM * choice.cluster_m);
   args.num_tiles = grid.tiles_m * grid.tiles_n;
@@ -59,11 +58,10 @@ bool LaunchAllGatherMatmul(const AllGatherMatmulParams& p, const AllGatherMatmul
     const Tile tile = args.order.At(i);
     args.first[i] = {tile.m, tile.n};
   }
-  // Few rows are one raster group anyway, and all send. (One raster group of 512 or 1024 rows is
-  // faster with fewer senders: 2 x H200.)
+  // Few rows are one row of tiles, so one raster group anyway.
   const bool few = p.rows.Total() <= kGemmTileM;
   args.send_group = few ? 0 : choice.group_m * choice.cluster_m;
-  args.senders = few ? sms : SendingGatherers(view.world, p.n, sms);
+  args.senders = plan.senders;
   args.out_f32 = p.out_dtype == DType::kF32;
   args.no_epilogue =
       !args.out_f32 && args.rows.outer == 1 && !args.gated && args.activation == Activation::kNone;
@@ -87,7 +85,7 @@ bool LaunchAllGatherMatmul(const AllGatherMatmulParams& p, const AllGatherMatmul
   for (int half = 0; half < 2; ++half) {
     if (!EncodeTensorMap(&args.workspace_maps[half], p.dtype,
                          view.At(view.rank, args.workspace.DataOffset(half)),
-                         {args.layout.RowOf(args.layout.blocks, 0), 64}, {64}, {box_rows, 64},
+                         {args.layout.RowOf(args.layout.row_blocks, 0), 64}, {64}, {box_rows, 64},
                          error)) {
       return false;
     }

@@ -1,11 +1,18 @@
 // all_gather_matmul on Hopper: one kernel that sends, waits and multiplies.
 //
-// Every CTA has a sender (gather_sender_sm90.cuh). Senders take chunks of the own shard from a
-// counter and move them, by TMA and bulk copies through shared memory, into the peers' workspaces.
-// A chunk's signal follows when its copy has completed, while the next chunk is under way.
-// Meanwhile the loaders start with the own rows, straight from x; a tile with others' rows is read
-// from the workspace panel by panel, as the signals come. Of few rows, the CTAs of a cluster may
-// share a tile's k (kClusterK): each waits for its own panels, and finishes a slice of the columns.
+// Send warps (gather_sender_sm90.cuh) take chunks of the local shard from a counter and copy them,
+// by TMA and bulk copies through shared memory, to the peers' workspaces. A chunk's signal follows
+// when its copy has completed, while the next chunk is in flight. Meanwhile the load warps start
+// with the local rows, straight from x. Tiles with other ranks' rows are read from the workspace,
+// k-panel by k-panel, as the signals arrive. With few rows, the CTAs of a cluster may split a
+// tile's k (kClusterK): each waits for its own k-panels and finishes a slice of the columns.
+//
+//   writes  send warps: the peers' workspaces and signals
+//   waits   scheduler warps, for the k-panels of their tiles; send warps, for copies to `gathered`
+//   order   release and acquire at system scope, and proxy fences around bulk copies and TMA
+//   reset   never: core/signal.h
+//
+// Deadlock: tiles wait for sends only, and sends wait for nothing.
 #ifndef JFLUX_OPS_ALL_GATHER_MATMUL_ALL_GATHER_MATMUL_SM90_CUH_
 #define JFLUX_OPS_ALL_GATHER_MATMUL_ALL_GATHER_MATMUL_SM90_CUH_
 
@@ -25,27 +32,27 @@ struct AllGatherMatmulSm90 {
 
   static __device__ Tile TileAt(const Args& args, int32_t t) { return args.order.At(t); }
 
-  // Virtual rows [first, last) of a block.
+  // Virtual rows [first, last) of a row block.
   struct Span {
     int64_t first, last;
   };
-  static __device__ Span SpanOf(const Args& args, int32_t block_m) {
-    const int64_t first = static_cast<int64_t>(block_m) * Config::kTileM;
+  static __device__ Span SpanOf(const Args& args, int32_t row_block) {
+    const int64_t first = static_cast<int64_t>(row_block) * Config::kTileM;
     return Span{first, Min(first + Config::kTileM, args.rows.Total())};
   }
-  static __device__ bool IsOwn(const Args& args, Span s) {
+  static __device__ bool IsLocal(const Args& args, Span s) {
     const int64_t per_rank = args.rows.PerRank();
     return s.first >= args.view.rank * per_rank && s.last <= (args.view.rank + 1) * per_rank;
   }
 
-  // The columns of a tile, or of the slice of it that a CTA finishes: which w and y they belong to,
-  // and where they begin there.
+  // The columns of a tile, or of the slice that a CTA finishes: the weight (and y) they belong to,
+  // and the first column there.
   struct Columns {
     int weight;
     int64_t n0;
   };
   static __device__ Columns ColumnsOf(const Args& args, Tile tile) {
-    if (Config::kHalves && args.gated) {
+    if (Config::kTwoWeights && args.gated) {
       return Columns{0, static_cast<int64_t>(tile.n) * (Config::kTileN / 2)};
     }
     int i = 0;
@@ -56,27 +63,27 @@ struct AllGatherMatmulSm90 {
   static __device__ KRange KOf(const Args& args, Tile tile, int) {
     return SplitOfK<Config>(args.k, tile.split);
   }
-  // Of the operands: the column, in which w; the row in x, or in the workspace, where k goes on
-  // with the next panel.
-  struct alignas(16) Where {
-    int32_t n0, weight, row, panel_rows;  // panel_rows: 0 in x
+  // Operand coordinates: the column and its weight; the row in x, or in the workspace.
+  struct alignas(16) Coords {
+    int32_t n0, weight, row, k_panel_rows;  // rows from one k-panel to the next in the workspace;
+                                            // 0: x
   };
-  static __device__ Where WhereOf(const Args& args, int32_t block_m, Tile tile) {
+  static __device__ Coords CoordsOf(const Args& args, int32_t row_block, Tile tile) {
     const Columns c = ColumnsOf(args, Tile{0, tile.n});
-    const Span s = SpanOf(args, block_m);
-    const bool own = s.first < s.last && IsOwn(args, s);
+    const Span s = SpanOf(args, row_block);
+    const bool is_local = s.first < s.last && IsLocal(args, s);
     const int64_t row =
-        own ? s.first - args.view.rank * args.rows.PerRank() : args.layout.RowOf(block_m, 0);
-    return Where{static_cast<int32_t>(c.n0), c.weight, static_cast<int32_t>(row),
-                 own ? 0 : args.layout.block_rows};
+        is_local ? s.first - args.view.rank * args.rows.PerRank() : args.layout.RowOf(row_block, 0);
+    return Coords{static_cast<int32_t>(c.n0), c.weight, static_cast<int32_t>(row),
+                  is_local ? 0 : args.layout.k_panel_rows};
   }
-  static __device__ Rhs RhsOf(const Args& args, const Where& where, int) {
-    return Rhs{&args.w[where.weight], where.n0,
-               Config::kHalves && args.gated ? &args.w[1] : nullptr};
+  static __device__ Rhs RhsOf(const Args& args, const Coords& coords, int) {
+    return Rhs{&args.w[coords.weight], coords.n0,
+               Config::kTwoWeights && args.gated ? &args.w[1] : nullptr};
   }
 
-  // Tiles wait for senders alone.
-  static constexpr bool kFirstIsFixed = true;
+  // Safe: tiles wait for send warps only, never for another tile.
+  static constexpr bool kStaticFirstTile = true;
   static __device__ Tile FirstTile(const Args& args, int32_t cluster) {
     return Tile{args.first[cluster].m, args.first[cluster].n};
   }
@@ -88,117 +95,119 @@ struct AllGatherMatmulSm90 {
     ptx::PrefetchTensorMap(&args.workspace_maps[1]);
   }
 
-  // The lanes look at 32 panels at a time; the first lane waits for the first one that is missing.
-  static constexpr bool kRowsArrive = true;
+  // The lanes poll 32 k-panels at a time. Lane 0 waits for the first missing one.
+  static constexpr bool kWaitsForRows = true;
   static constexpr bool kReceives = false;
-  template <typename Mark>
-  static __device__ void WaitForRows(const Args& args, const CallContext& call, int32_t block_m,
-                                     Tile tile, const Where& where, Mark&& mark) {
+  template <typename Arrived>
+  static __device__ void WaitForRows(const Args& args, const CallContext& call, int32_t row_block,
+                                     Tile tile, const Coords& coords, Arrived&& set_arrived) {
     const KRange k = KOf(args, tile, 0);
     const int first = k.begin / Config::kTileK;
     const int count = CeilDiv(k.end - k.begin, Config::kTileK);
-    if (where.panel_rows == 0) return mark(count);
-    const Span s = SpanOf(args, block_m);
-    if (s.first >= s.last) return mark(count);
+    if (coords.k_panel_rows == 0) return set_arrived(count);
+    const Span s = SpanOf(args, row_block);
+    if (s.first >= s.last) return set_arrived(count);
     const int first_src = args.rows.OwnerOf(s.first), last_src = args.rows.OwnerOf(s.last - 1);
     const int lane = threadIdx.x % 32;
-    for (int come = 0; come < count;) {
-      const int32_t chunk = args.layout.ChunkOf(first + come + lane);
-      bool is_here = true;
-      if (come + lane < count) {
+    for (int arrived = 0; arrived < count;) {
+      const int32_t chunk = args.layout.ChunkOf(first + arrived + lane);
+      bool has_arrived = true;
+      if (arrived + lane < count) {
         for (int src = first_src; src <= last_src; ++src) {
-          is_here &= HasCome(call, ChunkSignal(args, call, args.view.rank, src, block_m, chunk));
+          has_arrived &=
+              HasArrived(call, ChunkSignal(args, call, args.view.rank, src, row_block, chunk));
         }
       }
-      const uint32_t missing = __ballot_sync(0xffffffff, !is_here);
+      const uint32_t missing = __ballot_sync(0xffffffff, !has_arrived);
       if ((missing & 1) != 0 && lane == 0) {
         for (int src = first_src; src <= last_src; ++src) {
-          AwaitPeer(call, ChunkSignal(args, call, args.view.rank, src, block_m, chunk), src, chunk);
+          AwaitPeer(call, ChunkSignal(args, call, args.view.rank, src, row_block, chunk), src,
+                    chunk);
         }
       }
-      ptx::FenceProxyAsyncGlobal();  // the rows are read by TMA
-      come += missing == 0 ? 32 : Max(1, __ffs(missing) - 1);
-      mark(Min(come, count));
+      ptx::FenceProxyAsyncGlobal();  // TMA reads the rows
+      arrived += missing == 0 ? 32 : Max(1, __ffs(missing) - 1);
+      set_arrived(Min(arrived, count));
     }
   }
 
-  // A block's rows: in x, where k goes on along a row, or in the workspace, panel after panel.
+  // The rows of a row block: in x, or in the workspace, where a k-panel follows the previous one.
   struct Source {
     const CUtensorMap* map;
     int32_t row;
-    int32_t panel_rows;  // 0: in x
+    int32_t k_panel_rows;  // 0: in x
   };
-  static __device__ Source SourceOf(const Args& args, const CallContext& call, const Where& where,
+  static __device__ Source SourceOf(const Args& args, const CallContext& call, const Coords& coords,
                                     int) {
-    return Source{where.panel_rows == 0 ? &args.x : &args.workspace_maps[call.epoch & 1], where.row,
-                  where.panel_rows};
+    return Source{coords.k_panel_rows == 0 ? &args.x : &args.workspace_maps[call.epoch & 1],
+                  coords.row, coords.k_panel_rows};
   }
   static __device__ void LoadA(const Source& source, uint32_t smem, uint32_t bar, int k0) {
-    ptx::TmaLoad2d(smem, source.map, bar, source.panel_rows == 0 ? k0 : 0,
-                   source.row + k0 / Config::kTileK * source.panel_rows);
+    ptx::TmaLoad2d(smem, source.map, bar, source.k_panel_rows == 0 ? k0 : 0,
+                   source.row + k0 / Config::kTileK * source.k_panel_rows);
   }
 
-  static __device__ bool HasRows(const Args& args, int32_t block_m, int block) {
-    return static_cast<int64_t>(block_m) * Config::kTileM + block * 64 < args.rows.Total();
+  static __device__ bool HasRows(const Args& args, int32_t row_block, int m64) {
+    return static_cast<int64_t>(row_block) * Config::kTileM + m64 * 64 < args.rows.Total();
   }
 
-  static constexpr bool kHasParts = false;
+  static constexpr bool kAddsPartials = false;
 
   static __device__ void Send(const Args& args, const CallContext& call,
                               const GemmSmem<Config>& smem) {
     GatherSender<Config>::Run(args, call, smem);
   }
 
-  // How a block's 64 rows from virtual row `row0` on reach y.
+  // How the m64 block that starts at virtual row `row0` is written to y.
   enum class Path { kNone, kTma, kRows, kFloat32 };
   static __device__ Path PathOf(const Args& args, int64_t row0) {
     const Rows& rows = args.rows;
     const int64_t total = rows.Total();
     if (row0 >= total) return Path::kNone;
     if (args.out_f32) return Path::kFloat32;
-    // Whether the rows follow each other in y too.
+    // Whether the rows are consecutive in y too.
     const int64_t last = Min(row0 + 64, total) - 1;
     const bool together =
         rows.outer == 1 || Quotient(row0, rows.inner) == Quotient(last, rows.inner);
-    // A TMA store would write beyond them, unless y ends there.
+    // A TMA store writes all 64 rows, so fewer are allowed only at the end of y.
     return together && (rows.outer == 1 || last - row0 == 63) ? Path::kTma : Path::kRows;
   }
 
-  template <typename AwaitParts>
-  static __device__ void Finish(const Args& args, const CallContext&,
-                                StagingWriter<Config>& staging, Slices<Config>& acc,
-                                int32_t block_m, Tile tile, AwaitParts&&) {
-    if (args.no_epilogue) {  // few instructions, close together: they have to be fetched too
+  template <typename AwaitPartials>
+  static __device__ void Epilogue(const Args& args, const CallContext&,
+                                  StagingWriter<Config>& staging, Slices<Config>& acc,
+                                  int32_t row_block, Tile tile, AwaitPartials&&) {
+    if (args.no_epilogue) {  // short code path: instruction fetches are latency too
 #pragma unroll
-      for (int i = 0; i < Config::kOwnBlocks; ++i) {
-        if (!HasRows(args, block_m, staging.BlockAt(i))) continue;
-        StageBlock<T, Config::kSliceN>(acc[i], staging.Acquire());
+      for (int i = 0; i < Config::kConsumerM64Blocks; ++i) {
+        if (!HasRows(args, row_block, staging.M64At(i))) continue;
+        StageM64<T, Config::kSliceN>(acc[i], staging.Acquire());
         staging.Publish();
       }
       return;
     }
 #pragma unroll
-    for (int i = 0; i < Config::kOwnBlocks; ++i) {
-      const int block = staging.BlockAt(i);
-      if (!HasRows(args, block_m, block)) continue;
-      FinishBlock(args, staging, acc[i],
-                  static_cast<int64_t>(block_m) * Config::kTileM + block * 64, tile);
+    for (int i = 0; i < Config::kConsumerM64Blocks; ++i) {
+      const int m64 = staging.M64At(i);
+      if (!HasRows(args, row_block, m64)) continue;
+      FinishM64(args, staging, acc[i], static_cast<int64_t>(row_block) * Config::kTileM + m64 * 64,
+                tile);
     }
   }
 
-  // A block from virtual row `row0` on: what is saved for the gradient, and y. Store takes them in
-  // the same order.
-  static __device__ void FinishBlock(const Args& args, StagingWriter<Config>& staging,
-                                     float (&acc)[Config::kSliceAccumulators], int64_t row0,
-                                     Tile tile) {
+  // Finishes the m64 block that starts at virtual row `row0`: the sums saved for the gradient, then
+  // y. Store writes them out in the same order.
+  static __device__ void FinishM64(const Args& args, StagingWriter<Config>& staging,
+                                   float (&acc)[Config::kSliceAccumulators], int64_t row0,
+                                   Tile tile) {
     const Columns columns = ColumnsOf(args, tile);
     const int64_t n = args.n[columns.weight];
-    if constexpr (Config::kHalves) {
+    if constexpr (Config::kTwoWeights) {
       if (args.gated) return FinishGated(args, staging, acc, row0, columns.n0, n);
     }
     const int i = columns.weight;
     if (args.bias[i] != nullptr) AddBias<Config::kSliceN>(acc, args.bias[i], columns.n0, n);
-    // (A loop over both would be half the code, and spill two kilobytes.)
+    // A loop over both would halve the code and spill 2 KB of registers.
     if (args.sums_data[i] != nullptr) {
       Write<Config::kSliceN, 0>(args, staging, acc, args.sums_data[i], row0, columns.n0, n);
     }
@@ -206,7 +215,7 @@ struct AllGatherMatmulSm90 {
     Write<Config::kSliceN, 0>(args, staging, acc, args.y_data[i], row0, columns.n0, n);
   }
 
-  // The first half of the columns is the gate's. A thread holds the same elements of both.
+  // The first half of the columns is the gate. A thread holds the same elements of both halves.
   static __device__ void FinishGated(const Args& args, StagingWriter<Config>& staging,
                                      float (&acc)[Config::kSliceAccumulators], int64_t row0,
                                      int64_t n0, int64_t n) {
@@ -223,7 +232,7 @@ struct AllGatherMatmulSm90 {
     Write<kHalf, 0>(args, staging, acc, args.y_data[0], row0, n0, n);
   }
 
-  // kColumns of the accumulators' columns from kFirst on, to `data` [rows, n] from (row0, n0) on.
+  // Writes kColumns columns of the accumulators, from kFirst on, to `data` [rows, n] at (row0, n0).
   template <int kColumns, int kFirst>
   static __device__ void Write(const Args& args, StagingWriter<Config>& staging,
                                const float (&acc)[Config::kSliceAccumulators], void* data,
@@ -233,11 +242,11 @@ struct AllGatherMatmulSm90 {
     };
     const Path path = PathOf(args, row0);
     if (path == Path::kFloat32) {
-      StoreBlockF32<kColumns, kFirst>(acc, data, n0, n, row_of);
+      StoreM64F32<kColumns, kFirst>(acc, data, n0, n, row_of);
       return;
     }
-    const StagedBlock staged = staging.Acquire();
-    StageBlock<T, kColumns, kFirst>(acc, staged);
+    const StagedM64 staged = staging.Acquire();
+    StageM64<T, kColumns, kFirst>(acc, staged);
     if (path == Path::kTma) {
       staging.Publish();
     } else {
@@ -246,43 +255,43 @@ struct AllGatherMatmulSm90 {
   }
 
   static __device__ void Store(const Args& args, const CallContext& call,
-                               StagingReader<Config>& staging, int32_t block_m, Tile tile) {
+                               StagingReader<Config>& staging, int32_t row_block, Tile tile) {
     const Columns columns = ColumnsOf(args, tile);
     const int64_t n = args.n[columns.weight];
     if (args.no_epilogue) {
-      for (int block = 0; block < Config::kBlocks; ++block) {
-        if (!HasRows(args, block_m, block)) continue;
-        const StagedBlock staged = staging.Acquire(block);
+      for (int m64 = 0; m64 < Config::kM64Blocks; ++m64) {
+        if (!HasRows(args, row_block, m64)) continue;
+        const StagedM64 staged = staging.Acquire(m64);
         const uint64_t start = call.Start();
-        StoreStagedBlock<Config::kSliceN>(
-            staged, &args.y[columns.weight],
-            static_cast<int64_t>(block_m) * Config::kTileM + block * 64, columns.n0, n);
+        StoreStagedM64<Config::kSliceN>(staged, &args.y[columns.weight],
+                                        static_cast<int64_t>(row_block) * Config::kTileM + m64 * 64,
+                                        columns.n0, n);
         ptx::BulkCommit();
-        staging.Release(block);
-        call.Done(EventKind::kStore, start, block_m, tile.n);
+        staging.Release(m64);
+        call.Done(EventKind::kStore, start, row_block, tile.n);
       }
       return;
     }
 #pragma unroll
-    for (int block = 0; block < Config::kBlocks; ++block) {
-      const int64_t row0 = static_cast<int64_t>(block_m) * Config::kTileM + block * 64;
+    for (int m64 = 0; m64 < Config::kM64Blocks; ++m64) {
+      const int64_t row0 = static_cast<int64_t>(row_block) * Config::kTileM + m64 * 64;
       if (PathOf(args, row0) != Path::kTma) continue;
       const int64_t row = args.rows.Actual(row0);
       const auto store = [&](const CUtensorMap* map) {
-        const StagedBlock staged = staging.Acquire(block);
+        const StagedM64 staged = staging.Acquire(m64);
         const uint64_t start = call.Start();
-        if (Config::kHalves && args.gated) {
-          StoreStagedBlock<Config::kTileN / 2>(staged, map, row, columns.n0, n);
+        if (Config::kTwoWeights && args.gated) {
+          StoreStagedM64<Config::kTileN / 2>(staged, map, row, columns.n0, n);
         } else {
-          StoreStagedBlock<Config::kSliceN>(staged, map, row, columns.n0, n);
+          StoreStagedM64<Config::kSliceN>(staged, map, row, columns.n0, n);
         }
         ptx::BulkCommit();
-        staging.Release(block);
-        call.Done(EventKind::kStore, start, block_m, tile.n);
+        staging.Release(m64);
+        call.Done(EventKind::kStore, start, row_block, tile.n);
       };
       if (args.sums_data[columns.weight] != nullptr) {
         store(&args.sums[columns.weight]);
-        if (Config::kHalves && args.gated) store(&args.sums[1]);
+        if (Config::kTwoWeights && args.gated) store(&args.sums[1]);
       }
       store(&args.y[columns.weight]);
     }

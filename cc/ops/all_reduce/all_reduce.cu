@@ -27,11 +27,11 @@ struct AllReduceArgs {
 template <typename Body>
 __global__ void __launch_bounds__(kThreads)
     AllReduceKernel(const __grid_constant__ AllReduceArgs args) {
-  const PacketTurn turn = BeginPackets(args.packets);
-  const Body body{args.params, args.arrays, turn.call};
-  const bool ok = body.Run(static_cast<int64_t>(turn.block) * kThreads + threadIdx.x,
+  const PacketCta cta = BeginPackets(args.packets);
+  const Body body{args.params, args.arrays, cta.call};
+  const bool ok = body.Run(static_cast<int64_t>(cta.cluster_id) * kThreads + threadIdx.x,
                            static_cast<int64_t>(gridDim.x) * kThreads);
-  EndPackets(args.packets, turn, ok);
+  EndPackets(args.packets, cta, ok);
 }
 
 struct ChunkedArgs {
@@ -57,14 +57,14 @@ template <typename T, int kCtas>
 __global__ void __launch_bounds__(kThreads)
     AllReduceNormKernel(const __grid_constant__ AllReduceArgs args) {
   extern __shared__ __align__(16) char memory[];
-  const PacketTurn turn = BeginPackets<kCtas>(args.packets);
+  const PacketCta cta = BeginPackets<kCtas>(args.packets);
   const ClusterTeam<kCtas> team;
   const auto threads = static_cast<int>(blockDim.x);
   const auto scratch = NormScratch<T>::In(memory, NormPlaces(args.params, kCtas, threads));
-  const AllReduceNormBody<T, ClusterTeam<kCtas>> body{args.params, args.arrays, turn.call, team,
+  const AllReduceNormBody<T, ClusterTeam<kCtas>> body{args.params, args.arrays, cta.call, team,
                                                       scratch,     threadIdx.x, threads};
-  const bool ok = body.Run(turn.block, gridDim.x / kCtas);
-  EndPackets(args.packets, turn, ok);
+  const bool ok = body.Run(cta.cluster_id, gridDim.x / kCtas);
+  EndPackets(args.packets, cta, ok);
 }
 
 // A type's kernels.
@@ -94,7 +94,7 @@ Plan PlanFor(const AllReduceParams& p, bool bias, int sm_count) {
   const Kernels kernels = KernelsOf(p.dtype);
   if (p.norm == Norm::kNone) {
     return Plan{IsButterfly(p.algorithm) ? kernels.butterfly : kernels.direct,
-                PacketBlocks(p.Work(), kThreads, sm_count), 1, kThreads, 0};
+                PacketCtas(p.Work(), kThreads, sm_count), 1, kThreads, 0};
   }
   const bool few = p.Work() * kFewRowsCtas <= 2 * sm_count;
   const int ctas = few ? kFewRowsCtas : kManyRowsCtas;
@@ -115,7 +115,7 @@ bool LaunchChunked(const AllReduceParams& p, const AllReduceArrays& arrays, int6
   args.call.view = view;
   args.call.layout = layout.Workspace();
   args.call.signature = SignatureBuilder().Add(p.Signature()).Add(site).Add(blocks).Get();
-  args.call.op = static_cast<uint32_t>(OpId::kAllReduce);
+  args.call.op = static_cast<uint32_t>(kAllReduceId);
   args.params = p;
   args.arrays = arrays;
   return LaunchKernel(KernelsOf(p.dtype).chunked, &args, static_cast<int>(blocks), /*cluster=*/1,
@@ -145,7 +145,7 @@ bool LaunchAllReduce(const AllReduceParams& p, const AllReduceArrays& arrays, in
   }
   const Plan plan = PlanFor(p, arrays.bias != nullptr, device.sm_count);
   AllReduceArgs args{};
-  args.packets = PacketArgsFor(p, OpId::kAllReduce, site, plan.clusters, device, view);
+  args.packets = PacketArgsFor(p, kAllReduceId, site, plan.clusters, device, view);
   args.params = p;
   args.arrays = arrays;
   return LaunchKernel(plan.kernel, &args, static_cast<int>(plan.clusters), plan.cluster,

@@ -1,10 +1,9 @@
-// all_reduce: y = the sum of all ranks' x, of any shape, on every rank; and perhaps what follows it
-// in a model: a residual added to y, and y's rows normalised.
+// all_reduce: y = the sum of all ranks' x, of any shape, on every rank. Optionally adds a residual
+// to y and normalises y's rows.
 //
-// What is computed (Params), how, where it lies in the heap, and the CPU back end's body; the CUDA
-// launcher is in all_reduce_cuda.h, and what both run in the *_body.h: all_reduce_body.h,
-// butterfly_body.h (two of the algorithms), chunked_body.h (one), norm_body.h (with rows
-// normalised). Python: jflux/_ops/all_reduce.py.
+// The call (Params), the algorithms, their workspace layouts, and the CPU back end's body; the CUDA
+// launcher is in all_reduce_cuda.h. The bodies that CPU and GPU share: all_reduce_body.h (one-shot
+// and two-shot), butterfly_body.h, chunked_body.h, norm_body.h. Python: jflux/_ops/all_reduce.py.
 #ifndef JFLUX_OPS_ALL_REDUCE_ALL_REDUCE_H_
 #define JFLUX_OPS_ALL_REDUCE_ALL_REDUCE_H_
 
@@ -17,23 +16,31 @@
 
 namespace jflux {
 
-// In the order of jflux/_ops/all_reduce.py.
+inline constexpr OpId kAllReduceId{3};
+
+// Python reads their names from the op's constants (all_reduce_ffi.cc).
 enum class AllReduceAlgorithm : int32_t {
   kOneShot = 0,  // all data to all ranks: one latency, (world - 1) times the data
   kTwoShot = 1,  // a reduce-scatter and an all-gather: two latencies, 2 (world - 1) / world times
-  // Between pairs of ranks, for links that do not join all of them; log2(world) steps and log2
-  // (world) times the data, or twice the steps and 2 (world - 1) / world times.
+                 // the data
+  // Exchanges between pairs of ranks, for links that do not join all ranks. kHalfButterfly:
+  // log2(world) steps and log2(world) times the data. kButterfly: twice the steps and 2 (world - 1)
+  // / world times the data.
   kHalfButterfly = 2,
   kButterfly = 3,
-  // Two-shot without packets: half as many bytes, and two fences more.
+  // Two-shot with signals instead of packets: half the bytes, two more fences.
   kChunked = 4,
 };
 inline constexpr int kAllReduceAlgorithms = 5;
+// Whether the algorithm can also normalise rows.
+constexpr bool TakesNorm(AllReduceAlgorithm a) {
+  return a == AllReduceAlgorithm::kOneShot || a == AllReduceAlgorithm::kTwoShot;
+}
 JFLUX_HD constexpr bool IsButterfly(AllReduceAlgorithm a) {
   return a == AllReduceAlgorithm::kHalfButterfly || a == AllReduceAlgorithm::kButterfly;
 }
 
-// What is done to each row of y. In the order of jflux/_ops/all_reduce.py.
+// Normalisation of each row of y. Python reads the names from the op's constants.
 enum class Norm : int32_t {
   kNone = 0,
   kRms = 1,    // y / sqrt(mean(y^2) + epsilon) * scale
@@ -41,38 +48,38 @@ enum class Norm : int32_t {
 };
 inline constexpr int kNorms = 3;
 
-// The largest power of two up to `world`, and its logarithm.
+// log2 of the largest power of two up to `world`.
 JFLUX_HD constexpr int PairingSteps(int world) {
   return world >= 8 ? 3 : world >= 4 ? 2 : world >= 2;
 }
 
-// How many units of a row a norm takes, for which a kernel has memory (all_reduce.cu): of bfloat16,
-// 32768 elements.
+// The most units of a row that a norm takes; the kernel's scratch is sized for it (all_reduce.cu).
+// In bfloat16, 32768 elements.
 inline constexpr int64_t kMostNormUnits = 8192;
 
-// Chunked: which bytes a chunk has, and where its slots and signals are.
+// Chunked algorithm: the bytes of each chunk, and the offsets of its slots and signals.
 struct ChunkedLayout {
   int32_t world;
   int64_t bytes;        // of x
-  int64_t shard_bytes;  // that a rank sums for all; the last ranks may have fewer, or none
-  int64_t chunk_bytes;  // more, where a block would have several small ones, and a fence for each
+  int64_t shard_bytes;  // of the shard that a rank sums; the last ranks' may be shorter or empty
+  int64_t chunk_bytes;  // larger for large shards: a fence per chunk
 
   JFLUX_HD static ChunkedLayout For(int32_t world, int64_t bytes) {
     const int64_t shard_bytes = RoundUp<int64_t>(CeilDiv<int64_t>(bytes, world), 16);
     return ChunkedLayout{world, bytes, shard_bytes, shard_bytes > (1 << 20) ? 16384 : 4096};
   }
   JFLUX_HD int64_t Chunks() const { return CeilDiv(shard_bytes, chunk_bytes); }  // of a shard
-  // Of x: chunk c of the shard of `owner`.
-  struct Part {
+  // The bytes of x in chunk c of the shard of `owner`.
+  struct ByteRange {
     int64_t first, bytes;
   };
-  JFLUX_HD Part PartOf(int owner, int64_t c) const {
+  JFLUX_HD ByteRange RangeOf(int owner, int64_t c) const {
     const int64_t first = Min(owner * shard_bytes + c * chunk_bytes, bytes);
     const int64_t end = Min(bytes, owner * shard_bytes + Min((c + 1) * chunk_bytes, shard_bytes));
-    return Part{first, Max<int64_t>(0, end - first)};
+    return ByteRange{first, Max<int64_t>(0, end - first)};
   }
-  // What rank `from` sends rank `to`: its part of the reader's shard (what == 0), or its own
-  // shard's sums (1).
+  // The slot for what rank `from` sends rank `to`: `from`'s data of `to`'s shard (what == 0), or
+  // the sums of `from`'s shard (what == 1).
   JFLUX_HD int64_t SlotOffset(int what, int from, int to, int64_t c) const {
     return Sender(what, from, to) * shard_bytes + c * chunk_bytes;
   }
@@ -96,38 +103,40 @@ struct AllReduceParams {
   DType dtype;
   AllReduceAlgorithm algorithm;
   bool residual = false;
-  Norm norm = Norm::kNone;  // else one-shot or two-shot, of rows of whole units
+  Norm norm = Norm::kNone;  // with a norm: one-shot or two-shot only, and rows of full units
   int64_t width = 0;        // of a row, in elements
   double epsilon = 0;
 
   JFLUX_HD int64_t Bytes() const { return count * SizeOf(dtype); }
-  // Payloads of packets; the last one may not be full.
+  // 8-byte units (core/units.h); the last may be partial.
   JFLUX_HD int64_t Units() const { return CeilDiv(Bytes(), kPacketPayload); }
-  // Two-shot: those that a rank sums for all (the last ranks may have fewer, or none).
+  // Two-shot: units that a rank sums. The last ranks may have fewer, or none.
   JFLUX_HD int64_t ShardUnits() const { return CeilDiv<int64_t>(Units(), world); }
-  // Packets for the sums of a unit, which are wider than 16-bit data.
+  // Packets for an unrounded sum of a unit: sums of 16-bit data are float32.
   JFLUX_HD int64_t SumPackets() const { return SizeOf(dtype) == 2 ? 2 : 1; }
-  // Butterfly: those that a rank of the pairing sums for all.
+  // Butterfly: units that a rank of the pairing sums.
   JFLUX_HD int64_t PairUnits() const {
     return CeilDiv<int64_t>(Units(), int64_t{1} << PairingSteps(world));
   }
 
-  // With a norm.
+  // With a norm:
   JFLUX_HD int64_t RowUnits() const { return width * SizeOf(dtype) / kPacketPayload; }
-  // Whether rows are whole units, and fit into kMostNormBytes.
+  // Whether rows are full units and at most kMostNormUnits long.
   bool FitsNorm() const {
     return width > 0 && count % width == 0 && width * SizeOf(dtype) % kPacketPayload == 0 &&
            RowUnits() <= kMostNormUnits;
   }
-  // Of scratch for so many units of a row: their sums, and scale and bias as wide numbers.
+  // Bytes of scratch for `units` units of a row: their sums, and scale and bias in the accumulation
+  // type.
   JFLUX_HD int64_t NormBytes(int64_t units, bool bias) const {
     return units * (1 + (bias ? 2 : 1) * SumPackets()) * kPacketPayload;
   }
   JFLUX_HD int64_t RowCount() const { return Quotient(count, width); }
-  // Two-shot: rows of as many ranks, of which each sums one.
+  // Two-shot: groups of `world` rows, of which each rank sums one.
   JFLUX_HD int64_t RowGroups() const { return CeilDiv<int64_t>(RowCount(), world); }
 
-  // What a thread of many does is one of these; with a norm, what a block of threads does.
+  // Work items: units, which threads take; with a norm rows or row groups, which teams of threads
+  // take.
   JFLUX_HD int64_t Work() const {
     const bool one = algorithm == AllReduceAlgorithm::kOneShot;
     if (norm != Norm::kNone) return one ? RowCount() : RowGroups();
@@ -137,7 +146,7 @@ struct AllReduceParams {
 
   uint32_t Signature() const {
     return SignatureBuilder()
-        .Add(static_cast<int64_t>(OpId::kAllReduce))
+        .Add(static_cast<int64_t>(kAllReduceId))
         .Add(world)
         .Add(count)
         .Add(static_cast<int64_t>(dtype))
@@ -150,12 +159,14 @@ struct AllReduceParams {
   int64_t Packets() const {
     const int64_t steps = PairingSteps(world), pairing = int64_t{1} << steps;
     switch (algorithm) {
-      case AllReduceAlgorithm::kOneShot:  // of each source
+      case AllReduceAlgorithm::kOneShot:  // from each source
         return world * Units();
-      case AllReduceAlgorithm::kTwoShot:  // of each source a part of the own shard, and its sum
+      case AllReduceAlgorithm::kTwoShot:  // from each source its data of the local shard, and the
+                                          // sums of its shard
         if (norm != Norm::kNone) return 2 * world * RowGroups() * RowUnits();
         return 2 * world * ShardUnits();
-      case AllReduceAlgorithm::kHalfButterfly:  // an odd rank's data, sums of each step, the result
+      case AllReduceAlgorithm::kHalfButterfly:  // an odd rank's data, the sums of each step, the
+                                                // result
         return (2 + steps * SumPackets()) * Units();
       case AllReduceAlgorithm::kButterfly:
         return (2 + steps * SumPackets()) * pairing * PairUnits();
@@ -174,24 +185,26 @@ struct AllReduceParams {
 
 struct AllReduceArrays {
   const void* x;
-  void* y;  // as many bytes; both 8-byte aligned
+  void* y;  // as large as x; both 8-byte aligned
   const void* residual = nullptr;
-  // With a norm. scale and bias [width] are float32, or of x's type.
+  // Only with a norm. scale and bias [width] are float32, or of x's type.
   void* normalised = nullptr;
   const void* scale = nullptr;
   const void* bias = nullptr;
-  bool wide_scale = false;  // float32 beside a 16-bit x
+  bool wide_scale = false;  // scale and bias are float32, x is not
 };
 
-// Beyond that NCCL is about as fast; of more than two ranks that is a prediction
-// (docs/design/0006).
+// Above this size NCCL is as fast. Measured on two ranks, predicted for more
+// (docs/internals/collectives.md).
 inline constexpr int64_t MostAllReduceBytes(int world) { return (world == 2 ? 16 : 8) << 20; }
 
-// A latency against the bytes that it costs to save it. Of packets, one-shot sends (world - 1)
-// times the data, two-shot 2 (world - 1) / world times: (world - 1) (world - 2) / world times
-// fewer. The second latency was measured to take 2 us, in which a GPU sends 300 KiB of data in
-// packets. Two ranks send as much either way. Chunks are half as long as packets, and take 4 us
-// more.
+// Trades a latency for bytes.
+//
+//   one-shot  sends (world - 1) times the data
+//   two-shot  sends 2 (world - 1) / world times the data: (world - 1) (world - 2) / world times
+//             less; its second latency takes 2 us, in which a GPU sends 300 KiB of data in packets.
+//             On two ranks it sends no less
+//   chunked   sends half the bytes of packets, and takes 4 us more
 inline AllReduceAlgorithm ChooseAllReduce(int world, int64_t bytes) {
   constexpr int64_t kLatencyBytes = 300 << 10, kMostInPackets = 1 << 20;
   if (bytes > kMostInPackets) return AllReduceAlgorithm::kChunked;

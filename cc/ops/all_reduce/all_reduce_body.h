@@ -1,5 +1,5 @@
-// all_reduce, one-shot and two-shot, for one of the threads that share a rank's part: of a
-// kernel's, or the CPU back end's only one.
+// all_reduce, one-shot and two-shot: one thread's part of a rank's work. A kernel has many threads;
+// the CPU back end has one.
 #ifndef JFLUX_OPS_ALL_REDUCE_ALL_REDUCE_BODY_H_
 #define JFLUX_OPS_ALL_REDUCE_ALL_REDUCE_BODY_H_
 
@@ -17,7 +17,7 @@ struct AllReduceBody {
   const AllReduceArrays& arrays;
   const PacketCall& call;
 
-  // The part of thread `thread` of so many. False if a wait failed.
+  // Runs the part of thread `thread` of `threads`. False if a wait failed.
   JFLUX_HD bool Run(int64_t thread, int64_t threads) const {
     return p.algorithm == AllReduceAlgorithm::kOneShot ? OneShot(thread, threads)
                                                        : TwoShot(thread, threads);
@@ -71,7 +71,7 @@ struct AllReduceBody {
     return true;
   }
 
-  // Of unit u of x on all ranks, and the residual's.
+  // Sums unit u of x over all ranks, and the residual's.
   template <typename IndexOf>
   JFLUX_HD bool Sum(int64_t u, IndexOf&& index_of, uint64_t* sum) const {
     const uint64_t own = Load(u);

@@ -1,4 +1,4 @@
-// The CPU back end of all_reduce: one thread does a rank's part.
+// The CPU back end of all_reduce: one thread runs a rank's part.
 #include <vector>
 
 #include "ops/all_reduce/all_reduce_body.h"

@@ -16,6 +16,9 @@ bool LaunchAllReduce(const AllReduceParams& params, const AllReduceArrays& array
                      const CudaDevice& device, const SymmetricView& view, cudaStream_t stream,
                      std::string* error);
 
+// Loads the kernels on the current device.
+bool LoadAllReduceKernels(std::string* error);
+
 }  // namespace jflux
 
 #endif  // JFLUX_OPS_ALL_REDUCE_ALL_REDUCE_CUDA_H_

@@ -1,7 +1,6 @@
 // FFI handlers of all_reduce.
-#include "ops/all_reduce/all_reduce.h"
+#include "ops/all_reduce/all_reduce_plan.h"
 #include "runtime/ffi.h"
-#include "runtime/targets.h"
 
 #ifdef JFLUX_WITH_CUDA
 #include "ops/all_reduce/all_reduce_cuda.h"
@@ -52,10 +51,7 @@ std::optional<Call> CallOf(int64_t algorithm, double epsilon, int64_t norm, bool
     if (rest.size() != next || results.size() != 0) return std::nullopt;
     return call;
   }
-  if (x.dimensions().size() == 0 || IsButterfly(p.algorithm) ||
-      p.algorithm == AllReduceAlgorithm::kChunked) {
-    return std::nullopt;
-  }
+  if (x.dimensions().size() == 0 || !TakesNorm(p.algorithm)) return std::nullopt;
   p.width = x.dimensions().back();
   p.epsilon = epsilon;
   if (!p.FitsNorm() || rest.size() <= next || rest.size() > next + 2 || results.size() != 1) {
@@ -80,12 +76,14 @@ std::optional<Call> CallOf(int64_t algorithm, double epsilon, int64_t norm, bool
 
 ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, int64_t algorithm,
                 double epsilon, ffi::Span<const int64_t> groups, int64_t norm, bool residual,
-                int64_t, int64_t world, ffi::AnyBuffer x, ffi::RemainingArgs rest,
-                ffi::Result<ffi::AnyBuffer> y, ffi::RemainingRets results) {
+                int64_t, int64_t workspace_bytes, int64_t world, ffi::AnyBuffer x,
+                ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y,
+                ffi::RemainingRets results) {
   const auto call = CallOf(algorithm, epsilon, norm, residual, world, x, rest, y, results);
   if (!call) return FailedFuture(InvalidArgument("all_reduce: operands do not fit"));
   return JoinFfiCall(
-      OpId::kAllReduce, site, run_id, device, groups, world, call->params.WorkspaceBytes(),
+      kAllReduceId, site, run_id, device, groups, world,
+      {call->params.WorkspaceBytes(), workspace_bytes},
       [call = *call](const SymmetricView& view, uint32_t epoch, const WaitContext& ctx) {
         return AllReduceCpu(call.params, call.arrays, view, epoch, ctx);
       });
@@ -100,6 +98,7 @@ constexpr auto Bindings = [](auto binding) {
       .template Attr<int64_t>("norm")
       .template Attr<bool>("residual")
       .template Attr<int64_t>("site")
+      .template Attr<int64_t>("workspace_bytes")
       .template Attr<int64_t>("world")
       .template Arg<ffi::AnyBuffer>()
       .RemainingArgs()
@@ -107,43 +106,54 @@ constexpr auto Bindings = [](auto binding) {
       .RemainingRets();
 };
 
-XLA_FFI_DEFINE_HANDLER(
-    kCpu, Cpu,
-    Bindings(
-        ffi::Ffi::Bind().Ctx<ffi::State<CallSite>>().Ctx<ffi::RunId>().Ctx<ffi::DeviceOrdinal>()));
+XLA_FFI_DEFINE_HANDLER(kCpu, Cpu, Bindings(BindCpu()));
 
 #ifdef JFLUX_WITH_CUDA
 ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, int64_t algorithm, double epsilon,
                 ffi::Span<const int64_t> groups, int64_t norm, bool residual, int64_t site,
-                int64_t world, ffi::AnyBuffer x, ffi::RemainingArgs rest,
+                int64_t workspace_bytes, int64_t world, ffi::AnyBuffer x, ffi::RemainingArgs rest,
                 ffi::Result<ffi::AnyBuffer> y, ffi::RemainingRets results) {
   const auto call = CallOf(algorithm, epsilon, norm, residual, world, x, rest, y, results);
   if (!call) return InvalidArgument("all_reduce: operands do not fit");
-  const AllReduceParams& p = call->params;
-  const auto launch = [&](const CudaDevice& device, const SymmetricView& view, std::string* error) {
-    return LaunchAllReduce(p, call->arrays, site, device, view, stream, error);
-  };
-  if (p.algorithm == AllReduceAlgorithm::kChunked) {
-    return LaunchCudaCall(
-        OpId::kAllReduce, ordinal, groups, world, [&](int) { return p.Chunks().Workspace(); },
-        launch);
-  }
   return LaunchCudaCall(
-      OpId::kAllReduce, ordinal, groups, world, [&](int) { return p.Workspace(); }, launch);
+      kAllReduceId, ordinal, groups, world, {call->params.WorkspaceBytes(), workspace_bytes},
+      [&](const CudaDevice& device, const SymmetricView& view, std::string* error) {
+        return LaunchAllReduce(call->params, call->arrays, site, device, view, stream, error);
+      });
 }
 
-XLA_FFI_DEFINE_HANDLER(
-    kCuda, Cuda,
-    Bindings(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().Ctx<ffi::DeviceOrdinal>()),
-    {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kCuda, Cuda, Bindings(BindCuda()), {ffi::Traits::kCmdBufferCompatible});
 #endif
+
+constexpr Constant kConstants[] = {
+    {"all_reduce_algorithms.one_shot", static_cast<int64_t>(AllReduceAlgorithm::kOneShot)},
+    {"all_reduce_algorithms.two_shot", static_cast<int64_t>(AllReduceAlgorithm::kTwoShot)},
+    {"all_reduce_algorithms.half_butterfly",
+     static_cast<int64_t>(AllReduceAlgorithm::kHalfButterfly)},
+    {"all_reduce_algorithms.butterfly", static_cast<int64_t>(AllReduceAlgorithm::kButterfly)},
+    {"all_reduce_algorithms.chunked", static_cast<int64_t>(AllReduceAlgorithm::kChunked)},
+    {"norms.rms", static_cast<int64_t>(Norm::kRms)},
+    {"norms.layer", static_cast<int64_t>(Norm::kLayer)},
+    {nullptr, 0},
+};
 
 }  // namespace
 
-XLA_FFI_Error* AllReduceCpuHandler(XLA_FFI_CallFrame* frame) { return kCpu(frame); }
-
+// Listed in cc/ops/registry.cc.
+extern const Op kAllReduceOp;
+const Op kAllReduceOp = {
+    kAllReduceId,
+    "all_reduce",
+    kCpu,
 #ifdef JFLUX_WITH_CUDA
-XLA_FFI_Error* AllReduceCudaHandler(XLA_FFI_CallFrame* frame) { return kCuda(frame); }
+    kCuda,
+    LoadAllReduceKernels,
+#else
+    nullptr,           nullptr,
 #endif
+    /*most_splits=*/1,
+    PlanAllReduce,
+    kConstants,
+};
 
 }  // namespace jflux

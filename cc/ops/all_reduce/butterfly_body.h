@@ -1,15 +1,17 @@
-// all_reduce between pairs of ranks, for one of the threads that share a rank's part. A rank only
-// ever sends to its partners, whose number differs from its own in one bit; a rank beyond the
-// largest power of two (an odd one) gives its data to a rank of the pairing first, and is given
-// the result. Sums travel unrounded, and both of a pair add the same two: the same bits on all
-// ranks, but not those of rank order.
+// all_reduce by exchanges between pairs of ranks: one thread's part of a rank's work.
 //
-// Half a butterfly exchanges whole sums, so each step halves the number of different ones. A
-// butterfly first exchanges halves of what is left, until each rank has the sums of its own part,
-// and then doubles what is known.
+// The pairing is the largest power of two of ranks. A rank of the pairing exchanges only with
+// partners, whose number differs from its own in one bit. A rank beyond the pairing (an odd rank)
+// sends its data to one rank of the pairing first, and receives the result from it. Partners add
+// the same two unrounded sums, so all ranks get the same bits; they differ from those of rank
+// order.
 //
-// kAtOnce units go through each step together. A GPU's threads take one each; where one thread does
-// a rank's part, as on CPUs, ranks would take turns for each unit.
+//   half butterfly  exchanges full sums: after step s, groups of 2^s ranks have the same sums
+//   butterfly       exchanges halves of the remaining units until each rank has the sums of its
+//                   shard, then doubles what each rank knows
+//
+// kUnitsPerStep units go through a step together. GPU threads take one each. The CPU's only thread
+// takes many: one unit per step would make ranks wait for each other at every unit.
 #ifndef JFLUX_OPS_ALL_REDUCE_BUTTERFLY_BODY_H_
 #define JFLUX_OPS_ALL_REDUCE_BUTTERFLY_BODY_H_
 
@@ -22,18 +24,19 @@
 
 namespace jflux {
 
-template <typename T, int kAtOnce>
+template <typename T, int kUnitsPerStep>
 struct ButterflyBody {
   const AllReduceParams& p;
   const AllReduceArrays& arrays;
   const PacketCall& call;
 
-  // The part of thread `thread` of so many. False if a wait failed.
+  // Runs the part of thread `thread` of `threads`. False if a wait failed.
   JFLUX_HD bool Run(int64_t thread, int64_t threads) const {
     const bool half = p.algorithm == AllReduceAlgorithm::kHalfButterfly;
-    for (int64_t u = thread * kAtOnce; u < p.Work(); u += threads * kAtOnce) {
-      const int count = kAtOnce == 1 ? 1 : static_cast<int>(Min<int64_t>(kAtOnce, p.Work() - u));
-      if (!(half ? Half(u, count) : Whole(u, count))) return false;
+    for (int64_t u = thread * kUnitsPerStep; u < p.Work(); u += threads * kUnitsPerStep) {
+      const int count =
+          kUnitsPerStep == 1 ? 1 : static_cast<int>(Min<int64_t>(kUnitsPerStep, p.Work() - u));
+      if (!(half ? HalfButterfly(u, count) : Butterfly(u, count))) return false;
     }
     return true;
   }
@@ -44,15 +47,16 @@ struct ButterflyBody {
 
   JFLUX_HD int Steps() const { return PairingSteps(p.world); }
   JFLUX_HD int Pairing() const { return 1 << Steps(); }
-  // Of this rank: the odd rank that it serves, or that serves it; -1: none.
+  // This rank's counterpart: the odd rank that it serves, or the rank that serves this odd rank;
+  // -1: none.
   JFLUX_HD int Other() const {
     const int rank = call.view.rank, pairing = Pairing();
     return rank >= pairing ? rank - pairing : rank + pairing < p.world ? rank + pairing : -1;
   }
   JFLUX_HD bool Odd() const { return call.view.rank >= Pairing(); }
 
-  // Units first, first + 1, ..., so many.
-  JFLUX_HD bool Half(int64_t first, int count) const {
+  // Units [first, first + count).
+  JFLUX_HD bool HalfButterfly(int64_t first, int count) const {
     const int64_t units = p.Units(), results = units, sums = 2 * units;
     if (Odd()) {
       for (int i = 0; i < count; ++i) call.Send(Other(), first + i, Load(first + i));
@@ -61,7 +65,7 @@ struct ButterflyBody {
       }
       return true;
     }
-    Sum total[kAtOnce];
+    Sum total[kUnitsPerStep];
     for (int i = 0; i < count; ++i) {
       if (!Own(first + i, &total[i])) return false;
     }
@@ -79,15 +83,15 @@ struct ButterflyBody {
     return true;
   }
 
-  // The same units of each rank's part.
-  JFLUX_HD bool Whole(int64_t first, int count) const {
+  // Units [first, first + count) of each rank's shard.
+  JFLUX_HD bool Butterfly(int64_t first, int count) const {
     constexpr int kMost = kMaxRanks;
     const int rank = call.view.rank, pairing = Pairing();
-    const int64_t part = p.PairUnits(), units = p.Units();
-    const int64_t results = pairing * part, sums = 2 * pairing * part;
-    const auto unit_of = [&](int owner, int i) { return owner * part + first + i; };
-    // Visits those units of owners that `of` says; false if one of the visits is.
-    const auto each = [&](auto&& of, auto&& visit) {
+    const int64_t shard = p.PairUnits(), units = p.Units();
+    const int64_t results = pairing * shard, sums = 2 * pairing * shard;
+    const auto unit_of = [&](int owner, int i) { return owner * shard + first + i; };
+    // Visits the units of every owner for which of(owner). False as soon as a visit is.
+    const auto for_each = [&](auto&& of, auto&& visit) {
       JFLUX_UNROLL
       for (int owner = 0; owner < kMost; ++owner) {
         if (owner >= pairing || !of(owner)) continue;
@@ -97,66 +101,68 @@ struct ButterflyBody {
       }
       return true;
     };
-    const auto everyone = [](int) { return true; };
+    const auto all = [](int) { return true; };
     if (Odd()) {
-      each(everyone, [&](int owner, int i) {
+      for_each(all, [&](int owner, int i) {
         call.Send(Other(), unit_of(owner, i), Load(unit_of(owner, i)));
         return true;
       });
-      return each(everyone,
-                  [&](int owner, int i) { return AwaitResult(unit_of(owner, i), results); });
+      return for_each(all,
+                      [&](int owner, int i) { return AwaitResult(unit_of(owner, i), results); });
     }
-    Sum total[kMost][kAtOnce];
-    const auto own = [&](int owner, int i) { return Own(unit_of(owner, i), &total[owner][i]); };
-    if (!each(everyone, own)) return false;
-    // What is left: the parts of owners that agree with this rank in the bits from 2 * bit on.
+    Sum total[kMost][kUnitsPerStep];
+    const auto add_local = [&](int owner, int i) {
+      return Own(unit_of(owner, i), &total[owner][i]);
+    };
+    if (!for_each(all, add_local)) return false;
+    // Remaining: the shards of owners that agree with this rank in the bits from 2 * bit on.
     for (int bit = pairing / 2, step = 0; bit > 0; bit /= 2, ++step) {
       const int partner = rank ^ bit;
       const auto place = [&](int owner, int i) {
         return sums + (step * results + unit_of(owner, i)) * kWords;
       };
-      each([&](int owner) { return (owner ^ partner) < bit; },
-           [&](int owner, int i) {
-             SendSum(partner, place(owner, i), total[owner][i]);
-             return true;
-           });
-      const bool added = each(
+      for_each([&](int owner) { return (owner ^ partner) < bit; },
+               [&](int owner, int i) {
+                 SendSum(partner, place(owner, i), total[owner][i]);
+                 return true;
+               });
+      const bool added = for_each(
           [&](int owner) { return (owner ^ rank) < bit; },
           [&](int owner, int i) { return AddSum(partner, place(owner, i), &total[owner][i]); });
       if (!added) return false;
     }
-    uint64_t known[kMost][kAtOnce];
-    each([&](int owner) { return owner == rank; },
-         [&](int owner, int i) {
-           known[owner][i] = Finished(total[owner][i], unit_of(owner, i));
-           return true;
-         });
+    uint64_t known[kMost][kUnitsPerStep];
+    for_each([&](int owner) { return owner == rank; },
+             [&](int owner, int i) {
+               known[owner][i] = Finished(total[owner][i], unit_of(owner, i));
+               return true;
+             });
     for (int bit = 1; bit < pairing; bit *= 2) {
       const int partner = rank ^ bit;
-      each([&](int owner) { return (owner ^ rank) < bit; },
-           [&](int owner, int i) {
-             call.Send(partner, results + unit_of(owner, i), known[owner][i]);
-             return true;
-           });
-      const bool came =
-          each([&](int owner) { return (owner ^ partner) < bit; },
+      for_each([&](int owner) { return (owner ^ rank) < bit; },
                [&](int owner, int i) {
-                 return call.AwaitFrom(partner, results + unit_of(owner, i), &known[owner][i]);
+                 call.Send(partner, results + unit_of(owner, i), known[owner][i]);
+                 return true;
                });
+      const bool came =
+          for_each([&](int owner) { return (owner ^ partner) < bit; },
+                   [&](int owner, int i) {
+                     return call.AwaitFrom(partner, results + unit_of(owner, i), &known[owner][i]);
+                   });
       if (!came) return false;
     }
-    return each(everyone, [&](int owner, int i) {
+    return for_each(all, [&](int owner, int i) {
       Deliver(unit_of(owner, i), results, known[owner][i]);
       return true;
     });
   }
 
-  // To y, and to the odd rank that this one serves, behind its own data.
+  // Writes to y, and to the odd rank that this one serves.
   JFLUX_HD void Deliver(int64_t u, int64_t results, uint64_t result) const {
     StoreUnit(arrays.y, u, p.Bytes(), result);
     if (Other() >= 0) call.Send(Other(), results + u, result);
   }
-  // An odd rank's.
+  // An odd rank receives its result.
   JFLUX_HD bool AwaitResult(int64_t u, int64_t results) const {
     uint64_t result;
     if (!call.AwaitFrom(Other(), results + u, &result)) return false;
@@ -164,7 +170,7 @@ struct ButterflyBody {
     return true;
   }
 
-  // Unit u of this rank's x, and of the odd rank's that it serves.
+  // Unit u of this rank's x, plus that of the odd rank it serves.
   JFLUX_HD bool Own(int64_t u, Sum* total) const {
     *total = Sum::Of(Load(u));
     if (Other() < 0) return true;

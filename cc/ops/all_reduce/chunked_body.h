@@ -1,13 +1,22 @@
-// all_reduce of what is too long for packets, whose flags double it: each rank sums a shard of the
-// data and sends the sums to all, in chunks that signals announce.
+// all_reduce of large data: chunks announced by signals. (Packets would double the bytes.) Each
+// rank sums a shard of the data and sends the sums to all.
 //
-// A block takes every so many-th chunk, and its block of the same place on the other ranks has the
-// same ones. It first sends its rank's part of them to their owners, all chunks of it; then sums
-// its own, in rank order, as their parts come; then copies the others' sums to y, which XLA owns,
-// so that peers cannot write to it. So chunks are on their way while others are summed, and nobody
-// waits for anything but what is sent without waiting, or by a block of a lower or the same place.
+// A CTA (shmem::Block; on the CPU the only thread) takes every ctx.blocks-th chunk. The CTA with
+// the same number takes the same chunks on every rank. Three passes:
 //
-// For a block of a kernel, or the CPU back end's only thread.
+//   1. send this rank's data of all its chunks to the owners
+//   2. sum the chunks of the local shard, in rank order, as the data arrives; send the sums
+//   3. copy the other shards' sums to y, which XLA owns and peers cannot write to
+//
+// So later chunks are in flight while earlier ones are summed.
+//
+//   writes  the slots and signals of the peers
+//   waits   passes 2 and 3, for the CTA with the same number on the peers
+//   order   data, CTA barrier, signal with release
+//   reset   never: core/signal.h
+//
+// Deadlock: pass 1 waits for nothing. A CTA waits only for CTAs with its number, and the lowest
+// awaited number is running or next on every rank (gpu/call.cuh).
 #ifndef JFLUX_OPS_ALL_REDUCE_CHUNKED_BODY_H_
 #define JFLUX_OPS_ALL_REDUCE_CHUNKED_BODY_H_
 
@@ -34,14 +43,14 @@ struct ChunkedBody {
     for (int64_t c = ctx.block; c < chunks; c += ctx.blocks) {
       for (int d = 1; d < p.world; ++d) {
         const int owner = (ctx.view.rank + d) % p.world;
-        const ChunkedLayout::Part part = layout.PartOf(owner, c);
-        shmem::internal::Copy<Block>(SlotAt(layout, kParts, ctx.view.rank, owner, c),
-                                     static_cast<const char*>(arrays.x) + part.first, part.bytes);
+        const ChunkedLayout::ByteRange range = layout.RangeOf(owner, c);
+        shmem::internal::Copy<Block>(SlotAt(layout, kInputs, ctx.view.rank, owner, c),
+                                     static_cast<const char*>(arrays.x) + range.first, range.bytes);
       }
-      Announce(layout, kParts, c);
+      Announce(layout, kInputs, c);
     }
     for (int64_t c = ctx.block; c < chunks; c += ctx.blocks) {
-      if (!Await(layout, kParts, c)) return false;
+      if (!Await(layout, kInputs, c)) return false;
       Sum(layout, c);
       Announce(layout, kSums, c);
     }
@@ -49,23 +58,23 @@ struct ChunkedBody {
       if (!Await(layout, kSums, c)) return false;
       for (int d = 1; d < p.world; ++d) {
         const int owner = (ctx.view.rank + d) % p.world;
-        const ChunkedLayout::Part part = layout.PartOf(owner, c);
-        shmem::internal::Copy<Block>(static_cast<char*>(arrays.y) + part.first,
-                                     SlotAt(layout, kSums, owner, ctx.view.rank, c), part.bytes);
+        const ChunkedLayout::ByteRange range = layout.RangeOf(owner, c);
+        shmem::internal::Copy<Block>(static_cast<char*>(arrays.y) + range.first,
+                                     SlotAt(layout, kSums, owner, ctx.view.rank, c), range.bytes);
       }
     }
     return true;
   }
 
  private:
-  // What a slot is for.
-  static constexpr int kParts = 0, kSums = 1;
+  // What a slot holds.
+  static constexpr int kInputs = 0, kSums = 1;
 
   JFLUX_HD char* SlotAt(const ChunkedLayout& layout, int what, int from, int to, int64_t c) const {
     return shmem::ptr(ctx, ctx.data(layout.SlotOffset(what, from, to, c)), to);
   }
 
-  // Tells the others that chunk c of what this rank sends is there.
+  // Signals all peers that chunk c has been written.
   JFLUX_HD void Announce(const ChunkedLayout& layout, int what, int64_t c) const {
     Block::sync();
     for (int d = 1 + Block::rank(); d < p.world; d += Block::size()) {
@@ -83,18 +92,19 @@ struct ChunkedBody {
     return Block::all(ok);
   }
 
-  // Chunk c of the own shard: to y, and to the others.
+  // Sums chunk c of the local shard, into y and the peers' slots.
   JFLUX_HD void Sum(const ChunkedLayout& layout, int64_t c) const {
-    const ChunkedLayout::Part own = layout.PartOf(ctx.view.rank, c);
-    const int64_t first = own.first / kPacketPayload;
-    for (int64_t u = Block::rank(); u * kPacketPayload < own.bytes; u += Block::size()) {
+    const ChunkedLayout::ByteRange local = layout.RangeOf(ctx.view.rank, c);
+    const int64_t first = local.first / kPacketPayload;
+    for (int64_t u = Block::rank(); u * kPacketPayload < local.bytes; u += Block::size()) {
       uint64_t payload[kMaxRanks];
-      JFLUX_UNROLL  // loads that are on their way at the same time
+      JFLUX_UNROLL  // independent loads, all in flight
           for (int src = 0; src < kMaxRanks; ++src) {
         if (src >= p.world) continue;
-        payload[src] = src == ctx.view.rank
-                           ? LoadUnit(arrays.x, first + u, p.Bytes())
-                           : LoadUnit(SlotAt(layout, kParts, src, ctx.view.rank, c), u, own.bytes);
+        payload[src] =
+            src == ctx.view.rank
+                ? LoadUnit(arrays.x, first + u, p.Bytes())
+                : LoadUnit(SlotAt(layout, kInputs, src, ctx.view.rank, c), u, local.bytes);
       }
       const uint64_t residual = p.residual ? LoadUnit(arrays.residual, first + u, p.Bytes()) : 0;
       auto total = PayloadSum<T>::Of(payload[0]);
@@ -107,7 +117,7 @@ struct ChunkedBody {
       StoreUnit(arrays.y, first + u, p.Bytes(), sum);
       for (int d = 1; d < p.world; ++d) {
         const int peer = (ctx.view.rank + d) % p.world;
-        StoreUnit(SlotAt(layout, kSums, ctx.view.rank, peer, c), u, own.bytes, sum);
+        StoreUnit(SlotAt(layout, kSums, ctx.view.rank, peer, c), u, local.bytes, sum);
       }
     }
   }

@@ -1,9 +1,9 @@
-// all_reduce whose sums' rows are normalised, for one of the teams of threads that share a rank's
-// part: a cluster of a kernel's, or the CPU back end's only thread. A team does whole rows: what
-// its threads need of each other are sums over a row.
+// all_reduce with normalised rows: one team's part of a rank's work. A team is a cluster of a
+// kernel, or the CPU's only thread. It handles full rows, since a norm needs sums over a row.
 //
-// One-shot, each rank sums and normalises all rows. Two-shot, one rank of each group of rows sums
-// it and sends the sums; everybody normalises them.
+//   one-shot  each rank sums and normalises all rows
+//   two-shot  one rank of each row group sums a row and sends the sums; every rank normalises all
+//             rows
 #ifndef JFLUX_OPS_ALL_REDUCE_NORM_BODY_H_
 #define JFLUX_OPS_ALL_REDUCE_NORM_BODY_H_
 
@@ -16,23 +16,24 @@
 
 namespace jflux {
 
-// Memory that a thread keeps to itself: a place for each of its units of a row.
+// Scratch private to a thread: an entry for each of its units of a row.
 template <typename T>
 struct NormScratch {
   PayloadSum<T>* scale;
-  PayloadSum<T>* bias;  // the last: not there without one
+  PayloadSum<T>* bias;  // last in memory; absent without a bias
   uint64_t* row;
 
-  // For `places` places of all threads that share `memory`, which is p.NormBytes(places, ...) long.
-  static JFLUX_HD NormScratch In(void* memory, int64_t places) {
+  // The `entries` entries of all threads that share `memory`, which has p.NormBytes(entries, ...)
+  // bytes.
+  static JFLUX_HD NormScratch In(void* memory, int64_t entries) {
     auto* scale = static_cast<PayloadSum<T>*>(memory);
-    auto* row = reinterpret_cast<uint64_t*>(scale + places);
-    return NormScratch{scale, reinterpret_cast<PayloadSum<T>*>(row + places), row};
+    auto* row = reinterpret_cast<uint64_t*>(scale + entries);
+    return NormScratch{scale, reinterpret_cast<PayloadSum<T>*>(row + entries), row};
   }
 };
 
-// Team: thread(), threads(), and Sum(v): over its threads, which all call it; the same for all.
-// A thread's places are scratch_first and every scratch_step-th after it.
+// Team: thread(), threads(), and Sum(v), a sum over its threads: all call it, all get the same
+// bits. A thread's entries are scratch_first and every scratch_step-th after it.
 template <typename T, typename Team>
 struct AllReduceNormBody {
   using Wide = typename PayloadSum<T>::Wide;
@@ -43,18 +44,18 @@ struct AllReduceNormBody {
   NormScratch<T> scratch;
   int64_t scratch_first, scratch_step;
 
-  // The part of team `block` of so many. False if a wait of this thread failed; it still takes
-  // part in the team's sums.
-  JFLUX_HD bool Run(int64_t block, int64_t blocks) const {
-    return p.algorithm == AllReduceAlgorithm::kOneShot ? OneShot(block, blocks)
-                                                       : TwoShot(block, blocks);
+  // Runs the part of team `team_id` of `teams`. False if a wait of this thread failed; the
+  // thread still takes part in the team's sums.
+  JFLUX_HD bool Run(int64_t team_id, int64_t teams) const {
+    return p.algorithm == AllReduceAlgorithm::kOneShot ? OneShot(team_id, teams)
+                                                       : TwoShot(team_id, teams);
   }
 
  private:
-  JFLUX_HD bool OneShot(int64_t block, int64_t blocks) const {
+  JFLUX_HD bool OneShot(int64_t team_id, int64_t teams) const {
     const int64_t rows = p.RowCount(), units = p.RowUnits(), all = rows * units;
     const int rank = call.view.rank;
-    for (int64_t row = block; row < rows; row += blocks) {
+    for (int64_t row = team_id; row < rows; row += teams) {
       ForUnits([&](int64_t u, int64_t) {
         const uint64_t own = Word(arrays.x)[row * units + u];
         for (int d = 1; d < p.world; ++d) {
@@ -64,7 +65,7 @@ struct AllReduceNormBody {
     }
     KeepFactors();
     bool ok = true;
-    for (int64_t row = block; row < rows; row += blocks) {
+    for (int64_t row = team_id; row < rows; row += teams) {
       const auto index_of = [&](int src, int64_t u) { return src * all + row * units + u; };
       ok = ok && SumRow(row, index_of, [](int64_t, uint64_t) {});
       Normalise(row);
@@ -72,11 +73,11 @@ struct AllReduceNormBody {
     return ok;
   }
 
-  JFLUX_HD bool TwoShot(int64_t block, int64_t blocks) const {
+  JFLUX_HD bool TwoShot(int64_t team_id, int64_t teams) const {
     const int64_t groups = p.RowGroups(), units = p.RowUnits(), all = groups * units;
     const int64_t rows = p.RowCount(), sums = p.world * all;
     const int rank = call.view.rank;
-    for (int64_t group = block; group < groups; group += blocks) {
+    for (int64_t group = team_id; group < groups; group += teams) {
       for (int d = 1; d < p.world; ++d) {
         const int owner = (rank + d) % p.world;
         const int64_t row = group * p.world + owner;
@@ -88,7 +89,7 @@ struct AllReduceNormBody {
     }
     KeepFactors();
     bool ok = true;
-    for (int64_t group = block; group < groups; group += blocks) {
+    for (int64_t group = team_id; group < groups; group += teams) {
       const int64_t row = group * p.world + rank;
       if (row >= rows) continue;
       const auto index_of = [&](int src, int64_t u) { return src * all + group * units + u; };
@@ -99,7 +100,7 @@ struct AllReduceNormBody {
            });
       Normalise(row);
     }
-    for (int64_t group = block; group < groups; group += blocks) {
+    for (int64_t group = team_id; group < groups; group += teams) {
       for (int d = 1; d < p.world; ++d) {
         const int owner = (rank + d) % p.world;
         const int64_t row = group * p.world + owner;
@@ -111,20 +112,20 @@ struct AllReduceNormBody {
     return ok;
   }
 
-  // While the packets are on their way.
+  // Loads scale and bias while the packets are in flight.
   JFLUX_HD void KeepFactors() const {
-    ForUnits([&](int64_t u, int64_t place) {
-      scratch.scale[place] = Factors(arrays.scale, u);
-      if (arrays.bias != nullptr) scratch.bias[place] = Factors(arrays.bias, u);
+    ForUnits([&](int64_t u, int64_t entry) {
+      scratch.scale[entry] = Factors(arrays.scale, u);
+      if (arrays.bias != nullptr) scratch.bias[entry] = Factors(arrays.bias, u);
     });
   }
 
-  // Sums this thread's units of a row; visit(unit, sum) each.
+  // Sums this thread's units of a row over ranks. Calls visit(unit, sum) for each.
   template <typename IndexOf, typename Visit>
   JFLUX_HD bool SumRow(int64_t row, IndexOf&& index_of, Visit&& visit) const {
     const int64_t first = row * p.RowUnits();
     bool ok = true;
-    ForUnits([&](int64_t u, int64_t place) {
+    ForUnits([&](int64_t u, int64_t entry) {
       const uint64_t own = Word(arrays.x)[first + u];
       const uint64_t residual = p.residual ? Word(arrays.residual)[first + u] : 0;
       PayloadSum<T> total;
@@ -133,29 +134,29 @@ struct AllReduceNormBody {
       if (p.residual) total.Add(PayloadSum<T>::Of(residual));
       const uint64_t sum = total.Rounded();
       visit(u, sum);
-      Keep(first + u, place, sum);
+      Keep(first + u, entry, sum);
     });
     return ok;
   }
 
-  // The sums of a row that `owner` sends.
+  // Receives the sums of a row from `owner`.
   JFLUX_HD bool ReceiveRow(int64_t row, int owner, int64_t sums) const {
     const int64_t first = row * p.RowUnits();
     bool ok = true;
-    ForUnits([&](int64_t u, int64_t place) {
+    ForUnits([&](int64_t u, int64_t entry) {
       uint64_t sum;
       ok = ok && call.AwaitFrom(owner, sums + first + u, &sum);
-      if (ok) Keep(first + u, place, sum);
+      if (ok) Keep(first + u, entry, sum);
     });
     return ok;
   }
 
-  JFLUX_HD void Keep(int64_t unit, int64_t place, uint64_t sum) const {
+  JFLUX_HD void Keep(int64_t unit, int64_t entry, uint64_t sum) const {
     static_cast<UnitWord*>(arrays.y)[unit] = sum;
-    scratch.row[place] = sum;
+    scratch.row[entry] = sum;
   }
 
-  // The row in scratch.row. All threads of the team.
+  // Normalises the row in scratch.row. Called by all threads of the team.
   JFLUX_HD void Normalise(int64_t row) const {
     const int64_t first = row * p.RowUnits();
     const Wide width = static_cast<Wide>(p.width);
@@ -163,21 +164,21 @@ struct AllReduceNormBody {
     if (p.norm == Norm::kLayer) mean = team.Sum(RowSum([](Wide v) { return v; })) / width;
     const Wide squares = team.Sum(RowSum([&](Wide v) { return (v - mean) * (v - mean); }));
     const Wide factor = 1 / std::sqrt(squares / width + static_cast<Wide>(p.epsilon));
-    ForUnits([&](int64_t u, int64_t place) {
-      PayloadSum<T> v = PayloadSum<T>::Of(scratch.row[place]);
+    ForUnits([&](int64_t u, int64_t entry) {
+      PayloadSum<T> v = PayloadSum<T>::Of(scratch.row[entry]);
       for (int i = 0; i < PayloadSum<T>::kCount; ++i) {
-        v.value[i] = (v.value[i] - mean) * factor * scratch.scale[place].value[i];
+        v.value[i] = (v.value[i] - mean) * factor * scratch.scale[entry].value[i];
       }
-      if (arrays.bias != nullptr) v.Add(scratch.bias[place]);
+      if (arrays.bias != nullptr) v.Add(scratch.bias[entry]);
       static_cast<UnitWord*>(arrays.normalised)[first + u] = v.Rounded();
     });
   }
-  // Of f(v) over this thread's numbers of the row.
+  // The sum of f(v) over this thread's elements of the row.
   template <typename F>
   JFLUX_HD Wide RowSum(F&& f) const {
     Wide sum = 0;
-    ForUnits([&](int64_t, int64_t place) {
-      const PayloadSum<T> v = PayloadSum<T>::Of(scratch.row[place]);
+    ForUnits([&](int64_t, int64_t entry) {
+      const PayloadSum<T> v = PayloadSum<T>::Of(scratch.row[entry]);
       for (int i = 0; i < PayloadSum<T>::kCount; ++i) sum += f(v.value[i]);
     });
     return sum;
@@ -194,13 +195,13 @@ struct AllReduceNormBody {
     return v;
   }
 
-  // visit(unit, place) of this thread's units of a row.
+  // Calls visit(unit, scratch entry) for each of this thread's units of a row.
   template <typename Visit>
   JFLUX_HD void ForUnits(Visit&& visit) const {
-    int64_t place = scratch_first;
+    int64_t entry = scratch_first;
     for (int64_t u = team.thread(); u < p.RowUnits(); u += team.threads()) {
-      visit(u, place);
-      place += scratch_step;
+      visit(u, entry);
+      entry += scratch_step;
     }
   }
   static JFLUX_HD const UnitWord* Word(const void* array) {

@@ -1,13 +1,17 @@
-// The exchanges of what is too long for packets, whose flags double it: a rank sends each peer its
-// shard a chunk at a time, and then a signal, into the slot that the peer has for it; and takes
-// what has come to y, or sums it, in rank order.
+// Exchanges of large data: chunks announced by signals. (Packets would double the bytes.) A rank
+// writes each peer's shard, chunk by chunk, into the peer's slot, followed by a signal. It copies
+// what arrives to y, or sums it in rank order.
 //
-// A block takes every so many-th chunk, and its block of the same place on the other ranks has the
-// same ones. It sends two chunks ahead of those that it waits for, so that they have long come.
-// Nobody waits for anything but what a block of the same place sends, before it waits for what this
-// one has sent already.
+// A CTA (shmem::Block; on the CPU the only thread) takes every ctx.blocks-th chunk. The CTA with
+// the same number takes the same chunks on every rank. It sends two chunks ahead of the chunk it
+// waits for, so that chunk has usually arrived.
 //
-// For a block of a kernel, or the CPU back end's only thread.
+//   writes  the peers' slots and signals
+//   waits   for the CTA with the same number on each peer
+//   order   data, CTA barrier, signal with release
+//   reset   never: core/signal.h
+//
+// Deadlock: a CTA waits for a chunk only after it has sent its own chunk of the same number.
 #ifndef JFLUX_OPS_EXCHANGE_CHUNKED_EXCHANGE_BODY_H_
 #define JFLUX_OPS_EXCHANGE_CHUNKED_EXCHANGE_BODY_H_
 
@@ -20,7 +24,7 @@
 
 namespace jflux {
 
-// A shard of an array: of `shards`, the one of that number.
+// Shard `number` of an array.
 template <typename Byte>
 struct ShardOf {
   Byte* array;
@@ -38,7 +42,7 @@ struct ShardOf {
   }
 };
 
-// `bytes` of a shard from byte `first` on, which is a multiple of 16.
+// Copies `bytes` bytes of a shard, from byte `first` on. `first` is a multiple of 16.
 template <typename Block>
 JFLUX_HD void CopyShard(const ShardOf<char>& to, const ShardOf<const char>& from, int64_t first,
                         int64_t bytes) {
@@ -53,20 +57,20 @@ JFLUX_HD void CopyShard(const ShardOf<char>& to, const ShardOf<const char>& from
     }
     return;
   }
-  constexpr int kAtOnce = 4;  // loads that are on their way at the same time
+  constexpr int kInFlight = 4;  // loads in flight
   const int64_t vectors = bytes / 16, step = Block::size();
   JFLUX_NO_UNROLL
-  for (int64_t v = Block::rank(); v < vectors; v += kAtOnce * step) {
-    Vector part[kAtOnce];
+  for (int64_t v = Block::rank(); v < vectors; v += kInFlight * step) {
+    Vector loaded[kInFlight];
     JFLUX_UNROLL
-    for (int i = 0; i < kAtOnce; ++i) {
+    for (int i = 0; i < kInFlight; ++i) {
       if (v + i * step >= vectors) continue;
-      part[i] = *reinterpret_cast<const Vector*>(from.At(first + 16 * (v + i * step)));
+      loaded[i] = *reinterpret_cast<const Vector*>(from.At(first + 16 * (v + i * step)));
     }
     JFLUX_UNROLL
-    for (int i = 0; i < kAtOnce; ++i) {
+    for (int i = 0; i < kInFlight; ++i) {
       if (v + i * step >= vectors) continue;
-      *reinterpret_cast<Vector*>(to.At(first + 16 * (v + i * step))) = part[i];
+      *reinterpret_cast<Vector*>(to.At(first + 16 * (v + i * step))) = loaded[i];
     }
   }
 }
@@ -75,7 +79,7 @@ struct alignas(16) [[gnu::may_alias]] TwoUnits {
   uint64_t unit[2];
 };
 
-// T: what is summed.
+// T: the type that reduce_scatter sums.
 template <typename T>
 struct ChunkedExchangeBody {
   using Block = shmem::Block;
@@ -97,7 +101,7 @@ struct ChunkedExchangeBody {
 
  private:
   JFLUX_HD ShardOf<const char> OfX(int rank) const {
-    return {static_cast<const char*>(arrays.x), p.x, p.op == OpId::kAllGather ? 0 : rank};
+    return {static_cast<const char*>(arrays.x), p.x, p.op == kAllGatherId ? 0 : rank};
   }
   JFLUX_HD ShardOf<char> OfY(int rank) const {
     return {static_cast<char*>(arrays.y), p.y, p.Sums() ? 0 : rank};
@@ -150,7 +154,7 @@ struct ChunkedExchangeBody {
     const int64_t end = CeilDiv<int64_t>(first + bytes, kPacketPayload);
     for (int64_t u = first / kPacketPayload + Block::rank(); u < end; u += Block::size()) {
       uint64_t payload[kMaxRanks];
-      JFLUX_UNROLL  // loads that are on their way at the same time
+      JFLUX_UNROLL  // independent loads, all in flight
           for (int src = 0; src < kMaxRanks; ++src) {
         if (src >= p.world) continue;
         payload[src] = src == rank ? p.x.Load(arrays.x, rank, u)
@@ -176,7 +180,7 @@ struct ChunkedExchangeBody {
     }
   }
 
-  // Of a unit of each rank.
+  // The sum of one unit over ranks.
   JFLUX_HD uint64_t Total(const uint64_t (&payload)[kMaxRanks]) const {
     auto total = PayloadSum<T>::Of(payload[0]);
     JFLUX_UNROLL

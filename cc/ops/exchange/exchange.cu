@@ -10,7 +10,7 @@ namespace jflux {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kBlocksPerSm = 2;  // of chunks
+constexpr int kCtasPerSm = 2;  // of chunks
 
 struct ExchangeArgs {
   PacketArgs packets;
@@ -21,11 +21,11 @@ struct ExchangeArgs {
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     ExchangeKernel(const __grid_constant__ ExchangeArgs args) {
-  const PacketTurn turn = BeginPackets(args.packets);
-  const ExchangeBody<T> body{args.params, args.arrays, turn.call};
-  const bool ok = body.Run(static_cast<int64_t>(turn.block) * kThreads + threadIdx.x,
+  const PacketCta cta = BeginPackets(args.packets);
+  const ExchangeBody<T> body{args.params, args.arrays, cta.call};
+  const bool ok = body.Run(static_cast<int64_t>(cta.cluster_id) * kThreads + threadIdx.x,
                            static_cast<int64_t>(gridDim.x) * kThreads);
-  EndPackets(args.packets, turn, ok);
+  EndPackets(args.packets, cta, ok);
 }
 
 struct ChunkedArgs {
@@ -35,7 +35,7 @@ struct ChunkedArgs {
 };
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads, kBlocksPerSm)
+__global__ void __launch_bounds__(kThreads, kCtasPerSm)
     ExchangeChunkedKernel(const __grid_constant__ ChunkedArgs args) {
   const shmem::Context ctx = shmem::begin_call(args.call);
   const bool ok = ChunkedExchangeBody<T>{args.params, args.arrays, ctx}.Run();
@@ -54,7 +54,7 @@ bool LaunchChunked(const ExchangeParams& p, const ExchangeArrays& arrays, int64_
                    const CudaDevice& device, const SymmetricView& view, cudaStream_t stream,
                    std::string* error) {
   const ShardSlots slots = p.Slots();
-  const int64_t blocks = Min<int64_t>(slots.Chunks(), kBlocksPerSm * device.sm_count);
+  const int64_t blocks = Min<int64_t>(slots.Chunks(), kCtasPerSm * device.sm_count);
   ChunkedArgs args{};
   args.call.state = reinterpret_cast<DeviceState*>(device.heap);
   args.call.view = view;
@@ -82,7 +82,7 @@ bool LaunchExchange(const ExchangeParams& p, const ExchangeArrays& arrays, int64
                     const CudaDevice& device, const SymmetricView& view, cudaStream_t stream,
                     std::string* error) {
   if (p.chunked) return LaunchChunked(p, arrays, site, device, view, stream, error);
-  const int64_t blocks = PacketBlocks(p.Units(), kThreads, device.sm_count);
+  const int64_t blocks = PacketCtas(p.Units(), kThreads, device.sm_count);
   ExchangeArgs args{};
   args.packets = PacketArgsFor(p, p.op, site, blocks, device, view);
   args.params = p;

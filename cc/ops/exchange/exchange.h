@@ -1,11 +1,12 @@
-// The exchanges of shards, each of one latency, small data in packets and large in chunks:
+// all_gather, all_to_all and reduce_scatter, each in one latency: small data in LL packets, large
+// data in chunks with signals.
 //
-//   all_gather      each rank's x to all; y has them side by side
-//   all_to_all      shard r of each rank's x to rank r; y has what has come side by side
-//   reduce_scatter  shard r of each rank's x to rank r; y is their sum
+//   all_gather      each rank's x to all ranks; y concatenates them
+//   all_to_all      shard r of each rank's x to rank r; y concatenates what arrives
+//   reduce_scatter  shard r of each rank's x to rank r; y is the sum of what arrives
 //
-// What is computed (Params), where it lies in the heap, and the CPU back end's body; the CUDA
-// launcher is in exchange_cuda.h, and what both run in exchange_body.h and chunked_exchange_body.h.
+// The call (Params), the workspace layouts, and the CPU back end's body; the CUDA launcher is in
+// exchange_cuda.h. The bodies that CPU and GPU share: exchange_body.h and chunked_exchange_body.h.
 // Python: jflux/_ops/exchange.py.
 #ifndef JFLUX_OPS_EXCHANGE_EXCHANGE_H_
 #define JFLUX_OPS_EXCHANGE_EXCHANGE_H_
@@ -20,8 +21,10 @@
 
 namespace jflux {
 
-// In chunks: a rank has a slot for the shard of each other one, which comes in parts of chunk_bytes
-// (of chunks of all_reduce's sizes: ops/all_reduce/all_reduce.h), each with a signal.
+inline constexpr OpId kAllGatherId{4}, kAllToAllId{5}, kReduceScatterId{6};
+
+// Chunked: a rank has a slot for the shard from each peer. The shard arrives in chunks of
+// chunk_bytes (sizes as in ops/all_reduce/all_reduce.h), each with a signal.
 struct ShardSlots {
   int32_t world;
   int64_t shard_bytes, slot_bytes, chunk_bytes;
@@ -34,7 +37,7 @@ struct ShardSlots {
   JFLUX_HD int64_t BytesOf(int64_t chunk) const {
     return Min(shard_bytes - chunk * chunk_bytes, chunk_bytes);
   }
-  // What rank `from` sends rank `to`.
+  // The slot, on rank `to`, for the shard from rank `from`.
   JFLUX_HD int64_t SlotOffset(int from, int to) const { return Sender(from, to) * slot_bytes; }
   JFLUX_HD int64_t SignalIndex(int from, int to, int64_t chunk) const {
     return Sender(from, to) * Chunks() + chunk;
@@ -48,12 +51,12 @@ struct ShardSlots {
 };
 
 struct ExchangeParams {
-  OpId op;  // kAllGather, kAllToAll or kReduceScatter
+  OpId op;  // kAllGatherId, kAllToAllId or kReduceScatterId
   int32_t world;
-  DType dtype;  // of what is summed; the others only move bytes
-  Shards x, y;  // of one shard for all of all_gather's x, and reduce_scatter's y
+  DType dtype;  // for reduce_scatter; the others move bytes
+  Shards x, y;  // one shard (world 1): all_gather's x, reduce_scatter's y
   bool chunked = false;
-  JFLUX_HD bool Sums() const { return op == OpId::kReduceScatter; }
+  JFLUX_HD bool Sums() const { return op == kReduceScatterId; }
   JFLUX_HD int64_t Units() const { return CeilDiv(x.Bytes(), kPacketPayload); }
 
   uint32_t Signature() const {

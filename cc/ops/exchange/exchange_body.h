@@ -1,5 +1,5 @@
-// The exchanges, for one of the threads that share a rank's part: of a kernel's, or the CPU back
-// end's only one.
+// The exchanges in LL packets: one thread's part of a rank's work. A kernel has many threads; the
+// CPU back end has one.
 #ifndef JFLUX_OPS_EXCHANGE_EXCHANGE_BODY_H_
 #define JFLUX_OPS_EXCHANGE_EXCHANGE_BODY_H_
 
@@ -11,14 +11,14 @@
 
 namespace jflux {
 
-// T: what is summed.
+// T: the type that reduce_scatter sums.
 template <typename T>
 struct ExchangeBody {
   const ExchangeParams& p;
   const ExchangeArrays& arrays;
   const PacketCall& call;
 
-  // The part of thread `thread` of so many. False if a wait failed.
+  // Runs the part of thread `thread` of `threads`. False if a wait failed.
   JFLUX_HD bool Run(int64_t thread, int64_t threads) const {
     const int64_t units = p.Units();
     const int rank = call.view.rank;
@@ -26,7 +26,7 @@ struct ExchangeBody {
       uint64_t shard = ShardFor(rank, u);
       for (int d = 1; d < p.world; ++d) {
         const int peer = (rank + d) % p.world;
-        if (p.op != OpId::kAllGather) shard = ShardFor(peer, u);
+        if (p.op != kAllGatherId) shard = ShardFor(peer, u);
         call.Send(peer, rank * units + u, shard);
       }
     }
@@ -51,9 +51,9 @@ struct ExchangeBody {
   }
 
  private:
-  // Unit u of what `rank` is to have.
+  // Unit u of the shard for `rank`.
   JFLUX_HD uint64_t ShardFor(int rank, int64_t u) const {
-    return p.x.Load(arrays.x, p.op == OpId::kAllGather ? 0 : rank, u);
+    return p.x.Load(arrays.x, p.op == kAllGatherId ? 0 : rank, u);
   }
 };
 

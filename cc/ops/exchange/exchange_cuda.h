@@ -16,6 +16,9 @@ bool LaunchExchange(const ExchangeParams& params, const ExchangeArrays& arrays, 
                     const CudaDevice& device, const SymmetricView& view, cudaStream_t stream,
                     std::string* error);
 
+// Loads the kernels on the current device.
+bool LoadExchangeKernels(std::string* error);
+
 }  // namespace jflux
 
 #endif  // JFLUX_OPS_EXCHANGE_EXCHANGE_CUDA_H_

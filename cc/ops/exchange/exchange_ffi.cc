@@ -1,10 +1,9 @@
 // FFI handlers of the exchanges.
 #include <string>
 
-#include "ops/exchange/exchange.h"
+#include "ops/exchange/exchange_plan.h"
 #include "runtime/fault.h"
 #include "runtime/ffi.h"
-#include "runtime/targets.h"
 
 #ifdef JFLUX_WITH_CUDA
 #include "ops/exchange/exchange_cuda.h"
@@ -23,8 +22,8 @@ std::optional<ExchangeParams> ParamsOf(OpId op, bool chunked, int64_t world, int
   ExchangeParams p{};
   p.op = op;
   p.world = ranks;
-  p.x = Shards{op == OpId::kAllGather ? 1 : ranks, x_outer, x_inner};
-  p.y = Shards{op == OpId::kReduceScatter ? 1 : ranks, y_outer, y_inner};
+  p.x = Shards{op == kAllGatherId ? 1 : ranks, x_outer, x_inner};
+  p.y = Shards{op == kReduceScatterId ? 1 : ranks, y_outer, y_inner};
   p.chunked = chunked;
   p.dtype = DType::kF32;
   if (p.Sums()) {
@@ -47,14 +46,14 @@ ffi::Error DoNotFit(OpId op) {
 
 template <OpId kOp>
 ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, bool chunked,
-                ffi::Span<const int64_t> groups, int64_t, int64_t world, int64_t x_inner,
-                int64_t x_outer, int64_t y_inner, int64_t y_outer, ffi::AnyBuffer x,
-                ffi::Result<ffi::AnyBuffer> y) {
+                ffi::Span<const int64_t> groups, int64_t, int64_t workspace_bytes, int64_t world,
+                int64_t x_inner, int64_t x_outer, int64_t y_inner, int64_t y_outer,
+                ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y) {
   const auto p = ParamsOf(kOp, chunked, world, x_inner, x_outer, y_inner, y_outer, x, *y);
   if (!p) return FailedFuture(DoNotFit(kOp));
   const ExchangeArrays arrays{x.untyped_data(), y->untyped_data()};
   return JoinFfiCall(
-      kOp, site, run_id, device, groups, world, p->WorkspaceBytes(),
+      kOp, site, run_id, device, groups, world, {p->WorkspaceBytes(), workspace_bytes},
       [p = *p, arrays](const SymmetricView& view, uint32_t epoch, const WaitContext& ctx) {
         return ExchangeCpu(p, arrays, view, epoch, ctx);
       });
@@ -66,6 +65,7 @@ constexpr auto Bindings = [](auto binding) {
       .template Attr<bool>("chunked")
       .template Attr<ffi::Span<const int64_t>>("groups")
       .template Attr<int64_t>("site")
+      .template Attr<int64_t>("workspace_bytes")
       .template Attr<int64_t>("world")
       .template Attr<int64_t>("x_inner")
       .template Attr<int64_t>("x_outer")
@@ -74,60 +74,50 @@ constexpr auto Bindings = [](auto binding) {
       .template Arg<ffi::AnyBuffer>()
       .template Ret<ffi::AnyBuffer>();
 };
-constexpr auto CpuBinding = [] {
-  return Bindings(
-      ffi::Ffi::Bind().Ctx<ffi::State<CallSite>>().Ctx<ffi::RunId>().Ctx<ffi::DeviceOrdinal>());
-};
-
-XLA_FFI_DEFINE_HANDLER(kAllGatherCpu, Cpu<OpId::kAllGather>, CpuBinding());
-XLA_FFI_DEFINE_HANDLER(kAllToAllCpu, Cpu<OpId::kAllToAll>, CpuBinding());
-XLA_FFI_DEFINE_HANDLER(kReduceScatterCpu, Cpu<OpId::kReduceScatter>, CpuBinding());
+XLA_FFI_DEFINE_HANDLER(kAllGatherCpu, Cpu<kAllGatherId>, Bindings(BindCpu()));
+XLA_FFI_DEFINE_HANDLER(kAllToAllCpu, Cpu<kAllToAllId>, Bindings(BindCpu()));
+XLA_FFI_DEFINE_HANDLER(kReduceScatterCpu, Cpu<kReduceScatterId>, Bindings(BindCpu()));
 
 #ifdef JFLUX_WITH_CUDA
 template <OpId kOp>
 ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, bool chunked, ffi::Span<const int64_t> groups,
-                int64_t site, int64_t world, int64_t x_inner, int64_t x_outer, int64_t y_inner,
-                int64_t y_outer, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y) {
+                int64_t site, int64_t workspace_bytes, int64_t world, int64_t x_inner,
+                int64_t x_outer, int64_t y_inner, int64_t y_outer, ffi::AnyBuffer x,
+                ffi::Result<ffi::AnyBuffer> y) {
   const auto p = ParamsOf(kOp, chunked, world, x_inner, x_outer, y_inner, y_outer, x, *y);
   if (!p) return DoNotFit(kOp);
   const ExchangeArrays arrays{x.untyped_data(), y->untyped_data()};
-  const auto launch = [&](const CudaDevice& device, const SymmetricView& view, std::string* error) {
-    return LaunchExchange(*p, arrays, site, device, view, stream, error);
-  };
-  if (chunked) {
-    return LaunchCudaCall(
-        kOp, ordinal, groups, world, [&](int) { return p->Slots().Workspace(); }, launch);
-  }
-  return LaunchCudaCall(kOp, ordinal, groups, world, [&](int) { return p->Workspace(); }, launch);
+  return LaunchCudaCall(
+      kOp, ordinal, groups, world, {p->WorkspaceBytes(), workspace_bytes},
+      [&](const CudaDevice& device, const SymmetricView& view, std::string* error) {
+        return LaunchExchange(*p, arrays, site, device, view, stream, error);
+      });
 }
 
-constexpr auto CudaBinding = [] {
-  return Bindings(
-      ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().Ctx<ffi::DeviceOrdinal>());
-};
-
-XLA_FFI_DEFINE_HANDLER(kAllGatherCuda, Cuda<OpId::kAllGather>, CudaBinding(),
+XLA_FFI_DEFINE_HANDLER(kAllGatherCuda, Cuda<kAllGatherId>, Bindings(BindCuda()),
                        {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER(kAllToAllCuda, Cuda<OpId::kAllToAll>, CudaBinding(),
+XLA_FFI_DEFINE_HANDLER(kAllToAllCuda, Cuda<kAllToAllId>, Bindings(BindCuda()),
                        {ffi::Traits::kCmdBufferCompatible});
-XLA_FFI_DEFINE_HANDLER(kReduceScatterCuda, Cuda<OpId::kReduceScatter>, CudaBinding(),
+XLA_FFI_DEFINE_HANDLER(kReduceScatterCuda, Cuda<kReduceScatterId>, Bindings(BindCuda()),
                        {ffi::Traits::kCmdBufferCompatible});
+bool (*const kLoadKernels)(std::string* error) = LoadExchangeKernels;
+#else
+constexpr XLA_FFI_Handler* kAllGatherCuda = nullptr;
+constexpr XLA_FFI_Handler* kAllToAllCuda = nullptr;
+constexpr XLA_FFI_Handler* kReduceScatterCuda = nullptr;
+constexpr bool (*kLoadKernels)(std::string* error) = nullptr;
 #endif
 
 }  // namespace
 
-XLA_FFI_Error* AllGatherCpuHandler(XLA_FFI_CallFrame* frame) { return kAllGatherCpu(frame); }
-XLA_FFI_Error* AllToAllCpuHandler(XLA_FFI_CallFrame* frame) { return kAllToAllCpu(frame); }
-XLA_FFI_Error* ReduceScatterCpuHandler(XLA_FFI_CallFrame* frame) {
-  return kReduceScatterCpu(frame);
-}
-
-#ifdef JFLUX_WITH_CUDA
-XLA_FFI_Error* AllGatherCudaHandler(XLA_FFI_CallFrame* frame) { return kAllGatherCuda(frame); }
-XLA_FFI_Error* AllToAllCudaHandler(XLA_FFI_CallFrame* frame) { return kAllToAllCuda(frame); }
-XLA_FFI_Error* ReduceScatterCudaHandler(XLA_FFI_CallFrame* frame) {
-  return kReduceScatterCuda(frame);
-}
-#endif
+// Listed in cc/ops/registry.cc. The first one loads the kernels of all.
+extern const Op kAllGatherOp, kAllToAllOp, kReduceScatterOp;
+const Op kAllGatherOp = {kAllGatherId, "all_gather",      kAllGatherCpu, kAllGatherCuda,
+                         kLoadKernels, /*most_splits=*/1, PlanExchange};
+const Op kAllToAllOp = {kAllToAllId, "all_to_all",      kAllToAllCpu, kAllToAllCuda,
+                        nullptr,     /*most_splits=*/1, PlanExchange};
+const Op kReduceScatterOp = {kReduceScatterId,   "reduce_scatter", kReduceScatterCpu,
+                             kReduceScatterCuda, nullptr,          /*most_splits=*/1,
+                             PlanExchange};
 
 }  // namespace jflux

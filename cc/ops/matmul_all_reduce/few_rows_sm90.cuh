@@ -1,12 +1,12 @@
 // matmul_all_reduce of few rows on Hopper (few_rows.h): one kernel that multiplies, sends its tiles
 // to the peer and adds the peer's.
 //
-// Where there are many tiles, a CTA computes one. Else a cluster of two does, half of k each, and
-// each CTA finishes half of the columns, a slice: so that enough SMs read w.
+// A CTA computes one tile. With few tiles, a cluster of two CTAs splits the k of a tile instead,
+// and each finishes half of the columns, a slice. So enough SMs read w.
 //
-// A consumer's slice goes from its registers, through its staging, to the peer's workspace, in
-// fragment order; the storer signals when it has arrived. The consumer keeps its registers, rounded
-// as what was sent, adds the peer's part from its own workspace, and stages y.
+// A consumer's slice is staged in fragment order and copied to the peer's workspace; the store warp
+// signals when it has arrived. The consumer rounds its accumulators as the copy was rounded, adds
+// the peer's slice from its own workspace, and stages y.
 #ifndef JFLUX_OPS_MATMUL_ALL_REDUCE_FEW_ROWS_SM90_CUH_
 #define JFLUX_OPS_MATMUL_ALL_REDUCE_FEW_ROWS_SM90_CUH_
 
@@ -22,7 +22,7 @@ struct FewRowsArgs {
   DeviceState* state;
   SymmetricView view;
   int32_t num_tiles;
-  int32_t a_bytes;  // of a box of rows
+  int32_t a_bytes;  // bytes of a box of A
   int64_t rows, k, n;
   uint32_t signature, op;
   WorkspaceLayout workspace;
@@ -46,16 +46,16 @@ struct FewRowsSm90 {
     return SplitOfK<Config>(args.k, tile.split);
   }
 
-  struct alignas(16) Where {
+  struct alignas(16) Coords {
     int32_t n0;  // the column in w
   };
-  static __device__ Where WhereOf(const Args&, int32_t, Tile tile) {
-    return Where{tile.n * Config::kTileN};
+  static __device__ Coords CoordsOf(const Args&, int32_t, Tile tile) {
+    return Coords{tile.n * Config::kTileN};
   }
-  static __device__ Rhs RhsOf(const Args& args, const Where& where, int) {
-    return Rhs{&args.w, where.n0};
+  static __device__ Rhs RhsOf(const Args& args, const Coords& coords, int) {
+    return Rhs{&args.w, coords.n0};
   }
-  static __device__ const CUtensorMap* SourceOf(const Args& args, const CallContext&, const Where&,
+  static __device__ const CUtensorMap* SourceOf(const Args& args, const CallContext&, const Coords&,
                                                 int) {
     return &args.x;
   }
@@ -67,104 +67,103 @@ struct FewRowsSm90 {
     ptx::PrefetchTensorMap(&args.x);
   }
 
-  static constexpr bool kRowsArrive = false;
-  static constexpr bool kFirstIsFixed = false;
+  static constexpr bool kWaitsForRows = false;
+  static constexpr bool kStaticFirstTile = false;
   static constexpr bool kReceives = false;
   static __device__ void Send(const Args&, const CallContext&, const GemmSmem<Config>&) {}
 
-  static __device__ bool HasRows(const Args& args, int32_t, int block) {
-    return block * 64 < args.rows;
+  static __device__ bool HasRows(const Args& args, int32_t, int m64) {
+    return m64 * 64 < args.rows;
   }
   static __device__ Signal* SignalOf(const Args& args, const CallContext& call, int dst, Tile tile,
-                                     int block) {
-    return args.view.template At<Signal>(
-        dst, args.workspace.SignalOffset(call.epoch) +
-                 args.layout.SignalOffset(SliceOf<Config>(tile), block));
+                                     int m64) {
+    return args.view.template At<Signal>(dst,
+                                         args.workspace.SignalOffset(call.epoch) +
+                                             args.layout.SignalOffset(SliceOf<Config>(tile), m64));
   }
-  static __device__ char* BlockOf(const Args& args, const CallContext& call, int dst, Tile tile,
-                                  int block) {
+  static __device__ char* M64SlotOf(const Args& args, const CallContext& call, int dst, Tile tile,
+                                    int m64) {
     return args.view.At(dst, args.workspace.DataOffset(call.epoch) +
-                                 args.layout.BlockOffset(SliceOf<Config>(tile), block));
+                                 args.layout.M64Offset(SliceOf<Config>(tile), m64));
   }
 
-  static constexpr bool kHasParts = true;
-  static __device__ void WaitForParts(const Args& args, const CallContext& call, int32_t,
-                                      Tile tile) {
+  static constexpr bool kAddsPartials = true;
+  static __device__ void WaitForPartials(const Args& args, const CallContext& call, int32_t,
+                                         Tile tile) {
     const uint64_t start = call.Start();
-    const int block = threadIdx.x % 32;
-    if (block < Config::kBlocks && HasRows(args, 0, block)) {
-      AwaitPeer(call, SignalOf(args, call, args.view.rank, tile, block), 1 - args.view.rank,
+    const int m64 = threadIdx.x % 32;
+    if (m64 < Config::kM64Blocks && HasRows(args, 0, m64)) {
+      AwaitPeer(call, SignalOf(args, call, args.view.rank, tile, m64), 1 - args.view.rank,
                 SliceOf<Config>(tile));
     }
     __syncwarp();
-    if (block == 0) call.Done(EventKind::kWaitParts, start, 0, tile.n);
+    if (m64 == 0) call.Done(EventKind::kWaitPartials, start, 0, tile.n);
   }
 
-  template <typename AwaitParts>
-  static __device__ void Finish(const Args& args, const CallContext& call,
-                                StagingWriter<Config>& staging, Slices<Config>& acc, int32_t,
-                                Tile tile, AwaitParts&& await_parts) {
+  template <typename AwaitPartials>
+  static __device__ void Epilogue(const Args& args, const CallContext& call,
+                                  StagingWriter<Config>& staging, Slices<Config>& acc, int32_t,
+                                  Tile tile, AwaitPartials&& await_partials) {
 #pragma unroll
-    for (int block = 0; block < Config::kBlocks; ++block) {
-      if (!HasRows(args, 0, block)) continue;
-      F::template Stage<false>(acc[block], 0, Whole<Config>(staging.Acquire()));
+    for (int m64 = 0; m64 < Config::kM64Blocks; ++m64) {
+      if (!HasRows(args, 0, m64)) continue;
+      F::template Stage<false>(acc[m64], 0, ContiguousStaging<Config>(staging.Acquire()));
       staging.Publish();
 #pragma unroll
       for (int i = 0; i < Config::kSliceAccumulators; i += 2) {
-        const float2 sent = Unpack<T>(Pack<T>(acc[block][i], acc[block][i + 1]));
-        acc[block][i] = sent.x;
-        acc[block][i + 1] = sent.y;
+        const float2 sent = Unpack<T>(Pack<T>(acc[m64][i], acc[m64][i + 1]));
+        acc[m64][i] = sent.x;
+        acc[m64][i + 1] = sent.y;
       }
     }
-    await_parts();
+    await_partials();
 #pragma unroll
-    for (int block = 0; block < Config::kBlocks; ++block) {
-      if (!HasRows(args, 0, block)) continue;
-      F::template Add<false>(acc[block], BlockOf(args, call, args.view.rank, tile, block));
+    for (int m64 = 0; m64 < Config::kM64Blocks; ++m64) {
+      if (!HasRows(args, 0, m64)) continue;
+      F::template Add<false>(acc[m64], M64SlotOf(args, call, args.view.rank, tile, m64));
       if (args.residual != nullptr) {
-        AddRows<T, Config::kSliceN>(acc[block], args.residual, FirstColumn<Config>(tile), args.n,
+        AddRows<T, Config::kSliceN>(acc[m64], args.residual, FirstColumn<Config>(tile), args.n,
                                     [&](int r) {
-                                      const int64_t row = block * 64 + r;
+                                      const int64_t row = m64 * 64 + r;
                                       return row < args.rows ? row * args.n : -1;
                                     });
       }
-      StageBlock<T, Config::kSliceN>(acc[block], staging.Acquire());
+      StageM64<T, Config::kSliceN>(acc[m64], staging.Acquire());
       staging.Publish();
     }
   }
 
-  // What the peer waits for, and then y: TMA cuts off rows that y does not have.
+  // First the peer's copy, then y. TMA drops rows past y's last.
   static __device__ void Store(const Args& args, const CallContext& call,
                                StagingReader<Config>& staging, int32_t, Tile tile) {
     const int peer = 1 - args.view.rank;
     uint64_t start = 0;
 #pragma unroll
-    for (int block = 0; block < Config::kBlocks; ++block) {
-      if (!HasRows(args, 0, block)) continue;
-      const uint32_t smem = Whole<Config>(staging.Acquire(block));
-      if (block == 0) start = call.Start();
-      ptx::BulkStore(BlockOf(args, call, peer, tile, block), smem, Config::kStagingBytes);
+    for (int m64 = 0; m64 < Config::kM64Blocks; ++m64) {
+      if (!HasRows(args, 0, m64)) continue;
+      const uint32_t smem = ContiguousStaging<Config>(staging.Acquire(m64));
+      if (m64 == 0) start = call.Start();
+      ptx::BulkStore(M64SlotOf(args, call, peer, tile, m64), smem, Config::kStagingBytes);
       ptx::BulkCommit();
-      staging.Release(block);
+      staging.Release(m64);
     }
     ptx::BulkWait<0>();
     ptx::FenceProxyAsyncGlobal();
     FenceRelease();  // one for both signals
 #pragma unroll
-    for (int block = 0; block < Config::kBlocks; ++block) {
-      if (!HasRows(args, 0, block)) continue;
-      StoreRelaxed(SignalOf(args, call, peer, tile, block), call.signal);
+    for (int m64 = 0; m64 < Config::kM64Blocks; ++m64) {
+      if (!HasRows(args, 0, m64)) continue;
+      StoreRelaxed(SignalOf(args, call, peer, tile, m64), call.signal);
     }
     call.Done(EventKind::kSend, start, peer, tile.n);
 #pragma unroll
-    for (int block = 0; block < Config::kBlocks; ++block) {
-      if (!HasRows(args, 0, block)) continue;
-      const StagedBlock staged = staging.Acquire(block);
+    for (int m64 = 0; m64 < Config::kM64Blocks; ++m64) {
+      if (!HasRows(args, 0, m64)) continue;
+      const StagedM64 staged = staging.Acquire(m64);
       start = call.Start();
-      StoreStagedBlock<Config::kSliceN>(staged, &args.y, block * 64, FirstColumn<Config>(tile),
-                                        args.n);
+      StoreStagedM64<Config::kSliceN>(staged, &args.y, m64 * 64, FirstColumn<Config>(tile), args.n);
       ptx::BulkCommit();
-      staging.Release(block);
+      staging.Release(m64);
       call.Done(EventKind::kStore, start, 0, tile.n);
     }
   }

@@ -1,4 +1,4 @@
-// The CPU back end of matmul_all_reduce: one rank's part of the tile protocol in host memory.
+// The CPU back end of matmul_all_reduce: one rank's part of the protocol, in host memory.
 #include <cstring>
 
 #include "ops/matmul_all_reduce/matmul_all_reduce.h"
@@ -6,7 +6,7 @@
 namespace jflux {
 namespace {
 
-// Rows of a tile that a rank owns, and the tile's columns.
+// The rows of a tile that a rank owns, and the tile's columns.
 struct Box {
   int64_t row0, rows, col0, cols;
 };
@@ -30,7 +30,7 @@ bool MatmulAllReduceCpu(const MatmulAllReduceParams& params, const ScatterTiling
   const Signal signal = MakeSignal(epoch, params.Signature());
   const int64_t element = SizeOf(p.out_dtype), rows = p.rows.PerRank();
   auto* y = static_cast<char*>(arrays.y);
-  // A box's rows follow each other in a slot.
+  // In a slot, a box's rows are contiguous.
   const auto in_y = [&](const Box& box, int64_t i) {
     return y + ((box.row0 + i) * p.n + box.col0) * element;
   };

@@ -1,9 +1,7 @@
 // FFI handlers of matmul_all_reduce.
-#include "ops/matmul_all_reduce/few_rows.h"
-#include "ops/matmul_all_reduce/matmul_all_reduce.h"
 #include "ops/matmul_all_reduce/matmul_all_reduce_config.h"
 #include "runtime/ffi.h"
-#include "runtime/targets.h"
+#include "runtime/product_plan.h"
 
 #ifdef JFLUX_WITH_CUDA
 #include "ops/matmul_all_reduce/matmul_all_reduce_cuda.h"
@@ -52,21 +50,22 @@ std::optional<MatmulAllReduceArrays> ArraysOf(ffi::AnyBuffer x, ffi::AnyBuffer w
   return arrays;
 }
 
-ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, ffi::Span<const int64_t>,
-                ffi::Span<const int64_t> groups, int64_t inner, int64_t, int64_t,
-                bool transpose_rhs, int64_t world, ffi::AnyBuffer x, ffi::AnyBuffer w,
-                ffi::RemainingArgs residual, ffi::Result<ffi::AnyBuffer> y) {
+ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, ffi::Span<const int64_t> choice,
+                ffi::Span<const int64_t> groups, int64_t inner, int64_t, int64_t senders, int64_t,
+                bool transpose_rhs, int64_t workspace_bytes, int64_t world, ffi::AnyBuffer x,
+                ffi::AnyBuffer w, ffi::RemainingArgs residual, ffi::Result<ffi::AnyBuffer> y) {
+  if (!IsCpuPlan(choice, senders)) {
+    return FailedFuture(InvalidArgument("matmul_all_reduce: malformed plan"));
+  }
   const auto p = ParamsOf(x, w, *y, world, inner, transpose_rhs);
   const auto arrays = ArraysOf(x, w, residual, *y);
   if (!p || !arrays) {
     return FailedFuture(InvalidArgument("matmul_all_reduce: operands do not fit"));
   }
   const ScatterTiling tiling;
-  const WorkspaceLayout workspace =
-      AreFewRows(*p) ? FewRowsLayoutOf(*p, tiling.tile_n).Workspace()
-                     : MatmulAllReduceLayout::Make(*p, tiling.tile_m, tiling.tile_n, 1).Workspace();
+  const int64_t bytes = MatmulAllReduceCpuWorkspace(*p).TotalBytes();
   return JoinFfiCall(
-      OpId::kMatmulAllReduce, site, run_id, device, groups, world, workspace.TotalBytes(),
+      kMatmulAllReduceId, site, run_id, device, groups, world, {bytes, workspace_bytes},
       [p = *p, tiling, arrays = *arrays](const SymmetricView& view, uint32_t epoch,
                                          const WaitContext& ctx) {
         return AreFewRows(p) ? FewRowsCpu(p, tiling.tile_n, arrays, view, epoch, ctx)
@@ -74,58 +73,58 @@ ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, ffi::Span<con
       });
 }
 
-XLA_FFI_DEFINE_HANDLER(
-    kCpu, Cpu,
-    ProductAttributes(
-        ffi::Ffi::Bind().Ctx<ffi::State<CallSite>>().Ctx<ffi::RunId>().Ctx<ffi::DeviceOrdinal>())
-        .Arg<ffi::AnyBuffer>()
-        .Arg<ffi::AnyBuffer>()
-        .RemainingArgs()
-        .Ret<ffi::AnyBuffer>());
+// Operands x, w and perhaps the residual; the result y.
+constexpr auto Bindings = [](auto binding) {
+  return ProductAttributes(std::move(binding))
+      .template Arg<ffi::AnyBuffer>()
+      .template Arg<ffi::AnyBuffer>()
+      .RemainingArgs()
+      .template Ret<ffi::AnyBuffer>();
+};
+
+XLA_FFI_DEFINE_HANDLER(kCpu, Cpu, Bindings(BindCpu()));
 
 #ifdef JFLUX_WITH_CUDA
 ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Span<const int64_t> choice,
-                ffi::Span<const int64_t> groups, int64_t inner, int64_t, int64_t site,
-                bool transpose_rhs, int64_t world, ffi::AnyBuffer x, ffi::AnyBuffer w,
-                ffi::RemainingArgs residual, ffi::Result<ffi::AnyBuffer> y) {
+                ffi::Span<const int64_t> groups, int64_t inner, int64_t, int64_t senders,
+                int64_t site, bool transpose_rhs, int64_t workspace_bytes, int64_t world,
+                ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::RemainingArgs residual,
+                ffi::Result<ffi::AnyBuffer> y) {
   const auto p = ParamsOf(x, w, *y, world, inner, transpose_rhs);
   const auto arrays = ArraysOf(x, w, residual, *y);
-  if (!p || !FitsKernel(*p) || !arrays) {
-    return InvalidArgument("matmul_all_reduce: operands do not fit");
+  if (!p || !arrays) return InvalidArgument("matmul_all_reduce: operands do not fit");
+  const auto plan = CudaPlanOf(choice, senders, workspace_bytes);
+  if (!plan || !FitsKernel(*p) || !(plan->choice == Possible(*p, plan->choice))) {
+    return InvalidArgument("matmul_all_reduce: no kernel for this plan");
   }
-  if (!IsPossibleChoice(choice)) {
-    return InvalidArgument("matmul_all_reduce: no kernel for this `choice`");
-  }
-  const auto choice_for = [&](int sm_count) {
-    return Possible(*p, ChoiceOf(choice).value_or(ChooseAllReduce(
-                            p->scatter.rows.world, inner, p->scatter.n, p->scatter.k, sm_count)));
-  };
   return LaunchCudaCall(
-      OpId::kMatmulAllReduce, ordinal, groups, world,
-      [&](int sm_count) { return MatmulAllReduceWorkspace(*p, choice_for(sm_count)); },
+      kMatmulAllReduceId, ordinal, groups, world,
+      {MatmulAllReduceWorkspace(*p, plan->choice).TotalBytes(), workspace_bytes},
       [&](const CudaDevice& device, const SymmetricView& view, std::string* error) {
-        return LaunchMatmulAllReduce(*p, *arrays, choice_for(device.sm_count), site, device, view,
-                                     stream, error);
+        return LaunchMatmulAllReduce(*p, *arrays, *plan, site, device, view, stream, error);
       });
 }
 
-XLA_FFI_DEFINE_HANDLER(kCuda, Cuda,
-                       ProductAttributes(ffi::Ffi::Bind()
-                                             .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                             .Ctx<ffi::DeviceOrdinal>())
-                           .Arg<ffi::AnyBuffer>()
-                           .Arg<ffi::AnyBuffer>()
-                           .RemainingArgs()
-                           .Ret<ffi::AnyBuffer>(),
-                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kCuda, Cuda, Bindings(BindCuda()), {ffi::Traits::kCmdBufferCompatible});
 #endif
 
 }  // namespace
 
-XLA_FFI_Error* MatmulAllReduceCpuHandler(XLA_FFI_CallFrame* frame) { return kCpu(frame); }
-
+// Listed in cc/ops/registry.cc.
+extern const Op kMatmulAllReduceOp;
+const Op kMatmulAllReduceOp = {
+    kMatmulAllReduceId,
+    "matmul_all_reduce",
+    kCpu,
 #ifdef JFLUX_WITH_CUDA
-XLA_FFI_Error* MatmulAllReduceCudaHandler(XLA_FFI_CallFrame* frame) { return kCuda(frame); }
+    kCuda,
+    LoadMatmulAllReduceKernels,
+#else
+    nullptr,
+    nullptr,
 #endif
+    /*most_splits=*/1,
+    PlanMatmulAllReduce,
+};
 
 }  // namespace jflux

@@ -10,7 +10,7 @@ namespace {
 
 struct Instances {
   static constexpr int kMostSplits = 1;
-  static constexpr bool kMayLend = false;
+  static constexpr bool kMayLendStage = false;
   template <typename Config>
   static const void* Kernel() {
     return reinterpret_cast<const void*>(&MatmulAllReduceKernel<Config>);
@@ -20,7 +20,7 @@ struct Instances {
 // Few rows are one row of tiles: a cluster can share k, if anything.
 struct FewRowsInstances {
   static constexpr int kMostSplits = kReduceSplits;
-  static constexpr bool kMayLend = false;
+  static constexpr bool kMayLendStage = false;
   template <typename Config>
   static const void* Kernel() {
     if constexpr (kCanShareK<Config>) {
@@ -46,7 +46,7 @@ bool LaunchFew(const MatmulAllReduceParams& params, const MatmulAllReduceArrays&
   args.num_tiles = static_cast<int32_t>(CeilDiv<int64_t>(p.n, choice.tile_n));
   args.a_bytes = BoxRows(args.rows) * 64 * SizeOf(p.dtype);
   args.signature = SignatureOf(params.Signature(), site, choice);
-  args.op = static_cast<uint32_t>(OpId::kMatmulAllReduce);
+  args.op = static_cast<uint32_t>(kMatmulAllReduceId);
   args.residual = arrays.residual;
   return EncodeTensorMap(&args.x, p.dtype, arrays.x, {args.rows, p.k}, {p.k},
                          {BoxRows(args.rows), 64}, error) &&
@@ -65,8 +65,9 @@ bool LoadMatmulAllReduceKernels(std::string* error) {
 }
 
 bool LaunchMatmulAllReduce(const MatmulAllReduceParams& params, const MatmulAllReduceArrays& arrays,
-                           const GemmChoice& choice, int64_t site, const CudaDevice& device,
+                           const ProductPlan& plan, int64_t site, const CudaDevice& device,
                            const SymmetricView& view, cudaStream_t stream, std::string* error) {
+  const GemmChoice& choice = plan.choice;
   if (AreFewRows(params)) {
     return LaunchFew(params, arrays, choice, site, device, view, stream, error);
   }
@@ -83,14 +84,12 @@ bool LaunchMatmulAllReduce(const MatmulAllReduceParams& params, const MatmulAllR
   if (!MakeScatterArgs(p, scattered, choice, device, view, &args, error)) return false;
   args.finished = CudaLayoutOf(params, choice);
   args.workspace = args.finished.Workspace();
-  // A finished tile goes to all peers. With fewer than 16 it was slower (2 x H200).
-  const int32_t storers = SendingStorers(p.k, view.world - 1, device.sm_count);
-  args.senders = storers == 0 ? 0 : Max(16, storers);
+  args.senders = plan.senders;
   args.signature = SignatureOf(params.Signature(), site, choice);
-  args.op = static_cast<uint32_t>(OpId::kMatmulAllReduce);
+  args.op = static_cast<uint32_t>(kMatmulAllReduceId);
   args.tiles_n = static_cast<int32_t>(CeilDiv<int64_t>(p.n, choice.tile_n));
-  args.rank_blocks = static_cast<int32_t>(p.rows.PerRank() / kGemmTileM);
-  args.group_m = choice.group_m == 0 ? args.rank_blocks : choice.group_m * choice.cluster_m;
+  args.rank_row_blocks = static_cast<int32_t>(p.rows.PerRank() / kGemmTileM);
+  args.group_m = choice.group_m == 0 ? args.rank_row_blocks : choice.group_m * choice.cluster_m;
   return EncodeTensorMap(&args.all, p.dtype, arrays.y, {p.rows.Total(), p.n}, {p.n},
                          {64, StoreColumns(choice)}, error) &&
          LaunchGemmInstance<Instances>(p.dtype, p.transpose_rhs, choice, &args, args.num_tiles,

@@ -1,18 +1,23 @@
-// matmul_all_reduce on Hopper: matmul_reduce_scatter's kernel, whose storers send what is summed to
-// all ranks, and whose scheduler warps take what the peers have finished to y.
+// matmul_all_reduce on Hopper: the kernel of matmul_reduce_scatter, plus an all-gather of the
+// finished tiles.
 //
-// Each rank owns whole tiles of rows, so a CTA's tile has one owner. An own tile goes from its
-// staging to y, by TMA, and to a slot in each peer's workspace, by bulk copies; the tile's signals
-// follow when these have arrived. A slot holds the staging as it is: swizzled boxes of 64 or 32
+// Each rank owns whole tile rows, so a tile has one owner. Store warps write a finished local tile
+// to y by TMA, and to a slot in each peer's workspace by bulk copies. The tile's signals follow
+// when the copies have completed. A slot holds the staging as it is: swizzled boxes of 64 or 32
 // columns.
 //
-// A scheduler that has handed on the next tile has nothing to do until the loader begins with it.
-// It takes the peers' tiles from a counter then, looks once whether the one that it holds has come,
-// and copies its boxes through shared memory to y. When there are no more tiles to compute, it
-// waits for the rest.
+// Scheduler warps copy the peers' finished tiles to y in their idle time, between publishing a tile
+// and the load warp's start of it. Each takes one peer's tile from a counter, polls its signal once
+// per opportunity, and copies its boxes through shared memory. After the last tile it waits for the
+// rest.
 //
-// Who waits for whom: as in matmul_reduce_scatter; and in the end scheduler warps wait for tiles
-// that peers have finished, which wait for no scheduler that waits.
+//   writes  store warps: partial tiles as in matmul_reduce_scatter, and finished tiles
+//   waits   send warps, for partial tiles; scheduler warps, after the last tile, for finished tiles
+//   order   bulk copies complete, proxy fence, release fence, signals
+//   reset   never: core/signal.h
+//
+// Deadlock: as in matmul_reduce_scatter; a finished tile never waits for a scheduler warp that
+// waits.
 #ifndef JFLUX_OPS_MATMUL_ALL_REDUCE_MATMUL_ALL_REDUCE_SM90_CUH_
 #define JFLUX_OPS_MATMUL_ALL_REDUCE_MATMUL_ALL_REDUCE_SM90_CUH_
 
@@ -22,13 +27,13 @@
 
 namespace jflux {
 
-// y, y_data and residual of the base are the own rows of the whole arrays.
+// y, y_data and residual of the base are the local rows of the whole arrays.
 struct MatmulAllReduceArgs : MatmulReduceScatterArgs {
-  CUtensorMap all;  // of the whole y
+  CUtensorMap all;  // the whole y
   MatmulAllReduceLayout finished;
-  int32_t tiles_n;      // tile columns
-  int32_t rank_blocks;  // tile rows of a rank
-  int32_t group_m;      // of them, in a raster group
+  int32_t tiles_n;          // tile columns
+  int32_t rank_row_blocks;  // row blocks of a rank
+  int32_t group_m;          // row blocks of a raster group
 };
 
 template <typename Config_>
@@ -39,42 +44,41 @@ struct MatmulAllReduceSm90 : MatmulReduceScatterSm90<Config_> {
   using Box = Staged<Config::kTileN>;
 
   static __device__ Signal* FinishedSignal(const Args& args, const CallContext& call, int dst,
-                                           int src, Tile tile, int block) {
-    return args.view.template At<Signal>(dst, args.workspace.SignalOffset(call.epoch) +
-                                                  args.finished.SignalOffset(src, tile, block));
+                                           int src, Tile tile, int m64) {
+    return args.view.template At<Signal>(
+        dst, args.workspace.SignalOffset(call.epoch) + args.finished.SignalOffset(src, tile, m64));
   }
-  static __device__ char* FinishedBlock(const Args& args, const CallContext& call, int dst, int src,
-                                        Tile tile, int block) {
+  static __device__ char* FinishedM64(const Args& args, const CallContext& call, int dst, int src,
+                                      Tile tile, int m64) {
     return args.view.At(dst, args.workspace.DataOffset(call.epoch) +
-                                 args.finished.SlotOffset(src, tile) +
-                                 block * Config::kStagingBytes);
+                                 args.finished.SlotOffset(src, tile) + m64 * Config::kStagingBytes);
   }
 
   static __device__ void Store(const Args& args, const CallContext& call,
-                               StagingReader<Config>& staging, int32_t block_m, Tile tile) {
+                               StagingReader<Config>& staging, int32_t row_block, Tile tile) {
     const int rank = args.view.rank;
-    if (!Base::IsOwner(args, Base::RowsOf(args, block_m, 0))) {
-      return Base::Store(args, call, staging, block_m, tile);
+    if (!Base::IsOwner(args, Base::RowsOf(args, row_block, 0))) {
+      return Base::Store(args, call, staging, row_block, tile);
     }
-    const Tile own{block_m, tile.n};
+    const Tile local_tile{row_block, tile.n};
     const SendSemaphore semaphore = SemaphoreOf(args);
     uint64_t start = 0;
 #pragma unroll
-    for (int block = 0; block < Config::kBlocks; ++block) {
-      const StagedBlock staged = staging.Acquire(block);
-      StoreStagedBlock<Config::kTileN>(staged, &args.y, Base::FirstOwnRow(args, block_m, block),
-                                       static_cast<int64_t>(tile.n) * Config::kTileN, args.n);
+    for (int m64 = 0; m64 < Config::kM64Blocks; ++m64) {
+      const StagedM64 staged = staging.Acquire(m64);
+      StoreStagedM64<Config::kTileN>(staged, &args.y, Base::FirstLocalRow(args, row_block, m64),
+                                     static_cast<int64_t>(tile.n) * Config::kTileN, args.n);
       ptx::BulkCommit();
-      if (block == 0) {
-        semaphore.Acquire(call, block_m, tile.n);
+      if (m64 == 0) {
+        semaphore.Acquire(call, row_block, tile.n);
         start = call.Start();
       }
       for (int step = 1; step < args.view.world; ++step) {
         const int peer = SendPeer(rank, step, args.view.world);
-        semaphore.Store(FinishedBlock(args, call, peer, rank, own, block), Whole<Config>(staged),
-                        Config::kStagingBytes);
+        semaphore.Store(FinishedM64(args, call, peer, rank, local_tile, m64),
+                        ContiguousStaging<Config>(staged), Config::kStagingBytes);
       }
-      staging.Release(block);
+      staging.Release(m64);
     }
     semaphore.Release();
     ptx::BulkWait<0>();
@@ -83,48 +87,48 @@ struct MatmulAllReduceSm90 : MatmulReduceScatterSm90<Config_> {
     for (int step = 1; step < args.view.world; ++step) {
       const int peer = SendPeer(rank, step, args.view.world);
 #pragma unroll
-      for (int block = 0; block < Config::kBlocks; ++block) {
-        StoreRelaxed(FinishedSignal(args, call, peer, rank, own, block), call.signal);
+      for (int m64 = 0; m64 < Config::kM64Blocks; ++m64) {
+        StoreRelaxed(FinishedSignal(args, call, peer, rank, local_tile, m64), call.signal);
       }
     }
-    call.Done(EventKind::kSend, start, rank, block_m);
+    call.Done(EventKind::kSend, start, rank, row_block);
   }
 
-  // Units are the peers' tiles, each of one CTA of the peer, in about the order in which they are
-  // finished; `unit` is the one that this scheduler holds.
+  // The receiver's items are the peers' tiles, each computed by one CTA, in about the order in
+  // which they are finished. `item` is the one this scheduler warp holds; -1: none.
   static constexpr bool kReceives = true;
   struct Receiver {
     BoxBuffers<Config> boxes;
-    int32_t unit = -1;
+    int32_t item = -1;
   };
   static __device__ Receiver MakeReceiver(const GemmSmem<Config>& smem) { return {{smem}}; }
 
-  // All lanes. Takes a unit to y, if it has come; with `waits`, when it has. False if it has not,
-  // or if there are no more. Looking again and again would cost the product 10 %
-  // (docs/design/0003).
+  // Called by all lanes. Copies one item to y if it has arrived; with `waits`, waits for it. False
+  // if it has not arrived or if there are no more. A loop that polls again and again costs the
+  // product 10 % (docs/internals/gemm.md).
   static __device__ bool Receive(const Args& args, const CallContext& call, Receiver& receiver,
                                  bool waits) {
     const int lane = threadIdx.x % 32, peers = args.view.world - 1;
-    const int units = args.rank_blocks * args.tiles_n * peers;
-    if (receiver.unit < 0) {
-      receiver.unit = __shfl_sync(0xffffffff, lane == 0 ? TakeUnit(args) : 0, 0);
+    const int items = args.rank_row_blocks * args.tiles_n * peers;
+    if (receiver.item < 0) {
+      receiver.item = __shfl_sync(0xffffffff, lane == 0 ? TakeTransfer(args) : 0, 0);
     }
-    if (receiver.unit >= units) return false;
-    const int i = receiver.unit / peers, step = receiver.unit - i * peers + 1;
+    if (receiver.item >= items) return false;
+    const int i = receiver.item / peers, step = receiver.item - i * peers + 1;
     const int src = (args.view.rank + step) % args.view.world;
-    const Tile place = GroupedTile(i, args.rank_blocks, args.tiles_n, args.group_m);
-    const Tile tile{src * args.rank_blocks + place.m, place.n};
-    bool has_come = true;
-    if (lane < Config::kBlocks) {
+    const Tile place = GroupedTile(i, args.rank_row_blocks, args.tiles_n, args.group_m);
+    const Tile tile{src * args.rank_row_blocks + place.m, place.n};
+    bool has_arrived = true;
+    if (lane < Config::kM64Blocks) {
       const Signal* signal = FinishedSignal(args, call, args.view.rank, src, tile, lane);
       if (waits) {
         AwaitPeer(call, signal, src, args.layout.SlotOf(src, tile));
       } else {
-        has_come = HasCome(call, signal);
+        has_arrived = HasArrived(call, signal);
       }
-      if (has_come) ptx::FenceProxyAsyncGlobal();  // bulk copies read it
+      if (has_arrived) ptx::FenceProxyAsyncGlobal();  // bulk copies read the tile
     }
-    if (!__all_sync(0xffffffff, has_come)) return false;
+    if (!__all_sync(0xffffffff, has_arrived)) return false;
     __syncwarp();
     const uint64_t start = call.Start();
     if (ptx::ElectOne()) {
@@ -132,7 +136,7 @@ struct MatmulAllReduceSm90 : MatmulReduceScatterSm90<Config_> {
       call.Done(EventKind::kCopy, start, src, tile.m);
     }
     __syncwarp();
-    receiver.unit = -1;
+    receiver.item = -1;
     return true;
   }
 
@@ -140,19 +144,20 @@ struct MatmulAllReduceSm90 : MatmulReduceScatterSm90<Config_> {
                               int src, Tile tile) {
     const auto n0 = tile.n * Config::kTileN;
     const int columns = Min(static_cast<int>(args.n) - n0, Config::kTileN);
-    const int in_block = CeilDiv(columns, Box::kColumns), count = Config::kBlocks * in_block;
+    const int boxes_per_m64 = CeilDiv(columns, Box::kColumns),
+              count = Config::kM64Blocks * boxes_per_m64;
     const auto load = [&](int i) {
-      const int block = i / in_block, box = i - block * in_block;
+      const int m64 = i / boxes_per_m64, box = i - m64 * boxes_per_m64;
       boxes.Load(i % BoxBuffers<Config>::kCount,
-                 FinishedBlock(args, call, args.view.rank, src, tile, block) + box * Box::kBoxBytes,
+                 FinishedM64(args, call, args.view.rank, src, tile, m64) + box * Box::kBoxBytes,
                  Box::kBoxBytes);
     };
-    ptx::BulkWaitRead<0>();  // of the tile before this one
+    ptx::BulkWaitRead<0>();  // the previous tile's boxes
     for (int i = 0; i < Min(count, BoxBuffers<Config>::kCount); ++i) load(i);
     for (int i = 0; i < count; ++i) {
-      const int block = i / in_block, box = i - block * in_block;
+      const int m64 = i / boxes_per_m64, box = i - m64 * boxes_per_m64;
       ptx::TmaStore2d(&args.all, boxes.Await(i % BoxBuffers<Config>::kCount),
-                      n0 + box * Box::kColumns, tile.m * Config::kTileM + block * 64);
+                      n0 + box * Box::kColumns, tile.m * Config::kTileM + m64 * 64);
       ptx::BulkCommit();
       if (i + BoxBuffers<Config>::kCount >= count) continue;
       ptx::BulkWaitRead<0>();
@@ -160,7 +165,7 @@ struct MatmulAllReduceSm90 : MatmulReduceScatterSm90<Config_> {
     }
   }
 
-  // All lanes, when there are no more tiles to compute.
+  // Called by all lanes, after the last tile.
   static __device__ void ReceiveRest(const Args& args, const CallContext& call,
                                      Receiver& receiver) {
     while (Receive(args, call, receiver, /*waits=*/true)) {

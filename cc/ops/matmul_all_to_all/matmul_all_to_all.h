@@ -1,16 +1,20 @@
-// matmul_all_to_all: y = all_to_all(x[rows, k] @ w[k, columns]): each rank owns a shard of every
-// rank's product, and puts what it gets together. Nothing is summed.
+// matmul_all_to_all: y = all_to_all(x[rows, k] @ w[k, columns]). Each rank receives one shard of
+// every rank's product and concatenates them. Nothing is summed.
 //
-// What is computed (Params), where it lies in the heap (Layout), and the CPU back end's body; the
-// CUDA launcher is in matmul_all_to_all_cuda.h. Python: jflux/_ops/matmul_all_to_all.py.
+// The call (Params), its workspace layout, and the CPU back end's body; the CUDA launcher is in
+// matmul_all_to_all_cuda.h. Python: jflux/_ops/matmul_all_to_all.py.
 //
-// Protocol. A rank computes the product tile by tile, others' shards first (core/shard_tiles.h). A
-// tile goes to its owner's workspace, into a slot of its own, and a signal follows; own tiles go
-// straight to y. Whoever has nothing else to do takes the peers' tiles in the order in which they
-// are sent, waits for the tile's signal, and copies it from the workspace to y. (XLA owns y: peers
-// cannot write to it.) Only these copies wait for peers, and nothing that a peer waits for comes
-// after one of them. Shards are never empty, so every rank hears from every peer in every call,
-// which is what the doubled workspace needs (core/signal.h).
+// Protocol. A rank computes the product tile by tile, the peers' shards first (core/shard_tiles.h).
+// Local tiles go straight to y.
+//
+//   writes  a tile's data and its signal: into its slot in the owner's workspace
+//   waits   idle warps (CPU: the same thread, at the end), for the peers' tiles, in the order in
+//           which they are sent; they copy them to y, which XLA owns and peers cannot write to
+//   order   data, then the signal with release at system scope
+//   reset   never (core/signal.h). Shards are never empty, so every rank hears from every peer in
+//           every call
+//
+// Deadlock: only these copies wait for peers, and nothing that a peer waits for comes after one.
 #ifndef JFLUX_OPS_MATMUL_ALL_TO_ALL_MATMUL_ALL_TO_ALL_H_
 #define JFLUX_OPS_MATMUL_ALL_TO_ALL_MATMUL_ALL_TO_ALL_H_
 
@@ -23,33 +27,35 @@
 
 namespace jflux {
 
+inline constexpr OpId kMatmulAllToAllId{7};
+
 struct MatmulAllToAllParams {
-  // A shard has rows.PerRank() rows, which are [outer, inner]. If rows are split, x's are
-  // [outer, world, inner]; if rows are put together, y's are.
+  // A shard has rows.PerRank() rows, which are [outer, inner]. If split_rows, x's rows are [outer,
+  // world, inner]; if concat_rows, y's rows are.
   Rows rows;
   int64_t k;           // columns of x
   int64_t n;           // columns of a shard
   DType dtype;         // of x and w
-  DType out_dtype;     // of y, and of the tiles that travel
+  DType out_dtype;     // of y, and of the tiles in the workspace
   bool transpose_rhs;  // w is stored [columns, k]
-  bool split_rows;     // shards are rows of the product, or else columns
-  bool concat_rows;    // y's shards lie one below the other, or else side by side
+  bool split_rows;     // shards are rows of the product; else columns
+  bool concat_rows;    // y's shards are concatenated along rows; else along columns
 
   JFLUX_HD int64_t RowsOfX() const { return split_rows ? rows.Total() : rows.PerRank(); }
   JFLUX_HD int64_t ColumnsOfW() const { return split_rows ? n : rows.world * n; }
-  // The row of x that row r of the shard for `dst` comes from.
+  // The row of x from which row r of the shard for `dst` is computed.
   JFLUX_HD int64_t RowOfX(int dst, int64_t r) const {
     return split_rows ? rows.Actual(dst * rows.PerRank() + r) : r;
   }
   JFLUX_HD int64_t ColumnOfW(int dst, int64_t c) const { return split_rows ? c : dst * n + c; }
-  // The element of y where row r of the shard from `src` begins.
+  // The element of y at which row r of the shard from `src` starts.
   JFLUX_HD int64_t OffsetInY(int src, int64_t r) const {
     return concat_rows ? rows.Actual(src * rows.PerRank() + r) * n : (r * rows.world + src) * n;
   }
 
   uint32_t Signature() const {
     return SignatureBuilder()
-        .Add(static_cast<int64_t>(OpId::kMatmulAllToAll))
+        .Add(static_cast<int64_t>(kMatmulAllToAllId))
         .Add(rows.world)
         .Add(rows.outer)
         .Add(rows.inner)
@@ -61,9 +67,8 @@ struct MatmulAllToAllParams {
   }
 };
 
-// A rank receives, from each of the others, the tiles of its shard: a slot and a signal for each.
-// What a slot holds inside is the writer's and reader's business (the CPU back end stores rows, the
-// GPU kernel boxes of TMA).
+// A rank receives the tiles of its shard from each peer: a slot and a signal for each. The contents
+// of a slot are up to its writer and reader: rows on the CPU, TMA boxes on the GPU.
 struct AllToAllLayout {
   int32_t world;
   int32_t tiles_m, tiles_n;  // of a shard
@@ -76,14 +81,14 @@ struct AllToAllLayout {
                           static_cast<int64_t>(tile_m) * tile_n * SizeOf(p.out_dtype)};
   }
 
-  // Slots in the workspace of `dst` go from the rank after it round to the one before: it sends
-  // nothing to itself.
+  // Slots in the workspace of `dst` are ordered by source, from rank dst + 1 around to rank dst -
+  // 1. A rank sends nothing to itself.
   JFLUX_HD int64_t SlotOf(int dst, int src, int32_t m, int32_t n) const {
     const int place = (src - dst + world - 1) % world;
     return (static_cast<int64_t>(place) * tiles_m + m) * tiles_n + n;
   }
   JFLUX_HD int64_t Slots() const { return static_cast<int64_t>(world - 1) * tiles_m * tiles_n; }
-  // Offsets into a half's signals and a half's data.
+  // Offsets into the signals and into the data of a half.
   JFLUX_HD static int64_t SignalOffset(int64_t slot) {
     return slot * static_cast<int64_t>(sizeof(Signal));
   }
@@ -104,7 +109,7 @@ struct ShardTiling {
   int32_t tile_n = 1024;
 };
 
-// The CPU back end's body for one rank; false if a wait failed (the reason is in ctx.fault).
+// The CPU back end's body for one rank. False if a wait failed; ctx.fault has the reason.
 bool MatmulAllToAllCpu(const MatmulAllToAllParams& params, const ShardTiling& tiling,
                        const MatmulAllToAllArrays& arrays, const SymmetricView& view,
                        uint32_t epoch, const WaitContext& ctx);

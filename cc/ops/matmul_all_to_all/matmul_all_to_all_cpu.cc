@@ -1,4 +1,4 @@
-// The CPU back end of matmul_all_to_all: one rank's part of the tile protocol in host memory.
+// The CPU back end of matmul_all_to_all: one rank's part of the protocol, in host memory.
 #include <cstring>
 #include <vector>
 
@@ -9,7 +9,7 @@
 namespace jflux {
 namespace {
 
-// The call of one rank.
+// One rank's call.
 struct Body {
   const MatmulAllToAllParams& p;
   const ShardTiling& tiling;
@@ -17,10 +17,10 @@ struct Body {
   const SymmetricView& view;
   const WaitContext& ctx;
   AllToAllLayout layout;
-  int64_t signals, data;  // where this call's halves start in the workspace
+  int64_t signals, data;  // offsets of this call's half in the workspace
   Signal signal;
 
-  // Where a tile lies in its shard.
+  // A tile's rows and columns in its shard.
   struct Span {
     int64_t row0, rows, col0, cols;
   };
@@ -38,7 +38,7 @@ struct Body {
     return view.At<Signal>(dst, signals + layout.SignalOffset(slot));
   }
 
-  // The rows of x for a tile: in `gathered` if they do not follow each other.
+  // The rows of x for a tile. Copied to `gathered` if they are not contiguous.
   const char* RowsOf(int dst, const Span& s, std::vector<char>* gathered) const {
     const int64_t row_bytes = p.k * SizeOf(p.dtype);
     const auto* x = static_cast<const char*>(arrays.x);
@@ -51,7 +51,7 @@ struct Body {
     return gathered->data();
   }
 
-  // A tile from `src`, its rows one after the other in p.out_dtype, to its place in y.
+  // Writes a tile from `src`, whose rows are contiguous and in p.out_dtype, to its place in y.
   void WriteToY(int src, const Span& s, const char* tile) const {
     const int64_t size = SizeOf(p.out_dtype);
     for (int64_t i = 0; i < s.rows; ++i) {
@@ -70,11 +70,11 @@ struct Body {
       const Span s = SpanOf(tile.m, tile.n);
       rhs.Multiply(RowsOf(tile.owner, s, &gathered), s.rows, p.ColumnOfW(tile.owner, s.col0),
                    s.cols, wide.data());
-      const bool is_own = tile.owner == view.rank;
+      const bool is_local = tile.owner == view.rank;
       const int64_t slot = layout.SlotOf(tile.owner, view.rank, tile.m, tile.n);
-      char* to = is_own ? own.data() : SlotAt(tile.owner, slot);
+      char* to = is_local ? own.data() : SlotAt(tile.owner, slot);
       Convert(wide.data(), rhs.compute_dtype(), to, p.out_dtype, s.rows * s.cols);
-      if (is_own) {
+      if (is_local) {
         WriteToY(view.rank, s, to);
       } else {
         StoreRelease(SignalAt(tile.owner, slot), signal);

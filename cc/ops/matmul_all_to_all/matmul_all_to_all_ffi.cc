@@ -1,7 +1,7 @@
 // FFI handlers of matmul_all_to_all.
-#include "ops/matmul_all_to_all/matmul_all_to_all.h"
+#include "ops/matmul_all_to_all/matmul_all_to_all_config.h"
 #include "runtime/ffi.h"
-#include "runtime/targets.h"
+#include "runtime/product_plan.h"
 
 #ifdef JFLUX_WITH_CUDA
 #include "ops/matmul_all_to_all/matmul_all_to_all_cuda.h"
@@ -41,10 +41,14 @@ std::optional<MatmulAllToAllParams> ParamsOf(const ffi::AnyBuffer& x, const ffi:
   return p;
 }
 
-ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, ffi::Span<const int64_t>,
+ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, ffi::Span<const int64_t> choice,
                 bool concat_rows, ffi::Span<const int64_t> groups, int64_t inner, int64_t outer,
-                int64_t, bool split_rows, bool transpose_rhs, int64_t world, ffi::AnyBuffer x,
-                ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> y) {
+                int64_t senders, int64_t, bool split_rows, bool transpose_rhs,
+                int64_t workspace_bytes, int64_t world, ffi::AnyBuffer x, ffi::AnyBuffer w,
+                ffi::Result<ffi::AnyBuffer> y) {
+  if (!IsCpuPlan(choice, senders)) {
+    return FailedFuture(InvalidArgument("matmul_all_to_all: malformed plan"));
+  }
   const auto p = ParamsOf(x, w, *y, world, outer, inner, transpose_rhs, split_rows, concat_rows);
   if (!p) return FailedFuture(InvalidArgument("matmul_all_to_all: operands do not fit"));
   const MatmulAllToAllArrays arrays{x.untyped_data(), w.untyped_data(), y->untyped_data()};
@@ -53,72 +57,74 @@ ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, ffi::Span<con
   const int64_t bytes =
       AllToAllLayout::Make(*p, tiling.tile_m, tiling.tile_n).Workspace().TotalBytes();
   return JoinFfiCall(
-      OpId::kMatmulAllToAll, site, run_id, device, groups, world, bytes,
+      kMatmulAllToAllId, site, run_id, device, groups, world, {bytes, workspace_bytes},
       [p = *p, tiling, arrays](const SymmetricView& view, uint32_t epoch, const WaitContext& ctx) {
         return MatmulAllToAllCpu(p, tiling, arrays, view, epoch, ctx);
       });
 }
 
 // Attributes in alphabetical order, as Cpu() and Cuda() take them, and the operands.
-constexpr auto Bind = [](auto binding) {
+constexpr auto Bindings = [](auto binding) {
   return std::move(binding)
       .template Attr<ffi::Span<const int64_t>>("choice")
       .template Attr<bool>("concat_rows")
       .template Attr<ffi::Span<const int64_t>>("groups")
       .template Attr<int64_t>("inner")
       .template Attr<int64_t>("outer")
+      .template Attr<int64_t>("senders")
       .template Attr<int64_t>("site")
       .template Attr<bool>("split_rows")
       .template Attr<bool>("transpose_rhs")
+      .template Attr<int64_t>("workspace_bytes")
       .template Attr<int64_t>("world")
       .template Arg<ffi::AnyBuffer>()
       .template Arg<ffi::AnyBuffer>()
       .template Ret<ffi::AnyBuffer>();
 };
 
-XLA_FFI_DEFINE_HANDLER(
-    kCpu, Cpu,
-    Bind(ffi::Ffi::Bind().Ctx<ffi::State<CallSite>>().Ctx<ffi::RunId>().Ctx<ffi::DeviceOrdinal>()));
+XLA_FFI_DEFINE_HANDLER(kCpu, Cpu, Bindings(BindCpu()));
 
 #ifdef JFLUX_WITH_CUDA
 ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Span<const int64_t> choice,
                 bool concat_rows, ffi::Span<const int64_t> groups, int64_t inner, int64_t outer,
-                int64_t site, bool split_rows, bool transpose_rhs, int64_t world, ffi::AnyBuffer x,
-                ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> y) {
+                int64_t senders, int64_t site, bool split_rows, bool transpose_rhs,
+                int64_t workspace_bytes, int64_t world, ffi::AnyBuffer x, ffi::AnyBuffer w,
+                ffi::Result<ffi::AnyBuffer> y) {
   const auto p = ParamsOf(x, w, *y, world, outer, inner, transpose_rhs, split_rows, concat_rows);
-  if (!p || !FitsKernel(*p)) {
-    return InvalidArgument("matmul_all_to_all: operands do not fit");
-  }
-  if (!IsPossibleChoice(choice)) {
-    return InvalidArgument("matmul_all_to_all: no kernel for this `choice`");
+  if (!p) return InvalidArgument("matmul_all_to_all: operands do not fit");
+  const auto plan = CudaPlanOf(choice, senders, workspace_bytes);
+  if (!plan || !FitsKernel(*p) || plan->choice.splits != 1) {
+    return InvalidArgument("matmul_all_to_all: no kernel for this plan");
   }
   const MatmulAllToAllArrays arrays{x.untyped_data(), w.untyped_data(), y->untyped_data()};
-  const auto choice_for = [&](int sm_count) {
-    const GemmChoice wanted = ChoiceOf(choice).value_or(
-        ChooseAllToAll(p->rows.world, p->rows.PerRank(), p->n, p->k, sm_count));
-    return FitSplits(wanted, p->rows.Total(), p->k, /*most=*/1);
-  };
   return LaunchCudaCall(
-      OpId::kMatmulAllToAll, ordinal, groups, world,
-      [&](int sm_count) { return MatmulAllToAllWorkspace(*p, choice_for(sm_count)); },
+      kMatmulAllToAllId, ordinal, groups, world,
+      {CudaLayoutOf(*p, plan->choice).Workspace().TotalBytes(), workspace_bytes},
       [&](const CudaDevice& device, const SymmetricView& view, std::string* error) {
-        return LaunchMatmulAllToAll(*p, arrays, choice_for(device.sm_count), site, device, view,
-                                    stream, error);
+        return LaunchMatmulAllToAll(*p, arrays, *plan, site, device, view, stream, error);
       });
 }
 
-XLA_FFI_DEFINE_HANDLER(
-    kCuda, Cuda,
-    Bind(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().Ctx<ffi::DeviceOrdinal>()),
-    {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kCuda, Cuda, Bindings(BindCuda()), {ffi::Traits::kCmdBufferCompatible});
 #endif
 
 }  // namespace
 
-XLA_FFI_Error* MatmulAllToAllCpuHandler(XLA_FFI_CallFrame* frame) { return kCpu(frame); }
-
+// Listed in cc/ops/registry.cc.
+extern const Op kMatmulAllToAllOp;
+const Op kMatmulAllToAllOp = {
+    kMatmulAllToAllId,
+    "matmul_all_to_all",
+    kCpu,
 #ifdef JFLUX_WITH_CUDA
-XLA_FFI_Error* MatmulAllToAllCudaHandler(XLA_FFI_CallFrame* frame) { return kCuda(frame); }
+    kCuda,
+    LoadMatmulAllToAllKernels,
+#else
+    nullptr,
+    nullptr,
 #endif
+    /*most_splits=*/1,
+    PlanMatmulAllToAll,
+};
 
 }  // namespace jflux

@@ -1,5 +1,4 @@
 // Instantiates the kernels of matmul_all_to_all and launches one.
-#include "gpu/gemm_config.h"
 #include "ops/matmul_all_to_all/matmul_all_to_all_cuda.h"
 #include "ops/matmul_all_to_all/matmul_all_to_all_sm90.cuh"
 #include "runtime/gemm_instances_cuda.h"
@@ -9,7 +8,7 @@ namespace {
 
 struct Instances {
   static constexpr int kMostSplits = 1;
-  static constexpr bool kMayLend = false;
+  static constexpr bool kMayLendStage = false;
   template <typename Config>
   static const void* Kernel() {
     return reinterpret_cast<const void*>(&MatmulAllToAllKernel<Config>);
@@ -21,8 +20,9 @@ struct Instances {
 bool LoadMatmulAllToAllKernels(std::string* error) { return LoadGemmInstances<Instances>(error); }
 
 bool LaunchMatmulAllToAll(const MatmulAllToAllParams& p, const MatmulAllToAllArrays& arrays,
-                          const GemmChoice& choice, int64_t site, const CudaDevice& device,
+                          const ProductPlan& plan, int64_t site, const CudaDevice& device,
                           const SymmetricView& view, cudaStream_t stream, std::string* error) {
+  const GemmChoice& choice = plan.choice;
   const Rows& r = p.rows;
   MatmulAllToAllArgs args{};
   args.layout = CudaLayoutOf(p, choice);
@@ -30,17 +30,13 @@ bool LaunchMatmulAllToAll(const MatmulAllToAllParams& p, const MatmulAllToAllArr
   args.state = reinterpret_cast<DeviceState*>(device.heap);
   args.view = view;
   args.rows = r;
-  const TileGrid shard = GridOf(choice, r.PerRank(), p.n, device.sm_count);
-  args.grid = ShardGrid{r.world, shard.tiles_m, shard.tiles_n,
-                        choice.group_m == 0 ? shard.tiles_m : choice.group_m};
+  args.grid = ShardGridOf(p, choice, device.sm_count);
   args.k = p.k;
   args.n = p.n;
   args.signature = SignatureOf(p.Signature(), site, choice);
-  args.op = static_cast<uint32_t>(OpId::kMatmulAllToAll);
+  args.op = static_cast<uint32_t>(kMatmulAllToAllId);
   args.num_tiles = args.grid.Total();
-  args.senders = IsOneWave(choice, args.num_tiles, device.sm_count)
-                     ? 0
-                     : SendingStorers(p.k, 1, device.sm_count);
+  args.senders = plan.senders;
   args.split_rows = p.split_rows;
   args.concat_rows = p.concat_rows;
   const int box_rows = BoxRows(r.PerRank());

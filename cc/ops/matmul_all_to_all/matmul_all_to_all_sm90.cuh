@@ -1,20 +1,22 @@
-// matmul_all_to_all on Hopper: one kernel that multiplies, sends tiles and puts together what
-// comes.
+// matmul_all_to_all on Hopper: one kernel that multiplies, sends tiles and concatenates what
+// arrives.
 //
-// A tile has one owner (core/shard_tiles.h). The storer takes what a consumer has staged to y, if
-// the tile is this rank's own; else to the tile's slot in the owner's workspace, by bulk copies,
-// and sets the tile's signal when they have completed. A slot holds the staging as it is: boxes of
-// 64 or 32 columns, swizzled, as TMA stores take them. So nothing is rearranged on the way, and it
-// is the reader's tensor map that cuts off what lies outside a shard.
+// A tile has one owner (core/shard_tiles.h). The store warp writes a local tile from its staging to
+// y. It copies a peer's tile to the tile's slot in the owner's workspace, and signals when the
+// copies have completed. A slot holds the staging as it is: boxes of 64 or 32 columns, swizzled, as
+// TMA stores take them. So nothing is rearranged, and the reader's tensor map drops elements
+// outside the shard.
 //
-// Every CTA's sender, who has nothing to send, takes the peers' tiles from a counter, in the order
-// in which they are sent: it waits for the tile's signal, and copies the boxes through shared
-// memory to y. Others' tiles are computed first, so most of these copies happen while this rank
-// multiplies; the last peer's tiles come while everybody computes the own shard.
+// Send warps, which have nothing to send here, receive: they take the peers' tiles from a counter,
+// in the order in which they are sent, wait for each tile's signal, and copy its boxes through
+// shared memory to y. The peers' shards are computed first, so most of these copies overlap with
+// the product; the last peer's tiles arrive while all ranks compute their local shards.
 //
-// Who waits for whom: only senders wait for peers, for tiles that the peer's scheduler warps,
-// loaders, consumers and storers make, which wait for no sender. (Storers wait for other storers of
-// their GPU: gpu/send_semaphore.cuh.)
+//   writes  store warps: the owners' workspaces and signals
+//   waits   send warps only, for peers' tiles. Making those takes no send warp, so there is no
+//           deadlock. Store warps wait for other store warps of their GPU (gpu/send_semaphore.cuh)
+//   order   bulk copies complete, proxy fence, StoreRelease of the signal
+//   reset   never: core/signal.h
 #ifndef JFLUX_OPS_MATMUL_ALL_TO_ALL_MATMUL_ALL_TO_ALL_SM90_CUH_
 #define JFLUX_OPS_MATMUL_ALL_TO_ALL_MATMUL_ALL_TO_ALL_SM90_CUH_
 
@@ -29,10 +31,10 @@
 namespace jflux {
 
 struct MatmulAllToAllArgs {
-  CUtensorMap x;  // 4-d: k, inner, outer, world; where rows need no such care all are `inner`
+  CUtensorMap x;  // 4-d: k, inner, outer, world; if the rows are one range, all are `inner`
   CUtensorMap w;
-  // 4-d: a shard's columns; if rows are put together inner rows, shards and outer rows, else
-  // shards, rows and nothing. Stores are cut off where a shard ends.
+  // 4-d: a shard's columns, then (inner rows, shards, outer rows) if concat_rows, else (shards,
+  // rows, 1). TMA drops elements outside the shard.
   CUtensorMap y;
   DeviceState* state;
   SymmetricView view;
@@ -42,7 +44,7 @@ struct MatmulAllToAllArgs {
   ShardGrid grid;  // of cluster tiles
   int64_t k, n;    // n: columns of a shard
   uint32_t signature, op;
-  int32_t a_bytes;  // of a box of rows
+  int32_t a_bytes;  // bytes of a box of A
   int32_t num_tiles;
   int32_t senders;  // store warps that send at a time; 0: all (gpu/send_semaphore.cuh)
   bool split_rows, concat_rows;
@@ -56,21 +58,22 @@ struct MatmulAllToAllSm90 {
   using Box = Staged<Config::kTileN>;
   using BoxBuffers = jflux::BoxBuffers<Config>;
 
-  // A shard's tiles are numbered on along the dimension that is split.
+  // Tiles are numbered through all shards, along the dimension that is split.
   static __device__ Tile TileAt(const Args& args, int32_t t) {
     const ShardTile tile = ShardTileAt(t, args.grid, args.view.rank);
     return args.split_rows ? Tile{tile.owner * args.grid.tiles_m + tile.m, tile.n}
                            : Tile{tile.m, tile.owner * args.grid.tiles_n + tile.n};
   }
-  // Whose a CTA's tile is, and which of the shard: m in tiles of kTileM rows. It may lie below the
-  // shard, in the second CTA of a cluster.
-  static __device__ ShardTile PlaceOf(const Args& args, int32_t block_m, int32_t tile_n) {
+  // The owner of a CTA's tile and its position in the shard; m counts row blocks. The second CTA of
+  // a cluster may have a tile below the shard.
+  static __device__ ShardTile ShardTileOf(const Args& args, int32_t row_block, int32_t tile_n) {
     if (args.split_rows) {
-      const int32_t blocks = args.grid.tiles_m * Config::kClusterM, owner = block_m / blocks;
-      return ShardTile{owner, block_m - owner * blocks, tile_n};
+      const int32_t row_blocks = args.grid.tiles_m * Config::kClusterM,
+                    owner = row_block / row_blocks;
+      return ShardTile{owner, row_block - owner * row_blocks, tile_n};
     }
     const int32_t owner = tile_n / args.grid.tiles_n;
-    return ShardTile{owner, block_m, tile_n - owner * args.grid.tiles_n};
+    return ShardTile{owner, row_block, tile_n - owner * args.grid.tiles_n};
   }
 
   static __device__ void PrefetchMaps(const Args& args) {
@@ -78,8 +81,8 @@ struct MatmulAllToAllSm90 {
     ptx::PrefetchTensorMap(&args.x);
   }
 
-  static constexpr bool kRowsArrive = false;
-  static constexpr bool kFirstIsFixed = false;
+  static constexpr bool kWaitsForRows = false;
+  static constexpr bool kStaticFirstTile = false;
   static constexpr bool kReceives = false;
 
   struct Source {
@@ -90,49 +93,51 @@ struct MatmulAllToAllSm90 {
   static __device__ KRange KOf(const Args& args, Tile, int) {
     return KRange{0, static_cast<int32_t>(args.k)};
   }
-  // Of the operands: the column in w; the row in x, by its inner, outer and rank.
-  struct alignas(16) Where {
+  // Operand coordinates: the column in w; the row in x as (inner, outer, rank).
+  struct alignas(16) Coords {
     int32_t n0, inner, outer, rank;
   };
-  static __device__ Where WhereOf(const Args& args, int32_t block_m, Tile tile) {
-    const ShardTile place = PlaceOf(args, block_m, tile.n);
-    const int32_t row = place.m * Config::kTileM, column = place.n * Config::kTileN;
+  static __device__ Coords CoordsOf(const Args& args, int32_t row_block, Tile tile) {
+    const ShardTile at = ShardTileOf(args, row_block, tile.n);
+    const int32_t row = at.m * Config::kTileM, column = at.n * Config::kTileN;
     if (!args.split_rows) {
-      return Where{place.owner * static_cast<int32_t>(args.n) + column, row, 0, 0};
+      return Coords{at.owner * static_cast<int32_t>(args.n) + column, row, 0, 0};
     }
     if (args.rows.outer == 1) {
-      return Where{column, static_cast<int32_t>(place.owner * args.rows.PerRank()) + row, 0, 0};
+      return Coords{column, static_cast<int32_t>(at.owner * args.rows.PerRank()) + row, 0, 0};
     }
-    // The launcher sees to it that a tile lies within one outer.
-    return Where{column, static_cast<int32_t>(Remainder(row, args.rows.inner)),
-                 static_cast<int32_t>(Quotient(row, args.rows.inner)), place.owner};
+    // The launcher guarantees that a tile lies within one outer.
+    return Coords{column, static_cast<int32_t>(Remainder(row, args.rows.inner)),
+                  static_cast<int32_t>(Quotient(row, args.rows.inner)), at.owner};
   }
-  static __device__ Rhs RhsOf(const Args& args, const Where& where, int) {
-    return Rhs{&args.w, where.n0};
+  static __device__ Rhs RhsOf(const Args& args, const Coords& coords, int) {
+    return Rhs{&args.w, coords.n0};
   }
-  static __device__ Source SourceOf(const Args& args, const CallContext&, const Where& where, int) {
-    return Source{&args.x, where.inner, where.outer, where.rank};
+  static __device__ Source SourceOf(const Args& args, const CallContext&, const Coords& coords,
+                                    int) {
+    return Source{&args.x, coords.inner, coords.outer, coords.rank};
   }
   static __device__ void LoadA(const Source& s, uint32_t smem, uint32_t bar, int k0) {
     ptx::TmaLoad4d(smem, s.map, bar, k0, s.inner, s.outer, s.rank);
   }
 
-  // Blocks of 64 rows of a tile that the shard has, and boxes of columns. Rows of a block.
+  // The part of a tile inside the shard: its rows, m64 blocks and boxes of columns, and the bytes
+  // of a box.
   static __device__ int32_t RowsLeft(const Args& args, int32_t m) {
     return static_cast<int32_t>(args.rows.PerRank()) - m * Config::kTileM;
   }
-  static __device__ bool HasRows(const Args& args, int32_t m, int block) {
-    return RowsLeft(args, m) > block * 64;
+  static __device__ bool HasRows(const Args& args, int32_t m, int m64) {
+    return RowsLeft(args, m) > m64 * 64;
   }
-  static __device__ int BlocksOf(const Args& args, int32_t m) {
-    return Min(Config::kBlocks, CeilDiv(RowsLeft(args, m), 64));
+  static __device__ int M64BlocksOf(const Args& args, int32_t m) {
+    return Min(Config::kM64Blocks, CeilDiv(RowsLeft(args, m), 64));
   }
   static __device__ int BoxesOf(const Args& args, int32_t n) {
     const int32_t columns = static_cast<int32_t>(args.n) - n * Config::kTileN;
     return CeilDiv(Min(columns, Config::kTileN), Box::kColumns);
   }
-  static __device__ int BoxBytes(const Args& args, int32_t m, int block) {
-    return Min(RowsLeft(args, m) - block * 64, 64) * Box::kColumns * 2;
+  static __device__ int BoxBytes(const Args& args, int32_t m, int m64) {
+    return Min(RowsLeft(args, m) - m64 * 64, 64) * Box::kColumns * 2;
   }
 
   static __device__ Signal* SignalOf(const Args& args, const CallContext& call, int dst,
@@ -140,88 +145,89 @@ struct MatmulAllToAllSm90 {
     return args.view.template At<Signal>(
         dst, args.workspace.SignalOffset(call.epoch) + args.layout.SignalOffset(slot));
   }
-  // A slot holds as much as two stagings.
+  // A slot has the size of two stagings.
   static __device__ char* SlotAt(const Args& args, const CallContext& call, int dst, int64_t slot) {
     return args.view.At(dst, args.workspace.DataOffset(call.epoch) + args.layout.SlotOffset(slot));
   }
 
-  static constexpr bool kHasParts = false;
+  static constexpr bool kAddsPartials = false;
 
-  template <typename AwaitParts>
-  static __device__ void Finish(const Args& args, const CallContext&,
-                                StagingWriter<Config>& staging, Accumulators<Config>& acc,
-                                int32_t block_m, Tile tile, AwaitParts&&) {
-    const int32_t m = PlaceOf(args, block_m, tile.n).m;
+  template <typename AwaitPartials>
+  static __device__ void Epilogue(const Args& args, const CallContext&,
+                                  StagingWriter<Config>& staging, Accumulators<Config>& acc,
+                                  int32_t row_block, Tile tile, AwaitPartials&&) {
+    const int32_t m = ShardTileOf(args, row_block, tile.n).m;
 #pragma unroll
-    for (int i = 0; i < Config::kOwnBlocks; ++i) {
-      if (!HasRows(args, m, staging.BlockAt(i))) continue;
-      StageBlock<T, Config::kTileN>(acc[i], staging.Acquire());
+    for (int i = 0; i < Config::kConsumerM64Blocks; ++i) {
+      if (!HasRows(args, m, staging.M64At(i))) continue;
+      StageM64<T, Config::kTileN>(acc[i], staging.Acquire());
       staging.Publish();
     }
   }
 
   static __device__ void Store(const Args& args, const CallContext& call,
-                               StagingReader<Config>& staging, int32_t block_m, Tile tile) {
-    const ShardTile place = PlaceOf(args, block_m, tile.n);
-    if (!HasRows(args, place.m, 0)) return;
-    const int rank = args.view.rank, boxes = BoxesOf(args, place.n);
-    const bool is_own = place.owner == rank;
-    const int64_t slot = is_own ? 0 : args.layout.SlotOf(place.owner, rank, place.m, place.n);
+                               StagingReader<Config>& staging, int32_t row_block, Tile tile) {
+    const ShardTile at = ShardTileOf(args, row_block, tile.n);
+    if (!HasRows(args, at.m, 0)) return;
+    const int rank = args.view.rank, boxes = BoxesOf(args, at.n);
+    const bool is_local = at.owner == rank;
+    const int64_t slot = is_local ? 0 : args.layout.SlotOf(at.owner, rank, at.m, at.n);
     const SendSemaphore semaphore = SemaphoreOf(args);
     uint64_t start = 0;
 #pragma unroll
-    for (int block = 0; block < Config::kBlocks; ++block) {
-      if (!HasRows(args, place.m, block)) continue;
-      const uint32_t smem = Whole<Config>(staging.Acquire(block));
-      if (block == 0) {
-        if (!is_own) semaphore.Acquire(call, block_m, tile.n);
+    for (int m64 = 0; m64 < Config::kM64Blocks; ++m64) {
+      if (!HasRows(args, at.m, m64)) continue;
+      const uint32_t smem = ContiguousStaging<Config>(staging.Acquire(m64));
+      if (m64 == 0) {
+        if (!is_local) semaphore.Acquire(call, row_block, tile.n);
         start = call.Start();
       }
-      if (is_own) {
+      if (is_local) {
         for (int box = 0; box < boxes; ++box) {
-          StoreToY(args, smem + box * Box::kBoxBytes, rank, place, block, box);
+          StoreToY(args, smem + box * Box::kBoxBytes, rank, at, m64, box);
         }
         ptx::BulkCommit();
       } else {
-        char* to = SlotAt(args, call, place.owner, slot) + block * Config::kStagingBytes;
-        const int bytes = BoxBytes(args, place.m, block);
-        // Whole boxes follow each other.
-        const bool whole = bytes == Box::kBoxBytes;
-        for (int box = 0; box < (whole ? 1 : boxes); ++box) {
+        char* to = SlotAt(args, call, at.owner, slot) + m64 * Config::kStagingBytes;
+        const int bytes = BoxBytes(args, at.m, m64);
+        // Full boxes are contiguous: one copy.
+        const bool is_full = bytes == Box::kBoxBytes;
+        for (int box = 0; box < (is_full ? 1 : boxes); ++box) {
           semaphore.Store(to + box * Box::kBoxBytes, smem + box * Box::kBoxBytes,
-                          whole ? boxes * Box::kBoxBytes : bytes);
+                          is_full ? boxes * Box::kBoxBytes : bytes);
         }
       }
-      staging.Release(block);
+      staging.Release(m64);
     }
-    if (is_own) return call.Done(EventKind::kStore, start, block_m, tile.n);
+    if (is_local) return call.Done(EventKind::kStore, start, row_block, tile.n);
     semaphore.Release();
     ptx::BulkWait<0>();
     ptx::FenceProxyAsyncGlobal();
-    StoreRelease(SignalOf(args, call, place.owner, slot), call.signal);
-    call.Done(EventKind::kSend, start, place.owner, block_m);
+    StoreRelease(SignalOf(args, call, at.owner, slot), call.signal);
+    call.Done(EventKind::kSend, start, at.owner, row_block);
   }
 
-  // A box of the shard from `src`, to its place in y.
-  static __device__ void StoreToY(const Args& args, uint32_t smem, int src, const ShardTile& place,
-                                  int block, int box) {
-    const int32_t row = place.m * Config::kTileM + block * 64;
-    const int32_t column = place.n * Config::kTileN + box * Box::kColumns;
+  // Stores a box of the shard from `src` to its place in y.
+  static __device__ void StoreToY(const Args& args, uint32_t smem, int src, const ShardTile& at,
+                                  int m64, int box) {
+    const int32_t row = at.m * Config::kTileM + m64 * 64;
+    const int32_t column = at.n * Config::kTileN + box * Box::kColumns;
     if (!args.concat_rows) return ptx::TmaStore4d(&args.y, smem, column, src, row, 0);
     const int64_t outer = args.rows.outer == 1 ? 0 : Quotient(row, args.rows.inner);
     ptx::TmaStore4d(&args.y, smem, column, static_cast<int32_t>(row - outer * args.rows.inner), src,
                     static_cast<int32_t>(outer));
   }
 
-  // Units are the peers' tiles, each of one CTA of the peer. One lane takes and copies them.
+  // Receives the peers' tiles; an item is the tile of one CTA of a peer. One lane takes and copies
+  // them.
   static __device__ void Send(const Args& args, const CallContext& call,
                               const GemmSmem<Config>& smem) {
     if (!ptx::ElectOne()) return;
     const int per_shard = args.grid.PerShard() * Config::kClusterM;
-    const int units = (args.view.world - 1) * per_shard;
+    const int items = (args.view.world - 1) * per_shard;
     BoxBuffers buffers{smem};
-    for (int unit = TakeUnit(args); unit < units; unit = TakeUnit(args)) {
-      const int step = unit / per_shard, i = unit - step * per_shard;
+    for (int item = TakeTransfer(args); item < items; item = TakeTransfer(args)) {
+      const int step = item / per_shard, i = item - step * per_shard;
       const Tile tile = TileInShard(i / Config::kClusterM, args.grid);
       const int32_t m = tile.m * Config::kClusterM + i % Config::kClusterM;
       if (!HasRows(args, m, 0)) continue;
@@ -235,23 +241,23 @@ struct MatmulAllToAllSm90 {
     const int64_t slot = args.layout.SlotOf(args.view.rank, src, m, n);
     uint64_t start = call.Start();
     AwaitPeer(call, SignalOf(args, call, args.view.rank, slot), src, slot);
-    ptx::FenceProxyAsyncGlobal();  // bulk copies read it
-    call.Done(EventKind::kWaitParts, start, m, n);
+    ptx::FenceProxyAsyncGlobal();  // bulk copies read the tile
+    call.Done(EventKind::kWaitPartials, start, m, n);
     start = call.Start();
     const char* from = SlotAt(args, call, args.view.rank, slot);
-    const int boxes = BoxesOf(args, n), count = BlocksOf(args, m) * boxes;
+    const int boxes = BoxesOf(args, n), count = M64BlocksOf(args, m) * boxes;
     const auto load = [&](int i) {
-      const int block = i / boxes, box = i - block * boxes;
+      const int m64 = i / boxes, box = i - m64 * boxes;
       buffers.Load(i % BoxBuffers::kCount,
-                   from + block * Config::kStagingBytes + box * Box::kBoxBytes,
-                   BoxBytes(args, m, block));
+                   from + m64 * Config::kStagingBytes + box * Box::kBoxBytes,
+                   BoxBytes(args, m, m64));
     };
-    ptx::BulkWaitRead<0>();  // of the tile before this one
+    ptx::BulkWaitRead<0>();  // the previous tile's boxes
     for (int i = 0; i < Min(count, BoxBuffers::kCount); ++i) load(i);
     for (int i = 0; i < count; ++i) {
-      const int block = i / boxes;
-      StoreToY(args, buffers.Await(i % BoxBuffers::kCount), src, ShardTile{src, m, n}, block,
-               i - block * boxes);
+      const int m64 = i / boxes;
+      StoreToY(args, buffers.Await(i % BoxBuffers::kCount), src, ShardTile{src, m, n}, m64,
+               i - m64 * boxes);
       ptx::BulkCommit();
       if (i + BoxBuffers::kCount >= count) continue;
       ptx::BulkWaitRead<0>();

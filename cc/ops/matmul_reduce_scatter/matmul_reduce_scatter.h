@@ -1,9 +1,8 @@
-// matmul_reduce_scatter: y = reduce_scatter over ranks of x[total rows, k] @ w[k, n], where k is
-// this rank's part of the contracted dimension.
+// matmul_reduce_scatter: y = reduce_scatter over ranks of x[total rows, k] @ w[k, n]. k is this
+// rank's part of the contracted dimension.
 //
-// What is computed (Params), where it lies in the heap (Layout), and the CPU back end's body; the
-// CUDA launcher is in matmul_reduce_scatter_cuda.h. Python:
-// jflux/_ops/matmul_reduce_scatter.py.
+// The call (Params), its workspace layout, and the CPU back end's body; the CUDA launcher is in
+// matmul_reduce_scatter_cuda.h. Python: jflux/_ops/matmul_reduce_scatter.py.
 #ifndef JFLUX_OPS_MATMUL_REDUCE_SCATTER_MATMUL_REDUCE_SCATTER_H_
 #define JFLUX_OPS_MATMUL_REDUCE_SCATTER_MATMUL_REDUCE_SCATTER_H_
 
@@ -18,6 +17,8 @@
 
 namespace jflux {
 
+inline constexpr OpId kMatmulReduceScatterId{2};
+
 struct MatmulReduceScatterParams {
   Rows rows;           // of x, before the scatter
   int64_t k;           // columns of this rank's x
@@ -28,7 +29,7 @@ struct MatmulReduceScatterParams {
 
   uint32_t Signature() const {
     return SignatureBuilder()
-        .Add(static_cast<int64_t>(OpId::kMatmulReduceScatter))
+        .Add(static_cast<int64_t>(kMatmulReduceScatterId))
         .Add(rows.world)
         .Add(rows.outer)
         .Add(rows.inner)
@@ -38,26 +39,25 @@ struct MatmulReduceScatterParams {
   }
 };
 
-// A rank receives, from every rank, the partial tiles that hold its own rows. A tile's slot is its
-// number among those; what a slot holds inside is the writer's and reader's business (the CPU back
-// end stores rows, the GPU kernel stores its register fragments as they are). `parts` signals per
-// slot let several writers finish independently.
+// A rank receives from every peer the partial tiles that contain local rows. A tile has one slot
+// per source. The contents of a slot are up to its writer and reader: rows on the CPU, register
+// fragments on the GPU. `signals_per_slot` signals let several writers finish independently.
 struct ReduceScatterLayout {
   int32_t world;
   int32_t tile_m;
   int32_t tiles_n;
-  int32_t parts;
+  int32_t signals_per_slot;
   int32_t slots;  // per source: the most that any rank receives
   int64_t rows_per_rank;
   int64_t slot_bytes;
 
   static ReduceScatterLayout Make(const MatmulReduceScatterParams& p, int32_t tile_m,
-                                  int32_t tile_n, int32_t parts) {
+                                  int32_t tile_n, int32_t signals_per_slot) {
     ReduceScatterLayout l{};
     l.world = p.rows.world;
     l.tile_m = tile_m;
     l.tiles_n = static_cast<int32_t>(CeilDiv<int64_t>(p.n, tile_n));
-    l.parts = parts;
+    l.signals_per_slot = signals_per_slot;
     l.rows_per_rank = p.rows.PerRank();
     for (int r = 0; r < l.world; ++r) {
       const int32_t rows =
@@ -71,9 +71,9 @@ struct ReduceScatterLayout {
   JFLUX_HD int32_t SlotOf(int dst, Tile tile) const {
     return (tile.m - FirstTileOf(dst, rows_per_rank, tile_m)) * tiles_n + tile.n;
   }
-  // Offsets into a half's signals and a half's data.
-  JFLUX_HD int64_t SignalOffset(int src, int32_t slot, int part) const {
-    return ((static_cast<int64_t>(src) * slots + slot) * parts + part) *
+  // Offsets into the signals and into the data of a half.
+  JFLUX_HD int64_t SignalOffset(int src, int32_t slot, int signal) const {
+    return ((static_cast<int64_t>(src) * slots + slot) * signals_per_slot + signal) *
            static_cast<int64_t>(sizeof(Signal));
   }
   JFLUX_HD int64_t SlotOffset(int src, int32_t slot) const {
@@ -100,14 +100,14 @@ bool MatmulReduceScatterCpu(const MatmulReduceScatterParams& params, const Scatt
                             const MatmulReduceScatterArrays& arrays, const SymmetricView& view,
                             uint32_t epoch, const WaitContext& ctx);
 
-// Where a call's halves start in its workspace, and what it signals.
+// The offsets of a call's signals and data in its workspace, and its signal value.
 struct CpuHalf {
   int64_t signals, data;
   Signal signal;
 };
 
-// The same for a call whose workspace holds more than `layout`; calls finished(tile) when the
-// rank's own rows of a tile are in arrays.y.
+// The same for a call whose workspace holds more than `layout`. Calls finished(tile) when the local
+// rows of a tile are in arrays.y.
 bool ScatterTilesCpu(const MatmulReduceScatterParams& params, const ScatterTiling& tiling,
                      const ReduceScatterLayout& layout, const MatmulReduceScatterArrays& arrays,
                      const SymmetricView& view, const CpuHalf& half, const WaitContext& ctx,

@@ -1,4 +1,4 @@
-// What the kernel's arguments are made of, for it and for matmul_all_reduce's.
+// Builds the kernel arguments, here and for matmul_all_reduce.
 #ifndef JFLUX_OPS_MATMUL_REDUCE_SCATTER_MATMUL_REDUCE_SCATTER_ARGS_H_
 #define JFLUX_OPS_MATMUL_REDUCE_SCATTER_MATMUL_REDUCE_SCATTER_ARGS_H_
 
@@ -10,7 +10,7 @@
 
 namespace jflux {
 
-// All but the signature, the op and the semaphore.
+// Fills all fields except `signature`, `op` and `senders`.
 inline bool MakeScatterArgs(const MatmulReduceScatterParams& p,
                             const MatmulReduceScatterOperands& operands, const GemmChoice& choice,
                             const CudaDevice& device, const SymmetricView& view,
@@ -31,7 +31,7 @@ inline bool MakeScatterArgs(const MatmulReduceScatterParams& p,
   args->num_tiles = grid.tiles_m * grid.tiles_n;
   args->out_f32 = p.out_dtype == DType::kF32;
   const Rows& r = p.rows;
-  // Actual row = (o * world + rank) * inner + i; with outer == 1 ranks need not be told apart.
+  // Actual row = (o * world + rank) * inner + i. With outer == 1 the rows form one range.
   const bool flat = r.outer == 1;
   const int64_t inner = flat ? r.Total() : r.inner, world = flat ? 1 : r.world;
   if (!args->out_f32 && !EncodeTensorMap(&args->y, p.dtype, operands.y, {r.PerRank(), p.n}, {p.n},

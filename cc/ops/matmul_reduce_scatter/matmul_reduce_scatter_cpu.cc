@@ -1,4 +1,4 @@
-// The CPU back end of matmul_reduce_scatter: one rank's part of the tile protocol in host memory.
+// The CPU back end of matmul_reduce_scatter: one rank's part of the protocol, in host memory.
 #include <cstring>
 #include <vector>
 
@@ -8,7 +8,7 @@
 namespace jflux {
 namespace {
 
-// The call of one rank, and where its tile is.
+// One rank's call.
 struct Body {
   const MatmulReduceScatterParams& p;
   const ScatterTiling& tiling;
@@ -21,7 +21,7 @@ struct Body {
     int64_t row0, rows, col0, cols;
   };
 
-  // Rows of the tile that rank `dst` owns, relative to the tile: [first, last).
+  // Rows of the tile that rank `dst` owns, relative to the tile: [FirstRow, LastRow).
   int64_t FirstRow(int dst, const Span& s) const {
     return Max<int64_t>(dst * p.rows.PerRank() - s.row0, 0);
   }
@@ -29,7 +29,7 @@ struct Body {
     return Min<int64_t>((dst + 1) * p.rows.PerRank() - s.row0, s.rows);
   }
 
-  // Writes the tile's rows to their owners and tells them. `product` is in p.out_dtype.
+  // Writes the tile's rows to their owners and signals. `product` is in p.out_dtype.
   void Send(Tile tile, const Span& s, const char* product) const {
     const int64_t row_bytes = s.cols * SizeOf(p.out_dtype);
     const int last = p.rows.OwnerOf(s.row0 + s.rows - 1);
@@ -44,7 +44,7 @@ struct Body {
     }
   }
 
-  // Sums the own rows of the tile over all ranks, in rank order, and writes y.
+  // Sums the local rows of the tile over all ranks, in rank order, and writes y.
   bool Reduce(Tile tile, const Span& s, const char* product, DType sum_dtype,
               const MatmulReduceScatterArrays& arrays) const {
     const int32_t slot = layout.SlotOf(view.rank, tile);
@@ -81,7 +81,8 @@ struct Body {
 bool MatmulReduceScatterCpu(const MatmulReduceScatterParams& p, const ScatterTiling& tiling,
                             const MatmulReduceScatterArrays& arrays, const SymmetricView& view,
                             uint32_t epoch, const WaitContext& ctx) {
-  const auto layout = ReduceScatterLayout::Make(p, tiling.tile_m, tiling.tile_n, /*parts=*/1);
+  const auto layout =
+      ReduceScatterLayout::Make(p, tiling.tile_m, tiling.tile_n, /*signals_per_slot=*/1);
   const WorkspaceLayout workspace = layout.Workspace();
   const CpuHalf half{workspace.SignalOffset(epoch), workspace.DataOffset(epoch),
                      MakeSignal(epoch, p.Signature())};

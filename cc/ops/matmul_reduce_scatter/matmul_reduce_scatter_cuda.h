@@ -6,24 +6,11 @@
 
 #include <string>
 
-#include "gpu/gemm_config.h"
-#include "ops/matmul_reduce_scatter/matmul_reduce_scatter.h"
+#include "ops/matmul_reduce_scatter/matmul_reduce_scatter_config.h"
 #include "runtime/heap_cuda.h"
+#include "runtime/product_plan.h"
 
 namespace jflux {
-
-inline ReduceScatterLayout CudaLayoutOf(const MatmulReduceScatterParams& p, const GemmChoice& c) {
-  MatmulReduceScatterParams whole_tiles = p;
-  whole_tiles.n = RoundUp<int64_t>(p.n, c.tile_n);
-  return ReduceScatterLayout::Make(whole_tiles, kGemmTileM, c.tile_n / c.splits,
-                                   /*parts=*/kGemmTileM / 64);
-}
-
-// The workspace that a call takes.
-inline WorkspaceLayout MatmulReduceScatterWorkspace(const MatmulReduceScatterParams& p,
-                                                    const GemmChoice& choice) {
-  return CudaLayoutOf(p, choice).Workspace();
-}
 
 // The sum of several products is scattered once: y = scatter(sum_i x_i @ w_i) + bias + residual.
 struct MatmulReduceScatterOperands {
@@ -41,9 +28,12 @@ struct MatmulReduceScatterOperands {
 // Enqueues the call on `stream`. params.k is that of all terms. With outer > 1, inner must be a
 // multiple of kGemmTileM.
 bool LaunchMatmulReduceScatter(const MatmulReduceScatterParams& params,
-                               const MatmulReduceScatterOperands& operands,
-                               const GemmChoice& choice, int64_t site, const CudaDevice& device,
-                               const SymmetricView& view, cudaStream_t stream, std::string* error);
+                               const MatmulReduceScatterOperands& operands, const ProductPlan& plan,
+                               int64_t site, const CudaDevice& device, const SymmetricView& view,
+                               cudaStream_t stream, std::string* error);
+
+// Loads the kernels on the current device.
+bool LoadMatmulReduceScatterKernels(std::string* error);
 
 }  // namespace jflux
 

@@ -1,7 +1,7 @@
 // FFI handlers of matmul_reduce_scatter.
-#include "ops/matmul_reduce_scatter/matmul_reduce_scatter.h"
+#include "ops/matmul_reduce_scatter/matmul_reduce_scatter_config.h"
 #include "runtime/ffi.h"
-#include "runtime/targets.h"
+#include "runtime/product_plan.h"
 
 #ifdef JFLUX_WITH_CUDA
 #include "ops/matmul_reduce_scatter/matmul_reduce_scatter_cuda.h"
@@ -38,37 +38,52 @@ std::optional<MatmulReduceScatterParams> ParamsOf(const ffi::AnyBuffer& x, const
   return p;
 }
 
-ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, ffi::Span<const int64_t>,
-                ffi::Span<const int64_t> groups, int64_t inner, int64_t outer, int64_t,
-                bool transpose_rhs, int64_t world, ffi::AnyBuffer x, ffi::AnyBuffer w,
-                ffi::Result<ffi::AnyBuffer> y) {
-  const auto p = ParamsOf(x, w, *y, world, outer, inner, transpose_rhs);
+// One term, without an epilogue: `adds_bias` and `adds_residual` are for GPUs.
+ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, bool adds_bias,
+                bool adds_residual, ffi::Span<const int64_t> choice,
+                ffi::Span<const int64_t> groups, int64_t inner, int64_t outer, int64_t senders,
+                int64_t, bool transpose_rhs, int64_t workspace_bytes, int64_t world,
+                ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> y) {
+  if (!IsCpuPlan(choice, senders)) {
+    return FailedFuture(InvalidArgument("matmul_reduce_scatter: malformed plan"));
+  }
+  std::optional<MatmulReduceScatterParams> p;
+  if (args.size() == 2 && !adds_bias && !adds_residual) {
+    p = ParamsOf(*args.get<ffi::AnyBuffer>(0), *args.get<ffi::AnyBuffer>(1), *y, world, outer,
+                 inner, transpose_rhs);
+  }
   if (!p) return FailedFuture(InvalidArgument("matmul_reduce_scatter: operands do not fit"));
-  const MatmulReduceScatterArrays arrays{x.untyped_data(), w.untyped_data(), y->untyped_data()};
+  const MatmulReduceScatterArrays arrays{args.get<ffi::AnyBuffer>(0)->untyped_data(),
+                                         args.get<ffi::AnyBuffer>(1)->untyped_data(),
+                                         y->untyped_data()};
 
   const ScatterTiling tiling;
   const int64_t bytes =
       ReduceScatterLayout::Make(*p, tiling.tile_m, tiling.tile_n, 1).Workspace().TotalBytes();
   return JoinFfiCall(
-      OpId::kMatmulReduceScatter, site, run_id, device, groups, world, bytes,
+      kMatmulReduceScatterId, site, run_id, device, groups, world, {bytes, workspace_bytes},
       [p = *p, tiling, arrays](const SymmetricView& view, uint32_t epoch, const WaitContext& ctx) {
         return MatmulReduceScatterCpu(p, tiling, arrays, view, epoch, ctx);
       });
 }
 
-XLA_FFI_DEFINE_HANDLER(
-    kCpu, Cpu,
-    ProductAttributes(
-        ffi::Ffi::Bind().Ctx<ffi::State<CallSite>>().Ctx<ffi::RunId>().Ctx<ffi::DeviceOrdinal>())
-        .Arg<ffi::AnyBuffer>()
-        .Arg<ffi::AnyBuffer>()
-        .Ret<ffi::AnyBuffer>());
+// Attributes in alphabetical order, as Cpu() and Cuda() take them, operands and the result.
+constexpr auto Bindings = [](auto binding) {
+  return ProductAttributes(std::move(binding)
+                               .template Attr<bool>("adds_bias")
+                               .template Attr<bool>("adds_residual"))
+      .RemainingArgs()
+      .template Ret<ffi::AnyBuffer>();
+};
+
+XLA_FFI_DEFINE_HANDLER(kCpu, Cpu, Bindings(BindCpu()));
 
 #ifdef JFLUX_WITH_CUDA
 ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, bool adds_bias, bool adds_residual,
                 ffi::Span<const int64_t> choice, ffi::Span<const int64_t> groups, int64_t inner,
-                int64_t outer, int64_t site, bool transpose_rhs, int64_t world,
-                ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> y) {
+                int64_t outer, int64_t senders, int64_t site, bool transpose_rhs,
+                int64_t workspace_bytes, int64_t world, ffi::RemainingArgs args,
+                ffi::Result<ffi::AnyBuffer> y) {
   // Operands x_0 .. x_p-1, w_0 .. w_p-1, and perhaps the bias and the residual.
   const size_t added = (adds_bias ? 1 : 0) + (adds_residual ? 1 : 0);
   const size_t count = args.size() < added ? 0 : (args.size() - added) / 2;
@@ -103,40 +118,39 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, bool adds_bias, bool adds_
     }
     operands.residual = residual.untyped_data();
   }
-  if (!IsPossibleChoice(choice)) {
-    return InvalidArgument("matmul_reduce_scatter: no kernel for this `choice`");
+  const auto plan = CudaPlanOf(choice, senders, workspace_bytes);
+  if (!plan || !FitsKernel(*p) ||
+      !SharesK(plan->choice, p->rows.Total(), operands.products[0].k, kReduceSplits)) {
+    return InvalidArgument("matmul_reduce_scatter: no kernel for this plan");
   }
-  const auto choice_for = [&](int sm_count) {
-    const GemmChoice wanted = ChoiceOf(choice).value_or(
-        ChooseReduceScatter(p->rows.world, p->rows.PerRank(), p->n, p->k, sm_count));
-    return FitSplits(wanted, p->rows.Total(), operands.products[0].k, kReduceSplits);
-  };
   return LaunchCudaCall(
-      OpId::kMatmulReduceScatter, ordinal, groups, world,
-      [&](int sm_count) { return MatmulReduceScatterWorkspace(*p, choice_for(sm_count)); },
+      kMatmulReduceScatterId, ordinal, groups, world,
+      {CudaLayoutOf(*p, plan->choice).Workspace().TotalBytes(), workspace_bytes},
       [&](const CudaDevice& device, const SymmetricView& view, std::string* error) {
-        return LaunchMatmulReduceScatter(*p, operands, choice_for(device.sm_count), site, device,
-                                         view, stream, error);
+        return LaunchMatmulReduceScatter(*p, operands, *plan, site, device, view, stream, error);
       });
 }
 
-XLA_FFI_DEFINE_HANDLER(kCuda, Cuda,
-                       ProductAttributes(ffi::Ffi::Bind()
-                                             .Ctx<ffi::PlatformStream<cudaStream_t>>()
-                                             .Ctx<ffi::DeviceOrdinal>()
-                                             .Attr<bool>("adds_bias")
-                                             .Attr<bool>("adds_residual"))
-                           .RemainingArgs()
-                           .Ret<ffi::AnyBuffer>(),
-                       {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER(kCuda, Cuda, Bindings(BindCuda()), {ffi::Traits::kCmdBufferCompatible});
 #endif
 
 }  // namespace
 
-XLA_FFI_Error* MatmulReduceScatterCpuHandler(XLA_FFI_CallFrame* frame) { return kCpu(frame); }
-
+// Listed in cc/ops/registry.cc.
+extern const Op kMatmulReduceScatterOp;
+const Op kMatmulReduceScatterOp = {
+    kMatmulReduceScatterId,
+    "matmul_reduce_scatter",
+    kCpu,
 #ifdef JFLUX_WITH_CUDA
-XLA_FFI_Error* MatmulReduceScatterCudaHandler(XLA_FFI_CallFrame* frame) { return kCuda(frame); }
+    kCuda,
+    LoadMatmulReduceScatterKernels,
+#else
+    nullptr,
+    nullptr,
 #endif
+    /*most_splits=*/kReduceSplits,
+    PlanMatmulReduceScatter,
+};
 
 }  // namespace jflux

@@ -6,7 +6,7 @@ namespace {
 
 struct Instances {
   static constexpr int kMostSplits = kReduceSplits;
-  static constexpr bool kMayLend = false;
+  static constexpr bool kMayLendStage = false;
   template <typename Config>
   static const void* Kernel() {
     return reinterpret_cast<const void*>(&MatmulReduceScatterKernel<Config>);
@@ -20,17 +20,15 @@ bool LoadMatmulReduceScatterKernels(std::string* error) {
 }
 
 bool LaunchMatmulReduceScatter(const MatmulReduceScatterParams& p,
-                               const MatmulReduceScatterOperands& operands,
-                               const GemmChoice& choice, int64_t site, const CudaDevice& device,
-                               const SymmetricView& view, cudaStream_t stream, std::string* error) {
+                               const MatmulReduceScatterOperands& operands, const ProductPlan& plan,
+                               int64_t site, const CudaDevice& device, const SymmetricView& view,
+                               cudaStream_t stream, std::string* error) {
+  const GemmChoice& choice = plan.choice;
   MatmulReduceScatterArgs args{};
   if (!MakeScatterArgs(p, operands, choice, device, view, &args, error)) return false;
-  // In one raster group, or one wave, peers wait for the parts of the last tiles, which nothing
-  // hides.
-  const bool hides = choice.group_m != 0 && !IsOneWave(choice, args.num_tiles, device.sm_count);
-  args.senders = hides ? SendingStorers(p.k, args.out_f32 ? 2 : 1, device.sm_count) : 0;
+  args.senders = plan.senders;
   args.signature = SignatureOf(p.Signature(), site, choice);
-  args.op = static_cast<uint32_t>(OpId::kMatmulReduceScatter);
+  args.op = static_cast<uint32_t>(kMatmulReduceScatterId);
   return LaunchGemmInstance<Instances>(p.dtype, p.transpose_rhs, choice, &args, args.num_tiles,
                                        device.sm_count, stream, error);
 }

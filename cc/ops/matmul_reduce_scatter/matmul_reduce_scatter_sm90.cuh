@@ -1,15 +1,20 @@
 // matmul_reduce_scatter on Hopper: one kernel that multiplies, sends partial tiles and sums.
 //
-// A consumer's partial tile goes from its registers, through its staging, to the workspaces of the
-// ranks that own its rows, in fragment order: the reader is the same thread of a consumer of
-// the owner's CTA, so nothing is rearranged on the way, and a block is copied in bulk
-// (gpu/send_semaphore.cuh). The storer sets the tile's signals when the copies have completed. The
-// own tiles come last: by then the peers' partial tiles have arrived. The consumer adds them to its
-// registers, in float32 and in rank order after the own part, before y is written, while the other
-// consumer multiplies the next tile. There is no separate reduction.
+// A consumer stages its partial tile in fragment order (gpu/fragments_sm90.cuh), and the store warp
+// copies it to the workspaces of the ranks that own its rows (gpu/send_semaphore.cuh). Local tiles
+// come last: by then the peers' partial tiles have arrived. The consumer adds them to its
+// accumulators, in float32, in rank order after its own, and writes y, while the other consumer
+// multiplies the next tile. There is no separate reduction.
 //
-// Of few rows, the CTAs of a cluster may share a tile's k (kClusterK): each sums, sends and
+// With few rows, the CTAs of a cluster may split a tile's k (kClusterK): each sums, sends and
 // finishes a slice of its columns, which has a slot of its own.
+//
+//   writes  store warps: the owners' workspaces, one signal per m64 block
+//   waits   send warps (WaitForPartials), for the peers' partial tiles of a local tile
+//   order   bulk copies complete, proxy fence, release fence, signals
+//   reset   never: core/signal.h
+//
+// Deadlock: core/tile_order.h.
 #ifndef JFLUX_OPS_MATMUL_REDUCE_SCATTER_MATMUL_REDUCE_SCATTER_SM90_CUH_
 #define JFLUX_OPS_MATMUL_REDUCE_SCATTER_MATMUL_REDUCE_SCATTER_SM90_CUH_
 
@@ -23,7 +28,8 @@
 
 namespace jflux {
 
-// What each tile needs comes first: lines of constant memory are fetched when they are first read.
+// The fields that every tile needs come first: a line of constant memory is fetched when it is
+// first read.
 struct MatmulReduceScatterArgs {
   DeviceState* state;
   SymmetricView view;
@@ -31,7 +37,7 @@ struct MatmulReduceScatterArgs {
   ScatterOrder order;  // of cluster tiles
   int32_t num_tiles;
   int32_t terms;
-  int32_t a_bytes;  // of a box of rows
+  int32_t a_bytes;  // bytes of a box of A
   uint32_t signature, op;
   bool out_f32;
   int32_t senders;  // store warps that send at a time; 0: all (gpu/send_semaphore.cuh)
@@ -40,7 +46,7 @@ struct MatmulReduceScatterArgs {
   WorkspaceLayout workspace;
   ReduceScatterLayout layout;
   const float* bias;     // or null
-  const void* residual;  // likewise
+  const void* residual;  // or null
   void* y_data;
   // 4-d: k, inner, outer, world; with outer == 1 all rows are `inner`.
   CUtensorMap x[kMaxWeights];
@@ -61,8 +67,8 @@ struct MatmulReduceScatterSm90 {
     ptx::PrefetchTensorMap(&args.x[0]);
   }
 
-  static constexpr bool kRowsArrive = false;
-  static constexpr bool kFirstIsFixed = false;
+  static constexpr bool kWaitsForRows = false;
+  static constexpr bool kStaticFirstTile = false;
   static constexpr bool kReceives = false;
 
   struct Source {
@@ -73,25 +79,25 @@ struct MatmulReduceScatterSm90 {
   static __device__ KRange KOf(const Args& args, Tile tile, int term) {
     return SplitOfK<Config>(args.k[term], tile.split);
   }
-  // Of the operands: the column in w; the row in x, by its inner, outer and rank.
-  struct alignas(16) Where {
+  // Operand coordinates: the column in w; the row in x as (inner, outer, rank).
+  struct alignas(16) Coords {
     int32_t n0, inner, outer, rank;
   };
-  static __device__ Where WhereOf(const Args& args, int32_t block_m, Tile tile) {
+  static __device__ Coords CoordsOf(const Args& args, int32_t row_block, Tile tile) {
     const int32_t column = tile.n * Config::kTileN;
-    const int64_t row = static_cast<int64_t>(block_m) * Config::kTileM;
-    if (args.rows.outer == 1) return Where{column, static_cast<int32_t>(row), 0, 0};
-    // The launcher sees to it that a block lies within one (rank, outer).
-    return Where{column, static_cast<int32_t>(Remainder(row, args.rows.inner)),
-                 static_cast<int32_t>(Remainder(Quotient(row, args.rows.inner), args.rows.outer)),
-                 args.rows.OwnerOf(row)};
+    const int64_t row = static_cast<int64_t>(row_block) * Config::kTileM;
+    if (args.rows.outer == 1) return Coords{column, static_cast<int32_t>(row), 0, 0};
+    // The launcher guarantees that a row block lies within one (rank, outer).
+    return Coords{column, static_cast<int32_t>(Remainder(row, args.rows.inner)),
+                  static_cast<int32_t>(Remainder(Quotient(row, args.rows.inner), args.rows.outer)),
+                  args.rows.OwnerOf(row)};
   }
-  static __device__ Rhs RhsOf(const Args& args, const Where& where, int term) {
-    return Rhs{&args.w[term], where.n0};
+  static __device__ Rhs RhsOf(const Args& args, const Coords& coords, int term) {
+    return Rhs{&args.w[term], coords.n0};
   }
-  static __device__ Source SourceOf(const Args& args, const CallContext&, const Where& where,
+  static __device__ Source SourceOf(const Args& args, const CallContext&, const Coords& coords,
                                     int term) {
-    return Source{&args.x[term], where.inner, where.outer, where.rank};
+    return Source{&args.x[term], coords.inner, coords.outer, coords.rank};
   }
   static __device__ void LoadA(const Source& s, uint32_t smem, uint32_t bar, int k0) {
     ptx::TmaLoad4d(smem, s.map, bar, k0, s.inner, s.outer, s.rank);
@@ -99,134 +105,139 @@ struct MatmulReduceScatterSm90 {
 
   static __device__ void Send(const Args&, const CallContext&, const GemmSmem<Config>&) {}
 
-  static __device__ bool HasRows(const Args& args, int32_t block_m, int block) {
-    return static_cast<int64_t>(block_m) * Config::kTileM + block * 64 < args.rows.Total();
+  static __device__ bool HasRows(const Args& args, int32_t row_block, int m64) {
+    return static_cast<int64_t>(row_block) * Config::kTileM + m64 * 64 < args.rows.Total();
   }
 
-  // A block's rows, [first, end), and the ranks that own some of them: [first_owner, last_owner];
-  // empty for rows past the end.
-  struct BlockRows {
+  // The rows [first, end) of an m64 block, and the ranks that own some of them: [first_owner,
+  // last_owner]. Empty past the last row.
+  struct M64Rows {
     int64_t first, end;
     int first_owner, last_owner;
   };
-  static __device__ BlockRows RowsOf(const Args& args, int32_t block_m, int block) {
-    const int64_t first = static_cast<int64_t>(block_m) * Config::kTileM + block * 64;
+  static __device__ M64Rows RowsOf(const Args& args, int32_t row_block, int m64) {
+    const int64_t first = static_cast<int64_t>(row_block) * Config::kTileM + m64 * 64;
     const int64_t end = Min(first + 64, args.rows.Total());
-    if (first >= end) return BlockRows{0, 0, 0, -1};
-    return BlockRows{first, end, args.rows.OwnerOf(first), args.rows.OwnerOf(end - 1)};
+    if (first >= end) return M64Rows{0, 0, 0, -1};
+    return M64Rows{first, end, args.rows.OwnerOf(first), args.rows.OwnerOf(end - 1)};
   }
-  // The warps of a consumer that hold rows of `rank`, one of the owners: [begin, end).
+  // The warps of a consumer that hold rows of `rank`, which is one of the owners: [begin, end).
   struct Warps {
     int begin, end;
   };
-  static __device__ Warps WarpsOf(const Args& args, const BlockRows& rows, int rank) {
-    const int64_t own = rank * args.rows.PerRank();
-    const auto begin = static_cast<int>(Max(rows.first, own) - rows.first);
-    const auto end = static_cast<int>(Min(rows.end, own + args.rows.PerRank()) - rows.first);
+  static __device__ Warps WarpsOf(const Args& args, const M64Rows& rows, int rank) {
+    const int64_t first_local = rank * args.rows.PerRank();
+    const auto begin = static_cast<int>(Max(rows.first, first_local) - rows.first);
+    const auto end =
+        static_cast<int>(Min(rows.end, first_local + args.rows.PerRank()) - rows.first);
     return Warps{begin / 16, CeilDiv(end, 16)};
   }
 
-  static __device__ bool IsOwner(const Args& args, const BlockRows& rows) {
+  static __device__ bool IsOwner(const Args& args, const M64Rows& rows) {
     return rows.first_owner <= args.view.rank && args.view.rank <= rows.last_owner;
   }
-  static __device__ bool HasOtherOwners(const Args& args, const BlockRows& rows) {
+  static __device__ bool HasOtherOwners(const Args& args, const M64Rows& rows) {
     return rows.first_owner < rows.last_owner ||
            (rows.first_owner == rows.last_owner && rows.first_owner != args.view.rank);
   }
 
   static __device__ Signal* SignalOf(const Args& args, const CallContext& call, int dst, int src,
-                                     int32_t block_m, Tile tile, int block) {
-    const int32_t slot = args.layout.SlotOf(dst, Tile{block_m, SliceOf<Config>(tile)});
+                                     int32_t row_block, Tile tile, int m64) {
+    const int32_t slot = args.layout.SlotOf(dst, Tile{row_block, SliceOf<Config>(tile)});
     return args.view.template At<Signal>(
-        dst, args.workspace.SignalOffset(call.epoch) + args.layout.SignalOffset(src, slot, block));
+        dst, args.workspace.SignalOffset(call.epoch) + args.layout.SignalOffset(src, slot, m64));
   }
 
-  // A block of a slot: a staging's worth in a 16-bit type, two in float32.
-  static __device__ char* BlockOf(const Args& args, const CallContext& call, int dst, int src,
-                                  int32_t block_m, Tile tile, int block) {
-    const int32_t slot = args.layout.SlotOf(dst, Tile{block_m, SliceOf<Config>(tile)});
+  // The part of a slot for an m64 block: one staging in a 16-bit type, two in float32.
+  static __device__ char* M64SlotOf(const Args& args, const CallContext& call, int dst, int src,
+                                    int32_t row_block, Tile tile, int m64) {
+    const int32_t slot = args.layout.SlotOf(dst, Tile{row_block, SliceOf<Config>(tile)});
     return args.view.At(dst, args.workspace.DataOffset(call.epoch) +
                                  args.layout.SlotOffset(src, slot) +
-                                 block * (args.layout.slot_bytes / Config::kBlocks));
+                                 m64 * (args.layout.slot_bytes / Config::kM64Blocks));
   }
 
   using F = Fragments<Config>;
-  static __device__ int Rounds(const Args& args) { return args.out_f32 ? 2 : 1; }  // of staging
+  static __device__ int Rounds(const Args& args) {
+    return args.out_f32 ? 2 : 1;
+  }  // stagings per
+     // m64 block
 
-  static constexpr bool kHasParts = true;
-  static __device__ void WaitForParts(const Args& args, const CallContext& call, int32_t block_m,
-                                      Tile tile) {
+  static constexpr bool kAddsPartials = true;
+  static __device__ void WaitForPartials(const Args& args, const CallContext& call,
+                                         int32_t row_block, Tile tile) {
     const uint64_t start = call.Start();
     bool waited = false;
-    const int src = threadIdx.x % 32 / Config::kBlocks, block = threadIdx.x % Config::kBlocks;
-    const BlockRows rows = RowsOf(args, block_m, block);
+    const int src = threadIdx.x % 32 / Config::kM64Blocks, m64 = threadIdx.x % Config::kM64Blocks;
+    const M64Rows rows = RowsOf(args, row_block, m64);
     if (src < args.view.world && src != args.view.rank && IsOwner(args, rows)) {
-      AwaitPeer(call, SignalOf(args, call, args.view.rank, src, block_m, tile, block), src,
-                args.layout.SlotOf(args.view.rank, Tile{block_m, SliceOf<Config>(tile)}));
+      AwaitPeer(call, SignalOf(args, call, args.view.rank, src, row_block, tile, m64), src,
+                args.layout.SlotOf(args.view.rank, Tile{row_block, SliceOf<Config>(tile)}));
       waited = true;
-      // They may have left L2 meanwhile; the consumers will read them soon.
-      const Warps own = WarpsOf(args, rows, args.view.rank);
-      const char* part = BlockOf(args, call, args.view.rank, src, block_m, tile, block);
+      // The partial tile may have left L2; the consumers read it soon.
+      const Warps local = WarpsOf(args, rows, args.view.rank);
+      const char* partial = M64SlotOf(args, call, args.view.rank, src, row_block, tile, m64);
       for (int round = 0; round < Rounds(args); ++round) {
-        ptx::BulkPrefetch(part + round * Config::kStagingBytes + own.begin * F::kWarpBytes,
-                          (own.end - own.begin) * F::kWarpBytes);
+        ptx::BulkPrefetch(partial + round * Config::kStagingBytes + local.begin * F::kWarpBytes,
+                          (local.end - local.begin) * F::kWarpBytes);
       }
     }
     if (__any_sync(0xffffffff, waited) && threadIdx.x % 32 == 0) {
-      call.Done(EventKind::kWaitParts, start, block_m, tile.n);
+      call.Done(EventKind::kWaitPartials, start, row_block, tile.n);
     }
   }
 
-  template <typename AwaitParts>
-  static __device__ void Finish(const Args& args, const CallContext& call,
-                                StagingWriter<Config>& staging, Slices<Config>& acc,
-                                int32_t block_m, Tile tile, AwaitParts&& await_parts) {
-    // What peers wait for first: they may be waiting for it with the same tile, and this rank for
-    // theirs.
+  template <typename AwaitPartials>
+  static __device__ void Epilogue(const Args& args, const CallContext& call,
+                                  StagingWriter<Config>& staging, Slices<Config>& acc,
+                                  int32_t row_block, Tile tile, AwaitPartials&& await_partials) {
+    // Send before waiting: a peer may be waiting for this partial tile while this rank waits for
+    // the peer's partial tile of the same tile.
 #pragma unroll
-    for (int i = 0; i < Config::kOwnBlocks; ++i) {
-      if (!HasOtherOwners(args, RowsOf(args, block_m, staging.BlockAt(i)))) continue;
+    for (int i = 0; i < Config::kConsumerM64Blocks; ++i) {
+      if (!HasOtherOwners(args, RowsOf(args, row_block, staging.M64At(i)))) continue;
       if (args.out_f32) {
-        F::template Stage<true>(acc[i], 0, Whole<Config>(staging.Acquire()));
+        F::template Stage<true>(acc[i], 0, ContiguousStaging<Config>(staging.Acquire()));
         staging.Publish();
-        F::template Stage<true>(acc[i], 1, Whole<Config>(staging.Acquire()));
+        F::template Stage<true>(acc[i], 1, ContiguousStaging<Config>(staging.Acquire()));
         staging.Publish();
       } else {
-        F::template Stage<false>(acc[i], 0, Whole<Config>(staging.Acquire()));
+        F::template Stage<false>(acc[i], 0, ContiguousStaging<Config>(staging.Acquire()));
         staging.Publish();
       }
     }
     const int warp = threadIdx.x % 128 / 32;
     bool awaited = false;
 #pragma unroll
-    for (int i = 0; i < Config::kOwnBlocks; ++i) {
-      const int block = staging.BlockAt(i);
-      const BlockRows rows = RowsOf(args, block_m, block);
+    for (int i = 0; i < Config::kConsumerM64Blocks; ++i) {
+      const int m64 = staging.M64At(i);
+      const M64Rows rows = RowsOf(args, row_block, m64);
       if (!IsOwner(args, rows)) continue;
-      if (!awaited) await_parts();
+      if (!awaited) await_partials();
       awaited = true;
-      // Rows that other ranks own become nonsense, which nobody stores.
-      const Warps own = WarpsOf(args, rows, args.view.rank);
-      if (own.begin <= warp && warp < own.end) {
+      // Rows that other ranks own get arbitrary values, which are not stored.
+      const Warps local = WarpsOf(args, rows, args.view.rank);
+      if (local.begin <= warp && warp < local.end) {
         for (int src = 0; src < args.view.world; ++src) {
           if (src == args.view.rank) continue;
-          const char* part = BlockOf(args, call, args.view.rank, src, block_m, tile, block);
+          const char* partial = M64SlotOf(args, call, args.view.rank, src, row_block, tile, m64);
           if (args.out_f32) {
-            F::template Add<true>(acc[i], part);
+            F::template Add<true>(acc[i], partial);
           } else {
-            F::template Add<false>(acc[i], part);
+            F::template Add<false>(acc[i], partial);
           }
         }
       }
       __syncwarp();
-      FinishBlock(args, staging, acc[i], FirstOwnRow(args, block_m, block), tile);
+      FinishM64(args, staging, acc[i], FirstLocalRow(args, row_block, m64), tile);
     }
   }
 
-  // A block of y from row `row0` on, which may lie before y's first.
-  static __device__ void FinishBlock(const Args& args, StagingWriter<Config>& staging,
-                                     float (&acc)[Config::kSliceAccumulators], int64_t row0,
-                                     Tile tile) {
+  // Finishes the m64 block that starts at row `row0` of y. row0 is negative if the block starts
+  // with rows of the previous rank.
+  static __device__ void FinishM64(const Args& args, StagingWriter<Config>& staging,
+                                   float (&acc)[Config::kSliceAccumulators], int64_t row0,
+                                   Tile tile) {
     const int64_t n0 = FirstColumn<Config>(tile);
     const auto row_of = [&](int r) {
       const bool inside = row0 + r >= 0 && row0 + r < args.rows.PerRank();
@@ -241,11 +252,11 @@ struct MatmulReduceScatterSm90 {
       }
     }
     if (args.out_f32) {
-      StoreBlockF32<Config::kSliceN>(acc, args.y_data, n0, args.n, row_of);
+      StoreM64F32<Config::kSliceN>(acc, args.y_data, n0, args.n, row_of);
       return;
     }
-    const StagedBlock staged = staging.Acquire();
-    StageBlock<T, Config::kSliceN>(acc, staged);
+    const StagedM64 staged = staging.Acquire();
+    StageM64<T, Config::kSliceN>(acc, staged);
     if (row0 >= 0) {
       staging.Publish();
     } else {
@@ -254,27 +265,27 @@ struct MatmulReduceScatterSm90 {
     }
   }
 
-  // The block's first row as a row of y: before y's first, or with rows past its last, where a
-  // tile straddles.
-  static __device__ int64_t FirstOwnRow(const Args& args, int32_t block_m, int block) {
-    return static_cast<int64_t>(block_m) * Config::kTileM + block * 64 -
+  // The m64 block's first row as a row of y. If the tile straddles ranks, it may be negative, and
+  // rows past y's last may follow.
+  static __device__ int64_t FirstLocalRow(const Args& args, int32_t row_block, int m64) {
+    return static_cast<int64_t>(row_block) * Config::kTileM + m64 * 64 -
            args.view.rank * args.rows.PerRank();
   }
 
   static __device__ void Store(const Args& args, const CallContext& call,
-                               StagingReader<Config>& staging, int32_t block_m, Tile tile) {
+                               StagingReader<Config>& staging, int32_t row_block, Tile tile) {
     const int rank = args.view.rank;
     const SendSemaphore semaphore = SemaphoreOf(args);
     uint64_t start = 0;
     bool sent = false;
 #pragma unroll
-    for (int block = 0; block < Config::kBlocks; ++block) {
-      const BlockRows rows = RowsOf(args, block_m, block);
+    for (int m64 = 0; m64 < Config::kM64Blocks; ++m64) {
+      const M64Rows rows = RowsOf(args, row_block, m64);
       if (!HasOtherOwners(args, rows)) continue;
       for (int round = 0; round < Rounds(args); ++round) {
-        const uint32_t smem = Whole<Config>(staging.Acquire(block));
+        const uint32_t smem = ContiguousStaging<Config>(staging.Acquire(m64));
         if (!sent) {
-          semaphore.Acquire(call, block_m, tile.n);
+          semaphore.Acquire(call, row_block, tile.n);
           start = call.Start();
         }
         sent = true;
@@ -282,11 +293,11 @@ struct MatmulReduceScatterSm90 {
           if (dst == rank) continue;
           const Warps warps = WarpsOf(args, rows, dst);
           const int at = warps.begin * F::kWarpBytes;
-          semaphore.Store(BlockOf(args, call, dst, rank, block_m, tile, block) +
+          semaphore.Store(M64SlotOf(args, call, dst, rank, row_block, tile, m64) +
                               round * Config::kStagingBytes + at,
                           smem + at, (warps.end - warps.begin) * F::kWarpBytes);
         }
-        staging.Release(block);
+        staging.Release(m64);
       }
     }
     if (sent) {
@@ -295,27 +306,27 @@ struct MatmulReduceScatterSm90 {
       ptx::FenceProxyAsyncGlobal();
       FenceRelease();  // one for all signals
 #pragma unroll
-      for (int block = 0; block < Config::kBlocks; ++block) {
-        const BlockRows rows = RowsOf(args, block_m, block);
+      for (int m64 = 0; m64 < Config::kM64Blocks; ++m64) {
+        const M64Rows rows = RowsOf(args, row_block, m64);
         for (int dst = rows.first_owner; dst <= rows.last_owner; ++dst) {
           if (dst == rank) continue;
-          StoreRelaxed(SignalOf(args, call, dst, rank, block_m, tile, block), call.signal);
+          StoreRelaxed(SignalOf(args, call, dst, rank, row_block, tile, m64), call.signal);
         }
       }
-      call.Done(EventKind::kSend, start, RowsOf(args, block_m, 0).first_owner, block_m);
+      call.Done(EventKind::kSend, start, RowsOf(args, row_block, 0).first_owner, row_block);
     }
     if (args.out_f32) return;
 #pragma unroll
-    for (int block = 0; block < Config::kBlocks; ++block) {
-      const int64_t row0 = FirstOwnRow(args, block_m, block);
-      // A TMA store may end outside its tensor, but not begin before it.
-      if (!IsOwner(args, RowsOf(args, block_m, block)) || row0 < 0) continue;
-      const StagedBlock staged = staging.Acquire(block);
+    for (int m64 = 0; m64 < Config::kM64Blocks; ++m64) {
+      const int64_t row0 = FirstLocalRow(args, row_block, m64);
+      // A TMA store may end outside its tensor, but must not begin before it.
+      if (!IsOwner(args, RowsOf(args, row_block, m64)) || row0 < 0) continue;
+      const StagedM64 staged = staging.Acquire(m64);
       start = call.Start();
-      StoreStagedBlock<Config::kSliceN>(staged, &args.y, row0, FirstColumn<Config>(tile), args.n);
+      StoreStagedM64<Config::kSliceN>(staged, &args.y, row0, FirstColumn<Config>(tile), args.n);
       ptx::BulkCommit();
-      staging.Release(block);
-      call.Done(EventKind::kStore, start, block_m, tile.n);
+      staging.Release(m64);
+      call.Done(EventKind::kStore, start, row_block, tile.n);
     }
   }
 };

@@ -1,0 +1,45 @@
+// The numbers of a GPU and its links that configurations depend on.
+//
+// Choosers (gpu/gemm_config.h, cc/ops/*/*_config.h, gpu/senders.h) were fitted to measurements on
+// one reference machine. They take another machine's numbers as shares of the reference's.
+#ifndef JFLUX_GPU_MACHINE_H_
+#define JFLUX_GPU_MACHINE_H_
+
+#include <cmath>
+#include <cstdint>
+
+#include "core/platform.h"
+
+namespace jflux {
+
+// The reference: H200s, all joined by NVLink.
+inline constexpr int32_t kReferenceSms = 132;
+inline constexpr double kReferenceLinkGbps = 320;  // of copies as long as the probe's (1e9 bytes/s)
+inline constexpr double kBusyLinkShare = 220 / kReferenceLinkGbps;  // while both GPUs multiply
+// Of a product while its rows arrive, in 1e12 operations per second. 650 was read on 4 x H200; with
+// 660 a row of kReferenceColumns columns is computed in the time in which it arrives.
+inline constexpr double kReferenceTflops = 660;
+// Columns n for which a row of k elements arrives (2 k bytes) as fast as it is multiplied (2 k n
+// operations): 3000.
+inline constexpr double kReferenceColumns =
+    kReferenceTflops * 1e3 / (kBusyLinkShare * kReferenceLinkGbps);
+static_assert(kReferenceColumns == 3000);
+
+// SMs that a GPU of compute capability 9.0 can have.
+inline constexpr int32_t kMostSms = 144;
+
+struct Machine {
+  int32_t sm_count;      // 0: the CPU back end
+  double link_gbps = 0;  // of the slowest link, as the probe found it; 0: unknown, as the reference
+
+  bool IsCpu() const { return sm_count == 0; }
+  // 1, 1/2, 1/4, ... Readings of the probe differ from run to run; choices must not.
+  double LinkShare() const {
+    if (link_gbps <= 0) return 1;
+    return Min(1.0, std::exp2(std::round(std::log2(link_gbps / kReferenceLinkGbps))));
+  }
+};
+
+}  // namespace jflux
+
+#endif  // JFLUX_GPU_MACHINE_H_

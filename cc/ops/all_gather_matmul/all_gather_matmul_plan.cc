@@ -1,0 +1,32 @@
+// The plan of an all_gather_matmul.
+#include "ops/all_gather_matmul/all_gather_matmul_config.h"
+#include "runtime/product_plan.h"
+
+namespace jflux {
+
+bool PlanAllGatherMatmul(const Fields& fields, const Machine& machine, Fields* plan,
+                         std::string* why_not) {
+  CallReader reader(fields);
+  const ProductCall call = ProductCall::Read(reader);
+  const bool gated = reader.GetOr("gated", 0, 0, 1) == 1;
+  if (!reader.Check(why_not)) return false;
+  const AllGatherMatmulParams p{call.rows,          call.k, call.n, call.dtype, call.out_dtype,
+                                call.transpose_rhs, false};
+  if (machine.IsCpu()) {
+    const CpuTiling tiling;
+    *plan = CpuPlan(AllGatherLayout::Make(p, tiling.chunk_bytes).Workspace().TotalBytes());
+    return true;
+  }
+  if (!IsPlannable(call, FitsKernel(p), kWhatFitsAllGather, why_not)) return false;
+  const int64_t rows = p.rows.Total();
+  const GemmChoice wanted =
+      call.given.value_or(ChooseAllGather(p.rows.world, p.rows.PerRank(), p.n, p.k, machine));
+  const GemmChoice choice = gated ? ForGate(wanted, rows, p.n, p.k, machine)
+                                  : FitSplits(wanted, rows, p.k, kGatherSplits);
+  *plan =
+      ProductPlan{choice, AllGatherSenders(p, machine), CudaLayoutOf(p).Workspace().TotalBytes()}
+          .AsFields();
+  return true;
+}
+
+}  // namespace jflux

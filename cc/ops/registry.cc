@@ -1,0 +1,38 @@
+// The list of ops: one line for each. docs/adding_an_op.md says what else an op has.
+//
+// FFI targets, names in error messages, the loading of kernels, jflux._jflux.plan and its constants
+// follow from the Op.
+#include "runtime/op.h"
+
+// An Op is named k<Name>Op, and defined in the <name>_ffi.cc of its folder.
+#define JFLUX_OPS(OP)     \
+  OP(AllGatherMatmul)     \
+  OP(MatmulReduceScatter) \
+  OP(MatmulAllToAll)      \
+  OP(MatmulAllReduce)     \
+  OP(AllReduce)           \
+  OP(AllGather)           \
+  OP(AllToAll)            \
+  OP(ReduceScatter)
+
+namespace jflux {
+
+#define JFLUX_DECLARE(Name) extern const Op k##Name##Op;
+JFLUX_OPS(JFLUX_DECLARE)
+#undef JFLUX_DECLARE
+
+const std::vector<const Op*>& AllOps() {
+#define JFLUX_LIST(Name) &k##Name##Op,
+  static const std::vector<const Op*> kOps = {JFLUX_OPS(JFLUX_LIST)};
+#undef JFLUX_LIST
+  return kOps;
+}
+
+const Op* FindOp(const std::string& name) {
+  for (const Op* op : AllOps()) {
+    if (name == op->name) return op;
+  }
+  return nullptr;
+}
+
+}  // namespace jflux

@@ -1,0 +1,194 @@
+// The C interface of the symmetric heap, and of the timeline that GPUs' kernels write into it.
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "runtime/capi.h"
+#include "runtime/heap.h"
+#include "runtime/reason.h"
+
+#ifdef JFLUX_WITH_CUDA
+#include "runtime/cuda_call.h"
+#include "runtime/heap_cuda.h"
+#endif
+
+namespace {
+
+using jflux::Heap;
+using jflux::HeapPlatform;
+using jflux::Reason;
+
+HeapPlatform PlatformOf(const char* platform) {
+  return std::strcmp(platform, "cpu") == 0 ? HeapPlatform::kCpu : HeapPlatform::kCuda;
+}
+
+std::shared_ptr<Heap> HeapOf(const char* platform) {
+  return jflux::CurrentHeap(PlatformOf(platform));
+}
+
+// f(heap, &error) -> bool, on the heap of a platform, if there is one.
+template <typename F>
+const char* OnHeap(const char* platform, F&& f) {
+  const auto heap = HeapOf(platform);
+  std::string error;
+  if (heap == nullptr) {
+    return Reason(std::string("the symmetric heap does not exist on the platform ") + platform);
+  }
+  return f(*heap, &error) ? nullptr : Reason(error);
+}
+
+// f(workspaces, &error) -> bool, where workspaces are reserved.
+template <typename F>
+const char* OnWorkspaces(const char* platform, F&& f) {
+  return OnHeap(platform, [&](Heap& heap, std::string* error) {
+    if (heap.workspaces() != nullptr) return f(*heap.workspaces(), error);
+    *error = std::string("the heap's back end ") + heap.name() + " reserves no workspaces";
+    return false;
+  });
+}
+
+}  // namespace
+
+const char* jflux_heap_create(const char* platform, const char* backend,
+                              const JfluxHeapConfig* config) {
+  jflux::HeapConfig c;
+  c.devices.assign(config->devices, config->devices + config->num_devices);
+  if (config->ordinals != nullptr) {
+    c.ordinals.assign(config->ordinals, config->ordinals + config->num_devices);
+  }
+  c.heap_bytes = config->heap_bytes;
+  c.deadline_s = config->deadline_s;
+  c.leads = config->leads != 0;
+  std::string error;
+  auto heap = jflux::CreateHeap(backend, c, &error);
+  if (heap == nullptr) return Reason(error);
+  jflux::SetCurrentHeap(PlatformOf(platform), std::move(heap));
+  return nullptr;
+}
+
+const char* jflux_heap_export(const char* platform, const char** handle) {
+  thread_local std::string kept;
+  const char* reason =
+      OnHeap(platform, [](Heap& heap, std::string* error) { return heap.Export(&kept, error); });
+  *handle = kept.c_str();
+  return reason;
+}
+
+const char* jflux_heap_attach(const char* platform, const char* handle) {
+  return OnHeap(platform,
+                [&](Heap& heap, std::string* error) { return heap.Attach(handle, error); });
+}
+
+const char* jflux_heap_probe(const char* platform) {
+  return OnHeap(platform, [](Heap& heap, std::string* error) { return heap.Probe(error); });
+}
+
+int jflux_heap_links(const char* platform, JfluxLink* links, int capacity) {
+  const auto heap = HeapOf(platform);
+  if (heap == nullptr) return 0;
+  int count = 0;
+  for (const jflux::Link& l : heap->links()) {
+    if (count < capacity) {
+      links[count] = JfluxLink{l.from, l.to, l.push_gbps, l.pull_gbps, l.signal_us};
+    }
+    ++count;
+  }
+  return count;
+}
+
+void jflux_heap_shutdown(const char* platform) {
+  jflux::SetCurrentHeap(PlatformOf(platform), nullptr);
+}
+
+const char* jflux_heap_find_workspace(const char* platform, const int64_t* groups, int count,
+                                      int64_t total_bytes, int* found) {
+  return OnWorkspaces(platform, [&](jflux::WorkspaceMap& workspaces, std::string*) {
+    *found = workspaces.Find(groups, count, total_bytes).has_value();
+    return true;
+  });
+}
+
+const char* jflux_heap_add_workspace(const char* platform, const int64_t* groups, int count,
+                                     int64_t total_bytes, int64_t place) {
+  return OnWorkspaces(platform, [&](jflux::WorkspaceMap& workspaces, std::string* error) {
+    return workspaces.Add(std::vector<int64_t>(groups, groups + count), total_bytes, place, error);
+  });
+}
+
+void jflux_heap_usage(const char* platform, int64_t* in_use, int64_t* touched) {
+  const auto heap = HeapOf(platform);
+  const jflux::HeapUsage usage = heap == nullptr ? jflux::HeapUsage{0, 0} : heap->Usage();
+  *in_use = usage.in_use;
+  *touched = usage.touched;
+}
+
+const char* jflux_heap_test_hooks(const char* platform, int skip_waits, int max_delay_us) {
+  const jflux::TestHooks hooks{static_cast<uint32_t>(skip_waits),
+                               static_cast<uint32_t>(max_delay_us)};
+  return OnHeap(platform,
+                [&](Heap& heap, std::string* error) { return heap.SetHooks(hooks, error); });
+}
+
+const char* jflux_heap_poison(const char* platform) {
+  return OnHeap(platform, [](Heap& heap, std::string* error) { return heap.Poison(error); });
+}
+
+const char* jflux_heap_set_epochs(const char* platform, uint32_t epoch) {
+  return OnHeap(platform,
+                [&](Heap& heap, std::string* error) { return heap.SetEpochs(epoch, error); });
+}
+
+#ifdef JFLUX_WITH_CUDA
+
+int64_t jflux_cuda_launches(void) { return jflux::CudaLaunches(); }
+
+namespace {
+
+template <typename F>
+const char* OnCudaHeap(F&& f) {
+  return OnHeap("cuda", [&](Heap& heap, std::string* error) {
+    return f(static_cast<jflux::HeapCuda&>(heap), error);
+  });
+}
+
+}  // namespace
+
+const char* jflux_cuda_timeline_start(int64_t capacity) {
+  return OnCudaHeap([&](jflux::HeapCuda& heap, std::string* error) {
+    return heap.StartTimeline(static_cast<uint32_t>(capacity), error);
+  });
+}
+
+const char* jflux_cuda_timeline_read(int64_t id, JfluxEvent* events, int64_t capacity,
+                                     int64_t* count) {
+  static_assert(sizeof(JfluxEvent) == sizeof(jflux::TimelineEvent));
+  return OnCudaHeap([&](jflux::HeapCuda& heap, std::string* error) {
+    std::vector<jflux::TimelineEvent> recorded;
+    uint32_t missed = 0;
+    if (!heap.ReadTimeline(id, &recorded, &missed, error)) return false;
+    *count = static_cast<int64_t>(recorded.size()) + missed;
+    const auto copied = std::min<size_t>(recorded.size(), capacity);
+    std::memcpy(events, recorded.data(), copied * sizeof(JfluxEvent));
+    return true;
+  });
+}
+
+const char* jflux_cuda_timeline_stop(void) {
+  return OnCudaHeap(
+      [](jflux::HeapCuda& heap, std::string* error) { return heap.StopTimeline(error); });
+}
+
+#else
+
+namespace {
+const char* NotBuilt() { return Reason("this build has no CUDA kernels"); }
+}  // namespace
+
+int64_t jflux_cuda_launches(void) { return 0; }
+const char* jflux_cuda_timeline_start(int64_t) { return NotBuilt(); }
+const char* jflux_cuda_timeline_read(int64_t, JfluxEvent*, int64_t, int64_t*) { return NotBuilt(); }
+const char* jflux_cuda_timeline_stop(void) { return NotBuilt(); }
+
+#endif  // JFLUX_WITH_CUDA

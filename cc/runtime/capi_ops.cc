@@ -1,0 +1,101 @@
+// The C interface to the ops: their FFI targets, plans and constants.
+#include <string>
+#include <vector>
+
+#include "core/activation.h"
+#include "core/dtype.h"
+#include "core/layout.h"
+#include "gpu/gemm_config.h"
+#include "runtime/capi.h"
+#include "runtime/ffi.h"
+#include "runtime/op.h"
+#include "runtime/reason.h"
+
+namespace {
+
+using jflux::Reason;
+
+const char* KeptForever(const std::string& text) { return (new std::string(text))->c_str(); }
+
+}  // namespace
+
+const JfluxTarget* jflux_targets(void) {
+  static const auto* targets = [] {
+    auto* list = new std::vector<JfluxTarget>;
+    for (const jflux::Op* op : jflux::AllOps()) {
+      const char* name = KeptForever(std::string("jflux_") + op->name);
+      list->push_back({name, "cpu", reinterpret_cast<void*>(jflux::InstantiateCallSite),
+                       reinterpret_cast<void*>(op->cpu)});
+      if (op->cuda == nullptr) continue;
+      list->push_back({name, "CUDA", nullptr, reinterpret_cast<void*>(op->cuda)});
+    }
+    list->push_back({nullptr, nullptr, nullptr, nullptr});
+    return list;
+  }();
+  return targets->data();
+}
+
+const char* jflux_plan(const char* op, const JfluxField* call, int call_count, int32_t sm_count,
+                       double link_gbps, JfluxField* plan, int capacity, int* count) {
+  thread_local jflux::Fields kept;  // holds the names
+  const jflux::Op* found = jflux::FindOp(op);
+  if (found == nullptr) return Reason(std::string("jflux has no op ") + op);
+  if (sm_count < 0 || !(link_gbps >= 0)) return Reason("a machine has no negative numbers");
+  jflux::Fields fields;
+  for (int i = 0; i < call_count; ++i) fields[call[i].name] = call[i].value;
+  std::string why_not;
+  kept.clear();
+  if (!found->plan(fields, jflux::Machine{sm_count, link_gbps}, &kept, &why_not)) {
+    return Reason(std::string("jflux.") + op + ": " + why_not);
+  }
+  *count = 0;
+  for (const auto& [name, value] : kept) {
+    if (*count < capacity) plan[*count] = {name.c_str(), value};
+    ++*count;
+  }
+  return nullptr;
+}
+
+const JfluxField* jflux_constants(void) {
+  static const auto* constants = [] {
+    auto* list = new std::vector<JfluxField>{
+        {"max_ranks", jflux::kMaxRanks},   {"max_weights", jflux::kMaxWeights},
+        {"tile_rows", jflux::kGemmTileM},  {"tile_k", jflux::kGemmTileK},
+        {"unit_bytes", jflux::kUnitBytes},
+    };
+    int64_t number = 0;
+    for (const char* name : jflux::kDTypeNames) {
+      list->push_back({KeptForever(std::string("dtypes.") + name), number++});
+    }
+    number = static_cast<int64_t>(jflux::Activation::kNone);
+    for (const char* name : jflux::kActivationNames) {
+      list->push_back({KeptForever(std::string("activations.") + name), ++number});
+    }
+    for (const jflux::Op* op : jflux::AllOps()) {
+      for (const jflux::Constant* c = op->constants; c != nullptr && c->name != nullptr; ++c) {
+        list->push_back({c->name, c->value});
+      }
+    }
+    list->push_back({nullptr, 0});
+    return list;
+  }();
+  return constants->data();
+}
+
+int jflux_choices(JfluxChoice* choices, int capacity) {
+  int count = 0;
+  for (const jflux::GemmChoice& c : jflux::kCompiled) {
+    if (count < capacity) choices[count] = JfluxChoice{c.tile_n, c.cluster_m, c.group_m, c.splits};
+    ++count;
+  }
+  return count;
+}
+
+int jflux_is_possible(const JfluxChoice* c) {
+  return jflux::IsPossible({c->tile_n, c->cluster_m, c->group_m, c->splits});
+}
+
+int jflux_most_splits(const char* op) {
+  const jflux::Op* found = jflux::FindOp(op);
+  return found == nullptr ? 1 : found->most_splits;
+}

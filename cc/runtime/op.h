@@ -1,0 +1,106 @@
+// The description of an op that the runtime needs: one constant per op, listed in
+// cc/ops/registry.cc.
+//
+// The runtime includes no header of cc/ops. FFI targets, error messages, the loading of kernels and
+// the C interface go through AllOps().
+//
+// How a call is decided, once:
+//
+//   Python, when the call is lowered   op.plan(call, machine) -> plan: configuration, senders,
+//                                      workspace_bytes; reserves a workspace of that size
+//   XLA                                carries the plan to the handler, as attributes
+//   the op's handler                   computes the layout of this plan, refuses it if the layout
+//                                      takes another number of bytes, and launches
+//
+// A handler never chooses. Whatever depends on the call and the machine belongs into the plan.
+#ifndef JFLUX_RUNTIME_OP_H_
+#define JFLUX_RUNTIME_OP_H_
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "core/dtype.h"
+#include "gpu/machine.h"
+#include "xla/ffi/api/c_api.h"
+
+namespace jflux {
+
+// A call, or a plan: numbers by name. Element types are numbers of DType, booleans 0 or 1.
+using Fields = std::map<std::string, int64_t>;
+
+// A number that Python reads by its name, e.g. {"max_ranks", 8}. A dot makes a list: {"norms.rms",
+// 1}, {"norms.layer", 2} are "norms": ["rms", "layer"] there, in this order.
+struct Constant {
+  const char* name;
+  int64_t value;
+};
+
+struct Op {
+  OpId id;
+  const char* name;       // the FFI target is "jflux_" + name
+  XLA_FFI_Handler* cpu;   // both take the same attributes: XLA demands an exact match
+  XLA_FFI_Handler* cuda;  // null without CUDA in the build
+  // Loads the op's kernels on the current device. Null without CUDA in the build, or if another op
+  // of the folder loads them.
+  bool (*load_kernels)(std::string* error);
+  int32_t most_splits;  // CTAs that may share the k of a tile; 1: the op is not tuned so
+  // What the kernels do for this call on this machine; false and *why_not if they cannot. Pure: the
+  // same on every rank.
+  bool (*plan)(const Fields& call, const Machine& machine, Fields* plan, std::string* why_not);
+  const Constant* constants = nullptr;  // the op's own; ends with a null name
+};
+
+// Defined in cc/ops/registry.cc.
+const std::vector<const Op*>& AllOps();
+
+// Null if there is none.
+const Op* FindOp(const std::string& name);
+
+// Reads the fields of a call. What is missing, out of range or unknown makes Check() false.
+class CallReader {
+ public:
+  explicit CallReader(const Fields& call) : call_(call) {}
+
+  // A field that every call has.
+  int64_t Get(const char* name, int64_t least, int64_t most) {
+    const auto field = call_.find(name);
+    if (field == call_.end()) Refuse(std::string("the call has no `") + name + "`");
+    return field == call_.end() ? least : Ranged(*field, least, most);
+  }
+  int64_t GetOr(const char* name, int64_t fallback, int64_t least, int64_t most) {
+    const auto field = call_.find(name);
+    return field == call_.end() ? fallback : Ranged(*field, least, most);
+  }
+  bool Has(const char* name) const { return call_.count(name) != 0; }
+  // Makes Check() fail; the first reason is the one that it tells.
+  void Refuse(const std::string& why) {
+    if (failed_.empty()) failed_ = why;
+  }
+
+  // After the last field has been read.
+  bool Check(std::string* why_not) {
+    for (const auto& [name, value] : call_) {
+      if (read_.count(name) == 0) Refuse("the call has an unknown field `" + name + "`");
+    }
+    if (!failed_.empty()) *why_not = failed_;
+    return failed_.empty();
+  }
+
+ private:
+  int64_t Ranged(const Fields::value_type& field, int64_t least, int64_t most) {
+    read_[field.first] = 1;
+    if (least <= field.second && field.second <= most) return field.second;
+    Refuse("`" + field.first + "` is " + std::to_string(field.second) + ", not from " +
+           std::to_string(least) + " to " + std::to_string(most));
+    return least;
+  }
+  const Fields& call_;
+  Fields read_;
+  std::string failed_;
+};
+
+}  // namespace jflux
+
+#endif  // JFLUX_RUNTIME_OP_H_

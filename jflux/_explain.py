@@ -1,0 +1,115 @@
+"""``jflux.explain``: which path each call of a function takes, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from . import _config
+from ._dispatch import Path, Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Explained:
+    """One call of an op in a lowered function.
+
+    Attributes:
+      op: its name.
+      operands, results: shapes and types of one rank's, such as "bfloat16[1024, 4096]".
+      plan: the path that the call takes, its configuration, and the reason in words.
+    """
+
+    op: str
+    operands: tuple[str, ...]
+    results: tuple[str, ...]
+    plan: Plan
+
+    def __str__(self) -> str:
+        lines = [f"{self.op}  {', '.join(self.operands)} -> {', '.join(self.results)}"]
+        lines.append(f"  path    {self.plan.path}")
+        if "tile_n" in self.plan.config:  # of other ops the reason says all
+            c = self.plan.config
+            lines.append(
+                f"  config  tiles 128 x {c['tile_n']}, clusters of {c['cluster_m']}, raster groups "
+                f"of {c['group_m'] or 'all'} rows of clusters, k in {c['splits']}, "
+                f"{self.plan.senders or 'all'} senders"
+            )
+        if self.plan.path == Path.FUSED:
+            lines.append(f"  heap    {self.plan.workspace_bytes / (1 << 20):.2f} MiB per rank")
+        lines.append(f"  reason  {self.plan.reason}")
+        return "\n".join(lines)
+
+
+class Explanation(tuple[Explained, ...]):
+    """The calls of a function, in the order in which they are lowered. Prints as a report."""
+
+    def __str__(self) -> str:
+        if not self:
+            return "no call of a jflux op"
+        return "\n".join(str(call) for call in self)
+
+
+def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """Lowers ``f(*args, **kwargs)``, prints which path each call of jflux's ops in it takes, and
+    returns the same as data. Nothing runs, and no compiled program is used or kept.
+
+    Equal calls in a function that is jitted inside `f`, or in the body of a loop, are lowered, and
+    listed, once.
+
+    Args:
+      f: a function that `jax.jit` takes, jitted or not.
+      *args, **kwargs: its arguments: arrays, or `jax.ShapeDtypeStruct` with shardings.
+
+    Returns:
+      The calls: an :class:`Explanation`, a tuple of :class:`Explained`.
+
+    Raises:
+      TypeError: `f` is not a function that can be jitted.
+    """
+    if not callable(f):
+        raise TypeError(
+            f"jflux.explain: f must be a function that jax.jit takes, got {type(f).__name__}"
+        )
+    found = calls_of(f, *args, **kwargs)
+    print(found)
+    return found
+
+
+def calls_of(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """:func:`explain` without the report."""
+    lower = getattr(f, "lower", None)
+    if lower is None:
+        lower = jax.jit(f).lower
+    recorder = _Recorder()
+    with _config.override(recorder=recorder):  # another key of JAX's caches: it lowers anew
+        try:
+            lower(*args, **kwargs)
+        except jax.errors.ConcretizationTypeError as error:
+            raise TypeError(
+                "jflux.explain: f cannot be jitted, since it needs the values of its arguments; "
+                f"explain the jitted parts of it: {error}"
+            ) from error
+    return Explanation(recorder.calls)
+
+
+class _Recorder:
+    """Collects the calls of one lowering. Equal to itself alone, as keys of caches must be."""
+
+    def __init__(self) -> None:
+        self.calls: list[Explained] = []
+
+
+def _describe(aval: Any) -> str:
+    return f"{aval.dtype.name}[{', '.join(map(str, aval.shape))}]"
+
+
+def note(op: str, operands: Sequence[Any], results: Sequence[Any], plan: Plan) -> None:
+    """Tells an `explain` that runs in this thread of a call."""
+    recorder = _config.config.current().recorder
+    if recorder is not None:
+        recorder.calls.append(
+            Explained(op, tuple(map(_describe, operands)), tuple(map(_describe, results)), plan)
+        )

@@ -1,0 +1,268 @@
+"""Makes JAX primitives of ops, and lowers their calls as planned."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax._src import dispatch
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+from jax.sharding import Mesh
+
+from . import _config, _dispatch, _explain, _ffi, _heap, _mesh, _native
+from ._dispatch import Arrays, Machine, Path, Plan
+
+#: Shape and type of one result.
+ShapeDtype = tuple[tuple[int, ...], Any]
+
+
+class Call(Protocol):
+    """What the parameters of every op have: a call, less its operands.
+
+    Attributes:
+      axis_names: the mesh axes whose ranks take part.
+      world: how many ranks these are.
+      prepared: how the operands were brought into a form that the kernel takes, in words, or None.
+        Such a call has been planned: it takes the kernel.
+    """
+
+    @property
+    def axis_names(self) -> tuple[Any, ...]: ...
+    @property
+    def world(self) -> int: ...
+    @property
+    def prepared(self) -> str | None: ...
+
+
+class ShapesRule(Protocol):
+    """(operands' types, params) -> [(shape, dtype)] of the results."""
+
+    def __call__(self, arrays: Arrays, params: Any) -> Sequence[ShapeDtype]: ...
+
+
+class ReferenceForm(Protocol):
+    """(operands, params) -> the results, in plain `lax`."""
+
+    def __call__(self, arrays: Arrays, params: Any) -> Sequence[Any]: ...
+
+
+class DecomposedForm(Protocol):
+    """(operands, params, plan) -> the results, by XLA's product and others of jflux's ops."""
+
+    def __call__(self, arrays: Arrays, params: Any, plan: Plan) -> Sequence[Any]: ...
+
+
+class PlanRule(Protocol):
+    """(operands' types, params, machine) -> the plan: a pure function, but for the switches of the
+    thread and the tuning tables that it looks the call up in."""
+
+    def __call__(self, arrays: Arrays, params: Any, machine: Machine) -> Plan: ...
+
+
+class CanonicalRule(Protocol):
+    """(operands' types, params, machine) -> a function (*operands) -> the results that brings the
+    operands into a form that the kernel takes and binds the primitive again, with `prepared`; None
+    if they are in that form."""
+
+    def __call__(
+        self, arrays: Arrays, params: Any, machine: Machine
+    ) -> Callable[..., Any] | None: ...
+
+
+class AttributesRule(Protocol):
+    """(operands' types, params, plan) -> the FFI attributes of the handler beside `groups`, `site`,
+    `world` and `workspace_bytes`."""
+
+    def __call__(self, arrays: Arrays, params: Any, plan: Plan) -> dict[str, Any]: ...
+
+
+class BatchRule(Protocol):
+    """(primitive, operands, dims, params=...) -> (results, their batch dimensions)."""
+
+    def __call__(
+        self, primitive: Primitive, operands: Any, dims: Any, *, params: Any
+    ) -> tuple[Any, Any]: ...
+
+
+def _always_canonical(arrays: Arrays, params: Any, machine: Machine) -> None:
+    return None
+
+
+def _no_decomposed_form(arrays: Arrays, params: Any, plan: Plan) -> Sequence[Any]:
+    raise AssertionError(f"a plan chose a form that there is not: {plan.reason}")
+
+
+def _nothing_to_register(params: Any, platform: str) -> None:
+    """The library's own targets are registered together."""
+
+
+def _nothing_same(params: Any) -> tuple[Any, ...]:
+    return ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """What the lowering asks of an op.
+
+    Attributes:
+      name: of the op; its FFI target is ``jflux_<name>``, unless `target` says otherwise.
+      result_shapes: -> [(shape, dtype)] of the results.
+      reference: the call in plain `lax`.
+      decomposed: the call as XLA's product and others of jflux's ops, for ops whose plans may say
+        so.
+      plan: which path the call takes.
+      canonical: how the operands get into the kernel's form.
+      attributes: what the handler takes.
+      batch: the batching rule.
+      same_over: params -> the axes that the results do not vary over any more.
+      target: params -> the FFI target, of which messages then speak too.
+      register: (params, platform): registers that target with XLA.
+    """
+
+    name: str
+    result_shapes: ShapesRule
+    reference: ReferenceForm
+    plan: PlanRule
+    attributes: AttributesRule
+    batch: BatchRule
+    decomposed: DecomposedForm = _no_decomposed_form
+    canonical: CanonicalRule = _always_canonical
+    same_over: Callable[[Any], tuple[Any, ...]] = _nothing_same
+    target: Callable[[Any], str] | None = None
+    register: Callable[[Any, str], None] = _nothing_to_register
+
+    def label(self, params: Any) -> str:
+        """The op as messages name it."""
+        return self.name if self.target is None else f"{self.name}({self.target(params)})"
+
+
+def make_primitive(rules: Rules) -> Primitive:
+    """A primitive ``jflux_<name>(*operands, params)`` with several results, all of the first
+    operand's kind."""
+    primitive = Primitive(f"jflux_{rules.name}")
+    primitive.multiple_results = True
+    # The group table names devices, so a lowering holds for its devices alone. Without this, JAX
+    # reuses it for another mesh of the same shape.
+    dispatch.prim_requires_devices_during_lowering.add(primitive)
+
+    def abstract(*avals: Any, params: Any) -> list[Any]:
+        # Results vary over the axes that the operands vary over; a bare shape would claim that
+        # they do not, and check_vma=True would let wrong out_specs pass.
+        manual = avals[0].manual_axis_type
+        manual = manual.update(varying=manual.varying - frozenset(rules.same_over(params)))
+        return [
+            avals[0].update(shape=shape, dtype=dtype, weak_type=False, manual_axis_type=manual)
+            for shape, dtype in rules.result_shapes(avals, params)
+        ]
+
+    primitive.def_abstract_eval(abstract)
+    # Reached in eager shard_map, which evaluates one primitive at a time.
+    primitive.def_impl(jax.jit(primitive.bind, static_argnames="params"))
+
+    def lower_form(ctx: Any, operands: Any, form: Callable[[Arrays], Any]) -> Any:
+        return mlir.lower_fun(lambda *operands: form(operands), multiple_results=True)(
+            ctx, *operands
+        )
+
+    def lower(ctx: Any, *operands: Any, params: Any, platform: str) -> Any:
+        mesh = _mesh.concrete_mesh_of(ctx.module_context.axis_context, params.axis_names)
+        plan, machine = plan_call(rules, ctx.avals_in, ctx.avals_out, params, platform, mesh)
+        canonical = None
+        if plan.path == Path.FUSED:
+            assert mesh is not None and machine is not None
+            canonical = rules.canonical(ctx.avals_in, params, machine)
+        if canonical is not None:
+            return mlir.lower_fun(canonical, multiple_results=True)(ctx, *operands)
+        _report(rules.label(params), ctx, plan)
+        if plan.path == Path.REFERENCE:
+            return lower_form(ctx, operands, lambda arrays: rules.reference(arrays, params))
+        if plan.path == Path.DECOMPOSED:
+            return lower_form(ctx, operands, lambda arrays: rules.decomposed(arrays, params, plan))
+        assert mesh is not None and machine is not None
+        return _lower_fused(rules, ctx, operands, params, plan, machine, mesh)
+
+    def lower_elsewhere(ctx: Any, *operands: Any, params: Any) -> Any:
+        plan = _dispatch.unsupported("jflux has kernels for CPUs and CUDA GPUs only")
+        _report(rules.label(params), ctx, plan)
+        return lower_form(ctx, operands, lambda arrays: rules.reference(arrays, params))
+
+    mlir.register_lowering(primitive, lower_elsewhere)
+    for platform in _ffi.PLATFORMS:
+        rule = functools.partial(lower, platform=platform)
+        mlir.register_lowering(primitive, rule, platform=platform)
+    batching.primitive_batchers[primitive] = functools.partial(rules.batch, primitive)
+    return primitive
+
+
+def plan_call(
+    rules: Rules,
+    avals: Sequence[Any],
+    avals_out: Sequence[Any],
+    params: Any,
+    platform: str,
+    mesh: Mesh | None,
+) -> tuple[Plan, Machine | None]:
+    """The plan of a call that is lowered for this mesh (None: it is not known), and the machine."""
+    if not _config.config.fused:
+        return _dispatch.reference("jflux.config(fused=False)"), None
+    if any(0 in aval.shape for aval in (*avals, *avals_out)):
+        return _dispatch.reference("an operand or a result is empty"), None
+    if mesh is None:
+        return (
+            _dispatch.unsupported(
+                "the mesh is abstract, so its devices are not known when the op is lowered"
+            ),
+            None,
+        )
+    if why := _heap.why_not_usable(platform, mesh):
+        return _dispatch.unsupported(why), None
+    machine = _dispatch.machine_of(platform, mesh)
+    return rules.plan(avals, params, machine), machine
+
+
+def _report(label: str, ctx: Any, plan: Plan) -> None:
+    """Says which path a call takes: to jflux.explain, to the log, as an error in strict mode."""
+    _explain.note(label, ctx.avals_in, ctx.avals_out, plan)
+    if plan.unsupported:
+        _config.fall_back(label, plan.reason)
+    elif plan.path == Path.DECOMPOSED:
+        _config.say_once(logging.INFO, f"jflux.{label} is decomposed: {plan.reason}")
+
+
+def _lower_fused(
+    rules: Rules, ctx: Any, operands: Any, params: Any, plan: Plan, machine: Machine, mesh: Mesh
+) -> Any:
+    _ffi.register_targets(machine.platform)
+    rules.register(params, machine.platform)
+    _begin_module(ctx.module_context.module)
+    table = _mesh.group_table(mesh, params.axis_names)
+    explaining = _config.config.current().recorder is not None  # then nothing is to run
+    if machine.is_here and not explaining:
+        _heap.reserve(machine.platform, table, rules.label(params), plan.workspace_bytes)
+    target = f"jflux_{rules.name}" if rules.target is None else rules.target(params)
+    return jax.ffi.ffi_lowering(target)(
+        ctx,
+        *operands,
+        groups=table.ravel(),
+        site=np.int64(ctx.module_context.new_channel()),
+        world=np.int64(table.shape[1]),
+        workspace_bytes=np.int64(plan.workspace_bytes),
+        **rules.attributes(ctx.avals_in, params, plan),
+    )
+
+
+_last_module: Any = None
+
+
+def _begin_module(module: Any) -> None:
+    """Tells the library when the calls of another module begin (cc/runtime/ffi.h)."""
+    global _last_module
+    if module is not _last_module:
+        _last_module = module
+        _native.lib.begin_module()

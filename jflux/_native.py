@@ -1,0 +1,62 @@
+"""The native module, and the numbers and names that both languages use: read from C++."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+try:
+    from . import _jflux as lib
+except ImportError as error:  # pragma: no cover - a broken install
+    raise ImportError(
+        f"jflux's native library is missing or does not load ({error}); reinstall with "
+        "`pip install .` in a checkout (not from inside its source folder)"
+    ) from error
+
+_constants: dict[str, Any] = lib.constants()
+
+#: Ranks of a group that the kernels take.
+MAX_RANKS: int = _constants["max_ranks"]
+#: Weights, or terms, of one call that the GPU kernels take.
+MAX_WEIGHTS: int = _constants["max_weights"]
+#: Rows of a tile of the GPU kernels.
+TILE_ROWS: int = _constants["tile_rows"]
+#: Elements of a 16-bit type that the GPU kernels move together: rows are whole multiples.
+UNIT: int = _constants["unit_bytes"] // 2
+#: Names of the element types, in the order of cc/core/dtype.h.
+DTYPES: tuple[str, ...] = tuple(_constants["dtypes"])
+#: Activations and norms, in the order of cc/core/activation.h and cc/ops/all_reduce/all_reduce.h.
+#: Number 0 is none in both.
+ACTIVATIONS: tuple[str, ...] = tuple(_constants["activations"])
+NORMS: tuple[str, ...] = tuple(_constants["norms"])
+#: In the order of AllReduceAlgorithm (cc/ops/all_reduce/all_reduce.h).
+ALL_REDUCE_ALGORITHMS: tuple[str, ...] = tuple(_constants["all_reduce_algorithms"])
+
+
+def dtype_number(dtype: Any) -> int:
+    """As cc/core/dtype.h numbers it."""
+    return DTYPES.index(np.dtype(dtype).name)
+
+
+def number_of(name: str | None, names: tuple[str, ...]) -> int:
+    """0 for None, else one more than the place of `name` among `names`."""
+    return 0 if name is None else 1 + names.index(name)
+
+
+def plan(op: str, call: Mapping[str, int], sm_count: int, link_gbps: float) -> dict[str, int]:
+    """What the kernels of `op` do for a call on such a GPU: its configuration and the bytes of its
+    workspace (`Op::plan` of cc/runtime/op.h).
+
+    Args:
+      op: its name.
+      call: sizes, types and options of the call, by the names that the op's plan function reads.
+      sm_count: multiprocessors of the GPU; 0 is the CPU back end.
+      link_gbps: what its links carry, in 1e9 bytes a second; 0: unknown.
+
+    Raises:
+      ValueError: no kernel takes the call; says why.
+    """
+    fields = {name: int(value) for name, value in call.items()}
+    return lib.plan(op, fields, sm_count, float(link_gbps))

@@ -1,0 +1,81 @@
+"""Collectives as plain data, and what they mean, in numpy: the judge of every test."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal, assert_never
+
+import numpy as np
+from jax import lax
+from numpy.lib.array_utils import normalize_axis_index
+
+#: (dimension, ndim) -> the dimension, not negative; raises for one that there is not.
+axis = normalize_axis_index
+
+Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One exchange between the ranks of a group, as `lax` names them (``tiled=True``).
+
+    Attributes:
+      kind: which.
+      split: the dimension whose shards go to different ranks; None: all ranks get all.
+      concat: the dimension in which shards are put together in rank order; None: they are summed,
+        or there is one.
+    """
+
+    kind: Kind
+    split: int | None = None
+    concat: int | None = None
+
+    def transposed(self) -> Collective:
+        """The one that a cotangent takes."""
+        kinds: dict[str, Kind] = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}
+        return Collective(kinds.get(self.kind, self.kind), self.concat, self.split)
+
+    def shape(self, shape: Sequence[int], world: int) -> tuple[int, ...]:
+        """Of each rank's result, for operands of this shape."""
+        result = list(shape)
+        if self.split is not None:
+            result[self.split] //= world
+        if self.concat is not None:
+            result[self.concat] *= world
+        return tuple(result)
+
+    def operand_shape(self, shape: Sequence[int], world: int) -> tuple[int, ...]:
+        """Of each rank's operand, for results of this shape."""
+        return self.transposed().shape(shape, world)
+
+    def exact(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """What each rank has after it, from what each rank has before."""
+        world = len(arrays)
+        if self.kind == "all_gather":
+            return [np.concatenate(arrays, self.concat or 0)] * world
+        if self.kind == "all_to_all":
+            sent = [np.split(a, world, self.split or 0) for a in arrays]
+            return [np.concatenate([s[r] for s in sent], self.concat or 0) for r in range(world)]
+        total = sum(arrays[1:], arrays[0])
+        if self.kind == "all_reduce":
+            return [total] * world
+        if self.kind == "reduce_scatter":
+            return np.split(total, world, self.split or 0)
+        assert_never(self.kind)
+
+    def lax(self, x: Any, axis_name: Any) -> Any:
+        """It in plain `lax`."""
+        if self.kind == "all_gather":
+            return lax.all_gather(x, axis_name, axis=self.concat or 0, tiled=True)
+        if self.kind == "all_to_all":
+            return lax.all_to_all(x, axis_name, self.split or 0, self.concat or 0, tiled=True)
+        if self.kind == "all_reduce":
+            return lax.psum(x, axis_name)
+        if self.kind == "reduce_scatter":
+            return lax.psum_scatter(x, axis_name, scatter_dimension=self.split or 0, tiled=True)
+        assert_never(self.kind)
+
+    def sums(self) -> bool:
+        """Whether ranks' data are added."""
+        return self.kind in ("reduce_scatter", "all_reduce")

@@ -1,0 +1,63 @@
+"""Products in plain `lax`, as references and decomposed forms make them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+
+def several(operand: Any) -> tuple[Any, ...]:
+    """An operand that may be a sequence, as one."""
+    return tuple(operand) if isinstance(operand, tuple | list) else (operand,)
+
+
+def matmul(
+    x: jax.Array,
+    w: jax.Array,
+    preferred_element_type: DTypeLike | None,
+    precision: lax.PrecisionLike,
+    transpose_rhs: bool,
+) -> jax.Array:
+    """``x @ w``: x [..., k], w [k, n] or, with `transpose_rhs`, [n, k]."""
+    contract = ((x.ndim - 1,), (1 if transpose_rhs else 0,))
+    return lax.dot_general(
+        x, w, (contract, ((), ())), precision=precision,
+        preferred_element_type=preferred_element_type,
+    )  # fmt: skip
+
+
+def end_to_end(
+    xs: Sequence[jax.Array], ws: Sequence[jax.Array], transpose_rhs: bool
+) -> tuple[jax.Array, jax.Array]:
+    """(x, w) over all k, whose product is the sum of ``x_i @ w_i``."""
+    if len(xs) == 1:
+        return xs[0], ws[0]
+    return jnp.concatenate(xs, -1), jnp.concatenate(ws, 1 if transpose_rhs else 0)
+
+
+def sum_of_products(
+    xs: Sequence[jax.Array],
+    ws: Sequence[jax.Array],
+    preferred_element_type: DTypeLike | None,
+    precision: lax.PrecisionLike,
+    transpose_rhs: bool,
+) -> jax.Array:
+    """The sum of ``x_i @ w_i``."""
+    x, w = end_to_end(xs, ws, transpose_rhs)
+    return matmul(x, w, preferred_element_type, precision, transpose_rhs)
+
+
+def weight_gradient(
+    x: jax.Array, dy: jax.Array, transpose_rhs: bool, dtype: Any, precision: Any
+) -> jax.Array:
+    """``x^T @ dy`` over all leading dimensions: [k, n], or [n, k] with `transpose_rhs`."""
+    rows = tuple(range(x.ndim - 1))
+    lhs, rhs = (dy, x) if transpose_rhs else (x, dy)
+    return lax.dot_general(
+        lhs, rhs, ((rows, rows), ((), ())), precision=precision, preferred_element_type=dtype
+    )

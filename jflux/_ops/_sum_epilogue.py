@@ -1,0 +1,97 @@
+"""The epilogue of a sum over ranks: a residual is added, and rows are normalised."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from .. import _epilogue, _norm
+
+
+@dataclasses.dataclass(frozen=True)
+class SumEpilogue:
+    """Whether a residual is added, and how rows are normalised then. Its operands are the residual
+    and the norm's factors, as far as there are such."""
+
+    residual: bool = False
+    norm: str | None = None
+    epsilon: float = 0.0
+
+    @property
+    def results(self) -> int:
+        """The sum, and its rows normalised."""
+        return 1 if self.norm is None else 2
+
+    def factors(self, added: Sequence[Any]) -> Sequence[Any]:
+        return added[self.residual :]
+
+
+def check(op: str, shape: Sequence[int], residual: Any, norm: Any) -> None:
+    """Raises for what cannot follow a sum of this shape."""
+    if residual is not None and tuple(residual.shape) != tuple(shape):
+        raise ValueError(
+            f"jflux.{op}: the residual has shape {tuple(residual.shape)}, the sum {tuple(shape)}"
+        )
+    if norm is not None:
+        if not shape:
+            raise ValueError(f"jflux.{op}: a norm needs rows, and the sum is a number")
+        _norm.check(op, norm, shape[-1])
+
+
+def operands(
+    op: str, axis_names: tuple[Any, ...], residual: Any, norm: _norm.Norm | None
+) -> tuple[SumEpilogue, list[jax.Array]]:
+    """A call's epilogue and its operands, which must be the same on all ranks of the axes."""
+    added = [] if residual is None else [jnp.asarray(residual)]
+    added += [] if norm is None else [jnp.asarray(f) for f in norm.factors]
+    for array in added:
+        if jax.typeof(array).manual_axis_type.varying & frozenset(axis_names):
+            raise ValueError(
+                f"jflux.{op}: a residual and a norm's factors must be the same on all ranks of "
+                f"{axis_names}, and one of shape {tuple(array.shape)} varies over them"
+            )
+    epilogue = SumEpilogue(
+        residual=residual is not None,
+        norm=None if norm is None else norm.name,
+        epsilon=0.0 if norm is None else norm.epsilon,
+    )
+    return epilogue, added
+
+
+def apply(epilogue: SumEpilogue, y: Any, added: Sequence[Any]) -> list[jax.Array]:
+    """All results of a sum y, in plain `lax`."""
+    y = _epilogue.add(y, added[: epilogue.residual])
+    if epilogue.norm is None:
+        return [y]
+    return [y, _norm.apply(epilogue.norm, epilogue.epsilon, y, *epilogue.factors(added))]
+
+
+def tangents(
+    epilogue: SumEpilogue,
+    y: jax.Array,
+    dy: jax.Array | None,
+    added: Sequence[jax.Array],
+    dadded: Sequence[Any],
+) -> list[jax.Array]:
+    """Those of all results, y being the first one, for a tangent of the sum (None: zero) and those
+    of the operands."""
+    dy = jnp.zeros_like(y) if dy is None else dy
+    if epilogue.residual and not isinstance(dadded[0], SymbolicZero):
+        dy += dadded[0].astype(dy.dtype)
+    if epilogue.norm is None:
+        return [dy]
+    factors = epilogue.factors(added)
+    dfactors = [
+        jnp.zeros_like(f) if isinstance(d, SymbolicZero) else d
+        for f, d in zip(factors, epilogue.factors(dadded), strict=True)
+    ]
+    # Only y is kept for the backward pass.
+    normalise = jax.checkpoint(functools.partial(_norm.apply, epilogue.norm, epilogue.epsilon))
+    _, dnormalised = jax.jvp(normalise, (y, *factors), (dy, *dfactors))
+    return [dy, dnormalised]

@@ -1,0 +1,69 @@
+// A call of matmul_reduce_scatter, for tests (ranks.h).
+#ifndef JFLUX_TESTS_CC_MATMUL_REDUCE_SCATTER_CALL_H_
+#define JFLUX_TESTS_CC_MATMUL_REDUCE_SCATTER_CALL_H_
+
+#include <memory>
+#include <vector>
+
+#include "ops/matmul_reduce_scatter/matmul_reduce_scatter.h"
+#include "ranks.h"
+
+namespace jflux {
+
+class MatmulReduceScatterCall : public Call {
+ public:
+  MatmulReduceScatterCall(const MatmulReduceScatterParams& p, const ScatterTiling& tiling,
+                          uint32_t seed)
+      : p_(p), tiling_(tiling), sum_(p.rows.Total() * p.n) {
+    for (int rank = 0; rank < p.rows.world; ++rank) {
+      const Values x = RandomIntegers(p.rows.Total() * p.k, 2, seed * 100 + rank);
+      const Values w = RandomIntegers(p.k * p.n, 1, seed * 100 + 50 + rank);
+      const Values part = Product(x, w, p.rows.Total(), p.k, p.n, p.transpose_rhs);
+      for (size_t i = 0; i < sum_.size(); ++i) sum_[i] += part[i];
+      x_.emplace_back(p.dtype, x);
+      w_.emplace_back(p.dtype, w);
+      y_.emplace_back(p.out_dtype, p.rows.PerRank() * p.n);
+    }
+  }
+
+  WorkspaceLayout Workspace() const override {
+    return ReduceScatterLayout::Make(p_, tiling_.tile_m, tiling_.tile_n, 1).Workspace();
+  }
+  bool Run(const SymmetricView& view, uint32_t epoch, WaitContext ctx) override {
+    const int r = view.rank;
+    ctx.op = static_cast<uint32_t>(kMatmulReduceScatterId);
+    const MatmulReduceScatterArrays arrays{x_[r].bytes.data(), w_[r].bytes.data(),
+                                           y_[r].bytes.data()};
+    return MatmulReduceScatterCpu(p_, tiling_, arrays, view, epoch, ctx);
+  }
+  int64_t Wrong() const override {
+    const Rows& r = p_.rows;
+    int64_t wrong = 0;
+    for (int rank = 0; rank < r.world; ++rank) {
+      Values want;
+      for (int64_t o = 0; o < r.outer; ++o) {
+        const auto first = sum_.begin() + (o * r.world + rank) * r.inner * p_.n;
+        want.insert(want.end(), first, first + r.inner * p_.n);
+      }
+      wrong += y_[rank].Wrong(want);
+    }
+    return wrong;
+  }
+
+ private:
+  MatmulReduceScatterParams p_;
+  ScatterTiling tiling_;
+  Values sum_;
+  std::vector<Array> x_, w_, y_;
+};
+
+inline const bool kRandomMatmulReduceScatter =
+    AddRandomCall([](const RandomProduct& p) -> std::unique_ptr<Call> {
+      return std::make_unique<MatmulReduceScatterCall>(
+          MatmulReduceScatterParams{p.rows, p.k, p.n, p.in, p.out, p.Flip()},
+          ScatterTiling{p.tile_m, p.tile_n}, p.seed);
+    });
+
+}  // namespace jflux
+
+#endif  // JFLUX_TESTS_CC_MATMUL_REDUCE_SCATTER_CALL_H_

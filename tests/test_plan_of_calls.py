@@ -1,0 +1,272 @@
+"""Plans are pure functions of (call, machine, tuned entry): what GPUs would do, without one."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import each_call, make_mesh, operands, per_device
+
+from jflux import _config, _dispatch, _explain, _ffi, _heap, _native, _tuning
+from jflux._dispatch import Machine, Path
+from jflux._ops import (
+    _product,
+    all_gather_matmul,
+    all_reduce,
+    exchange,
+    matmul_all_reduce,
+    matmul_all_to_all,
+    matmul_reduce_scatter,
+)
+from jflux._tuning import DECOMPOSED, Choice
+
+GPU = Machine("cuda", sm_count=132, link_gbps=320.0, heap_bytes=2 << 30)
+SLOW = dataclasses.replace(GPU, link_gbps=40.0)
+CPU = Machine("cpu")
+SMALL_HEAP = dataclasses.replace(GPU, heap_bytes=64 << 20)
+TWO, FOUR = 2, 4
+
+
+@pytest.fixture(autouse=True)
+def as_users_have_it():
+    """Without the suite's `always`, which takes kernels for every call."""
+    with _config.override(always=False):
+        yield
+
+
+def _array(shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def gather(rows, n, k, ranks=TWO, dtype=jnp.bfloat16, **changes):
+    """The types and parameters of a call whose ranks have so many rows in all, and n columns."""
+    out = np.dtype(changes.pop("out", dtype))
+    params = all_gather_matmul.Params(("tp",), ranks, 0, ("y",), False, out, **changes)
+    return (
+        all_gather_matmul._plan,
+        [_array((rows // ranks, k), dtype), _array((k, n), dtype)],
+        params,
+    )
+
+
+def scatter(rows, n, k, ranks=TWO, dtype=jnp.bfloat16, **changes):
+    params = matmul_reduce_scatter.Params(("tp",), ranks, 0, False, np.dtype(dtype), **changes)
+    return matmul_reduce_scatter._plan, [_array((rows, k), dtype), _array((k, n), dtype)], params
+
+
+def columns(rows, n, k, ranks=TWO, dtype=jnp.bfloat16, **changes):
+    """matmul_all_to_all of so many rows of a rank."""
+    out = np.dtype(changes.pop("out", dtype))
+    params = matmul_all_to_all.Params(("tp",), ranks, 1, 0, False, out, **changes)
+    return matmul_all_to_all._plan, [_array((rows, k), dtype), _array((k, n), dtype)], params
+
+
+def summed(rows, n, k, ranks=TWO, dtype=jnp.bfloat16, **changes):
+    """matmul_all_reduce."""
+    sums = all_reduce.Params(("tp",), ranks, None)
+    params = matmul_all_reduce.Params(sums, False, np.dtype(dtype), None, **changes)
+    return matmul_all_reduce._plan, [_array((rows, k), dtype), _array((k, n), dtype)], params
+
+
+def reduced(elements, ranks=TWO, dtype=jnp.bfloat16, algorithm=None):
+    params = all_reduce.Params(("tp",), ranks, algorithm)
+    return all_reduce._plan, [_array((elements,), dtype)], params
+
+
+def gathered(elements, ranks=TWO, dtype=jnp.bfloat16):
+    params = exchange.Params(("tp",), ranks, None, 0)
+    return (
+        functools.partial(exchange._plan, kind="all_gather"),
+        [_array((elements,), dtype)],
+        params,
+    )
+
+
+def plan_of(call, machine=GPU, tuned=None):
+    plan, arrays, params = call
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_tuning, "lookup", lambda key, gpu: tuned)
+        return plan(arrays, params, machine)
+
+
+FUSED, LAX = Path.FUSED, Path.REFERENCE  # DECOMPOSED is Path's too
+F32 = np.float32
+
+
+@pytest.mark.parametrize(
+    "call, machine, tuned, path, reason",
+    [
+        # Products: the heuristic's rows, and what padding costs.
+        (gather(8192, 24576, 12288), GPU, None, FUSED, "configuration of the heuristic"),
+        (gather(32, 24576, 12288), GPU, None, DECOMPOSED, "32 rows are fewer than 64"),
+        (gather(256, 24576, 12288), GPU, None, DECOMPOSED, "256 rows: from 129 to 511"),
+        (gather(2052, 24576, 12288), GPU, None, DECOMPOSED, "252 rows of padding in tiles of 256"),
+        (gather(2052, 24576, 12288), SLOW, None, FUSED, "heuristic"),  # more to hide
+        (scatter(8192, 12288, 24576), GPU, None, FUSED, "configuration of the heuristic"),
+        (scatter(32, 12288, 24576), GPU, None, DECOMPOSED, "32 rows are fewer than 64"),
+        (columns(2048, 1024, 4096), GPU, None, FUSED, "configuration of the heuristic"),
+        (columns(256, 1024, 4096), GPU, None, DECOMPOSED, "256 rows, fewer than 512"),
+        (columns(2048, 144, 4096), GPU, None, DECOMPOSED, "2048 x 72 in whole tiles of 128 x 128"),
+        # A tuned entry comes before the heuristic.
+        (gather(32, 24576, 12288), GPU, Choice(192, 2, 8), FUSED, "tuning table for this GPU"),
+        (gather(8192, 24576, 12288), GPU, DECOMPOSED, DECOMPOSED, "in a tuning table"),
+        (columns(256, 1024, 4096), GPU, Choice(128, 1, 4), FUSED, "tuning table"),
+        # Sums for all: by size, by rows of a rank, and by room in the heap.
+        (summed(512, 1024, 256, FOUR), GPU, None, DECOMPOSED, "y has 1048576 bytes; up to 4194304"),
+        (summed(4096, 8192, 1024, FOUR), GPU, None, FUSED, "configuration of the heuristic"),
+        (summed(4098, 8192, 1024, FOUR), GPU, None, DECOMPOSED, "4 ranks do not divide 4098 rows"),
+        (summed(4100, 8192, 1024, FOUR), GPU, None, DECOMPOSED, "of a rank are no whole tiles"),
+        (summed(4096, 8192, 1024, FOUR), SMALL_HEAP, None, DECOMPOSED,
+         "of a heap of 67108864, more than half"),
+        # Collectives: packets, chunks, and lax.
+        (gathered(1000), GPU, None, FUSED, "4000 bytes reach a rank, in LL packets"),
+        (gathered(1 << 20), GPU, None, FUSED, "in chunks that signals announce"),
+        (gathered(1 << 26), GPU, None, LAX, "bytes reach a rank, for which lax is faster"),
+        (gathered(1 << 24), SMALL_HEAP, None, LAX, "a third"),
+        (reduced(4096), GPU, None, FUSED, "one_shot, chosen for 8192 bytes"),
+        (reduced(4096, algorithm="two_shot"), GPU, None, FUSED, "two_shot, as asked for"),
+        (reduced(1 << 25), GPU, None, LAX, "67108864 bytes, for which lax.psum is faster"),
+        (reduced(1 << 22), dataclasses.replace(GPU, heap_bytes=1 << 20), None, LAX, "than half"),
+        # What no kernel takes, and what CPUs do.
+        (gather(8192, 24576, 1024, dtype=F32), GPU, None, LAX, "float32 operands on cuda"),
+        (gather(8, 16, 16, dtype=F32), CPU, None, FUSED, "CPU back end runs every call"),
+        (gather(8, 16, 16), CPU, DECOMPOSED, DECOMPOSED, "in a tuning table"),
+    ],
+)  # fmt: skip
+def test_path_and_reason(call, machine, tuned, path, reason):
+    plan = plan_of(call, machine, tuned)
+    assert (plan.path, reason in plan.reason) == (path, True), plan
+    again = plan_of(call, machine, tuned)
+    assert again == plan  # nothing is remembered
+    if path == Path.FUSED:
+        assert plan.workspace_bytes > 0
+        if isinstance(tuned, Choice):
+            assert {**dataclasses.asdict(tuned)}.items() <= dict(plan.config).items()
+    else:
+        assert plan.workspace_bytes == 0
+
+
+def test_only_unsupported_calls_are_errors_in_strict_mode():
+    assert plan_of(gather(8192, 24576, 1024, dtype=F32)).unsupported
+    assert not plan_of(gather(8, 24576, 1024, dtype=F32)).unsupported  # few rows: decomposed anyway
+    assert plan_of(reduced(64, dtype=np.int32)).unsupported
+    assert not plan_of(reduced(1 << 25, dtype=np.int32)).unsupported
+    assert not plan_of(gathered(1 << 26)).unsupported
+    assert plan_of(gather(1024, 64, 64, ranks=16)).reason.startswith("16 ranks, kernels take up")
+
+
+def test_slow_links_make_raster_groups_shorter_and_thresholds_higher():
+    usual, slow = (plan_of(gather(8192, 12288, 12288, FOUR), m) for m in (GPU, SLOW))
+    assert 0 < slow.config["group_m"] < usual.config["group_m"]
+    assert SLOW.balanced_columns == 8 * GPU.balanced_columns
+    assert dataclasses.replace(GPU, link_gbps=0.0).links == GPU.links == 1.0  # not known: as usual
+    assert [dataclasses.replace(GPU, link_gbps=g).links for g in (390, 300, 170, 45)] == [
+        1, 1, 0.5, 0.125,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "call",
+    [gather(2048, 8192, 1001), scatter(2048, 8190, 1001), columns(2048, 2048, 1001)],
+    ids=["gather", "scatter", "columns"],
+)
+def test_calls_that_are_padded_are_planned_by_the_sizes_that_the_kernel_sees(call):
+    plan = plan_of(call)
+    assert plan.path == Path.FUSED and plan.key.k == 1008 and plan.key.n % _product.UNIT == 0
+
+
+def test_leading_rows_are_planned_in_rank_order():
+    params = matmul_reduce_scatter.Params(("tp",), 2, 1, False, np.dtype(jnp.bfloat16))
+    arrays = [_array((64, 48, 1024)), _array((1024, 2048))]
+    plan = matmul_reduce_scatter._plan(arrays, params, GPU)
+    assert plan.path == Path.FUSED and plan.key.rows == 64 * 48
+
+
+@pytest.fixture
+def lowered_for_gpus(monkeypatch):
+    """A function (call) -> (the calls that it becomes, its program), lowered for GPUs that are not
+    here."""
+    machine = dataclasses.replace(GPU, is_here=False)
+    monkeypatch.setattr(_heap, "why_not_usable", lambda platform, mesh: None)
+    monkeypatch.setattr(_dispatch, "machine_of", lambda platform, mesh: machine)
+    monkeypatch.setattr(_ffi, "register_targets", lambda platform: None)
+
+    def lower(call):
+        mesh, recorder = make_mesh((2,)), _explain._Recorder()
+        f = jax.jit(per_device(mesh, call.bind("tp")))
+        with _config.override(always=True, strict=True, recorder=recorder):
+            traced = f.trace(*operands(call, mesh, "tp"))
+            return recorder.calls, traced.lower(lowering_platforms=("cuda",)).as_text()
+
+    return lower
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"lead": (5,), "k": 16, "n": 24},
+        {"lead": (5,), "k": 9, "n": 20},
+        {"lead": (3, 40), "k": 16, "n": 24},
+        {"lead": (3, 40), "k": 9, "n": 24, "transpose_rhs": True},
+        {"lead": (2, 128), "k": 64, "n": 64},
+    ],
+    ids=str,
+)
+@each_call(dtype=jnp.bfloat16)
+def test_operands_of_any_size_get_into_the_form_that_gpus_take(call, sizes, lowered_for_gpus):
+    call = dataclasses.replace(call, **sizes)
+    calls, text = lowered_for_gpus(call)
+    last = calls[-1].plan
+    assert last.path == Path.FUSED and last.workspace_bytes > 0
+    if call.op != calls[-1].op:  # decomposed
+        assert calls[0].plan.path == DECOMPOSED
+        return
+    assert len(calls) == 1 and f"@jflux_{call.op}" in text
+    assert f"workspace_bytes = {last.workspace_bytes} : i64" in text
+    if sizes["k"] == 9:
+        assert _product.PADDED in last.reason or _product.RANK_MAJOR in last.reason
+    assert last.config["tile_n"] > 0 and last.key.k % _product.UNIT == 0
+
+
+def test_a_prepared_call_takes_the_kernel_whatever_is_faster():
+    plan = plan_of(gather(16, 64, 64, prepared=_product.PADDED), tuned=DECOMPOSED)
+    assert plan.path == Path.FUSED and plan.reason.startswith(_product.PADDED)
+    with _config.override(always=True):
+        plan = plan_of(gather(16, 64, 64))
+    assert plan.path == Path.FUSED and plan.reason.startswith("jflux.config(always=True)")
+
+
+# ---- Numbers that both languages use -------------------------------------------------------------
+
+
+def test_constants_of_the_native_module():
+    """Docs, messages and docstrings have these by number, and so would a kernel that changed."""
+    assert (_native.MAX_RANKS, _native.MAX_WEIGHTS) == (8, 4)
+    assert (_native.TILE_ROWS, _native.UNIT) == (128, 8)
+    assert set(_native.DTYPES) == {"float16", "bfloat16", "float32", "float64"}
+    assert [_native.dtype_number(d) for d in _native.DTYPES] == list(range(4))
+    assert {np.dtype(d) for d in _native.DTYPES} == _product.CPU_DTYPES
+    assert set(_native.ACTIVATIONS) == {"relu", "silu", "gelu", "gelu_tanh"}
+    assert _native.number_of(None, _native.NORMS) == 0
+    assert [_native.number_of(n, _native.NORMS) for n in _native.NORMS] == [1, 2]
+    assert _native.ALL_REDUCE_ALGORITHMS == all_reduce.ALGORITHMS
+
+
+def test_few_rows_are_the_same_in_both_languages():
+    """The native plan of a sum for all takes the few rows that Python gives it, and not more."""
+    fields = {"world": 2, "outer": 1, "k": 64, "n": 12288, "transpose_rhs": 0}
+    types = dict.fromkeys(("dtype", "out_dtype"), _native.dtype_number(jnp.bfloat16))
+    for rows in (32, 34, 64, 128):
+        assert matmul_all_reduce.are_few_rows(rows, 12288, 2)
+        call = {**fields, **types, "inner": rows // 2}
+        assert GPU.native_plan("matmul_all_reduce", call)["workspace_bytes"] > 0
+    assert not matmul_all_reduce.are_few_rows(130, 12288, 2)
+    with pytest.raises(ValueError, match="matmul_all_reduce: the GPU kernels take"):
+        GPU.native_plan("matmul_all_reduce", {**fields, **types, "inner": 65})
+
+
+def test_an_op_that_there_is_not():
+    with pytest.raises(ValueError, match="no_such_op"):
+        _native.plan("no_such_op", {}, 0, 0.0)
