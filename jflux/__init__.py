@@ -13,6 +13,7 @@ from ._norm import LayerNorm as LayerNorm
 from ._norm import RMSNorm as RMSNorm
 from ._ops.all_gather_matmul import all_gather_matmul as all_gather_matmul
 from ._ops.all_reduce import all_reduce as all_reduce
+from ._ops.all_to_all_matmul import all_to_all_matmul as all_to_all_matmul
 from ._ops.exchange import all_gather as all_gather
 from ._ops.exchange import all_to_all as all_to_all
 from ._ops.exchange import reduce_scatter as reduce_scatter

@@ -6,6 +6,7 @@ Each function has the signature of the op of the same name, documented there, an
 # ruff: noqa: F401
 from ._ops.all_gather_matmul import reference as all_gather_matmul
 from ._ops.all_reduce import reference as all_reduce
+from ._ops.all_to_all_matmul import reference as all_to_all_matmul
 from ._ops.exchange import all_gather_reference as all_gather
 from ._ops.exchange import all_to_all_reference as all_to_all
 from ._ops.exchange import reduce_scatter_reference as reduce_scatter

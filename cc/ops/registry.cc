@@ -10,6 +10,7 @@
   OP(MatmulReduceScatter) \
   OP(MatmulAllToAll)      \
   OP(MatmulAllReduce)     \
+  OP(AllToAllMatmul)      \
   OP(AllReduce)           \
   OP(AllGather)           \
   OP(AllToAll)            \

@@ -18,7 +18,7 @@ from .._dispatch import Arrays, Machine, Plan
 from .._mesh import AxisName
 from . import _lax, _product, _shards, exchange
 from ._collective import Collective, axis
-from ._spec import OpSpec
+from ._spec import OpSpec, all_ops
 
 OP = "matmul_all_to_all"
 
@@ -74,8 +74,8 @@ def matmul_all_to_all(
     sharded along `concat_axis`, so x is (or w is, in its columns, if that is the last one), and y
     is sharded along `split_axis`.
 
-    Differentiable in reverse mode: dy goes back by the inverse :func:`jflux.all_to_all`, and is
-    multiplied with w for dx and with x for dw.
+    Differentiable in reverse mode: dx is one :func:`jflux.all_to_all_matmul`, whose exchanged dy is
+    multiplied with x for dw.
 
     Args:
       x: [..., rows, k]; float16, bfloat16, float32 or float64 (CPU), float16 or bfloat16 (GPU).
@@ -207,15 +207,40 @@ def _forward(x: jax.Array, w: jax.Array, params: Params) -> Any:
 
 def _backward(params: Params, residuals: Any, cotangents: Any) -> Any:
     (x, w), (dy,) = residuals, cotangents
-    back = dataclasses.replace(params, split=params.concat, concat=params.split)
-    dproduct = _exchanged(dy.astype(x.dtype), back)
-    transposed = not params.transpose_rhs
-    dx = _lax.matmul(dproduct, w, x.dtype, params.precision, transposed)
+    dx, dproduct = all_ops()["all_to_all_matmul"].call(
+        dy.astype(x.dtype),
+        w,
+        axis_names=params.axis_names,
+        world=params.world,
+        split=params.concat,
+        concat=params.split,
+        transpose_rhs=not params.transpose_rhs,
+        dtype=x.dtype,
+        precision=params.precision,
+    )
     dw = _lax.weight_gradient(x, dproduct, params.transpose_rhs, w.dtype, params.precision)
     return dx, dw
 
 
 differentiable.defvjp(_forward, _backward)
+
+
+def call(
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    axis_names: tuple[Any, ...],
+    world: int,
+    split: int,
+    concat: int,
+    transpose_rhs: bool,
+    dtype: Any,
+    precision: Any,
+) -> jax.Array:
+    """y, of operands that were checked; for the gradients of other ops."""
+    params = Params(axis_names, world, split, concat, transpose_rhs, np.dtype(dtype), precision)
+    (y,) = differentiable(x, w, params)
+    return y
 
 
 def _exchanged(product: jax.Array, params: Params) -> jax.Array:
@@ -404,7 +429,8 @@ SPEC = OpSpec(
     product="before",
     dtypes=_product.DTYPES,
     ways=({"split_axis": 1, "concat_axis": 0}, {"split_axis": 0, "concat_axis": 1}),
-    gradient=("all_to_all",),
+    call=call,
+    gradient=("all_to_all_matmul",),
     tuned=True,
     # Queries, keys and values of a sequence that is split over the ranks (DeepSpeed-Ulysses, arXiv
     # 2309.14509): GPT-3, Llama-2 7B and 70B.

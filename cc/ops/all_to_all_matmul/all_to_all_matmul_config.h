@@ -1,0 +1,86 @@
+// Pure functions for the plan of an all_to_all_matmul on GPUs: its layout, its GEMM configuration
+// if no tuning table has one, and how many CTAs send.
+#ifndef JFLUX_OPS_ALL_TO_ALL_MATMUL_ALL_TO_ALL_MATMUL_CONFIG_H_
+#define JFLUX_OPS_ALL_TO_ALL_MATMUL_ALL_TO_ALL_MATMUL_CONFIG_H_
+
+#include "gpu/gemm_config.h"
+#include "gpu/senders.h"
+#include "ops/all_to_all_matmul/all_to_all_matmul.h"
+#include "ops/all_to_all_matmul/shard_panels.h"
+#include "runtime/op.h"
+
+namespace jflux {
+
+// The rows of a tile must follow each other in x and in y.
+inline constexpr char kWhatFitsAllToAllMatmul[] =
+    "16-bit operands and results of one type, n and columns of a shard of x that are multiples of "
+    "8, and, with leading dimensions, shards whose rows are a multiple of 128";
+inline bool FitsKernel(const AllToAllMatmulParams& p) {
+  const bool strided = p.rows.outer > 1 && (p.split_rows || p.concat_rows);
+  return SizeOf(p.dtype) == 2 && p.out_dtype == p.dtype && p.k % 8 == 0 && p.n % 8 == 0 &&
+         (!strided || p.rows.inner % kGemmTileM == 0);
+}
+
+inline ShardPanels CudaLayoutOf(const AllToAllMatmulParams& p) {
+  static_assert(KPanelLayout::kPanelRows == kGemmTileM && KPanelLayout::kColumns == kGemmTileK);
+  return ShardPanels::Make(p.rows.world, p.rows.PerRank(), p.k);
+}
+
+inline ShardTileOrder TileOrderOf(const AllToAllMatmulParams& p, const GemmChoice& c,
+                                  int sm_count) {
+  const TileGrid shard = GridOf(c, p.rows.PerRank(), p.n, sm_count);
+  return ShardTileOrder{p.concat_rows ? p.rows.world : 1, shard.tiles_m, shard.tiles_n,
+                        c.group_m == 0 ? shard.tiles_m : c.group_m};
+}
+
+// Limits the tile rows of a raster group if columns are put together. The first wave of tiles
+// begins with the own term, and reads the peers' part of the raster group while it computes. So the
+// peers' part of g rows, (world - 1) / world of them, must arrive in the time of one wave:
+//
+//   g (world - 1) / world * columns <= SMs * kGemmTileM * tile_n
+//
+// `columns`: a row arrives in the time of its product with so many columns of w. The limit does not
+// depend on n: a raster group over more columns has more waves, each as long.
+inline GemmChoice TermGroups(GemmChoice c, int world, const Machine& machine) {
+  if (world == 1) return c;
+  const double columns = kReferenceColumns * machine.sm_count / kReferenceSms / machine.LinkShare();
+  const double wave = static_cast<double>(machine.sm_count) * kGemmTileM * c.tile_n;
+  const double rows = wave * world / ((world - 1) * columns);
+  const double tiles = rows / (kGemmTileM * c.cluster_m);
+  c.group_m = static_cast<int32_t>(Max(1.0, Min(tiles, static_cast<double>(c.group_m))));
+  return c;
+}
+
+// rows, k: of a shard. If rows are put together each shard is rounded up to whole tiles, so the
+// estimate counts the rounded rows.
+inline GemmChoice ChooseAllToAllMatmul(int world, int64_t rows, int64_t k, int64_t n,
+                                       bool concat_rows, const Machine& machine) {
+  const int64_t shards = concat_rows ? world : 1, sum = concat_rows ? k : world * k;
+  if (shards == 1 && rows <= kGemmTileM) return ChooseFew(rows, n, sum, machine, /*most=*/1);
+  const auto cost = [&](const GemmChoice& c) {
+    const int64_t m = shards * RoundUp<int64_t>(rows, kGemmTileM * c.cluster_m);
+    return EstimateCost(c, m, n, sum, machine, kGatherCosts, kExposed / machine.LinkShare());
+  };
+  GemmChoice best{192, 1, 16};
+  for (const GemmChoice& c : kCompiled) {
+    if (cost(c) < cost(best)) best = c;
+  }
+  // As ChooseGemm: shorter raster groups if a shard has more than one.
+  if (best.cluster_m == 2 && rows > kGemmTileM * best.cluster_m * best.group_m) best.group_m = 4;
+  return concat_rows ? GatherGroups(best, world, rows, n, machine)
+                     : TermGroups(best, world, machine);
+}
+
+// How many CTAs send: as many as in an all-gather with the same world and n, since a rank sends as
+// many bytes per operation. With few rows all CTAs send.
+inline int32_t AllToAllMatmulSenders(const AllToAllMatmulParams& p, const Machine& machine) {
+  const Machine used{Min(machine.sm_count, kMostSms), machine.link_gbps};
+  return p.rows.PerRank() <= kGemmTileM ? used.sm_count : SendingCtas(p.rows.world, p.n, used);
+}
+
+bool PlanAllToAllMatmul(const Fields& call, const Machine& machine, Fields* plan,
+                        std::string* why_not);
+
+}  // namespace jflux
+
+#endif  // JFLUX_OPS_ALL_TO_ALL_MATMUL_ALL_TO_ALL_MATMUL_CONFIG_H_

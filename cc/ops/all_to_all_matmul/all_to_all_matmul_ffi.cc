@@ -1,0 +1,148 @@
+// FFI handlers of all_to_all_matmul.
+#include "ops/all_to_all_matmul/all_to_all_matmul_config.h"
+#include "runtime/ffi.h"
+#include "runtime/product_plan.h"
+
+#ifdef JFLUX_WITH_CUDA
+#include "ops/all_to_all_matmul/all_to_all_matmul_cuda.h"
+#include "runtime/cuda_call.h"
+#endif
+
+namespace jflux {
+namespace {
+
+struct Operands {
+  AllToAllMatmulParams params;
+  AllToAllMatmulArrays arrays;
+};
+
+// x of this rank and w; the results are y and, if it is wanted, all_to_all(x). Empty if they do not
+// fit together.
+std::optional<Operands> OperandsOf(const ffi::AnyBuffer& x, const ffi::AnyBuffer& w,
+                                   ffi::AnyBuffer& y, const ffi::RemainingRets& rest, int64_t world,
+                                   int64_t outer, int64_t inner, bool transpose_rhs,
+                                   bool split_rows, bool concat_rows) {
+  const auto dtype = DTypeOf(x.element_type()), out_dtype = DTypeOf(y.element_type());
+  if (!dtype || !out_dtype || w.element_type() != x.element_type()) return std::nullopt;
+  if (x.dimensions().size() < 2 || w.dimensions().size() != 2 || rest.size() > 1) {
+    return std::nullopt;
+  }
+  Operands o{};
+  AllToAllMatmulParams& p = o.params;
+  p.rows = Rows{static_cast<int32_t>(world), outer, inner};
+  p.k = w.dimensions()[transpose_rhs ? 1 : 0] / (concat_rows ? 1 : world);
+  p.n = w.dimensions()[transpose_rhs ? 0 : 1];
+  p.dtype = *dtype;
+  p.out_dtype = *out_dtype;
+  p.transpose_rhs = transpose_rhs;
+  p.split_rows = split_rows;
+  p.concat_rows = concat_rows;
+  p.return_gathered = rest.size() == 1;
+  const auto count = [](const ffi::AnyBuffer& b) {
+    return static_cast<int64_t>(b.element_count());
+  };
+  if (p.rows.PerRank() == 0 || p.k == 0 || p.n == 0) return std::nullopt;
+  if (count(x) != p.RowsOfX() * p.ColumnsOfX() || count(w) != p.KOfW() * p.n ||
+      count(y) != p.RowsOfY() * p.n) {
+    return std::nullopt;
+  }
+  o.arrays = {x.untyped_data(), w.untyped_data(), y.untyped_data(), nullptr};
+  if (p.return_gathered) {
+    auto gathered = *rest.get<ffi::AnyBuffer>(0);
+    if (gathered->element_type() != x.element_type() ||
+        count(*gathered) != p.RowsOfY() * p.KOfW()) {
+      return std::nullopt;
+    }
+    o.arrays.gathered = gathered->untyped_data();
+  }
+  return o;
+}
+
+ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, ffi::Span<const int64_t> choice,
+                bool concat_rows, ffi::Span<const int64_t> groups, int64_t inner, int64_t outer,
+                int64_t senders, int64_t, bool split_rows, bool transpose_rhs,
+                int64_t workspace_bytes, int64_t world, ffi::AnyBuffer x, ffi::AnyBuffer w,
+                ffi::Result<ffi::AnyBuffer> y, ffi::RemainingRets rest) {
+  if (!IsCpuPlan(choice, senders)) {
+    return FailedFuture(InvalidArgument("all_to_all_matmul: malformed plan"));
+  }
+  const auto o =
+      OperandsOf(x, w, *y, rest, world, outer, inner, transpose_rhs, split_rows, concat_rows);
+  if (!o) return FailedFuture(InvalidArgument("all_to_all_matmul: operands do not fit"));
+
+  const AllToAllMatmulTiling tiling;
+  const int64_t bytes =
+      AllToAllMatmulLayout::Make(o->params, tiling.chunk_bytes).Workspace().TotalBytes();
+  return JoinFfiCall(
+      kAllToAllMatmulId, site, run_id, device, groups, world, {bytes, workspace_bytes},
+      [o = *o, tiling](const SymmetricView& view, uint32_t epoch, const WaitContext& ctx) {
+        return AllToAllMatmulCpu(o.params, tiling, o.arrays, view, epoch, ctx);
+      });
+}
+
+// Attributes in alphabetical order, as Cpu() and Cuda() take them, and the operands.
+constexpr auto Bindings = [](auto binding) {
+  return std::move(binding)
+      .template Attr<ffi::Span<const int64_t>>("choice")
+      .template Attr<bool>("concat_rows")
+      .template Attr<ffi::Span<const int64_t>>("groups")
+      .template Attr<int64_t>("inner")
+      .template Attr<int64_t>("outer")
+      .template Attr<int64_t>("senders")
+      .template Attr<int64_t>("site")
+      .template Attr<bool>("split_rows")
+      .template Attr<bool>("transpose_rhs")
+      .template Attr<int64_t>("workspace_bytes")
+      .template Attr<int64_t>("world")
+      .template Arg<ffi::AnyBuffer>()
+      .template Arg<ffi::AnyBuffer>()
+      .template Ret<ffi::AnyBuffer>()
+      .RemainingRets();
+};
+
+XLA_FFI_DEFINE_HANDLER(kCpu, Cpu, Bindings(BindCpu()));
+
+#ifdef JFLUX_WITH_CUDA
+ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Span<const int64_t> choice,
+                bool concat_rows, ffi::Span<const int64_t> groups, int64_t inner, int64_t outer,
+                int64_t senders, int64_t site, bool split_rows, bool transpose_rhs,
+                int64_t workspace_bytes, int64_t world, ffi::AnyBuffer x, ffi::AnyBuffer w,
+                ffi::Result<ffi::AnyBuffer> y, ffi::RemainingRets rest) {
+  const auto o =
+      OperandsOf(x, w, *y, rest, world, outer, inner, transpose_rhs, split_rows, concat_rows);
+  if (!o) return InvalidArgument("all_to_all_matmul: operands do not fit");
+  const auto plan = CudaPlanOf(choice, senders, workspace_bytes);
+  if (!plan || !FitsKernel(o->params) || plan->choice.splits != 1) {
+    return InvalidArgument("all_to_all_matmul: no kernel for this plan");
+  }
+  return LaunchCudaCall(
+      kAllToAllMatmulId, ordinal, groups, world,
+      {CudaLayoutOf(o->params).Workspace().TotalBytes(), workspace_bytes},
+      [&](const CudaDevice& device, const SymmetricView& view, std::string* error) {
+        return LaunchAllToAllMatmul(o->params, o->arrays, *plan, site, device, view, stream, error);
+      });
+}
+
+XLA_FFI_DEFINE_HANDLER(kCuda, Cuda, Bindings(BindCuda()), {ffi::Traits::kCmdBufferCompatible});
+#endif
+
+}  // namespace
+
+// Listed in cc/ops/registry.cc.
+extern const Op kAllToAllMatmulOp;
+const Op kAllToAllMatmulOp = {
+    kAllToAllMatmulId,
+    "all_to_all_matmul",
+    kCpu,
+#ifdef JFLUX_WITH_CUDA
+    kCuda,
+    LoadAllToAllMatmulKernels,
+#else
+    nullptr,
+    nullptr,
+#endif
+    /*most_splits=*/1,
+    PlanAllToAllMatmul,
+};
+
+}  // namespace jflux

@@ -1,0 +1,513 @@
+"""all_to_all_matmul: wrapper, gradients, and how it lowers. Kernels: cc/ops/all_to_all_matmul."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.interpreters import partial_eval as pe
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.typing import DTypeLike
+
+from .. import _dispatch, _global, _lowering, _mesh
+from .._dispatch import Arrays, Machine, Plan
+from .._mesh import AxisName
+from . import _lax, _product, _shards, exchange
+from ._collective import Collective, axis
+from ._spec import Layout, OpSpec, all_ops
+
+OP = "all_to_all_matmul"
+
+#: The name that `jax.checkpoint` policies know the exchanged operands by.
+EXCHANGED = "jflux_exchanged"
+#: Rows of a rank's product below which an exchange and XLA's product are taken instead of the
+#: kernel, where nothing was measured for the call.
+FEWEST_ROWS = 512
+#: How much more than it has to the kernel may compute where rows are put together: each rank's
+#: shard is whole tiles of 128 rows to it.
+MOST_PADDED = 1.125
+
+
+@dataclasses.dataclass(frozen=True)
+class Params:
+    """A call, less its operands. `split` and `concat` are dimensions of x, not negative; `results`
+    are those of ("y", "exchanged") that are returned, in this order."""
+
+    axis_names: tuple[Any, ...]
+    world: int
+    split: int
+    concat: int
+    results: tuple[str, ...]
+    transpose_rhs: bool
+    out_dtype: np.dtype
+    precision: Any = None
+    prepared: str | None = None
+
+    @property
+    def collective(self) -> Collective:
+        return Collective("all_to_all", self.split, self.concat)
+
+
+def all_to_all_matmul(
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    axis_name: AxisName,
+    split_axis: int,
+    concat_axis: int,
+    return_exchanged: bool = False,
+    transpose_rhs: bool = False,
+    preferred_element_type: DTypeLike | None = None,
+    precision: lax.PrecisionLike = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    x_spec: PartitionSpec | None = None,
+) -> Any:
+    """``all_to_all(x, axis_name, split_axis, concat_axis, tiled=True) @ w``, with the exchange
+    hidden in the product.
+
+    Inside ``jax.shard_map``, per rank of N along `axis_name`, with rows split and columns put
+    together, or the other way round::
+
+        x [..., m, k/N]   w [k, n]     ->   y [..., m/N, n]     split_axis=-2, concat_axis=-1
+        x [..., m/N, k]   w [k/N, n]   ->   y [..., m, n]       split_axis=-1, concat_axis=-2
+
+    means what :func:`jflux.reference.all_to_all_matmul` means. The first is how a model that is
+    parallel over the sequence leaves its heads: each rank has the attention of its own heads for
+    the whole sequence, and multiplies all heads of its part of the sequence with the output
+    projection (DeepSpeed-Ulysses, arXiv 2309.14509; Flux, arXiv 2406.06858, fuses the same pair).
+    It is the transpose of :func:`jflux.matmul_all_to_all`. The second gives each rank a part of a
+    sum over the ranks. A tile of the product begins with the rank's own columns, or rows, and goes
+    on with those of the others as they arrive.
+
+    The two axes may be one. Where they are two different dimensions of rows, and, on GPUs, where
+    there are few rows or y is of another type than x, it is :func:`jflux.all_to_all` and XLA's
+    product.
+
+    Outside ``shard_map`` it takes global arrays and wraps itself in ``shard_map``: x is sharded
+    along `concat_axis`, w [k, n] not at all, and y along `split_axis`, which must be one of x's
+    leading dimensions then.
+
+    Differentiable in reverse mode. dx is one :func:`jflux.matmul_all_to_all`; dw multiplies with
+    the exchanged x, which the kernel writes, and which is kept under the name
+    ``"jflux_exchanged"`` so that a `jax.checkpoint` policy can choose to exchange it again.
+
+    Args:
+      x: [..., rows, columns]; float16, bfloat16, float32 or float64 (CPU), float16 or bfloat16
+        (GPU). Other types take the reference.
+      w: [k, n], or [n, k] with `transpose_rhs`; of x's type. k is the columns of the exchanged x.
+      axis_name: a mesh axis, or a tuple of them (the first one major).
+      split_axis: the dimension of x that N divides: shard r goes to rank r.
+      concat_axis: the dimension in which what comes is put together, in rank order.
+      return_exchanged: also return ``all_to_all(x)``.
+      transpose_rhs: w holds the transposed weight. No copy is made.
+      preferred_element_type: the type of y; by default x's. Sums are in float32 (float64 for
+        float64) whatever it is.
+      precision: as in `lax.dot_general`; used where XLA multiplies, not by the kernels.
+      mesh: for global arrays; by default the ambient mesh (`jax.set_mesh`), or x's own.
+      x_spec: for global arrays: how x is sharded, if other dimensions are sharded too; by default
+        what its type says (explicit sharding), or not at all.
+
+    Returns:
+      y, or (y, exchanged x). Differentiated, dy of another type than x's is rounded to it.
+
+    Raises:
+      ValueError, TypeError: operands that do not fit, when the call is traced; also for a dimension
+        that the ranks do not divide. ValueError when it is lowered, for a call that the symmetric
+        heap has no room for.
+      NotImplementedError: when it is lowered with ``jflux.config.strict``, for one that no kernel
+        takes.
+      jax.errors.JaxRuntimeError: a peer did not come within the deadline (see :func:`jflux.init`).
+    """
+    _product.check_operands(OP, x, w, -2, "the second to last dimension")
+    split = _product.check_axis(OP, "split_axis", split_axis, x, of="x")
+    concat = _product.check_axis(OP, "concat_axis", concat_axis, x, of="x")
+    if not _mesh.is_bound(axis_name):
+        return _over_global_arrays(
+            all_to_all_matmul, x, w, mesh=mesh, x_spec=x_spec, axis_name=axis_name,
+            split_axis=split, concat_axis=concat, return_exchanged=return_exchanged,
+            transpose_rhs=transpose_rhs, preferred_element_type=preferred_element_type,
+            precision=precision,
+        )  # fmt: skip
+    world = _mesh.axis_size(axis_name)
+    if x.shape[split] % world != 0:
+        raise ValueError(
+            f"jflux.{OP}: x has {x.shape[split]} {'rows' if split < x.ndim - 1 else 'columns'} in "
+            f"its {split_axis=}, which the {world} ranks of {axis_name=} do not divide; x has "
+            f"shape {x.shape}"
+        )
+    shape = Collective("all_to_all", split, concat).shape(x.shape, world)
+    exchanged = jax.ShapeDtypeStruct(shape, x.dtype)
+    _product.check_contraction(OP, exchanged, w, transpose_rhs)  # type: ignore[arg-type]
+    out = _product.out_dtype(OP, (x, w), preferred_element_type)
+    if _product.is_single(OP, axis_name):
+        return reference(
+            x, w, axis_name=axis_name, split_axis=split, concat_axis=concat,
+            return_exchanged=return_exchanged, transpose_rhs=transpose_rhs,
+            preferred_element_type=preferred_element_type, precision=precision,
+        )  # fmt: skip
+    x, w = _mesh.vary_together(axis_name, x, w)
+    params = Params(
+        axis_names=_mesh.as_tuple(axis_name),
+        world=world,
+        split=split,
+        concat=concat,
+        results=("y", "exchanged") if return_exchanged else ("y",),
+        transpose_rhs=transpose_rhs,
+        out_dtype=out,
+        precision=precision,
+    )
+    if 0 in x.shape or 0 in w.shape:
+        empty = [_product.zeros(*result, x) for result in _result_shapes((x, w), params)]
+        return tuple(empty) if return_exchanged else empty[0]
+    results = differentiable(x, w, params)
+    return tuple(results) if return_exchanged else results[0]
+
+
+def reference(
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    axis_name: AxisName,
+    split_axis: int,
+    concat_axis: int,
+    return_exchanged: bool = False,
+    transpose_rhs: bool = False,
+    preferred_element_type: DTypeLike | None = None,
+    precision: lax.PrecisionLike = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    x_spec: PartitionSpec | None = None,
+) -> Any:
+    """``all_to_all(x) @ w``: x [..., m, k/N], w [k, n] -> [..., m/N, n] per rank of N, if rows are
+    split and columns put together.
+
+    Arguments, results and the use on global arrays are those of :func:`jflux.all_to_all_matmul`;
+    any type that `lax.dot_general` takes will do. Errors are `lax`'s.
+    """
+    if not _mesh.is_bound(axis_name):
+        return _over_global_arrays(
+            reference, x, w, mesh=mesh, x_spec=x_spec, axis_name=axis_name, split_axis=split_axis,
+            concat_axis=concat_axis, return_exchanged=return_exchanged,
+            transpose_rhs=transpose_rhs, preferred_element_type=preferred_element_type,
+            precision=precision,
+        )  # fmt: skip
+    exchanged = _communication(x.ndim, split_axis, concat_axis).lax(x, axis_name)
+    y = _lax.matmul(exchanged, w, preferred_element_type, precision, transpose_rhs)
+    return (y, exchanged) if return_exchanged else y
+
+
+def _communication(ndim: int, split_axis: int, concat_axis: int, **_: Any) -> Collective:
+    return Collective("all_to_all", axis(split_axis, ndim), axis(concat_axis, ndim))
+
+
+def _over_global_arrays(
+    op: Any,
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    mesh: Mesh | AbstractMesh | None,
+    x_spec: PartitionSpec | None,
+    axis_name: AxisName,
+    **options: Any,
+) -> Any:
+    """`op` is the public function or its reference; `options` are the rest of its own."""
+    product = SPEC.layout(x.ndim, **options)
+    if product.rows["y"] is None:
+        raise ValueError(
+            f"jflux.{OP}: on global arrays split_axis={options['split_axis']} must name one of "
+            f"x's leading dimensions: with columns split, a rank has a part of a sum; x has shape "
+            f"{x.shape}"
+        )
+    layout = Layout({**product.rows, "exchanged": product.rows["y"]}, product.others)
+    return _global.over_global_arrays(
+        functools.partial(op, axis_name=axis_name, **options), OP, {"x": x, "w": w}, layout,
+        results=("y", "exchanged") if options["return_exchanged"] else "y",
+        axis_name=axis_name, mesh=mesh, x_spec=x_spec,
+    )  # fmt: skip
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def differentiable(x: jax.Array, w: jax.Array, params: Params) -> list[jax.Array]:
+    return _primitive.bind(x, w, params=params)
+
+
+def _forward(x: jax.Array, w: jax.Array, params: Params) -> Any:
+    # `differentiable` and not the primitive, so that gradients have gradients.
+    both = dataclasses.replace(params, results=("y", "exchanged"))
+    y, exchanged = differentiable(x, w, both)
+    exchanged = checkpoint_name(exchanged, EXCHANGED)
+    known = {"y": y, "exchanged": exchanged}
+    return [known[name] for name in params.results], (exchanged, w)
+
+
+def _backward(params: Params, residuals: Any, cotangents: Any) -> Any:
+    exchanged, w = residuals
+    given = dict(zip(params.results, cotangents, strict=True))
+    dy = given["y"].astype(exchanged.dtype)
+    back = dataclasses.replace(params, split=params.concat, concat=params.split)
+    dx = all_ops()["matmul_all_to_all"].call(
+        dy,
+        w,
+        axis_names=params.axis_names,
+        world=params.world,
+        split=back.split,
+        concat=back.concat,
+        transpose_rhs=not params.transpose_rhs,
+        dtype=exchanged.dtype,
+        precision=params.precision,
+    )
+    if "exchanged" in given:
+        dx += _exchanged(given["exchanged"], back)
+    dw = _lax.weight_gradient(exchanged, dy, params.transpose_rhs, w.dtype, params.precision)
+    return dx, dw
+
+
+differentiable.defvjp(_forward, _backward)
+
+
+def call(
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    axis_names: tuple[Any, ...],
+    world: int,
+    split: int,
+    concat: int,
+    transpose_rhs: bool,
+    dtype: Any,
+    precision: Any,
+) -> list[jax.Array]:
+    """y and the exchanged x, of operands that were checked; for the gradients of other ops."""
+    both, out = ("y", "exchanged"), np.dtype(dtype)
+    params = Params(axis_names, world, split, concat, both, transpose_rhs, out, precision)
+    return differentiable(x, w, params)
+
+
+def _exchanged(x: jax.Array, params: Params) -> jax.Array:
+    return exchange.bind(
+        "all_to_all", x, params.axis_names, params.world, params.split, params.concat
+    )
+
+
+def _result_shapes(arrays: Arrays, params: Params) -> list[Any]:
+    x, w = arrays
+    exchanged = params.collective.shape(x.shape, params.world)
+    y = (*exchanged[:-1], _product.columns(w, params.transpose_rhs))
+    known = {"y": (y, params.out_dtype), "exchanged": (exchanged, x.dtype)}
+    return [known[name] for name in params.results]
+
+
+def _of_exchanged(exchanged: Any, w: Any, params: Params) -> list[Any]:
+    results = {"exchanged": exchanged}
+    if "y" in params.results:
+        results["y"] = _lax.matmul(
+            exchanged, w, params.out_dtype, params.precision, params.transpose_rhs
+        )
+    return [results[name] for name in params.results]
+
+
+def _reference(arrays: Arrays, params: Params) -> list[Any]:
+    x, w = arrays
+    return _of_exchanged(params.collective.lax(x, params.axis_names), w, params)
+
+
+def _decomposed(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
+    """An exchange, which has a plan of its own, and a product."""
+    x, w = arrays
+    return _of_exchanged(_exchanged(x, params), w, params)
+
+
+def _unsupported(arrays: Arrays, params: Params, platform: str) -> str | None:
+    return _product.why_no_kernel([(arrays[0], arrays[1])], params, platform)
+
+
+def _sizes(arrays: Arrays, params: Params) -> _product.Sizes:
+    """Of a shard of x: its rows as cc/core/rows.h numbers them, and its columns, k."""
+    x, w = arrays
+    split_rows, concat_rows = _shards.by_rows(x, params)
+    outer, inner = _shards.rows_of_shard(x, params)
+    return _product.Sizes(
+        op=OP,
+        world=params.world,
+        outer=outer,
+        inner=inner,
+        k=x.shape[-1] if split_rows else x.shape[-1] // params.world,
+        n=_product.columns(w, params.transpose_rhs),
+        dtype=x.dtype,
+        out_dtype=params.out_dtype,
+        transpose_rhs=params.transpose_rhs,
+        split_rows=split_rows,
+        concat_rows=concat_rows,
+    )
+
+
+def why_decomposed(shard_rows: int, shards: int) -> str | None:
+    """Why the decomposed form is faster on GPUs, for the rows of so many shards below each other,
+    where nothing was measured for the call; None if it is not."""
+    rows = shard_rows * shards
+    if rows < FEWEST_ROWS:
+        return f"a rank's product has {rows} rows, fewer than {FEWEST_ROWS}"
+    computed = -(-shard_rows // _product.TILE_ROWS) * _product.TILE_ROWS
+    if computed > MOST_PADDED * shard_rows:
+        return f"shards of {shard_rows} rows in whole tiles are more than an eighth larger"
+    return None
+
+
+def _why_decomposed(arrays: Arrays, params: Params, machine: Machine) -> str | None:
+    sizes = _sizes(arrays, params)
+    return why_decomposed(sizes.outer * sizes.inner, sizes.world if sizes.concat_rows else 1)
+
+
+_plan_product = _product.plan_rule(
+    sizes=_sizes,
+    unsupported=_unsupported,
+    why_decomposed=_why_decomposed,
+    on_gpus=_product.in_rank_order,
+)
+
+
+def _plan(arrays: Arrays, params: Params, machine: Machine) -> Plan:
+    x, _ = arrays
+    why = _shards.why_no_way(x, params)
+    if "y" not in params.results:
+        why = "only the exchanged x is used"
+    elif machine.on_gpus and params.out_dtype != x.dtype:
+        why = f"the GPU kernel has results of x's type {x.dtype}, and y is {params.out_dtype}"
+    if why is None or _unsupported(arrays, params, machine.platform):
+        return _plan_product(arrays, params, machine)
+    return _dispatch.decomposed(why)
+
+
+def _pad_shards(a: Any, dimension: int, shards: int) -> Any:
+    """Pads each of the shards that a dimension is made of with zeros, to whole 16-byte units."""
+    shape = a.shape
+    size = shape[dimension] // shards
+    a = a.reshape(*shape[:dimension], shards, size, *shape[dimension + 1 :])
+    padding = [(0, 0)] * a.ndim
+    padding[dimension + 1] = (0, -size % _product.UNIT)
+    return jnp.pad(a, padding).reshape(*shape[:dimension], -1, *shape[dimension + 1 :])
+
+
+def _canonical(arrays: Arrays, params: Params, machine: Machine) -> Any:
+    if not machine.on_gpus:
+        return None
+    x, w = arrays
+    sizes, (split_rows, concat_rows) = _sizes(arrays, params), _shards.by_rows(x, params)
+    outer, inner, world = sizes.outer, sizes.inner, params.world
+    k_shards = 1 if concat_rows else world  # of what is multiplied
+
+    def bind(prepared: str, *operands: Any, **changes: Any) -> Any:
+        changed = dataclasses.replace(params, prepared=prepared, **changes)
+        return _primitive.bind(*operands, params=changed)
+
+    if sizes.k % _product.UNIT != 0 or sizes.n % _product.UNIT != 0:
+
+        def padded(x: Any, w: Any) -> list[Any]:
+            wide = _pad_shards(x, x.ndim - 1, 1 if split_rows else world)
+            n_axis = _product.columns_axis(params.transpose_rhs)
+            w = _pad_shards(_pad_shards(w, 1 - n_axis, k_shards), n_axis, 1)
+            y, *exchanged = bind(_product.PADDED, wide, w)
+            results = [y[..., : sizes.n]]
+            for one in exchanged:
+                shards = one.reshape(*one.shape[:-1], k_shards, -1)[..., : sizes.k]
+                results.append(shards.reshape(*one.shape[:-1], -1))
+            return results
+
+        return padded
+    if outer == 1 or inner % _product.TILE_ROWS == 0 or not (split_rows or concat_rows):
+        return None
+    shapes = [shape for shape, _ in _result_shapes(arrays, params)]
+
+    # A tile's rows would straddle leading indices: bring the ranks to the front.
+    def rank_major(x: Any, w: Any) -> list[Any]:
+        if split_rows:
+            x = x.reshape(outer, world, inner, -1).swapaxes(0, 1)
+        split, concat = (int(not by_rows) for by_rows in (split_rows, concat_rows))
+        x = x.reshape(-1, x.shape[-1])
+        results = bind(_product.RANK_MAJOR, x, w, split=split, concat=concat)
+        if concat_rows:
+            results = [r.reshape(world, outer, inner, -1).swapaxes(0, 1) for r in results]
+        return [r.reshape(shape) for r, shape in zip(results, shapes, strict=True)]
+
+    return rank_major
+
+
+def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
+    sizes = _sizes(arrays, params)
+    shards = {"concat_rows": sizes.concat_rows, "split_rows": sizes.split_rows}
+    return {**shards, **_product.attributes(sizes, plan)}
+
+
+def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
+    def bind(x: Any, w: Any, shift: int = 0) -> Any:
+        moved = dataclasses.replace(
+            params, split=params.split + shift, concat=params.concat + shift
+        )
+        return primitive.bind(x, w, params=moved)
+
+    (x, w), (x_dim, w_dim) = operands, dims
+    if w_dim is None:
+        results = bind(jnp.moveaxis(x, x_dim, 0), w, shift=1)
+        return results, [0] * len(results)
+    if x_dim is None:
+        wide, narrow = _product.widen(w, w_dim, params.transpose_rhs)
+        known = dict(zip(params.results, bind(x, wide), strict=True))
+        dims = {"y": x.ndim - 1, "exchanged": None}
+        if "y" in known:
+            known["y"] = narrow(known["y"])
+        return [known[name] for name in params.results], [dims[name] for name in params.results]
+    return _product.batch_one_by_one(bind, operands, dims)
+
+
+_primitive = _lowering.make_primitive(
+    _lowering.Rules(
+        name=OP,
+        result_shapes=_result_shapes,
+        reference=_reference,
+        decomposed=_decomposed,
+        plan=_plan,
+        canonical=_canonical,
+        attributes=_attributes,
+        batch=_batch,
+    )
+)
+
+
+def _drop_unused(used: Sequence[bool], *rest: Any) -> Any:
+    """Recomputing under `jax.checkpoint` wants the exchanged x alone: then no product is made."""
+    eqn = rest[-1]  # jax 0.12 passes which inputs are live before it
+    params = eqn.params["params"]
+    inputs = [True] * len(eqn.invars)
+    if not any(used):
+        return [False] * len(inputs), None
+    kept = [i for i, is_used in enumerate(used) if is_used]
+    smaller = dataclasses.replace(params, results=tuple(params.results[i] for i in kept))
+    outvars = [eqn.outvars[i] for i in kept]
+    return inputs, eqn.replace(outvars=outvars, params={"params": smaller})
+
+
+pe.dce_rules[_primitive] = _drop_unused
+
+SPEC = OpSpec(
+    name=OP,
+    function=all_to_all_matmul,
+    reference=reference,
+    communication=_communication,
+    product="after",
+    dtypes=_product.DTYPES,
+    # The second way gives parts of a sum, so it has no global form.
+    ways=({"split_axis": 0, "concat_axis": 1},),
+    call=call,
+    gradient=("matmul_all_to_all",),
+    tuned=True,
+    # Output projections behind attention that is split over heads (DeepSpeed-Ulysses): GPT-3,
+    # Llama-2 7B and 70B.
+    sizes=tuple((m, k, k) for k in (12288, 4096, 8192) for m in (2048, 8192, 32768)),
+)
+SPECS = (SPEC,)
