@@ -4,6 +4,7 @@
 
 #include "all_gather_matmul_call.h"
 #include "plans.h"
+#include "rank_errors.h"
 #include "testing.h"
 
 namespace jflux {
@@ -72,39 +73,13 @@ AllGatherMatmulParams Small(int64_t inner, int64_t k) {
 
 TEST(AnAbsentRankIsNamed) {
   AllGatherMatmulCall call(Small(8, 8), {64, 4, 8}, 1);
-  PlainHeap heap(3, call.Workspace());
-  RunOptions options;
-  options.absent = 1;
-  options.deadline_s = 0.05;
-  const auto errors = RunRanks(heap, {&call}, options);
-  for (int rank : {0, 2}) {
-    EXPECT(errors[rank].find("all_gather_matmul: rank " + std::to_string(rank)) !=
-               std::string::npos &&
-           errors[rank].find("for rank 1 ") != std::string::npos)
-        << errors[rank];
-  }
+  ExpectAbsentRankIsNamed("all_gather_matmul", call, 3, 1);
 }
 
-// Rank 1 makes a call of another shape whose shards have the same size.
-class Disagreeing : public Call {
- public:
-  WorkspaceLayout Workspace() const override { return calls_[0].Workspace(); }
-  bool Run(const SymmetricView& view, uint32_t epoch, WaitContext ctx) override {
-    return calls_[view.rank == 1].Run(view, epoch, ctx);
-  }
-  int64_t Wrong() const override { return 0; }
-
- private:
-  AllGatherMatmulCall calls_[2] = {{Small(8, 8), {64, 4, 8}, 1}, {Small(4, 16), {64, 4, 8}, 1}};
-};
-
+// The shards of both calls have the same size.
 TEST(RanksThatDisagreeAreTold) {
-  Disagreeing call;
-  PlainHeap heap(3, call.Workspace());
-  const auto errors = RunRanks(heap, {&call});
-  for (int rank = 0; rank < 3; ++rank) {
-    EXPECT(errors[rank].find("The ranks run different calls") != std::string::npos) << errors[rank];
-  }
+  AllGatherMatmulCall rank1s(Small(4, 16), {64, 4, 8}, 1), others(Small(8, 8), {64, 4, 8}, 1);
+  ExpectDisagreementIsTold(rank1s, others, 3);
 }
 
 // What calls take on H200s: their configurations, how many send, and of the heap.

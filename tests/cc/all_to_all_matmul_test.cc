@@ -7,6 +7,7 @@
 #include "all_to_all_matmul_call.h"
 #include "ops/all_to_all_matmul/all_to_all_matmul_config.h"
 #include "plans.h"
+#include "rank_errors.h"
 #include "testing.h"
 
 namespace jflux {
@@ -73,39 +74,12 @@ AllToAllMatmulParams Small(const Rows& rows) {
 
 TEST(AnAbsentRankIsNamed) {
   AllToAllMatmulCall call(Small(Rows{3, 1, 8}), {}, 1);
-  PlainHeap heap(3, call.Workspace());
-  RunOptions options;
-  options.absent = 1;
-  options.deadline_s = 0.05;
-  const auto errors = RunRanks(heap, {&call}, options);
-  for (int rank : {0, 2}) {
-    EXPECT(errors[rank].find("all_to_all_matmul: rank " + std::to_string(rank)) !=
-               std::string::npos &&
-           errors[rank].find("for rank 1 ") != std::string::npos)
-        << errors[rank];
-  }
+  ExpectAbsentRankIsNamed("all_to_all_matmul", call, 3, 1);
 }
 
-// Rank 1 makes a call of another shape with the same layout.
-class Disagreeing : public Call {
- public:
-  WorkspaceLayout Workspace() const override { return calls_[1].Workspace(); }
-  bool Run(const SymmetricView& view, uint32_t epoch, WaitContext ctx) override {
-    return calls_[view.rank == 1].Run(view, epoch, ctx);
-  }
-  int64_t Wrong() const override { return 0; }
-
- private:
-  AllToAllMatmulCall calls_[2] = {{Small(Rows{3, 2, 4}), {}, 1}, {Small(Rows{3, 1, 8}), {}, 1}};
-};
-
 TEST(RanksThatDisagreeAreTold) {
-  Disagreeing call;
-  PlainHeap heap(3, call.Workspace());
-  const auto errors = RunRanks(heap, {&call});
-  for (int rank = 0; rank < 3; ++rank) {
-    EXPECT(errors[rank].find("The ranks run different calls") != std::string::npos) << errors[rank];
-  }
+  AllToAllMatmulCall rank1s(Small(Rows{3, 1, 8}), {}, 1), others(Small(Rows{3, 2, 4}), {}, 1);
+  ExpectDisagreementIsTold(rank1s, others, 3);
 }
 
 constexpr Machine kH200{132};

@@ -8,6 +8,7 @@
 #include "matmul_all_reduce_call.h"
 #include "ops/matmul_all_reduce/few_rows.h"
 #include "plans.h"
+#include "rank_errors.h"
 #include "testing.h"
 
 namespace jflux {
@@ -123,53 +124,15 @@ MatmulAllReduceParams Small(int world, int64_t n) {
   return {{Rows{world, 1, 8}, 8, n, DType::kF32, DType::kF32, false}};
 }
 
-void ExpectAbsentRankIsNamed(Call& call, int world, int absent) {
-  PlainHeap heap(world, call.Workspace());
-  RunOptions options;
-  options.absent = absent;
-  options.deadline_s = 0.05;
-  const auto errors = RunRanks(heap, {&call}, options);
-  for (int rank = 0; rank < world; ++rank) {
-    if (rank == absent) continue;
-    EXPECT(errors[rank].find("matmul_all_reduce: rank " + std::to_string(rank)) !=
-               std::string::npos &&
-           errors[rank].find("for rank " + std::to_string(absent) + " ") != std::string::npos)
-        << errors[rank];
-  }
-}
-
 TEST(AnAbsentRankIsNamed) {
   MatmulAllReduceCall call(Small(3, 8), {4, 8}, 1);
-  ExpectAbsentRankIsNamed(call, 3, 1);
+  ExpectAbsentRankIsNamed("matmul_all_reduce", call, 3, 1);
 }
 
 TEST(AnAbsentRankOfFewRowsIsNamed) {
   for (int absent : {0, 1}) {
     FewRowsCall call(Small(2, 20), 8, 1);
-    ExpectAbsentRankIsNamed(call, 2, absent);
-  }
-}
-
-// Rank 1 makes a call of another shape with the same layout.
-class Disagreeing : public Call {
- public:
-  Disagreeing(Call& rank1s, Call& others) : calls_{&others, &rank1s} {}
-  WorkspaceLayout Workspace() const override { return calls_[1]->Workspace(); }
-  bool Run(const SymmetricView& view, uint32_t epoch, WaitContext ctx) override {
-    return calls_[view.rank == 1]->Run(view, epoch, ctx);
-  }
-  int64_t Wrong() const override { return 0; }
-
- private:
-  Call* calls_[2];
-};
-
-void ExpectDisagreementIsTold(Call& rank1s, Call& others, int world) {
-  Disagreeing call(rank1s, others);
-  PlainHeap heap(world, call.Workspace());
-  const auto errors = RunRanks(heap, {&call});
-  for (const std::string& error : errors) {
-    EXPECT(error.find("The ranks run different calls") != std::string::npos) << error;
+    ExpectAbsentRankIsNamed("matmul_all_reduce", call, 2, absent);
   }
 }
 

@@ -4,6 +4,7 @@
 
 #include "matmul_reduce_scatter_call.h"
 #include "plans.h"
+#include "rank_errors.h"
 #include "testing.h"
 
 namespace jflux {
@@ -73,39 +74,12 @@ MatmulReduceScatterParams Small(int64_t n) {
 
 TEST(AnAbsentRankIsNamed) {
   MatmulReduceScatterCall call(Small(8), {4, 8}, 1);
-  PlainHeap heap(3, call.Workspace());
-  RunOptions options;
-  options.absent = 1;
-  options.deadline_s = 0.05;
-  const auto errors = RunRanks(heap, {&call}, options);
-  for (int rank : {0, 2}) {
-    EXPECT(errors[rank].find("matmul_reduce_scatter: rank " + std::to_string(rank)) !=
-               std::string::npos &&
-           errors[rank].find("for rank 1 ") != std::string::npos)
-        << errors[rank];
-  }
+  ExpectAbsentRankIsNamed("matmul_reduce_scatter", call, 3, 1);
 }
 
-// Rank 1 makes a call of another shape with the same layout.
-class Disagreeing : public Call {
- public:
-  WorkspaceLayout Workspace() const override { return calls_[1].Workspace(); }
-  bool Run(const SymmetricView& view, uint32_t epoch, WaitContext ctx) override {
-    return calls_[view.rank == 1].Run(view, epoch, ctx);
-  }
-  int64_t Wrong() const override { return 0; }
-
- private:
-  MatmulReduceScatterCall calls_[2] = {{Small(7), {4, 8}, 1}, {Small(8), {4, 8}, 1}};
-};
-
 TEST(RanksThatDisagreeAreTold) {
-  Disagreeing call;
-  PlainHeap heap(3, call.Workspace());
-  const auto errors = RunRanks(heap, {&call});
-  for (int rank = 0; rank < 3; ++rank) {
-    EXPECT(errors[rank].find("The ranks run different calls") != std::string::npos) << errors[rank];
-  }
+  MatmulReduceScatterCall rank1s(Small(8), {4, 8}, 1), others(Small(7), {4, 8}, 1);
+  ExpectDisagreementIsTold(rank1s, others, 3);
 }
 
 // What calls take on H200s: their configurations, how many send, and of the heap.

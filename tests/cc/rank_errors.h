@@ -1,0 +1,53 @@
+// What ranks must report if one of them is absent, or makes another call, for tests (ranks.h).
+#ifndef JFLUX_TESTS_CC_RANK_ERRORS_H_
+#define JFLUX_TESTS_CC_RANK_ERRORS_H_
+
+#include <string>
+
+#include "ranks.h"
+#include "testing.h"
+
+namespace jflux {
+
+// The errors of all other ranks name the op, the rank and the absent one.
+inline void ExpectAbsentRankIsNamed(const std::string& op, Call& call, int world, int absent) {
+  PlainHeap heap(world, call.Workspace());
+  RunOptions options;
+  options.absent = absent;
+  options.deadline_s = 0.05;
+  const auto errors = RunRanks(heap, {&call}, options);
+  for (int rank = 0; rank < world; ++rank) {
+    if (rank == absent) continue;
+    EXPECT(errors[rank].find(op + ": rank " + std::to_string(rank)) != std::string::npos &&
+           errors[rank].find("for rank " + std::to_string(absent) + " ") != std::string::npos)
+        << errors[rank];
+  }
+}
+
+// Rank 1 makes a call of another shape with the same layout.
+class Disagreeing : public Call {
+ public:
+  Disagreeing(Call& rank1s, Call& others) : calls_{&others, &rank1s} {}
+  WorkspaceLayout Workspace() const override { return calls_[1]->Workspace(); }
+  bool Run(const SymmetricView& view, uint32_t epoch, WaitContext ctx) override {
+    return calls_[view.rank == 1]->Run(view, epoch, ctx);
+  }
+  int64_t Wrong() const override { return 0; }
+
+ private:
+  Call* calls_[2];
+};
+
+// Every rank's error says that the ranks run different calls.
+inline void ExpectDisagreementIsTold(Call& rank1s, Call& others, int world) {
+  Disagreeing call(rank1s, others);
+  PlainHeap heap(world, call.Workspace());
+  const auto errors = RunRanks(heap, {&call});
+  for (const std::string& error : errors) {
+    EXPECT(error.find("The ranks run different calls") != std::string::npos) << error;
+  }
+}
+
+}  // namespace jflux
+
+#endif  // JFLUX_TESTS_CC_RANK_ERRORS_H_
