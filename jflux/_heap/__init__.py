@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -30,10 +31,12 @@ class Settings:
       heap_bytes: per device, in bytes; None is 512 MiB on the CPU (untouched pages cost nothing)
         and 2 GiB on a GPU.
       deadline_seconds: how long a rank waits for its peers before the call ends in an error.
+      node: names of this process's nodes, beside what tells hosts apart.
     """
 
     heap_bytes: int | None = None
     deadline_seconds: float = 120.0
+    node: str | tuple[str, ...] | None = None
 
 
 _lock = threading.RLock()
@@ -47,7 +50,12 @@ _BACKENDS: dict[str, _backends.Backend] = {
 _ready: dict[str, _backends.Backend] = {}  # by platform: the heaps that exist
 
 
-def init(*, heap_bytes: int | None = None, deadline_seconds: float = 120.0) -> None:
+def init(
+    *,
+    heap_bytes: int | None = None,
+    deadline_seconds: float = 120.0,
+    node: str | Sequence[str] | None = None,
+) -> None:
     """Creates the symmetric heap with these settings, on JAX's default platform (another one's is
     created by the first call that is lowered for it, with the same settings).
 
@@ -59,6 +67,8 @@ def init(*, heap_bytes: int | None = None, deadline_seconds: float = 120.0) -> N
         much it needs.
       deadline_seconds: how long a rank waits for its peers before the call ends in an error that
         names op, rank and peer.
+      node: splits a host into nodes, to try out what runs on several: the name of this process's
+        node, or one name for each of its devices. By default a host is a node.
 
     Raises:
       ValueError: for a size or a deadline that is not positive, or if processes ask for different
@@ -72,7 +82,8 @@ def init(*, heap_bytes: int | None = None, deadline_seconds: float = 120.0) -> N
         raise ValueError(f"{heap_bytes=} must be positive")
     if not deadline_seconds > 0:
         raise ValueError(f"{deadline_seconds=} must be positive")
-    wanted = Settings(heap_bytes, deadline_seconds)
+    names = node if node is None or isinstance(node, str) else tuple(node)
+    wanted = Settings(heap_bytes, deadline_seconds, names)
     with _lock:
         if _ready and wanted != _settings:
             raise RuntimeError(
@@ -126,6 +137,21 @@ def backend_in_use() -> str | None:
     platforms it is the GPUs'."""
     backend = _ready.get("cuda") or _ready.get("cpu")
     return None if backend is None else backend.name
+
+
+def node_of(platform: str) -> Mapping[int, int]:
+    """The node of each device of the job, by global device ids. Devices of one node map each
+    other's memory; nodes are numbered from 0, by their first device."""
+    _ensure(platform)
+    devices = sorted(jax.devices(platform), key=lambda d: d.id)
+    names = _settings.node
+    if names is None or isinstance(names, str):
+        return {d.id: 0 for d in devices}
+    numbers: dict[str, int] = {}
+    return {
+        d.id: numbers.setdefault(name, len(numbers))
+        for d, name in zip(devices, names, strict=True)
+    }
 
 
 def usage(platform: str) -> int:
