@@ -120,16 +120,17 @@ def say_once(level: int, message: str) -> None:
         logger.log(level, "%s", message)
 
 
-def fall_back(op: str, reason: str) -> None:
-    """Notes that no kernel takes a call of `op`, so that it runs its `lax` reference: one line per
-    reason on the logger `jflux`.
+def fall_back(op: str, reason: str, path: str = "reference") -> None:
+    """Notes that no kernel takes a call of `op`, so that it runs its `lax` reference, or the
+    decomposed form: one line per reason on the logger `jflux`.
 
     Raises:
       NotImplementedError: in strict mode.
     """
     if not config.fused:
         return
-    message = f"jflux.{op} takes its lax reference: {reason}"
+    what = "takes its lax reference" if path == "reference" else "is decomposed"
+    message = f"jflux.{op} {what}: {reason}"
     if config.strict:
         raise NotImplementedError(f"{message} (jflux.config.strict is on)")
     say_once(logging.WARNING, message)

@@ -147,18 +147,20 @@ _USUAL_SM_COUNT = 132
 
 
 def machine_of(platform: str, mesh: Mesh) -> Machine:
-    """The machine that calls over this mesh run on. Makes the heap, whose probe measures links, if
-    the devices are here."""
-    if platform == "cpu":
-        return Machine(platform, heap_bytes=_heap.heap_bytes(platform), is_here=belongs_here(mesh))
-    device: Any = next(iter(mesh.local_devices), mesh.devices.flat[0])
+    """The machine that calls over this mesh run on: the same in all processes, which must plan the
+    same. Makes the heap, whose probe measures links, if the devices are here."""
     is_here = belongs_here(mesh)
+    if platform == "cpu":
+        return Machine(platform, heap_bytes=_heap.heap_bytes(platform), is_here=is_here)
+    first: Any = mesh.devices.flat[0]
+    own = 0 if is_here else int(getattr(first, "core_count", None) or 0)
+    kinds = {device.device_kind for device in mesh.devices.flat}
     return Machine(
         platform=platform,
-        sm_count=int(getattr(device, "core_count", None) or _USUAL_SM_COUNT),
+        sm_count=(_heap.sm_count() if is_here else own) or _USUAL_SM_COUNT,
         link_gbps=_heap.link_gbps() if is_here else 0.0,
         heap_bytes=_heap.heap_bytes(platform),
-        device_kind=mesh.devices.flat[0].device_kind if is_here else "",
+        device_kind=first.device_kind if is_here and len(kinds) == 1 else "",
         is_here=is_here,
     )
 

@@ -106,6 +106,11 @@ def _describe(aval: Any) -> str:
     return f"{aval.dtype.name}[{', '.join(map(str, aval.shape))}]"
 
 
+def describe(avals: Sequence[Any]) -> str:
+    """Shapes and types of one rank's arrays, in words."""
+    return ", ".join(map(_describe, avals))
+
+
 def note(op: str, operands: Sequence[Any], results: Sequence[Any], plan: Plan) -> None:
     """Tells an `explain` that runs in this thread of a call."""
     recorder = _config.config.current().recorder

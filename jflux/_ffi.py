@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -17,8 +17,8 @@ PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}
 def register_targets(platform: str) -> None:
     """Hands the library's handlers for `platform` ("cpu" or "cuda") to XLA.
 
-    Called when an op is lowered: on the CPU the handlers' state type has to be registered before
-    them, and what is registered before the CPU client exists is queued and replayed in the other
+    Called when an op is lowered: the handlers' state type has to be registered before them, and
+    what is registered before the platform's client exists is queued and replayed in the other
     order.
     """
     if platform == "cpu":
@@ -27,8 +27,9 @@ def register_targets(platform: str) -> None:
         blas = [_capsule_pointer(cython_blas.__pyx_capi__[name]) for name in ("sgemm", "dgemm")]
         _native.lib.set_blas(*blas)
         jax.devices("cpu")
-        types: Any = _native.lib.call_site_type()
-        jax.ffi.register_ffi_type("jflux_call_site", types, platform="cpu")
+    for name, target_platform, types in _native.lib.state_types():
+        if target_platform == PLATFORMS[platform]:
+            jax.ffi.register_ffi_type(name, cast(Any, types), platform=target_platform)
     for name, target_platform, stages in _native.lib.targets():
         if target_platform == PLATFORMS[platform]:
             _register_stages(name, platform, stages)

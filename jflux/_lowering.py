@@ -179,6 +179,9 @@ def make_primitive(rules: Rules) -> Primitive:
             canonical = rules.canonical(ctx.avals_in, params, machine)
         if canonical is not None:
             return mlir.lower_fun(canonical, multiple_results=True)(ctx, *operands)
+        if plan.path == Path.FUSED:
+            assert mesh is not None and machine is not None
+            plan = _reserve(rules, ctx, params, plan, machine, mesh)
         _report(rules.label(params), ctx, plan)
         if plan.path == Path.REFERENCE:
             return lower_form(ctx, operands, lambda arrays: rules.reference(arrays, params))
@@ -220,7 +223,7 @@ def plan_call(
             ),
             None,
         )
-    if why := _heap.why_not_usable(platform, mesh):
+    if why := _heap.why_not_usable(platform, mesh, _mesh.group_table(mesh, params.axis_names)):
         return _dispatch.unsupported(why), None
     machine = _dispatch.machine_of(platform, mesh)
     return rules.plan(avals, params, machine), machine
@@ -230,9 +233,25 @@ def _report(label: str, ctx: Any, plan: Plan) -> None:
     """Says which path a call takes: to jflux.explain, to the log, as an error in strict mode."""
     _explain.note(label, ctx.avals_in, ctx.avals_out, plan)
     if plan.unsupported:
-        _config.fall_back(label, plan.reason)
+        _config.fall_back(label, plan.reason, plan.path)
     elif plan.path == Path.DECOMPOSED:
         _config.say_once(logging.INFO, f"jflux.{label} is decomposed: {plan.reason}")
+
+
+def _reserve(rules: Rules, ctx: Any, params: Any, plan: Plan, machine: Machine, mesh: Mesh) -> Plan:
+    """The plan, or another one if the symmetric heap has no room for it."""
+    if not machine.is_here or _config.config.current().recorder is not None:  # nothing is to run
+        return plan
+    table = _mesh.group_table(mesh, params.axis_names)
+    operands = _explain.describe(ctx.avals_in)
+    why = _heap.reserve(
+        machine.platform, table, rules.label(params), operands, plan.workspace_bytes
+    )
+    if why is None:
+        return plan
+    has_form = rules.decomposed is not _no_decomposed_form
+    path = Path.DECOMPOSED if has_form else Path.REFERENCE
+    return Plan(path, f"{operands}: {why}", unsupported=True)
 
 
 def _lower_fused(
@@ -242,9 +261,6 @@ def _lower_fused(
     rules.register(params, machine.platform)
     _begin_module(ctx.module_context.module)
     table = _mesh.group_table(mesh, params.axis_names)
-    explaining = _config.config.current().recorder is not None  # then nothing is to run
-    if machine.is_here and not explaining:
-        _heap.reserve(machine.platform, table, rules.label(params), plan.workspace_bytes)
     target = f"jflux_{rules.name}" if rules.target is None else rules.target(params)
     return jax.ffi.ffi_lowering(target)(
         ctx,

@@ -1,10 +1,13 @@
-"""The agreement between processes on where workspaces are (jflux/_heap/_agreement.py), against a
-fake store and random interleavings: no process, no clock, no thread."""
-
-from __future__ import annotations
+"""The agreement between processes on workspaces (jflux/_heap/_agreement.py and _workspaces.Shared):
+its rules, and processes in threads of one program, with random timing, against a model of their
+memory."""
 
 import dataclasses
-from collections.abc import Callable
+import functools
+import json
+import random
+import threading
+import time
 
 import hypothesis
 import numpy as np
@@ -12,224 +15,365 @@ import pytest
 from harness import examples
 from hypothesis import strategies as st
 
-from jflux._heap import _agreement
-from jflux._heap._agreement import Claim, Known, Workspace
+from jflux._heap import _agreement, _workspaces
+from jflux._heap._agreement import BLOCK, Ledger, Request, Workspace
 
-
-@dataclasses.dataclass(frozen=True)
-class Rules:
-    """The transitions of a process; tests of the tests replace one of them by a wrong one."""
-
-    next_claim: Callable[[Known, Workspace], Claim | None] = _agreement.next_claim
-    learn: Callable[[Known, Claim, str], Known] = _agreement.learn
-    # Of what is known, what this process has asked for, in its own order, and the heap's bytes.
-    places: Callable[[Known, list[Workspace], int], dict[Workspace, int]] = (
-        lambda known, asked, capacity: _agreement.places(known, capacity)
-    )
-
-
-class Store:
-    """A list of slots; the first writer wins."""
-
-    def __init__(self) -> None:
-        self.slots: dict[int, str] = {}
-
-    def claim(self, claim: Claim) -> str:
-        return self.slots.setdefault(claim.slot, claim.entry)
-
-
-@dataclasses.dataclass
-class Process:
-    """One process: what it still has to place, and its message on the way, if there is one."""
-
-    requests: list[Workspace]
-    rules: Rules
-    capacity: int
-    asked: list[Workspace] = dataclasses.field(default_factory=list)
-    known: Known = Known()
-    claim: Claim | None = None  # on its way to the store
-    answer: str | None = None  # on its way back
-    claims: int = 0
-    placed: dict[Workspace, int | None] = dataclasses.field(default_factory=dict)
-
-    def idle(self) -> bool:
-        return not self.requests and self.claim is None
-
-    def step(self, store: Store) -> None:
-        """One event: a claim leaves, arrives at the store, or is answered; or a place is found."""
-        if self.answer is not None:
-            assert self.claim is not None
-            self.known = self.rules.learn(self.known, self.claim, self.answer)
-            self.claim = self.answer = None
-        elif self.claim is not None:
-            self.answer = store.claim(self.claim)
-        else:
-            wanted = self.requests[0]
-            self.claim = self.rules.next_claim(self.known, wanted)
-            if self.claim is not None:
-                self.claims += 1
-                return
-            self.asked.append(wanted)
-            place = self.rules.places(self.known, self.asked, self.capacity).get(wanted)
-            assert self.placed.setdefault(wanted, place) == place, "an answer changed"
-            self.requests.pop(0)
-
-    def resend(self, store: Store) -> None:
-        """The answer is lost after the store took the claim, and the claim is sent again."""
-        if self.answer is not None:
-            self.answer = store.claim(self.claim)
-
-
-def run(
-    orders: list[list[Workspace]],
-    schedule: list[int],
-    capacity: int,
-    *,
-    dead: frozenset[int] = frozenset(),
-    rules: Rules = Rules(),  # noqa: B008 (frozen)
-) -> list[Process]:
-    """Runs processes with these requests, one event at a time.
-
-    Args:
-      schedule: whose event is next, and whether its answer is lost. After its end the processes
-        that live go on one after another, so each is done or stuck.
-      dead: these stop for good when the schedule ends, whatever they were doing.
-    """
-    store = Store()
-    processes = [Process(list(order), rules, capacity) for order in orders]
-    for choice in schedule:
-        process = processes[choice // 2 % len(processes)]
-        if choice % 2 == 1:
-            process.resend(store)
-        if not process.idle():
-            process.step(store)
-    # Three events for each claim, one for each request; a list is no longer than all requests.
-    requests = sum(len(order) for order in orders)
-    limit = 3 * (requests + 1) + requests
-    for index, process in enumerate(processes):
-        for _ in range(limit):
-            if process.idle() or index in dead:
-                break
-            process.step(store)
-        assert process.idle() or index in dead, "no progress"
-    check(processes, store)
-    return processes
-
-
-def check(processes: list[Process], store: Store) -> None:
-    # Everybody has the same answer: the same place, or no room.
-    answers: dict[Workspace, int | None] = {}
-    for process in processes:
-        for workspace, place in process.placed.items():
-            assert answers.setdefault(workspace, place) == place, f"two answers for {workspace}"
-    # Places are within the heap, and do not overlap.
-    ranges = sorted((p, p + w.size) for w, p in answers.items() if p is not None)
-    assert all(0 <= begin and end <= processes[0].capacity for begin, end in ranges)
-    for (_, end), (begin, _) in zip(ranges, ranges[1:], strict=False):
-        assert end <= begin, f"workspaces overlap: {ranges}"
-    # What a process knows is the list's beginning, without repetitions, and it took one claim for
-    # each slot.
-    held = [Workspace.parse(store.slots[i]) for i in range(len(store.slots))]
-    assert len(set(held)) == len(held)
-    for process in processes:
-        assert list(process.known.workspaces) == held[: len(process.known.workspaces)]
-        assert process.claims == len(process.known.workspaces) + (process.claim is not None)
-
-
-WORKSPACES = st.builds(
-    Workspace, groups=st.sampled_from(["a", "b", "c"]), size=st.sampled_from([1, 2, 3, 5, 8])
-)
-ORDERS = st.lists(st.lists(WORKSPACES, max_size=8), min_size=1, max_size=4)
-SCHEDULES = st.lists(st.integers(0, 7), max_size=120)
-
-
-@examples(300)
-@hypothesis.given(ORDERS, SCHEDULES, st.integers(0, 40), st.frozensets(st.integers(0, 3)))
-def test_any_interleaving(orders, schedule, capacity, dead):
-    """Processes with requests of their own, in orders of their own; answers may be lost, and
-    processes may stop for good."""
-    run(orders, schedule, capacity, dead=dead)
-
-
-@examples(100)
-@hypothesis.given(ORDERS, SCHEDULES, st.integers(0, 40), st.integers(0, 40))
-def test_another_heap_has_the_same_places_everywhere(orders, schedule, capacity, other):
-    """After a shutdown the list is the same and the heap may have another size. Processes know
-    more or less of the list, and place what they want of it."""
-    processes = run(orders, schedule, capacity)
-    full = max((p.known for p in processes), key=lambda known: len(known.workspaces))
-    everywhere = _agreement.places(full, other)
-    for process in processes:
-        places = _agreement.places(process.known, other)
-        assert places == {w: everywhere[w] for w in process.known.workspaces if w in everywhere}
-
-
-@examples(100)
-@hypothesis.given(st.lists(WORKSPACES, unique=True, max_size=10), st.integers(0, 40))
-def test_no_room_is_only_said_where_there_is_none(workspaces, capacity):
-    places = _agreement.places(Known(tuple(workspaces)), capacity)
-    for i, workspace in enumerate(workspaces):
-        before = sum(w.size for w in workspaces[:i] if w in places)
-        assert (workspace in places) == (before + workspace.size <= capacity)
-
-
-def _local_order(known: Known, asked: list[Workspace], capacity: int) -> dict[Workspace, int]:
-    """A process places workspaces in the order in which it asked for them."""
-    return _agreement.places(Known(tuple(dict.fromkeys(asked))), capacity)
-
-
-def _smallest_first(known: Known, asked: list[Workspace], capacity: int) -> dict[Workspace, int]:
-    """A place depends on what comes later in the list."""
-    order = sorted(known.workspaces, key=lambda workspace: workspace.size)
-    return _agreement.places(Known(tuple(order)), capacity)
-
-
-def _own_entry(known: Known, claim: Claim, held: str) -> Known:
-    """A process believes that it always wins."""
-    return _agreement.learn(known, claim, claim.entry)
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [Rules(places=_local_order), Rules(places=_smallest_first), Rules(learn=_own_entry)],
-    ids=["local_order", "smallest_first", "own_entry"],
-)
-def test_mistakes_would_be_found(wrong):
-    @hypothesis.settings(
-        max_examples=300, phases=[hypothesis.Phase.generate], report_multiple_bugs=False
-    )
-    @hypothesis.given(ORDERS, SCHEDULES, st.integers(0, 40))
-    def interleavings(orders, schedule, capacity):
-        run(orders, schedule, capacity, rules=wrong)
-
-    with pytest.raises(AssertionError):
-        interleavings()
-
-
-def test_a_lost_race():
-    """Two processes want different workspaces at the same time."""
-    a, b = Workspace("a", 2), Workspace("b", 3)
-    first, second = Known(), Known()
-    claims = [_agreement.next_claim(first, a), _agreement.next_claim(second, b)]
-    assert claims == [Claim(0, "a/2"), Claim(0, "b/3")]
-    first = _agreement.learn(first, claims[0], "b/3")
-    second = _agreement.learn(second, claims[1], "b/3")
-    assert first == second == Known((b,))
-    assert _agreement.next_claim(second, b) is None
-    claim = _agreement.next_claim(first, a)
-    assert claim == Claim(1, "a/2")
-    first = _agreement.learn(first, claim, "a/2")
-    assert _agreement.places(first, 5) == {b: 0, a: 3}
-    assert _agreement.places(first, 4) == {b: 0}
-    assert _agreement.places(second, 4) == {b: 0}
-    with pytest.raises(ValueError, match="slot 1 was claimed after 2 are known"):
-        _agreement.learn(first, claim, "a/2")
+# ---- The rules -----------------------------------------------------------------------------------
 
 
 def test_which_calls_share_a_workspace():
-    """Those with the same table of groups and the same size; the table's shape counts."""
+    """Those over the same devices, in any order and in any table, of the same size."""
     two = np.array([[0, 1], [2, 3]])
-    assert Workspace.of(two, 64) == Workspace.of(two.copy(), 64)
-    others = [(two.reshape(1, 4), 64), (two.reshape(4, 1), 64), (two[:, ::-1], 64), (two, 65)]
-    assert len({Workspace.of(*other) for other in others} | {Workspace.of(two, 64)}) == 5
-    assert Workspace.parse(Workspace.of(two, 64).entry()) == Workspace.of(two, 64)
+    orders = [two, two[::-1], two[:, ::-1], np.array([[3, 2], [0, 1]])]
+    assert len({Request.of(table, 64) for table in orders}) == 1
+    workspaces = Request.of(two, 64).workspaces()
+    assert workspaces == (Workspace((0, 1), 64), Workspace((2, 3), 64))
+    assert Request.of(np.array([[1, 0]]), 64).workspaces() == workspaces[:1]
+    assert Request.of(two, 65).workspaces() != workspaces
+    assert Request.of(two.reshape(1, 4), 64) != Request.of(two, 64)
+
+
+def test_all_orders_of_some_devices_take_one_workspace():
+    """Of 24 orders of four devices."""
+    from itertools import permutations
+
+    ledger = Ledger(limit=BLOCK)
+    for order in permutations(range(4)):
+        request = Request.of(np.array([order]), 100)
+        assert ledger.why_no_room(ledger.missing(request)) is None
+        ledger = ledger.hold(ledger.missing(request))
+    assert ledger.held == {Workspace((0, 1, 2, 3), 100)}
+
+
+TABLES = st.sampled_from(
+    [[[0, 1], [2, 3]], [[0, 2], [1, 3]], [[0, 1, 2, 3]], [[3, 1]], [[0], [1], [2], [3]]]
+)
+REQUESTS = st.builds(
+    lambda table, blocks: Request.of(np.array(table), blocks * BLOCK - 100),
+    TABLES,
+    st.integers(1, 6),
+)
+
+
+@hypothesis.given(REQUESTS)
+def test_entries_are_read_as_they_were_written(request):
+    assert Request.parse(request.entry()) == request
+
+
+@examples(100)
+@hypothesis.given(st.lists(REQUESTS, max_size=12), st.integers(0, 12))
+def test_no_room_is_only_said_where_there_is_none(requests, blocks):
+    """And one request that is too large takes nothing from those after it."""
+    ledger = Ledger(limit=blocks * BLOCK)
+    for request in requests:
+        missing = ledger.missing(request)
+        most = max((ledger.taken(d) + w.taken for w in missing for d in w.devices), default=0)
+        why = ledger.why_no_room(missing)
+        assert (why is None) == (most <= ledger.limit)
+        if why is None:
+            ledger = ledger.hold(missing)
+        else:
+            assert f"takes {missing[0].taken} bytes" in why and f"has {ledger.limit}" in why
+            ledger = ledger.refuse(request, why)
+    for device in range(4):
+        assert ledger.taken(device) <= ledger.limit
+
+
+def test_what_all_do_not_use_is_given_back():
+    pair, other = Workspace((0, 1), 10), Workspace((2, 3), 10)
+    ledger = Ledger(limit=BLOCK).hold([pair, other])
+    process_of = {0: 0, 1: 1, 2: 1, 3: 1}
+    said = functools.partial(_agreement.given_back, ledger, process_of=process_of)
+    assert said({0: {pair: "r"}, 1: {pair: "r"}}) == [pair]
+    assert said({0: {pair: "r"}, 1: {other: ""}}) == [other]
+    assert said({0: {}, 1: {pair: "r"}}) == []
+    assert said({0: {pair: "r, r"}, 1: {pair: "r"}}) == []  # process 1 is to ask for it again
+
+
+# ---- Processes -----------------------------------------------------------------------------------
+
+
+class Machine:
+    """The GPUs' memory, as the native heaps of all processes have it, and the store.
+
+    Checks that nobody opens memory that is not there, or frees what somebody else has open.
+    """
+
+    def __init__(self, process_of, memory, rng):
+        self.process_of, self.memory, self.rng = process_of, memory, rng
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
+        self.store = {}
+        self.me = threading.local()
+        self.copies = {p: {} for p in set(process_of.values())}  # Workspace -> Copy
+        self.mistakes = []
+
+    def pause(self):
+        if self.rng.random() < 0.3:
+            time.sleep(self.rng.random() * 0.002)
+
+    def expect(self, condition, what):
+        if not condition:
+            self.mistakes.append(what)
+
+    # What Shared asks of the store.
+    def claim(self, name, value):
+        self.pause()
+        with self.lock:
+            held = self.store.setdefault(name, value)
+            self.changed.notify_all()
+        self.pause()
+        return held
+
+    def look(self, name):
+        with self.lock:
+            return self.store.get(name)
+
+    def gather(self, name, value, processes):
+        self.pause()
+        with self.lock:
+            self.store[f"{name}/{self.me.process}"] = value
+            self.changed.notify_all()
+            there = lambda: all(f"{name}/{p}" in self.store for p in processes)  # noqa: E731
+            assert self.changed.wait_for(there, 20), f"{name}: nobody comes"
+            return {p: self.store[f"{name}/{p}"] for p in processes}
+
+    # What Shared asks of the native module.
+    def heap_add_workspace(self, platform, devices, size):
+        self.pause()
+        workspace = Workspace(tuple(devices), size)
+        mine = [d for d in devices if self.process_of[d] == self.me.process]
+        with self.lock:
+            for device in mine:
+                taken = sum(w.taken for w in self.copies[self.me.process] if device in w.devices)
+                if taken + workspace.taken > self.memory:
+                    raise RuntimeError(f"GPU {device} is full")
+            self.copies[self.me.process][workspace] = Copy()
+        others = {self.process_of[d] for d in devices} - {self.me.process}
+        return f"{self.me.process}" if others else ""
+
+    def heap_attach_workspace(self, platform, devices, size, handle):
+        workspace, owner = Workspace(tuple(devices), size), int(handle)
+        with self.lock:
+            self.expect(workspace in self.copies[owner], f"{workspace} is not at process {owner}")
+            self.copies[self.me.process][workspace].opened.add(owner)
+
+    def heap_commit_workspace(self, platform, devices, size):
+        copy = self.copies[self.me.process][Workspace(tuple(devices), size)]
+        others = {self.process_of[d] for d in devices} - {self.me.process}
+        self.expect(copy.opened == others, "a copy is missing")
+        copy.committed = True
+
+    def heap_expect_use(self, platform, devices, size):
+        workspace = Workspace(tuple(devices), size)
+        copy = self.copies[self.me.process].get(workspace)
+        self.expect(copy is not None and copy.committed, f"{workspace} was promised")
+        if copy is not None:
+            copy.users += 1
+
+    def heap_close_workspace(self, platform, devices, size):
+        copy = self.copies[self.me.process][Workspace(tuple(devices), size)]
+        copy.opened.clear()
+        copy.committed = False
+
+    def heap_free_workspace(self, platform, devices, size):
+        workspace = Workspace(tuple(devices), size)
+        with self.lock:
+            for process, copies in self.copies.items():
+                opened = copies[workspace].opened if workspace in copies else ()
+                self.expect(
+                    self.me.process not in opened, f"process {process} still uses {workspace}"
+                )
+            copy = self.copies[self.me.process].pop(workspace)
+            self.expect(copy.users == 0, f"an executable uses {workspace}")
+
+    def heap_unused_workspaces(self, platform):
+        with self.lock:
+            unused = [w for w, c in self.copies[self.me.process].items() if c.users == 0]
+        return ";".join(f"{w.size}:{','.join(map(str, w.devices))}" for w in unused)
+
+
+@dataclasses.dataclass
+class Copy:
+    opened: set = dataclasses.field(default_factory=set)
+    committed: bool = False
+    users: int = 0
+
+
+def run(seed, shared=_workspaces.Shared, monkeypatch=None):
+    """Processes that lower programs in orders of their own, and forget some of them. Returns the
+    mistakes that the model of the memory has found."""
+    rng = random.Random(seed)
+    processes = rng.randint(2, 3)
+    each = rng.randint(1, 2)
+    process_of = {d: d // each for d in range(processes * each)}
+    blocks = rng.randint(2, 8)
+    machine = Machine(process_of, (blocks + rng.choice([-1, 0, 5])) * BLOCK, rng)
+    monkeypatch.setattr(_workspaces, "lib", machine)
+    node = {p: [q for q in range(processes) if nodes == 1 or q % 2 == p % 2]
+            for nodes in [rng.randint(1, 2)] for p in range(processes)}  # fmt: skip
+    devices = {p: [d for d in process_of if process_of[d] in node[p]] for p in range(processes)}
+    tables = []
+    for p in range(processes):
+        if len(devices[p]) > 1:
+            tables += [[devices[p]], [devices[p][:2]], [rng.sample(devices[p], len(devices[p]))]]
+    if not tables:
+        return []
+    requests = [
+        Request.of(np.array(rng.choice(tables)), rng.randint(1, 5) * BLOCK - 8) for _ in range(8)
+    ]
+    answers, known = [{} for _ in range(processes)], []
+
+    def live(process):
+        machine.me.process = process
+        order = list(range(len(requests)))
+        random.Random(seed * 10 + process).shuffle(order)
+        one = Process(machine, shared, process, node[process], blocks * BLOCK)
+        known.append(one)
+        for i in order:
+            request = requests[i]
+            if not any(process_of[d] == process for group in request.groups for d in group):
+                continue
+            with one.lock:
+                granted = one.shared.reserve(request) is None
+            answers[process].setdefault(request, []).append(granted)
+            if granted and rng.random() < 0.5:  # its executable ends
+                for w in request.workspaces():
+                    if any(process_of[d] == process for d in w.devices):
+                        with machine.lock:
+                            machine.copies[process][w].users -= 1
+
+    threads = [threading.Thread(target=_noting(live, machine), args=(p,)) for p in range(processes)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), "no progress"
+    for one in known:
+        one.shared.stop()
+    for one in known:
+        one.shared._thread.join(5)
+    # All know a beginning of the same log, and say the same of it.
+    longest = max((one.shared.ledger for one in known), key=lambda ledger: ledger.slots)
+    for one in known:
+        ledger = one.shared.ledger
+        for request, why in ledger.refused.items():
+            machine.expect((why is None) == (longest.refused.get(request) is None), "two verdicts")
+        if ledger.slots == longest.slots:
+            machine.expect(ledger.held == longest.held, "two ledgers")
+    for request in requests:
+        said = {tuple(answer[request]) for answer in answers if request in answer}
+        machine.expect(len(said) < 2, f"two answers to {request}: {said}")
+    return machine.mistakes
+
+
+def _noting(function, machine):
+    def call(*args):
+        try:
+            function(*args)
+        except Exception as error:
+            machine.mistakes.append(repr(error))
+
+    return call
+
+
+class Process:
+    def __init__(self, machine, shared, me, node, limit):
+        self.lock = threading.RLock()
+
+        def as_me(function):
+            def call(*args):
+                machine.me.process = me  # also on the thread that follows the log
+                return function(*args)
+
+            return call
+
+        self.shared = shared(
+            limit, process_of=machine.process_of, me=me, node=node, lock=self.lock,
+            gather=as_me(machine.gather), claim=as_me(machine.claim), look=as_me(machine.look),
+        )  # fmt: skip
+        self.shared.SOON = self.shared.SELDOM = 0.001
+        self.shared.start()
+
+
+@pytest.mark.parametrize("first", range(0, 100, 20))
+def test_any_timing(first, monkeypatch):
+    for seed in range(first, first + 20):
+        assert run(seed, monkeypatch=monkeypatch) == [], seed
+
+
+class FreesAtOnce(_workspaces.Shared):
+    """Frees before the others have let go."""
+
+    def _agree(self, step, value, processes):
+        if step == "closed":
+            return {}
+        return super()._agree(step, value, processes)
+
+
+class OwnOpinion(_workspaces.Shared):
+    """Gives back what this process does not use, whatever the others say."""
+
+    def _agree(self, step, value, processes):
+        texts = super()._agree(step, value, processes)
+        return dict.fromkeys(texts, value) if step == "unused" else texts
+
+
+class ForgetsWhoAsked(_workspaces.Shared):
+    """Gives back what another process will ask for."""
+
+    def _agree(self, step, value, processes):
+        texts = super()._agree(step, value, processes)
+        if step == "unused":
+            for process, text in texts.items():
+                texts[process] = json.dumps([(d, size, []) for d, size, _ in json.loads(text)])
+        return texts
+
+
+class OwnVerdict(_workspaces.Shared):
+    """Does not listen whether the others had memory."""
+
+    def _agree(self, step, value, processes):
+        texts = super()._agree(step, value, processes)
+        return dict.fromkeys(texts, value) if step == "added" else texts
+
+
+@pytest.mark.parametrize("wrong", [FreesAtOnce, OwnOpinion, ForgetsWhoAsked, OwnVerdict])
+def test_mistakes_would_be_found(wrong, monkeypatch):
+    monkeypatch.setattr(Machine, "gather", _impatient(Machine.gather))
+    assert any(run(seed, wrong, monkeypatch) for seed in range(60))
+
+
+def _impatient(gather):
+    """Processes that disagree may wait for each other."""
+
+    def call(self, name, value, processes):
+        with self.lock:
+            self.store[f"{name}/{self.me.process}"] = value
+            self.changed.notify_all()
+            there = lambda: all(f"{name}/{p}" in self.store for p in processes)  # noqa: E731
+            if not self.changed.wait_for(there, 0.5):
+                raise RuntimeError(f"{name}: nobody comes")
+            return {p: self.store[f"{name}/{p}"] for p in processes}
+
+    return call
+
+
+def test_a_refused_request_is_refused_for_good(monkeypatch):
+    """Also when there is room later: other processes may have lowered the reference by then."""
+    machine = Machine({0: 0, 1: 1}, 100 * BLOCK, random.Random(0))
+    monkeypatch.setattr(_workspaces, "lib", machine)
+    machine.gather = lambda name, value, processes: dict.fromkeys(processes, _answer(name, value))
+    machine.me.process = 0
+    one = Process(machine, _workspaces.Shared, 0, [0], 2 * BLOCK)
+    one.shared.stop()
+    pair = np.array([[0, 1]])
+    too_large = Request.of(pair, 3 * BLOCK)
+    assert "it has" in one.shared.reserve(too_large)
+    one.shared.ledger = dataclasses.replace(one.shared.ledger, limit=10 * BLOCK)
+    assert "it has" in one.shared.reserve(too_large)
+    assert one.shared.ledger.slots == 1
+
+
+def _answer(name, value):
+    return json.dumps([]) if "unused" in name else value

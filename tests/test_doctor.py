@@ -25,7 +25,7 @@ def test_what_it_says():
     output = _doctor(min(RANKS, 4))
     assert re.search(r"^jflux \S+, built with", output, re.M)
     assert re.search(r"^jax \S+, jaxlib \S+, Python \S+", output, re.M)
-    backend = "cuda_peer" if PLATFORM == "gpu" else "cpu"
+    backend = "cuda" if PLATFORM == "gpu" else "cpu"
     assert re.search(rf"^heap: back end {backend}, \d+ MiB per device, deadline", output, re.M)
     assert float(re.search(r"the calls above took ([0-9.]+) MiB", output)[1]) > 0
     for op, spec in all_ops().items():

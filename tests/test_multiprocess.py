@@ -4,6 +4,7 @@ On a host with GPUs the same programs run with one process per GPU.
 """
 
 import re
+import subprocess
 
 import pytest
 from harness import PLATFORM, RANKS
@@ -12,14 +13,16 @@ from workers.common import run_together
 pytestmark = pytest.mark.multiprocess
 
 
-def _run(scenarios, processes, devices=1):
+def _run(scenarios, processes, devices=1, **options):
     if processes * devices > RANKS:
         pytest.skip(f"needs {processes * devices} devices")
-    return run_together(scenarios, platform=PLATFORM, processes=processes, devices=devices)
+    return run_together(
+        scenarios, platform=PLATFORM, processes=processes, devices=devices, **options
+    )
 
 
-def _all_right(scenarios, processes, devices=1):
-    for process, (status, output) in enumerate(_run(scenarios, processes, devices)):
+def _all_right(scenarios, processes, devices=1, **options):
+    for process, (status, output) in enumerate(_run(scenarios, processes, devices, **options)):
         assert status == 0, f"process {process} ended with {status}:\n{output}"
         assert re.findall(r"^ok (\w+)$", output, re.M) == scenarios.split(","), output
 
@@ -44,12 +47,37 @@ def test_shutdown_and_init_again():
 
 
 def test_processes_that_ask_for_different_heaps():
-    """All are told at once, and can go on."""
-    for status, output in _run("different_heaps", 2):
-        assert status == 0 and "ok different_heaps" in output, output
-        assert re.search(
-            rf"^error: .*process 0: {64 << 20}, process 1: {65 << 20}\); .*heap_bytes", output, re.M
-        ), output
+    _all_right("different_heaps", 2)
+
+
+def test_processes_that_are_nodes():
+    _all_right("nodes,nodes", 2, 2, options=["--nodes", "named"])
+
+
+UNSHARE = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
+
+
+@pytest.mark.skipif(PLATFORM != "cpu", reason="GPU processes of one host are one node there")
+@pytest.mark.skipif(
+    subprocess.run([*UNSHARE, "true"], capture_output=True, check=False).returncode != 0,
+    reason="needs the right to make PID namespaces",
+)
+def test_processes_in_pid_namespaces_of_their_own():
+    """As in containers, or on several hosts: all have the same PID, and cannot map each other."""
+    _all_right("nodes,nodes", 2, 2, prefix=UNSHARE)
+
+
+def test_a_late_process_meets_the_others_at_the_next_attempt():
+    results = _run("late", 2)
+    assert "without a heap" in results[0][1] and "process 1 did not come" in results[0][1]
+    for status, output in results:
+        assert status == 0 and "ok late" in output, output
+
+
+def test_all_run_the_reference_without_a_process():
+    for status, output in _run("absent", 2):
+        assert status == 0 and "ok absent" in output, output
+        assert "process 1 did not come" in output, output
 
 
 def _errors(results, survivors):

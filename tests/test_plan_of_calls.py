@@ -189,7 +189,7 @@ def lowered_for_gpus(monkeypatch):
     """A function (call) -> (the calls that it becomes, its program), lowered for GPUs that are not
     here."""
     machine = dataclasses.replace(GPU, is_here=False)
-    monkeypatch.setattr(_heap, "why_not_usable", lambda platform, mesh: None)
+    monkeypatch.setattr(_heap, "why_not_usable", lambda platform, mesh, table: None)
     monkeypatch.setattr(_dispatch, "machine_of", lambda platform, mesh: machine)
     monkeypatch.setattr(_ffi, "register_targets", lambda platform: None)
 

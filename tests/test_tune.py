@@ -25,7 +25,7 @@ from harness import operands as call_operands
 from workers.common import environment
 
 import jflux
-from jflux import _config, _explain, _heap, _trial, _tuner, _tuning
+from jflux import _config, _explain, _trial, _tuner, _tuning
 from jflux._dispatch import Machine
 from jflux._ops import all_gather_matmul
 from jflux._ops._spec import all_ops, products
@@ -107,18 +107,6 @@ def test_slow_links_make_raster_groups_shorter():
     slow = heuristic(KEY, slow_links)
     assert 0 < slow.group_m < usual.group_m
     assert _tuner.candidates(KEY, slow_links)[0] == slow
-
-
-def test_the_slowest_link_counts(monkeypatch):
-    links = [(0, 1, 390.0, 102.0, 2.6), (1, 0, 361.0, 110.0, 2.8)]
-    monkeypatch.setattr(_heap, "_ensure", lambda platform: None)
-    monkeypatch.setattr(_heap, "links", lambda platform: links)
-    monkeypatch.setattr(_heap, "_agreed_links", {})
-    assert _heap.link_gbps() == 361.0
-    links.clear()
-    assert _heap.link_gbps() == 361.0  # until there is another heap
-    monkeypatch.setattr(_heap, "_agreed_links", {})
-    assert _heap.link_gbps() == 0
 
 
 def test_tables(own_tables, monkeypatch):

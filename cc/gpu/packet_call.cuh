@@ -26,8 +26,7 @@ PacketArgs PacketArgsFor(const Params& p, OpId op, int64_t site, int64_t ctas,
   // Ranks must launch equally many clusters: dynamic ids guarantee progress only then
   // (gpu/call.cuh).
   const uint32_t signature = SignatureBuilder().Add(p.Signature()).Add(site).Add(ctas).Get();
-  return PacketArgs{reinterpret_cast<DeviceState*>(device.heap), view, p.Workspace(), signature,
-                    static_cast<uint32_t>(op)};
+  return PacketArgs{device.state, view, p.Workspace(), signature, static_cast<uint32_t>(op)};
 }
 
 // CTAs for `work` threads, at most as many as run at the same time.

@@ -72,11 +72,16 @@ nb::dict Constants() {
 
 NB_MODULE(_jflux, m) {
   m.def("targets", &Targets);
-  m.def("call_site_type", [] {
-    nb::dict d;
-    d["type_id"] = nb::capsule(jflux_call_site_type_id());
-    d["type_info"] = nb::capsule(jflux_call_site_type_info());
-    return d;
+  // [(name, platform, {"type_id": capsule, "type_info": capsule})]
+  m.def("state_types", [] {
+    nb::list result;
+    for (const JfluxStateType* t = jflux_state_types(); t->name != nullptr; ++t) {
+      nb::dict d;
+      d["type_id"] = nb::capsule(t->type_id);
+      d["type_info"] = nb::capsule(t->type_info);
+      result.append(nb::make_tuple(t->name, t->platform, d));
+    }
+    return result;
   });
   m.def("begin_module", &jflux_begin_module);
   m.def("built_with_cuda", [] { return jflux_built_with_cuda() != 0; });
@@ -108,11 +113,18 @@ NB_MODULE(_jflux, m) {
   m.def("heap_attach", [](const std::string& platform, const std::string& handle) {
     Check(jflux_heap_attach(platform.c_str(), handle.c_str()));
   });
-  m.def("heap_probe", [](const std::string& platform) {
+  m.def("heap_close", [](const std::string& platform) {
     nb::gil_scoped_release release;
-    const char* reason = jflux_heap_probe(platform.c_str());
+    jflux_heap_close(platform.c_str());
+  });
+  m.def("heap_probe", [](const std::string& platform, const std::vector<int64_t>& devices,
+                         int64_t bytes, int step) {
+    const JfluxWorkspace w{devices.data(), static_cast<int>(devices.size()), bytes};
+    nb::gil_scoped_release release;
+    const char* reason = jflux_heap_probe(platform.c_str(), &w, step);
     if (reason != nullptr) throw std::runtime_error(reason);
   });
+  m.def("probe_bytes", &jflux_probe_bytes);
   // [(from, to, push GB/s, pull GB/s, signal us)]
   m.def("heap_links", [](const std::string& platform) {
     std::vector<JfluxLink> links(64 * 64);
@@ -123,19 +135,50 @@ NB_MODULE(_jflux, m) {
     }
     return result;
   });
-  m.def("heap_shutdown",
-        [](const std::string& platform) { jflux_heap_shutdown(platform.c_str()); });
-  m.def("heap_find_workspace",
-        [](const std::string& platform, const std::vector<int64_t>& groups, int64_t total_bytes) {
-          int found = 0;
-          Check(jflux_heap_find_workspace(platform.c_str(), groups.data(),
-                                          static_cast<int>(groups.size()), total_bytes, &found));
-          return found != 0;
+  m.def("heap_shutdown", [](const std::string& platform, bool keep) {
+    nb::gil_scoped_release release;
+    jflux_heap_shutdown(platform.c_str(), keep);
+  });
+  m.def("cuda_free_bytes", [](const std::vector<int>& ordinals) {
+    return jflux_cuda_free_bytes(ordinals.data(), static_cast<int>(ordinals.size()));
+  });
+  // Reserved workspaces, by their devices and size.
+  m.def("heap_add_workspace",
+        [](const std::string& platform, const std::vector<int64_t>& devices, int64_t bytes) {
+          const JfluxWorkspace w{devices.data(), static_cast<int>(devices.size()), bytes};
+          std::string handle, reason;
+          {
+            nb::gil_scoped_release release;
+            const char* text = nullptr;
+            if (const char* why = jflux_heap_add_workspace(platform.c_str(), &w, &text))
+              reason = why;
+            handle = text;
+          }
+          if (!reason.empty()) throw std::runtime_error(reason);
+          return handle;
         });
-  m.def("heap_add_workspace", [](const std::string& platform, const std::vector<int64_t>& groups,
-                                 int64_t total_bytes, int64_t place) {
-    Check(jflux_heap_add_workspace(platform.c_str(), groups.data(), static_cast<int>(groups.size()),
-                                   total_bytes, place));
+  m.def("heap_attach_workspace",
+        [](const std::string& platform, const std::vector<int64_t>& devices, int64_t bytes,
+           const std::string& handle) {
+          const JfluxWorkspace w{devices.data(), static_cast<int>(devices.size()), bytes};
+          Check(jflux_heap_attach_workspace(platform.c_str(), &w, handle.c_str()));
+        });
+  const auto step = [&m](const char* name,
+                         const char* (*function)(const char*, const JfluxWorkspace*)) {
+    m.def(name, [function](const std::string& platform, const std::vector<int64_t>& devices,
+                           int64_t bytes) {
+      const JfluxWorkspace w{devices.data(), static_cast<int>(devices.size()), bytes};
+      nb::gil_scoped_release release;
+      const char* reason = function(platform.c_str(), &w);
+      if (reason != nullptr) throw std::runtime_error(reason);
+    });
+  };
+  step("heap_commit_workspace", &jflux_heap_commit_workspace);
+  step("heap_expect_use", &jflux_heap_expect_use);
+  step("heap_close_workspace", &jflux_heap_close_workspace);
+  step("heap_free_workspace", &jflux_heap_free_workspace);
+  m.def("heap_unused_workspaces", [](const std::string& platform) {
+    return std::string(jflux_heap_unused_workspaces(platform.c_str()));
   });
   // (in use, touched)
   m.def("heap_usage", [](const std::string& platform) {

@@ -3,8 +3,22 @@
 #include "runtime/cpu_matmul.h"
 #include "runtime/ffi.h"
 
-void* jflux_call_site_type_id(void) { return &jflux::CallSite::id; }
-void* jflux_call_site_type_info(void) { return &jflux::CallSite::info; }
+#ifdef JFLUX_WITH_CUDA
+#include "runtime/workspace_use.h"
+#endif
+
+// For custom calls (jflux/call.h).
+JFLUX_API void* jflux_call_site_type_id(void) { return &jflux::CallSite::id; }
+
+const JfluxStateType* jflux_state_types(void) {
+  static const JfluxStateType types[] = {
+      {"jflux_call_site", "cpu", &jflux::CallSite::id, &jflux::CallSite::info},
+#ifdef JFLUX_WITH_CUDA
+      {"jflux_workspace_use", "CUDA", &jflux::WorkspaceUse::id, &jflux::WorkspaceUse::info},
+#endif
+      {nullptr, nullptr, nullptr, nullptr}};
+  return types;
+}
 
 void jflux_begin_module(void) { jflux::BeginModule(); }
 

@@ -17,9 +17,15 @@ typedef struct {
 // Every FFI target; ends with an entry whose name is null.
 JFLUX_API const JfluxTarget* jflux_targets(void);
 
-// XLA_FFI_TypeId and XLA_FFI_TypeInfo of the CPU handlers' state.
-JFLUX_API void* jflux_call_site_type_id(void);
-JFLUX_API void* jflux_call_site_type_info(void);
+// The state that handlers of a platform ("cpu", "CUDA") keep for each call of an executable: its
+// XLA_FFI_TypeId and XLA_FFI_TypeInfo. Ends with an entry whose name is null.
+typedef struct {
+  const char* name;
+  const char* platform;
+  void* type_id;
+  void* type_info;
+} JfluxStateType;
+JFLUX_API const JfluxStateType* jflux_state_types(void);
 
 // To be called before the ops of another module are lowered.
 JFLUX_API void jflux_begin_module(void);
@@ -38,37 +44,58 @@ typedef struct {
   const int64_t* devices;  // global ids of this process's devices
   const int* ordinals;     // CUDA's number of each; null on the CPU
   int num_devices;
-  int64_t heap_bytes;  // per device
+  int64_t heap_bytes;  // the most, per device
   double deadline_s;
   int leads;  // see HeapConfig
 } JfluxHeapConfig;
-// `backend`: "cpu", "cuda_peer" or "cuda_ipc".
+// `backend`: "cpu" or "cuda".
 JFLUX_API const char* jflux_heap_create(const char* platform, const char* backend,
                                         const JfluxHeapConfig* config);
-// Several processes: *handle is for the other processes, each of which attaches it. The text lives
+// Several processes of a node: *handle is for the others, each of which attaches it. The text lives
 // until the calling thread's next call.
 JFLUX_API const char* jflux_heap_export(const char* platform, const char** handle);
 JFLUX_API const char* jflux_heap_attach(const char* platform, const char* handle);
-// After all attachments: probes the links; fails if one cannot be trusted.
-JFLUX_API const char* jflux_heap_probe(const char* platform);
+// Before the processes of a node free their parts: waits for what runs, and lets go of the others'
+// memory.
+JFLUX_API void jflux_heap_close(const char* platform);
+// `keep`: other processes may still use this one's memory, which is never freed then.
+JFLUX_API void jflux_heap_shutdown(const char* platform, int keep);
+
+// Reserved workspaces ("cuda" alone; the CPU's calls lease theirs): runtime/workspaces_cuda.h.
+typedef struct {
+  const int64_t* devices;
+  int num_devices;
+  int64_t bytes;
+} JfluxWorkspace;
+JFLUX_API const char* jflux_heap_add_workspace(const char* platform, const JfluxWorkspace* w,
+                                               const char** handle);
+JFLUX_API const char* jflux_heap_attach_workspace(const char* platform, const JfluxWorkspace* w,
+                                                  const char* handle);
+JFLUX_API const char* jflux_heap_commit_workspace(const char* platform, const JfluxWorkspace* w);
+JFLUX_API const char* jflux_heap_expect_use(const char* platform, const JfluxWorkspace* w);
+JFLUX_API const char* jflux_heap_close_workspace(const char* platform, const JfluxWorkspace* w);
+JFLUX_API const char* jflux_heap_free_workspace(const char* platform, const JfluxWorkspace* w);
+// Those that no executable uses: "bytes:device,device,...;bytes:...". The text lives until the
+// calling thread's next call.
+JFLUX_API const char* jflux_heap_unused_workspaces(const char* platform);
+
+// One step of the probe of the links (0, 1, 2; ProbeStep of runtime/link_probe.h), in a committed
+// workspace of all devices of the node, of jflux_probe_bytes. Fails if a link cannot be trusted.
+JFLUX_API const char* jflux_heap_probe(const char* platform, const JfluxWorkspace* w, int step);
+JFLUX_API int64_t jflux_probe_bytes(int num_devices);
 typedef struct {
   int64_t from, to;
   double push_gbps, pull_gbps, signal_us;
 } JfluxLink;
 // Fills up to `capacity` links; returns how many there are. None without a heap.
 JFLUX_API int jflux_heap_links(const char* platform, JfluxLink* links, int capacity);
-JFLUX_API void jflux_heap_shutdown(const char* platform);
 
-// Back ends that reserve workspaces (cuda_*; the CPU's calls lease theirs, and both fail there).
-// Find, in a single process, makes sure that there is a workspace; *found is 0 if there is no room.
-JFLUX_API const char* jflux_heap_find_workspace(const char* platform, const int64_t* groups,
-                                                int count, int64_t total_bytes, int* found);
-// Add, in several processes: the place that they have agreed on, counted from the first workspace.
-JFLUX_API const char* jflux_heap_add_workspace(const char* platform, const int64_t* groups,
-                                               int count, int64_t total_bytes, int64_t place);
-// Bytes of each device's segment that are leased or reserved now / that have ever been. 0 without a
+// Bytes of each device that are leased or reserved now / that have ever been. 0 without a
 // heap.
 JFLUX_API void jflux_heap_usage(const char* platform, int64_t* in_use, int64_t* touched);
+
+// The least free memory of these devices, in bytes; 0 without CUDA in the build.
+JFLUX_API int64_t jflux_cuda_free_bytes(const int* ordinals, int count);
 
 // Tests only, between calls: see Heap.
 JFLUX_API const char* jflux_heap_test_hooks(const char* platform, int skip_waits, int max_delay_us);

@@ -39,14 +39,12 @@ const char* OnHeap(const char* platform, F&& f) {
   return f(*heap, &error) ? nullptr : Reason(error);
 }
 
-// f(workspaces, &error) -> bool, where workspaces are reserved.
+// f(heap, id, &error) -> bool, on the heap of a platform, if there is one.
 template <typename F>
-const char* OnWorkspaces(const char* platform, F&& f) {
-  return OnHeap(platform, [&](Heap& heap, std::string* error) {
-    if (heap.workspaces() != nullptr) return f(*heap.workspaces(), error);
-    *error = std::string("the heap's back end ") + heap.name() + " reserves no workspaces";
-    return false;
-  });
+const char* OnWorkspace(const char* platform, const JfluxWorkspace* w, F&& f) {
+  const auto id = jflux::WorkspaceId::Of(
+      std::vector<int64_t>(w->devices, w->devices + w->num_devices), w->bytes);
+  return OnHeap(platform, [&](Heap& heap, std::string* error) { return f(heap, id, error); });
 }
 
 }  // namespace
@@ -81,8 +79,14 @@ const char* jflux_heap_attach(const char* platform, const char* handle) {
                 [&](Heap& heap, std::string* error) { return heap.Attach(handle, error); });
 }
 
-const char* jflux_heap_probe(const char* platform) {
-  return OnHeap(platform, [](Heap& heap, std::string* error) { return heap.Probe(error); });
+void jflux_heap_close(const char* platform) {
+  if (const auto heap = HeapOf(platform)) heap->Close();
+}
+
+const char* jflux_heap_probe(const char* platform, const JfluxWorkspace* w, int step) {
+  return OnWorkspace(platform, w, [&](Heap& heap, const auto& id, std::string* error) {
+    return heap.Probe(id, static_cast<jflux::ProbeStep>(step), error);
+  });
 }
 
 int jflux_heap_links(const char* platform, JfluxLink* links, int capacity) {
@@ -98,23 +102,65 @@ int jflux_heap_links(const char* platform, JfluxLink* links, int capacity) {
   return count;
 }
 
-void jflux_heap_shutdown(const char* platform) {
+void jflux_heap_shutdown(const char* platform, int keep) {
+  static auto* kept = new std::vector<std::shared_ptr<Heap>>;
+  if (keep != 0) kept->push_back(HeapOf(platform));
   jflux::SetCurrentHeap(PlatformOf(platform), nullptr);
 }
 
-const char* jflux_heap_find_workspace(const char* platform, const int64_t* groups, int count,
-                                      int64_t total_bytes, int* found) {
-  return OnWorkspaces(platform, [&](jflux::WorkspaceMap& workspaces, std::string*) {
-    *found = workspaces.Find(groups, count, total_bytes).has_value();
-    return true;
+const char* jflux_heap_add_workspace(const char* platform, const JfluxWorkspace* w,
+                                     const char** handle) {
+  thread_local std::string kept;
+  const char* reason = OnWorkspace(platform, w, [](Heap& heap, const auto& id, std::string* error) {
+    return heap.AddWorkspace(id, &kept, error);
+  });
+  *handle = kept.c_str();
+  return reason;
+}
+
+const char* jflux_heap_attach_workspace(const char* platform, const JfluxWorkspace* w,
+                                        const char* handle) {
+  return OnWorkspace(platform, w, [&](Heap& heap, const auto& id, std::string* error) {
+    return heap.AttachWorkspace(id, handle, error);
   });
 }
 
-const char* jflux_heap_add_workspace(const char* platform, const int64_t* groups, int count,
-                                     int64_t total_bytes, int64_t place) {
-  return OnWorkspaces(platform, [&](jflux::WorkspaceMap& workspaces, std::string* error) {
-    return workspaces.Add(std::vector<int64_t>(groups, groups + count), total_bytes, place, error);
+const char* jflux_heap_commit_workspace(const char* platform, const JfluxWorkspace* w) {
+  return OnWorkspace(platform, w, [](Heap& heap, const auto& id, std::string* error) {
+    return heap.CommitWorkspace(id, error);
   });
+}
+
+const char* jflux_heap_expect_use(const char* platform, const JfluxWorkspace* w) {
+  return OnWorkspace(platform, w, [](Heap& heap, const auto& id, std::string* error) {
+    return heap.ExpectUse(id, error);
+  });
+}
+
+const char* jflux_heap_close_workspace(const char* platform, const JfluxWorkspace* w) {
+  return OnWorkspace(platform, w, [](Heap& heap, const auto& id, std::string* error) {
+    return heap.CloseWorkspace(id, error);
+  });
+}
+
+const char* jflux_heap_free_workspace(const char* platform, const JfluxWorkspace* w) {
+  return OnWorkspace(platform, w, [](Heap& heap, const auto& id, std::string* error) {
+    return heap.FreeWorkspace(id, error);
+  });
+}
+
+const char* jflux_heap_unused_workspaces(const char* platform) {
+  const auto heap = HeapOf(platform);
+  std::string text;
+  if (heap != nullptr) {
+    for (const jflux::WorkspaceId& id : heap->UnusedWorkspaces()) {
+      text += (text.empty() ? "" : ";") + std::to_string(id.bytes) + ":";
+      for (size_t i = 0; i < id.devices.size(); ++i) {
+        text += (i == 0 ? "" : ",") + std::to_string(id.devices[i]);
+      }
+    }
+  }
+  return Reason(text);
 }
 
 void jflux_heap_usage(const char* platform, int64_t* in_use, int64_t* touched) {
@@ -141,6 +187,21 @@ const char* jflux_heap_set_epochs(const char* platform, uint32_t epoch) {
 }
 
 #ifdef JFLUX_WITH_CUDA
+
+int64_t jflux_probe_bytes(int num_devices) { return jflux::ProbeBytes(num_devices); }
+int64_t jflux_cuda_free_bytes(const int* ordinals, int count) {
+  int64_t least = 0;
+  for (int i = 0; i < count; ++i) {
+    size_t free_bytes = 0, total_bytes = 0;
+    if (cudaSetDevice(ordinals[i]) != cudaSuccess ||
+        cudaMemGetInfo(&free_bytes, &total_bytes) != cudaSuccess) {
+      cudaGetLastError();
+      return 0;
+    }
+    least = i == 0 ? free_bytes : std::min<int64_t>(least, free_bytes);
+  }
+  return least;
+}
 
 int64_t jflux_cuda_launches(void) { return jflux::CudaLaunches(); }
 
@@ -186,6 +247,8 @@ namespace {
 const char* NotBuilt() { return Reason("this build has no CUDA kernels"); }
 }  // namespace
 
+int64_t jflux_probe_bytes(int) { return 0; }
+int64_t jflux_cuda_free_bytes(const int*, int) { return 0; }
 int64_t jflux_cuda_launches(void) { return 0; }
 const char* jflux_cuda_timeline_start(int64_t) { return NotBuilt(); }
 const char* jflux_cuda_timeline_read(int64_t, JfluxEvent*, int64_t, int64_t*) { return NotBuilt(); }

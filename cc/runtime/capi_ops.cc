@@ -11,6 +11,10 @@
 #include "runtime/op.h"
 #include "runtime/reason.h"
 
+#ifdef JFLUX_WITH_CUDA
+#include "runtime/workspace_use.h"
+#endif
+
 namespace {
 
 using jflux::Reason;
@@ -27,7 +31,10 @@ const JfluxTarget* jflux_targets(void) {
       list->push_back({name, "cpu", reinterpret_cast<void*>(jflux::InstantiateCallSite),
                        reinterpret_cast<void*>(op->cpu)});
       if (op->cuda == nullptr) continue;
-      list->push_back({name, "CUDA", nullptr, reinterpret_cast<void*>(op->cuda)});
+#ifdef JFLUX_WITH_CUDA
+      list->push_back({name, "CUDA", reinterpret_cast<void*>(jflux::InstantiateWorkspaceUse),
+                       reinterpret_cast<void*>(op->cuda)});
+#endif
     }
     list->push_back({nullptr, nullptr, nullptr, nullptr});
     return list;

@@ -43,19 +43,12 @@ ffi::Error LaunchCudaCall(OpId op, int32_t ordinal, ffi::Span<const int64_t> gro
   if (const auto fault = heap->FaultOf(device->id)) return failed(*fault);
   const auto group = FindGroup(groups, world, device->id);
   if (!group) return failed(name + "device is in none of the call's groups");
-  const int64_t total_bytes = workspace.of_plan;
-  const auto offset = heap->workspaces()->Find(groups.begin(), groups.size(), total_bytes);
-  if (!offset) {
-    return failed(name + "the symmetric heap of " + std::to_string(heap->heap_bytes()) +
-                  " bytes has no workspace of " + std::to_string(total_bytes) +
-                  " bytes for these devices; was the program compiled with a larger heap? Call "
-                  "jflux.init(heap_bytes=...)");
-  }
   SymmetricView view;
-  if (const auto unknown = heap->FillView(group->devices, group->rank, *offset, &view)) {
-    return failed(name + "device " + std::to_string(*unknown) +
-                  " is not part of the symmetric heap: call jflux.init() after "
-                  "jax.distributed.initialize()");
+  if (!heap->workspaces().View(group->devices, group->rank, workspace.of_plan, &view)) {
+    return failed(name + "the symmetric heap has no workspace of " +
+                  std::to_string(workspace.of_plan) +
+                  " bytes for these devices: the program was compiled before jflux.shutdown(), or "
+                  "before jax.distributed.initialize(); compile it again");
   }
   std::string error;
   ++CudaLaunches();

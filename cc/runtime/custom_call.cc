@@ -101,7 +101,7 @@ const char* jflux_cuda_begin_call(const CallInfo* info, int32_t ordinal, int32_t
       op, ordinal, jflux::GroupsOf(*info), info->world,
       {layout.TotalBytes(), info->workspace_bytes},
       [&](const jflux::CudaDevice& device, const jflux::SymmetricView& view, std::string*) {
-        args->state = reinterpret_cast<jflux::DeviceState*>(device.heap);
+        args->state = device.state;
         args->view = view;
         args->layout = layout;
         args->signature =

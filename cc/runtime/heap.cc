@@ -5,8 +5,7 @@
 #include "runtime/heap_cpu.h"
 
 #ifdef JFLUX_WITH_CUDA
-#include "runtime/heap_cuda_ipc.h"
-#include "runtime/heap_cuda_peer.h"
+#include "runtime/heap_cuda.h"
 #endif
 
 namespace jflux {
@@ -20,42 +19,45 @@ std::shared_ptr<Heap>& Current(HeapPlatform platform) {
 
 }  // namespace
 
-bool Heap::Export(std::string*, std::string* error) const {
-  *error = std::string("the heap's back end ") + name() + " is for one process";
+namespace {
+bool HasNone(const Heap& heap, const char* what, std::string* error) {
+  *error = std::string("the heap's back end ") + heap.name() + " has no " + what;
   return false;
 }
+}  // namespace
 
-bool Heap::Attach(const std::string&, std::string* error) {
-  *error = std::string("the heap's back end ") + name() + " is for one process";
-  return false;
+bool Heap::AddWorkspace(const WorkspaceId&, std::string*, std::string* error) {
+  return HasNone(*this, "reserved workspaces", error);
 }
-
+bool Heap::AttachWorkspace(const WorkspaceId&, const std::string&, std::string* error) {
+  return HasNone(*this, "reserved workspaces", error);
+}
+bool Heap::CommitWorkspace(const WorkspaceId&, std::string* error) {
+  return HasNone(*this, "reserved workspaces", error);
+}
+bool Heap::ExpectUse(const WorkspaceId&, std::string* error) {
+  return HasNone(*this, "reserved workspaces", error);
+}
+bool Heap::CloseWorkspace(const WorkspaceId&, std::string* error) {
+  return HasNone(*this, "reserved workspaces", error);
+}
+bool Heap::FreeWorkspace(const WorkspaceId&, std::string* error) {
+  return HasNone(*this, "reserved workspaces", error);
+}
+bool Heap::Probe(const WorkspaceId&, ProbeStep, std::string* error) {
+  return HasNone(*this, "links", error);
+}
 bool Heap::SetEpochs(uint32_t, std::string* error) {
-  *error = std::string("the heap's back end ") + name() + " counts no calls of a workspace";
-  return false;
-}
-
-std::optional<int64_t> Heap::FillView(const std::vector<int64_t>& devices, int32_t rank,
-                                      int64_t offset, SymmetricView* view) const {
-  *view = SymmetricView{};
-  view->rank = rank;
-  view->world = static_cast<int32_t>(devices.size());
-  for (int32_t r = 0; r < view->world; ++r) {
-    char* segment = SegmentOf(devices[rank], devices[r]);
-    if (segment == nullptr) return devices[r];
-    view->base[r] = segment + offset;
-  }
-  return std::nullopt;
+  return HasNone(*this, "calls that a workspace counts", error);
 }
 
 std::shared_ptr<Heap> CreateHeap(const std::string& backend, const HeapConfig& config,
                                  std::string* error) {
   if (backend == "cpu") return HeapCpu::Create(config, error);
 #ifdef JFLUX_WITH_CUDA
-  if (backend == "cuda_peer") return HeapCudaPeer::Create(config, error);
-  if (backend == "cuda_ipc") return HeapCudaIpc::Create(config, error);
+  if (backend == "cuda") return HeapCuda::Create(config, error);
 #else
-  if (backend.rfind("cuda", 0) == 0) {
+  if (backend == "cuda") {
     *error = "this build has no CUDA kernels";
     return nullptr;
   }

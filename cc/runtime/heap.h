@@ -1,34 +1,34 @@
-// The symmetric heap: one segment of memory per rank (device), in which the same offset means the
-// same object on every rank. It holds workspaces (core/layout.h) and nothing of XLA's.
+// The symmetric heap: the memory in which ranks (devices) write to each other. It holds workspaces
+// (core/layout.h) and nothing of XLA's. Every device of a node has a copy of a workspace; a node is
+// the devices that can map each other's memory (jflux/_heap/_nodes.py).
 //
-//   writers   A rank's kernels or threads write to its own segment and to its peers' segments. What
-//             they write where, in which memory order, and how it is reset is the protocol of
+//   writers   A rank's kernels or threads write to its own copy and to its peers' copies. What they
+//             write where, in which memory order, and how it is reset is the protocol of
 //             core/signal.h and core/packet.h. A heap only gives out memory that starts as zeros.
-//   waiters   Nothing here waits, except Attach (for the other process's memory to be mapped) and
-//             WorkspaceTable (for room; the CPU back end alone).
-//   order     Create, Export, Attach once for each other process, Probe; then calls may run. The
-//             processes exchange handles outside of this library (jflux/_heap/_rendezvous.py),
-//             which orders one process's Create before another's Attach.
+//   waiters   Nothing here waits for a peer, except the probe of the links (runtime/link_probe.h),
+//             and WorkspaceTable for room (the CPU back end alone).
+//   order     Create, Export, Attach once for each other process of the node; on GPUs the steps of
+//             the probe. Then calls may run. The processes exchange handles outside of this library
+//             (jflux/_heap/_rendezvous.py).
 //   reset     Only by destroying the heap. No call may be running then, in any process.
 //
 // Back ends, one class each:
 //
-//   cpu        runtime/heap_cpu.h       host memory; threads of one process or of several
-//   cuda_peer  runtime/heap_cuda_peer.h  one process drives all GPUs
-//   cuda_ipc   runtime/heap_cuda_ipc.h  one process per GPU (or per several) on one host
+//   cpu       runtime/heap_cpu.h   host memory; threads of one process or of several
+//   cuda      runtime/heap_cuda.h  GPU memory; one process drives all GPUs of a node, or several do
 //
-// They differ in when a workspace gets its place, and the interface does not hide it:
+// They differ in when a workspace gets its memory, and the interface does not hide it:
 //
-//   per size  (cuda_*) A workspace belongs to one set of groups and one size from the first
-//   lowering
-//             on, as long as the heap lives: a captured CUDA graph holds its address. workspaces()
-//             is where it is reserved.
+//   per size  (cuda) A workspace belongs to a set of devices and a size, from the first lowering on
+//             until no executable uses it: a captured CUDA graph holds its address. AddWorkspace
+//             and the functions beside it.
 //   per call  (cpu) Each call leases a workspace when it starts and gives it back when it ends,
-//             because independent calls run in any order. Nothing is reserved: workspaces() is
-//             null, and the lease is between runtime/cpu_call and HeapCpu::table().
+//             because independent calls run in any order. Nothing is reserved: the lease is between
+//             runtime/cpu_call and HeapCpu::table().
 #ifndef JFLUX_RUNTIME_HEAP_H_
 #define JFLUX_RUNTIME_HEAP_H_
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -39,7 +39,6 @@
 #include "core/layout.h"
 #include "core/signal.h"
 #include "runtime/link_probe.h"
-#include "runtime/workspace_map.h"
 
 namespace jflux {
 
@@ -47,46 +46,70 @@ namespace jflux {
 struct HeapConfig {
   std::vector<int64_t> devices;  // global ids of this process's devices
   std::vector<int> ordinals;     // CUDA's number of each of them; empty on the CPU
-  int64_t heap_bytes = 0;        // per device
+  int64_t heap_bytes = 0;        // the most that workspaces take, per device
   double deadline_s = 0;         // how long a wait in a call may last
-  bool leads = true;             // this process owns what a heap has once; true in one process
+  bool leads = true;             // this process owns what a node's heap has once
 };
 
+// A timeout in seconds as nanoseconds. Longer than 30 years is 30 years.
+inline uint64_t NanosecondsOf(double seconds) {
+  return static_cast<uint64_t>(std::min(seconds, 1e9) * 1e9);
+}
+
 struct HeapUsage {
-  int64_t in_use;   // bytes of each segment that are taken now: leased, or reserved
+  int64_t in_use;   // bytes of each device that are taken now: leased, or reserved
   int64_t touched;  // the most that have ever been
+};
+
+// Which workspace: of which devices, and of which size. The order of the devices does not matter:
+// a rank finds its own copy and its peers' by device.
+struct WorkspaceId {
+  std::vector<int64_t> devices;  // ascending
+  int64_t bytes;
+
+  static WorkspaceId Of(std::vector<int64_t> devices, int64_t bytes) {
+    std::sort(devices.begin(), devices.end());
+    return WorkspaceId{std::move(devices), bytes};
+  }
+  bool operator<(const WorkspaceId& o) const {
+    return bytes != o.bytes ? bytes < o.bytes : devices < o.devices;
+  }
 };
 
 class Heap {
  public:
   virtual ~Heap() = default;
 
-  virtual const char* name() const = 0;  // "cpu", "cuda_peer", "cuda_ipc"
+  virtual const char* name() const = 0;  // "cpu" or "cuda"
   int64_t heap_bytes() const { return config_.heap_bytes; }
   double deadline_s() const { return config_.deadline_s; }
   // The devices of this process.
   const std::vector<int64_t>& devices() const { return config_.devices; }
 
-  // ---- Several processes: each exports its segments, and attaches those of each other process. A
-  // handle is opaque text. A back end for one process has neither.
-  virtual bool Export(std::string* handle, std::string* error) const;
-  virtual bool Attach(const std::string& handle, std::string* error);
+  // ---- Several processes: each exports a handle, and attaches those of the node's other
+  // processes. A handle is opaque text; empty if there is nothing to attach.
+  virtual bool Export(std::string* handle, std::string* error) const = 0;
+  virtual bool Attach(const std::string& handle, std::string* error) = 0;
 
-  // After all attachments. False if a link cannot be trusted. On the CPU there are no links.
-  virtual bool Probe(std::string* error) = 0;
+  // ---- Reserved workspaces (cuda). See runtime/workspaces_cuda.h, which has the order.
+  virtual bool AddWorkspace(const WorkspaceId& id, std::string* handle, std::string* error);
+  virtual bool AttachWorkspace(const WorkspaceId& id, const std::string& handle,
+                               std::string* error);
+  virtual bool CommitWorkspace(const WorkspaceId& id, std::string* error);
+  virtual bool ExpectUse(const WorkspaceId& id, std::string* error);
+  virtual bool CloseWorkspace(const WorkspaceId& id, std::string* error);
+  virtual bool FreeWorkspace(const WorkspaceId& id, std::string* error);
+  virtual std::vector<WorkspaceId> UnusedWorkspaces() const { return {}; }
+  virtual HeapUsage Usage() = 0;
+
+  // ---- Links (cuda): one step of the probe, in the committed workspace `id` of all devices of the
+  // node. False if a link cannot be trusted.
+  virtual bool Probe(const WorkspaceId& id, ProbeStep step, std::string* error);
   const std::vector<Link>& links() const { return links_; }
 
-  // ---- Views: where `device`'s segment is for a kernel or thread of `local`, a device of this
-  // process; null for a device that the heap does not know.
-  virtual char* SegmentOf(int64_t local, int64_t device) const = 0;
-  // The workspace at `offset` as rank `rank` of these devices sees it. Returns a device that the
-  // heap does not know, if there is one.
-  std::optional<int64_t> FillView(const std::vector<int64_t>& devices, int32_t rank, int64_t offset,
-                                  SymmetricView* view) const;
-
-  // ---- Allocation, see above.
-  virtual WorkspaceMap* workspaces() { return nullptr; }
-  virtual HeapUsage Usage() = 0;
+  // Waits until nothing of this process runs that uses the heap, and lets go of the other
+  // processes' memory, which they may then free. No call runs afterwards.
+  virtual void Close() {}
 
   // ---- Faults: the first failed wait on a device of this process, as a sentence. A GPU that has
   // one makes no further call. On the CPU a fault belongs to the call, which returns it.

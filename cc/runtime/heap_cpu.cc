@@ -2,11 +2,13 @@
 
 #include <fcntl.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
+#include <random>
 #include <sstream>
 
 #include "core/packet.h"
@@ -16,23 +18,33 @@ namespace {
 
 constexpr int64_t kTableBytes = RoundUp<int64_t>(sizeof(WorkspaceTable), 4096);
 
+// The first page of a memory file.
+struct FileHead {
+  uint64_t number;  // random, never 0
+};
+constexpr int64_t kHeadBytes = 4096;
+
 std::string Errno(const std::string& what) { return what + ": " + std::strerror(errno); }
 
 // What Export writes.
 struct Handle {
   int64_t pid, fd;
+  uint64_t number;
   bool leads;
   std::vector<int64_t> devices;
 };
 
 bool ParseHandle(const std::string& text, Handle* handle) {
   std::istringstream in(text);
-  char colon[3];
+  char colon[4];
   int leads = 0;
-  if (!(in >> handle->pid >> colon[0] >> handle->fd >> colon[1] >> leads >> colon[2])) return false;
+  if (!(in >> handle->pid >> colon[0] >> handle->fd >> colon[1] >> handle->number >> colon[2] >>
+        leads >> colon[3])) {
+    return false;
+  }
   handle->leads = leads != 0;
   for (int64_t device; in >> device; in.ignore(1, ',')) handle->devices.push_back(device);
-  return in.eof() && std::all_of(colon, colon + 3, [](char c) { return c == ':'; });
+  return in.eof() && std::all_of(colon, colon + 4, [](char c) { return c == ':'; });
 }
 
 }  // namespace
@@ -41,9 +53,22 @@ std::shared_ptr<HeapCpu> CurrentHeapCpu() {
   return std::static_pointer_cast<HeapCpu>(CurrentHeap(HeapPlatform::kCpu));
 }
 
-bool HeapCpu::MapFile(int fd, const std::vector<int64_t>& devices, bool has_table,
+std::optional<int64_t> HeapCpu::FillView(const std::vector<int64_t>& devices, int32_t rank,
+                                         int64_t offset, SymmetricView* view) const {
+  *view = SymmetricView{};
+  view->rank = rank;
+  view->world = static_cast<int32_t>(devices.size());
+  for (int32_t r = 0; r < view->world; ++r) {
+    char* segment = SegmentOf(devices[r]);
+    if (segment == nullptr) return devices[r];
+    view->base[r] = segment + offset;
+  }
+  return std::nullopt;
+}
+
+bool HeapCpu::MapFile(int fd, const std::vector<int64_t>& devices, bool has_table, uint64_t number,
                       std::string* error) {
-  const int64_t head = has_table ? kTableBytes : 0;
+  const int64_t head = kHeadBytes + (has_table ? kTableBytes : 0);
   const auto size = static_cast<size_t>(head + heap_bytes() * static_cast<int64_t>(devices.size()));
   void* base = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd, 0);
   if (base == MAP_FAILED) {
@@ -51,7 +76,17 @@ bool HeapCpu::MapFile(int fd, const std::vector<int64_t>& devices, bool has_tabl
     return false;
   }
   mappings_.emplace_back(base, size);
-  if (has_table) table_ = static_cast<WorkspaceTable*>(base);
+  struct stat file;
+  if (fstat(fd, &file) != 0 || file.st_size != static_cast<off_t>(size) ||
+      static_cast<FileHead*>(base)->number != number) {
+    *error =
+        "a peer process's heap is not where its handle says: the processes are in different PID "
+        "namespaces; in containers, share one (shareProcessNamespace, --pid=host)";
+    return false;
+  }
+  if (has_table) {
+    table_ = reinterpret_cast<WorkspaceTable*>(static_cast<char*>(base) + kHeadBytes);
+  }
   char* segment = static_cast<char*>(base) + head;
   for (int64_t device : devices) {
     segments_[device] = segment;
@@ -64,13 +99,17 @@ std::shared_ptr<HeapCpu> HeapCpu::Create(const HeapConfig& config, std::string* 
   std::shared_ptr<HeapCpu> heap(new HeapCpu(config));
   heap->config_.heap_bytes = RoundUp<int64_t>(config.heap_bytes, 4096);
   heap->fd_ = memfd_create("jflux-heap", MFD_CLOEXEC);
-  const int64_t size = (config.leads ? kTableBytes : 0) +
+  const int64_t size = kHeadBytes + (config.leads ? kTableBytes : 0) +
                        heap->heap_bytes() * static_cast<int64_t>(config.devices.size());
-  if (heap->fd_ < 0 || ftruncate(heap->fd_, size) != 0) {
+  std::random_device random;
+  FileHead head{(static_cast<uint64_t>(random()) << 32 | random()) | 1};
+  if (heap->fd_ < 0 || ftruncate(heap->fd_, size) != 0 ||
+      pwrite(heap->fd_, &head, sizeof(head), 0) != static_cast<ssize_t>(sizeof(head))) {
     *error = Errno("cannot create a memory file of " + std::to_string(size) + " bytes");
     return nullptr;
   }
-  if (!heap->MapFile(heap->fd_, config.devices, config.leads, error)) return nullptr;
+  heap->number_ = head.number;
+  if (!heap->MapFile(heap->fd_, config.devices, config.leads, head.number, error)) return nullptr;
   return heap;
 }
 
@@ -81,7 +120,7 @@ HeapCpu::~HeapCpu() {
 
 bool HeapCpu::Export(std::string* handle, std::string*) const {
   std::ostringstream out;
-  out << getpid() << ':' << fd_ << ':' << config_.leads << ':';
+  out << getpid() << ':' << fd_ << ':' << number_ << ':' << config_.leads << ':';
   for (size_t i = 0; i < devices().size(); ++i) out << (i == 0 ? "" : ",") << devices()[i];
   *handle = out.str();
   return true;
@@ -98,10 +137,17 @@ bool HeapCpu::Attach(const std::string& text, std::string* error) {
   const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
   if (fd < 0) {
     *error = Errno("cannot open a peer process's heap at " + path +
-                   " (CPU processes must run on one machine, as one user)");
+                   " (the processes of a node run as one user, in one PID namespace)");
     return false;
   }
-  const bool ok = MapFile(fd, handle.devices, handle.leads, error);
+  // A file of another size would fault where it is read.
+  struct stat file;
+  if (fstat(fd, &file) != 0 || file.st_size < kHeadBytes) {
+    *error = "no heap of a peer process is at " + path;
+    close(fd);
+    return false;
+  }
+  const bool ok = MapFile(fd, handle.devices, handle.leads, handle.number, error);
   close(fd);
   return ok;
 }

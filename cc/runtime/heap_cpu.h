@@ -1,10 +1,13 @@
 // Back end `cpu`: the symmetric heap in host memory.
 //
 // Each process makes one memory file for the segments of its own devices, and maps the files of
-// the machine's other processes through /proc. Nothing is left behind when a process is killed.
+// the node's other processes through /proc. Nothing is left behind when a process is killed.
 // The leading process's file begins with the workspace table, which all processes share:
 //
-//   [WorkspaceTable, if this process leads][segment of devices[0]][segment of devices[1]] ...
+//   [FileHead][WorkspaceTable, if this process leads][segment of devices[0]][... of devices[1]] ...
+//
+// A path below /proc names a file only within one PID namespace: in another it may lead to some
+// other file, even to the reader's own. FileHead has a random number, and the handle has it too.
 //
 //   writers   Every process writes the table (under its lock) and the segments (by the protocol of
 //             core/signal.h). A call's workspace is leased from the table when it starts.
@@ -17,6 +20,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -32,16 +36,18 @@ class HeapCpu final : public Heap {
   ~HeapCpu() override;
 
   const char* name() const override { return "cpu"; }
-  // "pid:fd:leads:devices"
+  // "pid:fd:number of FileHead:leads:devices"
   bool Export(std::string* handle, std::string* error) const override;
   bool Attach(const std::string& handle, std::string* error) override;
-  bool Probe(std::string*) override { return true; }
-  char* SegmentOf(int64_t, int64_t device) const override { return SegmentOf(device); }
   HeapUsage Usage() override;
   bool SetHooks(const TestHooks& hooks, std::string* error) override;
   // Fills the data of every free workspace of the local segments with NaN (all bits set).
   bool Poison(std::string* error) override;
 
+  // The workspace at `offset` as rank `rank` of these devices sees it. Returns a device that the
+  // heap does not know, if there is one.
+  std::optional<int64_t> FillView(const std::vector<int64_t>& devices, int32_t rank, int64_t offset,
+                                  SymmetricView* view) const;
   // All of this process's threads have the same addresses. Null for an unknown device.
   char* SegmentOf(int64_t device) const;
   bool IsLocal(int64_t device) const;
@@ -54,10 +60,12 @@ class HeapCpu final : public Heap {
 
  private:
   explicit HeapCpu(HeapConfig config) : Heap(std::move(config)) {}
-  bool MapFile(int fd, const std::vector<int64_t>& devices, bool has_table, std::string* error);
+  bool MapFile(int fd, const std::vector<int64_t>& devices, bool has_table, uint64_t number,
+               std::string* error);
 
   TestHooks hooks_{};
   int fd_ = -1;
+  uint64_t number_ = 0;  // of FileHead
   WorkspaceTable* table_ = nullptr;
   std::map<int64_t, char*> segments_;
   std::map<int64_t, uint32_t> poisoned_;  // a workspace's last epoch when it was, by offset

@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstdio>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -77,36 +78,43 @@ bool AddKernels(const char* (*load)(int), std::string* error) {
   return true;
 }
 
-bool HeapCuda::Allocate(std::string* error) {
+HeapCuda::HeapCuda(HeapConfig config)
+    : Heap(std::move(config)), workspaces_([this] {
+        std::map<int64_t, int> ordinals;
+        for (size_t i = 0; i < config_.devices.size(); ++i) {
+          ordinals[config_.devices[i]] = config_.ordinals[i];
+        }
+        return ordinals;
+      }()) {}
+
+std::shared_ptr<HeapCuda> HeapCuda::Create(const HeapConfig& config, std::string* error) {
   static std::atomic<bool> watching{false};
-  for (size_t i = 0; i < config_.devices.size(); ++i) {
+  std::shared_ptr<HeapCuda> heap(new HeapCuda(config));
+  for (size_t i = 0; i < config.devices.size(); ++i) {
     CudaDevice device{};
-    device.ordinal = config_.ordinals[i];
-    device.id = config_.devices[i];
-    devices_.push_back(device);  // the destructor frees what it has
-    if (!AllocateOn(&devices_.back(), error)) return false;
-  }
-  for (CudaDevice& device : devices_) {
-    for (const CudaDevice& other : devices_) device.peers[other.id] = other.heap;
+    device.ordinal = config.ordinals[i];
+    device.id = config.devices[i];
+    heap->devices_.push_back(device);  // the destructor frees what it has
+    if (!heap->EnablePeerAccess(heap->devices_.back(), error) ||
+        !heap->PrepareDevice(&heap->devices_.back(), error)) {
+      return nullptr;
+    }
   }
   if (!watching.exchange(true)) std::thread(WatchFaults).detach();
-  return true;
+  return heap;
 }
 
-bool HeapCuda::AllocateOn(CudaDevice* device, std::string* error) {
-  JFLUX_CUDA_OR_FALSE(cudaSetDevice(device->ordinal), error);
-  JFLUX_CUDA_OR_FALSE(
-      cudaDeviceGetAttribute(&device->sm_count, cudaDevAttrMultiProcessorCount, device->ordinal),
-      error);
+bool HeapCuda::EnablePeerAccess(const CudaDevice& device, std::string* error) {
+  JFLUX_CUDA_OR_FALSE(cudaSetDevice(device.ordinal), error);
   for (int other : config_.ordinals) {
-    if (other == device->ordinal) continue;
+    if (other == device.ordinal) continue;
     int can = 0;
-    JFLUX_CUDA_OR_FALSE(cudaDeviceCanAccessPeer(&can, device->ordinal, other), error);
+    JFLUX_CUDA_OR_FALSE(cudaDeviceCanAccessPeer(&can, device.ordinal, other), error);
     if (can == 0) {
-      *error =
-          "GPU " + std::to_string(device->ordinal) + " cannot access GPU " + std::to_string(other) +
-          " (no NVLink or peer access between them): hide one of them (CUDA_VISIBLE_DEVICES), or "
-          "see `nvidia-smi topo -p2p rw`";
+      *error = "GPU " + std::to_string(device.ordinal) + " cannot access GPU " +
+               std::to_string(other) +
+               " (no NVLink or peer access between them): hide one of them "
+               "(CUDA_VISIBLE_DEVICES), or see `nvidia-smi topo -p2p rw`";
       return false;
     }
     const cudaError_t enabled = cudaDeviceEnablePeerAccess(other, 0);
@@ -116,18 +124,15 @@ bool HeapCuda::AllocateOn(CudaDevice* device, std::string* error) {
     }
     cudaGetLastError();
   }
-  if (cudaMalloc(&device->heap, kDeviceStateBytes + heap_bytes() + kProbeBytes) != cudaSuccess) {
-    cudaGetLastError();
-    size_t free_bytes = 0, total_bytes = 0;
-    cudaMemGetInfo(&free_bytes, &total_bytes);
-    *error = "cannot allocate the symmetric heap of " + std::to_string(heap_bytes()) +
-             " bytes on GPU " + std::to_string(device->ordinal) + ", which has " +
-             std::to_string(free_bytes) +
-             " free: call jflux.init(heap_bytes=...) with less, or leave more beside JAX's pool "
-             "(XLA_PYTHON_CLIENT_MEM_FRACTION)";
-    return false;
-  }
-  JFLUX_CUDA_OR_FALSE(cudaMemset(device->heap, 0, kDeviceStateBytes + heap_bytes()), error);
+  return true;
+}
+
+bool HeapCuda::PrepareDevice(CudaDevice* device, std::string* error) {
+  JFLUX_CUDA_OR_FALSE(
+      cudaDeviceGetAttribute(&device->sm_count, cudaDevAttrMultiProcessorCount, device->ordinal),
+      error);
+  JFLUX_CUDA_OR_FALSE(cudaMalloc(reinterpret_cast<void**>(&device->state), sizeof(DeviceState)),
+                      error);
   JFLUX_CUDA_OR_FALSE(
       cudaHostAlloc(reinterpret_cast<void**>(&device->fault), sizeof(Fault), cudaHostAllocMapped),
       error);
@@ -135,8 +140,8 @@ bool HeapCuda::AllocateOn(CudaDevice* device, std::string* error) {
   DeviceState state{};
   JFLUX_CUDA_OR_FALSE(
       cudaHostGetDevicePointer(reinterpret_cast<void**>(&state.fault), device->fault, 0), error);
-  state.deadline_ns = static_cast<uint64_t>(deadline_s() * 1e9);
-  JFLUX_CUDA_OR_FALSE(cudaMemcpy(device->heap, &state, sizeof(state), cudaMemcpyHostToDevice),
+  state.deadline_ns = NanosecondsOf(deadline_s());
+  JFLUX_CUDA_OR_FALSE(cudaMemcpy(device->state, &state, sizeof(state), cudaMemcpyHostToDevice),
                       error);
   if (!LoadKernels(error)) return false;
   std::vector<const char* (*)(int)> loaders;
@@ -151,42 +156,44 @@ bool HeapCuda::AllocateOn(CudaDevice* device, std::string* error) {
   return true;
 }
 
+void HeapCuda::Close() {
+  std::string ignored;  // a device whose kernel has trapped runs nothing any more
+  Synchronize(&ignored);
+  workspaces_.CloseAll();
+}
+
 HeapCuda::~HeapCuda() {
+  Close();
   for (CudaDevice& device : devices_) {
     cudaSetDevice(device.ordinal);
-    cudaFree(device.heap);
+    cudaFree(device.state);
     cudaFreeHost(device.fault);
   }
 }
 
-bool HeapCuda::Probe(std::string* error) {
-  links_.clear();
-  for (CudaDevice& device : devices_) {
-    JFLUX_CUDA_OR_FALSE(cudaSetDevice(device.ordinal), error);
-    int index = 0;  // of this device among all, so that no two probe the same area
-    for (const auto& [id, heap] : device.peers) index += id < device.id;
-    const int64_t area = kDeviceStateBytes + heap_bytes() + (index % kProbeAreas) * kProbeAreaBytes;
-    for (const auto& [id, heap] : device.peers) {
-      if (id == device.id) continue;
-      links_.push_back(ProbeLink(device.id, id, device.heap + area, heap + area));
-      if (!links_.back().fault.empty()) {
-        *error = "the link from device " + std::to_string(device.id) + " to device " +
-                 std::to_string(id) + " cannot be trusted: " + links_.back().fault +
-                 "; hide one of them (CUDA_VISIBLE_DEVICES), and have the link checked";
-        return false;
-      }
+bool HeapCuda::Probe(const WorkspaceId& id, ProbeStep step, std::string* error) {
+  if (step == ProbeStep::kCopies) links_.clear();
+  std::vector<ProbedDevice> probed;
+  for (const CudaDevice& device : devices_) {
+    ProbedDevice p{device.id, device.ordinal, 0, {}};
+    for (size_t i = 0; i < id.devices.size(); ++i) {
+      if (id.devices[i] == device.id) p.index = static_cast<int>(i);
+      p.copies.push_back(workspaces_.CopyOf(id, device.id, id.devices[i]));
+      if (p.copies.back() != nullptr) continue;
+      *error = "device " + std::to_string(id.devices[i]) + " is not part of the node's heap";
+      return false;
     }
+    probed.push_back(std::move(p));
   }
-  return true;
+  return RunProbe(step, probed, id.devices, &links_, error);
 }
 
-char* HeapCuda::SegmentOf(int64_t local, int64_t device) const {
-  for (const CudaDevice& from : devices_) {
-    if (from.id != local) continue;
-    const auto peer = from.peers.find(device);
-    return peer == from.peers.end() ? nullptr : peer->second;
+bool HeapCuda::Synchronize(std::string* error) {
+  for (const CudaDevice& device : devices_) {
+    JFLUX_CUDA_OR_FALSE(cudaSetDevice(device.ordinal), error);
+    JFLUX_CUDA_OR_FALSE(cudaDeviceSynchronize(), error);
   }
-  return nullptr;
+  return true;
 }
 
 HeapUsage HeapCuda::Usage() {
@@ -213,63 +220,51 @@ std::optional<std::string> HeapCuda::FaultOf(int64_t local) const {
 bool HeapCuda::SetHooks(const TestHooks& hooks, std::string* error) {
   for (CudaDevice& device : devices_) {
     JFLUX_CUDA_OR_FALSE(cudaSetDevice(device.ordinal), error);
-    JFLUX_CUDA_OR_FALSE(cudaMemcpy(device.heap + offsetof(DeviceState, hooks), &hooks,
-                                   sizeof(hooks), cudaMemcpyHostToDevice),
-                        error);
+    JFLUX_CUDA_OR_FALSE(
+        cudaMemcpy(&device.state->hooks, &hooks, sizeof(hooks), cudaMemcpyHostToDevice), error);
   }
   return true;
 }
 
 bool HeapCuda::Poison(std::string* error) {
-  for (CudaDevice& device : devices_) {
-    JFLUX_CUDA_OR_FALSE(cudaSetDevice(device.ordinal), error);
-    JFLUX_CUDA_OR_FALSE(cudaDeviceSynchronize(), error);
-    const bool ok = workspaces_.ForEach([&](int64_t offset, int64_t bytes) -> bool {
-      // Another process may have begun to write the half of the next call. The half of the last
-      // call is free: its data has been read.
-      WorkspaceHeader header;
-      char* base = device.heap + offset;
-      JFLUX_CUDA_OR_FALSE(cudaMemcpy(&header, base, sizeof(header), cudaMemcpyDeviceToHost), error);
-      for (uint32_t epoch : {header.epoch, header.epoch + 1}) {
-        if (epoch != header.epoch && shared_) continue;
-        if (const auto packets = PacketLayout::OfTotal(bytes)) {
-          JFLUX_CUDA_OR_FALSE(
-              cudaMemset(base + packets->PacketOffset(epoch), kPacketPoison, packets->half_bytes),
-              error);
-        } else {
-          const WorkspaceLayout layout = WorkspaceLayout::OfTotal(bytes);
-          JFLUX_CUDA_OR_FALSE(cudaMemset(base + layout.DataOffset(epoch), 0xff, layout.data_bytes),
-                              error);
-        }
+  if (!Synchronize(error)) return false;
+  const bool ok = workspaces_.ForEachCopy([&](const WorkspaceCopy& copy) -> bool {
+    JFLUX_CUDA_OR_FALSE(cudaSetDevice(copy.ordinal), error);
+    // Another process may have begun to write the half of the next call. The half of the last call
+    // is free: its data has been read.
+    WorkspaceHeader header;
+    JFLUX_CUDA_OR_FALSE(cudaMemcpy(&header, copy.base, sizeof(header), cudaMemcpyDeviceToHost),
+                        error);
+    for (uint32_t epoch : {header.epoch, header.epoch + 1}) {
+      if (epoch != header.epoch && copy.is_shared) continue;
+      if (const auto packets = PacketLayout::OfTotal(copy.bytes)) {
+        JFLUX_CUDA_OR_FALSE(cudaMemset(copy.base + packets->PacketOffset(epoch), kPacketPoison,
+                                       packets->half_bytes),
+                            error);
+      } else {
+        const WorkspaceLayout layout = WorkspaceLayout::OfTotal(copy.bytes);
+        JFLUX_CUDA_OR_FALSE(
+            cudaMemset(copy.base + layout.DataOffset(epoch), 0xff, layout.data_bytes), error);
       }
-      return true;
-    });
-    if (!ok) return false;
-    JFLUX_CUDA_OR_FALSE(cudaDeviceSynchronize(), error);
-  }
-  return true;
+    }
+    return true;
+  });
+  return ok && Synchronize(error);
 }
 
 bool HeapCuda::SetEpochs(uint32_t epoch, std::string* error) {
-  for (CudaDevice& device : devices_) {
-    JFLUX_CUDA_OR_FALSE(cudaSetDevice(device.ordinal), error);
-    JFLUX_CUDA_OR_FALSE(cudaDeviceSynchronize(), error);
-  }
+  if (!Synchronize(error)) return false;
   WorkspaceHeader header{};
   header.epoch = epoch;
-  for (CudaDevice& device : devices_) {
-    JFLUX_CUDA_OR_FALSE(cudaSetDevice(device.ordinal), error);
-    const bool ok = workspaces_.ForEach([&](int64_t offset, int64_t bytes) -> bool {
-      char* base = device.heap + offset;
-      // Signals of calls whose numbers were smaller would seem to be from later ones.
-      JFLUX_CUDA_OR_FALSE(cudaMemset(base, 0, bytes), error);
-      JFLUX_CUDA_OR_FALSE(cudaMemcpy(base, &header, sizeof(header), cudaMemcpyHostToDevice), error);
-      return true;
-    });
-    if (!ok) return false;
-    JFLUX_CUDA_OR_FALSE(cudaDeviceSynchronize(), error);
-  }
-  return true;
+  const bool ok = workspaces_.ForEachCopy([&](const WorkspaceCopy& copy) -> bool {
+    JFLUX_CUDA_OR_FALSE(cudaSetDevice(copy.ordinal), error);
+    // Signals of calls whose numbers were smaller would seem to be from later ones.
+    JFLUX_CUDA_OR_FALSE(cudaMemset(copy.base, 0, copy.bytes), error);
+    JFLUX_CUDA_OR_FALSE(cudaMemcpy(copy.base, &header, sizeof(header), cudaMemcpyHostToDevice),
+                        error);
+    return true;
+  });
+  return ok && Synchronize(error);
 }
 
 }  // namespace jflux

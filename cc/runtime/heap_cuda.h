@@ -1,10 +1,7 @@
-// What the back ends cuda_peer and cuda_ipc share: the symmetric heap in GPU memory.
+// Back end `cuda`: the symmetric heap in GPU memory.
 //
-// One cudaMalloc per device. Nothing is allocated, opened or freed once calls run.
-//
-//   +-------------+-----------+-----------+-----+-------------+
-//   | DeviceState | workspace | workspace | ... | probe areas |   the same offsets on every device
-//   +-------------+-----------+-----------+-----+-------------+
+// Each device has a DeviceState, which its kernels read, and the workspaces of runtime/
+// workspaces_cuda.h. One process drives all GPUs of a node, or several processes do.
 //
 //   writers   The host writes DeviceState between calls (cudaMemcpy after a synchronisation, so
 //             every later kernel sees it). Kernels write workspaces by the protocol of
@@ -16,7 +13,6 @@
 #define JFLUX_RUNTIME_HEAP_CUDA_H_
 
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -25,6 +21,7 @@
 
 #include "gpu/device_state.h"
 #include "runtime/heap.h"
+#include "runtime/workspaces_cuda.h"
 
 namespace jflux {
 
@@ -33,22 +30,53 @@ struct CudaDevice {
   int ordinal;
   int64_t id;  // global
   int sm_count;
-  char* heap;
-  Fault* fault;                    // host address; the kernels' address is in DeviceState
-  Timeline timeline;               // device addresses
-  int64_t timer_ahead_ns;          // of the host's clock, when the timeline began
-  std::map<int64_t, char*> peers;  // every device's heap, as this one addresses it
+  DeviceState* state;      // device address
+  Fault* fault;            // host address; the kernels' address is in DeviceState
+  Timeline timeline;       // device addresses
+  int64_t timer_ahead_ns;  // of the host's clock, when the timeline began
 };
 
-class HeapCuda : public Heap {
+class HeapCuda final : public Heap {
  public:
+  // Loads every kernel on every device: a kernel that is loaded later could wait for one that
+  // spins.
+  static std::shared_ptr<HeapCuda> Create(const HeapConfig& config, std::string* error);
   ~HeapCuda() override;
 
-  // Probes every local device's link to every peer.
-  bool Probe(std::string* error) override;
-  char* SegmentOf(int64_t local, int64_t device) const override;
-  WorkspaceMap* workspaces() override { return &workspaces_; }
+  const char* name() const override { return "cuda"; }
+  // Nothing: workspaces have handles of their own.
+  bool Export(std::string* handle, std::string*) const override {
+    handle->clear();
+    return true;
+  }
+  bool Attach(const std::string&, std::string*) override { return true; }
+
+  bool AddWorkspace(const WorkspaceId& id, std::string* handle, std::string* error) override {
+    return workspaces_.Add(id, handle, error);
+  }
+  bool AttachWorkspace(const WorkspaceId& id, const std::string& handle,
+                       std::string* error) override {
+    return workspaces_.Attach(id, handle, error);
+  }
+  bool CommitWorkspace(const WorkspaceId& id, std::string* error) override {
+    return workspaces_.Commit(id, error);
+  }
+  bool ExpectUse(const WorkspaceId& id, std::string* error) override {
+    if (workspaces_.ExpectUse(id)) return true;
+    *error = "the symmetric heap has no such workspace";
+    return false;
+  }
+  bool CloseWorkspace(const WorkspaceId& id, std::string* error) override {
+    return workspaces_.Close(id, error);
+  }
+  bool FreeWorkspace(const WorkspaceId& id, std::string* error) override {
+    return workspaces_.Free(id, error);
+  }
+  std::vector<WorkspaceId> UnusedWorkspaces() const override { return workspaces_.Unused(); }
   HeapUsage Usage() override;
+
+  bool Probe(const WorkspaceId& id, ProbeStep step, std::string* error) override;
+  void Close() override;
   std::optional<std::string> FaultOf(int64_t local) const override;
   bool SetHooks(const TestHooks& hooks, std::string* error) override;
   bool Poison(std::string* error) override;
@@ -56,6 +84,7 @@ class HeapCuda : public Heap {
 
   const CudaDevice* DeviceOf(int ordinal) const;
   const std::vector<int>& ordinals() const { return config_.ordinals; }
+  CudaWorkspaces& workspaces() { return workspaces_; }
 
   // The timeline (timeline_cuda.cu); between calls only. Start has all kernels record what they do,
   // up to `capacity` events for each device. Stop frees the events.
@@ -65,23 +94,14 @@ class HeapCuda : public Heap {
                     std::string* error);
   bool StopTimeline(std::string* error);
 
- protected:
-  HeapCuda(HeapConfig config, WorkspaceMap::Places places)
-      : Heap(std::move(config)),
-        workspaces_(kDeviceStateBytes, config_.heap_bytes, places),
-        shared_(places == WorkspaceMap::Places::kAgreed) {}
-
-  // Memory on each device of the configuration, and peer access among them. Loads every kernel on
-  // every device: a kernel that is loaded later could wait for one that spins.
-  bool Allocate(std::string* error);
-
-  std::vector<CudaDevice> devices_;
-
  private:
-  bool AllocateOn(CudaDevice* device, std::string* error);
+  explicit HeapCuda(HeapConfig config);
+  bool PrepareDevice(CudaDevice* device, std::string* error);
+  bool Synchronize(std::string* error);
+  bool EnablePeerAccess(const CudaDevice& device, std::string* error);
 
-  WorkspaceMap workspaces_;
-  const bool shared_;  // other processes write to it too
+  CudaWorkspaces workspaces_;
+  std::vector<CudaDevice> devices_;
 };
 
 std::shared_ptr<HeapCuda> CurrentHeapCuda();

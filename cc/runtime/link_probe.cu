@@ -4,47 +4,102 @@
 
 #include "core/atomic.h"
 #include "core/platform.h"
+#include "core/signal.h"
 #include "runtime/cuda_check.h"
 #include "runtime/link_probe.h"
 
 namespace jflux {
 namespace {
 
-constexpr int64_t kHalf = kProbeAreaBytes / 2;  // pattern in the first half, the copy from the peer
-                                                // in the second
+constexpr int64_t kSlotBytes = 2 << 20;
 constexpr int kCopies = 40;
-constexpr int kSignals = 64;
+constexpr int kTurns = 64;
+constexpr int kWords = 128;                          // of 8 bytes, in a turn
+constexpr uint64_t kTalkTimeoutNs = 20'000'000'000;  // ranks may share a GPU, and take turns
 
-struct ProbeResult {
-  unsigned long long wrong;      // bytes that differ after the round trip
-  unsigned long long signal_ns;  // of kSignals round trips
-  unsigned int lost;             // flags that did not come back within the timeout
+// What one peer writes here.
+struct Talk {
+  uint64_t data[2][kWords];
+  uint64_t flag;
+  uint64_t pad[15];
 };
 
-__global__ void Fill(uint32_t* area, uint32_t seed) {
-  const int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
-  if (i < kHalf / 4) area[i] = static_cast<uint32_t>(i) * 2654435761u + seed;
+struct TalkResult {
+  unsigned long long ns;     // of all turns
+  unsigned int wrong_turns;  // whose data were not there when the flag was
+  unsigned int lost_turn;    // the turn whose flag did not come; 0: all came
+};
+
+struct Area {
+  char* base;
+  int devices;
+
+  __host__ __device__ uint32_t* Slot(int i) const {
+    return reinterpret_cast<uint32_t*>(base + i * kSlotBytes);
+  }
+  __host__ __device__ uint32_t* Pattern() const { return Slot(devices); }
+  __host__ __device__ uint32_t* Pulled() const { return Slot(devices + 1); }
+  __host__ __device__ Talk* TalkOf(int i) const {
+    return reinterpret_cast<Talk*>(base + (devices + 2) * kSlotBytes) + i;
+  }
+};
+
+__host__ __device__ uint32_t PatternWord(int64_t i, int64_t device) {
+  return static_cast<uint32_t>(i) * 2654435761u + static_cast<uint32_t>(device * 7919 + 1);
 }
 
-__global__ void Compare(const uint32_t* a, const uint32_t* b, ProbeResult* result) {
+__global__ void Fill(uint32_t* pattern, int64_t device) {
   const int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
-  if (i < kHalf / 4 && a[i] != b[i]) atomicAdd(&result->wrong, 4);
+  if (i < kSlotBytes / 4) pattern[i] = PatternWord(i, device);
 }
 
-// One thread writes a flag to the peer's memory and polls until it reads it there.
-__global__ void RoundTrips(uint64_t* remote_flag, ProbeResult* result) {
+__global__ void Compare(const uint32_t* words, int64_t device, unsigned long long* wrong) {
+  const int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
+  if (i < kSlotBytes / 4 && words[i] != PatternWord(i, device)) atomicAdd(wrong, 4);
+}
+
+__device__ uint64_t TalkWord(int turn, int from, int to, int i) {
+  return (static_cast<uint64_t>(turn) << 40) + (static_cast<uint64_t>(from) << 32) + to * 1024 + i;
+}
+
+// One warp exchanges turns with one peer.
+__global__ void TalkWith(Area own, Area peer, int me, int them, TalkResult* result) {
   const uint64_t start = NowNs();
-  for (uint64_t i = 1; i <= kSignals; ++i) {
-    StoreRelease(remote_flag, i);
-    while (LoadAcquire(remote_flag) != i) {
-      if (NowNs() - start > 1000000000ull) {
-        result->lost = 1;
-        return;
+  Talk* to = peer.TalkOf(me);
+  const Talk* from = own.TalkOf(them);
+  for (int turn = 1; turn <= kTurns; ++turn) {
+    for (int i = threadIdx.x; i < kWords; i += 32) {
+      to->data[turn % 2][i] = TalkWord(turn, me, them, i);
+    }
+    __syncwarp();
+    if (threadIdx.x == 0) StoreRelease(&to->flag, static_cast<uint64_t>(turn));
+    bool lost = false;
+    if (threadIdx.x == 0) {
+      for (uint32_t attempt = 0; LoadAcquire(&from->flag) < static_cast<uint64_t>(turn);
+           ++attempt) {
+        if (NowNs() - start > kTalkTimeoutNs) {
+          lost = true;
+          break;
+        }
+        PollPause(attempt);
       }
     }
+    __syncwarp();
+    if (__any_sync(0xffffffff, lost)) {
+      if (threadIdx.x == 0) result->lost_turn = turn;
+      return;
+    }
+    bool wrong = false;
+    for (int i = threadIdx.x; i < kWords; i += 32) {
+      const auto* word = &from->data[turn % 2][i];
+      wrong |= *static_cast<const volatile uint64_t*>(word) != TalkWord(turn, them, me, i);
+    }
+    if (__any_sync(0xffffffff, wrong) && threadIdx.x == 0) ++result->wrong_turns;
   }
-  result->signal_ns = NowNs() - start;
+  if (threadIdx.x == 0) result->ns = NowNs() - start;
 }
+
+constexpr unsigned kBlocks = kSlotBytes / 4 / 256;
 
 // Runs `copy` kCopies times between events. Returns GB/s, or 0 on an error.
 template <typename F>
@@ -60,58 +115,184 @@ double Bandwidth(cudaStream_t stream, F&& copy) {
                   cudaEventElapsedTime(&ms, begin, end) == cudaSuccess;
   cudaEventDestroy(begin);
   cudaEventDestroy(end);
-  return ok && ms > 0 ? static_cast<double>(kHalf) * kCopies / (ms * 1e6) : 0;
+  return ok && ms > 0 ? static_cast<double>(kSlotBytes) * kCopies / (ms * 1e6) : 0;
 }
 
-std::string Run(char* local, char* remote, cudaStream_t stream, ProbeResult* result, Link* link) {
-  std::string error;
-  const auto failed = [&](cudaError_t status, const char* what) {
-    if (status != cudaSuccess) error = CudaReason(what, status);
-    return status != cudaSuccess;
-  };
-  const dim3 grid(static_cast<unsigned>(kHalf / 4 / 256));
-  Fill<<<grid, 256, 0, stream>>>(reinterpret_cast<uint32_t*>(local),
-                                 static_cast<uint32_t>(link->from * 7919 + link->to));
-  const auto push = [&] {
-    cudaMemcpyAsync(remote, local, kHalf, cudaMemcpyDeviceToDevice, stream);
-  };
-  const auto pull = [&] {
-    cudaMemcpyAsync(local + kHalf, remote, kHalf, cudaMemcpyDeviceToDevice, stream);
-  };
-  link->push_gbps = Bandwidth(stream, push);
-  link->pull_gbps = Bandwidth(stream, pull);
-  Compare<<<grid, 256, 0, stream>>>(reinterpret_cast<const uint32_t*>(local),
-                                    reinterpret_cast<const uint32_t*>(local + kHalf), result);
-  RoundTrips<<<1, 1, 0, stream>>>(reinterpret_cast<uint64_t*>(remote), result);
-  if (failed(cudaGetLastError(), "probe kernels")) return error;
-  if (failed(cudaStreamSynchronize(stream), "probe")) return error;
-  link->signal_us = static_cast<double>(result->signal_ns) / kSignals / 1000;
-  if (result->wrong != 0) {
-    return std::to_string(result->wrong) + " of " + std::to_string(kHalf) +
-           " bytes came back different from a copy to the peer";
+// A stream, and memory that device and host see. The current device's.
+template <typename T>
+struct Bench {
+  cudaStream_t stream = nullptr;
+  T* result = nullptr;
+
+  bool Make(std::string* error) {
+    JFLUX_CUDA_OR_FALSE(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), error);
+    JFLUX_CUDA_OR_FALSE(
+        cudaHostAlloc(reinterpret_cast<void**>(&result), sizeof(T), cudaHostAllocMapped), error);
+    *result = T{};
+    return true;
   }
-  if (result->lost != 0) return "a flag written to the peer did not arrive within 1 s";
-  if (link->push_gbps <= 0 || link->pull_gbps <= 0) return "copies could not be timed";
-  return "";
+  Bench() = default;
+  Bench(Bench&& other) noexcept
+      : stream(std::exchange(other.stream, nullptr)),
+        result(std::exchange(other.result, nullptr)) {}
+  ~Bench() {
+    if (result != nullptr) cudaFreeHost(result);
+    if (stream != nullptr) cudaStreamDestroy(stream);
+  }
+};
+
+std::string Between(int64_t from, int64_t to) {
+  return "the link from device " + std::to_string(from) + " to device " + std::to_string(to) +
+         " cannot be trusted: ";
+}
+constexpr char kAdvice[] =
+    "; hide one of the two (CUDA_VISIBLE_DEVICES), and have the link checked";
+
+Link* LinkOf(std::vector<Link>* links, int64_t from, int64_t to) {
+  for (Link& link : *links) {
+    if (link.from == from && link.to == to) return &link;
+  }
+  links->push_back(Link{from, to, 0, 0, 0});
+  return &links->back();
+}
+
+bool RunCopies(const ProbedDevice& d, const std::vector<int64_t>& ids, std::vector<Link>* links,
+               std::string* error) {
+  const int n = static_cast<int>(ids.size());
+  const Area own{d.copies[d.index], n};
+  Bench<unsigned long long> bench;
+  if (!bench.Make(error)) return false;
+  JFLUX_CUDA_OR_FALSE(cudaMemsetAsync(own.TalkOf(0), 0, n * sizeof(Talk), bench.stream), error);
+  Fill<<<kBlocks, 256, 0, bench.stream>>>(own.Pattern(), d.id);
+  JFLUX_CUDA_OR_FALSE(cudaGetLastError(), error);
+  JFLUX_CUDA_OR_FALSE(cudaStreamSynchronize(bench.stream), error);
+  for (int i = 0; i < n; ++i) {
+    if (i == d.index) continue;
+    const Area peer{d.copies[i], n};
+    Link* link = LinkOf(links, d.id, ids[i]);
+    link->push_gbps = Bandwidth(bench.stream, [&] {
+      cudaMemcpyAsync(peer.Slot(d.index), own.Pattern(), kSlotBytes, cudaMemcpyDeviceToDevice,
+                      bench.stream);
+    });
+    link->pull_gbps = Bandwidth(bench.stream, [&] {
+      cudaMemcpyAsync(own.Pulled(), peer.Slot(d.index), kSlotBytes, cudaMemcpyDeviceToDevice,
+                      bench.stream);
+    });
+    *bench.result = 0;
+    Compare<<<kBlocks, 256, 0, bench.stream>>>(own.Pulled(), d.id, bench.result);
+    JFLUX_CUDA_OR_FALSE(cudaGetLastError(), error);
+    JFLUX_CUDA_OR_FALSE(cudaStreamSynchronize(bench.stream), error);
+    if (*bench.result != 0) {
+      *error = Between(d.id, ids[i]) + std::to_string(*bench.result) + " of " +
+               std::to_string(kSlotBytes) + " bytes came back different from a copy to the peer" +
+               kAdvice;
+      return false;
+    }
+    if (link->push_gbps <= 0 || link->pull_gbps <= 0) {
+      *error = "copies from GPU " + std::to_string(d.ordinal) + " could not be timed";
+      return false;
+    }
+  }
+  return true;
+}
+
+bool RunCheck(const ProbedDevice& d, const std::vector<int64_t>& ids, std::string* error) {
+  const int n = static_cast<int>(ids.size());
+  const Area own{d.copies[d.index], n};
+  Bench<unsigned long long> bench;
+  if (!bench.Make(error)) return false;
+  for (int i = 0; i < n; ++i) {
+    if (i == d.index) continue;
+    *bench.result = 0;
+    Compare<<<kBlocks, 256, 0, bench.stream>>>(own.Slot(i), ids[i], bench.result);
+    JFLUX_CUDA_OR_FALSE(cudaGetLastError(), error);
+    JFLUX_CUDA_OR_FALSE(cudaStreamSynchronize(bench.stream), error);
+    if (*bench.result != 0) {
+      *error = Between(ids[i], d.id) + std::to_string(*bench.result) + " of " +
+               std::to_string(kSlotBytes) +
+               " bytes that it wrote are not in the memory of the second one" + kAdvice;
+      return false;
+    }
+  }
+  return true;
+}
+
+// All devices talk at once: each waits for its peers.
+bool RunTalk(const std::vector<ProbedDevice>& devices, const std::vector<int64_t>& ids,
+             std::vector<Link>* links, std::string* error) {
+  const int n = static_cast<int>(ids.size());
+  struct Running {
+    const ProbedDevice* device;
+    int peer;
+    Bench<TalkResult> bench;
+  };
+  std::vector<Running> running;
+  for (const ProbedDevice& d : devices) {
+    JFLUX_CUDA_OR_FALSE(cudaSetDevice(d.ordinal), error);
+    cudaFuncAttributes attributes;  // loads it: later, a load could wait for a kernel that waits
+    JFLUX_CUDA_OR_FALSE(cudaFuncGetAttributes(&attributes, TalkWith), error);
+    for (int i = 0; i < n; ++i) {
+      if (i == d.index) continue;
+      running.push_back(Running{&d, i, {}});
+      if (!running.back().bench.Make(error)) return false;
+    }
+  }
+  for (Running& r : running) {
+    JFLUX_CUDA_OR_FALSE(cudaSetDevice(r.device->ordinal), error);
+    TalkWith<<<1, 32, 0, r.bench.stream>>>(Area{r.device->copies[r.device->index], n},
+                                           Area{r.device->copies[r.peer], n}, r.device->index,
+                                           r.peer, r.bench.result);
+    JFLUX_CUDA_OR_FALSE(cudaGetLastError(), error);
+  }
+  for (Running& r : running) {
+    JFLUX_CUDA_OR_FALSE(cudaSetDevice(r.device->ordinal), error);
+    JFLUX_CUDA_OR_FALSE(cudaStreamSynchronize(r.bench.stream), error);
+  }
+  for (Running& r : running) {
+    const TalkResult& result = *r.bench.result;
+    const int64_t me = r.device->id, them = ids[r.peer];
+    if (result.lost_turn != 0) {
+      *error = Between(them, me) + "flag " + std::to_string(result.lost_turn) + " of " +
+               std::to_string(kTurns) + " did not arrive within " +
+               std::to_string(kTalkTimeoutNs / 1'000'000'000) + " s" + kAdvice;
+      return false;
+    }
+    if (result.wrong_turns != 0) {
+      *error = Between(them, me) + "in " + std::to_string(result.wrong_turns) + " of " +
+               std::to_string(kTurns) + " turns the data were not there when their flag was" +
+               kAdvice;
+      return false;
+    }
+    LinkOf(links, me, them)->signal_us = static_cast<double>(result.ns) / kTurns / 1000;
+  }
+  return true;
 }
 
 }  // namespace
 
-Link ProbeLink(int64_t from, int64_t to, char* local, char* remote) {
-  Link link{from, to, 0, 0, 0, ""};
-  cudaStream_t stream = nullptr;
-  ProbeResult* result = nullptr;
-  if (cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) != cudaSuccess ||
-      cudaHostAlloc(reinterpret_cast<void**>(&result), sizeof(ProbeResult), cudaHostAllocMapped) !=
-          cudaSuccess) {
-    link.fault = "no memory for the probe";
+int64_t ProbeBytes(int devices) {
+  return (devices + 2) * kSlotBytes +
+         RoundUp<int64_t>(devices * static_cast<int64_t>(sizeof(Talk)), kSlotBytes);
+}
+
+bool RunProbe(ProbeStep step, const std::vector<ProbedDevice>& devices,
+              const std::vector<int64_t>& ids, std::vector<Link>* links, std::string* error) {
+  std::string why;
+  bool ok = true;
+  if (step == ProbeStep::kTalk) {
+    ok = RunTalk(devices, ids, links, &why);
   } else {
-    *result = ProbeResult{};
-    link.fault = Run(local, remote, stream, result, &link);
+    for (const ProbedDevice& d : devices) {
+      ok = cudaSetDevice(d.ordinal) == cudaSuccess &&
+           (step == ProbeStep::kCopies ? RunCopies(d, ids, links, &why) : RunCheck(d, ids, &why));
+      if (!ok) break;
+    }
   }
-  if (result != nullptr) cudaFreeHost(result);
-  if (stream != nullptr) cudaStreamDestroy(stream);
-  return link;
+  if (ok) return true;
+  // A failed CUDA call says nothing about a link.
+  const bool is_link = why.rfind("the link", 0) == 0;
+  *error = is_link ? why : "the probe of the links could not run (" + why + ")";
+  return false;
 }
 
 }  // namespace jflux

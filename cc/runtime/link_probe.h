@@ -1,37 +1,62 @@
-// Probe of the link to a peer, run once when the heap is created: is the peer's memory mapped
-// correctly, and how fast is the link?
+// Probe of the links between the GPUs of a node, when the heap is made: does each device's memory
+// lie where the others write, do a peer's data arrive before the flag that announces them, and how
+// fast is a link?
 //
-//   writes  The probing device writes a pattern and then a flag into its own area of the peer's
-//           heap. Up to kProbeAreas devices have an area each.
-//   waits   The probing device, for its own flag, for at most one second. The peer takes no part.
-//   order   The flag is written with release and read with acquire at system scope.
-//   reset   never: nothing else uses the areas
+// The probe uses a workspace of its own, over all devices of the node. Copies are numbered by the
+// devices' order, and device i writes slot i of each peer's copy:
+//
+//   +--------+--------+-----+---------+--------+--------+--------+-----+
+//   | slot 0 | slot 1 | ... | pattern | pulled | talk 0 | talk 1 | ... |   pattern, pulled: its own
+//   +--------+--------+-----+---------+--------+--------+--------+-----+
+//
+// Steps, each by all devices of the node, with a barrier of all processes after each:
+//
+//   copies  Each device copies its pattern to its slot at every peer, and the peer's pattern back.
+//   check   Each device looks at its slots through its own address: a mapping that leads to other
+//           memory shows here, and not where the writer reads back what it wrote.
+//   talk    Every two devices exchange data and a flag, kTurns times. Each checks the data when it
+//           sees the flag.
+//
+//   writes  slots and talks of peers
+//   waits   in `talk`, for the peer's flag, with a deadline
+//   order   flags are written with release and read with acquire at system scope. Data of a turn
+//           lie in half turn % 2: a device writes turn t when it has seen the peer's flag t - 1, so
+//           the peer has checked turn t - 2
+//   reset   never: the workspace is freed after the probe
 #ifndef JFLUX_RUNTIME_LINK_PROBE_H_
 #define JFLUX_RUNTIME_LINK_PROBE_H_
 
 #include <cstdint>
+#include <functional>
 #include <string>
+#include <vector>
 
 namespace jflux {
 
-// What one device measured of its link to another's heap.
+// What one device measured of its link to another.
 struct Link {
-  int64_t from, to;   // global device ids
-  double push_gbps;   // this device writes to the peer with its copy engine; 1e9 bytes a second
-  double pull_gbps;   // this device reads from the peer, likewise
-  double signal_us;   // round trip of a flag written to the peer and read back
-  std::string fault;  // empty: the link works
+  int64_t from, to;  // global device ids
+  double push_gbps;  // this device writes to the peer with its copy engine; 1e9 bytes a second
+  double pull_gbps;  // this device reads from the peer, likewise
+  double signal_us;  // the two devices exchange 1 KiB and a flag
 };
 
-// Every heap ends with an area for each rank that may probe it.
-inline constexpr int64_t kProbeAreaBytes = 4 << 20;
-inline constexpr int kProbeAreas = 16;
-inline constexpr int64_t kProbeBytes = kProbeAreaBytes * kProbeAreas;
+enum class ProbeStep { kCopies = 0, kCheck = 1, kTalk = 2 };
 
-// Copies a pattern to the peer's area and back and compares it, sets a flag there and reads it
-// back, and times both. `local` and `remote` are the same area of this device's and the peer's
-// heap. The current device must be `from`'s. Takes a few milliseconds.
-Link ProbeLink(int64_t from, int64_t to, char* local, char* remote);
+int64_t ProbeBytes(int devices);
+
+// A device of this process that takes part.
+struct ProbedDevice {
+  int64_t id;
+  int ordinal;
+  int index;                  // among all devices of the node
+  std::vector<char*> copies;  // of the probe's workspace, by index, as this device addresses them
+};
+
+// One step of all devices of this process. `ids`: of all devices of the node. Fills in `links`.
+// False if a link cannot be trusted, or if the probe itself failed; *error says which.
+bool RunProbe(ProbeStep step, const std::vector<ProbedDevice>& devices,
+              const std::vector<int64_t>& ids, std::vector<Link>* links, std::string* error);
 
 }  // namespace jflux
 

@@ -50,8 +50,7 @@ bool HeapCuda::StartTimeline(uint32_t capacity, std::string* error) {
     JFLUX_CUDA_OR_FALSE(cudaMalloc(&t.count, sizeof(*t.count)), error);
     JFLUX_CUDA_OR_FALSE(cudaMemset(t.count, 0, sizeof(*t.count)), error);
     if (!TimerAhead(&device.timer_ahead_ns, error)) return false;
-    JFLUX_CUDA_OR_FALSE(cudaMemcpy(device.heap + offsetof(DeviceState, timeline), &t, sizeof(t),
-                                   cudaMemcpyHostToDevice),
+    JFLUX_CUDA_OR_FALSE(cudaMemcpy(&device.state->timeline, &t, sizeof(t), cudaMemcpyHostToDevice),
                         error);
   }
   return true;
@@ -88,9 +87,8 @@ bool HeapCuda::StopTimeline(std::string* error) {
     const Timeline none{};
     JFLUX_CUDA_OR_FALSE(cudaSetDevice(device.ordinal), error);
     JFLUX_CUDA_OR_FALSE(cudaDeviceSynchronize(), error);
-    JFLUX_CUDA_OR_FALSE(cudaMemcpy(device.heap + offsetof(DeviceState, timeline), &none,
-                                   sizeof(none), cudaMemcpyHostToDevice),
-                        error);
+    JFLUX_CUDA_OR_FALSE(
+        cudaMemcpy(&device.state->timeline, &none, sizeof(none), cudaMemcpyHostToDevice), error);
     JFLUX_CUDA_OR_FALSE(cudaFree(t.events), error);
     JFLUX_CUDA_OR_FALSE(cudaFree(t.count), error);
     t = none;

@@ -1,59 +1,68 @@
 """The symmetric heap of this process: the only global state.
 
-Settings and lifetime are here; how processes meet in _rendezvous, where workspaces are in
-_agreement, what differs between platforms in _backends.
+Settings and lifetime are here. _making makes a heap, _nodes says which calls can use it,
+_workspaces reserves memory, _agreement has the rules by which processes agree on it, _rendezvous is
+how they meet.
 """
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import functools
+import logging
+import math
+import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from .. import _config, _version
 from .._native import lib
-from . import _backends, _rendezvous
+from . import _making, _nodes, _rendezvous, _report, _workspaces
+from ._agreement import BLOCK, Request
+from ._nodes import Facts, Job
 from ._rendezvous import claim as claim
+from ._report import HeapReport
 
 MiB = 1 << 20
-_DEFAULT_HEAP_BYTES = {"cpu": 512 * MiB, "cuda": 2048 * MiB}
+
+#: What a heap has where nobody says how much: on the CPU at least, in an exported program.
+_LEAST_CPU_BYTES, _USUAL_CUDA_BYTES = 512 * MiB, 2048 * MiB
+#: Seconds that a shutdown waits for the node's other processes.
+_LEAVE_SECONDS = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What :func:`init` was given.
-
-    Attributes:
-      heap_bytes: per device, in bytes; None is 512 MiB on the CPU (untouched pages cost nothing)
-        and 2 GiB on a GPU.
-      deadline_seconds: how long a rank waits for its peers before the call ends in an error.
-      node: names of this process's nodes, beside what tells hosts apart.
-    """
+    """What :func:`init` was given."""
 
     heap_bytes: int | None = None
-    deadline_seconds: float = 120.0
+    deadline_seconds: float = 1800.0
+    warn_seconds: float = 120.0
     node: str | tuple[str, ...] | None = None
+
+    @property
+    def patience(self) -> _rendezvous.Patience:
+        return _rendezvous.Patience.of(self.warn_seconds, self.deadline_seconds)
 
 
 _lock = threading.RLock()
 _settings = Settings()
-_generation = 0  # of the names under which processes meet
-# By name. They outlive a heap: see _backends.CudaIpc.
-_BACKENDS: dict[str, _backends.Backend] = {
-    backend.name: backend
-    for backend in (_backends.Cpu(), _backends.CudaPeer(), _backends.CudaIpc(claim))
-}
-_ready: dict[str, _backends.Backend] = {}  # by platform: the heaps that exist
+_attempts: dict[str, int] = {}  # by platform: the last that this process took part in
+_jobs: dict[str, Job] = {}  # by platform: also where no heap could be made
+_reserved: dict[str, _workspaces.Workspaces] = {}  # by platform, where workspaces are reserved
+_calls = _report.Calls()
 
 
 def init(
     *,
     heap_bytes: int | None = None,
-    deadline_seconds: float = 120.0,
+    deadline_seconds: float = 1800.0,
+    warn_seconds: float = 120.0,
     node: str | Sequence[str] | None = None,
 ) -> None:
     """Creates the symmetric heap with these settings, on JAX's default platform (another one's is
@@ -62,40 +71,55 @@ def init(
     Not needed: the first op creates it with the defaults. With several processes
     (``jax.distributed.initialize``), all of them must call it, with the same arguments, or none.
 
+    If the heap cannot be made, a warning on the logger ``jflux`` says why, and calls run their
+    `lax` reference; calling it again tries again. A GPU that cannot reach another one, a link that
+    returns wrong data, and a process that does not come are such reasons.
+
     Args:
-      heap_bytes: bytes per device for workspaces and signals. A call that does not fit says how
-        much it needs.
+      heap_bytes: the most that workspaces and signals may take of each device's memory, in bytes.
+        Memory is taken when a call is lowered that needs it. A call for which there is no room is
+        decomposed, or runs its reference. By default half of the GPU memory that is free when the
+        heap is made; on the CPU half of the machine's memory. Processes that differ take the least.
       deadline_seconds: how long a rank waits for its peers before the call ends in an error that
         names op, rank and peer.
+      warn_seconds: after which a rank that waits says so, on stderr.
       node: splits a host into nodes, to try out what runs on several: the name of this process's
         node, or one name for each of its devices. By default a host is a node.
 
     Raises:
-      ValueError: for a size or a deadline that is not positive, or if processes ask for different
-        sizes.
-      RuntimeError: if the heap exists already with other settings (call :func:`shutdown` first),
-        cannot be allocated, if a GPU cannot reach another one or the link between them gives wrong
-        data, or if another process does not come.
+      ValueError: for a size or a time that is not positive, or as many names of nodes as there are
+        no devices.
+      RuntimeError: if the heap exists already with other settings (call :func:`shutdown` first);
+        with ``jflux.config.strict``, if it cannot be made.
     """
     global _settings
     if heap_bytes is not None and heap_bytes <= 0:
         raise ValueError(f"{heap_bytes=} must be positive")
-    if not deadline_seconds > 0:
-        raise ValueError(f"{deadline_seconds=} must be positive")
+    for name, seconds in (("deadline_seconds", deadline_seconds), ("warn_seconds", warn_seconds)):
+        if not (seconds > 0 and math.isfinite(seconds)):
+            raise ValueError(f"{name}={seconds} must be positive and finite")
     names = node if node is None or isinstance(node, str) else tuple(node)
-    wanted = Settings(heap_bytes, deadline_seconds, names)
+    wanted = Settings(heap_bytes, deadline_seconds, warn_seconds, names)
     with _lock:
-        if _ready and wanted != _settings:
+        if wanted != _settings and any(map(_exists, _jobs)):
             raise RuntimeError(
                 f"the symmetric heap exists with {_settings}; call jflux.shutdown() before "
                 f"jflux.init() with {wanted}"
             )
         _settings = wanted
-        existing_or_new()
+        platform = _default_platform()
+        if platform in ("cpu", "cuda"):
+            if not _exists(platform):
+                _jobs.pop(platform, None)
+            _ensure(platform, again=True)
+            why = _failure(platform)
+            if why is not None and _config.config.strict:
+                raise RuntimeError(f"the symmetric heap cannot be made: {why}")
 
 
 def shutdown() -> None:
-    """Frees the heap; what :func:`init` was given is forgotten. No jflux call may be running.
+    """Frees the heap; what :func:`init` was given is forgotten. No jflux call may be running. With
+    several processes, all of them must call it.
 
     Compiled functions that use the heap fail until it exists again, through :func:`init` or another
     call that is lowered. On GPUs JAX forgets what it has compiled, since XLA may have captured
@@ -104,28 +128,44 @@ def shutdown() -> None:
     of time must not be called again."""
     global _settings
     with _lock:
-        if "cuda" in _ready:
+        if "cuda" in _jobs:
             jax.clear_caches()
-        for platform in _ready:
-            lib.heap_shutdown(platform)
-        _ready.clear()
+        for platform, job in _jobs.items():
+            if platform in _reserved:
+                _reserved.pop(platform).stop()
+            if _exists(platform):
+                me = _making.Members.of(platform).me
+                node = _nodes.processes_of_nodes(job.facts.values())[me]
+                name = _name(platform, _attempts[platform], f"left/{node[0]}")
+                patience = dataclasses.replace(_settings.patience, give_up=_LEAVE_SECONDS)
+                meet = functools.partial(_rendezvous.gather, name, "", node, patience)
+                _making.leave(platform, meet)
+        _jobs.clear()
+        _calls.clear()
         _why_no_cuda.cache_clear()
         _settings = Settings()
 
 
+@atexit.register
+def _stop_threads() -> None:
+    for workspaces in _reserved.values():
+        workspaces.stop()
+
+
 def existing_or_new() -> str | None:
-    """The default platform, whose heap exists from now on; None where there are no kernels for
-    it."""
+    """The default platform, whose heap exists from now on; None where it cannot be made."""
     platform = _default_platform()
-    if platform != "cpu" and not _cuda_usable():
+    if platform not in ("cpu", "cuda"):
         return None
     _ensure(platform)
-    return platform
+    return platform if _exists(platform) else None
 
 
 def heap_bytes(platform: str) -> int:
-    """Bytes per device that the heap has, or will have, on this platform."""
-    return _settings.heap_bytes or _DEFAULT_HEAP_BYTES[platform]
+    """The most that workspaces may take of a device's memory, on this platform."""
+    if platform in _jobs and not _jobs[platform].absent:
+        return _jobs[platform].heap_bytes
+    return _settings.heap_bytes or (_LEAST_CPU_BYTES if platform == "cpu" else _USUAL_CUDA_BYTES)
 
 
 def deadline_seconds() -> float:
@@ -133,36 +173,99 @@ def deadline_seconds() -> float:
 
 
 def backend_in_use() -> str | None:
-    """ "cpu", "cuda_peer" or "cuda_ipc", or None before the heap exists. With heaps on both
-    platforms it is the GPUs'."""
-    backend = _ready.get("cuda") or _ready.get("cpu")
-    return None if backend is None else backend.name
+    """ "cpu" or "cuda", or None before a heap exists. With heaps on both platforms it is "cuda"."""
+    return next((platform for platform in ("cuda", "cpu") if _exists(platform)), None)
+
+
+def heap_report() -> HeapReport:
+    """What the symmetric heap holds: an object that prints as a table.
+
+    Returns:
+      For each workspace its size in bytes, its devices (global ids) and the calls that use it, by
+      op and operands of one rank. On the CPU a workspace is leased while a call runs.
+    """
+    with _lock:
+        platform = backend_in_use()
+        if platform is None:
+            return HeapReport("", 0, 0, ())
+        held = _reserved[platform].ledger.held if platform in _reserved else None
+        rows = _calls.rows(platform, held)
+        return HeapReport(platform, heap_bytes(platform), usage(platform), rows)
 
 
 def node_of(platform: str) -> Mapping[int, int]:
     """The node of each device of the job, by global device ids. Devices of one node map each
-    other's memory; nodes are numbered from 0, by their first device."""
-    _ensure(platform)
-    devices = sorted(jax.devices(platform), key=lambda d: d.id)
-    names = _settings.node
-    if names is None or isinstance(names, str):
-        return {d.id: 0 for d in devices}
-    numbers: dict[str, int] = {}
-    return {
-        d.id: numbers.setdefault(name, len(numbers))
-        for d, name in zip(devices, names, strict=True)
-    }
+    other's memory; nodes are numbered from 0, by their first device. Makes the heap."""
+    return _ensure(platform).node
 
 
 def usage(platform: str) -> int:
-    """Bytes of each device's heap that calls have taken so far."""
+    """Bytes of each device's memory that calls have taken so far."""
     return lib.heap_usage(platform)[1]
 
 
 def links(platform: str) -> list[tuple[int, int, float, float, float]]:
-    """What the probe found when the heap was made: (from, to, push GB/s, pull GB/s, microseconds
-    for a signal and back), by global device ids. None before, and none on the CPU."""
+    """What the probe found when the heap was made: (from, to, push GB/s, pull GB/s, microseconds in
+    which two devices exchange 1 KiB and a flag), by global device ids. None before, and none on
+    the CPU."""
     return lib.heap_links(platform)
+
+
+def link_gbps() -> float:
+    """What the slowest link within a node carries, in 1e9 bytes a second, as the probe found it
+    when the heap was made; 0 if there is none. The same in all processes: configurations depend on
+    it."""
+    return _ensure("cuda").link_gbps
+
+
+def sm_count() -> int:
+    """Multiprocessors of the job's smallest GPU, the same in all processes; 0: it is not known."""
+    return _ensure("cuda").sm_count
+
+
+def why_not_usable(platform: str, mesh: Mesh, table: np.ndarray) -> str | None:
+    """Why calls over these groups of ranks run no kernels, or None. Makes the heap, if the mesh's
+    devices belong to this program.
+
+    Args:
+      table: global device ids, [number of groups, ranks].
+    """
+    device = mesh.devices.flat[0]
+    if not any(device is d for d in device.client.devices()):  # a topology to export for
+        return _why_no_cuda() if platform == "cuda" else None
+    job = _ensure(platform)
+    return job.why_not(table) or _nodes.spanning(table, job.node)
+
+
+def reserve(
+    platform: str, table: np.ndarray, label: str, operands: str, workspace_bytes: int
+) -> str | None:
+    """Makes sure that calls of these groups find a workspace of this size; why there is no room
+    otherwise. On the CPU a call finds room when it runs.
+
+    Args:
+      table: global device ids, [number of groups, ranks].
+      label: names the call: "op" or "custom_call(name)".
+      operands: their types, in words.
+      workspace_bytes: as the call's plan says.
+    """
+    request = Request.of(table, workspace_bytes)
+    with _lock:
+        _ensure(platform)
+        why = None
+        if platform in _reserved:
+            why = _reserved[platform].reserve(request)
+        elif workspace_bytes > heap_bytes(platform):
+            why = (
+                f"it takes {workspace_bytes} bytes of the symmetric heap, which has "
+                f"{heap_bytes(platform)}; jflux.init(heap_bytes=...) gives it more"
+            )
+        if why is None:
+            _calls.note(platform, request.workspaces(), f"{label} {operands}")
+        return why
+
+
+# ---- Making it -----------------------------------------------------------------------------------
 
 
 def _default_platform() -> str:
@@ -176,6 +279,7 @@ def _cuda_usable() -> bool:
 
 @functools.cache
 def _why_no_cuda() -> str | None:
+    """Why this process's GPUs run no kernels."""
     if not lib.built_with_cuda():
         return "this build of jflux has no CUDA kernels (reinstall with JFLUX_CUDA=ON)"
     for device in jax.local_devices(backend="cuda"):
@@ -185,89 +289,98 @@ def _why_no_cuda() -> str | None:
     return None
 
 
-def why_not_usable(platform: str, mesh: Mesh) -> str | None:
-    """Why calls over this mesh cannot use the heap, or None."""
-    if platform == "cuda" and mesh.devices.flat[0].platform in ("gpu", "cuda"):
-        return _why_no_cuda()
-    return None
+def _exists(platform: str) -> bool:
+    return platform in _jobs and _failure(platform) is None
 
 
-def reserve(platform: str, groups: np.ndarray, label: str, workspace_bytes: int) -> None:
-    """Makes sure that the heap exists, and on GPUs that it has a workspace of this size for calls
-    of these groups. On the CPU a call finds room when it runs.
+def _failure(platform: str) -> str | None:
+    """Why this process has no heap."""
+    job = _jobs[platform]
+    return job.absent or job.outcomes[_making.Members.of(platform).me].failure or None
+
+
+def _ensure(platform: str, *, again: bool = False) -> Job:
+    """What is known of the platform's heaps; makes this process's part first.
 
     Args:
-      groups: global device ids, [number of groups, ranks].
-      label: names the call in an error: "op" or "custom_call(name)".
-      workspace_bytes: as the call's plan says.
-
-    Raises:
-      ValueError: if the heap has no room.
+      again: after an attempt that failed, in this process or before it came: takes part in a new
+        one. Otherwise all processes stay without heaps, and lower the same programs.
     """
     with _lock:
-        _ensure(platform)
-        backend = _ready[platform]
-        if not backend.reserve(groups, workspace_bytes):
-            taken, has = usage(platform), heap_bytes(platform)
-            raise ValueError(
-                f"jflux.{label}: the call needs {workspace_bytes} bytes of the symmetric heap "
-                f"beside the {taken} that other calls hold, and it has {has}; call "
-                f"jflux.init(heap_bytes={max(2 * has, taken + workspace_bytes)}) first"
+        if platform not in _jobs:
+            members = _making.Members.of(platform)
+            attempt = _attempts.get(platform, 0) + 1
+            while again and len(members.processes) > 1 and _has_failed(platform, attempt):
+                attempt += 1
+            _attempts[platform] = attempt
+            _jobs[platform] = _make(platform, members, attempt)
+            why = _failure(platform)
+            if why is not None:
+                _config.say_once(
+                    logging.WARNING,
+                    f"jflux has no symmetric heap, and calls take their lax references: {why}",
+                )
+        return _jobs[platform]
+
+
+def _name(platform: str, attempt: int, step: str) -> str:
+    return f"{platform}_heap/{attempt}/{step}"
+
+
+def _has_failed(platform: str, attempt: int) -> bool:
+    return _rendezvous.look(_name(platform, attempt, "failed")) is not None
+
+
+def _make(platform: str, members: _making.Members, attempt: int) -> Job:
+    patience = _settings.patience
+
+    def gather(step: str, value: str, processes: Collection[int]) -> dict[int, str]:
+        return _rendezvous.gather(_name(platform, attempt, step), value, processes, patience)
+
+    facts = _facts(platform, members)
+    job = _making.make(platform, members, facts, _settings.deadline_seconds, gather)
+    if job.absent:
+        _rendezvous.key_value_set(_name(platform, attempt, "failed"), job.absent)
+    elif platform == "cuda" and not job.outcomes[members.me].failure:
+        if len(members.processes) == 1:
+            _reserved[platform] = _workspaces.Alone(job.heap_bytes)
+        else:
+            shared = _workspaces.Shared(
+                job.heap_bytes,
+                process_of=job.process_of(),
+                me=members.me,
+                node=_nodes.processes_of_nodes(job.facts.values())[members.me],
+                gather=gather,
+                claim=lambda name, value: claim(_name(platform, attempt, name), value),
+                look=lambda name: _rendezvous.look(_name(platform, attempt, name)),
+                lock=_lock,
             )
+            shared.start()
+            _reserved[platform] = shared
+    return job
 
 
-def _ensure(platform: str) -> None:
-    with _lock:
-        if platform not in _ready:
-            _ready[platform] = _create(platform)
-
-
-def _create(platform: str) -> _backends.Backend:
-    members = _backends.Members.of(platform)
-    backend = _BACKENDS[_backends.name_for(platform, members)]
-    _meet(platform, members.processes)
-    name = f"{platform}_heap/{_generation}"
-    _backends.create(
-        backend,
-        members,
-        heap_bytes(platform),
-        _settings.deadline_seconds,
-        lambda handle: _exchange(name, handle, members.processes),
+def _facts(platform: str, members: _making.Members) -> Facts:
+    """What this process says of itself."""
+    why_no_cuda = _why_no_cuda() if platform == "cuda" else None
+    sizes = [getattr(d, "core_count", None) for d in jax.local_devices(backend=platform)]
+    return Facts(
+        process=members.me,
+        host=_nodes.this_host(),
+        devices=members.devices,
+        nodes=_nodes.names_of(_settings.node, len(members.devices)),
+        heap_bytes=_settings.heap_bytes or _usual_heap_bytes(platform, members),
+        unusable=why_no_cuda or "",
+        build=_version.__version__,
+        sm_count=min((int(size) for size in sizes if size), default=0),
     )
-    return backend
 
 
-def _meet(platform: str, processes: tuple[int, ...]) -> None:
-    """Before a heap is made: under new names, and for the same size. What has room decides which
-    program a process lowers, and processes with different programs would wait for each other."""
-    global _generation
-    _generation += 1
-    if len(processes) == 1:
-        return
-    sizes = _exchange(f"{platform}_heap_bytes/{_generation}", f"{heap_bytes(platform)}", processes)
-    if len(set(sizes.values())) > 1:
-        asked = ", ".join(f"process {p}: {size}" for p, size in sorted(sizes.items()))
-        raise ValueError(
-            f"processes ask for symmetric heaps of different sizes, in bytes ({asked}); call "
-            "jflux.init with the same heap_bytes in all of them"
-        )
-
-
-def _exchange(name: str, value: str, processes: tuple[int, ...]) -> dict[int, str]:
-    return _rendezvous.exchange(name, value, processes, _settings.deadline_seconds)
-
-
-_agreed_links: dict[int, float] = {}  # by generation
-
-
-def link_gbps() -> float:
-    """What the slowest link between two GPUs carries, in 1e9 bytes a second, as the probe found it
-    when the heap was made; 0 if there is none. All processes go by what the first to ask has found:
-    configurations depend on it, and ranks must take the same."""
-    _ensure("cuda")
-    if _generation not in _agreed_links:
-        mine = min((push for _, _, push, _, _ in links("cuda")), default=0.0)
-        several = jax.process_count() > 1
-        agreed = claim(f"link_gbps/{_generation}", f"{mine}") if several else mine
-        _agreed_links[_generation] = float(agreed)
-    return _agreed_links[_generation]
+def _usual_heap_bytes(platform: str, members: _making.Members) -> int:
+    """Half of what there is, in whole blocks."""
+    if platform == "cuda":
+        least, half = BLOCK, lib.cuda_free_bytes(members.ordinals) // 2
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        least, half = _LEAST_CPU_BYTES, memory // 2 // len(jax.devices(platform))
+    return max(least, half // BLOCK * BLOCK)

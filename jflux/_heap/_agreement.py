@@ -1,98 +1,151 @@
-"""Which place in the heap each workspace gets, the same in every process.
+"""Which workspaces GPUs have, the same in every process.
 
-Processes lower programs in any order, and at any time, but a workspace must have the same place in
-all of them. They share a list in a store; everything about places is a function of that list.
+Processes lower programs in any order, and at any time, but a workspace must exist on all of its
+devices, and whether there is room must be answered alike. They share a log in a store. Everything
+about workspaces is a function of that log and of the answers that processes gave to its entries.
 
-  list     Slots 0, 1, 2, ..., each with one workspace. The first process that writes a slot decides
-           what it holds; a slot never changes.
-  writers  A process that needs a workspace claims the first slot that it does not know. It learns
-           what the slot holds: its own workspace, or another process's. In the second case it
-           claims the next slot. So what a process knows is always a prefix of the list, and no
-           workspace is in the list twice.
-  waiters  Nobody waits for another process. A process claims each slot once, so it is done after at
-           most as many claims as there are workspaces.
+  log      Slots 0, 1, 2, ..., each with a request for a workspace of each group of a table. The
+           first process that writes a slot decides what it holds; a slot never changes.
+  writers  A process that needs workspaces claims the first slot that it does not know. It learns
+           what the slot holds: its own request, or another process's. In the second case it claims
+           the next slot.
+  waiters  All processes carry out a slot together, in the log's order: if there is no room, they
+           give back workspaces that no executable uses; they add their copies, and publish whether
+           they could. A process that lowers nothing does so on a thread of its own
+           (_workspaces.Shared), so nobody waits for a program of another process.
   order    The store's: a claim is one atomic write-if-absent.
-  reset    Never, also not by a shutdown: functions compiled before find their workspaces again.
+  reset    Never. Another heap has another log.
 
-The module is plain data and pure functions. The caller makes the claims: it asks
-:func:`next_claim`, sends the claim to the store, and gives the answer to :func:`learn`, until there
-is no next claim (_backends.CudaIpc).
+The module is plain data and pure functions.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
+#: A copy of a workspace takes whole blocks of GPU memory.
+BLOCK = 2 << 20
 
-@dataclasses.dataclass(frozen=True)
+
+@dataclasses.dataclass(frozen=True, order=True)
 class Workspace:
-    """What calls of the same groups of ranks and the same size share.
+    """What calls over the same devices whose needs round up to the same size share.
 
     Attributes:
-      groups: a digest of the table of groups.
+      devices: global ids, ascending.
       size: in bytes.
     """
 
-    groups: str
+    devices: tuple[int, ...]
+    size: int
+
+    @property
+    def taken(self) -> int:
+        """Bytes of each device's memory."""
+        return -(-self.size // BLOCK) * BLOCK
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A workspace of one size for each group of a table.
+
+    Attributes:
+      groups: sets of devices, each ascending, in order.
+      size: in bytes.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
     size: int
 
     @classmethod
-    def of(cls, groups: np.ndarray, size: int) -> Workspace:
-        flat = groups.ravel().tolist()
-        return cls(hashlib.sha256(repr((flat, f"{groups.shape}")).encode()).hexdigest()[:32], size)
+    def of(cls, table: np.ndarray, size: int) -> Request:
+        return cls(tuple(sorted({tuple(sorted(group)) for group in table.tolist()})), size)
 
     @classmethod
-    def parse(cls, entry: str) -> Workspace:
-        groups, size = entry.rsplit("/", 1)
-        return cls(groups, int(size))
+    def parse(cls, entry: str) -> Request:
+        size, groups = entry.split(":", 1)
+        parsed = (tuple(map(int, group.split(","))) for group in groups.split(";"))
+        return cls(tuple(parsed), int(size))
 
     def entry(self) -> str:
         """As the store holds it."""
-        return f"{self.groups}/{self.size}"
+        return f"{self.size}:{';'.join(','.join(map(str, group)) for group in self.groups)}"
+
+    def workspaces(self) -> tuple[Workspace, ...]:
+        return tuple(Workspace(group, self.size) for group in self.groups)
 
 
 @dataclasses.dataclass(frozen=True)
-class Claim:
-    """A request to the store: write `entry` into the slot unless it is taken."""
+class Ledger:
+    """What is held, after the first slots of the log.
 
-    slot: int
-    entry: str
+    Attributes:
+      limit: the most that workspaces may take of a device's memory, in bytes.
+      slots: how many slots have been carried out.
+      held: the workspaces that exist.
+      refused: requests that found no room, and why. They find none as long as the heap lives: a
+        process that asks later must lower the program that the others have.
+    """
 
+    limit: int
+    slots: int = 0
+    held: frozenset[Workspace] = frozenset()
+    refused: Mapping[Request, str] = dataclasses.field(default_factory=dict)
 
-@dataclasses.dataclass(frozen=True)
-class Known:
-    """What one process knows: the first slots of the list."""
+    def missing(self, request: Request) -> tuple[Workspace, ...]:
+        return tuple(w for w in request.workspaces() if w not in self.held)
 
-    workspaces: tuple[Workspace, ...] = ()
+    def taken(self, device: int) -> int:
+        """Bytes of a device's memory."""
+        return sum(w.taken for w in self.held if device in w.devices)
 
-
-def next_claim(known: Known, wanted: Workspace) -> Claim | None:
-    """What to ask the store for; None if the process knows where the workspace is in the list."""
-    if wanted in known.workspaces:
+    def why_no_room(self, workspaces: Iterable[Workspace]) -> str | None:
+        """None if the limit has room for these, too."""
+        for workspace in workspaces:
+            for device in workspace.devices:
+                taken = self.taken(device)
+                if taken + workspace.taken > self.limit:
+                    return (
+                        f"it takes {workspace.taken} bytes of the symmetric heap beside the "
+                        f"{taken} that other programs hold, and it has {self.limit}; "
+                        "jflux.init(heap_bytes=...) gives it more"
+                    )
         return None
-    return Claim(len(known.workspaces), wanted.entry())
+
+    def hold(self, workspaces: Iterable[Workspace]) -> Ledger:
+        return dataclasses.replace(self, held=self.held.union(workspaces))
+
+    def give_back(self, workspaces: Iterable[Workspace]) -> Ledger:
+        return dataclasses.replace(self, held=self.held.difference(workspaces))
+
+    def refuse(self, request: Request, why: str) -> Ledger:
+        return dataclasses.replace(self, refused={**self.refused, request: why})
+
+    def next_slot(self) -> Ledger:
+        return dataclasses.replace(self, slots=self.slots + 1)
 
 
-def learn(known: Known, claim: Claim, held: str) -> Known:
-    """After the store's answer: the slot holds `held`, whoever wrote it."""
-    if claim.slot != len(known.workspaces):
-        raise ValueError(f"slot {claim.slot} was claimed after {len(known.workspaces)} are known")
-    return Known((*known.workspaces, Workspace.parse(held)))
+def given_back(
+    ledger: Ledger,
+    unused: Mapping[int, Mapping[Workspace, str]],
+    process_of: Mapping[int, int],
+) -> list[Workspace]:
+    """What no executable uses, in an order that is the same everywhere.
 
+    Processes that lower the same programs ask as often for a workspace. If one has asked more often
+    than another one, then that will ask, and must get the same answer: the workspace stays.
 
-def places(known: Known, capacity: int) -> dict[Workspace, int]:
-    """Where workspaces are, in bytes from the first: one after another, in the list's order. A
-    workspace that does not fit has no place and takes none, so that smaller ones still fit.
+    Args:
+      unused: by process, what it does not use of the workspaces on its devices; for each, which
+        requests for it the process has made, and how often.
+      process_of: by device.
+    """
 
-    The place of a workspace depends on the slots before it alone. So all processes find the same,
-    however much more of the list each of them knows."""
-    result: dict[Workspace, int] = {}
-    end = 0
-    for workspace in known.workspaces:
-        if end + workspace.size <= capacity:
-            result[workspace] = end
-            end += workspace.size
-    return result
+    def is_given_back(workspace: Workspace) -> bool:
+        asked = {unused[process_of[d]].get(workspace) for d in workspace.devices}
+        return len(asked) == 1 and None not in asked
+
+    return sorted(w for w in ledger.held if is_given_back(w))

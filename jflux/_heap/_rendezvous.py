@@ -1,56 +1,149 @@
 """How processes meet: through the key-value store of ``jax.distributed``.
 
 store    Keys are written once and never deleted. JAX's coordinator keeps them.
-writers  :func:`exchange`: each process writes its own key. :func:`claim`: all processes write one
-         key, and the first one wins.
-waiters  :func:`exchange` waits for the key of every process; a read returns what was written
-         before it in the store's order.
-reset    Never. A new heap uses new names: they contain its generation.
+writers  :func:`gather`: each process writes its own key, and the first of them one for all.
+         :func:`claim`: all processes write one key, and the first write wins.
+waiters  :func:`gather`: the first process waits for the key of every other one, which wait for its
+         answer. So all of them learn the same, also of a process that did not come.
+reset    Never. Another heap uses other names: they contain its attempt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import dataclasses
+import json
+import logging
+import time
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
 
+from .. import _config
 
-def exchange(
-    name: str, value: str, processes: Iterable[int], deadline_seconds: float
-) -> dict[int, str]:
-    """Publishes `value` under `name` and returns the value of each process.
+#: Shortest time in which processes meet, in seconds: they compile at different speeds.
+LEAST_SECONDS = 60.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Patience:
+    """How long processes wait for each other, in seconds: until a warning, and until they give
+    up."""
+
+    warn: float
+    give_up: float
+
+    @classmethod
+    def of(cls, warn_seconds: float, deadline_seconds: float) -> Patience:
+        return cls(warn_seconds, max(deadline_seconds, LEAST_SECONDS))
+
+
+class Absent(RuntimeError):
+    """Processes that did not come.
+
+    Attributes:
+      processes: their numbers.
+    """
+
+    def __init__(self, processes: Collection[int], seconds: float) -> None:
+        self.processes = tuple(processes)
+        names = ", ".join(map(str, self.processes))
+        several = "es" if len(self.processes) > 1 else ""
+        super().__init__(
+            f"process{several} {names} did not come to make the symmetric heap within "
+            f"{seconds:g} s: every process must lower the call, or call jflux.init(); "
+            "jflux.init(deadline_seconds=...) gives it longer"
+        )
+
+
+def gather(name: str, value: str, processes: Collection[int], patience: Patience) -> dict[int, str]:
+    """Publishes `value` under `name` and returns the value of each process: the same everywhere.
 
     Raises:
-      RuntimeError: if a process publishes nothing within the deadline, or 60 seconds if that is
-        longer.
+      Absent: a process published nothing in time. The others all raise the same.
     """
-    client = _store()
-    timeout_ms = int(max(deadline_seconds, 60.0) * 1000)
-    client.key_value_set(f"jflux/{name}/{jax.process_index()}", value)
-    theirs = {}
-    for process in processes:
-        try:
-            theirs[process] = client.blocking_key_value_get(f"jflux/{name}/{process}", timeout_ms)
-        except jax.errors.JaxRuntimeError as error:
-            raise RuntimeError(
-                f"process {process} did not come to make the symmetric heap within "
-                f"{timeout_ms / 1000:g} s: every process must lower the call, or call "
-                "jflux.init(); jflux.init(deadline_seconds=...) gives it longer"
-            ) from error
-    return theirs
+    me, leader = jax.process_index(), min(processes)
+    if len(processes) == 1:
+        return {me: value}
+    if me == leader:
+        found: dict[int, str | None] = {me: value}
+        for process in processes:
+            if process != me:
+                found[process] = _wait(f"{name}/{process}", [process], patience)
+        # Another answer may be there: of this process, before its store's reply was lost.
+        all_of_them = claim(f"{name}/all", json.dumps(found))
+    else:
+        key_value_set(f"{name}/{me}", value)
+        answer = _wait(f"{name}/all", [leader], Patience(patience.warn, 2 * patience.give_up))
+        if answer is None:
+            raise Absent([leader], 2 * patience.give_up)
+        all_of_them = answer
+    values: Mapping[str, str | None] = json.loads(all_of_them)
+    absent = [int(process) for process, v in values.items() if v is None]
+    if absent:
+        raise Absent(absent, patience.give_up)
+    return {int(process): v for process, v in values.items() if v is not None}
+
+
+def was_gathered(name: str) -> bool:
+    """Whether processes have met under this name, completely or not."""
+    return look(f"{name}/all") is not None
 
 
 def claim(name: str, value: str) -> str:
     """Writes `value` under `name` unless another process has; returns what is there."""
-    client = _store()
+    if key_value_set(name, value):
+        return value
+    return _store().blocking_key_value_get(f"jflux/{name}", 60_000)
+
+
+def key_value_set(name: str, value: str) -> bool:
+    """Writes `value` under `name`; False if there is a value."""
     try:
-        client.key_value_set(f"jflux/{name}", value)
+        _store().key_value_set(f"jflux/{name}", value)
     except jax.errors.JaxRuntimeError as error:
         if "ALREADY_EXISTS" not in str(error):
             raise
-        return client.blocking_key_value_get(f"jflux/{name}", 60_000)
-    return value
+        return False
+    return True
+
+
+def look(name: str) -> str | None:
+    """What is under `name` now; None if there is nothing."""
+    try:
+        return _store().key_value_try_get(f"jflux/{name}")
+    except jax.errors.JaxRuntimeError as error:
+        if "NOT_FOUND" not in str(error):
+            raise
+        return None
+
+
+def _wait(
+    name: str,
+    awaited: Collection[int],
+    patience: Patience,
+    now: Callable[[], float] = time.monotonic,
+) -> str | None:
+    """The value under `name`, or None if nothing comes in time. Says so once in between."""
+    start = now()
+    warned = False
+    while (waited := now() - start) < patience.give_up:
+        until = patience.give_up if warned or patience.warn < waited else patience.warn
+        timeout_ms = max(1, int(1000 * (min(until, patience.give_up) - waited)))
+        try:
+            return _store().blocking_key_value_get(f"jflux/{name}", timeout_ms)
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+        if not warned and now() - start < patience.give_up:
+            warned = True
+            _config.say_once(
+                logging.WARNING,
+                f"jflux has waited {patience.warn:g} s for process "
+                f"{', '.join(map(str, awaited))} to meet ({name}); it gives up after "
+                f"{patience.give_up:g} s",
+            )
+    return None
 
 
 def _store() -> Any:

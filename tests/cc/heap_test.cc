@@ -1,6 +1,8 @@
 // The interface of the symmetric heap, through the CPU back end: handles, views, current heaps.
 #include "runtime/heap.h"
 
+#include <unistd.h>
+
 #include <cstring>
 #include <memory>
 #include <string>
@@ -14,11 +16,11 @@ namespace {
 
 constexpr int64_t kBytes = 1 << 20;
 
-std::shared_ptr<Heap> Make(const std::vector<int64_t>& devices, bool leads) {
+std::shared_ptr<HeapCpu> Make(const std::vector<int64_t>& devices, bool leads) {
   std::string error;
   auto heap = CreateHeap("cpu", {devices, {}, kBytes, 60, leads}, &error);
   EXPECT(heap != nullptr) << error;
-  return heap;
+  return std::static_pointer_cast<HeapCpu>(heap);
 }
 
 // Two heaps of one process stand for those of two processes: the handle leads to the same memory.
@@ -27,10 +29,9 @@ TEST(AttachedHeapsAreOneHeap) {
   std::string handles[2], error;
   EXPECT(first->Export(&handles[0], &error)) << error;
   EXPECT(second->Export(&handles[1], &error)) << error;
-  EXPECT(first->SegmentOf(0, 2048) == nullptr);
+  EXPECT(first->SegmentOf(2048) == nullptr);
   EXPECT(first->Attach(handles[1], &error)) << error;
   EXPECT(second->Attach(handles[0], &error)) << error;
-  EXPECT(first->Probe(&error) && second->Probe(&error)) << error;
   EXPECT(first->links().empty());
 
   const std::vector<int64_t> group{2048, 0, 1};
@@ -47,9 +48,8 @@ TEST(AttachedHeapsAreOneHeap) {
   }
 
   // The table of the one that leads is the other's too.
-  auto& leader = static_cast<HeapCpu&>(*first);
   WorkspaceLease lease;
-  EXPECT(leader.table()->Acquire(
+  EXPECT(first->table()->Acquire(
       {1, 2}, 3, 4096, kBytes, NowNs() + 1'000'000'000, [](int64_t, int64_t) {}, &lease, &error))
       << error;
   EXPECT_EQ(second->Usage().in_use, 4096);
@@ -67,22 +67,41 @@ TEST(AViewNamesAnUnknownDevice) {
 TEST(MalformedHandles) {
   const auto heap = Make({0}, true);
   for (const char* handle :
-       {"", "1", "1:2", "1:2:1", "1;2;1;3", "a:2:1:3", "1:2:1:x", "1:2:1:3,x"}) {
+       {"", "1", "1:2", "1:2:1", "1:2:3:1", "1;2;3;1;3", "a:2:3:1:3", "1:2:3:1:x", "1:2:3:1:3,x"}) {
     std::string error;
     EXPECT(!heap->Attach(handle, &error)) << handle;
     EXPECT(error.find("malformed handle") != std::string::npos) << error;
   }
   std::string error;
-  EXPECT(!heap->Attach("999999999:3:0:1", &error));
+  EXPECT(!heap->Attach("999999999:3:5:0:1", &error));
   EXPECT(error.find("cannot open a peer process's heap at /proc/999999999/fd/3") !=
          std::string::npos)
       << error;
 }
 
+// In another PID namespace a path below /proc may lead to another file, even to the reader's own.
+TEST(AHandleThatLeadsToAnotherFile) {
+  const auto first = Make({0}, true), second = Make({1}, false);
+  std::string handle, error;
+  EXPECT(first->Export(&handle, &error)) << error;
+  const auto own = handle;  // another number: of a file in the other namespace
+  const size_t begin = own.find(':', own.find(':') + 1) + 1, end = own.find(':', begin);
+  EXPECT(!second->Attach(own.substr(0, begin) + "1" + own.substr(end), &error));
+  EXPECT(error.find("different PID namespaces") != std::string::npos) << error;
+  EXPECT(second->SegmentOf(0) == nullptr);
+  EXPECT(second->Attach(handle, &error)) << error;
+  // A file that is no heap.
+  const std::string nothing = std::to_string(getpid()) + ":0:1:0:7";
+  EXPECT(!second->Attach(nothing, &error));
+}
+
 TEST(TheCpuReservesNothing) {
   const auto heap = Make({0}, true);
-  std::string error;
-  EXPECT(heap->workspaces() == nullptr);
+  std::string error, handle;
+  const auto id = WorkspaceId::Of({0}, 4096);
+  EXPECT(!heap->AddWorkspace(id, &handle, &error));
+  EXPECT(error.find("back end cpu has no reserved workspaces") != std::string::npos) << error;
+  EXPECT(heap->UnusedWorkspaces().empty());
   EXPECT(!heap->SetEpochs(7, &error));
   EXPECT(error.find("back end cpu") != std::string::npos) << error;
   EXPECT(!heap->FaultOf(0).has_value());
@@ -93,7 +112,7 @@ TEST(UnknownBackEnds) {
   EXPECT(CreateHeap("tape", {{0}, {}, kBytes, 60}, &error) == nullptr);
   EXPECT(error.find("no back end \"tape\"") != std::string::npos) << error;
 #ifndef JFLUX_WITH_CUDA
-  EXPECT(CreateHeap("cuda_peer", {{0}, {0}, kBytes, 60}, &error) == nullptr);
+  EXPECT(CreateHeap("cuda", {{0}, {0}, kBytes, 60}, &error) == nullptr);
   EXPECT(error.find("no CUDA kernels") != std::string::npos) << error;
 #endif
 }

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 
 import jflux
 
@@ -62,15 +63,23 @@ def run_together(
     processes: int,
     devices: int = 1,
     timeout: float = 150,
+    options: Sequence[str] = (),
+    prefix: Sequence[str] = (),
 ) -> list[tuple[int, str]]:
-    """(exit status, output) of each of so many runs of peer_worker.py at once."""
+    """(exit status, output) of each of so many runs of peer_worker.py at once.
+
+    Args:
+      options: more of its arguments.
+      prefix: a command that runs it.
+    """
     port = free_port()
     running = []
     for process in range(processes):
         command = [
-            sys.executable, str(HERE / "peer_worker.py"), scenario, "--platform", platform,
+            *prefix, sys.executable, str(HERE / "peer_worker.py"), scenario,
+            "--platform", platform,
             "--process", str(process), "--processes", str(processes),
-            "--devices", str(devices), "--port", str(port),
+            "--devices", str(devices), "--port", str(port), *options,
         ]  # fmt: skip
         running.append(
             subprocess.Popen(

@@ -30,6 +30,7 @@ parser.add_argument("--process", type=int, required=True)
 parser.add_argument("--processes", type=int, required=True)
 parser.add_argument("--devices", type=int, default=1, help="of each process")
 parser.add_argument("--port", type=int, required=True)
+parser.add_argument("--nodes", choices=["named"], help="each process is a node")
 args = parser.parse_args()
 
 DEADLINE = 5.0
@@ -382,13 +383,61 @@ def different_shapes():
 
 
 def different_heaps():
-    """The processes ask for heaps of different sizes, are told, and ask for the same."""
+    """The processes ask for heaps of different sizes, and take the least."""
     mesh = Mesh(np.array(jax.devices()), ("tp",))
     lax_barrier(mesh)
     jflux.shutdown()
-    expect_error(lambda: jflux.init(heap_bytes=(64 + args.process) << 20))
-    jflux.init(heap_bytes=64 << 20)
+    jflux.init(heap_bytes=(64 + args.process) << 20)
+    assert jflux.heap_report().limit == 64 << 20
     check_products(mesh)
+
+
+def nodes():
+    """Each process is a node: calls inside it run kernels (in strict mode anything else is an
+    error), beside collectives of all."""
+    mesh = Mesh(np.array(jax.devices()).reshape(args.processes, -1), ("node", "tp"))
+    check_products(mesh, "tp")
+    check_products(Mesh(mesh.devices.T, ("tp", "node")), "tp", rows=2)
+    lax_barrier(Mesh(np.array(jax.devices()), ("tp",)))
+
+
+def late():
+    """The last process comes when the others have given up. Both are there when they try again."""
+    from jflux._heap import _rendezvous
+
+    _rendezvous.LEAST_SECONDS = 0.0
+    mesh = Mesh(np.array(jax.devices()), ("tp",))
+    lax_barrier(mesh)
+    jflux.shutdown()
+    with jflux.config(strict=False):
+        if args.process == args.processes - 1:
+            time.sleep(4)
+        else:
+            jflux.init(deadline_seconds=2, warn_seconds=1)
+            assert jflux.heap_report().platform == ""
+            print("without a heap", flush=True)
+        jflux.init(deadline_seconds=30, warn_seconds=1)
+    assert jflux.heap_report().platform != ""
+    check_products(mesh)
+
+
+def absent():
+    """The last process does not come before the others have given up. All run the reference, the
+    late one too."""
+    from jflux._heap import _rendezvous
+
+    _rendezvous.LEAST_SECONDS = 0.0
+    mesh = Mesh(np.array(jax.devices()), ("tp",))
+    lax_barrier(mesh)
+    jflux.shutdown()
+    if args.process == args.processes - 1:
+        time.sleep(4)
+    jflux._heap._settings = jflux._heap.Settings(deadline_seconds=2.0, warn_seconds=1.0)
+    with jflux.config(strict=False):
+        f, operands, want, scale, terms = product("all_gather_matmul", mesh)
+        assert "jflux_" not in f.lower(*operands).as_text()
+        check(f(*operands), want, scale, jnp.bfloat16, terms)
+    assert jflux.heap_report().platform == ""
 
 
 def leave_last(without_the_last):
@@ -415,6 +464,9 @@ SCENARIOS = {
     "never_calls": never_calls,
     "different_shapes": different_shapes,
     "different_heaps": different_heaps,
+    "nodes": nodes,
+    "late": late,
+    "absent": absent,
 }
 
 if __name__ == "__main__":
@@ -422,7 +474,8 @@ if __name__ == "__main__":
     jflux.config.update(strict=True, always=True)
     scenarios = args.scenario.split(",")
     fails = scenarios[0] in ("exit", "kill", "never_calls", "different_shapes")
-    jflux.init(deadline_seconds=DEADLINE if fails else 60)
+    node = str(args.process) if args.nodes == "named" else None
+    jflux.init(deadline_seconds=DEADLINE if fails else 60, node=node)
     for scenario in scenarios:
         try:
             SCENARIOS[scenario]()

@@ -27,7 +27,7 @@ bool LaunchAllGatherMatmul(const AllGatherMatmulParams& p, const AllGatherMatmul
   AllGatherMatmulArgs args{};
   args.layout = CudaLayoutOf(p);
   args.workspace = args.layout.Workspace();
-  args.state = reinterpret_cast<DeviceState*>(device.heap);
+  args.state = device.state;
   args.view = view;
   args.rows = p.rows;
   TileGrid grid = GridOf(choice, p.rows.Total(), p.n, device.sm_count);

@@ -111,7 +111,7 @@ bool LaunchChunked(const AllReduceParams& p, const AllReduceArrays& arrays, int6
   const ChunkedLayout layout = p.Chunks();
   const int64_t blocks = Min<int64_t>(layout.Chunks(), 2 * device.sm_count);
   ChunkedArgs args{};
-  args.call.state = reinterpret_cast<DeviceState*>(device.heap);
+  args.call.state = device.state;
   args.call.view = view;
   args.call.layout = layout.Workspace();
   args.call.signature = SignatureBuilder().Add(p.Signature()).Add(site).Add(blocks).Get();

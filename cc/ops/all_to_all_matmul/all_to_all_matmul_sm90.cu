@@ -56,7 +56,7 @@ bool LaunchAllToAllMatmul(const AllToAllMatmulParams& p, const AllToAllMatmulArr
   AllToAllMatmulArgs args{};
   args.panels = CudaLayoutOf(p);
   args.workspace = args.panels.Workspace();
-  args.state = reinterpret_cast<DeviceState*>(device.heap);
+  args.state = device.state;
   args.view = view;
   args.rows = r;
   args.order = TileOrderOf(p, choice, device.sm_count);

@@ -56,7 +56,7 @@ bool LaunchChunked(const ExchangeParams& p, const ExchangeArrays& arrays, int64_
   const ShardSlots slots = p.Slots();
   const int64_t blocks = Min<int64_t>(slots.Chunks(), kCtasPerSm * device.sm_count);
   ChunkedArgs args{};
-  args.call.state = reinterpret_cast<DeviceState*>(device.heap);
+  args.call.state = device.state;
   args.call.view = view;
   args.call.layout = slots.Workspace();
   args.call.signature = SignatureBuilder().Add(p.Signature()).Add(site).Add(blocks).Get();

@@ -36,7 +36,7 @@ bool LaunchFew(const MatmulAllReduceParams& params, const MatmulAllReduceArrays&
                const SymmetricView& view, cudaStream_t stream, std::string* error) {
   const MatmulReduceScatterParams& p = params.scatter;
   FewRowsArgs args{};
-  args.state = reinterpret_cast<DeviceState*>(device.heap);
+  args.state = device.state;
   args.view = view;
   args.rows = p.rows.Total();
   args.k = p.k;

@@ -27,7 +27,7 @@ bool LaunchMatmulAllToAll(const MatmulAllToAllParams& p, const MatmulAllToAllArr
   MatmulAllToAllArgs args{};
   args.layout = CudaLayoutOf(p, choice);
   args.workspace = args.layout.Workspace();
-  args.state = reinterpret_cast<DeviceState*>(device.heap);
+  args.state = device.state;
   args.view = view;
   args.rows = r;
   args.grid = ShardGridOf(p, choice, device.sm_count);

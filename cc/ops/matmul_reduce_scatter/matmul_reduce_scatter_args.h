@@ -17,7 +17,7 @@ inline bool MakeScatterArgs(const MatmulReduceScatterParams& p,
                             MatmulReduceScatterArgs* args, std::string* error) {
   args->layout = CudaLayoutOf(p, choice);
   args->workspace = args->layout.Workspace();
-  args->state = reinterpret_cast<DeviceState*>(device.heap);
+  args->state = device.state;
   args->view = view;
   args->rows = p.rows;
   const TileGrid grid = GridOf(choice, p.rows.Total(), p.n, device.sm_count);

@@ -1,0 +1,312 @@
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <sstream>
+
+#include "core/packet.h"
+#include "runtime/cuda_check.h"
+#include "runtime/workspaces_cuda.h"
+
+namespace jflux {
+namespace {
+
+// A CUDA IPC handle opens the whole block that an allocation lies in, so no two workspaces may lie
+// in one block.
+constexpr int64_t kBlockBytes = 2 << 20;
+
+std::string HexOf(const cudaIpcMemHandle_t& handle) {
+  std::string hex;
+  for (size_t i = 0; i < sizeof(handle); ++i) {
+    char digits[3];
+    std::snprintf(digits, sizeof(digits), "%02x",
+                  reinterpret_cast<const unsigned char*>(&handle)[i]);
+    hex += digits;
+  }
+  return hex;
+}
+
+bool ParseHex(const std::string& hex, cudaIpcMemHandle_t* handle) {
+  if (hex.size() != 2 * sizeof(*handle) ||
+      hex.find_first_not_of("0123456789abcdef") != std::string::npos) {
+    return false;
+  }
+  for (size_t i = 0; i < sizeof(*handle); ++i) {
+    reinterpret_cast<unsigned char*>(handle)[i] =
+        static_cast<unsigned char>(std::stoi(hex.substr(2 * i, 2), nullptr, 16));
+  }
+  return true;
+}
+
+// Bytes at the start of a workspace that must be zeros before its first call.
+int64_t BytesToClear(int64_t bytes) {
+  return PacketLayout::OfTotal(bytes) ? bytes : WorkspaceLayout::OfTotal(bytes).DataOffset(0);
+}
+
+// Zeroes by the copy engine: a memset is a kernel, and all SMs may be taken by one that waits.
+bool Clear(char* address, int64_t bytes, std::string* error) {
+  constexpr int64_t kChunk = 1 << 20;
+  static char* zeros = [] {
+    void* p = nullptr;
+    if (cudaHostAlloc(&p, kChunk, cudaHostAllocPortable) != cudaSuccess) return (char*)nullptr;
+    std::fill_n(static_cast<char*>(p), kChunk, '\0');
+    return static_cast<char*>(p);
+  }();
+  if (zeros == nullptr) {
+    *error = "no pinned host memory to clear a workspace with";
+    return false;
+  }
+  cudaStream_t stream;
+  JFLUX_CUDA_OR_FALSE(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), error);
+  cudaError_t status = cudaSuccess;
+  for (int64_t at = 0; at < bytes && status == cudaSuccess; at += kChunk) {
+    status = cudaMemcpyAsync(address + at, zeros, std::min(kChunk, bytes - at),
+                             cudaMemcpyHostToDevice, stream);
+  }
+  if (status == cudaSuccess) status = cudaStreamSynchronize(stream);
+  cudaStreamDestroy(stream);
+  JFLUX_CUDA_OR_FALSE(status, error);
+  return true;
+}
+
+bool Missing(std::string* error) {
+  *error = "the symmetric heap has no such workspace";
+  return false;
+}
+
+}  // namespace
+
+CudaWorkspaces::~CudaWorkspaces() {
+  for (auto& [id, workspace] : workspaces_) {
+    CloseOpened(&workspace);
+    FreeOwn(&workspace);
+  }
+}
+
+bool CudaWorkspaces::Add(const WorkspaceId& id, std::string* handle, std::string* error) {
+  handle->clear();
+  Workspace workspace;
+  bool has_others = false;
+  for (int64_t device : id.devices) {
+    const bool is_local = ordinals_.count(device) != 0;
+    has_others |= !is_local;
+    if (is_local && !AddCopy(id, device, &workspace, handle, error)) {
+      FreeOwn(&workspace);
+      return false;
+    }
+  }
+  if (!has_others) handle->clear();
+  for (const auto& [local, own] : workspace.own) {
+    for (const auto& [device, address] : workspace.own) {
+      workspace.reached[{local, device}] = address;
+    }
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!workspaces_.try_emplace(id, std::move(workspace)).second) {
+    FreeOwn(&workspace);
+    *error = "the symmetric heap has this workspace";
+    return false;
+  }
+  return true;
+}
+
+bool CudaWorkspaces::AddCopy(const WorkspaceId& id, int64_t device, Workspace* workspace,
+                             std::string* handle, std::string* error) {
+  const int ordinal = ordinals_.at(device);
+  JFLUX_CUDA_OR_FALSE(cudaSetDevice(ordinal), error);
+  void* address = nullptr;
+  if (cudaMalloc(&address, RoundUp(id.bytes, kBlockBytes)) != cudaSuccess) {
+    cudaGetLastError();
+    size_t free_bytes = 0, total_bytes = 0;
+    cudaMemGetInfo(&free_bytes, &total_bytes);
+    *error = "GPU " + std::to_string(ordinal) + " has " + std::to_string(free_bytes) +
+             " bytes free beside JAX's pool";
+    return false;
+  }
+  workspace->own[device] = static_cast<char*>(address);
+  if (!Clear(static_cast<char*>(address), BytesToClear(id.bytes), error)) return false;
+  cudaIpcMemHandle_t ipc;
+  JFLUX_CUDA_OR_FALSE(cudaIpcGetMemHandle(&ipc, address), error);
+  *handle += (handle->empty() ? "" : ",") + std::to_string(device) + "=" + HexOf(ipc);
+  return true;
+}
+
+bool CudaWorkspaces::Attach(const WorkspaceId& id, const std::string& handle, std::string* error) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = workspaces_.find(id);
+  if (found == workspaces_.end()) return Missing(error);
+  Workspace& workspace = found->second;
+  std::istringstream in(handle);
+  for (std::string item; std::getline(in, item, ',');) {
+    std::istringstream of_device(item);
+    int64_t device = 0;
+    char equals = 0;
+    std::string hex;
+    cudaIpcMemHandle_t ipc;
+    if (!(of_device >> device >> equals >> hex) || equals != '=' || !ParseHex(hex, &ipc)) {
+      *error = "malformed handle of a peer process's workspace: " + handle;
+      return false;
+    }
+    for (const auto& [local, own] : workspace.own) {
+      const int ordinal = ordinals_.at(local);
+      JFLUX_CUDA_OR_FALSE(cudaSetDevice(ordinal), error);
+      void* address = nullptr;
+      const cudaError_t opened =
+          cudaIpcOpenMemHandle(&address, ipc, cudaIpcMemLazyEnablePeerAccess);
+      if (opened != cudaSuccess) {
+        cudaGetLastError();
+        *error = CudaReason("cudaIpcOpenMemHandle", opened) + " (memory of device " +
+                 std::to_string(device) + ", on GPU " + std::to_string(ordinal) +
+                 "): the processes of a host must see each other's GPUs; in containers they need "
+                 "one IPC namespace (--ipc=host)";
+        return false;
+      }
+      workspace.opened.emplace_back(ordinal, static_cast<char*>(address));
+      workspace.reached[{local, device}] = static_cast<char*>(address);
+    }
+  }
+  return true;
+}
+
+bool CudaWorkspaces::Commit(const WorkspaceId& id, std::string* error) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = workspaces_.find(id);
+  if (found == workspaces_.end()) return Missing(error);
+  for (const auto& [local, own] : found->second.own) {
+    for (int64_t device : id.devices) {
+      if (found->second.reached.count({local, device}) != 0) continue;
+      *error = "device " + std::to_string(device) + " has sent no handle of its workspace";
+      return false;
+    }
+  }
+  found->second.committed = true;
+  return true;
+}
+
+bool CudaWorkspaces::Close(const WorkspaceId& id, std::string* error) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = workspaces_.find(id);
+    if (found == workspaces_.end()) return Missing(error);
+    found->second.committed = false;
+  }
+  for (int64_t device : id.devices) {
+    const auto ordinal = ordinals_.find(device);
+    if (ordinal == ordinals_.end()) continue;
+    JFLUX_CUDA_OR_FALSE(cudaSetDevice(ordinal->second), error);
+    JFLUX_CUDA_OR_FALSE(cudaDeviceSynchronize(), error);
+  }
+  std::lock_guard<std::mutex> lock(mutex_);
+  CloseOpened(&workspaces_.at(id));
+  return true;
+}
+
+bool CudaWorkspaces::Free(const WorkspaceId& id, std::string* error) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = workspaces_.find(id);
+  if (found == workspaces_.end()) return Missing(error);
+  CloseOpened(&found->second);
+  FreeOwn(&found->second);
+  workspaces_.erase(found);
+  return true;
+}
+
+void CudaWorkspaces::CloseAll() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  for (auto& [id, workspace] : workspaces_) {
+    workspace.committed = false;
+    CloseOpened(&workspace);
+  }
+}
+
+void CudaWorkspaces::CloseOpened(Workspace* workspace) {
+  for (const auto& [ordinal, address] : workspace->opened) {
+    cudaSetDevice(ordinal);
+    cudaIpcCloseMemHandle(address);
+  }
+  workspace->opened.clear();
+}
+
+void CudaWorkspaces::FreeOwn(Workspace* workspace) {
+  for (const auto& [device, address] : workspace->own) {
+    cudaSetDevice(ordinals_.at(device));
+    cudaFree(address);
+  }
+  workspace->own.clear();
+}
+
+bool CudaWorkspaces::View(const std::vector<int64_t>& devices, int32_t rank, int64_t bytes,
+                          SymmetricView* view) const {
+  const WorkspaceId id = WorkspaceId::Of(devices, bytes);
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = workspaces_.find(id);
+  if (found == workspaces_.end() || !found->second.committed) return false;
+  *view = SymmetricView{};
+  view->rank = rank;
+  view->world = static_cast<int32_t>(devices.size());
+  for (int32_t r = 0; r < view->world; ++r) {
+    const auto copy = found->second.reached.find({devices[rank], devices[r]});
+    if (copy == found->second.reached.end()) return false;
+    view->base[r] = copy->second;
+  }
+  return true;
+}
+
+char* CudaWorkspaces::CopyOf(const WorkspaceId& id, int64_t local, int64_t device) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = workspaces_.find(id);
+  if (found == workspaces_.end()) return nullptr;
+  const auto copy = found->second.reached.find({local, device});
+  return copy == found->second.reached.end() ? nullptr : copy->second;
+}
+
+bool CudaWorkspaces::ExpectUse(const WorkspaceId& id) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = workspaces_.find(id);
+  if (found == workspaces_.end() || !found->second.committed) return false;
+  ++found->second.expected;
+  found->second.last_expected = std::chrono::steady_clock::now();
+  return true;
+}
+
+bool CudaWorkspaces::BeginUse(const WorkspaceId& id) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = workspaces_.find(id);
+  if (found == workspaces_.end() || !found->second.committed) return false;
+  ++found->second.users;
+  if (found->second.expected > 0) --found->second.expected;
+  return true;
+}
+
+void CudaWorkspaces::EndUse(const WorkspaceId& id) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = workspaces_.find(id);
+  if (found != workspaces_.end()) --found->second.users;
+}
+
+std::vector<WorkspaceId> CudaWorkspaces::Unused() const {
+  const auto now = std::chrono::steady_clock::now();
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<WorkspaceId> unused;
+  for (const auto& [id, workspace] : workspaces_) {
+    const bool may_be_compiling =
+        workspace.expected > 0 && now - workspace.last_expected < std::chrono::minutes(10);
+    if (workspace.committed && workspace.users == 0 && !may_be_compiling) unused.push_back(id);
+  }
+  return unused;
+}
+
+int64_t CudaWorkspaces::BytesTaken() const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  std::map<int64_t, int64_t> taken;
+  for (const auto& [id, workspace] : workspaces_) {
+    for (const auto& [device, address] : workspace.own) {
+      taken[device] += RoundUp(id.bytes, kBlockBytes);
+    }
+  }
+  int64_t most = 0;
+  for (const auto& [device, bytes] : taken) most = std::max(most, bytes);
+  return most;
+}
+
+}  // namespace jflux

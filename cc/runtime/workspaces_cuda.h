@@ -1,0 +1,124 @@
+// The workspaces of the symmetric heap on GPUs. A workspace has one copy on each device of a set:
+// an allocation of its own.
+//
+//   identity  The set of devices, in any order, and the size. Calls over these devices whose needs
+//             round up to this size share it, whatever the op, the shape and the order of ranks.
+//   reach     A device addresses the copies of its own process by peer access, and those of other
+//             processes by CUDA IPC.
+//   writers   One thread at a time adds, attaches, closes and frees (jflux/_heap holds a lock).
+//             XLA's threads count users.
+//   readers   Handlers (View), on XLA's threads.
+//   order     Add, Attach for each other process, Commit; then calls may run. A call sees the
+//             copies of all processes with their signals cleared. To give a workspace back: Close
+//             in all processes, then Free in all.
+//   reset     Signals and packets start as zeros, and are never reset (core/signal.h). The address
+//             of a copy never changes: captured CUDA graphs hold it.
+//
+// A kernel may run on the device, waiting for a peer, while a workspace is added. So nothing in Add
+// and Attach waits for kernels or needs an SM.
+#ifndef JFLUX_RUNTIME_WORKSPACES_CUDA_H_
+#define JFLUX_RUNTIME_WORKSPACES_CUDA_H_
+
+#include <chrono>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/layout.h"
+#include "runtime/heap.h"
+
+namespace jflux {
+
+// A copy on a device of this process.
+struct WorkspaceCopy {
+  int ordinal;  // CUDA's number of the device
+  char* base;
+  int64_t bytes;
+  bool is_shared;  // other processes write to it too
+};
+
+class CudaWorkspaces {
+ public:
+  // `ordinals`: CUDA's number of each device of this process, by global id.
+  explicit CudaWorkspaces(std::map<int64_t, int> ordinals) : ordinals_(std::move(ordinals)) {}
+  ~CudaWorkspaces();
+  CudaWorkspaces(const CudaWorkspaces&) = delete;
+  CudaWorkspaces& operator=(const CudaWorkspaces&) = delete;
+
+  // The copies of this process's devices. *handle is for the other processes of the set; empty if
+  // there are none. Nothing is left behind on failure.
+  bool Add(const WorkspaceId& id, std::string* handle, std::string* error);
+  // Another process's copies.
+  bool Attach(const WorkspaceId& id, const std::string& handle, std::string* error);
+  // From now on calls find it. False if a copy of the set is missing.
+  bool Commit(const WorkspaceId& id, std::string* error);
+  // From now on no call finds it, and other processes may free their copies. Waits for what runs on
+  // this process's devices.
+  bool Close(const WorkspaceId& id, std::string* error);
+  bool Free(const WorkspaceId& id, std::string* error);
+  // Close of all workspaces, when nothing runs.
+  void CloseAll();
+
+  // What rank `rank` of these devices sees. False: there is no such workspace.
+  bool View(const std::vector<int64_t>& devices, int32_t rank, int64_t bytes,
+            SymmetricView* view) const;
+  // Where `local` finds the copy of `device`; null if it cannot.
+  char* CopyOf(const WorkspaceId& id, int64_t local, int64_t device) const;
+
+  // A call that uses the workspace was lowered; an executable with such a call begins to live, and
+  // ends. False: there is no such workspace.
+  bool ExpectUse(const WorkspaceId& id);
+  bool BeginUse(const WorkspaceId& id);
+  void EndUse(const WorkspaceId& id);
+  // Those that no executable uses. While one is expected, which may still be compiling, ten minutes
+  // must have passed.
+  std::vector<WorkspaceId> Unused() const;
+
+  // Of one device: the most that any has.
+  int64_t BytesTaken() const;
+
+  // visit(copy) -> bool for each copy of this process that calls find, until it returns false. None
+  // is added meanwhile.
+  template <typename F>
+  bool ForEachCopy(F&& visit) const {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (const auto& [id, workspace] : workspaces_) {
+      if (!workspace.committed) continue;
+      for (const auto& [device, address] : workspace.own) {
+        if (!visit(WorkspaceCopy{ordinals_.at(device), address, id.bytes,
+                                 !workspace.opened.empty()})) {
+          return false;
+        }
+      }
+    }
+    return true;
+  }
+
+ private:
+  struct Workspace {
+    bool committed = false;
+    int64_t users = 0;     // calls of executables
+    int64_t expected = 0;  // calls that were lowered, less those that have begun
+    std::chrono::steady_clock::time_point last_expected;
+    std::map<int64_t, char*> own;                          // by local device
+    std::map<std::pair<int64_t, int64_t>, char*> reached;  // by (local device, device)
+    std::vector<std::pair<int, char*>> opened;             // by CUDA IPC: (ordinal, address)
+  };
+
+  bool AddCopy(const WorkspaceId& id, int64_t device, Workspace* workspace, std::string* handle,
+               std::string* error);
+  void CloseOpened(Workspace* workspace);
+  void FreeOwn(Workspace* workspace);
+
+  const std::map<int64_t, int> ordinals_;
+  mutable std::mutex mutex_;
+  std::map<WorkspaceId, Workspace> workspaces_;
+};
+
+}  // namespace jflux
+
+#endif  // JFLUX_RUNTIME_WORKSPACES_CUDA_H_

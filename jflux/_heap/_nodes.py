@@ -1,0 +1,191 @@
+"""Which devices can map each other's memory, and which calls can run kernels: pure functions of
+what all processes have published.
+
+A node is the devices of processes that can map each other's memory: they run on one host, in one
+PID namespace (a handle of memory names a process), and were given the same name. Every process
+knows the facts of all processes, so all of them give the same verdict on a call, and lower the same
+program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What a process says of itself before it makes its part of the heap.
+
+    Attributes:
+      process: its number.
+      host: what tells hosts, and PID namespaces of a host, apart.
+      devices: global ids.
+      nodes: the name of each device's node, as jflux.init was given.
+      heap_bytes: the most that workspaces may take, per device.
+      unusable: why its devices run no kernels; "" if they do.
+      build: the version of jflux.
+      sm_count: multiprocessors of its smallest GPU; 0 on CPUs.
+    """
+
+    process: int
+    host: str
+    devices: tuple[int, ...]
+    nodes: tuple[str, ...]
+    heap_bytes: int
+    unusable: str = ""
+    build: str = ""
+    sm_count: int = 0
+
+    def dump(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def load(cls, text: str) -> Facts:
+        fields = json.loads(text)
+        fields |= {name: tuple(fields[name]) for name in ("devices", "nodes")}
+        return cls(**fields)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a process says of its part of the heap when that is made.
+
+    Attributes:
+      failure: why it could not be made; "" if it was.
+      link_gbps: what its slowest link to a peer carries, in 1e9 bytes a second; 0 if it has none.
+    """
+
+    failure: str = ""
+    link_gbps: float = 0.0
+
+    def dump(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def load(cls, text: str) -> Outcome:
+        return cls(**json.loads(text))
+
+
+def this_host() -> str:
+    """What tells hosts, and PID namespaces of a host, apart."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+    except OSError:  # some sandboxes hide it
+        boot = platform.node()
+    try:
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        namespace = ""
+    return f"{boot} {namespace}"
+
+
+def names_of(node: str | Sequence[str] | None, devices: int) -> tuple[str, ...]:
+    """One name for each device of this process.
+
+    Raises:
+      ValueError: a sequence of another length.
+    """
+    if node is None or isinstance(node, str):
+        return (node or "",) * devices
+    if len(node) != devices:
+        raise ValueError(
+            f"jflux.init: node has {len(node)} names, and this process has {devices} devices"
+        )
+    return tuple(node)
+
+
+def processes_of_nodes(facts: Iterable[Facts]) -> dict[int, tuple[int, ...]]:
+    """The processes that make one heap together with each process: on its host, with the same
+    names."""
+    together: dict[tuple[str, frozenset[str]], list[int]] = {}
+    for one in sorted(facts, key=lambda f: f.process):
+        together.setdefault((one.host, frozenset(one.nodes)), []).append(one.process)
+    return {process: tuple(group) for group in together.values() for process in group}
+
+
+def node_of(facts: Iterable[Facts]) -> dict[int, int]:
+    """The node of each device, by global id. Nodes are numbered from 0, by their first device."""
+    named: dict[int, tuple[str, frozenset[str], str]] = {}
+    for one in facts:
+        for device, name in zip(one.devices, one.nodes, strict=True):
+            named[device] = (one.host, frozenset(one.nodes), name)
+    numbers: dict[tuple[str, frozenset[str], str], int] = {}
+    return {device: numbers.setdefault(named[device], len(numbers)) for device in sorted(named)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What all processes know of the job's heaps on one platform.
+
+    Attributes:
+      facts: of each process.
+      outcomes: of each process.
+      node: of each device.
+      absent: why there are no heaps, if processes did not come; "" otherwise.
+    """
+
+    facts: Mapping[int, Facts]
+    outcomes: Mapping[int, Outcome]
+    node: Mapping[int, int]
+    absent: str = ""
+
+    @classmethod
+    def of(cls, facts: Iterable[Facts], outcomes: Mapping[int, Outcome], absent: str = "") -> Job:
+        facts = list(facts)
+        return cls({f.process: f for f in facts}, outcomes, node_of(facts), absent)
+
+    @property
+    def heap_bytes(self) -> int:
+        """The most that workspaces take on any device: the least that a process has."""
+        return min((f.heap_bytes for f in self.facts.values()), default=0)
+
+    @property
+    def link_gbps(self) -> float:
+        """What the slowest link within a node carries; 0 if there is none."""
+        return min((o.link_gbps for o in self.outcomes.values() if o.link_gbps > 0), default=0.0)
+
+    @property
+    def sm_count(self) -> int:
+        """Of the smallest GPU."""
+        return min((f.sm_count for f in self.facts.values() if f.sm_count), default=0)
+
+    def process_of(self) -> dict[int, int]:
+        """By device."""
+        return {d: process for process, f in self.facts.items() for d in f.devices}
+
+    def why_not(self, table: np.ndarray) -> str | None:
+        """Why no kernels run on the devices of these groups, or None. Whether a group's devices
+        share a node is another question."""
+        if self.absent:
+            return self.absent
+        process_of = self.process_of()
+        processes = sorted({process_of[d] for d in table.ravel().tolist() if d in process_of})
+        unknown = [d for d in table.ravel().tolist() if d not in process_of]
+        if unknown:
+            return f"device {unknown[0]} was not there when the symmetric heap was made"
+        where = "" if len(self.facts) == 1 else "process {}: "
+        for process in processes:
+            why = self.facts[process].unusable or self.outcomes[process].failure
+            if why:
+                return where.format(process) + why
+        builds = {self.facts[process].build for process in processes}
+        if len(builds) > 1:
+            return f"processes have different versions of jflux ({', '.join(sorted(builds))})"
+        return None
+
+
+def spanning(table: np.ndarray, node: Mapping[int, int]) -> str | None:
+    """Which group has devices of several nodes, in words; None if none has."""
+    for group in table.tolist():
+        nodes = sorted({node[d] for d in group})
+        if len(nodes) > 1:
+            names = ", ".join(map(str, nodes))
+            return f"the group of devices {group} spans the nodes {names}"
+    return None

@@ -1,0 +1,269 @@
+"""Reserved workspaces: the GPUs' (the CPU back end leases them per call, cc/runtime/heap.h).
+
+A workspace is reserved when a call is lowered, and given back when no executable uses it and
+another one needs the room. One process decides by itself (:class:`Alone`); several agree
+(:class:`Shared`).
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import logging
+import threading
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Protocol
+
+from .. import _config
+from .._native import lib
+from ._agreement import Ledger, Request, Workspace, given_back
+
+PLATFORM = "cuda"
+
+
+class Workspaces(Protocol):
+    """Who reserves workspaces."""
+
+    ledger: Ledger
+
+    def reserve(self, request: Request) -> str | None:
+        """Makes sure that the workspaces exist; why there is no room otherwise."""
+
+    def stop(self) -> None:
+        """Nothing is reserved any more."""
+
+
+class Alone:
+    """One process has all devices.
+
+    Args:
+      limit: the most that workspaces take of a device's memory, in bytes.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.ledger = Ledger(limit)
+
+    def reserve(self, request: Request) -> str | None:
+        missing = self.ledger.missing(request)
+        why = self._add(missing)
+        if why is not None:
+            unused = [w for w in unused_here() if w in self.ledger.held]
+            if unused:
+                close(unused)
+                free(unused)
+                self.ledger = self.ledger.give_back(unused)
+                why = self._add(missing)
+        if why is None:
+            expect(request.workspaces())
+        return why
+
+    def _add(self, missing: Sequence[Workspace]) -> str | None:
+        if why := self.ledger.why_no_room(missing):
+            return why
+        added: list[Workspace] = []
+        try:
+            for workspace in missing:
+                lib.heap_add_workspace(PLATFORM, workspace.devices, workspace.size)
+                added.append(workspace)
+                lib.heap_commit_workspace(PLATFORM, workspace.devices, workspace.size)
+        except RuntimeError as error:
+            free(added)
+            return no_memory(missing, error)
+        self.ledger = self.ledger.hold(missing)
+        return None
+
+    def stop(self) -> None:
+        pass
+
+
+#: ``gather(name, value, processes)`` -> the value of each process (`_rendezvous.gather`).
+Gather = Callable[[str, str, Collection[int]], dict[int, str]]
+
+
+class Shared:
+    """Several processes have the devices, on one node or on several.
+
+    Args:
+      limit: the most that workspaces take of a device's memory, in bytes.
+      process_of: by device.
+      me: this process.
+      node: the processes of this one's node.
+      gather, claim, look: of the store.
+      lock: held while a slot is carried out. Whoever calls `reserve` holds it.
+    """
+
+    #: Seconds between two looks at the log: at first, and at most.
+    SOON, SELDOM = 0.05, 1.0
+
+    def __init__(
+        self,
+        limit: int,
+        *,
+        process_of: dict[int, int],
+        me: int,
+        node: Collection[int],
+        gather: Gather,
+        claim: Callable[[str, str], str],
+        look: Callable[[str], str | None],
+        lock: threading.RLock,
+    ) -> None:
+        self.ledger = Ledger(limit)
+        self._process_of, self._me, self._node = process_of, me, tuple(node)
+        self._all = tuple(sorted(set(process_of.values())))
+        self._gather, self._claim, self._look = gather, claim, look
+        self._asked: dict[Workspace, collections.Counter[str]] = {}
+        self._lock, self._stopped = lock, threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="jflux-heap", daemon=True)
+
+    def start(self) -> None:
+        """Begins to carry out what other processes request."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def reserve(self, request: Request) -> str | None:
+        while request not in self.ledger.refused and self.ledger.missing(request):
+            held = self._claim(f"slot/{self.ledger.slots}", request.entry())
+            self._carry_out(Request.parse(held))
+        why = self.ledger.refused.get(request)
+        if why is None:
+            mine = [w for w in request.workspaces() if self._is_mine(w)]
+            for workspace in mine:
+                self._asked.setdefault(workspace, collections.Counter())[request.entry()] += 1
+            expect(mine)
+        return why
+
+    def _follow(self) -> None:
+        pause = self.SOON
+        while not self._stopped.wait(pause):
+            with self._lock:
+                if self._stopped.is_set():
+                    return
+                try:
+                    held = self._look(f"slot/{self.ledger.slots}")
+                    if held is not None:
+                        self._carry_out(Request.parse(held))
+                except Exception as error:  # a thread has nobody to raise it to
+                    _config.say_once(
+                        logging.WARNING,
+                        f"jflux cannot reserve workspaces any more: {error}",
+                    )
+                    return
+            pause = self.SOON if held is not None else min(2 * pause, self.SELDOM)
+
+    # ---- One slot of the log, by all processes together ------------------------------------------
+
+    def _carry_out(self, request: Request) -> None:
+        missing = self.ledger.missing(request)
+        if missing:
+            why = self.ledger.why_no_room(missing)
+            if why is not None:
+                self._give_back()
+                why = self.ledger.why_no_room(missing)
+            if why is None:
+                why = self._add(missing)
+            if why is None:
+                self.ledger = self.ledger.hold(missing)
+            else:
+                self.ledger = self.ledger.refuse(request, why)
+        self.ledger = self.ledger.next_slot()
+
+    def _give_back(self) -> None:
+        mine = [(w.devices, w.size, sorted(self._asked.get(w, {}).items())) for w in unused_here()]
+        texts = self._agree("unused", json.dumps(mine), self._all)
+        unused = {
+            process: {Workspace(tuple(d), size): f"{asked}" for d, size, asked in json.loads(text)}
+            for process, text in texts.items()
+        }
+        given = given_back(self.ledger, unused, self._process_of)
+        copies = [w for w in given if self._is_mine(w)]
+        close(copies)
+        if given:
+            self._agree("closed", "", self._all)
+        free(copies)
+        self.ledger = self.ledger.give_back(given)
+
+    def _add(self, missing: Sequence[Workspace]) -> str | None:
+        failure, handles, added = "", {}, []
+        try:
+            for i, workspace in enumerate(missing):
+                if self._is_mine(workspace):
+                    where = workspace.devices, workspace.size
+                    handles[i] = lib.heap_add_workspace(PLATFORM, *where)
+                    added.append(workspace)
+        except RuntimeError as error:
+            failure = no_memory(missing, error)
+        answers = self._agree("handles", json.dumps([failure, handles]), self._node)
+        others = {p: json.loads(text) for p, text in answers.items() if p != self._me}
+        failure = failure or next((why for why, _ in others.values() if why), "")
+        if not failure:
+            failure = _attach(missing, added, [theirs for _, theirs in others.values()])
+        failures = self._agree("added", failure, self._all)
+        why = next((failures[process] for process in self._all if failures[process]), None)
+        if why is not None:
+            close(added)
+            self._agree("undone", "", self._node)
+            free(added)
+        return why
+
+    def _is_mine(self, workspace: Workspace) -> bool:
+        return any(self._process_of[device] == self._me for device in workspace.devices)
+
+    def _agree(self, step: str, value: str, processes: Collection[int]) -> dict[int, str]:
+        return self._gather(f"slot/{self.ledger.slots}/{step}/{min(processes)}", value, processes)
+
+
+def _attach(
+    missing: Sequence[Workspace], added: Collection[Workspace], others: Iterable[dict[str, str]]
+) -> str:
+    """Opens the other processes' copies; why it failed, or ""."""
+    try:
+        for handles in others:
+            for i, handle in handles.items():
+                workspace = missing[int(i)]
+                if handle and workspace in added:
+                    where = workspace.devices, workspace.size
+                    lib.heap_attach_workspace(PLATFORM, *where, handle)
+        for workspace in added:
+            lib.heap_commit_workspace(PLATFORM, workspace.devices, workspace.size)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+# ---- Of the native heap --------------------------------------------------------------------------
+
+
+def no_memory(missing: Iterable[Workspace], error: RuntimeError) -> str:
+    return (
+        f"a workspace of {max(w.taken for w in missing)} bytes cannot be allocated ({error}); "
+        "XLA_PYTHON_CLIENT_MEM_FRACTION leaves more beside JAX's pool"
+    )
+
+
+def unused_here() -> list[Workspace]:
+    """What no executable of this process uses."""
+    text = lib.heap_unused_workspaces(PLATFORM)
+    found = []
+    for item in text.split(";") if text else []:
+        size, devices = item.split(":")
+        found.append(Workspace(tuple(map(int, devices.split(","))), int(size)))
+    return found
+
+
+def expect(workspaces: Iterable[Workspace]) -> None:
+    """An executable that uses them will be made."""
+    for workspace in workspaces:
+        lib.heap_expect_use(PLATFORM, workspace.devices, workspace.size)
+
+
+def close(workspaces: Iterable[Workspace]) -> None:
+    """Before other processes free their copies."""
+    for workspace in workspaces:
+        lib.heap_close_workspace(PLATFORM, workspace.devices, workspace.size)
+
+
+def free(workspaces: Iterable[Workspace]) -> None:
+    for workspace in workspaces:
+        lib.heap_free_workspace(PLATFORM, workspace.devices, workspace.size)
