@@ -169,8 +169,7 @@ def custom_call(
 
     Raises (when the function is traced):
       TypeError: for no operands, or an attribute of another type.
-      ValueError: for negative sizes, or an attribute that jflux supplies; on GPUs, when it is
-        lowered, for a call that the symmetric heap has no room for.
+      ValueError: for negative sizes, or an attribute that jflux supplies.
       NameError: outside ``shard_map``.
     """
     if not (0 <= data_bytes <= _MOST and 0 <= num_signals <= _MOST):

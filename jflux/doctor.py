@@ -56,7 +56,8 @@ def _heap_lines() -> Iterator[str]:
         yield f"heap: none: {reason}"
         return
     try:
-        jflux.init()
+        with jflux.config(strict=True):
+            jflux.init()
     except Exception as error:  # whatever it is, the user should read it here
         yield f"heap: FAILED: {error}"
         return
@@ -72,7 +73,7 @@ def _heap_lines() -> Iterator[str]:
         slowest = max(us for *_, us in mine)
         yield (
             f"  links of device {source}, push/pull GB/s to device {peers}; "
-            f"flag there and back {slowest:.1f} us; copies verified"
+            f"1 KiB and a flag exchanged in {slowest:.1f} us; data verified"
         )
 
 

@@ -133,10 +133,9 @@ def all_gather_matmul(
       x's is rounded to it.
 
     Raises:
-      ValueError, TypeError: operands that do not fit, when the call is traced; ValueError when it
-        is lowered, for one that the symmetric heap has no room for.
+      ValueError, TypeError: operands that do not fit, when the call is traced.
       NotImplementedError: when it is lowered with ``jflux.config.strict``, for one that no kernel
-        takes.
+        takes, or that finds no room in the symmetric heap.
       jax.errors.JaxRuntimeError: a peer did not come within the deadline (see :func:`jflux.init`).
     """
     ws = several(w)

@@ -85,11 +85,11 @@ def all_reduce(
 
     Raises:
       ValueError: for an unknown algorithm, or a residual or a norm that does not fit, when the call
-        is traced; on GPUs, when it is lowered, for one that the symmetric heap has no room for.
+        is traced.
       TypeError: for a norm that is none, when the call is traced.
       NameError: outside ``shard_map``.
       NotImplementedError: when it is lowered with ``jflux.config.strict``, for one that no kernel
-        takes.
+        takes, or that finds no room in the symmetric heap.
       jax.errors.JaxRuntimeError: a peer did not come within the deadline (see :func:`jflux.init`).
     """
     if algorithm is not None and algorithm not in ALGORITHMS:

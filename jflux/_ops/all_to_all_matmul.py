@@ -119,10 +119,9 @@ def all_to_all_matmul(
 
     Raises:
       ValueError, TypeError: operands that do not fit, when the call is traced; also for a dimension
-        that the ranks do not divide. ValueError when it is lowered, for a call that the symmetric
-        heap has no room for.
+        that the ranks do not divide.
       NotImplementedError: when it is lowered with ``jflux.config.strict``, for one that no kernel
-        takes.
+        takes, or that finds no room in the symmetric heap.
       jax.errors.JaxRuntimeError: a peer did not come within the deadline (see :func:`jflux.init`).
     """
     _product.check_operands(OP, x, w, -2, "the second to last dimension")

@@ -70,11 +70,10 @@ def all_gather(x: Any, *, axis_name: AxisName, axis: int = 0, tiled: bool = Fals
 
     Raises:
       ValueError, TypeError: for a dimension that x has not or that is no int, when the call is
-        traced; ValueError on GPUs, when it is lowered, for one that the symmetric heap has no room
-        for.
+        traced.
       NameError: outside ``shard_map``.
       NotImplementedError: when it is lowered with ``jflux.config.strict``, for one that no kernel
-        takes.
+        takes, or that finds no room in the symmetric heap.
       jax.errors.JaxRuntimeError: a peer did not come within the deadline (see :func:`jflux.init`).
     """
 

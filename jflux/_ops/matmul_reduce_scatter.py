@@ -115,10 +115,9 @@ def matmul_reduce_scatter(
 
     Raises:
       ValueError, TypeError: operands that do not fit, when the call is traced; also for a scatter
-        dimension that the ranks do not divide, as in `lax.psum_scatter`. ValueError when it is
-        lowered, for a call that the symmetric heap has no room for.
+        dimension that the ranks do not divide, as in `lax.psum_scatter`.
       NotImplementedError: when it is lowered with ``jflux.config.strict``, for one that no kernel
-        takes.
+        takes, or that finds no room in the symmetric heap.
       jax.errors.JaxRuntimeError: a peer did not come within the deadline (see :func:`jflux.init`).
     """
     xs, ws = several(x), several(w)
