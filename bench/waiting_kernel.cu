@@ -1,14 +1,16 @@
 // Which calls of the host wait for a kernel that waits for a peer (docs/experiments/0035).
 //
-//   nvcc -std=c++17 -O3 -arch=sm_90a bench/waiting_kernel.cu -lcublas -lcuda -o waiting_kernel
+//   nvcc -std=c++17 -O3 -arch=sm_90a bench/waiting_kernel.cu -lcublas -o waiting_kernel
 //   ./waiting_kernel
 //
 // A kernel on all SMs of a GPU waits for a flag, for two seconds at most, while the host makes one
 // call after the other, on the same GPU and on another one of the same process. A line of the table
 // says how long a call took. A call that took two seconds waited for the kernel: if the flag were a
 // peer's, and the peer's launch came after the call, the program would hang.
+#if __has_include(<cublas_v2.h>)
 #include <cublas_v2.h>
-#include <cuda.h>
+#define WITH_CUBLAS 1
+#endif
 #include <cuda_runtime.h>
 
 #include <chrono>
@@ -62,7 +64,9 @@ std::vector<Call> Calls(cudaStream_t stream, char* memory, char* pinned) {
   static void* allocated = nullptr;
   static cudaGraph_t graph;
   static cudaGraphExec_t executable;
+#ifdef WITH_CUBLAS
   static cublasHandle_t blas;
+#endif
   return {
       {"cudaMalloc of 64 MiB", [] { CHECK(cudaMalloc(&allocated, 64 << 20)); }},
       {"cudaIpcGetMemHandle",
@@ -93,6 +97,7 @@ std::vector<Call> Calls(cudaStream_t stream, char* memory, char* pinned) {
        }},
       {"cudaGraphInstantiate", [] { CHECK(cudaGraphInstantiate(&executable, graph, 0)); }},
       {"cudaGraphLaunch", [=] { CHECK(cudaGraphLaunch(executable, stream)); }},
+#ifdef WITH_CUBLAS
       {"cublasCreate, and the first cublasSgemm",
        [=] {
          cublasCreate(&blas);
@@ -104,6 +109,7 @@ std::vector<Call> Calls(cudaStream_t stream, char* memory, char* pinned) {
            std::printf("cublasSgemm failed\n");
          }
        }},
+#endif
       {"cudaStreamCreate",
        [] {
          cudaStream_t other;

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import each_call, make_mesh, operands, per_device
+from harness import PLATFORM, Call, each_call, make_mesh, operands, per_device
 
+import jflux
 from jflux import _config, _dispatch, _explain, _ffi, _heap, _native, _tuning
 from jflux._dispatch import Machine, Path
 from jflux._ops import (
@@ -270,3 +271,16 @@ def test_few_rows_are_the_same_in_both_languages():
 def test_an_op_that_there_is_not():
     with pytest.raises(ValueError, match="no_such_op"):
         _native.plan("no_such_op", {}, 0, 0.0)
+
+
+@pytest.mark.skipif(PLATFORM != "cpu", reason="is about a machine without GPUs")
+def test_lowered_for_a_platform_that_is_not_here(caplog):
+    """As `jax.export` does for several platforms: the other one gets the reference."""
+    call = Call("all_gather_matmul", lead=(4,), k=8, n=4, dtype=jnp.bfloat16)
+    mesh = make_mesh((2,))
+    f = jax.jit(per_device(mesh, call.bind("tp")))
+    with jflux.config(strict=False):
+        traced = f.trace(*operands(call, mesh, "tp"))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "all_gather" in text and "jflux_" not in text
+    assert "it is lowered for cuda, and the mesh's devices are cpu devices" in caplog.text

@@ -233,6 +233,8 @@ def why_not_usable(platform: str, mesh: Mesh, table: np.ndarray) -> str | None:
     device = mesh.devices.flat[0]
     if not any(device is d for d in device.client.devices()):  # a topology to export for
         return _why_no_cuda() if platform == "cuda" else None
+    if _platform_of(device) != platform:
+        return f"it is lowered for {platform}, and the mesh's devices are {device.platform} devices"
     job = _ensure(platform)
     return job.why_not(table) or _nodes.spanning(table, job.node)
 
@@ -271,6 +273,10 @@ def reserve(
 def _default_platform() -> str:
     platform = jax.default_backend()
     return "cuda" if platform == "gpu" else platform
+
+
+def _platform_of(device: jax.Device) -> str:
+    return "cuda" if device.platform == "gpu" else device.platform
 
 
 def _cuda_usable() -> bool:

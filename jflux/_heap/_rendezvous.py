@@ -146,6 +146,13 @@ def _wait(
     return None
 
 
+def is_connected() -> bool:
+    """Whether the store is there: not after ``jax.distributed.shutdown``."""
+    from jax._src import distributed
+
+    return distributed.global_state.client is not None
+
+
 def _store() -> Any:
     from jax._src import distributed  # there is no public name for the store
 

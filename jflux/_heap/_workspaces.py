@@ -16,6 +16,7 @@ from typing import Protocol
 
 from .. import _config
 from .._native import lib
+from . import _rendezvous
 from ._agreement import Ledger, Request, Workspace, given_back
 
 PLATFORM = "cuda"
@@ -145,10 +146,11 @@ class Shared:
                     if held is not None:
                         self._carry_out(Request.parse(held))
                 except Exception as error:  # a thread has nobody to raise it to
-                    _config.say_once(
-                        logging.WARNING,
-                        f"jflux cannot reserve workspaces any more: {error}",
-                    )
+                    if _rendezvous.is_connected():
+                        _config.say_once(
+                            logging.WARNING,
+                            f"jflux cannot reserve workspaces any more: {error}",
+                        )
                     return
             pause = self.SOON if held is not None else min(2 * pause, self.SELDOM)
 
