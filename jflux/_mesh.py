@@ -7,6 +7,7 @@ second axis.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Hashable, Iterable
 from typing import Any
@@ -19,8 +20,43 @@ from jax.sharding import Mesh
 AxisName = Hashable | tuple[Hashable, ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Groups that the ranks along some axes fall into. In an op's `axis_names` one Part stands
+    alone, and the op then runs in each of the groups.
+
+    Attributes:
+      axis_names: the axes.
+      groups: positions along them in rank order, all of them once, and equally many in each group.
+    """
+
+    axis_names: tuple[Any, ...]
+    groups: tuple[tuple[int, ...], ...]
+
+    @property
+    def world(self) -> int:
+        """Ranks of a group."""
+        return len(self.groups[0])
+
+
 def as_tuple(axis_name: AxisName) -> tuple[Any, ...]:
     return axis_name if isinstance(axis_name, tuple) else (axis_name,)
+
+
+def axes_and_groups(
+    axis_name: AxisName,
+) -> tuple[tuple[Any, ...], tuple[tuple[int, ...], ...] | None]:
+    """The mesh axes, and the groups that their ranks fall into: `axis_index_groups` of `lax`."""
+    match as_tuple(axis_name):
+        case (Part(axis_names, groups),):
+            return axis_names, groups
+        case names:
+            return names, None
+
+
+def is_part(axis_name: AxisName) -> bool:
+    """Whether it names groups of ranks along axes."""
+    return axes_and_groups(axis_name)[1] is not None
 
 
 def is_bound(axis_name: AxisName) -> bool:
@@ -76,12 +112,13 @@ def tracks_vma(axis_name: AxisName) -> bool:
 
 def group_table(mesh: Mesh, axis_name: AxisName) -> np.ndarray:
     """Global device ids, int64 [number of groups, ranks], in rank order."""
-    names = as_tuple(axis_name)
+    names, groups = axes_and_groups(axis_name)
     ids = np.vectorize(lambda d: d.id, otypes=[np.int64])(mesh.devices)
     positions = [mesh.axis_names.index(n) for n in names]
     others = [i for i in range(ids.ndim) if i not in positions]
     world = math.prod(mesh.devices.shape[i] for i in positions)
-    return ids.transpose(*others, *positions).reshape(-1, world)
+    table = ids.transpose(*others, *positions).reshape(-1, world)
+    return table if groups is None else table[:, groups].reshape(-1, len(groups[0]))
 
 
 def concrete_mesh_of(axis_context: Any, axis_name: AxisName) -> Mesh | None:
@@ -91,6 +128,7 @@ def concrete_mesh_of(axis_context: Any, axis_name: AxisName) -> Mesh | None:
     with the same axis names and sizes, but other devices.
     """
     mesh = getattr(axis_context, "mesh", None)
-    if isinstance(mesh, Mesh) and all(n in mesh.axis_names for n in as_tuple(axis_name)):
+    names, _ = axes_and_groups(axis_name)
+    if isinstance(mesh, Mesh) and all(n in mesh.axis_names for n in names):
         return mesh
     return None

@@ -6,9 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal, assert_never
 
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from numpy.lib.array_utils import normalize_axis_index
+
+from .._mesh import axes_and_groups
 
 #: (dimension, ndim) -> the dimension, not negative; raises for one that there is not.
 axis = normalize_axis_index
@@ -65,17 +68,30 @@ class Collective:
         assert_never(self.kind)
 
     def lax(self, x: Any, axis_name: Any) -> Any:
-        """It in plain `lax`."""
+        """It in plain `lax`; `axis_name` may be a `Part` too."""
+        names, groups = axes_and_groups(axis_name)
+        if groups is not None and len(groups[0]) == 1:
+            return x
+        over: dict[str, Any] = {"axis_name": names, "axis_index_groups": groups}
         if self.kind == "all_gather":
-            return lax.all_gather(x, axis_name, axis=self.concat or 0, tiled=True)
+            return lax.all_gather(x, axis=self.concat or 0, tiled=True, **over)
         if self.kind == "all_to_all":
-            return lax.all_to_all(x, axis_name, self.split or 0, self.concat or 0, tiled=True)
+            split, concat = self.split or 0, self.concat or 0
+            return lax.all_to_all(x, split_axis=split, concat_axis=concat, tiled=True, **over)
         if self.kind == "all_reduce":
-            return lax.psum(x, axis_name)
+            return lax.psum(x, names) if groups is None else _sum_in_groups(x, over)
         if self.kind == "reduce_scatter":
-            return lax.psum_scatter(x, axis_name, scatter_dimension=self.split or 0, tiled=True)
+            return lax.psum_scatter(x, scatter_dimension=self.split or 0, tiled=True, **over)
         assert_never(self.kind)
 
     def sums(self) -> bool:
         """Whether ranks' data are added."""
         return self.kind in ("reduce_scatter", "all_reduce")
+
+
+def _sum_in_groups(x: Any, over: dict[str, Any]) -> Any:
+    """An all_reduce: `lax.psum` takes no groups under ``check_vma=True``."""
+    world = len(over["axis_index_groups"][0])
+    flat = jnp.pad(x.ravel(), (0, -x.size % world))
+    shards = lax.psum_scatter(flat, tiled=True, **over)
+    return lax.all_gather(shards, tiled=True, **over)[: x.size].reshape(x.shape)
