@@ -22,6 +22,8 @@ class Switches:
       strict, always, fused: see :class:`Config`.
       configuration: the one that products take, whatever was measured; None: what is planned.
       chunked: whether exchanges travel in chunks, whatever their size; None: what is planned.
+      node_chunks: into how many chunks products over two levels are cut, as far as they divide;
+        None: what is planned.
       recorder: where plans are noted (:func:`jflux.explain`); None: nowhere.
     """
 
@@ -30,6 +32,7 @@ class Switches:
     fused: bool = True
     configuration: Any = None
     chunked: bool | None = None
+    node_chunks: int | None = None
     recorder: Any = None
 
 

@@ -23,10 +23,12 @@ Arrays = Sequence[Any]
 
 
 class Path(enum.StrEnum):
-    """How a call runs: one kernel of jflux's; XLA's product and a collective; or plain `lax`."""
+    """How a call runs: one kernel of jflux's; XLA's product and a collective; XLA's collectives
+    between nodes and jflux's ops inside them; or plain `lax`."""
 
     FUSED = "fused"
     DECOMPOSED = "decomposed"
+    TWO_LEVEL = "two-level"
     REFERENCE = "reference"
 
 
@@ -38,7 +40,8 @@ class Plan:
       path: how it runs.
       reason: why, in words.
       config: the kernel's configuration, by the names of the native plan (tile_n, cluster_m,
-        group_m, splits; algorithm; chunked). Empty for other paths, and for products on CPUs.
+        group_m, splits; algorithm; chunked). Of two levels: nodes, ranks on each, and chunks. Empty
+        for other paths, and for products on CPUs.
       senders: store warps or send warps that send to peers at a time; 0: all.
       workspace_bytes: of the symmetric heap, on each rank.
       key: by which tuning tables know the call; None for other ops.

@@ -15,8 +15,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import Mesh
 
-from . import _config, _dispatch, _explain, _ffi, _heap, _mesh, _native
+from . import _config, _dispatch, _explain, _ffi, _heap, _levels, _mesh, _native
 from ._dispatch import Arrays, Machine, Path, Plan
+from ._levels import Levels
 
 #: Shape and type of one result.
 ShapeDtype = tuple[tuple[int, ...], Any]
@@ -65,6 +66,22 @@ class PlanRule(Protocol):
     def __call__(self, arrays: Arrays, params: Any, machine: Machine) -> Plan: ...
 
 
+class TwoLevelForm(Protocol):
+    """(operands, params, plan, levels) -> the results, by XLA's collectives between nodes and
+    jflux's ops inside them."""
+
+    def __call__(
+        self, arrays: Arrays, params: Any, plan: Plan, levels: Levels
+    ) -> Sequence[Any]: ...
+
+
+class TwoLevelPlanRule(Protocol):
+    """(operands' types, params, machine, levels) -> the plan: as `PlanRule`, of a group that lies
+    on several nodes."""
+
+    def __call__(self, arrays: Arrays, params: Any, machine: Machine, levels: Levels) -> Plan: ...
+
+
 class CanonicalRule(Protocol):
     """(operands' types, params, machine) -> a function (*operands) -> the results that brings the
     operands into a form that the kernel takes and binds the primitive again, with `prepared`; None
@@ -98,6 +115,14 @@ def _no_decomposed_form(arrays: Arrays, params: Any, plan: Plan) -> Sequence[Any
     raise AssertionError(f"a plan chose a form that there is not: {plan.reason}")
 
 
+def _no_two_level_form(arrays: Arrays, params: Any, plan: Plan, levels: Levels) -> Sequence[Any]:
+    raise AssertionError(f"a plan chose a form that there is not: {plan.reason}")
+
+
+def _inside_nodes_only(arrays: Arrays, params: Any, machine: Machine, levels: Levels) -> Plan:
+    return _dispatch.unsupported(f"{levels}, and its kernel reaches the ranks of one node only")
+
+
 def _nothing_to_register(params: Any, platform: str) -> None:
     """The library's own targets are registered together."""
 
@@ -117,6 +142,9 @@ class Rules:
       decomposed: the call as XLA's product and others of jflux's ops, for ops whose plans may say
         so.
       plan: which path the call takes.
+      two_level: the call as XLA's collectives between nodes and jflux's ops inside them.
+      plan_two_level: which path a call takes whose ranks lie on several nodes, equally many on
+        each.
       canonical: how the operands get into the kernel's form.
       attributes: what the handler takes.
       batch: the batching rule.
@@ -132,6 +160,8 @@ class Rules:
     attributes: AttributesRule
     batch: BatchRule
     decomposed: DecomposedForm = _no_decomposed_form
+    two_level: TwoLevelForm = _no_two_level_form
+    plan_two_level: TwoLevelPlanRule = _inside_nodes_only
     canonical: CanonicalRule = _always_canonical
     same_over: Callable[[Any], tuple[Any, ...]] = _nothing_same
     target: Callable[[Any], str] | None = None
@@ -187,6 +217,12 @@ def make_primitive(rules: Rules) -> Primitive:
             return lower_form(ctx, operands, lambda arrays: rules.reference(arrays, params))
         if plan.path == Path.DECOMPOSED:
             return lower_form(ctx, operands, lambda arrays: rules.decomposed(arrays, params, plan))
+        if plan.path == Path.TWO_LEVEL:
+            assert mesh is not None
+            levels = _levels_over(platform, mesh, params.axis_names)
+            assert isinstance(levels, Levels)
+            form = functools.partial(rules.two_level, params=params, plan=plan, levels=levels)
+            return lower_form(ctx, operands, form)
         assert mesh is not None and machine is not None
         return _lower_fused(rules, ctx, operands, params, plan, machine, mesh)
 
@@ -225,8 +261,23 @@ def plan_call(
         )
     if why := _heap.why_not_usable(platform, mesh, _mesh.group_table(mesh, params.axis_names)):
         return _dispatch.unsupported(why), None
+    if params.world == 1 and _mesh.is_part(params.axis_names):
+        return _dispatch.reference("there is one rank on each node"), None
+    levels = _levels_over(platform, mesh, params.axis_names)
+    if isinstance(levels, str):
+        return _dispatch.unsupported(levels), None
     machine = _dispatch.machine_of(platform, mesh)
+    if levels is not None:
+        return rules.plan_two_level(avals, params, machine, levels), machine
     return rules.plan(avals, params, machine), machine
+
+
+def _levels_over(platform: str, mesh: Mesh, axis_names: Any) -> Levels | str | None:
+    """How the groups of a call lie on nodes: `_levels.levels_of`."""
+    if not _dispatch.belongs_here(mesh):
+        return None  # a topology to export for, of one node as far as anyone knows
+    table = _mesh.group_table(mesh, axis_names)
+    return _levels.levels_of(table, _heap.node_of(platform), axis_names, mesh.shape)
 
 
 def _report(label: str, ctx: Any, plan: Plan) -> None:
@@ -234,8 +285,8 @@ def _report(label: str, ctx: Any, plan: Plan) -> None:
     _explain.note(label, ctx.avals_in, ctx.avals_out, plan)
     if plan.unsupported:
         _config.fall_back(label, plan.reason, plan.path)
-    elif plan.path == Path.DECOMPOSED:
-        _config.say_once(logging.INFO, f"jflux.{label} is decomposed: {plan.reason}")
+    elif plan.path in (Path.DECOMPOSED, Path.TWO_LEVEL):
+        _config.say_once(logging.INFO, f"jflux.{label} is {plan.path}: {plan.reason}")
 
 
 def _reserve(rules: Rules, ctx: Any, params: Any, plan: Plan, machine: Machine, mesh: Mesh) -> Plan:

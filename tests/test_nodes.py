@@ -104,11 +104,3 @@ def test_every_process_gives_the_same_verdict():
         for order in itertools.permutations(all_facts)
     }
     assert verdicts == {(None, "process 2: old", None)}
-
-
-def test_groups_that_span_nodes():
-    node = {0: 0, 1: 0, 2: 1, 3: 1}
-    assert _nodes.spanning(np.array([[0, 1], [2, 3]]), node) is None
-    assert _nodes.spanning(np.array([[0, 1], [3, 1]]), node) == (
-        "the group of devices [3, 1] spans the nodes 0, 1"
-    )

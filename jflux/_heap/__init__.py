@@ -235,8 +235,7 @@ def why_not_usable(platform: str, mesh: Mesh, table: np.ndarray) -> str | None:
         return _why_no_cuda() if platform == "cuda" else None
     if _platform_of(device) != platform:
         return f"it is lowered for {platform}, and the mesh's devices are {device.platform} devices"
-    job = _ensure(platform)
-    return job.why_not(table) or _nodes.spanning(table, job.node)
+    return _ensure(platform).why_not(table)
 
 
 def reserve(

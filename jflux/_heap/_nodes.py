@@ -179,13 +179,3 @@ class Job:
         if len(builds) > 1:
             return f"processes have different versions of jflux ({', '.join(sorted(builds))})"
         return None
-
-
-def spanning(table: np.ndarray, node: Mapping[int, int]) -> str | None:
-    """Which group has devices of several nodes, in words; None if none has."""
-    for group in table.tolist():
-        nodes = sorted({node[d] for d in group})
-        if len(nodes) > 1:
-            names = ", ".join(map(str, nodes))
-            return f"the group of devices {group} spans the nodes {names}"
-    return None

@@ -33,6 +33,15 @@ def rows_of_shard(x: Any, params: AllToAllCall) -> tuple[int, int]:
     return _product.outer_inner(x.shape, dimension, params.world if split_rows else 1)
 
 
+def divided(x: Any, params: AllToAllCall) -> int:
+    """Rows of a shard in the dimension that chunks over two levels are parts of; 1 if there is
+    none."""
+    split_rows, concat_rows = by_rows(x, params)
+    if split_rows:
+        return x.shape[params.split] // params.world
+    return x.shape[params.concat] if concat_rows else 1
+
+
 def why_no_way(x: Any, params: AllToAllCall) -> str | None:
     """Why no kernel moves shards this way, or None."""
     if all(by_rows(x, params)) and params.split != params.concat:

@@ -20,8 +20,9 @@ from jax.typing import DTypeLike
 from .. import _dispatch, _epilogue, _global, _lowering, _mesh
 from .._dispatch import Arrays, Machine, Plan
 from .._epilogue import Epilogue
+from .._levels import Levels
 from .._mesh import AxisName
-from . import _lax, _product, exchange
+from . import _lax, _product, _two_level, _two_level_plan, exchange
 from ._collective import Collective, axis
 from ._lax import several
 from ._spec import Layout, OpSpec, all_ops
@@ -399,7 +400,7 @@ def _result_shapes(arrays: Arrays, params: Params) -> list[Any]:
 
 
 def _gather(x: Any, params: Params) -> Any:
-    return lax.all_gather(x, params.axis_names, axis=params.gather_dimension, tiled=True)
+    return _communication(x.ndim, params.gather_dimension).lax(x, params.axis_names)
 
 
 def _reference(arrays: Arrays, params: Params) -> list[Any]:
@@ -413,6 +414,39 @@ def _decomposed(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
     names, world = params.axis_names, params.world
     gathered = exchange.bind("all_gather", x, names, world, None, params.gather_dimension)
     return _of_gathered(gathered, *operands, params=params)
+
+
+def _step(arrays: Arrays, params: Params, levels: Levels) -> _two_level_plan.Step:
+    """Rows of one node are multiplied, and a rank's are sent."""
+    x, *operands = arrays
+    ws, _ = _weights(operands, params)
+    rows = levels.local * _product.total_rows(x)
+    n = sum(_product.columns(w, params.transpose_rhs) for w in ws)
+    return _two_level_plan.Step(
+        rows=rows,
+        flops=2.0 * rows * x.shape[-1] * n,
+        nbytes=x.size * x.dtype.itemsize,
+        divided=x.shape[params.gather_dimension],
+    )
+
+
+def _two_level_form(arrays: Arrays, params: Params, plan: Plan, levels: Levels) -> list[Any]:
+    """Ranks get their counterparts' x, and gather and multiply those of each node inside theirs."""
+    x, *operands = arrays
+    inside = dataclasses.replace(params, axis_names=(levels.inside,), world=levels.local)
+
+    def call(shard: Any, node: Any) -> list[Any]:
+        return _primitive.bind(shard, *operands, params=inside)
+
+    return _two_level.x_travels(
+        x,
+        call,
+        _communication(x.ndim, params.gather_dimension),
+        [params.gather_dimension] * len(_result_shapes(arrays, params)),
+        levels,
+        plan.config["chunks"],
+        params.out_dtype,
+    )
 
 
 def _of_gathered(gathered: Any, *operands: Any, params: Params) -> list[Any]:
@@ -609,6 +643,8 @@ _primitive = _lowering.make_primitive(
         result_shapes=_result_shapes,
         reference=_reference,
         decomposed=_decomposed,
+        two_level=_two_level_form,
+        plan_two_level=_two_level_plan.plan_rule(_plan, _step),
         plan=_plan,
         canonical=_canonical,
         attributes=_attributes,

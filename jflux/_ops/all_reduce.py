@@ -16,8 +16,9 @@ from jax.interpreters import ad
 
 from .. import _dispatch, _epilogue, _lowering, _mesh, _native, _norm
 from .._dispatch import Arrays, Machine, Plan
+from .._levels import Levels
 from .._mesh import AxisName
-from . import _product, _sum_epilogue
+from . import _product, _sum_epilogue, _two_level, _two_level_plan, exchange
 from ._collective import Collective
 from ._spec import OpSpec
 from ._sum_epilogue import SumEpilogue
@@ -171,7 +172,9 @@ def _result(arrays: Arrays, params: Params) -> list[Any]:
 
 def _reference(arrays: Arrays, params: Params) -> list[Any]:
     x, *added = arrays
-    return _sum_epilogue.apply(params.epilogue, lax.psum(x, params.axis_names), added)
+    return _sum_epilogue.apply(
+        params.epilogue, Collective("all_reduce").lax(x, params.axis_names), added
+    )
 
 
 def _unsupported(x: Any, params: Params) -> str | None:
@@ -235,6 +238,41 @@ def _plan(arrays: Arrays, params: Params, machine: Machine) -> Plan:
     by = "as asked for" if params.algorithm else f"chosen for {x.size * x.dtype.itemsize} bytes"
     words = f"{algorithm}, {by}"
     return _dispatch.fused(f"{words}; {params.prepared}" if params.prepared else words, chosen)
+
+
+def _plan_two_level(arrays: Arrays, params: Params, machine: Machine, levels: Levels) -> Plan:
+    found = _two_level_plan.reference_inside(_plan, arrays, params, machine, levels)
+    if found is not None:
+        return found
+    x, *_ = arrays
+    # Whole arrays between nodes save one of two steps inside them; else a rank sends its part.
+    more = (levels.count - 1) * (1 - 1 / levels.local) * x.size * x.dtype.itemsize
+    whole = (
+        params.algorithm is not None
+        or more < _two_level_plan.INSIDE_LATENCY * _two_level_plan.NODE_BYTES_PER_SECOND
+    )
+    steps = "inside nodes and then between them" if whole else "scattered inside nodes between"
+    return _two_level_plan.two_level(levels, f"summed {steps}", whole=int(whole))
+
+
+def _two_level_form(arrays: Arrays, params: Params, plan: Plan, levels: Levels) -> list[Any]:
+    x, *added = arrays
+    epilogue, names = params.epilogue, (levels.inside,)
+    residual = [a.ravel() for a in added[: epilogue.residual]]
+    transfers = _two_level.Transfers(levels)
+    if plan.config["whole"]:
+        inside = dataclasses.replace(
+            params.without_epilogue(), axis_names=names, world=levels.local
+        )
+        y = transfers.sum(bind(inside, x)[0].ravel(), residual)
+    else:
+        flat, *residual = (jnp.pad(a, (0, -x.size % levels.local)) for a in (x.ravel(), *residual))
+        part = exchange.bind("reduce_scatter", flat, names, levels.local, 0, None)
+        own = [_two_level.own_part(a, levels) for a in residual]
+        part = transfers.sum(part, own)
+        y = exchange.bind("all_gather", part, names, levels.local, None, 0)[: x.size]
+    rest = dataclasses.replace(epilogue, residual=False)
+    return _sum_epilogue.apply(rest, y.reshape(x.shape), epilogue.factors(added))
 
 
 def _canonical(arrays: Arrays, params: Params, machine: Machine) -> Any:
@@ -314,6 +352,8 @@ _primitive = _lowering.make_primitive(
         name=OP,
         result_shapes=_result,
         reference=_reference,
+        two_level=_two_level_form,
+        plan_two_level=_plan_two_level,
         plan=_plan,
         canonical=_canonical,
         attributes=_attributes,

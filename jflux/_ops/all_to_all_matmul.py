@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,10 +17,11 @@ from jax.interpreters import partial_eval as pe
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
-from .. import _dispatch, _global, _lowering, _mesh
+from .. import _dispatch, _epilogue, _global, _lowering, _mesh
 from .._dispatch import Arrays, Machine, Plan
+from .._levels import Levels
 from .._mesh import AxisName
-from . import _lax, _product, _shards, exchange
+from . import _lax, _product, _shards, _two_level, _two_level_plan, exchange
 from ._collective import Collective, axis
 from ._spec import Layout, OpSpec, all_ops
 
@@ -322,6 +324,47 @@ def _decomposed(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
     return _of_exchanged(_exchanged(x, params), w, params)
 
 
+def _step(arrays: Arrays, params: Params, levels: Levels) -> _two_level_plan.Step:
+    """What comes from one node is multiplied, and an equal part of x sent."""
+    x, w = arrays
+    shape = params.collective.shape(x.shape, params.world)
+    rows = math.prod(shape[:-1])
+    return _two_level_plan.Step(
+        rows=rows // (levels.count if params.concat < x.ndim - 1 else 1),
+        flops=2.0 * x.size / levels.count * _product.columns(w, params.transpose_rhs),
+        nbytes=x.size / levels.count * x.dtype.itemsize,
+        divided=_shards.divided(x, params),
+    )
+
+
+def _two_level_form(arrays: Arrays, params: Params, plan: Plan, levels: Levels) -> list[Any]:
+    """Counterparts get what they have for each other's nodes; ranks of a node then exchange it
+    inside, and multiply."""
+    x, w = arrays
+    inside = dataclasses.replace(params, axis_names=(levels.inside,), world=levels.local)
+    by_columns = params.concat == x.ndim - 1
+    k_axis = 1 - _product.columns_axis(params.transpose_rhs)
+    if by_columns:
+        w = _two_level.in_node_order(w, k_axis, levels)
+
+    def call(shard: Any, node: Any) -> list[Any]:
+        part = _two_level.of_node(w, k_axis, node, levels) if by_columns else w
+        return _primitive.bind(shard, part, params=inside)
+
+    placed = {"y": None if by_columns else params.concat, "exchanged": params.concat}
+    results = _two_level.x_travels(
+        x,
+        call,
+        params.collective,
+        [placed[name] for name in params.results],
+        levels,
+        plan.config["chunks"],
+        _epilogue.sum_dtype(params.out_dtype),
+    )
+    shapes = _result_shapes(arrays, params)
+    return [r.astype(dtype) for r, (_, dtype) in zip(results, shapes, strict=True)]
+
+
 def _unsupported(arrays: Arrays, params: Params, platform: str) -> str | None:
     return _product.why_no_kernel([(arrays[0], arrays[1])], params, platform)
 
@@ -470,6 +513,8 @@ _primitive = _lowering.make_primitive(
         result_shapes=_result_shapes,
         reference=_reference,
         decomposed=_decomposed,
+        two_level=_two_level_form,
+        plan_two_level=_two_level_plan.plan_rule(_plan, _step),
         plan=_plan,
         canonical=_canonical,
         attributes=_attributes,

@@ -17,8 +17,9 @@ from jax.interpreters import ad
 
 from .. import _config, _dispatch, _lowering, _mesh, _native
 from .._dispatch import Arrays, Machine, Plan
+from .._levels import Levels
 from .._mesh import AxisName
-from . import _product
+from . import _product, _two_level, _two_level_plan
 from ._collective import Collective, Kind
 from ._collective import axis as normalize
 from ._spec import OpSpec
@@ -340,6 +341,43 @@ def _plan(arrays: Arrays, params: Params, machine: Machine, kind: Kind) -> Plan:
     )
 
 
+def _plan_two_level(
+    arrays: Arrays, params: Params, machine: Machine, levels: Levels, kind: Kind
+) -> Plan:
+    plan = functools.partial(_plan, kind=kind)
+    found = _two_level_plan.reference_inside(plan, arrays, params, machine, levels)
+    if found is not None:
+        return found
+    order = "between nodes, then inside" if kind == "all_gather" else "inside nodes, then between"
+    return _two_level_plan.two_level(levels, f"{order}: two latencies")
+
+
+def _two_level_form(
+    arrays: Arrays, params: Params, plan: Plan, levels: Levels, kind: Kind
+) -> list[Any]:
+    """The ranks of a node move the data of all nodes at once, and counterparts a rank's part."""
+    (x,) = arrays
+    split, concat = params.split, params.concat
+    transfers, names = _two_level.Transfers(levels), (levels.inside,)
+    if kind == "all_gather":
+        assert concat is not None
+        x = transfers.gather(x, concat)
+        y = bind(kind, x, names, levels.local, None, concat + 1)
+        return [_two_level.in_rank_order(_two_level.merge(y, concat), concat, levels)]
+    assert split is not None
+    x = _two_level.divide(_two_level.in_node_order(x, split, levels), split, levels.count)
+    # x has the nodes that data are for in dimension `split` now, and their ranks behind it.
+    if kind == "reduce_scatter":
+        y = bind(kind, x, names, levels.local, split + 1, None)
+        parts = transfers.exchange(y, split, split)
+        return [_two_level.sum_in_order(parts, split).astype(x.dtype)]
+    assert concat is not None
+    behind = concat + (concat >= split)
+    y = bind(kind, x, names, levels.local, split + 1, behind)
+    y = jnp.squeeze(transfers.exchange(y, split, behind), split)
+    return [_two_level.in_rank_order(y, concat, levels)]
+
+
 def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
     (x,) = arrays
     return {"chunked": bool(plan.config["chunked"]), **_layout_in_bytes(x, params)}
@@ -378,6 +416,8 @@ def _make(kind: Kind) -> Any:
             result_shapes=functools.partial(_result, kind=kind),
             reference=functools.partial(_reference, kind=kind),
             plan=functools.partial(_plan, kind=kind),
+            two_level=functools.partial(_two_level_form, kind=kind),
+            plan_two_level=functools.partial(_plan_two_level, kind=kind),
             attributes=_attributes,
             batch=_batch,
             same_over=lambda params: params.axis_names if params.same else (),

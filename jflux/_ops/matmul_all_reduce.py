@@ -18,8 +18,9 @@ from jax.typing import DTypeLike
 
 from .. import _dispatch, _global, _lowering, _mesh, _norm, _tuning
 from .._dispatch import Arrays, Machine, Plan
+from .._levels import Levels
 from .._mesh import AxisName
-from . import _lax, _product, _sum_epilogue, all_reduce, exchange
+from . import _lax, _product, _sum_epilogue, _two_level, _two_level_plan, all_reduce, exchange
 from ._collective import Collective
 from ._spec import Layout, OpSpec, all_ops
 
@@ -246,7 +247,7 @@ def _result(arrays: Arrays, params: Params) -> list[Any]:
 
 def _reference(arrays: Arrays, params: Params) -> list[Any]:
     x, w, *added = arrays
-    y = lax.psum(_partial(params, x, w), params.axis_names)
+    y = Collective("all_reduce").lax(_partial(params, x, w), params.axis_names)
     return _sum_epilogue.apply(params.sums.epilogue, y, added)
 
 
@@ -276,6 +277,56 @@ def _scattered_and_gathered(x: Any, w: Any, *added: Any, params: Params) -> list
     )  # fmt: skip
     rest = dataclasses.replace(epilogue, residual=False)
     return _sum_epilogue.apply(rest, exchange.gather_for_all(y, names), epilogue.factors(added))
+
+
+def _plan_two_level(arrays: Arrays, params: Params, machine: Machine, levels: Levels) -> Plan:
+    x, w, *_ = arrays
+    rows, columns = x.shape[0], _product.columns(w, params.transpose_rhs)
+    nbytes = rows * columns * params.out_dtype.itemsize
+    if nbytes <= MOST_BYTES:
+        return _dispatch.decomposed(
+            f"{levels}; y has {nbytes} bytes: up to {MOST_BYTES} a product and an all_reduce are "
+            "faster"
+        )
+    if rows % levels.local != 0:
+        return _dispatch.decomposed(f"{levels}; the ranks of one do not divide {rows} rows")
+    why = _product.kernel_takes(x, w, params.out_dtype, levels.local, machine.platform)
+    if why and levels.local > 1:
+        return _dispatch.decomposed(why)  # the sum may still be a kernel's
+    step = _two_level_plan.Step(
+        rows=rows,
+        flops=2.0 * rows * x.shape[1] * columns,
+        nbytes=2 * (levels.count - 1) / levels.count * nbytes / levels.local,
+        divided=rows // levels.local,
+        own=False,
+    )
+    return _two_level_plan.plan_product(step, params, levels)
+
+
+def _two_level_form(arrays: Arrays, params: Params, plan: Plan, levels: Levels) -> list[Any]:
+    """Each node scatters its sum, counterparts sum their rows, and a node gathers them: in chunks
+    of rows, of which one is between nodes while the next one is multiplied."""
+    x, w, *added = arrays
+    epilogue, names, local = params.sums.epilogue, (levels.inside,), levels.local
+    chunks, transfers = plan.config["chunks"], _two_level.Transfers(levels)
+    scatter = all_ops()["matmul_reduce_scatter"].call
+    gathered = []
+    for chunk in range(chunks):
+        rows = _two_level.chunk_of(x, 0, local, chunk, chunks)
+        part = scatter(
+            (rows,), (w,), axis_names=names, world=local, dimension=0,
+            transpose_rhs=params.transpose_rhs, dtype=params.out_dtype, precision=params.precision,
+        )  # fmt: skip
+        residual = [
+            _two_level.own_part(_two_level.chunk_of(a, 0, local, chunk, chunks), levels).ravel()
+            for a in added[: epilogue.residual]
+        ]
+        total = transfers.sum(part.ravel(), residual).reshape(part.shape)
+        y = exchange.bind("all_gather", total, names, local, None, 0)
+        gathered.append(_two_level.divide(y, 0, local))
+    y = _two_level.merge(jnp.concatenate(gathered, 1), 0)
+    rest = dataclasses.replace(epilogue, residual=False)
+    return _sum_epilogue.apply(rest, y, epilogue.factors(added))
 
 
 def are_few_rows(rows: int, columns: int, world: int) -> bool:
@@ -429,6 +480,8 @@ _rules = _lowering.Rules(
     result_shapes=_result,
     reference=_reference,
     decomposed=_decomposed,
+    two_level=_two_level_form,
+    plan_two_level=_plan_two_level,
     plan=_plan,
     canonical=_canonical,
     attributes=_attributes,

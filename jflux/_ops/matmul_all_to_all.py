@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,8 +17,9 @@ from jax.typing import DTypeLike
 
 from .. import _dispatch, _global, _lowering, _mesh
 from .._dispatch import Arrays, Machine, Plan
+from .._levels import Levels
 from .._mesh import AxisName
-from . import _lax, _product, _shards, exchange
+from . import _lax, _product, _shards, _two_level, _two_level_plan, exchange
 from ._collective import Collective, axis
 from ._spec import OpSpec, all_ops
 
@@ -270,6 +273,42 @@ def _decomposed(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
     return [_exchanged(_multiply(x, w, params), params)]
 
 
+def _step(arrays: Arrays, params: Params, levels: Levels) -> _two_level_plan.Step:
+    """What goes to one node is multiplied, and an equal part of it sent."""
+    x, w = arrays
+    ((shape, dtype),) = _result_shapes(arrays, params)
+    rows = _product.total_rows(x)
+    return _two_level_plan.Step(
+        rows=rows // (levels.count if params.split < x.ndim - 1 else 1),
+        flops=2.0 * math.prod(shape) / levels.count * x.shape[-1],
+        nbytes=math.prod(shape) / levels.count * dtype.itemsize,
+        divided=_shards.divided(x, params),
+    )
+
+
+def _two_level_form(arrays: Arrays, params: Params, plan: Plan, levels: Levels) -> list[Any]:
+    """Each node exchanges what goes to ranks of another one, which then passes between
+    counterparts."""
+    x, w = arrays
+    inside = dataclasses.replace(params, axis_names=(levels.inside,), world=levels.local)
+
+    def call(xs: Sequence[Any], ws: Sequence[Any]) -> Any:
+        (y,) = _primitive.bind(*xs, *ws, params=inside)
+        return y
+
+    y = _two_level.product_travels(
+        [x],
+        [w],
+        call,
+        Collective("all_to_all", params.split, params.concat),
+        levels,
+        plan.config["chunks"],
+        columns_axis=_product.columns_axis(params.transpose_rhs),
+        wide=params.out_dtype,
+    )
+    return [y]
+
+
 def _unsupported(arrays: Arrays, params: Params, platform: str) -> str | None:
     x, w = arrays
     return _product.why_no_kernel([(x, w)], params, platform)
@@ -413,6 +452,8 @@ _primitive = _lowering.make_primitive(
         result_shapes=_result_shapes,
         reference=_reference,
         decomposed=_decomposed,
+        two_level=_two_level_form,
+        plan_two_level=_two_level_plan.plan_rule(_plan, _step),
         plan=_plan,
         canonical=_canonical,
         attributes=_attributes,

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,8 +19,9 @@ from jax.typing import DTypeLike
 
 from .. import _epilogue, _global, _lowering, _mesh
 from .._dispatch import Arrays, Machine, Plan
+from .._levels import Levels
 from .._mesh import AxisName
-from . import _lax, _product, exchange
+from . import _lax, _product, _two_level, _two_level_plan, exchange
 from ._collective import Collective, axis
 from ._lax import several
 from ._spec import Layout, OpSpec, all_ops
@@ -340,9 +342,7 @@ def _reference(arrays: Arrays, params: Params) -> list[Any]:
     operands = arrays
     xs, ws, added = _terms(operands, params)
     partial = _lax.sum_of_products(xs, ws, params.out_dtype, params.precision, params.transpose_rhs)
-    y = lax.psum_scatter(
-        partial, params.axis_names, scatter_dimension=params.scatter_dimension, tiled=True
-    )
+    y = _communication(partial.ndim, params.scatter_dimension).lax(partial, params.axis_names)
     return [_epilogue.add(y, added)]
 
 
@@ -360,6 +360,41 @@ def _decomposed(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
     names, world = params.axis_names, params.world
     y = exchange.bind("reduce_scatter", partial, names, world, params.scatter_dimension, None)
     return [_epilogue.add(y, added)]
+
+
+def _step(arrays: Arrays, params: Params, levels: Levels) -> _two_level_plan.Step:
+    """Rows for one node are multiplied, and a rank's are sent."""
+    xs, ws, _ = _terms(arrays, params)
+    ((shape, dtype),) = _result_shapes(arrays, params)
+    rows = _product.total_rows(xs[0]) // levels.count
+    return _two_level_plan.Step(
+        rows=rows,
+        flops=2.0 * rows * sum(x.shape[-1] for x in xs) * shape[-1],
+        nbytes=math.prod(shape) * dtype.itemsize,
+        divided=shape[params.scatter_dimension],
+    )
+
+
+def _two_level_form(arrays: Arrays, params: Params, plan: Plan, levels: Levels) -> list[Any]:
+    """Each node sums its own products, and ranks sum what comes from counterparts."""
+    xs, ws, added = _terms(arrays, params)
+    inside = dataclasses.replace(params, axis_names=(levels.inside,), world=levels.local, added=())
+
+    def call(xs: Sequence[Any], ws: Sequence[Any]) -> Any:
+        (y,) = _primitive.bind(*xs, *ws, params=inside)
+        return y
+
+    total = _two_level.product_travels(
+        xs,
+        ws,
+        call,
+        _communication(xs[0].ndim, params.scatter_dimension),
+        levels,
+        plan.config["chunks"],
+        columns_axis=_product.columns_axis(params.transpose_rhs),
+        wide=_epilogue.sum_dtype(params.out_dtype),
+    )
+    return [_epilogue.add(total, added).astype(params.out_dtype)]
 
 
 def _unsupported(arrays: Arrays, params: Params, platform: str) -> str | None:
@@ -496,6 +531,8 @@ _primitive = _lowering.make_primitive(
         result_shapes=_result_shapes,
         reference=_reference,
         decomposed=_decomposed,
+        two_level=_two_level_form,
+        plan_two_level=_two_level_plan.plan_rule(_plan, _step),
         plan=_plan,
         canonical=_canonical,
         attributes=_attributes,

@@ -1,0 +1,322 @@
+"""Ops of groups that lie on several nodes: XLA's collectives between nodes, jflux's ops inside.
+
+A group has `count` nodes of `local` ranks. Between nodes a rank exchanges data with its
+counterparts alone, the ranks of the same place in other nodes. Products go node by node, and in
+chunks, so that one transfer between nodes is under way while the next product runs. With three
+nodes and one chunk, on node 0:
+
+    x travels (all_gather_matmul)         the product travels (matmul_reduce_scatter)
+
+    between    inside                     inside              between
+    x of 1     product of own rows        product for 1
+    x of 2     product of 1's rows        product for 2       to 1
+               product of 2's rows        product of own      to 2
+
+Transfers form a chain: each waits for the one before it, and for no product but the one that it
+sends. A chain keeps XLA from combining transfers of independent chunks into one.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .. import _epilogue, _mesh
+from .._levels import Levels
+from . import _product
+from ._collective import Collective
+from ._two_level_plan import NODE_BYTES_PER_SECOND, NODE_LATENCY
+
+# ---- Between nodes -------------------------------------------------------------------------------
+
+
+def place_of(levels: Levels) -> tuple[jax.Array, jax.Array]:
+    """(node, place in it) of this rank."""
+    where = {rank: divmod(i, levels.local) for i, rank in enumerate(levels.order)}
+    table = np.array([where[rank] for rank in range(len(where))], np.int32)
+    node, place = jnp.asarray(table)[lax.axis_index(levels.axis_names)]
+    return node, place
+
+
+class Transfers:
+    """Transfers between nodes, one after the other."""
+
+    def __init__(self, levels: Levels) -> None:
+        self.levels = levels
+        self._last: jax.Array | None = None
+
+    def _chained(self, x: jax.Array, send: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        if self._last is not None:
+            x, _ = lax.optimization_barrier((x, self._last))
+        self._last = send(x)
+        return self._last
+
+    def shift(self, x: jax.Array, steps: int) -> jax.Array:
+        """x of the counterpart on the `steps`-th node after this one (modulo their number)."""
+        names = tuple(name for name, _ in self.levels.axis_sizes)
+        pairs = self.levels.shift(steps)
+        return self._chained(x, lambda x: lax.ppermute(x, names, pairs))
+
+    def gather(self, x: jax.Array, dimension: int) -> jax.Array:
+        """x of all counterparts, in a new dimension."""
+        names, groups = _mesh.axes_and_groups(self.levels.between)
+        return self._chained(
+            x, lambda x: lax.all_gather(x, names, axis_index_groups=groups, axis=dimension)
+        )
+
+    def exchange(self, x: jax.Array, split: int, concat: int) -> jax.Array:
+        """``all_to_all(tiled=True)`` between counterparts."""
+        between = Collective("all_to_all", split, concat)
+        return self._chained(x, lambda x: between.lax(x, self.levels.between))
+
+    def sum(self, x: jax.Array, added: Sequence[jax.Array] = ()) -> jax.Array:
+        """The sum of all counterparts' vectors x and of `added`: in float32 at least, in the order
+        of the nodes, rounded once. The same bits on all of them."""
+        count, size = self.levels.count, x.size
+        saved = (count - 1) * (1 - 2 / count) * size * x.dtype.itemsize  # bytes, by two steps
+        if saved < NODE_LATENCY * NODE_BYTES_PER_SECOND:
+            return sum_in_order(self.gather(x, 0), 0, added).astype(x.dtype)
+        node, _ = place_of(self.levels)
+        padded = [jnp.pad(a, (0, -size % count)) for a in (x, *added)]
+        shard = padded[0].size // count
+        parts = self.exchange(padded[0].reshape(count, shard), 0, 0)
+        own = [lax.dynamic_slice_in_dim(a, node * shard, shard) for a in padded[1:]]
+        total = sum_in_order(parts, 0, own).astype(x.dtype)
+        return self.gather(total, 0).reshape(-1)[:size]
+
+
+def sum_in_order(parts: jax.Array, dimension: int, added: Sequence[jax.Array] = ()) -> jax.Array:
+    """The sum of an array's slices and of `added`, one after the other in float32 at least, not
+    rounded."""
+    wide = _epilogue.sum_dtype(parts.dtype)
+    slices = [
+        lax.index_in_dim(parts, i, dimension, keepdims=False) for i in range(parts.shape[dimension])
+    ]
+    return sum_of([*slices, *added], wide)
+
+
+def sum_of(parts: Sequence[jax.Array], wide: Any) -> jax.Array:
+    """The sum of arrays, one after the other, in this type."""
+    first, *rest = (part.astype(wide) for part in parts)
+    return functools.reduce(jnp.add, rest, first)
+
+
+# ---- Blocks of ranks -----------------------------------------------------------------------------
+
+
+def _permuted(array: Any, dimension: int, order: Sequence[int]) -> Any:
+    """Reorders the equal blocks that a dimension is made of: block i is block order[i]."""
+    if tuple(order) == tuple(range(len(order))):
+        return array
+    shape = array.shape
+    blocks = array.reshape(*shape[:dimension], len(order), -1, *shape[dimension + 1 :])
+    return jnp.take(blocks, np.array(order), axis=dimension).reshape(shape)
+
+
+def in_node_order(array: Any, dimension: int, levels: Levels) -> Any:
+    """An array with one block for each rank in a dimension, its blocks node by node."""
+    return _permuted(array, dimension, levels.order)
+
+
+def in_rank_order(array: Any, dimension: int, levels: Levels) -> Any:
+    """The inverse of `in_node_order`."""
+    return _permuted(array, dimension, np.argsort(levels.order).tolist())
+
+
+def divide(array: Any, dimension: int, first: int) -> Any:
+    """A dimension as two, the first one of this size."""
+    shape = array.shape
+    sizes = (first, shape[dimension] // first)
+    return array.reshape(*shape[:dimension], *sizes, *shape[dimension + 1 :])
+
+
+def merge(array: Any, dimension: int) -> Any:
+    """A dimension and the next one as one."""
+    shape = array.shape
+    merged = shape[dimension] * shape[dimension + 1]
+    return array.reshape(*shape[:dimension], merged, *shape[dimension + 2 :])
+
+
+def of_node(array: Any, dimension: int, node: Any, levels: Levels) -> Any:
+    """A node's blocks of an array whose blocks lie node by node."""
+    size = array.shape[dimension] // levels.count
+    return lax.dynamic_slice_in_dim(array, node * size, size, dimension)
+
+
+def own_part(array: Any, levels: Levels) -> Any:
+    """Of an array with one block of its first dimension for each rank of a node: this rank's."""
+    _, place = place_of(levels)
+    size = array.shape[0] // levels.local
+    return lax.dynamic_slice_in_dim(array, place * size, size)
+
+
+def chunk_of(array: Any, dimension: int, blocks: int, index: int, chunks: int) -> Any:
+    """The same part of each of the blocks that a dimension is made of."""
+    if chunks == 1:
+        return array
+    wide = divide(array, dimension, blocks)
+    size = wide.shape[dimension + 1] // chunks
+    part = lax.slice_in_dim(wide, index * size, (index + 1) * size, axis=dimension + 1)
+    return merge(part, dimension)
+
+
+class _Placed:
+    """A result that is put together along a dimension: one block for each rank of each node."""
+
+    def __init__(self, dimension: int, chunked: int | None, chunks: int, levels: Levels) -> None:
+        self.dimension, self.chunked, self.chunks = dimension, chunked, chunks
+        self.levels = levels
+        self._whole: Any = None  # [.., nodes, ranks, block, ..]
+
+    def add(self, part: Any, steps: int, node: Any, chunk: int) -> None:
+        at = self.dimension
+        part = jnp.expand_dims(divide(part, at, self.levels.local), at)
+        shape, start = list(part.shape), [0] * part.ndim  # [.., 1, ranks, block, ..]
+        shape[at], start[at] = self.levels.count, node
+        if self.chunked is not None:
+            along = self.chunked + (2 if self.chunked >= at else 0)
+            start[along] = chunk * shape[along]
+            shape[along] *= self.chunks
+        if self._whole is None:
+            self._whole = _product.zeros(tuple(shape), part.dtype, part)
+        self._whole = lax.dynamic_update_slice(self._whole, part, start)
+
+    def result(self) -> Any:
+        whole = merge(merge(self._whole, self.dimension), self.dimension)
+        return in_rank_order(whole, self.dimension, self.levels)
+
+
+class _Summed:
+    """A result that is the sum of all nodes' parts: the own one first, then in the order in which
+    nodes follow. In float32 at least, not rounded."""
+
+    def __init__(self, chunked: int | None, chunks: int, wide: Any) -> None:
+        self.chunked, self.chunks, self.wide = chunked, chunks, wide
+        self._parts: list[dict[int, Any]] = [{} for _ in range(chunks)]
+
+    def add(self, part: Any, steps: int, node: Any, chunk: int) -> None:
+        self._parts[chunk][steps] = part
+
+    def result(self) -> Any:
+        sums = [
+            sum_of([parts[steps] for steps in sorted(parts)], self.wide) for parts in self._parts
+        ]
+        return sums[0] if self.chunked is None else jnp.concatenate(sums, self.chunked)
+
+
+# ---- Products ------------------------------------------------------------------------------------
+
+
+def chunked_dimension(collective: Collective, ndim: int) -> int | None:
+    """The dimension of rows that chunks are parts of; None if there is none: of an all-to-all
+    between columns."""
+    rows = (d for d in (collective.split, collective.concat) if d not in (None, ndim - 1))
+    return next(rows, None)
+
+
+def _result(
+    dimension: int | None, chunked: int | None, chunks: int, levels: Levels, wide: Any
+) -> _Placed | _Summed:
+    if dimension is None:
+        return _Summed(chunked, chunks, wide)
+    return _Placed(dimension, chunked, chunks, levels)
+
+
+def x_travels(
+    x: jax.Array,
+    call: Callable[[jax.Array, Any], Sequence[jax.Array]],
+    collective: Collective,
+    results: Sequence[int | None],
+    levels: Levels,
+    chunks: int,
+    wide: Any,
+) -> list[jax.Array]:
+    """The results of ``collective(x) @ w``.
+
+    Args:
+      x: this rank's operand.
+      call: (shard, node) -> the results of the op inside the node, for what ranks of another node,
+        or this one, put in.
+      collective: an all_gather or all_to_all.
+      results: for each result the dimension in which what comes from nodes is put together; None:
+        it is summed, and in the type `wide`.
+      levels: of the group.
+      chunks: of each step.
+    """
+    node, _ = place_of(levels)
+    chunked = chunked_dimension(collective, x.ndim)
+    transfers = Transfers(levels)
+    made = [_result(d, chunked, chunks, levels, wide) for d in results]
+    if collective.split is not None:
+        x = in_node_order(x, collective.split, levels)
+    for steps in range(levels.count):
+        piece = x
+        if collective.split is not None:  # x goes so many nodes back
+            to = (node - steps) % levels.count
+            piece = of_node(x, collective.split, to, levels)
+        # What is split has a block for each rank of a node there.
+        blocks = levels.local if chunked == collective.split else 1
+        for chunk in range(chunks):
+            shard = piece
+            if chunked is not None:
+                shard = chunk_of(piece, chunked, blocks, chunk, chunks)
+            source = (node + steps) % levels.count
+            if steps:
+                shard = transfers.shift(shard, steps)
+            for one, part in zip(made, call(shard, source), strict=True):
+                one.add(part, steps, source, chunk)
+    return [one.result() for one in made]
+
+
+def product_travels(
+    xs: Sequence[jax.Array],
+    ws: Sequence[jax.Array],
+    call: Callable[[Sequence[jax.Array], Sequence[jax.Array]], jax.Array],
+    collective: Collective,
+    levels: Levels,
+    chunks: int,
+    *,
+    columns_axis: int,
+    wide: Any,
+) -> jax.Array:
+    """The result of ``collective(sum_i x_i @ w_i)``; for reduce_scatter in the type `wide`, not
+    rounded.
+
+    Args:
+      xs, ws: this rank's operands.
+      call: (xs, ws) -> the result of the op inside the node, for what goes to the ranks of one
+        node.
+      collective: a reduce_scatter or all_to_all.
+      levels: of the group.
+      chunks: of each step.
+      columns_axis: which dimension of a w is the product's last one.
+    """
+    node, _ = place_of(levels)
+    last = xs[0].ndim - 1
+    split, chunked = collective.split, chunked_dimension(collective, xs[0].ndim)
+    assert split is not None
+    transfers = Transfers(levels)
+    made = _result(collective.concat, chunked, chunks, levels, wide)
+    axis, by_rows = (split, True) if split != last else (columns_axis, False)
+    sent = [in_node_order(a, axis, levels) for a in (xs if by_rows else ws)]
+    for steps in (*range(1, levels.count), 0):  # the own node's is last: it hides a transfer
+        # What comes from so many nodes after this one: the product goes as many back.
+        to = (node - steps) % levels.count
+        pieces = [of_node(a, axis, to, levels) for a in sent]
+        x_pieces, w_pieces = (pieces, ws) if by_rows else (xs, pieces)
+        for chunk in range(chunks):
+            rows = x_pieces
+            if chunked is not None:
+                blocks = levels.local if chunked == split else 1
+                rows = [chunk_of(x, chunked, blocks, chunk, chunks) for x in x_pieces]
+            y = call(rows, w_pieces)
+            if steps:
+                y = transfers.shift(y, steps)
+            made.add(y, steps, (node + steps) % levels.count, chunk)
+    return made.result()
