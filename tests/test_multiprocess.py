@@ -80,6 +80,22 @@ def test_all_run_the_reference_without_a_process():
         assert "process 1 did not come" in output, output
 
 
+NODES = [("each_its_node", 2, 1), ("two_on_a_node", 4, 1)]
+if PLATFORM == "cpu":
+    NODES = [("each_its_node", 2, 4), ("two_on_a_node", 4, 1), ("interleaved", 4, 1)]
+
+
+@pytest.mark.parametrize("scenario, processes, devices", NODES)
+def test_emulated_nodes(scenario, processes, devices):
+    _all_right(scenario, processes, devices, worker="node_worker.py")
+
+
+def test_emulated_nodes_that_do_not_factor():
+    for status, output in _run("uneven", 3, worker="node_worker.py"):
+        assert status == 0 and "ok uneven" in output, output
+        assert "has 2 ranks on node 0 and 1 rank on node 1" in output, output
+
+
 def _errors(results, survivors):
     for process in survivors:
         status, output = results[process]

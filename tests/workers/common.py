@@ -65,19 +65,20 @@ def run_together(
     timeout: float = 150,
     options: Sequence[str] = (),
     prefix: Sequence[str] = (),
+    worker: str = "peer_worker.py",
 ) -> list[tuple[int, str]]:
-    """(exit status, output) of each of so many runs of peer_worker.py at once.
+    """(exit status, output) of each of so many runs of a worker at once.
 
     Args:
       options: more of its arguments.
       prefix: a command that runs it.
+      worker: its file.
     """
     port = free_port()
     running = []
     for process in range(processes):
         command = [
-            *prefix, sys.executable, str(HERE / "peer_worker.py"), scenario,
-            "--platform", platform,
+            *prefix, sys.executable, str(HERE / worker), scenario, "--platform", platform,
             "--process", str(process), "--processes", str(processes),
             "--devices", str(devices), "--port", str(port), *options,
         ]  # fmt: skip
