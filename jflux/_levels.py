@@ -52,11 +52,6 @@ class Levels:
         """Positions of all ranks, node by node."""
         return tuple(rank for node in self.nodes for rank in node)
 
-    @property
-    def is_node_major(self) -> bool:
-        """Whether ranks are numbered node by node."""
-        return self.order == tuple(range(self.count * self.local))
-
     def shift(self, steps: int) -> list[tuple[int, int]]:
         """(source, destination) of each rank's data, which go so many nodes back, to a counterpart:
         what arrives at a rank is from the `steps`-th node after its own. Ranks are numbered in the

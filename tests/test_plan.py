@@ -295,6 +295,34 @@ class TestExtensions:
         assert self.total(straddling=True, grid=three) > self.total(grid=three)
         assert eq.within_node(Axes(3, 2, 1, 1), 8, straddling=True) == (True,) * 4  # one node
 
+    def test_ranks_on_a_node(self):
+        """Of each axis, x innermost: on nodes of 8."""
+        cases = {
+            (16, 1, 1, 1): (8, 1, 1, 1),
+            (2, 8, 2, 1): (2, 4, 1, 1),
+            (4, 2, 4, 2): (4, 2, 1, 1),  # nodes are full
+            (3, 4, 1, 1): (3, 1, 1, 1),  # nodes would have two and two thirds
+            (12, 1, 1, 1): (1, 1, 1, 1),  # eight and four
+        }
+        for sizes, want in cases.items():
+            assert eq.ranks_on_a_node(Axes(*sizes), 8) == want
+
+    def test_two_levels(self):
+        """An all-reduce over 2 nodes of 4: scattered and gathered inside, a quarter between."""
+        model, grid = Model((Layer(250, 8, rows=1000),), batch=1), Axes(8, 1, 1, 1)
+        nbytes = 2 * 250 * 1000
+        for latency in (False, True):
+            times = predict.communication(
+                model, self.MACHINE, grid,
+                extensions=plan.Extensions(two_level=True, latency=latency),
+            )  # fmt: skip
+            inside = 2 * 0.75 * nbytes / self.MACHINE.intra
+            between = nbytes / 4 / (self.MACHINE.inter / 4)  # all four GPUs of a node send
+            steps = 2 * 3 * 0.25 + 2 * 2.0 if latency else 0
+            assert times.all_reduce_x == pytest.approx(inside + between + steps)
+        inside_nodes = Axes(2, 2, 4, 2)
+        assert self.total(two_level=True, grid=inside_nodes) == self.total(grid=inside_nodes)
+
     def test_microbatches_repeat_what_weights_need(self):
         parts = plan.Training(microbatches=3)
         one = predict.communication(SMALL, NODES, self.GRID)
@@ -457,6 +485,7 @@ class TestSearch:
         """83,160 has the most grids of all numbers below 100,000: 25,600."""
         model = plan.gpt("g", layers=96, hidden=27720, heads=120, tokens=2048 * gpus)
         everything = plan.Extensions(latency=True, overlap=0.5, recompute=True, straddling=True)
+        everything = dataclasses.replace(everything, two_level=True)
         start = time.perf_counter()
         ranking = plan.rank(model, gpus, "h200", fits=False, extensions=everything)
         assert time.perf_counter() - start < 10

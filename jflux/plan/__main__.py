@@ -43,6 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--overlap", type=float, default=0.0, help="share of products that hide; 0 to 1")
     add("--recompute", action="store_true", help="count the second forward pass")
     add("--straddling", action="store_true", help="groups across a border are between nodes")
+    add("--two-level", action="store_true", help="all-reduces across nodes as jflux's ops do them")
     add("--all", action="store_true", help="also grids that do not fit into memory")
     add("--top", type=int, default=10, help="how many to show")
     add("--refused", action="store_true", help="also what was refused, and why")
@@ -82,7 +83,7 @@ def main(argv: list[str] | None = None) -> int:
             _model(args), args.gpus, _machine(args), aware=not args.agnostic, fits=not args.all,
             extensions=Extensions(
                 latency=args.latency, bandwidth_by_size=args.by_size, overlap=args.overlap,
-                recompute=args.recompute, straddling=args.straddling,
+                recompute=args.recompute, straddling=args.straddling, two_level=args.two_level,
             ),
             training=Training(
                 checkpoint=not args.no_checkpoint, cache_gathered=args.cache_gathered,

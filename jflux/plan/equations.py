@@ -89,6 +89,23 @@ def all_reduce(ranks: Value, nbytes: Value, bandwidth: Value, latency: Value = 0
     return 2 * ((ranks - 1) / ranks) * nbytes / bandwidth + 2 * (ranks - 1) * latency
 
 
+def all_reduce_two_level(
+    local: Value, nodes: Value, nbytes: Value, inside: tuple[Value, Value],
+    between: tuple[Value, Value],
+) -> Value:  # fmt: skip
+    """An extension: an all-reduce over `nodes` nodes of `local` ranks as jflux's ops do it. Ranks
+    of a node scatter their sum, each sums its part with its counterparts on other nodes, and a node
+    gathers.
+
+    Args:
+      nbytes: one rank's whole addend.
+      inside, between: (bandwidth, latency of a step) of a ring inside a node, and of counterparts.
+    """
+    part = nbytes / local
+    scattered = reduce_scatter(local, nbytes, *inside)
+    return scattered + all_reduce(nodes, part, *between) + all_gather(local, part, *inside)
+
+
 # One layer that is not transposed: y [m, n] = x [m, k] @ w [k, n]. k is split over y, n over x, the
 # m rows of one data-parallel group over z, and each rank's part of w once more over z.
 
@@ -185,6 +202,19 @@ def within_node(grid: Sizes, gpus_per_node: int, *, straddling: bool = False) ->
         if straddling:
             fits = fits & ((gpus_per_node % inside == 0) | (total <= gpus_per_node))
         found.append(fits)
+    return Axes(*found)
+
+
+def ranks_on_a_node(grid: Sizes, gpus_per_node: int) -> Axes:
+    """An extension: how many ranks of a group along each axis are on one node, with all axes inside
+    it; 1 if nodes would have different numbers of them. Ranks fill nodes in their order."""
+    inside: Value = 1
+    found = []
+    for ranks in (grid.x, grid.y, grid.z, grid.data):
+        local = np.minimum(ranks, np.maximum(gpus_per_node // inside, 1))
+        factors = (ranks % local == 0) & ((gpus_per_node % inside == 0) | (local == 1))
+        found.append(np.where(factors, local, 1))
+        inside = inside * ranks
     return Axes(*found)
 
 

@@ -33,6 +33,9 @@ class Extensions:
         gathers unless they are cached.
       straddling: groups that cross a node's border are between nodes, even if they would fit into
         one (:func:`jflux.plan.equations.within_node`).
+      two_level: all-reduces along x and y whose groups span nodes, with more than one rank on each
+        and equally many, run on two levels, as jflux's ops do
+        (:func:`jflux.plan.equations.all_reduce_two_level`). All GPUs of a node then share `inter`.
     """
 
     latency: bool = False
@@ -40,6 +43,7 @@ class Extensions:
     overlap: float = 0.0
     recompute: bool = False
     straddling: bool = False
+    two_level: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.overlap <= 1:
@@ -132,6 +136,21 @@ def _links(machine: Machine, grid: Axes, aware: bool, extensions: Extensions) ->
     return of
 
 
+def _two_levels(
+    local: Value, nodes: Value, nbytes: Value, machine: Machine, extensions: Extensions
+) -> Value:
+    """Seconds of an all-reduce between nodes that are full: each GPU has its share of `inter`."""
+    intra, inter = machine.intra, (machine.inter or np.nan) / machine.gpus_per_node
+    if extensions.bandwidth_by_size:
+        share = 1 / machine.gpus_per_node
+        intra = _rate(machine.intra_by_size, machine.intra, nbytes)
+        inter = share * _rate(machine.inter_by_size, machine.inter or np.nan, nbytes / local)
+    seconds = (machine.intra_latency, machine.inter_latency) if extensions.latency else (0.0, 0.0)
+    return equations.all_reduce_two_level(
+        local, nodes, nbytes, (intra, seconds[0]), (inter, seconds[1])
+    )
+
+
 def _rate(table: tuple[tuple[float, float], ...], otherwise: float, nbytes: Value) -> Value:
     """Between two sizes of the table by their logarithms; outside it, what is at its end."""
     if not table:
@@ -160,6 +179,7 @@ def _layer(
     ranks = plane * grid.z * grid.data
     product = model.batch / parts * layer.flops / (ranks * machine.flops)
     credit = extensions.overlap * product
+    local_ranks = equations.ranks_on_a_node(grid, machine.gpus_per_node)
 
     def seconds(
         op: Callable[..., Value], axis: str, count: int, nbytes: Value, hides: bool
@@ -167,6 +187,10 @@ def _layer(
         ranks = getattr(grid, axis)
         whole = nbytes * ranks if op is equations.all_gather else nbytes
         exposed = op(ranks, nbytes, *links(axis, whole))
+        if extensions.two_level and axis in ("x", "y"):
+            local = getattr(local_ranks, axis)
+            levels = _two_levels(local, ranks / local, nbytes, machine, extensions)
+            exposed = np.where((local > 1) & (local < ranks), levels, exposed)
         if hides and extensions.overlap:
             exposed = np.maximum(exposed - credit, 0.0)
         return count * exposed
