@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import two_level_gpu
 from harness import (
     OPS,
     PLATFORM,
@@ -403,6 +404,28 @@ def test_transfers_run_beside_products(on, op):
             sent = sorted(len(ancestors[t] & set(products)) for t in transfers)
             assert sent in ([1, 1], [1, 2])
             assert not any(ancestors[p] & set(transfers) for p in products)
+
+
+def test_the_gpu_script_reads_schedules():
+    """In CUDA graphs too. A product after the end of a transfer is not beside it."""
+    text = """HloModule m, is_scheduled=true
+
+%graph (p: bf16[8]) -> bf16[8] {
+  %p = bf16[8]{0} parameter(0)
+  ROOT %c = bf16[8]{0} custom-call(%p), custom_call_target="jflux_all_gather_matmul"
+}
+
+ENTRY %main (x: bf16[8]) -> bf16[8] {
+  %x = bf16[8]{0} parameter(0)
+  %start = (bf16[8]{0}, bf16[8]{0}) collective-permute-start(%x), source_target_pairs={{0,1}}
+  %a = bf16[8]{0} call(%x), to_apply=%graph
+  %done = bf16[8]{0} collective-permute-done((bf16[8]{0}, bf16[8]{0}) %start)
+  %late = (bf16[8]{0}, bf16[8]{0}) all-gather-start(%done), dimensions={0}
+  %end = bf16[8]{0} all-gather-done(%late)
+  ROOT %b = bf16[8]{0} custom-call(%end), custom_call_target="__cublas$gemm"
+}
+"""
+    assert two_level_gpu.overlapped(text) == [("%start", 1), ("%late", 0)]
 
 
 def test_transfers_form_a_chain(on):
