@@ -3,6 +3,7 @@ every op, what takes two levels and what does not, and what waits for what."""
 
 import dataclasses
 import functools
+import itertools
 import logging
 import re
 
@@ -398,11 +399,10 @@ def test_transfers_run_beside_products(on, op):
         assert len(products) == 4 and len(transfers) == 2, text
         if call.multiplies_after:
             waits = sorted(len(ancestors[p] & set(transfers)) for p in products)
-            assert waits in ([0, 0, 1, 1], [0, 0, 1, 2])  # two where transfers are a chain
+            assert waits == [0, 0, 1, 1]
             assert not any(ancestors[t] & set(products) for t in transfers)
         else:
-            sent = sorted(len(ancestors[t] & set(products)) for t in transfers)
-            assert sent in ([1, 1], [1, 2])
+            assert [len(ancestors[t] & set(products)) for t in transfers] == [1, 1]
             assert not any(ancestors[p] & set(transfers) for p in products)
 
 
@@ -428,13 +428,29 @@ ENTRY %main (x: bf16[8]) -> bf16[8] {
     assert two_level_gpu.overlapped(text) == [("%start", 1), ("%late", 0)]
 
 
-def test_transfers_form_a_chain(on):
-    """XLA for GPUs would combine independent ones. It drops barriers after it has scheduled."""
+@pytest.mark.parametrize("place", [TWO, Place("ab" + 6 * "c", (2,))], ids=["2 x 4", "2 x 1"])
+def test_xla_combines_no_transfers(on, place):
+    """On GPUs it combines permutations of equal pairs in equal order, unless one waits for the
+    other."""
+    mesh = on(place)
     call = of_way("all_gather_matmul", lead=(4,), k=8, n=8)
-    mesh = on(TWO)
+    f = per_device(mesh, call.bind(place.axis))
+    with _config.override(node_chunks=4):
+        text = jax.jit(f).lower(*operands(call, mesh, place.axis)).as_text("hlo")
+    ancestors, kinds = _ancestors(text)
+    transfers = [n for n, kind in kinds.items() if kind == "collective-permute"]
+    pairs = dict(re.findall(r"([\w.-]+) = .*collective-permute\(.*source_target_pairs=(\S+)", text))
+    assert len(transfers) == 4 and set(transfers) == set(pairs)
+    for one, other in itertools.combinations(transfers, 2):
+        assert pairs[one] != pairs[other] or one in ancestors[other], (one, other)
+
+
+def test_sums_between_nodes_form_a_chain(on, small_sums):
+    mesh, call = on(TWO), of_way("matmul_all_reduce", lead=(8,), k=8, n=8)
     f = per_device(mesh, call.bind(TWO.axis))
     text = jax.jit(f).lower(*operands(call, mesh, TWO.axis)).as_text("hlo")
     ancestors, kinds = _ancestors(text)
-    first, second = (n for n, kind in kinds.items() if kind == "collective-permute")
-    assert first in ancestors[second]
-    assert "opt-barrier" in {kinds[n] for n in ancestors[second]}
+    products = [n for n, kind in kinds.items() if kind == "matmul_reduce_scatter"]
+    first, second = (n for n, kind in kinds.items() if kind == "all-gather")
+    assert first in ancestors[second] and not ancestors[first] >= set(products)
+    assert not any(first in ancestors[p] for p in products)

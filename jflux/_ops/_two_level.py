@@ -12,8 +12,8 @@ nodes and one chunk, on node 0:
     x of 2     product of 1's rows        product for 2       to 1
                product of 2's rows        product of own      to 2
 
-Transfers form a chain: each waits for the one before it, and for no product but the one that it
-sends. A chain keeps XLA from combining transfers of independent chunks into one.
+A transfer waits for no product but the one that it sends, and a product for no transfer but the one
+that it multiplies.
 """
 
 from __future__ import annotations
@@ -45,23 +45,31 @@ def place_of(levels: Levels) -> tuple[jax.Array, jax.Array]:
 
 
 class Transfers:
-    """Transfers between nodes, one after the other."""
+    """The transfers between nodes of one call. XLA for GPUs combines small ones that could run at
+    the same time, and then none of them could run beside a product: these it leaves alone."""
 
     def __init__(self, levels: Levels) -> None:
         self.levels = levels
-        self._last: jax.Array | None = None
-
-    def _chained(self, x: jax.Array, send: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        if self._last is not None:
-            x, _ = lax.optimization_barrier((x, self._last))
-        self._last = send(x)
-        return self._last
+        self._shifted: dict[int, list[jax.Array]] = {}  # by steps
+        self._last: jax.Array | None = None  # of the others
 
     def shift(self, x: jax.Array, steps: int) -> jax.Array:
         """x of the counterpart on the `steps`-th node after this one (modulo their number)."""
         names = tuple(name for name, _ in self.levels.axis_sizes)
-        pairs = self.levels.shift(steps)
-        return self._chained(x, lambda x: lax.ppermute(x, names, pairs))
+        pairs, before = self.levels.shift(steps), self._shifted.setdefault(steps, [])
+        # Permutations are combined if their pairs are equal, in order too.
+        first = len(before) % len(pairs)
+        if len(before) >= len(pairs):
+            x, _ = lax.optimization_barrier((x, before[-len(pairs)]))
+        before.append(lax.ppermute(x, names, pairs[first:] + pairs[:first]))
+        return before[-1]
+
+    def _chained(self, x: jax.Array, send: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        """A transfer that waits for the last one: barriers are there until XLA has scheduled."""
+        if self._last is not None:
+            x, _ = lax.optimization_barrier((x, self._last))
+        self._last = send(x)
+        return self._last
 
     def gather(self, x: jax.Array, dimension: int) -> jax.Array:
         """x of all counterparts, in a new dimension."""
