@@ -27,6 +27,7 @@ SAMPLES = {
     ],
     "docs/quickstart.md": ["assert abs(y - expected).max() < 0.05"],
     "docs/guide/calling.md": ["assert all(jnp.isfinite(a).all() for a in (y, h, z))"],
+    "docs/guide/hosts.md": ["assert jflux.heap_report().platform == 'cpu'"],
     "docs/guide/parallel.md": [
         "assert all(jnp.isfinite(g).all() for g in jax.tree.leaves(gradients))"
     ],

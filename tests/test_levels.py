@@ -129,6 +129,7 @@ def test_chunks_divide_and_keep_rows_for_a_kernel():
     for divided, rows in itertools.product((1, 2, 6, 7, 128, 4098), (100, 512, 1500, 1 << 16)):
         count = chunks_of(_step(1e5, 1e6, rows, divided))
         assert divided % count == 0 and (count == 1 or rows / count >= _two_level_plan.FEWEST_ROWS)
+    assert chunks_of(_step(1e5, 1e6, divided=5 * 128)) == 5  # not 8: a tile would be cut
 
 
 # ---- Plans ---------------------------------------------------------------------------------------
@@ -198,6 +199,19 @@ def test_large_collectives_are_lax_s():
         small = jax.ShapeDtypeStruct((1 << 10,), np.uint8)
         plan = exchange._plan_two_level([small], params, CUDA, LEVELS, "all_gather")
         assert plan.path == Path.TWO_LEVEL
+
+
+def test_collectives_of_one_rank_on_each_node_are_lax_s():
+    """Of any size: there is nothing for jflux to do."""
+    alone, x = _levels("abcdefgh"), jax.ShapeDtypeStruct((1 << 10,), np.float32)
+    exchanged = exchange.Params(("tp",), 8, None, 0)
+    plans = (
+        exchange._plan_two_level([x], exchanged, CUDA, alone, "all_gather"),
+        all_reduce._plan_two_level([x], all_reduce.Params(("tp",), 8, None), CUDA, alone),
+    )
+    for plan in plans:
+        assert plan.path == Path.REFERENCE and not plan.unsupported
+        assert "8 nodes of 1 rank" in plan.reason
 
 
 def test_an_algorithm_that_is_asked_for_runs_inside_nodes():

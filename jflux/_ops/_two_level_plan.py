@@ -70,7 +70,8 @@ class StepRule(Protocol):
 
 
 def chunks_of(step: Step) -> int:
-    """Into how many chunks a step is cut: a pure function. They divide `step.divided`.
+    """Into how many chunks a step is cut: a pure function. They divide `step.divided`, into whole
+    tiles of rows if it is.
 
     A pipeline of products and transfers takes as long as the slower of both, and what it begins or
     ends with: the part of the faster one that nothing hides, which chunks make shorter. If the own
@@ -81,7 +82,8 @@ def chunks_of(step: Step) -> int:
         return 1
     wanted = round(math.sqrt(min(product, transfer) / CHUNK_SECONDS))
     most = max(1, min(wanted, step.rows // FEWEST_ROWS, MOST_CHUNKS))
-    return max(c for c in range(1, most + 1) if step.divided % c == 0)
+    even = [c for c in range(1, most + 1) if step.divided % c == 0]
+    return max([c for c in even if step.divided // c % _product.TILE_ROWS == 0] or even)
 
 
 def plan_product(step: Step, params: Any, levels: Levels) -> Plan:
@@ -104,6 +106,11 @@ def two_level(levels: Levels, words: str, **config: int) -> Plan:
     """XLA's collectives between nodes and jflux's ops inside them run the call."""
     sizes = {"nodes": levels.count, "ranks": levels.local}
     return Plan(Path.TWO_LEVEL, f"{levels}; {words}", config={**sizes, **config})
+
+
+def lax_alone(levels: Levels) -> Plan:
+    """The plan of a collective that has nobody to talk to inside its node."""
+    return _dispatch.reference(f"{levels}: nothing of it runs inside a node")
 
 
 def reference_inside(

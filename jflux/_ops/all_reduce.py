@@ -241,6 +241,8 @@ def _plan(arrays: Arrays, params: Params, machine: Machine) -> Plan:
 
 
 def _plan_two_level(arrays: Arrays, params: Params, machine: Machine, levels: Levels) -> Plan:
+    if levels.local == 1:
+        return _two_level_plan.lax_alone(levels)
     found = _two_level_plan.reference_inside(_plan, arrays, params, machine, levels)
     if found is not None:
         return found

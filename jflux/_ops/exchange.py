@@ -345,6 +345,8 @@ def _plan_two_level(
     arrays: Arrays, params: Params, machine: Machine, levels: Levels, kind: Kind
 ) -> Plan:
     plan = functools.partial(_plan, kind=kind)
+    if levels.local == 1:
+        return _two_level_plan.lax_alone(levels)
     found = _two_level_plan.reference_inside(plan, arrays, params, machine, levels)
     if found is not None:
         return found
