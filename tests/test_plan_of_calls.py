@@ -192,6 +192,7 @@ def lowered_for_gpus(monkeypatch):
     machine = dataclasses.replace(GPU, is_here=False)
     monkeypatch.setattr(_heap, "why_not_usable", lambda platform, mesh, table: None)
     monkeypatch.setattr(_dispatch, "machine_of", lambda platform, mesh: machine)
+    monkeypatch.setattr(_dispatch, "belongs_here", lambda mesh: False)
     monkeypatch.setattr(_ffi, "register_targets", lambda platform: None)
 
     def lower(call):

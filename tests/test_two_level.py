@@ -20,6 +20,7 @@ from harness import (
     check_values,
     each_call,
     exchanged,
+    fused_calls,
     groups_of,
     make_mesh,
     normal,
@@ -35,8 +36,8 @@ from jax.sharding import PartitionSpec as P
 
 import jflux
 import jflux.nn as jnn
-from jflux import _config, parallel
-from jflux._dispatch import Path
+from jflux import _config, _dispatch, _ffi, _heap, parallel
+from jflux._dispatch import Machine, Path
 from jflux._ops import _two_level, _two_level_plan
 
 pytestmark = pytest.mark.skipif(PLATFORM == "gpu", reason="tests/two_level_gpu.py is for GPUs")
@@ -302,6 +303,41 @@ def test_explain_tells_both_levels(on):
     assert whole.plan.reason.startswith("2 nodes of 4 ranks; the product for each in 2 chunks")
     assert (inside.op, inside.plan.path) == ("all_gather_matmul", Path.FUSED)
     assert inside.operands[0] == "float32[2, 8]"  # a chunk of a rank's four rows
+
+
+@pytest.mark.parametrize(
+    "call, kernels",
+    [
+        (Call("all_gather_matmul", (512,), k=4096, n=4096), ["all_gather_matmul"] * 2),
+        (Call("matmul_reduce_scatter", (512,), k=4096, n=4096), ["matmul_reduce_scatter"] * 2),
+        # The network is slower than the product: in chunks.
+        (Call("all_gather_matmul", (4096,), k=4096, n=512), ["all_gather_matmul"] * 4),
+        (
+            Call("matmul_all_reduce", (4096,), k=4096, n=8192),
+            ["matmul_reduce_scatter", "all_gather"] * 4,
+        ),
+        (Call("matmul_all_reduce", (64,), k=512, n=4096), ["reduce_scatter", "all_gather"]),
+    ],
+    ids=str,
+)
+def test_lowered_for_gpus(monkeypatch, call, kernels):
+    """On two nodes of four that are not here: which kernels run inside them."""
+    call = dataclasses.replace(call, dtype=jnp.bfloat16)
+    machine = Machine("cuda", sm_count=132, link_gbps=320.0, is_here=False)
+    monkeypatch.setattr(_heap, "why_not_usable", lambda platform, mesh, table: None)
+    monkeypatch.setattr(_heap, "node_of", lambda platform: {d: d // 4 for d in range(8)})
+    monkeypatch.setattr(_dispatch, "machine_of", lambda platform, mesh: machine)
+    monkeypatch.setattr(_ffi, "register_targets", lambda platform: None)
+    mesh = make_mesh((8,))
+    arrays = [
+        jax.ShapeDtypeStruct((8, *shape), call.dtype)
+        for shape in (call.x_shape(8), call.w_shape(8))
+    ]
+    f = jax.jit(per_device(mesh, call.bind("tp")))
+    with jflux.config(strict=True, always=False):
+        text = f.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text("hlo")
+    assert sorted(fused_calls(text)) == sorted(kernels)
+    assert re.search(r"collective-permute|all-gather|all-to-all", text)
 
 
 def test_the_switch_for_the_reference_holds(on):

@@ -8,12 +8,12 @@ nodes and one chunk, on node 0:
     x travels (all_gather_matmul)         the product travels (matmul_reduce_scatter)
 
     between    inside                     inside              between
-    x of 1     product of own rows        product for 1
-    x of 2     product of 1's rows        product for 2       to 1
-               product of 2's rows        product of own      to 2
+    x of 1     product of own rows        product for 2
+    x of 2     product of 1's rows        product for 1       to 2
+               product of 2's rows        product of own      to 1
 
 A transfer waits for no product but the one that it sends, and a product for no transfer but the one
-that it multiplies.
+that it multiplies: the order is XLA's, which schedules asynchronous collectives.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class Transfers:
         return self._chained(x, lambda x: between.lax(x, self.levels.between))
 
     def sum(self, x: jax.Array, added: Sequence[jax.Array] = ()) -> jax.Array:
-        """The sum of all counterparts' vectors x and of `added`: in float32 at least, in the order
-        of the nodes, rounded once. The same bits on all of them."""
+        """The sum of all counterparts' vectors x, and of `added`, which are the same on all of
+        them: in float32 at least, in the order of the nodes, rounded once. The same bits on all."""
         count, size = self.levels.count, x.size
         saved = (count - 1) * (1 - 2 / count) * size * x.dtype.itemsize  # bytes, by two steps
         if saved < NODE_LATENCY * NODE_BYTES_PER_SECOND:
@@ -124,7 +124,7 @@ def _permuted(array: Any, dimension: int, order: Sequence[int]) -> Any:
         return array
     shape = array.shape
     blocks = array.reshape(*shape[:dimension], len(order), -1, *shape[dimension + 1 :])
-    return jnp.take(blocks, np.array(order), axis=dimension).reshape(shape)
+    return jnp.take(blocks, np.array(order), axis=dimension, mode="clip").reshape(shape)
 
 
 def in_node_order(array: Any, dimension: int, levels: Levels) -> Any:

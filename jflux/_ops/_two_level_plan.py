@@ -130,7 +130,7 @@ def reference_inside(
 
 
 def plan_rule(plan: PlanRule, step: StepRule) -> TwoLevelPlanRule:
-    """The two-level plan rule of a product, for `_lowering.TwoLevel`.
+    """The two-level plan rule of a product, for `_lowering.Rules`.
 
     Args:
       plan: the op's plan rule for ranks of one node.
