@@ -1,26 +1,149 @@
-"""Short runs of stress.py and shared_gpu.py."""
+"""Short runs of jflux.stress, of shared_gpu.py, and what their reports say."""
 
+import json
+import os
 import pathlib
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
+import jax
+import numpy as np
 import pytest
-from stress import stress
+from harness import PLATFORM
+from workers.common import environment, free_port
+
+import jflux
+from jflux import testing
+from jflux._ops._spec import all_ops
+from jflux._stress import programs
+from jflux.stress import main, stress
+
+HERE = pathlib.Path(__file__).parent
 
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_random_programs_in_flight(seed):
-    assert "calls right" in stress(60, seed=seed)
+    report = stress(seed=seed, calls=60)
+    assert report.failure is None, report.failure
+    assert sum(report.calls.values()) >= 60 and report.programs == 4 * report.batches
 
 
-@pytest.mark.slow
+def test_the_turn_comes_to_every_op():
+    """The first cases of as many programs as there are ops."""
+    specs = list(all_ops())
+    place = programs._place(programs.random.Random(0), [jax.devices()], PLATFORM)
+    drawn = [
+        programs.draw_case(programs.random.Random(i), place, spec).op
+        for i, spec in enumerate(all_ops().values())
+    ]
+    assert drawn == specs
+
+
 def test_many_calls_in_each_program():
-    assert "calls right" in stress(300, seed=3, most_calls=12, in_flight=2, max_delay_us=500)
+    report = stress(seed=3, calls=120, most_calls=12, in_flight=2, max_delay_us=500)
+    assert report.failure is None, report.failure
+
+
+def test_a_planted_fault_is_found_and_reported(tmp_path, capsys):
+    path = tmp_path / "stress.json"
+    arguments = ["--seed", "1", "--calls", "200", "--in-flight", "2", "--report", str(path)]
+    jflux.shutdown()  # the command chooses its own deadline
+    try:
+        assert main([*arguments, "--plant-fault"]) == 1
+    finally:
+        jflux.shutdown()  # ranks have gone on without each other
+        jflux.init()
+    said, report = capsys.readouterr().out, json.loads(path.read_text())
+    failure = report["failure"]
+    assert failure["what"] == "values" and failure["seed"] == 1 and "elements are off" in said
+    # The shapes, where it was, and how to see it again.
+    assert failure["case"].split()[0] in all_ops() and failure["case"] in failure["programs"][-1]
+    assert "mesh (" in failure["programs"][-1] and failure["repeat"] in said
+    assert failure["repeat"].endswith(f"--batch {failure['batch']}")
+    assert report["environment"]["jax"] == jax.__version__
+    assert len(report["environment"]["devices"]) == jax.device_count()
+    assert report["arguments"]["seed"] == 1 and report["calls"] == {}
+
+
+def test_a_batch_is_made_again():
+    """From the seed and its number alone."""
+    first, again = (stress(seed=4, batch=1, in_flight=2, max_delay_us=0) for _ in range(2))
+    assert first.failure is None and first.calls == again.calls and first.batches == 1
+
+
+@pytest.mark.parametrize("what", ["values", "bits between runs", "bits between ranks"])
+def test_each_check_fails_where_it_must(what):
+    """One number of one result is changed: a little, in one run or on one rank."""
+    rng = programs.random.Random(6)
+    platform = "cuda" if PLATFORM == "gpu" else "cpu"
+    specs = list(all_ops())
+    program = programs.draw(
+        rng, [jax.devices()], platform, number=specs.index("all_reduce"), most_calls=1
+    )
+    with testing.planted_faults():
+        results = [jax.block_until_ready(program.run(which)) for which in range(program.runs)]
+    programs.check(program, results)
+    assert not program.looped and program.cases[0].op == "all_reduce"
+    which = {"values": 0, "bits between runs": 2, "bits between ranks": 1}[what]
+    array = np.asarray(results[which][0]).copy()
+    at = np.unravel_index(np.argmax(abs(array.astype(np.float64))), array.shape)
+    if what == "values":
+        array[at] *= 2
+    else:  # the last bit
+        bits = array.view({2: np.int16, 4: np.int32, 8: np.int64}[array.itemsize])
+        bits[at] ^= 1
+    results[which][0] = programs.put(array, program.mesh)
+    with pytest.raises(programs.Wrong) as error:
+        programs.check(program, results)
+    assert error.value.what == what
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("fault", [False, True])
+def test_one_process_for_each_part_of_the_devices(fault, tmp_path):
+    port, path = free_port(), tmp_path / "stress.json"
+    gpus = PLATFORM == "gpu"
+    env = environment(PLATFORM, 4)
+    env["NCCL_NVLS_ENABLE"] = "0"
+
+    def run(process):
+        command = [sys.executable, "-m", "jflux.stress", "--coordinator", f"127.0.0.1:{port}"]
+        command += ["--processes", "2", "--process", str(process), "--seed", "3", "--calls", "12"]
+        command += ["--in-flight", "2", "--report", str(path)] + ["--plant-fault"] * fault
+        command += ["--local-devices", str(process)] * gpus
+        return subprocess.run(command, env=env, timeout=250, text=True, capture_output=True)
+
+    with ThreadPoolExecutor() as pool:
+        done = list(pool.map(run, range(2)))
+    report = json.loads(path.read_text())
+    for one in done:
+        assert one.returncode == int(fault), one.stderr + one.stdout
+    assert report["environment"]["processes"] == 2
+    assert (report["failure"] is not None) == fault
+    assert ("calls right" in done[0].stdout) and "calls right" not in done[1].stdout
+
+
+def test_lines_where_there_is_no_tqdm(tmp_path):
+    """And nothing to run where there is one device."""
+    (tmp_path / "tqdm.py").write_text("raise ImportError")
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-m", "jflux.stress", "--calls", "3", "--in-flight", "1"]
+    done = subprocess.run(command, env=env, text=True, capture_output=True, timeout=200)
+    assert done.returncode == 0 and "on 8 x cpu" in done.stdout, done.stderr
+    env["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
+    done = subprocess.run(command, env=env, text=True, capture_output=True, timeout=200)
+    assert done.returncode == 1 and "nothing to run here: there is one device" in done.stderr
+
+
+def test_flags_of_processes_go_together(capsys):
+    with pytest.raises(SystemExit):
+        main(["--processes", "2"])
+    assert "--coordinator, --processes and --process go together" in capsys.readouterr().err
 
 
 @pytest.mark.multiprocess
 def test_ranks_that_share_gpus():
-    here = pathlib.Path(__file__).parent
     command = [sys.executable, "shared_gpu.py", "--ranks", "3", "--calls", "6", "--graphs"]
-    done = subprocess.run(command, cwd=here, timeout=150, text=True, capture_output=True)
+    done = subprocess.run(command, cwd=HERE, timeout=150, text=True, capture_output=True)
     assert done.returncode == 0 and "6 calls right" in done.stdout, done.stderr

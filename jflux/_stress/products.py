@@ -1,0 +1,127 @@
+"""Random calls of the products."""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+import jflux
+
+from .._ops._spec import OpSpec, all_ops
+from . import calls
+from .calls import HALVES, Call
+from .cases import FLOATS, ROWS, SIZES, Case, Data, K, N, Output, Place, sums_of
+
+
+def product(rng: random.Random, place: Place, *, spec: OpSpec | None = None, **fields: Any) -> Case:
+    """One of the products, of any shape and type; with a bias and relu or a residual, at times."""
+    products = [s for s in all_ops().values() if s.product is not None]
+    while True:
+        op = spec or rng.choice(products)
+        small = rng.random() < 0.5
+        lead = fields.get("lead") or (
+            *rng.choice([(), (), (2,), (1, 3)]), rng.choice(SIZES[:8] if small else ROWS)
+        )  # fmt: skip
+        axes = range(-len(lead) - 1, len(lead) + 1)
+        dtypes = [d for d in FLOATS if op.takes(place.platform, d)]
+        if place.wide and op.takes(place.platform, jnp.float64):
+            dtypes.append(jnp.float64)
+        drawn: dict[str, Any] = {
+            "op": op.name, "lead": lead, "dimension": rng.randrange(len(lead)),
+            "k": rng.choice(SIZES if small else K), "n": rng.choice(SIZES if small else N),
+            "dtype": rng.choice(dtypes), "out": rng.choice([None, None, jnp.float32]),
+            "transpose_rhs": rng.random() < 0.5,
+            "gathered": op.name == "all_gather_matmul" and rng.random() < 0.2,
+            "split": rng.choice(axes), "concat": rng.choice(axes),
+        }  # fmt: skip
+        call = Call(**drawn | fields)
+        if place.world * math.prod(call.lead) * call.n * call.k <= place.most_products:
+            break
+    kind = call.collective.kind
+    more = kind in ("all_gather", "reduce_scatter") and not call.gathered and rng.random() < 0.3
+    f = call.bind(place.axis_name)
+    if more and call.is_gather:
+        f = functools.partial(f, activation="relu")
+
+    def body(x: Any, w: Any, bias: Any = None, residual: Any = None) -> Any:
+        options = {"bias": bias, "residual": residual}
+        return f(x, w, **{name: a for name, a in options.items() if a is not None})
+
+    def make(seed: int) -> Data:
+        x, w = calls.operands(call, place.mesh, place.axis_name, seed=seed)
+        want = calls.exact(call, place.mesh, place.axis_name, x, w)
+        scale = calls.exact(call, place.mesh, place.axis_name, abs(x), abs(w))
+        dtype = calls.coarser(call.dtype, call.out_dtype)
+        same, terms = kind == "all_reduce", call.terms(place.world)
+        if call.gathered:
+            gathered = Output(want[1], np.zeros_like(want[1]), call.dtype, 1, same=True)
+            return (x, w), [Output(want[0], scale[0], dtype, terms), gathered]
+        if not more:
+            return (x, w), [Output(want, scale, dtype, terms, same)]
+        lead = place.mesh.devices.shape
+        bias = calls.normal(seed + 2, (*lead, call.n), np.float32)
+        wide = bias.reshape(*lead, *[1] * len(call.lead), call.n)
+        want, scale = want + wide, scale + abs(wide)
+        if call.is_gather:
+            return (x, w, bias), [Output(np.maximum(want, 0), scale, dtype, terms)]
+        residual = calls.normal(seed + 3, want.shape, call.out_dtype)
+        want, scale = want + residual.astype(np.float64), scale + abs(residual)
+        return (x, w, bias, residual), [Output(want, scale, dtype, terms)]
+
+    return Case(
+        op=call.op,
+        name=f"{call.op} {call} {'with more ' if more else ''}over {place.axis_name}",
+        mesh=place.mesh,
+        axis_name=place.axis_name,
+        body=body,
+        make=make,
+        is_xlas=place.world == 1 or call.is_exchange,  # an all-to-all may be two calls as well
+        most_bytes=4 * place.world * math.prod(call.lead) * max(call.n, call.k),
+    )
+
+
+def large_sum(rng: random.Random, place: Place) -> Case:
+    """matmul_all_reduce in one kernel: whole tiles for each rank, or, on two, few rows."""
+    world, dtype = place.world, rng.choice(HALVES)
+    k, transpose_rhs, adds = rng.choice([64, 136, 392]), rng.random() < 0.5, rng.random() < 0.5
+    if world == 2 and rng.random() < 0.5:
+        rows, n = rng.choice([32, 100, 128]), rng.choice([8200, 10248])
+    else:  # a row of tiles for each rank, or several, and columns that make it more than 4 MiB
+        rows = 128 * world * rng.choice([1, 1, 2, 3])
+        n = (2 << 20) // rows // 8 * 8 + rng.choice([8, 1032])
+    # Of the program: the same on all ranks.
+    residual: Any = calls.normal(1, (rows, n), dtype) if adds else None
+
+    def body(x: Any, w: Any) -> Any:
+        return jflux.matmul_all_reduce(
+            x, w, axis_name=place.axis_name, transpose_rhs=transpose_rhs, residual=residual
+        )
+
+    def make(seed: int) -> Data:
+        lead = place.mesh.devices.shape
+        x = calls.normal(seed, (*lead, rows, k), dtype)
+        w = calls.normal(seed + 1, (*lead, k, n), dtype)
+        want, scale = sums_of(
+            place,
+            *(a.astype(np.float32) @ b.astype(np.float32) for a, b in ((x, w), (abs(x), abs(w)))),
+        )
+        if residual is not None:
+            want, scale = want + residual.astype(np.float64), scale + abs(residual)
+        operand = np.ascontiguousarray(np.swapaxes(w, -1, -2)) if transpose_rhs else w
+        return (x, operand), [Output(want, scale, dtype, world * k, same=True)]
+
+    return Case(
+        op="matmul_all_reduce",
+        name=f"matmul_all_reduce {rows} x {n} x {k} {transpose_rhs=} {np.dtype(dtype).name} "
+        f"{'and a residual ' if adds else ''}over {place.axis_name}",
+        mesh=place.mesh,
+        axis_name=place.axis_name,
+        body=body,
+        make=make,
+        is_xlas=world == 1,
+    )
