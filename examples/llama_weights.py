@@ -195,9 +195,11 @@ def files_of(paths: Sequence[Path]) -> list[Path]:
                 raise FileNotFoundError(f"no *.safetensors in {path}; give the directory with them")
             files.extend(files_of(found))
         elif path.suffix == ".json":
-            listed = _read_json(path).get("weight_map", {})
-            if not listed:
+            listed = _read_json(path).get("weight_map")
+            if not isinstance(listed, dict) or not listed:
                 raise ValueError(f"{path} lists no files; give a *.safetensors.index.json")
+            if odd := [n for n in listed.values() if not isinstance(n, str) or Path(n).name != n]:
+                raise ValueError(f"{path} lists {str(odd[0])[:200]!r}, which is no file beside it")
             files.extend(path.parent / name for name in sorted(set(listed.values())))
         else:
             files.append(path)
@@ -232,7 +234,7 @@ def open_safetensors(paths: Sequence[Path]) -> dict[str, Any]:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         read = json.loads(path.read_text())
-    except ValueError as e:  # not UTF-8, or not JSON
+    except (ValueError, RecursionError) as e:  # not UTF-8, or not JSON
         raise ValueError(f"{path} is no JSON file ({e}); download it again") from None
     if not isinstance(read, dict):
         raise ValueError(f"{path} is no config or index of Hugging Face's")
@@ -250,6 +252,8 @@ def config_from_json(path: Path) -> Config:
         return _config_of(said, path)
     except KeyError as e:
         raise ValueError(f"{path} has no {e}; give the config.json of a Llama") from None
+    except (AttributeError, TypeError, ZeroDivisionError, OverflowError) as e:
+        raise ValueError(f"{path} is no config of a Llama ({e}); download it again") from None
 
 
 def _config_of(said: dict[str, Any], path: Path) -> Config:
@@ -271,7 +275,7 @@ def _config_of(said: dict[str, Any], path: Path) -> Config:
             f"{path}: {', '.join(k for k, v in odd.items() if v)} not as in Llama 2, which is all "
             "that llama_model.py computes; take such a model"
         )
-    return Config(
+    config = Config(
         layers=said["num_hidden_layers"],
         width=width,
         hidden=said["intermediate_size"],
@@ -282,3 +286,14 @@ def _config_of(said: dict[str, Any], path: Path) -> Config:
         theta=said.get("rope_theta", rope.get("rope_theta", 10_000.0)),
         tied=said.get("tie_word_embeddings", False),
     )
+    sizes = ("layers", "width", "hidden", "heads", "kv_heads", "vocab")
+    for name in sizes:
+        size = getattr(config, name)
+        if type(size) is not int or not 0 < size < 1 << 31:
+            raise ValueError(f"{path}: {str(size)[:50]!r} is no number of {name}")
+    if width % heads or heads % config.kv_heads:
+        raise ValueError(f"{path}: {width=}, {heads=} and {config.kv_heads=} do not divide")
+    for number in (config.epsilon, config.theta):
+        if not isinstance(number, int | float) or not 0 < number < float("inf"):
+            raise ValueError(f"{path}: {number!r} is no epsilon or theta")
+    return config

@@ -86,17 +86,21 @@ def _why_not(key: str, entry: Any) -> str | None:
     """Why an entry of a table cannot be used, or None."""
     match = _KEY.fullmatch(key)
     if match is None:
-        return f"{key!r} names no call"
+        return f"{_short(repr(key))} names no call"
     if match[1] not in {name.removeprefix("jflux_") for name, _, _ in _native.lib.targets()}:
         return f"{match[1]!r} is not an op of this version"
     if entry == DECOMPOSED:
         return None
     numbers = isinstance(entry, list) and len(entry) == 4
-    if not numbers or not all(type(number) is int for number in entry):
-        return f"{json.dumps(entry)} is neither four numbers nor {DECOMPOSED!r}"
+    if not numbers or not all(type(n) is int and 0 <= n < 1 << 31 for n in entry):
+        return f"{_short(json.dumps(entry))} is neither four numbers nor {DECOMPOSED!r}"
     if not _native.lib.is_possible(tuple(entry)):
         return f"no kernel has the configuration {entry}"
     return None
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _warn(path: pathlib.Path, line: int, why: str) -> None:
@@ -115,12 +119,15 @@ def _usable(text: str, path: pathlib.Path) -> Table:
     except json.JSONDecodeError as error:
         _warn(path, error.lineno, f"it is not JSON ({error.msg})")
         return {}
+    except (ValueError, RecursionError) as error:  # too long a number, or too deep
+        _warn(path, 1, f"it cannot be read ({error})")
+        return {}
     if not isinstance(content, dict) or not isinstance(content.get("choices"), dict):
         _warn(path, 1, "it has no `choices`")
         return {}
     wrong = [name for name, value in _writer().items() if content.get(name) != value]
     if wrong:
-        found = ", ".join(f"{name} {content.get(name)!r}" for name in wrong)
+        found = ", ".join(f"{name} {_short(repr(content.get(name)))}" for name in wrong)
         _warn(path, 1, f"another version measured it ({found})")
         return {}
     usable, lines = {}, text.splitlines()
@@ -194,6 +201,9 @@ def load(path: pathlib.Path) -> Table:
     """The choices in a file that this build can use. Nothing in a file is an error: what cannot be
     used is logged, with its line."""
     try:
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            _warn(path, 1, "it is no file")
+            return {}
         return _usable(path.read_text(), path)
     except FileNotFoundError:
         return {}
@@ -203,13 +213,26 @@ def load(path: pathlib.Path) -> Table:
 
 
 def store(path: pathlib.Path, choices: Table) -> None:
-    """Adds choices to a file, in one step. What it has that this build cannot use goes."""
+    """Adds choices to a file, in one step. What it has that this build cannot use goes. A file that
+    cannot be written is logged: the choices were measured all the same, and this process has them.
+    """
     merged = {**load(path), **choices}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as f:
-        json.dump({**_writer(), "choices": dict(sorted(merged.items()))}, f, indent=1)
-        f.write("\n")
-    os.replace(f.name, path)
+    temporary = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as f:
+            temporary = f.name
+            json.dump({**_writer(), "choices": dict(sorted(merged.items()))}, f, indent=1)
+            f.write("\n")
+        os.replace(temporary, path)
+    except OSError as error:
+        if temporary is not None:
+            pathlib.Path(temporary).unlink(missing_ok=True)
+        _config.say_once(
+            logging.WARNING,
+            f"tuning table {path} cannot be written ({error}); set JFLUX_TUNING_DIR to a folder "
+            "that can",
+        )
 
 
 _agreed: dict[str, Table] = {}

@@ -81,7 +81,7 @@ class Timeline:
         for device, events in self.events.items():
             trace.append(_name("process_name", f"GPU {device}", device))
             for e in events:
-                kind = KINDS[e["kind"]]
+                kind = KINDS[e["kind"]] if e["kind"] < len(KINDS) else f"kind {e['kind']}"
                 role = _ROLE_OF.get(kind, 2)
                 sends = kind in ("send", "copy")
                 names = ("peer", "chunk or tile row") if sends else ("tile row", "tile column")
@@ -90,7 +90,7 @@ class Timeline:
                         "name": kind,
                         "ph": "X",
                         "ts": (int(e["begin_ns"]) - zero) / 1e3,
-                        "dur": int(e["end_ns"] - e["begin_ns"]) / 1e3,
+                        "dur": max(0, int(e["end_ns"]) - int(e["begin_ns"])) / 1e3,
                         "pid": device,
                         "tid": 4 * int(e["sm"]) + role,
                         "args": {
@@ -159,7 +159,7 @@ class Timeline:
                 roles = 2 if kind in _COLORS else 1
                 last = (int(e["end_ns"].max()) - zero) / 1e3
                 each = total / len(e)
-                share = total / (span * sms * roles)
+                share = total / (span * sms * roles) if span > 0 else 0.0
                 parts.append(f"{kind} {share:.1%} ({len(e)} of {each:.2f} us, last at {last:.1f})")
             lines.append("; ".join(parts))
         if self.missed:

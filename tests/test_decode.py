@@ -394,7 +394,7 @@ def folder(tmp_path):
 @pytest.fixture
 def script(monkeypatch):
     """Runs the example with such arguments."""
-    monkeypatch.setattr(jax, "devices", lambda: list(make_mesh((RANKS,)).devices.flat))
+    monkeypatch.setattr(jax, "devices", lambda *_: list(make_mesh((RANKS,)).devices.flat))
 
     def run(arguments):
         monkeypatch.setattr(sys, "argv", ["decode.py", *arguments.split()])
@@ -433,7 +433,7 @@ def test_what_is_wrong_is_said_in_one_line(arguments, error, folder, script):
 
 @pytest.mark.skipif(RANKS < 3, reason="any model can be split so")
 def test_how_many_ranks_would_do_is_said(folder, script, monkeypatch):
-    monkeypatch.setattr(jax, "devices", lambda: list(make_mesh((3,)).devices.flat))
+    monkeypatch.setattr(jax, "devices", lambda *_: list(make_mesh((3,)).devices.flat))
     with pytest.raises(SystemExit, match="must divide.*; --ranks 2 would do"):
         script(f"--weights {folder}")
 

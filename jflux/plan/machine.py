@@ -7,6 +7,8 @@ import json
 import os
 import pathlib
 
+_MOST = 1e100  # what is above it is a mistake, and its products are infinite
+
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
@@ -41,18 +43,24 @@ class Machine:
     inter_by_size: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
-        if not isinstance(self.gpus_per_node, int) or self.gpus_per_node < 1:
+        if not isinstance(self.name, str):
+            raise ValueError(f"jflux: name={self.name!r} must be a string")
+        if type(self.gpus_per_node) is not int or not 1 <= self.gpus_per_node < _MOST:
             raise ValueError(f"jflux: gpus_per_node={self.gpus_per_node!r} must be a positive int")
         for field in ("intra", "memory", "flops"):
-            if not getattr(self, field) > 0:
-                raise ValueError(f"jflux: {field}={getattr(self, field)!r} must be positive")
+            if not 0 < getattr(self, field) < _MOST:
+                raise ValueError(
+                    f"jflux: {field}={getattr(self, field)!r} must be positive, and finite"
+                )
         for field in ("inter", "intra_latency", "inter_latency"):
-            if not getattr(self, field) >= 0:
-                raise ValueError(f"jflux: {field}={getattr(self, field)!r} must not be negative")
+            if not 0 <= getattr(self, field) < _MOST:
+                raise ValueError(
+                    f"jflux: {field}={getattr(self, field)!r} must not be negative, nor infinite"
+                )
         for field in ("intra_by_size", "inter_by_size"):
             pairs = getattr(self, field)
             sizes = [size for size, _ in pairs]
-            if sizes != sorted(set(sizes)) or any(size <= 0 or rate <= 0 for size, rate in pairs):
+            if sizes != sorted(set(sizes)) or not all(0 < n < _MOST for p in pairs for n in p):
                 raise ValueError(f"jflux: {field} must be pairs > 0, of growing bytes; got {pairs}")
 
     @classmethod
@@ -60,7 +68,8 @@ class Machine:
         """The machine that a JSON file describes: an object with this class's attributes.
 
         Raises:
-          ValueError: it is not one.
+          OSError: the file cannot be read.
+          ValueError: it does not describe one; names the file.
         """
         try:
             found = json.loads(pathlib.Path(path).read_text())
@@ -68,8 +77,9 @@ class Machine:
                 if field in found:
                     found[field] = tuple((float(a), float(b)) for a, b in found[field])
             return cls(**found)
-        except (TypeError, json.JSONDecodeError) as error:
-            raise ValueError(f"jflux: {path} does not describe a machine: {error}") from error
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            why = str(error).removeprefix("jflux: ")[:500]
+            raise ValueError(f"jflux: {path} does not describe a machine: {why}") from error
 
 
 # XLA's all-reduce of bf16 on 4 x H200, in one program: 2 (G - 1)/G bytes over its time.
