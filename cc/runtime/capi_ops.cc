@@ -1,4 +1,5 @@
 // The C interface to the ops: their FFI targets, plans and constants.
+#include <cstring>
 #include <string>
 #include <vector>
 
@@ -19,7 +20,7 @@ namespace {
 
 using jflux::Reason;
 
-const char* KeptForever(const std::string& text) { return (new std::string(text))->c_str(); }
+const char* KeptForever(const std::string& text) { return strdup(text.c_str()); }
 
 }  // namespace
 

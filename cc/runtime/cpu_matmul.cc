@@ -92,6 +92,7 @@ void SetBlas(void* sgemm, void* dgemm) {
 }
 
 void Convert(const void* src, DType src_dtype, void* dst, DType dst_dtype, int64_t count) {
+  if (count == 0) return;  // the arrays may be null
   if (src_dtype == dst_dtype) {
     std::memcpy(dst, src, count * SizeOf(src_dtype));
     return;
