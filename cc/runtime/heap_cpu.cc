@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cstdio>
 #include <cstring>
 #include <random>
 #include <sstream>
@@ -34,7 +35,9 @@ struct Handle {
   std::vector<int64_t> devices;
 };
 
+// Digits, colons and commas, as Export writes them, and nothing else.
 bool ParseHandle(const std::string& text, Handle* handle) {
+  if (text.find_first_not_of("0123456789:,") != std::string::npos) return false;
   std::istringstream in(text);
   char colon[4];
   int leads = 0;
@@ -42,9 +45,15 @@ bool ParseHandle(const std::string& text, Handle* handle) {
         leads >> colon[3])) {
     return false;
   }
+  if (!std::all_of(colon, colon + 4, [](char c) { return c == ':'; }) || leads > 1) return false;
   handle->leads = leads != 0;
-  for (int64_t device; in >> device; in.ignore(1, ',')) handle->devices.push_back(device);
-  return in.eof() && std::all_of(colon, colon + 4, [](char c) { return c == ':'; });
+  while (in.peek() != EOF) {
+    if (!handle->devices.empty() && in.get() != ',') return false;
+    int64_t device;
+    if (!(in >> device)) return false;
+    handle->devices.push_back(device);
+  }
+  return true;
 }
 
 }  // namespace
@@ -66,7 +75,7 @@ std::optional<int64_t> HeapCpu::FillView(const std::vector<int64_t>& devices, in
   return std::nullopt;
 }
 
-bool HeapCpu::MapFile(int fd, const std::vector<int64_t>& devices, bool has_table, uint64_t number,
+bool HeapCpu::MapFile(int fd, const std::vector<int64_t>& devices, bool has_table,
                       std::string* error) {
   const int64_t head = kHeadBytes + (has_table ? kTableBytes : 0);
   const auto size = static_cast<size_t>(head + heap_bytes() * static_cast<int64_t>(devices.size()));
@@ -76,14 +85,6 @@ bool HeapCpu::MapFile(int fd, const std::vector<int64_t>& devices, bool has_tabl
     return false;
   }
   mappings_.emplace_back(base, size);
-  struct stat file;
-  if (fstat(fd, &file) != 0 || file.st_size != static_cast<off_t>(size) ||
-      static_cast<FileHead*>(base)->number != number) {
-    *error =
-        "a peer process's heap is not where its handle says: the processes are in different PID "
-        "namespaces; in containers, share one (shareProcessNamespace, --pid=host)";
-    return false;
-  }
   if (has_table) {
     table_ = reinterpret_cast<WorkspaceTable*>(static_cast<char*>(base) + kHeadBytes);
   }
@@ -109,7 +110,7 @@ std::shared_ptr<HeapCpu> HeapCpu::Create(const HeapConfig& config, std::string* 
     return nullptr;
   }
   heap->number_ = head.number;
-  if (!heap->MapFile(heap->fd_, config.devices, config.leads, head.number, error)) return nullptr;
+  if (!heap->MapFile(heap->fd_, config.devices, config.leads, error)) return nullptr;
   return heap;
 }
 
@@ -126,10 +127,41 @@ bool HeapCpu::Export(std::string* handle, std::string*) const {
   return true;
 }
 
+// Whether the file can be the heap of the handle: pages behind its end could be mapped, and would
+// end the process when they are read.
+bool HeapCpu::CanBeHeapOf(const std::vector<int64_t>& devices, bool leads, uint64_t number, int fd,
+                          std::string* error) const {
+  for (size_t i = 0; i < devices.size(); ++i) {
+    const auto begin = devices.begin();
+    const int64_t device = devices[i];
+    if (segments_.count(device) != 0 || std::find(begin, begin + i, device) != begin + i) {
+      *error = "two processes, or one twice, have the device " + std::to_string(device);
+      return false;
+    }
+  }
+  if (leads && table_ != nullptr) {
+    *error = "two processes lead";
+    return false;
+  }
+  const int64_t bytes =
+      kHeadBytes + (leads ? kTableBytes : 0) + heap_bytes() * static_cast<int64_t>(devices.size());
+  struct stat found{};
+  FileHead head{};
+  if (fstat(fd, &found) != 0 || found.st_size != bytes ||
+      pread(fd, &head, sizeof(head), 0) != static_cast<ssize_t>(sizeof(head)) ||
+      head.number != number) {
+    *error =
+        "a peer process's heap is not where its handle says: the processes are in different PID "
+        "namespaces; in containers, share one (shareProcessNamespace, --pid=host)";
+    return false;
+  }
+  return true;
+}
+
 bool HeapCpu::Attach(const std::string& text, std::string* error) {
   Handle handle{};
   if (!ParseHandle(text, &handle)) {
-    *error = "malformed handle of a peer process's heap: " + text;
+    *error = "malformed handle of a peer process's heap: " + text.substr(0, 200);
     return false;
   }
   const std::string path =
@@ -140,14 +172,8 @@ bool HeapCpu::Attach(const std::string& text, std::string* error) {
                    " (the processes of a node run as one user, in one PID namespace)");
     return false;
   }
-  // A file of another size would fault where it is read.
-  struct stat file;
-  if (fstat(fd, &file) != 0 || file.st_size < kHeadBytes) {
-    *error = "no heap of a peer process is at " + path;
-    close(fd);
-    return false;
-  }
-  const bool ok = MapFile(fd, handle.devices, handle.leads, handle.number, error);
+  const bool ok = CanBeHeapOf(handle.devices, handle.leads, handle.number, fd, error) &&
+                  MapFile(fd, handle.devices, handle.leads, error);
   close(fd);
   return ok;
 }

@@ -60,8 +60,9 @@ class HeapCpu final : public Heap {
 
  private:
   explicit HeapCpu(HeapConfig config) : Heap(std::move(config)) {}
-  bool MapFile(int fd, const std::vector<int64_t>& devices, bool has_table, uint64_t number,
-               std::string* error);
+  bool CanBeHeapOf(const std::vector<int64_t>& devices, bool leads, uint64_t number, int fd,
+                   std::string* error) const;
+  bool MapFile(int fd, const std::vector<int64_t>& devices, bool has_table, std::string* error);
 
   TestHooks hooks_{};
   int fd_ = -1;
