@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import glob
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -36,6 +37,10 @@ def main() -> int:
     parser.add_argument(
         "--steps", type=int, default=24, help="of a call's replays, rounded up to loops of 24"
     )
+    parser.add_argument("--op", help="calls of this op alone, instead of a kind")
+    parser.add_argument("--small", action="store_true", help="small shapes, for slow tools")
+    parser.add_argument("--deadline", type=float, default=30, help="of a wait, in seconds")
+    parser.add_argument("--prefix", default="", help="each rank's command begins with it")
     args = parser.parse_args()
     if args.kind == "custom" and "JFLUX_TEST_PRIMITIVES" not in os.environ:
         parser.error("JFLUX_TEST_PRIMITIVES must name a library (tests/test_primitives.py)")
@@ -45,9 +50,11 @@ def main() -> int:
     env = environment("gpu" if gpus else "cpu", 1)
     env["NCCL_NVLS_ENABLE"] = "0"
     env["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{0.7 / -(-args.ranks // max(gpus, 1)):.3f}"
-    command = [sys.executable, "-m", "workers.random_worker", "--port", str(free_port())]
-    command += ["--graphs"] * args.graphs
-    for name in ("ranks", "calls", "seed", "steps", "kind"):
+    command = [*shlex.split(args.prefix), sys.executable, "-m", "workers.random_worker"]
+    command += ["--port", str(free_port())]
+    command += ["--graphs"] * args.graphs + ["--small"] * args.small
+    command += ["--op", args.op] if args.op else []
+    for name in ("ranks", "calls", "seed", "steps", "kind", "deadline"):
         command += [f"--{name}", str(getattr(args, name))]
     command += ["--gpus", str(gpus)]
     running = {

@@ -23,6 +23,9 @@ for name in ("ranks", "calls", "seed", "steps", "rank", "port", "gpus"):
     parser.add_argument(f"--{name}", type=int, required=True)
 parser.add_argument("--kind", required=True)
 parser.add_argument("--graphs", action="store_true")
+parser.add_argument("--op")
+parser.add_argument("--small", action="store_true")
+parser.add_argument("--deadline", type=float, required=True)
 args = parser.parse_args()
 
 if args.gpus == 0:
@@ -43,7 +46,7 @@ from jax.sharding import Mesh  # noqa: E402
 
 import jflux  # noqa: E402
 from jflux import _config, _native, _tuning, testing  # noqa: E402
-from jflux._ops._spec import all_ops  # noqa: E402
+from jflux._ops._spec import OpSpec, all_ops  # noqa: E402
 from jflux._ops.exchange import MOST_BYTES_IN_PACKETS  # noqa: E402
 from jflux._stress import cases, collectives, products  # noqa: E402
 from jflux._stress.cases import Case  # noqa: E402
@@ -52,7 +55,8 @@ from jflux._stress.programs import draw_choice, put  # noqa: E402
 BARRIERS = itertools.count()
 STEPS = 24  # of a loop that GPUs capture; --steps are several such
 LIBRARY = os.environ.get(custom_primitives.LIBRARY)
-MOST_PRODUCTS = 1 << 28  # of one rank: the host does them in float64
+# Of one rank: the host does them in float64.
+MOST_PRODUCTS = 1 << (20 if args.small else 28)
 
 
 @dataclasses.dataclass
@@ -75,7 +79,7 @@ class Chosen:
 
 
 def barrier() -> None:
-    global_state.client.wait_at_barrier(f"barrier {next(BARRIERS)}", 60_000)
+    global_state.client.wait_at_barrier(f"barrier {next(BARRIERS)}", int(2000 * args.deadline))
 
 
 @contextlib.contextmanager
@@ -189,6 +193,8 @@ def draw(rng: random.Random) -> Chosen:
     axis_name = rng.choice(["a", "b", ("a", "b"), ("b", "a")])
     platform = "cuda" if harness.PLATFORM == "gpu" else "cpu"
     place = cases.Place(mesh, axis_name, platform, MOST_PRODUCTS)
+    if args.op:
+        return _of_op(rng, place, all_ops()[args.op])
     kinds = [_product] * 6 + [_few_columns] * 3
     kinds += [_waves] * (2 if args.gpus or args.kind == "waves" else 0)  # CPUs compute no waves
     kinds += [_sum, _norm, _large_sum, _exchange, _pieces] + [_custom] * (LIBRARY is not None)
@@ -199,6 +205,17 @@ def draw(rng: random.Random) -> Chosen:
 
 def _chosen(rng: random.Random, case: Case, **how: Any) -> Chosen:
     return Chosen(case, rng.randrange(1 << 30), **how)
+
+
+def _of_op(rng: random.Random, place: cases.Place, spec: OpSpec) -> Chosen:
+    if spec.name == "all_reduce":
+        return rng.choice([_sum, _norm])(rng, place)
+    if spec.product is None:
+        case = collectives.collective(rng, place, spec=spec)
+        return _chosen(rng, case, in_chunks=rng.random() < 0.5)
+    return (
+        _product(rng, place, op=spec.name) if spec.name in harness.OPS else _large_sum(rng, place)
+    )
 
 
 def _product(rng: random.Random, place: cases.Place, **fields: Any) -> Chosen:
@@ -278,7 +295,7 @@ def main() -> None:
     jflux.config.update(strict=True, always=True)
     if LIBRARY is not None:
         custom_primitives.load(LIBRARY)
-    jflux.init(deadline_seconds=30)
+    jflux.init(deadline_seconds=args.deadline)
     rng = random.Random(args.seed)
     start = time.monotonic()
     counts: dict[str, int] = {}

@@ -1,0 +1,154 @@
+"""NVIDIA's compute-sanitizer on small calls of every op; a table is last:
+
+python tests/compute_sanitizer.py [--tools memcheck ...] [--ops all_reduce ...] [--calls 3]
+
+Two ranks, each a process under the tool, share what GPUs there are (shared_gpu.py): one is enough.
+The tools are slow, and ranks wait for each other meanwhile: the deadline of a wait is --deadline.
+Only jflux's kernels are instrumented, where the tool can choose kernels.
+
+  memcheck    accesses out of bounds or misaligned, in any memory
+  initcheck   reads of global memory that this process has not written. What a peer writes does not
+              count as written; the heap is zeroed when it is made, and poisoned before each call
+  synccheck   invalid use of barriers
+  racecheck   hazards in shared memory. TMA writes shared memory through the asynchronous proxy, and
+              mbarriers order it: racecheck may not know of either. What it says of the products,
+              whose kernels use both, is shown and does not count, unless --strict
+
+Status 1: a tool has found something, or a run has failed. Logs stay in --logs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+from jflux._ops._spec import all_ops
+
+HERE = pathlib.Path(__file__).parent
+TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")
+FOUND = 99  # the exit status of a program in which a tool has found something
+
+
+@dataclasses.dataclass
+class Outcome:
+    op: str
+    tool: str
+    seconds: float
+    verdict: str  # "ok", or what was found
+    counts: bool  # whether it makes the run fail
+
+    @property
+    def bad(self) -> bool:
+        return self.counts and self.verdict != "ok"
+
+
+def read(logs: list[str], status: int, output: str) -> str:
+    """What the logs of a run's ranks and its output say."""
+    text = "\n".join(logs)
+    errors = sum(int(n) for n in re.findall(r"ERROR SUMMARY: (\d+) error", text))
+    for total, worst in re.findall(
+        r"RACECHECK SUMMARY: (\d+) hazards? displayed \((\d+) err", text
+    ):
+        errors += int(worst)
+        if int(worst) == 0 and int(total) > 0 and errors == 0:
+            return f"{total} warnings"
+    if errors:
+        first = re.search(r"^=+ (?!COMPUTE-SANITIZER)(\S.*)$", text, re.M)
+        return f"{errors} errors: {first[1] if first else ''}"
+    if unknown := re.search(r"^.*(not supported|[Uu]nsupported).*$", text, re.M):
+        return f"unsupported: {unknown[0].strip('= ')}"
+    if status == 0 and not logs:
+        return "no log: was the tool run?"
+    if status == 0:
+        return "ok"
+    last = next((line for line in reversed(output.splitlines()) if line.strip()), "no output")
+    return f"ended with {status}: {last}"
+
+
+def filter_of(sanitizer: str) -> list[str]:
+    """The option that instruments jflux's kernels alone, as this version spells it."""
+    text = subprocess.run([sanitizer, "--help"], text=True, capture_output=True).stdout
+    for option in ("--kernel-name", "--kernel-regex"):
+        if re.search(rf"{option}\b(?!-)", text):
+            return [option, "kernel_substring=jflux"]
+    return []
+
+
+def run(args: argparse.Namespace, sanitizer: str, chosen: list[str], op: str, tool: str) -> Outcome:
+    folder = args.logs / f"{op}-{tool}"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    prefix = [sanitizer, "--tool", tool, "--error-exitcode", str(FOUND), "--print-limit", "20"]
+    prefix += ["--log-file", str(folder / "rank-%p.log"), *chosen]
+    command = [
+        sys.executable, "shared_gpu.py", "--ranks", "2", "--calls", str(args.calls), "--op", op,
+        "--small", "--deadline", str(args.deadline), "--prefix", shlex.join(prefix),
+        "--seed", str(args.seed),
+    ]  # fmt: skip
+    start = time.monotonic()
+    process = subprocess.Popen(
+        command, cwd=HERE, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        output, _ = process.communicate(timeout=args.limit)
+        status = process.returncode
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, status = process.communicate()[0] + f"\nkilled after {args.limit:.0f} s", 124
+    (folder / "output.log").write_text(output)
+    logs = [log.read_text(errors="replace") for log in sorted(folder.glob("rank-*.log"))]
+    advisory = tool == "racecheck" and all_ops()[op].product is not None and not args.strict
+    return Outcome(op, tool, time.monotonic() - start, read(logs, status, output), not advisory)
+
+
+def table(outcomes: list[Outcome]) -> str:
+    lines = []
+    for o in outcomes:
+        mark = "BAD " if o.bad else "ok  " if o.verdict == "ok" else "note"
+        lines.append(f"{mark} {o.op:22} {o.tool:10} {o.seconds:6.0f} s  {o.verdict[:120]}")
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS)
+    parser.add_argument("--ops", nargs="+", choices=list(all_ops()), default=list(all_ops()))
+    parser.add_argument("--calls", type=int, default=3, help="of each op, under each tool")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--deadline", type=float, default=1200, help="of a wait, in seconds")
+    parser.add_argument("--limit", type=float, default=600, help="seconds of one op under one tool")
+    parser.add_argument("--strict", action="store_true", help="racecheck counts for all ops")
+    parser.add_argument("--sanitizer", default="compute-sanitizer", help="the program")
+    parser.add_argument("--logs", type=pathlib.Path, default="/tmp/jflux-compute-sanitizer")
+    args = parser.parse_args(argv)
+    sanitizer = shutil.which(args.sanitizer) or shutil.which(
+        "/usr/local/cuda/bin/compute-sanitizer"
+    )
+    if sanitizer is None:
+        parser.error(f"there is no {args.sanitizer}; it is part of the CUDA toolkit")
+    chosen = filter_of(sanitizer)
+    one = functools.partial(run, args, sanitizer, chosen)
+    outcomes = []
+    for tool in args.tools:
+        for op in args.ops:
+            outcomes.append(one(op, tool))
+            print(table(outcomes[-1:]), flush=True)
+    print(f"\n{table(outcomes)}")
+    return int(any(o.bad for o in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
