@@ -1,6 +1,7 @@
 """What the documents say is so: their samples run, their links lead somewhere, and the pictures
 show the orders of cc/core/tile_order.h."""
 
+import ast
 import importlib.util
 import os
 import re
@@ -81,6 +82,58 @@ def test_indices_name_every_page(folder):
     index = (ROOT / "docs" / folder / "index.md").read_text()
     pages = sorted(page.name for page in ROOT.glob(f"docs/{folder}/[0-9]*.md"))
     assert pages and re.findall(r"\((\d{4}-[\w-]+\.md)\)", index) == pages
+
+
+def _texts(source: Path) -> str:
+    """What a file's string literals say, with a line break where a name or a number comes in."""
+    text = source.read_text()
+    if source.suffix == ".py":
+        found = []
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+            elif isinstance(node, ast.JoinedStr):
+                parts = [p.value if isinstance(p, ast.Constant) else "\n" for p in node.values]
+                found.append("".join(parts))
+        return "\n".join(found)
+    literal = r'"((?:[^"\\\n]|\\.)*)"'
+    joined = re.sub(r'(?<!\\)"\s*\n\s*"', "", text)  # adjacent literals
+    found = [m.replace('\\"', '"') for m in re.findall(literal, joined)]
+    return re.sub(r"%[-.\d]*(?:ll)?[a-z]", "\n", "\n".join(found))
+
+
+def _messages(page: Path) -> list[str]:
+    """The first cells of the tables of messages."""
+    found, inside = [], False
+    for line in page.read_text().splitlines():
+        inside = line.startswith("|") and (inside or line.startswith("| message |"))
+        if inside and (code := re.match(r"\| `([^`]+)` \|", line)):
+            found.append(code[1])
+    return found
+
+
+def test_quoted_messages_are_those_of_the_code():
+    """Each part between two "..." stands in the string literals of one file."""
+    sources = [*ROOT.glob("jflux/**/*.py"), *ROOT.glob("cc/**/*.cc"), *ROOT.glob("cc/**/*.cu")]
+    texts = {source: _texts(source) for source in sources}
+    messages = _messages(ROOT / "docs" / "guide" / "troubleshooting.md")
+    assert len(messages) > 25
+    for message in messages:
+        parts = [part.strip() for part in message.split("...") if len(part.strip()) > 3]
+        assert parts, message
+        assert any(all(part in text for part in parts) for text in texts.values()), message
+
+
+def test_a_message_that_nobody_prints_is_noticed(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("| message | reason |\n|---|---|\n| `gone ... away` | x |\n\n| `other` |\n")
+    assert _messages(page) == ["gone ... away"]
+    source = tmp_path / "a.cc"
+    source.write_text('f("rank %d went "\n  "away", "say \\"x\\"");')
+    assert _texts(source) == 'rank \n went away\nsay "x"'
+    source = tmp_path / "a.py"
+    source.write_text('f(f"rank {r} went "\n  "away")')
+    assert "rank \n went away" in _texts(source)
 
 
 ORDERS = """
