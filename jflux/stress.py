@@ -78,6 +78,8 @@ def _start_jax(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Non
     if not chosen and jax.config.jax_num_cpu_devices < 0:
         share = VIRTUAL_DEVICES // (args.processes or 1) if not args.distributed else 1
         jax.config.update("jax_num_cpu_devices", max(1, share))
+    # No kernel of jflux uses NVLink multicast, so NCCL need not set it up either.
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     if not several:
         return
     jax.config.update("jax_cpu_collectives_implementation", "gloo")

@@ -99,20 +99,35 @@ def test_each_check_fails_where_it_must(what):
     assert error.value.what == what
 
 
+def by_environment(process):
+    """As Open MPI's mpirun says where the others are; JAX chooses the port by the job's number."""
+    return {
+        "OMPI_MCA_orte_hnp_uri": f"{os.getpid()}.0;tcp://127.0.0.1:1",
+        "OMPI_COMM_WORLD_SIZE": "2",
+        "OMPI_COMM_WORLD_RANK": str(process),
+        "OMPI_COMM_WORLD_LOCAL_RANK": str(process),
+    }
+
+
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("fault", [False, True])
-def test_one_process_for_each_part_of_the_devices(fault, tmp_path):
+@pytest.mark.parametrize("fault, flags", [(False, True), (True, True), (False, False)])
+def test_one_process_for_each_part_of_the_devices(fault, flags, tmp_path):
     port, path = free_port(), tmp_path / "stress.json"
     gpus = PLATFORM == "gpu"
     env = environment(PLATFORM, 4)
     env["NCCL_NVLS_ENABLE"] = "0"
 
     def run(process):
-        command = [sys.executable, "-m", "jflux.stress", "--coordinator", f"127.0.0.1:{port}"]
-        command += ["--processes", "2", "--process", str(process), "--seed", "3", "--calls", "12"]
+        command = [sys.executable, "-m", "jflux.stress", "--seed", "3", "--calls", "12"]
         command += ["--in-flight", "2", "--report", str(path)] + ["--plant-fault"] * fault
         command += ["--local-devices", str(process)] * gpus
-        return subprocess.run(command, env=env, timeout=250, text=True, capture_output=True)
+        if flags:
+            command += ["--coordinator", f"127.0.0.1:{port}"]
+            command += ["--processes", "2", "--process", str(process)]
+        else:
+            command.append("--distributed")
+        own = env | ({} if flags else by_environment(process))
+        return subprocess.run(command, env=own, timeout=250, text=True, capture_output=True)
 
     with ThreadPoolExecutor() as pool:
         done = list(pool.map(run, range(2)))

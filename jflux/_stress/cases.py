@@ -72,6 +72,7 @@ class Place:
     Attributes:
       platform: "cpu" or "cuda".
       most_products: of one rank and call: the host computes them in float64.
+      most_elements: of one rank's operand of a collective.
       wide: whether float64 may be drawn (JAX's 64-bit mode).
     """
 
@@ -79,6 +80,7 @@ class Place:
     axis_name: Any
     platform: str
     most_products: int = 1 << 24
+    most_elements: int = 1 << 23
     wide: bool = False
 
     @property

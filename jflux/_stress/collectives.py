@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import random
 from typing import Any
 
@@ -28,14 +29,17 @@ def collective(rng: random.Random, place: Place, *, spec: OpSpec | None = None) 
     if place.wide and op.takes(place.platform, jnp.float64):
         dtypes.append(jnp.float64)
     dtype = rng.choice(dtypes)
-    shape = [rng.choice([1, 2, 5, 24, 65, 300]) for _ in range(3)]
     options = {  # dimensions, but for those that are yes or no
         name: value if isinstance(value, bool) else rng.randrange(3)
         for name, value in rng.choice(op.ways).items()
     }
     communication = op.communication(3, **options)
-    if communication.split is not None:
-        shape[communication.split] *= place.world
+    while True:
+        shape = [rng.choice([1, 2, 5, 24, 65, 300]) for _ in range(3)]
+        if communication.split is not None:
+            shape[communication.split] *= place.world
+        if place.world * math.prod(shape) <= place.most_elements:
+            break
     f = functools.partial(op.function, axis_name=place.axis_name, **options)
 
     def make(seed: int) -> Data:
@@ -64,7 +68,7 @@ def all_reduce(rng: random.Random, place: Place) -> Case:
     algorithm = rng.choice(ALGORITHMS)
     if algorithm == "chunked":  # above 1 MiB for each rank to sum chunks are larger
         sizes.append(world * (1 << 19) + 12_345)
-    size = rng.choice(sizes)
+    size = rng.choice([size for size in sizes if size <= place.most_elements])
 
     def make(seed: int) -> Data:
         x = calls.normal(seed, (*place.mesh.devices.shape, size), dtype)

@@ -92,9 +92,9 @@ def _place(rng: random.Random, some_orders: list[list[Any]], platform: str) -> c
         axis_name = rng.choice([*names, tuple(rng.sample(names, len(names)))])
         if 1 < calls.world_of(mesh, axis_name) <= _native.MAX_RANKS:
             break
-    most = 1 << (28 if platform == "cuda" else 23)
     wide = platform == "cpu" and rng.random() < 0.2
-    return cases.Place(mesh, axis_name, platform, most, wide)
+    most = (1 << 28, 1 << 23) if platform == "cuda" else (1 << 23, 1 << 19)
+    return cases.Place(mesh, axis_name, platform, *most, wide)
 
 
 def draw_choice(rng: random.Random, platform: str) -> Any:
