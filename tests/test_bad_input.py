@@ -123,12 +123,11 @@ def test_machines_of_odd_numbers(fields, why):
         Machine(**{**good, "flops": 1e14, **fields})
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"deadline_seconds": value} for value in (0, -1.0, float("nan"))
-    ] + [{"heap_bytes": value} for value in (0, -8)],
-)  # fmt: skip
+SETTINGS = [{"deadline_seconds": v} for v in (0, -1.0, float("nan"), float("inf"), 1e10)]
+SETTINGS += [{"heap_bytes": v} for v in (0, -8)]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
 def test_settings_of_the_heap(settings):
     (name,) = settings
     with pytest.raises(ValueError, match=name):

@@ -11,7 +11,6 @@ import atexit
 import dataclasses
 import functools
 import logging
-import math
 import os
 import threading
 from collections.abc import Collection, Mapping, Sequence
@@ -96,8 +95,8 @@ def init(
     if heap_bytes is not None and heap_bytes <= 0:
         raise ValueError(f"{heap_bytes=} must be positive")
     for name, seconds in (("deadline_seconds", deadline_seconds), ("warn_seconds", warn_seconds)):
-        if not (seconds > 0 and math.isfinite(seconds)):
-            raise ValueError(f"{name}={seconds} must be positive and finite")
+        if not 0 < seconds <= 1e9:  # in nanoseconds it must fit 64 bits
+            raise ValueError(f"{name}={seconds} must be positive, and at most 1e9")
     names = node if node is None or isinstance(node, str) else tuple(node)
     wanted = Settings(heap_bytes, deadline_seconds, warn_seconds, names)
     with _lock:
