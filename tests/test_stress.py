@@ -5,6 +5,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -149,6 +150,23 @@ def test_lines_where_there_is_no_tqdm(tmp_path):
     env["XLA_FLAGS"] = "--xla_force_host_platform_device_count=1"
     done = subprocess.run(command, env=env, text=True, capture_output=True, timeout=200)
     assert done.returncode == 1 and "nothing to run here: there is one device" in done.stderr
+
+
+def test_a_run_that_is_killed_leaves_what_it_was_doing(tmp_path):
+    path = tmp_path / "stress.json"
+    command = [sys.executable, "-m", "jflux.stress", "--minutes", "9", "--report", str(path)]
+    env = {**environment("cpu", 4), "PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL)
+    try:
+        end = time.monotonic() + 120
+        while not path.exists() and time.monotonic() < end:
+            time.sleep(0.1)
+    finally:
+        process.kill()
+        process.wait()
+    report = json.loads(path.read_text())
+    assert report["failure"] is None and all("mesh (" in line for line in report["running"])
+    assert len(report["running"]) >= 4 and [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
 def test_flags_of_processes_go_together(capsys):
