@@ -116,6 +116,18 @@ JFLUX_HD void FenceRelease() {
 #endif
 }
 
+// StoreRelease, unless `stop` is set. On a GPU the load of `stop` takes no time: it completes while
+// the fence waits for this thread's earlier stores.
+JFLUX_HD void StoreReleaseUnless(const uint64_t* stop, uint64_t* p, uint64_t v) {
+  const bool stopped = LoadRelaxed(stop) != 0;
+#if defined(__CUDA_ARCH__)
+  FenceRelease();
+  if (!stopped) StoreRelaxed(p, v);
+#else
+  if (!stopped) StoreRelease(p, v);
+#endif
+}
+
 }  // namespace jflux
 
 #endif  // JFLUX_CORE_ATOMIC_H_

@@ -23,9 +23,9 @@
 //            by a barrier (bar.sync), and causality order is transitive in the PTX memory model, so
 //            the release is cumulative over them.
 //   time     Every wait has a timeout (jflux.init(deadline_seconds=...)). A function that waits
-//            returns whether the wait succeeded. If not, the reason is recorded, and this rank's
-//            other waits fail too. The kernel must go on to end_call, which turns this into an
-//            error.
+//            returns whether the wait succeeded. If not, the reason is recorded, this rank's other
+//            waits fail too, and it sets no further signals. The kernel must go on to end_call,
+//            which turns this into an error.
 //   scopes   Suffix _warp or _block: all threads of the warp or block make the call, with the same
 //            arguments. If other threads of the scope wrote `source`, a barrier must precede the
 //            call. On a host a warp and a block are one thread.
@@ -105,14 +105,17 @@ namespace internal {
 template <typename Scope>
 JFLUX_HD void SignalSet(const Context& ctx, Signal* sig_addr, int pe) {
   Scope::sync();
-  if (Scope::rank() == 0) StoreRelease(ptr(ctx, sig_addr, pe), ctx.SignalValue());
+  if (Scope::rank() == 0) {
+    StoreReleaseUnless(ctx.wait.stop, ptr(ctx, sig_addr, pe), ctx.SignalValue());
+  }
 }
 
 }  // namespace internal
 
 // [9.8.2 SHMEM_SIGNAL_SET; a function of its own in OpenSHMEM 1.6] Sets the signal on `pe`, after
 // everything that the threads of this scope have stored anywhere, and everything they know others
-// to have stored.
+// to have stored. After a failed wait of this rank it sets nothing: what the rank has computed
+// since may be wrong, and a peer must not take it for right.
 JFLUX_HD void signal_set(const Context& ctx, Signal* sig_addr, int pe) {
   internal::SignalSet<Thread>(ctx, sig_addr, pe);
 }

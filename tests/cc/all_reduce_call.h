@@ -32,6 +32,7 @@ class AllReduceCall : public AnyCall {
     for (const Array& y : y_) wrong += y.Wrong(sum_);
     return wrong;
   }
+  int64_t WrongOn(int rank) const { return y_[rank].Wrong(sum_); }
 
  protected:
   virtual AllReduceArrays ArraysOf(int rank) {

@@ -51,6 +51,7 @@ class MatmulAllReduceCall : public Call {
     for (const Array& y : y_) wrong += y.Wrong(sum_);
     return wrong;
   }
+  int64_t WrongOn(int rank) const { return y_[rank].Wrong(sum_); }
 
  protected:
   MatmulAllReduceArrays ArraysOf(int rank) {

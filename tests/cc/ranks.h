@@ -184,6 +184,7 @@ struct RunOptions {
   // next call.
   bool poison = true;
   double deadline_s = 60;
+  double deadline_of_rank_0_s = 0;                    // 0: as the other ranks'
   int absent = -1;                                    // this rank never calls
   std::function<void(int rank, size_t call)> before;  // before each call, if set
 };
@@ -205,7 +206,10 @@ inline std::vector<std::string> RunRanks(PlainHeap& heap, const std::vector<AnyC
         }
         Fault fault{};
         uint64_t stop = 0;
-        const uint64_t deadline = NowNs() + static_cast<uint64_t>(options.deadline_s * 1e9);
+        const double seconds = rank == 0 && options.deadline_of_rank_0_s > 0
+                                   ? options.deadline_of_rank_0_s
+                                   : options.deadline_s;
+        const uint64_t deadline = NowNs() + static_cast<uint64_t>(seconds * 1e9);
         const WaitContext ctx{&fault, &stop, deadline, /*op=*/0, rank, /*skip=*/false};
         if (!calls[i]->Run(heap.View(rank), epoch, ctx)) {
           errors[rank] = Describe(fault, options.deadline_s);

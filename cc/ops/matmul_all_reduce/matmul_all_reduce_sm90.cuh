@@ -81,10 +81,13 @@ struct MatmulAllReduceSm90 : MatmulReduceScatterSm90<Config_> {
       staging.Release(m64);
     }
     semaphore.Release();
+    // If a wait for partial tiles failed, this tile's sums may be wrong: no peer may take them for
+    // right. The consumers have staged the tile after that wait, so this load sees its fault.
+    const bool failed = Faulted(call.wait);
     ptx::BulkWait<0>();
     ptx::FenceProxyAsyncGlobal();
     FenceRelease();  // one for all signals
-    for (int step = 1; step < args.view.world; ++step) {
+    for (int step = 1; !failed && step < args.view.world; ++step) {
       const int peer = SendPeer(rank, step, args.view.world);
 #pragma unroll
       for (int m64 = 0; m64 < Config::kM64Blocks; ++m64) {
