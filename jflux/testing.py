@@ -22,10 +22,11 @@ def poison_workspaces() -> None:
 
 
 def set_epochs(epoch: int) -> None:
-    """As if each workspace on this process's GPUs had made so many calls. Only between calls: all
-    processes do it after one barrier and before another."""
-    _heap._ensure("cuda")
-    lib.heap_set_epochs("cuda", epoch)
+    """As if each workspace had made so many calls, up to 2^40; on the CPU, as if there had been so
+    many calls in all. Only between calls: all processes do it after one barrier and before
+    another."""
+    if platform := _heap.existing_or_new():
+        lib.heap_set_epochs(platform, epoch)
 
 
 @contextlib.contextmanager

@@ -312,10 +312,10 @@ def test_poison_reaches_a_free_workspace(own_heap):
         _check(f, SMALL, mesh)
 
 
-@pytest.mark.skipif(PLATFORM != "gpu", reason="tests/cc wraps the CPU back end's")
 def test_epochs_wrap():
-    """A workspace's calls are counted in 32 bits, which a server has used up in days."""
-    x = normal(0, (RANKS, 10, RANKS * 4, 16), jnp.bfloat16)  # ten steps
+    """The flags of LL packets repeat after 2^32 calls, which a server has made in days. Nobody
+    clears the workspaces from outside: what large calls have left where small ones have nothing is
+    there when its flags come again, unless the small calls after 2^31 or 2^32 have cleared it."""
 
     def body(module, x):
         def step(_, x):
@@ -340,13 +340,26 @@ def test_epochs_wrap():
         jax.jit(per_device(mesh, functools.partial(body, m), check_vma=False))
         for m in (jflux, jflux.reference)
     )
-    want = [np.asarray(y, np.float32) for y in plain(x)]
-    jax.block_until_ready(f(x))  # from now on there are all workspaces
-    for before in (5, 6):  # the wrap falls on an even or odd step
-        testing.set_epochs(2**32 - before)
-        for _ in range(2):
+
+    def operand(seed, rows):  # ten steps
+        return normal(seed, (RANKS, 10, RANKS * rows, 16), jnp.bfloat16)
+
+    def check(x, epochs):
+        want = plain(x)
+        testing.set_epochs(epochs)
+        with testing.planted_faults(max_delay_us=500):
             for y, w in zip(f(x), want, strict=True):
-                np.testing.assert_allclose(np.asarray(y, np.float32), w, rtol=0.05, atol=0.05)
+                y, w = np.asarray(y, np.float32), np.asarray(w, np.float32)
+                np.testing.assert_allclose(y, w, rtol=0.05, atol=0.05)
+
+    for x in (operand(0, 8), operand(1, 1)):
+        jax.block_until_ready(f(x))  # from now on there are all workspaces
+    for wraps, before in ((1, 5), (2, 6)):  # a wrap falls on an even or odd step
+        first = (wraps - 1) * 2**32
+        check(operand(2 * wraps, 8), first + 1000)
+        check(operand(0, 1), first + 2**31 - before)
+        check(operand(1, 1), first + 2**32 - before)
+        check(operand(2 * wraps + 1, 8), first + 2**32 + 1000)
 
 
 def test_planted_faults_before_the_first_call(own_heap):

@@ -29,21 +29,30 @@ inline constexpr int64_t kHeapAlign =
 //            the epoch (LeaveCounters, gpu/gemm_call.cuh). In other kernels, the last cluster to
 //            start does (TakeDynamicId, gpu/call.cuh). The ticket counters are never reset.
 struct WorkspaceHeader {
-  uint32_t epoch;          // of the last finished call
-  uint32_t next_transfer;  // next chunk to send, or peer's tile to receive; packet kernels: next
-                           // dynamic id
+  uint64_t epoch_and_id;   // of the last finished call, and the next dynamic id: see below
+  uint64_t stop;           // WaitContext::stop of the running call
+  uint32_t next_transfer;  // next chunk to send, or peer's tile to receive
   uint32_t next_tile;      // next tile to compute
   uint32_t exited;         // warps that will take no more work
-  uint64_t stop;           // WaitContext::stop of the running call
   uint32_t next_copy;      // next chunk to copy to `gathered`
   uint32_t senders;        // CTAs that have asked to send
-  uint32_t pad[8];
+  uint32_t pad[7];
   uint64_t tickets_issued;  // core/ticket_semaphore.h
   uint64_t pad_issued[7];
   uint64_t tickets_released;  // polled by every waiting store warp
   uint64_t pad_released[15];
 };
 static_assert(sizeof(WorkspaceHeader) == 256);
+
+// WorkspaceHeader::epoch_and_id is (epoch << 24 | id), which one atomic reads and raises. Between
+// calls the id is 0.
+inline constexpr int kIdBits = 64 - kEpochBits;
+inline constexpr int64_t kMostIds = int64_t{1} << kIdBits;  // clusters of a kernel
+JFLUX_HD constexpr uint64_t EpochWord(uint64_t epoch) { return epoch << kIdBits; }
+JFLUX_HD constexpr uint64_t EpochOfWord(uint64_t word) { return word >> kIdBits; }
+JFLUX_HD constexpr uint32_t IdOfWord(uint64_t word) {
+  return static_cast<uint32_t>(word) & static_cast<uint32_t>(kMostIds - 1);
+}
 
 struct WorkspaceLayout {
   int64_t data_bytes;  // of one half; a power of two
@@ -56,10 +65,10 @@ struct WorkspaceLayout {
   }
 
   JFLUX_HD int64_t SignalBytes() const { return Max<int64_t>(4096, data_bytes / 512); }
-  JFLUX_HD int64_t SignalOffset(uint32_t epoch) const {
+  JFLUX_HD int64_t SignalOffset(uint64_t epoch) const {
     return kHeapAlign + (epoch & 1) * SignalBytes();
   }
-  JFLUX_HD int64_t DataOffset(uint32_t epoch) const {
+  JFLUX_HD int64_t DataOffset(uint64_t epoch) const {
     return kHeapAlign + 2 * SignalBytes() + (epoch & 1) * data_bytes;
   }
   JFLUX_HD int64_t TotalBytes() const { return DataOffset(0) + 2 * data_bytes; }

@@ -5,10 +5,21 @@
 //   writer   The peer stores both words, each atomically, relaxed. No fence, no signal.
 //   reader   Polls both words until both flags equal the call's epoch. A word's flag and payload
 //            arrive together, so the payload is then valid after one link latency.
-//   flag     The epoch of the call (core/signal.h). It only grows, so flags of earlier calls are
-//            older, and fresh memory (0) is older than any call.
-//   reset    Never. Memory that holds packets must never hold anything else: data could look like a
-//            flag. Packets therefore have workspaces of their own.
+//   flag     The low 32 bits of the call's epoch (core/signal.h), never 0, which is fresh memory.
+//            Memory that holds packets must never hold anything else: data could look like a flag.
+//            Packets therefore have workspaces of their own.
+//   reset    A flag is used again after 2^32 calls, and a packet may stay for as long as no call
+//            uses its place. So after every 2^31 calls each rank clears its packets, a slice in
+//            each call: call e clears a slice of the half that it does not use, then fences, then
+//            sends its hellos.
+//              - Nobody reads that half: this rank's call e-1 has read it and is over, and call e
+//                uses the other one.
+//              - Nobody writes it: the packets of call e-1 have all been awaited, in that call. A
+//                peer sends packets of call e+1 after its own call e, which has waited for this
+//                rank's hello of call e, which follows the clearing.
+//              - Every flag is gone in time: between a call and the one that has its flag again,
+//              2^32
+//                calls later, lies all of one clearing at least.
 //   hello    Packets carry no signature. In every call each rank also sends each peer one signal
 //            with the call's signature, and waits for the peer's. The hello detects ranks that run
 //            different calls, and makes every rank hear from every peer, which the reuse of the two
@@ -35,8 +46,10 @@ struct alignas(16) Packet {
   uint64_t word[2];  // flag << 32 | payload
 };
 
-inline constexpr int64_t kPacketPayload = 8;  // bytes
-inline constexpr char kPacketPoison = 0x7f;   // tests fill packets with it: no epoch of a test
+inline constexpr int64_t kPacketPayload = 8;      // bytes
+inline constexpr char kPacketPoison = 0x7f;       // tests fill packets with it: no epoch of a test
+inline constexpr int64_t kScrubBytes = 16 << 10;  // that a call clears
+inline constexpr int kScrubPeriodBits = 31;       // calls between two clearings
 
 JFLUX_HD void StorePacket(Packet* p, uint64_t payload, uint32_t flag) {
   const uint64_t high = static_cast<uint64_t>(flag) << 32;
@@ -70,27 +83,48 @@ struct PacketLayout {
     return std::nullopt;
   }
 
-  JFLUX_HD int64_t HelloOffset(uint32_t epoch, int src) const {
+  JFLUX_HD int64_t HelloOffset(uint64_t epoch, int src) const {
     return 512 + ((epoch & 1) * kMaxRanks + src) * static_cast<int64_t>(sizeof(Signal));
   }
-  JFLUX_HD int64_t PacketOffset(uint32_t epoch) const {
+  JFLUX_HD int64_t PacketOffset(uint64_t epoch) const {
     return kHeapAlign + (epoch & 1) * half_bytes;
   }
   JFLUX_HD int64_t TotalBytes() const { return kHeapAlign + 2 * half_bytes; }
 
+  // The slice that call `epoch` clears; negative: none. Consecutive calls clear slices of alternate
+  // halves. Epochs 0 and 1 of a period need not exist (NextEpoch). The first period clears nothing.
+  JFLUX_HD int64_t ScrubOffset(uint64_t epoch) const {
+    constexpr uint64_t kPeriod = uint64_t{1} << kScrubPeriodBits;
+    const uint64_t in_period = epoch & (kPeriod - 1);
+    if (epoch < kPeriod || in_period < 2) return -1;
+    const auto first = static_cast<int64_t>((in_period - 2) / 2) * kScrubBytes;
+    return first < half_bytes ? PacketOffset(epoch + 1) + first : -1;
+  }
+
   static constexpr int64_t kMinHalfBytes = 64 << 10;
+  static_assert(kMinHalfBytes % kScrubBytes == 0);
 };
 
 // The packets of one call, as one rank sees them.
 struct PacketCall {
   const SymmetricView& view;
   PacketLayout layout;
-  uint32_t epoch, signature;
+  uint64_t epoch;
+  uint32_t signature;
   WaitContext wait;
   uint64_t timeout_ns;  // of each wait, from its start; 0: wait.deadline_ns is already set
 
   JFLUX_HD Packet* At(int rank, int64_t index) const {
     return view.At<Packet>(rank, layout.PacketOffset(epoch)) + index;
+  }
+
+  // Before the hellos: whether this call clears a slice, and the part of thread `thread` of
+  // `threads`. A fence follows.
+  JFLUX_HD bool Scrubs() const { return layout.ScrubOffset(epoch) >= 0; }
+  JFLUX_HD void Scrub(int64_t thread, int64_t threads) const {
+    auto* slice = view.At<Packet>(view.rank, layout.ScrubOffset(epoch));
+    constexpr auto kPackets = kScrubBytes / static_cast<int64_t>(sizeof(Packet));
+    for (int64_t i = thread; i < kPackets; i += threads) StoreRelaxed2(slice[i].word, 0, 0);
   }
 
   JFLUX_HD void SendHello(int peer) const {
@@ -104,7 +138,7 @@ struct PacketCall {
   }
 
   JFLUX_HD void Send(int peer, int64_t index, uint64_t payload) const {
-    StorePacket(At(peer, index), payload, epoch);
+    StorePacket(At(peer, index), payload, Flag());
   }
 
   // Waits for packet index_of(src) from every other rank `src` for which has(src). Writes these
@@ -116,7 +150,7 @@ struct PacketCall {
           for (int src = 0; src < kMaxRanks; ++src) {
         if (src >= view.world || src == view.rank || !has(src)) continue;
         const int64_t index = index_of(src);
-        if (!LoadPacket(At(view.rank, index), epoch, &payload[src])) {
+        if (!LoadPacket(At(view.rank, index), Flag(), &payload[src])) {
           *missing = src;
           *packet = index;
         }
@@ -128,11 +162,12 @@ struct PacketCall {
     *payload = 0;
     return Poll([&](int* missing, int64_t* packet) {
       *packet = index;
-      if (!LoadPacket(At(view.rank, index), epoch, payload)) *missing = peer;
+      if (!LoadPacket(At(view.rank, index), Flag(), payload)) *missing = peer;
     });
   }
 
  private:
+  JFLUX_HD uint32_t Flag() const { return static_cast<uint32_t>(epoch); }
   // Calls look(&missing, &packet) until it leaves `missing` negative. Otherwise `missing` is a rank
   // whose packet has not arrived, and `packet` its index.
   template <typename Look>

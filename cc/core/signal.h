@@ -1,6 +1,6 @@
 // Signals: how a rank learns that a peer's data has arrived in its memory.
 //
-//   memory   A signal is one 64-bit word, (epoch << 32 | signature), in the reader's part of the
+//   memory   A signal is one 64-bit word, (epoch << 24 | signature), in the reader's part of the
 //            symmetric heap, so that polling stays local.
 //   writer   One writer per word and call: the peer whose data it announces. The writer stores the
 //            data, makes those stores complete, and stores the word with release at system scope.
@@ -8,7 +8,8 @@
 //            then visible. TMA reads also need a proxy fence (gpu/ptx.cuh).
 //   reset    Never. A workspace's epochs only grow: on a GPU they count its calls. So a captured
 //            CUDA graph replays without clearing anything, and 0 (fresh memory) is older than any
-//            call.
+//            call. A word may stay for as long as nobody sends its item again, so epochs must not
+//            repeat: they have 40 bits, 63 days of calls that take 5 us.
 //   reuse    A workspace has two halves; call e uses half e % 2. Before call e overwrites a half,
 //            all readers of call e-2 are done: a rank in call e has received every peer's data of
 //            call e-1, and a peer sends those after it finished call e-2. So no closing barrier is
@@ -29,25 +30,34 @@ namespace jflux {
 
 using Signal = uint64_t;
 
-JFLUX_HD constexpr Signal MakeSignal(uint32_t epoch, uint32_t signature) {
-  return (static_cast<Signal>(epoch) << 32) | signature;
-}
-JFLUX_HD constexpr uint32_t EpochOf(Signal s) { return static_cast<uint32_t>(s >> 32); }
-JFLUX_HD constexpr uint32_t SignatureOf(Signal s) { return static_cast<uint32_t>(s); }
+inline constexpr int kSignatureBits = 24, kEpochBits = 40;
+static_assert(kSignatureBits + kEpochBits == 64);
+inline constexpr uint64_t kEpochMask = (uint64_t{1} << kEpochBits) - 1;
+inline constexpr uint32_t kSignatureMask = (1u << kSignatureBits) - 1;
 
-// The epoch of the next call. Skips 0, which is fresh memory, and keeps the halves alternating.
-JFLUX_HD constexpr uint32_t NextEpoch(uint32_t epoch) {
-  return epoch == 0xffffffff ? 2 : epoch + 1;
+// Of a signature, only the low kSignatureBits travel.
+JFLUX_HD constexpr Signal MakeSignal(uint64_t epoch, uint32_t signature) {
+  return (epoch << kSignatureBits) | (signature & kSignatureMask);
+}
+JFLUX_HD constexpr uint64_t EpochOf(Signal s) { return s >> kSignatureBits; }
+JFLUX_HD constexpr uint32_t SignatureOf(Signal s) {
+  return static_cast<uint32_t>(s) & kSignatureMask;
+}
+
+// The epoch of the next call. Skips those whose low 32 bits are 0, fresh memory in the flags of
+// core/packet.h, and one more, which keeps the halves alternating.
+JFLUX_HD constexpr uint64_t NextEpoch(uint64_t epoch) {
+  return (epoch + (static_cast<uint32_t>(epoch) == 0xffffffff ? 3 : 1)) & kEpochMask;
 }
 
 enum class SignalState { kPending, kReady, kMismatch };
 
-// Compares the word that was read with the word that the call expects. Epochs wrap around. No rank
-// is ever many calls ahead, so an epoch that is not slightly ahead is behind.
+// Compares the word that was read with the word that the call expects. No rank is ever many calls
+// ahead, so an epoch that is not slightly ahead is behind.
 JFLUX_HD constexpr SignalState Classify(Signal seen, Signal expected) {
   if (seen == expected) return SignalState::kReady;
   if (seen == 0) return SignalState::kPending;
-  const uint32_t ahead = EpochOf(seen) - EpochOf(expected);
+  const uint64_t ahead = (EpochOf(seen) - EpochOf(expected)) & kEpochMask;
   return ahead < (1u << 16) ? SignalState::kMismatch : SignalState::kPending;
 }
 

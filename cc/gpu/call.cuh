@@ -5,7 +5,6 @@
 
 #include <cooperative_groups.h>
 
-#include <cstddef>
 #include <cstdint>
 
 #include "../core/layout.h"
@@ -15,7 +14,7 @@
 namespace jflux {
 
 struct DynamicId {
-  uint32_t epoch;  // of the call
+  uint64_t epoch;  // of the call
   uint32_t id;     // of this cluster: 0, 1, ... in the order in which clusters start
   bool first;      // the first CTA of the cluster with id 0
 };
@@ -32,12 +31,10 @@ __device__ __forceinline__ DynamicId TakeDynamicId(WorkspaceHeader* header) {
   __shared__ uint64_t word_taken;
   const bool leads = kCtas == 1 || cg::this_cluster().block_rank() == 0;
   if (leads && threadIdx.x + threadIdx.y + threadIdx.z == 0) {
-    static_assert(offsetof(WorkspaceHeader, epoch) == 0 &&
-                  offsetof(WorkspaceHeader, next_transfer) == 4);
-    auto* word = reinterpret_cast<unsigned long long*>(header);
-    word_taken = atomicAdd(word, 1ull << 32);
-    if (word_taken >> 32 == gridDim.x / kCtas - 1) {
-      atomicExch(word, NextEpoch(static_cast<uint32_t>(word_taken)));
+    auto* word = reinterpret_cast<unsigned long long*>(&header->epoch_and_id);
+    word_taken = atomicAdd(word, 1ull);
+    if (IdOfWord(word_taken) == gridDim.x / kCtas - 1) {
+      atomicExch(word, EpochWord(NextEpoch(EpochOfWord(word_taken))));
     }
   }
   uint64_t word_seen;
@@ -49,15 +46,15 @@ __device__ __forceinline__ DynamicId TakeDynamicId(WorkspaceHeader* header) {
     cg::this_cluster().sync();
     word_seen = *cg::this_cluster().map_shared_rank(&word_taken, 0);
   }
-  const auto id = static_cast<uint32_t>(word_seen >> 32);
-  return DynamicId{NextEpoch(static_cast<uint32_t>(word_seen)), id, leads && id == 0};
+  const uint32_t id = IdOfWord(word_seen);
+  return DynamicId{NextEpoch(EpochOfWord(word_seen)), id, leads && id == 0};
 }
 
 // Injects TestHooks::max_delay_us.
-__device__ __forceinline__ void DelayCall(const DeviceState& state, uint32_t epoch, int rank) {
+__device__ __forceinline__ void DelayCall(const DeviceState& state, uint64_t epoch, int rank) {
   if (state.hooks.max_delay_us == 0) return;
   const uint64_t start = NowNs();
-  const uint32_t hash = SignatureBuilder().Add(epoch).Add(rank).Get();
+  const uint32_t hash = SignatureBuilder().Add(static_cast<int64_t>(epoch)).Add(rank).Get();
   const uint64_t delay_ns = static_cast<uint64_t>(hash % state.hooks.max_delay_us) * 1000;
   while (NowNs() - start < delay_ns) {
   }

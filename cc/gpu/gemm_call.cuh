@@ -17,7 +17,7 @@ namespace jflux {
 struct CallContext {
   WaitContext wait;     // the deadline is set when a wait begins: reading the clock is slow
   uint64_t timeout_ns;  // timeout of a wait
-  uint32_t epoch;
+  uint32_t epoch;       // its low bits: they choose the half, and name the call in a timeline
   Signal signal;
   const DeviceState* state;
   bool recording;
@@ -34,8 +34,9 @@ __device__ __forceinline__ CallContext MakeContext(const Args& args) {
   CallContext call;
   const DeviceState state = *args.state;
   auto* header = args.view.template At<WorkspaceHeader>(args.view.rank, 0);
-  call.epoch = NextEpoch(header->epoch);
-  call.signal = MakeSignal(call.epoch, args.signature);
+  const uint64_t epoch = NextEpoch(EpochOfWord(header->epoch_and_id));
+  call.epoch = static_cast<uint32_t>(epoch);
+  call.signal = MakeSignal(epoch, args.signature);
   call.state = args.state;
   call.recording = state.timeline.events != nullptr;
   call.delays = state.hooks.max_delay_us != 0;
@@ -72,7 +73,7 @@ __device__ __forceinline__ void LeaveCounters(const Args& args) {
   header->senders = 0;
   header->next_tile = 0;
   header->exited = 0;
-  header->epoch = NextEpoch(header->epoch);
+  header->epoch_and_id = EpochWord(NextEpoch(EpochOfWord(header->epoch_and_id)));
 }
 
 // The next chunk to send or peer's tile to receive, and the next chunk to copy to `gathered`.

@@ -53,6 +53,11 @@ __device__ __forceinline__ PacketCta BeginPackets(const PacketArgs& args) {
                       taken.id, taken.first};
   DelayCall(state, taken.epoch, args.view.rank);
   const auto peer = static_cast<int>(threadIdx.x);
+  if (cta.sends_hello && cta.call.Scrubs()) {
+    cta.call.Scrub(threadIdx.x, blockDim.x);
+    __syncthreads();
+    FenceRelease();  // after the barrier it also covers what the other threads have cleared
+  }
   if (cta.sends_hello && peer < args.view.world && peer != args.view.rank) cta.call.SendHello(peer);
   return cta;
 }

@@ -12,7 +12,7 @@
 //            two halves, for calls of even and odd epoch, and no rank is a whole call ahead of
 //            another.
 //   signal   One 64-bit word (core/signal.h). In a call it is set at most once, by one rank, to the
-//            only value it can have in that call: (epoch << 32 | signature). So nothing is reset, a
+//            only value it can have in that call: (epoch << 24 | signature). So nothing is reset, a
 //            captured CUDA graph can be replayed, and ranks that run different calls are detected.
 //            A protocol with more steps uses more signals.
 //   order    A signal is stored with release at system scope and read with acquire. The scope that
@@ -43,7 +43,8 @@ namespace jflux::shmem {
 struct Context {
   const SymmetricView& view;
   WorkspaceLayout layout;
-  uint32_t epoch, signature;
+  uint64_t epoch;
+  uint32_t signature;
   WaitContext wait;
   uint64_t timeout_ns;    // of each wait, from its start; 0: wait.deadline_ns is already set
   int32_t block, blocks;  // number of this block, in the order in which blocks start, and how many
@@ -394,7 +395,7 @@ bool RunCall(const Context& ctx, Body&& body) {
   return body(ctx) && AwaitHellos<Thread>(ctx);
 }
 template <typename Body>
-bool RunCall(const SymmetricView& view, const WorkspaceLayout& layout, uint32_t epoch,
+bool RunCall(const SymmetricView& view, const WorkspaceLayout& layout, uint64_t epoch,
              uint32_t signature, const WaitContext& wait, Body&& body) {
   return RunCall(Context{view, layout, epoch, signature, wait, /*timeout_ns=*/0, /*block=*/0,
                          /*blocks=*/1},

@@ -191,7 +191,7 @@ NB_MODULE(_jflux, m) {
   });
   m.def("heap_poison",
         [](const std::string& platform) { Check(jflux_heap_poison(platform.c_str())); });
-  m.def("heap_set_epochs", [](const std::string& platform, uint32_t epoch) {
+  m.def("heap_set_epochs", [](const std::string& platform, uint64_t epoch) {
     Check(jflux_heap_set_epochs(platform.c_str(), epoch));
   });
 

@@ -100,7 +100,7 @@ JFLUX_API int64_t jflux_cuda_free_bytes(const int* ordinals, int count);
 // Tests only, between calls: see Heap.
 JFLUX_API const char* jflux_heap_test_hooks(const char* platform, int skip_waits, int max_delay_us);
 JFLUX_API const char* jflux_heap_poison(const char* platform);
-JFLUX_API const char* jflux_heap_set_epochs(const char* platform, uint32_t epoch);
+JFLUX_API const char* jflux_heap_set_epochs(const char* platform, uint64_t epoch);
 
 // Kernels that handlers have enqueued.
 JFLUX_API int64_t jflux_cuda_launches(void);

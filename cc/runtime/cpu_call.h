@@ -47,7 +47,7 @@ struct CpuCall {
   int64_t bytes;  // of the workspace
 
   // One rank's work. False if a wait failed.
-  std::function<bool(const SymmetricView&, uint32_t epoch, const WaitContext&)> body;
+  std::function<bool(const SymmetricView&, uint64_t epoch, const WaitContext&)> body;
   // `error` is empty on success.
   std::function<void(const std::string& error)> done;
 };

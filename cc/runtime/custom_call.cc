@@ -76,7 +76,7 @@ void jflux_cpu_join_call(const CallInfo* info, void* site, int64_t run_id, int32
   call.group = std::move(group->devices);
   call.rank = group->rank;
   call.bytes = layout.TotalBytes();
-  call.body = [=, signature = info->signature](const jflux::SymmetricView& view, uint32_t epoch,
+  call.body = [=, signature = info->signature](const jflux::SymmetricView& view, uint64_t epoch,
                                                const jflux::WaitContext& wait) {
     return jflux::shmem::internal::RunCall(
         view, layout, epoch, signature, wait,

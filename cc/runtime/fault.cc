@@ -40,20 +40,22 @@ std::string Describe(const Fault& fault, double deadline_s) {
   char text[640];
   const char* op = NameOf(static_cast<OpId>(fault.op));
   const long long tile = fault.tile;
+  const auto epoch = [](Signal s) { return static_cast<unsigned long long>(EpochOf(s)); };
   if (static_cast<FaultKind>(fault.kind) == FaultKind::kMismatch) {
-    std::snprintf(text, sizeof(text),
-                  "jflux.%s: rank %d expects call %u with signature %08x, but rank %d sent call %u "
-                  "with signature %08x (unit %lld). The ranks run different calls: check that all "
-                  "of them trace the same ops with the same shapes, in the same order.",
-                  op, fault.rank, EpochOf(fault.expected), SignatureOf(fault.expected), fault.peer,
-                  EpochOf(fault.seen), SignatureOf(fault.seen), tile);
+    std::snprintf(
+        text, sizeof(text),
+        "jflux.%s: rank %d expects call %llu with signature %06x, but rank %d sent call %llu "
+        "with signature %06x (unit %lld). The ranks run different calls: check that all "
+        "of them trace the same ops with the same shapes, in the same order.",
+        op, fault.rank, epoch(fault.expected), SignatureOf(fault.expected), fault.peer,
+        epoch(fault.seen), SignatureOf(fault.seen), tile);
   } else {
     std::snprintf(
         text, sizeof(text),
-        "jflux.%s: rank %d waited %.3g s for rank %d (unit %lld of call %u; last heard of "
-        "in call %u). Rank %d never made this call, died, or is slower than the deadline: "
+        "jflux.%s: rank %d waited %.3g s for rank %d (unit %lld of call %llu; last heard of "
+        "in call %llu). Rank %d never made this call, died, or is slower than the deadline: "
         "see its log, or raise jflux.init(deadline_seconds=...).",
-        op, fault.rank, deadline_s, fault.peer, tile, EpochOf(fault.expected), EpochOf(fault.seen),
+        op, fault.rank, deadline_s, fault.peer, tile, epoch(fault.expected), epoch(fault.seen),
         fault.peer);
   }
   return text;

@@ -47,7 +47,7 @@ bool Heap::FreeWorkspace(const WorkspaceId&, std::string* error) {
 bool Heap::Probe(const WorkspaceId&, ProbeStep, std::string* error) {
   return HasNone(*this, "links", error);
 }
-bool Heap::SetEpochs(uint32_t, std::string* error) {
+bool Heap::SetEpochs(uint64_t, std::string* error) {
   return HasNone(*this, "calls that a workspace counts", error);
 }
 

@@ -119,7 +119,7 @@ class Heap {
   virtual bool SetHooks(const TestHooks& hooks, std::string* error) = 0;
   virtual bool Poison(std::string* error) = 0;
   // As if each reserved workspace had made so many calls; between calls of all processes.
-  virtual bool SetEpochs(uint32_t epoch, std::string* error);
+  virtual bool SetEpochs(uint64_t epoch, std::string* error);
 
  protected:
   explicit Heap(HeapConfig config) : config_(std::move(config)) {}

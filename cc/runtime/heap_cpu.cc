@@ -195,7 +195,7 @@ void HeapCpu::ClearSignals(int64_t offset, int64_t bytes) {
 }
 
 bool HeapCpu::Poison(std::string*) {
-  table_->ForEachFree([this](int64_t offset, int64_t bytes, uint32_t epoch) {
+  table_->ForEachFree([this](int64_t offset, int64_t bytes, uint64_t epoch) {
     // All workspaces share one count of epochs: an equal epoch means the same workspace, unused.
     const auto [last, is_new] = poisoned_.try_emplace(offset, epoch);
     if (!is_new && last->second == epoch) return;
@@ -212,6 +212,12 @@ bool HeapCpu::Poison(std::string*) {
     }
   });
   return true;
+}
+
+bool HeapCpu::SetEpochs(uint64_t epoch, std::string* error) {
+  if (table_->SetLastEpoch(epoch)) return true;
+  *error = "the directory of the symmetric heap is locked";
+  return false;
 }
 
 char* HeapCpu::SegmentOf(int64_t device) const {

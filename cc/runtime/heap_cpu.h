@@ -43,6 +43,7 @@ class HeapCpu final : public Heap {
   bool SetHooks(const TestHooks& hooks, std::string* error) override;
   // Fills the data of every free workspace of the local segments with NaN (all bits set).
   bool Poison(std::string* error) override;
+  bool SetEpochs(uint64_t epoch, std::string* error) override;
 
   // The workspace at `offset` as rank `rank` of these devices sees it. Returns a device that the
   // heap does not know, if there is one.
@@ -69,7 +70,7 @@ class HeapCpu final : public Heap {
   uint64_t number_ = 0;  // of FileHead
   WorkspaceTable* table_ = nullptr;
   std::map<int64_t, char*> segments_;
-  std::map<int64_t, uint32_t> poisoned_;  // a workspace's last epoch when it was, by offset
+  std::map<int64_t, uint64_t> poisoned_;  // a workspace's last epoch when it was, by offset
   std::vector<std::pair<void*, size_t>> mappings_;
 };
 

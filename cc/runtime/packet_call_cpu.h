@@ -10,9 +10,13 @@ namespace jflux {
 
 // body(call) returns false if a wait failed.
 template <typename Params, typename Body>
-bool RunPackets(const Params& p, const SymmetricView& view, uint32_t epoch, const WaitContext& ctx,
+bool RunPackets(const Params& p, const SymmetricView& view, uint64_t epoch, const WaitContext& ctx,
                 Body&& body) {
   const PacketCall call{view, p.Workspace(), epoch, p.Signature(), ctx, /*timeout_ns=*/0};
+  if (call.Scrubs()) {
+    call.Scrub(0, 1);
+    FenceRelease();
+  }
   for (int peer = 0; peer < p.world; ++peer) {
     if (peer != view.rank) call.SendHello(peer);
   }

@@ -34,7 +34,7 @@ class AllGatherMatmulCall : public Call {
   WorkspaceLayout Workspace() const override {
     return AllGatherLayout::Make(p_, tiling_.chunk_bytes).Workspace();
   }
-  bool Run(const SymmetricView& view, uint32_t epoch, WaitContext ctx) override {
+  bool Run(const SymmetricView& view, uint64_t epoch, WaitContext ctx) override {
     const int r = view.rank;
     ctx.op = static_cast<uint32_t>(kAllGatherMatmulId);
     void* gathered = p_.return_gathered ? gathered_out_[r].bytes.data() : nullptr;

@@ -23,7 +23,7 @@ class AllReduceCall : public AnyCall {
   }
 
   PacketLayout Workspace() const { return p_.Workspace(); }
-  bool Run(const SymmetricView& view, uint32_t epoch, WaitContext ctx) override {
+  bool Run(const SymmetricView& view, uint64_t epoch, WaitContext ctx) override {
     ctx.op = static_cast<uint32_t>(kAllReduceId);
     return AllReduceCpu(p_, ArraysOf(view.rank), view, epoch, ctx);
   }

@@ -26,14 +26,14 @@ constexpr AllReduceAlgorithm kAlgorithms[] = {
 constexpr int64_t kCounts[] = {1, 3, 4, 7, 16, 37, 1000, 4099, 9001};
 constexpr DType kDtypes[] = {DType::kF16, DType::kBF16, DType::kF32, DType::kF64};
 
-PlainHeap HeapFor(const AllReduceParams& p, uint32_t first_epoch = 1) {
+PlainHeap HeapFor(const AllReduceParams& p, uint64_t first_epoch = 1) {
   if (p.algorithm == AllReduceAlgorithm::kChunked) {
     return PlainHeap(p.world, p.Chunks().Workspace(), first_epoch);
   }
   return PlainHeap(p.world, p.Workspace(), first_epoch);
 }
 
-void Check(int world, uint32_t first_epoch, int calls_each, int max_delay_us) {
+void Check(int world, uint64_t first_epoch, int calls_each, int max_delay_us) {
   uint32_t seed = 100 * world;
   for (AllReduceAlgorithm algorithm : kAlgorithms) {
     for (int64_t count : kCounts) {
@@ -118,7 +118,7 @@ class SharedCall : public AllReduceCall {
  public:
   SharedCall(const AllReduceParams& p, int places, int running, uint32_t seed)
       : AllReduceCall(p, seed), places_(places), running_(running) {}
-  bool Run(const SymmetricView& view, uint32_t epoch, WaitContext ctx) override {
+  bool Run(const SymmetricView& view, uint64_t epoch, WaitContext ctx) override {
     ctx.op = static_cast<uint32_t>(kAllReduceId);
     const AllReduceArrays arrays = ArraysOf(view.rank);
     std::atomic<int> failed{0};
@@ -318,7 +318,7 @@ class Disagreeing : public AnyCall {
  public:
   Disagreeing(const AllReduceParams& p, const AllReduceParams& other)
       : calls_{{p, 1}, {other, 1}} {}
-  bool Run(const SymmetricView& view, uint32_t epoch, WaitContext ctx) override {
+  bool Run(const SymmetricView& view, uint64_t epoch, WaitContext ctx) override {
     return calls_[view.rank == 1].Run(view, epoch, ctx);
   }
   int64_t Wrong() const override { return 0; }

@@ -77,7 +77,7 @@ class AllToAllMatmulCall : public AllToAllMatmulData {
   WorkspaceLayout Workspace() const override {
     return AllToAllMatmulLayout::Make(p_, tiling_.chunk_bytes).Workspace();
   }
-  bool Run(const SymmetricView& view, uint32_t epoch, WaitContext ctx) override {
+  bool Run(const SymmetricView& view, uint64_t epoch, WaitContext ctx) override {
     ctx.op = static_cast<uint32_t>(kAllToAllMatmulId);
     return AllToAllMatmulCpu(p_, tiling_, ArraysOf(view.rank), view, epoch, ctx);
   }

@@ -33,7 +33,7 @@ const struct {
                {DType::kBF16, DType::kBF16}, {DType::kBF16, DType::kF32},
                {DType::kF16, DType::kF16},   {DType::kF32, DType::kBF16}};
 
-void Check(int world, uint32_t first_epoch, int calls_each, int max_delay_us) {
+void Check(int world, uint64_t first_epoch, int calls_each, int max_delay_us) {
   uint32_t seed = 100 * world;
   for (const Shape& s : kShapes) {
     for (const auto& dtypes : kDtypes) {

@@ -82,7 +82,7 @@ CpuCall Exchange(int64_t run, CpuCallSite* site, std::vector<int64_t> group, int
   call.rank = rank;
   const WorkspaceLayout workspace = WorkspaceLayout::For(0, 0);
   call.bytes = workspace.TotalBytes();
-  call.body = [=](const SymmetricView& view, uint32_t epoch, const WaitContext& ctx) {
+  call.body = [=](const SymmetricView& view, uint64_t epoch, const WaitContext& ctx) {
     const int64_t data = workspace.DataOffset(epoch), signals = workspace.SignalOffset(epoch);
     const Signal signal = MakeSignal(epoch, 7);
     for (int peer = 0; peer < view.world; ++peer) {
@@ -232,7 +232,7 @@ TEST(AFailedBodyFailsItsRankOnly) {
   Completions completions;
   CpuCall good = Exchange(4000, Impatient(1), {0, 1}, 0, 1, &completions);
   CpuCall bad = Exchange(4000, Impatient(1), {0, 1}, 1, 1, &completions);
-  bad.body = [body = std::move(bad.body)](const SymmetricView& view, uint32_t epoch,
+  bad.body = [body = std::move(bad.body)](const SymmetricView& view, uint64_t epoch,
                                           const WaitContext& ctx) {
     body(view, epoch, ctx);
     ReportFault(ctx, FaultKind::kTimeout, 0, 3, 1, 0);

@@ -28,7 +28,7 @@ class ExchangeCall : public AnyCall {
     }
   }
 
-  bool Run(const SymmetricView& view, uint32_t epoch, WaitContext ctx) override {
+  bool Run(const SymmetricView& view, uint64_t epoch, WaitContext ctx) override {
     ctx.op = static_cast<uint32_t>(p_.op);
     return ExchangeCpu(p_, ArraysOf(view.rank), view, epoch, ctx);
   }

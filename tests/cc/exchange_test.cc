@@ -28,7 +28,7 @@ ExchangeParams ParamsFor(OpId op, int world, DType dtype, int64_t elements, int6
                         chunked};
 }
 
-PlainHeap HeapFor(const ExchangeParams& p, uint32_t first_epoch = 1) {
+PlainHeap HeapFor(const ExchangeParams& p, uint64_t first_epoch = 1) {
   if (p.chunked) return PlainHeap(p.world, p.Slots().Workspace(), first_epoch);
   return PlainHeap(p.world, p.Workspace(), first_epoch);
 }
@@ -110,7 +110,7 @@ class SharedExchange : public ExchangeCall {
  public:
   SharedExchange(const ExchangeParams& p, int places, int running, uint32_t seed)
       : ExchangeCall(p, seed), places_(places), running_(running) {}
-  bool Run(const SymmetricView& view, uint32_t epoch, WaitContext ctx) override {
+  bool Run(const SymmetricView& view, uint64_t epoch, WaitContext ctx) override {
     ctx.op = static_cast<uint32_t>(p_.op);
     const ExchangeArrays arrays = ArraysOf(view.rank);
     const auto at = [&](int place) {

@@ -67,7 +67,7 @@ TEST(WorkspaceRegionsFollowEachOther) {
     for (const auto& [begin, end] : regions) EXPECT_EQ(begin % kHeapAlign, 0);
     EXPECT_EQ(c.TotalBytes() % kHeapAlign, 0);
     EXPECT_EQ(WorkspaceLayout::OfTotal(c.TotalBytes()).data_bytes, data);
-    for (uint32_t epoch : {2u, 7u, 0xffffffffu}) {
+    for (uint64_t epoch : {2u, 7u, 0xffffffffu}) {
       EXPECT_EQ(c.SignalOffset(epoch), c.SignalOffset(epoch & 1));
       EXPECT_EQ(c.DataOffset(epoch), c.DataOffset(epoch & 1));
     }

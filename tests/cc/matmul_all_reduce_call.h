@@ -42,7 +42,7 @@ class MatmulAllReduceCall : public Call {
   WorkspaceLayout Workspace() const override {
     return MatmulAllReduceLayout::Make(p_, tiling_.tile_m, tiling_.tile_n, 1).Workspace();
   }
-  bool Run(const SymmetricView& view, uint32_t epoch, WaitContext ctx) override {
+  bool Run(const SymmetricView& view, uint64_t epoch, WaitContext ctx) override {
     ctx.op = static_cast<uint32_t>(kMatmulAllReduceId);
     return MatmulAllReduceCpu(p_, tiling_, ArraysOf(view.rank), view, epoch, ctx);
   }
@@ -79,7 +79,7 @@ class FewRowsCall : public MatmulAllReduceCall {
   bool SameBits() const { return y_[0].bytes == y_[1].bytes; }
 
   WorkspaceLayout Workspace() const override { return FewRowsLayoutOf(p_, slice_n_).Workspace(); }
-  bool Run(const SymmetricView& view, uint32_t epoch, WaitContext ctx) override {
+  bool Run(const SymmetricView& view, uint64_t epoch, WaitContext ctx) override {
     ctx.op = static_cast<uint32_t>(kMatmulAllReduceId);
     return FewRowsCpu(p_, slice_n_, ArraysOf(view.rank), view, epoch, ctx);
   }

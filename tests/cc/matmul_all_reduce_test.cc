@@ -33,7 +33,7 @@ const struct {
                {DType::kF16, DType::kF16},   {DType::kF32, DType::kBF16}};
 
 struct Schedule {
-  uint32_t first_epoch;
+  uint64_t first_epoch;
   int calls, max_delay_us;
 };
 

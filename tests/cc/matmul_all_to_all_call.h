@@ -30,7 +30,7 @@ class MatmulAllToAllCall : public Call {
   WorkspaceLayout Workspace() const override {
     return AllToAllLayout::Make(p_, tiling_.tile_m, tiling_.tile_n).Workspace();
   }
-  bool Run(const SymmetricView& view, uint32_t epoch, WaitContext ctx) override {
+  bool Run(const SymmetricView& view, uint64_t epoch, WaitContext ctx) override {
     const int r = view.rank;
     ctx.op = static_cast<uint32_t>(kMatmulAllToAllId);
     const MatmulAllToAllArrays arrays{x_[r].bytes.data(), w_[r].bytes.data(), y_[r].bytes.data()};

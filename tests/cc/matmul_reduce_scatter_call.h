@@ -29,7 +29,7 @@ class MatmulReduceScatterCall : public Call {
   WorkspaceLayout Workspace() const override {
     return ReduceScatterLayout::Make(p_, tiling_.tile_m, tiling_.tile_n, 1).Workspace();
   }
-  bool Run(const SymmetricView& view, uint32_t epoch, WaitContext ctx) override {
+  bool Run(const SymmetricView& view, uint64_t epoch, WaitContext ctx) override {
     const int r = view.rank;
     ctx.op = static_cast<uint32_t>(kMatmulReduceScatterId);
     const MatmulReduceScatterArrays arrays{x_[r].bytes.data(), w_[r].bytes.data(),

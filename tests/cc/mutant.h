@@ -61,7 +61,7 @@ inline Schedule* g_schedule = nullptr;
 
 inline bool ScheduledWait([[maybe_unused]] const Signal* word, Signal expected, int32_t peer,
                           [[maybe_unused]] int64_t tile, const WaitContext& ctx) {
-  const uint32_t epoch = EpochOf(expected);
+  const uint64_t epoch = EpochOf(expected);
   // All of them send what rank 1 waits for before rank 0 waits for rank 1.
   if (ctx.rank == 0 && epoch == 2 && peer == 1) {
     g_schedule->rank0_sent_call2.store(true, std::memory_order_relaxed);

@@ -29,7 +29,7 @@ class Disagreeing : public Call {
  public:
   Disagreeing(Call& rank1s, Call& others) : calls_{&others, &rank1s} {}
   WorkspaceLayout Workspace() const override { return calls_[1]->Workspace(); }
-  bool Run(const SymmetricView& view, uint32_t epoch, WaitContext ctx) override {
+  bool Run(const SymmetricView& view, uint64_t epoch, WaitContext ctx) override {
     return calls_[view.rank == 1]->Run(view, epoch, ctx);
   }
   int64_t Wrong() const override { return 0; }

@@ -83,7 +83,7 @@ inline Values Product(const Values& a, const Values& w, int64_t rows, int64_t k,
 class AnyCall {
  public:
   virtual ~AnyCall() = default;
-  virtual bool Run(const SymmetricView& view, uint32_t epoch, WaitContext ctx) = 0;
+  virtual bool Run(const SymmetricView& view, uint64_t epoch, WaitContext ctx) = 0;
   // Elements of all ranks' results that differ from the op's definition.
   virtual int64_t Wrong() const = 0;
 };
@@ -120,12 +120,12 @@ inline bool AddRandomCall(MakeRandomCall make) {
 // One workspace on every rank: data poisoned, signals as calls before `first_epoch` left them.
 class PlainHeap {
  public:
-  PlainHeap(int world, PacketLayout workspace, uint32_t first_epoch = 1, bool poison = true)
+  PlainHeap(int world, PacketLayout workspace, uint64_t first_epoch = 1, bool poison = true)
       : half_bytes_(workspace.half_bytes), poison_(kPacketPoison), memory_(world) {
     Allocate(workspace.TotalBytes());
-    for (uint32_t epoch : {0, 1}) half_[epoch] = workspace.PacketOffset(epoch);
+    for (uint64_t epoch : {0, 1}) half_[epoch] = workspace.PacketOffset(epoch);
     for (int rank = 0; rank < world; ++rank) {
-      for (uint32_t epoch : {first_epoch, first_epoch + 1}) {
+      for (uint64_t epoch : {first_epoch, first_epoch + 1}) {
         if (poison) Poison(rank, epoch);
         for (int src = 0; src < kMaxRanks && first_epoch != 1; ++src) {
           *View(rank).At<Signal>(rank, workspace.HelloOffset(epoch, src)) =
@@ -134,12 +134,12 @@ class PlainHeap {
       }
     }
   }
-  PlainHeap(int world, WorkspaceLayout workspace, uint32_t first_epoch = 1)
+  PlainHeap(int world, WorkspaceLayout workspace, uint64_t first_epoch = 1)
       : half_bytes_(workspace.data_bytes), poison_(kPoison), memory_(world) {
     Allocate(workspace.TotalBytes());
-    for (uint32_t epoch : {0, 1}) half_[epoch] = workspace.DataOffset(epoch);
+    for (uint64_t epoch : {0, 1}) half_[epoch] = workspace.DataOffset(epoch);
     for (int rank = 0; rank < world; ++rank) {
-      for (uint32_t epoch : {first_epoch, first_epoch + 1}) {
+      for (uint64_t epoch : {first_epoch, first_epoch + 1}) {
         Poison(rank, epoch);
         if (first_epoch == 1) continue;  // fresh memory
         auto* words = View(rank).At<Signal>(rank, workspace.SignalOffset(epoch));
@@ -157,7 +157,7 @@ class PlainHeap {
     for (int r = 0; r < view.world; ++r) view.base[r] = reinterpret_cast<char*>(memory_[r].data());
     return view;
   }
-  void Poison(int rank, uint32_t epoch) {
+  void Poison(int rank, uint64_t epoch) {
     // Atomic: nothing else orders packets.
     uint64_t word;
     std::memset(&word, poison_, sizeof(word));
@@ -176,7 +176,7 @@ class PlainHeap {
 };
 
 struct RunOptions {
-  uint32_t first_epoch = 1;
+  uint64_t first_epoch = 1;
   int max_delay_us = 0;  // a rank sleeps up to this long before a call
   uint32_t seed = 1;
   // A rank that has finished a call poisons its half. Nobody else accesses the half then: all
@@ -198,7 +198,7 @@ inline std::vector<std::string> RunRanks(PlainHeap& heap, const std::vector<AnyC
     if (rank == options.absent) continue;
     threads.emplace_back([&, rank] {
       std::mt19937 random(options.seed * 8 + rank);
-      uint32_t epoch = options.first_epoch;
+      uint64_t epoch = options.first_epoch;
       for (size_t i = 0; i < calls.size() && errors[rank].empty(); ++i) {
         if (options.before) options.before(rank, i);
         if (options.max_delay_us > 0 && random() % 2 == 0) {

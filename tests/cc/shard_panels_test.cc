@@ -150,7 +150,7 @@ class ScheduledCall : public AllToAllMatmulData {
 
   WorkspaceLayout Workspace() const override { return panels_.Workspace(); }
 
-  bool Run(const SymmetricView& view, uint32_t epoch, WaitContext ctx) override {
+  bool Run(const SymmetricView& view, uint64_t epoch, WaitContext ctx) override {
     ctx.op = static_cast<uint32_t>(kAllToAllMatmulId);
     const Half half{Workspace().SignalOffset(epoch), Workspace().DataOffset(epoch),
                     MakeSignal(epoch, p_.Signature())};

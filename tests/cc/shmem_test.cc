@@ -57,7 +57,7 @@ class ShmemCall : public AnyCall {
         body_(std::move(body)) {}
 
   WorkspaceLayout Workspace() const { return workspace_; }
-  bool Run(const SymmetricView& view, uint32_t epoch, WaitContext wait) override {
+  bool Run(const SymmetricView& view, uint64_t epoch, WaitContext wait) override {
     wait.op = op_;
     const Context ctx{view, workspace_, epoch, signature_, wait, /*timeout_ns=*/0, 0, 1};
     return shmem::internal::RunCall(ctx, body_);
@@ -180,7 +180,7 @@ JFLUX_EVERYTHING(EverythingBlock, _block)
 
 constexpr int64_t kAreas = 6;
 
-void CheckEverything(int world, uint32_t first_epoch, int times, int max_delay_us) {
+void CheckEverything(int world, uint64_t first_epoch, int times, int max_delay_us) {
   for (const auto body : {EverythingThread, EverythingWarp, EverythingBlock}) {
     ShmemCall call(kAreas * world * kCount * 4, 7 * world, body);
     PlainHeap heap(world, call.Workspace(), first_epoch);
@@ -382,7 +382,7 @@ TEST(AWaitThatFailsEndsTheOthers) {
 
 class Disagreeing : public AnyCall {
  public:
-  bool Run(const SymmetricView& view, uint32_t epoch, WaitContext ctx) override {
+  bool Run(const SymmetricView& view, uint64_t epoch, WaitContext ctx) override {
     return calls_[view.rank == 1].Run(view, epoch, ctx);
   }
   int64_t Wrong() const override { return 0; }

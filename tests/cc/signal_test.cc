@@ -36,18 +36,44 @@ bool Contains(const std::string& text, const std::string& part) {
 }
 
 TEST(SignalHoldsEpochAndSignature) {
-  const Signal s = MakeSignal(0xdeadbeef, 0x12345678);
-  EXPECT_EQ(EpochOf(s), 0xdeadbeef);
-  EXPECT_EQ(SignatureOf(s), 0x12345678u);
+  const Signal s = MakeSignal(0x12deadbeef, 0x345678);
+  EXPECT_EQ(EpochOf(s), 0x12deadbeef);
+  EXPECT_EQ(SignatureOf(s), 0x345678u);
+  // Of a longer signature the low bits travel.
+  EXPECT_EQ(MakeSignal(0x12deadbeef, 0xab345678), s);
+}
+
+TEST(EpochsSkipFreshMemorysFlagAndAlternate) {
+  for (uint64_t epoch : {uint64_t{0}, uint64_t{1}, uint64_t{0xfffffffe}, uint64_t{0xffffffff},
+                         uint64_t{0x5ffffffff}, kEpochMask - 1, kEpochMask}) {
+    const uint64_t next = NextEpoch(epoch);
+    EXPECT((next & 1) != (epoch & 1)) << epoch;
+    EXPECT(static_cast<uint32_t>(next) != 0) << epoch;
+    EXPECT(next <= kEpochMask && (next > epoch || epoch == kEpochMask)) << epoch;
+  }
+  EXPECT_EQ(NextEpoch(0xffffffff), 0x100000002u);
+  EXPECT_EQ(NextEpoch(kEpochMask), 2u);
+}
+
+// A word that nobody has sent again for 2^32 calls and more is still an old one.
+TEST(OldWordsStayOld) {
+  for (uint64_t old : {uint64_t{5}, uint64_t{0xfffffff0}, uint64_t{0x7fffffff00}}) {
+    for (uint64_t later : {uint64_t{1} << 16, uint64_t{1} << 32, (uint64_t{1} << 32) + 1,
+                           (uint64_t{1} << 32) - 3, uint64_t{1} << 38}) {
+      EXPECT_EQ(Classify(MakeSignal(old, 7), MakeSignal(old + later, 7)), SignalState::kPending)
+          << old << " + " << later;
+    }
+  }
 }
 
 TEST(ClassifyComparesEpochsAcrossTheWrap) {
-  for (uint32_t epoch :
-       {1u, 2u, 3u, 1000u, 0x7fffffffu, 0x80000000u, 0xfffffffeu, 0xffffffffu, 0u}) {
+  for (uint64_t epoch : {uint64_t{1}, uint64_t{2}, uint64_t{3}, uint64_t{1000},
+                         uint64_t{0x7fffffff}, uint64_t{0x80000000}, uint64_t{0xffffffff},
+                         uint64_t{0x100000002}, kEpochMask - 1, kEpochMask, uint64_t{0}}) {
     const Signal expected = MakeSignal(epoch, 7);
     EXPECT_EQ(Classify(expected, expected), SignalState::kReady);
     EXPECT_EQ(Classify(MakeSignal(epoch, 8), expected), SignalState::kMismatch);
-    for (uint32_t d : {1u, 2u, 3u, 100u}) {
+    for (uint64_t d : {1u, 2u, 3u, 100u}) {
       for (uint32_t signature : {7u, 8u}) {  // an older call may have any signature
         EXPECT_EQ(Classify(MakeSignal(epoch - d, signature), expected), SignalState::kPending)
             << epoch << " - " << d;
@@ -59,7 +85,7 @@ TEST(ClassifyComparesEpochsAcrossTheWrap) {
 }
 
 TEST(FreshMemoryIsOlderThanAnyCall) {
-  for (uint32_t epoch : {1u, 2u, 1000u, 0x7fffffffu, 0x80000001u, 0xfffffff0u}) {
+  for (uint64_t epoch : {1u, 2u, 1000u, 0x7fffffffu, 0x80000001u, 0xfffffff0u}) {
     EXPECT_EQ(Classify(0, MakeSignal(epoch, 7)), SignalState::kPending) << epoch;
   }
 }
@@ -101,7 +127,7 @@ TEST(WaitReportsAMismatchAtOnce) {
     EXPECT_EQ(KindOf(fault), FaultKind::kMismatch);
     EXPECT_EQ(fault.seen, seen);
     const std::string text = Describe(fault, 60);
-    EXPECT(Contains(text, "rank 0 expects call 5 with signature 00000007")) << text;
+    EXPECT(Contains(text, "rank 0 expects call 5 with signature 000007")) << text;
     EXPECT(Contains(text, "rank 1 sent call " + std::to_string(EpochOf(seen)))) << text;
   }
 }
@@ -217,7 +243,7 @@ TEST(PingPongOfManyEpochs) {
   const auto rank = [&](int me) {
     RankFault fault{};
     const int peer = 1 - me;
-    for (uint32_t epoch = 1; epoch <= kEpochs; ++epoch) {
+    for (uint64_t epoch = 1; epoch <= kEpochs; ++epoch) {
       const uint32_t half = epoch & 1;
       for (int i = 0; i < kWords; ++i) box[peer].data[half][i] = epoch * 31 + i + me;
       StoreRelease(&box[peer].signal[half], MakeSignal(epoch, 7));

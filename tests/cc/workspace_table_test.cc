@@ -95,7 +95,7 @@ TEST(ReusedWhenAllRanksHaveReleased) {
   EXPECT(Same(f.MustAcquire(1, 3), a));  // a late rank of the first call still finds it
   f.table->Release(a, 1, false);
   EXPECT_EQ(f.table->BytesInUse(), kBytes);
-  uint32_t epoch = a.epoch;
+  uint64_t epoch = a.epoch;
   for (uint64_t key = 3; key < 20; ++key) {
     const WorkspaceLease c = f.MustAcquire(key, 4);
     EXPECT_EQ(c.index, a.index);
@@ -141,7 +141,7 @@ TEST(VisitsFreeWorkspacesOnly) {
   f.table->Release(a, 1, false);
   f.table->Release(lost, 1, true);
   std::vector<int64_t> visited;
-  f.table->ForEachFree([&](int64_t offset, int64_t bytes, uint32_t epoch) {
+  f.table->ForEachFree([&](int64_t offset, int64_t bytes, uint64_t epoch) {
     visited.push_back(offset);
     EXPECT_EQ(bytes, kBytes);
     EXPECT_EQ(epoch, a.epoch);

@@ -86,7 +86,7 @@ struct CpuTiling {
 
 bool AllGatherMatmulCpu(const AllGatherMatmulParams& params, const CpuTiling& tiling,
                         const AllGatherMatmulArrays& arrays, const SymmetricView& view,
-                        uint32_t epoch, const WaitContext& ctx);
+                        uint64_t epoch, const WaitContext& ctx);
 
 }  // namespace jflux
 

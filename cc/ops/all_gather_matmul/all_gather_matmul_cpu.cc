@@ -50,7 +50,7 @@ bool WaitRows(const AllGatherMatmulParams& p, const AllGatherLayout& layout,
 
 bool AllGatherMatmulCpu(const AllGatherMatmulParams& p, const CpuTiling& tiling,
                         const AllGatherMatmulArrays& arrays, const SymmetricView& view,
-                        uint32_t epoch, const WaitContext& ctx) {
+                        uint64_t epoch, const WaitContext& ctx) {
   const AllGatherLayout layout = AllGatherLayout::Make(p, tiling.chunk_bytes);
   const WorkspaceLayout workspace = layout.Workspace();
   const Half half{workspace.SignalOffset(epoch), workspace.DataOffset(epoch)};

@@ -213,7 +213,7 @@ inline AllReduceAlgorithm ChooseAllReduce(int world, int64_t bytes) {
 }
 
 bool AllReduceCpu(const AllReduceParams& params, const AllReduceArrays& arrays,
-                  const SymmetricView& view, uint32_t epoch, const WaitContext& ctx);
+                  const SymmetricView& view, uint64_t epoch, const WaitContext& ctx);
 
 }  // namespace jflux
 

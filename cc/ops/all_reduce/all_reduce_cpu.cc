@@ -34,7 +34,7 @@ bool Run(const AllReduceParams& p, const AllReduceArrays& arrays, const PacketCa
 }  // namespace
 
 bool AllReduceCpu(const AllReduceParams& p, const AllReduceArrays& arrays,
-                  const SymmetricView& view, uint32_t epoch, const WaitContext& ctx) {
+                  const SymmetricView& view, uint64_t epoch, const WaitContext& ctx) {
   if (p.algorithm == AllReduceAlgorithm::kChunked) {
     const auto run = [&](const shmem::Context& call) {
       return WithNumbers(p.dtype, [&](auto number) {

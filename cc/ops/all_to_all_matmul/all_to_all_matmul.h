@@ -124,7 +124,7 @@ struct AllToAllMatmulTiling {
 // The CPU back end's body for one rank. False if a wait failed; ctx.fault has the reason.
 bool AllToAllMatmulCpu(const AllToAllMatmulParams& params, const AllToAllMatmulTiling& tiling,
                        const AllToAllMatmulArrays& arrays, const SymmetricView& view,
-                       uint32_t epoch, const WaitContext& ctx);
+                       uint64_t epoch, const WaitContext& ctx);
 
 }  // namespace jflux
 

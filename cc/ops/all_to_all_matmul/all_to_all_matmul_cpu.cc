@@ -100,7 +100,7 @@ struct Body {
 
 bool AllToAllMatmulCpu(const AllToAllMatmulParams& p, const AllToAllMatmulTiling& tiling,
                        const AllToAllMatmulArrays& arrays, const SymmetricView& view,
-                       uint32_t epoch, const WaitContext& ctx) {
+                       uint64_t epoch, const WaitContext& ctx) {
   const auto layout = AllToAllMatmulLayout::Make(p, tiling.chunk_bytes);
   const WorkspaceLayout workspace = layout.Workspace();
   const Body body{p,

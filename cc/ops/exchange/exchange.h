@@ -81,7 +81,7 @@ struct ExchangeArrays {
 };
 
 bool ExchangeCpu(const ExchangeParams& params, const ExchangeArrays& arrays,
-                 const SymmetricView& view, uint32_t epoch, const WaitContext& ctx);
+                 const SymmetricView& view, uint64_t epoch, const WaitContext& ctx);
 
 }  // namespace jflux
 

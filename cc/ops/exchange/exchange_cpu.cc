@@ -6,7 +6,7 @@
 namespace jflux {
 
 bool ExchangeCpu(const ExchangeParams& p, const ExchangeArrays& arrays, const SymmetricView& view,
-                 uint32_t epoch, const WaitContext& ctx) {
+                 uint64_t epoch, const WaitContext& ctx) {
   if (p.chunked) {
     const auto run = [&](const shmem::Context& call) {
       return WithNumbers(p.dtype, [&](auto number) {

@@ -59,7 +59,7 @@ inline FewRowsLayout FewRowsLayoutOf(const MatmulAllReduceParams& p, int32_t sli
                              s.rows.Total(), SizeOf(s.out_dtype));
 }
 bool FewRowsCpu(const MatmulAllReduceParams& params, int32_t slice_n,
-                const MatmulAllReduceArrays& arrays, const SymmetricView& view, uint32_t epoch,
+                const MatmulAllReduceArrays& arrays, const SymmetricView& view, uint64_t epoch,
                 const WaitContext& ctx);
 
 }  // namespace jflux

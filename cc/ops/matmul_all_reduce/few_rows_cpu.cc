@@ -34,7 +34,7 @@ std::vector<M64> M64BlocksOf(const FewRowsLayout& layout, int32_t slice_n, int64
 }  // namespace
 
 bool FewRowsCpu(const MatmulAllReduceParams& params, int32_t slice_n,
-                const MatmulAllReduceArrays& arrays, const SymmetricView& view, uint32_t epoch,
+                const MatmulAllReduceArrays& arrays, const SymmetricView& view, uint64_t epoch,
                 const WaitContext& ctx) {
   const MatmulReduceScatterParams& p = params.scatter;
   const auto layout = FewRowsLayoutOf(params, slice_n);

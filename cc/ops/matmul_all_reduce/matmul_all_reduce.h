@@ -69,7 +69,7 @@ struct MatmulAllReduceArrays {
 // The CPU back end's body for one rank. False if a wait failed; ctx.fault has the reason.
 bool MatmulAllReduceCpu(const MatmulAllReduceParams& params, const ScatterTiling& tiling,
                         const MatmulAllReduceArrays& arrays, const SymmetricView& view,
-                        uint32_t epoch, const WaitContext& ctx);
+                        uint64_t epoch, const WaitContext& ctx);
 
 }  // namespace jflux
 

@@ -22,7 +22,7 @@ Box BoxOf(const MatmulReduceScatterParams& p, const ScatterTiling& tiling, int s
 
 bool MatmulAllReduceCpu(const MatmulAllReduceParams& params, const ScatterTiling& tiling,
                         const MatmulAllReduceArrays& arrays, const SymmetricView& view,
-                        uint32_t epoch, const WaitContext& ctx) {
+                        uint64_t epoch, const WaitContext& ctx) {
   const MatmulReduceScatterParams& p = params.scatter;
   const auto layout = MatmulAllReduceLayout::Make(params, tiling.tile_m, tiling.tile_n, 1);
   const WorkspaceLayout workspace = layout.Workspace();

@@ -112,7 +112,7 @@ struct ShardTiling {
 // The CPU back end's body for one rank. False if a wait failed; ctx.fault has the reason.
 bool MatmulAllToAllCpu(const MatmulAllToAllParams& params, const ShardTiling& tiling,
                        const MatmulAllToAllArrays& arrays, const SymmetricView& view,
-                       uint32_t epoch, const WaitContext& ctx);
+                       uint64_t epoch, const WaitContext& ctx);
 
 }  // namespace jflux
 

@@ -100,7 +100,7 @@ struct Body {
 
 bool MatmulAllToAllCpu(const MatmulAllToAllParams& p, const ShardTiling& tiling,
                        const MatmulAllToAllArrays& arrays, const SymmetricView& view,
-                       uint32_t epoch, const WaitContext& ctx) {
+                       uint64_t epoch, const WaitContext& ctx) {
   const auto layout = AllToAllLayout::Make(p, tiling.tile_m, tiling.tile_n);
   const WorkspaceLayout workspace = layout.Workspace();
   const ShardGrid grid{p.rows.world, layout.tiles_m, layout.tiles_n, /*group_m=*/1};

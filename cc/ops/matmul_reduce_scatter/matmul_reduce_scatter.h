@@ -98,7 +98,7 @@ struct ScatterTiling {
 
 bool MatmulReduceScatterCpu(const MatmulReduceScatterParams& params, const ScatterTiling& tiling,
                             const MatmulReduceScatterArrays& arrays, const SymmetricView& view,
-                            uint32_t epoch, const WaitContext& ctx);
+                            uint64_t epoch, const WaitContext& ctx);
 
 // The offsets of a call's signals and data in its workspace, and its signal value.
 struct CpuHalf {

@@ -80,7 +80,7 @@ struct Body {
 
 bool MatmulReduceScatterCpu(const MatmulReduceScatterParams& p, const ScatterTiling& tiling,
                             const MatmulReduceScatterArrays& arrays, const SymmetricView& view,
-                            uint32_t epoch, const WaitContext& ctx) {
+                            uint64_t epoch, const WaitContext& ctx) {
   const auto layout =
       ReduceScatterLayout::Make(p, tiling.tile_m, tiling.tile_n, /*signals_per_slot=*/1);
   const WorkspaceLayout workspace = layout.Workspace();
