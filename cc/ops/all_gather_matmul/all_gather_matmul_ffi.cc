@@ -67,7 +67,7 @@ ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, int64_t activ
   const int64_t bytes = AllGatherLayout::Make(*p, tiling.chunk_bytes).Workspace().TotalBytes();
   return JoinFfiCall(
       kAllGatherMatmulId, site, run_id, device, groups, world, {bytes, workspace_bytes},
-      [p = *p, tiling, arrays](const SymmetricView& view, uint32_t epoch, const WaitContext& ctx) {
+      [p = *p, tiling, arrays](const SymmetricView& view, uint64_t epoch, const WaitContext& ctx) {
         return AllGatherMatmulCpu(p, tiling, arrays, view, epoch, ctx);
       });
 }

@@ -84,7 +84,7 @@ ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, int64_t algor
   return JoinFfiCall(
       kAllReduceId, site, run_id, device, groups, world,
       {call->params.WorkspaceBytes(), workspace_bytes},
-      [call = *call](const SymmetricView& view, uint32_t epoch, const WaitContext& ctx) {
+      [call = *call](const SymmetricView& view, uint64_t epoch, const WaitContext& ctx) {
         return AllReduceCpu(call.params, call.arrays, view, epoch, ctx);
       });
 }

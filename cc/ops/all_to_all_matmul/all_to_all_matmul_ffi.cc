@@ -75,7 +75,7 @@ ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, ffi::Span<con
       AllToAllMatmulLayout::Make(o->params, tiling.chunk_bytes).Workspace().TotalBytes();
   return JoinFfiCall(
       kAllToAllMatmulId, site, run_id, device, groups, world, {bytes, workspace_bytes},
-      [o = *o, tiling](const SymmetricView& view, uint32_t epoch, const WaitContext& ctx) {
+      [o = *o, tiling](const SymmetricView& view, uint64_t epoch, const WaitContext& ctx) {
         return AllToAllMatmulCpu(o.params, tiling, o.arrays, view, epoch, ctx);
       });
 }

@@ -54,7 +54,7 @@ ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, bool chunked,
   const ExchangeArrays arrays{x.untyped_data(), y->untyped_data()};
   return JoinFfiCall(
       kOp, site, run_id, device, groups, world, {p->WorkspaceBytes(), workspace_bytes},
-      [p = *p, arrays](const SymmetricView& view, uint32_t epoch, const WaitContext& ctx) {
+      [p = *p, arrays](const SymmetricView& view, uint64_t epoch, const WaitContext& ctx) {
         return ExchangeCpu(p, arrays, view, epoch, ctx);
       });
 }

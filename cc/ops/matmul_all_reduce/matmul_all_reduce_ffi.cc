@@ -66,7 +66,7 @@ ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, ffi::Span<con
   const int64_t bytes = MatmulAllReduceCpuWorkspace(*p).TotalBytes();
   return JoinFfiCall(
       kMatmulAllReduceId, site, run_id, device, groups, world, {bytes, workspace_bytes},
-      [p = *p, tiling, arrays = *arrays](const SymmetricView& view, uint32_t epoch,
+      [p = *p, tiling, arrays = *arrays](const SymmetricView& view, uint64_t epoch,
                                          const WaitContext& ctx) {
         return AreFewRows(p) ? FewRowsCpu(p, tiling.tile_n, arrays, view, epoch, ctx)
                              : MatmulAllReduceCpu(p, tiling, arrays, view, epoch, ctx);

@@ -58,7 +58,7 @@ ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, ffi::Span<con
       AllToAllLayout::Make(*p, tiling.tile_m, tiling.tile_n).Workspace().TotalBytes();
   return JoinFfiCall(
       kMatmulAllToAllId, site, run_id, device, groups, world, {bytes, workspace_bytes},
-      [p = *p, tiling, arrays](const SymmetricView& view, uint32_t epoch, const WaitContext& ctx) {
+      [p = *p, tiling, arrays](const SymmetricView& view, uint64_t epoch, const WaitContext& ctx) {
         return MatmulAllToAllCpu(p, tiling, arrays, view, epoch, ctx);
       });
 }

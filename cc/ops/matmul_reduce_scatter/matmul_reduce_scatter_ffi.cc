@@ -62,7 +62,7 @@ ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, bool adds_bia
       ReduceScatterLayout::Make(*p, tiling.tile_m, tiling.tile_n, 1).Workspace().TotalBytes();
   return JoinFfiCall(
       kMatmulReduceScatterId, site, run_id, device, groups, world, {bytes, workspace_bytes},
-      [p = *p, tiling, arrays](const SymmetricView& view, uint32_t epoch, const WaitContext& ctx) {
+      [p = *p, tiling, arrays](const SymmetricView& view, uint64_t epoch, const WaitContext& ctx) {
         return MatmulReduceScatterCpu(p, tiling, arrays, view, epoch, ctx);
       });
 }
