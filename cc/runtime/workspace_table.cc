@@ -2,6 +2,7 @@
 
 #include "core/atomic.h"
 #include "core/layout.h"
+#include "core/packet.h"
 #include "core/platform.h"
 
 namespace jflux {
@@ -56,11 +57,17 @@ WorkspaceTable::Entry* WorkspaceTable::FindOrMake(
     end_ += bytes;
     touched_ = Max(touched_, end_);
   }
+  // Flags of LL packets repeat after 2^32 epochs (core/packet.h); a workspace has some of them
+  // only.
+  const uint64_t epoch = NextEpoch(last_epoch_);
+  if (epoch < best->epoch || (best->epoch ^ epoch) >> kScrubPeriodBits != 0) {
+    clear(best->offset, bytes);
+  }
   best->state = kLeased;
   best->key = key;
   best->world = world;
   best->released = 0;
-  best->epoch = last_epoch_ = NextEpoch(last_epoch_);
+  best->epoch = last_epoch_ = epoch;
   return best;
 }
 

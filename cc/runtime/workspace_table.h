@@ -14,8 +14,9 @@
 //             gets a workspace sees its signals cleared, and all reads of its last call are over.
 //   reset     A free workspace is given out again as it is: its epoch is later than that of every
 //             call before, so old signals are old. Memory that was part of a workspace of another
-//             size is cleared first. A process that dies with the lock leaves the table unusable,
-//             and the next Acquire says so.
+//             size is cleared first, and every workspace once in 2^31 epochs, before the flags of
+//             its LL packets come again (core/packet.h). A process that dies with the lock leaves
+//             the table unusable, and the next Acquire says so.
 #ifndef JFLUX_RUNTIME_WORKSPACE_TABLE_H_
 #define JFLUX_RUNTIME_WORKSPACE_TABLE_H_
 
@@ -34,7 +35,7 @@ struct WorkspaceKey {
 
 struct WorkspaceLease {
   int32_t index = -1;
-  uint32_t epoch = 0;
+  uint64_t epoch = 0;
   int64_t offset = 0;  // in every rank's heap
 };
 
@@ -63,6 +64,14 @@ class WorkspaceTable {
     Unlock();
   }
 
+  // Tests only, while nobody holds a workspace: as if there had been so many calls.
+  bool SetLastEpoch(uint64_t epoch) {
+    if (!Lock()) return false;
+    last_epoch_ = epoch;
+    Unlock();
+    return true;
+  }
+
   int64_t BytesInUse();
   int64_t BytesTouched() const { return touched_; }
 
@@ -72,7 +81,7 @@ class WorkspaceTable {
     State state;
     int32_t world;
     int32_t released;
-    uint32_t epoch;
+    uint64_t epoch;
     int64_t offset;
     int64_t bytes;
     WorkspaceKey key;
@@ -90,7 +99,7 @@ class WorkspaceTable {
   uint64_t lock_;
   int64_t end_;          // heap bytes that some entry covers
   int64_t touched_;      // the largest end_ so far: beyond it memory is still zero
-  uint32_t last_epoch_;  // one count for all workspaces: a workspace's own epochs have gaps, and
+  uint64_t last_epoch_;  // one count for all workspaces: a workspace's own epochs have gaps, and
                          // may repeat a half, which is safe here: all ranks released it first
   Entry entries_[kEntries];
 };
