@@ -181,7 +181,7 @@ const char* jflux_heap_poison(const char* platform) {
   return OnHeap(platform, [](Heap& heap, std::string* error) { return heap.Poison(error); });
 }
 
-const char* jflux_heap_set_epochs(const char* platform, uint32_t epoch) {
+const char* jflux_heap_set_epochs(const char* platform, uint64_t epoch) {
   return OnHeap(platform,
                 [&](Heap& heap, std::string* error) { return heap.SetEpochs(epoch, error); });
 }

@@ -235,8 +235,9 @@ bool HeapCuda::Poison(std::string* error) {
     WorkspaceHeader header;
     JFLUX_CUDA_OR_FALSE(cudaMemcpy(&header, copy.base, sizeof(header), cudaMemcpyDeviceToHost),
                         error);
-    for (uint32_t epoch : {header.epoch, header.epoch + 1}) {
-      if (epoch != header.epoch && copy.is_shared) continue;
+    const uint64_t last = EpochOfWord(header.epoch_and_id);
+    for (uint64_t epoch : {last, last + 1}) {
+      if (epoch != last && copy.is_shared) continue;
       if (const auto packets = PacketLayout::OfTotal(copy.bytes)) {
         JFLUX_CUDA_OR_FALSE(cudaMemset(copy.base + packets->PacketOffset(epoch), kPacketPoison,
                                        packets->half_bytes),
@@ -252,16 +253,22 @@ bool HeapCuda::Poison(std::string* error) {
   return ok && Synchronize(error);
 }
 
-bool HeapCuda::SetEpochs(uint32_t epoch, std::string* error) {
+bool HeapCuda::SetEpochs(uint64_t epoch, std::string* error) {
   if (!Synchronize(error)) return false;
-  WorkspaceHeader header{};
-  header.epoch = epoch;
+  static_assert(offsetof(WorkspaceHeader, epoch_and_id) == 0);
+  const uint64_t word = EpochWord(epoch);
   const bool ok = workspaces_.ForEachCopy([&](const WorkspaceCopy& copy) -> bool {
     JFLUX_CUDA_OR_FALSE(cudaSetDevice(copy.ordinal), error);
-    // Signals of calls whose numbers were smaller would seem to be from later ones.
-    JFLUX_CUDA_OR_FALSE(cudaMemset(copy.base, 0, copy.bytes), error);
-    JFLUX_CUDA_OR_FALSE(cudaMemcpy(copy.base, &header, sizeof(header), cudaMemcpyHostToDevice),
+    uint64_t before;
+    JFLUX_CUDA_OR_FALSE(cudaMemcpy(&before, copy.base, sizeof(before), cudaMemcpyDeviceToHost),
                         error);
+    // Signals of later calls would be a mismatch; and the calls that are left out would have
+    // cleared LL packets (core/packet.h).
+    const bool back = epoch < EpochOfWord(before);
+    const bool clears = epoch >> kScrubPeriodBits != EpochOfWord(before) >> kScrubPeriodBits &&
+                        PacketLayout::OfTotal(copy.bytes);
+    if (back || clears) JFLUX_CUDA_OR_FALSE(cudaMemset(copy.base, 0, copy.bytes), error);
+    JFLUX_CUDA_OR_FALSE(cudaMemcpy(copy.base, &word, sizeof(word), cudaMemcpyHostToDevice), error);
     return true;
   });
   return ok && Synchronize(error);

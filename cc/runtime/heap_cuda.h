@@ -80,7 +80,7 @@ class HeapCuda final : public Heap {
   std::optional<std::string> FaultOf(int64_t local) const override;
   bool SetHooks(const TestHooks& hooks, std::string* error) override;
   bool Poison(std::string* error) override;
-  bool SetEpochs(uint32_t epoch, std::string* error) override;
+  bool SetEpochs(uint64_t epoch, std::string* error) override;
 
   const CudaDevice* DeviceOf(int ordinal) const;
   const std::vector<int>& ordinals() const { return config_.ordinals; }
