@@ -30,13 +30,14 @@ inline constexpr int64_t kHeapAlign =
 //            start does (TakeDynamicId, gpu/call.cuh). The ticket counters are never reset.
 struct WorkspaceHeader {
   uint64_t epoch_and_id;   // of the last finished call, and the next dynamic id: see below
-  uint64_t stop;           // WaitContext::stop of the running call
   uint32_t next_transfer;  // next chunk to send, or peer's tile to receive
   uint32_t next_tile;      // next tile to compute
+  uint64_t stop;           // WaitContext::stop of the running call
+  uint64_t inside;         // which kernel is in the workspace: see below
   uint32_t exited;         // warps that will take no more work
   uint32_t next_copy;      // next chunk to copy to `gathered`
   uint32_t senders;        // CTAs that have asked to send
-  uint32_t pad[7];
+  uint32_t pad[5];
   uint64_t tickets_issued;  // core/ticket_semaphore.h
   uint64_t pad_issued[7];
   uint64_t tickets_released;  // polled by every waiting store warp
@@ -52,6 +53,18 @@ JFLUX_HD constexpr uint64_t EpochWord(uint64_t epoch) { return epoch << kIdBits;
 JFLUX_HD constexpr uint64_t EpochOfWord(uint64_t word) { return word >> kIdBits; }
 JFLUX_HD constexpr uint32_t IdOfWord(uint64_t word) {
   return static_cast<uint32_t>(word) & static_cast<uint32_t>(kMostIds - 1);
+}
+
+// WorkspaceHeader::inside is the sum of Presence(launch) over what is inside: CTAs, or some of
+// their warps. Each adds it when it begins and subtracts it when it ends, so the sum needs no
+// reset, and is 0 between calls. Kernels of two launches that run at once cannot make a sum that
+// passes for one of them: with i of another launch, IsAlone asks for i * launch == i * other.
+JFLUX_HD constexpr uint64_t Presence(uint32_t launch) {
+  return static_cast<uint64_t>(launch) << 16 | 1;
+}
+// Fewer than 2^16 at a time are inside: a GPU does not hold more.
+JFLUX_HD constexpr bool IsAlone(uint64_t inside, uint32_t launch) {
+  return inside >> 16 == (inside & 0xffff) * launch;
 }
 
 struct WorkspaceLayout {
@@ -89,6 +102,8 @@ struct SymmetricView {
   char* base[kMaxRanks];
   int32_t rank;
   int32_t world;
+  uint32_t launch;  // on a GPU: the number of the kernel's launch in this process, never 0. A CUDA
+                    // graph that replays it keeps it
 
   template <typename T = char>
   JFLUX_HD T* At(int peer, int64_t offset) const {

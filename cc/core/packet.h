@@ -112,7 +112,6 @@ struct PacketCall {
   uint64_t epoch;
   uint32_t signature;
   WaitContext wait;
-  uint64_t timeout_ns;  // of each wait, from its start; 0: wait.deadline_ns is already set
 
   JFLUX_HD Packet* At(int rank, int64_t index) const {
     return view.At<Packet>(rank, layout.PacketOffset(epoch)) + index;
@@ -134,7 +133,7 @@ struct PacketCall {
   JFLUX_HD bool AwaitHello(int peer) const {
     const Signal* word = HelloOf(view.rank, peer);
     const Signal expected = MakeSignal(epoch, signature);
-    return LoadRelaxed(word) == expected || WaitSignal(word, expected, peer, -1, Deadline());
+    return LoadRelaxed(word) == expected || WaitSignal(word, expected, peer, -1, wait);
   }
 
   JFLUX_HD void Send(int peer, int64_t index, uint64_t payload) const {
@@ -173,22 +172,21 @@ struct PacketCall {
   template <typename Look>
   JFLUX_HD bool Poll(Look&& look) const {
     if (wait.skip) return true;
-    WaitContext ctx{};
+    Patience patience(wait);
     for (uint32_t attempt = 0;; ++attempt) {
       int missing = -1;
       int64_t packet = 0;
       look(&missing, &packet);
       if (missing < 0) return true;
-      if ((attempt & 63) == 63) {
-        if (attempt == 63) ctx = Deadline();
-        if (Faulted(ctx)) return false;
+      if (Patience::Looks(attempt)) {
         // If the peer runs a different call, the packet may never come: its hello tells.
         const Signal expected = MakeSignal(epoch, signature);
         const Signal hello = LoadAcquire(HelloOf(view.rank, missing));
-        const bool mismatch = Classify(hello, expected) == SignalState::kMismatch;
-        if (mismatch || NowNs() > ctx.deadline_ns) {
-          ReportFault(ctx, mismatch ? FaultKind::kMismatch : FaultKind::kTimeout, missing, packet,
-                      expected, hello);
+        if (Classify(hello, expected) == SignalState::kMismatch) {
+          ReportFault(wait, FaultKind::kMismatch, missing, packet, expected, hello);
+          return false;
+        }
+        if (!patience.Lasts(wait, attempt, FaultKind::kTimeout, missing, packet, expected, hello)) {
           return false;
         }
       }
@@ -198,11 +196,6 @@ struct PacketCall {
   // The hello of `src`, in the memory of `rank`.
   JFLUX_HD Signal* HelloOf(int rank, int src) const {
     return view.At<Signal>(rank, layout.HelloOffset(epoch, src));
-  }
-  JFLUX_HD WaitContext Deadline() const {
-    WaitContext ctx = wait;
-    if (timeout_ns != 0) ctx.deadline_ns = NowNs() + timeout_ns;
-    return ctx;
   }
 };
 

@@ -61,7 +61,14 @@ JFLUX_HD constexpr SignalState Classify(Signal seen, Signal expected) {
   return ahead < (1u << 16) ? SignalState::kMismatch : SignalState::kPending;
 }
 
-enum class FaultKind : uint32_t { kNone = 0, kTimeout = 1, kMismatch = 2 };
+enum class FaultKind : uint32_t {
+  kNone = 0,
+  kTimeout = 1,   // the peer's signal or packet did not come
+  kMismatch = 2,  // the peer makes another call
+  kNoTicket = 3,  // core/ticket_semaphore.h: expected is the ticket, seen how many were returned
+  kOverlap = 4,   // another kernel is in the workspace (gpu/call.cuh): expected is this launch
+  kAborted = 5,   // this process has failed on another device
+};
 
 // The wait that failed. One record per rank, in memory that the host can read while a kernel runs.
 // Only the first fault is recorded; `kind` is written last, with release.
@@ -76,6 +83,22 @@ struct Fault {
   uint64_t seen;
 };
 
+// What a wait looks at when it lasts: one for each device, in memory that is near the waiter. A
+// wait that soon succeeds reads nothing of it, so nothing of it takes registers.
+//
+//   writers  the host, before calls run; `warned`: the device's waits
+struct WaitLimits {
+  uint64_t timeout_ns;  // of a wait, from its start; 0: WaitContext::deadline_ns is the end
+  // A wait warns once less than this is left of its time. 0: never.
+  uint64_t warn_left_ns;
+  uint64_t warned;  // what the last wait that has warned expected: a call warns once. All bits: one
+                    // is writing the record
+  Fault* fault;     // where WaitContext has none
+  Fault* warning;   // record of the wait that warns, in host memory. The host takes it by clearing
+                    // `kind`
+  uint64_t* abort;  // in host memory. Not 0: waits end (FaultKind::kAborted)
+};
+
 // Faults that tests inject, to check that they are detected. All zero in normal use.
 struct TestHooks {
   uint32_t skip_waits;    // waits return at once
@@ -84,35 +107,108 @@ struct TestHooks {
 
 // Everything that a wait needs besides the word it polls.
 struct WaitContext {
-  Fault* fault;
+  Fault* fault;          // null: limits->fault
   uint64_t* stop;        // set by the rank's first fault, which ends all its other waits. It is in
                          // the waiter's own memory: polling host memory costs far more
                          // (docs/internals/gemm.md)
-  uint64_t deadline_ns;  // on the clock of NowNs()
+  uint64_t deadline_ns;  // on the clock of NowNs(), unless limits->timeout_ns says it
   uint32_t op;
   int32_t rank;
-  bool skip;  // TestHooks::skip_waits
+  bool skip;                     // TestHooks::skip_waits
+  WaitLimits* limits = nullptr;  // null: no warnings, and nobody aborts the wait
 };
 
 JFLUX_HD bool Faulted(const WaitContext& ctx) { return LoadRelaxed(ctx.stop) != 0; }
 
+JFLUX_HD void WriteRecord(Fault* record, const WaitContext& ctx, FaultKind kind, int32_t peer,
+                          int64_t tile, Signal expected, Signal seen) {
+  record->op = ctx.op;
+  record->rank = ctx.rank;
+  record->peer = peer;
+  record->tile = tile;
+  record->expected = expected;
+  record->seen = seen;
+  StoreRelease(&record->kind, static_cast<uint64_t>(kind));
+}
+
 JFLUX_HD void ReportFault(const WaitContext& ctx, FaultKind kind, int32_t peer, int64_t tile,
                           Signal expected, Signal seen) {
   if (!CompareExchange(ctx.stop, 0, 1)) return;
-  ctx.fault->op = ctx.op;
-  ctx.fault->rank = ctx.rank;
-  ctx.fault->peer = peer;
-  ctx.fault->tile = tile;
-  ctx.fault->expected = expected;
-  ctx.fault->seen = seen;
-  StoreRelease(&ctx.fault->kind, static_cast<uint64_t>(kind));
+  Fault* fault = ctx.fault != nullptr ? ctx.fault : ctx.limits->fault;
+  WriteRecord(fault, ctx, kind, peer, tile, expected, seen);
 }
 
+// How many attempts of a polling loop come between two looks at the stop flag and the clock, and
+// between two at WaitLimits::abort. That one is in host memory, where a load takes microseconds: a
+// wait looks at it first when it has lasted about half a millisecond.
+inline constexpr uint32_t kPollsPerLook = 64, kPollsPerHostLook = 4096;
+
+// What a polling loop asks after its attempts: whether to go on.
+class Patience {
+ public:
+  JFLUX_HD explicit Patience(const WaitContext& ctx) : deadline_ns_(ctx.deadline_ns & ~kWarned) {}
+
+  // Whether to look, after attempt number `attempt`.
+  static JFLUX_HD bool Looks(uint32_t attempt) {
+    return attempt % kPollsPerLook == kPollsPerLook - 1;
+  }
+  // Called if it looks. False if the wait has to end; the fault's record has the reason.
+  JFLUX_HD bool Lasts(const WaitContext& ctx, uint32_t attempt, FaultKind on_timeout, int32_t peer,
+                      int64_t tile, Signal expected, Signal seen) {
+    if (Faulted(ctx)) return false;
+    const uint64_t now = NowNs();
+    // The deadline is set at the first look: reading the clock is slow.
+    if (attempt == kPollsPerLook - 1 && ctx.limits != nullptr && ctx.limits->timeout_ns != 0) {
+      deadline_ns_ = (now + ctx.limits->timeout_ns) & ~kWarned;
+    }
+    FaultKind failure = FaultKind::kNone;
+    if (now > deadline_ns_) {
+      failure = on_timeout;
+    } else if (ctx.limits != nullptr) {
+      if (on_timeout == FaultKind::kTimeout && (deadline_ns_ & kWarned) == 0 &&
+          deadline_ns_ - now < ctx.limits->warn_left_ns) {
+        Warn(ctx, peer, tile, expected, seen);
+      }
+      if (attempt % kPollsPerHostLook == kPollsPerHostLook - 1 &&
+          LoadRelaxed(ctx.limits->abort) != 0) {
+        failure = FaultKind::kAborted;
+      }
+    }
+    if (failure == FaultKind::kNone) return true;
+    ReportFault(ctx, failure, peer, tile, expected, seen);
+    return false;
+  }
+
+ private:
+  // Writes the warning's record, unless another wait of this call has. While another call's is
+  // still there, the next look tries again.
+  JFLUX_HD void Warn(const WaitContext& ctx, int32_t peer, int64_t tile, Signal expected,
+                     Signal seen) {
+    WaitLimits* limits = ctx.limits;
+    const uint64_t last = LoadRelaxed(&limits->warned);
+    if (last == expected) deadline_ns_ |= kWarned;
+    if (last == expected || last == kWriting) return;
+    if (!CompareExchange(&limits->warned, last, kWriting)) return;
+    const bool is_free = LoadAcquire(&limits->warning->kind) == 0;
+    if (is_free) {
+      WriteRecord(limits->warning, ctx, FaultKind::kTimeout, peer, tile, expected, seen);
+      deadline_ns_ |= kWarned;
+    }
+    StoreRelease(&limits->warned, is_free ? expected : last);
+  }
+
+  static constexpr uint64_t kWriting = ~uint64_t{0};  // in WaitLimits::warned
+  static constexpr uint64_t kWarned = 1;              // in the deadline: this wait has warned
+
+  uint64_t deadline_ns_;
+};
+
 // Polls `word` until it equals `expected`. False if the timeout passed, the ranks disagree, or
-// another wait of this rank failed; ctx.fault has the reason.
+// another wait of this rank failed; the fault's record has the reason.
 JFLUX_HD bool WaitSignal(const Signal* word, Signal expected, int32_t peer, int64_t tile,
                          const WaitContext& ctx) {
   if (ctx.skip) return true;
+  Patience patience(ctx);
   for (uint32_t attempt = 0;; ++attempt) {
     const Signal seen = LoadAcquire(word);
     const SignalState state = Classify(seen, expected);
@@ -121,12 +217,9 @@ JFLUX_HD bool WaitSignal(const Signal* word, Signal expected, int32_t peer, int6
       ReportFault(ctx, FaultKind::kMismatch, peer, tile, expected, seen);
       return false;
     }
-    if ((attempt & 63) == 63) {
-      if (Faulted(ctx)) return false;
-      if (NowNs() > ctx.deadline_ns) {
-        ReportFault(ctx, FaultKind::kTimeout, peer, tile, expected, seen);
-        return false;
-      }
+    if (Patience::Looks(attempt) &&
+        !patience.Lasts(ctx, attempt, FaultKind::kTimeout, peer, tile, expected, seen)) {
+      return false;
     }
     PollPause(attempt);
   }

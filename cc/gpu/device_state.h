@@ -36,11 +36,18 @@ struct Timeline {
   uint32_t capacity;
 };
 
+// What a device tells the host, and the other way round, while a kernel runs: in host memory, which
+// is readable after a trap too.
+struct HostRecords {
+  Fault fault;     // WaitLimits::fault
+  Fault warning;   // WaitLimits::warning
+  uint64_t abort;  // WaitLimits::abort
+};
+
 struct DeviceState {
-  Fault* fault;          // in host memory: readable while a kernel runs, and after a trap
-  uint64_t deadline_ns;  // timeout of a wait
   TestHooks hooks;
   Timeline timeline;
+  WaitLimits limits;
 };
 
 inline constexpr int64_t kDeviceStateBytes = 4096;  // workspaces follow

@@ -15,9 +15,8 @@ namespace jflux {
 
 // A call, as one role sees it.
 struct CallContext {
-  WaitContext wait;     // the deadline is set when a wait begins: reading the clock is slow
-  uint64_t timeout_ns;  // timeout of a wait
-  uint32_t epoch;       // its low bits: they choose the half, and name the call in a timeline
+  WaitContext wait;
+  uint32_t epoch;  // its low bits: they choose the half, and name the call in a timeline
   Signal signal;
   const DeviceState* state;
   bool recording;
@@ -40,9 +39,7 @@ __device__ __forceinline__ CallContext MakeContext(const Args& args) {
   call.state = args.state;
   call.recording = state.timeline.events != nullptr;
   call.delays = state.hooks.max_delay_us != 0;
-  call.timeout_ns = state.deadline_ns;
-  call.wait = WaitContext{state.fault, &header->stop,  0,
-                          args.op,     args.view.rank, state.hooks.skip_waits != 0};
+  call.wait = WaitOf(args.state, &header->stop, args.op, args.view.rank, state.hooks);
   return call;
 }
 
@@ -55,9 +52,7 @@ __device__ __forceinline__ bool HasArrived(const CallContext& call, const Signal
 __device__ __forceinline__ void AwaitPeer(const CallContext& call, const Signal* word, int peer,
                                           int64_t item) {
   if (HasArrived(call, word) || Faulted(call.wait)) return;
-  WaitContext wait = call.wait;
-  wait.deadline_ns = NowNs() + call.timeout_ns;
-  WaitSignal(word, call.signal, peer, item, wait);
+  WaitSignal(word, call.signal, peer, item, call.wait);
 }
 
 // Called by one lane of each warp that takes work from counters (in each CTA the scheduler warp and

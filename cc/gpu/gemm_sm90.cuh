@@ -594,18 +594,27 @@ __device__ __forceinline__ void RunGemm(const typename Op::Args& args) {
     if (warp == 0) {
       RunLoadWarp<Op>(args, call, smem, cta);
     } else if (warp == 1) {
+      if (lane == 0) EnterWorkspace(args.view);
       Op::Send(args, call, smem);
       __syncwarp();
       if (lane == 0) LeaveCounters(args);
       if constexpr (Op::kAddsPartials) RunPartialsWaiter<Op>(args, call, smem, cta);
-      if (lane == 0) TrapIfFaulted(args);
+      if (lane == 0) {
+        TrapIfFaulted(args.view, call.wait);
+        LeaveWorkspace(args.view);
+      }
     } else if (warp == 2) {
-      if (ptx::ElectOne()) RunStoreWarp<Op>(args, call, smem, cta);
+      if (ptx::ElectOne()) {
+        TrapIfNotAlone(args.view, call.wait);  // before the first tile is staged there is time
+        RunStoreWarp<Op>(args, call, smem, cta);
+      }
     } else {
+      if (lane == 0) EnterWorkspace(args.view);
       const auto entries = RunSchedulerWarp<Op>(args, call, smem, cta, taken);
       if (lane == 0) {
         LeaveCounters(args);
-        TrapIfFaulted(args);
+        TrapIfFaulted(args.view, call.wait);
+        LeaveWorkspace(args.view);
       }
       if (Config::kCluster > 1 && cta == 0) {
         AwaitAllEmpty(entries, [&](int entry) { return smem.TileEmpty(entry); });

@@ -9,6 +9,7 @@
 #include "core/tile_order.h"
 #include "gpu/gemm_config.h"
 #include "gpu/ptx.cuh"
+#include "gpu/senders.h"
 
 namespace jflux {
 
@@ -77,6 +78,9 @@ struct GemmConfig {
   static constexpr int kStages = (232448 - kBarrierBytes - kSendBoxes * kSendBoxBytes -
                                   kConsumers * (kStagingBytesPerConsumer + kRemoteSliceBytes)) /
                                  (kABytes + kBBytes);
+  // The send semaphore's freedom from deadlock (gpu/send_semaphore.cuh). Consumers that share tiles
+  // have all of a tile's k: their CTAs do not split it.
+  static_assert(kStages * kTileK <= kMostStagedK && (!kCooperative || kClusterK == 1));
   // Rows of w's tile, stored [k, n], that each CTA of the cluster loads and multicasts.
   static constexpr int kBoxRows = kTileK / kClusterM;
   static constexpr int kTileQueue = 8;  // entries: tiles handed out and not yet finished

@@ -45,11 +45,10 @@ template <int kCtas = 1>
 __device__ __forceinline__ PacketCta BeginPackets(const PacketArgs& args) {
   const DeviceState state = *args.state;  // loaded while the dynamic id is fetched
   auto* header = args.view.template At<WorkspaceHeader>(args.view.rank, 0);
-  const DynamicId taken = TakeDynamicId<kCtas>(header);
-  const WaitContext wait{state.fault, &header->stop,  0,
-                         args.op,     args.view.rank, state.hooks.skip_waits != 0};
-  const PacketCta cta{PacketCall{args.view, args.layout, taken.epoch, args.signature, wait,
-                                 /*timeout_ns=*/state.deadline_ns},
+  const DynamicId taken = TakeDynamicId<kCtas>(args.view);
+  const WaitContext wait = WaitOf(args.state, &header->stop, args.op, args.view.rank, state.hooks);
+  if (taken.overlaps) TrapOnOverlap(args.view, wait);
+  const PacketCta cta{PacketCall{args.view, args.layout, taken.epoch, args.signature, wait},
                       taken.id, taken.first};
   DelayCall(state, taken.epoch, args.view.rank);
   const auto peer = static_cast<int>(threadIdx.x);
@@ -63,12 +62,14 @@ __device__ __forceinline__ PacketCta BeginPackets(const PacketArgs& args) {
 }
 
 // Called last, by all threads of a CTA. `ok`: no wait of this thread failed.
+template <int kCtas = 1>
 __device__ __forceinline__ void EndPackets(const PacketArgs& args, const PacketCta& cta, bool ok) {
   const auto peer = static_cast<int>(threadIdx.x);
   if (cta.sends_hello && peer < args.view.world && peer != args.view.rank) {
     ok &= cta.call.AwaitHello(peer);
   }
-  if (__syncthreads_or(!ok) && threadIdx.x == 0) TrapIfFaulted(args);
+  if (__syncthreads_or(!ok) && threadIdx.x == 0) TrapIfFaulted(args.view, cta.call.wait);
+  LeaveAfterDynamicId<kCtas>(args.view);
 }
 
 }  // namespace jflux

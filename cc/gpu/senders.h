@@ -17,16 +17,19 @@ namespace jflux {
 inline constexpr int kSendChunkBytes = 4096;   // of what a store warp sends
 inline constexpr int kSendChunksInFlight = 4;  // under way
 
+// The most of a k that the pipeline's stages of any configuration hold (GemmConfig asserts it).
+inline constexpr int64_t kMostStagedK = 5 * 64;
+
 // Store warps that send tiles to peers at a time; 0: all. A tile's sum is over `k`. `copies`: what
 // is sent of a tile, over the tile in a 16-bit type.
 inline int32_t SendingStoreWarps(int64_t k, double copies, const Machine& machine) {
-  // A k that is all in the pipeline's stages: the two MMA warpgroups may then be a whole tile
-  // apart. One of them could wait for a peer while the store warp that holds a ticket waits for it.
-  constexpr int64_t kInStages = 5 * 64;
   // Bytes per microsecond: of an SM's tiles, times k; of a store warp.
   constexpr double kOfTiles = 7.0e6, kOfStoreWarp = 1.6e4;
   constexpr double kLeast = 8, kMost = 32;
-  if (k <= kInStages) return 0;
+  // If all of k is in the pipeline's stages, two MMA warpgroups that share tiles may be a whole
+  // tile apart. One of them could wait for a peer while the store warp that holds a ticket waits
+  // for it.
+  if (k <= kMostStagedK) return 0;
   const double made = machine.sm_count * kOfTiles * copies / static_cast<double>(k);
   // Twice as many as would do, so that a wave's results leave in half of the next one's time.
   return static_cast<int32_t>(Max(kLeast, Min(kMost, 2 * made / kOfStoreWarp)));

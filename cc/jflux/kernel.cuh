@@ -27,16 +27,15 @@ namespace jflux::shmem {
 __device__ __forceinline__ Context begin_call(const CallArgs& args) {
   const DeviceState state = *args.state;  // loaded while the dynamic id is fetched
   auto* header = args.view.template At<WorkspaceHeader>(args.view.rank, 0);
-  const DynamicId taken = TakeDynamicId(header);
-  const WaitContext wait{state.fault, &header->stop,  0,
-                         args.op,     args.view.rank, state.hooks.skip_waits != 0};
+  const DynamicId taken = TakeDynamicId(args.view);
+  const WaitContext wait = WaitOf(args.state, &header->stop, args.op, args.view.rank, state.hooks);
+  if (taken.overlaps) TrapOnOverlap(args.view, wait);
   DelayCall(state, taken.epoch, args.view.rank);
   const Context ctx{args.view,
                     args.layout,
                     taken.epoch,
                     args.signature,
                     wait,
-                    /*timeout_ns=*/state.deadline_ns,
                     static_cast<int32_t>(taken.id),
                     static_cast<int32_t>(gridDim.x)};
   if (ctx.block == 0) internal::SendHellos<Block>(ctx);
@@ -47,7 +46,8 @@ __device__ __forceinline__ Context begin_call(const CallArgs& args) {
 // kernel traps after the host has printed the reason, and the launch fails.
 __device__ __forceinline__ void end_call(const CallArgs& args, const Context& ctx, bool ok) {
   if (ctx.block == 0) ok &= internal::AwaitHellos<Block>(ctx);
-  if (!Block::all(ok) && Block::rank() == 0) TrapIfFaulted(args);
+  if (!Block::all(ok) && Block::rank() == 0) TrapIfFaulted(args.view, ctx.wait);
+  LeaveAfterDynamicId(args.view);
 }
 
 // Loads kernels, as a KernelLoader has to. Lazy loading at the first launch can wait for a kernel

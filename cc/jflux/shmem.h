@@ -46,7 +46,6 @@ struct Context {
   uint64_t epoch;
   uint32_t signature;
   WaitContext wait;
-  uint64_t timeout_ns;    // of each wait, from its start; 0: wait.deadline_ns is already set
   int32_t block, blocks;  // number of this block, in the order in which blocks start, and how many
                           // there are
 
@@ -134,9 +133,7 @@ namespace internal {
 JFLUX_HD bool Await(const Context& ctx, const Signal* word, int pe, int64_t item) {
   const Signal expected = ctx.SignalValue();
   if (Classify(LoadAcquire(word), expected) == SignalState::kReady) return true;
-  WaitContext wait = ctx.wait;  // reading the clock is slow: only if the signal has not arrived
-  if (ctx.timeout_ns != 0) wait.deadline_ns = NowNs() + ctx.timeout_ns;
-  return WaitSignal(word, expected, pe, item, wait);
+  return WaitSignal(word, expected, pe, item, ctx.wait);
 }
 
 JFLUX_HD bool AwaitSignal(const Context& ctx, const Signal* sig_addr, int pe) {
@@ -397,7 +394,7 @@ bool RunCall(const Context& ctx, Body&& body) {
 template <typename Body>
 bool RunCall(const SymmetricView& view, const WorkspaceLayout& layout, uint64_t epoch,
              uint32_t signature, const WaitContext& wait, Body&& body) {
-  return RunCall(Context{view, layout, epoch, signature, wait, /*timeout_ns=*/0, /*block=*/0,
+  return RunCall(Context{view, layout, epoch, signature, wait, /*block=*/0,
                          /*blocks=*/1},
                  body);
 }

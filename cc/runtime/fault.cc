@@ -1,6 +1,8 @@
 #include "runtime/fault.h"
 
+#include <cstdarg>
 #include <cstdio>
+#include <ctime>
 #include <deque>
 #include <mutex>
 
@@ -36,29 +38,88 @@ const char* NameOf(OpId op) {
   return custom < CustomNames().size() ? CustomNames()[custom].c_str() : "unknown op";
 }
 
-std::string Describe(const Fault& fault, double deadline_s) {
-  char text[640];
-  const char* op = NameOf(static_cast<OpId>(fault.op));
-  const long long tile = fault.tile;
-  const auto epoch = [](Signal s) { return static_cast<unsigned long long>(EpochOf(s)); };
-  if (static_cast<FaultKind>(fault.kind) == FaultKind::kMismatch) {
-    std::snprintf(
-        text, sizeof(text),
-        "jflux.%s: rank %d expects call %llu with signature %06x, but rank %d sent call %llu "
-        "with signature %06x (unit %lld). The ranks run different calls: check that all "
-        "of them trace the same ops with the same shapes, in the same order.",
-        op, fault.rank, epoch(fault.expected), SignatureOf(fault.expected), fault.peer,
-        epoch(fault.seen), SignatureOf(fault.seen), tile);
-  } else {
-    std::snprintf(
-        text, sizeof(text),
-        "jflux.%s: rank %d waited %.3g s for rank %d (unit %lld of call %llu; last heard of "
-        "in call %llu). Rank %d never made this call, died, or is slower than the deadline: "
-        "see its log, or raise jflux.init(deadline_seconds=...).",
-        op, fault.rank, deadline_s, fault.peer, tile, epoch(fault.expected), epoch(fault.seen),
-        fault.peer);
-  }
+namespace {
+
+std::string Text(const char* format, ...) {
+  char text[768];
+  va_list arguments;
+  va_start(arguments, format);
+  std::vsnprintf(text, sizeof(text), format, arguments);
+  va_end(arguments);
   return text;
+}
+
+using Number = unsigned long long;
+Number Epoch(Signal s) { return EpochOf(s); }
+
+// "rank 2 ... 60 s ... for rank 3 (unit 17 of call 5; last heard of in call 4)"
+std::string WhomFor(const Fault& fault) {
+  return Text("rank %d (unit %lld of call %llu; last heard of in call %llu)", fault.peer,
+              static_cast<long long>(fault.tile), Epoch(fault.expected), Epoch(fault.seen));
+}
+
+}  // namespace
+
+std::string Describe(const Fault& fault, double deadline_s) {
+  const char* op = NameOf(static_cast<OpId>(fault.op));
+  switch (static_cast<FaultKind>(fault.kind)) {
+    case FaultKind::kMismatch:
+      return Text(
+          "jflux.%s: rank %d expects call %llu with signature %06x, but rank %d sent call %llu "
+          "with signature %06x (unit %lld). The ranks run different calls: check that all "
+          "of them trace the same ops with the same shapes, in the same order.",
+          op, fault.rank, Epoch(fault.expected), SignatureOf(fault.expected), fault.peer,
+          Epoch(fault.seen), SignatureOf(fault.seen), static_cast<long long>(fault.tile));
+    case FaultKind::kNoTicket:
+      return Text(
+          "jflux.%s: rank %d waited %.3g s to send (row block %lld; ticket %llu, of which %llu "
+          "have been returned). Another CTA of its GPU has not sent what it has begun to send: "
+          "the link is stuck, or this is a fault of jflux, which its authors want to know.",
+          op, fault.rank, deadline_s, static_cast<long long>(fault.tile),
+          static_cast<Number>(fault.expected), static_cast<Number>(fault.seen));
+    case FaultKind::kOverlap:
+      return Text(
+          "jflux.%s: rank %d found another of jflux's kernels in its workspace (launch %llu). "
+          "The calls of a GPU must run one after the other: remove "
+          "--xla_gpu_command_buffer_scheduling_mode=CONCURRENT from XLA_FLAGS, keep jflux's "
+          "calls on one stream (no compute_on), and launch a custom kernel once for each call, "
+          "on the handler's stream.",
+          op, fault.rank, static_cast<Number>(fault.expected));
+    case FaultKind::kAborted:
+      return Text("jflux.%s: rank %d gave up waiting for ", op, fault.rank) + WhomFor(fault) +
+             ", since this process has failed on another device";  // the heap adds the reason
+    case FaultKind::kNone:
+    case FaultKind::kTimeout:
+      break;
+  }
+  return Text("jflux.%s: rank %d waited %.3g s for ", op, fault.rank, deadline_s) + WhomFor(fault) +
+         Text(
+             ". Rank %d never made this call, died, or is slower than the deadline: see its log, "
+             "or raise jflux.init(deadline_seconds=...).",
+             fault.peer);
+}
+
+std::string TimeOfDay(double seconds_ago) {
+  const std::time_t then = std::time(nullptr) - static_cast<std::time_t>(seconds_ago);
+  std::tm parts{};
+  localtime_r(&then, &parts);
+  char text[16];
+  std::strftime(text, sizeof(text), "%H:%M:%S", &parts);
+  return text;
+}
+
+std::string DescribeWarning(const Fault& fault, double warn_s, double deadline_s) {
+  return Text("jflux: warning: jflux.%s: rank %d has waited %.3g s, since %s, for ",
+              NameOf(static_cast<OpId>(fault.op)), fault.rank, warn_s, TimeOfDay(warn_s).c_str()) +
+         WhomFor(fault) + WhatFollows(deadline_s);
+}
+
+std::string WhatFollows(double deadline_s) {
+  return Text(
+      ". If a rank is only late (in a debugger, writing a checkpoint, compiling), nothing is "
+      "lost: the call goes on when it comes. After %.6g s the call fails "
+      "(jflux.init(deadline_seconds=...)).",
+      deadline_s);
 }
 
 }  // namespace jflux

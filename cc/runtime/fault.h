@@ -18,6 +18,13 @@ OpId CustomOp(const std::string& target);
 // the wait was given.
 std::string Describe(const Fault& fault, double deadline_s);
 
+// A wait that has lasted `warn_s`: who waits for whom, since when, and what follows.
+std::string DescribeWarning(const Fault& fault, double warn_s, double deadline_s);
+
+// Their parts, for other warnings: "12:34:56", and the sentences on what follows.
+std::string TimeOfDay(double seconds_ago);
+std::string WhatFollows(double deadline_s);
+
 }  // namespace jflux
 
 #endif  // JFLUX_RUNTIME_FAULT_H_

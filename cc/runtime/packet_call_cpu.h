@@ -12,7 +12,7 @@ namespace jflux {
 template <typename Params, typename Body>
 bool RunPackets(const Params& p, const SymmetricView& view, uint64_t epoch, const WaitContext& ctx,
                 Body&& body) {
-  const PacketCall call{view, p.Workspace(), epoch, p.Signature(), ctx, /*timeout_ns=*/0};
+  const PacketCall call{view, p.Workspace(), epoch, p.Signature(), ctx};
   if (call.Scrubs()) {
     call.Scrub(0, 1);
     FenceRelease();

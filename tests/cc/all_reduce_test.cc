@@ -124,13 +124,7 @@ class SharedCall : public AllReduceCall {
     std::atomic<int> failed{0};
     if (p_.algorithm == AllReduceAlgorithm::kChunked) {
       const auto at = [&](int place) {
-        return shmem::Context{view,
-                              p_.Chunks().Workspace(),
-                              epoch,
-                              p_.Signature(),
-                              ctx,
-                              /*timeout_ns=*/0,
-                              place,
+        return shmem::Context{view,   p_.Chunks().Workspace(), epoch, p_.Signature(), ctx, place,
                               places_};
       };
       const auto share = [&](const shmem::Context&) {
@@ -142,7 +136,7 @@ class SharedCall : public AllReduceCall {
       };
       return shmem::internal::RunCall(at(0), share);
     }
-    const PacketCall call{view, p_.Workspace(), epoch, p_.Signature(), ctx, /*timeout_ns=*/0};
+    const PacketCall call{view, p_.Workspace(), epoch, p_.Signature(), ctx};
     for (int peer = 0; peer < p_.world; ++peer) {
       if (peer != view.rank) call.SendHello(peer);
     }

@@ -114,8 +114,8 @@ class SharedExchange : public ExchangeCall {
     ctx.op = static_cast<uint32_t>(p_.op);
     const ExchangeArrays arrays = ArraysOf(view.rank);
     const auto at = [&](int place) {
-      return shmem::Context{view, p_.Slots().Workspace(), epoch, p_.Signature(),
-                            ctx,  /*timeout_ns=*/0,       place, places_};
+      return shmem::Context{view,   p_.Slots().Workspace(), epoch, p_.Signature(), ctx, place,
+                            places_};
     };
     std::atomic<int> failed{0};
     return shmem::internal::RunCall(at(0), [&](const shmem::Context&) {

@@ -74,6 +74,34 @@ TEST(WorkspaceRegionsFollowEachOther) {
   }
 }
 
+TEST(EpochAndIdShareAWord) {
+  for (uint64_t epoch : {uint64_t{1}, uint64_t{0xffffffff}, kEpochMask}) {
+    const uint64_t word = EpochWord(epoch);
+    EXPECT_EQ(IdOfWord(word), 0u);
+    for (uint64_t id : {uint64_t{1}, uint64_t{131}, static_cast<uint64_t>(kMostIds - 1)}) {
+      EXPECT_EQ(EpochOfWord(word + id), epoch);
+      EXPECT_EQ(IdOfWord(word + id), id);
+    }
+  }
+}
+
+// `others` of another launch are never taken for this one's, however many of its own there are.
+TEST(AnotherKernelInAWorkspaceIsSeen) {
+  for (uint32_t launch : {1u, 2u, 3u, 1000u, 0x80000000u, 0xffffffffu}) {
+    for (uint64_t own : {0, 1, 132, 264, 4608}) {
+      const uint64_t inside = own * Presence(launch);
+      EXPECT(IsAlone(inside, launch)) << own << " of " << launch;
+      for (uint32_t other : {1u, 2u, 3u, 1001u, 0x80000001u, 0xffffffffu, 0xfffffffeu}) {
+        for (uint64_t others : {1, 2, 66, 264, 4608}) {
+          if (other == launch) continue;
+          EXPECT(!IsAlone(inside + others * Presence(other), launch))
+              << own << " of " << launch << ", " << others << " of " << other;
+        }
+      }
+    }
+  }
+}
+
 TEST(ViewAddsOffsets) {
   char memory[2][64];
   SymmetricView view{};

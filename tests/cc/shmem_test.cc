@@ -59,7 +59,7 @@ class ShmemCall : public AnyCall {
   WorkspaceLayout Workspace() const { return workspace_; }
   bool Run(const SymmetricView& view, uint64_t epoch, WaitContext wait) override {
     wait.op = op_;
-    const Context ctx{view, workspace_, epoch, signature_, wait, /*timeout_ns=*/0, 0, 1};
+    const Context ctx{view, workspace_, epoch, signature_, wait, 0, 1};
     return shmem::internal::RunCall(ctx, body_);
   }
   int64_t Wrong() const override { return 0; }  // bodies check what they receive

@@ -8,6 +8,7 @@
 #include <thread>
 #include <vector>
 
+#include "core/layout.h"
 #include "ops/all_gather_matmul/all_gather_matmul.h"
 #include "ops/matmul_reduce_scatter/matmul_reduce_scatter.h"
 #include "runtime/fault.h"
@@ -159,6 +160,96 @@ TEST(AFaultEndsAllWaitsOfTheRank) {
   EXPECT(NowNs() + 30'000'000'000 < ctx.deadline_ns);
   EXPECT_EQ(fault.peer, 5);
   EXPECT_EQ(KindOf(fault), FaultKind::kMismatch);
+}
+
+// What a wait that lasts looks at.
+struct Limits {
+  Fault warning{};
+  uint64_t abort = 0;
+  WaitLimits Of(double warn_left_s) {
+    return WaitLimits{0, static_cast<uint64_t>(warn_left_s * 1e9), 0, nullptr, &warning, &abort};
+  }
+};
+
+TEST(AWaitThatLastsWarnsOnce) {
+  RankFault fault{};
+  Limits host;
+  WaitLimits limits = host.Of(/*warn_left_s=*/0.25);
+  WaitContext ctx = Context(&fault, 2, 0.3);
+  ctx.limits = &limits;
+  const Signal word = MakeSignal(4, 9);
+  std::thread waiter([&] { EXPECT(!WaitSignal(&word, MakeSignal(5, 7), 3, 17, ctx)); });
+  while (LoadAcquire(&host.warning.kind) == 0) std::this_thread::yield();
+  EXPECT(NowNs() + 260'000'000 > ctx.deadline_ns && NowNs() < ctx.deadline_ns);
+  EXPECT_EQ(LoadAcquire(&fault.kind), 0u);
+  EXPECT_EQ(host.warning.op, kOp);
+  EXPECT_EQ(host.warning.rank, 2);
+  EXPECT_EQ(host.warning.peer, 3);
+  EXPECT_EQ(host.warning.tile, 17);
+  const std::string text = DescribeWarning(host.warning, 0.05, 0.3);
+  for (const char* part : {"warning: jflux.matmul_reduce_scatter: rank 2 has waited 0.05 s, since ",
+                           ", for rank 3 (unit 17 of call 5; last heard of in call 4)",
+                           "After 0.3 s the call fails", "deadline_seconds"}) {
+    EXPECT(Contains(text, part)) << part << " in: " << text;
+  }
+  StoreRelease(&host.warning.kind, 0);  // the host has told it
+  waiter.join();
+  EXPECT_EQ(host.warning.kind, 0u);  // not again
+  EXPECT_EQ(KindOf(fault), FaultKind::kTimeout);
+}
+
+TEST(ADevicesLimitsSetTheDeadlineAndHaveTheRecord) {
+  Fault recorded{};
+  uint64_t stop = 0, abort = 0;
+  WaitLimits limits{50'000'000, 0, 0, &recorded, nullptr, &abort};
+  const WaitContext ctx{nullptr, &stop, 0, kOp, 2, false, &limits};
+  const Signal word = 0;
+  const uint64_t begin = NowNs();
+  EXPECT(!WaitSignal(&word, MakeSignal(5, 7), 3, 17, ctx));
+  EXPECT(NowNs() - begin >= 50'000'000);
+  EXPECT_EQ(KindOf(recorded), FaultKind::kTimeout);
+  EXPECT_EQ(recorded.peer, 3);
+}
+
+TEST(NoWarningIfItShouldComeAfterTheDeadline) {
+  RankFault fault{};
+  Limits host;
+  WaitLimits limits = host.Of(/*warn_left_s=*/0);
+  WaitContext ctx = Context(&fault, 2, 0.05);
+  ctx.limits = &limits;
+  const Signal word = 0;
+  EXPECT(!WaitSignal(&word, MakeSignal(5, 7), 3, 17, ctx));
+  EXPECT_EQ(host.warning.kind, 0u);
+}
+
+TEST(AnAbortEndsWaits) {
+  RankFault fault{};
+  Limits host;
+  WaitLimits limits = host.Of(0);
+  WaitContext ctx = Context(&fault, 2, 60);
+  ctx.limits = &limits;
+  const Signal word = 0;
+  std::thread waiter([&] { EXPECT(!WaitSignal(&word, MakeSignal(5, 7), 3, 17, ctx)); });
+  std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  EXPECT_EQ(LoadAcquire(&fault.kind), 0u);
+  const uint64_t begin = NowNs();
+  StoreRelease(&host.abort, 1);
+  waiter.join();
+  EXPECT(NowNs() - begin < 30'000'000'000);
+  EXPECT_EQ(KindOf(fault), FaultKind::kAborted);
+  const std::string text = Describe(fault, 60);
+  EXPECT(Contains(text, "rank 2 gave up waiting for rank 3") &&
+         Contains(text, "has failed on another device"))
+      << text;
+}
+
+TEST(AnOverlapSaysWhatToDo) {
+  RankFault fault{};
+  ReportFault(Context(&fault, 1, 60), FaultKind::kOverlap, 1, -1, 12, Presence(7));
+  const std::string text = Describe(fault, 60);
+  for (const char* part : {"rank 1 found another", "scheduling_mode=CONCURRENT", "one stream"}) {
+    EXPECT(Contains(text, part)) << part << " in: " << text;
+  }
 }
 
 TEST(TheFirstFaultWinsAndIsWhole) {

@@ -48,7 +48,7 @@ class Relay : public AnyCall {
  public:
   Relay() : layout(shmem::WorkspaceFor(8, 2)) {}
   bool Run(const SymmetricView& view, uint64_t epoch, WaitContext wait) override {
-    const shmem::Context ctx{view, layout, epoch, /*signature=*/7, wait, 0, 0, 1};
+    const shmem::Context ctx{view, layout, epoch, /*signature=*/7, wait, 0, 1};
     auto* number = ctx.data<int64_t>();
     int64_t sent = 41;
     bool ok = true;

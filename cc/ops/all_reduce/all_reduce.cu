@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kThreads)
   const AllReduceNormBody<T, ClusterTeam<kCtas>> body{args.params, args.arrays, cta.call, team,
                                                       scratch,     threadIdx.x, threads};
   const bool ok = body.Run(cta.cluster_id, gridDim.x / kCtas);
-  EndPackets(args.packets, cta, ok);
+  EndPackets<kCtas>(args.packets, cta, ok);
 }
 
 // A type's kernels.
