@@ -47,6 +47,7 @@ typedef struct {
   int64_t heap_bytes;  // the most, per device
   double deadline_s;
   int leads;  // see HeapConfig
+  double warn_s;
 } JfluxHeapConfig;
 // `backend`: "cpu" or "cuda".
 JFLUX_API const char* jflux_heap_create(const char* platform, const char* backend,
@@ -101,6 +102,9 @@ JFLUX_API int64_t jflux_cuda_free_bytes(const int* ordinals, int count);
 JFLUX_API const char* jflux_heap_test_hooks(const char* platform, int skip_waits, int max_delay_us);
 JFLUX_API const char* jflux_heap_poison(const char* platform);
 JFLUX_API const char* jflux_heap_set_epochs(const char* platform, uint64_t epoch);
+
+// Tests only: launches on this device of the process fail from now on; -1: on none.
+JFLUX_API void jflux_cuda_fail_launches(int ordinal);
 
 // Kernels that handlers have enqueued.
 JFLUX_API int64_t jflux_cuda_launches(void);

@@ -58,6 +58,7 @@ const char* jflux_heap_create(const char* platform, const char* backend,
   }
   c.heap_bytes = config->heap_bytes;
   c.deadline_s = config->deadline_s;
+  c.warn_s = config->warn_s;
   c.leads = config->leads != 0;
   std::string error;
   auto heap = jflux::CreateHeap(backend, c, &error);
@@ -204,6 +205,7 @@ int64_t jflux_cuda_free_bytes(const int* ordinals, int count) {
 }
 
 int64_t jflux_cuda_launches(void) { return jflux::CudaLaunches(); }
+void jflux_cuda_fail_launches(int ordinal) { jflux::FailingOrdinal() = ordinal; }
 
 namespace {
 
@@ -250,6 +252,7 @@ const char* NotBuilt() { return Reason("this build has no CUDA kernels"); }
 int64_t jflux_probe_bytes(int) { return 0; }
 int64_t jflux_cuda_free_bytes(const int*, int) { return 0; }
 int64_t jflux_cuda_launches(void) { return 0; }
+void jflux_cuda_fail_launches(int) {}
 const char* jflux_cuda_timeline_start(int64_t) { return NotBuilt(); }
 const char* jflux_cuda_timeline_read(int64_t, JfluxEvent*, int64_t, int64_t*) { return NotBuilt(); }
 const char* jflux_cuda_timeline_stop(void) { return NotBuilt(); }

@@ -49,6 +49,7 @@ struct HeapConfig {
   int64_t heap_bytes = 0;        // the most that workspaces take, per device
   double deadline_s = 0;         // how long a wait in a call may last
   bool leads = true;             // this process owns what a node's heap has once
+  double warn_s = 0;             // after how long a wait warns; 0, or not below deadline_s: never
 };
 
 // A timeout in seconds as nanoseconds. Longer than 30 years is 30 years.
@@ -83,6 +84,7 @@ class Heap {
   virtual const char* name() const = 0;  // "cpu" or "cuda"
   int64_t heap_bytes() const { return config_.heap_bytes; }
   double deadline_s() const { return config_.deadline_s; }
+  double warn_s() const { return config_.warn_s; }
   // The devices of this process.
   const std::vector<int64_t>& devices() const { return config_.devices; }
 
@@ -123,6 +125,12 @@ class Heap {
 
  protected:
   explicit Heap(HeapConfig config) : config_(std::move(config)) {}
+
+  // WaitLimits::warn_left_ns of a wait that starts with all of its time.
+  uint64_t WarnLeftNs() const {
+    if (config_.warn_s <= 0) return 0;
+    return static_cast<uint64_t>(Max(0.0, config_.deadline_s - config_.warn_s) * 1e9);
+  }
 
   HeapConfig config_;
   std::vector<Link> links_;

@@ -36,8 +36,13 @@ bool LoadOn(int ordinal, const char* (*load)(int), std::string* error) {
   return reason == nullptr;
 }
 
+void Print(const std::string& text) {
+  std::fprintf(stderr, "%s\n", text.c_str());
+  std::fflush(stderr);
+}
+
 // A kernel that gave up leaves a record and traps; XLA then reports a failed launch, which does not
-// say why. This does, once per device of each heap.
+// say why. This does, once per device of each heap; and it prints the warnings of waits that last.
 void WatchFaults() {
   std::weak_ptr<HeapCuda> watched;
   std::set<int64_t> told;
@@ -50,11 +55,12 @@ void WatchFaults() {
       told.clear();
     }
     for (int64_t device : heap->devices()) {
+      if (const auto text = heap->TakeWarning(device)) Print(*text);
       if (told.count(device) != 0) continue;
       if (const auto text = heap->FaultOf(device)) {
-        std::fprintf(stderr, "%s\n", text->c_str());
-        std::fflush(stderr);
+        Print(*text);
         told.insert(device);
+        heap->AbortReason();  // aborts the others
       }
     }
   }
@@ -133,14 +139,19 @@ bool HeapCuda::PrepareDevice(CudaDevice* device, std::string* error) {
       error);
   JFLUX_CUDA_OR_FALSE(cudaMalloc(reinterpret_cast<void**>(&device->state), sizeof(DeviceState)),
                       error);
+  JFLUX_CUDA_OR_FALSE(cudaHostAlloc(reinterpret_cast<void**>(&device->records), sizeof(HostRecords),
+                                    cudaHostAllocMapped),
+                      error);
+  std::memset(device->records, 0, sizeof(HostRecords));
+  HostRecords* mapped = nullptr;
   JFLUX_CUDA_OR_FALSE(
-      cudaHostAlloc(reinterpret_cast<void**>(&device->fault), sizeof(Fault), cudaHostAllocMapped),
-      error);
-  std::memset(device->fault, 0, sizeof(Fault));
+      cudaHostGetDevicePointer(reinterpret_cast<void**>(&mapped), device->records, 0), error);
   DeviceState state{};
-  JFLUX_CUDA_OR_FALSE(
-      cudaHostGetDevicePointer(reinterpret_cast<void**>(&state.fault), device->fault, 0), error);
-  state.deadline_ns = NanosecondsOf(deadline_s());
+  state.limits.timeout_ns = NanosecondsOf(deadline_s());
+  state.limits.warn_left_ns = WarnLeftNs();
+  state.limits.fault = &mapped->fault;
+  state.limits.warning = &mapped->warning;
+  state.limits.abort = &mapped->abort;
   JFLUX_CUDA_OR_FALSE(cudaMemcpy(device->state, &state, sizeof(state), cudaMemcpyHostToDevice),
                       error);
   if (!LoadKernels(error)) return false;
@@ -167,7 +178,7 @@ HeapCuda::~HeapCuda() {
   for (CudaDevice& device : devices_) {
     cudaSetDevice(device.ordinal);
     cudaFree(device.state);
-    cudaFreeHost(device.fault);
+    cudaFreeHost(device.records);
   }
 }
 
@@ -210,9 +221,43 @@ const CudaDevice* HeapCuda::DeviceOf(int ordinal) const {
 
 std::optional<std::string> HeapCuda::FaultOf(int64_t local) const {
   for (const CudaDevice& device : devices_) {
-    if (device.id == local && LoadAcquire(&device.fault->kind) != 0) {
-      return Describe(*device.fault, deadline_s());
+    const Fault& fault = device.records->fault;
+    if (device.id != local || LoadAcquire(&fault.kind) == 0) continue;
+    std::string text = Describe(fault, deadline_s());
+    if (static_cast<FaultKind>(fault.kind) == FaultKind::kAborted) {
+      std::lock_guard<std::mutex> lock(abort_mutex_);
+      text += ": " + abort_reason_;
     }
+    return text;
+  }
+  return std::nullopt;
+}
+
+void HeapCuda::Abort(const std::string& why) {
+  std::lock_guard<std::mutex> lock(abort_mutex_);
+  if (!abort_reason_.empty()) return;
+  abort_reason_ = why;
+  for (const CudaDevice& device : devices_) StoreRelease(&device.records->abort, 1);
+}
+
+std::optional<std::string> HeapCuda::AbortReason() {
+  for (const CudaDevice& device : devices_) {
+    if (const auto fault = FaultOf(device.id)) {
+      Abort("GPU " + std::to_string(device.ordinal) + ": " + *fault);
+    }
+  }
+  std::lock_guard<std::mutex> lock(abort_mutex_);
+  if (abort_reason_.empty()) return std::nullopt;
+  return "this process has failed on " + abort_reason_;
+}
+
+std::optional<std::string> HeapCuda::TakeWarning(int64_t local) {
+  for (const CudaDevice& device : devices_) {
+    Fault* warning = &device.records->warning;
+    if (device.id != local || LoadAcquire(&warning->kind) == 0) continue;
+    const std::string text = DescribeWarning(*warning, warn_s(), deadline_s());
+    StoreRelease(&warning->kind, 0);
+    return text;
   }
   return std::nullopt;
 }

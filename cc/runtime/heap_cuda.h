@@ -5,15 +5,19 @@
 //
 //   writers   The host writes DeviceState between calls (cudaMemcpy after a synchronisation, so
 //             every later kernel sees it). Kernels write workspaces by the protocol of
-//             core/signal.h. Fault is in mapped host memory: the first failed wait of a device
-//             writes it, `kind` last and with release at system scope.
-//   waiters   A thread of the host polls Fault with acquire, and prints a fault once.
+//             core/signal.h. HostRecords are in mapped host memory: the first failed wait of a
+//             device writes the fault, `kind` last and with release at system scope; the first
+//             wait of a call that lasts long writes the warning likewise.
+//   waiters   A thread of the host polls the records with acquire. It prints a fault once, and has
+//             the waits on the process's other devices end (Abort). It prints each warning, and
+//             clears it.
 //   reset     Never, while the heap lives.
 #ifndef JFLUX_RUNTIME_HEAP_CUDA_H_
 #define JFLUX_RUNTIME_HEAP_CUDA_H_
 
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
@@ -31,7 +35,7 @@ struct CudaDevice {
   int64_t id;  // global
   int sm_count;
   DeviceState* state;      // device address
-  Fault* fault;            // host address; the kernels' address is in DeviceState
+  HostRecords* records;    // host address; the kernels' addresses are in DeviceState
   Timeline timeline;       // device addresses
   int64_t timer_ahead_ns;  // of the host's clock, when the timeline began
 };
@@ -78,6 +82,18 @@ class HeapCuda final : public Heap {
   bool Probe(const WorkspaceId& id, ProbeStep step, std::string* error) override;
   void Close() override;
   std::optional<std::string> FaultOf(int64_t local) const override;
+
+  // This process has failed on a device, so others would wait for it in vain: ends the waits of its
+  // kernels on all devices, and makes AbortReason() `why`. The first reason stays.
+  //
+  // Waits learn of it from a word in host memory. Waits of less than half a millisecond do not look
+  // at it. (A word in device memory would need a copy by a stream of this thread's, which can wait
+  // behind a lock that a launch holds, and which fails after a trap.)
+  void Abort(const std::string& why);
+  // Why no call can be made on any device of this process any more. A new heap forgets it.
+  std::optional<std::string> AbortReason();
+  // Takes the warning of a wait on a local device, if there is a new one.
+  std::optional<std::string> TakeWarning(int64_t local);
   bool SetHooks(const TestHooks& hooks, std::string* error) override;
   bool Poison(std::string* error) override;
   bool SetEpochs(uint64_t epoch, std::string* error) override;
@@ -102,6 +118,8 @@ class HeapCuda final : public Heap {
 
   CudaWorkspaces workspaces_;
   std::vector<CudaDevice> devices_;
+  mutable std::mutex abort_mutex_;
+  std::string abort_reason_;  // empty: none
 };
 
 std::shared_ptr<HeapCuda> CurrentHeapCuda();
