@@ -20,6 +20,12 @@ inline std::atomic<int64_t>& CudaLaunches() {
   return launches;
 }
 
+// Tests only: the handlers on this device fail before they launch. -1: none.
+inline std::atomic<int32_t>& FailingOrdinal() {
+  static std::atomic<int32_t> ordinal{-1};
+  return ordinal;
+}
+
 // The context of a handler on a GPU, which its attributes follow.
 inline constexpr auto BindCuda = [] {
   return ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().Ctx<ffi::DeviceOrdinal>();
@@ -41,8 +47,14 @@ ffi::Error LaunchCudaCall(OpId op, int32_t ordinal, ffi::Span<const int64_t> gro
                   "; call jflux.init()");
   }
   if (const auto fault = heap->FaultOf(device->id)) return failed(*fault);
+  if (const auto why = heap->AbortReason()) return failed(name + "no call can be made: " + *why);
+  // Of errors that this device may have alone, its peers must learn: they would wait for it.
+  const auto failed_here = [&](const std::string& why) {
+    heap->Abort("GPU " + std::to_string(ordinal) + ": " + name + why);
+    return failed(name + why);
+  };
   const auto group = FindGroup(groups, world, device->id);
-  if (!group) return failed(name + "device is in none of the call's groups");
+  if (!group) return failed_here("device is in none of the call's groups");
   SymmetricView view;
   if (!heap->workspaces().View(group->devices, group->rank, workspace.of_plan, &view)) {
     return failed(name + "the symmetric heap has no workspace of " +
@@ -51,8 +63,9 @@ ffi::Error LaunchCudaCall(OpId op, int32_t ordinal, ffi::Span<const int64_t> gro
                   "before jax.distributed.initialize(); compile it again");
   }
   std::string error;
-  ++CudaLaunches();
-  if (!launch(*device, view, &error)) return failed(name + error);
+  view.launch = static_cast<uint32_t>(++CudaLaunches() % 0xffffffff) + 1;
+  if (FailingOrdinal() == ordinal) return failed_here("a test has this launch fail");
+  if (!launch(*device, view, &error)) return failed_here(error);
   return ffi::Error::Success();
 }
 
