@@ -58,6 +58,7 @@ struct Pending {
   std::vector<std::shared_ptr<Waiter>> waiters;
   std::vector<CpuCall> ranks;
   uint64_t deadline_ns = 0;
+  bool warned = false;
 };
 
 struct Registry {
@@ -114,7 +115,8 @@ void RunRank(const std::shared_ptr<Cohort>& cohort, CpuCall& call) {
                         cohort->deadline_ns,
                         static_cast<uint32_t>(call.op),
                         call.rank,
-                        hooks.skip_waits != 0};
+                        hooks.skip_waits != 0,
+                        cohort->heap->limits()};
   std::string error;
   if (!call.body(view, cohort->lease.epoch, ctx)) {
     error = Describe(fault, cohort->heap->deadline_s());
@@ -155,35 +157,71 @@ void RunCohort(const CallId& id, std::shared_ptr<HeapCpu> heap, std::vector<CpuC
   RunRank(cohort, cohort->ranks[0]);
 }
 
-std::string MissingRanks(const CallId& id, const Pending& pending, double deadline_s,
-                         const HeapCpu& heap) {
-  const auto& group = std::get<2>(id);
+// The ranks of a call that wait for others of this process, and those.
+struct Missing {
   std::string waiting, missing;
+};
+
+Missing RanksOf(const CallId& id, const Pending& pending, const HeapCpu& heap) {
+  const auto& group = std::get<2>(id);
+  Missing ranks;
   for (int r = 0; r < static_cast<int>(group.size()); ++r) {
     bool arrived = false;
     for (const CpuCall& call : pending.ranks) arrived |= call.rank == r;
     if (!arrived && !heap.IsLocal(group[r])) continue;
-    std::string& list = arrived ? waiting : missing;
+    std::string& list = arrived ? ranks.waiting : ranks.missing;
     list += (list.empty() ? "" : ", ") + std::to_string(r);
   }
-  char seconds[32];
-  std::snprintf(seconds, sizeof(seconds), "%.3g", deadline_s);
+  return ranks;
+}
+
+std::string Seconds(double seconds) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%.3g s", seconds);
+  return text;
+}
+
+std::string MissingRanks(const CallId& id, const Pending& pending, double deadline_s,
+                         const HeapCpu& heap) {
+  const auto [waiting, missing] = RanksOf(id, pending, heap);
   return std::string("jflux.") + NameOf(pending.ranks.front().op) + ": rank " + waiting +
-         " waited " + seconds + " s for rank " + missing +
+         " waited " + Seconds(deadline_s) + " for rank " + missing +
          ", which never made this call. Every rank of the group must reach it: look for a "
          "condition that differs between ranks, or raise jflux.init(deadline_seconds=...).";
 }
 
-// Fails calls whose deadline has passed. Runs on one thread, started with the first call.
+std::string WaitsLong(const CallId& id, const Pending& pending, const HeapCpu& heap) {
+  const auto [waiting, missing] = RanksOf(id, pending, heap);
+  return std::string("jflux: warning: jflux.") + NameOf(pending.ranks.front().op) + ": rank " +
+         waiting + " has waited " + Seconds(heap.warn_s()) + ", since " + TimeOfDay(heap.warn_s()) +
+         ", for rank " + missing + ", which has not made this call" +
+         WhatFollows(heap.deadline_s());
+}
+
+void Warn(const std::string& text) {
+  std::fprintf(stderr, "%s\n", text.c_str());
+  std::fflush(stderr);
+}
+
+// Fails calls whose deadline has passed, and warns of calls that wait long. Runs on one thread,
+// started with the first call.
 void Watch() {
   Registry& calls = Calls();
   std::unique_lock<std::mutex> lock(calls.mutex);
   for (;;) {
     calls.changed.wait_for(lock, std::chrono::milliseconds(200));
     const auto heap = CurrentHeapCpu();
+    if (heap != nullptr) {
+      if (const auto text = heap->TakeWarning()) Warn(*text);
+    }
     for (auto it = calls.pending.begin(); it != calls.pending.end();) {
       const bool gone = heap == nullptr || heap != it->second.heap;
-      if (!gone && NowNs() < it->second.deadline_ns) {
+      const uint64_t now = NowNs();
+      if (!gone && now < it->second.deadline_ns) {
+        if (!it->second.warned && it->second.deadline_ns - now < heap->limits()->warn_left_ns) {
+          it->second.warned = true;
+          Warn(WaitsLong(it->first, it->second, *heap));
+        }
         ++it;
         continue;
       }

@@ -13,6 +13,7 @@
 #include <sstream>
 
 #include "core/packet.h"
+#include "runtime/fault.h"
 
 namespace jflux {
 namespace {
@@ -215,9 +216,16 @@ bool HeapCpu::Poison(std::string*) {
 }
 
 bool HeapCpu::SetEpochs(uint64_t epoch, std::string* error) {
-  if (table_->SetLastEpoch(epoch)) return true;
-  *error = "the directory of the symmetric heap is locked";
+  if (table_ != nullptr && table_->SetLastEpoch(epoch)) return true;
+  *error = "the directory of the symmetric heap is locked, or not attached";
   return false;
+}
+
+std::optional<std::string> HeapCpu::TakeWarning() {
+  if (LoadAcquire(&warning_.kind) == 0) return std::nullopt;
+  const std::string text = DescribeWarning(warning_, warn_s(), deadline_s());
+  StoreRelease(&warning_.kind, 0);
+  return text;
 }
 
 char* HeapCpu::SegmentOf(int64_t device) const {

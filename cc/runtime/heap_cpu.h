@@ -54,17 +54,27 @@ class HeapCpu final : public Heap {
   bool IsLocal(int64_t device) const;
   const TestHooks& hooks() const { return hooks_; }
 
+  // Of the waits of this process's ranks. TakeWarning: as HeapCuda's, of any of them.
+  WaitLimits* limits() { return &limits_; }
+  std::optional<std::string> TakeWarning();
+
   // Leases: null before the leading process's file is attached.
   WorkspaceTable* table() const { return table_; }
   // Zeroes the signals of a workspace on all ranks.
   void ClearSignals(int64_t offset, int64_t bytes);
 
  private:
-  explicit HeapCpu(HeapConfig config) : Heap(std::move(config)) {}
+  explicit HeapCpu(HeapConfig config)
+      : Heap(std::move(config)),
+        limits_{/*timeout_ns=*/0,  WarnLeftNs(), /*warned=*/0,
+                /*fault=*/nullptr, &warning_,    &abort_} {}
   bool CanBeHeapOf(const std::vector<int64_t>& devices, bool leads, uint64_t number, int fd,
                    std::string* error) const;
   bool MapFile(int fd, const std::vector<int64_t>& devices, bool has_table, std::string* error);
 
+  Fault warning_{};
+  uint64_t abort_ = 0;  // nobody sets it: a rank that fails ends its call, and no other
+  WaitLimits limits_;
   TestHooks hooks_{};
   int fd_ = -1;
   uint64_t number_ = 0;  // of FileHead

@@ -102,8 +102,7 @@ TEST(TheCpuReservesNothing) {
   EXPECT(!heap->AddWorkspace(id, &handle, &error));
   EXPECT(error.find("back end cpu has no reserved workspaces") != std::string::npos) << error;
   EXPECT(heap->UnusedWorkspaces().empty());
-  EXPECT(!heap->SetEpochs(7, &error));
-  EXPECT(error.find("back end cpu") != std::string::npos) << error;
+  EXPECT(heap->SetEpochs(7, &error)) << error;  // of all workspaces: it counts them together
   EXPECT(!heap->FaultOf(0).has_value());
 }
 
