@@ -61,9 +61,9 @@ def test_init_with_other_settings_says_what_there_is(own_heap):
         ({"heap_bytes": 0}, "heap_bytes=0 must be positive"),
         ({"heap_bytes": -5}, "heap_bytes=-5 must be positive"),
         ({"deadline_seconds": 0}, "deadline_seconds=0 must be positive"),
+        ({"warn_seconds": 0}, "warn_seconds=0 must be positive"),
         ({"deadline_seconds": float("nan")}, "deadline_seconds=nan must be positive"),
         ({"deadline_seconds": float("inf")}, "deadline_seconds=inf must be positive, and at most 1e9"),
-        ({"warn_seconds": -1}, "warn_seconds=-1 must be positive"),
         ({"node": ["a", "b", "c"] * 5}, "node has 15 names, and this process has"),
     ],
 )
@@ -491,7 +491,7 @@ def _make_among(monkeypatch, native, processes, unusable=""):
     gathered = []
     members = _making.Members(processes, 3, (6, 7), (0, 1))
     facts = dataclasses.replace(of(3), unusable=unusable)
-    return _making.make("cuda", members, facts, 5.0, gather), gathered
+    return _making.make("cuda", members, facts, 5.0, 1.0, gather), gathered
 
 
 @pytest.mark.parametrize("processes", [(3,), (2, 3, 5)])
@@ -504,7 +504,7 @@ def test_a_heap_is_made_in_order(monkeypatch, processes):
     others = [p for p in processes if p != 3]
     area = "cuda", devices, 999
     assert native.calls == [
-        ("heap_create", "cuda", "cuda", (6, 7), (0, 1), 1 << 20, 5.0, processes[0] == 3),
+        ("heap_create", "cuda", "cuda", (6, 7), (0, 1), 1 << 20, 5.0, 1.0, processes[0] == 3),
         ("heap_export", "cuda"),
         *(("heap_attach", "cuda", f"of process {p}") for p in others),
         ("probe_bytes", len(devices)),
@@ -550,6 +550,6 @@ def test_processes_that_never_come(monkeypatch):
     monkeypatch.setattr(_making, "lib", native := _Native())
     members = _making.Members((3, 5), 3, (6, 7), (0, 1))
     facts = _nodes.Facts(3, "host", (6, 7), ("", ""), 1 << 20)
-    job = _making.make("cuda", members, facts, 5.0, gather)
+    job = _making.make("cuda", members, facts, 5.0, 1.0, gather)
     assert native.calls == [] and job.absent
     assert "process 5 did not come" in job.why_not(np.array([[6, 7]]))

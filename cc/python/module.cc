@@ -91,13 +91,14 @@ NB_MODULE(_jflux, m) {
   // The symmetric heap, whatever its back end.
   m.def("heap_create", [](const std::string& platform, const std::string& backend,
                           const std::vector<int64_t>& devices, const std::vector<int>& ordinals,
-                          int64_t heap_bytes, double deadline_s, bool leads) {
+                          int64_t heap_bytes, double deadline_s, double warn_s, bool leads) {
     const JfluxHeapConfig config{devices.data(),
                                  ordinals.empty() ? nullptr : ordinals.data(),
                                  static_cast<int>(devices.size()),
                                  heap_bytes,
                                  deadline_s,
-                                 leads};
+                                 leads,
+                                 warn_s};
     if (!ordinals.empty() && ordinals.size() != devices.size()) {
       throw nb::value_error("as many ordinals as devices");
     }
@@ -206,6 +207,7 @@ NB_MODULE(_jflux, m) {
     return nb::make_tuple(nb::bytes(events.data(), kept * sizeof(JfluxEvent)), count - kept);
   });
   m.def("cuda_timeline_stop", [] { Check(jflux_cuda_timeline_stop()); });
+  m.def("cuda_fail_launches", [](int ordinal) { jflux_cuda_fail_launches(ordinal); });
   m.def("cuda_launches", [] { return jflux_cuda_launches(); });
   m.def("choices", [] {
     JfluxChoice choices[16];

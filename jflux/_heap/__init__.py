@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from .. import _config, _version
+from .. import _config, _ffi, _version
 from .._native import lib
 from . import _making, _nodes, _rendezvous, _report, _workspaces
 from ._agreement import BLOCK, Request
@@ -80,8 +80,9 @@ def init(
         decomposed, or runs its reference. By default half of the GPU memory that is free when the
         heap is made; on the CPU half of the machine's memory. Processes that differ take the least.
       deadline_seconds: how long a rank waits for its peers before the call ends in an error that
-        names op, rank and peer.
-      warn_seconds: after which a rank that waits says so, on stderr.
+        names op, rank and peer. On GPUs the process must be started again then.
+      warn_seconds: how long a rank waits for its peers before it says so on stderr: for whom, since
+        when, and what follows. No warning if this is not less than the deadline.
       node: splits a host into nodes, to try out what runs on several: the name of this process's
         node, or one name for each of its devices. By default a host is a node.
 
@@ -286,6 +287,8 @@ def _why_no_cuda() -> str | None:
     """Why this process's GPUs run no kernels."""
     if not lib.built_with_cuda():
         return "this build of jflux has no CUDA kernels (reinstall with JFLUX_CUDA=ON)"
+    if flag := _ffi.concurrent_flag(os.environ.get("XLA_FLAGS", "")):
+        return f"XLA_FLAGS has {flag}: two kernels that wait for peers could run at once on a GPU"
     for device in jax.local_devices(backend="cuda"):
         capability = str(getattr(device, "compute_capability", "unknown"))
         if capability != "9.0":
@@ -342,7 +345,8 @@ def _make(platform: str, members: _making.Members, attempt: int) -> Job:
         return _rendezvous.gather(_name(platform, attempt, step), value, processes, patience)
 
     facts = _facts(platform, members)
-    job = _making.make(platform, members, facts, _settings.deadline_seconds, gather)
+    times = _settings.deadline_seconds, _settings.warn_seconds
+    job = _making.make(platform, members, facts, *times, gather)
     if job.absent:
         _rendezvous.key_value_set(_name(platform, attempt, "failed"), job.absent)
     elif platform == "cuda" and not job.outcomes[members.me].failure:

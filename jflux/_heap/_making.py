@@ -68,6 +68,7 @@ def make(
     members: Members,
     facts: Facts,
     deadline_seconds: float,
+    warn_seconds: float,
     gather: Gather,
 ) -> Job:
     """Makes this process's part. The heap exists afterwards if this process's outcome has no
@@ -79,9 +80,9 @@ def make(
     all_facts = [Facts.load(text) for text in texts.values()]
     node = _nodes.processes_of_nodes(all_facts)[members.me]
     limit = min(f.heap_bytes for f in all_facts)
-    failure = ""
+    failure, times = "", (deadline_seconds, warn_seconds)
     try:
-        _make_node(platform, members, all_facts, node, limit, deadline_seconds, gather)
+        _make_node(platform, members, all_facts, node, limit, times, gather)
     except (Failure, _rendezvous.Absent) as error:
         leave(platform, lambda: gather(f"failed/{node[0]}", "", node))
         failure = str(error)
@@ -115,7 +116,7 @@ def _make_node(
     facts: Sequence[Facts],
     node: tuple[int, ...],
     limit: int,
-    deadline_seconds: float,
+    times: tuple[float, float],
     gather: Gather,
 ) -> None:
     mine = next(f for f in facts if f.process == members.me)
@@ -140,7 +141,7 @@ def _make_node(
             raise Failure(mine.unusable)
         leads = members.me == node[0]
         lib.heap_create(
-            platform, platform, members.devices, members.ordinals, limit, deadline_seconds, leads
+            platform, platform, members.devices, members.ordinals, limit, *times, leads
         )
         return lib.heap_export(platform)
 
