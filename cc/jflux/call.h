@@ -17,7 +17,7 @@ namespace jflux::shmem {
 
 // Version of everything that kernels and handlers share with the library: the structs here and in
 // the headers above. Bump it with every change. The library refuses a handler with another version.
-inline constexpr int32_t kCallVersion = 2;
+inline constexpr int32_t kCallVersion = 3;
 
 // A call, as described by its FFI attributes, which jflux.custom_call supplies. The pointers belong
 // to the caller.
@@ -49,10 +49,12 @@ using KernelLoader = const char* (*)(int ordinal);
 
 }  // namespace jflux::shmem
 
-// Fills `args` for a kernel of `blocks` CTAs on this device. Returns null on success, else the
-// reason, valid until the calling thread's next call.
+// Fills `args` for a kernel of `blocks` CTAs on this device, which the caller launches next, once,
+// on `stream` (a cudaStream_t). Returns null on success, else the reason, valid until the calling
+// thread's next call.
 JFLUX_API const char* jflux_cuda_begin_call(const jflux::shmem::CallInfo* info, int32_t ordinal,
-                                            int32_t blocks, jflux::shmem::CallArgs* args);
+                                            void* stream, int32_t blocks,
+                                            jflux::shmem::CallArgs* args);
 
 // Registers one rank's part of a call. When all ranks of this process have registered, body(data,
 // ctx) runs on a thread of jflux, where it may wait for peers. done(data, error) follows in any

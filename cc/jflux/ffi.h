@@ -114,16 +114,18 @@ xla::ffi::Future JoinCall(const xla::ffi::Context& context, const xla::ffi::Dict
   return future;
 }
 
-// For CUDA handlers. Fills the arguments of a kernel of `blocks` CTAs.
+// For CUDA handlers. Fills the arguments of a kernel of `blocks` CTAs. The handler launches it
+// next, once, on the stream that XLA gives it.
 inline xla::ffi::Error BeginCall(const xla::ffi::Context& context,
                                  const xla::ffi::Dictionary& attrs, int32_t blocks,
                                  CallArgs* args) {
   CallInfo info;
   const auto device = context.get<xla::ffi::DeviceOrdinal>();
-  if (!internal::InfoOf(attrs, &info) || !device.has_value()) {
+  const auto stream = context.get<xla::ffi::PlatformStream<void*>>();
+  if (!internal::InfoOf(attrs, &info) || !device.has_value() || !stream.has_value()) {
     return internal::Failed(internal::kNoCall);
   }
-  const char* reason = jflux_cuda_begin_call(&info, *device, blocks, args);
+  const char* reason = jflux_cuda_begin_call(&info, *device, *stream, blocks, args);
   return reason == nullptr ? xla::ffi::Error::Success() : internal::Failed(reason);
 }
 

@@ -91,16 +91,22 @@ void jflux_cpu_join_call(const CallInfo* info, void* site, int64_t run_id, int32
 
 #ifdef JFLUX_WITH_CUDA
 
-const char* jflux_cuda_begin_call(const CallInfo* info, int32_t ordinal, int32_t blocks,
-                                  jflux::shmem::CallArgs* args) {
-  const std::string why_not = jflux::WhyNot(*info);
+const char* jflux_cuda_begin_call(const CallInfo* info, int32_t ordinal, void* stream,
+                                  int32_t blocks, jflux::shmem::CallArgs* args) {
+  std::string why_not = jflux::WhyNot(*info);
+  if (why_not.empty() && (blocks < 1 || blocks >= jflux::kMostIds)) {
+    why_not = "jflux.custom_call(" + jflux::NameOfCall(*info) + "): a kernel of " +
+              std::to_string(blocks) + " blocks; there may be 1 to " +
+              std::to_string(jflux::kMostIds - 1);
+  }
   if (!why_not.empty()) return jflux::Reason(why_not);
   const jflux::OpId op = jflux::CustomOp(jflux::NameOfCall(*info));
   const auto layout = jflux::shmem::WorkspaceFor(info->data_bytes, info->num_signals);
   const auto error = jflux::LaunchCudaCall(
       op, ordinal, jflux::GroupsOf(*info), info->world,
       {layout.TotalBytes(), info->workspace_bytes},
-      [&](const jflux::CudaDevice& device, const jflux::SymmetricView& view, std::string*) {
+      [&](const jflux::CudaDevice& device, const jflux::SymmetricView& view, std::string* why) {
+        if (!jflux::RunAfterLastCall(static_cast<cudaStream_t>(stream), why)) return false;
         args->state = device.state;
         args->view = view;
         args->layout = layout;
@@ -119,7 +125,8 @@ const char* jflux_add_kernels(const char* (*load)(int ordinal)) {
 
 #else
 
-const char* jflux_cuda_begin_call(const CallInfo*, int32_t, int32_t, jflux::shmem::CallArgs*) {
+const char* jflux_cuda_begin_call(const CallInfo*, int32_t, void*, int32_t,
+                                  jflux::shmem::CallArgs*) {
   return jflux::Reason("jflux: this build has no CUDA kernels");
 }
 const char* jflux_add_kernels(const char* (*)(int)) { return nullptr; }

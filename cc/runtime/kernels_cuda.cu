@@ -1,5 +1,8 @@
 #include <cudaTypedefs.h>
 
+#include <map>
+#include <mutex>
+
 #include "runtime/cuda_check.h"
 #include "runtime/kernels_cuda.h"
 #include "runtime/op.h"
@@ -67,6 +70,62 @@ bool EncodeTensorMap(CUtensorMap* map, DType dtype, const void* data,
   return true;
 }
 
+namespace {
+
+// The stream of a device's last call.
+struct LastStream {
+  std::mutex mutex;
+  bool known = false;
+  cudaStream_t stream = nullptr;
+  cudaEvent_t event = nullptr;  // made for the first change of streams
+};
+
+LastStream* LastStreamOfDevice(std::string* error) {
+  static std::mutex mutex;
+  static auto* last = new std::map<int, LastStream>;
+  int ordinal = 0;
+  JFLUX_CUDA_OR_FALSE(cudaGetDevice(&ordinal), error);
+  std::lock_guard<std::mutex> lock(mutex);
+  return &(*last)[ordinal];
+}
+
+bool IsCapturing(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  if (cudaStreamIsCapturing(stream, &status) == cudaSuccess) {
+    return status != cudaStreamCaptureStatusNone;
+  }
+  cudaGetLastError();
+  return true;
+}
+
+// Under last.mutex.
+bool RunAfter(LastStream& last, cudaStream_t stream, std::string* error) {
+  if (last.known && last.stream == stream) return true;
+  if (IsCapturing(stream)) return true;
+  if (last.known && !IsCapturing(last.stream)) {
+    if (last.event == nullptr) {
+      JFLUX_CUDA_OR_FALSE(cudaEventCreateWithFlags(&last.event, cudaEventDisableTiming), error);
+    }
+    if (cudaEventRecord(last.event, last.stream) == cudaSuccess) {
+      JFLUX_CUDA_OR_FALSE(cudaStreamWaitEvent(stream, last.event, 0), error);
+    } else {
+      cudaGetLastError();  // the stream is gone, and its work is done
+    }
+  }
+  last.known = true;
+  last.stream = stream;
+  return true;
+}
+
+}  // namespace
+
+bool RunAfterLastCall(cudaStream_t stream, std::string* error) {
+  LastStream* last = LastStreamOfDevice(error);
+  if (last == nullptr) return false;
+  std::lock_guard<std::mutex> lock(last->mutex);
+  return RunAfter(*last, stream, error);
+}
+
 bool LaunchKernel(const void* kernel, void* args, int clusters, int ctas, int threads,
                   int smem_bytes, cudaStream_t stream, std::string* error) {
   cudaLaunchConfig_t config{};
@@ -82,6 +141,10 @@ bool LaunchKernel(const void* kernel, void* args, int clusters, int ctas, int th
   config.attrs = attribute;
   config.numAttrs = 1;  // also for clusters of one: the kernels' instructions want a cluster
   void* arguments[] = {args};
+  LastStream* last = LastStreamOfDevice(error);
+  if (last == nullptr) return false;
+  std::lock_guard<std::mutex> lock(last->mutex);  // until the kernel is enqueued
+  if (!RunAfter(*last, stream, error)) return false;
   JFLUX_CUDA_OR_FALSE(cudaLaunchKernelExC(&config, kernel, arguments), error);
   return true;
 }

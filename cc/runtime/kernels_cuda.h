@@ -35,7 +35,13 @@ bool EncodeTensorMap(CUtensorMap* map, DType dtype, const void* data,
                      std::initializer_list<int> box, std::string* error,
                      Boxes boxes = Boxes::kSwizzled);
 
-// Launches `clusters` clusters of `ctas` CTAs.
+// Makes `stream` wait for what the last call of the current device has enqueued, if that was on
+// another stream: kernels of one device must not overlap (gpu/call.cuh). A stream that is being
+// captured waits for nothing: the order of a graph's nodes is the graph's. Thread-safe; the call
+// that follows belongs to `stream`.
+bool RunAfterLastCall(cudaStream_t stream, std::string* error);
+
+// Launches `clusters` clusters of `ctas` CTAs, after the last call of the current device.
 bool LaunchKernel(const void* kernel, void* args, int clusters, int ctas, int threads,
                   int smem_bytes, cudaStream_t stream, std::string* error);
 
