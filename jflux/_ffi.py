@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import pathlib
+import re
 from typing import Any, cast
 
 import jax
@@ -11,6 +13,7 @@ from . import _native
 
 # How JAX names a lowering's platform, and how XLA's FFI does.
 PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}
+_SCHEDULING = "--xla_gpu_command_buffer_scheduling_mode="
 
 
 @functools.cache
@@ -33,6 +36,16 @@ def register_targets(platform: str) -> None:
     for name, target_platform, stages in _native.lib.targets():
         if target_platform == PLATFORMS[platform]:
             _register_stages(name, platform, stages)
+
+
+def concurrent_flag(xla_flags: str) -> str | None:
+    """The flag in ``XLA_FLAGS`` that lets XLA run the kernels of a CUDA graph at once, or None.
+
+    A handler cannot refuse that: XLA's only trait for handlers says that they may be captured."""
+    if pathlib.Path(xla_flags).is_file():
+        xla_flags = pathlib.Path(xla_flags).read_text()
+    flags = re.findall(rf"{_SCHEDULING}(\S+)", xla_flags)
+    return f"{_SCHEDULING}{flags[-1]}" if flags and flags[-1].upper() == "CONCURRENT" else None
 
 
 def register_handler(name: str, platform: str, stages: dict[str, Any]) -> None:

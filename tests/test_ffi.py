@@ -275,3 +275,25 @@ def test_xla_goes_on_as_it_would_by_itself(call):
         y = np.asarray(g(*args, np.float32(3e-20)))
         assert (np.abs(y[y != 0]) >= np.finfo(np.float32).tiny).all()
     assert (y == 0).any() and (y != 0).any()  # both sides of the limit are there
+
+
+@pytest.mark.parametrize(
+    "flags, found",
+    [
+        ("", None),
+        ("--xla_gpu_command_buffer_scheduling_mode=LHS", None),
+        ("--xla_a=1 --xla_gpu_command_buffer_scheduling_mode=CONCURRENT --xla_b", True),
+        ("--xla_gpu_command_buffer_scheduling_mode=concurrent", True),
+        (  # the last one counts
+            "--xla_gpu_command_buffer_scheduling_mode=CONCURRENT "
+            "--xla_gpu_command_buffer_scheduling_mode=SERIALIZE",
+            None,
+        ),
+    ],
+)
+@pytest.mark.parametrize("in_a_file", [False, True])
+def test_the_flag_that_lets_kernels_overlap_is_seen(flags, found, in_a_file, tmp_path):
+    if in_a_file:
+        (tmp_path / "flags").write_text(flags)
+        flags = str(tmp_path / "flags")
+    assert (_ffi.concurrent_flag(flags) is not None) == bool(found)
