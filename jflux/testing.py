@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -27,6 +28,17 @@ def set_epochs(epoch: int) -> None:
     another."""
     if platform := _heap.existing_or_new():
         lib.heap_set_epochs(platform, epoch)
+
+
+@contextlib.contextmanager
+def failing_launches(device: jax.Device) -> Iterator[None]:
+    """The handlers on this GPU of this process fail before they launch. A call that others of its
+    group have launched ends in errors there too, and no call can be made after it."""
+    lib.cuda_fail_launches(device.local_hardware_id)
+    try:
+        yield
+    finally:
+        lib.cuda_fail_launches(-1)
 
 
 @contextlib.contextmanager

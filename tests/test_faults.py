@@ -139,6 +139,40 @@ def test_other_calls_in_flight_when_one_fails():
     _check_fault("others_in_flight", r"waited 2 s for rank 0\b")
 
 
+def test_a_late_rank_is_named_and_waited_for():
+    output = run_alone("a_late_rank", platform=PLATFORM, devices=min(RANKS, 4))
+    assert "no error" in output, output
+    assert re.search(
+        r"^jflux: warning: jflux\.all_gather_matmul: rank [0, 2-3]+ has waited 1 s, since "
+        r"\d\d:\d\d:\d\d, for rank 1\b.*After 600 s the call fails .*deadline_seconds",
+        output,
+        re.M,
+    ), output
+
+
+@pytest.mark.skipif(PLATFORM == "cpu" or RANKS < 2, reason="GPUs of one process")
+def test_a_launch_that_fails_on_one_gpu_of_several():
+    """The others do not wait for it until the deadline, which is ten minutes here, and later calls
+    fail at once, with the reason."""
+    output = run_alone("a_failed_launch", platform=PLATFORM, devices=min(RANKS, 4))
+    assert len(re.findall(r"^error: ", output, re.M)) == 2, output
+    first, second = (float(s) for s in re.findall(r"^seconds: (.*)$", output, re.M))
+    assert first < 60 and second < 10, output
+    why = r"GPU \d+: jflux\.all_gather_matmul: a test has this launch fail"
+    assert re.search(rf"rank \d gave up waiting for rank \d .*{why}", output), output
+    assert re.search(rf"^error: .*no call can be made: .*{why}", output, re.M), output
+
+
+@pytest.mark.skipif(PLATFORM == "cpu", reason="CUDA graphs")
+def test_kernels_that_a_graph_runs_at_once_give_no_wrong_numbers():
+    output = run_alone("concurrent_graphs", platform=PLATFORM, devices=min(RANKS, 4))
+    assert "WRONG" not in output, output
+    if "error: " in output:
+        assert re.search("found another of jflux's kernels|waited 2 s for|gave up", output), output
+    else:
+        assert re.search(r"^right$", output, re.M), output
+
+
 def test_a_program_that_ends_with_calls_in_flight():
     for _ in range(3):
         output = run_alone("ends_in_flight", platform=PLATFORM, devices=min(RANKS, 8), timeout=60)

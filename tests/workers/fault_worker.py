@@ -43,11 +43,13 @@ def operands(k=16, n=8):
 
 def attempt(f, *args):
     """Compiles and calls f, and prints the error that it ends in."""
+    attempt_compiled(f.lower(*args).compile(), *args)
+
+
+def attempt_compiled(f, *args):
     start = time.monotonic()
     try:
-        compiled = f.lower(*args).compile()
-        start = time.monotonic()
-        jax.block_until_ready(compiled(*args))
+        jax.block_until_ready(f(*args))
         print("no error")
     except Exception as error:
         print("error:", str(error).replace("\n", " "))
@@ -185,6 +187,63 @@ def others_in_flight():
     attempt(sharded(body), *operands())
 
 
+def a_late_rank():
+    """Rank 1 takes three seconds to come, on its host; one is enough for a warning."""
+
+    def late(x):
+        time.sleep(3)
+        return x
+
+    def body(x, w):
+        def wait(x):
+            return jax.pure_callback(late, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+        return gather(lax.cond(is_rank(1), wait, lambda x: x, x), w)
+
+    attempt(sharded(body), *operands())
+
+
+def a_failed_launch():
+    """The handler on the last GPU fails, once. No call can be made then."""
+    f, args = sharded(gather), operands()
+    f = f.lower(*args).compile()
+    jax.block_until_ready(f(*args))
+    with testing.failing_launches(MESH.devices.flat[-1]):
+        attempt_compiled(f, *args)
+    attempt_compiled(f, *args)
+
+
+def concurrent_graphs():
+    """XLA may run a graph's kernels at once, which no handler can refuse and nobody has said in
+    XLA_FLAGS. Prints whether the result is right."""
+
+    def body(x, w):
+        def step(x, _):
+            a, b = gather(x, w), gather(-x, w)
+            return x * 0.5, (a, b)
+
+        return lax.scan(step, x, length=8)[1]
+
+    x, w = operands(k=256, n=512)
+    options = {
+        "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
+        "xla_gpu_graph_min_graph_size": "1",
+    }
+    f = sharded(body, out_specs=P(None, "tp")).lower(x, w).compile(compiler_options=options)
+    try:
+        for _ in range(5):
+            a, b = (np.asarray(y, np.float32) for y in jax.block_until_ready(f(x, w)))
+            want = x.astype(np.float32) @ w.astype(np.float32)
+            want = np.stack([np.tile(want * 0.5**i, (N, 1)) for i in range(8)])
+            for y in (a, -b):
+                np.testing.assert_allclose(y, want, rtol=0.05, atol=0.5)
+        print("right")
+    except AssertionError as error:
+        print("WRONG", error)
+    except Exception as error:
+        print("error:", str(error).replace("\n", " "))
+
+
 def ends_in_flight():
     """The program ends, in the ordinary way, while calls run."""
     f, args = sharded(gather), operands(k=256, n=512)
@@ -202,6 +261,9 @@ CALLS = {
     **{name: functools.partial(reduce, algorithm=name) for name in ALGORITHMS},
 }
 SCENARIOS = {
+    "a_failed_launch": a_failed_launch,
+    "a_late_rank": a_late_rank,
+    "concurrent_graphs": concurrent_graphs,
     "ends_in_flight": ends_in_flight,
     **{
         f"{name}_without_rank_1": functools.partial(rank_never_calls, op, 1)
@@ -216,7 +278,9 @@ SCENARIOS = {
 
 if __name__ == "__main__":
     faulthandler.enable()
-    jflux.init(deadline_seconds=DEADLINE)
+    # What is not to end at a deadline.
+    patient = sys.argv[1] in ("a_failed_launch", "a_late_rank")
+    jflux.init(deadline_seconds=600 if patient else DEADLINE, warn_seconds=1 if patient else 120)
     jflux.config.update(strict=True, always=True)
     matmul_all_reduce.MOST_BYTES = 0  # it sums in its kernel
     SCENARIOS[sys.argv[1]]()
