@@ -3,7 +3,6 @@ its rules, and processes in threads of one program, with random timing, against 
 memory."""
 
 import dataclasses
-import functools
 import json
 import random
 import threading
@@ -83,11 +82,19 @@ def test_what_all_do_not_use_is_given_back():
     pair, other = Workspace((0, 1), 10), Workspace((2, 3), 10)
     ledger = Ledger(limit=BLOCK).hold([pair, other])
     process_of = {0: 0, 1: 1, 2: 1, 3: 1}
-    said = functools.partial(_agreement.given_back, ledger, process_of=process_of)
-    assert said({0: {pair: "r"}, 1: {pair: "r"}}) == [pair]
-    assert said({0: {pair: "r"}, 1: {other: ""}}) == [other]
-    assert said({0: {}, 1: {pair: "r"}}) == []
-    assert said({0: {pair: "r, r"}, 1: {pair: "r"}}) == []  # process 1 is to ask for it again
+
+    def given(unused, asked):
+        return _agreement.given_back(ledger, unused, asked, process_of)
+
+    both, left = Request(((0, 1), (2, 3)), 10), Request(((0, 1),), 10)
+    once = {0: {left: 1}, 1: {left: 1}}
+    assert given({0: [pair], 1: [pair]}, once) == [pair]
+    assert given({0: [pair], 1: [other]}, once) == [other]
+    assert given({0: [], 1: [pair]}, once) == []
+    assert given({0: [pair], 1: [pair]}, {0: {left: 2}, 1: {left: 1}}) == []
+    # Process 1 is to make the request for both: it must get both.
+    assert given({0: [pair], 1: [pair, other]}, {0: {both: 1}, 1: {}}) == []
+    assert given({0: [pair], 1: [pair, other]}, {0: {both: 1}, 1: {both: 1}}) == [pair, other]
 
 
 # ---- Processes -----------------------------------------------------------------------------------
@@ -204,7 +211,7 @@ def run(seed, shared=_workspaces.Shared, monkeypatch=None):
     """Processes that lower programs in orders of their own, and forget some of them. Returns the
     mistakes that the model of the memory has found."""
     rng = random.Random(seed)
-    processes = rng.randint(2, 3)
+    processes = rng.randint(2, 4)
     each = rng.randint(1, 2)
     process_of = {d: d // each for d in range(processes * each)}
     blocks = rng.randint(2, 8)
@@ -217,6 +224,8 @@ def run(seed, shared=_workspaces.Shared, monkeypatch=None):
     for p in range(processes):
         if len(devices[p]) > 1:
             tables += [[devices[p]], [devices[p][:2]], [rng.sample(devices[p], len(devices[p]))]]
+            half = len(devices[p]) // 2  # two groups, which may have other processes
+            tables.append([devices[p][:half], devices[p][half : 2 * half]])
     if not tables:
         return []
     requests = [
@@ -326,7 +335,7 @@ class ForgetsWhoAsked(_workspaces.Shared):
         texts = super()._agree(step, value, processes)
         if step == "unused":
             for process, text in texts.items():
-                texts[process] = json.dumps([(d, size, []) for d, size, _ in json.loads(text)])
+                texts[process] = json.dumps([json.loads(text)[0], {}])
         return texts
 
 
@@ -376,4 +385,4 @@ def test_a_refused_request_is_refused_for_good(monkeypatch):
 
 
 def _answer(name, value):
-    return json.dumps([]) if "unused" in name else value
+    return json.dumps([[], {}]) if "unused" in name else value

@@ -22,7 +22,7 @@ The module is plain data and pure functions.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import numpy as np
 
@@ -130,22 +130,28 @@ class Ledger:
 
 def given_back(
     ledger: Ledger,
-    unused: Mapping[int, Mapping[Workspace, str]],
+    unused: Mapping[int, Collection[Workspace]],
+    asked: Mapping[int, Mapping[Request, int]],
     process_of: Mapping[int, int],
 ) -> list[Workspace]:
     """What no executable uses, in an order that is the same everywhere.
 
-    Processes that lower the same programs ask as often for a workspace. If one has asked more often
-    than another one, then that will ask, and must get the same answer: the workspace stays.
+    Processes that lower the same programs make the same requests equally often. If one has made a
+    request more often than another one whose devices are in any of its groups, then that will make
+    it, and must get the same answer: all workspaces of the request stay.
 
     Args:
-      unused: by process, what it does not use of the workspaces on its devices; for each, which
-        requests for it the process has made, and how often.
+      unused: by process, what it does not use of the workspaces on its devices.
+      asked: by process, how often each request was granted to it.
       process_of: by device.
     """
+    pending: set[Workspace] = set()
+    for request in {request for counts in asked.values() for request in counts}:
+        processes = {process_of[d] for group in request.groups for d in group}
+        if len({asked[process].get(request, 0) for process in processes}) > 1:
+            pending.update(request.workspaces())
 
     def is_given_back(workspace: Workspace) -> bool:
-        asked = {unused[process_of[d]].get(workspace) for d in workspace.devices}
-        return len(asked) == 1 and None not in asked
+        return all(workspace in unused[process_of[d]] for d in workspace.devices)
 
-    return sorted(w for w in ledger.held if is_given_back(w))
+    return sorted(w for w in ledger.held if w not in pending and is_given_back(w))

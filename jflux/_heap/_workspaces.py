@@ -112,7 +112,7 @@ class Shared:
         self._process_of, self._me, self._node = process_of, me, tuple(node)
         self._all = tuple(sorted(set(process_of.values())))
         self._gather, self._claim, self._look = gather, claim, look
-        self._asked: dict[Workspace, collections.Counter[str]] = {}
+        self._asked: collections.Counter[Request] = collections.Counter()
         self._lock, self._stopped = lock, threading.Event()
         self._thread = threading.Thread(target=self._follow, name="jflux-heap", daemon=True)
 
@@ -129,10 +129,8 @@ class Shared:
             self._carry_out(Request.parse(held))
         why = self.ledger.refused.get(request)
         if why is None:
-            mine = [w for w in request.workspaces() if self._is_mine(w)]
-            for workspace in mine:
-                self._asked.setdefault(workspace, collections.Counter())[request.entry()] += 1
-            expect(mine)
+            self._asked[request] += 1
+            expect(w for w in request.workspaces() if self._is_mine(w))
         return why
 
     def _follow(self) -> None:
@@ -172,13 +170,16 @@ class Shared:
         self.ledger = self.ledger.next_slot()
 
     def _give_back(self) -> None:
-        mine = [(w.devices, w.size, sorted(self._asked.get(w, {}).items())) for w in unused_here()]
-        texts = self._agree("unused", json.dumps(mine), self._all)
-        unused = {
-            process: {Workspace(tuple(d), size): f"{asked}" for d, size, asked in json.loads(text)}
-            for process, text in texts.items()
-        }
-        given = given_back(self.ledger, unused, self._process_of)
+        unused = [(w.devices, w.size) for w in unused_here()]
+        asked = {request.entry(): count for request, count in self._asked.items()}
+        texts = self._agree("unused", json.dumps([unused, asked]), self._all)
+        said = {process: json.loads(text) for process, text in texts.items()}
+        given = given_back(
+            self.ledger,
+            {p: {Workspace(tuple(d), size) for d, size in u} for p, (u, _) in said.items()},
+            {p: {Request.parse(e): n for e, n in a.items()} for p, (_, a) in said.items()},
+            self._process_of,
+        )
         copies = [w for w in given if self._is_mine(w)]
         close(copies)
         if given:
