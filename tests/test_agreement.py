@@ -386,3 +386,19 @@ def test_a_refused_request_is_refused_for_good(monkeypatch):
 
 def _answer(name, value):
     return json.dumps([[], {}]) if "unused" in name else value
+
+
+def test_one_process_keeps_what_it_asks_for(monkeypatch):
+    """Also what no executable uses yet, while others make room for another group's."""
+    machine = Machine(dict.fromkeys(range(4), 0), 100 * BLOCK, random.Random(0))
+    monkeypatch.setattr(_workspaces, "lib", machine)
+    machine.me.process = 0
+    alone = _workspaces.Alone(2 * BLOCK)
+    left, large = Request.of(np.array([[0, 1]]), BLOCK), Request.of(np.array([[2, 3]]), 2 * BLOCK)
+    for request in (left, large):
+        assert alone.reserve(request) is None
+        machine.copies[0][request.workspaces()[0]].users = 0
+    both = Request.of(np.array([[0, 1], [2, 3]]), BLOCK)
+    assert alone.reserve(both) is None
+    assert alone.ledger.held == set(both.workspaces()) == set(machine.copies[0])
+    assert machine.mistakes == []

@@ -45,17 +45,17 @@ class Alone:
         self.ledger = Ledger(limit)
 
     def reserve(self, request: Request) -> str | None:
-        missing = self.ledger.missing(request)
+        wanted, missing = request.workspaces(), self.ledger.missing(request)
         why = self._add(missing)
         if why is not None:
-            unused = [w for w in unused_here() if w in self.ledger.held]
+            unused = [w for w in unused_here() if w in self.ledger.held.difference(wanted)]
             if unused:
                 close(unused)
                 free(unused)
                 self.ledger = self.ledger.give_back(unused)
                 why = self._add(missing)
         if why is None:
-            expect(request.workspaces())
+            expect(wanted)
         return why
 
     def _add(self, missing: Sequence[Workspace]) -> str | None:
