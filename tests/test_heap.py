@@ -431,6 +431,27 @@ def test_a_process_that_does_not_come(monkeypatch, caplog):
         _rendezvous.gather("nobody", "mine", [0, 1, 2], SOON)
 
 
+def test_a_first_process_that_comes_too_late(monkeypatch):
+    """It learns that the others have given up, though all have come by then."""
+    store = _Store()
+    monkeypatch.setattr(_rendezvous, "_store", lambda: store)
+    for process in (1, 2, 0):
+        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
+        with pytest.raises(_rendezvous.Absent, match="process 0 did not come"):
+            _rendezvous.gather("late", "here", [0, 1, 2], SOON)
+
+
+def test_several_processes_that_do_not_come(monkeypatch):
+    """They are waited for together: those that have come wait no longer than for one."""
+    store = _Store()
+    monkeypatch.setattr(_rendezvous, "_store", lambda: store)
+    monkeypatch.setattr(jax, "process_index", lambda: 0)
+    start = time.monotonic()
+    with pytest.raises(_rendezvous.Absent, match="processes 1, 2, 3, 4, 5, 6 did not come"):
+        _rendezvous.gather("alone", "here", range(7), SOON)
+    assert time.monotonic() - start < 3 * SOON.give_up
+
+
 def test_claims(monkeypatch):
     store = _Store()
     monkeypatch.setattr(_rendezvous, "_store", lambda: store)

@@ -1,10 +1,12 @@
 """How processes meet: through the key-value store of ``jax.distributed``.
 
 store    Keys are written once and never deleted. JAX's coordinator keeps them.
-writers  :func:`gather`: each process writes its own key, and the first of them one for all.
+writers  :func:`gather`: each process writes its own key, and the first of them one for all, unless
+         another one has given up on it.
          :func:`claim`: all processes write one key, and the first write wins.
 waiters  :func:`gather`: the first process waits for the key of every other one, which wait for its
-         answer. So all of them learn the same, also of a process that did not come.
+         answer. Who waits in vain writes the answer. So all of them learn the same, also of a
+         process that did not come.
 reset    Never. Another heap uses other names: they contain its attempt.
 """
 
@@ -60,24 +62,26 @@ def gather(name: str, value: str, processes: Collection[int], patience: Patience
     """Publishes `value` under `name` and returns the value of each process: the same everywhere.
 
     Raises:
-      Absent: a process published nothing in time. The others all raise the same.
+      Absent: a process published nothing in time. All raise it, the late process too.
     """
     me, leader = jax.process_index(), min(processes)
     if len(processes) == 1:
         return {me: value}
     if me == leader:
         found: dict[int, str | None] = {me: value}
+        end = time.monotonic() + patience.give_up
         for process in processes:
             if process != me:
-                found[process] = _wait(f"{name}/{process}", [process], patience)
-        # Another answer may be there: of this process, before its store's reply was lost.
+                left = dataclasses.replace(patience, give_up=end - time.monotonic())
+                found[process] = _wait(f"{name}/{process}", [process], left)
+        # Another answer may be there: of this process, before its store's reply was lost, or of
+        # others that have given up.
         all_of_them = claim(f"{name}/all", json.dumps(found))
     else:
         key_value_set(f"{name}/{me}", value)
         answer = _wait(f"{name}/all", [leader], Patience(patience.warn, 2 * patience.give_up))
-        if answer is None:
-            raise Absent([leader], 2 * patience.give_up)
-        all_of_them = answer
+        # A leader that comes later must not believe that all are there.
+        all_of_them = answer or claim(f"{name}/all", json.dumps({leader: None}))
     values: Mapping[str, str | None] = json.loads(all_of_them)
     absent = [int(process) for process, v in values.items() if v is None]
     if absent:
@@ -124,7 +128,8 @@ def _wait(
     patience: Patience,
     now: Callable[[], float] = time.monotonic,
 ) -> str | None:
-    """The value under `name`, or None if nothing comes in time. Says so once in between."""
+    """The value under `name`, or None if nothing comes in time (which may be over). Says so once in
+    between."""
     start = now()
     warned = False
     while (waited := now() - start) < patience.give_up:
@@ -143,7 +148,7 @@ def _wait(
                 f"{', '.join(map(str, awaited))} to meet ({name}); it gives up after "
                 f"{patience.give_up:g} s",
             )
-    return None
+    return look(name)
 
 
 def is_connected() -> bool:
