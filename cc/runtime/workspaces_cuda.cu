@@ -4,7 +4,6 @@
 #include <cstdio>
 #include <sstream>
 
-#include "core/packet.h"
 #include "runtime/cuda_check.h"
 #include "runtime/workspaces_cuda.h"
 
@@ -38,9 +37,12 @@ bool ParseHex(const std::string& hex, cudaIpcMemHandle_t* handle) {
   return true;
 }
 
-// Bytes at the start of a workspace that must be zeros before its first call.
+// Bytes at the start of a workspace that must be zeros before its first call: the signals, or all
+// of what has no layout. The memory may still hold what an earlier probe of the links wrote, and
+// the next one would take that for its own.
 int64_t BytesToClear(int64_t bytes) {
-  return PacketLayout::OfTotal(bytes) ? bytes : WorkspaceLayout::OfTotal(bytes).DataOffset(0);
+  const WorkspaceLayout layout = WorkspaceLayout::OfTotal(bytes);
+  return layout.TotalBytes() == bytes ? layout.DataOffset(0) : bytes;
 }
 
 // Zeroes by the copy engine: a memset is a kernel, and all SMs may be taken by one that waits.
@@ -78,7 +80,7 @@ bool Missing(std::string* error) {
 
 CudaWorkspaces::~CudaWorkspaces() {
   for (auto& [id, workspace] : workspaces_) {
-    CloseOpened(&workspace);
+    CloseOpened(&workspace.opened);
     FreeOwn(&workspace);
   }
 }
@@ -86,32 +88,32 @@ CudaWorkspaces::~CudaWorkspaces() {
 bool CudaWorkspaces::Add(const WorkspaceId& id, std::string* handle, std::string* error) {
   handle->clear();
   Workspace workspace;
-  bool has_others = false;
+  const bool has_others = std::any_of(id.devices.begin(), id.devices.end(),
+                                      [&](int64_t device) { return ordinals_.count(device) == 0; });
   for (int64_t device : id.devices) {
-    const bool is_local = ordinals_.count(device) != 0;
-    has_others |= !is_local;
-    if (is_local && !AddCopy(id, device, &workspace, handle, error)) {
+    if (ordinals_.count(device) == 0) continue;
+    if (!AddCopy(id, device, &workspace, error) ||
+        (has_others && !AppendHandle(device, workspace, handle, error))) {
       FreeOwn(&workspace);
       return false;
     }
   }
-  if (!has_others) handle->clear();
   for (const auto& [local, own] : workspace.own) {
     for (const auto& [device, address] : workspace.own) {
       workspace.reached[{local, device}] = address;
     }
   }
-  std::lock_guard<std::mutex> lock(mutex_);
-  if (!workspaces_.try_emplace(id, std::move(workspace)).second) {
-    FreeOwn(&workspace);
-    *error = "the symmetric heap has this workspace";
-    return false;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (workspaces_.try_emplace(id, std::move(workspace)).second) return true;
   }
-  return true;
+  FreeOwn(&workspace);
+  *error = "the symmetric heap has this workspace";
+  return false;
 }
 
 bool CudaWorkspaces::AddCopy(const WorkspaceId& id, int64_t device, Workspace* workspace,
-                             std::string* handle, std::string* error) {
+                             std::string* error) {
   const int ordinal = ordinals_.at(device);
   JFLUX_CUDA_OR_FALSE(cudaSetDevice(ordinal), error);
   void* address = nullptr;
@@ -124,9 +126,14 @@ bool CudaWorkspaces::AddCopy(const WorkspaceId& id, int64_t device, Workspace* w
     return false;
   }
   workspace->own[device] = static_cast<char*>(address);
-  if (!Clear(static_cast<char*>(address), BytesToClear(id.bytes), error)) return false;
+  return Clear(static_cast<char*>(address), BytesToClear(id.bytes), error);
+}
+
+// Some systems have no CUDA IPC: one process must not ask for it.
+bool CudaWorkspaces::AppendHandle(int64_t device, const Workspace& workspace, std::string* handle,
+                                  std::string* error) {
   cudaIpcMemHandle_t ipc;
-  JFLUX_CUDA_OR_FALSE(cudaIpcGetMemHandle(&ipc, address), error);
+  JFLUX_CUDA_OR_FALSE(cudaIpcGetMemHandle(&ipc, workspace.own.at(device)), error);
   *handle += (handle->empty() ? "" : ",") + std::to_string(device) + "=" + HexOf(ipc);
   return true;
 }
@@ -196,18 +203,24 @@ bool CudaWorkspaces::Close(const WorkspaceId& id, std::string* error) {
     JFLUX_CUDA_OR_FALSE(cudaSetDevice(ordinal->second), error);
     JFLUX_CUDA_OR_FALSE(cudaDeviceSynchronize(), error);
   }
-  std::lock_guard<std::mutex> lock(mutex_);
-  CloseOpened(&workspaces_.at(id));
+  std::vector<std::pair<int, char*>> opened;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    opened.swap(workspaces_.at(id).opened);
+  }
+  CloseOpened(&opened);
   return true;
 }
 
 bool CudaWorkspaces::Free(const WorkspaceId& id, std::string* error) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  const auto found = workspaces_.find(id);
-  if (found == workspaces_.end()) return Missing(error);
-  CloseOpened(&found->second);
-  FreeOwn(&found->second);
-  workspaces_.erase(found);
+  std::map<WorkspaceId, Workspace>::node_type freed;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    freed = workspaces_.extract(id);
+  }
+  if (freed.empty()) return Missing(error);
+  CloseOpened(&freed.mapped().opened);
+  FreeOwn(&freed.mapped());
   return true;
 }
 
@@ -215,16 +228,16 @@ void CudaWorkspaces::CloseAll() {
   std::lock_guard<std::mutex> lock(mutex_);
   for (auto& [id, workspace] : workspaces_) {
     workspace.committed = false;
-    CloseOpened(&workspace);
+    CloseOpened(&workspace.opened);
   }
 }
 
-void CudaWorkspaces::CloseOpened(Workspace* workspace) {
-  for (const auto& [ordinal, address] : workspace->opened) {
+void CudaWorkspaces::CloseOpened(std::vector<std::pair<int, char*>>* opened) {
+  for (const auto& [ordinal, address] : *opened) {
     cudaSetDevice(ordinal);
     cudaIpcCloseMemHandle(address);
   }
-  workspace->opened.clear();
+  opened->clear();
 }
 
 void CudaWorkspaces::FreeOwn(Workspace* workspace) {

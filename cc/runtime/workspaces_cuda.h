@@ -15,7 +15,8 @@
 //             of a copy never changes: captured CUDA graphs hold it.
 //
 // A kernel may run on the device, waiting for a peer, while a workspace is added. So nothing in Add
-// and Attach waits for kernels or needs an SM.
+// and Attach waits for kernels or needs an SM. Close and Free do wait for kernels, and these for
+// peers whose handlers call View: so they do not hold the mutex meanwhile.
 #ifndef JFLUX_RUNTIME_WORKSPACES_CUDA_H_
 #define JFLUX_RUNTIME_WORKSPACES_CUDA_H_
 
@@ -109,9 +110,10 @@ class CudaWorkspaces {
     std::vector<std::pair<int, char*>> opened;             // by CUDA IPC: (ordinal, address)
   };
 
-  bool AddCopy(const WorkspaceId& id, int64_t device, Workspace* workspace, std::string* handle,
-               std::string* error);
-  void CloseOpened(Workspace* workspace);
+  bool AddCopy(const WorkspaceId& id, int64_t device, Workspace* workspace, std::string* error);
+  static bool AppendHandle(int64_t device, const Workspace& workspace, std::string* handle,
+                           std::string* error);
+  static void CloseOpened(std::vector<std::pair<int, char*>>* opened);
   void FreeOwn(Workspace* workspace);
 
   const std::map<int64_t, int> ordinals_;
