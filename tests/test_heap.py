@@ -71,6 +71,7 @@ def test_settings_that_make_no_sense(settings, message, own_heap):
     jflux.shutdown()
     with pytest.raises(ValueError, match=message):
         jflux.init(**settings)
+    check_values(SMALL, make_mesh((RANKS,)), "tp")  # they are forgotten
 
 
 def test_settings_are_keyword_only():

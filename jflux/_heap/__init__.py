@@ -101,13 +101,15 @@ def init(
     names = node if node is None or isinstance(node, str) else tuple(node)
     wanted = Settings(heap_bytes, deadline_seconds, warn_seconds, names)
     with _lock:
+        platform = _default_platform()
+        if platform in ("cpu", "cuda"):
+            _nodes.names_of(names, len(_making.Members.of(platform).devices))
         if wanted != _settings and any(map(_exists, _jobs)):
             raise RuntimeError(
                 f"the symmetric heap exists with {_settings}; call jflux.shutdown() before "
                 f"jflux.init() with {wanted}"
             )
         _settings = wanted
-        platform = _default_platform()
         if platform in ("cpu", "cuda"):
             if not _exists(platform):
                 _jobs.pop(platform, None)
@@ -130,7 +132,7 @@ def shutdown() -> None:
     with _lock:
         if "cuda" in _jobs:
             jax.clear_caches()
-        for platform, job in _jobs.items():
+        for platform, job in sorted(_jobs.items()):  # processes meet in this order
             if platform in _reserved:
                 _reserved.pop(platform).stop()
             if _exists(platform):
