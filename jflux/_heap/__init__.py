@@ -134,7 +134,7 @@ def shutdown() -> None:
             jax.clear_caches()
         for platform, job in sorted(_jobs.items()):  # processes meet in this order
             if platform in _reserved:
-                _reserved.pop(platform).stop()
+                _reserved.pop(platform).stop(wait=True)
             if _exists(platform):
                 me = _making.Members.of(platform).me
                 node = _nodes.processes_of_nodes(job.facts.values())[me]
@@ -151,7 +151,7 @@ def shutdown() -> None:
 @atexit.register
 def _stop_threads() -> None:
     for workspaces in _reserved.values():
-        workspaces.stop()
+        workspaces.stop(wait=False)
 
 
 def existing_or_new() -> str | None:
@@ -253,19 +253,19 @@ def reserve(
       workspace_bytes: as the call's plan says.
     """
     request = Request.of(table, workspace_bytes)
-    with _lock:
-        _ensure(platform)
-        why = None
-        if platform in _reserved:
-            why = _reserved[platform].reserve(request)
-        elif workspace_bytes > heap_bytes(platform):
-            why = (
-                f"it takes {workspace_bytes} bytes of the symmetric heap, which has "
-                f"{heap_bytes(platform)}; jflux.init(heap_bytes=...) gives it more"
-            )
-        if why is None:
+    _ensure(platform)
+    why = None
+    if (workspaces := _reserved.get(platform)) is not None:
+        why = workspaces.reserve(request)  # without the lock: it may wait for other processes
+    elif workspace_bytes > heap_bytes(platform):
+        why = (
+            f"it takes {workspace_bytes} bytes of the symmetric heap, which has "
+            f"{heap_bytes(platform)}; jflux.init(heap_bytes=...) gives it more"
+        )
+    if why is None:
+        with _lock:
             _calls.note(platform, request.workspaces(), f"{label} {operands}")
-        return why
+    return why
 
 
 # ---- Making it -----------------------------------------------------------------------------------
@@ -363,7 +363,6 @@ def _make(platform: str, members: _making.Members, attempt: int) -> Job:
                 gather=gather,
                 claim=lambda name, value: claim(_name(platform, attempt, name), value),
                 look=lambda name: _rendezvous.look(_name(platform, attempt, name)),
-                lock=_lock,
             )
             shared.start()
             _reserved[platform] = shared

@@ -30,8 +30,8 @@ class Workspaces(Protocol):
     def reserve(self, request: Request) -> str | None:
         """Makes sure that the workspaces exist; why there is no room otherwise."""
 
-    def stop(self) -> None:
-        """Nothing is reserved any more."""
+    def stop(self, *, wait: bool) -> None:
+        """Nothing is reserved any more. `wait`: nor is anything on its way."""
 
 
 class Alone:
@@ -43,8 +43,13 @@ class Alone:
 
     def __init__(self, limit: int) -> None:
         self.ledger = Ledger(limit)
+        self._lock = threading.Lock()
 
     def reserve(self, request: Request) -> str | None:
+        with self._lock:
+            return self._reserve(request)
+
+    def _reserve(self, request: Request) -> str | None:
         wanted, missing = request.workspaces(), self.ledger.missing(request)
         why = self._add(missing)
         if why is not None:
@@ -73,7 +78,7 @@ class Alone:
         self.ledger = self.ledger.hold(missing)
         return None
 
-    def stop(self) -> None:
+    def stop(self, *, wait: bool) -> None:
         pass
 
 
@@ -90,7 +95,14 @@ class Shared:
       me: this process.
       node: the processes of this one's node.
       gather, claim, look: of the store.
-      lock: held while a slot is carried out. Whoever calls `reserve` holds it.
+
+    Two locks, taken in this order, and neither while the heap's own is wanted:
+
+      turn   held while a slot is carried out. That may wait for kernels (to give memory back), and
+             these for programs that peers have yet to lower.
+      state  held for moments: while it is looked up whether a request needs a slot at all, and
+             from the moment when a process says what it does not use until it is known what is
+             given back. So a program whose workspaces exist is lowered while a slot is carried out.
     """
 
     #: Seconds between two looks at the log: at first, and at most.
@@ -106,37 +118,49 @@ class Shared:
         gather: Gather,
         claim: Callable[[str, str], str],
         look: Callable[[str], str | None],
-        lock: threading.RLock,
     ) -> None:
         self.ledger = Ledger(limit)
         self._process_of, self._me, self._node = process_of, me, tuple(node)
         self._all = tuple(sorted(set(process_of.values())))
         self._gather, self._claim, self._look = gather, claim, look
         self._asked: collections.Counter[Request] = collections.Counter()
-        self._lock, self._stopped = lock, threading.Event()
+        self._turn, self._state = threading.Lock(), threading.Lock()
+        self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="jflux-heap", daemon=True)
 
     def start(self) -> None:
         """Begins to carry out what other processes request."""
         self._thread.start()
 
-    def stop(self) -> None:
+    def stop(self, *, wait: bool) -> None:
         self._stopped.set()
+        if wait:
+            with self._turn:
+                pass
 
     def reserve(self, request: Request) -> str | None:
-        while request not in self.ledger.refused and self.ledger.missing(request):
-            held = self._claim(f"slot/{self.ledger.slots}", request.entry())
-            self._carry_out(Request.parse(held))
-        why = self.ledger.refused.get(request)
-        if why is None:
-            self._asked[request] += 1
-            expect(w for w in request.workspaces() if self._is_mine(w))
-        return why
+        while not self._is_decided(request):
+            with self._turn:
+                if not self._is_decided(request, note=False):
+                    held = self._claim(f"slot/{self.ledger.slots}", request.entry())
+                    self._carry_out(Request.parse(held))
+        return self.ledger.refused.get(request)
+
+    def _is_decided(self, request: Request, *, note: bool = True) -> bool:
+        """Whether a request needs no slot. `note`: it is made, and so its workspaces stay."""
+        with self._state:
+            refused = request in self.ledger.refused
+            if not refused and self.ledger.missing(request):
+                return False
+            if note and not refused:
+                self._asked[request] += 1
+                expect(w for w in request.workspaces() if self._is_mine(w))
+            return True
 
     def _follow(self) -> None:
         pause = self.SOON
         while not self._stopped.wait(pause):
-            with self._lock:
+            with self._turn:
                 if self._stopped.is_set():
                     return
                 try:
@@ -170,22 +194,31 @@ class Shared:
         self.ledger = self.ledger.next_slot()
 
     def _give_back(self) -> None:
+        with self._state:
+            given = self._to_give_back()
+            self.ledger = self.ledger.give_back(given)
+        if given:
+            self._free_together([w for w in given if self._is_mine(w)], "given_back")
+
+    def _to_give_back(self) -> list[Workspace]:
         unused = [(w.devices, w.size) for w in unused_here()]
         asked = {request.entry(): count for request, count in self._asked.items()}
         texts = self._agree("unused", json.dumps([unused, asked]), self._all)
         said = {process: json.loads(text) for process, text in texts.items()}
-        given = given_back(
+        return given_back(
             self.ledger,
             {p: {Workspace(tuple(d), size) for d, size in u} for p, (u, _) in said.items()},
             {p: {Request.parse(e): n for e, n in a.items()} for p, (_, a) in said.items()},
             self._process_of,
         )
-        copies = [w for w in given if self._is_mine(w)]
+
+    def _free_together(self, copies: Collection[Workspace], why: str) -> None:
+        """Both halves wait for kernels, so no process goes on before all are done: `state` is held
+        while processes meet, and must not be held for them."""
         close(copies)
-        if given:
-            self._agree("closed", "", self._all)
+        self._agree(f"{why}/closed", "", self._all)
         free(copies)
-        self.ledger = self.ledger.give_back(given)
+        self._agree(f"{why}/freed", "", self._all)
 
     def _add(self, missing: Sequence[Workspace]) -> str | None:
         failure, handles, added = "", {}, []
@@ -205,9 +238,7 @@ class Shared:
         failures = self._agree("added", failure, self._all)
         why = next((failures[process] for process in self._all if failures[process]), None)
         if why is not None:
-            close(added)
-            self._agree("undone", "", self._node)
-            free(added)
+            self._free_together(added, "undone")
         return why
 
     def _is_mine(self, workspace: Workspace) -> bool:
