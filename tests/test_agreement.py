@@ -14,7 +14,7 @@ import pytest
 from harness import examples
 from hypothesis import strategies as st
 
-from jflux._heap import _agreement, _workspaces
+from jflux._heap import _agreement, _rendezvous, _workspaces
 from jflux._heap._agreement import BLOCK, Ledger, Request, Workspace
 
 # ---- The rules -----------------------------------------------------------------------------------
@@ -443,3 +443,36 @@ def test_a_kernel_that_waits_while_memory_is_given_back(monkeypatch):
         thread.join(30)
     assert machine.mistakes == []
     assert answers == {0: [None] * 3, 1: [None] * 3}
+
+
+@pytest.mark.parametrize("step", ["unused", "closed", "freed", "handles", "added"])
+def test_a_process_that_answers_no_more(step, monkeypatch):
+    """Programs are lowered without it: with the workspaces that there are, and no others."""
+    machine = Machine({0: 0, 1: 1}, 100 * BLOCK, random.Random(0))
+    monkeypatch.setattr(_workspaces, "lib", machine)
+    machine.me.process = 0
+
+    def commit(platform, devices, size):
+        machine.copies[0][Workspace(devices, size)].committed = True
+
+    machine.heap_attach_workspace, machine.heap_commit_workspace = lambda *args: None, commit
+    machine.gather = lambda name, value, processes: dict.fromkeys(processes, value)
+    one = Process(machine, _workspaces.Shared, 0, [0, 1], 6 * BLOCK).shared
+    one.stop(wait=True)
+    unused, used, large = (Request.of(np.array([[0, 1]]), size * BLOCK) for size in (1, 2, 4))
+    assert one.reserve(unused) is None and one.reserve(used) is None
+    machine.copies[0][unused.workspaces()[0]].users = 0
+    asked = []
+
+    def gather(name, value, processes):
+        asked.append(name)
+        if step in name:
+            raise _rendezvous.Absent([1], 60)
+        return dict.fromkeys(processes, value)
+
+    one._gather = gather
+    for _ in range(2):
+        why = one.reserve(large)
+        assert "process 1 did not come" in why and "jflux.shutdown()" in why
+        assert one.reserve(used) is None
+    assert len([name for name in asked if step in name]) == 1

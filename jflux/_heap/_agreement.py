@@ -88,12 +88,22 @@ class Ledger:
       held: the workspaces that exist.
       refused: requests that found no room, and why. They find none as long as the heap lives: a
         process that asks later must lower the program that the others have.
+      ended: why no slot is carried out any more; "" if they are. What is missing is refused.
     """
 
     limit: int
     slots: int = 0
     held: frozenset[Workspace] = frozenset()
     refused: Mapping[Request, str] = dataclasses.field(default_factory=dict)
+    ended: str = ""
+
+    def is_decided(self, request: Request) -> bool:
+        """Whether a request needs no slot."""
+        return bool(self.ended) or request in self.refused or not self.missing(request)
+
+    def why_refused(self, request: Request) -> str | None:
+        """Of a request that is decided; None if it is granted."""
+        return self.refused.get(request) or (self.ended if self.missing(request) else None)
 
     def missing(self, request: Request) -> tuple[Workspace, ...]:
         return tuple(w for w in request.workspaces() if w not in self.held)
@@ -123,6 +133,9 @@ class Ledger:
 
     def refuse(self, request: Request, why: str) -> Ledger:
         return dataclasses.replace(self, refused={**self.refused, request: why})
+
+    def end(self, why: str) -> Ledger:
+        return dataclasses.replace(self, ended=why)
 
     def next_slot(self) -> Ledger:
         return dataclasses.replace(self, slots=self.slots + 1)

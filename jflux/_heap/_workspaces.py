@@ -139,29 +139,27 @@ class Shared:
                 pass
 
     def reserve(self, request: Request) -> str | None:
-        while not self._is_decided(request):
+        while not self._decides(request):
             with self._turn:
-                if not self._is_decided(request, note=False):
+                if not self.ledger.is_decided(request):
                     held = self._claim(f"slot/{self.ledger.slots}", request.entry())
                     self._carry_out(Request.parse(held))
-        return self.ledger.refused.get(request)
+        return self.ledger.why_refused(request)
 
-    def _is_decided(self, request: Request, *, note: bool = True) -> bool:
-        """Whether a request needs no slot. `note`: it is made, and so its workspaces stay."""
+    def _decides(self, request: Request) -> bool:
+        """Whether the request needs no slot. If it is granted, its workspaces stay from now on."""
         with self._state:
-            refused = request in self.ledger.refused
-            if not refused and self.ledger.missing(request):
-                return False
-            if note and not refused:
+            decided = self.ledger.is_decided(request)
+            if decided and self.ledger.why_refused(request) is None:
                 self._asked[request] += 1
                 expect(w for w in request.workspaces() if self._is_mine(w))
-            return True
+            return decided
 
     def _follow(self) -> None:
         pause = self.SOON
         while not self._stopped.wait(pause):
             with self._turn:
-                if self._stopped.is_set():
+                if self._stopped.is_set() or self.ledger.ended:
                     return
                 try:
                     held = self._look(f"slot/{self.ledger.slots}")
@@ -179,6 +177,17 @@ class Shared:
     # ---- One slot of the log, by all processes together ------------------------------------------
 
     def _carry_out(self, request: Request) -> None:
+        try:
+            self._try_to_carry_out(request)
+        except _rendezvous.Absent as absent:  # in all processes, since none goes on without one
+            why = (
+                f"no more memory of the symmetric heap is reserved, since {absent}; "
+                "jflux.shutdown() and jflux.init() in all processes make another heap"
+            )
+            self.ledger = self.ledger.end(why)
+            _config.say_once(logging.WARNING, f"jflux: {why}")
+
+    def _try_to_carry_out(self, request: Request) -> None:
         missing = self.ledger.missing(request)
         if missing:
             why = self.ledger.why_no_room(missing)
