@@ -229,20 +229,24 @@ def test_every_op_has_a_target_on_the_cpu():
 
 
 def _call_target(x, w, groups, result, **wrong):
-    """The CPU target by hand, with a table or a plan that jflux would not have made."""
+    """The CPU target by hand, with a table, a plan or attributes that jflux would not have made.
+
+    An attribute that is `wrong` may be None: then it is left out.
+    """
     _ffi.register_targets("cpu")
     number = _native.dtype_number(x.dtype)
     sizes = {"world": len(groups), "outer": 1, "inner": x.shape[0], "k": x.shape[1], "n": 5}
     types = {"dtype": number, "out_dtype": number, "transpose_rhs": 0}
     plan = _native.plan("all_gather_matmul", sizes | types, 0, 0.0)
-    own = {"choice": np.zeros(4, np.int64), "senders": 0} | plan | wrong
-    return jax.ffi.ffi_call("jflux_all_gather_matmul", result)(
-        x, w, choice=own["choice"], groups=np.array(groups, np.int64),
-        activation=np.int64(0), biased=np.zeros(1, np.int64), gated=False, sums=False,
-        inner=np.int64(x.shape[0]), outer=np.int64(1), senders=np.int64(own["senders"]),
-        site=np.int64(1), transpose_rhs=False, workspace_bytes=np.int64(own["workspace_bytes"]),
-        world=np.int64(len(groups)),
-    )  # fmt: skip
+    own = {
+        "activation": np.int64(0), "biased": np.zeros(1, np.int64), "choice": np.zeros(4, np.int64),
+        "gated": False, "groups": np.array(groups, np.int64), "inner": np.int64(x.shape[0]),
+        "outer": np.int64(1), "senders": np.int64(0), "site": np.int64(1), "sums": False,
+        "transpose_rhs": False, "workspace_bytes": np.int64(plan["workspace_bytes"]),
+        "world": np.int64(len(groups)),
+    }  # fmt: skip
+    attributes = {name: value for name, value in (own | wrong).items() if value is not None}
+    return jax.ffi.ffi_call("jflux_all_gather_matmul", result)(x, w, **attributes)
 
 
 @pytest.mark.skipif(PLATFORM != "cpu", reason="calls the CPU's handler")
@@ -254,13 +258,38 @@ def _call_target(x, w, groups, result, **wrong):
         ([0, 12345], (6, 5), {}, "device 12345 is not part of the symmetric heap"),
         ([0, 1], (6, 5), {"choice": np.array([192, 2, 8, 1])}, "malformed plan"),
         ([0, 1], (6, 5), {"choice": np.zeros(3, np.int64)}, "malformed plan"),
-        ([0, 1], (6, 5), {"workspace_bytes": 64}, "and its plan has one of 64"),
+        ([0, 1], (6, 5), {"workspace_bytes": np.int64(64)}, "and its plan has one of 64"),
+        ([0, 1], (6, 5), {"world": np.int64(0)}, "`groups` is no table"),
+        ([0, 1], (6, 5), {"world": np.int64(9)}, "`groups` is no table"),
+        ([0, 1, 2], (9, 5), {"world": np.int64(2)}, "`groups` is no table"),
     ],
 )
 def test_malformed_calls_are_errors(groups, result, wrong, message):
     x, w, shape = jnp.zeros((3, 4)), jnp.zeros((4, 5)), jax.ShapeDtypeStruct(result, jnp.float32)
     f = jax.jit(lambda x, w: _call_target(x, w, groups, shape, **wrong))
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        jax.block_until_ready(f(x, w))
+
+
+@pytest.mark.skipif(PLATFORM != "cpu", reason="calls the CPU's handler")
+@pytest.mark.parametrize(
+    "wrong, message",
+    [
+        ({"gated": None}, "attribute `gated` is missing"),
+        ({"world": None}, "attribute `world` is missing"),
+        ({"gated": np.int64(0)}, "attribute `gated` is no bool"),
+        ({"inner": np.int32(3)}, "attribute `inner` is no int64"),
+        ({"inner": 3.0}, "attribute `inner` is no int64"),
+        ({"biased": np.int64(0)}, "attribute `biased` is no array of int64"),
+        ({"choice": np.zeros(4, np.int32)}, "attribute `choice` is no array of int64"),
+        ({"rows": np.int64(3)}, "attribute `rows` is unknown"),
+        ({"gated": None, "rows": np.int64(3)}, "attribute `gated` is missing"),
+    ],
+)
+def test_attributes_go_by_name(wrong, message):
+    x, w, shape = jnp.zeros((3, 4)), jnp.zeros((4, 5)), jax.ShapeDtypeStruct((6, 5), jnp.float32)
+    f = jax.jit(lambda x, w: _call_target(x, w, [0, 1], shape, **wrong))
+    with pytest.raises(jax.errors.JaxRuntimeError, match=f"jflux: all_gather_matmul: {message}"):
         jax.block_until_ready(f(x, w))
 
 

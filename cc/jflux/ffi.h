@@ -16,6 +16,7 @@
 #include <cstdint>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <utility>
 
 #include "call.h"
@@ -34,31 +35,43 @@ inline xla::ffi::Error Failed(const std::string& reason) {
   return xla::ffi::Error(xla::ffi::ErrorCode::kInternal, reason);
 }
 
-// False if an attribute of jflux.custom_call is missing. `info` points into `attrs`.
-inline bool InfoOf(const xla::ffi::Dictionary& attrs, CallInfo* info) {
-  const auto number = [&](const char* name, int64_t* value) {
-    const auto attr = attrs.get<int64_t>(name);
-    if (attr.has_value()) *value = *attr;
-    return attr.has_value();
+// Null, or the name of the first attribute of jflux.custom_call that is missing or has another
+// type. `info` points into `attrs`.
+inline const char* InfoOf(const xla::ffi::Dictionary& attrs, CallInfo* info) {
+  const char* wrong = nullptr;
+  const auto read = [&](const char* name, auto* value) {
+    const auto attr = attrs.get<std::decay_t<decltype(*value)>>(name);
+    if (attr.has_value()) {
+      *value = *attr;
+    } else if (wrong == nullptr) {
+      wrong = name;
+    }
   };
-  const auto name = attrs.get<std::string_view>("op");
-  const auto groups = attrs.get<xla::ffi::Span<const int64_t>>("groups");
+  std::string_view name;
+  xla::ffi::Span<const int64_t> groups;
   int64_t signature = 0;
-  if (!name.has_value() || !groups.has_value() || !number("world", &info->world) ||
-      !number("site", &info->site) || !number("data_bytes", &info->data_bytes) ||
-      !number("num_signals", &info->num_signals) || !number("signature", &signature) ||
-      !number("workspace_bytes", &info->workspace_bytes)) {
-    return false;
-  }
+  read("op", &name);
+  read("groups", &groups);
+  read("world", &info->world);
+  read("site", &info->site);
+  read("data_bytes", &info->data_bytes);
+  read("num_signals", &info->num_signals);
+  read("signature", &signature);
+  read("workspace_bytes", &info->workspace_bytes);
   info->signature = static_cast<uint32_t>(signature);
-  info->name = name->data();
-  info->name_size = static_cast<int64_t>(name->size());
-  info->groups = groups->begin();
-  info->groups_size = static_cast<int64_t>(groups->size());
-  return true;
+  info->name = name.data();
+  info->name_size = static_cast<int64_t>(name.size());
+  info->groups = groups.begin();
+  info->groups_size = static_cast<int64_t>(groups.size());
+  return wrong;
 }
 
 inline constexpr char kNoCall[] = "jflux: this handler is for jflux.custom_call";
+
+inline std::string WrongAttribute(const char* name) {
+  return std::string(kNoCall) + ", and the call's attribute `" + name +
+         "` is missing or has another type";
+}
 
 }  // namespace internal
 
@@ -102,8 +115,11 @@ xla::ffi::Future JoinCall(const xla::ffi::Context& context, const xla::ffi::Dict
   const auto site = context.get<ffi::State<internal::Site>>();
   const auto run_id = context.get<ffi::RunId>();
   const auto device = context.get<ffi::DeviceOrdinal>();
-  if (!internal::InfoOf(attrs, &info) || !site.has_value() || !run_id.has_value() ||
-      !device.has_value()) {
+  if (const char* wrong = internal::InfoOf(attrs, &info)) {
+    done(call, internal::WrongAttribute(wrong).c_str());
+    return future;
+  }
+  if (!site.has_value() || !run_id.has_value() || !device.has_value()) {
     done(call, internal::kNoCall);
     return future;
   }
@@ -122,9 +138,10 @@ inline xla::ffi::Error BeginCall(const xla::ffi::Context& context,
   CallInfo info;
   const auto device = context.get<xla::ffi::DeviceOrdinal>();
   const auto stream = context.get<xla::ffi::PlatformStream<void*>>();
-  if (!internal::InfoOf(attrs, &info) || !device.has_value() || !stream.has_value()) {
-    return internal::Failed(internal::kNoCall);
+  if (const char* wrong = internal::InfoOf(attrs, &info)) {
+    return internal::Failed(internal::WrongAttribute(wrong));
   }
+  if (!device.has_value() || !stream.has_value()) return internal::Failed(internal::kNoCall);
   const char* reason = jflux_cuda_begin_call(&info, *device, *stream, blocks, args);
   return reason == nullptr ? xla::ffi::Error::Success() : internal::Failed(reason);
 }

@@ -26,9 +26,12 @@ inline std::atomic<int32_t>& FailingOrdinal() {
   return ordinal;
 }
 
-// The context of a handler on a GPU, which its attributes follow.
+// The context and the attributes of a handler on a GPU, which its operands follow.
 inline constexpr auto BindCuda = [] {
-  return ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().Ctx<ffi::DeviceOrdinal>();
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::PlatformStream<cudaStream_t>>()
+      .Ctx<ffi::DeviceOrdinal>()
+      .Attrs();
 };
 
 // launch(device, view, &error) -> bool.

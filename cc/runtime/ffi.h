@@ -1,4 +1,5 @@
-// What the ops' FFI handlers share: reading a call's attributes, finding its group and rank.
+// What the ops' FFI handlers share: finding a call's group and rank, joining it on the CPU. Their
+// attributes: runtime/attributes.h.
 #ifndef JFLUX_RUNTIME_FFI_H_
 #define JFLUX_RUNTIME_FFI_H_
 
@@ -10,6 +11,7 @@
 
 #include "core/dtype.h"
 #include "core/rows.h"
+#include "runtime/attributes.h"
 #include "runtime/cpu_call.h"
 #include "runtime/denormals.h"
 #include "runtime/fault.h"
@@ -17,17 +19,16 @@
 
 namespace jflux {
 
-namespace ffi = xla::ffi;
-
 // A group of ranks as this device sees it.
 struct Group {
   std::vector<int64_t> devices;  // global ids in rank order
   int32_t rank = -1;
 };
 
-// `groups` is a table [number of groups][world] of global device ids.
-inline std::optional<Group> FindGroup(ffi::Span<const int64_t> groups, int64_t world,
-                                      int64_t device) {
+// `groups` is a table [number of groups][world] of global device ids. Empty if the device is in
+// none, or if this is no such table.
+inline std::optional<Group> FindGroup(Int64s groups, int64_t world, int64_t device) {
+  if (world < 1 || world > kMaxRanks || groups.size() % world != 0) return std::nullopt;
   for (size_t i = 0; i < groups.size(); ++i) {
     if (groups.begin()[i] != device) continue;
     const int64_t* first = groups.begin() + i / world * world;
@@ -49,10 +50,6 @@ inline std::optional<DType> DTypeOf(ffi::DataType t) {
     default:
       return std::nullopt;
   }
-}
-
-inline ffi::Error InvalidArgument(const std::string& message) {
-  return ffi::Error(ffi::ErrorCode::kInvalidArgument, "jflux: " + message);
 }
 
 // What the layout of a call takes of the heap, and what the call's plan has reserved: the same, or
@@ -96,13 +93,13 @@ struct CallSite : CpuCallSite {
 };
 
 // What a CPU handler returns: it registers one rank's part of a call, and its Future is completed
-// when that has been done. `body` is CpuCall's.
+// when that has been done. `workspace_bytes` are those of the call's layout; `body` is CpuCall's.
 template <typename Body>
 ffi::Future JoinFfiCall(OpId op, CallSite* site, ffi::RunId run_id, int32_t device,
-                        ffi::Span<const int64_t> groups, int64_t world, WorkspaceBytes workspace,
-                        Body&& body) {
+                        const CallAttributes& attributes, int64_t workspace_bytes, Body&& body) {
+  const WorkspaceBytes workspace{workspace_bytes, attributes.workspace_bytes};
   if (auto refused = workspace.Refused(op)) return FailedFuture(*std::move(refused));
-  auto group = FindGroup(groups, world, device);
+  auto group = FindGroup(attributes.groups, attributes.world, device);
   if (!group) return FailedFuture(InvalidArgument("device is in none of the call's groups"));
   ffi::Promise promise;
   ffi::Future future(promise);
@@ -127,24 +124,13 @@ void BeginModule();
 // The instantiate stage of every op on the CPU.
 XLA_FFI_Error* InstantiateCallSite(XLA_FFI_CallFrame* frame);
 
-// The attributes of a product's handler, in alphabetical order, as it takes them. `choice`,
-// `senders` and `workspace_bytes` are its plan (runtime/product_plan.h).
-inline constexpr auto ProductAttributes = [](auto&& binding) {
-  return std::move(binding)
-      .template Attr<ffi::Span<const int64_t>>("choice")
-      .template Attr<ffi::Span<const int64_t>>("groups")
-      .template Attr<int64_t>("inner")
-      .template Attr<int64_t>("outer")
-      .template Attr<int64_t>("senders")
-      .template Attr<int64_t>("site")
-      .template Attr<bool>("transpose_rhs")
-      .template Attr<int64_t>("workspace_bytes")
-      .template Attr<int64_t>("world");
-};
-
-// The context of a handler on the CPU, which its attributes follow.
+// The context and the attributes of a handler on the CPU, which its operands follow.
 inline constexpr auto BindCpu = [] {
-  return ffi::Ffi::Bind().Ctx<ffi::State<CallSite>>().Ctx<ffi::RunId>().Ctx<ffi::DeviceOrdinal>();
+  return ffi::Ffi::Bind()
+      .Ctx<ffi::State<CallSite>>()
+      .Ctx<ffi::RunId>()
+      .Ctx<ffi::DeviceOrdinal>()
+      .Attrs();
 };
 
 }  // namespace jflux

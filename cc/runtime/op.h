@@ -40,7 +40,7 @@ struct Constant {
 struct Op {
   OpId id;
   const char* name;       // the FFI target is "jflux_" + name
-  XLA_FFI_Handler* cpu;   // both take the same attributes: XLA demands an exact match
+  XLA_FFI_Handler* cpu;   // both read the same attributes (runtime/attributes.h)
   XLA_FFI_Handler* cuda;  // null without CUDA in the build
   // Loads the op's kernels on the current device. Null without CUDA in the build, or if another op
   // of the folder loads them.

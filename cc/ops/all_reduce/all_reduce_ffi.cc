@@ -10,6 +10,21 @@
 namespace jflux {
 namespace {
 
+struct Attributes {
+  CallAttributes call;
+  int64_t algorithm = 0, norm = 0;  // numbers of AllReduceAlgorithm and Norm
+  double epsilon = 0;
+  bool residual = false;
+
+  void Read(AttributeReader& read) {
+    call.Read(read);
+    read("algorithm", &algorithm);
+    read("epsilon", &epsilon);
+    read("norm", &norm);
+    read("residual", &residual);
+  }
+};
+
 struct Call {
   AllReduceParams params;
   AllReduceArrays arrays;
@@ -17,22 +32,19 @@ struct Call {
 
 // Operands x, residual if there is one, and with a norm scale and perhaps bias; results y and, with
 // a norm, the normalised. Empty if they do not fit together.
-std::optional<Call> CallOf(int64_t algorithm, double epsilon, int64_t norm, bool residual,
-                           int64_t world, const ffi::AnyBuffer& x, const ffi::RemainingArgs& rest,
-                           ffi::Result<ffi::AnyBuffer>& y, const ffi::RemainingRets& results) {
+std::optional<Call> CallOf(const Attributes& a, const ffi::AnyBuffer& x,
+                           const ffi::RemainingArgs& rest, ffi::Result<ffi::AnyBuffer>& y,
+                           const ffi::RemainingRets& results) {
   const auto dtype = DTypeOf(x.element_type());
   const auto count = static_cast<int64_t>(x.element_count());
   if (!dtype || count == 0) return std::nullopt;
-  if (algorithm < 0 || algorithm >= kAllReduceAlgorithms || norm < 0 || norm >= kNorms) {
+  if (a.algorithm < 0 || a.algorithm >= kAllReduceAlgorithms || a.norm < 0 || a.norm >= kNorms) {
     return std::nullopt;
   }
   Call call{};
-  call.params = AllReduceParams{static_cast<int32_t>(world),
-                                count,
-                                *dtype,
-                                static_cast<AllReduceAlgorithm>(algorithm),
-                                residual,
-                                static_cast<Norm>(norm)};
+  call.params = AllReduceParams{
+      static_cast<int32_t>(a.call.world),           count,      *dtype,
+      static_cast<AllReduceAlgorithm>(a.algorithm), a.residual, static_cast<Norm>(a.norm)};
   AllReduceParams& p = call.params;
   AllReduceArrays& arrays = call.arrays;
   const auto like_x = [&](const ffi::AnyBuffer& b) {
@@ -41,8 +53,8 @@ std::optional<Call> CallOf(int64_t algorithm, double epsilon, int64_t norm, bool
   arrays.x = x.untyped_data();
   arrays.y = y->untyped_data();
   size_t next = 0;
-  if (!like_x(*y) || rest.size() < next + residual) return std::nullopt;
-  if (residual) {
+  if (!like_x(*y) || rest.size() < next + a.residual) return std::nullopt;
+  if (a.residual) {
     const auto r = *rest.get<ffi::AnyBuffer>(next++);
     if (!like_x(r)) return std::nullopt;
     arrays.residual = r.untyped_data();
@@ -53,7 +65,7 @@ std::optional<Call> CallOf(int64_t algorithm, double epsilon, int64_t norm, bool
   }
   if (x.dimensions().size() == 0 || !TakesNorm(p.algorithm)) return std::nullopt;
   p.width = x.dimensions().back();
-  p.epsilon = epsilon;
+  p.epsilon = a.epsilon;
   if (!p.FitsNorm() || rest.size() <= next || rest.size() > next + 2 || results.size() != 1) {
     return std::nullopt;
   }
@@ -74,32 +86,23 @@ std::optional<Call> CallOf(int64_t algorithm, double epsilon, int64_t norm, bool
   return call;
 }
 
-ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, int64_t algorithm,
-                double epsilon, ffi::Span<const int64_t> groups, int64_t norm, bool residual,
-                int64_t, int64_t workspace_bytes, int64_t world, ffi::AnyBuffer x,
-                ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y,
+ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, ffi::Dictionary attributes,
+                ffi::AnyBuffer x, ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y,
                 ffi::RemainingRets results) {
-  const auto call = CallOf(algorithm, epsilon, norm, residual, world, x, rest, y, results);
+  Attributes a;
+  if (auto refused = ReadAttributes(kAllReduceId, attributes, &a)) return FailedFuture(*refused);
+  const auto call = CallOf(a, x, rest, y, results);
   if (!call) return FailedFuture(InvalidArgument("all_reduce: operands do not fit"));
   return JoinFfiCall(
-      kAllReduceId, site, run_id, device, groups, world,
-      {call->params.WorkspaceBytes(), workspace_bytes},
+      kAllReduceId, site, run_id, device, a.call, call->params.WorkspaceBytes(),
       [call = *call](const SymmetricView& view, uint64_t epoch, const WaitContext& ctx) {
         return AllReduceCpu(call.params, call.arrays, view, epoch, ctx);
       });
 }
 
-// Attributes in alphabetical order, operands and results, as Cpu() and Cuda() take them.
+// Operands and results.
 constexpr auto Bindings = [](auto binding) {
   return std::move(binding)
-      .template Attr<int64_t>("algorithm")
-      .template Attr<double>("epsilon")
-      .template Attr<ffi::Span<const int64_t>>("groups")
-      .template Attr<int64_t>("norm")
-      .template Attr<bool>("residual")
-      .template Attr<int64_t>("site")
-      .template Attr<int64_t>("workspace_bytes")
-      .template Attr<int64_t>("world")
       .template Arg<ffi::AnyBuffer>()
       .RemainingArgs()
       .template Ret<ffi::AnyBuffer>()
@@ -109,16 +112,19 @@ constexpr auto Bindings = [](auto binding) {
 XLA_FFI_DEFINE_HANDLER(kCpu, Cpu, Bindings(BindCpu()));
 
 #ifdef JFLUX_WITH_CUDA
-ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, int64_t algorithm, double epsilon,
-                ffi::Span<const int64_t> groups, int64_t norm, bool residual, int64_t site,
-                int64_t workspace_bytes, int64_t world, ffi::AnyBuffer x, ffi::RemainingArgs rest,
-                ffi::Result<ffi::AnyBuffer> y, ffi::RemainingRets results) {
-  const auto call = CallOf(algorithm, epsilon, norm, residual, world, x, rest, y, results);
+ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Dictionary attributes, ffi::AnyBuffer x,
+                ffi::RemainingArgs rest, ffi::Result<ffi::AnyBuffer> y,
+                ffi::RemainingRets results) {
+  Attributes a;
+  if (auto refused = ReadAttributes(kAllReduceId, attributes, &a)) return *refused;
+  const auto call = CallOf(a, x, rest, y, results);
   if (!call) return InvalidArgument("all_reduce: operands do not fit");
   return LaunchCudaCall(
-      kAllReduceId, ordinal, groups, world, {call->params.WorkspaceBytes(), workspace_bytes},
+      kAllReduceId, ordinal, a.call.groups, a.call.world,
+      {call->params.WorkspaceBytes(), a.call.workspace_bytes},
       [&](const CudaDevice& device, const SymmetricView& view, std::string* error) {
-        return LaunchAllReduce(call->params, call->arrays, site, device, view, stream, error);
+        return LaunchAllReduce(call->params, call->arrays, a.call.site, device, view, stream,
+                               error);
       });
 }
 

@@ -11,6 +11,17 @@
 namespace jflux {
 namespace {
 
+struct Attributes {
+  ProductAttributes product;
+  bool concat_rows = false, split_rows = false;
+
+  void Read(AttributeReader& read) {
+    product.Read(read);
+    read("concat_rows", &concat_rows);
+    read("split_rows", &split_rows);
+  }
+};
+
 struct Operands {
   AllToAllMatmulParams params;
   AllToAllMatmulArrays arrays;
@@ -18,10 +29,11 @@ struct Operands {
 
 // x of this rank and w; the results are y and, if it is wanted, all_to_all(x). Empty if they do not
 // fit together.
-std::optional<Operands> OperandsOf(const ffi::AnyBuffer& x, const ffi::AnyBuffer& w,
-                                   ffi::AnyBuffer& y, const ffi::RemainingRets& rest, int64_t world,
-                                   int64_t outer, int64_t inner, bool transpose_rhs,
-                                   bool split_rows, bool concat_rows) {
+std::optional<Operands> OperandsOf(const Attributes& a, const ffi::AnyBuffer& x,
+                                   const ffi::AnyBuffer& w, ffi::AnyBuffer& y,
+                                   const ffi::RemainingRets& rest) {
+  const ProductAttributes& product = a.product;
+  const int64_t world = product.call.world;
   const auto dtype = DTypeOf(x.element_type()), out_dtype = DTypeOf(y.element_type());
   if (!dtype || !out_dtype || w.element_type() != x.element_type()) return std::nullopt;
   if (x.dimensions().size() < 2 || w.dimensions().size() != 2 || rest.size() > 1) {
@@ -29,14 +41,14 @@ std::optional<Operands> OperandsOf(const ffi::AnyBuffer& x, const ffi::AnyBuffer
   }
   Operands o{};
   AllToAllMatmulParams& p = o.params;
-  p.rows = Rows{static_cast<int32_t>(world), outer, inner};
-  p.k = w.dimensions()[transpose_rhs ? 1 : 0] / (concat_rows ? 1 : world);
-  p.n = w.dimensions()[transpose_rhs ? 0 : 1];
+  p.rows = Rows{static_cast<int32_t>(world), product.outer, product.inner};
+  p.k = w.dimensions()[product.transpose_rhs ? 1 : 0] / (a.concat_rows ? 1 : world);
+  p.n = w.dimensions()[product.transpose_rhs ? 0 : 1];
   p.dtype = *dtype;
   p.out_dtype = *out_dtype;
-  p.transpose_rhs = transpose_rhs;
-  p.split_rows = split_rows;
-  p.concat_rows = concat_rows;
+  p.transpose_rhs = product.transpose_rhs;
+  p.split_rows = a.split_rows;
+  p.concat_rows = a.concat_rows;
   p.return_gathered = rest.size() == 1;
   const auto count = [](const ffi::AnyBuffer& b) {
     return static_cast<int64_t>(b.element_count());
@@ -58,42 +70,32 @@ std::optional<Operands> OperandsOf(const ffi::AnyBuffer& x, const ffi::AnyBuffer
   return o;
 }
 
-ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, ffi::Span<const int64_t> choice,
-                bool concat_rows, ffi::Span<const int64_t> groups, int64_t inner, int64_t outer,
-                int64_t senders, int64_t, bool split_rows, bool transpose_rhs,
-                int64_t workspace_bytes, int64_t world, ffi::AnyBuffer x, ffi::AnyBuffer w,
-                ffi::Result<ffi::AnyBuffer> y, ffi::RemainingRets rest) {
-  if (!IsCpuPlan(choice, senders)) {
+ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, ffi::Dictionary attributes,
+                ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> y,
+                ffi::RemainingRets rest) {
+  Attributes a;
+  if (auto refused = ReadAttributes(kAllToAllMatmulId, attributes, &a)) {
+    return FailedFuture(*refused);
+  }
+  if (!IsCpuPlan(a.product.choice, a.product.senders)) {
     return FailedFuture(InvalidArgument("all_to_all_matmul: malformed plan"));
   }
-  const auto o =
-      OperandsOf(x, w, *y, rest, world, outer, inner, transpose_rhs, split_rows, concat_rows);
+  const auto o = OperandsOf(a, x, w, *y, rest);
   if (!o) return FailedFuture(InvalidArgument("all_to_all_matmul: operands do not fit"));
 
   const AllToAllMatmulTiling tiling;
   const int64_t bytes =
       AllToAllMatmulLayout::Make(o->params, tiling.chunk_bytes).Workspace().TotalBytes();
   return JoinFfiCall(
-      kAllToAllMatmulId, site, run_id, device, groups, world, {bytes, workspace_bytes},
+      kAllToAllMatmulId, site, run_id, device, a.product.call, bytes,
       [o = *o, tiling](const SymmetricView& view, uint64_t epoch, const WaitContext& ctx) {
         return AllToAllMatmulCpu(o.params, tiling, o.arrays, view, epoch, ctx);
       });
 }
 
-// Attributes in alphabetical order, as Cpu() and Cuda() take them, and the operands.
+// Operands and results.
 constexpr auto Bindings = [](auto binding) {
   return std::move(binding)
-      .template Attr<ffi::Span<const int64_t>>("choice")
-      .template Attr<bool>("concat_rows")
-      .template Attr<ffi::Span<const int64_t>>("groups")
-      .template Attr<int64_t>("inner")
-      .template Attr<int64_t>("outer")
-      .template Attr<int64_t>("senders")
-      .template Attr<int64_t>("site")
-      .template Attr<bool>("split_rows")
-      .template Attr<bool>("transpose_rhs")
-      .template Attr<int64_t>("workspace_bytes")
-      .template Attr<int64_t>("world")
       .template Arg<ffi::AnyBuffer>()
       .template Arg<ffi::AnyBuffer>()
       .template Ret<ffi::AnyBuffer>()
@@ -103,23 +105,23 @@ constexpr auto Bindings = [](auto binding) {
 XLA_FFI_DEFINE_HANDLER(kCpu, Cpu, Bindings(BindCpu()));
 
 #ifdef JFLUX_WITH_CUDA
-ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Span<const int64_t> choice,
-                bool concat_rows, ffi::Span<const int64_t> groups, int64_t inner, int64_t outer,
-                int64_t senders, int64_t site, bool split_rows, bool transpose_rhs,
-                int64_t workspace_bytes, int64_t world, ffi::AnyBuffer x, ffi::AnyBuffer w,
-                ffi::Result<ffi::AnyBuffer> y, ffi::RemainingRets rest) {
-  const auto o =
-      OperandsOf(x, w, *y, rest, world, outer, inner, transpose_rhs, split_rows, concat_rows);
+ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Dictionary attributes, ffi::AnyBuffer x,
+                ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> y, ffi::RemainingRets rest) {
+  Attributes a;
+  if (auto refused = ReadAttributes(kAllToAllMatmulId, attributes, &a)) return *refused;
+  const CallAttributes& call = a.product.call;
+  const auto o = OperandsOf(a, x, w, *y, rest);
   if (!o) return InvalidArgument("all_to_all_matmul: operands do not fit");
-  const auto plan = CudaPlanOf(choice, senders, workspace_bytes);
+  const auto plan = CudaPlanOf(a.product.choice, a.product.senders, call.workspace_bytes);
   if (!plan || !FitsKernel(o->params) || plan->choice.splits != 1) {
     return InvalidArgument("all_to_all_matmul: no kernel for this plan");
   }
   return LaunchCudaCall(
-      kAllToAllMatmulId, ordinal, groups, world,
-      {CudaLayoutOf(o->params).Workspace().TotalBytes(), workspace_bytes},
+      kAllToAllMatmulId, ordinal, call.groups, call.world,
+      {CudaLayoutOf(o->params).Workspace().TotalBytes(), call.workspace_bytes},
       [&](const CudaDevice& device, const SymmetricView& view, std::string* error) {
-        return LaunchAllToAllMatmul(o->params, o->arrays, *plan, site, device, view, stream, error);
+        return LaunchAllToAllMatmul(o->params, o->arrays, *plan, call.site, device, view, stream,
+                                    error);
       });
 }
 

@@ -13,18 +13,32 @@
 namespace jflux {
 namespace {
 
-// How one shard lies in x and in y, in bytes (core/units.h) -> what to compute; empty if operands
-// do not fit.
-std::optional<ExchangeParams> ParamsOf(OpId op, bool chunked, int64_t world, int64_t x_inner,
-                                       int64_t x_outer, int64_t y_inner, int64_t y_outer,
-                                       const ffi::AnyBuffer& x, const ffi::AnyBuffer& y) {
-  const auto ranks = static_cast<int32_t>(world);
+struct Attributes {
+  CallAttributes call;
+  bool chunked = false;
+  // How one shard lies in x and in y, in bytes (core/units.h).
+  int64_t x_inner = 0, x_outer = 0, y_inner = 0, y_outer = 0;
+
+  void Read(AttributeReader& read) {
+    call.Read(read);
+    read("chunked", &chunked);
+    read("x_inner", &x_inner);
+    read("x_outer", &x_outer);
+    read("y_inner", &y_inner);
+    read("y_outer", &y_outer);
+  }
+};
+
+// What to compute; empty if operands do not fit.
+std::optional<ExchangeParams> ParamsOf(OpId op, const Attributes& a, const ffi::AnyBuffer& x,
+                                       const ffi::AnyBuffer& y) {
+  const auto ranks = static_cast<int32_t>(a.call.world);
   ExchangeParams p{};
   p.op = op;
   p.world = ranks;
-  p.x = Shards{op == kAllGatherId ? 1 : ranks, x_outer, x_inner};
-  p.y = Shards{op == kReduceScatterId ? 1 : ranks, y_outer, y_inner};
-  p.chunked = chunked;
+  p.x = Shards{op == kAllGatherId ? 1 : ranks, a.x_outer, a.x_inner};
+  p.y = Shards{op == kReduceScatterId ? 1 : ranks, a.y_outer, a.y_inner};
+  p.chunked = a.chunked;
   p.dtype = DType::kF32;
   if (p.Sums()) {
     const auto dtype = DTypeOf(x.element_type());
@@ -32,7 +46,7 @@ std::optional<ExchangeParams> ParamsOf(OpId op, bool chunked, int64_t world, int
     p.dtype = *dtype;
   }
   const auto bytes = [](const Shards& shards) { return shards.world * shards.Bytes(); };
-  if (x.element_type() != y.element_type() || x_outer < 1 || x_inner < 1 ||
+  if (x.element_type() != y.element_type() || a.x_outer < 1 || a.x_inner < 1 ||
       p.x.Bytes() != p.y.Bytes() || bytes(p.x) != static_cast<int64_t>(x.size_bytes()) ||
       bytes(p.y) != static_cast<int64_t>(y.size_bytes())) {
     return std::nullopt;
@@ -45,34 +59,23 @@ ffi::Error DoNotFit(OpId op) {
 }
 
 template <OpId kOp>
-ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, bool chunked,
-                ffi::Span<const int64_t> groups, int64_t, int64_t workspace_bytes, int64_t world,
-                int64_t x_inner, int64_t x_outer, int64_t y_inner, int64_t y_outer,
+ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, ffi::Dictionary attributes,
                 ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> y) {
-  const auto p = ParamsOf(kOp, chunked, world, x_inner, x_outer, y_inner, y_outer, x, *y);
+  Attributes a;
+  if (auto refused = ReadAttributes(kOp, attributes, &a)) return FailedFuture(*refused);
+  const auto p = ParamsOf(kOp, a, x, *y);
   if (!p) return FailedFuture(DoNotFit(kOp));
   const ExchangeArrays arrays{x.untyped_data(), y->untyped_data()};
   return JoinFfiCall(
-      kOp, site, run_id, device, groups, world, {p->WorkspaceBytes(), workspace_bytes},
+      kOp, site, run_id, device, a.call, p->WorkspaceBytes(),
       [p = *p, arrays](const SymmetricView& view, uint64_t epoch, const WaitContext& ctx) {
         return ExchangeCpu(p, arrays, view, epoch, ctx);
       });
 }
 
-// Attributes in alphabetical order, operands and results, as Cpu() and Cuda() take them.
+// Operand and result.
 constexpr auto Bindings = [](auto binding) {
-  return std::move(binding)
-      .template Attr<bool>("chunked")
-      .template Attr<ffi::Span<const int64_t>>("groups")
-      .template Attr<int64_t>("site")
-      .template Attr<int64_t>("workspace_bytes")
-      .template Attr<int64_t>("world")
-      .template Attr<int64_t>("x_inner")
-      .template Attr<int64_t>("x_outer")
-      .template Attr<int64_t>("y_inner")
-      .template Attr<int64_t>("y_outer")
-      .template Arg<ffi::AnyBuffer>()
-      .template Ret<ffi::AnyBuffer>();
+  return std::move(binding).template Arg<ffi::AnyBuffer>().template Ret<ffi::AnyBuffer>();
 };
 XLA_FFI_DEFINE_HANDLER(kAllGatherCpu, Cpu<kAllGatherId>, Bindings(BindCpu()));
 XLA_FFI_DEFINE_HANDLER(kAllToAllCpu, Cpu<kAllToAllId>, Bindings(BindCpu()));
@@ -80,17 +83,17 @@ XLA_FFI_DEFINE_HANDLER(kReduceScatterCpu, Cpu<kReduceScatterId>, Bindings(BindCp
 
 #ifdef JFLUX_WITH_CUDA
 template <OpId kOp>
-ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, bool chunked, ffi::Span<const int64_t> groups,
-                int64_t site, int64_t workspace_bytes, int64_t world, int64_t x_inner,
-                int64_t x_outer, int64_t y_inner, int64_t y_outer, ffi::AnyBuffer x,
+ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Dictionary attributes, ffi::AnyBuffer x,
                 ffi::Result<ffi::AnyBuffer> y) {
-  const auto p = ParamsOf(kOp, chunked, world, x_inner, x_outer, y_inner, y_outer, x, *y);
+  Attributes a;
+  if (auto refused = ReadAttributes(kOp, attributes, &a)) return *refused;
+  const auto p = ParamsOf(kOp, a, x, *y);
   if (!p) return DoNotFit(kOp);
   const ExchangeArrays arrays{x.untyped_data(), y->untyped_data()};
   return LaunchCudaCall(
-      kOp, ordinal, groups, world, {p->WorkspaceBytes(), workspace_bytes},
+      kOp, ordinal, a.call.groups, a.call.world, {p->WorkspaceBytes(), a.call.workspace_bytes},
       [&](const CudaDevice& device, const SymmetricView& view, std::string* error) {
-        return LaunchExchange(*p, arrays, site, device, view, stream, error);
+        return LaunchExchange(*p, arrays, a.call.site, device, view, stream, error);
       });
 }
 

@@ -13,19 +13,20 @@ namespace {
 
 // x [rows, k] of this rank, w and the result y [rows, n] -> what to compute; empty if they do not
 // fit together.
-std::optional<MatmulAllReduceParams> ParamsOf(const ffi::AnyBuffer& x, const ffi::AnyBuffer& w,
-                                              const ffi::AnyBuffer& y, int64_t world, int64_t inner,
-                                              bool transpose_rhs) {
+std::optional<MatmulAllReduceParams> ParamsOf(const ProductAttributes& a, const ffi::AnyBuffer& x,
+                                              const ffi::AnyBuffer& w, const ffi::AnyBuffer& y) {
   const auto dtype = DTypeOf(x.element_type()), out_dtype = DTypeOf(y.element_type());
   if (!dtype || !out_dtype || w.element_type() != x.element_type()) return std::nullopt;
-  if (x.dimensions().size() != 2 || w.dimensions().size() != 2) return std::nullopt;
+  if (x.dimensions().size() != 2 || w.dimensions().size() != 2 || a.outer != 1) {
+    return std::nullopt;
+  }
   MatmulAllReduceParams p{};
-  p.scatter.rows = Rows{static_cast<int32_t>(world), 1, inner};
+  p.scatter.rows = Rows{static_cast<int32_t>(a.call.world), 1, a.inner};
   p.scatter.k = x.dimensions()[1];
-  p.scatter.n = w.dimensions()[transpose_rhs ? 0 : 1];
+  p.scatter.n = w.dimensions()[a.transpose_rhs ? 0 : 1];
   p.scatter.dtype = *dtype;
   p.scatter.out_dtype = *out_dtype;
-  p.scatter.transpose_rhs = transpose_rhs;
+  p.scatter.transpose_rhs = a.transpose_rhs;
   const int64_t rows = p.scatter.rows.Total(), k = p.scatter.k, n = p.scatter.n;
   const auto count = [](const ffi::AnyBuffer& b) {
     return static_cast<int64_t>(b.element_count());
@@ -50,32 +51,35 @@ std::optional<MatmulAllReduceArrays> ArraysOf(ffi::AnyBuffer x, ffi::AnyBuffer w
   return arrays;
 }
 
-ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, ffi::Span<const int64_t> choice,
-                ffi::Span<const int64_t> groups, int64_t inner, int64_t, int64_t senders, int64_t,
-                bool transpose_rhs, int64_t workspace_bytes, int64_t world, ffi::AnyBuffer x,
-                ffi::AnyBuffer w, ffi::RemainingArgs residual, ffi::Result<ffi::AnyBuffer> y) {
-  if (!IsCpuPlan(choice, senders)) {
+ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, ffi::Dictionary attributes,
+                ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::RemainingArgs residual,
+                ffi::Result<ffi::AnyBuffer> y) {
+  ProductAttributes a;
+  if (auto refused = ReadAttributes(kMatmulAllReduceId, attributes, &a)) {
+    return FailedFuture(*refused);
+  }
+  if (!IsCpuPlan(a.choice, a.senders)) {
     return FailedFuture(InvalidArgument("matmul_all_reduce: malformed plan"));
   }
-  const auto p = ParamsOf(x, w, *y, world, inner, transpose_rhs);
+  const auto p = ParamsOf(a, x, w, *y);
   const auto arrays = ArraysOf(x, w, residual, *y);
   if (!p || !arrays) {
     return FailedFuture(InvalidArgument("matmul_all_reduce: operands do not fit"));
   }
   const ScatterTiling tiling;
   const int64_t bytes = MatmulAllReduceCpuWorkspace(*p).TotalBytes();
-  return JoinFfiCall(
-      kMatmulAllReduceId, site, run_id, device, groups, world, {bytes, workspace_bytes},
-      [p = *p, tiling, arrays = *arrays](const SymmetricView& view, uint64_t epoch,
-                                         const WaitContext& ctx) {
-        return AreFewRows(p) ? FewRowsCpu(p, tiling.tile_n, arrays, view, epoch, ctx)
-                             : MatmulAllReduceCpu(p, tiling, arrays, view, epoch, ctx);
-      });
+  return JoinFfiCall(kMatmulAllReduceId, site, run_id, device, a.call, bytes,
+                     [p = *p, tiling, arrays = *arrays](const SymmetricView& view, uint64_t epoch,
+                                                        const WaitContext& ctx) {
+                       return AreFewRows(p)
+                                  ? FewRowsCpu(p, tiling.tile_n, arrays, view, epoch, ctx)
+                                  : MatmulAllReduceCpu(p, tiling, arrays, view, epoch, ctx);
+                     });
 }
 
 // Operands x, w and perhaps the residual; the result y.
 constexpr auto Bindings = [](auto binding) {
-  return ProductAttributes(std::move(binding))
+  return std::move(binding)
       .template Arg<ffi::AnyBuffer>()
       .template Arg<ffi::AnyBuffer>()
       .RemainingArgs()
@@ -85,23 +89,22 @@ constexpr auto Bindings = [](auto binding) {
 XLA_FFI_DEFINE_HANDLER(kCpu, Cpu, Bindings(BindCpu()));
 
 #ifdef JFLUX_WITH_CUDA
-ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Span<const int64_t> choice,
-                ffi::Span<const int64_t> groups, int64_t inner, int64_t, int64_t senders,
-                int64_t site, bool transpose_rhs, int64_t workspace_bytes, int64_t world,
-                ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::RemainingArgs residual,
-                ffi::Result<ffi::AnyBuffer> y) {
-  const auto p = ParamsOf(x, w, *y, world, inner, transpose_rhs);
+ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Dictionary attributes, ffi::AnyBuffer x,
+                ffi::AnyBuffer w, ffi::RemainingArgs residual, ffi::Result<ffi::AnyBuffer> y) {
+  ProductAttributes a;
+  if (auto refused = ReadAttributes(kMatmulAllReduceId, attributes, &a)) return *refused;
+  const auto p = ParamsOf(a, x, w, *y);
   const auto arrays = ArraysOf(x, w, residual, *y);
   if (!p || !arrays) return InvalidArgument("matmul_all_reduce: operands do not fit");
-  const auto plan = CudaPlanOf(choice, senders, workspace_bytes);
+  const auto plan = CudaPlanOf(a.choice, a.senders, a.call.workspace_bytes);
   if (!plan || !FitsKernel(*p) || !(plan->choice == Possible(*p, plan->choice))) {
     return InvalidArgument("matmul_all_reduce: no kernel for this plan");
   }
   return LaunchCudaCall(
-      kMatmulAllReduceId, ordinal, groups, world,
-      {MatmulAllReduceWorkspace(*p, plan->choice).TotalBytes(), workspace_bytes},
+      kMatmulAllReduceId, ordinal, a.call.groups, a.call.world,
+      {MatmulAllReduceWorkspace(*p, plan->choice).TotalBytes(), a.call.workspace_bytes},
       [&](const CudaDevice& device, const SymmetricView& view, std::string* error) {
-        return LaunchMatmulAllReduce(*p, *arrays, *plan, site, device, view, stream, error);
+        return LaunchMatmulAllReduce(*p, *arrays, *plan, a.call.site, device, view, stream, error);
       });
 }
 

@@ -11,25 +11,36 @@
 namespace jflux {
 namespace {
 
+struct Attributes {
+  ProductAttributes product;
+  bool concat_rows = false, split_rows = false;
+
+  void Read(AttributeReader& read) {
+    product.Read(read);
+    read("concat_rows", &concat_rows);
+    read("split_rows", &split_rows);
+  }
+};
+
 // x [..., k] of this rank, w and the result y -> what to compute; empty if they do not fit
 // together.
-std::optional<MatmulAllToAllParams> ParamsOf(const ffi::AnyBuffer& x, const ffi::AnyBuffer& w,
-                                             const ffi::AnyBuffer& y, int64_t world, int64_t outer,
-                                             int64_t inner, bool transpose_rhs, bool split_rows,
-                                             bool concat_rows) {
+std::optional<MatmulAllToAllParams> ParamsOf(const Attributes& a, const ffi::AnyBuffer& x,
+                                             const ffi::AnyBuffer& w, const ffi::AnyBuffer& y) {
+  const ProductAttributes& product = a.product;
+  const int64_t world = product.call.world;
   const auto dtype = DTypeOf(x.element_type()), out_dtype = DTypeOf(y.element_type());
   if (!dtype || !out_dtype || w.element_type() != x.element_type()) return std::nullopt;
   if (x.dimensions().size() < 2 || w.dimensions().size() != 2) return std::nullopt;
-  const int64_t columns = w.dimensions()[transpose_rhs ? 0 : 1];
+  const int64_t columns = w.dimensions()[product.transpose_rhs ? 0 : 1];
   MatmulAllToAllParams p{};
-  p.rows = Rows{static_cast<int32_t>(world), outer, inner};
+  p.rows = Rows{static_cast<int32_t>(world), product.outer, product.inner};
   p.k = x.dimensions().back();
-  p.n = split_rows ? columns : columns / world;
+  p.n = a.split_rows ? columns : columns / world;
   p.dtype = *dtype;
   p.out_dtype = *out_dtype;
-  p.transpose_rhs = transpose_rhs;
-  p.split_rows = split_rows;
-  p.concat_rows = concat_rows;
+  p.transpose_rhs = product.transpose_rhs;
+  p.split_rows = a.split_rows;
+  p.concat_rows = a.concat_rows;
   const auto count = [](const ffi::AnyBuffer& b) {
     return static_cast<int64_t>(b.element_count());
   };
@@ -41,15 +52,16 @@ std::optional<MatmulAllToAllParams> ParamsOf(const ffi::AnyBuffer& x, const ffi:
   return p;
 }
 
-ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, ffi::Span<const int64_t> choice,
-                bool concat_rows, ffi::Span<const int64_t> groups, int64_t inner, int64_t outer,
-                int64_t senders, int64_t, bool split_rows, bool transpose_rhs,
-                int64_t workspace_bytes, int64_t world, ffi::AnyBuffer x, ffi::AnyBuffer w,
-                ffi::Result<ffi::AnyBuffer> y) {
-  if (!IsCpuPlan(choice, senders)) {
+ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, ffi::Dictionary attributes,
+                ffi::AnyBuffer x, ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> y) {
+  Attributes a;
+  if (auto refused = ReadAttributes(kMatmulAllToAllId, attributes, &a)) {
+    return FailedFuture(*refused);
+  }
+  if (!IsCpuPlan(a.product.choice, a.product.senders)) {
     return FailedFuture(InvalidArgument("matmul_all_to_all: malformed plan"));
   }
-  const auto p = ParamsOf(x, w, *y, world, outer, inner, transpose_rhs, split_rows, concat_rows);
+  const auto p = ParamsOf(a, x, w, *y);
   if (!p) return FailedFuture(InvalidArgument("matmul_all_to_all: operands do not fit"));
   const MatmulAllToAllArrays arrays{x.untyped_data(), w.untyped_data(), y->untyped_data()};
 
@@ -57,26 +69,15 @@ ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, ffi::Span<con
   const int64_t bytes =
       AllToAllLayout::Make(*p, tiling.tile_m, tiling.tile_n).Workspace().TotalBytes();
   return JoinFfiCall(
-      kMatmulAllToAllId, site, run_id, device, groups, world, {bytes, workspace_bytes},
+      kMatmulAllToAllId, site, run_id, device, a.product.call, bytes,
       [p = *p, tiling, arrays](const SymmetricView& view, uint64_t epoch, const WaitContext& ctx) {
         return MatmulAllToAllCpu(p, tiling, arrays, view, epoch, ctx);
       });
 }
 
-// Attributes in alphabetical order, as Cpu() and Cuda() take them, and the operands.
+// Operands and the result.
 constexpr auto Bindings = [](auto binding) {
   return std::move(binding)
-      .template Attr<ffi::Span<const int64_t>>("choice")
-      .template Attr<bool>("concat_rows")
-      .template Attr<ffi::Span<const int64_t>>("groups")
-      .template Attr<int64_t>("inner")
-      .template Attr<int64_t>("outer")
-      .template Attr<int64_t>("senders")
-      .template Attr<int64_t>("site")
-      .template Attr<bool>("split_rows")
-      .template Attr<bool>("transpose_rhs")
-      .template Attr<int64_t>("workspace_bytes")
-      .template Attr<int64_t>("world")
       .template Arg<ffi::AnyBuffer>()
       .template Arg<ffi::AnyBuffer>()
       .template Ret<ffi::AnyBuffer>();
@@ -85,23 +86,23 @@ constexpr auto Bindings = [](auto binding) {
 XLA_FFI_DEFINE_HANDLER(kCpu, Cpu, Bindings(BindCpu()));
 
 #ifdef JFLUX_WITH_CUDA
-ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Span<const int64_t> choice,
-                bool concat_rows, ffi::Span<const int64_t> groups, int64_t inner, int64_t outer,
-                int64_t senders, int64_t site, bool split_rows, bool transpose_rhs,
-                int64_t workspace_bytes, int64_t world, ffi::AnyBuffer x, ffi::AnyBuffer w,
-                ffi::Result<ffi::AnyBuffer> y) {
-  const auto p = ParamsOf(x, w, *y, world, outer, inner, transpose_rhs, split_rows, concat_rows);
+ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Dictionary attributes, ffi::AnyBuffer x,
+                ffi::AnyBuffer w, ffi::Result<ffi::AnyBuffer> y) {
+  Attributes a;
+  if (auto refused = ReadAttributes(kMatmulAllToAllId, attributes, &a)) return *refused;
+  const CallAttributes& call = a.product.call;
+  const auto p = ParamsOf(a, x, w, *y);
   if (!p) return InvalidArgument("matmul_all_to_all: operands do not fit");
-  const auto plan = CudaPlanOf(choice, senders, workspace_bytes);
+  const auto plan = CudaPlanOf(a.product.choice, a.product.senders, call.workspace_bytes);
   if (!plan || !FitsKernel(*p) || plan->choice.splits != 1) {
     return InvalidArgument("matmul_all_to_all: no kernel for this plan");
   }
   const MatmulAllToAllArrays arrays{x.untyped_data(), w.untyped_data(), y->untyped_data()};
   return LaunchCudaCall(
-      kMatmulAllToAllId, ordinal, groups, world,
-      {CudaLayoutOf(*p, plan->choice).Workspace().TotalBytes(), workspace_bytes},
+      kMatmulAllToAllId, ordinal, call.groups, call.world,
+      {CudaLayoutOf(*p, plan->choice).Workspace().TotalBytes(), call.workspace_bytes},
       [&](const CudaDevice& device, const SymmetricView& view, std::string* error) {
-        return LaunchMatmulAllToAll(*p, arrays, *plan, site, device, view, stream, error);
+        return LaunchMatmulAllToAll(*p, arrays, *plan, call.site, device, view, stream, error);
       });
 }
 

@@ -11,22 +11,32 @@
 namespace jflux {
 namespace {
 
+struct Attributes {
+  ProductAttributes product;
+  bool adds_bias = false, adds_residual = false;
+
+  void Read(AttributeReader& read) {
+    product.Read(read);
+    read("adds_bias", &adds_bias);
+    read("adds_residual", &adds_residual);
+  }
+};
+
 // x [..., k] of this rank, w and the result y -> what to compute; empty if they do not fit
 // together.
-std::optional<MatmulReduceScatterParams> ParamsOf(const ffi::AnyBuffer& x, const ffi::AnyBuffer& w,
-                                                  const ffi::AnyBuffer& y, int64_t world,
-                                                  int64_t outer, int64_t inner,
-                                                  bool transpose_rhs) {
+std::optional<MatmulReduceScatterParams> ParamsOf(const ProductAttributes& a,
+                                                  const ffi::AnyBuffer& x, const ffi::AnyBuffer& w,
+                                                  const ffi::AnyBuffer& y) {
   const auto dtype = DTypeOf(x.element_type()), out_dtype = DTypeOf(y.element_type());
   if (!dtype || !out_dtype || w.element_type() != x.element_type()) return std::nullopt;
   if (x.dimensions().size() < 2 || w.dimensions().size() != 2) return std::nullopt;
   MatmulReduceScatterParams p{};
-  p.rows = Rows{static_cast<int32_t>(world), outer, inner};
+  p.rows = Rows{static_cast<int32_t>(a.call.world), a.outer, a.inner};
   p.k = x.dimensions().back();
-  p.n = w.dimensions()[transpose_rhs ? 0 : 1];
+  p.n = w.dimensions()[a.transpose_rhs ? 0 : 1];
   p.dtype = *dtype;
   p.out_dtype = *out_dtype;
-  p.transpose_rhs = transpose_rhs;
+  p.transpose_rhs = a.transpose_rhs;
   const auto count = [](const ffi::AnyBuffer& b) {
     return static_cast<int64_t>(b.element_count());
   };
@@ -39,18 +49,18 @@ std::optional<MatmulReduceScatterParams> ParamsOf(const ffi::AnyBuffer& x, const
 }
 
 // One term, without an epilogue: `adds_bias` and `adds_residual` are for GPUs.
-ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, bool adds_bias,
-                bool adds_residual, ffi::Span<const int64_t> choice,
-                ffi::Span<const int64_t> groups, int64_t inner, int64_t outer, int64_t senders,
-                int64_t, bool transpose_rhs, int64_t workspace_bytes, int64_t world,
+ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, ffi::Dictionary attributes,
                 ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> y) {
-  if (!IsCpuPlan(choice, senders)) {
+  Attributes a;
+  if (auto refused = ReadAttributes(kMatmulReduceScatterId, attributes, &a)) {
+    return FailedFuture(*refused);
+  }
+  if (!IsCpuPlan(a.product.choice, a.product.senders)) {
     return FailedFuture(InvalidArgument("matmul_reduce_scatter: malformed plan"));
   }
   std::optional<MatmulReduceScatterParams> p;
-  if (args.size() == 2 && !adds_bias && !adds_residual) {
-    p = ParamsOf(*args.get<ffi::AnyBuffer>(0), *args.get<ffi::AnyBuffer>(1), *y, world, outer,
-                 inner, transpose_rhs);
+  if (args.size() == 2 && !a.adds_bias && !a.adds_residual) {
+    p = ParamsOf(a.product, *args.get<ffi::AnyBuffer>(0), *args.get<ffi::AnyBuffer>(1), *y);
   }
   if (!p) return FailedFuture(InvalidArgument("matmul_reduce_scatter: operands do not fit"));
   const MatmulReduceScatterArrays arrays{args.get<ffi::AnyBuffer>(0)->untyped_data(),
@@ -61,31 +71,27 @@ ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, bool adds_bia
   const int64_t bytes =
       ReduceScatterLayout::Make(*p, tiling.tile_m, tiling.tile_n, 1).Workspace().TotalBytes();
   return JoinFfiCall(
-      kMatmulReduceScatterId, site, run_id, device, groups, world, {bytes, workspace_bytes},
+      kMatmulReduceScatterId, site, run_id, device, a.product.call, bytes,
       [p = *p, tiling, arrays](const SymmetricView& view, uint64_t epoch, const WaitContext& ctx) {
         return MatmulReduceScatterCpu(p, tiling, arrays, view, epoch, ctx);
       });
 }
 
-// Attributes in alphabetical order, as Cpu() and Cuda() take them, operands and the result.
+// Operands and the result.
 constexpr auto Bindings = [](auto binding) {
-  return ProductAttributes(std::move(binding)
-                               .template Attr<bool>("adds_bias")
-                               .template Attr<bool>("adds_residual"))
-      .RemainingArgs()
-      .template Ret<ffi::AnyBuffer>();
+  return std::move(binding).RemainingArgs().template Ret<ffi::AnyBuffer>();
 };
 
 XLA_FFI_DEFINE_HANDLER(kCpu, Cpu, Bindings(BindCpu()));
 
 #ifdef JFLUX_WITH_CUDA
-ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, bool adds_bias, bool adds_residual,
-                ffi::Span<const int64_t> choice, ffi::Span<const int64_t> groups, int64_t inner,
-                int64_t outer, int64_t senders, int64_t site, bool transpose_rhs,
-                int64_t workspace_bytes, int64_t world, ffi::RemainingArgs args,
-                ffi::Result<ffi::AnyBuffer> y) {
+ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Dictionary attributes,
+                ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> y) {
+  Attributes a;
+  if (auto refused = ReadAttributes(kMatmulReduceScatterId, attributes, &a)) return *refused;
+  const CallAttributes& call = a.product.call;
   // Operands x_0 .. x_p-1, w_0 .. w_p-1, and perhaps the bias and the residual.
-  const size_t added = (adds_bias ? 1 : 0) + (adds_residual ? 1 : 0);
+  const size_t added = (a.adds_bias ? 1 : 0) + (a.adds_residual ? 1 : 0);
   const size_t count = args.size() < added ? 0 : (args.size() - added) / 2;
   if (count < 1 || count > kMaxWeights || args.size() != 2 * count + added) {
     return InvalidArgument("matmul_reduce_scatter: operands do not fit");
@@ -97,20 +103,20 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, bool adds_bias, bool adds_
   int64_t k = 0;
   for (size_t i = 0; i < count; ++i) {
     const auto x = *args.get<ffi::AnyBuffer>(i), w = *args.get<ffi::AnyBuffer>(count + i);
-    p = ParamsOf(x, w, *y, world, outer, inner, transpose_rhs);
+    p = ParamsOf(a.product, x, w, *y);
     if (!p) return InvalidArgument("matmul_reduce_scatter: operands do not fit");
     operands.products[i] = {x.untyped_data(), w.untyped_data(), p->k};
     k += p->k;
   }
   p->k = k;
-  if (adds_bias) {
+  if (a.adds_bias) {
     const auto bias = *args.get<ffi::AnyBuffer>(2 * count);
     if (bias.element_type() != ffi::F32 || static_cast<int64_t>(bias.element_count()) != p->n) {
       return InvalidArgument("matmul_reduce_scatter: the bias does not fit");
     }
     operands.bias = static_cast<const float*>(bias.untyped_data());
   }
-  if (adds_residual) {
+  if (a.adds_residual) {
     const auto residual = *args.get<ffi::AnyBuffer>(args.size() - 1);
     if (residual.element_type() != y->element_type() ||
         residual.element_count() != y->element_count()) {
@@ -118,16 +124,17 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, bool adds_bias, bool adds_
     }
     operands.residual = residual.untyped_data();
   }
-  const auto plan = CudaPlanOf(choice, senders, workspace_bytes);
+  const auto plan = CudaPlanOf(a.product.choice, a.product.senders, call.workspace_bytes);
   if (!plan || !FitsKernel(*p) ||
       !SharesK(plan->choice, p->rows.Total(), operands.products[0].k, kReduceSplits)) {
     return InvalidArgument("matmul_reduce_scatter: no kernel for this plan");
   }
   return LaunchCudaCall(
-      kMatmulReduceScatterId, ordinal, groups, world,
-      {CudaLayoutOf(*p, plan->choice).Workspace().TotalBytes(), workspace_bytes},
+      kMatmulReduceScatterId, ordinal, call.groups, call.world,
+      {CudaLayoutOf(*p, plan->choice).Workspace().TotalBytes(), call.workspace_bytes},
       [&](const CudaDevice& device, const SymmetricView& view, std::string* error) {
-        return LaunchMatmulReduceScatter(*p, operands, *plan, site, device, view, stream, error);
+        return LaunchMatmulReduceScatter(*p, operands, *plan, call.site, device, view, stream,
+                                         error);
       });
 }
 
