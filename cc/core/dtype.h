@@ -11,7 +11,17 @@ namespace jflux {
 enum class DType : int32_t { kF16, kBF16, kF32, kF64 };
 
 JFLUX_HD constexpr int64_t SizeOf(DType t) {
-  return t == DType::kF64 ? 8 : t == DType::kF32 ? 4 : 2;
+  switch (t) {  // without default: a compiler warns of a type that is missing
+    case DType::kF16:
+    case DType::kBF16:
+      return 2;
+    case DType::kF32:
+      return 4;
+    case DType::kF64:
+      return 8;
+  }
+  Trap();  // a number that is no DType: whoever made one of it has not checked it
+  return 0;
 }
 
 // In the order of DType, as numpy and Python name them.

@@ -48,6 +48,15 @@ JFLUX_HD uint64_t NowNs() {
 #endif
 }
 
+// Ends the process or the kernel: for what cannot be, where going on would corrupt memory.
+JFLUX_HD void Trap() {
+#if defined(__CUDA_ARCH__)
+  __trap();
+#else
+  __builtin_trap();
+#endif
+}
+
 // Back-off of a polling loop after its attempt number `attempt`.
 JFLUX_HD void PollPause(uint32_t attempt) {
 #if defined(__CUDA_ARCH__)

@@ -6,10 +6,14 @@
 #include <condition_variable>
 #include <cstdio>
 #include <deque>
+#include <exception>
+#include <functional>
+#include <list>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <random>
+#include <set>
 #include <thread>
 #include <tuple>
 
@@ -29,19 +33,27 @@ class Waiter {
   explicit Waiter(int64_t device) : device_(device) {}
   int64_t device() const { return device_; }
 
-  // True if it was still waiting.
-  bool Release() {
+  bool waits() {
     std::lock_guard<std::mutex> lock(mutex_);
-    const bool waited = !released_;
-    released_ = true;
-    changed_.notify_all();
-    return waited;
+    return !released_;
   }
 
-  // True if it was released before `limit`.
-  bool Wait(std::chrono::milliseconds limit) {
+  void Release() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    released_ = true;
+    changed_.notify_all();
+  }
+
+  void Wait() {
     std::unique_lock<std::mutex> lock(mutex_);
-    const bool in_time = changed_.wait_for(lock, limit, [this] { return released_; });
+    changed_.wait(lock, [this] { return released_; });
+  }
+
+  // True if it was released before `limit_ns` had passed.
+  bool WaitFor(uint64_t limit_ns) {
+    std::unique_lock<std::mutex> lock(mutex_);
+    const bool in_time =
+        changed_.wait_for(lock, std::chrono::nanoseconds(limit_ns), [this] { return released_; });
     released_ = true;
     return in_time;
   }
@@ -55,19 +67,24 @@ class Waiter {
 
 struct Pending {
   std::shared_ptr<HeapCpu> heap;
-  std::vector<std::shared_ptr<Waiter>> waiters;
+  std::vector<std::shared_ptr<Waiter>> waiters;  // handlers that wait for it
   std::vector<CpuCall> ranks;
   uint64_t deadline_ns = 0;
   bool warned = false;
+};
+
+struct Run {
+  int64_t id;
+  uint64_t used_ns;                                       // when it made its last call
+  std::map<std::pair<uint64_t, int64_t>, int64_t> calls;  // so far, by (call site, device)
 };
 
 struct Registry {
   std::mutex mutex;
   std::condition_variable changed;
   std::map<CallId, Pending> pending;
-  // Calls so far, by run, then by (call site, device). Only the most recent runs are kept.
-  std::map<int64_t, std::map<std::pair<uint64_t, int64_t>, int64_t>> occurrences;
-  std::deque<int64_t> run_order;
+  std::list<Run> runs;  // the one that has made the last call is last
+  std::map<int64_t, std::list<Run>::iterator> run_of;
   std::map<CallId, std::string> failed;  // for ranks that arrive after a call has failed
   std::deque<CallId> failed_order;
   bool watching = false;
@@ -95,64 +112,103 @@ struct Cohort {
   std::shared_ptr<HeapCpu> heap;
   std::vector<CpuCall> ranks;
   WorkspaceLease lease;
-  uint64_t deadline_ns;
   std::atomic<int> left;
   std::atomic<bool> failed{false};
 };
 
-void RunRank(const std::shared_ptr<Cohort>& cohort, CpuCall& call) {
+uint64_t TimeoutNs(const HeapCpu& heap) { return NanosecondsOf(heap.deadline_s()); }
+
+std::string Prefix(OpId op) { return std::string("jflux.") + NameOf(op) + ": "; }
+
+// Completes ranks of a call that has failed. On threads of the pool, where XLA may go on as it
+// likes; without any, on this one.
+void Fail(std::vector<CpuCall> ranks, const std::string& error) {
+  for (CpuCall& call : ranks) {
+    const auto complete = [done = std::move(call.done), error] { done(error); };
+    std::string no_thread;
+    if (!RunOnPool({complete}, &no_thread)) complete();
+  }
+}
+
+// The ranks will not make the call. Whoever asks for its workspace is told.
+void Abandon(const CallId& id, const HeapCpu& heap, const std::vector<CpuCall>& ranks) {
+  if (ranks.empty() || heap.table() == nullptr) return;
+  const auto world = static_cast<int32_t>(ranks.front().group.size());
+  const auto count = static_cast<int32_t>(ranks.size());
+  if (heap.table()->Abandon(KeyOf(id), world, count, NowNs() + TimeoutNs(heap))) return;
+  std::fprintf(stderr, "%sthe directory of the symmetric heap is locked: did a process end?\n",
+               Prefix(ranks.front().op).c_str());
+}
+
+// Runs the body; the error, or nothing.
+std::string RunBody(Cohort& cohort, CpuCall& call) {
   SymmetricView view;  // Register has checked that the heap knows the devices
-  cohort->heap->FillView(call.group, call.rank, cohort->lease.offset, &view);
-  const TestHooks hooks = cohort->heap->hooks();
+  cohort.heap->FillView(call.group, call.rank, cohort.lease.offset, &view);
+  const TestHooks hooks = cohort.heap->hooks();
   if (hooks.max_delay_us > 0) {
     thread_local std::minstd_rand random(static_cast<uint32_t>(NowNs()) | 1);
     std::this_thread::sleep_for(std::chrono::microseconds(random() % hooks.max_delay_us));
   }
   Fault fault{};
   uint64_t stop = 0;
-  const WaitContext ctx{&fault,
-                        &stop,
-                        cohort->deadline_ns,
-                        static_cast<uint32_t>(call.op),
-                        call.rank,
-                        hooks.skip_waits != 0,
-                        cohort->heap->limits()};
-  std::string error;
-  if (!call.body(view, cohort->lease.epoch, ctx)) {
-    error = Describe(fault, cohort->heap->deadline_s());
-    cohort->failed = true;
+  WaitContext ctx{&fault,
+                  &stop,
+                  /*deadline_ns=*/0,  // limits() have a timeout: each wait counts from its start
+                  static_cast<uint32_t>(call.op),
+                  call.rank,
+                  hooks.skip_waits != 0,
+                  cohort.heap->limits()};
+  try {
+    if (call.body(view, cohort.lease.epoch, ctx)) return "";
+  } catch (const std::exception& e) {
+    return Prefix(call.op) + "rank " + std::to_string(call.rank) + " failed: " + e.what();
   }
+  return Describe(fault, cohort.heap->deadline_s());
+}
+
+void RunRank(const std::shared_ptr<Cohort>& cohort, CpuCall& call) {
+  std::string error = RunBody(*cohort, call);
+  if (!error.empty()) cohort->failed = true;
   call.body = nullptr;
   auto done = std::move(call.done);
-  if (--cohort->left == 0) {
-    cohort->heap->table()->Release(cohort->lease, static_cast<int32_t>(cohort->ranks.size()),
-                                   cohort->failed);
+  if (--cohort->left == 0 &&
+      !cohort->heap->table()->Release(cohort->lease, static_cast<int32_t>(cohort->ranks.size()),
+                                      cohort->failed, NowNs() + TimeoutNs(*cohort->heap)) &&
+      error.empty()) {
+    error = Prefix(call.op) +
+            "the directory of the symmetric heap is locked, so the call's workspace is lost: did a "
+            "process end?";
   }
   done(error);
 }
 
-void RunCohort(const CallId& id, std::shared_ptr<HeapCpu> heap, std::vector<CpuCall> ranks,
-               uint64_t deadline_ns) {
+void RunCohort(const CallId& id, std::shared_ptr<HeapCpu> heap, std::vector<CpuCall> ranks) {
   auto cohort = std::make_shared<Cohort>();
   cohort->heap = std::move(heap);
   cohort->ranks = std::move(ranks);
-  cohort->deadline_ns = deadline_ns;
-  cohort->left = static_cast<int>(cohort->ranks.size());
+  const auto count = static_cast<int32_t>(cohort->ranks.size());
+  cohort->left = count;
   std::string error;
   const CpuCall& first = cohort->ranks.front();
   const auto world = static_cast<int32_t>(first.group.size());
-  if (!cohort->heap->table()->Acquire(
+  WorkspaceTable* table = cohort->heap->table();
+  const uint64_t deadline_ns = NowNs() + TimeoutNs(*cohort->heap);
+  if (!table->Acquire(
           KeyOf(id), world, first.bytes, cohort->heap->heap_bytes(), deadline_ns,
           [&](int64_t offset, int64_t bytes) { cohort->heap->ClearSignals(offset, bytes); },
           &cohort->lease, &error)) {
-    error = std::string("jflux.") + NameOf(first.op) + ": " + error;
-    for (CpuCall& call : cohort->ranks) {
-      RunOnPool([done = std::move(call.done), error] { done(error); });
-    }
+    Abandon(id, *cohort->heap, cohort->ranks);
+    Fail(std::move(cohort->ranks), Prefix(first.op) + error);
     return;
   }
-  for (size_t i = 1; i < cohort->ranks.size(); ++i) {
-    RunOnPool([cohort, i] { RunRank(cohort, cohort->ranks[i]); });
+  std::vector<std::function<void()>> others;
+  for (int32_t i = 1; i < count; ++i) {
+    others.push_back([cohort, i] { RunRank(cohort, cohort->ranks[i]); });
+  }
+  if (!RunOnPool(std::move(others), &error)) {
+    table->Release(cohort->lease, count, /*failed=*/true, deadline_ns);
+    Fail(std::move(cohort->ranks), Prefix(first.op) + error);
+    return;
   }
   RunRank(cohort, cohort->ranks[0]);
 }
@@ -203,146 +259,243 @@ void Warn(const std::string& text) {
   std::fflush(stderr);
 }
 
-// Fails calls whose deadline has passed, and warns of calls that wait long. Runs on one thread,
-// started with the first call.
+// Removes the calls that have failed from `pending`: (id, heap, ranks, error). Warns of those that
+// wait long.
+auto TakeFailed(Registry& calls) {
+  std::vector<std::tuple<CallId, std::shared_ptr<HeapCpu>, std::vector<CpuCall>, std::string>>
+      taken;
+  const auto heap = CurrentHeapCpu();
+  for (auto it = calls.pending.begin(); it != calls.pending.end();) {
+    Pending& pending = it->second;
+    const bool gone = heap == nullptr || heap != pending.heap;
+    const uint64_t now = NowNs();
+    if (!gone && now < pending.deadline_ns) {
+      if (!pending.warned && pending.deadline_ns - now < heap->limits()->warn_left_ns) {
+        pending.warned = true;
+        Warn(WaitsLong(it->first, pending, *heap));
+      }
+      ++it;
+      continue;
+    }
+    const std::string error =
+        gone ? "jflux: the symmetric heap was shut down while a call waited for its other ranks"
+             : MissingRanks(it->first, pending, heap->deadline_s(), *heap);
+    taken.emplace_back(it->first, pending.heap, std::move(pending.ranks), error);
+    calls.failed[it->first] = error;
+    calls.failed_order.push_back(it->first);
+    if (calls.failed_order.size() > 4096) {
+      calls.failed.erase(calls.failed_order.front());
+      calls.failed_order.pop_front();
+    }
+    it = calls.pending.erase(it);
+  }
+  return taken;
+}
+
+// Fails calls whose deadline has passed, and warns of waits that last. Runs on one thread, started
+// with the first call.
 void Watch() {
   Registry& calls = Calls();
-  std::unique_lock<std::mutex> lock(calls.mutex);
   for (;;) {
+    std::unique_lock<std::mutex> lock(calls.mutex);
     calls.changed.wait_for(lock, std::chrono::milliseconds(200));
-    const auto heap = CurrentHeapCpu();
-    if (heap != nullptr) {
+    auto taken = TakeFailed(calls);
+    lock.unlock();
+    if (const auto heap = CurrentHeapCpu()) {
       if (const auto text = heap->TakeWarning()) Warn(*text);
     }
-    for (auto it = calls.pending.begin(); it != calls.pending.end();) {
-      const bool gone = heap == nullptr || heap != it->second.heap;
-      const uint64_t now = NowNs();
-      if (!gone && now < it->second.deadline_ns) {
-        if (!it->second.warned && it->second.deadline_ns - now < heap->limits()->warn_left_ns) {
-          it->second.warned = true;
-          Warn(WaitsLong(it->first, it->second, *heap));
-        }
-        ++it;
-        continue;
-      }
-      const std::string error =
-          gone ? "jflux: the symmetric heap was shut down while a call waited for its other ranks"
-               : MissingRanks(it->first, it->second, heap->deadline_s(), *heap);
-      for (CpuCall& call : it->second.ranks) {
-        RunOnPool([done = std::move(call.done), error] { done(error); });
-      }
-      calls.failed[it->first] = error;
-      calls.failed_order.push_back(it->first);
-      if (calls.failed_order.size() > 4096) {
-        calls.failed.erase(calls.failed_order.front());
-        calls.failed_order.pop_front();
-      }
-      it = calls.pending.erase(it);
+    for (auto& [id, heap, ranks, error] : taken) {
+      Abandon(id, *heap, ranks);
+      Fail(std::move(ranks), error);
     }
   }
 }
 
-// Timeout of a handler's wait for its call; a call site that times out once does not wait again.
-// The wait can deadlock: devices may start independent calls and XLA's own collectives in different
-// orders, and then block each other.
-constexpr auto kTimeout = std::chrono::seconds(1);
+// ---- Handlers that wait for each other ----------------------------------------------------------
 
-bool Misses(const CallId& id, const Pending& pending, int64_t device) {
-  const auto& group = std::get<2>(id);
-  if (std::find(group.begin(), group.end(), device) == group.end()) return false;
-  for (const CpuCall& call : pending.ranks) {
-    if (call.group[call.rank] == device) return false;
+// The devices of this process that the call still lacks.
+std::vector<int64_t> Missing(const CallId& id, const Pending& pending) {
+  std::vector<int64_t> missing;
+  for (int64_t device : std::get<2>(id)) {
+    bool arrived = !pending.heap->IsLocal(device);
+    for (const CpuCall& call : pending.ranks) arrived |= call.group[call.rank] == device;
+    if (!arrived) missing.push_back(device);
   }
-  return true;
+  return missing;
 }
 
-// Releases handlers that wait for `device`, which is about to wait for them in the call `id`. True
-// if there were any.
-bool ReleaseCrossed(Registry& calls, const CallId& id, const Pending& pending, int64_t device) {
-  bool crossed = false;
-  for (auto& [other_id, other] : calls.pending) {
-    if (other_id == id || !Misses(other_id, other, device)) continue;
-    for (const auto& waiter : other.waiters) {
-      if (!Misses(id, pending, waiter->device()) || !waiter->Release()) continue;
-      other.ranks.front().site->skips_wait = true;
-      crossed = true;
+// Whether a handler of one of `devices` waits for `target`, or for a device of which that is true.
+bool Waits(const Registry& calls, const std::vector<int64_t>& devices, int64_t target,
+           std::set<int64_t>* seen) {
+  for (int64_t device : devices) {
+    if (device == target) return true;
+    if (!seen->insert(device).second) continue;
+    for (const auto& [id, pending] : calls.pending) {
+      for (const auto& waiter : pending.waiters) {
+        if (waiter->device() != device || !waiter->waits()) continue;
+        if (Waits(calls, Missing(id, pending), target, seen)) return true;
+      }
     }
   }
-  return crossed;
+  return false;
 }
 
-// Registers one rank's part. Returns what its handler must wait for, or null.
-std::shared_ptr<Waiter> Register(CpuCall call) {
+// A handler of a loop has returned before its call was complete.
+void WarnOfLoop() {
+  static std::atomic<bool> told{false};
+  if (told.exchange(true)) return;
+  std::fprintf(
+      stderr,
+      "WARNING: jflux: on the CPU, a call in a loop went on before it was complete: a rank "
+      "was very late, or ranks started independent "
+      "calls in different orders. If the program has XLA's own collectives in the loop, "
+      "and others after it that do not depend on the loop, XLA may mix them up, and "
+      "results may be wrong (docs/internals/cpu.md). Said once.\n");
+}
+
+// ---- Registration -------------------------------------------------------------------------------
+
+// How often this run has made this call before. Counters of a run that may go on are kept: any of
+// the last 1024 runs, and any that made a call in the last two timeouts (no peer waits longer).
+int64_t CountCall(Registry& calls, const CpuCall& call, uint64_t timeout_ns) {
+  const uint64_t now = NowNs();
+  const auto [known, is_new] = calls.run_of.try_emplace(call.run_id);
+  if (is_new) {
+    known->second = calls.runs.insert(calls.runs.end(), Run{call.run_id, now, {}});
+  } else {
+    calls.runs.splice(calls.runs.end(), calls.runs, known->second);
+  }
+  Run& run = calls.runs.back();
+  run.used_ns = now;
+  const uint64_t kept_ns = 2 * std::max<uint64_t>(timeout_ns, 30'000'000'000);
+  while (calls.runs.size() > 1024 && now - calls.runs.front().used_ns > kept_ns) {
+    calls.run_of.erase(calls.runs.front().id);
+    calls.runs.pop_front();
+  }
+  return run.calls[{call.site->number, call.group[call.rank]}]++;
+}
+
+// How long a handler waits at most at a site that is not known to be in a loop.
+constexpr uint64_t kOnceNs = 30'000'000'000;
+// How long it waits at most for ranks of other processes, in a loop and elsewhere.
+constexpr uint64_t kRemoteLoopNs = 10'000'000'000, kRemoteNs = 1'000'000'000;
+
+// What a handler does after it has registered its rank's part.
+struct Joined {
+  std::shared_ptr<Waiter> waiter;  // null: it returns
+  bool sees_all = true;            // all ranks are of this process
+  uint64_t timeout_ns = 0;
+};
+
+Joined Register(CpuCall call) {
+  const auto refuse = [&call](const std::string& error) {
+    std::vector<CpuCall> ranks;
+    ranks.push_back(std::move(call));
+    Fail(std::move(ranks), error);
+    return Joined{};
+  };
   const auto heap = CurrentHeapCpu();
   if (heap == nullptr) {
-    RunOnPool([done = std::move(call.done)] {
-      done("jflux: the symmetric heap is not initialised in this process; call jflux.init()");
-    });
-    return nullptr;
+    return refuse(
+        "jflux: the symmetric heap is not initialised in this process; call jflux.init()");
   }
   size_t local = 0;
   for (int64_t device : call.group) {
     if (heap->SegmentOf(device) == nullptr) {
-      RunOnPool([done = std::move(call.done), device] {
-        done("jflux: device " + std::to_string(device) +
-             " is not part of the symmetric heap; call jflux.init() after all devices exist");
-      });
-      return nullptr;
+      return refuse("jflux: device " + std::to_string(device) +
+                    " is not part of the symmetric heap; call jflux.init() after all devices "
+                    "exist");
     }
     local += heap->IsLocal(device);
   }
+  const uint64_t timeout_ns = TimeoutNs(*heap);
   Registry& calls = Calls();
   std::unique_lock<std::mutex> lock(calls.mutex);
-  if (!calls.watching) {
-    calls.watching = true;
-    std::thread(Watch).detach();
-  }
-  const auto [run, is_new] = calls.occurrences.try_emplace(call.run_id);
-  const int64_t occurrence = run->second[{call.site->number, call.group[call.rank]}]++;
-  if (is_new) {
-    calls.run_order.push_back(call.run_id);
-    if (calls.run_order.size() > 1024) {
-      calls.occurrences.erase(calls.run_order.front());
-      calls.run_order.pop_front();
-    }
-  }
+  const int64_t occurrence = CountCall(calls, call, timeout_ns);
   CallId id{call.run_id, call.site->number, call.group, occurrence};
+  std::string error;
   if (const auto it = calls.failed.find(id); it != calls.failed.end()) {
-    RunOnPool([done = std::move(call.done), error = it->second] { done(error); });
-    return nullptr;
+    error = it->second;
+  } else if (!calls.watching && !(calls.watching = StartThread(Watch, &error))) {
+    error = Prefix(call.op) + error;
+  }
+  if (!error.empty()) {
+    lock.unlock();
+    std::vector<CpuCall> ranks;
+    ranks.push_back(std::move(call));
+    Abandon(id, *heap, ranks);
+    Fail(std::move(ranks), error);
+    return Joined{};
+  }
+
+  CpuCallSite* site = call.site;
+  if (occurrence > 0) {
+    site->loops = true;
+    if (site->early_run == call.run_id) WarnOfLoop();
   }
   Pending& pending = calls.pending[id];
   if (pending.ranks.empty()) {
     pending.heap = heap;
-    pending.deadline_ns = NowNs() + static_cast<uint64_t>(heap->deadline_s() * 1e9);
+    pending.deadline_ns = NowNs() + timeout_ns;
   }
-  CpuCallSite* site = call.site;
-  const auto waiter = std::make_shared<Waiter>(call.group[call.rank]);
-  call.done = [waiter, done = std::move(call.done)](const std::string& error) {
-    done(error);
-    waiter->Release();
-  };
+  Joined joined;
+  joined.sees_all = local == call.group.size();
+  joined.timeout_ns = timeout_ns;
+  const bool waits =
+      site->loops ? joined.sees_all || site->early_run != call.run_id : !site->skips_wait.load();
+  if (site->waits && waits) {
+    joined.waiter = std::make_shared<Waiter>(call.group[call.rank]);
+    call.done = [waiter = joined.waiter, done = std::move(call.done)](const std::string& message) {
+      done(message);
+      waiter->Release();
+    };
+  }
+  const int64_t device = call.group[call.rank], run_id = call.run_id;
   pending.ranks.push_back(std::move(call));
-  if (ReleaseCrossed(calls, id, pending, waiter->device())) site->skips_wait = true;
-  const bool waits = !site->skips_wait;
-  if (waits) pending.waiters.push_back(waiter);
-  if (pending.ranks.size() == local) {
-    const uint64_t deadline_ns = NowNs() + static_cast<uint64_t>(heap->deadline_s() * 1e9);
-    auto ranks = std::make_shared<std::vector<CpuCall>>(std::move(pending.ranks));
-    calls.pending.erase(id);
-    lock.unlock();
-    RunOnPool(
-        [id, heap, ranks, deadline_ns] { RunCohort(id, heap, std::move(*ranks), deadline_ns); });
+  if (joined.waiter != nullptr) {
+    std::set<int64_t> seen;
+    if (Waits(calls, Missing(id, pending), device, &seen)) {
+      if (site->loops) WarnOfLoop();
+      site->skips_wait = true;
+      site->early_run = run_id;
+      joined.waiter = nullptr;
+    } else {
+      pending.waiters.push_back(joined.waiter);
+    }
   }
-  return waits ? waiter : nullptr;
+  if (pending.ranks.size() < local) return joined;
+
+  auto ranks = std::make_shared<std::vector<CpuCall>>(std::move(pending.ranks));
+  calls.pending.erase(id);
+  lock.unlock();
+  if (!RunOnPool({[id, heap, ranks] { RunCohort(id, heap, std::move(*ranks)); }}, &error)) {
+    Abandon(id, *heap, *ranks);
+    const OpId op = ranks->front().op;
+    Fail(std::move(*ranks), Prefix(op) + error);
+  }
+  return joined;
 }
 
 }  // namespace
 
 void JoinCpuCall(CpuCall call) {
   CpuCallSite* site = call.site;
-  const auto waiter = Register(std::move(call));
-  if (waiter != nullptr && !waiter->Wait(kTimeout)) site->skips_wait = true;
+  const int64_t run_id = call.run_id;
+  const Joined joined = Register(std::move(call));
+  if (joined.waiter == nullptr) return;
+  const bool loops = site->loops;
+  if (loops && joined.sees_all) {
+    joined.waiter->Wait();  // until it is done: a call has a deadline
+    return;
+  }
+  // Circles over handlers of other processes are not seen: there, waiting may be in vain.
+  uint64_t patience_ns = std::min(joined.timeout_ns / 4, kOnceNs);
+  if (!joined.sees_all) patience_ns = std::min(patience_ns, loops ? kRemoteLoopNs : kRemoteNs);
+  if (!joined.waiter->WaitFor(patience_ns)) {
+    site->skips_wait = true;
+    site->early_run = run_id;
+    if (site->loops) WarnOfLoop();
+  }
 }
 
 }  // namespace jflux

@@ -10,14 +10,28 @@
 // registered, the bodies run on jflux's own threads, one each, and then the completions. Bodies
 // wait for each other, and for ranks in other processes, only through the heap.
 //
-// A handler then waits for the completion, with a timeout, before it returns. After the timeout it
-// leaves the completion to the Future. Reason for the wait: if the iterations of a loop wait for
-// Futures, XLA runs the operations that follow the loop concurrently with it, and can mix up the
-// data of its own collectives there and in the loop (docs/internals/cpu.md).
+// A handler then waits for its call to complete, and the Future that it returns is complete.
+// Reason: if the iterations of a loop wait for Futures, XLA runs the operations that follow the
+// loop concurrently with it, and can mix up the data of its own collectives there and in the loop
+// (docs/internals/cpu.md). It returns earlier
+//
+//   - if devices wait for each other: this one in this call for a peer that waits in the handler of
+//     another call, which lacks this device, or a longer circle. Independent calls have then been
+//     started in different orders. The handler that would close the circle does not wait.
+//   - after a quarter of the timeout, but 30 s at most, if the site is not known to be in a loop. A
+//     rank may be in one of XLA's own collectives, which lacks this one. The site does not wait
+//     again, unless it turns out to be in a loop.
+//   - if the group has ranks in other processes, whose handlers this process cannot see, after a
+//     second at most, and in a loop after ten. A site in a loop does not wait again in that run.
+//
+// If a handler of a loop has returned early, one line on stderr says what that may mean.
 //
 // A call is identified by (run, call site, group, occurrence). XLA's run id is the same in all
 // processes and new for each execution. Call sites are numbered when XLA instantiates the handler.
 // The occurrence counts iterations of a loop.
+//
+// A call that fails, whatever the reason, is an error of all its ranks: those that have come, and
+// those that come later.
 #ifndef JFLUX_RUNTIME_CPU_CALL_H_
 #define JFLUX_RUNTIME_CPU_CALL_H_
 
@@ -34,8 +48,12 @@
 namespace jflux {
 
 struct CpuCallSite {
-  uint64_t number = 0;                  // the same in all processes
-  std::atomic<bool> skips_wait{false};  // its handlers leave the completion to the Future
+  uint64_t number = 0;  // the same in all processes
+  bool waits = true;    // false in tests: all is left to the Futures
+  // Of the handlers' waits:
+  std::atomic<bool> loops{false};       // a run has called it more than once for a device
+  std::atomic<bool> skips_wait{false};  // its handlers do not wait, unless it loops
+  std::atomic<int64_t> early_run{-1};   // the last run in which a handler has returned early
 };
 
 struct CpuCall {
@@ -52,8 +70,7 @@ struct CpuCall {
   std::function<void(const std::string& error)> done;
 };
 
-// Returns when the call is done, or as soon as the peers' handlers may depend on this one
-// returning.
+// Returns when the call is done, or earlier, as described above.
 void JoinCpuCall(CpuCall call);
 
 }  // namespace jflux

@@ -195,8 +195,8 @@ void HeapCpu::ClearSignals(int64_t offset, int64_t bytes) {
   for (const auto& [device, segment] : segments_) std::memset(segment + offset, 0, signals);
 }
 
-bool HeapCpu::Poison(std::string*) {
-  table_->ForEachFree([this](int64_t offset, int64_t bytes, uint64_t epoch) {
+bool HeapCpu::Poison(std::string* error) {
+  const bool done = table_->ForEachFree([this](int64_t offset, int64_t bytes, uint64_t epoch) {
     // All workspaces share one count of epochs: an equal epoch means the same workspace, unused.
     const auto [last, is_new] = poisoned_.try_emplace(offset, epoch);
     if (!is_new && last->second == epoch) return;
@@ -212,7 +212,8 @@ bool HeapCpu::Poison(std::string*) {
       }
     }
   });
-  return true;
+  if (!done) *error = "the directory of the symmetric heap is locked: did a process end?";
+  return done;
 }
 
 bool HeapCpu::SetEpochs(uint64_t epoch, std::string* error) {

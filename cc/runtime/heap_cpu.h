@@ -66,8 +66,8 @@ class HeapCpu final : public Heap {
  private:
   explicit HeapCpu(HeapConfig config)
       : Heap(std::move(config)),
-        limits_{/*timeout_ns=*/0,  WarnLeftNs(), /*warned=*/0,
-                /*fault=*/nullptr, &warning_,    &abort_} {}
+        limits_{NanosecondsOf(deadline_s()), WarnLeftNs(), /*warned=*/0,
+                /*fault=*/nullptr, &warning_, &abort_} {}
   bool CanBeHeapOf(const std::vector<int64_t>& devices, bool leads, uint64_t number, int fd,
                    std::string* error) const;
   bool MapFile(int fd, const std::vector<int64_t>& devices, bool has_table, std::string* error);

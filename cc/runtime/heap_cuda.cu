@@ -12,6 +12,7 @@
 
 #include "core/packet.h"
 #include "runtime/cuda_check.h"
+#include "runtime/elastic_pool.h"
 #include "runtime/fault.h"
 #include "runtime/heap_cuda.h"
 #include "runtime/kernels_cuda.h"
@@ -106,7 +107,10 @@ std::shared_ptr<HeapCuda> HeapCuda::Create(const HeapConfig& config, std::string
       return nullptr;
     }
   }
-  if (!watching.exchange(true)) std::thread(WatchFaults).detach();
+  if (!watching.exchange(true) && !StartThread(WatchFaults, error)) {
+    watching = false;
+    return nullptr;
+  }
   return heap;
 }
 

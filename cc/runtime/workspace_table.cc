@@ -31,23 +31,40 @@ void WorkspaceTable::DropFreeAtEnd() {
   }
 }
 
+WorkspaceTable::Entry* WorkspaceTable::UnusedEntry() {
+  Entry* oldest = nullptr;  // record of a call that has failed
+  for (Entry& e : entries_) {
+    if (e.state == kUnused) return &e;
+    if (e.state != kFailed || e.bytes != 0) continue;
+    // Age, also across the wrap of the epochs.
+    if (oldest == nullptr || last_epoch_ - e.epoch > last_epoch_ - oldest->epoch) oldest = &e;
+  }
+  return oldest;
+}
+
+bool WorkspaceTable::HasFailed(WorkspaceKey key) const {
+  for (const Entry& e : entries_) {
+    if (e.state == kFailed && e.key == key) return true;
+  }
+  return false;
+}
+
 WorkspaceTable::Entry* WorkspaceTable::FindOrMake(
     WorkspaceKey key, int32_t world, int64_t bytes, int64_t heap_bytes,
     const std::function<void(int64_t, int64_t)>& clear) {
   // Workspaces come in the sizes of WorkspaceLayout and PacketLayout, and only an equal size will
   // do: in another one, signals would lie where data was.
   Entry* best = nullptr;
-  Entry* unused = nullptr;
   for (Entry& e : entries_) {
     // Ranks that disagree on the size get different workspaces, and find out by waiting in vain.
     if (e.state == kLeased && e.key == key && e.bytes == bytes) return &e;
     if (e.state == kFree && e.bytes == bytes && best == nullptr) best = &e;
-    if (e.state == kUnused && unused == nullptr) unused = &e;
   }
   if (best == nullptr) {
-    if (unused == nullptr || end_ + bytes > heap_bytes) DropFreeAtEnd();
-    for (Entry& e : entries_) {
-      if (unused == nullptr && e.state == kUnused) unused = &e;
+    Entry* unused = UnusedEntry();
+    if (unused == nullptr || end_ + bytes > heap_bytes) {
+      DropFreeAtEnd();
+      unused = UnusedEntry();
     }
     if (unused == nullptr || end_ + bytes > heap_bytes) return nullptr;
     best = unused;
@@ -63,13 +80,21 @@ WorkspaceTable::Entry* WorkspaceTable::FindOrMake(
   if (epoch < best->epoch || (best->epoch ^ epoch) >> kScrubPeriodBits != 0) {
     clear(best->offset, bytes);
   }
-  best->state = kLeased;
   best->key = key;
   best->world = world;
   best->released = 0;
   best->epoch = last_epoch_ = epoch;
+  best->state = kLeased;
   return best;
 }
+
+namespace {
+
+constexpr char kLockLost[] =
+    "a process ended or was stopped while it held the directory of the symmetric heap: call "
+    "jflux.shutdown() and jflux.init() in every process that is left, or start them all again";
+
+}  // namespace
 
 bool WorkspaceTable::Acquire(WorkspaceKey key, int32_t world, int64_t bytes, int64_t heap_bytes,
                              uint64_t deadline_ns,
@@ -81,11 +106,14 @@ bool WorkspaceTable::Acquire(WorkspaceKey key, int32_t world, int64_t bytes, int
              "; call jflux.init(heap_bytes=...) with more";
     return false;
   }
-  for (uint32_t turn = 0;; ++turn) {
+  for (;;) {
     if (!Lock(deadline_ns)) {
-      *error =
-          "a process ended while it held the directory of the symmetric heap: call jflux.shutdown()"
-          " and jflux.init() in every process that is left, or start them all again";
+      *error = kLockLost;
+      return false;
+    }
+    if (HasFailed(key)) {
+      Unlock();
+      *error = "the call has failed on another rank: see that rank's error";
       return false;
     }
     if (const Entry* e = FindOrMake(key, world, bytes, heap_bytes, clear)) {
@@ -96,28 +124,69 @@ bool WorkspaceTable::Acquire(WorkspaceKey key, int32_t world, int64_t bytes, int
     Unlock();
     if (NowNs() > deadline_ns) {
       *error = "no room for " + std::to_string(bytes) + " bytes in the symmetric heap of " +
-               std::to_string(heap_bytes) + " bytes (" + std::to_string(BytesInUse()) +
-               " in use by other calls); call jflux.init(heap_bytes=...) with more";
+               std::to_string(heap_bytes) + " bytes (" + std::to_string(BytesOf(kLeased, kLeased)) +
+               " in use by other calls, " + std::to_string(BytesOf(kFailed, kFailed)) +
+               " lost to calls that failed and that other ranks have not given up); call "
+               "jflux.init(heap_bytes=...) with more";
       return false;
     }
     PollPause(2048);
   }
 }
 
-void WorkspaceTable::Release(const WorkspaceLease& lease, int32_t ranks, bool failed) {
-  if (!Lock()) return;  // whoever asks for a workspace next says so
-  Entry& e = entries_[lease.index];
-  if (failed) e.state = kLost;
-  e.released += ranks;
-  if (e.released == e.world && e.state == kLeased) e.state = kFree;
-  Unlock();
+// Gives back what the call `key` holds if all its ranks are done. They are counted over all its
+// entries: ranks that disagree on the size have several.
+void WorkspaceTable::Settle(WorkspaceKey key, int32_t world, bool failed) {
+  int32_t released = 0;
+  for (const Entry& e : entries_) {
+    if ((e.state != kLeased && e.state != kFailed) || !(e.key == key)) continue;
+    released += e.released;
+    failed |= e.state == kFailed;
+  }
+  for (Entry& e : entries_) {
+    if ((e.state != kLeased && e.state != kFailed) || !(e.key == key)) continue;
+    if (released >= world) {
+      e.state = e.bytes == 0 ? kUnused : kFree;
+    } else if (failed) {
+      e.state = kFailed;
+    }
+  }
 }
 
-int64_t WorkspaceTable::BytesInUse() {
-  if (!Lock()) return 0;
+bool WorkspaceTable::Release(const WorkspaceLease& lease, int32_t ranks, bool failed,
+                             uint64_t deadline_ns) {
+  if (!Lock(deadline_ns)) return false;
+  Entry& e = entries_[lease.index];
+  e.released += ranks;
+  Settle(e.key, e.world, failed);
+  Unlock();
+  return true;
+}
+
+bool WorkspaceTable::Abandon(WorkspaceKey key, int32_t world, int32_t ranks, uint64_t deadline_ns) {
+  if (!Lock(deadline_ns)) return false;
+  Entry* own = nullptr;
+  for (Entry& e : entries_) {
+    if ((e.state == kLeased || e.state == kFailed) && e.key == key) own = &e;
+  }
+  // Without an entry, a record, so that ranks that come later do not wait in vain.
+  if (own == nullptr && ranks < world) {
+    own = UnusedEntry();
+    if (own != nullptr) *own = Entry{kFailed, world, 0, last_epoch_, 0, 0, key};
+  }
+  if (own != nullptr) {
+    own->released += ranks;
+    Settle(key, world, /*failed=*/true);
+  }
+  Unlock();
+  return true;
+}
+
+int64_t WorkspaceTable::BytesOf(State a, State b) {
+  if (!Lock()) return -1;
   int64_t sum = 0;
   for (const Entry& e : entries_) {
-    if (e.state == kLeased || e.state == kLost) sum += e.bytes;
+    if (e.state == a || e.state == b) sum += e.bytes;
   }
   Unlock();
   return sum;

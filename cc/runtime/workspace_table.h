@@ -16,7 +16,11 @@
 //             call before, so old signals are old. Memory that was part of a workspace of another
 //             size is cleared first, and every workspace once in 2^31 epochs, before the flags of
 //             its LL packets come again (core/packet.h). A process that dies with the lock leaves
-//             the table unusable, and the next Acquire says so.
+//             the table unusable, and whoever asks for the lock next says so.
+//   failure   When a rank fails, its call has failed: a rank that asks for the workspace later is
+//             refused at once. Its peers may still write to the workspace, so it goes back when all
+//             ranks are done with the call: each has released it, or has given up (Abandon). A
+//             process that died never does either: its calls' workspaces stay lost.
 #ifndef JFLUX_RUNTIME_WORKSPACE_TABLE_H_
 #define JFLUX_RUNTIME_WORKSPACE_TABLE_H_
 
@@ -45,23 +49,28 @@ class WorkspaceTable {
   // deadline (on NowNs()'s clock); on failure says why in *error. `clear` zeroes the signals of a
   // workspace (offset, bytes) on all ranks: memory that was part of another workspace is given out
   // again.
+  // Refuses a call that has failed on another rank.
   bool Acquire(WorkspaceKey key, int32_t world, int64_t bytes, int64_t heap_bytes,
                uint64_t deadline_ns, const std::function<void(int64_t, int64_t)>& clear,
                WorkspaceLease* lease, std::string* error);
 
-  // `ranks` ranks are done. A failed call's workspace is never given out again: a late peer might
-  // still write to it.
-  void Release(const WorkspaceLease& lease, int32_t ranks, bool failed);
+  // `ranks` ranks are done with the call, and have failed or not. False if the lock cannot be had
+  // before the deadline.
+  bool Release(const WorkspaceLease& lease, int32_t ranks, bool failed, uint64_t deadline_ns);
+
+  // `ranks` ranks will not make the call, and have no lease: it has failed. False as above.
+  bool Abandon(WorkspaceKey key, int32_t world, int32_t ranks, uint64_t deadline_ns);
 
   // Calls visit(offset, bytes, epoch of the last call) for each workspace that nobody holds; none
-  // is given out meanwhile.
+  // is given out meanwhile. False if the lock cannot be had.
   template <typename F>
-  void ForEachFree(F&& visit) {
-    if (!Lock()) return;
+  bool ForEachFree(F&& visit) {
+    if (!Lock()) return false;
     for (const Entry& e : entries_) {
       if (e.state == kFree) visit(e.offset, e.bytes, e.epoch);
     }
     Unlock();
+    return true;
   }
 
   // Tests only, while nobody holds a workspace: as if there had been so many calls.
@@ -72,27 +81,32 @@ class WorkspaceTable {
     return true;
   }
 
-  int64_t BytesInUse();
+  // Of calls, failed ones too; -1 if the lock cannot be had.
+  int64_t BytesInUse() { return BytesOf(kLeased, kFailed); }
   int64_t BytesTouched() const { return touched_; }
 
  private:
-  enum State : int32_t { kUnused = 0, kFree, kLeased, kLost };
+  enum State : int32_t { kUnused = 0, kFree, kLeased, kFailed };
   struct Entry {
     State state;
     int32_t world;
-    int32_t released;
+    int32_t released;  // ranks that are done
     uint64_t epoch;
     int64_t offset;
-    int64_t bytes;
+    int64_t bytes;  // 0: no workspace, only the record that the call has failed
     WorkspaceKey key;
   };
 
-  // The lock is held for microseconds, unless a process ended while it held it.
+  // The lock is held for microseconds, unless a process ended or was stopped while it held it.
   bool Lock(uint64_t deadline_ns = NowNs() + kLockTimeoutNs);
   void Unlock();
   Entry* FindOrMake(WorkspaceKey key, int32_t world, int64_t bytes, int64_t heap_bytes,
                     const std::function<void(int64_t, int64_t)>& clear);
   void DropFreeAtEnd();
+  Entry* UnusedEntry();
+  bool HasFailed(WorkspaceKey key) const;
+  void Settle(WorkspaceKey key, int32_t world, bool failed);
+  int64_t BytesOf(State a, State b);
 
   static constexpr int kEntries = 1024;
   static constexpr uint64_t kLockTimeoutNs = 5'000'000'000;

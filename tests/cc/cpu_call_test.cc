@@ -2,12 +2,16 @@
 // loops, several groups, and ranks that never come.
 #include "runtime/cpu_call.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
+#include <cstdio>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <random>
 #include <string>
 #include <thread>
@@ -15,6 +19,8 @@
 #include <vector>
 
 #include "ops/all_gather_matmul/all_gather_matmul.h"
+#include "runtime/cpu_matmul.h"
+#include "runtime/elastic_pool.h"
 #include "runtime/heap_cpu.h"
 #include "testing.h"
 
@@ -66,7 +72,7 @@ CpuCallSite* Impatient(uint64_t number) {
   const auto [site, made] = sites.try_emplace(number);
   if (made) {  // once shared, other threads read it
     site->second.number = number;
-    site->second.skips_wait = true;
+    site->second.waits = false;
   }
   return &site->second;
 }
@@ -80,6 +86,7 @@ CpuCall Exchange(int64_t run, CpuCallSite* site, std::vector<int64_t> group, int
   call.site = site;
   call.group = std::move(group);
   call.rank = rank;
+  const uint64_t number = site->number;  // the site may end before the body does
   const WorkspaceLayout workspace = WorkspaceLayout::For(0, 0);
   call.bytes = workspace.TotalBytes();
   call.body = [=](const SymmetricView& view, uint64_t epoch, const WaitContext& ctx) {
@@ -91,8 +98,7 @@ CpuCall Exchange(int64_t run, CpuCallSite* site, std::vector<int64_t> group, int
     }
     for (int peer = 0; peer < view.world; ++peer) {
       if (!WaitSignal(&view.At<Signal>(rank, signals)[peer], signal, peer, 0, ctx)) return false;
-      EXPECT_EQ(view.At<uint64_t>(rank, data)[peer], value)
-          << "run " << run << " site " << site->number;
+      EXPECT_EQ(view.At<uint64_t>(rank, data)[peer], value) << "run " << run << " site " << number;
     }
     return true;
   };
@@ -105,6 +111,38 @@ void ExpectSuccess(Completions* completions, size_t count) {
   EXPECT_EQ(errors.size(), count);
   for (const auto& e : errors) EXPECT(e.empty()) << e;
   EXPECT_EQ(CurrentHeapCpu()->table()->BytesInUse(), 0);
+}
+
+// The first test, while the pool has no threads.
+TEST(WithoutThreadsACallIsAnError) {
+  constexpr int kWorld = 8;
+  std::vector<int64_t> group;
+  for (int i = 0; i < kWorld; ++i) group.push_back(i);
+  UseHeap(kWorld, 60);
+  int run = 100;
+  const auto make_call = [&](int world, bool fails) {
+    Completions completions;
+    ++run;
+    const std::vector<int64_t> some(group.begin(), group.begin() + world);
+    for (int rank = 0; rank < world; ++rank) {
+      JoinCpuCall(Exchange(run, Impatient(1), some, rank, 1, &completions));
+    }
+    for (const auto& e : completions.Wait()) {
+      EXPECT((e.find("cannot start a thread") != std::string::npos) == fails) << e;
+      EXPECT(e.empty() != fails) << e;
+    }
+    EXPECT_EQ(CurrentHeapCpu()->table()->BytesInUse(), 0);
+  };
+  RefuseThreads(true);
+  make_call(2, true);  // no thread for deadlines
+  RefuseThreads(false);
+  make_call(1, false);
+  RefuseThreads(true);
+  make_call(kWorld, true);  // one idle thread has begun with it
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  make_call(1, false);  // and is enough for this
+  RefuseThreads(false);
+  make_call(kWorld, false);
 }
 
 TEST(RanksMayArriveInAnyOrder) {
@@ -175,18 +213,120 @@ TEST(CrossedHandlersLetGo) {
   EXPECT(NowNs() - start < 900'000'000) << "they have waited for each other";
 }
 
+TEST(CirclesLetGo) {
+  // Device i waits in call i, with device i + 1, which waits in call i + 1.
+  constexpr int kWorld = 4;
+  UseHeap(kWorld, 60);
+  Completions completions;
+  CpuCallSite sites[kWorld];
+  for (int i = 0; i < kWorld; ++i) sites[i].number = 10 + i;
+  const uint64_t start = NowNs();
+  std::vector<std::thread> devices;
+  for (int device = 0; device < kWorld; ++device) {
+    devices.emplace_back([&, device] {
+      const int next = (device + 1) % kWorld, last = (device + kWorld - 1) % kWorld;
+      JoinCpuCall(Exchange(7100, &sites[device], {device, next}, 0, device, &completions));
+      JoinCpuCall(Exchange(7100, &sites[last], {last, device}, 1, last, &completions));
+    });
+  }
+  for (auto& d : devices) d.join();
+  ExpectSuccess(&completions, 2 * kWorld);
+  EXPECT(NowNs() - start < 5'000'000'000) << "they have waited for each other";
+}
+
 TEST(TimeoutEndsOnce) {
-  UseHeap(2, 60);
+  UseHeap(2, 2);
   Completions completions;
   CpuCallSite site;
   for (int run : {8000, 8001}) {
     const uint64_t start = NowNs();
     JoinCpuCall(Exchange(run, &site, {0, 1}, 0, run, &completions));  // rank 1 is not there yet
     EXPECT(site.skips_wait);
-    EXPECT((NowNs() - start > 900'000'000) == (run == 8000));
+    EXPECT((NowNs() - start > 450'000'000) == (run == 8000));
     JoinCpuCall(Exchange(run, &site, {0, 1}, 1, run, &completions));
   }
+  EXPECT(!site.loops);
   ExpectSuccess(&completions, 4);
+}
+
+// A rank that is late once, by more than a handler outside of loops waits.
+TEST(AHandlerOfALoopWaitsForALateRank) {
+  UseHeap(2, 4);
+  Completions completions;
+  CpuCallSite site;
+  for (int run : {8100, 8101}) {
+    std::vector<std::thread> devices;
+    for (int rank = 0; rank < 2; ++rank) {
+      devices.emplace_back([&, rank] {
+        for (int i = 0; i < 6; ++i) {
+          if (rank == 1 && i == 3 && run == 8100) {
+            std::this_thread::sleep_for(std::chrono::milliseconds(1500));
+          }
+          std::atomic<bool> done{false};
+          CpuCall call = Exchange(run, &site, {0, 1}, rank, 10 * run + i, &completions);
+          call.done = [&done, complete = std::move(call.done)](const std::string& error) {
+            complete(error);
+            done = true;
+          };
+          JoinCpuCall(std::move(call));
+          EXPECT(done) << "rank " << rank << " run " << run << " iteration " << i;
+        }
+      });
+    }
+    for (auto& d : devices) d.join();
+  }
+  EXPECT(site.loops && !site.skips_wait);
+  ExpectSuccess(&completions, 24);
+}
+
+// What fprintf(stderr) writes while it exists.
+class Stderr {
+ public:
+  Stderr() : saved_(dup(2)) {
+    std::fflush(stderr);
+    dup2(fileno(file_), 2);
+  }
+  std::string Read() {
+    std::fflush(stderr);
+    dup2(saved_, 2);
+    std::rewind(file_);
+    std::string text(1 << 16, 0);
+    text.resize(std::fread(text.data(), 1, text.size(), file_));
+    return text;
+  }
+  ~Stderr() {
+    close(saved_);
+    std::fclose(file_);
+  }
+
+ private:
+  std::FILE* file_ = std::tmpfile();
+  int saved_;
+};
+
+TEST(CrossedCallsInALoopAreToldOnce) {
+  UseHeap(2, 60);
+  Completions completions;
+  CpuCallSite sites[2];
+  sites[0].number = 21;
+  sites[1].number = 22;
+  Stderr captured;
+  std::vector<std::thread> devices;
+  for (int rank = 0; rank < 2; ++rank) {
+    devices.emplace_back([&, rank] {
+      for (int i = 0; i < 10; ++i) {  // rank 1 makes each iteration's second call first
+        const int site = (i ^ rank) & 1;
+        JoinCpuCall(Exchange(8200, &sites[site], {0, 1}, rank, i / 2 * 2 + site, &completions));
+      }
+    });
+  }
+  for (auto& d : devices) d.join();
+  ExpectSuccess(&completions, 20);
+  const std::string told = captured.Read();
+  const size_t first = told.find("WARNING: jflux: on the CPU, a call in a loop went on");
+  EXPECT(first != std::string::npos) << told;
+  EXPECT(told.find("WARNING", first + 1) == std::string::npos) << told;
+  for (const CpuCallSite& site : sites) EXPECT(site.loops);
 }
 
 TEST(OneRankMayRunAhead) {
@@ -225,6 +365,67 @@ TEST(AMissingRankIsNamed) {
   const auto errors = completions.Wait();
   EXPECT_EQ(errors.size(), 3u);
   EXPECT_EQ(errors.back(), errors.front());
+  EXPECT_EQ(CurrentHeapCpu()->table()->BytesInUse(), 0);
+}
+
+TEST(CountersOfARunThatGoesOnAreKept) {
+  UseHeap(4, 60);
+  Completions completions;
+  constexpr int kShort = 3000;
+  for (int i = 0; i < 5; ++i) {
+    JoinCpuCall(Exchange(9000, Impatient(1), {0, 1}, 0, i, &completions));
+  }
+  for (int run = 0; run < kShort; ++run) {
+    for (int rank : {0, 1}) {
+      JoinCpuCall(Exchange(10'000 + run, Impatient(1), {2, 3}, rank, run, &completions));
+    }
+  }
+  for (int i = 5; i < 7; ++i) {
+    JoinCpuCall(Exchange(9000, Impatient(1), {0, 1}, 0, i, &completions));
+  }
+  for (int i = 0; i < 7; ++i) {
+    JoinCpuCall(Exchange(9000, Impatient(1), {0, 1}, 1, i, &completions));
+  }
+  ExpectSuccess(&completions, 14 + 2 * kShort);
+}
+
+// A product may take longer than a wait may: each tile is progress.
+TEST(WorkIsNoWait) {
+  UseHeap(2, 0.3);
+  Completions completions;
+  std::vector<float> w(64 * 64, 1), x(64 * 64, 1);
+  for (int rank = 0; rank < 2; ++rank) {
+    CpuCall call = Exchange(4100, Impatient(1), {0, 1}, rank, 1, &completions);
+    call.body = [&, body = std::move(call.body)](const SymmetricView& view, uint32_t epoch,
+                                                 const WaitContext& ctx) {
+      const CpuRhs rhs(w.data(), DType::kF32, 64, 64, false);
+      std::vector<float> y(64 * 64);
+      const uint64_t end = NowNs() + 900'000'000;
+      while (NowNs() < end) rhs.Multiply(x.data(), 64, 0, 64, y.data());
+      return body(view, epoch, ctx);
+    };
+    JoinCpuCall(std::move(call));
+  }
+  ExpectSuccess(&completions, 2);
+}
+
+TEST(ABodyThatThrowsIsAnError) {
+  UseHeap(2, 0.2);
+  Completions completions;
+  for (int rank = 0; rank < 2; ++rank) {
+    CpuCall call = Exchange(4200, Impatient(1), {0, 1}, rank, 1, &completions);
+    if (rank == 1) {
+      call.body = [](const SymmetricView&, uint32_t, const WaitContext&) -> bool {
+        throw std::bad_alloc();
+      };
+    }
+    JoinCpuCall(std::move(call));
+  }
+  auto errors = completions.Wait();
+  std::sort(errors.begin(), errors.end());
+  EXPECT(errors[0].find("rank 0 waited 0.2 s for rank 1") != std::string::npos) << errors[0];
+  EXPECT(errors[1].find("rank 1 failed: std::bad_alloc") != std::string::npos) << errors[1];
+  EXPECT_EQ(CurrentHeapCpu()->table()->BytesInUse(), 0);
 }
 
 TEST(AFailedBodyFailsItsRankOnly) {
@@ -245,7 +446,7 @@ TEST(AFailedBodyFailsItsRankOnly) {
   EXPECT(errors[0].empty());
   EXPECT(errors[1].find("rank 1 waited 0.2 s for rank 0 (unit 3") != std::string::npos)
       << errors[1];
-  EXPECT(CurrentHeapCpu()->table()->BytesInUse() > 0);  // the workspace is lost
+  EXPECT_EQ(CurrentHeapCpu()->table()->BytesInUse(), 0);  // both ranks are done with it
 }
 
 TEST(WithoutAHeapTheErrorSaysWhatToDo) {

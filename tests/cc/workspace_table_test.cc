@@ -40,6 +40,20 @@ struct Fixture {
   }
 
   std::unique_ptr<WorkspaceTable> table{new WorkspaceTable()};  // (): zeros
+  void Release(const WorkspaceLease& lease, int ranks, bool failed) {
+    EXPECT(table->Release(lease, ranks, failed, NowNs() + 1'000'000'000));
+  }
+  void Abandon(uint64_t key, int world, int ranks) {
+    EXPECT(table->Abandon({key, 1}, world, ranks, NowNs() + 1'000'000'000));
+  }
+  // The error of a rank that asks for a workspace, which it must not get.
+  std::string Refusal(uint64_t key, int world, int64_t bytes = kBytes) {
+    WorkspaceLease lease;
+    std::string error;
+    EXPECT(!Acquire({key, 1}, world, &lease, &error, bytes));
+    return error;
+  }
+
   int64_t heap_bytes;
   std::vector<std::pair<int64_t, int64_t>> cleared;  // under the table's lock
 };
@@ -89,11 +103,11 @@ TEST(WorkspacesDoNotOverlap) {
 TEST(ReusedWhenAllRanksHaveReleased) {
   Fixture f(8);
   const WorkspaceLease a = f.MustAcquire(1, 3);
-  f.table->Release(a, 2, false);
+  f.Release(a, 2, false);
   const WorkspaceLease b = f.MustAcquire(2, 3);
   EXPECT(b.index != a.index);
   EXPECT(Same(f.MustAcquire(1, 3), a));  // a late rank of the first call still finds it
-  f.table->Release(a, 1, false);
+  f.Release(a, 1, false);
   EXPECT_EQ(f.table->BytesInUse(), kBytes);
   uint64_t epoch = a.epoch;
   for (uint64_t key = 3; key < 20; ++key) {
@@ -102,7 +116,7 @@ TEST(ReusedWhenAllRanksHaveReleased) {
     EXPECT_EQ(c.offset, a.offset);
     EXPECT(c.epoch > epoch) << c.epoch << " after " << epoch;
     epoch = c.epoch;
-    for (int rank = 0; rank < 4; ++rank) f.table->Release(c, 1, false);
+    for (int rank = 0; rank < 4; ++rank) f.Release(c, 1, false);
   }
   EXPECT_EQ(f.table->BytesTouched(), 2 * kBytes);
   EXPECT(f.cleared.empty());  // a workspace's old signals are older than its next call
@@ -111,7 +125,7 @@ TEST(ReusedWhenAllRanksHaveReleased) {
 TEST(ReusedForItsOwnSizeOnly) {
   Fixture f(64);
   const WorkspaceLease big = f.MustAcquire(1, 1, 4 * kBytes);
-  f.table->Release(big, 1, false);
+  f.Release(big, 1, false);
   EXPECT(f.MustAcquire(2, 1, kBytes).index != big.index);
   EXPECT(f.MustAcquire(3, 1, 8 * kBytes).index != big.index);
   EXPECT_EQ(f.MustAcquire(4, 1, 4 * kBytes).index, big.index);
@@ -121,13 +135,13 @@ TEST(FreeWorkspacesMakeRoomForOtherSizes) {
   Fixture f(8);
   std::vector<WorkspaceLease> small;
   for (uint64_t key = 0; key < 4; ++key) small.push_back(f.MustAcquire(key, 1));
-  for (const auto& lease : small) f.table->Release(lease, 1, false);
+  for (const auto& lease : small) f.Release(lease, 1, false);
   EXPECT(f.cleared.empty());
   const WorkspaceLease big = f.MustAcquire(10, 1, 8 * kBytes);
   EXPECT_EQ(big.offset, 0);
   for (const auto& lease : small) EXPECT(big.epoch > lease.epoch);
   EXPECT(f.cleared.size() == 1 && f.cleared[0] == std::make_pair(int64_t{0}, 8 * kBytes));
-  f.table->Release(big, 1, false);
+  f.Release(big, 1, false);
   const WorkspaceLease kept = f.MustAcquire(11, 1, 2 * kBytes);
   EXPECT_EQ(f.MustAcquire(12, 1, 4 * kBytes).offset, kept.offset + 2 * kBytes);
   EXPECT_EQ(f.cleared.size(), 3u);
@@ -136,10 +150,10 @@ TEST(FreeWorkspacesMakeRoomForOtherSizes) {
 
 TEST(VisitsFreeWorkspacesOnly) {
   Fixture f(64);
-  const WorkspaceLease a = f.MustAcquire(1, 1), lost = f.MustAcquire(2, 1);
+  const WorkspaceLease a = f.MustAcquire(1, 1), lost = f.MustAcquire(2, 2);
   f.MustAcquire(3, 1);
-  f.table->Release(a, 1, false);
-  f.table->Release(lost, 1, true);
+  f.Release(a, 1, false);
+  f.Release(lost, 1, true);
   std::vector<int64_t> visited;
   f.table->ForEachFree([&](int64_t offset, int64_t bytes, uint64_t epoch) {
     visited.push_back(offset);
@@ -149,19 +163,76 @@ TEST(VisitsFreeWorkspacesOnly) {
   EXPECT(visited == std::vector<int64_t>{a.offset});
 }
 
-TEST(AFailedWorkspaceIsNeverGivenOutAgain) {
+TEST(AFailedWorkspaceComesBackWhenAllRanksAreDone) {
   for (bool last_fails : {true, false}) {
     Fixture f(8);
-    const WorkspaceLease a = f.MustAcquire(1, 2);
-    f.table->Release(a, 1, !last_fails);
-    f.table->Release(a, 1, last_fails);
-    for (uint64_t key = 1; key < 6; ++key) {
+    const WorkspaceLease a = f.MustAcquire(1, 3);
+    f.Release(a, 1, !last_fails);
+    f.Release(a, 1, last_fails);
+    for (uint64_t key = 2; key < 6; ++key) {  // the third rank may still write
       const WorkspaceLease b = f.MustAcquire(key, 2);
       EXPECT(b.index != a.index && b.offset != a.offset) << "key " << key;
-      f.table->Release(b, 2, false);
+      f.Release(b, 2, false);
     }
-    EXPECT_EQ(f.table->BytesInUse(), kBytes);  // the lost one
+    EXPECT_EQ(f.table->BytesInUse(), kBytes);
+    f.Release(a, 1, false);
+    EXPECT_EQ(f.table->BytesInUse(), 0);
+    const WorkspaceLease again = f.MustAcquire(9, 2), other = f.MustAcquire(10, 2);
+    EXPECT(again.offset == a.offset || other.offset == a.offset);
+    EXPECT(again.epoch > a.epoch && other.epoch > again.epoch);
   }
+}
+
+TEST(ARankThatComesAfterAFailureIsRefused) {
+  Fixture f(8);
+  const WorkspaceLease a = f.MustAcquire(1, 3);
+  f.Release(a, 2, true);
+  const uint64_t begin = NowNs();
+  EXPECT(f.Refusal(1, 3).find("has failed on another rank") != std::string::npos);
+  EXPECT(f.Refusal(1, 3, 2 * kBytes).find("has failed on another rank") != std::string::npos);
+  EXPECT(NowNs() - begin < 1'000'000'000);
+  f.Abandon(1, 3, 1);  // which is all that it has to do with the call
+  EXPECT_EQ(f.table->BytesInUse(), 0);
+  EXPECT_EQ(f.MustAcquire(2, 3).offset, a.offset);
+  f.MustAcquire(1, 3);  // nothing is left of the failed call
+}
+
+TEST(ARankMayGiveUpBeforeOthersCome) {
+  Fixture f(8);
+  f.Abandon(1, 3, 2);
+  EXPECT_EQ(f.table->BytesInUse(), 0);
+  EXPECT(f.Refusal(1, 3).find("has failed on another rank") != std::string::npos);
+  f.Abandon(1, 3, 1);
+  f.MustAcquire(1, 3);
+  f.Abandon(2, 3, 3);  // all ranks at once: nobody is left to be told
+  f.MustAcquire(2, 3);
+}
+
+TEST(RanksThatDisagreeOnTheSizeGiveBothBack) {
+  Fixture f(8);
+  const WorkspaceLease a = f.MustAcquire(1, 2), b = f.MustAcquire(1, 2, 2 * kBytes);
+  EXPECT(a.index != b.index);
+  f.Release(a, 1, true);
+  EXPECT_EQ(f.table->BytesInUse(), 3 * kBytes);
+  f.Release(b, 1, true);
+  EXPECT_EQ(f.table->BytesInUse(), 0);
+}
+
+// A process that died never gives up its part of a call.
+TEST(CallsThatNobodyGivesUpLeaveTheTableUsable) {
+  Fixture f(3);
+  for (uint64_t key = 0; key < 5000; ++key) f.Abandon(key, 2, 1);
+  EXPECT_EQ(f.table->BytesInUse(), 0);
+  EXPECT(f.Refusal(4999, 2).find("has failed on another rank") != std::string::npos);
+  const WorkspaceLease lost = f.MustAcquire(10'000, 2);
+  f.Release(lost, 1, true);
+  for (uint64_t key = 20'000; key < 20'100; ++key) f.Release(f.MustAcquire(key, 2), 2, false);
+  f.MustAcquire(30'000, 2);
+  f.MustAcquire(30'001, 2);
+  const std::string error = f.Refusal(30'002, 2);
+  EXPECT(error.find("8192 in use by other calls, 4096 lost to calls that failed") !=
+         std::string::npos)
+      << error;
 }
 
 TEST(TooLargeACallSaysHowMuchItNeeds) {
@@ -196,7 +267,7 @@ TEST(WaitsForRoom) {
   const WorkspaceLease a = f.MustAcquire(1, 2);
   std::thread other([&] {
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
-    f.table->Release(a, 2, false);
+    f.Release(a, 2, false);
   });
   WorkspaceLease b;
   std::string error;
@@ -215,7 +286,7 @@ TEST(UsageMayBeReadWhileOthersAreBusy) {
     for (uint64_t key = 2; key < 1000; ++key, ++calls) {
       WorkspaceLease lease;
       std::string error;
-      if (f.Acquire({key, 2}, 1, &lease, &error)) f.table->Release(lease, 1, false);
+      if (f.Acquire({key, 2}, 1, &lease, &error)) f.Release(lease, 1, false);
     }
   });
   while (calls < 998) {
@@ -227,14 +298,19 @@ TEST(UsageMayBeReadWhileOthersAreBusy) {
 
 TEST(ALockThatIsNeverGivenBackEndsInAnError) {
   Fixture f(2);
-  f.table->Release(f.MustAcquire(1, 1), 1, false);
+  f.Release(f.MustAcquire(1, 1), 1, false);
   int visits = 0;
   f.table->ForEachFree([&](int64_t, int64_t, uint32_t) {  // holds the lock, as if killed
     ++visits;
     WorkspaceLease lease;
     std::string error;
     EXPECT(!f.Acquire({2, 1}, 1, &lease, &error, kBytes, /*seconds=*/.05));
-    EXPECT(error.find("a process ended while it held the directory") != std::string::npos) << error;
+    EXPECT(error.find("a process ended or was stopped while it held the directory") !=
+           std::string::npos)
+        << error;
+    const uint64_t soon = NowNs() + 50'000'000;
+    EXPECT(!f.table->Release(lease, 1, false, soon));  // and says so
+    EXPECT(!f.table->Abandon({2, 1}, 1, 1, soon));
   });
   EXPECT_EQ(visits, 1);
   f.MustAcquire(3, 1);
@@ -261,7 +337,7 @@ TEST(AllRanksGetTheSameWorkspaceInWhateverOrder) {
         std::shuffle(calls.begin(), calls.end(), random);
         for (int i : calls) {
           if (random() % 4 == 0) std::this_thread::yield();
-          f.table->Release(leases[i][rank], 1, false);
+          f.Release(leases[i][rank], 1, false);
         }
       }
     });
