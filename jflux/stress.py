@@ -11,7 +11,7 @@ One process may have all devices. With one process per GPU, start this command o
     python -m jflux.stress --coordinator HOST:PORT --processes 2 --process 0 --local-devices 0
     python -m jflux.stress --coordinator HOST:PORT --processes 2 --process 1 --local-devices 1
 
-or with --distributed under Slurm, Open MPI or what else jax.distributed.initialize() knows.
+or with --distributed under Slurm, Open MPI, Kubernetes: what jax.distributed.initialize() knows.
 """
 
 from __future__ import annotations

@@ -113,10 +113,10 @@ def draw_case(rng: random.Random, place: cases.Place, spec: OpSpec | None = None
         return (collectives.collective if spec.product is None else products.product)(
             rng, place, spec=spec
         )
-    kinds: list[Any] = [products.product] * 6 + [products.large_sum]
-    kinds += [collectives.collective] * 3 + [collectives.xla] * 3
-    kinds += [collectives.all_reduce, collectives.norm, collectives.pieces]
-    kinds += [collectives.there_and_back]
+    kinds: list[Any] = [products.product] * 12 + [products.large_sum]
+    kinds += [collectives.collective] * 6 + [collectives.xla] * 6
+    kinds += [collectives.all_reduce, collectives.norm, collectives.pieces] * 2
+    kinds += [collectives.there_and_back] * 2
     return rng.choice(kinds)(rng, place)
 
 

@@ -2,9 +2,9 @@
 //
 //   extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size);
 //
-// which aborts if the parser does what it must not, and `kCorpus`. Its main runs a fixed number of
-// mutations, or the files that it is given. With clang, -fsanitize=fuzzer and -DJFLUX_LIBFUZZER
-// make it a libFuzzer program, which brings its own main:
+// which aborts if the parser does what it must not, and calls FuzzMain with its corpus, which runs
+// a fixed number of mutations, or the files that it is given. With clang, -fsanitize=fuzzer and
+// -DJFLUX_LIBFUZZER make it a libFuzzer program, which brings its own main:
 //
 //   clang++ -std=c++17 -g -fsanitize=fuzzer,address,undefined -DJFLUX_LIBFUZZER -Icc -Itests/cc
 //     -pthread tests/cc/fuzz_handle_test.cc cc/runtime/{heap,heap_cpu,workspace_table}.cc
