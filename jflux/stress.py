@@ -274,8 +274,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     total, unit = (args.calls, "calls") if args.calls else (60 * args.minutes, "s")
     bar = _Bar(total, unit, speaks)
     try:
-        jflux.init(deadline_seconds=args.deadline_seconds)
         with jflux.config(strict=True, always=True):
+            jflux.init(deadline_seconds=args.deadline_seconds)
             report = stress(
                 seed=seed, minutes=args.minutes, calls=args.calls, batch=args.batch,
                 in_flight=args.in_flight, most_calls=args.most_calls,

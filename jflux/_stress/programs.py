@@ -17,7 +17,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .. import _config, _native, _tuning
+from .. import _config, _heap, _mesh, _native, _tuning
 from .._ops._spec import OpSpec, all_ops
 from . import calls, cases, collectives, products
 from .cases import Case, Data
@@ -85,12 +85,15 @@ def _place(rng: random.Random, some_orders: list[list[Any]], platform: str) -> c
     devices = rng.choice(some_orders)
     if jax.process_count() == 1:
         devices = devices[: rng.choice([len(devices), len(devices), rng.randint(2, len(devices))])]
-    while True:
+    for _ in range(1000):  # then the call says why no kernel takes it
         shape = rng.choice(_shapes(len(devices)))
         names = ("a", "b", "c")[: len(shape)]
         mesh = Mesh(np.array(devices).reshape(shape), names)
         axis_name = rng.choice([*names, tuple(rng.sample(names, len(names)))])
-        if 1 < calls.world_of(mesh, axis_name) <= _native.MAX_RANKS:
+        if not 1 < calls.world_of(mesh, axis_name) <= _native.MAX_RANKS:
+            continue
+        table = _mesh.group_table(mesh, calls.as_tuple(axis_name))
+        if _heap.why_not_usable(platform, mesh, table) is None:
             break
     wide = platform == "cpu" and rng.random() < 0.2
     most = (1 << 28, 1 << 23) if platform == "cuda" else (1 << 23, 1 << 19)

@@ -39,6 +39,7 @@ def environment() -> dict[str, Any]:
             "bytes_per_device": _heap.heap_bytes(name) if _heap.backend_in_use() else 0,
             "deadline_seconds": _heap.deadline_seconds(),
         },
+        "nodes": {str(d): n for d, n in _heap.node_of(name).items()},
         "links": [
             dict(zip(("device", "peer", "push_gbps", "pull_gbps", "flag_us"), link, strict=True))
             for link in _heap.links(name)
