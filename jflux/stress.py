@@ -168,7 +168,7 @@ def stress(
     peers = together.Together()
     path = report_path if peers.process == 0 else None
     platform = _heap._default_platform()
-    orders = programs.orders(seed, jax.devices())
+    orders = programs.orders(seed, jax.devices(), _heap.node_of(platform))
     one_by_one = platform == "cpu" and peers.processes > 1
 
     def make(number: int) -> list[programs.Program]:

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import numpy as np
 import pytest
-from harness import PLATFORM
+from harness import PLATFORM, RANKS
 from workers.common import environment, free_port
 
 import jflux
@@ -108,6 +108,16 @@ def by_environment(process):
         "OMPI_COMM_WORLD_RANK": str(process),
         "OMPI_COMM_WORLD_LOCAL_RANK": str(process),
     }
+
+
+@pytest.mark.skipif(RANKS < 4, reason="each node needs two devices")
+def test_groups_lie_where_kernels_take_them(own_heap):
+    """Of two nodes, inside each, in any order."""
+    half = RANKS // 2
+    own_heap(node=["a"] * half + ["b"] * (RANKS - half))
+    report = stress(seed=1, calls=30, in_flight=2)
+    assert report.failure is None, report.failure
+    assert set(report.environment["nodes"].values()) == {0, 1}
 
 
 @pytest.mark.multiprocess

@@ -65,11 +65,19 @@ class Program:
         return 1 if self.looped else len(INPUTS)
 
 
-def orders(seed: int, devices: list[Any]) -> list[list[Any]]:
-    """A few orders of the devices: each brings groups of its own, and the heap workspaces for
-    each."""
-    rng = random.Random(f"{seed}/orders")
-    return [rng.sample(devices, len(devices)) for _ in range(4)]
+def orders(seed: int, devices: list[Any], node: Mapping[int, int]) -> list[list[Any]]:
+    """A few orders of the devices, the nodes one after the other: each brings groups of its own,
+    and the heap workspaces for each.
+
+    Args:
+      node: of each device, by its id.
+    """
+    rng, found = random.Random(f"{seed}/orders"), []
+    for _ in range(4):
+        shuffled = rng.sample(devices, len(devices))
+        nodes = list(dict.fromkeys(node.get(d.id, 0) for d in shuffled))
+        found.append(sorted(shuffled, key=lambda d: nodes.index(node.get(d.id, 0))))
+    return found
 
 
 def _shapes(devices: int) -> list[tuple[int, ...]]:
@@ -82,10 +90,10 @@ def _shapes(devices: int) -> list[tuple[int, ...]]:
 
 def _place(rng: random.Random, some_orders: list[list[Any]], platform: str) -> cases.Place:
     """A mesh over all devices, or, in one process, over some, and the axes of its groups."""
-    devices = rng.choice(some_orders)
-    if jax.process_count() == 1:
-        devices = devices[: rng.choice([len(devices), len(devices), rng.randint(2, len(devices))])]
-    for _ in range(1000):  # then the call says why no kernel takes it
+    for _ in range(1000):
+        devices = rng.choice(some_orders)
+        if jax.process_count() == 1 and rng.random() < 0.3:
+            devices = devices[: rng.randint(2, len(devices))]
         shape = rng.choice(_shapes(len(devices)))
         names = ("a", "b", "c")[: len(shape)]
         mesh = Mesh(np.array(devices).reshape(shape), names)
@@ -95,6 +103,8 @@ def _place(rng: random.Random, some_orders: list[list[Any]], platform: str) -> c
         table = _mesh.group_table(mesh, calls.as_tuple(axis_name))
         if _heap.why_not_usable(platform, mesh, table) is None:
             break
+    else:  # then the call says why no kernel takes it
+        mesh, axis_name = Mesh(np.array(devices), ("a",)), "a"
     wide = platform == "cpu" and rng.random() < 0.2
     most = (1 << 28, 1 << 23) if platform == "cuda" else (1 << 23, 1 << 19)
     return cases.Place(mesh, axis_name, platform, *most, wide)
