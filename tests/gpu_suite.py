@@ -23,7 +23,7 @@ import time
 TESTS = pathlib.Path(__file__).parent
 
 # Each starts processes of its own that use the GPUs, and some of them wait for a deadline.
-ALONE = ("docs", "examples", "faults", "grid_examples", "multiprocess", "stress")
+ALONE = ("docs", "examples", "faults", "grid_examples", "multiprocess", "staggered", "stress")
 
 
 def all_files(folder: pathlib.Path) -> list[str]:

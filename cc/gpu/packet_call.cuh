@@ -29,9 +29,12 @@ PacketArgs PacketArgsFor(const Params& p, OpId op, int64_t site, int64_t ctas,
   return PacketArgs{device.state, view, p.Workspace(), signature, static_cast<uint32_t>(op)};
 }
 
+// CTAs of an SM that run at the same time: the kernels' launch bounds see to their registers.
+inline constexpr int kPacketCtasPerSm = 2;
+
 // CTAs for `work` threads, at most as many as run at the same time.
 inline int64_t PacketCtas(int64_t work, int threads, int sm_count) {
-  return Min<int64_t>(CeilDiv<int64_t>(work, threads), 2 * sm_count);
+  return Min<int64_t>(CeilDiv<int64_t>(work, threads), kPacketCtasPerSm * sm_count);
 }
 
 struct PacketCta {

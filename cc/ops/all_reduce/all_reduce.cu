@@ -25,7 +25,7 @@ struct AllReduceArgs {
 };
 
 template <typename Body>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kPacketCtasPerSm)
     AllReduceKernel(const __grid_constant__ AllReduceArgs args) {
   const PacketCta cta = BeginPackets(args.packets);
   const Body body{args.params, args.arrays, cta.call};
@@ -41,7 +41,7 @@ struct ChunkedArgs {
 };
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kPacketCtasPerSm)
     AllReduceChunkedKernel(const __grid_constant__ ChunkedArgs args) {
   const shmem::Context ctx = shmem::begin_call(args.call);
   const bool ok = ChunkedBody<T>{args.params, args.arrays, ctx}.Run();
@@ -54,7 +54,7 @@ __host__ __device__ inline int64_t NormPlaces(const AllReduceParams& p, int ctas
 }
 
 template <typename T, int kCtas>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kPacketCtasPerSm)
     AllReduceNormKernel(const __grid_constant__ AllReduceArgs args) {
   extern __shared__ __align__(16) char memory[];
   const PacketCta cta = BeginPackets<kCtas>(args.packets);
@@ -96,12 +96,12 @@ Plan PlanFor(const AllReduceParams& p, bool bias, int sm_count) {
     return Plan{IsButterfly(p.algorithm) ? kernels.butterfly : kernels.direct,
                 PacketCtas(p.Work(), kThreads, sm_count), 1, kThreads, 0};
   }
-  const bool few = p.Work() * kFewRowsCtas <= 2 * sm_count;
+  const bool few = p.Work() * kFewRowsCtas <= kPacketCtasPerSm * sm_count;
   const int ctas = few ? kFewRowsCtas : kManyRowsCtas;
   const auto threads = static_cast<int>(
       Min<int64_t>(kThreads, RoundUp<int64_t>(CeilDiv<int64_t>(p.RowUnits(), ctas), 32)));
   return Plan{few ? kernels.few_rows : kernels.many_rows,
-              Min<int64_t>(p.Work(), 2 * sm_count / ctas), ctas, threads,
+              Min<int64_t>(p.Work(), kPacketCtasPerSm * sm_count / ctas), ctas, threads,
               static_cast<int>(p.NormBytes(NormPlaces(p, ctas, threads), bias))};
 }
 
@@ -109,7 +109,7 @@ bool LaunchChunked(const AllReduceParams& p, const AllReduceArrays& arrays, int6
                    const CudaDevice& device, const SymmetricView& view, cudaStream_t stream,
                    std::string* error) {
   const ChunkedLayout layout = p.Chunks();
-  const int64_t blocks = Min<int64_t>(layout.Chunks(), 2 * device.sm_count);
+  const int64_t blocks = Min<int64_t>(layout.Chunks(), kPacketCtasPerSm * device.sm_count);
   ChunkedArgs args{};
   args.call.state = device.state;
   args.call.view = view;

@@ -19,7 +19,7 @@ struct ExchangeArgs {
 };
 
 template <typename T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kPacketCtasPerSm)
     ExchangeKernel(const __grid_constant__ ExchangeArgs args) {
   const PacketCta cta = BeginPackets(args.packets);
   const ExchangeBody<T> body{args.params, args.arrays, cta.call};
