@@ -44,11 +44,6 @@ class Waiter {
     changed_.notify_all();
   }
 
-  void Wait() {
-    std::unique_lock<std::mutex> lock(mutex_);
-    changed_.wait(lock, [this] { return released_; });
-  }
-
   // True if it was released before `limit_ns` had passed.
   bool WaitFor(uint64_t limit_ns) {
     std::unique_lock<std::mutex> lock(mutex_);
@@ -340,6 +335,22 @@ bool Waits(const Registry& calls, const std::vector<int64_t>& devices, int64_t t
   return false;
 }
 
+// Whether a wait of `device` could leave XLA without threads for a device that nobody waits for
+// yet: a handler that waits takes one of its threads, of which it has one for each device at least,
+// and a device may wait in several handlers.
+bool Starves(const Registry& calls, const HeapCpu& heap, int64_t device) {
+  size_t waiting = 1;
+  std::set<int64_t> devices{device};
+  for (const auto& [id, pending] : calls.pending) {
+    for (const auto& waiter : pending.waiters) {
+      if (!waiter->waits()) continue;
+      ++waiting;
+      devices.insert(waiter->device());
+    }
+  }
+  return waiting >= heap.devices().size() && devices.size() < heap.devices().size();
+}
+
 // A handler of a loop has returned before its call was complete.
 void WarnOfLoop() {
   static std::atomic<bool> told{false};
@@ -375,8 +386,8 @@ int64_t CountCall(Registry& calls, const CpuCall& call, uint64_t timeout_ns) {
   return run.calls[{call.site->number, call.group[call.rank]}]++;
 }
 
-// How long a handler waits at most at a site that is not known to be in a loop.
-constexpr uint64_t kOnceNs = 30'000'000'000;
+// How long a handler waits at most.
+constexpr uint64_t kMostNs = 30'000'000'000;
 // How long it waits at most for ranks of other processes, in a loop and elsewhere.
 constexpr uint64_t kRemoteLoopNs = 10'000'000'000, kRemoteNs = 1'000'000'000;
 
@@ -441,8 +452,7 @@ Joined Register(CpuCall call) {
   Joined joined;
   joined.sees_all = local == call.group.size();
   joined.timeout_ns = timeout_ns;
-  const bool waits =
-      site->loops ? joined.sees_all || site->early_run != call.run_id : !site->skips_wait.load();
+  const bool waits = site->loops ? site->early_run != call.run_id : !site->skips_wait.load();
   if (site->waits && waits) {
     joined.waiter = std::make_shared<Waiter>(call.group[call.rank]);
     call.done = [waiter = joined.waiter, done = std::move(call.done)](const std::string& message) {
@@ -454,10 +464,10 @@ Joined Register(CpuCall call) {
   pending.ranks.push_back(std::move(call));
   if (joined.waiter != nullptr) {
     std::set<int64_t> seen;
-    if (Waits(calls, Missing(id, pending), device, &seen)) {
+    if (Waits(calls, Missing(id, pending), device, &seen) || Starves(calls, *heap, device)) {
       if (site->loops) WarnOfLoop();
       site->skips_wait = true;
-      site->early_run = run_id;
+      if (!joined.sees_all) site->early_run = run_id;
       joined.waiter = nullptr;
     } else {
       pending.waiters.push_back(joined.waiter);
@@ -484,12 +494,9 @@ void JoinCpuCall(CpuCall call) {
   const Joined joined = Register(std::move(call));
   if (joined.waiter == nullptr) return;
   const bool loops = site->loops;
-  if (loops && joined.sees_all) {
-    joined.waiter->Wait();  // until it is done: a call has a deadline
-    return;
-  }
-  // Circles over handlers of other processes are not seen: there, waiting may be in vain.
-  uint64_t patience_ns = std::min(joined.timeout_ns / 4, kOnceNs);
+  // Circles over handlers of other processes, and over XLA's own collectives, are not seen: there,
+  // waiting may be in vain.
+  uint64_t patience_ns = std::min(joined.timeout_ns / 4 * (loops ? 3 : 1), kMostNs);
   if (!joined.sees_all) patience_ns = std::min(patience_ns, loops ? kRemoteLoopNs : kRemoteNs);
   if (!joined.waiter->WaitFor(patience_ns)) {
     site->skips_wait = true;

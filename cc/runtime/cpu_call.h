@@ -18,9 +18,11 @@
 //   - if devices wait for each other: this one in this call for a peer that waits in the handler of
 //     another call, which lacks this device, or a longer circle. Independent calls have then been
 //     started in different orders. The handler that would close the circle does not wait.
-//   - after a quarter of the timeout, but 30 s at most, if the site is not known to be in a loop. A
-//     rank may be in one of XLA's own collectives, which lacks this one. The site does not wait
-//     again, unless it turns out to be in a loop.
+//   - if all of XLA's threads would wait, some of them for the same device. The handler that would
+//     take the last one does not wait.
+//   - after a quarter of the timeout, in a loop three quarters, but 30 s at most. A rank may be in
+//   one of XLA's own
+//     collectives, which lacks this one. The site does not wait again; in a loop, not in that run.
 //   - if the group has ranks in other processes, whose handlers this process cannot see, after a
 //     second at most, and in a loop after ten. A site in a loop does not wait again in that run.
 //

@@ -65,9 +65,8 @@ class HeapCpu final : public Heap {
 
  private:
   explicit HeapCpu(HeapConfig config)
-      : Heap(std::move(config)),
-        limits_{NanosecondsOf(deadline_s()), WarnLeftNs(), /*warned=*/0,
-                /*fault=*/nullptr, &warning_, &abort_} {}
+      : Heap(std::move(config)), limits_{NanosecondsOf(deadline_s()), WarnLeftNs(), /*warned=*/0,
+                                         /*fault=*/nullptr,           &warning_,    &abort_} {}
   bool CanBeHeapOf(const std::vector<int64_t>& devices, bool leads, uint64_t number, int fd,
                    std::string* error) const;
   bool MapFile(int fd, const std::vector<int64_t>& devices, bool has_table, std::string* error);

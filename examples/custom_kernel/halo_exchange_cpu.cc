@@ -7,9 +7,10 @@ static ffi::Future Cpu(ffi::Context context, ffi::Dictionary attrs, ffi::AnyBuff
   if (!p.has_value()) return jflux::shmem::FailedCall(p.error());
   const auto* from = static_cast<const char*>(x.untyped_data());
   auto* to = static_cast<char*>(y->untyped_data());
-  return jflux::shmem::JoinCall(context, attrs, [p = *p, from, to](const jflux::shmem::Context& ctx) {
-    return HaloExchange(ctx, p, from, to);
-  });
+  return jflux::shmem::JoinCall(context, attrs,
+                                [p = *p, from, to](const jflux::shmem::Context& ctx) {
+                                  return HaloExchange(ctx, p, from, to);
+                                });
 }
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(
