@@ -159,6 +159,10 @@ class Machine:
         others = {self.process_of[d] for d in devices} - {self.me.process}
         return f"{self.me.process}" if others else ""
 
+    def heap_has_workspace(self, platform, devices, size):
+        copy = self.copies[self.me.process].get(Workspace(tuple(devices), size))
+        return copy is not None and copy.committed
+
     def heap_attach_workspace(self, platform, devices, size, handle):
         workspace, owner = Workspace(tuple(devices), size), int(handle)
         with self.lock:

@@ -178,6 +178,11 @@ NB_MODULE(_jflux, m) {
   step("heap_expect_use", &jflux_heap_expect_use);
   step("heap_close_workspace", &jflux_heap_close_workspace);
   step("heap_free_workspace", &jflux_heap_free_workspace);
+  m.def("heap_has_workspace",
+        [](const std::string& platform, const std::vector<int64_t>& devices, int64_t bytes) {
+          const JfluxWorkspace w{devices.data(), static_cast<int>(devices.size()), bytes};
+          return jflux_heap_has_workspace(platform.c_str(), &w) != 0;
+        });
   m.def("heap_unused_workspaces", [](const std::string& platform) {
     return std::string(jflux_heap_unused_workspaces(platform.c_str()));
   });

@@ -73,6 +73,7 @@ JFLUX_API const char* jflux_heap_add_workspace(const char* platform, const Jflux
 JFLUX_API const char* jflux_heap_attach_workspace(const char* platform, const JfluxWorkspace* w,
                                                   const char* handle);
 JFLUX_API const char* jflux_heap_commit_workspace(const char* platform, const JfluxWorkspace* w);
+JFLUX_API int jflux_heap_has_workspace(const char* platform, const JfluxWorkspace* w);
 JFLUX_API const char* jflux_heap_expect_use(const char* platform, const JfluxWorkspace* w);
 JFLUX_API const char* jflux_heap_close_workspace(const char* platform, const JfluxWorkspace* w);
 JFLUX_API const char* jflux_heap_free_workspace(const char* platform, const JfluxWorkspace* w);

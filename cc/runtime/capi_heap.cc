@@ -132,6 +132,12 @@ const char* jflux_heap_commit_workspace(const char* platform, const JfluxWorkspa
   });
 }
 
+int jflux_heap_has_workspace(const char* platform, const JfluxWorkspace* w) {
+  return OnWorkspace(platform, w, [](Heap& heap, const auto& id, std::string*) {
+           return heap.HasWorkspace(id);
+         }) == nullptr;
+}
+
 const char* jflux_heap_expect_use(const char* platform, const JfluxWorkspace* w) {
   return OnWorkspace(platform, w, [](Heap& heap, const auto& id, std::string* error) {
     return heap.ExpectUse(id, error);

@@ -98,6 +98,7 @@ class Heap {
   virtual bool AttachWorkspace(const WorkspaceId& id, const std::string& handle,
                                std::string* error);
   virtual bool CommitWorkspace(const WorkspaceId& id, std::string* error);
+  virtual bool HasWorkspace(const WorkspaceId&) const { return false; }  // committed
   virtual bool ExpectUse(const WorkspaceId& id, std::string* error);
   virtual bool CloseWorkspace(const WorkspaceId& id, std::string* error);
   virtual bool FreeWorkspace(const WorkspaceId& id, std::string* error);

@@ -204,10 +204,13 @@ bool HeapCuda::Probe(const WorkspaceId& id, ProbeStep step, std::string* error) 
 }
 
 bool HeapCuda::Synchronize(std::string* error) {
-  for (const CudaDevice& device : devices_) {
-    JFLUX_CUDA_OR_FALSE(cudaSetDevice(device.ordinal), error);
-    JFLUX_CUDA_OR_FALSE(cudaDeviceSynchronize(), error);
+  cudaError_t first = cudaSuccess;
+  for (const CudaDevice& device : devices_) {  // all of them, also if one has failed
+    cudaError_t status = cudaSetDevice(device.ordinal);
+    if (status == cudaSuccess) status = cudaDeviceSynchronize();
+    if (first == cudaSuccess) first = status;
   }
+  JFLUX_CUDA_OR_FALSE(first, error);
   return true;
 }
 

@@ -65,6 +65,7 @@ class HeapCuda final : public Heap {
   bool CommitWorkspace(const WorkspaceId& id, std::string* error) override {
     return workspaces_.Commit(id, error);
   }
+  bool HasWorkspace(const WorkspaceId& id) const override { return workspaces_.Has(id); }
   bool ExpectUse(const WorkspaceId& id, std::string* error) override {
     if (workspaces_.ExpectUse(id)) return true;
     *error = "the symmetric heap has no such workspace";

@@ -254,7 +254,10 @@ bool RunTalk(const std::vector<ProbedDevice>& devices, const std::vector<int64_t
     if (result.lost_turn != 0) {
       *error = Between(them, me) + "flag " + std::to_string(result.lost_turn) + " of " +
                std::to_string(kTurns) + " did not arrive within " +
-               std::to_string(kTalkTimeoutNs / 1'000'000'000) + " s" + kAdvice;
+               std::to_string(kTalkTimeoutNs / 1'000'000'000) +
+               " s (or kernels of different GPUs do not run at the same time, as with "
+               "CUDA_LAUNCH_BLOCKING=1 and in profilers and debuggers)" +
+               kAdvice;
       return false;
     }
     if (result.wrong_turns != 0) {

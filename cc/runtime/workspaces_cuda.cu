@@ -273,6 +273,12 @@ char* CudaWorkspaces::CopyOf(const WorkspaceId& id, int64_t local, int64_t devic
   return copy == found->second.reached.end() ? nullptr : copy->second;
 }
 
+bool CudaWorkspaces::Has(const WorkspaceId& id) const {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto found = workspaces_.find(id);
+  return found != workspaces_.end() && found->second.committed;
+}
+
 bool CudaWorkspaces::ExpectUse(const WorkspaceId& id) {
   std::lock_guard<std::mutex> lock(mutex_);
   const auto found = workspaces_.find(id);

@@ -70,6 +70,7 @@ class CudaWorkspaces {
   // Where `local` finds the copy of `device`; null if it cannot.
   char* CopyOf(const WorkspaceId& id, int64_t local, int64_t device) const;
 
+  bool Has(const WorkspaceId& id) const;
   // A call that uses the workspace was lowered; an executable with such a call begins to live, and
   // ends. False: there is no such workspace.
   bool ExpectUse(const WorkspaceId& id);

@@ -31,8 +31,6 @@ MiB = 1 << 20
 
 #: What a heap has where nobody says how much: on the CPU at least, in an exported program.
 _LEAST_CPU_BYTES, _USUAL_CUDA_BYTES = 512 * MiB, 2048 * MiB
-#: Seconds that a shutdown waits for the node's other processes.
-_LEAVE_SECONDS = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,8 +69,9 @@ def init(
     (``jax.distributed.initialize``), all of them must call it, with the same arguments, or none.
 
     If the heap cannot be made, a warning on the logger ``jflux`` says why, and calls run their
-    `lax` reference; calling it again tries again. A GPU that cannot reach another one, a link that
-    returns wrong data, and a process that does not come are such reasons.
+    `lax` reference. A GPU that cannot reach another one, a link that returns wrong data, and a
+    process that does not come are such reasons. Calling it again tries again, unless other
+    processes of the job have a heap: then :func:`shutdown` comes first, in all processes.
 
     Args:
       heap_bytes: the most that workspaces and signals may take of each device's memory, in bytes.
@@ -111,8 +110,9 @@ def init(
             )
         _settings = wanted
         if platform in ("cpu", "cuda"):
-            if not _exists(platform):
-                _jobs.pop(platform, None)
+            # Where other processes have a heap, they would not come to another attempt.
+            if platform in _jobs and not _exists(platform) and not _jobs[platform].with_heap():
+                del _jobs[platform]
             _ensure(platform, again=True)
             why = _failure(platform)
             if why is not None and _config.config.strict:
@@ -139,7 +139,7 @@ def shutdown() -> None:
                 me = _making.Members.of(platform).me
                 node = _nodes.processes_of_nodes(job.facts.values())[me]
                 name = _name(platform, _attempts[platform], f"left/{node[0]}")
-                patience = dataclasses.replace(_settings.patience, give_up=_LEAVE_SECONDS)
+                patience = dataclasses.replace(_settings.patience, give_up=_making.LEAVE_SECONDS)
                 meet = functools.partial(_rendezvous.gather, name, "", node, patience)
                 _making.leave(platform, meet)
         _jobs.clear()
@@ -343,8 +343,11 @@ def _has_failed(platform: str, attempt: int) -> bool:
 def _make(platform: str, members: _making.Members, attempt: int) -> Job:
     patience = _settings.patience
 
-    def gather(step: str, value: str, processes: Collection[int]) -> dict[int, str]:
-        return _rendezvous.gather(_name(platform, attempt, step), value, processes, patience)
+    def gather(
+        step: str, value: str, processes: Collection[int], seconds: float | None = None
+    ) -> dict[int, str]:
+        within = patience if seconds is None else dataclasses.replace(patience, give_up=seconds)
+        return _rendezvous.gather(_name(platform, attempt, step), value, processes, within)
 
     facts = _facts(platform, members)
     times = _settings.deadline_seconds, _settings.warn_seconds
@@ -357,7 +360,7 @@ def _make(platform: str, members: _making.Members, attempt: int) -> Job:
         else:
             shared = _workspaces.Shared(
                 job.heap_bytes,
-                process_of=job.process_of(),
+                process_of=job.with_heap(),
                 me=members.me,
                 node=_nodes.processes_of_nodes(job.facts.values())[members.me],
                 gather=gather,
@@ -388,8 +391,9 @@ def _facts(platform: str, members: _making.Members) -> Facts:
 def _usual_heap_bytes(platform: str, members: _making.Members) -> int:
     """Half of what there is, in whole blocks."""
     if platform == "cuda":
-        least, half = BLOCK, lib.cuda_free_bytes(members.ordinals) // 2
+        free = lib.cuda_free_bytes(members.ordinals)  # 0: it cannot be asked
+        least, half = BLOCK, free // 2 if free else _USUAL_CUDA_BYTES
     else:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        least, half = _LEAST_CPU_BYTES, memory // 2 // len(jax.devices(platform))
+        least, half = _LEAST_CPU_BYTES, memory // 2 // len(members.devices)
     return max(least, half // BLOCK * BLOCK)

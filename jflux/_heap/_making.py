@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import json
 from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
 
 import jax
 
@@ -24,8 +25,17 @@ from . import _nodes, _rendezvous, _workspaces
 from ._agreement import Workspace
 from ._nodes import Facts, Job, Outcome
 
-#: ``gather(step, value, processes)`` -> the value of each process.
-Gather = Callable[[str, str, Collection[int]], dict[int, str]]
+
+class Gather(Protocol):
+    """-> the value of each process. Waits as long as the settings say, or so many seconds."""
+
+    def __call__(
+        self, step: str, value: str, processes: Collection[int], seconds: float | None = None
+    ) -> dict[int, str]: ...
+
+
+#: How long a process that lets go of its part waits for the node's others, in seconds.
+LEAVE_SECONDS = 10.0
 
 
 class Failure(RuntimeError):
@@ -80,17 +90,18 @@ def make(
     all_facts = [Facts.load(text) for text in texts.values()]
     node = _nodes.processes_of_nodes(all_facts)[members.me]
     limit = min(f.heap_bytes for f in all_facts)
-    failure, times = "", (deadline_seconds, warn_seconds)
+    failure, times = facts.unusable, (deadline_seconds, warn_seconds)
     try:
-        _make_node(platform, members, all_facts, node, limit, times, gather)
+        if not facts.unusable:
+            _make_node(platform, members, all_facts, node, limit, times, gather)
     except (Failure, _rendezvous.Absent) as error:
-        leave(platform, lambda: gather(f"failed/{node[0]}", "", node))
+        leave(platform, lambda: gather(f"failed/{node[0]}", "", node, LEAVE_SECONDS))
         failure = str(error)
     gbps = min((push for _, _, push, _, _ in lib.heap_links(platform)), default=0.0)
     try:
         texts = gather("outcome", Outcome(failure, gbps).dump(), members.processes)
     except _rendezvous.Absent as absent:
-        leave(platform, lambda: gather(f"absent/{node[0]}", "", node))
+        leave(platform, lambda: gather(f"absent/{node[0]}", "", node, LEAVE_SECONDS))
         return Job.of([facts], {facts.process: Outcome(str(absent))}, absent=str(absent))
     return Job.of(all_facts, {process: Outcome.load(text) for process, text in texts.items()})
 
@@ -119,8 +130,6 @@ def _make_node(
     times: tuple[float, float],
     gather: Gather,
 ) -> None:
-    mine = next(f for f in facts if f.process == members.me)
-
     def together(step: str, work: Callable[[], str]) -> dict[int, str]:
         """What each process of the node has to say after the step."""
         failure, value = "", ""
@@ -131,18 +140,14 @@ def _make_node(
         texts = gather(f"{step}/{node[0]}", json.dumps([failure, value]), node)
         said = {process: json.loads(text) for process, text in texts.items()}
         for process in node:
-            if said[process][0]:
-                where = f"process {process}: " if len(node) > 1 else ""
-                raise Failure(where + said[process][0])
+            if why := said[process][0]:
+                is_named = len(node) == 1 or why.startswith("process ")
+                raise Failure(why if is_named else f"process {process}: {why}")
         return {process: value for process, (_, value) in said.items()}
 
     def create() -> str:
-        if mine.unusable:
-            raise Failure(mine.unusable)
         leads = members.me == node[0]
-        lib.heap_create(
-            platform, platform, members.devices, members.ordinals, limit, *times, leads
-        )
+        lib.heap_create(platform, platform, members.devices, members.ordinals, limit, *times, leads)
         return lib.heap_export(platform)
 
     handles = together("created", create)

@@ -14,6 +14,7 @@ import json
 import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -47,7 +48,7 @@ class Facts:
 
     @classmethod
     def load(cls, text: str) -> Facts:
-        fields = json.loads(text)
+        fields = _known_fields(cls, json.loads(text))
         fields |= {name: tuple(fields[name]) for name in ("devices", "nodes")}
         return cls(**fields)
 
@@ -69,7 +70,13 @@ class Outcome:
 
     @classmethod
     def load(cls, text: str) -> Outcome:
-        return cls(**json.loads(text))
+        return cls(**_known_fields(cls, json.loads(text)))
+
+
+def _known_fields(kind: type[Any], fields: dict[str, Any]) -> dict[str, Any]:
+    """Another version of jflux may say more."""
+    known = {field.name for field in dataclasses.fields(kind)}
+    return {name: value for name, value in fields.items() if name in known}
 
 
 def this_host() -> str:
@@ -103,10 +110,11 @@ def names_of(node: str | Sequence[str] | None, devices: int) -> tuple[str, ...]:
 
 def processes_of_nodes(facts: Iterable[Facts]) -> dict[int, tuple[int, ...]]:
     """The processes that make one heap together with each process: on its host, with the same
-    names."""
-    together: dict[tuple[str, frozenset[str]], list[int]] = {}
+    names. A process whose devices run no kernels is alone."""
+    together: dict[tuple[str, frozenset[str], int | None], list[int]] = {}
     for one in sorted(facts, key=lambda f: f.process):
-        together.setdefault((one.host, frozenset(one.nodes)), []).append(one.process)
+        alone = one.process if one.unusable else None
+        together.setdefault((one.host, frozenset(one.nodes), alone), []).append(one.process)
     return {process: tuple(group) for group in together.values() for process in group}
 
 
@@ -160,6 +168,10 @@ class Job:
         """By device."""
         return {d: process for process, f in self.facts.items() for d in f.devices}
 
+    def with_heap(self) -> dict[int, int]:
+        """`process_of` the processes that have a part of a heap."""
+        return {d: p for d, p in self.process_of().items() if not self.outcomes[p].failure}
+
     def why_not(self, table: np.ndarray) -> str | None:
         """Why no kernels run on the devices of these groups, or None. Whether a group's devices
         share a node is another question."""
@@ -170,11 +182,11 @@ class Job:
         unknown = [d for d in table.ravel().tolist() if d not in process_of]
         if unknown:
             return f"device {unknown[0]} was not there when the symmetric heap was made"
-        where = "" if len(self.facts) == 1 else "process {}: "
         for process in processes:
             why = self.facts[process].unusable or self.outcomes[process].failure
             if why:
-                return where.format(process) + why
+                is_named = len(self.facts) == 1 or why.startswith("process ")
+                return why if is_named else f"process {process}: {why}"
         builds = {self.facts[process].build for process in processes}
         if len(builds) > 1:
             return f"processes have different versions of jflux ({', '.join(sorted(builds))})"

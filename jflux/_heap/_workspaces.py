@@ -69,9 +69,12 @@ class Alone:
         added: list[Workspace] = []
         try:
             for workspace in missing:
-                lib.heap_add_workspace(PLATFORM, workspace.devices, workspace.size)
-                added.append(workspace)
-                lib.heap_commit_workspace(PLATFORM, workspace.devices, workspace.size)
+                where = workspace.devices, workspace.size
+                # An executable from a cache may have made it (cc/runtime/workspace_use.h).
+                if not lib.heap_has_workspace(PLATFORM, *where):
+                    lib.heap_add_workspace(PLATFORM, *where)
+                    added.append(workspace)
+                    lib.heap_commit_workspace(PLATFORM, *where)
         except RuntimeError as error:
             free(added)
             return no_memory(missing, error)
@@ -107,6 +110,8 @@ class Shared:
 
     #: Seconds between two looks at the log: at first, and at most.
     SOON, SELDOM = 0.05, 1.0
+    #: Looks in a row that may fail, as when the store is restarted.
+    MOST_FAILURES = 30
 
     def __init__(
         self,
@@ -126,6 +131,7 @@ class Shared:
         self._asked: collections.Counter[Request] = collections.Counter()
         self._turn, self._state = threading.Lock(), threading.Lock()
         self._stopped = threading.Event()
+        self._is_cut_off = False  # from the store
         self._thread = threading.Thread(target=self._follow, name="jflux-heap", daemon=True)
 
     def start(self) -> None:
@@ -141,6 +147,8 @@ class Shared:
     def reserve(self, request: Request) -> str | None:
         while not self._decides(request):
             with self._turn:
+                if self._is_cut_off:
+                    return "jax.distributed has been shut down, through which processes agree"
                 if not self.ledger.is_decided(request):
                     held = self._claim(f"slot/{self.ledger.slots}", request.entry())
                     self._carry_out(Request.parse(held))
@@ -156,8 +164,9 @@ class Shared:
             return decided
 
     def _follow(self) -> None:
-        pause = self.SOON
+        pause, failures = self.SOON, 0
         while not self._stopped.wait(pause):
+            held = None
             with self._turn:
                 if self._stopped.is_set() or self.ledger.ended:
                     return
@@ -165,13 +174,18 @@ class Shared:
                     held = self._look(f"slot/{self.ledger.slots}")
                     if held is not None:
                         self._carry_out(Request.parse(held))
+                    failures = 0
                 except Exception as error:  # a thread has nobody to raise it to
-                    if _rendezvous.is_connected():
+                    failures += 1
+                    if not _rendezvous.is_connected():
+                        self._is_cut_off = True
+                        return
+                    if failures == self.MOST_FAILURES:
                         _config.say_once(
                             logging.WARNING,
                             f"jflux cannot reserve workspaces any more: {error}",
                         )
-                    return
+                        return
             pause = self.SOON if held is not None else min(2 * pause, self.SELDOM)
 
     # ---- One slot of the log, by all processes together ------------------------------------------
@@ -190,12 +204,10 @@ class Shared:
     def _try_to_carry_out(self, request: Request) -> None:
         missing = self.ledger.missing(request)
         if missing:
-            why = self.ledger.why_no_room(missing)
+            why = self.ledger.why_no_room(missing) or self._add(missing, "added")
             if why is not None:
                 self._give_back()
-                why = self.ledger.why_no_room(missing)
-            if why is None:
-                why = self._add(missing)
+                why = self.ledger.why_no_room(missing) or self._add(missing, "added_then")
             if why is None:
                 self.ledger = self.ledger.hold(missing)
             else:
@@ -229,7 +241,7 @@ class Shared:
         free(copies)
         self._agree(f"{why}/freed", "", self._all)
 
-    def _add(self, missing: Sequence[Workspace]) -> str | None:
+    def _add(self, missing: Sequence[Workspace], step: str) -> str | None:
         failure, handles, added = "", {}, []
         try:
             for i, workspace in enumerate(missing):
@@ -239,15 +251,15 @@ class Shared:
                     added.append(workspace)
         except RuntimeError as error:
             failure = no_memory(missing, error)
-        answers = self._agree("handles", json.dumps([failure, handles]), self._node)
+        answers = self._agree(f"{step}/handles", json.dumps([failure, handles]), self._node)
         others = {p: json.loads(text) for p, text in answers.items() if p != self._me}
         failure = failure or next((why for why, _ in others.values() if why), "")
         if not failure:
             failure = _attach(missing, added, [theirs for _, theirs in others.values()])
-        failures = self._agree("added", failure, self._all)
+        failures = self._agree(step, failure, self._all)
         why = next((failures[process] for process in self._all if failures[process]), None)
         if why is not None:
-            self._free_together(added, "undone")
+            self._free_together(added, f"{step}/undone")
         return why
 
     def _is_mine(self, workspace: Workspace) -> bool:
