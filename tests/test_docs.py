@@ -114,7 +114,11 @@ def _messages(page: Path) -> list[str]:
 
 def test_quoted_messages_are_those_of_the_code():
     """Each part between two "..." stands in the string literals of one file."""
-    sources = [*ROOT.glob("jflux/**/*.py"), *ROOT.glob("cc/**/*.cc"), *ROOT.glob("cc/**/*.cu")]
+    sources = [
+        path
+        for pattern in ("jflux/**/*.py", "cc/**/*.cc", "cc/**/*.cu", "cc/runtime/*.h")
+        for path in ROOT.glob(pattern)
+    ]
     texts = {source: _texts(source) for source in sources}
     messages = _messages(ROOT / "docs" / "guide" / "troubleshooting.md")
     assert len(messages) > 25
