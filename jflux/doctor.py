@@ -19,6 +19,7 @@ import jflux
 
 from . import _config, _explain, _heap, _native, testing
 from ._dispatch import Path, Plan
+from ._heap import _nvshmem
 from ._ops._spec import OpSpec, collectives, products
 from ._trial import Trial
 
@@ -36,6 +37,8 @@ def _versions() -> Iterator[str]:
         f"jax {jax.__version__}, jaxlib {jaxlib.__version__}, "
         f"Python {platform.python_version()}, {platform.system()} {platform.machine()}"
     )
+    if _native.lib.built_with_cuda():
+        yield f"NVSHMEM: {_nvshmem.why_not_here('cuda', 1) or _nvshmem.host_library() or 'loads'}"
 
 
 def _devices() -> Iterator[str]:

@@ -299,7 +299,7 @@ class Process:
             return call
 
         self.shared = shared(
-            limit, process_of=machine.process_of, me=me, node=node,
+            limit, process_of=machine.process_of, me=me, reached=node,
             gather=as_me(machine.gather), claim=as_me(machine.claim), look=as_me(machine.look),
         )  # fmt: skip
         self.shared.SOON = self.shared.SELDOM = 0.001

@@ -201,6 +201,32 @@ NB_MODULE(_jflux, m) {
     Check(jflux_heap_set_epochs(platform.c_str(), epoch));
   });
 
+  // NVSHMEM.
+  m.def("nvshmem_load", [](const std::string& host_library, const std::string& plugin) {
+    Check(jflux_nvshmem_load(host_library.c_str(), plugin.c_str()));
+  });
+  m.def("nvshmem_unique_id", [] {
+    const char* id = nullptr;
+    Check(jflux_nvshmem_unique_id(&id));
+    return std::string(id);
+  });
+  m.def("nvshmem_start",
+        [](const std::string& id, int rank, int world, int ordinal, int64_t bytes) {
+          nb::gil_scoped_release release;
+          const char* reason = jflux_nvshmem_start(id.c_str(), rank, world, ordinal, bytes);
+          if (reason != nullptr) throw std::runtime_error(reason);
+        });
+  m.def("nvshmem_arena_bytes", &jflux_nvshmem_arena_bytes);
+  // The bytes of the workspace.
+  m.def("node_exchange_plan", [](int kind, int world, int steps, int64_t block_bytes) {
+    int64_t workspace_bytes = 0;
+    if (const char* why =
+            jflux_node_exchange_plan(kind, world, steps, block_bytes, &workspace_bytes)) {
+      throw nb::value_error(why);
+    }
+    return workspace_bytes;
+  });
+
   m.def("cuda_timeline_start",
         [](int64_t capacity) { Check(jflux_cuda_timeline_start(capacity)); });
   // The events as bytes, and how many found no room.

@@ -49,7 +49,7 @@ typedef struct {
   int leads;  // see HeapConfig
   double warn_s;
 } JfluxHeapConfig;
-// `backend`: "cpu" or "cuda".
+// `backend`: "cpu", "cuda", or "nvshmem" after jflux_nvshmem_start.
 JFLUX_API const char* jflux_heap_create(const char* platform, const char* backend,
                                         const JfluxHeapConfig* config);
 // Several processes of a node: *handle is for the others, each of which attaches it. The text lives
@@ -106,6 +106,19 @@ JFLUX_API const char* jflux_heap_set_epochs(const char* platform, uint64_t epoch
 
 // Tests only: launches on this device of the process fail from now on; -1: on none.
 JFLUX_API void jflux_cuda_fail_launches(int ordinal);
+
+// NVSHMEM (runtime/nvshmem.h), behind a plugin library: load, then start once, in all processes.
+JFLUX_API const char* jflux_nvshmem_load(const char* host_library, const char* plugin);
+// *id is text for all processes' start; it lives until the calling thread's next call.
+JFLUX_API const char* jflux_nvshmem_unique_id(const char** id);
+// Collective; blocks until all processes have come. `bytes`: of the arena that workspaces lie in.
+JFLUX_API const char* jflux_nvshmem_start(const char* id, int rank, int world, int ordinal,
+                                          int64_t bytes);
+// Of the arena; 0 before the start.
+JFLUX_API int64_t jflux_nvshmem_arena_bytes(void);
+// What an exchange between nodes takes (nvshmem/node_exchange.h).
+JFLUX_API const char* jflux_node_exchange_plan(int kind, int world, int steps, int64_t block_bytes,
+                                               int64_t* workspace_bytes);
 
 // Kernels that handlers have enqueued.
 JFLUX_API int64_t jflux_cuda_launches(void);

@@ -7,6 +7,7 @@
 
 #include "runtime/capi.h"
 #include "runtime/heap.h"
+#include "runtime/nvshmem.h"
 #include "runtime/reason.h"
 
 #ifdef JFLUX_WITH_CUDA
@@ -192,6 +193,30 @@ const char* jflux_heap_set_epochs(const char* platform, uint64_t epoch) {
   return OnHeap(platform,
                 [&](Heap& heap, std::string* error) { return heap.SetEpochs(epoch, error); });
 }
+
+// ---- NVSHMEM -----------------------------------------------------------------------------------
+
+const char* jflux_nvshmem_load(const char* host_library, const char* plugin) {
+  std::string error;
+  return jflux::Nvshmem::Get().Load(host_library, plugin, &error) ? nullptr : Reason(error);
+}
+
+const char* jflux_nvshmem_unique_id(const char** id) {
+  thread_local std::string kept;
+  kept.clear();
+  std::string error;
+  const bool ok = jflux::Nvshmem::Get().UniqueId(&kept, &error);
+  *id = kept.c_str();
+  return ok ? nullptr : Reason(error);
+}
+
+const char* jflux_nvshmem_start(const char* id, int rank, int world, int ordinal, int64_t bytes) {
+  std::string error;
+  const bool ok = jflux::Nvshmem::Get().Start(id, rank, world, ordinal, bytes, &error);
+  return ok ? nullptr : Reason(error);
+}
+
+int64_t jflux_nvshmem_arena_bytes(void) { return jflux::Nvshmem::Get().arena_bytes(); }
 
 #ifdef JFLUX_WITH_CUDA
 

@@ -14,6 +14,10 @@
 
 #ifdef JFLUX_WITH_CUDA
 #include "runtime/workspace_use.h"
+
+namespace jflux {
+extern XLA_FFI_Handler* const kNodeExchangeCuda;  // node_exchange_ffi.cc
+}
 #endif
 
 namespace {
@@ -37,6 +41,12 @@ const JfluxTarget* jflux_targets(void) {
                        reinterpret_cast<void*>(op->cuda)});
 #endif
     }
+#ifdef JFLUX_WITH_CUDA
+    // No Op: on the CPU, and without NVSHMEM, it is XLA's collective.
+    list->push_back({"jflux_node_exchange", "CUDA",
+                     reinterpret_cast<void*>(jflux::InstantiateWorkspaceUse),
+                     reinterpret_cast<void*>(jflux::kNodeExchangeCuda)});
+#endif
     list->push_back({nullptr, nullptr, nullptr, nullptr});
     return list;
   }();

@@ -34,10 +34,11 @@ inline constexpr auto BindCuda = [] {
       .Attrs();
 };
 
-// launch(device, view, &error) -> bool.
+// launch(device, view, remote, &error) -> bool. `remote` refers to all ranks' copies; those on
+// other nodes have no address in `view`.
 template <typename Launch>
-ffi::Error LaunchCudaCall(OpId op, int32_t ordinal, ffi::Span<const int64_t> groups, int64_t world,
-                          WorkspaceBytes workspace, Launch&& launch) {
+ffi::Error LaunchCudaCallAcrossNodes(OpId op, int32_t ordinal, ffi::Span<const int64_t> groups,
+                                     int64_t world, WorkspaceBytes workspace, Launch&& launch) {
   if (auto refused = workspace.Refused(op)) return *std::move(refused);
   const auto heap = CurrentHeapCuda();
   const std::string name = std::string("jflux.") + NameOf(op) + ": ";
@@ -59,7 +60,8 @@ ffi::Error LaunchCudaCall(OpId op, int32_t ordinal, ffi::Span<const int64_t> gro
   const auto group = FindGroup(groups, world, device->id);
   if (!group) return failed_here("device is in none of the call's groups");
   SymmetricView view;
-  if (!heap->workspaces().View(group->devices, group->rank, workspace.of_plan, &view)) {
+  shmem::RemoteRef remote[kMaxRanks];
+  if (!heap->workspaces().View(group->devices, group->rank, workspace.of_plan, &view, remote)) {
     return failed(name + "the symmetric heap has no workspace of " +
                   std::to_string(workspace.of_plan) +
                   " bytes for these devices: the program was compiled before jflux.shutdown(), or "
@@ -68,8 +70,26 @@ ffi::Error LaunchCudaCall(OpId op, int32_t ordinal, ffi::Span<const int64_t> gro
   std::string error;
   view.launch = static_cast<uint32_t>(++CudaLaunches() % 0xffffffff) + 1;
   if (FailingOrdinal() == ordinal) return failed_here("a test has this launch fail");
-  if (!launch(*device, view, &error)) return failed_here(error);
+  if (!launch(*device, view, static_cast<const shmem::RemoteRef*>(remote), &error)) {
+    return failed_here(error);
+  }
   return ffi::Error::Success();
+}
+
+// launch(device, view, &error) -> bool, of a group inside a node.
+template <typename Launch>
+ffi::Error LaunchCudaCall(OpId op, int32_t ordinal, ffi::Span<const int64_t> groups, int64_t world,
+                          WorkspaceBytes workspace, Launch&& launch) {
+  const auto launch_mapped = [&](const CudaDevice& device, const SymmetricView& view,
+                                 const shmem::RemoteRef*, std::string* error) {
+    for (int32_t r = 0; r < view.world; ++r) {
+      if (view.base[r] != nullptr) continue;
+      *error = "the memory of rank " + std::to_string(r) + " is not mapped on this GPU";
+      return false;
+    }
+    return launch(device, view, error);
+  };
+  return LaunchCudaCallAcrossNodes(op, ordinal, groups, world, workspace, launch_mapped);
 }
 
 }  // namespace jflux

@@ -6,6 +6,7 @@
 #include <deque>
 #include <mutex>
 
+#include "nvshmem/node_exchange.h"
 #include "runtime/op.h"
 
 namespace jflux {
@@ -33,6 +34,7 @@ const char* NameOf(OpId op) {
   for (const Op* known : AllOps()) {
     if (known->id == op) return known->name;
   }
+  if (op == kNodeExchangeId) return "node_exchange";
   std::lock_guard<std::mutex> lock(g_mutex);
   const uint32_t custom = static_cast<uint32_t>(op) - kFirstCustomOp;
   return custom < CustomNames().size() ? CustomNames()[custom].c_str() : "unknown op";

@@ -56,8 +56,9 @@ std::shared_ptr<Heap> CreateHeap(const std::string& backend, const HeapConfig& c
   if (backend == "cpu") return HeapCpu::Create(config, error);
 #ifdef JFLUX_WITH_CUDA
   if (backend == "cuda") return HeapCuda::Create(config, error);
+  if (backend == "nvshmem") return HeapCuda::CreateWithNvshmem(config, error);
 #else
-  if (backend == "cuda") {
+  if (backend == "cuda" || backend == "nvshmem") {
     *error = "this build has no CUDA kernels";
     return nullptr;
   }

@@ -16,6 +16,8 @@
 //
 //   cpu       runtime/heap_cpu.h   host memory; threads of one process or of several
 //   cuda      runtime/heap_cuda.h  GPU memory; one process drives all GPUs of a node, or several do
+//   nvshmem   the same class, with memory of NVSHMEM (runtime/workspace_memory.h), which also
+//             reaches other nodes; a process drives one GPU
 //
 // They differ in when a workspace gets its memory, and the interface does not hide it:
 //
@@ -81,7 +83,7 @@ class Heap {
  public:
   virtual ~Heap() = default;
 
-  virtual const char* name() const = 0;  // "cpu" or "cuda"
+  virtual const char* name() const = 0;  // "cpu", "cuda" or "nvshmem"
   int64_t heap_bytes() const { return config_.heap_bytes; }
   double deadline_s() const { return config_.deadline_s; }
   double warn_s() const { return config_.warn_s; }

@@ -16,6 +16,7 @@
 #include "runtime/fault.h"
 #include "runtime/heap_cuda.h"
 #include "runtime/kernels_cuda.h"
+#include "runtime/nvshmem.h"
 
 namespace jflux {
 namespace {
@@ -85,18 +86,38 @@ bool AddKernels(const char* (*load)(int), std::string* error) {
   return true;
 }
 
-HeapCuda::HeapCuda(HeapConfig config)
-    : Heap(std::move(config)), workspaces_([this] {
-        std::map<int64_t, int> ordinals;
-        for (size_t i = 0; i < config_.devices.size(); ++i) {
-          ordinals[config_.devices[i]] = config_.ordinals[i];
-        }
-        return ordinals;
-      }()) {}
+HeapCuda::HeapCuda(HeapConfig config, const char* name, std::unique_ptr<WorkspaceMemory> memory)
+    : Heap(std::move(config)),
+      name_(name),
+      workspaces_(
+          [this] {
+            std::map<int64_t, int> ordinals;
+            for (size_t i = 0; i < config_.devices.size(); ++i) {
+              ordinals[config_.devices[i]] = config_.ordinals[i];
+            }
+            return ordinals;
+          }(),
+          std::move(memory)) {}
 
 std::shared_ptr<HeapCuda> HeapCuda::Create(const HeapConfig& config, std::string* error) {
+  return Create(config, "cuda", NewIpcMemory(), error);
+}
+
+std::shared_ptr<HeapCuda> HeapCuda::CreateWithNvshmem(const HeapConfig& config,
+                                                      std::string* error) {
+  if (config.devices.size() != 1 || Nvshmem::Get().arena_bytes() == 0) {
+    *error = config.devices.size() != 1 ? "NVSHMEM needs a process for each GPU"
+                                        : "NVSHMEM has not been started";
+    return nullptr;
+  }
+  return Create(config, "nvshmem", NewNvshmemMemory(), error);
+}
+
+std::shared_ptr<HeapCuda> HeapCuda::Create(const HeapConfig& config, const char* name,
+                                           std::unique_ptr<WorkspaceMemory> memory,
+                                           std::string* error) {
   static std::atomic<bool> watching{false};
-  std::shared_ptr<HeapCuda> heap(new HeapCuda(config));
+  std::shared_ptr<HeapCuda> heap(new HeapCuda(config, name, std::move(memory)));
   for (size_t i = 0; i < config.devices.size(); ++i) {
     CudaDevice device{};
     device.ordinal = config.ordinals[i];

@@ -45,9 +45,11 @@ class HeapCuda final : public Heap {
   // Loads every kernel on every device: a kernel that is loaded later could wait for one that
   // spins.
   static std::shared_ptr<HeapCuda> Create(const HeapConfig& config, std::string* error);
+  // With memory of NVSHMEM, which has been started: one device.
+  static std::shared_ptr<HeapCuda> CreateWithNvshmem(const HeapConfig& config, std::string* error);
   ~HeapCuda() override;
 
-  const char* name() const override { return "cuda"; }
+  const char* name() const override { return name_; }
   // Nothing: workspaces have handles of their own.
   bool Export(std::string* handle, std::string*) const override {
     handle->clear();
@@ -112,11 +114,15 @@ class HeapCuda final : public Heap {
   bool StopTimeline(std::string* error);
 
  private:
-  explicit HeapCuda(HeapConfig config);
+  HeapCuda(HeapConfig config, const char* name, std::unique_ptr<WorkspaceMemory> memory);
+  static std::shared_ptr<HeapCuda> Create(const HeapConfig& config, const char* name,
+                                          std::unique_ptr<WorkspaceMemory> memory,
+                                          std::string* error);
   bool PrepareDevice(CudaDevice* device, std::string* error);
   bool Synchronize(std::string* error);
   bool EnablePeerAccess(const CudaDevice& device, std::string* error);
 
+  const char* name_;
   CudaWorkspaces workspaces_;
   std::vector<CudaDevice> devices_;
   mutable std::mutex abort_mutex_;

@@ -1,7 +1,6 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
-#include <cstdio>
 #include <sstream>
 
 #include "runtime/cuda_check.h"
@@ -9,33 +8,6 @@
 
 namespace jflux {
 namespace {
-
-// A CUDA IPC handle opens the whole block that an allocation lies in, so no two workspaces may lie
-// in one block.
-constexpr int64_t kBlockBytes = 2 << 20;
-
-std::string HexOf(const cudaIpcMemHandle_t& handle) {
-  std::string hex;
-  for (size_t i = 0; i < sizeof(handle); ++i) {
-    char digits[3];
-    std::snprintf(digits, sizeof(digits), "%02x",
-                  reinterpret_cast<const unsigned char*>(&handle)[i]);
-    hex += digits;
-  }
-  return hex;
-}
-
-bool ParseHex(const std::string& hex, cudaIpcMemHandle_t* handle) {
-  if (hex.size() != 2 * sizeof(*handle) ||
-      hex.find_first_not_of("0123456789abcdef") != std::string::npos) {
-    return false;
-  }
-  for (size_t i = 0; i < sizeof(*handle); ++i) {
-    reinterpret_cast<unsigned char*>(handle)[i] =
-        static_cast<unsigned char>(std::stoi(hex.substr(2 * i, 2), nullptr, 16));
-  }
-  return true;
-}
 
 // Bytes at the start of a workspace that must be zeros before its first call: the signals, or all
 // of what has no layout. The memory may still hold what an earlier probe of the links wrote, and
@@ -100,7 +72,7 @@ bool CudaWorkspaces::Add(const WorkspaceId& id, std::string* handle, std::string
   }
   for (const auto& [local, own] : workspace.own) {
     for (const auto& [device, address] : workspace.own) {
-      workspace.reached[{local, device}] = address;
+      workspace.reached[{local, device}] = PeerCopy{address, {address}};
     }
   }
   {
@@ -116,25 +88,21 @@ bool CudaWorkspaces::AddCopy(const WorkspaceId& id, int64_t device, Workspace* w
                              std::string* error) {
   const int ordinal = ordinals_.at(device);
   JFLUX_CUDA_OR_FALSE(cudaSetDevice(ordinal), error);
-  void* address = nullptr;
-  if (cudaMalloc(&address, RoundUp(id.bytes, kBlockBytes)) != cudaSuccess) {
-    cudaGetLastError();
-    size_t free_bytes = 0, total_bytes = 0;
-    cudaMemGetInfo(&free_bytes, &total_bytes);
-    *error = "GPU " + std::to_string(ordinal) + " has " + std::to_string(free_bytes) +
-             " bytes free beside JAX's pool";
+  char* address = nullptr;
+  if (!memory_->Allocate(ordinal, RoundUp(id.bytes, WorkspaceMemory::kBlockBytes), &address,
+                         error)) {
     return false;
   }
-  workspace->own[device] = static_cast<char*>(address);
-  return Clear(static_cast<char*>(address), BytesToClear(id.bytes), error);
+  workspace->own[device] = address;
+  return Clear(address, BytesToClear(id.bytes), error);
 }
 
 // Some systems have no CUDA IPC: one process must not ask for it.
 bool CudaWorkspaces::AppendHandle(int64_t device, const Workspace& workspace, std::string* handle,
                                   std::string* error) {
-  cudaIpcMemHandle_t ipc;
-  JFLUX_CUDA_OR_FALSE(cudaIpcGetMemHandle(&ipc, workspace.own.at(device)), error);
-  *handle += (handle->empty() ? "" : ",") + std::to_string(device) + "=" + HexOf(ipc);
+  std::string exported;
+  if (!memory_->Export(workspace.own.at(device), &exported, error)) return false;
+  *handle += (handle->empty() ? "" : ",") + std::to_string(device) + "=" + exported;
   return true;
 }
 
@@ -148,28 +116,21 @@ bool CudaWorkspaces::Attach(const WorkspaceId& id, const std::string& handle, st
     std::istringstream of_device(item);
     int64_t device = 0;
     char equals = 0;
-    std::string hex;
-    cudaIpcMemHandle_t ipc;
-    if (!(of_device >> device >> equals >> hex) || equals != '=' || !ParseHex(hex, &ipc)) {
+    std::string opens;
+    if (!(of_device >> device >> equals >> opens) || equals != '=') {
       *error = "malformed handle of a peer process's workspace: " + handle;
       return false;
     }
     for (const auto& [local, own] : workspace.own) {
       const int ordinal = ordinals_.at(local);
       JFLUX_CUDA_OR_FALSE(cudaSetDevice(ordinal), error);
-      void* address = nullptr;
-      const cudaError_t opened =
-          cudaIpcOpenMemHandle(&address, ipc, cudaIpcMemLazyEnablePeerAccess);
-      if (opened != cudaSuccess) {
-        cudaGetLastError();
-        *error = CudaReason("cudaIpcOpenMemHandle", opened) + " (memory of device " +
-                 std::to_string(device) + ", on GPU " + std::to_string(ordinal) +
-                 "): the processes of a host must see each other's GPUs; in containers they need "
-                 "one IPC namespace (--ipc=host)";
+      PeerCopy copy;
+      if (!memory_->Open(ordinal, opens, &copy, error)) {
+        *error = "memory of device " + std::to_string(device) + ": " + *error;
         return false;
       }
-      workspace.opened.emplace_back(ordinal, static_cast<char*>(address));
-      workspace.reached[{local, device}] = static_cast<char*>(address);
+      if (copy.mapped != nullptr) workspace.opened.emplace_back(ordinal, copy.mapped);
+      workspace.reached[{local, device}] = copy;
     }
   }
   return true;
@@ -235,7 +196,7 @@ void CudaWorkspaces::CloseAll() {
 void CudaWorkspaces::CloseOpened(std::vector<std::pair<int, char*>>* opened) {
   for (const auto& [ordinal, address] : *opened) {
     cudaSetDevice(ordinal);
-    cudaIpcCloseMemHandle(address);
+    memory_->Close(address);
   }
   opened->clear();
 }
@@ -243,13 +204,13 @@ void CudaWorkspaces::CloseOpened(std::vector<std::pair<int, char*>>* opened) {
 void CudaWorkspaces::FreeOwn(Workspace* workspace) {
   for (const auto& [device, address] : workspace->own) {
     cudaSetDevice(ordinals_.at(device));
-    cudaFree(address);
+    memory_->Free(address);
   }
   workspace->own.clear();
 }
 
 bool CudaWorkspaces::View(const std::vector<int64_t>& devices, int32_t rank, int64_t bytes,
-                          SymmetricView* view) const {
+                          SymmetricView* view, shmem::RemoteRef* remote) const {
   const WorkspaceId id = WorkspaceId::Of(devices, bytes);
   std::lock_guard<std::mutex> lock(mutex_);
   const auto found = workspaces_.find(id);
@@ -260,7 +221,8 @@ bool CudaWorkspaces::View(const std::vector<int64_t>& devices, int32_t rank, int
   for (int32_t r = 0; r < view->world; ++r) {
     const auto copy = found->second.reached.find({devices[rank], devices[r]});
     if (copy == found->second.reached.end()) return false;
-    view->base[r] = copy->second;
+    view->base[r] = copy->second.mapped;
+    remote[r] = copy->second.remote;
   }
   return true;
 }
@@ -270,7 +232,7 @@ char* CudaWorkspaces::CopyOf(const WorkspaceId& id, int64_t local, int64_t devic
   const auto found = workspaces_.find(id);
   if (found == workspaces_.end()) return nullptr;
   const auto copy = found->second.reached.find({local, device});
-  return copy == found->second.reached.end() ? nullptr : copy->second;
+  return copy == found->second.reached.end() ? nullptr : copy->second.mapped;
 }
 
 bool CudaWorkspaces::Has(const WorkspaceId& id) const {
@@ -320,7 +282,7 @@ int64_t CudaWorkspaces::BytesTaken() const {
   std::map<int64_t, int64_t> taken;
   for (const auto& [id, workspace] : workspaces_) {
     for (const auto& [device, address] : workspace.own) {
-      taken[device] += RoundUp(id.bytes, kBlockBytes);
+      taken[device] += RoundUp(id.bytes, WorkspaceMemory::kBlockBytes);
     }
   }
   int64_t most = 0;

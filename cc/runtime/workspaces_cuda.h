@@ -1,10 +1,11 @@
 // The workspaces of the symmetric heap on GPUs. A workspace has one copy on each device of a set:
-// an allocation of its own.
+// an allocation of its own (runtime/workspace_memory.h).
 //
 //   identity  The set of devices, in any order, and the size. Calls over these devices whose needs
 //             round up to this size share it, whatever the op, the shape and the order of ranks.
 //   reach     A device addresses the copies of its own process by peer access, and those of other
-//             processes by CUDA IPC.
+//             processes by CUDA IPC or NVSHMEM. NVSHMEM also reaches other nodes, where copies are
+//             not mapped.
 //   writers   One thread at a time adds, attaches, closes and frees (jflux/_heap holds a lock).
 //             XLA's threads count users.
 //   readers   Handlers (View), on XLA's threads.
@@ -31,6 +32,7 @@
 
 #include "core/layout.h"
 #include "runtime/heap.h"
+#include "runtime/workspace_memory.h"
 
 namespace jflux {
 
@@ -45,7 +47,8 @@ struct WorkspaceCopy {
 class CudaWorkspaces {
  public:
   // `ordinals`: CUDA's number of each device of this process, by global id.
-  explicit CudaWorkspaces(std::map<int64_t, int> ordinals) : ordinals_(std::move(ordinals)) {}
+  CudaWorkspaces(std::map<int64_t, int> ordinals, std::unique_ptr<WorkspaceMemory> memory)
+      : ordinals_(std::move(ordinals)), memory_(std::move(memory)) {}
   ~CudaWorkspaces();
   CudaWorkspaces(const CudaWorkspaces&) = delete;
   CudaWorkspaces& operator=(const CudaWorkspaces&) = delete;
@@ -64,9 +67,11 @@ class CudaWorkspaces {
   // Close of all workspaces, when nothing runs.
   void CloseAll();
 
-  // What rank `rank` of these devices sees. False: there is no such workspace.
-  bool View(const std::vector<int64_t>& devices, int32_t rank, int64_t bytes,
-            SymmetricView* view) const;
+  // What rank `rank` of these devices sees: *view has the address of each copy, null for those that
+  // are not mapped (on other nodes), and `remote` a reference to each. False: there is no such
+  // workspace.
+  bool View(const std::vector<int64_t>& devices, int32_t rank, int64_t bytes, SymmetricView* view,
+            shmem::RemoteRef* remote) const;
   // Where `local` finds the copy of `device`; null if it cannot.
   char* CopyOf(const WorkspaceId& id, int64_t local, int64_t device) const;
 
@@ -92,7 +97,7 @@ class CudaWorkspaces {
       if (!workspace.committed) continue;
       for (const auto& [device, address] : workspace.own) {
         if (!visit(WorkspaceCopy{ordinals_.at(device), address, id.bytes,
-                                 !workspace.opened.empty()})) {
+                                 workspace.own.size() < id.devices.size()})) {
           return false;
         }
       }
@@ -106,18 +111,19 @@ class CudaWorkspaces {
     int64_t users = 0;     // calls of executables
     int64_t expected = 0;  // calls that were lowered, less those that have begun
     std::chrono::steady_clock::time_point last_expected;
-    std::map<int64_t, char*> own;                          // by local device
-    std::map<std::pair<int64_t, int64_t>, char*> reached;  // by (local device, device)
-    std::vector<std::pair<int, char*>> opened;             // by CUDA IPC: (ordinal, address)
+    std::map<int64_t, char*> own;                             // by local device
+    std::map<std::pair<int64_t, int64_t>, PeerCopy> reached;  // by (local device, device)
+    std::vector<std::pair<int, char*>> opened;  // of other processes: (ordinal, address)
   };
 
   bool AddCopy(const WorkspaceId& id, int64_t device, Workspace* workspace, std::string* error);
-  static bool AppendHandle(int64_t device, const Workspace& workspace, std::string* handle,
-                           std::string* error);
-  static void CloseOpened(std::vector<std::pair<int, char*>>* opened);
+  bool AppendHandle(int64_t device, const Workspace& workspace, std::string* handle,
+                    std::string* error);
+  void CloseOpened(std::vector<std::pair<int, char*>>* opened);
   void FreeOwn(Workspace* workspace);
 
   const std::map<int64_t, int> ordinals_;
+  const std::unique_ptr<WorkspaceMemory> memory_;
   mutable std::mutex mutex_;
   std::map<WorkspaceId, Workspace> workspaces_;
 };

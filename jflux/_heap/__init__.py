@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 from .. import _config, _ffi, _version
 from .._native import lib
-from . import _making, _nodes, _rendezvous, _report, _workspaces
+from . import _making, _nodes, _nvshmem, _rendezvous, _report, _workspaces
 from ._agreement import BLOCK, Request
 from ._nodes import Facts, Job
 from ._rendezvous import claim as claim
@@ -41,6 +41,7 @@ class Settings:
     deadline_seconds: float = 1800.0
     warn_seconds: float = 120.0
     node: str | tuple[str, ...] | None = None
+    backend: str | None = None
 
     @property
     def patience(self) -> _rendezvous.Patience:
@@ -61,6 +62,7 @@ def init(
     deadline_seconds: float = 1800.0,
     warn_seconds: float = 120.0,
     node: str | Sequence[str] | None = None,
+    backend: str | None = None,
 ) -> None:
     """Creates the symmetric heap with these settings, on JAX's default platform (another one's is
     created by the first call that is lowered for it, with the same settings).
@@ -84,12 +86,16 @@ def init(
         when, and what follows. No warning if this is not less than the deadline.
       node: splits a host into nodes, to try out what runs on several: the name of this process's
         node, or one name for each of its devices. By default a host is a node.
+      backend: "nvshmem": GPU memory of NVSHMEM, which also reaches other nodes; for one process per
+        GPU, with ``pip install jflux[nvshmem]``. All `heap_bytes` are then taken at once. Where it
+        cannot be used a warning says why, and the heap is the usual one, which is the default:
+        host memory on the CPU, and on GPUs CUDA's own.
 
     Raises:
       ValueError: for a size or a time that is not positive, or as many names of nodes as there are
-        no devices.
+        no devices; for another `backend`.
       RuntimeError: if the heap exists already with other settings (call :func:`shutdown` first);
-        with ``jflux.config.strict``, if it cannot be made.
+        with ``jflux.config.strict``, if it cannot be made, or not with `backend`.
     """
     global _settings
     if heap_bytes is not None and heap_bytes <= 0:
@@ -97,8 +103,10 @@ def init(
     for name, seconds in (("deadline_seconds", deadline_seconds), ("warn_seconds", warn_seconds)):
         if not 0 < seconds <= 1e9:  # in nanoseconds it must fit 64 bits
             raise ValueError(f"{name}={seconds} must be positive, and at most 1e9")
+    if backend not in (None, _nvshmem.NAME):
+        raise ValueError(f'{backend=} must be None or "{_nvshmem.NAME}"')
     names = node if node is None or isinstance(node, str) else tuple(node)
-    wanted = Settings(heap_bytes, deadline_seconds, warn_seconds, names)
+    wanted = Settings(heap_bytes, deadline_seconds, warn_seconds, names, backend)
     with _lock:
         platform = _default_platform()
         if platform in ("cpu", "cuda"):
@@ -114,9 +122,11 @@ def init(
             if platform in _jobs and not _exists(platform) and not _jobs[platform].with_heap():
                 del _jobs[platform]
             _ensure(platform, again=True)
-            why = _failure(platform)
+            why, instead = _failure(platform), _jobs[platform].instead
             if why is not None and _config.config.strict:
                 raise RuntimeError(f"the symmetric heap cannot be made: {why}")
+            if instead and _config.config.strict:
+                raise RuntimeError(f"the symmetric heap has no memory of NVSHMEM: {instead}")
 
 
 def shutdown() -> None:
@@ -177,6 +187,22 @@ def deadline_seconds() -> float:
 def backend_in_use() -> str | None:
     """ "cpu" or "cuda", or None before a heap exists. With heaps on both platforms it is "cuda"."""
     return next((platform for platform in ("cuda", "cpu") if _exists(platform)), None)
+
+
+def why_no_nvshmem(mesh: Mesh, table: np.ndarray) -> str | None:
+    """Why NVSHMEM does not connect these groups of ranks, or None. Makes the heap, if the mesh's
+    devices belong to this program.
+
+    Args:
+      table: global device ids, [number of groups, ranks].
+    """
+    device = mesh.devices.flat[0]
+    if not any(device is d for d in device.client.devices()) or _platform_of(device) != "cuda":
+        return "the program is for GPUs that are not here"
+    job = _ensure("cuda")
+    if job.backend != _nvshmem.NAME:
+        return job.instead or job.absent or "jflux.init(backend=...) did not ask for it"
+    return job.why_not(table)
 
 
 def heap_report() -> HeapReport:
@@ -329,6 +355,12 @@ def _ensure(platform: str, *, again: bool = False) -> Job:
                     logging.WARNING,
                     f"jflux has no symmetric heap, and calls take their lax references: {why}",
                 )
+            if _jobs[platform].instead:
+                _config.say_once(
+                    logging.WARNING,
+                    "jflux's symmetric heap has its usual memory, and not NVSHMEM's: "
+                    + _jobs[platform].instead,
+                )
         return _jobs[platform]
 
 
@@ -358,11 +390,13 @@ def _make(platform: str, members: _making.Members, attempt: int) -> Job:
         if len(members.processes) == 1:
             _reserved[platform] = _workspaces.Alone(job.heap_bytes)
         else:
+            process_of = job.with_heap()
+            node = _nodes.processes_of_nodes(job.facts.values())[members.me]
             shared = _workspaces.Shared(
                 job.heap_bytes,
-                process_of=job.with_heap(),
+                process_of=process_of,
                 me=members.me,
-                node=_nodes.processes_of_nodes(job.facts.values())[members.me],
+                reached=set(process_of.values()) if job.backend == _nvshmem.NAME else node,
                 gather=gather,
                 claim=lambda name, value: claim(_name(platform, attempt, name), value),
                 look=lambda name: _rendezvous.look(_name(platform, attempt, name)),
@@ -375,6 +409,7 @@ def _make(platform: str, members: _making.Members, attempt: int) -> Job:
 def _facts(platform: str, members: _making.Members) -> Facts:
     """What this process says of itself."""
     why_no_cuda = _why_no_cuda() if platform == "cuda" else None
+    backend = _settings.backend
     sizes = [getattr(d, "core_count", None) for d in jax.local_devices(backend=platform)]
     return Facts(
         process=members.me,
@@ -385,6 +420,9 @@ def _facts(platform: str, members: _making.Members) -> Facts:
         unusable=why_no_cuda or "",
         build=_version.__version__,
         sm_count=min((int(size) for size in sizes if size), default=0),
+        backend=backend or "",
+        no_nvshmem=_nvshmem.why_not_here(platform, len(members.devices)) if backend else "",
+        arena=lib.nvshmem_arena_bytes() if backend else 0,
     )
 
 

@@ -4,6 +4,7 @@ Steps, each with all processes of the job or of the node. A step that fails anyw
 in all processes of the node, with the same reason.
 
   facts     all   who is on which host, with which devices; how much memory workspaces may take
+  nvshmem   all   where jflux.init asked for it: its start (_nvshmem)
   created   node  each process has made its part; handles of its memory
   attached  node  each has opened the others' parts
   probed    node  on GPUs: the links (cc/runtime/link_probe.h)
@@ -21,7 +22,7 @@ from typing import Protocol
 import jax
 
 from .._native import lib
-from . import _nodes, _rendezvous, _workspaces
+from . import _nodes, _nvshmem, _rendezvous, _workspaces
 from ._agreement import Workspace
 from ._nodes import Facts, Job, Outcome
 
@@ -89,11 +90,17 @@ def make(
         return Job.of([facts], {facts.process: Outcome(str(absent))}, absent=str(absent))
     all_facts = [Facts.load(text) for text in texts.values()]
     node = _nodes.processes_of_nodes(all_facts)[members.me]
-    limit = min(f.heap_bytes for f in all_facts)
-    failure, times = facts.unusable, (deadline_seconds, warn_seconds)
+    limit, times = _nodes.limit_of(all_facts), (deadline_seconds, warn_seconds)
+    backend, instead, failure = platform, "", facts.unusable
     try:
+        if any(f.backend for f in all_facts):
+            arena = limit + lib.probe_bytes(sum(len(f.devices) for f in all_facts))
+            instead = _nvshmem.why_not(all_facts) or _nvshmem.start(
+                all_facts, members.me, members.ordinals[0], arena, gather
+            )
+            backend = platform if instead else _nvshmem.NAME
         if not facts.unusable:
-            _make_node(platform, members, all_facts, node, limit, times, gather)
+            _make_node(platform, backend, members, all_facts, node, limit, times, gather)
     except (Failure, _rendezvous.Absent) as error:
         leave(platform, lambda: gather(f"failed/{node[0]}", "", node, LEAVE_SECONDS))
         failure = str(error)
@@ -103,7 +110,8 @@ def make(
     except _rendezvous.Absent as absent:
         leave(platform, lambda: gather(f"absent/{node[0]}", "", node, LEAVE_SECONDS))
         return Job.of([facts], {facts.process: Outcome(str(absent))}, absent=str(absent))
-    return Job.of(all_facts, {process: Outcome.load(text) for process, text in texts.items()})
+    outcomes = {process: Outcome.load(text) for process, text in texts.items()}
+    return Job.of(all_facts, outcomes, backend=backend, instead=instead)
 
 
 def leave(platform: str, meet: Callable[[], object]) -> None:
@@ -123,6 +131,7 @@ def leave(platform: str, meet: Callable[[], object]) -> None:
 
 def _make_node(
     platform: str,
+    backend: str,
     members: Members,
     facts: Sequence[Facts],
     node: tuple[int, ...],
@@ -147,7 +156,7 @@ def _make_node(
 
     def create() -> str:
         leads = members.me == node[0]
-        lib.heap_create(platform, platform, members.devices, members.ordinals, limit, *times, leads)
+        lib.heap_create(platform, backend, members.devices, members.ordinals, limit, *times, leads)
         return lib.heap_export(platform)
 
     handles = together("created", create)

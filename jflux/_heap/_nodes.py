@@ -32,6 +32,9 @@ class Facts:
       unusable: why its devices run no kernels; "" if they do.
       build: the version of jflux.
       sm_count: multiprocessors of its smallest GPU; 0 on CPUs.
+      backend: what jflux.init was asked for: "nvshmem", or "" for the usual one.
+      no_nvshmem: why it cannot use NVSHMEM; "" if it can, or was not asked to.
+      arena: bytes that it has had of NVSHMEM since an earlier heap; 0 if NVSHMEM has not started.
     """
 
     process: int
@@ -42,6 +45,9 @@ class Facts:
     unusable: str = ""
     build: str = ""
     sm_count: int = 0
+    backend: str = ""
+    no_nvshmem: str = ""
+    arena: int = 0
 
     def dump(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -77,6 +83,11 @@ def _known_fields(kind: type[Any], fields: dict[str, Any]) -> dict[str, Any]:
     """Another version of jflux may say more."""
     known = {field.name for field in dataclasses.fields(kind)}
     return {name: value for name, value in fields.items() if name in known}
+
+
+def limit_of(facts: Iterable[Facts]) -> int:
+    """The most that workspaces take on any device: the least that a process has."""
+    return min((min(f.heap_bytes, f.arena or f.heap_bytes) for f in facts), default=0)
 
 
 def this_host() -> str:
@@ -137,22 +148,34 @@ class Job:
       outcomes: of each process.
       node: of each device.
       absent: why there are no heaps, if processes did not come; "" otherwise.
+      backend: of the heaps: the platform's name, or "nvshmem".
+      instead: why that is not what jflux.init was asked for; "" if it is.
     """
 
     facts: Mapping[int, Facts]
     outcomes: Mapping[int, Outcome]
     node: Mapping[int, int]
     absent: str = ""
+    backend: str = ""
+    instead: str = ""
 
     @classmethod
-    def of(cls, facts: Iterable[Facts], outcomes: Mapping[int, Outcome], absent: str = "") -> Job:
+    def of(
+        cls,
+        facts: Iterable[Facts],
+        outcomes: Mapping[int, Outcome],
+        absent: str = "",
+        backend: str = "",
+        instead: str = "",
+    ) -> Job:
         facts = list(facts)
-        return cls({f.process: f for f in facts}, outcomes, node_of(facts), absent)
+        by_process = {f.process: f for f in facts}
+        return cls(by_process, outcomes, node_of(facts), absent, backend, instead)
 
     @property
     def heap_bytes(self) -> int:
         """The most that workspaces take on any device: the least that a process has."""
-        return min((f.heap_bytes for f in self.facts.values()), default=0)
+        return limit_of(self.facts.values())
 
     @property
     def link_gbps(self) -> float:

@@ -96,7 +96,7 @@ class Shared:
       limit: the most that workspaces take of a device's memory, in bytes.
       process_of: by device.
       me: this process.
-      node: the processes of this one's node.
+      reached: the processes whose memory this one can reach: of its node; all with NVSHMEM.
       gather, claim, look: of the store.
 
     Two locks, taken in this order, and neither while the heap's own is wanted:
@@ -119,13 +119,13 @@ class Shared:
         *,
         process_of: dict[int, int],
         me: int,
-        node: Collection[int],
+        reached: Collection[int],
         gather: Gather,
         claim: Callable[[str, str], str],
         look: Callable[[str], str | None],
     ) -> None:
         self.ledger = Ledger(limit)
-        self._process_of, self._me, self._node = process_of, me, tuple(node)
+        self._process_of, self._me, self._reached = process_of, me, tuple(reached)
         self._all = tuple(sorted(set(process_of.values())))
         self._gather, self._claim, self._look = gather, claim, look
         self._asked: collections.Counter[Request] = collections.Counter()
@@ -251,7 +251,7 @@ class Shared:
                     added.append(workspace)
         except RuntimeError as error:
             failure = no_memory(missing, error)
-        answers = self._agree(f"{step}/handles", json.dumps([failure, handles]), self._node)
+        answers = self._agree(f"{step}/handles", json.dumps([failure, handles]), self._reached)
         others = {p: json.loads(text) for p, text in answers.items() if p != self._me}
         failure = failure or next((why for why, _ in others.values() if why), "")
         if not failure:

@@ -55,6 +55,7 @@ TEST(EveryHandlerIsATarget) {
     EXPECT(t->execute != nullptr) << t->name;
     ++targets[t->name + 6];
   }
+  targets.erase("node_exchange");  // of no Op
   EXPECT_EQ(targets.size(), AllOps().size());
   for (const Op* op : AllOps()) EXPECT_EQ(targets[op->name], op->cuda == nullptr ? 1 : 2);
 }
