@@ -21,11 +21,13 @@ class Levels:
       axis_sizes: of these, by name, in the mesh's order of axes.
       nodes: for each node, the positions of its ranks in the group, growing; nodes by their first
         rank. Ranks with one place in their nodes are counterparts.
+      by_nvshmem: whether NVSHMEM moves data between nodes, and not XLA's collectives.
     """
 
     axis_names: tuple[Any, ...]
     axis_sizes: tuple[tuple[Any, int], ...]
     nodes: tuple[tuple[int, ...], ...]
+    by_nvshmem: bool = False
 
     @property
     def count(self) -> int:

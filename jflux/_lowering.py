@@ -277,7 +277,12 @@ def _levels_over(platform: str, mesh: Mesh, axis_names: Any) -> Levels | str | N
     if not _dispatch.belongs_here(mesh):
         return None  # a topology to export for, of one node as far as anyone knows
     table = _mesh.group_table(mesh, axis_names)
-    return _levels.levels_of(table, _heap.node_of(platform), axis_names, mesh.shape)
+    levels = _levels.levels_of(table, _heap.node_of(platform), axis_names, mesh.shape)
+    if platform == "cuda" and isinstance(levels, Levels):
+        between = _mesh.group_table(mesh, levels.between)
+        by_nvshmem = _heap.why_no_nvshmem(mesh, between) is None
+        levels = dataclasses.replace(levels, by_nvshmem=by_nvshmem)
+    return levels
 
 
 def _report(label: str, ctx: Any, plan: Plan) -> None:

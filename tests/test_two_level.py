@@ -36,8 +36,9 @@ from jax.sharding import PartitionSpec as P
 
 import jflux
 import jflux.nn as jnn
-from jflux import _config, _dispatch, _ffi, _heap, parallel
+from jflux import _config, _dispatch, _ffi, _heap, _lowering, parallel
 from jflux._dispatch import Machine, Path
+from jflux._levels import Levels
 from jflux._ops import _two_level, _two_level_plan
 
 pytestmark = pytest.mark.skipif(PLATFORM == "gpu", reason="tests/two_level_gpu.py is for GPUs")
@@ -155,6 +156,44 @@ def test_exchanges(on, place):
             wants = exchanged(op, [x[at] for at in group], **options)
             for at, want in zip(group, wants, strict=True):
                 np.testing.assert_array_equal(y[at].astype(np.float64), want.astype(np.float64))
+
+
+# ---- With NVSHMEM between nodes: the same calls, whose transfers here are XLA's ------------------
+
+
+@pytest.fixture
+def by_nvshmem(monkeypatch):
+    found = _lowering._levels_over
+
+    def forced(*args):
+        levels = found(*args)
+        if not isinstance(levels, Levels):
+            return levels
+        used.append(levels)
+        return dataclasses.replace(levels, by_nvshmem=True)
+
+    used: list[Levels] = []
+    monkeypatch.setattr(_lowering, "_levels_over", forced)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+    assert used
+
+
+@pytest.mark.parametrize("place", ["tp major", "any order"])
+@each_call(lead=(4,), k=5, n=6)
+def test_products_by_nvshmem(on, by_nvshmem, small_sums, place, call):
+    check_values(call, on(PLACES[place]), PLACES[place].axis)
+
+
+@each_place
+def test_exchanges_by_nvshmem(on, by_nvshmem, place):
+    test_exchanges(on, place)
+
+
+def test_sums_in_two_steps_by_nvshmem(on, by_nvshmem, small_sums):
+    """Exchange and gather of vectors that the nodes do not divide."""
+    check_values(Call("matmul_all_reduce", (5,)), on(TWO), TWO.axis)
 
 
 @each_place

@@ -29,7 +29,7 @@ from jax import lax
 
 from .. import _epilogue, _mesh
 from .._levels import Levels
-from . import _product
+from . import _node_exchange, _product
 from ._collective import Collective
 from ._two_level_plan import NODE_BYTES_PER_SECOND, NODE_LATENCY
 
@@ -53,10 +53,17 @@ class Transfers:
         self._shifted: dict[int, list[jax.Array]] = {}  # by steps
         self._last: jax.Array | None = None  # of the others
 
+    def _between(self) -> tuple[tuple[Any, ...], _node_exchange.Groups]:
+        part = self.levels.between
+        return part.axis_names, part.groups
+
     def shift(self, x: jax.Array, steps: int) -> jax.Array:
         """x of the counterpart on the `steps`-th node after this one (modulo their number)."""
         names = tuple(name for name, _ in self.levels.axis_sizes)
         pairs, before = self.levels.shift(steps), self._shifted.setdefault(steps, [])
+        if self.levels.by_nvshmem:
+            axes, groups = self._between()
+            return _node_exchange.shift(x, axes, groups, steps, pairs, names)
         # Permutations are combined if their pairs are equal, in order too.
         first = len(before) % len(pairs)
         if len(before) >= len(pairs):
@@ -73,6 +80,8 @@ class Transfers:
 
     def gather(self, x: jax.Array, dimension: int) -> jax.Array:
         """x of all counterparts, in a new dimension."""
+        if self.levels.by_nvshmem:
+            return jnp.moveaxis(_node_exchange.gather(x, *self._between()), 0, dimension)
         names, groups = _mesh.axes_and_groups(self.levels.between)
         return self._chained(
             x, lambda x: lax.all_gather(x, names, axis_index_groups=groups, axis=dimension)
@@ -80,6 +89,10 @@ class Transfers:
 
     def exchange(self, x: jax.Array, split: int, concat: int) -> jax.Array:
         """``all_to_all(tiled=True)`` between counterparts."""
+        if self.levels.by_nvshmem:
+            blocks = jnp.moveaxis(divide(x, split, self.levels.count), split, 0)
+            arrived = _node_exchange.exchange(blocks, *self._between())
+            return merge(jnp.moveaxis(arrived, 0, concat), concat)
         between = Collective("all_to_all", split, concat)
         return self._chained(x, lambda x: between.lax(x, self.levels.between))
 
