@@ -57,6 +57,12 @@ def test_processes_that_are_nodes():
 UNSHARE = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
 
 
+def test_exchanges_between_processes_that_are_nodes():
+    """By XLA's collectives; tests/nvshmem_gpu.py does it with NVSHMEM."""
+    scenarios = "node_exchange,node_exchange_again,two_levels"
+    _all_right(scenarios, 2, 1, options=["--nodes", "named"])
+
+
 @pytest.mark.skipif(PLATFORM != "cpu", reason="GPU processes of one host are one node there")
 @pytest.mark.skipif(
     subprocess.run([*UNSHARE, "true"], capture_output=True, check=False).returncode != 0,

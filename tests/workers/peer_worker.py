@@ -7,6 +7,7 @@ the errors that the program got.
 import argparse
 import faulthandler
 import functools
+import logging
 import os
 import signal
 import sys
@@ -22,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import jflux
 from jflux import testing
+from jflux._ops import _node_exchange as node_exchange_ops
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("scenario")
@@ -31,6 +33,10 @@ parser.add_argument("--processes", type=int, required=True)
 parser.add_argument("--devices", type=int, default=1, help="of each process")
 parser.add_argument("--port", type=int, required=True)
 parser.add_argument("--nodes", choices=["named"], help="each process is a node")
+parser.add_argument("--backend", choices=["nvshmem"], help="of the heap")
+parser.add_argument(
+    "--exit", action="store_true", help="ends as a program does, with exit handlers"
+)
 args = parser.parse_args()
 
 DEADLINE = 5.0
@@ -322,7 +328,7 @@ def again():
     for deadline in (7, 9):
         lax_barrier(mesh)
         jflux.shutdown()
-        jflux.init(deadline_seconds=deadline, heap_bytes=64 << 20)
+        jflux.init(deadline_seconds=deadline, heap_bytes=64 << 20, backend=args.backend)
         check_products(mesh)
 
 
@@ -387,7 +393,7 @@ def different_heaps():
     mesh = Mesh(np.array(jax.devices()), ("tp",))
     lax_barrier(mesh)
     jflux.shutdown()
-    jflux.init(heap_bytes=(64 + args.process) << 20)
+    jflux.init(heap_bytes=(64 + args.process) << 20, backend=args.backend)
     assert jflux.heap_report().limit == 64 << 20
     check_products(mesh)
 
@@ -399,6 +405,147 @@ def nodes():
     check_products(mesh, "tp")
     check_products(Mesh(mesh.devices.T, ("tp", "node")), "tp", rows=2)
     lax_barrier(Mesh(np.array(jax.devices()), ("tp",)))
+
+
+def exchanges_between(mesh):
+    """By name, functions of each rank's [ranks, ...], and the exact results of all ranks' x."""
+    ranks = mesh.size
+    groups = (tuple(range(ranks)),)
+    rows = np.arange(ranks)
+    made = {
+        "exchange": (
+            lambda x: node_exchange_ops.exchange(x, ("tp",), groups),
+            lambda x: x.swapaxes(0, 1),
+        ),
+        "gather": (
+            lambda x: node_exchange_ops.gather(x, ("tp",), groups),
+            lambda x: np.broadcast_to(x, (ranks, *x.shape)),
+        ),
+    }
+    for steps in range(1, ranks):
+        pairs = [((r + steps) % ranks, r) for r in range(ranks)]
+        made[f"shift {steps}"] = (
+            lambda x, s=steps, p=pairs: node_exchange_ops.shift(x, ("tp",), groups, s, p),
+            lambda x, s=steps: x[(rows + s) % ranks],
+        )
+    return made
+
+
+def of_each_rank(mesh, f):
+    return shard_map(mesh, lambda x: f(x[0])[None], P("tp"), P("tp"))
+
+
+def check_shards(y, want):
+    for shard in y.addressable_shards:
+        np.testing.assert_array_equal(np.asarray(shard.data), want[shard.index])
+
+
+def node_exchange():
+    """Exchanges between processes that are nodes: every bit, of sizes from a byte to several
+    slices, with late ranks and again and again in a loop; then how long small ones take."""
+    mesh = Mesh(np.array(jax.devices()), ("tp",))
+    ranks = mesh.size
+    for name, (f, exact) in exchanges_between(mesh).items():
+        g = of_each_rank(mesh, f)
+        for shape, dtype in (
+            ((1,), np.int8), ((5, 3), jnp.bfloat16), ((1000, 17), np.float32),
+            ((3, 70001), np.float16), ((1 << 22,), np.float32),
+        ):  # fmt: skip
+            x = normal(1, (ranks, ranks, *shape), np.float32) * 100
+            x = x.astype(dtype)
+            operand = put(mesh, P("tp"), x)
+            text = g.lower(operand).as_text()
+            assert ("jflux_node_exchange" in text) == (args.backend == "nvshmem"), name
+            for _ in range(3):
+                testing.poison_workspaces()
+                check_shards(jax.block_until_ready(g(operand)), exact(x))
+        print("right", name, flush=True)
+
+    hop = exchanges_between(mesh)["exchange"][0]
+    again = of_each_rank(mesh, lambda x: lax.scan(lambda h, _: (hop(h) + 1, None), x, length=51)[0])
+    x = np.arange(ranks * ranks * 999, dtype=np.float32).reshape(ranks, ranks, 999)
+    with testing.planted_faults(max_delay_us=300):
+        for _ in range(3):
+            check_shards(again(put(mesh, P("tp"), x)), x.swapaxes(0, 1) + 51)
+    print("right in a loop with late ranks", flush=True)
+    if args.platform == "gpu":
+        times(mesh)
+
+
+def node_exchange_again():
+    """After a shutdown: NVSHMEM goes on, and the places of the old workspaces are used again."""
+    mesh = Mesh(np.array(jax.devices()), ("tp",))
+    x = normal(1, (mesh.size, mesh.size, 5000), np.float32)
+    for node in range(3):
+        for f, exact in exchanges_between(mesh).values():
+            check_shards(of_each_rank(mesh, f)(put(mesh, P("tp"), x)), exact(x))
+        lax_barrier(mesh)
+        jflux.shutdown()
+        jflux.init(node=f"{node} {args.process}", backend=args.backend, heap_bytes=64 << 20)
+
+
+def two_levels():
+    """Each process is a node, and groups span them: values of all ops."""
+    mesh = Mesh(np.array(jax.devices()), ("tp",))
+    for sizes in ({}, {"rows": 128, "k": 72, "n": 136}, {"rows": 1024, "k": 512, "n": 512}):
+        for seed, op in enumerate(
+            ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_to_all")
+        ):
+            f, operands, want, scale, terms = product(op, mesh, seed=10 * seed, **sizes)
+            by_nvshmem = "jflux_node_exchange" in f.lower(*operands).as_text()
+            assert by_nvshmem == (args.backend == "nvshmem"), op
+            for _ in range(3):
+                testing.poison_workspaces()
+                check(jax.block_until_ready(f(*operands)), want, scale, jnp.bfloat16, terms)
+    check_exchanges(mesh, "tp", jnp.bfloat16, 3, 4)
+    check_matmul_all_reduce(mesh, 64, 136, 1024)
+
+
+def nvshmem_reasons():
+    """One process asks for NVSHMEM, and gets the usual heap and the reason."""
+    logging.basicConfig(stream=sys.stdout)
+    jflux.shutdown()
+    with jflux.config(strict=False):
+        jflux.init(backend="nvshmem")
+    assert jflux.heap_report().platform != ""
+    assert jflux._heap._jobs["cuda" if args.platform == "gpu" else "cpu"].instead
+
+
+def times(mesh):
+    """Microseconds of one exchange in a loop of many, by NVSHMEM and by XLA's collectives."""
+    ranks, steps = mesh.size, 100
+    for size in (1 << 10, 1 << 13, 1 << 16, 1 << 20, 1 << 24):
+        x = put(mesh, P("tp"), normal(0, (ranks, ranks, size // 4), np.float32))
+        found = []
+        for fused in (True, False):
+            with jflux.config(fused=fused):
+                # Another function for each: a cached one would not look at the switch.
+                hop = exchanges_between(mesh)["exchange"][0]
+                g = of_each_rank(
+                    mesh, lambda x, h=hop: lax.scan(lambda a, _: (h(a), None), x, length=steps)[0]
+                )
+                jax.block_until_ready(g(x))
+                spent = []
+                for _ in range(5):
+                    begin = time.perf_counter()
+                    jax.block_until_ready(g(x))
+                    spent.append((time.perf_counter() - begin) / steps * 1e6)
+                found.append(sorted(spent)[2])
+        print(f"time {size} bytes: {found[0]:.1f} us, by XLA {found[1]:.1f} us", flush=True)
+
+
+def node_never_calls():
+    """The last process is there, but does not make the exchange that the others wait for."""
+    mesh = Mesh(np.array(jax.devices()), ("tp",))
+    f, exact = exchanges_between(mesh)["exchange"]
+    x = normal(1, (mesh.size, mesh.size, 100), np.float32)
+    operand = put(mesh, P("tp"), x)
+    f = compiled_by_all(of_each_rank(mesh, f), operand)
+    check_shards(jax.block_until_ready(f(operand)), exact(x))
+    if args.process == args.processes - 1:
+        time.sleep(DEADLINE + 5)
+    else:
+        expect_error(f, operand)
 
 
 def late():
@@ -465,6 +612,11 @@ SCENARIOS = {
     "different_shapes": different_shapes,
     "different_heaps": different_heaps,
     "nodes": nodes,
+    "node_exchange": node_exchange,
+    "node_exchange_again": node_exchange_again,
+    "node_never_calls": node_never_calls,
+    "nvshmem_reasons": nvshmem_reasons,
+    "two_levels": two_levels,
     "late": late,
     "absent": absent,
 }
@@ -473,9 +625,11 @@ if __name__ == "__main__":
     start()
     jflux.config.update(strict=True, always=True)
     scenarios = args.scenario.split(",")
-    fails = scenarios[0] in ("exit", "kill", "never_calls", "different_shapes")
+    fails = scenarios[0] in (
+        "exit", "kill", "never_calls", "different_shapes", "node_never_calls",
+    )  # fmt: skip
     node = str(args.process) if args.nodes == "named" else None
-    jflux.init(deadline_seconds=DEADLINE if fails else 60, node=node)
+    jflux.init(deadline_seconds=DEADLINE if fails else 60, node=node, backend=args.backend)
     for scenario in scenarios:
         try:
             SCENARIOS[scenario]()
@@ -488,4 +642,6 @@ if __name__ == "__main__":
         leave_last(without_the_last=scenarios[0] in ("exit", "kill"))
     else:
         jax.distributed.shutdown()  # waits for the others
+    if args.exit:
+        sys.exit(0)
     os._exit(0)
