@@ -75,7 +75,7 @@ def _start_jax(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Non
     if several and args.seed is None:
         args.seed = 0  # the same in all processes
     chosen = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
-    if not chosen and jax.config.read("jax_num_cpu_devices") < 0:
+    if not chosen and getattr(jax.config, "jax_num_cpu_devices", -1) < 0:
         share = VIRTUAL_DEVICES // (args.processes or 1) if not args.distributed else 1
         jax.config.update("jax_num_cpu_devices", max(1, share))
     # No kernel of jflux uses NVLink multicast, so NCCL need not set it up either.

@@ -23,6 +23,9 @@ enum class Broken {
   kDroppedWait,
 };
 
+// The flag of a call's packets.
+uint64_t FlagOf(Epoch epoch) { return static_cast<uint32_t>(epoch); }
+
 struct Checked {
   int world, calls;
   Epoch first_epoch = 1;
@@ -42,7 +45,7 @@ void Check(const std::string& name, const Checked& c, Body&& body) {
     for (int before = 0; before < call; ++before) epoch = NextEpoch(epoch);
     WaitContext wait = ModelWait(rank, &faults[rank]);
     wait.skip = c.broken == Broken::kDroppedWait && rank == 1;
-    const PacketCall packets{view, layout, epoch, 7u + (rank == c.other_op), wait, 0};
+    const PacketCall packets{view, layout, epoch, 7u + (rank == c.other_op), wait};
     const bool greets = c.broken != Broken::kNoHello;
     for (int d = 1; d < c.world && greets; ++d) packets.SendHello((rank + d) % c.world);
     const bool ok = body(packets, call);
@@ -66,7 +69,7 @@ void Check(const std::string& name, const Checked& c, Body&& body) {
                              MakeSignal(e - 2, 7));
           for (int w : {0, 1}) {
             checker.Initialize(&view.At<Packet>(rank, layout.PacketOffset(e))[src].word[w],
-                               MakeSignal(e - 2, 99));
+                               FlagOf(e - 2) << 32 | 99);
           }
         }
       }
@@ -93,8 +96,8 @@ uint64_t AwaitBroken(const PacketCall& call, int src, Broken broken) {
   for (uint32_t attempt = 0;; ++attempt) {
     uint64_t a, b;
     LoadRelaxed2(p->word, &a, &b);
-    const bool first = static_cast<Epoch>(a >> 32) == call.epoch;
-    const bool second = static_cast<Epoch>(b >> 32) == call.epoch;
+    const bool first = a >> 32 == FlagOf(call.epoch);
+    const bool second = b >> 32 == FlagOf(call.epoch);
     if (broken == Broken::kNoFlags || (first && (second || broken == Broken::kOneFlag))) {
       return (a & 0xffffffff) | (b << 32);
     }

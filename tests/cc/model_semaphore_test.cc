@@ -15,8 +15,11 @@ void Check(int threads, int times, int count, uint64_t before = 0, Broken broken
   uint64_t *issued = ModelWord(10), *released = ModelWord(11), *holders = ModelWord(12);
   const int granted = count + (broken == Broken::kCountsOneMore);
   const TicketSemaphore semaphore{issued, released, granted};
-  model::Checker checker(threads, times, [&](int, int) {
-    semaphore.Acquire();
+  Fault faults[4]{};
+  model::Checker checker(threads, times, [&](int thread, int) {
+    if (!semaphore.Acquire(ModelWait(thread, &faults[thread]), /*item=*/0)) {
+      model::Fail("a wait for a ticket failed");
+    }
     if (broken == Broken::kReleasesFirst) semaphore.Release();
     Count(holders, 1, count);
     Count(holders, ~uint64_t{0}, count);
