@@ -55,7 +55,7 @@ class Relay : public AnyCall {
     if (view.rank == 2) shmem::put_signal(ctx, number, &sent, 1, ctx.signal(0), 0);
     if (view.rank == 0) {
       ok = shmem::signal_wait_until(ctx, ctx.signal(0), 2);
-      sent = *number + 1;  // whether the wait has failed or not
+      sent = ok ? *number + 1 : -1;  // what a body sends that goes on after a failed wait
       shmem::put_signal(ctx, number, &sent, 1, ctx.signal(1), 1);
     }
     if (view.rank == 1) {
