@@ -60,7 +60,7 @@ class Relay : public AnyCall {
     }
     if (view.rank == 1) {
       ok = shmem::signal_wait_until(ctx, ctx.signal(1), 0);
-      got_ = *number;
+      if (ok) got_ = *number;
     }
     return ok;
   }
