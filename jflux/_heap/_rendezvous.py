@@ -89,11 +89,6 @@ def gather(name: str, value: str, processes: Collection[int], patience: Patience
     return {int(process): v for process, v in values.items() if v is not None}
 
 
-def was_gathered(name: str) -> bool:
-    """Whether processes have met under this name, completely or not."""
-    return look(f"{name}/all") is not None
-
-
 def claim(name: str, value: str) -> str:
     """Writes `value` under `name` unless another process has; returns what is there."""
     if key_value_set(name, value):
