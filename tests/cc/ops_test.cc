@@ -51,8 +51,7 @@ TEST(EveryHandlerIsATarget) {
   std::map<std::string, int> targets;
   for (const JfluxTarget* t = jflux_targets(); t->name != nullptr; ++t) {
     EXPECT(std::strncmp(t->name, "jflux_", 6) == 0) << t->name;
-    EXPECT((t->instantiate != nullptr) == (std::string(t->platform) == "cpu")) << t->name;
-    EXPECT(t->execute != nullptr) << t->name;
+    EXPECT(t->instantiate != nullptr && t->execute != nullptr) << t->name << " " << t->platform;
     ++targets[t->name + 6];
   }
   targets.erase("node_exchange");  // of no Op
