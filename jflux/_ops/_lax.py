@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
@@ -14,6 +16,14 @@ from jax.typing import DTypeLike
 def several(operand: Any) -> tuple[Any, ...]:
     """An operand that may be a sequence, as one."""
     return tuple(operand) if isinstance(operand, tuple | list) else (operand,)
+
+
+def dot_dtype(x: Any, w: Any, preferred_element_type: DTypeLike | None) -> np.dtype:
+    """The type of `lax.dot_general`'s result, for operands of these types: its own rule, which
+    knows Python's types, whether JAX has 64-bit types, and what 8-bit types multiply to."""
+    one = (jax.ShapeDtypeStruct((1,), dtype) for dtype in (x, w))
+    product = functools.partial(lax.dot, preferred_element_type=preferred_element_type)
+    return np.dtype(jax.eval_shape(product, *one).dtype)
 
 
 def matmul(

@@ -14,6 +14,7 @@ import numpy as np
 from .. import _config, _dispatch, _mesh, _native, _tuning
 from .._dispatch import Arrays, Machine, Plan
 from .._native import MAX_RANKS, MAX_WEIGHTS, TILE_ROWS, UNIT
+from . import _lax
 
 CPU_DTYPES = frozenset(np.dtype(d) for d in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64))
 CUDA_DTYPES = frozenset(np.dtype(d) for d in (jnp.float16, jnp.bfloat16))
@@ -77,16 +78,22 @@ def check_axis(op: str, name: str, axis: Any, x: Any, of: str = "the product x @
 
 
 def out_dtype(op: str, operands: Any, preferred_element_type: Any) -> np.dtype:
-    """The type of all results."""
-    if preferred_element_type is not None:
-        return np.dtype(preferred_element_type)
+    """The type of all results: that of `lax.dot_general`, which the reference calls."""
     dtypes = sorted({np.dtype(a.dtype).name for a in operands})
-    if len(operands) > 2 and len(dtypes) > 1:
+    if preferred_element_type is None and len(operands) > 2 and len(dtypes) > 1:
         raise TypeError(
             f"jflux.{op}: several weights or products must be of one type, got "
             f"{', '.join(dtypes)}; cast them, or pass preferred_element_type"
         )
-    return np.dtype(jnp.result_type(*(a.dtype for a in operands)))
+    return _lax.dot_dtype(operands[0].dtype, operands[-1].dtype, preferred_element_type)
+
+
+def constant_if_whole(out: np.dtype, *operands: jax.Array) -> list[jax.Array]:
+    """The operands of a call with results of this type, without gradients if that is one of whole
+    numbers: `jax.custom_jvp` would ask for their tangents."""
+    if jnp.issubdtype(out, jnp.inexact):
+        return list(operands)
+    return [jax.lax.stop_gradient(a) for a in operands]
 
 
 def kernel_takes(x: Any, w: Any, out: np.dtype, world: int, platform: str) -> str | None:

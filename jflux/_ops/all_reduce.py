@@ -111,6 +111,7 @@ def all_reduce(
     if residual is not None or norm is not None:
         epilogue, added = _sum_epilogue.operands(OP, params.axis_names, residual, norm)
         x, *added = _mesh.vary_together(axis_name, x, *added, same=len(added))
+        x, *added = _product.constant_if_whole(x.dtype, x, *added)
         results = _fused(dataclasses.replace(params, epilogue=epilogue), x, tuple(added))
         return results[0] if norm is None else tuple(results)
 

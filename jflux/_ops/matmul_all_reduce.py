@@ -147,6 +147,7 @@ def matmul_all_reduce(
         precision=precision,
     )
     x, w, *added = _mesh.vary_together(axis_name, x, w, *added, same=len(added))
+    x, w, *added = _product.constant_if_whole(params.out_dtype, x, w, *added)
     results = _fused(params, x, w, tuple(added))
     return results[0] if norm is None else tuple(results)
 

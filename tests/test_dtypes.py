@@ -1,0 +1,126 @@
+"""Every product: results have the types of `lax.dot_general`'s, whose operands' types all run."""
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import PRODUCTS, RANKS, make_mesh, of_way, per_device
+from jax import lax
+
+import jflux
+from jflux._ops._spec import all_ops
+
+EACH_OP = pytest.mark.parametrize("op", PRODUCTS)
+#: Whole numbers up to this are exact in every type, and so are sums of few products of them.
+MOST = 1
+
+
+@pytest.fixture(autouse=True)
+def not_strict():
+    """Most of these types take the reference, which is what the tests are about."""
+    with jflux.config(strict=False), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of float64 where JAX has none
+        yield
+
+
+def small(op, x_dtype, w_dtype, ranks=2):
+    """x and w of each rank, of small whole numbers."""
+    call, rng = of_way(op, lead=(2,), k=2, n=2), np.random.default_rng(0)
+    shapes = (call.x_shape(ranks), call.w_shape(ranks))
+    return tuple(
+        rng.integers(-MOST, MOST + 1, (ranks, *shape)).astype(dtype)
+        for shape, dtype in zip(shapes, (x_dtype, w_dtype), strict=True)
+    )
+
+
+def pair(op, **options):
+    """The op and its reference, as functions of one rank's x and w."""
+    spec = all_ops()[op]
+    options = {"axis_name": "tp", **spec.ways[0]} | options
+    return [functools.partial(f, **options) for f in (spec.function, spec.reference)]
+
+
+def assert_same(got, want):
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert one.dtype == other.dtype and one.shape == other.shape
+        # float64 holds all of these types but complex ones.
+        wide = np.complex128 if jnp.issubdtype(one.dtype, jnp.complexfloating) else np.float64
+        np.testing.assert_array_equal(np.asarray(one, wide), np.asarray(other, wide))
+
+
+# ---- Results -------------------------------------------------------------------------------------
+
+PREFERRED = (float, np.float64, int, complex, "float64", jnp.float32)
+
+
+@pytest.mark.parametrize("x64", [False, True], ids=["x32", "x64"])
+@EACH_OP
+def test_preferred_element_type_is_canonical(op, x64):
+    """Python's own types, and those of 64 bits, are what `lax.dot` makes of them."""
+    mesh = make_mesh((2,))
+    x, w = small(op, np.float32, np.float32)
+    for preferred in PREFERRED:
+        with jax.enable_x64(x64):
+            got, want = (
+                jax.jit(per_device(mesh, f))(x, w)
+                for f in pair(op, preferred_element_type=preferred)
+            )
+            expected = jax.eval_shape(
+                functools.partial(lax.dot, preferred_element_type=preferred),
+                x[0, 0, :2],
+                x[0, 0, :2],
+            )
+        assert got.dtype == expected.dtype
+        assert_same(got, want)
+
+
+@EACH_OP
+def test_preferred_element_type_of_global_arrays(op):
+    spec, mesh = all_ops()[op], make_mesh((2,))
+    for preferred in (float, np.float64):
+        f, reference = pair(op, preferred_element_type=preferred, mesh=mesh)
+        x, w = jnp.ones((4, 4), jnp.bfloat16), jnp.ones((4, 4), jnp.bfloat16)
+        assert spec.layout(2, **spec.ways[0]) is not None
+        got = jax.jit(f)(x, w)
+        assert got.dtype == np.float32
+        assert_same(got, jax.jit(reference)(x, w))
+
+
+@EACH_OP
+def test_a_preferred_type_of_python_takes_the_kernel(op):
+    """bfloat16 operands and a `float` result: a float32 one, which kernels have."""
+    mesh = make_mesh((RANKS,))
+    call = of_way(op, lead=(8,), k=8, n=8)
+    x, w = (jnp.ones((RANKS, *s), jnp.bfloat16) for s in (call.x_shape(RANKS), call.w_shape(RANKS)))
+    calls = {}
+    for preferred in (float, jnp.float32):
+        f, _ = pair(op, preferred_element_type=preferred)
+        explained = jflux.explain(jax.jit(per_device(mesh, f)), x, w)
+        calls[preferred] = [(c.op, c.results, c.plan.path) for c in explained]
+    assert calls[float] == calls[jnp.float32]
+
+
+@EACH_OP
+def test_types_that_lax_refuses(op):
+    """With its own error, when the call is traced."""
+    mesh = make_mesh((2,))
+    x, w = small(op, np.int32, np.int32)
+    for f in pair(op, preferred_element_type=np.int8):
+        with pytest.raises(TypeError, match="must not be narrower"):
+            jax.eval_shape(per_device(mesh, f), x, w)
+
+
+@EACH_OP
+def test_whole_results_have_no_gradient(op):
+    mesh = make_mesh((2,))
+    x, w = small(op, np.float32, np.float32)
+
+    def gradients(f, x, w):
+        return jax.grad(lambda x, w: f(x, w).sum() * 0.5, (0, 1))(x, w)
+
+    for f in pair(op, preferred_element_type=int):
+        dx, dw = jax.jit(per_device(mesh, functools.partial(gradients, f)))(x, w)
+        assert not dx.any() and not dw.any()
