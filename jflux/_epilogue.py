@@ -109,6 +109,8 @@ def check_shapes(op: str, columns: Sequence[int], bias: Sequence[Any], gated: bo
 
 def sum_dtype(out: np.dtype) -> np.dtype:
     """The type that epilogues compute in."""
+    if out.itemsize == 1:  # JAX promotes no 8-bit float, and nothing smaller
+        return np.dtype(np.float32)
     return jnp.promote_types(out, jnp.float32)
 
 

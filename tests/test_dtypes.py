@@ -1,16 +1,20 @@
 """Every product: results have the types of `lax.dot_general`'s, whose operands' types all run."""
 
 import functools
+import itertools
 import warnings
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from harness import PRODUCTS, RANKS, make_mesh, of_way, per_device
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
 import jflux
+import jflux.nn as jnn
 from jflux._ops._spec import all_ops
 
 EACH_OP = pytest.mark.parametrize("op", PRODUCTS)
@@ -124,3 +128,93 @@ def test_whole_results_have_no_gradient(op):
     for f in pair(op, preferred_element_type=int):
         dx, dw = jax.jit(per_device(mesh, functools.partial(gradients, f)))(x, w)
         assert not dx.any() and not dw.any()
+
+
+# ---- Operands ------------------------------------------------------------------------------------
+
+FLOAT8 = [
+    t for name in dir(ml_dtypes) if name.startswith("float8") for t in [getattr(ml_dtypes, name)]
+]
+LESS = [ml_dtypes.float4_e2m1fn, ml_dtypes.int4, ml_dtypes.uint4]
+
+
+def takes(x_dtype, w_dtype):
+    """Whether `lax` multiplies such operands here."""
+    try:
+        jax.jit(lax.dot)(jnp.ones((2, 2), x_dtype), jnp.ones((2, 2), w_dtype))
+    except (TypeError, NotImplementedError, jax.errors.JaxRuntimeError):
+        return False
+    return True
+
+
+def pulled(f, x, w):
+    """y, dx and dw."""
+    y, pull = jax.vjp(f, x, w)
+    return y, pull(jnp.ones_like(y))
+
+
+@pytest.mark.parametrize("dtype", [*FLOAT8, *LESS], ids=lambda d: np.dtype(d).name)
+@EACH_OP
+def test_narrow_operands(op, dtype):
+    """No preferred type: the result has theirs."""
+    if not takes(dtype, dtype):
+        pytest.skip("lax does not take it")
+    mesh, is_float = make_mesh((2,)), np.dtype(dtype) in map(np.dtype, [*FLOAT8, *LESS[:1]])
+    x, w = small(op, dtype, dtype)
+    got, want = (
+        jax.jit(per_device(mesh, functools.partial(pulled, f) if is_float else f))(x, w)
+        for f in pair(op)
+    )
+    assert jax.tree.leaves(got)[0].dtype == dtype
+    assert_same(got, want)
+
+
+MIXED = [ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, np.float16, ml_dtypes.bfloat16, np.int8]
+
+
+@EACH_OP
+def test_mixed_operands(op):
+    """Of which `lax` chooses the wider one, by rules of its own."""
+    mesh = make_mesh((2,))
+    for x_dtype, w_dtype in itertools.permutations(MIXED, 2):
+        if takes(x_dtype, w_dtype):
+            x, w = small(op, x_dtype, w_dtype)
+            got, want = (jax.eval_shape(per_device(mesh, f), x, w) for f in pair(op))
+            assert got.dtype == want.dtype, (x_dtype, w_dtype)
+    x, w = small(op, ml_dtypes.float8_e4m3fn, ml_dtypes.bfloat16)
+    assert_same(*(jax.jit(per_device(mesh, functools.partial(pulled, f)))(x, w) for f in pair(op)))
+
+
+def test_narrow_operands_with_an_epilogue():
+    """Bias, activation, residual and norm, in float32."""
+    mesh, dtype = make_mesh((2,)), ml_dtypes.float8_e4m3fn
+    bias, residual = jnp.ones(4, dtype), jnp.ones((4, 4), dtype)
+    norm = jflux.RMSNorm(jnp.ones(4, dtype))
+    for op, options in {
+        "all_gather_matmul": {"bias": bias, "activation": "relu"},
+        "matmul_reduce_scatter": {"bias": bias, "residual": residual[:2]},
+        "matmul_all_reduce": {"residual": residual, "norm": norm},
+    }.items():
+        x = jnp.ones((2, 2 if op == "all_gather_matmul" else 4, 4), dtype)
+        w = jnp.ones((2, 4, 4), dtype)
+        got, want = (jax.jit(per_device(mesh, f))(x, w) for f in pair(op, **options))
+        assert jax.tree.leaves(got)[0].dtype == dtype
+        assert_same(got, want)
+
+
+def test_narrow_operands_of_layers():
+    """What jflux.nn makes of the products, in the types that it computes in."""
+    dtype, mesh = ml_dtypes.float8_e4m3fn, make_mesh((2,))
+
+    def losses(logits, targets):
+        return jnn.cross_entropy(logits, targets, axis_name="tp")
+
+    logits = jax.random.normal(jax.random.key(0), (3, 8)).astype(dtype)
+    specs = {"in_specs": (P(None, "tp"), P()), "out_specs": P(), "check_vma": False}
+    got = jax.jit(jax.shard_map(losses, mesh=mesh, **specs))(logits, jnp.arange(3))
+    wide = jax.nn.log_softmax(logits.astype(np.float32))
+    np.testing.assert_allclose(got, -wide[jnp.arange(3), jnp.arange(3)], rtol=1e-6)
+
+    x = jax.random.normal(jax.random.key(1), (2, 5, 3, 4)).astype(dtype)
+    turned = jnn.rotary(x.astype(np.float32)).astype(dtype)
+    assert_same(jnn.rotary(x), turned)

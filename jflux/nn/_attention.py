@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from .. import _global, _mesh
+from .._epilogue import sum_dtype
 from .._mesh import AxisName
 from ._dense import column_parallel, row_parallel
 
@@ -192,7 +193,7 @@ def rotary(
       position: [s]; 0 to s - 1 by default.
       theta: the base of the wave lengths.
     """
-    wide = jnp.promote_types(x.dtype, jnp.float32)
+    wide = sum_dtype(x.dtype)
     half = x.shape[-1] // 2
     position = jnp.arange(x.shape[-3]) if position is None else position
     angle = position[:, None] * theta ** (-jnp.arange(half, dtype=wide) / half)

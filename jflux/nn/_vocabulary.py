@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from .. import _global, _mesh
+from .._epilogue import sum_dtype
 from .._mesh import AxisName
 from .._ops.all_reduce import all_reduce
 from .._ops.exchange import reduce_scatter
@@ -144,7 +145,7 @@ def _cross_entropy(
     z_loss: float,
 ) -> jax.Array:
     names, part = _mesh.as_tuple(axis_name), logits.shape[-1]
-    wide = jnp.promote_types(logits.dtype, jnp.float32)
+    wide = sum_dtype(logits.dtype)
     top = lax.pmax(lax.stop_gradient(logits).max(-1).astype(wide), names)
     own = targets - lax.axis_index(names) * part
     parts = _parts(logits, top, own, label_smoothing != 0)
