@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ._mesh import AxisName, as_tuple
@@ -97,6 +98,15 @@ def with_specs(
         lambda operands: op(**operands), mesh=mesh, in_specs=(dict(specs),), out_specs=out_specs,
         check_vma=check_vma,
     )  # fmt: skip
+    if all(0 in array.shape for those in arrays.values() for array in those):
+        # XLA cannot partition a program that gets no element. Sums of no terms are zeros.
+        results = jax.eval_shape(mapped, dict(operands))
+        zeros = jax.tree.map(lambda result: jnp.zeros(result.shape, result.dtype), results)
+        if AxisType.Explicit in mesh.axis_types:
+            return jax.tree.map(
+                lambda array, spec: _reshard(array, mesh=mesh, spec=spec), zeros, out_specs
+            )
+        return zeros
     return mapped(dict(operands))
 
 

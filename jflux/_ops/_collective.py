@@ -72,6 +72,8 @@ class Collective:
         names, groups = axes_and_groups(axis_name)
         if groups is not None and len(groups[0]) == 1:
             return x
+        if self.is_of_nothing(x):
+            return self.of_nothing(x, lax.axis_size(names) if groups is None else len(groups[0]))
         over: dict[str, Any] = {"axis_name": names, "axis_index_groups": groups}
         if self.kind == "all_gather":
             return lax.all_gather(x, axis=self.concat or 0, tiled=True, **over)
@@ -83,6 +85,14 @@ class Collective:
         if self.kind == "reduce_scatter":
             return lax.psum_scatter(x, scatter_dimension=self.split or 0, tiled=True, **over)
         assert_never(self.kind)
+
+    def is_of_nothing(self, x: Any) -> bool:
+        """Whether x is empty, and data change place: `lax` takes no shards of no elements."""
+        return 0 in x.shape and (self.split is not None or self.concat is not None)
+
+    def of_nothing(self, x: Any, world: int) -> Any:
+        """The result for an empty x, which is empty too."""
+        return x.reshape(self.shape(x.shape, world))
 
     def sums(self) -> bool:
         """Whether ranks' data are added."""

@@ -198,10 +198,14 @@ def _check_shards(op: str, x: Any, dimension: int, world: int, tiled: bool) -> N
 
 
 def _bind(
-    op: str, x: jax.Array, axis_name: AxisName, split: int | None, concat: int | None
+    op: Kind, x: jax.Array, axis_name: AxisName, split: int | None, concat: int | None
 ) -> jax.Array:
     (x,) = _mesh.vary_together(axis_name, x)
-    return bind(op, x, _mesh.as_tuple(axis_name), _mesh.axis_size(axis_name), split, concat)
+    names, world = _mesh.as_tuple(axis_name), _mesh.axis_size(axis_name)
+    collective = Params(names, world, split, concat).collective(op)
+    if collective.is_of_nothing(x):
+        return collective.of_nothing(x, world)
+    return bind(op, x, names, world, split, concat)
 
 
 def bind(
@@ -232,6 +236,10 @@ def all_gather_reference(x: Any, *, axis_name: AxisName, axis: int = 0, tiled: b
 
     def one(x: jax.Array) -> jax.Array:
         at = normalize(axis, x.ndim + (not tiled))
+        gather = Collective("all_gather", concat=at)
+        if gather.is_of_nothing(x):
+            x = x if tiled else jnp.expand_dims(x, at)
+            return gather.of_nothing(x, _mesh.axis_size(axis_name))
         return lax.all_gather(x, axis_name, axis=at, tiled=tiled)
 
     return _each(one, x)
@@ -259,6 +267,10 @@ def reduce_scatter_reference(
 
     def one(x: jax.Array) -> jax.Array:
         at = normalize(scatter_dimension, x.ndim)  # the oldest JAX takes no negative one
+        scatter = Collective("reduce_scatter", split=at)
+        if scatter.is_of_nothing(x):
+            y = scatter.of_nothing(x, _mesh.axis_size(axis_name))
+            return y if tiled else jnp.squeeze(y, at)
         return lax.psum_scatter(x, axis_name, scatter_dimension=at, tiled=tiled)
 
     return _each(one, x)

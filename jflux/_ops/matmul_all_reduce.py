@@ -471,7 +471,7 @@ def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
         for a, d in zip(rows, rows_dims, strict=True)
     ]
     lead = rows[0].shape[:-1]
-    x, *residual = (a.reshape(-1, a.shape[-1]) for a in rows)
+    x, *residual = (a.reshape(_product.total_rows(a), a.shape[-1]) for a in rows)
     ys = bind(x, w, *residual, *added[count:])
     return [y.reshape(*lead, y.shape[-1]) for y in ys], [0] * results
 

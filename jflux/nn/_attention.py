@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -152,19 +153,25 @@ def _attention(
 ) -> jax.Array:
     heads, head_dim = query.shape[1:]
     biases = (query_bias, key_bias, value_bias)
-    flat = [w.reshape(w.shape[0], -1) for w in (query, key, value)]
+    weights = (query, key, value)
+    flat = [w.reshape(w.shape[0], math.prod(w.shape[1:])) for w in weights]
     products = column_parallel(
         x, flat, bias=[b if b is None else b.reshape(-1) for b in biases], **options
     )
-    q, k, v = (y.reshape(*y.shape[:-1], -1, head_dim) for y in products)
+    q, k, v = (
+        y.reshape(*y.shape[:-1], w.shape[1], head_dim)
+        for y, w in zip(products, weights, strict=True)
+    )
     if rotate is not None:
         q, k = rotate(q), rotate(k)
     if kv_is_whole:
         k, v = _own_heads(heads, options["axis_name"], k, v)
-    o = core(q, k, v, mask=mask, is_causal=is_causal)
+    # JAX's own divides by the number of heads.
+    o = q if 0 in q.shape else core(q, k, v, mask=mask, is_causal=is_causal)
     return row_parallel(
-        o.reshape(*o.shape[:-2], -1), out.reshape(-1, out.shape[-1]), bias=out_bias,
-        residual=residual, **options,
+        o.reshape(*o.shape[:-2], math.prod(o.shape[-2:])),
+        out.reshape(math.prod(out.shape[:2]), out.shape[2]), bias=out_bias, residual=residual,
+        **options,
     )  # fmt: skip
 
 

@@ -296,8 +296,8 @@ def _call(
 ) -> jax.Array:
     """The op on one rank's operands."""
     at = product.columns if product.transposed else product.contracted
-    x = lhs.reshape(*lhs.shape[: product.lead], -1)
-    w = rhs.reshape(math.prod(rhs.shape[:at]), -1)
+    x = lhs.reshape(*lhs.shape[: product.lead], math.prod(lhs.shape[product.lead :]))
+    w = rhs.reshape(math.prod(rhs.shape[:at]), math.prod(rhs.shape[at:]))
     options["transpose_rhs"] = product.transposed
     if not by_rows:
         y = all_gather_matmul(x, w, gather_dimension=sequence, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Sequence
 
@@ -195,7 +196,8 @@ def group_norm(
             f"{workspaces} workspaces of a rank by what is left"
         )
     wide = x.astype(sum_dtype(x.dtype))
-    wide = wide.reshape(len(x), -1, groups // ranks, workspaces // (groups // ranks))
+    space, own = math.prod(x.shape[1:-1]), groups // ranks
+    wide = wide.reshape(len(x), space, own, workspaces // own)
     wide -= wide.mean((1, 3), keepdims=True)
     variance = (wide * wide).mean((1, 3), keepdims=True)
     wide = (wide * lax.rsqrt(variance + epsilon)).reshape(x.shape)

@@ -23,6 +23,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from .._mesh import vary
+from .._ops._collective import Collective
 from ._scheme import DEFAULT, Scheme, all_reduce, together, tracks_vma
 
 #: The name that `jax.checkpoint` policies know gathered weights by.
@@ -118,7 +119,7 @@ def gather(w: jax.Array, *, scheme: Scheme = DEFAULT, dimension: int = -2) -> ja
     """
     names = scheme.names("z")
     if names:
-        w = lax.all_gather(w, names, axis=dimension % w.ndim, tiled=True)
+        w = Collective("all_gather", concat=dimension % w.ndim).lax(w, names)
     return checkpoint_name(w, WEIGHT)
 
 
@@ -127,7 +128,7 @@ def scatter(dw: jax.Array, *, scheme: Scheme, dimension: int = -2) -> jax.Array:
     names = scheme.names("z")
     if not names:
         return dw
-    return lax.psum_scatter(dw, names, scatter_dimension=dimension % dw.ndim, tiled=True)
+    return Collective("reduce_scatter", split=dimension % dw.ndim).lax(dw, names)
 
 
 def product(local: Local, scheme: Scheme, i: jax.Array, w: jax.Array, gathered: bool) -> jax.Array:
