@@ -19,9 +19,20 @@ except ImportError as error:
 
 Initializer = Callable[..., Any]
 
-kernel_init = nn.initializers.lecun_normal()
-bias_init = nn.initializers.zeros_init()
-embedding_init = nn.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
+_lecun_normal = nn.initializers.lecun_normal()
+_embedding = nn.initializers.variance_scaling(1.0, "fan_in", "normal", out_axis=0)
+bias_init = nn.initializers.zeros
+
+
+# Functions of this module, unlike Flax's closures, can be pickled with a layer that has them.
+def kernel_init(*args: Any, **kwargs: Any) -> Any:
+    """``flax.linen.initializers.lecun_normal()``."""
+    return _lecun_normal(*args, **kwargs)
+
+
+def embedding_init(*args: Any, **kwargs: Any) -> Any:
+    """As that of ``flax.linen.Embed``."""
+    return _embedding(*args, **kwargs)
 
 
 def of_product(init: Initializer, inputs: int) -> Initializer:

@@ -16,6 +16,7 @@ Options of all layers, beside those of Flax's own of like names (`use_bias`, `dt
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -40,6 +41,16 @@ def _param(value: jax.Array, axes: Axes, axis_name: AxisName, rules: _rules.Rule
     return nnx.Param(value, **metadata)
 
 
+@dataclasses.dataclass(frozen=True)
+class New:
+    """How parameters of a layer are drawn. The layer does not keep it: initializers are closures,
+    which cannot be pickled."""
+
+    rngs: nnx.Rngs
+    kernel_init: Initializer
+    bias_init: Initializer
+
+
 class _Layer(nnx.Module):
     """What layers of products have in common."""
 
@@ -53,8 +64,6 @@ class _Layer(nnx.Module):
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         precision: Any = None,
-        kernel_init: Initializer = _flax.kernel_init,
-        bias_init: Initializer = _flax.bias_init,
         rules: _rules.Rules | None = None,
     ):
         self.axis_name = axis_name
@@ -64,30 +73,32 @@ class _Layer(nnx.Module):
         self.dtype = dtype
         self.param_dtype = param_dtype
         self.precision = precision
-        self.kernel_init = kernel_init
-        self.bias_init = bias_init
         self.rules = None if rules is None else tuple(rules)
 
     def make(
-        self, rngs: nnx.Rngs, contracted: tuple[int, ...], features: tuple[int, ...], axes: Axes
+        self,
+        new: New,
+        contracted: tuple[int, ...],
+        features: tuple[int, ...],
+        axes: Axes,
     ) -> None:
         """This layer's kernel and bias, as ``flax.nnx.LinearGeneral`` has them: `contracted` and
         `features` are the kernel's dimensions, `axes` their logical names."""
         inputs = len(contracted)
-        init = _flax.of_product(self.kernel_init, inputs)
-        kernel = init(rngs.params(), (*contracted, *features), self.param_dtype)
+        init = _flax.of_product(new.kernel_init, inputs)
+        kernel = init(new.rngs.params(), (*contracted, *features), self.param_dtype)
         self.kernel = _param(kernel, axes, self.axis_name, self.rules)
         if self.use_bias:
-            bias = self.bias_init(rngs.params(), features, self.param_dtype)
+            bias = new.bias_init(new.rngs.params(), features, self.param_dtype)
             self.bias = _param(bias, axes[inputs:], self.axis_name, self.rules)
 
-    def part(self, rngs: nnx.Rngs, *shape: Any) -> _Layer:
+    def part(self, new: New, *shape: Any) -> _Layer:
         """The kernel and bias of a product that is a part of this layer."""
         part = _Layer(
             axis_name=self.axis_name, use_bias=self.use_bias, param_dtype=self.param_dtype,
-            kernel_init=self.kernel_init, bias_init=self.bias_init, rules=self.rules,
+            rules=self.rules,
         )  # fmt: skip
-        part.make(rngs, *shape)
+        part.make(new, *shape)
         return part
 
     def weights(self) -> tuple[jax.Array, jax.Array | None]:
@@ -113,11 +124,14 @@ class ColumnParallelDense(_Layer):
         rngs: nnx.Rngs,
         activation: str | None = None,
         axes: Axes = ("embed", "mlp"),
+        kernel_init: Initializer = _flax.kernel_init,
+        bias_init: Initializer = _flax.bias_init,
         **options: Any,
     ):
         super().__init__(**options)
+        new = New(rngs, kernel_init, bias_init)
         self.activation = activation
-        self.make(rngs, (in_features,), (out_features,), axes)
+        self.make(new, (in_features,), (out_features,), axes)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [..., s/N, in_features] -> y [..., s, out_features/N] per rank of N: see
@@ -141,10 +155,13 @@ class RowParallelDense(_Layer):
         *,
         rngs: nnx.Rngs,
         axes: Axes = ("mlp", "embed"),
+        kernel_init: Initializer = _flax.kernel_init,
+        bias_init: Initializer = _flax.bias_init,
         **options: Any,
     ):
         super().__init__(**options)
-        self.make(rngs, (in_features,), (out_features,), axes)
+        new = New(rngs, kernel_init, bias_init)
+        self.make(new, (in_features,), (out_features,), axes)
 
     def __call__(self, x: jax.Array, residual: jax.Array | None = None) -> jax.Array:
         """Adds `residual` [..., s/N, out_features], if there is one, to the result."""
@@ -172,15 +189,18 @@ class MLP(_Layer):
         activation: str = "gelu_tanh",
         gated: bool = False,
         axes: Axes = ("embed", "mlp"),
+        kernel_init: Initializer = _flax.kernel_init,
+        bias_init: Initializer = _flax.bias_init,
         **options: Any,
     ):
         super().__init__(**options)
+        new = New(rngs, kernel_init, bias_init)
         self.activation, self.gated = activation, gated
         d, h = (features,), (hidden_features,)
-        self.up = self.part(rngs, d, h, axes)
-        self.down = self.part(rngs, h, d, axes[::-1])
+        self.up = self.part(new, d, h, axes)
+        self.down = self.part(new, h, d, axes[::-1])
         if gated:
-            self.gate = self.part(rngs, d, h, axes)
+            self.gate = self.part(new, d, h, axes)
 
     def __call__(self, x: jax.Array, residual: jax.Array | None = None) -> jax.Array:
         """Adds `residual` [..., s/N, features], if there is one, to the result."""
@@ -220,19 +240,22 @@ class Attention(_Layer):
         rotate: Callable[[jax.Array], jax.Array] | None = None,
         core: Callable[..., jax.Array] | None = None,
         axes: Axes = ("embed", "heads", "kv_heads", "kv"),
+        kernel_init: Initializer = _flax.kernel_init,
+        bias_init: Initializer = _flax.bias_init,
         **options: Any,
     ):
         super().__init__(**options)
+        new = New(rngs, kernel_init, bias_init)
         self.is_causal, self.rotate, self.core = is_causal, rotate, core
         heads, self.num_kv_heads, c = _flax.sizes_of_attention(
             in_features, num_heads, num_kv_heads, head_dim
         )
         embed, heads_axis, kv_axis, c_axis = axes
         d = (in_features,)
-        self.query = self.part(rngs, d, (heads, c), (embed, heads_axis, c_axis))
-        self.key = self.part(rngs, d, (self.num_kv_heads, c), (embed, kv_axis, c_axis))
-        self.value = self.part(rngs, d, (self.num_kv_heads, c), (embed, kv_axis, c_axis))
-        self.out = self.part(rngs, (heads, c), d, (heads_axis, c_axis, embed))
+        self.query = self.part(new, d, (heads, c), (embed, heads_axis, c_axis))
+        self.key = self.part(new, d, (self.num_kv_heads, c), (embed, kv_axis, c_axis))
+        self.value = self.part(new, d, (self.num_kv_heads, c), (embed, kv_axis, c_axis))
+        self.out = self.part(new, (heads, c), d, (heads_axis, c_axis, embed))
 
     def __call__(
         self, x: jax.Array, mask: jax.Array | None = None, residual: jax.Array | None = None
