@@ -22,9 +22,13 @@ from typing import Any
 import jax
 
 from . import _config, _heap, _native
-from ._version import __version__
 
 DECOMPOSED = "decomposed"  # instead of a choice: XLA's product and a collective, not the kernel
+
+
+# The generation of the kernels, which tables carry. Raise it when a change to them could make
+# another choice the fastest, and measure the shipped tables again.
+KERNELS = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +132,7 @@ def _usable(text: str, path: pathlib.Path) -> Table:
     wrong = [name for name, value in _writer().items() if content.get(name) != value]
     if wrong:
         found = ", ".join(f"{name} {_short(repr(content.get(name)))}" for name in wrong)
-        _warn(path, 1, f"another version measured it ({found})")
+        _warn(path, 1, f"it was measured with other kernels ({found})")
         return {}
     usable, lines = {}, text.splitlines()
     for key, entry in content["choices"].items():
@@ -191,10 +195,10 @@ def user_path(gpu: str) -> pathlib.Path:
     return pathlib.Path(base) / f"tuning-{slug(gpu)}.json"
 
 
-def _writer() -> dict[str, str]:
-    """Who writes a table: this version, and the tiles that it has kernels for."""
+def _writer() -> dict[str, Any]:
+    """What a table holds for: the kernels' generation, and the tiles that they are compiled for."""
     tiles = " ".join(f"{c.tile_n}/{c.cluster_m}" for c in compiled())
-    return {"jflux": __version__, "tiles": tiles}
+    return {"kernels": KERNELS, "tiles": tiles}
 
 
 def load(path: pathlib.Path) -> Table:

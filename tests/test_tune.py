@@ -134,7 +134,7 @@ def test_files(own_tables):
     _tuning.store(path, {entry(1): [256, 2, 8, 1]})
     _tuning.store(path, {entry(2): DECOMPOSED})
     assert _tuning.load(path) == {entry(1): [256, 2, 8, 1], entry(2): DECOMPOSED}
-    assert json.loads(path.read_text())["jflux"] == jflux.__version__
+    assert json.loads(path.read_text())["kernels"] == _tuning.KERNELS
 
 
 # ---- Tables that are wrong: each part is ignored, with one line in the log -----------------------
@@ -156,12 +156,12 @@ def table(**changes):
     "text, line, why",
     [
         ("{", 1, "it is not JSON"),
-        ('{\n "jflux": 1\n "tiles": 2}', 3, "it is not JSON"),
+        ('{\n "kernels": 1\n "tiles": 2}', 3, "it is not JSON"),
         (json.dumps(table(choices=[])), 1, "it has no `choices`"),
         ("[]", 1, "it has no `choices`"),
-        (json.dumps(table(jflux="0.0.0")), 1, "another version measured it (jflux '0.0.0')"),
-        (json.dumps(table(tiles="192/2")), 1, "another version measured it (tiles '192/2')"),
-        ('{"choices": {}}', 1, "another version measured it (jflux None, tiles None)"),
+        (json.dumps(table(kernels=0)), 1, "it was measured with other kernels (kernels 0)"),
+        (json.dumps(table(tiles="192/2")), 1, "it was measured with other kernels (tiles '192/2')"),
+        ('{"choices": {}}', 1, "it was measured with other kernels (kernels None, tiles None)"),
     ],
 )
 def test_a_table_that_cannot_be_used(own_tables, logged, text, line, why):
