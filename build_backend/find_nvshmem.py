@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 
 def _candidates() -> Iterator[str]:
-    """What the user names comes first, then NVIDIA's wheel (nvidia-nvshmem-cu13)."""
+    """What the user names comes first, then NVIDIA's wheel (nvidia-nvshmem-cu12 or -cu13)."""
     yield os.environ.get("NVSHMEM_HOME", "")
     nvidia = importlib.util.find_spec("nvidia")
     for folder in (nvidia and nvidia.submodule_search_locations) or ():

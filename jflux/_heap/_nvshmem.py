@@ -85,8 +85,8 @@ def why_not_here(platform: str, devices: int) -> str:
         )
     if not Path(plugin()).exists():
         return (
-            f"this build of jflux has no NVSHMEM plugin ({plugin()}): install nvidia-nvshmem-cu13 "
-            "first, or set NVSHMEM_HOME, and then reinstall jflux"
+            f"this build of jflux has no NVSHMEM plugin ({plugin()}): install nvidia-nvshmem-cu12 "
+            "or -cu13 first, or set NVSHMEM_HOME, and then reinstall jflux"
         )
     found = host_library()
     try:
