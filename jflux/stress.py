@@ -32,6 +32,7 @@ import jflux
 
 from . import _heap, testing
 from ._ops._spec import all_ops
+from ._progress import Progress
 
 VIRTUAL_DEVICES = 8  # of the CPU, where nobody has asked for another number
 
@@ -85,35 +86,6 @@ def _start_jax(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Non
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     local = args.local_devices and [int(d) for d in args.local_devices.split(",")]
     jax.distributed.initialize(*by_flags, local_device_ids=local or None)
-
-
-class _Bar:
-    """Progress in seconds, or in calls: tqdm's bar where it is installed, else lines."""
-
-    def __init__(self, total: float, unit: str, show: bool) -> None:
-        self._total, self._unit, self._said, self._bar = total, unit, time.monotonic(), None
-        self._show = show
-        if show:
-            try:
-                from tqdm import tqdm
-
-                form = "{l_bar}{bar}| {n:.0f}/{total:.0f} {unit}{postfix}"
-                self._bar = tqdm(total=total, unit=unit, file=sys.stderr, bar_format=form)
-            except ImportError:
-                pass
-
-    def at(self, done: float, calls: int) -> None:
-        if self._bar is not None:
-            self._bar.set_postfix_str(f"{calls} calls right", refresh=False)
-            self._bar.update(min(done, self._total) - self._bar.n)
-        elif self._show and time.monotonic() - self._said > 20:
-            self._said = time.monotonic()
-            line = f"{done:.0f} of {self._total:.0f} {self._unit}, {calls} calls right"
-            print(line, file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
 
 
 def _why_not() -> str | None:
@@ -272,7 +244,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if speaks:
         print(f"seed {seed}, {jax.device_count()} devices", file=sys.stderr)
     total, unit = (args.calls, "calls") if args.calls else (60 * args.minutes, "s")
-    bar = _Bar(total, unit, speaks)
+    bar = Progress(total, unit, show=speaks)
     try:
         with jflux.config(strict=True, always=True):
             jflux.init(deadline_seconds=args.deadline_seconds)
@@ -280,7 +252,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 seed=seed, minutes=args.minutes, calls=args.calls, batch=args.batch,
                 in_flight=args.in_flight, most_calls=args.most_calls,
                 max_delay_us=args.max_delay_us, plant_fault=args.plant_fault,
-                report_path=args.report, progress=bar.at,
+                report_path=args.report,
+                progress=lambda done, made: bar.at(done, f"{made} calls right"),
             )  # fmt: skip
     finally:
         bar.close()

@@ -1,4 +1,4 @@
-"""``python -m jflux.tune``: :func:`jflux.tune` for a list of shapes.
+"""``python -m jflux.tune``: :func:`jflux.tune` for a list of shapes, or for those of a model.
 
 (``jflux.tune`` itself is the function, from jflux/_tuner.py.)
 """
@@ -8,66 +8,132 @@ from __future__ import annotations
 import argparse
 import pathlib
 import sys
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from . import _tuning
+from . import _models, _tuner, _tuning
+from ._models import Product
+from ._ops._spec import all_ops
+from ._progress import Progress
 from ._tuner import tune
 
 
-def _bar(title: str) -> Callable[[int, int], None]:
-    def show(done: int, total: int) -> None:
-        filled = 30 * done // total
-        end = "\n" if done == total else ""
-        bar = "#" * filled + "." * (30 - filled)
-        print(f"\r{title} [{bar}] {done}/{total}", end=end, file=sys.stderr, flush=True)
-
-    return show
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Tunes the calls that the arguments name; 1 where there is nothing to choose."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m jflux.tune",
         description="Measures which configuration is the fastest, and remembers it.",
     )
     parser.add_argument(
-        "shapes", nargs="+", metavar="OP:M,N,K",
+        "shapes", nargs="*", metavar="OP:M,N,K",
         help="global sizes, such as all_gather_matmul:8192,49152,12288",
     )  # fmt: skip
-    parser.add_argument("--ranks", type=int, default=0, help="the first so many devices; all")
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
-    parser.add_argument("--transpose-rhs", action="store_true", help="w is stored [n, k]")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=pathlib.Path, help="writes here, not to the user's table")
+    add = parser.add_argument
+    add("--model", help=f"instead of shapes: all products of {', '.join(_models.MODELS)}")
+    add("--config", type=pathlib.Path, help="the same, of a Hugging Face config.json")
+    add("--tokens", default="512,2048,8192", help="rows of a model's products (%(default)s)")
+    add("--training", action="store_true", help="also the products of a model's gradients")
+    add("--dry-run", action="store_true", help="prints the shapes, and measures nothing")
+    add("--ranks", type=int, default=0, help="the first so many devices; all")
+    add("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
+    add("--transpose-rhs", action="store_true", help="w of OP:M,N,K is stored [n, k]")
+    add("--rounds", type=int, default=5)
+    add("--out", type=pathlib.Path, help="writes here, not to the user's table")
+    return parser
+
+
+def _of_shape(text: str, transpose_rhs: bool) -> Product:
+    op, _, sizes = text.partition(":")
+    try:
+        m, n, k = map(int, sizes.split(","))
+    except ValueError:
+        raise ValueError(f"{text!r} is not OP:M,N,K") from None
+    return Product(op, m, n, k, transpose_rhs, "")
+
+
+def _asked(args: argparse.Namespace, ranks: int) -> list[Product]:
+    """The calls that the arguments name."""
+    if bool(args.shapes) + (args.model is not None) + (args.config is not None) != 1:
+        raise ValueError("name shapes, or a model with --model or --config: one of the three")
+    if args.shapes:
+        return [_of_shape(text, args.transpose_rhs) for text in args.shapes]
+    try:
+        tokens = [int(rows) for rows in args.tokens.split(",")]
+    except ValueError:
+        tokens = [0]
+    if min(tokens) < 1:
+        raise ValueError(f"--tokens {args.tokens!r} is no list of numbers, such as 512,2048")
+    sizes = _models.of_config(args.config) if args.config else _models.named(args.model)
+    return _models.products(sizes, tokens, ranks, training=args.training)
+
+
+def _why_not(product: Product, ranks: int) -> str | None:
+    """Why a model's product cannot be tuned over so many ranks."""
+    try:
+        spec = all_ops()[product.op]
+        _tuner.check_divides(spec, product.m, product.n, product.k, ranks)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def _list(asked: Sequence[Product], ranks: int) -> None:
+    for product in asked:
+        why = _why_not(product, ranks)
+        print(f"{product}{f'; skipped: {why}' if why else ''}")
+
+
+def _tune(product: Product, args: argparse.Namespace, mesh: Mesh, title: str) -> None:
+    bar: Progress | None = None
+
+    def progress(done: int, total: int) -> None:
+        nonlocal bar
+        if bar is None:
+            bar = Progress(total, "steps", title, show=jax.process_index() == 0)
+        bar.at(done)
+
+    try:
+        result = tune(
+            product.op, m=product.m, n=product.n, k=product.k, mesh=mesh,
+            dtype=jnp.dtype(args.dtype), transpose_rhs=product.transpose_rhs, rounds=args.rounds,
+            save=args.out is None, progress=progress,
+        )  # fmt: skip
+    finally:
+        if bar is not None:
+            bar.close()
+    print(result, flush=True)
+    if args.out is not None and jax.process_index() == 0:
+        _tuning.store(args.out, {str(result.key): _tuning.as_json(result.best)})
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Tunes the calls that the arguments name; 1 where there is nothing to choose. Of a model,
+    calls that no kernel takes are skipped, with a line that says why."""
+    parser = _parser()
     args = parser.parse_args(argv)
-    parsed = []
-    for shape in args.shapes:
-        op, _, sizes = shape.partition(":")
+    ranks = args.ranks or jax.device_count()
+    try:
+        asked = _asked(args, ranks)
+    except ValueError as error:
+        parser.error(str(error))
+    if args.dry_run:
+        _list(asked, ranks)
+        return 0
+    mesh = Mesh(np.array(jax.devices()[: args.ranks or None]), ("tp",))
+    for i, product in enumerate(asked, 1):
+        title = f"{i}/{len(asked)} {product.op} {product.m} x {product.n} x {product.k}"
         try:
-            m, n, k = map(int, sizes.split(","))
-        except ValueError:
-            parser.error(f"{shape!r} is not OP:M,N,K")
-        parsed.append((op, m, n, k))
-    devices = jax.devices()[: args.ranks or None]
-    mesh = Mesh(np.array(devices), ("tp",))
-    for op, m, n, k in parsed:
-        try:
-            result = tune(
-                op, m=m, n=n, k=k, mesh=mesh, dtype=jnp.dtype(args.dtype),
-                transpose_rhs=args.transpose_rhs, rounds=args.rounds, save=args.out is None,
-                progress=_bar(f"{op} {m} x {n} x {k}"),
-            )  # fmt: skip
-        except (ValueError, RuntimeError) as error:
+            _tune(product, args, mesh, title)
+        except RuntimeError as error:
             print(error, file=sys.stderr)
             return 1
-        print(result, flush=True)
-        if args.out is not None and jax.process_index() == 0:
-            _tuning.store(args.out, {str(result.key): _tuning.as_json(result.best)})
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            if args.shapes:
+                return 1
     return 0
 
 

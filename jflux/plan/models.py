@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from .. import _models
 from .model import Layer, Model
 
 
@@ -120,9 +121,11 @@ def _unet(name: str, workspaces: int) -> Callable[..., Model]:
     return lambda **given: unet(name, workspaces=workspaces, **given)
 
 
-def _llama_2_70b(**given: int) -> Model:
-    return llama(
-        "llama-2-70b", layers=80, hidden=8192, heads=64, kv_heads=8, ffn=28672, **given
+def _llama(name: str) -> Callable[..., Model]:
+    sizes = _models.named(name)
+    return lambda **given: llama(
+        name, layers=sizes.layers, hidden=sizes.hidden, heads=sizes.heads,
+        kv_heads=sizes.kv_heads, ffn=sizes.ffn, **{"vocabulary": sizes.vocabulary, **given},
     )  # fmt: skip
 
 
@@ -133,7 +136,7 @@ MODELS: dict[str, Callable[..., Model]] = {
     "gpt-40b": _gpt("gpt-40b", 38, 9216, 72),
     "gpt-80b": _gpt("gpt-80b", 42, 12288, 96),
     "gpt-3-175b": _gpt("gpt-3-175b", 96, 12288, 96),
-    "llama-2-70b": _llama_2_70b,
+    "llama-2-70b": _llama("llama-2-70b"),
     "unet-250m": _unet("unet-250m", 256),
     "unet-500m": _unet("unet-500m", 416),
     "unet-1b": _unet("unet-1b", 512),

@@ -1,0 +1,192 @@
+"""The products of public models, which python -m jflux.tune --model tunes."""
+
+import dataclasses
+import importlib
+import json
+
+import pytest
+from harness import PLATFORM
+
+import jflux
+from jflux import _models
+from jflux._models import MODELS, Product, Sizes
+from jflux._ops._spec import all_ops
+from jflux.plan import models as plan_models
+
+tune = importlib.import_module("jflux.tune")
+jflux.tune = tune.tune  # which the import has replaced by the module
+
+
+def lines(capsys, *args):
+    assert tune.main([*args, "--dry-run"]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def weights(sizes):
+    """Of the whole model, in 1e9: the products of one token, each layer's once."""
+    found = _models.products(sizes, [1], 1)
+    of_layers = sum(
+        p.n * p.k for p in found if p.op != "matmul_all_reduce" and p.layer != "head"
+    ) * (sizes.layers)
+    tables = sizes.vocabulary * sizes.hidden * (1 if sizes.tied else 2)
+    return (of_layers + tables) / 1e9
+
+
+# Billions of weights, as their publishers count them.
+PUBLISHED = {
+    "llama-2-7b": 6.74, "llama-2-13b": 13.0, "llama-2-70b": 69.0, "llama-3-8b": 8.03,
+    "llama-3-70b": 70.6, "llama-3-405b": 406, "mistral-7b": 7.24, "mistral-nemo-12b": 12.2,
+    "mistral-small-24b": 23.6, "mistral-large-123b": 123, "qwen2.5-7b": 7.62, "qwen2.5-14b": 14.8,
+    "qwen2.5-32b": 32.8, "qwen2.5-72b": 72.7, "qwen3-8b": 8.19, "qwen3-14b": 14.8,
+    "qwen3-32b": 32.8, "gemma-7b": 8.54, "gemma-2-9b": 9.24, "gemma-2-27b": 27.2,
+    "gemma-3-12b": 11.8, "gemma-3-27b": 27.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_sizes_add_up_to_the_published_number_of_weights(name):
+    assert weights(MODELS[name]) == pytest.approx(PUBLISHED[name], rel=0.01)
+
+
+def test_dry_run_lists_the_products_of_a_model(capsys):
+    found = lines(capsys, "--model", "llama-2-70b", "--tokens", "512,2048", "--ranks", "4")
+    assert [line.split()[0] for line in found] == [
+        f"{op}:{m},{n},{k}"
+        for m in (512, 2048)
+        for op, n, k in [
+            ("all_gather_matmul", 10240, 8192),
+            ("all_gather_matmul", 57344, 8192),
+            ("all_gather_matmul", 32000, 8192),
+            ("matmul_reduce_scatter", 8192, 8192),
+            ("matmul_reduce_scatter", 8192, 28672),
+            ("matmul_all_reduce", 8192, 8192),
+            ("matmul_all_reduce", 8192, 28672),
+        ]
+    ]
+    # What is listed are shapes that the command takes.
+    shapes = [line.split()[0] for line in found]
+    assert [line.strip() for line in lines(capsys, *shapes, "--ranks", "4")] == shapes
+
+
+def test_every_product_is_of_a_tuned_op():
+    for sizes in MODELS.values():
+        for product in _models.products(sizes, [512, 8192], 8, training=True):
+            assert all_ops()[product.op].tuned, product
+
+
+def test_gradients_are_the_transposes():
+    """dx of an all-gather's product is a product with the same w, transposed, and a
+    reduce-scatter; and the other way round."""
+    plain = _models.products(MODELS["llama-3-8b"], [2048], 4)
+    found = set(_models.products(MODELS["llama-3-8b"], [2048], 4, training=True)) - set(plain)
+    other = {"all_gather_matmul": "matmul_reduce_scatter"}
+    other |= {op: name for name, op in other.items()}
+    want = {(other[p.op], p.m, p.k, p.n, True) for p in plain if p.op in other}
+    assert {dataclasses.astuple(p)[:5] for p in found} == want
+
+
+def test_few_heads_of_keys_and_values_are_on_several_ranks():
+    """8 heads of 128 columns serve 8 ranks; 16 ranks need 16."""
+
+    def columns(ranks):
+        return _models.products(MODELS["llama-2-70b"], [512], ranks)[0].n
+
+    assert columns(2) == columns(8) == 8192 + 2 * 8 * 128
+    assert columns(16) == 8192 + 2 * 16 * 128
+
+
+def test_what_the_ranks_do_not_divide_is_skipped(capsys):
+    found = lines(capsys, "--model", "llama-2-7b", "--tokens", "510", "--ranks", "4")
+    assert len(found) == 7
+    for line in found:  # every rank has all rows of an all-reduce's x
+        why = "; skipped: jflux.tune: m=510 is not a multiple of the 4 ranks"
+        assert line.endswith(why) != line.startswith("matmul_all_reduce"), line
+
+
+CONFIG = {
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 32,
+    "vocab_size": 128256, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def config(tmp_path, **changes):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({k: v for k, v in (CONFIG | changes).items() if v is not None}))
+    return path
+
+
+def test_config_of_hugging_face(tmp_path, capsys):
+    path = config(tmp_path)
+    assert _models.products(_models.of_config(path), [512], 2) == _models.products(
+        MODELS["llama-3-8b"], [512], 2
+    )
+    by_file = lines(capsys, "--config", str(path), "--tokens", "512", "--ranks", "2")
+    by_name = lines(capsys, "--model", "llama-3-8b", "--tokens", "512", "--ranks", "2")
+    assert by_file == by_name
+    assert _models.of_config(config(tmp_path, num_key_value_heads=None)).kv_heads == 32
+    assert _models.of_config(config(tmp_path, head_dim=256)).head_columns == 256
+    assert _models.of_config(config(tmp_path, tie_word_embeddings=None)).tied
+    assert not _models.of_config(config(tmp_path, model_type="starcoder2")).gated
+    nested = tmp_path / "nested.json"
+    nested.write_text(json.dumps({"text_config": CONFIG, "tie_word_embeddings": False}))
+    assert _models.of_config(nested) == _models.of_config(config(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"hidden_size": None}, "'hidden_size' must be a positive number, got None"),
+        ({"vocab_size": "many"}, "'vocab_size' must be a positive number, got 'many'"),
+        ({"num_local_experts": 8}, "is of a mixture of experts (num_local_experts: 8)"),
+    ],
+)
+def test_a_config_that_is_not_of_a_dense_decoder(tmp_path, changes, message):
+    with pytest.raises(ValueError) as error:
+        _models.of_config(config(tmp_path, **changes))
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("text, message", [("{", "cannot be read as JSON"), ("[]", "an object")])
+def test_a_file_that_is_no_config(tmp_path, text, message):
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        _models.of_config(path)
+
+
+@pytest.mark.parametrize(
+    "args, message",
+    [
+        ([], "one of the three"),
+        (["all_gather_matmul:8,8,8", "--model", "llama-2-7b"], "one of the three"),
+        (["--model", "llama-9"], "no model 'llama-9'; there are llama-2-7b"),
+        (["--model", "llama-2-7b", "--tokens", "x"], "'x' is no list of numbers"),
+        (["--config", "nowhere.json"], "nowhere.json cannot be read"),
+        (["all_gather_matmul:8"], "'all_gather_matmul:8' is not OP:M,N,K"),
+    ],
+)
+def test_arguments_that_are_wrong(args, message, capsys):
+    with pytest.raises(SystemExit):
+        tune.main(args)
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.skipif(PLATFORM == "gpu", reason="there is something to tune")
+def test_without_a_gpu(capsys):
+    assert tune.main(["--model", "llama-2-7b", "--tokens", "512"]) == 1
+    assert "there is no GPU" in capsys.readouterr().err
+
+
+def test_the_planner_has_the_same_sizes():
+    planned = plan_models.named("llama-2-70b")
+    of_layer = {
+        (p.k, p.n) for p in _models.products(MODELS["llama-2-70b"], [4096], 1)
+        if p.op != "matmul_all_reduce"
+    }  # fmt: skip
+    assert {(layer.k, layer.n) for layer in planned.layers if not layer.lookup} == of_layer
+
+
+def test_ungated():
+    sizes = Sizes(1, 64, 256, 4, 4, 1000, gated=False)
+    assert Product("all_gather_matmul", 8, 256, 64, False, "up") in _models.products(sizes, [8], 1)
