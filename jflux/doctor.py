@@ -1,11 +1,16 @@
-"""``python -m jflux.doctor``: what jflux finds on this machine, and what it will do with it."""
+"""``python -m jflux.doctor``: what jflux finds on this machine, and what it will do with it.
+
+With ``--report``, the same as a text to paste into a bug report.
+"""
 
 from __future__ import annotations
 
+import argparse
 import itertools
+import pathlib
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import jflux
 
-from . import _config, _explain, _heap, _native, testing
+from . import _bug_report, _config, _explain, _heap, _native, testing
 from ._dispatch import Path, Plan
 from ._heap import _nvshmem
 from ._ops._spec import OpSpec, collectives, products
@@ -194,11 +199,40 @@ def report() -> Iterator[str]:
         yield f"heap: the calls above took {taken / (1 << 20):.1f} MiB per device"
 
 
-def main() -> int:
+def bug_report(settings: Sequence[str], log: pathlib.Path | None = None) -> Iterator[str]:
+    """The lines of a text to paste: what :func:`report` says, settings, and what the program said
+    that wrote `log`. No name of a host, a user or a folder is among them."""
+    yield "```text"
+    for line in itertools.chain(report(), ["settings:"], (f"  {line}" for line in settings)):
+        yield _bug_report.scrub(line)
+    yield "last fault:"
+    if log is None:
+        yield "  (give the program's output with --log FILE, or paste the error here)"
+    else:
+        found = _bug_report.last_fault(log.read_text(errors="replace"))
+        yield from (f"  {line}" for line in found or ["the program's output does not name jflux"])
+    yield "```"
+
+
+def main(argv: list[str] | None = None) -> int:
     """Prints the report; 1 if an op failed, else 0."""
+    parser = argparse.ArgumentParser(
+        prog="python -m jflux.doctor",
+        description="What jflux finds on this machine, and whether its ops work.",
+    )
+    parser.add_argument(
+        "--report", action="store_true",
+        help="a text to paste into a bug report, without names of hosts, users or folders",
+    )  # fmt: skip
+    parser.add_argument("--log", type=pathlib.Path, help="what the program printed that failed")
+    args = parser.parse_args(argv)
+    if args.log is not None and not args.log.is_file():
+        parser.error(f"--log {args.log} is no file")
+    whole = args.report or args.log is not None
+    lines = bug_report(_bug_report.settings(), args.log) if whole else report()
     jflux.config.update(always=True)  # tiny operands would take lax
     failed = False
-    for line in report():
+    for line in lines:
         print(line, flush=True)
         failed |= "FAILED" in line
     return int(failed)

@@ -1,6 +1,8 @@
 """python -m jflux.doctor, as a user runs it."""
 
+import getpass
 import re
+import socket
 import subprocess
 import sys
 
@@ -8,13 +10,14 @@ import numpy as np
 from harness import PLATFORM, RANKS
 from workers.common import environment
 
+from jflux import _bug_report
 from jflux._ops._spec import all_ops
 
 
-def _doctor(devices: int) -> str:
+def _doctor(devices: int, *args: str, **variables: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "jflux.doctor"],
-        env=environment(PLATFORM, devices), timeout=120, text=True,
+        [sys.executable, "-m", "jflux.doctor", *args],
+        env=environment(PLATFORM, devices) | variables, timeout=120, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
@@ -43,3 +46,73 @@ def test_what_it_says():
 def test_one_device():
     if PLATFORM == "cpu":
         assert "reference (one device has nobody to talk to): ok" in _doctor(1)
+
+
+LOG = """I0000 00:00:00 host-7.example:4242] starting
+Traceback (most recent call last):
+  File "/home/someone/model.py", line 3, in <module>
+jax.errors.JaxRuntimeError: INTERNAL: jflux.all_gather: rank 1 waited 5 s for rank 0 (10.0.0.7:1234)
+    jflux.all_gather takes its lax reference: one device
+    jflux.all_gather takes its lax reference: one device
+bye
+"""
+
+
+def test_report_for_a_bug(tmp_path):
+    log = tmp_path / "run.log"
+    log.write_text(LOG)
+    output = _doctor(
+        2, "--log", str(log), JFLUX_TUNING_DIR="/home/someone/tables", NCCL_DEBUG="INFO",
+        JAX_COORDINATOR_ADDRESS="", NCCL_SOCKET_IFNAME="secret0",
+    )  # fmt: skip
+    lines = output.splitlines()
+    assert lines[0] == "```text" and lines[-1] == "```"
+    assert re.search(r"^jflux \S+, built with", output, re.M)
+    assert re.search(r"^heap: back end \w+, \d+ MiB per device", output, re.M)
+    assert re.search(r"^  all_reduce +bfloat16 +fused.*: ok$", output, re.M)
+    assert re.search(r"^  packages: .*numpy \d", output, re.M)
+    assert re.search(r"^  driver: (none|\d+\.\d+).*; GPUs of this process: ", output, re.M)
+    assert "\n  switches: strict False, always False, fused True\n" in output
+    assert "\n  variable: NCCL_DEBUG=INFO\n" in output
+    assert "\n  variable: JFLUX_TUNING_DIR=<path>/tables\n" in output
+    assert lines[-4:-1] == [
+        "last fault:",
+        "  jax.errors.JaxRuntimeError: INTERNAL: jflux.all_gather: rank 1 waited 5 s for rank 0 "
+        "(<address>)",
+        "  jflux.all_gather takes its lax reference: one device",
+    ]
+    for private in ("someone", "secret0", str(tmp_path), socket.gethostname()):
+        assert private not in output
+
+
+def test_scrub():
+    scrub = _bug_report.scrub
+    assert scrub("--xla_dump_to=/data/me/dumps x") == "--xla_dump_to=<path>/dumps x"
+    assert scrub("/usr/lib/a.so: bad, ~/b/c.txt too") == "<path>/a.so: bad, <path>/c.txt too"
+    assert scrub("push/pull GB/s, jax 0.12.0.1, w [n/N, k]") == (
+        "push/pull GB/s, jax 0.12.0.1, w [n/N, k]"
+    )
+    host, user = socket.gethostname(), getpass.getuser()
+    assert scrub(f"{user}@{host}: x{user}x") == f"<user>@<host>: x{user}x"
+
+
+def test_last_fault_is_the_end_of_the_log():
+    log = "\n".join(f"jflux.all_gather: fault {i}" for i in (1, 2, 3, 3, 1))
+    assert [line[-1] for line in _bug_report.last_fault(log, most=2)] == ["3", "1"]
+    assert _bug_report.last_fault("nothing of the library's name: jfluxes") == []
+
+
+def test_a_log_that_is_not_there():
+    done = subprocess.run(
+        [sys.executable, "-m", "jflux.doctor", "--log", "nowhere.log"],
+        env=environment(PLATFORM, 1), timeout=120, text=True, capture_output=True,
+    )  # fmt: skip
+    assert done.returncode == 2 and "--log nowhere.log is no file" in done.stderr
+
+
+def test_driver(tmp_path, monkeypatch):
+    path = tmp_path / "version"
+    monkeypatch.setattr(_bug_report, "_DRIVER", path)
+    assert _bug_report.driver() is None
+    path.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release")
+    assert _bug_report.driver() == "580.159.04"
