@@ -29,6 +29,16 @@ SAMPLES = {
     "docs/quickstart.md": ["assert abs(y - expected).max() < 0.05"],
     "docs/guide/calling.md": ["assert all(jnp.isfinite(a).all() for a in (y, h, z))"],
     "docs/guide/hosts.md": ["assert jflux.heap_report().platform == 'cpu'"],
+    "docs/guide/recipes.md": [
+        "assert losses[-1] < losses[0] - 1 and linen_losses[-1] < linen_losses[0]",
+        "assert abs(in_parts - before) < 1e-2 * before",  # bfloat16, other sums
+        "assert here < before - .3 and abs(here - there) < 1e-2 * here",
+        "leaf = lambda model: model.blocks.mlp.up.kernel[...].sharding",
+        "assert leaf(model).mesh.shape['tp'] == min(4, jax.device_count())",
+        "assert leaf(restored).mesh.shape['tp'] == min(2, jax.device_count())",
+        "assert leaf(model).spec == leaf(restored).spec == P(None, None, 'tp')",
+        "assert state.params['params']['MLP_0']['up']['kernel'].value.sharding.spec[1] == 'tp'",
+    ],
     "docs/guide/parallel.md": [
         "assert all(jnp.isfinite(g).all() for g in jax.tree.leaves(gradients))"
     ],
