@@ -324,35 +324,52 @@ def readme_table(results: list[tuple[str, dict]]) -> str:
     return "\n".join(lines)
 
 
-def picture(results: list[tuple[str, dict]], op: str) -> bytes:
-    """E, and J over the floor, by rows, at the shapes of `PICTURES` (3 ranks: at ragged ones)."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    efficiency, floor = figure.subplots(1, 2)
+def curves(results: list[tuple[str, dict]], op: str) -> dict[str, tuple[dict, list[dict]]]:
+    """The rows that the picture of an op shows, and their machine, by title: at the shapes of
+    `PICTURES` (3 ranks: at ragged ones). Only those of the newest day, and so of the same kernels.
+    """
+    found = {}
     for _, result in of_ops(results):
         if "note" in result["machine"]:  # of kernels that are not the present ones
             continue
-        found = by_list(result)
+        lists = by_list(result)
         listed, n = PICTURES[op]
-        rows = found.get(listed, found.get("ragged", ()))
+        rows = lists.get(listed, lists.get("ragged", ()))
         rows = [r for r in rows if r["op"] == op and r["n"] == n]
-        if not rows:
-            continue
+        if rows:
+            found[title(result)] = result["machine"], rows
+    newest = max(machine["date"] for machine, _ in found.values())
+    return {name: one for name, one in found.items() if one[0]["date"] == newest}
+
+
+def picture(results: list[tuple[str, dict]], op: str) -> bytes:
+    """E, and J over the floor, by rows."""
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import NullFormatter
+
+    shown = curves(results, op)
+    figure = Figure(figsize=(9, 3.9), layout="constrained")
+    efficiency, floor = figure.subplots(1, 2)
+    ticks = sorted({r["m"] for _, rows in shown.values() for r in rows})
+    for i, (name, (machine, rows)) in enumerate(shown.items()):
         m = [r["m"] for r in rows]
-        g, c, s, j = (np.array([ms(r, name) for r in rows]) for name in "GCSJ")
-        machine = result["machine"]
+        g, c, s, j = (np.array([ms(r, contestant) for r in rows]) for contestant in "GCSJ")
         style = "-" if machine["processes"] == 1 else "--"
-        color, label = f"C{machine['gpus'].split()[0]}", f"{title(result)}, {machine['date']}"
-        line = {"linestyle": style, "color": color, "label": label}
-        efficiency.plot(m, 1 - (j - g) / (s - g), **line)
+        line = {"linestyle": style, "color": f"C{i}", "marker": "o", "markersize": 3}
+        efficiency.plot(m, 1 - (j - g) / (s - g), label=name, **line)
         floor.plot(m, j / np.maximum(g, c), **line)
     for axis, what in ((efficiency, "overlap efficiency E"), (floor, "time over the floor, J / F")):
         axis.axhline(1, color="black", linewidth=0.8)
         axis.set(title=f"{op}: {what}", xlabel="m (rows)", xscale="log")
+        axis.set_xticks(ticks, [str(m) for m in ticks], fontsize=8)
+        axis.xaxis.set_minor_formatter(NullFormatter())
         axis.title.set_fontsize(10)
         axis.grid(alpha=0.3)
-    floor.legend(fontsize=7)
+    (day,) = {machine["date"] for machine, _ in shown.values()}
+    figure.legend(
+        loc="outside lower center", ncols=min(3, len(shown)), fontsize=8, frameon=False,
+        title=f"measured on {day}", title_fontsize=8,
+    )  # fmt: skip
     out = io.BytesIO()
     figure.savefig(out, format="png", dpi=110, metadata={"Software": None})
     return out.getvalue()

@@ -160,6 +160,18 @@ def test_no_committed_figure_is_refused(as_fast_as_an_h200):
             harness.check_rates(shape, ranks, seconds)
 
 
+def test_a_picture_shows_the_kernels_of_one_day():
+    def result(day, ranks):
+        rows = [{"op": "all_gather_matmul", "m": 64, "n": 49152, "k": 12288}]
+        machine = {"date": day, "gpus": f"{ranks} x H200", "processes": 1}
+        return f"{ranks}", {"machine": machine, "rows": rows}
+
+    results = [result("2026-01-02", 4), result("2026-01-03", 2), result("2026-01-03", 8)]
+    shown = render.curves(results, "all_gather_matmul")
+    assert [machine["gpus"] for machine, _ in shown.values()] == ["2 x H200", "8 x H200"]
+    assert all(rows for _, rows in shown.values())
+
+
 def test_collectives_are_rendered():
     row = {"bytes": 512} | {name: {"median": 2e-6} for name in ("S", "one_shot")}
     row |= {"J": {"median": 1e-6}, "op": "all_reduce"}
