@@ -13,6 +13,15 @@ safetensors, or the files one by one, with the `config.json` beside them. Prints
 first sequence, and how many differ between the two. In float32 none may; in bfloat16 two logits can
 be equal but for rounding, and after the first token that differs so does what follows. Without a
 GPU it runs on eight virtual devices, and wants a small model.
+
+The small model takes 15 seconds on two cores, and prints there::
+
+    0.4 M parameters in 2 layers of 128, float32, 8 (tp) cpu devices; batch 1, prompt 32, 64 tokens
+               prefill ms   ms per token   tokens/s
+       jflux        11.98          1.108      902.9
+         XLA         3.72          1.326      754.0
+    differing tokens: 0 of 64
+    tokens: 200,159,53,168,154,115,25,229,60,25,115,159,58,92,154,92,...
 """
 
 from __future__ import annotations

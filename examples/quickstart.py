@@ -1,4 +1,9 @@
-"""One fused op on all devices, y = all_gather(x) @ w, checked against plain lax."""
+"""One fused op on all devices, y = all_gather(x) @ w, checked against plain lax.
+
+Takes five seconds on two cores, and prints there::
+
+    y (1024, 2048) from 8 cpu devices equals plain lax
+"""
 
 import os
 

@@ -11,9 +11,13 @@ turn, so the curves must agree up to rounding, as in the paper's figure 8::
     python examples/train_unet.py --no-overlap     # its communication hidden nowhere
     python examples/train_unet.py --no-reference   # the grid alone
 
-Prints the largest difference between the loss curves and the time of a step of each; writes the
-curves to out/unet_loss.png. Without a GPU it runs a small model on eight virtual devices, in about
-two minutes on two cores.
+Writes the curves to out/unet_loss.png. Without a GPU it runs a small model on eight virtual
+devices, which takes two minutes on two cores, and prints, after a line about its sizes::
+
+          grid: training loss 0.9854 -> 0.1680, validation 0.2073, median step ... ms (150 steps)
+    one device: training loss 0.9854 -> 0.1680, validation 0.2073, median step ... ms (150 steps)
+    largest difference between the loss curves: 8.345e-07 in 150 steps
+    wrote out/unet_loss.png
 """
 
 from __future__ import annotations

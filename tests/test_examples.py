@@ -1,8 +1,11 @@
 """The examples run, on several numbers of devices, and what they print is true."""
 
+import ast
+import os
 import re
 
 import jax
+import notebooks
 import numpy as np
 import pytest
 from example_runs import ON_GPU, ROOT, losses, run_example
@@ -15,6 +18,31 @@ def test_quickstart(devices, tmp_path):
     out = run_example("quickstart.py", devices=devices, cwd=tmp_path)
     assert f"from {devices or jax.device_count()} {jax.default_backend()} devices" in out
     assert "equals plain lax" in out
+    if devices == 8:
+        assert f"    {out}" in (ROOT / "examples" / "quickstart.py").read_text()
+
+
+SCRIPTS = [
+    path for path in sorted(ROOT.glob("examples/**/*.py")) if "if __name__" in path.read_text()
+]
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_the_head_says_how_long_it_takes_and_shows_what_it_prints(path):
+    head = ast.get_docstring(ast.parse(path.read_text()))
+    assert re.search(r"[Tt]akes\s+\w+ (seconds|minutes)", head)
+    assert re.search(r"prints\b[^:]*::\n\n    \s*\S", head)
+
+
+def test_quickstart_notebook(tmp_path):
+    """Its cells run, and print what the file shows."""
+    notebook = ROOT / "examples" / "quickstart.ipynb"
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
+    printed = notebooks.run(notebook, tmp_path, environment)
+    assert "False" not in "".join(printed) and "equal up to rounding: True" in "".join(printed)
+    if not ON_GPU:
+        assert printed == [notebooks.shown(cell) for cell in notebooks.code_cells(notebook)]
 
 
 @pytest.mark.skipif(ON_GPU, reason="its small model is for virtual devices")

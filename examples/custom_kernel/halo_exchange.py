@@ -1,4 +1,10 @@
-"""A kernel of one's own, called from JAX: ``python halo_exchange.py build/libhalo_exchange.so``."""
+"""A kernel of one's own, called from JAX: ``python halo_exchange.py build/libhalo_exchange.so``.
+
+README.md says how to build it, which takes half a minute without the CUDA kernel. It then takes
+five seconds on two cores, and prints there::
+
+    halo_exchange equals lax.ppermute on 8 cpu devices
+"""
 
 from __future__ import annotations
 
