@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from llama_model import AXIS, Config, Weights, check, shapes, specs
+from tqdm import tqdm
 
 Index = tuple[slice, ...]
 
@@ -175,8 +176,9 @@ def from_tensors(config: Config, mesh: Mesh, tensors: Mapping[str, Any]) -> Weig
         for ours, theirs in top.items()
         if ours in wanted
     }
-    layers = zip(wanted["layers"], split["layers"], strict=True)
-    return weights | {"layers": [layer(i, *both) for i, both in enumerate(layers)]}
+    layers = list(zip(wanted["layers"], split["layers"], strict=True))
+    bar = tqdm(layers, desc="reading layers", delay=2)  # nothing for a model that is read at once
+    return weights | {"layers": [layer(i, *both) for i, both in enumerate(bar)]}
 
 
 def files_of(paths: Sequence[Path]) -> list[Path]:
