@@ -127,22 +127,43 @@ def apply(
     return [y.astype(out) for y in _activate(epilogue, sums)], [s.astype(out) for s in sums]
 
 
-def gradient(
-    epilogue: Epilogue, sums: Sequence[jax.Array], dys: Sequence[jax.Array]
+def tangents(
+    epilogue: Epilogue, sums: Sequence[jax.Array], dsums: Sequence[jax.Array]
 ) -> list[jax.Array]:
-    """The gradient of each sum, in its type."""
+    """Those of all y, in the type of the sums, from those of the sums."""
+    out, wide = sums[0].dtype, sum_dtype(sums[0].dtype)
+    primals, moving = ([a.astype(wide) for a in each] for each in (sums, dsums))
+    _, dys = jax.jvp(lambda sums: _activate(epilogue, sums), (primals,), (moving,))
+    return [dy.astype(out) for dy in dys]
+
+
+def gradient(
+    epilogue: Epilogue, sums: Sequence[jax.Array], dys: Sequence[jax.Array | None]
+) -> list[jax.Array]:
+    """The gradient of each sum, in its type. A dy that is None is zero."""
     wide = sum_dtype(sums[0].dtype)
-    _, vjp = jax.vjp(lambda sums: _activate(epilogue, sums), [s.astype(wide) for s in sums])
-    (dsums,) = vjp([dy.astype(wide) for dy in dys])
+    ys, vjp = jax.vjp(lambda sums: _activate(epilogue, sums), [s.astype(wide) for s in sums])
+    (dsums,) = vjp(
+        [
+            jnp.zeros_like(y) if dy is None else dy.astype(wide)
+            for y, dy in zip(ys, dys, strict=True)
+        ]
+    )
     return [d.astype(s.dtype) for d, s in zip(dsums, sums, strict=True)]
 
 
 def bias_gradients(
-    epilogue: Epilogue, dsums: Sequence[jax.Array], biases: Sequence[jax.Array]
-) -> tuple[jax.Array, ...]:
-    """Those of the biases that there are: sums over all rows."""
+    epilogue: Epilogue | None, dsums: Sequence[Any], types: Sequence[Any]
+) -> list[jax.Array | None]:
+    """Those of the biases that there are, of these types: sums over all rows. What is None is zero,
+    or not wanted."""
+    if epilogue is None:
+        return []
     mine = [d for d, biased in zip(dsums, epilogue.biased, strict=True) if biased]
-    return tuple(sum_of_rows(d).astype(b.dtype) for d, b in zip(mine, biases, strict=True))
+    return [
+        None if d is None or b is None else sum_of_rows(d).astype(b.dtype)
+        for d, b in zip(mine, types, strict=True)
+    ]
 
 
 def sum_of_rows(d: jax.Array) -> jax.Array:

@@ -23,7 +23,7 @@ from harness import (
 from jax.sharding import PartitionSpec as P
 
 import jflux
-from jflux import _dispatch, _explain, _heap, _lowering, _tuning, testing
+from jflux import _dispatch, _explain, _heap, _tuning, testing
 from jflux._dispatch import Machine, Path
 from jflux._ops import all_reduce, matmul_all_reduce
 
@@ -48,7 +48,7 @@ def way(request, monkeypatch):
         return dataclasses.replace(plan, config={"scattered": int(rows % params.world == 0)})
 
     rules = dataclasses.replace(matmul_all_reduce._rules, plan=scattered)
-    monkeypatch.setattr(matmul_all_reduce, "_primitive", _lowering.make_primitive(rules))
+    monkeypatch.setattr(matmul_all_reduce, "_primitive", matmul_all_reduce._make(rules))
     yield request.param
 
 

@@ -327,15 +327,6 @@ def test_gradient_with_respect_to_one_operand(call):
     assert_close(dw, want[1], scale[1], call.dtype, 3 * RANKS)
 
 
-@each_call(OPS, lead=(3,), k=8, n=8, dtype=jnp.bfloat16)
-def test_forward_mode_is_an_error(call):
-    mesh = make_mesh((RANKS,))
-    x, w = operands(call, mesh, "tp")
-    f = per_device(mesh, call.bind("tp"))
-    with pytest.raises(TypeError, match="forward-mode"):
-        jax.jit(lambda x, w: jax.jvp(f, (x, w), (x, w))).lower(x, w)
-
-
 # ---- vmap ----------------------------------------------------------------------------------------
 
 

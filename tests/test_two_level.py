@@ -33,11 +33,13 @@ from harness import (
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from layers import assert_near, in_float64
 
 import jflux
 import jflux.nn as jnn
 from jflux import _config, _dispatch, _ffi, _heap, _lowering, parallel
 from jflux._dispatch import Machine, Path
+from jflux._explain import calls_of
 from jflux._levels import Levels
 from jflux._ops import _two_level, _two_level_plan
 
@@ -156,6 +158,31 @@ def test_exchanges(on, place):
             wants = exchanged(op, [x[at] for at in group], **options)
             for at, want in zip(group, wants, strict=True):
                 np.testing.assert_array_equal(y[at].astype(np.float64), want.astype(np.float64))
+
+
+@each_call(OPS, lead=(2, 6), k=8, n=8, dtype=jnp.float32)
+def test_derivatives_in_both_modes(call, on):
+    """The tangents of a call, and what is differentiated of a gradient, take two levels too."""
+    mesh = on(FOUR)
+    x, w = operands(call, mesh, "tp")
+
+    def second(module):
+        f = per_device(mesh, call.bind("tp", module))
+
+        def loss(x, w):
+            return jnp.sum(jnp.sin(f(x, w)))
+
+        def both(x, w):
+            tangents = jnp.cos(x), jnp.sin(w)
+            of_gradient = jax.jvp(jax.grad(loss, (0, 1)), (x, w), tangents)
+            return jax.jvp(f, (x, w), tangents), of_gradient
+
+        return both
+
+    paths = {c.plan.path for c in calls_of(second(jflux), x, w) if c.op == call.op}
+    assert paths == {Path.TWO_LEVEL, Path.FUSED}  # inside nodes
+    got = run(jax.jit(second(jflux)), x, w)
+    assert_near(got, in_float64(second(jflux.reference), x, w), jnp.float32, roundings=200)
 
 
 # ---- With NVSHMEM between nodes: the same calls, whose transfers here are XLA's ------------------

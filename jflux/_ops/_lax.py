@@ -71,3 +71,9 @@ def weight_gradient(
     return lax.dot_general(
         lhs, rhs, ((rows, rows), ((), ())), precision=precision, preferred_element_type=dtype
     )
+
+
+def rounded(dy: Any, like: Any) -> Any:
+    """A cotangent in an operand's type, in which gradients are multiplied; None is none."""
+    is_real = jnp.issubdtype(like.dtype, jnp.inexact)
+    return dy if dy is None or not is_real else dy.astype(like.dtype)

@@ -9,9 +9,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
+from jax.interpreters import ad
 
 from .. import _epilogue, _norm
+from .._derivatives import none_if_zero, not_linear
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,19 +80,37 @@ def tangents(
     added: Sequence[jax.Array],
     dadded: Sequence[Any],
 ) -> list[jax.Array]:
-    """Those of all results, y being the first one, for a tangent of the sum (None: zero) and those
-    of the operands."""
+    """Those of all results, y being the first one, for a tangent of the sum and those of the
+    operands, of which None is zero."""
     dy = jnp.zeros_like(y) if dy is None else dy
-    if epilogue.residual and not isinstance(dadded[0], SymbolicZero):
+    if epilogue.residual and dadded[0] is not None:
         dy += dadded[0].astype(dy.dtype)
     if epilogue.norm is None:
         return [dy]
     factors = epilogue.factors(added)
     dfactors = [
-        jnp.zeros_like(f) if isinstance(d, SymbolicZero) else d
+        jnp.zeros_like(f) if d is None else d
         for f, d in zip(factors, epilogue.factors(dadded), strict=True)
     ]
     # Only y is kept for the backward pass.
     normalise = jax.checkpoint(functools.partial(_norm.apply, epilogue.norm, epilogue.epsilon))
     _, dnormalised = jax.jvp(normalise, (y, *factors), (dy, *dfactors))
     return [dy, dnormalised]
+
+
+def transpose(
+    op: str, epilogue: SumEpilogue, cotangents: Sequence[Any], added: Sequence[Any]
+) -> tuple[Any, list[Any]]:
+    """(the sum's cotangent, None if it is zero; those of the operands that follow it), where these
+    are `ad.UndefinedPrimal` or not wanted."""
+    if epilogue.norm is not None:
+        raise not_linear(op, "it has a norm")
+    (ct,) = map(none_if_zero, cotangents)
+    return ct, [
+        None
+        if not ad.is_undefined_primal(a)
+        else ad.Zero(a.aval)
+        if ct is None
+        else ct.astype(a.aval.dtype)
+        for a in added
+    ]

@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from .. import _dispatch, _epilogue, _global, _lowering, _mesh
+from .._derivatives import Derivatives, differentiate, not_linear, total
 from .._dispatch import Arrays, Machine, Plan
 from .._epilogue import Epilogue
 from .._levels import Levels
@@ -100,12 +101,12 @@ def all_gather_matmul(
     Outside ``shard_map`` it takes global arrays, x [..., m, k] sharded over `axis_name` in its
     gather dimension and w [k, n] in its last one, and wraps itself in ``shard_map``.
 
-    Differentiable in reverse mode. dx is one :func:`jflux.matmul_reduce_scatter`; dw multiplies by
-    the gathered x, which is kept under the name ``"jflux_gathered"`` so that a `jax.checkpoint`
-    policy can choose to gather it again instead. What an activation is applied to is kept under
-    the name ``"jflux_preactivation"``, in y's type, and y, where there is an activation, has the
-    name ``"jflux_activated"``. The kernel makes both: where a later product's dw needs y, a policy
-    that keeps only one of them has the product computed again.
+    Differentiable in both modes, to any order. dx is one :func:`jflux.matmul_reduce_scatter`; dw
+    multiplies by the gathered x, which is kept under the name ``"jflux_gathered"`` so that a
+    `jax.checkpoint` policy can choose to gather it again instead. What an activation is applied to
+    is kept under the name ``"jflux_preactivation"``, in y's type, and y, where there is an
+    activation, has the name ``"jflux_activated"``. The kernel makes both: where a later product's
+    dw needs y, a policy that keeps only one of them has the product computed again.
 
     Args:
       x: [..., m/N, k]; float16, bfloat16, float32 or float64 (CPU), float16 or bfloat16 (GPU).
@@ -182,7 +183,7 @@ def all_gather_matmul(
     )
     if epilogue is not None and not any(0 in a.shape for a in (x, *ws)):
         ys: Sequence[jax.Array]
-        ys, _, gathered = _split(differentiable(x, ws, biases, params), len(ws), params)
+        ys, _, gathered = _split(bind(params, x, ws, biases), len(ws), params)
     else:
         ys, gathered = _with_empty_ones(x, ws, dataclasses.replace(params, epilogue=None))
         if epilogue is not None:
@@ -272,7 +273,7 @@ def _with_empty_ones(
     if 0 in x.shape:
         return tuple(_product.zeros(*s, x) for s in shapes), _product.zeros(*gathered_shape, x)
     some = tuple(w for w in ws if 0 not in w.shape)
-    products = differentiable(x, some, (), params) if some else []
+    products: Sequence[Any] = bind(params, x, some) if some else []
     gathered = None
     if "gathered" in params.results:
         *products, gathered = products or [_gather(x, params)]
@@ -301,60 +302,111 @@ def _in_order(params: Params, ys: Sequence[Any], sums: Sequence[Any], gathered: 
     return [result for name in params.results for result in known[name]]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def differentiable(
-    x: jax.Array, ws: tuple[jax.Array, ...], biases: tuple[jax.Array, ...], params: Params
-) -> list[jax.Array]:
-    return _primitive.bind(x, *ws, *biases, params=params)
-
-
-def _forward(
-    x: jax.Array, ws: tuple[jax.Array, ...], biases: tuple[jax.Array, ...], params: Params
-) -> Any:
-    # `differentiable` and not the primitive, so that gradients have gradients.
-    activated = params.epilogue is not None and params.epilogue.activation is not None
-    results = ("y", "sums", "gathered") if activated else ("y", "gathered")
-    every = dataclasses.replace(params, results=results)
-    ys, sums, gathered = _split(differentiable(x, ws, biases, every), len(ws), every)
+def _forward(operands: Sequence[Any], params: Params) -> Any:
+    x, *others = operands
+    ws, _ = _weights(others, params)
+    names = set(params.results) | {"gathered"}
+    if "y" in names and _is_activated(params):
+        names.add("sums")
+    every = dataclasses.replace(
+        params, results=tuple(name for name in ("y", "sums", "gathered") if name in names)
+    )
+    ys, sums, gathered = _split(_primitive.bind(*operands, params=every), len(ws), every)
     gathered = checkpoint_name(gathered, GATHERED)
-    if activated:
+    if _is_activated(params):
         sums = [checkpoint_name(one, PREACTIVATION) for one in sums]
         ys = [checkpoint_name(one, ACTIVATED) for one in ys]
-    return _in_order(params, ys, sums, gathered), (gathered, ws, biases, sums)
+    return _in_order(params, ys, sums, gathered), (gathered, list(ws), sums)
 
 
-def _backward(params: Params, residuals: Any, cotangents: Any) -> Any:
-    gathered, ws, biases, sums = residuals
-    dys, dsums, dgathered = _split(cotangents, len(ws), params)
-    dbiases: tuple[jax.Array, ...] = ()
-    if params.epilogue is not None:
-        if sums:
-            through = _epilogue.gradient(params.epilogue, sums, dys)
-            dys = [a + b for a, b in zip(through, dsums, strict=True)] if dsums else through
-        dbiases = _epilogue.bias_gradients(params.epilogue, dys, biases)
-    rounded = tuple(dy.astype(gathered.dtype) for dy in dys)
-    dx = all_ops()["matmul_reduce_scatter"].call(
-        rounded,
-        ws,
-        axis_names=params.axis_names,
-        world=params.world,
-        dimension=params.gather_dimension,
-        transpose_rhs=not params.transpose_rhs,
-        dtype=gathered.dtype,
-        precision=params.precision,
-    )
-    if dgathered is not None:
-        dx += lax.psum_scatter(
+def _tangents(kept: Any, tangents: Sequence[Any], params: Params) -> list[Any]:
+    gathered, ws, sums = kept
+    dx, *others = tangents
+    dws, dbiases = _weights(others, params)
+    products, dgathered = [None] * len(ws), None
+    if dx is not None:
+        names = ["y"] if {"y", "sums"} & set(params.results) else []
+        names += ["gathered"] if "gathered" in params.results else []
+        linear = dataclasses.replace(params, epilogue=None, results=tuple(names))
+        found, _, dgathered = _split(_primitive.bind(dx, *ws, params=linear), len(ws), linear)
+        products = found or products
+    products = [
+        total([product, None if dw is None else _multiply(gathered, dw, params)])
+        for product, dw in zip(products, dws, strict=True)
+    ]
+    if "gathered" in params.results and dgathered is None:
+        dgathered = _product.zeros(gathered.shape, gathered.dtype, gathered)
+    rest = iter(dbiases)
+    shapes = [(*gathered.shape[:-1], _product.columns(w, params.transpose_rhs)) for w in ws]
+    dsums = []
+    for i, product in enumerate(products):
+        dbias = next(rest) if params.epilogue and params.epilogue.biased[i] else None
+        if product is None:
+            product = _product.zeros(shapes[i], params.out_dtype, gathered)
+        dsums.append(_epilogue.add(product, [] if dbias is None else [dbias]))
+    dys = dsums
+    if sums and "y" in params.results:
+        assert params.epilogue is not None
+        dys = _epilogue.tangents(params.epilogue, sums, dsums)
+    return _in_order(params, dys, dsums, dgathered)
+
+
+def _backward(
+    kept: Any, cotangents: Sequence[Any], wanted: Sequence[Any], params: Params
+) -> list[Any]:
+    gathered, ws, sums = kept
+    x, *others = wanted
+    w_types, bias_types = _weights(others, params)
+    dys, own, dgathered = _split(cotangents, len(ws), params)
+    own = own or [None] * len(ws)
+    if sums and any(dy is not None for dy in dys):
+        assert params.epilogue is not None
+        dys = _epilogue.gradient(params.epilogue, sums, dys)
+    dys = dys or [None] * len(ws)
+    dsums = [total(pair) for pair in zip(dys, own, strict=True)]
+    like = gathered if x is None else x
+    rounded = [_lax.rounded(d, like) for d in dsums]
+    dx = None
+    terms = [(d, w) for d, w in zip(rounded, ws, strict=True) if d is not None]
+    if x is not None and terms:
+        dx = all_ops()["matmul_reduce_scatter"].call(
+            *(tuple(each) for each in zip(*terms, strict=True)),
+            axis_names=params.axis_names,
+            world=params.world,
+            dimension=params.gather_dimension,
+            transpose_rhs=not params.transpose_rhs,
+            dtype=x.dtype,
+            precision=params.precision,
+        )
+    if x is not None and dgathered is not None:
+        scattered = lax.psum_scatter(
             dgathered, params.axis_names, scatter_dimension=params.gather_dimension, tiled=True
         )
-    dws = tuple(
-        _lax.weight_gradient(gathered, dy, params.transpose_rhs, w.dtype, params.precision)
-        for dy, w in zip(rounded, ws, strict=True)
-    )
-    return dx, dws, dbiases
+        dx = total([dx, scattered])
+    dws = [
+        None
+        if w is None or d is None
+        else _lax.weight_gradient(gathered, d, params.transpose_rhs, w.dtype, params.precision)
+        for d, w in zip(rounded, w_types, strict=True)
+    ]
+    return [dx, *dws, *_epilogue.bias_gradients(params.epilogue, dsums, bias_types)]
 
 
-differentiable.defvjp(_forward, _backward)
+def _kept(operands: Sequence[Any], params: Params) -> Any:
+    x, *others = operands
+    ws, _ = _weights(others, params)
+    if _is_activated(params):
+        raise not_linear(OP, "it has an activation")
+    if not any(w is None for w in ws):
+        return None, list(ws), []
+    if x is None:
+        raise not_linear(OP, "it is linear in x and in w, not in both at once")
+    alone = dataclasses.replace(params, epilogue=None, results=("gathered",))
+    return _primitive.bind(x, params=alone)[0], list(ws), []
+
+
+def _is_activated(params: Params) -> bool:
+    return params.epilogue is not None and params.epilogue.activation is not None
 
 
 def call(
@@ -367,18 +419,26 @@ def call(
     transpose_rhs: bool,
     dtype: Any,
     precision: Any,
+    results: tuple[str, ...] = ("y", "gathered"),
 ) -> list[jax.Array]:
     """All y, and the gathered x, of operands that were checked; for the gradients of other ops."""
     params = Params(
         axis_names=axis_names,
         world=world,
         gather_dimension=dimension,
-        results=("y", "gathered"),
+        results=results,
         transpose_rhs=transpose_rhs,
         out_dtype=np.dtype(dtype),
         precision=precision,
     )
-    return differentiable(x, ws, (), params)
+    return bind(params, x, ws)
+
+
+def bind(
+    params: Params, x: jax.Array, ws: Sequence[jax.Array], biases: Sequence[jax.Array] = ()
+) -> list[jax.Array]:
+    """The results of a call."""
+    return _primitive.bind(x, *ws, *biases, params=params)
 
 
 def _weights(operands: Sequence[Any], params: Params) -> tuple[Sequence[Any], Sequence[Any]]:
@@ -453,11 +513,12 @@ def _of_gathered(gathered: Any, *operands: Any, params: Params) -> list[Any]:
     if params.results == ("gathered",):
         return [gathered]
     ws, biases = _weights(operands, params)
-    ys = [
-        _lax.matmul(gathered, w, params.out_dtype, params.precision, params.transpose_rhs)
-        for w in ws
-    ]
+    ys = [_multiply(gathered, w, params) for w in ws]
     return _finished(ys, biases, gathered, params)
+
+
+def _multiply(gathered: Any, w: Any, params: Params) -> Any:
+    return _lax.matmul(gathered, w, params.out_dtype, params.precision, params.transpose_rhs)
 
 
 def _finished(
@@ -672,6 +733,7 @@ def _drop_unused(used: Sequence[bool], *rest: Any) -> Any:
 
 
 pe.dce_rules[_primitive] = _drop_unused
+differentiate(_primitive, Derivatives(_forward, _tangents, _backward, _kept))
 
 
 SPEC = OpSpec(

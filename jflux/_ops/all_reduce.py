@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
 from jax.interpreters import ad
 
 from .. import _dispatch, _epilogue, _lowering, _mesh, _native, _norm
+from .._derivatives import none_if_zero
 from .._dispatch import Arrays, Machine, Plan
 from .._levels import Levels
 from .._mesh import AxisName
@@ -112,7 +112,7 @@ def all_reduce(
         epilogue, added = _sum_epilogue.operands(OP, params.axis_names, residual, norm)
         x, *added = _mesh.vary_together(axis_name, x, *added, same=len(added))
         x, *added = _product.constant_if_whole(x.dtype, x, *added)
-        results = _fused(dataclasses.replace(params, epilogue=epilogue), x, tuple(added))
+        results = bind(dataclasses.replace(params, epilogue=epilogue), x, added)
         return results[0] if norm is None else tuple(results)
 
     def one(array: Any) -> jax.Array:
@@ -147,22 +147,15 @@ def reference(
     return y, _norm.apply(norm.name, norm.epsilon, y, *norm.factors)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _fused(params: Params, x: Any, added: tuple[Any, ...]) -> list[jax.Array]:
-    return bind(params, x, added)
-
-
-@functools.partial(_fused.defjvp, symbolic_zeros=True)
-def _fused_jvp(params: Params, primals: Any, tangents: Any) -> Any:
-    (x, added), (dx, dadded) = primals, tangents
-    results = _fused(params, x, added)
-    dy = None if isinstance(dx, SymbolicZero) else bind(params.without_epilogue(), dx)[0]
+def _jvp(primals: Any, tangents: Any, *, params: Params) -> Any:
+    (x, *added), (dx, *dadded) = primals, [none_if_zero(t) for t in tangents]
+    results = bind(params, x, added)
+    dy = None if dx is None else bind(params.without_epilogue(), dx)[0]
     return results, _sum_epilogue.tangents(params.epilogue, results[0], dy, added, dadded)
 
 
 def bind(params: Params, x: jax.Array, added: Sequence[jax.Array] = ()) -> list[jax.Array]:
-    """The sum, and what follows it; operands' types are those that `all_reduce` gives them. Only
-    without what follows it can be differentiated."""
+    """The sum, and what follows it; operands' types are those that `all_reduce` gives them."""
     return _primitive.bind(x, *added, params=params)
 
 
@@ -341,13 +334,19 @@ def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
     return results, [0] * len(results)
 
 
-def _transpose(cotangents: Any, x: Any, *, params: Params) -> list[Any]:
-    (ct,) = cotangents
-    if type(ct) is ad.Zero:
-        return [ad.Zero(x.aval)]
-    if x.aval.manual_axis_type.varying:  # types are tracked: x varies over the axes at least
-        return [lax.pcast(ct, params.axis_names, to="varying")]
-    return _primitive.bind(ct, params=params)
+def _transpose(cotangents: Any, x: Any, *added: Any, params: Params) -> list[Any]:
+    ct, dadded = _sum_epilogue.transpose(OP, params.epilogue, cotangents, added)
+    if not ad.is_undefined_primal(x):
+        return [None, *dadded]
+    dx = ad.Zero(x.aval) if ct is None else of_each(params, ct, x.aval)
+    return [dx, *dadded]
+
+
+def of_each(params: Params, ct: jax.Array, aval: Any) -> jax.Array:
+    """The cotangent of each rank's x of this type, for one of the sum."""
+    if aval.manual_axis_type.varying:  # types are tracked: x varies over the axes at least
+        return lax.pcast(ct, params.axis_names, to="varying")
+    return bind(params.without_epilogue(), ct)[0]
 
 
 _primitive = _lowering.make_primitive(
@@ -364,8 +363,8 @@ _primitive = _lowering.make_primitive(
         same_over=lambda params: params.axis_names,
     )
 )
-# Alone it is linear; calls with a residual or a norm go through _fused.
-ad.deflinear2(_primitive, _transpose)
+ad.primitive_jvps[_primitive] = _jvp
+ad.primitive_transposes[_primitive] = _transpose
 
 SPECS = (
     OpSpec(

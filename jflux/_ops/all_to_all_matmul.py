@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from .. import _dispatch, _epilogue, _global, _lowering, _mesh
+from .._derivatives import Derivatives, differentiate, not_linear, total
 from .._dispatch import Arrays, Machine, Plan
 from .._levels import Levels
 from .._mesh import AxisName
@@ -96,8 +97,8 @@ def all_to_all_matmul(
     along `concat_axis`, w [k, n] not at all, and y along `split_axis`, which must be one of x's
     leading dimensions then.
 
-    Differentiable in reverse mode. dx is one :func:`jflux.matmul_all_to_all`; dw multiplies with
-    the exchanged x, which the kernel writes, and which is kept under the name
+    Differentiable in both modes, to any order. dx is one :func:`jflux.matmul_all_to_all`; dw
+    multiplies with the exchanged x, which the kernel writes, and which is kept under the name
     ``"jflux_exchanged"`` so that a `jax.checkpoint` policy can choose to exchange it again.
 
     Args:
@@ -167,7 +168,7 @@ def all_to_all_matmul(
     if 0 in x.shape or 0 in w.shape:
         empty = [_product.zeros(*result, x) for result in _result_shapes((x, w), params)]
         return tuple(empty) if return_exchanged else empty[0]
-    results = differentiable(x, w, params)
+    results = _primitive.bind(x, w, params=params)
     return tuple(results) if return_exchanged else results[0]
 
 
@@ -233,43 +234,61 @@ def _over_global_arrays(
     )  # fmt: skip
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def differentiable(x: jax.Array, w: jax.Array, params: Params) -> list[jax.Array]:
-    return _primitive.bind(x, w, params=params)
+def _forward(operands: Sequence[Any], params: Params) -> Any:
+    _, w = operands
+    results = ("y", "exchanged") if "y" in params.results else ("exchanged",)
+    every = dataclasses.replace(params, results=results)
+    known = dict(zip(results, _primitive.bind(*operands, params=every), strict=True))
+    known["exchanged"] = checkpoint_name(known["exchanged"], EXCHANGED)
+    return [known[name] for name in params.results], (known["exchanged"], w)
 
 
-def _forward(x: jax.Array, w: jax.Array, params: Params) -> Any:
-    # `differentiable` and not the primitive, so that gradients have gradients.
-    both = dataclasses.replace(params, results=("y", "exchanged"))
-    y, exchanged = differentiable(x, w, both)
-    exchanged = checkpoint_name(exchanged, EXCHANGED)
-    known = {"y": y, "exchanged": exchanged}
-    return [known[name] for name in params.results], (exchanged, w)
+def _tangents(kept: Any, tangents: Sequence[Any], params: Params) -> list[Any]:
+    (exchanged, w), (dx, dw) = kept, tangents
+    if dx is not None:
+        found = dict(zip(params.results, _primitive.bind(dx, w, params=params), strict=True))
+    else:
+        found = {"exchanged": _product.zeros(exchanged.shape, exchanged.dtype, exchanged)}
+    if dw is not None and "y" in params.results:
+        found["y"] = total([found.get("y"), _multiply(exchanged, dw, params)])
+    return [found[name] for name in params.results]
 
 
-def _backward(params: Params, residuals: Any, cotangents: Any) -> Any:
-    exchanged, w = residuals
+def _backward(
+    kept: Any, cotangents: Sequence[Any], wanted: Sequence[Any], params: Params
+) -> list[Any]:
+    (exchanged, w), (x_type, w_type) = kept, wanted
     given = dict(zip(params.results, cotangents, strict=True))
-    dy = given["y"].astype(exchanged.dtype)
-    back = dataclasses.replace(params, split=params.concat, concat=params.split)
-    dx = all_ops()["matmul_all_to_all"].call(
-        dy,
-        w,
-        axis_names=params.axis_names,
-        world=params.world,
-        split=back.split,
-        concat=back.concat,
-        transpose_rhs=not params.transpose_rhs,
-        dtype=exchanged.dtype,
-        precision=params.precision,
-    )
-    if "exchanged" in given:
-        dx += _exchanged(given["exchanged"], back)
-    dw = _lax.weight_gradient(exchanged, dy, params.transpose_rhs, w.dtype, params.precision)
-    return dx, dw
+    dy, back = given.get("y"), dataclasses.replace(params, split=params.concat, concat=params.split)
+    dx = dw = None
+    if dy is not None:
+        dy = _lax.rounded(dy, exchanged if x_type is None else x_type)
+    if x_type is not None and dy is not None:
+        dx = all_ops()["matmul_all_to_all"].call(
+            dy,
+            w,
+            axis_names=params.axis_names,
+            world=params.world,
+            split=back.split,
+            concat=back.concat,
+            transpose_rhs=not params.transpose_rhs,
+            dtype=x_type.dtype,
+            precision=params.precision,
+        )
+    if x_type is not None and given.get("exchanged") is not None:
+        dx = total([dx, _exchanged(given["exchanged"], back)])
+    if w_type is not None and dy is not None:
+        dw = _lax.weight_gradient(
+            exchanged, dy, params.transpose_rhs, w_type.dtype, params.precision
+        )
+    return [dx, dw]
 
 
-differentiable.defvjp(_forward, _backward)
+def _kept(operands: Sequence[Any], params: Params) -> Any:
+    x, w = operands
+    if x is None and w is None:
+        raise not_linear(OP, "it is linear in x and in w, not in both at once")
+    return None if x is None else _exchanged(x, params), w
 
 
 def call(
@@ -283,11 +302,12 @@ def call(
     transpose_rhs: bool,
     dtype: Any,
     precision: Any,
+    results: tuple[str, ...] = ("y", "exchanged"),
 ) -> list[jax.Array]:
     """y and the exchanged x, of operands that were checked; for the gradients of other ops."""
-    both, out = ("y", "exchanged"), np.dtype(dtype)
-    params = Params(axis_names, world, split, concat, both, transpose_rhs, out, precision)
-    return differentiable(x, w, params)
+    out = np.dtype(dtype)
+    params = Params(axis_names, world, split, concat, results, transpose_rhs, out, precision)
+    return _primitive.bind(x, w, params=params)
 
 
 def _exchanged(x: jax.Array, params: Params) -> jax.Array:
@@ -307,10 +327,12 @@ def _result_shapes(arrays: Arrays, params: Params) -> list[Any]:
 def _of_exchanged(exchanged: Any, w: Any, params: Params) -> list[Any]:
     results = {"exchanged": exchanged}
     if "y" in params.results:
-        results["y"] = _lax.matmul(
-            exchanged, w, params.out_dtype, params.precision, params.transpose_rhs
-        )
+        results["y"] = _multiply(exchanged, w, params)
     return [results[name] for name in params.results]
+
+
+def _multiply(exchanged: Any, w: Any, params: Params) -> Any:
+    return _lax.matmul(exchanged, w, params.out_dtype, params.precision, params.transpose_rhs)
 
 
 def _reference(arrays: Arrays, params: Params) -> list[Any]:
@@ -537,6 +559,7 @@ def _drop_unused(used: Sequence[bool], *rest: Any) -> Any:
 
 
 pe.dce_rules[_primitive] = _drop_unused
+differentiate(_primitive, Derivatives(_forward, _tangents, _backward, _kept))
 
 SPEC = OpSpec(
     name=OP,

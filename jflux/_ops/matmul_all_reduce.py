@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.custom_derivatives import SymbolicZero
+from jax.interpreters import ad
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from .. import _dispatch, _global, _lowering, _mesh, _norm, _tuning
+from .._derivatives import none_if_zero, not_linear, total
 from .._dispatch import Arrays, Machine, Plan
 from .._levels import Levels
 from .._mesh import AxisName
@@ -148,7 +149,7 @@ def matmul_all_reduce(
     )
     x, w, *added = _mesh.vary_together(axis_name, x, w, *added, same=len(added))
     x, w, *added = _product.constant_if_whole(params.out_dtype, x, w, *added)
-    results = _fused(params, x, w, tuple(added))
+    results = _over_rows(params, x, w, added)
     return results[0] if norm is None else tuple(results)
 
 
@@ -212,8 +213,8 @@ def _partial(params: Params, x: jax.Array, w: jax.Array) -> jax.Array:
     return _lax.matmul(x, w, params.out_dtype, params.precision, params.transpose_rhs)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _fused(params: Params, x: Any, w: Any, added: tuple[Any, ...]) -> list[jax.Array]:
+def _over_rows(params: Params, x: Any, w: Any, added: Sequence[Any]) -> list[jax.Array]:
+    """The primitive, of an x with any leading dimensions."""
     shape = (*x.shape[:-1], _product.columns(w, params.transpose_rhs))
     count, rows = int(params.sums.epilogue.residual), _product.total_rows(x)
     residual = [a.reshape(rows, shape[-1]) for a in added[:count]]
@@ -223,18 +224,37 @@ def _fused(params: Params, x: Any, w: Any, added: tuple[Any, ...]) -> list[jax.A
     return [y.reshape(shape) for y in results]
 
 
-@functools.partial(_fused.defjvp, symbolic_zeros=True)
-def _fused_jvp(params: Params, primals: Any, tangents: Any) -> Any:
-    (x, w, added), (dx, dw, dadded) = primals, tangents
-    results = _fused(params, x, w, added)
-    parts = []
-    if not isinstance(dx, SymbolicZero):
-        parts.append(_partial(params, dx, w))
-    if not isinstance(dw, SymbolicZero):
-        parts.append(_partial(params, x, dw))
+def _jvp(primals: Any, tangents: Any, *, params: Params) -> Any:
+    (x, w, *added), (dx, dw, *dadded) = primals, [none_if_zero(t) for t in tangents]
+    results = _primitive.bind(*primals, params=params)
+    dpartial = total(
+        [
+            None if dx is None else _partial(params, dx, w),
+            None if dw is None else _partial(params, x, dw),
+        ]
+    )
     alone = params.sums.without_epilogue()
-    dy = all_reduce.bind(alone, sum(parts[1:], parts[0]))[0] if parts else None
+    dy = None if dpartial is None else all_reduce.bind(alone, dpartial)[0]
     return results, _sum_epilogue.tangents(params.sums.epilogue, results[0], dy, added, dadded)
+
+
+def _transpose(cotangents: Any, x: Any, w: Any, *added: Any, params: Params) -> list[Any]:
+    ct, dadded = _sum_epilogue.transpose(OP, params.sums.epilogue, cotangents, added)
+    wanted = [ad.is_undefined_primal(a) for a in (x, w)]
+    if all(wanted):
+        raise not_linear(OP, "it is linear in x and in w, not in both at once")
+    if not any(wanted):
+        return [None, None, *dadded]
+    aval = (x if wanted[0] else w).aval
+    if ct is None:
+        return [*(ad.Zero(aval) if is_ else None for is_ in wanted), *dadded]
+    dpartial = _lax.rounded(all_reduce.of_each(params.sums, ct, aval), aval)
+    if wanted[0]:
+        transposed = not params.transpose_rhs
+        dx = _lax.matmul(dpartial, w, aval.dtype, params.precision, transposed)
+        return [dx, None, *dadded]
+    dw = _lax.weight_gradient(x, dpartial, params.transpose_rhs, aval.dtype, params.precision)
+    return [None, dw, *dadded]
 
 
 # ---- The primitive: x [rows, k], w, perhaps the residual [rows, n], and the norm's factors -------
@@ -489,7 +509,16 @@ _rules = _lowering.Rules(
     batch=_batch,
     same_over=lambda params: params.axis_names,
 )
-_primitive = _lowering.make_primitive(_rules)
+
+
+def _make(rules: _lowering.Rules) -> Any:
+    primitive = _lowering.make_primitive(rules)
+    ad.primitive_jvps[primitive] = _jvp
+    ad.primitive_transposes[primitive] = _transpose
+    return primitive
+
+
+_primitive = _make(_rules)
 
 SPEC = OpSpec(
     name=OP,

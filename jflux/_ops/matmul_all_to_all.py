@@ -16,6 +16,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from .. import _dispatch, _global, _lowering, _mesh
+from .._derivatives import Derivatives, differentiate, not_linear
 from .._dispatch import Arrays, Machine, Plan
 from .._levels import Levels
 from .._mesh import AxisName
@@ -77,8 +78,8 @@ def matmul_all_to_all(
     sharded along `concat_axis`, so x is (or w is, in its columns, if that is the last one), and y
     is sharded along `split_axis`.
 
-    Differentiable in reverse mode: dx is one :func:`jflux.all_to_all_matmul`, whose exchanged dy is
-    multiplied with x for dw.
+    Differentiable in both modes, to any order: dx is one :func:`jflux.all_to_all_matmul`, whose
+    exchanged dy is multiplied with x for dw.
 
     Args:
       x: [..., rows, k]; float16, bfloat16, float32 or float64 (CPU), float16 or bfloat16 (GPU).
@@ -144,7 +145,7 @@ def matmul_all_to_all(
     if 0 in x.shape or 0 in w.shape:
         ((y_shape, _),) = _result_shapes((x, w), params)
         return _product.zeros(y_shape, out, x)
-    (y,) = differentiable(x, w, params)
+    (y,) = _primitive.bind(x, w, params=params)
     return y
 
 
@@ -198,33 +199,54 @@ def _over_global_arrays(
     )  # fmt: skip
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
-def differentiable(x: jax.Array, w: jax.Array, params: Params) -> list[jax.Array]:
-    return _primitive.bind(x, w, params=params)
+def _forward(operands: Sequence[Any], params: Params) -> Any:
+    return _primitive.bind(*operands, params=params), tuple(operands)
 
 
-def _forward(x: jax.Array, w: jax.Array, params: Params) -> Any:
-    return differentiable(x, w, params), (x, w)
+def _tangents(kept: Any, tangents: Sequence[Any], params: Params) -> list[Any]:
+    """One exchange: both products of the tangent are one, over twice as many columns."""
+    (x, w), (dx, dw) = kept, tangents
+    terms = [(a, b) for a, b in ((dx, w), (x, dw)) if a is not None and b is not None]
+    xs, ws = zip(*terms, strict=True)
+    return _primitive.bind(*_lax.end_to_end(xs, ws, params.transpose_rhs), params=params)
 
 
-def _backward(params: Params, residuals: Any, cotangents: Any) -> Any:
-    (x, w), (dy,) = residuals, cotangents
-    dx, dproduct = all_ops()["all_to_all_matmul"].call(
-        dy.astype(x.dtype),
-        w,
-        axis_names=params.axis_names,
-        world=params.world,
-        split=params.concat,
-        concat=params.split,
-        transpose_rhs=not params.transpose_rhs,
-        dtype=x.dtype,
-        precision=params.precision,
-    )
-    dw = _lax.weight_gradient(x, dproduct, params.transpose_rhs, w.dtype, params.precision)
-    return dx, dw
+def _backward(
+    kept: Any, cotangents: Sequence[Any], wanted: Sequence[Any], params: Params
+) -> list[Any]:
+    (x, w), (dy,), (x_type, w_type) = kept, cotangents, wanted
+    like = x if x_type is None else x_type
+    dy = _lax.rounded(dy, like)
+    back = dataclasses.replace(params, split=params.concat, concat=params.split)
+    dx = dproduct = None
+    if x_type is None:
+        dproduct = _exchanged(dy, back)
+    else:
+        names = ("y",) if w_type is None else ("y", "exchanged")
+        dx, *others = all_ops()["all_to_all_matmul"].call(
+            dy,
+            w,
+            axis_names=params.axis_names,
+            world=params.world,
+            split=back.split,
+            concat=back.concat,
+            transpose_rhs=not params.transpose_rhs,
+            dtype=like.dtype,
+            precision=params.precision,
+            results=names,
+        )
+        dproduct = others[0] if others else None
+    if w_type is None or dproduct is None:
+        return [dx, None]
+    dw = _lax.weight_gradient(x, dproduct, params.transpose_rhs, w_type.dtype, params.precision)
+    return [dx, dw]
 
 
-differentiable.defvjp(_forward, _backward)
+def _kept(operands: Sequence[Any], params: Params) -> Any:
+    x, w = operands
+    if x is None and w is None:
+        raise not_linear(OP, "it is linear in x and in w, not in both at once")
+    return x, w
 
 
 def call(
@@ -241,7 +263,7 @@ def call(
 ) -> jax.Array:
     """y, of operands that were checked; for the gradients of other ops."""
     params = Params(axis_names, world, split, concat, transpose_rhs, np.dtype(dtype), precision)
-    (y,) = differentiable(x, w, params)
+    (y,) = _primitive.bind(x, w, params=params)
     return y
 
 
@@ -460,6 +482,7 @@ _primitive = _lowering.make_primitive(
         batch=_batch,
     )
 )
+differentiate(_primitive, Derivatives(_forward, _tangents, _backward, _kept))
 
 SPEC = OpSpec(
     name=OP,

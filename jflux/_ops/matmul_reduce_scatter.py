@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from .. import _epilogue, _global, _lowering, _mesh
+from .._derivatives import Derivatives, differentiate, not_linear, spread
 from .._dispatch import Arrays, Machine, Plan
 from .._levels import Levels
 from .._mesh import AxisName
@@ -89,8 +90,8 @@ def matmul_reduce_scatter(
     Outside ``shard_map`` it takes global arrays, x [..., m, k] sharded over `axis_name` in its last
     dimension and w [k, n] in its first, and wraps itself in ``shard_map``.
 
-    Differentiable in reverse mode: dx is one :func:`jflux.all_gather_matmul`, which also gathers
-    dy for dw.
+    Differentiable in both modes, to any order: dx is one :func:`jflux.all_gather_matmul`, which
+    also gathers dy for dw.
 
     Args:
       x: [..., m, k/N]; float16, bfloat16, float32 or float64 (CPU), float16 or bfloat16 (GPU).
@@ -175,7 +176,7 @@ def matmul_reduce_scatter(
     if not terms:
         return _epilogue.add(_product.zeros(shape, out, xs[0]), added)
     xs, ws = zip(*terms, strict=True)
-    (y,) = differentiable(xs, ws, tuple(added), params)
+    (y,) = _primitive.bind(*xs, *ws, *added, params=params)
     return y
 
 
@@ -250,52 +251,72 @@ def _check_terms(x: Any, w: Any, other_x: Any, other_w: Any, transpose_rhs: bool
         )
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def differentiable(
-    xs: tuple[jax.Array, ...],
-    ws: tuple[jax.Array, ...],
-    added: tuple[jax.Array, ...],
-    params: Params,
-) -> list[jax.Array]:
-    return _primitive.bind(*xs, *ws, *added, params=params)
+def _forward(operands: Sequence[Any], params: Params) -> Any:
+    xs, ws, _ = _terms(operands, params)
+    return _primitive.bind(*operands, params=params), (list(xs), list(ws))
 
 
-def _forward(
-    xs: tuple[jax.Array, ...],
-    ws: tuple[jax.Array, ...],
-    added: tuple[jax.Array, ...],
-    params: Params,
-) -> Any:
-    like = tuple(jnp.empty((0,), a.dtype) for a in added)
-    return differentiable(xs, ws, added, params), (xs, ws, like)
+def _tangents(kept: Any, tangents: Sequence[Any], params: Params) -> list[Any]:
+    """One call: the terms of a product's tangent are terms of one sum."""
+    xs, ws = kept
+    dxs, dws, dadded = _terms(tangents, params)
+    terms = [(dx, w) for dx, w in zip(dxs, ws, strict=True) if dx is not None]
+    terms += [(x, dw) for x, dw in zip(xs, dws, strict=True) if dw is not None]
+    given = {n: d for n, d in zip(params.added, dadded, strict=True) if d is not None}
+    if not terms:
+        ((shape, dtype),) = _result_shapes((*xs, *ws, *dadded), params)
+        return [_epilogue.add(_product.zeros(shape, dtype, xs[0]), list(given.values()))]
+    xs, ws = zip(*terms, strict=True)
+    changed = dataclasses.replace(params, added=tuple(given))
+    return _primitive.bind(*xs, *ws, *given.values(), params=changed)
 
 
-def _backward(params: Params, residuals: Any, cotangents: Any) -> Any:
-    xs, ws, like = residuals
-    dtype, (own_dy,) = xs[0].dtype, cotangents
-    dadded = tuple(
-        (_epilogue.sum_of_rows(own_dy) if name == "bias" else own_dy).astype(a.dtype)
-        for name, a in zip(params.added, like, strict=True)
-    )
-    *dxs, dy = all_ops()["all_gather_matmul"].call(
-        own_dy.astype(dtype),
-        ws,
+def _backward(
+    kept: Any, cotangents: Sequence[Any], wanted: Sequence[Any], params: Params
+) -> list[Any]:
+    (xs, ws), (own_dy,) = kept, cotangents
+    x_types, w_types, added_types = _terms(wanted, params)
+    dadded = [
+        None
+        if a is None
+        else (_epilogue.sum_of_rows(own_dy) if name == "bias" else own_dy).astype(a.dtype)
+        for name, a in zip(params.added, added_types, strict=True)
+    ]
+    like = next(x for x in (*xs, *x_types) if x is not None)
+    multiplied = [w for w, x in zip(ws, x_types, strict=True) if x is not None]
+    gathers = any(w is not None for w in w_types)
+    results = (("y",) if multiplied else ()) + (("gathered",) if gathers else ())
+    if not results:
+        return [*x_types, *w_types, *dadded]
+    found = all_ops()["all_gather_matmul"].call(
+        _lax.rounded(own_dy, like),
+        tuple(multiplied),
         axis_names=params.axis_names,
         world=params.world,
         dimension=params.scatter_dimension,
         transpose_rhs=not params.transpose_rhs,
-        dtype=dtype,
+        dtype=like.dtype,
         precision=params.precision,
+        results=results,
     )
-    dy = checkpoint_name(dy, GATHERED)
-    dws = tuple(
-        _lax.weight_gradient(x, dy, params.transpose_rhs, w.dtype, params.precision)
-        for x, w in zip(xs, ws, strict=True)
-    )
-    return tuple(dxs), dws, dadded
+    dxs = spread(found[: len(multiplied)], [x is not None for x in x_types])
+    if not gathers:
+        return [*dxs, *w_types, *dadded]
+    dy = checkpoint_name(found[-1], GATHERED)
+    dws = [
+        None
+        if w is None
+        else _lax.weight_gradient(x, dy, params.transpose_rhs, w.dtype, params.precision)
+        for x, w in zip(xs, w_types, strict=True)
+    ]
+    return [*dxs, *dws, *dadded]
 
 
-differentiable.defvjp(_forward, _backward)
+def _kept(operands: Sequence[Any], params: Params) -> Any:
+    xs, ws, _ = _terms(operands, params)
+    if any(x is None and w is None for x, w in zip(xs, ws, strict=True)):
+        raise not_linear(OP, "it is linear in x and in w, not in both at once")
+    return list(xs), list(ws)
 
 
 def call(
@@ -318,7 +339,7 @@ def call(
         out_dtype=np.dtype(dtype),
         precision=precision,
     )
-    (y,) = differentiable(xs, ws, (), params)
+    (y,) = _primitive.bind(*xs, *ws, params=params)
     return y
 
 
@@ -539,6 +560,7 @@ _primitive = _lowering.make_primitive(
         batch=_batch,
     )
 )
+differentiate(_primitive, Derivatives(_forward, _tangents, _backward, _kept))
 
 SPEC = OpSpec(
     name=OP,
