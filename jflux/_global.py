@@ -136,7 +136,8 @@ def _mesh_for(mesh: Mesh | AbstractMesh | None, *arrays: jax.Array) -> Mesh | Ab
             return sharding.mesh
     raise ValueError(
         "jflux was called outside shard_map and there is no mesh: pass mesh=..., call it under "
-        "jax.set_mesh(mesh), or call it inside jax.shard_map"
+        "jax.set_mesh(mesh), on arrays that lie on a mesh (jax.device_put with a NamedSharding), "
+        "or inside jax.shard_map"
     )
 
 

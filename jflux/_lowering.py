@@ -201,7 +201,7 @@ def make_primitive(rules: Rules) -> Primitive:
         )
 
     def lower(ctx: Any, *operands: Any, params: Any, platform: str) -> Any:
-        mesh = _mesh.concrete_mesh_of(ctx.module_context.axis_context, params.axis_names)
+        mesh = _mesh.concrete_mesh_of(ctx.module_context, params.axis_names)
         plan, machine = plan_call(rules, ctx.avals_in, ctx.avals_out, params, platform, mesh)
         canonical = None
         if plan.path == Path.FUSED:
@@ -255,7 +255,9 @@ def plan_call(
     if mesh is None:
         return (
             _dispatch.unsupported(
-                "the mesh is abstract, so its devices are not known when the op is lowered"
+                "the mesh is abstract, and the program that is lowered has no devices: call it on "
+                "arrays that lie on the mesh's, or under jax.set_mesh(mesh), or give a mesh with "
+                "devices"
             ),
             None,
         )

@@ -15,7 +15,10 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.sharding import Mesh
+from jax.interpreters import mlir
+from jax.sharding import AbstractMesh, Mesh
+
+from . import _assignment
 
 AxisName = Hashable | tuple[Hashable, ...]
 
@@ -121,13 +124,16 @@ def group_table(mesh: Mesh, axis_name: AxisName) -> np.ndarray:
     return table if groups is None else table[:, groups].reshape(-1, len(groups[0]))
 
 
-def concrete_mesh_of(axis_context: Any, axis_name: AxisName) -> Mesh | None:
-    """The mesh that a lowering runs on, or None where it is not known (AbstractMesh alone).
+def concrete_mesh_of(context: mlir.ModuleContext, axis_name: AxisName) -> Mesh | None:
+    """The mesh that a lowering runs on, or None where it is not known (an abstract mesh, and a
+    program without devices).
 
     Read when the op is lowered and never earlier: a traced function may be reused for another mesh
     with the same axis names and sizes, but other devices.
     """
-    mesh = getattr(axis_context, "mesh", None)
+    mesh = getattr(context.axis_context, "mesh", None)
+    if isinstance(mesh, AbstractMesh):
+        mesh = _assignment.concrete(mesh, context)
     names, _ = axes_and_groups(axis_name)
     if isinstance(mesh, Mesh) and all(n in mesh.axis_names for n in names):
         return mesh

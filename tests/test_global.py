@@ -132,6 +132,30 @@ def test_arrays_that_know_their_mesh(op, way, axis_type):
 
 
 @EACH_WAY
+def test_arrays_that_lie_on_devices_and_no_mesh(op, way):
+    """One traced function on devices in two orders: types know no devices, the lowering does."""
+    f, (x_at, w_at, y_at) = _bound(op, way)
+    f = jax.jit(f)
+    for order in (range(RANKS), (*range(1, RANKS), 0)):
+        mesh = make_mesh((RANKS,), order=order)
+        x, w = (
+            jax.device_put(a, jax.NamedSharding(mesh, _sharded(at, a.ndim)))
+            for a, at in zip(_arrays(), (x_at, w_at), strict=True)
+        )
+        _check(f, x, w, _sharded(y_at, 3))
+
+
+def test_a_call_inside_a_shard_map_over_other_axes():
+    mesh = make_mesh((2, RANKS // 2), ("dp", "tp"), order=(*range(1, RANKS), 0))
+    x, w = _arrays()
+    inner = functools.partial(jflux.all_gather_matmul, axis_name="tp")
+    f = jax.shard_map(
+        inner, mesh=mesh, in_specs=(P("dp"), P()), out_specs=P("dp"), axis_names={"dp"}
+    )
+    _check(f, x, w, P("dp", None, "tp"))
+
+
+@EACH_WAY
 def test_gradient_with_a_transposed_weight_and_results_in_float32(op, way):
     mesh, (x, w) = make_mesh((2, RANKS // 2), ("dp", "tp")), _arrays(transpose_rhs=True)
     f, _ = _bound(

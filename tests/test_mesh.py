@@ -4,6 +4,7 @@ import functools
 import itertools
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from harness import (
     check_values,
     exact,
     examples,
+    fused_calls,
     groups_of,
     make_mesh,
     meshes,
@@ -32,7 +34,7 @@ from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import jflux
-from jflux import _mesh
+from jflux import _assignment, _mesh
 from jflux._ops._spec import all_ops
 
 CALLS = [of_way(op, lead=(3,), k=8, n=8, dtype=jnp.bfloat16) for op in PRODUCTS]
@@ -162,10 +164,9 @@ def test_disjoint_meshes_at_once():
         assert_close(y, exact(call, mesh, "tp", x, w), scale, call.dtype, call.k)
 
 
-def test_abstract_mesh_falls_back():
-    """Devices that are not known when the op is lowered: the reference, or an error if strict."""
+def _over_an_abstract_mesh():
     mesh = AbstractMesh((RANKS,), ("tp",), axis_types=(AxisType.Auto,))
-    f = jax.jit(
+    return jax.jit(
         jax.shard_map(
             lambda x, w: jflux.all_gather_matmul(x, w, axis_name="tp"),
             mesh=mesh,
@@ -173,6 +174,46 @@ def test_abstract_mesh_falls_back():
             out_specs=P(None, "tp"),
         )  # fmt: skip
     )
+
+
+def test_abstract_mesh_takes_the_devices_of_the_arguments():
+    """The same traced function on devices in two orders; and on other devices after them."""
+    f = _over_an_abstract_mesh()
+    x, w = normal(0, (RANKS * 2, 4), jnp.bfloat16), normal(1, (4, RANKS), jnp.bfloat16)
+    want, scale = (
+        a.astype(np.float64) @ b.astype(np.float64) for a, b in ((x, w), (abs(x), abs(w)))
+    )
+    for order in (range(RANKS), (*range(1, RANKS), 0)):
+        mesh = make_mesh((RANKS,), order=order)
+        args = [
+            jax.device_put(a, jax.NamedSharding(mesh, spec))
+            for a, spec in ((x, P("tp")), (w, P(None, "tp")))
+        ]
+        assert fused_calls(f.lower(*args).compile().as_text()) == ["all_gather_matmul"]
+        assert_close(run(f, *args), want, scale, jnp.bfloat16, 4)
+        y, pull = jax.vjp(f, *args)  # the transpose is a program of its own, of the same devices
+        dx, _ = pull(y)
+        dy = np.asarray(y, np.float64)
+        w64 = w.astype(np.float64)
+        assert_close(np.asarray(dx), dy @ w64.T, abs(dy) @ abs(w64.T), jnp.bfloat16, RANKS)
+    assert _assignment._devices.get() is None
+
+
+def test_exporting_a_function_over_an_abstract_mesh_bakes_no_devices_in():
+    x, w = jnp.zeros((RANKS * 2, 4), jnp.bfloat16), jnp.zeros((4, RANKS), jnp.bfloat16)
+    mesh = make_mesh((RANKS,))
+    args = [
+        jax.device_put(a, jax.NamedSharding(mesh, spec))
+        for a, spec in ((x, P("tp")), (w, P(None, "tp")))
+    ]
+    with jflux.config(strict=False):
+        exported = jax.export.export(_over_an_abstract_mesh())(*args)
+    assert "jflux_all_gather_matmul" not in exported.mlir_module()
+
+
+def test_abstract_mesh_falls_back():
+    """Devices that are not known when the op is lowered: the reference, or an error if strict."""
+    f = _over_an_abstract_mesh()
     platform = jax.default_backend()
     x, w = jnp.zeros((RANKS * 2, 4), jnp.bfloat16), jnp.zeros((4, RANKS), jnp.bfloat16)
     traced = f.trace(x, w)

@@ -177,7 +177,7 @@ def _lower_reference(ctx: Any, x: Any, *, params: Params) -> Any:
 
 def _lower_cuda(ctx: Any, x: Any, *, params: Params) -> Any:
     (aval,) = ctx.avals_in
-    mesh = _mesh.concrete_mesh_of(ctx.module_context.axis_context, params.axis_names)
+    mesh = _mesh.concrete_mesh_of(ctx.module_context, params.axis_names)
     why = why_not(aval, params, mesh)
     if why is not None:
         return _lower_reference(ctx, x, params=params)

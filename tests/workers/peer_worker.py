@@ -120,6 +120,14 @@ def check_products(mesh, axis="tp", dtype=jnp.bfloat16, **sizes):
         check_exchanges(mesh, axis, dtype, 3, sizes.get("n", 4))
 
 
+def check_without_a_mesh(mesh):
+    """The devices are those of the arguments, in their order, in every process."""
+    _, operands, want, scale, terms = product("all_gather_matmul", mesh)
+    f = jax.jit(functools.partial(jflux.all_gather_matmul, axis_name="tp"))
+    assert [call.plan.path for call in jflux.explain(f, *operands)] == ["fused"]
+    check(jax.block_until_ready(f(*operands)), want, scale, jnp.bfloat16, terms)
+
+
 def check_all_reduce(mesh, axis, dtype, *shape):
     shape = (*mesh.devices.shape, *shape)
     spec, along = P(*mesh.axis_names), mesh.axis_names.index(axis)
@@ -202,6 +210,8 @@ def values():
     check_matmul_all_reduce(mesh, 128 * len(devices), 72, 10240)  # sums of tiles
     check_products(Mesh(devices[::-1], ("tp",)))
     check_products(Mesh(np.roll(devices, 1), ("tp",)), rows=7)
+    for order in (devices, devices[::-1]):
+        check_without_a_mesh(Mesh(order, ("tp",)))
 
 
 def groups():
