@@ -7,6 +7,7 @@ from ._custom import include_dir as include_dir
 from ._custom import library_path as library_path
 from ._custom import register_custom_call as register_custom_call
 from ._explain import explain as explain
+from ._flops import flops as flops
 from ._heap import heap_report as heap_report
 from ._heap import init as init
 from ._heap import shutdown as shutdown

@@ -99,12 +99,22 @@ class AttributesRule(Protocol):
     def __call__(self, arrays: Arrays, params: Any, plan: Plan) -> dict[str, Any]: ...
 
 
+class FlopsRule(Protocol):
+    """(operands' types, params) -> floating-point operations of a rank's products."""
+
+    def __call__(self, arrays: Arrays, params: Any) -> int: ...
+
+
 class BatchRule(Protocol):
     """(primitive, operands, dims, params=...) -> (results, their batch dimensions)."""
 
     def __call__(
         self, primitive: Primitive, operands: Any, dims: Any, *, params: Any
     ) -> tuple[Any, Any]: ...
+
+
+def _no_products(arrays: Arrays, params: Any) -> int:
+    return 0
 
 
 def _always_canonical(arrays: Arrays, params: Any, machine: Machine) -> None:
@@ -148,6 +158,7 @@ class Rules:
       canonical: how the operands get into the kernel's form.
       attributes: what the handler takes.
       batch: the batching rule.
+      flops: of the call's products, on one rank.
       same_over: params -> the axes that the results do not vary over any more.
       target: params -> the FFI target, of which messages then speak too.
       register: (params, platform): registers that target with XLA.
@@ -163,6 +174,7 @@ class Rules:
     two_level: TwoLevelForm = _no_two_level_form
     plan_two_level: TwoLevelPlanRule = _inside_nodes_only
     canonical: CanonicalRule = _always_canonical
+    flops: FlopsRule = _no_products
     same_over: Callable[[Any], tuple[Any, ...]] = _nothing_same
     target: Callable[[Any], str] | None = None
     register: Callable[[Any, str], None] = _nothing_to_register
@@ -170,6 +182,11 @@ class Rules:
     def label(self, params: Any) -> str:
         """The op as messages name it."""
         return self.name if self.target is None else f"{self.name}({self.target(params)})"
+
+
+#: By an op's primitive: (operands' types, results' types, its parameters) -> floating-point
+#: operations of one rank.
+flops_of: dict[Primitive, Callable[[Any, Any, Any], int]] = {}
 
 
 def make_primitive(rules: Rules) -> Primitive:
@@ -236,6 +253,7 @@ def make_primitive(rules: Rules) -> Primitive:
         rule = functools.partial(lower, platform=platform)
         mlir.register_lowering(primitive, rule, platform=platform)
     batching.primitive_batchers[primitive] = functools.partial(rules.batch, primitive)
+    flops_of[primitive] = lambda arrays, results, named: rules.flops(arrays, **named)
     return primitive
 
 

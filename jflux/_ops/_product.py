@@ -142,6 +142,11 @@ def zeros(shape: tuple[int, ...], dtype: Any, *like: jax.Array) -> jax.Array:
     return jax.lax.pcast(out, axes, to="varying") if axes else out
 
 
+def flops(x: Any, w: Any, transpose_rhs: bool) -> int:
+    """Of ``x @ w``."""
+    return 2 * math.prod(x.shape) * columns(w, transpose_rhs)
+
+
 def columns_axis(transpose_rhs: bool) -> int:
     """Which dimension of a w is n."""
     return 0 if transpose_rhs else 1

@@ -669,6 +669,14 @@ def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
     }
 
 
+def _flops(arrays: Arrays, params: Params) -> int:
+    x, *operands = arrays
+    if params.results == ("gathered",):
+        return 0
+    ws, _ = _weights(operands, params)
+    return params.world * sum(_product.flops(x, w, params.transpose_rhs) for w in ws)
+
+
 def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
     if params.epilogue is not None:
         after = functools.partial(_with_epilogue_after, params=params)
@@ -710,6 +718,7 @@ _primitive = _lowering.make_primitive(
         canonical=_canonical,
         attributes=_attributes,
         batch=_batch,
+        flops=_flops,
     )
 )
 

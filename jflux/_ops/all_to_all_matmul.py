@@ -508,6 +508,11 @@ def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
     return {**shards, **_product.attributes(sizes, plan)}
 
 
+def _flops(arrays: Arrays, params: Params) -> int:
+    x, w = arrays  # an exchange moves as many elements as x has
+    return _product.flops(x, w, params.transpose_rhs) if "y" in params.results else 0
+
+
 def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
     def bind(x: Any, w: Any, shift: int = 0) -> Any:
         moved = dataclasses.replace(
@@ -541,6 +546,7 @@ _primitive = _lowering.make_primitive(
         canonical=_canonical,
         attributes=_attributes,
         batch=_batch,
+        flops=_flops,
     )
 )
 

@@ -465,6 +465,11 @@ def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
     return _product.attributes(_sizes((x, w), params), plan)
 
 
+def _flops(arrays: Arrays, params: Params) -> int:
+    x, w, *_ = arrays
+    return _product.flops(x, w, params.transpose_rhs)
+
+
 def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
     bind = functools.partial(primitive.bind, params=params)
     x, w, *added = operands
@@ -507,6 +512,7 @@ _rules = _lowering.Rules(
     canonical=_canonical,
     attributes=_attributes,
     batch=_batch,
+    flops=_flops,
     same_over=lambda params: params.axis_names,
 )
 

@@ -445,6 +445,11 @@ def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
     return {**shards, **_product.attributes(sizes, plan)}
 
 
+def _flops(arrays: Arrays, params: Params) -> int:
+    x, w, *_ = arrays
+    return _product.flops(x, w, params.transpose_rhs)
+
+
 def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
     def bind(x: Any, w: Any, shift: int = 0) -> Any:
         moved = dataclasses.replace(
@@ -480,6 +485,7 @@ _primitive = _lowering.make_primitive(
         canonical=_canonical,
         attributes=_attributes,
         batch=_batch,
+        flops=_flops,
     )
 )
 differentiate(_primitive, Derivatives(_forward, _tangents, _backward, _kept))

@@ -526,6 +526,11 @@ def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
     }
 
 
+def _flops(arrays: Arrays, params: Params) -> int:
+    xs, ws, _ = _terms(arrays, params)
+    return sum(_product.flops(x, w, params.transpose_rhs) for x, w in zip(xs, ws, strict=True))
+
+
 def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
     if params.added:
         after = functools.partial(_with_sums_after, params=params)
@@ -558,6 +563,7 @@ _primitive = _lowering.make_primitive(
         canonical=_canonical,
         attributes=_attributes,
         batch=_batch,
+        flops=_flops,
     )
 )
 differentiate(_primitive, Derivatives(_forward, _tangents, _backward, _kept))
