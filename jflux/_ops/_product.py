@@ -18,6 +18,8 @@ from . import _lax
 
 CPU_DTYPES = frozenset(np.dtype(d) for d in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64))
 CUDA_DTYPES = frozenset(np.dtype(d) for d in (jnp.float16, jnp.bfloat16))
+#: The name that `jax.checkpoint` policies know a product's y by, where it has no activation.
+PRODUCT = "jflux_product"
 #: By platform: the operands' types that the kernels of products take.
 DTYPES = {"cpu": CPU_DTYPES, "cuda": CUDA_DTYPES}
 

@@ -315,7 +315,8 @@ def _forward(operands: Sequence[Any], params: Params) -> Any:
     gathered = checkpoint_name(gathered, GATHERED)
     if _is_activated(params):
         sums = [checkpoint_name(one, PREACTIVATION) for one in sums]
-        ys = [checkpoint_name(one, ACTIVATED) for one in ys]
+    name = ACTIVATED if _is_activated(params) else _product.PRODUCT
+    ys = [checkpoint_name(one, name) for one in ys]
     return _in_order(params, ys, sums, gathered), (gathered, list(ws), sums)
 
 

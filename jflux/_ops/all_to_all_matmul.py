@@ -240,6 +240,8 @@ def _forward(operands: Sequence[Any], params: Params) -> Any:
     every = dataclasses.replace(params, results=results)
     known = dict(zip(results, _primitive.bind(*operands, params=every), strict=True))
     known["exchanged"] = checkpoint_name(known["exchanged"], EXCHANGED)
+    if "y" in known:
+        known["y"] = checkpoint_name(known["y"], _product.PRODUCT)
     return [known[name] for name in params.results], (known["exchanged"], w)
 
 

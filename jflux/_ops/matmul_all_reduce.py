@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
@@ -226,7 +227,8 @@ def _over_rows(params: Params, x: Any, w: Any, added: Sequence[Any]) -> list[jax
 
 def _jvp(primals: Any, tangents: Any, *, params: Params) -> Any:
     (x, w, *added), (dx, dw, *dadded) = primals, [none_if_zero(t) for t in tangents]
-    results = _primitive.bind(*primals, params=params)
+    y, *normalised = _primitive.bind(*primals, params=params)
+    results = [checkpoint_name(y, _product.PRODUCT), *normalised]
     dpartial = total(
         [
             None if dx is None else _partial(params, dx, w),

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
@@ -200,7 +201,8 @@ def _over_global_arrays(
 
 
 def _forward(operands: Sequence[Any], params: Params) -> Any:
-    return _primitive.bind(*operands, params=params), tuple(operands)
+    (y,) = _primitive.bind(*operands, params=params)
+    return [checkpoint_name(y, _product.PRODUCT)], tuple(operands)
 
 
 def _tangents(kept: Any, tangents: Sequence[Any], params: Params) -> list[Any]:

@@ -253,7 +253,8 @@ def _check_terms(x: Any, w: Any, other_x: Any, other_w: Any, transpose_rhs: bool
 
 def _forward(operands: Sequence[Any], params: Params) -> Any:
     xs, ws, _ = _terms(operands, params)
-    return _primitive.bind(*operands, params=params), (list(xs), list(ws))
+    (y,) = _primitive.bind(*operands, params=params)
+    return [checkpoint_name(y, _product.PRODUCT)], (list(xs), list(ws))
 
 
 def _tangents(kept: Any, tangents: Sequence[Any], params: Params) -> list[Any]:
