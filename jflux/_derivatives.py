@@ -15,12 +15,13 @@ whose lowering is the first program and whose transpose is the second one.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax._src import core
+from jax._src import checkify, core
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -225,6 +226,14 @@ def _batch(operands: Any, dims: Any, *, linear: Any, results: tuple[Any, ...]) -
     return ys, [0] * len(ys)
 
 
+def check_for_nan(primitive: Primitive) -> None:
+    """Has ``checkify.float_checks`` look at the primitive's results, as at those of JAX's own. The
+    table of checks has no public name."""
+    check = functools.partial(checkify.nan_error_check, primitive)
+    checkify.error_checks[primitive] = check
+
+
+check_for_nan(_primitive)
 ad.primitive_jvps[_primitive] = _jvp
 ad.primitive_transposes[_primitive] = _transpose
 batching.primitive_batchers[_primitive] = _batch

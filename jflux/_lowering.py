@@ -15,7 +15,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import Mesh
 
-from . import _config, _dispatch, _explain, _ffi, _heap, _levels, _mesh, _native
+from . import _config, _derivatives, _dispatch, _explain, _ffi, _heap, _levels, _mesh, _native
 from ._dispatch import Arrays, Machine, Path, Plan
 from ._levels import Levels
 
@@ -253,6 +253,7 @@ def make_primitive(rules: Rules) -> Primitive:
         rule = functools.partial(lower, platform=platform)
         mlir.register_lowering(primitive, rule, platform=platform)
     batching.primitive_batchers[primitive] = functools.partial(rules.batch, primitive)
+    _derivatives.check_for_nan(primitive)
     flops_of[primitive] = lambda arrays, results, named: rules.flops(arrays, **named)
     return primitive
 
