@@ -10,7 +10,7 @@
 typedef struct {
   const char* name;
   const char* platform;
-  void* instantiate;
+  void* instantiate;  // null: the handler keeps no state (local ops)
   void* execute;
 } JfluxTarget;
 

@@ -9,6 +9,7 @@
 #include "gpu/gemm_config.h"
 #include "runtime/capi.h"
 #include "runtime/ffi.h"
+#include "runtime/local_op.h"
 #include "runtime/op.h"
 #include "runtime/reason.h"
 
@@ -40,6 +41,12 @@ const JfluxTarget* jflux_targets(void) {
       list->push_back({name, "CUDA", reinterpret_cast<void*>(jflux::InstantiateWorkspaceUse),
                        reinterpret_cast<void*>(op->cuda)});
 #endif
+    }
+    for (const jflux::LocalOp* op : jflux::AllLocalOps()) {
+      const char* name = KeptForever(std::string("jflux_") + op->name);
+      list->push_back({name, "cpu", nullptr, reinterpret_cast<void*>(op->cpu)});
+      if (op->cuda == nullptr) continue;
+      list->push_back({name, "CUDA", nullptr, reinterpret_cast<void*>(op->cuda)});
     }
 #ifdef JFLUX_WITH_CUDA
     // No Op: on the CPU, and without NVSHMEM, it is XLA's collective.

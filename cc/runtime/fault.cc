@@ -7,6 +7,7 @@
 #include <mutex>
 
 #include "nvshmem/node_exchange.h"
+#include "runtime/local_op.h"
 #include "runtime/op.h"
 
 namespace jflux {
@@ -32,6 +33,9 @@ OpId CustomOp(const std::string& target) {
 
 const char* NameOf(OpId op) {
   for (const Op* known : AllOps()) {
+    if (known->id == op) return known->name;
+  }
+  for (const LocalOp* known : AllLocalOps()) {
     if (known->id == op) return known->name;
   }
   if (op == kNodeExchangeId) return "node_exchange";

@@ -5,12 +5,16 @@
 
 #include "runtime/cuda_check.h"
 #include "runtime/kernels_cuda.h"
+#include "runtime/local_op.h"
 #include "runtime/op.h"
 
 namespace jflux {
 
 bool LoadKernels(std::string* error) {
   for (const Op* op : AllOps()) {
+    if (op->load_kernels != nullptr && !op->load_kernels(error)) return false;
+  }
+  for (const LocalOp* op : AllLocalOps()) {
     if (op->load_kernels != nullptr && !op->load_kernels(error)) return false;
   }
   return true;

@@ -5,12 +5,18 @@
 
 #include <vector>
 
+#include "runtime/local_op.h"
 #include "runtime/op.h"
 
 namespace jflux {
 
 const std::vector<const Op*>& AllOps() {
   static const std::vector<const Op*> kNone;
+  return kNone;
+}
+
+const std::vector<const LocalOp*>& AllLocalOps() {
+  static const std::vector<const LocalOp*> kNone;
   return kNone;
 }
 

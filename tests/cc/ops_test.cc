@@ -9,6 +9,7 @@
 #include "plans.h"
 #include "runtime/capi.h"
 #include "runtime/fault.h"
+#include "runtime/local_op.h"
 #include "testing.h"
 
 namespace jflux {
@@ -24,6 +25,20 @@ TEST(NumbersAndNamesAreUnique) {
     EXPECT(names.insert(op->name).second) << op->name;
     EXPECT(FindOp(op->name) == op);
     EXPECT_EQ(std::string(NameOf(op->id)), op->name);
+  }
+  for (const LocalOp* op : AllLocalOps()) {
+    const auto id = static_cast<uint32_t>(op->id);
+    EXPECT(0 < id && id < kFirstCustomOp) << op->name;
+    EXPECT(ids.insert(id).second) << op->name << " has the number of another op, " << id;
+    EXPECT(names.insert(op->name).second) << op->name;
+    EXPECT(FindOp(op->name) == nullptr) << op->name;
+    EXPECT_EQ(std::string(NameOf(op->id)), op->name);
+    EXPECT(op->cpu != nullptr) << op->name;
+#ifdef JFLUX_WITH_CUDA
+    EXPECT(op->cuda != nullptr) << op->name;
+#else
+    EXPECT(op->cuda == nullptr && op->load_kernels == nullptr) << op->name;
+#endif
   }
   EXPECT(FindOp("no_such_op") == nullptr);
   EXPECT_EQ(std::string(NameOf(OpId{kFirstCustomOp - 1})), "unknown op");
@@ -49,13 +64,18 @@ TEST(EveryOpIsWhole) {
 
 TEST(EveryHandlerIsATarget) {
   std::map<std::string, int> targets;
+  std::set<std::string> local;
+  for (const LocalOp* op : AllLocalOps()) local.insert(op->name);
   for (const JfluxTarget* t = jflux_targets(); t->name != nullptr; ++t) {
     EXPECT(std::strncmp(t->name, "jflux_", 6) == 0) << t->name;
-    EXPECT(t->instantiate != nullptr && t->execute != nullptr) << t->name << " " << t->platform;
+    EXPECT(t->execute != nullptr) << t->name << " " << t->platform;
+    // A local op has no call site and no use of a workspace.
+    EXPECT_EQ(t->instantiate == nullptr, local.count(t->name + 6) == 1);
     ++targets[t->name + 6];
   }
   targets.erase("node_exchange");  // of no Op
-  EXPECT_EQ(targets.size(), AllOps().size());
+  EXPECT_EQ(targets.size(), AllOps().size() + AllLocalOps().size());
+  for (const LocalOp* op : AllLocalOps()) EXPECT_EQ(targets[op->name], op->cuda == nullptr ? 1 : 2);
   for (const Op* op : AllOps()) EXPECT_EQ(targets[op->name], op->cuda == nullptr ? 1 : 2);
 }
 

@@ -1,0 +1,32 @@
+// The description of a local op: one without peers and without a workspace. It computes on one
+// device, so its calls need neither the heap, nor a plan that ranks agree on, nor an axis.
+//
+// FFI targets, names in error messages and the loading of kernels follow from it, as from an Op
+// (runtime/op.h). One constant per local op, listed in cc/ops/registry.cc.
+#ifndef JFLUX_RUNTIME_LOCAL_OP_H_
+#define JFLUX_RUNTIME_LOCAL_OP_H_
+
+#include <string>
+#include <vector>
+
+#include "core/dtype.h"
+#include "xla/ffi/api/c_api.h"
+
+namespace jflux {
+
+struct LocalOp {
+  OpId id;                // unique among all ops
+  const char* name;       // the FFI target is "jflux_" + name
+  XLA_FFI_Handler* cpu;   // both read the same attributes
+  XLA_FFI_Handler* cuda;  // null without CUDA in the build
+  // Loads the op's kernels on the current device; called when there is a heap, before kernels that
+  // wait for peers run. Its launcher loads them too, where there is none. Null as in Op.
+  bool (*load_kernels)(std::string* error);
+};
+
+// Defined in cc/ops/registry.cc.
+const std::vector<const LocalOp*>& AllLocalOps();
+
+}  // namespace jflux
+
+#endif  // JFLUX_RUNTIME_LOCAL_OP_H_
