@@ -20,6 +20,7 @@ from ._ops.all_to_all_matmul import all_to_all_matmul as all_to_all_matmul
 from ._ops.exchange import all_gather as all_gather
 from ._ops.exchange import all_to_all as all_to_all
 from ._ops.exchange import reduce_scatter as reduce_scatter
+from ._ops.grouped_matmul import grouped_matmul as grouped_matmul
 from ._ops.matmul_all_reduce import matmul_all_reduce as matmul_all_reduce
 from ._ops.matmul_all_to_all import matmul_all_to_all as matmul_all_to_all
 from ._ops.matmul_reduce_scatter import matmul_reduce_scatter as matmul_reduce_scatter

@@ -19,7 +19,7 @@ class Switches:
     of JAX's caches; a change for the process drops them.
 
     Attributes:
-      strict, always, fused: see :class:`Config`.
+      strict, always, fused, unchecked_kernels: see :class:`Config`.
       configuration: the one that products take, whatever was measured; None: what is planned.
       chunked: whether exchanges travel in chunks, whatever their size; None: what is planned.
       node_chunks: into how many chunks products over two levels are cut, as far as they divide;
@@ -30,6 +30,7 @@ class Switches:
     strict: bool = False
     always: bool = False
     fused: bool = True
+    unchecked_kernels: bool = False
     configuration: Any = None
     chunked: bool | None = None
     node_chunks: int | None = None
@@ -48,9 +49,11 @@ class Config:
       strict: a call that no kernel takes raises instead of running its `lax` reference.
       always: takes the fused kernel also where the decomposed form, or `lax`, is faster.
       fused: False takes the reference everywhere, to compare or to bisect a problem.
+      unchecked_kernels: also takes GPU kernels that have not yet run on a GPU. By default an op
+        that has such kernels takes its reference there, and says so.
     """
 
-    _NAMES = ("strict", "always", "fused")
+    _NAMES = ("strict", "always", "fused", "unchecked_kernels")
 
     def __init__(self) -> None:
         self._process = Switches()
@@ -70,6 +73,10 @@ class Config:
     @property
     def fused(self) -> bool:
         return self.current().fused
+
+    @property
+    def unchecked_kernels(self) -> bool:
+        return self.current().unchecked_kernels
 
     def update(self, **changes: bool) -> None:
         """Sets the named switches for the rest of the process, and drops what JAX has compiled

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from . import _config
-from ._dispatch import Path, Plan
+from ._dispatch import Plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Explained:
                 f"of {c['group_m'] or 'all'} rows of clusters, k in {c['splits']}, "
                 f"{self.plan.senders or 'all'} senders"
             )
-        if self.plan.path == Path.FUSED:
+        if self.plan.workspace_bytes:
             lines.append(f"  heap    {self.plan.workspace_bytes / (1 << 20):.2f} MiB per rank")
         lines.append(f"  reason  {self.plan.reason}")
         return "\n".join(lines)

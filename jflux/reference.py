@@ -10,6 +10,7 @@ from ._ops.all_to_all_matmul import reference as all_to_all_matmul
 from ._ops.exchange import all_gather_reference as all_gather
 from ._ops.exchange import all_to_all_reference as all_to_all
 from ._ops.exchange import reduce_scatter_reference as reduce_scatter
+from ._ops.grouped_matmul import reference as grouped_matmul
 from ._ops.matmul_all_reduce import reference as matmul_all_reduce
 from ._ops.matmul_all_to_all import reference as matmul_all_to_all
 from ._ops.matmul_reduce_scatter import reference as matmul_reduce_scatter

@@ -5,6 +5,7 @@ which need Flax and are imported by their names. :class:`TensorParallel` brings 
 that exist, as their layers' ``dot_general``.
 """
 
+from .._ops.grouped_matmul import ragged_dot as ragged_dot
 from ._attention import attention as attention
 from ._attention import rotary as rotary
 from ._dense import column_parallel as column_parallel

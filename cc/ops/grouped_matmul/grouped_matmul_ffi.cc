@@ -10,7 +10,7 @@
 
 #ifdef JFLUX_WITH_CUDA
 #include "ops/grouped_matmul/grouped_matmul_cuda.h"
-#include "runtime/cuda_call.h"
+#include "runtime/local_cuda_call.h"
 #endif
 
 namespace jflux {
@@ -190,34 +190,6 @@ XLA_FFI_DEFINE_HANDLER(kCpu, Cpu, Bindings(ffi::Ffi::Bind().Attrs()));
 XLA_FFI_DEFINE_HANDLER(kDwCpu, DwCpu, DwBindings(ffi::Ffi::Bind().Attrs()));
 
 #ifdef JFLUX_WITH_CUDA
-// The context and the attributes of a local op's handler on a GPU.
-constexpr auto BindLocalCuda = [] {
-  return ffi::Ffi::Bind()
-      .Ctx<ffi::PlatformStream<cudaStream_t>>()
-      .Ctx<ffi::ScratchAllocator>()
-      .Attrs();
-};
-
-// launch(scratch, &error) -> bool.
-template <typename Launch>
-ffi::Error LaunchLocalCuda(OpId op, ffi::ScratchAllocator& allocator, int64_t scratch_bytes,
-                           Launch&& launch) {
-  const std::string name = std::string("jflux.") + NameOf(op) + ": ";
-  void* scratch = nullptr;
-  if (scratch_bytes > 0) {
-    const auto allocated = allocator.Allocate(scratch_bytes);
-    if (!allocated.has_value()) {
-      return ffi::Error(ffi::ErrorCode::kResourceExhausted,
-                        name + "no " + std::to_string(scratch_bytes) + " bytes of scratch memory");
-    }
-    scratch = *allocated;
-  }
-  std::string error;
-  ++CudaLaunches();
-  if (!launch(scratch, &error)) return ffi::Error(ffi::ErrorCode::kInternal, name + error);
-  return ffi::Error::Success();
-}
-
 ffi::Error Cuda(cudaStream_t stream, ffi::ScratchAllocator allocator, ffi::Dictionary attributes,
                 ffi::RemainingArgs operands, ffi::RemainingRets results) {
   Attributes a;

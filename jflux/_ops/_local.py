@@ -1,0 +1,151 @@
+"""Local ops: without peers and without a workspace. They compute on one device, so their calls need
+no axis, no mesh and no heap, and mean the same inside `jax.shard_map` and outside.
+
+C++ describes them as cc/runtime/local_op.h does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import PartitionSpec
+
+from .. import _config, _dispatch, _explain, _ffi, _mesh, _native
+from .._dispatch import Arrays, Path, Plan
+from .._lowering import BatchRule, ReferenceForm, ShapesRule
+
+
+class WhyNotRule(Protocol):
+    """(operands' types, params, platform) -> why no kernel takes the call, or None."""
+
+    def __call__(self, arrays: Arrays, params: Any, platform: str) -> str | None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalRules:
+    """What the lowering asks of a local op.
+
+    Attributes:
+      name: of the op; its FFI target is ``jflux_<name>``.
+      result_shapes: -> [(shape, dtype)] of the results.
+      reference: the call in plain `lax`.
+      why_not: why no kernel takes the call.
+      attributes: params -> the FFI attributes of the handler.
+      batch: the batching rule.
+      checked_on_gpus: whether its GPU kernels have run on a GPU and been compared with the
+        reference. Until then GPUs take the reference, unless ``jflux.config.unchecked_kernels``.
+    """
+
+    name: str
+    result_shapes: ShapesRule
+    reference: ReferenceForm
+    why_not: WhyNotRule
+    attributes: Callable[[Any], dict[str, Any]]
+    batch: BatchRule
+    checked_on_gpus: bool = False
+
+
+def make_primitive(rules: LocalRules) -> Primitive:
+    """A primitive ``jflux_<name>(*operands, params)`` with several results, which vary over the
+    mesh axes that any operand varies over. Its derivatives are the caller's to define."""
+    primitive = Primitive(f"jflux_{rules.name}")
+    primitive.multiple_results = True
+
+    def abstract(*avals: Any, params: Any) -> list[Any]:
+        shapes = rules.result_shapes(avals, params)
+        return [result_type(avals, shape, dtype) for shape, dtype in shapes]
+
+    primitive.def_abstract_eval(abstract)
+    primitive.def_impl(jax.jit(primitive.bind, static_argnames="params"))
+
+    def lower(ctx: Any, *operands: Any, params: Any, platform: str) -> Any:
+        plan = plan_call(rules, ctx.avals_in, params, platform)
+        _explain.note(rules.name, ctx.avals_in, ctx.avals_out, plan)
+        if plan.unsupported:
+            _config.fall_back(rules.name, plan.reason)
+        if plan.path == Path.REFERENCE:
+            form = mlir.lower_fun(
+                lambda *operands: rules.reference(operands, params), multiple_results=True
+            )
+            return form(ctx, *operands)
+        _ffi.register_targets(platform)
+        attributes = rules.attributes(params)
+        return jax.ffi.ffi_lowering(f"jflux_{rules.name}")(ctx, *operands, **attributes)
+
+    mlir.register_lowering(primitive, functools.partial(lower, platform="other"))
+    for platform in _ffi.PLATFORMS:
+        mlir.register_lowering(
+            primitive, functools.partial(lower, platform=platform), platform=platform
+        )
+    batching.primitive_batchers[primitive] = functools.partial(rules.batch, primitive)
+    return primitive
+
+
+def plan_call(rules: LocalRules, avals: Sequence[Any], params: Any, platform: str) -> Plan:
+    """The plan of a call that is lowered for this platform."""
+    if not _config.config.fused:
+        return _dispatch.reference("jflux.config(fused=False)")
+    if platform not in _ffi.PLATFORMS:
+        return _dispatch.unsupported("jflux has kernels for CPUs and CUDA GPUs only")
+    if why := rules.why_not(avals, params, platform):
+        return _dispatch.unsupported(why)
+    if platform == "cpu":
+        return Plan(Path.FUSED, "a local op on a CPU")
+    if not _native.lib.built_with_cuda():
+        return _dispatch.unsupported("this build of jflux has no GPU kernels")
+    if not rules.checked_on_gpus and not _config.config.unchecked_kernels:
+        return _dispatch.unsupported(
+            "its GPU kernel has not been checked on a GPU; "
+            "jflux.config(unchecked_kernels=True) takes it"
+        )
+    return Plan(Path.FUSED, "a local op on a GPU")
+
+
+def result_type(avals: Sequence[Any], shape: tuple[int, ...], dtype: Any) -> Any:
+    """The type of a result: it varies over the mesh axes that any operand varies over."""
+    varying = frozenset().union(*(a.manual_axis_type.varying for a in avals))
+    return avals[0].update(
+        shape=shape, dtype=dtype, weak_type=False,
+        manual_axis_type=avals[0].manual_axis_type.update(varying=varying),
+        sharding=avals[0].sharding.update(spec=PartitionSpec(*(None for _ in shape))),
+    )  # fmt: skip
+
+
+def zero_of(array: Any) -> ad.Zero:
+    """The tangent of a result that does not depend on what is differentiated."""
+    return ad.Zero(jax.typeof(array).to_tangent_aval())
+
+
+def without_derivative(primitive: Primitive) -> None:
+    """Of an op on integers."""
+
+    def jvp(primals: Any, tangents: Any, *, params: Any) -> Any:
+        results = primitive.bind(*primals, params=params)
+        return results, [zero_of(r) for r in results]
+
+    ad.primitive_jvps[primitive] = jvp
+
+
+def check_arrays(op: str, **arrays: Any) -> None:
+    """Raises for what is no array, and for one that lies on several devices as its type says."""
+    for name, array in arrays.items():
+        if not hasattr(array, "ndim") or not hasattr(array, "dtype"):
+            raise TypeError(f"jflux.{op}: {name} must be an array, got {type(array).__name__}")
+        spec = getattr(getattr(jax.typeof(array), "sharding", None), "spec", None)
+        if any(axes is not None for axes in spec or ()):
+            raise ValueError(
+                f"jflux.{op}: {name} {array.shape} is sharded as {spec}, but the op computes on "
+                "one device; call it inside jax.shard_map, on each rank's part"
+            )
+
+
+def vary_together(*arrays: jax.Array) -> list[jax.Array]:
+    """Gives all arrays the union of the mesh axes that they vary over."""
+    union = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in arrays))
+    return [_mesh.vary(a, union) for a in arrays]
