@@ -1,6 +1,7 @@
 """jflux: tensor-parallel operations for JAX whose communication hides inside the computation."""
 
 from . import checkpoint_policies as checkpoint_policies
+from . import moe as moe
 from . import reference as reference
 from ._config import config as config
 from ._custom import custom_call as custom_call

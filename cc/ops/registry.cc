@@ -19,7 +19,8 @@
 
 #define JFLUX_LOCAL_OPS(OP) \
   OP(GroupedMatmul)         \
-  OP(GroupedMatmulDw)
+  OP(GroupedMatmulDw)       \
+  OP(MoeRoute)
 
 namespace jflux {
 

@@ -1,0 +1,431 @@
+"""jflux.moe against dense one-hot forms in float64, and loops in numpy."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import PLATFORM, examples, make_mesh
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+from jax.test_util import check_grads
+
+import jflux
+from jflux import moe
+
+X64 = functools.partial(jax.enable_x64, True)
+
+
+@st.composite
+def choices(draw):
+    """(indices [T, k], E): mixed, or all on one expert; with -1 and duplicates."""
+    # Few shapes: each is compiled.
+    tokens, k, experts = draw(st.sampled_from([(1, 1, 1), (7, 2, 4), (40, 6, 9), (13, 3, 1)]))
+    rng = np.random.default_rng(draw(st.integers(0, 1 << 16)))
+    kind = draw(st.sampled_from(["any", "one", "few", "none"]))
+    low, high = {
+        "any": (-1, experts),
+        "one": (experts - 1, experts),
+        "few": (0, max(1, experts // 3)),
+        "none": (-1, 0),
+    }[kind]
+    return rng.integers(low, high, (tokens, k)).astype(np.int32), experts
+
+
+def routed(indices, experts, capacity=None):
+    """The definition of a routing, by a loop."""
+    rows = [[] for _ in range(experts)]
+    for slot, e in enumerate(indices.reshape(-1)):
+        if e >= 0 and (capacity is None or len(rows[e]) < capacity):
+            rows[e].append(slot)
+    counts = np.array([len(r) for r in rows], np.int32)
+    source = np.full(indices.size, -1, np.int32)
+    order = [slot for r in rows for slot in r]
+    source[: len(order)] = order
+    destination = np.full(indices.size, -1, np.int32)
+    destination[order] = np.arange(len(order))
+    offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+    return moe.Routing(counts, offsets, destination.reshape(indices.shape), source)
+
+
+def same(got, want):
+    for g, w in zip(got, want, strict=True):
+        assert g.dtype == np.int32
+        np.testing.assert_array_equal(g, w)
+
+
+# ---- Routing -------------------------------------------------------------------------------------
+
+
+@given(choices(), st.sampled_from([None, 0, 5]))
+@examples(25)
+def test_route(chosen, capacity):
+    indices, experts = chosen
+    want = routed(indices, experts, capacity)
+    same(moe.route(indices, experts, capacity=capacity), want)
+    with jflux.config(fused=False):
+        same(jax.jit(functools.partial(moe.route, num_experts=experts, capacity=capacity))(indices),
+             want)  # fmt: skip
+    stats = moe.statistics(indices, moe.route(indices, experts, capacity=capacity))
+    asked = np.bincount(indices[indices >= 0], minlength=experts)
+    np.testing.assert_array_equal(stats.tokens_per_expert, asked)
+    assert stats.dropped == asked.sum() - want.counts.sum()
+    assert stats.unassigned == (indices < 0).sum()
+    assert all(a.dtype == np.int32 for a in stats)
+
+
+def test_route_takes_any_integers_and_no_tokens():
+    indices = np.array([[3, 0], [0, -1]])
+    same(moe.route(indices.astype(np.int8), 4), routed(indices, 4))
+    empty = moe.route(np.zeros((0, 2), np.int32), 3)
+    same(empty, routed(np.zeros((0, 2), np.int32), 3))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_route_in_batches_and_loops(fused):
+    rng = np.random.default_rng(0)
+    batch = rng.integers(-1, 5, (3, 7, 2)).astype(np.int32)
+    with jflux.config(fused=fused):
+        got = jax.jit(jax.vmap(lambda i: moe.route(i, 5), 1))(batch.swapaxes(0, 1))
+        _, scanned = jax.lax.scan(lambda c, i: (c, moe.route(i, 5)), 0, batch)
+    for i, indices in enumerate(batch):
+        same([a[i] for a in got], routed(indices, 5))
+        same([a[i] for a in scanned], routed(indices, 5))
+
+
+@pytest.mark.skipif(PLATFORM != "cpu", reason="GPUs sort in lax")
+@pytest.mark.parametrize("wrong", [-2, 4])
+def test_route_refuses_other_indices(wrong):
+    indices = np.array([[0, 1], [3, wrong]], np.int32)
+    says = f"moe_route: slot 3 of topk_indices is {wrong}, and there are 4 experts"
+    with pytest.raises((jax.errors.JaxRuntimeError, ValueError), match=says):
+        jax.block_until_ready(moe.route(indices, 4))
+    with jflux.config(fused=False):  # without an expert
+        want = routed(np.array([[0, 1], [3, -1]]), 4)
+        same(jax.jit(lambda i: moe.route(i, 4))(indices), want)
+
+
+def test_route_checks_its_operands():
+    with pytest.raises(TypeError, match=r"must be integers \(int32\), got float32"):
+        moe.route(np.zeros((2, 2), np.float32), 4)
+    with pytest.raises(ValueError, match=r"must have shape \[T, k\], got \(2,\)"):
+        moe.route(np.zeros(2, np.int32), 4)
+    with pytest.raises(ValueError, match="num_experts=0"):
+        moe.route(np.zeros((2, 2), np.int32), 0)
+    with pytest.raises(ValueError, match="capacity=-1"):
+        moe.route(np.zeros((2, 2), np.int32), 4, capacity=-1)
+
+
+# ---- Rows ----------------------------------------------------------------------------------------
+
+
+def one_hot_rows(routing, dtype=np.float64):
+    """[T k, T, k]: 1 where the row is the slot's."""
+    source = np.asarray(routing.source)
+    tokens, k = routing.destination.shape
+    hot = (source[:, None] == np.arange(tokens * k)) & (source[:, None] >= 0)
+    return hot.reshape(-1, tokens, k).astype(dtype)
+
+
+@given(choices(), st.sampled_from([None, 5]), st.sampled_from([1, 4]))
+@examples(12)
+def test_permute_and_unpermute(chosen, capacity, width):
+    indices, experts = chosen
+    rng = np.random.default_rng(1)
+    with X64():
+        routing = moe.route(indices, experts, capacity=capacity)
+        hot = one_hot_rows(routing)
+        x = rng.normal(size=(indices.shape[0], width))
+        y = rng.normal(size=(indices.size, width))
+        y[int(routing.offsets[-1]) :] = np.nan  # past the last row
+        weights = rng.normal(size=indices.shape)
+        weights[np.asarray(routing.destination) < 0] = np.nan  # of no row
+        kept, w = np.nan_to_num(y), np.nan_to_num(weights)
+        np.testing.assert_array_equal(moe.permute(x, routing), np.einsum("rtj,th->rh", hot, x))
+        close = functools.partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-12)
+        close(moe.unpermute(y, routing), np.einsum("rtj,rh->th", hot, kept))
+        close(moe.unpermute(y, routing, weights), np.einsum("rtj,tj,rh->th", hot, w, kept))
+
+        g = rng.normal(size=x.shape)
+        (dx,) = jax.vjp(lambda x: moe.permute(x, routing), x)[1](jnp.asarray(y))
+        close(dx, np.einsum("rtj,rh->th", hot, kept))
+        dy, dw = jax.vjp(lambda y, w: moe.unpermute(y, routing, w), y, weights)[1](g)
+        close(dy, np.einsum("rtj,tj,th->rh", hot, w, g))
+        close(dw, np.einsum("rtj,rh,th->tj", hot, kept, g))
+
+
+def test_rows_under_transforms():
+    with X64():
+        rng = np.random.default_rng(2)
+        indices = np.array([[1, 1], [0, -1], [2, 0]], np.int32)
+        x, w = rng.normal(size=(3, 4)), rng.normal(size=(3, 2))
+        routing = moe.route(indices, 3)
+
+        def f(x, w, routing=routing):
+            return moe.unpermute(jnp.sin(moe.permute(x, routing)), routing, w)
+
+        check_grads(jax.jit(f), (x, w), 2, ["fwd", "rev"], rtol=1e-4)
+        batch = rng.integers(-1, 3, (4, 3, 2)).astype(np.int32)
+        xs = rng.normal(size=(4, 3, 4))
+
+        def loss(x, w, indices):
+            return jnp.sum(f(x, w, moe.route(indices, 3)) ** 2)
+
+        got = jax.jit(jax.vmap(jax.grad(loss, (0, 1)), (0, None, 0)))(xs, w, batch)
+        each = [jax.grad(loss, (0, 1))(a, w, b) for a, b in zip(xs, batch, strict=True)]
+        for i in range(2):
+            np.testing.assert_allclose(got[i], np.stack([e[i] for e in each]), rtol=1e-6)
+
+
+def test_rows_of_halves_are_summed_in_float32():
+    ones = np.full((1, 4), 0, np.int32)
+    routing = moe.route(ones, 1)
+    y = np.array([[256.0], [1.0], [1.0], [-256.0]], np.float32).astype(jnp.bfloat16)
+    assert np.asarray(moe.unpermute(y, routing))[0, 0] == 2.0
+    text = jax.jit(jax.grad(lambda x: jnp.sum(moe.permute(x, routing)))).lower(y[:1]).as_text()
+    assert "scatter" not in text
+
+
+def test_rows_check_their_operands():
+    routing = moe.route(np.zeros((3, 2), np.int32), 2)
+    with pytest.raises(ValueError, match=r"permute: x must have shape \[T, H\], with 3 rows"):
+        moe.permute(np.zeros((2, 4), np.float32), routing)
+    with pytest.raises(ValueError, match=r"unpermute: y must have shape \[T k, H\], with 6 rows"):
+        moe.unpermute(np.zeros((3, 4), np.float32), routing)
+    with pytest.raises(ValueError, match=r"weights have shape \(2, 3\)"):
+        moe.unpermute(np.zeros((6, 4), np.float32), routing, np.zeros((2, 3), np.float32))
+
+
+# ---- The layer's path ----------------------------------------------------------------------------
+
+
+def layer(x, router, w, down, k, experts):
+    indices, weights = moe.top_k_softmax(x @ router, k)
+    routing = moe.route(indices, experts)
+    rows = moe.permute(x, routing)
+    h = jflux.grouped_matmul(rows, w, routing.counts, activation="silu", gated=True)
+    return moe.unpermute(jflux.grouped_matmul(h, down, routing.counts), routing, weights)
+
+
+def dense_layer(x, router, w, down, k, experts):
+    """Every expert on every token, and the k best of them."""
+    logits = x @ router
+    best, indices = jax.lax.top_k(logits, k)
+    mask = jnp.sum(jax.nn.one_hot(indices, experts) * jax.nn.softmax(best)[..., None], 1)
+    h = jax.nn.silu(jnp.einsum("td,edf->tef", x, w[0])) * jnp.einsum("td,edf->tef", x, w[1])
+    return jnp.einsum("te,tef,efd->td", mask, h, down)
+
+
+@pytest.mark.parametrize("wrap", ["plain", "remat", "scan"])
+def test_a_layer_is_the_dense_one(wrap):
+    with X64():
+        rng = np.random.default_rng(3)
+        t, d, f, e, k = 12, 6, 5, 4, 2
+        x, router = rng.normal(size=(t, d)), rng.normal(size=(d, e))
+        gate, up = rng.normal(size=(2, e, d, f))
+        args = (x, router, (gate, up), rng.normal(size=(e, f, d)))
+
+        def loss(of):
+            of = functools.partial(of, k=k, experts=e)
+            if wrap == "remat":
+                of = jax.checkpoint(of)
+
+            def total(x, *weights):
+                if wrap == "scan":
+                    step = lambda x, _: (x + 0.1 * of(x, *weights), None)  # noqa: E731
+                    x, _ = jax.lax.scan(step, x, None, 3)
+                else:
+                    x = of(x, *weights)
+                return jnp.sum(jnp.sin(x))
+
+            return jax.jit(jax.value_and_grad(total, (0, 1, 2, 3)))
+
+        got, want = loss(layer)(*args), loss(dense_layer)(*args)
+        for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(g, w, rtol=1e-6, atol=1e-6)
+
+
+def test_a_layer_inside_shard_map():
+    mesh = make_mesh((2,), ("dp",))
+    with X64():
+        rng = np.random.default_rng(4)
+        t, d, f, e = 8, 4, 3, 3
+        x, router = rng.normal(size=(t, d)), rng.normal(size=(d, e))
+        weights = (router, tuple(rng.normal(size=(2, e, d, f))), rng.normal(size=(e, f, d)))
+        body = functools.partial(layer, k=2, experts=e)
+        split = jax.shard_map(body, mesh=mesh, in_specs=(P("dp"), P(), P(), P()), out_specs=P("dp"))
+
+        def grad(f):
+            return jax.jit(jax.grad(lambda x, *w: jnp.sum(jnp.sin(f(x, *w))), (0, 1, 2, 3)))
+
+        got = grad(split)(x, *weights)
+        want = grad(functools.partial(dense_layer, k=2, experts=e))(x, *weights)
+        for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(g, w, rtol=1e-6, atol=1e-6)
+
+
+# ---- Gates ---------------------------------------------------------------------------------------
+
+
+def logits_of(seed, tokens=7, experts=12):
+    return np.random.default_rng(seed).normal(size=(tokens, experts))
+
+
+def best(values, k):
+    return np.argsort(-values, axis=-1, kind="stable")[:, :k]
+
+
+def test_top_k_softmax():
+    with X64():
+        logits = logits_of(5)
+        full = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+        want = best(logits, 3)
+        chosen = np.take_along_axis(full, want, -1)
+        indices, weights = moe.top_k_softmax(logits, 3)
+        np.testing.assert_array_equal(indices, want)
+        assert indices.dtype == np.int32
+        np.testing.assert_allclose(weights, chosen / chosen.sum(-1, keepdims=True))
+        _, weights = moe.top_k_softmax(logits, 3, normalize=False, scale=2.0)
+        np.testing.assert_allclose(weights, 2 * chosen)
+        for normalize in (True, False):
+            f = functools.partial(moe.top_k_softmax, k=3, normalize=normalize)
+            check_grads(jax.jit(lambda x, f=f: f(x)[1]), (logits,), 1, ["fwd", "rev"])
+
+
+def test_top_k_sigmoid():
+    with X64():
+        logits, bias = logits_of(6), np.linspace(-1, 1, 12)
+        scores = 1 / (1 + np.exp(-logits))
+        want = best(scores + bias, 4)
+        assert (want != best(scores, 4)).any()
+        chosen = np.take_along_axis(scores, want, -1)
+        indices, weights = moe.top_k_sigmoid(logits, 4, bias=bias, scale=2.5)
+        np.testing.assert_array_equal(indices, want)
+        np.testing.assert_allclose(weights, 2.5 * chosen / chosen.sum(-1, keepdims=True))
+        _, weights = moe.top_k_sigmoid(logits, 4, bias=bias, normalize=False)
+        np.testing.assert_allclose(weights, chosen)
+
+        def loss(logits, bias):
+            return jnp.sum(jnp.sin(moe.top_k_sigmoid(logits, 4, bias=bias)[1]))
+
+        assert not np.asarray(jax.grad(loss, 1)(logits, bias)).any()
+        check_grads(lambda x: loss(x, bias), (logits,), 1, ["fwd", "rev"])
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_group_limited_top_k(score):
+    with X64():
+        logits, bias = logits_of(7, tokens=20), np.linspace(0.2, -0.2, 12)
+        groups, top, k = 4, 2, 4
+        indices, weights = moe.group_limited_top_k(
+            logits, k, num_groups=groups, top_groups=top, score=score, bias=bias, normalize=False
+        )
+        for t, row in enumerate(logits):
+            scores = (
+                np.exp(row) / np.exp(row).sum() if score == "softmax" else 1 / (1 + np.exp(-row))
+            )
+            choice = (scores + bias).reshape(groups, -1)
+            kept = np.sort(choice, -1)[:, -(1 if score == "softmax" else 2) :].sum(-1)
+            limited = np.full(choice.shape, -np.inf)
+            for g in best(kept[None], top)[0]:
+                limited[g] = choice[g]
+            want = best(limited.reshape(1, -1), k)[0]
+            np.testing.assert_array_equal(indices[t], want)
+            np.testing.assert_allclose(weights[t], scores[want])
+            assert len({int(i) // 3 for i in np.asarray(indices[t])}) <= top
+        everything = moe.group_limited_top_k(logits, k, num_groups=4, top_groups=4, score="sigmoid")
+        for a, b in zip(everything, moe.top_k_sigmoid(logits, k), strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_gates_compute_in_float32():
+    logits = logits_of(8).astype(jnp.bfloat16)
+    for gate in (moe.top_k_softmax, moe.top_k_sigmoid):
+        indices, weights = gate(logits, 2)
+        assert weights.dtype == np.float32 and indices.dtype == np.int32
+        np.testing.assert_array_equal(weights, gate(logits.astype(np.float32), 2)[1])
+
+
+def test_sigmoids_that_vanish():
+    _, weights = moe.top_k_sigmoid(np.full((2, 4), -200.0, np.float32), 2)
+    assert np.isfinite(np.asarray(weights)).all()
+
+
+def test_gates_check_their_operands():
+    logits = np.zeros((3, 8), np.float32)
+    with pytest.raises(ValueError, match="k=9 must be from 1 to the 8 experts"):
+        moe.top_k_softmax(logits, 9)
+    with pytest.raises(ValueError, match=r"must have shape \[T, E\], got \(8,\)"):
+        moe.top_k_sigmoid(logits[0], 1)
+    with pytest.raises(TypeError, match="must be floating, got int32"):
+        moe.top_k_softmax(logits.astype(np.int32), 1)
+    with pytest.raises(ValueError, match=r"bias has shape \(7,\), and there are 8 experts"):
+        moe.top_k_sigmoid(logits, 1, bias=np.zeros(7))
+    limited = functools.partial(moe.group_limited_top_k, logits, 2)
+    with pytest.raises(ValueError, match="num_groups=3 must divide the 8 experts"):
+        limited(num_groups=3, top_groups=1)
+    with pytest.raises(ValueError, match="top_groups=5 must be from 1 to num_groups=4"):
+        limited(num_groups=4, top_groups=5)
+    with pytest.raises(ValueError, match="must have the k=2 of a token"):
+        limited(num_groups=8, top_groups=1)
+    with pytest.raises(ValueError, match="score='tanh'"):
+        limited(num_groups=2, top_groups=1, score="tanh")
+
+
+# ---- Losses --------------------------------------------------------------------------------------
+
+
+def test_load_balancing_loss():
+    with X64():
+        logits = logits_of(9, tokens=11, experts=5)
+        indices = best(logits, 2)
+        indices[3, 1] = -1
+        p = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+        f = np.array([(indices == e).sum() for e in range(5)]) / 11
+        want = 5 * (f * p.mean(0)).sum()
+        np.testing.assert_allclose(moe.load_balancing_loss(logits, indices), want)
+        # f is a constant: the gradient is that of the mean softmax.
+        got = jax.grad(moe.load_balancing_loss)(logits, indices)
+        exact = jax.grad(lambda x: 5 * jnp.sum(f * jnp.mean(jax.nn.softmax(x), 0)))(logits)
+        np.testing.assert_allclose(got, exact, atol=1e-12)
+        # Balanced: k.
+        even = np.arange(10)[:, None] % 5 + np.arange(2)
+        np.testing.assert_allclose(moe.load_balancing_loss(np.zeros((10, 5)), even % 5), 2.0)
+
+
+def test_z_loss():
+    with X64():
+        logits = logits_of(10)
+        want = np.mean(np.log(np.exp(logits).sum(-1)) ** 2)
+        np.testing.assert_allclose(moe.z_loss(logits), want)
+        check_grads(jax.jit(moe.z_loss), (logits,), 1, ["fwd", "rev"])
+
+
+def test_losses_over_ranks_are_those_of_all_tokens():
+    mesh = make_mesh((2,), ("dp",))
+    with X64():
+        logits = logits_of(11, tokens=8, experts=4)
+        indices = best(logits, 2).astype(np.int32)
+
+        def total(logits, indices, axis_name=None):
+            balance = moe.load_balancing_loss(logits, indices, axis_name=axis_name)
+            return balance + moe.z_loss(logits, axis_name=axis_name)
+
+        split = jax.shard_map(
+            functools.partial(total, axis_name="dp"), mesh=mesh, in_specs=P("dp"), out_specs=P()
+        )
+        split = jax.jit(split)
+        np.testing.assert_allclose(split(logits, indices), total(logits, indices))
+        np.testing.assert_allclose(
+            jax.grad(split)(logits, indices), jax.grad(total)(logits, indices), atol=1e-12
+        )
+
+
+def test_losses_check_their_operands():
+    logits = np.zeros((3, 8), np.float32)
+    with pytest.raises(ValueError, match=r"must be \[T, k\] of the 3 tokens"):
+        moe.load_balancing_loss(logits, np.zeros((4, 2), np.int32))
+    with pytest.raises(ValueError, match=r"z_loss: logits must have shape \[T, E\], got \(8,\)"):
+        moe.z_loss(logits[0])
