@@ -14,6 +14,8 @@ from ._dense import mlp as mlp
 from ._dense import row_parallel as row_parallel
 from ._dot_general import DotGeneral as DotGeneral
 from ._dot_general import TensorParallel as TensorParallel
+from ._moe import MixtureOutput as MixtureOutput
+from ._moe import mixture as mixture
 from ._rules import logical_axis_rules as logical_axis_rules
 from ._vocabulary import cross_entropy as cross_entropy
 from ._vocabulary import embed as embed

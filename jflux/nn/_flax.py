@@ -48,6 +48,17 @@ def of_product(init: Initializer, inputs: int) -> Initializer:
     return wrapped
 
 
+def of_experts(init: Initializer) -> Initializer:
+    """`init` for kernels [experts, inputs, outputs]: each expert's is drawn by itself, so that its
+    fan-in is right."""
+
+    def wrapped(key: jax.Array, shape: Sequence[int], dtype: Any) -> Any:
+        keys = jax.random.split(key, shape[0])
+        return jax.vmap(lambda key: meta.unbox(init(key, tuple(shape[1:]), dtype)))(keys)
+
+    return wrapped
+
+
 def in_one_type(dtype: Any, *arrays: Any) -> list[Any]:
     """Arrays (None for none) in `dtype`, or in what they promote to, as Flax's own layers do."""
     return promote_dtype(*arrays, dtype=dtype)

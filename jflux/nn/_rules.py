@@ -11,7 +11,9 @@ from .._mesh import AxisName, as_tuple
 Rules = Sequence[tuple[str, Any]]
 
 
-def logical_axis_rules(axis_name: AxisName = "tp") -> tuple[tuple[str, Any], ...]:
+def logical_axis_rules(
+    axis_name: AxisName = "tp", *, expert_axis: AxisName | None = None
+) -> tuple[tuple[str, Any], ...]:
     """Flax's rules for the logical axes of jflux's layers.
 
     =============  =====================================  ============
@@ -21,6 +23,7 @@ def logical_axis_rules(axis_name: AxisName = "tp") -> tuple[tuple[str, Any], ...
     ``heads``      heads of queries                       `axis_name`
     ``kv_heads``   heads of keys and values               `axis_name`
     ``vocab``      the vocabulary                         `axis_name`
+    ``expert``     the experts of a mixture               `expert_axis`
     ``embed``      the width of the residual stream       none
     ``kv``         the elements of a head                 none
     =============  =====================================  ============
@@ -29,7 +32,8 @@ def logical_axis_rules(axis_name: AxisName = "tp") -> tuple[tuple[str, Any], ...
     ``flax.nnx.logical_axis_rules``. To shard over other axes too, make rules of your own of them.
     """
     split = ("mlp", "heads", "kv_heads", "vocab")
-    return (*((name, axis_name) for name in split), ("embed", None), ("kv", None))
+    whole = (("embed", None), ("kv", None))
+    return (*((name, axis_name) for name in split), ("expert", expert_axis), *whole)
 
 
 def ambient_rules() -> Rules:

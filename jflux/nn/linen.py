@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from .. import _mesh
-from . import _attention, _dense, _flax, _vocabulary
+from . import _attention, _dense, _flax, _moe, _vocabulary
 from ._dot_general import DotGeneral
 from ._flax import Initializer, in_one_type, meta, nn, options_of
 from ._vocabulary import cross_entropy as cross_entropy
@@ -34,8 +34,11 @@ from ._vocabulary import cross_entropy as cross_entropy
 Axes = tuple[str | None, ...]
 
 
-def _param(module: Any, name: str, init: Any, axes: Axes, shape: Sequence[int]) -> jax.Array:
-    """A parameter of the whole model; inside shard_map, this rank's part of it."""
+def _param(
+    module: Any, name: str, init: Any, axes: Axes, shape: Sequence[int], ranks: Any = None
+) -> jax.Array:
+    """A parameter of the whole model; inside shard_map, this rank's part of it. `ranks` are the
+    mesh axes that it may be split over, by default the module's `axis_name`."""
 
     def boxed(key: jax.Array, *args: Any) -> Any:
         value = init(key, *args)
@@ -44,7 +47,8 @@ def _param(module: Any, name: str, init: Any, axes: Axes, shape: Sequence[int]) 
         return nn.LogicallyPartitioned(value, axes)
 
     # Inside shard_map, `param` would find that this rank's part has not the whole shape.
-    if _mesh.is_bound(module.axis_name) and module.has_variable("params", name):
+    ranks = module.axis_name if ranks is None else ranks
+    if _mesh.is_bound(ranks) and module.has_variable("params", name):
         value = module.get_variable("params", name)
     else:
         value = module.param(name, boxed, tuple(shape), module.param_dtype, unbox=False)
@@ -205,6 +209,74 @@ class Attention(_Layer):
             is_causal=self.is_causal, num_kv_heads=kv_heads, rotate=self.rotate, core=self.core,
             **options_of(self),
         )  # fmt: skip
+
+
+class MoE(nn.Module):
+    """A mixture of experts: x [..., s/N, d] -> same per rank of N along `axis_name`. See
+    :func:`jflux.nn.mixture`.
+
+    It sows into the collection "losses" ``load_balancing`` and ``z``, each times its weight, so
+    that training adds their sum; and into "intermediates" ``tokens_per_expert``.
+
+    Parameters: router [d, E], up and gate [E, d, F], down [E, F, d], and with `shared_features`
+    shared_up, shared_gate [d, S] and shared_down [S, d]; with `use_router_bias` router_bias [E],
+    which has gradient zero.
+
+    Attributes:
+      num_experts: E, of all ranks together.
+      hidden_features: F of an expert, of all ranks together.
+      k: experts of a token.
+      axis_name: the mesh axis that experts' hidden units are split over; None: none.
+      expert_axis: the mesh axis that experts, and tokens, are split over; None: none.
+      loss_axis: further mesh axes that tokens are split over, inside ``shard_map``.
+      gated: experts have a gate.
+      shared_features: S, the hidden units of an expert of all tokens; 0: there is none.
+      select: a function of :mod:`jflux.moe` that chooses.
+      load_balancing_weight, z_weight: of the losses.
+      axes: logical names of the experts, of d, and of the hidden units.
+    """
+
+    num_experts: int
+    hidden_features: int
+    k: int
+    _: dataclasses.KW_ONLY
+    axis_name: _mesh.AxisName | None = "tp"
+    expert_axis: _mesh.AxisName | None = None
+    loss_axis: _mesh.AxisName | None = None
+    sequence_parallel: bool = True
+    x_spec: PartitionSpec | None = None
+    activation: str = "silu"
+    gated: bool = True
+    shared_features: int = 0
+    select: _moe.Select = _moe.moe.top_k_softmax
+    use_router_bias: bool = False
+    load_balancing_weight: float = 1e-2
+    z_weight: float = 1e-3
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    kernel_init: Initializer = _flax.kernel_init
+    axes: Axes = ("expert", "embed", "mlp")
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """The mixture of x [..., s/N, d]; with `expert_axis`, of each rank's own tokens."""
+        ranks = _moe.axes_of(self.axis_name, self.expert_axis)
+
+        def param(name: str, init: Any, axes: Axes, *shape: int) -> jax.Array:
+            return _param(self, name, init, axes, shape, ranks=ranks)
+
+        shapes = _moe.shapes_of(self, x.shape[-1])
+        experts = _flax.of_experts(self.kernel_init)
+        inits = {3: experts, 2: self.kernel_init, 1: nn.initializers.zeros_init()}
+        params = {
+            name: param(name, inits[len(shape)], axes, *shape)
+            for name, (shape, axes) in shapes.items()
+        }
+        out = _moe.of_layer(self, x, params)
+        self.sow("losses", "load_balancing", self.load_balancing_weight * out.load_balancing)
+        self.sow("losses", "z", self.z_weight * out.z)
+        self.sow("intermediates", "tokens_per_expert", out.tokens_per_expert)
+        return out.y
 
 
 class Embed(nn.Module):

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from .._mesh import AxisName
-from . import _attention, _dense, _flax, _rules, _vocabulary
+from . import _attention, _dense, _flax, _moe, _rules, _vocabulary
 from ._flax import Initializer, in_one_type, nnx, options_of
 from ._vocabulary import cross_entropy as cross_entropy
 
@@ -269,6 +269,79 @@ class Attention(_Layer):
             is_causal=self.is_causal, num_kv_heads=self.num_kv_heads, rotate=self.rotate,
             core=self.core, **options_of(self),
         )  # fmt: skip
+
+
+class Loss(nnx.Variable):
+    """A term that training adds to its loss: ``nnx.pop(model, Loss)`` has them after a call."""
+
+
+class MoE(nnx.Module):
+    """A mixture of experts: x [..., s/N, d] -> same per rank of N along `axis_name`. See
+    :func:`jflux.nn.mixture`.
+
+    It sows ``load_balancing`` and ``z``, each times its weight, as :class:`Loss`, and
+    ``tokens_per_expert`` as ``nnx.Intermediate``; `sows=False` leaves that out, where nobody takes
+    them. Its parameters and options are those of :class:`jflux.nn.linen.MoE`.
+
+    Args:
+      features: d.
+      num_experts, hidden_features, k: as in linen.
+      rules: as in all layers; by default "expert" stands for `expert_axis`.
+    """
+
+    def __init__(
+        self,
+        features: int,
+        num_experts: int,
+        hidden_features: int,
+        k: int,
+        *,
+        rngs: nnx.Rngs,
+        axis_name: AxisName | None = "tp",
+        expert_axis: AxisName | None = None,
+        loss_axis: AxisName | None = None,
+        sequence_parallel: bool = True,
+        x_spec: PartitionSpec | None = None,
+        activation: str = "silu",
+        gated: bool = True,
+        shared_features: int = 0,
+        select: _moe.Select = _moe.moe.top_k_softmax,
+        use_router_bias: bool = False,
+        load_balancing_weight: float = 1e-2,
+        z_weight: float = 1e-3,
+        sows: bool = True,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        kernel_init: Initializer = _flax.kernel_init,
+        axes: Axes = ("expert", "embed", "mlp"),
+        rules: _rules.Rules | None = None,
+    ):
+        self.num_experts, self.hidden_features, self.k = num_experts, hidden_features, k
+        self.axis_name, self.expert_axis, self.loss_axis = axis_name, expert_axis, loss_axis
+        self.sequence_parallel, self.x_spec = sequence_parallel, x_spec
+        self.activation, self.gated, self.shared_features = activation, gated, shared_features
+        self.select, self.use_router_bias = select, use_router_bias
+        self.load_balancing_weight, self.z_weight, self.sows = load_balancing_weight, z_weight, sows
+        self.dtype, self.axes = dtype, axes
+        if rules is None and not _rules.ambient_rules():
+            rules = _rules.logical_axis_rules(axis_name, expert_axis=expert_axis)
+        init: dict[int, Initializer] = {
+            3: _flax.of_experts(kernel_init), 2: kernel_init, 1: _flax.bias_init,
+        }  # fmt: skip
+        shapes = _moe.shapes_of(self, features)
+        for name, (shape, names) in shapes.items():
+            value = init[len(shape)](rngs.params(), shape, param_dtype)
+            setattr(self, name, _param(value, names, axis_name, rules))
+        self.names = tuple(shapes)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """The mixture of x [..., s/N, d]; with `expert_axis`, of each rank's own tokens."""
+        out = _moe.of_layer(self, x, {name: getattr(self, name)[...] for name in self.names})
+        if self.sows:
+            self.sow(Loss, "load_balancing", self.load_balancing_weight * out.load_balancing)
+            self.sow(Loss, "z", self.z_weight * out.z)
+            self.sow(nnx.Intermediate, "tokens_per_expert", out.tokens_per_expert)
+        return out.y
 
 
 class Embed(nnx.Module):

@@ -1,0 +1,306 @@
+"""Mixtures of experts over tensor- and expert-parallel ranks, as a function of arrays."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from .. import _epilogue, _global, _mesh, moe
+from .._mesh import AxisName
+from .._ops import _lax
+from .._ops.all_reduce import all_reduce
+from .._ops.exchange import all_gather, reduce_scatter
+from .._ops.grouped_matmul import grouped_matmul
+from . import _dense
+
+#: logits [T, E], k -> (indices i32 [T, k], weights [T, k])
+Select = Callable[..., tuple[jax.Array, jax.Array]]
+
+
+class MixtureOutput(NamedTuple):
+    """What a mixture of experts gives.
+
+    Attributes:
+      y: as x.
+      load_balancing: [], :func:`jflux.moe.load_balancing_loss` of all tokens.
+      z: [], :func:`jflux.moe.z_loss` of all tokens.
+      tokens_per_expert: i32 [E], slots that chose each expert, of all tokens.
+    """
+
+    y: jax.Array
+    load_balancing: jax.Array
+    z: jax.Array
+    tokens_per_expert: jax.Array
+
+
+def mixture(
+    x: jax.Array,
+    router: jax.Array,
+    up: jax.Array,
+    down: jax.Array,
+    gate: jax.Array | None = None,
+    *,
+    k: int,
+    axis_name: AxisName | None = None,
+    expert_axis: AxisName | None = None,
+    sequence_parallel: bool = True,
+    loss_axis: AxisName | None = None,
+    activation: str = "silu",
+    select: Select = moe.top_k_softmax,
+    router_bias: jax.Array | None = None,
+    shared: Sequence[jax.Array] | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    x_spec: PartitionSpec | None = None,
+) -> MixtureOutput:
+    """``y = sum over the k experts e of a token: weight_e expert_e(x)``, where an expert is
+    ``activation(x @ up_e) @ down_e``, or with a gate
+    ``(activation(x @ gate_e) * (x @ up_e)) @ down_e``.
+
+    Per rank of N along `axis_name` and M along `expert_axis`, inside ``jax.shard_map``::
+
+        x [..., s/N, d]   router [d, E]   gate, up [E/M, d, F/N]   down [E/M, F/N, d]
+
+    Every rank chooses for its own tokens, gathers the tokens and choices of all N M ranks, computes
+    its part of its experts for all of them, and the sums are scattered: :func:`jflux.all_gather`,
+    two calls of :func:`jflux.grouped_matmul`, :func:`jflux.reduce_scatter`. Nothing is dropped, and
+    all sizes stay on the device. Without axes it computes on one device.
+
+    Along `axis_name` each expert's hidden units are split (tensor parallel), along `expert_axis`
+    the experts are (expert parallel), and tokens along both. With ``sequence_parallel=False`` x is
+    the same on all ranks along `axis_name`, and so is y.
+
+    Outside ``shard_map`` it takes global arrays, and wraps itself in one.
+
+    Args:
+      x: [..., s/N, d]. With `expert_axis` the ranks along it have different tokens, of the first
+        dimension where x is a global array.
+      router: [d, E]; logits are computed in float32.
+      up, gate, down: the experts.
+      k: experts of a token.
+      loss_axis: further mesh axes that tokens are split over, such as that of data parallelism. The
+        losses and counts are of all tokens. Of global arrays it is known.
+      activation: "gelu", "gelu_tanh", "relu" or "silu".
+      select: chooses: ``select(logits, k)``, or with `router_bias` ``select(logits, k, bias=...)``;
+        a function of :mod:`jflux.moe`, perhaps with options by `functools.partial`.
+      router_bias: [E], for the choice alone.
+      shared: (up [d, S/N], down [S/N, d]) or (up, down, gate [d, S/N]): an expert of all tokens.
+      mesh, x_spec: for global arrays, as in :func:`column_parallel`.
+
+    Returns:
+      y, losses and counts.
+
+    Raises:
+      ValueError, TypeError: operands that do not fit, when the call is traced.
+    """
+    parts: dict[str, Any] = {"axis_name": axis_name, "expert_axis": expert_axis}
+    axes = axes_of(axis_name, expert_axis)
+    if x.ndim < 2 or router.ndim != 2 or router.shape[0] != x.shape[-1]:
+        raise ValueError(
+            f"jflux.nn.mixture: x {x.shape} must be [..., s, d] and router {router.shape} [d, E]"
+        )
+    operands: dict[str, Any] = {
+        "x": x, "router": router, "up": up, "down": down, "gate": gate,
+        "router_bias": router_bias, "shared": None if shared is None else tuple(shared),
+    }  # fmt: skip
+    body: Callable[..., MixtureOutput] = functools.partial(
+        _mixture, k=k, sequence_parallel=sequence_parallel, activation=activation, select=select,
+        **parts,
+    )  # fmt: skip
+    if not axes or _mesh.is_bound(axes):
+        return body(**operands, loss_axes=axes_of(loss_axis))
+    return _over_global_arrays(body, operands, axes, sequence_parallel, mesh, x_spec, **parts)
+
+
+def _over_global_arrays(
+    body: Callable[..., MixtureOutput],
+    operands: dict[str, Any],
+    axes: tuple[Any, ...],
+    sequence_parallel: bool,
+    mesh: Any,
+    x_spec: Any,
+    axis_name: AxisName | None,
+    expert_axis: AxisName | None,
+) -> MixtureOutput:
+    x = operands["x"]
+    tp, ep = axes_of(axis_name), axes_of(expert_axis)
+    spec: Any = _global._with_axis(_global._spec(x, x_spec), x.ndim, None, axes)
+    if tp and sequence_parallel:
+        spec = _global._with_axis(spec, x.ndim, x.ndim - 2, tp)
+    if ep:
+        entries = list(spec)
+        first = () if entries[0] is None else _mesh.as_tuple(entries[0])
+        spec = PartitionSpec((*first, *ep), *entries[1:])
+    columns, rows, experts = tp or None, tp or None, ep or None
+    specs = {
+        "x": spec,
+        "router": PartitionSpec(),
+        "up": PartitionSpec(experts, None, columns),
+        "gate": PartitionSpec(experts, None, columns),
+        "down": PartitionSpec(experts, rows, None),
+        "router_bias": PartitionSpec(),
+    }
+    given = dict(operands)
+    for i, one in enumerate(given.pop("shared") or ()):
+        given[f"shared_{i}"] = one
+        specs[f"shared_{i}"] = PartitionSpec(rows, None) if i == 1 else PartitionSpec(None, columns)
+    split = tuple(a for entry in spec if entry is not None for a in _mesh.as_tuple(entry))
+    loss_axes = tuple(a for a in split if a not in axes)
+
+    def call(**arrays: Any) -> MixtureOutput:
+        shared = tuple(arrays.pop(f"shared_{i}") for i in range(3) if f"shared_{i}" in arrays)
+        return body(**arrays, shared=shared or None, loss_axes=loss_axes)
+
+    nothing: Any = PartitionSpec()
+    return _global.with_specs(
+        call, "nn.mixture", given, {name: specs[name] for name in given}, axis_name=axes, mesh=mesh,
+        out_specs=MixtureOutput(spec, nothing, nothing, nothing), check_vma=True,
+    )  # fmt: skip
+
+
+def _mixture(
+    x: jax.Array,
+    router: jax.Array,
+    up: jax.Array,
+    down: jax.Array,
+    gate: jax.Array | None,
+    router_bias: jax.Array | None,
+    shared: Sequence[jax.Array] | None,
+    *,
+    k: int,
+    axis_name: AxisName | None,
+    expert_axis: AxisName | None,
+    sequence_parallel: bool,
+    loss_axes: tuple[Any, ...],
+    activation: str,
+    select: Select,
+) -> MixtureOutput:
+    """On one rank."""
+    tp, ep = axes_of(axis_name), axes_of(expert_axis)
+    split = (*ep, *tp) if sequence_parallel else ep
+    tokens = x.reshape(-1, x.shape[-1])
+    logits = tokens.astype(jnp.float32) @ router.astype(jnp.float32)
+    bias = {} if router_bias is None else {"bias": router_bias}
+    indices, weights = select(logits, k, **bias)
+    losses = _losses(logits, indices, (*split, *loss_axes))
+
+    if split:
+        tokens = all_gather(tokens, axis_name=split, axis=0, tiled=True)
+        weights = all_gather(weights, axis_name=split, axis=0, tiled=True)
+        indices = lax.all_gather(indices, split, axis=0, tiled=True)
+    y = _experts(tokens, _own(indices, up.shape[0], ep), weights, up, down, gate, activation)
+    if split:
+        y = reduce_scatter(y, axis_name=split, scatter_dimension=0, tiled=True)
+    if tp and not sequence_parallel:
+        y = all_reduce(y, axis_name=tp)
+    y = y.reshape(x.shape)
+    if shared is not None:
+        y = _epilogue.add(y, [_shared(x, shared, activation, axis_name, sequence_parallel)])
+    return MixtureOutput(y, *losses)
+
+
+def _losses(logits: jax.Array, indices: jax.Array, axes: tuple[Any, ...]) -> tuple[Any, ...]:
+    """(load balancing, z, tokens of each expert), of all tokens over these axes."""
+    over = axes or None
+    tokens = moe.count(indices, logits.shape[1])
+    return (
+        moe.load_balancing_loss(logits, indices, axis_name=over),
+        moe.z_loss(logits, axis_name=over),
+        lax.psum(tokens, axes) if axes else tokens,
+    )
+
+
+def _own(indices: jax.Array, experts: int, ep: tuple[Any, ...]) -> jax.Array:
+    """Choices among this rank's experts, counted from 0; -1: another rank's."""
+    if not ep:
+        return indices
+    own = indices - lax.axis_index(ep) * experts
+    return jnp.where((own >= 0) & (own < experts), own, -1)
+
+
+def _experts(
+    tokens: jax.Array,
+    indices: jax.Array,
+    weights: jax.Array,
+    up: jax.Array,
+    down: jax.Array,
+    gate: jax.Array | None,
+    activation: str,
+) -> jax.Array:
+    """The weighted sum of each token's experts on this rank."""
+    routing = moe.route(indices, up.shape[0])
+    rows = moe.permute(tokens, routing)
+    pair = up if gate is None else (gate, up)
+    hidden = grouped_matmul(
+        rows, pair, routing.counts, activation=activation, gated=gate is not None
+    )
+    return moe.unpermute(grouped_matmul(hidden, down, routing.counts), routing, weights)
+
+
+def _shared(
+    x: jax.Array,
+    shared: Sequence[jax.Array],
+    activation: str,
+    axis_name: AxisName | None,
+    sequence_parallel: bool,
+) -> jax.Array:
+    up, down, *gate = shared
+    if axis_name is not None:
+        return _dense.any_mlp(
+            x, up, None, down, None, *gate, activation=activation, axis_name=axis_name,
+            sequence_parallel=sequence_parallel,
+        )  # fmt: skip
+    plain: Any = {"preferred_element_type": None, "precision": None, "transpose_rhs": False}
+    hidden = _dense._own_columns(
+        x, (*gate, up) if gate else up, None, activation=activation, gated=bool(gate), **plain
+    )
+    return _lax.matmul(hidden, down, **plain)
+
+
+# ---- What the layers for linen and for NNX share -------------------------------------------------
+
+
+def axes_of(*names: AxisName | None) -> tuple[Any, ...]:
+    """The mesh axes of several options, in order."""
+    return tuple(axis for name in names if name is not None for axis in _mesh.as_tuple(name))
+
+
+def shapes_of(layer: Any, d: int) -> dict[str, tuple[tuple[int, ...], tuple[Any, ...]]]:
+    """(shape, logical axes) of each parameter of a layer, for x of this width."""
+    e, f, s = layer.num_experts, layer.hidden_features, layer.shared_features
+    expert, embed, hidden = layer.axes
+    inner, outer = ((e, d, f), (expert, embed, hidden)), ((e, f, d), (expert, hidden, embed))
+    found = {"router": ((d, e), (embed, None)), "up": inner, "down": outer}
+    if layer.gated:
+        found["gate"] = inner
+    if layer.use_router_bias:
+        found["router_bias"] = ((e,), (None,))
+    if s:
+        found |= {"shared_up": ((d, s), (embed, hidden)), "shared_down": ((s, d), (hidden, embed))}
+        if layer.gated:
+            found["shared_gate"] = ((d, s), (embed, hidden))
+    return found
+
+
+def of_layer(layer: Any, x: jax.Array, params: dict[str, jax.Array]) -> MixtureOutput:
+    """The mixture of a layer with these parameters."""
+    from ._flax import in_one_type
+
+    kept = ("router", "router_bias")  # in the type that they have
+    own: dict[str, Any] = {name: params[name] for name in kept if name in params}
+    rest: dict[str, Any] = {name: a for name, a in params.items() if name not in own}
+    x, *wide = in_one_type(layer.dtype, x, *rest.values())
+    rest = dict(zip(rest, wide, strict=True))
+    names = ("shared_up", "shared_down", "shared_gate")
+    shared = tuple(rest.pop(name) for name in names if name in rest)
+    options: dict[str, Any] = {
+        name: getattr(layer, name)
+        for name in ("k", "axis_name", "expert_axis", "loss_axis", "sequence_parallel",
+                     "activation", "select", "x_spec")
+    }  # fmt: skip
+    return mixture(x, shared=shared or None, **options, **own, **rest)
