@@ -135,11 +135,15 @@ class GPT(nnx.Module):
           tokens: [b, s/tp], this rank's positions.
           targets: [b, s], of all positions, the same on all tp ranks.
         """
-        logits = self(tokens)
-        part = logits.shape[-1]
-        top = lax.pmax(lax.stop_gradient(logits.max(-1)), "tp")
-        total = lax.psum(jnp.exp(logits - top[..., None]).sum(-1), "tp")
-        # Targets in another rank's part of the vocabulary give a row of zeros.
-        own = jax.nn.one_hot(targets - lax.axis_index("tp") * part, part)
-        target_logit = lax.psum((own * logits).sum(-1), "tp")
-        return lax.pmean((top + jnp.log(total) - target_logit).mean(), "data")
+        return lax.pmean(cross_entropy(self(tokens), targets), "data")
+
+
+def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """The mean over positions, in nats, of logits [b, s, v/tp] that are split over "tp"."""
+    part = logits.shape[-1]
+    top = lax.pmax(lax.stop_gradient(logits.max(-1)), "tp")
+    total = lax.psum(jnp.exp(logits - top[..., None]).sum(-1), "tp")
+    # Targets in another rank's part of the vocabulary give a row of zeros.
+    own = jax.nn.one_hot(targets - lax.axis_index("tp") * part, part)
+    target_logit = lax.psum((own * logits).sum(-1), "tp")
+    return (top + jnp.log(total) - target_logit).mean()

@@ -110,11 +110,19 @@ def batches(text: np.ndarray, batch: int, seq: int, seed: int) -> Iterator[tuple
 
 
 class Trainer:
-    """A model, its optimizer, and their compiled functions over a mesh ("data", "tp")."""
+    """A model, its optimizer, and their compiled functions over a mesh ("data", "tp").
 
-    def __init__(self, config: Config, mesh: Mesh, schedule: optax.Schedule, seed: int):
+    Attributes:
+      Model: made of a config and rngs; its `loss` runs on one rank.
+      rows: the mesh axes that split the batch.
+    """
+
+    Model: Any = GPT
+    rows: Any = "data"
+
+    def __init__(self, config: Any, mesh: Mesh, schedule: optax.Schedule, seed: int):
         with jax.set_mesh(mesh):
-            model = GPT(config, nnx.Rngs(seed))
+            model = self.Model(config, nnx.Rngs(seed))
             tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(schedule))
             optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
             self.graph, state = nnx.split((model, optimizer))
@@ -146,7 +154,8 @@ class Trainer:
         return call, params
 
     def _loss(self, model: GPT):
-        return self._per_rank(model, GPT.loss, (P("data", "tp"), P("data", None)), P())
+        rows = (P(self.rows, "tp"), P(self.rows, None))
+        return self._per_rank(model, self.Model.loss, rows, P())
 
     def _update(self, state, tokens, targets):
         model, optimizer = nnx.merge(self.graph, state)
@@ -165,7 +174,7 @@ class Trainer:
     def _sample(self, state, window, start, key, *, count):
         model, _ = nnx.merge(self.graph, state)
         logits_of, params = self._per_rank(
-            model, GPT.__call__, (P(None, "tp"),), P(None, None, "tp")
+            model, self.Model.__call__, (P(None, "tp"),), P(None, None, "tp")
         )
         return continued(logits_of, params, window, start, key, count)
 

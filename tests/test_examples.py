@@ -75,6 +75,26 @@ def test_train_gpt(tmp_path):
     assert min(pixels.shape[:2]) > 400 and pixels.std() > 0.05
 
 
+SMALL_MIXTURE = "--steps 20 --batch 4 --seq 32 --layers 1 --width 64".split()
+
+
+@pytest.mark.skipif(ON_GPU, reason="chooses the number of virtual devices")
+@pytest.mark.parametrize(("devices", "mesh"), [(8, "2,2,2"), (4, "1,4,1"), (3, "1,1,3")])
+def test_train_moe(devices, mesh, tmp_path):
+    pytest.importorskip("flax")
+    data, expert, tp = mesh.split(",")
+    axes = ["--data", data, "--expert", expert]
+    out = run_example("train_moe.py", *SMALL_MIXTURE, *axes, devices=devices, cwd=tmp_path)
+    assert f"{data} (data) x {expert} (expert) x {tp} (tp) cpu devices" in out
+    for name in ("jflux", "lax"):
+        first, last, validation = losses(name, out)
+        assert 5 < first < 7 and last < first - 1 and validation < first - 1, out
+    # As for train_gpt; choices that hang by a rounding would show as 1e-2 and more.
+    gap = float(re.search(r"largest difference between the loss curves: (\S+)", out)[1])
+    assert gap < 1e-3
+    assert (tmp_path / "out" / "loss.png").stat().st_size > 10_000
+
+
 @pytest.mark.skipif(ON_GPU, reason="chooses the number of virtual devices")
 @pytest.mark.parametrize("devices", [1, 3])
 def test_train_gpt_on_other_numbers_of_devices(devices, tmp_path):
