@@ -2,6 +2,8 @@
 
 Llama 2 (arXiv 2307.09288, section 2.2): RMS norms before each half of a layer, rotary embeddings,
 grouped-query attention (arXiv 2305.13245), an MLP with a SiLU gate (arXiv 2002.05202, section 2).
+Mixtral (arXiv 2401.04088, section 2.1) has a mixture of such MLPs in its place, of which each rank
+has a part of the hidden units of every expert.
 
 `prefill`, `step`, `greedy` and `generate` are written for one rank of `jax.shard_map`; `programs`
 makes functions of global arrays of them. Their first argument `ops` is where the collectives come
@@ -45,6 +47,7 @@ class Config:
       epsilon: of the RMS norms.
       theta: base of the rotary embeddings' wave lengths.
       tied: the head is the embedding, transposed.
+      experts, experts_per_token: of a mixture in place of each MLP; 0: there is none.
       dtype: of weights, activations and cache; norms, softmax and logits are float32.
     """
 
@@ -57,6 +60,8 @@ class Config:
     epsilon: float = 1e-5
     theta: float = 10_000.0
     tied: bool = False
+    experts: int = 0
+    experts_per_token: int = 0
     dtype: Any = jnp.bfloat16
 
     @property
@@ -73,6 +78,9 @@ CONFIGS = {
     "tiny": Config(2, 128, 256, 16, 8, 256, dtype=jnp.float32),
     "llama-2-7b": Config(32, 4096, 11008, 32, 32, 32000),
     "llama-2-70b": Config(80, 8192, 28672, 64, 8, 32000),
+    "mixtral-8x7b": Config(
+        32, 4096, 14336, 32, 8, 32000, theta=1e6, experts=8, experts_per_token=2
+    ),
 }
 
 Weights = dict[str, Any]
@@ -88,6 +96,8 @@ def check(config: Config, ranks: int) -> None:
     for name in ("heads", "hidden", "vocab"):
         if (size := getattr(config, name)) % ranks:
             raise ValueError(f"{name}={size} must divide by {ranks=}")
+    if config.experts and not 0 < config.experts_per_token <= config.experts:
+        raise ValueError(f"{config.experts_per_token=} must be from 1 to {config.experts=}")
     if config.kv_heads % ranks and ranks % config.kv_heads:
         raise ValueError(f"{config.kv_heads=} must divide by {ranks=}, or {ranks=} by it")
 
@@ -105,6 +115,9 @@ def shapes(config: Config, ranks: int) -> Weights:
         "up": (d, config.hidden),
         "down": (config.hidden, d),
     }
+    if e := config.experts:
+        layer |= {name: (e, *layer[name]) for name in ("gate", "up", "down")}
+        layer["router"] = (d, e)
     model = {"embed": (config.vocab, d), "layers": [layer] * config.layers, "norm": (d,)}
     return model if config.tied else model | {"head": (config.vocab, d)}
 
@@ -121,6 +134,9 @@ def specs(config: Config) -> Weights:
         "up": columns,
         "down": rows,
     }
+    if config.experts:
+        layer |= {name: P(None, *layer[name]) for name in ("gate", "up", "down")}
+        layer["router"] = P(None, None)
     model = {"embed": rows, "layers": [layer] * config.layers, "norm": P(None)}
     return model if config.tied else model | {"head": rows}
 
@@ -136,6 +152,22 @@ def sum_add_norm(
     """Adds ``part @ w``, summed over ranks, to the residual stream x: the new x, and its norm."""
     norm = jflux.RMSNorm(scale, epsilon)
     return ops.matmul_all_reduce(part, w, axis_name=AXIS, residual=x, norm=norm)
+
+
+def mixture(ops: Any, config: Config, w: Weights, h: jax.Array, *, split: bool) -> jax.Array:
+    """This rank's part of a mixture of h [rows, d], to be summed over the ranks: its hidden units
+    of each token's experts. With `split` the ranks have different rows, which are gathered first.
+    """
+    logits = jnp.einsum("md,de->me", h, w["router"], preferred_element_type=jnp.float32)
+    found = jflux.moe.top_k_softmax(logits, config.experts_per_token)
+    if split:
+        h, *found = (ops.all_gather(a, axis_name=AXIS, tiled=True) for a in (h, *found))
+    indices, shares = found
+    routing = jflux.moe.route(indices, config.experts)
+    rows, gate_up = jflux.moe.permute(h, routing), (w["gate"], w["up"])
+    y = ops.grouped_matmul(rows, gate_up, routing.counts, activation="silu", gated=True)
+    y = ops.grouped_matmul(y, w["down"], routing.counts)
+    return jflux.moe.unpermute(y, routing, shares)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
@@ -236,9 +268,13 @@ def prefill(
         o = attend_prompt(q, k, v).reshape(b * padded, -1)
         x = ops.matmul_reduce_scatter(o, w["o"], axis_name=AXIS, residual=x)
         h = rms_norm(x, w["mlp_norm"], config.epsilon)
-        gate_up = (w["gate"], w["up"])
-        y = ops.all_gather_matmul(h, gate_up, axis_name=AXIS, activation="silu", gated=True)
-        x = ops.matmul_reduce_scatter(y, w["down"], axis_name=AXIS, residual=x)
+        if config.experts:
+            y = mixture(ops, config, w, h, split=True)
+            x += ops.reduce_scatter(y, axis_name=AXIS, tiled=True)
+        else:
+            gate_up = (w["gate"], w["up"])
+            y = ops.all_gather_matmul(h, gate_up, axis_name=AXIS, activation="silu", gated=True)
+            x = ops.matmul_reduce_scatter(y, w["down"], axis_name=AXIS, residual=x)
         h = rms_norm(x, scale, config.epsilon)
         room = ((0, 0), (0, 0), (0, length - s), (0, 0))
         cache.append((jnp.pad(k[:, :, :s], room), jnp.pad(v[:, :, :s], room)))
@@ -271,8 +307,13 @@ def step(
         )
         o = attend_cache(q, k, v, position)
         x, h = sum_add_norm(ops, o, w["o"], x, w["mlp_norm"], config.epsilon)
-        y = jax.nn.silu(h @ w["gate"]) * (h @ w["up"])
-        x, h = sum_add_norm(ops, y, w["down"], x, scale, config.epsilon)
+        if config.experts:
+            y = mixture(ops, config, w, h, split=False)
+            norm = jflux.RMSNorm(scale, config.epsilon)
+            x, h = ops.all_reduce(y, axis_name=AXIS, residual=x, norm=norm)
+        else:
+            y = jax.nn.silu(h @ w["gate"]) * (h @ w["up"])
+            x, h = sum_add_norm(ops, y, w["down"], x, scale, config.epsilon)
         new_cache.append((k, v))
     return logits_of(weights, h), new_cache
 

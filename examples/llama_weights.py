@@ -50,7 +50,7 @@ def _drawn(config: Config, ranks: int, wanted: Weights, shardings: Weights) -> A
                 kv = jnp.repeat(kv, groups // config.kv_heads, axis=1)
                 found[name] = jnp.concatenate([q, kv], axis=2).reshape(shape)
             else:
-                found[name] = normal(each, shape, shape[name in ("embed", "head")])
+                found[name] = normal(each, shape, shape[-1 if name in ("embed", "head") else -2])
         return found
 
     return jax.jit(draw, out_shardings=shardings)
@@ -65,6 +65,13 @@ NAMES = {
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
 }
+# Of a layer of Mixtral: its router, and of each expert.
+ROUTER = "block_sparse_moe.gate"
+EXPERTS = {"gate": "w1", "up": "w3", "down": "w2"}
+
+
+def expert_name(expert: int, ours: str) -> str:
+    return f"block_sparse_moe.experts.{expert}.{EXPERTS[ours]}"
 
 
 def check_tensors(config: Config, tensors: Mapping[str, Any]) -> None:
@@ -74,9 +81,14 @@ def check_tensors(config: Config, tensors: Mapping[str, Any]) -> None:
     layer = {
         "input_layernorm": (d,), "post_attention_layernorm": (d,), "self_attn.q_proj": (d, d),
         "self_attn.k_proj": (kv, d), "self_attn.v_proj": (kv, d), "self_attn.o_proj": (d, d),
-        "mlp.gate_proj": (config.hidden, d), "mlp.up_proj": (config.hidden, d),
-        "mlp.down_proj": (d, config.hidden),
     }  # fmt: skip
+    mlp = {"gate": (config.hidden, d), "up": (config.hidden, d), "down": (d, config.hidden)}
+    if config.experts:
+        layer[ROUTER] = (config.experts, d)
+        for e in range(config.experts):
+            layer |= {expert_name(e, ours): shape for ours, shape in mlp.items()}
+    else:
+        layer |= {NAMES[ours]: shape for ours, shape in mlp.items()}
     wanted = {"model.embed_tokens": (config.vocab, d), "model.norm": (d,)}
     if not config.tied:
         wanted["lm_head"] = (config.vocab, d)
@@ -97,8 +109,9 @@ def check_tensors(config: Config, tensors: Mapping[str, Any]) -> None:
                 "these weights"
             )
     if odd := [name for name in tensors if name not in wanted and not _unused(config, name)]:
+        model = "Mixtral" if config.experts else "Llama 2"
         raise ValueError(
-            f"a Llama 2 has no tensor {_first(odd)}; give the weights of one, without adapters or "
+            f"a {model} has no tensor {_first(odd)}; give the weights of one, without adapters or "
             "quantization"
         )
 
@@ -118,7 +131,7 @@ def _unused(config: Config, name: str) -> bool:
 
 
 def from_tensors(config: Config, mesh: Mesh, tensors: Mapping[str, Any]) -> Weights:
-    """Weights under the names that Hugging Face gives to those of a Llama.
+    """Weights under the names that Hugging Face gives to those of a Llama, or of Mixtral.
 
     Args:
       tensors: what `open_safetensors` returns, or NumPy arrays. Those of a product are [out, in].
@@ -146,6 +159,15 @@ def from_tensors(config: Config, mesh: Mesh, tensors: Mapping[str, Any]) -> Weig
         found = tensors[f"{name}.weight"]
         return place(shape, spec, lambda rows, columns: found[columns, rows].T)
 
+    def of_experts(prefix: str, ours: str, shape: tuple[int, ...], spec: P) -> jax.Array:
+        """[experts, in, out] of so many tensors [out, in]."""
+        found = [tensors[f"{prefix}.{expert_name(e, ours)}.weight"] for e in range(shape[0])]
+
+        def part(experts: slice, rows: slice, columns: slice) -> np.ndarray:
+            return np.stack([one[columns, rows].T for one in found[experts]])
+
+        return place(shape, spec, part)
+
     def qkv(prefix: str, shape: tuple[int, ...], spec: P) -> jax.Array:
         dim, groups = config.head_dim, config.groups(ranks)
         queries, copies = config.heads // groups, groups // config.kv_heads
@@ -164,7 +186,12 @@ def from_tensors(config: Config, mesh: Mesh, tensors: Mapping[str, Any]) -> Weig
 
     def layer(i: int, wanted: Weights, split: Weights) -> Weights:
         found = {"qkv": qkv(f"model.layers.{i}.self_attn", wanted["qkv"], split["qkv"])}
-        for ours, theirs in NAMES.items():
+        names = dict(NAMES)
+        if config.experts:
+            names = {k: v for k, v in names.items() if k not in EXPERTS} | {"router": ROUTER}
+            for ours in EXPERTS:
+                found[ours] = of_experts(f"model.layers.{i}", ours, wanted[ours], split[ours])
+        for ours, theirs in names.items():
             read = plain if len(wanted[ours]) == 1 else transposed
             found[ours] = read(f"model.layers.{i}.{theirs}", wanted[ours], split[ours])
         return found
@@ -244,10 +271,10 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def config_from_json(path: Path) -> Config:
-    """Of the `config.json` that Hugging Face keeps beside a Llama's weights.
+    """Of the `config.json` that Hugging Face keeps beside the weights of a Llama, or of Mixtral.
 
     Raises:
-      ValueError: for a model that differs in more than sizes from Llama 2.
+      ValueError: for a model that differs in more than sizes from Llama 2 or Mixtral.
     """
     said = _read_json(path)
     try:
@@ -261,8 +288,9 @@ def config_from_json(path: Path) -> Config:
 def _config_of(said: dict[str, Any], path: Path) -> Config:
     rope = said.get("rope_scaling") or said.get("rope_parameters") or {}
     width, heads = said["hidden_size"], said["num_attention_heads"]
+    mixture = said.get("model_type") == "mixtral"
     odd = {
-        "model_type": said.get("model_type", "llama") != "llama",
+        "model_type": said.get("model_type", "llama") not in ("llama", "mixtral"),
         "head_dim": (said.get("head_dim") or width // heads) != width // heads,
         "hidden_act": said.get("hidden_act", "silu") != "silu",
         "rope_scaling": rope.get("rope_type", rope.get("type", "default")) != "default",
@@ -274,8 +302,8 @@ def _config_of(said: dict[str, Any], path: Path) -> Config:
     }
     if any(odd.values()):
         raise ValueError(
-            f"{path}: {', '.join(k for k, v in odd.items() if v)} not as in Llama 2, which is all "
-            "that llama_model.py computes; take such a model"
+            f"{path}: {', '.join(k for k, v in odd.items() if v)} not as in Llama 2 or Mixtral, "
+            "which are all that llama_model.py computes; take such a model"
         )
     config = Config(
         layers=said["num_hidden_layers"],
@@ -287,8 +315,11 @@ def _config_of(said: dict[str, Any], path: Path) -> Config:
         epsilon=said.get("rms_norm_eps", 1e-6),
         theta=said.get("rope_theta", rope.get("rope_theta", 10_000.0)),
         tied=said.get("tie_word_embeddings", False),
+        experts=said["num_local_experts"] if mixture else 0,
+        experts_per_token=said["num_experts_per_tok"] if mixture else 0,
     )
-    sizes = ("layers", "width", "hidden", "heads", "kv_heads", "vocab")
+    sizes = ["layers", "width", "hidden", "heads", "kv_heads", "vocab"]
+    sizes += ["experts", "experts_per_token"] if mixture else []
     for name in sizes:
         size = getattr(config, name)
         if type(size) is not int or not 0 < size < 1 << 31:

@@ -31,6 +31,7 @@ CONFIGS = {
     "grouped": TINY,
     "one key for each query": dataclasses.replace(TINY, kv_heads=16),
     "fewer keys than ranks, tied": dataclasses.replace(TINY, kv_heads=2, tied=True),
+    "mixture": dataclasses.replace(TINY, experts=6, experts_per_token=2),
 }
 PROMPT, STEPS, BATCH = 5, 6, 3
 
@@ -49,9 +50,16 @@ def tensors_of(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
     kv = (config.kv_heads * dim, d)
     matrices = {
         "self_attn.q_proj": (d, d), "self_attn.k_proj": kv, "self_attn.v_proj": kv,
-        "self_attn.o_proj": (d, d), "mlp.gate_proj": (config.hidden, d),
-        "mlp.up_proj": (config.hidden, d), "mlp.down_proj": (d, config.hidden),
+        "self_attn.o_proj": (d, d),
     }  # fmt: skip
+    inner, outer = (config.hidden, d), (d, config.hidden)
+    if config.experts:
+        matrices["block_sparse_moe.gate"] = (config.experts, d)
+        for e in range(config.experts):
+            names = {"w1": inner, "w2": outer, "w3": inner}
+            matrices |= {f"block_sparse_moe.experts.{e}.{w}": s for w, s in names.items()}
+    else:
+        matrices |= {"mlp.gate_proj": inner, "mlp.up_proj": inner, "mlp.down_proj": outer}
 
     def normal(*shape):
         return (rng.standard_normal(shape) * shape[-1] ** -0.5).astype(np.float32)
@@ -100,9 +108,29 @@ def plain_llama(config: Config, tensors: dict[str, np.ndarray], tokens: np.ndarr
         o = (weights / weights.sum(-1, keepdims=True)) @ v
         x = x + o.swapaxes(1, 2).reshape(b, s, -1) @ layer["self_attn.o_proj"].T
         h = norm(x, layer["post_attention_layernorm"])
-        gate, up = (h @ layer[f"mlp.{name}_proj"].T for name in ("gate", "up"))
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ layer["mlp.down_proj"].T
+        if config.experts:
+            x = x + plain_mixture(config, layer, h)
+        else:
+            x = x + plain_mlp(h, *(layer[f"mlp.{name}_proj"] for name in ("gate", "up", "down")))
     return norm(x, w["model.norm"]) @ w["model.embed_tokens" if config.tied else "lm_head"].T
+
+
+def plain_mlp(h: np.ndarray, gate: np.ndarray, up: np.ndarray, down: np.ndarray) -> np.ndarray:
+    gated = h @ gate.T
+    return (gated / (1 + np.exp(-gated)) * (h @ up.T)) @ down.T
+
+
+def plain_mixture(config: Config, layer: dict[str, np.ndarray], h: np.ndarray) -> np.ndarray:
+    """Every expert on every token, and the best of them."""
+    logits = h @ layer["block_sparse_moe.gate"].T
+    least = np.sort(logits, -1)[..., -config.experts_per_token, None]
+    shares = np.where(logits >= least, np.exp(logits), 0)
+    shares /= shares.sum(-1, keepdims=True)
+    each = [
+        plain_mlp(h, *(layer[f"block_sparse_moe.experts.{e}.{w}"] for w in ("w1", "w3", "w2")))
+        for e in range(config.experts)
+    ]
+    return sum(shares[..., e, None] * y for e, y in enumerate(each))
 
 
 def tokens_of(config: Config, length: int) -> np.ndarray:
@@ -276,11 +304,18 @@ def test_random_weights_do_not_depend_on_ranks():
             assert abs(w.mean()) < 0.02 and abs(w.std() * fan_in**0.5 - 1) < 0.1, name
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=lambda d: jnp.dtype(d).name)
-def test_weights_from_safetensors(dtype, tmp_path):
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        ("fewer keys than ranks, tied", jnp.float32),
+        ("fewer keys than ranks, tied", jnp.bfloat16),
+        ("mixture", jnp.bfloat16),
+    ],
+)
+def test_weights_from_safetensors(config, dtype, tmp_path):
     """In one file, or in several that an index lists, they are what they were; of each rank."""
     save_file = pytest.importorskip("safetensors.numpy").save_file
-    config = dataclasses.replace(CONFIGS["fewer keys than ranks, tied"], dtype=dtype)
+    config = dataclasses.replace(CONFIGS[config], dtype=dtype)
     tensors = {k: np.asarray(v, dtype) for k, v in tensors_of(config).items()}
     mesh = make_mesh((RANKS,))
     want = llama_weights.from_tensors(config, mesh, tensors)
@@ -338,8 +373,12 @@ def test_models_that_cannot_be_split(changes, ranks, error):
 
 
 def test_sizes_of_the_published_models():
-    """Parameters as the paper's models have them: 6.74 and 68.98 thousand million."""
-    for name, want in (("llama-2-7b", 6_738_415_616), ("llama-2-70b", 68_976_648_192)):
+    """Parameters as the papers' models have them: 6.74, 68.98 and 46.70 thousand million."""
+    for name, want in (
+        ("llama-2-7b", 6_738_415_616),
+        ("llama-2-70b", 68_976_648_192),
+        ("mixtral-8x7b", 46_702_792_704),
+    ):
         wanted = llama_model.shapes(llama_model.CONFIGS[name], 8)
         sizes = jax.tree.leaves(wanted, is_leaf=lambda s: isinstance(s, tuple))
         assert sum(int(np.prod(shape)) for shape in sizes) == want
@@ -361,6 +400,17 @@ def test_a_config_json(tmp_path):
     assert llama_weights.config_from_json(file) == config
     file.write_text(json.dumps(json_of(config) | {"rope_scaling": {"rope_type": "llama3"}}))
     with pytest.raises(ValueError, match="rope_scaling not as in Llama 2"):
+        llama_weights.config_from_json(file)
+    config = llama_model.CONFIGS["mixtral-8x7b"]
+    said = json_of(config) | {
+        "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2,
+        "rope_theta": 1e6, "sliding_window": None,
+    }  # fmt: skip
+    file.write_text(json.dumps(said))
+    assert llama_weights.config_from_json(file) == config
+    del said["num_local_experts"]
+    file.write_text(json.dumps(said))
+    with pytest.raises(ValueError, match="has no 'num_local_experts'"):
         llama_weights.config_from_json(file)
 
 
