@@ -1,0 +1,263 @@
+"""Attention over a split sequence, in float64, against attention over all of it on one device."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import RANKS, make_mesh
+from jax.sharding import PartitionSpec as P
+
+import jflux
+
+pytestmark = pytest.mark.skipif(jax.default_backend() == "gpu", reason="float64")
+
+SEQUENCE = P(None, "tp")
+COUNTS = [n for n in (1, 2, 3, 8) if n <= RANKS]
+
+
+@pytest.fixture(autouse=True)
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+def draw(*shapes, seed=0):
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(shape) for shape in shapes]
+
+
+def plain(q, k, v, mask=None):
+    """(attention, log-sum-exp [B, S, H]) with grouped heads, by the definition."""
+    group = q.shape[2] // k.shape[2]
+    k, v = jnp.repeat(k, group, 2), jnp.repeat(v, group, 2)
+    scores = jnp.einsum("bshd,bthd->bhst", q, k) / q.shape[3] ** 0.5
+    if mask is not None:
+        scores = jnp.where(mask, scores, -jnp.inf)
+    lse = jax.scipy.special.logsumexp(scores, -1)
+    return jnp.einsum("bhst,bthd->bshd", jnp.exp(scores - lse[..., None]), v), lse.swapaxes(1, 2)
+
+
+def causal(length, window=None):
+    i, j = np.arange(length)[:, None], np.arange(length)[None]
+    mask = j <= i
+    return mask if window is None else mask & (j >= i - window[0]) & (j <= i + window[1])
+
+
+# ---- Orders --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_an_order_has_every_position_once_and_can_be_undone(layout, ranks):
+    length = 12 * ranks
+    order = jflux.causal_positions(length, ranks, layout=layout)
+    assert order.dtype == np.int32
+    np.testing.assert_array_equal(np.sort(order), np.arange(length))
+    x = np.arange(2 * length * 3).reshape(2, length, 3)
+    there = jflux.reorder_for_causal(x, ranks, layout=layout)
+    np.testing.assert_array_equal(there, x[:, order])
+    np.testing.assert_array_equal(jflux.restore_order(there, ranks, layout=layout), x)
+    assert (there == x).all() == (layout == "contiguous" or ranks == 1)
+
+
+def test_orders_as_documented():
+    assert list(jflux.causal_positions(8, 2)) == [0, 1, 6, 7, 2, 3, 4, 5]
+    assert list(jflux.causal_positions(8, 2, layout="striped")) == [0, 2, 4, 6, 1, 3, 5, 7]
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "striped"])
+def test_orders_balance_causal_work(layout):
+    length, ranks = 240, 4
+    parts = jflux.causal_positions(length, ranks, layout=layout).reshape(ranks, -1)
+    work = (parts + 1).sum(1)  # keys that the rank's queries attend to
+    assert work.max() - work.min() <= length
+    uneven = (np.arange(length).reshape(ranks, -1) + 1).sum(1)
+    assert uneven.max() > 5 * uneven.min()
+
+
+@pytest.mark.parametrize(
+    ("length", "ranks", "layout", "message"),
+    [
+        (12, 4, "zigzag", "length=12 must be a multiple of 8"),
+        (10, 4, "striped", "length=10 must be a multiple of 4"),
+        (8, 2, "snake", "layout='snake' must be one of contiguous, zigzag, striped"),
+    ],
+)
+def test_orders_that_cannot_be(length, ranks, layout, message):
+    with pytest.raises(ValueError, match=message):
+        jflux.causal_positions(length, ranks, layout=layout)
+
+
+# ---- Merging -------------------------------------------------------------------------------------
+
+
+def parts_of(q, k, v, bounds):
+    mask = causal(q.shape[1])
+    pairs = [
+        plain(q, k[:, a:b], v[:, a:b], mask[:, a:b])
+        for a, b in zip(bounds[:-1], bounds[1:], strict=True)
+    ]
+    # What a kernel leaves where no key is attended to: anything.
+    return [(jnp.where(jnp.isfinite(lse)[..., None], out, 7.0), lse) for out, lse in pairs]
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_parts_merge_to_the_whole(stacked):
+    q, k, v = draw((2, 12, 6, 8), (2, 12, 2, 8), (2, 12, 2, 8))
+    want, lse = plain(q, k, v, causal(12))
+    outs, lses = zip(*parts_of(q, k, v, [0, 3, 9, 12]), strict=True)
+    if stacked:
+        outs, lses = jnp.stack(outs), jnp.stack(lses)
+    got, got_lse = jax.jit(jflux.merge_attention)(outs, lses)
+    np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(got_lse, lse, rtol=1e-12)
+
+
+def test_gradients_of_a_merge_are_the_whole_ones():
+    q, k, v = draw((1, 10, 4, 4), (1, 10, 2, 4), (1, 10, 2, 4))
+    weight, lse_weight = draw((1, 10, 4, 4), (1, 10, 4), seed=1)
+
+    def loss(pair):
+        return jnp.sum(pair[0] * weight) + jnp.sum(pair[1] * lse_weight)
+
+    def merged(q, k, v):
+        outs, lses = zip(*parts_of(q, k, v, [0, 2, 7, 10]), strict=True)
+        return loss(jflux.merge_attention(outs, lses))
+
+    whole = jax.grad(lambda *a: loss(plain(*a, causal(10))), (0, 1, 2))(q, k, v)
+
+    # Parts without keys have -inf in `plain` itself, whose gradient is NaN: cut them off there.
+    def safe(q, k, v):
+        mask, outs, lses = causal(10), [], []
+        for a, b in ((0, 2), (2, 7), (7, 10)):
+            part = mask[:, a:b]
+            has = part.any(1)
+            out, lse = plain(q, k[:, a:b], v[:, a:b], part | ~has[:, None])
+            outs.append(jnp.where(has[None, :, None, None], out, jnp.nan))
+            lses.append(jnp.where(has[None, :, None], lse, -jnp.inf))
+        return loss(jflux.merge_attention(outs, lses))
+
+    np.testing.assert_allclose(safe(q, k, v), merged(q, k, v), rtol=1e-12)
+    got = jax.grad(safe, (0, 1, 2))(q, k, v)
+    for one, other in zip(got, whole, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-12)
+
+
+def test_nothing_to_merge_is_zero():
+    out, lse = jflux.merge_attention(
+        jnp.full((3, 2, 4), jnp.nan, jnp.bfloat16), jnp.full((3, 2), -jnp.inf, jnp.float32)
+    )
+    assert out.dtype == jnp.bfloat16 and lse.dtype == jnp.float32
+    assert not out.any() and np.isneginf(lse).all()
+    gradient = jax.grad(
+        lambda *parts: jnp.sum(jflux.merge_attention(*parts)[0].astype(jnp.float32)), (0, 1)
+    )(jnp.full((3, 2, 4), jnp.nan), jnp.full((3, 2), -jnp.inf))
+    assert all(np.isfinite(g).all() and not g.any() for g in gradient)
+
+
+def test_a_merge_that_does_not_fit():
+    with pytest.raises(ValueError, match=r"log_sum_exps must have shape \(2, 3, 4\), got \(2, 3\)"):
+        jflux.merge_attention(jnp.zeros((2, 3, 4, 5)), jnp.zeros((2, 3)))
+
+
+# ---- Ulysses -------------------------------------------------------------------------------------
+
+
+def exact(q, k, v, *, is_causal, scale, mask, local_window_size):
+    """A core in float64: that of `jax.nn` computes scores in float32."""
+    assert scale == q.shape[3] ** -0.5
+    may = causal(q.shape[1], local_window_size) if is_causal else np.ones((q.shape[1],) * 2, bool)
+    return plain(q, k, v, may if mask is None else mask & may)[0]
+
+
+def over_ranks(world, ids=False, core=exact, **options):
+    def call(q, k, v, *ids):
+        return jflux.ulysses_attention(
+            q, k, v, axis_name="tp", segment_ids=ids[0] if ids else None, core=core, **options
+        )
+
+    return jax.shard_map(
+        call, mesh=make_mesh((world,)), in_specs=(SEQUENCE,) * (4 if ids else 3), out_specs=SEQUENCE
+    )
+
+
+def check(f, want, operands):
+    """Values and gradients."""
+    cotangent = draw(operands[0].shape, seed=5)[0]
+
+    def run(f):
+        y, pull = jax.vjp(f, *operands)
+        return y, *pull(cotangent)
+
+    for one, other in zip(jax.jit(lambda: run(f))(), run(want), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("world", COUNTS)
+@pytest.mark.parametrize("kv_heads", ["as queries", "as ranks", "one"])
+@pytest.mark.parametrize("window", [None, (2, 0)])
+def test_ulysses_is_attention(world, kv_heads, window):
+    heads = 2 * world
+    groups = {"as queries": heads, "as ranks": world, "one": 1}[kv_heads]
+    length = 3 * world
+    shapes = (2, length, heads, 4), (2, length, groups, 4), (2, length, groups, 4)
+    f = over_ranks(world, causal=True, window=window)
+    want = functools.partial(plain, mask=causal(length, window))
+    check(f, lambda *a: want(*a)[0], draw(*shapes))
+
+
+def test_ulysses_without_a_mask_and_with_segments():
+    world = COUNTS[-1]
+    operands = draw((2, 2 * world, world, 4), (2, 2 * world, world, 4), (2, 2 * world, world, 4))
+    check(over_ranks(world), lambda *a: plain(*a)[0], operands)
+    ids = np.sort(np.random.default_rng(3).integers(0, 3, (2, 2 * world)), 1)
+    same = (ids[:, None, :, None] == ids[:, None, None, :]) & causal(2 * world)
+    got = jax.jit(over_ranks(world, ids=True, causal=True))(*operands, ids)
+    np.testing.assert_allclose(got, plain(*operands, same)[0], rtol=1e-9, atol=1e-11)
+
+
+def test_the_core_of_ulysses_is_that_of_jax_nn():
+    world = COUNTS[-1]
+    operands = draw((2, 2 * world, world, 8), (2, 2 * world, 1, 8), (2, 2 * world, 1, 8))
+    got = jax.jit(over_ranks(world, core=None, causal=True, window=(5, 0)))(*operands)
+    want, _ = plain(*operands, causal(2 * world, (5, 0)))
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_ulysses_takes_a_core():
+    world = COUNTS[-1]
+    seen = []
+
+    def core(q, k, v, *, is_causal, scale, mask, local_window_size):
+        seen.append((q.shape, k.shape, is_causal, scale, mask, local_window_size))
+        return q + v
+
+    operands = draw((1, world, world, 4), (1, world, world, 4), (1, world, world, 4))
+    got = over_ranks(world, core=core, causal=True, scale=0.25)(*operands)
+    np.testing.assert_allclose(got, operands[0] + operands[2])
+    assert seen[0] == ((1, world, 1, 4), (1, world, 1, 4), True, 0.25, None, None)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (((1, 4, 3, 4), (1, 4, 1, 4), (1, 4, 1, 4)), "3 heads cannot be split over 2 ranks"),
+        (((1, 4, 6, 4), (1, 4, 3, 4), (1, 4, 3, 4)), "3 heads of keys and values must be"),
+        (((1, 4, 4, 4), (1, 4, 4, 4), (1, 4, 2, 4)), "must have the same B, S/N and D"),
+        (((4, 4, 4), (1, 4, 4, 4), (1, 4, 4, 4)), r"q must be \[B, S/N, heads, D\]"),
+        (((1, 4, 2, 4), (1, 4, 4, 4), (1, 4, 4, 4)), "2 heads of queries must be a multiple of 4"),
+    ],
+)
+def test_ulysses_refuses(shapes, message):
+    if RANKS < 2:
+        pytest.skip("two ranks")
+    mesh = make_mesh((2,))
+    specs = tuple(P(None, "tp") if len(s) == 4 else P("tp") for s in shapes)
+    f = jax.shard_map(
+        functools.partial(jflux.ulysses_attention, axis_name="tp"),
+        mesh=mesh, in_specs=specs, out_specs=SEQUENCE,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(f, *(jnp.zeros(s) for s in shapes))
