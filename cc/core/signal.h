@@ -63,11 +63,13 @@ JFLUX_HD constexpr SignalState Classify(Signal seen, Signal expected) {
 
 enum class FaultKind : uint32_t {
   kNone = 0,
-  kTimeout = 1,   // the peer's signal or packet did not come
-  kMismatch = 2,  // the peer makes another call
-  kNoTicket = 3,  // core/ticket_semaphore.h: expected is the ticket, seen how many were returned
-  kOverlap = 4,   // another kernel is in the workspace (gpu/call.cuh): expected is this launch
-  kAborted = 5,   // this process has failed on another device
+  kTimeout = 1,     // the peer's signal or packet did not come
+  kMismatch = 2,    // the peer makes another call
+  kNoTicket = 3,    // core/ticket_semaphore.h: expected is the ticket, seen how many were returned
+  kOverlap = 4,     // another kernel is in the workspace (gpu/call.cuh): expected is this launch
+  kAborted = 5,     // this process has failed on another device
+  kGroupSizes = 6,  // grouped_matmul: expected is the number of rows, seen the sum of the sizes, or
+                    // the negative size of group `tile`
 };
 
 // The wait that failed. One record per rank, in memory that the host can read while a kernel runs.

@@ -48,14 +48,16 @@
 namespace jflux {
 
 // The columns of w that a tile multiplies: a tensor map and the first column. With a second map,
-// half of the tile's columns belong to that weight, from the same first column.
+// half of the tile's columns belong to that weight, from the same first column. `expert`: which
+// matrix of a stack (Op::kStackedRhs).
 struct Rhs {
   const CUtensorMap* map;
   int32_t n0;
   const CUtensorMap* second = nullptr;
+  int32_t expert = 0;
 };
 
-// A range of k, in elements. `begin` is a multiple of kTileK.
+// A range of k, in elements. `begin` is a multiple of kTileK, except in a local op.
 struct KRange {
   int32_t begin, end;
 };
@@ -74,16 +76,22 @@ __device__ __forceinline__ KRange SplitOfK(int64_t k, int split) {
 
 // Loads this CTA's share of w's tile for one k-block, for all CTAs of the cluster. Boxes are 128
 // bytes wide: 64 of k if w is stored [n, k], else 64 columns.
-template <typename Config>
+template <typename Config, bool kStacked>
 __device__ __forceinline__ void LoadB(uint32_t smem_b, const Rhs& rhs, uint32_t bar, int k0,
                                       uint32_t cta) {
   constexpr int kHalf = Config::kTileN / 2;
   const int i = Config::kClusterM == 1 ? 0 : static_cast<int>(cta);
   const auto load = [&](int at, const CUtensorMap* map, int inner, int outer) {
+    constexpr auto kAll = static_cast<uint16_t>((1 << Config::kClusterM) - 1);
     if constexpr (Config::kClusterM == 1) {
-      ptx::TmaLoad2d(smem_b + at, map, bar, inner, outer);
+      if constexpr (kStacked) {
+        ptx::TmaLoad3d(smem_b + at, map, bar, inner, outer, rhs.expert);
+      } else {
+        ptx::TmaLoad2d(smem_b + at, map, bar, inner, outer);
+      }
+    } else if constexpr (kStacked) {
+      ptx::TmaLoad3dMulticast(smem_b + at, map, bar, inner, outer, rhs.expert, kAll);
     } else {
-      constexpr auto kAll = static_cast<uint16_t>((1 << Config::kClusterM) - 1);
       ptx::TmaLoad2dMulticast(smem_b + at, map, bar, inner, outer, kAll);
     }
   };
@@ -120,7 +128,7 @@ using Accumulators = float[Config::kConsumerM64Blocks][Config::kAccumulators];
 template <typename Config>
 __device__ __forceinline__ void MultiplyStage(Accumulators<Config>& acc, uint32_t a, uint32_t b,
                                               bool adds) {
-  constexpr int kTransB = Config::kTransposeRhs ? 0 : 1;
+  constexpr int kTransA = Config::kTransposeLhs ? 1 : 0, kTransB = Config::kTransposeRhs ? 0 : 1;
   constexpr const typename Config::T* kType = nullptr;
 #pragma unroll
   for (int k = 0; k < Config::kTileK / 16; ++k) {
@@ -128,10 +136,32 @@ __device__ __forceinline__ void MultiplyStage(Accumulators<Config>& acc, uint32_
                                     : wgmma::Descriptor(b + k * 32, 16, 1024);
 #pragma unroll
     for (int m64 = 0; m64 < Config::kConsumerM64Blocks; ++m64) {
-      const uint64_t desc_a = wgmma::Descriptor(a + m64 * 8192 + k * 32, 16, 1024);
-      wgmma::Multiply<kTransB>(kType, acc[m64], desc_a, desc_b, adds || k > 0);
+      const uint64_t desc_a = kTransA ? wgmma::Descriptor(a + m64 * 8192 + k * 2048, 8192, 1024)
+                                      : wgmma::Descriptor(a + m64 * 8192 + k * 32, 16, 1024);
+      wgmma::Multiply<kTransA, kTransB>(kType, acc[m64], desc_a, desc_b, adds || k > 0);
     }
   }
+}
+
+// Zeroes what a stage holds past `valid` rows of k, in both operands, which are MN-major: 0 times a
+// NaN would not be 0. Called by all threads of the consumers that multiply the stage.
+template <typename Config>
+__device__ __forceinline__ void ZeroTail(const GemmSmem<Config>& smem, int stage, int valid,
+                                         int consumer) {
+  static_assert(Config::kTransposeLhs && !Config::kTransposeRhs);
+  if (valid >= Config::kTileK) return;
+  constexpr int kThreads = Config::kCooperative ? 128 * Config::kConsumers : 128;
+  constexpr int kAtoms = Config::kM64Blocks + Config::kLoadN / 64, kVectors = 128 / 16;
+  const int thread = Config::kCooperative ? threadIdx.x - 128 : threadIdx.x % 128;
+  for (int i = thread; i < kAtoms * (Config::kTileK - valid) * kVectors; i += kThreads) {
+    const int atom = i / kVectors % kAtoms, row = valid + i / (kVectors * kAtoms);
+    const uint32_t base = atom < Config::kM64Blocks
+                              ? smem.A(stage) + atom * 8192
+                              : smem.B(stage) + (atom - Config::kM64Blocks) * 8192;
+    ptx::StoreShared16(base + row * 128 + i % kVectors * 16, make_uint4(0, 0, 0, 0));
+  }
+  ptx::FenceProxyAsyncShared();  // wgmma reads it
+  ptx::BarrierSync(Config::kCooperative ? 1 + Config::kConsumers : 1 + consumer, kThreads);
 }
 
 template <typename Config>
@@ -145,6 +175,17 @@ __device__ __forceinline__ int32_t RowBlockOf(Tile tile, uint32_t cta) {
   return tile.m * Config::kClusterM + (Config::kClusterM == 1 ? 0 : static_cast<int32_t>(cta));
 }
 
+// A term's range of k. In an op of groups it is part of the coordinates.
+template <typename Op>
+__device__ __forceinline__ KRange KOf(const typename Op::Args& args, Tile tile,
+                                      const typename Op::Coords& coords, int term) {
+  if constexpr (Op::kLocal) {
+    return Op::KOf(args, coords);
+  } else {
+    return Op::KOf(args, tile, term);
+  }
+}
+
 // The k-blocks of a tile, over all its terms.
 template <typename Op>
 __device__ __forceinline__ int KBlocksOf(const typename Op::Args& args, Tile tile) {
@@ -154,6 +195,18 @@ __device__ __forceinline__ int KBlocksOf(const typename Op::Args& args, Tile til
     k_blocks += CeilDiv<int>(k.end - k.begin, Op::Config::kTileK);
   }
   return k_blocks;
+}
+
+struct NoGroups {};
+template <typename Op>
+__device__ __forceinline__ auto MakeGroups(const typename Op::Args& args,
+                                           const GemmSmem<typename Op::Config>& smem,
+                                           uint32_t cta) {
+  if constexpr (Op::kLocal) {
+    return typename Op::Groups(args, smem, cta == 0);
+  } else {
+    return NoGroups{};
+  }
 }
 
 struct NoReceiver {};
@@ -166,11 +219,17 @@ __device__ __forceinline__ auto MakeReceiver(const GemmSmem<typename Op::Config>
   }
 }
 
-// The next tile from the counter, which starts after the static first tiles.
+// The tile after `last`: the next one from the counter, which starts after the static first tiles.
+// A local op has no counter: each cluster takes every gridDim-th tile, from its own on.
 template <typename Op>
-__device__ __forceinline__ int32_t NextTile(const typename Op::Args& args) {
-  const uint32_t static_tiles = Op::kStaticFirstTile ? gridDim.x / Op::Config::kCluster : 0;
-  return TakeTile(args) + static_cast<int32_t>(static_tiles);
+__device__ __forceinline__ int32_t NextTile(const typename Op::Args& args, int32_t last) {
+  constexpr int kCluster = Op::Config::kCluster;
+  if constexpr (Op::kLocal) {
+    return static_cast<int32_t>(last < 0 ? blockIdx.x / kCluster : last + gridDim.x / kCluster);
+  } else {
+    const uint32_t static_tiles = Op::kStaticFirstTile ? gridDim.x / kCluster : 0;
+    return TakeTile(args) + static_cast<int32_t>(static_tiles);
+  }
 }
 
 // Writes the CTA's part of its cluster's static first tile. Called by a warp. Readable after
@@ -199,6 +258,7 @@ __device__ __forceinline__ auto RunSchedulerWarp(const typename Op::Args& args,
   Ring<Config::kTileQueue> entries;
   TileReader<Config> reader{smem, {}};
   auto receiver = MakeReceiver<Op>(smem);
+  auto groups = MakeGroups<Op>(args, smem, cta);
   uint32_t load_parity = 0;      // of LoadBegun
   uint32_t k_blocks_before = 0;  // of A, in earlier tiles
   bool first_is_queued = Op::kStaticFirstTile;
@@ -215,7 +275,17 @@ __device__ __forceinline__ auto RunSchedulerWarp(const typename Op::Args& args,
     typename Op::Coords coords[Config::kCluster]{};  // [0] ends up as this CTA's
     if (cta == 0 && !first_is_queued) {
       const int32_t t = __shfl_sync(0xffffffff, taken, 0);
-      if (t < args.num_tiles) {
+      if constexpr (Op::kLocal) {
+        if (groups.Find(t)) {
+          tile = groups.At(args, t);
+#pragma unroll
+          for (int i = 0; i < Config::kCluster; ++i) {
+            coords[i] = groups.CoordsOf(args, RowBlockOf<Config>(tile, i), tile);
+            const KRange k = Op::KOf(args, coords[i]);
+            k_blocks[i] = CeilDiv<int>(k.end - k.begin, Config::kTileK);
+          }
+        }
+      } else if (t < args.num_tiles) {
         tile = Op::TileAt(args, t);
 #pragma unroll
         for (int i = 0; i < Config::kCluster; ++i) {
@@ -259,7 +329,7 @@ __device__ __forceinline__ auto RunSchedulerWarp(const typename Op::Args& args,
       ptx::MbarrierWait(smem.LoadBegun(), load_parity);
       load_parity ^= 1;
     }
-    if (cta == 0 && lane == 0) taken = NextTile<Op>(args);
+    if (cta == 0 && lane == 0) taken = NextTile<Op>(args, taken);
   }
 }
 
@@ -295,6 +365,17 @@ __device__ __forceinline__ void AwaitAllEmpty(Ring<kSize> next, BarrierOf&& barr
   }
 }
 
+// Bytes of A that a k-block loads.
+template <typename Op>
+__device__ __forceinline__ int32_t ABytes(const typename Op::Args& args,
+                                          const typename Op::Coords& coords) {
+  if constexpr (Op::kLocal) {
+    return Op::ABytes(args, coords);
+  } else {
+    return args.a_bytes;
+  }
+}
+
 // One lane fills the stages with a tile's operands. Every tile has a k-block of the first term.
 template <typename Op>
 __device__ __forceinline__ void LoadTile(const typename Op::Args& args, const CallContext& call,
@@ -304,12 +385,12 @@ __device__ __forceinline__ void LoadTile(const typename Op::Args& args, const Ca
   using Config = typename Op::Config;
   const auto load_b = [&](const Ring<Config::kStages>& stage, const Rhs& rhs, int k0) {
     const uint32_t bar = smem.Full(stage.index);
-    ptx::MbarrierArriveExpectTx(bar, args.a_bytes + Config::kBBytes);
-    LoadB<Config>(smem.B(stage.index), rhs, bar, k0, cta);
+    ptx::MbarrierArriveExpectTx(bar, ABytes<Op>(args, coords) + Config::kBBytes);
+    LoadB<Config, Op::kStackedRhs>(smem.B(stage.index), rhs, bar, k0, cta);
   };
   // w is loaded before A: it comes from device memory, and the other CTAs of the cluster need this
   // CTA's share of it even if A's rows are late.
-  const KRange first = Op::KOf(args, tile, 0);
+  const KRange first = KOf<Op>(args, tile, coords, 0);
   const Rhs first_rhs = Op::RhsOf(args, coords, 0);
   ptx::MbarrierWait(smem.Empty(stages.index), stages.parity ^ 1);
   load_b(stages, first_rhs, first.begin);
@@ -331,7 +412,7 @@ __device__ __forceinline__ void LoadTile(const typename Op::Args& args, const Ca
   for (int term = 0; term < Op::TermsOf(args); ++term) {
     const auto source = Op::SourceOf(args, call, coords, term);
     const Rhs rhs = term == 0 ? first_rhs : Op::RhsOf(args, coords, term);
-    const KRange k = term == 0 ? first : Op::KOf(args, tile, term);
+    const KRange k = term == 0 ? first : KOf<Op>(args, tile, coords, term);
     for (int k0 = k.begin; k0 < k.end; k0 += Config::kTileK) {
       if (term != 0 || k0 >= staged) {
         ptx::MbarrierWait(smem.Empty(stages.index), stages.parity ^ 1);
@@ -448,6 +529,12 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
     uint64_t start = call.Start();
     for (int kb = 0; kb < k_blocks; ++kb) {
       ptx::MbarrierWait(smem.Full(stages.index), stages.parity);
+      if constexpr (Op::kRaggedK) {
+        if (kb + 1 == k_blocks) {
+          const KRange k = Op::KOf(args, reader.template Coords<typename Op::Coords>());
+          ZeroTail<Config>(smem, stages.index, k.end - k.begin - kb * Config::kTileK, consumer);
+        }
+      }
       PinAll<Config>(acc);
       wgmma::Fence();
       MultiplyStage<Config>(acc, smem.A(stages.index) + staging.M64At(0) * 8192,
@@ -508,7 +595,23 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
 //                                       a tile is the sum of TermsOf products, each over its k
 //   HasRows(args, row_block, m64)       whether the m64 block has any rows; if kClusterK > 1
 //
+//   A local op (kLocal) has no peers and no workspace: no state, view, signature or num_tiles in
+//   its Args, and nothing of "Communication" but Send. Its tiles belong to groups of rows whose
+//   sizes are on the device. In place of TileAt, TermsOf and CoordsOf it has
+//
+//   Groups(args, smem, leads)           made by the scheduler warp; `leads`: of a cluster's first
+//   CTA
+//     Find(t) -> bool                   whether there is a t-th tile; t only grows
+//     At(args, t) -> Tile
+//     CoordsOf(args, row_block, tile) -> Coords
+//   KOf(args, coords) -> KRange         of one term, never empty; `begin` is any row
+//   ABytes(args, coords)                bytes of A that a k-block loads
+//   kRaggedK                            whether what is loaded past the end of k must count as
+//                                       zeros; both operands are then MN-major
+//
 //   Operands
+//   kStackedRhs                         whether w is a stack of matrices, with a map of three
+//                                       dimensions (Rhs::expert)
 //   PrefetchMaps(args)                  one lane
 //   Coords, CoordsOf(args, row_block, tile) -> Coords
 //                                       16 bytes: the coordinates of the tile's operands. The
@@ -552,7 +655,7 @@ __device__ __forceinline__ void RunGemm(const typename Op::Args& args) {
 
   // Start the slow operations first: the counter in device memory and the tensor maps.
   const bool takes = !Op::kStaticFirstTile && warp == 3 && lane == 0 && cta == 0;
-  const int32_t taken = takes ? NextTile<Op>(args) : 0;
+  const int32_t taken = takes ? NextTile<Op>(args, /*last=*/-1) : 0;
   if (threadIdx.x == 32) Op::PrefetchMaps(args);
 
   if (threadIdx.x == 128) {  // a consumer's thread: consumers are idle until the first stage is
@@ -583,38 +686,56 @@ __device__ __forceinline__ void RunGemm(const typename Op::Args& args) {
   if constexpr (Op::kStaticFirstTile) {
     if (warp == 3) WriteFirstTile<Op>(args, smem, cta);
   }
-  const CallContext call = MakeContext(args);
+  const CallContext call = [&] {
+    if constexpr (Op::kLocal) {
+      return CallContext{};
+    } else {
+      return MakeContext(args);
+    }
+  }();
   __syncthreads();
   if (Op::kStaticFirstTile && threadIdx.x == 96) ptx::MbarrierArrive(smem.TileFull(0));
   if (Config::kCluster > 1) ptx::ClusterSyncRelaxed();
 
   if (warp < 4) {
     ptx::RegistersDown<Config::kProducerRegisters>();
-    if (call.delays) DelayCall(*args.state, call.epoch, args.view.rank);
+    if constexpr (!Op::kLocal) {
+      if (call.delays) DelayCall(*args.state, call.epoch, args.view.rank);
+    }
     if (warp == 0) {
       RunLoadWarp<Op>(args, call, smem, cta);
     } else if (warp == 1) {
-      if (lane == 0) EnterWorkspace(args.view);
+      if constexpr (!Op::kLocal) {
+        if (lane == 0) EnterWorkspace(args.view);
+      }
       Op::Send(args, call, smem);
-      __syncwarp();
-      if (lane == 0) LeaveCounters(args);
-      if constexpr (Op::kAddsPartials) RunPartialsWaiter<Op>(args, call, smem, cta);
-      if (lane == 0) {
-        TrapIfFaulted(args.view, call.wait);
-        LeaveWorkspace(args.view);
+      if constexpr (!Op::kLocal) {
+        __syncwarp();
+        if (lane == 0) LeaveCounters(args);
+        if constexpr (Op::kAddsPartials) RunPartialsWaiter<Op>(args, call, smem, cta);
+        if (lane == 0) {
+          TrapIfFaulted(args.view, call.wait);
+          LeaveWorkspace(args.view);
+        }
       }
     } else if (warp == 2) {
       if (ptx::ElectOne()) {
-        TrapIfNotAlone(args.view, call.wait);  // before the first tile is staged there is time
+        if constexpr (!Op::kLocal) {
+          TrapIfNotAlone(args.view, call.wait);  // before the first tile is staged there is time
+        }
         RunStoreWarp<Op>(args, call, smem, cta);
       }
     } else {
-      if (lane == 0) EnterWorkspace(args.view);
+      if constexpr (!Op::kLocal) {
+        if (lane == 0) EnterWorkspace(args.view);
+      }
       const auto entries = RunSchedulerWarp<Op>(args, call, smem, cta, taken);
-      if (lane == 0) {
-        LeaveCounters(args);
-        TrapIfFaulted(args.view, call.wait);
-        LeaveWorkspace(args.view);
+      if constexpr (!Op::kLocal) {
+        if (lane == 0) {
+          LeaveCounters(args);
+          TrapIfFaulted(args.view, call.wait);
+          LeaveWorkspace(args.view);
+        }
       }
       if (Config::kCluster > 1 && cta == 0) {
         AwaitAllEmpty(entries, [&](int entry) { return smem.TileEmpty(entry); });

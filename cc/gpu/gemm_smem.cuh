@@ -18,9 +18,9 @@ inline constexpr int kStripBytes = 64 * 64 * 2;
 
 // A cluster has kClusterM CTAs on consecutive row blocks that share w's tile. Or it has kClusterK
 // CTAs that split the k of one tile, and each finishes a slice of the tile's columns.
-// kMayLendStage: the op allows kLendsStage.
+// kMayLendStage: the op allows kLendsStage. kTransposeLhs: x is stored [k, m].
 template <typename T_, int kTileN_, int kClusterM_, bool kTransposeRhs_, bool kMayLendStage,
-          int kClusterK_ = 1>
+          int kClusterK_ = 1, bool kTransposeLhs_ = false>
 struct GemmConfig {
   using T = T_;
   static constexpr int kTileM = 128;
@@ -32,6 +32,7 @@ struct GemmConfig {
   static constexpr int kSliceN = kTileN / kClusterK;  // columns that a CTA finishes
   static_assert(kClusterK == 1 || (kClusterM == 1 && !IsShared(kTileN) && kSliceN % 32 == 0));
   static constexpr bool kTransposeRhs = kTransposeRhs_;  // w is stored [n, k]: K-major
+  static constexpr bool kTransposeLhs = kTransposeLhs_;  // MN-major
 
   static constexpr int kThreads = 384;
   // Registers per thread of the producer warpgroup and of the consumer warpgroups. setmaxnreg can

@@ -152,6 +152,25 @@ __device__ __forceinline__ void TmaLoad2dMulticast(uint32_t smem, const CUtensor
       : "memory");
 }
 
+__device__ __forceinline__ void TmaLoad3d(uint32_t smem, const CUtensorMap* map, uint32_t bar,
+                                          int32_t x, int32_t y, int32_t z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%3, %4, %5}], [%2];" ::"r"(smem),
+      "l"(map), "r"(bar), "r"(x), "r"(y), "r"(z)
+      : "memory");
+}
+
+__device__ __forceinline__ void TmaLoad3dMulticast(uint32_t smem, const CUtensorMap* map,
+                                                   uint32_t bar, int32_t x, int32_t y, int32_t z,
+                                                   uint16_t mask) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%3, %4, %5}], [%2], %6;" ::"r"(smem),
+      "l"(map), "r"(bar), "r"(x), "r"(y), "r"(z), "h"(mask)
+      : "memory");
+}
+
 __device__ __forceinline__ void TmaLoad4d(uint32_t smem, const CUtensorMap* map, uint32_t bar,
                                           int32_t x, int32_t y, int32_t z, int32_t w) {
   asm volatile(
@@ -198,6 +217,14 @@ __device__ __forceinline__ void TmaStore2d(const CUtensorMap* map, uint32_t smem
   asm volatile(
       "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map),
       "r"(smem), "r"(x), "r"(y)
+      : "memory");
+}
+
+__device__ __forceinline__ void TmaStore3d(const CUtensorMap* map, uint32_t smem, int32_t x,
+                                           int32_t y, int32_t z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+      "r"(smem), "r"(x), "r"(y), "r"(z)
       : "memory");
 }
 

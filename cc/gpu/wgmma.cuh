@@ -95,34 +95,37 @@ __device__ __forceinline__ void Pin(float (&d)[kCount]) {
   "+f"(d[123]), "+f"(d[124]), "+f"(d[125]), "+f"(d[126]), "+f"(d[127])
 // clang-format on
 
-// d += a @ b if `adds`, else d = a @ b. kTransB = 1: b is MN-major. One overload for each type and
-// N.
-#define JFLUX_MULTIPLY(T, TYPE, N, D, OPERANDS, A, B, ADDS, TRANS_B)                            \
-  template <int kTransB>                                                                        \
-  __device__ __forceinline__ void Multiply(const T*, float (&d)[N / 2], uint64_t a, uint64_t b, \
-                                           bool adds) {                                         \
-    asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, " ADDS                                 \
-                 ", 0;\n"                                                                       \
-                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" D "}, " A \
-                 ", " B ", adds, 1, 1, 0, " TRANS_B ";\n}\n"                                    \
-                 : OPERANDS                                                                     \
-                 : "l"(a), "l"(b), "r"(static_cast<int32_t>(adds)), "n"(kTransB));              \
+// d += a @ b if `adds`, else d = a @ b. kTransA or kTransB = 1: a or b is MN-major. One overload
+// for each type and N.
+#define JFLUX_MULTIPLY(T, TYPE, N, D, OPERANDS, A, B, ADDS, TRANS_A, TRANS_B)                    \
+  template <int kTransA, int kTransB>                                                            \
+  __device__ __forceinline__ void Multiply(const T*, float (&d)[N / 2], uint64_t a, uint64_t b,  \
+                                           bool adds) {                                          \
+    asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, " ADDS                                  \
+                 ", 0;\n"                                                                        \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" D "}, " A  \
+                 ", " B ", adds, 1, 1, " TRANS_A ", " TRANS_B ";\n}\n"                           \
+                 : OPERANDS                                                                      \
+                 : "l"(a), "l"(b), "r"(static_cast<int32_t>(adds)), "n"(kTransA), "n"(kTransB)); \
   }
 JFLUX_MULTIPLY(__nv_bfloat16, "bf16", 128, JFLUX_D64, JFLUX_D64_OPERANDS, "%64", "%65", "%66",
-               "%67")
-JFLUX_MULTIPLY(__half, "f16", 128, JFLUX_D64, JFLUX_D64_OPERANDS, "%64", "%65", "%66", "%67")
+               "%67", "%68")
+JFLUX_MULTIPLY(__half, "f16", 128, JFLUX_D64, JFLUX_D64_OPERANDS, "%64", "%65", "%66", "%67", "%68")
 JFLUX_MULTIPLY(__nv_bfloat16, "bf16", 160, JFLUX_D80, JFLUX_D80_OPERANDS, "%80", "%81", "%82",
-               "%83")
-JFLUX_MULTIPLY(__half, "f16", 160, JFLUX_D80, JFLUX_D80_OPERANDS, "%80", "%81", "%82", "%83")
+               "%83", "%84")
+JFLUX_MULTIPLY(__half, "f16", 160, JFLUX_D80, JFLUX_D80_OPERANDS, "%80", "%81", "%82", "%83", "%84")
 JFLUX_MULTIPLY(__nv_bfloat16, "bf16", 192, JFLUX_D96, JFLUX_D96_OPERANDS, "%96", "%97", "%98",
-               "%99")
-JFLUX_MULTIPLY(__half, "f16", 192, JFLUX_D96, JFLUX_D96_OPERANDS, "%96", "%97", "%98", "%99")
+               "%99", "%100")
+JFLUX_MULTIPLY(__half, "f16", 192, JFLUX_D96, JFLUX_D96_OPERANDS, "%96", "%97", "%98", "%99",
+               "%100")
 JFLUX_MULTIPLY(__nv_bfloat16, "bf16", 224, JFLUX_D112, JFLUX_D112_OPERANDS, "%112", "%113", "%114",
-               "%115")
-JFLUX_MULTIPLY(__half, "f16", 224, JFLUX_D112, JFLUX_D112_OPERANDS, "%112", "%113", "%114", "%115")
+               "%115", "%116")
+JFLUX_MULTIPLY(__half, "f16", 224, JFLUX_D112, JFLUX_D112_OPERANDS, "%112", "%113", "%114", "%115",
+               "%116")
 JFLUX_MULTIPLY(__nv_bfloat16, "bf16", 256, JFLUX_D128, JFLUX_D128_OPERANDS, "%128", "%129", "%130",
-               "%131")
-JFLUX_MULTIPLY(__half, "f16", 256, JFLUX_D128, JFLUX_D128_OPERANDS, "%128", "%129", "%130", "%131")
+               "%131", "%132")
+JFLUX_MULTIPLY(__half, "f16", 256, JFLUX_D128, JFLUX_D128_OPERANDS, "%128", "%129", "%130", "%131",
+               "%132")
 
 #undef JFLUX_MULTIPLY
 #undef JFLUX_D64

@@ -94,6 +94,13 @@ std::string Describe(const Fault& fault, double deadline_s) {
     case FaultKind::kAborted:
       return Text("jflux.%s: rank %d gave up waiting for ", op, fault.rank) + WhomFor(fault) +
              ", since this process has failed on another device";  // the heap adds the reason
+    case FaultKind::kGroupSizes:
+      if (fault.tile >= 0) {
+        return Text("jflux.%s: group_sizes[%lld] is %lld", op, static_cast<long long>(fault.tile),
+                    static_cast<long long>(fault.seen));
+      }
+      return Text("jflux.%s: group_sizes sum to %lld, and x has %lld rows", op,
+                  static_cast<long long>(fault.seen), static_cast<long long>(fault.expected));
     case FaultKind::kNone:
     case FaultKind::kTimeout:
       break;

@@ -29,6 +29,7 @@ struct AllGatherMatmulSm90 {
   using Config = Config_;
   using Args = AllGatherMatmulArgs;
   using T = typename Config::T;
+  static constexpr bool kLocal = false, kStackedRhs = false, kRaggedK = false;
 
   static __device__ Tile TileAt(const Args& args, int32_t t) { return args.order.At(t); }
 

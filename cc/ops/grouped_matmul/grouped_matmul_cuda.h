@@ -15,19 +15,15 @@ namespace jflux {
 std::string WhyNoGroupedMatmulKernel(const GroupedMatmulParams& params);
 std::string WhyNoGroupedMatmulDwKernel(const GroupedMatmulDwParams& params);
 
-// Device memory that a call needs beside its arrays; its contents are undefined when it begins.
-int64_t GroupedMatmulScratchBytes(const GroupedMatmulParams& params);
-int64_t GroupedMatmulDwScratchBytes(const GroupedMatmulDwParams& params);
-
-// Enqueues the call on `stream`, on the current device: false and *error if it cannot. `scratch` is
-// null if no bytes are needed.
+// Enqueues the call on `stream`, on the current device: false and *error if it cannot.
 bool LaunchGroupedMatmul(const GroupedMatmulParams& params, const GroupedMatmulArrays& arrays,
-                         void* scratch, cudaStream_t stream, std::string* error);
+                         cudaStream_t stream, std::string* error);
 bool LaunchGroupedMatmulDw(const GroupedMatmulDwParams& params, const GroupedMatmulDwArrays& arrays,
-                           void* scratch, cudaStream_t stream, std::string* error);
+                           cudaStream_t stream, std::string* error);
 
-// Loads the kernels of both on the current device.
+// Loads the kernels of both on the current device, or those of the gradient.
 bool LoadGroupedMatmulKernels(std::string* error);
+bool LoadGroupedMatmulDwKernels(std::string* error);
 
 }  // namespace jflux
 

@@ -190,35 +190,30 @@ XLA_FFI_DEFINE_HANDLER(kCpu, Cpu, Bindings(ffi::Ffi::Bind().Attrs()));
 XLA_FFI_DEFINE_HANDLER(kDwCpu, DwCpu, DwBindings(ffi::Ffi::Bind().Attrs()));
 
 #ifdef JFLUX_WITH_CUDA
-ffi::Error Cuda(cudaStream_t stream, ffi::ScratchAllocator allocator, ffi::Dictionary attributes,
-                ffi::RemainingArgs operands, ffi::RemainingRets results) {
+ffi::Error Cuda(cudaStream_t stream, ffi::Dictionary attributes, ffi::RemainingArgs operands,
+                ffi::RemainingRets results) {
   Attributes a;
   if (auto refused = ReadAttributes(kGroupedMatmulId, attributes, &a)) return *refused;
   const auto call = CallOf(a, operands, results);
   if (!call) return NoFit(kGroupedMatmulId);
   const std::string why = WhyNoGroupedMatmulKernel(call->params);
   if (!why.empty()) return InvalidArgument("grouped_matmul: " + why);
-  return LaunchLocalCuda(kGroupedMatmulId, allocator, GroupedMatmulScratchBytes(call->params),
-                         [&](void* scratch, std::string* error) {
-                           return LaunchGroupedMatmul(call->params, call->arrays, scratch, stream,
-                                                      error);
-                         });
+  return LaunchLocalCuda(kGroupedMatmulId, [&](std::string* error) {
+    return LaunchGroupedMatmul(call->params, call->arrays, stream, error);
+  });
 }
 
-ffi::Error DwCuda(cudaStream_t stream, ffi::ScratchAllocator allocator, ffi::Dictionary attributes,
-                  ffi::AnyBuffer x, ffi::AnyBuffer dy, ffi::AnyBuffer sizes,
-                  ffi::Result<ffi::AnyBuffer> dw) {
+ffi::Error DwCuda(cudaStream_t stream, ffi::Dictionary attributes, ffi::AnyBuffer x,
+                  ffi::AnyBuffer dy, ffi::AnyBuffer sizes, ffi::Result<ffi::AnyBuffer> dw) {
   DwAttributes a;
   if (auto refused = ReadAttributes(kGroupedMatmulDwId, attributes, &a)) return *refused;
   const auto call = DwCallOf(x, dy, sizes, dw);
   if (!call) return NoFit(kGroupedMatmulDwId);
   const std::string why = WhyNoGroupedMatmulDwKernel(call->params);
   if (!why.empty()) return InvalidArgument("grouped_matmul_dw: " + why);
-  return LaunchLocalCuda(kGroupedMatmulDwId, allocator, GroupedMatmulDwScratchBytes(call->params),
-                         [&](void* scratch, std::string* error) {
-                           return LaunchGroupedMatmulDw(call->params, call->arrays, scratch, stream,
-                                                        error);
-                         });
+  return LaunchLocalCuda(kGroupedMatmulDwId, [&](std::string* error) {
+    return LaunchGroupedMatmulDw(call->params, call->arrays, stream, error);
+  });
 }
 
 XLA_FFI_DEFINE_HANDLER(kCuda, Cuda, Bindings(BindLocalCuda()), {ffi::Traits::kCmdBufferCompatible});

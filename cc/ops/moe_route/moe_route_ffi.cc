@@ -72,14 +72,14 @@ constexpr auto Bindings = [](auto binding) {
 XLA_FFI_DEFINE_HANDLER(kCpu, Cpu, Bindings(ffi::Ffi::Bind().Attrs()));
 
 #ifdef JFLUX_WITH_CUDA
-ffi::Error Cuda(cudaStream_t stream, ffi::ScratchAllocator allocator, ffi::Dictionary attributes,
-                Ints indices, ffi::Result<Ints> counts, ffi::Result<Ints> offsets,
-                ffi::Result<Ints> destination, ffi::Result<Ints> source) {
+ffi::Error Cuda(cudaStream_t stream, ffi::Dictionary attributes, Ints indices,
+                ffi::Result<Ints> counts, ffi::Result<Ints> offsets, ffi::Result<Ints> destination,
+                ffi::Result<Ints> source) {
   Call call;
   if (auto refused = Read(attributes, indices, counts, offsets, destination, source, &call)) {
     return *refused;
   }
-  return LaunchLocalCuda(kMoeRouteId, allocator, 0, [&](void*, std::string* error) {
+  return LaunchLocalCuda(kMoeRouteId, [&](std::string* error) {
     return LaunchMoeRoute(call.params, call.arrays, stream, error);
   });
 }

@@ -1,0 +1,204 @@
+"""Checks and times the products of a mixture of experts on one GPU; the table comes last.
+
+python -m bench.moe --ranks 1 --out bench/results/1xh100_moe.json [--lists mixtral,qwen3]
+
+For each shape, with sizes that are equal, drawn from a Dirichlet distribution, and with half of the
+rows in one group:
+
+    J       jflux.grouped_matmul
+    S       jax.lax.ragged_dot
+    G       as many rows in equal groups, as one batched product of XLA (cuBLAS): what the chip can do
+    J f+b   J forward and backward (x's and w's gradients); S f+b likewise
+
+`bound` is the time that the weights of the groups with rows take to be read, at MEMORY bytes a
+second. Values are compared to float64 before anything is timed, on rows and groups drawn at random.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import jflux
+from jflux import _trial
+
+from . import __main__ as bench
+from . import rates
+
+MEMORY = {"NVIDIA H100": 3.0e12, "NVIDIA H200": 4.3e12}  # bytes a second, as copies reach them
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """E groups of `rows` rows in all: x [rows, k] and w [E, k, n], in bfloat16."""
+
+    name: str
+    groups: int
+    rows: int
+    k: int
+    n: int
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.rows * self.k * self.n
+
+
+LISTS: dict[str, Case] = {
+    "mixtral": Case("Mixtral, TP 2", 8, 8192, 4096, 7168),
+    "qwen3": Case("Qwen3-30B-A3B", 128, 65536, 2048, 768),
+    "deepseek": Case("DeepSeek-V3, EP 32", 8, 8192, 7168, 2048),
+    "decode": Case("decode", 128, 512, 7168, 2048),
+}
+
+
+def sizes_of(case: Case, kind: str, seed: int) -> np.ndarray:
+    """Rows of each group; they sum to all rows."""
+    rng = np.random.default_rng(seed)
+    share = np.full(case.groups, 1.0)
+    if kind == "dirichlet":
+        share = rng.dirichlet(share)
+    elif kind == "half":
+        share[rng.integers(case.groups)] = case.groups - 1
+    counts = np.floor(share / share.sum() * case.rows).astype(np.int32)
+    counts[: case.rows - counts.sum()] += 1
+    return counts
+
+
+SIZES = ("equal", "dirichlet", "half")
+
+
+def operands(case: Case, seed: int = 0) -> tuple[jax.Array, jax.Array]:
+    x, w = jax.random.split(jax.random.key(seed))
+    scale = case.k**-0.5
+    make = jax.jit(
+        lambda: (
+            jax.random.normal(x, (case.rows, case.k), jnp.bfloat16),
+            jax.random.normal(w, (case.groups, case.k, case.n), jnp.bfloat16) * scale,
+        )
+    )
+    return make()
+
+
+def check(case: Case, counts: np.ndarray, x: jax.Array, w: jax.Array) -> float:
+    """The largest error of y, dx and dw over rows and groups drawn at random, in units of
+    bfloat16's rounding of a sum of order 1."""
+    dy = jax.random.normal(jax.random.key(9), (case.rows, case.n), jnp.bfloat16)
+    sizes = jnp.asarray(counts)
+    y, pull = jax.jit(lambda x, w, dy: jax.vjp(lambda x, w: jflux.grouped_matmul(x, w, sizes), x, w))(
+        x, w, dy
+    )
+    dx, dw = jax.jit(lambda pull, dy: pull(dy))(pull, dy)
+    ends = np.cumsum(counts)
+    rng = np.random.default_rng(1)
+    worst = 0.0
+
+    def compare(found: Any, wanted: np.ndarray, terms: int) -> None:
+        nonlocal worst
+        error = np.abs(np.asarray(found, np.float64) - wanted)
+        bound = 2.0**-8 * np.abs(wanted) + 2.0**-20 * terms**0.5
+        worst = max(worst, float((error / bound).max()))
+
+    def exact(a: jax.Array) -> np.ndarray:
+        return np.asarray(a.astype(jnp.float32), np.float64)
+
+    for row in rng.integers(case.rows, size=16):
+        group = int(np.searchsorted(ends, row, side="right"))
+        one = exact(w[group])
+        compare(y[row].astype(jnp.float32), exact(x[row]) @ one, case.k)
+        compare(dx[row].astype(jnp.float32), one @ exact(dy[row]), case.n)
+    for group in {int(np.argmax(counts)), int(np.argmin(counts)), int(rng.integers(case.groups))}:
+        rows = slice(int(ends[group] - counts[group]), int(ends[group]))
+        columns = rng.integers(case.k, size=8)
+        wanted = exact(x[rows][:, columns]).T @ exact(dy[rows])
+        compare(dw[group][columns].astype(jnp.float32), wanted, max(int(counts[group]), 1))
+    return worst
+
+
+def contestants(case: Case, counts: np.ndarray) -> dict[str, Callable[..., Any]]:
+    """Functions of (x, w), which return something of x's shape or less."""
+    sizes = jnp.asarray(counts)
+
+    def batched(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.einsum("erk,ekn->ern", x.reshape(case.groups, -1, case.k), w)
+
+    def both_ways(product: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+        def run(x: jax.Array, w: jax.Array) -> jax.Array:
+            y, pull = jax.vjp(lambda x, w: product(x, w, sizes), x, w)
+            dx, dw = pull(y)
+            return dx + dw[0, 0, 0]
+
+        return run
+
+    found: dict[str, Callable[..., Any]] = {
+        "J": lambda x, w: jflux.grouped_matmul(x, w, sizes),
+        "S": lambda x, w: lax.ragged_dot(x, w, sizes),
+        "J f+b": both_ways(jflux.grouped_matmul),
+        "S f+b": both_ways(lax.ragged_dot),
+    }
+    if case.rows % case.groups == 0:
+        found["G"] = batched
+    return found
+
+
+def measure(case: Case, kind: str, rounds: int) -> dict[str, Any]:
+    """One row of the table."""
+    counts = sizes_of(case, kind, seed=3)
+    x, w = operands(case)
+    error = check(case, counts, x, w)
+    if not error <= 1:
+        raise RuntimeError(f"{case.name}, {kind}: an error of {error:.3g} times its bound")
+    iterations = _trial.iterations_for(0.03, case.flops)
+    runs = {}
+    for name, op in contestants(case, counts).items():
+        program = jax.jit(_trial.loop(op, iterations)).lower(x, w).compile()
+        runs[name] = _trial.run_of(program, x, w)
+    timings = _trial.interleave(runs, iterations, rounds)
+    for name, timing in timings.items():
+        rates.check((case.name, name), timing.median, flops=case.flops * (3 if "f+b" in name else 1))
+    kind_of_gpu = jax.devices()[0].device_kind
+    memory = next((b for name, b in MEMORY.items() if kind_of_gpu.startswith(name)), float("nan"))
+    bound = 2.0 * case.k * case.n * int((counts > 0).sum()) / memory
+    return {
+        "case": dataclasses.asdict(case), "sizes": kind, "error": error, "bound": bound,
+    } | {name: dataclasses.asdict(t) for name, t in timings.items()}  # fmt: skip
+
+
+COLUMNS = ("J", "S", "G", "J f+b", "S f+b")
+HEADING = " | ".join(
+    ("shape", "sizes", *(f"{c} ms" for c in COLUMNS), "G / J", "S / J", "J TF/s", "bound ms", "error")
+)
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    ms = {c: row[c]["median"] * 1e3 for c in COLUMNS if c in row}
+    flops = Case(**row["case"]).flops
+    return [
+        row["case"]["name"], row["sizes"], *(f"{ms[c]:.3f}" if c in ms else "" for c in COLUMNS),
+        f"{ms['G'] / ms['J']:.2f}" if "G" in ms else "", f"{ms['S'] / ms['J']:.1f}",
+        f"{flops / ms['J'] / 1e9:.0f}", f"{row['bound'] * 1e3:.3f}", f"{row['error']:.2f}",
+    ]  # fmt: skip
+
+
+def main() -> int:
+    args = bench.parse(__doc__, lists=",".join(LISTS))
+    jflux.config.update(strict=True)
+    rows: list[dict[str, Any]] = []
+    for name in args.lists.split(","):
+        for kind in SIZES:
+            rows.append(measure(LISTS[name], kind, args.rounds))
+            print(" | ".join(cells(rows[-1])), flush=True)
+            bench.save(args.out, args.ranks, args.processes, moe=rows)
+    print(HEADING)
+    for row in rows:
+        print(" | ".join(cells(row)))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,61 @@
+// Instantiates the kernels of grouped_matmul_dw and launches one.
+#include "ops/grouped_matmul/grouped_matmul_dw_sm90.cuh"
+#include "ops/grouped_matmul/grouped_matmul_instances_cuda.h"
+
+namespace jflux {
+namespace {
+
+struct Kernels {
+  template <typename Config>
+  static const void* Kernel() {
+    return reinterpret_cast<const void*>(&GroupedMatmulDwKernel<Config>);
+  }
+};
+
+template <typename F>
+bool ForConfigs(DType dtype, F&& visit) {
+  return dtype == DType::kF16 ? ForGroupedConfigs<__half, false, true>(visit)
+                              : ForGroupedConfigs<__nv_bfloat16, false, true>(visit);
+}
+
+}  // namespace
+
+bool LoadGroupedMatmulDwKernels(std::string* error) {
+  LoadGrouped<Kernels> load{error};
+  return !ForConfigs(DType::kF16, load) && !ForConfigs(DType::kBF16, load);
+}
+
+std::string WhyNoGroupedMatmulDwKernel(const GroupedMatmulDwParams& p) {
+  return WhyNoGroupedKernel(p.m, p.k, p.n, p.groups, p.dtype, p.out_dtype);
+}
+
+bool LaunchGroupedMatmulDw(const GroupedMatmulDwParams& p, const GroupedMatmulDwArrays& arrays,
+                           cudaStream_t stream, std::string* error) {
+  LocalDevice device;
+  if (!FindLocalDevice(&device, error)) return false;
+  const GemmChoice choice = ChooseGroupedDw(p, Machine{device.sm_count});
+  GroupedMatmulDwArgs args{};
+  args.groups = GroupedRowsOf(kGroupedMatmulDwId, arrays.group_sizes, p.groups, p.m, device);
+  args.tiles_k = static_cast<int32_t>(CeilDiv<int64_t>(p.k, kGemmTileM * choice.cluster_m));
+  args.tiles_n = static_cast<int32_t>(CeilDiv<int64_t>(p.n, choice.tile_n));
+  args.group_m = choice.group_m;
+  args.k = static_cast<int32_t>(p.k);
+  args.n = static_cast<int32_t>(p.n);
+  args.out_f32 = p.out_dtype == DType::kF32;
+  args.dw_data = arrays.dw;
+  // Rows past M are zeros: ZeroTail overwrites them anyway.
+  if (!EncodeTensorMap(&args.x, p.dtype, arrays.x, {p.m, p.k}, {p.k}, {kGemmTileK, 64}, error) ||
+      !EncodeTensorMap(&args.dy, p.dtype, arrays.dy, {p.m, p.n}, {p.n},
+                       {kGemmTileK / choice.cluster_m, 64}, error)) {
+    return false;
+  }
+  if (!args.out_f32 && !EncodeTensorMap(&args.dw, p.dtype, arrays.dw, {p.groups, p.k, p.n},
+                                        {p.k * p.n, p.n}, {1, 64, 64}, error)) {
+    return false;
+  }
+  const int64_t most_tiles = p.groups * args.tiles_k * args.tiles_n;
+  LaunchGrouped<Kernels> launch{choice, &args, most_tiles, device.sm_count, stream, error};
+  return ForConfigs(p.dtype, launch) && !launch.failed;
+}
+
+}  // namespace jflux

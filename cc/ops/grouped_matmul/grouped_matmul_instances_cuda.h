@@ -1,0 +1,97 @@
+// The compiled kernels of grouped_matmul and grouped_matmul_dw, and what their launchers share.
+#ifndef JFLUX_OPS_GROUPED_MATMUL_GROUPED_MATMUL_INSTANCES_CUDA_H_
+#define JFLUX_OPS_GROUPED_MATMUL_GROUPED_MATMUL_INSTANCES_CUDA_H_
+
+#include <iterator>
+#include <string>
+
+#include "gpu/gemm_smem.cuh"
+#include "ops/grouped_matmul/grouped_matmul_args.cuh"
+#include "ops/grouped_matmul/grouped_matmul_config.h"
+#include "ops/grouped_matmul/grouped_matmul_cuda.h"
+#include "runtime/cuda_check.h"
+#include "runtime/heap_cuda.h"
+#include "runtime/kernels_cuda.h"
+
+namespace jflux {
+
+// Calls visit.template operator()<Config>() for each entry of kGroupedCompiled, until it returns
+// true.
+template <typename T, bool kTransposeRhs, bool kTransposeLhs, size_t kFirst = 0, typename F>
+bool ForGroupedConfigs(F&& visit) {
+  if constexpr (kFirst == std::size(kGroupedCompiled)) {
+    return false;
+  } else {
+    constexpr GemmChoice kThis = kGroupedCompiled[kFirst];
+    using Config = GemmConfig<T, kThis.tile_n, kThis.cluster_m, kTransposeRhs,
+                              /*kMayLendStage=*/false, /*kClusterK=*/1, kTransposeLhs>;
+    return visit.template operator()<Config>() ||
+           ForGroupedConfigs<T, kTransposeRhs, kTransposeLhs, kFirst + 1>(visit);
+  }
+}
+
+// Kernels::Kernel<Config>() is the kernel.
+template <typename Kernels>
+struct LoadGrouped {
+  std::string* error;
+  bool failed = false;
+  template <typename Config>
+  bool operator()() {
+    failed |= !LoadKernel(Kernels::template Kernel<Config>(), Config::kSmemBytes, error);
+    return failed;  // else goes on
+  }
+};
+
+template <typename Kernels>
+struct LaunchGrouped {
+  GemmChoice choice;
+  void* args;
+  int64_t most_tiles;  // the grid need not be larger
+  int sm_count;
+  cudaStream_t stream;
+  std::string* error;
+  bool failed = false;
+  template <typename Config>
+  bool operator()() {
+    if (Config::kTileN != choice.tile_n || Config::kClusterM != choice.cluster_m) return false;
+    const auto clusters = Min<int64_t>(most_tiles, sm_count / Config::kCluster);
+    failed = !LaunchKernel(Kernels::template Kernel<Config>(), args, static_cast<int>(clusters),
+                           Config::kCluster, Config::kThreads, Config::kSmemBytes, stream, error);
+    return true;
+  }
+};
+
+// What a launch needs to know of the current device. Loads the kernels there if there is no heap,
+// which loads them when it is made.
+struct LocalDevice {
+  int sm_count = 0;
+  DeviceState* state = nullptr;
+};
+bool FindLocalDevice(LocalDevice* device, std::string* error);
+
+inline GroupedRows GroupedRowsOf(OpId op, const int32_t* sizes, int64_t groups, int64_t rows,
+                                 const LocalDevice& device) {
+  return GroupedRows{sizes, static_cast<int32_t>(groups), static_cast<int32_t>(rows), device.state,
+                     static_cast<uint32_t>(op)};
+}
+
+// Why a kernel cannot take such operands; empty if it can.
+inline std::string WhyNoGroupedKernel(int64_t m, int64_t k, int64_t n, int64_t groups, DType dtype,
+                                      DType out_dtype) {
+  if (SizeOf(dtype) != 2) return "the kernel takes bfloat16 and float16";
+  if (out_dtype != dtype && out_dtype != DType::kF32) {
+    return "the kernel's results have the operands' type, or float32";
+  }
+  if (k % 8 != 0 || n % 8 != 0) return "rows of operands and results must be multiples of 16 bytes";
+  constexpr int64_t kMostGroups = 2047, kMostRows = int64_t{1} << 29;
+  if (groups > kMostGroups) return "more than " + std::to_string(kMostGroups) + " groups";
+  if (m > kMostRows || k > kMostRows || n > kMostRows ||
+      groups * CeilDiv<int64_t>(n, 64) > kMostRows) {
+    return "a dimension is too large";
+  }
+  return "";
+}
+
+}  // namespace jflux
+
+#endif  // JFLUX_OPS_GROUPED_MATMUL_GROUPED_MATMUL_INSTANCES_CUDA_H_
