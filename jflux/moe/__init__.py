@@ -21,3 +21,6 @@ from ._routing import permute as permute
 from ._routing import route as route
 from ._routing import statistics as statistics
 from ._routing import unpermute as unpermute
+from ._tensor_parallel import all_gather_grouped_matmul as all_gather_grouped_matmul
+from ._tensor_parallel import grouped_matmul_all_reduce as grouped_matmul_all_reduce
+from ._tensor_parallel import grouped_matmul_reduce_scatter as grouped_matmul_reduce_scatter

@@ -1,0 +1,97 @@
+"""jflux.moe's products over ranks against every expert on every token, in float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import RANKS, make_mesh
+from jax.sharding import PartitionSpec as P
+
+from jflux import moe
+
+T, CHOICES, E, D, F, H = 12, 3, 5, 6, 8, 4
+
+pytestmark = pytest.mark.skipif(jax.default_backend() == "gpu", reason="float64")
+WORLDS = [n for n in (1, 2, 4) if n <= RANKS]
+
+
+@pytest.fixture(autouse=True)
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+def draw(seed=0):
+    rng = np.random.default_rng(seed)
+    arrays = [rng.normal(size=s) for s in ((T, D), (E, D, F), (E, D, F), (E, F, H), (T, CHOICES))]
+    return arrays, rng.integers(-1, E - 1, (T, CHOICES), dtype=np.int32)  # one expert has none
+
+
+def dense(x, gate, up, down, weights, chosen):
+    hidden = jax.nn.silu(jnp.einsum("td,edf->tef", x, gate)) * jnp.einsum("td,edf->tef", x, up)
+    share = jnp.einsum("tj,tje->te", weights, jax.nn.one_hot(chosen, E, dtype=weights.dtype))
+    return jnp.einsum("tef,efh,te->th", hidden, down, share)
+
+
+def layer(last, x, gate, up, down, weights, chosen, transpose=False):
+    """Experts with hidden units split over "tp", by the two products."""
+    routing = moe.route(chosen, E)
+    if transpose:
+        gate, up, down = (w.swapaxes(1, 2) for w in (gate, up, down))
+    hidden = moe.all_gather_grouped_matmul(
+        x, (gate, up), routing, axis_name="tp", activation="silu", gated=True,
+        transpose_rhs=transpose,
+    )  # fmt: skip
+    return last(hidden, down, routing, weights, axis_name="tp", transpose_rhs=transpose)
+
+
+COLUMNS, ROWS = P(None, None, "tp"), P(None, "tp", None)
+SPECS = (P("tp"), COLUMNS, COLUMNS, ROWS, P(), P())
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("way", ["reduce_scatter", "all_reduce"])
+def test_a_layer_and_its_gradients(world, transpose, way):
+    last = getattr(moe, f"grouped_matmul_{way}")
+    f = jax.shard_map(
+        functools.partial(layer, last, transpose=transpose), mesh=make_mesh((world,)),
+        in_specs=SPECS, out_specs=P("tp") if way == "reduce_scatter" else P(),
+    )  # fmt: skip
+    arrays, chosen = draw()
+    cotangent = np.random.default_rng(7).normal(size=(T, H))
+
+    def run(f):
+        y, pull = jax.vjp(lambda *a: f(*a, chosen), *arrays)
+        return y, *pull(cotangent)
+
+    for got, want in zip(jax.jit(lambda: run(f))(), run(dense), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-11)
+
+
+def test_without_weights_each_choice_counts_once():
+    world = WORLDS[-1]
+    (_, _, _, down, _), chosen = draw(1)
+    h = np.random.default_rng(2).normal(size=(T * CHOICES, F))
+    routing = moe.route(chosen, E)
+    f = jax.shard_map(
+        functools.partial(moe.grouped_matmul_all_reduce, axis_name="tp"), mesh=make_mesh((world,)),
+        in_specs=(P(None, "tp"), ROWS, P()), out_specs=P(),
+    )  # fmt: skip
+    want = np.zeros((T, H))
+    for t, j in np.ndindex(T, CHOICES):
+        if (row := int(routing.destination[t, j])) >= 0:
+            want[t] += h[row] @ down[chosen[t, j]]
+    np.testing.assert_allclose(jax.jit(f)(h, down, routing), want, rtol=1e-9, atol=1e-12)
+
+
+def test_a_routing_of_other_tokens_is_refused():
+    (x, gate, up, down, weights), chosen = draw()
+    f = jax.shard_map(
+        functools.partial(layer, moe.grouped_matmul_all_reduce), mesh=make_mesh((WORLDS[-1],)),
+        in_specs=SPECS, out_specs=P(),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"permute: x must have shape \[T, H\], with 8 rows"):
+        jax.eval_shape(f, x, gate, up, down, weights[:8], chosen[:8])
