@@ -6,6 +6,9 @@
 //            data, makes those stores complete, and stores the word with release at system scope.
 //   reader   Polls with acquire at system scope until the word's epoch is the call's. The data is
 //            then visible. TMA reads also need a proxy fence (gpu/ptx.cuh).
+//   payload  A signal that announces no data may carry 24 bits in place of the signature
+//            (MakeSignal(epoch, bits), AwaitPayload). Its reader learns from another signal of the
+//            same peer that both run the same call.
 //   reset    Never. A workspace's epochs only grow: on a GPU they count its calls. So a captured
 //            CUDA graph replays without clearing anything, and 0 (fresh memory) is older than any
 //            call. A word may stay for as long as nobody sends its item again, so epochs must not
@@ -68,18 +71,21 @@ enum class FaultKind : uint32_t {
   kNoTicket = 3,    // core/ticket_semaphore.h: expected is the ticket, seen how many were returned
   kOverlap = 4,     // another kernel is in the workspace (gpu/call.cuh): expected is this launch
   kAborted = 5,     // this process has failed on another device
-  kGroupSizes = 6,  // grouped_matmul: expected is the number of rows, seen the sum of the sizes, or
+  kBadValue = 6,    // an argument's element is out of range: `argument`, element `tile`, of rank
+                    // `peer`. seen is its value; expected, on that rank, the most that it may be
+  kUnequal = 7,     // likewise, but it must be `expected`, as rank `peer` says
+  kGroupSizes = 8,  // grouped_matmul: expected is the number of rows, seen the sum of the sizes, or
                     // the negative size of group `tile`
 };
 
 // The wait that failed. One record per rank, in memory that the host can read while a kernel runs.
 // Only the first fault is recorded; `kind` is written last, with release.
 struct Fault {
-  uint64_t kind;  // FaultKind
-  uint32_t op;    // OpId
-  int32_t rank;   // the waiting rank
-  int32_t peer;   // the rank that it waited for
-  int32_t pad;
+  uint64_t kind;     // FaultKind
+  uint32_t op;       // OpId
+  int32_t rank;      // the waiting rank
+  int32_t peer;      // the rank that it waited for
+  int32_t argument;  // which of Op::arguments, from 1 on; 0: the fault is not about one
   int64_t tile;  // item of the op's schedule: a tile, chunk, packet or signal; -1: the whole call
   uint64_t expected;
   uint64_t seen;
@@ -123,10 +129,11 @@ struct WaitContext {
 JFLUX_HD bool Faulted(const WaitContext& ctx) { return LoadRelaxed(ctx.stop) != 0; }
 
 JFLUX_HD void WriteRecord(Fault* record, const WaitContext& ctx, FaultKind kind, int32_t peer,
-                          int64_t tile, Signal expected, Signal seen) {
+                          int64_t tile, Signal expected, Signal seen, int32_t argument = 0) {
   record->op = ctx.op;
   record->rank = ctx.rank;
   record->peer = peer;
+  record->argument = argument;
   record->tile = tile;
   record->expected = expected;
   record->seen = seen;
@@ -134,10 +141,10 @@ JFLUX_HD void WriteRecord(Fault* record, const WaitContext& ctx, FaultKind kind,
 }
 
 JFLUX_HD void ReportFault(const WaitContext& ctx, FaultKind kind, int32_t peer, int64_t tile,
-                          Signal expected, Signal seen) {
+                          Signal expected, Signal seen, int32_t argument = 0) {
   if (!CompareExchange(ctx.stop, 0, 1)) return;
   Fault* fault = ctx.fault != nullptr ? ctx.fault : ctx.limits->fault;
-  WriteRecord(fault, ctx, kind, peer, tile, expected, seen);
+  WriteRecord(fault, ctx, kind, peer, tile, expected, seen, argument);
 }
 
 // How many attempts of a polling loop come between two looks at the stop flag and the clock, and
@@ -216,6 +223,27 @@ JFLUX_HD bool WaitSignal(const Signal* word, Signal expected, int32_t peer, int6
     const SignalState state = Classify(seen, expected);
     if (state == SignalState::kReady) return true;
     if (state == SignalState::kMismatch) {
+      ReportFault(ctx, FaultKind::kMismatch, peer, tile, expected, seen);
+      return false;
+    }
+    if (Patience::Looks(attempt) &&
+        !patience.Lasts(ctx, attempt, FaultKind::kTimeout, peer, tile, expected, seen)) {
+      return false;
+    }
+    PollPause(attempt);
+  }
+}
+
+// Waits for a word with the epoch of `expected`, and takes its payload in place of a signature.
+// False if the wait failed. Relaxed: the word announces nothing but itself.
+JFLUX_HD bool AwaitPayload(const Signal* word, Signal expected, int32_t peer, int64_t tile,
+                           const WaitContext& ctx, uint32_t* payload) {
+  Patience patience(ctx);
+  for (uint32_t attempt = 0;; ++attempt) {
+    const Signal seen = LoadRelaxed(word);
+    *payload = SignatureOf(seen);
+    if (EpochOf(seen) == EpochOf(expected) || ctx.skip) return true;
+    if (Classify(seen, expected) == SignalState::kMismatch) {
       ReportFault(ctx, FaultKind::kMismatch, peer, tile, expected, seen);
       return false;
     }

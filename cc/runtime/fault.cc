@@ -64,6 +64,18 @@ std::string WhomFor(const Fault& fault) {
               static_cast<long long>(fault.tile), Epoch(fault.expected), Epoch(fault.seen));
 }
 
+// "send_sizes[5]"
+std::string ElementOf(const Fault& fault) {
+  const char* name = "argument";
+  for (const Op* op : AllOps()) {
+    if (op->id != static_cast<OpId>(fault.op) || op->arguments == nullptr) continue;
+    for (int32_t i = 0; op->arguments[i] != nullptr; ++i) {
+      if (i + 1 == fault.argument) name = op->arguments[i];
+    }
+  }
+  return Text("%s[%lld]", name, static_cast<long long>(fault.tile));
+}
+
 }  // namespace
 
 std::string Describe(const Fault& fault, double deadline_s) {
@@ -101,6 +113,24 @@ std::string Describe(const Fault& fault, double deadline_s) {
       }
       return Text("jflux.%s: group_sizes sum to %lld, and x has %lld rows", op,
                   static_cast<long long>(fault.seen), static_cast<long long>(fault.expected));
+    case FaultKind::kBadValue:
+      if (fault.peer == fault.rank) {
+        return Text(
+            "jflux.%s: rank %d was given %s = %lld, which must be from 0 to %lld. It sent "
+            "nothing.",
+            op, fault.rank, ElementOf(fault).c_str(), static_cast<long long>(fault.seen),
+            static_cast<long long>(fault.expected));
+      }
+      return Text(
+          "jflux.%s: rank %d got nothing from rank %d, which was given %s = %lld. That is "
+          "out of range.",
+          op, fault.rank, fault.peer, ElementOf(fault).c_str(), static_cast<long long>(fault.seen));
+    case FaultKind::kUnequal:
+      return Text(
+          "jflux.%s: rank %d was given %s = %lld, but rank %d sends it %lld. Both ranks "
+          "must be given the same size.",
+          op, fault.rank, ElementOf(fault).c_str(), static_cast<long long>(fault.seen), fault.peer,
+          static_cast<long long>(fault.expected));
     case FaultKind::kNone:
     case FaultKind::kTimeout:
       break;

@@ -50,6 +50,9 @@ struct Op {
   // same on every rank.
   bool (*plan)(const Fields& call, const Machine& machine, Fields* plan, std::string* why_not);
   const Constant* constants = nullptr;  // the op's own; ends with a null name
+  // Arguments whose elements are checked when the call runs, as Fault::argument counts them; ends
+  // with null.
+  const char* const* arguments = nullptr;
 };
 
 // Defined in cc/ops/registry.cc.
