@@ -15,7 +15,8 @@
   OP(AllReduce)           \
   OP(AllGather)           \
   OP(AllToAll)            \
-  OP(ReduceScatter)
+  OP(ReduceScatter)       \
+  OP(RaggedAllToAll)
 
 #define JFLUX_LOCAL_OPS(OP) \
   OP(GroupedMatmul)         \

@@ -1,0 +1,87 @@
+// The kernels of ragged_all_to_all: all threads of a grid share what the *_body.h do.
+#include "gpu/packet_call.cuh"
+#include "jflux/kernel.cuh"
+#include "ops/ragged_all_to_all/ragged_all_to_all_cuda.h"
+#include "ops/ragged_all_to_all/ragged_chunked_body.h"
+#include "ops/ragged_all_to_all/ragged_packets_body.h"
+#include "runtime/kernels_cuda.h"
+
+namespace jflux {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kCtasPerSm = 2;  // of chunks
+
+struct PacketsArgs {
+  PacketArgs packets;
+  RaggedParams params;
+  RaggedArrays arrays;
+};
+
+__global__ void __launch_bounds__(kThreads, kPacketCtasPerSm)
+    RaggedPacketsKernel(const __grid_constant__ PacketsArgs args) {
+  const PacketCta cta = BeginPackets(args.packets);
+  const RaggedPacketsBody body{args.params, args.arrays, cta.call};
+  const bool ok = body.Run(static_cast<int64_t>(cta.cluster_id) * kThreads + threadIdx.x,
+                           static_cast<int64_t>(gridDim.x) * kThreads);
+  EndPackets(args.packets, cta, ok);
+}
+
+struct ChunkedArgs {
+  shmem::CallArgs call;
+  RaggedParams params;
+  RaggedArrays arrays;
+};
+
+__global__ void __launch_bounds__(kThreads, kCtasPerSm)
+    RaggedChunkedKernel(const __grid_constant__ ChunkedArgs args) {
+  const shmem::Context ctx = shmem::begin_call(args.call);
+  const bool ok = RaggedChunkedBody{args.params, args.arrays, ctx}.Run();
+  shmem::end_call(args.call, ctx, ok);
+}
+
+const void* KernelOf(bool chunked) {
+  return chunked ? reinterpret_cast<const void*>(&RaggedChunkedKernel)
+                 : reinterpret_cast<const void*>(&RaggedPacketsKernel);
+}
+
+bool LaunchChunked(const RaggedParams& p, const RaggedArrays& arrays, int64_t site,
+                   const CudaDevice& device, const SymmetricView& view, cudaStream_t stream,
+                   std::string* error) {
+  const int64_t blocks = Min<int64_t>(p.MostChunks(), kCtasPerSm * device.sm_count);
+  ChunkedArgs args{};
+  args.call.state = device.state;
+  args.call.view = view;
+  args.call.layout = p.ChunkedWorkspace();
+  args.call.signature = SignatureBuilder().Add(p.Signature()).Add(site).Add(blocks).Get();
+  args.call.op = static_cast<uint32_t>(kRaggedAllToAllId);
+  args.params = p;
+  args.arrays = arrays;
+  return LaunchKernel(KernelOf(true), &args, static_cast<int>(blocks), /*ctas=*/1, kThreads,
+                      /*smem_bytes=*/0, stream, error);
+}
+
+}  // namespace
+
+bool LoadRaggedAllToAllKernels(std::string* error) {
+  for (bool chunked : {false, true}) {
+    if (!LoadKernel(KernelOf(chunked), 0, error)) return false;
+  }
+  return true;
+}
+
+bool LaunchRaggedAllToAll(const RaggedParams& p, const RaggedArrays& arrays, int64_t site,
+                          const CudaDevice& device, const SymmetricView& view, cudaStream_t stream,
+                          std::string* error) {
+  if (p.chunked) return LaunchChunked(p, arrays, site, device, view, stream, error);
+  // As many units as arrive at most.
+  const int64_t blocks = PacketCtas(p.ImageRows() * p.RowUnits(), kThreads, device.sm_count);
+  PacketsArgs args{};
+  args.packets = PacketArgsFor(p, kRaggedAllToAllId, site, blocks, device, view);
+  args.params = p;
+  args.arrays = arrays;
+  return LaunchKernel(KernelOf(false), &args, static_cast<int>(blocks), /*ctas=*/1, kThreads,
+                      /*smem_bytes=*/0, stream, error);
+}
+
+}  // namespace jflux

@@ -1,0 +1,149 @@
+// FFI handlers of ragged_all_to_all.
+#include <string>
+
+#include "ops/ragged_all_to_all/ragged_all_to_all_plan.h"
+#include "runtime/fault.h"
+#include "runtime/ffi.h"
+
+#ifdef JFLUX_WITH_CUDA
+#include "ops/ragged_all_to_all/ragged_all_to_all_cuda.h"
+#include "runtime/cuda_call.h"
+#endif
+
+namespace jflux {
+namespace {
+
+struct Attributes {
+  CallAttributes call;
+  int64_t batch = 0, row_bytes = 0;
+  bool chunked = false;
+
+  void Read(AttributeReader& read) {
+    call.Read(read);
+    read("batch", &batch);
+    read("row_bytes", &row_bytes);
+    read("chunked", &chunked);
+  }
+};
+
+struct Operands {
+  ffi::AnyBuffer operand, output, input_offsets, send_sizes, output_offsets, recv_sizes;
+};
+
+// What to move; empty if operands do not fit.
+std::optional<RaggedParams> ParamsOf(const Attributes& a, const Operands& o,
+                                     const ffi::AnyBuffer& y) {
+  const auto sizes = static_cast<int64_t>(o.input_offsets.element_count());
+  for (const ffi::AnyBuffer* array :
+       {&o.input_offsets, &o.send_sizes, &o.output_offsets, &o.recv_sizes}) {
+    if (array->element_type() != ffi::DataType::S32 ||
+        static_cast<int64_t>(array->element_count()) != sizes) {
+      return std::nullopt;
+    }
+  }
+  const auto operand_bytes = static_cast<int64_t>(o.operand.size_bytes());
+  const auto output_bytes = static_cast<int64_t>(o.output.size_bytes());
+  if (o.operand.element_type() != y.element_type() || y.element_type() != o.output.element_type() ||
+      o.output.size_bytes() != y.size_bytes() || a.batch < 1 || a.row_bytes < 1 || sizes < 1 ||
+      a.batch > sizes || sizes % (a.call.world * a.batch) != 0 || sizes >= 1 << 28) {
+    return std::nullopt;
+  }
+  const int64_t entry = a.batch * a.row_bytes, most = int64_t{1} << 31;
+  if (operand_bytes % entry != 0 || output_bytes % entry != 0 || output_bytes == 0 ||
+      operand_bytes / a.row_bytes >= most || output_bytes / a.row_bytes >= most) {
+    return std::nullopt;
+  }
+  RaggedParams p{};
+  p.world = static_cast<int32_t>(a.call.world);
+  p.slices = static_cast<int32_t>(sizes / (a.call.world * a.batch));
+  p.batch = static_cast<int32_t>(a.batch);
+  p.operand_rows = operand_bytes / entry;
+  p.output_rows = output_bytes / entry;
+  p.row_bytes = a.row_bytes;
+  p.chunked = a.chunked;
+  return p;
+}
+
+RaggedArrays ArraysOf(const Operands& o, const ffi::AnyBuffer& y) {
+  const auto numbers = [](const ffi::AnyBuffer& array) {
+    return static_cast<const int32_t*>(array.untyped_data());
+  };
+  return RaggedArrays{o.operand.untyped_data(), y.untyped_data(),          numbers(o.input_offsets),
+                      numbers(o.send_sizes),    numbers(o.output_offsets), numbers(o.recv_sizes)};
+}
+
+ffi::Error DoNotFit() { return InvalidArgument("ragged_all_to_all: operands do not fit"); }
+
+// The lowering asks XLA to give `output` and the result one buffer.
+ffi::Error NotInPlace() {
+  return InvalidArgument("ragged_all_to_all: `output` and the result are not one buffer");
+}
+
+ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, ffi::Dictionary attributes,
+                ffi::AnyBuffer operand, ffi::AnyBuffer output, ffi::AnyBuffer input_offsets,
+                ffi::AnyBuffer send_sizes, ffi::AnyBuffer output_offsets, ffi::AnyBuffer recv_sizes,
+                ffi::Result<ffi::AnyBuffer> y) {
+  Attributes a;
+  if (auto refused = ReadAttributes(kRaggedAllToAllId, attributes, &a)) {
+    return FailedFuture(*refused);
+  }
+  const Operands o{operand, output, input_offsets, send_sizes, output_offsets, recv_sizes};
+  const auto p = ParamsOf(a, o, *y);
+  if (!p) return FailedFuture(DoNotFit());
+  if (output.untyped_data() != y->untyped_data()) return FailedFuture(NotInPlace());
+  return JoinFfiCall(kRaggedAllToAllId, site, run_id, device, a.call, p->WorkspaceBytes(),
+                     [p = *p, arrays = ArraysOf(o, *y)](const SymmetricView& view, uint64_t epoch,
+                                                        const WaitContext& ctx) {
+                       return RaggedAllToAllCpu(p, arrays, view, epoch, ctx);
+                     });
+}
+
+// Operands and result.
+constexpr auto Bindings = [](auto binding) {
+  return std::move(binding)
+      .template Arg<ffi::AnyBuffer>()
+      .template Arg<ffi::AnyBuffer>()
+      .template Arg<ffi::AnyBuffer>()
+      .template Arg<ffi::AnyBuffer>()
+      .template Arg<ffi::AnyBuffer>()
+      .template Arg<ffi::AnyBuffer>()
+      .template Ret<ffi::AnyBuffer>();
+};
+XLA_FFI_DEFINE_HANDLER(kRaggedAllToAllCpu, Cpu, Bindings(BindCpu()));
+
+#ifdef JFLUX_WITH_CUDA
+ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Dictionary attributes,
+                ffi::AnyBuffer operand, ffi::AnyBuffer output, ffi::AnyBuffer input_offsets,
+                ffi::AnyBuffer send_sizes, ffi::AnyBuffer output_offsets, ffi::AnyBuffer recv_sizes,
+                ffi::Result<ffi::AnyBuffer> y) {
+  Attributes a;
+  if (auto refused = ReadAttributes(kRaggedAllToAllId, attributes, &a)) return *refused;
+  const Operands o{operand, output, input_offsets, send_sizes, output_offsets, recv_sizes};
+  const auto p = ParamsOf(a, o, *y);
+  if (!p) return DoNotFit();
+  if (output.untyped_data() != y->untyped_data()) return NotInPlace();
+  return LaunchCudaCall(
+      kRaggedAllToAllId, ordinal, a.call.groups, a.call.world,
+      {p->WorkspaceBytes(), a.call.workspace_bytes},
+      [&](const CudaDevice& device, const SymmetricView& view, std::string* error) {
+        return LaunchRaggedAllToAll(*p, ArraysOf(o, *y), a.call.site, device, view, stream, error);
+      });
+}
+
+XLA_FFI_DEFINE_HANDLER(kRaggedAllToAllCuda, Cuda, Bindings(BindCuda()),
+                       {ffi::Traits::kCmdBufferCompatible});
+bool (*const kLoadKernels)(std::string* error) = LoadRaggedAllToAllKernels;
+#else
+constexpr XLA_FFI_Handler* kRaggedAllToAllCuda = nullptr;
+constexpr bool (*kLoadKernels)(std::string* error) = nullptr;
+#endif
+
+}  // namespace
+
+// Listed in cc/ops/registry.cc.
+extern const Op kRaggedAllToAllOp;
+const Op kRaggedAllToAllOp = {kRaggedAllToAllId,   "ragged_all_to_all",   kRaggedAllToAllCpu,
+                              kRaggedAllToAllCuda, kLoadKernels,          /*most_splits=*/1,
+                              PlanRaggedAllToAll,  /*constants=*/nullptr, kRaggedArguments};
+
+}  // namespace jflux
