@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -152,6 +152,8 @@ class Rules:
       decomposed: the call as XLA's product and others of jflux's ops, for ops whose plans may say
         so.
       plan: which path the call takes.
+      form_without_room: whether the decomposed form takes over where the kernel's workspace finds
+        no room in the heap; else the reference does.
       two_level: the call as XLA's collectives between nodes and jflux's ops inside them.
       plan_two_level: which path a call takes whose ranks lie on several nodes, equally many on
         each.
@@ -162,6 +164,7 @@ class Rules:
       same_over: params -> the axes that the results do not vary over any more.
       target: params -> the FFI target, of which messages then speak too.
       register: (params, platform): registers that target with XLA.
+      aliases: operand -> the result that it becomes, by number: both are one buffer.
     """
 
     name: str
@@ -171,6 +174,7 @@ class Rules:
     attributes: AttributesRule
     batch: BatchRule
     decomposed: DecomposedForm = _no_decomposed_form
+    form_without_room: bool = True
     two_level: TwoLevelForm = _no_two_level_form
     plan_two_level: TwoLevelPlanRule = _inside_nodes_only
     canonical: CanonicalRule = _always_canonical
@@ -178,6 +182,7 @@ class Rules:
     same_over: Callable[[Any], tuple[Any, ...]] = _nothing_same
     target: Callable[[Any], str] | None = None
     register: Callable[[Any, str], None] = _nothing_to_register
+    aliases: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     def label(self, params: Any) -> str:
         """The op as messages name it."""
@@ -326,7 +331,7 @@ def _reserve(rules: Rules, ctx: Any, params: Any, plan: Plan, machine: Machine, 
     )
     if why is None:
         return plan
-    has_form = rules.decomposed is not _no_decomposed_form
+    has_form = rules.decomposed is not _no_decomposed_form and rules.form_without_room
     path = Path.DECOMPOSED if has_form else Path.REFERENCE
     return Plan(path, f"{operands}: {why}", unsupported=True)
 
@@ -339,7 +344,8 @@ def _lower_fused(
     _begin_module(ctx.module_context.module)
     table = _mesh.group_table(mesh, params.axis_names)
     target = f"jflux_{rules.name}" if rules.target is None else rules.target(params)
-    return jax.ffi.ffi_lowering(target)(
+    aliases: Any = {"operand_output_aliases": dict(rules.aliases)} if rules.aliases else {}
+    return jax.ffi.ffi_lowering(target, **aliases)(
         ctx,
         *operands,
         groups=table.ravel(),

@@ -94,7 +94,7 @@ def _program(spec: OpSpec, mesh: Mesh) -> Any:
     if spec.product is None:
         return jax.jit(
             jax.shard_map(
-                lambda x: spec.function(x[0], axis_name="tp", **spec.ways[0])[None],
+                lambda x: spec.on(x[0], axis_name="tp", **spec.ways[0])[None],
                 mesh=mesh, in_specs=P("tp"), out_specs=P("tp"), check_vma=False,
             )
         )  # fmt: skip

@@ -14,3 +14,4 @@ from ._ops.grouped_matmul import reference as grouped_matmul
 from ._ops.matmul_all_reduce import reference as matmul_all_reduce
 from ._ops.matmul_all_to_all import reference as matmul_all_to_all
 from ._ops.matmul_reduce_scatter import reference as matmul_reduce_scatter
+from ._ops.ragged_all_to_all import reference as ragged_all_to_all

@@ -65,7 +65,7 @@ def test_report_and_data_of_a_fused_call(op, small_sums, capsys):
 @pytest.mark.parametrize("spec", collectives(), ids=lambda spec: spec.name)
 def test_collectives_have_kernels_up_to_a_size(spec):
     mesh = make_mesh((RANKS,))
-    f = per_device(mesh, functools.partial(spec.function, axis_name="tp", **spec.ways[0]))
+    f = per_device(mesh, functools.partial(spec.on, axis_name="tp", **spec.ways[0]))
     (one,) = _explain.calls_of(f, np.zeros((RANKS, RANKS, 16), np.float32))
     assert (one.op, one.plan.path) == (spec.name, Path.FUSED)
     assert one.plan.reason

@@ -20,7 +20,6 @@ from harness import (
     assert_close,
     check_values,
     exact,
-    exchanged,
     make_mesh,
     normal,
     operands,
@@ -31,6 +30,7 @@ from harness import (
 import jflux
 from jflux import _native, testing
 from jflux._heap import _making, _nodes, _rendezvous
+from jflux._ops._spec import all_ops
 from jflux._ops.all_reduce import ALGORITHMS
 
 SMALL = Call("all_gather_matmul", lead=(4,), k=8, n=4, dtype=jnp.bfloat16)
@@ -158,6 +158,7 @@ COLLECTIVES = {
     "all_gather": {"tiled": True},
     "reduce_scatter": {"tiled": True},
     "all_to_all": {"split_axis": 0, "concat_axis": 0, "tiled": True},
+    "ragged_all_to_all": {},
 }
 
 
@@ -165,11 +166,11 @@ COLLECTIVES = {
 def test_a_collective_that_does_not_fit(op, own_heap):
     own_heap(heap_bytes=2 << 20)
     options = COLLECTIVES[op]
-    f = per_device(make_mesh((RANKS,)), lambda x: getattr(jflux, op)(x, axis_name="tp", **options))
+    spec = all_ops()[op]
+    f = per_device(make_mesh((RANKS,)), lambda x: spec.on(x, axis_name="tp", **options))
     x = np.random.default_rng(0).integers(1, 16, (RANKS, RANKS, 1 << 17)).astype(np.float32)
     needed = _needed(op, f, x)
-    sums = [x.sum(0)] * RANKS
-    want = sums if op == "all_reduce" else exchanged(op, list(x), **options)
+    want = spec.communication(2, **options).exact(list(x))
     with jflux.config(strict=False):
         np.testing.assert_array_equal(run(jax.jit(f), x), np.stack(want))
     check_values(SMALL, make_mesh((RANKS,)), "tp")  # the heap still works

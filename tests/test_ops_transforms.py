@@ -106,6 +106,10 @@ def _product(call, way):
     return Case(f"{call.op} {way}", op, (call.x_shape(WORLD), call.w_shape(WORLD)))
 
 
+def _collective(spec, way):
+    return lambda module, x: spec.on(x, axis_name="tp", reference=module is jflux.reference, **way)
+
+
 def _op(name, **options):
     return lambda module, *args: getattr(module, name)(*args, axis_name="tp", **options)
 
@@ -131,7 +135,7 @@ CASES = (
         for way in range(len(all_ops()[op].ways))
     ),
     *(
-        Case(f"{spec.name} {i}", _op(spec.name, **way), ((WORLD, WORLD, 3),))
+        Case(f"{spec.name} {i}", _collective(spec, way), ((WORLD, WORLD, 3),))
         for spec in collectives()
         for i, way in enumerate(spec.ways)
     ),

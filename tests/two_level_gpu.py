@@ -65,7 +65,7 @@ def check_values(mesh: Mesh) -> bool:
     x = rng.integers(-8, 9, (ranks, 4 * ranks, 64)).astype(jnp.bfloat16)  # sums are exact
     for spec in collectives():
         for way in spec.ways:
-            f = functools.partial(spec.function, axis_name=TP, **way)
+            f = functools.partial(spec.on, axis_name=TP, **way)
             g = functools.partial(spec.reference, axis_name=TP, **way)
             got, want = (
                 np.asarray(

@@ -34,6 +34,10 @@ def _no_call(*operands: Any, **options: Any) -> Any:
     raise NotImplementedError("no gradient of another op calls this one")
 
 
+def _x_alone(x: Any, axis_name: Any) -> tuple[Any, ...]:
+    return (x,)
+
+
 @dataclasses.dataclass(frozen=True)
 class OpSpec:
     """One op.
@@ -52,6 +56,8 @@ class OpSpec:
       gradient: the ops of jflux that its gradient calls.
       sizes: global m, n, k that are worth timing.
       tuned: whether its kernels have configurations to choose from.
+      operands: of an op without w: (x, axis_name) -> the operands of a call that moves x as
+        `communication` says.
       most_bytes: of an op without w: (ranks) -> up to so many bytes of x its kernels are chosen on
         GPUs.
     """
@@ -68,12 +74,18 @@ class OpSpec:
     gradient: tuple[str, ...] = ()
     sizes: tuple[tuple[int, int, int], ...] = ()
     tuned: bool = False
+    operands: Callable[[Any, Any], tuple[Any, ...]] = _x_alone
     most_bytes: Callable[[int], int] | None = None
 
     def takes(self, platform: str, dtype: Any) -> bool:
         """Whether the kernels take operands of this type."""
         dtypes = self.dtypes.get(platform, frozenset())
         return not dtypes or np.dtype(dtype) in dtypes
+
+    def on(self, x: Any, *, axis_name: Any, reference: bool = False, **options: Any) -> Any:
+        """The result of the op without w, or of its reference, for a rank's x."""
+        function = self.reference if reference else self.function
+        return function(*self.operands(x, axis_name), axis_name=axis_name, **options)
 
     # ---- Where the ranks' parts of global arrays are -------------------------------------------
 

@@ -30,7 +30,8 @@ from ._spec import OpSpec
 MOST_BYTES_IN_PACKETS = 1 << 20
 MOST_BYTES = 64 << 20
 
-_LESS_THAN_BYTES = ("int2", "int4", "uint2", "uint4", "float4")
+#: How the names of types begin that have no whole bytes.
+LESS_THAN_BYTES = ("int2", "int4", "uint2", "uint4", "float4")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -321,7 +322,7 @@ def _unsupported(x: Any, params: Params, kind: Kind) -> str | None:
         return "x has 2 GiB or more, the kernels take less"
     if kind == "reduce_scatter" and x.dtype not in _product.CPU_DTYPES:
         return f"{x.dtype} operands, the kernels take {', '.join(_native.DTYPES)}"
-    if x.dtype.name.startswith(_LESS_THAN_BYTES):
+    if x.dtype.name.startswith(LESS_THAN_BYTES):
         return f"{x.dtype} operands, the kernels take whole bytes"
     return None
 

@@ -29,7 +29,7 @@ def collective(rng: random.Random, place: Place, *, spec: OpSpec | None = None) 
     if place.wide and op.takes(place.platform, jnp.float64):
         dtypes.append(jnp.float64)
     dtype = rng.choice(dtypes)
-    options = {  # dimensions, but for those that are yes or no
+    options: dict[str, Any] = {  # dimensions, but for those that are yes or no
         name: value if isinstance(value, bool) else rng.randrange(3)
         for name, value in rng.choice(op.ways).items()
     }
@@ -40,7 +40,7 @@ def collective(rng: random.Random, place: Place, *, spec: OpSpec | None = None) 
             shape[communication.split] *= place.world
         if place.world * math.prod(shape) <= place.most_elements:
             break
-    f = functools.partial(op.function, axis_name=place.axis_name, **options)
+    f = functools.partial(op.on, axis_name=place.axis_name, **options)
 
     def make(seed: int) -> Data:
         x = calls.normal(seed, (*place.mesh.devices.shape, *shape), dtype)

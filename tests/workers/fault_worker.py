@@ -72,7 +72,7 @@ def call_of(spec):
         return spec.function(x, jnp.tile(w, (multiplied[1] // x.shape[1], N)), **options)
 
     def collective(x, w):
-        return spec.function(jnp.concatenate([x @ w] * N), **options)
+        return spec.on(jnp.concatenate([x @ w] * N), **options)
 
     return product if spec.product else collective
 
