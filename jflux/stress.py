@@ -246,7 +246,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     total, unit = (args.calls, "calls") if args.calls else (60 * args.minutes, "s")
     bar = Progress(total, unit, show=speaks)
     try:
-        with jflux.config(strict=True, always=True):
+        with jflux.config(strict=True, always=True, unchecked_kernels=True):
             jflux.init(deadline_seconds=args.deadline_seconds)
             report = stress(
                 seed=seed, minutes=args.minutes, calls=args.calls, batch=args.batch,

@@ -21,10 +21,7 @@ SIZES = ("input_offsets", "send_sizes", "output_offsets", "recv_sizes")
 @pytest.fixture(params=["packets", "chunks"])
 def travel(request):
     """How all calls travel."""
-    with (
-        _config.override(chunked=request.param == "chunks"),
-        jflux.config(unchecked_kernels=True),
-    ):
+    with _config.override(chunked=request.param == "chunks"):
         yield request.param
 
 
@@ -314,10 +311,10 @@ def test_plans():
 
 def test_gpus_take_the_reference_until_the_kernel_has_run_there():
     gpu = Machine("cuda", sm_count=132, link_gbps=320)
-    plan = _planned(4096, 1024, gpu)
+    with jflux.config(unchecked_kernels=False):
+        plan = _planned(4096, 1024, gpu)
     assert plan.path == Path.REFERENCE and plan.unsupported and "unchecked_kernels" in plan.reason
-    with jflux.config(unchecked_kernels=True):
-        assert _planned(4096, 1024, gpu).path == Path.FUSED
+    assert _planned(4096, 1024, gpu).path == Path.FUSED
 
 
 def test_rows_that_a_third_of_the_heap_does_not_hold_are_cut():
@@ -334,7 +331,7 @@ def test_a_call_in_parts(own_heap):
     sizes = draw_sizes(rng, 2, 1, 300, 300)
     own_heap(heap_bytes=4 << 20)
     f = per_device(mesh, functools.partial(jflux.ragged_all_to_all, axis_name="tp"))
-    with jflux.config(always=False, unchecked_kernels=True):
+    with jflux.config(always=False):
         first, *calls = _explain.calls_of(f, operand, output, *sizes)
         assert first.plan.path == Path.DECOMPOSED and len(calls) == first.plan.config["parts"] == 4
         y = run(jax.jit(f), operand, output, *sizes)

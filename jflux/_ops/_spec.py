@@ -56,6 +56,8 @@ class OpSpec:
       gradient: the ops of jflux that its gradient calls.
       sizes: global m, n, k that are worth timing.
       tuned: whether its kernels have configurations to choose from.
+      checked_on_gpus: whether its GPU kernels have run on a GPU and been compared with the
+        reference. Until then GPUs take the reference, unless ``jflux.config.unchecked_kernels``.
       operands: of an op without w: (x, axis_name) -> the operands of a call that moves x as
         `communication` says.
       most_bytes: of an op without w: (ranks) -> up to so many bytes of x its kernels are chosen on
@@ -74,6 +76,7 @@ class OpSpec:
     gradient: tuple[str, ...] = ()
     sizes: tuple[tuple[int, int, int], ...] = ()
     tuned: bool = False
+    checked_on_gpus: bool = True
     operands: Callable[[Any, Any], tuple[Any, ...]] = _x_alone
     most_bytes: Callable[[int], int] | None = None
 

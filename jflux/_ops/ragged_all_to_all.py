@@ -226,7 +226,8 @@ def _unsupported(arrays: Arrays, params: Params, machine: Machine) -> str | None
         return "2^31 rows or more"
     if sizes.size > 1 << 20:
         return f"{sizes.size} slices, the kernels take up to 2^20"
-    if machine.on_gpus and not _config.config.unchecked_kernels:
+    unchecked = not SPECS[0].checked_on_gpus and not _config.config.unchecked_kernels
+    if machine.on_gpus and unchecked:
         return (
             "its GPU kernel has not been checked on a GPU; "
             "jflux.config(unchecked_kernels=True) takes it"
@@ -393,6 +394,7 @@ SPECS = (
         reference=reference,
         communication=lambda ndim, **_: Collective("all_to_all", 0, 0),
         operands=_equal_slices,
+        checked_on_gpus=False,
         dtypes={"cpu": frozenset(), "cuda": frozenset()},
         gradient=("ragged_all_to_all", "all_to_all"),
     ),

@@ -118,7 +118,7 @@ SCENARIOS = {f.__name__: f for f in (each_its_node, two_on_a_node, interleaved, 
 
 if __name__ == "__main__":
     start()
-    jflux.config.update(strict=True, always=True)
+    jflux.config.update(strict=True, always=True, unchecked_kernels=True)
     try:
         SCENARIOS[args.scenario]()
     except BaseException:

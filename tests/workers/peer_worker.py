@@ -633,7 +633,7 @@ SCENARIOS = {
 
 if __name__ == "__main__":
     start()
-    jflux.config.update(strict=True, always=True)
+    jflux.config.update(strict=True, always=True, unchecked_kernels=True)
     scenarios = args.scenario.split(",")
     fails = scenarios[0] in (
         "exit", "kill", "never_calls", "different_shapes", "node_never_calls",

@@ -292,7 +292,7 @@ def _custom(rng: random.Random, place: cases.Place) -> Chosen:
 
 def main() -> None:
     faulthandler.enable()
-    jflux.config.update(strict=True, always=True)
+    jflux.config.update(strict=True, always=True, unchecked_kernels=True)
     if LIBRARY is not None:
         custom_primitives.load(LIBRARY)
     jflux.init(deadline_seconds=args.deadline)
