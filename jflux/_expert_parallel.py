@@ -1,0 +1,459 @@
+"""Expert parallelism: tokens to the ranks of their experts, and back."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from . import _expert_routing as routing
+from . import _mesh
+from ._expert_routing import Sizes
+from ._mesh import AxisName
+from ._ops import _product
+from ._ops.exchange import all_gather
+from ._ops.ragged_all_to_all import ragged_all_to_all
+
+LAYOUTS = ("expert", "masked")
+OVERFLOWS = ("drop", "error")
+
+
+class Handle(NamedTuple):
+    """How a dispatch moved its rows: all that :func:`jflux.moe_combine` needs of it. Integers,
+    int32.
+
+    Attributes:
+      token: [min(k, N) T], the token of each row that this rank sends; -1: none.
+      out: of these rows, between ranks.
+      slot: [R], which of the ``N T k`` slots of the rows that have come is an expert's row; -1:
+        none. (A masked layout is [E_local C] here.)
+      back: [min(k, E_local) N T], the expert's row of each row that goes back; -1: none.
+      home: of these rows, between ranks.
+      first: [T, k], the slot of the token whose row this slot shares; -1: it has none.
+      row: [T, k], which of the rows that come back is the slot's; -1: none.
+    """
+
+    token: jax.Array
+    out: Sizes
+    slot: jax.Array
+    back: jax.Array
+    home: Sizes
+    first: jax.Array
+    row: jax.Array
+
+
+class DispatchStatistics(NamedTuple):
+    """What became of the choices, int32.
+
+    Attributes:
+      tokens_per_expert: [E], tokens of all ranks that chose each expert, with those dropped.
+      dropped: [], slots of this rank that found no place, or whose index is out of range.
+    """
+
+    tokens_per_expert: jax.Array
+    dropped: jax.Array
+
+
+class Dispatched(NamedTuple):
+    """Rows of this rank's experts.
+
+    Attributes:
+      rows: [R, H], expert after expert, or [E_local, C, H]. Rows of no token are zeros.
+      group_sizes: i32 [E_local], the tokens of each expert.
+      padded_sizes: i32 [E_local], its rows with those that fill it up to `alignment`: what
+        :func:`jflux.grouped_matmul` takes as ``group_sizes`` of `rows`.
+      weights: f32 [R] or [E_local, C], the routing weight of each row; 0 for rows of no token.
+      handle: for :func:`jflux.moe_combine`.
+      statistics: see :class:`DispatchStatistics`.
+    """
+
+    rows: jax.Array
+    group_sizes: jax.Array
+    padded_sizes: jax.Array
+    weights: jax.Array
+    handle: Handle
+    statistics: DispatchStatistics
+
+
+def moe_dispatch(
+    x: Any,
+    topk_indices: Any,
+    topk_weights: Any,
+    *,
+    num_experts: int,
+    capacity: int | None = None,
+    alignment: int = 1,
+    layout: str = "expert",
+    on_overflow: str = "drop",
+    axis_name: AxisName,
+) -> Dispatched:
+    """Sends each token's row to the ranks of its experts, and sorts what comes by expert.
+
+    Inside ``jax.shard_map``, per rank along `axis_name`, of N ranks: rank r has the experts from
+    ``r E / N`` on. A token travels once to a rank, however many of its experts are there. An
+    expert's rows are in the order of (rank, token, slot). Sizes stay on the device; where rows of
+    static arrays have no token they are zeros, forward and backward.
+
+    Without a capacity no token is dropped: ``min(k, N) T`` rows are sent at most and ``N T`` come,
+    and ``R = min(k, E / N) N T + (E / N) (alignment - 1)``, rounded up to `alignment`. With one it
+    is ``E / N`` times the rounded capacity, if that is less. A token that names an expert twice has
+    one row there, with the sum of both weights.
+
+    Differentiable in `x` and `topk_weights`; the gradient comes back as in
+    :func:`jflux.moe_combine`, and is summed over a token's copies in float32, in the order of
+    top-k.
+
+    Args:
+      x: [T, H], floating.
+      topk_indices: integers [T, k], from 0 to ``num_experts - 1``; -1: the slot has no expert.
+      topk_weights: [T, k], floating.
+      num_experts: E, a multiple of N.
+      capacity: of an expert, in rows: the first ones in the order of rows stay, and others are
+        dropped. None: no limit.
+      alignment: each expert's rows begin at a multiple of it.
+      layout: "expert", rows [R, H]; "masked", [E / N, C, H] with C the capacity, or N T, rounded up
+        to `alignment`.
+      on_overflow: what a slot without a place does, or one whose index is out of range: "drop",
+        it is counted in the statistics and moves nothing; "error", the call fails as
+        :func:`jflux.ragged_all_to_all` does for a bad input_offsets[0], which is minus the number
+        of such slots. (Its `lax` form does not look, and drops.)
+      axis_name: a mesh axis, or a tuple of them.
+
+    Returns:
+      The rows and the rest, see :class:`Dispatched`. Rows have x's type, weights are float32
+      (float64 for a float64 x).
+
+    Raises:
+      ValueError, TypeError: for operands and options that do not fit, when the call is traced.
+      Otherwise as :func:`jflux.ragged_all_to_all`.
+    """
+    world = _mesh.axis_size(axis_name)
+    x, indices, weights = _checked(x, topk_indices, topk_weights, num_experts, world)
+    _check_options(capacity, alignment, layout, on_overflow)
+    x, indices, weights = _mesh.vary_together(axis_name, x, indices, weights)
+    handle, sizes, padded, statistics = _route(
+        indices, num_experts, capacity, alignment, layout, on_overflow, axis_name
+    )
+    rows, row_weights = _spread(axis_name, x, weights.astype(_wide(x.dtype)), handle)
+    if layout == "masked":
+        rows = rows.reshape(sizes.shape[0], -1, rows.shape[1])
+        row_weights = row_weights.reshape(rows.shape[:2])
+    return Dispatched(rows, sizes, padded, row_weights, handle, statistics)
+
+
+def moe_combine(
+    y: Any,
+    handle: Handle,
+    *,
+    weights: Any = None,
+    residual: Any = None,
+    axis_name: AxisName,
+) -> jax.Array:
+    """Brings the experts' rows back to their tokens, and sums them.
+
+    Inside ``jax.shard_map``, per rank along `axis_name`. Each slot's row comes back by itself, and
+    a token's are multiplied by their weights and added in float32, in the order of top-k, and
+    rounded once: the bits depend neither on the run nor on the number of ranks. A slot without a
+    row, since it has no expert or was dropped, adds nothing.
+
+    Differentiable in `y`, `weights` and `residual`: the gradient is dispatched with the handle, a
+    row once to a rank.
+
+    Args:
+      y: [R, ...] or [E / N, C, ...], the results for the rows of the dispatch: [.., D].
+      handle: of the dispatch.
+      weights: [T, k]. None: rows are added as they are, for experts that have applied
+        ``Dispatched.weights``; two slots that share a row add it once.
+      residual: [T, D], added last, before rounding. None: none.
+      axis_name: as in the dispatch.
+
+    Returns:
+      [T, D], of y's type.
+
+    Raises:
+      ValueError, TypeError: for operands that do not fit, when the call is traced. Otherwise as
+      :func:`jflux.ragged_all_to_all`.
+    """
+    y = jnp.asarray(y)
+    rows = handle.slot.shape[0]
+    if y.ndim == 3 and y.shape[0] * y.shape[1] == rows:
+        y = y.reshape(rows, y.shape[2])
+    if y.ndim != 2 or y.shape[0] != rows:
+        raise ValueError(
+            f"jflux.moe_combine: y must have the {rows} rows of the dispatch, [R, D] or "
+            f"[E_local, C, D]; got {y.shape}"
+        )
+    if not jnp.issubdtype(y.dtype, jnp.floating):
+        raise TypeError(f"jflux.moe_combine: y must be floating, got {y.dtype}")
+    shape = handle.first.shape
+    if weights is None:
+        weights = _once(handle, y.dtype)
+    weights = jnp.asarray(weights)
+    if weights.shape != shape or not jnp.issubdtype(weights.dtype, jnp.floating):
+        raise ValueError(
+            f"jflux.moe_combine: weights must be floating {shape}, as topk_indices, got "
+            f"{weights.dtype} {weights.shape}"
+        )
+    y, weights = _mesh.vary_together(axis_name, y, weights)
+    total = _combine(axis_name, y, weights.astype(_wide(y.dtype)), handle)
+    if residual is not None:
+        residual = jnp.asarray(residual)
+        if residual.shape != total.shape:
+            raise ValueError(
+                f"jflux.moe_combine: residual must be {total.shape}, got {residual.shape}"
+            )
+        total = total + residual.astype(total.dtype)
+    return total.astype(y.dtype)
+
+
+# ---- Checks --------------------------------------------------------------------------------------
+
+
+def _checked(
+    x: Any, indices: Any, weights: Any, num_experts: int, world: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    op = "jflux.moe_dispatch"
+    x, indices, weights = jnp.asarray(x), jnp.asarray(indices), jnp.asarray(weights)
+    if x.ndim != 2 or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"{op}: x must be floating [T, H], got {x.dtype} {x.shape}")
+    if not jnp.issubdtype(indices.dtype, jnp.integer):
+        raise TypeError(f"{op}: topk_indices must be integers, got {indices.dtype}")
+    if indices.ndim != 2 or indices.shape[0] != x.shape[0]:
+        raise ValueError(
+            f"{op}: topk_indices must have shape [T, k] with the T={x.shape[0]} rows of x, got "
+            f"{indices.shape}"
+        )
+    if not jnp.issubdtype(weights.dtype, jnp.floating):
+        raise TypeError(f"{op}: topk_weights must be floating, got {weights.dtype}")
+    if weights.shape != indices.shape:
+        raise ValueError(
+            f"{op}: topk_weights must have topk_indices' shape {indices.shape}, got {weights.shape}"
+        )
+    if not isinstance(num_experts, int | np.integer):
+        raise TypeError(f"{op}: num_experts must be an int, got {num_experts!r}")
+    if num_experts < 1 or num_experts % world:
+        raise ValueError(f"{op}: {num_experts=} must be a positive multiple of the {world} ranks")
+    if not 1 <= indices.shape[1] <= num_experts:
+        raise ValueError(
+            f"{op}: topk_indices {indices.shape} has {indices.shape[1]} experts for each token, "
+            f"which must be from 1 to {num_experts=}"
+        )
+    return x, indices.astype(jnp.int32), weights
+
+
+def _check_options(capacity: Any, alignment: Any, layout: str, on_overflow: str) -> None:
+    op = "jflux.moe_dispatch"
+    for name, value in (("capacity", capacity), ("alignment", alignment)):
+        if value is None and name == "capacity":
+            continue
+        if not isinstance(value, int | np.integer):
+            raise TypeError(f"{op}: {name} must be an int, got {value!r}")
+        if value < 1:
+            raise ValueError(f"{op}: {name}={value} must be at least 1")
+    for name, value, known in (
+        ("layout", layout, LAYOUTS),
+        ("on_overflow", on_overflow, OVERFLOWS),
+    ):
+        if value not in known:
+            raise ValueError(f"{op}: {name}={value!r} must be one of {known}")
+
+
+# ---- Routing -------------------------------------------------------------------------------------
+
+
+def _route(
+    indices: jax.Array,
+    num_experts: int,
+    capacity: int | None,
+    alignment: int,
+    layout: str,
+    on_overflow: str,
+    axis_name: AxisName,
+) -> tuple[Handle, jax.Array, jax.Array, DispatchStatistics]:
+    """(handle, true and padded sizes of this rank's experts, statistics)."""
+    world, rank = _mesh.axis_size(axis_name), lax.axis_index(_mesh.as_tuple(axis_name))
+    tokens, k = indices.shape
+    experts = num_experts // world
+    inside = (indices >= 0) & (indices < num_experts)
+    slots = routing.distinct(jnp.where(inside, indices, -1))
+    wrong = jnp.sum(~inside & (indices != -1), dtype=jnp.int32)
+
+    # What every rank has for every expert, and then for every rank.
+    own = routing.count(jnp.where(slots.has_row, slots.expert, -1), num_experts)
+    chosen = all_gather(own, axis_name=axis_name)
+    counts, kept = chosen, slots
+    if capacity is not None:
+        kept = routing.keep(slots, routing.places_of(chosen, rank, capacity))
+        counts = routing.kept_counts(chosen, capacity)
+    to = jnp.where(kept.expert >= 0, kept.expert // experts, -1)
+    goes = jnp.any(to[:, :, None] == jnp.arange(world), axis=1)  # [T, N]
+    rows = all_gather(jnp.sum(goes, 0, dtype=jnp.int32), axis_name=axis_name)
+    out = routing.sizes_between(rows, rank)
+    home = routing.sizes_between(counts.reshape(world, world, experts).sum(2), rank).back()
+
+    # What this rank sends: rank after rank, in the order of tokens. A row takes along the experts
+    # that it goes to, counted on their rank.
+    most_sent, most_received = min(k, world) * tokens, world * tokens
+    token = routing.compacted(
+        goes.T, jnp.broadcast_to(jnp.arange(tokens), (world, tokens)), most_sent
+    )
+    receiver = jnp.searchsorted(jnp.cumsum(out.sent), jnp.arange(most_sent), side="right")
+    sent = jnp.where(kept.has_row & (kept.expert >= 0), kept.expert, -1)[token]
+    there = (sent >= 0) & (sent // experts == receiver[:, None])
+    dropped = jnp.sum((slots.expert >= 0) & (kept.expert < 0), dtype=jnp.int32) + wrong
+    there = jnp.where(there, sent % experts, -1)
+    if on_overflow == "error":
+        there = _fail_if(dropped, there, axis_name)
+    came = _move(axis_name, there, most_received, out, fill=-1)  # [N T, k]
+
+    # What this rank's experts get.
+    sizes = routing.count(came, experts)
+    padded = -(-sizes // alignment) * alignment
+    size = _rows_of_experts(world * tokens, k, experts, capacity, alignment, layout)
+    if layout == "masked":
+        starts = jnp.arange(experts, dtype=jnp.int32) * (size // experts)
+        padded = jnp.full(experts, size // experts, jnp.int32)
+    else:
+        starts = jnp.cumsum(padded) - padded
+    slot, row_there = routing.expert_rows(came, starts, size)
+    back = routing.compacted(came >= 0, row_there, min(k, experts) * most_received)
+
+    # Where the rows that come back belong.
+    own_slot = kept.has_row & (to >= 0)
+    place = home.received_at[to] + routing.number_among_equals(jnp.where(own_slot, to, -1))
+    place = jnp.take_along_axis(place, jnp.maximum(kept.first, 0), axis=1)
+    row = jnp.where(kept.first >= 0, place, -1).astype(jnp.int32)
+    handle = Handle(token, out, slot, back, home, kept.first, row)
+    statistics = DispatchStatistics(jnp.sum(chosen, 0, dtype=jnp.int32), dropped)
+    return handle, sizes, padded, statistics
+
+
+def _rows_of_experts(
+    received: int, k: int, experts: int, capacity: int | None, alignment: int, layout: str
+) -> int:
+    """R, or E_local C."""
+
+    def rounded(rows: int) -> int:
+        return -(-rows // alignment) * alignment
+
+    if layout == "masked":
+        return experts * rounded(received if capacity is None else capacity)
+    most = rounded(min(k, experts) * received + experts * (alignment - 1))
+    return most if capacity is None else min(most, experts * rounded(capacity))
+
+
+def _fail_if(count: jax.Array, x: jax.Array, axis_name: AxisName) -> jax.Array:
+    """x, after a call that moves nothing, and fails unless the count is 0."""
+    none = jnp.zeros(_mesh.axis_size(axis_name), jnp.int32)
+    sizes = Sizes(none.at[0].set(-count), *[none] * 5)
+    nothing = _move(axis_name, jnp.zeros(1, jnp.int32), 1, sizes)
+    return x + nothing  # 0, but XLA cannot know
+
+
+def _move(axis_name: AxisName, x: jax.Array, rows: int, sizes: Sizes, fill: int = 0) -> jax.Array:
+    """Rows of x to other ranks: [rows, ...], with `fill` where none has come."""
+    output = jnp.full((rows, *x.shape[1:]), fill, x.dtype)
+    return ragged_all_to_all(
+        x, output, sizes.starts, sizes.sent, sizes.places, sizes.received, axis_name=axis_name
+    )
+
+
+# ---- Rows ----------------------------------------------------------------------------------------
+
+
+def _wide(dtype: Any) -> Any:
+    """What sums of this type are made in: float32, or float64."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def _once(handle: Handle, dtype: Any) -> jax.Array:
+    """Weights that count each row of a token once, [T, k]."""
+    return (handle.first == jnp.arange(handle.first.shape[1])).astype(_wide(dtype))
+
+
+def _rows_or_zeros(x: jax.Array, index: jax.Array) -> jax.Array:
+    """x[index], and zeros for -1."""
+    found = jnp.take(x, jnp.maximum(index, 0), axis=0, mode="clip")
+    return jnp.where((index >= 0).reshape(index.shape + (1,) * (x.ndim - 1)), found, 0)
+
+
+def _tokens_to_experts(
+    axis_name: AxisName, x: jax.Array, weights: jax.Array, handle: Handle
+) -> tuple[jax.Array, jax.Array]:
+    """A row of x [T, H] for each row of an expert, [R, H], and its weight, [R]."""
+    world, k = handle.out.sent.shape[0], weights.shape[1]
+    received = world * x.shape[0]
+    came = _move(axis_name, _rows_or_zeros(x, handle.token), received, handle.out)
+    # Slots that share a row add their weights up on the first one.
+    j = jnp.arange(k)
+    shared = (handle.first[:, :, None] == j) & (handle.first >= 0)[:, :, None]
+    weights = jnp.sum(jnp.where(shared, weights[:, :, None], 0), axis=1)
+    weights = _move(axis_name, _rows_or_zeros(weights, handle.token), received, handle.out)
+    token = jnp.where(handle.slot >= 0, handle.slot // k, -1)
+    return _rows_or_zeros(came, token), _rows_or_zeros(weights.ravel(), handle.slot)
+
+
+def _experts_to_slots(axis_name: AxisName, y: jax.Array, handle: Handle) -> jax.Array:
+    """The rows of y [R, ...] that slots have, as they come back: handle.row says whose they are."""
+    return _move(axis_name, _rows_or_zeros(y, handle.back), handle.row.size, handle.home)
+
+
+def _weighted_sum(rows: jax.Array, weights: jax.Array, handle: Handle) -> jax.Array:
+    """[T, H], in float32 (float64 for float64), slot after slot."""
+    dtype = _wide(rows.dtype)
+    total = _product.zeros((handle.row.shape[0], rows.shape[1]), dtype, rows)
+    for j in range(handle.row.shape[1]):
+        own = _rows_or_zeros(rows, handle.row[:, j]).astype(dtype)
+        total = total + jnp.where(handle.row[:, j] >= 0, weights[:, j], 0)[:, None] * own
+    return total
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _spread(
+    axis_name: AxisName, x: jax.Array, weights: jax.Array, handle: Handle
+) -> tuple[jax.Array, jax.Array]:
+    return _tokens_to_experts(axis_name, x, weights, handle)
+
+
+def _spread_fwd(axis_name: AxisName, x: jax.Array, weights: jax.Array, handle: Handle) -> Any:
+    return _spread(axis_name, x, weights, handle), handle
+
+
+def _spread_bwd(axis_name: AxisName, handle: Handle, cotangents: Any) -> Any:
+    d_rows, d_weights = cotangents
+    dx = _combine(axis_name, d_rows, _once(handle, d_rows.dtype), handle).astype(d_rows.dtype)
+    return dx, _to_slots(axis_name, d_weights, handle), None
+
+
+_spread.defvjp(_spread_fwd, _spread_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _combine(axis_name: AxisName, y: jax.Array, weights: jax.Array, handle: Handle) -> jax.Array:
+    return _weighted_sum(_experts_to_slots(axis_name, y, handle), weights, handle)
+
+
+def _combine_fwd(axis_name: AxisName, y: jax.Array, weights: jax.Array, handle: Handle) -> Any:
+    return _combine(axis_name, y, weights, handle), (y, weights, handle)
+
+
+def _combine_bwd(axis_name: AxisName, kept: Any, ct: jax.Array) -> Any:
+    y, weights, handle = kept
+    # The result is rounded to y's type, so its cotangent loses nothing by it.
+    rows, row_weights = _spread(axis_name, ct.astype(y.dtype), weights, handle)
+    wide = rows.astype(ct.dtype)
+    dy = (row_weights[:, None] * wide).astype(y.dtype)
+    products = jnp.sum(wide * y.astype(ct.dtype), axis=1)
+    return dy, _to_slots(axis_name, products.astype(weights.dtype), handle), None
+
+
+_combine.defvjp(_combine_fwd, _combine_bwd)
+
+
+def _to_slots(axis_name: AxisName, numbers: jax.Array, handle: Handle) -> jax.Array:
+    """[T, k] of numbers [R]."""
+    return _rows_or_zeros(_experts_to_slots(axis_name, numbers, handle), handle.row)

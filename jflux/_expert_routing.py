@@ -1,0 +1,137 @@
+"""Where the rows of expert parallelism go: pure functions of choices and counts, on integers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Sizes(NamedTuple):
+    """Rows between ranks, as one rank's :func:`jflux.ragged_all_to_all` takes them. All are
+    int32 [N].
+
+    Attributes:
+      starts: where the rows for each rank begin on this one.
+      sent: how many there are.
+      places: where they land on that rank.
+      received: how many come from each rank.
+      received_at: where those lie on this rank.
+      sent_from: where they lay on that rank.
+    """
+
+    starts: jax.Array
+    sent: jax.Array
+    places: jax.Array
+    received: jax.Array
+    received_at: jax.Array
+    sent_from: jax.Array
+
+    def back(self) -> Sizes:
+        """Of the same rows, on their way back."""
+        return Sizes(
+            self.received_at, self.received, self.sent_from, self.sent, self.starts, self.places
+        )
+
+
+class Slots(NamedTuple):
+    """A rank's slots: slot (t, j) is the j-th choice of token t.
+
+    Attributes:
+      expert: i32 [T, k], the expert; -1: none, or dropped.
+      first: i32 [T, k], the token's first slot with this expert, whose row it shares; -1: none.
+    """
+
+    expert: jax.Array
+    first: jax.Array
+
+    @property
+    def has_row(self) -> jax.Array:
+        """bool [T, k]: whether the slot has a row of its own."""
+        return self.first == jnp.arange(self.first.shape[1])
+
+
+def distinct(expert: jax.Array) -> Slots:
+    """The slots of choices [T, k], of which -1 is none."""
+    same = (expert[:, :, None] == expert[:, None, :]) & (expert >= 0)[:, :, None]
+    first = jnp.where(expert >= 0, jnp.argmax(same, axis=2), -1)
+    return Slots(expert, first.astype(jnp.int32))
+
+
+def keep(slots: Slots, places: jax.Array) -> Slots:
+    """The slots that find a place, of which each expert has so many, [E]: they are given out in the
+    order of slots."""
+    order = number_among_equals(jnp.where(slots.has_row, slots.expert, -1))
+    kept = order < places[slots.expert]
+    kept = jnp.take_along_axis(kept, jnp.maximum(slots.first, 0), axis=1) & (slots.expert >= 0)
+    return Slots(jnp.where(kept, slots.expert, -1), jnp.where(kept, slots.first, -1))
+
+
+def number_among_equals(keys: jax.Array) -> jax.Array:
+    """How many elements before it, in row-major order, have an element's value."""
+    flat = keys.ravel()
+    order = jnp.argsort(flat, stable=True)
+    ordered = flat[order]
+    start = jnp.searchsorted(ordered, ordered, side="left")
+    number = jnp.arange(flat.size, dtype=jnp.int32) - start.astype(jnp.int32)
+    return jnp.zeros_like(number).at[order].set(number).reshape(keys.shape)
+
+
+def count(keys: jax.Array, most: int) -> jax.Array:
+    """i32 [most]: how often each number occurs; others, as -1, are not counted."""
+    inside = (keys >= 0) & (keys < most)
+    return jnp.zeros(most, jnp.int32).at[jnp.where(inside, keys, most)].add(1, mode="drop")
+
+
+def places_of(counts: jax.Array, rank: jax.Array, capacity: int) -> jax.Array:
+    """i32 [E]: how many places of each expert the ranks before this one leave. counts: [N, E], the
+    rows that each rank has for each expert."""
+    earlier = jnp.where(jnp.arange(counts.shape[0])[:, None] < rank, counts, 0).sum(0)
+    return jnp.clip(capacity - earlier, 0).astype(jnp.int32)
+
+
+def kept_counts(counts: jax.Array, capacity: int) -> jax.Array:
+    """i32 [N, E]: of so many rows, those that have a place."""
+    earlier = jnp.cumsum(counts, 0) - counts
+    return jnp.clip(capacity - earlier, 0, counts).astype(jnp.int32)
+
+
+def sizes_between(rows: jax.Array, rank: jax.Array) -> Sizes:
+    """Of rows [N, N], from each rank to each: every rank's rows lie in the order of ranks."""
+    by_sender = jnp.cumsum(rows, 1) - rows  # where they begin on their sender
+    by_receiver = jnp.cumsum(rows, 0) - rows
+    return Sizes(
+        by_sender[rank], rows[rank], by_receiver[rank],
+        rows[:, rank], by_receiver[:, rank], by_sender[:, rank],
+    )  # fmt: skip
+
+
+def compacted(wanted: jax.Array, values: jax.Array, size: int) -> jax.Array:
+    """i32 [size]: the values that are wanted, in order; then -1."""
+    wanted, values = wanted.ravel(), values.ravel()
+    at = jnp.where(wanted, jnp.cumsum(wanted) - 1, size)
+    return jnp.full(size, -1, jnp.int32).at[at].set(values.astype(jnp.int32), mode="drop")
+
+
+def expert_rows(
+    local_expert: jax.Array, starts: jax.Array, size: int
+) -> tuple[jax.Array, jax.Array]:
+    """The rows of this rank's experts, one for each element of local_expert that is not -1, in the
+    order of elements.
+
+    Args:
+      local_expert: i32, any shape.
+      starts: i32 [E_local], the first row of each expert.
+      size: of the rows in all.
+
+    Returns:
+      (i32 [size], the element of each row, -1: none; i32, local_expert's shape, the row of each
+      element, -1: none).
+    """
+    flat = local_expert.ravel()
+    row = starts[flat] + number_among_equals(flat)
+    row = jnp.where(flat >= 0, row, size)
+    element = jnp.arange(flat.size, dtype=jnp.int32)
+    source = jnp.full(size, -1, jnp.int32).at[row].set(element, mode="drop")
+    return source, jnp.where(flat >= 0, row, -1).astype(jnp.int32).reshape(local_expert.shape)

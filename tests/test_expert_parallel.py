@@ -1,0 +1,407 @@
+"""jflux.moe_dispatch and jflux.moe_combine, against a dense form in float64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import PLATFORM, RANKS, make_mesh, per_device, run, x64_if
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jflux
+from jflux import testing
+
+# ---- What should happen, in numpy ----------------------------------------------------------------
+
+
+def choices(rng, kind, ranks, tokens, k, experts):
+    """[ranks, T, k] of one kind."""
+    shape = (ranks, tokens, k)
+    indices = rng.permuted(np.broadcast_to(np.arange(experts), (*shape[:2], experts)), axis=2)
+    indices = indices[:, :, :k].astype(np.int32)
+    match kind:
+        case "one expert":
+            indices[:] = -1
+            indices[:, :, k // 2] = experts - 1
+        case "some without":  # experts, tokens, slots
+            indices[indices % 2 == 1] = -1
+            indices[:, ::2] = -1
+        case "one rank":
+            indices %= max(1, experts // ranks)
+        case "duplicates":
+            indices = rng.integers(0, min(2, experts), shape).astype(np.int32)
+        case "nothing":
+            indices[:] = -1
+    return indices
+
+
+def expected(indices, experts, capacity):
+    """(for each expert its rows (rank, token) in order; slots that stay, [ranks, T, k])."""
+    rows, kept = [[] for _ in range(experts)], np.zeros(indices.shape, bool)
+    for at in np.ndindex(indices.shape):
+        expert, token = indices[at], at[:2]
+        if not 0 <= expert < experts:
+            continue
+        if token not in rows[expert]:
+            if capacity is not None and len(rows[expert]) >= capacity:
+                continue
+            rows[expert].append(token)
+        kept[at] = True
+    return rows, kept
+
+
+def operands(seed, kind, ranks, tokens, k, experts, width=6, dtype=np.float64):
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((ranks, tokens, width)).astype(dtype)
+    weights = rng.random((ranks, tokens, k)).astype(np.float64 if dtype == np.float64 else "f4")
+    return x, choices(rng, kind, ranks, tokens, k, experts), weights
+
+
+KINDS = ("random", "one expert", "some without", "one rank", "duplicates", "nothing")
+# ranks, tokens, k, experts of a rank
+SIZES = ((1, 5, 2, 4), (2, 7, 3, 2), (3, 5, 2, 1), (RANKS, 3, 4, 2))
+
+
+def _dispatch(mesh, experts, **options):
+    f = functools.partial(jflux.moe_dispatch, num_experts=experts, axis_name="tp", **options)
+    return jax.jit(per_device(mesh, f))
+
+
+# ---- Rows ----------------------------------------------------------------------------------------
+
+
+WAYS = (
+    {"capacity": None, "alignment": 1, "layout": "expert"},
+    {"capacity": None, "alignment": 4, "layout": "masked"},
+    {"capacity": 2, "alignment": 4, "layout": "expert"},
+    {"capacity": 3, "alignment": 1, "layout": "masked"},
+)
+
+
+@pytest.mark.parametrize("way", range(len(WAYS)))
+@pytest.mark.parametrize("size", SIZES[1:3], ids=str)
+def test_rows_of_the_experts(size, way):
+    mesh, experts = make_mesh(size[:1]), size[0] * size[3]
+    f = _dispatch(mesh, experts, **WAYS[way])
+    for kind in KINDS:
+        x, indices, weights = operands(1, kind, *size[:3], experts)
+        testing.poison_workspaces()
+        with x64_if(np.float64):
+            d = run(f, x, indices, weights)
+        _check_rows(d, x, indices, weights, experts, **WAYS[way])
+
+
+def _check_rows(d, x, indices, weights, experts, capacity, alignment, layout):
+    ranks, tokens, k = indices.shape
+    local = experts // ranks
+    rows, kept = expected(indices, experts, capacity)
+    counts = np.array([len(r) for r in rows]).reshape(ranks, local)
+    np.testing.assert_array_equal(d.group_sizes, counts)
+    everybody = indices.reshape(-1, k)
+    chosen = [(everybody == e).any(1).sum() for e in range(experts)]
+    np.testing.assert_array_equal(d.statistics.tokens_per_expert, [chosen] * ranks)
+    np.testing.assert_array_equal(d.statistics.dropped, ((indices >= 0) & ~kept).sum((1, 2)))
+    most = -(-(tokens * ranks if capacity is None else capacity) // alignment) * alignment
+    if layout == "masked":
+        assert d.rows.shape == (ranks, local, most, x.shape[2])
+        starts = np.tile(np.arange(local) * most, (ranks, 1))
+        np.testing.assert_array_equal(d.padded_sizes, np.full_like(counts, most))
+    else:
+        bound = min(k, local) * ranks * tokens + local * (alignment - 1)
+        bound = -(-bound // alignment) * alignment
+        assert d.rows.shape[1] == (bound if capacity is None else min(bound, local * most))
+        padded = -(-counts // alignment) * alignment
+        np.testing.assert_array_equal(d.padded_sizes, padded)
+        starts = np.cumsum(padded, 1) - padded
+    want = np.zeros((ranks, d.handle.slot.shape[1], x.shape[2]))
+    want_weights = np.zeros(want.shape[:2])
+    for expert, its in enumerate(rows):
+        rank, e = divmod(expert, local)
+        for i, (src, t) in enumerate(its):
+            want[rank, starts[rank, e] + i] = x[src, t]
+            shared = weights[src, t][indices[src, t] == expert]
+            want_weights[rank, starts[rank, e] + i] = shared.sum()
+    np.testing.assert_array_equal(d.rows.reshape(want.shape), want)
+    np.testing.assert_allclose(d.weights.reshape(want_weights.shape), want_weights, rtol=1e-15)
+
+
+# ---- A layer, and its gradients ------------------------------------------------------------------
+
+
+def _expert_of_rows(d):
+    """The expert of each row, or the last one for rows of none."""
+    experts = jnp.arange(d.padded_sizes.shape[0])
+    return jnp.repeat(experts, d.padded_sizes, total_repeat_length=d.rows.shape[0])
+
+
+def layer(x, indices, weights, w, axis_name="tp", residual=None, scaled=False, **options):
+    """Experts ``tanh(x @ w)``; w is [E_local, H, F]. scaled: the experts apply the weights."""
+    experts = w.shape[0] * lax.axis_size(axis_name)
+    d = jflux.moe_dispatch(x, indices, weights, num_experts=experts, axis_name=axis_name, **options)
+    if d.rows.ndim == 3:
+        y = jnp.tanh(jnp.einsum("ech,ehf->ecf", d.rows, w))
+    else:
+        y = jnp.tanh(jnp.einsum("rh,rhf->rf", d.rows, w[_expert_of_rows(d)]))
+    if scaled:
+        y, weights = y * d.weights[..., None], None
+    return jflux.moe_combine(y, d.handle, weights=weights, residual=residual, axis_name=axis_name)
+
+
+def dense(x, indices, weights, w, kept):
+    """The same of all ranks' tokens, with every expert for every token."""
+    y = jnp.tanh(jnp.einsum("nth,ehf->ntef", x, w))
+    one_hot = jax.nn.one_hot(indices, w.shape[0], dtype=x.dtype) * kept[..., None]
+    return jnp.einsum("ntk,ntke,ntef->ntf", weights, one_hot, y)
+
+
+def _weights_of(seed, experts, width=6, out=5):
+    return np.random.default_rng(seed).standard_normal((experts, width, out))
+
+
+@pytest.mark.parametrize(
+    "size, options",
+    [
+        (SIZES[0], {"scaled": True}),
+        (SIZES[1], {"alignment": 4}),
+        (SIZES[1], {"layout": "masked", "capacity": 3, "scaled": True}),
+        (SIZES[2], {"capacity": 2}),
+        (SIZES[3], {}),
+    ],
+    ids=str,
+)
+def test_a_layer_and_its_gradients(size, options):
+    ranks, local = size[0], size[3]
+    experts, mesh = ranks * local, make_mesh((ranks,))
+    w = _weights_of(3, experts)
+    split = w.reshape(ranks, local, *w.shape[1:])
+    ct = np.random.default_rng(4).standard_normal((ranks, size[1], w.shape[2]))
+
+    def with_gradients(x, indices, weights, w, ct):
+        f = functools.partial(layer, **options)
+        y, pull = jax.vjp(lambda x, weights, w: f(x, indices, weights, w), x, weights, w)
+        return y, *pull(ct)
+
+    f = jax.jit(per_device(mesh, with_gradients))
+    for kind in KINDS:
+        x, indices, weights = operands(2, kind, *size[:3], experts)
+        _, kept = expected(indices, experts, options.get("capacity"))
+        with x64_if(np.float64):
+            got = run(f, x, indices, weights, split, ct)
+            y, pull = jax.vjp(functools.partial(_dense_of, indices, kept), x, weights, w)
+            want = (y, *pull(ct))
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_allclose(a.reshape(b.shape), b, rtol=1e-11, atol=1e-12)
+
+
+def _dense_of(indices, kept, x, weights, w):
+    return dense(x, indices, weights, w, kept)
+
+
+def test_layers_of_different_sizes_under_remat_and_scan():
+    """Two in each step, and both a mesh of two groups and a residual."""
+    ranks = RANKS // 2
+    mesh = make_mesh((2, ranks), ("dp", "tp"))
+    sizes = {"first": (ranks * 2, 6, 6), "second": (ranks, 6, 6)}
+    w = {name: _weights_of(i, *size) for i, (name, size) in enumerate(sizes.items())}
+    tokens, k = 5, 2
+    rng = np.random.default_rng(7)
+    x = rng.standard_normal((2, ranks, tokens, 6))
+    indices = {
+        name: choices(rng, "random", 2 * ranks, tokens, k, size[0]).reshape(2, ranks, tokens, k)
+        for name, size in sizes.items()
+    }
+    weights = rng.random((2, ranks, tokens, k))
+
+    def loss(moe):
+        def f(x, indices, weights, w):
+            @jax.checkpoint
+            def step(x, _):
+                x = moe(x, indices["first"], weights, w["first"], residual=x)
+                x = moe(x, indices["second"], weights, w["second"], residual=x)
+                return x, jnp.sum(jnp.sin(x), -1)
+
+            return jnp.sum(lax.scan(step, x, None, length=3)[1])
+
+        return jax.grad(f, (0, 2, 3))
+
+    def plain(x, indices, weights, w, residual):
+        return residual + dense(x, indices, weights, w, np.ones(indices.shape))
+
+    with x64_if(np.float64):
+        split = {n: np.broadcast_to(v.reshape(ranks, -1, 6, 6), (2, ranks, len(v) // ranks, 6, 6))
+                 for n, v in w.items()}  # fmt: skip
+        dx, dweights, dw = run(jax.jit(per_device(mesh, loss(layer))), x, indices, weights, split)
+        for group in range(2):
+            own = {name: i[group] for name, i in indices.items()}
+            want = jax.jit(loss(plain))(x[group], own, weights[group], w)
+            np.testing.assert_allclose(dx[group], want[0], rtol=1e-10, atol=1e-11)
+            np.testing.assert_allclose(dweights[group], want[1], rtol=1e-10, atol=1e-11)
+            for name, value in want[2].items():
+                np.testing.assert_allclose(
+                    dw[name][group].reshape(value.shape), value, rtol=1e-10, atol=1e-11
+                )
+
+
+def test_types_under_check_vma():
+    """Gradients of what is the same on all ranks are summed over them."""
+    mesh = make_mesh((2,))
+    x, indices, weights = operands(5, "random", 2, 4, 2, 4)
+    w = _weights_of(6, 4)
+
+    def f(x, indices, weights, w, scale):
+        def loss(scale):
+            return jnp.sum(layer(x * scale, indices, weights, w) ** 2)
+
+        return jax.grad(lambda s: lax.psum(loss(s), "tp"))(scale)
+
+    with x64_if(np.float64):
+        got = jax.jit(
+            jax.shard_map(
+                lambda x, i, s, w, scale: f(x[0], i[0], s[0], w, scale), mesh=mesh,
+                in_specs=(*[P("tp")] * 4, P()), out_specs=P(),
+            )
+        )(x, indices, weights, w, 1.5)  # fmt: skip
+        want = jax.grad(
+            lambda s: jnp.sum(dense(x * s, indices, weights, w, np.ones(indices.shape)) ** 2)
+        )(1.5)
+    np.testing.assert_allclose(got, want, rtol=1e-11)
+
+
+# ---- Bits, and programs --------------------------------------------------------------------------
+
+
+def _sums(ranks, x, indices, weights):
+    """Of copies, by as many ranks, of all tokens in one row."""
+
+    def f(x, indices, weights):
+        d = jflux.moe_dispatch(x, indices, weights, num_experts=8, axis_name="tp")
+        return jflux.moe_combine(3 * d.rows, d.handle, weights=weights, axis_name="tp")
+
+    parts = [a.reshape(ranks, -1, a.shape[-1]) for a in (x, indices, weights)]
+    return run(jax.jit(per_device(make_mesh((ranks,)), f)), *parts).reshape(x.shape)
+
+
+def test_the_same_bits_in_every_run_and_on_any_number_of_ranks():
+    x, indices, weights = operands(8, "random", 1, 8, 5, 8, dtype=jnp.bfloat16)
+    args = x[0], indices[0], weights[0]
+    first = _sums(2, *args)
+    for ranks in (1, 2, 4, 8) if RANKS == 8 else (1, 2):
+        np.testing.assert_array_equal(_sums(ranks, *args), first)
+
+
+def test_sums_are_rounded_once():
+    """Numbers whose sum in bfloat16 would lose the small ones, in the order of top-k."""
+    mesh = make_mesh((2,))
+    indices = np.tile(np.arange(4, dtype=np.int32), (2, 3, 1))
+    x = np.ones((2, 3, 2), jnp.bfloat16)
+
+    def f(x, indices):
+        d = jflux.moe_dispatch(x, indices, jnp.ones((3, 4)), num_experts=4, axis_name="tp")
+        factors = jnp.array([256, 1, 1, -256]).reshape(2, 2)[lax.axis_index("tp")]
+        y = d.rows * factors[_expert_of_rows(d)][:, None].astype(d.rows.dtype)
+        return jflux.moe_combine(y, d.handle, residual=x, axis_name="tp")
+
+    y = run(jax.jit(per_device(mesh, f)), x, indices)
+    assert y.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(y.astype(np.float32), 3)
+
+
+def test_one_program_with_other_choices():
+    """Choices are data: one compilation, also where ranks get no token."""
+    mesh, experts = make_mesh((4,)), 8
+    w = _weights_of(9, experts).astype(np.float32)
+    f = jax.jit(per_device(mesh, layer))
+    for seed, kind in enumerate(KINDS):
+        x, indices, weights = operands(seed, kind, 4, 6, 3, experts, dtype=np.float32)
+        testing.poison_workspaces()
+        y = run(f, x, indices, weights, w.reshape(4, 2, 6, 5))
+        with x64_if(np.float64):
+            want = dense(*(a.astype(np.float64) if a.dtype != np.int32 else a
+                           for a in (x, indices, weights, w)), np.ones(indices.shape))  # fmt: skip
+        np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-5)
+    assert f._cache_size() == 1
+
+
+def test_handles_are_integers():
+    x, indices, weights = operands(1, "random", 2, 4, 2, 4, dtype=np.float32)
+    d = run(_dispatch(make_mesh((2,)), 4), x, indices, weights)
+    assert all(leaf.dtype == np.int32 for leaf in jax.tree.leaves(d.handle))
+    assert d.weights.dtype == np.float32
+
+
+# ---- Errors --------------------------------------------------------------------------------------
+
+
+def test_an_index_out_of_range_is_dropped_and_counted():
+    mesh = make_mesh((2,))
+    x, indices, weights = operands(1, "random", 2, 4, 2, 4, dtype=np.float32)
+    indices[0, 1, 0], indices[0, 2, 1], indices[1, 0, 0] = 4, -2, -1
+    d = run(_dispatch(mesh, 4), x, indices, weights)
+    np.testing.assert_array_equal(d.statistics.dropped, [2, 0])
+    rows, _ = expected(indices, 4, None)
+    np.testing.assert_array_equal(d.group_sizes.ravel(), [len(r) for r in rows])
+
+
+@pytest.mark.skipif(PLATFORM != "cpu", reason="a fault ends a GPU's context")
+def test_overflow_as_an_error():
+    mesh = make_mesh((2,))
+    x, indices, weights = operands(1, "one expert", 2, 4, 2, 4, dtype=np.float32)
+    f = _dispatch(mesh, 4, capacity=6, on_overflow="error")
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"rank 1.*input_offsets\[0\] = -2"):
+        run(f, x, indices, weights)
+    indices[1, 1:3] = -1  # now they fit
+    d = run(f, x, indices, weights)
+    np.testing.assert_array_equal(d.group_sizes, [[0, 0], [0, 6]])
+    indices[0, 0, 0] = 17
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"rank 0.*input_offsets\[0\] = -1"):
+        run(f, x, indices, weights)
+
+
+def _refused(error, match, **changes):
+    arrays = {"x": np.zeros((4, 6), "f4"), "topk_indices": np.zeros((4, 2), "i4"),
+              "topk_weights": np.zeros((4, 2), "f4"), "num_experts": 4}  # fmt: skip
+    f = functools.partial(jflux.moe_dispatch, **(arrays | changes), axis_name="tp")
+    with pytest.raises(error, match=match):
+        jax.eval_shape(
+            jax.shard_map(lambda: f().rows, mesh=make_mesh((2,)), in_specs=(), out_specs=P("tp"))
+        )
+
+
+def test_operands_and_options_that_do_not_fit():
+    _refused(ValueError, r"x must be floating \[T, H\], got float32 \(4,\)", x=np.zeros(4, "f4"))
+    _refused(ValueError, "x must be floating.*int32", x=np.zeros((4, 6), "i4"))
+    _refused(TypeError, "topk_indices must be integers, got float32",
+             topk_indices=np.zeros((4, 2), "f4"))  # fmt: skip
+    _refused(ValueError, r"topk_indices must have shape \[T, k\] with the T=4",
+             topk_indices=np.zeros((5, 2), "i4"))  # fmt: skip
+    _refused(TypeError, "topk_weights must be floating", topk_weights=np.zeros((4, 2), "i4"))
+    _refused(ValueError, r"topk_weights must have topk_indices' shape \(4, 2\)",
+             topk_weights=np.zeros((4, 3), "f4"))  # fmt: skip
+    _refused(ValueError, "num_experts=5 must be a positive multiple of the 2", num_experts=5)
+    _refused(TypeError, "num_experts must be an int", num_experts=4.0)
+    many = {"topk_indices": np.zeros((4, 5), "i4"), "topk_weights": np.zeros((4, 5), "f4")}
+    _refused(ValueError, "has 5 experts for each token, which must be from 1 to", **many)
+    _refused(ValueError, "capacity=0 must be at least 1", capacity=0)
+    _refused(TypeError, "alignment must be an int", alignment=2.5)
+    _refused(ValueError, "layout='rows' must be one of", layout="rows")
+    _refused(ValueError, "on_overflow='raise' must be one of", on_overflow="raise")
+
+
+def test_combine_refuses_what_is_not_of_the_dispatch():
+    x, indices, weights = operands(1, "random", 2, 4, 2, 4, dtype=np.float32)
+
+    def f(match, y=None, **options):
+        def local(x, indices, weights):
+            d = jflux.moe_dispatch(x, indices, weights, num_experts=4, axis_name="tp")
+            rows = d.rows if y is None else y(d.rows)
+            return jflux.moe_combine(rows, d.handle, axis_name="tp", **options)
+
+        with pytest.raises((ValueError, TypeError), match=match):
+            jax.eval_shape(per_device(make_mesh((2,)), local), x, indices, weights)
+
+    f(r"y must have the 16 rows of the dispatch.*got \(15, 6\)", lambda y: y[1:])
+    f("y must be floating, got int32", lambda y: y.astype(jnp.int32))
+    f(r"weights must be floating \(4, 2\)", weights=np.zeros((4, 3), "f4"))
+    f(r"residual must be \(4, 6\), got \(4, 7\)", residual=np.zeros((4, 7), "f4"))
