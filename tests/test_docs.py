@@ -28,6 +28,9 @@ SAMPLES = {
     ],
     "docs/quickstart.md": ["assert abs(y - expected).max() < 0.05"],
     "docs/guide/calling.md": ["assert all(jnp.isfinite(a).all() for a in (y, h, z))"],
+    "docs/guide/expert_parallelism.md": [
+        "assert y.shape == x.shape and bool(jnp.isfinite(y).all())"
+    ],
     "docs/guide/hosts.md": ["assert jflux.heap_report().platform == 'cpu'"],
     "docs/guide/recipes.md": [
         "assert losses[-1] < losses[0] - 1 and linen_losses[-1] < linen_losses[0]",
