@@ -377,17 +377,17 @@ def test_operands_that_do_not_fit_raise_when_traced():
 @pytest.mark.parametrize(
     "argument, value, message",
     [
-        ("input_offsets", -1, r"input_offsets\[1\] = -1, which must be from 0 to 8"),
-        ("input_offsets", 9, r"input_offsets\[1\] = 9, which must be from 0 to 8"),
-        ("send_sizes", 9, r"send_sizes\[1\] = 9, which must be from 0 to 8"),
-        ("send_sizes", -2, r"send_sizes\[1\] = -2, which must be from 0 to 8"),
-        ("output_offsets", 12, r"output_offsets\[1\] = 12, which must be from 0 to 10"),
+        ("input_offsets", -1, r"input_offsets\[1\] = -1"),
+        ("input_offsets", 9, r"input_offsets\[1\] = 9"),
+        ("send_sizes", 9, r"send_sizes\[1\] = 9"),
+        ("send_sizes", -2, r"send_sizes\[1\] = -2"),
+        ("output_offsets", 12, r"output_offsets\[1\] = 12"),
         ("output_offsets", 1 << 40, r"output_offsets\[1\] = 2147483647"),
         ("recv_sizes", 1, r"recv_sizes\[1\] = 1, but rank 1 sends it 2"),
     ],
 )
 def test_values_out_of_range_end_the_call(argument, value, message, travel):
-    """Found on the rank that has them; the message names it, and the next call is right."""
+    """Every rank's message names the rank that has them, and the next call is right."""
     mesh = make_mesh((3,))
     operand, output = np.ones((3, 8), np.float32), np.zeros((3, 12), np.float32)
     sizes = dict(zip(SIZES, np.zeros((4, 3, 3), np.int64), strict=True))

@@ -119,6 +119,24 @@ TEST(WaitTimesOutAndSaysForWhom) {
   }
 }
 
+TEST(APayloadIsTakenFromAnyWordOfTheCall) {
+  const Signal expected = MakeSignal(5, 7);
+  uint32_t payload = 0;
+  for (uint32_t bits : {0u, 7u, 0xabcdefu}) {
+    RankFault fault{};
+    const Signal word = MakeSignal(5, bits);
+    EXPECT(AwaitPayload(&word, expected, 1, 0, Context(&fault, 0, -1), &payload));
+    EXPECT_EQ(payload, bits);
+  }
+  // Words of an earlier call are none, and of a later one the ranks run different calls.
+  for (const Signal word : {Signal{0}, MakeSignal(3, 7), MakeSignal(6, 7)}) {
+    RankFault fault{};
+    EXPECT(!AwaitPayload(&word, expected, 3, 17, Context(&fault, 2, 0.05), &payload));
+    EXPECT_EQ(KindOf(fault), EpochOf(word) > 5 ? FaultKind::kMismatch : FaultKind::kTimeout);
+    EXPECT(fault.peer == 3 && fault.tile == 17 && fault.seen == word);
+  }
+}
+
 TEST(WaitReportsAMismatchAtOnce) {
   for (const Signal seen : {MakeSignal(5, 8), MakeSignal(7, 7)}) {  // another call, a later call
     RankFault fault{};
