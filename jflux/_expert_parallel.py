@@ -164,7 +164,7 @@ def moe_combine(
     row once to a rank.
 
     Args:
-      y: [R, ...] or [E / N, C, ...], the results for the rows of the dispatch: [.., D].
+      y: [R, D] or [E / N, C, D], floating: the experts' results for the rows of the dispatch.
       handle: of the dispatch.
       weights: [T, k]. None: rows are added as they are, for experts that have applied
         ``Dispatched.weights``; two slots that share a row add it once.
