@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax._src import checkify, core
+from jax._src import checkify, core, dispatch
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -157,6 +157,8 @@ def is_real(dtype: Any) -> bool:
 NAME = "jflux_tangents"
 _primitive = Primitive(NAME)
 _primitive.multiple_results = True
+# Its lowering has calls of ops: a lowering for these devices alone, as theirs.
+dispatch.prim_requires_devices_during_lowering.add(_primitive)
 
 
 @_primitive.def_abstract_eval

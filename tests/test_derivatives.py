@@ -444,6 +444,29 @@ def test_a_gathered_x_of_another_type_than_y(dtype):
         np.testing.assert_allclose(a.astype("float32"), b.astype("float32"), rtol=1e-2, atol=1e-2)
 
 
+def test_tangents_alone_run_on_the_mesh_that_they_are_called_on():
+    """A function whose values nobody wants has the tangents' equation and no other, and JAX reuses
+    what it has lowered."""
+    x, w = normal(0, (WORLD * WORLD, WORLD * 3), DTYPE), normal(1, (WORLD * 3, 4), DTYPE)
+
+    def tangents(x, w):
+        op = functools.partial(jflux.matmul_reduce_scatter, axis_name="tp")
+        return jax.jvp(op, (x, w), (x, w))[1]
+
+    specs = P(None, "tp"), P("tp")
+    mesh = make_mesh((WORLD,)).abstract_mesh
+    f = jax.jit(jax.shard_map(tangents, mesh=mesh, in_specs=specs, out_specs=P("tp")))
+    for order in (range(WORLD), (*range(1, WORLD), 0)):
+        mesh = make_mesh((WORLD,), order=order)
+        with x64_if(DTYPE):
+            args = (
+                jax.device_put(a, jax.NamedSharding(mesh, spec))
+                for a, spec in zip((x, w), specs, strict=True)
+            )
+            got = np.asarray(f(*args))
+        assert_near(got, 2 * x.astype(np.float64) @ w.astype(np.float64), DTYPE, roundings=60)
+
+
 # ---- Errors --------------------------------------------------------------------------------------
 
 
