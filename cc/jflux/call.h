@@ -17,7 +17,7 @@ namespace jflux::shmem {
 
 // Version of everything that kernels and handlers share with the library: the structs here and in
 // the headers above. Bump it with every change. The library refuses a handler with another version.
-inline constexpr int32_t kCallVersion = 3;
+inline constexpr int32_t kCallVersion = 4;
 
 // A call, as described by its FFI attributes, which jflux.custom_call supplies. The pointers belong
 // to the caller.
@@ -41,8 +41,8 @@ struct CallArgs {
 
 // One rank's part of a call on the CPU. False if a wait failed.
 using CpuBody = bool (*)(void* data, const Context& ctx);
-// `error` is null on success. It is valid until the function returns.
-using CpuDone = void (*)(void* data, const char* error);
+// `error` is null on success, and valid until the function returns; `status` is its ffi::ErrorCode.
+using CpuDone = void (*)(void* data, int32_t status, const char* error);
 
 // Loads kernels on this device of the process. Returns null on success, else the reason.
 using KernelLoader = const char* (*)(int ordinal);

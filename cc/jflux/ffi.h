@@ -101,26 +101,27 @@ xla::ffi::Future JoinCall(const xla::ffi::Context& context, const xla::ffi::Dict
 
   auto* call = new Call{std::move(body), ffi::Promise()};
   ffi::Future future(call->promise);
-  const auto done = [](void* data, const char* error) {
+  const auto done = [](void* data, int32_t status, const char* error) {
     auto* call = static_cast<Call*>(data);
     ffi::Promise promise = std::move(call->promise);
     delete call;
     if (error == nullptr) {
       promise.SetAvailable();
     } else {
-      promise.SetError(ffi::Error(ffi::ErrorCode::kDeadlineExceeded, error));
+      promise.SetError(ffi::Error(static_cast<ffi::ErrorCode>(status), error));
     }
   };
   CallInfo info;
   const auto site = context.get<ffi::State<internal::Site>>();
   const auto run_id = context.get<ffi::RunId>();
   const auto device = context.get<ffi::DeviceOrdinal>();
+  constexpr auto kInvalid = static_cast<int32_t>(ffi::ErrorCode::kInvalidArgument);
   if (const char* wrong = internal::InfoOf(attrs, &info)) {
-    done(call, internal::WrongAttribute(wrong).c_str());
+    done(call, kInvalid, internal::WrongAttribute(wrong).c_str());
     return future;
   }
   if (!site.has_value() || !run_id.has_value() || !device.has_value()) {
-    done(call, internal::kNoCall);
+    done(call, kInvalid, internal::kNoCall);
     return future;
   }
   jflux_cpu_join_call(

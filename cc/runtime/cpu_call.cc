@@ -1,5 +1,7 @@
 #include "runtime/cpu_call.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <chrono>
@@ -12,6 +14,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <random>
 #include <set>
 #include <thread>
@@ -80,7 +83,7 @@ struct Registry {
   std::map<CallId, Pending> pending;
   std::list<Run> runs;  // the one that has made the last call is last
   std::map<int64_t, std::list<Run>::iterator> run_of;
-  std::map<CallId, std::string> failed;  // for ranks that arrive after a call has failed
+  std::map<CallId, CallError> failed;  // for ranks that arrive after a call has failed
   std::deque<CallId> failed_order;
   bool watching = false;
 };
@@ -117,7 +120,7 @@ std::string Prefix(OpId op) { return std::string("jflux.") + NameOf(op) + ": "; 
 
 // Completes ranks of a call that has failed. On threads of the pool, where XLA may go on as it
 // likes; without any, on this one.
-void Fail(std::vector<CpuCall> ranks, const std::string& error) {
+void Fail(std::vector<CpuCall> ranks, const CallError& error) {
   for (CpuCall& call : ranks) {
     const auto complete = [done = std::move(call.done), error] { done(error); };
     std::string no_thread;
@@ -136,7 +139,7 @@ void Abandon(const CallId& id, const HeapCpu& heap, const std::vector<CpuCall>& 
 }
 
 // Runs the body; the error, or nothing.
-std::string RunBody(Cohort& cohort, CpuCall& call) {
+CallError RunBody(Cohort& cohort, CpuCall& call) {
   SymmetricView view;  // Register has checked that the heap knows the devices
   cohort.heap->FillView(call.group, call.rank, cohort.lease.offset, &view);
   const TestHooks hooks = cohort.heap->hooks();
@@ -154,15 +157,17 @@ std::string RunBody(Cohort& cohort, CpuCall& call) {
                   hooks.skip_waits != 0,
                   cohort.heap->limits()};
   try {
-    if (call.body(view, cohort.lease.epoch, ctx)) return "";
+    if (call.body(view, cohort.lease.epoch, ctx)) return {};
   } catch (const std::exception& e) {
-    return Prefix(call.op) + "rank " + std::to_string(call.rank) + " failed: " + e.what();
+    const bool memory = dynamic_cast<const std::bad_alloc*>(&e) != nullptr;
+    return {memory ? ErrorKind::kResourceExhausted : ErrorKind::kInternal,
+            Prefix(call.op) + "rank " + std::to_string(call.rank) + " failed: " + e.what()};
   }
-  return Describe(fault, cohort.heap->deadline_s());
+  return {KindOf(fault), Describe(fault, cohort.heap->deadline_s())};
 }
 
 void RunRank(const std::shared_ptr<Cohort>& cohort, CpuCall& call) {
-  std::string error = RunBody(*cohort, call);
+  CallError error = RunBody(*cohort, call);
   if (!error.empty()) cohort->failed = true;
   call.body = nullptr;
   auto done = std::move(call.done);
@@ -170,9 +175,10 @@ void RunRank(const std::shared_ptr<Cohort>& cohort, CpuCall& call) {
       !cohort->heap->table()->Release(cohort->lease, static_cast<int32_t>(cohort->ranks.size()),
                                       cohort->failed, NowNs() + TimeoutNs(*cohort->heap)) &&
       error.empty()) {
-    error = Prefix(call.op) +
-            "the directory of the symmetric heap is locked, so the call's workspace is lost: did a "
-            "process end?";
+    error = {ErrorKind::kAborted,
+             Prefix(call.op) +
+                 "the directory of the symmetric heap is locked, so the call's workspace is lost: "
+                 "did a process end?"};
   }
   done(error);
 }
@@ -184,6 +190,7 @@ void RunCohort(const CallId& id, std::shared_ptr<HeapCpu> heap, std::vector<CpuC
   const auto count = static_cast<int32_t>(cohort->ranks.size());
   cohort->left = count;
   std::string error;
+  ErrorKind kind = ErrorKind::kInternal;
   const CpuCall& first = cohort->ranks.front();
   const auto world = static_cast<int32_t>(first.group.size());
   WorkspaceTable* table = cohort->heap->table();
@@ -191,9 +198,10 @@ void RunCohort(const CallId& id, std::shared_ptr<HeapCpu> heap, std::vector<CpuC
   if (!table->Acquire(
           KeyOf(id), world, first.bytes, cohort->heap->heap_bytes(), deadline_ns,
           [&](int64_t offset, int64_t bytes) { cohort->heap->ClearSignals(offset, bytes); },
-          &cohort->lease, &error)) {
+          &cohort->lease, &error, &kind)) {
     Abandon(id, *cohort->heap, cohort->ranks);
-    Fail(std::move(cohort->ranks), Prefix(first.op) + error);
+    const std::string text = Prefix(first.op) + error;
+    Fail(std::move(cohort->ranks), {kind, text});
     return;
   }
   std::vector<std::function<void()>> others;
@@ -202,7 +210,8 @@ void RunCohort(const CallId& id, std::shared_ptr<HeapCpu> heap, std::vector<CpuC
   }
   if (!RunOnPool(std::move(others), &error)) {
     table->Release(cohort->lease, count, /*failed=*/true, deadline_ns);
-    Fail(std::move(cohort->ranks), Prefix(first.op) + error);
+    const std::string text = Prefix(first.op) + error;
+    Fail(std::move(cohort->ranks), {ErrorKind::kResourceExhausted, text});
     return;
   }
   RunRank(cohort, cohort->ranks[0]);
@@ -257,8 +266,7 @@ void Warn(const std::string& text) {
 // Removes the calls that have failed from `pending`: (id, heap, ranks, error). Warns of those that
 // wait long.
 auto TakeFailed(Registry& calls) {
-  std::vector<std::tuple<CallId, std::shared_ptr<HeapCpu>, std::vector<CpuCall>, std::string>>
-      taken;
+  std::vector<std::tuple<CallId, std::shared_ptr<HeapCpu>, std::vector<CpuCall>, CallError>> taken;
   const auto heap = CurrentHeapCpu();
   for (auto it = calls.pending.begin(); it != calls.pending.end();) {
     Pending& pending = it->second;
@@ -272,9 +280,12 @@ auto TakeFailed(Registry& calls) {
       ++it;
       continue;
     }
-    const std::string error =
-        gone ? "jflux: the symmetric heap was shut down while a call waited for its other ranks"
-             : MissingRanks(it->first, pending, heap->deadline_s(), *heap);
+    const CallError error =
+        gone ? CallError(ErrorKind::kAborted,
+                         "jflux: the symmetric heap was shut down while a call waited for its "
+                         "other ranks")
+             : CallError(ErrorKind::kDeadlineExceeded,
+                         MissingRanks(it->first, pending, heap->deadline_s(), *heap));
     taken.emplace_back(it->first, pending.heap, std::move(pending.ranks), error);
     calls.failed[it->first] = error;
     calls.failed_order.push_back(it->first);
@@ -399,16 +410,22 @@ struct Joined {
 };
 
 Joined Register(CpuCall call) {
-  const auto refuse = [&call](const std::string& error) {
+  const auto refuse = [&call](const std::string& text) {
     std::vector<CpuCall> ranks;
     ranks.push_back(std::move(call));
-    Fail(std::move(ranks), error);
+    Fail(std::move(ranks), {ErrorKind::kFailedPrecondition, text});
     return Joined{};
   };
   const auto heap = CurrentHeapCpu();
   if (heap == nullptr) {
     return refuse(
         "jflux: the symmetric heap is not initialised in this process; call jflux.init()");
+  }
+  if (heap->owner() != getpid()) {  // not by `refuse`: the pool's threads are not here
+    call.done({ErrorKind::kFailedPrecondition,
+               "jflux: this process was forked from one that has a symmetric heap, and can run no "
+               "call; start processes with multiprocessing's \"spawn\" or \"forkserver\""});
+    return Joined{};
   }
   size_t local = 0;
   for (int64_t device : call.group) {
@@ -425,17 +442,18 @@ Joined Register(CpuCall call) {
   const int64_t occurrence = CountCall(calls, call, timeout_ns);
   CallId id{call.run_id, call.site->number, call.group, occurrence};
   std::string error;
+  CallError refused;
   if (const auto it = calls.failed.find(id); it != calls.failed.end()) {
-    error = it->second;
+    refused = it->second;
   } else if (!calls.watching && !(calls.watching = StartThread(Watch, &error))) {
-    error = Prefix(call.op) + error;
+    refused = {ErrorKind::kResourceExhausted, Prefix(call.op) + error};
   }
-  if (!error.empty()) {
+  if (!refused.empty()) {
     lock.unlock();
     std::vector<CpuCall> ranks;
     ranks.push_back(std::move(call));
     Abandon(id, *heap, ranks);
-    Fail(std::move(ranks), error);
+    Fail(std::move(ranks), refused);
     return Joined{};
   }
 
@@ -455,8 +473,8 @@ Joined Register(CpuCall call) {
   const bool waits = site->loops ? site->early_run != call.run_id : !site->skips_wait.load();
   if (site->waits && waits) {
     joined.waiter = std::make_shared<Waiter>(call.group[call.rank]);
-    call.done = [waiter = joined.waiter, done = std::move(call.done)](const std::string& message) {
-      done(message);
+    call.done = [waiter = joined.waiter, done = std::move(call.done)](const CallError& error) {
+      done(error);
       waiter->Release();
     };
   }
@@ -481,7 +499,7 @@ Joined Register(CpuCall call) {
   if (!RunOnPool({[id, heap, ranks] { RunCohort(id, heap, std::move(*ranks)); }}, &error)) {
     Abandon(id, *heap, *ranks);
     const OpId op = ranks->front().op;
-    Fail(std::move(*ranks), Prefix(op) + error);
+    Fail(std::move(*ranks), {ErrorKind::kResourceExhausted, Prefix(op) + error});
   }
   return joined;
 }

@@ -34,6 +34,9 @@
 //
 // A call that fails, whatever the reason, is an error of all its ranks: those that have come, and
 // those that come later.
+//
+// In a fork of the process that made the heap no call is made: the threads are not there, and the
+// heap's memory is the other process's (jflux/_heap/_fork.py).
 #ifndef JFLUX_RUNTIME_CPU_CALL_H_
 #define JFLUX_RUNTIME_CPU_CALL_H_
 
@@ -46,6 +49,7 @@
 #include "core/dtype.h"
 #include "core/layout.h"
 #include "core/signal.h"
+#include "runtime/call_error.h"
 
 namespace jflux {
 
@@ -69,7 +73,7 @@ struct CpuCall {
   // One rank's work. False if a wait failed.
   std::function<bool(const SymmetricView&, uint64_t epoch, const WaitContext&)> body;
   // `error` is empty on success.
-  std::function<void(const std::string& error)> done;
+  std::function<void(const CallError& error)> done;
 };
 
 // Returns when the call is done, or earlier, as described above.

@@ -58,14 +58,16 @@ ffi::Error LaunchCudaCallAcrossNodes(OpId op, int32_t ordinal, ffi::Span<const i
     return failed(name + why);
   };
   const auto group = FindGroup(groups, world, device->id);
-  if (!group) return failed_here("device is in none of the call's groups");
+  if (!group) return failed_here(kNotOfTheCall);
   SymmetricView view;
   shmem::RemoteRef remote[kMaxRanks];
   if (!heap->workspaces().View(group->devices, group->rank, workspace.of_plan, &view, remote)) {
     return failed(name + "the symmetric heap has no workspace of " +
                   std::to_string(workspace.of_plan) +
-                  " bytes for these devices: the program was compiled before jflux.shutdown(), or "
-                  "before jax.distributed.initialize(); compile it again");
+                  " bytes for these devices: the program was compiled before jflux.shutdown(), "
+                  "before jax.distributed.initialize(), or in another process, and a job of "
+                  "several processes has workspaces only for what each of them has lowered; lower "
+                  "it again, in all processes");
   }
   std::string error;
   view.launch = static_cast<uint32_t>(++CudaLaunches() % 0xffffffff) + 1;

@@ -56,17 +56,18 @@ void jflux_cpu_join_call(const CallInfo* info, void* site, int64_t run_id, int32
   std::optional<jflux::Group> group;
   if (why_not.empty()) {
     group = jflux::FindGroup(jflux::GroupsOf(*info), info->world, device);
-    if (!group) why_not = "jflux: device is in none of the call's groups";
+    if (!group) why_not = std::string("jflux: ") + jflux::kNotOfTheCall;
   }
   if (!group) {
-    done(data, why_not.c_str());
+    done(data, static_cast<int32_t>(jflux::ErrorKind::kInvalidArgument), why_not.c_str());
     return;
   }
   const auto layout = jflux::shmem::WorkspaceFor(info->data_bytes, info->num_signals);
   const jflux::OpId op = jflux::CustomOp(jflux::NameOfCall(*info));
   const jflux::WorkspaceBytes workspace{layout.TotalBytes(), info->workspace_bytes};
   if (const auto refused = workspace.Refused(op)) {
-    done(data, refused->message().c_str());
+    done(data, static_cast<int32_t>(jflux::ErrorKind::kInvalidArgument),
+         refused->message().c_str());
     return;
   }
   jflux::CpuCall call;
@@ -82,9 +83,9 @@ void jflux_cpu_join_call(const CallInfo* info, void* site, int64_t run_id, int32
         view, layout, epoch, signature, wait,
         [&](const jflux::shmem::Context& ctx) { return body(data, ctx); });
   };
-  call.done = [=](const std::string& error) {
+  call.done = [=](const jflux::CallError& error) {
     jflux::FlushDenormals flush;  // XLA goes on here
-    done(data, error.empty() ? nullptr : error.c_str());
+    done(data, static_cast<int32_t>(error.kind), error.empty() ? nullptr : error.text.c_str());
   };
   jflux::JoinCpuCall(std::move(call));
 }

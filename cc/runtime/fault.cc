@@ -142,6 +142,22 @@ std::string Describe(const Fault& fault, double deadline_s) {
              fault.peer);
 }
 
+ErrorKind KindOf(const Fault& fault) {
+  switch (static_cast<FaultKind>(fault.kind)) {
+    case FaultKind::kMismatch:
+      return ErrorKind::kInvalidArgument;
+    case FaultKind::kOverlap:
+      return ErrorKind::kFailedPrecondition;
+    case FaultKind::kAborted:
+      return ErrorKind::kAborted;
+    case FaultKind::kNoTicket:
+    case FaultKind::kNone:
+    case FaultKind::kTimeout:
+      break;
+  }
+  return ErrorKind::kDeadlineExceeded;
+}
+
 std::string TimeOfDay(double seconds_ago) {
   const std::time_t then = std::time(nullptr) - static_cast<std::time_t>(seconds_ago);
   std::tm parts{};

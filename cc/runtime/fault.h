@@ -6,6 +6,7 @@
 
 #include "core/dtype.h"
 #include "core/signal.h"
+#include "runtime/call_error.h"
 
 namespace jflux {
 
@@ -17,6 +18,7 @@ OpId CustomOp(const std::string& target);
 // "jflux.all_gather_matmul: rank 2 waited 60 s for rank 3 (unit 17): ...". `deadline_s` is what
 // the wait was given.
 std::string Describe(const Fault& fault, double deadline_s);
+ErrorKind KindOf(const Fault& fault);
 
 // A wait that has lasted `warn_s`: who waits for whom, since when, and what follows.
 std::string DescribeWarning(const Fault& fault, double warn_s, double deadline_s);

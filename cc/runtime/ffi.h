@@ -25,6 +25,11 @@ struct Group {
   int32_t rank = -1;
 };
 
+// A process whose devices have other ids than those of the process that has lowered the program.
+inline constexpr char kNotOfTheCall[] =
+    "device is in none of the call's groups: the program was lowered for other devices; lower it "
+    "again for these";
+
 // `groups` is a table [number of groups][world] of global device ids. Empty if the device is in
 // none, or if this is no such table.
 inline std::optional<Group> FindGroup(Int64s groups, int64_t world, int64_t device) {
@@ -73,14 +78,14 @@ inline ffi::Future FailedFuture(ffi::Error error) {
   return future;
 }
 
-// Completes the promise of a call: with success for an empty message.
+// Completes the promise of a call.
 inline auto CompletionOf(ffi::Promise promise) {
-  return [promise = std::move(promise)](const std::string& error) mutable {
+  return [promise = std::move(promise)](const CallError& error) mutable {
     FlushDenormals flush;  // XLA goes on here
     if (error.empty()) {
       promise.SetAvailable();
     } else {
-      promise.SetError(ffi::Error(ffi::ErrorCode::kDeadlineExceeded, error));
+      promise.SetError(ffi::Error(static_cast<ffi::ErrorCode>(error.kind), error.text));
     }
   };
 }
@@ -100,7 +105,7 @@ ffi::Future JoinFfiCall(OpId op, CallSite* site, ffi::RunId run_id, int32_t devi
   const WorkspaceBytes workspace{workspace_bytes, attributes.workspace_bytes};
   if (auto refused = workspace.Refused(op)) return FailedFuture(*std::move(refused));
   auto group = FindGroup(attributes.groups, attributes.world, device);
-  if (!group) return FailedFuture(InvalidArgument("device is in none of the call's groups"));
+  if (!group) return FailedFuture(InvalidArgument(kNotOfTheCall));
   ffi::Promise promise;
   ffi::Future future(promise);
   CpuCall call;

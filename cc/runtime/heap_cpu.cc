@@ -99,6 +99,7 @@ bool HeapCpu::MapFile(int fd, const std::vector<int64_t>& devices, bool has_tabl
 
 std::shared_ptr<HeapCpu> HeapCpu::Create(const HeapConfig& config, std::string* error) {
   std::shared_ptr<HeapCpu> heap(new HeapCpu(config));
+  heap->owner_ = getpid();
   heap->config_.heap_bytes = RoundUp<int64_t>(config.heap_bytes, 4096);
   heap->fd_ = memfd_create("jflux-heap", MFD_CLOEXEC);
   const int64_t size = kHeadBytes + (config.leads ? kTableBytes : 0) +

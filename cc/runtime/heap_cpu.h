@@ -52,6 +52,8 @@ class HeapCpu final : public Heap {
   // All of this process's threads have the same addresses. Null for an unknown device.
   char* SegmentOf(int64_t device) const;
   bool IsLocal(int64_t device) const;
+  // The process that has made it, as getpid() says.
+  int64_t owner() const { return owner_; }
   const TestHooks& hooks() const { return hooks_; }
 
   // Of the waits of this process's ranks. TakeWarning: as HeapCuda's, of any of them.
@@ -75,6 +77,7 @@ class HeapCpu final : public Heap {
   uint64_t abort_ = 0;  // nobody sets it: a rank that fails ends its call, and no other
   WaitLimits limits_;
   TestHooks hooks_{};
+  int64_t owner_ = 0;
   int fd_ = -1;
   uint64_t number_ = 0;  // of FileHead
   WorkspaceTable* table_ = nullptr;

@@ -99,8 +99,11 @@ constexpr char kLockLost[] =
 bool WorkspaceTable::Acquire(WorkspaceKey key, int32_t world, int64_t bytes, int64_t heap_bytes,
                              uint64_t deadline_ns,
                              const std::function<void(int64_t, int64_t)>& clear,
-                             WorkspaceLease* lease, std::string* error) {
+                             WorkspaceLease* lease, std::string* error, ErrorKind* kind) {
+  ErrorKind unused;
+  if (kind == nullptr) kind = &unused;
   if (bytes > heap_bytes) {
+    *kind = ErrorKind::kResourceExhausted;
     *error = "the call needs " + std::to_string(bytes) +
              " bytes of the symmetric heap, which has " + std::to_string(heap_bytes) +
              "; call jflux.init(heap_bytes=...) with more";
@@ -108,11 +111,13 @@ bool WorkspaceTable::Acquire(WorkspaceKey key, int32_t world, int64_t bytes, int
   }
   for (;;) {
     if (!Lock(deadline_ns)) {
+      *kind = ErrorKind::kAborted;
       *error = kLockLost;
       return false;
     }
     if (HasFailed(key)) {
       Unlock();
+      *kind = ErrorKind::kAborted;
       *error = "the call has failed on another rank: see that rank's error";
       return false;
     }
@@ -123,6 +128,7 @@ bool WorkspaceTable::Acquire(WorkspaceKey key, int32_t world, int64_t bytes, int
     }
     Unlock();
     if (NowNs() > deadline_ns) {
+      *kind = ErrorKind::kResourceExhausted;
       *error = "no room for " + std::to_string(bytes) + " bytes in the symmetric heap of " +
                std::to_string(heap_bytes) + " bytes (" + std::to_string(BytesOf(kLeased, kLeased)) +
                " in use by other calls, " + std::to_string(BytesOf(kFailed, kFailed)) +

@@ -29,6 +29,7 @@
 #include <string>
 
 #include "core/platform.h"
+#include "runtime/call_error.h"
 
 namespace jflux {
 
@@ -52,7 +53,7 @@ class WorkspaceTable {
   // Refuses a call that has failed on another rank.
   bool Acquire(WorkspaceKey key, int32_t world, int64_t bytes, int64_t heap_bytes,
                uint64_t deadline_ns, const std::function<void(int64_t, int64_t)>& clear,
-               WorkspaceLease* lease, std::string* error);
+               WorkspaceLease* lease, std::string* error, ErrorKind* kind = nullptr);
 
   // `ranks` ranks are done with the call, and have failed or not. False if the lock cannot be had
   // before the deadline.

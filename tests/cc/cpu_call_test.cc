@@ -2,17 +2,21 @@
 // loops, several groups, and ranks that never come.
 #include "runtime/cpu_call.h"
 
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
 #include <condition_variable>
 #include <cstdio>
+#include <functional>
+#include <future>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <new>
 #include <random>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <utility>
@@ -179,7 +183,7 @@ TEST(AHandlerWaitsForItsCall) {
       for (int run = 0; run < kRuns; ++run) {
         std::atomic<bool> done{false};
         CpuCall call = Exchange(6000 + run, &site, {0, 1, 2}, rank, run, &completions);
-        call.done = [&done, complete = std::move(call.done)](const std::string& error) {
+        call.done = [&done, complete = std::move(call.done)](const CallError& error) {
           complete(error);
           done = true;
         };
@@ -264,7 +268,7 @@ TEST(AHandlerOfALoopWaitsForALateRank) {
           }
           std::atomic<bool> done{false};
           CpuCall call = Exchange(run, &site, {0, 1}, rank, 10 * run + i, &completions);
-          call.done = [&done, complete = std::move(call.done)](const std::string& error) {
+          call.done = [&done, complete = std::move(call.done)](const CallError& error) {
             complete(error);
             done = true;
           };
@@ -426,6 +430,57 @@ TEST(ABodyThatThrowsIsAnError) {
   EXPECT(errors[0].find("rank 0 waited 0.2 s for rank 1") != std::string::npos) << errors[0];
   EXPECT(errors[1].find("rank 1 failed: std::bad_alloc") != std::string::npos) << errors[1];
   EXPECT_EQ(CurrentHeapCpu()->table()->BytesInUse(), 0);
+}
+
+// How a call of one rank ends whose body does so.
+ErrorKind KindOfEnd(std::function<bool(const WaitContext&)> body,
+                    int64_t bytes = WorkspaceLayout::For(0, 0).TotalBytes()) {
+  static int run = 5000;
+  std::promise<ErrorKind> kind;
+  Completions unused;
+  CpuCall call = Exchange(++run, Impatient(1), {0}, 0, 1, &unused);
+  call.bytes = bytes;
+  call.body = [&](const SymmetricView&, uint64_t, const WaitContext& ctx) { return body(ctx); };
+  call.done = [&](const CallError& error) { kind.set_value(error.kind); };
+  JoinCpuCall(std::move(call));
+  return kind.get_future().get();
+}
+
+TEST(EachFailureHasItsKind) {
+  UseHeap(1, 0.2);
+  const auto ends = [](FaultKind kind) {
+    return KindOfEnd([kind](const WaitContext& ctx) {
+      ReportFault(ctx, kind, 0, 3, 1, 0);
+      return false;
+    });
+  };
+  const auto passes = [](const WaitContext&) { return true; };
+  EXPECT(KindOfEnd(passes) == ErrorKind::kNone);
+  EXPECT(ends(FaultKind::kTimeout) == ErrorKind::kDeadlineExceeded);
+  EXPECT(ends(FaultKind::kMismatch) == ErrorKind::kInvalidArgument);
+  EXPECT(ends(FaultKind::kAborted) == ErrorKind::kAborted);
+  EXPECT(KindOfEnd([](const WaitContext&) -> bool { throw std::bad_alloc(); }) ==
+         ErrorKind::kResourceExhausted);
+  EXPECT(KindOfEnd([](const WaitContext&) -> bool { throw std::runtime_error("no"); }) ==
+         ErrorKind::kInternal);
+  EXPECT(KindOfEnd(passes, 65 << 20) == ErrorKind::kResourceExhausted);
+  SetCurrentHeap(HeapPlatform::kCpu, nullptr);
+  EXPECT(KindOfEnd(passes) == ErrorKind::kFailedPrecondition);
+}
+
+TEST(AForkMakesNoCall) {
+  UseHeap(1, 60);
+  EXPECT(KindOfEnd([](const WaitContext&) { return true; }) == ErrorKind::kNone);
+  const pid_t child = fork();
+  if (child == 0) {
+    alarm(20);
+    const ErrorKind kind = KindOfEnd([](const WaitContext&) { return true; });
+    _exit(kind == ErrorKind::kFailedPrecondition ? 0 : 1);
+  }
+  int status = -1;
+  EXPECT_EQ(waitpid(child, &status, 0), child);
+  EXPECT(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
+  EXPECT(KindOfEnd([](const WaitContext&) { return true; }) == ErrorKind::kNone);
 }
 
 TEST(AFailedBodyFailsItsRankOnly) {

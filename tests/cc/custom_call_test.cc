@@ -46,7 +46,7 @@ struct Rank {
     rank->received = *ctx.data<int64_t>();
     return true;
   }
-  static void Done(void* data, const char* error) {
+  static void Done(void* data, int32_t, const char* error) {
     auto* rank = static_cast<Rank*>(data);
     std::lock_guard<std::mutex> lock(rank->mutex);
     rank->error = error == nullptr ? "" : error;
