@@ -25,6 +25,7 @@ class Switches:
       node_chunks: into how many chunks products over two levels are cut, as far as they divide;
         None: what is planned.
       recorder: where plans are noted (:func:`jflux.explain`); None: nowhere.
+      forked: whether the process is a fork of the one that has compiled (jflux/_heap/_fork.py).
     """
 
     strict: bool = False
@@ -35,6 +36,7 @@ class Switches:
     chunked: bool | None = None
     node_chunks: int | None = None
     recorder: Any = None
+    forked: bool = False
 
 
 # What `with` blocks of this thread change of the process-wide switches: (name, value) by name.
@@ -118,6 +120,16 @@ def override(**changes: Any) -> Iterator[None]:
     """Sets fields of :class:`Switches` inside the block, in this thread."""
     with _context(tuple(sorted((dict(_context.value) | changes).items()))):
         yield
+
+
+_for_good: list[Any] = []  # blocks that are never left
+
+
+def override_for_good(**changes: Any) -> None:
+    """:func:`override` in this thread until the process ends."""
+    block = override(**changes)
+    block.__enter__()
+    _for_good.append(block)
 
 
 _said: set[tuple[str, str]] = set()

@@ -56,7 +56,7 @@ def _devices() -> Iterator[str]:
 
 
 def _heap_lines() -> Iterator[str]:
-    name = _heap._default_platform()
+    name = _heap.default_platform()
     if name not in ("cpu", "cuda"):
         yield f"heap: none; on {name} every op takes its lax reference"
         return
@@ -195,7 +195,7 @@ def report() -> Iterator[str]:
     yield "ops on these devices:"
     yield from _ops()
     if _heap.backend_in_use():
-        taken = _heap.usage(_heap._default_platform())
+        taken = _heap.usage(_heap.default_platform())
         yield f"heap: the calls above took {taken / (1 << 20):.1f} MiB per device"
 
 

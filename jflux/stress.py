@@ -90,7 +90,7 @@ def _start_jax(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Non
 
 def _why_not() -> str | None:
     """Why there is nothing to run here."""
-    platform = _heap._default_platform()
+    platform = _heap.default_platform()
     if platform not in ("cpu", "cuda"):
         return f"on {platform} every op takes its lax reference"
     if platform == "cuda" and (reason := _heap._why_no_cuda()):
@@ -139,7 +139,7 @@ def stress(
     found, start = report.Report(arguments), time.monotonic()
     peers = together.Together()
     path = report_path if peers.process == 0 else None
-    platform = _heap._default_platform()
+    platform = _heap.default_platform()
     orders = programs.orders(seed, jax.devices(), _heap.node_of(platform))
     one_by_one = platform == "cpu" and peers.processes > 1
 

@@ -267,7 +267,7 @@ def test_init_says_why_the_heap_is_the_usual_one(caplog):
             with jflux.config(strict=False):
                 jflux.init(backend="nvshmem")
         assert jflux.heap_report().platform == jax.default_backend().replace("gpu", "cuda")
-        job = jflux._heap._jobs[jflux._heap._default_platform()]
+        job = jflux._heap._jobs[jflux._heap.default_platform()]
         assert job.instead and job.backend != "nvshmem"
         jflux.shutdown()
         with jflux.config(strict=True), pytest.raises(RuntimeError, match="no memory of NVSHMEM"):

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 from .. import _config, _ffi, _version
 from .._native import lib
-from . import _making, _nodes, _nvshmem, _rendezvous, _report, _workspaces
+from . import _fork, _making, _nodes, _nvshmem, _rendezvous, _report, _workspaces
 from ._agreement import BLOCK, Request
 from ._nodes import Facts, Job
 from ._rendezvous import claim as claim
@@ -95,7 +95,8 @@ def init(
       ValueError: for a size or a time that is not positive, or as many names of nodes as there are
         no devices; for another `backend`.
       RuntimeError: if the heap exists already with other settings (call :func:`shutdown` first);
-        with ``jflux.config.strict``, if it cannot be made, or not with `backend`.
+        with ``jflux.config.strict``, if it cannot be made, or not with `backend`; in a fork of a
+        process that has one.
     """
     global _settings
     if heap_bytes is not None and heap_bytes <= 0:
@@ -107,8 +108,9 @@ def init(
         raise ValueError(f'{backend=} must be None or "{_nvshmem.NAME}"')
     names = node if node is None or isinstance(node, str) else tuple(node)
     wanted = Settings(heap_bytes, deadline_seconds, warn_seconds, names, backend)
+    _fork.check()
     with _lock:
-        platform = _default_platform()
+        platform = default_platform()
         if platform in ("cpu", "cuda"):
             _nodes.names_of(names, len(_making.Members.of(platform).devices))
         if wanted != _settings and any(map(_exists, _jobs)):
@@ -137,8 +139,13 @@ def shutdown() -> None:
     call that is lowered. On GPUs JAX forgets what it has compiled, since XLA may have captured
     calls into CUDA graphs, with the old heap's addresses: jitted functions are lowered again, with
     a heap of the defaults unless :func:`init` comes first; what a program itself has compiled ahead
-    of time must not be called again."""
+    of time must not be called again.
+
+    Raises:
+      RuntimeError: in a fork of the process that has it.
+    """
     global _settings
+    _fork.check()
     with _lock:
         if "cuda" in _jobs:
             jax.clear_caches()
@@ -160,17 +167,25 @@ def shutdown() -> None:
 
 @atexit.register
 def _stop_threads() -> None:
+    if _fork.is_fork():  # the threads are the parent's
+        return
     for workspaces in _reserved.values():
         workspaces.stop(wait=False)
 
 
 def existing_or_new() -> str | None:
     """The default platform, whose heap exists from now on; None where it cannot be made."""
-    platform = _default_platform()
+    platform = default_platform()
     if platform not in ("cpu", "cuda"):
         return None
     _ensure(platform)
     return platform if _exists(platform) else None
+
+
+def why_no_heap(platform: str) -> str | None:
+    """Why this process has no heap on a platform, or None. Makes it."""
+    _ensure(platform)
+    return _failure(platform)
 
 
 def heap_bytes(platform: str) -> int:
@@ -297,7 +312,8 @@ def reserve(
 # ---- Making it -----------------------------------------------------------------------------------
 
 
-def _default_platform() -> str:
+def default_platform() -> str:
+    """JAX's, as jflux names it."""
     platform = jax.default_backend()
     return "cuda" if platform == "gpu" else platform
 
@@ -307,7 +323,7 @@ def _platform_of(device: jax.Device) -> str:
 
 
 def _cuda_usable() -> bool:
-    return _default_platform() == "cuda" and _why_no_cuda() is None
+    return default_platform() == "cuda" and _why_no_cuda() is None
 
 
 @functools.cache
@@ -341,6 +357,7 @@ def _ensure(platform: str, *, again: bool = False) -> Job:
       again: after an attempt that failed, in this process or before it came: takes part in a new
         one. Otherwise all processes stay without heaps, and lower the same programs.
     """
+    _fork.check()  # before the lock, which another thread may have held at the fork
     with _lock:
         if platform not in _jobs:
             members = _making.Members.of(platform)
@@ -350,7 +367,9 @@ def _ensure(platform: str, *, again: bool = False) -> Job:
             _attempts[platform] = attempt
             _jobs[platform] = _make(platform, members, attempt)
             why = _failure(platform)
-            if why is not None:
+            if why is None:
+                _fork.watch(platform)
+            else:
                 _config.say_once(
                     logging.WARNING,
                     f"jflux has no symmetric heap, and calls take their lax references: {why}",

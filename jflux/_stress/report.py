@@ -22,7 +22,7 @@ from .. import _heap, _native
 def environment() -> dict[str, Any]:
     """Versions, devices and links."""
     devices = jax.devices()
-    name = _heap._default_platform()
+    name = _heap.default_platform()
     variables = ("XLA_FLAGS", "JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES", "CUDA_MODULE_LOADING")
     return {
         "jflux": jflux.__version__,

@@ -139,7 +139,7 @@ def measured(like: Machine | str = "h200", *, inter: float | None = None) -> Mac
     from .. import _heap
 
     base = named(like) if isinstance(like, str) else like
-    why = "no GPUs" if _heap._default_platform() != "cuda" else _heap._why_no_cuda()
+    why = "no GPUs" if _heap.default_platform() != "cuda" else _heap._why_no_cuda()
     if why:
         raise RuntimeError(f"jflux: no links to measure here: {why}")
     _heap._ensure("cuda")

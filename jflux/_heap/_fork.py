@@ -1,0 +1,67 @@
+"""Forks of a process that has a heap.
+
+A fork has copies of XLA's clients and of jflux's tables, and none of their threads. Neither can run
+there, and what the fork does must not reach the heap, whose memory it shares.
+
+At the fork, in the child:
+
+- The process is marked, so that a call that is lowered, `init` and `shutdown` say what is wrong.
+- JAX's caches miss in the forking thread, so that a call that was compiled before is lowered again.
+- What has threads of its own is never destroyed: XLA's clients, and MLIR's thread pool. The
+  destructors, at exit, would join threads that are not there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Any
+
+import jax
+from jax._src.interpreters import mlir
+
+from .. import _config
+
+_clients: list[Any] = []  # of the platforms that have a heap
+_parent: int | None = None
+
+
+def watch(platform: str) -> None:
+    """The process has a heap on this platform from now on."""
+    client = jax.devices(platform)[0].client
+    if not any(client is known for known in _clients):
+        _clients.append(client)
+
+
+def is_fork() -> bool:
+    """Whether the process was forked from one that had a heap."""
+    return _parent is not None
+
+
+def check() -> None:
+    """Raises in such a process.
+
+    Raises:
+      RuntimeError: says what to do instead.
+    """
+    if is_fork():
+        raise RuntimeError(
+            f"this process was forked from process {_parent} after jflux had made its symmetric "
+            "heap there: a fork has none of XLA's and jflux's threads and can run no call. Fork "
+            "before the first jflux call, or start processes otherwise: "
+            'multiprocessing.get_context("spawn") or "forkserver"'
+        )
+
+
+def _after_in_child() -> None:
+    global _parent
+    if not _clients:
+        return
+    _parent = os.getppid()
+    for kept in (*_clients, getattr(mlir, "global_thread_pool", None)):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+    _config.override_for_good(forked=True)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_in_child)
