@@ -33,5 +33,6 @@ from ._ops.matmul_all_reduce import matmul_all_reduce as matmul_all_reduce
 from ._ops.matmul_all_to_all import matmul_all_to_all as matmul_all_to_all
 from ._ops.matmul_reduce_scatter import matmul_reduce_scatter as matmul_reduce_scatter
 from ._ops.ragged_all_to_all import ragged_all_to_all as ragged_all_to_all
+from ._register import register as register
 from ._tuner import tune as tune
 from ._version import __version__ as __version__

@@ -99,6 +99,13 @@ def _register(name: str, platform: str) -> None:
     _ffi.register_handler(name, platform, stages)
 
 
+def register_handlers(platform: str) -> None:
+    """Registers what is known for this platform so far with XLA."""
+    for name, target in _targets.items():
+        if platform in target.handlers:
+            _register(name, platform)
+
+
 _MOST = 1 << 40  # of bytes and signals: more overflows further down
 _KINDS = (bool, int, float, str)  # of attributes; a bool is an int too, so it comes first
 
