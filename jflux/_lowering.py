@@ -288,7 +288,7 @@ def plan_call(
     if why := _heap.why_not_usable(platform, mesh, _mesh.group_table(mesh, params.axis_names)):
         return _dispatch.unsupported(why), None
     if params.world == 1 and _mesh.is_part(params.axis_names):
-        return _dispatch.reference("there is one rank on each node"), None
+        return _dispatch.reference("each group has one rank"), None
     levels = _levels_over(platform, mesh, params.axis_names)
     if isinstance(levels, str):
         return _dispatch.unsupported(levels), None
@@ -304,6 +304,8 @@ def _levels_over(platform: str, mesh: Mesh, axis_names: Any) -> Levels | str | N
         return None  # a topology to export for, of one node as far as anyone knows
     table = _mesh.group_table(mesh, axis_names)
     levels = _levels.levels_of(table, _heap.node_of(platform), axis_names, mesh.shape)
+    if isinstance(levels, Levels) and _mesh.is_part(axis_names):
+        return f"{levels}, and the call has axis_index_groups"
     if platform == "cuda" and isinstance(levels, Levels):
         between = _mesh.group_table(mesh, levels.between)
         by_nvshmem = _heap.why_no_nvshmem(mesh, between) is None

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Hashable, Iterable
+import operator
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -55,6 +56,31 @@ def axes_and_groups(
             return axis_names, groups
         case names:
             return names, None
+
+
+def ranks_of(
+    axis_name: AxisName, axis_index_groups: Sequence[Sequence[int]] | None
+) -> tuple[tuple[Any, ...], int]:
+    """(the axes, or the `Part` of them that the groups are; how many ranks exchange data).
+
+    Args:
+      axis_index_groups: as `lax`'s collectives take them: positions along the axis. None: all
+        ranks are one group.
+
+    Raises:
+      ValueError: for groups that have not each rank once, or are not of one size.
+    """
+    names, size = as_tuple(axis_name), axis_size(axis_name)
+    if axis_index_groups is None:
+        return names, size
+    groups = tuple(tuple(operator.index(rank) for rank in group) for group in axis_index_groups)
+    ranks = sorted(rank for group in groups for rank in group)
+    if ranks != list(range(size)) or len({len(group) for group in groups}) != 1:
+        raise ValueError(
+            f"{axis_index_groups=} must have each of the {size} ranks of {axis_name=} once, in "
+            "groups of one size"
+        )
+    return (Part(names, groups),), len(groups[0])
 
 
 def is_part(axis_name: AxisName) -> bool:

@@ -49,6 +49,7 @@ def all_reduce(
     residual: jax.Array | None = None,
     norm: _norm.Norm | None = None,
     algorithm: str | None = None,
+    axis_index_groups: Sequence[Sequence[int]] | None = None,
 ) -> Any:
     """``lax.psum(x, axis_name)``, with the latency of one exchange, or two, where x is small; and
     what follows it in a transformer: a residual in the same kernel, rows normalised there too where
@@ -80,13 +81,16 @@ def all_reduce(
         or twice the steps and as many bytes as two_shot; their sums are in another order),
         "chunked" (as two_shot, in chunks that signals announce instead of packets: half the bytes
         on the links, and two fences more), or None, which chooses by size and ranks.
+      axis_index_groups: groups of the ranks, as positions along `axis_name`, each rank once and all
+        groups of one size: a sum in each of them. The result then varies over `axis_name`, and
+        residual and norm need to be the same in a group only.
 
     Returns:
       The sum, of x's shape and type; with `norm` a pair: the sum, and its rows normalised.
 
     Raises:
-      ValueError: for an unknown algorithm, or a residual or a norm that does not fit, when the call
-        is traced.
+      ValueError: for an unknown algorithm, a residual or a norm that does not fit, or groups that
+        are none, when the call is traced.
       TypeError: for a norm that is none, when the call is traced.
       NameError: outside ``shard_map``.
       NotImplementedError: when it is lowered with ``jflux.config.strict``, for one that no kernel
@@ -102,15 +106,16 @@ def all_reduce(
         x = x.astype(jnp.int32) if x.dtype == bool else x  # as lax.psum
         _sum_epilogue.check(OP, x.shape, residual, norm)
     if _product.is_single(OP, axis_name):
-        return reference(x, axis_name=axis_name, residual=residual, norm=norm)
-    params = Params(
-        axis_names=_mesh.as_tuple(axis_name),
-        world=_mesh.axis_size(axis_name),
-        algorithm=algorithm,
-    )
+        return reference(
+            x, axis_name=axis_name, residual=residual, norm=norm,
+            axis_index_groups=axis_index_groups,
+        )  # fmt: skip
+    names, world = _mesh.ranks_of(axis_name, axis_index_groups)
+    params = Params(axis_names=names, world=world, algorithm=algorithm)
     if residual is not None or norm is not None:
         epilogue, added = _sum_epilogue.operands(OP, params.axis_names, residual, norm)
-        x, *added = _mesh.vary_together(axis_name, x, *added, same=len(added))
+        same = 0 if axis_index_groups is not None else len(added)
+        x, *added = _mesh.vary_together(axis_name, x, *added, same=same)
         x, *added = _product.constant_if_whole(x.dtype, x, *added)
         results = bind(dataclasses.replace(params, epilogue=epilogue), x, added)
         return results[0] if norm is None else tuple(results)
@@ -118,7 +123,7 @@ def all_reduce(
     def one(array: Any) -> jax.Array:
         array = jnp.asarray(array)
         if jax.typeof(array).weak_type:  # a number, which stays one
-            return reference(array, axis_name=axis_name)
+            return reference(array, axis_name=axis_name, axis_index_groups=axis_index_groups)
         if array.dtype == bool:  # as lax.psum
             array = array.astype(jnp.int32)
         (array,) = _mesh.vary_together(axis_name, array)
@@ -134,17 +139,32 @@ def reference(
     residual: jax.Array | None = None,
     norm: _norm.Norm | None = None,
     algorithm: str | None = None,
+    axis_index_groups: Sequence[Sequence[int]] | None = None,
 ) -> Any:
     """``psum(x)``: arguments and results are those of :func:`jflux.all_reduce`; any type that
     `lax.psum` takes will do, the algorithm does not matter, and the sum is rounded to x's type
     before a residual is added."""
     del algorithm
-    y = lax.psum(x, axis_name)
+    y = _sum(x, axis_name, axis_index_groups)
     if residual is not None:
         y = _epilogue.add(y, [residual])
     if norm is None:
         return y
     return y, _norm.apply(norm.name, norm.epsilon, y, *norm.factors)
+
+
+def _sum(x: Any, axis_name: AxisName, axis_index_groups: Sequence[Sequence[int]] | None) -> Any:
+    """`lax.psum`, which takes no groups under ``check_vma=True``."""
+    if axis_index_groups is None:
+        return lax.psum(x, axis_name)
+    ranks, _ = _mesh.ranks_of(axis_name, axis_index_groups)
+
+    def one(x: Any) -> jax.Array:
+        x = jnp.asarray(x)
+        (x,) = _mesh.vary_together(axis_name, x.astype(jnp.int32) if x.dtype == bool else x)
+        return Collective("all_reduce").lax(x, ranks)
+
+    return jax.tree.map(one, x)
 
 
 def _jvp(primals: Any, tangents: Any, *, params: Params) -> Any:
@@ -344,7 +364,8 @@ def _transpose(cotangents: Any, x: Any, *added: Any, params: Params) -> list[Any
 
 def of_each(params: Params, ct: jax.Array, aval: Any) -> jax.Array:
     """The cotangent of each rank's x of this type, for one of the sum."""
-    if aval.manual_axis_type.varying:  # types are tracked: x varies over the axes at least
+    is_part = _mesh.is_part(params.axis_names)  # each rank's result is of its group
+    if not is_part and aval.manual_axis_type.varying:  # types are tracked: x varies over the axes
         return lax.pcast(ct, params.axis_names, to="varying")
     return bind(params.without_epilogue(), ct)[0]
 

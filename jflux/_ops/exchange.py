@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -34,6 +34,10 @@ MOST_BYTES = 64 << 20
 LESS_THAN_BYTES = ("int2", "int4", "uint2", "uint4", "float4")
 
 
+#: Positions along the axes, as `lax` takes `axis_index_groups`.
+Groups = Sequence[Sequence[int]] | None
+
+
 @dataclasses.dataclass(frozen=True)
 class Params:
     """A call, less its operand. In the primitives shards are always parts of a dimension (lax's
@@ -43,7 +47,7 @@ class Params:
     world: int
     split: int | None  # the dimension of x that shards are parts of; None: x is one shard
     concat: int | None  # likewise of y
-    same: bool = False  # whether y does not vary over the axes, to types; it has no gradient then
+    same: bool = False  # of an all_gather: whether y does not vary over the axes, to types
     prepared: str | None = None
 
     def collective(self, kind: Kind) -> Collective:
@@ -51,7 +55,15 @@ class Params:
         return Collective(kind, self.split, self.concat)
 
 
-def all_gather(x: Any, *, axis_name: AxisName, axis: int = 0, tiled: bool = False) -> Any:
+def all_gather(
+    x: Any,
+    *,
+    axis_name: AxisName,
+    axis: int = 0,
+    tiled: bool = False,
+    axis_index_groups: Groups = None,
+    to: str = "varying",
+) -> Any:
     """``lax.all_gather(x, axis_name, axis=axis, tiled=tiled)``, with the latency of one exchange
     where x is small.
 
@@ -65,33 +77,54 @@ def all_gather(x: Any, *, axis_name: AxisName, axis: int = 0, tiled: bool = Fals
       axis_name: a mesh axis, or a tuple of them.
       axis: the dimension of the result that the ranks make.
       tiled: whether that is x's own, N times as long, and not a new one of size N.
+      axis_index_groups: groups of the ranks, as positions along `axis_name`, each rank once and all
+        groups of one size. Each of them exchanges its own data, and N is the ranks of a group.
+      to: what ``check_vma=True`` knows of the result: "varying", or "invarying" (not with groups),
+        whose gradient needs no communication: a rank takes its part.
 
     Returns:
       [.., N, ..], or x's shape with dimension `axis` N times as long. It varies over `axis_name`
-      as far as ``check_vma=True`` can tell, as lax.all_gather's does.
+      as far as ``check_vma=True`` can tell, unless `to` says otherwise.
 
     Raises:
-      ValueError, TypeError: for a dimension that x has not or that is no int, when the call is
-        traced.
+      ValueError, TypeError: for a dimension that x has not or that is no int, for groups that are
+        none, and for another `to`, when the call is traced.
       NameError: outside ``shard_map``.
       NotImplementedError: when it is lowered with ``jflux.config.strict``, for one that no kernel
         takes, or that finds no room in the symmetric heap.
       jax.errors.JaxRuntimeError: a peer did not come within the deadline (see :func:`jflux.init`).
     """
 
+    if to not in ("varying", "invarying"):
+        raise ValueError(f'jflux.all_gather: {to=} must be "varying" or "invarying"')
+    if to == "invarying" and axis_index_groups is not None:
+        raise ValueError(
+            'jflux.all_gather: to="invarying" takes no axis_index_groups, which have different '
+            "results"
+        )
     single = _product.is_single("all_gather", axis_name)
+    same = to == "invarying" and _mesh.is_bound(axis_name) and _mesh.tracks_vma(axis_name)
 
     def one(x: jax.Array) -> jax.Array:
         at = _dimension("all_gather", "axis", axis, x.ndim + (not tiled))
         if single:
-            return all_gather_reference(x, axis_name=axis_name, axis=at, tiled=tiled)
-        return _bind("all_gather", x if tiled else jnp.expand_dims(x, at), axis_name, None, at)
+            return all_gather_reference(
+                x, axis_name=axis_name, axis=at, tiled=tiled, axis_index_groups=axis_index_groups,
+                to=to,
+            )  # fmt: skip
+        x = x if tiled else jnp.expand_dims(x, at)
+        return _bind("all_gather", x, axis_name, axis_index_groups, None, at, same=same)
 
     return _each(one, x)
 
 
 def reduce_scatter(
-    x: Any, *, axis_name: AxisName, scatter_dimension: int = 0, tiled: bool = False
+    x: Any,
+    *,
+    axis_name: AxisName,
+    scatter_dimension: int = 0,
+    tiled: bool = False,
+    axis_index_groups: Groups = None,
 ) -> Any:
     """``lax.psum_scatter(x, axis_name, scatter_dimension=..., tiled=...)``, with the latency of one
     exchange where x is small.
@@ -106,6 +139,7 @@ def reduce_scatter(
       axis_name: a mesh axis, or a tuple of them.
       scatter_dimension: the dimension of x that the shards are parts of.
       tiled: whether N divides that dimension, and not is it: then the result has no such one.
+      axis_index_groups: as in :func:`jflux.all_gather`.
 
     Returns:
       x's shape with that dimension divided by N, or without it.
@@ -118,19 +152,27 @@ def reduce_scatter(
 
     def one(x: jax.Array) -> jax.Array:
         at = _dimension("reduce_scatter", "scatter_dimension", scatter_dimension, x.ndim)
-        _check_shards("reduce_scatter", x, at, _mesh.axis_size(axis_name), tiled)
+        _, world = _mesh.ranks_of(axis_name, axis_index_groups)
+        _check_shards("reduce_scatter", x, at, world, tiled)
         if single:
             return reduce_scatter_reference(
-                x, axis_name=axis_name, scatter_dimension=at, tiled=tiled
-            )
-        y = _bind("reduce_scatter", x, axis_name, at, None)
+                x, axis_name=axis_name, scatter_dimension=at, tiled=tiled,
+                axis_index_groups=axis_index_groups,
+            )  # fmt: skip
+        y = _bind("reduce_scatter", x, axis_name, axis_index_groups, at, None)
         return y if tiled else jnp.squeeze(y, at)
 
     return _each(one, x)
 
 
 def all_to_all(
-    x: Any, *, axis_name: AxisName, split_axis: int, concat_axis: int, tiled: bool = False
+    x: Any,
+    *,
+    axis_name: AxisName,
+    split_axis: int,
+    concat_axis: int,
+    tiled: bool = False,
+    axis_index_groups: Groups = None,
 ) -> Any:
     """``lax.all_to_all(x, axis_name, split_axis, concat_axis, tiled=tiled)``, with the latency of
     one exchange where x is small.
@@ -147,6 +189,7 @@ def all_to_all(
       concat_axis: the dimension of the result that they make.
       tiled: whether N divides the one dimension and multiplies the other. If not, x[split_axis] has
         size N and goes, and `concat_axis` is a new dimension of size N.
+      axis_index_groups: as in :func:`jflux.all_gather`.
 
     Returns:
       x's shape with N shards moved from the one dimension to the other. It varies over `axis_name`.
@@ -158,16 +201,18 @@ def all_to_all(
     single = _product.is_single("all_to_all", axis_name)
 
     def by_tiles(x: jax.Array, split: int, concat: int) -> jax.Array:
-        return _bind("all_to_all", x, axis_name, split, concat)
+        return _bind("all_to_all", x, axis_name, axis_index_groups, split, concat)
 
     def one(x: jax.Array) -> jax.Array:
         split = _dimension("all_to_all", "split_axis", split_axis, x.ndim)
         concat = _dimension("all_to_all", "concat_axis", concat_axis, x.ndim)
-        _check_shards("all_to_all", x, split, _mesh.axis_size(axis_name), tiled)
+        _, world = _mesh.ranks_of(axis_name, axis_index_groups)
+        _check_shards("all_to_all", x, split, world, tiled)
         if single:
             return all_to_all_reference(
-                x, axis_name=axis_name, split_axis=split, concat_axis=concat, tiled=tiled
-            )
+                x, axis_name=axis_name, split_axis=split, concat_axis=concat, tiled=tiled,
+                axis_index_groups=axis_index_groups,
+            )  # fmt: skip
         if tiled:
             return by_tiles(x, split, concat)
         return untiled(by_tiles, x, split, concat)
@@ -199,14 +244,25 @@ def _check_shards(op: str, x: Any, dimension: int, world: int, tiled: bool) -> N
 
 
 def _bind(
-    op: Kind, x: jax.Array, axis_name: AxisName, split: int | None, concat: int | None
+    op: Kind,
+    x: jax.Array,
+    axis_name: AxisName,
+    axis_index_groups: Groups,
+    split: int | None,
+    concat: int | None,
+    same: bool = False,
 ) -> jax.Array:
     (x,) = _mesh.vary_together(axis_name, x)
-    names, world = _mesh.as_tuple(axis_name), _mesh.axis_size(axis_name)
-    collective = Params(names, world, split, concat).collective(op)
-    if collective.is_of_nothing(x):
+    names, world = _mesh.ranks_of(axis_name, axis_index_groups)
+    params = Params(names, world, split, concat, same)
+    collective = params.collective(op)
+    if not collective.is_of_nothing(x):
+        (y,) = _primitives[op].bind(x, params=params)
+        return y
+    if not same:
         return collective.of_nothing(x, world)
-    return bind(op, x, names, world, split, concat)
+    others = jax.typeof(x).manual_axis_type.varying.difference(names)
+    return _mesh.vary(jnp.zeros(collective.shape(x.shape, world), x.dtype), others)
 
 
 def bind(
@@ -225,14 +281,19 @@ def bind(
 
 def gather_for_all(x: jax.Array, axis_names: tuple[Any, ...]) -> jax.Array:
     """All ranks' x, one after the other along the first dimension; to types too it is the same on
-    all of them. It has no gradient."""
-    params = Params(axis_names, _mesh.axis_size(axis_names), None, 0, same=True)
-    (x,) = _mesh.vary_together(axis_names, x)
-    (y,) = _primitives["all_gather"].bind(x, params=params)
-    return y
+    all of them."""
+    return _bind("all_gather", x, axis_names, None, None, 0, same=True)
 
 
-def all_gather_reference(x: Any, *, axis_name: AxisName, axis: int = 0, tiled: bool = False) -> Any:
+def all_gather_reference(
+    x: Any,
+    *,
+    axis_name: AxisName,
+    axis: int = 0,
+    tiled: bool = False,
+    axis_index_groups: Groups = None,
+    to: str = "varying",
+) -> Any:
     """``lax.all_gather(x)``: arguments and results are those of :func:`jflux.all_gather`."""
 
     def one(x: jax.Array) -> jax.Array:
@@ -240,19 +301,29 @@ def all_gather_reference(x: Any, *, axis_name: AxisName, axis: int = 0, tiled: b
         gather = Collective("all_gather", concat=at)
         if gather.is_of_nothing(x):
             x = x if tiled else jnp.expand_dims(x, at)
-            return gather.of_nothing(x, _mesh.axis_size(axis_name))
-        return lax.all_gather(x, axis_name, axis=at, tiled=tiled)
+            return gather.of_nothing(x, _mesh.ranks_of(axis_name, axis_index_groups)[1])
+        return lax.all_gather(
+            x, axis_name, axis=at, tiled=tiled, axis_index_groups=axis_index_groups, to=to
+        )
 
     return _each(one, x)
 
 
 def all_to_all_reference(
-    x: Any, *, axis_name: AxisName, split_axis: int, concat_axis: int, tiled: bool = False
+    x: Any,
+    *,
+    axis_name: AxisName,
+    split_axis: int,
+    concat_axis: int,
+    tiled: bool = False,
+    axis_index_groups: Groups = None,
 ) -> Any:
     """``lax.all_to_all(x)``: arguments and results are those of :func:`jflux.all_to_all`."""
 
     def by_tiles(x: jax.Array, split: int, concat: int) -> jax.Array:
-        return lax.all_to_all(x, axis_name, split, concat, tiled=True)
+        return lax.all_to_all(
+            x, axis_name, split, concat, tiled=True, axis_index_groups=axis_index_groups
+        )
 
     def one(x: jax.Array) -> jax.Array:
         split, concat = normalize(split_axis, x.ndim), normalize(concat_axis, x.ndim)
@@ -262,7 +333,12 @@ def all_to_all_reference(
 
 
 def reduce_scatter_reference(
-    x: Any, *, axis_name: AxisName, scatter_dimension: int = 0, tiled: bool = False
+    x: Any,
+    *,
+    axis_name: AxisName,
+    scatter_dimension: int = 0,
+    tiled: bool = False,
+    axis_index_groups: Groups = None,
 ) -> Any:
     """``lax.psum_scatter(x)``: arguments and results are those of :func:`jflux.reduce_scatter`."""
 
@@ -270,9 +346,11 @@ def reduce_scatter_reference(
         at = normalize(scatter_dimension, x.ndim)  # the oldest JAX takes no negative one
         scatter = Collective("reduce_scatter", split=at)
         if scatter.is_of_nothing(x):
-            y = scatter.of_nothing(x, _mesh.axis_size(axis_name))
+            y = scatter.of_nothing(x, _mesh.ranks_of(axis_name, axis_index_groups)[1])
             return y if tiled else jnp.squeeze(y, at)
-        return lax.psum_scatter(x, axis_name, scatter_dimension=at, tiled=tiled)
+        return lax.psum_scatter(
+            x, axis_name, scatter_dimension=at, tiled=tiled, axis_index_groups=axis_index_groups
+        )
 
     return _each(one, x)
 
@@ -416,10 +494,15 @@ def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
 
 
 def _transpose(cotangents: Any, x: Any, *, params: Params, kind: Kind) -> Any:
-    assert not params.same
     (ct,) = cotangents
     if type(ct) is ad.Zero:
         return [ad.Zero(x.aval)]
+    if params.same:  # ct is the same on all ranks, each of which had a part
+        assert params.concat is not None
+        size = ct.shape[params.concat] // params.world
+        ct = _mesh.vary(ct, params.axis_names)
+        at = lax.axis_index(params.axis_names) * size
+        return [lax.dynamic_slice_in_dim(ct, at, size, params.concat)]
     params = dataclasses.replace(params, split=params.concat, concat=params.split)
     return _primitives[Collective(kind).transposed().kind].bind(ct, params=params)
 
