@@ -302,7 +302,8 @@ def test_a_linen_transformer():
     fused = LinenTransformer(LinenBlock(lambda *axes: tp.dot_general(axes)))
     with jax.set_mesh(mesh_of()):
         assert_close(loss_and_gradient(fused.apply, params, tokens), want)
-        block = [GATHER, GATHER, GATHER, SCATTER, GATHER, SCATTER]
+        # Queries, keys and values share a gather.
+        block = [GATHER, SCATTER, GATHER, SCATTER]
         text = compiled_text(fused.apply, params, tokens)
         assert sorted(fused_calls(text)) == sorted(2 * block)
         # Nothing else is exchanged: activations stay where the ops leave them.
@@ -352,7 +353,7 @@ def test_an_nnx_transformer():
         apply, state = apply_of(fused)
         assert_close(loss_and_gradient(apply, state, x), want)
         calls = calls_of(apply, state, x)
-        assert sorted(calls) == sorted([GATHER, GATHER, GATHER, SCATTER, GATHER, SCATTER])
+        assert sorted(calls) == sorted(2 * [GATHER, SCATTER])
 
 
 def test_nnx_under_explicit_sharding():
@@ -443,7 +444,7 @@ def test_maxtext_in_linen():
     fused = Attention(quant)
     with jax.set_mesh(mesh), nn.logical_axis_rules(RULES):
         assert_close(loss_and_gradient(fused.apply, params, x), want)
-        assert sorted(calls_of(fused.apply, params, x)) == sorted([*[GATHER] * 3, SCATTER])
+        assert calls_of(fused.apply, params, x) == [GATHER, SCATTER]
         assert_close(nn.unbox(jax.jit(fused.init)(jax.random.key(0), x)), params)
 
 

@@ -18,7 +18,7 @@ from .._mesh import AxisName
 from .._ops.all_gather_matmul import all_gather_matmul
 from .._ops.matmul_all_reduce import matmul_all_reduce
 from .._ops.matmul_reduce_scatter import matmul_reduce_scatter
-from . import _rules
+from . import _rules, _shared_gather
 
 Entries = list[tuple[Any, ...]]  # for each dimension, the mesh axes that it is split over
 
@@ -50,6 +50,8 @@ class TensorParallel:
       x_spec: on global arrays under automatic sharding: how x is sharded beside `axis_name`, such
         as ``P("data")``.
       mesh: for global arrays; by default the ambient mesh (`jax.set_mesh`), or an array's own.
+      share_gathers: under ``jit``, column-parallel products of the same x (the same Python object:
+        queries, keys and values) share one gather, which is in the first one's product.
     """
 
     axis_name: AxisName = "tp"
@@ -58,6 +60,7 @@ class TensorParallel:
     rules: _rules.Rules | None = None
     x_spec: PartitionSpec | None = None
     mesh: Mesh | AbstractMesh | None = None
+    share_gathers: bool = True
 
     # What MaxText asks of an object that it takes for a quantization.
     quant_mode: ClassVar[str] = "train"
@@ -171,16 +174,18 @@ class DotGeneral:
             sequence_parallel &= lhs.shape[sequence] % world == 0
         if not by_rows and not sequence_parallel:
             return None
-        body = functools.partial(
-            _call, product=product, by_rows=by_rows, sequence=sequence,
-            sequence_parallel=sequence_parallel, axis_name=of.axis_name,
-        )  # fmt: skip
+        form = Form(product, by_rows, sequence, sequence_parallel, of.axis_name)
         if manual:
-            return functools.partial(body, lhs, rhs)
-        return functools.partial(
-            self._over_global_arrays, body, product, lhs, rhs, mesh, by_rows,
-            sequence if sequence_parallel else None, out_sharding,
-        )  # fmt: skip
+            specs: Any = None
+            run = functools.partial(_call, form)
+        else:
+            specs = self._specs(form, lhs, rhs, mesh)
+            run = functools.partial(self._over_global_arrays, form, specs, mesh, out_sharding)
+        share = not by_rows and of.share_gathers and all((*lhs.shape, *rhs.shape))
+        if not share or not _shared_gather.may_share(lhs):
+            return functools.partial(run, {"lhs": lhs, "rhs": rhs})
+        how = (names, sequence, mesh, specs and specs["gathered"])
+        return functools.partial(_shared, run, lhs, rhs, how)
 
     def _global_mesh(self, *arrays: Any) -> Any:
         try:
@@ -202,19 +207,11 @@ class DotGeneral:
             rules = _rules.ambient_rules() or _rules.logical_axis_rules(self.of.axis_name)
         return _rules.mesh_axes(self.mesh_axes, rules, mesh.axis_names)
 
-    def _over_global_arrays(
-        self,
-        body: Callable[..., jax.Array],
-        product: Product,
-        lhs: jax.Array,
-        rhs: jax.Array,
-        mesh: Any,
-        by_rows: bool,
-        sequence: int | None,
-        out_sharding: Any,
-        **options: Any,
-    ) -> jax.Array:
-        names, lead = _mesh.as_tuple(self.of.axis_name), product.lead
+    def _specs(self, form: Form, lhs: Any, rhs: Any, mesh: Any) -> dict[str, PartitionSpec]:
+        """How the product's global arrays are sharded: lhs, rhs, y and the gathered lhs."""
+        names, product = _mesh.as_tuple(self.of.axis_name), form.product
+        sequence = form.sequence if form.sequence_parallel else None
+        lead = product.lead
         given = _entries(_global._spec(lhs, self.of.x_spec), lhs.ndim) or []
         rows = [tuple(n for n in axes if n not in names) for axes in given[:lead]]
         scattered = [(*axes, *names) if i == sequence else axes for i, axes in enumerate(rows)]
@@ -224,20 +221,64 @@ class DotGeneral:
                 rows[i], scattered[i] = (), names if i == sequence else ()
         k_dims: Entries = [()] * product.contracted
         n_dims: Entries = [()] * product.columns
-        if by_rows:
+        if form.by_rows:
             lhs_in, out = [*rows, names, *k_dims[1:]], [*scattered, *n_dims]
         else:
             lhs_in, out = [*scattered, *k_dims], [*rows, names, *n_dims[1:]]
         kernel: Entries = [()] * rhs.ndim
-        kernel[product.first_k if by_rows else product.first_n] = names
-        y = _global.with_specs(
-            lambda lhs, rhs: body(lhs, rhs, **options), "nn.DotGeneral", {"lhs": lhs, "rhs": rhs},
-            {"lhs": _spec_of(lhs_in), "rhs": _spec_of(kernel)}, axis_name=self.of.axis_name,
-            mesh=mesh, out_specs=_spec_of(out),
+        kernel[product.first_k if form.by_rows else product.first_n] = names
+        entries = {"lhs": lhs_in, "rhs": kernel, "y": out, "gathered": [*rows, ()]}
+        return {name: _spec_of(of) for name, of in entries.items()}
+
+    def _over_global_arrays(
+        self,
+        form: Form,
+        specs: Mapping[str, PartitionSpec],
+        mesh: Any,
+        out_sharding: Any,
+        operands: Mapping[str, jax.Array],
+        results: Any = "y",
+        **options: Any,
+    ) -> Any:
+        made = _global.with_specs(
+            lambda **operands: _call(form, operands, results, **options), "nn.DotGeneral", operands,
+            {name: specs[name] for name in operands}, axis_name=self.of.axis_name, mesh=mesh,
+            out_specs=jax.tree.map(lambda name: specs[name], results),
         )  # fmt: skip
-        if out_sharding is not None and AxisType.Explicit in mesh.axis_types:
-            y = jax.sharding.reshard(y, out_sharding)
-        return y
+        if out_sharding is None or AxisType.Explicit not in mesh.axis_types:
+            return made
+        y, *gathered = made if isinstance(made, tuple) else (made,)
+        y = jax.sharding.reshard(y, out_sharding)
+        return (y, *gathered) if gathered else y
+
+
+def _shared(
+    run: Callable[..., Any], lhs: jax.Array, rhs: jax.Array, how: Any, **options: Any
+) -> jax.Array:
+    """A product that gathers lhs, or takes it from one that did."""
+    gathered = _shared_gather.recall(lhs, rhs, how)
+    if gathered is not None:
+        return run({"lhs": lhs, "rhs": rhs, "gathered": gathered}, **options)
+    y, gathered = run({"lhs": lhs, "rhs": rhs}, ("y", "gathered"), **options)
+    _shared_gather.remember(lhs, how, gathered, y)
+    return y
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """A product, and which op it takes.
+
+    Attributes:
+      by_rows: the kernel is split by rows; else by columns.
+      sequence: the dimension of the rows that the ranks split between layers.
+      sequence_parallel: whether they do.
+    """
+
+    product: Product
+    by_rows: bool
+    sequence: int
+    sequence_parallel: bool
+    axis_name: AxisName
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,29 +325,29 @@ def _as_product(lhs: Any, rhs: Any, dimension_numbers: Any) -> Product | None:
     return None
 
 
-def _call(
-    lhs: jax.Array,
-    rhs: jax.Array,
-    *,
-    product: Product,
-    by_rows: bool,
-    sequence: int,
-    sequence_parallel: bool,
-    **options: Any,
-) -> jax.Array:
-    """The op on one rank's operands."""
+def _call(form: Form, operands: Mapping[str, jax.Array], results: Any = "y", **options: Any) -> Any:
+    """The op on one rank's operands: y, or with results = ("y", "gathered") lhs [*rows, k] of all
+    ranks too, which the operands may have."""
+    product, lhs, rhs = form.product, operands["lhs"], operands["rhs"]
     at = product.columns if product.transposed else product.contracted
     x = lhs.reshape(*lhs.shape[: product.lead], math.prod(lhs.shape[product.lead :]))
     w = rhs.reshape(math.prod(rhs.shape[:at]), math.prod(rhs.shape[at:]))
-    options["transpose_rhs"] = product.transposed
-    if not by_rows:
-        y = all_gather_matmul(x, w, gather_dimension=sequence, **options)
-    elif sequence_parallel:
-        y = matmul_reduce_scatter(x, w, scatter_dimension=sequence, **options)
-    else:
+    options |= {"transpose_rhs": product.transposed, "axis_name": form.axis_name}
+    gathered: list[jax.Array] = []
+    if form.by_rows and form.sequence_parallel:
+        y = matmul_reduce_scatter(x, w, scatter_dimension=form.sequence, **options)
+    elif form.by_rows:
         y = matmul_all_reduce(x, w, **options)
+    elif "gathered" in operands:
+        options["gather_dimension"] = form.sequence
+        y = _shared_gather.next_one(x, operands["gathered"], w, **options)
+    elif results == "y":
+        y = all_gather_matmul(x, w, gather_dimension=form.sequence, **options)
+    else:
+        y, *gathered = _shared_gather.first(x, w, gather_dimension=form.sequence, **options)
     n = rhs.shape[:at] if product.transposed else rhs.shape[at:]
-    return y.reshape(*y.shape[:-1], *n)
+    y = y.reshape(*y.shape[:-1], *n)
+    return (y, *gathered) if gathered else y
 
 
 def _visible(array: Any, names: tuple[Any, ...]) -> Entries | None:
