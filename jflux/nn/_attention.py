@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from .. import _global, _mesh
 from .._epilogue import sum_dtype
 from .._mesh import AxisName
+from . import _padding
 from ._dense import column_parallel, row_parallel
 
 
@@ -51,7 +52,8 @@ def attention(
 
     The three projections share one gather. Weights and biases have the shapes of
     ``flax.linen.MultiHeadDotProductAttention``'s. Outside ``shard_map`` it takes global arrays, and
-    wraps itself in one.
+    wraps itself in one. A sequence that the ranks do not divide is padded there, and the result is
+    cut; `rotate`, `core` and `mask` see its s positions alone.
 
     If N does not divide g, every rank has all of key and value, [d, g, c], computes all g heads,
     and uses those that its queries belong to; inside ``shard_map`` say so with `num_kv_heads`.
@@ -101,6 +103,10 @@ def attention(
         whole = world > 1 and num_kv_heads is not None and key.shape[1] == num_kv_heads
         return body(**operands, kv_is_whole=whole)
     mesh = _global._mesh_for(mesh, x, query)
+    padding = _padding.for_ranks(
+        x, -2, axis_name=axis_name, sequence_parallel=sequence_parallel, mesh=mesh, x_spec=x_spec
+    )
+    operands |= {"x": padding.pad(x), "residual": padding.pad(residual)}
     names = _mesh.as_tuple(axis_name)
     world = 1
     for name in names:
@@ -113,8 +119,8 @@ def attention(
     if whole:
         kv, kv_bias = PartitionSpec(), PartitionSpec()
     mask_batch = batch if mask is None or mask.shape[0] > 1 else [None] * len(batch)
-    return _global.with_specs(
-        functools.partial(body, kv_is_whole=whole), "nn.attention", operands,
+    y = _global.with_specs(
+        functools.partial(body, kv_is_whole=whole, added=padding.added), "nn.attention", operands,
         {
             "x": sequence, "query": PartitionSpec(None, names, None), "key": kv, "value": kv,
             "out": PartitionSpec(names, None, None), "query_bias": PartitionSpec(names, None),
@@ -123,6 +129,7 @@ def attention(
         },
         axis_name=axis_name, mesh=mesh, out_specs=sequence,
     )  # fmt: skip
+    return padding.cut(y)
 
 
 def _without(spec: PartitionSpec, names: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -149,8 +156,10 @@ def _attention(
     rotate: Callable[[jax.Array], jax.Array] | None,
     core: Callable[..., jax.Array],
     kv_is_whole: bool,
+    added: int = 0,
     **options: Any,
 ) -> jax.Array:
+    """`added`: of the positions of all ranks, how many at the end are padding."""
     heads, head_dim = query.shape[1:]
     biases = (query_bias, key_bias, value_bias)
     weights = (query, key, value)
@@ -158,8 +167,9 @@ def _attention(
     products = column_parallel(
         x, flat, bias=[b if b is None else b.reshape(-1) for b in biases], **options
     )
+    length = products[0].shape[-2] - added
     q, k, v = (
-        y.reshape(*y.shape[:-1], w.shape[1], head_dim)
+        y[..., :length, :].reshape(*y.shape[:-2], length, w.shape[1], head_dim)
         for y, w in zip(products, weights, strict=True)
     )
     if rotate is not None:
@@ -168,6 +178,7 @@ def _attention(
         k, v = _own_heads(heads, options["axis_name"], k, v)
     # JAX's own divides by the number of heads.
     o = q if 0 in q.shape else core(q, k, v, mask=mask, is_causal=is_causal)
+    o = _padding.Padding(o.ndim - 3, length, added).pad(o)
     return row_parallel(
         o.reshape(*o.shape[:-2], math.prod(o.shape[-2:])),
         out.reshape(math.prod(out.shape[:2]), out.shape[2]), bias=out_bias, residual=residual,

@@ -19,6 +19,7 @@ from .._ops._spec import Layout
 from .._ops.all_gather_matmul import all_gather_matmul
 from .._ops.matmul_all_reduce import matmul_all_reduce
 from .._ops.matmul_reduce_scatter import matmul_reduce_scatter
+from . import _padding
 
 
 def column_parallel(
@@ -44,15 +45,19 @@ def column_parallel(
 
     is :func:`jflux.all_gather_matmul`, whose arguments these are. With ``sequence_parallel=False``
     every rank has the whole x [..., s, k], and its product needs no communication.
+
+    Of global arrays, a sequence that the ranks do not divide is padded with zeros, and y is cut.
     """
     options: Any = {
         "transpose_rhs": transpose_rhs, "preferred_element_type": preferred_element_type,
         "precision": precision, "activation": activation, "gated": gated,
     }  # fmt: skip
     if sequence_parallel:
-        return all_gather_matmul(
-            x, w, axis_name=axis_name, bias=bias, mesh=mesh, x_spec=x_spec, **options
+        padding = _padding.for_ranks(x, -2, w, axis_name=axis_name, mesh=mesh, x_spec=x_spec)
+        y = all_gather_matmul(
+            padding.pad(x), w, axis_name=axis_name, bias=bias, mesh=mesh, x_spec=x_spec, **options
         )
+        return padding.cut(y)
     if _mesh.is_bound(axis_name):
         return _own_columns(x, w, bias, **options)
     one_result = gated or not isinstance(w, tuple | list)
@@ -103,15 +108,20 @@ def row_parallel(
     is :func:`jflux.matmul_reduce_scatter`, whose arguments these are. With
     ``sequence_parallel=False`` it is :func:`jflux.matmul_all_reduce`: every rank has the whole y
     [..., s, n].
+
+    Of global arrays, a sequence that the ranks do not divide is padded with zeros, and y is cut.
     """
     options: Any = {
         "axis_name": axis_name, "transpose_rhs": transpose_rhs, "precision": precision,
         "preferred_element_type": preferred_element_type,
     }  # fmt: skip
     if sequence_parallel:
-        return matmul_reduce_scatter(
-            x, w, bias=bias, residual=residual, mesh=mesh, x_spec=x_spec, **options
-        )
+        padding = _padding.for_ranks(x, -2, w, axis_name=axis_name, mesh=mesh, x_spec=x_spec)
+        y = matmul_reduce_scatter(
+            padding.pad(x), w, bias=bias, residual=padding.pad(residual), mesh=mesh, x_spec=x_spec,
+            **options,
+        )  # fmt: skip
+        return padding.cut(y)
     sums = functools.partial(_all_reduce, **options)
     if _mesh.is_bound(axis_name):
         return sums(x=x, w=w, bias=bias, residual=residual)
@@ -147,7 +157,8 @@ def mlp(
         x [..., s/N, d]   up [d, h/N]   down [h/N, d]   ->   [..., s/N, d]
 
     One gather and one scatter of the sequence, each inside a product. Outside ``shard_map`` it
-    takes global arrays, as the products do.
+    takes global arrays, as the products do; a sequence that the ranks do not divide is padded with
+    zeros there, and the result is cut.
 
     Args:
       activation: "gelu", "gelu_tanh", "relu" or "silu".
@@ -158,8 +169,10 @@ def mlp(
         in :func:`column_parallel`.
     """
     options["axis_name"] = axis_name
-    hidden = column_parallel(x, up, bias=up_bias, activation=activation, **options)
-    return row_parallel(hidden, down, bias=down_bias, residual=residual, **options)
+    padding = _padding.for_ranks(x, -2, up, **options)
+    hidden = column_parallel(padding.pad(x), up, bias=up_bias, activation=activation, **options)
+    residual = padding.pad(residual)
+    return padding.cut(row_parallel(hidden, down, bias=down_bias, residual=residual, **options))
 
 
 def gated_mlp(
@@ -183,10 +196,13 @@ def gated_mlp(
     products share one gather.
     """
     options["axis_name"] = axis_name
+    padding = _padding.for_ranks(x, -2, up, **options)
     hidden = column_parallel(
-        x, (gate, up), bias=(gate_bias, up_bias), activation=activation, gated=True, **options
-    )
-    return row_parallel(hidden, down, bias=down_bias, residual=residual, **options)
+        padding.pad(x), (gate, up), bias=(gate_bias, up_bias), activation=activation, gated=True,
+        **options,
+    )  # fmt: skip
+    residual = padding.pad(residual)
+    return padding.cut(row_parallel(hidden, down, bias=down_bias, residual=residual, **options))
 
 
 def any_mlp(

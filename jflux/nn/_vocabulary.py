@@ -16,6 +16,7 @@ from .._epilogue import sum_dtype
 from .._mesh import AxisName
 from .._ops.all_reduce import all_reduce
 from .._ops.exchange import reduce_scatter
+from . import _padding
 
 
 def embed(
@@ -35,7 +36,8 @@ def embed(
 
         tokens int [..., s]   table [v/N, d]   ->   [..., s/N, d]
 
-    Outside ``shard_map`` it takes global arrays, and wraps itself in one.
+    Outside ``shard_map`` it takes global arrays, and wraps itself in one. A sequence that the ranks
+    do not divide is padded there, and the result is cut.
 
     Args:
       tokens: the same on all ranks of the axis. Those outside of the vocabulary give zeros.
@@ -51,16 +53,21 @@ def embed(
     if _mesh.is_bound(axis_name):
         return body(tokens, table)
     names, last = _mesh.as_tuple(axis_name), tokens.ndim
+    padding = _padding.for_ranks(
+        tokens, -1, table, axis_name=axis_name, sequence_parallel=sequence_parallel, mesh=mesh,
+        x_spec=x_spec,
+    )  # fmt: skip
     whole = _global._with_axis(_global._spec(tokens, x_spec), last + 1, last, names)
     rows = PartitionSpec(*whole[:last], None)
-    return _global.with_specs(
-        body, "nn.embed", {"tokens": tokens, "table": table},
+    y = _global.with_specs(
+        body, "nn.embed", {"tokens": padding.pad(tokens), "table": table},
         {"tokens": PartitionSpec(*whole[:last]), "table": PartitionSpec(names, None)},
         axis_name=axis_name, mesh=mesh,
         out_specs=_global._with_axis(rows, last + 1, last - 1, names)
         if sequence_parallel
         else rows,
     )  # fmt: skip
+    return padding.cut(y)
 
 
 def _embed(
