@@ -7,7 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import RANKS, compiled_text, exchanged, fused_calls, make_mesh, per_device, run
+from harness import (
+    PLATFORM,
+    RANKS,
+    compiled_text,
+    exchanged,
+    fused_calls,
+    make_mesh,
+    per_device,
+    run,
+)
 from jax.sharding import PartitionSpec as P
 
 import jflux
@@ -193,3 +202,20 @@ def test_what_a_gather_does_not_take():
         f = functools.partial(jflux.all_gather, axis_name="tp", **options)
         with pytest.raises(ValueError, match=r"jflux\.all_gather: to="):
             jax.eval_shape(per_device(make_mesh((RANKS,)), f), x)
+
+
+@pytest.mark.skipif(PLATFORM == "gpu", reason="another heap takes time")
+def test_groups_that_span_nodes(own_heap):
+    """Take `lax`; groups of a node take the kernel."""
+    own_heap(node=["one"] * HALF + ["two"] * (len(jax.devices()) - HALF))
+    mesh, x = make_mesh((RANKS,)), whole(RANKS, RANKS)
+    for name, kernels in {"blocks": ["all_gather"], "strides": []}.items():
+        f = functools.partial(
+            jflux.all_gather, axis_name="tp", axis_index_groups=GROUPS[name], axis=1, tiled=True
+        )
+        with jflux.config(strict=False):
+            compiled = jax.jit(per_device(mesh, f)).lower(x).compile()
+            assert fused_calls(compiled.as_text()) == kernels
+            np.testing.assert_array_equal(compiled(x), of_groups("all_gather", x, GROUPS[name]))
+    with pytest.raises(NotImplementedError, match="2 nodes of .*, and the call has axis_index_"):
+        jax.jit(per_device(mesh, f)).lower(x)
