@@ -1,0 +1,120 @@
+"""MaxText's Llama, and the same with jflux in all its layers: loss and gradients side by side.
+
+    python examples/maxtext_llama.py [--devices 8] [--ranks 4] [--scan] [--remat full]
+
+MaxText is not changed: a `jflux.nn.TensorParallel` takes the place of its quantization object, and
+its layers (attention, MLP) call the ops as their `dot_general`. The configuration is MaxText's
+base.yml, made small. Needs the package `maxtext`: `tools/test_maxtext.sh` installs it, and what it
+imports, into an environment of its own. Runs on the CPU, in two minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+import tempfile
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+os.environ.setdefault("DECOUPLE_GCLOUD", "TRUE")  # MaxText: no Google Cloud
+
+import jax
+import jax.numpy as jnp
+import maxtext
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from maxtext.configs import pyconfig
+from maxtext.models.models import Transformer
+from maxtext.utils import maxtext_utils
+
+import jflux.nn
+
+#: MaxText's axis whose ranks split activations by sequence between layers.
+AXIS = "tensor_sequence"
+
+
+def config_of(devices: int, ranks: int, **changes):
+    """A small Llama, on devices // ranks x ranks devices."""
+    base = pathlib.Path(maxtext.__file__).parent / "configs" / "base.yml"
+    options = {
+        "run_name": "jflux", "base_output_directory": tempfile.gettempdir(),
+        "enable_checkpointing": False, "dataset_type": "synthetic", "log_config": False,
+        "decoder_block": "llama2", "mlp_activations": ["silu", "linear"],
+        "attention": "dot_product", "base_emb_dim": 64, "base_mlp_dim": 128,
+        "base_num_query_heads": 8, "base_num_kv_heads": 4, "head_dim": 8,
+        "base_num_decoder_layers": 2, "vocab_size": 256, "max_target_length": 32,
+        "per_device_batch_size": 1.0, "dtype": "float32", "weight_dtype": "float32",
+        "matmul_precision": "highest", "scan_layers": False, "remat_policy": "none",
+        "ici_fsdp_parallelism": devices // ranks, "ici_tensor_sequence_parallelism": ranks,
+    }  # fmt: skip
+    return pyconfig.initialize(["", str(base)], **{**options, **changes})
+
+
+def mesh_of(config, devices: int) -> Mesh:
+    """MaxText's own mesh."""
+    return Mesh(maxtext_utils.create_device_mesh(config, jax.devices()[:devices]), config.mesh_axes)
+
+
+def model_of(config, mesh: Mesh, quant) -> Transformer:
+    """MaxText's model: `quant` is None, or what stands in for a quantization."""
+    return Transformer(config, mesh, quant, rngs=nnx.Rngs(params=0, dropout=1))
+
+
+def step_of(model: Transformer):
+    """(parameters, the function (parameters, tokens) -> (loss, gradients))."""
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+
+    def loss(params, tokens):
+        model = nnx.merge(graph, params, rest, copy=True)  # as MaxText's own step does
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1] - 1), tokens[:, 1:].shape)
+        logits = model(
+            tokens[:, :-1], positions, decoder_segment_ids=jnp.ones_like(positions),
+            enable_dropout=False,
+        )  # fmt: skip
+        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], -1)
+        return -chosen.mean()
+
+    return params, jax.value_and_grad(loss)
+
+
+def both(config, mesh: Mesh):
+    """(plain, fused), of the same parameters: each the loss, the gradients by name, and the text of
+    the compiled program."""
+    shape = config.global_batch_size_to_train_on, config.max_target_length + 1
+    tokens = jax.random.randint(jax.random.key(2), shape, 0, config.vocab_size)
+    tp = jflux.nn.TensorParallel(AXIS, x_spec=P(("data", "fsdp")))
+    results = []
+    with jax.set_mesh(mesh), nn.logical_axis_rules(config.logical_axis_rules):
+        params, plain = step_of(model_of(config, mesh, None))
+        # A model with a quantization draws its parameters in another order.
+        _, fused = step_of(model_of(config, mesh, tp))
+        for step in (plain, fused):
+            compiled = jax.jit(step).lower(params, tokens).compile()
+            loss, gradients = compiled(params, tokens)
+            leaves, _ = jax.tree_util.tree_flatten_with_path(gradients)
+            named = {jax.tree_util.keystr(path): leaf for path, leaf in leaves}
+            results.append((float(loss), named, compiled.as_text()))
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--devices", type=int, default=8)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--scan", action="store_true", help="MaxText's scan over layers")
+    parser.add_argument("--remat", default="none", help="MaxText's remat_policy")
+    args = parser.parse_args()
+    config = config_of(args.devices, args.ranks, scan_layers=args.scan, remat_policy=args.remat)
+    plain, fused = both(config, mesh_of(config, args.devices))
+    print(f"loss: MaxText {plain[0]:.7f}, with jflux {fused[0]:.7f}")
+    worst = max(float(abs(fused[1][name] - g).max() / abs(g).max()) for name, g in plain[1].items())
+    print(f"gradients: {len(plain[1])}, largest difference / largest element: {worst:.1e}")
+    for op in ("all_gather_matmul", "matmul_reduce_scatter"):
+        count = fused[2].count('target="jflux_' + op)
+        print(f"{op}: {count} calls in the program")
+
+
+if __name__ == "__main__":
+    main()
