@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Installs MaxText, what its model imports, and jflux for the CPU into an environment of its own, and
-# runs tests/test_maxtext.py there. Takes pytest's options. Not a part of .ci/run: the environment is
-# 1.3 GB.
+# Installs MaxText, Tunix, what their models import, and jflux for the CPU into an environment of
+# its own, and runs tests/test_maxtext.py and tests/test_tunix.py there. Takes pytest's options. Not a
+# part of .ci/run: the environment is 1.4 GB.
 #
 #   PYTHON   a Python 3.12 or later, which MaxText needs
 #   MAXTEXT  the folder of the environment; build/maxtext without it
@@ -20,12 +20,13 @@ fi
 with_requirements=(
   "jax>=0.11,<0.12" flax optax orbax-checkpoint grain transformers fastapi uvicorn requests omegaconf
   pydantic jinja2 ml_collections tabulate tiktoken sentencepiece pillow portpicker cloudpickle fire
-  tqdm psutil drjax sympy six
+  tqdm psutil drjax sympy six pandas tensorboardX perfetto wrapt
   pytest pytest-timeout pytest-xdist hypothesis
 )
 # Theirs bring TensorFlow, TensorBoard or Google Cloud, which the model does without.
 alone=(
   maxtext==0.2.5 aqtp qwix tokamax pathwaysutils xprof einshape immutabledict jaxtyping wadler_lindig
+  google-tunix==0.1.7 google-metrax clu
 )
 
 say() { printf 'test_maxtext: %s (%d s)\n' "$*" "$SECONDS"; }
@@ -41,5 +42,5 @@ fi
 say "compiling jflux's CPU back end, 1 minute"
 JFLUX_CUDA=OFF "$folder/bin/pip" install -q --no-deps -C build-dir=build/maxtext-cpu -e .
 say "running the tests"
-"$folder/bin/python" -m pytest --timeout 900 -n 0 -rs -v tests/test_maxtext.py "$@"
+"$folder/bin/python" -m pytest --timeout 900 -n 0 -rs -v tests/test_maxtext.py tests/test_tunix.py "$@"
 say "done"
