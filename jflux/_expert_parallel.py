@@ -129,7 +129,7 @@ def moe_dispatch(
 
     Raises:
       ValueError, TypeError: for operands and options that do not fit, when the call is traced.
-      Otherwise as :func:`jflux.ragged_all_to_all`.
+      jax.errors.JaxRuntimeError: when it runs, as :func:`jflux.ragged_all_to_all`.
     """
     world = _mesh.axis_size(axis_name)
     x, indices, weights = _checked(x, topk_indices, topk_weights, num_experts, world)
@@ -175,8 +175,8 @@ def moe_combine(
       [T, D], of y's type.
 
     Raises:
-      ValueError, TypeError: for operands that do not fit, when the call is traced. Otherwise as
-      :func:`jflux.ragged_all_to_all`.
+      ValueError, TypeError: for operands that do not fit, when the call is traced.
+      jax.errors.JaxRuntimeError: when it runs, as :func:`jflux.ragged_all_to_all`.
     """
     y = jnp.asarray(y)
     rows = handle.slot.shape[0]

@@ -87,7 +87,7 @@ def mixture(
         losses and counts are of all tokens. Of global arrays it is known.
       activation: "gelu", "gelu_tanh", "relu" or "silu".
       select: chooses: ``select(logits, k)``, or with `router_bias` ``select(logits, k, bias=...)``;
-        a function of :mod:`jflux.moe`, perhaps with options by `functools.partial`.
+        a function of ``jflux.moe``, perhaps with options by `functools.partial`.
       router_bias: [E], for the choice alone.
       shared: (up [d, S/N], down [S/N, d]) or (up, down, gate [d, S/N]): an expert of all tokens.
       mesh, x_spec: for global arrays, as in :func:`column_parallel`.

@@ -231,7 +231,7 @@ class MoE(nn.Module):
       loss_axis: further mesh axes that tokens are split over, inside ``shard_map``.
       gated: experts have a gate.
       shared_features: S, the hidden units of an expert of all tokens; 0: there is none.
-      select: a function of :mod:`jflux.moe` that chooses.
+      select: a function of ``jflux.moe`` that chooses.
       load_balancing_weight, z_weight: of the losses.
       axes: logical names of the experts, of d, and of the hidden units.
     """
