@@ -31,7 +31,7 @@ import jax
 import jflux
 
 from . import _heap, testing
-from ._ops._spec import all_ops
+from ._ops._spec import ops_with_checked_kernels
 from ._progress import Progress
 
 VIRTUAL_DEVICES = 8  # of the CPU, where nobody has asked for another number
@@ -54,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--report", type=pathlib.Path, help="writes what was done, and the first failure, as JSON")
     add("--deadline-seconds", type=float, default=60.0, help="of a wait for a peer")
     add("--plant-fault", action="store_true", help="ranks do not wait for their peers: must fail")
+    add("--unchecked", action="store_true", help="also GPU kernels that have not been checked yet")
     where = parser.add_argument_group("several processes")
     where.add_argument("--coordinator", help="HOST:PORT of process 0")
     where.add_argument("--processes", type=int)
@@ -246,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     total, unit = (args.calls, "calls") if args.calls else (60 * args.minutes, "s")
     bar = Progress(total, unit, show=speaks)
     try:
-        with jflux.config(strict=True, always=True, unchecked_kernels=True):
+        with jflux.config(strict=True, always=True, unchecked_kernels=args.unchecked):
             jflux.init(deadline_seconds=args.deadline_seconds)
             report = stress(
                 seed=seed, minutes=args.minutes, calls=args.calls, batch=args.batch,
@@ -258,7 +259,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         bar.close()
     if speaks:
-        missing = sorted(set(all_ops()) - set(report.calls))
+        ops = ops_with_checked_kernels(jax.default_backend())
+        missing = sorted({op.name for op in ops} - set(report.calls))
         if missing and report.failure is None:
             print(f"not called: {', '.join(missing)}")
         print(report.summary())

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from .. import _config
 from ._collective import Collective
 
 
@@ -172,3 +173,9 @@ def products() -> list[OpSpec]:
 def collectives() -> list[OpSpec]:
     """Those that only communicate."""
     return [spec for spec in all_ops().values() if spec.product is None]
+
+
+def ops_with_checked_kernels(platform: str) -> list[OpSpec]:
+    """The ops whose kernels this platform takes as jflux is configured."""
+    unchecked = platform == "cpu" or _config.config.unchecked_kernels
+    return [spec for spec in all_ops().values() if spec.checked_on_gpus or unchecked]

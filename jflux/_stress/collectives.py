@@ -14,7 +14,7 @@ from jax import lax
 import jflux
 
 from .. import _norm
-from .._ops._spec import OpSpec, all_ops
+from .._ops._spec import OpSpec, ops_with_checked_kernels
 from .._ops.all_reduce import ALGORITHMS
 from . import calls
 from .calls import HALVES
@@ -23,7 +23,7 @@ from .cases import FLOATS, ROWS, Case, Data, Output, Place, exchanged_by, sums_o
 
 def collective(rng: random.Random, place: Place, *, spec: OpSpec | None = None) -> Case:
     """One of the ops without w, in one of its ways, along any dimensions."""
-    specs = [s for s in all_ops().values() if s.product is None]
+    specs = [s for s in ops_with_checked_kernels(place.platform) if s.product is None]
     op = spec or rng.choice(specs)
     dtypes = [d for d in FLOATS if op.takes(place.platform, d)]
     if place.wide and op.takes(place.platform, jnp.float64):

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from .. import _config, _heap, _mesh, _native, _tuning
-from .._ops._spec import OpSpec, all_ops
+from .._ops._spec import OpSpec, ops_with_checked_kernels
 from . import calls, cases, collectives, products
 from .cases import Case, Data
 
@@ -144,7 +144,7 @@ def draw(
 ) -> Program:
     """A program. Its first case is of the op whose turn it is."""
     place = _place(rng, some_orders, platform)
-    specs = list(all_ops().values())
+    specs = ops_with_checked_kernels(platform)
     drawn = [draw_case(rng, place, specs[number % len(specs)])]
     drawn += [draw_case(rng, place) for _ in range(rng.randint(0, most_calls - 1))]
     chained = [rng.random() < 0.5 for _ in drawn]
