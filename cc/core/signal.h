@@ -133,7 +133,7 @@ JFLUX_HD void WriteRecord(Fault* record, const WaitContext& ctx, FaultKind kind,
   record->op = ctx.op;
   record->rank = ctx.rank;
   record->peer = peer;
-  record->argument = argument;
+  if (argument != 0) record->argument = argument;  // which other kinds do not read
   record->tile = tile;
   record->expected = expected;
   record->seen = seen;
