@@ -30,7 +30,7 @@ WaitContext Context(RankFault* fault, int32_t rank, double seconds) {
                      /*skip=*/false};
 }
 
-FaultKind KindOf(const Fault& fault) { return static_cast<FaultKind>(fault.kind); }
+FaultKind FaultKindOf(const Fault& fault) { return static_cast<FaultKind>(fault.kind); }
 
 bool Contains(const std::string& text, const std::string& part) {
   return text.find(part) != std::string::npos;
@@ -96,7 +96,7 @@ TEST(WaitReturnsWhenTheSignalIsThere) {
   const Signal word = MakeSignal(3, 7);
   // Even past the deadline: data that has arrived is not a timeout.
   EXPECT(WaitSignal(&word, word, 1, 0, Context(&fault, 0, -1)));
-  EXPECT_EQ(KindOf(fault), FaultKind::kNone);
+  EXPECT_EQ(FaultKindOf(fault), FaultKind::kNone);
 }
 
 TEST(WaitTimesOutAndSaysForWhom) {
@@ -105,7 +105,7 @@ TEST(WaitTimesOutAndSaysForWhom) {
   const uint64_t begin = NowNs();
   EXPECT(!WaitSignal(&word, MakeSignal(5, 7), /*peer=*/3, /*tile=*/17, Context(&fault, 2, 0.05)));
   EXPECT(NowNs() - begin >= 50'000'000);
-  EXPECT_EQ(KindOf(fault), FaultKind::kTimeout);
+  EXPECT_EQ(FaultKindOf(fault), FaultKind::kTimeout);
   EXPECT_EQ(fault.op, kOp);
   EXPECT_EQ(fault.rank, 2);
   EXPECT_EQ(fault.peer, 3);
@@ -132,7 +132,7 @@ TEST(APayloadIsTakenFromAnyWordOfTheCall) {
   for (const Signal word : {Signal{0}, MakeSignal(3, 7), MakeSignal(6, 7)}) {
     RankFault fault{};
     EXPECT(!AwaitPayload(&word, expected, 3, 17, Context(&fault, 2, 0.05), &payload));
-    EXPECT_EQ(KindOf(fault), EpochOf(word) > 5 ? FaultKind::kMismatch : FaultKind::kTimeout);
+    EXPECT_EQ(FaultKindOf(fault), EpochOf(word) > 5 ? FaultKind::kMismatch : FaultKind::kTimeout);
     EXPECT(fault.peer == 3 && fault.tile == 17 && fault.seen == word);
   }
 }
@@ -143,7 +143,7 @@ TEST(WaitReportsAMismatchAtOnce) {
     const uint64_t begin = NowNs();
     EXPECT(!WaitSignal(&seen, MakeSignal(5, 7), 1, 2, Context(&fault, 0, 60)));
     EXPECT(NowNs() - begin < 30'000'000'000);
-    EXPECT_EQ(KindOf(fault), FaultKind::kMismatch);
+    EXPECT_EQ(FaultKindOf(fault), FaultKind::kMismatch);
     EXPECT_EQ(fault.seen, seen);
     const std::string text = Describe(fault, 60);
     EXPECT(Contains(text, "rank 0 expects call 5 with signature 000007")) << text;
@@ -177,7 +177,7 @@ TEST(AFaultEndsAllWaitsOfTheRank) {
   for (auto& w : waiters) w.join();
   EXPECT(NowNs() + 30'000'000'000 < ctx.deadline_ns);
   EXPECT_EQ(fault.peer, 5);
-  EXPECT_EQ(KindOf(fault), FaultKind::kMismatch);
+  EXPECT_EQ(FaultKindOf(fault), FaultKind::kMismatch);
 }
 
 // What a wait that lasts looks at.
@@ -213,7 +213,7 @@ TEST(AWaitThatLastsWarnsOnce) {
   StoreRelease(&host.warning.kind, 0);  // the host has told it
   waiter.join();
   EXPECT_EQ(host.warning.kind, 0u);  // not again
-  EXPECT_EQ(KindOf(fault), FaultKind::kTimeout);
+  EXPECT_EQ(FaultKindOf(fault), FaultKind::kTimeout);
 }
 
 TEST(ADevicesLimitsSetTheDeadlineAndHaveTheRecord) {
@@ -225,7 +225,7 @@ TEST(ADevicesLimitsSetTheDeadlineAndHaveTheRecord) {
   const uint64_t begin = NowNs();
   EXPECT(!WaitSignal(&word, MakeSignal(5, 7), 3, 17, ctx));
   EXPECT(NowNs() - begin >= 50'000'000);
-  EXPECT_EQ(KindOf(recorded), FaultKind::kTimeout);
+  EXPECT_EQ(FaultKindOf(recorded), FaultKind::kTimeout);
   EXPECT_EQ(recorded.peer, 3);
 }
 
@@ -254,7 +254,7 @@ TEST(AnAbortEndsWaits) {
   StoreRelease(&host.abort, 1);
   waiter.join();
   EXPECT(NowNs() - begin < 30'000'000'000);
-  EXPECT_EQ(KindOf(fault), FaultKind::kAborted);
+  EXPECT_EQ(FaultKindOf(fault), FaultKind::kAborted);
   const std::string text = Describe(fault, 60);
   EXPECT(Contains(text, "rank 2 gave up waiting for rank 3") &&
          Contains(text, "has failed on another device"))
