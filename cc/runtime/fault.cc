@@ -145,6 +145,9 @@ std::string Describe(const Fault& fault, double deadline_s) {
 ErrorKind KindOf(const Fault& fault) {
   switch (static_cast<FaultKind>(fault.kind)) {
     case FaultKind::kMismatch:
+    case FaultKind::kBadValue:
+    case FaultKind::kUnequal:
+    case FaultKind::kGroupSizes:
       return ErrorKind::kInvalidArgument;
     case FaultKind::kOverlap:
       return ErrorKind::kFailedPrecondition;
