@@ -5,7 +5,12 @@
 MaxText is not changed: a `jflux.nn.TensorParallel` takes the place of its quantization object, and
 its layers (attention, MLP) call the ops as their `dot_general`. The configuration is MaxText's
 base.yml, made small. Needs the package `maxtext`: `tools/test_maxtext.sh` installs it, and what it
-imports, into an environment of its own. Runs on the CPU, in two minutes.
+imports, into an environment of its own. Runs on the CPU, which takes two minutes. It prints::
+
+    loss: MaxText 5.9554477, with jflux 5.9554482
+    gradients: 21, largest difference / largest element: 6.8e-07
+    all_gather_matmul: 12 calls in the program
+    matmul_reduce_scatter: 16 calls in the program
 """
 
 from __future__ import annotations

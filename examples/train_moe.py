@@ -13,8 +13,15 @@ The second run, on `lax.ragged_dot`, `lax`'s collectives and products, starts fr
 and sees the same batches. Its curve agrees up to rounding as long as no token's choice hangs by a
 rounding: then one token has another expert.
 
-Prints the largest difference between the loss curves and the time of a step of each; writes the
-curves to out/loss.png. Without a GPU it runs a small model on eight virtual devices.
+Writes the curves to out/loss.png. Without a GPU it runs a small model on eight virtual devices,
+which takes three minutes on two cores. There it prints::
+
+    2.6 M parameters, float32, 2 (data) x 2 (expert) x 2 (tp) cpu devices; 3 layers of 128,
+    2 of 8 experts of 256, batch 16 x 128 bytes
+    jflux: training loss 6.2832 -> 1.8901, validation 2.0251, median step ... ms (200 steps)
+      lax: training loss 6.2832 -> 2.5642, validation 2.5726, median step ... ms (50 steps)
+    largest difference between the loss curves: 4.768e-07 in 50 steps
+    wrote out/loss.png
 """
 
 from __future__ import annotations
