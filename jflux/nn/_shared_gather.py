@@ -189,7 +189,7 @@ def remember(x: Any, how: Hashable, gathered: Any, y: Any) -> None:
     own, entries = _own(y), _entries.of
     if own is not None:
         # `jax.checking_leaks` takes for leaked whatever a trace refers to when its function ends.
-        if not jax.config.jax_check_tracer_leaks:
+        if not getattr(jax.config, "jax_check_tracer_leaks", False):
             own.append(entry)
     elif isinstance(y, jax.core.Tracer) and _inner(y) is None:
         while len(entries) >= MOST:
