@@ -335,7 +335,7 @@ def test_a_call_in_parts(own_heap):
         first, *calls = _explain.calls_of(f, operand, output, *sizes)
         assert first.plan.path == Path.DECOMPOSED and len(calls) == first.plan.config["parts"] == 4
         y = run(jax.jit(f), operand, output, *sizes)
-        assert _heap.usage(_heap._default_platform()) <= 4 << 20
+        assert _heap.usage(_heap.default_platform()) <= 4 << 20
     np.testing.assert_array_equal(y, np.stack(exact(operand, output, sizes)))
 
 
