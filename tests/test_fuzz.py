@@ -103,14 +103,14 @@ def no_memory():
 
 def _of_this_build(text: bytes) -> bytes:
     writer = _tuning._writer()
-    return text.replace(b"VERSION", writer["jflux"].encode()).replace(
+    return text.replace(b'"VERSION"', str(writer["kernels"]).encode()).replace(
         b"TILES", writer["tiles"].encode()
     )
 
 
 def _table(entry: str) -> bytes:
     key = "all_gather_matmul bfloat16 ranks=2 rows=1024 n=4096 k=8192 w=kn"
-    return f'{{"jflux": "VERSION", "tiles": "TILES", "choices": {{"{key}": {entry}}}}}'.encode()
+    return f'{{"kernels": "VERSION", "tiles": "TILES", "choices": {{"{key}": {entry}}}}}'.encode()
 
 
 @given(mutated("tuning"))
