@@ -160,6 +160,10 @@ def test_exchanges(on, place):
                 np.testing.assert_array_equal(y[at].astype(np.float64), want.astype(np.float64))
 
 
+@pytest.mark.skipif(
+    jax.default_backend() == "cpu" and jax.__version_info__ < (0, 11),
+    reason="with so many independent collectives, devices wait for each other in XLA's own",
+)
 @each_call(OPS, lead=(2, 6), k=8, n=8, dtype=jnp.float32)
 def test_derivatives_in_both_modes(call, on):
     """The tangents of a call, and what is differentiated of a gradient, take two levels too."""
