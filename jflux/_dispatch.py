@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from . import _heap, _native
+from . import _config, _heap, _native
 
 #: The operands of a call, or their types, in order.
 Arrays = Sequence[Any]
@@ -72,6 +72,17 @@ def reference(reason: str) -> Plan:
 def unsupported(reason: str) -> Plan:
     """`lax` runs the call, since no kernel takes it."""
     return Plan(Path.REFERENCE, reason, unsupported=True)
+
+
+def why_unchecked(checked_on_gpus: bool) -> str | None:
+    """Why GPUs do not take a kernel of their own, or None: it has not run on one yet, and
+    ``jflux.config.unchecked_kernels`` does not ask for it."""
+    if checked_on_gpus or _config.config.unchecked_kernels:
+        return None
+    return (
+        "its GPU kernel has not been checked on a GPU; "
+        "jflux.config(unchecked_kernels=True) takes it"
+    )
 
 
 def decomposed(reason: str) -> Plan:

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from . import _expert_routing as routing
-from . import _mesh
+from . import _mesh, moe
 from ._expert_routing import Sizes
 from ._mesh import AxisName
 from ._ops import _product
@@ -283,7 +283,7 @@ def _route(
     wrong = jnp.sum(~inside & (indices != -1), dtype=jnp.int32)
 
     # What every rank has for every expert, and then for every rank.
-    own = routing.count(jnp.where(slots.has_row, slots.expert, -1), num_experts)
+    own = moe.count(jnp.where(slots.has_row, slots.expert, -1), num_experts)
     chosen = all_gather(own, axis_name=axis_name)
     counts, kept = chosen, slots
     if capacity is not None:
@@ -311,7 +311,7 @@ def _route(
     came = _move(axis_name, there, most_received, out, fill=-1)  # [N T, k]
 
     # What this rank's experts get.
-    sizes = routing.count(came, experts)
+    sizes = moe.count(came, experts)
     padded = -(-sizes // alignment) * alignment
     size = _rows_of_experts(world * tokens, k, experts, capacity, alignment, layout)
     if layout == "masked":

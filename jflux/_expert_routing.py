@@ -78,12 +78,6 @@ def number_among_equals(keys: jax.Array) -> jax.Array:
     return jnp.zeros_like(number).at[order].set(number).reshape(keys.shape)
 
 
-def count(keys: jax.Array, most: int) -> jax.Array:
-    """i32 [most]: how often each number occurs; others, as -1, are not counted."""
-    inside = (keys >= 0) & (keys < most)
-    return jnp.zeros(most, jnp.int32).at[jnp.where(inside, keys, most)].add(1, mode="drop")
-
-
 def places_of(counts: jax.Array, rank: jax.Array, capacity: int) -> jax.Array:
     """i32 [E]: how many places of each expert the ranks before this one leave. counts: [N, E], the
     rows that each rank has for each expert."""

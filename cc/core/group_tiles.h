@@ -19,6 +19,8 @@
 
 namespace jflux {
 
+inline constexpr int32_t kMostGroups = 2047;  // that gpu/group_table.cuh has room for
+
 struct GroupTiles {
   int32_t tile_rows;  // of a cluster
   int32_t tiles_n;

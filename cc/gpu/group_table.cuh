@@ -17,6 +17,7 @@
 #include "core/group_tiles.h"
 #include "gpu/gemm_smem.cuh"
 #include "gpu/ptx.cuh"
+#include "gpu/warp_scan.cuh"
 
 namespace jflux {
 
@@ -34,12 +35,7 @@ __device__ __forceinline__ int64_t ForEachGroup(const int32_t* sizes, int32_t gr
   for (int32_t first = 0; first < groups; first += 32) {
     const bool is_group = first + lane < groups;
     const int64_t size = is_group ? Max(__ldg(sizes + first + lane), 0) : 0;
-    int64_t sum = size;  // of this lane's group and the ones before
-#pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int64_t other = __shfl_up_sync(0xffffffff, sum, step);
-      if (lane >= step) sum += other;
-    }
+    const int64_t sum = WarpInclusiveSum(size);
     visit(first, is_group, GroupRows{Min(rows, before + sum - size), Min(rows, before + sum)});
     before += __shfl_sync(0xffffffff, sum, 31);
   }
@@ -49,8 +45,8 @@ __device__ __forceinline__ int64_t ForEachGroup(const int32_t* sizes, int32_t gr
 template <typename Config>
 class GroupTable {
  public:
-  static constexpr int32_t kMostGroups =
-      Config::kSendBoxes * Config::kSendBoxBytes / 8 - 1;  // two words each, and one more
+  // Two words each, and one more.
+  static_assert(8 * (kMostGroups + 1) <= Config::kSendBoxes * Config::kSendBoxBytes);
 
   // count(rows) -> number of tiles of a group. If !leads, the table is not made.
   template <typename Count>
@@ -62,12 +58,7 @@ class GroupTable {
     int32_t tiles_before = 0;
     ForEachGroup(sizes, groups, rows, [&](int32_t first, bool is_group, GroupRows r) {
       const int32_t tiles = is_group ? count(static_cast<int32_t>(r.end - r.begin)) : 0;
-      int32_t sum = tiles;
-#pragma unroll
-      for (int step = 1; step < 32; step *= 2) {
-        const int32_t other = __shfl_up_sync(0xffffffff, sum, step);
-        if (lane >= step) sum += other;
-      }
+      const int32_t sum = WarpInclusiveSum(tiles);
       if (is_group) {
         Store(rows_, first + lane + 1, static_cast<int32_t>(r.end));
         Store(tiles_, first + lane + 1, tiles_before + sum);

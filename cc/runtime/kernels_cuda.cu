@@ -2,6 +2,8 @@
 
 #include <map>
 #include <mutex>
+#include <set>
+#include <utility>
 
 #include "runtime/cuda_check.h"
 #include "runtime/kernels_cuda.h"
@@ -25,6 +27,18 @@ bool LoadKernel(const void* kernel, int smem_bytes, std::string* error) {
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes), error);
   cudaFuncAttributes attributes;
   JFLUX_CUDA_OR_FALSE(cudaFuncGetAttributes(&attributes, kernel), error);
+  return true;
+}
+
+bool LoadOnce(bool (*load)(std::string* error), std::string* error) {
+  static std::mutex mutex;
+  static auto* loaded = new std::set<std::pair<bool (*)(std::string*), int>>;
+  int ordinal = 0;
+  JFLUX_CUDA_OR_FALSE(cudaGetDevice(&ordinal), error);
+  std::lock_guard<std::mutex> lock(mutex);
+  if (loaded->count({load, ordinal}) != 0) return true;
+  if (!load(error)) return false;
+  loaded->insert({load, ordinal});
   return true;
 }
 

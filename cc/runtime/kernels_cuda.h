@@ -23,6 +23,10 @@ bool AddKernels(const char* (*load)(int ordinal), std::string* error);
 // Makes a kernel launchable with this much shared memory, and loads it.
 bool LoadKernel(const void* kernel, int smem_bytes, std::string* error);
 
+// Calls load(error) unless that has succeeded on the current device before: for kernels that are
+// also launched where there is no heap, which loads those of all ops when it is made.
+bool LoadOnce(bool (*load)(std::string* error), std::string* error);
+
 // Whether a box's rows of 128 bytes are swizzled in shared memory, as wgmma reads them, or follow
 // each other as they are.
 enum class Boxes { kSwizzled, kLinear };

@@ -99,11 +99,8 @@ def plan_call(rules: LocalRules, avals: Sequence[Any], params: Any, platform: st
         return Plan(Path.FUSED, "a local op on a CPU")
     if not _native.lib.built_with_cuda():
         return _dispatch.unsupported("this build of jflux has no GPU kernels")
-    if not rules.checked_on_gpus and not _config.config.unchecked_kernels:
-        return _dispatch.unsupported(
-            "its GPU kernel has not been checked on a GPU; "
-            "jflux.config(unchecked_kernels=True) takes it"
-        )
+    if why := _dispatch.why_unchecked(rules.checked_on_gpus):
+        return _dispatch.unsupported(why)
     return Plan(Path.FUSED, "a local op on a GPU")
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from .. import _config
+from .. import _dispatch
 from ._collective import Collective
 
 
@@ -177,5 +177,8 @@ def collectives() -> list[OpSpec]:
 
 def ops_with_checked_kernels(platform: str) -> list[OpSpec]:
     """The ops whose kernels this platform takes as jflux is configured."""
-    unchecked = platform == "cpu" or _config.config.unchecked_kernels
-    return [spec for spec in all_ops().values() if spec.checked_on_gpus or unchecked]
+    return [
+        spec
+        for spec in all_ops().values()
+        if platform == "cpu" or _dispatch.why_unchecked(spec.checked_on_gpus) is None
+    ]

@@ -226,13 +226,7 @@ def _unsupported(arrays: Arrays, params: Params, machine: Machine) -> str | None
         return "2^31 rows or more"
     if sizes.size > 1 << 20:
         return f"{sizes.size} slices, the kernels take up to 2^20"
-    unchecked = not SPECS[0].checked_on_gpus and not _config.config.unchecked_kernels
-    if machine.on_gpus and unchecked:
-        return (
-            "its GPU kernel has not been checked on a GPU; "
-            "jflux.config(unchecked_kernels=True) takes it"
-        )
-    return None
+    return _dispatch.why_unchecked(SPECS[0].checked_on_gpus) if machine.on_gpus else None
 
 
 def _plan(arrays: Arrays, params: Params, machine: Machine) -> Plan:

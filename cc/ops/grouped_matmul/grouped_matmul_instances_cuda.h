@@ -61,8 +61,7 @@ struct LaunchGrouped {
   }
 };
 
-// What a launch needs to know of the current device. Loads the kernels there if there is no heap,
-// which loads them when it is made.
+// What a launch needs to know of the current device. Loads the kernels there.
 struct LocalDevice {
   int sm_count = 0;
   DeviceState* state = nullptr;
@@ -83,7 +82,7 @@ inline std::string WhyNoGroupedKernel(int64_t m, int64_t k, int64_t n, int64_t g
     return "the kernel's results have the operands' type, or float32";
   }
   if (k % 8 != 0 || n % 8 != 0) return "rows of operands and results must be multiples of 16 bytes";
-  constexpr int64_t kMostGroups = 2047, kMostRows = int64_t{1} << 29;
+  constexpr int64_t kMostRows = int64_t{1} << 29;
   if (groups > kMostGroups) return "more than " + std::to_string(kMostGroups) + " groups";
   if (m > kMostRows || k > kMostRows || n > kMostRows ||
       groups * CeilDiv<int64_t>(n, 64) > kMostRows) {

@@ -1,6 +1,4 @@
 // Instantiates the kernels of grouped_matmul and launches one.
-#include <atomic>
-
 #include "ops/grouped_matmul/grouped_matmul_instances_cuda.h"
 #include "ops/grouped_matmul/grouped_matmul_sm90.cuh"
 
@@ -37,8 +35,6 @@ bool LoadGroupedMatmulKernels(std::string* error) {
 }
 
 bool FindLocalDevice(LocalDevice* device, std::string* error) {
-  constexpr int kMostDevices = 64;
-  static std::atomic<bool> loaded[kMostDevices];
   int ordinal = 0;
   JFLUX_CUDA_OR_FALSE(cudaGetDevice(&ordinal), error);
   JFLUX_CUDA_OR_FALSE(
@@ -46,10 +42,7 @@ bool FindLocalDevice(LocalDevice* device, std::string* error) {
   if (const auto heap = CurrentHeapCuda()) {
     if (const CudaDevice* found = heap->DeviceOf(ordinal)) device->state = found->state;
   }
-  if (ordinal < kMostDevices && loaded[ordinal].load(std::memory_order_acquire)) return true;
-  if (!LoadGroupedMatmulKernels(error)) return false;
-  if (ordinal < kMostDevices) loaded[ordinal].store(true, std::memory_order_release);
-  return true;
+  return LoadOnce(LoadGroupedMatmulKernels, error);
 }
 
 std::string WhyNoGroupedMatmulKernel(const GroupedMatmulParams& p) {

@@ -14,6 +14,7 @@
 #include <algorithm>
 
 #include "core/platform.h"
+#include "gpu/warp_scan.cuh"
 #include "ops/moe_route/moe_route_cuda.h"
 #include "runtime/kernels_cuda.h"
 
@@ -113,12 +114,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     int32_t before = 0;
     for (int base = 0; base < experts; base += 32) {
       const int e = base + lane;
-      int32_t sum = e < experts ? t.offset[e + 1] : 0;
-#pragma unroll
-      for (int step = 1; step < 32; step *= 2) {
-        const int32_t other = __shfl_up_sync(0xffffffff, sum, step);
-        if (lane >= step) sum += other;
-      }
+      const int32_t sum = WarpInclusiveSum(e < experts ? t.offset[e + 1] : 0);
       if (e < experts) t.offset[e + 1] = before + sum;
       before += __shfl_sync(0xffffffff, sum, 31);
     }
@@ -166,7 +162,7 @@ bool LaunchMoeRoute(const MoeRouteParams& params, const MoeRouteArrays& arrays, 
   while (ctas < kMostCtas && params.slots > ctas * kWarps * kSlotsPerWarp) ctas *= 2;
   const int64_t warps = ctas * kWarps;
   MoeRouteArgs args{params, arrays, RoundUp<int64_t>(CeilDiv(params.slots, warps), 32)};
-  return LoadMoeRouteKernels(error) &&
+  return LoadOnce(LoadMoeRouteKernels, error) &&
          LaunchKernel(reinterpret_cast<const void*>(&MoeRouteKernel), &args, 1, ctas, kThreads,
                       static_cast<int>(SmemBytes(params.experts)), stream, error);
 }
