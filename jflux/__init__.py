@@ -3,12 +3,12 @@
 from . import checkpoint_policies as checkpoint_policies
 from . import moe as moe
 from . import reference as reference
+from ._attention.layouts import causal_positions as causal_positions
+from ._attention.layouts import reorder_for_causal as reorder_for_causal
+from ._attention.layouts import restore_order as restore_order
+from ._attention.merging import merge_attention as merge_attention
+from ._attention.ulysses import ulysses_attention as ulysses_attention
 from ._config import config as config
-from ._context import causal_positions as causal_positions
-from ._context import merge_attention as merge_attention
-from ._context import reorder_for_causal as reorder_for_causal
-from ._context import restore_order as restore_order
-from ._context import ulysses_attention as ulysses_attention
 from ._custom import custom_call as custom_call
 from ._custom import include_dir as include_dir
 from ._custom import library_path as library_path

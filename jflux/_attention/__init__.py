@@ -1,0 +1,1 @@
+"""Attention over a sequence, or a cache, that is split over ranks."""

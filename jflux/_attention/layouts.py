@@ -1,0 +1,83 @@
+"""Which positions of a split sequence each rank has."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+Layout = Literal["contiguous", "zigzag", "striped"]
+LAYOUTS: tuple[Layout, ...] = ("contiguous", "zigzag", "striped")
+
+
+def causal_positions(length: int, ranks: int, *, layout: Layout = "zigzag") -> np.ndarray:
+    """The positions of a sequence, in the order in which ranks have them.
+
+    In causal attention late positions attend to more keys than early ones, so ranks with equal
+    consecutive parts have unequal work. For 2 ranks and 8 positions::
+
+        contiguous   0 1 2 3 | 4 5 6 7     what an array is without reordering
+        zigzag       0 1 6 7 | 2 3 4 5     rank r has parts r and 2 N - 1 - r of 2 N
+        striped      0 2 4 6 | 1 3 5 7     rank r has every N-th, from r on (arXiv 2311.09431)
+
+    Args:
+      length: of the sequence, over all ranks; a multiple of `ranks`, with zigzag of twice that.
+      ranks: N.
+      layout: one of the three.
+
+    Returns:
+      int32 [length].
+
+    Raises:
+      ValueError: a length that does not divide so; an unknown layout.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"{layout=} must be one of {', '.join(LAYOUTS)}")
+    parts = 2 * ranks if layout == "zigzag" else ranks
+    if ranks < 1 or length % parts != 0:
+        raise ValueError(
+            f"{length=} must be a multiple of {parts}: {layout} gives each of {ranks} ranks "
+            f"{parts // ranks} equal parts; pad the sequence"
+        )
+    positions = np.arange(length, dtype=np.int32)
+    if layout == "striped":
+        return positions.reshape(-1, ranks).T.reshape(-1)
+    if layout == "zigzag":
+        chunks = positions.reshape(2 * ranks, -1)
+        return np.stack([chunks[:ranks], chunks[: ranks - 1 : -1]], 1).reshape(-1)
+    return positions
+
+
+def reorder_for_causal(
+    x: jax.Array, ranks: int, *, axis: int = 1, layout: Layout = "zigzag"
+) -> jax.Array:
+    """Reorders a sequence so that causal attention gives all ranks as much work, once it is split
+    evenly over them: element i of the result is element ``causal_positions(...)[i]`` of x.
+
+    Done once for a batch (tokens, targets, segment ids, and :func:`causal_positions` for rotary
+    embeddings); everything but attention does not care for the order.
+
+    Args:
+      x: the whole sequence, not one rank's part, along `axis`.
+      ranks: N.
+      axis: the dimension of positions.
+      layout: as in :func:`causal_positions`.
+
+    Returns:
+      x's shape and type. :func:`restore_order` undoes it.
+
+    Raises:
+      ValueError: as :func:`causal_positions`.
+    """
+    order = causal_positions(x.shape[axis], ranks, layout=layout)
+    return jnp.take(x, order, axis=axis, unique_indices=True)
+
+
+def restore_order(
+    x: jax.Array, ranks: int, *, axis: int = 1, layout: Layout = "zigzag"
+) -> jax.Array:
+    """Undoes :func:`reorder_for_causal`, with the same arguments."""
+    order = np.argsort(causal_positions(x.shape[axis], ranks, layout=layout)).astype(np.int32)
+    return jnp.take(x, order, axis=axis, unique_indices=True)

@@ -1,0 +1,59 @@
+"""Attention over all keys from attention over parts of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+
+def merge_attention(
+    outputs: Sequence[jax.Array] | jax.Array, log_sum_exps: Sequence[jax.Array] | jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Attention over all keys, from attention over disjoint parts of them.
+
+    With o_p the softmax-weighted sum of part p's values, and l_p the logarithm of the sum of the
+    exponentials of its scores (arXiv 2205.14135, section 3.1; arXiv 2311.01282, section 3)::
+
+        l = log(sum_p exp(l_p))        o = sum_p exp(l_p - l) o_p
+
+    in float32 (float64 for float64). A part without keys has l_p = -inf, and does not count,
+    whatever its output is; if no part has any, o is 0 and l is -inf. Differentiable in both modes,
+    in the log-sum-exps too.
+
+    Args:
+      outputs: P arrays [..., H, D], or one [P, ..., H, D].
+      log_sum_exps: P arrays [..., H], or one [P, ..., H].
+
+    Returns:
+      (o [..., H, D] of the outputs' type, l [..., H] in float32 or float64).
+
+    Raises:
+      ValueError: shapes that do not fit.
+    """
+    out = outputs if isinstance(outputs, jax.Array | np.ndarray) else jnp.stack(list(outputs))
+    if isinstance(log_sum_exps, jax.Array | np.ndarray):
+        lse = log_sum_exps
+    else:
+        lse = jnp.stack(list(log_sum_exps))
+    if out.shape[:-1] != lse.shape:
+        raise ValueError(
+            f"jflux.merge_attention: outputs [P, ..., H, D] have shape {out.shape}, so "
+            f"log_sum_exps must have shape {out.shape[:-1]}, got {lse.shape}"
+        )
+    wide = jnp.promote_types(jnp.promote_types(out.dtype, lse.dtype), jnp.float32)
+    lse = lse.astype(wide)
+    counts = lse > -jnp.inf
+    # Of a part without keys nothing may reach a derivative: inf - inf, or 0 times its output.
+    highest = lax.stop_gradient(jnp.max(lse, 0))
+    base = jnp.where(jnp.isfinite(highest), highest, 0)
+    weights = jnp.where(counts, jnp.exp(jnp.where(counts, lse - base, 0)), 0)
+    total = jnp.sum(weights, 0)
+    any_counts = total > 0
+    safe = jnp.where(any_counts, total, 1)
+    terms = jnp.where(counts[..., None], weights[..., None] * out.astype(wide), 0)
+    merged = (jnp.sum(terms, 0) / safe[..., None]).astype(out.dtype)
+    return merged, jnp.where(any_counts, jnp.log(safe) + base, -jnp.inf)

@@ -1,0 +1,136 @@
+"""Attention over a split sequence that moves heads (Ulysses), by exchanges before and after it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .. import _mesh
+from .._mesh import AxisName
+from .._ops.exchange import all_gather, all_to_all
+
+
+def ulysses_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    axis_name: AxisName,
+    causal: bool = False,
+    window: int | tuple[int, int] | None = None,
+    segment_ids: jax.Array | None = None,
+    scale: float | None = None,
+    core: Callable[..., jax.Array] | None = None,
+) -> jax.Array:
+    """Exact attention over a sequence that is split over ranks: each rank gets all positions of its
+    share of the heads, attends, and gives back its positions of all heads (DeepSpeed-Ulysses, arXiv
+    2309.14509, section 3.1).
+
+    Inside ``jax.shard_map``, per rank of N along `axis_name`, for H heads of queries and G of keys
+    and values (grouped queries, arXiv 2305.13245)::
+
+        q [B, S/N, H, D]   k, v [B, S/N, G, D]   ->   [B, S/N, H, D]
+
+    N must divide H, and divide G or be a multiple of it: where there are fewer heads of keys than
+    ranks, each rank gets the one that its queries belong to. A rank sends
+    ``2 (H + max(G, N)) B S D (N - 1) / N^2`` elements and receives as many; the largest array that
+    it holds has ``B S H/N D``. The parts of the sequence are consecutive ("contiguous"), which is
+    balanced here, since every rank has all positions.
+
+    To fuse the transfers with the projections around attention, see `jflux.matmul_all_to_all` and
+    `jflux.all_to_all_matmul`.
+
+    Args:
+      q, k, v: of one type.
+      causal: no position attends to a later one.
+      window: position i attends to i - left to i + right: (left, right), or one number for both.
+      segment_ids: int [B, S/N]; positions attend to those of the same segment alone. Makes a mask
+        [B, 1, S, S].
+      scale: of the scores; by default 1 / sqrt(D).
+      core: what attends, called as ``core(q, k, v, is_causal=..., scale=..., mask=...,
+        local_window_size=...)`` for q [B, S, H/N, D] and k, v [B, S, heads, D]. By default
+        ``jax.nn.dot_product_attention``; on GPUs its cuDNN form, where that takes such a call.
+
+    Returns:
+      [B, S/N, H, D], which varies over `axis_name`.
+
+    Raises:
+      ValueError, TypeError: operands that do not fit, when the call is traced.
+    """
+    ranks = _mesh.axis_size(axis_name)
+    _check(q, k, v, segment_ids, ranks)
+    heads = k.shape[2]
+    if heads % ranks != 0:  # fewer than ranks: every rank needs one of them
+        k, v = (jnp.repeat(a, ranks // heads, axis=2) for a in (k, v))
+
+    def to_heads(a: jax.Array) -> jax.Array:
+        return all_to_all(a, axis_name=axis_name, split_axis=2, concat_axis=1, tiled=True)
+
+    q, k, v = to_heads(q), to_heads(k), to_heads(v)
+    mask = None
+    if segment_ids is not None:
+        ids = all_gather(segment_ids, axis_name=axis_name, axis=1, tiled=True)
+        mask = ids[:, None, :, None] == ids[:, None, None, :]
+    scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
+    y = (core or _attend)(
+        q, k, v, is_causal=causal, scale=scale, mask=mask, local_window_size=window
+    )
+    return all_to_all(y, axis_name=axis_name, split_axis=1, concat_axis=2, tiled=True)
+
+
+def _check(q: Any, k: Any, v: Any, segment_ids: Any, ranks: int) -> None:
+    for name, a in {"q": q, "k": k, "v": v}.items():
+        if a.ndim != 4:
+            raise ValueError(
+                f"jflux.ulysses_attention: {name} must be [B, S/N, heads, D], got {a.shape}"
+            )
+    if k.shape != v.shape or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
+        raise ValueError(
+            "jflux.ulysses_attention: q [B, S/N, H, D] and k, v [B, S/N, G, D] must have the same "
+            f"B, S/N and D, got {q.shape}, {k.shape}, {v.shape}"
+        )
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(
+            "jflux.ulysses_attention: q, k and v must have one type, got "
+            f"{q.dtype}, {k.dtype}, {v.dtype}"
+        )
+    heads, kv_heads = q.shape[2], k.shape[2]
+    if heads % ranks != 0:
+        raise ValueError(
+            f"jflux.ulysses_attention: {heads} heads cannot be split over {ranks} ranks; use fewer "
+            "ranks along this axis, or pad the heads"
+        )
+    if kv_heads % ranks != 0 and ranks % kv_heads != 0:
+        raise ValueError(
+            f"jflux.ulysses_attention: {kv_heads} heads of keys and values must be a multiple of "
+            f"the {ranks} ranks, or divide them; repeat them to a multiple"
+        )
+    if heads % kv_heads != 0:
+        raise ValueError(
+            f"jflux.ulysses_attention: {heads} heads of queries must be a multiple of {kv_heads} "
+            "of keys and values"
+        )
+    if segment_ids is not None and segment_ids.shape != q.shape[:2]:
+        raise ValueError(
+            f"jflux.ulysses_attention: segment_ids must be [B, S/N], {q.shape[:2]}, got "
+            f"{segment_ids.shape}"
+        )
+
+
+def _attend(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Array:
+    """`jax.nn.dot_product_attention`, which does not take cuDNN by itself."""
+    fits = (
+        jax.default_backend() == "gpu"
+        and q.dtype in (jnp.bfloat16, jnp.float16)
+        and q.shape[1] % 64 == 0
+        and q.shape[3] % 8 == 0
+        and q.shape[3] <= 128
+        and options["mask"] is None
+    )
+    return jax.nn.dot_product_attention(
+        q, k, v, implementation="cudnn" if fits else None, **options
+    )
