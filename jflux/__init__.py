@@ -3,6 +3,7 @@
 from . import checkpoint_policies as checkpoint_policies
 from . import moe as moe
 from . import reference as reference
+from ._attention.attention import attention as attention
 from ._attention.layouts import causal_positions as causal_positions
 from ._attention.layouts import reorder_for_causal as reorder_for_causal
 from ._attention.layouts import restore_order as restore_order

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from . import _mesh
 from ._mesh import Part
 
 
@@ -58,20 +59,14 @@ class Levels:
         """(source, destination) of each rank's data, which go so many nodes back, to a counterpart:
         what arrives at a rank is from the `steps`-th node after its own. Ranks are numbered in the
         mesh's order of axes, as `lax.ppermute` wants them."""
-        sizes = dict(self.axis_sizes)
-        own, mesh = [sizes[name] for name in self.axis_names], [size for _, size in self.axis_sizes]
-
-        def in_mesh(rank: int) -> int:
-            at = dict(zip(self.axis_names, np.unravel_index(rank, own), strict=True))
-            return int(np.ravel_multi_index([at[name] for name, _ in self.axis_sizes], mesh))
-
-        return [
-            (in_mesh(source), in_mesh(destination))
+        pairs = [
+            (source, destination)
             for node, destinations in enumerate(self.nodes)
             for source, destination in zip(
                 self.nodes[(node + steps) % self.count], destinations, strict=True
             )
         ]
+        return _mesh.renumbered(pairs, self.axis_names, self.axis_sizes)
 
     def __str__(self) -> str:
         ranks = "1 rank" if self.local == 1 else f"{self.local} ranks"

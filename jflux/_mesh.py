@@ -107,6 +107,28 @@ def axis_size(axis_name: AxisName) -> int:
     return lax.axis_size(as_tuple(axis_name))
 
 
+def renumbered(
+    pairs: Iterable[tuple[int, int]], names: Sequence[Any], sizes: Sequence[tuple[Any, int]]
+) -> list[tuple[int, int]]:
+    """Pairs of ranks along the axes `names`, numbered along the same axes in the order of `sizes`:
+    the mesh's, as ``lax.ppermute`` wants them."""
+    size_of = dict(sizes)
+    own, mesh = [size_of[name] for name in names], [size for _, size in sizes]
+
+    def in_mesh(rank: int) -> int:
+        at = dict(zip(names, np.unravel_index(rank, own), strict=True))
+        return int(np.ravel_multi_index([at[name] for name, _ in sizes], mesh))
+
+    return [(in_mesh(source), in_mesh(destination)) for source, destination in pairs]
+
+
+def sizes_in_mesh_order(axis_name: AxisName) -> tuple[tuple[Any, int], ...]:
+    """(name, size) of axes that shard_map has bound."""
+    names = as_tuple(axis_name)
+    shape = jax.sharding.get_abstract_mesh().shape
+    return tuple((name, size) for name, size in shape.items() if name in names)
+
+
 def vary_together(axis_name: AxisName, *arrays: jax.Array, same: int = 0) -> list[jax.Array]:
     """Gives all arrays the same type under ``shard_map(check_vma=True)``.
 

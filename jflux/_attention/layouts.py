@@ -81,3 +81,15 @@ def restore_order(
     """Undoes :func:`reorder_for_causal`, with the same arguments."""
     order = np.argsort(causal_positions(x.shape[axis], ranks, layout=layout)).astype(np.int32)
     return jnp.take(x, order, axis=axis, unique_indices=True)
+
+
+def own_positions(rank: jax.Array, length: int, ranks: int, layout: Layout) -> jax.Array:
+    """The positions of one rank's `length` of ``ranks * length``, int32 [length], computed on the
+    device: :func:`causal_positions` of them all would be a constant of the program."""
+    at = jnp.arange(length, dtype=jnp.int32)
+    if layout == "striped":
+        return at * ranks + rank
+    if layout == "zigzag":
+        half = length // 2
+        return jnp.where(at < half, rank * half + at, (2 * ranks - 2 - rank) * half + at)
+    return rank * length + at

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from .. import _mesh
 from .._mesh import AxisName
 from .._ops.exchange import all_gather, all_to_all
+from .operands import check, check_heads
 
 
 def ulysses_attention(
@@ -61,76 +62,54 @@ def ulysses_attention(
     Raises:
       ValueError, TypeError: operands that do not fit, when the call is traced.
     """
-    ranks = _mesh.axis_size(axis_name)
-    _check(q, k, v, segment_ids, ranks)
-    heads = k.shape[2]
-    if heads % ranks != 0:  # fewer than ranks: every rank needs one of them
-        k, v = (jnp.repeat(a, ranks // heads, axis=2) for a in (k, v))
-
-    def to_heads(a: jax.Array) -> jax.Array:
-        return all_to_all(a, axis_name=axis_name, split_axis=2, concat_axis=1, tiled=True)
-
-    q, k, v = to_heads(q), to_heads(k), to_heads(v)
+    op = "jflux.ulysses_attention"
+    check(op, q, k, v, segment_ids)
+    check_heads(op, q, k, _mesh.axis_size(axis_name))
+    q, k, v = to_heads(axis_name, q, k, v)
     mask = None
     if segment_ids is not None:
         ids = all_gather(segment_ids, axis_name=axis_name, axis=1, tiled=True)
         mask = ids[:, None, :, None] == ids[:, None, None, :]
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
-    y = (core or _attend)(
+    y = (core or attend)(
         q, k, v, is_causal=causal, scale=scale, mask=mask, local_window_size=window
     )
+    return to_positions(axis_name, y)
+
+
+def to_heads(
+    axis_name: AxisName, q: jax.Array, k: jax.Array, v: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """This rank's heads of all positions of the ranks, from all heads of its positions."""
+    ranks, heads = _mesh.axis_size(axis_name), k.shape[2]
+    if heads % ranks != 0:  # fewer than ranks: every rank needs one of them
+        k, v = (jnp.repeat(a, ranks // heads, axis=2) for a in (k, v))
+
+    def exchange(a: jax.Array) -> jax.Array:
+        return all_to_all(a, axis_name=axis_name, split_axis=2, concat_axis=1, tiled=True)
+
+    return exchange(q), exchange(k), exchange(v)
+
+
+def to_positions(axis_name: AxisName, y: jax.Array) -> jax.Array:
+    """Undoes :func:`to_heads` for a result [B, S, H/N, ...]."""
     return all_to_all(y, axis_name=axis_name, split_axis=1, concat_axis=2, tiled=True)
 
 
-def _check(q: Any, k: Any, v: Any, segment_ids: Any, ranks: int) -> None:
-    for name, a in {"q": q, "k": k, "v": v}.items():
-        if a.ndim != 4:
-            raise ValueError(
-                f"jflux.ulysses_attention: {name} must be [B, S/N, heads, D], got {a.shape}"
-            )
-    if k.shape != v.shape or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
-        raise ValueError(
-            "jflux.ulysses_attention: q [B, S/N, H, D] and k, v [B, S/N, G, D] must have the same "
-            f"B, S/N and D, got {q.shape}, {k.shape}, {v.shape}"
-        )
-    if not q.dtype == k.dtype == v.dtype:
-        raise TypeError(
-            "jflux.ulysses_attention: q, k and v must have one type, got "
-            f"{q.dtype}, {k.dtype}, {v.dtype}"
-        )
-    heads, kv_heads = q.shape[2], k.shape[2]
-    if heads % ranks != 0:
-        raise ValueError(
-            f"jflux.ulysses_attention: {heads} heads cannot be split over {ranks} ranks; use fewer "
-            "ranks along this axis, or pad the heads"
-        )
-    if kv_heads % ranks != 0 and ranks % kv_heads != 0:
-        raise ValueError(
-            f"jflux.ulysses_attention: {kv_heads} heads of keys and values must be a multiple of "
-            f"the {ranks} ranks, or divide them; repeat them to a multiple"
-        )
-    if heads % kv_heads != 0:
-        raise ValueError(
-            f"jflux.ulysses_attention: {heads} heads of queries must be a multiple of {kv_heads} "
-            "of keys and values"
-        )
-    if segment_ids is not None and segment_ids.shape != q.shape[:2]:
-        raise ValueError(
-            f"jflux.ulysses_attention: segment_ids must be [B, S/N], {q.shape[:2]}, got "
-            f"{segment_ids.shape}"
-        )
-
-
-def _attend(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Array:
+def attend(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Array:
     """`jax.nn.dot_product_attention`, which does not take cuDNN by itself."""
-    fits = (
+    fits = options["mask"] is None and cudnn_takes(q)
+    return jax.nn.dot_product_attention(
+        q, k, v, implementation="cudnn" if fits else None, **options
+    )
+
+
+def cudnn_takes(q: jax.Array) -> bool:
+    """Whether `jax.nn.dot_product_attention` can use cuDNN for such queries."""
+    return (
         jax.default_backend() == "gpu"
         and q.dtype in (jnp.bfloat16, jnp.float16)
         and q.shape[1] % 64 == 0
         and q.shape[3] % 8 == 0
         and q.shape[3] <= 128
-        and options["mask"] is None
-    )
-    return jax.nn.dot_product_attention(
-        q, k, v, implementation="cudnn" if fits else None, **options
     )

@@ -1,0 +1,63 @@
+"""What the attentions of this folder take: one set of checks, one set of words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+
+
+def check(op: str, q: Any, k: Any, v: Any, segment_ids: Any) -> None:
+    """Raises ValueError or TypeError for operands that do not fit each other."""
+    for name, a in {"q": q, "k": k, "v": v}.items():
+        if a.ndim != 4:
+            raise ValueError(f"{op}: {name} must be [B, S/N, heads, D], got {a.shape}")
+    if k.shape != v.shape or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
+        raise ValueError(
+            f"{op}: q [B, S/N, H, D] and k, v [B, S/N, G, D] must have the same "
+            f"B, S/N and D, got {q.shape}, {k.shape}, {v.shape}"
+        )
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(f"{op}: q, k and v must have one type, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if not jnp.issubdtype(q.dtype, jnp.floating):
+        raise TypeError(f"{op}: q, k and v must be floating, got {q.dtype}")
+    heads, kv_heads = q.shape[2], k.shape[2]
+    if kv_heads == 0 or heads % kv_heads != 0:
+        raise ValueError(
+            f"{op}: {heads} heads of queries must be a multiple of {kv_heads} of keys and values"
+        )
+    if segment_ids is None:
+        return
+    if segment_ids.shape != q.shape[:2]:
+        raise ValueError(
+            f"{op}: segment_ids must be [B, S/N], {q.shape[:2]}, got {segment_ids.shape}"
+        )
+    if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
+        raise TypeError(f"{op}: segment_ids must be integers, got {segment_ids.dtype}")
+
+
+def check_heads(op: str, q: Any, k: Any, ranks: int) -> None:
+    """Raises ValueError if the heads cannot be split over this many ranks."""
+    heads, kv_heads = q.shape[2], k.shape[2]
+    if heads % ranks != 0:
+        raise ValueError(
+            f"{op}: {heads} heads cannot be split over {ranks} ranks; use fewer ranks along this "
+            "axis, or pad the heads"
+        )
+    if kv_heads % ranks != 0 and ranks % kv_heads != 0:
+        raise ValueError(
+            f"{op}: {kv_heads} heads of keys and values must be a multiple of the {ranks} ranks, "
+            "or divide them; repeat them to a multiple"
+        )
+
+
+def window_of(op: str, window: Any) -> tuple[int, int] | None:
+    """(left, right)."""
+    if window is None:
+        return None
+    pair = window if isinstance(window, tuple) else (window, window)
+    if len(pair) != 2 or not all(isinstance(w, int) and w >= 0 for w in pair):
+        raise ValueError(
+            f"{op}: {window=} must be a number of positions, 0 or more, or two: (left, right)"
+        )
+    return pair

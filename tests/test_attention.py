@@ -1,0 +1,418 @@
+"""jflux.attention against the definition over the whole sequence on one device, in float64."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import RANKS, examples, make_mesh
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
+
+import jflux
+from jflux._attention import attention, blocks
+
+pytestmark = pytest.mark.skipif(jax.default_backend() == "gpu", reason="float64")
+
+LAYOUTS = ("zigzag", "striped", "contiguous")
+SEQUENCE = P(None, "tp")
+
+
+@pytest.fixture(autouse=True)
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """So that a part of a short sequence has several, and one that is not full."""
+    monkeypatch.setattr(blocks, "_MOST", 8)
+
+
+@dataclasses.dataclass
+class Case:
+    world: int
+    own: int  # positions of a rank
+    layout: str = "zigzag"
+    batch: int = 2
+    heads: int = 4
+    groups: int = 2
+    width: int = 5
+    causal: bool = True
+    window: tuple[int, int] | None = None
+    segments: bool = False
+    softcap: float | None = None
+    ring: bool | None = None
+    seed: int = 0
+
+    @property
+    def length(self):
+        return self.world * self.own
+
+    def operands(self):
+        """q, k, v, segment ids (or None), in the order of the sequence."""
+        rng = np.random.default_rng(self.seed)
+        heads = (self.heads, self.groups, self.groups)
+        arrays = [rng.standard_normal((self.batch, self.length, h, self.width)) for h in heads]
+        ids = np.sort(rng.integers(3, size=(self.batch, self.length)), 1)
+        return *arrays, ids if self.segments else None
+
+    def mask(self, ids):
+        i, j = np.arange(self.length)[:, None], np.arange(self.length)[None]
+        mask = np.ones((1, 1, self.length, self.length), bool)
+        if self.causal:
+            mask = mask & (j <= i)
+        if self.window is not None:
+            mask = mask & (j >= i - self.window[0]) & (j <= i + self.window[1])
+        return mask if ids is None else mask & (ids[:, None, :, None] == ids[:, None, None, :])
+
+    def expected(self, q, k, v, ids):
+        return plain(q, k, v, self.mask(ids), self.softcap)
+
+    def split(self, q, k, v, ids, *, mesh=None, check_vma=True, **options):
+        """(o, l) of the sequence, from ranks that each have a part of it."""
+        world, layout = self.world, self.layout
+        given = dict(causal=self.causal, window=self.window, softcap=self.softcap, ring=self.ring)
+        given |= {"layout": layout, "return_lse": True, "axis_name": "tp"}
+        arrays = [a for a in (q, k, v, ids) if a is not None]
+        arrays = [jflux.reorder_for_causal(a, world, layout=layout) for a in arrays]
+
+        def call(q, k, v, ids=None):
+            return jflux.attention(q, k, v, segment_ids=ids, **(given | options))
+
+        f = jax.shard_map(
+            call, mesh=mesh or make_mesh((world,)), in_specs=(SEQUENCE,) * len(arrays),
+            out_specs=(SEQUENCE, SEQUENCE), check_vma=check_vma,
+        )  # fmt: skip
+        return tuple(jflux.restore_order(a, world, layout=layout) for a in f(*arrays))
+
+
+def plain(q, k, v, mask, softcap=None):
+    """(attention, log-sum-exp [B, S, H]) by the definition."""
+    group = q.shape[2] // k.shape[2]
+    k, v = jnp.repeat(k, group, 2), jnp.repeat(v, group, 2)
+    scores = jnp.einsum("bshd,bthd->bhst", q, k) / q.shape[3] ** 0.5
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    top = jnp.max(scores, -1, keepdims=True, where=mask, initial=-1e30)
+    p = jnp.where(mask, jnp.exp(jnp.where(mask, scores, top) - top), 0)
+    total = jnp.sum(p, -1, keepdims=True)
+    safe = jnp.where(total > 0, total, 1)
+    lse = jnp.where(total > 0, jnp.log(safe) + top, -jnp.inf)[..., 0]
+    return jnp.einsum("bhst,bthd->bshd", p / safe, v), lse.swapaxes(1, 2)
+
+
+def weighted(f, weights, ids):
+    """A scalar of both results, with the results."""
+
+    def loss(q, k, v):
+        o, lse = f(q, k, v, ids)
+        seen = jnp.where(lse > -jnp.inf, lse, 0)
+        return jnp.vdot(o, weights[0]) + jnp.vdot(seen, weights[1]), (o, lse)
+
+    return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)
+
+
+def weights_of(case):
+    rng = np.random.default_rng(case.seed + 100)
+    shape = (case.batch, case.length, case.heads)
+    return rng.standard_normal((*shape, case.width)), rng.standard_normal(shape)
+
+
+def check(case, f=None):
+    """Both results and the gradients of both."""
+    *arrays, ids = case.operands()
+    weights = weights_of(case)
+    got = jax.jit(weighted(f or case.split, weights, ids))(*arrays)
+    want = weighted(case.expected, weights, ids)(*arrays)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-10)
+
+
+@st.composite
+def cases(draw):
+    layout = draw(st.sampled_from(LAYOUTS))
+    own = draw(st.integers(1, 13)) * (2 if layout == "zigzag" else 1)
+    groups = draw(st.integers(1, 3))
+    return Case(
+        world=draw(st.sampled_from([n for n in (1, 2, 3, 4) if n <= RANKS])), own=own,
+        layout=layout, batch=draw(st.integers(1, 2)), heads=groups * draw(st.integers(1, 2)),
+        groups=groups, width=draw(st.integers(1, 9)), causal=draw(st.booleans()),
+        window=draw(st.none() | st.tuples(st.integers(0, 9), st.integers(0, 9))),
+        segments=draw(st.booleans()), softcap=draw(st.none() | st.just(1.5)),
+        ring=draw(st.booleans()), seed=draw(st.integers(0, 99)),
+    )  # fmt: skip
+
+
+@examples(10)
+@given(case=cases())
+def test_attention_is_that_of_the_whole_sequence(case):
+    check(case)
+
+
+@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_eight_ranks(layout, ring):
+    check(Case(world=min(8, RANKS), own=4, layout=layout, ring=ring))
+
+
+def test_one_device_needs_no_mesh():
+    case = Case(world=1, own=19, window=(6, 0), softcap=2.0)
+
+    def call(q, k, v, ids):
+        return jflux.attention(q, k, v, causal=True, window=(6, 0), softcap=2.0, return_lse=True)
+
+    check(case, call)
+
+
+def test_a_query_without_keys_is_zero_and_has_no_gradient():
+    q, k, v, _ = Case(world=2, own=8).operands()
+    # Queries from 4 on are of segments that no key is of, and the others have one key each.
+    at = jnp.arange(16)
+    own = np.tile(np.arange(16), (2, 1))
+    queries, keys = blocks.Part(at, own), blocks.Part(at, own + 100 * (own >= 4))
+    o, lse = blocks.forward(q, queries, k, v, keys, blocks.Scores(1.0))
+    np.testing.assert_allclose(o[:, :4], np.repeat(v, 2, 2)[:, :4])
+    assert not o[:, 4:].any() and np.isneginf(lse[:, 4:]).all()
+    dlse = np.where(np.isneginf(lse), np.nan, 1)
+    dq, dk, dv = blocks.backward(
+        q, queries, k, v, keys, blocks.Scores(1.0), o, lse, np.ones_like(o), dlse
+    )
+    assert not any(d[:, 4:].any() for d in (dq, dk, dv))
+    np.testing.assert_allclose(dv[:, :4], 2)
+    np.testing.assert_allclose(dq[:, :4], np.repeat(k, 2, 2)[:, :4], rtol=1e-12)
+
+
+@pytest.mark.parametrize("ring", [False, True])
+def test_large_scores_do_not_overflow(ring):
+    case = Case(world=2, own=12, ring=ring)
+    q, k, v, ids = case.operands()
+    got = jax.jit(case.split)(300 * q, 300 * k, v, ids)
+    want = case.expected(300 * q, 300 * k, v, ids)
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_half_types_add_in_float32(dtype, ring):
+    case = Case(world=2, own=20, width=32, ring=ring, batch=1)
+    q, k, v, ids = case.operands()
+    rounded = [jnp.asarray(a, dtype) for a in (q, k, v)]
+    o, lse = jax.jit(case.split)(*rounded, ids)
+    assert o.dtype == dtype and lse.dtype == jnp.float32
+    want, want_lse = case.expected(*(np.asarray(a, np.float64) for a in rounded), ids)
+    # Probabilities are rounded to the type before they multiply values, and so is the result.
+    unit = max(float(jnp.finfo(dtype).eps), 1e-6)
+    np.testing.assert_allclose(np.asarray(o, np.float64), want, rtol=2 * unit, atol=2 * unit)
+    np.testing.assert_allclose(lse, want_lse, rtol=1e-5, atol=1e-5)
+    gradients = jax.grad(lambda *a: jnp.sum(case.split(*a, ids)[0].astype(jnp.float32)), (0, 1, 2))(
+        *rounded
+    )
+    exact = jax.grad(lambda *a: jnp.sum(case.expected(*a, ids)[0]), (0, 1, 2))(q, k, v)
+    for one, other in zip(gradients, exact, strict=True):
+        assert one.dtype == dtype
+        scale = np.abs(other).max()
+        np.testing.assert_allclose(np.asarray(one, np.float64), other, atol=8 * unit * scale)
+
+
+def test_one_program_for_other_lengths_of_segments():
+    case = Case(world=2, own=10, segments=True)
+    f = jax.jit(case.split)
+    *arrays, ids = case.operands()
+    for seed in range(3):
+        ids = np.sort(np.random.default_rng(seed).integers(4, size=ids.shape), 1)
+        for one, other in zip(f(*arrays, ids), case.expected(*arrays, ids), strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-10)
+    assert f._cache_size() == 1
+
+
+@pytest.mark.parametrize("ring", [False, True])
+def test_without_types_of_variation(ring):
+    case = Case(world=2, own=6, ring=ring, segments=True)
+    check(case, functools.partial(case.split, check_vma=False))
+
+
+@pytest.mark.parametrize("ring", [False, True])
+def test_keys_that_are_the_same_on_all_ranks_get_the_sum_of_gradients(ring):
+    case = Case(world=2, own=6, ring=ring, layout="contiguous", causal=False)
+    q, k, v, _ = case.operands()
+    k, v = k[:, :6], v[:, :6]
+    mesh = make_mesh((2,))
+
+    def split(q, k, v):
+        f = functools.partial(
+            jflux.attention, axis_name="tp", causal=False, layout="contiguous", ring=ring
+        )
+        return jax.shard_map(f, mesh=mesh, in_specs=(SEQUENCE, P(), P()), out_specs=SEQUENCE)(
+            q, k, v
+        )
+
+    def whole(q, k, v):
+        return case.expected(q, jnp.tile(k, (1, 2, 1, 1)), jnp.tile(v, (1, 2, 1, 1)), None)[0]
+
+    weight = weights_of(case)[0]
+    for got, want in zip(
+        jax.jit(jax.grad(lambda *a: jnp.vdot(split(*a), weight), (0, 1, 2)))(q, k, v),
+        jax.grad(lambda *a: jnp.vdot(whole(*a), weight), (0, 1, 2))(q, k, v),
+        strict=True,
+    ):
+        np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("wrap", ["remat", "scan", "vmap", "saved by name"])
+def test_transforms(wrap):
+    case = Case(world=2, own=6, batch=1, window=(7, 0))
+    weights = weights_of(case)
+    *arrays, _ = case.operands()
+
+    def loss(f):
+        def of(q, k, v):
+            if wrap == "remat":
+                o = jax.checkpoint(lambda *a: f(*a, None)[0])(q, k, v)
+            elif wrap == "saved by name":
+                policy = jax.checkpoint_policies.save_only_these_names(attention.ATTENTION)
+                o = jax.checkpoint(lambda *a: f(*a, None)[0], policy=policy)(q, k, v)
+            elif wrap == "scan":
+                o, _ = jax.lax.scan(lambda q, _: (f(q, k, v, None)[0], None), q, None, length=3)
+            else:
+                several = [jnp.stack([a, 2 * a]) for a in (q, k, v)]
+                o = jnp.sum(jax.vmap(lambda *a: f(*a, None)[0])(*several), 0)
+            return jnp.vdot(o, weights[0])
+
+        return jax.value_and_grad(of, (0, 1, 2))
+
+    got, want = jax.jit(loss(case.split))(*arrays), loss(case.expected)(*arrays)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-10)
+
+
+def test_a_saved_result_is_not_computed_again():
+    case = Case(world=2, own=6)
+    q, k, v, _ = case.operands()
+
+    def loops(policy):
+        f = jax.checkpoint(lambda *a: jnp.sum(case.split(*a, None)[0] ** 2), policy=policy)
+        return str(jax.make_jaxpr(jax.grad(f, (0, 1, 2)))(q, k, v)).count("scan[")
+
+    named = jax.checkpoint_policies.save_only_these_names(attention.ATTENTION)
+    assert loops(None) == 6 and loops(named) == 4  # two of them forward, two backward
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("ring", [False, True])
+def test_heads_along_another_axis(groups, ring):
+    if RANKS < 4:
+        pytest.skip("four ranks")
+    case = Case(world=2, own=8, heads=4, groups=groups, segments=True, ring=ring)
+    mesh = make_mesh((2, 2), ("tp", "heads"))
+    both = P(None, ("tp", "heads"))
+
+    def split(q, k, v, ids):
+        arrays = [jflux.reorder_for_causal(a, 2) for a in (q, k, v, ids)]
+
+        def call(q, k, v, ids):
+            return jflux.attention(
+                q, k, v, axis_name="tp", heads_axis="heads", causal=True, segment_ids=ids,
+                return_lse=True, ring=ring,
+            )  # fmt: skip
+
+        f = jax.shard_map(call, mesh=mesh, in_specs=(both,) * 4, out_specs=(both, both))
+        return tuple(jflux.restore_order(a, 2) for a in f(*arrays))
+
+    check(case, split)
+
+
+def test_ranks_along_two_axes():
+    if RANKS < 4:
+        pytest.skip("four ranks")
+    case = Case(world=4, own=4, ring=True)
+    mesh = make_mesh((2, 2), ("a", "b"))
+    both = P(None, ("b", "a"))
+
+    def split(q, k, v, ids):
+        f = jax.shard_map(
+            functools.partial(
+                jflux.attention, axis_name=("b", "a"), causal=True, return_lse=True, ring=True
+            ),
+            mesh=mesh, in_specs=(both,) * 3, out_specs=(both, both),
+        )  # fmt: skip
+        arrays = [jflux.reorder_for_causal(a, 4) for a in (q, k, v)]
+        return tuple(jflux.restore_order(a, 4) for a in f(*arrays))
+
+    check(case, split)
+
+
+def test_global_arrays():
+    case = Case(world=2, own=6, batch=2, segments=True)
+    names = ("data", "tp") if RANKS >= 4 else ("tp",)
+    mesh = make_mesh((2, 2) if RANKS >= 4 else (2,), names)
+
+    def split(q, k, v, ids):
+        arrays = [jflux.reorder_for_causal(a, 2) for a in (q, k, v, ids)]
+        spec = P("data") if "data" in names else None
+        both = jflux.attention(
+            *arrays[:3], axis_name="tp", causal=True, segment_ids=arrays[3], return_lse=True,
+            mesh=mesh, q_spec=spec,
+        )  # fmt: skip
+        return tuple(jflux.restore_order(a, 2) for a in both)
+
+    check(case, split)
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (2, 0)])
+def test_nothing_to_attend_to(shape):
+    mesh = make_mesh((2,))
+    q, k = jnp.zeros((*shape, 4, 3)), jnp.zeros((*shape, 2, 3))
+    f = jax.shard_map(
+        functools.partial(jflux.attention, axis_name="tp", causal=True, layout="striped"),
+        mesh=mesh, in_specs=(SEQUENCE,) * 3, out_specs=SEQUENCE,
+    )  # fmt: skip
+    out = f(q, k, k) if shape[1] else jax.eval_shape(f, q, k, k)
+    assert out.shape == q.shape
+
+
+def test_many_keys_go_around_a_ring(monkeypatch):
+    case = Case(world=2, own=6)
+    *arrays, ids = case.operands()
+    assert "ppermute" not in str(jax.make_jaxpr(case.split)(*arrays, ids))
+    monkeypatch.setattr(attention, "MOST_GATHERED", 2 * 2 * 12 * 2 * 5 * 8 - 1)
+    assert "ppermute" in str(jax.make_jaxpr(case.split)(*arrays, ids))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"q": (1, 4, 3, 4)}, ValueError, "3 heads of queries must be a multiple of 2"),
+        ({"q": (4, 4, 4)}, ValueError, r"q must be \[B, S/N, heads, D\]"),
+        ({"v": (1, 4, 2, 3)}, ValueError, "must have the same B, S/N and D"),
+        ({"k": np.zeros((1, 4, 2, 4), np.float32)}, TypeError, "must have one type"),
+        ({"segment_ids": np.zeros((1, 5), int)}, ValueError, r"segment_ids must be \[B, S/N\]"),
+        ({"segment_ids": np.zeros((1, 4))}, TypeError, "segment_ids must be integers"),
+        ({"layout": "snake"}, ValueError, "must be one of contiguous, zigzag, striped"),
+        ({"window": -1}, ValueError, "must be a number of positions, 0 or more"),
+        ({"window": (1, 2, 3)}, ValueError, r"or two: \(left, right\)"),
+        ({"softcap": 0.0}, ValueError, "softcap=0.0 must be positive"),
+    ],
+)
+def test_refuses(change, error, message):
+    given = {"q": (1, 4, 4, 4), "k": (1, 4, 2, 4), "v": (1, 4, 2, 4)} | change
+    given = {
+        name: np.zeros(value) if name in "qkv" and isinstance(value, tuple) else value
+        for name, value in given.items()
+    }
+    with pytest.raises(error, match="jflux.attention: .*" + message):
+        jflux.attention(**given, causal=True)
+
+
+def test_zigzag_wants_two_parts():
+    f = jax.shard_map(
+        functools.partial(jflux.attention, axis_name="tp"), mesh=make_mesh((2,)),
+        in_specs=(SEQUENCE,) * 3, out_specs=SEQUENCE,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match=r"S/N must be even, got q \(1, 3, 2, 4\)"):
+        jax.eval_shape(f, *[jnp.zeros((1, 6, 2, 4))] * 3)
