@@ -7,6 +7,7 @@ that exist, as their layers' ``dot_general``.
 
 from .._ops.grouped_matmul import ragged_dot as ragged_dot
 from ._attention import attention as attention
+from ._attention import attention_fn as attention_fn
 from ._attention import rotary as rotary
 from ._dense import column_parallel as column_parallel
 from ._dense import gated_mlp as gated_mlp

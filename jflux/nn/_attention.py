@@ -14,6 +14,8 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from .. import _global, _mesh
+from .._attention.attention import attention as over_ranks
+from .._attention.layouts import Layout, own_positions
 from .._epilogue import sum_dtype
 from .._mesh import AxisName
 from . import _padding
@@ -33,8 +35,11 @@ def attention(
     mask: jax.Array | None = None,
     is_causal: bool = False,
     num_kv_heads: int | None = None,
-    rotate: Callable[[jax.Array], jax.Array] | None = None,
+    rotate: Callable[..., jax.Array] | None = None,
     core: Callable[..., jax.Array] | None = None,
+    context_axis: AxisName | None = None,
+    context_layout: Layout = "zigzag",
+    segment_ids: jax.Array | None = None,
     sequence_parallel: bool = True,
     preferred_element_type: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
@@ -58,17 +63,28 @@ def attention(
     If N does not divide g, every rank has all of key and value, [d, g, c], computes all g heads,
     and uses those that its queries belong to; inside ``shard_map`` say so with `num_kv_heads`.
 
+    With `context_axis`, of C ranks, the sequence is split over both axes, `context_axis` first:
+    x is [b, s/(C N), d]. Its order is that of :func:`jflux.reorder_for_causal` for C ranks, and
+    :func:`jflux.attention` attends. A model without tensor parallelism has an `axis_name` of one
+    rank. N and C must divide s.
+
     Args:
       x: [b, s/N, d] or [s/N, d].
       bias: of query [h/N, c], key and value [g/N, c] and out [d]; None for none.
       residual: [b, s/N, d], added to the result.
-      mask: bool [b or 1, 1, s, s], true where a query (second to last dimension) may attend.
+      mask: bool [b or 1, 1, s, s], true where a query (second to last dimension) may attend. Not
+        with `context_axis`.
       is_causal: no position attends to a later one.
       num_kv_heads: g. Needed inside ``shard_map`` alone, and only if N does not divide it.
       rotate: applied to queries and keys, [b, s, heads, c], of all positions; such as
-        :func:`rotary`.
+        :func:`rotary`. With `context_axis` it is called as ``rotate(q, position)``, with q
+        [b, s/C, heads, c] and its positions int32 [s/C].
       core: called as ``core(q, k, v, mask=..., is_causal=...)`` for q [b, s, h/N, c] and k, v
-        [b, s, g/N, c]; by default ``jax.nn.dot_product_attention``.
+        [b, s, g/N, c]; by default ``jax.nn.dot_product_attention``. With `context_axis` q has the
+        rank's own s/C positions, and the default is :func:`jflux.attention`.
+      context_axis: a mesh axis that the sequence is split over while attending, too.
+      context_layout: which positions its ranks have, as in :func:`jflux.attention`.
+      segment_ids: int [b, s/C], of documents, the same along `axis_name`; with `context_axis`.
       sequence_parallel: False: x and the result are whole, [b, s, d], on all ranks.
       preferred_element_type, precision, mesh, x_spec: as in :func:`jflux.all_gather_matmul`.
 
@@ -89,32 +105,44 @@ def attention(
         "axis_name": axis_name, "sequence_parallel": sequence_parallel, "precision": precision,
         "preferred_element_type": preferred_element_type,
     }  # fmt: skip
+    if context_axis is None and segment_ids is not None:
+        raise ValueError("jflux.nn.attention: segment_ids go with context_axis; pass a mask")
+    if context_axis is not None and mask is not None:
+        raise ValueError(
+            "jflux.nn.attention: with context_axis no rank has a whole mask; use is_causal, "
+            "segment_ids, or a core of jflux.attention with a window"
+        )
     body = functools.partial(
-        _attention, is_causal=is_causal, rotate=rotate, core=core or jax.nn.dot_product_attention,
-        **options,
+        _attention, is_causal=is_causal, rotate=rotate, core=core, context_axis=context_axis,
+        context_layout=context_layout, **options,
     )  # fmt: skip
     operands: dict[str, Any] = {
         "x": x, "query": query, "key": key, "value": value, "out": out, "query_bias": bias[0],
         "key_bias": bias[1], "value_bias": bias[2], "out_bias": bias[3], "residual": residual,
-        "mask": mask,
+        "mask": mask, "segment_ids": segment_ids,
     }  # fmt: skip
     if _mesh.is_bound(axis_name):
         world = _mesh.axis_size(axis_name)
         whole = world > 1 and num_kv_heads is not None and key.shape[1] == num_kv_heads
         return body(**operands, kv_is_whole=whole)
     mesh = _global._mesh_for(mesh, x, query)
-    padding = _padding.for_ranks(
-        x, -2, axis_name=axis_name, sequence_parallel=sequence_parallel, mesh=mesh, x_spec=x_spec
-    )
+    padding = _padding.Padding()
+    if context_axis is None:
+        padding = _padding.for_ranks(
+            x, -2, axis_name=axis_name, sequence_parallel=sequence_parallel, mesh=mesh,
+            x_spec=x_spec,
+        )  # fmt: skip
     operands |= {"x": padding.pad(x), "residual": padding.pad(residual)}
     names = _mesh.as_tuple(axis_name)
+    context = () if context_axis is None else _mesh.as_tuple(context_axis)
     world = 1
     for name in names:
         world *= mesh.shape.get(name, 1)
     whole = key.shape[1] % world != 0
-    batch = _without(_global._spec(x, x_spec), names)[: x.ndim - 2]
+    batch = _without(_global._spec(x, x_spec), (*context, *names))[: x.ndim - 2]
     batch = (*batch, *([None] * (x.ndim - 2 - len(batch))))
-    sequence = PartitionSpec(*batch, names if sequence_parallel else None, None)
+    split = (*context, *names) if sequence_parallel else context
+    sequence = PartitionSpec(*batch, split or None, None)
     kv, kv_bias = PartitionSpec(None, names, None), PartitionSpec(names, None)
     if whole:
         kv, kv_bias = PartitionSpec(), PartitionSpec()
@@ -126,8 +154,9 @@ def attention(
             "out": PartitionSpec(names, None, None), "query_bias": PartitionSpec(names, None),
             "key_bias": kv_bias, "value_bias": kv_bias, "out_bias": PartitionSpec(),
             "residual": sequence, "mask": PartitionSpec(*mask_batch),
+            "segment_ids": PartitionSpec(*batch, context or None),
         },
-        axis_name=axis_name, mesh=mesh, out_specs=sequence,
+        axis_name=(*context, *names), mesh=mesh, out_specs=sequence,
     )  # fmt: skip
     return padding.cut(y)
 
@@ -151,10 +180,13 @@ def _attention(
     out_bias: Any,
     residual: Any,
     mask: Any,
+    segment_ids: Any,
     *,
     is_causal: bool,
-    rotate: Callable[[jax.Array], jax.Array] | None,
-    core: Callable[..., jax.Array],
+    rotate: Callable[..., jax.Array] | None,
+    core: Callable[..., jax.Array] | None,
+    context_axis: AxisName | None,
+    context_layout: Layout,
     kv_is_whole: bool,
     added: int = 0,
     **options: Any,
@@ -172,10 +204,19 @@ def _attention(
         y[..., :length, :].reshape(*y.shape[:-2], length, w.shape[1], head_dim)
         for y, w in zip(products, weights, strict=True)
     )
+    if rotate is not None and context_axis is not None:
+        rotate = functools.partial(
+            _at_own_positions, rotate, axis_name=context_axis, layout=context_layout
+        )
     if rotate is not None:
         q, k = rotate(q), rotate(k)
     if kv_is_whole:
         k, v = _own_heads(heads, options["axis_name"], k, v)
+    if core is None and context_axis is not None:
+        core = functools.partial(
+            _over_ranks, axis_name=context_axis, layout=context_layout, segment_ids=segment_ids
+        )
+    core = core or jax.nn.dot_product_attention
     # JAX's own divides by the number of heads.
     o = q if 0 in q.shape else core(q, k, v, mask=mask, is_causal=is_causal)
     o = _padding.Padding(o.ndim - 3, length, added).pad(o)
@@ -184,6 +225,25 @@ def _attention(
         out.reshape(math.prod(out.shape[:2]), out.shape[2]), bias=out_bias, residual=residual,
         **options,
     )  # fmt: skip
+
+
+def _at_own_positions(
+    rotate: Callable[..., jax.Array], x: jax.Array, *, axis_name: AxisName, layout: Layout
+) -> jax.Array:
+    names = _mesh.as_tuple(axis_name)
+    length, ranks = x.shape[-3], _mesh.axis_size(names)
+    return rotate(x, own_positions(lax.axis_index(names), length, ranks, layout))
+
+
+def _over_ranks(
+    q: jax.Array, k: jax.Array, v: jax.Array, *, mask: None, is_causal: bool, **options: Any
+) -> jax.Array:
+    """A core for a sequence that is split while attending."""
+    if q.ndim == 4:
+        return over_ranks(q, k, v, causal=is_causal, **options)
+    ids = options.pop("segment_ids")
+    options["segment_ids"] = None if ids is None else ids[None]
+    return over_ranks(q[None], k[None], v[None], causal=is_causal, **options)[0]
 
 
 def _own_heads(heads: int, axis_name: AxisName, *all_heads: jax.Array) -> list[jax.Array]:
@@ -218,3 +278,55 @@ def rotary(
     sin, cos = (f(angle)[:, None, :] for f in (jnp.sin, jnp.cos))
     a, b = jnp.split(x.astype(wide), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
+
+
+def attention_fn(
+    axis_name: AxisName,
+    *,
+    causal: bool = False,
+    layout: Layout = "zigzag",
+    window: int | tuple[int, int] | None = None,
+    segment_ids: jax.Array | None = None,
+    **options: Any,
+) -> Callable[..., jax.Array]:
+    """:func:`jflux.attention` as the ``attention_fn`` of Flax's attention layers (linen's
+    ``MultiHeadDotProductAttention``, NNX's ``MultiHeadAttention``), for models whose sequence is
+    split over `axis_name`.
+
+    The layers call it with query, key and value [b, s, heads, c], global or of one rank. Dropout
+    of attention weights, and masks or biases as arrays, are errors: no rank has a whole one.
+
+    Args:
+      axis_name, causal, layout, window, segment_ids, options: of :func:`jflux.attention`.
+
+    Returns:
+      A function of (query, key, value) and what Flax passes beside.
+    """
+
+    def attend(
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        bias: Any = None,
+        mask: Any = None,
+        *,
+        dropout_rate: float = 0.0,
+        deterministic: bool = False,
+        **_: Any,
+    ) -> jax.Array:
+        if bias is not None or mask is not None:
+            raise ValueError(
+                "jflux.nn.attention_fn: a mask or bias is not supported, since no rank has a whole "
+                "one; use causal=, window= or segment_ids= of attention_fn"
+            )
+        if dropout_rate and not deterministic:
+            raise ValueError(
+                f"jflux.nn.attention_fn: {dropout_rate=} of attention weights is not supported; "
+                "use dropout_rate=0, and dropout after the layer"
+            )
+        return over_ranks(
+            query, key, value, axis_name=axis_name, causal=causal, layout=layout, window=window,
+            segment_ids=segment_ids, **options,
+        )  # fmt: skip
+
+    return attend

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from .. import _mesh
+from .._attention.layouts import Layout
 from . import _attention, _dense, _flax, _moe, _vocabulary
 from ._dot_general import DotGeneral
 from ._flax import Initializer, in_one_type, meta, nn, options_of
@@ -174,7 +175,7 @@ class Attention(_Layer):
       num_kv_heads: heads of keys and values, a divisor of num_heads, which is the default. If N
         does not divide it, every rank computes all of them; name their axis None then, in `axes`.
       head_dim: d / num_heads by default.
-      is_causal, rotate, core: as in :func:`jflux.nn.attention`.
+      is_causal, rotate, core, context_axis, context_layout: as in :func:`jflux.nn.attention`.
       axes: logical names of d, of heads, of heads of keys and values, and of a head's elements.
     """
 
@@ -182,16 +183,22 @@ class Attention(_Layer):
     num_kv_heads: int | None = None
     head_dim: int | None = None
     is_causal: bool = False
-    rotate: Callable[[jax.Array], jax.Array] | None = None
+    rotate: Callable[..., jax.Array] | None = None
     core: Callable[..., jax.Array] | None = None
+    context_axis: _mesh.AxisName | None = None
+    context_layout: Layout = "zigzag"
     axes: Axes = ("embed", "heads", "kv_heads", "kv")
 
     @nn.compact
     def __call__(
-        self, x: jax.Array, mask: jax.Array | None = None, residual: jax.Array | None = None
+        self,
+        x: jax.Array,
+        mask: jax.Array | None = None,
+        residual: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
     ) -> jax.Array:
-        """`mask` is as in :func:`jflux.nn.attention`; `residual` [b, s/N, d] is added to the
-        result."""
+        """`mask` and `segment_ids` are as in :func:`jflux.nn.attention`; `residual` [b, s/N, d] is
+        added to the result."""
         d = x.shape[-1]
         heads, kv_heads, c = _flax.sizes_of_attention(
             d, self.num_heads, self.num_kv_heads, self.head_dim
@@ -207,7 +214,8 @@ class Attention(_Layer):
         return _attention.attention(
             x, *weights[::2], bias=weights[1::2], mask=mask, residual=residual,
             is_causal=self.is_causal, num_kv_heads=kv_heads, rotate=self.rotate, core=self.core,
-            **options_of(self),
+            context_axis=self.context_axis, context_layout=self.context_layout,
+            segment_ids=segment_ids, **options_of(self),
         )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from .._attention.layouts import Layout
 from .._mesh import AxisName
 from . import _attention, _dense, _flax, _moe, _rules, _vocabulary
 from ._flax import Initializer, in_one_type, nnx, options_of
@@ -222,7 +223,7 @@ class Attention(_Layer):
       num_kv_heads: heads of keys and values, a divisor of num_heads, which is the default. If N
         does not divide it, every rank computes all of them; name their axis None then, in `axes`.
       head_dim: in_features / num_heads by default.
-      is_causal, rotate, core: as in :func:`jflux.nn.attention`.
+      is_causal, rotate, core, context_axis, context_layout: as in :func:`jflux.nn.attention`.
       axes: logical names of the width, of heads, of heads of keys and values, and of a head's
         elements.
       options: of all layers; see :mod:`jflux.nn.nnx`.
@@ -237,8 +238,10 @@ class Attention(_Layer):
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
         is_causal: bool = False,
-        rotate: Callable[[jax.Array], jax.Array] | None = None,
+        rotate: Callable[..., jax.Array] | None = None,
         core: Callable[..., jax.Array] | None = None,
+        context_axis: AxisName | None = None,
+        context_layout: Layout = "zigzag",
         axes: Axes = ("embed", "heads", "kv_heads", "kv"),
         kernel_init: Initializer = _flax.kernel_init,
         bias_init: Initializer = _flax.bias_init,
@@ -247,6 +250,7 @@ class Attention(_Layer):
         super().__init__(**options)
         new = New(rngs, kernel_init, bias_init)
         self.is_causal, self.rotate, self.core = is_causal, rotate, core
+        self.context_axis, self.context_layout = context_axis, context_layout
         heads, self.num_kv_heads, c = _flax.sizes_of_attention(
             in_features, num_heads, num_kv_heads, head_dim
         )
@@ -258,16 +262,21 @@ class Attention(_Layer):
         self.out = self.part(new, (heads, c), d, (heads_axis, c_axis, embed))
 
     def __call__(
-        self, x: jax.Array, mask: jax.Array | None = None, residual: jax.Array | None = None
+        self,
+        x: jax.Array,
+        mask: jax.Array | None = None,
+        residual: jax.Array | None = None,
+        segment_ids: jax.Array | None = None,
     ) -> jax.Array:
-        """`mask` is as in :func:`jflux.nn.attention`; `residual` [b, s/N, in_features] is added to
-        the result."""
+        """`mask` and `segment_ids` are as in :func:`jflux.nn.attention`; `residual`
+        [b, s/N, in_features] is added to the result."""
         parts = (self.query, self.key, self.value, self.out)
         x, *weights = in_one_type(self.dtype, x, *(a for part in parts for a in part.weights()))
         return _attention.attention(
             x, *weights[::2], bias=weights[1::2], mask=mask, residual=residual,
             is_causal=self.is_causal, num_kv_heads=self.num_kv_heads, rotate=self.rotate,
-            core=self.core, **options_of(self),
+            core=self.core, context_axis=self.context_axis, context_layout=self.context_layout,
+            segment_ids=segment_ids, **options_of(self),
         )  # fmt: skip
 
 

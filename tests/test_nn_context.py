@@ -1,0 +1,232 @@
+"""Attention layers over a sequence that is split while attending, beside and without tensor
+parallelism: values and gradients of the whole layer on one device."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import RANKS, make_mesh
+from jax.sharding import PartitionSpec as P
+
+import jflux
+import jflux.nn as jnn
+
+flax = pytest.importorskip("flax")
+from flax import linen as nn  # noqa: E402
+from flax import nnx  # noqa: E402
+
+import jflux.nn.linen as jlinen  # noqa: E402
+import jflux.nn.nnx as jnnx  # noqa: E402
+
+pytestmark = pytest.mark.skipif(jax.default_backend() == "gpu", reason="float64")
+
+B, S, D, C = 2, 24, 12, 4  # sequences, positions, width, elements of a head
+
+
+@pytest.fixture(autouse=True)
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+def operands(heads, groups, seed=0):
+    """x, query, key, value, out."""
+    rng = np.random.default_rng(seed)
+    shapes = (B, S, D), (D, heads, C), (D, groups, C), (D, groups, C), (heads, C, D)
+    return [rng.standard_normal(shape) / shape[0] ** 0.5 for shape in shapes]
+
+
+def plain(x, query, key, value, out, *, ids=None, rotate=True, causal=True):
+    q, k, v = (jnp.einsum("bsd,dhc->bshc", x, w) for w in (query, key, value))
+    if rotate:
+        q, k = jnn.rotary(q), jnn.rotary(k)
+    group = q.shape[2] // k.shape[2]
+    k, v = jnp.repeat(k, group, 2), jnp.repeat(v, group, 2)
+    scores = jnp.einsum("bshc,bthc->bhst", q, k) / C**0.5
+    may = jnp.tri(S, dtype=bool)[None] if causal else jnp.ones((1, S, S), bool)
+    if ids is not None:
+        may = may & (ids[:, :, None] == ids[:, None, :])
+    weights = jax.nn.softmax(jnp.where(may[:, None], scores, -jnp.inf))
+    return x + jnp.einsum("bhst,bthc,hcd->bsd", weights, v, out)
+
+
+def both(f, arrays):
+    """The value and the gradients, for a cotangent."""
+    cotangent = np.random.default_rng(9).standard_normal((B, S, D))
+
+    def run(*arrays):
+        y, pull = jax.vjp(f, *arrays)
+        return y, *pull(cotangent)
+
+    return jax.jit(run)(*arrays)
+
+
+def same(got, want, tolerance=1e-9):
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(one, other, rtol=tolerance, atol=tolerance)
+
+
+def reordered(f, ranks, layout):
+    """f of a sequence in its own order, where f itself takes another one."""
+
+    def call(x, *rest):
+        y = f(jflux.reorder_for_causal(x, ranks, layout=layout), *rest)
+        return jflux.restore_order(y, ranks, layout=layout)
+
+    return call
+
+
+WAYS = [(1, 2), (2, 2), (3, 1), (2, 4)]  # ranks of context, of tensor parallelism
+WAYS = [way for way in WAYS if way[0] * way[1] <= RANKS]
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "striped"])
+@pytest.mark.parametrize("context, tensor", WAYS)
+def test_of_global_arrays(context, tensor, layout):
+    arrays = operands(4, 2)
+    mesh = make_mesh((context, tensor), ("cp", "tp"))
+
+    def layer(x, *weights):
+        return jnn.attention(
+            x, *weights, axis_name="tp", context_axis="cp", context_layout=layout, is_causal=True,
+            rotate=jnn.rotary, residual=x, mesh=mesh,
+        )  # fmt: skip
+
+    same(both(reordered(layer, context, layout), arrays), both(plain, arrays))
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+@pytest.mark.parametrize("context, tensor", [(2, 2), (2, 4)])
+def test_inside_shard_map_with_documents(context, tensor, sequence_parallel):
+    if context * tensor > RANKS:
+        pytest.skip("too few devices")
+    arrays = operands(4, 2)
+    ids = np.sort(np.random.default_rng(1).integers(3, size=(B, S)), 1)
+    in_order = jflux.reorder_for_causal(ids, context)
+    names = ("cp", "tp") if sequence_parallel else ("cp",)
+    sequence, whole = P(None, names, None), tensor > 2
+    heads, kv = P(None, "tp", None), P() if whole else P(None, "tp", None)
+
+    def layer(x, *weights):
+        def own(x, ids, *weights):
+            return jnn.attention(
+                x, *weights, axis_name="tp", context_axis="cp", is_causal=True,
+                rotate=functools.partial(jnn.rotary), residual=x, segment_ids=ids,
+                sequence_parallel=sequence_parallel, num_kv_heads=2,
+            )  # fmt: skip
+
+        return jax.shard_map(
+            own, mesh=make_mesh((context, tensor), ("cp", "tp")),
+            in_specs=(sequence, P(None, "cp"), heads, kv, kv, P("tp")), out_specs=sequence,
+        )(x, in_order, *weights)  # fmt: skip
+
+    got = both(reordered(layer, context, "zigzag"), arrays)
+    same(got, both(functools.partial(plain, ids=ids), arrays))
+
+
+def test_a_core_of_a_window():
+    arrays = operands(4, 4)
+    mesh = make_mesh((2, 1), ("cp", "tp"))
+    seen = []
+
+    def core(q, k, v, *, mask, is_causal):
+        seen.append(q.shape)
+        return jflux.attention(q, k, v, axis_name="cp", causal=is_causal, window=S)
+
+    def layer(x, *weights):
+        return jnn.attention(
+            x, *weights, axis_name="tp", context_axis="cp", is_causal=True, residual=x, mesh=mesh,
+            core=core,
+        )  # fmt: skip
+
+    want = both(functools.partial(plain, rotate=False), arrays)
+    same(both(reordered(layer, 2, "zigzag"), arrays), want)
+    assert seen[0] == (B, S // 2, 4, C)
+
+
+def test_one_sequence_without_a_batch():
+    x, *weights = operands(4, 2)
+    mesh = make_mesh((2, 2) if RANKS >= 4 else (2, 1), ("cp", "tp"))
+    layer = functools.partial(
+        jnn.attention, axis_name="tp", context_axis="cp", is_causal=True, rotate=jnn.rotary,
+        mesh=mesh,
+    )  # fmt: skip
+    got = jax.jit(reordered(lambda x: layer(x[0], *weights)[None], 2, "zigzag"))(x[:1])
+    same(got, plain(x[:1], *weights) - x[:1])
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_layers(kind):
+    x = operands(4, 2)[0]
+    options = {
+        "num_kv_heads": 2, "is_causal": True, "rotate": jnn.rotary, "context_axis": "cp",
+        "dtype": jnp.float64, "param_dtype": jnp.float64, "use_bias": False, "head_dim": C,
+    }  # fmt: skip
+    ids = np.sort(np.random.default_rng(1).integers(3, size=(B, S)), 1)
+    in_order = jflux.reorder_for_causal(ids, 2)
+    with jax.set_mesh(make_mesh((2, 2) if RANKS >= 4 else (2, 1), ("cp", "tp"))):
+        if kind == "linen":
+            layer = jlinen.Attention(4, **options)
+            params = nn.unbox(layer.init(jax.random.key(0), x))["params"]
+
+            def call(x, params):
+                return layer.apply({"params": params}, x, residual=x, segment_ids=in_order)
+        else:
+            module = jnnx.Attention(4, D, rngs=nnx.Rngs(0), **options)
+            graph, state = nnx.split(module)
+            params = nnx.to_pure_dict(state)
+
+            def call(x, params):
+                model = nnx.merge(graph, nnx.State(params))
+                return model(x, residual=x, segment_ids=in_order)
+
+        def whole(x, params):
+            names = ("query", "key", "value", "out")
+            return plain(x, *(params[name]["kernel"] for name in names), ids=ids)
+
+        params = jax.tree.map(np.asarray, params)
+        got = both(reordered(call, 2, "zigzag"), (x, params))
+        same(got, both(whole, (x, params)))
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_flax_layers_take_it_as_their_attention_fn(kind):
+    x = operands(4, 2)[0]
+    mesh = make_mesh((2,), ("cp",))
+    fn = jnn.attention_fn("cp", causal=True, mesh=mesh)
+    options = {"dtype": jnp.float64, "param_dtype": jnp.float64}
+    causal = nn.make_causal_mask(np.ones((B, S)))
+    if kind == "linen":
+        theirs = nn.MultiHeadDotProductAttention(4, **options)
+        params = theirs.init(jax.random.key(0), x)
+        ours = nn.MultiHeadDotProductAttention(4, attention_fn=fn, **options)
+        got = jax.jit(reordered(lambda x: ours.apply(params, x), 2, "zigzag"))(x)
+        want = theirs.apply(params, x, mask=causal)
+    else:
+        theirs = nnx.MultiHeadAttention(4, D, decode=False, rngs=nnx.Rngs(0), **options)
+        ours = nnx.MultiHeadAttention(
+            4, D, decode=False, rngs=nnx.Rngs(0), attention_fn=fn, **options
+        )
+        got = reordered(lambda x: ours(x), 2, "zigzag")(x)
+        want = theirs(x, mask=causal)
+    same(got, want, 1e-6)
+
+
+def test_what_no_rank_has():
+    x, *weights = operands(4, 2)
+    mesh = make_mesh((2, 1), ("cp", "tp"))
+    options = {"axis_name": "tp", "mesh": mesh}
+    with pytest.raises(ValueError, match="with context_axis no rank has a whole mask"):
+        jnn.attention(x, *weights, context_axis="cp", mask=np.ones((1, 1, S, S), bool), **options)
+    with pytest.raises(ValueError, match="segment_ids go with context_axis"):
+        jnn.attention(x, *weights, segment_ids=np.zeros((B, S), int), **options)
+    with pytest.raises(ValueError, match="do not divide its dimension 1"):
+        jnn.attention(x[:, :-1], *weights, context_axis="cp", **options)
+    q = np.zeros((B, S, 4, C))
+    fn = jnn.attention_fn("cp", mesh=mesh)
+    with pytest.raises(ValueError, match="a mask or bias is not supported"):
+        fn(q, q, q, mask=np.ones((1, 1, S, S), bool))
+    with pytest.raises(ValueError, match=r"dropout_rate=0\.1 of attention weights"):
+        fn(q, q, q, dropout_rate=0.1)
