@@ -96,6 +96,23 @@ def test_train_moe(devices, mesh, tmp_path):
 
 
 @pytest.mark.skipif(ON_GPU, reason="chooses the number of virtual devices")
+@pytest.mark.parametrize(("devices", "tp"), [(8, 1), (6, 2)])
+def test_long_context(devices, tp, tmp_path):
+    pytest.importorskip("flax")
+    small = "--steps 12 --batch 4 --short 48 --length 960 --layers 1 --long-steps 2".split()
+    out = run_example("long_context.py", *small, "--tp", str(tp), devices=devices, cwd=tmp_path)
+    assert f"{devices // tp} (cp) x {tp} (tp) cpu devices" in out
+    for name in ("split", "one device"):
+        first, last, validation = losses(name, out)
+        assert 5 < first < 7 and last < first - 1 and validation < first - 1, out
+    gap = float(re.search(r"largest difference between the loss curves: (\S+)", out)[1])
+    assert gap < 5e-5  # as for train_gpt
+    split, whole = re.search(r"needs (\d+) MiB of a device; of one alone (\d+) MiB", out).groups()
+    assert int(split) < int(whole)
+    assert re.search(r"2 steps on them: validation \d\S+ -> \d", out)
+
+
+@pytest.mark.skipif(ON_GPU, reason="chooses the number of virtual devices")
 @pytest.mark.parametrize("devices", [1, 3])
 def test_train_gpt_on_other_numbers_of_devices(devices, tmp_path):
     pytest.importorskip("flax")
