@@ -4,6 +4,9 @@
 //   Kernel<Config>()  its kernel for a configuration; null: none
 //   kMostSplits       how many CTAs may split k; 1: k is not split
 //   kMayLendStage     whether tiles may lend a stage (gpu/gemm_smem.cuh)
+//
+// Kernels are compiled where GemmFamily is instantiated: in the op's own file; or, for an op that
+// takes minutes, in one file for each type and layout, and the op's header says `extern template`.
 #ifndef JFLUX_RUNTIME_GEMM_INSTANCES_CUDA_H_
 #define JFLUX_RUNTIME_GEMM_INSTANCES_CUDA_H_
 
@@ -35,16 +38,6 @@ bool WithTile(const GemmChoice& c, F&& visit) {
   }
 }
 
-template <bool kMayLendStage, typename F>
-bool WithGemmConfig(DType dtype, bool transpose_rhs, const GemmChoice& c, F&& visit) {
-  const auto with_type = [&](auto type) {
-    using T = decltype(type);
-    return transpose_rhs ? WithTile<T, true, kMayLendStage>(c, visit)
-                         : WithTile<T, false, kMayLendStage>(c, visit);
-  };
-  return dtype == DType::kF16 ? with_type(__half{}) : with_type(__nv_bfloat16{});
-}
-
 template <typename Config>
 inline constexpr bool kCanShareK = CanShareK(Config::kTileN, Config::kClusterM);
 template <typename Config, int kSplits>
@@ -71,21 +64,6 @@ struct LoadInstance {
     return kernel == nullptr || LoadKernel(kernel, Config::kSmemBytes, error);
   }
 };
-
-template <typename Instances>
-bool LoadGemmInstances(std::string* error) {
-  for (DType dtype : {DType::kF16, DType::kBF16}) {
-    for (bool transpose_rhs : {false, true}) {
-      for (const GemmChoice& c : kCompiled) {
-        if (!WithGemmConfig<Instances::kMayLendStage>(dtype, transpose_rhs, c,
-                                                      LoadInstance<Instances>{error})) {
-          return false;
-        }
-      }
-    }
-  }
-  return true;
-}
 
 template <typename Instances>
 struct LaunchInstance {
@@ -116,14 +94,50 @@ struct LaunchInstance {
   }
 };
 
+// The kernels for one type and layout of w.
+template <typename Instances, typename T, bool kTransposeRhs>
+struct GemmFamily {
+  static bool Load(std::string* error);
+  // False, and nothing said, if there is no kernel for the choice.
+  static bool Launch(const GemmChoice& choice, const LaunchInstance<Instances>& launch);
+};
+
+template <typename Instances, typename T, bool kTransposeRhs>
+bool GemmFamily<Instances, T, kTransposeRhs>::Load(std::string* error) {
+  for (const GemmChoice& c : kCompiled) {
+    if (!WithTile<T, kTransposeRhs, Instances::kMayLendStage>(c, LoadInstance<Instances>{error})) {
+      return false;
+    }
+  }
+  return true;
+}
+
+template <typename Instances, typename T, bool kTransposeRhs>
+bool GemmFamily<Instances, T, kTransposeRhs>::Launch(const GemmChoice& choice,
+                                                     const LaunchInstance<Instances>& launch) {
+  return WithTile<T, kTransposeRhs, Instances::kMayLendStage>(choice, launch);
+}
+
+template <typename Instances>
+bool LoadGemmInstances(std::string* error) {
+  return GemmFamily<Instances, __half, false>::Load(error) &&
+         GemmFamily<Instances, __half, true>::Load(error) &&
+         GemmFamily<Instances, __nv_bfloat16, false>::Load(error) &&
+         GemmFamily<Instances, __nv_bfloat16, true>::Load(error);
+}
+
 template <typename Instances>
 bool LaunchGemmInstance(DType dtype, bool transpose_rhs, const GemmChoice& choice, void* args,
                         int num_tiles, int sm_count, cudaStream_t stream, std::string* error) {
   *error = "no kernel has tiles of " + std::to_string(choice.tile_n) + " columns, clusters of " +
            std::to_string(choice.cluster_m) + " and k in " + std::to_string(choice.splits);
-  return WithGemmConfig<Instances::kMayLendStage>(
-      dtype, transpose_rhs, choice,
-      LaunchInstance<Instances>{args, num_tiles, sm_count, choice.splits, stream, error});
+  const LaunchInstance<Instances> launch{args, num_tiles, sm_count, choice.splits, stream, error};
+  const auto with_type = [&](auto type) {
+    using T = decltype(type);
+    return transpose_rhs ? GemmFamily<Instances, T, true>::Launch(choice, launch)
+                         : GemmFamily<Instances, T, false>::Launch(choice, launch);
+  };
+  return dtype == DType::kF16 ? with_type(__half{}) : with_type(__nv_bfloat16{});
 }
 
 // The tensor map of w as LoadB (gpu/gemm_sm90.cuh) reads it. `halves`: w is half of a tile's

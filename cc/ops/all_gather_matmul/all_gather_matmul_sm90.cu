@@ -1,24 +1,11 @@
-// Instantiates the kernels of all_gather_matmul and launches one.
+// Launches a kernel of all_gather_matmul.
 #include "ops/all_gather_matmul/all_gather_matmul_cuda.h"
-#include "ops/all_gather_matmul/all_gather_matmul_sm90.cuh"
-#include "runtime/gemm_instances_cuda.h"
+#include "ops/all_gather_matmul/all_gather_matmul_instances.cuh"
 
 namespace jflux {
-namespace {
-
-struct Instances {
-  static constexpr int kMostSplits = kGatherSplits;
-  // Results go to this GPU's memory, which takes them at once.
-  static constexpr bool kMayLendStage = true;
-  template <typename Config>
-  static const void* Kernel() {
-    return reinterpret_cast<const void*>(&AllGatherMatmulKernel<Config>);
-  }
-};
-
-}  // namespace
-
-bool LoadAllGatherMatmulKernels(std::string* error) { return LoadGemmInstances<Instances>(error); }
+bool LoadAllGatherMatmulKernels(std::string* error) {
+  return LoadGemmInstances<AllGatherMatmulInstances>(error);
+}
 
 bool LaunchAllGatherMatmul(const AllGatherMatmulParams& p, const AllGatherMatmulOperands& operands,
                            const ProductPlan& plan, int64_t site, const CudaDevice& device,
@@ -104,8 +91,8 @@ bool LaunchAllGatherMatmul(const AllGatherMatmulParams& p, const AllGatherMatmul
       return false;
     }
   }
-  return LaunchGemmInstance<Instances>(p.dtype, p.transpose_rhs, choice, &args, args.num_tiles, sms,
-                                       stream, error);
+  return LaunchGemmInstance<AllGatherMatmulInstances>(p.dtype, p.transpose_rhs, choice, &args,
+                                                      args.num_tiles, sms, stream, error);
 }
 
 }  // namespace jflux
