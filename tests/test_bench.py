@@ -24,10 +24,12 @@ sys.path.insert(0, str(ROOT))
 from bench import __main__ as bench  # noqa: E402
 from bench import (  # noqa: E402
     accuracy,
+    attention,
     collectives,
     compare,
     decode,
     harness,
+    moe,
     peers,
     rates,
     render,
@@ -362,3 +364,33 @@ def test_results_are_replaced_by_whole_ones_only(tmp_path, monkeypatch, capsys):
     assert (scratch / "4xh200_decode.json").read_text() == "decode"
     table = capsys.readouterr().out.split("\n\n")[-1].splitlines()
     assert [line[:3] for line in table] == ["ok ", "BAD", "ok ", "ok ", "BAD", "BAD"]
+
+
+# ---- attention.py and moe.py ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_is_checked_and_timed(causal):
+    ranks = min(2, RANKS)
+    case = attention.Case("tiny", 16 * ranks, 4, 2, causal, width=8)
+    row = attention.measure(case, ranks, rounds=1)
+    assert 0 < row["error"] <= 2
+    assert all(row[name]["median"] > 0 for name in ("J", "ring f+b", "G", "G f+b"))
+    assert ("A" in row) == (not causal)
+    assert len(attention.cells(row, ranks)) == len(attention.HEADING.split(" | "))
+
+
+def test_attention_that_is_wrong_is_not_timed(monkeypatch):
+    def wrong(case, **options):
+        return lambda q, kv: q
+
+    monkeypatch.setattr(attention, "split", wrong)
+    with pytest.raises(RuntimeError, match="tiny: an error of .* times its bound"):
+        attention.measure(attention.Case("tiny", 32, 4, 2, True, width=8), min(2, RANKS), 1)
+
+
+@pytest.mark.parametrize("kind", moe.SIZES)
+def test_grouped_products_are_checked_and_timed(kind):
+    row = moe.measure(moe.Case("tiny", 4, 64, 16, 24), kind, rounds=1)
+    assert row["error"] <= 1 and row["S"]["median"] > 0
+    assert len(moe.cells(row)) == len(moe.HEADING.split(" | "))

@@ -1,0 +1,242 @@
+"""Checks and times attention over a sequence that is split over GPUs; the table comes last.
+
+python -m bench.attention --ranks 2 --out bench/results/2xh100_attention.json [--lists causal]
+
+For each shape, S positions over all ranks, forward and (f+b) forward and backward:
+
+    J       jflux.attention, in zigzag order, keys and values gathered
+    ring    the same around a ring
+    G       all of it on one GPU, jax.nn.dot_product_attention by cuDNN, divided by the ranks
+    A       keys and values by lax.all_gather, then cuDNN (without a mask alone: cuDNN's causal
+            mask has no offset)
+
+and for decoding, one query of each sequence over a cache that is split over the ranks:
+
+    J       jflux.flash_decode
+    G       jax.nn.dot_product_attention on one GPU, divided by the ranks
+
+where `bound` is the time in which a rank's part of the cache is read, at MEMORY bytes a second.
+Values are compared to float64 before anything is timed, on positions and heads drawn at random.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import jflux
+from jflux import _trial
+
+from . import __main__ as bench
+from . import rates
+from .moe import MEMORY
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """`positions` over all ranks, in bfloat16, with heads of 128 elements."""
+
+    name: str
+    positions: int
+    heads: int
+    groups: int
+    causal: bool
+    batch: int = 1
+    decode: bool = False
+    width: int = 128
+
+    @property
+    def flops(self) -> float:
+        """Of the forward pass, over all ranks."""
+        queries = 1 if self.decode else self.positions
+        pairs = self.batch * self.heads * queries * self.positions
+        return 4.0 * pairs * self.width / (2 if self.causal and not self.decode else 1)
+
+    @property
+    def cache_bytes(self) -> float:
+        return 2.0 * 2 * self.batch * self.positions * self.groups * self.width
+
+
+LISTS: dict[str, list[Case]] = {
+    "causal": [
+        Case("8192, causal", 8192, 32, 8, True),
+        Case("16384, causal", 16384, 32, 8, True),
+        Case("32768, causal", 32768, 16, 4, True),
+    ],
+    "full": [Case("16384, full", 16384, 32, 8, False)],
+    "decode": [
+        Case("decode 8 x 32768", 32768, 64, 8, False, batch=8, decode=True),
+        Case("decode 1 x 131072", 131072, 64, 8, False, decode=True),
+    ],
+}
+SEQUENCE, PAIR = P(None, "cp"), P(None, None, "cp")
+
+
+def operands(case: Case, mesh: Mesh) -> tuple[jax.Array, jax.Array]:
+    """q [B, S, H, D] (one position if decoding), and keys and values [2, B, S, G, D]."""
+    queries, spec = (1, P()) if case.decode else (case.positions, SEQUENCE)
+    q = (case.batch, queries, case.heads, case.width)
+    kv = (2, case.batch, case.positions, case.groups, case.width)
+    return (
+        _trial.normal(mesh, spec, q, jnp.bfloat16, seed=1),
+        _trial.normal(mesh, PAIR, kv, jnp.bfloat16, seed=2),
+    )
+
+
+# ---- What is timed -------------------------------------------------------------------------------
+
+
+def split(case: Case, **options: Any) -> Callable[..., jax.Array]:
+    """jflux's, of one rank's q and kv."""
+    if case.decode:
+        lengths = jnp.full((case.batch,), case.positions, jnp.int32)
+        return lambda q, kv: jflux.flash_decode(q[:, 0], *kv, lengths, axis_name="cp")[:, None]
+    return lambda q, kv: jflux.attention(q, *kv, axis_name="cp", causal=case.causal, **options)
+
+
+def plain(case: Case) -> Callable[..., jax.Array]:
+    """All of it on one device."""
+    implementation: Any = "cudnn" if jax.default_backend() == "gpu" else None
+    return lambda q, kv: jax.nn.dot_product_attention(
+        q, *kv, is_causal=case.causal and not case.decode, implementation=implementation
+    )
+
+
+def gathered(case: Case) -> Callable[..., jax.Array]:
+    def attend(q: jax.Array, kv: jax.Array) -> jax.Array:
+        return plain(case)(q, lax.all_gather(kv, "cp", axis=2, tiled=True))
+
+    return attend
+
+
+def with_gradients(f: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """Forward and backward: dq, and an element of the other gradient."""
+
+    def run(q: jax.Array, kv: jax.Array) -> jax.Array:
+        y, pull = jax.vjp(f, q, kv)
+        dq, dkv = pull(y)
+        return dq + dkv[0, 0, 0, 0, 0]
+
+    return run
+
+
+def contestants(case: Case) -> dict[str, Callable[..., jax.Array]]:
+    """Of one rank's q and kv."""
+    if case.decode:
+        return {"J": split(case)}
+    forward = {"J": split(case, ring=False), "ring": split(case, ring=True)}
+    if not case.causal:
+        forward["A"] = gathered(case)
+    return forward | {f"{name} f+b": with_gradients(f) for name, f in forward.items()}
+
+
+# ---- Values --------------------------------------------------------------------------------------
+
+
+def check(case: Case, mesh: Mesh, q: jax.Array, kv: jax.Array) -> float:
+    """The largest error over positions and heads drawn at random, in units of bfloat16's rounding
+    of the result."""
+    ranks = mesh.size
+    arrays = q, kv
+    if not case.decode:
+        arrays = jflux.reorder_for_causal(q, ranks), jflux.reorder_for_causal(kv, ranks, axis=2)
+    spec = P() if case.decode else SEQUENCE
+    f = jax.shard_map(
+        split(case), mesh=mesh, in_specs=(spec, PAIR), out_specs=spec, check_vma=False
+    )
+    y = jax.jit(f)(*arrays)
+    y = y if case.decode else jflux.restore_order(y, ranks)
+    rng = np.random.default_rng(0)
+    worst = 0.0
+    for _ in range(12):
+        b, head = int(rng.integers(case.batch)), int(rng.integers(case.heads))
+        at = 0 if case.decode else int(rng.integers(case.positions))
+        group = head * case.groups // case.heads
+        keys, values = (np.asarray(kv[i, b, :, group], np.float64) for i in range(2))
+        scores = keys @ np.asarray(q[b, at, head], np.float64) / case.width**0.5
+        if case.causal and not case.decode:
+            scores, values = scores[: at + 1], values[: at + 1]
+        p = np.exp(scores - scores.max())
+        wanted = p @ values / p.sum()
+        error = np.abs(np.asarray(y[b, at, head], np.float64) - wanted)
+        # Probabilities are rounded too: their errors average over the keys.
+        bound = 2.0**-8 * (np.abs(wanted) + np.abs(wanted).max())
+        worst = max(worst, float((error / bound).max()))
+    return worst
+
+
+def measure(case: Case, ranks: int, rounds: int) -> dict[str, Any]:
+    """One row of the table."""
+    mesh, one = (Mesh(np.array(jax.devices()[:n]), ("cp",)) for n in (ranks, 1))
+    q, kv = operands(case, mesh)
+    error = check(case, mesh, q, kv)
+    if not error <= 2:
+        raise RuntimeError(f"{case.name}: an error of {error:.3g} times its bound")
+    iterations = _trial.iterations_for(0.05, case.flops / ranks)
+    spec = P() if case.decode else SEQUENCE
+    runs = {}
+    for name, f in contestants(case).items():
+        program = _trial.compiled(_trial.loop(f, iterations), mesh, (spec, PAIR), spec, q, kv)
+        runs[name] = _trial.run_of(program, q, kv)
+    whole_q, whole_kv = operands(case, one)
+    whole = {"G": plain(case)}
+    if not case.decode:
+        whole["G f+b"] = with_gradients(plain(case))
+    for name, f in whole.items():
+        program = jax.jit(_trial.loop(f, iterations)).lower(whole_q, whole_kv).compile()
+        runs[name] = _trial.run_of(program, whole_q, whole_kv)
+    timings = _trial.interleave(runs, iterations, rounds)
+    for name, timing in timings.items():
+        flops = case.flops * (3.5 if "f+b" in name else 1)
+        share = 1 if name.startswith("G") else ranks
+        rates.check((case.name, name), timing.median, flops=flops / share)
+    kind = jax.devices()[0].device_kind
+    memory = next((b for name, b in MEMORY.items() if kind.startswith(name)), None)
+    bound = case.cache_bytes / ranks / memory if case.decode and memory else None
+    return {"case": dataclasses.asdict(case), "error": error, "bound": bound} | {
+        name: dataclasses.asdict(timing) for name, timing in timings.items()
+    }
+
+
+# ---- The table -----------------------------------------------------------------------------------
+
+COLUMNS = ("J", "ring", "A", "J f+b", "ring f+b", "A f+b")
+HEADING = " | ".join(
+    ("shape", *(f"{c} ms" for c in COLUMNS), "G/N ms", "G/N f+b ms", "G/N / J", "bound ms", "error")
+)
+
+
+def cells(row: dict[str, Any], ranks: int) -> list[str]:
+    ms = {c: row[c]["median"] * 1e3 for c in (*COLUMNS, "G", "G f+b") if c in row}
+    whole = {c: ms[c] / ranks for c in ("G", "G f+b") if c in ms}
+    return [
+        row["case"]["name"], *(f"{ms[c]:.3f}" if c in ms else "" for c in COLUMNS),
+        *(f"{whole[c]:.3f}" if c in whole else "" for c in ("G", "G f+b")),
+        f"{whole['G'] / ms['J']:.2f}", f"{row['bound'] * 1e3:.3f}" if row["bound"] else "",
+        f"{row['error']:.2f}",
+    ]  # fmt: skip
+
+
+def main() -> int:
+    args = bench.parse(__doc__, lists=",".join(LISTS))
+    rows: list[dict[str, Any]] = []
+    for case in (case for name in args.lists.split(",") for case in LISTS[name]):
+        rows.append(measure(case, args.ranks, args.rounds))
+        print(" | ".join(cells(rows[-1], args.ranks)), flush=True)
+        bench.save(args.out, args.ranks, args.processes, attention=rows)
+    print(HEADING)
+    for row in rows:
+        print(" | ".join(cells(row, args.ranks)))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
