@@ -1,0 +1,587 @@
+"""Decoding over a cache that is split over ranks, against softmax attention in float64 on one
+device; and what is written into such a cache."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import RANKS, examples, make_mesh
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.experimental import checkify
+from jax.sharding import PartitionSpec as P
+
+import jflux
+from jflux._attention.flash_decode import _parts
+
+COUNTS = [n for n in (1, 2, 3, 4) if n <= RANKS]
+EITHER = pytest.mark.parametrize("module", [jflux, jflux.reference], ids=["jflux", "reference"])
+
+
+@pytest.fixture(autouse=True)
+def x64():
+    with jax.enable_x64(True), jax.default_matmul_precision("highest"):
+        yield
+
+
+def draw(*shapes, seed=0, dtype=np.float64):
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+
+
+def plain(q, k, v, lengths, window=None, softcap=None, scale=None):
+    """(attention, log-sum-exp) of q [b, h, d] to the first positions of k, v [b, s, g, d]."""
+    q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
+    out, lse = np.zeros(q.shape), np.full(q.shape[:2], -np.inf)
+    scale = q.shape[2] ** -0.5 if scale is None else scale
+    for b, h in itertools.product(*map(range, q.shape[:2])):
+        group = h // (q.shape[1] // k.shape[2])
+        start = 0 if window is None else max(0, lengths[b] - window)
+        at = slice(start, lengths[b])
+        if start == lengths[b]:
+            continue
+        scores = k[b, at, group] @ q[b, h] * scale
+        if softcap is not None:
+            scores = softcap * np.tanh(scores / softcap)
+        weights = np.exp(scores - scores.max())
+        out[b, h] = weights @ v[b, at, group] / weights.sum()
+        lse[b, h] = np.log(weights.sum()) + scores.max()
+    return out, lse
+
+
+def over_ranks(world, *, module=jflux, check_vma=True, **options):
+    """flash_decode of whole arrays, whose cache is split over the ranks. With `check_vma` JAX
+    checks that the result is the same on all of them."""
+    options.setdefault("return_lse", True)
+
+    def call(*operands):
+        *operands, table = operands
+        return module.flash_decode(*operands, axis_name="tp", block_table=table, **options)
+
+    def f(q, k, v, lengths, table=None):
+        cache = P("tp") if table is not None else P(None, "tp")
+        return jax.shard_map(
+            call, mesh=make_mesh((world,)), in_specs=(P(), cache, cache, P(), P(None, "tp")),
+            out_specs=P(), check_vma=check_vma,
+        )(q, k, v, lengths, table)  # fmt: skip
+
+    return f
+
+
+def check(got, want, dtype=np.float64):
+    tolerance = {"float64": 1e-12, "float32": 2e-6, "float16": 2e-3, "bfloat16": 2e-2}
+    assert got[0].dtype == dtype
+    assert got[1].dtype == (np.float64 if dtype == np.float64 else np.float32)
+    for one, other in zip(got, want, strict=True):
+        close = tolerance[jnp.dtype(dtype).name]
+        np.testing.assert_allclose(np.asarray(one, np.float64), other, rtol=close, atol=close)
+
+
+# ---- Values --------------------------------------------------------------------------------------
+
+
+@st.composite
+def decodes(draw):
+    """(ranks, sizes, lengths, options) of a call."""
+    world = draw(st.sampled_from(COUNTS))
+    batch, here = draw(st.integers(1, 4)), draw(st.integers(1, 7))
+    groups, queries = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    d = draw(st.sampled_from([1, 3, 4, 8]))
+    lengths = draw(st.lists(st.integers(0, here * world), min_size=batch, max_size=batch))
+    options = {
+        "window": draw(st.one_of(st.none(), st.integers(1, here * world + 2))),
+        "softcap": draw(st.sampled_from([None, 0.5, 30.0])),
+        "scale": draw(st.sampled_from([None, 0.3, -2.0])),
+    }
+    shapes = (batch, groups * queries, d), *[(batch, here * world, groups, d)] * 2
+    return world, shapes, np.array(lengths, np.int32), options
+
+
+@given(case=decodes(), dtype=st.sampled_from(["float64", "float32", "float16", "bfloat16"]))
+@examples(25)
+def test_it_is_attention(case, dtype):
+    world, shapes, lengths, options = case
+    operands = draw(*shapes, dtype=jnp.dtype(dtype))
+    got = jax.jit(over_ranks(world, **options))(*operands, lengths)
+    check(got, plain(*operands, lengths, **options), jnp.dtype(dtype))
+
+
+@EITHER
+@pytest.mark.parametrize("world", COUNTS)
+@pytest.mark.parametrize("window", [None, 1, 4, 7])
+def test_lengths_and_windows_across_ranks(world, window, module):
+    """Every length: a rank's part is empty, partly valid, whole, or out of the window."""
+    here = 3
+    lengths = np.arange(here * world + 1, dtype=np.int32)
+    shapes = (len(lengths), 4, 4), *[(len(lengths), here * world, 2, 4)] * 2
+    operands = draw(*shapes, seed=1)
+    got = jax.jit(over_ranks(world, window=window, module=module))(*operands, lengths)
+    check(got, plain(*operands, lengths, window))
+    assert not got[0][0].any() and np.isneginf(got[1][0]).all()
+
+
+@pytest.mark.parametrize("axes", ["a", "b", ("a", "b"), ("b", "a")])
+@pytest.mark.skipif(RANKS < 4, reason="four ranks")
+def test_groups_and_two_axes(axes):
+    """Along one axis of two each group has sequences of its own; along both, the first is major."""
+    mesh = make_mesh((2, 2), ("a", "b"))
+    batch = None if isinstance(axes, tuple) else {"a": "b", "b": "a"}[axes]
+    q, k, v = draw((4, 6, 4), (4, 12, 3, 4), (4, 12, 3, 4))
+    lengths = np.array([12, 0, 7, 1], np.int32)
+    f = jax.shard_map(
+        functools.partial(jflux.flash_decode, axis_name=axes, return_lse=True), mesh=mesh,
+        in_specs=(P(batch), P(batch, axes), P(batch, axes), P(batch)), out_specs=P(batch),
+    )  # fmt: skip
+    check(jax.jit(f)(q, k, v, lengths), plain(q, k, v, lengths))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_large_scores_do_not_overflow(dtype):
+    q, k, v = draw((2, 4, 16), (2, 12, 2, 16), (2, 12, 2, 16), dtype=jnp.dtype(dtype))
+    q *= 200  # scores of some thousands, of which float16's exponential is infinite from 11 on
+    world = COUNTS[-1]
+    k, v = (np.repeat(a, world, 1) for a in (k, v))
+    lengths = np.array([12 * world - 1, 5], np.int32)
+    got, lse = jax.jit(over_ranks(world))(q, k, v, lengths)
+    want, want_lse = plain(q, k, v, lengths)
+    assert want_lse.max() > 200
+    np.testing.assert_allclose(lse, want_lse, rtol=1e-2)
+    np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=2e-2, atol=2e-2)
+
+
+def test_without_an_axis_the_cache_is_whole():
+    operands = draw((2, 6, 4), (2, 9, 3, 4), (2, 9, 3, 4))
+    lengths = np.array([9, 4], np.int32)
+    got = jflux.flash_decode(*operands, lengths, return_lse=True)
+    check(got, plain(*operands, lengths))
+    alone = jflux.flash_decode(*operands, lengths)
+    np.testing.assert_array_equal(alone, got[0])
+
+
+def test_a_long_cache_is_summed_in_parts():
+    assert _parts(1, 2048) == 4 and _parts(8, 2048) == 4 and _parts(64, 4096) == 1
+    assert _parts(1, 2047) == 1 and _parts(1, 1 << 17) == 64
+    operands = draw((2, 4, 8), (2, 2048, 2, 8), (2, 2048, 2, 8))
+    lengths = np.array([1500, 2048], np.int32)
+    got = jax.jit(functools.partial(jflux.flash_decode, return_lse=True))(*operands, lengths)
+    check(got, plain(*operands, lengths))
+
+
+def test_what_is_not_attended_to_does_not_matter():
+    world, lengths = COUNTS[-1], np.array([4, 3], np.int32)
+    q, k, v = draw((2, 4, 4), (2, 3 * world, 2, 4), (2, 3 * world, 2, 4))
+    want = plain(q, k, v, lengths, window=2)
+    for b, length in enumerate(lengths):
+        for a in (k, v):
+            a[b, length:], a[b, : length - 2] = np.nan, np.inf
+    got = jax.jit(over_ranks(world, window=2))(q, k, v, lengths)
+    check(got, want)
+
+
+# ---- Pages ---------------------------------------------------------------------------------------
+
+
+def paged(a, world, size, seed=0, spare=2):
+    """The cache a [b, s, ...] in shuffled pages: [world * pages, size, ...], and the block table
+    [b, world * P] of pages on each rank. Pages that no sequence has are NaN."""
+    b, s = a.shape[:2]
+    each = s // world // size
+    rng = np.random.default_rng(seed)
+    pages, tables = [], []
+    for part in np.split(a, world, 1):
+        order = rng.permutation(b * each + spare)[: b * each]
+        of_rank = np.full((b * each + spare, size, *a.shape[2:]), np.nan, a.dtype)
+        of_rank[order] = part.reshape(b * each, size, *a.shape[2:])
+        pages.append(of_rank)
+        tables.append(order.reshape(b, each))
+    return np.concatenate(pages), np.concatenate(tables, 1).astype(np.int32)
+
+
+@pytest.mark.parametrize("world", COUNTS)
+@pytest.mark.parametrize("window", [None, 5])
+def test_pages(world, window):
+    size, each = 2, 3
+    s = world * each * size
+    q, k, v = draw((3, 4, 4), (3, s, 2, 4), (3, s, 2, 4))
+    lengths = np.array([s, s // 2 + 1, 0], np.int32)
+    (k_pages, table), (v_pages, _) = (paged(a, world, size) for a in (k, v))
+    got = jax.jit(over_ranks(world, window=window))(q, k_pages, v_pages, lengths, table)
+    check(got, plain(q, k, v, lengths, window))
+    # Pages that nothing is in, or that the window has left behind, need not be there.
+    start = np.arange(world * each) * size
+    gone = start >= lengths[:, None]
+    if window is not None:
+        gone |= start + size <= lengths[:, None] - window
+    assert gone.any()
+    table = np.where(gone, -1, table)
+    again = jax.jit(over_ranks(world, window=window))(q, k_pages, v_pages, lengths, table)
+    check(again, plain(q, k, v, lengths, window))
+
+
+def test_positions_without_a_page_are_left_out():
+    q, k, v = draw((1, 2, 4), (1, 8, 2, 4), (1, 8, 2, 4))
+    table = np.array([[0, -1, 99, 3]], np.int32)  # 99 is no page either
+    k_pages, v_pages = (a.reshape(4, 2, 2, 4) for a in (k, v))
+    got = jflux.flash_decode(
+        q, k_pages, v_pages, np.array([8], np.int32), block_table=table, return_lse=True
+    )
+    k, v = (a[:, [0, 1, 6, 7]] for a in (k, v))
+    check(got, plain(q, k, v, [4]))
+
+
+# ---- Transforms ----------------------------------------------------------------------------------
+
+
+def test_other_lengths_do_not_compile_again():
+    world = COUNTS[-1]
+    operands = draw((2, 4, 4), (2, 3 * world, 2, 4), (2, 3 * world, 2, 4))
+    f = jax.jit(over_ranks(world))
+    for lengths in ([1, 2], [3 * world, 0]):
+        lengths = np.array(lengths, np.int32)
+        check(f(*operands, lengths), plain(*operands, lengths))
+    assert f._cache_size() == 1
+
+
+def test_the_ranks_exchange_once():
+    """One float32 array [B, H, D + 1]."""
+    world = COUNTS[-1]
+    operands = draw((2, 4, 4), (2, 3 * world, 2, 4), (2, 3 * world, 2, 4), dtype=np.float32)
+    f = over_ranks(world, return_lse=False, module=jflux.reference)
+    text = jax.jit(f).lower(*operands, np.array([3, 2], np.int32)).as_text()
+    if world > 1:
+        assert text.count('"stablehlo.all_gather"') == 1 and "1x2x4x5xf32" in text
+    for other in ("all_reduce", "reduce_scatter", "all_to_all", "collective_permute", "transpose"):
+        assert f"stablehlo.{other}" not in text, other
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("world", COUNTS)
+def test_gradients(world, check_vma):
+    """Of both results, forward and backward, where ranks have nothing too."""
+    s = 3 * world
+    q, k, v = map(jnp.asarray, draw((4, 6, 4), (4, s, 3, 4), (4, s, 3, 4)))
+    lengths = np.array([s, 0, 1, s // 2 + 1], np.int32)
+    weights = draw((4, 6, 4), (4, 6), seed=7)
+    tangents = tuple(map(jnp.asarray, draw(q.shape, k.shape, v.shape, seed=8)))
+
+    def loss(pair):
+        lse = jnp.where(jnp.isfinite(pair[1]), pair[1], 0)
+        return jnp.sum(pair[0] * weights[0]) + jnp.sum(lse * weights[1])
+
+    def whole(q, k, v):  # in JAX, with double `where`s
+        scores = jnp.einsum("bgrd,bsgd->bgrs", q.reshape(4, 3, 2, 4), k) / 2
+        scores = 5 * jnp.tanh(scores / 5)
+        may = (np.arange(s) < lengths[:, None]) & (np.arange(s) >= lengths[:, None] - 4)
+        scores = jnp.where(may[:, None, None], scores, -1e30)
+        lse = jax.scipy.special.logsumexp(scores, -1)
+        p = jnp.where(may[:, None, None], jnp.exp(scores - lse[..., None]), 0)
+        lse = jnp.where(may.any(1)[:, None, None], lse, 0).reshape(4, 6)
+        return jnp.einsum("bgrs,bsgd->bgrd", p, v).reshape(4, 6, 4), lse
+
+    split = over_ranks(world, check_vma=check_vma, window=4, softcap=5.0)
+
+    def run(f):
+        def g(q, k, v):
+            return loss(f(q, k, v))
+
+        return jax.grad(g, (0, 1, 2))(q, k, v), jax.jvp(g, (q, k, v), tangents)
+
+    got = jax.jit(lambda: run(lambda *a: split(*a, lengths)))()
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(run(whole)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_vmap_and_remat(check_vma):
+    world = COUNTS[-1]
+    q, k, v = draw((2, 3, 4, 4), (2, 3, 2 * world, 2, 4), (2, 3, 2 * world, 2, 4))
+    lengths = np.array([[2 * world, 1, 0], [3, 2, 2]], np.int32)
+    f = functools.partial(jflux.flash_decode, axis_name="tp", return_lse=True)
+    cache = P(None, None, "tp")
+    mapped = jax.shard_map(
+        jax.vmap(jax.checkpoint(f)), mesh=make_mesh((world,)), in_specs=(P(), cache, cache, P()),
+        out_specs=P(), check_vma=check_vma,
+    )  # fmt: skip
+    got = jax.jit(mapped)(q, k, v, lengths)
+    for i in range(2):
+        check([a[i] for a in got], plain(q[i], k[i], v[i], lengths[i]))
+    gradient = jax.jit(jax.grad(lambda v: jnp.sum(mapped(q, k, v, lengths)[0])))(v)
+    # The weights of a query sum to 1, of each of 4 heads, for each of 4 elements.
+    np.testing.assert_allclose(gradient.sum((2, 3, 4)), 16.0 * (lengths > 0), rtol=1e-12)
+
+
+# ---- Writing into a cache ------------------------------------------------------------------------
+
+
+def writer(world, *, module=jflux, paged=False, split=False, check_vma=True):
+    """update_cache of whole arrays, whose cache is split over the ranks."""
+
+    def call(cache, new, positions, table):
+        return module.update_cache(
+            cache, new, positions, axis_name="tp", block_table=table, split=split
+        )
+
+    def f(cache, new, positions, table=None):
+        parts = P("tp") if paged else P(None, "tp")
+        of_new = P(None, "tp") if split else P()
+        return jax.shard_map(
+            call, mesh=make_mesh((world,)),
+            in_specs=(parts, of_new, of_new if positions.ndim == 2 else P(), P(None, "tp")),
+            out_specs=parts, check_vma=check_vma,
+        )(cache, new, positions, table)  # fmt: skip
+
+    return f
+
+
+def written(cache, new, positions):
+    """By the definition, in numpy."""
+    cache = np.array(cache)
+    if positions.ndim == 1:
+        positions = positions[:, None] + np.arange(new.shape[1])
+    for b, t in np.ndindex(positions.shape):
+        if 0 <= positions[b, t] < cache.shape[1]:
+            cache[b, positions[b, t]] = new[b, t]
+    return cache
+
+
+@given(
+    world=st.sampled_from(COUNTS), here=st.integers(1, 5), tokens=st.integers(1, 6),
+    data=st.data(), check_vma=st.booleans(),
+)  # fmt: skip
+@examples(15)
+def test_each_rank_writes_its_own(world, here, tokens, data, check_vma):
+    """Runs of tokens across ranks' borders, before position 0, and past the end; two arrays."""
+    bounds = st.integers(-tokens - 1, here * world + 1)
+    positions = np.array([data.draw(bounds) for _ in range(3)], np.int32)
+    k, v, new_k, new_v = draw(
+        (3, here * world, 2, 4), (3, here * world), (3, tokens, 2, 4), (3, tokens)
+    )
+    got = jax.jit(writer(world, check_vma=check_vma))((k, v), (new_k, new_v), positions)
+    assert isinstance(got, tuple)
+    np.testing.assert_array_equal(got[0], written(k, new_k, positions))
+    np.testing.assert_array_equal(got[1], written(v, new_v, positions))
+
+
+@EITHER
+@pytest.mark.parametrize("world", COUNTS)
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped", "ragged"])
+def test_a_split_prompt_goes_into_a_longer_cache(world, layout, module):
+    """From whichever order its positions have; where prompts are shorter, without the padding."""
+    length, room = 4 * world, 6 * world
+    cache, new = draw((2, room, 3), (2, length, 3))
+    if layout == "ragged":
+        positions = np.tile(np.arange(length), (2, 1))
+        positions[1, 3:] = -1
+    else:
+        positions = np.tile(jflux.causal_positions(length, world, layout=layout), (2, 1))
+    got = jax.jit(writer(world, split=True, module=module))(cache, new, positions)
+    np.testing.assert_array_equal(got, written(cache, new, positions))
+    if layout == "contiguous":
+        first = np.array([0, 2 * world], np.int32)
+        got = jax.jit(writer(world, split=True))(cache, new, first)
+        np.testing.assert_array_equal(got, written(cache, new, first))
+
+
+@pytest.mark.parametrize("world", COUNTS)
+def test_pages_are_written(world):
+    size, each = 2, 3
+    s = world * each * size
+    cache, new = draw((3, s, 2), (3, 5, 2))
+    positions = np.array([s - 5, 0, s - 2], np.int32)  # the last one's end is past the cache
+    pages, table = paged(cache, world, size)
+    want, _ = paged(written(cache, new, positions), world, size)
+    got = jax.jit(writer(world, paged=True))(pages, new, positions, table)
+    np.testing.assert_array_equal(got, want)
+    # What has no page is not written.
+    got = jax.jit(writer(world, paged=True))(pages, new, positions, np.full_like(table, -1))
+    np.testing.assert_array_equal(got, pages)
+
+
+def test_decoding_in_a_loop():
+    """Each step writes its key and value, and attends to all up to there. The cache is written in
+    place, in 16 bits, from uneven lengths on."""
+    world, steps = COUNTS[-1], 5
+    s = 4 * world
+    k, v = (a.astype(jnp.bfloat16) for a in draw((2, s, 2, 4), (2, s, 2, 4)))
+    q, new_k, new_v = draw((steps, 2, 4, 4), (steps, 2, 1, 2, 4), (steps, 2, 1, 2, 4), seed=3)
+    lengths = np.array([s // 2 - 1, 0], np.int32)
+
+    def loop(k, v, lengths, *each):
+        def step(carry, now):
+            kv, lengths = carry
+            q, *new = now
+            kv = jflux.update_cache(kv, tuple(new), lengths, axis_name="tp")
+            y = jflux.flash_decode(q.astype(jnp.bfloat16), *kv, lengths + 1, axis_name="tp")
+            return (kv, lengths + 1), y
+
+        (kv, _), ys = jax.lax.scan(step, ((k, v), lengths), each)
+        return kv, ys
+
+    cache = P(None, "tp")
+    f = jax.jit(
+        jax.shard_map(
+            loop, mesh=make_mesh((world,)), in_specs=(cache, cache, *[P()] * 4),
+            out_specs=(cache, P()),
+        ), donate_argnums=(0, 1),
+    )  # fmt: skip
+    given = [jax.device_put(a, jax.NamedSharding(make_mesh((world,)), cache)) for a in (k, v)]
+    (got_k, got_v), ys = f(*given, lengths, q, new_k, new_v)
+    assert all(a.is_deleted() for a in given)
+    for i in range(steps):
+        k, v = (written(a, new[i], lengths + i) for a, new in ((k, new_k), (v, new_v)))
+        want, _ = plain(q[i].astype(jnp.bfloat16), k, v, lengths + i + 1)
+        np.testing.assert_allclose(np.asarray(ys[i], float), want, rtol=2e-2, atol=2e-2)
+    np.testing.assert_array_equal(got_k, k)
+    np.testing.assert_array_equal(got_v, v)
+
+
+def test_gradients_of_a_write():
+    """What was overwritten has none, and what is new has those of its position."""
+    world = COUNTS[-1]
+    cache, new = map(jnp.asarray, draw((2, 2 * world, 3), (2, 2, 3)))
+    positions = np.array([1, 2 * world - 1], np.int32)  # the last token is not written
+    weight = draw(cache.shape, seed=4)[0]
+    f = writer(world)
+    got, of_new = jax.jit(
+        jax.grad(lambda c, n: jnp.sum(f(c, n, positions) * weight), (0, 1))
+    )(cache, new)  # fmt: skip
+    np.testing.assert_array_equal(got, written(weight, np.zeros(new.shape), positions))
+    want = np.stack([weight[0, 1:3], np.stack([weight[1, -1], np.zeros(3)])])
+    np.testing.assert_array_equal(of_new, want)
+
+
+def test_checkify_says_which_position_is_beyond_the_cache():
+    def f(positions):
+        return jflux.update_cache(jnp.zeros((2, 6, 1)), jnp.ones((2, 3, 1)), positions)
+
+    checked = jax.jit(checkify.checkify(f))
+    assert checked(np.array([3, -3]))[0].get() is None
+    message = "jflux.update_cache: positions must be at most 5, got 6"
+    assert message in checked(np.array([0, 4]))[0].get()
+
+
+@pytest.mark.parametrize(
+    ("cache", "new", "positions", "options", "message"),
+    [
+        ((2, 6, 3), (2, 1, 4), (2,), {}, "same dimensions after the first two, got .2, 6, 3. and"),
+        ((2,), (2, 1), (2,), {}, "same dimensions after the first two"),
+        ((2, 6, 3), (3, 1, 3), (3,), {}, "same B, got 3 and 2"),
+        (
+            (2, 6, 3),
+            (2, 2, 3),
+            (3,),
+            {},
+            r"positions must be \[B\] or \[B, T\], .2,. or .2, 2., got",
+        ),
+        ((2, 6, 3), (2, 2, 3), (2, 3), {}, r"positions must be \[B\] or \[B, T\]"),
+        ((2, 6, 3), (2, 2, 3), (2,), {"split": True}, "split=True needs the axis_name"),
+        ((2, 6), (2, 2), (2,), {"block_table": np.zeros(2, int)}, r"block_table must be \[B, P\]"),
+        ((2, 6), (2, 2), (2,), {"block_table": np.zeros((3, 1), int)}, "same B, got 2 and 3"),
+    ],
+)
+def test_writes_that_do_not_fit(cache, new, positions, options, message):
+    f = functools.partial(jflux.update_cache, **options)
+    with pytest.raises(ValueError, match=f"jflux.update_cache: .*{message}"):
+        jax.eval_shape(f, np.zeros(cache), np.zeros(new), np.zeros(positions, int))
+
+
+def test_what_is_written_must_be_arrays_of_one_structure():
+    one, at = np.zeros((2, 3)), np.zeros(2, int)
+    with pytest.raises(ValueError, match="cache and new must be pytrees of one structure"):
+        jflux.update_cache((one, one), one, at)
+    with pytest.raises(ValueError, match="must have the same first two dimensions"):
+        jflux.update_cache((one, one), (one, np.zeros((2, 1))), at)
+    with pytest.raises(TypeError, match="positions must be integers, got float64"):
+        jflux.update_cache(one, one, np.zeros(2))
+    with pytest.raises(TypeError, match="positions must be an array, got int"):
+        jflux.update_cache(one, one, 3)
+
+
+# ---- Checks --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_checkify_says_which_length_is_beyond_the_cache(check_vma):
+    world = COUNTS[-1]
+    s = 2 * world
+    operands = draw((2, 2, 4), (2, s, 2, 4), (2, s, 2, 4))
+    f = over_ranks(world, check_vma=check_vma)
+    checked = jax.jit(checkify.checkify(f, errors=checkify.all_checks))
+    error, _ = checked(*operands, np.array([0, s], np.int32))
+    assert error.get() is None
+    for bad in (s + 1, -1):
+        error, got = checked(*operands, np.array([1, bad], np.int32))
+        message = f"jflux.flash_decode: lengths must be from 0 to {s}, got {bad}"
+        assert message in error.get()
+        # Without checkify it counts as the nearest one that there is.
+        check(got, plain(*operands, [1, min(max(bad, 0), s)]))
+        check(jax.jit(f)(*operands, np.array([1, bad])), plain(*operands, [1, min(max(bad, 0), s)]))
+
+
+def test_checkify_says_what_is_no_page():
+    q, k, v = draw((1, 2, 4), (3, 2, 2, 4), (3, 2, 2, 4))
+    lengths = np.array([4], np.int32)
+
+    def f(table):
+        return jflux.flash_decode(q, k, v, lengths, block_table=table)
+
+    checked = jax.jit(checkify.checkify(f, errors=checkify.all_checks))
+    assert checked(np.array([[2, -1]]))[0].get() is None
+    message = "jflux.flash_decode: block_table must be from -1 to 2, got 3"
+    assert message in checked(np.array([[2, 3]]))[0].get()
+
+
+Q, K, N = (2, 4, 8), (2, 6, 2, 8), (2,)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "message"),
+    [
+        ([Q[1:], K, K, N], {}, r"q must be \[B, H, D\], got \(4, 8\)"),
+        ([Q, K[1:], K, N], {}, r"k_cache must be \[B, S/N, G, D\], got \(6, 2, 8\)"),
+        ([Q, K, (2, 5, 2, 8), N], {}, "k_cache and v_cache must have one shape"),
+        ([Q, (2, 6, 3, 8), (2, 6, 3, 8), N], {}, "4 heads of queries must be a multiple of 3"),
+        ([Q, (2, 6, 0, 8), (2, 6, 0, 8), N], {}, "4 heads of queries must be a multiple of 0"),
+        (
+            [Q, (2, 6, 2, 4), (2, 6, 2, 4), N],
+            {},
+            "q and the caches must have the same D",
+        ),
+        ([Q, (3, 6, 2, 8), (3, 6, 2, 8), N], {}, "q .* same B, .* needs block_table"),
+        ([Q, K, K, (3,)], {}, r"lengths must be \[B\] with q's B = 2, got \(3,\)"),
+        ([Q, K, K, ()], {}, r"lengths must be \[B\], got \(\)"),
+        ([Q, K, K, N], {"window": 0}, "window=0 must be an int of at least 1"),
+        ([Q, K, K, N], {"window": 2.5}, "window=2.5 must be an int of at least 1"),
+        ([Q, K, K, N], {"softcap": -1.0}, "softcap=-1.0 must be greater than 0"),
+        ([Q, K, K, N], {"block_table": np.zeros((3, 1), int)}, r"block_table must be \[B, P\] wit"),
+        ([Q, K, K, N], {"block_table": np.zeros(2, int)}, r"block_table must be \[B, P\], got"),
+    ],
+)
+def test_shapes_that_do_not_fit(shapes, options, message):
+    operands = [np.zeros(s, np.int32 if i == 3 else np.float32) for i, s in enumerate(shapes)]
+    with pytest.raises(ValueError, match=f"jflux.flash_decode: {message}"):
+        jax.eval_shape(functools.partial(jflux.flash_decode, **options), *operands)
+
+
+@pytest.mark.parametrize(
+    ("types", "message"),
+    [
+        (["float32", "float32", "float16", "int32"], "one type, got float32, float32, float16"),
+        (["int8", "int8", "int8", "int32"], "q must be of float16, .* got int8"),
+        (["float32", "float32", "float32", "float32"], "lengths must be integers, got float32"),
+    ],
+)
+def test_types_that_do_not_fit(types, message):
+    operands = [np.zeros(s, t) for s, t in zip((Q, K, K, N), types, strict=True)]
+    with pytest.raises(TypeError, match=f"jflux.flash_decode: .*{message}"):
+        jax.eval_shape(jflux.flash_decode, *operands)
+    with pytest.raises(TypeError, match="lengths must be an array, got list"):
+        jflux.flash_decode(*operands[:3], [1, 2])
+
+
+def test_an_axis_needs_a_mesh():
+    with pytest.raises(NameError, match="tp"):
+        jflux.flash_decode(*(np.zeros(s) for s in (Q, K, K)), np.zeros(2, int), axis_name="tp")
