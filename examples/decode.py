@@ -9,7 +9,7 @@ turns; the table has the medians over `--rounds`::
     python examples/decode.py --model llama-2-70b --layers 4 --batch 1 --steps 64
     python examples/decode.py --weights Llama-2-7b-hf --prompt 1,15043,29892 --end 2
     python examples/decode.py --model mixtral-8x7b --layers 4 --batch 8
-    python examples/decode.py --positions 131072 --context-parallel 2  # a long cache, split
+    python examples/decode.py --positions 131072 --context-parallel 2  # a long cache, on GPUs
 
 Weights are random unless files are given: a directory with Hugging Face's `config.json` and
 safetensors, or the files one by one, with the `config.json` beside them. Without a GPU it runs on
