@@ -420,6 +420,14 @@ def test_models_that_cannot_be_split(changes, ranks, error):
         llama_model.check(dataclasses.replace(TINY, **changes), ranks)
 
 
+def test_prompts_that_cannot_be_split():
+    llama_model.check(TINY, 2, 4)
+    with pytest.raises(ValueError, match="a rank's 8 heads of queries must divide by context_rank"):
+        llama_model.check(TINY, 2, 3)
+    with pytest.raises(ValueError, match="and its 3 of keys too, or that by them"):
+        llama_model.check(dataclasses.replace(TINY, heads=12, kv_heads=3, width=48), 1, 4)
+
+
 def test_sizes_of_the_published_models():
     """Parameters as the papers' models have them: 6.74, 68.98 and 46.70 thousand million."""
     for name, want in (
@@ -558,6 +566,19 @@ def test_how_many_ranks_would_do_is_said(folder, script, monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda *_: list(make_mesh((3,)).devices.flat))
     with pytest.raises(SystemExit, match="must divide.*; --ranks 2 would do"):
         script(f"--weights {folder}")
+
+
+@pytest.mark.parametrize(
+    "arguments, error",
+    [
+        ("--context-parallel 5 --ranks 1", "--context-parallel 5 must divide 1 ranks"),
+        ("--positions 64", "--prompt-length must be at least 1, and --positions more than --steps"),
+    ],
+)
+def test_arguments_that_do_not_fit(arguments, error, script, capsys):
+    with pytest.raises(SystemExit):
+        script(arguments)
+    assert error in capsys.readouterr().err
 
 
 def test_tensors_of_another_kind_of_model_are_named():

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from caches import draw, paged, plain
-from harness import RANKS, examples, make_mesh
+from harness import RANKS, examples, fused_calls, make_mesh
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.experimental import checkify
@@ -216,6 +216,10 @@ def test_the_ranks_exchange_once():
         assert text.count('"stablehlo.all_gather"') == 1 and "1x2x4x5xf32" in text
     for other in ("all_reduce", "reduce_scatter", "all_to_all", "collective_permute", "transpose"):
         assert f"stablehlo.{other}" not in text, other
+    text = jax.jit(over_ranks(world, return_lse=False)).lower(
+        *operands, np.array([3, 2], np.int32)
+    ).compile().as_text()  # fmt: skip
+    assert fused_calls(text) == ["all_gather"] * (world > 1)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
