@@ -18,6 +18,9 @@ and a layer is two sums over the ranks::
 The prompt has many rows, [b, s] flattened, which are split over the ranks between the products
 (arXiv 2205.05198, section 4.2.2), so that each half of a layer is an `all_gather_matmul` and a
 `matmul_reduce_scatter`.
+
+With `Config.context_axis` the positions of the cache are split over a second axis of the mesh, and
+so is the prompt. All else is the same on the ranks of that axis: weights, tokens, and heads.
 """
 
 from __future__ import annotations
@@ -49,6 +52,7 @@ class Config:
       tied: the head is the embedding, transposed.
       experts, experts_per_token: of a mixture in place of each MLP; 0: there is none.
       dtype: of weights, activations and cache; norms, softmax and logits are float32.
+      context_axis: a mesh axis that the cache's positions are split over. None: they are whole.
     """
 
     layers: int
@@ -63,6 +67,7 @@ class Config:
     experts: int = 0
     experts_per_token: int = 0
     dtype: Any = jnp.bfloat16
+    context_axis: str | None = None
 
     @property
     def head_dim(self) -> int:
@@ -87,8 +92,9 @@ Weights = dict[str, Any]
 Cache = list[tuple[jax.Array, jax.Array]]
 
 
-def check(config: Config, ranks: int) -> None:
-    """Raises ValueError if the model cannot be split over so many ranks."""
+def check(config: Config, ranks: int, context_ranks: int = 1) -> None:
+    """Raises ValueError if the model cannot be split over so many ranks, and a long prompt over so
+    many ranks of `context_axis`."""
     if config.width % (2 * config.heads) or config.heads % config.kv_heads:
         raise ValueError(
             f"{config.width=} must divide by 2 * {config.heads=}, and that by {config.kv_heads=}"
@@ -100,6 +106,12 @@ def check(config: Config, ranks: int) -> None:
         raise ValueError(f"{config.experts_per_token=} must be from 1 to {config.experts=}")
     if config.kv_heads % ranks and ranks % config.kv_heads:
         raise ValueError(f"{config.kv_heads=} must divide by {ranks=}, or {ranks=} by it")
+    heads, groups = config.heads // ranks, config.groups(ranks) // ranks
+    if heads % context_ranks or (groups % context_ranks and context_ranks % groups):
+        raise ValueError(
+            f"a rank's {heads} heads of queries must divide by {context_ranks=}, and its {groups} "
+            "of keys too, or that by them"
+        )
 
 
 def shapes(config: Config, ranks: int) -> Weights:
@@ -142,8 +154,18 @@ def specs(config: Config) -> Weights:
 
 
 def cache_specs(config: Config) -> Cache:
-    """Keys and values, [b, groups, length, head_dim] each, of each layer."""
-    return [(P(None, AXIS), P(None, AXIS))] * config.layers
+    """Keys and values, [b, groups, length, head_dim] each, of each layer. With a context axis
+    they are [b, length, groups, head_dim], as `jflux.flash_decode` takes them."""
+    spec = P(None, AXIS) if config.context_axis is None else P(None, config.context_axis, AXIS)
+    return [(spec, spec)] * config.layers
+
+
+def context_ranks(config: Config) -> int:
+    return 1 if config.context_axis is None else lax.axis_size(config.context_axis)
+
+
+def context_rank(config: Config) -> jax.Array | int:
+    return 0 if config.context_axis is None else lax.axis_index(config.context_axis)
 
 
 def sum_add_norm(
@@ -203,20 +225,74 @@ def split_heads(
     return turned[..., :-1, :], k, v
 
 
-def attend_prompt(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Causal attention of the prompt to itself: [b, s, n]."""
+def attend_prompt(ops: Any, config: Config, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Causal attention of the prompt to itself: [b, s, n]. Over a context axis, by Ulysses: a rank
+    attends with its share of the heads to all positions (arXiv 2309.14509, section 3.1)."""
     b, s, _, _, head_dim = q.shape
-    # cuDNN's does not write the [s, s] weights, which only long prompts have many of.
-    on_gpu = jax.default_backend() == "gpu" and q.dtype.itemsize == 2
-    fast = "cudnn" if on_gpu and s >= 1024 else None
     k, v = (jnp.moveaxis(a, 1, 2) for a in (k, v))
     q = q.reshape(b, s, -1, head_dim)
+    if (ranks := context_ranks(config)) > 1:
+        copies = ranks // k.shape[2] if k.shape[2] % ranks else 1
+        q, k, v = (
+            ops.all_to_all(
+                a, axis_name=config.context_axis, split_axis=2, concat_axis=1, tiled=True
+            )
+            for a in (q, jnp.repeat(k, copies, 2), jnp.repeat(v, copies, 2))
+        )
+    # cuDNN's does not write the [s, s] weights, which only long prompts have many of.
+    on_gpu = jax.default_backend() == "gpu" and q.dtype.itemsize == 2
+    fast = "cudnn" if on_gpu and q.shape[1] >= 1024 else None
     o = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=fast)
+    if ranks > 1:
+        o = ops.all_to_all(
+            o, axis_name=config.context_axis, split_axis=1, concat_axis=2, tiled=True
+        )
     return o.reshape(b, s, -1)
 
 
-def attend_cache(q: jax.Array, k: jax.Array, v: jax.Array, position: jax.Array) -> jax.Array:
+def make_cache(
+    ops: Any, config: Config, k: jax.Array, v: jax.Array, *, tokens: int, length: int
+) -> tuple[jax.Array, jax.Array]:
+    """A layer's cache with room for `length` positions, and in it the keys and values [b, groups,
+    s, head_dim] of a prompt of `tokens`, as split over the context axis."""
+    if config.context_axis is None:
+        room = ((0, 0), (0, 0), (0, length - tokens), (0, 0))
+        return jnp.pad(k[:, :, :tokens], room), jnp.pad(v[:, :, :tokens], room)
+    kv = tuple(jnp.moveaxis(a, 1, 2) for a in (k, v))
+    b, s, *heads = kv[0].shape
+    here = -(-length // context_ranks(config))
+    empty = jnp.zeros((b, here, *heads), k.dtype)
+    position = context_rank(config) * s + jnp.arange(s)
+    position = jnp.where(position < tokens, position, -1)  # padding is not written
+    position = jnp.broadcast_to(position, (b, s))
+    axis = config.context_axis
+    return ops.update_cache((empty, empty), kv, position, axis_name=axis, split=True)
+
+
+def add_to_cache(
+    ops: Any, config: Config, cache: Any, new: Any, position: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """A layer's cache with the keys and values [b, groups, 1, head_dim] of the token there."""
+    if config.context_axis is None:
+        k, v = (
+            lax.dynamic_update_slice_in_dim(old, one, position, axis=2)
+            for old, one in zip(cache, new, strict=True)
+        )
+        return k, v
+    new = tuple(jnp.moveaxis(a, 1, 2) for a in new)
+    positions = jnp.full(len(new[0]), position)
+    return ops.update_cache(cache, new, positions, axis_name=config.context_axis)
+
+
+def attend_cache(
+    ops: Any, config: Config, q: jax.Array, k: jax.Array, v: jax.Array, position: jax.Array
+) -> jax.Array:
     """Attention of one query a sequence, q [b, 1, ...], to the cache up to `position`: [b, n]."""
+    if config.context_axis is not None:
+        heads = q.reshape(len(q), -1, q.shape[-1])
+        lengths = jnp.full(len(q), position + 1)
+        o = ops.flash_decode(heads, k, v, lengths, axis_name=config.context_axis)
+        return o.reshape(len(q), -1)
     wide = {"preferred_element_type": jnp.float32}
     scores = jnp.einsum("bgqh,bgth->bgqt", q[:, 0], k, **wide) * q.shape[-1] ** -0.5
     scores = jnp.where(jnp.arange(k.shape[2]) <= position, scores, -jnp.inf)
@@ -257,15 +333,18 @@ def prefill(
     """
     b, s = tokens.shape
     # Up to a whole number of rows for each rank. Nothing attends to what follows it.
-    tokens = jnp.pad(tokens, ((0, 0), (0, -s % lax.axis_size(AXIS))))
-    padded = tokens.shape[1]
+    parts = context_ranks(config)
+    tokens = jnp.pad(tokens, ((0, 0), (0, -s % (lax.axis_size(AXIS) * parts))))
+    padded = tokens.shape[1] // parts
+    first = context_rank(config) * padded
+    tokens = lax.dynamic_slice_in_dim(tokens, first, padded, 1)
     x = lax.psum_scatter(own_rows(weights["embed"], tokens.reshape(-1)), AXIS, tiled=True)
     h = rms_norm(x, weights["layers"][0]["attention_norm"], config.epsilon)
     cache = []
     for w, scale in zip(weights["layers"], scales_of(weights), strict=True):
         qkv = ops.all_gather_matmul(h, w["qkv"], axis_name=AXIS).reshape(b, padded, -1)
-        q, k, v = split_heads(config, qkv, jnp.arange(padded))
-        o = attend_prompt(q, k, v).reshape(b * padded, -1)
+        q, k, v = split_heads(config, qkv, first + jnp.arange(padded))
+        o = attend_prompt(ops, config, q, k, v).reshape(b * padded, -1)
         x = ops.matmul_reduce_scatter(o, w["o"], axis_name=AXIS, residual=x)
         h = rms_norm(x, w["mlp_norm"], config.epsilon)
         if config.experts:
@@ -276,10 +355,12 @@ def prefill(
             y = ops.all_gather_matmul(h, gate_up, axis_name=AXIS, activation="silu", gated=True)
             x = ops.matmul_reduce_scatter(y, w["down"], axis_name=AXIS, residual=x)
         h = rms_norm(x, scale, config.epsilon)
-        room = ((0, 0), (0, 0), (0, length - s), (0, 0))
-        cache.append((jnp.pad(k[:, :, :s], room), jnp.pad(v[:, :, :s], room)))
-    last = own_rows(h, jnp.arange(b) * padded + s - 1)
-    return logits_of(weights, ops.all_reduce(last, axis_name=AXIS)), cache
+        cache.append(make_cache(ops, config, k, v, tokens=s, length=length))
+    axes = AXIS if config.context_axis is None else (config.context_axis, AXIS)
+    at = s - 1 - first
+    last = own_rows(h, jnp.arange(b) * padded + at)
+    last = jnp.where((at >= 0) & (at < padded), last, 0)  # on the others of the context axis
+    return logits_of(weights, ops.all_reduce(last, axis_name=axes)), cache
 
 
 def step(
@@ -301,11 +382,8 @@ def step(
     new_cache = []
     for w, scale, kv in zip(weights["layers"], scales_of(weights), cache, strict=True):
         q, *kv_of_token = split_heads(config, (h @ w["qkv"])[:, None], position[None])
-        k, v = (
-            lax.dynamic_update_slice_in_dim(old, new, position, axis=2)
-            for old, new in zip(kv, kv_of_token, strict=True)
-        )
-        o = attend_cache(q, k, v, position)
+        k, v = add_to_cache(ops, config, kv, kv_of_token, position)
+        o = attend_cache(ops, config, q, k, v, position)
         x, h = sum_add_norm(ops, o, w["o"], x, w["mlp_norm"], config.epsilon)
         if config.experts:
             y = mixture(ops, config, w, h, split=False)
@@ -376,6 +454,25 @@ def generate(
     return tokens, taken, cache
 
 
+def teacher_forced(
+    ops: Any, config: Config, weights: Weights, tokens: jax.Array, *, prompt: int, length: int
+) -> jax.Array:
+    """Logits that follow the prompt, and each later token, float32 [b, s - prompt + 1, v/ranks].
+
+    Args:
+      tokens: int32 [b, s], of which the first `prompt` are run in one go.
+    """
+    first, cache = prefill(ops, config, weights, tokens[:, :prompt], length=length)
+
+    def one(carry, token):
+        position, cache = carry
+        logits, cache = step(ops, config, weights, cache, token, position)
+        return (position + 1, cache), logits
+
+    _, others = lax.scan(one, (jnp.int32(prompt), cache), tokens[:, prompt:].T)
+    return jnp.concatenate([first[None], others]).swapaxes(0, 1)
+
+
 def programs(
     ops: Any, config: Config, mesh: Mesh, *, length: int, steps: int, end: int | None = None
 ) -> tuple[Any, Any]:
@@ -390,12 +487,23 @@ def programs(
     def go_on(*args):
         return generate(ops, config, *args, steps=steps, end=end)
 
-    def per_rank(f, in_specs, out_specs):
-        return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-
-    check(config, mesh.shape[AXIS])
+    check(config, mesh.shape[AXIS], mesh.shape.get(config.context_axis, 1))
     w, cache = specs(config), cache_specs(config)
+    step_specs = (w, cache, P(), P()), (P(), P(), cache)
     return (
-        jax.jit(per_rank(start, (w, P()), (P(), cache))),
-        jax.jit(per_rank(go_on, (w, cache, P(), P()), (P(), P(), cache)), donate_argnums=1),
+        jax.jit(per_rank(start, mesh, (w, P()), (P(), cache))),
+        jax.jit(per_rank(go_on, mesh, *step_specs), donate_argnums=1),
     )
+
+
+def logits_program(ops: Any, config: Config, mesh: Mesh, *, prompt: int, length: int) -> Any:
+    """`teacher_forced` as a jitted function of global arrays: (weights, tokens) -> logits."""
+
+    def run(weights, tokens):
+        return teacher_forced(ops, config, weights, tokens, prompt=prompt, length=length)
+
+    return jax.jit(per_rank(run, mesh, (specs(config), P()), P(None, None, AXIS)))
+
+
+def per_rank(f: Any, mesh: Mesh, in_specs: Any, out_specs: Any) -> Any:
+    return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

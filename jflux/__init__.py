@@ -4,6 +4,8 @@ from . import checkpoint_policies as checkpoint_policies
 from . import moe as moe
 from . import reference as reference
 from ._attention.attention import attention as attention
+from ._attention.cache import update_cache as update_cache
+from ._attention.flash_decode import flash_decode as flash_decode
 from ._attention.layouts import causal_positions as causal_positions
 from ._attention.layouts import reorder_for_causal as reorder_for_causal
 from ._attention.layouts import restore_order as restore_order

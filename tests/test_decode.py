@@ -4,6 +4,7 @@ of ranks, whichever ops it takes and wherever its weights come from."""
 import dataclasses
 import functools
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -137,49 +138,64 @@ def tokens_of(config: Config, length: int) -> np.ndarray:
     return np.random.default_rng(1).integers(config.vocab, size=(BATCH, length), dtype=np.int32)
 
 
-def teacher_forced(ops, config, mesh, weights, tokens):
-    """Logits [b, s - PROMPT + 1, vocab] that follow the prompt and each later token."""
-    specs, cache_specs = llama_model.specs(config), llama_model.cache_specs(config)
-
-    def all_of(weights, tokens):
-        prompt, rest = tokens[:, :PROMPT], tokens[:, PROMPT:]
-        first, cache = llama_model.prefill(ops, config, weights, prompt, length=tokens.shape[1])
-
-        def one(carry, token):
-            position, cache = carry
-            logits, cache = llama_model.step(ops, config, weights, cache, token, position)
-            return (position + 1, cache), logits
-
-        (_, cache), others = jax.lax.scan(one, (jnp.int32(PROMPT), cache), rest.T)
-        return jnp.concatenate([first[None], others]).swapaxes(0, 1), cache
-
-    f = jax.shard_map(
-        all_of, mesh=mesh, in_specs=(specs, P()), out_specs=(P(None, None, "tp"), cache_specs),
-        check_vma=False,
-    )  # fmt: skip
-    return np.asarray(jax.jit(f)(weights, tokens)[0])
+def check_logits(config, mesh, ops=jflux, prompt=PROMPT, length=PROMPT + STEPS):
+    """That those of a prompt and of each later token are those of a forward pass over all."""
+    tensors = tensors_of(config)
+    tokens = tokens_of(config, prompt + STEPS)
+    weights = llama_weights.from_tensors(config, mesh, tensors)
+    program = llama_model.logits_program(ops, config, mesh, prompt=prompt, length=length)
+    got = np.asarray(program(weights, tokens))
+    want = plain_llama(config, tensors, tokens)[:, prompt - 1 :]
+    assert want.std() > 0.1 and np.abs(np.diff(want, axis=1)).max() > 1  # positions differ
+    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
 
 
 @pytest.mark.parametrize("ops", [jflux, jflux.reference], ids=["jflux", "reference"])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_decoding_equals_a_forward_pass(config, ops):
-    tensors = tensors_of(config)
-    mesh = make_mesh((RANKS,))
-    tokens = tokens_of(config, PROMPT + STEPS)
-    weights = llama_weights.from_tensors(config, mesh, tensors)
-    got = teacher_forced(ops, config, mesh, weights, tokens)
-    want = plain_llama(config, tensors, tokens)[:, PROMPT - 1 :]
-    assert want.std() > 0.1 and np.abs(np.diff(want, axis=1)).max() > 1  # positions differ
-    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5 * np.abs(want).max())
+    check_logits(config, make_mesh((RANKS,)), ops)
 
 
-def run_decode(config: Config, world: int, prompt: np.ndarray, **options) -> dict[str, np.ndarray]:
-    """Tokens of both contestants, which must agree."""
-    mesh = make_mesh((world,))
+SPLITS = [s for s in ((2, 1), (1, 2), (4, 1), (2, 2), (2, 4), (4, 2)) if s[0] * s[1] <= RANKS]
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+def test_a_split_cache_decodes_as_a_whole_one(split):
+    """(context ranks, tensor ranks); ranks whose part of the prompt or of the cache is empty, and
+    steps that cross from one rank's part into the next."""
+    config = dataclasses.replace(TINY, context_axis="cp", layers=1)
+    mesh = make_mesh(split, ("cp", "tp"))
+    check_logits(config, mesh, prompt=5, length=11)
+    check_logits(config, mesh, prompt=1, length=17)
+
+
+@pytest.mark.parametrize("ops", [jflux, jflux.reference], ids=["jflux", "reference"])
+@pytest.mark.parametrize("config", ["fewer keys than ranks, tied", "mixture"])
+@pytest.mark.skipif(RANKS < 4, reason="four ranks")
+def test_other_models_with_a_split_cache(config, ops):
+    config = dataclasses.replace(CONFIGS[config], context_axis="cp")
+    if not config.experts:  # one head of keys, and so a copy of it on each context rank
+        config = dataclasses.replace(config, kv_heads=1)
+    check_logits(config, make_mesh((4, RANKS // 4), ("cp", "tp")), ops)
+
+
+@pytest.mark.skipif(RANKS < 4, reason="four ranks")
+def test_a_split_cache_gives_the_same_tokens():
+    prompt = tokens_of(TINY, PROMPT)
+    want, _ = decoder(TINY, 2, 9)(prompt)
+    config = dataclasses.replace(TINY, context_axis="cp")
+    mesh = make_mesh((2, 2), ("cp", "tp"))
     weights = llama_weights.from_tensors(config, mesh, tensors_of(config))
-    runs = decode.decode(config, mesh, weights, prompt, **options)
-    np.testing.assert_array_equal(*(run.tokens for run in runs.values()))
-    return runs["jflux"].tokens
+    runs = decode.decode(config, mesh, weights, prompt, steps=10, length=PROMPT + 10)
+    for run in runs.values():
+        np.testing.assert_array_equal(run.tokens, want)
+    start, go_on = llama_model.programs(jflux, config, mesh, length=PROMPT + 10, steps=9)
+    token, cache = start(weights, prompt)
+    shape = (BATCH, 16, TINY.kv_heads, TINY.head_dim)  # 15 positions, rounded up
+    assert {a.shape for a in jax.tree.leaves(cache)} == {shape}
+    assert {a.addressable_shards[0].data.shape[1] for a in jax.tree.leaves(cache)} == {8}
+    go_on(weights, cache, token, np.int32(PROMPT))
+    assert all(a.is_deleted() for a in jax.tree.leaves(cache))
 
 
 def decoder(config: Config, world: int, steps: int, end: int | None = None):
@@ -234,13 +250,50 @@ def test_an_end_token_stops():
 def test_contestants_of_the_example_agree():
     mesh = make_mesh((RANKS,))
     weights = llama_weights.from_tensors(TINY, mesh, tensors_of(TINY))
-    runs = decode.decode(TINY, mesh, weights, tokens_of(TINY, PROMPT), steps=6, rounds=2)
-    assert list(runs) == ["jflux", "XLA"] and decode.differing(runs) == (0, BATCH * 6)
+    prompt = tokens_of(TINY, PROMPT)
+    runs = decode.decode(TINY, mesh, weights, prompt, steps=6, rounds=2)
+    assert list(runs) == ["jflux", "XLA"]
+    np.testing.assert_array_equal(*(run.tokens for run in runs.values()))
     for run, line in zip(runs.values(), decode.table(runs).splitlines()[1:], strict=True):
         assert run.tokens.shape == (BATCH, 6) and len(run.prefill) == len(run.decode) == 2
         name, *numbers = line.split()
         prefill, each, rate = map(float, numbers)
         assert prefill > 0 and rate == pytest.approx(1e3 * BATCH / each, rel=0.01)
+
+
+class Wrong:
+    """Ops that sum one rank's part of a decoded token's products with another weight than 1."""
+
+    def __init__(self, factor):
+        self.factor = factor
+
+    def __getattr__(self, name):
+        f = getattr(jflux.reference, name)
+        if name != "matmul_all_reduce":
+            return f
+
+        def off(x, w, **options):
+            factor = jnp.where(jax.lax.axis_index("tp") == 0, self.factor, 1)
+            return f((factor * x).astype(x.dtype), w, **options)
+
+        return off
+
+
+@pytest.mark.parametrize("config", ["grouped", "mixture"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_logits_are_compared(config, dtype, monkeypatch):
+    """Rounding is within the tolerance, and a wrong op is not. Of the model with experts some
+    tokens can get others of them, in either type."""
+    config = dataclasses.replace(CONFIGS[config], dtype=dtype)
+    mesh = make_mesh((RANKS,))
+    weights = llama_weights.from_tensors(config, mesh, tensors_of(config))
+    args = config, mesh, weights, tokens_of(config, PROMPT), tokens_of(config, 8)
+    found = decode.compare(*args)
+    assert found.judged <= found.tolerance and found.judged <= found.largest
+    factor = 1.01 if dtype == jnp.float32 else 2
+    monkeypatch.setitem(decode.CONTESTANTS, "XLA", Wrong(factor))
+    found = decode.compare(*args)
+    assert found.judged > 2 * found.tolerance
 
 
 @pytest.mark.parametrize("ops", [jflux, jflux.reference], ids=["jflux", "reference"])
@@ -372,6 +425,14 @@ def test_models_that_cannot_be_split(changes, ranks, error):
         llama_model.check(dataclasses.replace(TINY, **changes), ranks)
 
 
+def test_prompts_that_cannot_be_split():
+    llama_model.check(TINY, 2, 4)
+    with pytest.raises(ValueError, match="a rank's 8 heads of queries must divide by context_rank"):
+        llama_model.check(TINY, 2, 3)
+    with pytest.raises(ValueError, match="and its 3 of keys too, or that by them"):
+        llama_model.check(dataclasses.replace(TINY, heads=12, kv_heads=3, width=48), 1, 4)
+
+
 def test_sizes_of_the_published_models():
     """Parameters as the papers' models have them: 6.74, 68.98 and 46.70 thousand million."""
     for name, want in (
@@ -471,6 +532,7 @@ def script(monkeypatch):
         ("--weights {0} --prompt 1,x", "give comma-separated tokens less than"),
         ("--weights {0} --prompt 1,-2", "give comma-separated tokens less than"),
         ("--weights {0} --prompt 99999", "give comma-separated tokens less than"),
+        ("--weights {0} --prompt 1,2 --steps 7 --positions 8", "no room for 2 tokens .* 7 steps"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(arguments, error, folder, script):
@@ -481,11 +543,47 @@ def test_what_is_wrong_is_said_in_one_line(arguments, error, folder, script):
     assert "\n" not in str(raised.value)
 
 
+def test_the_script_fails_if_logits_differ(folder, script, capsys, monkeypatch):
+    monkeypatch.setitem(decode.CONTESTANTS, "XLA", Wrong(float("nan")))
+    with pytest.raises(SystemExit, match="^jflux and XLA disagree$"):
+        script(f"--weights {folder} --layers 1 --dtype float32 --steps 2 --rounds 1")
+    assert "tokens: " in capsys.readouterr().out
+
+
+@pytest.mark.skipif(RANKS < 4, reason="four ranks")
+def test_the_script_splits_the_cache(folder, script, capsys, monkeypatch):
+    """And the prompt fills it, but for the steps."""
+    monkeypatch.setattr(jax, "devices", lambda *_: list(make_mesh((4,)).devices.flat))
+    monkeypatch.setattr(jax, "device_count", lambda *_: 4)
+    args = f"--weights {folder} --layers 1 --dtype float32 --steps 3 --rounds 1 --positions 14"
+    last = []
+    for more in ("", " --context-parallel 2"):
+        script(args + more)
+        out = capsys.readouterr().out
+        assert "batch 1, prompt 11, 3 tokens, 14 positions" in out
+        last.append(out.splitlines()[-1])
+    assert "float32, 2 (cp) x 2 (tp)" in out
+    assert last[0] == last[1]
+
+
 @pytest.mark.skipif(RANKS < 3, reason="any model can be split so")
 def test_how_many_ranks_would_do_is_said(folder, script, monkeypatch):
     monkeypatch.setattr(jax, "devices", lambda *_: list(make_mesh((3,)).devices.flat))
     with pytest.raises(SystemExit, match="must divide.*; --ranks 2 would do"):
         script(f"--weights {folder}")
+
+
+@pytest.mark.parametrize(
+    "arguments, error",
+    [
+        ("--context-parallel 5 --ranks 1", "--context-parallel 5 must divide 1 ranks"),
+        ("--positions 64", "--prompt-length must be at least 1, and --positions more than --steps"),
+    ],
+)
+def test_arguments_that_do_not_fit(arguments, error, script, capsys):
+    with pytest.raises(SystemExit):
+        script(arguments)
+    assert error in capsys.readouterr().err
 
 
 def test_tensors_of_another_kind_of_model_are_named():
@@ -502,7 +600,9 @@ def test_the_script_decodes_with_weights_from_files(folder, script, capsys):
     tokens = ",".join(map(str, prompt))
     script(f"--weights {folder} --layers 1 --dtype float32 --steps 3 --prompt {tokens} --rounds 1")
     out = capsys.readouterr().out
-    assert "differing tokens: 0 of 3" in out
+    line = r"logits on the same tokens: at most (\S+) standard deviations apart, tolerance (\S+)$"
+    difference, tolerance = re.search(line, out, re.M).groups()
+    assert float(difference) < float(tolerance) < 1e-3
     for _ in range(3):
         logits = plain_llama(config, tensors, np.array([prompt]))
         prompt.append(int(logits[0, -1].argmax()))

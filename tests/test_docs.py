@@ -32,6 +32,11 @@ SAMPLES = {
         "assert y.shape == x.shape and bool(jnp.isfinite(y).all())"
     ],
     "docs/guide/hosts.md": ["assert jflux.heap_report().platform == 'cpu'"],
+    "docs/guide/long_sequences.md": [
+        "assert y.shape == (2, 4, 8) and list(lengths) == [length, 10]",
+        "wanted = jflux.restore_order(in_order[1], ranks)[1, :9]",
+        "assert (cache[0][1, :9] == wanted).all() and not cache[0][1, 9:].any()",
+    ],
     "docs/guide/recipes.md": [
         "assert losses[-1] < losses[0] - 1 and linen_losses[-1] < linen_losses[0]",
         "assert abs(in_parts - before) < 1e-2 * before",  # bfloat16, other sums

@@ -1,0 +1,197 @@
+"""Caches of keys and values that are split over ranks by position, whole or in pages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .. import _checks, _mesh
+from .._mesh import AxisName
+from .._ops.exchange import all_gather, all_gather_reference
+
+
+def update_cache(
+    cache: Any,
+    new: Any,
+    positions: jax.Array,
+    *,
+    axis_name: AxisName | None = None,
+    block_table: jax.Array | None = None,
+    split: bool = False,
+) -> Any:
+    """Writes new keys and values into a cache that is split over ranks by position, as
+    :func:`jflux.flash_decode` reads it.
+
+    Inside ``jax.shard_map``, per rank of N along `axis_name`::
+
+        cache [B, S/N, ...]   new [B, T, ...]   positions [B] or [B, T]   ->   cache
+
+    Rank r has the positions r S/N to (r + 1) S/N - 1. A rank writes what belongs to these, and
+    leaves the others'. A cache that the caller gives away (donates, or carries through a loop) is
+    written in place.
+
+    Differentiable in cache and new, in both modes. Under ``checkify.user_checks`` a position beyond
+    the cache is an error with the value. Without, it is not written: compiled code cannot raise.
+    (`checkify.index_checks` take all that a rank does not write for errors.)
+
+    Args:
+      cache: an array, or a pytree of such, e.g. (k_cache, v_cache), with any dimensions after the
+        first two.
+      new: the same of new tokens, the same on all ranks; it is cast to the cache's type.
+      positions: integers, the same on all ranks: [B], of each sequence's first new token, whose
+        others follow; or [B, T], of each token. No sequence has a position twice. What has a
+        negative one is not written, such as the padding of a shorter prompt.
+      axis_name: a mesh axis, or a tuple of them. None: the cache is whole.
+      block_table: integers [B, P], as in :func:`jflux.flash_decode`; each cache is then this rank's
+        [pages, page size, ...]. What has no page is not written.
+      split: whether `new`, and positions [B, T], are split over the ranks too, into consecutive
+        parts of T/N tokens each. They are gathered first.
+
+    Returns:
+      What `cache` is.
+
+    Raises:
+      ValueError, TypeError: operands that do not fit, when the call is traced.
+      NameError: for an `axis_name` outside ``shard_map``.
+    """
+    return _update(all_gather, cache, new, positions, axis_name, block_table, split)
+
+
+def reference(
+    cache: Any,
+    new: Any,
+    positions: jax.Array,
+    *,
+    axis_name: AxisName | None = None,
+    block_table: jax.Array | None = None,
+    split: bool = False,
+) -> Any:
+    """:func:`jflux.update_cache` with `lax`'s all-gather."""
+    return _update(all_gather_reference, cache, new, positions, axis_name, block_table, split)
+
+
+def _update(
+    gather: Any,
+    cache: Any,
+    new: Any,
+    positions: Any,
+    axis_name: AxisName | None,
+    block_table: Any,
+    split: bool,
+) -> Any:
+    _check(cache, new, positions, axis_name, block_table, split)
+    if split:
+
+        def whole(a: jax.Array) -> jax.Array:
+            return gather(a, axis_name=axis_name, axis=1, tiled=True)
+
+        new = jax.tree.map(whole, new)
+        positions = whole(positions) if positions.ndim == 2 else positions
+    tokens = jax.tree.leaves(new)[0].shape[1]
+    size = jax.tree.leaves(cache)[0].shape[1]
+    here = size if block_table is None else size * block_table.shape[1]
+    ranks = 1 if axis_name is None else _mesh.axis_size(axis_name)
+    first = 0 if axis_name is None else lax.axis_index(_mesh.as_tuple(axis_name)) * here
+    positions = positions.astype(jnp.int32)
+    if positions.ndim == 1:
+        positions = positions[:, None] + jnp.arange(tokens, dtype=jnp.int32)
+    positions = _checks.in_range(positions, None, ranks * here - 1, "jflux.update_cache: positions")
+    local = positions - first
+    own = (positions >= 0) & (local >= 0) & (local < here)
+    if block_table is None:
+        # Out of range, so that it is dropped, and different from the others.
+        at = jnp.where(own, local, here + jnp.arange(tokens, dtype=jnp.int32))
+        index: Any = (jnp.arange(len(at), dtype=jnp.int32)[:, None], at)
+    else:
+        page, there = page_of(block_table, jnp.where(own, local // size, 0), cache, "update_cache")
+        pages = jax.tree.leaves(cache)[0].shape[0]
+        index = (jnp.where(own & there, page, pages), local % size)
+
+    def write(a: jax.Array, tokens: jax.Array) -> jax.Array:
+        return (
+            jnp.asarray(a)
+            .at[index]
+            .set(tokens.astype(a.dtype), mode="drop", unique_indices=block_table is None)
+        )
+
+    return jax.tree.map(write, cache, new)
+
+
+def page_of(
+    block_table: jax.Array, entry: jax.Array, caches: Any, op: str
+) -> tuple[jax.Array, jax.Array]:
+    """The pages that are entries [B, T] of the table's rows, and whether there are such pages.
+    Where there is none it is another one."""
+    pages = jax.tree.leaves(caches)[0].shape[0]
+    table = _checks.in_range(block_table, -1, pages - 1, f"jflux.{op}: block_table")
+    page = jnp.take_along_axis(table, entry, 1)
+    return jnp.clip(page, 0, pages - 1), (page >= 0) & (page < pages)
+
+
+def read_pages(caches: Any, block_table: jax.Array, op: str) -> tuple[Any, jax.Array]:
+    """The caches [pages, page size, ...] as [B, P * page size, ...], and whether there is a page,
+    bool [B, P * page size]. Where there is none they have those of another page."""
+    size = jax.tree.leaves(caches)[0].shape[1]
+    entries = jnp.broadcast_to(jnp.arange(block_table.shape[1]), block_table.shape)
+    page, there = page_of(block_table, entries, caches, op)
+    there = jnp.repeat(there, size, axis=1, total_repeat_length=page.shape[1] * size)
+
+    def read(cache: jax.Array) -> jax.Array:
+        found = jnp.take(cache, page, axis=0, mode="clip")
+        return found.reshape(*there.shape, *cache.shape[2:])
+
+    return jax.tree.map(read, caches), there
+
+
+def _check(
+    cache: Any, new: Any, positions: Any, axis_name: Any, block_table: Any, split: bool
+) -> None:
+    op = "jflux.update_cache"
+    structure: Any
+    given: Any
+    caches, structure = jax.tree.flatten(cache)
+    tokens, given = jax.tree.flatten(new)
+    if structure != given or not caches:
+        raise ValueError(
+            f"{op}: cache and new must be pytrees of one structure, got {structure} and {given}"
+        )
+    if split and axis_name is None:
+        raise ValueError(f"{op}: split=True needs the axis_name that new is split over")
+    paged = block_table is not None
+    arrays = [("cache", a) for a in caches] + [("new", a) for a in tokens]
+    integers = [("positions", positions)] + ([("block_table", block_table)] if paged else [])
+    for name, a in arrays + integers:
+        if not hasattr(a, "ndim") or not hasattr(a, "dtype"):
+            raise TypeError(f"{op}: {name} must be an array, got {type(a).__name__}")
+    for name, a in integers:
+        if not jnp.issubdtype(a.dtype, jnp.integer):
+            raise TypeError(f"{op}: {name} must be integers, got {a.dtype}")
+    if paged and block_table.ndim != 2:
+        raise ValueError(f"{op}: block_table must be [B, P], got {block_table.shape}")
+    shape = "[pages, page size, ...]" if paged else "[B, S/N, ...]"
+    for a, t in zip(caches, tokens, strict=True):
+        if a.ndim < 2 or t.ndim < 2 or a.shape[2:] != t.shape[2:]:
+            raise ValueError(
+                f"{op}: cache {shape} and new [B, T, ...] must have the same dimensions after the "
+                f"first two, got {a.shape} and {t.shape}"
+            )
+        if a.shape[:2] != caches[0].shape[:2] or t.shape[:2] != tokens[0].shape[:2]:
+            raise ValueError(
+                f"{op}: all arrays of cache, and all of new, must have the same first two "
+                f"dimensions, got {[a.shape for a in caches]} and {[t.shape for t in tokens]}"
+            )
+    batch, count = tokens[0].shape[:2]
+    rows = block_table.shape[0] if paged else caches[0].shape[0]
+    if rows != batch:
+        of = "block_table [B, P]" if paged else f"cache {shape}"
+        raise ValueError(
+            f"{op}: new [B, T, ...] and {of} must have the same B, got {batch} and {rows}"
+        )
+    if positions.shape not in ((batch,), (batch, count)):
+        raise ValueError(
+            f"{op}: positions must be [B] or [B, T], ({batch},) or ({batch}, {count}), got "
+            f"{positions.shape}"
+        )

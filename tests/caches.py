@@ -1,0 +1,57 @@
+"""What the tests of split caches share: the definitions in numpy, in float64."""
+
+import itertools
+
+import numpy as np
+
+
+def draw(*shapes, seed=0, dtype=np.float64):
+    rng = np.random.default_rng(seed)
+    return [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+
+
+def plain(q, k, v, lengths, window=None, softcap=None, scale=None):
+    """(attention, log-sum-exp) of q [b, h, d] to the first positions of k, v [b, s, g, d]."""
+    q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
+    out, lse = np.zeros(q.shape), np.full(q.shape[:2], -np.inf)
+    scale = q.shape[2] ** -0.5 if scale is None else scale
+    for b, h in itertools.product(*map(range, q.shape[:2])):
+        group = h // (q.shape[1] // k.shape[2])
+        start = 0 if window is None else max(0, lengths[b] - window)
+        at = slice(start, lengths[b])
+        if start == lengths[b]:
+            continue
+        scores = k[b, at, group] @ q[b, h] * scale
+        if softcap is not None:
+            scores = softcap * np.tanh(scores / softcap)
+        weights = np.exp(scores - scores.max())
+        out[b, h] = weights @ v[b, at, group] / weights.sum()
+        lse[b, h] = np.log(weights.sum()) + scores.max()
+    return out, lse
+
+
+def written(cache, new, positions):
+    """By the definition, in numpy."""
+    cache = np.array(cache)
+    if positions.ndim == 1:
+        positions = positions[:, None] + np.arange(new.shape[1])
+    for b, t in np.ndindex(positions.shape):
+        if 0 <= positions[b, t] < cache.shape[1]:
+            cache[b, positions[b, t]] = new[b, t]
+    return cache
+
+
+def paged(a, world, size, seed=0, spare=2):
+    """The cache a [b, s, ...] in shuffled pages: [world * pages, size, ...], and the block table
+    [b, world * P] of pages on each rank. Pages that no sequence has are NaN."""
+    b, s = a.shape[:2]
+    each = s // world // size
+    rng = np.random.default_rng(seed)
+    pages, tables = [], []
+    for part in np.split(a, world, 1):
+        order = rng.permutation(b * each + spare)[: b * each]
+        of_rank = np.full((b * each + spare, size, *a.shape[2:]), np.nan, a.dtype)
+        of_rank[order] = part.reshape(b * each, size, *a.shape[2:])
+        pages.append(of_rank)
+        tables.append(order.reshape(b, each))
+    return np.concatenate(pages), np.concatenate(tables, 1).astype(np.int32)

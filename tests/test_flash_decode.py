@@ -1,0 +1,365 @@
+"""Decoding over a cache that is split over ranks, against softmax attention in float64 on one
+device."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from caches import draw, paged, plain
+from harness import RANKS, examples, fused_calls, make_mesh
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.experimental import checkify
+from jax.sharding import PartitionSpec as P
+
+import jflux
+from jflux._attention.flash_decode import _parts
+
+COUNTS = [n for n in (1, 2, 3, 4) if n <= RANKS]
+EITHER = pytest.mark.parametrize("module", [jflux, jflux.reference], ids=["jflux", "reference"])
+
+
+@pytest.fixture(autouse=True)
+def x64():
+    with jax.enable_x64(True), jax.default_matmul_precision("highest"):
+        yield
+
+
+def over_ranks(world, *, module=jflux, check_vma=True, **options):
+    """flash_decode of whole arrays, whose cache is split over the ranks. With `check_vma` JAX
+    checks that the result is the same on all of them."""
+    options.setdefault("return_lse", True)
+
+    def call(*operands):
+        *operands, table = operands
+        return module.flash_decode(*operands, axis_name="tp", block_table=table, **options)
+
+    def f(q, k, v, lengths, table=None):
+        cache = P("tp") if table is not None else P(None, "tp")
+        return jax.shard_map(
+            call, mesh=make_mesh((world,)), in_specs=(P(), cache, cache, P(), P(None, "tp")),
+            out_specs=P(), check_vma=check_vma,
+        )(q, k, v, lengths, table)  # fmt: skip
+
+    return f
+
+
+def check(got, want, dtype=np.float64):
+    tolerance = {"float64": 1e-12, "float32": 2e-6, "float16": 2e-3, "bfloat16": 2e-2}
+    assert got[0].dtype == dtype
+    assert got[1].dtype == (np.float64 if dtype == np.float64 else np.float32)
+    for one, other in zip(got, want, strict=True):
+        close = tolerance[jnp.dtype(dtype).name]
+        np.testing.assert_allclose(np.asarray(one, np.float64), other, rtol=close, atol=close)
+
+
+# ---- Values --------------------------------------------------------------------------------------
+
+
+@st.composite
+def decodes(draw):
+    """(ranks, sizes, lengths, options) of a call."""
+    world = draw(st.sampled_from(COUNTS))
+    batch, here = draw(st.integers(1, 4)), draw(st.integers(1, 7))
+    groups, queries = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    d = draw(st.sampled_from([1, 3, 4, 8]))
+    lengths = draw(st.lists(st.integers(0, here * world), min_size=batch, max_size=batch))
+    options = {
+        "window": draw(st.one_of(st.none(), st.integers(1, here * world + 2))),
+        "softcap": draw(st.sampled_from([None, 0.5, 30.0])),
+        "scale": draw(st.sampled_from([None, 0.3, -2.0])),
+    }
+    shapes = (batch, groups * queries, d), *[(batch, here * world, groups, d)] * 2
+    return world, shapes, np.array(lengths, np.int32), options
+
+
+@given(case=decodes(), dtype=st.sampled_from(["float64", "float32", "float16", "bfloat16"]))
+@examples(25)
+def test_it_is_attention(case, dtype):
+    world, shapes, lengths, options = case
+    operands = draw(*shapes, dtype=jnp.dtype(dtype))
+    got = jax.jit(over_ranks(world, **options))(*operands, lengths)
+    check(got, plain(*operands, lengths, **options), jnp.dtype(dtype))
+
+
+@EITHER
+@pytest.mark.parametrize("world", COUNTS)
+@pytest.mark.parametrize("window", [None, 1, 4, 7])
+def test_lengths_and_windows_across_ranks(world, window, module):
+    """Every length: a rank's part is empty, partly valid, whole, or out of the window."""
+    here = 3
+    lengths = np.arange(here * world + 1, dtype=np.int32)
+    shapes = (len(lengths), 4, 4), *[(len(lengths), here * world, 2, 4)] * 2
+    operands = draw(*shapes, seed=1)
+    got = jax.jit(over_ranks(world, window=window, module=module))(*operands, lengths)
+    check(got, plain(*operands, lengths, window))
+    assert not got[0][0].any() and np.isneginf(got[1][0]).all()
+
+
+@pytest.mark.parametrize("axes", ["a", "b", ("a", "b"), ("b", "a")])
+@pytest.mark.skipif(RANKS < 4, reason="four ranks")
+def test_groups_and_two_axes(axes):
+    """Along one axis of two each group has sequences of its own; along both, the first is major."""
+    mesh = make_mesh((2, 2), ("a", "b"))
+    batch = None if isinstance(axes, tuple) else {"a": "b", "b": "a"}[axes]
+    q, k, v = draw((4, 6, 4), (4, 12, 3, 4), (4, 12, 3, 4))
+    lengths = np.array([12, 0, 7, 1], np.int32)
+    f = jax.shard_map(
+        functools.partial(jflux.flash_decode, axis_name=axes, return_lse=True), mesh=mesh,
+        in_specs=(P(batch), P(batch, axes), P(batch, axes), P(batch)), out_specs=P(batch),
+    )  # fmt: skip
+    check(jax.jit(f)(q, k, v, lengths), plain(q, k, v, lengths))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_large_scores_do_not_overflow(dtype):
+    q, k, v = draw((2, 4, 16), (2, 12, 2, 16), (2, 12, 2, 16), dtype=jnp.dtype(dtype))
+    q *= 200  # scores of some thousands, of which float16's exponential is infinite from 11 on
+    world = COUNTS[-1]
+    k, v = (np.repeat(a, world, 1) for a in (k, v))
+    lengths = np.array([12 * world - 1, 5], np.int32)
+    got, lse = jax.jit(over_ranks(world))(q, k, v, lengths)
+    want, want_lse = plain(q, k, v, lengths)
+    assert want_lse.max() > 200
+    np.testing.assert_allclose(lse, want_lse, rtol=1e-2)
+    np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=2e-2, atol=2e-2)
+
+
+def test_without_an_axis_the_cache_is_whole():
+    operands = draw((2, 6, 4), (2, 9, 3, 4), (2, 9, 3, 4))
+    lengths = np.array([9, 4], np.int32)
+    got = jflux.flash_decode(*operands, lengths, return_lse=True)
+    check(got, plain(*operands, lengths))
+    alone = jflux.flash_decode(*operands, lengths)
+    np.testing.assert_array_equal(alone, got[0])
+
+
+def test_a_long_cache_is_summed_in_parts():
+    assert _parts(1, 2048) == 4 and _parts(8, 2048) == 4 and _parts(64, 4096) == 1
+    assert _parts(1, 2047) == 1 and _parts(1, 1 << 17) == 64
+    operands = draw((2, 4, 8), (2, 2048, 2, 8), (2, 2048, 2, 8))
+    lengths = np.array([1500, 2048], np.int32)
+    got = jax.jit(functools.partial(jflux.flash_decode, return_lse=True))(*operands, lengths)
+    check(got, plain(*operands, lengths))
+
+
+def test_what_is_not_attended_to_does_not_matter():
+    world, lengths = COUNTS[-1], np.array([4, 3], np.int32)
+    q, k, v = draw((2, 4, 4), (2, 3 * world, 2, 4), (2, 3 * world, 2, 4))
+    want = plain(q, k, v, lengths, window=2)
+    for b, length in enumerate(lengths):
+        for a in (k, v):
+            a[b, length:], a[b, : length - 2] = np.nan, np.inf
+    got = jax.jit(over_ranks(world, window=2))(q, k, v, lengths)
+    check(got, want)
+
+
+# ---- Pages ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world", COUNTS)
+@pytest.mark.parametrize("window", [None, 5])
+def test_pages(world, window):
+    size, each = 2, 3
+    s = world * each * size
+    q, k, v = draw((3, 4, 4), (3, s, 2, 4), (3, s, 2, 4))
+    lengths = np.array([s, s // 2 + 1, 0], np.int32)
+    (k_pages, table), (v_pages, _) = (paged(a, world, size) for a in (k, v))
+    got = jax.jit(over_ranks(world, window=window))(q, k_pages, v_pages, lengths, table)
+    check(got, plain(q, k, v, lengths, window))
+    # Pages that nothing is in, or that the window has left behind, need not be there.
+    start = np.arange(world * each) * size
+    gone = start >= lengths[:, None]
+    if window is not None:
+        gone |= start + size <= lengths[:, None] - window
+    assert gone.any()
+    table = np.where(gone, -1, table)
+    again = jax.jit(over_ranks(world, window=window))(q, k_pages, v_pages, lengths, table)
+    check(again, plain(q, k, v, lengths, window))
+
+
+def test_positions_without_a_page_are_left_out():
+    q, k, v = draw((1, 2, 4), (1, 8, 2, 4), (1, 8, 2, 4))
+    table = np.array([[0, -1, 99, 3]], np.int32)  # 99 is no page either
+    k_pages, v_pages = (a.reshape(4, 2, 2, 4) for a in (k, v))
+    got = jflux.flash_decode(
+        q, k_pages, v_pages, np.array([8], np.int32), block_table=table, return_lse=True
+    )
+    k, v = (a[:, [0, 1, 6, 7]] for a in (k, v))
+    check(got, plain(q, k, v, [4]))
+
+
+# ---- Transforms ----------------------------------------------------------------------------------
+
+
+def test_other_lengths_do_not_compile_again():
+    world = COUNTS[-1]
+    operands = draw((2, 4, 4), (2, 3 * world, 2, 4), (2, 3 * world, 2, 4))
+    f = jax.jit(over_ranks(world))
+    for lengths in ([1, 2], [3 * world, 0]):
+        lengths = np.array(lengths, np.int32)
+        check(f(*operands, lengths), plain(*operands, lengths))
+    assert f._cache_size() == 1
+    # Effects, such as those of checkify.debug_check, would keep calls from JAX's fast dispatch.
+    assert not jax.make_jaxpr(f)(*operands, lengths).effects
+
+
+def test_the_ranks_exchange_once():
+    """One float32 array [B, H, D + 1]."""
+    world = COUNTS[-1]
+    operands = draw((2, 4, 4), (2, 3 * world, 2, 4), (2, 3 * world, 2, 4), dtype=np.float32)
+    f = over_ranks(world, return_lse=False, module=jflux.reference)
+    text = jax.jit(f).lower(*operands, np.array([3, 2], np.int32)).as_text()
+    if world > 1:
+        assert text.count('"stablehlo.all_gather"') == 1 and "1x2x4x5xf32" in text
+    for other in ("all_reduce", "reduce_scatter", "all_to_all", "collective_permute", "transpose"):
+        assert f"stablehlo.{other}" not in text, other
+    text = jax.jit(over_ranks(world, return_lse=False)).lower(
+        *operands, np.array([3, 2], np.int32)
+    ).compile().as_text()  # fmt: skip
+    assert fused_calls(text) == ["all_gather"] * (world > 1)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("world", COUNTS)
+def test_gradients(world, check_vma):
+    """Of both results, forward and backward, where ranks have nothing too."""
+    s = 3 * world
+    q, k, v = map(jnp.asarray, draw((4, 6, 4), (4, s, 3, 4), (4, s, 3, 4)))
+    lengths = np.array([s, 0, 1, s // 2 + 1], np.int32)
+    weights = draw((4, 6, 4), (4, 6), seed=7)
+    tangents = tuple(map(jnp.asarray, draw(q.shape, k.shape, v.shape, seed=8)))
+
+    def loss(pair):
+        lse = jnp.where(jnp.isfinite(pair[1]), pair[1], 0)
+        return jnp.sum(pair[0] * weights[0]) + jnp.sum(lse * weights[1])
+
+    def whole(q, k, v):  # in JAX, with double `where`s
+        scores = jnp.einsum("bgrd,bsgd->bgrs", q.reshape(4, 3, 2, 4), k) / 2
+        scores = 5 * jnp.tanh(scores / 5)
+        may = (np.arange(s) < lengths[:, None]) & (np.arange(s) >= lengths[:, None] - 4)
+        scores = jnp.where(may[:, None, None], scores, -1e30)
+        lse = jax.scipy.special.logsumexp(scores, -1)
+        p = jnp.where(may[:, None, None], jnp.exp(scores - lse[..., None]), 0)
+        lse = jnp.where(may.any(1)[:, None, None], lse, 0).reshape(4, 6)
+        return jnp.einsum("bgrs,bsgd->bgrd", p, v).reshape(4, 6, 4), lse
+
+    split = over_ranks(world, check_vma=check_vma, window=4, softcap=5.0)
+
+    def run(f):
+        def g(q, k, v):
+            return loss(f(q, k, v))
+
+        return jax.grad(g, (0, 1, 2))(q, k, v), jax.jvp(g, (q, k, v), tangents)
+
+    got = jax.jit(lambda: run(lambda *a: split(*a, lengths)))()
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(run(whole)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_vmap_and_remat(check_vma):
+    world = COUNTS[-1]
+    q, k, v = draw((2, 3, 4, 4), (2, 3, 2 * world, 2, 4), (2, 3, 2 * world, 2, 4))
+    lengths = np.array([[2 * world, 1, 0], [3, 2, 2]], np.int32)
+    f = functools.partial(jflux.flash_decode, axis_name="tp", return_lse=True)
+    cache = P(None, None, "tp")
+    mapped = jax.shard_map(
+        jax.vmap(jax.checkpoint(f)), mesh=make_mesh((world,)), in_specs=(P(), cache, cache, P()),
+        out_specs=P(), check_vma=check_vma,
+    )  # fmt: skip
+    got = jax.jit(mapped)(q, k, v, lengths)
+    for i in range(2):
+        check([a[i] for a in got], plain(q[i], k[i], v[i], lengths[i]))
+    gradient = jax.jit(jax.grad(lambda v: jnp.sum(mapped(q, k, v, lengths)[0])))(v)
+    # The weights of a query sum to 1, of each of 4 heads, for each of 4 elements.
+    np.testing.assert_allclose(gradient.sum((2, 3, 4)), 16.0 * (lengths > 0), rtol=1e-12)
+
+
+# ---- Checks --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_checkify_says_which_length_is_beyond_the_cache(check_vma):
+    world = COUNTS[-1]
+    s = 2 * world
+    operands = draw((2, 2, 4), (2, s, 2, 4), (2, s, 2, 4))
+    f = over_ranks(world, check_vma=check_vma)
+    checked = jax.jit(checkify.checkify(f, errors=checkify.all_checks))
+    error, _ = checked(*operands, np.array([0, s], np.int32))
+    assert error.get() is None
+    for bad in (s + 1, -1):
+        error, got = checked(*operands, np.array([1, bad], np.int32))
+        message = f"jflux.flash_decode: lengths must be from 0 to {s}, got {bad}"
+        assert message in error.get()
+        # Without checkify it counts as the nearest one that there is.
+        check(got, plain(*operands, [1, min(max(bad, 0), s)]))
+        check(jax.jit(f)(*operands, np.array([1, bad])), plain(*operands, [1, min(max(bad, 0), s)]))
+
+
+def test_checkify_says_what_is_no_page():
+    q, k, v = draw((1, 2, 4), (3, 2, 2, 4), (3, 2, 2, 4))
+    lengths = np.array([4], np.int32)
+
+    def f(table):
+        return jflux.flash_decode(q, k, v, lengths, block_table=table)
+
+    checked = jax.jit(checkify.checkify(f, errors=checkify.all_checks))
+    assert checked(np.array([[2, -1]]))[0].get() is None
+    message = "jflux.flash_decode: block_table must be from -1 to 2, got 3"
+    assert message in checked(np.array([[2, 3]]))[0].get()
+
+
+Q, K, N = (2, 4, 8), (2, 6, 2, 8), (2,)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "options", "message"),
+    [
+        ([Q[1:], K, K, N], {}, r"q must be \[B, H, D\], got \(4, 8\)"),
+        ([Q, K[1:], K, N], {}, r"k_cache must be \[B, S/N, G, D\], got \(6, 2, 8\)"),
+        ([Q, K, (2, 5, 2, 8), N], {}, "k_cache and v_cache must have one shape"),
+        ([Q, (2, 6, 3, 8), (2, 6, 3, 8), N], {}, "4 heads of queries must be a multiple of 3"),
+        ([Q, (2, 6, 0, 8), (2, 6, 0, 8), N], {}, "4 heads of queries must be a multiple of 0"),
+        (
+            [Q, (2, 6, 2, 4), (2, 6, 2, 4), N],
+            {},
+            "q and the caches must have the same D",
+        ),
+        ([Q, (3, 6, 2, 8), (3, 6, 2, 8), N], {}, "q .* same B, .* needs block_table"),
+        ([Q, K, K, (3,)], {}, r"lengths must be \[B\] with q's B = 2, got \(3,\)"),
+        ([Q, K, K, ()], {}, r"lengths must be \[B\], got \(\)"),
+        ([Q, K, K, N], {"window": 0}, "window=0 must be an int of at least 1"),
+        ([Q, K, K, N], {"window": 2.5}, "window=2.5 must be an int of at least 1"),
+        ([Q, K, K, N], {"softcap": -1.0}, "softcap=-1.0 must be greater than 0"),
+        ([Q, K, K, N], {"block_table": np.zeros((3, 1), int)}, r"block_table must be \[B, P\] wit"),
+        ([Q, K, K, N], {"block_table": np.zeros(2, int)}, r"block_table must be \[B, P\], got"),
+    ],
+)
+def test_shapes_that_do_not_fit(shapes, options, message):
+    operands = [np.zeros(s, np.int32 if i == 3 else np.float32) for i, s in enumerate(shapes)]
+    with pytest.raises(ValueError, match=f"jflux.flash_decode: {message}"):
+        jax.eval_shape(functools.partial(jflux.flash_decode, **options), *operands)
+
+
+@pytest.mark.parametrize(
+    ("types", "message"),
+    [
+        (["float32", "float32", "float16", "int32"], "one type, got float32, float32, float16"),
+        (["int8", "int8", "int8", "int32"], "q must be of float16, .* got int8"),
+        (["float32", "float32", "float32", "float32"], "lengths must be integers, got float32"),
+    ],
+)
+def test_types_that_do_not_fit(types, message):
+    operands = [np.zeros(s, t) for s, t in zip((Q, K, K, N), types, strict=True)]
+    with pytest.raises(TypeError, match=f"jflux.flash_decode: .*{message}"):
+        jax.eval_shape(jflux.flash_decode, *operands)
+    with pytest.raises(TypeError, match="lengths must be an array, got list"):
+        jflux.flash_decode(*operands[:3], [1, 2])
+
+
+def test_an_axis_needs_a_mesh():
+    with pytest.raises(NameError, match="tp"):
+        jflux.flash_decode(*(np.zeros(s) for s in (Q, K, K)), np.zeros(2, int), axis_name="tp")
