@@ -380,6 +380,15 @@ def test_attention_is_checked_and_timed(causal):
     assert len(attention.cells(row, ranks)) == len(attention.HEADING.split(" | "))
 
 
+def test_decoding_is_checked_and_timed():
+    ranks = min(2, RANKS)
+    case = attention.Case("tiny", 16 * ranks, 4, 2, False, batch=2, decode=True, width=8)
+    row = attention.measure(case, ranks, rounds=1)
+    assert 0 < row["error"] <= 2
+    assert row["J"]["median"] > 0 and row["G"]["median"] > 0
+    assert len(attention.cells(row, ranks)) == len(attention.HEADING.split(" | "))
+
+
 def test_attention_that_is_wrong_is_not_timed(monkeypatch):
     def wrong(case, **options):
         return lambda q, kv: q
