@@ -100,7 +100,7 @@ class Mixture(nnx.Module):
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The mixture, and what training adds to its loss for it."""
         up, down, gate = (w[...].astype(x.dtype) for w in (self.up, self.down, self.gate))
-        y, balance, z, _ = self.config.mixture(x, self.router[...], up, down, gate)
+        y, balance, z, *_ = self.config.mixture(x, self.router[...], up, down, gate)
         return y, 1e-2 * balance + 1e-3 * z
 
 
