@@ -32,20 +32,23 @@ class Config(gpt_model.Config):
       experts: divide by the ranks along "expert".
       k: experts of a token.
       hidden: units of an expert, which divide by the tp ranks.
+      exchange: how jflux brings tokens to their experts, "gather" or "dispatch".
       ops: `jflux`, or `jflux.reference`: then mixtures are `plain_mixture`.
     """
 
     experts: int = 8
     k: int = 2
     hidden: int = 128
+    exchange: str = "gather"
 
     @property
     def mixture(self) -> Any:
         if self.ops is not jflux:
             return functools.partial(plain_mixture, k=self.k)
         return functools.partial(
-            jflux.nn.mixture, k=self.k, axis_name="tp", expert_axis="expert", loss_axis="data"
-        )
+            jflux.nn.mixture, k=self.k, axis_name="tp", expert_axis="expert", loss_axis="data",
+            exchange=self.exchange,
+        )  # fmt: skip
 
 
 def plain_mixture(x, router, up, down, gate, *, k):
