@@ -253,12 +253,14 @@ def test_both_exchanges_are_one_function(shape, tp, capacity, dtype):
                 return out.y, out[1:]
 
             y, pull, rest = jax.vjp(one, x, params, has_aux=True)
-            return y, pull(ct), rest
+            directions = jax.tree.map(jnp.cos, (x, params))
+            dy = jax.jvp(lambda *args: one(*args)[0], (x, params), directions)[1]
+            return (y, dy), pull(ct), rest
 
         return jax.jit(
             jax.shard_map(
                 f, mesh=make_mesh(shape, names), in_specs=(tokens, specs, tokens),
-                out_specs=(tokens, (tokens, specs), P()),
+                out_specs=((tokens, tokens), (tokens, specs), P()),
             )
         )  # fmt: skip
 

@@ -322,9 +322,8 @@ def _experts_of_all_ranks(
     activation: str,
 ) -> jax.Array:
     """The weighted sum of each token's experts, to whose ranks it goes and from which it comes."""
-    # The experts do not weigh their rows: the combine does, and has the weights' gradient.
     there = _expert_parallel.moe_dispatch(
-        tokens, indices, lax.stop_gradient(weights), capacity=capacity, axis_name=ep,
+        tokens, indices, weights, capacity=capacity, axis_name=ep,
         num_experts=up.shape[0] * _mesh.axis_size(ep),
     )  # fmt: skip
     y = _products(there.rows, there.padded_sizes, up, down, gate, activation)
