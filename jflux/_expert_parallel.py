@@ -160,8 +160,8 @@ def moe_combine(
     rounded once: the bits depend neither on the run nor on the number of ranks. A slot without a
     row, since it has no expert or was dropped, adds nothing.
 
-    Differentiable in `y`, `weights` and `residual`, in both modes: the gradient is dispatched with the handle, a
-    row once to a rank.
+    Differentiable in `y`, `weights` and `residual`, in both modes: the gradient is dispatched with
+    the handle, a row once to a rank.
 
     Args:
       y: [R, D] or [E / N, C, D], floating: the experts' results for the rows of the dispatch.
@@ -397,9 +397,8 @@ def _tokens_to_experts(axis_name: AxisName, handle: Handle, x: jax.Array) -> lis
 def _slots_to_experts(axis_name: AxisName, handle: Handle, weights: jax.Array) -> list[jax.Array]:
     """The sum of the weights [T, k] of the slots of each row of an expert, [R]."""
     # Slots that share a row add their weights up on the first one.
-    shared = (handle.first[:, :, None] == jnp.arange(weights.shape[1])) & (handle.first >= 0)[
-        :, :, None
-    ]
+    j = jnp.arange(weights.shape[1])
+    shared = (handle.first[:, :, None] == j) & (handle.first >= 0)[:, :, None]
     weights = jnp.sum(jnp.where(shared, weights[:, :, None], 0), axis=1)
     return [_rows_or_zeros(_came(axis_name, weights, handle).ravel(), handle.slot)]
 
