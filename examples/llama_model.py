@@ -53,7 +53,8 @@ class Config:
       head_norms: queries and keys have an RMS norm over the elements of a head, before they turn.
       experts, experts_per_token: of a mixture in place of each MLP; 0: there is none.
       expert_hidden: of an expert's MLP; 0: `hidden`.
-      dense_layers: those that have an MLP all the same, counted from 0.
+      mixture_every: the last of so many layers has a mixture, and the others an MLP.
+      mlp_layers: those that have an MLP all the same, counted from 0.
       normalized: the weights of a token's experts sum to 1. False: they are those of a softmax over
         all experts.
       dtype: of weights, activations and cache; norms, softmax and logits are float32.
@@ -73,7 +74,8 @@ class Config:
     experts: int = 0
     experts_per_token: int = 0
     expert_hidden: int = 0
-    dense_layers: tuple[int, ...] = ()
+    mixture_every: int = 1
+    mlp_layers: tuple[int, ...] = ()
     normalized: bool = True
     dtype: Any = jnp.bfloat16
 
@@ -86,7 +88,8 @@ class Config:
         return self.hidden if not self.is_mixture(layer) else self.expert_hidden or self.hidden
 
     def is_mixture(self, layer: int) -> bool:
-        return self.experts > 0 and layer not in self.dense_layers
+        one_of_them = (layer + 1) % self.mixture_every == 0 and layer not in self.mlp_layers
+        return self.experts > 0 and one_of_them
 
     def groups(self, ranks: int) -> int:
         """Heads of keys and values as they are stored: with fewer of them than ranks, each is

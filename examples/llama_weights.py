@@ -355,13 +355,15 @@ def _config_of(said: dict[str, Any], path: Path) -> Config:
         config = dataclasses.replace(config, **_mixture_of(said))
     sizes = ["layers", "width", "hidden", "heads", "kv_heads", "vocab", "head_dim"]
     sizes += ["experts", "experts_per_token"] if kind in _MIXTURES else []
-    sizes += ["expert_hidden"] if kind == "qwen3_moe" and config.experts else []
+    sizes += ["expert_hidden", "mixture_every"] if kind == "qwen3_moe" else []
     for name in sizes:
         size = getattr(config, name)
         if type(size) is not int or not 0 < size < 1 << 31:
             raise ValueError(f"{path}: {str(size)[:50]!r} is no number of {name}")
     if (width % heads and not config.head_size) or heads % config.kv_heads:
         raise ValueError(f"{path}: {width=}, {heads=} and {config.kv_heads=} do not divide")
+    if odd := [i for i in config.mlp_layers if type(i) is not int]:
+        raise ValueError(f"{path}: {str(odd[0])[:50]!r} is no number of a layer")
     for number in (config.epsilon, config.theta):
         if not isinstance(number, int | float) or not 0 < number < float("inf"):
             raise ValueError(f"{path}: {number!r} is no epsilon or theta")
@@ -375,12 +377,10 @@ def _mixture_of(said: dict[str, Any]) -> dict[str, Any]:
         return k | {"experts": said["num_local_experts"]}
     # Newer files have Mixtral's name for it.
     experts = said["num_experts"] if "num_experts" in said else said["num_local_experts"]
-    # Of these layers the last one of so many has a mixture, unless it is listed as an MLP.
-    step, mlps = said.get("decoder_sparse_step", 1), said.get("mlp_only_layers") or ()
-    layers = range(said["num_hidden_layers"])
     return k | {
         "experts": experts,
         "expert_hidden": said["moe_intermediate_size"],
         "normalized": bool(said.get("norm_topk_prob", False)),
-        "dense_layers": tuple(i for i in layers if i in mlps or (i + 1) % step),
+        "mixture_every": said.get("decoder_sparse_step", 1),
+        "mlp_layers": tuple(said.get("mlp_only_layers") or ()),
     }

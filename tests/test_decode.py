@@ -38,7 +38,7 @@ CONFIGS = {
     ),
     "qwen3, an MLP, experts that do not sum to 1": dataclasses.replace(
         TINY, head_size=10, head_norms=True, experts=5, experts_per_token=2, expert_hidden=24,
-        dense_layers=(0, 7), normalized=False,
+        mlp_layers=(0, 7), normalized=False,
     ),
 }  # fmt: skip
 PROMPT, STEPS, BATCH = 5, 6, 3
@@ -60,7 +60,7 @@ def tensors_of(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
     def matrices(i):
         yield from {"self_attn.q_proj": (q, d), "self_attn.k_proj": (kv, d),
                     "self_attn.v_proj": (kv, d), "self_attn.o_proj": (d, q)}.items()  # fmt: skip
-        if not config.experts or i in config.dense_layers:
+        if not config.experts or i in config.mlp_layers:
             yield from {f"mlp.{n}_proj": (config.hidden, d) for n in ("gate", "up")}.items()
             yield "mlp.down_proj", (d, config.hidden)
             return
@@ -129,7 +129,7 @@ def plain_llama(config: Config, tensors: dict[str, np.ndarray], tokens: np.ndarr
         o = (weights / weights.sum(-1, keepdims=True)) @ v
         x = x + o.swapaxes(1, 2).reshape(b, s, -1) @ layer["self_attn.o_proj"].T
         h = norm(x, layer["post_attention_layernorm"])
-        if config.experts and i not in config.dense_layers:
+        if config.experts and i not in config.mlp_layers:
             x = x + plain_mixture(config, layer, h)
         else:
             x = x + plain_mlp(h, *(layer[f"mlp.{name}_proj"] for name in ("gate", "up", "down")))
@@ -456,7 +456,7 @@ def json_of_qwen3(config: Config, **changes) -> dict:
         said |= {
             "num_experts": config.experts, "num_experts_per_tok": config.experts_per_token,
             "moe_intermediate_size": config.expert_hidden, "norm_topk_prob": config.normalized,
-            "decoder_sparse_step": 1, "mlp_only_layers": list(config.dense_layers),
+            "decoder_sparse_step": 1, "mlp_only_layers": list(config.mlp_layers),
         }  # fmt: skip
     return said | changes
 
@@ -490,8 +490,9 @@ def test_config_jsons_of_qwen3(tmp_path):
         (mixture, {"num_experts": "left out"}, "has no 'num_local_experts'"),
         (mixture, {"moe_intermediate_size": "left out"}, "has no 'moe_intermediate_size'"),
         (mixture, {"moe_intermediate_size": 0}, "no number of expert_hidden"),
-        (mixture, {"decoder_sparse_step": 0}, "is no config of a Llama"),
+        (mixture, {"decoder_sparse_step": 0}, "no number of mixture_every"),
         (mixture, {"mlp_only_layers": 3}, "is no config of a Llama"),
+        (mixture, {"mlp_only_layers": [0, "1"]}, "'1' is no number of a layer"),
     ):
         with pytest.raises(ValueError, match=error):
             read(config, **changes)
