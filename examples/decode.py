@@ -1,5 +1,5 @@
-"""Decodes greedily with a tensor-parallel Llama or Mixtral, on jflux and on plain XLA, and compares
-the two.
+"""Decodes greedily with a tensor-parallel Llama, Mixtral or Qwen3, on jflux and on plain XLA, and
+compares the two.
 
 The model (llama_model.py) has a cache of keys and values, runs the prompt in one go, and then one
 token of each sequence at a time, in a loop on the devices. Both runs have the same weights and take
@@ -10,6 +10,7 @@ turns; the table has the medians over `--rounds`::
     python examples/decode.py --weights Llama-2-7b-hf --prompt 1,15043,29892 --end 2
     python examples/decode.py --model mixtral-8x7b --layers 4 --batch 8
     python examples/decode.py --positions 131072 --context-parallel 2  # a long cache, on GPUs
+    python examples/decode.py --weights Qwen3-30B-A3B         # or of another Qwen3, dense or MoE
 
 Weights are random unless files are given: a directory with Hugging Face's `config.json` and
 safetensors, or the files one by one, with the `config.json` beside them. Without a GPU it runs on

@@ -1,9 +1,11 @@
-"""A Llama for decoding, tensor-parallel over the axis "tp" of a mesh, as pure functions.
+"""A Llama, Mixtral or Qwen3 for decoding, tensor-parallel over the axis "tp" of a mesh, as pure
+functions.
 
 Llama 2 (arXiv 2307.09288, section 2.2): RMS norms before each half of a layer, rotary embeddings,
 grouped-query attention (arXiv 2305.13245), an MLP with a SiLU gate (arXiv 2002.05202, section 2).
 Mixtral (arXiv 2401.04088, section 2.1) has a mixture of such MLPs in its place, of which each rank
-has a part of the hidden units of every expert.
+has a part of the hidden units of every expert. Qwen3 (arXiv 2505.09388, section 2) has RMS norms of
+each head's queries and keys, and Qwen3-MoE may have layers with an MLP among those with a mixture.
 
 `prefill`, `step`, `greedy` and `generate` are written for one rank of `jax.shard_map`; `programs`
 makes functions of global arrays of them. Their first argument `ops` is where the collectives come
@@ -44,13 +46,20 @@ class Config:
     """Sizes of the whole model.
 
     Attributes:
-      width, hidden: of the residual stream and of the MLP.
+      width, hidden: of the residual stream and of an MLP.
       heads, kv_heads: of queries, and of keys and values; each of the latter serves
         heads / kv_heads queries.
       epsilon: of the RMS norms.
       theta: base of the rotary embeddings' wave lengths.
       tied: the head is the embedding, transposed.
+      head_size: elements of a head; 0: width / heads.
+      head_norms: queries and keys have an RMS norm over the elements of a head, before they turn.
       experts, experts_per_token: of a mixture in place of each MLP; 0: there is none.
+      expert_hidden: of an expert's MLP; 0: `hidden`.
+      mixture_every: the last of so many layers has a mixture, and the others an MLP.
+      mlp_layers: those that have an MLP all the same, counted from 0.
+      normalized: the weights of a token's experts sum to 1. False: they are those of a softmax over
+        all experts.
       dtype: of weights, activations and cache; norms, softmax and logits are float32.
       context_axis: a mesh axis that the cache's positions are split over. None: they are whole.
     """
@@ -64,14 +73,28 @@ class Config:
     epsilon: float = 1e-5
     theta: float = 10_000.0
     tied: bool = False
+    head_size: int = 0
+    head_norms: bool = False
     experts: int = 0
     experts_per_token: int = 0
+    expert_hidden: int = 0
+    mixture_every: int = 1
+    mlp_layers: tuple[int, ...] = ()
+    normalized: bool = True
     dtype: Any = jnp.bfloat16
     context_axis: str | None = None
 
     @property
     def head_dim(self) -> int:
-        return self.width // self.heads
+        return self.head_size or self.width // self.heads
+
+    def units(self, layer: int) -> int:
+        """Hidden units of a layer's MLP, or of each of its experts."""
+        return self.hidden if not self.is_mixture(layer) else self.expert_hidden or self.hidden
+
+    def is_mixture(self, layer: int) -> bool:
+        one_of_them = (layer + 1) % self.mixture_every == 0 and layer not in self.mlp_layers
+        return self.experts > 0 and one_of_them
 
     def groups(self, ranks: int) -> int:
         """Heads of keys and values as they are stored: with fewer of them than ranks, each is
@@ -86,7 +109,26 @@ CONFIGS = {
     "mixtral-8x7b": Config(
         32, 4096, 14336, 32, 8, 32000, theta=1e6, experts=8, experts_per_token=2
     ),
+    "qwen3-8b": Config(36, 4096, 12288, 32, 8, 151936, epsilon=1e-6, theta=1e6, head_norms=True),
+    "qwen3-30b-a3b": Config(
+        48,
+        2048,
+        6144,
+        32,
+        4,
+        151936,
+        epsilon=1e-6,
+        theta=1e6,
+        head_size=128,
+        head_norms=True,
+        experts=128,
+        experts_per_token=8,
+        expert_hidden=768,
+    ),  # fmt: skip
 }
+
+#: The norms of a head's queries and keys, [head_dim], as weights.
+HEAD_NORMS = ("q_norm", "k_norm")
 
 Weights = dict[str, Any]
 Cache = list[tuple[jax.Array, jax.Array]]
@@ -95,12 +137,17 @@ Cache = list[tuple[jax.Array, jax.Array]]
 def check(config: Config, ranks: int, context_ranks: int = 1) -> None:
     """Raises ValueError if the model cannot be split over so many ranks, and a long prompt over so
     many ranks of `context_axis`."""
-    if config.width % (2 * config.heads) or config.heads % config.kv_heads:
+    uneven = config.width % (2 * config.heads) if not config.head_size else config.head_size % 2
+    if uneven or config.heads % config.kv_heads:
         raise ValueError(
-            f"{config.width=} must divide by 2 * {config.heads=}, and that by {config.kv_heads=}"
+            f"{config.width=} must divide by 2 * {config.heads=}, or {config.head_size=} by 2; and "
+            f"heads by {config.kv_heads=}"
         )
-    for name in ("heads", "hidden", "vocab"):
-        if (size := getattr(config, name)) % ranks:
+    split = {"heads": config.heads, "vocab": config.vocab}
+    for i in range(config.layers):
+        split["expert_hidden" if config.is_mixture(i) else "hidden"] = config.units(i)
+    for name, size in split.items():
+        if size % ranks:
             raise ValueError(f"{name}={size} must divide by {ranks=}")
     if config.experts and not 0 < config.experts_per_token <= config.experts:
         raise ValueError(f"{config.experts_per_token=} must be from 1 to {config.experts=}")
@@ -117,39 +164,51 @@ def check(config: Config, ranks: int, context_ranks: int = 1) -> None:
 def shapes(config: Config, ranks: int) -> Weights:
     """The global shape of each weight: products are ``x @ w``, tables of the vocabulary have a row
     for each token. The columns of `qkv` are [group, its queries, key, value]."""
-    d, groups = config.width, config.groups(ranks)
-    layer = {
-        "attention_norm": (d,),
-        "qkv": (d, (config.heads + 2 * groups) * config.head_dim),
-        "o": (d, d),
-        "mlp_norm": (d,),
-        "gate": (d, config.hidden),
-        "up": (d, config.hidden),
-        "down": (config.hidden, d),
-    }
-    if e := config.experts:
-        layer |= {name: (e, *layer[name]) for name in ("gate", "up", "down")}
-        layer["router"] = (d, e)
-    model = {"embed": (config.vocab, d), "layers": [layer] * config.layers, "norm": (d,)}
+    d, dim, groups = config.width, config.head_dim, config.groups(ranks)
+
+    def layer(i: int) -> Weights:
+        f = config.units(i)
+        found: Weights = {
+            "attention_norm": (d,),
+            "qkv": (d, (config.heads + 2 * groups) * dim),
+            "o": (config.heads * dim, d),
+            "mlp_norm": (d,),
+            "gate": (d, f),
+            "up": (d, f),
+            "down": (f, d),
+        }
+        if config.is_mixture(i):
+            e = config.experts
+            found |= {name: (e, *found[name]) for name in ("gate", "up", "down")}
+            found["router"] = (d, e)
+        return found | dict.fromkeys(HEAD_NORMS if config.head_norms else (), (dim,))
+
+    layers = [layer(i) for i in range(config.layers)]
+    model = {"embed": (config.vocab, d), "layers": layers, "norm": (d,)}
     return model if config.tied else model | {"head": (config.vocab, d)}
 
 
 def specs(config: Config) -> Weights:
     """How each weight is split."""
     columns, rows = P(None, AXIS), P(AXIS, None)
-    layer = {
-        "attention_norm": P(None),
-        "qkv": columns,
-        "o": rows,
-        "mlp_norm": P(None),
-        "gate": columns,
-        "up": columns,
-        "down": rows,
-    }
-    if config.experts:
-        layer |= {name: P(None, *layer[name]) for name in ("gate", "up", "down")}
-        layer["router"] = P(None, None)
-    model = {"embed": rows, "layers": [layer] * config.layers, "norm": P(None)}
+
+    def layer(i: int) -> Weights:
+        found = {
+            "attention_norm": P(None),
+            "qkv": columns,
+            "o": rows,
+            "mlp_norm": P(None),
+            "gate": columns,
+            "up": columns,
+            "down": rows,
+        }
+        if config.is_mixture(i):
+            found |= {name: P(None, *found[name]) for name in ("gate", "up", "down")}
+            found["router"] = P(None, None)
+        return found | dict.fromkeys(HEAD_NORMS if config.head_norms else (), P(None))
+
+    layers = [layer(i) for i in range(config.layers)]
+    model = {"embed": rows, "layers": layers, "norm": P(None)}
     return model if config.tied else model | {"head": rows}
 
 
@@ -181,7 +240,7 @@ def mixture(ops: Any, config: Config, w: Weights, h: jax.Array, *, split: bool) 
     of each token's experts. With `split` the ranks have different rows, which are gathered first.
     """
     logits = jnp.einsum("md,de->me", h, w["router"], preferred_element_type=jnp.float32)
-    found = jflux.moe.top_k_softmax(logits, config.experts_per_token)
+    found = jflux.moe.top_k_softmax(logits, config.experts_per_token, normalize=config.normalized)
     if split:
         h, *found = (ops.all_gather(a, axis_name=AXIS, tiled=True) for a in (h, *found))
     indices, shares = found
@@ -214,13 +273,18 @@ def rotate(x: jax.Array, position: jax.Array, theta: float) -> jax.Array:
 
 
 def split_heads(
-    config: Config, qkv: jax.Array, position: jax.Array
+    config: Config, w: Weights, qkv: jax.Array, position: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """This rank's columns [b, s, n] of x @ qkv, as queries [b, s, groups, queries, head_dim] and
-    keys and values [b, groups, s, head_dim]; the first two are rotated."""
+    keys and values [b, groups, s, head_dim]; the first two are normed, if the model does so, and
+    rotated."""
     queries = config.heads // config.groups(lax.axis_size(AXIS))
     heads = qkv.reshape(*qkv.shape[:2], -1, queries + 2, config.head_dim)
-    turned = rotate(heads[..., :-1, :], position, config.theta)
+    turned = heads[..., :-1, :]
+    if config.head_norms:
+        scale = jnp.stack([w["q_norm"]] * queries + [w["k_norm"]])
+        turned = rms_norm(turned, scale, config.epsilon)
+    turned = rotate(turned, position, config.theta)
     k, v = (jnp.moveaxis(a, 1, 2) for a in (turned[..., -1, :], heads[..., -1, :]))
     return turned[..., :-1, :], k, v
 
@@ -343,11 +407,11 @@ def prefill(
     cache = []
     for w, scale in zip(weights["layers"], scales_of(weights), strict=True):
         qkv = ops.all_gather_matmul(h, w["qkv"], axis_name=AXIS).reshape(b, padded, -1)
-        q, k, v = split_heads(config, qkv, first + jnp.arange(padded))
+        q, k, v = split_heads(config, w, qkv, first + jnp.arange(padded))
         o = attend_prompt(ops, config, q, k, v).reshape(b * padded, -1)
         x = ops.matmul_reduce_scatter(o, w["o"], axis_name=AXIS, residual=x)
         h = rms_norm(x, w["mlp_norm"], config.epsilon)
-        if config.experts:
+        if "router" in w:
             y = mixture(ops, config, w, h, split=True)
             x += ops.reduce_scatter(y, axis_name=AXIS, tiled=True)
         else:
@@ -381,11 +445,11 @@ def step(
     x, h = ops.all_reduce(own_rows(weights["embed"], token), axis_name=AXIS, norm=norm)
     new_cache = []
     for w, scale, kv in zip(weights["layers"], scales_of(weights), cache, strict=True):
-        q, *kv_of_token = split_heads(config, (h @ w["qkv"])[:, None], position[None])
+        q, *kv_of_token = split_heads(config, w, (h @ w["qkv"])[:, None], position[None])
         k, v = add_to_cache(ops, config, kv, kv_of_token, position)
         o = attend_cache(ops, config, q, k, v, position)
         x, h = sum_add_norm(ops, o, w["o"], x, w["mlp_norm"], config.epsilon)
-        if config.experts:
+        if "router" in w:
             y = mixture(ops, config, w, h, split=False)
             norm = jflux.RMSNorm(scale, config.epsilon)
             x, h = ops.all_reduce(y, axis_name=AXIS, residual=x, norm=norm)

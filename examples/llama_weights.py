@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from llama_model import AXIS, Config, Weights, check, shapes, specs
+from llama_model import AXIS, HEAD_NORMS, Config, Weights, check, shapes, specs
 from tqdm import tqdm
 
 Index = tuple[slice, ...]
@@ -26,10 +27,13 @@ def random(config: Config, mesh: Mesh, key: jax.Array) -> Weights:
     check(config, ranks)
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs(config))
     wanted = shapes(config, ranks)
-    layer = _drawn(config, ranks, wanted.pop("layers")[0], shardings.pop("layers")[0])
+    layers = list(zip(wanted.pop("layers"), shardings.pop("layers"), strict=True))
+    # One program for all layers of a kind.
+    kinds = {config.is_mixture(i): _drawn(config, ranks, *layers[i]) for i in range(config.layers)}
     rest = _drawn(config, ranks, wanted, shardings)
     keys = jax.random.split(key, config.layers + 1)
-    return rest(keys[0]) | {"layers": [layer(k) for k in keys[1:]]}
+    drawn = [kinds[config.is_mixture(i)](k) for i, k in enumerate(keys[1:])]
+    return rest(keys[0]) | {"layers": drawn}
 
 
 def _drawn(config: Config, ranks: int, wanted: Weights, shardings: Weights) -> Any:
@@ -65,35 +69,58 @@ NAMES = {
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
 }
-# Of a layer of Mixtral: its router, and of each expert.
-ROUTER = "block_sparse_moe.gate"
-EXPERTS = {"gate": "w1", "up": "w3", "down": "w2"}
+MLP = ("gate", "up", "down")
 
 
-def expert_name(expert: int, ours: str) -> str:
-    return f"block_sparse_moe.experts.{expert}.{EXPERTS[ours]}"
+def names_of_layer(config: Config, i: int) -> dict[str, str]:
+    """Of layer i, but for what makes `qkv`, and for its experts."""
+    if not config.is_mixture(i):
+        found = NAMES
+    else:
+        found = {ours: theirs for ours, theirs in NAMES.items() if ours not in MLP}
+        found |= {"router": "mlp.gate" if config.head_norms else "block_sparse_moe.gate"}
+    return found | {n: f"self_attn.{n}" for n in (HEAD_NORMS if config.head_norms else ())}
+
+
+def expert_name(config: Config, expert: int, ours: str) -> str:
+    """Of a part of an expert: a model whose heads have norms is a Qwen3, and another one a
+    Mixtral."""
+    if config.head_norms:
+        return f"mlp.experts.{expert}.{ours}_proj"
+    theirs = {"gate": "w1", "up": "w3", "down": "w2"}[ours]
+    return f"block_sparse_moe.experts.{expert}.{theirs}"
+
+
+def model_of(config: Config) -> str:
+    """What such a model is called."""
+    if config.head_norms:
+        return "Qwen3-MoE" if config.experts else "Qwen3"
+    return "Mixtral" if config.experts else "Llama 2"
 
 
 def check_tensors(config: Config, tensors: Mapping[str, Any]) -> None:
     """Raises ValueError unless the tensors are those of such a model, which may have more layers:
     one that is missing, of another shape, or of no use here means that it is another model."""
-    d, kv = config.width, config.kv_heads * config.head_dim
-    layer = {
-        "input_layernorm": (d,), "post_attention_layernorm": (d,), "self_attn.q_proj": (d, d),
-        "self_attn.k_proj": (kv, d), "self_attn.v_proj": (kv, d), "self_attn.o_proj": (d, d),
-    }  # fmt: skip
-    mlp = {"gate": (config.hidden, d), "up": (config.hidden, d), "down": (d, config.hidden)}
-    if config.experts:
-        layer[ROUTER] = (config.experts, d)
-        for e in range(config.experts):
-            layer |= {expert_name(e, ours): shape for ours, shape in mlp.items()}
-    else:
-        layer |= {NAMES[ours]: shape for ours, shape in mlp.items()}
+    d, q, kv = config.width, *(n * config.head_dim for n in (config.heads, config.kv_heads))
+
+    def layer(i: int) -> dict[str, tuple[int, ...]]:
+        f = config.units(i)
+        ours = {
+            "attention_norm": (d,), "mlp_norm": (d,), "o": (d, q), "router": (config.experts, d),
+            "gate": (f, d), "up": (f, d), "down": (d, f),
+        } | dict.fromkeys(HEAD_NORMS, (config.head_dim,))  # fmt: skip
+        found = {theirs: ours[name] for name, theirs in names_of_layer(config, i).items()}
+        found |= {"self_attn.q_proj": (q, d)}
+        found |= {f"self_attn.{name}_proj": (kv, d) for name in "kv"}
+        for e in range(config.experts if config.is_mixture(i) else 0):
+            found |= {expert_name(config, e, name): ours[name] for name in MLP}
+        return found
+
     wanted = {"model.embed_tokens": (config.vocab, d), "model.norm": (d,)}
     if not config.tied:
         wanted["lm_head"] = (config.vocab, d)
     for i in range(config.layers):
-        wanted |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
+        wanted |= {f"model.layers.{i}.{name}": shape for name, shape in layer(i).items()}
     wanted = {f"{name}.weight": shape for name, shape in wanted.items()}
     if missing := [name for name in wanted if name not in tensors]:
         raise ValueError(
@@ -109,10 +136,9 @@ def check_tensors(config: Config, tensors: Mapping[str, Any]) -> None:
                 "these weights"
             )
     if odd := [name for name in tensors if name not in wanted and not _unused(config, name)]:
-        model = "Mixtral" if config.experts else "Llama 2"
         raise ValueError(
-            f"a {model} has no tensor {_first(odd)}; give the weights of one, without adapters or "
-            "quantization"
+            f"a {model_of(config)} has no tensor {_first(odd)}; give the weights of one, without "
+            "adapters or quantization"
         )
 
 
@@ -131,7 +157,7 @@ def _unused(config: Config, name: str) -> bool:
 
 
 def from_tensors(config: Config, mesh: Mesh, tensors: Mapping[str, Any]) -> Weights:
-    """Weights under the names that Hugging Face gives to those of a Llama, or of Mixtral.
+    """Weights under the names that Hugging Face gives to those of a Llama, Mixtral or Qwen3.
 
     Args:
       tensors: what `open_safetensors` returns, or NumPy arrays. Those of a product are [out, in].
@@ -161,7 +187,8 @@ def from_tensors(config: Config, mesh: Mesh, tensors: Mapping[str, Any]) -> Weig
 
     def of_experts(prefix: str, ours: str, shape: tuple[int, ...], spec: P) -> jax.Array:
         """[experts, in, out] of so many tensors [out, in]."""
-        found = [tensors[f"{prefix}.{expert_name(e, ours)}.weight"] for e in range(shape[0])]
+        names = (expert_name(config, e, ours) for e in range(shape[0]))
+        found = [tensors[f"{prefix}.{name}.weight"] for name in names]
 
         def part(experts: slice, rows: slice, columns: slice) -> np.ndarray:
             return np.stack([one[columns, rows].T for one in found[experts]])
@@ -186,12 +213,9 @@ def from_tensors(config: Config, mesh: Mesh, tensors: Mapping[str, Any]) -> Weig
 
     def layer(i: int, wanted: Weights, split: Weights) -> Weights:
         found = {"qkv": qkv(f"model.layers.{i}.self_attn", wanted["qkv"], split["qkv"])}
-        names = dict(NAMES)
-        if config.experts:
-            names = {k: v for k, v in names.items() if k not in EXPERTS} | {"router": ROUTER}
-            for ours in EXPERTS:
-                found[ours] = of_experts(f"model.layers.{i}", ours, wanted[ours], split[ours])
-        for ours, theirs in names.items():
+        for ours in MLP if config.is_mixture(i) else ():
+            found[ours] = of_experts(f"model.layers.{i}", ours, wanted[ours], split[ours])
+        for ours, theirs in names_of_layer(config, i).items():
             read = plain if len(wanted[ours]) == 1 else transposed
             found[ours] = read(f"model.layers.{i}.{theirs}", wanted[ours], split[ours])
         return found
@@ -271,10 +295,11 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def config_from_json(path: Path) -> Config:
-    """Of the `config.json` that Hugging Face keeps beside the weights of a Llama, or of Mixtral.
+    """Of the `config.json` that Hugging Face keeps beside the weights of a Llama, Mixtral or Qwen3.
 
     Raises:
-      ValueError: for a model that differs in more than sizes from Llama 2 or Mixtral.
+      ValueError: for a model that differs in more than sizes from Llama 2, Mixtral, Qwen3 or
+        Qwen3-MoE.
     """
     said = _read_json(path)
     try:
@@ -285,25 +310,33 @@ def config_from_json(path: Path) -> Config:
         raise ValueError(f"{path} is no config of a Llama ({e}); download it again") from None
 
 
+_MIXTURES = ("mixtral", "qwen3_moe")
+
+
 def _config_of(said: dict[str, Any], path: Path) -> Config:
     rope = said.get("rope_scaling") or said.get("rope_parameters") or {}
     width, heads = said["hidden_size"], said["num_attention_heads"]
-    mixture = said.get("model_type") == "mixtral"
+    kind = said.get("model_type", "llama")
+    qwen = kind in ("qwen3", "qwen3_moe")
+    # What a config of each kind means where it says nothing.
+    head_dim = said.get("head_dim") or (128 if kind == "qwen3" else width // heads)
+    slides = said.get("use_sliding_window") if qwen else said.get("sliding_window")
     odd = {
-        "model_type": said.get("model_type", "llama") not in ("llama", "mixtral"),
-        "head_dim": (said.get("head_dim") or width // heads) != width // heads,
+        "model_type": kind not in ("llama", *_MIXTURES, "qwen3"),
+        "head_dim": not qwen and head_dim != width // heads,
         "hidden_act": said.get("hidden_act", "silu") != "silu",
         "rope_scaling": rope.get("rope_type", rope.get("type", "default")) != "default",
         "partial_rotary_factor": said.get("partial_rotary_factor", 1) != 1,
         "attention_bias": said.get("attention_bias"),
         "mlp_bias": said.get("mlp_bias"),
-        "sliding_window": said.get("sliding_window"),
+        "sliding_window": slides,
+        "layer_types": not set(said.get("layer_types") or ()) <= {"full_attention"},
         "quantization_config": said.get("quantization_config"),
     }
     if any(odd.values()):
         raise ValueError(
-            f"{path}: {', '.join(k for k, v in odd.items() if v)} not as in Llama 2 or Mixtral, "
-            "which are all that llama_model.py computes; take such a model"
+            f"{path}: {', '.join(k for k, v in odd.items() if v)} not as in Llama 2, Mixtral or "
+            "Qwen3, which are all that llama_model.py computes; take such a model"
         )
     config = Config(
         layers=said["num_hidden_layers"],
@@ -315,18 +348,39 @@ def _config_of(said: dict[str, Any], path: Path) -> Config:
         epsilon=said.get("rms_norm_eps", 1e-6),
         theta=said.get("rope_theta", rope.get("rope_theta", 10_000.0)),
         tied=said.get("tie_word_embeddings", False),
-        experts=said["num_local_experts"] if mixture else 0,
-        experts_per_token=said["num_experts_per_tok"] if mixture else 0,
+        head_size=0 if head_dim == width // heads else head_dim,
+        head_norms=qwen,
     )
-    sizes = ["layers", "width", "hidden", "heads", "kv_heads", "vocab"]
-    sizes += ["experts", "experts_per_token"] if mixture else []
+    if kind in _MIXTURES:
+        config = dataclasses.replace(config, **_mixture_of(said))
+    sizes = ["layers", "width", "hidden", "heads", "kv_heads", "vocab", "head_dim"]
+    sizes += ["experts", "experts_per_token"] if kind in _MIXTURES else []
+    sizes += ["expert_hidden", "mixture_every"] if kind == "qwen3_moe" else []
     for name in sizes:
         size = getattr(config, name)
         if type(size) is not int or not 0 < size < 1 << 31:
             raise ValueError(f"{path}: {str(size)[:50]!r} is no number of {name}")
-    if width % heads or heads % config.kv_heads:
+    if (width % heads and not config.head_size) or heads % config.kv_heads:
         raise ValueError(f"{path}: {width=}, {heads=} and {config.kv_heads=} do not divide")
+    if odd := [i for i in config.mlp_layers if type(i) is not int]:
+        raise ValueError(f"{path}: {str(odd[0])[:50]!r} is no number of a layer")
     for number in (config.epsilon, config.theta):
         if not isinstance(number, int | float) or not 0 < number < float("inf"):
             raise ValueError(f"{path}: {number!r} is no epsilon or theta")
     return config
+
+
+def _mixture_of(said: dict[str, Any]) -> dict[str, Any]:
+    """Fields of the config of a mixture."""
+    k = {"experts_per_token": said["num_experts_per_tok"]}
+    if said["model_type"] == "mixtral":
+        return k | {"experts": said["num_local_experts"]}
+    # Newer files have Mixtral's name for it.
+    experts = said["num_experts"] if "num_experts" in said else said["num_local_experts"]
+    return k | {
+        "experts": experts,
+        "expert_hidden": said["moe_intermediate_size"],
+        "normalized": bool(said.get("norm_topk_prob", False)),
+        "mixture_every": said.get("decoder_sparse_step", 1),
+        "mlp_layers": tuple(said.get("mlp_only_layers") or ()),
+    }

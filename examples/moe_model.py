@@ -32,20 +32,23 @@ class Config(gpt_model.Config):
       experts: divide by the ranks along "expert".
       k: experts of a token.
       hidden: units of an expert, which divide by the tp ranks.
+      exchange: how jflux brings tokens to their experts, "gather" or "dispatch".
       ops: `jflux`, or `jflux.reference`: then mixtures are `plain_mixture`.
     """
 
     experts: int = 8
     k: int = 2
     hidden: int = 128
+    exchange: str = "gather"
 
     @property
     def mixture(self) -> Any:
         if self.ops is not jflux:
             return functools.partial(plain_mixture, k=self.k)
         return functools.partial(
-            jflux.nn.mixture, k=self.k, axis_name="tp", expert_axis="expert", loss_axis="data"
-        )
+            jflux.nn.mixture, k=self.k, axis_name="tp", expert_axis="expert", loss_axis="data",
+            exchange=self.exchange,
+        )  # fmt: skip
 
 
 def plain_mixture(x, router, up, down, gate, *, k):
@@ -100,7 +103,7 @@ class Mixture(nnx.Module):
     def __call__(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The mixture, and what training adds to its loss for it."""
         up, down, gate = (w[...].astype(x.dtype) for w in (self.up, self.down, self.gate))
-        y, balance, z, _ = self.config.mixture(x, self.router[...], up, down, gate)
+        y, balance, z, *_ = self.config.mixture(x, self.router[...], up, down, gate)
         return y, 1e-2 * balance + 1e-3 * z
 
 

@@ -8,6 +8,7 @@ MLP. It learns the same text, over a mesh of any sizes along three axes: "data" 
     python examples/train_moe.py                           # 2 x 2 x what is left
     python examples/train_moe.py --data 1 --expert 8       # expert parallel alone
     python examples/train_moe.py --data 1 --expert 1       # tensor parallel alone
+    python examples/train_moe.py --exchange dispatch       # a token goes to its experts alone
 
 The second run, on `lax.ragged_dot`, `lax`'s collectives and products, starts from the same weights
 and sees the same batches. Its curve agrees up to rounding as long as no token's choice hangs by a
@@ -61,6 +62,10 @@ def parse_arguments() -> tuple[argparse.Namespace, Preset, tuple[int, int, int]]
         parser.add_argument(f"--{name}", type=int, help="default: by platform, as in train_gpt.py")
     parser.add_argument("--experts", type=int, default=8, help="of a mixture; default: 8")
     parser.add_argument("--k", type=int, default=2, help="experts of a token; default: 2")
+    parser.add_argument(
+        "--exchange", choices=("gather", "dispatch"), default="gather",
+        help="how tokens come to the ranks of their experts; default: all tokens are gathered",
+    )  # fmt: skip
     for name in ("data", "expert"):
         parser.add_argument(f"--{name}", type=int, help="ranks along this axis; default: 2, or 1")
     parser.add_argument("--compare", type=int, default=50, help="steps of the plain form")
@@ -99,6 +104,7 @@ def main() -> None:
         experts=args.experts,
         k=args.k,
         hidden=round_up(2 * size.width, tp),
+        exchange=args.exchange,
     )
     schedule = schedule_of(size.steps, size.learning_rate)
     ops = {"jflux": jflux} if args.no_reference else {"jflux": jflux, "lax": jflux.reference}

@@ -10,6 +10,8 @@ whose lowering is the first program and whose transpose is the second one.
                                   jflux_tangents(what is kept, tangents)
     jflux_tangents -- transpose --> backward(what is kept, cotangents)
     primitive -- transpose -->    backward, of an op that is linear in some of its operands
+
+An op that is no primitive but a function of other ops has the first two: see `differentiated`.
 """
 
 from __future__ import annotations
@@ -241,28 +243,38 @@ ad.primitive_transposes[_primitive] = _transpose
 batching.primitive_batchers[_primitive] = _batch
 
 
-# ---- The primitives of ops -----------------------------------------------------------------------
+# ---- The primitives of ops, and functions --------------------------------------------------------
+
+
+def _linearized(
+    derivatives: Derivatives, operands: Sequence[Any], tangents: Sequence[Any], params: Any
+) -> tuple[Sequence[Any], list[Any]]:
+    """(results, their tangents: None for results of other types than floats). A tangent that is
+    None is zero."""
+    results, kept = derivatives.forward(operands, params)
+    leaves, structure = jax.tree.flatten(kept)
+    given = tuple(t is not None for t in tangents)
+    types = [jax.typeof(y) for y in results]
+    real = tuple(is_real(t.dtype) for t in types)
+    linear = _Tangents(derivatives, params, given, real, structure)
+    dys = _primitive.bind(
+        *leaves,
+        *(t for t in tangents if t is not None),
+        linear=linear,
+        results=tuple(t for t in types if is_real(t.dtype)),
+    )
+    return results, spread(dys, real)
 
 
 def differentiate(primitive: Primitive, derivatives: Derivatives) -> None:
     """Gives an op's primitive its derivatives."""
 
     def jvp(primals: Any, tangents: Any, *, params: Any) -> Any:
-        results, kept = derivatives.forward(primals, params)
-        leaves, structure = jax.tree.flatten(kept)
-        given = tuple(type(t) is not ad.Zero for t in tangents)
-        types = [jax.typeof(y) for y in results]
-        real = tuple(is_real(t.dtype) for t in types)
-        linear = _Tangents(derivatives, params, given, real, structure)
-        dys = _primitive.bind(
-            *leaves,
-            *(t for t in tangents if type(t) is not ad.Zero),
-            linear=linear,
-            results=tuple(t for t in types if is_real(t.dtype)),
-        )
+        tangents = [none_if_zero(t) for t in tangents]
+        results, dys = _linearized(derivatives, primals, tangents, params)
         return results, [
-            ad.Zero(t.to_tangent_aval()) if dy is None else dy
-            for t, dy in zip(types, spread(dys, real), strict=True)
+            ad.Zero(jax.typeof(y).to_tangent_aval()) if dy is None else dy
+            for y, dy in zip(results, dys, strict=True)
         ]
 
     def transpose(cotangents: Any, *operands: Any, params: Any) -> list[Any]:
@@ -276,6 +288,49 @@ def differentiate(primitive: Primitive, derivatives: Derivatives) -> None:
 
     ad.primitive_jvps[primitive] = jvp
     ad.primitive_transposes[primitive] = transpose
+
+
+def differentiated(
+    function: Callable[..., Sequence[Any]],
+    *,
+    kept: Callable[[Sequence[Any], Any], Any],
+    tangents: Callable[[Any, Sequence[Any], Any], Sequence[Any]],
+    backward: Callable[[Any, Sequence[Any], Sequence[Any], Any], Sequence[Any]],
+) -> Callable[..., Sequence[Any]]:
+    """A function with derivatives, for one that is no primitive: JAX sees its equations.
+
+    Args:
+      function: ``(params, *operands) -> results``, floating arrays. Operands are arrays; those that
+        are other pytrees, of integers, have no tangents.
+      kept: (operands, params) -> what `tangents` and `backward` need.
+      tangents, backward: as in :class:`Derivatives`.
+    """
+
+    @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+    def call(params: Any, *operands: Any) -> Sequence[Any]:
+        return tuple(function(params, *operands))
+
+    # The results of a jvp come from a call, so that they have derivatives too.
+    derivatives = Derivatives(
+        forward=lambda operands, params: (call(params, *operands), kept(operands, params)),
+        tangents=tangents,
+        backward=backward,
+        kept=kept,
+    )
+
+    def jvp(params: Any, operands: Sequence[Any], given: Sequence[Any]) -> Any:
+        given = [None if _is_nothing(t) else t for t in given]
+        results, dys = _linearized(derivatives, operands, given, params)
+        return tuple(results), tuple(dys)
+
+    call.defjvp(jvp, symbolic_zeros=True)
+    return call
+
+
+def _is_nothing(tangent: Any) -> bool:
+    """Whether it is known to be zero, or is that of a pytree of integers."""
+    is_zero = isinstance(tangent, jax.custom_derivatives.SymbolicZero)
+    return is_zero or not jax.tree_util.all_leaves((tangent,))
 
 
 def not_linear(op: str, why: str) -> NotImplementedError:

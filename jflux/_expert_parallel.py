@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from . import _derivatives, _mesh, moe
 from . import _expert_routing as routing
-from . import _mesh, moe
 from ._expert_routing import Sizes
 from ._mesh import AxisName
 from ._ops import _product
@@ -103,7 +103,7 @@ def moe_dispatch(
     is ``E / N`` times the rounded capacity, if that is less. A token that names an expert twice has
     one row there, with the sum of both weights.
 
-    Differentiable in `x` and `topk_weights`; the gradient comes back as in
+    Differentiable in `x` and `topk_weights`, in both modes; the gradient comes back as in
     :func:`jflux.moe_combine`, and is summed over a token's copies in float32, in the order of
     top-k.
 
@@ -138,7 +138,7 @@ def moe_dispatch(
     handle, sizes, padded, statistics = _route(
         indices, num_experts, capacity, alignment, layout, on_overflow, axis_name
     )
-    rows, row_weights = _spread(axis_name, x, weights.astype(_wide(x.dtype)), handle)
+    rows, row_weights = _spread(axis_name, handle, x, weights.astype(_wide(x.dtype)))
     if layout == "masked":
         rows = rows.reshape(sizes.shape[0], -1, rows.shape[1])
         row_weights = row_weights.reshape(rows.shape[:2])
@@ -160,8 +160,8 @@ def moe_combine(
     rounded once: the bits depend neither on the run nor on the number of ranks. A slot without a
     row, since it has no expert or was dropped, adds nothing.
 
-    Differentiable in `y`, `weights` and `residual`: the gradient is dispatched with the handle, a
-    row once to a rank.
+    Differentiable in `y`, `weights` and `residual`, in both modes: the gradient is dispatched with
+    the handle, a row once to a rank.
 
     Args:
       y: [R, D] or [E / N, C, D], floating: the experts' results for the rows of the dispatch.
@@ -199,7 +199,7 @@ def moe_combine(
             f"{weights.dtype} {weights.shape}"
         )
     y, weights = _mesh.vary_together(axis_name, y, weights)
-    total = _combine(axis_name, y, weights.astype(_wide(y.dtype)), handle)
+    (total,) = _combine(axis_name, handle, y, weights.astype(_wide(y.dtype)))
     if residual is not None:
         residual = jnp.asarray(residual)
         if residual.shape != total.shape:
@@ -381,20 +381,26 @@ def _rows_or_zeros(x: jax.Array, index: jax.Array) -> jax.Array:
     return jnp.where((index >= 0).reshape(index.shape + (1,) * (x.ndim - 1)), found, 0)
 
 
-def _tokens_to_experts(
-    axis_name: AxisName, x: jax.Array, weights: jax.Array, handle: Handle
-) -> tuple[jax.Array, jax.Array]:
-    """A row of x [T, H] for each row of an expert, [R, H], and its weight, [R]."""
-    world, k = handle.out.sent.shape[0], weights.shape[1]
-    received = world * x.shape[0]
-    came = _move(axis_name, _rows_or_zeros(x, handle.token), received, handle.out)
+def _came(axis_name: AxisName, x: jax.Array, handle: Handle) -> jax.Array:
+    """The rows of x [T, ...] that tokens send, as they come: handle.slot says whose they are."""
+    received = handle.out.sent.shape[0] * x.shape[0]
+    return _move(axis_name, _rows_or_zeros(x, handle.token), received, handle.out)
+
+
+def _tokens_to_experts(axis_name: AxisName, handle: Handle, x: jax.Array) -> list[jax.Array]:
+    """A row of x [T, H] for each row of an expert, [R, H]."""
+    k = handle.first.shape[1]
+    token = jnp.where(handle.slot >= 0, handle.slot // k, -1)
+    return [_rows_or_zeros(_came(axis_name, x, handle), token)]
+
+
+def _slots_to_experts(axis_name: AxisName, handle: Handle, weights: jax.Array) -> list[jax.Array]:
+    """The sum of the weights [T, k] of the slots of each row of an expert, [R]."""
     # Slots that share a row add their weights up on the first one.
-    j = jnp.arange(k)
+    j = jnp.arange(weights.shape[1])
     shared = (handle.first[:, :, None] == j) & (handle.first >= 0)[:, :, None]
     weights = jnp.sum(jnp.where(shared, weights[:, :, None], 0), axis=1)
-    weights = _move(axis_name, _rows_or_zeros(weights, handle.token), received, handle.out)
-    token = jnp.where(handle.slot >= 0, handle.slot // k, -1)
-    return _rows_or_zeros(came, token), _rows_or_zeros(weights.ravel(), handle.slot)
+    return [_rows_or_zeros(_came(axis_name, weights, handle).ravel(), handle.slot)]
 
 
 def _experts_to_slots(axis_name: AxisName, y: jax.Array, handle: Handle) -> jax.Array:
@@ -412,48 +418,85 @@ def _weighted_sum(rows: jax.Array, weights: jax.Array, handle: Handle) -> jax.Ar
     return total
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _spread(
-    axis_name: AxisName, x: jax.Array, weights: jax.Array, handle: Handle
-) -> tuple[jax.Array, jax.Array]:
-    return _tokens_to_experts(axis_name, x, weights, handle)
-
-
-def _spread_fwd(axis_name: AxisName, x: jax.Array, weights: jax.Array, handle: Handle) -> Any:
-    return _spread(axis_name, x, weights, handle), handle
-
-
-def _spread_bwd(axis_name: AxisName, handle: Handle, cotangents: Any) -> Any:
-    d_rows, d_weights = cotangents
-    dx = _combine(axis_name, d_rows, _once(handle, d_rows.dtype), handle).astype(d_rows.dtype)
-    return dx, _to_slots(axis_name, d_weights, handle), None
-
-
-_spread.defvjp(_spread_fwd, _spread_bwd)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _combine(axis_name: AxisName, y: jax.Array, weights: jax.Array, handle: Handle) -> jax.Array:
-    return _weighted_sum(_experts_to_slots(axis_name, y, handle), weights, handle)
-
-
-def _combine_fwd(axis_name: AxisName, y: jax.Array, weights: jax.Array, handle: Handle) -> Any:
-    return _combine(axis_name, y, weights, handle), (y, weights, handle)
-
-
-def _combine_bwd(axis_name: AxisName, kept: Any, ct: jax.Array) -> Any:
-    y, weights, handle = kept
-    # The result is rounded to y's type, so its cotangent loses nothing by it.
-    rows, row_weights = _spread(axis_name, ct.astype(y.dtype), weights, handle)
-    wide = rows.astype(ct.dtype)
-    dy = (row_weights[:, None] * wide).astype(y.dtype)
-    products = jnp.sum(wide * y.astype(ct.dtype), axis=1)
-    return dy, _to_slots(axis_name, products.astype(weights.dtype), handle), None
-
-
-_combine.defvjp(_combine_fwd, _combine_bwd)
+def _rows_combined(
+    axis_name: AxisName, handle: Handle, y: jax.Array, weights: jax.Array
+) -> list[jax.Array]:
+    """The weighted sum of each token's rows of y [R, D]: [T, D]."""
+    return [_weighted_sum(_experts_to_slots(axis_name, y, handle), weights, handle)]
 
 
 def _to_slots(axis_name: AxisName, numbers: jax.Array, handle: Handle) -> jax.Array:
     """[T, k] of numbers [R]."""
     return _rows_or_zeros(_experts_to_slots(axis_name, numbers, handle), handle.row)
+
+
+# ---- Derivatives ---------------------------------------------------------------------------------
+#
+# The operands of all three functions are the handle, and then arrays, in which they are linear.
+# Backward each calls the others. What they call has the same derivatives, to any order.
+
+
+def _spread(
+    axis_name: AxisName, handle: Handle, x: jax.Array, weights: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """For each row of an expert its row of x, and its weight."""
+    (rows,), (row_weights,) = _rows(axis_name, handle, x), _weights(axis_name, handle, weights)
+    return rows, row_weights
+
+
+def _handle_of(operands: Any, axis_name: AxisName) -> Handle:
+    handle: Handle = operands[0]
+    return handle
+
+
+def _rows_tangents(handle: Handle, tangents: Any, axis_name: AxisName) -> Sequence[Any]:
+    return _rows(axis_name, handle, tangents[1])
+
+
+def _rows_backward(handle: Handle, cts: Any, wanted: Any, axis_name: AxisName) -> Sequence[Any]:
+    (ct,) = cts
+    (dx,) = _combine(axis_name, handle, ct, _once(handle, ct.dtype))
+    return None, dx.astype(ct.dtype)
+
+
+def _weights_tangents(handle: Handle, tangents: Any, axis_name: AxisName) -> Sequence[Any]:
+    return _weights(axis_name, handle, tangents[1])
+
+
+def _weights_backward(handle: Handle, cts: Any, wanted: Any, axis_name: AxisName) -> Sequence[Any]:
+    return None, _to_slots(axis_name, cts[0], handle)
+
+
+def _combine_tangents(kept: Any, tangents: Any, axis_name: AxisName) -> Sequence[Any]:
+    handle, y, weights = kept
+    _, dy, dweights = tangents
+    terms = [] if dy is None else [*_combine(axis_name, handle, dy, weights)]
+    terms += [] if dweights is None else [*_combine(axis_name, handle, y, dweights)]
+    return [_derivatives.total(terms)]
+
+
+def _combine_backward(kept: Any, cts: Any, wanted: Any, axis_name: AxisName) -> Sequence[Any]:
+    handle, y, weights = kept
+    (ct,) = cts
+    # The result is rounded to y's type, so its cotangent loses nothing by it.
+    rows, row_weights = _spread(axis_name, handle, ct.astype(y.dtype), weights)
+    wide = rows.astype(ct.dtype)
+    dy = (row_weights[:, None] * wide).astype(y.dtype)
+    if wanted[2] is None:
+        return None, dy, None
+    products = jnp.sum(wide * y.astype(ct.dtype), axis=1)
+    return None, dy, _to_slots(axis_name, products.astype(weights.dtype), handle)
+
+
+_rows = _derivatives.differentiated(
+    _tokens_to_experts, kept=_handle_of, tangents=_rows_tangents, backward=_rows_backward
+)
+_weights = _derivatives.differentiated(
+    _slots_to_experts, kept=_handle_of, tangents=_weights_tangents, backward=_weights_backward
+)
+_combine = _derivatives.differentiated(
+    _rows_combined,
+    kept=lambda operands, axis_name: tuple(operands),
+    tangents=_combine_tangents,
+    backward=_combine_backward,
+)

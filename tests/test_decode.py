@@ -33,7 +33,15 @@ CONFIGS = {
     "one key for each query": dataclasses.replace(TINY, kv_heads=16),
     "fewer keys than ranks, tied": dataclasses.replace(TINY, kv_heads=2, tied=True),
     "mixture": dataclasses.replace(TINY, experts=6, experts_per_token=2),
-}
+    "qwen3": dataclasses.replace(TINY, head_size=6, head_norms=True, tied=True),
+    "qwen3 mixture": dataclasses.replace(
+        TINY, head_norms=True, kv_heads=2, experts=6, experts_per_token=3, expert_hidden=40
+    ),
+    "qwen3, an MLP, experts that do not sum to 1": dataclasses.replace(
+        TINY, head_size=10, head_norms=True, experts=5, experts_per_token=2, expert_hidden=24,
+        mlp_layers=(0, 7), normalized=False,
+    ),
+}  # fmt: skip
 PROMPT, STEPS, BATCH = 5, 6, 3
 
 
@@ -48,36 +56,47 @@ def tensors_of(config: Config, seed: int = 0) -> dict[str, np.ndarray]:
     """Weights under Hugging Face's names. The norms' scales are not 1, so that none is mixed up."""
     rng = np.random.default_rng(seed)
     d, dim = config.width, config.head_dim
-    kv = (config.kv_heads * dim, d)
-    matrices = {
-        "self_attn.q_proj": (d, d), "self_attn.k_proj": kv, "self_attn.v_proj": kv,
-        "self_attn.o_proj": (d, d),
-    }  # fmt: skip
-    inner, outer = (config.hidden, d), (d, config.hidden)
-    if config.experts:
-        matrices["block_sparse_moe.gate"] = (config.experts, d)
-        for e in range(config.experts):
-            names = {"w1": inner, "w2": outer, "w3": inner}
-            matrices |= {f"block_sparse_moe.experts.{e}.{w}": s for w, s in names.items()}
-    else:
-        matrices |= {"mlp.gate_proj": inner, "mlp.up_proj": inner, "mlp.down_proj": outer}
+    q, kv = config.heads * dim, config.kv_heads * dim
+
+    def matrices(i):
+        yield from {"self_attn.q_proj": (q, d), "self_attn.k_proj": (kv, d),
+                    "self_attn.v_proj": (kv, d), "self_attn.o_proj": (d, q)}.items()  # fmt: skip
+        if not config.experts or i in config.mlp_layers:
+            yield from {f"mlp.{n}_proj": (config.hidden, d) for n in ("gate", "up")}.items()
+            yield "mlp.down_proj", (d, config.hidden)
+            return
+        mixture, gate, up, down = names_of_mixture(config)
+        units = config.expert_hidden or config.hidden
+        yield f"{mixture}.gate", (config.experts, d)
+        for at in (f"{mixture}.experts.{e}" for e in range(config.experts)):
+            yield from {f"{at}.{n}": (units, d) for n in (gate, up)}.items()
+            yield f"{at}.{down}", (d, units)
 
     def normal(*shape):
         return (rng.standard_normal(shape) * shape[-1] ** -0.5).astype(np.float32)
 
-    def scale():
-        return rng.uniform(0.5, 1.5, d).astype(np.float32)
+    def scale(size=d):
+        return rng.uniform(0.5, 1.5, size).astype(np.float32)
 
     found = {"model.embed_tokens.weight": normal(config.vocab, d), "model.norm.weight": scale()}
     if not config.tied:
         found["lm_head.weight"] = normal(config.vocab, d)
     for i in range(config.layers):
         at = f"model.layers.{i}"
-        for name, shape in matrices.items():
+        for name, shape in matrices(i):
             found[f"{at}.{name}.weight"] = 2 * normal(*shape)
+        for name in ("q_norm", "k_norm") if config.head_norms else ():
+            found[f"{at}.self_attn.{name}.weight"] = scale(dim)
         for name in ("input_layernorm", "post_attention_layernorm"):
             found[f"{at}.{name}.weight"] = scale()
     return found
+
+
+def names_of_mixture(config: Config) -> tuple[str, ...]:
+    """Its prefix, and those of an expert's gate, up and down projection."""
+    if config.head_norms:
+        return "mlp", "gate_proj", "up_proj", "down_proj"
+    return "block_sparse_moe", "w1", "w3", "w2"
 
 
 def plain_llama(config: Config, tensors: dict[str, np.ndarray], tokens: np.ndarray) -> np.ndarray:
@@ -102,6 +121,8 @@ def plain_llama(config: Config, tensors: dict[str, np.ndarray], tokens: np.ndarr
         layer = {k.split(f"layers.{i}.")[1]: v for k, v in w.items() if f"layers.{i}." in k}
         h = norm(x, layer["input_layernorm"])
         q, k, v = (heads(h @ layer[f"self_attn.{name}_proj"].T) for name in "qkv")
+        if config.head_norms:
+            q, k = (norm(a, layer[f"self_attn.{name}_norm"]) for a, name in ((q, "q"), (k, "k")))
         q, k, v = turned(q), *(np.repeat(a, config.heads // config.kv_heads, 1)
                                for a in (turned(k), v))  # fmt: skip
         scores = q @ k.swapaxes(2, 3) / np.sqrt(config.head_dim)
@@ -109,7 +130,7 @@ def plain_llama(config: Config, tensors: dict[str, np.ndarray], tokens: np.ndarr
         o = (weights / weights.sum(-1, keepdims=True)) @ v
         x = x + o.swapaxes(1, 2).reshape(b, s, -1) @ layer["self_attn.o_proj"].T
         h = norm(x, layer["post_attention_layernorm"])
-        if config.experts:
+        if config.experts and i not in config.mlp_layers:
             x = x + plain_mixture(config, layer, h)
         else:
             x = x + plain_mlp(h, *(layer[f"mlp.{name}_proj"] for name in ("gate", "up", "down")))
@@ -123,12 +144,14 @@ def plain_mlp(h: np.ndarray, gate: np.ndarray, up: np.ndarray, down: np.ndarray)
 
 def plain_mixture(config: Config, layer: dict[str, np.ndarray], h: np.ndarray) -> np.ndarray:
     """Every expert on every token, and the best of them."""
-    logits = h @ layer["block_sparse_moe.gate"].T
-    least = np.sort(logits, -1)[..., -config.experts_per_token, None]
-    shares = np.where(logits >= least, np.exp(logits), 0)
-    shares /= shares.sum(-1, keepdims=True)
+    mixture, *parts = names_of_mixture(config)
+    logits = h @ layer[f"{mixture}.gate"].T
+    shares = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    shares *= logits >= np.sort(logits, -1)[..., -config.experts_per_token, None]
+    if config.normalized:
+        shares /= shares.sum(-1, keepdims=True)
     each = [
-        plain_mlp(h, *(layer[f"block_sparse_moe.experts.{e}.{w}"] for w in ("w1", "w3", "w2")))
+        plain_mlp(h, *(layer[f"{mixture}.experts.{e}.{w}"] for w in parts))
         for e in range(config.experts)
     ]
     return sum(shares[..., e, None] * y for e, y in enumerate(each))
@@ -363,6 +386,7 @@ def test_random_weights_do_not_depend_on_ranks():
         ("fewer keys than ranks, tied", jnp.float32),
         ("fewer keys than ranks, tied", jnp.bfloat16),
         ("mixture", jnp.bfloat16),
+        ("qwen3, an MLP, experts that do not sum to 1", jnp.bfloat16),
     ],
 )
 def test_weights_from_safetensors(config, dtype, tmp_path):
@@ -418,6 +442,9 @@ def test_without_safetensors_the_error_says_what_to_install(monkeypatch):
         ({"hidden": 100}, 8, "hidden=100 must divide"),
         ({"vocab": 250}, 8, "vocab=250 must divide"),
         ({"kv_heads": 3}, 1, "config.kv_heads=3"),
+        ({"head_size": 5}, 1, "config.head_size=5 by 2"),
+        ({"experts": 4, "experts_per_token": 2, "expert_hidden": 20}, 8, "expert_hidden=20 must"),
+        ({"experts": 4, "experts_per_token": 5}, 1, "config.experts_per_token=5 must be from 1"),
     ],
 )
 def test_models_that_cannot_be_split(changes, ranks, error):
@@ -434,13 +461,16 @@ def test_prompts_that_cannot_be_split():
 
 
 def test_sizes_of_the_published_models():
-    """Parameters as the papers' models have them: 6.74, 68.98 and 46.70 thousand million."""
+    """Parameters as the papers' models have them, in thousand million: 6.74, 68.98, 46.70, 8.19 and
+    30.53."""
     for name, want in (
         ("llama-2-7b", 6_738_415_616),
         ("llama-2-70b", 68_976_648_192),
         ("mixtral-8x7b", 46_702_792_704),
+        ("qwen3-8b", 8_190_735_360),
+        ("qwen3-30b-a3b", 30_532_122_624),
     ):
-        wanted = llama_model.shapes(llama_model.CONFIGS[name], 8)
+        wanted = llama_model.shapes(llama_model.CONFIGS[name], 4)
         sizes = jax.tree.leaves(wanted, is_leaf=lambda s: isinstance(s, tuple))
         assert sum(int(np.prod(shape)) for shape in sizes) == want
 
@@ -473,6 +503,60 @@ def test_a_config_json(tmp_path):
     file.write_text(json.dumps(said))
     with pytest.raises(ValueError, match="has no 'num_local_experts'"):
         llama_weights.config_from_json(file)
+
+
+def json_of_qwen3(config: Config, **changes) -> dict:
+    """As in the `config.json` beside a Qwen3, dense or MoE."""
+    said = json_of(config) | {
+        "model_type": "qwen3_moe" if config.experts else "qwen3", "attention_bias": False,
+        "head_dim": config.head_dim, "hidden_act": "silu", "max_window_layers": config.layers,
+        "rope_theta": config.theta, "sliding_window": 4096, "use_sliding_window": False,
+        "tie_word_embeddings": config.tied,
+    }  # fmt: skip
+    if config.experts:
+        said |= {
+            "num_experts": config.experts, "num_experts_per_tok": config.experts_per_token,
+            "moe_intermediate_size": config.expert_hidden, "norm_topk_prob": config.normalized,
+            "decoder_sparse_step": 1, "mlp_only_layers": list(config.mlp_layers),
+        }  # fmt: skip
+    return said | changes
+
+
+def test_config_jsons_of_qwen3(tmp_path):
+    file = tmp_path / "config.json"
+
+    def read(config, **changes):
+        said = json_of_qwen3(config, **changes)
+        file.write_text(json.dumps({k: v for k, v in said.items() if v != "left out"}))
+        return llama_weights.config_from_json(file)
+
+    dense, mixture = (llama_model.CONFIGS[name] for name in ("qwen3-8b", "qwen3-30b-a3b"))
+    assert read(dense) == dense
+    assert read(mixture) == mixture
+    # What a config says of the widths of heads, by saying nothing, depends on its kind.
+    assert read(dense, hidden_size=2048, head_dim="left out").head_dim == 128
+    assert read(mixture, head_dim="left out").head_dim == 64
+    # Which layers have a mixture: the last of every three, but for the sixth.
+    some = read(mixture, num_hidden_layers=7, decoder_sparse_step=3, mlp_only_layers=[5])
+    assert [i for i in range(7) if some.is_mixture(i)] == [2]
+    assert (some.units(2), some.units(5)) == (768, 6144)
+    assert not read(mixture, norm_topk_prob="left out").normalized
+    named_anew = {"num_experts": "left out", "num_local_experts": 128}
+    assert read(mixture, **named_anew) == mixture
+    for config, changes, error in (
+        (dense, {"use_sliding_window": True}, "sliding_window not as in .* Qwen3"),
+        (dense, {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types not as"),
+        (dense, {"attention_bias": True}, "attention_bias not as"),
+        (dense, {"head_dim": 0.5}, "no number of head_dim"),
+        (mixture, {"num_experts": "left out"}, "has no 'num_local_experts'"),
+        (mixture, {"moe_intermediate_size": "left out"}, "has no 'moe_intermediate_size'"),
+        (mixture, {"moe_intermediate_size": 0}, "no number of expert_hidden"),
+        (mixture, {"decoder_sparse_step": 0}, "no number of mixture_every"),
+        (mixture, {"mlp_only_layers": 3}, "is no config of a Llama"),
+        (mixture, {"mlp_only_layers": [0, "1"]}, "'1' is no number of a layer"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            read(config, **changes)
 
 
 @pytest.mark.parametrize(
@@ -607,3 +691,33 @@ def test_the_script_decodes_with_weights_from_files(folder, script, capsys):
         logits = plain_llama(config, tensors, np.array([prompt]))
         prompt.append(int(logits[0, -1].argmax()))
     assert out.splitlines()[-1] == f"tokens: {','.join(map(str, prompt[4:]))}"
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3, an MLP, experts that do not sum to 1"])
+def test_the_script_decodes_with_qwen3_from_a_folder(name, script, tmp_path, capsys):
+    save_file = pytest.importorskip("safetensors.numpy").save_file
+    config, prompt = CONFIGS[name], [1, 50, 99, 7]
+    tensors = tensors_of(config)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(json_of_qwen3(config)))
+    tokens = ",".join(map(str, prompt))
+    script(f"--weights {tmp_path} --dtype float32 --steps 3 --prompt {tokens} --rounds 1")
+    for _ in range(3):
+        logits = plain_llama(config, tensors, np.array([prompt]))
+        prompt.append(int(logits[0, -1].argmax()))
+    assert capsys.readouterr().out.splitlines()[-1] == f"tokens: {','.join(map(str, prompt[4:]))}"
+
+
+def test_a_qwen3_is_not_taken_for_another_model():
+    """Its tensors have names that the others' do not."""
+    config = CONFIGS["qwen3 mixture"]
+    tensors = tensors_of(config)
+    llama_weights.check_tensors(config, tensors)
+    with pytest.raises(ValueError, match="no tensor model.layers.0.block_sparse_moe.gate.weight"):
+        llama_weights.check_tensors(dataclasses.replace(config, head_norms=False), tensors)
+    odd = {"model.layers.0.mlp.shared_expert_gate.weight": np.zeros((1, 64))}
+    with pytest.raises(ValueError, match="a Qwen3-MoE has no tensor .*shared_expert_gate"):
+        llama_weights.check_tensors(config, tensors | odd)
+    wrong = {"model.layers.1.self_attn.k_norm.weight": np.zeros(config.head_dim + 1)}
+    with pytest.raises(ValueError, match="k_norm.weight has the shape"):
+        llama_weights.check_tensors(config, tensors | wrong)

@@ -79,11 +79,17 @@ SMALL_MIXTURE = "--steps 20 --batch 4 --seq 32 --layers 1 --width 64".split()
 
 
 @pytest.mark.skipif(ON_GPU, reason="chooses the number of virtual devices")
-@pytest.mark.parametrize(("devices", "mesh"), [(8, "2,2,2"), (4, "1,4,1"), (3, "1,1,3")])
-def test_train_moe(devices, mesh, tmp_path):
+@pytest.mark.parametrize(
+    ("devices", "mesh", "exchange"),
+    [
+        (8, "2,2,2", "gather"), (4, "1,4,1", "gather"), (3, "1,1,3", "gather"),
+        (4, "1,2,2", "dispatch"), (3, "1,1,3", "dispatch"),
+    ],
+)  # fmt: skip
+def test_train_moe(devices, mesh, exchange, tmp_path):
     pytest.importorskip("flax")
     data, expert, tp = mesh.split(",")
-    axes = ["--data", data, "--expert", expert]
+    axes = ["--data", data, "--expert", expert, "--exchange", exchange]
     out = run_example("train_moe.py", *SMALL_MIXTURE, *axes, devices=devices, cwd=tmp_path)
     assert f"{data} (data) x {expert} (expert) x {tp} (tp) cpu devices" in out
     for name in ("jflux", "lax"):

@@ -1,13 +1,15 @@
 """jflux.moe_dispatch and jflux.moe_combine, against a dense form in float64."""
 
 import functools
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import PLATFORM, RANKS, make_mesh, per_device, run, x64_if
+from harness import PLATFORM, RANKS, compiled_text, fused_calls, make_mesh, per_device, run, x64_if
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 import jflux
@@ -267,6 +269,241 @@ def test_types_under_check_vma():
             lambda s: jnp.sum(dense(x * s, indices, weights, w, np.ones(indices.shape)) ** 2)
         )(1.5)
     np.testing.assert_allclose(got, want, rtol=1e-11)
+
+
+# ---- Forward mode, and derivatives of any order --------------------------------------------------
+
+
+def _jvp(f):
+    return lambda *args: jax.jvp(f, args, tuple(jnp.cos(3 * a) for a in args))
+
+
+def _jvp_of_each(f):
+    """With respect to one operand, the others having no tangent at all."""
+
+    def each(*args):
+        found = []
+        for i, a in enumerate(args):
+
+            def one(a, i=i):
+                return f(*args[:i], a, *args[i + 1 :])
+
+            found.append(jax.jvp(one, (a,), (jnp.cos(3 * a),))[1])
+        return found
+
+    return each
+
+
+def _linearize(f):
+    """Of a batch of tangents: what jacfwd does."""
+
+    def batch(*args):
+        directions = [jnp.stack([jnp.cos(3 * a), a]) for a in args]
+        y, pushforward = jax.linearize(f, *args)
+        return y, jnp.moveaxis(jax.vmap(pushforward)(*directions), 0, -1)
+
+    return batch
+
+
+def _gradient(f):
+    return jax.grad(lambda *args: jnp.sum(jnp.sin(f(*args))), (0, 1, 2))
+
+
+def _forward_over_reverse(f):
+    return _jvp(_gradient(f))
+
+
+def _reverse_over_forward(f):
+    return _gradient(lambda *args: _jvp(f)(*args)[1])
+
+
+def _third(f):
+    return lambda *args: _jvp(_reverse_over_forward(f))(*args)[1]
+
+
+def _scanned(f, remat):
+    step = jax.checkpoint(f) if remat else f
+
+    def steps(x, weights, w):
+        def one(x, _):
+            y = step(x, weights, w)
+            return jnp.sin(jnp.concatenate([x[..., :1], y], -1)), None
+
+        return lax.scan(one, x, None, length=2)[0]
+
+    return steps
+
+
+def _over_a_batch(f):
+    """vmap over x and weights."""
+
+    def batched(x, weights, w):
+        xs, both = (jnp.stack([a, jnp.sin(a)]) for a in (x, weights))
+        return jnp.moveaxis(jax.vmap(f, (0, 0, None))(xs, both, w), 0, -1)
+
+    return batched
+
+
+TRANSFORMS = {
+    "jvp": _jvp,
+    "jvp of each": _jvp_of_each,
+    "linearize": _linearize,
+    "forward over reverse": _forward_over_reverse,
+    "reverse over forward": _reverse_over_forward,
+    "third": _third,
+    "scan": lambda f: _forward_over_reverse(_scanned(f, remat=False)),
+    "scan of checkpoint": lambda f: _forward_over_reverse(_scanned(f, remat=True)),
+    "vmap": lambda f: (
+        lambda *args: [_jvp(_over_a_batch(f))(*args), _gradient(_over_a_batch(f))(*args)]
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("transform", "check_vma"),
+    [*((name, True) for name in TRANSFORMS), ("jvp", False), ("reverse over forward", False)],
+)
+def test_derivatives_against_the_dense_form(transform, check_vma):
+    ranks, local = 3, 2
+    experts = ranks * local
+    w = _weights_of(3, experts)
+    split = w.reshape(ranks, local, *w.shape[1:])
+    mesh, of = make_mesh((ranks,)), TRANSFORMS[transform]
+    for kind, options in (("random", {}), ("duplicates", {"capacity": 3, "scaled": True})):
+        x, indices, weights = operands(2, kind, ranks, 4, 2, experts)
+        _, kept = expected(indices, experts, options.get("capacity"))
+
+        def local_form(x, indices, weights, w, options=options):
+            return of(lambda x, s, w: layer(x, indices, s, w, **options))(x, weights, w)
+
+        f = jax.jit(per_device(mesh, local_form, check_vma=check_vma))
+        with x64_if(np.float64):
+            got = run(f, x, indices, weights, split)
+            want = of(functools.partial(_dense_of, indices, kept))(x, weights, w)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            assert a.any()
+            np.testing.assert_allclose(a.reshape(b.shape), b, rtol=1e-10, atol=1e-11)
+
+
+def test_tangents_against_finite_differences():
+    """Of the op itself, along one direction of all operands."""
+    mesh, experts = make_mesh((2,)), 4
+    w = _weights_of(3, experts).reshape(2, 2, 6, 5)
+    x, indices, weights = operands(2, "some without", 2, 5, 3, experts)
+    args, step = (x, weights, w), 1e-5
+    along = tuple(np.cos(3 * a) for a in args)
+    f = jax.jit(per_device(mesh, lambda x, s, w, i: layer(x, i, s, w)))
+    with x64_if(np.float64):
+        _, got = jax.jvp(lambda *args: f(*args, indices), args, along)
+        ahead, behind = (
+            np.asarray(f(*(a + s * d for a, d in zip(args, along, strict=True)), indices))
+            for s in (step, -step)
+        )
+    assert np.abs(got).max() > 1
+    np.testing.assert_allclose(got, (ahead - behind) / (2 * step), rtol=1e-7, atol=1e-8)
+
+
+def test_hessian():
+    """Forward over reverse, of all ranks' tokens."""
+    mesh, experts = make_mesh((2,)), 4
+    w = _weights_of(3, experts)
+    x, indices, weights = operands(2, "random", 2, 3, 2, experts)
+    f = per_device(mesh, lambda x, s, w, i: layer(x, i, s, w))
+
+    def loss(x, weights):
+        return jnp.sum(jnp.sin(f(x, weights, w.reshape(2, 2, 6, 5), indices)))
+
+    def exact(x, weights):
+        return jnp.sum(jnp.sin(dense(x, indices, weights, w, np.ones(indices.shape))))
+
+    with x64_if(np.float64):
+        got, want = (jax.jit(jax.hessian(g, (0, 1)))(x, weights) for g in (loss, exact))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-10, atol=1e-11)
+
+
+def test_batches_of_choices_have_both_modes():
+    """vmap over the choices too: each entry has a handle of its own."""
+    mesh, experts = make_mesh((2,)), 4
+    w = _weights_of(3, experts)
+    drawn = [operands(seed, kind, 2, 4, 2, experts) for seed, kind in enumerate(KINDS[:3])]
+    x, indices, weights = (np.stack(a, 1) for a in zip(*drawn, strict=True))
+
+    def local(x, indices, weights, w):
+        def one(x, indices, weights):
+            return _jvp(lambda x, s, w: layer(x, indices, s, w))(x, weights, w)
+
+        def loss(x, weights):
+            return jnp.sum(
+                jnp.sin(jax.vmap(lambda x, i, s: layer(x, i, s, w))(x, indices, weights))
+            )
+
+        return jax.vmap(one)(x, indices, weights), jax.grad(loss, (0, 1))(x, weights)
+
+    with x64_if(np.float64):
+        got = run(jax.jit(per_device(mesh, local)), x, indices, weights, w.reshape(2, 2, 6, 5))
+        for i in range(x.shape[1]):
+            f = functools.partial(_dense_of, indices[:, i], np.ones(indices[:, i].shape))
+            args = x[:, i], weights[:, i], w
+            want = _jvp(f)(*args), _gradient(f)(*args)[:2]
+            for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+                np.testing.assert_allclose(a[:, i], b, rtol=1e-10, atol=1e-11)
+
+
+def test_tangents_have_the_types_of_values():
+    """bfloat16 rows, float32 weights and sums."""
+    mesh, experts = make_mesh((2,)), 4
+    w = _weights_of(3, experts).astype(jnp.bfloat16)
+    x, indices, weights = operands(2, "random", 2, 5, 2, experts, dtype=jnp.bfloat16)
+
+    def local(x, indices, weights, w):
+        return _jvp(lambda x, s, w: layer(x, indices, s, w))(x, weights, w)
+
+    f = jax.jit(per_device(mesh, local))
+    y, dy = run(f, x, indices, weights, w.reshape(2, 2, 6, 5))
+    assert y.dtype == dy.dtype == jnp.bfloat16 and weights.dtype == np.float32
+    with x64_if(np.float64):
+        wide = (a.astype(np.float64) for a in (x, weights, w))
+        kept = np.ones(indices.shape)
+        want = _jvp(functools.partial(_dense_of, indices, kept))(*wide)
+    for a, b in zip((y, dy), want, strict=True):
+        np.testing.assert_allclose(a.astype(np.float64), b, rtol=0, atol=0.03 * np.abs(b).max())
+
+
+def _calls(f, policy=None):
+    """Of one layer on two ranks."""
+    x, indices, weights = operands(2, "random", 2, 5, 2, 4, dtype=np.float32)
+    w = _weights_of(3, 4).astype(np.float32).reshape(2, 2, 6, 5)
+
+    def one(x, indices, weights, w):
+        d = jflux.moe_dispatch(x, indices, weights, num_experts=4, axis_name="tp")
+        rows = checkpoint_name(d.rows, "rows")
+        y = jnp.tanh(jnp.einsum("rh,rhf->rf", rows, w[_expert_of_rows(d)]))
+        return jflux.moe_combine(y, d.handle, weights=weights, axis_name="tp")
+
+    def local(x, indices, weights, w):
+        g = functools.partial(lambda i, x, s, w: one(x, i, s, w), indices)
+        return f(g if policy is None else jax.checkpoint(g, policy=policy))(x, weights, w)
+
+    text = compiled_text(per_device(make_mesh((2,)), local), x, indices, weights, w)
+    return Counter(fused_calls(text))["ragged_all_to_all"]
+
+
+@pytest.mark.skipif(PLATFORM != "cpu", reason="GPUs take the reference")
+def test_what_each_mode_sends():
+    """A forward pass: experts, rows, and the rows back."""
+    names = jax.checkpoint_policies.save_only_these_names
+    assert _calls(lambda f: f) == 3
+    # Back: the rows' gradient out, with its weights, and back, with those of the weights.
+    assert _calls(_gradient) == 3 + 4
+    assert _calls(lambda f: jax.grad(lambda *args: jnp.sum(jnp.sin(f(*args))))) == 3 + 3
+    # Forward: rows; and what the tangents of the experts' rows, and of the weights, make. (For the
+    # latter XLA takes the rows that came back for the values.)
+    assert _calls(_jvp) <= 3 + 3
+    # Under remat the experts and the rows are sent again, and the rows not where they are kept.
+    # (What comes back is of no use to a gradient.)
+    assert _calls(_gradient, names()) == 3 + 2 + 4
+    assert _calls(_gradient, names("rows")) == 3 + 1 + 4
 
 
 # ---- Bits, and programs --------------------------------------------------------------------------

@@ -167,6 +167,27 @@ def test_each_rank_counts_inside_shard_map():
     assert jflux.flops(f, X, W) == ONE * (RANKS // 2)
 
 
+def test_forward_mode_of_expert_parallelism():
+    """Whose tangents are programs that ask for the sizes of axes. Nothing but the experts
+    multiplies."""
+    mesh, tokens = make_mesh((RANKS,)), 3
+    x, w = jnp.ones((RANKS, tokens, 4)), jnp.ones((RANKS, 4, 4))
+    choices = jnp.zeros((RANKS, tokens, 1), jnp.int32)
+
+    def layer(x, w, choices):
+        weights = jnp.ones((tokens, 1))
+        d = jflux.moe_dispatch(x, choices, weights, num_experts=RANKS, axis_name="tp")
+        return jflux.moe_combine(d.rows @ w, d.handle, weights=weights, axis_name="tp")
+
+    f = per_device(mesh, layer)
+    one = RANKS * 2 * (RANKS * tokens) * 4 * 4  # any rank may get all tokens
+    assert jflux.flops(f, x, w, choices) == one
+    for check_vma in (True, False):
+        f = per_device(mesh, layer, check_vma=check_vma)
+        both = lambda x, w, f=f: jax.jvp(lambda x, w: f(x, w, choices), (x, w), (x, w))  # noqa: E731
+        assert jflux.flops(both, x, w) == 3 * one
+
+
 def test_tables_of_flax():
     """They ask XLA, which counts references alone, on one device."""
     linen = pytest.importorskip("flax.linen")

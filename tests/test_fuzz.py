@@ -181,9 +181,11 @@ def test_configs_of_models(text):
     except ValueError as error:
         assert is_clear(error, path), error
         return
-    for size in (config.layers, config.width, config.hidden, config.heads, config.vocab):
+    sizes = (config.layers, config.width, config.hidden, config.heads, config.vocab)
+    for size in (*sizes, config.head_dim, config.units(0)):
         assert type(size) is int and size > 0
-    assert config.width % config.heads == 0 and config.heads % config.kv_heads == 0
+    assert config.head_size or config.width % config.heads == 0
+    assert config.heads % config.kv_heads == 0
     assert math.isfinite(config.epsilon) and math.isfinite(config.theta)
 
 

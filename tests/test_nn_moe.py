@@ -34,14 +34,19 @@ def parameters(seed=0, gated=True, shared=False, bias=False):
     return found
 
 
-def dense(x, router, up, down, gate=None, router_bias=None, shared=None, select=moe.top_k_softmax):
-    """The definition: (y, load balancing, z, tokens of each expert)."""
+def dense(
+    x, router, up, down, gate=None, router_bias=None, shared=None, select=moe.top_k_softmax,
+    kept=1.0,
+):  # fmt: skip
+    """The definition: (y, load balancing, z, tokens of each expert, dropped slots). kept: [T, k],
+    0 for slots that are dropped."""
     act = jax.nn.silu
     tokens = x.reshape(-1, D)
+    experts = router.shape[1]
     logits = tokens @ router
     # The layers compute them in float32.
     indices, weights = select(logits, K, **({} if router_bias is None else {"bias": router_bias}))
-    mask = jnp.einsum("tk,tke->te", weights, jax.nn.one_hot(indices, E))
+    mask = jnp.einsum("tk,tke->te", weights * kept, jax.nn.one_hot(indices, experts))
 
     def expert(x, up, down, gate):
         h = act(x @ up) if gate is None else act(x @ gate) * (x @ up)
@@ -51,9 +56,27 @@ def dense(x, router, up, down, gate=None, router_bias=None, shared=None, select=
     y = jnp.einsum("te,etd->td", mask, each).reshape(x.shape)
     if shared is not None:
         y += expert(x, shared[0], shared[1], shared[2] if len(shared) > 2 else None)
-    counts = jnp.sum(jax.nn.one_hot(indices, E), (0, 1))
-    balance = E * jnp.sum(counts / len(tokens) * jnp.mean(jax.nn.softmax(logits), 0))
-    return y, balance, jnp.mean(jax.nn.logsumexp(logits, -1) ** 2), counts
+    counts = jnp.sum(jax.nn.one_hot(indices, experts), (0, 1))
+    balance = experts * jnp.sum(counts / len(tokens) * jnp.mean(jax.nn.softmax(logits), 0))
+    z = jnp.mean(jax.nn.logsumexp(logits, -1) ** 2)
+    return y, balance, z, counts, jnp.sum(1 - kept * jnp.ones(indices.shape))
+
+
+def kept_slots(x, params, capacity, groups=1, ep=1, tp=1, select=moe.top_k_softmax):
+    """[T, k] for `dense`, of x [b, s, d] whose first dimension is split over so many groups and
+    ranks along ep, and the second over those along tp; each group fills its own experts."""
+    bias = {} if "router_bias" not in params else {"bias": params["router_bias"]}
+    indices = np.asarray(select(x.reshape(-1, x.shape[-1]) @ params["router"], K, **bias)[0])
+    b, s = x.shape[:2]
+    at = np.arange(b * s).reshape(groups, ep, b // groups // ep, tp, s // tp)
+    kept = np.zeros(indices.shape)
+    for tokens in np.moveaxis(at, 3, 2).reshape(groups, -1):
+        left = np.full(params["router"].shape[1], capacity)
+        for t in tokens:
+            for j, expert in enumerate(indices[t]):
+                kept[t, j] = left[expert] > 0
+                left[expert] -= 1
+    return kept
 
 
 MESHES = {
@@ -61,8 +84,22 @@ MESHES = {
     "whole": ((4,), ("tp",), {"axis_name": "tp", "sequence_parallel": False}, None),
     "ep": ((4,), ("ep",), {"expert_axis": "ep"}, None),
     "both": ((2, 2), ("ep", "tp"), {"axis_name": "tp", "expert_axis": "ep"}, None),
+    "both whole": (
+        (2, 2),
+        ("tp", "ep"),
+        {"axis_name": "tp", "expert_axis": "ep", "sequence_parallel": False},
+        None,
+    ),
     "data": ((2, 2), ("data", "tp"), {"axis_name": "tp"}, P("data")),
     "data and experts": ((2, 2), ("data", "ep"), {"expert_axis": "ep"}, P("data")),
+}
+#: How `kept_slots` sees them.
+SPLIT = {
+    "ep": {"ep": 4},
+    "both": {"ep": 2, "tp": 2},
+    "both whole": {"ep": 2},
+    "data and experts": {"groups": 2, "ep": 2},
+    "tp": {"tp": 4},
 }
 KINDS = {
     "gated": {},
@@ -72,23 +109,37 @@ KINDS = {
 
 
 def total(out, scale=1.0):
-    y, balance, z, _ = out
+    y, balance, z, *_ = out
     return jnp.sum(jnp.sin(y)) + balance + 0.1 * z
 
 
+GATHER, DISPATCH = {}, {"exchange": "dispatch"}
+
+
 @pytest.mark.parametrize(
-    ("mesh", "kind"),
+    ("mesh", "kind", "way"),
     [
-        ("tp", "bias"),
-        ("whole", "plain"),
-        ("ep", "bias"),
-        ("both", "gated"),
-        ("both", "plain"),
-        ("data", "plain"),
-        ("data and experts", "gated"),
+        ("tp", "bias", GATHER),
+        ("tp", "gated", {"capacity": 7}),
+        ("whole", "plain", GATHER),
+        ("ep", "bias", GATHER),
+        ("ep", "bias", DISPATCH),
+        ("ep", "plain", DISPATCH | {"capacity": 6}),
+        ("both", "gated", GATHER),
+        ("both", "plain", GATHER),
+        ("both", "plain", DISPATCH),
+        ("both", "gated", {"capacity": 7}),
+        ("both", "gated", DISPATCH | {"capacity": 7}),
+        ("both whole", "bias", DISPATCH | {"capacity": 8}),
+        ("both whole", "gated", DISPATCH),
+        ("data", "plain", GATHER),
+        ("data and experts", "gated", GATHER),
+        ("data and experts", "gated", DISPATCH | {"capacity": 4}),
     ],
+    ids=str,
 )
-def test_equals_every_expert_on_every_token(mesh, kind):
+def test_equals_every_expert_on_every_token(mesh, kind, way):
+    split = SPLIT.get(mesh)
     shape, names, options, x_spec = MESHES[mesh]
     select = moe.top_k_sigmoid if kind == "bias" else moe.top_k_softmax
     with X64():
@@ -98,11 +149,16 @@ def test_equals_every_expert_on_every_token(mesh, kind):
         def layer(x, params):
             return jflux.nn.mixture(
                 x, **params, k=K, select=select, x_spec=x_spec, mesh=make_mesh(shape, names),
-                **options,
+                **options, **way,
             )  # fmt: skip
 
+        kept = 1.0
+        if "capacity" in way:
+            kept = kept_slots(x, params, way["capacity"], select=select, **split)
+            assert 0 < kept.sum() < kept.size
+
         def exact(x, params):
-            return dense(x, **params, select=select)
+            return dense(x, **params, select=select, kept=kept)
 
         for got, want in zip(jax.jit(layer)(x, params), exact(x, params), strict=True):
             np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
@@ -114,54 +170,112 @@ def test_equals_every_expert_on_every_token(mesh, kind):
             np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5)
 
 
-def test_inside_shard_map_with_remat_and_scan():
-    """Two data-parallel groups of two ranks; each has its own losses without `loss_axis`."""
-    mesh = make_mesh((2, 2), ("data", "tp"))
-    specs = {"router": P(), "up": P(None, None, "tp"), "gate": P(None, None, "tp"),
-             "down": P(None, "tp", None)}  # fmt: skip
+@pytest.mark.parametrize("way", [GATHER, DISPATCH], ids=str)
+def test_inside_shard_map_with_remat_and_scan(way):
+    """Two data-parallel groups of two ranks; each has its own losses without `loss_axis`. And other
+    choices in the same program."""
+    other = "ep" if way else "tp"
+    mesh = make_mesh((2, 2), ("data", other))
+    columns = P("ep", None, None) if way else P(None, None, "tp")
+    specs = {"router": P(), "up": columns, "gate": columns,
+             "down": columns if way else P(None, "tp", None)}  # fmt: skip
+    axes = {"expert_axis" if way else "axis_name": other, "loss_axis": "data"}
+    x_spec = P(("data", "ep")) if way else P("data", "tp")
+
+    def body(x, params):
+        one = jax.checkpoint(lambda x: jflux.nn.mixture(x, **params, k=K, **axes, **way))
+
+        def step(carry, _):
+            x, loss = carry
+            out = one(x)
+            return (x + out.y, loss + out.load_balancing + 0.1 * out.z), out.tokens_per_expert
+
+        (x, loss), counts = jax.lax.scan(step, (x, jnp.zeros(())), None, 2)
+        return x, loss, counts
+
+    f = jax.shard_map(
+        body, mesh=mesh, in_specs=(x_spec, specs), out_specs=(x_spec, P(), P())
+    )  # fmt: skip
+
+    def exact(x, params):
+        loss, counts = 0.0, []
+        for _ in range(2):
+            y, balance, z, count, _ = dense(x, **params)
+            x, loss, counts = x + y, loss + balance + 0.1 * z, [*counts, count]
+        return x, loss, jnp.stack(counts)
+
+    def grad(f):
+        def loss(x, params):
+            y, balance, _ = f(x, params)
+            return jnp.sum(jnp.sin(y)) + balance
+
+        return jax.jit(jax.grad(loss, (0, 1)))
+
     with X64():
-        params = parameters()
-        x = np.random.default_rng(2).normal(size=(B, S, D))
+        both, wanted = (jax.jit(f), grad(f)), (exact, grad(exact))
+        for seed in (0, 5):
+            params = parameters(seed)
+            x = np.random.default_rng(seed + 2).normal(size=(B, S, D))
+            for g, w in zip(both[0](x, params), wanted[0](x, params), strict=True):
+                np.testing.assert_allclose(g, w, rtol=1e-5, atol=1e-5)
+            got, want = (jax.tree.leaves(each[1](x, params)) for each in (both, wanted))
+            for g, w in zip(got, want, strict=True):
+                np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5)
+        assert all(g._cache_size() == 1 for g in both)
 
-        def body(x, params):
-            one = jax.checkpoint(
-                lambda x: jflux.nn.mixture(x, **params, k=K, axis_name="tp", loss_axis="data")
+
+@pytest.mark.parametrize(
+    ("shape", "tp", "capacity", "dtype"),
+    [((3,), 1, None, np.float64), ((2, 3), 3, 5, np.float64), ((3, 2), 2, None, jnp.bfloat16)],
+)
+def test_both_exchanges_are_one_function(shape, tp, capacity, dtype):
+    """With sizes that nothing divides: 5 tokens of a rank, 6 experts of 7 units of a rank."""
+    if np.prod(shape) > RANKS:
+        pytest.skip("more ranks than devices")
+    names = ("ep", "tp")[: len(shape)]
+    axes = {"expert_axis": "ep", "axis_name": "tp" if tp > 1 else None}
+    rng = np.random.default_rng(6)
+    params = {
+        "router": rng.normal(size=(D, 6)),
+        **{n: rng.normal(size=(6, D, 7 * tp)) for n in ("up", "gate")},
+        "down": rng.normal(size=(6, 7 * tp, D)),
+    }
+    columns = P("ep", None, "tp") if tp > 1 else P("ep")
+    specs = {"router": P(), "up": columns, "gate": columns,
+             "down": P("ep", "tp") if tp > 1 else P("ep")}  # fmt: skip
+    x, ct = rng.normal(size=(2, 5 * int(np.prod(shape)), D))
+    tokens = P(names)
+
+    def with_gradients(way):
+        def f(x, params, ct):
+            def one(x, params):
+                out = jflux.nn.mixture(x, **params, k=4, capacity=capacity, **axes, exchange=way)
+                return out.y, out[1:]
+
+            y, pull, rest = jax.vjp(one, x, params, has_aux=True)
+            directions = jax.tree.map(jnp.cos, (x, params))
+            dy = jax.jvp(lambda *args: one(*args)[0], (x, params), directions)[1]
+            return (y, dy), pull(ct), rest
+
+        return jax.jit(
+            jax.shard_map(
+                f, mesh=make_mesh(shape, names), in_specs=(tokens, specs, tokens),
+                out_specs=((tokens, tokens), (tokens, specs), P()),
             )
+        )  # fmt: skip
 
-            def step(carry, _):
-                x, loss = carry
-                out = one(x)
-                return (x + out.y, loss + out.load_balancing + 0.1 * out.z), out.tokens_per_expert
-
-            (x, loss), counts = jax.lax.scan(step, (x, jnp.zeros(())), None, 2)
-            return x, loss, counts
-
-        f = jax.shard_map(
-            body,
-            mesh=mesh,
-            in_specs=(P("data", "tp"), specs),
-            out_specs=(P("data", "tp"), P(), P()),
-        )
-
-        def exact(x, params):
-            loss, counts = 0.0, []
-            for _ in range(2):
-                y, balance, z, count = dense(x, **params)
-                x, loss, counts = x + y, loss + balance + 0.1 * z, [*counts, count]
-            return x, loss, jnp.stack(counts)
-
-        for got, want in zip(jax.jit(f)(x, params), exact(x, params), strict=True):
-            np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
-
-        def grad(f):
-            def loss(x, params):
-                y, balance, _ = f(x, params)
-                return jnp.sum(jnp.sin(y)) + balance
-
-            return jax.jit(jax.grad(loss, (0, 1)))(x, params)
-
-        for g, w in zip(jax.tree.leaves(grad(f)), jax.tree.leaves(grad(exact)), strict=True):
-            np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5)
+    with X64():
+        args = jax.tree.map(lambda a: jnp.asarray(a, dtype), (x, params, ct))
+        args[1]["router"] = jnp.asarray(params["router"], np.float32)
+        gather, dispatch = (with_gradients(way)(*args) for way in ("gather", "dispatch"))
+        assert int(dispatch[2][3]) == (0 if capacity is None else int(gather[2][3]))
+        assert (int(dispatch[2][3]) > 0) == (capacity is not None)
+        for g, d in zip(jax.tree.leaves(gather), jax.tree.leaves(dispatch), strict=True):
+            assert g.dtype == d.dtype
+            wide = np.asarray(g, np.float64)
+            loose = {"rtol": 0, "atol": 0.02 * np.abs(wide).max()}
+            close = {"rtol": 1e-6, "atol": 1e-6} if dtype == np.float64 else loose
+            np.testing.assert_allclose(np.asarray(d, np.float64), wide, **close)
 
 
 def test_one_device_needs_no_mesh():
@@ -187,6 +301,24 @@ def test_wrong_operands():
         )  # fmt: skip
 
 
+def test_options_that_do_not_fit():
+    params = {name: a.astype(np.float32) for name, a in parameters().items()}
+    x = np.zeros((B, S, D), np.float32)
+    refused = functools.partial(jflux.nn.mixture, x, **params, k=K)
+    with pytest.raises(ValueError, match="exchange='sent' must be one of .*'dispatch'"):
+        refused(exchange="sent")
+    with pytest.raises(
+        ValueError, match="'dispatch' sends tokens along expert_axis, which is None"
+    ):
+        refused(exchange="dispatch", axis_name="tp")
+    with pytest.raises(TypeError, match=r"capacity must be an int or None, got 1\.5"):
+        refused(capacity=1.5)
+    with pytest.raises(ValueError, match="capacity=0 must be at least 1"):
+        refused(capacity=0)
+    with pytest.raises(ValueError, match="chooses among 4 experts, and up .* has 3 on each of 1"):
+        jflux.nn.mixture(x, **{**params, "up": params["up"][:3]}, k=K)
+
+
 # ---- Layers --------------------------------------------------------------------------------------
 
 AXES = {
@@ -206,12 +338,13 @@ def of_layer(params):
     return {**params, "shared": shared}
 
 
-def test_linen():
+@pytest.mark.parametrize("way", [GATHER, DISPATCH | {"capacity": 6}], ids=str)
+def test_linen(way):
     pytest.importorskip("flax")
     from jflux.nn import linen
 
     mesh = make_mesh((2, 2), ("ep", "tp"))
-    layer = linen.MoE(E, F, K, expert_axis="ep", shared_features=F, **WEIGHTS)
+    layer = linen.MoE(E, F, K, expert_axis="ep", shared_features=F, **WEIGHTS, **way)
     x = np.random.default_rng(4).normal(size=(B, S, D)).astype(np.float32)
     with jax.set_mesh(mesh):
         variables = jax.jit(layer.init)(jax.random.key(0), x)
@@ -223,11 +356,15 @@ def test_linen():
         y, sown = jax.jit(functools.partial(layer.apply, mutable=["losses", "intermediates"]))(
             {"params": boxed}, x
         )
-    want = dense(x, **of_layer(dict(params)))
+    params = {name: np.asarray(a) for name, a in params.items()}
+    kept = kept_slots(x, params, way.get("capacity", B * S), ep=2, tp=2)
+    assert (kept.sum() < kept.size) == bool(way)
+    want = dense(x, **of_layer(dict(params)), kept=kept)
     np.testing.assert_allclose(y, want[0], rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(sown["losses"]["load_balancing"][0], 0.5 * want[1], rtol=1e-5)
     np.testing.assert_allclose(sown["losses"]["z"][0], 0.25 * want[2], rtol=1e-5)
     np.testing.assert_array_equal(sown["intermediates"]["tokens_per_expert"][0], want[3])
+    np.testing.assert_array_equal(sown["intermediates"]["dropped"][0], want[4])
 
     # Inside shard_map, one rank's parameters.
     rules = jflux.nn.logical_axis_rules("tp", expert_axis="ep")
@@ -239,7 +376,8 @@ def test_linen():
     np.testing.assert_allclose(jax.jit(per_rank)(params, x), want[0], rtol=1e-4, atol=1e-5)
 
 
-def test_nnx():
+@pytest.mark.parametrize("way", [GATHER, DISPATCH | {"capacity": 6}], ids=str)
+def test_nnx(way):
     pytest.importorskip("flax")
     from flax import nnx
 
@@ -249,7 +387,7 @@ def test_nnx():
     x = np.random.default_rng(5).normal(size=(B, S, D)).astype(np.float32)
     with jax.set_mesh(mesh):
         layer = layers.MoE(
-            D, E, F, K, expert_axis="ep", shared_features=F, rngs=nnx.Rngs(0), **WEIGHTS
+            D, E, F, K, expert_axis="ep", shared_features=F, rngs=nnx.Rngs(0), **WEIGHTS, **way
         )
         assert {name: getattr(layer, name).out_sharding for name in layer.names} == AXES
         assert layer.up[...].sharding.spec == P("ep", None, "tp")
@@ -260,15 +398,17 @@ def test_nnx():
             return y, nnx.pop(layer, layers.Loss), nnx.pop(layer, nnx.Intermediate)
 
         y, losses, seen = call(layer, x)
-    want = dense(
-        x, **of_layer({name: np.asarray(getattr(layer, name)[...]) for name in layer.names})
-    )
+    params = {name: np.asarray(getattr(layer, name)[...]) for name in layer.names}
+    kept = kept_slots(x, params, way.get("capacity", B * S), ep=2, tp=2)
+    assert (kept.sum() < kept.size) == bool(way)
+    want = dense(x, **of_layer(params), kept=kept)
     np.testing.assert_allclose(y, want[0], rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(
         jax.tree.leaves(losses["load_balancing"])[0], 0.5 * want[1], rtol=1e-5
     )
     np.testing.assert_allclose(jax.tree.leaves(losses["z"])[0], 0.25 * want[2], rtol=1e-5)
     np.testing.assert_array_equal(jax.tree.leaves(seen["tokens_per_expert"])[0], want[3])
+    np.testing.assert_array_equal(jax.tree.leaves(seen["dropped"])[0], want[4])
 
 
 def test_a_bias_for_the_choice_alone():

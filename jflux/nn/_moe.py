@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from .. import _epilogue, _global, _mesh, moe
+from .. import _epilogue, _expert_parallel, _global, _mesh, moe
 from .._mesh import AxisName
 from .._ops import _lax
 from .._ops.all_reduce import all_reduce
@@ -22,6 +23,9 @@ from . import _dense
 #: logits [T, E], k -> (indices i32 [T, k], weights [T, k])
 Select = Callable[..., tuple[jax.Array, jax.Array]]
 
+#: How tokens come to the ranks of their experts.
+EXCHANGES = ("gather", "dispatch")
+
 
 class MixtureOutput(NamedTuple):
     """What a mixture of experts gives.
@@ -30,13 +34,15 @@ class MixtureOutput(NamedTuple):
       y: as x.
       load_balancing: [], :func:`jflux.moe.load_balancing_loss` of all tokens.
       z: [], :func:`jflux.moe.z_loss` of all tokens.
-      tokens_per_expert: i32 [E], slots that chose each expert, of all tokens.
+      tokens_per_expert: i32 [E], slots that chose each expert, of all tokens, with those dropped.
+      dropped: i32 [], slots of all tokens that found no place in their expert's `capacity`.
     """
 
     y: jax.Array
     load_balancing: jax.Array
     z: jax.Array
     tokens_per_expert: jax.Array
+    dropped: jax.Array
 
 
 def mixture(
@@ -51,6 +57,8 @@ def mixture(
     expert_axis: AxisName | None = None,
     sequence_parallel: bool = True,
     loss_axis: AxisName | None = None,
+    exchange: str = "gather",
+    capacity: int | None = None,
     activation: str = "silu",
     select: Select = moe.top_k_softmax,
     router_bias: jax.Array | None = None,
@@ -66,10 +74,20 @@ def mixture(
 
         x [..., s/N, d]   router [d, E]   gate, up [E/M, d, F/N]   down [E/M, F/N, d]
 
-    Every rank chooses for its own tokens, gathers the tokens and choices of all N M ranks, computes
-    its part of its experts for all of them, and the sums are scattered: :func:`jflux.all_gather`,
-    two calls of :func:`jflux.grouped_matmul`, :func:`jflux.reduce_scatter`. Nothing is dropped, and
-    all sizes stay on the device. Without axes it computes on one device.
+    Every rank chooses for its own tokens. How these come to their experts is `exchange`'s to say:
+
+    - "gather": each rank gathers the tokens and choices of all N M ranks, computes its part of its
+      experts for all of them, and the sums are scattered: :func:`jflux.all_gather`, two calls of
+      :func:`jflux.grouped_matmul`, :func:`jflux.reduce_scatter`.
+    - "dispatch": each rank gathers those along `axis_name` alone. Along `expert_axis` a token goes
+      to the ranks of its experts, and each of its k rows back: :func:`jflux.moe_dispatch`, the same
+      two products, :func:`jflux.moe_combine`, and a reduce-scatter along `axis_name`.
+
+    Values, losses and gradients are the same up to rounding. "gather" is the default, since the
+    kernels of "dispatch" have not been checked on a GPU: there its rows take the `lax` reference,
+    which gathers all ranks' (see :func:`jflux.ragged_all_to_all`). The guide "Mixtures of experts"
+    has the bytes of each. Without a `capacity` nothing is dropped. All sizes stay on the device.
+    Without axes it computes on one device.
 
     Along `axis_name` each expert's hidden units are split (tensor parallel), along `expert_axis`
     the experts are (expert parallel), and tokens along both. With ``sequence_parallel=False`` x is
@@ -85,6 +103,10 @@ def mixture(
       k: experts of a token.
       loss_axis: further mesh axes that tokens are split over, such as that of data parallelism. The
         losses and counts are of all tokens. Of global arrays it is known.
+      exchange: "gather" or "dispatch"; the second needs `expert_axis`.
+      capacity: an expert takes so many slots of the tokens of all N M ranks, the first ones in the
+        order of ranks along (`expert_axis`, `axis_name`), tokens and choices; others are dropped,
+        and add nothing to y. It is the same for both exchanges. None: it takes all.
       activation: "gelu", "gelu_tanh", "relu" or "silu".
       select: chooses: ``select(logits, k)``, or with `router_bias` ``select(logits, k, bias=...)``;
         a function of ``jflux.moe``, perhaps with options by `functools.partial`.
@@ -100,6 +122,7 @@ def mixture(
     """
     parts: dict[str, Any] = {"axis_name": axis_name, "expert_axis": expert_axis}
     axes = axes_of(axis_name, expert_axis)
+    _check_exchange(exchange, expert_axis, capacity)
     if x.ndim < 2 or router.ndim != 2 or router.shape[0] != x.shape[-1]:
         raise ValueError(
             f"jflux.nn.mixture: x {x.shape} must be [..., s, d] and router {router.shape} [d, E]"
@@ -109,12 +132,28 @@ def mixture(
         "router_bias": router_bias, "shared": None if shared is None else tuple(shared),
     }  # fmt: skip
     body: Callable[..., MixtureOutput] = functools.partial(
-        _mixture, k=k, sequence_parallel=sequence_parallel, activation=activation, select=select,
-        **parts,
+        _mixture, k=k, sequence_parallel=sequence_parallel, exchange=exchange, capacity=capacity,
+        activation=activation, select=select, **parts,
     )  # fmt: skip
     if not axes or _mesh.is_bound(axes):
         return body(**operands, loss_axes=axes_of(loss_axis))
     return _over_global_arrays(body, operands, axes, sequence_parallel, mesh, x_spec, **parts)
+
+
+def _check_exchange(exchange: str, expert_axis: AxisName | None, capacity: Any) -> None:
+    if exchange not in EXCHANGES:
+        raise ValueError(f"jflux.nn.mixture: {exchange=} must be one of {EXCHANGES}")
+    if exchange == "dispatch" and expert_axis is None:
+        raise ValueError(
+            "jflux.nn.mixture: exchange='dispatch' sends tokens along expert_axis, which is None; "
+            "name it, or take exchange='gather'"
+        )
+    if capacity is None:
+        return
+    if not isinstance(capacity, int | np.integer) or isinstance(capacity, bool):
+        raise TypeError(f"jflux.nn.mixture: capacity must be an int or None, got {capacity!r}")
+    if capacity < 1:
+        raise ValueError(f"jflux.nn.mixture: {capacity=} must be at least 1")
 
 
 def _over_global_arrays(
@@ -159,7 +198,7 @@ def _over_global_arrays(
     nothing: Any = PartitionSpec()
     return _global.with_specs(
         call, "nn.mixture", given, {name: specs[name] for name in given}, axis_name=axes, mesh=mesh,
-        out_specs=MixtureOutput(spec, nothing, nothing, nothing), check_vma=True,
+        out_specs=MixtureOutput(spec, *[nothing] * 4), check_vma=True,
     )  # fmt: skip
 
 
@@ -177,25 +216,35 @@ def _mixture(
     expert_axis: AxisName | None,
     sequence_parallel: bool,
     loss_axes: tuple[Any, ...],
+    exchange: str,
+    capacity: int | None,
     activation: str,
     select: Select,
 ) -> MixtureOutput:
     """On one rank."""
     tp, ep = axes_of(axis_name), axes_of(expert_axis)
     split = (*ep, *tp) if sequence_parallel else ep
+    _check_experts(router, up, ep)
     tokens = x.reshape(-1, x.shape[-1])
     logits = tokens.astype(jnp.float32) @ router.astype(jnp.float32)
     bias = {} if router_bias is None else {"bias": router_bias}
     indices, weights = select(logits, k, **bias)
-    losses = _losses(logits, indices, (*split, *loss_axes))
+    losses = _losses(logits, indices, capacity, split, loss_axes)
 
-    if split:
-        tokens = all_gather(tokens, axis_name=split, axis=0, tiled=True)
-        weights = all_gather(weights, axis_name=split, axis=0, tiled=True)
-        indices = lax.all_gather(indices, split, axis=0, tiled=True)
-    y = _experts(tokens, _own(indices, up.shape[0], ep), weights, up, down, gate, activation)
-    if split:
-        y = reduce_scatter(y, axis_name=split, scatter_dimension=0, tiled=True)
+    weigh: dict[str, Any] = {"capacity": capacity, "activation": activation}
+    # Those that see all of their group's tokens before the experts, and sum after them.
+    gathered = split if exchange == "gather" else tp if sequence_parallel else ()
+    if gathered:
+        tokens = all_gather(tokens, axis_name=gathered, axis=0, tiled=True)
+        weights = all_gather(weights, axis_name=gathered, axis=0, tiled=True)
+        indices = lax.all_gather(indices, gathered, axis=0, tiled=True)
+    if exchange == "gather":
+        own = _own(indices, up.shape[0], ep)
+        y = _experts(tokens, own, weights, up, down, gate, **weigh)
+    else:
+        y = _experts_of_all_ranks(tokens, indices, weights, up, down, gate, ep, **weigh)
+    if gathered:
+        y = reduce_scatter(y, axis_name=gathered, scatter_dimension=0, tiled=True)
     if tp and not sequence_parallel:
         y = all_reduce(y, axis_name=tp)
     y = y.reshape(x.shape)
@@ -204,14 +253,34 @@ def _mixture(
     return MixtureOutput(y, *losses)
 
 
-def _losses(logits: jax.Array, indices: jax.Array, axes: tuple[Any, ...]) -> tuple[Any, ...]:
-    """(load balancing, z, tokens of each expert), of all tokens over these axes."""
-    over = axes or None
+def _check_experts(router: jax.Array, up: jax.Array, ep: tuple[Any, ...]) -> None:
+    ranks = _mesh.axis_size(ep) if ep else 1
+    if up.shape[0] * ranks != router.shape[1]:
+        raise ValueError(
+            f"jflux.nn.mixture: router {router.shape} chooses among {router.shape[1]} experts, and "
+            f"up {up.shape} has {up.shape[0]} on each of {ranks} ranks along expert_axis; it must "
+            "have E/M"
+        )
+
+
+def _losses(
+    logits: jax.Array,
+    indices: jax.Array,
+    capacity: int | None,
+    split: tuple[Any, ...],
+    loss_axes: tuple[Any, ...],
+) -> tuple[Any, ...]:
+    """(load balancing, z, tokens of each expert, dropped slots), of all tokens over these axes.
+    Those along `split` share each expert's capacity."""
+    over = (*split, *loss_axes)
     tokens = moe.count(indices, logits.shape[1])
+    tokens = lax.psum(tokens, split) if split else tokens
+    dropped = jnp.zeros_like(tokens) if capacity is None else jnp.maximum(tokens - capacity, 0)
+    counts = tokens, jnp.sum(dropped, dtype=jnp.int32)
     return (
-        moe.load_balancing_loss(logits, indices, axis_name=over),
-        moe.z_loss(logits, axis_name=over),
-        lax.psum(tokens, axes) if axes else tokens,
+        moe.load_balancing_loss(logits, indices, axis_name=over or None),
+        moe.z_loss(logits, axis_name=over or None),
+        *(lax.psum(counts, loss_axes) if loss_axes else counts),
     )
 
 
@@ -230,16 +299,49 @@ def _experts(
     up: jax.Array,
     down: jax.Array,
     gate: jax.Array | None,
+    *,
+    capacity: int | None,
     activation: str,
 ) -> jax.Array:
     """The weighted sum of each token's experts on this rank."""
-    routing = moe.route(indices, up.shape[0])
-    rows = moe.permute(tokens, routing)
+    routing = moe.route(indices, up.shape[0], capacity=capacity)
+    y = _products(moe.permute(tokens, routing), routing.counts, up, down, gate, activation)
+    return moe.unpermute(y, routing, weights)
+
+
+def _experts_of_all_ranks(
+    tokens: jax.Array,
+    indices: jax.Array,
+    weights: jax.Array,
+    up: jax.Array,
+    down: jax.Array,
+    gate: jax.Array | None,
+    ep: tuple[Any, ...],
+    *,
+    capacity: int | None,
+    activation: str,
+) -> jax.Array:
+    """The weighted sum of each token's experts, to whose ranks it goes and from which it comes."""
+    there = _expert_parallel.moe_dispatch(
+        tokens, indices, weights, capacity=capacity, axis_name=ep,
+        num_experts=up.shape[0] * _mesh.axis_size(ep),
+    )  # fmt: skip
+    y = _products(there.rows, there.padded_sizes, up, down, gate, activation)
+    return _expert_parallel.moe_combine(y, there.handle, weights=weights, axis_name=ep)
+
+
+def _products(
+    rows: jax.Array,
+    sizes: jax.Array,
+    up: jax.Array,
+    down: jax.Array,
+    gate: jax.Array | None,
+    activation: str,
+) -> jax.Array:
+    """What experts make of rows that lie expert after expert."""
     pair = up if gate is None else (gate, up)
-    hidden = grouped_matmul(
-        rows, pair, routing.counts, activation=activation, gated=gate is not None
-    )
-    return moe.unpermute(grouped_matmul(hidden, down, routing.counts), routing, weights)
+    hidden = grouped_matmul(rows, pair, sizes, activation=activation, gated=gate is not None)
+    return grouped_matmul(hidden, down, sizes)
 
 
 def _shared(
@@ -300,7 +402,7 @@ def of_layer(layer: Any, x: jax.Array, params: dict[str, jax.Array]) -> MixtureO
     shared = tuple(rest.pop(name) for name in names if name in rest)
     options: dict[str, Any] = {
         name: getattr(layer, name)
-        for name in ("k", "axis_name", "expert_axis", "loss_axis", "sequence_parallel",
-                     "activation", "select", "x_spec")
+        for name in ("k", "axis_name", "expert_axis", "loss_axis", "sequence_parallel", "exchange",
+                     "capacity", "activation", "select", "x_spec")
     }  # fmt: skip
     return mixture(x, shared=shared or None, **options, **own, **rest)

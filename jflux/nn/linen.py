@@ -224,7 +224,7 @@ class MoE(nn.Module):
     :func:`jflux.nn.mixture`.
 
     It sows into the collection "losses" ``load_balancing`` and ``z``, each times its weight, so
-    that training adds their sum; and into "intermediates" ``tokens_per_expert``.
+    that training adds their sum; and into "intermediates" ``tokens_per_expert`` and ``dropped``.
 
     Parameters: router [d, E], up and gate [E, d, F], down [E, F, d], and with `shared_features`
     shared_up, shared_gate [d, S] and shared_down [S, d]; with `use_router_bias` router_bias [E],
@@ -237,6 +237,8 @@ class MoE(nn.Module):
       axis_name: the mesh axis that experts' hidden units are split over; None: none.
       expert_axis: the mesh axis that experts, and tokens, are split over; None: none.
       loss_axis: further mesh axes that tokens are split over, inside ``shard_map``.
+      exchange: how tokens come to their experts' ranks, "gather" or "dispatch".
+      capacity: how many slots an expert takes; None: all.
       gated: experts have a gate.
       shared_features: S, the hidden units of an expert of all tokens; 0: there is none.
       select: a function of ``jflux.moe`` that chooses.
@@ -253,6 +255,8 @@ class MoE(nn.Module):
     loss_axis: _mesh.AxisName | None = None
     sequence_parallel: bool = True
     x_spec: PartitionSpec | None = None
+    exchange: str = "gather"
+    capacity: int | None = None
     activation: str = "silu"
     gated: bool = True
     shared_features: int = 0
@@ -284,6 +288,7 @@ class MoE(nn.Module):
         self.sow("losses", "load_balancing", self.load_balancing_weight * out.load_balancing)
         self.sow("losses", "z", self.z_weight * out.z)
         self.sow("intermediates", "tokens_per_expert", out.tokens_per_expert)
+        self.sow("intermediates", "dropped", out.dropped)
         return out.y
 
 

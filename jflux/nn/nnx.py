@@ -289,8 +289,8 @@ class MoE(nnx.Module):
     :func:`jflux.nn.mixture`.
 
     It sows ``load_balancing`` and ``z``, each times its weight, as :class:`Loss`, and
-    ``tokens_per_expert`` as ``nnx.Intermediate``; `sows=False` leaves that out, where nobody takes
-    them. Its parameters and options are those of :class:`jflux.nn.linen.MoE`.
+    ``tokens_per_expert`` and ``dropped`` as ``nnx.Intermediate``; `sows=False` leaves that out,
+    where nobody takes them. Its parameters and options are those of :class:`jflux.nn.linen.MoE`.
 
     Args:
       features: d.
@@ -311,6 +311,8 @@ class MoE(nnx.Module):
         loss_axis: AxisName | None = None,
         sequence_parallel: bool = True,
         x_spec: PartitionSpec | None = None,
+        exchange: str = "gather",
+        capacity: int | None = None,
         activation: str = "silu",
         gated: bool = True,
         shared_features: int = 0,
@@ -328,6 +330,7 @@ class MoE(nnx.Module):
         self.num_experts, self.hidden_features, self.k = num_experts, hidden_features, k
         self.axis_name, self.expert_axis, self.loss_axis = axis_name, expert_axis, loss_axis
         self.sequence_parallel, self.x_spec = sequence_parallel, x_spec
+        self.exchange, self.capacity = exchange, capacity
         self.activation, self.gated, self.shared_features = activation, gated, shared_features
         self.select, self.use_router_bias = select, use_router_bias
         self.load_balancing_weight, self.z_weight, self.sows = load_balancing_weight, z_weight, sows
@@ -350,6 +353,7 @@ class MoE(nnx.Module):
             self.sow(Loss, "load_balancing", self.load_balancing_weight * out.load_balancing)
             self.sow(Loss, "z", self.z_weight * out.z)
             self.sow(nnx.Intermediate, "tokens_per_expert", out.tokens_per_expert)
+            self.sow(nnx.Intermediate, "dropped", out.dropped)
         return out.y
 
 
