@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,40 +9,25 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import _derivatives, _mesh, moe
 from . import _expert_routing as routing
+from . import _mesh, moe
 from ._expert_routing import Sizes
+from ._expert_rows import (
+    Handle,
+    LevelsHandle,
+    combined,
+    move,
+    once,
+    rows_of_tokens,
+    spread,
+    tokens_to_experts,
+    wide_type,
+)
 from ._mesh import AxisName
-from ._ops import _product
 from ._ops.exchange import all_gather
-from ._ops.ragged_all_to_all import ragged_all_to_all
 
 LAYOUTS = ("expert", "masked")
 OVERFLOWS = ("drop", "error")
-
-
-class Handle(NamedTuple):
-    """How a dispatch moved its rows: all that :func:`jflux.moe_combine` needs of it. Integers,
-    int32.
-
-    Attributes:
-      token: [min(k, N) T], the token of each row that this rank sends; -1: none.
-      out: of these rows, between ranks.
-      slot: [R], which of the ``N T k`` slots of the rows that have come is an expert's row; -1:
-        none. (A masked layout is [E_local C] here.)
-      back: [min(k, E_local) N T], the expert's row of each row that goes back; -1: none.
-      home: of these rows, between ranks.
-      first: [T, k], the slot of the token whose row this slot shares; -1: it has none.
-      row: [T, k], which of the rows that come back is the slot's; -1: none.
-    """
-
-    token: jax.Array
-    out: Sizes
-    slot: jax.Array
-    back: jax.Array
-    home: Sizes
-    first: jax.Array
-    row: jax.Array
 
 
 class DispatchStatistics(NamedTuple):
@@ -51,7 +35,8 @@ class DispatchStatistics(NamedTuple):
 
     Attributes:
       tokens_per_expert: [E], tokens of all ranks that chose each expert, with those dropped.
-      dropped: [], slots of this rank that found no place, or whose index is out of range.
+      dropped: [], slots of this rank that found no place, or whose index is out of range. With a
+        `node_axis`, slots that this rank passed on to its node and that found no place there.
     """
 
     tokens_per_expert: jax.Array
@@ -75,7 +60,7 @@ class Dispatched(NamedTuple):
     group_sizes: jax.Array
     padded_sizes: jax.Array
     weights: jax.Array
-    handle: Handle
+    handle: Handle | LevelsHandle
     statistics: DispatchStatistics
 
 
@@ -90,6 +75,7 @@ def moe_dispatch(
     layout: str = "expert",
     on_overflow: str = "drop",
     axis_name: AxisName,
+    node_axis: AxisName | None = None,
 ) -> Dispatched:
     """Sends each token's row to the ranks of its experts, and sorts what comes by expert.
 
@@ -102,6 +88,12 @@ def moe_dispatch(
     and ``R = min(k, E / N) N T + (E / N) (alignment - 1)``, rounded up to `alignment`. With one it
     is ``E / N`` times the rounded capacity, if that is less. A token that names an expert twice has
     one row there, with the sum of both weights.
+
+    With `node_axis`, of M ranks, there are N M ranks, and that along (`node_axis`, `axis_name`) has
+    its E / (N M) experts in this order. A token travels once to a node: to the rank there with its
+    own place along `axis_name`, which passes it on to the node's ranks (arXiv 2412.19437, section
+    3.2.2). An expert's rows are then in the order of (rank along `axis_name`, node, token, slot),
+    and sizes are those of N M ranks.
 
     Differentiable in `x` and `topk_weights`, in both modes; the gradient comes back as in
     :func:`jflux.moe_combine`, and is summed over a token's copies in float32, in the order of
@@ -122,6 +114,7 @@ def moe_dispatch(
         :func:`jflux.ragged_all_to_all` does for a bad input_offsets[0], which is minus the number
         of such slots. (Its `lax` form does not look, and drops.)
       axis_name: a mesh axis, or a tuple of them.
+      node_axis: the mesh axis of nodes, if ranks of one node alone are joined by fast links.
 
     Returns:
       The rows and the rest, see :class:`Dispatched`. Rows have x's type, weights are float32
@@ -131,14 +124,55 @@ def moe_dispatch(
       ValueError, TypeError: for operands and options that do not fit, when the call is traced.
       jax.errors.JaxRuntimeError: when it runs, as :func:`jflux.ragged_all_to_all`.
     """
-    world = _mesh.axis_size(axis_name)
-    x, indices, weights = _checked(x, topk_indices, topk_weights, num_experts, world)
+    axes = _mesh.as_tuple(axis_name)
+    axes = axes if node_axis is None else (*_mesh.as_tuple(node_axis), *axes)
+    x, indices, weights = _checked(
+        x, topk_indices, topk_weights, num_experts, _mesh.axis_size(axes)
+    )
     _check_options(capacity, alignment, layout, on_overflow)
-    x, indices, weights = _mesh.vary_together(axis_name, x, indices, weights)
+    x, indices, weights = _mesh.vary_together(axes, x, indices, weights)
+    if node_axis is None:
+        return _dispatch(
+            x, indices, weights, num_experts, capacity, alignment, layout, on_overflow, axis_name
+        )
+    # First to nodes, as if each were a rank with one expert.
+    nodes, node = _mesh.axis_size(node_axis), lax.axis_index(_mesh.as_tuple(node_axis))
+    experts = num_experts // nodes
+    is_known = (indices >= 0) & (indices < num_experts)
+    node_of = jnp.where(is_known, indices // experts, jnp.where(indices == -1, -1, nodes))
+    come = _dispatch(x, node_of, weights, nodes, None, 1, "expert", on_overflow, node_axis)
+    between: Any = come.handle
+    (chosen,) = tokens_to_experts(node_axis, between, indices + 1)  # 0 where no row has come
+    chosen = chosen - 1 - node * experts
+    chosen = jnp.where((chosen >= 0) & (chosen < experts), chosen, -1)
+    (row_weights,) = rows_of_tokens(node_axis, between, weights.astype(wide_type(x.dtype)))
+    own = _dispatch(
+        come.rows, chosen, row_weights, experts, capacity, alignment, layout, on_overflow, axis_name
+    )
+    inside: Any = own.handle
+    statistics = DispatchStatistics(
+        all_gather(own.statistics.tokens_per_expert, axis_name=node_axis, tiled=True),
+        come.statistics.dropped + own.statistics.dropped,
+    )
+    return own._replace(handle=LevelsHandle(between, inside), statistics=statistics)
+
+
+def _dispatch(
+    x: jax.Array,
+    indices: jax.Array,
+    weights: jax.Array,
+    num_experts: int,
+    capacity: int | None,
+    alignment: int,
+    layout: str,
+    on_overflow: str,
+    axis_name: AxisName,
+) -> Dispatched:
+    """Between the ranks along one axis. k may be more than there are experts."""
     handle, sizes, padded, statistics = _route(
         indices, num_experts, capacity, alignment, layout, on_overflow, axis_name
     )
-    rows, row_weights = _spread(axis_name, handle, x, weights.astype(_wide(x.dtype)))
+    rows, row_weights = spread(axis_name, handle, x, weights.astype(wide_type(x.dtype)))
     if layout == "masked":
         rows = rows.reshape(sizes.shape[0], -1, rows.shape[1])
         row_weights = row_weights.reshape(rows.shape[:2])
@@ -147,11 +181,12 @@ def moe_dispatch(
 
 def moe_combine(
     y: Any,
-    handle: Handle,
+    handle: Handle | LevelsHandle,
     *,
     weights: Any = None,
     residual: Any = None,
     axis_name: AxisName,
+    node_axis: AxisName | None = None,
 ) -> jax.Array:
     """Brings the experts' rows back to their tokens, and sums them.
 
@@ -159,6 +194,9 @@ def moe_combine(
     a token's are multiplied by their weights and added in float32, in the order of top-k, and
     rounded once: the bits depend neither on the run nor on the number of ranks. A slot without a
     row, since it has no expert or was dropped, adds nothing.
+
+    After a dispatch with `node_axis`, a token's rows on a node are summed so first, rounded to y's
+    type and sent once; then the nodes' sums, in the order in which top-k names the nodes first.
 
     Differentiable in `y`, `weights` and `residual`, in both modes: the gradient is dispatched with
     the handle, a row once to a rank.
@@ -169,7 +207,7 @@ def moe_combine(
       weights: [T, k]. None: rows are added as they are, for experts that have applied
         ``Dispatched.weights``; two slots that share a row add it once.
       residual: [T, D], added last, before rounding. None: none.
-      axis_name: as in the dispatch.
+      axis_name, node_axis: as in the dispatch.
 
     Returns:
       [T, D], of y's type.
@@ -178,6 +216,20 @@ def moe_combine(
       ValueError, TypeError: for operands that do not fit, when the call is traced.
       jax.errors.JaxRuntimeError: when it runs, as :func:`jflux.ragged_all_to_all`.
     """
+    if (node_axis is not None) != isinstance(handle, LevelsHandle):
+        raise ValueError(
+            f"jflux.moe_combine: {node_axis=} must be that of the dispatch, whose handle is "
+            f"{'not ' if node_axis is not None else ''}of one with a node_axis"
+        )
+    if isinstance(handle, LevelsHandle):
+        between, inside = handle
+        if weights is not None:
+            weights = _checked_weights(weights, between)
+            (weights,) = rows_of_tokens(
+                node_axis, between, weights.astype(wide_type(weights.dtype))
+            )
+        sums = moe_combine(y, inside, weights=weights, axis_name=axis_name)
+        return moe_combine(sums, between, residual=residual, axis_name=node_axis)
     y = jnp.asarray(y)
     rows = handle.slot.shape[0]
     if y.ndim == 3 and y.shape[0] * y.shape[1] == rows:
@@ -189,17 +241,11 @@ def moe_combine(
         )
     if not jnp.issubdtype(y.dtype, jnp.floating):
         raise TypeError(f"jflux.moe_combine: y must be floating, got {y.dtype}")
-    shape = handle.first.shape
     if weights is None:
-        weights = _once(handle, y.dtype)
-    weights = jnp.asarray(weights)
-    if weights.shape != shape or not jnp.issubdtype(weights.dtype, jnp.floating):
-        raise ValueError(
-            f"jflux.moe_combine: weights must be floating {shape}, as topk_indices, got "
-            f"{weights.dtype} {weights.shape}"
-        )
+        weights = once(handle, y.dtype)
+    weights = _checked_weights(weights, handle)
     y, weights = _mesh.vary_together(axis_name, y, weights)
-    (total,) = _combine(axis_name, handle, y, weights.astype(_wide(y.dtype)))
+    (total,) = combined(axis_name, handle, y, weights.astype(wide_type(y.dtype)))
     if residual is not None:
         residual = jnp.asarray(residual)
         if residual.shape != total.shape:
@@ -243,6 +289,16 @@ def _checked(
             f"which must be from 1 to {num_experts=}"
         )
     return x, indices.astype(jnp.int32), weights
+
+
+def _checked_weights(weights: Any, handle: Handle) -> jax.Array:
+    weights, shape = jnp.asarray(weights), handle.first.shape
+    if weights.shape != shape or not jnp.issubdtype(weights.dtype, jnp.floating):
+        raise ValueError(
+            f"jflux.moe_combine: weights must be floating {shape}, as topk_indices, got "
+            f"{weights.dtype} {weights.shape}"
+        )
+    return weights
 
 
 def _check_options(capacity: Any, alignment: Any, layout: str, on_overflow: str) -> None:
@@ -308,7 +364,7 @@ def _route(
     there = jnp.where(there, sent % experts, -1)
     if on_overflow == "error":
         there = _fail_if(dropped, there, axis_name)
-    came = _move(axis_name, there, most_received, out, fill=-1)  # [N T, k]
+    came = move(axis_name, there, most_received, out, fill=-1)  # [N T, k]
 
     # What this rank's experts get.
     sizes = moe.count(came, experts)
@@ -350,153 +406,5 @@ def _fail_if(count: jax.Array, x: jax.Array, axis_name: AxisName) -> jax.Array:
     """x, after a call that moves nothing, and fails unless the count is 0."""
     none = jnp.zeros(_mesh.axis_size(axis_name), jnp.int32)
     sizes = Sizes(none.at[0].set(-count), *[none] * 5)
-    nothing = _move(axis_name, jnp.zeros(1, jnp.int32), 1, sizes)
+    nothing = move(axis_name, jnp.zeros(1, jnp.int32), 1, sizes)
     return x + nothing  # 0, but XLA cannot know
-
-
-def _move(axis_name: AxisName, x: jax.Array, rows: int, sizes: Sizes, fill: int = 0) -> jax.Array:
-    """Rows of x to other ranks: [rows, ...], with `fill` where none has come."""
-    output = jnp.full((rows, *x.shape[1:]), fill, x.dtype)
-    return ragged_all_to_all(
-        x, output, sizes.starts, sizes.sent, sizes.places, sizes.received, axis_name=axis_name
-    )
-
-
-# ---- Rows ----------------------------------------------------------------------------------------
-
-
-def _wide(dtype: Any) -> Any:
-    """What sums of this type are made in: float32, or float64."""
-    return jnp.promote_types(dtype, jnp.float32)
-
-
-def _once(handle: Handle, dtype: Any) -> jax.Array:
-    """Weights that count each row of a token once, [T, k]."""
-    return (handle.first == jnp.arange(handle.first.shape[1])).astype(_wide(dtype))
-
-
-def _rows_or_zeros(x: jax.Array, index: jax.Array) -> jax.Array:
-    """x[index], and zeros for -1."""
-    found = jnp.take(x, jnp.maximum(index, 0), axis=0, mode="clip")
-    return jnp.where((index >= 0).reshape(index.shape + (1,) * (x.ndim - 1)), found, 0)
-
-
-def _came(axis_name: AxisName, x: jax.Array, handle: Handle) -> jax.Array:
-    """The rows of x [T, ...] that tokens send, as they come: handle.slot says whose they are."""
-    received = handle.out.sent.shape[0] * x.shape[0]
-    return _move(axis_name, _rows_or_zeros(x, handle.token), received, handle.out)
-
-
-def _tokens_to_experts(axis_name: AxisName, handle: Handle, x: jax.Array) -> list[jax.Array]:
-    """A row of x [T, H] for each row of an expert, [R, H]."""
-    k = handle.first.shape[1]
-    token = jnp.where(handle.slot >= 0, handle.slot // k, -1)
-    return [_rows_or_zeros(_came(axis_name, x, handle), token)]
-
-
-def _slots_to_experts(axis_name: AxisName, handle: Handle, weights: jax.Array) -> list[jax.Array]:
-    """The sum of the weights [T, k] of the slots of each row of an expert, [R]."""
-    # Slots that share a row add their weights up on the first one.
-    j = jnp.arange(weights.shape[1])
-    shared = (handle.first[:, :, None] == j) & (handle.first >= 0)[:, :, None]
-    weights = jnp.sum(jnp.where(shared, weights[:, :, None], 0), axis=1)
-    return [_rows_or_zeros(_came(axis_name, weights, handle).ravel(), handle.slot)]
-
-
-def _experts_to_slots(axis_name: AxisName, y: jax.Array, handle: Handle) -> jax.Array:
-    """The rows of y [R, ...] that slots have, as they come back: handle.row says whose they are."""
-    return _move(axis_name, _rows_or_zeros(y, handle.back), handle.row.size, handle.home)
-
-
-def _weighted_sum(rows: jax.Array, weights: jax.Array, handle: Handle) -> jax.Array:
-    """[T, H], in float32 (float64 for float64), slot after slot."""
-    dtype = _wide(rows.dtype)
-    total = _product.zeros((handle.row.shape[0], rows.shape[1]), dtype, rows)
-    for j in range(handle.row.shape[1]):
-        own = _rows_or_zeros(rows, handle.row[:, j]).astype(dtype)
-        total = total + jnp.where(handle.row[:, j] >= 0, weights[:, j], 0)[:, None] * own
-    return total
-
-
-def _rows_combined(
-    axis_name: AxisName, handle: Handle, y: jax.Array, weights: jax.Array
-) -> list[jax.Array]:
-    """The weighted sum of each token's rows of y [R, D]: [T, D]."""
-    return [_weighted_sum(_experts_to_slots(axis_name, y, handle), weights, handle)]
-
-
-def _to_slots(axis_name: AxisName, numbers: jax.Array, handle: Handle) -> jax.Array:
-    """[T, k] of numbers [R]."""
-    return _rows_or_zeros(_experts_to_slots(axis_name, numbers, handle), handle.row)
-
-
-# ---- Derivatives ---------------------------------------------------------------------------------
-#
-# The operands of all three functions are the handle, and then arrays, in which they are linear.
-# Backward each calls the others. What they call has the same derivatives, to any order.
-
-
-def _spread(
-    axis_name: AxisName, handle: Handle, x: jax.Array, weights: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """For each row of an expert its row of x, and its weight."""
-    (rows,), (row_weights,) = _rows(axis_name, handle, x), _weights(axis_name, handle, weights)
-    return rows, row_weights
-
-
-def _handle_of(operands: Any, axis_name: AxisName) -> Handle:
-    handle: Handle = operands[0]
-    return handle
-
-
-def _rows_tangents(handle: Handle, tangents: Any, axis_name: AxisName) -> Sequence[Any]:
-    return _rows(axis_name, handle, tangents[1])
-
-
-def _rows_backward(handle: Handle, cts: Any, wanted: Any, axis_name: AxisName) -> Sequence[Any]:
-    (ct,) = cts
-    (dx,) = _combine(axis_name, handle, ct, _once(handle, ct.dtype))
-    return None, dx.astype(ct.dtype)
-
-
-def _weights_tangents(handle: Handle, tangents: Any, axis_name: AxisName) -> Sequence[Any]:
-    return _weights(axis_name, handle, tangents[1])
-
-
-def _weights_backward(handle: Handle, cts: Any, wanted: Any, axis_name: AxisName) -> Sequence[Any]:
-    return None, _to_slots(axis_name, cts[0], handle)
-
-
-def _combine_tangents(kept: Any, tangents: Any, axis_name: AxisName) -> Sequence[Any]:
-    handle, y, weights = kept
-    _, dy, dweights = tangents
-    terms = [] if dy is None else [*_combine(axis_name, handle, dy, weights)]
-    terms += [] if dweights is None else [*_combine(axis_name, handle, y, dweights)]
-    return [_derivatives.total(terms)]
-
-
-def _combine_backward(kept: Any, cts: Any, wanted: Any, axis_name: AxisName) -> Sequence[Any]:
-    handle, y, weights = kept
-    (ct,) = cts
-    # The result is rounded to y's type, so its cotangent loses nothing by it.
-    rows, row_weights = _spread(axis_name, handle, ct.astype(y.dtype), weights)
-    wide = rows.astype(ct.dtype)
-    dy = (row_weights[:, None] * wide).astype(y.dtype)
-    if wanted[2] is None:
-        return None, dy, None
-    products = jnp.sum(wide * y.astype(ct.dtype), axis=1)
-    return None, dy, _to_slots(axis_name, products.astype(weights.dtype), handle)
-
-
-_rows = _derivatives.differentiated(
-    _tokens_to_experts, kept=_handle_of, tangents=_rows_tangents, backward=_rows_backward
-)
-_weights = _derivatives.differentiated(
-    _slots_to_experts, kept=_handle_of, tangents=_weights_tangents, backward=_weights_backward
-)
-_combine = _derivatives.differentiated(
-    _rows_combined,
-    kept=lambda operands, axis_name: tuple(operands),
-    tangents=_combine_tangents,
-    backward=_combine_backward,
-)
