@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import jflux
+from jflux import testing
 from jflux._attention import attention, blocks
 
 pytestmark = pytest.mark.skipif(jax.default_backend() == "gpu", reason="float64")
@@ -206,6 +207,14 @@ def test_one_program_for_other_lengths_of_segments():
         for one, other in zip(f(*arrays, ids), case.expected(*arrays, ids), strict=True):
             np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-10)
     assert f._cache_size() == 1
+
+
+def test_ranks_that_come_late():
+    case = Case(world=min(3, RANKS), own=6, segments=True)  # gathered: a ring is XLA's
+    for _ in range(2):
+        testing.poison_workspaces()
+        with testing.planted_faults(max_delay_us=3000):
+            check(case)
 
 
 @pytest.mark.parametrize("ring", [False, True])
