@@ -149,7 +149,7 @@ def cases(draw):
     )  # fmt: skip
 
 
-@examples(10)
+@examples(6)
 @given(case=cases())
 def test_attention_is_that_of_the_whole_sequence(case):
     check(case)
