@@ -397,8 +397,10 @@ int64_t CountCall(Registry& calls, const CpuCall& call, uint64_t timeout_ns) {
   return run.calls[{call.site->number, call.group[call.rank]}]++;
 }
 
-// How long a handler waits at most.
-constexpr uint64_t kMostNs = 30'000'000'000;
+// How long a handler waits at most, in a loop and elsewhere. XLA ends the process when one of its
+// own collectives has waited for 40 seconds, and several handlers may wait in vain one after the
+// other.
+constexpr uint64_t kLoopNs = 30'000'000'000, kElsewhereNs = 2'000'000'000;
 // How long it waits at most for ranks of other processes, in a loop and elsewhere.
 constexpr uint64_t kRemoteLoopNs = 10'000'000'000, kRemoteNs = 1'000'000'000;
 
@@ -514,7 +516,8 @@ void JoinCpuCall(CpuCall call) {
   const bool loops = site->loops;
   // Circles over handlers of other processes, and over XLA's own collectives, are not seen: there,
   // waiting may be in vain.
-  uint64_t patience_ns = std::min(joined.timeout_ns / 4 * (loops ? 3 : 1), kMostNs);
+  uint64_t patience_ns = loops ? std::min(joined.timeout_ns / 4 * 3, kLoopNs)
+                               : std::min(joined.timeout_ns / 4, kElsewhereNs);
   if (!joined.sees_all) patience_ns = std::min(patience_ns, loops ? kRemoteLoopNs : kRemoteNs);
   if (!joined.waiter->WaitFor(patience_ns)) {
     site->skips_wait = true;
