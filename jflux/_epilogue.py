@@ -108,7 +108,7 @@ def check_shapes(op: str, columns: Sequence[int], bias: Sequence[Any], gated: bo
 
 
 def sum_dtype(out: np.dtype) -> np.dtype:
-    """The type that epilogues compute in."""
+    """The type that epilogues compute in, and other sums of this type: float32, or float64."""
     if out.itemsize == 1:  # JAX promotes no 8-bit float, and nothing smaller
         return np.dtype(np.float32)
     return jnp.promote_types(out, jnp.float32)

@@ -11,6 +11,7 @@ from jax import lax
 
 from . import _expert_routing as routing
 from . import _mesh, moe
+from ._epilogue import sum_dtype
 from ._expert_routing import Sizes
 from ._expert_rows import (
     Handle,
@@ -21,7 +22,6 @@ from ._expert_rows import (
     rows_of_tokens,
     spread,
     tokens_to_experts,
-    wide_type,
 )
 from ._mesh import AxisName
 from ._ops.exchange import all_gather
@@ -124,8 +124,7 @@ def moe_dispatch(
       ValueError, TypeError: for operands and options that do not fit, when the call is traced.
       jax.errors.JaxRuntimeError: when it runs, as :func:`jflux.ragged_all_to_all`.
     """
-    axes = _mesh.as_tuple(axis_name)
-    axes = axes if node_axis is None else (*_mesh.as_tuple(node_axis), *axes)
+    axes = _mesh.axes_of(node_axis, axis_name)
     x, indices, weights = _checked(
         x, topk_indices, topk_weights, num_experts, _mesh.axis_size(axes)
     )
@@ -145,7 +144,7 @@ def moe_dispatch(
     (chosen,) = tokens_to_experts(node_axis, between, indices + 1)  # 0 where no row has come
     chosen = chosen - 1 - node * experts
     chosen = jnp.where((chosen >= 0) & (chosen < experts), chosen, -1)
-    (row_weights,) = rows_of_tokens(node_axis, between, weights.astype(wide_type(x.dtype)))
+    (row_weights,) = rows_of_tokens(node_axis, between, weights.astype(sum_dtype(x.dtype)))
     own = _dispatch(
         come.rows, chosen, row_weights, experts, capacity, alignment, layout, on_overflow, axis_name
     )
@@ -172,7 +171,7 @@ def _dispatch(
     handle, sizes, padded, statistics = _route(
         indices, num_experts, capacity, alignment, layout, on_overflow, axis_name
     )
-    rows, row_weights = spread(axis_name, handle, x, weights.astype(wide_type(x.dtype)))
+    rows, row_weights = spread(axis_name, handle, x, weights.astype(sum_dtype(x.dtype)))
     if layout == "masked":
         rows = rows.reshape(sizes.shape[0], -1, rows.shape[1])
         row_weights = row_weights.reshape(rows.shape[:2])
@@ -226,7 +225,7 @@ def moe_combine(
         if weights is not None:
             weights = _checked_weights(weights, between)
             (weights,) = rows_of_tokens(
-                node_axis, between, weights.astype(wide_type(weights.dtype))
+                node_axis, between, weights.astype(sum_dtype(weights.dtype))
             )
         sums = moe_combine(y, inside, weights=weights, axis_name=axis_name)
         return moe_combine(sums, between, residual=residual, axis_name=node_axis)
@@ -245,7 +244,7 @@ def moe_combine(
         weights = once(handle, y.dtype)
     weights = _checked_weights(weights, handle)
     y, weights = _mesh.vary_together(axis_name, y, weights)
-    (total,) = combined(axis_name, handle, y, weights.astype(wide_type(y.dtype)))
+    (total,) = combined(axis_name, handle, y, weights.astype(sum_dtype(y.dtype)))
     if residual is not None:
         residual = jnp.asarray(residual)
         if residual.shape != total.shape:

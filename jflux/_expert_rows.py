@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from . import _derivatives
+from ._epilogue import sum_dtype
 from ._expert_routing import Sizes
 from ._mesh import AxisName
 from ._ops import _product
@@ -59,14 +60,9 @@ def move(axis_name: AxisName, x: jax.Array, rows: int, sizes: Sizes, fill: int =
     )
 
 
-def wide_type(dtype: Any) -> Any:
-    """What sums of this type are made in: float32, or float64."""
-    return jnp.promote_types(dtype, jnp.float32)
-
-
 def once(handle: Handle, dtype: Any) -> jax.Array:
     """Weights that count each row of a token once, [T, k]."""
-    return (handle.first == jnp.arange(handle.first.shape[1])).astype(wide_type(dtype))
+    return (handle.first == jnp.arange(handle.first.shape[1])).astype(sum_dtype(dtype))
 
 
 def _rows_or_zeros(x: jax.Array, index: jax.Array) -> jax.Array:
@@ -104,7 +100,7 @@ def _experts_to_slots(axis_name: AxisName, y: jax.Array, handle: Handle) -> jax.
 
 def _weighted_sum(rows: jax.Array, weights: jax.Array, handle: Handle) -> jax.Array:
     """[T, H], in float32 (float64 for float64), slot after slot."""
-    dtype = wide_type(rows.dtype)
+    dtype = sum_dtype(rows.dtype)
     total = _product.zeros((handle.row.shape[0], rows.shape[1]), dtype, rows)
     for j in range(handle.row.shape[1]):
         own = _rows_or_zeros(rows, handle.row[:, j]).astype(dtype)

@@ -14,6 +14,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.interpreters import mlir
@@ -45,6 +46,11 @@ class Part:
 
 def as_tuple(axis_name: AxisName) -> tuple[Any, ...]:
     return axis_name if isinstance(axis_name, tuple) else (axis_name,)
+
+
+def axes_of(*names: AxisName | None) -> tuple[Any, ...]:
+    """The mesh axes of several options, in order; None is none."""
+    return tuple(axis for name in names if name is not None for axis in as_tuple(name))
 
 
 def axes_and_groups(
@@ -127,6 +133,13 @@ def sizes_in_mesh_order(axis_name: AxisName) -> tuple[tuple[Any, int], ...]:
     names = as_tuple(axis_name)
     shape = jax.sharding.get_abstract_mesh().shape
     return tuple((name, size) for name, size in shape.items() if name in names)
+
+
+def rank_and_size(axis_name: AxisName | None) -> tuple[Any, int]:
+    """This rank's place, int32 [], and how many ranks there are; (0, 1) for no axis."""
+    if axis_name is None:
+        return jnp.int32(0), 1
+    return lax.axis_index(as_tuple(axis_name)), axis_size(axis_name)
 
 
 def vary_together(axis_name: AxisName, *arrays: jax.Array, same: int = 0) -> list[jax.Array]:

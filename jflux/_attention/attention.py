@@ -15,6 +15,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .. import _global, _mesh
+from .._epilogue import sum_dtype
 from .._mesh import AxisName
 from .._ops.exchange import all_gather, reduce_scatter
 from . import blocks, ulysses
@@ -115,7 +116,7 @@ def attention(
         _attention, scores=scores, layout=layout, return_lse=return_lse, ring=ring, **axes
     )
     operands = {"q": q, "k": k, "v": v, "segment_ids": segment_ids}
-    names = tuple(n for axis in axes.values() if axis is not None for n in _mesh.as_tuple(axis))
+    names = _mesh.axes_of(axis_name, heads_axis)
     if not names or _mesh.is_bound(names):
         return body(**operands)
     spec = _global._with_axis(_global._spec(q, q_spec), 4, 1, names)
@@ -166,14 +167,14 @@ def _split(
 ) -> tuple[jax.Array, Any]:
     """(o, log-sum-exp) of a sequence that is split over `axis_name` alone. The second is None where
     nobody asks for it and it takes a detour."""
-    ranks = 1 if axis_name is None else _mesh.axis_size(axis_name)
+    _, ranks = _mesh.rank_and_size(axis_name)
     if layout == "zigzag" and ranks > 1 and q.shape[1] % 2:
         raise ValueError(
             f"{_OP}: with layout='zigzag' a rank has two equal parts of the sequence, so S/N must "
             f"be even, got q {q.shape}; pad the sequence, or use layout='striped'"
         )
     if 0 in q.shape or 0 in k.shape:
-        return jnp.zeros_like(q), jnp.full(q.shape[:3], -jnp.inf, _wide(q.dtype))
+        return jnp.zeros_like(q), jnp.full(q.shape[:3], -jnp.inf, sum_dtype(q.dtype))
     call = _Call(axis_name, ranks, scores, layout, _goes_around(ring, k, v, ranks))
     if _is_plain(call, q, return_lse, segment_ids):
         if ranks > 1:
@@ -205,9 +206,7 @@ class _Call:
 
     @property
     def rank(self) -> Any:
-        if self.axis_name is None:
-            return jnp.int32(0)
-        return lax.axis_index(_mesh.as_tuple(self.axis_name))
+        return _mesh.rank_and_size(self.axis_name)[0]
 
 
 def _goes_around(ring: bool | None, k: jax.Array, v: jax.Array, ranks: int) -> bool:
@@ -222,10 +221,6 @@ def _is_plain(call: _Call, q: jax.Array, return_lse: bool, segment_ids: Any) -> 
     no_mask = not scores.causal and scores.window is None and not call.ring
     nothing_else = not return_lse and segment_ids is None and scores.softcap is None
     return nothing_else and (call.ranks == 1 or no_mask) and ulysses.cudnn_takes(q)
-
-
-def _wide(dtype: Any) -> Any:
-    return jnp.promote_types(dtype, jnp.float32)
 
 
 # ---- The gradient of both forms ------------------------------------------------------------------

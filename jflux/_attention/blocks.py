@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .._epilogue import sum_dtype
 from .._mesh import vary
 
 _MOST = 1024  # queries, or keys, of a block
@@ -79,7 +80,7 @@ def forward(
       (o [B, s, H, D], log-sum-exp [B, s, H]), both float32 or float64; 0 and -inf for queries that
       attend to no key.
     """
-    wide = _wide(q.dtype)
+    wide = sum_dtype(q.dtype)
     groups = k.shape[2]
     axes = _varying(q, k, v, queries, keys)
     size_q, size_k = _block_sizes(q, k.shape[1])
@@ -140,7 +141,7 @@ def backward(
       (dq [B, s, H, D], dk, dv [B, t, G, D]), float32 or float64. Over several parts of the keys,
       dq is the sum.
     """
-    wide = _wide(q.dtype)
+    wide = sum_dtype(q.dtype)
     groups = k.shape[2]
     axes = _varying(q, k, v, queries, keys, o, lse, do, dlse)
     size_q, size_k = _block_sizes(q, k.shape[1])
@@ -241,10 +242,6 @@ def _if_any(scores: Scores, block: _Block, other: _Block, yes: Any, no: Any, *ar
 
 
 # ---- Blocks --------------------------------------------------------------------------------------
-
-
-def _wide(dtype: Any) -> Any:
-    return jnp.promote_types(dtype, jnp.float32)
 
 
 def _varying(*arrays: Any) -> set[Any]:

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from .. import _checks, _mesh
 from .._mesh import AxisName
@@ -93,8 +92,8 @@ def _update(
     tokens = jax.tree.leaves(new)[0].shape[1]
     size = jax.tree.leaves(cache)[0].shape[1]
     here = size if block_table is None else size * block_table.shape[1]
-    ranks = 1 if axis_name is None else _mesh.axis_size(axis_name)
-    first = 0 if axis_name is None else lax.axis_index(_mesh.as_tuple(axis_name)) * here
+    rank, ranks = _mesh.rank_and_size(axis_name)
+    first = rank * here
     positions = positions.astype(jnp.int32)
     if positions.ndim == 1:
         positions = positions[:, None] + jnp.arange(tokens, dtype=jnp.int32)

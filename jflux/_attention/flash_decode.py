@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from .. import _checks, _mesh
+from .._epilogue import sum_dtype
 from .._mesh import AxisName
 from .._ops.exchange import all_gather, all_gather_reference
 from . import cache
@@ -133,8 +134,8 @@ def _flash_decode(
     if block_table is not None:
         (k, v), may_be_read = cache.read_pages((k, v), block_table, "flash_decode")
     here = k.shape[1]
-    ranks = 1 if axis_name is None else _mesh.axis_size(axis_name)
-    first = 0 if axis_name is None else lax.axis_index(_mesh.as_tuple(axis_name)) * here
+    rank, ranks = _mesh.rank_and_size(axis_name)
+    first = rank * here
     most = ranks * here
     lengths = _checks.in_range(lengths, 0, most, "jflux.flash_decode: lengths")
     lengths = jnp.clip(lengths, 0, most).astype(jnp.int32)[:, None]
@@ -192,7 +193,7 @@ def _scores(q: jax.Array, k: jax.Array) -> jax.Array:
     """q k, [B, H, S], of q [B, H, D] and k [B, S, G, D]."""
     (b, h, d), (s, g) = q.shape, k.shape[1:3]
     rows = jnp.where(_own_group(h, g), q[:, :, None], 0).reshape(b, h, g * d)
-    wide = jnp.promote_types(q.dtype, jnp.float32)
+    wide = sum_dtype(q.dtype)
     return jnp.einsum("bhx,bsx->bhs", rows, k.reshape(b, s, g * d), preferred_element_type=wide)
 
 
@@ -203,7 +204,7 @@ def _weighted_sum(weights: jax.Array, v: jax.Array) -> jax.Array:
     parts = _parts(b, s)
     weights = weights.astype(v.dtype).reshape(b, h, parts, s // parts)
     v = v.reshape(b, parts, s // parts, g * d)
-    wide = jnp.promote_types(v.dtype, jnp.float32)
+    wide = sum_dtype(v.dtype)
     all_groups = jnp.einsum("bhps,bpsx->bphx", weights, v, preferred_element_type=wide)
     all_groups = jnp.sum(all_groups, 1).reshape(b, h, g, d)
     return jnp.sum(jnp.where(_own_group(h, g), all_groups, 0), 2)

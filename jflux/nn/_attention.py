@@ -134,7 +134,7 @@ def attention(
         )  # fmt: skip
     operands |= {"x": padding.pad(x), "residual": padding.pad(residual)}
     names = _mesh.as_tuple(axis_name)
-    context = () if context_axis is None else _mesh.as_tuple(context_axis)
+    context = _mesh.axes_of(context_axis)
     world = 1
     for name in names:
         world *= mesh.shape.get(name, 1)

@@ -121,7 +121,7 @@ def mixture(
       ValueError, TypeError: operands that do not fit, when the call is traced.
     """
     parts: dict[str, Any] = {"axis_name": axis_name, "expert_axis": expert_axis}
-    axes = axes_of(axis_name, expert_axis)
+    axes = _mesh.axes_of(axis_name, expert_axis)
     _check_exchange(exchange, expert_axis, capacity)
     if x.ndim < 2 or router.ndim != 2 or router.shape[0] != x.shape[-1]:
         raise ValueError(
@@ -136,7 +136,7 @@ def mixture(
         activation=activation, select=select, **parts,
     )  # fmt: skip
     if not axes or _mesh.is_bound(axes):
-        return body(**operands, loss_axes=axes_of(loss_axis))
+        return body(**operands, loss_axes=_mesh.axes_of(loss_axis))
     return _over_global_arrays(body, operands, axes, sequence_parallel, mesh, x_spec, **parts)
 
 
@@ -167,7 +167,7 @@ def _over_global_arrays(
     expert_axis: AxisName | None,
 ) -> MixtureOutput:
     x = operands["x"]
-    tp, ep = axes_of(axis_name), axes_of(expert_axis)
+    tp, ep = _mesh.axes_of(axis_name), _mesh.axes_of(expert_axis)
     spec: Any = _global._with_axis(_global._spec(x, x_spec), x.ndim, None, axes)
     if tp and sequence_parallel:
         spec = _global._with_axis(spec, x.ndim, x.ndim - 2, tp)
@@ -222,7 +222,7 @@ def _mixture(
     select: Select,
 ) -> MixtureOutput:
     """On one rank."""
-    tp, ep = axes_of(axis_name), axes_of(expert_axis)
+    tp, ep = _mesh.axes_of(axis_name), _mesh.axes_of(expert_axis)
     split = (*ep, *tp) if sequence_parallel else ep
     _check_experts(router, up, ep)
     tokens = x.reshape(-1, x.shape[-1])
@@ -365,11 +365,6 @@ def _shared(
 
 
 # ---- What the layers for linen and for NNX share -------------------------------------------------
-
-
-def axes_of(*names: AxisName | None) -> tuple[Any, ...]:
-    """The mesh axes of several options, in order."""
-    return tuple(axis for name in names if name is not None for axis in _mesh.as_tuple(name))
 
 
 def shapes_of(layer: Any, d: int) -> dict[str, tuple[tuple[int, ...], tuple[Any, ...]]]:

@@ -272,7 +272,7 @@ class MoE(nn.Module):
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         """The mixture of x [..., s/N, d]; with `expert_axis`, of each rank's own tokens."""
-        ranks = _moe.axes_of(self.axis_name, self.expert_axis)
+        ranks = _mesh.axes_of(self.axis_name, self.expert_axis)
 
         def param(name: str, init: Any, axes: Axes, *shape: int) -> jax.Array:
             return _param(self, name, init, axes, shape, ranks=ranks)
