@@ -71,6 +71,8 @@ def attention(
     `heads_axis` as in :func:`jflux.ulysses_attention`, and keys and values along `axis_name` (a
     fast axis inside, a slow one outside: arXiv 2405.07719).
 
+    Differentiable in reverse mode alone.
+
     There is no kernel for this yet: it runs as XLA's products, in blocks, and on GPUs through cuDNN
     where one call of ``jax.nn.dot_product_attention`` is the same: one rank, or no mask at all.
 
