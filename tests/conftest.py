@@ -63,9 +63,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(autouse=True)
-def strict():
-    """A call that should be fused, and quietly is not, fails. Small calls take the kernels too."""
-    with jflux.config(strict=True, always=True, unchecked_kernels=True):
+def strict(request):
+    """A call that should be fused, and quietly is not, fails. Small calls take the kernels too.
+
+    Of files marked `wide`, whose operands are float32 and float64, GPUs run what they have kernels
+    for, and the rest in XLA without rounding products to TensorFloat-32."""
+    wide = jax.default_backend() == "gpu" and request.node.get_closest_marker("wide") is not None
+    precision = "highest" if wide else None
+    with (
+        jflux.config(strict=not wide, always=True, unchecked_kernels=True),
+        jax.default_matmul_precision(precision),
+    ):
         yield
 
 

@@ -74,7 +74,10 @@ def make_mesh(
     order: Any = None,
     axis_type: Any = jax.sharding.AxisType.Auto,
 ) -> Mesh:
-    """A mesh over the first devices, or over those that `order` (indices) names."""
+    """A mesh over the first devices, or over those that `order` (indices) names. Where there are
+    fewer GPUs the test is skipped."""
+    if PLATFORM == "gpu" and math.prod(shape) > RANKS:
+        pytest.skip(f"a mesh of {math.prod(shape)}, and there are {RANKS} GPUs")
     chosen = [DEVICES[i] for i in (range(math.prod(shape)) if order is None else order)]
     devices = np.array(chosen[: math.prod(shape)]).reshape(shape)
     return Mesh(devices, names, axis_types=(axis_type,) * len(names))

@@ -28,6 +28,7 @@ from bench import (  # noqa: E402
     collectives,
     compare,
     decode,
+    experts,
     harness,
     moe,
     peers,
@@ -403,3 +404,16 @@ def test_grouped_products_are_checked_and_timed(kind):
     row = moe.measure(moe.Case("tiny", 4, 64, 16, 24), kind, rounds=1)
     assert row["error"] <= 1 and row["S"]["median"] > 0
     assert len(moe.cells(row)) == len(moe.HEADING.split(" | "))
+
+
+@pytest.mark.parametrize("kind", experts.LISTS)
+def test_what_moves_tokens_is_checked_and_timed(kind):
+    measure = {"dispatch": experts.measure_dispatch, "layer": experts.measure_layer}[kind]
+    row = measure(experts.Case("tiny", 16, 32, 4, 2, 24), min(2, RANKS), rounds=1)
+    assert len(experts.cells(row)) == len(experts.HEADINGS[kind].split(" | "))
+
+
+def test_tokens_that_come_back_wrong_are_not_timed(monkeypatch):
+    monkeypatch.setattr(experts, "pair", lambda case, indices, x: x * 1.1)
+    with pytest.raises(RuntimeError, match="tiny: tokens come back .* off"):
+        experts.measure_dispatch(experts.Case("tiny", 16, 32, 4, 2), min(2, RANKS), rounds=1)

@@ -15,6 +15,7 @@ from jax.test_util import check_grads
 import jflux
 from jflux import moe
 
+pytestmark = pytest.mark.wide
 X64 = functools.partial(jax.enable_x64, True)
 
 

@@ -1,5 +1,6 @@
 """jflux.ragged_all_to_all: values, gradients, transforms, meshes, errors when it runs."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -106,8 +107,14 @@ def test_many_chunks(travel):
     _check(make_mesh((4,)), "tp", (700, 130), 900, slices=2)
 
 
+def test_without_the_alias_that_xla_was_asked_for(travel, monkeypatch):
+    """XLA for GPUs does not always give `output` and the result one buffer."""
+    monkeypatch.delitem(ragged.RULES.aliases, 1)
+    _check(make_mesh((2,)), "tp", (19, 6), 31, slices=2)
+
+
 def test_meshes_groups_and_the_order_of_devices(travel):
-    mesh = make_mesh((2, 2, RANKS // 4), ("a", "b", "c"), order=range(RANKS - 1, -1, -1))
+    mesh = make_mesh((2, 2, max(1, RANKS // 4)), ("a", "b", "c"), order=range(RANKS - 1, -1, -1))
     for seed, axis_name in enumerate(["a", "c", ("a", "b"), ("b", "a"), ("c", "a", "b")]):
         _check(mesh, axis_name, (9, 4), 21, seed=seed)
 
@@ -309,8 +316,10 @@ def test_plans():
     assert _planned(80_000, 2, cpu).config["chunked"] == 1
 
 
-def test_gpus_take_the_reference_until_the_kernel_has_run_there():
+def test_gpus_take_the_reference_until_a_kernel_has_run_there(monkeypatch):
     gpu = Machine("cuda", sm_count=132, link_gbps=320)
+    spec = dataclasses.replace(ragged.SPECS[0], checked_on_gpus=False)
+    monkeypatch.setattr(ragged, "SPECS", (spec,))
     with jflux.config(unchecked_kernels=False):
         plan = _planned(4096, 1024, gpu)
     assert plan.path == Path.REFERENCE and plan.unsupported and "unchecked_kernels" in plan.reason

@@ -26,12 +26,13 @@ def _run(op, deadlines, late, warn=120.0):
         subprocess.Popen(
             [*command, "--rank", f"{rank}", "--deadline", f"{deadlines[rank]}"],
             env=env, cwd=HERE.parent, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )
         for rank in range(RANKS)
     ]  # fmt: skip
     try:
-        outputs = [process.communicate(timeout=150)[0] for process in running]
+        # The last one first: see leave_last.
+        outputs = [process.communicate(timeout=150)[0] for process in reversed(running)][::-1]
     finally:
         for process in running:
             process.kill()

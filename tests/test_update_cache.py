@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jflux
 
+pytestmark = pytest.mark.wide
 COUNTS = [n for n in (1, 2, 3, 4) if n <= RANKS]
 EITHER = pytest.mark.parametrize("module", [jflux, jflux.reference], ids=["jflux", "reference"])
 

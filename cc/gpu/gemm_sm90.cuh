@@ -220,12 +220,16 @@ __device__ __forceinline__ auto MakeReceiver(const GemmSmem<typename Op::Config>
 }
 
 // The tile after `last`: the next one from the counter, which starts after the static first tiles.
-// A local op has no counter: each cluster takes every gridDim-th tile, from its own on.
+// A local op has no counter: each cluster takes one tile of every gridDim, from its own on. Where
+// costs fall from tile to tile (kRaggedK), who had the first of one round has the last of the next.
 template <typename Op>
 __device__ __forceinline__ int32_t NextTile(const typename Op::Args& args, int32_t last) {
   constexpr int kCluster = Op::Config::kCluster;
   if constexpr (Op::kLocal) {
-    return static_cast<int32_t>(last < 0 ? blockIdx.x / kCluster : last + gridDim.x / kCluster);
+    const auto clusters = static_cast<int32_t>(gridDim.x / kCluster);
+    if (last < 0) return static_cast<int32_t>(blockIdx.x / kCluster);
+    if (!Op::kRaggedK) return last + clusters;
+    return last + 2 * (clusters - last % clusters) - 1;
   } else {
     const uint32_t static_tiles = Op::kStaticFirstTile ? gridDim.x / kCluster : 0;
     return TakeTile(args) + static_cast<int32_t>(static_tiles);
@@ -501,6 +505,17 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
       continue;
     }
     const int32_t row_block = RowBlockOf<Config>(tile, cta);
+    if constexpr (Op::kLocal && Config::kCooperative) {
+      if (!Op::HasRows(row_block, tile, staging.M64At(0))) {
+        for (int kb = 0; kb < k_blocks; ++kb) {
+          ptx::MbarrierWait(smem.Full(stages.index), stages.parity);
+          release(stages.index, arrivals);
+          stages.Advance();
+        }
+        reader.Leave();
+        continue;
+      }
+    }
     // `acc` is defined inside the loop so that the compiler sees new registers for each tile:
     // values that flow in from the epilogue's branches would serialise wgmma.
     //
@@ -606,6 +621,7 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
 //     CoordsOf(args, row_block, tile) -> Coords
 //   KOf(args, coords) -> KRange         of one term, never empty; `begin` is any row
 //   ABytes(args, coords)                bytes of A that a k-block loads
+//   HasRows(row_block, tile, m64)       false for an m64 block whose products nobody needs
 //   kRaggedK                            whether what is loaded past the end of k must count as
 //                                       zeros; both operands are then MN-major
 //

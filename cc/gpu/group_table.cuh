@@ -42,32 +42,41 @@ __device__ __forceinline__ int64_t ForEachGroup(const int32_t* sizes, int32_t gr
   return before;
 }
 
-template <typename Config>
+// With kSorted, the groups with the most rows have the first tiles, if there are at most
+// kMostSorted groups: where a tile's cost grows with its group's rows, that shares the work out.
+template <typename Config, bool kSorted = false>
 class GroupTable {
  public:
-  // Two words each, and one more.
+  // Two words each, and one more. Sorted groups have a third.
   static_assert(8 * (kMostGroups + 1) <= Config::kSendBoxes * Config::kSendBoxBytes);
+  static constexpr int32_t kMostSorted = 256;  // the ranks of more take longer than they save
 
   // count(rows) -> number of tiles of a group. If !leads, the table is not made.
   template <typename Count>
   __device__ GroupTable(const GemmSmem<Config>& smem, const int32_t* sizes, int32_t groups,
                         int64_t rows, bool leads, Count&& count)
-      : rows_(smem.SendBox(0)), tiles_(rows_ + 4 * (groups + 1)), groups_(groups) {
+      : rows_(smem.SendBox(0)),
+        tiles_(rows_ + 4 * (groups + 1)),
+        order_(kSorted && groups <= kMostSorted ? tiles_ + 4 * (groups + 1) : 0),
+        groups_(groups) {
     if (!leads) return;
     const int lane = threadIdx.x % 32;
-    int32_t tiles_before = 0;
     ForEachGroup(sizes, groups, rows, [&](int32_t first, bool is_group, GroupRows r) {
-      const int32_t tiles = is_group ? count(static_cast<int32_t>(r.end - r.begin)) : 0;
-      const int32_t sum = WarpInclusiveSum(tiles);
-      if (is_group) {
-        Store(rows_, first + lane + 1, static_cast<int32_t>(r.end));
-        Store(tiles_, first + lane + 1, tiles_before + sum);
-      }
-      tiles_before += __shfl_sync(0xffffffff, sum, 31);
+      if (is_group) Store(rows_, first + lane + 1, static_cast<int32_t>(r.end));
     });
     if (lane == 0) {
       Store(rows_, 0, 0);
       Store(tiles_, 0, 0);
+    }
+    __syncwarp();
+    if (order_ != 0) Sort();
+    int32_t tiles_before = 0;
+    for (int32_t first = 0; first < groups; first += 32) {
+      const int32_t at = first + lane;
+      const int32_t tiles = at < groups ? count(RowsOf(GroupAt(at))) : 0;
+      const int32_t sum = WarpInclusiveSum(tiles);
+      if (at < groups) Store(tiles_, at + 1, tiles_before + sum);
+      tiles_before += __shfl_sync(0xffffffff, sum, 31);
     }
     __syncwarp();
   }
@@ -75,23 +84,48 @@ class GroupTable {
   // Moves to the group that has tile t. False if there is no such tile. t does not decrease.
   __device__ bool Find(int32_t t) {
     const int lane = threadIdx.x % 32;
-    for (; group_ < groups_; group_ += 32) {
-      const int32_t end = Load(tiles_, Min(group_ + lane + 1, groups_));
+    for (; at_ < groups_; at_ += 32) {
+      const int32_t end = Load(tiles_, Min(at_ + lane + 1, groups_));
       const uint32_t after = __ballot_sync(0xffffffff, t < end);
       if (after == 0) continue;
-      group_ += __ffs(after) - 1;
-      return group_ < groups_;
+      at_ += __ffs(after) - 1;
+      return at_ < groups_;
     }
     return false;
   }
 
   // Of the group that Find has moved to.
-  __device__ int32_t group() const { return group_; }
-  __device__ int32_t FirstTile() const { return Load(tiles_, group_); }
-  __device__ int32_t FirstRow() const { return Load(rows_, group_); }
-  __device__ int32_t EndRow() const { return Load(rows_, group_ + 1); }
+  __device__ int32_t group() const { return GroupAt(at_); }
+  __device__ int32_t FirstTile() const { return Load(tiles_, at_); }
+  __device__ int32_t FirstRow() const { return Load(rows_, group()); }
+  __device__ int32_t EndRow() const { return Load(rows_, group() + 1); }
 
  private:
+  __device__ int32_t GroupAt(int32_t at) const { return order_ == 0 ? at : Load(order_, at); }
+  __device__ int32_t RowsOf(int32_t group) const {
+    return Load(rows_, group + 1) - Load(rows_, group);
+  }
+
+  // A group's place is the number of groups with more rows, and of earlier ones with as many.
+  __device__ void Sort() {
+    const int lane = threadIdx.x % 32;
+    for (int32_t first = 0; first < groups_; first += 32) {
+      const int32_t group = first + lane;
+      const int32_t rows = RowsOf(Min(group, groups_ - 1));
+      int32_t place = 0;
+      for (int32_t others = 0; others < groups_; others += 32) {
+        const int32_t theirs = others + lane < groups_ ? RowsOf(others + lane) : -1;
+#pragma unroll
+        for (int i = 0; i < 32; ++i) {
+          const int32_t other = __shfl_sync(0xffffffff, theirs, i);
+          place += other > rows || (other == rows && others + i < group);
+        }
+      }
+      if (group < groups_) Store(order_, place, group);
+    }
+    __syncwarp();
+  }
+
   static __device__ void Store(uint32_t table, int32_t i, int32_t v) {
     asm volatile("st.shared.s32 [%0], %1;" ::"r"(table + 4 * i), "r"(v) : "memory");
   }
@@ -102,7 +136,8 @@ class GroupTable {
   }
 
   uint32_t rows_, tiles_;  // addresses of [groups + 1] words each
-  int32_t groups_, group_ = 0;
+  uint32_t order_;         // address of [groups] words: which group has a place; 0: its own
+  int32_t groups_, at_ = 0;
 };
 
 }  // namespace jflux

@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad
 from jax.interpreters import partial_eval as pe
 
-from .. import _epilogue, _native
+from .. import _config, _epilogue, _native, _tuning
 from .._dispatch import Arrays
 from .._epilogue import Epilogue
 from .._lowering import ShapeDtype
@@ -164,12 +164,22 @@ def _why_not_sizes(widths: Sequence[int], sizes: Any, platform: str) -> str | No
     return None
 
 
+def _forced_tile(gated: bool) -> np.ndarray:
+    """(columns, cluster_m) of the GPU kernel that `_tuning.force` asks for; empty: what C++ takes
+    for the fastest, also where a gate cannot have the tile."""
+    choice = _config.config.current().configuration
+    if not isinstance(choice, _tuning.Choice) or (gated and choice.tile_n % 128):
+        return np.zeros(0, np.int64)
+    return np.array([choice.tile_n, choice.cluster_m], np.int64)
+
+
 def _attributes(params: Params) -> dict[str, Any]:
     return {
         "activation": np.int64(_native.number_of(params.activation, _native.ACTIVATIONS)),
         "gated": params.gated,
         "scaled": params.scaled,
         "sums": params.sums,
+        "tile": _forced_tile(params.gated),
         "transpose_rhs": params.transpose_rhs,
     }
 
@@ -236,7 +246,7 @@ grouped_matmul_dw = _local.make_primitive(
         result_shapes=_shapes_dw,
         reference=_reference_dw,
         why_not=_why_not_dw,
-        attributes=lambda params: {},
+        attributes=lambda params: {"tile": _forced_tile(gated=False)},
         batch=_batch_dw,
     )
 )

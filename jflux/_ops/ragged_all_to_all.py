@@ -354,19 +354,18 @@ def _written(rows: int, places: jax.Array, sizes: jax.Array) -> jax.Array:
     return jnp.cumsum(edges)[:-1] > 0
 
 
-_primitive = _lowering.make_primitive(
-    _lowering.Rules(
-        name="ragged_all_to_all",
-        result_shapes=_result,
-        reference=_reference,
-        plan=_plan,
-        attributes=_attributes,
-        batch=_batch,
-        decomposed=_by_parts,
-        form_without_room=False,
-        aliases={1: 0},
-    )
+RULES = _lowering.Rules(
+    name="ragged_all_to_all",
+    result_shapes=_result,
+    reference=_reference,
+    plan=_plan,
+    attributes=_attributes,
+    batch=_batch,
+    decomposed=_by_parts,
+    form_without_room=False,
+    aliases={1: 0},
 )
+_primitive = _lowering.make_primitive(RULES)
 ad.primitive_jvps[_primitive] = _jvp
 ad.primitive_transposes[_primitive] = _transpose
 
@@ -388,7 +387,6 @@ SPECS = (
         reference=reference,
         communication=lambda ndim, **_: Collective("all_to_all", 0, 0),
         operands=_equal_slices,
-        checked_on_gpus=False,
         dtypes={"cpu": frozenset(), "cuda": frozenset()},
         gradient=("ragged_all_to_all", "all_to_all"),
     ),

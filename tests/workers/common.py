@@ -56,6 +56,13 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
+def leave_last(process: int) -> None:
+    """A worker's last call. Process 0 serves the others' coordination, without which JAX ends them;
+    so it stays until its input is closed, which is when all others have ended."""
+    if process == 0:
+        sys.stdin.read()
+
+
 def run_together(
     scenario: str,
     *,
@@ -87,16 +94,17 @@ def run_together(
                 command,
                 env=environment(platform, devices),
                 text=True,
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-            )  # fmt: skip
+            )
         )
     end = time.monotonic() + timeout
     results = []
     try:
-        for process in running:
+        for process in reversed(running):  # see leave_last
             output, _ = process.communicate(timeout=max(1, end - time.monotonic()))
-            results.append((process.returncode, output))
+            results.insert(0, (process.returncode, output))
     finally:
         for process in running:
             if process.poll() is None:

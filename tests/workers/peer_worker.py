@@ -17,6 +17,7 @@ import traceback
 import jax
 import jax.numpy as jnp
 import numpy as np
+from common import leave_last  # beside this file
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -597,18 +598,6 @@ def absent():
     assert jflux.heap_report().platform == ""
 
 
-def leave_last(without_the_last):
-    """Process 0 serves the others' coordination: it stays until they are done."""
-    from jax._src import distributed
-
-    client = distributed.global_state.client
-    client.key_value_set(f"done/{args.process}", "yes")
-    if args.process == 0:
-        for process in range(args.processes - without_the_last):
-            client.blocking_key_value_get(f"done/{process}", 60_000)
-        time.sleep(0.5)
-
-
 SCENARIOS = {
     "values": values,
     "groups": groups,
@@ -649,7 +638,7 @@ if __name__ == "__main__":
             os._exit(1)  # at once: jax.distributed would wait for those that wait for this one
         print("ok", scenario, flush=True)
     if fails:
-        leave_last(without_the_last=scenarios[0] in ("exit", "kill"))
+        leave_last(args.process)
     else:
         jax.distributed.shutdown()  # waits for the others
     if args.exit:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import os
+import sys
 import time
 
 import jax
@@ -37,6 +38,7 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 import jflux  # noqa: E402
 from jflux import testing  # noqa: E402
 from jflux._ops import matmul_all_reduce  # noqa: E402
+from workers.common import leave_last  # noqa: E402
 
 ROWS, K, N = 128 * args.ranks, 64, 256
 
@@ -84,9 +86,6 @@ try:
 except Exception as error:
     print("error:", str(error).replace("\n", " "))
 time.sleep(0.2)  # what a thread of the library has to say
-# Rank 0 serves the others' coordination.
-global_state.client.key_value_set(f"done/{args.rank}", "yes")
-if args.rank == 0:
-    for rank in range(args.ranks):
-        global_state.client.blocking_key_value_get(f"done/{rank}", 120_000)
+sys.stdout.flush()
+leave_last(args.rank)
 os._exit(0)

@@ -25,6 +25,12 @@ namespace jflux {
 
 inline constexpr OpId kGroupedMatmulId{32}, kGroupedMatmulDwId{33};
 
+// Which of the GPU's compiled kernels to run; all 0: the one that is taken for the fastest.
+struct TileChoice {
+  int32_t columns = 0;
+  int32_t cluster_m = 0;  // CTAs one below the other
+};
+
 // One weight w0, or two of the same shape if `gated`. In the accumulation type, rounded once:
 //
 //   p_i = x[r] @ w_i[e]
@@ -43,6 +49,7 @@ struct GroupedMatmulParams {
   bool gated;             // needs an activation
   bool scaled;            // there is a row scale
   bool sums;              // also write the sums
+  TileChoice tile;
 
   int Weights() const { return gated ? 2 : 1; }
 };
@@ -66,6 +73,7 @@ struct GroupedMatmulDwParams {
   int64_t groups;   // E
   DType dtype;      // of x and dy
   DType out_dtype;  // of dw
+  TileChoice tile;
 };
 
 struct GroupedMatmulDwArrays {

@@ -26,7 +26,7 @@ bool LoadGroupedMatmulDwKernels(std::string* error) {
 }
 
 std::string WhyNoGroupedMatmulDwKernel(const GroupedMatmulDwParams& p) {
-  return WhyNoGroupedKernel(p.m, p.k, p.n, p.groups, p.dtype, p.out_dtype);
+  return WhyNoGroupedKernel(p.m, p.k, p.n, p.groups, p.dtype, p.out_dtype, /*gated=*/false, p.tile);
 }
 
 bool LaunchGroupedMatmulDw(const GroupedMatmulDwParams& p, const GroupedMatmulDwArrays& arrays,

@@ -2,7 +2,8 @@
 // transposed, and its rows of dy. The contraction is over the group's rows, so each tile of a group
 // has as many k-blocks as the group has 64 rows, begun. What the last one holds of other groups'
 // rows is zeroed in shared memory, in both operands (ZeroTail). A group without rows has no tiles:
-// the send warps write its zeros.
+// the send warps write its zeros. Tiles of groups with more rows cost more; they come first, and
+// clusters take them back and forth (NextTile).
 //
 // A tile is passed on as {m: cluster tile row of k, n: group * tiles_n + tile column}.
 #ifndef JFLUX_OPS_GROUPED_MATMUL_GROUPED_MATMUL_DW_SM90_CUH_
@@ -31,12 +32,14 @@ struct GroupedMatmulDwSm90 {
     return row_block * Config::kTileM + m64 * 64;
   }
 
+  static __device__ bool HasRows(int32_t, Tile, int) { return true; }
+
   struct alignas(16) Coords {
     int32_t n0, k0;      // columns of dy and of x
     int32_t begin, end;  // rows
   };
   struct Groups {
-    GroupTable<Config> table;
+    GroupTable<Config, /*kSorted=*/true> table;
     __device__ Groups(const Args& args, const GemmSmem<Config>& smem, bool leads)
         : table(smem, args.groups.group_sizes, args.groups.groups, args.groups.rows, leads,
                 [&](int32_t rows) { return rows > 0 ? args.tiles_k * args.tiles_n : 0; }) {}

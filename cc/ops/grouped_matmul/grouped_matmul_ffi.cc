@@ -22,6 +22,7 @@ struct Attributes {
   bool gated = false;          // there is w_1
   bool scaled = false;         // there is row_scale
   bool sums = false;           // there are sums, one for each weight
+  Int64s tile;                 // columns and cluster_m of a TileChoice; empty: none
   bool transpose_rhs = false;  // weights are [E, n, k]
 
   void Read(AttributeReader& read) {
@@ -29,14 +30,21 @@ struct Attributes {
     read("gated", &gated);
     read("scaled", &scaled);
     read("sums", &sums);
+    read("tile", &tile);
     read("transpose_rhs", &transpose_rhs);
   }
 };
 
-// grouped_matmul_dw has none. Operands x, dy, group_sizes. Result dw.
+// Operands x, dy, group_sizes. Result dw.
 struct DwAttributes {
-  void Read(AttributeReader&) {}
+  Int64s tile;
+  void Read(AttributeReader& read) { read("tile", &tile); }
 };
+
+TileChoice TileOf(const Int64s& tile) {
+  if (tile.size() != 2) return {};
+  return {static_cast<int32_t>(tile[0]), static_cast<int32_t>(tile[1])};
+}
 
 // Whether a buffer has this type and these dimensions.
 bool Is(const ffi::AnyBuffer& b, ffi::DataType type, std::initializer_list<int64_t> dimensions) {
@@ -82,6 +90,7 @@ std::optional<Call> CallOf(const Attributes& a, ffi::RemainingArgs operands,
   p.gated = a.gated;
   p.scaled = a.scaled;
   p.sums = a.sums;
+  p.tile = TileOf(a.tile);
   if (p.gated && p.activation == Activation::kNone) return std::nullopt;
   if (p.m == 0 || p.k == 0 || p.n == 0 || p.groups == 0) return std::nullopt;
   GroupedMatmulArrays& arrays = call.arrays;
@@ -114,8 +123,9 @@ struct DwCall {
   GroupedMatmulDwArrays arrays{};
 };
 
-std::optional<DwCall> DwCallOf(const ffi::AnyBuffer& x, const ffi::AnyBuffer& dy,
-                               const ffi::AnyBuffer& sizes, ffi::Result<ffi::AnyBuffer>& dw) {
+std::optional<DwCall> DwCallOf(const DwAttributes& a, const ffi::AnyBuffer& x,
+                               const ffi::AnyBuffer& dy, const ffi::AnyBuffer& sizes,
+                               ffi::Result<ffi::AnyBuffer>& dw) {
   const auto dtype = DTypeOf(x.element_type()), out_dtype = DTypeOf(dw->element_type());
   if (!dtype || !out_dtype || x.dimensions().size() != 2 || dy.dimensions().size() != 2 ||
       sizes.dimensions().size() != 1) {
@@ -127,6 +137,7 @@ std::optional<DwCall> DwCallOf(const ffi::AnyBuffer& x, const ffi::AnyBuffer& dy
   p.k = x.dimensions()[1];
   p.n = dy.dimensions()[1];
   p.groups = sizes.dimensions()[0];
+  p.tile = TileOf(a.tile);
   p.dtype = *dtype;
   p.out_dtype = *out_dtype;
   if (p.m == 0 || p.k == 0 || p.n == 0 || p.groups == 0) return std::nullopt;
@@ -164,7 +175,7 @@ ffi::Error DwCpu(ffi::Dictionary attributes, ffi::AnyBuffer x, ffi::AnyBuffer dy
                  ffi::AnyBuffer sizes, ffi::Result<ffi::AnyBuffer> dw) {
   DwAttributes a;
   if (auto refused = ReadAttributes(kGroupedMatmulDwId, attributes, &a)) return *refused;
-  const auto call = DwCallOf(x, dy, sizes, dw);
+  const auto call = DwCallOf(a, x, dy, sizes, dw);
   if (!call) return NoFit(kGroupedMatmulDwId);
   const GroupedMatmulDwParams& p = call->params;
   if (auto refused = Refused(kGroupedMatmulDwId, call->arrays.group_sizes, p.groups, p.m)) {
@@ -207,7 +218,7 @@ ffi::Error DwCuda(cudaStream_t stream, ffi::Dictionary attributes, ffi::AnyBuffe
                   ffi::AnyBuffer dy, ffi::AnyBuffer sizes, ffi::Result<ffi::AnyBuffer> dw) {
   DwAttributes a;
   if (auto refused = ReadAttributes(kGroupedMatmulDwId, attributes, &a)) return *refused;
-  const auto call = DwCallOf(x, dy, sizes, dw);
+  const auto call = DwCallOf(a, x, dy, sizes, dw);
   if (!call) return NoFit(kGroupedMatmulDwId);
   const std::string why = WhyNoGroupedMatmulDwKernel(call->params);
   if (!why.empty()) return InvalidArgument("grouped_matmul_dw: " + why);

@@ -76,7 +76,7 @@ inline GroupedRows GroupedRowsOf(OpId op, const int32_t* sizes, int64_t groups, 
 
 // Why a kernel cannot take such operands; empty if it can.
 inline std::string WhyNoGroupedKernel(int64_t m, int64_t k, int64_t n, int64_t groups, DType dtype,
-                                      DType out_dtype) {
+                                      DType out_dtype, bool gated, TileChoice tile) {
   if (SizeOf(dtype) != 2) return "the kernel takes bfloat16 and float16";
   if (out_dtype != dtype && out_dtype != DType::kF32) {
     return "the kernel's results have the operands' type, or float32";
@@ -88,6 +88,7 @@ inline std::string WhyNoGroupedKernel(int64_t m, int64_t k, int64_t n, int64_t g
       groups * CeilDiv<int64_t>(n, 64) > kMostRows) {
     return "a dimension is too large";
   }
+  if (!IsGroupedTile(gated, tile)) return "no kernel has the tile";
   return "";
 }
 

@@ -46,7 +46,7 @@ bool FindLocalDevice(LocalDevice* device, std::string* error) {
 }
 
 std::string WhyNoGroupedMatmulKernel(const GroupedMatmulParams& p) {
-  return WhyNoGroupedKernel(p.m, p.k, p.n, p.groups, p.dtype, p.out_dtype);
+  return WhyNoGroupedKernel(p.m, p.k, p.n, p.groups, p.dtype, p.out_dtype, p.gated, p.tile);
 }
 
 bool LaunchGroupedMatmul(const GroupedMatmulParams& p, const GroupedMatmulArrays& arrays,

@@ -3,7 +3,8 @@
 // The leading scheduler warp of each cluster reads group_sizes and makes a table of where groups
 // begin (gpu/group_table.cuh). Clusters take every gridDim-th tile: all cost the same, and no
 // counter has to be reset. A tile belongs to one group; its rows past the group's end are
-// multiplied and not stored. The send warps write zeros to the rows past the last group.
+// not stored, and an m64 block that has no others is not multiplied if a consumer has it alone. The
+// send warps write zeros to the rows past the last group.
 //
 //   waits   for nobody
 //   order   a launch after what wrote the operands; the rows of y are disjoint
@@ -37,6 +38,9 @@ struct GroupedMatmulSm90 {
   }
   static __device__ int32_t FirstColumnOf(const Args& args, Tile tile) {
     return tile.n % args.tiles.tiles_n * (args.gated ? kHalf : Config::kTileN);
+  }
+  static __device__ bool HasRows(int32_t row_block, Tile tile, int m64) {
+    return RowsOf(RowOf(row_block) + m64 * 64, tile) > 0;
   }
   // The rows of an m64 block that belong to the tile's group: none if not positive.
   static __device__ int32_t RowsOf(int32_t row0, Tile tile) { return Min(64, tile.split - row0); }

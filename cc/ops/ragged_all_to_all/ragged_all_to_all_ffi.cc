@@ -1,4 +1,5 @@
 // FFI handlers of ragged_all_to_all.
+#include <cstring>
 #include <string>
 
 #include "ops/ragged_all_to_all/ragged_all_to_all_plan.h"
@@ -8,6 +9,7 @@
 #ifdef JFLUX_WITH_CUDA
 #include "ops/ragged_all_to_all/ragged_all_to_all_cuda.h"
 #include "runtime/cuda_call.h"
+#include "runtime/cuda_check.h"
 #endif
 
 namespace jflux {
@@ -74,9 +76,10 @@ RaggedArrays ArraysOf(const Operands& o, const ffi::AnyBuffer& y) {
 
 ffi::Error DoNotFit() { return InvalidArgument("ragged_all_to_all: operands do not fit"); }
 
-// The lowering asks XLA to give `output` and the result one buffer.
-ffi::Error NotInPlace() {
-  return InvalidArgument("ragged_all_to_all: `output` and the result are not one buffer");
+// The lowering asks XLA to give `output` and the result one buffer. XLA for GPUs does not always do
+// so in a loop's body; then `output` is copied.
+bool InPlace(const ffi::AnyBuffer& output, const ffi::AnyBuffer& y) {
+  return output.untyped_data() == y.untyped_data();
 }
 
 ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, ffi::Dictionary attributes,
@@ -90,7 +93,7 @@ ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, ffi::Dictiona
   const Operands o{operand, output, input_offsets, send_sizes, output_offsets, recv_sizes};
   const auto p = ParamsOf(a, o, *y);
   if (!p) return FailedFuture(DoNotFit());
-  if (output.untyped_data() != y->untyped_data()) return FailedFuture(NotInPlace());
+  if (!InPlace(output, *y)) std::memcpy(y->untyped_data(), output.untyped_data(), y->size_bytes());
   return JoinFfiCall(kRaggedAllToAllId, site, run_id, device, a.call, p->WorkspaceBytes(),
                      [p = *p, arrays = ArraysOf(o, *y)](const SymmetricView& view, uint64_t epoch,
                                                         const WaitContext& ctx) {
@@ -121,11 +124,16 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Dictionary attributes
   const Operands o{operand, output, input_offsets, send_sizes, output_offsets, recv_sizes};
   const auto p = ParamsOf(a, o, *y);
   if (!p) return DoNotFit();
-  if (output.untyped_data() != y->untyped_data()) return NotInPlace();
   return LaunchCudaCall(
       kRaggedAllToAllId, ordinal, a.call.groups, a.call.world,
       {p->WorkspaceBytes(), a.call.workspace_bytes},
       [&](const CudaDevice& device, const SymmetricView& view, std::string* error) {
+        if (!InPlace(output, *y)) {
+          JFLUX_CUDA_OR_FALSE(
+              cudaMemcpyAsync(y->untyped_data(), output.untyped_data(), y->size_bytes(),
+                              cudaMemcpyDeviceToDevice, stream),
+              error);
+        }
         return LaunchRaggedAllToAll(*p, ArraysOf(o, *y), a.call.site, device, view, stream, error);
       });
 }

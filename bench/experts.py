@@ -1,0 +1,252 @@
+"""Times what moves a mixture's tokens between GPUs, and whole layers; the table comes last.
+
+python -m bench.experts --ranks 2 --out bench/results/2xh100_experts.json [--lists dispatch,layer]
+
+The list "dispatch": T tokens of each rank, to their experts' ranks and back. Microseconds:
+
+    D       jflux.moe_dispatch
+    D+C     jflux.moe_dispatch and jflux.moe_combine
+    S       the same pair in plain lax
+    gather  jflux.all_gather and jflux.reduce_scatter of all tokens: what a layer does otherwise
+    bound   the bytes that must move, at LINK bytes a second, there and back
+
+The list "layer": a layer of T tokens over all ranks, forward and backward. Milliseconds:
+
+    TP, EP  jflux.nn.mixture: the experts' hidden units split, or the experts, tokens gathered
+    disp.   EP, with tokens dispatched
+    S       the faster one of TP and EP in plain lax, with jax.lax.ragged_dot
+
+Values are compared before anything is timed: a pair gives each token back, and all layers give what
+the plain one gives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import jflux
+import jflux.nn
+from jflux import _trial
+
+from . import __main__ as bench
+
+LINK = 390e9  # bytes a second and direction between two H100 or H200, as bulk copies reach them
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A layer: `tokens` of each rank (dispatch) or of all (layer), experts of `hidden` units."""
+
+    name: str
+    tokens: int
+    width: int
+    experts: int
+    k: int
+    hidden: int = 0
+
+
+LISTS: dict[str, list[Case]] = {
+    "dispatch": [
+        Case(f"DeepSeek-V3, {tokens} tokens", tokens, 7168, 256, 8)
+        for tokens in (32, 128, 1024, 4096)
+    ],
+    "layer": [
+        Case("Mixtral", 8192, 4096, 8, 2, 14336),
+        Case("Qwen3-30B-A3B", 8192, 2048, 128, 8, 768),
+    ],
+}  # fmt: skip
+
+
+def random_choices(case: Case, tokens: int) -> jax.Array:
+    """[tokens, k], experts that are all different."""
+    rng = np.random.default_rng(5)
+    return jnp.asarray(rng.random((tokens, case.experts)).argsort(1)[:, : case.k], jnp.int32)
+
+
+def _timed(
+    programs: dict[str, tuple[Any, tuple[Any, ...]]], iterations: int, rounds: int
+) -> dict[str, Any]:
+    runs = {name: _trial.run_of(program, *args) for name, (program, args) in programs.items()}
+    timings = _trial.interleave(runs, iterations, rounds)
+    return {name: dataclasses.asdict(timing) for name, timing in timings.items()}
+
+
+# ---- There and back ------------------------------------------------------------------------------
+
+
+def pair(case: Case, indices: jax.Array, x: jax.Array) -> jax.Array:
+    """Of one rank: the mean of a token's k copies, which is the token."""
+    weights = jnp.full(indices.shape, 1 / case.k, jnp.float32)
+    d = jflux.moe_dispatch(x, indices, weights, num_experts=case.experts, axis_name="ep")
+    return jflux.moe_combine(d.rows, d.handle, weights=weights, axis_name="ep")
+
+
+def there(case: Case, indices: jax.Array, x: jax.Array) -> jax.Array:
+    """Of one rank: as many of its experts' rows as it has tokens."""
+    weights = jnp.full(indices.shape, 1 / case.k, jnp.float32)
+    d = jflux.moe_dispatch(x, indices, weights, num_experts=case.experts, axis_name="ep")
+    return d.rows[: x.shape[0]]
+
+
+def gathered(x: jax.Array) -> jax.Array:
+    everything = jflux.all_gather(x, axis_name="ep", tiled=True)
+    return jflux.reduce_scatter(everything, axis_name="ep", tiled=True) / lax.axis_size("ep")
+
+
+def measure_dispatch(case: Case, ranks: int, rounds: int) -> dict[str, Any]:
+    """One row of "dispatch"."""
+    mesh = Mesh(np.array(jax.devices()[:ranks]), ("ep",))
+    everyones = random_choices(case, ranks * case.tokens)
+    x = _trial.normal(mesh, P("ep"), (ranks * case.tokens, case.width), jnp.bfloat16, seed=1)
+    indices = jax.device_put(everyones, jax.sharding.NamedSharding(mesh, P("ep")))
+    steps: dict[str, Callable[..., jax.Array]] = {
+        "D": functools.partial(there, case),
+        "D+C": functools.partial(pair, case),
+        "S": functools.partial(pair, case),
+        "gather": lambda indices, x: gathered(x),
+    }
+    specs = (P("ep"), P("ep"))
+    once = _trial.compiled(steps["D+C"], mesh, specs, P("ep"), indices, x)
+    error = float(jnp.abs(once(indices, x).astype(jnp.float32) - x.astype(jnp.float32)).max())
+    if not error <= 2.0**-7 * float(jnp.abs(x).max()):
+        raise RuntimeError(f"{case.name}: tokens come back {error:.3g} off")
+    iterations = 8
+    programs = {}
+    for name, step in steps.items():
+
+        def chain(indices: Any, x: Any, step: Callable[..., Any] = step) -> Any:
+            return lax.fori_loop(0, iterations, lambda _, x: step(indices, x), x)
+
+        with jflux.config(fused=False, strict=False) if name == "S" else contextlib.nullcontext():
+            program = _trial.compiled(chain, mesh, specs, P("ep"), indices, x)
+        programs[name] = (program, (indices, x))
+    experts_of_a_rank = case.experts // ranks
+    homes = np.asarray(everyones).reshape(ranks, case.tokens, case.k) // experts_of_a_rank
+    leaves = max(
+        sum(len(set(slots) - {rank}) for slots in homes[rank].tolist()) for rank in range(ranks)
+    )
+    bound = 2 * leaves * case.width * 2 / LINK
+    return {"case": dataclasses.asdict(case), "list": "dispatch", "bound": bound} | _timed(
+        programs, iterations, rounds
+    )
+
+
+# ---- Layers --------------------------------------------------------------------------------------
+
+#: (how weights [E, ...] are split, options of jflux.nn.mixture)
+WAYS: dict[str, tuple[P, P, dict[str, Any]]] = {
+    "TP": (P(None, None, "x"), P(None, "x"), {"axis_name": "x"}),
+    "EP": (P("x"), P("x"), {"expert_axis": "x"}),
+    "disp.": (P("x"), P("x"), {"expert_axis": "x", "exchange": "dispatch"}),
+}
+
+
+def layer(case: Case, options: dict[str, Any]) -> Callable[..., Any]:
+    """Forward and backward, of one rank."""
+
+    def run(
+        x: jax.Array, router: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array
+    ) -> Any:
+        def forward(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+            return jflux.nn.mixture(x, router, up, down, gate, k=case.k, **options).y
+
+        y, pull = jax.vjp(forward, x, gate, up, down)
+        dx, *rest = pull(y)
+        # Too little to be seen: a rank's part of a weight is another one in each way.
+        return (dx + 1e-20 * sum(d[0, 0, 0] for d in rest)).astype(x.dtype)
+
+    return run
+
+
+def measure_layer(case: Case, ranks: int, rounds: int) -> dict[str, Any]:
+    """One row of "layer"."""
+    mesh = Mesh(np.array(jax.devices()[:ranks]), ("x",))
+    programs: dict[str, dict[str, tuple[Any, tuple[Any, ...]]]] = {"fast": {}, "slow": {}}
+    values: dict[str, np.ndarray] = {}
+    for name, (spec, down_spec, options) in WAYS.items():
+        specs = (P("x"), P(), spec, spec, down_spec)
+        shapes = (
+            (case.tokens, case.width), (case.width, case.experts),
+            (case.experts, case.width, case.hidden), (case.experts, case.width, case.hidden),
+            (case.experts, case.hidden, case.width),
+        )  # fmt: skip
+        scales = (1.0, case.width**-0.5, case.width**-0.5, case.width**-0.5, case.hidden**-0.5)
+        args = tuple(
+            _trial.normal(mesh, spec, shape, jnp.bfloat16, seed=i, scale=scale)
+            for i, (spec, shape, scale) in enumerate(zip(specs, shapes, scales, strict=True))
+        )
+        f = layer(case, options)
+        for form, iterations in (("fast", 6), ("slow", 1)):
+            if form == "slow" and name == "disp.":
+                continue
+
+            def chain(x: Any, *weights: Any, f: Any = f, iterations: int = iterations) -> Any:
+                for _ in range(iterations):
+                    x = f(x, *weights)
+                return x
+
+            plain = form == "slow"
+            with jflux.config(fused=False, strict=False) if plain else contextlib.nullcontext():
+                once = _trial.compiled(f, mesh, specs, P("x"), *args)
+                program = _trial.compiled(chain, mesh, specs, P("x"), *args)
+            programs[form][f"S {name}" if plain else name] = (program, args)
+            values[f"{form} {name}"] = np.asarray(once(*args), np.float32)
+    wanted = values["slow TP"]
+    largest = np.abs(wanted).max()
+    error = max(float(np.abs(y - wanted).max() / largest) for y in values.values())
+    if not error <= 0.05:  # a token on the edge of two experts may choose the other one
+        raise RuntimeError(f"{case.name}: the forms differ by {error:.3g} of the largest value")
+    return (
+        {"case": dataclasses.asdict(case), "list": "layer", "error": error}
+        | _timed(programs["fast"], 6, rounds)
+        | _timed(programs["slow"], 1, min(3, rounds))
+    )
+
+
+# ---- The table -----------------------------------------------------------------------------------
+
+HEADINGS = {
+    "dispatch": "case | D us | D+C us | S us | gather us | bound us | bound / D+C",
+    "layer": "case | TP ms | EP ms | disp. ms | S TP ms | S EP ms | S / J | difference",
+}
+
+
+def cells(row: dict[str, Any]) -> list[str]:
+    name = row["case"]["name"]
+    if row["list"] == "dispatch":
+        us = [row[c]["median"] * 1e6 for c in ("D", "D+C", "S", "gather")]
+        bound = row["bound"] * 1e6
+        return [name, *(f"{t:.1f}" for t in us), f"{bound:.1f}", f"{bound / us[1]:.2f}"]
+    ms = [row[c]["median"] * 1e3 for c in (*WAYS, "S TP", "S EP")]
+    ratio = min(ms[3:]) / min(ms[:3])
+    return [name, *(f"{t:.2f}" for t in ms), f"{ratio:.1f}", f"{row['error']:.4f}"]
+
+
+def main() -> int:
+    args = bench.parse(__doc__, lists=",".join(LISTS))
+    jflux.init(heap_bytes=2 << 30)
+    jflux.config.update(strict=True, unchecked_kernels=True)
+    rows: list[dict[str, Any]] = []
+    for name in args.lists.split(","):
+        measure = {"dispatch": measure_dispatch, "layer": measure_layer}[name]
+        print(HEADINGS[name], flush=True)
+        for case in LISTS[name]:
+            rows.append(measure(case, args.ranks, args.rounds))
+            print(" | ".join(cells(rows[-1])), flush=True)
+            bench.save(args.out, args.ranks, args.processes, experts=rows)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
