@@ -17,7 +17,7 @@ The list "layer": a layer of T tokens over all ranks, forward and backward. Mill
     S       the faster one of TP and EP in plain lax, with jax.lax.ragged_dot
 
 Values are compared before anything is timed: a pair gives each token back, and all layers give what
-the plain one gives.
+the plain one gives, if there is memory for it.
 """
 
 from __future__ import annotations
@@ -200,9 +200,14 @@ def measure_layer(case: Case, ranks: int, rounds: int) -> dict[str, Any]:
             with jflux.config(fused=False, strict=False) if plain else contextlib.nullcontext():
                 once = _trial.compiled(f, mesh, specs, P("x"), *args)
                 program = _trial.compiled(chain, mesh, specs, P("x"), *args)
+            try:
+                values[f"{form} {name}"] = np.asarray(once(*args), np.float32)
+            except jax.errors.JaxRuntimeError as error:
+                if not plain or "RESOURCE_EXHAUSTED" not in str(error):
+                    raise
+                continue  # its column is empty
             programs[form][f"S {name}" if plain else name] = (program, args)
-            values[f"{form} {name}"] = np.asarray(once(*args), np.float32)
-    wanted = values["slow TP"]
+    wanted = values.get("slow TP", values["fast TP"])
     largest = np.abs(wanted).max()
     error = max(float(np.abs(y - wanted).max() / largest) for y in values.values())
     if not error <= 0.05:  # a token on the edge of two experts may choose the other one
@@ -228,9 +233,11 @@ def cells(row: dict[str, Any]) -> list[str]:
         us = [row[c]["median"] * 1e6 for c in ("D", "D+C", "S", "gather")]
         bound = row["bound"] * 1e6
         return [name, *(f"{t:.1f}" for t in us), f"{bound:.1f}", f"{bound / us[1]:.2f}"]
-    ms = [row[c]["median"] * 1e3 for c in (*WAYS, "S TP", "S EP")]
-    ratio = min(ms[3:]) / min(ms[:3])
-    return [name, *(f"{t:.2f}" for t in ms), f"{ratio:.1f}", f"{row['error']:.4f}"]
+    ms = {c: row[c]["median"] * 1e3 for c in (*WAYS, "S TP", "S EP") if c in row}
+    plain = [t for c, t in ms.items() if c.startswith("S")]
+    ratio = f"{min(plain) / min(ms[c] for c in WAYS):.1f}" if plain else ""
+    times = (f"{ms[c]:.2f}" if c in ms else "no memory" for c in (*WAYS, "S TP", "S EP"))
+    return [name, *times, ratio, f"{row['error']:.4f}"]
 
 
 def main() -> int:

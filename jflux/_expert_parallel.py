@@ -337,26 +337,31 @@ def _route(
     slots = routing.distinct(jnp.where(inside, indices, -1))
     wrong = jnp.sum(~inside & (indices != -1), dtype=jnp.int32)
 
-    # What every rank has for every expert, and then for every rank.
-    own = moe.count(jnp.where(slots.has_row, slots.expert, -1), num_experts)
-    chosen = all_gather(own, axis_name=axis_name)
-    counts, kept = chosen, slots
+    # What every rank has for every expert, and for every rank.
+    by_expert = moe.route(jnp.where(slots.has_row, slots.expert, -1), num_experts)
+    kept = slots
     if capacity is not None:
-        kept = routing.keep(slots, routing.places_of(chosen, rank, capacity))
-        counts = routing.kept_counts(chosen, capacity)
+        chosen = all_gather(by_expert.counts, axis_name=axis_name)
+        kept = routing.keep(slots, by_expert, routing.places_of(chosen, rank, capacity))
     to = jnp.where(kept.expert >= 0, kept.expert // experts, -1)
-    goes = jnp.any(to[:, :, None] == jnp.arange(world), axis=1)  # [T, N]
-    rows = all_gather(jnp.sum(goes, 0, dtype=jnp.int32), axis_name=axis_name)
+    ranks = jnp.arange(world, dtype=jnp.int32)[:, None]
+    goes = jnp.any(to == ranks[:, :, None], axis=2)  # [N, T]
+    by_rank = moe.route(jnp.where(goes, ranks, -1), world)
+    if capacity is not None:
+        counts = routing.kept_counts(chosen, capacity)
+        rows = all_gather(by_rank.counts, axis_name=axis_name)
+    else:
+        both = all_gather(jnp.concatenate([by_expert.counts, by_rank.counts]), axis_name=axis_name)
+        counts = chosen = both[:, :num_experts]
+        rows = both[:, num_experts:]
     out = routing.sizes_between(rows, rank)
     home = routing.sizes_between(counts.reshape(world, world, experts).sum(2), rank).back()
 
     # What this rank sends: rank after rank, in the order of tokens. A row takes along the experts
     # that it goes to, counted on their rank.
     most_sent, most_received = min(k, world) * tokens, world * tokens
-    token = routing.compacted(
-        goes.T, jnp.broadcast_to(jnp.arange(tokens), (world, tokens)), most_sent
-    )
-    receiver = jnp.searchsorted(jnp.cumsum(out.sent), jnp.arange(most_sent), side="right")
+    going = by_rank.source[:most_sent]
+    token, receiver = jnp.where(going >= 0, going % tokens, -1), going // tokens
     sent = jnp.where(kept.has_row & (kept.expert >= 0), kept.expert, -1)[token]
     there = (sent >= 0) & (sent // experts == receiver[:, None])
     dropped = jnp.sum((slots.expert >= 0) & (kept.expert < 0), dtype=jnp.int32) + wrong
@@ -366,7 +371,8 @@ def _route(
     came = move(axis_name, there, most_received, out, fill=-1)  # [N T, k]
 
     # What this rank's experts get.
-    sizes = moe.count(came, experts)
+    of_experts = moe.route(came, experts)
+    sizes = of_experts.counts
     padded = -(-sizes // alignment) * alignment
     size = _rows_of_experts(world * tokens, k, experts, capacity, alignment, layout)
     if layout == "masked":
@@ -374,12 +380,13 @@ def _route(
         padded = jnp.full(experts, size // experts, jnp.int32)
     else:
         starts = jnp.cumsum(padded) - padded
-    slot, row_there = routing.expert_rows(came, starts, size)
+    slot, row_there = routing.expert_rows(came, of_experts, starts, size)
     back = routing.compacted(came >= 0, row_there, min(k, experts) * most_received)
 
     # Where the rows that come back belong.
     own_slot = kept.has_row & (to >= 0)
-    place = home.received_at[to] + routing.number_among_equals(jnp.where(own_slot, to, -1))
+    going_home = moe.route(jnp.where(own_slot, to, -1), world)
+    place = home.received_at[to] + routing.number_among_equals(to, going_home)
     place = jnp.take_along_axis(place, jnp.maximum(kept.first, 0), axis=1)
     row = jnp.where(kept.first >= 0, place, -1).astype(jnp.int32)
     handle = Handle(token, out, slot, back, home, kept.first, row)

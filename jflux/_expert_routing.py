@@ -7,6 +7,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .moe import Routing, route
+
 
 class Sizes(NamedTuple):
     """Rows between ranks, as one rank's :func:`jflux.ragged_all_to_all` takes them. All are
@@ -59,23 +61,18 @@ def distinct(expert: jax.Array) -> Slots:
     return Slots(expert, first.astype(jnp.int32))
 
 
-def keep(slots: Slots, places: jax.Array) -> Slots:
+def keep(slots: Slots, by_expert: Routing, places: jax.Array) -> Slots:
     """The slots that find a place, of which each expert has so many, [E]: they are given out in the
-    order of slots."""
-    order = number_among_equals(jnp.where(slots.has_row, slots.expert, -1))
-    kept = order < places[slots.expert]
+    order of slots. by_expert: of the slots that have a row."""
+    kept = number_among_equals(slots.expert, by_expert) < places[slots.expert]
     kept = jnp.take_along_axis(kept, jnp.maximum(slots.first, 0), axis=1) & (slots.expert >= 0)
     return Slots(jnp.where(kept, slots.expert, -1), jnp.where(kept, slots.first, -1))
 
 
-def number_among_equals(keys: jax.Array) -> jax.Array:
-    """How many elements before it, in row-major order, have an element's value."""
-    flat = keys.ravel()
-    order = jnp.argsort(flat, stable=True)
-    ordered = flat[order]
-    start = jnp.searchsorted(ordered, ordered, side="left")
-    number = jnp.arange(flat.size, dtype=jnp.int32) - start.astype(jnp.int32)
-    return jnp.zeros_like(number).at[order].set(number).reshape(keys.shape)
+def number_among_equals(keys: jax.Array, by_key: Routing) -> jax.Array:
+    """How many elements before it, in row-major order, have a key's value; by_key: of these keys.
+    Of no meaning for keys that it leaves out."""
+    return by_key.destination - by_key.offsets[keys]
 
 
 def places_of(counts: jax.Array, rank: jax.Array, capacity: int) -> jax.Array:
@@ -103,29 +100,30 @@ def sizes_between(rows: jax.Array, rank: jax.Array) -> Sizes:
 
 def compacted(wanted: jax.Array, values: jax.Array, size: int) -> jax.Array:
     """i32 [size]: the values that are wanted, in order; then -1."""
-    wanted, values = wanted.ravel(), values.ravel()
-    at = jnp.where(wanted, jnp.cumsum(wanted) - 1, size)
-    return jnp.full(size, -1, jnp.int32).at[at].set(values.astype(jnp.int32), mode="drop")
+    order = route(jnp.where(wanted, 0, -1), 1).source[:size]
+    return jnp.where(order >= 0, values.ravel()[order].astype(jnp.int32), -1)
 
 
 def expert_rows(
-    local_expert: jax.Array, starts: jax.Array, size: int
+    local_expert: jax.Array, by_expert: Routing, starts: jax.Array, size: int
 ) -> tuple[jax.Array, jax.Array]:
     """The rows of this rank's experts, one for each element of local_expert that is not -1, in the
     order of elements.
 
     Args:
-      local_expert: i32, any shape.
-      starts: i32 [E_local], the first row of each expert.
+      local_expert: i32, two dimensions.
+      by_expert: of it.
+      starts: i32 [E_local], the first row of each expert, ascending.
       size: of the rows in all.
 
     Returns:
       (i32 [size], the element of each row, -1: none; i32, local_expert's shape, the row of each
       element, -1: none).
     """
-    flat = local_expert.ravel()
-    row = starts[flat] + number_among_equals(flat)
-    row = jnp.where(flat >= 0, row, size)
-    element = jnp.arange(flat.size, dtype=jnp.int32)
-    source = jnp.full(size, -1, jnp.int32).at[row].set(element, mode="drop")
-    return source, jnp.where(flat >= 0, row, -1).astype(jnp.int32).reshape(local_expert.shape)
+    row = starts[local_expert] + number_among_equals(local_expert, by_expert)
+    rows = jnp.arange(size, dtype=jnp.int32)
+    expert = jnp.sum(rows[:, None] >= starts, axis=1, dtype=jnp.int32) - 1
+    within = rows - starts[expert]
+    element = by_expert.source[by_expert.offsets[expert] + within]
+    element = jnp.where(within < by_expert.counts[expert], element, -1)
+    return element, jnp.where(local_expert >= 0, row, -1).astype(jnp.int32)

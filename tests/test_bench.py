@@ -417,3 +417,11 @@ def test_tokens_that_come_back_wrong_are_not_timed(monkeypatch):
     monkeypatch.setattr(experts, "pair", lambda case, indices, x: x * 1.1)
     with pytest.raises(RuntimeError, match="tiny: tokens come back .* off"):
         experts.measure_dispatch(experts.Case("tiny", 16, 32, 4, 2), min(2, RANKS), rounds=1)
+
+
+def test_a_plain_layer_without_memory_leaves_its_column_empty():
+    row = {"case": {"name": "large"}, "list": "layer", "error": 0.0}
+    row |= {name: _timing(1e-3) for name in experts.WAYS}
+    assert experts.cells(row)[1:7] == ["1.00", "1.00", "1.00", "no memory", "no memory", ""]
+    row |= {"S EP": _timing(4e-3)}
+    assert experts.cells(row)[4:7] == ["no memory", "4.00", "4.0"]

@@ -139,6 +139,10 @@ def test_other_calls_in_flight_when_one_fails():
     _check_fault("others_in_flight", r"waited 2 s for rank 0\b")
 
 
+@pytest.mark.skipif(
+    PLATFORM == "gpu",
+    reason="a callback of one GPU does not end while another's kernel waits: see test_staggered",
+)
 def test_a_late_rank_is_named_and_waited_for():
     output = run_alone("a_late_rank", platform=PLATFORM, devices=min(RANKS, 4))
     assert "no error" in output, output
@@ -159,8 +163,12 @@ def test_a_launch_that_fails_on_one_gpu_of_several():
     first, second = (float(s) for s in re.findall(r"^seconds: (.*)$", output, re.M))
     assert first < 60 and second < 10, output
     why = r"GPU \d+: jflux\.all_gather_matmul: a test has this launch fail"
-    assert re.search(rf"rank \d gave up waiting for rank \d .*{why}", output), output
-    assert re.search(rf"^error: .*no call can be made: .*{why}", output, re.M), output
+    # A rank whose own launch comes after the failed one need not wait at all.
+    gave_up = rf"rank \d gave up waiting for rank \d .*{why}"
+    refused = rf"^error: .*no call can be made: .*{why}"
+    first_error, second_error = re.findall(r"^error: .*$", output, re.M)
+    assert re.search(f"{gave_up}|{refused}", first_error), output
+    assert re.search(refused, second_error), output
 
 
 @pytest.mark.skipif(PLATFORM == "cpu", reason="CUDA graphs")

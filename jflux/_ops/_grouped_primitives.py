@@ -238,6 +238,7 @@ grouped_matmul = _local.make_primitive(
         why_not=_why_not,
         attributes=_attributes,
         batch=_batch,
+        checked_on_gpus=True,
     )
 )
 grouped_matmul_dw = _local.make_primitive(
@@ -248,6 +249,7 @@ grouped_matmul_dw = _local.make_primitive(
         why_not=_why_not_dw,
         attributes=lambda params: {"tile": _forced_tile(gated=False)},
         batch=_batch_dw,
+        checked_on_gpus=True,
     )
 )
 

@@ -65,10 +65,8 @@ class Params:
 def route(topk_indices: jax.Array, num_experts: int, *, capacity: int | None = None) -> Routing:
     """Sorts slots by expert, stably: the permutation that brings each expert's rows together.
 
-    It is a counting sort, O(T k + E): in C++ on CPUs, in one kernel on GPUs. That kernel has not
-    been checked on a GPU: without ``jflux.config(unchecked_kernels=True)`` it is the reference
-    there, one stable `lax.sort` of T k pairs and a search, O(T k log(T k)) work and O(T k + E)
-    memory. Nothing is read on the host. It has no gradient: choices are integers.
+    It is a counting sort, O(T k + E): in C++ on CPUs, in one kernel on GPUs. Nothing is read on the
+    host. It has no gradient: choices are integers.
 
     Args:
       topk_indices: [T, k] integers, the experts of each token; -1: none. A token may have an expert
@@ -123,10 +121,9 @@ def statistics(topk_indices: jax.Array, routing: Routing) -> Statistics:
 
 
 def count(topk_indices: jax.Array, num_experts: int) -> jax.Array:
-    """i32 [E]: how many slots chose each expert, by sorting: O(T k) memory."""
-    keys = jnp.sort(topk_indices.reshape(-1).astype(jnp.int32))
-    bounds = jnp.searchsorted(keys, jnp.arange(num_experts + 1, dtype=jnp.int32))
-    return jnp.diff(bounds).astype(jnp.int32)
+    """i32 [E]: how many slots chose each expert. Other numbers count for none."""
+    known = (topk_indices >= 0) & (topk_indices < num_experts)
+    return route(jnp.where(known, topk_indices, -1), num_experts).counts
 
 
 def permute(x: jax.Array, routing: Routing) -> jax.Array:
@@ -244,6 +241,7 @@ _primitive = _local.make_primitive(
         why_not=_why_not,
         attributes=lambda params: {"capacity": np.int64(params.capacity)},
         batch=_batch,
+        checked_on_gpus=True,
     )
 )
 _local.without_derivative(_primitive)
