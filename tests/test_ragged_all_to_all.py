@@ -314,6 +314,12 @@ def test_plans():
     # A row of four bytes takes a packet of eight.
     assert _planned(40_000, 2, cpu).config["chunked"] == 0
     assert _planned(80_000, 2, cpu).config["chunked"] == 1
+    # GPUs take packets up to 8 MiB, if a third of the heap holds them.
+    for heap_bytes, rows, world, chunked in (
+        (1 << 31, 4096, 2, 0), (1 << 31, 4097, 2, 1), (1 << 31, 4096, 4, 1), (1 << 26, 4096, 2, 1),
+    ):  # fmt: skip
+        gpu = Machine("cuda", sm_count=132, link_gbps=320, heap_bytes=heap_bytes)
+        assert _planned(rows, 1024, gpu, world=world).config["chunked"] == chunked
 
 
 def test_gpus_take_the_reference_until_a_kernel_has_run_there(monkeypatch):
@@ -342,7 +348,9 @@ def test_a_call_in_parts(own_heap):
     f = per_device(mesh, functools.partial(jflux.ragged_all_to_all, axis_name="tp"))
     with jflux.config(always=False):
         first, *calls = _explain.calls_of(f, operand, output, *sizes)
-        assert first.plan.path == Path.DECOMPOSED and len(calls) == first.plan.config["parts"] == 4
+        assert first.plan.path == Path.DECOMPOSED and first.plan.config["parts"] == 4
+        # In chunks: LL packets would have to be cut again.
+        assert all((c.plan.path, c.plan.config["chunked"]) == (Path.FUSED, 1) for c in calls)
         y = run(jax.jit(f), operand, output, *sizes)
         assert _heap.usage(_heap.default_platform()) <= 4 << 20
     np.testing.assert_array_equal(y, np.stack(exact(operand, output, sizes)))
