@@ -33,13 +33,18 @@ RUNS = {
     "accuracy": "bench.accuracy --ranks {ranks}",
     "grids": "bench.grids --ranks {ranks}",
     "peers": "bench --ranks {ranks} --lists flux,llm,attention --peers pallas,torch",
+    "ragged": "bench.collectives --ranks {ranks} --lists ragged",
+    "experts": "bench.experts --ranks {ranks}",
+    "attention": "bench.attention --ranks {ranks}",
     "products": "bench.products",  # of one GPU
+    "moe": "bench.moe --ranks 1",  # likewise
 }
+ONE_GPU = ("products", "moe")
 
 
 def file_name(name: str, ranks: int, gpu: str) -> str:
     """Of the result of a run, on so many GPUs of a model such as "NVIDIA H100 80GB HBM3"."""
-    machine = f"{1 if name == 'products' else ranks}x{gpu.split()[1].lower()}"
+    machine = f"{1 if name in ONE_GPU else ranks}x{gpu.split()[1].lower()}"
     return f"{machine}.json" if name == "ops" else f"{machine}_{name}.json"
 
 
@@ -55,7 +60,7 @@ def gpu_name() -> str:
 
 def run(name: str, ranks: int, out: pathlib.Path, seconds: float) -> bool:
     """Whether it ran to its end."""
-    env = os.environ | ({"CUDA_VISIBLE_DEVICES": "0"} if name == "products" else {})
+    env = os.environ | ({"CUDA_VISIBLE_DEVICES": "0"} if name in ONE_GPU else {})
     process = subprocess.Popen(command(name, ranks, out), cwd=ROOT, env=env, start_new_session=True)
     try:
         return process.wait(seconds) == 0

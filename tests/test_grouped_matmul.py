@@ -1,6 +1,7 @@
 """grouped_matmul against a dense one-hot form in float64: values, derivatives, batches, types."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +15,10 @@ from jax.test_util import check_grads
 
 import jflux
 import jflux.nn
-from jflux import testing
+from jflux import _native, testing
 from jflux._epilogue import ACTIVATIONS
 from jflux._ops import _grouped_primitives as primitives
+from jflux._ops import _local
 
 pytestmark = pytest.mark.wide
 X64 = functools.partial(jax.enable_x64, True)
@@ -401,22 +403,32 @@ def test_explains_its_path():
         assert "jflux_" not in jax.jit(jflux.grouped_matmul).lower(x, w, s).as_text()
 
 
-@pytest.mark.parametrize("switch", [False, True])
-def test_gpus_take_the_reference_until_the_kernels_are_checked(switch):
+@pytest.mark.parametrize("checked", [False, True])
+def test_gpus_take_the_reference_until_a_kernel_is_checked(checked, monkeypatch):
+    monkeypatch.setattr(_native, "lib", types.SimpleNamespace(built_with_cuda=lambda: True))
+    rules = _local.LocalRules(
+        name="an_op", result_shapes=None, reference=None, why_not=lambda *_: None,
+        attributes=None, batch=None, checked_on_gpus=checked,
+    )  # fmt: skip
+    for switch in (False, True):
+        with jflux.config(unchecked_kernels=switch):
+            plan = _local.plan_call(rules, [], None, "cuda")
+            assert _local.plan_call(rules, [], None, "cpu").path == "fused"
+        assert (plan.path == "fused") == (checked or switch)
+        assert checked or switch or "unchecked_kernels=True" in plan.reason
+
+
+def test_gpus_take_the_kernels():
+    """Or say that this build has none."""
     x, w, s, _ = draw(19, 8, 8, 8, (3, 5), jnp.bfloat16)
     traced = jax.jit(jflux.grouped_matmul).trace(x, w, s)
-    built = jflux._native.lib.built_with_cuda()
-    why = "has no GPU kernels" if not built else "unchecked_kernels=True"
-    with jflux.config(unchecked_kernels=switch, strict=True):
-        if switch and built:
+    with jflux.config(unchecked_kernels=False, strict=True):
+        if jflux._native.lib.built_with_cuda():
             text = traced.lower(lowering_platforms=("cuda",)).as_text()
             assert "jflux_grouped_matmul" in text
-            return
-        with pytest.raises(NotImplementedError, match=why):
-            traced.lower(lowering_platforms=("cuda",))
-    with jflux.config(unchecked_kernels=switch, strict=False):
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
-        assert "jflux_grouped_matmul" not in text
+        else:
+            with pytest.raises(NotImplementedError, match="has no GPU kernels"):
+                traced.lower(lowering_platforms=("cuda",))
 
 
 def test_sizes_that_no_gpu_kernel_takes():

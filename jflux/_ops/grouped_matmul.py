@@ -53,8 +53,7 @@ def grouped_matmul(
     type, under the name ``"jflux_preactivation"``, and nothing else of y's size. `vmap` folds a
     batch of x, or of w, into one call; a batch of sizes, or of both, is one call after the other.
 
-    CPUs run it in C++. The GPU kernels have not been checked on GPUs: without
-    ``jflux.config(unchecked_kernels=True)`` GPUs take the reference.
+    CPUs run it in C++, GPUs in one kernel.
 
     Args:
       x: [M, K]; float16, bfloat16, float32 or float64 (CPU), float16 or bfloat16 (GPU). Other types
