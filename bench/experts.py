@@ -5,7 +5,8 @@ python -m bench.experts --ranks 2 --out bench/results/2xh100_experts.json [--lis
 The list "dispatch": T tokens of each rank, to their experts' ranks and back. Microseconds:
 
     D       jflux.moe_dispatch
-    D+C     jflux.moe_dispatch and jflux.moe_combine
+    D+C     jflux.moe_dispatch and jflux.moe_combine, with partial sums
+    each    the same, with each of a token's k rows coming back by itself
     S       the same pair in plain lax
     gather  jflux.all_gather and jflux.reduce_scatter of all tokens: what a layer does otherwise
     bound   the bytes that must move, at LINK bytes a second, there and back
@@ -85,10 +86,12 @@ def _timed(
 # ---- There and back ------------------------------------------------------------------------------
 
 
-def pair(case: Case, indices: jax.Array, x: jax.Array) -> jax.Array:
+def pair(case: Case, indices: jax.Array, x: jax.Array, sums: bool = True) -> jax.Array:
     """Of one rank: the mean of a token's k copies, which is the token."""
     weights = jnp.full(indices.shape, 1 / case.k, jnp.float32)
-    d = jflux.moe_dispatch(x, indices, weights, num_experts=case.experts, axis_name="ep")
+    d = jflux.moe_dispatch(
+        x, indices, weights, num_experts=case.experts, axis_name="ep", partial_sums=sums
+    )
     return jflux.moe_combine(d.rows, d.handle, weights=weights, axis_name="ep")
 
 
@@ -113,6 +116,7 @@ def measure_dispatch(case: Case, ranks: int, rounds: int) -> dict[str, Any]:
     steps: dict[str, Callable[..., jax.Array]] = {
         "D": functools.partial(there, case),
         "D+C": functools.partial(pair, case),
+        "each": functools.partial(pair, case, sums=False),
         "S": functools.partial(pair, case),
         "gather": lambda indices, x: gathered(x),
     }
@@ -222,7 +226,7 @@ def measure_layer(case: Case, ranks: int, rounds: int) -> dict[str, Any]:
 # ---- The table -----------------------------------------------------------------------------------
 
 HEADINGS = {
-    "dispatch": "case | D us | D+C us | S us | gather us | bound us | bound / D+C",
+    "dispatch": "case | D us | D+C us | each us | S us | gather us | bound us | bound / D+C",
     "layer": "case | TP ms | EP ms | disp. ms | S TP ms | S EP ms | S / J | difference",
 }
 
@@ -230,7 +234,7 @@ HEADINGS = {
 def cells(row: dict[str, Any]) -> list[str]:
     name = row["case"]["name"]
     if row["list"] == "dispatch":
-        us = [row[c]["median"] * 1e6 for c in ("D", "D+C", "S", "gather")]
+        us = [row[c]["median"] * 1e6 for c in ("D", "D+C", "each", "S", "gather")]
         bound = row["bound"] * 1e6
         return [name, *(f"{t:.1f}" for t in us), f"{bound:.1f}", f"{bound / us[1]:.2f}"]
     ms = {c: row[c]["median"] * 1e3 for c in (*WAYS, "S TP", "S EP") if c in row}

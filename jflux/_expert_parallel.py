@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from . import _expert_partial, _mesh, moe
 from . import _expert_routing as routing
-from . import _mesh, moe
 from ._epilogue import sum_dtype
+from ._expert_partial import PartialHandle
 from ._expert_routing import Sizes
 from ._expert_rows import (
     Handle,
@@ -60,7 +61,7 @@ class Dispatched(NamedTuple):
     group_sizes: jax.Array
     padded_sizes: jax.Array
     weights: jax.Array
-    handle: Handle | LevelsHandle
+    handle: Handle | PartialHandle | LevelsHandle
     statistics: DispatchStatistics
 
 
@@ -74,6 +75,7 @@ def moe_dispatch(
     alignment: int = 1,
     layout: str = "expert",
     on_overflow: str = "drop",
+    partial_sums: bool = False,
     axis_name: AxisName,
     node_axis: AxisName | None = None,
 ) -> Dispatched:
@@ -95,6 +97,10 @@ def moe_dispatch(
     3.2.2). An expert's rows are then in the order of (rank along `axis_name`, node, token, slot),
     and sizes are those of N M ranks.
 
+    With `partial_sums` a rank sums what a token's experts there give, rounds it to its type and
+    sends it once: at most ``min(k, N)`` rows of a token in place of k come back, in the combine and
+    in the gradient of `x`, which are rounded once more for each rank.
+
     Differentiable in `x` and `topk_weights`, in both modes; the gradient comes back as in
     :func:`jflux.moe_combine`, and is summed over a token's copies in float32, in the order of
     top-k.
@@ -113,6 +119,7 @@ def moe_dispatch(
         it is counted in the statistics and moves nothing; "error", the call fails as
         :func:`jflux.ragged_all_to_all` does for a bad input_offsets[0], which is minus the number
         of such slots. (Its `lax` form does not look, and drops.)
+      partial_sums: whether ranks sum first, here and in the combine.
       axis_name: a mesh axis, or a tuple of them.
       node_axis: the mesh axis of nodes, if ranks of one node alone are joined by fast links.
 
@@ -132,22 +139,24 @@ def moe_dispatch(
     x, indices, weights = _mesh.vary_together(axes, x, indices, weights)
     if node_axis is None:
         return _dispatch(
-            x, indices, weights, num_experts, capacity, alignment, layout, on_overflow, axis_name
-        )
+            x, indices, weights, num_experts, capacity, alignment, layout, on_overflow,
+            partial_sums, axis_name,
+        )  # fmt: skip
     # First to nodes, as if each were a rank with one expert.
     nodes, node = _mesh.axis_size(node_axis), lax.axis_index(_mesh.as_tuple(node_axis))
     experts = num_experts // nodes
     is_known = (indices >= 0) & (indices < num_experts)
     node_of = jnp.where(is_known, indices // experts, jnp.where(indices == -1, -1, nodes))
-    come = _dispatch(x, node_of, weights, nodes, None, 1, "expert", on_overflow, node_axis)
+    come = _dispatch(x, node_of, weights, nodes, None, 1, "expert", on_overflow, False, node_axis)
     between: Any = come.handle
     (chosen,) = tokens_to_experts(node_axis, between, indices + 1)  # 0 where no row has come
     chosen = chosen - 1 - node * experts
     chosen = jnp.where((chosen >= 0) & (chosen < experts), chosen, -1)
     (row_weights,) = rows_of_tokens(node_axis, between, weights.astype(sum_dtype(x.dtype)))
     own = _dispatch(
-        come.rows, chosen, row_weights, experts, capacity, alignment, layout, on_overflow, axis_name
-    )
+        come.rows, chosen, row_weights, experts, capacity, alignment, layout, on_overflow,
+        partial_sums, axis_name,
+    )  # fmt: skip
     inside: Any = own.handle
     statistics = DispatchStatistics(
         all_gather(own.statistics.tokens_per_expert, axis_name=node_axis, tiled=True),
@@ -165,13 +174,18 @@ def _dispatch(
     alignment: int,
     layout: str,
     on_overflow: str,
+    partial_sums: bool,
     axis_name: AxisName,
 ) -> Dispatched:
     """Between the ranks along one axis. k may be more than there are experts."""
     handle, sizes, padded, statistics = _route(
-        indices, num_experts, capacity, alignment, layout, on_overflow, axis_name
+        indices, num_experts, capacity, alignment, layout, on_overflow, partial_sums, axis_name
     )
-    rows, row_weights = spread(axis_name, handle, x, weights.astype(sum_dtype(x.dtype)))
+    weights = weights.astype(sum_dtype(x.dtype))
+    if isinstance(handle, PartialHandle):
+        rows, row_weights = _expert_partial.rows_and_weights(axis_name, handle, x, weights)
+    else:
+        rows, row_weights = spread(axis_name, handle, x, weights)
     if layout == "masked":
         rows = rows.reshape(sizes.shape[0], -1, rows.shape[1])
         row_weights = row_weights.reshape(rows.shape[:2])
@@ -180,7 +194,7 @@ def _dispatch(
 
 def moe_combine(
     y: Any,
-    handle: Handle | LevelsHandle,
+    handle: Handle | PartialHandle | LevelsHandle,
     *,
     weights: Any = None,
     residual: Any = None,
@@ -194,6 +208,8 @@ def moe_combine(
     rounded once: the bits depend neither on the run nor on the number of ranks. A slot without a
     row, since it has no expert or was dropped, adds nothing.
 
+    After a dispatch with `partial_sums` a token's rows on a rank are summed so first, rounded to
+    y's type and sent once; then the ranks' sums, in the order in which top-k names the ranks first.
     After a dispatch with `node_axis`, a token's rows on a node are summed so first, rounded to y's
     type and sent once; then the nodes' sums, in the order in which top-k names the nodes first.
 
@@ -240,11 +256,17 @@ def moe_combine(
         )
     if not jnp.issubdtype(y.dtype, jnp.floating):
         raise TypeError(f"jflux.moe_combine: y must be floating, got {y.dtype}")
-    if weights is None:
+    if weights is None and not isinstance(handle, PartialHandle):
         weights = once(handle, y.dtype)
-    weights = _checked_weights(weights, handle)
-    y, weights = _mesh.vary_together(axis_name, y, weights)
-    (total,) = combined(axis_name, handle, y, weights.astype(sum_dtype(y.dtype)))
+    if weights is not None:
+        weights = _checked_weights(weights, handle).astype(sum_dtype(y.dtype))
+        y, weights = _mesh.vary_together(axis_name, y, weights)
+    else:
+        (y,) = _mesh.vary_together(axis_name, y)
+    if isinstance(handle, PartialHandle):
+        total = _expert_partial.combined(axis_name, handle, y, weights)
+    else:
+        (total,) = combined(axis_name, handle, y, weights)
     if residual is not None:
         residual = jnp.asarray(residual)
         if residual.shape != total.shape:
@@ -290,7 +312,7 @@ def _checked(
     return x, indices.astype(jnp.int32), weights
 
 
-def _checked_weights(weights: Any, handle: Handle) -> jax.Array:
+def _checked_weights(weights: Any, handle: Handle | PartialHandle) -> jax.Array:
     weights, shape = jnp.asarray(weights), handle.first.shape
     if weights.shape != shape or not jnp.issubdtype(weights.dtype, jnp.floating):
         raise ValueError(
@@ -327,8 +349,9 @@ def _route(
     alignment: int,
     layout: str,
     on_overflow: str,
+    partial_sums: bool,
     axis_name: AxisName,
-) -> tuple[Handle, jax.Array, jax.Array, DispatchStatistics]:
+) -> tuple[Handle | PartialHandle, jax.Array, jax.Array, DispatchStatistics]:
     """(handle, true and padded sizes of this rank's experts, statistics)."""
     world, rank = _mesh.axis_size(axis_name), lax.axis_index(_mesh.as_tuple(axis_name))
     tokens, k = indices.shape
@@ -381,6 +404,13 @@ def _route(
     else:
         starts = jnp.cumsum(padded) - padded
     slot, row_there = routing.expert_rows(came, of_experts, starts, size)
+    statistics = DispatchStatistics(jnp.sum(chosen, 0, dtype=jnp.int32), dropped)
+    if partial_sums:
+        # The first slot of a token on each rank has the row that comes back from there.
+        part = by_rank.destination[to, jnp.arange(tokens)[:, None]]
+        part = jnp.where(routing.distinct(to).has_row & (to >= 0), part, -1)
+        brief = PartialHandle(token, out, part, slot, row_there, kept.first)
+        return brief, sizes, padded, statistics
     back = routing.compacted(came >= 0, row_there, min(k, experts) * most_received)
 
     # Where the rows that come back belong.
@@ -390,7 +420,6 @@ def _route(
     place = jnp.take_along_axis(place, jnp.maximum(kept.first, 0), axis=1)
     row = jnp.where(kept.first >= 0, place, -1).astype(jnp.int32)
     handle = Handle(token, out, slot, back, home, kept.first, row)
-    statistics = DispatchStatistics(jnp.sum(chosen, 0, dtype=jnp.int32), dropped)
     return handle, sizes, padded, statistics
 
 

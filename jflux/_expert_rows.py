@@ -65,37 +65,41 @@ def once(handle: Handle, dtype: Any) -> jax.Array:
     return (handle.first == jnp.arange(handle.first.shape[1])).astype(sum_dtype(dtype))
 
 
-def _rows_or_zeros(x: jax.Array, index: jax.Array) -> jax.Array:
+def rows_or_zeros(x: jax.Array, index: jax.Array) -> jax.Array:
     """x[index], and zeros for -1."""
     found = jnp.take(x, jnp.maximum(index, 0), axis=0, mode="clip")
     return jnp.where((index >= 0).reshape(index.shape + (1,) * (x.ndim - 1)), found, 0)
 
 
-def _came(axis_name: AxisName, x: jax.Array, handle: Handle) -> jax.Array:
+def on_first(first: jax.Array, weights: jax.Array) -> jax.Array:
+    """[T, k]: slots that share a row add their weights up on the first one."""
+    j = jnp.arange(weights.shape[1])
+    shared = (first[:, :, None] == j) & (first >= 0)[:, :, None]
+    return jnp.sum(jnp.where(shared, weights[:, :, None], 0), axis=1)
+
+
+def came_rows(axis_name: AxisName, x: jax.Array, handle: Any) -> jax.Array:
     """The rows of x [T, ...] that tokens send, as they come: handle.slot says whose they are."""
     received = handle.out.sent.shape[0] * x.shape[0]
-    return move(axis_name, _rows_or_zeros(x, handle.token), received, handle.out)
+    return move(axis_name, rows_or_zeros(x, handle.token), received, handle.out)
 
 
 def tokens_to_experts(axis_name: AxisName, handle: Handle, x: jax.Array) -> list[jax.Array]:
     """A row of x [T, H] for each row of an expert, [R, H]."""
     k = handle.first.shape[1]
     token = jnp.where(handle.slot >= 0, handle.slot // k, -1)
-    return [_rows_or_zeros(_came(axis_name, x, handle), token)]
+    return [rows_or_zeros(came_rows(axis_name, x, handle), token)]
 
 
 def _slots_to_experts(axis_name: AxisName, handle: Handle, weights: jax.Array) -> list[jax.Array]:
     """The sum of the weights [T, k] of the slots of each row of an expert, [R]."""
-    # Slots that share a row add their weights up on the first one.
-    j = jnp.arange(weights.shape[1])
-    shared = (handle.first[:, :, None] == j) & (handle.first >= 0)[:, :, None]
-    weights = jnp.sum(jnp.where(shared, weights[:, :, None], 0), axis=1)
-    return [_rows_or_zeros(_came(axis_name, weights, handle).ravel(), handle.slot)]
+    weights = on_first(handle.first, weights)
+    return [rows_or_zeros(came_rows(axis_name, weights, handle).ravel(), handle.slot)]
 
 
 def _experts_to_slots(axis_name: AxisName, y: jax.Array, handle: Handle) -> jax.Array:
     """The rows of y [R, ...] that slots have, as they come back: handle.row says whose they are."""
-    return move(axis_name, _rows_or_zeros(y, handle.back), handle.row.size, handle.home)
+    return move(axis_name, rows_or_zeros(y, handle.back), handle.row.size, handle.home)
 
 
 def _weighted_sum(rows: jax.Array, weights: jax.Array, handle: Handle) -> jax.Array:
@@ -103,7 +107,7 @@ def _weighted_sum(rows: jax.Array, weights: jax.Array, handle: Handle) -> jax.Ar
     dtype = sum_dtype(rows.dtype)
     total = _product.zeros((handle.row.shape[0], rows.shape[1]), dtype, rows)
     for j in range(handle.row.shape[1]):
-        own = _rows_or_zeros(rows, handle.row[:, j]).astype(dtype)
+        own = rows_or_zeros(rows, handle.row[:, j]).astype(dtype)
         total = total + jnp.where(handle.row[:, j] >= 0, weights[:, j], 0)[:, None] * own
     return total
 
@@ -117,7 +121,7 @@ def _rows_combined(
 
 def _to_slots(axis_name: AxisName, numbers: jax.Array, handle: Handle) -> jax.Array:
     """[T, k] of numbers [R]."""
-    return _rows_or_zeros(_experts_to_slots(axis_name, numbers, handle), handle.row)
+    return rows_or_zeros(_experts_to_slots(axis_name, numbers, handle), handle.row)
 
 
 # ---- Derivatives ---------------------------------------------------------------------------------

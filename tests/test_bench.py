@@ -414,7 +414,7 @@ def test_what_moves_tokens_is_checked_and_timed(kind):
 
 
 def test_tokens_that_come_back_wrong_are_not_timed(monkeypatch):
-    monkeypatch.setattr(experts, "pair", lambda case, indices, x: x * 1.1)
+    monkeypatch.setattr(experts, "pair", lambda case, indices, x, sums=True: x * 1.1)
     with pytest.raises(RuntimeError, match="tiny: tokens come back .* off"):
         experts.measure_dispatch(experts.Case("tiny", 16, 32, 4, 2), min(2, RANKS), rounds=1)
 

@@ -70,7 +70,11 @@ OPTIONS = ({"scaled": True}, {"alignment": 4}, {"layout": "masked"})
 CASES = [(size, OPTIONS[i % 3]) for i, size in enumerate(SIZES)]
 
 
-@pytest.mark.parametrize("size, options", [*CASES, (SIZES[0], {"layout": "masked"})], ids=str)
+@pytest.mark.parametrize(
+    "size, options",
+    [*CASES, (SIZES[0], {"layout": "masked"}), (SIZES[0], {"partial_sums": True})],
+    ids=str,
+)
 def test_it_is_the_flat_form(size, options):
     mesh = make_mesh(size[:2], AXES)
     levels = jax.jit(per_device(mesh, in_all_ways(LEVELS, **options)))

@@ -175,6 +175,11 @@ def _weights_of(seed, experts, width=6, out=5):
         (SIZES[1], {"layout": "masked", "capacity": 3, "scaled": True}),
         (SIZES[2], {"capacity": 2}),
         (SIZES[3], {}),
+        (SIZES[0], {"partial_sums": True}),
+        (SIZES[1], {"partial_sums": True, "alignment": 4, "scaled": True}),
+        (SIZES[1], {"partial_sums": True, "layout": "masked", "capacity": 3}),
+        (SIZES[2], {"partial_sums": True}),
+        (SIZES[3], {"partial_sums": True, "capacity": 2}),
     ],
     ids=str,
 )
@@ -375,7 +380,10 @@ def test_derivatives_against_the_dense_form(transform, check_vma):
     w = _weights_of(3, experts)
     split = w.reshape(ranks, local, *w.shape[1:])
     mesh, of = make_mesh((ranks,)), TRANSFORMS[transform]
-    for kind, options in (("random", {}), ("duplicates", {"capacity": 3, "scaled": True})):
+    for kind, options in (
+        ("random", {}), ("duplicates", {"capacity": 3, "scaled": True}),
+        ("duplicates", {"capacity": 3, "partial_sums": True}),
+    ):  # fmt: skip
         x, indices, weights = operands(2, kind, ranks, 4, 2, experts)
         _, kept = expected(indices, experts, options.get("capacity"))
 
@@ -524,6 +532,33 @@ def _sums(ranks, x, indices, weights):
 
     parts = [a.reshape(ranks, -1, a.shape[-1]) for a in (x, indices, weights)]
     return run(jax.jit(per_device(make_mesh((ranks,)), f)), *parts).reshape(x.shape)
+
+
+def test_partial_sums_are_rounded_once_on_each_rank():
+    """Bit for bit the sums on ranks, in the order of top-k, and their sum, in the order in which
+    top-k names the ranks. A token comes back once from a rank."""
+    ranks, tokens, k, local = 2, 9, 5, 4
+    mesh, experts = make_mesh((ranks,)), ranks * local
+    x, indices, weights = operands(8, "random", ranks, tokens, k, experts, dtype=jnp.bfloat16)
+    weights = weights.astype(np.float32)
+
+    def f(x, indices, weights):
+        options = {"num_experts": experts, "partial_sums": True, "axis_name": "tp"}
+        d = jflux.moe_dispatch(x, indices, weights, **options)
+        return jflux.moe_combine(3 * d.rows, d.handle, weights=weights, axis_name="tp"), d.handle
+
+    y, handle = run(jax.jit(per_device(mesh, f)), x, indices, weights)
+    for rank, t in np.ndindex(ranks, tokens):
+        row, total = (3 * x[rank, t]).astype(np.float32), np.float32(0)
+        homes = indices[rank, t] // local
+        for home in dict.fromkeys(homes.tolist()):
+            part = np.zeros_like(row)
+            for w in weights[rank, t][homes == home]:
+                part = part + w * row
+            total = total + part.astype(jnp.bfloat16).astype(np.float32)
+        np.testing.assert_array_equal(y[rank, t], total.astype(jnp.bfloat16))
+    homes = [len(set(slots)) for slots in (indices // local).reshape(-1, k).tolist()]
+    assert handle.out.sent.sum() == sum(homes) == (handle.part >= 0).sum()
 
 
 def test_the_same_bits_in_every_run_and_on_any_number_of_ranks():

@@ -2,7 +2,7 @@
 
 Three functions are the derivatives of one sum, over the slots (t, j) that have a row r:
 
-    S(y, w, g) = sum  w[t, j] <y[r], g[t]>        y [T k, H]  w [T, k]  g [T, H]
+    S(y, w, g) = sum  w[t, j] <y[r], g[t]>        y [R, H]  w [T, k]  g [T, H]
 
     combine(y, w)  = dS/dg    g[t] = sum over j of w[t, j] y[r]
     spread(g, w)   = dS/dy    y[r] = w[t, j] g[t], and zeros where no slot has the row
@@ -45,7 +45,7 @@ def combine(y: jax.Array, w: jax.Array, source: jax.Array, destination: jax.Arra
 
 
 def spread(g: jax.Array, w: jax.Array, source: jax.Array, destination: jax.Array) -> jax.Array:
-    """Weighted copies of tokens in the order of experts: [T k, H], of g's type."""
+    """Weighted copies of tokens in the order of experts: [R, H], of g's type."""
     return _bind(Params("y", g.dtype), g, w, source, destination)
 
 
@@ -85,7 +85,8 @@ _primitive = Primitive("jflux_moe_rows")
 def _abstract(a: Any, b: Any, source: Any, destination: Any, *, params: Params) -> Any:
     columns = a.shape[1]
     tokens, k = destination.shape
-    shape = {"g": (tokens, columns), "y": (tokens * k, columns), "w": (tokens, k)}[params.result]
+    rows = source.shape[0]
+    shape = {"g": (tokens, columns), "y": (rows, columns), "w": (tokens, k)}[params.result]
     return _local.result_type((a, b, source, destination), shape, params.dtype)
 
 

@@ -80,8 +80,9 @@ def mixture(
       experts for all of them, and the sums are scattered: :func:`jflux.all_gather`, two calls of
       :func:`jflux.grouped_matmul`, :func:`jflux.reduce_scatter`.
     - "dispatch": each rank gathers those along `axis_name` alone. Along `expert_axis` a token goes
-      to the ranks of its experts, and each of its k rows back: :func:`jflux.moe_dispatch`, the same
-      two products, :func:`jflux.moe_combine`, and a reduce-scatter along `axis_name`.
+      to the ranks of its experts, and the sum of what they give back from each:
+      :func:`jflux.moe_dispatch` with partial sums, the same two products,
+      :func:`jflux.moe_combine`, and a reduce-scatter along `axis_name`.
 
     Values, losses and gradients are the same up to rounding. "gather" is the default, since it is
     faster on two GPUs, and on more neither has been timed. The guide "Mixtures of experts" has the
@@ -322,7 +323,7 @@ def _experts_of_all_ranks(
 ) -> jax.Array:
     """The weighted sum of each token's experts, to whose ranks it goes and from which it comes."""
     there = _expert_parallel.moe_dispatch(
-        tokens, indices, weights, capacity=capacity, axis_name=ep,
+        tokens, indices, weights, capacity=capacity, axis_name=ep, partial_sums=True,
         num_experts=up.shape[0] * _mesh.axis_size(ep),
     )  # fmt: skip
     y = _products(there.rows, there.padded_sizes, up, down, gate, activation)

@@ -1,0 +1,129 @@
+"""A dispatch and a combine that send one row of a token to a rank, and one back: what the token's
+experts there give is summed there.
+
+Two maps between a rank's tokens [T, ...] and the tokens that come to a rank [N T, ...] are each
+other's transposes, `came` and `returned`. Between those tokens and the rows of experts [R, ...] are
+the maps of :mod:`jflux.moe._rows`. Everything is made of both, and so are its derivatives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from . import _derivatives
+from ._epilogue import sum_dtype
+from ._expert_routing import Sizes
+from ._expert_rows import came_rows, move, on_first, rows_or_zeros
+from ._mesh import AxisName
+from ._ops import _product
+from .moe import _rows
+
+
+class PartialHandle(NamedTuple):
+    """How a dispatch with partial sums moved its rows. Integers, int32.
+
+    Attributes:
+      token: [min(k, N) T], the token of each row that this rank sends; -1: none.
+      out: of these rows, between ranks.
+      part: [T, k], which of these rows went to the rank of a slot's expert; -1: none, or an earlier
+        slot of the token has it.
+      slot: [R], which of the ``N T k`` slots of the rows that have come is an expert's row; -1:
+        none. (A masked layout is [E_local C] here.)
+      there: [N T, k], the expert's row of each of these slots; -1: none.
+      first: [T, k], the slot of the token whose row this slot shares; -1: it has none.
+    """
+
+    token: jax.Array
+    out: Sizes
+    part: jax.Array
+    slot: jax.Array
+    there: jax.Array
+    first: jax.Array
+
+
+def rows_and_weights(
+    axis_name: AxisName, handle: PartialHandle, x: jax.Array, weights: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """For each row of an expert its row of x [T, H], and its weight of [T, k]: [R, H] and [R]."""
+    (tokens,) = came(axis_name, handle, x)
+    ones = jnp.ones(handle.there.shape, sum_dtype(x.dtype))
+    rows = _rows.spread(tokens, ones, handle.slot, handle.there)
+    return rows, _weights_there(axis_name, handle, weights)[1]
+
+
+def combined(
+    axis_name: AxisName, handle: PartialHandle, y: jax.Array, weights: jax.Array | None
+) -> jax.Array:
+    """The weighted sum of each token's rows of y [R, D]: [T, D], in float32 (float64 for float64).
+    None: they are added as they are."""
+    if weights is None:
+        w = jnp.ones(handle.there.shape, sum_dtype(y.dtype))
+    else:
+        w, _ = _weights_there(axis_name, handle, weights)
+    (total,) = returned(axis_name, handle, _rows.combine(y, w, handle.slot, handle.there))
+    return total
+
+
+def _weights_there(
+    axis_name: AxisName, handle: PartialHandle, weights: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Weights [T, k] at the experts: of the slots that have come [N T, k], and of the rows [R]."""
+    (w,) = came(axis_name, handle, on_first(handle.first, weights))
+    one = jnp.ones((w.size, 1), w.dtype)
+    # Of each slot by itself, so that its transpose gathers too.
+    row = _rows.spread(w.reshape(-1, 1), one, handle.slot, handle.there.reshape(-1, 1))
+    return w, row[:, 0]
+
+
+# ---- Between ranks -------------------------------------------------------------------------------
+
+
+def _came(axis_name: AxisName, handle: PartialHandle, x: jax.Array) -> Sequence[jax.Array]:
+    """The rows of x [T, ...] at the ranks that they were sent to: [N T, ...]."""
+    return [came_rows(axis_name, x, handle)]
+
+
+def _returned(axis_name: AxisName, handle: PartialHandle, rows: jax.Array) -> Sequence[jax.Array]:
+    """For each token the sum of its rows [N T, ...] on all ranks, in the order in which top-k names
+    the ranks first: [T, ...], in float32 (float64 for float64)."""
+    back = move(axis_name, rows, handle.token.shape[0], handle.out.back())
+    tokens, k = handle.part.shape
+    total = _product.zeros((tokens, *rows.shape[1:]), sum_dtype(rows.dtype), rows)
+    for j in range(k):
+        total = total + rows_or_zeros(back, handle.part[:, j]).astype(total.dtype)
+    return [total]
+
+
+def _handle_and_type(operands: Any, axis_name: AxisName) -> Any:
+    handle, x = operands
+    return handle, jnp.zeros(0, x.dtype)
+
+
+def _came_backward(kept: Any, cts: Any, wanted: Any, axis_name: AxisName) -> Sequence[Any]:
+    handle, like = kept
+    (dx,) = returned(axis_name, handle, cts[0])
+    return None, dx.astype(like.dtype)
+
+
+def _returned_backward(kept: Any, cts: Any, wanted: Any, axis_name: AxisName) -> Sequence[Any]:
+    handle, like = kept
+    # What is rounded here would be rounded where it is used.
+    return None, *came(axis_name, handle, cts[0].astype(like.dtype))
+
+
+came: Callable[..., Sequence[Any]] = _derivatives.differentiated(
+    _came,
+    kept=_handle_and_type,
+    tangents=lambda kept, tangents, axis_name: came(axis_name, kept[0], tangents[1]),
+    backward=_came_backward,
+)
+returned: Callable[..., Sequence[Any]] = _derivatives.differentiated(
+    _returned,
+    kept=_handle_and_type,
+    tangents=lambda kept, tangents, axis_name: returned(axis_name, kept[0], tangents[1]),
+    backward=_returned_backward,
+)
