@@ -1,7 +1,17 @@
-"""Runs all test files on this host's GPUs, a few at a time, random programs, and random calls of
-eight ranks, which share the GPUs; a table is last:
+"""Runs all test files on this host's GPUs, a few at a time, and then, one after the other, what is
+no test file; a table is last:
 
-python tests/gpu_suite.py [--at-once 5] [--stress 2000] [--limit 600] [FILE...]
+python tests/gpu_suite.py [--at-once 5] [--scripts NAME...] [--limit 3600] [FILE...]
+
+    --scripts             NAME... of the runs below, by default all; without a NAME none
+    --files               no test files, if no FILE follows
+
+    moe                   tests/moe_gpu.py: grouped products with every tile, routing
+    two_level, nvshmem    the scripts of these names: nodes of one host
+    shared                tests/shared_gpu.py: random calls of eight ranks, which share the GPUs
+    stress                python -m jflux.stress, in one process, for --minutes
+    stress_processes      the same with a process for each GPU
+    compute_sanitizer     tests/compute_sanitizer.py; only where it is named
 
 Kernels of several processes take turns on a GPU, and wait for peers whose turn it is not: with five
 files at a time the suite takes minutes, with eleven it does not end.
@@ -12,6 +22,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import dataclasses
+import glob
 import os
 import pathlib
 import re
@@ -19,6 +30,8 @@ import signal
 import subprocess
 import sys
 import time
+
+from workers.common import free_port
 
 TESTS = pathlib.Path(__file__).parent
 
@@ -41,8 +54,31 @@ class Outcome:
     right: bool
 
 
-def run(name: str, command: list[str], logs: pathlib.Path, share: float, until: float) -> Outcome:
-    """One process, and those that it starts; killed when the time is up."""
+#: One command for each process.
+Commands = list[list[str]]
+
+
+def scripts(gpus: int, minutes: float) -> dict[str, Commands]:
+    """What is no test file, by name."""
+    python = [sys.executable]
+    stress = [*python, "-m", "jflux.stress", "--unchecked", "--minutes", f"{minutes}"]
+    ranks = ["--coordinator", f"127.0.0.1:{free_port()}", "--processes", f"{gpus}"]
+    return {
+        "moe": [[*python, "moe_gpu.py", "--calls", "200", "--limit", "150"]],
+        "two_level": [[*python, "two_level_gpu.py", "--nodes", f"{min(gpus, 2)}"]],
+        "nvshmem": [[*python, "nvshmem_gpu.py", "--processes", f"{gpus}"]],
+        "shared": [[*python, "shared_gpu.py", "--ranks", "8", "--calls", "40"]],
+        "stress": [stress],
+        "stress_processes": [
+            [*stress, *ranks, "--process", f"{i}", "--local-devices", f"{i}"] for i in range(gpus)
+        ],
+        "compute_sanitizer": [[*python, "compute_sanitizer.py"]],
+    }
+
+
+def run(name: str, commands: Commands, logs: pathlib.Path, share: float, until: float) -> Outcome:
+    """Processes, and those that they start; killed when the time is up. What the first one says is
+    logged."""
     environment = os.environ | {
         "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{share:.3f}",
         "NCCL_NVLS_ENABLE": "0",
@@ -52,15 +88,21 @@ def run(name: str, command: list[str], logs: pathlib.Path, share: float, until: 
     if start >= until:
         return Outcome(name, 0, "no time left", [], False)
     with log.open("w") as out:
-        process = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, cwd=TESTS, env=environment,
-            start_new_session=True,
-        )  # fmt: skip
-        try:
-            code = process.wait(until - start)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            code = process.wait()
+        processes = [
+            subprocess.Popen(
+                command, stdout=subprocess.DEVNULL if i else out, stderr=subprocess.STDOUT,
+                cwd=TESTS, env=environment, start_new_session=True,
+            )
+            for i, command in enumerate(commands)
+        ]  # fmt: skip
+        codes = []
+        for process in processes:
+            try:
+                codes.append(process.wait(max(0, until - time.monotonic())))
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                codes.append(process.wait())
+    code = next((code for code in codes if code != 0), 0)
     lines = log.read_text(errors="replace").splitlines()
     last = next((line for line in reversed(lines) if line.strip()), "")
     ended = code >= 0 and code != 124
@@ -68,7 +110,9 @@ def run(name: str, command: list[str], logs: pathlib.Path, share: float, until: 
         name=name,
         seconds=time.monotonic() - start,
         summary=re.sub(r" in [\d.]+s.*", "", last).strip("= ") if ended else f"not ended: {last}",
-        details=[line for line in lines if re.match(r"(FAILED|ERROR|E  |Fatal)", line)][:6]
+        details=[
+            line for line in lines if re.match(r"(FAILED|ERROR|E  |Fatal|WRONG|seed \d+: )", line)
+        ][:6]
         or [line for line in lines if re.match(r'  File ".*/tests/', line)][:6],  # where it hangs
         right=code == 0,
     )
@@ -78,16 +122,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    gpus = len(glob.glob("/dev/nvidia[0-9]*"))
     parser.add_argument("files", nargs="*", help="such as tune or test_tune.py; all, if none")
+    parser.add_argument("--files", dest="named", action="store_true", help="those named alone")
     parser.add_argument("--at-once", type=int, default=5)
-    parser.add_argument("--stress", type=int, default=2000, help="calls of random programs")
-    parser.add_argument("--shared", type=int, default=40, help="calls of eight ranks (shared_gpu)")
+    parser.add_argument("--scripts", nargs="*", choices=list(scripts(gpus, 0)))
+    parser.add_argument("--minutes", type=float, default=2.0, help="of stress")
     parser.add_argument("--limit", type=float, default=3600, help="seconds for everything")
     parser.add_argument("--logs", type=pathlib.Path, default=pathlib.Path("/tmp/jflux-gpu-suite"))
     args = parser.parse_args()
     args.logs.mkdir(parents=True, exist_ok=True)
     until = time.monotonic() + args.limit
-    names = [re.sub(r"^(.*/)?test_|\.py$", "", name) for name in args.files] or all_files(TESTS)
+    names = [re.sub(r"^(.*/)?test_|\.py$", "", name) for name in args.files]
+    names = names if names or args.named else all_files(TESTS)
+    others = scripts(gpus, args.minutes)
+    chosen = args.scripts
+    if chosen is None:
+        chosen = [name for name in others if name != "compute_sanitizer"]
 
     def test(name: str, share: float) -> Outcome:
         command = [sys.executable, "-m", "pytest", "-q", "--no-header", "--maxfail=5",
@@ -95,7 +146,7 @@ def main() -> int:
                    f"test_{name}.py"]  # fmt: skip
         if name in ALONE:
             command.append("-s")  # if it does not end, the log has what its processes said
-        outcome = run(name, command, args.logs, share, until)
+        outcome = run(name, [command], args.logs, share, until)
         print(f"{name}: {outcome.summary}", flush=True)
         return outcome
 
@@ -103,12 +154,10 @@ def main() -> int:
     with concurrent.futures.ThreadPoolExecutor(args.at_once) as pool:
         outcomes = list(pool.map(lambda name: test(name, 0.6 / args.at_once), together))
     outcomes += [test(name, 0.2) for name in names if name in ALONE]
-    if args.stress > 0:
-        command = [sys.executable, "-m", "jflux.stress", "--unchecked", "--calls", str(args.stress)]
-        outcomes.append(run("stress", command, args.logs, 0.3, until))
-    if args.shared > 0:
-        command = [sys.executable, "shared_gpu.py", "--ranks", "8", "--calls", str(args.shared)]
-        outcomes.append(run("shared", command, args.logs, 0.8, until))
+    for name in chosen:
+        # A process on its own has the GPUs; those that share them leave each other room.
+        outcomes.append(run(name, others[name], args.logs, 0.3, until))
+        print(f"{name}: {outcomes[-1].summary}", flush=True)
     print()
     for o in outcomes:
         print(f"{'ok  ' if o.right else 'BAD '} {o.name:24} {o.seconds:6.0f} s  {o.summary[:120]}")

@@ -2,8 +2,10 @@
 
 import os
 import pathlib
+import sys
+import time
 
-from gpu_suite import ALONE, all_files
+from gpu_suite import ALONE, all_files, run, scripts
 
 
 def test_files_are_found_the_largest_first(tmp_path):
@@ -17,3 +19,32 @@ def test_every_file_that_runs_alone_exists():
     found = all_files(here)
     assert len(found) == sum(name.startswith("test_") for name in os.listdir(here))
     assert set(ALONE) <= set(found)
+
+
+def test_every_script_exists():
+    here = pathlib.Path(__file__).parent
+    for gpus in (1, 2, 4):
+        for name, commands in scripts(gpus, 1.0).items():
+            assert len(commands) == (gpus if name == "stress_processes" else 1)
+            for _, first, *_ in commands:
+                assert first == "-m" or (here / first).exists(), name
+
+
+def test_one_bad_process_of_several_is_told(tmp_path):
+    good, bad = (
+        [sys.executable, "-c", f"print('seed 3: {word}'); raise SystemExit({status})"]
+        for word, status in (("fine", 0), ("wrong", 3))
+    )
+    until = time.monotonic() + 60
+    assert run("good", [good, good], tmp_path, 0.1, until).right
+    outcome = run("bad", [bad, good], tmp_path, 0.1, until)
+    assert not outcome.right and outcome.details == ["seed 3: wrong"]
+    assert not run("other", [good, bad], tmp_path, 0.1, until).right
+
+
+def test_what_does_not_end_is_killed(tmp_path):
+    sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
+    start = time.monotonic()
+    outcome = run("sleep", [sleep, sleep], tmp_path, 0.1, start + 1)
+    assert not outcome.right and "not ended" in outcome.summary
+    assert time.monotonic() - start < 30
