@@ -316,9 +316,10 @@ def test_not_on_cpus_and_not_unchecked(monkeypatch):
     why = by_parts.why_not(q, q, Scores(1.0, causal=True), "zigzag", 2, None)
     assert why == "cuDNN runs on GPUs"
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    if not cudnn.CHECKED_ON_GPUS:
+    monkeypatch.setattr(cudnn, "CHECKED_ON_GPUS", False)
+    with jflux.config(unchecked_kernels=False):
         why = by_parts.why_not(q, q, Scores(1.0, causal=True), "zigzag", 2, None)
-        assert "has not been checked on a GPU" in why
+    assert "has not been checked on a GPU" in why
     with jflux.config(fused=False):
         why = by_parts.why_not(q, q, Scores(1.0, causal=True), "zigzag", 2, None)
     assert why == "jflux.config.fused is off"
@@ -337,5 +338,6 @@ def test_lowers_to_cudnns_calls(monkeypatch, dtype, ring):
 
     operands = [jax.ShapeDtypeStruct(a.shape, dtype) for a in case.operands()[:3]]
     traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*operands)
-    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    with jflux.config(strict=False):  # the mesh's devices are CPUs, so gathers are lax's
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@__cudnn$fmhaSoftmax(") == text.count("@__cudnn$fmhaSoftmaxBackward(") > 0
