@@ -2,6 +2,7 @@
 replaced by their definitions here; tests/test_attention_half.py runs them on GPUs."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -325,6 +326,57 @@ def test_not_on_cpus_and_not_unchecked(monkeypatch):
     assert why == "jflux.config.fused is off"
 
 
+@pytest.mark.parametrize("in_axes", [None, (0, 0, 0), (1, None, 0), (None, 2, 2)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_operands_of_jaxs_primitives(monkeypatch, causal, in_axes):
+    """Their order, names and shapes; they compute the definition here."""
+    internals = cudnn._internals()
+
+    def primitive(f, name):
+        allowed = set(inspect.signature(getattr(internals, name)).parameters)
+
+        class Bind:
+            @staticmethod
+            def bind(q, k, v, *others, scale, mask_type, layout, **options):
+                assert set(options) <= allowed and layout == internals.AttentionLayout.BTNH.value
+                unused, results = others[:7], others[7:]
+                assert all(a.size == 0 for a in unused)
+                if results:
+                    activation, o, do = results
+                    results = o, activation.swapaxes(1, 2), do
+                causal = mask_type == internals.MaskType.CAUSAL
+                one, *more = f(q, k, v, *results, scale=scale, causal=causal)
+                return [one, *more] if results else [one, more[0].swapaxes(1, 2)]
+
+        return Bind
+
+    for name, f in {"fwd": forward, "bwd": backward}.items():
+        name = f"_dot_product_attention_{name}"
+        monkeypatch.setattr(internals, f"{name}_p_wrapper", primitive(f, f"{name}_impl"))
+    rng = np.random.default_rng(0)
+    sizes = {"q": 4, "k": 2, "v": 2}
+    q, k, v = (jnp.asarray(rng.standard_normal((2, 6, heads, 5))) for heads in sizes.values())
+
+    def both(forward, backward):
+        def of(q, k, v):
+            o, lse = forward(q, k, v, scale=0.7, causal=causal)
+            return o, lse, backward(q, k, v, o, lse, jnp.sin(o), scale=0.7, causal=causal)
+
+        return of
+
+    got, want = both(cudnn.forward, cudnn.backward), both(forward, backward)
+    arrays = (q, k, v)
+    if in_axes is not None:
+        got, want = (jax.vmap(f, in_axes) for f in (got, want))
+        arrays = [
+            a if axis is None else jnp.stack([a, 2 * a], axis)
+            for a, axis in zip(arrays, in_axes, strict=True)
+        ]
+    got, want = jax.jit(got)(*arrays), want(*arrays)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-12)
+
+
 @pytest.mark.parametrize("ring", [False, True])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_lowers_to_cudnns_calls(monkeypatch, dtype, ring):
@@ -333,11 +385,17 @@ def test_lowers_to_cudnns_calls(monkeypatch, dtype, ring):
     case = Case(world=2, own=128, heads=4, groups=2, width=64, ring=ring)
     f = without_lse(case)
 
+    @jax.checkpoint
+    def layer(q, k, v):
+        return f(q, k, v)
+
     def loss(q, k, v):
-        return jnp.sum(f(q, k, v).astype(jnp.float32))
+        several = jax.vmap(layer, (0, None, None))(jnp.stack([q, 2 * q]), k, v)
+        last, _ = jax.lax.scan(lambda q, _: (layer(q, k, v), None), q, None, length=2)
+        return jnp.sum(several.astype(jnp.float32)) + jnp.sum(last.astype(jnp.float32))
 
     operands = [jax.ShapeDtypeStruct(a.shape, dtype) for a in case.operands()[:3]]
     traced = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*operands)
     with jflux.config(strict=False):  # the mesh's devices are CPUs, so gathers are lax's
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("@__cudnn$fmhaSoftmax(") == text.count("@__cudnn$fmhaSoftmaxBackward(") > 0
+    assert "@__cudnn$fmhaSoftmax(" in text and "@__cudnn$fmhaSoftmaxBackward(" in text

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.custom_batching
 import jax.numpy as jnp
 
 from .. import _config, _dispatch
@@ -132,10 +134,27 @@ def _options(scale: float, causal: bool) -> dict[str, Any]:
     return options | ({"score_mod": None} if "score_mod" in takes else {})
 
 
-def _operands(q: jax.Array, *others: jax.Array) -> list[jax.Array]:
-    """Arrays of one type of variation, as the primitives' results have that of one operand."""
-    axes = varying(q, *others)
-    return [vary(a, axes) for a in (q, *others)]
+def _unused(q: jax.Array) -> list[jax.Array]:
+    """The bias, lengths, offsets and page tables of no use here."""
+    return [jnp.zeros(0, q.dtype)] * (len(_ARRAYS) - 3)
+
+
+def _call(f: Callable[..., Any], *operands: jax.Array) -> Any:
+    """``f(*operands)`` of arrays [B, ...] of one type of variation, which the primitives' results
+    have from one operand; under ``vmap`` once, with a larger B."""
+    axes = varying(operands)
+    batched = jax.custom_batching.custom_vmap(f)
+
+    @batched.def_vmap
+    def rule(size: int, in_batched: Any, *arrays: Any) -> Any:
+        folded = []
+        for a, has_axis in zip(arrays, in_batched, strict=True):
+            full = a if has_axis else jnp.broadcast_to(a, (size, *a.shape))
+            folded.append(full.reshape(size * full.shape[1], *full.shape[2:]))
+        results = tuple(a.reshape(size, -1, *a.shape[1:]) for a in batched(*folded))
+        return results, (True,) * len(results)
+
+    return batched(*(vary(a, axes) for a in operands))
 
 
 def forward(
@@ -150,11 +169,13 @@ def forward(
     Returns:
       (o [B, s, H, D] of q's type, log-sum-exp [B, s, H] of the scaled scores, natural, float32).
     """
-    q, k, v = _operands(q, k, v)
-    unused = [jnp.zeros(0, q.dtype)] * 7  # bias, lengths, offsets, page tables
-    o, lse = _internals()._dot_product_attention_fwd_p_wrapper.bind(
-        q, k, v, *unused, **_options(scale, causal), is_training=True
-    )
+    options = _options(scale, causal) | {"is_training": True}
+    bind = _internals()._dot_product_attention_fwd_p_wrapper.bind
+
+    def call(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
+        return tuple(bind(q, k, v, *_unused(q), **options))
+
+    o, lse = _call(call, q, k, v)
     return o, lse.swapaxes(1, 2)
 
 
@@ -176,9 +197,11 @@ def backward(
       (dq [B, s, H, D], dk, dv [B, t, G, D]), of q's type. Over several parts of the keys, dq is the
       sum.
     """
-    q, k, v, o, lse, do = _operands(q, k, v, o, lse, do)
-    unused = [jnp.zeros(0, q.dtype)] * 7
-    dq, dk, dv = _internals()._dot_product_attention_bwd_p_wrapper.bind(
-        q, k, v, *unused, lse.swapaxes(1, 2), o, do, **_options(scale, causal)
-    )
+    options = _options(scale, causal)
+    bind = _internals()._dot_product_attention_bwd_p_wrapper.bind
+
+    def call(q: jax.Array, k: jax.Array, v: jax.Array, *results: jax.Array) -> Any:
+        return tuple(bind(q, k, v, *_unused(q), *results, **options))
+
+    dq, dk, dv = _call(call, q, k, v, lse.swapaxes(1, 2), o, do)
     return dq, dk, dv
