@@ -86,7 +86,7 @@ def backward(
     axes = varying(q, own, k, v, o, lse, do)
     rows = (o, lse, do)
     of_own = None
-    dq = [[] for _ in range(parts.chunks)]  # type: list[list[jax.Array]]
+    dq: list[list[jax.Array]] = [[] for _ in range(parts.chunks)]
     if parts.own:
         chunks = [_folded(a, parts.chunks) for a in (q, *own, *rows)]
         all_own = cudnn.backward(*chunks, scale=scale, causal=True)
