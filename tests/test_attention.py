@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jflux
 from jflux import testing
-from jflux._attention import attention, blocks
+from jflux._attention import attention, blocks, split
 
 pytestmark = pytest.mark.skipif(jax.default_backend() == "gpu", reason="float64")
 
@@ -261,7 +261,7 @@ def test_transforms(wrap):
             if wrap == "remat":
                 o = jax.checkpoint(lambda *a: f(*a, None)[0])(q, k, v)
             elif wrap == "saved by name":
-                policy = jax.checkpoint_policies.save_only_these_names(attention.ATTENTION)
+                policy = jax.checkpoint_policies.save_only_these_names(split.ATTENTION)
                 o = jax.checkpoint(lambda *a: f(*a, None)[0], policy=policy)(q, k, v)
             elif wrap == "scan":
                 o, _ = jax.lax.scan(lambda q, _: (f(q, k, v, None)[0], None), q, None, length=3)
@@ -285,7 +285,7 @@ def test_a_saved_result_is_not_computed_again():
         f = jax.checkpoint(lambda *a: jnp.sum(case.split(*a, None)[0] ** 2), policy=policy)
         return str(jax.make_jaxpr(jax.grad(f, (0, 1, 2)))(q, k, v)).count("scan[")
 
-    named = jax.checkpoint_policies.save_only_these_names(attention.ATTENTION)
+    named = jax.checkpoint_policies.save_only_these_names(split.ATTENTION)
     assert loops(None) == 6 and loops(named) == 4  # two of them forward, two backward
 
 

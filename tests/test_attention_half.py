@@ -6,59 +6,102 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import RANKS, make_mesh
+from harness import PLATFORM, RANKS, make_mesh
 from jax.sharding import PartitionSpec as P
 
 import jflux
+from jflux._attention import cudnn
 
-B, S, H, G, D = 1, 96, 4, 2, 32
 SEQUENCE = P(None, "tp")
 
 
-def exact(q, k, v):
-    """(o, l) of causal attention, and the gradients of o's sum, in float64."""
-    q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
-    k, v = np.repeat(k, H // G, 2), np.repeat(v, H // G, 2)
-    s = np.einsum("bshd,bthd->bhst", q, k) / D**0.5
-    s = np.where(np.tri(S, dtype=bool), s, -np.inf)
+def exact(q, k, v, do, causal=True):
+    """(o, l) of attention, and the gradients of o's sum weighted by do, in float64."""
+    q, k, v, do = (np.asarray(a, np.float64) for a in (q, k, v, do))
+    group, (batch, length, groups, width) = q.shape[2] // k.shape[2], k.shape
+    k, v = np.repeat(k, group, 2), np.repeat(v, group, 2)
+    s = np.einsum("bshd,bthd->bhst", q, k) / width**0.5
+    if causal:
+        s = np.where(np.tri(length, dtype=bool), s, -np.inf)
     lse = np.log(np.exp(s).sum(-1))
     p = np.exp(s - lse[..., None])
     o = np.einsum("bhst,bthd->bshd", p, v)
-    dp = np.broadcast_to(v.sum(-1).transpose(0, 2, 1)[:, :, None], p.shape)
-    ds = p * (dp - np.sum(p * dp, -1, keepdims=True)) / D**0.5
+    dp = np.einsum("bshd,bthd->bhst", do, v)
+    ds = p * (dp - np.sum(p * dp, -1, keepdims=True)) / width**0.5
     dq, dk = np.einsum("bhst,bthd->bshd", ds, k), np.einsum("bhst,bshd->bthd", ds, q)
-    dv = np.repeat(p.sum(2).transpose(0, 2, 1)[..., None], D, 3)
-    dk, dv = (a.reshape(B, S, G, H // G, D).sum(3) for a in (dk, dv))
+    dv = np.einsum("bhst,bshd->bthd", p, do)
+    dk, dv = (a.reshape(batch, length, groups, group, width).sum(3) for a in (dk, dv))
     return (o, lse.swapaxes(1, 2)), (dq, dk, dv)
+
+
+def drawn(shape, dtype, seed):
+    """q, k, v and a cotangent of o, for (B, S, H, G, D)."""
+    batch, length, heads, groups, width = shape
+    rng = np.random.default_rng(seed)
+    rows = (heads, groups, groups, heads)
+    return [jnp.asarray(rng.standard_normal((batch, length, h, width)), dtype) for h in rows]
+
+
+def check(operands, world, *, return_lse=True, layout="zigzag", **options):
+    """o, the log-sum-exp where it is returned, and the gradients of o."""
+    *operands, do = operands
+    f = jax.shard_map(
+        functools.partial(
+            jflux.attention, axis_name="tp", return_lse=return_lse, layout=layout, **options
+        ),
+        mesh=make_mesh((world,)), in_specs=(SEQUENCE,) * 3, out_specs=SEQUENCE,
+    )  # fmt: skip
+
+    def loss(*arrays):
+        arrays = [jflux.reorder_for_causal(a, world, layout=layout) for a in arrays]
+        got = f(*arrays)
+        got = [jflux.restore_order(a, world, layout=layout) for a in (got if return_lse else [got])]
+        return jnp.sum(got[0].astype(jnp.float32) * do.astype(jnp.float32)), got
+
+    with jax.default_matmul_precision("float32"):
+        gradients, (o, *lse) = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(*operands)
+    (want, want_lse), want_gradients = exact(*operands, do, options["causal"])
+    dtype = operands[0].dtype
+    assert o.dtype == dtype
+    # Probabilities are rounded to the type before they multiply values, and so is the result.
+    unit = max(float(jnp.finfo(dtype).eps), 1e-6)
+    np.testing.assert_allclose(np.asarray(o, np.float64), want, rtol=2 * unit, atol=2 * unit)
+    for one in lse:
+        assert one.dtype == jnp.float32
+        np.testing.assert_allclose(one, want_lse, rtol=1e-5, atol=1e-5)
+    for one, other in zip(gradients, want_gradients, strict=True):
+        assert one.dtype == dtype
+        atol = 8 * unit * np.abs(other).max()
+        np.testing.assert_allclose(np.asarray(one, np.float64), other, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("ring", [False, True])
 @pytest.mark.parametrize("world", [n for n in (1, 2, 3) if n <= RANKS])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_sums_are_in_float32(dtype, world, ring):
-    rng = np.random.default_rng(world)
-    operands = [jnp.asarray(rng.standard_normal((B, S, h, D)), dtype) for h in (H, G, G)]
-    f = jax.shard_map(
-        functools.partial(
-            jflux.attention, axis_name="tp", causal=True, return_lse=True, ring=ring
-        ),
-        mesh=make_mesh((world,)), in_specs=(SEQUENCE,) * 3, out_specs=(SEQUENCE, SEQUENCE),
-    )  # fmt: skip
+    check(drawn((1, 96, 4, 2, 32), dtype, world), world, causal=True, ring=ring)
 
-    def loss(*arrays):
-        arrays = [jflux.reorder_for_causal(a, world) for a in arrays]
-        o, lse = (jflux.restore_order(a, world) for a in f(*arrays))
-        return jnp.sum(o.astype(jnp.float32)), (o, lse)
 
-    with jax.default_matmul_precision("float32"):
-        gradients, (o, lse) = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(*operands)
-    (want, want_lse), want_gradients = exact(*operands)
-    assert o.dtype == dtype and lse.dtype == jnp.float32
-    # Probabilities are rounded to the type before they multiply values, and so is the result.
-    unit = max(float(jnp.finfo(dtype).eps), 1e-6)
-    np.testing.assert_allclose(np.asarray(o, np.float64), want, rtol=2 * unit, atol=2 * unit)
-    np.testing.assert_allclose(lse, want_lse, rtol=1e-5, atol=1e-5)
-    for one, other in zip(gradients, want_gradients, strict=True):
-        assert one.dtype == dtype
-        atol = 8 * unit * np.abs(other).max()
-        np.testing.assert_allclose(np.asarray(one, np.float64), other, rtol=0, atol=atol)
+@pytest.mark.skipif(PLATFORM != "gpu", reason="cuDNN runs on GPUs")
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize(
+    ("layout", "causal"), [("zigzag", True), ("contiguous", True), ("zigzag", False)]
+)
+@pytest.mark.parametrize("world", [n for n in (1, 2, 4) if n <= RANKS])
+@pytest.mark.parametrize(
+    ("dtype", "width", "chunk"), [(jnp.bfloat16, 128, 128), (jnp.float16, 64, 192)]
+)
+def test_parts_by_cudnn(monkeypatch, dtype, width, chunk, world, layout, causal, ring, return_lse):
+    called = []
+    for name in ("forward", "backward"):
+        f = getattr(cudnn, name)
+        monkeypatch.setattr(cudnn, name, lambda *a, f=f, **o: called.append(f) or f(*a, **o))
+    shape = (2, 2 * chunk * world, 8, 2, width)
+    with jflux.config(unchecked_kernels=True):
+        check(
+            drawn(shape, dtype, world), world, causal=causal, layout=layout, ring=ring,
+            return_lse=return_lse,
+        )  # fmt: skip
+    in_one_call = not return_lse and (world == 1 or not (causal or ring))
+    assert bool(called) == (not in_one_call)

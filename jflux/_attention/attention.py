@@ -3,30 +3,26 @@ passing them around a ring."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import logging
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from .. import _global, _mesh
+from .. import _config, _global, _mesh
 from .._epilogue import sum_dtype
 from .._mesh import AxisName
-from .._ops.exchange import all_gather, reduce_scatter
-from . import blocks, ulysses
-from .blocks import Part, Scores
-from .layouts import LAYOUTS, Layout, own_positions
-from .merging import merge_attention
+from .._ops.exchange import all_gather
+from . import by_parts, ulysses
+from .blocks import Scores
+from .layouts import LAYOUTS, Layout
 from .operands import check, check_heads, window_of
+from .split import Call, gather_keys, of_split
 
 _OP = "jflux.attention"
-#: What ``jax.checkpoint_policies.save_only_these_names`` calls the result and its log-sum-exp.
-ATTENTION = "jflux_attention"
 #: Bytes of gathered keys and values from which on they are passed around a ring instead.
 MOST_GATHERED = 1 << 30
 
@@ -73,8 +69,11 @@ def attention(
 
     Differentiable in reverse mode alone.
 
-    There is no kernel for this yet: it runs as XLA's products, in blocks, and on GPUs through cuDNN
-    where one call of ``jax.nn.dot_product_attention`` is the same: one rank, or no mask at all.
+    It runs as XLA's products, in blocks; on GPUs through cuDNN where one call of
+    ``jax.nn.dot_product_attention`` is the same: one rank, or no mask at all. With
+    ``jflux.config(unchecked_kernels=True)`` cuDNN also computes the parts of float16 and bfloat16
+    attention without `window`, `segment_ids` or `softcap`, in all orders but causal "striped", and
+    its gradients unless `return_lse`. That has not been checked on a GPU.
 
     Args:
       q, k, v: of one floating type. Scores and sums are in float32 (float64 for float64).
@@ -177,38 +176,25 @@ def _split(
         )
     if 0 in q.shape or 0 in k.shape:
         return jnp.zeros_like(q), jnp.full(q.shape[:3], -jnp.inf, sum_dtype(q.dtype))
-    call = _Call(axis_name, ranks, scores, layout, _goes_around(ring, k, v, ranks))
+    why = by_parts.why_not(q, k, scores, layout, ranks, segment_ids)
+    call = Call(
+        axis_name, ranks, scores, layout, ring=_goes_around(ring, k, v, ranks),
+        cudnn=why is None, cudnn_backward=why is None and not return_lse,
+    )  # fmt: skip
     if _is_plain(call, q, return_lse, segment_ids):
         if ranks > 1:
-            k, v = _gather(axis_name, k, v)
+            k, v = gather_keys(axis_name, k, v)
         return ulysses.attend(
             q, k, v, is_causal=scores.causal, scale=scores.scale, mask=None,
             local_window_size=scores.window,
         ), None  # fmt: skip
+    if why is not None and jax.default_backend() == "gpu":
+        _config.say_once(logging.INFO, f"{_OP} runs in XLA's operations: {why}")
     if axis_name is not None:
         q, k, v = _mesh.vary_together(axis_name, q, k, v)
         if segment_ids is not None and _mesh.tracks_vma(axis_name):
             segment_ids = _mesh.vary(segment_ids, _mesh.as_tuple(axis_name))
-    return _blockwise(call, q, k, v, segment_ids)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Call:
-    """What is the same on all ranks."""
-
-    axis_name: AxisName | None
-    ranks: int
-    scores: Scores
-    layout: Layout
-    ring: bool
-
-    def part(self, rank: Any, length: int, segments: jax.Array | None) -> Part:
-        """The positions of a rank."""
-        return Part(own_positions(rank, length, self.ranks, self.layout), segments)
-
-    @property
-    def rank(self) -> Any:
-        return _mesh.rank_and_size(self.axis_name)[0]
+    return of_split(call, q, k, v, segment_ids)
 
 
 def _goes_around(ring: bool | None, k: jax.Array, v: jax.Array, ranks: int) -> bool:
@@ -217,147 +203,9 @@ def _goes_around(ring: bool | None, k: jax.Array, v: jax.Array, ranks: int) -> b
     return ring and ranks > 1
 
 
-def _is_plain(call: _Call, q: jax.Array, return_lse: bool, segment_ids: Any) -> bool:
+def _is_plain(call: Call, q: jax.Array, return_lse: bool, segment_ids: Any) -> bool:
     """Whether one call of cuDNN's attention has the same meaning."""
     scores = call.scores
     no_mask = not scores.causal and scores.window is None and not call.ring
     nothing_else = not return_lse and segment_ids is None and scores.softcap is None
     return nothing_else and (call.ranks == 1 or no_mask) and ulysses.cudnn_takes(q)
-
-
-# ---- The gradient of both forms ------------------------------------------------------------------
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _blockwise(
-    call: _Call, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
-    """(o, log-sum-exp)."""
-    o, lse = (_around if call.ring else _gathered)(call, q, k, v, segments)
-    return o.astype(q.dtype), lse
-
-
-def _blockwise_fwd(call: _Call, q: Any, k: Any, v: Any, segments: Any) -> Any:
-    o, lse = (checkpoint_name(a, ATTENTION) for a in _blockwise(call, q, k, v, segments))
-    return (o, lse), (q, k, v, segments, o, lse)
-
-
-def _blockwise_bwd(call: _Call, kept: Any, cotangents: Any) -> Any:
-    q, k, v, *_ = kept
-    backward = _around_backward if call.ring else _gathered_backward
-    dq, dk, dv = backward(call, *kept, *cotangents)
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
-
-
-_blockwise.defvjp(_blockwise_fwd, _blockwise_bwd)
-
-
-# ---- Gathered ------------------------------------------------------------------------------------
-
-
-def _gather(axis_name: AxisName | None, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """All ranks' keys and values, in the order of ranks."""
-    both = all_gather(jnp.concatenate([k, v], -1), axis_name=axis_name, axis=1, tiled=True)
-    return both[..., : k.shape[-1]], both[..., k.shape[-1] :]
-
-
-def _all_keys(
-    call: _Call, k: jax.Array, v: jax.Array, segments: jax.Array | None
-) -> tuple[jax.Array, jax.Array, Part]:
-    if call.ranks == 1:
-        return k, v, call.part(jnp.int32(0), k.shape[1], segments)
-    if segments is not None:
-        segments = all_gather(segments, axis_name=call.axis_name, axis=1, tiled=True)
-    ranks = jnp.arange(call.ranks, dtype=jnp.int32)
-    positions = jax.vmap(lambda r: call.part(r, k.shape[1], None).positions)(ranks).reshape(-1)
-    return *_gather(call.axis_name, k, v), Part(positions, segments)
-
-
-def _gathered(
-    call: _Call, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
-    queries = call.part(call.rank, q.shape[1], segments)
-    return blocks.forward(q, queries, *_all_keys(call, k, v, segments), call.scores)
-
-
-def _gathered_backward(
-    call: _Call, q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, *rest: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    queries = call.part(call.rank, q.shape[1], segments)
-    keys = _all_keys(call, k, v, segments)
-    dq, dk, dv = blocks.backward(q, queries, *keys, call.scores, *rest)
-    if call.ranks == 1:
-        return dq, dk, dv
-    both = reduce_scatter(
-        jnp.concatenate([dk, dv], -1), axis_name=call.axis_name, scatter_dimension=1, tiled=True
-    )
-    return dq, both[..., : k.shape[-1]], both[..., k.shape[-1] :]
-
-
-# ---- Around a ring -------------------------------------------------------------------------------
-
-
-def _pass_on(call: _Call, arrays: Any) -> Any:
-    """To the next rank, from the one before."""
-    sizes = _mesh.sizes_in_mesh_order(call.axis_name)
-    ring = [(rank, (rank + 1) % call.ranks) for rank in range(call.ranks)]
-    pairs = _mesh.renumbered(ring, _mesh.as_tuple(call.axis_name), sizes)
-    names = tuple(name for name, _ in sizes)
-    return jax.tree.map(lambda a: lax.ppermute(a, names, pairs), arrays)
-
-
-def _around(
-    call: _Call, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
-    """A rank computes with what it has while that goes on to the next one."""
-    rank = call.rank
-    queries = call.part(rank, q.shape[1], segments)
-
-    def attend(step: Any, held: Any) -> tuple[jax.Array, jax.Array]:
-        k, v, segments = held
-        keys = call.part((rank - step) % call.ranks, k.shape[1], segments)
-        return blocks.forward(q, queries, k, v, keys, call.scores)
-
-    def go_on(state: Any, step: Any) -> tuple[Any, None]:
-        held, o, lse = state
-        coming = _pass_on(call, held)
-        own_o, own_lse = attend(step, held)
-        return (coming, *merge_attention([o, own_o], [lse, own_lse])), None
-
-    own = (k, v, segments)
-    coming = _pass_on(call, own)
-    o, lse = attend(jnp.int32(0), own)
-    steps = jnp.arange(1, call.ranks - 1, dtype=jnp.int32)
-    (held, o, lse), _ = lax.scan(go_on, (coming, o, lse), steps)
-    last_o, last_lse = attend(jnp.int32(call.ranks - 1), held)
-    return merge_attention([o, last_o], [lse, last_lse])
-
-
-def _around_backward(
-    call: _Call, q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, *rest: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Each rank adds its part to the gradients of the keys that it holds, which go around with
-    them: so their sum begins with their owner's part, and ends with that of the rank before it."""
-    rank = call.rank
-    queries = call.part(rank, q.shape[1], segments)
-
-    def differentiate(step: Any, held: Any) -> Any:
-        k, v, segments = held
-        keys = call.part((rank - step) % call.ranks, k.shape[1], segments)
-        return blocks.backward(q, queries, k, v, keys, call.scores, *rest)
-
-    def go_on(state: Any, step: Any) -> tuple[Any, None]:
-        held, sums, dq = state
-        coming = _pass_on(call, held)
-        own_dq, *own = differentiate(step, held)
-        sums = _pass_on(call, [a + b for a, b in zip(sums, own, strict=True)])
-        return (coming, sums, dq + own_dq), None
-
-    held = (k, v, segments)
-    coming = _pass_on(call, held)
-    dq, *sums = differentiate(jnp.int32(0), held)
-    state = (coming, _pass_on(call, sums), dq)
-    (held, sums, dq), _ = lax.scan(go_on, state, jnp.arange(1, call.ranks - 1, dtype=jnp.int32))
-    own_dq, *own = differentiate(jnp.int32(call.ranks - 1), held)
-    dk, dv = _pass_on(call, [a + b for a, b in zip(sums, own, strict=True)])
-    return dq + own_dq, dk, dv

@@ -82,7 +82,7 @@ def forward(
     """
     wide = sum_dtype(q.dtype)
     groups = k.shape[2]
-    axes = _varying(q, k, v, queries, keys)
+    axes = varying(q, k, v, queries, keys)
     size_q, size_k = _block_sizes(q, k.shape[1])
     q_blocks = _blocks(_grouped(q, groups), queries, size_q)
     k_blocks = _blocks((k, v), keys, size_k)
@@ -143,7 +143,7 @@ def backward(
     """
     wide = sum_dtype(q.dtype)
     groups = k.shape[2]
-    axes = _varying(q, k, v, queries, keys, o, lse, do, dlse)
+    axes = varying(q, k, v, queries, keys, o, lse, do, dlse)
     size_q, size_k = _block_sizes(q, k.shape[1])
     found = lse > -jnp.inf
     # Of a score's cotangent p (dp - delta): what all keys of a query have in common.
@@ -244,7 +244,7 @@ def _if_any(scores: Scores, block: _Block, other: _Block, yes: Any, no: Any, *ar
 # ---- Blocks --------------------------------------------------------------------------------------
 
 
-def _varying(*arrays: Any) -> set[Any]:
+def varying(*arrays: Any) -> set[Any]:
     """The mesh axes that any of these varies over."""
     leaves = jax.tree.leaves(arrays)
     return set().union(*(jax.typeof(a).manual_axis_type.varying for a in leaves))

@@ -1,0 +1,185 @@
+"""Attention of one rank, composed of cuDNN's: a causal call for its own chunks, and one without a
+mask for each piece of the other keys (pieces.py). Outputs are merged by their log-sum-exps.
+
+Each call's results are rounded to the operands' type. Merging, and sums of gradients over calls,
+are in float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .. import _mesh
+from .._epilogue import sum_dtype
+from . import cudnn
+from .blocks import Scores, varying
+from .layouts import Layout
+from .merging import merge_attention
+from .pieces import Parts, Piece, chunks_of, takes
+
+
+def why_not(
+    q: jax.Array, k: jax.Array, scores: Scores, layout: Layout, ranks: int, segment_ids: Any
+) -> str | None:
+    """Why cuDNN does not compute this call's parts, or None: it does."""
+    if scores.window is not None or scores.softcap is not None or segment_ids is not None:
+        return "cuDNN's parts have no window, softcap or segments"
+    if not takes(layout, ranks, scores.causal):
+        return f"causal attention in {layout} order does not consist of whole chunks"
+    return cudnn.why_not(q, k, q.shape[1] // chunks_of(layout, ranks, scores.causal))
+
+
+def forward(
+    q: jax.Array, own: Any, k: jax.Array, v: jax.Array, parts: Parts, scale: float
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of q [B, s, H, D] over its own keys and values, a pair of [B, s, G, D], as
+    ``parts.own`` says, and over k, v [B, t, G, D] as ``parts.pieces`` say.
+
+    Args:
+      parts: those of this rank.
+
+    Returns:
+      (o [B, s, H, D] of q's type, log-sum-exp [B, s, H], float32).
+    """
+    results: list[list[Any]] = [[] for _ in range(parts.chunks)]
+    if parts.own:
+        chunks = [_folded(a, parts.chunks) for a in (q, *own)]
+        both = cudnn.forward(*chunks, scale=scale, causal=True)
+        o, lse = (_unfolded(a, parts.chunks) for a in both)
+        for i, of_chunk in enumerate(results):
+            of_chunk.append((_chunk(o, i, parts), _chunk(lse, i, parts)))
+    size = q.shape[1] // parts.chunks
+    for piece in parts.pieces:
+        keys = (_keys(a, piece, size) for a in (k, v))
+        o, lse = cudnn.forward(_chunk(q, piece.chunk, parts), *keys, scale=scale, causal=False)
+        for i, of_chunk in enumerate(results):
+            counts = _counts(piece, i)
+            if counts is not False:
+                of_chunk.append((o, lse if counts is True else jnp.where(counts, lse, -jnp.inf)))
+    merged = [_merged(of_chunk) for of_chunk in results]
+    o, lse = (jnp.concatenate(a, 1) for a in zip(*merged, strict=True))
+    return o, lse
+
+
+def backward(
+    q: jax.Array,
+    own: Any,
+    k: jax.Array,
+    v: jax.Array,
+    parts: Parts,
+    scale: float,
+    o: jax.Array,
+    lse: jax.Array,
+    do: jax.Array,
+) -> tuple[jax.Array, Any, jax.Array, jax.Array]:
+    """Gradients of :func:`forward` with these arguments, where o and lse are those over *all* keys
+    that the queries attend to.
+
+    Returns:
+      (dq, (dk, dv) of the own keys or None, dk, dv of the others), float32.
+    """
+    wide = sum_dtype(q.dtype)
+    axes = varying(q, own, k, v, o, lse, do)
+    rows = (o, lse, do)
+    of_own = None
+    dq: list[list[jax.Array]] = [[] for _ in range(parts.chunks)]
+    if parts.own:
+        chunks = [_folded(a, parts.chunks) for a in (q, *own, *rows)]
+        all_own = cudnn.backward(*chunks, scale=scale, causal=True)
+        own_dq, *of_own = (_unfolded(a, parts.chunks).astype(wide) for a in all_own)
+        for i, terms in enumerate(dq):
+            terms.append(_chunk(own_dq, i, parts))
+    size = q.shape[1] // parts.chunks
+    dk, dv = (_mesh.vary(jnp.zeros(a.shape, wide), axes) for a in (k, v))
+    for piece in parts.pieces:
+        keys = [_keys(a, piece, size) for a in (k, v)]
+        q_i, *rows_i = (_chunk(a, piece.chunk, parts) for a in (q, *rows))
+        both = cudnn.backward(q_i, *keys, *rows_i, scale=scale, causal=False)
+        # What does not count may be anything: its scores are not those that lse was summed over.
+        piece_dq, piece_dk, piece_dv = (_if(piece.used, a.astype(wide)) for a in both)
+        dk, dv = (_added(a, b, piece, size) for a, b in ((dk, piece_dk), (dv, piece_dv)))
+        for i, terms in enumerate(dq):
+            counts = _counts(piece, i)
+            if counts is not False:
+                terms.append(_if(counts, piece_dq))
+    sums = [sum(terms[1:], terms[0]) for terms in dq]
+    return jnp.concatenate(sums, 1), of_own, dk, dv
+
+
+# ---- The order of the sequence -------------------------------------------------------------------
+
+
+def in_sequence(a: jax.Array, ranks: int, chunks: int) -> jax.Array:
+    """All ranks' [B, S, ...] in the order of the sequence, from that of the ranks."""
+    if chunks == 1:
+        return a
+    pairs = a.reshape(a.shape[0], ranks, 2, -1, *a.shape[2:])
+    return jnp.concatenate([pairs[:, :, 0], pairs[:, ::-1, 1]], 1).reshape(a.shape)
+
+
+def in_ranks(a: jax.Array, ranks: int, chunks: int) -> jax.Array:
+    """Undoes :func:`in_sequence`."""
+    if chunks == 1:
+        return a
+    halves = a.reshape(a.shape[0], 2, ranks, -1, *a.shape[2:])
+    return jnp.stack([halves[:, 0], halves[:, 1, ::-1]], 2).reshape(a.shape)
+
+
+# ---- Chunks --------------------------------------------------------------------------------------
+
+
+def _folded(a: jax.Array, chunks: int) -> jax.Array:
+    """[B, s, ...] as [B chunks, s / chunks, ...]: each attends by itself."""
+    return a.reshape(a.shape[0] * chunks, a.shape[1] // chunks, *a.shape[2:])
+
+
+def _unfolded(a: jax.Array, chunks: int) -> jax.Array:
+    return a.reshape(a.shape[0] // chunks, a.shape[1] * chunks, *a.shape[2:])
+
+
+def _chunk(a: jax.Array, chunk: Any, parts: Parts) -> jax.Array:
+    """One of a rank's chunks."""
+    size = a.shape[1] // parts.chunks
+    return a if parts.chunks == 1 else _slice(a, chunk * size, size)
+
+
+def _keys(a: jax.Array, piece: Piece, size: int) -> jax.Array:
+    return _slice(a, piece.start * size, piece.width * size)
+
+
+def _slice(a: jax.Array, start: Any, size: int) -> jax.Array:
+    if isinstance(start, int):
+        return lax.slice_in_dim(a, start, start + size, axis=1)
+    return lax.dynamic_slice_in_dim(a, start, size, axis=1)
+
+
+def _added(total: jax.Array, own: jax.Array, piece: Piece, size: int) -> jax.Array:
+    """A piece's gradients, added to those of its keys."""
+    if own.shape == total.shape:
+        return total + own
+    start = piece.start * size
+    own = own + _slice(total, start, own.shape[1])
+    return lax.dynamic_update_slice_in_dim(total, own, start, axis=1)
+
+
+def _counts(piece: Piece, chunk: int) -> Any:
+    """Whether a piece is of this chunk of queries: bool, or bool []."""
+    is_its = piece.chunk == chunk
+    if is_its is True or piece.used is False:
+        return piece.used
+    return is_its if is_its is False or piece.used is True else is_its & piece.used
+
+
+def _if(counts: Any, a: jax.Array) -> jax.Array:
+    return a if counts is True else jnp.where(counts, a, 0)
+
+
+def _merged(results: list[Any]) -> Any:
+    if len(results) == 1:
+        return results[0]
+    outputs, log_sum_exps = zip(*results, strict=True)
+    return merge_attention(outputs, log_sum_exps)

@@ -1,0 +1,151 @@
+"""Which keys a rank's queries attend to in whole chunks: attention that is split, as a fixed number
+of products without masks, and one causal one.
+
+A chunk is what a rank has of consecutive positions: two of them in zigzag order (c and 2 N - 1 - c
+of 2 N), else one. In causal attention a chunk attends to all of an earlier one, to itself causally,
+and to nothing of a later one. Which chunks are the earlier ones depends on the rank, which is known
+when the program runs. What it can choose there without another program per rank is where a piece
+begins; so pieces have the same sizes on all ranks::
+
+    zigzag, N = 4, chunks of keys 0 to 7        sizes 4, 2, 1
+    rank  queries   attend to                   as
+    0     0, 7      -;       0 1 2 3 4 5 6      -;    0..3, 4..5, 6
+    1     1, 6      0;       0 1 2 3 4 5        0;    0..3, 4..5
+    2     2, 5      0 1;     0 1 2 3 4          0..1; 0..3, 4
+    3     3, 4      0 1 2;   0 1 2 3            0..1, 2; 0..3
+
+The late chunk attends to the first N chunks on every rank. The r chunks of the early one and the
+N - 1 - r others of the late one are N - 1 on every rank. Halving N - 1 gives sizes of which some
+add up to any r, and the others to the rest. Each rank computes what it needs and nothing else.
+
+What was not taken, and why:
+
+- ``lax.switch`` over the rank: the exact slices, in one call for each chunk of queries; but N
+  programs, and the host waits for the rank to pick one.
+- cuDNN's lengths of sequences (its padding mask): one call for any number of keys, which on some
+  ranks is none. It would depend on what cuDNN returns then, and on what it writes to the gradients
+  of keys beyond the length.
+- A pair of chunks as an element of cuDNN's batch: one call, which reads queries and writes outputs
+  N - 1 times.
+
+Contiguous order gives the last rank N - 1 chunks and the first none. All ranks compute all pieces
+and drop those that are not theirs: no rank is ready before the last one either way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from .layouts import Layout
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """One chunk of queries over consecutive chunks of keys, all pairs of them.
+
+    Attributes:
+      width: chunks of keys.
+      chunk: which of a rank's chunks of queries, by rank.
+      start: the first chunk of keys, by rank.
+      used: whether the result counts, by rank.
+    """
+
+    width: int
+    chunk: Any
+    start: Any
+    used: Any
+
+    def at(self, *place: Any) -> Piece:
+        """A rank's: numbers of the program where they are the same on all ranks, else int32 []."""
+        return Piece(self.width, *(_at(a, place) for a in (self.chunk, self.start, self.used)))
+
+
+def _at(table: np.ndarray, place: tuple[Any, ...]) -> Any:
+    first = table.flat[0]
+    return first.item() if (table == first).all() else jnp.asarray(table)[place]
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """What a rank computes.
+
+    Attributes:
+      chunks: of queries, and of keys, on a rank.
+      own: whether each of its chunks attends causally to itself.
+      pieces: and to what else. Their starts count chunks of the keys that it is given: gathered,
+        all in the order of the sequence; around a ring, those of one rank.
+    """
+
+    chunks: int
+    own: bool
+    pieces: tuple[Piece, ...]
+
+    def at(self, *place: Any) -> Parts:
+        return dataclasses.replace(self, pieces=tuple(p.at(*place) for p in self.pieces))
+
+
+def takes(layout: Layout, ranks: int, causal: bool) -> bool:
+    """Whether attention in this order consists of whole chunks."""
+    return not causal or ranks == 1 or layout != "striped"
+
+
+def chunks_of(layout: Layout, ranks: int, causal: bool) -> int:
+    """Of a rank."""
+    return 2 if causal and ranks > 1 and layout == "zigzag" else 1
+
+
+def sizes_of(total: int) -> Iterator[int]:
+    """Sizes that add up to `total`, the largest first. Taken greedily, some of them add up to any
+    smaller number too, since each is at most one more than those after it."""
+    while total > 0:
+        size = (total + 1) // 2
+        yield size
+        total -= size
+
+
+def gathered(layout: Layout, ranks: int, causal: bool) -> Parts:
+    """Over all keys in the order of the sequence. Tables [ranks]."""
+    every = np.ones(ranks, np.int32)
+    if not causal:  # in which order does not matter
+        return Parts(1, False, (Piece(ranks, 0 * every, 0 * every, every > 0),))
+    early = np.zeros(ranks, np.int32)  # chunks that the early one has attended to
+    late = early + ranks
+    left = np.arange(ranks, dtype=np.int32)
+    zigzag = chunks_of(layout, ranks, causal) == 2
+    pieces = [Piece(ranks, every, 0 * every, every > 0)] if zigzag else []
+    for size in sizes_of(ranks - 1):
+        fits = left >= size
+        if zigzag:
+            start = np.where(fits, early, late)
+            pieces.append(Piece(size, np.where(fits, 0, every), start, every > 0))
+        else:
+            pieces.append(Piece(size, 0 * every, np.where(fits, early, 0), fits))
+        taken = np.int32(size) * fits
+        early, late, left = early + taken, late + np.int32(size) - taken, left - taken
+    return Parts(2 if zigzag else 1, True, tuple(pieces))
+
+
+def own(causal: bool) -> Parts:
+    """Over a rank's own keys: its chunks are in the order of the sequence, so one causal call is
+    all of it."""
+    once = np.ones(1, np.int32)
+    every = Piece(1, 0 * once, 0 * once, once > 0).at(0)
+    return Parts(1, True, ()) if causal else Parts(1, False, (every,))
+
+
+def around(layout: Layout, ranks: int, causal: bool) -> Parts:
+    """Over the keys of another rank. Tables [ranks, ranks], by rank and the keys' owner."""
+    every = np.ones((ranks, ranks), np.int32)
+    if not causal:
+        return Parts(1, False, (Piece(1, 0 * every, 0 * every, every > 0),))
+    earlier = np.tri(ranks, k=-1, dtype=bool)  # the owner's early chunk is before the rank's
+    if chunks_of(layout, ranks, causal) == 1:
+        return Parts(1, False, (Piece(1, 0 * every, 0 * every, earlier),))
+    both = np.where(earlier, 0, every)
+    late_over_early = Piece(1, every, 0 * every, every > 0)
+    return Parts(2, False, (late_over_early, Piece(1, both, both, every > 0)))

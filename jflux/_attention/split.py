@@ -1,0 +1,232 @@
+"""Attention over a split sequence: what travels, and where gradients are summed. What one rank
+computes in between is in blocks.py, or by_parts.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from .. import _mesh
+from .._mesh import AxisName
+from .._ops.exchange import all_gather, reduce_scatter
+from . import blocks, by_parts, pieces
+from .blocks import Part, Scores
+from .layouts import Layout, own_positions
+from .merging import merge_attention
+
+#: What ``jax.checkpoint_policies.save_only_these_names`` calls the result and its log-sum-exp.
+ATTENTION = "jflux_attention"
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What is the same on all ranks.
+
+    Attributes:
+      axis_name, ranks, scores, layout: as given.
+      ring: whether keys go around.
+      cudnn: whether cuDNN computes the result (by_parts.py), and not XLA's operations (blocks.py).
+      cudnn_backward: whether it computes the gradients too. Its backward pass takes no cotangent
+        of the log-sum-exp, so of one that is returned it does not.
+    """
+
+    axis_name: AxisName | None
+    ranks: int
+    scores: Scores
+    layout: Layout
+    ring: bool
+    cudnn: bool = False
+    cudnn_backward: bool = False
+
+    def part(self, rank: Any, length: int, segments: jax.Array | None) -> Part:
+        """The positions of a rank."""
+        return Part(own_positions(rank, length, self.ranks, self.layout), segments)
+
+    @property
+    def rank(self) -> Any:
+        return _mesh.rank_and_size(self.axis_name)[0]
+
+
+# ---- The gradient of both forms ------------------------------------------------------------------
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def of_split(
+    call: Call, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """(o, log-sum-exp)."""
+    o, lse = (_around if call.ring else _gathered)(call, q, k, v, segments)
+    return o.astype(q.dtype), lse
+
+
+def _forward(call: Call, q: Any, k: Any, v: Any, segments: Any) -> Any:
+    o, lse = (checkpoint_name(a, ATTENTION) for a in of_split(call, q, k, v, segments))
+    return (o, lse), (q, k, v, segments, o, lse)
+
+
+def _backward(call: Call, kept: Any, cotangents: Any) -> Any:
+    q, k, v, *_ = kept
+    backward = _around_backward if call.ring else _gathered_backward
+    dq, dk, dv = backward(call, *kept, *cotangents)
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
+
+
+of_split.defvjp(_forward, _backward)
+
+
+# ---- Gathered ------------------------------------------------------------------------------------
+
+
+def gather_keys(
+    axis_name: AxisName | None, k: jax.Array, v: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """All ranks' keys and values, in the order of ranks."""
+    both = all_gather(jnp.concatenate([k, v], -1), axis_name=axis_name, axis=1, tiled=True)
+    return both[..., : k.shape[-1]], both[..., k.shape[-1] :]
+
+
+def _all_keys(
+    call: Call, k: jax.Array, v: jax.Array, segments: jax.Array | None
+) -> tuple[jax.Array, jax.Array, Part]:
+    if call.ranks == 1:
+        return k, v, call.part(jnp.int32(0), k.shape[1], segments)
+    if segments is not None:
+        segments = all_gather(segments, axis_name=call.axis_name, axis=1, tiled=True)
+    ranks = jnp.arange(call.ranks, dtype=jnp.int32)
+    positions = jax.vmap(lambda r: call.part(r, k.shape[1], None).positions)(ranks).reshape(-1)
+    return *gather_keys(call.axis_name, k, v), Part(positions, segments)
+
+
+def _in_sequence(call: Call, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
+    """All keys and values in the order of the sequence, and this rank's parts of the attention."""
+    parts = pieces.gathered(call.layout, call.ranks, call.scores.causal).at(call.rank)
+    if call.ranks > 1:
+        gathered = gather_keys(call.axis_name, k, v)
+        k, v = (by_parts.in_sequence(a, call.ranks, parts.chunks) for a in gathered)
+    return k, v, parts
+
+
+def _gathered(
+    call: Call, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    if call.cudnn:
+        return by_parts.forward(q, (k, v), *_in_sequence(call, k, v), call.scores.scale)
+    queries = call.part(call.rank, q.shape[1], segments)
+    return blocks.forward(q, queries, *_all_keys(call, k, v, segments), call.scores)
+
+
+def _gathered_backward(
+    call: Call, q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, *rest: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    of_own = None
+    if call.cudnn_backward:
+        o, lse, do, _ = rest
+        all_k, all_v, parts = _in_sequence(call, k, v)
+        dq, of_own, dk, dv = by_parts.backward(
+            q, (k, v), all_k, all_v, parts, call.scores.scale, o, lse, do
+        )
+        dk, dv = (by_parts.in_ranks(a, call.ranks, parts.chunks) for a in (dk, dv))
+    else:
+        queries = call.part(call.rank, q.shape[1], segments)
+        all_keys = _all_keys(call, k, v, segments)
+        dq, dk, dv = blocks.backward(q, queries, *all_keys, call.scores, *rest)
+    if call.ranks > 1:
+        both = reduce_scatter(
+            jnp.concatenate([dk, dv], -1), axis_name=call.axis_name, scatter_dimension=1, tiled=True
+        )
+        dk, dv = both[..., : k.shape[-1]], both[..., k.shape[-1] :]
+    if of_own is not None:
+        dk, dv = dk + of_own[0], dv + of_own[1]
+    return dq, dk, dv
+
+
+# ---- Around a ring -------------------------------------------------------------------------------
+
+
+def _pass_on(call: Call, arrays: Any) -> Any:
+    """To the next rank, from the one before."""
+    sizes = _mesh.sizes_in_mesh_order(call.axis_name)
+    ring = [(rank, (rank + 1) % call.ranks) for rank in range(call.ranks)]
+    pairs = _mesh.renumbered(ring, _mesh.as_tuple(call.axis_name), sizes)
+    names = tuple(name for name, _ in sizes)
+    return jax.tree.map(lambda a: lax.ppermute(a, names, pairs), arrays)
+
+
+def _held(call: Call, step: Any) -> pieces.Parts:
+    """This rank's parts of the attention to the keys that it holds at this step."""
+    if isinstance(step, int):  # the first: its own
+        return pieces.own(call.scores.causal)
+    parts = pieces.around(call.layout, call.ranks, call.scores.causal)
+    return parts.at(call.rank, (call.rank - step) % call.ranks)
+
+
+def _around(
+    call: Call, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """A rank computes with what it has while that goes on to the next one."""
+    rank = call.rank
+    queries = call.part(rank, q.shape[1], segments)
+
+    def attend(step: Any, held: Any) -> tuple[jax.Array, jax.Array]:
+        k, v, segments = held
+        if call.cudnn:
+            o, lse = by_parts.forward(q, (k, v), k, v, _held(call, step), call.scores.scale)
+            return o.astype(lse.dtype), lse
+        keys = call.part((rank - step) % call.ranks, k.shape[1], segments)
+        return blocks.forward(q, queries, k, v, keys, call.scores)
+
+    def go_on(state: Any, step: Any) -> tuple[Any, None]:
+        held, o, lse = state
+        coming = _pass_on(call, held)
+        own_o, own_lse = attend(step, held)
+        return (coming, *merge_attention([o, own_o], [lse, own_lse])), None
+
+    own = (k, v, segments)
+    coming = _pass_on(call, own)
+    o, lse = attend(0, own)
+    steps = jnp.arange(1, call.ranks - 1, dtype=jnp.int32)
+    (held, o, lse), _ = lax.scan(go_on, (coming, o, lse), steps)
+    last_o, last_lse = attend(jnp.int32(call.ranks - 1), held)
+    return merge_attention([o, last_o], [lse, last_lse])
+
+
+def _around_backward(
+    call: Call, q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, *rest: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Each rank adds its part to the gradients of the keys that it holds, which go around with
+    them: so their sum begins with their owner's part, and ends with that of the rank before it."""
+    rank = call.rank
+    queries = call.part(rank, q.shape[1], segments)
+
+    def differentiate(step: Any, held: Any) -> Any:
+        k, v, segments = held
+        if call.cudnn_backward:
+            parts, (o, lse, do, _) = _held(call, step), rest
+            dq, own, *others = by_parts.backward(
+                q, (k, v), k, v, parts, call.scores.scale, o, lse, do
+            )
+            return dq, *(others if own is None else own)
+        keys = call.part((rank - step) % call.ranks, k.shape[1], segments)
+        return blocks.backward(q, queries, k, v, keys, call.scores, *rest)
+
+    def go_on(state: Any, step: Any) -> tuple[Any, None]:
+        held, sums, dq = state
+        coming = _pass_on(call, held)
+        own_dq, *own = differentiate(step, held)
+        sums = _pass_on(call, [a + b for a, b in zip(sums, own, strict=True)])
+        return (coming, sums, dq + own_dq), None
+
+    held = (k, v, segments)
+    coming = _pass_on(call, held)
+    dq, *sums = differentiate(0, held)
+    state = (coming, _pass_on(call, sums), dq)
+    (held, sums, dq), _ = lax.scan(go_on, state, jnp.arange(1, call.ranks - 1, dtype=jnp.int32))
+    own_dq, *own = differentiate(jnp.int32(call.ranks - 1), held)
+    dk, dv = _pass_on(call, [a + b for a, b in zip(sums, own, strict=True)])
+    return dq + own_dq, dk, dv
