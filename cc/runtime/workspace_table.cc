@@ -75,9 +75,9 @@ WorkspaceTable::Entry* WorkspaceTable::FindOrMake(
     touched_ = Max(touched_, end_);
   }
   // Flags of LL packets repeat after 2^32 epochs (core/packet.h); a workspace has some of them
-  // only.
+  // only. (Epochs that tests set back repeat too.)
   const uint64_t epoch = NextEpoch(last_epoch_);
-  if (epoch < best->epoch || (best->epoch ^ epoch) >> kScrubPeriodBits != 0) {
+  if (epoch <= best->epoch || (best->epoch ^ epoch) >> kScrubPeriodBits != 0) {
     clear(best->offset, bytes);
   }
   best->key = key;
