@@ -129,10 +129,9 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Dictionary attributes
       {p->WorkspaceBytes(), a.call.workspace_bytes},
       [&](const CudaDevice& device, const SymmetricView& view, std::string* error) {
         if (!InPlace(output, *y)) {
-          JFLUX_CUDA_OR_FALSE(
-              cudaMemcpyAsync(y->untyped_data(), output.untyped_data(), y->size_bytes(),
-                              cudaMemcpyDeviceToDevice, stream),
-              error);
+          JFLUX_CUDA_OR_FALSE(cudaMemcpyAsync(y->untyped_data(), output.untyped_data(),
+                                              y->size_bytes(), cudaMemcpyDeviceToDevice, stream),
+                              error);
         }
         return LaunchRaggedAllToAll(*p, ArraysOf(o, *y), a.call.site, device, view, stream, error);
       });
