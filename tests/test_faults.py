@@ -139,10 +139,6 @@ def test_other_calls_in_flight_when_one_fails():
     _check_fault("others_in_flight", r"waited 2 s for rank 0\b")
 
 
-@pytest.mark.skipif(
-    PLATFORM == "gpu",
-    reason="a callback of one GPU does not end while another's kernel waits: see test_staggered",
-)
 def test_a_late_rank_is_named_and_waited_for():
     output = run_alone("a_late_rank", platform=PLATFORM, devices=min(RANKS, 4))
     assert "no error" in output, output

@@ -23,7 +23,8 @@ def environment(platform: str, devices: int) -> dict[str, str]:
     # The jflux of this process, installed or in a checkout.
     found = str(pathlib.Path(jflux.__file__).resolve().parents[1])
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [found, env.get("PYTHONPATH")]))
-    env["JAX_PLATFORMS"] = {"cpu": "cpu", "gpu": "cuda"}[platform]
+    # Host callbacks of GPU programs need the CPU platform too.
+    env["JAX_PLATFORMS"] = {"cpu": "cpu", "gpu": "cuda,cpu"}[platform]
     env["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
     # Enough for small programs, beside the memory of this process and of others that run tests.
     env["XLA_PYTHON_CLIENT_MEM_FRACTION"] = ".1"
