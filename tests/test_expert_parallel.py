@@ -1,6 +1,7 @@
 """jflux.moe_dispatch and jflux.moe_combine, against a dense form in float64."""
 
 import functools
+import re
 from collections import Counter
 
 import jax
@@ -501,6 +502,21 @@ def _calls(f, policy=None):
 
     text = compiled_text(per_device(make_mesh((2,)), local), x, indices, weights, w)
     return Counter(fused_calls(text))["ragged_all_to_all"]
+
+
+@pytest.mark.parametrize("partial_sums", [False, True])
+def test_it_sorts_by_counting(partial_sums):
+    """XLA's sorts, searches and scatters take GPUs many small kernels each."""
+    args = operands(2, "random", 2, 5, 2, 4, dtype=np.float32)
+
+    def f(x, indices, weights):
+        options = {"num_experts": 4, "partial_sums": partial_sums, "axis_name": "tp"}
+        d = jflux.moe_dispatch(x, indices, weights, **options)
+        return jflux.moe_combine(d.rows, d.handle, weights=weights, axis_name="tp")
+
+    text = jax.jit(per_device(make_mesh((2,)), f)).lower(*args).compile().as_text()
+    assert text.count("jflux_moe_route") >= 4
+    assert not re.findall(r" (sort|while|scatter)\(", text)
 
 
 @pytest.mark.skipif(PLATFORM != "cpu", reason="GPUs take the reference")
