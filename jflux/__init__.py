@@ -16,8 +16,8 @@ from ._custom import custom_call as custom_call
 from ._custom import include_dir as include_dir
 from ._custom import library_path as library_path
 from ._custom import register_custom_call as register_custom_call
-from ._expert_parallel import moe_combine as moe_combine
-from ._expert_parallel import moe_dispatch as moe_dispatch
+from ._experts.dispatch import moe_combine as moe_combine
+from ._experts.dispatch import moe_dispatch as moe_dispatch
 from ._explain import explain as explain
 from ._flops import flops as flops
 from ._heap import heap_report as heap_report

@@ -12,7 +12,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from .. import _epilogue, _expert_parallel, _global, _mesh, moe
+from .. import _epilogue, _global, _mesh, moe
+from .._experts import dispatch
 from .._mesh import AxisName
 from .._ops import _lax
 from .._ops.all_reduce import all_reduce
@@ -322,12 +323,12 @@ def _experts_of_all_ranks(
     activation: str,
 ) -> jax.Array:
     """The weighted sum of each token's experts, to whose ranks it goes and from which it comes."""
-    there = _expert_parallel.moe_dispatch(
+    there = dispatch.moe_dispatch(
         tokens, indices, weights, capacity=capacity, axis_name=ep, partial_sums=True,
         num_experts=up.shape[0] * _mesh.axis_size(ep),
     )  # fmt: skip
     y = _products(there.rows, there.padded_sizes, up, down, gate, activation)
-    return _expert_parallel.moe_combine(y, there.handle, weights=weights, axis_name=ep)
+    return dispatch.moe_combine(y, there.handle, weights=weights, axis_name=ep)
 
 
 def _products(

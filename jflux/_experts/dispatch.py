@@ -9,12 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from . import _expert_partial, _mesh, moe
-from . import _expert_routing as routing
-from ._epilogue import sum_dtype
-from ._expert_partial import PartialHandle
-from ._expert_routing import Sizes
-from ._expert_rows import (
+from .. import _mesh, moe
+from .._epilogue import sum_dtype
+from .._mesh import AxisName
+from .._ops.exchange import all_gather
+from . import partial, routing
+from .partial import PartialHandle
+from .routing import Sizes
+from .rows import (
     Handle,
     LevelsHandle,
     combined,
@@ -24,8 +26,6 @@ from ._expert_rows import (
     spread,
     tokens_to_experts,
 )
-from ._mesh import AxisName
-from ._ops.exchange import all_gather
 
 LAYOUTS = ("expert", "masked")
 OVERFLOWS = ("drop", "error")
@@ -183,7 +183,7 @@ def _dispatch(
     )
     weights = weights.astype(sum_dtype(x.dtype))
     if isinstance(handle, PartialHandle):
-        rows, row_weights = _expert_partial.rows_and_weights(axis_name, handle, x, weights)
+        rows, row_weights = partial.rows_and_weights(axis_name, handle, x, weights)
     else:
         rows, row_weights = spread(axis_name, handle, x, weights)
     if layout == "masked":
@@ -264,7 +264,7 @@ def moe_combine(
     else:
         (y,) = _mesh.vary_together(axis_name, y)
     if isinstance(handle, PartialHandle):
-        total = _expert_partial.combined(axis_name, handle, y, weights)
+        total = partial.combined(axis_name, handle, y, weights)
     else:
         (total,) = combined(axis_name, handle, y, weights)
     if residual is not None:

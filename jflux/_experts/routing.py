@@ -7,7 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .moe import Routing, route
+from ..moe import Routing, route
 
 
 class Sizes(NamedTuple):

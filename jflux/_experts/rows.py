@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from . import _derivatives
-from ._epilogue import sum_dtype
-from ._expert_routing import Sizes
-from ._mesh import AxisName
-from ._ops import _product
-from ._ops.ragged_all_to_all import ragged_all_to_all
+from .. import _derivatives
+from .._epilogue import sum_dtype
+from .._mesh import AxisName
+from .._ops import _product
+from .._ops.ragged_all_to_all import ragged_all_to_all
+from .routing import Sizes
 
 
 class Handle(NamedTuple):

@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from . import _derivatives
-from ._epilogue import sum_dtype
-from ._expert_routing import Sizes
-from ._expert_rows import came_rows, move, on_first, rows_or_zeros
-from ._mesh import AxisName
-from ._ops import _product
-from .moe import _rows
+from .. import _derivatives
+from .._epilogue import sum_dtype
+from .._mesh import AxisName
+from .._ops import _product
+from ..moe import _rows
+from .routing import Sizes
+from .rows import came_rows, move, on_first, rows_or_zeros
 
 
 class PartialHandle(NamedTuple):

@@ -1,0 +1,1 @@
+"""Expert parallelism: tokens to the ranks of their experts, and back."""
