@@ -127,7 +127,7 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Dictionary attributes
   return LaunchCudaCall(
       kRaggedAllToAllId, ordinal, a.call.groups, a.call.world,
       {p->WorkspaceBytes(), a.call.workspace_bytes},
-      [&](const CudaDevice& device, const SymmetricView& view, std::string* error) {
+      [&](const CudaDevice& device, const SymmetricView& view, std::string* error) -> bool {
         if (!InPlace(output, *y)) {
           JFLUX_CUDA_OR_FALSE(cudaMemcpyAsync(y->untyped_data(), output.untyped_data(),
                                               y->size_bytes(), cudaMemcpyDeviceToDevice, stream),
