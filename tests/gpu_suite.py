@@ -155,7 +155,6 @@ def main() -> int:
         outcomes = list(pool.map(lambda name: test(name, 0.6 / args.at_once), together))
     outcomes += [test(name, 0.2) for name in names if name in ALONE]
     for name in chosen:
-        # A process on its own has the GPUs; those that share them leave each other room.
         outcomes.append(run(name, others[name], args.logs, 0.3, until))
         print(f"{name}: {outcomes[-1].summary}", flush=True)
     print()

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from .. import _mesh
 from .._mesh import AxisName
 from .._ops.exchange import all_gather, all_to_all
+from . import cudnn
 from .operands import check, check_heads
 
 
@@ -106,10 +107,4 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Arra
 
 def cudnn_takes(q: jax.Array) -> bool:
     """Whether `jax.nn.dot_product_attention` can use cuDNN for such queries."""
-    return (
-        jax.default_backend() == "gpu"
-        and q.dtype in (jnp.bfloat16, jnp.float16)
-        and q.shape[1] % 64 == 0
-        and q.shape[3] % 8 == 0
-        and q.shape[3] <= 128
-    )
+    return jax.default_backend() == "gpu" and cudnn.why_not_operands(q, q.shape[1]) is None

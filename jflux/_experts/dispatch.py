@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -29,6 +30,17 @@ from .rows import (
 
 LAYOUTS = ("expert", "masked")
 OVERFLOWS = ("drop", "error")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """As :func:`moe_dispatch` takes them."""
+
+    on_overflow: str
+    capacity: int | None = None
+    alignment: int = 1
+    layout: str = "expert"
+    partial_sums: bool = False
 
 
 class DispatchStatistics(NamedTuple):
@@ -137,26 +149,21 @@ def moe_dispatch(
     )
     _check_options(capacity, alignment, layout, on_overflow)
     x, indices, weights = _mesh.vary_together(axes, x, indices, weights)
+    options = _Options(on_overflow, capacity, alignment, layout, partial_sums)
     if node_axis is None:
-        return _dispatch(
-            x, indices, weights, num_experts, capacity, alignment, layout, on_overflow,
-            partial_sums, axis_name,
-        )  # fmt: skip
+        return _dispatch(x, indices, weights, num_experts, options, axis_name)
     # First to nodes, as if each were a rank with one expert.
     nodes, node = _mesh.axis_size(node_axis), lax.axis_index(_mesh.as_tuple(node_axis))
     experts = num_experts // nodes
     is_known = (indices >= 0) & (indices < num_experts)
     node_of = jnp.where(is_known, indices // experts, jnp.where(indices == -1, -1, nodes))
-    come = _dispatch(x, node_of, weights, nodes, None, 1, "expert", on_overflow, False, node_axis)
+    come = _dispatch(x, node_of, weights, nodes, _Options(on_overflow), node_axis)
     between: Any = come.handle
     (chosen,) = tokens_to_experts(node_axis, between, indices + 1)  # 0 where no row has come
     chosen = chosen - 1 - node * experts
     chosen = jnp.where((chosen >= 0) & (chosen < experts), chosen, -1)
     (row_weights,) = rows_of_tokens(node_axis, between, weights.astype(sum_dtype(x.dtype)))
-    own = _dispatch(
-        come.rows, chosen, row_weights, experts, capacity, alignment, layout, on_overflow,
-        partial_sums, axis_name,
-    )  # fmt: skip
+    own = _dispatch(come.rows, chosen, row_weights, experts, options, axis_name)
     inside: Any = own.handle
     statistics = DispatchStatistics(
         all_gather(own.statistics.tokens_per_expert, axis_name=node_axis, tiled=True),
@@ -170,23 +177,17 @@ def _dispatch(
     indices: jax.Array,
     weights: jax.Array,
     num_experts: int,
-    capacity: int | None,
-    alignment: int,
-    layout: str,
-    on_overflow: str,
-    partial_sums: bool,
+    options: _Options,
     axis_name: AxisName,
 ) -> Dispatched:
     """Between the ranks along one axis. k may be more than there are experts."""
-    handle, sizes, padded, statistics = _route(
-        indices, num_experts, capacity, alignment, layout, on_overflow, partial_sums, axis_name
-    )
+    handle, sizes, padded, statistics = _route(indices, num_experts, options, axis_name)
     weights = weights.astype(sum_dtype(x.dtype))
     if isinstance(handle, PartialHandle):
         rows, row_weights = partial.rows_and_weights(axis_name, handle, x, weights)
     else:
         rows, row_weights = spread(axis_name, handle, x, weights)
-    if layout == "masked":
+    if options.layout == "masked":
         rows = rows.reshape(sizes.shape[0], -1, rows.shape[1])
         row_weights = row_weights.reshape(rows.shape[:2])
     return Dispatched(rows, sizes, padded, row_weights, handle, statistics)
@@ -345,11 +346,7 @@ def _check_options(capacity: Any, alignment: Any, layout: str, on_overflow: str)
 def _route(
     indices: jax.Array,
     num_experts: int,
-    capacity: int | None,
-    alignment: int,
-    layout: str,
-    on_overflow: str,
-    partial_sums: bool,
+    options: _Options,
     axis_name: AxisName,
 ) -> tuple[Handle | PartialHandle, jax.Array, jax.Array, DispatchStatistics]:
     """(handle, true and padded sizes of this rank's experts, statistics)."""
@@ -362,7 +359,7 @@ def _route(
 
     # What every rank has for every expert, and for every rank.
     by_expert = moe.route(jnp.where(slots.has_row, slots.expert, -1), num_experts)
-    kept = slots
+    kept, capacity = slots, options.capacity
     if capacity is not None:
         chosen = all_gather(by_expert.counts, axis_name=axis_name)
         kept = routing.keep(slots, by_expert, routing.places_of(chosen, rank, capacity))
@@ -371,14 +368,11 @@ def _route(
     goes = jnp.any(to == ranks[:, :, None], axis=2)  # [N, T]
     by_rank = moe.route(jnp.where(goes, ranks, -1), world)
     if capacity is not None:
-        counts = routing.kept_counts(chosen, capacity)
         rows = all_gather(by_rank.counts, axis_name=axis_name)
     else:
         both = all_gather(jnp.concatenate([by_expert.counts, by_rank.counts]), axis_name=axis_name)
-        counts = chosen = both[:, :num_experts]
-        rows = both[:, num_experts:]
+        chosen, rows = both[:, :num_experts], both[:, num_experts:]
     out = routing.sizes_between(rows, rank)
-    home = routing.sizes_between(counts.reshape(world, world, experts).sum(2), rank).back()
 
     # What this rank sends: rank after rank, in the order of tokens. A row takes along the experts
     # that it goes to, counted on their rank.
@@ -389,23 +383,23 @@ def _route(
     there = (sent >= 0) & (sent // experts == receiver[:, None])
     dropped = jnp.sum((slots.expert >= 0) & (kept.expert < 0), dtype=jnp.int32) + wrong
     there = jnp.where(there, sent % experts, -1)
-    if on_overflow == "error":
+    if options.on_overflow == "error":
         there = _fail_if(dropped, there, axis_name)
     came = move(axis_name, there, most_received, out, fill=-1)  # [N T, k]
 
     # What this rank's experts get.
     of_experts = moe.route(came, experts)
     sizes = of_experts.counts
-    padded = -(-sizes // alignment) * alignment
-    size = _rows_of_experts(world * tokens, k, experts, capacity, alignment, layout)
-    if layout == "masked":
+    padded = -(-sizes // options.alignment) * options.alignment
+    size = _rows_of_experts(world * tokens, k, experts, options)
+    if options.layout == "masked":
         starts = jnp.arange(experts, dtype=jnp.int32) * (size // experts)
         padded = jnp.full(experts, size // experts, jnp.int32)
     else:
         starts = jnp.cumsum(padded) - padded
     slot, row_there = routing.expert_rows(came, of_experts, starts, size)
     statistics = DispatchStatistics(jnp.sum(chosen, 0, dtype=jnp.int32), dropped)
-    if partial_sums:
+    if options.partial_sums:
         # The first slot of a token on each rank has the row that comes back from there.
         part = by_rank.destination[to, jnp.arange(tokens)[:, None]]
         part = jnp.where(routing.distinct(to).has_row & (to >= 0), part, -1)
@@ -414,6 +408,8 @@ def _route(
     back = routing.compacted(came >= 0, row_there, min(k, experts) * most_received)
 
     # Where the rows that come back belong.
+    counts = chosen if capacity is None else routing.kept_counts(chosen, capacity)
+    home = routing.sizes_between(counts.reshape(world, world, experts).sum(2), rank).back()
     own_slot = kept.has_row & (to >= 0)
     going_home = moe.route(jnp.where(own_slot, to, -1), world)
     place = home.received_at[to] + routing.number_among_equals(to, going_home)
@@ -423,15 +419,14 @@ def _route(
     return handle, sizes, padded, statistics
 
 
-def _rows_of_experts(
-    received: int, k: int, experts: int, capacity: int | None, alignment: int, layout: str
-) -> int:
+def _rows_of_experts(received: int, k: int, experts: int, options: _Options) -> int:
     """R, or E_local C."""
+    capacity, alignment = options.capacity, options.alignment
 
     def rounded(rows: int) -> int:
         return -(-rows // alignment) * alignment
 
-    if layout == "masked":
+    if options.layout == "masked":
         return experts * rounded(received if capacity is None else capacity)
     most = rounded(min(k, experts) * received + experts * (alignment - 1))
     return most if capacity is None else min(most, experts * rounded(capacity))

@@ -17,10 +17,9 @@ import jax.numpy as jnp
 from .. import _derivatives
 from .._epilogue import sum_dtype
 from .._mesh import AxisName
-from .._ops import _product
 from ..moe import _rows
 from .routing import Sizes
-from .rows import came_rows, move, on_first, rows_or_zeros
+from .rows import came_rows, handle_of, move, on_first, summed
 
 
 class PartialHandle(NamedTuple):
@@ -91,39 +90,32 @@ def _returned(axis_name: AxisName, handle: PartialHandle, rows: jax.Array) -> Se
     """For each token the sum of its rows [N T, ...] on all ranks, in the order in which top-k names
     the ranks first: [T, ...], in float32 (float64 for float64)."""
     back = move(axis_name, rows, handle.token.shape[0], handle.out.back())
-    tokens, k = handle.part.shape
-    total = _product.zeros((tokens, *rows.shape[1:]), sum_dtype(rows.dtype), rows)
-    for j in range(k):
-        total = total + rows_or_zeros(back, handle.part[:, j]).astype(total.dtype)
-    return [total]
+    return [summed(back, handle.part)]
 
 
-def _handle_and_type(operands: Any, axis_name: AxisName) -> Any:
-    handle, x = operands
-    return handle, jnp.zeros(0, x.dtype)
-
-
-def _came_backward(kept: Any, cts: Any, wanted: Any, axis_name: AxisName) -> Sequence[Any]:
-    handle, like = kept
+def _came_backward(
+    handle: PartialHandle, cts: Any, wanted: Any, axis_name: AxisName
+) -> Sequence[Any]:
     (dx,) = returned(axis_name, handle, cts[0])
-    return None, dx.astype(like.dtype)
+    return None, dx.astype(wanted[1].dtype)
 
 
-def _returned_backward(kept: Any, cts: Any, wanted: Any, axis_name: AxisName) -> Sequence[Any]:
-    handle, like = kept
+def _returned_backward(
+    handle: PartialHandle, cts: Any, wanted: Any, axis_name: AxisName
+) -> Sequence[Any]:
     # What is rounded here would be rounded where it is used.
-    return None, *came(axis_name, handle, cts[0].astype(like.dtype))
+    return None, *came(axis_name, handle, cts[0].astype(wanted[1].dtype))
 
 
 came: Callable[..., Sequence[Any]] = _derivatives.differentiated(
     _came,
-    kept=_handle_and_type,
-    tangents=lambda kept, tangents, axis_name: came(axis_name, kept[0], tangents[1]),
+    kept=handle_of,
+    tangents=lambda handle, tangents, axis_name: came(axis_name, handle, tangents[1]),
     backward=_came_backward,
 )
 returned: Callable[..., Sequence[Any]] = _derivatives.differentiated(
     _returned,
-    kept=_handle_and_type,
-    tangents=lambda kept, tangents, axis_name: returned(axis_name, kept[0], tangents[1]),
+    kept=handle_of,
+    tangents=lambda handle, tangents, axis_name: returned(axis_name, handle, tangents[1]),
     backward=_returned_backward,
 )

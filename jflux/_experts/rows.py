@@ -102,13 +102,16 @@ def _experts_to_slots(axis_name: AxisName, y: jax.Array, handle: Handle) -> jax.
     return move(axis_name, rows_or_zeros(y, handle.back), handle.row.size, handle.home)
 
 
-def _weighted_sum(rows: jax.Array, weights: jax.Array, handle: Handle) -> jax.Array:
-    """[T, H], in float32 (float64 for float64), slot after slot."""
+def summed(rows: jax.Array, row: jax.Array, weights: jax.Array | None = None) -> jax.Array:
+    """The sum of each token's rows, which `row` [T, k] numbers (-1: none), times its weights [T, k]
+    if there are any: [T, H], in float32 (float64 for float64), slot after slot."""
     dtype = sum_dtype(rows.dtype)
-    total = _product.zeros((handle.row.shape[0], rows.shape[1]), dtype, rows)
-    for j in range(handle.row.shape[1]):
-        own = rows_or_zeros(rows, handle.row[:, j]).astype(dtype)
-        total = total + jnp.where(handle.row[:, j] >= 0, weights[:, j], 0)[:, None] * own
+    total = _product.zeros((row.shape[0], rows.shape[1]), dtype, rows)
+    for j in range(row.shape[1]):
+        own = rows_or_zeros(rows, row[:, j]).astype(dtype)
+        if weights is not None:
+            own = jnp.where(row[:, j] >= 0, weights[:, j], 0)[:, None] * own
+        total = total + own
     return total
 
 
@@ -116,7 +119,7 @@ def _rows_combined(
     axis_name: AxisName, handle: Handle, y: jax.Array, weights: jax.Array
 ) -> list[jax.Array]:
     """The weighted sum of each token's rows of y [R, D]: [T, D]."""
-    return [_weighted_sum(_experts_to_slots(axis_name, y, handle), weights, handle)]
+    return [summed(_experts_to_slots(axis_name, y, handle), handle.row, weights)]
 
 
 def _to_slots(axis_name: AxisName, numbers: jax.Array, handle: Handle) -> jax.Array:
@@ -141,9 +144,9 @@ def spread(
     return rows, row_weights
 
 
-def _handle_of(operands: Any, axis_name: AxisName) -> Handle:
-    handle: Handle = operands[0]
-    return handle
+def handle_of(operands: Any, axis_name: AxisName) -> Any:
+    """What is kept of a function that is linear in all but its handle."""
+    return operands[0]
 
 
 def _rows_tangents(handle: Handle, tangents: Any, axis_name: AxisName) -> Sequence[Any]:
@@ -186,10 +189,10 @@ def _combine_backward(kept: Any, cts: Any, wanted: Any, axis_name: AxisName) -> 
 
 
 rows_of_tokens = _derivatives.differentiated(
-    tokens_to_experts, kept=_handle_of, tangents=_rows_tangents, backward=_rows_backward
+    tokens_to_experts, kept=handle_of, tangents=_rows_tangents, backward=_rows_backward
 )
 _weights = _derivatives.differentiated(
-    _slots_to_experts, kept=_handle_of, tangents=_weights_tangents, backward=_weights_backward
+    _slots_to_experts, kept=handle_of, tangents=_weights_tangents, backward=_weights_backward
 )
 combined = _derivatives.differentiated(
     _rows_combined,
