@@ -42,7 +42,7 @@ from jflux import _trial
 
 from . import __main__ as bench
 
-LINK = 390e9  # bytes a second and direction between two H100 or H200, as bulk copies reach them
+LINK = 360e9  # bytes a second and direction, what the links carry alone (docs/experiments/0003)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -44,7 +44,7 @@ inline bool HasFewRows(int64_t m, int64_t groups) { return m <= 64 * groups; }
 
 // Of a product of tile_rows rows, of which the m rows of the groups are some. With few rows of each
 // group the weights' bytes take the time, and a tile reads as many of them as it can. On one H100
-// this choice was 0.9 % slower than the fastest kernel in the mean over 48 products of six models'
+// this choice was 0.9 % slower than the fastest kernel in the mean over 48 products of six
 // shapes (docs/experiments/0036).
 inline double EstimateGroupedCost(const GemmChoice& c, int64_t m, int64_t groups, int64_t tile_rows,
                                   int64_t n, int64_t k, const Machine& machine) {
