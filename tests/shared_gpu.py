@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import glob
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -40,7 +39,6 @@ def main() -> int:
     parser.add_argument("--op", help="calls of this op alone, instead of a kind")
     parser.add_argument("--small", action="store_true", help="small shapes, for slow tools")
     parser.add_argument("--deadline", type=float, default=30, help="of a wait, in seconds")
-    parser.add_argument("--prefix", default="", help="each rank's command begins with it")
     args = parser.parse_args()
     if args.kind == "custom" and "JFLUX_TEST_PRIMITIVES" not in os.environ:
         parser.error("JFLUX_TEST_PRIMITIVES must name a library (tests/test_primitives.py)")
@@ -50,7 +48,7 @@ def main() -> int:
     env = environment("gpu" if gpus else "cpu", 1)
     env["NCCL_NVLS_ENABLE"] = "0"
     env["XLA_PYTHON_CLIENT_MEM_FRACTION"] = f"{0.7 / -(-args.ranks // max(gpus, 1)):.3f}"
-    command = [*shlex.split(args.prefix), sys.executable, "-m", "workers.random_worker"]
+    command = [sys.executable, "-m", "workers.random_worker"]
     command += ["--port", str(free_port())]
     command += ["--graphs"] * args.graphs + ["--small"] * args.small
     command += ["--op", args.op] if args.op else []

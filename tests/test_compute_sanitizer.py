@@ -6,9 +6,11 @@ import pytest
 FAKE = """#!/bin/sh
 # Runs the program, and writes a log as the real one does: with a finding under one tool.
 if [ "$1" = --help ]; then echo "  --kernel-name arg  Kernels to check."; exit; fi
-tool=$2 log=$(echo "$8" | sed "s/%p/$$/")
-[ "$9 ${10}" = "--kernel-name kernel_substring=jflux" ] || exit 3
+tool=$2 log=$(echo "${10}" | sed "s/%p/$$/")
+[ "$3 $4" = "--target-processes all" ] || exit 3
 shift 10
+[ "$1 $2" = "--kernel-name kernel_substring=jflux" ] || exit 3
+shift 2
 "$@" || exit
 echo "========= COMPUTE-SANITIZER" > "$log"
 case $tool in

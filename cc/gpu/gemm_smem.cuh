@@ -297,6 +297,11 @@ __device__ __forceinline__ void PublishTile(const GemmSmem<Config>& smem,
                                             const Coords (&coords)[Config::kCluster]) {
   static_assert(sizeof(Coords) == sizeof(int4));
   ptx::MbarrierWait(smem.TileEmpty(ring.index), ring.parity ^ 1);
+  if constexpr (Config::kCluster == 1) {
+    WriteTileEntry(smem.TileEntry(ring.index), tile, k_blocks[0], coords[0]);
+    ptx::MbarrierArrive(smem.TileFull(ring.index));
+    return;
+  }
 #pragma unroll
   for (int cta = 0; cta < Config::kCluster; ++cta) {
     const uint32_t at = ptx::MapToCta(smem.TileEntry(ring.index), cta);

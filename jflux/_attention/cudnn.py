@@ -27,7 +27,7 @@ from .._mesh import vary
 from .blocks import varying
 
 #: Whether these calls have been compared with float64 on a GPU (tests/test_attention_half.py).
-CHECKED_ON_GPUS = False
+CHECKED_ON_GPUS = True
 
 _MOST_WIDTH = 128  # elements of a head; cuDNN has kernels for more on some GPUs
 _MULTIPLE = 64  # of queries and keys of a call; cuDNN pads others, which has not been checked
