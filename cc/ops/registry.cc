@@ -19,6 +19,7 @@
   OP(RaggedAllToAll)
 
 #define JFLUX_LOCAL_OPS(OP) \
+  OP(FlashDecode)           \
   OP(GroupedMatmul)         \
   OP(GroupedMatmulDw)       \
   OP(MoeRoute)

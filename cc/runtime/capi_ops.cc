@@ -44,9 +44,12 @@ const JfluxTarget* jflux_targets(void) {
     }
     for (const jflux::LocalOp* op : jflux::AllLocalOps()) {
       const char* name = KeptForever(std::string("jflux_") + op->name);
-      list->push_back({name, "cpu", nullptr, reinterpret_cast<void*>(op->cpu)});
-      if (op->cuda == nullptr) continue;
-      list->push_back({name, "CUDA", nullptr, reinterpret_cast<void*>(op->cuda)});
+      if (op->cpu != nullptr) {
+        list->push_back({name, "cpu", nullptr, reinterpret_cast<void*>(op->cpu)});
+      }
+      if (op->cuda != nullptr) {
+        list->push_back({name, "CUDA", nullptr, reinterpret_cast<void*>(op->cuda)});
+      }
     }
 #ifdef JFLUX_WITH_CUDA
     // No Op: on the CPU, and without NVSHMEM, it is XLA's collective.

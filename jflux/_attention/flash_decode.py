@@ -3,26 +3,18 @@ position (flash decoding)."""
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from .. import _checks, _mesh
-from .._epilogue import sum_dtype
 from .._mesh import AxisName
 from .._ops.exchange import all_gather, all_gather_reference
-from . import cache
+from . import part
 from .merging import merge_attention
-
-#: The values' product is split over positions into up to so many parts for all sequences, of no
-#: fewer positions than that.
-MOST_PARTS = 64
-FEWEST_POSITIONS = 512
 
 
 def flash_decode(
@@ -57,9 +49,9 @@ def flash_decode(
     such numbers from each, and :func:`jflux.merge_attention` merges them. A rank that has no
     position of a sequence adds nothing to it.
 
-    There is no GPU kernel yet: products are XLA's. They take all heads of the cache at once, so
-    that it is neither transposed nor repeated, for G times as many operations as needed, which
-    reading the cache hides up to about 200 heads of queries in 16-bit types.
+    On GPUs a kernel reads a rank's part once, of whole caches and of pages, in float16 and
+    bfloat16, for heads of 64, 128 or 256 elements; it splits the positions over the GPU's
+    multiprocessors too. Other calls, and derivatives, take XLA's products.
 
     What a cache has at positions that the query does not attend to does not reach the result, even
     if it is NaN. Derivatives take it times zero, so there it must be finite.
@@ -91,8 +83,8 @@ def flash_decode(
       NameError: for an `axis_name` outside ``shard_map``.
     """
     return _flash_decode(
-        all_gather, q, k_cache, v_cache, lengths, axis_name, block_table, window, softcap, scale,
-        return_lse,
+        all_gather, part.attend, q, k_cache, v_cache, lengths, axis_name, block_table, window,
+        softcap, scale, return_lse,
     )  # fmt: skip
 
 
@@ -109,15 +101,16 @@ def reference(
     scale: float | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """:func:`jflux.flash_decode` with `lax`'s all-gather."""
+    """:func:`jflux.flash_decode` in plain `lax`."""
     return _flash_decode(
-        all_gather_reference, q, k_cache, v_cache, lengths, axis_name, block_table, window, softcap,
-        scale, return_lse,
+        all_gather_reference, part.attend_reference, q, k_cache, v_cache, lengths, axis_name,
+        block_table, window, softcap, scale, return_lse,
     )  # fmt: skip
 
 
 def _flash_decode(
     gather: Any,
+    attend: Any,
     q: Any,
     k: Any,
     v: Any,
@@ -130,103 +123,31 @@ def _flash_decode(
     return_lse: bool,
 ) -> Any:
     _check(q, k, v, lengths, block_table, window, softcap)
-    may_be_read = None
-    if block_table is not None:
-        (k, v), may_be_read = cache.read_pages((k, v), block_table, "flash_decode")
     here = k.shape[1]
+    if block_table is not None:
+        here *= block_table.shape[1]
+        pages = k.shape[0]
+        block_table = _checks.in_range(
+            block_table, -1, pages - 1, "jflux.flash_decode: block_table"
+        )
+        is_page = (block_table >= 0) & (block_table < pages)
+        block_table = jnp.where(is_page, block_table, -1).astype(jnp.int32)
     rank, ranks = _mesh.rank_and_size(axis_name)
-    first = rank * here
     most = ranks * here
     lengths = _checks.in_range(lengths, 0, most, "jflux.flash_decode: lengths")
-    lengths = jnp.clip(lengths, 0, most).astype(jnp.int32)[:, None]
-    position = first + jnp.arange(here, dtype=jnp.int32)
-    attended = position < lengths
-    if window is not None:
-        attended &= position >= lengths - window
-    if may_be_read is not None:
-        attended &= may_be_read
+    lengths = jnp.clip(lengths, 0, most).astype(jnp.int32)
+    first = jnp.zeros_like(lengths) if window is None else jnp.maximum(lengths - window, 0)
+    bounds = jnp.clip(jnp.stack([first, lengths], -1) - rank * here, 0, here)
     scale = 1 / math.sqrt(q.shape[2]) if scale is None else scale
-    out, lse = attend_to_part(q, k, v, attended, scale=scale, softcap=softcap)
+    pair = attend(q, k, v, bounds, block_table, scale=scale, softcap=softcap)
     if axis_name is not None:
-        pair = jnp.concatenate([out, lse[..., None]], -1)
         to = "invarying" if _mesh.tracks_vma(axis_name) else "varying"
         pairs = gather(pair, axis_name=axis_name, to=to)
         out, lse = merge_attention(pairs[..., :-1], pairs[..., -1])
+    else:
+        out, lse = pair[..., :-1], pair[..., -1]
     out = out.astype(q.dtype)
     return (out, lse) if return_lse else out
-
-
-def attend_to_part(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    attended: jax.Array,
-    *,
-    scale: float,
-    softcap: float | None,
-) -> tuple[jax.Array, jax.Array]:
-    """Attention of q [B, H, D] to the positions of k and v [B, S, G, D] where `attended` [B, S]:
-    the output [B, H, D] and the log-sum-exp [B, H], both in float32 or float64."""
-    scores = _scores(q, k) * scale
-    if softcap is not None:
-        scores = softcap * jnp.tanh(scores / softcap)
-    scores = jnp.where(attended[:, None], scores, -jnp.inf)
-    highest = lax.stop_gradient(jnp.max(scores, -1, initial=-jnp.inf))
-    base = jnp.where(highest > -jnp.inf, highest, 0)
-    weights = jnp.exp(scores - base[..., None])
-    total = jnp.sum(weights, -1)
-    any_counts = total > 0
-    safe = jnp.where(any_counts, total, 1)
-    # A weight of zero does not keep a NaN out.
-    out = _weighted_sum(weights, jnp.where(attended[..., None, None], v, 0))
-    lse = jnp.where(any_counts, jnp.log(safe) + base, -jnp.inf)
-    return out / safe[..., None], lse
-
-
-# Products with the cache as it lies in memory, [B, S, G D]. With G as a batch dimension between S
-# and D, XLA would transpose the cache first: that reads and writes as much again. Here each head of
-# queries is multiplied with the keys of all G heads, of which its row has zeros for all but its
-# own. That is H operations for each byte of a cache of 16-bit numbers.
-
-
-def _scores(q: jax.Array, k: jax.Array) -> jax.Array:
-    """q k, [B, H, S], of q [B, H, D] and k [B, S, G, D]."""
-    (b, h, d), (s, g) = q.shape, k.shape[1:3]
-    rows = jnp.where(_own_group(h, g), q[:, :, None], 0).reshape(b, h, g * d)
-    wide = sum_dtype(q.dtype)
-    return jnp.einsum("bhx,bsx->bhs", rows, k.reshape(b, s, g * d), preferred_element_type=wide)
-
-
-def _weighted_sum(weights: jax.Array, v: jax.Array) -> jax.Array:
-    """[B, H, D], of weights [B, H, S] and v [B, S, G, D]. In parts, since one sequence's long sum
-    would keep few of a GPU's multiprocessors busy."""
-    (b, h, s), (g, d) = weights.shape, v.shape[2:]
-    parts = _parts(b, s)
-    weights = weights.astype(v.dtype).reshape(b, h, parts, s // parts)
-    v = v.reshape(b, parts, s // parts, g * d)
-    wide = sum_dtype(v.dtype)
-    all_groups = jnp.einsum("bhps,bpsx->bphx", weights, v, preferred_element_type=wide)
-    all_groups = jnp.sum(all_groups, 1).reshape(b, h, g, d)
-    return jnp.sum(jnp.where(_own_group(h, g), all_groups, 0), 2)
-
-
-def _own_group(heads: int, groups: int) -> np.ndarray:
-    """Whether a head of queries belongs to a head of keys: bool [H, G, 1]."""
-    own = np.arange(heads)[:, None] // (heads // groups) == np.arange(groups)
-    return own[..., None]
-
-
-@functools.cache
-def _parts(batch: int, length: int) -> int:
-    """How many equal parts `length` positions are summed in."""
-    parts = 1
-    while (
-        2 * parts * batch <= MOST_PARTS
-        and length % (2 * parts) == 0
-        and length >= 2 * parts * FEWEST_POSITIONS
-    ):
-        parts *= 2
-    return parts
 
 
 def _check(

@@ -40,6 +40,7 @@ class LocalRules:
       batch: the batching rule.
       checked_on_gpus: whether its GPU kernels have run on a GPU and been compared with the
         reference. Until then GPUs take the reference, unless ``jflux.config.unchecked_kernels``.
+      on_cpus: whether CPUs have a handler; else they take the reference.
     """
 
     name: str
@@ -49,6 +50,7 @@ class LocalRules:
     attributes: Callable[[Any], dict[str, Any]]
     batch: BatchRule
     checked_on_gpus: bool = False
+    on_cpus: bool = True
 
 
 def make_primitive(rules: LocalRules) -> Primitive:
@@ -93,6 +95,8 @@ def plan_call(rules: LocalRules, avals: Sequence[Any], params: Any, platform: st
         return _dispatch.reference("jflux.config(fused=False)")
     if platform not in _ffi.PLATFORMS:
         return _dispatch.unsupported("jflux has kernels for CPUs and CUDA GPUs only")
+    if platform == "cpu" and not rules.on_cpus:
+        return _dispatch.reference("plain lax on CPUs")
     if why := rules.why_not(avals, params, platform):
         return _dispatch.unsupported(why)
     if platform == "cpu":

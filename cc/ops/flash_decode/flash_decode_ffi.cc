@@ -1,0 +1,135 @@
+// The FFI handler of flash_decode.
+#include <algorithm>
+#include <initializer_list>
+#include <optional>
+#include <string>
+
+#include "ops/flash_decode/flash_decode.h"
+#include "runtime/ffi.h"
+#include "runtime/local_op.h"
+
+#ifdef JFLUX_WITH_CUDA
+#include "ops/flash_decode/flash_decode_cuda.h"
+#include "runtime/local_cuda_call.h"
+#endif
+
+namespace jflux {
+namespace {
+
+#ifdef JFLUX_WITH_CUDA
+
+// Operands q, k, v, bounds[, block_table]. Results out[, parts].
+struct Attributes {
+  double scale = 0;
+  double softcap = 0;
+  int64_t splits = 0;
+
+  void Read(AttributeReader& read) {
+    read("scale", &scale);
+    read("softcap", &softcap);
+    read("splits", &splits);
+  }
+};
+
+struct Call {
+  FlashDecodeParams params{};
+  FlashDecodeArrays arrays{};
+};
+
+// Whether a buffer has this type and these dimensions.
+bool Is(const ffi::AnyBuffer& b, ffi::DataType type, std::initializer_list<int64_t> dimensions) {
+  const auto d = b.dimensions();
+  return b.element_type() == type && d.size() == dimensions.size() &&
+         std::equal(dimensions.begin(), dimensions.end(), d.begin());
+}
+
+// What to compute; empty if operands and results do not fit together.
+std::optional<Call> CallOf(const Attributes& a, ffi::RemainingArgs operands,
+                           ffi::RemainingRets results) {
+  if (operands.size() < 4 || operands.size() > 5 || a.splits < 1 ||
+      results.size() != (a.splits > 1 ? 2 : 1)) {
+    return std::nullopt;
+  }
+  const bool paged = operands.size() == 5;
+  const auto q = *operands.get<ffi::AnyBuffer>(0), k = *operands.get<ffi::AnyBuffer>(1),
+             v = *operands.get<ffi::AnyBuffer>(2), bounds = *operands.get<ffi::AnyBuffer>(3);
+  const auto dtype = DTypeOf(q.element_type());
+  if (!dtype || q.dimensions().size() != 3 || k.dimensions().size() != 4) return std::nullopt;
+  Call call;
+  FlashDecodeParams& p = call.params;
+  p.batch = q.dimensions()[0];
+  p.heads = q.dimensions()[1];
+  p.width = q.dimensions()[2];
+  p.groups = k.dimensions()[2];
+  p.splits = a.splits;
+  p.scale = a.scale;
+  p.softcap = a.softcap;
+  p.dtype = *dtype;
+  FlashDecodeArrays& arrays = call.arrays;
+  const int64_t first = k.dimensions()[0], second = k.dimensions()[1];
+  if (paged) {
+    const auto table = *operands.get<ffi::AnyBuffer>(4);
+    if (table.dimensions().size() != 2) return std::nullopt;
+    const int64_t entries = table.dimensions()[1];
+    if (!Is(table, ffi::S32, {p.batch, entries})) return std::nullopt;
+    p.pages = first;
+    p.page_size = second;
+    p.positions = entries * second;
+    arrays.block_table = static_cast<const int32_t*>(table.untyped_data());
+  } else {
+    if (first != p.batch) return std::nullopt;
+    p.positions = second;
+  }
+  if (p.batch < 1 || p.heads < 1 || p.groups < 1 || p.width < 1 || p.heads % p.groups != 0 ||
+      p.positions < 1 || p.positions > INT32_MAX / 2) {
+    return std::nullopt;
+  }
+  auto out = *results.get<ffi::AnyBuffer>(0);
+  for (const ffi::AnyBuffer* cache : {&k, &v}) {
+    if (!Is(*cache, q.element_type(), {first, second, p.groups, p.width})) return std::nullopt;
+  }
+  if (!Is(bounds, ffi::S32, {p.batch, 2}) || !Is(*out, ffi::F32, {p.batch, p.heads, p.width + 1})) {
+    return std::nullopt;
+  }
+  if (p.splits > 1) {
+    auto parts = *results.get<ffi::AnyBuffer>(1);
+    if (!Is(*parts, ffi::F32, {p.splits, p.batch, p.heads, p.width + 1})) return std::nullopt;
+    arrays.parts = static_cast<float*>(parts->untyped_data());
+  }
+  arrays.q = q.untyped_data();
+  arrays.k = k.untyped_data();
+  arrays.v = v.untyped_data();
+  arrays.bounds = static_cast<const int32_t*>(bounds.untyped_data());
+  arrays.out = static_cast<float*>(out->untyped_data());
+  return call;
+}
+
+ffi::Error Cuda(cudaStream_t stream, ffi::Dictionary attributes, ffi::RemainingArgs operands,
+                ffi::RemainingRets results) {
+  Attributes a;
+  if (auto refused = ReadAttributes(kFlashDecodeId, attributes, &a)) return *refused;
+  const auto call = CallOf(a, operands, results);
+  if (!call) return InvalidArgument("flash_decode: operands do not fit");
+  return LaunchLocalCuda(kFlashDecodeId, [&](std::string* error) {
+    return LaunchFlashDecode(call->params, call->arrays, stream, error);
+  });
+}
+
+XLA_FFI_DEFINE_HANDLER(kCuda, Cuda, BindLocalCuda().RemainingArgs().RemainingRets(),
+                       {ffi::Traits::kCmdBufferCompatible});
+
+#endif  // JFLUX_WITH_CUDA
+
+}  // namespace
+
+// Listed in cc/ops/registry.cc.
+extern const LocalOp kFlashDecodeOp;
+#ifdef JFLUX_WITH_CUDA
+const LocalOp kFlashDecodeOp = {kFlashDecodeId, "flash_decode", nullptr, kCuda,
+                                    LoadFlashDecodeKernels};
+#else
+const LocalOp kFlashDecodeOp = {kFlashDecodeId, "flash_decode", nullptr, nullptr,
+                                    nullptr};
+#endif
+
+}  // namespace jflux

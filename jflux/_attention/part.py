@@ -1,0 +1,254 @@
+"""A rank's part of flash decoding: a primitive, which is a GPU kernel (cc/ops/flash_decode) where
+one takes the call, and plain `lax` elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.interpreters import ad
+
+from .._dispatch import Arrays
+from .._epilogue import sum_dtype
+from .._lowering import ShapeDtype
+from .._ops import _local, _product
+from . import cache
+
+OP = "flash_decode"
+WIDTHS = (64, 128, 256)  # elements of a head that the kernel takes
+
+#: Of XLA's form: the values' product is split over positions into up to so many parts for all
+#: sequences, of no fewer positions than that.
+MOST_PARTS = 64
+FEWEST_POSITIONS = 512
+
+#: Of the kernel: warps that a GPU of 132 multiprocessors runs at once (cc/ops/flash_decode), heads
+#: of queries of one, and positions that are worth one.
+_WARPS, _WARPS_OF_WIDE = 132 * 6, 132 * 4
+_QUERIES = 16
+_FEWEST_OF_A_WARP = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Params:
+    """A call, less its operands q, k, v, bounds[, block_table].
+
+    Attributes:
+      scale, softcap: of the scores; no softcap: 0.
+      splits: parts of a sequence that different warps attend to.
+    """
+
+    scale: float
+    softcap: float
+    splits: int
+
+
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    bounds: jax.Array,
+    block_table: jax.Array | None,
+    *,
+    scale: float,
+    softcap: float | None,
+) -> jax.Array:
+    """Attention of q [B, H, D] to the positions bounds[b, 0] <= t < bounds[b, 1] of k and v [B, S,
+    G, D], or of the pages [pages, page size, G, D] that `block_table` [B, P] names (-1: there is
+    none): [B, H, D + 1], the output and after it the log-sum-exp, in float32 or float64. All
+    integers are int32."""
+    positions = k.shape[1] * (1 if block_table is None else block_table.shape[1])
+    splits = splits_of(q.shape, k.shape[2], positions)
+    tables = () if block_table is None else (block_table,)
+    operands = _local.vary_together(*map(jnp.asarray, (q, k, v, bounds, *tables)))
+    params = Params(float(scale), float(softcap or 0), splits)
+    return _primitive.bind(*operands, params=params)[0]
+
+
+def attend_reference(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    bounds: jax.Array,
+    block_table: jax.Array | None,
+    *,
+    scale: float,
+    softcap: float | None,
+) -> jax.Array:
+    """:func:`attend` in plain `lax`."""
+    may_be_read = None
+    if block_table is not None:
+        (k, v), may_be_read = cache.read_pages((k, v), block_table, OP)
+    position = jnp.arange(k.shape[1], dtype=jnp.int32)
+    attended = (position >= bounds[:, :1]) & (position < bounds[:, 1:])
+    if may_be_read is not None:
+        attended &= may_be_read
+    out, lse = attend_to_part(q, k, v, attended, scale=scale, softcap=softcap)
+    return jnp.concatenate([out, lse[..., None]], -1)
+
+
+@functools.cache
+def splits_of(q_shape: tuple[int, ...], groups: int, positions: int) -> int:
+    """So many that their warps run at once."""
+    batch, heads, width = q_shape
+    warps = batch * groups * -(-heads // (groups * _QUERIES))
+    at_once = _WARPS if width <= 128 else _WARPS_OF_WIDE
+    return max(1, min(at_once // max(warps, 1), -(-positions // _FEWEST_OF_A_WARP)))
+
+
+# ---- In plain lax --------------------------------------------------------------------------------
+
+
+def attend_to_part(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    attended: jax.Array,
+    *,
+    scale: float,
+    softcap: float | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of q [B, H, D] to the positions of k and v [B, S, G, D] where `attended` [B, S]:
+    the output [B, H, D] and the log-sum-exp [B, H], both in float32 or float64."""
+    scores = _scores(q, k) * scale
+    if softcap is not None:
+        scores = softcap * jnp.tanh(scores / softcap)
+    scores = jnp.where(attended[:, None], scores, -jnp.inf)
+    highest = lax.stop_gradient(jnp.max(scores, -1, initial=-jnp.inf))
+    base = jnp.where(highest > -jnp.inf, highest, 0)
+    weights = jnp.exp(scores - base[..., None])
+    total = jnp.sum(weights, -1)
+    any_counts = total > 0
+    safe = jnp.where(any_counts, total, 1)
+    # A weight of zero does not keep a NaN out.
+    out = _weighted_sum(weights, jnp.where(attended[..., None, None], v, 0))
+    lse = jnp.where(any_counts, jnp.log(safe) + base, -jnp.inf)
+    return out / safe[..., None], lse
+
+
+# Products with the cache as it lies in memory, [B, S, G D]. With G as a batch dimension between S
+# and D, XLA would transpose the cache first: that reads and writes as much again. Here each head of
+# queries is multiplied with the keys of all G heads, of which its row has zeros for all but its
+# own. That is H operations for each byte of a cache of 16-bit numbers.
+
+
+def _scores(q: jax.Array, k: jax.Array) -> jax.Array:
+    """q k, [B, H, S], of q [B, H, D] and k [B, S, G, D]."""
+    (b, h, d), (s, g) = q.shape, k.shape[1:3]
+    rows = jnp.where(_own_group(h, g), q[:, :, None], 0).reshape(b, h, g * d)
+    wide = sum_dtype(q.dtype)
+    return jnp.einsum("bhx,bsx->bhs", rows, k.reshape(b, s, g * d), preferred_element_type=wide)
+
+
+def _weighted_sum(weights: jax.Array, v: jax.Array) -> jax.Array:
+    """[B, H, D], of weights [B, H, S] and v [B, S, G, D]. In parts, since one sequence's long sum
+    would keep few of a GPU's multiprocessors busy."""
+    (b, h, s), (g, d) = weights.shape, v.shape[2:]
+    parts = _parts(b, s)
+    weights = weights.astype(v.dtype).reshape(b, h, parts, s // parts)
+    v = v.reshape(b, parts, s // parts, g * d)
+    wide = sum_dtype(v.dtype)
+    all_groups = jnp.einsum("bhps,bpsx->bphx", weights, v, preferred_element_type=wide)
+    all_groups = jnp.sum(all_groups, 1).reshape(b, h, g, d)
+    return jnp.sum(jnp.where(_own_group(h, g), all_groups, 0), 2)
+
+
+def _own_group(heads: int, groups: int) -> np.ndarray:
+    """Whether a head of queries belongs to a head of keys: bool [H, G, 1]."""
+    own = np.arange(heads)[:, None] // (heads // groups) == np.arange(groups)
+    return own[..., None]
+
+
+@functools.cache
+def _parts(batch: int, length: int) -> int:
+    """How many equal parts `length` positions are summed in."""
+    parts = 1
+    while (
+        2 * parts * batch <= MOST_PARTS
+        and length % (2 * parts) == 0
+        and length >= 2 * parts * FEWEST_POSITIONS
+    ):
+        parts *= 2
+    return parts
+
+
+# ---- The primitive -------------------------------------------------------------------------------
+
+
+def _reference(arrays: Arrays, params: Params) -> list[jax.Array]:
+    q, k, v, bounds, *tables = arrays
+    pair = attend_reference(
+        q, k, v, bounds, tables[0] if tables else None, scale=params.scale,
+        softcap=params.softcap or None,
+    )  # fmt: skip
+    return [pair, *(jnp.zeros(shape, dtype) for shape, dtype in _shapes(arrays, params)[1:])]
+
+
+def _shapes(arrays: Arrays, params: Params) -> Sequence[ShapeDtype]:
+    """The result, and with several splits their results, which the kernel needs room for."""
+    b, h, d = arrays[0].shape
+    dtype = sum_dtype(arrays[0].dtype)
+    several = [((params.splits, b, h, d + 1), dtype)] if params.splits > 1 else []
+    return [((b, h, d + 1), dtype), *several]
+
+
+def _why_not(arrays: Arrays, params: Params, platform: str) -> str | None:
+    q, k, *_ = arrays
+    if q.dtype.name not in ("bfloat16", "float16"):
+        return f"operands are {q.dtype}, the kernel takes bfloat16 and float16"
+    if q.shape[2] not in WIDTHS:
+        return f"heads have {q.shape[2]} elements, the kernel takes {WIDTHS}"
+    if 0 in q.shape or 0 in k.shape:
+        return "an operand is empty"
+    return None
+
+
+def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
+    def bind(*operands: Any) -> Any:
+        return primitive.bind(*operands, params=params)
+
+    if len(operands) > 4 or None in dims:
+        return _product.batch_one_by_one(bind, operands, dims)
+    count = operands[0].shape[dims[0]]
+    merged = [
+        jnp.moveaxis(a, d, 0).reshape(-1, *np.delete(a.shape, d)[1:])
+        for a, d in zip(operands, dims, strict=True)
+    ]
+    pair, *parts = bind(*merged)
+    pair = pair.reshape(count, -1, *pair.shape[1:])
+    parts = [a.reshape(a.shape[0], count, -1, *a.shape[2:]) for a in parts]
+    return [pair, *parts], [0, *(1 for _ in parts)]
+
+
+def _jvp(primals: Any, tangents: Any, *, params: Params) -> Any:
+    """Of XLA's form, values and tangents."""
+    values, others = primals[:3], primals[3:]
+
+    def f(*values: Any) -> Any:
+        return _reference((*values, *others), params)
+
+    return jax.jvp(f, values, tuple(ad.instantiate_zeros(t) for t in tangents[:3]))
+
+
+_primitive = _local.make_primitive(
+    _local.LocalRules(
+        name=OP,
+        result_shapes=_shapes,
+        reference=_reference,
+        why_not=_why_not,
+        attributes=lambda params: {
+            "scale": np.float64(params.scale),
+            "softcap": np.float64(params.softcap),
+            "splits": np.int64(params.splits),
+        },
+        batch=_batch,
+        on_cpus=False,
+    )
+)
+ad.primitive_jvps[_primitive] = _jvp

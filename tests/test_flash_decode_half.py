@@ -1,0 +1,189 @@
+"""Decoding in 16-bit types, which GPUs have a kernel for, against softmax attention in float64."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from caches import draw, paged, plain
+from harness import PLATFORM, RANKS, make_mesh
+from jax.sharding import PartitionSpec as P
+
+import jflux
+from jflux._attention import part
+
+EPS = {jnp.bfloat16: 2.0**-8, jnp.float16: 2.0**-10}
+
+
+def check(got, want, dtype):
+    """Probabilities are rounded to the type before they multiply values, and so is the result."""
+    (out, lse), (want_out, want_lse) = got, want
+    assert out.dtype == dtype and lse.dtype == jnp.float32
+    np.testing.assert_allclose(
+        np.asarray(out, np.float64), want_out, rtol=2 * EPS[dtype], atol=2 * EPS[dtype]
+    )
+    np.testing.assert_allclose(lse, want_lse, rtol=2e-5, atol=2e-5)
+
+
+def run(q, k, v, lengths, *table, **options):
+    f = functools.partial(jflux.flash_decode, return_lse=True, **options)
+    program = jax.jit(lambda *a: f(*a[:4], block_table=a[4] if len(a) == 5 else None))
+    text = program.lower(q, k, v, lengths, *table).compile().as_text()
+    found = re.findall(r'custom_call_target="jflux_(\w+)"', text)
+    assert found == (["flash_decode"] if PLATFORM == "gpu" else []), found
+    return program(q, k, v, lengths, *table)
+
+
+def spoil(lengths, window, *caches):
+    """NaN where nothing is attended to."""
+    for b, length in enumerate(lengths):
+        for a in caches:
+            a[b, length:] = np.nan
+            if window is not None:
+                a[b, : max(0, length - window)] = np.nan
+
+
+# batch, positions, heads of the cache, heads of queries for each of these, elements
+SHAPES = [
+    (3, 700, 2, 4, 128),
+    (1, 4100, 1, 8, 64),
+    (2, 333, 2, 1, 256),
+    (2, 129, 1, 20, 128),  # two blocks of 16 queries
+    (5, 15, 3, 16, 64),
+    (40, 70, 8, 2, 128),  # one part of a sequence
+]
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("window", [None, 37])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_values(shape, window, dtype):
+    batch, positions, groups, queries, width = shape
+    rng = np.random.default_rng([*shape, window or 0])
+    lengths = rng.integers(0, positions + 1, batch).astype(np.int32)
+    lengths[0] = positions
+    q, k, v = draw(
+        (batch, groups * queries, width), *[(batch, positions, groups, width)] * 2, dtype=dtype,
+        seed=int(rng.integers(1000)),
+    )  # fmt: skip
+    want = plain(q, k, v, lengths, window)
+    spoil(lengths, window, k, v)
+    check(run(q, k, v, lengths, window=window), want, dtype)
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("scale", [None, -0.3, 2.0])
+def test_scores(softcap, scale):
+    q, k, v = draw((2, 8, 64), (2, 200, 2, 64), (2, 200, 2, 64), dtype=jnp.bfloat16)
+    lengths = np.array([200, 77], np.int32)
+    got = run(q, k, v, lengths, softcap=softcap, scale=scale)
+    check(got, plain(q, k, v, lengths, softcap=softcap, scale=scale), jnp.bfloat16)
+
+
+def test_nothing_and_everything():
+    """Lengths from none on, one after the other, of one program."""
+    q, k, v = draw((2, 4, 128), (2, 200, 2, 128), (2, 200, 2, 128), dtype=jnp.bfloat16)
+    program = jax.jit(functools.partial(jflux.flash_decode, return_lse=True))
+    for lengths in ([0, 0], [1, 0], [15, 16], [17, 64], [200, 199], [0, 200]):
+        lengths = np.array(lengths, np.int32)
+        got = program(q, k, v, lengths)
+        check(got, plain(q, k, v, lengths), jnp.bfloat16)
+        for one, length in zip(np.asarray(got[0], np.float64), lengths, strict=True):
+            assert length > 0 or not one.any()
+
+
+@pytest.mark.parametrize("size", [1, 16, 24])
+def test_pages(size):
+    q, k, v = draw((3, 8, 128), (3, 240, 2, 128), (3, 240, 2, 128), dtype=jnp.bfloat16)
+    lengths = np.array([240, 100, 0], np.int32)
+    (k_pages, table), (v_pages, _) = (paged(a, 1, size) for a in (k, v))
+    got = run(q, k_pages, v_pages, lengths, table)
+    check(got, plain(q, k, v, lengths), jnp.bfloat16)
+    gone = np.arange(240 // size) * size >= lengths[:, None]
+    again = run(q, k_pages, v_pages, lengths, np.where(gone, -1, table))
+    for one, other in zip(got, again, strict=True):
+        np.testing.assert_array_equal(one, other)
+    # A page that is not there is left out.
+    left_out = table.copy()
+    left_out[0, 0] = 10**6
+    (out, lse) = run(q, k_pages, v_pages, lengths, left_out)
+    want = plain(q[:1], k[:1, size:], v[:1, size:], [240 - size])
+    check((out[:1], lse[:1]), want, jnp.bfloat16)
+
+
+def test_the_same_bits_each_time_and_in_a_loop():
+    q, k, v = draw((2, 16, 128), (2, 3000, 2, 128), (2, 3000, 2, 128), dtype=jnp.bfloat16)
+    factors = jnp.float32([1, 2, 0.5, 1] * 6)
+    lengths = jnp.array([3000, 1717] * 12, jnp.int32).reshape(12, 2).repeat(2, 0)
+
+    @jax.jit
+    def loop(q, k, v):
+        def step(_, of_step):
+            factor, lengths = of_step
+            return None, jflux.flash_decode(q * factor.astype(q.dtype), k, v, lengths)
+
+        return jax.lax.scan(step, None, (factors, lengths))[1]
+
+    first, second = np.asarray(loop(q, k, v)), np.asarray(loop(q, k, v))
+    assert first.tobytes() == second.tobytes()
+    for i in (0, 1, 5, 23):
+        scaled = np.asarray(jnp.asarray(q) * factors[i].astype(jnp.bfloat16))
+        want = plain(scaled, k, v, np.asarray(lengths[i]))[0]
+        np.testing.assert_allclose(np.asarray(first[i], np.float64), want, rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.parametrize("world", [n for n in (2, 3, 4) if n <= RANKS])
+def test_over_ranks(world):
+    """Ranks whose part is empty, partly valid and whole."""
+    here = 160
+    q, k, v = draw((3, 8, 128), *[(3, here * world, 2, 128)] * 2, dtype=jnp.bfloat16)
+    lengths = np.array([here * world, here + 7, 3], np.int32)
+    f = jax.shard_map(
+        functools.partial(jflux.flash_decode, axis_name="tp", return_lse=True),
+        mesh=make_mesh((world,)), in_specs=(P(), P(None, "tp"), P(None, "tp"), P()), out_specs=P(),
+    )  # fmt: skip
+    want = plain(q, k, v, lengths)
+    spoil(lengths, None, k, v)
+    check(jax.jit(f)(q, k, v, lengths), want, jnp.bfloat16)
+
+
+def test_vmap_merges_batches():
+    q, k, v = draw((2, 3, 4, 64), (2, 3, 50, 2, 64), (2, 3, 50, 2, 64), dtype=jnp.bfloat16)
+    lengths = np.array([[50, 1, 0], [3, 20, 33]], np.int32)
+    f = jax.vmap(functools.partial(jflux.flash_decode, return_lse=True))
+    got = jax.jit(f)(q, k, v, lengths)
+    for i in range(2):
+        check([a[i] for a in got], plain(q[i], k[i], v[i], lengths[i]), jnp.bfloat16)
+    shared = jax.vmap(functools.partial(jflux.flash_decode, return_lse=True), (0, None, None, 0))
+    got = jax.jit(shared)(q, k[0], v[0], lengths)
+    for i in range(2):
+        check([a[i] for a in got], plain(q[i], k[0], v[0], lengths[i]), jnp.bfloat16)
+
+
+def test_gradients_are_of_the_plain_form():
+    q, k, v = draw((1, 4, 64), (1, 40, 2, 64), (1, 40, 2, 64), dtype=jnp.float32)
+    lengths = np.array([33], np.int32)
+
+    def loss(module, q, k, v):
+        return jnp.sum(module.flash_decode(q, k, v, lengths).astype(jnp.float32) ** 2)
+
+    for dtype in (jnp.bfloat16, jnp.float32):
+        operands = [jnp.asarray(a, dtype) for a in (q, k, v)]
+        with jflux.config(strict=False):  # float32 takes plain lax
+            got, want = (
+                jax.jit(jax.grad(functools.partial(loss, m), (0, 1, 2)))(*operands)
+                for m in (jflux, jflux.reference)
+            )
+        for one, other in zip(got, want, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_parts_of_a_sequence():
+    """As many warps as run at once, of no less than 64 positions."""
+    assert part.splits_of((8, 64, 128), 8, 32768) == 792 // 64
+    assert part.splits_of((1, 64, 128), 8, 131072) == 99
+    assert part.splits_of((1, 64, 128), 8, 130) == 3
+    assert part.splits_of((100, 64, 128), 8, 32768) == 1
+    assert part.splits_of((1, 32, 256), 1, 1 << 17) == 528 // 2
