@@ -126,10 +126,9 @@ XLA_FFI_DEFINE_HANDLER(kCuda, Cuda, BindLocalCuda().RemainingArgs().RemainingRet
 extern const LocalOp kFlashDecodeOp;
 #ifdef JFLUX_WITH_CUDA
 const LocalOp kFlashDecodeOp = {kFlashDecodeId, "flash_decode", nullptr, kCuda,
-                                    LoadFlashDecodeKernels};
+                                LoadFlashDecodeKernels};
 #else
-const LocalOp kFlashDecodeOp = {kFlashDecodeId, "flash_decode", nullptr, nullptr,
-                                    nullptr};
+const LocalOp kFlashDecodeOp = {kFlashDecodeId, "flash_decode", nullptr, nullptr, nullptr};
 #endif
 
 }  // namespace jflux
