@@ -14,7 +14,8 @@ Only jflux's kernels are instrumented, where the tool can choose kernels.
               mbarriers order it: racecheck may not know of either. What it says of the products,
               whose kernels use both, is shown and does not count
 
-With --strict all counts. Status 1: a tool has found something, or a run has failed. Logs stay in --logs.
+With --strict all counts. Status 1: a tool has found something, or a run has failed. Logs stay in
+--logs.
 """
 
 from __future__ import annotations

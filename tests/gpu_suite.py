@@ -8,6 +8,7 @@ python tests/gpu_suite.py [--at-once 5] [--scripts NAME...] [--limit 3600] [FILE
 
     moe                   tests/moe_gpu.py: grouped products with every tile, routing
     two_level, nvshmem    the scripts of these names: nodes of one host
+    growth                tests/growth_gpu.py: a heap that grows, with the default settings
     shared                tests/shared_gpu.py: random calls of eight ranks, which share the GPUs
     stress                python -m jflux.stress, in one process, for --minutes
     stress_processes      the same with a process for each GPU
@@ -67,6 +68,7 @@ def scripts(gpus: int, minutes: float) -> dict[str, Commands]:
         "moe": [[*python, "moe_gpu.py", "--calls", "200", "--limit", "150"]],
         "two_level": [[*python, "two_level_gpu.py", "--nodes", f"{min(gpus, 2)}"]],
         "nvshmem": [[*python, "nvshmem_gpu.py", "--processes", f"{gpus}"]],
+        "growth": [[*python, "growth_gpu.py"]],
         "shared": [[*python, "shared_gpu.py", "--ranks", "8", "--calls", "40"]],
         "stress": [stress],
         "stress_processes": [
