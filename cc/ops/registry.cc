@@ -22,7 +22,8 @@
   OP(FlashDecode)           \
   OP(GroupedMatmul)         \
   OP(GroupedMatmulDw)       \
-  OP(MoeRoute)
+  OP(MoeRoute)              \
+  OP(MoeRows)
 
 namespace jflux {
 

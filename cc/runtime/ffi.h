@@ -3,7 +3,9 @@
 #ifndef JFLUX_RUNTIME_FFI_H_
 #define JFLUX_RUNTIME_FFI_H_
 
+#include <algorithm>
 #include <cstdint>
+#include <initializer_list>
 #include <optional>
 #include <string>
 #include <utility>
@@ -69,6 +71,14 @@ struct WorkspaceBytes {
                            std::to_string(of_plan));
   }
 };
+
+// Whether a buffer has this type and these dimensions.
+inline bool Is(const ffi::AnyBuffer& b, ffi::DataType type,
+               std::initializer_list<int64_t> dimensions) {
+  const auto d = b.dimensions();
+  return b.element_type() == type && d.size() == dimensions.size() &&
+         std::equal(dimensions.begin(), dimensions.end(), d.begin());
+}
 
 // A Future that is already an error. The CPU handlers return one Future whatever happens.
 inline ffi::Future FailedFuture(ffi::Error error) {

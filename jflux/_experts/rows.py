@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from .. import _derivatives
 from .._epilogue import sum_dtype
 from .._mesh import AxisName
-from .._ops import _product
 from .._ops.ragged_all_to_all import ragged_all_to_all
+from ..moe import _rows
 from .routing import Sizes
 
 
@@ -106,13 +106,9 @@ def summed(rows: jax.Array, row: jax.Array, weights: jax.Array | None = None) ->
     """The sum of each token's rows, which `row` [T, k] numbers (-1: none), times its weights [T, k]
     if there are any: [T, H], in float32 (float64 for float64), slot after slot."""
     dtype = sum_dtype(rows.dtype)
-    total = _product.zeros((row.shape[0], rows.shape[1]), dtype, rows)
-    for j in range(row.shape[1]):
-        own = rows_or_zeros(rows, row[:, j]).astype(dtype)
-        if weights is not None:
-            own = jnp.where(row[:, j] >= 0, weights[:, j], 0)[:, None] * own
-        total = total + own
-    return total
+    if weights is None:
+        weights = jnp.ones(row.shape, dtype)
+    return _rows.combine(rows, weights.astype(dtype), row[:, 0], row, dtype)
 
 
 def _rows_combined(

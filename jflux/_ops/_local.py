@@ -41,6 +41,8 @@ class LocalRules:
       checked_on_gpus: whether its GPU kernels have run on a GPU and been compared with the
         reference. Until then GPUs take the reference, unless ``jflux.config.unchecked_kernels``.
       on_cpus: whether CPUs have a handler; else they take the reference.
+      is_optional: whether the reference is as good where no kernel takes a call: nothing is said of
+        it, and it is no error in strict mode.
     """
 
     name: str
@@ -51,6 +53,7 @@ class LocalRules:
     batch: BatchRule
     checked_on_gpus: bool = False
     on_cpus: bool = True
+    is_optional: bool = False
 
 
 def make_primitive(rules: LocalRules) -> Primitive:
@@ -98,13 +101,13 @@ def plan_call(rules: LocalRules, avals: Sequence[Any], params: Any, platform: st
     if platform == "cpu" and not rules.on_cpus:
         return _dispatch.reference("plain lax on CPUs")
     if why := rules.why_not(avals, params, platform):
-        return _dispatch.unsupported(why)
+        return (_dispatch.reference if rules.is_optional else _dispatch.unsupported)(why)
     if platform == "cpu":
         return Plan(Path.FUSED, "a local op on a CPU")
     if not _native.lib.built_with_cuda():
         return _dispatch.unsupported("this build of jflux has no GPU kernels")
     if why := _dispatch.why_unchecked(rules.checked_on_gpus):
-        return _dispatch.unsupported(why)
+        return (_dispatch.reference if rules.is_optional else _dispatch.unsupported)(why)
     return Plan(Path.FUSED, "a local op on a GPU")
 
 

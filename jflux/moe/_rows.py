@@ -9,7 +9,8 @@ Three functions are the derivatives of one sum, over the slots (t, j) that have 
     dots(y, g)     = dS/dw    w[t, j] = <y[r], g[t]>
 
 Each is linear in both operands, and the transposes of each are the other two: one primitive, of
-which `result` says which. All three gather, so nothing is scattered and sums have one order.
+which `result` says which. All three gather, so nothing is scattered and sums have one order. GPUs
+have a kernel for each (cc/ops/moe_rows).
 """
 
 from __future__ import annotations
@@ -21,14 +22,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad
 
 from .. import _epilogue
+from .._dispatch import Arrays
+from .._lowering import ShapeDtype
 from .._ops import _local
+
+OP = "moe_rows"
 
 #: The two operands of each result, in order.
 _OPERANDS = {"g": ("y", "w"), "y": ("g", "w"), "w": ("y", "g")}
+_FORMS = tuple(_OPERANDS)  # in the order of MoeRowsForm
+_VECTOR = 16  # bytes, which a row has a multiple of in the kernels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,9 +45,11 @@ class Params:
     dtype: np.dtype
 
 
-def combine(y: jax.Array, w: jax.Array, source: jax.Array, destination: jax.Array) -> jax.Array:
-    """The weighted sum of each token's rows, in the order of j: [T, H], of y's type."""
-    return _bind(Params("g", y.dtype), y, w, source, destination)
+def combine(
+    y: jax.Array, w: jax.Array, source: jax.Array, destination: jax.Array, dtype: Any = None
+) -> jax.Array:
+    """The weighted sum of each token's rows, in the order of j: [T, H], of y's type or `dtype`."""
+    return _bind(Params("g", np.dtype(dtype or y.dtype)), y, w, source, destination)
 
 
 def spread(g: jax.Array, w: jax.Array, source: jax.Array, destination: jax.Array) -> jax.Array:
@@ -50,17 +58,18 @@ def spread(g: jax.Array, w: jax.Array, source: jax.Array, destination: jax.Array
 
 
 def _bind(params: Params, *operands: jax.Array) -> jax.Array:
-    return _primitive.bind(*_local.vary_together(*operands), params=params)
+    return _primitive.bind(*_local.vary_together(*operands), params=params)[0]
 
 
-def _form(a: Any, b: Any, source: Any, destination: Any, *, params: Params) -> jax.Array:
+def _reference(arrays: Arrays, params: Params) -> list[jax.Array]:
+    a, b, source, destination = arrays
     wide = _epilogue.sum_dtype(jnp.promote_types(a.dtype, b.dtype))
     k = destination.shape[1]
     if params.result == "y":
         g, w = a, b
         slot = jnp.maximum(source, 0)
         rows = w.reshape(-1)[slot].astype(wide)[:, None] * g[slot // k].astype(wide)
-        return jnp.where((source >= 0)[:, None], rows, 0).astype(params.dtype)
+        return [jnp.where((source >= 0)[:, None], rows, 0).astype(params.dtype)]
     y, row = a, jnp.maximum(destination, 0)
 
     def of_slot(j: int) -> jax.Array:
@@ -69,48 +78,72 @@ def _form(a: Any, b: Any, source: Any, destination: Any, *, params: Params) -> j
 
     if params.result == "w":
         dots = [jnp.sum(of_slot(j) * b.astype(wide), -1) for j in range(k)]
-        return jnp.stack(dots, 1).astype(params.dtype)
+        return [jnp.stack(dots, 1).astype(params.dtype)]
     # A weight without a row may be anything.
     w = jnp.where(destination >= 0, b, 0).astype(wide)
     total = w[:, :1] * of_slot(0)
     for j in range(1, k):
         total += w[:, j : j + 1] * of_slot(j)
-    return total.astype(params.dtype)
+    return [total.astype(params.dtype)]
 
 
-_primitive = Primitive("jflux_moe_rows")
-
-
-@_primitive.def_abstract_eval
-def _abstract(a: Any, b: Any, source: Any, destination: Any, *, params: Params) -> Any:
-    columns = a.shape[1]
+def _shapes(arrays: Arrays, params: Params) -> Sequence[ShapeDtype]:
+    a, _, source, destination = arrays
     tokens, k = destination.shape
-    rows = source.shape[0]
-    shape = {"g": (tokens, columns), "y": (rows, columns), "w": (tokens, k)}[params.result]
-    return _local.result_type((a, b, source, destination), shape, params.dtype)
+    shapes = {"g": (tokens, a.shape[1]), "y": (source.shape[0], a.shape[1]), "w": (tokens, k)}
+    return [(shapes[params.result], params.dtype)]
 
 
-_primitive.def_impl(jax.jit(_primitive.bind, static_argnames="params"))
-mlir.register_lowering(_primitive, mlir.lower_fun(_form, multiple_results=False))
+def _why_not(arrays: Arrays, params: Params, platform: str) -> str | None:
+    a, b, _, destination = arrays
+    types = [d.dtype.name for d in (a, b, params)]
+    first, second, out = types
+    if first not in ("bfloat16", "float16", "float32"):
+        return f"rows are {first}, the kernels take bfloat16, float16 and float32"
+    other = first if params.result == "w" else "float32"
+    results = {"g": (first, "float32"), "y": (first,), "w": ("float32",)}[params.result]
+    if second != other or out not in results:
+        return f"the kernels do not take {first} and {second} with a result of {out}"
+    if a.shape[1] * a.dtype.itemsize % _VECTOR:
+        return f"rows have {a.shape[1]} {first}, the kernels take multiples of {_VECTOR} bytes"
+    if 0 in (*a.shape, *b.shape, *arrays[2].shape, *destination.shape):
+        return "an operand is empty"
+    return None
 
 
-def _batch(operands: Sequence[Any], dims: Sequence[Any], *, params: Params) -> Any:
-    return jax.vmap(lambda *a: _form(*a, params=params), tuple(dims))(*operands), 0
+def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
+    results = jax.vmap(lambda *a: _reference(a, params), tuple(dims))(*operands)
+    return results, [0] * len(results)
+
+
+_primitive = _local.make_primitive(
+    _local.LocalRules(
+        name=OP,
+        result_shapes=_shapes,
+        reference=_reference,
+        why_not=_why_not,
+        attributes=lambda params: {"form": np.int64(_FORMS.index(params.result))},
+        batch=_batch,
+        on_cpus=False,
+        is_optional=True,
+    )
+)
 
 
 def _jvp(primals: Any, tangents: Any, *, params: Params) -> Any:
     a, b, *places = primals
-    y = _primitive.bind(a, b, *places, params=params)
+    results = _primitive.bind(a, b, *places, params=params)
     terms = []
     if not isinstance(tangents[0], ad.Zero):
-        terms.append(_primitive.bind(tangents[0], b, *places, params=params))
+        terms += _primitive.bind(tangents[0], b, *places, params=params)
     if not isinstance(tangents[1], ad.Zero):
-        terms.append(_primitive.bind(a, tangents[1], *places, params=params))
-    return y, sum(terms[1:], terms[0]) if terms else _local.zero_of(y)
+        terms += _primitive.bind(a, tangents[1], *places, params=params)
+    return results, [sum(terms[1:], terms[0]) if terms else _local.zero_of(results[0])]
 
 
-def _transpose(cotangent: Any, *operands: Any, params: Params) -> Any:
+def _transpose(cotangents: Any, *operands: Any, params: Params) -> Any:
     a, b, *places = operands
+    (cotangent,) = cotangents
     if isinstance(cotangent, ad.Zero):
         return [None] * 4
     names = _OPERANDS[params.result]
@@ -118,10 +151,9 @@ def _transpose(cotangent: Any, *operands: Any, params: Params) -> Any:
     given = {params.result: cotangent, names[1 - at]: (a, b)[1 - at]}
     wanted = names[at]
     pair = (given[name] for name in _OPERANDS[wanted])
-    found = _primitive.bind(*pair, *places, params=Params(wanted, (a, b)[at].aval.dtype))
+    (found,) = _primitive.bind(*pair, *places, params=Params(wanted, (a, b)[at].aval.dtype))
     return [found if i == at else None for i in range(4)]
 
 
-batching.primitive_batchers[_primitive] = _batch
 ad.primitive_jvps[_primitive] = _jvp
 ad.primitive_transposes[_primitive] = _transpose

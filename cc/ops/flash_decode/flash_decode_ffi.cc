@@ -1,5 +1,4 @@
 // The FFI handler of flash_decode.
-#include <algorithm>
 #include <initializer_list>
 #include <optional>
 #include <string>
@@ -35,13 +34,6 @@ struct Call {
   FlashDecodeParams params{};
   FlashDecodeArrays arrays{};
 };
-
-// Whether a buffer has this type and these dimensions.
-bool Is(const ffi::AnyBuffer& b, ffi::DataType type, std::initializer_list<int64_t> dimensions) {
-  const auto d = b.dimensions();
-  return b.element_type() == type && d.size() == dimensions.size() &&
-         std::equal(dimensions.begin(), dimensions.end(), d.begin());
-}
 
 // What to compute; empty if operands and results do not fit together.
 std::optional<Call> CallOf(const Attributes& a, ffi::RemainingArgs operands,

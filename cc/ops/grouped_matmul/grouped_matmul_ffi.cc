@@ -1,5 +1,4 @@
 // FFI handlers of grouped_matmul and grouped_matmul_dw.
-#include <algorithm>
 #include <initializer_list>
 #include <optional>
 #include <string>
@@ -44,13 +43,6 @@ struct DwAttributes {
 TileChoice TileOf(const Int64s& tile) {
   if (tile.size() != 2) return {};
   return {static_cast<int32_t>(tile[0]), static_cast<int32_t>(tile[1])};
-}
-
-// Whether a buffer has this type and these dimensions.
-bool Is(const ffi::AnyBuffer& b, ffi::DataType type, std::initializer_list<int64_t> dimensions) {
-  const auto d = b.dimensions();
-  return b.element_type() == type && d.size() == dimensions.size() &&
-         std::equal(dimensions.begin(), dimensions.end(), d.begin());
 }
 
 ffi::Error NoFit(OpId op) {

@@ -1,0 +1,42 @@
+// moe_rows: rows between the order of tokens and that of experts, on one device. With R rows, T
+// tokens of k slots each, and C columns:
+//
+//   combine   y [R, C], w f32 [T, k]    ->  [T, C]      sum over j of w[t, j] y[destination[t, j]]
+//   spread    g [T, C], w f32 [T, k]    ->  [R, C]      w[s] g[s / k] of s = source[r]; else zeros
+//   dots      y [R, C], g [T, C]        ->  f32 [T, k]  <y[destination[t, j]], g[t]>; else 0
+//
+// source i32 [R] and destination i32 [T, k]: -1, there is none. Sums are in float32, and in the
+// order of j. Weights without a row do not count, whatever they are.
+//
+// On CPUs it is plain lax. Python: jflux/moe/_rows.py, which says how the three are related.
+#ifndef JFLUX_OPS_MOE_ROWS_MOE_ROWS_H_
+#define JFLUX_OPS_MOE_ROWS_MOE_ROWS_H_
+
+#include <cstdint>
+
+#include "core/dtype.h"
+
+namespace jflux {
+
+inline constexpr OpId kMoeRowsId{38};
+
+enum class MoeRowsForm : int64_t { kCombine, kSpread, kDots };
+
+struct MoeRowsParams {
+  MoeRowsForm form;
+  int64_t rows, tokens, slots, columns;  // R, T, k, C
+  DType dtype;                           // of y and g
+  DType out_dtype;                       // that, or of a combine float32
+};
+
+struct MoeRowsArrays {
+  const void *y, *g;           // those that the form takes; else null
+  const float* w;              // likewise
+  const int32_t* source;       // [R]
+  const int32_t* destination;  // [T, k]
+  void* out;
+};
+
+}  // namespace jflux
+
+#endif  // JFLUX_OPS_MOE_ROWS_MOE_ROWS_H_
