@@ -69,11 +69,12 @@ def attention(
 
     Differentiable in reverse mode alone.
 
-    It runs as XLA's products, in blocks; on GPUs through cuDNN where one call of
-    ``jax.nn.dot_product_attention`` is the same: one rank, or no mask at all. With
-    ``jflux.config(unchecked_kernels=True)`` cuDNN also computes the parts of float16 and bfloat16
-    attention without `window`, `segment_ids` or `softcap`, in all orders but causal "striped", and
-    its gradients unless `return_lse`. That has not been checked on a GPU.
+    On GPUs cuDNN computes float16 and bfloat16 attention without `window`, `segment_ids` or
+    `softcap`, in all orders but causal "striped", and its gradients unless `return_lse`: in one
+    call where ``jax.nn.dot_product_attention`` means the same (one rank, or no mask at all), else
+    in a few, whose results are merged. Heads have a multiple of 8 elements, up to 128, and a
+    rank's parts of the sequence a multiple of 64 positions. Everything else runs as XLA's products,
+    in blocks, which take several times as long on GPUs (docs/experiments/0037).
 
     Args:
       q, k, v: of one floating type. Scores and sums are in float32 (float64 for float64).
