@@ -39,23 +39,15 @@
 
 #include "core/tile_order.h"
 #include "gpu/cluster_sum.cuh"
+#include "gpu/gather_rows_sm90.cuh"
 #include "gpu/gemm_call.cuh"
 #include "gpu/gemm_smem.cuh"
+#include "gpu/load_rhs_sm90.cuh"
 #include "gpu/ptx.cuh"
 #include "gpu/staging.cuh"
 #include "gpu/wgmma.cuh"
 
 namespace jflux {
-
-// The columns of w that a tile multiplies: a tensor map and the first column. With a second map,
-// half of the tile's columns belong to that weight, from the same first column. `expert`: which
-// matrix of a stack (Op::kStackedRhs).
-struct Rhs {
-  const CUtensorMap* map;
-  int32_t n0;
-  const CUtensorMap* second = nullptr;
-  int32_t expert = 0;
-};
 
 // A range of k, in elements. `begin` is a multiple of kTileK, except in a local op.
 struct KRange {
@@ -72,51 +64,6 @@ __device__ __forceinline__ KRange SplitOfK(int64_t k, int split) {
   const int32_t k_blocks = CeilDiv(end, Config::kTileK);
   return KRange{split * k_blocks / kSplits * Config::kTileK,
                 Min(end, (split + 1) * k_blocks / kSplits * Config::kTileK)};
-}
-
-// Loads this CTA's share of w's tile for one k-block, for all CTAs of the cluster. Boxes are 128
-// bytes wide: 64 of k if w is stored [n, k], else 64 columns.
-template <typename Config, bool kStacked>
-__device__ __forceinline__ void LoadB(uint32_t smem_b, const Rhs& rhs, uint32_t bar, int k0,
-                                      uint32_t cta) {
-  constexpr int kHalf = Config::kTileN / 2;
-  const int i = Config::kClusterM == 1 ? 0 : static_cast<int>(cta);
-  const auto load = [&](int at, const CUtensorMap* map, int inner, int outer) {
-    constexpr auto kAll = static_cast<uint16_t>((1 << Config::kClusterM) - 1);
-    if constexpr (Config::kClusterM == 1) {
-      if constexpr (kStacked) {
-        ptx::TmaLoad3d(smem_b + at, map, bar, inner, outer, rhs.expert);
-      } else {
-        ptx::TmaLoad2d(smem_b + at, map, bar, inner, outer);
-      }
-    } else if constexpr (kStacked) {
-      ptx::TmaLoad3dMulticast(smem_b + at, map, bar, inner, outer, rhs.expert, kAll);
-    } else {
-      ptx::TmaLoad2dMulticast(smem_b + at, map, bar, inner, outer, kAll);
-    }
-  };
-  if constexpr (Config::kTransposeRhs) {
-    constexpr int kShare = Config::kTileN / Config::kClusterM;
-    if constexpr (Config::kTwoWeights) {
-      if (rhs.second != nullptr) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          if (Config::kClusterM == 2 && half != i) continue;
-          load(half * kHalf * 128, half == 0 ? rhs.map : rhs.second, k0, rhs.n0);
-        }
-        return;
-      }
-    }
-    load(i * kShare * 128, rhs.map, k0, rhs.n0 + i * kShare);
-  } else {
-    const int row = i * Config::kBoxRows;
-#pragma unroll
-    for (int box = 0; box < Config::kLoadN / 64; ++box) {
-      const bool second = Config::kTwoWeights && box * 64 >= kHalf && rhs.second != nullptr;
-      load(box * 8192 + row * 128, second ? rhs.second : rhs.map,
-           rhs.n0 + box * 64 - (second ? kHalf : 0), k0 + row);
-    }
-  }
 }
 
 // A thread's accumulators of a tile.
@@ -179,7 +126,7 @@ __device__ __forceinline__ int32_t RowBlockOf(Tile tile, uint32_t cta) {
 template <typename Op>
 __device__ __forceinline__ KRange KOf(const typename Op::Args& args, Tile tile,
                                       const typename Op::Coords& coords, int term) {
-  if constexpr (Op::kLocal) {
+  if constexpr (Op::kGroups) {
     return Op::KOf(args, coords);
   } else {
     return Op::KOf(args, tile, term);
@@ -202,7 +149,7 @@ template <typename Op>
 __device__ __forceinline__ auto MakeGroups(const typename Op::Args& args,
                                            const GemmSmem<typename Op::Config>& smem,
                                            uint32_t cta) {
-  if constexpr (Op::kLocal) {
+  if constexpr (Op::kGroups) {
     return typename Op::Groups(args, smem, cta == 0);
   } else {
     return NoGroups{};
@@ -279,7 +226,7 @@ __device__ __forceinline__ auto RunSchedulerWarp(const typename Op::Args& args,
     typename Op::Coords coords[Config::kCluster]{};  // [0] ends up as this CTA's
     if (cta == 0 && !first_is_queued) {
       const int32_t t = __shfl_sync(0xffffffff, taken, 0);
-      if constexpr (Op::kLocal) {
+      if constexpr (Op::kGroups) {
         if (groups.Find(t)) {
           tile = groups.At(args, t);
 #pragma unroll
@@ -318,10 +265,16 @@ __device__ __forceinline__ auto RunSchedulerWarp(const typename Op::Args& args,
     const int32_t row_block = RowBlockOf<Config>(tile, cta);
     if constexpr (Op::kWaitsForRows) {
       const uint64_t start = call.Start();
-      Op::WaitForRows(args, call, row_block, tile, coords[0], [&](int arrived) {
+      const auto set_arrived = [&](int arrived) {
         __syncwarp();
         if (lane == 0) ptx::StoreSharedRelease(smem.KBlocksArrived(), k_blocks_before + arrived);
-      });
+      };
+      if constexpr (Op::kGathersRows) {
+        groups.WaitForRows(args, call, coords[0]);
+        set_arrived(k_blocks[0]);
+      } else {
+        Op::WaitForRows(args, call, row_block, tile, coords[0], set_arrived);
+      }
       k_blocks_before += k_blocks[0];
       if (lane == 0) call.Done(EventKind::kWaitRows, start, row_block, tile.n);
     }
@@ -373,7 +326,7 @@ __device__ __forceinline__ void AwaitAllEmpty(Ring<kSize> next, BarrierOf&& barr
 template <typename Op>
 __device__ __forceinline__ int32_t ABytes(const typename Op::Args& args,
                                           const typename Op::Coords& coords) {
-  if constexpr (Op::kLocal) {
+  if constexpr (Op::kGroups) {
     return Op::ABytes(args, coords);
   } else {
     return args.a_bytes;
@@ -437,13 +390,17 @@ __device__ __forceinline__ void RunLoadWarp(const typename Op::Args& args, const
   TileReader<Config> reader{smem, {}};
   Ring<Config::kStages> stages;
   KBlocksReader a_rows{smem.KBlocksArrived()};
-  for (;;) {
-    const Tile tile = reader.Enter();
-    const auto coords = reader.template Coords<typename Op::Coords>();
-    reader.Leave();
-    if (!IsTile(tile)) break;
-    if (ptx::ElectOne()) LoadTile<Op>(args, call, smem, cta, tile, coords, stages, a_rows);
-    __syncwarp();
+  if constexpr (Op::kGathersRows) {
+    RunGatherWarp<Op>(args, smem, cta, reader, stages, a_rows);
+  } else {
+    for (;;) {
+      const Tile tile = reader.Enter();
+      const auto coords = reader.template Coords<typename Op::Coords>();
+      reader.Leave();
+      if (!IsTile(tile)) break;
+      if (ptx::ElectOne()) LoadTile<Op>(args, call, smem, cta, tile, coords, stages, a_rows);
+      __syncwarp();
+    }
   }
   if (Config::kClusterM > 1 && ptx::ElectOne()) {
     AwaitAllEmpty(stages, [&](int stage) { return smem.Empty(stage); });
@@ -505,7 +462,7 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
       continue;
     }
     const int32_t row_block = RowBlockOf<Config>(tile, cta);
-    if constexpr (Op::kLocal && Config::kCooperative) {
+    if constexpr (Op::kGroups && Config::kCooperative) {
       if (!Op::HasRows(row_block, tile, staging.M64At(0))) {
         for (int kb = 0; kb < k_blocks; ++kb) {
           ptx::MbarrierWait(smem.Full(stages.index), stages.parity);
@@ -544,6 +501,7 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
     uint64_t start = call.Start();
     for (int kb = 0; kb < k_blocks; ++kb) {
       ptx::MbarrierWait(smem.Full(stages.index), stages.parity);
+      if constexpr (Op::kGathersRows) ptx::FenceProxyAsyncShared();  // A came by cp.async
       if constexpr (Op::kRaggedK) {
         if (kb + 1 == k_blocks) {
           const KRange k = Op::KOf(args, reader.template Coords<typename Op::Coords>());
@@ -611,8 +569,10 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
 //   HasRows(args, row_block, m64)       whether the m64 block has any rows; if kClusterK > 1
 //
 //   A local op (kLocal) has no peers and no workspace: no state, view, signature or num_tiles in
-//   its Args, and nothing of "Communication" but Send. Its tiles belong to groups of rows whose
-//   sizes are on the device. In place of TileAt, TermsOf and CoordsOf it has
+//   its Args, and nothing of "Communication" but Send.
+//
+//   In an op of groups (kGroups) tiles belong to groups of rows whose sizes are on the device. In
+//   place of num_tiles, TileAt, TermsOf and CoordsOf it has
 //
 //   Groups(args, smem, leads)           made by the scheduler warp; `leads`: of a cluster's first
 //   CTA
@@ -624,6 +584,17 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
 //   HasRows(row_block, tile, m64)       false for an m64 block whose products nobody needs
 //   kRaggedK                            whether what is loaded past the end of k must count as
 //                                       zeros; both operands are then MN-major
+//
+//   An op of groups may gather rows of A by address (kGathersRows, which needs kWaitsForRows;
+//   gpu/gather_rows_sm90.cuh). In place of WaitForRows, SourceOf, LoadA and ABytes it has
+//
+//   MakeTable(args, smem)               all consumer threads of a cluster's first CTA, before their
+//                                       first tile: what Groups needs, which waits for them
+//   groups.WaitForRows(args, call, coords)
+//                                       all lanes of the scheduler warp: waits for the tile's rows
+//                                       and writes their addresses
+//   RowTable(smem, i), RowsToLoad(coords), RowBytes(args), AnyRow(args)
+//                                       the load warp's view of them
 //
 //   Operands
 //   kStackedRhs                         whether w is a stack of matrices, with a map of three
@@ -677,7 +648,7 @@ __device__ __forceinline__ void RunGemm(const typename Op::Args& args) {
   if (threadIdx.x == 128) {  // a consumer's thread: consumers are idle until the first stage is
                              // full
     for (int i = 0; i < Config::kStages; ++i) {
-      ptx::MbarrierInit(smem.Full(i), 1);
+      ptx::MbarrierInit(smem.Full(i), kFullArrivals<Op>);
       ptx::MbarrierInit(smem.Empty(i), EmptyArrivals<Config>());
     }
     for (int i = 0; i < Config::kTileQueue; ++i) {
@@ -759,6 +730,9 @@ __device__ __forceinline__ void RunGemm(const typename Op::Args& args) {
     }
   } else {
     ptx::RegistersUp<Config::kConsumerRegisters>();
+    if constexpr (Op::kGathersRows) {
+      if (cta == 0) Op::MakeTable(args, smem);
+    }
     RunConsumer<Op>(args, call, smem, cta, warp / 4 - 1);
   }
 }

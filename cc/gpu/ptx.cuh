@@ -251,6 +251,22 @@ __device__ __forceinline__ void FenceProxyAsyncShared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// ---- copies by single threads -----------------------------------------------------------------
+
+// Copies `bytes` bytes, at most 16, and writes zeros to the rest of the 16. Nothing is read if
+// there are none. Bypasses L1. A write of the generic proxy: whoever has waited for it needs
+// FenceProxyAsyncShared before TMA or wgmma reads it.
+__device__ __forceinline__ void CopyAsync16(uint32_t smem, const void* global, uint32_t bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem), "l"(global), "r"(bytes)
+               : "memory");
+}
+
+// This thread arrives when all of its copies so far are complete: one of the arrivals that the
+// barrier was initialised with.
+__device__ __forceinline__ void CopyAsyncArrive(uint32_t bar) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
+}
+
 // ---- warps and warpgroups ---------------------------------------------------------------------
 
 // True for one lane of a full warp, always the same lane. With elect.sync ptxas knows that a single
@@ -287,6 +303,15 @@ __device__ __forceinline__ void StoreMatrix4(uint32_t smem, uint32_t a, uint32_t
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem),
                "r"(a), "r"(b), "r"(c), "r"(d)
                : "memory");
+}
+
+__device__ __forceinline__ uint64_t LoadShared8(uint32_t smem) {
+  uint64_t v;
+  asm volatile("ld.shared.u64 %0, [%1];" : "=l"(v) : "r"(smem) : "memory");
+  return v;
+}
+__device__ __forceinline__ void StoreShared8(uint32_t smem, uint64_t v) {
+  asm volatile("st.shared.u64 [%0], %1;" ::"r"(smem), "l"(v) : "memory");
 }
 
 __device__ __forceinline__ uint4 LoadShared16(uint32_t smem) {

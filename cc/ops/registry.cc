@@ -16,7 +16,8 @@
   OP(AllGather)           \
   OP(AllToAll)            \
   OP(ReduceScatter)       \
-  OP(RaggedAllToAll)
+  OP(RaggedAllToAll)      \
+  OP(AllGatherGroupedMatmul)
 
 #define JFLUX_LOCAL_OPS(OP) \
   OP(FlashDecode)           \

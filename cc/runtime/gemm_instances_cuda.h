@@ -140,7 +140,7 @@ bool LaunchGemmInstance(DType dtype, bool transpose_rhs, const GemmChoice& choic
   return dtype == DType::kF16 ? with_type(__half{}) : with_type(__nv_bfloat16{});
 }
 
-// The tensor map of w as LoadB (gpu/gemm_sm90.cuh) reads it. `halves`: w is half of a tile's
+// The tensor map of w as LoadB (gpu/load_rhs_sm90.cuh) reads it. `halves`: w is half of a tile's
 // columns.
 inline bool EncodeRhsMap(CUtensorMap* map, DType dtype, const void* w, int64_t k, int64_t n,
                          bool transpose_rhs, bool halves, const GemmChoice& choice,

@@ -36,7 +36,8 @@ struct AllToAllMatmulSm90 {
   using Config = Config_;
   using Args = AllToAllMatmulArgs;
   using T = typename Config::T;
-  static constexpr bool kLocal = false, kStackedRhs = false, kRaggedK = false;
+  static constexpr bool kLocal = false, kGroups = false, kGathersRows = false, kStackedRhs = false,
+                        kRaggedK = false;
 
   static __device__ Tile TileAt(const Args& args, int32_t t) { return args.order.At(t); }
 

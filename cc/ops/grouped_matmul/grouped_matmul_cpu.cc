@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/numbers.h"
+#include "ops/grouped_matmul/group_rows_cpu.h"
 #include "ops/grouped_matmul/grouped_matmul.h"
 #include "runtime/cpu_matmul.h"
 
@@ -64,56 +65,68 @@ std::string SizesAreWrong(const int32_t* group_sizes, int64_t groups, int64_t m)
   return "group_sizes sum to " + std::to_string(sum) + ", and x has " + std::to_string(m) + " rows";
 }
 
-void GroupedMatmulCpu(const GroupedMatmulParams& p, const GroupedMatmulArrays& arrays) {
-  const DType compute = p.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
-  const int64_t tile_bytes = kTileRows * std::min(p.n, kTileColumns) * SizeOf(compute);
+GroupRowsCpu::GroupRowsCpu(const GroupedMatmulParams& p, const void* const (&w)[2], int64_t group)
+    : p_(p) {
+  weights_.reserve(2);
+  for (int i = 0; i < p.Weights(); ++i) {
+    weights_.emplace_back(At(w[i], p.dtype, group * p.k * p.n), p.dtype, p.k, p.n, p.transpose_rhs);
+  }
+}
+
+void GroupRowsCpu::Multiply(const void* x, int64_t first, int64_t count, const float* row_scale,
+                            void* y, void* const (&sums)[2]) const {
+  const DType compute = p_.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
+  const int64_t tile_bytes = kTileRows * std::min(p_.n, kTileColumns) * SizeOf(compute);
   std::vector<char> products[2];
-  for (int i = 0; i < p.Weights(); ++i) products[i].resize(tile_bytes);
-  int64_t first = 0;
-  for (int64_t e = 0; e < p.groups; ++e) {
-    const int64_t end = first + arrays.group_sizes[e];
-    if (first == end) continue;
-    std::vector<CpuRhs> weights;
-    weights.reserve(2);  // which point into themselves
-    for (int i = 0; i < p.Weights(); ++i) {
-      weights.emplace_back(At(arrays.w[i], p.dtype, e * p.k * p.n), p.dtype, p.k, p.n,
-                           p.transpose_rhs);
-    }
-    for (int64_t row = first; row < end; row += kTileRows) {
-      const int64_t rows = std::min(kTileRows, end - row);
-      for (int64_t col = 0; col < p.n; col += kTileColumns) {
-        const int64_t cols = std::min(kTileColumns, p.n - col);
-        for (int i = 0; i < p.Weights(); ++i) {
-          weights[i].Multiply(At(arrays.x, p.dtype, row * p.k), rows, col, cols,
-                              products[i].data());
+  for (int i = 0; i < p_.Weights(); ++i) products[i].resize(tile_bytes);
+  for (int64_t row = 0; row < count; row += kTileRows) {
+    const int64_t rows = std::min(kTileRows, count - row);
+    for (int64_t col = 0; col < p_.n; col += kTileColumns) {
+      const int64_t cols = std::min(kTileColumns, p_.n - col);
+      for (int i = 0; i < p_.Weights(); ++i) {
+        weights_[i].Multiply(At(x, p_.dtype, row * p_.k), rows, col, cols, products[i].data());
+      }
+      for (int64_t r = 0; r < rows; ++r) {
+        const int64_t to = (first + row + r) * p_.n + col;
+        char* product = At(products[0].data(), compute, r * cols);
+        char* other = p_.gated ? At(products[1].data(), compute, r * cols) : nullptr;
+        for (int i = 0; i < p_.Weights() && p_.sums; ++i) {
+          Convert(i == 0 ? product : other, compute, At(sums[i], p_.out_dtype, to), p_.out_dtype,
+                  cols);
         }
-        for (int64_t r = 0; r < rows; ++r) {
-          const int64_t to = (row + r) * p.n + col;
-          char* product = At(products[0].data(), compute, r * cols);
-          char* other = p.gated ? At(products[1].data(), compute, r * cols) : nullptr;
-          for (int i = 0; i < p.Weights() && p.sums; ++i) {
-            Convert(i == 0 ? product : other, compute, At(arrays.sums[i], p.out_dtype, to),
-                    p.out_dtype, cols);
-          }
-          const float scale = p.scaled ? arrays.row_scale[row + r] : 1;
-          if (compute == DType::kF64) {
-            Finish<double>(p, scale, reinterpret_cast<double*>(product),
-                           reinterpret_cast<double*>(other), cols);
-          } else {
-            Finish<float>(p, scale, reinterpret_cast<float*>(product),
-                          reinterpret_cast<float*>(other), cols);
-          }
-          Convert(product, compute, At(arrays.y, p.out_dtype, to), p.out_dtype, cols);
+        const float scale = p_.scaled ? row_scale[first + row + r] : 1;
+        if (compute == DType::kF64) {
+          Finish<double>(p_, scale, reinterpret_cast<double*>(product),
+                         reinterpret_cast<double*>(other), cols);
+        } else {
+          Finish<float>(p_, scale, reinterpret_cast<float*>(product),
+                        reinterpret_cast<float*>(other), cols);
         }
+        Convert(product, compute, At(y, p_.out_dtype, to), p_.out_dtype, cols);
       }
     }
-    first = end;
   }
+}
+
+void ZeroRowsCpu(const GroupedMatmulParams& p, int64_t first, void* y, void* const (&sums)[2]) {
   const int64_t rest = (p.m - first) * p.n * SizeOf(p.out_dtype);
-  std::memset(At(arrays.y, p.out_dtype, first * p.n), 0, rest);
+  std::memset(At(y, p.out_dtype, first * p.n), 0, rest);
   for (int i = 0; i < p.Weights() && p.sums; ++i) {
-    std::memset(At(arrays.sums[i], p.out_dtype, first * p.n), 0, rest);
+    std::memset(At(sums[i], p.out_dtype, first * p.n), 0, rest);
   }
+}
+
+void GroupedMatmulCpu(const GroupedMatmulParams& p, const GroupedMatmulArrays& arrays) {
+  int64_t first = 0;
+  for (int64_t e = 0; e < p.groups; ++e) {
+    const int64_t rows = arrays.group_sizes[e];
+    if (rows == 0) continue;
+    GroupRowsCpu(p, arrays.w, e)
+        .Multiply(At(arrays.x, p.dtype, first * p.k), first, rows, arrays.row_scale, arrays.y,
+                  arrays.sums);
+    first += rows;
+  }
+  ZeroRowsCpu(p, first, arrays.y, arrays.sums);
 }
 
 void GroupedMatmulDwCpu(const GroupedMatmulDwParams& p, const GroupedMatmulDwArrays& arrays) {

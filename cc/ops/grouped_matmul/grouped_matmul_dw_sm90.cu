@@ -10,6 +10,8 @@ struct Kernels {
   static const void* Kernel() {
     return reinterpret_cast<const void*>(&GroupedMatmulDwKernel<Config>);
   }
+  template <typename Config>
+  static constexpr int kSmemBytes = Config::kSmemBytes;
 };
 
 template <typename F>

@@ -20,7 +20,8 @@ struct GroupedMatmulDwSm90 {
   using Config = Config_;
   using Args = GroupedMatmulDwArgs;
   using T = typename Config::T;
-  static constexpr bool kLocal = true, kStackedRhs = false, kRaggedK = true;
+  static constexpr bool kLocal = true, kGroups = true, kGathersRows = false, kStackedRhs = false,
+                        kRaggedK = true;
   static constexpr bool kStaticFirstTile = false, kWaitsForRows = false, kReceives = false,
                         kAddsPartials = false;
   static_assert(Config::kTransposeLhs && !Config::kTransposeRhs && !Config::kLendsStage);

@@ -30,14 +30,15 @@ bool ForGroupedConfigs(F&& visit) {
   }
 }
 
-// Kernels::Kernel<Config>() is the kernel.
+// Kernels::Kernel<Config>() is the kernel, and Kernels::kSmemBytes<Config> its shared memory.
 template <typename Kernels>
 struct LoadGrouped {
   std::string* error;
   bool failed = false;
   template <typename Config>
   bool operator()() {
-    failed |= !LoadKernel(Kernels::template Kernel<Config>(), Config::kSmemBytes, error);
+    failed |= !LoadKernel(Kernels::template Kernel<Config>(), Kernels::template kSmemBytes<Config>,
+                          error);
     return failed;  // else goes on
   }
 };
@@ -56,7 +57,8 @@ struct LaunchGrouped {
     if (Config::kTileN != choice.tile_n || Config::kClusterM != choice.cluster_m) return false;
     const auto clusters = Min<int64_t>(most_tiles, sm_count / Config::kCluster);
     failed = !LaunchKernel(Kernels::template Kernel<Config>(), args, static_cast<int>(clusters),
-                           Config::kCluster, Config::kThreads, Config::kSmemBytes, stream, error);
+                           Config::kCluster, Config::kThreads, Kernels::template kSmemBytes<Config>,
+                           stream, error);
     return true;
   }
 };
@@ -72,6 +74,17 @@ inline GroupedRows GroupedRowsOf(OpId op, const int32_t* sizes, int64_t groups, 
                                  const LocalDevice& device) {
   return GroupedRows{sizes, static_cast<int32_t>(groups), static_cast<int32_t>(rows), device.state,
                      static_cast<uint32_t>(op)};
+}
+
+// Sets what the epilogue of the forward product needs, and the weights: all of *args but x and the
+// groups.
+bool SetGroupedArgs(const GroupedMatmulParams& params, const GemmChoice& choice,
+                    const void* const (&w)[2], void* y, void* const (&sums)[2],
+                    GroupedMatmulArgs* args, std::string* error);
+
+// Each group may begin a tile.
+inline int64_t MostTilesOf(const GroupedMatmulParams& p, const GroupTiles& tiles) {
+  return Min(CeilDiv<int64_t>(p.m, tiles.tile_rows) + p.groups, p.m) * tiles.tiles_n;
 }
 
 // Why a kernel cannot take such operands; empty if it can.

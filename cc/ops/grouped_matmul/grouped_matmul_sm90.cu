@@ -10,6 +10,8 @@ struct Kernels {
   static const void* Kernel() {
     return reinterpret_cast<const void*>(&GroupedMatmulKernel<Config>);
   }
+  template <typename Config>
+  static constexpr int kSmemBytes = Config::kSmemBytes;
 };
 
 template <typename F>
@@ -49,50 +51,55 @@ std::string WhyNoGroupedMatmulKernel(const GroupedMatmulParams& p) {
   return WhyNoGroupedKernel(p.m, p.k, p.n, p.groups, p.dtype, p.out_dtype, p.gated, p.tile);
 }
 
+bool SetGroupedArgs(const GroupedMatmulParams& p, const GemmChoice& choice,
+                    const void* const (&w)[2], void* y, void* const (&sums)[2],
+                    GroupedMatmulArgs* args, std::string* error) {
+  const int columns = choice.tile_n / p.Weights();  // of y in a tile
+  args->tiles = GroupTiles{kGemmTileM * choice.cluster_m,
+                           static_cast<int32_t>(CeilDiv<int64_t>(p.n, columns)), choice.group_m};
+  args->k = static_cast<int32_t>(p.k);
+  args->n = static_cast<int32_t>(p.n);
+  args->gated = p.gated;
+  args->out_f32 = p.out_dtype == DType::kF32;
+  args->activation = p.activation;
+  args->y_data = y;
+  const auto encode_result = [&](CUtensorMap* map, void* data) {
+    return args->out_f32 || data == nullptr ||
+           EncodeTensorMap(map, p.dtype, data, {p.m, p.n}, {p.n}, {64, 64}, error);
+  };
+  if (!encode_result(&args->y, y)) return false;
+  for (int i = 0; i < p.Weights(); ++i) {
+    args->sums_data[i] = sums[i];
+    // As LoadB (gpu/load_rhs_sm90.cuh) reads it.
+    const int share = p.gated ? 2 : choice.cluster_m;
+    const bool encoded =
+        p.transpose_rhs
+            ? EncodeTensorMap(&args->w[i], p.dtype, w[i], {p.groups, p.n, p.k}, {p.n * p.k, p.k},
+                              {1, choice.tile_n / share, kGemmTileK}, error)
+            : EncodeTensorMap(&args->w[i], p.dtype, w[i], {p.groups, p.k, p.n}, {p.k * p.n, p.n},
+                              {1, kGemmTileK / choice.cluster_m, 64}, error);
+    if (!encoded || !encode_result(&args->sums[i], sums[i])) return false;
+  }
+  return true;
+}
+
 bool LaunchGroupedMatmul(const GroupedMatmulParams& p, const GroupedMatmulArrays& arrays,
                          cudaStream_t stream, std::string* error) {
   LocalDevice device;
   if (!FindLocalDevice(&device, error)) return false;
   const GemmChoice choice = ChooseGrouped(p, Machine{device.sm_count});
-  const int columns = choice.tile_n / p.Weights();  // of y in a tile
   GroupedMatmulArgs args{};
+  if (!SetGroupedArgs(p, choice, arrays.w, arrays.y, arrays.sums, &args, error)) return false;
   args.groups = GroupedRowsOf(kGroupedMatmulId, arrays.group_sizes, p.groups, p.m, device);
-  args.tiles = GroupTiles{kGemmTileM * choice.cluster_m,
-                          static_cast<int32_t>(CeilDiv<int64_t>(p.n, columns)), choice.group_m};
-  args.k = static_cast<int32_t>(p.k);
-  args.n = static_cast<int32_t>(p.n);
   args.box_rows = GroupedBoxRows(p);
   args.box_bytes = args.box_rows * kGemmTileK * 2;
-  args.gated = p.gated;
-  args.out_f32 = p.out_dtype == DType::kF32;
-  args.activation = p.activation;
   args.row_scale = arrays.row_scale;
-  args.y_data = arrays.y;
   if (!EncodeTensorMap(&args.x, p.dtype, arrays.x, {p.m, p.k}, {p.k}, {args.box_rows, kGemmTileK},
                        error)) {
     return false;
   }
-  const auto encode_result = [&](CUtensorMap* map, void* data) {
-    return args.out_f32 || data == nullptr ||
-           EncodeTensorMap(map, p.dtype, data, {p.m, p.n}, {p.n}, {64, 64}, error);
-  };
-  if (!encode_result(&args.y, arrays.y)) return false;
-  for (int i = 0; i < p.Weights(); ++i) {
-    args.sums_data[i] = arrays.sums[i];
-    // As LoadB (gpu/gemm_sm90.cuh) reads it.
-    const int share = p.gated ? 2 : choice.cluster_m;
-    const bool encoded =
-        p.transpose_rhs
-            ? EncodeTensorMap(&args.w[i], p.dtype, arrays.w[i], {p.groups, p.n, p.k},
-                              {p.n * p.k, p.k}, {1, choice.tile_n / share, kGemmTileK}, error)
-            : EncodeTensorMap(&args.w[i], p.dtype, arrays.w[i], {p.groups, p.k, p.n},
-                              {p.k * p.n, p.n}, {1, kGemmTileK / choice.cluster_m, 64}, error);
-    if (!encoded || !encode_result(&args.sums[i], arrays.sums[i])) return false;
-  }
-  // Each group may begin a tile.
-  const int64_t most_tiles =
-      Min(CeilDiv<int64_t>(p.m, args.tiles.tile_rows) + p.groups, p.m) * args.tiles.tiles_n;
-  LaunchGrouped<Kernels> launch{choice, &args, most_tiles, device.sm_count, stream, error};
+  LaunchGrouped<Kernels> launch{choice,          &args,  MostTilesOf(p, args.tiles),
+                                device.sm_count, stream, error};
   return ForConfigs(p.dtype, p.transpose_rhs, launch) && !launch.failed;
 }
 

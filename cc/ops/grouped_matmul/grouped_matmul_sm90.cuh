@@ -25,7 +25,8 @@ struct GroupedMatmulSm90 {
   using Config = Config_;
   using Args = GroupedMatmulArgs;
   using T = typename Config::T;
-  static constexpr bool kLocal = true, kStackedRhs = true, kRaggedK = false;
+  static constexpr bool kLocal = true, kGroups = true, kGathersRows = false, kStackedRhs = true,
+                        kRaggedK = false;
   static constexpr bool kStaticFirstTile = false, kWaitsForRows = false, kReceives = false,
                         kAddsPartials = false;
   static constexpr int kHalf = Config::kTileN / 2;

@@ -38,7 +38,8 @@ struct FewRowsSm90 {
   using Config = Config_;
   using Args = FewRowsArgs;
   using T = typename Config::T;
-  static constexpr bool kLocal = false, kStackedRhs = false, kRaggedK = false;
+  static constexpr bool kLocal = false, kGroups = false, kGathersRows = false, kStackedRhs = false,
+                        kRaggedK = false;
   using F = Fragments<Config>;
 
   static __device__ Tile TileAt(const Args&, int32_t t) { return Tile{0, t}; }

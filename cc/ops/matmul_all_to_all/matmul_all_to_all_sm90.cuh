@@ -55,7 +55,8 @@ struct MatmulAllToAllSm90 {
   using Config = Config_;
   using Args = MatmulAllToAllArgs;
   using T = typename Config::T;
-  static constexpr bool kLocal = false, kStackedRhs = false, kRaggedK = false;
+  static constexpr bool kLocal = false, kGroups = false, kGathersRows = false, kStackedRhs = false,
+                        kRaggedK = false;
   using Box = Staged<Config::kTileN>;
   using BoxBuffers = jflux::BoxBuffers<Config>;
 

@@ -1,0 +1,202 @@
+// FFI handlers of all_gather_grouped_matmul.
+#include <algorithm>
+#include <initializer_list>
+#include <optional>
+#include <string>
+
+#include "ops/all_gather_grouped_matmul/all_gather_grouped_matmul_config.h"
+#include "runtime/ffi.h"
+#include "runtime/op.h"
+
+#ifdef JFLUX_WITH_CUDA
+#include "ops/all_gather_grouped_matmul/all_gather_grouped_matmul_cuda.h"
+#include "runtime/cuda_call.h"
+#endif
+
+namespace jflux {
+namespace {
+
+// Operands x [tokens, k], w_0[, w_1], offsets [groups + 1], destination [world tokens, choices] and
+// source [m]. Results y [m, n][, sums_0[, sums_1]].
+struct Attributes {
+  CallAttributes call;
+  int64_t activation = 0;  // number of an Activation
+  Int64s choice;           // tile_n, cluster_m, group_m and splits; on the CPU four zeros
+  bool gated = false;      // there is w_1
+  int64_t parts = 0, senders = 0;
+  bool sums = false;  // there are sums, one for each weight
+  bool transpose_rhs = false;
+
+  void Read(AttributeReader& read) {
+    call.Read(read);
+    read("activation", &activation);
+    read("choice", &choice);
+    read("gated", &gated);
+    read("parts", &parts);
+    read("senders", &senders);
+    read("sums", &sums);
+    read("transpose_rhs", &transpose_rhs);
+  }
+};
+
+bool Is(const ffi::AnyBuffer& b, ffi::DataType type, std::initializer_list<int64_t> dimensions) {
+  const auto d = b.dimensions();
+  return b.element_type() == type && d.size() == dimensions.size() &&
+         std::equal(dimensions.begin(), dimensions.end(), d.begin());
+}
+
+struct Call {
+  AllGatherGroupedMatmulParams params{};
+  AllGatherGroupedMatmulArrays arrays{};
+};
+
+// Empty if attributes, operands and results do not fit together.
+std::optional<Call> CallOf(const Attributes& a, ffi::RemainingArgs operands,
+                           ffi::RemainingRets results) {
+  const size_t weights = a.gated ? 2 : 1;
+  if (operands.size() != 4 + weights || results.size() != 1 + (a.sums ? weights : 0) ||
+      !IsActivation(a.activation) || (a.gated && a.activation == 0)) {
+    return std::nullopt;
+  }
+  const auto x = *operands.get<ffi::AnyBuffer>(0), w = *operands.get<ffi::AnyBuffer>(1);
+  const auto offsets = *operands.get<ffi::AnyBuffer>(1 + weights);
+  const auto destination = *operands.get<ffi::AnyBuffer>(2 + weights);
+  const auto source = *operands.get<ffi::AnyBuffer>(3 + weights);
+  auto y = *results.get<ffi::AnyBuffer>(0);
+  const auto dtype = DTypeOf(x.element_type()), out_dtype = DTypeOf(y->element_type());
+  if (!dtype || !out_dtype || x.dimensions().size() != 2 || w.dimensions().size() != 3 ||
+      y->dimensions().size() != 2 || destination.dimensions().size() != 2) {
+    return std::nullopt;
+  }
+  Call call;
+  AllGatherGroupedMatmulParams& p = call.params;
+  p.world = static_cast<int32_t>(a.call.world);
+  p.tokens = x.dimensions()[0];
+  p.choices = static_cast<int32_t>(destination.dimensions()[1]);
+  if (a.parts < 0 || a.parts > kMostParts) return std::nullopt;
+  p.parts = static_cast<int32_t>(a.parts);
+  GroupedMatmulParams& product = p.product;
+  product.m = y->dimensions()[0];
+  product.k = x.dimensions()[1];
+  product.n = y->dimensions()[1];
+  product.groups = w.dimensions()[0];
+  product.dtype = *dtype;
+  product.out_dtype = *out_dtype;
+  product.transpose_rhs = a.transpose_rhs;
+  product.activation = static_cast<Activation>(a.activation);
+  product.gated = a.gated;
+  product.sums = a.sums;
+  if (p.tokens == 0 || product.m == 0 || product.k == 0 || product.n == 0 || product.groups == 0 ||
+      product.m > INT32_MAX || product.groups > INT32_MAX - 1 ||
+      !Is(destination, ffi::S32, {p.world * p.tokens, p.choices}) ||
+      product.m != p.world * p.tokens * p.choices || !Is(source, ffi::S32, {product.m}) ||
+      !Is(offsets, ffi::S32, {product.groups + 1})) {
+    return std::nullopt;
+  }
+  AllGatherGroupedMatmulArrays& arrays = call.arrays;
+  arrays.x = x.untyped_data();
+  arrays.offsets = static_cast<const int32_t*>(offsets.untyped_data());
+  arrays.source = static_cast<const int32_t*>(source.untyped_data());
+  arrays.y = y->untyped_data();
+  for (size_t i = 0; i < weights; ++i) {
+    const auto one = *operands.get<ffi::AnyBuffer>(1 + i);
+    const int64_t rows = a.transpose_rhs ? product.n : product.k;
+    const int64_t columns = a.transpose_rhs ? product.k : product.n;
+    if (!Is(one, x.element_type(), {product.groups, rows, columns})) return std::nullopt;
+    arrays.w[i] = one.untyped_data();
+    if (!a.sums) continue;
+    auto sums = *results.get<ffi::AnyBuffer>(1 + i);
+    if (!Is(*sums, y->element_type(), {product.m, product.n})) return std::nullopt;
+    arrays.sums[i] = sums->untyped_data();
+  }
+  return call;
+}
+
+ffi::Error NoFit() { return InvalidArgument("all_gather_grouped_matmul: operands do not fit"); }
+
+// Empty if the plan is malformed.
+std::optional<GemmChoice> ChoiceOf(const Attributes& a) {
+  if (a.choice.size() != 4) return std::nullopt;
+  for (size_t i = 0; i < 4; ++i) {
+    if (a.choice[i] < 0 || a.choice[i] > kMaxGroup) return std::nullopt;
+  }
+  return GemmChoice{static_cast<int32_t>(a.choice[0]), static_cast<int32_t>(a.choice[1]),
+                    static_cast<int32_t>(a.choice[2]), static_cast<int32_t>(a.choice[3])};
+}
+
+ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, ffi::Dictionary attributes,
+                ffi::RemainingArgs operands, ffi::RemainingRets results) {
+  Attributes a;
+  if (auto refused = ReadAttributes(kAllGatherGroupedMatmulId, attributes, &a)) {
+    return FailedFuture(*refused);
+  }
+  const auto call = CallOf(a, operands, results);
+  const auto choice = ChoiceOf(a);
+  if (!call || !choice || !(*choice == GemmChoice{0, 0, 0, 0}) || a.senders != 0) {
+    return FailedFuture(NoFit());
+  }
+  const int64_t bytes =
+      TokenLayout::Make(call->params, kCpuTokenChunkBytes).Workspace().TotalBytes();
+  return JoinFfiCall(
+      kAllGatherGroupedMatmulId, site, run_id, device, a.call, bytes,
+      [call = *call](const SymmetricView& view, uint64_t epoch, const WaitContext& ctx) {
+        return AllGatherGroupedMatmulCpu(call.params, kCpuTokenChunkBytes, call.arrays, view, epoch,
+                                         ctx);
+      });
+}
+
+constexpr auto Bindings = [](auto binding) {
+  return std::move(binding).RemainingArgs().RemainingRets();
+};
+
+XLA_FFI_DEFINE_HANDLER(kCpu, Cpu, Bindings(BindCpu()));
+
+#ifdef JFLUX_WITH_CUDA
+ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Dictionary attributes,
+                ffi::RemainingArgs operands, ffi::RemainingRets results) {
+  Attributes a;
+  if (auto refused = ReadAttributes(kAllGatherGroupedMatmulId, attributes, &a)) return *refused;
+  const auto call = CallOf(a, operands, results);
+  if (!call) return NoFit();
+  const AllGatherGroupedMatmulParams& p = call->params;
+  const auto choice = ChoiceOf(a);
+  const std::string why = WhyNoKernel(p);
+  if (!why.empty()) return InvalidArgument("all_gather_grouped_matmul: " + why);
+  // Without a sender all would wait.
+  if (!choice || !IsGroupedChoice(*choice, p.product.gated) || a.senders < 1 ||
+      a.senders > kMostSms || !ArePossibleParts(p.parts, p.world, p.product.groups)) {
+    return InvalidArgument("all_gather_grouped_matmul: no kernel for this plan");
+  }
+  return LaunchCudaCall(
+      kAllGatherGroupedMatmulId, ordinal, a.call.groups, a.call.world,
+      {CudaLayoutOf(p).Workspace().TotalBytes(), a.call.workspace_bytes},
+      [&](const CudaDevice& device, const SymmetricView& view, std::string* error) {
+        return LaunchAllGatherGroupedMatmul(p, call->arrays, *choice,
+                                            static_cast<int32_t>(a.senders), a.call.site, device,
+                                            view, stream, error);
+      });
+}
+
+XLA_FFI_DEFINE_HANDLER(kCuda, Cuda, Bindings(BindCuda()), {ffi::Traits::kCmdBufferCompatible});
+#endif
+
+}  // namespace
+
+// Listed in cc/ops/registry.cc.
+extern const Op kAllGatherGroupedMatmulOp;
+const Op kAllGatherGroupedMatmulOp = {
+    kAllGatherGroupedMatmulId,
+    "all_gather_grouped_matmul",
+    kCpu,
+#ifdef JFLUX_WITH_CUDA
+    kCuda,
+    LoadAllGatherGroupedMatmulKernels,
+#else
+    nullptr,
+    nullptr,
+#endif
+    /*most_splits=*/1,
+    PlanAllGatherGroupedMatmul,
+};
+
+}  // namespace jflux

@@ -1,0 +1,122 @@
+// all_gather_grouped_matmul on Hopper: one kernel that sends, waits, gathers and multiplies.
+//
+// Send warps (token_sender_sm90.cuh) copy this rank's tokens to its peers. Meanwhile tiles begin
+// whose rows are all own ones, then those whose tokens arrive next (core/gathered_tiles.h):
+// clusters take them from a counter. Load warps gather a tile's rows by address, own ones from x
+// and others from the workspace (gpu/gather_rows_sm90.cuh). What follows the product is
+// grouped_matmul's.
+//
+//   writes  send warps: the peers' workspaces and signals
+//   waits   scheduler warps, for the tokens of their tiles; one send warp, after its last send, for
+//           all tokens
+//   order   release and acquire at system scope; a proxy fence between bulk copies and the signal.
+//           What has arrived is read by cp.async, through the generic proxy
+//   reset   never: core/signal.h
+//
+// Deadlock: tiles wait for sends only, and sends wait for nothing.
+//
+// A routing may need no token of some peer. But in each call a rank must receive what every peer
+// sends (core/signal.h), so one send warp waits for that.
+#ifndef JFLUX_OPS_ALL_GATHER_GROUPED_MATMUL_ALL_GATHER_GROUPED_MATMUL_SM90_CUH_
+#define JFLUX_OPS_ALL_GATHER_GROUPED_MATMUL_ALL_GATHER_GROUPED_MATMUL_SM90_CUH_
+
+#include "ops/all_gather_grouped_matmul/gathered_table_sm90.cuh"
+#include "ops/all_gather_grouped_matmul/token_sender_sm90.cuh"
+#include "ops/grouped_matmul/grouped_matmul_sm90.cuh"
+
+namespace jflux {
+
+template <typename Config_>
+struct AllGatherGroupedMatmulSm90 : GroupedMatmulSm90<Config_> {
+  using Config = Config_;
+  using Args = AllGatherGroupedMatmulArgs;
+  using Base = GroupedMatmulSm90<Config>;
+  using Coords = typename Base::Coords;
+  static constexpr bool kLocal = false, kGathersRows = true, kWaitsForRows = true;
+
+  struct Groups : GatheredGroups<Config> {
+    using GatheredGroups<Config>::GatheredGroups;
+    __device__ Coords CoordsOf(const Args& args, int32_t row_block, Tile tile) const {
+      return Coords{Base::FirstColumnOf(args, tile), this->group(), Base::RowOf(row_block),
+                    tile.split};
+    }
+    __device__ void WaitForRows(const Args& args, const CallContext& call, const Coords& coords) {
+      GatheredGroups<Config>::WaitForRows(args, call, coords.row, coords.end);
+    }
+  };
+  static __device__ void MakeTable(const Args& args, const GemmSmem<Config>& smem) {
+    SpanTable<Config>(args, smem).Make(args);
+  }
+  static __device__ uint32_t RowTable(const GemmSmem<Config>& smem, int i) {
+    return RowTableAt(smem, i);
+  }
+  // The rows of an m64 block past the group's end are not stored, whatever they are.
+  static __device__ int RowsToLoad(const Coords& coords) {
+    return coords.end - coords.row > 64 ? 128 : 64;
+  }
+  static __device__ int64_t RowBytes(const Args& args) { return args.layout.row_bytes; }
+  static __device__ const char* AnyRow(const Args& args) { return args.x_data; }
+
+  static __device__ void PrefetchMaps(const Args& args) { ptx::PrefetchTensorMap(&args.w[0]); }
+
+  static __device__ void Send(const Args& args, const CallContext& call,
+                              const GemmSmem<Config>& smem) {
+    SendBuffers<Config> buffers{smem};
+    if (args.view.world > 1 && MaySend(args)) {
+      SendChunks<TokenSender<Config>>(args, call, buffers);
+    }
+    if (blockIdx.x == 0) CheckOffsets(args);
+    const int64_t rows = args.groups.rows;
+    const int64_t end =
+        Max<int64_t>(0, Min<int64_t>(rows, __ldg(args.offsets + args.groups.groups)));
+    const int64_t row_bytes = int64_t{args.n} * (args.out_f32 ? 4 : 2);
+    const auto fill = [&](void* data) {
+      if (data != nullptr) ZeroFill(data, end * row_bytes, rows * row_bytes);
+    };
+    fill(args.y_data);
+    fill(args.sums_data[0]);
+    fill(args.sums_data[1]);
+    for (int step = 1; blockIdx.x == 0 && step < args.view.world; ++step) {
+      AwaitChunks(args, call, (args.view.rank + step) % args.view.world, 0, args.layout.chunks);
+    }
+  }
+
+  // Reports offsets that decrease, or exceed the rows that there are, and traps.
+  static __device__ void CheckOffsets(const Args& args) {
+    const int lane = threadIdx.x % 32;
+    const int32_t groups = args.groups.groups, rows = args.groups.rows;
+    for (int32_t first = 0; first < groups; first += 32) {
+      const int32_t e = first + lane;
+      bool is_wrong = false;
+      int64_t seen = 0;
+      int32_t negative = -1;
+      if (e < groups) {
+        const int32_t begin = __ldg(args.offsets + e), end = __ldg(args.offsets + e + 1);
+        is_wrong = end < begin || begin < 0 || end > rows;
+        negative = end < begin ? e : -1;
+        seen = end < begin ? int64_t{end} - begin : begin < 0 ? begin : end;
+      }
+      const uint32_t wrong = __ballot_sync(0xffffffff, is_wrong);
+      if (wrong == 0) continue;
+      if (lane != __ffs(wrong) - 1) return;
+      Fault* fault = args.state->limits.fault;
+      if (fault->kind != 0) PauseAndTrap();  // only the first one is recorded
+      WaitContext context{};
+      context.op = args.op;
+      context.rank = args.view.rank;
+      WriteRecord(fault, context, FaultKind::kGroupSizes, 0, negative, static_cast<uint64_t>(rows),
+                  static_cast<uint64_t>(seen));
+      PauseAndTrap();
+    }
+  }
+};
+
+template <typename Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    AllGatherGroupedMatmulKernel(const __grid_constant__ AllGatherGroupedMatmulArgs args) {
+  RunGemm<AllGatherGroupedMatmulSm90<Config>>(args);
+}
+
+}  // namespace jflux
+
+#endif  // JFLUX_OPS_ALL_GATHER_GROUPED_MATMUL_ALL_GATHER_GROUPED_MATMUL_SM90_CUH_
