@@ -164,7 +164,7 @@ def _why_not_sizes(widths: Sequence[int], sizes: Any, platform: str) -> str | No
     return None
 
 
-def _forced_tile(gated: bool) -> np.ndarray:
+def forced_tile(gated: bool) -> np.ndarray:
     """(columns, cluster_m) of the GPU kernel that `_tuning.force` asks for; empty: what C++ takes
     for the fastest, also where a gate cannot have the tile."""
     choice = _config.config.current().configuration
@@ -179,7 +179,7 @@ def _attributes(params: Params) -> dict[str, Any]:
         "gated": params.gated,
         "scaled": params.scaled,
         "sums": params.sums,
-        "tile": _forced_tile(params.gated),
+        "tile": forced_tile(params.gated),
         "transpose_rhs": params.transpose_rhs,
     }
 
@@ -247,7 +247,7 @@ grouped_matmul_dw = _local.make_primitive(
         result_shapes=_shapes_dw,
         reference=_reference_dw,
         why_not=_why_not_dw,
-        attributes=lambda params: {"tile": _forced_tile(gated=False)},
+        attributes=lambda params: {"tile": forced_tile(gated=False)},
         batch=_batch_dw,
         checked_on_gpus=True,
     )
@@ -334,10 +334,10 @@ def _transpose(cotangents: Any, *operands: Any, params: Params) -> Any:
         return [dx, None, *nothing]
     if scale is not None:
         dy = scale[:, None] * dy.astype(_epilogue.sum_dtype(dy.dtype))
-    return [None, _weight_gradient(x, dy, sizes, w.aval.dtype, params.transpose_rhs), *nothing]
+    return [None, weight_gradient(x, dy, sizes, w.aval.dtype, params.transpose_rhs), *nothing]
 
 
-def _weight_gradient(x: Any, dy: Any, sizes: Any, out: Any, transpose_rhs: bool) -> Any:
+def weight_gradient(x: Any, dy: Any, sizes: Any, out: Any, transpose_rhs: bool) -> Any:
     pair = (dy.astype(x.dtype), x) if transpose_rhs else (x, dy.astype(x.dtype))
     (dw,) = grouped_matmul_dw.bind(*pair, sizes, params=DwParams(np.dtype(out)))
     return dw

@@ -78,7 +78,7 @@ def grouped_matmul(
         sum to more than M: which of them is JAX's choice.
     """
     ws: Sequence[Any] = several(w)
-    out = _check(x, ws, group_sizes, transpose_rhs, preferred_element_type, activation, gated)
+    out = check(x, ws, group_sizes, transpose_rhs, preferred_element_type, activation, gated)
     _check_scale(x, row_scale)
     n = ws[0].shape[1 if transpose_rhs else 2]
     scales = () if row_scale is None else (row_scale.astype(jnp.float32),)
@@ -106,7 +106,7 @@ def reference(
     """:func:`jflux.grouped_matmul` in plain `lax`: `jax.lax.ragged_dot`, zeros past the sum of the
     sizes, and what follows."""
     ws = several(w)
-    out = _check(x, ws, group_sizes, transpose_rhs, preferred_element_type, activation, gated)
+    out = check(x, ws, group_sizes, transpose_rhs, preferred_element_type, activation, gated)
     _check_scale(x, row_scale)
     scales = () if row_scale is None else (row_scale.astype(jnp.float32),)
     params = Params(transpose_rhs, out, activation, gated, row_scale is not None)
@@ -153,7 +153,7 @@ def ragged_dot(
     )  # fmt: skip
 
 
-def _check(
+def check(
     x: Any,
     ws: Sequence[Any],
     group_sizes: Any,

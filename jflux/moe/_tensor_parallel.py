@@ -1,18 +1,24 @@
-"""Experts' products whose operands, or results, are split over ranks: two steps each, a collective
-of jflux's and a grouped product."""
+"""Experts' products whose operands, or results, are split over ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from .. import _mesh
 from .._mesh import AxisName
+from .._ops import _product
+from .._ops import grouped_matmul as _grouped
+from .._ops._lax import several
 from .._ops.all_reduce import all_reduce
-from .._ops.exchange import all_gather, reduce_scatter
+from .._ops.exchange import reduce_scatter
 from .._ops.grouped_matmul import grouped_matmul
-from ._routing import Routing, permute, unpermute
+from . import _gathered
+from ._routing import Routing, unpermute
 
 
 def all_gather_grouped_matmul(
@@ -31,11 +37,19 @@ def all_gather_grouped_matmul(
 
         x [T/N, K]   w [E, K, F/N]   routing of T tokens   ->   [T k, F/N]
 
-    per rank of N along `axis_name`, inside ``jax.shard_map``: :func:`jflux.all_gather`,
-    :func:`permute`, :func:`jflux.grouped_matmul`. There is no kernel that does it in one.
+    per rank of N along `axis_name`, inside ``jax.shard_map``. It means :func:`jflux.all_gather`,
+    :func:`permute`, :func:`jflux.grouped_matmul`.
 
-    Its gradients are :func:`grouped_matmul_reduce_scatter` with ones as weights, and the weight
-    gradient of a grouped product.
+    CPUs and GPUs have one kernel that does all three: each rank sends its tokens to its peers,
+    tiles of own tokens come first, and no array of permuted rows is made. The GPU kernel (float16
+    and bfloat16, K and F/N multiples of 8) has not been checked on a GPU, so GPUs take the three
+    calls, unless ``jflux.config(unchecked_kernels=True)``. They also take them where experts have
+    few rows: all tiles would wait for all tokens. `jflux.explain` says which, and why.
+
+    Differentiable in forward and reverse mode, any number of times. Its gradients are
+    :func:`grouped_matmul_reduce_scatter` with ones as weights, and the weight gradient of a grouped
+    product, which gathers x again. What an activation is applied to is kept under the name
+    ``"jflux_preactivation"``.
 
     Args:
       x: this rank's tokens.
@@ -48,12 +62,33 @@ def all_gather_grouped_matmul(
 
     Raises:
       ValueError, TypeError: operands that do not fit, when the call is traced.
+      NameError: outside ``shard_map``.
+      jax.errors.JaxRuntimeError: a peer did not come within the deadline (see :func:`jflux.init`),
+        or a routing of one's own making has offsets that decrease or exceed T k.
     """
-    tokens = all_gather(x, axis_name=axis_name, axis=0, tiled=True)
-    return grouped_matmul(
-        permute(tokens, routing), w, routing.counts, transpose_rhs=transpose_rhs,
-        preferred_element_type=preferred_element_type, activation=activation, gated=gated,
-    )  # fmt: skip
+    ws: Sequence[Any] = several(w)
+    names, world = _mesh.as_tuple(axis_name), _mesh.axis_size(axis_name)
+    out = _grouped.check(
+        x, ws, routing.counts, transpose_rhs, preferred_element_type, activation, gated
+    )
+    tokens = routing.destination.shape[0]
+    if world * x.shape[0] != tokens:
+        raise ValueError(
+            f"jflux.moe.{_gathered.OP}: x {x.shape} has {x.shape[0]} tokens on each of {world} "
+            f"ranks, and the routing has slots {routing.destination.shape}: it must be of "
+            f"{world * x.shape[0]} tokens"
+        )
+    common = jnp.result_type(x.dtype, *(one.dtype for one in ws))
+    x, *ws = (a.astype(common) for a in (x, *ws))
+    params = _gathered.Params(names, world, transpose_rhs, out, activation, gated)
+    x, *rest = _mesh.vary_together(names, x, *ws, *routing)
+    ws, routing = rest[: len(ws)], Routing(*rest[len(ws) :])
+    if 0 in (tokens, *routing.destination.shape, *x.shape, *ws[0].shape):
+        n = ws[0].shape[1 if transpose_rhs else 2]
+        return _product.zeros((routing.source.shape[0], n), out, x)
+    if not _mesh.is_manual(names):  # vmap's axis, which has no ranks
+        return _gathered.two_steps(x, ws, routing, params)[0]
+    return _gathered.bind(x, ws, routing, params)
 
 
 def grouped_matmul_reduce_scatter(

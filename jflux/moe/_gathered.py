@@ -1,0 +1,314 @@
+"""The primitive of :func:`all_gather_grouped_matmul`: how it lowers, and its derivatives. Kernels:
+cc/ops/all_gather_grouped_matmul.
+
+``jflux_all_gather_grouped_matmul(x, *w, offsets, destination, source)`` is linear in x and in w
+where it has no activation. Nothing of the gathered x is kept for the backward pass: the gradient of
+w gathers x again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+from .. import _config, _derivatives, _dispatch, _epilogue, _lowering, _native
+from .._derivatives import total
+from .._dispatch import Arrays, Machine, Plan
+from .._epilogue import Epilogue
+from .._levels import Levels
+from .._ops import _grouped_primitives, _product
+from .._ops.all_gather_matmul import ACTIVATED, PREACTIVATION
+from .._ops.exchange import all_gather, reduce_scatter
+from ._routing import Routing, permute, unpermute
+
+OP = "all_gather_grouped_matmul"
+
+#: Whether the GPU kernel has run on a GPU and been compared with float64.
+CHECKED_ON_GPUS = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Params:
+    """A call, less its operands.
+
+    Attributes:
+      sums: also return the products that the activation is applied to, in y's type.
+    """
+
+    axis_names: tuple[Any, ...]
+    world: int
+    transpose_rhs: bool
+    out_dtype: np.dtype
+    activation: str | None = None
+    gated: bool = False
+    sums: bool = False
+    prepared: str | None = None
+
+    @property
+    def weights(self) -> int:
+        return 2 if self.gated else 1
+
+    @property
+    def epilogue(self) -> Epilogue:
+        return Epilogue((False,) * self.weights, self.activation, self.gated)
+
+    @property
+    def product(self) -> _grouped_primitives.Params:
+        """The grouped product that follows the gather."""
+        return _grouped_primitives.Params(
+            self.transpose_rhs, self.out_dtype, self.activation, self.gated, sums=self.sums
+        )
+
+    @property
+    def plain(self) -> Params:
+        """The product with one weight alone."""
+        return Params(self.axis_names, self.world, self.transpose_rhs, self.out_dtype)
+
+
+class _Operands(NamedTuple):
+    x: Any
+    ws: Sequence[Any]
+    offsets: Any
+    destination: Any
+    source: Any
+
+    @property
+    def routing(self) -> Routing:
+        return Routing(jnp.diff(self.offsets), self.offsets, self.destination, self.source)
+
+    @property
+    def indices(self) -> tuple[Any, ...]:
+        return self.offsets, self.destination, self.source
+
+
+def _split(operands: Sequence[Any], params: Params) -> _Operands:
+    x, *rest = operands
+    return _Operands(x, rest[: params.weights], *rest[params.weights :])
+
+
+def bind(x: jax.Array, ws: Sequence[jax.Array], routing: Routing, params: Params) -> jax.Array:
+    """y. Operands vary over the axes."""
+    indices = (routing.offsets, routing.destination, routing.source)
+    return _primitive.bind(x, *ws, *indices, params=params)[0]
+
+
+def two_steps(
+    x: jax.Array, ws: Sequence[jax.Array], routing: Routing, params: Params
+) -> list[jax.Array]:
+    """The results by :func:`jflux.all_gather`, :func:`permute` and :func:`jflux.grouped_matmul`."""
+    rows = _rows(x, routing, params)
+    return _grouped_primitives.grouped_matmul.bind(rows, *ws, routing.counts, params=params.product)
+
+
+def _rows(x: jax.Array, routing: Routing, params: Params) -> jax.Array:
+    """All ranks' tokens in the order of experts."""
+    return permute(all_gather(x, axis_name=params.axis_names, axis=0, tiled=True), routing)
+
+
+# ---- What the lowering asks ----------------------------------------------------------------------
+
+
+def _sizes(arrays: Arrays, params: Params) -> dict[str, int]:
+    """A call as the native plan function reads it, but for a tile that a test forces."""
+    operands = _split(arrays, params)
+    x, w = operands.x, operands.ws[0]
+    return {
+        "world": params.world,
+        "tokens": x.shape[0],
+        "choices": operands.destination.shape[1],
+        "k": x.shape[1],
+        "n": w.shape[1 if params.transpose_rhs else 2],
+        "groups": w.shape[0],
+        "dtype": _native.DTYPES.index(x.dtype.name),
+        "out_dtype": _native.DTYPES.index(params.out_dtype.name),
+        "transpose_rhs": int(params.transpose_rhs),
+        "gated": int(params.gated),
+    }
+
+
+def _shapes(arrays: Arrays, params: Params) -> list[_lowering.ShapeDtype]:
+    sizes = _sizes(arrays, params)
+    shape = (sizes["world"] * sizes["tokens"] * sizes["choices"], sizes["n"])
+    return [(shape, params.out_dtype)] * (1 + (params.weights if params.sums else 0))
+
+
+def _in_two_steps(arrays: Arrays, params: Params, plan: Plan | None = None) -> list[Any]:
+    operands = _split(arrays, params)
+    return two_steps(operands.x, operands.ws, operands.routing, params)
+
+
+def _plan(arrays: Arrays, params: Params, machine: Machine) -> Plan:
+    operands = _split(arrays, params)
+    x, w = operands.x, operands.ws[0]
+    why = _product.kernel_takes(x, w, params.out_dtype, params.world, machine.platform)
+    if why is None and machine.on_gpus:
+        why = _dispatch.why_unchecked(CHECKED_ON_GPUS)
+    if why is not None:
+        return _dispatch.decomposed(f"two steps: {why}")
+    if params.world == 1 and not machine.on_gpus:
+        return _dispatch.decomposed("two steps: there is one rank, and nothing to gather")
+    call = _sizes(arrays, params)
+    tile = _grouped_primitives.forced_tile(params.gated)
+    if tile.size and machine.on_gpus:
+        call |= {"tile_n": int(tile[0]), "cluster_m": int(tile[1])}
+    try:
+        native = machine.native_plan(OP, call)
+    except ValueError as refused:
+        return _dispatch.decomposed(f"two steps: {refused}")
+    if not _config.config.always:
+        if native["workspace_bytes"] > machine.heap_bytes // 3:
+            return _dispatch.decomposed(
+                f"two steps: the tokens take {native['workspace_bytes']} bytes, more than a third "
+                f"of a heap of {machine.heap_bytes}"
+            )
+        if machine.on_gpus and params.world > 1 and native["parts"] == 0:
+            return _dispatch.decomposed(
+                "two steps: experts have few rows, so all tiles would wait for all tokens"
+            )
+    way = "tiles of own tokens first" if native["parts"] else "tiles in the order of experts"
+    return _dispatch.fused(f"one kernel gathers and multiplies, {way}", native)
+
+
+def _plan_two_level(arrays: Arrays, params: Params, machine: Machine, levels: Levels) -> Plan:
+    return _dispatch.decomposed(f"two steps: {levels}, and the kernel reaches one node's ranks")
+
+
+def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
+    return {
+        "activation": np.int64(_native.number_of(params.activation, _native.ACTIVATIONS)),
+        "choice": plan.choice,
+        "gated": params.gated,
+        "parts": np.int64(plan.config["parts"]),
+        "senders": np.int64(plan.senders),
+        "sums": params.sums,
+        "transpose_rhs": params.transpose_rhs,
+    }
+
+
+def _flops(arrays: Arrays, params: Params) -> int:
+    sizes = _sizes(arrays, params)
+    rows = sizes["world"] * sizes["tokens"] * sizes["choices"]
+    return 2 * rows * sizes["k"] * sizes["n"] * params.weights
+
+
+def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
+    return _product.batch_one_by_one(
+        lambda *one: primitive.bind(*one, params=params), operands, dims
+    )
+
+
+RULES = _lowering.Rules(
+    name=OP,
+    result_shapes=_shapes,
+    # Where no kernel can reach the peers, the grouped product's own kernel is still of use.
+    reference=_in_two_steps,
+    plan=_plan,
+    plan_two_level=_plan_two_level,
+    attributes=_attributes,
+    batch=_batch,
+    decomposed=_in_two_steps,
+    flops=_flops,
+)
+_primitive = _lowering.make_primitive(RULES)
+
+
+# ---- Derivatives ---------------------------------------------------------------------------------
+
+
+def _products(x: Any, ws: Sequence[Any], kept: _Operands, params: Params) -> list[Any]:
+    """``x @ w`` for each weight that is not None; x is gathered once."""
+    routing = kept.routing
+    if sum(w is not None for w in ws) == 1:
+        return [None if w is None else bind(x, [w], routing, params.plain) for w in ws]
+    rows = _rows(x, routing, params)
+    product = params.plain.product
+    return [
+        _grouped_primitives.grouped_matmul.bind(rows, w, routing.counts, params=product)[0]
+        for w in ws
+    ]
+
+
+def _forward(operands: Sequence[Any], params: Params) -> tuple[Sequence[Any], Any]:
+    kept = _split(operands, params)
+    if params.activation is None:
+        results = _primitive.bind(*operands, params=params)
+        return results, (kept, [])
+    y, *sums = _primitive.bind(*operands, params=dataclasses.replace(params, sums=True))
+    y, sums = checkpoint_name(y, ACTIVATED), [checkpoint_name(s, PREACTIVATION) for s in sums]
+    return [y, *(sums if params.sums else ())], (kept, sums)
+
+
+def _tangents(kept: Any, tangents: Sequence[Any], params: Params) -> list[Any]:
+    operands, sums = kept
+    dx, dws, *_ = _split(tangents, params)
+    of_x: list[Any] = [None] * params.weights
+    of_w: list[Any] = [None] * params.weights
+    if dx is not None:
+        of_x = _products(dx, operands.ws, operands, params)
+    if any(dw is not None for dw in dws):
+        of_w = _products(operands.x, dws, operands, params)
+    dsums = [total(pair) for pair in zip(of_x, of_w, strict=True)]
+    if params.activation is None:
+        return dsums * (2 if params.sums else 1)
+    dsums = [jnp.zeros_like(s) if d is None else d for s, d in zip(sums, dsums, strict=True)]
+    dys = _epilogue.tangents(params.epilogue, sums, dsums)
+    return [*dys, *(dsums if params.sums else ())]
+
+
+def _backward(
+    kept: Any, cotangents: Sequence[Any], wanted: Sequence[Any], params: Params
+) -> list[Any]:
+    operands, sums = kept
+    x, w_types, *_ = _split(wanted, params)
+    dy, *own = cotangents
+    dsums = [dy] if params.activation is None else [None] * params.weights
+    if params.activation is not None and dy is not None:
+        dsums = list(_epilogue.gradient(params.epilogue, sums, [dy]))
+    dsums = [total(pair) for pair in zip(dsums, own or [None] * len(dsums), strict=True)]
+    routing = operands.routing
+    dx = None
+    terms = [
+        (d, w) for d, w in zip(dsums, operands.ws, strict=True) if d is not None and w is not None
+    ]
+    if x is not None and terms:
+        back = _grouped_primitives.Params(not params.transpose_rhs, np.dtype(x.dtype))
+        rows = [
+            _grouped_primitives.grouped_matmul.bind(
+                d.astype(w.dtype), w, routing.counts, params=back
+            )[0]
+            for d, w in terms
+        ]
+        summed = unpermute(total(rows), routing)
+        dx = reduce_scatter(summed, axis_name=params.axis_names, scatter_dimension=0, tiled=True)
+    dws: list[Any] = [None] * params.weights
+    if any(w is not None and d is not None for w, d in zip(w_types, dsums, strict=True)):
+        gathered = _rows(operands.x, routing, params)
+        dws = [
+            None
+            if w is None or d is None
+            else _grouped_primitives.weight_gradient(
+                gathered, d, routing.counts, w.dtype, params.transpose_rhs
+            )
+            for w, d in zip(w_types, dsums, strict=True)
+        ]
+    return [dx, *dws, None, None, None]
+
+
+def _kept(operands: Sequence[Any], params: Params) -> Any:
+    kept = _split(operands, params)
+    if params.activation is not None:
+        raise _derivatives.not_linear(OP, "it has an activation")
+    if kept.x is None and any(w is None for w in kept.ws):
+        raise _derivatives.not_linear(OP, "it is linear in x and in w, not in both at once")
+    return kept, []
+
+
+_derivatives.differentiate(
+    _primitive, _derivatives.Derivatives(_forward, _tangents, _backward, _kept)
+)
