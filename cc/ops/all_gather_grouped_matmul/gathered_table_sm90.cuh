@@ -53,6 +53,7 @@ class SpanTable {
       }
       asm volatile("st.shared.s32 [%0], %1;" ::"r"(at_ + 4 * i), "r"(first) : "memory");
     }
+    __syncwarp();  // searches take different times
     Sync();
   }
   // Called by the scheduler warp that reads it.
