@@ -35,6 +35,7 @@ RUNS = {
     "peers": "bench --ranks {ranks} --lists flux,llm,attention --peers pallas,torch",
     "ragged": "bench.collectives --ranks {ranks} --lists ragged",
     "experts": "bench.experts --ranks {ranks}",
+    "gathered": "bench.gathered --ranks {ranks}",
     "attention": "bench.attention --ranks {ranks}",
     "products": "bench.products",  # of one GPU
     "moe": "bench.moe --ranks 1",  # likewise

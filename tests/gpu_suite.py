@@ -7,6 +7,7 @@ python tests/gpu_suite.py [--at-once 5] [--scripts NAME...] [--limit 3600] [FILE
     --files               no test files, if no FILE follows
 
     moe                   tests/moe_gpu.py: grouped products with every tile, routing
+    gathered              tests/gathered_gpu.py: grouped products of gathered rows, with every tile
     two_level, nvshmem    the scripts of these names: nodes of one host
     growth                tests/growth_gpu.py: a heap that grows, with the default settings
     shared                tests/shared_gpu.py: random calls of eight ranks, which share the GPUs
@@ -66,6 +67,7 @@ def scripts(gpus: int, minutes: float) -> dict[str, Commands]:
     ranks = ["--coordinator", f"127.0.0.1:{free_port()}", "--processes", f"{gpus}"]
     return {
         "moe": [[*python, "moe_gpu.py", "--calls", "200", "--limit", "150"]],
+        "gathered": [[*python, "gathered_gpu.py", "--ranks", f"{gpus}", "--limit", "200"]],
         "two_level": [[*python, "two_level_gpu.py", "--nodes", f"{min(gpus, 2)}"]],
         "nvshmem": [[*python, "nvshmem_gpu.py", "--processes", f"{gpus}"]],
         "growth": [[*python, "growth_gpu.py"]],
