@@ -39,12 +39,6 @@ struct Attributes {
   }
 };
 
-bool Is(const ffi::AnyBuffer& b, ffi::DataType type, std::initializer_list<int64_t> dimensions) {
-  const auto d = b.dimensions();
-  return b.element_type() == type && d.size() == dimensions.size() &&
-         std::equal(dimensions.begin(), dimensions.end(), d.begin());
-}
-
 struct Call {
   AllGatherGroupedMatmulParams params{};
   AllGatherGroupedMatmulArrays arrays{};
