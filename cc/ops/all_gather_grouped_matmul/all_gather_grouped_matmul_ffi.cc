@@ -1,5 +1,4 @@
 // FFI handlers of all_gather_grouped_matmul.
-#include <algorithm>
 #include <initializer_list>
 #include <optional>
 #include <string>
