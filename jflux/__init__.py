@@ -5,6 +5,9 @@ from . import moe as moe
 from . import reference as reference
 from ._attention.attention import attention as attention
 from ._attention.cache import update_cache as update_cache
+from ._attention.decoding import KVCache as KVCache
+from ._attention.decoding import attend_to_cache as attend_to_cache
+from ._attention.decoding import fill_cache as fill_cache
 from ._attention.flash_decode import flash_decode as flash_decode
 from ._attention.layouts import causal_positions as causal_positions
 from ._attention.layouts import reorder_for_causal as reorder_for_causal

@@ -5,6 +5,8 @@ Each function has the signature of the op of the same name, documented there, an
 
 # ruff: noqa: F401
 from ._attention.cache import reference as update_cache
+from ._attention.decoding import attend_to_cache_reference as attend_to_cache
+from ._attention.decoding import fill_cache_reference as fill_cache
 from ._attention.flash_decode import reference as flash_decode
 from ._ops.all_gather_matmul import reference as all_gather_matmul
 from ._ops.all_reduce import reference as all_reduce

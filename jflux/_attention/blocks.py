@@ -46,7 +46,7 @@ class Part(NamedTuple):
     """Positions of a sequence.
 
     Attributes:
-      positions: int32 [s].
+      positions: int32 [s], or [B, s] where those of each sequence are others.
       segments: int [B, s]; None: all are of one.
     """
 
@@ -59,7 +59,7 @@ class _Block(NamedTuple):
 
     Attributes:
       rows: [B, G, b, R, D] of queries, [B, G, b, D] of keys.
-      positions: [b].
+      positions: [b] or [B, b].
       segments: [B, b] or None.
       first, last: [], of the positions that are somewhere.
     """
@@ -215,14 +215,15 @@ def _masks(scores: Scores, queries: Part, keys: Part, *fill: int) -> bool:
 
 def _allowed(block: _Block, other: _Block, scores: Scores) -> jax.Array:
     """bool [B or 1, 1, i, 1, j]."""
-    i, j = block.positions[:, None], other.positions[None, :]
+    i, j = block.positions[..., :, None], other.positions[..., None, :]
     allowed = (i != _NOWHERE) & (j != _NOWHERE)
     if scores.causal:
         allowed &= j <= i
     if scores.window is not None:
         left, right = scores.window
         allowed &= (j >= i - left) & (j - right <= i)
-    allowed = allowed[None]
+    if allowed.ndim == 2:
+        allowed = allowed[None]
     if block.segments is not None and other.segments is not None:
         allowed = allowed & (block.segments[:, :, None] == other.segments[:, None, :])
     return allowed[:, None, :, None, :]
@@ -282,13 +283,16 @@ def _in_blocks(a: jax.Array, size: int, fill: Any) -> jax.Array:
 
 def _blocks(rows: Any, part: Part, size: int) -> _Block:
     """All blocks of [B, s, G, ...]."""
-    fill = -part.positions.shape[0] % size
-    positions = jnp.pad(part.positions, (0, fill), constant_values=_NOWHERE).reshape(-1, size)
-    segments = part.segments
-    if segments is not None:
-        segments = jnp.pad(segments, ((0, 0), (0, fill)))
-        segments = segments.reshape(segments.shape[0], -1, size).swapaxes(0, 1)
-    somewhere = positions != _NOWHERE
-    last = jnp.max(jnp.where(somewhere, positions, -1), 1)
+    fill = -part.positions.shape[-1] % size
+
+    def split(a: jax.Array, value: int) -> jax.Array:
+        """[..., s] as [blocks, ..., size]."""
+        a = jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, fill)], constant_values=value)
+        return jnp.moveaxis(a.reshape(*a.shape[:-1], -1, size), -2, 0)
+
+    positions = split(part.positions, _NOWHERE)
+    segments = None if part.segments is None else split(part.segments, 0)
+    one = tuple(range(1, positions.ndim))  # block
+    last = jnp.max(jnp.where(positions != _NOWHERE, positions, -1), one)
     rows = jax.tree.map(lambda a: _in_blocks(a, size, 0), rows)
-    return _Block(rows, positions, segments, jnp.min(positions, 1), last)
+    return _Block(rows, positions, segments, jnp.min(positions, one), last)

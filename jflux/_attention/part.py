@@ -89,7 +89,7 @@ def attend_reference(
     attended = (position >= bounds[:, :1]) & (position < bounds[:, 1:])
     if may_be_read is not None:
         attended &= may_be_read
-    out, lse = attend_to_part(q, k, v, attended, scale=scale, softcap=softcap)
+    out, lse = attend_to_part(q, k, v, attended[:, None], scale=scale, softcap=softcap)
     return jnp.concatenate([out, lse[..., None]], -1)
 
 
@@ -114,12 +114,20 @@ def attend_to_part(
     scale: float,
     softcap: float | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention of q [B, H, D] to the positions of k and v [B, S, G, D] where `attended` [B, S]:
-    the output [B, H, D] and the log-sum-exp [B, H], both in float32 or float64."""
+    """Attention of q [B, H, D] to the positions of k and v [B, S, G, D] where `attended`.
+
+    Args:
+      q: of T tokens, rows [B, H T, D]: those of a head side by side.
+      attended: bool [B, T, S].
+
+    Returns:
+      The output [B, H T, D] and the log-sum-exp [B, H T], both float32 or float64.
+    """
     scores = _scores(q, k) * scale
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
-    scores = jnp.where(attended[:, None], scores, -jnp.inf)
+    by_token = scores.reshape(len(q), -1, *attended.shape[1:])
+    scores = jnp.where(attended[:, None], by_token, -jnp.inf).reshape(scores.shape)
     highest = lax.stop_gradient(jnp.max(scores, -1, initial=-jnp.inf))
     base = jnp.where(highest > -jnp.inf, highest, 0)
     weights = jnp.exp(scores - base[..., None])
@@ -127,7 +135,7 @@ def attend_to_part(
     any_counts = total > 0
     safe = jnp.where(any_counts, total, 1)
     # A weight of zero does not keep a NaN out.
-    out = _weighted_sum(weights, jnp.where(attended[..., None, None], v, 0))
+    out = _weighted_sum(weights, jnp.where(jnp.any(attended, 1)[..., None, None], v, 0))
     lse = jnp.where(any_counts, jnp.log(safe) + base, -jnp.inf)
     return out / safe[..., None], lse
 

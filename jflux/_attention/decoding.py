@@ -1,0 +1,310 @@
+"""Attention of new tokens to a cache of keys and values that grows with them, split over ranks by
+position or whole."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .. import _mesh
+from .._epilogue import sum_dtype
+from .._mesh import AxisName
+from .._ops.exchange import all_gather, all_gather_reference
+from . import blocks, cache, flash_decode
+from .blocks import Part, Scores
+from .layouts import Layout, own_positions
+from .merging import merge_attention
+
+#: So many rows of queries, over tokens and heads, are multiplied with the cache as it lies in
+#: memory (flash_decode.py). More of them pay for its transposition (blocks.py).
+MOST_ROWS = 256
+
+
+class KVCache(NamedTuple):
+    """Keys and values of the tokens so far, of one attention layer. A pytree of arrays.
+
+    Attributes:
+      keys, values: [B, S, G, D], or a rank's [B, S/N, G, D]: rank r of N has the positions r S/N to
+        (r + 1) S/N - 1.
+      lengths: int32 [B], how many positions of each sequence are filled; the same on all ranks.
+    """
+
+    keys: jax.Array
+    values: jax.Array
+    lengths: jax.Array
+
+
+def fill_cache(
+    kv_cache: KVCache,
+    k: jax.Array,
+    v: jax.Array,
+    lengths: jax.Array | None = None,
+    *,
+    axis_name: AxisName | None = None,
+    layout: Layout = "zigzag",
+) -> KVCache:
+    """A cache with a prompt's keys and values, from position 0 on. What it had before is gone.
+
+    Inside ``jax.shard_map``, per rank of N along `axis_name`::
+
+        kv_cache [B, S/N, G, D]   k, v [B, s/N, G, D]   lengths [B]   ->   kv_cache
+
+    The prompt is split over the ranks as :func:`jflux.attention` takes it.
+
+    Args:
+      lengths: integers [B], how many of the s positions are a sequence's own, the same on all
+        ranks; what follows them is padding, which is not written. None: all s.
+      axis_name: a mesh axis, or a tuple of them. None: prompt and cache are whole.
+      layout: which positions of the prompt a rank has, as in :func:`jflux.attention`.
+
+    Returns:
+      The cache, with `lengths`. Under ``checkify.user_checks`` a position beyond the cache is an
+      error; without, it is not written (:func:`jflux.update_cache`).
+
+    Raises:
+      ValueError, TypeError: operands that do not fit, when the call is traced.
+      NameError: for an `axis_name` outside ``shard_map``.
+    """
+    return _fill(cache.update_cache, kv_cache, k, v, lengths, axis_name, layout)
+
+
+def fill_cache_reference(
+    kv_cache: KVCache,
+    k: jax.Array,
+    v: jax.Array,
+    lengths: jax.Array | None = None,
+    *,
+    axis_name: AxisName | None = None,
+    layout: Layout = "zigzag",
+) -> KVCache:
+    """:func:`jflux.fill_cache` with `lax`'s all-gather."""
+    return _fill(cache.reference, kv_cache, k, v, lengths, axis_name, layout)
+
+
+def attend_to_cache(
+    kv_cache: KVCache,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    new_lengths: jax.Array | None = None,
+    *,
+    axis_name: AxisName | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+) -> tuple[jax.Array, KVCache]:
+    """Adds the keys and values of T new tokens of each sequence to a cache, and attends to it: each
+    token to the tokens before it and to itself.
+
+    Inside ``jax.shard_map``, per rank of N along `axis_name`, for H heads of queries and G of keys
+    and values (grouped queries, arXiv 2305.13245)::
+
+        kv_cache [B, S/N, G, D]   q [B, T, H, D]   k, v [B, T, G, D]   ->   o [B, T, H, D], kv_cache
+
+    Token j of a sequence of length l has position l + j (:func:`new_positions`). New tokens,
+    lengths and o are the same on all ranks. As in :func:`jflux.flash_decode`, a rank attends to its
+    part of the cache, and one all-gather brings the ranks' outputs and log-sum-exps,
+    [B, T, H, D + 1] float32 (float64) numbers from each. A prompt of an empty cache takes less with
+    :func:`jflux.attention` and :func:`fill_cache`.
+
+    A cache that the caller gives away (donates, or carries through a loop) is written in place.
+    Differentiable in both modes.
+
+    Args:
+      new_lengths: integers [B], from 0 to T: how many of its T tokens a sequence has, the same on
+        all ranks. The others are padding: they are not written, and their o is 0. None: T.
+      axis_name: a mesh axis, or a tuple of them. None: the cache is whole.
+      window: how many of the last positions a token attends to, its own among them.
+      softcap: c: a score x becomes ``c tanh(x / c)``.
+      scale: of the scores; by default 1 / sqrt(D).
+
+    Returns:
+      o of q's type, and the cache, whose lengths have grown by `new_lengths`. Under
+      ``checkify.user_checks`` a position beyond the cache is an error with the value. Without, it
+      is not written, and o of its token is that of the positions that are.
+
+    Raises:
+      ValueError, TypeError: operands that do not fit, when the call is traced.
+      NameError: for an `axis_name` outside ``shard_map``.
+    """
+    return _attend(
+        all_gather, cache.update_cache, kv_cache, q, k, v, new_lengths, axis_name, window, softcap,
+        scale,
+    )  # fmt: skip
+
+
+def attend_to_cache_reference(
+    kv_cache: KVCache,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    new_lengths: jax.Array | None = None,
+    *,
+    axis_name: AxisName | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+) -> tuple[jax.Array, KVCache]:
+    """:func:`jflux.attend_to_cache` with `lax`'s all-gather."""
+    return _attend(
+        all_gather_reference, cache.reference, kv_cache, q, k, v, new_lengths, axis_name, window,
+        softcap, scale,
+    )  # fmt: skip
+
+
+def new_positions(
+    lengths: jax.Array, tokens: int, new_lengths: jax.Array | None = None
+) -> jax.Array:
+    """Where `tokens` new tokens go in sequences of these lengths [B]: int32 [B, tokens], -1 for
+    those that follow a sequence's `new_lengths`."""
+    at = jnp.arange(tokens, dtype=jnp.int32)
+    positions = lengths.astype(jnp.int32)[:, None] + at
+    if new_lengths is None:
+        return positions
+    return jnp.where(at < new_lengths[:, None], positions, -1)
+
+
+def _fill(
+    update: Any,
+    kv_cache: KVCache,
+    k: Any,
+    v: Any,
+    lengths: Any,
+    axis_name: AxisName | None,
+    layout: Layout,
+) -> KVCache:
+    op = "jflux.fill_cache"
+    _check_cache(op, kv_cache, k, v, lengths, "lengths")
+    rank, ranks = _mesh.rank_and_size(axis_name)
+    batch, here = k.shape[:2]
+    size = kv_cache.keys.shape[1]
+    if lengths is None and here > size:
+        raise ValueError(
+            f"{op}: a prompt of {ranks * here} positions does not fit a cache of {ranks * size}; "
+            "pass lengths if it ends with padding"
+        )
+    at = own_positions(rank, here, ranks, layout)
+    if lengths is None:
+        lengths = jnp.full(batch, ranks * here, jnp.int32)
+    positions = jnp.where(at < lengths[:, None], at, -1)
+    keys, values = update(
+        (kv_cache.keys, kv_cache.values), (k, v), positions, axis_name=axis_name,
+        split=axis_name is not None,
+    )  # fmt: skip
+    return KVCache(keys, values, lengths.astype(kv_cache.lengths.dtype))
+
+
+def _attend(
+    gather: Any,
+    update: Any,
+    kv_cache: KVCache,
+    q: Any,
+    k: Any,
+    v: Any,
+    new_lengths: Any,
+    axis_name: AxisName | None,
+    window: int | None,
+    softcap: float | None,
+    scale: float | None,
+) -> tuple[jax.Array, KVCache]:
+    op = "jflux.attend_to_cache"
+    _check_cache(op, kv_cache, k, v, new_lengths, "new_lengths")
+    _check_queries(op, q, k, window, softcap)
+    rank, ranks = _mesh.rank_and_size(axis_name)
+    tokens, here = q.shape[1], kv_cache.keys.shape[1]
+    if tokens > ranks * here:
+        raise ValueError(f"{op}: {tokens} new tokens do not fit a cache of {ranks * here}")
+    positions = new_positions(kv_cache.lengths, tokens, new_lengths)
+    keys, values = update((kv_cache.keys, kv_cache.values), (k, v), positions, axis_name=axis_name)
+    scores = Scores(
+        1 / math.sqrt(max(1, q.shape[3])) if scale is None else float(scale), softcap, causal=True,
+        window=None if window is None else (window - 1, 0),
+    )  # fmt: skip
+    part = own_positions(rank, here, ranks, "contiguous")
+    o, lse = _attend_to_part(q.astype(keys.dtype), keys, values, positions, part, scores)
+    if axis_name is not None:
+        pair = jnp.concatenate([o, lse[..., None]], -1)
+        to = "invarying" if _mesh.tracks_vma(axis_name) else "varying"
+        pairs = gather(pair, axis_name=axis_name, to=to)
+        o, lse = merge_attention(pairs[..., :-1], pairs[..., -1])
+    grown = tokens if new_lengths is None else new_lengths.astype(kv_cache.lengths.dtype)
+    return o.astype(q.dtype), KVCache(keys, values, kv_cache.lengths + grown)
+
+
+def _attend_to_part(
+    q: jax.Array,
+    keys: jax.Array,
+    values: jax.Array,
+    positions: jax.Array,
+    part: jax.Array,
+    scores: Scores,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of q [B, T, H, D] at `positions` [B, T] to a rank's part of the cache, [B, s, G, D]
+    at the positions `part` [s].
+
+    Returns:
+      (o [B, T, H, D], log-sum-exp [B, T, H]), float32 or float64.
+    """
+    batch, tokens, heads, width = q.shape
+    if 0 in q.shape or 0 in keys.shape:
+        wide = sum_dtype(q.dtype)
+        return jnp.zeros(q.shape, wide), jnp.full(q.shape[:3], -jnp.inf, wide)
+    if tokens > 1 and tokens * heads > MOST_ROWS:
+        # What nothing attends to may be NaN, and a weight of zero does not keep a NaN out.
+        read = (part <= jnp.max(positions, 1)[:, None])[..., None, None]
+        values = jnp.where(read, values, 0)
+        return blocks.forward(q, Part(positions, None), keys, values, Part(part, None), scores)
+    attended = part <= positions[..., None]  # [B, T, s]
+    if scores.window is not None:
+        attended &= part >= positions[..., None] - scores.window[0]
+    rows = q.swapaxes(1, 2).reshape(batch, heads * tokens, width)  # the tokens of a head together
+    o, lse = flash_decode.attend_to_part(
+        rows, keys, values, attended, scale=scores.scale, softcap=scores.softcap
+    )
+    o = o.reshape(batch, heads, tokens, width).swapaxes(1, 2)
+    return o, lse.reshape(batch, heads, tokens).swapaxes(1, 2)
+
+
+def _check_cache(op: str, kv_cache: Any, k: Any, v: Any, lengths: Any, name: str) -> None:
+    if len(kv_cache) != 3:
+        raise ValueError(f"{op}: kv_cache must be a jflux.KVCache, got {len(kv_cache)} arrays")
+    integers = {"kv_cache.lengths": kv_cache[2], name: lengths}
+    for array in (*kv_cache[:2], k, v, *integers.values()):
+        if array is not None and not (hasattr(array, "ndim") and hasattr(array, "dtype")):
+            raise TypeError(f"{op}: operands must be arrays, got {type(array).__name__}")
+    if k.ndim != 4 or k.shape != v.shape:
+        raise ValueError(f"{op}: k and v must be [B, tokens, G, D], got {k.shape} and {v.shape}")
+    keys, values = kv_cache[:2]
+    if keys.shape != values.shape or keys.ndim != 4 or keys.shape[::2] != k.shape[::2]:
+        raise ValueError(
+            f"{op}: kv_cache.keys and values must be [B, S/N, G, D] with the B and G of k, "
+            f"{k.shape}, got {keys.shape} and {values.shape}"
+        )
+    for what, array in integers.items():
+        if array is None:
+            continue
+        if array.shape != k.shape[:1]:
+            raise ValueError(f"{op}: {what} must be [B], {k.shape[:1]}, got {array.shape}")
+        if not jnp.issubdtype(array.dtype, jnp.integer):
+            raise TypeError(f"{op}: {what} must be integers, got {array.dtype}")
+
+
+def _check_queries(op: str, q: Any, k: Any, window: Any, softcap: Any) -> None:
+    if q.ndim != 4 or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
+        raise ValueError(
+            f"{op}: q must be [B, T, H, D] with the B, T and D of k, {k.shape}, got {q.shape}"
+        )
+    if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+        raise ValueError(
+            f"{op}: {q.shape[2]} heads of queries must be a multiple of {k.shape[2]} of keys and "
+            "values"
+        )
+    if not jnp.issubdtype(q.dtype, jnp.floating):
+        raise TypeError(f"{op}: q must be floating, got {q.dtype}")
+    if window is not None and (not isinstance(window, int) or window < 1):
+        raise ValueError(f"{op}: {window=} must be an int of at least 1; None: no window")
+    if softcap is not None and not softcap > 0:
+        raise ValueError(f"{op}: {softcap=} must be greater than 0; None: none")

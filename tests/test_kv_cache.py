@@ -1,0 +1,253 @@
+"""A cache that grows as tokens come: each token's result is its row of causal attention over the
+whole sequence, in float64 on one device."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from caches import draw, plain
+from harness import RANKS, make_mesh
+from jax import lax
+from jax.experimental import checkify
+from jax.sharding import PartitionSpec as P
+
+import jflux
+from jflux import KVCache
+from jflux._attention import decoding
+
+pytestmark = pytest.mark.wide
+COUNTS = [n for n in (1, 2, 3, 4, 8) if n <= RANKS]
+EITHER = pytest.mark.parametrize("module", [jflux, jflux.reference], ids=["jflux", "reference"])
+B, H, G, D = 3, 6, 2, 4
+CACHE = KVCache(P(None, "tp"), P(None, "tp"), P())
+
+
+@pytest.fixture(autouse=True)
+def x64():
+    with jax.enable_x64(True), jax.default_matmul_precision("highest"):
+        yield
+
+
+def tokens(length, seed=0, dtype=np.float64):
+    """q, k, v of whole sequences."""
+    return draw(*((B, length, heads, D) for heads in (H, G, G)), seed=seed, dtype=dtype)
+
+
+def empty(size, dtype=np.float64, value=0.0):
+    keys = jnp.full((B, size, G, D), value, dtype)
+    return KVCache(keys, keys, jnp.zeros(B, jnp.int32))
+
+
+def row(q, k, v, length, **options):
+    """What the token at position `length` - 1 [B] gets; 0 for a length of 0."""
+    at = np.maximum(length - 1, 0)
+    return plain(q[np.arange(len(q)), at], k, v, length, **options)[0]
+
+
+def over_ranks(f, world, in_specs, out_specs, check_vma=True):
+    return jax.jit(
+        jax.shard_map(
+            f, mesh=make_mesh((world,)), in_specs=in_specs, out_specs=out_specs, check_vma=check_vma
+        )
+    )
+
+
+def decoded(module, world, cache, q, k, v, starts, steps, **options):
+    """`steps` tokens, one at a time in a scan, of sequences that go on from `starts` [B]."""
+    at = starts[:, None] + np.arange(steps)
+    parts = [np.moveaxis(np.take_along_axis(a, at[..., None, None], 1), 1, 0) for a in (q, k, v)]
+
+    def run(cache, *parts):
+        def step(cache, new):
+            o, cache = module.attend_to_cache(
+                cache, *(a[:, None] for a in new), axis_name="tp", **options
+            )
+            return cache, o[:, 0]
+
+        return lax.scan(step, cache, parts)
+
+    return over_ranks(run, world, (CACHE, P(), P(), P()), (CACHE, P()))(cache, *parts)
+
+
+@EITHER
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
+@pytest.mark.parametrize("world", COUNTS)
+def test_a_prompt_then_one_token_at_a_time(world, layout, module):
+    """Prompts of other lengths; ranks whose part is empty; what the cache had before is NaN."""
+    prompt, steps = 2 * world, 5
+    size = world * (-(-(prompt + steps) // world) + 1)
+    q, k, v = tokens(prompt + steps)
+    starts = np.array([prompt, 1, max(1, prompt - 1)])
+
+    def fill(cache, k, v, lengths):
+        return module.fill_cache(cache, k, v, lengths, axis_name="tp", layout=layout)
+
+    sequence = P(None, "tp")
+    in_order = [
+        jflux.reorder_for_causal(a[:, :prompt], world, layout=layout) for a in (k, v)
+    ]  # fmt: skip
+    cache = over_ranks(fill, world, (CACHE, sequence, sequence, P()), CACHE)(
+        empty(size, value=np.nan), *in_order, starts
+    )
+    np.testing.assert_array_equal(cache.lengths, starts)
+    cache, o = decoded(module, world, cache, q, k, v, starts, steps)
+    np.testing.assert_array_equal(cache.lengths, starts + steps)
+    assert cache.lengths.dtype == jnp.int32
+    for i in range(steps):
+        np.testing.assert_allclose(o[i], row(q, k, v, starts + i + 1), rtol=1e-12, atol=1e-12)
+    for b, length in enumerate(starts + steps):
+        np.testing.assert_array_equal(cache.keys[b, :length], k[b, :length])
+        assert np.isnan(cache.values[b, length:]).all()
+
+
+OPTIONS = {
+    "none": {}, "window": {"window": 3}, "softcap": {"softcap": 2.0, "scale": 0.7},
+    "both": {"window": 5, "softcap": 1.5},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", [256, 0], ids=["as it lies", "in blocks"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("world", COUNTS)
+def test_several_tokens_at_once(world, options, rows, monkeypatch):
+    """In both programs, of sequences that have some of the new tokens, all or none."""
+    monkeypatch.setattr(decoding, "MOST_ROWS", rows)
+    length = 9
+    size = world * (-(-length // world) + 1)
+    q, k, v = tokens(length, seed=1)
+    f = over_ranks(
+        functools.partial(jflux.attend_to_cache, axis_name="tp", **options), world,
+        (CACHE, P(), P(), P(), P()), (P(), CACHE),
+    )  # fmt: skip
+    cache, lengths = empty(size, value=np.nan), np.zeros(B, int)
+    for new in ([4, 2, 0], [1, 4, 3], [4, 3, 4]):
+        new = np.array(new)
+        at = np.minimum(lengths[:, None] + np.arange(4), length - 1)[..., None, None]
+        o, cache = f(cache, *(np.take_along_axis(a, at, 1) for a in (q, k, v)), new)
+        for j in range(4):
+            there = np.where(j < new, lengths + j + 1, 0)
+            want = row(q, k, v, there, **options)
+            np.testing.assert_allclose(o[:, j], want, rtol=1e-12, atol=1e-12)
+        lengths += new
+        np.testing.assert_array_equal(cache.lengths, lengths)
+
+
+def test_without_ranks_and_without_lengths():
+    q, k, v = tokens(7)
+    cache = jflux.fill_cache(empty(8), k[:, :4], v[:, :4])
+    o, cache = jax.jit(jflux.attend_to_cache)(cache, q[:, 4:], k[:, 4:], v[:, 4:])
+    for j in range(3):
+        np.testing.assert_allclose(o[:, j], row(q, k, v, np.full(B, 5 + j)), atol=1e-12)
+    np.testing.assert_array_equal(cache.lengths, [7] * B)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("world", COUNTS[-2:])
+def test_half_types(world, dtype):
+    """The cache's type is that of the products; the result has the queries'."""
+    tolerance = {"float16": 2e-3, "bfloat16": 2e-2, "float32": 2e-6}[jnp.dtype(dtype).name]
+    q, k, v = (np.asarray(jnp.asarray(a, dtype)) for a in tokens(5, seed=2))
+    cache = empty(2 * world + 6 - (2 * world + 6) % world, dtype)
+    cache, o = decoded(jflux, world, cache, q, k, v, np.zeros(B, int), 5)
+    assert o.dtype == dtype and cache.keys.dtype == dtype
+    for i in range(5):
+        want = row(q, k, v, np.full(B, i + 1))
+        np.testing.assert_allclose(np.asarray(o[i], np.float64), want, atol=tolerance)
+    wide, _ = jflux.attend_to_cache(
+        empty(4, dtype), *(np.asarray(a[:, :1], np.float32) for a in (q, k, v))
+    )
+    assert wide.dtype == np.float32
+
+
+def test_groups_side_by_side_and_no_vma():
+    """Two groups of ranks, each with sequences of its own."""
+    if RANKS < 4:
+        pytest.skip("four ranks")
+    q, k, v = tokens(2, seed=3)
+    mesh, specs = make_mesh((2, 2), ("dp", "tp")), KVCache(P("dp", "tp"), P("dp", "tp"), P("dp"))
+    f = jax.shard_map(
+        functools.partial(jflux.attend_to_cache, axis_name="tp"), mesh=mesh,
+        in_specs=(specs, P("dp"), P("dp"), P("dp")), out_specs=(P("dp"), specs), check_vma=False,
+    )  # fmt: skip
+    cache = jax.tree.map(lambda a: a[:2], empty(4))
+    o, cache = jax.jit(f)(cache, q[:2], k[:2], v[:2])
+    for j in range(2):
+        np.testing.assert_allclose(o[:, j], row(q, k, v, np.full(B, j + 1))[:2], atol=1e-12)
+
+
+def test_derivatives_of_both_modes():
+    q, k, v = tokens(4, seed=4)
+
+    def f(q, k, v):
+        o, _ = jflux.attend_to_cache(empty(6), q, k, v)
+        return jnp.sum(jnp.sin(o))
+
+    def plainly(q, k, v):
+        k, v = (jnp.repeat(a, H // G, 2) for a in (k, v))
+        s = jnp.einsum("bihd,bjhd->bhij", q, k) / D**0.5
+        weights = jax.nn.softmax(jnp.where(jnp.tri(4, dtype=bool), s, -jnp.inf))
+        return jnp.sum(jnp.sin(jnp.einsum("bhij,bjhd->bihd", weights, v)))
+
+    for one, other in zip(*(jax.grad(g, (0, 1, 2))(q, k, v) for g in (f, plainly)), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-10)
+    moved = tokens(4, seed=5)
+    np.testing.assert_allclose(*(jax.jvp(g, (q, k, v), tuple(moved))[1] for g in (f, plainly)))
+
+
+# ---- Positions beyond the cache, and operands that do not fit ------------------------------------
+
+
+def test_positions_beyond_the_cache():
+    q, k, v = (a[:, :1] for a in tokens(1))
+    full = empty(4)._replace(lengths=jnp.array([2, 4, 3]))
+    step = jax.jit(checkify.checkify(jflux.attend_to_cache))
+    error, (_, cache) = step(full, q, k, v)
+    with pytest.raises(
+        checkify.JaxRuntimeError, match="update_cache: positions must be at most 3, got 4"
+    ):
+        error.throw()
+    assert np.isnan(cache.keys).sum() == 0 and not np.asarray(cache.keys[1]).any()
+    error, _ = step(full._replace(lengths=jnp.array([0, 3, 2])), q, k, v)
+    error.throw()
+    # A sequence without a new token may be full.
+    error, _ = step(full, q, k, v, jnp.array([1, 0, 1]))
+    error.throw()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"k": (B, 1, G)}, r"k and v must be \[B, tokens, G, D\]"),
+        ({"v": (B, 1, G, 3)}, r"k and v must be \[B, tokens, G, D\]"),
+        ({"k": (B, 1, 3, D), "v": (B, 1, 3, D)}, "with the B and G of k"),
+        ({"q": (B, 2, H, D)}, "q must be .B, T, H, D. with the B, T and D of k"),
+        ({"q": (B, 1, 5, D)}, "5 heads of queries must be a multiple of 2"),
+        ({"q": (B, 9, H, D), "k": (B, 9, G, D), "v": (B, 9, G, D)}, "9 new tokens do not fit"),
+    ],
+)
+def test_operands_that_do_not_fit(change, message):
+    shapes = {"q": (B, 1, H, D), "k": (B, 1, G, D), "v": (B, 1, G, D)} | change
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(jflux.attend_to_cache, empty(8), *map(np.zeros, shapes.values()))
+
+
+def test_other_errors():
+    q, k, v = tokens(1)
+    with pytest.raises(ValueError, match=r"new_lengths must be \[B\], \(3,\), got \(2,\)"):
+        jflux.attend_to_cache(empty(4), q, k, v, np.zeros(2, int))
+    with pytest.raises(TypeError, match="new_lengths must be integers, got float64"):
+        jflux.attend_to_cache(empty(4), q, k, v, np.zeros(B))
+    with pytest.raises(ValueError, match="window=0 must be an int of at least 1"):
+        jflux.attend_to_cache(empty(4), q, k, v, window=0)
+    with pytest.raises(ValueError, match="softcap=0 must be greater than 0"):
+        jflux.attend_to_cache(empty(4), q, k, v, softcap=0)
+    with pytest.raises(TypeError, match="q must be floating"):
+        jflux.attend_to_cache(empty(4), q.astype(int), k, v)
+    with pytest.raises(TypeError, match="operands must be arrays, got list"):
+        jflux.attend_to_cache(empty(4), q, k.tolist(), v)
+    with pytest.raises(ValueError, match="a prompt of 5 positions does not fit a cache of 4"):
+        jflux.fill_cache(empty(4), *tokens(5)[1:])
+    cache = jflux.fill_cache(empty(4), *tokens(5)[1:], np.array([4, 0, 1]))  # it ends with padding
+    np.testing.assert_array_equal(cache.lengths, [4, 0, 1])
