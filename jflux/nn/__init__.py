@@ -9,6 +9,8 @@ from .._ops.grouped_matmul import ragged_dot as ragged_dot
 from ._attention import attention as attention
 from ._attention import attention_fn as attention_fn
 from ._attention import rotary as rotary
+from ._cache import cache_specs as cache_specs
+from ._cache import init_cache as init_cache
 from ._dense import column_parallel as column_parallel
 from ._dense import gated_mlp as gated_mlp
 from ._dense import mlp as mlp

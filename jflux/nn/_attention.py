@@ -15,11 +15,15 @@ from jax.typing import DTypeLike
 
 from .. import _global, _mesh
 from .._attention.attention import attention as over_ranks
+from .._attention.decoding import KVCache, attend_to_cache, fill_cache, new_positions
 from .._attention.layouts import Layout, own_positions
 from .._epilogue import sum_dtype
 from .._mesh import AxisName
-from . import _padding
+from . import _cache, _padding
 from ._dense import column_parallel, row_parallel
+
+#: Names of a cache's arrays, as operands.
+CACHE = ("cache_keys", "cache_values", "cache_lengths")
 
 
 def attention(
@@ -40,12 +44,16 @@ def attention(
     context_axis: AxisName | None = None,
     context_layout: Layout = "zigzag",
     segment_ids: jax.Array | None = None,
+    cache: KVCache | None = None,
+    new_lengths: jax.Array | None = None,
+    prefill: bool = False,
+    cache_core: Callable[..., tuple[jax.Array, KVCache]] | None = None,
     sequence_parallel: bool = True,
     preferred_element_type: DTypeLike | None = None,
     precision: lax.PrecisionLike = None,
     mesh: Mesh | AbstractMesh | None = None,
     x_spec: PartitionSpec | None = None,
-) -> jax.Array:
+) -> Any:
     """Self-attention with heads split over the ranks, and activations between layers split by
     sequence position (arXiv 2205.05198, section 4.2.2).
 
@@ -68,6 +76,11 @@ def attention(
     :func:`jflux.attention` attends. A model without tensor parallelism has an `axis_name` of one
     rank. N and C must divide s.
 
+    With `cache`, of :func:`init_cache`, the positions of x follow those that the cache has, and are
+    added to it. Attention is causal, over both. In decoding x [b, t/N, d] has t new tokens of each
+    sequence, the same along `context_axis`, which splits the cache alone. With `prefill` x is a
+    prompt, split as without a cache, and what the cache had before is gone.
+
     Args:
       x: [b, s/N, d] or [s/N, d].
       bias: of query [h/N, c], key and value [g/N, c] and out [d]; None for none.
@@ -78,18 +91,26 @@ def attention(
       num_kv_heads: g. Needed inside ``shard_map`` alone, and only if N does not divide it.
       rotate: applied to queries and keys, [b, s, heads, c], of all positions; such as
         :func:`rotary`. With `context_axis` it is called as ``rotate(q, position)``, with q
-        [b, s/C, heads, c] and its positions int32 [s/C].
+        [b, s/C, heads, c] and its positions int32 [s/C]; in decoding, with positions [b, t].
       core: called as ``core(q, k, v, mask=..., is_causal=...)`` for q [b, s, h/N, c] and k, v
         [b, s, g/N, c]; by default ``jax.nn.dot_product_attention``. With `context_axis` q has the
         rank's own s/C positions, and the default is :func:`jflux.attention`.
       context_axis: a mesh axis that the sequence is split over while attending, too.
       context_layout: which positions its ranks have, as in :func:`jflux.attention`.
       segment_ids: int [b, s/C], of documents, the same along `axis_name`; with `context_axis`.
+      cache: keys and values of earlier tokens. Not with `mask` or `segment_ids`.
+      new_lengths: int [b], how many of x's positions a sequence has, the same on all ranks. What
+        follows them is padding: it is not written, and y has no meaning there. None: all.
+      prefill: x is a prompt, and begins the sequences.
+      cache_core: in decoding, called as ``cache_core(cache, q, k, v, new_lengths)``; by default
+        :func:`jflux.attend_to_cache` along `context_axis`. Needed beside a `core`, which is that of
+        prompts alone.
       sequence_parallel: False: x and the result are whole, [b, s, d], on all ranks.
       preferred_element_type, precision, mesh, x_spec: as in :func:`jflux.all_gather_matmul`.
 
     Returns:
-      [b, s/N, d].
+      [b, s/N, d]; with `cache` that and the cache. Under ``checkify.user_checks`` a position beyond
+      the cache is an error; without, it is not written (:func:`jflux.update_cache`).
     """
     if x.ndim not in (2, 3):
         raise ValueError(f"jflux.nn.attention: x must be [b, s, d] or [s, d], got {x.shape}")
@@ -112,14 +133,18 @@ def attention(
             "jflux.nn.attention: with context_axis no rank has a whole mask; use is_causal, "
             "segment_ids, or a core of jflux.attention with a window"
         )
+    _check_cache(x, cache, new_lengths, prefill, mask, segment_ids, core, cache_core)
+    decodes = cache is not None and not prefill
     body = functools.partial(
-        _attention, is_causal=is_causal, rotate=rotate, core=core, context_axis=context_axis,
+        _attention, is_causal=is_causal or cache is not None, rotate=rotate, core=core,
+        prefill=prefill, cache_core=cache_core, context_axis=context_axis,
         context_layout=context_layout, **options,
     )  # fmt: skip
     operands: dict[str, Any] = {
         "x": x, "query": query, "key": key, "value": value, "out": out, "query_bias": bias[0],
         "key_bias": bias[1], "value_bias": bias[2], "out_bias": bias[3], "residual": residual,
-        "mask": mask, "segment_ids": segment_ids,
+        "mask": mask, "segment_ids": segment_ids, "new_lengths": new_lengths,
+        **dict(zip(CACHE, cache or (None,) * 3, strict=True)),
     }  # fmt: skip
     if _mesh.is_bound(axis_name):
         world = _mesh.axis_size(axis_name)
@@ -127,7 +152,7 @@ def attention(
         return body(**operands, kv_is_whole=whole)
     mesh = _global._mesh_for(mesh, x, query)
     padding = _padding.Padding()
-    if context_axis is None:
+    if context_axis is None or decodes:
         padding = _padding.for_ranks(
             x, -2, axis_name=axis_name, sequence_parallel=sequence_parallel, mesh=mesh,
             x_spec=x_spec,
@@ -139,10 +164,14 @@ def attention(
     for name in names:
         world *= mesh.shape.get(name, 1)
     whole = key.shape[1] % world != 0
-    batch = _without(_global._spec(x, x_spec), (*context, *names))[: x.ndim - 2]
+    batch = _cache.without(_global._spec(x, x_spec), (*context, *names))[: x.ndim - 2]
     batch = (*batch, *([None] * (x.ndim - 2 - len(batch))))
-    split = (*context, *names) if sequence_parallel else context
+    of_positions = () if decodes else context
+    split = (*of_positions, *names) if sequence_parallel else of_positions
     sequence = PartitionSpec(*batch, split or None, None)
+    of_cache = _cache.cache_specs(
+        axis_name, context_axis=context_axis, x_spec=PartitionSpec(*batch)
+    )
     kv, kv_bias = PartitionSpec(None, names, None), PartitionSpec(names, None)
     if whole:
         kv, kv_bias = PartitionSpec(), PartitionSpec()
@@ -155,17 +184,40 @@ def attention(
             "key_bias": kv_bias, "value_bias": kv_bias, "out_bias": PartitionSpec(),
             "residual": sequence, "mask": PartitionSpec(*mask_batch),
             "segment_ids": PartitionSpec(*batch, context or None),
+            "new_lengths": of_cache.lengths, **dict(zip(CACHE, of_cache, strict=True)),
         },
-        axis_name=(*context, *names), mesh=mesh, out_specs=sequence,
+        axis_name=(*context, *names), mesh=mesh,
+        out_specs=sequence if cache is None else (sequence, of_cache),
     )  # fmt: skip
-    return padding.cut(y)
+    return padding.cut(y) if cache is None else (padding.cut(y[0]), y[1])
 
 
-def _without(spec: PartitionSpec, names: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The entries of `spec` less some mesh axes."""
-    entries = [() if e is None else _mesh.as_tuple(e) for e in spec]
-    kept = [tuple(n for n in entry if n not in names) for entry in entries]
-    return tuple(entry or None for entry in kept)
+def _check_cache(
+    x: Any,
+    cache: Any,
+    new_lengths: Any,
+    prefill: bool,
+    mask: Any,
+    segment_ids: Any,
+    core: Any,
+    cache_core: Any,
+) -> None:
+    op = "jflux.nn.attention"
+    if cache is None:
+        if new_lengths is not None or prefill:
+            raise ValueError(f"{op}: new_lengths and prefill go with a cache")
+        return
+    if x.ndim != 3:
+        raise ValueError(f"{op}: with a cache x must be [b, s, d], got {x.shape}")
+    if mask is not None or segment_ids is not None:
+        raise ValueError(
+            f"{op}: a cache takes no mask and no segment_ids; say with new_lengths what is padding"
+        )
+    if core is not None and cache_core is None and not prefill:
+        raise ValueError(
+            f"{op}: core is not told about the cache; pass cache_core= too, such as "
+            "functools.partial(jflux.attend_to_cache, axis_name=context_axis, window=...)"
+        )
 
 
 def _attention(
@@ -181,16 +233,22 @@ def _attention(
     residual: Any,
     mask: Any,
     segment_ids: Any,
+    new_lengths: Any,
+    cache_keys: Any,
+    cache_values: Any,
+    cache_lengths: Any,
     *,
     is_causal: bool,
     rotate: Callable[..., jax.Array] | None,
     core: Callable[..., jax.Array] | None,
+    prefill: bool,
+    cache_core: Callable[..., tuple[jax.Array, KVCache]] | None,
     context_axis: AxisName | None,
     context_layout: Layout,
     kv_is_whole: bool,
     added: int = 0,
     **options: Any,
-) -> jax.Array:
+) -> Any:
     """`added`: of the positions of all ranks, how many at the end are padding."""
     heads, head_dim = query.shape[1:]
     biases = (query_bias, key_bias, value_bias)
@@ -204,7 +262,12 @@ def _attention(
         y[..., :length, :].reshape(*y.shape[:-2], length, w.shape[1], head_dim)
         for y, w in zip(products, weights, strict=True)
     )
-    if rotate is not None and context_axis is not None:
+    cache = None if cache_keys is None else KVCache(cache_keys, cache_values, cache_lengths)
+    decodes = cache is not None and not prefill
+    if rotate is not None and decodes:
+        positions = new_positions(cache_lengths, length, new_lengths)
+        rotate = functools.partial(_at, rotate, positions)
+    elif rotate is not None and context_axis is not None:
         rotate = functools.partial(
             _at_own_positions, rotate, axis_name=context_axis, layout=context_layout
         )
@@ -212,19 +275,30 @@ def _attention(
         q, k = rotate(q), rotate(k)
     if kv_is_whole:
         k, v = _own_heads(heads, options["axis_name"], k, v)
-    if core is None and context_axis is not None:
+    if core is None and (context_axis is not None or cache is not None):
         core = functools.partial(
             _over_ranks, axis_name=context_axis, layout=context_layout, segment_ids=segment_ids
         )
     core = core or jax.nn.dot_product_attention
-    # JAX's own divides by the number of heads.
-    o = q if 0 in q.shape else core(q, k, v, mask=mask, is_causal=is_causal)
+    if cache is not None and prefill:
+        cache = fill_cache(cache, k, v, new_lengths, axis_name=context_axis, layout=context_layout)
+    if cache is not None and decodes:
+        attend = cache_core or functools.partial(attend_to_cache, axis_name=context_axis)
+        o, cache = attend(cache, q, k, v, new_lengths)
+    else:
+        # JAX's own divides by the number of heads.
+        o = q if 0 in q.shape else core(q, k, v, mask=mask, is_causal=is_causal)
     o = _padding.Padding(o.ndim - 3, length, added).pad(o)
-    return row_parallel(
+    y = row_parallel(
         o.reshape(*o.shape[:-2], math.prod(o.shape[-2:])),
         out.reshape(math.prod(out.shape[:2]), out.shape[2]), bias=out_bias, residual=residual,
         **options,
     )  # fmt: skip
+    return y if cache is None else (y, cache)
+
+
+def _at(rotate: Callable[..., jax.Array], positions: jax.Array, x: jax.Array) -> jax.Array:
+    return rotate(x, positions)
 
 
 def _at_own_positions(
@@ -247,13 +321,10 @@ def _over_ranks(
 
 
 def _own_heads(heads: int, axis_name: AxisName, *all_heads: jax.Array) -> list[jax.Array]:
-    """Of all heads of keys or values [..., g, c], those that this rank's `heads` queries belong to:
-    as many as there are, or one for each query where groups do not end between ranks."""
+    """Of all heads of keys or values [..., g, c], those that this rank's `heads` queries belong
+    to."""
     group = heads * _mesh.axis_size(axis_name) // all_heads[0].shape[-2]
-    if heads % group == 0:
-        count = heads // group
-    else:
-        count = 1 if group % heads == 0 else heads
+    count = _cache.own_heads(heads, group)
     first = lax.axis_index(_mesh.as_tuple(axis_name)) * heads
     index = (first + jnp.arange(count) * (heads // count)) // group
     return [jnp.take(a, index, axis=-2) for a in all_heads]
@@ -268,14 +339,14 @@ def rotary(
     neighbours.
 
     Args:
-      position: [s]; 0 to s - 1 by default.
+      position: [s], or [b, s] where those of each sequence are others; 0 to s - 1 by default.
       theta: the base of the wave lengths.
     """
     wide = sum_dtype(x.dtype)
     half = x.shape[-1] // 2
     position = jnp.arange(x.shape[-3]) if position is None else position
-    angle = position[:, None] * theta ** (-jnp.arange(half, dtype=wide) / half)
-    sin, cos = (f(angle)[:, None, :] for f in (jnp.sin, jnp.cos))
+    angle = position[..., None] * theta ** (-jnp.arange(half, dtype=wide) / half)
+    sin, cos = (f(angle)[..., None, :] for f in (jnp.sin, jnp.cos))
     a, b = jnp.split(x.astype(wide), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
 

@@ -9,6 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .._attention.decoding import KVCache
+from ._cache import init_cache
+
 try:
     import flax.linen as nn
     from flax import nnx as nnx
@@ -80,3 +83,20 @@ def sizes_of_attention(
     if head_dim is None and d % heads:
         raise ValueError(f"num_heads={heads} must divide the width {d}, or head_dim be given")
     return heads, kv_heads, head_dim or d // heads
+
+
+#: What a layer's state calls the arrays of its cache, as Flax's own attention layers do.
+CACHED = ("cached_key", "cached_value", "cache_index")
+
+
+def empty_cache(layer: Any, shape: Sequence[int], *heads: int, dtype: Any, x_spec: Any) -> KVCache:
+    """A cache of an attention layer, for activations of a shape, [b, S, d].
+
+    Args:
+      heads: of queries, of keys and values; elements of one.
+    """
+    queries, kv_heads, head_dim = heads
+    return init_cache(
+        shape[0], shape[1], queries, head_dim, num_kv_heads=kv_heads, dtype=dtype,
+        axis_name=layer.axis_name, context_axis=layer.context_axis, x_spec=x_spec,
+    )  # fmt: skip

@@ -25,7 +25,8 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from .. import _mesh
+from .. import _global, _mesh
+from .._attention.decoding import KVCache
 from .._attention.layouts import Layout
 from . import _attention, _dense, _flax, _moe, _vocabulary
 from ._dot_general import DotGeneral
@@ -176,6 +177,12 @@ class Attention(_Layer):
         does not divide it, every rank computes all of them; name their axis None then, in `axes`.
       head_dim: d / num_heads by default.
       is_causal, rotate, core, context_axis, context_layout: as in :func:`jflux.nn.attention`.
+      decode: the layer has a cache, and takes the tokens that follow those in it. As in Flax's own
+        layer, ``init`` with a whole [b, S, d] makes the collection "cache", empty, and ``apply``
+        wants it with ``mutable=["cache"]``: ``cached_key`` and ``cached_value`` [b, S, g, head_dim]
+        and ``cache_index``, the lengths, int32 [b]. They are split as
+        :func:`jflux.nn.cache_specs` says.
+      cache_core: as in :func:`jflux.nn.attention`.
       axes: logical names of d, of heads, of heads of keys and values, and of a head's elements.
     """
 
@@ -188,6 +195,9 @@ class Attention(_Layer):
     context_axis: _mesh.AxisName | None = None
     context_layout: Layout = "zigzag"
     axes: Axes = ("embed", "heads", "kv_heads", "kv")
+    _: dataclasses.KW_ONLY
+    decode: bool = False
+    cache_core: Callable[..., tuple[jax.Array, KVCache]] | None = None
 
     @nn.compact
     def __call__(
@@ -196,9 +206,12 @@ class Attention(_Layer):
         mask: jax.Array | None = None,
         residual: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
+        *,
+        new_lengths: jax.Array | None = None,
+        prefill: bool = False,
     ) -> jax.Array:
-        """`mask` and `segment_ids` are as in :func:`jflux.nn.attention`; `residual` [b, s/N, d] is
-        added to the result."""
+        """`mask`, `segment_ids`, and with `decode` `new_lengths` and `prefill`, are as in
+        :func:`jflux.nn.attention`; `residual` [b, s/N, d] is added to the result."""
         d = x.shape[-1]
         heads, kv_heads, c = _flax.sizes_of_attention(
             d, self.num_heads, self.num_kv_heads, self.head_dim
@@ -211,12 +224,32 @@ class Attention(_Layer):
         )
         out = self.part("out", (heads, c), (d,), (heads_axis, c_axis, embed))
         x, *weights = in_one_type(self.dtype, x, *query, *key, *value, *out)
-        return _attention.attention(
-            x, *weights[::2], bias=weights[1::2], mask=mask, residual=residual,
-            is_causal=self.is_causal, num_kv_heads=kv_heads, rotate=self.rotate, core=self.core,
-            context_axis=self.context_axis, context_layout=self.context_layout,
-            segment_ids=segment_ids, **options_of(self),
+        options: Any = {
+            "bias": weights[1::2], "mask": mask, "residual": residual, "is_causal": self.is_causal,
+            "num_kv_heads": kv_heads, "rotate": self.rotate, "core": self.core,
+            "context_axis": self.context_axis, "context_layout": self.context_layout,
+            "segment_ids": segment_ids, **options_of(self),
+        }  # fmt: skip
+        if not self.decode:
+            return _attention.attention(
+                x, *weights[::2], new_lengths=new_lengths, prefill=prefill, **options
+            )
+        there = self.has_variable("cache", _flax.CACHED[0])
+
+        def empty(field: int) -> jax.Array:
+            spec = _global._spec(x, self.x_spec)
+            cache = _flax.empty_cache(self, x.shape, heads, kv_heads, c, dtype=x.dtype, x_spec=spec)
+            return cache[field]
+
+        cached = [self.variable("cache", name, empty, i) for i, name in enumerate(_flax.CACHED)]
+        y, cache = _attention.attention(
+            x, *weights[::2], cache=KVCache(*(variable.value for variable in cached)),
+            new_lengths=new_lengths, prefill=prefill, cache_core=self.cache_core, **options,
         )  # fmt: skip
+        if there:  # `init` leaves it empty
+            for variable, array in zip(cached, cache, strict=True):
+                variable.value = array
+        return y
 
 
 class MoE(nn.Module):

@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from .._attention.decoding import KVCache
 from .._attention.layouts import Layout
 from .._mesh import AxisName
 from . import _attention, _dense, _flax, _moe, _rules, _vocabulary
@@ -224,6 +225,9 @@ class Attention(_Layer):
         does not divide it, every rank computes all of them; name their axis None then, in `axes`.
       head_dim: in_features / num_heads by default.
       is_causal, rotate, core, context_axis, context_layout: as in :func:`jflux.nn.attention`.
+      decode: calls take the tokens that follow those in the layer's cache, which
+        :meth:`init_cache` makes. ``model.set_attributes(decode=True)`` sets it later.
+      cache_core: as in :func:`jflux.nn.attention`.
       axes: logical names of the width, of heads, of heads of keys and values, and of a head's
         elements.
       options: of all layers; see :mod:`jflux.nn.nnx`.
@@ -242,6 +246,8 @@ class Attention(_Layer):
         core: Callable[..., jax.Array] | None = None,
         context_axis: AxisName | None = None,
         context_layout: Layout = "zigzag",
+        decode: bool = False,
+        cache_core: Callable[..., tuple[jax.Array, KVCache]] | None = None,
         axes: Axes = ("embed", "heads", "kv_heads", "kv"),
         kernel_init: Initializer = _flax.kernel_init,
         bias_init: Initializer = _flax.bias_init,
@@ -251,9 +257,11 @@ class Attention(_Layer):
         new = New(rngs, kernel_init, bias_init)
         self.is_causal, self.rotate, self.core = is_causal, rotate, core
         self.context_axis, self.context_layout = context_axis, context_layout
+        self.decode, self.cache_core = decode, cache_core
         heads, self.num_kv_heads, c = _flax.sizes_of_attention(
             in_features, num_heads, num_kv_heads, head_dim
         )
+        self.num_heads, self.head_dim = heads, c
         embed, heads_axis, kv_axis, c_axis = axes
         d = (in_features,)
         self.query = self.part(new, d, (heads, c), (embed, heads_axis, c_axis))
@@ -267,17 +275,51 @@ class Attention(_Layer):
         mask: jax.Array | None = None,
         residual: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
+        *,
+        new_lengths: jax.Array | None = None,
+        prefill: bool = False,
+        decode: bool | None = None,
     ) -> jax.Array:
-        """`mask` and `segment_ids` are as in :func:`jflux.nn.attention`; `residual`
-        [b, s/N, in_features] is added to the result."""
+        """`mask`, `segment_ids`, and with a cache `new_lengths` and `prefill`, are as in
+        :func:`jflux.nn.attention`; `residual` [b, s/N, in_features] is added to the result.
+        `decode` is for this call, in place of the layer's."""
         parts = (self.query, self.key, self.value, self.out)
         x, *weights = in_one_type(self.dtype, x, *(a for part in parts for a in part.weights()))
-        return _attention.attention(
+        cached: list[Any] = []
+        if self.decode if decode is None else decode:
+            cached = [getattr(self, name, None) for name in _flax.CACHED]
+            if any(variable is None for variable in cached):
+                raise ValueError(
+                    "jflux.nn.nnx.Attention: there is no cache; call init_cache of the layer first"
+                )
+        found = _attention.attention(
             x, *weights[::2], bias=weights[1::2], mask=mask, residual=residual,
             is_causal=self.is_causal, num_kv_heads=self.num_kv_heads, rotate=self.rotate,
             core=self.core, context_axis=self.context_axis, context_layout=self.context_layout,
-            segment_ids=segment_ids, **options_of(self),
+            segment_ids=segment_ids, new_lengths=new_lengths, prefill=prefill,
+            cache=KVCache(*(a[...] for a in cached)) if cached else None,
+            cache_core=self.cache_core, **options_of(self),
         )  # fmt: skip
+        if not cached:
+            return found
+        for variable, array in zip(cached, found[1], strict=True):
+            variable[...] = array
+        return found[0]
+
+    def init_cache(self, input_shape: tuple[int, ...], dtype: Any = None) -> None:
+        """Makes the cache, empty, or empties it: ``cached_key`` and ``cached_value``
+        [b, S, g, head_dim] and ``cache_index``, the lengths, int32 [b], as ``nnx.Cache``. They are
+        split as :func:`jflux.nn.cache_specs` says.
+
+        Args:
+          input_shape: (b, S, in_features), S for the longest sequence.
+          dtype: by default that of the layer's computation.
+        """
+        dtype = dtype or self.dtype or self.param_dtype
+        heads = (self.num_heads, self.num_kv_heads, self.head_dim)
+        cache = _flax.empty_cache(self, input_shape, *heads, dtype=dtype, x_spec=self.x_spec)
+        for name, array in zip(_flax.CACHED, cache, strict=True):
+            setattr(self, name, nnx.Cache(array))
 
 
 class Loss(nnx.Variable):

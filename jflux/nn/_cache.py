@@ -1,0 +1,134 @@
+"""Caches of keys and values for decoding with the attention layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+
+from .. import _global, _mesh
+from .._attention.decoding import KVCache
+from .._mesh import AxisName
+
+
+def init_cache(
+    batch: int,
+    length: int,
+    num_heads: int,
+    head_dim: int,
+    *,
+    num_kv_heads: int | None = None,
+    dtype: DTypeLike = jnp.float32,
+    axis_name: AxisName | None = None,
+    context_axis: AxisName | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    x_spec: PartitionSpec | None = None,
+) -> KVCache:
+    """An empty cache for :func:`attention`, in zeros.
+
+    With N ranks along `axis_name` and C along `context_axis`, keys and values are
+    [batch, S, g, head_dim], split by heads over N and by positions over C. S is `length`, rounded
+    up to a multiple of C. g is `num_kv_heads`; where N does not divide it, each rank has the heads
+    that its queries belong to, and g is N times their number.
+
+    Args:
+      batch: sequences; inside ``jax.shard_map`` those of this rank.
+      length: positions, of all ranks together.
+      num_heads, num_kv_heads: of queries, and of keys and values, of all ranks together; the second
+        is the first by default.
+      dtype: of the layer's computation.
+      axis_name, context_axis: as in :func:`attention`; None: no such axis.
+      mesh: outside ``shard_map``: by default the ambient one.
+      x_spec: outside ``shard_map``: how the layer's activations are sharded besides, such as
+        ``P("data")``.
+
+    Returns:
+      A :class:`jflux.KVCache`: outside ``shard_map`` global arrays, inside this rank's part.
+    """
+    kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    names, context = _mesh.axes_of(axis_name), _mesh.axes_of(context_axis)
+    axes = (*context, *names)
+    if axes and not _mesh.is_bound(axes):
+        mesh = _global._mesh_for(mesh)
+        missing = [name for name in axes if name not in mesh.axis_names]
+        if missing:
+            raise ValueError(
+                f"jflux.nn.init_cache: the mesh has axes {mesh.axis_names}: no {missing}"
+            )
+        ranks, parts = _size(mesh, names), _size(mesh, context)
+        heads, positions = cached_heads(num_heads, kv_heads, ranks), -(-length // parts) * parts
+        specs = cache_specs(axis_name, context_axis=context_axis, x_spec=x_spec)
+        return _placed((batch, positions, heads, head_dim), dtype, mesh, specs)
+    ranks = _mesh.axis_size(names) if names else 1
+    parts = _mesh.axis_size(context) if context else 1
+    heads = cached_heads(num_heads, kv_heads, ranks) // ranks
+    cache = _zeros((batch, -(-length // parts), heads, head_dim), dtype)
+    if axes and _mesh.tracks_vma(axes):
+        keys, values = (_mesh.vary(a, axes) for a in cache[:2])
+        return KVCache(keys, values, cache.lengths)
+    return cache
+
+
+def cache_specs(
+    axis_name: AxisName | None = None,
+    *,
+    context_axis: AxisName | None = None,
+    x_spec: PartitionSpec | None = None,
+) -> Any:
+    """How a cache of :func:`init_cache` is split, for ``jax.shard_map`` and ``jax.jit``: a
+    :class:`jflux.KVCache` of ``PartitionSpec``. Arguments are as there."""
+    names, context = _mesh.axes_of(axis_name), _mesh.axes_of(context_axis)
+    batch = without(PartitionSpec() if x_spec is None else x_spec, (*context, *names))[:1]
+    batch = batch or (None,)
+    kv = PartitionSpec(*batch, context or None, names or None, None)
+    specs: Any = (kv, kv, PartitionSpec(*batch))
+    return KVCache(*specs)
+
+
+def cached_heads(num_heads: int, num_kv_heads: int, ranks: int) -> int:
+    """Heads of keys and values as they are kept, of all ranks together."""
+    if num_kv_heads % ranks == 0:
+        return num_kv_heads
+    return ranks * own_heads(num_heads // ranks, num_heads // num_kv_heads)
+
+
+def own_heads(heads: int, group: int) -> int:
+    """How many heads of keys a rank needs for its `heads` of queries, of which `group` share one:
+    as many as there are, or one for each query where groups do not end between ranks."""
+    if heads % group == 0:
+        return heads // group
+    return 1 if group % heads == 0 else heads
+
+
+def without(spec: PartitionSpec, names: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The entries of `spec` less some mesh axes."""
+    entries = [() if e is None else _mesh.as_tuple(e) for e in spec]
+    kept = [tuple(n for n in entry if n not in names) for entry in entries]
+    return tuple(entry or None for entry in kept)
+
+
+def _size(mesh: Any, names: tuple[Any, ...]) -> int:
+    size = 1
+    for name in names:
+        size *= mesh.shape[name]
+    return size
+
+
+def _zeros(shape: tuple[int, ...], dtype: DTypeLike) -> KVCache:
+    keys, values = (jnp.zeros(shape, dtype) for _ in range(2))
+    return KVCache(keys, values, jnp.zeros(shape[0], jnp.int32))
+
+
+def _placed(shape: tuple[int, ...], dtype: DTypeLike, mesh: Any, specs: Any) -> KVCache:
+    """Zeros that no device has whole."""
+
+    def place(array: jax.Array, spec: Any) -> jax.Array:
+        if AxisType.Explicit in mesh.axis_types:
+            return _global._reshard(array, mesh=mesh, spec=spec)
+        return lax.with_sharding_constraint(array, NamedSharding(mesh, spec))
+
+    return jax.jit(lambda: KVCache(*map(place, _zeros(shape, dtype), specs)))()

@@ -1,0 +1,433 @@
+"""Attention layers that decode: each token's result is its row of the layer's causal attention over
+the whole sequence, in float64 on one device."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import RANKS, make_mesh
+from jax import lax
+from jax.experimental import checkify
+from jax.sharding import PartitionSpec as P
+
+import jflux
+import jflux.nn as jnn
+
+flax = pytest.importorskip("flax")
+from flax import linen as nn  # noqa: E402
+from flax import nnx  # noqa: E402
+
+import jflux.nn.linen as jlinen  # noqa: E402
+import jflux.nn.nnx as jnnx  # noqa: E402
+
+pytestmark = pytest.mark.skipif(jax.default_backend() == "gpu", reason="float64")
+
+B, D, C = 3, 12, 4  # sequences, width, elements of a head
+NAMES = ("query", "key", "value", "out")
+
+
+@pytest.fixture(autouse=True)
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+def operands(heads, groups, length, seed=0):
+    """x [B, length, D], and query, key, value, out."""
+    rng = np.random.default_rng(seed)
+    shapes = (B, length, D), (D, heads, C), (D, groups, C), (D, groups, C), (heads, C, D)
+    return [rng.standard_normal(shape) / shape[0] ** 0.5 for shape in shapes]
+
+
+def plain(x, query, key, value, out, window=None):
+    q, k, v = (np.einsum("bsd,dhc->bshc", x, w) for w in (query, key, value))
+    q, k = np.asarray(jnn.rotary(q)), np.asarray(jnn.rotary(k))
+    group, length = q.shape[2] // k.shape[2], x.shape[1]
+    k, v = np.repeat(k, group, 2), np.repeat(v, group, 2)
+    scores = np.einsum("bshc,bthc->bhst", q, k) / C**0.5
+    may = np.tri(length, dtype=bool)
+    if window is not None:
+        may &= ~np.tri(length, k=-window, dtype=bool)
+    weights = np.exp(np.where(may, scores, -np.inf))
+    weights /= weights.sum(-1, keepdims=True)
+    return np.einsum("bhst,bthc,hcd->bsd", weights, v, out)
+
+
+def tokens_at(x, positions):
+    """x [B, length, D] at positions [B, t]; anything beyond its end."""
+    positions = np.minimum(positions, x.shape[1] - 1)
+    return np.take_along_axis(x, positions[..., None], 1)
+
+
+def close(got, want, tolerance=1e-10):
+    np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=tolerance, atol=tolerance)
+
+
+# (context ranks, tensor ranks), heads of queries and of keys; with more ranks than heads of keys,
+# and groups that do not end between ranks.
+WAYS = [
+    ((1, 1), 4, 2), ((3, 1), 2, 1), ((4, 1), 4, 4), ((8, 1), 2, 2), ((1, 2), 4, 2), ((1, 4), 4, 2),
+    ((2, 2), 4, 2), ((4, 2), 4, 1), ((1, 3), 6, 2), ((2, 3), 6, 2), ((2, 4), 4, 2),
+]  # fmt: skip
+WAYS = [way for way in WAYS if way[0][0] * way[0][1] <= RANKS]
+
+
+# ---- Functions of arrays -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_of_global_arrays(way):
+    """A prompt of ragged lengths, tokens one at a time in a scan, then some at once."""
+    (context, tensor), heads, groups = way
+    prompt, steps, more = 2 * context * tensor, 3, 2
+    x, *weights = operands(heads, groups, prompt + steps + more)
+    lengths = np.array([prompt, 1, max(1, prompt - 3)])
+    mesh = make_mesh((context, tensor), ("cp", "tp"))
+    options = {
+        "axis_name": "tp", "context_axis": "cp", "rotate": jnn.rotary, "mesh": mesh,
+        "sequence_parallel": (context, tensor) != (2, 2),
+    }  # fmt: skip
+
+    @jax.jit
+    def run(x, after, at_once, weights):
+        cache = jnn.init_cache(
+            B, prompt + steps + more, heads, C, num_kv_heads=groups, dtype=x.dtype, axis_name="tp",
+            context_axis="cp", mesh=mesh,
+        )  # fmt: skip
+        first, cache = jnn.attention(
+            jflux.reorder_for_causal(x, context), *weights, cache=cache, prefill=True,
+            new_lengths=jnp.asarray(lengths), **options,
+        )  # fmt: skip
+
+        def step(cache, x):
+            y, cache = jnn.attention(x[:, None], *weights, cache=cache, **options)
+            return cache, y[:, 0]
+
+        cache, ys = lax.scan(step, cache, after.swapaxes(0, 1))
+        last, cache = jnn.attention(
+            at_once, *weights, cache=cache, residual=at_once,
+            new_lengths=jnp.array([more, 1, 0]), **options,
+        )  # fmt: skip
+        return jflux.restore_order(first, context), ys, last, cache
+
+    after = lengths[:, None] + np.arange(steps)
+    then = lengths[:, None] + steps + np.arange(more)
+    first, ys, last, cache = run(x[:, :prompt], tokens_at(x, after), tokens_at(x, then), weights)
+    want = plain(x, *weights)
+    for b, length in enumerate(lengths):
+        close(first[b, :length], want[b, :length])
+    close(ys.swapaxes(0, 1), tokens_at(want, after))
+    close(last[0], (want + x)[0, then[0]])
+    close(last[1, :1], (want + x)[1, then[1, :1]])
+    np.testing.assert_array_equal(cache.lengths, lengths + steps + [more, 1, 0])
+    assert cache.keys.shape[1] % context == 0
+    assert {s.data.shape[1] for s in cache.keys.addressable_shards} == {
+        cache.keys.shape[1] // context
+    }
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_inside_shard_map(way):
+    """With JAX's check of what is the same on all ranks, from a cache that is made there."""
+    (context, tensor), heads, groups = way
+    steps = 3
+    x, *weights = operands(heads, groups, steps, seed=1)
+    kv = P(None, "tp", None) if groups % tensor == 0 else P()
+    split = jnn.cache_specs("tp", context_axis="cp")
+
+    def run(x, *weights):
+        cache = jnn.init_cache(
+            B, 4, heads, C, num_kv_heads=groups, dtype=x.dtype, axis_name="tp", context_axis="cp"
+        )
+
+        def step(cache, x):
+            y, cache = jnn.attention(
+                x[:, None], *weights, cache=cache, axis_name="tp", context_axis="cp",
+                rotate=jnn.rotary, sequence_parallel=False, num_kv_heads=groups,
+            )  # fmt: skip
+            return cache, y[:, 0]
+
+        return lax.scan(step, cache, x.swapaxes(0, 1))
+
+    cache, ys = jax.jit(
+        jax.shard_map(
+            run, mesh=make_mesh((context, tensor), ("cp", "tp")),
+            in_specs=(P(), P(None, "tp", None), kv, kv, P("tp")), out_specs=(split, P()),
+            check_vma=groups % tensor == 0,
+        )
+    )(x, *weights)  # fmt: skip
+    close(ys.swapaxes(0, 1), plain(x, *weights))
+    np.testing.assert_array_equal(cache.lengths, [steps] * B)
+
+
+def test_a_window():
+    """In prompts by `core`, in decoding by `cache_core`."""
+    x, *weights = operands(4, 2, 8, seed=2)
+    window, mesh = 3, make_mesh((2, 1), ("cp", "tp"))
+
+    def core(q, k, v, *, mask, is_causal):
+        return jflux.attention(q, k, v, axis_name="cp", causal=is_causal, window=(window - 1, 0))
+
+    options = {
+        "axis_name": "tp", "context_axis": "cp", "rotate": jnn.rotary, "mesh": mesh, "core": core,
+        "cache_core": functools.partial(jflux.attend_to_cache, axis_name="cp", window=window),
+    }  # fmt: skip
+    cache = jnn.init_cache(
+        B, 8, 4, C, num_kv_heads=2, dtype=x.dtype, axis_name="tp", context_axis="cp", mesh=mesh
+    )
+    want = plain(x, *weights, window=window)
+    y, cache = jnn.attention(
+        jflux.reorder_for_causal(x[:, :4], 2), *weights, cache=cache, prefill=True, **options
+    )
+    close(jflux.restore_order(y, 2), want[:, :4])
+    y, cache = jnn.attention(x[:, 4:], *weights, cache=cache, **options)
+    close(y, want[:, 4:])
+    del options["cache_core"]
+    with pytest.raises(ValueError, match="core is not told about the cache; pass cache_core="):
+        jnn.attention(x[:, :1], *weights, cache=cache, **options)
+
+
+@pytest.mark.skipif(RANKS < 4, reason="four ranks")
+def test_batches_split_over_another_axis():
+    x, *weights = operands(4, 2, 3, seed=3)
+    x = np.concatenate([x, x[::-1]])
+    mesh = make_mesh((2, 1, 2), ("data", "cp", "tp"))
+    options = {"axis_name": "tp", "context_axis": "cp", "mesh": mesh, "x_spec": P("data")}
+    cache = jnn.init_cache(len(x), 4, 4, C, num_kv_heads=2, dtype=x.dtype, **options)
+    assert cache.keys.sharding.spec[0] in ("data", ("data",))
+    y, cache = jnn.attention(x, *weights, cache=cache, rotate=jnn.rotary, **options)
+    close(y, plain(x, *weights))
+    assert cache.lengths.sharding.spec[0] in ("data", ("data",))
+
+
+def test_explicit_sharding():
+    if RANKS < 4:
+        pytest.skip("four ranks")
+    x, *weights = operands(4, 2, 4, seed=4)
+    mesh = make_mesh((2, 2), ("cp", "tp"), axis_type=jax.sharding.AxisType.Explicit)
+    options = {"axis_name": "tp", "context_axis": "cp", "rotate": jnn.rotary}
+    with jax.set_mesh(mesh):
+        cache = jnn.init_cache(
+            B, 4, 4, C, num_kv_heads=2, dtype=x.dtype, axis_name="tp", context_axis="cp"
+        )
+        y, cache = jax.jit(functools.partial(jnn.attention, **options))(
+            jnp.asarray(x), *map(jnp.asarray, weights), cache=cache
+        )
+    close(y, plain(x, *weights))
+
+
+def test_half_types():
+    x, *weights = operands(4, 2, 6, seed=5)
+    mesh = make_mesh((2, 1), ("cp", "tp"))
+    half = [jnp.asarray(a, jnp.bfloat16) for a in (x, *weights)]
+    options = {"axis_name": "tp", "context_axis": "cp", "rotate": jnn.rotary, "mesh": mesh}
+    cache = jnn.init_cache(
+        B, 6, 4, C, num_kv_heads=2, dtype=jnp.bfloat16, axis_name="tp", context_axis="cp", mesh=mesh
+    )
+    want = plain(*(np.asarray(a, np.float64) for a in half))
+    for i in range(6):
+        y, cache = jnn.attention(half[0][:, i : i + 1], *half[1:], cache=cache, **options)
+        assert y.dtype == jnp.bfloat16
+        close(y[:, 0], want[:, i], 2e-2 * np.abs(want).max())
+
+
+def test_positions_beyond_the_cache():
+    x, *weights = operands(4, 2, 3, seed=6)
+    mesh = make_mesh((1,))
+    cache = jnn.init_cache(B, 2, 4, C, num_kv_heads=2, dtype=x.dtype, axis_name="tp", mesh=mesh)
+
+    def step(x, cache):
+        return jnn.attention(x, *weights, cache=cache, axis_name="tp", mesh=mesh)
+
+    checked = jax.jit(checkify.checkify(step))
+    for i in range(2):
+        error, (_, cache) = checked(x[:, i : i + 1], cache)
+        error.throw()
+    error, _ = checked(x[:, 2:], cache)
+    with pytest.raises(checkify.JaxRuntimeError, match="positions must be at most 1, got 2"):
+        error.throw()
+    with pytest.raises(ValueError, match="3 new tokens do not fit a cache of 2"):
+        step(x, cache)
+    with pytest.raises(ValueError, match="a prompt of 3 positions does not fit a cache of 2"):
+        jnn.attention(x, *weights, cache=cache, prefill=True, axis_name="tp", mesh=mesh)
+
+
+def test_what_does_not_fit():
+    x, *weights = operands(4, 2, 4)
+    options = {"axis_name": "tp", "mesh": make_mesh((1,))}
+    cache = jnn.init_cache(B, 8, 4, C, num_kv_heads=2, dtype=x.dtype, **options)
+    with pytest.raises(ValueError, match="new_lengths and prefill go with a cache"):
+        jnn.attention(x, *weights, prefill=True, **options)
+    with pytest.raises(ValueError, match="a cache takes no mask and no segment_ids"):
+        jnn.attention(x, *weights, cache=cache, mask=np.ones((1, 1, 4, 4), bool), **options)
+    with pytest.raises(ValueError, match=r"with a cache x must be \[b, s, d\]"):
+        jnn.attention(x[0], *weights, cache=cache, **options)
+    with pytest.raises(ValueError, match=r"init_cache: the mesh has axes \('tp',\): no \['cp'\]"):
+        jnn.init_cache(B, 8, 4, C, context_axis="cp", **options)
+
+
+# ---- Layers --------------------------------------------------------------------------------------
+
+OPTIONS = {
+    "num_kv_heads": 2, "rotate": jnn.rotary, "context_axis": "cp", "dtype": jnp.float64,
+    "param_dtype": jnp.float64, "use_bias": False, "head_dim": C,
+}  # fmt: skip
+LAYER_WAYS = [way for way in ((1, 1), (2, 1), (2, 2), (1, 4), (2, 4)) if way[0] * way[1] <= RANKS]
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+@pytest.mark.parametrize("way", LAYER_WAYS, ids=str)
+def test_layers(kind, way):
+    """A prompt, tokens one at a time, all in one compiled function each."""
+    context, tensor = way
+    prompt, steps = 2 * context * tensor, 3
+    size = prompt + steps
+    x = operands(4, 2, size, seed=7)[0]
+    lengths = np.array([prompt, 1, max(1, prompt - 1)])
+    with jax.set_mesh(make_mesh(way, ("cp", "tp"))):
+        if kind == "linen":
+            layer = jlinen.Attention(4, decode=True, **OPTIONS)
+            made = nn.unbox(jax.jit(layer.init)(jax.random.key(0), x))
+            params, state = made["params"], made["cache"]
+            assert not np.asarray(state["cached_key"]).any()  # `init` leaves it empty
+
+            @functools.partial(jax.jit, static_argnames="prefill")
+            def call(state, x, **rest):
+                y, new = layer.apply(
+                    {"params": params, "cache": state}, x, mutable=["cache"], **rest
+                )
+                return y, new["cache"]
+
+            weights = [params[name]["kernel"] for name in NAMES]
+        else:
+            axes = ("embed", "heads", "kv_heads" if tensor <= 2 else None, "kv")
+            module = jnnx.Attention(4, D, rngs=nnx.Rngs(0), axes=axes, **OPTIONS)
+            with pytest.raises(ValueError, match="there is no cache; call init_cache"):
+                module(x[:, :1], decode=True)
+            module.init_cache(x.shape)
+            module.set_attributes(decode=True)
+            graph, params, state = nnx.split(module, nnx.Param, nnx.Cache)
+
+            @functools.partial(jax.jit, static_argnames="prefill")
+            def call(state, x, **rest):
+                module = nnx.merge(graph, params, state)
+                y = module(x, **rest)
+                return y, nnx.state(module, nnx.Cache)
+
+            weights = [getattr(module, name).kernel[...] for name in NAMES]
+        held = jax.tree.leaves(state)
+        assert len(held) == 3 and sorted(a.shape for a in held)[0] == (B,)
+        want = plain(x, *map(np.asarray, weights))
+        y, state = call(
+            state, jflux.reorder_for_causal(x[:, :prompt], context), prefill=True,
+            new_lengths=lengths,
+        )  # fmt: skip
+        y = jflux.restore_order(y, context)
+        for b, length in enumerate(lengths):
+            close(y[b, :length], want[b, :length])
+        for i in range(steps):
+            at = (lengths + i)[:, None]
+            y, state = call(state, tokens_at(x, at))
+            close(y, tokens_at(want, at))
+        index = next(a for a in jax.tree.leaves(state) if a.ndim == 1)
+        np.testing.assert_array_equal(index, lengths + steps)
+
+
+def test_as_flax_users_know_it():
+    """linen's own layer and ours, with the same parameters, one token at a time."""
+    x = operands(4, 4, 5, seed=8)[0]
+    types = {"dtype": jnp.float64, "param_dtype": jnp.float64}
+    theirs = nn.MultiHeadDotProductAttention(4, decode=True, **types)
+    ours = jlinen.Attention(4, decode=True, **types)
+    with jax.set_mesh(make_mesh((1,))):
+        made = theirs.init(jax.random.key(0), x)
+        cache = ours.init(jax.random.key(0), x)["cache"]
+        for name in ("cached_key", "cached_value"):
+            assert cache[name].shape == made["cache"][name].shape
+            assert cache[name].dtype == made["cache"][name].dtype
+        assert cache["cache_index"].shape == (B,)  # each sequence has its own
+        other = made["cache"]
+        for i in range(5):
+            one = x[:, i : i + 1]
+            want, other = theirs.apply(
+                {"params": made["params"], "cache": other}, one, mutable=["cache"]
+            )
+            got, cache = ours.apply(
+                {"params": made["params"], "cache": cache}, one, mutable=["cache"]
+            )
+            other, cache = other["cache"], cache["cache"]
+            close(got, want)
+            close(cache["cached_key"], other["cached_key"])
+
+
+class Block(nn.Module):
+    """A layer of a scanned model: the carry is the residual stream."""
+
+    @nn.compact
+    def __call__(self, x, _):
+        y = jlinen.Attention(4, decode=True, sequence_parallel=False, **OPTIONS)(x, residual=x)
+        return y, None
+
+
+def test_a_model_scanned_over_layers():
+    """With a loop over steps around it, under jit: lengths are traced."""
+    x = operands(4, 2, 6, seed=9)[0]
+    model = nn.scan(
+        Block, variable_axes={"params": 0, "cache": 0}, split_rngs={"params": True}, length=2,
+        metadata_params={nn.PARTITION_NAME: "layers"},
+    )()  # fmt: skip
+    ways = (2, 2) if RANKS >= 4 else (2, 1)
+    with jax.set_mesh(make_mesh(ways, ("cp", "tp"))):
+        made = nn.unbox(jax.jit(model.init)(jax.random.key(0), x, None))
+        params, cache = made["params"], made["cache"]
+
+        @jax.jit
+        def run(cache, x):
+            def step(cache, x):
+                (y, _), new = model.apply(
+                    {"params": params, "cache": cache}, x[:, None], None, mutable=["cache"]
+                )
+                return new["cache"], y[:, 0]
+
+            return lax.scan(step, cache, x.swapaxes(0, 1))
+
+        cache, ys = run(cache, x)
+    (stacked,) = params.values()
+    want = x
+    for i in range(2):
+        want = want + plain(want, *(np.asarray(stacked[name]["kernel"][i]) for name in NAMES))
+    close(ys.swapaxes(0, 1), want)
+    assert {a.shape for a in jax.tree.leaves(cache)} == {(2, B, 6, 2, C), (2, B)}
+
+
+def test_layers_inside_shard_map():
+    x = operands(4, 2, 4, seed=10)[0]
+    ways = (2, 2) if RANKS >= 4 else (2, 1)
+    mesh = make_mesh(ways, ("cp", "tp"))
+    layer = jlinen.Attention(4, decode=True, sequence_parallel=False, **OPTIONS)
+    with jax.set_mesh(mesh):
+        made = nn.unbox(jax.jit(layer.init)(jax.random.key(0), x))
+    params = made["params"]
+    of_params = {name: {"kernel": P(None, "tp")} for name in NAMES[:3]} | {
+        "out": {"kernel": P("tp")}
+    }
+    specs = jnn.cache_specs("tp", context_axis="cp")
+    of_cache = {
+        "cached_key": specs.keys, "cached_value": specs.values, "cache_index": specs.lengths,
+    }  # fmt: skip
+
+    def call(params, cache, x):
+        y, new = layer.apply({"params": params, "cache": cache}, x, mutable=["cache"])
+        return y, new["cache"]
+
+    call = jax.jit(
+        jax.shard_map(
+            call, mesh=mesh, in_specs=(of_params, of_cache, P()), out_specs=(P(), of_cache)
+        )
+    )
+    cache, want = made["cache"], plain(x, *(np.asarray(params[n]["kernel"]) for n in NAMES))
+    for i in range(4):
+        y, cache = call(params, cache, x[:, i : i + 1])
+        close(y[:, 0], want[:, i])
