@@ -296,6 +296,7 @@ def differentiated(
     kept: Callable[[Sequence[Any], Any], Any],
     tangents: Callable[[Any, Sequence[Any], Any], Sequence[Any]],
     backward: Callable[[Any, Sequence[Any], Sequence[Any], Any], Sequence[Any]],
+    forward: Callable[..., tuple[Sequence[Any], Any]] | None = None,
 ) -> Callable[..., Sequence[Any]]:
     """A function with derivatives, for one that is no primitive: JAX sees its equations.
 
@@ -304,6 +305,8 @@ def differentiated(
         are other pytrees, of integers, have no tangents.
       kept: (operands, params) -> what `tangents` and `backward` need.
       tangents, backward: as in :class:`Derivatives`.
+      forward: (the function with derivatives, operands, params) -> (results, what is kept), where
+        that is not of the operands alone.
     """
 
     @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -311,8 +314,13 @@ def differentiated(
         return tuple(function(params, *operands))
 
     # The results of a jvp come from a call, so that they have derivatives too.
+    def own_forward(operands: Sequence[Any], params: Any) -> tuple[Sequence[Any], Any]:
+        if forward is not None:
+            return forward(call, operands, params)
+        return call(params, *operands), kept(operands, params)
+
     derivatives = Derivatives(
-        forward=lambda operands, params: (call(params, *operands), kept(operands, params)),
+        forward=own_forward,
         tangents=tangents,
         backward=backward,
         kept=kept,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import jflux
-from jflux import testing
+from jflux import _config, testing
 from jflux._attention import attention, blocks, split
 
 pytestmark = pytest.mark.skipif(jax.default_backend() == "gpu", reason="float64")
@@ -287,6 +287,59 @@ def test_a_saved_result_is_not_computed_again():
 
     named = jax.checkpoint_policies.save_only_these_names(split.ATTENTION)
     assert loops(None) == 6 and loops(named) == 4  # two of them forward, two backward
+
+
+FORWARD = {
+    "gathered": {}, "ring": {"ring": True}, "one rank": {"world": 1},
+    "window, documents": {"window": (3, 0), "segments": True},
+    "softcap": {"softcap": 1.5, "causal": False},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", FORWARD.values(), ids=FORWARD)
+def test_forward_mode(options, caplog):
+    """Tangents of both results, for some operands or all, by `jvp` and by `linearize`; and the
+    gradient of the tangents, the tangents of the gradient, and those of a batch."""
+    case = Case(**{"world": min(3, RANKS), "own": 4, "width": 3} | options)
+    q, k, v, ids = case.operands()
+    moved = Case(**dataclasses.asdict(case) | {"seed": 7}).operands()[:3]
+
+    def of(f):
+        def both(q, k, v):
+            o, lse = f(q, k, v, ids)
+            return o, jnp.where(lse > -jnp.inf, lse, 0)
+
+        def loss(q, k, v):
+            o, lse = both(q, k, v)
+            return jnp.sum(jnp.sin(o)) + jnp.sum(lse**2)
+
+        def slope(q, k, v):
+            return jax.jvp(loss, (q, k, v), moved)[1]
+
+        def run(q, k, v):
+            found = [
+                jax.jvp(both, (q, k, v), moved)[1],
+                jax.jvp(lambda v: both(q, k, v), (v,), moved[2:])[1],
+            ]
+            if ids is not None or case.softcap is not None:
+                return found
+            _, linear = jax.linearize(both, q, k, v)
+            return [
+                *found,
+                jax.vmap(linear)(*(jnp.stack([a, 2 * a]) for a in moved)),
+                jax.grad(slope, (0, 1, 2))(q, k, v),
+                jax.jvp(jax.grad(loss, (0, 1, 2)), (q, k, v), moved)[1],
+            ]
+
+        return run
+
+    with caplog.at_level("INFO", logger="jflux"):
+        _config._said.clear()
+        got = jax.jit(of(case.split))(q, k, v)
+    want = of(case.expected)(q, k, v)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-9)
+    assert sum("in forward mode" in r.message for r in caplog.records) == 1
 
 
 @pytest.mark.parametrize("groups", [1, 2, 4])

@@ -67,7 +67,9 @@ def attention(
     `heads_axis` as in :func:`jflux.ulysses_attention`, and keys and values along `axis_name` (a
     fast axis inside, a slow one outside: arXiv 2405.07719).
 
-    Differentiable in reverse mode alone.
+    Differentiable in both modes. Forward mode computes the result a second time, with its tangents,
+    in XLA's operations. It is not there where one call of cuDNN computes (below): JAX has none for
+    it. `return_lse` takes the other way.
 
     On GPUs cuDNN computes float16 and bfloat16 attention without `window`, `segment_ids` or
     `softcap`, in all orders but causal "striped", and its gradients unless `return_lse`: in one

@@ -4,7 +4,7 @@ computes in between is in blocks.py, or by_parts.py."""
 from __future__ import annotations
 
 import dataclasses
-import functools
+import logging
 from typing import Any
 
 import jax
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from .. import _mesh
+from .. import _config, _derivatives, _mesh
 from .._mesh import AxisName
 from .._ops.exchange import all_gather, reduce_scatter
 from . import blocks, by_parts, pieces
@@ -53,31 +53,66 @@ class Call:
         return _mesh.rank_and_size(self.axis_name)[0]
 
 
-# ---- The gradient of both forms ------------------------------------------------------------------
+# ---- The derivatives of both forms ---------------------------------------------------------------
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def of_split(
-    call: Call, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None
+def _run(
+    call: Call, q: jax.Array, k: jax.Array, v: jax.Array, segments: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """(o, log-sum-exp)."""
-    o, lse = (_around if call.ring else _gathered)(call, q, k, v, segments)
+    o, lse = (_around if call.ring else _gathered)(call, q, k, v, *segments)
     return o.astype(q.dtype), lse
 
 
-def _forward(call: Call, q: Any, k: Any, v: Any, segments: Any) -> Any:
-    o, lse = (checkpoint_name(a, ATTENTION) for a in of_split(call, q, k, v, segments))
-    return (o, lse), (q, k, v, segments, o, lse)
+def _forward(run: Any, operands: Any, call: Call) -> Any:
+    o, lse = (checkpoint_name(a, ATTENTION) for a in run(call, *operands))
+    return (o, lse), (*operands, o, lse)
 
 
-def _backward(call: Call, kept: Any, cotangents: Any) -> Any:
-    q, k, v, *_ = kept
+def _tangents(kept: Any, tangents: Any, call: Call) -> Any:
+    """Of the blocks, differentiated as they are written: cuDNN has no forward mode."""
+    _config.say_once(
+        logging.INFO,
+        "jflux.attention in forward mode computes its result again with the tangents, in XLA's "
+        "operations",
+    )
+    operands, segments = kept[:3], kept[3]
+    plainly = dataclasses.replace(call, cudnn=False, cudnn_backward=False)
+    moved = [t is not None for t in tangents[:3]]
+
+    def of_moved(*some: jax.Array) -> Any:
+        rest = iter(some)
+        q, k, v = (next(rest) if m else a for a, m in zip(operands, moved, strict=True))
+        return _run(plainly, q, k, v, segments)
+
+    some = tuple(a for a, m in zip(operands, moved, strict=True) if m)
+    return jax.jvp(of_moved, some, tuple(t for t in tangents[:3] if t is not None))[1]
+
+
+def _backward(kept: Any, cotangents: Any, wanted: Any, call: Call) -> Any:
+    q, k, v, segments, o, lse = kept
+    do, dlse = (
+        jnp.zeros_like(a) if ct is None else ct for a, ct in zip((o, lse), cotangents, strict=True)
+    )
     backward = _around_backward if call.ring else _gathered_backward
-    dq, dk, dv = backward(call, *kept, *cotangents)
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
+    found = backward(call, q, k, v, *segments, o, lse, do, dlse)
+    own = [d.astype(a.dtype) for d, a in zip(found, (q, k, v), strict=True)]
+    return *(None if w is None else d for w, d in zip(wanted, own, strict=False)), None
 
 
-of_split.defvjp(_forward, _backward)
+def _not_linear(*_: Any) -> Any:
+    raise _derivatives.not_linear("attention", "it is linear in v alone")
+
+
+_differentiable = _derivatives.differentiated(
+    _run, kept=_not_linear, tangents=_tangents, backward=_backward, forward=_forward
+)
+
+
+def of_split(
+    call: Call, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None
+) -> Any:
+    """(o, log-sum-exp)."""
+    return _differentiable(call, q, k, v, (segments,))
 
 
 # ---- Gathered ------------------------------------------------------------------------------------
