@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jflux
 import jflux.nn as jnn
+from jflux import _config
 
 flax = pytest.importorskip("flax")
 from flax import linen as nn  # noqa: E402
@@ -224,9 +225,131 @@ def test_what_no_rank_has():
         jnn.attention(x, *weights, segment_ids=np.zeros((B, S), int), **options)
     with pytest.raises(ValueError, match="do not divide its dimension 1"):
         jnn.attention(x[:, :-1], *weights, context_axis="cp", **options)
+
+
+# ---- Flax's own layers ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def lenient():
+    with jflux.config(strict=False):
+        yield
+
+
+def flax_layer(kind, x, **options):
+    """x -> y of Flax's own attention layer with an attention_fn, and with its own."""
+    types = {"dtype": jnp.float64, "param_dtype": jnp.float64}
+    if kind == "linen":
+        fn = options.pop("attention_fn")
+        params = nn.MultiHeadDotProductAttention(4, **types).init(jax.random.key(0), x)
+
+        def layer(**beside):
+            module = nn.MultiHeadDotProductAttention(4, **types, **options, **beside)
+            return functools.partial(module.apply, params)
+
+        return layer(attention_fn=fn), layer()
+    fn = options.pop("attention_fn")
+    return tuple(
+        nnx.MultiHeadAttention(
+            4, D, decode=False, rngs=nnx.Rngs(0, dropout=1), **types, **options, **beside
+        )
+        for beside in ({"attention_fn": fn}, {})
+    )
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_masks_dropout_and_weights_fall_back(kind, lenient, caplog):
+    """To Flax's own attention, in the ranks' order of positions, with one line for each reason."""
+    x = operands(4, 2)[0]
+    mesh = make_mesh((2,), ("cp",))
+    fn = jnn.attention_fn("cp", causal=True, window=7, mesh=mesh)
+    ours, theirs = flax_layer(kind, x, attention_fn=fn, dropout_rate=0.5)
+    i, j = np.arange(S)[:, None], np.arange(S)
+    allowed = (j <= i) & (j >= i - 7)
+    others = np.random.default_rng(3).random((B, 1, S, S)) < 0.8
+    others |= np.eye(S, dtype=bool)
+    order = jflux.causal_positions(S, 2)
+    _config._said.clear()
+    with caplog.at_level("WARNING", logger="jflux"):
+        for _ in range(2):
+            got = reordered(
+                lambda x: ours(x, mask=others[:, :, order][..., order], deterministic=True),
+                2, "zigzag",
+            )(x)  # fmt: skip
+            same(got, theirs(x, mask=others & allowed, deterministic=True), 1e-6)
+    (line,) = [r.message for r in caplog.records]
+    assert "jflux.nn.attention_fn takes its lax reference: a mask or bias is not supported" in line
+    # Without a mask, dropout that is off is nothing.
+    with jflux.config(strict=True):
+        got = reordered(lambda x: ours(x, deterministic=True), 2, "zigzag")(x)
+        same(got, theirs(x, mask=allowed[None, None], deterministic=True), 1e-6)
+        with pytest.raises(NotImplementedError, match="a mask or bias is not supported"):
+            ours(x, mask=others, deterministic=True)
+        rngs = {"rngs": {"dropout": jax.random.key(1)}} if kind == "linen" else {}
+        with pytest.raises(NotImplementedError, match=r"dropout_rate=0\.5 of attention weights"):
+            ours(x, deterministic=False, **rngs)
+    dropped = ours(x, deterministic=False, **rngs)
+    assert dropped.shape == x.shape and np.abs(dropped - got).max() > 1e-3
+
+
+@pytest.mark.parametrize("kind", ["linen", "nnx"])
+def test_flax_layers_decode_with_it(kind, lenient):
+    """Their cache is theirs: its mask falls back."""
+    x = operands(4, 2)[0][:, :5]
+    mesh = make_mesh((2,), ("cp",))
+    fn = jnn.attention_fn("cp", causal=True, mesh=mesh)
+    types = {"dtype": jnp.float64, "param_dtype": jnp.float64}
+    causal = nn.make_causal_mask(np.ones((B, 5)))
+    if kind == "linen":
+        layer = nn.MultiHeadDotProductAttention(4, attention_fn=fn, decode=True, **types)
+        made = nn.MultiHeadDotProductAttention(4, decode=True, **types).init(jax.random.key(0), x)
+        want = nn.MultiHeadDotProductAttention(4, **types).apply(
+            {"params": made["params"]}, x, mask=causal
+        )
+        for i in range(5):
+            y, new = layer.apply(made, x[:, i : i + 1], mutable=["cache"])
+            made = made | new
+            same(y, want[:, i : i + 1], 1e-6)
+    else:
+        layer = nnx.MultiHeadAttention(
+            4, D, attention_fn=fn, decode=True, rngs=nnx.Rngs(0), **types
+        )
+        layer.init_cache(x.shape, jnp.float64)
+        want = nnx.MultiHeadAttention(4, D, decode=False, rngs=nnx.Rngs(0), **types)(x, mask=causal)
+        for i in range(5):
+            same(layer(x[:, i : i + 1]), want[:, i : i + 1], 1e-6)
+
+
+def test_types_and_precision_that_flax_passes(lenient):
+    q, k, v = np.random.default_rng(0).standard_normal((3, 2, 3, S, 4, C))
+    mesh = make_mesh((2,), ("cp",))
+    fn = jnn.attention_fn("cp", causal=True, layout="contiguous", scale=0.3, mesh=mesh)
+    y = fn(q, k, v, dtype=jnp.float32, precision=jax.lax.Precision.HIGHEST)
+    assert y.dtype == jnp.float32 and y.shape == q.shape  # two dimensions of batches
+    i, j = np.arange(S)[:, None], np.arange(S)
+    want = fn(q, k, v, mask=np.ones((1, 1, 1, S, S), bool))  # falls back
+    scores = np.where(j <= i, np.einsum("abshd,abthd->abhst", q, k) * 0.3, -np.inf)
+    exact = np.einsum("abhst,abthd->abshd", jax.nn.softmax(scores), v)
+    for one in (want, y):  # JAX's own softmax is float32
+        np.testing.assert_allclose(one, exact, rtol=1e-5, atol=1e-5)
+    jaxpr = str(jax.make_jaxpr(functools.partial(fn, precision="highest"))(q, k, v))
+    assert "HIGHEST" in jaxpr
+    with pytest.raises(TypeError, match="input_positions of the layer is not supported"):
+        fn(q, k, v, input_positions=np.arange(S))
+
+
+def test_inside_shard_map_nothing_falls_back():
     q = np.zeros((B, S, 4, C))
-    fn = jnn.attention_fn("cp", mesh=mesh)
-    with pytest.raises(ValueError, match="a mask or bias is not supported"):
-        fn(q, q, q, mask=np.ones((1, 1, S, S), bool))
-    with pytest.raises(ValueError, match=r"dropout_rate=0\.1 of attention weights"):
-        fn(q, q, q, dropout_rate=0.1)
+    mesh = make_mesh((2,), ("cp",))
+
+    def run(f):
+        sequence = P(None, "cp")
+        return jax.shard_map(f, mesh=mesh, in_specs=sequence, out_specs=sequence)(q)
+
+    fn = jnn.attention_fn("cp")
+    with pytest.raises(ValueError, match="a mask or bias is not supported inside shard_map"):
+        run(lambda q: fn(q, q, q, mask=np.ones((1, 1, S, S), bool)))
+    with pytest.raises(
+        ValueError, match=r"dropout_rate=0\.1 of attention weights is not supported"
+    ):
+        run(lambda q: fn(q, q, q, dropout_rate=0.1))

@@ -7,8 +7,8 @@ that exist, as their layers' ``dot_general``.
 
 from .._ops.grouped_matmul import ragged_dot as ragged_dot
 from ._attention import attention as attention
-from ._attention import attention_fn as attention_fn
 from ._attention import rotary as rotary
+from ._attention_fn import attention_fn as attention_fn
 from ._cache import cache_specs as cache_specs
 from ._cache import init_cache as init_cache
 from ._dense import column_parallel as column_parallel
