@@ -131,7 +131,7 @@ CONFIGS = {
 HEAD_NORMS = ("q_norm", "k_norm")
 
 Weights = dict[str, Any]
-Cache = list[tuple[jax.Array, jax.Array]]
+Cache = list[Any]
 
 
 def check(config: Config, ranks: int, context_ranks: int = 1) -> None:
@@ -214,9 +214,11 @@ def specs(config: Config) -> Weights:
 
 def cache_specs(config: Config) -> Cache:
     """Keys and values, [b, groups, length, head_dim] each, of each layer. With a context axis
-    they are [b, length, groups, head_dim], as `jflux.flash_decode` takes them."""
-    spec = P(None, AXIS) if config.context_axis is None else P(None, config.context_axis, AXIS)
-    return [(spec, spec)] * config.layers
+    a `jflux.KVCache`, whose keys and values are [b, length, groups, head_dim]."""
+    if config.context_axis is None:
+        return [(P(None, AXIS), P(None, AXIS))] * config.layers
+    spec = P(None, config.context_axis, AXIS)
+    return [jflux.KVCache(spec, spec, P())] * config.layers
 
 
 def context_ranks(config: Config) -> int:
@@ -316,52 +318,39 @@ def attend_prompt(ops: Any, config: Config, q: jax.Array, k: jax.Array, v: jax.A
 
 def make_cache(
     ops: Any, config: Config, k: jax.Array, v: jax.Array, *, tokens: int, length: int
-) -> tuple[jax.Array, jax.Array]:
+) -> Any:
     """A layer's cache with room for `length` positions, and in it the keys and values [b, groups,
     s, head_dim] of a prompt of `tokens`, as split over the context axis."""
     if config.context_axis is None:
         room = ((0, 0), (0, 0), (0, length - tokens), (0, 0))
         return jnp.pad(k[:, :, :tokens], room), jnp.pad(v[:, :, :tokens], room)
-    kv = tuple(jnp.moveaxis(a, 1, 2) for a in (k, v))
-    b, s, *heads = kv[0].shape
-    here = -(-length // context_ranks(config))
-    empty = jnp.zeros((b, here, *heads), k.dtype)
-    position = context_rank(config) * s + jnp.arange(s)
-    position = jnp.where(position < tokens, position, -1)  # padding is not written
-    position = jnp.broadcast_to(position, (b, s))
-    axis = config.context_axis
-    return ops.update_cache((empty, empty), kv, position, axis_name=axis, split=True)
-
-
-def add_to_cache(
-    ops: Any, config: Config, cache: Any, new: Any, position: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """A layer's cache with the keys and values [b, groups, 1, head_dim] of the token there."""
-    if config.context_axis is None:
-        k, v = (
-            lax.dynamic_update_slice_in_dim(old, one, position, axis=2)
-            for old, one in zip(cache, new, strict=True)
-        )
-        return k, v
-    new = tuple(jnp.moveaxis(a, 1, 2) for a in new)
-    positions = jnp.full(len(new[0]), position)
-    return ops.update_cache(cache, new, positions, axis_name=config.context_axis)
+    k, v = (jnp.moveaxis(a, 1, 2) for a in (k, v))
+    b, _, *heads = k.shape
+    empty = jnp.zeros((b, -(-length // context_ranks(config)), *heads), k.dtype)
+    cache = jflux.KVCache(empty, empty, jnp.zeros(b, jnp.int32))
+    lengths = jnp.full(b, tokens, jnp.int32)  # padding is not written
+    return ops.fill_cache(cache, k, v, lengths, axis_name=config.context_axis, layout="contiguous")
 
 
 def attend_cache(
-    ops: Any, config: Config, q: jax.Array, k: jax.Array, v: jax.Array, position: jax.Array
-) -> jax.Array:
-    """Attention of one query a sequence, q [b, 1, ...], to the cache up to `position`: [b, n]."""
+    ops: Any, config: Config, cache: Any, q: jax.Array, new: Any, position: jax.Array
+) -> tuple[jax.Array, Any]:
+    """Adds the keys and values `new` [b, groups, 1, head_dim] of the token at `position` to a
+    layer's cache, and attends to it with one query a sequence, q [b, 1, ...]: [b, n], the cache."""
     if config.context_axis is not None:
-        heads = q.reshape(len(q), -1, q.shape[-1])
-        lengths = jnp.full(len(q), position + 1)
-        o = ops.flash_decode(heads, k, v, lengths, axis_name=config.context_axis)
-        return o.reshape(len(q), -1)
+        k, v = (jnp.moveaxis(a, 1, 2) for a in new)
+        heads = q.reshape(len(q), 1, -1, q.shape[-1])
+        o, cache = ops.attend_to_cache(cache, heads, k, v, axis_name=config.context_axis)
+        return o.reshape(len(q), -1), cache
+    k, v = (
+        lax.dynamic_update_slice_in_dim(old, one, position, axis=2)
+        for old, one in zip(cache, new, strict=True)
+    )
     wide = {"preferred_element_type": jnp.float32}
     scores = jnp.einsum("bgqh,bgth->bgqt", q[:, 0], k, **wide) * q.shape[-1] ** -0.5
     scores = jnp.where(jnp.arange(k.shape[2]) <= position, scores, -jnp.inf)
     weights = jax.nn.softmax(scores).astype(v.dtype)
-    return jnp.einsum("bgqt,bgth->bgqh", weights, v).reshape(q.shape[0], -1)
+    return jnp.einsum("bgqt,bgth->bgqh", weights, v).reshape(q.shape[0], -1), (k, v)
 
 
 def own_rows(table: jax.Array, index: jax.Array) -> jax.Array:
@@ -446,8 +435,7 @@ def step(
     new_cache = []
     for w, scale, kv in zip(weights["layers"], scales_of(weights), cache, strict=True):
         q, *kv_of_token = split_heads(config, w, (h @ w["qkv"])[:, None], position[None])
-        k, v = add_to_cache(ops, config, kv, kv_of_token, position)
-        o = attend_cache(ops, config, q, k, v, position)
+        o, kv = attend_cache(ops, config, kv, q, kv_of_token, position)
         x, h = sum_add_norm(ops, o, w["o"], x, w["mlp_norm"], config.epsilon)
         if "router" in w:
             y = mixture(ops, config, w, h, split=False)
@@ -456,7 +444,7 @@ def step(
         else:
             y = jax.nn.silu(h @ w["gate"]) * (h @ w["up"])
             x, h = sum_add_norm(ops, y, w["down"], x, scale, config.epsilon)
-        new_cache.append((k, v))
+        new_cache.append(kv)
     return logits_of(weights, h), new_cache
 
 

@@ -215,8 +215,10 @@ def test_a_split_cache_gives_the_same_tokens():
     start, go_on = llama_model.programs(jflux, config, mesh, length=PROMPT + 10, steps=9)
     token, cache = start(weights, prompt)
     shape = (BATCH, 16, TINY.kv_heads, TINY.head_dim)  # 15 positions, rounded up
-    assert {a.shape for a in jax.tree.leaves(cache)} == {shape}
-    assert {a.addressable_shards[0].data.shape[1] for a in jax.tree.leaves(cache)} == {8}
+    assert {a.shape for layer in cache for a in layer[:2]} == {shape}
+    assert {a.addressable_shards[0].data.shape[1] for layer in cache for a in layer[:2]} == {8}
+    for layer in cache:
+        np.testing.assert_array_equal(layer.lengths, [PROMPT] * BATCH)
     go_on(weights, cache, token, np.int32(PROMPT))
     assert all(a.is_deleted() for a in jax.tree.leaves(cache))
 
