@@ -36,6 +36,8 @@ SAMPLES = {
         "assert y.shape == (2, 4, 8) and list(lengths) == [length, 10]",
         "wanted = jflux.restore_order(in_order[1], ranks)[1, :9]",
         "assert (cache[0][1, :9] == wanted).all() and not cache[0][1, 9:].any()",
+        "assert o.shape == (2, 3, 4, 8) and list(kv_cache.lengths) == [length + 3, 12]",
+        "assert (kv_cache.keys[1, :9] == wanted).all() and not kv_cache.keys[1, 12:].any()",
     ],
     "docs/guide/recipes.md": [
         "assert losses[-1] < losses[0] - 1 and linen_losses[-1] < linen_losses[0]",

@@ -43,7 +43,11 @@ CASES = {
     "full": ({"scan_layers": True, "remat_policy": "full"}, 8, 4, GATHERS, SCATTERS),
     "minimal": ({"scan_layers": True, "remat_policy": "minimal"}, 8, 4, None, None),
     "save_qkv_proj": ({"scan_layers": True, "remat_policy": "save_qkv_proj"}, 8, 4, None, None),
-}
+    "context": ({"context": 2, "scan_layers": True}, 8, 2, None, None),
+    "context, not balanced": (
+        {"context": 4, "context_parallel_load_balance": False}, 8, 2, None, None,
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -62,5 +66,7 @@ def test_loss_and_gradients(example, case):
     assert not fused_calls(plain[2])
     calls = fused_calls(fused[2])
     assert calls.count(GATHER) >= 2 and calls.count(SCATTER) >= 2
+    # Keys and values are gathered by jflux.attention.
+    assert ("all_gather" in calls) == ("context" in changes)
     if gathers is not None:
         assert (calls.count(GATHER), calls.count(SCATTER)) == (gathers, scatters)
