@@ -25,6 +25,7 @@ from bench import __main__ as bench  # noqa: E402
 from bench import (  # noqa: E402
     accuracy,
     attention,
+    cache_check,
     collectives,
     compare,
     decode,
@@ -388,6 +389,23 @@ def test_decoding_is_checked_and_timed():
     assert 0 < row["error"] <= 2
     assert row["J"]["median"] > 0 and row["G"]["median"] > 0
     assert len(attention.cells(row, ranks)) == len(attention.HEADING.split(" | "))
+
+
+def test_decoding_with_a_cache_is_checked_and_timed(monkeypatch):
+    ranks = min(2, RANKS)
+    sizes = {"B": 3, "D": 32, "H": 4, "G": 2, "C": 8, "PROMPT": 16, "STEPS": 3}
+    for name, size in sizes.items():
+        monkeypatch.setattr(cache_check, name, size)
+    mesh = make_mesh((ranks, 1), ("cp", "tp"))
+    run = cache_check.program(mesh, ranks, jnp.float16)
+    assert cache_check.trial(run, jnp.float16, 0) < cache_check.TOLERANCE["float16"]
+
+    def without_the_last(*args):
+        first, each, last, lengths = run(*args)
+        return first, each.at[-1].set(each[-2]), last, lengths
+
+    assert cache_check.trial(without_the_last, jnp.float16, 0) > 0.05
+    assert all(s > 0 for s in cache_check.seconds_of_step(ranks, 64, 1).values())
 
 
 def test_attention_that_is_wrong_is_not_timed(monkeypatch):

@@ -202,6 +202,31 @@ def test_batches_split_over_another_axis():
     assert cache.lengths.sharding.spec[0] in ("data", ("data",))
 
 
+@pytest.mark.parametrize("tensor", [n for n in (1, 3, 4) if n <= RANKS])
+def test_without_a_context_axis(tensor):
+    """Lengths that the ranks do not divide are padded, of prompts and of new tokens."""
+    x, *weights = operands(12, 4, 11, seed=11)
+    options = {"axis_name": "tp", "mesh": make_mesh((tensor,)), "rotate": jnn.rotary}
+    cache = jnn.init_cache(
+        B, 11, 12, C, num_kv_heads=4, dtype=x.dtype, axis_name="tp", mesh=options["mesh"]
+    )
+    want = plain(x, *weights)
+    attend = functools.partial(jax.jit, static_argnames="prefill")(
+        lambda x, cache, **rest: jnn.attention(x, *weights, cache=cache, **options, **rest)
+    )
+    y, cache = attend(x[:, :7], cache, prefill=True)
+    close(y, want[:, :7])
+    for start, stop in ((7, 8), (8, 11)):
+        y, cache = attend(x[:, start:stop], cache)
+        close(y, want[:, start:stop])
+    # What the cache had before is gone.
+    y, cache = attend(x[:, :4], cache, prefill=True, new_lengths=jnp.array([4, 2, 0]))
+    np.testing.assert_array_equal(cache.lengths, [4, 2, 0])
+    at = np.array([4, 2, 0])[:, None]
+    y, cache = attend(tokens_at(x, at), cache)
+    close(y, tokens_at(want, at))
+
+
 def test_explicit_sharding():
     if RANKS < 4:
         pytest.skip("four ranks")
