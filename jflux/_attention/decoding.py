@@ -13,7 +13,7 @@ from .. import _mesh
 from .._epilogue import sum_dtype
 from .._mesh import AxisName
 from .._ops.exchange import all_gather, all_gather_reference
-from . import blocks, cache, flash_decode
+from . import blocks, cache, part
 from .blocks import Part, Scores
 from .layouts import Layout, own_positions
 from .merging import merge_attention
@@ -105,9 +105,10 @@ def attend_to_cache(
         kv_cache [B, S/N, G, D]   q [B, T, H, D]   k, v [B, T, G, D]   ->   o [B, T, H, D], kv_cache
 
     Token j of a sequence of length l has position l + j (:func:`new_positions`). New tokens,
-    lengths and o are the same on all ranks. As in :func:`jflux.flash_decode`, a rank attends to its
-    part of the cache, and one all-gather brings the ranks' outputs and log-sum-exps,
-    [B, T, H, D + 1] float32 (float64) numbers from each. A prompt of an empty cache takes less with
+    lengths and o are the same on all ranks. A rank attends to its part of the cache, one new token
+    of each sequence in the kernel of :func:`jflux.flash_decode`, and one all-gather brings the
+    ranks' outputs and log-sum-exps, [B, T, H, D + 1] float32 (float64) numbers from each. A prompt
+    of an empty cache takes less with
     :func:`jflux.attention` and :func:`fill_cache`.
 
     A cache that the caller gives away (donates, or carries through a loop) is written in place.
@@ -131,8 +132,8 @@ def attend_to_cache(
       NameError: for an `axis_name` outside ``shard_map``.
     """
     return _attend(
-        all_gather, cache.update_cache, kv_cache, q, k, v, new_lengths, axis_name, window, softcap,
-        scale,
+        all_gather, part.attend, cache.update_cache, kv_cache, q, k, v, new_lengths, axis_name,
+        window, softcap, scale,
     )  # fmt: skip
 
 
@@ -150,8 +151,8 @@ def attend_to_cache_reference(
 ) -> tuple[jax.Array, KVCache]:
     """:func:`jflux.attend_to_cache` with `lax`'s all-gather."""
     return _attend(
-        all_gather_reference, cache.reference, kv_cache, q, k, v, new_lengths, axis_name, window,
-        softcap, scale,
+        all_gather_reference, part.attend_reference, cache.reference, kv_cache, q, k, v,
+        new_lengths, axis_name, window, softcap, scale,
     )  # fmt: skip
 
 
@@ -199,6 +200,7 @@ def _fill(
 
 def _attend(
     gather: Any,
+    attend: Any,
     update: Any,
     kv_cache: KVCache,
     q: Any,
@@ -223,10 +225,19 @@ def _attend(
         1 / math.sqrt(max(1, q.shape[3])) if scale is None else float(scale), softcap, causal=True,
         window=None if window is None else (window - 1, 0),
     )  # fmt: skip
-    part = own_positions(rank, here, ranks, "contiguous")
-    o, lse = _attend_to_part(q.astype(keys.dtype), keys, values, positions, part, scores)
-    if axis_name is not None:
+    q_here, own = q.astype(keys.dtype), own_positions(rank, here, ranks, "contiguous")
+    if tokens == 1 and q.size and keys.size:
+        first = 0 if window is None else jnp.maximum(positions + 1 - window, 0)
+        bounds = jnp.concatenate([jnp.broadcast_to(first, positions.shape), positions + 1], 1)
+        pair = attend(
+            q_here[:, 0], keys, values, jnp.clip(bounds - rank * here, 0, here), None,
+            scale=scores.scale, softcap=softcap,
+        )[:, None]  # fmt: skip
+    else:
+        o, lse = _attend_to_part(q_here, keys, values, positions, own, scores)
         pair = jnp.concatenate([o, lse[..., None]], -1)
+    o = pair[..., :-1]
+    if axis_name is not None:
         to = "invarying" if _mesh.tracks_vma(axis_name) else "varying"
         pairs = gather(pair, axis_name=axis_name, to=to)
         o, lse = merge_attention(pairs[..., :-1], pairs[..., -1])
@@ -239,11 +250,11 @@ def _attend_to_part(
     keys: jax.Array,
     values: jax.Array,
     positions: jax.Array,
-    part: jax.Array,
+    own: jax.Array,
     scores: Scores,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention of q [B, T, H, D] at `positions` [B, T] to a rank's part of the cache, [B, s, G, D]
-    at the positions `part` [s].
+    at the positions `own` [s].
 
     Returns:
       (o [B, T, H, D], log-sum-exp [B, T, H]), float32 or float64.
@@ -254,14 +265,14 @@ def _attend_to_part(
         return jnp.zeros(q.shape, wide), jnp.full(q.shape[:3], -jnp.inf, wide)
     if tokens > 1 and tokens * heads > MOST_ROWS:
         # What nothing attends to may be NaN, and a weight of zero does not keep a NaN out.
-        read = (part <= jnp.max(positions, 1)[:, None])[..., None, None]
+        read = (own <= jnp.max(positions, 1)[:, None])[..., None, None]
         values = jnp.where(read, values, 0)
-        return blocks.forward(q, Part(positions, None), keys, values, Part(part, None), scores)
-    attended = part <= positions[..., None]  # [B, T, s]
+        return blocks.forward(q, Part(positions, None), keys, values, Part(own, None), scores)
+    attended = own <= positions[..., None]  # [B, T, s]
     if scores.window is not None:
-        attended &= part >= positions[..., None] - scores.window[0]
+        attended &= own >= positions[..., None] - scores.window[0]
     rows = q.swapaxes(1, 2).reshape(batch, heads * tokens, width)  # the tokens of a head together
-    o, lse = flash_decode.attend_to_part(
+    o, lse = part.attend_to_part(
         rows, keys, values, attended, scale=scores.scale, softcap=scores.softcap
     )
     o = o.reshape(batch, heads, tokens, width).swapaxes(1, 2)
