@@ -3,6 +3,7 @@
 from . import checkpoint_policies as checkpoint_policies
 from . import moe as moe
 from . import reference as reference
+from . import symm as symm
 from ._attention.attention import attention as attention
 from ._attention.cache import update_cache as update_cache
 from ._attention.decoding import KVCache as KVCache

@@ -163,6 +163,7 @@ class Rules:
       flops: of the call's products, on one rank.
       same_over: params -> the axes that the results do not vary over any more.
       target: params -> the FFI target, of which messages then speak too.
+      title: params -> what messages call the call; else its name and target.
       register: (params, platform): registers that target with XLA.
       aliases: operand -> the result that it becomes, by number: both are one buffer.
     """
@@ -181,11 +182,14 @@ class Rules:
     flops: FlopsRule = _no_products
     same_over: Callable[[Any], tuple[Any, ...]] = _nothing_same
     target: Callable[[Any], str] | None = None
+    title: Callable[[Any], str] | None = None
     register: Callable[[Any, str], None] = _nothing_to_register
     aliases: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     def label(self, params: Any) -> str:
         """The op as messages name it."""
+        if self.title is not None:
+            return self.title(params)
         return self.name if self.target is None else f"{self.name}({self.target(params)})"
 
 

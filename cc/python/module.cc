@@ -258,6 +258,24 @@ NB_MODULE(_jflux, m) {
   m.def("plan", &Plan);
   m.def("constants", &Constants);
   m.def("custom_workspace_bytes", &jflux_custom_workspace_bytes);
+  // How many blocks each device holds at once; 0 without a heap.
+  m.def("add_module", [](const std::string& key, const nb::bytes& image,
+                         const std::string& function, int threads, int shared_bytes) {
+    const JfluxModule module{key.c_str(),      image.c_str(), static_cast<int64_t>(image.size()),
+                             function.c_str(), threads,       shared_bytes};
+    int64_t resident = 0;
+    nb::gil_scoped_release release;
+    const char* reason = jflux_add_module(&module, &resident);
+    if (reason != nullptr) throw std::runtime_error(reason);
+    return resident;
+  });
+  m.def("heap_read", [](const std::string& platform, const std::vector<int64_t>& devices,
+                        int64_t bytes, int64_t device, int64_t offset, int64_t count) {
+    const JfluxWorkspace w{devices.data(), static_cast<int>(devices.size()), bytes};
+    std::string data(static_cast<size_t>(count), 0);
+    Check(jflux_heap_read(platform.c_str(), &w, device, offset, count, data.data()));
+    return nb::bytes(data.data(), data.size());
+  });
   m.def("add_kernels", [](uintptr_t load) {
     Check(jflux_add_kernels(reinterpret_cast<const char* (*)(int)>(load)));
   });

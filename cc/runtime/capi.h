@@ -168,4 +168,20 @@ JFLUX_API int64_t jflux_custom_workspace_bytes(int64_t data_bytes, int64_t num_s
 // whenever it is made. It loads kernels, and returns null or what went wrong.
 JFLUX_API const char* jflux_add_kernels(const char* (*load)(int ordinal));
 
+// A module for jflux.symm.call (runtime/module_table.h). The memory is the caller's.
+typedef struct {
+  const char* key;
+  const char* image;  // a cubin
+  int64_t image_bytes;
+  const char* function;
+  int32_t threads, shared_bytes;  // of a block
+} JfluxModule;
+// Loads it on the devices of the heap on GPUs. *resident: how many blocks each of them holds at
+// once; 0 without a heap.
+JFLUX_API const char* jflux_add_module(const JfluxModule* m, int64_t* resident);
+// Tests only, between calls, on GPUs: copies `bytes` bytes at `offset` of a device's copy of a
+// workspace to `to`.
+JFLUX_API const char* jflux_heap_read(const char* platform, const JfluxWorkspace* w, int64_t device,
+                                      int64_t offset, int64_t bytes, char* to);
+
 #endif  // JFLUX_RUNTIME_CAPI_H_

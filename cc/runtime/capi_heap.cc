@@ -274,6 +274,13 @@ const char* jflux_cuda_timeline_stop(void) {
       [](jflux::HeapCuda& heap, std::string* error) { return heap.StopTimeline(error); });
 }
 
+const char* jflux_heap_read(const char*, const JfluxWorkspace* w, int64_t device, int64_t offset,
+                            int64_t bytes, char* to) {
+  return OnWorkspace("cuda", w, [&](Heap& heap, const auto& id, std::string* error) {
+    return static_cast<jflux::HeapCuda&>(heap).Read(id, device, offset, bytes, to, error);
+  });
+}
+
 #else
 
 namespace {
@@ -287,5 +294,8 @@ void jflux_cuda_fail_launches(int) {}
 const char* jflux_cuda_timeline_start(int64_t) { return NotBuilt(); }
 const char* jflux_cuda_timeline_read(int64_t, JfluxEvent*, int64_t, int64_t*) { return NotBuilt(); }
 const char* jflux_cuda_timeline_stop(void) { return NotBuilt(); }
+const char* jflux_heap_read(const char*, const JfluxWorkspace*, int64_t, int64_t, int64_t, char*) {
+  return NotBuilt();
+}
 
 #endif  // JFLUX_WITH_CUDA

@@ -18,7 +18,8 @@
 
 namespace jflux {
 extern XLA_FFI_Handler* const kNodeExchangeCuda;  // node_exchange_ffi.cc
-}
+extern XLA_FFI_Handler* const kSymmCallCuda;      // symm_call_ffi.cc
+}  // namespace jflux
 #endif
 
 namespace {
@@ -56,6 +57,10 @@ const JfluxTarget* jflux_targets(void) {
     list->push_back({"jflux_node_exchange", "CUDA",
                      reinterpret_cast<void*>(jflux::InstantiateWorkspaceUse),
                      reinterpret_cast<void*>(jflux::kNodeExchangeCuda)});
+    // Nor here: on the CPU it is the caller's reference.
+    list->push_back({"jflux_symm_call", "CUDA",
+                     reinterpret_cast<void*>(jflux::InstantiateWorkspaceUse),
+                     reinterpret_cast<void*>(jflux::kSymmCallCuda)});
 #endif
     list->push_back({nullptr, nullptr, nullptr, nullptr});
     return list;

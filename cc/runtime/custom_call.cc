@@ -22,7 +22,7 @@ namespace {
 using shmem::CallInfo;
 
 std::string NameOfCall(const CallInfo& info) {
-  return std::string(info.name, static_cast<size_t>(info.name_size));
+  return "custom_call(" + std::string(info.name, static_cast<size_t>(info.name_size)) + ")";
 }
 
 // Why a call cannot be made; empty if it can. Looks at the version alone, if that is another.
@@ -32,7 +32,7 @@ std::string WhyNot(const CallInfo& info) {
            "it with those in jflux.include_dir()";
   }
   if (info.world < 1 || info.world > kMaxRanks || info.data_bytes < 0 || info.num_signals < 0) {
-    return "jflux.custom_call(" + NameOfCall(info) + "): malformed attributes";
+    return "jflux." + NameOfCall(info) + ": malformed attributes";
   }
   return "";
 }
@@ -96,9 +96,8 @@ const char* jflux_cuda_begin_call(const CallInfo* info, int32_t ordinal, void* s
                                   int32_t blocks, jflux::shmem::CallArgs* args) {
   std::string why_not = jflux::WhyNot(*info);
   if (why_not.empty() && (blocks < 1 || blocks >= jflux::kMostIds)) {
-    why_not = "jflux.custom_call(" + jflux::NameOfCall(*info) + "): a kernel of " +
-              std::to_string(blocks) + " blocks; there may be 1 to " +
-              std::to_string(jflux::kMostIds - 1);
+    why_not = "jflux." + jflux::NameOfCall(*info) + ": a kernel of " + std::to_string(blocks) +
+              " blocks; there may be 1 to " + std::to_string(jflux::kMostIds - 1);
   }
   if (!why_not.empty()) return jflux::Reason(why_not);
   const jflux::OpId op = jflux::CustomOp(jflux::NameOfCall(*info));

@@ -21,8 +21,7 @@ std::deque<std::string>& CustomNames() {  // whose elements stay where they are
 
 }  // namespace
 
-OpId CustomOp(const std::string& target) {
-  const std::string name = "custom_call(" + target + ")";
+OpId CustomOp(const std::string& name) {
   std::lock_guard<std::mutex> lock(g_mutex);
   auto& names = CustomNames();
   uint32_t i = 0;

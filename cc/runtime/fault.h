@@ -12,8 +12,8 @@ namespace jflux {
 
 const char* NameOf(OpId op);
 
-// The number of the custom call with this FFI target, whose name is then "custom_call(target)".
-OpId CustomOp(const std::string& target);
+// The number of the calls with this name, "custom_call(target)" or "symm.call(kernel)".
+OpId CustomOp(const std::string& name);
 
 // "jflux.all_gather_matmul: rank 2 waited 60 s for rank 3 (unit 17): ...". `deadline_s` is what
 // the wait was given.

@@ -16,6 +16,7 @@
 #include "runtime/fault.h"
 #include "runtime/heap_cuda.h"
 #include "runtime/kernels_cuda.h"
+#include "runtime/module_table.h"
 #include "runtime/nvshmem.h"
 
 namespace jflux {
@@ -188,6 +189,7 @@ bool HeapCuda::PrepareDevice(CudaDevice* device, std::string* error) {
   for (const auto load : loaders) {
     if (!LoadOn(device->ordinal, load, error)) return false;
   }
+  if (!LoadModules(device->ordinal, error)) return false;
   JFLUX_CUDA_OR_FALSE(cudaDeviceSynchronize(), error);
   return true;
 }
@@ -324,6 +326,18 @@ bool HeapCuda::Poison(std::string* error) {
     return true;
   });
   return ok && Synchronize(error);
+}
+
+bool HeapCuda::Read(const WorkspaceId& id, int64_t device, int64_t offset, int64_t bytes, char* to,
+                    std::string* error) {
+  const char* copy = workspaces_.CopyOf(id, device, device);
+  if (copy == nullptr || offset < 0 || bytes < 0 || offset + bytes > id.bytes) {
+    *error = "the symmetric heap has no such memory";
+    return false;
+  }
+  if (!Synchronize(error)) return false;
+  JFLUX_CUDA_OR_FALSE(cudaMemcpy(to, copy + offset, bytes, cudaMemcpyDeviceToHost), error);
+  return true;
 }
 
 bool HeapCuda::SetEpochs(uint64_t epoch, std::string* error) {

@@ -99,6 +99,8 @@ class HeapCuda final : public Heap {
   std::optional<std::string> TakeWarning(int64_t local);
   bool SetHooks(const TestHooks& hooks, std::string* error) override;
   bool Poison(std::string* error) override;
+  bool Read(const WorkspaceId& id, int64_t device, int64_t offset, int64_t bytes, char* to,
+            std::string* error);
   bool SetEpochs(uint64_t epoch, std::string* error) override;
 
   const CudaDevice* DeviceOf(int ordinal) const;

@@ -65,7 +65,7 @@ class ShmemCall : public AnyCall {
   int64_t Wrong() const override { return 0; }  // bodies check what they receive
 
  private:
-  const uint32_t op_ = static_cast<uint32_t>(CustomOp("test"));  // taken once: its lock would order
+  const uint32_t op_ = static_cast<uint32_t>(CustomOp("custom_call(test)"));  // taken once: its lock would order
                                                                  // ranks
   WorkspaceLayout workspace_;
   uint32_t signature_;

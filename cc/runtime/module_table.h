@@ -1,0 +1,37 @@
+// Kernels that are compiled while the program runs: modules (cubins) by a key that names their
+// content. A module is loaded on every device of this process before its first launch: a kernel
+// that is loaded later could wait for one that spins.
+#ifndef JFLUX_RUNTIME_MODULE_TABLE_H_
+#define JFLUX_RUNTIME_MODULE_TABLE_H_
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace jflux {
+
+struct ModuleSpec {
+  std::string image;     // a cubin
+  std::string function;  // its kernel
+  int32_t threads;       // of a block
+  int32_t shared_bytes;  // dynamic shared memory of a block
+};
+
+// Adds the module, unless `key` is known, and loads it on these devices. *resident: how many blocks
+// the one with the least room holds at once; 0 for no devices.
+bool AddModule(const std::string& key, const ModuleSpec& spec, const std::vector<int>& ordinals,
+               int64_t* resident, std::string* error);
+
+// Loads all modules on a device, for a new heap.
+bool LoadModules(int ordinal, std::string* error);
+
+// Launches a module's kernel of `blocks` blocks with these arguments, after the last call of the
+// current device, which is `ordinal`.
+bool LaunchModule(const std::string& key, int ordinal, int blocks, void** arguments,
+                  cudaStream_t stream, std::string* error);
+
+}  // namespace jflux
+
+#endif  // JFLUX_RUNTIME_MODULE_TABLE_H_
