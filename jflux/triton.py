@@ -547,9 +547,8 @@ def wait(ctx, signal, pe):
     number = _int32(signal)
     word = ctx[_OWN] + _word(ctx, number)
     _poll(ctx, word, ctx[_VALUE], _int32(pe), number, thread == 0, False)
-    if thread == 0:
-        _fence_proxy()
     tl.debug_barrier()
+    _fence_proxy()
 
 
 @triton.jit
@@ -562,9 +561,8 @@ def wait_count(ctx, signal, count):
     epoch = (ctx[_VALUE] >> _SIGNATURE_BITS) << _SIGNATURE_BITS
     expected = epoch | _int32(count).to(tl.uint64)
     _poll(ctx, word, expected, ctx[_RANK], number, thread == 0, True)
-    if thread == 0:
-        _fence_proxy()
     tl.debug_barrier()
+    _fence_proxy()
 
 
 # ---- All ranks ----------------------------------------------------------------------------------
@@ -587,9 +585,8 @@ def barrier_all(ctx, signal):
             _store_relaxed(_select(ctx[_BASES], pe) + _word(ctx, number + ctx[_RANK]), ctx[_VALUE])
     word = ctx[_OWN] + _word(ctx, number + pe)
     _poll(ctx, word, ctx[_VALUE], pe, number + pe, thread < world - 1, False)
-    if thread < world - 1:
-        _fence_proxy()
     tl.debug_barrier()
+    _fence_proxy()
 
 
 @triton.jit

@@ -260,9 +260,11 @@ NB_MODULE(_jflux, m) {
   m.def("custom_workspace_bytes", &jflux_custom_workspace_bytes);
   // How many blocks each device holds at once; 0 without a heap.
   m.def("add_module", [](const std::string& key, const nb::bytes& image,
-                         const std::string& function, int threads, int shared_bytes) {
+                         const std::string& function, int threads, int shared_bytes,
+                         int64_t scratch_bytes) {
     const JfluxModule module{key.c_str(),      image.c_str(), static_cast<int64_t>(image.size()),
-                             function.c_str(), threads,       shared_bytes};
+                             function.c_str(), threads,       shared_bytes,
+                             scratch_bytes};
     int64_t resident = 0;
     nb::gil_scoped_release release;
     const char* reason = jflux_add_module(&module, &resident);

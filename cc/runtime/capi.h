@@ -175,6 +175,7 @@ typedef struct {
   int64_t image_bytes;
   const char* function;
   int32_t threads, shared_bytes;  // of a block
+  int64_t scratch_bytes;          // of global memory, of a block
 } JfluxModule;
 // Loads it on the devices of the heap on GPUs. *resident: how many blocks each of them holds at
 // once; 0 without a heap.

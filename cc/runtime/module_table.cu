@@ -68,6 +68,8 @@ struct Driver {
 struct Loaded {
   CUfunction function = nullptr;
   int64_t resident = 0;  // blocks that the device holds at once
+  // For so many blocks. A device's calls run one after the other, so they share it.
+  void* scratch = nullptr;
 };
 
 struct Module {
@@ -75,10 +77,12 @@ struct Module {
   std::map<int, Loaded> by_ordinal;
 };
 
-// Elements stay where they are, and are never removed: an executable may live as long as the
+// Modules stay where they are, and are never removed: an executable may live as long as the
 // process.
 struct Table {
-  std::mutex mutex;
+  std::mutex loading;  // one at a time. Taken before `mutex`
+  std::mutex mutex;  // of the map. A launch takes it, so no driver call is made under it: it could
+                     // wait for a kernel that waits for that launch
   std::map<std::string, Module> modules;
 
   static Table& Get() {
@@ -87,27 +91,24 @@ struct Table {
   }
 };
 
-// Under Table::mutex. The caller's current device is `ordinal`.
-bool Load(Module* module, int ordinal, std::string* error) {
-  if (module->by_ordinal.count(ordinal) != 0) return true;
+// On the current device, which is `ordinal`.
+bool Load(const ModuleSpec& spec, int ordinal, Loaded* loaded, std::string* error) {
   const Driver* driver = Driver::Get(error);
   if (driver == nullptr) return false;
-  const ModuleSpec& spec = module->spec;
-  Loaded loaded;
   CUmodule handle;
   int static_bytes = 0, per_multiprocessor = 0, multiprocessors = 0;
   if (!driver->Check("cuModuleLoadData", driver->load(&handle, spec.image.data()), error) ||
       !driver->Check("cuModuleGetFunction",
-                     driver->function(&loaded.function, handle, spec.function.c_str()), error) ||
+                     driver->function(&loaded->function, handle, spec.function.c_str()), error) ||
       !driver->Check("cuFuncGetAttribute",
                      driver->get_attribute(&static_bytes, CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES,
-                                           loaded.function),
+                                           loaded->function),
                      error)) {
     return false;
   }
   if (!driver->Check(
           "cuFuncSetAttribute",
-          driver->set_attribute(loaded.function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+          driver->set_attribute(loaded->function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
                                 spec.shared_bytes),
           error)) {
     *error += " (the kernel takes " + std::to_string(static_bytes + spec.shared_bytes) +
@@ -115,85 +116,136 @@ bool Load(Module* module, int ordinal, std::string* error) {
     return false;
   }
   if (!driver->Check("cuOccupancyMaxActiveBlocksPerMultiprocessor",
-                     driver->occupancy(&per_multiprocessor, loaded.function, spec.threads,
+                     driver->occupancy(&per_multiprocessor, loaded->function, spec.threads,
                                        static_cast<size_t>(spec.shared_bytes)),
                      error)) {
     return false;
   }
   JFLUX_CUDA_OR_FALSE(
       cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, ordinal), error);
-  loaded.resident = int64_t{per_multiprocessor} * multiprocessors;
-  module->by_ordinal[ordinal] = loaded;
+  loaded->resident = int64_t{per_multiprocessor} * multiprocessors;
+  if (spec.scratch_bytes > 0) {
+    JFLUX_CUDA_OR_FALSE(cudaMalloc(&loaded->scratch, spec.scratch_bytes * loaded->resident), error);
+  }
   return true;
 }
+
+// Under Table::loading: loads a module on the current device, unless it is there.
+bool LoadModule(const std::string& key, int ordinal, int64_t* resident, std::string* error) {
+  Table& table = Table::Get();
+  ModuleSpec spec;
+  {
+    std::lock_guard<std::mutex> lock(table.mutex);
+    const Module& module = table.modules[key];
+    const auto found = module.by_ordinal.find(ordinal);
+    if (found != module.by_ordinal.end()) {
+      *resident = found->second.resident;
+      return true;
+    }
+    spec = module.spec;
+  }
+  Loaded loaded;
+  if (!Load(spec, ordinal, &loaded, error)) return false;
+  *resident = loaded.resident;
+  std::lock_guard<std::mutex> lock(table.mutex);
+  table.modules[key].by_ordinal[ordinal] = loaded;
+  return true;
+}
+
+// The current device of the calling thread, which XLA has set.
+class KeepDevice {
+ public:
+  KeepDevice() { known_ = cudaGetDevice(&ordinal_) == cudaSuccess; }
+  ~KeepDevice() {
+    if (known_) cudaSetDevice(ordinal_);
+  }
+
+ private:
+  bool known_;
+  int ordinal_ = 0;
+};
 
 }  // namespace
 
 bool AddModule(const std::string& key, const ModuleSpec& spec, const std::vector<int>& ordinals,
                int64_t* resident, std::string* error) {
-  int before = 0;
-  if (!ordinals.empty()) {
-    JFLUX_CUDA_OR_FALSE(cudaGetDevice(&before), error);
-    // Not under the mutex, which a launch takes: what runs may wait for that launch.
-    for (const int ordinal : ordinals) {
-      JFLUX_CUDA_OR_FALSE(cudaSetDevice(ordinal), error);
-      JFLUX_CUDA_OR_FALSE(cudaDeviceSynchronize(), error);
-    }
-  }
   Table& table = Table::Get();
-  std::lock_guard<std::mutex> lock(table.mutex);
-  Module& module = table.modules[key];
-  if (module.spec.image.empty()) module.spec = spec;
-  int64_t least = std::numeric_limits<int64_t>::max();
-  bool ok = true;
+  KeepDevice keep;
+  std::lock_guard<std::mutex> loading(table.loading);
+  bool is_new = false;
+  {
+    std::lock_guard<std::mutex> lock(table.mutex);
+    Module& module = table.modules[key];
+    is_new = module.spec.image.empty();
+    if (is_new) module.spec = spec;
+  }
+  // Loading can wait for a kernel that spins: better after those that run.
   for (const int ordinal : ordinals) {
-    if (cudaSetDevice(ordinal) != cudaSuccess || !Load(&module, ordinal, error)) {
-      ok = false;
-      break;
-    }
-    if (module.by_ordinal[ordinal].resident < least) least = module.by_ordinal[ordinal].resident;
+    if (!is_new) break;
+    JFLUX_CUDA_OR_FALSE(cudaSetDevice(ordinal), error);
+    JFLUX_CUDA_OR_FALSE(cudaDeviceSynchronize(), error);
   }
-  *resident = ordinals.empty() ? 0 : least;
-  if (!ordinals.empty()) JFLUX_CUDA_OR_FALSE(cudaSetDevice(before), error);
-  return ok;
-}
-
-bool LoadModules(int ordinal, std::string* error) {
-  Table& table = Table::Get();
-  std::lock_guard<std::mutex> lock(table.mutex);
-  for (auto& [key, module] : table.modules) {
-    if (!Load(&module, ordinal, error)) return false;
+  *resident = ordinals.empty() ? 0 : std::numeric_limits<int64_t>::max();
+  for (const int ordinal : ordinals) {
+    int64_t blocks = 0;
+    JFLUX_CUDA_OR_FALSE(cudaSetDevice(ordinal), error);
+    if (!LoadModule(key, ordinal, &blocks, error)) return false;
+    if (blocks < *resident) *resident = blocks;
   }
   return true;
 }
 
-bool LaunchModule(const std::string& key, int ordinal, int blocks, void** arguments,
+bool LoadModules(int ordinal, std::string* error) {
+  Table& table = Table::Get();
+  std::lock_guard<std::mutex> loading(table.loading);
+  std::vector<std::string> keys;
+  {
+    std::lock_guard<std::mutex> lock(table.mutex);
+    for (const auto& [key, module] : table.modules) keys.push_back(key);
+  }
+  for (const std::string& key : keys) {
+    int64_t blocks = 0;
+    if (!LoadModule(key, ordinal, &blocks, error)) return false;
+  }
+  return true;
+}
+
+bool LaunchModule(const std::string& key, int ordinal, int blocks, std::vector<uint64_t> arguments,
                   cudaStream_t stream, std::string* error) {
-  CUfunction function = nullptr;
+  Loaded loaded;
   ModuleSpec spec;
   {
     Table& table = Table::Get();
     std::lock_guard<std::mutex> lock(table.mutex);
     const auto found = table.modules.find(key);
     if (found != table.modules.end()) {
-      const auto loaded = found->second.by_ordinal.find(ordinal);
-      if (loaded != found->second.by_ordinal.end()) {
-        function = loaded->second.function;
+      const auto on_device = found->second.by_ordinal.find(ordinal);
+      if (on_device != found->second.by_ordinal.end()) {
+        loaded = on_device->second;
         spec.threads = found->second.spec.threads;
         spec.shared_bytes = found->second.spec.shared_bytes;
       }
     }
   }
-  if (function == nullptr) {
+  if (loaded.function == nullptr) {
     *error = "its kernel is not loaded on GPU " + std::to_string(ordinal) +
              ": the program was compiled in another process; lower it again";
     return false;
   }
+  if (blocks > loaded.resident) {
+    *error = std::to_string(blocks) + " blocks, of which GPU " + std::to_string(ordinal) +
+             " holds " + std::to_string(loaded.resident) + " at once";
+    return false;
+  }
+  arguments.push_back(reinterpret_cast<uintptr_t>(loaded.scratch));
+  arguments.push_back(0);
+  std::vector<void*> pointers;
+  for (uint64_t& argument : arguments) pointers.push_back(&argument);
   const Driver* driver = Driver::Get(error);
   if (driver == nullptr || !RunAfterLastCall(stream, error)) return false;
   return driver->Check("cuLaunchKernel",
-                       driver->launch(function, blocks, 1, 1, spec.threads, 1, 1, spec.shared_bytes,
-                                      stream, arguments, nullptr),
+                       driver->launch(loaded.function, blocks, 1, 1, spec.threads, 1, 1,
+                                      spec.shared_bytes, stream, pointers.data(), nullptr),
                        error);
 }
 

@@ -13,10 +13,11 @@
 namespace jflux {
 
 struct ModuleSpec {
-  std::string image;     // a cubin
-  std::string function;  // its kernel
-  int32_t threads;       // of a block
-  int32_t shared_bytes;  // dynamic shared memory of a block
+  std::string image;      // a cubin
+  std::string function;   // its kernel
+  int32_t threads;        // of a block
+  int32_t shared_bytes;   // dynamic shared memory of a block
+  int64_t scratch_bytes;  // global memory of a block, which Triton's tensor descriptors lie in
 };
 
 // Adds the module, unless `key` is known, and loads it on these devices. *resident: how many blocks
@@ -27,9 +28,9 @@ bool AddModule(const std::string& key, const ModuleSpec& spec, const std::vector
 // Loads all modules on a device, for a new heap.
 bool LoadModules(int ordinal, std::string* error);
 
-// Launches a module's kernel of `blocks` blocks with these arguments, after the last call of the
-// current device, which is `ordinal`.
-bool LaunchModule(const std::string& key, int ordinal, int blocks, void** arguments,
+// Launches a module's kernel of `blocks` blocks, after the last call of the current device, which
+// is `ordinal`. Its arguments are 64-bit values: these, and Triton's two scratch pointers.
+bool LaunchModule(const std::string& key, int ordinal, int blocks, std::vector<uint64_t> arguments,
                   cudaStream_t stream, std::string* error);
 
 }  // namespace jflux

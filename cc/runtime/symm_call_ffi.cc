@@ -3,6 +3,8 @@
 #include <cstddef>
 #include <string>
 #include <string_view>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "jflux/shmem.h"
@@ -104,7 +106,7 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Dictionary dictionary
       [&](const CudaDevice& device, const SymmetricView& view, std::string* error) {
         const uint32_t signature =
             SignatureBuilder().Add(a.signature).Add(a.call.site).Add(a.blocks).Get();
-        // `raw` of jflux.triton's kernels, then the arrays, then Triton's two scratch pointers.
+        // `raw` of jflux.triton's kernels, then the arrays.
         std::vector<uint64_t> values = {reinterpret_cast<uintptr_t>(device.state),
                                         view.launch,
                                         static_cast<uint32_t>(op),
@@ -116,12 +118,8 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Dictionary dictionary
           values.push_back(reinterpret_cast<uintptr_t>(view.base[r]));
         }
         for (void* array : arrays) values.push_back(reinterpret_cast<uintptr_t>(array));
-        values.push_back(0);
-        values.push_back(0);
-        std::vector<void*> arguments;
-        for (uint64_t& value : values) arguments.push_back(&value);
         return LaunchModule(std::string(a.module), ordinal, static_cast<int>(a.blocks),
-                            arguments.data(), stream, error);
+                            std::move(values), stream, error);
       });
 }
 
@@ -139,7 +137,7 @@ XLA_FFI_Handler* const kSymmCallCuda = kCuda;
 const char* jflux_add_module(const JfluxModule* m, int64_t* resident) {
   const auto heap = jflux::CurrentHeapCuda();
   const jflux::ModuleSpec spec{std::string(m->image, static_cast<size_t>(m->image_bytes)),
-                               m->function, m->threads, m->shared_bytes};
+                               m->function, m->threads, m->shared_bytes, m->scratch_bytes};
   std::string error;
   const bool ok = jflux::AddModule(
       m->key, spec, heap == nullptr ? std::vector<int>{} : heap->ordinals(), resident, &error);

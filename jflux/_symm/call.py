@@ -297,7 +297,12 @@ def compile_call(arrays: Arrays, params: Params) -> compiling.Compiled:
 def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
     compiled = compile_call(arrays, params)
     resident = _native.lib.add_module(
-        compiled.key, compiled.image, compiled.function, compiled.threads, compiled.shared_bytes
+        compiled.key,
+        compiled.image,
+        compiled.function,
+        compiled.threads,
+        compiled.shared_bytes,
+        compiled.scratch_bytes,
     )
     if 0 < resident < params.grid:
         raise ValueError(

@@ -73,6 +73,7 @@ class Compiled:
       image: a cubin.
       function: its entry.
       threads, shared_bytes: of a program (CTA); shared memory beside the static one.
+      scratch_bytes: of global memory, of a program.
     """
 
     key: str
@@ -80,6 +81,7 @@ class Compiled:
     function: str
     threads: int
     shared_bytes: int
+    scratch_bytes: int
 
 
 def compile_kernel(
@@ -136,10 +138,9 @@ def compile_kernel(
         options={"num_warps": num_warps, "num_stages": num_stages},
     )
     metadata = compiled.metadata
-    if metadata.global_scratch_size:
+    if metadata.num_ctas != 1 or metadata.profile_scratch_size:
         raise NotImplementedError(
-            f"jflux.symm.call: {kernel.__name__} takes scratch memory, as tensor descriptors that "
-            "a kernel makes do: use pointers"
+            f"jflux.symm.call: {kernel.__name__} is compiled for clusters or for profiling"
         )
     image = compiled.asm["cubin"]
     return Compiled(
@@ -148,4 +149,5 @@ def compile_kernel(
         function=metadata.name,
         threads=32 * metadata.num_warps,
         shared_bytes=metadata.shared,
+        scratch_bytes=metadata.global_scratch_size,
     )

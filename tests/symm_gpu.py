@@ -1,0 +1,589 @@
+"""Checks jflux.symm on GPUs, and times it; a table comes last:
+
+python tests/symm_gpu.py [--times 20] [--seed 0] [--limit 540] [--skip shared,times]
+
+Every kernel of tests/symm_kernels.py and of examples/python_kernels against its reference, in
+float64 where it adds, with fresh inputs each time: poisoned workspaces, late ranks, second calls and
+graph replays (jflux.symm.check). Kernels that write outside must be found. Waits that nobody
+satisfies must end at their deadline, in processes of their own. With --skip shared left out, four
+ranks share the GPUs. Needs Triton, and at least two GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "examples" / "python_kernels")]
+
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("--times", type=int, default=20)
+parser.add_argument("--seed", type=int, default=0)
+parser.add_argument("--limit", type=float, default=540, help="seconds; what is left over is named")
+parser.add_argument("--skip", default="", help="sections, with commas")
+parser.add_argument("--only", default="", help="sections, with commas")
+parser.add_argument("--worker", help=argparse.SUPPRESS)
+parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
+parser.add_argument("--ranks", type=int, default=4, help=argparse.SUPPRESS)
+parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
+args = parser.parse_args()
+
+os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+
+import jax
+
+if args.worker == "shared":
+    jax.distributed.initialize(
+        f"127.0.0.1:{args.port}",
+        args.ranks,
+        args.rank,
+        local_device_ids=[args.rank % int(os.environ["SYMM_GPUS"])],
+    )
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+import jflux
+
+AXIS = "x"
+ROWS: list[tuple[str, str]] = []  # of the table
+FAILED: list[str] = []
+BEGUN = time.monotonic()
+
+
+def struct(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def left() -> float:
+    return args.limit - (time.monotonic() - BEGUN)
+
+
+def row(name: str, text: str) -> None:
+    ROWS.append((name, text))
+    print(f"[{time.monotonic() - BEGUN:5.0f} s] {name}: {text}", flush=True)
+
+
+def attempt(name: str, f: Any) -> None:
+    """Runs one check; its failure is told, and does not end the others."""
+    if left() < 20:
+        row(name, "LEFT OUT: no time")
+        FAILED.append(name)
+        return
+    try:
+        row(name, str(f()))
+    except Exception as error:
+        traceback.print_exc()
+        row(name, f"FAILED: {type(error).__name__}: {str(error)[:300]}")
+        FAILED.append(name)
+
+
+# ---- Values ------------------------------------------------------------------------------------
+
+
+def check_kernels(mesh: Mesh) -> None:
+    import symm_kernels as kernels
+
+    size = kernels.BLOCK * kernels.PROGRAMS
+    for name in kernels.NAMES:
+        for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
+
+            def f(x: Any, name: str = name) -> Any:
+                return kernels.call_right(name, x, AXIS)
+
+            attempt(
+                f"{name} {np.dtype(dtype).name}",
+                lambda f=f, dtype=dtype: jflux.symm.check(
+                    f, struct(size, dtype=dtype), mesh=mesh, times=args.times, seed=args.seed
+                ),
+            )
+
+
+def check_examples(mesh: Mesh) -> None:
+    import all_gather_matmul
+    import all_reduce
+    import all_to_all
+    import halo_exchange
+
+    check = functools.partial(jflux.symm.check, mesh=mesh, seed=args.seed)
+    n = mesh.size
+    for elements, dtype in ((4096, jnp.float16), (1024, jnp.bfloat16), (16384, jnp.float16)):
+        attempt(
+            f"all_reduce {elements} {np.dtype(dtype).name}",
+            lambda e=elements, d=dtype: check(
+                all_reduce.all_reduce, struct(e, dtype=d), times=args.times
+            ),
+        )
+    for rows, columns in ((64, 1000), (9, 37), (200, 4096)):
+        attempt(
+            f"halo_exchange {rows} x {columns}",
+            lambda r=rows, c=columns: check(
+                halo_exchange.halo_mean, struct(r, c), times=args.times
+            ),
+        )
+    for part in (100 * 300, 1, 12345, 1 << 20):
+        attempt(
+            f"all_to_all {part}",
+            lambda p=part: check(
+                all_to_all.all_to_all, struct(n, p, dtype=jnp.bfloat16), times=args.times,
+                tolerance=0,
+            ),
+        )  # fmt: skip
+    for tma in (True, False):
+        for rows, k, columns in ((128, 256, 256), (256, 1024, 512), (1024, 4096, 4096)):
+            attempt(
+                f"all_gather_matmul {rows} x {k} x {columns}, {'TMA' if tma else 'pointers'}",
+                lambda r=rows, k=k, c=columns, t=tma: check(
+                    functools.partial(all_gather_matmul.all_gather_matmul, tma=t),
+                    struct(r, k, dtype=jnp.float16),
+                    struct(k, c, dtype=jnp.float16),
+                    times=max(2, args.times // 5),
+                    tolerance=2e-3,
+                ),
+            )
+    attempt("all_gather_matmul against float64", lambda: float64_matmul(mesh))
+
+
+def float64_matmul(mesh: Mesh) -> str:
+    import all_gather_matmul
+    from running import on_devices
+
+    rng = np.random.default_rng(args.seed)
+    worst = 0.0
+    for tma in (True, False):
+        f = on_devices(mesh, functools.partial(all_gather_matmul.all_gather_matmul, tma=tma))
+        for _ in range(3):
+            x = rng.standard_normal((mesh.size, 256, 512)).astype(np.float16)
+            w = rng.standard_normal((mesh.size, 512, 512)).astype(np.float16)
+            for y in (f(x, w), f(x, w)):
+                for rank in range(mesh.size):
+                    a, b = x.reshape(-1, 512).astype(np.float64), w[rank].astype(np.float64)
+                    scale = np.abs(a) @ np.abs(b)
+                    allowed = jflux.testing.tolerance(jnp.float16, 512) * scale
+                    got = np.asarray(y[rank], np.float64)
+                    error = np.max(np.nan_to_num(np.abs(got - a @ b) / allowed, nan=np.inf))
+                    worst = max(worst, float(error))
+    assert worst <= 1, f"{worst} times what float16 sums may have"
+    return f"12 products, the largest error is {worst:.2g} of what float16 sums may have"
+
+
+def check_transforms(mesh: Mesh) -> None:
+    import all_reduce
+    import symm_kernels as kernels
+    from running import on_devices
+
+    size = kernels.BLOCK * kernels.PROGRAMS
+    rng = np.random.default_rng(args.seed)
+
+    def ring(x: Any) -> Any:
+        return kernels.call_right("ring", x, AXIS)
+
+    def draw(*shape: int) -> Any:
+        return rng.standard_normal((mesh.size, *shape)).astype(np.float32)
+
+    def compare(f: Any, *arrays: Any) -> str:
+        got = jax.tree.leaves(on_devices(mesh, f)(*arrays))
+        with jflux.config(fused=False):
+            want = jax.tree.leaves(on_devices(mesh, f)(*arrays))
+        for y, z in zip(got, want, strict=True):
+            np.testing.assert_allclose(
+                np.asarray(y, np.float64), np.asarray(z, np.float64), rtol=1e-3, atol=1e-3
+            )
+        return "as the reference"
+
+    attempt("vmap", lambda: compare(jax.vmap(ring), draw(3, size)))
+    attempt(
+        "checkpoint",
+        lambda: compare(jax.checkpoint(lambda x: ring(ring(x * 2) + 1)), draw(size)),
+    )
+    attempt(
+        "gradients in a scan",
+        lambda: compare(
+            jax.grad(
+                lambda x: jnp.sum(
+                    lax.scan(
+                        lambda c, _: (all_reduce.all_reduce(c) / mesh.size, None), x, length=5
+                    )[0].astype(jnp.float32)
+                )
+            ),
+            draw(4096).astype(np.float16),
+        ),
+    )
+    attempt(
+        "cond",
+        lambda: compare(lambda x: lax.cond(True, ring, lambda x: ring(-x), x), draw(size)),
+    )
+
+    def beside() -> str:
+        """Calls of several kernels and of jflux's ops, whose workspaces are shared, in a loop."""
+        k = 256
+
+        def step(c: Any, x: Any) -> Any:
+            y = kernels.call_right("pull", x, AXIS)
+            z = kernels.call_right("packets", y, AXIS)
+            w = jnp.eye(k, dtype=jnp.bfloat16)
+            a = jflux.all_gather_matmul(z[:512].reshape(2, k).astype(jnp.bfloat16), w, axis_name=AXIS)
+            b = jflux.all_reduce(z.astype(jnp.bfloat16), axis_name=AXIS)
+            return c + 1, (y, z, a, b, kernels.call_right("count", x, AXIS))
+
+        return compare(lambda x: lax.scan(step, 0, x)[1], draw(40, size))
+
+    attempt("beside other ops in a loop", beside)
+
+    def replays() -> str:
+        f = on_devices(mesh, lambda x: lax.scan(lambda c, x: (c, 2 * ring(x)), 0, x)[1])
+        steps = 200
+        x = draw(steps, size)
+        jax.block_until_ready(f(x))
+        before = jflux._native.lib.cuda_launches()
+        got = np.asarray(f(x))
+        launches = jflux._native.lib.cuda_launches() - before
+        np.testing.assert_array_equal(got, 2 * np.roll(x, 1, 0))
+        return f"{launches} launches by handlers for {steps * mesh.size} calls"
+
+    attempt("replays", replays)
+
+    def other_mesh(devices: Any) -> str:
+        report = jflux.symm.check(
+            ring, struct(size), mesh=Mesh(devices, AXIS), times=3, seed=args.seed
+        )
+        return str(report)
+
+    attempt("devices in another order", lambda: other_mesh(list(mesh.devices.flat)[::-1]))
+
+
+# ---- What must fail ----------------------------------------------------------------------------
+
+
+def expect(error: type[Exception], text: str, f: Any) -> str:
+    try:
+        f()
+    except error as found:
+        assert text in str(found), f"it said: {found}"
+        return f"found: {str(found)[-160:]}"
+    raise AssertionError(f"no {error.__name__}")
+
+
+def check_faults(mesh: Mesh) -> None:
+    import symm_kernels as kernels
+
+    def outside(place: int) -> Any:
+        return lambda: jflux.symm.check(
+            lambda x: kernels.call_outside(x, AXIS, place), struct(kernels.BLOCK), mesh=mesh, times=1
+        )
+
+    attempt(
+        "a write after a buffer",
+        lambda: expect(AssertionError, "after the end of 'first'", outside(kernels.BLOCK + 3)),
+    )
+    attempt(
+        "a write before a buffer",
+        lambda: expect(AssertionError, "before 'first'", outside(-5)),
+    )
+    attempt(
+        "a signal that there is not",
+        lambda: expect(
+            AssertionError,
+            "signal 1 was set",
+            lambda: jflux.symm.check(
+                lambda x: kernels.call_signal_outside(x, AXIS),
+                struct(kernels.BLOCK),
+                mesh=mesh,
+                times=1,
+            ),
+        ),
+    )
+    attempt(
+        "a grid that is not resident",
+        lambda: expect(
+            ValueError,
+            "of which a GPU holds",
+            lambda: jax.jit(
+                jax.shard_map(
+                    lambda x: kernels.call_copy(x, AXIS, grid=100_000, block=128),
+                    mesh=mesh,
+                    in_specs=P(AXIS),
+                    out_specs=P(AXIS),
+                )
+            )(jnp.zeros(mesh.size * 100_000 * 128, jnp.float16)),
+        ),
+    )
+    for way in ("signal", "count", "packets"):
+        attempt(f"a wait for a {way} that nobody sends", functools.partial(stuck, way))
+
+
+def stuck(way: str) -> str:
+    begin = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).resolve()), "--worker", f"stuck-{way}"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=dict(os.environ, XLA_PYTHON_CLIENT_MEM_FRACTION=".1"),
+    )
+    output = done.stdout + done.stderr
+    lines = [line for line in output.splitlines() if "waited 2 s for rank" in line]
+    assert lines and "jflux.symm.call(stuck_" in lines[0], output[-1500:]
+    assert "NOT STUCK" not in output, output[-500:]
+    return f"{time.monotonic() - begin:.0f} s: {lines[0][:110]}"
+
+
+def stuck_worker(way: str) -> None:
+    import symm_kernels as kernels
+
+    jflux.init(deadline_seconds=2)
+    mesh = Mesh(jax.devices()[:8], AXIS)
+    f = jax.shard_map(
+        lambda x: kernels.call_stuck(x, AXIS, way), mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS)
+    )
+    jax.block_until_ready(jax.jit(f)(jnp.ones(mesh.size * kernels.BLOCK, jnp.float32)))
+    print("NOT STUCK")
+
+
+# ---- Four ranks on two GPUs --------------------------------------------------------------------
+
+
+def check_shared(gpus: int) -> None:
+    from workers.common import environment, free_port
+
+    def run() -> str:
+        env = environment("gpu", 1)
+        env |= {
+            "SYMM_GPUS": str(gpus),
+            "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.4 / -(-args.ranks // gpus):.3f}",
+            "NCCL_NVLS_ENABLE": "0",
+        }
+        script = [sys.executable, str(Path(__file__).resolve()), "--worker", "shared"]
+        script += ["--ranks", str(args.ranks), "--port", str(free_port())]
+        processes = [
+            subprocess.Popen(
+                [*script, "--rank", str(rank)], env=env, text=True,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            )
+            for rank in range(args.ranks)
+        ]  # fmt: skip
+        outputs = []
+        end = time.monotonic() + min(150, left() - 5)
+        for process in processes:
+            try:
+                outputs.append(process.communicate(timeout=max(1, end - time.monotonic()))[0])
+            except subprocess.TimeoutExpired:
+                process.kill()
+                outputs.append(process.communicate()[0] + "\nNOT ENDED")
+        wrong = [o for o in outputs if "SHARED RANK IS RIGHT" not in o]
+        assert not wrong, wrong[0][-1500:]
+        return f"{args.ranks} ranks on {gpus} GPUs, {outputs[0].split('RIGHT: ')[1].strip()}"
+
+    attempt("ranks that share GPUs", run)
+
+
+def shared_worker() -> None:
+    import all_reduce
+    import halo_exchange
+    import symm_kernels as kernels
+
+    mesh = Mesh(jax.devices(), AXIS)
+    sharding = jax.sharding.NamedSharding(mesh, P(AXIS))
+    size, n = kernels.BLOCK * kernels.PROGRAMS, mesh.size
+    calls = 0
+
+    def compare(f: Any, shape: tuple[int, ...], dtype: Any, want: Any, tolerance: float) -> None:
+        """`want` (all ranks' x, float64) -> all ranks' y. Every process draws the same x."""
+        nonlocal calls
+
+        def body(x: Any) -> Any:
+            return lax.scan(lambda c, x: (c, f(x[0])[None]), 0, x)[1]
+
+        specs = P(None, AXIS)
+        program = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=specs))
+        for seed in range(4):
+            rng = np.random.default_rng(seed)
+            x = rng.standard_normal((5, n, *shape)).astype(dtype)
+            wide = jax.sharding.NamedSharding(mesh, specs)
+            y = program(jax.make_array_from_callback(x.shape, wide, lambda at, x=x: x[at]))
+            (shard,) = y.addressable_shards
+            exact = np.stack([want(step.astype(np.float64)) for step in x])[shard.index]
+            np.testing.assert_allclose(
+                np.asarray(shard.data, np.float64), exact, rtol=tolerance, atol=tolerance
+            )
+            calls += 5
+
+    def total(x: Any) -> Any:
+        return np.broadcast_to(x.sum(0), x.shape)
+
+    def parts(x: Any) -> Any:
+        summed = x.reshape(n, kernels.PROGRAMS, kernels.BLOCK).sum((0, 1))
+        return np.broadcast_to(np.tile(summed, kernels.PROGRAMS), x.shape)
+
+    def mean(x: Any) -> Any:
+        flat = x.reshape(-1, x.shape[-1])
+        return sum(np.roll(flat, i, 0) for i in range(-2, 3)).reshape(x.shape) / 5
+
+    def call(name: str) -> Any:
+        return lambda x: kernels.call_right(name, x, AXIS)
+
+    del sharding
+    compare(call("ring"), (size,), np.float32, lambda x: np.roll(x, 1, 0), 0)
+    compare(call("pull"), (size,), np.float32, total, 1e-5)
+    compare(call("count"), (size,), np.float32, parts, 1e-5)
+    compare(call("root"), (size,), np.float32, lambda x: np.broadcast_to(x[1], x.shape), 0)
+    compare(all_reduce.all_reduce, (4096,), np.float16, total, 4e-3)
+    compare(halo_exchange.halo_mean, (64, 1000), np.float32, mean, 1e-5)
+    print(f"SHARED RANK IS RIGHT: {calls} calls equal float64", flush=True)
+
+
+# ---- Times -------------------------------------------------------------------------------------
+
+
+def check_times(mesh: Mesh) -> None:
+    import all_gather_matmul
+    import all_reduce
+    import all_to_all
+    import halo_exchange
+    import symm_kernels as kernels
+    from running import microseconds
+
+    rng = np.random.default_rng(args.seed)
+
+    def arrays(*structs: Any) -> list[Any]:
+        return [
+            jnp.asarray(rng.standard_normal((mesh.size, *s.shape)) * 0.1, s.dtype) for s in structs
+        ]
+
+    def measure(name: str, f: Any, *structs: Any) -> None:
+        attempt(f"us: {name}", lambda: f"{microseconds(mesh, f, arrays(*structs)):.2f}")
+
+    small = struct(4096, dtype=jnp.float16)
+    measure("nothing but the loop", lambda x: x, small)
+    measure("all_reduce 8 KB, Triton", all_reduce.all_reduce, small)
+    measure("all_reduce 8 KB, jflux", lambda x: jflux.all_reduce(x, axis_name=AXIS), small)
+    measure("all_reduce 8 KB, lax", lambda x: lax.psum(x, AXIS), small)
+    measure("copy 8 KB, symm.call", lambda x: kernels.call_copy(x, AXIS), small)
+    attempt("us: copy 8 KB, bare Triton in a graph", bare_copy)
+
+    x, w = struct(1024, 4096, dtype=jnp.float16), struct(4096, 4096, dtype=jnp.float16)
+    ways: list[tuple[str, dict[str, Any]]] = [
+        ("TMA", {}),
+        ("TMA, 3 stages", {"num_stages": 3}),
+        ("pointers", {"tma": False}),
+        ("pointers, 3 stages", {"tma": False, "num_stages": 3}),
+    ]
+    if mesh.size == 2:
+        ways.append(("TMA, 2 senders", {"senders": 2}))
+    for name, options in ways:
+        measure(
+            f"all_gather_matmul 1024 x 4096 x 4096, Triton, {name}",
+            functools.partial(all_gather_matmul.all_gather_matmul, **options),
+            x,
+            w,
+        )
+    measure(
+        "all_gather_matmul, jflux",
+        lambda x, w: jflux.all_gather_matmul(x, w, axis_name=AXIS),
+        x,
+        w,
+    )
+    measure(
+        "all_gather_matmul, lax",
+        lambda x, w: all_gather_matmul.reference(x, w, axis_name=AXIS),
+        x,
+        w,
+    )
+    both = struct(mesh.size * 1024, 4096, dtype=jnp.float16)
+    measure("the product alone, XLA", lambda x, w: x @ w, both, w)
+    stencil = struct(64, 1000)
+    measure("halo_exchange 64 x 1000, Triton", halo_exchange.halo_mean, stencil)
+    measure(
+        "halo_exchange 64 x 1000, lax",
+        lambda x: halo_exchange.reference(x, axis_name=AXIS, REACH=2),
+        stencil,
+    )
+    rows = struct(mesh.size, 256, 4096, dtype=jnp.bfloat16)
+    measure("all_to_all 2 MB a part, Triton", all_to_all.all_to_all, rows)
+    measure(
+        "all_to_all 2 MB a part, lax", lambda x: all_to_all.reference(x, axis_name=AXIS), rows
+    )
+
+
+BARE = """
+import time, torch, triton, triton.language as tl
+@triton.jit
+def copy(x, y, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(y + at, tl.load(x + at))
+x = torch.randn(4096, device='cuda', dtype=torch.float16); y = torch.empty_like(x)
+stream = torch.cuda.Stream()
+with torch.cuda.stream(stream):
+    copy[(4,)](x, y, BLOCK=1024, num_warps=4)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(500): copy[(4,)](x, y, BLOCK=1024, num_warps=4)
+    graph.replay(); torch.cuda.synchronize()
+    times = []
+    for _ in range(10):
+        begin = time.perf_counter(); graph.replay(); torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+print(f'{min(times) / 500 * 1e6:.2f}')
+"""
+
+
+def bare_copy() -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", BARE_FILE_RUNNER, BARE], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-800:]
+    return done.stdout.strip()
+
+
+# Triton reads a kernel's source from its file.
+BARE_FILE_RUNNER = """
+import pathlib, runpy, sys, tempfile
+with tempfile.TemporaryDirectory() as folder:
+    path = pathlib.Path(folder) / "bare.py"
+    path.write_text(sys.argv[1])
+    runpy.run_path(str(path))
+"""
+
+
+def main() -> int:
+    if args.worker == "shared":
+        shared_worker()
+        return 0
+    if args.worker is not None:
+        stuck_worker(args.worker.removeprefix("stuck-"))
+        return 0
+    mesh = Mesh(jax.devices()[:8], AXIS)
+    sections = {
+        "kernels": lambda: check_kernels(mesh),
+        "faults": lambda: check_faults(mesh),
+        "transforms": lambda: check_transforms(mesh),
+        "examples": lambda: check_examples(mesh),
+        "times": lambda: check_times(mesh),
+        "shared": lambda: check_shared(mesh.size),
+    }
+    chosen = [s for s in args.only.split(",") if s] or list(sections)
+    for name in chosen:
+        if name not in args.skip.split(","):
+            sections[name]()
+    width = max(len(name) for name, _ in ROWS)
+    print(f"\n{mesh.size} x {mesh.devices.flat[0].device_kind}, seed {args.seed}")
+    for name, text in ROWS:
+        print(f"{name:{width}}  {text[:150]}")
+    print(f"{len(ROWS) - len(FAILED)} of {len(ROWS)} lines are right; {FAILED or 'none failed'}")
+    return 1 if FAILED else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
