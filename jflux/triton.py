@@ -29,9 +29,7 @@ try:
     import triton
     import triton.language as tl
 except ImportError as error:  # pragma: no cover - depends on what is installed
-    raise ImportError(
-        "jflux.triton needs Triton 3.4 or later: pip install 'triton>=3.4'"
-    ) from error
+    raise ImportError("jflux.triton needs Triton: pip install 'triton>=3.5'") from error
 
 __all__ = [
     "barrier_all",
@@ -461,7 +459,7 @@ def peer_ptr(ctx, pointer, pe):
     """
     itemsize: tl.constexpr = pointer.dtype.scalar.element_ty.primitive_bitwidth // 8
     delta = (_select(ctx[_BASES], pe) - ctx[_OWN]).to(tl.int64, bitcast=True)
-    return pointer + tl.multiple_of(delta // itemsize, _ALIGN)
+    return pointer + tl.multiple_of(delta // itemsize, 16)
 
 
 # ---- Data ---------------------------------------------------------------------------------------

@@ -2,11 +2,11 @@
 
 python tests/symm_gpu.py [--times 20] [--seed 0] [--limit 540] [--skip shared,times]
 
-Every kernel of tests/symm_kernels.py and of examples/python_kernels against its reference, in
-float64 where it adds, with fresh inputs each time: poisoned workspaces, late ranks, second calls and
-graph replays (jflux.symm.check). Kernels that write outside must be found. Waits that nobody
-satisfies must end at their deadline, in processes of their own. With --skip shared left out, four
-ranks share the GPUs. Needs Triton, and at least two GPUs.
+Every kernel of tests/symm_kernels.py and of examples/python_kernels against its reference, with
+fresh inputs each time: poisoned workspaces, late ranks, second calls and graph replays
+(jflux.symm.check); products, and what four ranks compute that share the GPUs, against float64.
+Kernels that write outside must be found. Waits that nobody satisfies must end at their deadline, in
+processes of their own. Needs Triton, and at least two GPUs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ args = parser.parse_args()
 
 os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 
-import jax
+import jax  # noqa: E402
 
 if args.worker == "shared":
     jax.distributed.initialize(
@@ -48,13 +48,13 @@ if args.worker == "shared":
         local_device_ids=[args.rank % int(os.environ["SYMM_GPUS"])],
     )
 
-import jax.numpy as jnp
-import numpy as np
-from jax import lax
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+from jax import lax  # noqa: E402
+from jax.sharding import Mesh  # noqa: E402
+from jax.sharding import PartitionSpec as P  # noqa: E402
 
-import jflux
+import jflux  # noqa: E402
 
 AXIS = "x"
 ROWS: list[tuple[str, str]] = []  # of the table
@@ -68,6 +68,12 @@ def struct(*shape: int, dtype: Any = jnp.float32) -> jax.ShapeDtypeStruct:
 
 def left() -> float:
     return args.limit - (time.monotonic() - BEGUN)
+
+
+def check(f: Any, *structs: Any, **options: Any) -> str:
+    report = jflux.symm.check(f, *structs, **options)
+    assert report.kernels or jax.default_backend() != "gpu", "no kernel ran"
+    return str(report)
 
 
 def row(name: str, text: str) -> None:
@@ -104,7 +110,7 @@ def check_kernels(mesh: Mesh) -> None:
 
             attempt(
                 f"{name} {np.dtype(dtype).name}",
-                lambda f=f, dtype=dtype: jflux.symm.check(
+                lambda f=f, dtype=dtype: check(
                     f, struct(size, dtype=dtype), mesh=mesh, times=args.times, seed=args.seed
                 ),
             )
@@ -116,30 +122,25 @@ def check_examples(mesh: Mesh) -> None:
     import all_to_all
     import halo_exchange
 
-    check = functools.partial(jflux.symm.check, mesh=mesh, seed=args.seed)
+    options = {"mesh": mesh, "seed": args.seed, "times": args.times}
     n = mesh.size
     for elements, dtype in ((4096, jnp.float16), (1024, jnp.bfloat16), (16384, jnp.float16)):
         attempt(
             f"all_reduce {elements} {np.dtype(dtype).name}",
-            lambda e=elements, d=dtype: check(
-                all_reduce.all_reduce, struct(e, dtype=d), times=args.times
-            ),
+            lambda e=elements, d=dtype: check(all_reduce.all_reduce, struct(e, dtype=d), **options),
         )
     for rows, columns in ((64, 1000), (9, 37), (200, 4096)):
         attempt(
             f"halo_exchange {rows} x {columns}",
-            lambda r=rows, c=columns: check(
-                halo_exchange.halo_mean, struct(r, c), times=args.times
-            ),
+            lambda r=rows, c=columns: check(halo_exchange.halo_mean, struct(r, c), **options),
         )
     for part in (100 * 300, 1, 12345, 1 << 20):
         attempt(
             f"all_to_all {part}",
             lambda p=part: check(
-                all_to_all.all_to_all, struct(n, p, dtype=jnp.bfloat16), times=args.times,
-                tolerance=0,
+                all_to_all.all_to_all, struct(n, p, dtype=jnp.bfloat16), tolerance=0, **options
             ),
-        )  # fmt: skip
+        )
     for tma in (True, False):
         for rows, k, columns in ((128, 256, 256), (256, 1024, 512), (1024, 4096, 4096)):
             attempt(
@@ -148,8 +149,7 @@ def check_examples(mesh: Mesh) -> None:
                     functools.partial(all_gather_matmul.all_gather_matmul, tma=t),
                     struct(r, k, dtype=jnp.float16),
                     struct(k, c, dtype=jnp.float16),
-                    times=max(2, args.times // 5),
-                    tolerance=2e-3,
+                    **options | {"times": 2, "tolerance": 2e-3, "steps": 2},
                 ),
             )
     attempt("all_gather_matmul against float64", lambda: float64_matmul(mesh))
@@ -233,7 +233,8 @@ def check_transforms(mesh: Mesh) -> None:
             y = kernels.call_right("pull", x, AXIS)
             z = kernels.call_right("packets", y, AXIS)
             w = jnp.eye(k, dtype=jnp.bfloat16)
-            a = jflux.all_gather_matmul(z[:512].reshape(2, k).astype(jnp.bfloat16), w, axis_name=AXIS)
+            rows = z[:512].reshape(2, k).astype(jnp.bfloat16)
+            a = jflux.all_gather_matmul(rows, w, axis_name=AXIS)
             b = jflux.all_reduce(z.astype(jnp.bfloat16), axis_name=AXIS)
             return c + 1, (y, z, a, b, kernels.call_right("count", x, AXIS))
 
@@ -255,10 +256,7 @@ def check_transforms(mesh: Mesh) -> None:
     attempt("replays", replays)
 
     def other_mesh(devices: Any) -> str:
-        report = jflux.symm.check(
-            ring, struct(size), mesh=Mesh(devices, AXIS), times=3, seed=args.seed
-        )
-        return str(report)
+        return check(ring, struct(size), mesh=Mesh(devices, AXIS), times=3, seed=args.seed)
 
     attempt("devices in another order", lambda: other_mesh(list(mesh.devices.flat)[::-1]))
 
@@ -279,9 +277,10 @@ def check_faults(mesh: Mesh) -> None:
     import symm_kernels as kernels
 
     def outside(place: int) -> Any:
-        return lambda: jflux.symm.check(
-            lambda x: kernels.call_outside(x, AXIS, place), struct(kernels.BLOCK), mesh=mesh, times=1
-        )
+        def f(x: Any) -> Any:
+            return kernels.call_outside(x, AXIS, place)
+
+        return lambda: jflux.symm.check(f, struct(kernels.BLOCK), mesh=mesh, times=1)
 
     attempt(
         "a write after a buffer",
@@ -511,9 +510,7 @@ def check_times(mesh: Mesh) -> None:
     )
     rows = struct(mesh.size, 256, 4096, dtype=jnp.bfloat16)
     measure("all_to_all 2 MB a part, Triton", all_to_all.all_to_all, rows)
-    measure(
-        "all_to_all 2 MB a part, lax", lambda x: all_to_all.reference(x, axis_name=AXIS), rows
-    )
+    measure("all_to_all 2 MB a part, lax", lambda x: all_to_all.reference(x, axis_name=AXIS), rows)
 
 
 BARE = """

@@ -1,4 +1,4 @@
-"""Triton kernels for the tests of jflux.symm: one for each device function, and some that are wrong.
+"""Triton kernels for the tests of jflux.symm: for each device function, and some that are wrong.
 
 Each comes with its reference in plain `lax`. Needs Triton.
 """

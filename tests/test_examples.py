@@ -162,3 +162,16 @@ def test_gradients_of_the_gpt_equal_those_on_one_device(shape, monkeypatch):
         np.testing.assert_allclose(
             got, want, rtol=0, atol=1e-5 * abs(want).max(), err_msg=jax.tree_util.keystr(path)
         )
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "halo_exchange", "all_to_all", "all_gather_matmul"])
+def test_python_kernels(name, tmp_path):
+    """Their references on CPUs, their kernels on GPUs."""
+    pytest.importorskip("triton")
+    path = f"python_kernels/{name}.py"
+    out = run_example(path, devices=None if ON_GPU else 4, cwd=tmp_path)
+    assert re.match(rf"{name} on \d+ {jax.default_backend()} devices: \d+ calls are right\n", out)
+    if ON_GPU:
+        assert re.search(r"^  kernel [\d.]+ us, lax [\d.]+ us$", out, re.M), out
+    else:
+        assert f"    {out}" in (ROOT / "examples" / path).read_text()

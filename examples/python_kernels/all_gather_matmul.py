@@ -1,8 +1,8 @@
 """All-gather and product in one Triton kernel: ``python all_gather_matmul.py``.
 
-Takes a minute on two cores, and prints there::
+Takes five seconds on two cores, and prints there::
 
-    all_gather_matmul on 4 cpu devices: 36 calls are right
+    all_gather_matmul on 4 cpu devices: 37 calls are right
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def all_gather_matmul_kernel(
 ):
     """y [world ROWS, COLUMNS] = the rows x [ROWS, K] of all ranks times w [K, COLUMNS].
 
-    The first SENDERS programs put x into `gathered` of the peers, CHUNK elements at a time, block of
-    BM rows by block, and add 1 to the block's signal. The others have one tile of each rank's rows: first its own, which waits
-    for nothing, then the next rank's, as soon as its block has arrived. With TMA, tiles are loaded
-    by tensor descriptors, else by pointers.
+    The first SENDERS programs put x into `gathered` of the peers, CHUNK elements at a time, block
+    of BM rows by block, and add 1 to the block's signal. The others have one tile of each rank's
+    rows: first its own, which waits for nothing, then the next rank's, as soon as its block has
+    arrived. With TMA, tiles are loaded by tensor descriptors, else by pointers.
     """
     me = jt.my_pe(ctx)
     world: tl.constexpr = jt.n_pes(ctx)

@@ -2,7 +2,7 @@
 
 Takes ten seconds on two cores, and prints there::
 
-    all_reduce on 4 cpu devices: 120 calls are right
+    all_reduce on 4 cpu devices: 121 calls are right
 """
 
 from __future__ import annotations

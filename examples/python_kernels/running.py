@@ -56,7 +56,9 @@ def microseconds(mesh: Mesh, f: Callable[..., Any], arrays: list[Any]) -> float:
     return min(times) / STEPS * 1e6
 
 
-def show(name: str, kernel: Any, reference: Any, *args: jax.ShapeDtypeStruct, **options: Any) -> None:
+def show(
+    name: str, kernel: Any, reference: Any, *args: jax.ShapeDtypeStruct, **options: Any
+) -> None:
     """Checks the kernel, and prints its time beside the reference's on GPUs."""
     mesh = make_mesh()
     report = jflux.symm.check(kernel, *args, mesh=mesh, **options)
@@ -64,8 +66,6 @@ def show(name: str, kernel: Any, reference: Any, *args: jax.ShapeDtypeStruct, **
     if not report.kernels:
         return
     rng = np.random.default_rng(0)
-    arrays = [
-        jnp.asarray(rng.standard_normal((mesh.size, *a.shape)), a.dtype) for a in args
-    ]
+    arrays = [jnp.asarray(rng.standard_normal((mesh.size, *a.shape)), a.dtype) for a in args]
     ours, theirs = (microseconds(mesh, f, arrays) for f in (kernel, reference))
     print(f"  kernel {ours:.1f} us, lax {theirs:.1f} us")

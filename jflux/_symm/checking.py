@@ -56,7 +56,8 @@ def check(
     draw: Callable[[np.random.Generator, Any], Any] | None = None,
     seed: int = 0,
 ) -> Report:
-    """Compares the kernels that a function calls with their references, `times` times each:
+    """Compares the kernels that a function calls with their references, once, and then `times`
+    times each:
 
     - with workspaces full of NaN, so that a read of what nobody wrote shows, and a write outside
       of a workspace buffer too, or of a signal that the call does not have;
@@ -86,6 +87,7 @@ def check(
         message names.
     """
     check_ = _Check(f, args, mesh, tolerance, draw or _draw, np.random.default_rng(seed), steps)
+    check_.compare("fresh workspaces")  # which exist from now on
     for _ in range(times):
         testing.poison_workspaces()
         check_.compare("poisoned workspaces")

@@ -13,7 +13,7 @@ import numpy as np
 from .layout import Buffer
 
 #: What to install, or None.
-_NEEDED = "pip install 'triton>=3.4'"
+_NEEDED = "pip install 'triton>=3.5'"
 
 # numpy's name -> (in a kernel's signature, in triton.language).
 _TYPES = {
@@ -42,7 +42,7 @@ def why_no_triton() -> str | None:
     except ImportError:
         return f"Triton is not installed: {_NEEDED}"
     version = tuple(int(part) for part in triton.__version__.split(".")[:2])
-    if version < (3, 4):
+    if version < (3, 5):
         return f"Triton {triton.__version__} is too old: {_NEEDED}"
     return None
 
