@@ -464,7 +464,6 @@ def check_times(mesh: Mesh) -> None:
         attempt(f"us: {name}", lambda: f"{microseconds(mesh, f, arrays(*structs)):.2f}")
 
     small = struct(4096, dtype=jnp.float16)
-    measure("nothing but the loop", lambda x: x, small)
     measure("all_reduce 8 KB, Triton", all_reduce.all_reduce, small)
     measure("all_reduce 8 KB, jflux", lambda x: jflux.all_reduce(x, axis_name=AXIS), small)
     measure("all_reduce 8 KB, lax", lambda x: lax.psum(x, AXIS), small)

@@ -172,18 +172,10 @@ bool AddModule(const std::string& key, const ModuleSpec& spec, const std::vector
   Table& table = Table::Get();
   KeepDevice keep;
   std::lock_guard<std::mutex> loading(table.loading);
-  bool is_new = false;
   {
     std::lock_guard<std::mutex> lock(table.mutex);
     Module& module = table.modules[key];
-    is_new = module.spec.image.empty();
-    if (is_new) module.spec = spec;
-  }
-  // Loading can wait for a kernel that spins: better after those that run.
-  for (const int ordinal : ordinals) {
-    if (!is_new) break;
-    JFLUX_CUDA_OR_FALSE(cudaSetDevice(ordinal), error);
-    JFLUX_CUDA_OR_FALSE(cudaDeviceSynchronize(), error);
+    if (module.spec.image.empty()) module.spec = spec;
   }
   *resident = ordinals.empty() ? 0 : std::numeric_limits<int64_t>::max();
   for (const int ordinal : ordinals) {
