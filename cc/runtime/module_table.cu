@@ -152,25 +152,11 @@ bool LoadModule(const std::string& key, int ordinal, int64_t* resident, std::str
   return true;
 }
 
-// The current device of the calling thread, which XLA has set.
-class KeepDevice {
- public:
-  KeepDevice() { known_ = cudaGetDevice(&ordinal_) == cudaSuccess; }
-  ~KeepDevice() {
-    if (known_) cudaSetDevice(ordinal_);
-  }
-
- private:
-  bool known_;
-  int ordinal_ = 0;
-};
-
 }  // namespace
 
 bool AddModule(const std::string& key, const ModuleSpec& spec, const std::vector<int>& ordinals,
                int64_t* resident, std::string* error) {
   Table& table = Table::Get();
-  KeepDevice keep;
   std::lock_guard<std::mutex> loading(table.loading);
   {
     std::lock_guard<std::mutex> lock(table.mutex);

@@ -21,7 +21,7 @@ struct ModuleSpec {
 };
 
 // Adds the module, unless `key` is known, and loads it on these devices. *resident: how many blocks
-// the one with the least room holds at once; 0 for no devices.
+// the one with the least room holds at once; 0 for no devices. Changes the current device.
 bool AddModule(const std::string& key, const ModuleSpec& spec, const std::vector<int>& ordinals,
                int64_t* resident, std::string* error);
 

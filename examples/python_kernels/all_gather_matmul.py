@@ -130,7 +130,7 @@ def all_gather_matmul(
         BN=bn,
         BK=bk,
         SENDERS=senders,
-        CHUNK=min(16384, bm * k // senders),
+        CHUNK=min(32768, bm * k // senders),
         TMA=tma,
     )
 
