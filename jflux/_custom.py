@@ -6,6 +6,8 @@ import ctypes
 import dataclasses
 import functools
 import hashlib
+import os
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from . import _config, _dispatch, _ffi, _heap, _lowering, _mesh, _native
 from ._dispatch import Arrays, Machine, Plan
 from ._mesh import AxisName
 from ._ops import _product
+from ._symm import compiling, nvrtc
 
 #: What handlers and references are given; a call's own attributes must have other names.
 SUPPLIED = (
@@ -126,6 +129,23 @@ class _Attribute:
 
 
 @dataclasses.dataclass(frozen=True)
+class Source:
+    """A kernel in CUDA C++, and how it is launched.
+
+    Attributes:
+      text, name: the source; the name is for messages.
+      grid, threads: blocks, and threads of each.
+      shared_bytes: of dynamic shared memory.
+    """
+
+    text: str
+    name: str
+    grid: int
+    threads: int
+    shared_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Params:
     """A call, less its operands."""
 
@@ -137,6 +157,7 @@ class Params:
     num_signals: int
     reference: Callable[..., Any]
     attributes: tuple[_Attribute, ...]
+    source: Source | None = None
     prepared: str | None = None
 
 
@@ -148,6 +169,10 @@ def custom_call(
     data_bytes: int,
     num_signals: int,
     reference: Callable[..., Any],
+    source: str | os.PathLike[str] | None = None,
+    grid: int = 1,
+    threads: int = 256,
+    shared_bytes: int = 0,
 ) -> Callable[..., Any]:
     """A call of one's own kernel over the ranks along `axis_name`, as ``jax.ffi.ffi_call`` is for
     kernels that know no ranks. Inside ``jax.shard_map``::
@@ -159,7 +184,7 @@ def custom_call(
     other. There are no gradients: give it some with ``jax.custom_vjp``.
 
     Args:
-      name: the FFI target, registered with :func:`register_custom_call`.
+      name: the FFI target, registered with :func:`register_custom_call`. With `source`: the kernel.
       result_shape_dtypes: shapes and types of one rank's results: a ``jax.ShapeDtypeStruct``, or a
         pytree of such.
       axis_name: a mesh axis, or a tuple of them.
@@ -169,6 +194,14 @@ def custom_call(
         where the handlers cannot: on other platforms, for more than 8 ranks, for empty arrays,
         under ``vmap`` with an axis name, and with ``jflux.config(fused=False)``. Best a function of
         a module: another one each time is another call to JAX's caches.
+      source: CUDA C++ with ``extern "C" __global__ void name(const __grid_constant__
+        jflux::shmem::CallArgs args, operands..., results..., attributes...)``, or the path to such
+        a file. It is compiled by NVRTC when the call is lowered, for this process's GPUs: there is
+        no handler to write, and nothing to register. Elsewhere the reference runs. Attributes come
+        in the call's order, as ``long``, ``double`` and ``bool``; there is no str.
+      grid: blocks of a kernel of `source`, which must all be resident at once.
+      threads: of a block of such a kernel.
+      shared_bytes: dynamic shared memory of such a block.
 
     Returns:
       A function (*operands, **attributes) -> the results. Attributes are int, float, bool or str;
@@ -176,13 +209,19 @@ def custom_call(
 
     Raises (when the function is traced):
       TypeError: for no operands, or an attribute of another type.
-      ValueError: for negative sizes, or an attribute that jflux supplies.
+      ValueError: for negative sizes, or an attribute that jflux supplies; when it is lowered, for
+        a source that does not compile, or a grid that is not resident at once.
       NameError: outside ``shard_map``.
     """
     if not (0 <= data_bytes <= _MOST and 0 <= num_signals <= _MOST):
         raise ValueError(
             f"jflux.custom_call: {data_bytes=}, {num_signals=} must be from 0 to {_MOST}"
         )
+    if grid < 1 or not 1 <= threads <= 1024 or shared_bytes < 0:
+        raise ValueError(f"jflux.custom_call: {grid=}, {threads=}, {shared_bytes=} is no launch")
+    kernel = None
+    if source is not None:
+        kernel = Source(*nvrtc.source_of(source), grid, threads, shared_bytes)
     leaves, tree = jax.tree.flatten(result_shape_dtypes)
     results = tuple((tuple(leaf.shape), np.dtype(leaf.dtype)) for leaf in leaves)
 
@@ -192,7 +231,7 @@ def custom_call(
         for key, value in attributes.items():
             if key in SUPPLIED:
                 raise ValueError(f"jflux.custom_call: {key!r} is an attribute that jflux supplies")
-            if not isinstance(value, _KINDS):
+            if not isinstance(value, _KINDS) or (kernel and isinstance(value, str)):
                 raise TypeError(
                     f"jflux.custom_call: attribute {key}={value!r} must be a number or str"
                 )
@@ -201,6 +240,7 @@ def custom_call(
         if not _mesh.is_manual(axis_name):
             _config.fall_back(f"custom_call({name})", f"axis {axis_name!r} is vmap's, not a mesh's")
             return reference(*arrays, axis_name=axis_name, **attributes)
+        ordered = attributes.items() if kernel else sorted(attributes.items())
         params = Params(
             name=name,
             results=results,
@@ -209,7 +249,8 @@ def custom_call(
             data_bytes=data_bytes,
             num_signals=num_signals,
             reference=reference,
-            attributes=tuple(_Attribute.of(k, v) for k, v in sorted(attributes.items())),
+            attributes=tuple(_Attribute.of(k, v) for k, v in ordered),
+            source=kernel,
         )
         arrays = _mesh.vary_together(axis_name, *arrays)
         return jax.tree.unflatten(tree, _primitive.bind(*arrays, params=params))
@@ -237,26 +278,32 @@ def _reference(arrays: Arrays, params: Params) -> list[Any]:
 
 def _plan(arrays: Arrays, params: Params, machine: Machine) -> Plan:
     target = _targets.get(params.name)
-    if target is None or machine.platform not in target.handlers:
+    if params.source is not None:
+        if not machine.on_gpus:
+            return _dispatch.reference("its source is for GPUs")
+    elif target is None or machine.platform not in target.handlers:
         return _dispatch.unsupported(f"no handler was registered for platform {machine.platform!r}")
     if params.world > _product.MAX_RANKS:
         return _dispatch.unsupported(
             f"{params.world} ranks, jflux has heaps for up to {_product.MAX_RANKS}"
         )
     total = _native.lib.custom_workspace_bytes(params.data_bytes, params.num_signals)
-    return _dispatch.fused("a handler was registered", {"workspace_bytes": total})
+    reason = "a handler was registered" if params.source is None else "NVRTC compiles its source"
+    return _dispatch.fused(reason, {"workspace_bytes": total})
 
 
 def _signature(avals: Any, params: Params) -> int:
     """Of what the ranks must agree on."""
     operands = [(aval.shape, aval.dtype.name) for aval in avals]
     results = [(shape, dtype.name) for shape, dtype in params.results]
-    fields = (params.name, params.world, params.data_bytes, params.num_signals)
+    fields = (params.name, params.world, params.data_bytes, params.num_signals, params.source)
     text = repr((*fields, operands, results, params.attributes))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
 
 
 def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
+    if params.source is not None:
+        return _source_attributes(arrays, params, params.source)
     numbers: dict[type, Any] = {bool: np.bool_, int: np.int64, float: np.float64, str: str}
     return {
         "op": params.name,
@@ -265,6 +312,56 @@ def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
         "num_signals": np.int64(params.num_signals),
         **{a.name: numbers[type(a.value)](a.value) for a in params.attributes},
     }
+
+
+def compile_source(source: Source, kernel: str) -> compiling.Compiled:
+    """The kernel, for this process's GPUs."""
+    arch = compiling.arch_of_gpus()
+    image = nvrtc.compile_source(source.text, source.name, include_dir(), arch)
+    launch = f"{kernel} {source.threads} {source.shared_bytes}"
+    return compiling.Compiled(
+        key=hashlib.sha256(image + launch.encode()).hexdigest(),
+        image=image,
+        function=kernel,
+        threads=source.threads,
+        shared_bytes=source.shared_bytes,
+        scratch_bytes=0,
+    )
+
+
+def _bits(value: Any) -> int:
+    """Of a kernel's parameter, as int64."""
+    if isinstance(value, float):
+        return int(struct.unpack("<q", struct.pack("<d", value))[0])
+    return int(value)
+
+
+def _source_attributes(arrays: Arrays, params: Params, source: Source) -> dict[str, Any]:
+    compiled = compile_source(source, params.name)
+    compiling.load(compiled, _title(params), source.grid)
+    values = [compiling.NVRTC, *(_bits(a.value) for a in params.attributes)]
+    return {
+        "module": compiled.key,
+        "name": _title(params),
+        "blocks": np.int64(source.grid),
+        "signature": np.int64(_signature(arrays, params)),
+        "data_bytes": np.int64(params.data_bytes),
+        "num_signals": np.int64(params.num_signals),
+        "values": np.array(values, np.int64),
+    }
+
+
+def _title(params: Params) -> str:
+    return f"custom_call({params.name})"
+
+
+def _target(params: Params) -> str:
+    return params.name if params.source is None else compiling.TARGET
+
+
+def _register_target(params: Params, platform: str) -> None:
+    if params.source is None:
+        _register(params.name, platform)
 
 
 def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
@@ -278,9 +375,10 @@ _primitive = _lowering.make_primitive(
         result_shapes=_results,
         reference=_reference,
         plan=_plan,
-        register=lambda params, platform: _register(params.name, platform),
+        register=_register_target,
         attributes=_attributes,
         batch=_batch,
-        target=lambda params: params.name,
+        target=_target,
+        title=_title,
     )
 )

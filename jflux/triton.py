@@ -60,7 +60,7 @@ _PROGRAM = tl.constexpr(6)
 _OP = tl.constexpr(7)
 _SKIP = tl.constexpr(8)  # TestHooks::skip_waits
 
-# Offsets in C++ structs; cc/runtime/symm_call_ffi.cc asserts them.
+# Offsets in C++ structs; cc/runtime/module_call_ffi.cc asserts them.
 _STOP = tl.constexpr(16)  # WorkspaceHeader
 _INSIDE = tl.constexpr(24)
 _HEADER_BYTES = tl.constexpr(1024)

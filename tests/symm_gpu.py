@@ -261,6 +261,41 @@ def check_transforms(mesh: Mesh) -> None:
     attempt("devices in another order", lambda: other_mesh(list(mesh.devices.flat)[::-1]))
 
 
+def check_sources(mesh: Mesh) -> None:
+    """Kernels in CUDA C++ that NVRTC compiles."""
+    import cuda_source
+    from running import on_devices
+
+    rng = np.random.default_rng(args.seed)
+
+    def values() -> str:
+        f = on_devices(
+            mesh, lambda x: lax.scan(lambda c, x: (c, cuda_source.scaled_shift(x, 1.5)), 0, x)[1]
+        )
+        for size in (1, 7, 1000, 12345, 1 << 20):
+            for _ in range(max(2, args.times // 5)):
+                x = rng.standard_normal((mesh.size, 10, size)).astype(np.float32)
+                with jflux.testing.planted_faults(max_delay_us=500):
+                    np.testing.assert_array_equal(f(x), np.roll(x, 1, 0) * np.float32(1.5))
+        return "five sizes are right, in a scan, with late ranks"
+
+    def broken() -> None:
+        source = cuda_source.SOURCE.replace("my_pe(ctx)", "nobody(ctx)")
+        call = jflux.custom_call(
+            "scaled_shift",
+            struct(4),
+            axis_name=AXIS,
+            data_bytes=16,
+            num_signals=1,
+            reference=cuda_source.reference,
+            source=source,
+        )
+        on_devices(mesh, lambda x: call(x, n=4, scale=1.0))(jnp.zeros((mesh.size, 4)))
+
+    attempt("a CUDA source", values)
+    attempt("a source that does not compile", lambda: expect(ValueError, "nobody", broken))
+
+
 # ---- What must fail ----------------------------------------------------------------------------
 
 
@@ -565,6 +600,7 @@ def main() -> int:
         "kernels": lambda: check_kernels(mesh),
         "faults": lambda: check_faults(mesh),
         "transforms": lambda: check_transforms(mesh),
+        "sources": lambda: check_sources(mesh),
         "examples": lambda: check_examples(mesh),
         "times": lambda: check_times(mesh),
         "shared": lambda: check_shared(mesh.size),

@@ -3,6 +3,7 @@
 JFLUX_TEST_CUSTOM_KERNEL names a library that is built already, for hosts without a compiler.
 """
 
+import dataclasses
 import importlib.util
 import os
 import re
@@ -31,7 +32,8 @@ from harness import (
 from workers.common import environment, run_alone
 
 import jflux
-from jflux import _native, testing
+from jflux import _custom, _native, testing
+from jflux._symm import nvrtc
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = ROOT / "examples" / "custom_kernel"
@@ -315,3 +317,74 @@ def test_attributes_that_compare_equal_are_not_the_same():
     with jflux.config(strict=False):
         ys = f(np.zeros((RANKS, 1), np.float32))
     assert [float(y[0, 0]) for y in ys] == [1, 2, 3, 3, 13, 3]
+
+
+# ---- Sources -----------------------------------------------------------------------------------
+
+
+def _source_call(source, **changes):
+    options = {
+        "axis_name": "tp", "data_bytes": 64, "num_signals": 2, "source": source, "grid": 2,
+        "reference": lambda x, *, axis_name, n, scale: jnp.roll(x, n) * scale,
+    } | changes  # fmt: skip
+    return jflux.custom_call("scaled", jax.ShapeDtypeStruct((3,), np.float32), **options)
+
+
+SOURCE = """
+#include "jflux/kernel.cuh"
+extern "C" __global__ void scaled(const __grid_constant__ jflux::shmem::CallArgs args,
+                                  const float* x, float* y, long n, double scale) {
+  const jflux::shmem::Context ctx = jflux::shmem::begin_call(args);
+  const bool ok = jflux::shmem::barrier_all_block(ctx, ctx.signal());
+  y[threadIdx.x] = static_cast<float>(scale) * x[n];
+  jflux::shmem::end_call(args, ctx, ok);
+}
+"""
+
+
+@pytest.mark.skipif(PLATFORM == "gpu", reason="the kernel runs here")
+def test_the_reference_of_a_source_runs_on_cpus(tmp_path):
+    mesh, x = make_mesh((RANKS,)), normal(0, (RANKS, 3), np.float32)
+    path = tmp_path / "scaled.cu"
+    path.write_text(SOURCE)
+    for source in (SOURCE, path, str(path)):
+        f = per_device(mesh, lambda x, s=source: _source_call(s)(x, n=1, scale=2.0))
+        np.testing.assert_array_equal(jax.jit(f)(x), 2 * np.roll(x, 1, 1))
+        (call,) = jflux.explain(jax.jit(f), x)
+        assert (call.op, call.plan.reason) == ("custom_call(scaled)", "its source is for GPUs")
+
+
+def test_what_is_refused_of_a_source():
+    mesh, x = make_mesh((RANKS,)), normal(0, (RANKS, 3), np.float32)
+    for changes, text in [
+        ({"grid": 0}, "grid=0"),
+        ({"threads": 1025}, "threads=1025"),
+        ({"shared_bytes": -1}, "shared_bytes=-1"),
+    ]:
+        with pytest.raises(ValueError, match=text):
+            _source_call(SOURCE, **changes)
+    with pytest.raises(FileNotFoundError):
+        _source_call("nowhere.cu")
+    with pytest.raises(TypeError, match="attribute n='1'"):
+        jax.jit(per_device(mesh, lambda x: _source_call(SOURCE)(x, n="1", scale=2.0)))(x)
+
+
+def test_a_source_is_compiled_against_the_headers():
+    try:
+        nvrtc._library()
+    except ImportError as error:
+        pytest.skip(str(error))
+    call = _custom.Source(SOURCE, "scaled.cu", 2, 64, 16)
+    compiled = _custom.compile_source(call, "scaled")
+    assert compiled.image[:4] == b"\x7fELF" and b"scaled" in compiled.image
+    assert (compiled.function, compiled.threads, compiled.shared_bytes) == ("scaled", 64, 16)
+    other = _custom.compile_source(dataclasses.replace(call, threads=32), "scaled")
+    assert other.image == compiled.image and other.key != compiled.key
+    with pytest.raises(ValueError, match=r"scaled.cu does not compile:\n.*nobody"):
+        wrong = SOURCE.replace("barrier_all_block", "nobody")
+        _custom.compile_source(dataclasses.replace(call, text=wrong), "scaled")
+
+
+def test_bits_of_parameters():
+    assert [_custom._bits(v) for v in (True, -3, 0.0, 1.0)] == [1, -3, 0, 0x3FF0000000000000]
+    assert _custom._bits(-0.0) == -(1 << 63)

@@ -175,3 +175,13 @@ def test_python_kernels(name, tmp_path):
         assert re.search(r"^  kernel [\d.]+ us, lax [\d.]+ us$", out, re.M), out
     else:
         assert f"    {out}" in (ROOT / "examples" / path).read_text()
+
+
+def test_cuda_source(tmp_path):
+    out = run_example("python_kernels/cuda_source.py", devices=None if ON_GPU else 4, cwd=tmp_path)
+    assert re.match(
+        rf"scaled_shift equals lax.ppermute on \d+ {jax.default_backend()} devices", out
+    )
+    if not ON_GPU:
+        path = ROOT / "examples" / "python_kernels" / "cuda_source.py"
+        assert f"    {out}" in path.read_text()

@@ -50,6 +50,7 @@ __device__ __forceinline__ void end_call(const CallArgs& args, const Context& ct
   LeaveAfterDynamicId(args.view);
 }
 
+#if !defined(__CUDACC_RTC__)
 // Loads kernels, as a KernelLoader has to. Lazy loading at the first launch can wait for a kernel
 // that spins; so jflux calls loaders when it creates the heap.
 inline const char* LoadKernels(int ordinal, std::initializer_list<const void*> kernels) {
@@ -60,6 +61,7 @@ inline const char* LoadKernels(int ordinal, std::initializer_list<const void*> k
   }
   return result == cudaSuccess ? nullptr : cudaGetErrorString(result);
 }
+#endif
 
 }  // namespace jflux::shmem
 

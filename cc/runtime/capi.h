@@ -168,7 +168,7 @@ JFLUX_API int64_t jflux_custom_workspace_bytes(int64_t data_bytes, int64_t num_s
 // whenever it is made. It loads kernels, and returns null or what went wrong.
 JFLUX_API const char* jflux_add_kernels(const char* (*load)(int ordinal));
 
-// A module for jflux.symm.call (runtime/module_table.h). The memory is the caller's.
+// A module for a call of a kernel (runtime/module_table.h). The memory is the caller's.
 typedef struct {
   const char* key;
   const char* image;  // a cubin

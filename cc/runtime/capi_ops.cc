@@ -18,7 +18,7 @@
 
 namespace jflux {
 extern XLA_FFI_Handler* const kNodeExchangeCuda;  // node_exchange_ffi.cc
-extern XLA_FFI_Handler* const kSymmCallCuda;      // symm_call_ffi.cc
+extern XLA_FFI_Handler* const kModuleCallCuda;    // module_call_ffi.cc
 }  // namespace jflux
 #endif
 
@@ -58,9 +58,9 @@ const JfluxTarget* jflux_targets(void) {
                      reinterpret_cast<void*>(jflux::InstantiateWorkspaceUse),
                      reinterpret_cast<void*>(jflux::kNodeExchangeCuda)});
     // Nor here: on the CPU it is the caller's reference.
-    list->push_back({"jflux_symm_call", "CUDA",
+    list->push_back({"jflux_module_call", "CUDA",
                      reinterpret_cast<void*>(jflux::InstantiateWorkspaceUse),
-                     reinterpret_cast<void*>(jflux::kSymmCallCuda)});
+                     reinterpret_cast<void*>(jflux::kModuleCallCuda)});
 #endif
     list->push_back({nullptr, nullptr, nullptr, nullptr});
     return list;

@@ -188,7 +188,7 @@ bool LoadModules(int ordinal, std::string* error) {
   return true;
 }
 
-bool LaunchModule(const std::string& key, int ordinal, int blocks, std::vector<uint64_t> arguments,
+bool LaunchModule(const std::string& key, int ordinal, int blocks, ModuleArguments arguments,
                   cudaStream_t stream, std::string* error) {
   Loaded loaded;
   ModuleSpec spec;
@@ -215,10 +215,11 @@ bool LaunchModule(const std::string& key, int ordinal, int blocks, std::vector<u
              " holds " + std::to_string(loaded.resident) + " at once";
     return false;
   }
-  arguments.push_back(reinterpret_cast<uintptr_t>(loaded.scratch));
-  arguments.push_back(0);
+  arguments.values.push_back(reinterpret_cast<uintptr_t>(loaded.scratch));
+  arguments.values.push_back(0);
   std::vector<void*> pointers;
-  for (uint64_t& argument : arguments) pointers.push_back(&argument);
+  if (arguments.first != nullptr) pointers.push_back(const_cast<void*>(arguments.first));
+  for (uint64_t& value : arguments.values) pointers.push_back(&value);
   const Driver* driver = Driver::Get(error);
   if (driver == nullptr || !RunAfterLastCall(stream, error)) return false;
   return driver->Check("cuLaunchKernel",

@@ -28,9 +28,15 @@ bool AddModule(const std::string& key, const ModuleSpec& spec, const std::vector
 // Loads all modules on a device, for a new heap.
 bool LoadModules(int ordinal, std::string* error);
 
+// What a kernel is given: a struct, unless it is null, then values of up to 8 bytes.
+struct ModuleArguments {
+  const void* first = nullptr;
+  std::vector<uint64_t> values;
+};
+
 // Launches a module's kernel of `blocks` blocks, after the last call of the current device, which
-// is `ordinal`. Its arguments are 64-bit values: these, and Triton's two scratch pointers.
-bool LaunchModule(const std::string& key, int ordinal, int blocks, std::vector<uint64_t> arguments,
+// is `ordinal`. Triton's two scratch pointers follow the arguments; other kernels do not read them.
+bool LaunchModule(const std::string& key, int ordinal, int blocks, ModuleArguments arguments,
                   cudaStream_t stream, std::string* error);
 
 }  // namespace jflux

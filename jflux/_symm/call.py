@@ -271,15 +271,6 @@ def _signature(arrays: Arrays, params: Params) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
 
 
-def _arch() -> int:
-    """Compute capability of this process's GPUs; of an H100 without any."""
-    try:
-        device: Any = jax.local_devices(backend="cuda")[0]
-    except RuntimeError:
-        return 90
-    return int(str(device.compute_capability).replace(".", ""))
-
-
 def compile_call(arrays: Arrays, params: Params) -> compiling.Compiled:
     """The kernel of a call, for this process's GPUs."""
     return compiling.compile_kernel(
@@ -288,7 +279,7 @@ def compile_call(arrays: Arrays, params: Params) -> compiling.Compiled:
         params.buffers,
         [o.value for o in params.options],
         world=params.world,
-        arch=_arch(),
+        arch=compiling.arch_of_gpus(),
         num_warps=params.num_warps,
         num_stages=params.num_stages,
     )
@@ -296,27 +287,15 @@ def compile_call(arrays: Arrays, params: Params) -> compiling.Compiled:
 
 def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
     compiled = compile_call(arrays, params)
-    resident = _native.lib.add_module(
-        compiled.key,
-        compiled.image,
-        compiled.function,
-        compiled.threads,
-        compiled.shared_bytes,
-        compiled.scratch_bytes,
-    )
-    if 0 < resident < params.grid:
-        raise ValueError(
-            f"jflux.{_title(params)}: grid={params.grid} programs, of which a GPU holds {resident} "
-            f"at once ({compiled.threads} threads and {compiled.shared_bytes} bytes of shared "
-            "memory each): programs that wait for each other must all run"
-        )
+    compiling.load(compiled, _title(params), params.grid)
     return {
         "module": compiled.key,
-        "name": params.name,
+        "name": _title(params),
         "blocks": np.int64(params.grid),
         "signature": np.int64(_signature(arrays, params)),
         "data_bytes": np.int64(data_bytes(params.buffers)),
         "num_signals": np.int64(params.num_signals),
+        "values": np.array([compiling.TRITON], np.int64),
     }
 
 
@@ -333,6 +312,7 @@ _primitive = _lowering.make_primitive(
         plan=_plan,
         attributes=_attributes,
         batch=_batch,
+        target=lambda params: compiling.TARGET,
         title=_title,
     )
 )

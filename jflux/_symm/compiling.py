@@ -8,9 +8,15 @@ import inspect
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
+from .. import _native
 from .layout import Buffer
+
+#: The FFI target that launches kernels, and who has compiled them (cc/runtime/module_call_ffi.cc).
+TARGET = "jflux_module_call"
+TRITON, NVRTC = 0, 1
 
 #: What to install, or None.
 _NEEDED = "pip install 'triton>=3.5'"
@@ -82,6 +88,42 @@ class Compiled:
     threads: int
     shared_bytes: int
     scratch_bytes: int
+
+
+def arch_of_gpus() -> int:
+    """Compute capability of this process's GPUs, 90 for 9.0; of an H100 without any."""
+    try:
+        device: Any = jax.local_devices(backend="cuda")[0]
+    except RuntimeError:
+        return 90
+    return int(str(device.compute_capability).replace(".", ""))
+
+
+def load(compiled: Compiled, title: str, grid: int) -> None:
+    """Loads a kernel on this process's GPUs, if there is a heap.
+
+    Args:
+      title: of the call, in messages.
+      grid: programs of a call.
+
+    Raises:
+      ValueError: they are not resident at once.
+      RuntimeError: the driver does not load the kernel.
+    """
+    resident = _native.lib.add_module(
+        compiled.key,
+        compiled.image,
+        compiled.function,
+        compiled.threads,
+        compiled.shared_bytes,
+        compiled.scratch_bytes,
+    )
+    if 0 < resident < grid:
+        raise ValueError(
+            f"jflux.{title}: grid={grid} programs, of which a GPU holds {resident} at once "
+            f"({compiled.threads} threads and {compiled.shared_bytes} bytes of shared memory "
+            "each): programs that wait for each other must all run"
+        )
 
 
 def compile_kernel(

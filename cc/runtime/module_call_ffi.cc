@@ -1,5 +1,6 @@
-// jflux.symm.call on GPUs: the handler that launches a kernel of the module table (module_table.h)
-// which Triton has compiled, with what jflux/triton.py begins a call with.
+// The handler that launches a kernel of the module table (module_table.h): those of
+// jflux.symm.call, which Triton has compiled, with what jflux/triton.py begins a call with, and
+// those of jflux.custom_call(source=...), with jflux::shmem::CallArgs.
 #include <cstddef>
 #include <string>
 #include <string_view>
@@ -7,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "jflux/call.h"
 #include "jflux/shmem.h"
 #include "runtime/capi.h"
 #include "runtime/ffi.h"
@@ -39,9 +41,13 @@ static_assert(static_cast<int>(FaultKind::kTimeout) == 1 &&
               static_cast<int>(FaultKind::kOverlap) == 4 &&
               static_cast<int>(FaultKind::kAborted) == 5);
 
+// Who has compiled the kernel, which decides what it is given.
+enum class Compiler : int64_t { kTriton = 0, kNvrtc = 1 };
+
 struct Attributes {
   CallAttributes call;
   std::string_view module, name;
+  Int64s values;  // a Compiler, then the bits of what follows the arrays
   int64_t blocks = 0, data_bytes = 0, num_signals = 0, signature = 0;
 };
 
@@ -66,6 +72,7 @@ const char* Read(const ffi::Dictionary& attributes, Attributes* a) {
   read("data_bytes", &a->data_bytes);
   read("num_signals", &a->num_signals);
   read("signature", &a->signature);
+  read("values", &a->values);
   return wrong;
 }
 
@@ -73,12 +80,12 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Dictionary dictionary
                 ffi::RemainingArgs operands, ffi::RemainingRets results) {
   Attributes a;
   if (const char* wrong = Read(dictionary, &a)) {
-    return InvalidArgument(std::string("symm.call: attribute `") + wrong +
+    return InvalidArgument(std::string("module call: attribute `") + wrong +
                            "` is missing or has another type");
   }
-  const std::string name = "symm.call(" + std::string(a.name) + ")";
+  const std::string name(a.name);
   if (a.call.world < 1 || a.call.world > kMaxRanks || a.blocks < 1 || a.blocks >= kMostIds ||
-      a.data_bytes < 0 || a.num_signals < 0) {
+      a.data_bytes < 0 || a.num_signals < 0 || a.values.size() == 0) {
     return InvalidArgument(name + ": malformed attributes");
   }
   // The kernel was compiled for pointers to 16 bytes. XLA may hand over a slice of a buffer.
@@ -106,20 +113,30 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Dictionary dictionary
       [&](const CudaDevice& device, const SymmetricView& view, std::string* error) {
         const uint32_t signature =
             SignatureBuilder().Add(a.signature).Add(a.call.site).Add(a.blocks).Get();
-        // `raw` of jflux.triton's kernels, then the arrays.
-        std::vector<uint64_t> values = {reinterpret_cast<uintptr_t>(device.state),
-                                        view.launch,
-                                        static_cast<uint32_t>(op),
-                                        signature,
-                                        static_cast<uint64_t>(layout.SignalBytes()),
-                                        static_cast<uint64_t>(view.rank),
-                                        static_cast<uint64_t>(layout.data_bytes)};
-        for (int32_t r = 0; r < view.world; ++r) {
-          values.push_back(reinterpret_cast<uintptr_t>(view.base[r]));
+        ModuleArguments arguments;
+        std::vector<uint64_t>& values = arguments.values;
+        shmem::CallArgs args;
+        if (static_cast<Compiler>(*a.values.begin()) == Compiler::kTriton) {  // `raw`
+          values = {reinterpret_cast<uintptr_t>(device.state),
+                    view.launch,
+                    static_cast<uint32_t>(op),
+                    signature,
+                    static_cast<uint64_t>(layout.SignalBytes()),
+                    static_cast<uint64_t>(view.rank),
+                    static_cast<uint64_t>(layout.data_bytes)};
+          for (int32_t r = 0; r < view.world; ++r) {
+            values.push_back(reinterpret_cast<uintptr_t>(view.base[r]));
+          }
+        } else {
+          args = {device.state, view, layout, signature, static_cast<uint32_t>(op)};
+          arguments.first = &args;
         }
         for (void* array : arrays) values.push_back(reinterpret_cast<uintptr_t>(array));
+        for (size_t i = 1; i < a.values.size(); ++i) {
+          values.push_back(static_cast<uint64_t>(a.values.begin()[i]));
+        }
         return LaunchModule(std::string(a.module), ordinal, static_cast<int>(a.blocks),
-                            std::move(values), stream, error);
+                            std::move(arguments), stream, error);
       });
 }
 
@@ -129,8 +146,8 @@ XLA_FFI_DEFINE_HANDLER(kCuda, Cuda, BindCuda().RemainingArgs().RemainingRets(),
 }  // namespace
 
 // Listed in runtime/capi_ops.cc.
-extern XLA_FFI_Handler* const kSymmCallCuda;
-XLA_FFI_Handler* const kSymmCallCuda = kCuda;
+extern XLA_FFI_Handler* const kModuleCallCuda;
+XLA_FFI_Handler* const kModuleCallCuda = kCuda;
 
 }  // namespace jflux
 
