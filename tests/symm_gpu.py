@@ -6,16 +6,19 @@ Every kernel of tests/symm_kernels.py and of examples/python_kernels against its
 fresh inputs each time: poisoned workspaces, late ranks, second calls and graph replays
 (jflux.symm.check); products, and what four ranks compute that share the GPUs, against float64.
 Kernels that write outside must be found. Waits that nobody satisfies must end at their deadline, in
-processes of their own. Needs Triton, and at least two GPUs.
+processes of their own. Each section is a process; after a kernel that has failed, the rest of the
+section goes on in a new one. Needs Triton, and at least two GPUs.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
+import json
 import os
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from pathlib import Path
@@ -31,16 +34,18 @@ parser.add_argument("--limit", type=float, default=540, help="seconds; what is l
 parser.add_argument("--skip", default="", help="sections, with commas")
 parser.add_argument("--only", default="", help="sections, with commas")
 parser.add_argument("--worker", help=argparse.SUPPRESS)
+parser.add_argument("--done", default="[]", help=argparse.SUPPRESS)
 parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
 parser.add_argument("--ranks", type=int, default=4, help=argparse.SUPPRESS)
 parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
 args = parser.parse_args()
 
 os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # for the processes beside this one
 
 import jax  # noqa: E402
 
-if args.worker == "shared":
+if args.worker == "shared-rank":
     jax.distributed.initialize(
         f"127.0.0.1:{args.port}",
         args.ranks,
@@ -57,8 +62,9 @@ from jax.sharding import PartitionSpec as P  # noqa: E402
 import jflux  # noqa: E402
 
 AXIS = "x"
-ROWS: list[tuple[str, str]] = []  # of the table
-FAILED: list[str] = []
+TRY, ROW = "TRY\t", "ROW\t"
+NEW_PROCESS = 3  # exit status: a kernel has failed, and this process's GPUs are of no use any more
+DONE: list[str] = json.loads(args.done)
 BEGUN = time.monotonic()
 
 
@@ -76,23 +82,25 @@ def check(f: Any, *structs: Any, **options: Any) -> str:
     return str(report)
 
 
-def row(name: str, text: str) -> None:
-    ROWS.append((name, text))
-    print(f"[{time.monotonic() - BEGUN:5.0f} s] {name}: {text}", flush=True)
-
-
 def attempt(name: str, f: Any) -> None:
-    """Runs one check; its failure is told, and does not end the others."""
-    if left() < 20:
-        row(name, "LEFT OUT: no time")
-        FAILED.append(name)
+    """Runs one check, and prints its line of the table."""
+    if name in DONE:
         return
+    if left() < 15:
+        print(f"{ROW}{name}\tLEFT OUT: no time", flush=True)
+        return
+    print(f"{TRY}{name}", flush=True)
     try:
-        row(name, str(f()))
+        text = str(f())
     except Exception as error:
         traceback.print_exc()
-        row(name, f"FAILED: {type(error).__name__}: {str(error)[:300]}")
-        FAILED.append(name)
+        text = f"FAILED: {type(error).__name__}: {str(error)[:300]}"
+    text = text.replace("\n", " ").replace("\t", " ")
+    print(f"{ROW}{name}\t{text}", flush=True)
+    if any(sign in text for sign in ("CUDA_ERROR", "jflux.symm.call(", "this process has failed")):
+        if text.startswith("FAILED"):
+            sys.stdout.flush()
+            os._exit(NEW_PROCESS)
 
 
 # ---- Values ------------------------------------------------------------------------------------
@@ -103,7 +111,7 @@ def check_kernels(mesh: Mesh) -> None:
 
     size = kernels.BLOCK * kernels.PROGRAMS
     for name in kernels.NAMES:
-        for dtype in (jnp.float32, jnp.bfloat16, jnp.float16):
+        for dtype in (jnp.float32, jnp.bfloat16):
 
             def f(x: Any, name: str = name) -> Any:
                 return kernels.call_right(name, x, AXIS)
@@ -398,7 +406,7 @@ def check_shared(gpus: int) -> None:
             "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.4 / -(-args.ranks // gpus):.3f}",
             "NCCL_NVLS_ENABLE": "0",
         }
-        script = [sys.executable, str(Path(__file__).resolve()), "--worker", "shared"]
+        script = [sys.executable, str(Path(__file__).resolve()), "--worker", "shared-rank"]
         script += ["--ranks", str(args.ranks), "--port", str(free_port())]
         processes = [
             subprocess.Popen(
@@ -588,33 +596,84 @@ with tempfile.TemporaryDirectory() as folder:
 """
 
 
-def main() -> int:
-    if args.worker == "shared":
+SECTIONS = {
+    "kernels": check_kernels,
+    "faults": check_faults,
+    "transforms": check_transforms,
+    "sources": check_sources,
+    "times": check_times,
+    "examples": check_examples,
+    "shared": lambda mesh: check_shared(mesh.size),
+}
+
+
+def worker(name: str) -> None:
+    if name == "shared-rank":
         shared_worker()
-        return 0
+    elif name.startswith("stuck-"):
+        stuck_worker(name.removeprefix("stuck-"))
+    else:
+        if jax.default_backend() == "gpu":
+            jflux.init(deadline_seconds=20)
+        SECTIONS[name](Mesh(jax.devices()[:8], AXIS))
+
+
+def run_section(name: str) -> list[tuple[str, str]]:
+    """The lines of a section."""
+    rows: list[tuple[str, str]] = []
+    for _ in range(12):
+        if left() < 20:
+            rows.append((name, "LEFT OUT: no time"))
+            break
+        done = json.dumps([row for row, _ in rows])
+        command = [sys.executable, str(Path(__file__).resolve()), "--worker", name]
+        command += ["--done", done, "--times", str(args.times), "--seed", str(args.seed)]
+        command += ["--limit", f"{left() - 5:.0f}", "--ranks", str(args.ranks)]
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        watch = threading.Timer(left(), process.kill)
+        watch.start()
+        assert process.stdout is not None
+        tried = f"{name}, process"
+        for line in process.stdout:
+            if line.startswith(TRY):
+                tried = line.removeprefix(TRY).rstrip("\n")
+                continue
+            if line.startswith(ROW):
+                row, text = line.removeprefix(ROW).rstrip("\n").split("\t", 1)
+                rows.append((row, text))
+                line = f"[{time.monotonic() - BEGUN:4.0f} s] {name}: {row}: {text}\n"
+            print(line, end="", flush=True)
+        status = process.wait()
+        watch.cancel()
+        if status == 0:
+            break
+        if status != NEW_PROCESS:
+            rows.append((tried, f"FAILED: the process ended with {status}"))
+        if tried == f"{name}, process":
+            break
+    return rows
+
+
+def main() -> int:
     if args.worker is not None:
-        stuck_worker(args.worker.removeprefix("stuck-"))
+        worker(args.worker)
         return 0
-    mesh = Mesh(jax.devices()[:8], AXIS)
-    sections = {
-        "kernels": lambda: check_kernels(mesh),
-        "faults": lambda: check_faults(mesh),
-        "transforms": lambda: check_transforms(mesh),
-        "sources": lambda: check_sources(mesh),
-        "examples": lambda: check_examples(mesh),
-        "times": lambda: check_times(mesh),
-        "shared": lambda: check_shared(mesh.size),
-    }
-    chosen = [s for s in args.only.split(",") if s] or list(sections)
+    chosen = [s for s in args.only.split(",") if s] or list(SECTIONS)
+    rows = []
     for name in chosen:
         if name not in args.skip.split(","):
-            sections[name]()
-    width = max(len(name) for name, _ in ROWS)
-    print(f"\n{mesh.size} x {mesh.devices.flat[0].device_kind}, seed {args.seed}")
-    for name, text in ROWS:
+            rows += run_section(name)
+    width = max(len(name) for name, _ in rows)
+    print(f"\nseed {args.seed}, {args.times} times, {time.monotonic() - BEGUN:.0f} s")
+    for name, text in rows:
         print(f"{name:{width}}  {text[:150]}")
-    print(f"{len(ROWS) - len(FAILED)} of {len(ROWS)} lines are right; {FAILED or 'none failed'}")
-    return 1 if FAILED else 0
+    failed = [name for name, text in rows if text.startswith(("FAILED", "LEFT OUT"))]
+    print(
+        f"{len(rows) - len(failed)} of {len(rows)} lines are right; not right: {failed or 'none'}"
+    )
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -65,8 +65,8 @@ class ShmemCall : public AnyCall {
   int64_t Wrong() const override { return 0; }  // bodies check what they receive
 
  private:
-  const uint32_t op_ = static_cast<uint32_t>(CustomOp("custom_call(test)"));  // taken once: its lock would order
-                                                                 // ranks
+  // Taken once: its lock would order ranks.
+  const uint32_t op_ = static_cast<uint32_t>(CustomOp("custom_call(test)"));
   WorkspaceLayout workspace_;
   uint32_t signature_;
   Body body_;
