@@ -139,7 +139,8 @@ def measure(case: Case, ranks: int, rounds: int) -> dict[str, Any]:
                 values[name] = _trial.compiled(once, mesh, specs, out, *args, routing)(
                     *args, routing
                 )
-        if name == "J" and _gathered.OP not in program.as_text():
+        target = f'custom_call_target="jflux_{_gathered.OP}"'
+        if name == "J" and target not in program.as_text():
             raise RuntimeError(f"{case.name}: no kernel takes the call")
         programs[name] = _trial.run_of(program, *args, routing)
     error = check(case, np.asarray(chosen), values["J"], values["two"], args)
