@@ -93,8 +93,8 @@ def attention(
         :func:`rotary`. With `context_axis` it is called as ``rotate(q, position)``, with q
         [b, s/C, heads, c] and its positions int32 [s/C]; in decoding, with positions [b, t].
       core: called as ``core(q, k, v, mask=..., is_causal=...)`` for q [b, s, h/N, c] and k, v
-        [b, s, g/N, c]; by default ``jax.nn.dot_product_attention``. With `context_axis` q has the
-        rank's own s/C positions, and the default is :func:`jflux.attention`.
+        [b, s, g/N, c]; by default ``jax.nn.dot_product_attention``, with `context_axis` or a cache
+        :func:`jflux.attention`. With `context_axis` q has the rank's own s/C positions.
       context_axis: a mesh axis that the sequence is split over while attending, too.
       context_layout: which positions its ranks have, as in :func:`jflux.attention`.
       segment_ids: int [b, s/C], of documents, the same along `axis_name`; with `context_axis`.
