@@ -8,7 +8,8 @@ routing: balanced, with slots that have no expert, all for one expert, or of the
 Tokens that nobody chose are NaN. Each program runs five times: twice on the same operands, which
 must give the same bits, then on other operands and routings, with ranks that come late and
 workspaces full of NaN. Some calls also compare gradients with those of the two steps. Last come
-loops of calls, which XLA captures in graphs and replays.
+loops of calls, which XLA captures in graphs and replays, and calls without waits: they must be
+wrong.
 """
 
 from __future__ import annotations
@@ -230,6 +231,26 @@ def check_graphs(ranks: int, rounds: int = 6) -> tuple[str, str, float]:
     return "graphs", f"{ranks} ranks", worst
 
 
+def check_waits(ranks: int) -> tuple[str, str, float]:
+    """That values do come from the peers: without waits some are wrong."""
+    rng = np.random.default_rng(9)
+    mesh = Mesh(np.array(jax.devices()[:ranks]), ("tp",))
+    f = jax.jit(per_rank(mesh, 2, 1))
+    wrong = 0
+    for _ in range(6):
+        x = exact(rng, (1024 * ranks, 64), jnp.bfloat16)
+        w = exact(rng, (2, 64, 64 * ranks), jnp.bfloat16)
+        chosen = draw_chosen(rng, 1024 * ranks, 2, 2)
+        args = jnp.asarray(x, jnp.bfloat16), [jnp.asarray(w, jnp.bfloat16)], jnp.asarray(chosen)
+        right = np.asarray(f(*args))
+        testing.poison_workspaces()
+        with testing.planted_faults(skip_waits=True, max_delay_us=5000):
+            wrong += np.asarray(f(*args)).tobytes() != right.tobytes()
+    if not wrong:
+        raise AssertionError("waits that are left out do not show")
+    return "no waits", f"{ranks} ranks, must be wrong", 0.0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -262,7 +283,9 @@ def main() -> int:
             break
         alive = attempt(f"seed {seed}", check, seed, args.ranks)
     if alive:
-        attempt("graphs", check_graphs, args.ranks)
+        alive = attempt("graphs", check_graphs, args.ranks)
+    if alive and args.ranks > 1:
+        attempt("waits", check_waits, args.ranks)
     print(f"\n{'tile':10} {'form':30} calls  largest error / bound")
     for (tile, form), errors in sorted(found.items()):
         print(f"{tile:10} {form:30} {len(errors):5}  {max(errors):.2f}")

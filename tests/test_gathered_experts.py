@@ -131,6 +131,21 @@ def test_late_ranks_and_other_routings_of_one_program():
             np.testing.assert_allclose(f(x, ws[:1], chosen), dense(x, ws[:1], chosen), atol=1e-12)
 
 
+def test_waits_that_are_left_out_show():
+    world = min(4, RANKS)
+    if world == 1:
+        pytest.skip("one rank waits for nobody")
+    f = jax.jit(per_rank(world, 4, 1))
+    wrong = 0
+    with testing.planted_faults(skip_waits=True, max_delay_us=20_000):
+        for seed in range(6):
+            x, ws, chosen = draw(6 * world, 2, 4, seed=seed)
+            testing.poison_workspaces()
+            y = np.asarray(f(x, ws[:1], chosen))
+            wrong += not np.allclose(y, dense(x, ws[:1], chosen), atol=1e-12)
+    assert wrong > 0
+
+
 def test_two_groups_side_by_side():
     if RANKS < 4:
         pytest.skip("4 ranks")
