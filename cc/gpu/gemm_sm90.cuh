@@ -8,7 +8,8 @@
 //
 // Three warpgroups:
 //
-//   0, warp 0   load warp: fills the stages by TMA, tile after tile
+//   0, warp 0   load warp: fills the stages by TMA, tile after tile; or A by cp.async, if the op
+//               gathers its rows (gpu/gather_rows_sm90.cuh)
 //   0, warp 1   send warp: Op::Send moves data between this rank and its peers; then, if the op
 //               adds partial tiles of peers, waits for them (Op::WaitForPartials)
 //   0, warp 2   store warp: Op::Store writes out what the consumers have staged
