@@ -82,7 +82,6 @@ _SIGNATURE_BITS = tl.constexpr(24)
 _SIGNATURE_MASK = tl.constexpr(0xFFFFFF)
 _EPOCH_MASK = tl.constexpr((1 << 40) - 1)
 _ALIGN = tl.constexpr(128)  # bytes: of workspace buffers
-_LL_POLLS = tl.constexpr(2048)  # between two looks at the clock
 
 # ---- Instructions -------------------------------------------------------------------------------
 #
@@ -639,7 +638,7 @@ def ll_put(ctx, packets, index, value, pe, mask=None):
 
 @triton.jit
 def _ll_poll(address, expected, wanted):
-    """(the data, whether it has come)."""
+    """(the data, whether it has come) after up to 2048 looks at each packet."""
     return tl.inline_asm_elementwise(
         "{ .reg .pred again, more; .reg .b128 packet; .reg .b64 flag; .reg .b32 left;"
         " mov.u64 $0, 0; mov.u32 $1, 1; mov.u32 left, 2048;"

@@ -37,7 +37,7 @@ def kernels():
 class Ranks:
     """A group of ranks with a workspace each, full of NaN, and one kernel."""
 
-    def __init__(self, f, arrays, world, *, seed=0, timeout=10**9, max_delay_us=1):
+    def __init__(self, f, arrays, world, *, seed=0, timeout=10**9, skip_waits=False):
         self.params = _params(f, arrays, world)
         self.results = self.params.results
         compiled, ptx = _compile(self.params, arrays)
@@ -58,11 +58,13 @@ class Ranks:
             state, records = self.memory.allocate(4096), self.memory.allocate(1024)
             self.states.append(state)
             self.records.append(records)
-            for name, value in {
-                "max_delay": max_delay_us, "timeout": timeout, "fault": records,
-                "warn_left": timeout // 2, "warning": records + 256, "abort": records + 512,
-            }.items():  # fmt: skip
-                self.memory.write(state + STATE[name], value, 4 if name == "max_delay" else 8)
+            self.memory.write(state + STATE["skip_waits"], int(skip_waits), 4)
+            self.memory.write(state + STATE["max_delay"], 1, 4)
+            self.memory.write(state + STATE["timeout"], timeout)
+            self.memory.write(state + STATE["warn_left"], timeout // 2)
+            self.memory.write(state + STATE["fault"], records)
+            self.memory.write(state + STATE["warning"], records + 256)
+            self.memory.write(state + STATE["abort"], records + 512)
         self.calls = 0
 
     def call(self, xs):
@@ -186,6 +188,21 @@ def test_every_function(kernels, name, world):
             assert ranks.word(rank, 0) == number << 24  # the epoch, and no id
             assert ranks.word(rank, 16) == ranks.word(rank, 24) == 0  # stop, inside
             assert ranks.written_outside(rank)[0] == ""
+
+
+@pytest.mark.parametrize("name", ["ring", "pull", "count", "packets"])
+def test_without_waits_it_is_wrong(kernels, name):
+    size = kernels.BLOCK * kernels.PROGRAMS
+    array = jax.ShapeDtypeStruct((size,), np.float32)
+    for seed in range(10):
+        xs = _draw(seed, 2, (size,), np.float32)
+        ranks = Ranks(
+            lambda x: kernels.call_right(name, x, "tp"), [array], 2, seed=seed, skip_waits=True
+        )
+        pairs = zip(ranks.call(xs), _expected(kernels, name, xs), strict=True)
+        if any(not np.allclose(y, exact, atol=1e-5) for y, exact in pairs):
+            return
+    raise AssertionError("the values came from nowhere")
 
 
 def test_the_all_reduce_of_the_examples(kernels):
