@@ -32,7 +32,7 @@ extern "C" __global__ void scaled_shift(const __grid_constant__ shmem::CallArgs 
   const long begin = share * ctx.block < n ? share * ctx.block : n;
   const long end = begin + share < n ? begin + share : n;
   float* inbox = ctx.data<float>();
-  shmem::Signal* arrived = ctx.signal(ctx.block);
+  jflux::Signal* arrived = ctx.signal(ctx.block);
   shmem::put_signal_block(ctx, inbox + begin, x + begin, end - begin, arrived, next);
   const bool ok = shmem::signal_wait_until_block(ctx, arrived, previous);
   if (ok) {

@@ -256,6 +256,7 @@ _primitive = _local.make_primitive(
             "splits": np.int64(params.splits),
         },
         batch=_batch,
+        checked_on_gpus=True,
         on_cpus=False,
     )
 )
