@@ -51,8 +51,9 @@ class Config:
       strict: a call that no kernel takes raises instead of running its `lax` reference.
       always: takes the fused kernel also where the decomposed form, or `lax`, is faster.
       fused: False takes the reference everywhere, to compare or to bisect a problem.
-      unchecked_kernels: also takes GPU kernels that have not yet run on a GPU. By default an op
-        that has such kernels takes its reference there, and says so.
+      unchecked_kernels: also takes GPU kernels that have not been compared with float64 on a GPU,
+        or may be slower there. By default an op that has such kernels takes its reference, and
+        says so.
     """
 
     _NAMES = ("strict", "always", "fused", "unchecked_kernels")

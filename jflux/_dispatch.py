@@ -75,12 +75,12 @@ def unsupported(reason: str) -> Plan:
 
 
 def why_unchecked(checked_on_gpus: bool) -> str | None:
-    """Why GPUs do not take a kernel of their own, or None: it has not run on one yet, and
-    ``jflux.config.unchecked_kernels`` does not ask for it."""
+    """Why GPUs do not take a kernel of their own, or None: it has not been compared with
+    float64 there, or may be slower, and ``jflux.config.unchecked_kernels`` does not ask for it."""
     if checked_on_gpus or _config.config.unchecked_kernels:
         return None
     return (
-        "its GPU kernel has not been checked on a GPU; "
+        "its GPU kernel has not passed all checks on GPUs; "
         "jflux.config(unchecked_kernels=True) takes it"
     )
 

@@ -320,7 +320,7 @@ def test_not_on_cpus_and_not_unchecked(monkeypatch):
     monkeypatch.setattr(cudnn, "CHECKED_ON_GPUS", False)
     with jflux.config(unchecked_kernels=False):
         why = by_parts.why_not(q, q, Scores(1.0, causal=True), "zigzag", 2, None)
-    assert "has not been checked on a GPU" in why
+    assert "has not passed all checks on GPUs" in why
     with jflux.config(fused=False):
         why = by_parts.why_not(q, q, Scores(1.0, causal=True), "zigzag", 2, None)
     assert why == "jflux.config.fused is off"

@@ -29,7 +29,8 @@ from ._routing import Routing, permute, unpermute
 
 OP = "all_gather_grouped_matmul"
 
-#: Whether the GPU kernel has run on a GPU and been compared with float64.
+#: Whether the GPU kernel has been checked: it is right, and has yet to be shown no slower than the
+#: three steps (docs/experiments/0039-gathered-rows.md).
 CHECKED_ON_GPUS = False
 
 
