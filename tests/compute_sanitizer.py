@@ -36,7 +36,12 @@ from jflux._ops._spec import all_ops
 
 HERE = pathlib.Path(__file__).parent
 TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")
-EXPERTS = "grouped_matmul"  # and moe.route, of one rank: moe_gpu.py
+#: Kernels of one rank, and what runs them.
+LOCAL = {
+    "grouped_matmul": ["moe_gpu.py"],  # and moe.route
+    "flash_decode": ["-m", "pytest", "-q", "test_flash_decode_half.py", "-k", "pages or nothing"],
+    "moe_rows": ["-m", "pytest", "-q", "test_moe_rows.py", "-k", "values and bfloat16"],
+}
 FOUND = 99  # the exit status of a program in which a tool has found something
 
 
@@ -101,12 +106,14 @@ def run(args: argparse.Namespace, sanitizer: str, chosen: list[str], op: str, to
         "--print-limit", "20", "--log-file", str(folder / "process-%p.log"), *chosen,
         sys.executable,
     ]  # fmt: skip
-    if op == EXPERTS:
-        command += ["moe_gpu.py", "--limit", str(args.limit / 2)]
+    draws = ["--calls", str(args.calls), "--seed", str(args.seed)]
+    if op in LOCAL:
+        command += LOCAL[op]
+        if "pytest" not in command:
+            command += ["--limit", str(args.limit / 2), *draws]
     else:
         command += ["shared_gpu.py", "--ranks", "2", "--op", op, "--small"]
-        command += ["--deadline", str(args.deadline)]
-    command += ["--calls", str(args.calls), "--seed", str(args.seed)]
+        command += ["--deadline", str(args.deadline), *draws]
     start = time.monotonic()
     process = subprocess.Popen(
         command, cwd=HERE, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -120,8 +127,8 @@ def run(args: argparse.Namespace, sanitizer: str, chosen: list[str], op: str, to
         output, status = process.communicate()[0] + f"\nkilled after {args.limit:.0f} s", 124
     (folder / "output.log").write_text(output)
     logs = [log.read_text(errors="replace") for log in sorted(folder.glob("process-*.log"))]
-    is_product = op == EXPERTS or all_ops()[op].product is not None
-    may_not_know = {"racecheck": is_product, "initcheck": op != EXPERTS}
+    is_product = op == "grouped_matmul" or (op in all_ops() and all_ops()[op].product is not None)
+    may_not_know = {"racecheck": is_product, "initcheck": op not in LOCAL}
     advisory = may_not_know.get(tool, False) and not args.strict
     return Outcome(op, tool, time.monotonic() - start, read(logs, status, output), not advisory)
 
@@ -139,7 +146,7 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS)
-    ops = [*all_ops(), EXPERTS]
+    ops = [*all_ops(), *LOCAL]
     parser.add_argument("--ops", nargs="+", choices=ops, default=ops)
     parser.add_argument("--calls", type=int, default=3, help="of each op, under each tool")
     parser.add_argument("--seed", type=int, default=0)
