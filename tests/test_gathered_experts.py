@@ -256,7 +256,7 @@ def test_plans_on_gpus():
     assert plan_on_gpus(4096, 8, gated=True).config["tile_n"] in (128, 256)
     assert plan_on_gpus(4096, 8, world=1).path == Path.FUSED
     for plan, why in (
-        (plan_on_gpus(4096, 8, unchecked=False), "has not been checked"),
+        (plan_on_gpus(4096, 8, unchecked=False), "has not passed all checks"),
         (plan_on_gpus(64, 8), "few rows"),
         (plan_on_gpus(4096, 8, k=516), "multiples of 16 bytes"),
         (plan_on_gpus(4096, 8, dtype="float32"), "float32"),
