@@ -18,6 +18,8 @@
 #include <type_traits>
 
 #include "core/platform.h"
+#include "gpu/epilogue_sm90.cuh"
+#include "gpu/ptx.cuh"
 #include "ops/flash_decode/flash_decode_cuda.h"
 #include "runtime/kernels_cuda.h"
 
@@ -51,11 +53,6 @@ struct Shape {
   }
 };
 
-__device__ void CopyAsync16(uint32_t smem, const void* global, bool is_there) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem), "l"(global),
-               "r"(is_there ? 16 : 0)
-               : "memory");
-}
 __device__ void CommitCopies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int kPending>
 __device__ void AwaitCopies() {
@@ -90,17 +87,6 @@ __device__ void Multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uin
         "{%8, %9}, {%0, %1, %2, %3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  }
-}
-
-template <typename T>
-__device__ uint32_t Pack(float low, float high) {
-  if constexpr (std::is_same_v<T, __half>) {
-    const __half2 pair = __floats2half2_rn(low, high);
-    return reinterpret_cast<const uint32_t&>(pair);
-  } else {
-    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-    return reinterpret_cast<const uint32_t&>(pair);
   }
 }
 
@@ -160,8 +146,8 @@ __device__ void LoadTile(const FlashDecodeArgs& args, const Unit& u, int32_t fir
     const int64_t from = __shfl_sync(0xffffffff, row_of_lane, row);
     const bool is_there = from >= 0;
     const int64_t at = is_there ? from + 8 * vector : 0;
-    CopyAsync16(smem_k + S::At(row, vector), k + at, is_there);
-    CopyAsync16(smem_k + S::kTileBytes + S::At(row, vector), v + at, is_there);
+    ptx::CopyAsync16(smem_k + S::At(row, vector), k + at, is_there ? 16 : 0);
+    ptx::CopyAsync16(smem_k + S::kTileBytes + S::At(row, vector), v + at, is_there ? 16 : 0);
   }
 }
 
@@ -262,7 +248,8 @@ __device__ void LoadQueries(const FlashDecodeArgs& args, const Unit& u, uint32_t
     const int64_t head =
         static_cast<int64_t>(u.sequence) * args.heads + u.group * shared + of_group;
     const bool is_there = of_group < shared;
-    CopyAsync16(smem_q + S::At(row, vector), q + (is_there ? head * D + 8 * vector : 0), is_there);
+    ptx::CopyAsync16(smem_q + S::At(row, vector), q + (is_there ? head * D + 8 * vector : 0),
+                     is_there ? 16 : 0);
   }
 }
 

@@ -10,6 +10,7 @@
 #include <type_traits>
 
 #include "core/platform.h"
+#include "gpu/epilogue_sm90.cuh"
 #include "gpu/machine.h"
 #include "ops/moe_rows/moe_rows_cuda.h"
 #include "runtime/kernels_cuda.h"
@@ -41,12 +42,8 @@ struct Vector {
     for (int w = 0; w < 4; ++w) {
       if constexpr (std::is_same_v<T, float>) {
         out.v[w] = __uint_as_float(words[w]);
-      } else if constexpr (std::is_same_v<T, __half>) {
-        const float2 pair = __half22float2(reinterpret_cast<const __half2&>(words[w]));
-        out.v[2 * w] = pair.x;
-        out.v[2 * w + 1] = pair.y;
       } else {
-        const float2 pair = __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(words[w]));
+        const float2 pair = Unpack<T>(words[w]);
         out.v[2 * w] = pair.x;
         out.v[2 * w + 1] = pair.y;
       }
@@ -64,19 +61,8 @@ struct Vector {
         to[j] = make_float4(v[4 * j], v[4 * j + 1], v[4 * j + 2], v[4 * j + 3]);
       }
     } else {
-      uint32_t words[4];
-#pragma unroll
-      for (int w = 0; w < 4; ++w) {
-        if constexpr (std::is_same_v<T, __half>) {
-          const __half2 pair = __floats2half2_rn(v[2 * w], v[2 * w + 1]);
-          words[w] = reinterpret_cast<const uint32_t&>(pair);
-        } else {
-          const __nv_bfloat162 pair = __floats2bfloat162_rn(v[2 * w], v[2 * w + 1]);
-          words[w] = reinterpret_cast<const uint32_t&>(pair);
-        }
-      }
-      static_cast<uint4*>(rows)[row * vectors + i] =
-          make_uint4(words[0], words[1], words[2], words[3]);
+      static_cast<uint4*>(rows)[row * vectors + i] = make_uint4(
+          Pack<T>(v[0], v[1]), Pack<T>(v[2], v[3]), Pack<T>(v[4], v[5]), Pack<T>(v[6], v[7]));
     }
   }
 };
