@@ -15,27 +15,9 @@ struct Kernels {
   static constexpr int kSmemBytes = GatherConfig<Config>::kSmemBytes;
 };
 
-template <typename F>
-bool ForConfigs(DType dtype, bool transpose_rhs, F&& visit) {
-  const auto with_type = [&](auto type) {
-    using T = decltype(type);
-    return transpose_rhs ? ForGroupedConfigs<T, true, false>(visit)
-                         : ForGroupedConfigs<T, false, false>(visit);
-  };
-  return dtype == DType::kF16 ? with_type(__half{}) : with_type(__nv_bfloat16{});
-}
-
 }  // namespace
 
-bool LoadAllGatherGroupedMatmulKernels(std::string* error) {
-  LoadGrouped<Kernels> load{error};
-  for (DType dtype : {DType::kF16, DType::kBF16}) {
-    for (bool transpose_rhs : {false, true}) {
-      if (ForConfigs(dtype, transpose_rhs, load)) return false;
-    }
-  }
-  return true;
-}
+bool LoadAllGatherGroupedMatmulKernels(std::string* error) { return LoadForward<Kernels>(error); }
 
 bool LaunchAllGatherGroupedMatmul(const AllGatherGroupedMatmulParams& params,
                                   const AllGatherGroupedMatmulArrays& arrays,
@@ -64,7 +46,7 @@ bool LaunchAllGatherGroupedMatmul(const AllGatherGroupedMatmulParams& params,
   const int sms = Min(device.sm_count, kMostSms);
   const int64_t most_tiles = view.world > 1 ? sms : MostTilesOf(p, args.tiles);
   LaunchGrouped<Kernels> launch{choice, &args, most_tiles, sms, stream, error};
-  return ForConfigs(p.dtype, p.transpose_rhs, launch) && !launch.failed;
+  return ForForwardConfigs(p.dtype, p.transpose_rhs, launch) && !launch.failed;
 }
 
 }  // namespace jflux

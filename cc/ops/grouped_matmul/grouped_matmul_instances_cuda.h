@@ -2,6 +2,9 @@
 #ifndef JFLUX_OPS_GROUPED_MATMUL_GROUPED_MATMUL_INSTANCES_CUDA_H_
 #define JFLUX_OPS_GROUPED_MATMUL_GROUPED_MATMUL_INSTANCES_CUDA_H_
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
 #include <iterator>
 #include <string>
 
@@ -42,6 +45,29 @@ struct LoadGrouped {
     return failed;  // else goes on
   }
 };
+
+// ForGroupedConfigs of the forward product, with its types at run time.
+template <typename F>
+bool ForForwardConfigs(DType dtype, bool transpose_rhs, F&& visit) {
+  const auto with_type = [&](auto type) {
+    using T = decltype(type);
+    return transpose_rhs ? ForGroupedConfigs<T, true, false>(visit)
+                         : ForGroupedConfigs<T, false, false>(visit);
+  };
+  return dtype == DType::kF16 ? with_type(__half{}) : with_type(__nv_bfloat16{});
+}
+
+// All of them.
+template <typename Kernels>
+bool LoadForward(std::string* error) {
+  LoadGrouped<Kernels> load{error};
+  for (DType dtype : {DType::kF16, DType::kBF16}) {
+    for (bool transpose_rhs : {false, true}) {
+      if (ForForwardConfigs(dtype, transpose_rhs, load)) return false;
+    }
+  }
+  return true;
+}
 
 template <typename Kernels>
 struct LaunchGrouped {

@@ -14,26 +14,10 @@ struct Kernels {
   static constexpr int kSmemBytes = Config::kSmemBytes;
 };
 
-template <typename F>
-bool ForConfigs(DType dtype, bool transpose_rhs, F&& visit) {
-  const auto with_type = [&](auto type) {
-    using T = decltype(type);
-    return transpose_rhs ? ForGroupedConfigs<T, true, false>(visit)
-                         : ForGroupedConfigs<T, false, false>(visit);
-  };
-  return dtype == DType::kF16 ? with_type(__half{}) : with_type(__nv_bfloat16{});
-}
-
 }  // namespace
 
 bool LoadGroupedMatmulKernels(std::string* error) {
-  LoadGrouped<Kernels> load{error};
-  for (DType dtype : {DType::kF16, DType::kBF16}) {
-    for (bool transpose_rhs : {false, true}) {
-      if (ForConfigs(dtype, transpose_rhs, load)) return false;
-    }
-  }
-  return LoadGroupedMatmulDwKernels(error);
+  return LoadForward<Kernels>(error) && LoadGroupedMatmulDwKernels(error);
 }
 
 bool FindLocalDevice(LocalDevice* device, std::string* error) {
@@ -100,7 +84,7 @@ bool LaunchGroupedMatmul(const GroupedMatmulParams& p, const GroupedMatmulArrays
   }
   LaunchGrouped<Kernels> launch{choice,          &args,  MostTilesOf(p, args.tiles),
                                 device.sm_count, stream, error};
-  return ForConfigs(p.dtype, p.transpose_rhs, launch) && !launch.failed;
+  return ForForwardConfigs(p.dtype, p.transpose_rhs, launch) && !launch.failed;
 }
 
 }  // namespace jflux
