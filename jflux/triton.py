@@ -453,8 +453,8 @@ def peer_ptr(ctx, pointer, pe):
     """[9.1.8] Where rank `pe` has what `pointer` names here, for loads and stores.
 
     Args:
-      pointer: symmetric, a scalar or a tensor of pointers.
-      pe: a scalar.
+      pointer (pointers): symmetric, a scalar or a tensor.
+      pe (int32): a scalar.
     """
     itemsize: tl.constexpr = pointer.dtype.scalar.element_ty.primitive_bitwidth // 8
     delta = (_select(ctx[_BASES], pe) - ctx[_OWN]).to(tl.int64, bitcast=True)
@@ -612,10 +612,10 @@ def ll_put(ctx, packets, index, value, pe, mask=None):
     """Puts values into packets of rank `pe`, and announces them.
 
     Args:
-      packets: a workspace buffer of uint64, two words for each packet.
-      index: int tensor: which packets.
-      value: tensor of up to 8 bytes an element, one packet each. Eight bytes cost as much as one.
-      mask: which elements; None: all.
+      packets (uint64 pointer): a workspace buffer, two words for each packet.
+      index (int tensor): which packets.
+      value (tensor): up to 8 bytes an element, one packet each. Eight bytes cost as much as one.
+      mask (bool tensor): which elements; None: all.
     """
     bits: tl.constexpr = value.dtype.primitive_bitwidth
     raw = value.to(tl.core.get_int_dtype(bits, False), bitcast=True).to(tl.uint64)
@@ -661,8 +661,10 @@ def ll_get(ctx, packets, index, pe, dtype: tl.constexpr, mask=None):
     """Waits for packets that rank `pe` puts into this rank's `packets`, and takes their values.
 
     Args:
-      packets, index, mask: as for :func:`ll_put`. Elements outside the mask are 0.
-      pe: for the message if they do not come.
+      packets (uint64 pointer): as for :func:`ll_put`.
+      index (int tensor): likewise.
+      mask (bool tensor): likewise. Elements outside it are 0.
+      pe (int32): for the message if they do not come.
       dtype: of the values.
     """
     address = (packets + 2 * index).to(tl.uint64)

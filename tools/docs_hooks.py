@@ -36,16 +36,17 @@ def _entries(request: re.Match[str]) -> str:
     return "\n\n".join(f"::: {request[1]}.{name}" for name in names)
 
 
-def _table() -> str:
-    """The table of README.md whose heading is Ops."""
+def _table(folder: str) -> str:
+    """The table of README.md whose heading is Ops, for a page in `folder` of docs/."""
     section = (_ROOT / "README.md").read_text().split("\n## Ops\n")[1].split("\n## ")[0]
-    return "\n".join(line for line in section.splitlines() if line.startswith("|"))
+    table = "\n".join(line for line in section.splitlines() if line.startswith("|"))
+    return table.replace("](docs/", f"]({posixpath.relpath('.', folder or '.')}/")
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
     """Called by MkDocs for each page."""
-    markdown = _LIST.sub(_entries, markdown).replace("{{ table of ops }}", _table())
     folder = posixpath.dirname(page.file.src_uri)
+    markdown = _LIST.sub(_entries, markdown).replace("{{ table of ops }}", _table(folder))
     root = os.path.basename(config["docs_dir"])
 
     def outside(link: re.Match[str]) -> str:
