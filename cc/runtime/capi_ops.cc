@@ -44,6 +44,7 @@ const JfluxTarget* jflux_targets(void) {
 #endif
     }
     for (const jflux::LocalOp* op : jflux::AllLocalOps()) {
+      if (op->cpu == nullptr && op->cuda == nullptr) continue;
       const char* name = KeptForever(std::string("jflux_") + op->name);
       if (op->cpu != nullptr) {
         list->push_back({name, "cpu", nullptr, reinterpret_cast<void*>(op->cpu)});
