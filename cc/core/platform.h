@@ -26,6 +26,15 @@
 #define JFLUX_NO_UNROLL
 #endif
 
+// A variable in a CTA's shared memory, and a kernel's dynamic shared memory as an array of T. They
+// are macros so that tests/cc/simt, which compiles kernels for a CPU, can define them.
+#if defined(__CUDACC__)
+#define JFLUX_SHARED(T, name) __shared__::jflux::Same<T> name
+#define JFLUX_DYNAMIC_SHARED(T, kAlign, name) \
+  extern __shared__ __align__(kAlign)         \
+  T name[]
+#endif
+
 #if !defined(__CUDA_ARCH__)
 #include <chrono>
 #include <thread>
@@ -34,6 +43,9 @@
 namespace jflux {
 
 inline constexpr int kMaxRanks = 8;
+
+template <typename T>
+using Same = T;
 
 // Monotonic nanoseconds. Host and device clocks are never compared.
 JFLUX_HD uint64_t NowNs() {

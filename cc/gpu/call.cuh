@@ -84,7 +84,7 @@ __device__ __forceinline__ void TrapIfNotAlone(const SymmetricView& view, const 
 template <int kCtas = 1>
 __device__ __forceinline__ DynamicId TakeDynamicId(const SymmetricView& view) {
   namespace cg = cooperative_groups;
-  __shared__ uint64_t word_taken;
+  JFLUX_SHARED(uint64_t, word_taken);
   auto* header = view.At<WorkspaceHeader>(view.rank, 0);
   const bool leads = kCtas == 1 || cg::this_cluster().block_rank() == 0;
   DynamicId taken{};

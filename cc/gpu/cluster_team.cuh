@@ -4,6 +4,8 @@
 
 #include <cooperative_groups.h>
 
+#include "core/platform.h"
+
 namespace jflux {
 
 template <int kCtas>
@@ -21,7 +23,8 @@ class ClusterTeam {
   // run gets the same bits. Whole warps, at most 32 per CTA.
   template <typename Wide>
   __device__ __forceinline__ Wide Sum(Wide v) const {
-    __shared__ Wide warps[32], ctas[2][kCtas];
+    JFLUX_SHARED(Wide[32], warps);
+    JFLUX_SHARED(Wide[2][kCtas], ctas);
     const auto cluster = cooperative_groups::this_cluster();
     for (int d = 16; d > 0; d /= 2) v += __shfl_xor_sync(0xffffffff, v, d);
     if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = v;

@@ -635,7 +635,7 @@ template <typename Op>
 __device__ __forceinline__ void RunGemm(const typename Op::Args& args) {
   using Config = typename Op::Config;
   static_assert(!Config::kLendsStage || (!Op::kAddsPartials && !Op::kReceives));
-  extern __shared__ __align__(1024) uint8_t storage[];
+  JFLUX_DYNAMIC_SHARED(uint8_t, 1024, storage);
   const GemmSmem<Config> smem{ptx::SmemAddress(storage)};
   const uint32_t cta = Config::kCluster == 1 ? 0 : ptx::ClusterCtaRank();
   const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);

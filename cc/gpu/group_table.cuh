@@ -127,12 +127,10 @@ class GroupTable {
   }
 
   static __device__ void Store(uint32_t table, int32_t i, int32_t v) {
-    asm volatile("st.shared.s32 [%0], %1;" ::"r"(table + 4 * i), "r"(v) : "memory");
+    ptx::StoreShared4(table + 4 * i, v);
   }
   static __device__ int32_t Load(uint32_t table, int32_t i) {
-    int32_t v;
-    asm volatile("ld.shared.s32 %0, [%1];" : "=r"(v) : "r"(table + 4 * i) : "memory");
-    return v;
+    return ptx::LoadShared4(table + 4 * i);
   }
 
   uint32_t rows_, tiles_;  // addresses of [groups + 1] words each

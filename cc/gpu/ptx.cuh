@@ -4,8 +4,11 @@
 #define JFLUX_GPU_PTX_CUH_
 
 #include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 namespace jflux::ptx {
 
@@ -267,6 +270,16 @@ __device__ __forceinline__ void CopyAsyncArrive(uint32_t bar) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
 }
 
+__device__ __forceinline__ void CopyAsyncCommit() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
+
+// Waits until all but the last kPending groups of this thread's copies are complete.
+template <int kPending>
+__device__ __forceinline__ void CopyAsyncWait() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
 // ---- warps and warpgroups ---------------------------------------------------------------------
 
 // True for one lane of a full warp, always the same lane. With elect.sync ptxas knows that a single
@@ -281,6 +294,12 @@ __device__ __forceinline__ bool ElectOne() {
       "}\n"
       : "=r"(elected));
   return elected != 0;
+}
+
+__device__ __forceinline__ uint32_t SmId() {
+  uint32_t sm;
+  asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
+  return sm;
 }
 
 __device__ __forceinline__ void BarrierSync(int id, int threads) {
@@ -303,6 +322,49 @@ __device__ __forceinline__ void StoreMatrix4(uint32_t smem, uint32_t a, uint32_t
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(smem),
                "r"(a), "r"(b), "r"(c), "r"(d)
                : "memory");
+}
+
+// The reverse.
+__device__ __forceinline__ void LoadMatrix4(uint32_t (&r)[4], uint32_t smem) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(smem)
+               : "memory");
+}
+__device__ __forceinline__ void LoadMatrix4Transposed(uint32_t (&r)[4], uint32_t smem) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(smem)
+               : "memory");
+}
+
+// c [16, 8] += a [16, 16] @ b [16, 8], by one warp.
+template <typename T>
+__device__ __forceinline__ void Multiply16x8(float (&c)[4], const uint32_t (&a)[4], uint32_t b0,
+                                             uint32_t b1) {
+  if constexpr (std::is_same_v<T, __half>) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else {
+    static_assert(std::is_same_v<T, __nv_bfloat16>);
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+        "{%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+}
+
+__device__ __forceinline__ int32_t LoadShared4(uint32_t smem) {
+  int32_t v;
+  asm volatile("ld.shared.s32 %0, [%1];" : "=r"(v) : "r"(smem) : "memory");
+  return v;
+}
+__device__ __forceinline__ void StoreShared4(uint32_t smem, int32_t v) {
+  asm volatile("st.shared.s32 [%0], %1;" ::"r"(smem), "r"(v) : "memory");
 }
 
 __device__ __forceinline__ uint64_t LoadShared8(uint32_t smem) {

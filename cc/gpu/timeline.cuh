@@ -5,6 +5,7 @@
 
 #include "core/platform.h"
 #include "gpu/device_state.h"
+#include "gpu/ptx.cuh"
 
 namespace jflux {
 
@@ -15,8 +16,7 @@ __device__ __forceinline__ void Record(const DeviceState* state, bool recording,
   const Timeline timeline = state->timeline;
   const uint32_t slot = atomicAdd(timeline.count, 1);
   if (slot >= timeline.capacity) return;
-  uint32_t sm;
-  asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
+  const uint32_t sm = ptx::SmId();
   timeline.events[slot] = TimelineEvent{
       begin_ns, NowNs(), call, static_cast<uint16_t>(kind), static_cast<uint16_t>(sm), a, b};
 }

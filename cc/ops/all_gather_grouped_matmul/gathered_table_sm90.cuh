@@ -51,7 +51,7 @@ class SpanTable {
         first = LowerBound(begin, Max(begin, offset(e + 1)), slot,
                            [&](int32_t row) { return __ldg(args.source + row); });
       }
-      asm volatile("st.shared.s32 [%0], %1;" ::"r"(at_ + 4 * i), "r"(first) : "memory");
+      ptx::StoreShared4(at_ + 4 * i, first);
     }
     __syncwarp();  // searches take different times
     Sync();
@@ -61,12 +61,7 @@ class SpanTable {
 
   // The first row of a span. (groups, 0) has the number of rows.
   __device__ int32_t First(int32_t group, int32_t segment) const {
-    int32_t v;
-    asm volatile("ld.shared.s32 %0, [%1];"
-                 : "=r"(v)
-                 : "r"(at_ + 4 * (group * segments_ + segment))
-                 : "memory");
-    return v;
+    return ptx::LoadShared4(at_ + 4 * (group * segments_ + segment));
   }
 
  private:

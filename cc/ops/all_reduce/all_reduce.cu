@@ -56,7 +56,7 @@ __host__ __device__ inline int64_t NormPlaces(const AllReduceParams& p, int ctas
 template <typename T, int kCtas>
 __global__ void __launch_bounds__(kThreads, kPacketCtasPerSm)
     AllReduceNormKernel(const __grid_constant__ AllReduceArgs args) {
-  extern __shared__ __align__(16) char memory[];
+  JFLUX_DYNAMIC_SHARED(char, 16, memory);
   const PacketCta cta = BeginPackets<kCtas>(args.packets);
   const ClusterTeam<kCtas> team;
   const auto threads = static_cast<int>(blockDim.x);

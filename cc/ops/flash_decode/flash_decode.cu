@@ -53,43 +53,6 @@ struct Shape {
   }
 };
 
-__device__ void CommitCopies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int kPending>
-__device__ void AwaitCopies() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
-
-__device__ void LoadMatrix4(uint32_t (&r)[4], uint32_t smem) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(smem)
-               : "memory");
-}
-__device__ void LoadMatrix4Transposed(uint32_t (&r)[4], uint32_t smem) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(smem)
-               : "memory");
-}
-
-// c [16, 8] += a [16, 16] @ b [16, 8]
-template <typename T>
-__device__ void Multiply(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  if constexpr (std::is_same_v<T, __half>) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-        "{%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  } else {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-        "{%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  }
-}
-
 // softcap tanh(x / softcap), off by 1e-7 softcap.
 __device__ float Cap(float x, float softcap) {
   return softcap * (1.0f - 2.0f / (1.0f + __expf(2.0f * x / softcap)));
@@ -170,8 +133,9 @@ __device__ void AttendToTile(const FlashDecodeArgs& args, const Unit& u, int32_t
 #pragma unroll
   for (int i = 0; i < D / 16; ++i) {
     uint32_t keys[4], queries[4];
-    LoadMatrix4(keys, smem_k + S::At(lane % 8 + lane / 16 * 8, 2 * i + lane / 8 % 2));
-    if constexpr (!S::kKeepsQ) LoadMatrix4(queries, smem_q + S::At(lane % 16, 2 * i + lane / 16));
+    ptx::LoadMatrix4(keys, smem_k + S::At(lane % 8 + lane / 16 * 8, 2 * i + lane / 8 % 2));
+    if constexpr (!S::kKeepsQ)
+      ptx::LoadMatrix4(queries, smem_q + S::At(lane % 16, 2 * i + lane / 16));
     const auto& a = [&]() -> const uint32_t (&)[4] {
       if constexpr (S::kKeepsQ) {
         return q[i];
@@ -179,8 +143,8 @@ __device__ void AttendToTile(const FlashDecodeArgs& args, const Unit& u, int32_t
         return queries;
       }
     }();
-    Multiply<T>(s[0], a, keys[0], keys[1]);
-    Multiply<T>(s[1], a, keys[2], keys[3]);
+    ptx::Multiply16x8<T>(s[0], a, keys[0], keys[1]);
+    ptx::Multiply16x8<T>(s[1], a, keys[2], keys[3]);
   }
   const uint32_t there = __ballot_sync(0xffffffff, RowOf<D>(args, u, first + lane % kTile) >= 0);
   float highest[2] = {-INFINITY, -INFINITY};
@@ -230,9 +194,9 @@ __device__ void AttendToTile(const FlashDecodeArgs& args, const Unit& u, int32_t
 #pragma unroll
   for (int j = 0; j < D / 16; ++j) {
     uint32_t values[4];
-    LoadMatrix4Transposed(values, smem_v + S::At(lane % 16, 2 * j + lane / 16));
-    Multiply<T>(run.out[2 * j], weights, values[0], values[1]);
-    Multiply<T>(run.out[2 * j + 1], weights, values[2], values[3]);
+    ptx::LoadMatrix4Transposed(values, smem_v + S::At(lane % 16, 2 * j + lane / 16));
+    ptx::Multiply16x8<T>(run.out[2 * j], weights, values[0], values[1]);
+    ptx::Multiply16x8<T>(run.out[2 * j + 1], weights, values[2], values[3]);
   }
 }
 
@@ -281,7 +245,7 @@ template <typename T, int D>
 __global__ void __launch_bounds__(32 * kWarps)
     FlashDecodeKernel(const __grid_constant__ FlashDecodeArgs args) {
   using S = Shape<D>;
-  extern __shared__ __align__(128) uint8_t storage[];
+  JFLUX_DYNAMIC_SHARED(uint8_t, 128, storage);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t number = static_cast<int64_t>(blockIdx.x) * kWarps + warp;
   if (number >= static_cast<int64_t>(args.splits) * args.batch * args.blocks * args.groups) return;
@@ -295,26 +259,26 @@ __global__ void __launch_bounds__(32 * kWarps)
 #pragma unroll
   for (int stage = 0; stage < S::kStages - 1; ++stage) {
     if (stage < tiles) LoadTile<T, D>(args, u, u.begin + stage * kTile, stage_at(stage));
-    CommitCopies();
+    ptx::CopyAsyncCommit();
   }
   Running<D> run{};
   run.highest[0] = run.highest[1] = -INFINITY;
   uint32_t q[S::kKeepsQ ? D / 16 : 1][4]{};
   int stage = 0, next = S::kStages - 1;
   for (int32_t tile = 0; tile < tiles; ++tile) {
-    AwaitCopies<S::kStages - 2>();
+    ptx::CopyAsyncWait<S::kStages - 2>();
     __syncwarp();  // the other lanes' copies are there, and they have read the stage before
     if constexpr (S::kKeepsQ) {
       if (tile == 0) {
 #pragma unroll
         for (int i = 0; i < D / 16; ++i) {
-          LoadMatrix4(q[i], smem_q + S::At(lane % 16, 2 * i + lane / 16));
+          ptx::LoadMatrix4(q[i], smem_q + S::At(lane % 16, 2 * i + lane / 16));
         }
       }
     }
     const int32_t ahead = tile + S::kStages - 1;
     if (ahead < tiles) LoadTile<T, D>(args, u, u.begin + ahead * kTile, stage_at(next));
-    CommitCopies();
+    ptx::CopyAsyncCommit();
     AttendToTile<T, D>(args, u, u.begin + tile * kTile, smem_q, q, stage_at(stage), run);
     stage = stage + 1 == S::kStages ? 0 : stage + 1;
     next = next + 1 == S::kStages ? 0 : next + 1;
@@ -327,7 +291,7 @@ constexpr int kMergeWarps = 4;
 template <int D>
 __global__ void __launch_bounds__(32 * kMergeWarps)
     MergePartsKernel(const __grid_constant__ FlashDecodeArgs args) {
-  __shared__ float sums[kMergeWarps][D + 1];
+  JFLUX_SHARED(float[kMergeWarps][D + 1], sums);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t heads = static_cast<int64_t>(args.batch) * args.heads;
   const auto part = [&](int split) {

@@ -68,7 +68,7 @@ __device__ void ForEachSlot(const MoeRouteArgs& args, int64_t warp, Visit&& visi
 
 __global__ void __launch_bounds__(kThreads, 1)
     MoeRouteKernel(const __grid_constant__ MoeRouteArgs args) {
-  extern __shared__ int32_t smem[];
+  JFLUX_DYNAMIC_SHARED(int32_t, 4, smem);
   const auto cluster = cg::this_cluster();
   const auto experts = static_cast<int>(args.params.experts);
   const Tables t = TablesOf(smem, experts);

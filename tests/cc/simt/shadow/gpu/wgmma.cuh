@@ -1,0 +1,47 @@
+// gpu/wgmma.cuh, in the simulator.
+#ifndef JFLUX_GPU_WGMMA_CUH_
+#define JFLUX_GPU_WGMMA_CUH_
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "simt/wgmma_unit.h"
+
+namespace jflux::wgmma {
+
+inline uint64_t Descriptor(uint32_t smem, uint32_t leading_bytes, uint32_t stride_bytes) {
+  return static_cast<uint64_t>((smem & 0x3ffff) >> 4) |
+         (static_cast<uint64_t>(leading_bytes >> 4) << 16) |
+         (static_cast<uint64_t>(stride_bytes >> 4) << 32) | (1ull << 62);
+}
+
+inline void Fence() { simt::WgmmaFence(); }
+inline void Commit() { simt::WgmmaCommit(); }
+template <int kGroups>
+void Wait() {
+  simt::WgmmaWait(kGroups);
+}
+template <int kCount>
+void Pin(float (&)[kCount]) {}
+
+// A by descriptor.
+template <int kTransA, int kTransB, typename T, int kCount>
+void Multiply(const T*, float (&d)[kCount], uint64_t a, uint64_t b, bool adds) {
+  simt::WgmmaIssue({2 * kCount, std::is_same_v<T, __half>, kTransA != 0, kTransB != 0,
+                    /*a_in_registers=*/false, adds, a, b},
+                   d, nullptr);
+}
+// A from registers.
+template <int kTransB, typename T, int kCount>
+void Multiply(const T*, float (&d)[kCount], const uint32_t (&a)[4], uint64_t b, bool adds) {
+  simt::WgmmaIssue({2 * kCount, std::is_same_v<T, __half>, false, kTransB != 0,
+                    /*a_in_registers=*/true, adds, 0, b},
+                   d, a);
+}
+
+}  // namespace jflux::wgmma
+
+#endif  // JFLUX_GPU_WGMMA_CUH_

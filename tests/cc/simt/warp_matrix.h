@@ -1,0 +1,97 @@
+// stmatrix, ldmatrix and mma.sync: a warp's matrices of 16-bit elements.
+//
+// Lane l has, of an 8x8 matrix, the elements 2 (l % 4) and the next of row l / 4, in one word.
+#ifndef JFLUX_TESTS_CC_SIMT_WARP_MATRIX_H_
+#define JFLUX_TESTS_CC_SIMT_WARP_MATRIX_H_
+
+#include <array>
+#include <cstdint>
+#include <cstring>
+
+#include "simt/collectives.h"
+#include "simt/machine.h"
+
+namespace jflux::simt {
+
+using Words4 = std::array<uint32_t, 4>;
+
+// Four 8x8 matrices: lane i gives the address of row i % 8 of matrix i / 8, and has a word of each.
+inline void StoreMatrix4(uint32_t smem, Words4 words) {
+  struct Offer {
+    SmemPlace row;
+    Words4 words;
+  } mine{PlaceOf(smem, 16, 16), words};
+  Meet("stmatrix", 0xffffffff, &mine, [](void* const* offers) {
+    const auto of = [&](int lane) { return static_cast<Offer*>(offers[lane]); };
+    for (int matrix = 0; matrix < 4; ++matrix) {
+      for (int lane = 0; lane < 32; ++lane) {
+        const SmemPlace row = of(8 * matrix + lane / 4)->row;
+        std::memcpy(row.data() + lane % 4 * 4, &of(lane)->words[matrix], 4);
+      }
+    }
+  });
+  NoteWrite(mine.row, 16, current);
+}
+
+inline void LoadMatrix4(uint32_t (&r)[4], uint32_t smem, bool transposed) {
+  struct Offer {
+    SmemPlace row;
+    bool transposed;
+    Words4 words;
+  } mine{PlaceOf(smem, 16, 16), transposed, {}};
+  Meet("ldmatrix", 0xffffffff, &mine, [](void* const* offers) {
+    const auto of = [&](int lane) { return static_cast<Offer*>(offers[lane]); };
+    for (int matrix = 0; matrix < 4; ++matrix) {
+      uint16_t rows[8][8];
+      for (int row = 0; row < 8; ++row) {
+        std::memcpy(rows[row], of(8 * matrix + row)->row.data(), 16);
+      }
+      for (int lane = 0; lane < 32; ++lane) {
+        const int i = lane / 4, j = 2 * (lane % 4);
+        const bool t = of(lane)->transposed;
+        const uint32_t low = t ? rows[j][i] : rows[i][j],
+                       high = t ? rows[j + 1][i] : rows[i][j + 1];
+        of(lane)->words[matrix] = low | high << 16;
+      }
+    }
+  });
+  std::memcpy(r, mine.words.data(), sizeof(r));
+}
+
+// c [16, 8] += a [16, 16] @ b [16, 8] (mma.sync.m16n8k16). Lane l has, with g = l / 4 and
+// p = 2 (l % 4):  a[0..3]  rows g, g + 8, g, g + 8 and columns p, p, p + 8, p + 8
+//                 b0, b1   rows p and p + 8 (and the next ones), column g
+//                 c        rows g, g, g + 8, g + 8 and columns p, p + 1, p, p + 1
+template <typename T>
+void Multiply16x8(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  struct Offer {
+    Words4 a;
+    uint32_t b[2];
+    float* c;
+  } mine{{a[0], a[1], a[2], a[3]}, {b0, b1}, c};
+  Meet("mma.sync", 0xffffffff, &mine, [](void* const* offers) {
+    const auto of = [&](int lane) { return static_cast<Offer*>(offers[lane]); };
+    const auto element = [](uint32_t word, int i) {
+      return static_cast<float>(BitsAs<T>(static_cast<uint16_t>(word >> 16 * i)));
+    };
+    float rows[16][16], columns[16][8];
+    for (int lane = 0; lane < 32; ++lane) {
+      const int g = lane / 4, p = 2 * (lane % 4);
+      for (int i = 0; i < 8; ++i) {
+        rows[g + 8 * (i / 2 % 2)][p + 8 * (i / 4) + i % 2] = element(of(lane)->a[i / 2], i % 2);
+      }
+      for (int i = 0; i < 4; ++i)
+        columns[p + 8 * (i / 2) + i % 2][g] = element(of(lane)->b[i / 2], i % 2);
+    }
+    for (int lane = 0; lane < 32; ++lane) {
+      for (int i = 0; i < 4; ++i) {
+        const int row = lane / 4 + 8 * (i / 2), column = 2 * (lane % 4) + i % 2;
+        for (int k = 0; k < 16; ++k) of(lane)->c[i] += rows[row][k] * columns[k][column];
+      }
+    }
+  });
+}
+
+}  // namespace jflux::simt
+
+#endif  // JFLUX_TESTS_CC_SIMT_WARP_MATRIX_H_
