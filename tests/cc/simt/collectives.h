@@ -16,7 +16,7 @@ template <typename To, typename From>
 To BitsAs(const From& v) {
   static_assert(sizeof(To) == sizeof(From));
   To to;
-  std::memcpy(&to, &v, sizeof(to));
+  std::memcpy(static_cast<void*>(&to), &v, sizeof(to));
   return to;
 }
 

@@ -56,7 +56,8 @@ void Forward(const Case& c, uint32_t seed) {
                                    y.get(),         {nullptr, nullptr}};
   std::string error;
   EXPECT(LaunchGroupedMatmul(p, arrays, nullptr, &error)) << error;
-  EXPECT_EQ(simt::Run(seed), "") << "seed " << seed;
+  const std::string failure = simt::Run(seed);
+  EXPECT(failure.empty()) << failure << ", seed " << seed;
   const std::vector<int> of = GroupsOf(c);
   const double terms = std::sqrt(static_cast<double>(c.k));
   const int64_t wrong = simt::CountWrong(y, terms * (c.gated ? terms : 1), [&](int64_t i) {
@@ -85,8 +86,10 @@ TEST(Forward) {
   };
   uint32_t seed = 1;
   for (const Case& c : cases) {
-    Forward<__nv_bfloat16, __nv_bfloat16>(c, seed++);
-    Forward<__half, float>(c, seed++);
+    for (int schedule = 0; schedule < simt::Schedules(2); ++schedule) {
+      Forward<__nv_bfloat16, __nv_bfloat16>(c, seed++);
+      Forward<__half, float>(c, seed++);
+    }
   }
 }
 
@@ -100,11 +103,12 @@ void WeightGradient(const Case& c, uint32_t seed) {
   std::string error;
   const GroupedMatmulDwArrays arrays{x.get(), dy.get(), c.groups.data(), dw.get()};
   EXPECT(LaunchGroupedMatmulDw(p, arrays, nullptr, &error)) << error;
-  EXPECT_EQ(simt::Run(seed), "") << "seed " << seed;
-  int64_t first = 0, wrong = 0;
+  const std::string failure = simt::Run(seed);
+  EXPECT(failure.empty()) << failure << ", seed " << seed;
+  int64_t first = 0;
   std::vector<int64_t> begin;
   for (int32_t rows : c.groups) begin.push_back(first), first += rows;
-  wrong = simt::CountWrong(dw, std::sqrt(static_cast<double>(c.m)), [&](int64_t i) {
+  const int64_t wrong = simt::CountWrong(dw, std::sqrt(static_cast<double>(c.m)), [&](int64_t i) {
     const int64_t group = i / (c.k * c.n), row = i / c.n % c.k, column = i % c.n;
     double sum = 0;
     for (int64_t r = begin[group]; r < begin[group] + c.groups[group]; ++r) {
@@ -123,8 +127,10 @@ TEST(WeightGradient) {
   };
   uint32_t seed = 100;
   for (const Case& c : cases) {
-    WeightGradient<__nv_bfloat16, __nv_bfloat16>(c, seed++);
-    WeightGradient<__half, float>(c, seed++);
+    for (int schedule = 0; schedule < simt::Schedules(2); ++schedule) {
+      WeightGradient<__nv_bfloat16, __nv_bfloat16>(c, seed++);
+      WeightGradient<__half, float>(c, seed++);
+    }
   }
 }
 

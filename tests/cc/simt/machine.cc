@@ -39,7 +39,7 @@ namespace {
 
 // How often the loop lets threads look for something in vain, one after the other, before it calls
 // that a deadlock.
-constexpr int64_t kMostPolls = 3000000;
+constexpr int64_t kMostPolls = 3000000, kManyPolls = 20000;
 
 struct Machine {
   std::mt19937_64 random;
@@ -48,8 +48,10 @@ struct Machine {
   struct Deferred {
     std::function<Step()> step;
     Grid* grid;  // of the thread that issued it
+    int laziness;
   };
   std::vector<Deferred> deferred;
+  bool begins = true;  // whether a kernel or a cluster may be able to begin
   int64_t polls = 0;
   uint64_t clock_ns = 0;
   // One in so many steps completes an asynchronous operation; of as many visits, a slow warp takes
@@ -71,8 +73,8 @@ std::vector<std::unique_ptr<Parameters>>& LaunchedParameters() {
 }
 int sm_count = 4;
 
-// Calls the kernel. A struct that does not fit registers is passed in memory, where this one puts
-// its bytes too: so the kernel finds its own parameter.
+// Calls the kernel. A struct of more than 16 bytes is passed in memory (the System V ABI of
+// x86-64), where this one puts its bytes too: so the kernel finds its own parameter.
 void CallKernel(const Grid& grid) {
   reinterpret_cast<void (*)(Parameters)>(const_cast<void*>(grid.launch.kernel))(grid.parameters);
 }
@@ -89,6 +91,7 @@ void EndThread(Thread* thread) {
   }
   machine->polls = 0;
   if (--cta->live > 0) return;
+  machine->begins = true;
   cta->ended = true;
   Cluster* cluster = cta->cluster;
   if (--cluster->live == 0) ++cluster->grid->ended;
@@ -147,6 +150,7 @@ int ClustersAtOnce(const Launch& launch) {
 
 // Has kernels and clusters begin, each at some later step.
 void BeginWhatFits() {
+  machine->begins = false;
   for (auto& [key, grids] : machine->streams) {
     while (!grids.empty() && grids.front()->ended == grids.front()->Clusters() &&
            grids.front()->operations == 0) {
@@ -172,25 +176,42 @@ bool AllEnded() {
   return true;
 }
 
-// Completes one asynchronous operation, or a phase of it. False if none can.
-bool CompleteSome() {
+// How lazy an operation is. A lazier one waits until no other can complete, and no thread can run
+// but those that poll: so it overtakes nothing, and much overtakes it.
+int RandomLaziness() {
+  constexpr int kOf16[16] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 2, 3};
+  return kOf16[Random(16)];
+}
+constexpr int kLaziest = 3;
+
+// Completes an asynchronous operation that is no lazier, or a phase of it. False if none can.
+bool CompleteSome(int laziest) {
   auto& deferred = machine->deferred;
   const size_t count = deferred.size(), first = count == 0 ? 0 : Random(count);
   for (size_t i = 0; i < count; ++i) {
     const size_t at = (first + i) % count;
+    if (deferred[at].laziness > laziest) continue;
     // It may add others, which would move it.
     Machine::Deferred operation = std::move(deferred[at]);
     const Step result = operation.step();
     if (result == Step::kDone) {
-      if (operation.grid != nullptr) --operation.grid->operations;
+      if (operation.grid != nullptr && --operation.grid->operations == 0) machine->begins = true;
       if (at + 1 != deferred.size()) deferred[at] = std::move(deferred.back());
       deferred.pop_back();
     } else {
+      if (result == Step::kAgain) operation.laziness = RandomLaziness();
       deferred[at] = std::move(operation);
     }
     if (result == Step::kNotReady) continue;
     machine->polls = 0;
     return true;
+  }
+  return false;
+}
+
+bool CompleteLeastLazy() {
+  for (int laziness = 0; laziness <= kLaziest; ++laziness) {
+    if (CompleteSome(laziness)) return true;
   }
   return false;
 }
@@ -265,27 +286,25 @@ std::string WhoWaits() {
 }
 
 void Loop() {
-  BeginWhatFits();
   for (;;) {
     ++machine->now;
+    if (machine->begins) BeginWhatFits();
     if (machine->now >= machine->next_change) ChangePace();
     auto& runnable = machine->runnable;
-    if (!machine->deferred.empty() && (runnable.empty() || Random(machine->copy_odds) == 0)) {
-      if (CompleteSome() || !runnable.empty()) continue;
+    const bool only_polls = runnable.empty() || machine->polls > kManyPolls;
+    if (only_polls || Random(machine->copy_odds) == 0) {
+      if (only_polls ? CompleteLeastLazy() : CompleteSome(0)) continue;
     }
     if (runnable.empty()) {
-      BeginWhatFits();
-      if (AllEnded() && machine->deferred.empty()) return;
-      if (!machine->deferred.empty() && CompleteSome()) continue;
-      if (runnable.empty()) Fail("deadlock: no thread can run%s", WhoWaits().c_str());
+      if (machine->begins) continue;
+      if (AllEnded()) return;
+      Fail("deadlock: no thread can run%s", WhoWaits().c_str());
     }
     size_t at = Random(runnable.size());
     if (runnable[at]->warp->slow && Random(machine->slow_odds) != 0) {
       at = Random(runnable.size());
     }
-    const bool ends_cta = runnable[at]->cta->live == 1;
     ResumeThread(at);
-    if (ends_cta) BeginWhatFits();
     if (++machine->polls > kMostPolls) {
       Fail("deadlock: threads look for what does not come%s", WhoWaits().c_str());
     }
@@ -360,7 +379,7 @@ uint64_t ClockNs() {
 void Defer(std::function<Step()> step) {
   Grid* grid = current == nullptr ? nullptr : current->cta->cluster->grid;
   if (grid != nullptr) ++grid->operations;
-  machine->deferred.push_back({std::move(step), grid});
+  machine->deferred.push_back({std::move(step), grid, RandomLaziness()});
 }
 
 void* DynamicShared(uint32_t align) {

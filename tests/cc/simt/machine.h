@@ -201,7 +201,7 @@ int SmCount();
 // different streams and devices at the same time. Empty, or why it failed.
 std::string Run(uint64_t seed);
 
-// A launch, for Run. `parameters`: the kernel's one parameter, a struct.
+// A launch, for Run. `parameters`: the kernel's one parameter, a struct of more than 16 bytes.
 struct Launch {
   const void* kernel;
   int device;

@@ -7,6 +7,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <new>
@@ -17,6 +18,12 @@
 #include "core/dtype.h"
 
 namespace jflux::simt {
+
+// Schedules of each case of a test: `usual`, times JFLUX_SIMT_SCHEDULES in the environment.
+inline int Schedules(int usual) {
+  const char* times = std::getenv("JFLUX_SIMT_SCHEDULES");
+  return times == nullptr ? usual : usual * std::atoi(times);
+}
 
 // As cudaMalloc's.
 template <typename T>

@@ -106,9 +106,14 @@ WgmmaUnit& UnitOf(const Thread& thread) { return thread.cta->warpgroups[thread.i
 
 }  // namespace
 
-void WgmmaFence() { current->wgmma.fenced = true; }
+// These are .sync.aligned: the lanes of a warp go on together.
+void WgmmaFence() {
+  Meet("wgmma.fence", 0xffffffff, nullptr, nullptr);
+  current->wgmma.fenced = true;
+}
 
 void WgmmaCommit() {
+  Meet("wgmma.commit_group", 0xffffffff, nullptr, nullptr);
   current->wgmma.groups.push_back(current->wgmma.issued);
   Point();
 }
@@ -150,6 +155,7 @@ void WgmmaIssue(const WgmmaShape& shape, float* d, const uint32_t* a) {
 }
 
 void WgmmaWait(int pending) {
+  Meet("wgmma.wait_group", 0xffffffff, nullptr, nullptr);
   Thread* thread = current;
   WgmmaUnit& unit = UnitOf(*thread);
   auto& groups = thread->wgmma.groups;

@@ -1,0 +1,157 @@
+// The kernel of all_gather_matmul in the simulator: two and three ranks that meet in the workspace,
+// several calls one after the other, late ranks.
+#include <cmath>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "ops/all_gather_matmul/all_gather_matmul_cuda.h"
+#include "simt/device_heap.h"
+#include "simt/machine.h"
+#include "simt/values.h"
+#include "testing.h"
+
+namespace jflux {
+namespace {
+
+using simt::Array;
+using simt::RandomArray;
+using T = __nv_bfloat16;
+
+constexpr int kSms = 3;
+
+struct Case {
+  Rows rows;
+  int64_t k, n;
+  bool transpose_rhs, return_gathered;
+  GemmChoice choice;
+  TestHooks hooks = {};
+};
+
+// All ranks' operands and results of one call.
+struct Call {
+  std::vector<Array<T>> x, w, y, gathered;
+
+  Call(const Case& c, std::mt19937& random) {
+    for (int rank = 0; rank < c.rows.world; ++rank) {
+      x.push_back(RandomArray<T>(random, c.rows.PerRank() * c.k));
+      w.push_back(RandomArray<T>(random, c.k * c.n));
+      y.emplace_back(c.rows.Total() * c.n);
+      gathered.emplace_back(c.rows.Total() * c.k);
+    }
+  }
+
+  int64_t Wrong(const Case& c, int rank) const {
+    // Virtual row v of the gathered x, and where it is in y.
+    const auto x_at = [&](int64_t v, int64_t l) {
+      return x[c.rows.OwnerOf(v)][v % c.rows.PerRank() * c.k + l];
+    };
+    std::vector<int64_t> virtual_row(c.rows.Total());
+    for (int64_t v = 0; v < c.rows.Total(); ++v) virtual_row[c.rows.Actual(v)] = v;
+    int64_t wrong = simt::CountWrong(y[rank], std::sqrt(static_cast<double>(c.k)), [&](int64_t i) {
+      const int64_t v = virtual_row[i / c.n], column = i % c.n;
+      double sum = 0;
+      for (int64_t l = 0; l < c.k; ++l) {
+        sum += x_at(v, l) * w[rank][c.transpose_rhs ? column * c.k + l : l * c.n + column];
+      }
+      return sum;
+    });
+    if (c.return_gathered) {
+      wrong += simt::CountWrong(gathered[rank], 0,
+                                [&](int64_t i) { return x_at(virtual_row[i / c.k], i % c.k); });
+    }
+    return wrong;
+  }
+};
+
+// Runs three calls, and returns how many elements of all ranks' results are wrong.
+int64_t Run(const Case& c, uint32_t seed) {
+  constexpr int kCalls = 3;
+  std::mt19937 random(seed);
+  std::string error;
+  AllGatherMatmulParams p{};
+  p.rows = c.rows, p.k = c.k, p.n = c.n, p.dtype = p.out_dtype = DType::kBF16;
+  p.transpose_rhs = c.transpose_rhs, p.return_gathered = c.return_gathered;
+  const WorkspaceLayout workspace = CudaLayoutOf(p).Workspace();
+  simt::DeviceHeap heap(c.rows.world, workspace, c.hooks);
+  std::vector<Call> calls;
+  for (int i = 0; i < kCalls; ++i) calls.emplace_back(c, random);
+  for (int i = 0; i < kCalls; ++i) {
+    for (int rank = 0; rank < c.rows.world; ++rank) {
+      simt::SetDevice(rank);
+      AllGatherMatmulOperands operands{};
+      operands.x = calls[i].x[rank].get();
+      operands.products[0] = {calls[i].w[rank].get(), calls[i].y[rank].get(), c.n, nullptr,
+                              nullptr};
+      operands.weights = 1;
+      operands.gathered = c.return_gathered ? calls[i].gathered[rank].get() : nullptr;
+      const Machine machine{kSms};
+      const ProductPlan plan{c.choice, AllGatherSenders(p, machine), workspace.TotalBytes()};
+      EXPECT(LoadAllGatherMatmulKernels(&error)) << error;
+      EXPECT(LaunchAllGatherMatmul(p, operands, plan, /*site=*/0, heap.Device(rank, kSms),
+                                   heap.View(rank, i + 1), nullptr, &error))
+          << error;
+    }
+  }
+  const std::string failure = simt::Run(seed);
+  EXPECT(failure.empty()) << failure << ", seed " << seed;
+  int64_t wrong = 0;
+  for (int rank = 0; rank < c.rows.world; ++rank) {
+    EXPECT_EQ(heap.FaultOf(rank).kind, 0u);
+    for (const Call& call : calls) wrong += call.Wrong(c, rank);
+  }
+  return wrong;
+}
+
+const Case kCases[] = {
+    {{2, 1, 100}, 136, 200, false, true, {192, 1, 1}},
+    {{3, 2, 70}, 200, 264, true, false, {128, 1, 2}, {0, /*max_delay_us=*/100}},
+    {{2, 1, 24}, 264, 136, false, false, {128, 1, 1, 2}, {0, 100}},  // two CTAs share k
+    {{2, 1, 256}, 72, 232, true, true, {224, 2, 1}},                 // with a lent stage
+};
+
+TEST(GathersAndMultiplies) {
+  simt::SetSmCount(kSms);
+  uint32_t seed = 1;
+  for (const Case& c : kCases) {
+    for (int schedule = 0; schedule < simt::Schedules(3); ++schedule, ++seed) {
+      EXPECT(Run(c, seed) == 0) << "seed " << seed;
+    }
+  }
+}
+
+TEST(MissingWaitsAreFound) {
+  simt::SetSmCount(kSms);
+  Case c = kCases[0];
+  c.hooks.skip_waits = 1;
+  EXPECT(Run(c, 1) > 0);
+}
+
+// A peer that never calls: the run fails, and says who waits.
+TEST(AnAbsentRankIsADeadlock) {
+  simt::SetSmCount(kSms);
+  const Case c{{2, 1, 64}, 64, 128, false, false, {128, 1, 1}};
+  std::mt19937 random(1);
+  Call call(c, random);
+  AllGatherMatmulParams p{};
+  p.rows = c.rows, p.k = c.k, p.n = c.n, p.dtype = p.out_dtype = DType::kBF16;
+  const WorkspaceLayout workspace = CudaLayoutOf(p).Workspace();
+  simt::DeviceHeap heap(2, workspace, {});
+  simt::SetDevice(0);
+  AllGatherMatmulOperands operands{};
+  operands.x = call.x[0].get();
+  operands.products[0] = {call.w[0].get(), call.y[0].get(), c.n, nullptr, nullptr};
+  operands.weights = 1;
+  std::string error;
+  EXPECT(LoadAllGatherMatmulKernels(&error));
+  EXPECT(LaunchAllGatherMatmul(p, operands, {c.choice, 1, workspace.TotalBytes()}, 0,
+                               heap.Device(0, kSms), heap.View(0, 1), nullptr, &error));
+  const std::string failure = simt::Run(1);
+  EXPECT(failure.find("deadlock") == 0 && failure.find("device 0 CTA") != std::string::npos)
+      << failure;
+}
+
+}  // namespace
+}  // namespace jflux
+
+int main() { return jflux::RunAll(); }
