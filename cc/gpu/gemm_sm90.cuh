@@ -467,6 +467,7 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
       if (!Op::HasRows(row_block, tile, staging.M64At(0))) {
         for (int kb = 0; kb < k_blocks; ++kb) {
           ptx::MbarrierWait(smem.Full(stages.index), stages.parity);
+          __syncwarp();  // a lane that waited on would find the stage's next phase
           release(stages.index, arrivals);
           stages.Advance();
         }
