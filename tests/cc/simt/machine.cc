@@ -39,7 +39,7 @@ namespace {
 
 // How often the loop lets threads look for something in vain, one after the other, before it calls
 // that a deadlock.
-constexpr int64_t kMostPolls = 3000000, kManyPolls = 20000;
+constexpr int64_t kMostPolls = 3000000, kManyPolls = 1500;
 
 struct Machine {
   std::mt19937_64 random;

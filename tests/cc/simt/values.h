@@ -75,7 +75,7 @@ int64_t CountWrong(const Array<T>& got, double scale, Want&& want) {
   int64_t wrong = 0;
   for (int64_t i = 0; i < got.size(); ++i) {
     const double w = want(i);
-    wrong += !(std::abs(got[i] - w) <= 1.01 * kRounding * std::abs(w) + 4e-6 * scale);
+    wrong += !(std::abs(got[i] - w) <= 1.01 * kRounding * std::abs(w) + 1e-5 * scale);
   }
   return wrong;
 }
