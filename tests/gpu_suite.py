@@ -7,6 +7,7 @@ python tests/gpu_suite.py [--at-once 5] [--scripts NAME...] [--limit 3600] [FILE
     --files               no test files, if no FILE follows
 
     moe                   tests/moe_gpu.py: grouped products with every tile, routing
+    attention             tests/attention_gpu.py: the kernels of attention
     gathered              tests/gathered_gpu.py: grouped products of gathered rows, with every tile
     symm                  tests/symm_gpu.py: Triton kernels, their faults and times
     two_level, nvshmem    the scripts of these names: nodes of one host
@@ -68,6 +69,7 @@ def scripts(gpus: int, minutes: float) -> dict[str, Commands]:
     ranks = ["--coordinator", f"127.0.0.1:{free_port()}", "--processes", f"{gpus}"]
     return {
         "moe": [[*python, "moe_gpu.py", "--calls", "200", "--limit", "150"]],
+        "attention": [[*python, "attention_gpu.py", "--limit", "200"]],
         "gathered": [[*python, "gathered_gpu.py", "--ranks", f"{gpus}", "--limit", "200"]],
         "symm": [[*python, "symm_gpu.py", "--times", "5", "--limit", "500"]],
         "two_level": [[*python, "two_level_gpu.py", "--nodes", f"{min(gpus, 2)}"]],

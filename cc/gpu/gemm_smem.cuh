@@ -9,6 +9,7 @@
 #include "core/tile_order.h"
 #include "gpu/gemm_config.h"
 #include "gpu/ptx.cuh"
+#include "gpu/ring.cuh"
 #include "gpu/senders.h"
 
 namespace jflux {
@@ -167,24 +168,6 @@ struct KBlocksReader {
   __device__ void AwaitNext() {
     while (arrived == consumed) Poll();
     ++consumed;
-  }
-};
-
-// A ring index and the mbarrier parity of its current round.
-template <int kSize>
-struct Ring {
-  int index = 0;
-  uint32_t parity = 0;
-  __device__ void Advance() {
-    if (++index == kSize) {
-      index = 0;
-      parity ^= 1;
-    }
-  }
-  __device__ void Skip(int count) {
-    index += count;
-    parity ^= index / kSize & 1;
-    index %= kSize;
   }
 };
 

@@ -306,6 +306,11 @@ __device__ __forceinline__ void BarrierSync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// Arrives without waiting: `threads` counts those that wait too.
+__device__ __forceinline__ void BarrierArrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 template <int kRegisters>
 __device__ __forceinline__ void RegistersDown() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
@@ -314,6 +319,13 @@ __device__ __forceinline__ void RegistersDown() {
 template <int kRegisters>
 __device__ __forceinline__ void RegistersUp() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// 2 to the power of x, off by 2 ulp; 0 for minus infinity. Not for results that are denormal.
+__device__ __forceinline__ float Exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
 }
 
 // Four 8x8 matrices of 16-bit elements. Lane i gives the address of row i % 8 of matrix i / 8.

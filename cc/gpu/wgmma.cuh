@@ -1,4 +1,5 @@
-// wgmma: D[64, N] += A[64, 16] @ B[16, N] by one warpgroup, both operands in shared memory.
+// wgmma: D[64, N] += A[64, 16] @ B[16, N] by one warpgroup. B is in shared memory, A there or in
+// registers.
 //
 // Operand tiles have the layouts that TMA writes with a 128-byte swizzle:
 //
@@ -10,6 +11,9 @@
 //
 //   d[4 j], d[4 j + 1]      row r,     columns 8 j + 2 (t % 4) and the next
 //   d[4 j + 2], d[4 j + 3]  row r + 8, the same columns
+//
+// A in registers has the same layout, two columns to a register: a[0] and a[1] are d[0..3] of j =
+// 0, a[2] and a[3] those of j = 1. So 16 columns of accumulators, packed, are an operand.
 #ifndef JFLUX_GPU_WGMMA_CUH_
 #define JFLUX_GPU_WGMMA_CUH_
 
@@ -46,14 +50,16 @@ __device__ __forceinline__ void Pin(float (&d)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// The accumulator registers of 64 x 128, 160, 192, 224 and 256: in the instruction, and as
+// The accumulator registers of 64 x 64, 128, 160, 192, 224 and 256: in the instruction, and as
 // operands.
 // clang-format off
-#define JFLUX_D64 \
+#define JFLUX_D32 \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, " \
-  "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, " \
-  "%38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, " \
-  "%56, %57, %58, %59, %60, %61, %62, %63"
+  "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define JFLUX_D64 \
+  JFLUX_D32 ", " \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, " \
+  "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define JFLUX_D80 \
   JFLUX_D64 ", " \
   "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
@@ -66,12 +72,14 @@ __device__ __forceinline__ void Pin(float (&d)[kCount]) {
 #define JFLUX_D128 \
   JFLUX_D112 ", " \
   "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-#define JFLUX_D64_OPERANDS \
+#define JFLUX_D32_OPERANDS \
   "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), \
   "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), \
   "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), \
   "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), \
-  "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]), "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), \
+  "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+#define JFLUX_D64_OPERANDS \
+  JFLUX_D32_OPERANDS, "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), \
   "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]), "+f"(d[40]), "+f"(d[41]), \
   "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]), "+f"(d[48]), \
   "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]), \
@@ -108,6 +116,9 @@ __device__ __forceinline__ void Pin(float (&d)[kCount]) {
                  : OPERANDS                                                                      \
                  : "l"(a), "l"(b), "r"(static_cast<int32_t>(adds)), "n"(kTransA), "n"(kTransB)); \
   }
+JFLUX_MULTIPLY(__nv_bfloat16, "bf16", 64, JFLUX_D32, JFLUX_D32_OPERANDS, "%32", "%33", "%34", "%35",
+               "%36")
+JFLUX_MULTIPLY(__half, "f16", 64, JFLUX_D32, JFLUX_D32_OPERANDS, "%32", "%33", "%34", "%35", "%36")
 JFLUX_MULTIPLY(__nv_bfloat16, "bf16", 128, JFLUX_D64, JFLUX_D64_OPERANDS, "%64", "%65", "%66",
                "%67", "%68")
 JFLUX_MULTIPLY(__half, "f16", 128, JFLUX_D64, JFLUX_D64_OPERANDS, "%64", "%65", "%66", "%67", "%68")
@@ -127,7 +138,36 @@ JFLUX_MULTIPLY(__nv_bfloat16, "bf16", 256, JFLUX_D128, JFLUX_D128_OPERANDS, "%12
 JFLUX_MULTIPLY(__half, "f16", 256, JFLUX_D128, JFLUX_D128_OPERANDS, "%128", "%129", "%130", "%131",
                "%132")
 
+// The same with a in registers, which must not change before the wgmma is complete.
+#define JFLUX_MULTIPLY_REGISTERS(T, TYPE, N, D, OPERANDS, A, B, ADDS, TRANS_B)                   \
+  template <int kTransB>                                                                         \
+  __device__ __forceinline__ void Multiply(const T*, float (&d)[N / 2], const uint32_t (&a)[4],  \
+                                           uint64_t b, bool adds) {                              \
+    asm volatile("{\n.reg .pred adds;\nsetp.ne.b32 adds, " ADDS                                  \
+                 ", 0;\n"                                                                        \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {" D "}, {" A \
+                 "}, " B ", adds, 1, 1, " TRANS_B ";\n}\n"                                       \
+                 : OPERANDS                                                                      \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),                           \
+                   "r"(static_cast<int32_t>(adds)), "n"(kTransB));                               \
+  }
+JFLUX_MULTIPLY_REGISTERS(__nv_bfloat16, "bf16", 64, JFLUX_D32, JFLUX_D32_OPERANDS,
+                         "%32, %33, %34, %35", "%36", "%37", "%38")
+JFLUX_MULTIPLY_REGISTERS(__half, "f16", 64, JFLUX_D32, JFLUX_D32_OPERANDS, "%32, %33, %34, %35",
+                         "%36", "%37", "%38")
+JFLUX_MULTIPLY_REGISTERS(__nv_bfloat16, "bf16", 128, JFLUX_D64, JFLUX_D64_OPERANDS,
+                         "%64, %65, %66, %67", "%68", "%69", "%70")
+JFLUX_MULTIPLY_REGISTERS(__half, "f16", 128, JFLUX_D64, JFLUX_D64_OPERANDS, "%64, %65, %66, %67",
+                         "%68", "%69", "%70")
+JFLUX_MULTIPLY_REGISTERS(__nv_bfloat16, "bf16", 256, JFLUX_D128, JFLUX_D128_OPERANDS,
+                         "%128, %129, %130, %131", "%132", "%133", "%134")
+JFLUX_MULTIPLY_REGISTERS(__half, "f16", 256, JFLUX_D128, JFLUX_D128_OPERANDS,
+                         "%128, %129, %130, %131", "%132", "%133", "%134")
+
+#undef JFLUX_MULTIPLY_REGISTERS
 #undef JFLUX_MULTIPLY
+#undef JFLUX_D32
+#undef JFLUX_D32_OPERANDS
 #undef JFLUX_D64
 #undef JFLUX_D64_OPERANDS
 #undef JFLUX_D80

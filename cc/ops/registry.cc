@@ -19,11 +19,13 @@
   OP(RaggedAllToAll)      \
   OP(AllGatherGroupedMatmul)
 
-#define JFLUX_LOCAL_OPS(OP) \
-  OP(FlashDecode)           \
-  OP(GroupedMatmul)         \
-  OP(GroupedMatmulDw)       \
-  OP(MoeRoute)              \
+#define JFLUX_LOCAL_OPS(OP)  \
+  OP(FlashAttention)         \
+  OP(FlashAttentionBackward) \
+  OP(FlashDecode)            \
+  OP(GroupedMatmul)          \
+  OP(GroupedMatmulDw)        \
+  OP(MoeRoute)               \
   OP(MoeRows)
 
 namespace jflux {

@@ -13,10 +13,11 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from .. import _config, _global, _mesh
+from .._dispatch import Path
 from .._epilogue import sum_dtype
 from .._mesh import AxisName
 from .._ops.exchange import all_gather
-from . import by_parts, ulysses
+from . import by_parts, kernel, ulysses
 from .blocks import Scores
 from .layouts import LAYOUTS, Layout
 from .operands import check, check_heads, window_of
@@ -76,7 +77,9 @@ def attention(
     call where ``jax.nn.dot_product_attention`` means the same (one rank, or no mask at all), else
     in a few, whose results are merged. Heads have a multiple of 8 elements, up to 128, and a
     rank's parts of the sequence a multiple of 64 positions. Everything else runs as XLA's products,
-    in blocks, which take several times as long on GPUs (docs/experiments/0037).
+    in blocks, which take several times as long on GPUs (docs/experiments/0037). With
+    ``jflux.config(unchecked_kernels=True)`` Hopper GPUs take kernels for it, in the same types, for
+    heads of up to 256 elements (gradients 128), which have not run on a GPU yet.
 
     Args:
       q, k, v: of one floating type. Scores and sums are in float32 (float64 for float64).
@@ -192,7 +195,11 @@ def _split(
             local_window_size=scores.window,
         ), None  # fmt: skip
     if why is not None and jax.default_backend() == "gpu":
-        _config.say_once(logging.INFO, f"{_OP} runs in XLA's operations: {why}")
+        plan = kernel.plan(q, k, v, scores)
+        if plan.path == Path.REFERENCE:
+            _config.say_once(
+                logging.INFO, f"{_OP} runs in XLA's operations: {why}; no kernel: {plan.reason}"
+            )
     if axis_name is not None:
         q, k, v = _mesh.vary_together(axis_name, q, k, v)
         if segment_ids is not None and _mesh.tracks_vma(axis_name):

@@ -22,7 +22,7 @@ from .._mesh import vary
 
 _MOST = 1024  # queries, or keys, of a block
 _MOST_SCORES = 1 << 26  # of a block, over all sequences and heads
-_NOWHERE = jnp.iinfo(jnp.int32).max  # the position of what fills up a block
+NOWHERE = jnp.iinfo(jnp.int32).max  # the position of what fills up a block
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +122,13 @@ def forward(
     return _ungrouped(o, q.shape[1]), _ungrouped(lse[..., None], q.shape[1])[..., 0]
 
 
+def delta_of(o: jax.Array, lse: jax.Array, do: jax.Array, dlse: jax.Array) -> jax.Array:
+    """Of a score's cotangent p (dp - delta): what all keys of a query have in common, [B, s, H]."""
+    wide = lse.dtype
+    delta = jnp.sum(do.astype(wide) * o.astype(wide), -1) - dlse.astype(wide)
+    return jnp.where(lse > -jnp.inf, delta, 0)
+
+
 def backward(
     q: jax.Array,
     queries: Part,
@@ -129,13 +136,12 @@ def backward(
     v: jax.Array,
     keys: Part,
     scores: Scores,
-    o: jax.Array,
     lse: jax.Array,
     do: jax.Array,
-    dlse: jax.Array,
+    delta: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of :func:`forward` over these keys, where o and lse are those over *all* keys that
-    the queries attend to: so the keys may be a part of them.
+    """Gradients of :func:`forward` over these keys, where lse and :func:`delta_of` are those over
+    *all* keys that the queries attend to: so the keys may be a part of them.
 
     Returns:
       (dq [B, s, H, D], dk, dv [B, t, G, D]), float32 or float64. Over several parts of the keys,
@@ -143,12 +149,8 @@ def backward(
     """
     wide = sum_dtype(q.dtype)
     groups = k.shape[2]
-    axes = varying(q, k, v, queries, keys, o, lse, do, dlse)
+    axes = varying(q, k, v, queries, keys, lse, do, delta)
     size_q, size_k = _block_sizes(q, k.shape[1])
-    found = lse > -jnp.inf
-    # Of a score's cotangent p (dp - delta): what all keys of a query have in common.
-    delta = jnp.sum(do.astype(wide) * o.astype(wide), -1) - dlse.astype(wide)
-    delta = jnp.where(found, delta, 0)
     q_blocks = _blocks(_grouped(q, groups), queries, size_q)
     rows = [_grouped(a, groups) for a in (do, delta[..., None], lse[..., None])]
     do_b, delta_b, lse_b = (_in_blocks(a, size_q, 0) for a in rows)
@@ -216,7 +218,7 @@ def _masks(scores: Scores, queries: Part, keys: Part, *fill: int) -> bool:
 def _allowed(block: _Block, other: _Block, scores: Scores) -> jax.Array:
     """bool [B or 1, 1, i, 1, j]."""
     i, j = block.positions[..., :, None], other.positions[..., None, :]
-    allowed = (i != _NOWHERE) & (j != _NOWHERE)
+    allowed = (i != NOWHERE) & (j != NOWHERE)
     if scores.causal:
         allowed &= j <= i
     if scores.window is not None:
@@ -290,9 +292,9 @@ def _blocks(rows: Any, part: Part, size: int) -> _Block:
         a = jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, fill)], constant_values=value)
         return jnp.moveaxis(a.reshape(*a.shape[:-1], -1, size), -2, 0)
 
-    positions = split(part.positions, _NOWHERE)
+    positions = split(part.positions, NOWHERE)
     segments = None if part.segments is None else split(part.segments, 0)
     one = tuple(range(1, positions.ndim))  # block
-    last = jnp.max(jnp.where(positions != _NOWHERE, positions, -1), one)
+    last = jnp.max(jnp.where(positions != NOWHERE, positions, -1), one)
     rows = jax.tree.map(lambda a: _in_blocks(a, size, 0), rows)
     return _Block(rows, positions, segments, jnp.min(positions, one), last)

@@ -13,7 +13,7 @@ from .. import _mesh
 from .._epilogue import sum_dtype
 from .._mesh import AxisName
 from .._ops.exchange import all_gather, all_gather_reference
-from . import blocks, cache, part
+from . import cache, kernel, part
 from .blocks import Part, Scores
 from .layouts import Layout, own_positions
 from .merging import merge_attention
@@ -267,7 +267,8 @@ def _attend_to_part(
         # What nothing attends to may be NaN, and a weight of zero does not keep a NaN out.
         read = (own <= jnp.max(positions, 1)[:, None])[..., None, None]
         values = jnp.where(read, values, 0)
-        return blocks.forward(q, Part(positions, None), keys, values, Part(own, None), scores)
+        wide = sum_dtype(q.dtype)
+        return kernel.forward(q, Part(positions, None), keys, values, Part(own, None), scores, wide)
     attended = own <= positions[..., None]  # [B, T, s]
     if scores.window is not None:
         attended &= own >= positions[..., None] - scores.window[0]

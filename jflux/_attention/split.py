@@ -1,5 +1,5 @@
 """Attention over a split sequence: what travels, and where gradients are summed. What one rank
-computes in between is in blocks.py, or by_parts.py."""
+computes in between is in kernel.py, blocks.py or by_parts.py."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from .. import _config, _derivatives, _mesh
+from .._epilogue import sum_dtype
 from .._mesh import AxisName
 from .._ops.exchange import all_gather, reduce_scatter
-from . import blocks, by_parts, pieces
+from . import blocks, by_parts, kernel, pieces
 from .blocks import Part, Scores
 from .layouts import Layout, own_positions
 from .merging import merge_attention
@@ -31,9 +32,11 @@ class Call:
     Attributes:
       axis_name, ranks, scores, layout: as given.
       ring: whether keys go around.
-      cudnn: whether cuDNN computes the result (by_parts.py), and not XLA's operations (blocks.py).
+      cudnn: whether cuDNN computes the result (by_parts.py).
       cudnn_backward: whether it computes the gradients too. Its backward pass takes no cotangent
         of the log-sum-exp, so of one that is returned it does not.
+      kernel: whether what cuDNN does not compute may be a kernel (kernel.py), and not XLA's
+        operations (blocks.py) whatever the platform is.
     """
 
     axis_name: AxisName | None
@@ -43,6 +46,7 @@ class Call:
     ring: bool
     cudnn: bool = False
     cudnn_backward: bool = False
+    kernel: bool = True
 
     def part(self, rank: Any, length: int, segments: jax.Array | None) -> Part:
         """The positions of a rank."""
@@ -51,6 +55,15 @@ class Call:
     @property
     def rank(self) -> Any:
         return _mesh.rank_and_size(self.axis_name)[0]
+
+    def attend(
+        self, q: jax.Array, queries: Part, k: jax.Array, v: jax.Array, keys: Part, dtype: Any
+    ) -> tuple[jax.Array, jax.Array]:
+        """Of one rank, where cuDNN does not: blocks.forward, with an output of this type."""
+        if self.kernel:
+            return kernel.forward(q, queries, k, v, keys, self.scores, dtype)
+        o, lse = blocks.forward(q, queries, k, v, keys, self.scores)
+        return o.astype(dtype), lse
 
 
 # ---- The derivatives of both forms ---------------------------------------------------------------
@@ -69,14 +82,14 @@ def _forward(run: Any, operands: Any, call: Call) -> Any:
 
 
 def _tangents(kept: Any, tangents: Any, call: Call) -> Any:
-    """Of the blocks, differentiated as they are written: cuDNN has no forward mode."""
+    """Of the blocks, differentiated as they are written: nothing else has a forward mode."""
     _config.say_once(
         logging.INFO,
         "jflux.attention in forward mode computes its result again with the tangents, in XLA's "
         "operations",
     )
     operands, segments = kept[:3], kept[3]
-    plainly = dataclasses.replace(call, cudnn=False, cudnn_backward=False)
+    plainly = dataclasses.replace(call, cudnn=False, cudnn_backward=False, kernel=False)
     moved = [t is not None for t in tangents[:3]]
 
     def of_moved(*some: jax.Array) -> Any:
@@ -97,6 +110,13 @@ def _backward(kept: Any, cotangents: Any, wanted: Any, call: Call) -> Any:
     found = backward(call, q, k, v, *segments, o, lse, do, dlse)
     own = [d.astype(a.dtype) for d, a in zip(found, (q, k, v), strict=True)]
     return *(None if w is None else d for w, d in zip(wanted, own, strict=False)), None
+
+
+def _cotangents(
+    o: jax.Array, lse: jax.Array, do: jax.Array, dlse: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What the backward pass needs of the result, and its cotangents."""
+    return lse, do, blocks.delta_of(o, lse, do, dlse)
 
 
 def _not_linear(*_: Any) -> Any:
@@ -153,7 +173,7 @@ def _gathered(
     if call.cudnn:
         return by_parts.forward(q, (k, v), *_in_sequence(call, k, v), call.scores.scale)
     queries = call.part(call.rank, q.shape[1], segments)
-    return blocks.forward(q, queries, *_all_keys(call, k, v, segments), call.scores)
+    return call.attend(q, queries, *_all_keys(call, k, v, segments), q.dtype)
 
 
 def _gathered_backward(
@@ -170,7 +190,7 @@ def _gathered_backward(
     else:
         queries = call.part(call.rank, q.shape[1], segments)
         all_keys = _all_keys(call, k, v, segments)
-        dq, dk, dv = blocks.backward(q, queries, *all_keys, call.scores, *rest)
+        dq, dk, dv = kernel.backward(q, queries, *all_keys, call.scores, *_cotangents(*rest))
     if call.ranks > 1:
         both = reduce_scatter(
             jnp.concatenate([dk, dv], -1), axis_name=call.axis_name, scatter_dimension=1, tiled=True
@@ -214,7 +234,7 @@ def _around(
             o, lse = by_parts.forward(q, (k, v), k, v, _held(call, step), call.scores.scale)
             return o.astype(lse.dtype), lse
         keys = call.part((rank - step) % call.ranks, k.shape[1], segments)
-        return blocks.forward(q, queries, k, v, keys, call.scores)
+        return call.attend(q, queries, k, v, keys, sum_dtype(q.dtype))
 
     def go_on(state: Any, step: Any) -> tuple[Any, None]:
         held, o, lse = state
@@ -248,7 +268,7 @@ def _around_backward(
             )
             return dq, *(others if own is None else own)
         keys = call.part((rank - step) % call.ranks, k.shape[1], segments)
-        return blocks.backward(q, queries, k, v, keys, call.scores, *rest)
+        return kernel.backward(q, queries, k, v, keys, call.scores, *_cotangents(*rest))
 
     def go_on(state: Any, step: Any) -> tuple[Any, None]:
         held, sums, dq = state

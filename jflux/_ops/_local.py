@@ -43,6 +43,8 @@ class LocalRules:
       on_cpus: whether CPUs have a handler; else they take the reference.
       is_optional: whether the reference is as good where no kernel takes a call: nothing is said of
         it, and it is no error in strict mode.
+      prepare: operands, params -> the operands of the handler, computed in `lax`; None: they are
+        the call's.
     """
 
     name: str
@@ -54,6 +56,7 @@ class LocalRules:
     checked_on_gpus: bool = False
     on_cpus: bool = True
     is_optional: bool = False
+    prepare: Callable[[Arrays, Any], Sequence[jax.Array]] | None = None
 
 
 def make_primitive(rules: LocalRules) -> Primitive:
@@ -81,7 +84,16 @@ def make_primitive(rules: LocalRules) -> Primitive:
             return form(ctx, *operands)
         _ffi.register_targets(platform)
         attributes = rules.attributes(params)
-        return jax.ffi.ffi_lowering(f"jflux_{rules.name}")(ctx, *operands, **attributes)
+        if rules.prepare is None:
+            return jax.ffi.ffi_lowering(f"jflux_{rules.name}")(ctx, *operands, **attributes)
+        prepare = rules.prepare
+        results = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in ctx.avals_out]
+
+        def call(*operands: jax.Array) -> Any:
+            target = jax.ffi.ffi_call(f"jflux_{rules.name}", results)
+            return target(*prepare(operands, params), **attributes)
+
+        return mlir.lower_fun(call, multiple_results=True)(ctx, *operands)
 
     mlir.register_lowering(primitive, functools.partial(lower, platform="other"))
     for platform in _ffi.PLATFORMS:

@@ -163,6 +163,7 @@ inline bool ElectOne() {
   simt::Meet("elect.sync", 0xffffffff, nullptr, nullptr);
   return simt::Lane() == 0;
 }
+inline float Exp2(float x) { return exp2f(x); }
 inline uint32_t SmId() { return blockIdx.x; }
 inline void BarrierSync(int id, int threads) { simt::SyncNamed(id, threads); }
 inline void BarrierArrive(int id, int threads) { simt::SyncNamed(id, threads, /*waits=*/false); }

@@ -1,0 +1,124 @@
+// What the launchers of the three passes share.
+#ifndef JFLUX_OPS_FLASH_ATTENTION_FLASH_ATTENTION_ARGS_CUDA_H_
+#define JFLUX_OPS_FLASH_ATTENTION_FLASH_ATTENTION_ARGS_CUDA_H_
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <string>
+
+#include "core/numbers.h"
+#include "ops/flash_attention/attention_sm90.cuh"
+#include "ops/flash_attention/flash_attention_cuda.h"
+#include "runtime/cuda_check.h"
+#include "runtime/kernels_cuda.h"
+
+namespace jflux::attention {
+
+// The arguments of a pass. `width`: that of its kernel.
+inline bool SetArgs(AttentionPass pass, int width, const FlashAttentionParams& p,
+                    const FlashAttentionArrays& arrays, Args* args, std::string* error) {
+  const AttentionBlocks blocks = BlocksOf(pass, width);
+  args->arrays = arrays;
+  args->heads = static_cast<int32_t>(p.heads);
+  args->groups = static_cast<int32_t>(p.groups);
+  args->width = static_cast<int32_t>(p.width);
+  args->queries = static_cast<int32_t>(p.queries);
+  args->keys = static_cast<int32_t>(p.keys);
+  args->padded_queries = static_cast<int32_t>(Padded(p.queries));
+  args->padded_keys = static_cast<int32_t>(Padded(p.keys));
+  args->query_blocks = CeilDiv(args->queries, blocks.queries);
+  args->key_blocks = CeilDiv(args->keys, blocks.keys);
+  const int64_t items = pass == AttentionPass::kDkv ? p.batch * p.groups * args->key_blocks
+                                                    : p.batch * p.heads * args->query_blocks;
+  if (items > INT32_MAX / 4) {
+    *error = "too many blocks of queries";
+    return false;
+  }
+  args->items = static_cast<int32_t>(items);
+  args->low = p.low;
+  args->span = p.span;
+  args->positions_by_batch = p.position_batches != 1;
+  args->blocks_by_batch = p.block_batches != 1;
+  args->wide_out = p.wide_out;
+  args->scale = static_cast<float>(p.scale);
+  args->inner = p.softcap == 0 ? 0.0f : static_cast<float>(p.scale / p.softcap);
+  args->factor = static_cast<float>((p.softcap == 0 ? p.scale : p.softcap) * double{kLog2e});
+  const auto encode = [&](CUtensorMap* map, const void* data, int64_t rows, int64_t heads,
+                          int block) {
+    return EncodeTensorMap(map, p.dtype, data, {p.batch, rows, heads, p.width},
+                           {rows * heads * p.width, heads * p.width, p.width}, {1, block, 1, 64},
+                           error);
+  };
+  return encode(&args->q, arrays.q, p.queries, p.heads, blocks.queries) &&
+         encode(&args->k, arrays.k, p.keys, p.groups, blocks.keys) &&
+         encode(&args->v, arrays.v, p.keys, p.groups, blocks.keys) &&
+         (pass == AttentionPass::kForward ||
+          encode(&args->d_out, arrays.d_out, p.queries, p.heads, blocks.queries));
+}
+
+// A pass's kernels: Kernels::For<T, width, softcap>() -> {kernel, bytes of shared memory}.
+struct Instance {
+  const void* kernel;
+  int smem_bytes;
+};
+
+// Calls visit(width, softcap, Instance) for the kernels of a type, until it returns true.
+template <typename Kernels, typename T, int kWidth = 64, typename F>
+bool ForInstances(F&& visit) {
+  if constexpr (WidthFor(Kernels::kPass, kWidth) == 0) {
+    return false;
+  } else {
+    return visit(kWidth, false, Kernels::template For<T, kWidth, false>()) ||
+           visit(kWidth, true, Kernels::template For<T, kWidth, true>()) ||
+           ForInstances<Kernels, T, 2 * kWidth>(visit);
+  }
+}
+
+template <typename Kernels, typename F>
+bool ForInstancesOf(DType dtype, F&& visit) {
+  return dtype == DType::kF16 ? ForInstances<Kernels, __half>(visit)
+                              : ForInstances<Kernels, __nv_bfloat16>(visit);
+}
+
+template <typename Kernels>
+bool Load(std::string* error) {
+  const auto fails = [&](int, bool, const Instance& instance) {
+    return !LoadKernel(instance.kernel, instance.smem_bytes, error);
+  };
+  return !ForInstancesOf<Kernels>(DType::kF16, fails) &&
+         !ForInstancesOf<Kernels>(DType::kBF16, fails);
+}
+
+template <typename Kernels>
+bool Launch(const FlashAttentionParams& p, const FlashAttentionArrays& arrays,
+            bool (*load)(std::string* error), cudaStream_t stream, std::string* error) {
+  if (p.dtype != DType::kF16 && p.dtype != DType::kBF16) {
+    *error = "the kernels take float16 and bfloat16";
+    return false;
+  }
+  const int width = WidthFor(Kernels::kPass, p.width);
+  if (width == 0) {
+    *error = "the kernels take heads of a multiple of 8 elements, up to 256 (backward 128)";
+    return false;
+  }
+  int ordinal = 0, sm_count = 0;
+  JFLUX_CUDA_OR_FALSE(cudaGetDevice(&ordinal), error);
+  JFLUX_CUDA_OR_FALSE(cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, ordinal),
+                      error);
+  if (!LoadOnce(load, error)) return false;
+  Args args{};
+  if (!SetArgs(Kernels::kPass, width, p, arrays, &args, error)) return false;
+  bool launched = false;
+  ForInstancesOf<Kernels>(p.dtype, [&](int of_width, bool of_softcap, const Instance& instance) {
+    if (of_width != width || of_softcap != (p.softcap != 0)) return false;
+    launched = LaunchKernel(instance.kernel, &args, Min(args.items, sm_count), 1, kThreads,
+                            instance.smem_bytes, stream, error);
+    return true;
+  });
+  return launched;
+}
+
+}  // namespace jflux::attention
+
+#endif  // JFLUX_OPS_FLASH_ATTENTION_FLASH_ATTENTION_ARGS_CUDA_H_

@@ -1,0 +1,29 @@
+// The launchers of the CUDA kernels.
+#ifndef JFLUX_OPS_FLASH_ATTENTION_FLASH_ATTENTION_CUDA_H_
+#define JFLUX_OPS_FLASH_ATTENTION_FLASH_ATTENTION_CUDA_H_
+
+#include <cuda_runtime.h>
+
+#include <string>
+
+#include "ops/flash_attention/flash_attention.h"
+
+namespace jflux {
+
+// Enqueue a pass on `stream`, on the current device: false and *error if they cannot. The backward
+// pass is the last two.
+bool LaunchFlashAttention(const FlashAttentionParams& params, const FlashAttentionArrays& arrays,
+                          cudaStream_t stream, std::string* error);
+bool LaunchFlashAttentionDkv(const FlashAttentionParams& params, const FlashAttentionArrays& arrays,
+                             cudaStream_t stream, std::string* error);
+bool LaunchFlashAttentionDq(const FlashAttentionParams& params, const FlashAttentionArrays& arrays,
+                            cudaStream_t stream, std::string* error);
+
+// Load the kernels of a pass on the current device.
+bool LoadFlashAttention(std::string* error);
+bool LoadFlashAttentionDkv(std::string* error);
+bool LoadFlashAttentionDq(std::string* error);
+
+}  // namespace jflux
+
+#endif  // JFLUX_OPS_FLASH_ATTENTION_FLASH_ATTENTION_CUDA_H_

@@ -1,0 +1,309 @@
+// The forward pass (attention_sm90.cuh): o = softmax(scores) v by a running maximum and sum.
+//
+// A consumer issues the scores of a block and then the sum of values of the block before, and
+// computes the softmax of the one while the other runs. The two consumers take turns in issuing, so
+// that one keeps the tensor cores busy while the other computes (arXiv 2407.08608, section 3.1).
+#ifndef JFLUX_OPS_FLASH_ATTENTION_FLASH_ATTENTION_SM90_CUH_
+#define JFLUX_OPS_FLASH_ATTENTION_FLASH_ATTENTION_SM90_CUH_
+
+#include "ops/flash_attention/attention_sm90.cuh"
+
+namespace jflux::attention {
+
+template <typename T_, int kWidth_, bool kSoftcap_>
+struct ForwardShape {
+  using T = T_;
+  static constexpr int kWidth = kWidth_;
+  static constexpr bool kSoftcap = kSoftcap_;
+  static constexpr AttentionBlocks kBlocks = BlocksOf(AttentionPass::kForward, kWidth);
+  static constexpr int kQueries = kBlocks.queries, kKeys = kBlocks.keys;
+  static constexpr Registers kRegisters{40, 232};
+  static_assert(Registers::Fit(kRegisters));
+  static constexpr int kStages = 2;
+  static constexpr int kQBytes = kQueries * kWidth * 2, kKBytes = kKeys * kWidth * 2;
+  // Shared memory, in this order.
+  static constexpr int kKOffset = kQBytes;
+  static constexpr int kVOffset = kKOffset + kStages * kKBytes;
+  static constexpr int kQNumbersOffset = kVOffset + kStages * kKBytes;
+  static constexpr int kKNumbersOffset = kQNumbersOffset + kQueries * 8;
+  static constexpr int kKindsOffset = kKNumbersOffset + kStages * kKeys * 8;
+  static constexpr int kBarriersOffset = kKindsOffset + 16;
+  static constexpr int kSmemBytes = kBarriersOffset + 8 * (2 + 4 * kStages);
+  static_assert(4 * kStages <= 16 && kSmemBytes <= 232448);
+};
+
+template <typename Shape>
+struct ForwardSmem {
+  uint32_t base;
+
+  __device__ uint32_t Q() const { return base; }
+  __device__ uint32_t K(int stage) const { return base + Shape::kKOffset + stage * Shape::kKBytes; }
+  __device__ uint32_t V(int stage) const { return base + Shape::kVOffset + stage * Shape::kKBytes; }
+  __device__ uint32_t QNumbers() const { return base + Shape::kQNumbersOffset; }
+  __device__ uint32_t KNumbers(int stage) const {
+    return base + Shape::kKNumbersOffset + stage * Shape::kKeys * 8;
+  }
+  __device__ uint32_t Kind(int stage) const { return base + Shape::kKindsOffset + 4 * stage; }
+  __device__ uint32_t Bar(int i) const { return base + Shape::kBarriersOffset + 8 * i; }
+  // Filled by TMA, emptied by the consumers' warps. A stage of k has its numbers and its kind.
+  __device__ uint32_t QFull() const { return Bar(0); }
+  __device__ uint32_t QEmpty() const { return Bar(1); }
+  __device__ uint32_t KFull(int stage) const { return Bar(2 + stage); }
+  __device__ uint32_t KEmpty(int stage) const { return Bar(2 + Shape::kStages + stage); }
+  __device__ uint32_t VFull(int stage) const { return Bar(2 + 2 * Shape::kStages + stage); }
+  __device__ uint32_t VEmpty(int stage) const { return Bar(2 + 3 * Shape::kStages + stage); }
+};
+
+template <typename Shape>
+__device__ __forceinline__ void RunForwardLoads(const Args& args, const ForwardSmem<Shape>& smem) {
+  constexpr int kStages = Shape::kStages;
+  Ring<kStages> keys, values;
+  uint32_t parity = 1;  // of QEmpty
+  const bool leads = ptx::ElectOne();
+  for (int32_t number = blockIdx.x; number < args.items; number = NextItem(number)) {
+    const Item item = Item::OfQueries(args, number);
+    if (leads) {
+      ptx::MbarrierWait(smem.QEmpty(), parity);
+      ptx::MbarrierArriveExpectTx(smem.QFull(),
+                                  Shape::kQBytes + BytesOfNumbers<Shape::kQueries>(args));
+      const int32_t first = item.block * Shape::kQueries;
+      LoadRows<Shape::kQueries, Shape::kWidth>(smem.Q(), &args.q, smem.QFull(), item.batch, first,
+                                               item.head);
+      LoadNumbers<Shape::kQueries>(args, smem.QNumbers(), smem.QFull(), args.arrays.q_positions,
+                                   args.arrays.q_segments, args.padded_queries, item.batch, first);
+    }
+    parity ^= 1;
+    const auto load = [&](int32_t block, int kind) {
+      const int32_t first = block * Shape::kKeys;
+      if (leads) {
+        ptx::MbarrierWait(smem.KEmpty(keys.index), keys.parity ^ 1);
+        ptx::StoreShared4(smem.Kind(keys.index), kind);
+        ptx::MbarrierArriveExpectTx(smem.KFull(keys.index),
+                                    Shape::kKBytes + BytesOfNumbers<Shape::kKeys>(args));
+        LoadRows<Shape::kKeys, Shape::kWidth>(smem.K(keys.index), &args.k, smem.KFull(keys.index),
+                                              item.batch, first, item.group);
+        LoadNumbers<Shape::kKeys>(args, smem.KNumbers(keys.index), smem.KFull(keys.index),
+                                  args.arrays.k_positions, args.arrays.k_segments, args.padded_keys,
+                                  item.batch, first);
+        ptx::MbarrierWait(smem.VEmpty(values.index), values.parity ^ 1);
+        ptx::MbarrierArriveExpectTx(smem.VFull(values.index), Shape::kKBytes);
+        LoadRows<Shape::kKeys, Shape::kWidth>(
+            smem.V(values.index), &args.v, smem.VFull(values.index), item.batch, first, item.group);
+      }
+      keys.Advance();
+      values.Advance();
+    };
+    ForEachBlock(BlocksOfItem(args, args.arrays.blocks, item, args.query_blocks, args.key_blocks),
+                 args.key_blocks, load);
+    if (leads) {
+      ptx::MbarrierWait(smem.KEmpty(keys.index), keys.parity ^ 1);
+      ptx::StoreShared4(smem.Kind(keys.index), static_cast<int>(BlockKind::kEnd));
+      ptx::MbarrierArrive(smem.KFull(keys.index));
+    }
+    keys.Advance();
+  }
+}
+
+// A thread's two rows.
+struct Running {
+  float highest[2];  // x so far (Args::factor); minus infinity: none
+  float total[2];    // of this thread's probabilities
+};
+
+// Turns x into probabilities, relative to the highest x so far. `before`: what sums of earlier
+// blocks are to be multiplied with.
+template <int kCount>
+__device__ __forceinline__ void Softmax(float (&x)[kCount], float factor, Running& run,
+                                        float (&before)[2]) {
+  float highest[2] = {run.highest[0], run.highest[1]};
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) highest[HalfOf(i)] = fmaxf(highest[HalfOf(i)], x[i]);
+  float base[2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    highest[h] = fmaxf(highest[h], __shfl_xor_sync(0xffffffff, highest[h], 1));
+    highest[h] = fmaxf(highest[h], __shfl_xor_sync(0xffffffff, highest[h], 2));
+    base[h] = highest[h] == -INFINITY ? 0.0f : highest[h] * factor;
+    before[h] = ptx::Exp2(fmaf(run.highest[h], factor, -base[h]));
+    run.highest[h] = highest[h];
+    run.total[h] *= before[h];
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    x[i] = ptx::Exp2(fmaf(x[i], factor, -base[HalfOf(i)]));
+    run.total[HalfOf(i)] += x[i];
+  }
+}
+
+// Writes a thread's two rows of the result.
+template <typename Shape>
+__device__ __forceinline__ void StoreRows(const Args& args, const Item& item, int row,
+                                          const float (&out)[Shape::kWidth / 2],
+                                          const Running& run) {
+  using T = typename Shape::T;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float total = run.total[h];
+    total += __shfl_xor_sync(0xffffffff, total, 1);
+    total += __shfl_xor_sync(0xffffffff, total, 2);
+    const int32_t query = item.block * Shape::kQueries + row + 8 * h;
+    if (query >= args.queries) continue;
+    const float inverse = total == 0 ? 0.0f : 1.0f / total;  // NaN is not 0
+    const int64_t at =
+        (static_cast<int64_t>(item.batch) * args.queries + query) * args.heads + item.head;
+    if (threadIdx.x % 4 == 0) {
+      args.arrays.lse[at] =
+          total == 0 ? -INFINITY : kLn2 * (run.highest[h] * args.factor + log2f(total));
+    }
+#pragma unroll
+    for (int j = 0; j < Shape::kWidth / 8; ++j) {
+      const int column = 8 * j + threadIdx.x % 4 * 2;
+      if (column >= args.width) break;
+      const float a = out[4 * j + 2 * h] * inverse, b = out[4 * j + 2 * h + 1] * inverse;
+      if (args.wide_out) {
+        *reinterpret_cast<float2*>(static_cast<float*>(args.arrays.out) + at * args.width +
+                                   column) = make_float2(a, b);
+      } else {
+        *reinterpret_cast<uint32_t*>(static_cast<T*>(args.arrays.out) + at * args.width + column) =
+            Pack<T>(a, b);
+      }
+    }
+  }
+}
+
+template <typename Shape>
+__device__ __forceinline__ void RunForwardConsumer(const Args& args, const ForwardSmem<Shape>& smem,
+                                                   int consumer) {
+  using T = typename Shape::T;
+  constexpr int kStages = Shape::kStages;
+  Ring<kStages> keys, values;
+  uint32_t parity = 0;  // of QFull
+  const int row = 64 * consumer + FirstRow();
+  const auto arrive = [&](uint32_t bar) {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) ptx::MbarrierArrive(bar);
+  };
+  // Turns: named barriers 1 and 2, on which the other consumer arrives when it has issued.
+  const auto await_turn = [&] { ptx::BarrierSync(1 + consumer, 256); };
+  const auto end_turn = [&] { ptx::BarrierArrive(2 - consumer, 256); };
+  if (consumer == 1) end_turn();  // consumer 0 is the first
+
+  for (int32_t number = blockIdx.x; number < args.items; number = NextItem(number)) {
+    const Item item = Item::OfQueries(args, number);
+    ptx::MbarrierWait(smem.QFull(), parity);
+    parity ^= 1;
+    const uint32_t q = smem.Q() + consumer * 8192;
+
+    Running run{{-INFINITY, -INFINITY}, {0, 0}};
+    float out[Shape::kWidth / 2];
+#pragma unroll
+    for (float& o : out) o = 0;
+    uint32_t weights[Shape::kKeys / 16][4];
+    // The scores of the stage `keys` have been computed: makes probabilities of them, and frees the
+    // stage.
+    const auto finish_scores = [&](float (&x)[Shape::kKeys / 2], BlockKind kind,
+                                   float (&before)[2]) {
+      if constexpr (Shape::kSoftcap) Cap(x, args.inner);
+      if (kind == BlockKind::kSome) {
+        MaskPairs</*kRowsAreKeys=*/false, Shape::kQueries>(args, x, smem.QNumbers(), row,
+                                                           smem.KNumbers(keys.index), -INFINITY);
+      }
+      arrive(smem.KEmpty(keys.index));
+      keys.Advance();
+      Softmax(x, args.factor, run, before);
+    };
+
+    ptx::MbarrierWait(smem.KFull(keys.index), keys.parity);
+    BlockKind kind = LoadKind(smem.Kind(keys.index));
+    if (kind != BlockKind::kEnd) {
+      float x[Shape::kKeys / 2], before[2];
+      wgmma::Fence();
+      MultiplyColumns<T, Shape::kWidth, Shape::kQueries>(x, q, smem.K(keys.index));
+      wgmma::Commit();
+      wgmma::Pin(x);
+      wgmma::Wait<0>();
+      wgmma::Pin(x);
+      finish_scores(x, kind, before);
+      PackA<T>(x, weights);
+      for (;;) {
+        ptx::MbarrierWait(smem.KFull(keys.index), keys.parity);
+        kind = LoadKind(smem.Kind(keys.index));
+        if (kind == BlockKind::kEnd) break;
+        await_turn();
+        float next[Shape::kKeys / 2];
+        wgmma::Pin(out);
+        PinA(weights);
+        wgmma::Fence();
+        MultiplyColumns<T, Shape::kWidth, Shape::kQueries>(next, q, smem.K(keys.index));
+        wgmma::Commit();
+        ptx::MbarrierWait(smem.VFull(values.index), values.parity);
+        MultiplyRows<T>(out, weights, smem.V(values.index), true);
+        wgmma::Commit();
+        end_turn();
+        wgmma::Pin(next);
+        wgmma::Wait<1>();
+        wgmma::Pin(next);
+        finish_scores(next, kind, before);
+        wgmma::Wait<0>();
+        wgmma::Pin(out);
+        PinA(weights);
+        arrive(smem.VEmpty(values.index));
+        values.Advance();
+#pragma unroll
+        for (int i = 0; i < Shape::kWidth / 2; ++i) out[i] *= before[HalfOf(i)];
+        PackA<T>(next, weights);
+      }
+      arrive(smem.QEmpty());
+      ptx::MbarrierWait(smem.VFull(values.index), values.parity);
+      wgmma::Pin(out);
+      PinA(weights);
+      wgmma::Fence();
+      MultiplyRows<T>(out, weights, smem.V(values.index), true);
+      wgmma::Commit();
+      wgmma::Wait<0>();
+      wgmma::Pin(out);
+      arrive(smem.VEmpty(values.index));
+      values.Advance();
+    } else {
+      arrive(smem.QEmpty());
+    }
+    arrive(smem.KEmpty(keys.index));  // of kEnd
+    keys.Advance();
+    StoreRows<Shape>(args, item, row, out, run);
+  }
+}
+
+template <typename Shape>
+__device__ __forceinline__ void RunForward(const Args& args) {
+  JFLUX_DYNAMIC_SHARED(uint8_t, 1024, storage);
+  const ForwardSmem<Shape> smem{ptx::SmemAddress(storage)};
+  const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);
+  if (threadIdx.x == 0) {
+    ptx::MbarrierInit(smem.QFull(), 1);
+    ptx::MbarrierInit(smem.QEmpty(), kConsumerWarps);
+    for (int i = 0; i < Shape::kStages; ++i) {
+      ptx::MbarrierInit(smem.KFull(i), 1);
+      ptx::MbarrierInit(smem.KEmpty(i), kConsumerWarps);
+      ptx::MbarrierInit(smem.VFull(i), 1);
+      ptx::MbarrierInit(smem.VEmpty(i), kConsumerWarps);
+    }
+    ptx::FenceMbarrierInit();
+  }
+  __syncthreads();
+  if (warp < 4) {
+    ptx::RegistersDown<Shape::kRegisters.producer>();
+    if (warp == 0) RunForwardLoads<Shape>(args, smem);
+  } else {
+    ptx::RegistersUp<Shape::kRegisters.consumer>();
+    RunForwardConsumer<Shape>(args, smem, warp / 4 - 1);
+  }
+}
+
+template <typename Shape>
+__global__ void __launch_bounds__(kThreads, 1) ForwardKernel(const __grid_constant__ Args args) {
+  RunForward<Shape>(args);
+}
+
+}  // namespace jflux::attention
+
+#endif  // JFLUX_OPS_FLASH_ATTENTION_FLASH_ATTENTION_SM90_CUH_
