@@ -28,12 +28,12 @@
 
 // A variable in a CTA's shared memory, and a kernel's dynamic shared memory as an array of T. They
 // are macros so that tests/cc/simt, which compiles kernels for a CPU, can define them.
+// clang-format off
 #if defined(__CUDACC__)
-#define JFLUX_SHARED(T, name) __shared__::jflux::Same<T> name
-#define JFLUX_DYNAMIC_SHARED(T, kAlign, name) \
-  extern __shared__ __align__(kAlign)         \
-  T name[]
+#define JFLUX_SHARED(T, name) __shared__ ::jflux::SharedType<T> name
+#define JFLUX_DYNAMIC_SHARED(T, kAlign, name) extern __shared__ __align__(kAlign) T name[]
 #endif
+// clang-format on
 
 #if !defined(__CUDA_ARCH__)
 #include <chrono>
@@ -44,8 +44,9 @@ namespace jflux {
 
 inline constexpr int kMaxRanks = 8;
 
+// So that a macro's argument can be a type of arrays.
 template <typename T>
-using Same = T;
+using SharedType = T;
 
 // Monotonic nanoseconds. Host and device clocks are never compared.
 JFLUX_HD uint64_t NowNs() {

@@ -121,10 +121,11 @@ inline bool CompareExchange(uint64_t* p, uint64_t expected, uint64_t desired) {
 }  // namespace jflux
 
 // A CTA's shared variable, and its dynamic shared memory (core/platform.h).
-#define JFLUX_SHARED(Type, name)                                                 \
-  static const char jflux_key_of_##name = 0;                                     \
-  auto& name = *static_cast<::jflux::Same<Type>*>(::jflux::simt::SharedVariable( \
-      &jflux_key_of_##name, sizeof(::jflux::Same<Type>), alignof(::jflux::Same<Type>)))
+#define JFLUX_SHARED(Type, name)                                                             \
+  static const char jflux_key_of_##name = 0;                                                 \
+  auto& name = *static_cast<::jflux::SharedType<Type>*>(                                     \
+      ::jflux::simt::SharedVariable(&jflux_key_of_##name, sizeof(::jflux::SharedType<Type>), \
+                                    alignof(::jflux::SharedType<Type>)))
 #define JFLUX_DYNAMIC_SHARED(Type, kAlign, name) \
   Type* name = static_cast<Type*>(::jflux::simt::DynamicShared(kAlign))
 
