@@ -10,7 +10,7 @@ For each shape, S positions over all ranks, forward and (f+b) forward and backwa
     A       keys and values by lax.all_gather, then cuDNN (without a mask alone: cuDNN's causal
             mask has no offset)
     K       jflux.attention by its own kernels: with a window as long as the sequence, which cuDNN's
-            parts do not take
+            parts do not take; K ring: the same around a ring
 
 and with windows, softcaps and heads that cuDNN's parts do not take (list "masked"):
 
@@ -173,7 +173,8 @@ def contestants(case: Case) -> dict[str, Callable[..., jax.Array]]:
     if case.masked:
         forward["X"] = forward["J"]
     else:
-        forward["K"] = split(case, ring=False, window=case.positions)
+        for ring, name in enumerate(("K", "K ring")):
+            forward[name] = split(case, ring=bool(ring), window=case.positions)
         if not case.causal:
             forward["A"] = gathered(case)
     both = {f"{name} f+b": with_gradients(f) for name, f in forward.items()}
@@ -254,7 +255,7 @@ def measure(case: Case, ranks: int, rounds: int) -> dict[str, Any]:
 
 # ---- The table -----------------------------------------------------------------------------------
 
-COLUMNS = tuple(c + both for both in ("", " f+b") for c in ("J", "ring", "A", "K", "X"))
+COLUMNS = tuple(c + both for both in ("", " f+b") for c in ("J", "ring", "A", "K", "K ring", "X"))
 HEADING = " | ".join(
     (
         "shape",
@@ -272,7 +273,7 @@ def cells(row: dict[str, Any], ranks: int) -> list[str]:
     ms = {c: row[c]["median"] * 1e3 for c in (*COLUMNS, "G", "G f+b") if c in row}
     whole = {c: ms[c] / ranks for c in ("G", "G f+b") if c in ms}
     others = [whole["G"]] if "G" in whole else []
-    others += [ms[c] for c in ("ring", "A", "K", "X") if c in ms]
+    others += [ms[c] for c in ("ring", "A", "K", "K ring", "X") if c in ms]
     return [
         row["case"]["name"], *(f"{ms[c]:.3f}" if c in ms else "" for c in COLUMNS),
         *(f"{whole[c]:.3f}" if c in whole else "" for c in ("G", "G f+b")),
