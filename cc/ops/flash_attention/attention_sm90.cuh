@@ -155,6 +155,12 @@ __device__ __forceinline__ BlockKind LoadKind(uint32_t smem) {
   return static_cast<BlockKind>(__shfl_sync(0xffffffff, ptx::LoadShared4(smem), 0));
 }
 
+// All lanes of a warp of consumers have read what the barrier is about.
+__device__ __forceinline__ void WarpArrive(uint32_t bar) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) ptx::MbarrierArrive(bar);
+}
+
 // ---- Products -----------------------------------------------------------------------------------
 
 // d = A @ B^T, asynchronously: `a` are 64 rows of a tile of kRowsA, `b` is a tile. The sum is over

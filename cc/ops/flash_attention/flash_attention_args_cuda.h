@@ -1,4 +1,4 @@
-// What the launchers of the three passes share.
+// From a call to its kernels, for the launchers.
 #ifndef JFLUX_OPS_FLASH_ATTENTION_FLASH_ATTENTION_ARGS_CUDA_H_
 #define JFLUX_OPS_FLASH_ATTENTION_FLASH_ATTENTION_ARGS_CUDA_H_
 
@@ -91,8 +91,8 @@ bool Load(std::string* error) {
 }
 
 template <typename Kernels>
-bool Launch(const FlashAttentionParams& p, const FlashAttentionArrays& arrays,
-            bool (*load)(std::string* error), cudaStream_t stream, std::string* error) {
+bool Launch(const FlashAttentionParams& p, const FlashAttentionArrays& arrays, cudaStream_t stream,
+            std::string* error) {
   if (p.dtype != DType::kF16 && p.dtype != DType::kBF16) {
     *error = "the kernels take float16 and bfloat16";
     return false;
@@ -106,7 +106,6 @@ bool Launch(const FlashAttentionParams& p, const FlashAttentionArrays& arrays,
   JFLUX_CUDA_OR_FALSE(cudaGetDevice(&ordinal), error);
   JFLUX_CUDA_OR_FALSE(cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, ordinal),
                       error);
-  if (!LoadOnce(load, error)) return false;
   Args args{};
   if (!SetArgs(Kernels::kPass, width, p, arrays, &args, error)) return false;
   bool launched = false;

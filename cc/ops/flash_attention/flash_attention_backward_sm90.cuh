@@ -3,9 +3,9 @@
 //
 //   dv = p^T do     ds = p (do v^T - delta) slope     dk = ds^T q     dq = ds k
 //
-// DkvKernel computes transposed scores, k q^T: p^T and ds^T are accumulators there, and so operands
-// in registers of the sums over queries. DqKernel has them the other way round. Both compute scores
-// and do v^T: seven products where five would do, for sums without atomics.
+// The kernel of dk and dv computes transposed scores, k q^T: p^T and ds^T are accumulators there,
+// and so operands in registers of the sums over queries. That of dq has them the other way round.
+// Both compute scores and do v^T: seven products where five would do, for sums without atomics.
 #ifndef JFLUX_OPS_FLASH_ATTENTION_FLASH_ATTENTION_BACKWARD_SM90_CUH_
 #define JFLUX_OPS_FLASH_ATTENTION_FLASH_ATTENTION_BACKWARD_SM90_CUH_
 
@@ -212,10 +212,6 @@ __device__ __forceinline__ void RunDkvConsumer(const Args& args, const BackwardS
   Ring<Shape::kStages> stages;
   uint32_t parity = 0;  // of KeptFull
   const int row = 64 * consumer + FirstRow();
-  const auto arrive = [&](uint32_t bar) {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) ptx::MbarrierArrive(bar);
-  };
   for (int32_t number = blockIdx.x; number < args.items; number = NextItem(number)) {
     ptx::MbarrierWait(smem.KeptFull(), parity);
     parity ^= 1;
@@ -271,11 +267,11 @@ __device__ __forceinline__ void RunDkvConsumer(const Args& args, const BackwardS
       wgmma::Pin(dv);
       PinA(p_t);
       PinA(ds_t);
-      arrive(smem.Empty(stage));
+      WarpArrive(smem.Empty(stage));
       stages.Advance();
     }
-    arrive(smem.KeptEmpty());
-    arrive(smem.Empty(stages.index));  // of kEnd
+    WarpArrive(smem.KeptEmpty());
+    WarpArrive(smem.Empty(stages.index));  // of kEnd
     stages.Advance();
     const Item item = Item::OfKeys(args, number);
     const int32_t first = item.block * Shape::kKept + row;
@@ -294,10 +290,6 @@ __device__ __forceinline__ void RunDqConsumer(const Args& args, const BackwardSm
   Ring<Shape::kStages> stages;
   uint32_t parity = 0;  // of KeptFull
   const int row = 64 * consumer + FirstRow();
-  const auto arrive = [&](uint32_t bar) {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) ptx::MbarrierArrive(bar);
-  };
   for (int32_t number = blockIdx.x; number < args.items; number = NextItem(number)) {
     const Item item = Item::OfQueries(args, number);
     float base[2], delta[2];
@@ -351,11 +343,11 @@ __device__ __forceinline__ void RunDqConsumer(const Args& args, const BackwardSm
       wgmma::Wait<0>();
       wgmma::Pin(dq);
       PinA(ds);
-      arrive(smem.Empty(stage));
+      WarpArrive(smem.Empty(stage));
       stages.Advance();
     }
-    arrive(smem.KeptEmpty());
-    arrive(smem.Empty(stages.index));  // of kEnd
+    WarpArrive(smem.KeptEmpty());
+    WarpArrive(smem.Empty(stages.index));  // of kEnd
     stages.Advance();
     StoreGradient<kWidth>(args.arrays.dq, dq, args.scale, item.batch, args.queries,
                           item.block * Shape::kKept + row, args.heads, item.head, args.width);

@@ -10,19 +10,16 @@
 
 namespace jflux {
 
-// Enqueue a pass on `stream`, on the current device: false and *error if they cannot. The backward
-// pass is the last two.
+// Enqueue a call on `stream`, on the current device: false and *error if they cannot.
 bool LaunchFlashAttention(const FlashAttentionParams& params, const FlashAttentionArrays& arrays,
                           cudaStream_t stream, std::string* error);
-bool LaunchFlashAttentionDkv(const FlashAttentionParams& params, const FlashAttentionArrays& arrays,
-                             cudaStream_t stream, std::string* error);
-bool LaunchFlashAttentionDq(const FlashAttentionParams& params, const FlashAttentionArrays& arrays,
-                            cudaStream_t stream, std::string* error);
+bool LaunchFlashAttentionBackward(const FlashAttentionParams& params,
+                                  const FlashAttentionArrays& arrays, cudaStream_t stream,
+                                  std::string* error);
 
-// Load the kernels of a pass on the current device.
+// Load the kernels of each on the current device.
 bool LoadFlashAttention(std::string* error);
-bool LoadFlashAttentionDkv(std::string* error);
-bool LoadFlashAttentionDq(std::string* error);
+bool LoadFlashAttentionBackward(std::string* error);
 
 }  // namespace jflux
 

@@ -196,8 +196,7 @@ ffi::Error Backward(cudaStream_t stream, ffi::Dictionary attributes, ffi::Remain
     return InvalidArgument("flash_attention_backward: operands do not fit");
   }
   return LaunchLocalCuda(kFlashAttentionBackwardId, [&](std::string* error) {
-    return LaunchFlashAttentionDkv(call.params, call.arrays, stream, error) &&
-           LaunchFlashAttentionDq(call.params, call.arrays, stream, error);
+    return LaunchFlashAttentionBackward(call.params, call.arrays, stream, error);
   });
 }
 
@@ -205,10 +204,6 @@ XLA_FFI_DEFINE_HANDLER(kForward, Forward, BindLocalCuda().RemainingArgs().Remain
                        {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kBackward, Backward, BindLocalCuda().RemainingArgs().RemainingRets(),
                        {ffi::Traits::kCmdBufferCompatible});
-
-bool LoadBackward(std::string* error) {
-  return LoadFlashAttentionDkv(error) && LoadFlashAttentionDq(error);
-}
 
 #endif  // JFLUX_WITH_CUDA
 
@@ -220,7 +215,7 @@ extern const LocalOp kFlashAttentionOp, kFlashAttentionBackwardOp;
 const LocalOp kFlashAttentionOp = {kFlashAttentionId, "flash_attention", nullptr, kForward,
                                    LoadFlashAttention};
 const LocalOp kFlashAttentionBackwardOp = {kFlashAttentionBackwardId, "flash_attention_backward",
-                                           nullptr, kBackward, LoadBackward};
+                                           nullptr, kBackward, LoadFlashAttentionBackward};
 #else
 const LocalOp kFlashAttentionOp = {kFlashAttentionId, "flash_attention", nullptr, nullptr, nullptr};
 const LocalOp kFlashAttentionBackwardOp = {kFlashAttentionBackwardId, "flash_attention_backward",

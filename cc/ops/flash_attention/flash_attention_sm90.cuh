@@ -179,10 +179,6 @@ __device__ __forceinline__ void RunForwardConsumer(const Args& args, const Forwa
   Ring<kStages> keys, values;
   uint32_t parity = 0;  // of QFull
   const int row = 64 * consumer + FirstRow();
-  const auto arrive = [&](uint32_t bar) {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) ptx::MbarrierArrive(bar);
-  };
   // Turns: named barriers 1 and 2, on which the other consumer arrives when it has issued.
   const auto await_turn = [&] { ptx::BarrierSync(1 + consumer, 256); };
   const auto end_turn = [&] { ptx::BarrierArrive(2 - consumer, 256); };
@@ -208,7 +204,7 @@ __device__ __forceinline__ void RunForwardConsumer(const Args& args, const Forwa
         MaskPairs</*kRowsAreKeys=*/false, Shape::kQueries>(args, x, smem.QNumbers(), row,
                                                            smem.KNumbers(keys.index), -INFINITY);
       }
-      arrive(smem.KEmpty(keys.index));
+      WarpArrive(smem.KEmpty(keys.index));
       keys.Advance();
       Softmax(x, args.factor, run, before);
     };
@@ -247,13 +243,13 @@ __device__ __forceinline__ void RunForwardConsumer(const Args& args, const Forwa
         wgmma::Wait<0>();
         wgmma::Pin(out);
         PinA(weights);
-        arrive(smem.VEmpty(values.index));
+        WarpArrive(smem.VEmpty(values.index));
         values.Advance();
 #pragma unroll
         for (int i = 0; i < Shape::kWidth / 2; ++i) out[i] *= before[HalfOf(i)];
         PackA<T>(next, weights);
       }
-      arrive(smem.QEmpty());
+      WarpArrive(smem.QEmpty());
       ptx::MbarrierWait(smem.VFull(values.index), values.parity);
       wgmma::Pin(out);
       PinA(weights);
@@ -262,12 +258,12 @@ __device__ __forceinline__ void RunForwardConsumer(const Args& args, const Forwa
       wgmma::Commit();
       wgmma::Wait<0>();
       wgmma::Pin(out);
-      arrive(smem.VEmpty(values.index));
+      WarpArrive(smem.VEmpty(values.index));
       values.Advance();
     } else {
-      arrive(smem.QEmpty());
+      WarpArrive(smem.QEmpty());
     }
-    arrive(smem.KEmpty(keys.index));  // of kEnd
+    WarpArrive(smem.KEmpty(keys.index));  // of kEnd
     keys.Advance();
     StoreRows<Shape>(args, item, row, out, run);
   }

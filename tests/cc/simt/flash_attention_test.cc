@@ -274,8 +274,7 @@ void Check(const Case& c, uint32_t seed) {
   arrays.base = base.get(), arrays.delta = delta.get();
   arrays.blocks_by_keys = for_dkv.data(), arrays.blocks = for_dq.data();
   arrays.dq = dq.get(), arrays.dk = dk.get(), arrays.dv = dv.get();
-  EXPECT(LaunchFlashAttentionDkv(problem.Params(), arrays, nullptr, &error)) << error;
-  EXPECT(LaunchFlashAttentionDq(problem.Params(), arrays, nullptr, &error)) << error;
+  EXPECT(LaunchFlashAttentionBackward(problem.Params(), arrays, nullptr, &error)) << error;
   EXPECT_EQ(simt::Run(seed + 1), "") << "seed " << seed;
   EXPECT_EQ(CountOff(dv, problem.dv, rounding), 0) << "dv, seed " << seed;
   EXPECT_EQ(CountOff(dk, problem.dk, rounding), 0) << "dk, seed " << seed;
