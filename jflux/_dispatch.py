@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from . import _config, _heap, _native
+from . import _config, _gpu_code, _heap, _native
 
 #: The operands of a call, or their types, in order.
 Arrays = Sequence[Any]
@@ -123,6 +123,7 @@ class Machine:
         in 1e9 bytes a second; 0 where it is not known.
       heap_bytes: of the symmetric heap, on each device.
       device_kind: the GPU's name, by which tuning tables are found; "" on CPUs.
+      arch: of the kernels' code that the GPU runs (`_gpu_code`).
       is_here: whether the devices belong to this program, and not to a topology to export for.
     """
 
@@ -131,6 +132,7 @@ class Machine:
     link_gbps: float = 0.0
     heap_bytes: int = 1 << 31
     device_kind: str = ""
+    arch: int = _gpu_code.HOPPER
     is_here: bool = True
 
     @property
@@ -153,7 +155,11 @@ class Machine:
 
     def native_plan(self, op: str, call: Mapping[str, int]) -> dict[str, int]:
         """:func:`jflux._native.plan` for this machine."""
-        return _native.plan(op, call, self.sm_count, self.link_gbps)
+        return _native.plan(op, call, self.sm_count, self.link_gbps, self.arch)
+
+    def why_no_kernel(self, op: str) -> str | None:
+        """Why it has no kernel of an op, or None."""
+        return _gpu_code.why_not(op, self.arch, self.device_kind) if self.on_gpus else None
 
 
 #: Multiprocessors of an H100 or H200, for devices that cannot be asked.
@@ -169,12 +175,14 @@ def machine_of(platform: str, mesh: Mesh) -> Machine:
     first: Any = mesh.devices.flat[0]
     own = 0 if is_here else int(getattr(first, "core_count", None) or 0)
     kinds = {device.device_kind for device in mesh.devices.flat}
+    capability = getattr(first, "compute_capability", None)
     return Machine(
         platform=platform,
         sm_count=(_heap.sm_count() if is_here else own) or _USUAL_SM_COUNT,
         link_gbps=_heap.link_gbps() if is_here else 0.0,
         heap_bytes=_heap.heap_bytes(platform),
         device_kind=first.device_kind if is_here and len(kinds) == 1 else "",
+        arch=_heap.kernel_arch() if is_here else _gpu_code.arch_of(capability),
         is_here=is_here,
     )
 

@@ -293,10 +293,12 @@ def plan_call(
         return _dispatch.unsupported(why), None
     if params.world == 1 and _mesh.is_part(params.axis_names):
         return _dispatch.reference("each group has one rank"), None
+    machine = _dispatch.machine_of(platform, mesh)
+    if why := machine.why_no_kernel(rules.name):
+        return _dispatch.unsupported(why), None
     levels = _levels_over(platform, mesh, params.axis_names)
     if isinstance(levels, str):
         return _dispatch.unsupported(levels), None
-    machine = _dispatch.machine_of(platform, mesh)
     if levels is not None:
         return rules.plan_two_level(avals, params, machine, levels), machine
     return rules.plan(avals, params, machine), machine

@@ -25,6 +25,9 @@ MAX_WEIGHTS: int = _constants["max_weights"]
 TILE_ROWS: int = _constants["tile_rows"]
 #: Elements of a 16-bit type that the GPU kernels move together: rows are whole multiples.
 UNIT: int = _constants["unit_bytes"] // 2
+#: Architectures that kernels are compiled for (cc/gpu/machine.h): for many GPUs, and for Hopper.
+PORTABLE_ARCH: int = _constants["portable_arch"]
+HOPPER_ARCH: int = _constants["hopper_arch"]
 #: Names of the element types, in the order of cc/core/dtype.h.
 DTYPES: tuple[str, ...] = tuple(_constants["dtypes"])
 #: Activations and norms, in the order of cc/core/activation.h and cc/ops/all_reduce/all_reduce.h.
@@ -45,7 +48,13 @@ def number_of(name: str | None, names: tuple[str, ...]) -> int:
     return 0 if name is None else 1 + names.index(name)
 
 
-def plan(op: str, call: Mapping[str, int], sm_count: int, link_gbps: float) -> dict[str, int]:
+def plan(
+    op: str,
+    call: Mapping[str, int],
+    sm_count: int,
+    link_gbps: float,
+    arch: int = HOPPER_ARCH,
+) -> dict[str, int]:
     """What the kernels of `op` do for a call on such a GPU: its configuration and the bytes of its
     workspace (`Op::plan` of cc/runtime/op.h).
 
@@ -54,9 +63,10 @@ def plan(op: str, call: Mapping[str, int], sm_count: int, link_gbps: float) -> d
       call: sizes, types and options of the call, by the names that the op's plan function reads.
       sm_count: multiprocessors of the GPU; 0 is the CPU back end.
       link_gbps: what its links carry, in 1e9 bytes a second; 0: unknown.
+      arch: of the kernels' code that it runs.
 
     Raises:
       ValueError: no kernel takes the call; says why.
     """
     fields = {name: int(value) for name, value in call.items()}
-    return lib.plan(op, fields, sm_count, float(link_gbps))
+    return lib.plan(op, fields, sm_count, float(link_gbps), arch)

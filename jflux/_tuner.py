@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from . import _config, _dispatch, _explain, _heap, _mesh, _native, _trial, _tuning
+from . import _config, _dispatch, _explain, _gpu_code, _heap, _mesh, _native, _trial, _tuning
 from ._dispatch import Machine, Plan
 from ._ops import _product
 from ._ops._spec import OpSpec, all_ops
@@ -97,6 +97,8 @@ def tune(
     if not _heap._cuda_usable():
         why = _heap._why_no_cuda() if jax.default_backend() == "gpu" else "there is no GPU"
         raise RuntimeError(f"jflux.tune chooses among kernels for GPUs, and {why}")
+    if why := _gpu_code.why_not(op, _heap.kernel_arch(), _gpu_code.gpu_here()):
+        raise RuntimeError(f"jflux.tune: {op}: {why}")
     if mesh is None:
         mesh = jax.make_mesh((jax.device_count(),), _mesh.as_tuple(axis_name))
     if _ranks(mesh, axis_name) == 1:

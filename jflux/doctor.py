@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import jflux
 
-from . import _bug_report, _config, _explain, _heap, _native, testing
+from . import _bug_report, _config, _explain, _gpu_code, _heap, _native, testing
 from ._dispatch import Path, Plan
 from ._heap import _nvshmem
 from ._ops._spec import OpSpec, collectives, products
@@ -53,6 +53,11 @@ def _devices() -> Iterator[str]:
         f"devices: {len(devices)} x {', '.join(kinds)} ({jax.default_backend()}), "
         f"{jax.process_count()} process(es)"
     )
+    if _heap._cuda_usable():
+        yield from _gpu_code.report(
+            _gpu_code.arch_here(), ", ".join(kinds), _gpu_code.portable_ops(),
+            _gpu_code.PORTABLE_IS_CHECKED or _config.config.unchecked_kernels,
+        )  # fmt: skip
 
 
 def _heap_lines() -> Iterator[str]:
@@ -224,13 +229,19 @@ def main(argv: list[str] | None = None) -> int:
         "--report", action="store_true",
         help="a text to paste into a bug report, without names of hosts, users or folders",
     )  # fmt: skip
+    parser.add_argument(
+        "--unchecked", action="store_true",
+        help="also kernels that have not been checked on GPUs of this kind "
+        "(jflux.config.unchecked_kernels)",
+    )  # fmt: skip
     parser.add_argument("--log", type=pathlib.Path, help="what the program printed that failed")
     args = parser.parse_args(argv)
     if args.log is not None and not args.log.is_file():
         parser.error(f"--log {args.log} is no file")
     whole = args.report or args.log is not None
     lines = bug_report(_bug_report.settings(), args.log) if whole else report()
-    jflux.config.update(always=True)  # tiny operands would take lax
+    # Tiny operands would take lax.
+    jflux.config.update(always=True, unchecked_kernels=args.unchecked)
     failed = False
     for line in lines:
         print(line, flush=True)

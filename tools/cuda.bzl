@@ -6,9 +6,12 @@ FLAGS = [
     "-std=c++17",
     "-O3",
     "--expt-relaxed-constexpr",
-    "-gencode=arch=compute_90a,code=sm_90a",
     "-Xcompiler=-fPIC,-fvisibility=hidden",
 ]
+
+# For Hopper, and for other GPUs sm_80 with its PTX; *_sm90.cu use what sm_90a alone has.
+SM_90A = ["-gencode=arch=compute_90a,code=sm_90a"]
+PORTABLE = ["-gencode=arch=compute_80,code=[compute_80,sm_80]"]
 
 def _objects_impl(ctx):
     contexts = [dep[CcInfo].compilation_context for dep in ctx.attr.deps]
@@ -16,7 +19,9 @@ def _objects_impl(ctx):
     for source in ctx.files.srcs:
         output = ctx.actions.declare_file(source.short_path + ".pic.o")
         args = ctx.actions.args()
-        args.add_all(FLAGS)
+        args.add_all(FLAGS + SM_90A)
+        if not source.basename.endswith("_sm90.cu"):
+            args.add_all(PORTABLE)
         for context in contexts:
             args.add_all(context.defines, format_each = "-D%s")
             args.add_all(context.includes, before_each = "-I")

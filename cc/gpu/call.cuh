@@ -3,13 +3,12 @@
 #ifndef JFLUX_GPU_CALL_CUH_
 #define JFLUX_GPU_CALL_CUH_
 
-#include <cooperative_groups.h>
-
 #include <cstddef>
 #include <cstdint>
 
 #include "../core/layout.h"
 #include "../core/signal.h"
+#include "cluster.cuh"
 #include "device_state.h"
 
 namespace jflux {
@@ -83,10 +82,9 @@ __device__ __forceinline__ void TrapIfNotAlone(const SymmetricView& view, const 
 // The same thread counts the cluster in. LeaveAfterDynamicId counts it out.
 template <int kCtas = 1>
 __device__ __forceinline__ DynamicId TakeDynamicId(const SymmetricView& view) {
-  namespace cg = cooperative_groups;
   JFLUX_SHARED(uint64_t, word_taken);
   auto* header = view.At<WorkspaceHeader>(view.rank, 0);
-  const bool leads = kCtas == 1 || cg::this_cluster().block_rank() == 0;
+  const bool leads = kCtas == 1 || ThisCluster().block_rank() == 0;
   DynamicId taken{};
   if (leads && threadIdx.x + threadIdx.y + threadIdx.z == 0) {
     const uint64_t inside = AddInside(header, Presence(view.launch));
@@ -103,8 +101,8 @@ __device__ __forceinline__ DynamicId TakeDynamicId(const SymmetricView& view) {
     word_seen = word_taken;
   } else {  // distributed shared memory: the leader CTA must not exit before all have read. The
             // callers' clusters synchronise again before they exit
-    cg::this_cluster().sync();
-    word_seen = *cg::this_cluster().map_shared_rank(&word_taken, 0);
+    ThisCluster().sync();
+    word_seen = *ThisCluster().map_shared_rank(&word_taken, 0);
   }
   taken.epoch = NextEpoch(EpochOfWord(word_seen));
   taken.id = IdOfWord(word_seen);
@@ -115,7 +113,7 @@ __device__ __forceinline__ DynamicId TakeDynamicId(const SymmetricView& view) {
 // Called by all threads at the end.
 template <int kCtas = 1>
 __device__ __forceinline__ void LeaveAfterDynamicId(const SymmetricView& view) {
-  const bool leads = kCtas == 1 || cooperative_groups::this_cluster().block_rank() == 0;
+  const bool leads = kCtas == 1 || ThisCluster().block_rank() == 0;
   if (leads && threadIdx.x + threadIdx.y + threadIdx.z == 0) LeaveWorkspace(view);
 }
 

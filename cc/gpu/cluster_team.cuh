@@ -2,7 +2,7 @@
 #ifndef JFLUX_GPU_CLUSTER_TEAM_CUH_
 #define JFLUX_GPU_CLUSTER_TEAM_CUH_
 
-#include <cooperative_groups.h>
+#include "gpu/cluster.cuh"
 
 #include "core/platform.h"
 
@@ -11,8 +11,7 @@ namespace jflux {
 template <int kCtas>
 class ClusterTeam {
  public:
-  __device__ __forceinline__ ClusterTeam()
-      : cta_(static_cast<int>(cooperative_groups::this_cluster().block_rank())) {}
+  __device__ __forceinline__ ClusterTeam() : cta_(static_cast<int>(ThisCluster().block_rank())) {}
 
   __device__ __forceinline__ int thread() const {
     return cta_ * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x);
@@ -25,7 +24,7 @@ class ClusterTeam {
   __device__ __forceinline__ Wide Sum(Wide v) const {
     JFLUX_SHARED(Wide[32], warps);
     JFLUX_SHARED(Wide[2][kCtas], ctas);
-    const auto cluster = cooperative_groups::this_cluster();
+    const auto cluster = ThisCluster();
     for (int d = 16; d > 0; d /= 2) v += __shfl_xor_sync(0xffffffff, v, d);
     if (threadIdx.x % 32 == 0) warps[threadIdx.x / 32] = v;
     __syncthreads();

@@ -28,9 +28,17 @@ static_assert(kReferenceColumns == 3000);
 // SMs that a GPU of compute capability 9.0 can have.
 inline constexpr int32_t kMostSms = 144;
 
+// Kernels are compiled for two architectures (CMakeLists.txt): sm_90a, and sm_80 with PTX of it,
+// which other GPUs run: natively from compute capability 8.0 on, else as the driver compiles the
+// PTX. The portable code has no clusters (gpu/cluster.cuh). The products' main loop
+// (gpu/gemm_sm90.cuh) exists for sm_90a alone.
+inline constexpr int32_t kPortableArch = 80, kHopperArch = 90;
+
 struct Machine {
   int32_t sm_count;      // 0: the CPU back end
   double link_gbps = 0;  // of the slowest link, as the probe found it; 0: unknown, as the reference
+
+  int32_t arch = kHopperArch;  // of the kernels' code that it runs
 
   bool IsCpu() const { return sm_count == 0; }
   // 1, 1/2, 1/4, ... Readings of the probe differ from run to run; choices must not.

@@ -37,14 +37,14 @@ nb::list Targets() {
 }
 
 nb::dict Plan(const std::string& op, const std::map<std::string, int64_t>& call, int32_t sm_count,
-              double link_gbps) {
+              double link_gbps, int32_t arch) {
   std::vector<JfluxField> fields;
   for (const auto& [name, value] : call) fields.push_back({name.c_str(), value});
   std::array<JfluxField, 64> plan;
   int count = 0;
   const char* why_not =
       jflux_plan(op.c_str(), fields.data(), static_cast<int>(fields.size()), sm_count, link_gbps,
-                 plan.data(), static_cast<int>(plan.size()), &count);
+                 arch, plan.data(), static_cast<int>(plan.size()), &count);
   if (why_not != nullptr) throw nb::value_error(why_not);
   nb::dict result;
   for (int i = 0; i < count; ++i) result[plan[i].name] = plan[i].value;
@@ -142,6 +142,13 @@ NB_MODULE(_jflux, m) {
   });
   m.def("cuda_free_bytes", [](const std::vector<int>& ordinals) {
     return jflux_cuda_free_bytes(ordinals.data(), static_cast<int>(ordinals.size()));
+  });
+  m.def("cuda_arch", [](int ordinal) {
+    int32_t arch = 0;
+    nb::gil_scoped_release release;
+    const char* reason = jflux_cuda_arch(ordinal, &arch);
+    if (reason != nullptr) throw std::runtime_error(reason);
+    return arch;
   });
   // Reserved workspaces, by their devices and size.
   m.def("heap_add_workspace",
@@ -254,6 +261,7 @@ NB_MODULE(_jflux, m) {
     const JfluxChoice c{choice[0], choice[1], choice[2], choice[3]};
     return jflux_is_possible(&c) != 0;
   });
+  m.def("least_arch", &jflux_least_arch);
   m.def("most_splits", &jflux_most_splits);
   m.def("plan", &Plan);
   m.def("constants", &Constants);

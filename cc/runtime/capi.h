@@ -99,6 +99,10 @@ JFLUX_API void jflux_heap_usage(const char* platform, int64_t* in_use, int64_t* 
 // The least free memory of these devices, in bytes; 0 without CUDA in the build.
 JFLUX_API int64_t jflux_cuda_free_bytes(const int* ordinals, int count);
 
+// The architecture of the kernels' code that this GPU runs (gpu/machine.h). Fails where it runs
+// none.
+JFLUX_API const char* jflux_cuda_arch(int ordinal, int32_t* arch);
+
 // Tests only, between calls: see Heap.
 JFLUX_API const char* jflux_heap_test_hooks(const char* platform, int skip_waits, int max_delay_us);
 JFLUX_API const char* jflux_heap_poison(const char* platform);
@@ -143,10 +147,11 @@ typedef struct {
 } JfluxField;
 // What the kernels of an op do for a call on a machine (runtime/op.h): fills up to `capacity`
 // fields of the plan, and *count with how many there are. sm_count 0: the CPU. link_gbps 0:
-// unknown. The names live until the calling thread's next call.
+// unknown. arch: of the kernels' code (gpu/machine.h). The names live until the calling thread's
+// next call.
 JFLUX_API const char* jflux_plan(const char* op, const JfluxField* call, int call_count,
-                                 int32_t sm_count, double link_gbps, JfluxField* plan, int capacity,
-                                 int* count);
+                                 int32_t sm_count, double link_gbps, int32_t arch, JfluxField* plan,
+                                 int capacity, int* count);
 // Numbers and names that Python shares with the kernels; ends with a null name. A name "list.item"
 // is an item of a list, whose items come in their order.
 JFLUX_API const JfluxField* jflux_constants(void);
@@ -159,6 +164,8 @@ typedef struct {
 JFLUX_API int jflux_choices(JfluxChoice* choices, int capacity);
 // Whether kernels can do it.
 JFLUX_API int jflux_is_possible(const JfluxChoice* choice);
+// The least architecture that an op's kernels are compiled for (Op::least_arch); 0: no such op.
+JFLUX_API int32_t jflux_least_arch(const char* op);
 // How many CTAs may share the k of a tile in calls of few rows; 1 for an op that is not tuned so.
 JFLUX_API int jflux_most_splits(const char* op);
 

@@ -13,6 +13,7 @@
 #ifdef JFLUX_WITH_CUDA
 #include "runtime/cuda_call.h"
 #include "runtime/heap_cuda.h"
+#include "runtime/kernels_cuda.h"
 #endif
 
 namespace {
@@ -235,6 +236,16 @@ int64_t jflux_cuda_free_bytes(const int* ordinals, int count) {
   return least;
 }
 
+const char* jflux_cuda_arch(int ordinal, int32_t* arch) {
+  std::string error;
+  int found = 0;
+  if (cudaSetDevice(ordinal) != cudaSuccess)
+    return Reason("GPU " + std::to_string(ordinal) + " cannot be used");
+  if (!jflux::LoadedArch(&found, &error)) return Reason(error);
+  *arch = found;
+  return nullptr;
+}
+
 int64_t jflux_cuda_launches(void) { return jflux::CudaLaunches(); }
 void jflux_cuda_fail_launches(int ordinal) { jflux::FailingOrdinal() = ordinal; }
 
@@ -289,6 +300,7 @@ const char* NotBuilt() { return Reason("this build has no CUDA kernels"); }
 
 int64_t jflux_probe_bytes(int) { return 0; }
 int64_t jflux_cuda_free_bytes(const int*, int) { return 0; }
+const char* jflux_cuda_arch(int, int32_t*) { return NotBuilt(); }
 int64_t jflux_cuda_launches(void) { return 0; }
 void jflux_cuda_fail_launches(int) {}
 const char* jflux_cuda_timeline_start(int64_t) { return NotBuilt(); }

@@ -70,7 +70,7 @@ const JfluxTarget* jflux_targets(void) {
 }
 
 const char* jflux_plan(const char* op, const JfluxField* call, int call_count, int32_t sm_count,
-                       double link_gbps, JfluxField* plan, int capacity, int* count) {
+                       double link_gbps, int32_t arch, JfluxField* plan, int capacity, int* count) {
   thread_local jflux::Fields kept;  // holds the names
   const jflux::Op* found = jflux::FindOp(op);
   if (found == nullptr) return Reason(std::string("jflux has no op ") + op);
@@ -79,7 +79,7 @@ const char* jflux_plan(const char* op, const JfluxField* call, int call_count, i
   for (int i = 0; i < call_count; ++i) fields[call[i].name] = call[i].value;
   std::string why_not;
   kept.clear();
-  if (!found->plan(fields, jflux::Machine{sm_count, link_gbps}, &kept, &why_not)) {
+  if (!found->plan(fields, jflux::Machine{sm_count, link_gbps, arch}, &kept, &why_not)) {
     return Reason(std::string("jflux.") + op + ": " + why_not);
   }
   *count = 0;
@@ -93,9 +93,10 @@ const char* jflux_plan(const char* op, const JfluxField* call, int call_count, i
 const JfluxField* jflux_constants(void) {
   static const auto* constants = [] {
     auto* list = new std::vector<JfluxField>{
-        {"max_ranks", jflux::kMaxRanks},   {"max_weights", jflux::kMaxWeights},
-        {"tile_rows", jflux::kGemmTileM},  {"tile_k", jflux::kGemmTileK},
-        {"unit_bytes", jflux::kUnitBytes},
+        {"max_ranks", jflux::kMaxRanks},     {"max_weights", jflux::kMaxWeights},
+        {"tile_rows", jflux::kGemmTileM},    {"tile_k", jflux::kGemmTileK},
+        {"unit_bytes", jflux::kUnitBytes},   {"portable_arch", jflux::kPortableArch},
+        {"hopper_arch", jflux::kHopperArch},
     };
     int64_t number = 0;
     for (const char* name : jflux::kDTypeNames) {
@@ -127,6 +128,14 @@ int jflux_choices(JfluxChoice* choices, int capacity) {
 
 int jflux_is_possible(const JfluxChoice* c) {
   return jflux::IsPossible({c->tile_n, c->cluster_m, c->group_m, c->splits});
+}
+
+int32_t jflux_least_arch(const char* op) {
+  if (const jflux::Op* found = jflux::FindOp(op)) return found->least_arch;
+  for (const jflux::LocalOp* local : jflux::AllLocalOps()) {
+    if (std::strcmp(op, local->name) == 0) return local->least_arch;
+  }
+  return 0;
 }
 
 int jflux_most_splits(const char* op) {

@@ -5,6 +5,8 @@
 #include <set>
 #include <utility>
 
+#include "core/platform.h"
+#include "gpu/machine.h"
 #include "runtime/cuda_check.h"
 #include "runtime/kernels_cuda.h"
 #include "runtime/local_op.h"
@@ -12,19 +14,74 @@
 
 namespace jflux {
 
+namespace {
+
+// Its code tells which code of this library a device has loaded.
+__global__ void ArchKernel() {}
+
+// What is known of a device: its code, and the stream of its last call.
+struct Device {
+  std::mutex mutex;
+  int arch = 0;  // 0: not asked yet
+  bool has_stream = false;
+  cudaStream_t stream = nullptr;
+  cudaEvent_t event = nullptr;  // made for the first change of streams
+};
+
+Device* CurrentDevice(std::string* error) {
+  static std::mutex mutex;
+  static auto* devices = new std::map<int, Device>;
+  int ordinal = 0;
+  JFLUX_CUDA_OR_FALSE(cudaGetDevice(&ordinal), error);
+  std::lock_guard<std::mutex> lock(mutex);
+  return &(*devices)[ordinal];
+}
+
+// Under device.mutex.
+bool ReadArch(Device& device, std::string* error) {
+  if (device.arch != 0) return true;
+  cudaFuncAttributes attributes{};
+  JFLUX_CUDA_OR_FALSE(
+      cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(&ArchKernel)), error);
+  // Of the code's source: 80 also where the driver has compiled sm_80's PTX for a later GPU.
+  device.arch = attributes.ptxVersion >= kHopperArch ? kHopperArch : kPortableArch;
+  return true;
+}
+
+}  // namespace
+
+bool LoadedArch(int* arch, std::string* error) {
+  Device* device = CurrentDevice(error);
+  if (device == nullptr) return false;
+  std::lock_guard<std::mutex> lock(device->mutex);
+  if (!ReadArch(*device, error)) return false;
+  *arch = device->arch;
+  return true;
+}
+
 bool LoadKernels(std::string* error) {
+  int arch = 0;
+  if (!LoadedArch(&arch, error)) return false;
+  const auto load = [&](const auto& op) {
+    return op.load_kernels == nullptr || op.least_arch > arch || op.load_kernels(error);
+  };
   for (const Op* op : AllOps()) {
-    if (op->load_kernels != nullptr && !op->load_kernels(error)) return false;
+    if (!load(*op)) return false;
   }
   for (const LocalOp* op : AllLocalOps()) {
-    if (op->load_kernels != nullptr && !op->load_kernels(error)) return false;
+    if (!load(*op)) return false;
   }
   return true;
 }
 
 bool LoadKernel(const void* kernel, int smem_bytes, std::string* error) {
+  int ordinal = 0, most = 0;
+  JFLUX_CUDA_OR_FALSE(cudaGetDevice(&ordinal), error);
   JFLUX_CUDA_OR_FALSE(
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes), error);
+      cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, ordinal), error);
+  JFLUX_CUDA_OR_FALSE(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                           Min(smem_bytes, most)),
+                      error);
   cudaFuncAttributes attributes;
   JFLUX_CUDA_OR_FALSE(cudaFuncGetAttributes(&attributes, kernel), error);
   return true;
@@ -90,23 +147,6 @@ bool EncodeTensorMap(CUtensorMap* map, DType dtype, const void* data,
 
 namespace {
 
-// The stream of a device's last call.
-struct LastStream {
-  std::mutex mutex;
-  bool known = false;
-  cudaStream_t stream = nullptr;
-  cudaEvent_t event = nullptr;  // made for the first change of streams
-};
-
-LastStream* LastStreamOfDevice(std::string* error) {
-  static std::mutex mutex;
-  static auto* last = new std::map<int, LastStream>;
-  int ordinal = 0;
-  JFLUX_CUDA_OR_FALSE(cudaGetDevice(&ordinal), error);
-  std::lock_guard<std::mutex> lock(mutex);
-  return &(*last)[ordinal];
-}
-
 bool IsCapturing(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   if (cudaStreamIsCapturing(stream, &status) == cudaSuccess) {
@@ -116,32 +156,32 @@ bool IsCapturing(cudaStream_t stream) {
   return true;
 }
 
-// Under last.mutex.
-bool RunAfter(LastStream& last, cudaStream_t stream, std::string* error) {
-  if (last.known && last.stream == stream) return true;
+// Under device.mutex.
+bool RunAfter(Device& device, cudaStream_t stream, std::string* error) {
+  if (device.has_stream && device.stream == stream) return true;
   if (IsCapturing(stream)) return true;
-  if (last.known && !IsCapturing(last.stream)) {
-    if (last.event == nullptr) {
-      JFLUX_CUDA_OR_FALSE(cudaEventCreateWithFlags(&last.event, cudaEventDisableTiming), error);
+  if (device.has_stream && !IsCapturing(device.stream)) {
+    if (device.event == nullptr) {
+      JFLUX_CUDA_OR_FALSE(cudaEventCreateWithFlags(&device.event, cudaEventDisableTiming), error);
     }
-    if (cudaEventRecord(last.event, last.stream) == cudaSuccess) {
-      JFLUX_CUDA_OR_FALSE(cudaStreamWaitEvent(stream, last.event, 0), error);
+    if (cudaEventRecord(device.event, device.stream) == cudaSuccess) {
+      JFLUX_CUDA_OR_FALSE(cudaStreamWaitEvent(stream, device.event, 0), error);
     } else {
       cudaGetLastError();  // the stream is gone, and its work is done
     }
   }
-  last.known = true;
-  last.stream = stream;
+  device.has_stream = true;
+  device.stream = stream;
   return true;
 }
 
 }  // namespace
 
 bool RunAfterLastCall(cudaStream_t stream, std::string* error) {
-  LastStream* last = LastStreamOfDevice(error);
-  if (last == nullptr) return false;
-  std::lock_guard<std::mutex> lock(last->mutex);
-  return RunAfter(*last, stream, error);
+  Device* device = CurrentDevice(error);
+  if (device == nullptr) return false;
+  std::lock_guard<std::mutex> lock(device->mutex);
+  return RunAfter(*device, stream, error);
 }
 
 bool LaunchKernel(const void* kernel, void* args, int clusters, int ctas, int threads,
@@ -157,12 +197,18 @@ bool LaunchKernel(const void* kernel, void* args, int clusters, int ctas, int th
   attribute[0].val.clusterDim.y = 1;
   attribute[0].val.clusterDim.z = 1;
   config.attrs = attribute;
-  config.numAttrs = 1;  // also for clusters of one: the kernels' instructions want a cluster
   void* arguments[] = {args};
-  LastStream* last = LastStreamOfDevice(error);
-  if (last == nullptr) return false;
-  std::lock_guard<std::mutex> lock(last->mutex);  // until the kernel is enqueued
-  if (!RunAfter(*last, stream, error)) return false;
+  Device* device = CurrentDevice(error);
+  if (device == nullptr) return false;
+  std::lock_guard<std::mutex> lock(device->mutex);  // until the kernel is enqueued
+  if (!ReadArch(*device, error)) return false;
+  // Also for clusters of one: the kernels' instructions want a cluster.
+  config.numAttrs = device->arch >= kHopperArch ? 1 : 0;
+  if (config.numAttrs == 0 && ctas > 1) {
+    *error = "portable code has no clusters";
+    return false;
+  }
+  if (!RunAfter(*device, stream, error)) return false;
   JFLUX_CUDA_OR_FALSE(cudaLaunchKernelExC(&config, kernel, arguments), error);
   return true;
 }

@@ -13,14 +13,19 @@
 
 namespace jflux {
 
-// Loads the kernels of all ops (runtime/op.h) on the current device.
+// The architecture of the kernels' code that the current device runs (gpu/machine.h).
+bool LoadedArch(int* arch, std::string* error);
+
+// Loads the kernels of all ops (runtime/op.h) of which there is code for the current device.
 bool LoadKernels(std::string* error);
 
 // Those of custom calls: has load(ordinal) called on each device of the heap, now and whenever
 // there is another heap (runtime/heap_cuda.cu).
 bool AddKernels(const char* (*load)(int ordinal), std::string* error);
 
-// Makes a kernel launchable with this much shared memory, and loads it.
+// Makes a kernel launchable with this much shared memory, and loads it. Where a device has less,
+// the kernel takes all of it, and calls that need more fail; Python plans none
+// (`why_not_portable`).
 bool LoadKernel(const void* kernel, int smem_bytes, std::string* error);
 
 // Calls load(error) unless that has succeeded on the current device before: for kernels that are
@@ -45,7 +50,8 @@ bool EncodeTensorMap(CUtensorMap* map, DType dtype, const void* data,
 // that follows belongs to `stream`.
 bool RunAfterLastCall(cudaStream_t stream, std::string* error);
 
-// Launches `clusters` clusters of `ctas` CTAs, after the last call of the current device.
+// Launches `clusters` clusters of `ctas` CTAs, after the last call of the current device. Portable
+// code has clusters of one CTA alone.
 bool LaunchKernel(const void* kernel, void* args, int clusters, int ctas, int threads,
                   int smem_bytes, cudaStream_t stream, std::string* error);
 

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "core/dtype.h"
+#include "gpu/machine.h"
 #include "xla/ffi/api/c_api.h"
 
 namespace jflux {
@@ -22,6 +23,7 @@ struct LocalOp {
   // Loads the op's kernels on the current device; called when there is a heap, before kernels that
   // wait for peers run. Its launcher loads them too, where there is none. Null as in Op.
   bool (*load_kernels)(std::string* error);
+  int32_t least_arch = kHopperArch;  // as in Op
 };
 
 // Defined in cc/ops/registry.cc.

@@ -53,6 +53,9 @@ struct Op {
   // Arguments whose elements are checked when the call runs, as Fault::argument counts them; ends
   // with null.
   const char* const* arguments = nullptr;
+  // The least architecture that its kernels are compiled for. kPortableArch: its .cu file is not
+  // named *_sm90.cu, by which the build tells them apart.
+  int32_t least_arch = kHopperArch;
 };
 
 // Defined in cc/ops/registry.cc.

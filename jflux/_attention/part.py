@@ -22,6 +22,7 @@ from . import cache
 
 OP = "flash_decode"
 WIDTHS = (64, 128, 256)  # elements of a head that the kernel takes
+WIDTHS_PORTABLE = (64, 128)  # in 99 KiB of shared memory
 
 #: Of XLA's form: the values' product is split over positions into up to so many parts for all
 #: sequences, of no fewer positions than that.
@@ -217,6 +218,16 @@ def _why_not(arrays: Arrays, params: Params, platform: str) -> str | None:
     return None
 
 
+def _why_not_portable(arrays: Arrays, params: Params, platform: str) -> str | None:
+    q, *_ = arrays
+    if q.shape[2] not in WIDTHS_PORTABLE:
+        return (
+            f"heads have {q.shape[2]} elements, the kernel takes {WIDTHS_PORTABLE} on GPUs other "
+            "than Hopper"
+        )
+    return None
+
+
 def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
     def bind(*operands: Any) -> Any:
         return primitive.bind(*operands, params=params)
@@ -250,6 +261,7 @@ _primitive = _local.make_primitive(
         result_shapes=_shapes,
         reference=_reference,
         why_not=_why_not,
+        why_not_portable=_why_not_portable,
         attributes=lambda params: {
             "scale": np.float64(params.scale),
             "softcap": np.float64(params.softcap),

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from .. import _config, _ffi, _version
+from .. import _config, _ffi, _gpu_code, _version
 from .._native import lib
 from . import _fork, _making, _nodes, _nvshmem, _rendezvous, _report, _workspaces
 from ._agreement import BLOCK, Request
@@ -266,6 +266,11 @@ def sm_count() -> int:
     return _ensure("cuda").sm_count
 
 
+def kernel_arch() -> int:
+    """Of the kernels' code that all GPUs of the job run (`_gpu_code`)."""
+    return _ensure("cuda").arch or _gpu_code.HOPPER
+
+
 def why_not_usable(platform: str, mesh: Mesh, table: np.ndarray) -> str | None:
     """Why calls over these groups of ranks run no kernels, or None. Makes the heap, if the mesh's
     devices belong to this program.
@@ -333,10 +338,10 @@ def _why_no_cuda() -> str | None:
         return "this build of jflux has no CUDA kernels (reinstall with JFLUX_CUDA=ON)"
     if flag := _ffi.concurrent_flag(os.environ.get("XLA_FLAGS", "")):
         return f"XLA_FLAGS has {flag}: two kernels that wait for peers could run at once on a GPU"
-    for device in jax.local_devices(backend="cuda"):
-        capability = str(getattr(device, "compute_capability", "unknown"))
-        if capability != "9.0":
-            return f"{device.device_kind} has compute capability {capability}, kernels need 9.0"
+    try:
+        _gpu_code.arch_here()
+    except RuntimeError as error:
+        return str(error)
     return None
 
 
@@ -429,6 +434,7 @@ def _facts(platform: str, members: _making.Members) -> Facts:
     """What this process says of itself."""
     why_no_cuda = _why_no_cuda() if platform == "cuda" else None
     backend = _settings.backend
+    arch = _gpu_code.arch_here() if platform == "cuda" and not why_no_cuda else 0
     sizes = [getattr(d, "core_count", None) for d in jax.local_devices(backend=platform)]
     return Facts(
         process=members.me,
@@ -439,8 +445,9 @@ def _facts(platform: str, members: _making.Members) -> Facts:
         unusable=why_no_cuda or "",
         build=_version.__version__,
         sm_count=min((int(size) for size in sizes if size), default=0),
+        arch=arch,
         backend=backend or "",
-        no_nvshmem=_nvshmem.why_not_here(platform, len(members.devices)) if backend else "",
+        no_nvshmem=_nvshmem.why_not_here(platform, len(members.devices), arch) if backend else "",
         arena=lib.nvshmem_arena_bytes() if backend else 0,
     )
 

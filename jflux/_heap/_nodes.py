@@ -32,6 +32,7 @@ class Facts:
       unusable: why its devices run no kernels; "" if they do.
       build: the version of jflux.
       sm_count: multiprocessors of its smallest GPU; 0 on CPUs.
+      arch: of the kernels' code that its GPUs run (`_gpu_code`); 0 on CPUs.
       backend: what jflux.init was asked for: "nvshmem", or "" for the usual one.
       no_nvshmem: why it cannot use NVSHMEM; "" if it can, or was not asked to.
       arena: bytes that it has had of NVSHMEM since an earlier heap; 0 if NVSHMEM has not started.
@@ -45,6 +46,7 @@ class Facts:
     unusable: str = ""
     build: str = ""
     sm_count: int = 0
+    arch: int = 0
     backend: str = ""
     no_nvshmem: str = ""
     arena: int = 0
@@ -186,6 +188,11 @@ class Job:
     def sm_count(self) -> int:
         """Of the smallest GPU."""
         return min((f.sm_count for f in self.facts.values() if f.sm_count), default=0)
+
+    @property
+    def arch(self) -> int:
+        """Of the code that all GPUs run; 0 without GPUs."""
+        return min((f.arch for f in self.facts.values() if f.arch), default=0)
 
     def process_of(self) -> dict[int, int]:
         """By device."""

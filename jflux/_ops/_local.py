@@ -16,7 +16,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
-from .. import _config, _dispatch, _explain, _ffi, _mesh, _native
+from .. import _config, _dispatch, _explain, _ffi, _gpu_code, _mesh, _native
 from .._dispatch import Arrays, Path, Plan
 from .._lowering import BatchRule, ReferenceForm, ShapesRule
 
@@ -25,6 +25,10 @@ class WhyNotRule(Protocol):
     """(operands' types, params, platform) -> why no kernel takes the call, or None."""
 
     def __call__(self, arrays: Arrays, params: Any, platform: str) -> str | None: ...
+
+
+def _takes_all(arrays: Arrays, params: Any, platform: str) -> None:
+    return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +40,8 @@ class LocalRules:
       result_shapes: -> [(shape, dtype)] of the results.
       reference: the call in plain `lax`.
       why_not: why no kernel takes the call.
+      why_not_portable: why portable code (`_gpu_code`) does not take a call that `why_not` lets
+        pass: GPUs that run it may have less shared memory, 99 KiB for a CTA.
       attributes: params -> the FFI attributes of the handler.
       batch: the batching rule.
       checked_on_gpus: whether its GPU kernels have run on a GPU and been compared with the
@@ -53,6 +59,7 @@ class LocalRules:
     why_not: WhyNotRule
     attributes: Callable[[Any], dict[str, Any]]
     batch: BatchRule
+    why_not_portable: WhyNotRule = _takes_all
     checked_on_gpus: bool = False
     on_cpus: bool = True
     is_optional: bool = False
@@ -118,9 +125,21 @@ def plan_call(rules: LocalRules, avals: Sequence[Any], params: Any, platform: st
         return Plan(Path.FUSED, "a local op on a CPU")
     if not _native.lib.built_with_cuda():
         return _dispatch.unsupported("this build of jflux has no GPU kernels")
-    if why := _dispatch.why_unchecked(rules.checked_on_gpus):
+    if why := _dispatch.why_unchecked(rules.checked_on_gpus) or _why_no_code(rules, avals, params):
         return (_dispatch.reference if rules.is_optional else _dispatch.unsupported)(why)
     return Plan(Path.FUSED, "a local op on a GPU")
+
+
+def _why_no_code(rules: LocalRules, avals: Sequence[Any], params: Any) -> str | None:
+    """Why this process's GPUs have no code that takes the call, or None."""
+    try:
+        arch = _gpu_code.arch_here()
+    except RuntimeError as error:
+        return str(error)
+    if arch >= _gpu_code.HOPPER:
+        return None
+    why = _gpu_code.why_not(rules.name, arch, _gpu_code.gpu_here())
+    return why or rules.why_not_portable(avals, params, "cuda")
 
 
 def result_type(avals: Sequence[Any], shape: tuple[int, ...], dtype: Any) -> Any:

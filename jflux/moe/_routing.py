@@ -21,6 +21,8 @@ OP = "moe_route"
 
 #: That the GPU kernel's shared memory has room for.
 _MOST_EXPERTS = 1536
+#: In 99 KiB of shared memory, which all GPUs of compute capability 8.0 or later have.
+_MOST_EXPERTS_PORTABLE = 720
 
 
 class Routing(NamedTuple):
@@ -227,6 +229,15 @@ def _why_not(arrays: Arrays, params: Params, platform: str) -> str | None:
     return None
 
 
+def _why_not_portable(arrays: Arrays, params: Params, platform: str) -> str | None:
+    if params.num_experts > _MOST_EXPERTS_PORTABLE:
+        return (
+            f"{params.num_experts} experts, the kernel takes up to {_MOST_EXPERTS_PORTABLE} on "
+            "GPUs other than Hopper"
+        )
+    return None
+
+
 def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
     return _product.batch_one_by_one(
         lambda indices: primitive.bind(indices, params=params), operands, dims
@@ -239,6 +250,7 @@ _primitive = _local.make_primitive(
         result_shapes=_shapes,
         reference=reference,
         why_not=_why_not,
+        why_not_portable=_why_not_portable,
         attributes=lambda params: {"capacity": np.int64(params.capacity)},
         batch=_batch,
         checked_on_gpus=True,

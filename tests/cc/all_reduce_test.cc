@@ -452,6 +452,13 @@ TEST(Plans) {
     const Fields expected{
         {"algorithm", row.algorithm}, {"workspace_bytes", row.workspace_bytes}, {"fits_norm", 1}};
     EXPECT(plan == expected) << InWords(plan);
+    // Portable code has no clusters, and leaves the norm to XLA. CPUs need none.
+    Machine portable{132};
+    portable.arch = kPortableArch;
+    EXPECT(PlanOf(op, call(row.world, 8192, row.asked, 1024), portable) ==
+           PlanOf(op, call(row.world, 8192, row.asked, 0), portable));
+    portable.sm_count = 0;
+    EXPECT(PlanOf(op, call(row.world, 8192, row.asked, 1024), portable) == expected);
   }
   // Rows that no kernel normalises: an algorithm that does not, rows that are no whole units, rows
   // that have no room. Then the plan is the sum's.

@@ -52,6 +52,8 @@ TEST(EveryOpIsWhole) {
     const std::string why_not = WhyNot(*op, {}, Machine{132});
     EXPECT(why_not.find("the call has no `") == 0) << op->name << ": " << why_not;
     EXPECT_EQ(jflux_most_splits(op->name), op->most_splits);
+    EXPECT_EQ(jflux_least_arch(op->name), op->least_arch);
+    EXPECT(op->least_arch == kPortableArch || op->least_arch == kHopperArch) << op->name;
 #ifdef JFLUX_WITH_CUDA
     EXPECT(op->cuda != nullptr) << op->name;
 #else
@@ -59,6 +61,8 @@ TEST(EveryOpIsWhole) {
 #endif
   }
   EXPECT_EQ(loads, jflux_built_with_cuda() != 0);
+  EXPECT_EQ(jflux_least_arch("moe_route"), kPortableArch);
+  EXPECT_EQ(jflux_least_arch("no_such_op"), 0);
 }
 
 TEST(EveryHandlerIsATarget) {
@@ -114,7 +118,8 @@ TEST(PlansThroughTheCInterface) {
   JfluxField plan[4];
   int count = 0;
   const auto plan_of = [&](const char* op, int fields, int32_t sm_count, int capacity) {
-    const char* why_not = jflux_plan(op, call, fields, sm_count, 0, plan, capacity, &count);
+    const char* why_not =
+        jflux_plan(op, call, fields, sm_count, 0, kHopperArch, plan, capacity, &count);
     return std::string(why_not == nullptr ? "" : why_not);
   };
   EXPECT_EQ(plan_of("all_gather", 3, 132, 4), "");

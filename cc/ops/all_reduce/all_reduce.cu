@@ -1,4 +1,5 @@
 // The kernels of all_reduce: all threads of a grid share what the *_body.h do.
+#include "gpu/cluster.cuh"
 #include "gpu/cluster_team.cuh"
 #include "gpu/packet_call.cuh"
 #include "jflux/kernel.cuh"
@@ -56,6 +57,7 @@ __host__ __device__ inline int64_t NormPlaces(const AllReduceParams& p, int ctas
 template <typename T, int kCtas>
 __global__ void __launch_bounds__(kThreads, kPacketCtasPerSm)
     AllReduceNormKernel(const __grid_constant__ AllReduceArgs args) {
+#if JFLUX_HAS_CLUSTERS  // else the plan has no norm in the kernel
   JFLUX_DYNAMIC_SHARED(char, 16, memory);
   const PacketCta cta = BeginPackets<kCtas>(args.packets);
   const ClusterTeam<kCtas> team;
@@ -65,6 +67,7 @@ __global__ void __launch_bounds__(kThreads, kPacketCtasPerSm)
                                                       scratch,     threadIdx.x, threads};
   const bool ok = body.Run(cta.cluster_id, gridDim.x / kCtas);
   EndPackets<kCtas>(args.packets, cta, ok);
+#endif
 }
 
 // A type's kernels.

@@ -155,11 +155,14 @@ const Op kAllReduceOp = {
     kCuda,
     LoadAllReduceKernels,
 #else
-    nullptr,           nullptr,
+    nullptr,
+    nullptr,
 #endif
     /*most_splits=*/1,
     PlanAllReduce,
     kConstants,
+    /*arguments=*/nullptr,
+    kPortableArch,
 };
 
 }  // namespace jflux

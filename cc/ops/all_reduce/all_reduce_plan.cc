@@ -9,7 +9,8 @@ namespace jflux {
 // norm) and algorithm (-1: to be chosen). Fields of the plan: algorithm (-1: XLA's own is faster),
 // workspace_bytes (0 then), and fits_norm: whether that algorithm can normalise such rows. If it
 // cannot, the plan is for the sum alone.
-bool PlanAllReduce(const Fields& fields, const Machine&, Fields* plan, std::string* why_not) {
+bool PlanAllReduce(const Fields& fields, const Machine& machine, Fields* plan,
+                   std::string* why_not) {
   CallReader call(fields);
   AllReduceParams p{};
   p.world = static_cast<int32_t>(call.Get("world", 1, kMaxRanks));
@@ -24,7 +25,9 @@ bool PlanAllReduce(const Fields& fields, const Machine&, Fields* plan, std::stri
   }
   p.algorithm =
       asked < 0 ? ChooseAllReduce(p.world, p.Bytes()) : static_cast<AllReduceAlgorithm>(asked);
-  const bool fits_norm = p.FitsNorm() && TakesNorm(p.algorithm);
+  // A row is normalised by a cluster.
+  const bool has_clusters = machine.IsCpu() || machine.arch >= kHopperArch;
+  const bool fits_norm = has_clusters && p.FitsNorm() && TakesNorm(p.algorithm);
   p.norm = fits_norm ? Norm::kRms : Norm::kNone;  // any norm takes as much
   *plan = Fields{{"algorithm", static_cast<int64_t>(p.algorithm)},
                  {"workspace_bytes", p.WorkspaceBytes()},

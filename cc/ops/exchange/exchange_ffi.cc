@@ -115,12 +115,23 @@ constexpr bool (*kLoadKernels)(std::string* error) = nullptr;
 
 // Listed in cc/ops/registry.cc. The first one loads the kernels of all.
 extern const Op kAllGatherOp, kAllToAllOp, kReduceScatterOp;
-const Op kAllGatherOp = {kAllGatherId, "all_gather",      kAllGatherCpu, kAllGatherCuda,
-                         kLoadKernels, /*most_splits=*/1, PlanExchange};
-const Op kAllToAllOp = {kAllToAllId, "all_to_all",      kAllToAllCpu, kAllToAllCuda,
-                        nullptr,     /*most_splits=*/1, PlanExchange};
-const Op kReduceScatterOp = {kReduceScatterId,   "reduce_scatter", kReduceScatterCpu,
-                             kReduceScatterCuda, nullptr,          /*most_splits=*/1,
-                             PlanExchange};
+constexpr Op ExchangeOp(OpId id, const char* name, XLA_FFI_Handler* cpu, XLA_FFI_Handler* cuda,
+                        bool (*load_kernels)(std::string* error)) {
+  return {id,
+          name,
+          cpu,
+          cuda,
+          load_kernels,
+          /*most_splits=*/1,
+          PlanExchange,
+          /*constants=*/nullptr,
+          /*arguments=*/nullptr,
+          kPortableArch};
+}
+const Op kAllGatherOp =
+    ExchangeOp(kAllGatherId, "all_gather", kAllGatherCpu, kAllGatherCuda, kLoadKernels);
+const Op kAllToAllOp = ExchangeOp(kAllToAllId, "all_to_all", kAllToAllCpu, kAllToAllCuda, nullptr);
+const Op kReduceScatterOp =
+    ExchangeOp(kReduceScatterId, "reduce_scatter", kReduceScatterCpu, kReduceScatterCuda, nullptr);
 
 }  // namespace jflux

@@ -117,10 +117,11 @@ XLA_FFI_DEFINE_HANDLER(kCuda, Cuda, BindLocalCuda().RemainingArgs().RemainingRet
 // Listed in cc/ops/registry.cc.
 extern const LocalOp kFlashDecodeOp;
 #ifdef JFLUX_WITH_CUDA
-const LocalOp kFlashDecodeOp = {kFlashDecodeId, "flash_decode", nullptr, kCuda,
-                                LoadFlashDecodeKernels};
+const LocalOp kFlashDecodeOp = {kFlashDecodeId, "flash_decode",         nullptr,
+                                kCuda,          LoadFlashDecodeKernels, kPortableArch};
 #else
-const LocalOp kFlashDecodeOp = {kFlashDecodeId, "flash_decode", nullptr, nullptr, nullptr};
+const LocalOp kFlashDecodeOp = {kFlashDecodeId, "flash_decode", nullptr,
+                                nullptr,        nullptr,        kPortableArch};
 #endif
 
 }  // namespace jflux

@@ -1,4 +1,5 @@
-// moe_route on GPUs: a stable counting sort in one kernel, by one cluster of up to 8 CTAs.
+// moe_route on GPUs: a stable counting sort in one kernel, by one cluster of up to 8 CTAs (by
+// one CTA in code without clusters).
 //
 // Each warp of the cluster has a range of consecutive slots, in the order of warps:
 //
@@ -9,19 +10,17 @@
 //
 // The lanes of a warp that have the same expert find each other by match.any, so no atomics are
 // needed and the order is that of the slots.
-#include <cooperative_groups.h>
-
 #include <algorithm>
 
 #include "core/platform.h"
+#include "gpu/cluster.cuh"
+#include "gpu/machine.h"
 #include "gpu/warp_scan.cuh"
 #include "ops/moe_route/moe_route_cuda.h"
 #include "runtime/kernels_cuda.h"
 
 namespace jflux {
 namespace {
-
-namespace cg = cooperative_groups;
 
 constexpr int kThreads = 1024, kWarps = kThreads / 32, kMostCtas = 8;
 // Slots of a warp that are worth another CTA.
@@ -69,7 +68,7 @@ __device__ void ForEachSlot(const MoeRouteArgs& args, int64_t warp, Visit&& visi
 __global__ void __launch_bounds__(kThreads, 1)
     MoeRouteKernel(const __grid_constant__ MoeRouteArgs args) {
   JFLUX_DYNAMIC_SHARED(int32_t, 4, smem);
-  const auto cluster = cg::this_cluster();
+  const auto cluster = ThisCluster();
   const auto experts = static_cast<int>(args.params.experts);
   const Tables t = TablesOf(smem, experts);
   const int warp_of_cta = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -158,8 +157,10 @@ bool LaunchMoeRoute(const MoeRouteParams& params, const MoeRouteArrays& arrays, 
     *error = "the kernel takes up to " + std::to_string(kMostExperts) + " experts";
     return false;
   }
-  int ctas = 1;
-  while (ctas < kMostCtas && params.slots > ctas * kWarps * kSlotsPerWarp) ctas *= 2;
+  int arch = 0, ctas = 1;
+  if (!LoadedArch(&arch, error)) return false;
+  const int most_ctas = arch >= kHopperArch ? kMostCtas : 1;
+  while (ctas < most_ctas && params.slots > ctas * kWarps * kSlotsPerWarp) ctas *= 2;
   const int64_t warps = ctas * kWarps;
   MoeRouteArgs args{params, arrays, RoundUp<int64_t>(CeilDiv(params.slots, warps), 32)};
   return LoadOnce(LoadMoeRouteKernels, error) &&

@@ -92,9 +92,10 @@ XLA_FFI_DEFINE_HANDLER(kCuda, Cuda, Bindings(BindLocalCuda()), {ffi::Traits::kCm
 // Listed in cc/ops/registry.cc.
 extern const LocalOp kMoeRouteOp;
 #ifdef JFLUX_WITH_CUDA
-const LocalOp kMoeRouteOp = {kMoeRouteId, "moe_route", kCpu, kCuda, LoadMoeRouteKernels};
+const LocalOp kMoeRouteOp = {kMoeRouteId, "moe_route",         kCpu,
+                             kCuda,       LoadMoeRouteKernels, kPortableArch};
 #else
-const LocalOp kMoeRouteOp = {kMoeRouteId, "moe_route", kCpu, nullptr, nullptr};
+const LocalOp kMoeRouteOp = {kMoeRouteId, "moe_route", kCpu, nullptr, nullptr, kPortableArch};
 #endif
 
 }  // namespace jflux

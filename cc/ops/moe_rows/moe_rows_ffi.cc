@@ -102,9 +102,10 @@ XLA_FFI_DEFINE_HANDLER(kCuda, Cuda,
 // Listed in cc/ops/registry.cc.
 extern const LocalOp kMoeRowsOp;
 #ifdef JFLUX_WITH_CUDA
-const LocalOp kMoeRowsOp = {kMoeRowsId, "moe_rows", nullptr, kCuda, LoadMoeRowsKernels};
+const LocalOp kMoeRowsOp = {kMoeRowsId, "moe_rows",         nullptr,
+                            kCuda,      LoadMoeRowsKernels, kPortableArch};
 #else
-const LocalOp kMoeRowsOp = {kMoeRowsId, "moe_rows", nullptr, nullptr, nullptr};
+const LocalOp kMoeRowsOp = {kMoeRowsId, "moe_rows", nullptr, nullptr, nullptr, kPortableArch};
 #endif
 
 }  // namespace jflux

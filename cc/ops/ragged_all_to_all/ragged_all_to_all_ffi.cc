@@ -151,6 +151,7 @@ constexpr bool (*kLoadKernels)(std::string* error) = nullptr;
 extern const Op kRaggedAllToAllOp;
 const Op kRaggedAllToAllOp = {kRaggedAllToAllId,   "ragged_all_to_all",   kRaggedAllToAllCpu,
                               kRaggedAllToAllCuda, kLoadKernels,          /*most_splits=*/1,
-                              PlanRaggedAllToAll,  /*constants=*/nullptr, kRaggedArguments};
+                              PlanRaggedAllToAll,  /*constants=*/nullptr, kRaggedArguments,
+                              kPortableArch};
 
 }  // namespace jflux

@@ -1,0 +1,240 @@
+"""Which GPUs run which kernels: the choice, its words, and the code in the built library."""
+
+import dataclasses
+import pathlib
+import re
+import shutil
+import subprocess
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+from harness import make_mesh
+from jax.sharding import PartitionSpec as P
+
+import jflux
+from jflux import _dispatch, _gpu_code, _heap, _lowering, _native
+from jflux._dispatch import Machine
+from jflux._gpu_code import HOPPER, PORTABLE
+from jflux._ops import _local, all_reduce
+from jflux._ops._spec import all_ops
+from jflux.moe import _routing
+
+#: Ops with kernels for compute capability 8.0 and later.
+SMALL = (
+    "all_gather", "all_reduce", "all_to_all", "flash_decode", "moe_route", "moe_rows",
+    "ragged_all_to_all", "reduce_scatter",
+)  # fmt: skip
+
+
+def of_ops():
+    """Of all ops of the library."""
+    names = {name.removeprefix("jflux_") for name, _, _ in _native.lib.targets()}
+    return {name: _native.lib.least_arch(name) for name in names | set(all_ops()) | set(SMALL)}
+
+
+def test_each_op_says_which_gpus_its_kernels_are_for():
+    least = of_ops()
+    assert {name for name, arch in least.items() if arch == PORTABLE} == set(SMALL)
+    hopper = {name for name, arch in least.items() if arch == HOPPER}
+    assert {"all_gather_matmul", "matmul_all_reduce", "grouped_matmul"} <= hopper
+    assert set(least.values()) <= {0, PORTABLE, HOPPER}
+    # Whose kernels are their users'.
+    assert {name for name, arch in least.items() if arch == 0} <= {"node_exchange", "module_call"}
+    assert set(_gpu_code.portable_ops()) <= set(SMALL)
+
+
+def test_the_choice():
+    why_not = _gpu_code.why_not_least
+    for least in (0, PORTABLE, HOPPER):
+        for unchecked in (False, True):
+            assert why_not(least, HOPPER, "an H100", unchecked) is None
+    assert why_not(HOPPER, PORTABLE, "an A100", True) == (
+        "its kernels are for compute capability 9.0 (H100, H200), not for an A100"
+    )
+    for least in (0, PORTABLE):
+        assert why_not(least, PORTABLE, "a B200", True) is None
+        assert "have not been checked there" in why_not(least, PORTABLE, "a B200", False)
+
+
+def test_the_code_of_a_gpu_that_is_not_here():
+    for capability, arch in (("9.0", HOPPER), (None, HOPPER), ("8.0", PORTABLE), ("8.9", PORTABLE),
+                             ("10.0", PORTABLE), ("12.0", PORTABLE)):  # fmt: skip
+        assert _gpu_code.arch_of(capability) == arch
+
+
+@dataclasses.dataclass
+class Gpu:
+    compute_capability: str
+    device_kind: str = "a GPU"
+    local_hardware_id: int = 0
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Sets this process's GPUs, and the code that each of them runs."""
+
+    def set_(capabilities, archs):
+        found = [Gpu(c, local_hardware_id=i) for i, c in enumerate(capabilities)]
+        monkeypatch.setattr(_gpu_code, "_gpus", lambda: found)
+
+        def cuda_arch(ordinal):
+            if archs[ordinal] is None:
+                raise RuntimeError("no kernel image")
+            return archs[ordinal]
+
+        lib = types.SimpleNamespace(
+            built_with_cuda=lambda: True, cuda_arch=cuda_arch, least_arch=_native.lib.least_arch
+        )
+        monkeypatch.setattr(_native, "lib", lib)
+        monkeypatch.setattr(_heap, "lib", lib)
+        _gpu_code.arch_here.cache_clear()
+        _heap._why_no_cuda.cache_clear()
+
+    yield set_
+    _gpu_code.arch_here.cache_clear()
+    _heap._why_no_cuda.cache_clear()
+
+
+def test_the_code_of_this_process(gpus):
+    gpus([], [])
+    assert _gpu_code.arch_here() == HOPPER
+    gpus(["9.0", "9.0"], [90, 90])
+    assert _gpu_code.arch_here() == HOPPER and _heap._why_no_cuda() is None
+    gpus(["9.0", "8.0"], [90, 80])
+    assert _gpu_code.arch_here() == PORTABLE and _heap._why_no_cuda() is None
+    gpus(["7.5"], [80])
+    assert _heap._why_no_cuda() == "a GPU (compute capability 7.5): kernels need 8.0 or later"
+    gpus(["9.0"], [None])
+    assert _heap._why_no_cuda() == (
+        "a GPU (compute capability 9.0) does not run jflux's kernels: no kernel image"
+    )
+
+
+@pytest.mark.parametrize("unchecked", [False, True])
+def test_local_ops(gpus, unchecked):
+    x = jax.ShapeDtypeStruct((64,), jnp.int32)
+    few, many = (
+        _routing.Params(num_experts=experts, capacity=-1)
+        for experts in (64, _routing._MOST_EXPERTS)
+    )
+    rules = _local.LocalRules(
+        name="moe_route", result_shapes=None, reference=None, why_not=_routing._why_not,
+        why_not_portable=_routing._why_not_portable, attributes=None, batch=None,
+        checked_on_gpus=True,
+    )  # fmt: skip
+    product = dataclasses.replace(rules, name="grouped_matmul", why_not_portable=_local._takes_all)
+    with jflux.config(unchecked_kernels=unchecked):
+        gpus(["9.0"], [90])
+        for params in (few, many):
+            assert _local.plan_call(rules, [x], params, "cuda").path == "fused"
+        gpus(["12.0"], [80])
+        plan = _local.plan_call(rules, [x], few, "cuda")
+        assert (plan.path == "fused") == unchecked
+        assert unchecked or "compiled for a GPU and have not been checked" in plan.reason
+        plan = _local.plan_call(rules, [x], many, "cuda")
+        assert plan.path == "reference" and plan.unsupported
+        assert not unchecked or "the kernel takes up to 720 on GPUs other" in plan.reason
+        plan = _local.plan_call(product, [x], few, "cuda")
+        assert "kernels are for compute capability 9.0" in plan.reason and plan.unsupported
+
+
+def calls_on(arch, monkeypatch, f, *args):
+    """The calls of a function over a mesh, as GPUs plan them that run this code."""
+    machine = Machine("cuda", sm_count=108, link_gbps=250, device_kind="an A100", arch=arch)
+    found = []
+
+    def plan_call(rules, avals, avals_out, params, platform, mesh):
+        if why := machine.why_no_kernel(rules.name):
+            found.append((rules.name, _dispatch.unsupported(why)))
+        else:
+            found.append((rules.name, rules.plan(avals, params, machine)))
+        return _dispatch.reference("planned"), None
+
+    monkeypatch.setattr(_lowering, "plan_call", plan_call)
+    jax.clear_caches()
+    jax.jit(f).lower(*args)
+    return dict(found)
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason="one device")
+def test_small_ops_take_kernels_and_products_say_why_not(monkeypatch):
+    mesh = make_mesh((2,))
+
+    def both(x, w):
+        y = jflux.all_gather_matmul(x, w, axis_name="tp")
+        return jflux.all_reduce(y, axis_name="tp")
+
+    f = jax.shard_map(both, mesh=mesh, in_specs=(P("tp"), P()), out_specs=P(), check_vma=False)
+    x, w = jnp.ones((64, 64), jnp.bfloat16), jnp.ones((64, 64), jnp.bfloat16)
+    with jflux.config(unchecked_kernels=True):
+        plans = calls_on(PORTABLE, monkeypatch, f, x, w)
+    assert plans["all_reduce"].path == "fused"
+    why = plans["all_gather_matmul"]
+    assert why.unsupported and why.path == "reference" and "not for an A100" in why.reason
+    with jflux.config(unchecked_kernels=False):
+        plans = calls_on(PORTABLE, monkeypatch, f, x, w)
+    assert "unchecked_kernels=True" in plans["all_reduce"].reason
+
+
+@pytest.mark.parametrize("arch", [PORTABLE, HOPPER])
+def test_a_norm_needs_clusters(arch):
+    x = jax.ShapeDtypeStruct((8, 1024), jnp.bfloat16)
+    machine = Machine("cuda", sm_count=108, link_gbps=250, arch=arch)
+    call = {"world": 2, "count": x.size, "dtype": _native.dtype_number(x.dtype), "width": 1024,
+            "algorithm": -1}  # fmt: skip
+    plan = machine.native_plan(all_reduce.OP, call)
+    assert bool(plan["fits_norm"]) == (arch == HOPPER) and plan["algorithm"] >= 0
+    assert Machine("cpu").native_plan(all_reduce.OP, call)["fits_norm"]
+
+
+def test_what_the_doctor_says():
+    assert _gpu_code.report(HOPPER, "an H100", ["all_reduce"], False) == []
+    for taken in (False, True):
+        first, second = _gpu_code.report(PORTABLE, "an A100", ["all_reduce", "moe_route"], taken)
+        assert "compiled for an A100, never run here" in first and "'jflux on another GPU'" in first
+        assert second.endswith(": all_reduce, moe_route; other ops take lax")
+        assert ("unchecked_kernels=True" in second) != taken
+    template = pathlib.Path(__file__).parents[1] / ".github/ISSUE_TEMPLATE/another_gpu.yml"
+    assert template.read_text().startswith("name: jflux on another GPU\n")
+
+
+# ---- What is compiled ----------------------------------------------------------------------------
+
+SOURCES = pathlib.Path(__file__).parents[1] / "cc"
+
+
+@pytest.mark.parametrize("entry", sorted(SOURCES.glob("ops/*/*_ffi.cc")), ids=lambda p: p.stem)
+def test_files_are_named_after_what_their_op_declares(entry):
+    """CMakeLists.txt and tools/cuda.bzl compile *_sm90.cu for Hopper alone."""
+    for_hopper = {f.stem.endswith("_sm90") for f in entry.parent.glob("*.cu")}
+    assert for_hopper == {"kPortableArch" not in entry.read_text()}
+
+
+def symbols(library, arch):
+    """Sources that functions of the library's code for `arch` come from, and all functions."""
+    listed = subprocess.run(
+        ["cuobjdump", "--dump-elf-symbols", "-arch", arch, library],
+        check=True, capture_output=True, text=True,
+    ).stdout  # fmt: skip
+    functions = re.findall(r"^FUNC .* ENTRY +(\S+)$", listed, re.M)
+    named = (re.search(r"_GLOBAL__N__[0-9a-f]+_\d+_(\w+?)_cu_", f) for f in functions)
+    return {match[1] for match in named if match}, functions
+
+
+@pytest.mark.skipif(
+    not _native.lib.built_with_cuda() or shutil.which("cuobjdump") is None,
+    reason="needs a build with CUDA, and cuobjdump",
+)
+def test_the_library_has_the_code_that_ops_declare():
+    library = pathlib.Path(_native.lib.__file__).with_name("libjflux_core.so")
+    portable = {f.stem for f in SOURCES.glob("ops/*/*.cu") if not f.stem.endswith("_sm90")}
+    for arch in ("sm_80", "sm_90a"):
+        sources, functions = symbols(library, arch)
+        assert portable <= sources
+        assert any("MatmulKernel" in f for f in functions) == (arch == "sm_90a")
+    ptx = subprocess.run(
+        ["cuobjdump", "--list-ptx", library], check=True, capture_output=True, text=True
+    ).stdout
+    assert set(re.findall(r"sm_(\w+)\.ptx", ptx)) == {"80"}
