@@ -16,6 +16,8 @@ python tests/gpu_suite.py [--at-once 5] [--scripts NAME...] [--limit 3600] [FILE
     stress                python -m jflux.stress, in one process, for --minutes
     stress_processes      the same with a process for each GPU
     compute_sanitizer     tests/compute_sanitizer.py; only where it is named
+    portable              tests/portable_gpu.py: the code for other GPUs; only where it is named,
+                          since it compiles a library
 
 Kernels of several processes take turns on a GPU, and wait for peers whose turn it is not: with five
 files at a time the suite takes minutes, with eleven it does not end.
@@ -81,6 +83,7 @@ def scripts(gpus: int, minutes: float) -> dict[str, Commands]:
             [*stress, *ranks, "--process", f"{i}", "--local-devices", f"{i}"] for i in range(gpus)
         ],
         "compute_sanitizer": [[*python, "compute_sanitizer.py"]],
+        "portable": [[*python, "portable_gpu.py", "--minutes", f"{minutes}"]],
     }
 
 
@@ -146,7 +149,7 @@ def main() -> int:
     others = scripts(gpus, args.minutes)
     chosen = args.scripts
     if chosen is None:
-        chosen = [name for name in others if name != "compute_sanitizer"]
+        chosen = [name for name in others if name not in ("compute_sanitizer", "portable")]
 
     def test(name: str, share: float) -> Outcome:
         command = [sys.executable, "-m", "pytest", "-q", "--no-header", "--maxfail=5",
