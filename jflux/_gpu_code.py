@@ -91,7 +91,7 @@ def arch_here() -> int:
 
 
 def gpu_here() -> str:
-    """The first of this process's GPUs that runs the least code, by its name."""
+    """The name of this process's first GPU; "" without any."""
     return next((device.device_kind for device in _gpus()), "")
 
 

@@ -1,9 +1,8 @@
 // Clusters in kernels that are also compiled for GPUs without them.
 //
-// Code for compute capability 9.0 and later has clusters (JFLUX_HAS_CLUSTERS is 1). In older code,
-// and in PTX of it wherever that runs, a CTA is alone: the Cluster is then of one CTA, and
-// a kernel must be launched without a cluster (LaunchKernel of runtime/kernels_cuda.h sees to
-// that).
+// JFLUX_HAS_CLUSTERS: code for compute capability 9.0 and later has them. In older code, and in its
+// PTX wherever that runs, a Cluster is one CTA, and a kernel must be launched without a cluster:
+// LaunchKernel (runtime/kernels_cuda.h) does so.
 #ifndef JFLUX_GPU_CLUSTER_CUH_
 #define JFLUX_GPU_CLUSTER_CUH_
 

@@ -239,8 +239,9 @@ int64_t jflux_cuda_free_bytes(const int* ordinals, int count) {
 const char* jflux_cuda_arch(int ordinal, int32_t* arch) {
   std::string error;
   int found = 0;
-  if (cudaSetDevice(ordinal) != cudaSuccess)
+  if (cudaSetDevice(ordinal) != cudaSuccess) {
     return Reason("GPU " + std::to_string(ordinal) + " cannot be used");
+  }
   if (!jflux::LoadedArch(&found, &error)) return Reason(error);
   *arch = found;
   return nullptr;

@@ -5,7 +5,6 @@
 #include <set>
 #include <utility>
 
-#include "core/platform.h"
 #include "gpu/machine.h"
 #include "runtime/cuda_check.h"
 #include "runtime/kernels_cuda.h"
@@ -13,7 +12,6 @@
 #include "runtime/op.h"
 
 namespace jflux {
-
 namespace {
 
 // Its code tells which code of this library a device has loaded.
@@ -79,11 +77,11 @@ bool LoadKernel(const void* kernel, int smem_bytes, std::string* error) {
   JFLUX_CUDA_OR_FALSE(cudaGetDevice(&ordinal), error);
   JFLUX_CUDA_OR_FALSE(
       cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, ordinal), error);
-  JFLUX_CUDA_OR_FALSE(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                           Min(smem_bytes, most)),
-                      error);
   cudaFuncAttributes attributes;
   JFLUX_CUDA_OR_FALSE(cudaFuncGetAttributes(&attributes, kernel), error);
+  if (smem_bytes > most) smem_bytes = most - static_cast<int>(attributes.sharedSizeBytes);
+  JFLUX_CUDA_OR_FALSE(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes), error);
   return true;
 }
 
