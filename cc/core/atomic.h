@@ -1,5 +1,6 @@
-// Atomic loads and stores at system scope. On a GPU they order memory across NVLink peers and the
-// host; on a CPU across threads and across processes that share the page.
+// Atomic loads and stores, at system scope but for AddReleaseLocal. On a GPU they order memory
+// across NVLink peers and the host; on a CPU across threads and across processes that share the
+// page.
 #ifndef JFLUX_CORE_ATOMIC_H_
 #define JFLUX_CORE_ATOMIC_H_
 
@@ -64,6 +65,15 @@ JFLUX_HD void StoreRelaxed(uint64_t* p, uint64_t v) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 #else
   __atomic_store_n(p, v, __ATOMIC_RELAXED);
+#endif
+}
+
+// Release at GPU scope: for readers among this rank's own threads.
+JFLUX_HD void AddReleaseLocal(uint64_t* p, uint64_t v) {
+#if defined(__CUDA_ARCH__)
+  asm volatile("red.release.gpu.global.add.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+#else
+  __atomic_fetch_add(p, v, __ATOMIC_RELEASE);
 #endif
 }
 

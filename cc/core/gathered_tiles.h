@@ -31,18 +31,30 @@ struct TileRows {
   int32_t begin, end;
 };
 
-struct GatheredTiles {
+// The tiles of a grouped product whose groups' rows are sorted by token, and so by segment.
+struct SegmentedTiles {
   GroupTiles tiles;
   int32_t world, rank;
   int32_t parts;  // segments of each rank's tokens. 0: all tokens are one segment, all tiles one
                   // class, in the order of the groups
 
   JFLUX_HD constexpr int32_t Segments() const { return parts == 0 ? 1 : world * parts; }
-  JFLUX_HD constexpr int32_t Classes() const { return parts == 0 ? 1 : (world - 1) * parts + 1; }
   JFLUX_HD constexpr int64_t FirstToken(int32_t segment, int64_t tokens_per_rank) const {
     if (parts == 0) return segment == 0 ? 0 : world * tokens_per_rank;
     return segment / parts * tokens_per_rank + segment % parts * tokens_per_rank / parts;
   }
+
+  // Tiles of some tile rows of a group.
+  JFLUX_HD constexpr int32_t Count(TileRows r) const { return (r.end - r.begin) * tiles.tiles_n; }
+  // The t-th tile of them. Tile::m is a tile row of the group.
+  JFLUX_HD constexpr Tile At(int32_t t, TileRows r) const {
+    const Tile tile = GroupedTile(t, r.end - r.begin, tiles.tiles_n, tiles.group_m);
+    return Tile{r.begin + tile.m, tile.n};
+  }
+};
+
+struct GatheredTiles : SegmentedTiles {
+  JFLUX_HD constexpr int32_t Classes() const { return parts == 0 ? 1 : (world - 1) * parts + 1; }
 
   // The tile rows of class `c` of a group. before(s): how many rows of the group are of segments
   // before s; before(Segments()): all.
@@ -63,18 +75,6 @@ struct GatheredTiles {
     // One whose rows are both before and among the own ones waits for the last segment.
     const int32_t end = segment + 1 == own ? first_without : Full(before(segment + 1), rows);
     return TileRows{begin, Max(begin, end)};
-  }
-
-  // Tiles of the class of a group.
-  template <typename Before>
-  JFLUX_HD constexpr int32_t Count(int32_t c, Before&& before) const {
-    const TileRows r = RowsOfClass(c, before);
-    return (r.end - r.begin) * tiles.tiles_n;
-  }
-  // The t-th tile of them. Tile::m is a tile row of the group.
-  JFLUX_HD constexpr Tile At(int32_t t, TileRows r) const {
-    const Tile tile = GroupedTile(t, r.end - r.begin, tiles.tiles_n, tiles.group_m);
-    return Tile{r.begin + tile.m, tile.n};
   }
 
  private:

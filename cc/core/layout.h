@@ -22,6 +22,8 @@ namespace jflux {
 inline constexpr int64_t kHeapAlign =
     1024;  // covers TMA's 128-byte alignment, and keeps signals and data in different cache lines
 
+inline constexpr int32_t kMostTileClasses = 32;  // of a kernel that sums tiles
+
 // Counters of one rank's GPU kernels, in its own memory. Peers never access them.
 //
 //   written  by the CTAs of this rank
@@ -42,8 +44,9 @@ struct WorkspaceHeader {
   uint64_t pad_issued[7];
   uint64_t tickets_released;  // polled by every waiting store warp
   uint64_t pad_released[15];
+  uint64_t tiles_stored[kMostTileClasses];  // core/tile_counts.h
 };
-static_assert(sizeof(WorkspaceHeader) == 256);
+static_assert(sizeof(WorkspaceHeader) == 512 && sizeof(WorkspaceHeader) <= kHeapAlign);
 
 // WorkspaceHeader::epoch_and_id is (epoch << 24 | id), which one atomic reads and raises. Between
 // calls the id is 0.

@@ -76,6 +76,7 @@ enum class FaultKind : uint32_t {
   kUnequal = 7,     // likewise, but it must be `expected`, as rank `peer` says
   kGroupSizes = 8,  // grouped_matmul: expected is the number of rows, seen the sum of the sizes, or
                     // the negative size of group `tile`
+  kUnfinished = 9,  // core/tile_counts.h: class `tile` has `seen` of `expected` blocks
 };
 
 // The wait that failed. One record per rank, in memory that the host can read while a kernel runs.

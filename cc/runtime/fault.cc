@@ -94,6 +94,12 @@ std::string Describe(const Fault& fault, double deadline_s) {
           "the link is stuck, or this is a fault of jflux, which its authors want to know.",
           op, fault.rank, deadline_s, static_cast<long long>(fault.tile),
           static_cast<Number>(fault.expected), static_cast<Number>(fault.seen));
+    case FaultKind::kUnfinished:
+      return Text(
+          "jflux.%s: rank %d waited %.3g s for its own tiles (class %lld; %llu blocks of %llu). "
+          "This is a fault of jflux, which its authors want to know.",
+          op, fault.rank, deadline_s, static_cast<long long>(fault.tile),
+          static_cast<Number>(fault.seen), static_cast<Number>(fault.expected));
     case FaultKind::kOverlap:
       return Text(
           "jflux.%s: rank %d found another of jflux's kernels in its workspace (launch %llu). "
@@ -153,6 +159,7 @@ ErrorKind KindOf(const Fault& fault) {
     case FaultKind::kAborted:
       return ErrorKind::kAborted;
     case FaultKind::kNoTicket:
+    case FaultKind::kUnfinished:
     case FaultKind::kNone:
     case FaultKind::kTimeout:
       break;

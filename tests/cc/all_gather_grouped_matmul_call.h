@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <memory>
 #include <random>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "ops/all_gather_grouped_matmul/all_gather_grouped_matmul.h"
@@ -16,26 +18,34 @@ namespace jflux {
 // choose one.
 enum class Routed { kAnyhow, kWithDrops, kToOne, kOfFirstRank };
 
+// Offsets and source of a routing, of which each rank has `of_rank` slots.
+inline std::pair<std::vector<int32_t>, std::vector<int32_t>> RandomRouting(
+    int64_t slots, int64_t groups, int64_t of_rank, Routed routed, uint32_t seed) {
+  std::mt19937 random(seed);
+  std::vector<std::vector<int32_t>> chosen(groups);
+  for (int32_t slot = 0; slot < slots; ++slot) {
+    const bool drops = (routed == Routed::kWithDrops && random() % 3 == 0) ||
+                       (routed == Routed::kOfFirstRank && slot >= of_rank);
+    const size_t e = routed == Routed::kToOne ? groups - 1 : random() % groups;
+    if (!drops) chosen[e].push_back(slot);
+  }
+  std::vector<int32_t> offsets{0}, source;
+  for (const auto& group : chosen) {
+    source.insert(source.end(), group.begin(), group.end());
+    offsets.push_back(static_cast<int32_t>(source.size()));
+  }
+  source.resize(slots, -1);
+  return {offsets, source};
+}
+
 class AllGatherGroupedMatmulCall : public Call {
  public:
   AllGatherGroupedMatmulCall(const AllGatherGroupedMatmulParams& p, int64_t chunk_bytes,
                              Routed routed, uint32_t seed)
       : p_(p), chunk_bytes_(chunk_bytes) {
     const GroupedMatmulParams& product = p.product;
-    std::mt19937 random(seed);
-    std::vector<std::vector<int32_t>> slots(product.groups);
-    for (int32_t slot = 0; slot < product.m; ++slot) {
-      const bool drops = (routed == Routed::kWithDrops && random() % 3 == 0) ||
-                         (routed == Routed::kOfFirstRank && slot / p.choices >= p.tokens);
-      const size_t e = routed == Routed::kToOne ? product.groups - 1 : random() % product.groups;
-      if (!drops) slots[e].push_back(slot);
-    }
-    offsets_.push_back(0);
-    for (const auto& group : slots) {
-      source_.insert(source_.end(), group.begin(), group.end());
-      offsets_.push_back(static_cast<int32_t>(source_.size()));
-    }
-    source_.resize(product.m, -1);
+    std::tie(offsets_, source_) =
+        RandomRouting(product.m, product.groups, p.tokens * p.choices, routed, seed);
     for (int rank = 0; rank < p.world; ++rank) {
       const Values shard = RandomIntegers(p.tokens * product.k, 2, seed * 100 + rank);
       tokens_.insert(tokens_.end(), shard.begin(), shard.end());

@@ -45,7 +45,7 @@ void Check(const GatheredTiles& order, const std::vector<Tokens>& groups, int64_
       const auto before = [&](int32_t s) { return bounds[s]; };
       const TileRows rows = order.RowsOfClass(c, before);
       EXPECT(0 <= rows.begin && rows.begin <= rows.end);
-      for (int32_t t = 0; t < order.Count(c, before); ++t) {
+      for (int32_t t = 0; t < order.Count(rows); ++t) {
         const Tile tile = order.At(t, rows);
         EXPECT(seen[e].insert({tile.m, tile.n}).second) << "tile " << tile.m << " twice";
         EXPECT(0 <= tile.n && tile.n < order.tiles.tiles_n);
@@ -97,7 +97,7 @@ TEST(TilesOfOwnRowsComeFirst) {
   Tokens tokens(20);
   for (int32_t i = 0; i < 20; ++i) tokens[i] = i;
   for (int32_t rank : {0, 1}) {
-    const GatheredTiles order{{4, 1, 1}, 2, rank, 1};
+    const GatheredTiles order{{{4, 1, 1}, 2, rank, 1}};
     const std::vector<int32_t> bounds = BoundsOf(order, tokens, 10);
     const auto before = [&](int32_t s) { return bounds[s]; };
     const TileRows own = order.RowsOfClass(0, before), other = order.RowsOfClass(1, before);

@@ -85,20 +85,6 @@ struct RankCall {
   }
 };
 
-// Whether the offsets make sense. Else reports a fault.
-bool OffsetsAreRight(const AllGatherGroupedMatmulParams& p, const int32_t* offsets,
-                     const WaitContext& ctx) {
-  for (int64_t e = 0; e < p.product.groups; ++e) {
-    const int64_t begin = offsets[e], end = offsets[e + 1];
-    if (0 <= begin && begin <= end && end <= p.product.m) continue;
-    const int64_t seen = end < begin ? end - begin : begin < 0 ? begin : end;
-    ReportFault(ctx, FaultKind::kGroupSizes, ctx.rank, end < begin ? e : -1,
-                static_cast<Signal>(p.product.m), static_cast<Signal>(seen));
-    return false;
-  }
-  return true;
-}
-
 }  // namespace
 
 bool AllGatherGroupedMatmulCpu(const AllGatherGroupedMatmulParams& p, int64_t chunk_bytes,
@@ -116,20 +102,17 @@ bool AllGatherGroupedMatmulCpu(const AllGatherGroupedMatmulParams& p, int64_t ch
                 MakeSignal(epoch, p.Signature()),
                 std::vector<int32_t>(view.world)};
   call.Send();
-  if (!OffsetsAreRight(p, arrays.offsets, ctx)) return false;
+  if (!OffsetsAreRight(p.product, arrays.offsets, ctx)) return false;
 
   const GatheredTiles order{
-      {kTileRows, /*tiles_n=*/1, /*group_m=*/1}, view.world, view.rank, p.parts};
+      {{kTileRows, /*tiles_n=*/1, /*group_m=*/1}, view.world, view.rank, p.parts}};
   std::vector<std::unique_ptr<GroupRowsCpu>> groups(p.product.groups);
   std::vector<char> rows(kTileRows * layout.row_bytes);
   for (int32_t c = 0; c < order.Classes(); ++c) {
     for (int64_t e = 0; e < p.product.groups; ++e) {
       const int32_t begin = arrays.offsets[e], end = arrays.offsets[e + 1];
       const auto before = [&](int32_t segment) {
-        const int64_t slot = order.FirstToken(segment, p.tokens) * p.choices;
-        if (segment == order.Segments()) return end - begin;
-        return LowerBound(begin, end, slot, [&](int32_t row) { return arrays.source[row]; }) -
-               begin;
+        return RowsBefore(order, segment, begin, end, p.tokens, p.choices, arrays.source);
       };
       const TileRows tiles = order.RowsOfClass(c, before);
       for (int32_t t = tiles.begin; t < tiles.end; ++t) {

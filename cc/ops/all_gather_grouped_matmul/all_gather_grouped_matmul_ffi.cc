@@ -107,16 +107,6 @@ std::optional<Call> CallOf(const Attributes& a, ffi::RemainingArgs operands,
 
 ffi::Error NoFit() { return InvalidArgument("all_gather_grouped_matmul: operands do not fit"); }
 
-// Empty if the plan is malformed.
-std::optional<GemmChoice> ChoiceOf(const Attributes& a) {
-  if (a.choice.size() != 4) return std::nullopt;
-  for (size_t i = 0; i < 4; ++i) {
-    if (a.choice[i] < 0 || a.choice[i] > kMaxGroup) return std::nullopt;
-  }
-  return GemmChoice{static_cast<int32_t>(a.choice[0]), static_cast<int32_t>(a.choice[1]),
-                    static_cast<int32_t>(a.choice[2]), static_cast<int32_t>(a.choice[3])};
-}
-
 ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, ffi::Dictionary attributes,
                 ffi::RemainingArgs operands, ffi::RemainingRets results) {
   Attributes a;
@@ -124,7 +114,7 @@ ffi::Future Cpu(CallSite* site, ffi::RunId run_id, int32_t device, ffi::Dictiona
     return FailedFuture(*refused);
   }
   const auto call = CallOf(a, operands, results);
-  const auto choice = ChoiceOf(a);
+  const auto choice = GroupedChoiceOf(a.choice);
   if (!call || !choice || !(*choice == GemmChoice{0, 0, 0, 0}) || a.senders != 0) {
     return FailedFuture(NoFit());
   }
@@ -152,7 +142,7 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Dictionary attributes
   const auto call = CallOf(a, operands, results);
   if (!call) return NoFit();
   const AllGatherGroupedMatmulParams& p = call->params;
-  const auto choice = ChoiceOf(a);
+  const auto choice = GroupedChoiceOf(a.choice);
   const std::string why = WhyNoKernel(p);
   if (!why.empty()) return InvalidArgument("all_gather_grouped_matmul: " + why);
   // Without a sender all would wait.

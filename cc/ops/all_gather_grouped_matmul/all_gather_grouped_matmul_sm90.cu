@@ -35,7 +35,7 @@ bool LaunchAllGatherGroupedMatmul(const AllGatherGroupedMatmulParams& params,
   args.op = static_cast<uint32_t>(kAllGatherGroupedMatmulId);
   args.layout = CudaLayoutOf(params);
   args.workspace = args.layout.Workspace();
-  args.order = GatheredTiles{args.tiles, view.world, view.rank, params.parts};
+  args.order = GatheredTiles{{args.tiles, view.world, view.rank, params.parts}};
   args.senders = senders;
   args.tokens = static_cast<int32_t>(params.tokens);
   args.choices = params.choices;

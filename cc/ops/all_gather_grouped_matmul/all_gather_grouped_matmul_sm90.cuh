@@ -45,7 +45,7 @@ struct AllGatherGroupedMatmulSm90 : GroupedMatmulSm90<Config_> {
     }
   };
   static __device__ void MakeTable(const Args& args, const GemmSmem<Config>& smem) {
-    SpanTable<Config>(args, smem).Make(args);
+    SpansOf(args, smem).Make(args, /*leads=*/true);
   }
   static __device__ uint32_t RowTable(const GemmSmem<Config>& smem, int i) {
     return RowTableAt(smem, i);
@@ -78,35 +78,6 @@ struct AllGatherGroupedMatmulSm90 : GroupedMatmulSm90<Config_> {
     fill(args.sums_data[1]);
     for (int step = 1; blockIdx.x == 0 && step < args.view.world; ++step) {
       AwaitChunks(args, call, (args.view.rank + step) % args.view.world, 0, args.layout.chunks);
-    }
-  }
-
-  // Reports offsets that decrease, or exceed the rows that there are, and traps.
-  static __device__ void CheckOffsets(const Args& args) {
-    const int lane = threadIdx.x % 32;
-    const int32_t groups = args.groups.groups, rows = args.groups.rows;
-    for (int32_t first = 0; first < groups; first += 32) {
-      const int32_t e = first + lane;
-      bool is_wrong = false;
-      int64_t seen = 0;
-      int32_t negative = -1;
-      if (e < groups) {
-        const int32_t begin = __ldg(args.offsets + e), end = __ldg(args.offsets + e + 1);
-        is_wrong = end < begin || begin < 0 || end > rows;
-        negative = end < begin ? e : -1;
-        seen = end < begin ? int64_t{end} - begin : begin < 0 ? begin : end;
-      }
-      const uint32_t wrong = __ballot_sync(0xffffffff, is_wrong);
-      if (wrong == 0) continue;
-      if (lane != __ffs(wrong) - 1) return;
-      Fault* fault = args.state->limits.fault;
-      if (fault->kind != 0) PauseAndTrap();  // only the first one is recorded
-      WaitContext context{};
-      context.op = args.op;
-      context.rank = args.view.rank;
-      WriteRecord(fault, context, FaultKind::kGroupSizes, 0, negative, static_cast<uint64_t>(rows),
-                  static_cast<uint64_t>(seen));
-      PauseAndTrap();
     }
   }
 };

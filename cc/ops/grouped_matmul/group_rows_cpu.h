@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/gathered_tiles.h"
+#include "core/signal.h"
 #include "ops/grouped_matmul/grouped_matmul.h"
 #include "runtime/cpu_matmul.h"
 
@@ -27,6 +29,19 @@ class GroupRowsCpu {
 
 // Writes zeros to the rows of the results from `first` on.
 void ZeroRowsCpu(const GroupedMatmulParams& p, int64_t first, void* y, void* const (&sums)[2]);
+
+// Of a product over ranks, whose groups are given by their first rows [groups + 1]: whether these
+// make sense. Else reports a fault.
+bool OffsetsAreRight(const GroupedMatmulParams& p, const int32_t* offsets, const WaitContext& ctx);
+
+// How many of the rows [begin, end) of a group have tokens of segments before `segment`; of
+// Segments(): all.
+inline int32_t RowsBefore(const SegmentedTiles& order, int32_t segment, int32_t begin, int32_t end,
+                          int64_t tokens_per_rank, int32_t choices, const int32_t* source) {
+  if (segment == order.Segments()) return end - begin;
+  const int64_t slot = order.FirstToken(segment, tokens_per_rank) * choices;
+  return LowerBound(begin, end, slot, [&](int32_t row) { return source[row]; }) - begin;
+}
 
 }  // namespace jflux
 

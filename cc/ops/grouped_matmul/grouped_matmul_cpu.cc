@@ -116,6 +116,18 @@ void ZeroRowsCpu(const GroupedMatmulParams& p, int64_t first, void* y, void* con
   }
 }
 
+bool OffsetsAreRight(const GroupedMatmulParams& p, const int32_t* offsets, const WaitContext& ctx) {
+  for (int64_t e = 0; e < p.groups; ++e) {
+    const int64_t begin = offsets[e], end = offsets[e + 1];
+    if (0 <= begin && begin <= end && end <= p.m) continue;
+    const int64_t seen = end < begin ? end - begin : begin < 0 ? begin : end;
+    ReportFault(ctx, FaultKind::kGroupSizes, ctx.rank, end < begin ? e : -1,
+                static_cast<Signal>(p.m), static_cast<Signal>(seen));
+    return false;
+  }
+  return true;
+}
+
 void GroupedMatmulCpu(const GroupedMatmulParams& p, const GroupedMatmulArrays& arrays) {
   int64_t first = 0;
   for (int64_t e = 0; e < p.groups; ++e) {

@@ -1,0 +1,119 @@
+// What grouped products over ranks have in common, whose groups' rows are sorted by token
+// (core/gathered_tiles.h): pure functions.
+#ifndef JFLUX_OPS_GROUPED_MATMUL_SEGMENTS_H_
+#define JFLUX_OPS_GROUPED_MATMUL_SEGMENTS_H_
+
+#include <optional>
+#include <string>
+
+#include "core/layout.h"
+#include "ops/grouped_matmul/grouped_matmul_config.h"
+#include "runtime/op.h"
+
+namespace jflux {
+
+// Groups times segments, which a kernel's table has room for.
+inline constexpr int32_t kMostSpans = 767;
+
+// Rows that an expert gets of a segment in the mean, from which on its weights may be read once for
+// each segment: a product of so many rows takes about as long as reading its weights.
+inline constexpr int64_t kLeastRowsOfSegment = 256;
+// Segments of a rank that are worth waiting for one by one. The first group of a class waits for
+// all of its segment, so with one for each rank the product of the last segment begins when all
+// tokens have arrived.
+inline constexpr int32_t kMostParts = 4;
+static_assert(kMaxRanks * kMostParts <= kMostTileClasses);
+
+// With few rows all tiles are one class, and weights are read once: no order hides anything.
+inline int32_t ChooseParts(int32_t world, int64_t m, int64_t groups) {
+  if (world == 1) return 0;
+  int32_t parts = 0;
+  for (int32_t p = 1; p <= kMostParts; p *= 2) {
+    const int64_t spans = groups * world * p;
+    if (spans <= kMostSpans && m >= kLeastRowsOfSegment * spans) parts = p;
+  }
+  return parts;
+}
+
+inline bool ArePossibleParts(int32_t parts, int32_t world, int64_t groups) {
+  return parts == 0 ? groups <= kMostSpans
+                    : 0 < parts && parts <= kMostParts && groups * world * parts <= kMostSpans;
+}
+
+// The configuration that a plan or a table names; empty if no kernel has it.
+inline bool IsGroupedChoice(const GemmChoice& c, bool gated) {
+  return c.splits == 1 && 1 <= c.group_m && c.group_m <= kMaxGroup && c.tile_n != 0 &&
+         IsGroupedTile(gated, TileChoice{c.tile_n, c.cluster_m});
+}
+
+// The attribute `choice`: tile_n, cluster_m, group_m and splits. Empty if it is malformed.
+template <typename Numbers>
+std::optional<GemmChoice> GroupedChoiceOf(const Numbers& choice) {
+  if (choice.size() != 4) return std::nullopt;
+  for (size_t i = 0; i < 4; ++i) {
+    if (choice[i] < 0 || choice[i] > kMaxGroup) return std::nullopt;
+  }
+  return GemmChoice{static_cast<int32_t>(choice[0]), static_cast<int32_t>(choice[1]),
+                    static_cast<int32_t>(choice[2]), static_cast<int32_t>(choice[3])};
+}
+
+// Why no kernel takes the product; empty if one does.
+inline std::string WhyNoSegmentedKernel(const GroupedMatmulParams& product) {
+  if (SizeOf(product.dtype) != 2) return "the kernel takes bfloat16 and float16";
+  if (product.out_dtype != product.dtype && product.out_dtype != DType::kF32) {
+    return "the kernel's results have the operands' type, or float32";
+  }
+  if (product.k % 8 != 0 || product.n % 8 != 0) {
+    return "rows of operands and results must be multiples of 16 bytes";
+  }
+  if (product.groups > kMostSpans) {
+    return "more than " + std::to_string(kMostSpans) + " groups";
+  }
+  constexpr int64_t kMost = int64_t{1} << 29;
+  if (product.m > kMost || product.k > kMost || product.n > kMost ||
+      product.groups * CeilDiv<int64_t>(product.n, 64) > kMost) {
+    return "a dimension is too large";
+  }
+  return "";
+}
+
+// Fields of a call: world, tokens (of a rank), choices, k, n, groups, dtype, out_dtype,
+// transpose_rhs; perhaps tile_n and cluster_m, which a test forces.
+struct SegmentedCall {
+  int32_t world;
+  int64_t tokens;
+  int32_t choices;
+  GroupedMatmulParams product;
+
+  // The op reads its own fields and then calls `call.Check`.
+  static SegmentedCall Read(CallReader& call) {
+    constexpr int64_t kMost = INT32_MAX;
+    SegmentedCall c{};
+    c.world = static_cast<int32_t>(call.Get("world", 1, kMaxRanks));
+    c.tokens = call.Get("tokens", 1, kMost);
+    c.choices = static_cast<int32_t>(call.Get("choices", 1, kMost));
+    GroupedMatmulParams& product = c.product;
+    product.k = call.Get("k", 1, kMost);
+    product.n = call.Get("n", 1, kMost);
+    product.groups = call.Get("groups", 1, kMost);
+    product.dtype = static_cast<DType>(call.Get("dtype", 0, 3));
+    product.out_dtype = static_cast<DType>(call.Get("out_dtype", 0, 3));
+    product.transpose_rhs = call.Get("transpose_rhs", 0, 1) == 1;
+    product.tile.columns = static_cast<int32_t>(call.GetOr("tile_n", 0, 0, kMaxGroup));
+    product.tile.cluster_m = static_cast<int32_t>(call.GetOr("cluster_m", 0, 0, 2));
+    // So that no size overflows.
+    const double rows = static_cast<double>(c.world) * c.tokens * c.choices;
+    const double widest = static_cast<double>(Max(product.k, product.n));
+    if (rows > kMost || rows * widest > 0x1p48 ||
+        widest * widest * static_cast<double>(product.groups) > 0x1p52) {
+      call.Refuse("operands of more than 2^31 rows or 2^48 elements");
+    } else {
+      product.m = c.world * c.tokens * c.choices;
+    }
+    return c;
+  }
+};
+
+}  // namespace jflux
+
+#endif  // JFLUX_OPS_GROUPED_MATMUL_SEGMENTS_H_
