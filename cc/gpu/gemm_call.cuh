@@ -55,11 +55,18 @@ __device__ __forceinline__ void AwaitPeer(const CallContext& call, const Signal*
   WaitSignal(word, call.signal, peer, item, call.wait);
 }
 
+// Whether tiles' rows are summed, by send warps and by consumers after their tiles.
+template <typename Op>
+constexpr bool SumsRows() {
+  if constexpr (Op::kGroups) return Op::kSumsRows;
+  return false;
+}
+
 // Called by one lane of each warp that takes work from counters (in each CTA the scheduler warp and
 // the send warp), when it has taken its last. All have read the epoch before. The last caller
 // resets the counters and publishes the epoch.
-template <typename Args>
-__device__ __forceinline__ void LeaveCounters(const Args& args) {
+template <typename Op>
+__device__ __forceinline__ void LeaveCounters(const typename Op::Args& args) {
   auto* header = args.view.template At<WorkspaceHeader>(args.view.rank, 0);
   __threadfence();
   if (atomicAdd(&header->exited, 1) != 2 * gridDim.x - 1) return;
@@ -67,6 +74,9 @@ __device__ __forceinline__ void LeaveCounters(const Args& args) {
   header->next_copy = 0;
   header->senders = 0;
   header->next_tile = 0;
+  if constexpr (SumsRows<Op>()) {
+    for (int32_t c = 0; c < kMostTileClasses; ++c) header->tiles_stored[c] = 0;
+  }
   header->exited = 0;
   header->epoch_and_id = EpochWord(NextEpoch(EpochOfWord(header->epoch_and_id)));
 }

@@ -598,6 +598,13 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
 //   RowTable(smem, i), RowsToLoad(coords), RowBytes(args), AnyRow(args)
 //                                       the load warp's view of them
 //
+//   An op of groups may sum rows of its tiles (kSumsRows, with peers):
+//
+//   MakeTable(args, smem, cta)          all consumer threads, before their first tile
+//   SumRows(args, call, smem)           all consumer threads, after their last tile, while the send
+//                                       warp does the same in Send. Send returns after all of them,
+//                                       so its LeaveCounters and TrapIfFaulted count for them
+//
 //   Operands
 //   kStackedRhs                         whether w is a stack of matrices, with a map of three
 //                                       dimensions (Rhs::expert)
@@ -700,7 +707,7 @@ __device__ __forceinline__ void RunGemm(const typename Op::Args& args) {
       Op::Send(args, call, smem);
       if constexpr (!Op::kLocal) {
         __syncwarp();
-        if (lane == 0) LeaveCounters(args);
+        if (lane == 0) LeaveCounters<Op>(args);
         if constexpr (Op::kAddsPartials) RunPartialsWaiter<Op>(args, call, smem, cta);
         if (lane == 0) {
           TrapIfFaulted(args.view, call.wait);
@@ -721,7 +728,7 @@ __device__ __forceinline__ void RunGemm(const typename Op::Args& args) {
       const auto entries = RunSchedulerWarp<Op>(args, call, smem, cta, taken);
       if constexpr (!Op::kLocal) {
         if (lane == 0) {
-          LeaveCounters(args);
+          LeaveCounters<Op>(args);
           TrapIfFaulted(args.view, call.wait);
           LeaveWorkspace(args.view);
         }
@@ -732,10 +739,13 @@ __device__ __forceinline__ void RunGemm(const typename Op::Args& args) {
     }
   } else {
     ptx::RegistersUp<Config::kConsumerRegisters>();
-    if constexpr (Op::kGathersRows) {
+    if constexpr (SumsRows<Op>()) {
+      Op::MakeTable(args, smem, cta);
+    } else if constexpr (Op::kGathersRows) {
       if (cta == 0) Op::MakeTable(args, smem);
     }
     RunConsumer<Op>(args, call, smem, cta, warp / 4 - 1);
+    if constexpr (SumsRows<Op>()) Op::SumRows(args, call, smem);
   }
 }
 

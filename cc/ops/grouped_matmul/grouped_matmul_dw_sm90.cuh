@@ -21,7 +21,7 @@ struct GroupedMatmulDwSm90 {
   using Args = GroupedMatmulDwArgs;
   using T = typename Config::T;
   static constexpr bool kLocal = true, kGroups = true, kGathersRows = false, kStackedRhs = false,
-                        kRaggedK = true;
+                        kRaggedK = true, kSumsRows = false;
   static constexpr bool kStaticFirstTile = false, kWaitsForRows = false, kReceives = false,
                         kAddsPartials = false;
   static_assert(Config::kTransposeLhs && !Config::kTransposeRhs && !Config::kLendsStage);

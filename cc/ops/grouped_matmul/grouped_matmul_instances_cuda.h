@@ -108,6 +108,10 @@ bool SetGroupedArgs(const GroupedMatmulParams& params, const GemmChoice& choice,
                     const void* const (&w)[2], void* y, void* const (&sums)[2],
                     GroupedMatmulArgs* args, std::string* error);
 
+// Sets the map of x, if its rows are loaded by TMA.
+bool SetGroupedRows(const GroupedMatmulParams& params, const void* x, GroupedMatmulArgs* args,
+                    std::string* error);
+
 // Each group may begin a tile.
 inline int64_t MostTilesOf(const GroupedMatmulParams& p, const GroupTiles& tiles) {
   return Min(CeilDiv<int64_t>(p.m, tiles.tile_rows) + p.groups, p.m) * tiles.tiles_n;

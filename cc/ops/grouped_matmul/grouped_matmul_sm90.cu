@@ -67,21 +67,26 @@ bool SetGroupedArgs(const GroupedMatmulParams& p, const GemmChoice& choice,
   return true;
 }
 
+bool SetGroupedRows(const GroupedMatmulParams& p, const void* x, GroupedMatmulArgs* args,
+                    std::string* error) {
+  args->box_rows = GroupedBoxRows(p);
+  args->box_bytes = args->box_rows * kGemmTileK * 2;
+  return EncodeTensorMap(&args->x, p.dtype, x, {p.m, p.k}, {p.k}, {args->box_rows, kGemmTileK},
+                         error);
+}
+
 bool LaunchGroupedMatmul(const GroupedMatmulParams& p, const GroupedMatmulArrays& arrays,
                          cudaStream_t stream, std::string* error) {
   LocalDevice device;
   if (!FindLocalDevice(&device, error)) return false;
   const GemmChoice choice = ChooseGrouped(p, Machine{device.sm_count});
   GroupedMatmulArgs args{};
-  if (!SetGroupedArgs(p, choice, arrays.w, arrays.y, arrays.sums, &args, error)) return false;
-  args.groups = GroupedRowsOf(kGroupedMatmulId, arrays.group_sizes, p.groups, p.m, device);
-  args.box_rows = GroupedBoxRows(p);
-  args.box_bytes = args.box_rows * kGemmTileK * 2;
-  args.row_scale = arrays.row_scale;
-  if (!EncodeTensorMap(&args.x, p.dtype, arrays.x, {p.m, p.k}, {p.k}, {args.box_rows, kGemmTileK},
-                       error)) {
+  if (!SetGroupedArgs(p, choice, arrays.w, arrays.y, arrays.sums, &args, error) ||
+      !SetGroupedRows(p, arrays.x, &args, error)) {
     return false;
   }
+  args.groups = GroupedRowsOf(kGroupedMatmulId, arrays.group_sizes, p.groups, p.m, device);
+  args.row_scale = arrays.row_scale;
   LaunchGrouped<Kernels> launch{choice,          &args,  MostTilesOf(p, args.tiles),
                                 device.sm_count, stream, error};
   return ForForwardConfigs(p.dtype, p.transpose_rhs, launch) && !launch.failed;

@@ -26,7 +26,7 @@ struct GroupedMatmulSm90 {
   using Args = GroupedMatmulArgs;
   using T = typename Config::T;
   static constexpr bool kLocal = true, kGroups = true, kGathersRows = false, kStackedRhs = true,
-                        kRaggedK = false;
+                        kRaggedK = false, kSumsRows = false;
   static constexpr bool kStaticFirstTile = false, kWaitsForRows = false, kReceives = false,
                         kAddsPartials = false;
   static constexpr int kHalf = Config::kTileN / 2;

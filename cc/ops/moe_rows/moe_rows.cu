@@ -10,8 +10,8 @@
 #include <type_traits>
 
 #include "core/platform.h"
-#include "gpu/epilogue_sm90.cuh"
 #include "gpu/machine.h"
+#include "gpu/vector.cuh"
 #include "ops/moe_rows/moe_rows_cuda.h"
 #include "runtime/kernels_cuda.h"
 
@@ -28,44 +28,27 @@ struct MoeRowsArgs {
   int32_t team;            // threads
 };
 
-// A vector of 16 bytes as float32.
+// Vector i of a row.
 template <typename T>
-struct Vector {
-  static constexpr int kSize = 16 / sizeof(T);
-  float v[kSize];
+__device__ Vector<T> LoadVector(const void* rows, int64_t row, int32_t vectors, int32_t i) {
+  return Vector<T>::Of(__ldg(static_cast<const uint4*>(rows) + row * vectors + i));
+}
 
-  static __device__ Vector Load(const void* rows, int64_t row, int32_t vectors, int32_t i) {
-    const uint4 raw = __ldg(static_cast<const uint4*>(rows) + row * vectors + i);
-    Vector out;
-    const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+// Stores it as Out, T or float.
+template <typename Out, typename T>
+__device__ void StoreVector(const Vector<T>& x, void* rows, int64_t row, int32_t vectors,
+                            int32_t i) {
+  if constexpr (std::is_same_v<Out, T>) {
+    static_cast<uint4*>(rows)[row * vectors + i] = x.Rounded();
+  } else {
+    static_assert(std::is_same_v<Out, float>);
+    float4* to = static_cast<float4*>(rows) + (row * vectors + i) * (Vector<T>::kSize / 4);
 #pragma unroll
-    for (int w = 0; w < 4; ++w) {
-      if constexpr (std::is_same_v<T, float>) {
-        out.v[w] = __uint_as_float(words[w]);
-      } else {
-        const float2 pair = Unpack<T>(words[w]);
-        out.v[2 * w] = pair.x;
-        out.v[2 * w + 1] = pair.y;
-      }
-    }
-    return out;
-  }
-
-  // As Out, T or float.
-  template <typename Out>
-  __device__ void Store(void* rows, int64_t row, int32_t vectors, int32_t i) const {
-    if constexpr (std::is_same_v<Out, float>) {
-      float4* to = static_cast<float4*>(rows) + (row * vectors + i) * (kSize / 4);
-#pragma unroll
-      for (int j = 0; j < kSize / 4; ++j) {
-        to[j] = make_float4(v[4 * j], v[4 * j + 1], v[4 * j + 2], v[4 * j + 3]);
-      }
-    } else {
-      static_cast<uint4*>(rows)[row * vectors + i] = make_uint4(
-          Pack<T>(v[0], v[1]), Pack<T>(v[2], v[3]), Pack<T>(v[4], v[5]), Pack<T>(v[6], v[7]));
+    for (int j = 0; j < Vector<T>::kSize / 4; ++j) {
+      to[j] = make_float4(x.v[4 * j], x.v[4 * j + 1], x.v[4 * j + 2], x.v[4 * j + 3]);
     }
   }
-};
+}
 
 // Calls visit(row, i) for this thread's vectors of all rows of the result.
 template <typename Visit>
@@ -95,18 +78,14 @@ __global__ void __launch_bounds__(kThreads)
         is_there[b] = row >= 0 && row < args.rows;
         if (!is_there[b]) continue;
         weights[b] = __ldg(args.arrays.w + first + j0 + b);
-        rows[b] = Vector<T>::Load(args.arrays.y, row, args.vectors, i);
+        rows[b] = LoadVector<T>(args.arrays.y, row, args.vectors, i);
       }
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) {
-        if (!is_there[b]) continue;
-#pragma unroll
-        for (int c = 0; c < Vector<T>::kSize; ++c) {
-          sum.v[c] = fmaf(weights[b], rows[b].v[c], sum.v[c]);
-        }
+        if (is_there[b]) sum.AddTimes(weights[b], rows[b]);
       }
     }
-    sum.template Store<Out>(args.arrays.out, token, args.vectors, i);
+    StoreVector<Out>(sum, args.arrays.out, token, args.vectors, i);
   });
 }
 
@@ -118,11 +97,11 @@ __global__ void __launch_bounds__(kThreads) SpreadKernel(const __grid_constant__
     Vector<T> out{};
     if (slot >= 0 && slot < slots) {
       const float weight = __ldg(args.arrays.w + slot);
-      out = Vector<T>::Load(args.arrays.g, slot / args.slots, args.vectors, i);
+      out = LoadVector<T>(args.arrays.g, slot / args.slots, args.vectors, i);
 #pragma unroll
       for (int c = 0; c < Vector<T>::kSize; ++c) out.v[c] *= weight;
     }
-    out.template Store<T>(args.arrays.out, row, args.vectors, i);
+    StoreVector<T>(out, args.arrays.out, row, args.vectors, i);
   });
 }
 
@@ -138,8 +117,8 @@ __global__ void __launch_bounds__(kThreads) DotsKernel(const __grid_constant__ M
     if (row >= 0 && row < args.rows) {
 #pragma unroll 4
       for (int32_t i = lane; i < args.vectors; i += 32) {
-        const auto y = Vector<T>::Load(args.arrays.y, row, args.vectors, i);
-        const auto g = Vector<T>::Load(args.arrays.g, slot / args.slots, args.vectors, i);
+        const auto y = LoadVector<T>(args.arrays.y, row, args.vectors, i);
+        const auto g = LoadVector<T>(args.arrays.g, slot / args.slots, args.vectors, i);
 #pragma unroll
         for (int c = 0; c < Vector<T>::kSize; ++c) sum = fmaf(y.v[c], g.v[c], sum);
       }

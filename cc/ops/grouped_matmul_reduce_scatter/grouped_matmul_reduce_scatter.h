@@ -1,0 +1,118 @@
+// grouped_matmul_reduce_scatter: the weighted sum of each token's experts, of which each rank has a
+// part, scattered over the ranks.
+//
+//   y[i]       = h[i] @ w[e]                       for the rows i of each group e, rounded
+//   part[r][t] = sum over j of weights[t, j] y[destination[t, j]] on rank r, in the order of j, in
+//                float32 (float64 for float64), rounded to y's type
+//   out[t]     = sum over r of part[r][t]          likewise, in the order of r, rounded once
+//
+// The rows of group e are offsets[e] to offsets[e + 1], and in a group source, the inverse of
+// destination, grows. Rows of y from offsets[groups] on are zeros. A destination that is no row of
+// a group stands for a row of zeros, whatever its weight.
+//
+// The call (Params), the layout of its workspace, and the CPU back end's body. GPU: the launcher in
+// grouped_matmul_reduce_scatter_cuda.h. Python: jflux/moe/_scattered.py.
+//
+// Protocol. A rank computes tiles in the order of core/scattered_tiles.h. When all rows of some
+// tokens are there, it sums them: peers' tokens into slots in the owner's workspace, with a signal
+// for each item, then own ones.
+//
+//   writes  an item's sums and its signal: into the owner's workspace
+//   waits   for tiles of this rank; for the same item of every peer, before an own item is summed
+//   order   data, then the signal with release at system scope
+//   reset   never (core/signal.h). Each rank has a token, so every rank hears from every peer in
+//           every call
+//
+// Deadlock: only own items wait for peers, and they come after all items that peers wait for.
+#ifndef JFLUX_OPS_GROUPED_MATMUL_REDUCE_SCATTER_GROUPED_MATMUL_REDUCE_SCATTER_H_
+#define JFLUX_OPS_GROUPED_MATMUL_REDUCE_SCATTER_GROUPED_MATMUL_REDUCE_SCATTER_H_
+
+#include <cstdint>
+
+#include "core/dtype.h"
+#include "core/layout.h"
+#include "core/scattered_tiles.h"
+#include "core/signal.h"
+#include "ops/grouped_matmul/grouped_matmul.h"
+
+namespace jflux {
+
+inline constexpr OpId kGroupedMatmulReduceScatterId{14};
+
+struct GroupedMatmulReduceScatterParams {
+  int32_t world;
+  int64_t tokens;               // of each rank
+  int32_t choices;              // slots of a token
+  int32_t parts;                // SegmentedTiles::parts
+  int32_t item_tokens;          // SumItems::item_tokens
+  GroupedMatmulParams product;  // m = world tokens choices; one weight, and nothing after it
+
+  int64_t RowBytes() const { return product.n * SizeOf(product.out_dtype); }
+  SumItems Items(int32_t rank) const {
+    return SumItems{world, rank, parts, static_cast<int32_t>(tokens), item_tokens};
+  }
+  // What ranks must agree on. Each may have other weights, of other k.
+  uint32_t Signature() const {
+    return SignatureBuilder()
+        .Add(static_cast<int64_t>(kGroupedMatmulReduceScatterId))
+        .Add(world)
+        .Add(tokens)
+        .Add(parts)
+        .Add(item_tokens)
+        .Add(product.n)
+        .Add(static_cast<int64_t>(product.out_dtype))
+        .Get();
+  }
+};
+
+// A rank receives the sums of its tokens from each peer: a row for each token, as it lies in `out`,
+// and a signal for each item.
+struct SumLayout {
+  int32_t world;
+  int32_t items;  // of a rank's tokens
+  int64_t tokens, row_bytes;
+
+  static SumLayout Make(const GroupedMatmulReduceScatterParams& p) {
+    return SumLayout{p.world, p.Items(0).OfOwner(), p.tokens, p.RowBytes()};
+  }
+
+  // Peers are ordered from rank dst + 1 around to rank dst - 1. A rank sends nothing to itself.
+  JFLUX_HD int32_t PlaceOf(int dst, int src) const { return (src - dst + world - 1) % world; }
+  // Offsets into the signals and into the data of a half.
+  JFLUX_HD int64_t SignalOffset(int dst, int src, int32_t item) const {
+    return (static_cast<int64_t>(PlaceOf(dst, src)) * items + item) *
+           static_cast<int64_t>(sizeof(Signal));
+  }
+  JFLUX_HD int64_t RowOffset(int dst, int src, int64_t token) const {
+    return (PlaceOf(dst, src) * tokens + token) * row_bytes;
+  }
+  JFLUX_HD WorkspaceLayout Workspace() const {
+    const int64_t peers = world - 1;
+    return WorkspaceLayout::For(peers * items * static_cast<int64_t>(sizeof(Signal)),
+                                peers * tokens * row_bytes);
+  }
+};
+
+struct GroupedMatmulReduceScatterArrays {
+  const void* h;               // [m, k]
+  const void* w;               // [groups, k, n], or [groups, n, k] if transpose_rhs
+  const void* weights;         // [world tokens, choices], float32; float64 if y is float64
+  const int32_t* offsets;      // [groups + 1]
+  const int32_t* destination;  // [world tokens, choices]
+  const int32_t* source;       // [m]
+  void* out;                   // [tokens, n], of y's type
+  void* y;                     // [m, n]
+};
+
+inline constexpr int32_t kCpuItemTokens = 16;
+
+// The CPU back end's body for one rank. False if a wait failed, or if the offsets make no sense;
+// ctx.fault has the reason.
+bool GroupedMatmulReduceScatterCpu(const GroupedMatmulReduceScatterParams& params,
+                                   const GroupedMatmulReduceScatterArrays& arrays,
+                                   const SymmetricView& view, uint64_t epoch,
+                                   const WaitContext& ctx);
+
+}  // namespace jflux
+
+#endif  // JFLUX_OPS_GROUPED_MATMUL_REDUCE_SCATTER_GROUPED_MATMUL_REDUCE_SCATTER_H_

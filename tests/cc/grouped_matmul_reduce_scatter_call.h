@@ -1,0 +1,129 @@
+// A call of grouped_matmul_reduce_scatter with a random routing, for tests (ranks.h).
+#ifndef JFLUX_TESTS_CC_GROUPED_MATMUL_REDUCE_SCATTER_CALL_H_
+#define JFLUX_TESTS_CC_GROUPED_MATMUL_REDUCE_SCATTER_CALL_H_
+
+#include <algorithm>
+#include <limits>
+#include <memory>
+#include <tuple>
+#include <vector>
+
+#include "all_gather_grouped_matmul_call.h"
+#include "ops/grouped_matmul_reduce_scatter/grouped_matmul_reduce_scatter.h"
+#include "ranks.h"
+
+namespace jflux {
+
+class GroupedMatmulReduceScatterCall : public Call {
+ public:
+  GroupedMatmulReduceScatterCall(const GroupedMatmulReduceScatterParams& p, Routed routed,
+                                 uint32_t seed)
+      : p_(p) {
+    const GroupedMatmulParams& product = p.product;
+    std::tie(offsets_, source_) =
+        RandomRouting(product.m, product.groups, p.tokens * p.choices, routed, seed);
+    destination_.resize(product.m, -1);
+    for (int32_t row = 0; row < offsets_.back(); ++row) destination_[source_[row]] = row;
+    const bool is_wide = product.out_dtype == DType::kF64;
+    weight_values_ = RandomIntegers(product.m, 1, seed * 100);
+    // A slot without a row may have any weight.
+    for (int64_t slot = 0; slot < product.m; ++slot) {
+      if (destination_[slot] < 0) weight_values_[slot] = std::numeric_limits<double>::quiet_NaN();
+    }
+    weights_ = std::make_unique<Array>(is_wide ? DType::kF64 : DType::kF32, weight_values_);
+    for (int rank = 0; rank < p.world; ++rank) {
+      h_values_.push_back(RandomIntegers(product.m * product.k, 1, seed * 100 + 1 + rank));
+      w_values_.push_back(
+          RandomIntegers(product.groups * product.k * product.n, 1, seed * 100 + 50 + rank));
+      h_.emplace_back(product.dtype, h_values_.back());
+      w_.emplace_back(product.dtype, w_values_.back());
+      out_.emplace_back(product.out_dtype, p.tokens * product.n);
+      y_.emplace_back(product.out_dtype, product.m * product.n);
+    }
+  }
+
+  WorkspaceLayout Workspace() const override { return SumLayout::Make(p_).Workspace(); }
+  bool Run(const SymmetricView& view, uint64_t epoch, WaitContext ctx) override {
+    const int rank = view.rank;
+    ctx.op = static_cast<uint32_t>(kGroupedMatmulReduceScatterId);
+    const GroupedMatmulReduceScatterArrays arrays{h_[rank].bytes.data(),   w_[rank].bytes.data(),
+                                                  weights_->bytes.data(),  offsets_.data(),
+                                                  destination_.data(),     source_.data(),
+                                                  out_[rank].bytes.data(), y_[rank].bytes.data()};
+    return GroupedMatmulReduceScatterCpu(p_, arrays, view, epoch, ctx);
+  }
+  int64_t Wrong() const override {
+    const GroupedMatmulParams& p = p_.product;
+    int64_t wrong = 0;
+    Values out(p_.world * p_.tokens * p.n);
+    for (int rank = 0; rank < p_.world; ++rank) {
+      const Values y = Rows(h_values_[rank], w_values_[rank]);
+      wrong += y_[rank].Wrong(y);
+      for (int64_t slot = 0; slot < p.m; ++slot) {
+        for (int64_t i = 0; i < p.n && destination_[slot] >= 0; ++i) {
+          out[slot / p_.choices * p.n + i] +=
+              weight_values_[slot] * y[destination_[slot] * p.n + i];
+        }
+      }
+    }
+    for (int rank = 0; rank < p_.world; ++rank) {
+      const auto first = out.begin() + rank * p_.tokens * p.n;
+      wrong += out_[rank].Wrong(Values(first, first + p_.tokens * p.n));
+    }
+    return wrong;
+  }
+
+  // To make them wrong.
+  std::vector<int32_t>& offsets() { return offsets_; }
+
+ private:
+  Values Rows(const Values& h, const Values& w) const {
+    const GroupedMatmulParams& p = p_.product;
+    Values y(p.m * p.n);
+    for (int64_t e = 0; e < p.groups; ++e) {
+      const int32_t first = offsets_[e], rows = offsets_[e + 1] - first;
+      const Values one(w.begin() + e * p.k * p.n, w.begin() + (e + 1) * p.k * p.n);
+      const Values of_group(h.begin() + first * p.k, h.begin() + (first + rows) * p.k);
+      const Values product = Product(of_group, one, rows, p.k, p.n, p.transpose_rhs);
+      std::copy(product.begin(), product.end(), y.begin() + first * p.n);
+    }
+    return y;
+  }
+
+  GroupedMatmulReduceScatterParams p_;
+  std::vector<int32_t> offsets_, destination_, source_;
+  Values weight_values_;
+  std::unique_ptr<Array> weights_;
+  std::vector<Values> h_values_, w_values_;
+  std::vector<Array> h_, w_, out_, y_;
+};
+
+inline GroupedMatmulReduceScatterParams ScatteredParams(int32_t world, int64_t tokens,
+                                                        int32_t choices, int32_t parts,
+                                                        int32_t item_tokens, int64_t k, int64_t n,
+                                                        int64_t groups, DType in, DType out) {
+  GroupedMatmulReduceScatterParams p{world, tokens, choices, parts, item_tokens, {}};
+  p.product.m = world * tokens * choices;
+  p.product.k = k;
+  p.product.n = n;
+  p.product.groups = groups;
+  p.product.dtype = in;
+  p.product.out_dtype = out;
+  return p;
+}
+
+// 8 ranks, 3 choices and k of 8: no sum exceeds 192, which bf16 represents exactly.
+inline const bool kRandomGroupedReduceScatter =
+    AddRandomCall([](const RandomProduct& r) -> std::unique_ptr<Call> {
+      auto p =
+          ScatteredParams(r.rows.world, r.rows.PerRank(), static_cast<int32_t>(r.pick(1, 3)),
+                          static_cast<int32_t>(r.pick(0, 4)), static_cast<int32_t>(r.pick(1, 16)),
+                          (r.k + 1) / 2, r.n, r.pick(1, 5), r.in, r.out);
+      p.product.transpose_rhs = r.Flip();
+      return std::make_unique<GroupedMatmulReduceScatterCall>(p, static_cast<Routed>(r.pick(0, 3)),
+                                                              r.seed);
+    });
+
+}  // namespace jflux
+
+#endif  // JFLUX_TESTS_CC_GROUPED_MATMUL_REDUCE_SCATTER_CALL_H_

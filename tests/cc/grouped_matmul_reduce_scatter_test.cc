@@ -1,0 +1,138 @@
+// grouped_matmul_reduce_scatter's CPU body on 1 to 8 threads, with random routings. Tiles straddle
+// ranks and segments.
+#include "ops/grouped_matmul_reduce_scatter/grouped_matmul_reduce_scatter.h"
+
+#include "grouped_matmul_reduce_scatter_call.h"
+#include "plans.h"
+#include "rank_errors.h"
+#include "testing.h"
+
+namespace jflux {
+namespace {
+
+struct Shape {
+  int64_t tokens;
+  int32_t choices;
+  int64_t k, n, groups;
+  int32_t item_tokens;
+};
+const Shape kShapes[] = {
+    {70, 4, 4, 3, 2, 16},  // several tiles for each expert
+    {7, 2, 8, 8, 3, 3},    // the last item of a segment has fewer tokens
+    {1, 1, 3, 5, 4, 16},   // one token for each rank: most segments are empty
+    {13, 3, 8, 1, 1, 1},   // one expert
+    {5, 2, 7, 17, 40, 2},  // most experts have no rows
+};
+const struct {
+  DType in, out;
+} kDtypes[] = {{DType::kF32, DType::kF32},
+               {DType::kF64, DType::kF64},
+               {DType::kBF16, DType::kBF16},
+               {DType::kF16, DType::kF32}};
+
+void Check(int world, uint64_t first_epoch, int calls_each, int max_delay_us) {
+  uint32_t seed = 100 * world;
+  for (const Shape& s : kShapes) {
+    for (const auto& dtypes : kDtypes) {
+      ++seed;
+      auto p = ScatteredParams(world, s.tokens, s.choices, seed % 5, s.item_tokens, s.k, s.n,
+                               s.groups, dtypes.in, dtypes.out);
+      p.product.transpose_rhs = seed % 2;
+      std::vector<std::unique_ptr<Call>> calls;
+      for (int i = 0; i < calls_each; ++i) {
+        calls.push_back(std::make_unique<GroupedMatmulReduceScatterCall>(
+            p, static_cast<Routed>(i % 4), seed * 16 + i));
+      }
+      PlainHeap heap(world, calls[0]->Workspace(), first_epoch);
+      RunOptions options;
+      options.first_epoch = first_epoch;
+      options.max_delay_us = max_delay_us;
+      options.seed = seed;
+      const std::string error = Join(RunRanks(heap, Pointers(calls), options));
+      EXPECT(error.empty()) << error;
+      for (const auto& call : calls) {
+        EXPECT_EQ(call->Wrong(), 0)
+            << "world " << world << " tokens " << s.tokens << " parts " << p.parts << " dtype "
+            << dtypes.in << " call " << &call - &calls[0];
+      }
+    }
+  }
+}
+
+TEST(EqualsItsDefinition) {
+  for (int world = 1; world <= kMaxRanks; ++world) Check(world, 1, 4, 300);
+}
+
+TEST(WithoutDelays) {
+  for (int world : {2, 4, 7}) Check(world, 1, 6, 0);
+}
+
+TEST(AcrossTheWrapOfEpochs) { Check(3, 0xfffffffd, 6, 100); }
+
+GroupedMatmulReduceScatterCall Small(int64_t tokens, int64_t n) {
+  return GroupedMatmulReduceScatterCall(
+      ScatteredParams(3, tokens, 2, 1, 2, 8, n, 2, DType::kF32, DType::kF32), Routed::kAnyhow, 1);
+}
+
+TEST(AnAbsentRankIsNamed) {
+  GroupedMatmulReduceScatterCall call = Small(8, 8);
+  ExpectAbsentRankIsNamed("grouped_matmul_reduce_scatter", call, 3, 1);
+}
+
+TEST(RanksThatDisagreeAreTold) {
+  GroupedMatmulReduceScatterCall rank1s = Small(8, 4), others = Small(8, 8);
+  ExpectDisagreementIsTold(rank1s, others, 3);
+}
+
+TEST(OffsetsThatMakeNoSenseAreRefused) {
+  for (const auto& [at, value] : {std::pair{1, -1}, std::pair{2, 1000}, std::pair{1, 49}}) {
+    GroupedMatmulReduceScatterCall call = Small(8, 8);
+    call.offsets()[at] = value;
+    PlainHeap heap(3, call.Workspace());
+    for (const std::string& error : RunRanks(heap, {&call})) {
+      EXPECT(error.find("group_sizes") != std::string::npos) << error;
+    }
+  }
+}
+
+// What calls take on H200s.
+TEST(Plans) {
+  const Op& op = *FindOp("grouped_matmul_reduce_scatter");
+  const auto plan = [&](int64_t world, int64_t tokens, int64_t choices, int64_t k, int64_t n,
+                        int64_t groups) {
+    return PlanOf(op,
+                  Fields{{"world", world},
+                         {"tokens", tokens},
+                         {"choices", choices},
+                         {"k", k},
+                         {"n", n},
+                         {"groups", groups},
+                         {"dtype", 1},
+                         {"out_dtype", 1},
+                         {"transpose_rhs", 0}},
+                  Machine{132});
+  };
+  // Mixtral's experts on 2 ranks, with many tokens and with few; Qwen3-30B-A3B's; on one rank.
+  Fields mixtral = plan(2, 4096, 2, 7168, 4096, 8);
+  EXPECT_EQ(mixtral["parts"], 4);
+  EXPECT_EQ(mixtral["tile_n"], 256);
+  EXPECT_EQ(mixtral["item_tokens"], 1);
+  EXPECT_EQ(mixtral["workspace_bytes"], WorkspaceLayout::For(8 * 4096, 4096 * 8192).TotalBytes());
+  EXPECT_EQ(plan(2, 512, 2, 7168, 4096, 8)["parts"], 0);
+  EXPECT_EQ(plan(2, 4096, 8, 384, 2048, 128)["parts"], 1);
+  EXPECT_EQ(plan(2, 4096, 8, 384, 2048, 128)["item_tokens"], 2);
+  EXPECT_EQ(plan(1, 4096, 2, 7168, 4096, 8)["parts"], 0);
+  EXPECT_EQ(plan(2, 4096, 2, 7168, 64, 8)["item_tokens"], 16);
+  const Fields call{{"world", 2},  {"tokens", 64}, {"choices", 2},   {"k", 64},           {"n", 64},
+                    {"groups", 4}, {"dtype", 1},   {"out_dtype", 1}, {"transpose_rhs", 0}};
+  ExpectRefusals("grouped_matmul_reduce_scatter", call);
+  Fields odd = call;
+  odd["n"] = 60;
+  EXPECT(WhyNot(op, odd, Machine{132}).find("multiples of 16 bytes") != std::string::npos);
+  EXPECT_EQ(WhyNot(op, odd, Machine{0}), "");
+}
+
+}  // namespace
+}  // namespace jflux
+
+int main() { return jflux::RunAll(); }
