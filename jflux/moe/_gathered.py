@@ -25,6 +25,7 @@ from .._levels import Levels
 from .._ops import _grouped_primitives, _product
 from .._ops.all_gather_matmul import ACTIVATED, PREACTIVATION
 from .._ops.exchange import all_gather, reduce_scatter
+from . import _scattered
 from ._routing import Routing, permute, unpermute
 
 OP = "all_gather_grouped_matmul"
@@ -277,11 +278,17 @@ def _backward(
     terms = [
         (d, w) for d, w in zip(dsums, operands.ws, strict=True) if d is not None and w is not None
     ]
-    if x is not None and terms:
-        back = _grouped_primitives.Params(not params.transpose_rhs, np.dtype(x.dtype))
+    if x is not None and len(terms) == 1:
+        ((d, w),) = terms
+        back = _scattered.Params(
+            params.axis_names, params.world, not params.transpose_rhs, np.dtype(x.dtype)
+        )
+        dx = _scattered.bind(d.astype(w.dtype), w, None, routing, back)
+    elif x is not None and terms:
+        product = _grouped_primitives.Params(not params.transpose_rhs, np.dtype(x.dtype))
         rows = [
             _grouped_primitives.grouped_matmul.bind(
-                d.astype(w.dtype), w, routing.counts, params=back
+                d.astype(w.dtype), w, routing.counts, params=product
             )[0]
             for d, w in terms
         ]

@@ -57,6 +57,12 @@ def spread(g: jax.Array, w: jax.Array, source: jax.Array, destination: jax.Array
     return _bind(Params("y", g.dtype), g, w, source, destination)
 
 
+def dots(y: jax.Array, g: jax.Array, source: jax.Array, destination: jax.Array) -> jax.Array:
+    """The dot product of each slot's row with its token's: [T, k], in the type that y's are summed
+    in; zeros where a slot has no row."""
+    return _bind(Params("w", np.dtype(_epilogue.sum_dtype(y.dtype))), y, g, source, destination)
+
+
 def _bind(params: Params, *operands: jax.Array) -> jax.Array:
     return _primitive.bind(*_local.vary_together(*operands), params=params)[0]
 

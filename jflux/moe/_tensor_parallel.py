@@ -15,9 +15,8 @@ from .._ops import _product
 from .._ops import grouped_matmul as _grouped
 from .._ops._lax import several
 from .._ops.all_reduce import all_reduce
-from .._ops.exchange import reduce_scatter
 from .._ops.grouped_matmul import grouped_matmul
-from . import _gathered
+from . import _gathered, _scattered
 from ._routing import Routing, unpermute
 
 
@@ -107,9 +106,19 @@ def grouped_matmul_reduce_scatter(
 
         h [T k, F/N]   w [E, F/N, H]   weights [T, k]   ->   [T/N, H]
 
-    per rank of N along `axis_name`, inside ``jax.shard_map``: :func:`jflux.grouped_matmul`,
-    :func:`unpermute`, whose sums are in float32 and in the order of the k choices, and
-    :func:`jflux.reduce_scatter`. There is no kernel that does it in one.
+    per rank of N along `axis_name`, inside ``jax.shard_map``. It means
+    :func:`jflux.grouped_matmul`, :func:`unpermute`, whose sums are in float32 and in the order of
+    the k choices, and :func:`jflux.reduce_scatter`. The bits are the same on every run.
+
+    CPUs and GPUs have one kernel that does all three: tiles of peers' tokens come first, and each
+    token is summed and sent when its experts' rows are there. The GPU kernel (float16 and bfloat16,
+    F/N and H multiples of 8) has not run on a GPU, so GPUs take the three calls, unless
+    ``jflux.config(unchecked_kernels=True)``. They also take them where experts have few rows: all
+    sums would wait for all tiles. `jflux.explain` says which, and why.
+
+    Differentiable in forward and reverse mode, any number of times. It is the gradient of
+    :func:`all_gather_grouped_matmul`; its own takes one all-gather of the cotangent, and two
+    grouped products.
 
     Args:
       h: rows in the order of experts, as :func:`all_gather_grouped_matmul` gives them.
@@ -123,9 +132,39 @@ def grouped_matmul_reduce_scatter(
 
     Raises:
       ValueError, TypeError: operands that do not fit, when the call is traced.
+      NameError: outside ``shard_map``.
+      jax.errors.JaxRuntimeError: a peer did not come within the deadline (see :func:`jflux.init`),
+        or a routing of one's own making has offsets that decrease or exceed T k.
     """
-    y = _weighted(h, w, routing, weights, transpose_rhs, preferred_element_type)
-    return reduce_scatter(y, axis_name=axis_name, scatter_dimension=0, tiled=True)
+    names, world = _mesh.as_tuple(axis_name), _mesh.axis_size(axis_name)
+    out = _grouped.check(
+        h, (w,), routing.counts, transpose_rhs, preferred_element_type, None, False
+    )
+    slots = routing.destination.shape
+    if h.shape[0] != routing.destination.size or slots[0] % world:
+        raise ValueError(
+            f"jflux.moe.{_scattered.OP}: h {h.shape} has {h.shape[0]} rows, and the routing has "
+            f"slots {slots}: it must have a row for each, and a multiple of {world} tokens"
+        )
+    if weights is not None and weights.shape != slots:
+        raise ValueError(
+            f"jflux.moe.{_scattered.OP}: weights have shape {weights.shape}, and the routing has "
+            f"slots {slots}"
+        )
+    common = jnp.result_type(h.dtype, w.dtype)
+    params = _scattered.Params(names, world, transpose_rhs, out)
+    if weights is None:
+        weights = jnp.ones(slots, jnp.float32)
+    h, w, weights, *rest = _mesh.vary_together(
+        names, h.astype(common), w.astype(common), weights, *routing
+    )
+    routing = Routing(*rest)
+    n = w.shape[1 if transpose_rhs else 2]
+    if 0 in (*slots, *h.shape, *w.shape):
+        return _product.zeros((slots[0] // world, n), out, h)
+    if not _mesh.is_manual(names):  # vmap's axis, which has no ranks
+        return _scattered.two_steps(h, w, weights, routing, params)
+    return _scattered.bind(h, w, weights, routing, params)
 
 
 def grouped_matmul_all_reduce(
