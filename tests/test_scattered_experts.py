@@ -299,7 +299,7 @@ def plan_on_gpus(tokens, experts, choices=2, k=512, n=1024, world=2, dtype="bflo
 def test_plans_on_gpus():
     many = plan_on_gpus(4096, 8)
     assert many.path == Path.FUSED
-    assert many.config["parts"] == 4 and many.config["item_tokens"] == 4
+    assert many.config["parts"] == 2 and many.config["item_tokens"] == 4
     assert "peers' tokens first" in many.reason
     for plan, why in (
         (plan_on_gpus(4096, 8, unchecked=False), "has not passed all checks"),

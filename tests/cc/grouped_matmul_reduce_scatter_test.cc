@@ -114,7 +114,7 @@ TEST(Plans) {
   };
   // Mixtral's experts on 2 ranks, with many tokens and with few; Qwen3-30B-A3B's; on one rank.
   Fields mixtral = plan(2, 4096, 2, 7168, 4096, 8);
-  EXPECT_EQ(mixtral["parts"], 4);
+  EXPECT_EQ(mixtral["parts"], 2);
   EXPECT_EQ(mixtral["tile_n"], 256);
   EXPECT_EQ(mixtral["item_tokens"], 1);
   EXPECT_EQ(mixtral["workspace_bytes"], WorkspaceLayout::For(8 * 4096, 4096 * 8192).TotalBytes());

@@ -24,13 +24,16 @@ inline constexpr int64_t kLeastRowsOfSegment = 256;
 inline constexpr int32_t kMostParts = 4;
 static_assert(kMaxRanks * kMostParts <= kMostTileClasses);
 
-// With few rows all tiles are one class, and weights are read once: no order hides anything.
-inline int32_t ChooseParts(int32_t world, int64_t m, int64_t groups) {
+// With few rows all tiles are one class, and weights are read once: no order hides anything. If a
+// rank has several segments, each has `least_of_several` rows of an expert.
+inline int32_t ChooseParts(int32_t world, int64_t m, int64_t groups,
+                           int64_t least_of_several = kLeastRowsOfSegment) {
   if (world == 1) return 0;
   int32_t parts = 0;
   for (int32_t p = 1; p <= kMostParts; p *= 2) {
     const int64_t spans = groups * world * p;
-    if (spans <= kMostSpans && m >= kLeastRowsOfSegment * spans) parts = p;
+    const int64_t least = p == 1 ? kLeastRowsOfSegment : least_of_several;
+    if (spans <= kMostSpans && m >= least * spans) parts = p;
   }
   return parts;
 }

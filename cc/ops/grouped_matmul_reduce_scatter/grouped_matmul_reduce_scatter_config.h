@@ -15,6 +15,10 @@ namespace jflux {
 inline constexpr int64_t kItemBytes = 8192;
 inline constexpr int32_t kMostItemTokens = 16;
 
+// Of several segments of a rank. Half of a rank's sums is read from memory in a few percent of the
+// product's time, so it takes more rows than in a gather to be worth reading weights once more.
+inline constexpr int64_t kLeastRowsToScatter = 2 * kLeastRowsOfSegment;
+
 inline int32_t ItemTokens(int64_t row_bytes) {
   return static_cast<int32_t>(
       Max<int64_t>(1, Min<int64_t>(kMostItemTokens, kItemBytes / row_bytes)));
