@@ -36,6 +36,7 @@ RUNS = {
     "ragged": "bench.collectives --ranks {ranks} --lists ragged",
     "experts": "bench.experts --ranks {ranks}",
     "gathered": "bench.gathered --ranks {ranks}",
+    "scattered": "bench.scattered --ranks {ranks}",
     "attention": "bench.attention --ranks {ranks}",
     "products": "bench.products",  # of one GPU
     "moe": "bench.moe --ranks 1",  # likewise

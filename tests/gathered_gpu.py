@@ -1,15 +1,17 @@
-"""Checks the kernel of moe.all_gather_grouped_matmul, with every tile that is compiled, on one GPU
-and on several, on random calls against float64; a table comes last:
+"""Checks the kernels of moe.all_gather_grouped_matmul and moe.grouped_matmul_reduce_scatter, with
+every tile that is compiled, on one GPU and on several, on random calls against float64; a table
+comes last:
 
-python tests/gathered_gpu.py [--calls 160] [--ranks 2] [--seed 0] [--limit 400]
+python tests/gathered_gpu.py [--only gather|scatter] [--calls 160] [--ranks 2] [--seed 0]
+    [--limit 400]
 
 A call draws the number of tokens (odd, too), choices, experts, widths, type, tile, epilogue and
 routing: balanced, with slots that have no expert, all for one expert, or of the first tokens only.
 Tokens that nobody chose are NaN. Each program runs five times: twice on the same operands, which
 must give the same bits, then on other operands and routings, with ranks that come late and
-workspaces full of NaN. Some calls also compare gradients with those of the two steps. Last come
-loops of calls, which XLA captures in graphs and replays, and calls without waits: they must be
-wrong.
+workspaces full of NaN. Some calls also compare gradients with those of the two steps: those of
+all_gather_grouped_matmul take the other kernel. Last come loops of calls, which XLA captures in
+graphs and replays, and calls without waits: they must be wrong.
 """
 
 from __future__ import annotations
@@ -27,37 +29,20 @@ os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # no NVLink multicast
 import jax
 import jax.numpy as jnp
 import numpy as np
+import scattered_gpu as scattered
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from routed import TILES, draw_chosen, exact
 
 import jflux
 from jflux import _tuning, moe, testing
 from jflux._epilogue import ACTIVATIONS
 from jflux.moe import _gathered
 
-TILES = (None, (256, 2), (256, 1), (192, 1), (128, 1))
 WAYS = (
     {}, {}, {"activation": "silu", "gated": True}, {"activation": "silu", "gated": True},
     {"activation": "gelu_tanh"}, {"activation": "relu", "gated": True},
 )  # fmt: skip
-KINDS = ("balanced", "dropped", "one expert", "first tokens", "skewed")
-
-
-def draw_chosen(rng: np.random.Generator, tokens: int, choices: int, experts: int) -> np.ndarray:
-    """The experts of each token; -1: none."""
-    kind = KINDS[rng.integers(len(KINDS))]
-    chosen = rng.integers(0, experts, (tokens, choices)).astype(np.int32)
-    if kind == "dropped":
-        chosen[rng.random(chosen.shape) < 0.3] = -1
-        chosen[rng.random(tokens) < 0.2] = -1
-    elif kind == "one expert":
-        chosen[:] = rng.integers(experts)
-    elif kind == "first tokens":
-        first = int(rng.integers(tokens))
-        chosen[first:] = -1
-    elif kind == "skewed":
-        chosen = np.minimum(rng.geometric(0.5, chosen.shape) - 1, experts - 1).astype(np.int32)
-    return chosen
 
 
 def wanted(x, ws, chosen, activation) -> tuple[np.ndarray, int]:
@@ -89,12 +74,6 @@ def per_rank(mesh: Mesh, experts: int, count: int, **options: Any) -> Any:
     return jax.shard_map(
         body, mesh=mesh, in_specs=(P("tp"), [columns] * count, P()), out_specs=P(None, "tp")
     )
-
-
-def exact(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any, scale: float = 1.0) -> Any:
-    """Normal numbers of the type, in float64."""
-    drawn = jnp.asarray(rng.normal(size=shape) * scale, dtype)
-    return np.asarray(drawn.astype(jnp.float32), np.float64)
 
 
 def check(seed: int, ranks: int) -> tuple[str, str, float]:
@@ -255,6 +234,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--only", choices=("gather", "scatter"))
     parser.add_argument("--calls", type=int, default=160)
     parser.add_argument("--ranks", type=int, default=min(2, len(jax.devices())))
     parser.add_argument("--seed", type=int, default=0)
@@ -277,15 +257,21 @@ def main() -> int:
             return not isinstance(error, jax.errors.JaxRuntimeError)
         return True
 
+    ops = {
+        "gather": (check, check_graphs, check_waits),
+        "scatter": (scattered.check, scattered.check_graphs, scattered.check_waits),
+    }
+    chosen = {name: checks for name, checks in ops.items() if args.only in (None, name)}
     alive = True
     for seed in range(args.seed, args.seed + args.calls):
-        if not alive or time.monotonic() > until or len(wrong) >= 12:
-            break
-        alive = attempt(f"seed {seed}", check, seed, args.ranks)
-    if alive:
-        alive = attempt("graphs", check_graphs, args.ranks)
-    if alive and args.ranks > 1:
-        attempt("waits", check_waits, args.ranks)
+        for name, (one, _, _) in chosen.items():
+            if alive and time.monotonic() < until and len(wrong) < 12:
+                alive = attempt(f"{name}, seed {seed}", one, seed, args.ranks)
+    for name, (_, graphs, waits) in chosen.items():
+        if alive:
+            alive = attempt(f"{name}, graphs", graphs, args.ranks)
+        if alive and args.ranks > 1:
+            alive = attempt(f"{name}, waits", waits, args.ranks)
     print(f"\n{'tile':10} {'form':30} calls  largest error / bound")
     for (tile, form), errors in sorted(found.items()):
         print(f"{tile:10} {form:30} {len(errors):5}  {max(errors):.2f}")

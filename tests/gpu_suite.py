@@ -8,7 +8,7 @@ python tests/gpu_suite.py [--at-once 5] [--scripts NAME...] [--limit 3600] [FILE
 
     moe                   tests/moe_gpu.py: grouped products with every tile, routing
     attention             tests/attention_gpu.py: the kernels of attention
-    gathered              tests/gathered_gpu.py: grouped products of gathered rows, with every tile
+    gathered              tests/gathered_gpu.py: gathered rows, scattered sums
     symm                  tests/symm_gpu.py: Triton kernels, their faults and times
     two_level, nvshmem    the scripts of these names: nodes of one host
     growth                tests/growth_gpu.py: a heap that grows, with the default settings
@@ -72,7 +72,7 @@ def scripts(gpus: int, minutes: float) -> dict[str, Commands]:
     return {
         "moe": [[*python, "moe_gpu.py", "--calls", "200", "--limit", "150"]],
         "attention": [[*python, "attention_gpu.py", "--limit", "200"]],
-        "gathered": [[*python, "gathered_gpu.py", "--ranks", f"{gpus}", "--limit", "200"]],
+        "gathered": [[*python, "gathered_gpu.py", "--ranks", f"{gpus}", "--limit", "300"]],
         "symm": [[*python, "symm_gpu.py", "--times", "5", "--limit", "500"]],
         "two_level": [[*python, "two_level_gpu.py", "--nodes", f"{min(gpus, 2)}"]],
         "nvshmem": [[*python, "nvshmem_gpu.py", "--processes", f"{gpus}"]],
