@@ -62,7 +62,10 @@ class TokenSums {
       __syncwarp();
       if (lane == 0) {
         if (!is_own) {
-          StoreRelease(ItemSignal(args, call, item.owner, args.view.rank, item.place), call.signal);
+          // After a failed wait the sums may be wrong.
+          StoreReleaseUnless(call.wait.stop,
+                             ItemSignal(args, call, item.owner, args.view.rank, item.place),
+                             call.signal);
         }
         call.Done(is_own ? EventKind::kCopy : EventKind::kSend, start, item.owner, item.place);
       }
