@@ -91,6 +91,16 @@ JFLUX_HD uint64_t AddRelaxed(uint64_t* p, uint64_t v) {
 #endif
 }
 
+// Sets bits of a word that one block's threads share and no other thread sees: shared memory on a
+// GPU, where the block's next barrier orders it; plain memory of one thread on a host.
+JFLUX_HD void OrInBlock(uint32_t* p, uint32_t bits) {
+#if defined(__CUDA_ARCH__)
+  atomicOr(p, bits);
+#else
+  *p |= bits;
+#endif
+}
+
 // True for the one caller that changed `expected` to `desired`.
 JFLUX_HD bool CompareExchange(uint64_t* p, uint64_t expected, uint64_t desired) {
 #if defined(__CUDA_ARCH__)

@@ -96,6 +96,15 @@ JFLUX_HD constexpr int64_t Quotient(int64_t a, int64_t b) {
 }
 JFLUX_HD constexpr int64_t Remainder(int64_t a, int64_t b) { return a - Quotient(a, b) * b; }
 
+// How many bits are set.
+JFLUX_HD int32_t PopCount(uint32_t bits) {
+#if defined(__CUDA_ARCH__)
+  return __popc(bits);
+#else
+  return __builtin_popcount(bits);
+#endif
+}
+
 template <typename T>
 JFLUX_HD constexpr T CeilDiv(T a, T b) {
   return (a + b - 1) / b;

@@ -6,19 +6,21 @@
 #include "runtime/op.h"
 
 // An Op is named k<Name>Op, and defined in the <name>_ffi.cc of its folder.
-#define JFLUX_OPS(OP)        \
-  OP(AllGatherMatmul)        \
-  OP(MatmulReduceScatter)    \
-  OP(MatmulAllToAll)         \
-  OP(MatmulAllReduce)        \
-  OP(AllToAllMatmul)         \
-  OP(AllReduce)              \
-  OP(AllGather)              \
-  OP(AllToAll)               \
-  OP(ReduceScatter)          \
-  OP(RaggedAllToAll)         \
-  OP(AllGatherGroupedMatmul) \
-  OP(GroupedMatmulReduceScatter)
+#define JFLUX_OPS(OP)            \
+  OP(AllGatherMatmul)            \
+  OP(MatmulReduceScatter)        \
+  OP(MatmulAllToAll)             \
+  OP(MatmulAllReduce)            \
+  OP(AllToAllMatmul)             \
+  OP(AllReduce)                  \
+  OP(AllGather)                  \
+  OP(AllToAll)                   \
+  OP(ReduceScatter)              \
+  OP(RaggedAllToAll)             \
+  OP(AllGatherGroupedMatmul)     \
+  OP(GroupedMatmulReduceScatter) \
+  OP(MoeDispatch)                \
+  OP(MoeCombine)
 
 #define JFLUX_LOCAL_OPS(OP)  \
   OP(FlashAttention)         \

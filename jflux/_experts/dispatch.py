@@ -14,8 +14,9 @@ from .. import _mesh, moe
 from .._epilogue import sum_dtype
 from .._mesh import AxisName
 from .._ops.exchange import all_gather
-from . import partial, routing
+from . import partial, placed, routing
 from .partial import PartialHandle
+from .placed import PlacedHandle
 from .routing import Sizes
 from .rows import (
     Handle,
@@ -73,7 +74,7 @@ class Dispatched(NamedTuple):
     group_sizes: jax.Array
     padded_sizes: jax.Array
     weights: jax.Array
-    handle: Handle | PartialHandle | LevelsHandle
+    handle: Handle | PartialHandle | PlacedHandle | LevelsHandle
     statistics: DispatchStatistics
 
 
@@ -181,21 +182,82 @@ def _dispatch(
     axis_name: AxisName,
 ) -> Dispatched:
     """Between the ranks along one axis. k may be more than there are experts."""
+    if (params := _placed_params(x, indices, num_experts, options, axis_name)) is not None:
+        return _placed(x, indices, weights, params, options, axis_name)
     handle, sizes, padded, statistics = _route(indices, num_experts, options, axis_name)
     weights = weights.astype(sum_dtype(x.dtype))
     if isinstance(handle, PartialHandle):
         rows, row_weights = partial.rows_and_weights(axis_name, handle, x, weights)
     else:
         rows, row_weights = spread(axis_name, handle, x, weights)
+    return _dispatched(rows, sizes, padded, row_weights, handle, statistics, options)
+
+
+def _dispatched(
+    rows: jax.Array,
+    sizes: jax.Array,
+    padded: jax.Array,
+    row_weights: jax.Array,
+    handle: Handle | PartialHandle | PlacedHandle,
+    statistics: DispatchStatistics,
+    options: _Options,
+) -> Dispatched:
+    """In the layout that is asked for."""
     if options.layout == "masked":
         rows = rows.reshape(sizes.shape[0], -1, rows.shape[1])
         row_weights = row_weights.reshape(rows.shape[:2])
     return Dispatched(rows, sizes, padded, row_weights, handle, statistics)
 
 
+def _placed_params(
+    x: jax.Array, indices: jax.Array, num_experts: int, options: _Options, axis_name: AxisName
+) -> placed.Params | None:
+    """The dispatch in one kernel, or None if it takes another form."""
+    if not options.partial_sums:
+        return None
+    world, (tokens, k) = _mesh.axis_size(axis_name), indices.shape
+    experts = num_experts // world
+    rows = _rows_of_experts(world * tokens, k, experts, options)
+    return placed.params_for(
+        x, indices, num_experts, rows, axis_name,
+        capacity=-1 if options.capacity is None else int(options.capacity),
+        alignment=int(options.alignment),
+        stride=rows // experts if options.layout == "masked" else 0,
+    )  # fmt: skip
+
+
+def _placed(
+    x: jax.Array,
+    indices: jax.Array,
+    weights: jax.Array,
+    params: placed.Params,
+    options: _Options,
+    axis_name: AxisName,
+) -> Dispatched:
+    """In one kernel. The statistics are of no use to it: what nobody reads of them, XLA leaves
+    out."""
+    slots, wrong, by_expert = _choices(indices, params.world * params.experts)
+    chosen = all_gather(by_expert.counts, axis_name=axis_name)
+    kept = slots
+    if options.capacity is not None:
+        rank = lax.axis_index(_mesh.as_tuple(axis_name))
+        places = routing.places_of(chosen, rank, options.capacity)
+        kept = routing.keep(slots, by_expert, places)
+    dropped = _dropped(slots, kept, wrong)
+    if options.on_overflow == "error":
+        indices = _fail_if(dropped, indices, axis_name)
+    weights = weights.astype(sum_dtype(x.dtype))
+    rows, row_weights, sizes, handle = placed.dispatched(params, x, indices, weights)
+    padded = -(-sizes // options.alignment) * options.alignment
+    if options.layout == "masked":
+        padded = jnp.full_like(sizes, params.stride)
+    statistics = DispatchStatistics(jnp.sum(chosen, 0, dtype=jnp.int32), dropped)
+    return _dispatched(rows, sizes, padded, row_weights, handle, statistics, options)
+
+
 def moe_combine(
     y: Any,
-    handle: Handle | PartialHandle | LevelsHandle,
+    handle: Handle | PartialHandle | PlacedHandle | LevelsHandle,
     *,
     weights: Any = None,
     residual: Any = None,
@@ -257,14 +319,17 @@ def moe_combine(
         )
     if not jnp.issubdtype(y.dtype, jnp.floating):
         raise TypeError(f"jflux.moe_combine: y must be floating, got {y.dtype}")
-    if weights is None and not isinstance(handle, PartialHandle):
+    if weights is None and isinstance(handle, Handle):
         weights = once(handle, y.dtype)
     if weights is not None:
         weights = _checked_weights(weights, handle).astype(sum_dtype(y.dtype))
         y, weights = _mesh.vary_together(axis_name, y, weights)
     else:
         (y,) = _mesh.vary_together(axis_name, y)
-    if isinstance(handle, PartialHandle):
+    if isinstance(handle, PlacedHandle):
+        dtype = y.dtype if residual is None else sum_dtype(y.dtype)
+        total = placed.combined(handle, y, weights, dtype)
+    elif isinstance(handle, PartialHandle):
         total = partial.combined(axis_name, handle, y, weights)
     else:
         (total,) = combined(axis_name, handle, y, weights)
@@ -313,7 +378,7 @@ def _checked(
     return x, indices.astype(jnp.int32), weights
 
 
-def _checked_weights(weights: Any, handle: Handle | PartialHandle) -> jax.Array:
+def _checked_weights(weights: Any, handle: Handle | PartialHandle | PlacedHandle) -> jax.Array:
     weights, shape = jnp.asarray(weights), handle.first.shape
     if weights.shape != shape or not jnp.issubdtype(weights.dtype, jnp.floating):
         raise ValueError(
@@ -353,12 +418,9 @@ def _route(
     world, rank = _mesh.axis_size(axis_name), lax.axis_index(_mesh.as_tuple(axis_name))
     tokens, k = indices.shape
     experts = num_experts // world
-    inside = (indices >= 0) & (indices < num_experts)
-    slots = routing.distinct(jnp.where(inside, indices, -1))
-    wrong = jnp.sum(~inside & (indices != -1), dtype=jnp.int32)
+    slots, wrong, by_expert = _choices(indices, num_experts)
 
     # What every rank has for every expert, and for every rank.
-    by_expert = moe.route(jnp.where(slots.has_row, slots.expert, -1), num_experts)
     kept, capacity = slots, options.capacity
     if capacity is not None:
         chosen = all_gather(by_expert.counts, axis_name=axis_name)
@@ -381,7 +443,7 @@ def _route(
     token, receiver = jnp.where(going >= 0, going % tokens, -1), going // tokens
     sent = jnp.where(kept.has_row & (kept.expert >= 0), kept.expert, -1)[token]
     there = (sent >= 0) & (sent // experts == receiver[:, None])
-    dropped = jnp.sum((slots.expert >= 0) & (kept.expert < 0), dtype=jnp.int32) + wrong
+    dropped = _dropped(slots, kept, wrong)
     there = jnp.where(there, sent % experts, -1)
     if options.on_overflow == "error":
         there = _fail_if(dropped, there, axis_name)
@@ -417,6 +479,20 @@ def _route(
     row = jnp.where(kept.first >= 0, place, -1).astype(jnp.int32)
     handle = Handle(token, out, slot, back, home, kept.first, row)
     return handle, sizes, padded, statistics
+
+
+def _choices(indices: jax.Array, num_experts: int) -> tuple[routing.Slots, jax.Array, moe.Routing]:
+    """This rank's slots, how many indices are no expert's, and the slots that have a row by
+    expert."""
+    inside = (indices >= 0) & (indices < num_experts)
+    slots = routing.distinct(jnp.where(inside, indices, -1))
+    wrong = jnp.sum(~inside & (indices != -1), dtype=jnp.int32)
+    return slots, wrong, moe.route(jnp.where(slots.has_row, slots.expert, -1), num_experts)
+
+
+def _dropped(slots: routing.Slots, kept: routing.Slots, wrong: jax.Array) -> jax.Array:
+    """Of this rank's slots, those that found no place, and those whose index is no expert's."""
+    return jnp.sum((slots.expert >= 0) & (kept.expert < 0), dtype=jnp.int32) + wrong
 
 
 def _rows_of_experts(received: int, k: int, experts: int, options: _Options) -> int:

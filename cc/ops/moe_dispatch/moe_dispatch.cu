@@ -1,0 +1,127 @@
+// The kernels of moe_dispatch and moe_combine: CTAs share the items as the *_body.h say.
+#include <cuda_fp16.h>
+
+#include "jflux/kernel.cuh"
+#include "ops/moe_dispatch/moe_combine_body.h"
+#include "ops/moe_dispatch/moe_dispatch_body.h"
+#include "ops/moe_dispatch/moe_dispatch_cuda.h"
+#include "ops/moe_dispatch/moe_dispatch_plan.h"
+#include "runtime/kernels_cuda.h"
+
+namespace jflux {
+namespace {
+
+struct DispatchArgs {
+  shmem::CallArgs call;
+  MoeDispatchParams params;
+  MoeDispatchArrays arrays;
+};
+
+__global__ void __launch_bounds__(kMoeDispatchThreads, kMoeDispatchCtasPerSm)
+    MoeDispatchKernel(const __grid_constant__ DispatchArgs args) {
+  extern __shared__ int32_t smem[];
+  const shmem::Context ctx = shmem::begin_call(args.call);
+  const bool ok = MoeDispatchBody{args.params, args.arrays, ctx, smem}.Run();
+  shmem::end_call(args.call, ctx, ok);
+}
+
+// As VectorNumbers, by the GPU's own conversions: those of core/numbers.h take far more
+// instructions for float16.
+struct HalfNumbers {
+  using Vector = shmem::internal::Vector;
+  static constexpr int kSize = 8;
+
+  static __device__ void Unpack(const Vector& vector, float (&numbers)[kSize]) {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      const auto bits = static_cast<uint16_t>(vector.word[i / 2] >> (16 * (i % 2)));
+      numbers[i] = __half2float(__ushort_as_half(bits));
+    }
+  }
+  static __device__ Vector Pack(const float (&numbers)[kSize]) {
+    Vector vector{};
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      const uint32_t bits = __half_as_ushort(__float2half_rn(numbers[i]));
+      vector.word[i / 2] |= bits << (16 * (i % 2));
+    }
+    return vector;
+  }
+};
+
+struct CombineArgs {
+  shmem::CallArgs call;
+  MoeCombineParams params;
+  MoeCombineArrays arrays;
+};
+
+template <typename Numbers>
+__global__ void __launch_bounds__(kMoeCombineThreads, kMoeCombineCtasPerSm)
+    MoeCombineKernel(const __grid_constant__ CombineArgs args) {
+  extern __shared__ int32_t smem[];
+  const shmem::Context ctx = shmem::begin_call(args.call);
+  const bool ok = MoeCombineBody<Numbers>{args.params, args.arrays, ctx, smem}.Run();
+  shmem::end_call(args.call, ctx, ok);
+}
+
+const void* CombineKernelOf(DType dtype) {
+  switch (dtype) {
+    case DType::kF16:
+      return reinterpret_cast<const void*>(&MoeCombineKernel<HalfNumbers>);
+    case DType::kBF16:
+      return reinterpret_cast<const void*>(&MoeCombineKernel<VectorNumbers<BF16>>);
+    case DType::kF32:
+      return reinterpret_cast<const void*>(&MoeCombineKernel<VectorNumbers<float>>);
+    case DType::kF64:
+      return nullptr;  // the handler takes no such operands
+  }
+  return nullptr;
+}
+
+template <typename Params>
+shmem::CallArgs CallArgsFor(const Params& p, OpId op, int64_t site, int64_t blocks,
+                            const CudaDevice& device, const SymmetricView& view) {
+  shmem::CallArgs call{};
+  call.state = device.state;
+  call.view = view;
+  call.layout = p.Workspace();
+  call.signature = SignatureBuilder().Add(p.Signature()).Add(site).Add(blocks).Get();
+  call.op = static_cast<uint32_t>(op);
+  return call;
+}
+
+int64_t BlocksFor(const TokenParts& items, int ctas_per_sm, const CudaDevice& device) {
+  return Min<int64_t>(items.Items(), int64_t{ctas_per_sm} * device.sm_count);
+}
+
+}  // namespace
+
+bool LoadMoeDispatchKernels(std::string* error) {
+  const auto* dispatch = reinterpret_cast<const void*>(&MoeDispatchKernel);
+  if (!LoadKernel(dispatch, kMostMoeDispatchScratch, error)) return false;
+  for (const DType dtype : {DType::kF16, DType::kBF16, DType::kF32}) {
+    if (!LoadKernel(CombineKernelOf(dtype), 0, error)) return false;
+  }
+  return true;
+}
+
+bool LaunchMoeDispatch(const MoeDispatchParams& p, const MoeDispatchArrays& arrays, int64_t site,
+                       const CudaDevice& device, const SymmetricView& view, cudaStream_t stream,
+                       std::string* error) {
+  const int64_t blocks = BlocksFor(p.items, kMoeDispatchCtasPerSm, device);
+  DispatchArgs args{CallArgsFor(p, kMoeDispatchId, site, blocks, device, view), p, arrays};
+  return LaunchKernel(reinterpret_cast<const void*>(&MoeDispatchKernel), &args,
+                      static_cast<int>(blocks), /*ctas=*/1, kMoeDispatchThreads,
+                      static_cast<int>(p.ScratchBytes()), stream, error);
+}
+
+bool LaunchMoeCombine(const MoeCombineParams& p, const MoeCombineArrays& arrays, int64_t site,
+                      const CudaDevice& device, const SymmetricView& view, cudaStream_t stream,
+                      std::string* error) {
+  const int64_t blocks = BlocksFor(p.items, kMoeCombineCtasPerSm, device);
+  CombineArgs args{CallArgsFor(p, kMoeCombineId, site, blocks, device, view), p, arrays};
+  return LaunchKernel(CombineKernelOf(p.dtype), &args, static_cast<int>(blocks), /*ctas=*/1,
+                      kMoeCombineThreads, static_cast<int>(p.ScratchBytes()), stream, error);
+}
+
+}  // namespace jflux

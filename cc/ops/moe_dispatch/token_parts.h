@@ -1,0 +1,42 @@
+// The items of a dispatch and a combine: a token's row, or a part of it where a rank has so few
+// tokens that blocks would have nothing to do. Item i of a rank concerns its token i / parts, and
+// on all ranks the block that has item i has all items i.
+#ifndef JFLUX_OPS_MOE_DISPATCH_TOKEN_PARTS_H_
+#define JFLUX_OPS_MOE_DISPATCH_TOKEN_PARTS_H_
+
+#include <cstdint>
+
+#include "core/platform.h"
+
+namespace jflux {
+
+struct TokenParts {
+  int64_t tokens;   // of a rank
+  int64_t vectors;  // of 16 bytes, of a row
+  int32_t parts;    // of a row
+
+  JFLUX_HD int64_t Items() const { return tokens * parts; }
+  JFLUX_HD int64_t Token(int64_t item) const { return Quotient(item, parts); }
+  JFLUX_HD int32_t Part(int64_t item) const { return static_cast<int32_t>(Remainder(item, parts)); }
+  // The vectors of an item: from First(part) on, before First(part + 1).
+  JFLUX_HD int64_t First(int32_t part) const { return Quotient(vectors * part, parts); }
+
+  // The item's signal, of those that rank `src` sets.
+  JFLUX_HD int64_t Signal(int src, int64_t item) const { return src * Items() + item; }
+
+  // Parts that give `blocks` blocks an item each, if a part has a vector for each of half a block's
+  // threads (an estimate).
+  static int32_t PartsFor(int64_t tokens, int64_t vectors, int64_t blocks) {
+    constexpr int32_t kMost = 8;
+    constexpr int64_t kLeastVectors = 128;
+    int32_t parts = 1;
+    while (parts < kMost && tokens * parts * 2 <= blocks && vectors >= kLeastVectors * parts * 2) {
+      parts *= 2;
+    }
+    return parts;
+  }
+};
+
+}  // namespace jflux
+
+#endif  // JFLUX_OPS_MOE_DISPATCH_TOKEN_PARTS_H_

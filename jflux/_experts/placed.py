@@ -1,0 +1,443 @@
+"""A dispatch and a combine with partial sums, each one kernel. Kernels: cc/ops/moe_dispatch.
+
+``jflux_moe_dispatch(x, indices, weights)`` and ``jflux_moe_combine(y, weights, indices, slot, there,
+part)`` are each other's transposes in x and y. A token has a place of its own on each rank that it
+is sent to, so nothing is counted before rows leave, and the choices alone say where rows lie: the
+gradient of a combine dispatches with them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from .. import _config, _derivatives, _dispatch, _lowering, _mesh, _native, moe
+from .._derivatives import total
+from .._dispatch import Arrays, Machine, Plan
+from .._epilogue import sum_dtype
+from .._levels import Levels
+from .._mesh import AxisName
+from .._ops import _local, _product, exchange
+from ..moe import _rows
+from . import routing
+from .rows import on_first, rows_or_zeros, summed
+
+OP, COMBINE = "moe_dispatch", "moe_combine"
+
+#: Whether the GPU kernels have been compared with float64 on GPUs.
+CHECKED_ON_GPUS = False
+
+#: The most of the heap that a dispatch takes this way: 4096 tokens of 14336 bytes on each of two
+#: ranks take half of it.
+MOST_WORKSPACE_BYTES = 512 << 20
+
+#: In `there`, in place of a row.
+_NONE, _DROPPED = -1, -2
+
+
+@dataclasses.dataclass(frozen=True)
+class Params:
+    """A dispatch, less its operands.
+
+    Attributes:
+      experts: of a rank.
+      rows: of the result.
+      capacity: most rows of an expert; -1: any number.
+      alignment: of an expert's rows.
+      stride: rows from one expert's first to the next one's; 0: they follow each other.
+    """
+
+    axis_names: tuple[Any, ...]
+    world: int
+    experts: int
+    rows: int
+    capacity: int
+    alignment: int
+    stride: int
+    prepared: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class CombineParams:
+    """A combine, less its operands, after a dispatch."""
+
+    dispatch: Params
+    out_dtype: np.dtype
+    prepared: str | None = None
+
+    @property
+    def axis_names(self) -> tuple[Any, ...]:
+        return self.dispatch.axis_names
+
+    @property
+    def world(self) -> int:
+        return self.dispatch.world
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PlacedHandle:
+    """How a dispatch moved its rows. Arrays are int32.
+
+    Attributes:
+      indices: [T, k], the experts.
+      slot: [R], which of the ``N T k`` slots of all ranks' tokens is an expert's row; -1: none. (A
+        masked layout is [E_local C] here.)
+      there: [N T, k], the expert's row of each of these slots; -1: none here, -2: dropped.
+      part: [T, k], the rank of a slot's expert; -1: none, or an earlier slot of the token has it.
+      first: [T, k], the slot of the token whose row this slot shares; -1: it has none.
+      params: of the dispatch, static.
+    """
+
+    indices: jax.Array
+    slot: jax.Array
+    there: jax.Array
+    part: jax.Array
+    first: jax.Array
+    params: Params = dataclasses.field(metadata={"static": True})
+
+
+def params_for(
+    x: Any, indices: Any, num_experts: int, rows: int, axis_name: AxisName, **options: Any
+) -> Params | None:
+    """The dispatch of these operands, or None if it takes another form. `options`: capacity,
+    alignment, stride. Decided when the call is traced, since the handle goes by it: by shapes and
+    switches, which are the same on all ranks."""
+    world = _mesh.axis_size(axis_name)
+    if not _config.config.fused or _dispatch.why_unchecked(CHECKED_ON_GPUS) is not None:
+        return None
+    is_mesh = all(_mesh.is_manual(name) for name in _mesh.as_tuple(axis_name))
+    if not is_mesh or not 2 <= world <= _product.MAX_RANKS or x.dtype.name not in _TYPES:
+        return None
+    if 0 in (*x.shape, *indices.shape):
+        return None
+    params = Params(_mesh.as_tuple(axis_name), world, num_experts // world, rows, **options)
+    try:
+        native = _native.plan(OP, _call((x, indices), params), 0, 0.0)
+    except ValueError:
+        return None
+    if native["workspace_bytes"] > MOST_WORKSPACE_BYTES and not _config.config.always:
+        return None
+    return params
+
+
+def dispatched(
+    params: Params, x: jax.Array, indices: jax.Array, weights: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, PlacedHandle]:
+    """Rows [R, H], their weights f32 [R], i32 [E_local] how many each expert has, and the handle.
+    Operands vary over the axes; weights are float32."""
+    operands = _local.vary_together(x, indices, weights)
+    rows, row_weights, sizes, slot, there = _dispatch_primitive.bind(*operands, params=params)
+    indices = operands[1]
+    first = routing.distinct(_known(indices, params)).first
+    handle = PlacedHandle(indices, slot, there, _part(indices, params), first, params)
+    return rows, row_weights, sizes, handle
+
+
+def combined(
+    handle: PlacedHandle, y: jax.Array, weights: jax.Array | None, dtype: Any
+) -> jax.Array:
+    """The weighted sum of each token's rows of y [R, D]: [T, D], of `dtype`, y's or that of its
+    sums. None: they are added as they are."""
+    if weights is None:
+        w = jnp.ones(handle.there.shape, np.float32)
+    else:
+        w = _weights_there(on_first(handle.first, weights.astype(np.float32)), handle.params)
+    params = CombineParams(handle.params, np.dtype(dtype))
+    return _combine(params, y, w, handle.indices, handle.slot, handle.there, handle.part)
+
+
+def _combine(params: CombineParams, *operands: jax.Array) -> jax.Array:
+    return _combine_primitive.bind(*_local.vary_together(*operands), params=params)[0]
+
+
+# ---- What follows from the choices ---------------------------------------------------------------
+
+
+def _known(indices: jax.Array, params: Params) -> jax.Array:
+    """Those that are experts'; -1 for others."""
+    is_known = (indices >= 0) & (indices < params.world * params.experts)
+    return jnp.where(is_known, indices, -1)
+
+
+def _part(indices: jax.Array, params: Params) -> jax.Array:
+    known = _known(indices, params)
+    to = jnp.where(known >= 0, known // params.experts, -1)
+    return jnp.where(routing.distinct(to).has_row, to, -1)
+
+
+def _first(indices: jax.Array, params: Params) -> jax.Array:
+    return routing.distinct(_known(indices, params)).first
+
+
+def _weights_there(weights: jax.Array, params: Params) -> jax.Array:
+    """Those of all ranks' slots, [N T, k]."""
+    return exchange.all_gather(weights, axis_name=params.axis_names, axis=0, tiled=True)
+
+
+def _of_slots(numbers: jax.Array, there: jax.Array) -> jax.Array:
+    """[N T, k] of numbers [R]; 0 for slots without a row here."""
+    return rows_or_zeros(numbers, there)
+
+
+# ---- How a dispatch lowers -----------------------------------------------------------------------
+
+_TYPES = ("bfloat16", "float16", "float32")
+
+
+def _call(arrays: Arrays, params: Params) -> dict[str, int]:
+    """A dispatch as the native plan function reads it."""
+    x, indices, *_ = arrays
+    return {
+        "world": params.world,
+        "tokens": x.shape[0],
+        "slots": indices.shape[1],
+        "row_bytes": x.shape[1] * x.dtype.itemsize,
+        "experts": params.experts,
+        "rows": params.rows,
+        "capacity": params.capacity,
+        "alignment": params.alignment,
+        "stride": params.stride,
+    }
+
+
+def _plan_of(op: str, call: dict[str, int], dtype: Any, machine: Machine) -> Plan:
+    why = _dispatch.why_unchecked(CHECKED_ON_GPUS) if machine.on_gpus else None
+    if why is None and dtype.name not in _TYPES:
+        why = f"rows are {dtype}, the kernels take bfloat16, float16 and float32"
+    if why is not None:
+        return _dispatch.decomposed(why)
+    try:
+        native = machine.native_plan(op, call)
+    except ValueError as refused:
+        return _dispatch.decomposed(str(refused))
+    if native["workspace_bytes"] > machine.heap_bytes // 3 and not _config.config.always:
+        return _dispatch.decomposed(
+            f"it takes {native['workspace_bytes']} bytes, more than a third of a heap of "
+            f"{machine.heap_bytes}"
+        )
+    rows = call["world"] * call["tokens"]
+    return _dispatch.fused(f"one kernel, with places for {rows} tokens on each rank", native)
+
+
+def _plan_two_level(arrays: Arrays, params: Any, machine: Machine, levels: Levels) -> Plan:
+    return _dispatch.decomposed(f"{levels}, and the kernel reaches the ranks of one node only")
+
+
+def _batch(primitive: Any, operands: Any, dims: Any, *, params: Any) -> Any:
+    return _product.batch_one_by_one(
+        lambda *one: primitive.bind(*one, params=params), operands, dims
+    )
+
+
+def _dispatch_shapes(arrays: Arrays, params: Params) -> list[_lowering.ShapeDtype]:
+    x, indices, _ = arrays
+    return [
+        ((params.rows, x.shape[1]), x.dtype),
+        ((params.rows,), np.dtype(np.float32)),
+        ((params.experts,), np.dtype(np.int32)),
+        ((params.rows,), np.dtype(np.int32)),
+        ((params.world * x.shape[0], indices.shape[1]), np.dtype(np.int32)),
+    ]
+
+
+def _dispatch_by_gathers(arrays: Arrays, params: Params, plan: Plan | None = None) -> list[Any]:
+    """All ranks' tokens come to each rank, which keeps its rows."""
+    x, indices, weights = (
+        exchange.all_gather(a, axis_name=params.axis_names, axis=0, tiled=True) for a in arrays
+    )
+    experts, k = params.experts, indices.shape[1]
+    local = indices - lax.axis_index(params.axis_names) * experts
+    slots = routing.distinct(jnp.where((local >= 0) & (local < experts), local, -1))
+    own = jnp.where(slots.has_row, slots.expert, -1)
+    by_expert = moe.route(own, experts)
+    sizes = by_expert.counts
+    if params.capacity >= 0:
+        sizes = jnp.minimum(sizes, params.capacity)
+    padded = -(-sizes // params.alignment) * params.alignment
+    starts = jnp.cumsum(padded) - padded
+    if params.stride:
+        starts = jnp.arange(experts, dtype=jnp.int32) * params.stride
+    kept = by_expert._replace(counts=sizes)
+    slot, there = routing.expert_rows(own, kept, starts, params.rows)
+    number = routing.number_among_equals(own, by_expert)
+    there = jnp.where((own >= 0) & (number >= sizes[own]), _DROPPED, there)
+    rows = rows_or_zeros(x, jnp.where(slot >= 0, slot // k, -1))
+    row_weights = rows_or_zeros(on_first(slots.first, weights).ravel(), slot)
+    return [rows, row_weights, sizes, slot, there]
+
+
+def _dispatch_attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
+    return {
+        "alignment": np.int64(params.alignment),
+        "capacity": np.int64(params.capacity),
+        "parts": np.int64(plan.config["parts"]),
+        "stride": np.int64(params.stride),
+    }
+
+
+_dispatch_primitive = _lowering.make_primitive(
+    _lowering.Rules(
+        name=OP,
+        result_shapes=_dispatch_shapes,
+        reference=_dispatch_by_gathers,
+        decomposed=_dispatch_by_gathers,
+        plan=lambda arrays, params, machine: _plan_of(
+            OP, _call(arrays, params), arrays[0].dtype, machine
+        ),
+        plan_two_level=_plan_two_level,
+        attributes=_dispatch_attributes,
+        batch=_batch,
+    )
+)
+
+
+# ---- How a combine lowers ------------------------------------------------------------------------
+
+
+def _plan_combine(arrays: Arrays, params: CombineParams, machine: Machine) -> Plan:
+    y, *_, part = arrays
+    call = {
+        "world": params.world,
+        "tokens": part.shape[0],
+        "slots": part.shape[1],
+        "row_bytes": y.shape[1] * y.dtype.itemsize,
+        "rows": y.shape[0],
+    }
+    return _plan_of(COMBINE, call, y.dtype, machine)
+
+
+def _combine_shapes(arrays: Arrays, params: CombineParams) -> list[_lowering.ShapeDtype]:
+    y, *_, part = arrays
+    return [((part.shape[0], y.shape[1]), params.out_dtype)]
+
+
+def _combine_by_all_to_all(
+    arrays: Arrays, params: CombineParams, plan: Plan | None = None
+) -> list[Any]:
+    """A row of each token comes from each rank, or zeros."""
+    y, w, _, slot, there, part = arrays
+    sums = _rows.combine(y, w, slot, there)
+    back = exchange.bind("all_to_all", sums, params.axis_names, params.world, 0, 0)
+    tokens = part.shape[0]
+    row = jnp.where(part >= 0, part * tokens + jnp.arange(tokens)[:, None], -1)
+    return [summed(back, row).astype(params.out_dtype)]
+
+
+_combine_primitive = _lowering.make_primitive(
+    _lowering.Rules(
+        name=COMBINE,
+        result_shapes=_combine_shapes,
+        reference=_combine_by_all_to_all,
+        decomposed=_combine_by_all_to_all,
+        plan=_plan_combine,
+        plan_two_level=_plan_two_level,
+        attributes=lambda arrays, params, plan: {"parts": np.int64(plan.config["parts"])},
+        batch=_batch,
+    )
+)
+
+
+# ---- Derivatives ---------------------------------------------------------------------------------
+
+
+def _dispatch_forward(operands: Sequence[Any], params: Params) -> tuple[Sequence[Any], Any]:
+    results = _dispatch_primitive.bind(*operands, params=params)
+    *_, slot, there = results
+    return results, (operands[1], slot, there)
+
+
+def _dispatch_tangents(kept: Any, tangents: Sequence[Any], params: Params) -> list[Any]:
+    indices, slot, _ = kept
+    dx, _, dw = tangents
+    if dx is not None:
+        given = jnp.zeros(indices.shape, np.float32) if dw is None else dw
+        return list(_dispatch_primitive.bind(*_local.vary_together(dx, indices, given),
+                                             params=params))  # fmt: skip
+    of_slots = _weights_there(on_first(_first(indices, params), dw), params)
+    return [None, rows_or_zeros(of_slots.ravel(), slot), None, None, None]
+
+
+def _dispatch_backward(
+    kept: Any, cotangents: Sequence[Any], wanted: Sequence[Any], params: Params
+) -> list[Any]:
+    indices, slot, there = kept
+    d_rows, d_weights, *_ = cotangents
+    dx, dw = None, None
+    if wanted[0] is not None and d_rows is not None:
+        ones = jnp.ones(there.shape, np.float32)
+        combine = CombineParams(params, np.dtype(wanted[0].dtype))
+        dx = _combine(combine, d_rows, ones, indices, slot, there, _part(indices, params))
+    if wanted[2] is not None and d_weights is not None:
+        # A slot has a row on one rank at most, so nothing is rounded.
+        back = exchange.reduce_scatter(
+            _of_slots(d_weights, there),
+            axis_name=params.axis_names, scatter_dimension=0, tiled=True,
+        )  # fmt: skip
+        first = _first(indices, params)
+        shared = jnp.take_along_axis(back, jnp.maximum(first, 0), axis=1)
+        dw = jnp.where(first >= 0, shared, 0)
+    return [dx, None, dw]
+
+
+def _dispatch_kept(operands: Sequence[Any], params: Params) -> Any:
+    raise _derivatives.not_linear(OP, "its choices say where rows lie")
+
+
+_derivatives.differentiate(
+    _dispatch_primitive,
+    _derivatives.Derivatives(
+        _dispatch_forward, _dispatch_tangents, _dispatch_backward, _dispatch_kept
+    ),
+)
+
+
+def _combine_forward(operands: Sequence[Any], params: CombineParams) -> tuple[Sequence[Any], Any]:
+    return _combine_primitive.bind(*operands, params=params), tuple(operands)
+
+
+def _combine_tangents(kept: Any, tangents: Sequence[Any], params: CombineParams) -> list[Any]:
+    y, w, *places = kept
+    dy, dw, *_ = tangents
+    of_y = None if dy is None else _combine(params, dy, w, *places)
+    of_w = None if dw is None else _combine(params, y, dw, *places)
+    return [total([of_y, of_w])]
+
+
+def _combine_backward(
+    kept: Any, cotangents: Sequence[Any], wanted: Sequence[Any], params: CombineParams
+) -> list[Any]:
+    y, w, indices, slot, there, _ = kept
+    (ct,) = cotangents
+    y_type = wanted[0] if y is None else y
+    zeros = jnp.zeros(indices.shape, np.float32)
+    # What is rounded here would be rounded where it is used.
+    operands = _local.vary_together(ct.astype(y_type.dtype), indices, zeros)
+    rows, *_ = _dispatch_primitive.bind(*operands, params=params.dispatch)
+    wide = rows.astype(sum_dtype(y_type.dtype))
+    dy, dw = None, None
+    if wanted[0] is not None:
+        row_weights = rows_or_zeros(w.ravel(), slot)
+        dy = (row_weights[:, None] * wide).astype(y_type.dtype)
+    if wanted[1] is not None:
+        dots = jnp.sum(wide * y.astype(wide.dtype), axis=1).astype(np.float32)
+        dw = _of_slots(dots, there)
+    return [dy, dw, None, None, None, None]
+
+
+def _combine_kept(operands: Sequence[Any], params: CombineParams) -> Any:
+    if operands[0] is None and operands[1] is None:
+        raise _derivatives.not_linear(COMBINE, "it is linear in y and in weights, not in both")
+    return tuple(operands)
+
+
+_derivatives.differentiate(
+    _combine_primitive,
+    _derivatives.Derivatives(_combine_forward, _combine_tangents, _combine_backward, _combine_kept),
+)
