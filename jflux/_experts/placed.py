@@ -1,9 +1,9 @@
 """A dispatch and a combine with partial sums, each one kernel. Kernels: cc/ops/moe_dispatch.
 
-``jflux_moe_dispatch(x, indices, weights)`` and ``jflux_moe_combine(y, weights, indices, slot, there,
-part)`` are each other's transposes in x and y. A token has a place of its own on each rank that it
-is sent to, so nothing is counted before rows leave, and the choices alone say where rows lie: the
-gradient of a combine dispatches with them.
+``jflux_moe_dispatch(x, indices, weights)`` and ``jflux_moe_combine(y, weights, ...)`` are each
+other's transposes in x and y. A token has a place of its own on each rank that it is sent to, so
+nothing is counted before rows leave, and the choices alone say where rows lie: the gradient of a
+combine dispatches with them.
 """
 
 from __future__ import annotations

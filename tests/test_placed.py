@@ -1,0 +1,241 @@
+"""A dispatch and a combine in one kernel each (jflux/_experts/placed.py), against the form of
+several ops, bit for bit where sums have one order, and against a dense form in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import PLATFORM, RANKS, compiled_text, fused_calls, make_mesh, per_device, run, x64_if
+from test_expert_parallel import KINDS, choices, dense, expected, layer
+
+import jflux
+from jflux import _dispatch
+from jflux._experts import placed
+from jflux._experts.placed import PlacedHandle
+
+WIDTH = 16
+# ranks, tokens, k, experts of a rank
+SIZES = ((2, 7, 3, 2), (3, 5, 4, 3), (RANKS, 6, 2, 1))
+WAYS = (
+    {"alignment": 4},
+    {"capacity": 3},
+    {"layout": "masked"},
+    {"capacity": 2, "alignment": 4, "layout": "masked"},
+)
+
+
+def _operands(seed, kind, ranks, tokens, k, experts, dtype=jnp.float32):
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((ranks, tokens, WIDTH)).astype(dtype)
+    weights = rng.random((ranks, tokens, k)).astype(np.float32)
+    return x, choices(rng, kind, ranks, tokens, k, experts), weights
+
+
+def _both(f, *args):
+    """f, which is jitted: (by one kernel, by several ops)."""
+    in_one = run(f, *args)
+    with jflux.config(unchecked_kernels=False, strict=False):
+        return in_one, run(f, *args)
+
+
+@pytest.fixture
+def by_gathers(monkeypatch):
+    """The kernels are not taken, and the handle is theirs."""
+    monkeypatch.setattr(placed, "_plan_of", lambda *_: _dispatch.decomposed("a test"))
+    jax.clear_caches()  # the plan is not in the key of what was lowered before
+    yield
+    jax.clear_caches()
+
+
+def _check_rows(size, way, dtype):
+    mesh, experts = make_mesh(size[:1]), size[0] * size[3]
+
+    def f(x, indices, weights):
+        d = jflux.moe_dispatch(
+            x, indices, weights, num_experts=experts, axis_name="tp", partial_sums=True, **way
+        )
+        y = jflux.moe_combine(d.rows, d.handle, axis_name="tp")
+        return d.rows, d.group_sizes, d.padded_sizes, d.weights, d.statistics, y
+
+    f = jax.jit(per_device(mesh, f))
+    for seed, kind in enumerate(KINDS):
+        args = _operands(seed, kind, *size[:3], experts, dtype=dtype)
+        got, want = _both(f, *args)
+        for a, b in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+            assert a.dtype == b.dtype
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("way", range(len(WAYS)))
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_rows_and_sums_have_the_same_bits(size, way):
+    _check_rows(size, WAYS[way], (jnp.bfloat16, np.float32, np.float16)[way % 3])
+
+
+def test_rows_where_no_kernel_is_taken(by_gathers):
+    for size, way in zip(SIZES, WAYS[1:], strict=True):
+        _check_rows(size, way, np.float32)
+
+
+# ---- A layer, and its gradients ------------------------------------------------------------------
+
+
+def _layer_and_gradients(options):
+    def f(x, indices, weights, w, ct):
+        def one(x, weights, w):
+            return layer(x, indices, weights, w, partial_sums=True, **options)
+
+        y, pull = jax.vjp(one, x, weights, w)
+        tangents = jax.jvp(one, (x, weights, w), (x, weights, w))[1]
+        return y, tangents, *pull(ct)
+
+    return f
+
+
+def _check_layer(size, options):
+    ranks, tokens, _, local = size
+    experts = ranks * local
+    rng = np.random.default_rng(3)
+    w = (rng.standard_normal((experts, WIDTH, WIDTH)) / 4).astype(np.float32)
+    ct = rng.standard_normal((ranks, tokens, WIDTH)).astype(np.float32)
+    f = jax.jit(per_device(make_mesh((ranks,)), _layer_and_gradients(options)))
+    for seed, kind in enumerate(KINDS):
+        x, indices, weights = _operands(seed, kind, *size[:3], experts)
+        _, kept = expected(indices, experts, options.get("capacity"))
+        got = run(f, x, indices, weights, w.reshape(ranks, local, WIDTH, WIDTH), ct)
+        with x64_if(np.float64):
+
+            def plain(x, weights, w, indices=indices, kept=kept):
+                return dense(x, indices, weights, w, kept)
+
+            wide = [a.astype(np.float64) for a in (x, weights, w)]
+            y, pull = jax.vjp(plain, *wide)
+            want = (y, jax.jvp(plain, tuple(wide), tuple(wide))[1], *pull(ct.astype(np.float64)))
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_allclose(a.reshape(b.shape), b, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "size, options",
+    [
+        (SIZES[0], {"alignment": 4, "scaled": True}),
+        (SIZES[0], {"layout": "masked", "capacity": 3}),
+        (SIZES[1], {}),
+        (SIZES[2], {"capacity": 2, "scaled": True}),
+    ],
+    ids=str,
+)
+def test_a_layer_and_its_gradients(size, options):
+    _check_layer(size, options)
+
+
+def test_a_layer_where_no_kernel_is_taken(by_gathers):
+    _check_layer(SIZES[1], {"capacity": 3})
+
+
+def test_layers_under_remat_and_scan():
+    """Two layers a step, with a residual, whose calls share a workspace."""
+    ranks, tokens, k, experts = 2, 5, 3, 4
+    rng = np.random.default_rng(5)
+    w = (rng.standard_normal((ranks, 2, WIDTH, WIDTH)) / 4).astype(np.float32)
+    args = (*_operands(5, "random", ranks, tokens, k, experts), w)
+
+    def f(x, indices, weights, w):
+        def loss(x, weights, w):
+            @jax.checkpoint
+            def step(x, shift):
+                for i in range(2):
+                    moved = (indices + shift + i) % experts
+                    x = layer(x, moved, weights, w, residual=x, partial_sums=True)
+                return x, jnp.sum(jnp.sin(x))
+
+            return jnp.sum(jax.lax.scan(step, x, jnp.arange(3))[1])
+
+        return jax.grad(loss, (0, 1, 2))(x, weights, w)
+
+    for a, b in zip(*_both(jax.jit(per_device(make_mesh((ranks,)), f)), *args), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
+
+
+def test_batches_and_several_groups():
+    """vmap of the calls, on a mesh of two groups."""
+    if RANKS < 4:
+        pytest.skip("two groups of two ranks")
+    mesh = make_mesh((2, 2), ("dp", "tp"))
+    x, indices, weights = (
+        np.stack([np.stack([a[:2], a[2:]]), np.stack([a[2:], a[:2]])], 2)
+        for a in _operands(6, "some without", 4, 5, 3, 4)
+    )
+
+    def f(x, indices, weights):
+        def one(x, indices, weights):
+            d = jflux.moe_dispatch(
+                x, indices, weights, num_experts=4, axis_name="tp", partial_sums=True
+            )
+            return jflux.moe_combine(2 * d.rows, d.handle, axis_name="tp")
+
+        return jax.vmap(one)(x, indices, weights)
+
+    got, want = _both(jax.jit(per_device(mesh, f)), x, indices, weights)
+    np.testing.assert_array_equal(got, want)
+
+
+# ---- Which form is taken -------------------------------------------------------------------------
+
+
+def _handle_of(**options):
+    seen = []
+
+    def f(x, indices, weights):
+        d = jflux.moe_dispatch(x, indices, weights, num_experts=4, axis_name="tp", **options)
+        seen.append(d.handle)
+        y = jflux.moe_combine(d.rows, d.handle, axis_name="tp")
+        return y
+
+    args = _operands(7, "random", 2, 5, 3, 4)
+    return compiled_text(per_device(make_mesh((2,)), f), *args), seen[0]
+
+
+def test_two_kernels_and_nothing_else():
+    """Statistics that nobody reads leave no trace."""
+    text, handle = _handle_of(partial_sums=True)
+    assert isinstance(handle, PlacedHandle)
+    assert sorted(fused_calls(text)) == ["moe_combine", "moe_dispatch"]
+
+
+def test_other_forms():
+    assert not isinstance(_handle_of()[1], PlacedHandle)
+    with jflux.config(unchecked_kernels=False):
+        assert not isinstance(_handle_of(partial_sums=True)[1], PlacedHandle)
+    with jflux.config(fused=False, strict=False):
+        assert not isinstance(_handle_of(partial_sums=True)[1], PlacedHandle)
+
+
+def test_the_tables_of_many_tokens_do_not_fit():
+    indices = jax.ShapeDtypeStruct((8192, 8), np.int32)
+    found = []
+
+    def f(x):
+        options = {"capacity": -1, "alignment": 1, "stride": 0}
+        found.append(placed.params_for(x, indices, 256, 100, "tp", **options))
+        found.append(placed.params_for(x[:4096], indices.update(shape=(4096, 8)), 256, 100, "tp",
+                                       **options))  # fmt: skip
+        return x
+
+    x = jax.ShapeDtypeStruct((2, 8192, WIDTH), jnp.bfloat16)
+    jax.eval_shape(per_device(make_mesh((2,)), f), x)
+    assert found[0] is None and found[1] is not None
+
+
+@pytest.mark.skipif(PLATFORM != "cpu", reason="a failed call ends the process")
+def test_a_dropped_slot_can_be_an_error():
+    x, indices, weights = _operands(8, "one rank", 2, 6, 2, 4)
+
+    def f(x, indices, weights):
+        return jflux.moe_dispatch(
+            x, indices, weights, num_experts=4, axis_name="tp", partial_sums=True, capacity=1,
+            on_overflow="error",
+        ).rows  # fmt: skip
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"input_offsets\[0\] = -\d+"):
+        jax.block_until_ready(jax.jit(per_device(make_mesh((2,)), f))(x, indices, weights))
