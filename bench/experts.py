@@ -4,7 +4,7 @@ python -m bench.experts --ranks 2 --out bench/results/2xh100_experts.json [--lis
 
 The list "dispatch": T tokens of each rank, to their experts' ranks and back. Microseconds:
 
-    D       jflux.moe_dispatch
+    D       jflux.moe_dispatch, with partial sums
     D+C     jflux.moe_dispatch and jflux.moe_combine, with partial sums
     each    the same, with each of a token's k rows coming back by itself
     S       the same pair in plain lax
@@ -98,7 +98,9 @@ def pair(case: Case, indices: jax.Array, x: jax.Array, sums: bool = True) -> jax
 def there(case: Case, indices: jax.Array, x: jax.Array) -> jax.Array:
     """Of one rank: as many of its experts' rows as it has tokens."""
     weights = jnp.full(indices.shape, 1 / case.k, jnp.float32)
-    d = jflux.moe_dispatch(x, indices, weights, num_experts=case.experts, axis_name="ep")
+    d = jflux.moe_dispatch(
+        x, indices, weights, num_experts=case.experts, axis_name="ep", partial_sums=True
+    )
     return d.rows[: x.shape[0]]
 
 

@@ -135,10 +135,7 @@ class MoeDispatchCall : public MoeCall {
   WorkspaceLayout Workspace() const override { return p_.Workspace(); }
   bool Run(const SymmetricView& view, uint64_t epoch, WaitContext ctx) override {
     ctx.op = static_cast<uint32_t>(kMoeDispatchId);
-    const int r = view.rank;
-    const MoeDispatchArrays arrays{x_[r].data(),    choices_[r].data(),     weights_[r].data(),
-                                   rows_[r].data(), row_weights_[r].data(), sizes_[r].data(),
-                                   slot_[r].data(), there_[r].data()};
+    const MoeDispatchArrays arrays = ArraysOf(view.rank);
     return RunBlocks(p_, view, epoch, ctx, [&](const shmem::Context& call, void* scratch) {
       return MoeDispatchBody{p_, arrays, call, scratch}.Run();
     });
@@ -181,7 +178,11 @@ class MoeDispatchCall : public MoeCall {
     return wrong;
   }
 
-  std::vector<int32_t>& ChoicesOf(int rank) { return choices_[rank]; }
+  MoeDispatchArrays ArraysOf(int rank) {
+    return MoeDispatchArrays{x_[rank].data(),    choices_[rank].data(),     weights_[rank].data(),
+                             rows_[rank].data(), row_weights_[rank].data(), sizes_[rank].data(),
+                             slot_[rank].data(), there_[rank].data()};
+  }
 
  private:
   std::vector<std::vector<float>> x_, rows_, row_weights_;
@@ -247,9 +248,7 @@ class MoeCombineCall : public MoeCall {
   WorkspaceLayout Workspace() const override { return c_.Workspace(); }
   bool Run(const SymmetricView& view, uint64_t epoch, WaitContext ctx) override {
     ctx.op = static_cast<uint32_t>(kMoeCombineId);
-    const int r = view.rank;
-    const MoeCombineArrays arrays{y_[r].bytes.data(), weights_there_[r].data(), there_[r].data(),
-                                  part_[r].data(), out_[r].bytes.data()};
+    const MoeCombineArrays arrays = ArraysOf(view.rank);
     return RunBlocks(c_, view, epoch, ctx, [&](const shmem::Context& call, void* scratch) {
       switch (c_.dtype) {
         case DType::kF16:
@@ -278,6 +277,12 @@ class MoeCombineCall : public MoeCall {
       wrong += out_[rank].Wrong(want);
     }
     return wrong;
+  }
+
+  const MoeCombineParams& params() const { return c_; }
+  MoeCombineArrays ArraysOf(int rank) {
+    return MoeCombineArrays{y_[rank].bytes.data(), weights_there_[rank].data(), there_[rank].data(),
+                            part_[rank].data(), out_[rank].bytes.data()};
   }
 
  private:
