@@ -9,7 +9,6 @@ python tests/gpu_suite.py [--at-once 5] [--scripts NAME...] [--limit 3600] [FILE
     moe                   tests/moe_gpu.py: grouped products with every tile, routing
     attention             tests/attention_gpu.py: the kernels of attention
     gathered              tests/gathered_gpu.py: gathered rows, scattered sums
-    gathered              tests/gathered_gpu.py: grouped products of gathered rows, with every tile
     placed                tests/placed_gpu.py: a dispatch and a combine in one kernel each
     symm                  tests/symm_gpu.py: Triton kernels, their faults and times
     two_level, nvshmem    the scripts of these names: nodes of one host
@@ -75,7 +74,6 @@ def scripts(gpus: int, minutes: float) -> dict[str, Commands]:
         "moe": [[*python, "moe_gpu.py", "--calls", "200", "--limit", "150"]],
         "attention": [[*python, "attention_gpu.py", "--limit", "200"]],
         "gathered": [[*python, "gathered_gpu.py", "--ranks", f"{gpus}", "--limit", "300"]],
-        "gathered": [[*python, "gathered_gpu.py", "--ranks", f"{gpus}", "--limit", "200"]],
         "placed": [[*python, "placed_gpu.py", "--ranks", f"{gpus}", "--limit", "200"]],
         "symm": [[*python, "symm_gpu.py", "--times", "5", "--limit", "500"]],
         "two_level": [[*python, "two_level_gpu.py", "--nodes", f"{min(gpus, 2)}"]],
