@@ -135,8 +135,8 @@ def dispatched(
     operands = _local.vary_together(x, indices, weights)
     rows, row_weights, sizes, slot, there = _dispatch_primitive.bind(*operands, params=params)
     indices = operands[1]
-    first = routing.distinct(_known(indices, params)).first
-    handle = PlacedHandle(indices, slot, there, _part(indices, params), first, params)
+    part, first = _part(indices, params), _first(indices, params)
+    handle = PlacedHandle(indices, slot, there, part, first, params)
     return rows, row_weights, sizes, handle
 
 
