@@ -19,7 +19,7 @@ struct DispatchArgs {
 
 __global__ void __launch_bounds__(kMoeDispatchThreads, kMoeDispatchCtasPerSm)
     MoeDispatchKernel(const __grid_constant__ DispatchArgs args) {
-  extern __shared__ int32_t smem[];
+  JFLUX_DYNAMIC_SHARED(int32_t, 4, smem);
   const shmem::Context ctx = shmem::begin_call(args.call);
   const bool ok = MoeDispatchBody{args.params, args.arrays, ctx, smem}.Run();
   shmem::end_call(args.call, ctx, ok);
@@ -58,7 +58,7 @@ struct CombineArgs {
 template <typename Numbers>
 __global__ void __launch_bounds__(kMoeCombineThreads, kMoeCombineCtasPerSm)
     MoeCombineKernel(const __grid_constant__ CombineArgs args) {
-  extern __shared__ int32_t smem[];
+  JFLUX_DYNAMIC_SHARED(int32_t, 4, smem);
   const shmem::Context ctx = shmem::begin_call(args.call);
   const bool ok = MoeCombineBody<Numbers>{args.params, args.arrays, ctx, smem}.Run();
   shmem::end_call(args.call, ctx, ok);

@@ -29,9 +29,16 @@ cudaError_t cudaGetDevice(int* ordinal) {
   return cudaSuccess;
 }
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
-  if (attribute != cudaDevAttrMultiProcessorCount) return cudaErrorNotSupported;
-  *value = SmCount();
-  return cudaSuccess;
+  switch (attribute) {
+    case cudaDevAttrMultiProcessorCount:
+      *value = SmCount();
+      return cudaSuccess;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+      *value = kMostDynamicBytes;
+      return cudaSuccess;
+    default:
+      return cudaErrorNotSupported;
+  }
 }
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 const char* cudaGetErrorString(cudaError_t) { return "an error of the simulated runtime"; }
@@ -44,6 +51,7 @@ cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute
 }
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
   *attributes = {};
+  attributes->ptxVersion = 90;
   return cudaSuccess;
 }
 

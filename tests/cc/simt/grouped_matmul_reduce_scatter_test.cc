@@ -1,0 +1,175 @@
+// The kernel of grouped_matmul_reduce_scatter in the simulator: two and three ranks that meet in
+// the workspace, several calls with other routings one after the other, late ranks.
+#include <cmath>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "ops/grouped_matmul_reduce_scatter/grouped_matmul_reduce_scatter_cuda.h"
+#include "simt/device_heap.h"
+#include "simt/machine.h"
+#include "simt/values.h"
+#include "testing.h"
+
+namespace jflux {
+namespace {
+
+using simt::Array;
+using simt::RandomArray;
+
+constexpr int kSms = 3;
+
+struct Case {
+  int32_t world;
+  int64_t tokens;
+  int32_t choices, parts, item_tokens;
+  int64_t k, n, groups;
+  bool transpose_rhs;
+  GemmChoice choice;
+  TestHooks hooks = {};
+};
+
+// All ranks' operands and results of one call. A fourth of the slots, or of the tokens, have no
+// expert.
+template <typename T, typename Out>
+struct Call {
+  std::vector<int32_t> offsets{0}, destination, source;
+  Array<float> weights;
+  std::vector<Array<T>> h, w;
+  std::vector<Array<Out>> out, y;
+
+  Call(const Case& c, std::mt19937& random, int kind)
+      : weights(RandomArray<float>(random, c.world * c.tokens * c.choices)) {
+    const int64_t slots = c.world * c.tokens * c.choices;
+    std::vector<std::vector<int32_t>> chosen(c.groups);
+    for (int32_t slot = 0; slot < slots; ++slot) {
+      const bool drops = kind == 1   ? random() % 4 == 0
+                         : kind == 2 ? slot / c.choices % 4 == 3
+                                     : false;
+      const size_t e = kind == 3 ? 0 : random() % c.groups;
+      if (!drops) chosen[e].push_back(slot);
+    }
+    destination.resize(slots, -1);
+    for (const auto& group : chosen) {
+      for (int32_t slot : group) {
+        destination[slot] = static_cast<int32_t>(source.size());
+        source.push_back(slot);
+      }
+      offsets.push_back(static_cast<int32_t>(source.size()));
+    }
+    source.resize(slots, -1);
+    for (int rank = 0; rank < c.world; ++rank) {
+      h.push_back(RandomArray<T>(random, slots * c.k));
+      w.push_back(RandomArray<T>(random, c.groups * c.k * c.n));
+      out.emplace_back(c.tokens * c.n);
+      y.emplace_back(slots * c.n);
+    }
+  }
+
+  GroupedMatmulReduceScatterArrays Arrays(int rank) {
+    return {h[rank].get(),      w[rank].get(), weights.get(),   offsets.data(),
+            destination.data(), source.data(), out[rank].get(), y[rank].get()};
+  }
+
+  // y is compared with sums in double, and the sums with those of the y that there is.
+  int64_t Wrong(const Case& c, int rank) const {
+    int64_t wrong = 0;
+    std::vector<int> group(source.size(), -1);
+    for (int64_t e = 0; e < c.groups; ++e) {
+      for (int32_t row = offsets[e]; row < offsets[e + 1]; ++row) group[row] = static_cast<int>(e);
+    }
+    wrong += simt::CountWrong(y[rank], std::sqrt(static_cast<double>(c.k)), [&](int64_t i) {
+      const int64_t row = i / c.n, column = i % c.n;
+      double sum = 0;
+      for (int64_t l = 0; l < c.k && group[row] >= 0; ++l) {
+        const int64_t at = c.transpose_rhs ? column * c.k + l : l * c.n + column;
+        sum += h[rank][row * c.k + l] * w[rank][group[row] * c.k * c.n + at];
+      }
+      return sum;
+    });
+    // The same bits as sums in this order.
+    for (int64_t i = 0; i < c.tokens * c.n; ++i) {
+      float sum = 0;
+      for (int src = 0; src < c.world; ++src) {
+        float part = 0;
+        for (int32_t j = 0; j < c.choices; ++j) {
+          const int64_t slot = (rank * c.tokens + i / c.n) * c.choices + j;
+          if (destination[slot] < 0) continue;
+          const auto row = static_cast<float>(y[src][destination[slot] * c.n + i % c.n]);
+          part = std::fma(weights.data[slot], row, part);
+        }
+        sum += static_cast<float>(static_cast<Out>(part));
+      }
+      wrong += !(out[rank][i] == static_cast<double>(static_cast<float>(static_cast<Out>(sum))));
+    }
+    return wrong;
+  }
+};
+
+// Runs three calls, and returns how many elements of all ranks' results are wrong.
+template <typename T, typename Out>
+int64_t Run(const Case& c, uint32_t seed) {
+  constexpr int kCalls = 3;
+  std::mt19937 random(seed);
+  std::string error;
+  GroupedMatmulReduceScatterParams p{c.world, c.tokens, c.choices, c.parts, c.item_tokens, {}};
+  p.product.m = c.world * c.tokens * c.choices;
+  p.product.k = c.k, p.product.n = c.n, p.product.groups = c.groups;
+  p.product.dtype = simt::kDTypeOf<T>, p.product.out_dtype = simt::kDTypeOf<Out>;
+  p.product.transpose_rhs = c.transpose_rhs;
+  simt::DeviceHeap heap(c.world, SumLayout::Make(p).Workspace(), c.hooks);
+  std::vector<Call<T, Out>> calls;
+  for (int i = 0; i < kCalls; ++i) calls.emplace_back(c, random, (i + seed) % 4);
+  for (int i = 0; i < kCalls; ++i) {
+    for (int rank = 0; rank < c.world; ++rank) {
+      simt::SetDevice(rank);
+      EXPECT(LoadGroupedMatmulReduceScatterKernels(&error)) << error;
+      EXPECT(LaunchGroupedMatmulReduceScatter(p, calls[i].Arrays(rank), c.choice, /*site=*/0,
+                                              heap.Device(rank, kSms), heap.View(rank, i + 1),
+                                              nullptr, &error))
+          << error;
+    }
+  }
+  const std::string failure = simt::Run(seed);
+  EXPECT(failure.empty()) << failure << ", seed " << seed;
+  int64_t wrong = 0;
+  for (int rank = 0; rank < c.world; ++rank) {
+    EXPECT_EQ(heap.FaultOf(rank).kind, 0u);
+    for (const auto& call : calls) wrong += call.Wrong(c, rank);
+  }
+  return wrong;
+}
+
+const Case kCases[] = {
+    {2, 60, 2, 2, 2, 136, 200, 2, false, {192, 1, 1}},
+    {3, 50, 2, 1, 3, 72, 136, 3, true, {128, 1, 2}, {0, /*max_delay_us=*/100}},
+    {2, 150, 2, 4, 16, 72, 264, 2, false, {256, 2, 1}, {0, 100}},
+    {3, 30, 3, 4, 1, 64, 264, 5, true, {256, 1, 1}},
+    {2, 40, 1, 0, 4, 72, 64, 1, false, {128, 1, 1}, {0, 100}},  // one class
+    {1, 90, 2, 0, 4, 72, 72, 2, false, {128, 1, 1}},            // one rank
+    {3, 1, 2, 4, 2, 72, 64, 2, false, {192, 1, 1}, {0, 100}},   // most segments are empty
+};
+
+TEST(SumsAndScatters) {
+  simt::SetSmCount(kSms);
+  uint32_t seed = 1;
+  for (const Case& c : kCases) {
+    for (int schedule = 0; schedule < 3; ++schedule, ++seed) {
+      const int64_t wrong =
+          seed % 3 == 0 ? Run<__half, float>(c, seed) : Run<__nv_bfloat16, __nv_bfloat16>(c, seed);
+      EXPECT(wrong == 0) << wrong << " wrong, seed " << seed << " case " << &c - kCases;
+    }
+  }
+}
+
+TEST(MissingWaitsAreFound) {
+  simt::SetSmCount(kSms);
+  Case c = kCases[0];
+  c.hooks.skip_waits = 1;
+  EXPECT((Run<__nv_bfloat16, __nv_bfloat16>(c, 1)) > 0);
+}
+
+}  // namespace
+}  // namespace jflux
+
+int main() { return jflux::RunAll(); }
