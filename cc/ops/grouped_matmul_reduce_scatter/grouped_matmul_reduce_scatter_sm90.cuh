@@ -33,9 +33,7 @@ struct GroupedMatmulReduceScatterSm90 : GroupedMatmulSm90<Config_> {
     __device__ Groups(const Args& args, const GemmSmem<Config>& smem, bool leads)
         : ClassedGroups<Config, ScatteredTiles>(args.order, Table(args, smem).spans(),
                                                 args.groups.groups, leads) {}
-    __device__ Tile At(const Args&, int32_t t) const {
-      return this->TileOf(t, this->tile_class());
-    }
+    __device__ Tile At(const Args&, int32_t t) const { return this->TileOf(t, this->tile_class()); }
     __device__ Coords CoordsOf(const Args& args, int32_t row_block, Tile tile) const {
       return Coords{Base::FirstColumnOf(args, tile), this->group(), Base::RowOf(row_block),
                     tile.split};
