@@ -1,4 +1,5 @@
-// The kernels of moe_dispatch and moe_combine: CTAs share the items as the *_body.h say.
+// The kernels of moe_dispatch and moe_combine: CTAs share the items as the *_body.h say. Of Hopper
+// they need its shared memory alone.
 #include <cuda_fp16.h>
 
 #include "jflux/kernel.cuh"
