@@ -283,17 +283,17 @@ __device__ __forceinline__ void PublishTile(const GemmSmem<Config>& smem,
   if constexpr (Config::kCluster == 1) {
     WriteTileEntry(smem.TileEntry(ring.index), tile, k_blocks[0], coords[0]);
     ptx::MbarrierArrive(smem.TileFull(ring.index));
-    return;
-  }
+  } else {
 #pragma unroll
-  for (int cta = 0; cta < Config::kCluster; ++cta) {
-    const uint32_t at = ptx::MapToCta(smem.TileEntry(ring.index), cta);
-    const uint32_t bar = ptx::MapToCta(smem.TileFull(ring.index), cta);
-    ptx::MbarrierArriveExpectTxRemote(bar, GemmSmem<Config>::kTileEntryBytes);
-    const Tile tile_of_cta = CtaTile<Config>(tile, cta);
-    ptx::SendRemote(at, make_int4(tile_of_cta.m, tile_of_cta.n, tile_of_cta.split, k_blocks[cta]),
-                    bar);
-    ptx::SendRemote(at + 16, reinterpret_cast<const int4&>(coords[cta]), bar);
+    for (int cta = 0; cta < Config::kCluster; ++cta) {
+      const uint32_t at = ptx::MapToCta(smem.TileEntry(ring.index), cta);
+      const uint32_t bar = ptx::MapToCta(smem.TileFull(ring.index), cta);
+      ptx::MbarrierArriveExpectTxRemote(bar, GemmSmem<Config>::kTileEntryBytes);
+      const Tile tile_of_cta = CtaTile<Config>(tile, cta);
+      ptx::SendRemote(at, make_int4(tile_of_cta.m, tile_of_cta.n, tile_of_cta.split, k_blocks[cta]),
+                      bar);
+      ptx::SendRemote(at + 16, reinterpret_cast<const int4&>(coords[cta]), bar);
+    }
   }
 }
 
