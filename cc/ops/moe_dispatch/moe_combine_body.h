@@ -5,13 +5,11 @@
 //
 //   data     of a rank, by source: an image of its own tokens, one row from each rank
 //   writes   the source, its own places alone. A rank's own sums take the same way
-//   waits    for the sums of the ranks that the own token was sent to, each with a signal of its
-//   own,
-//            set by the peer's block with the same number
+//   waits    for the sums of the ranks that the own token was sent to. Each sum has a signal, set
+//            by the peer's block with the same number
 //   order    data, block barrier, signal with release
-//   sums     of a rank in the order of slots, in float32, rounded to y's type; of ranks in the
-//   order
-//            in which slots name them first, in float32
+//   sums     of a rank in the order of slots, in float32, rounded to y's type; of ranks in float32,
+//            in the order in which slots name them first
 //   reset    never: core/signal.h
 //
 // A token of which all rows were dropped on a rank gets zeros from there: its own rank does not

@@ -6,9 +6,8 @@
 //
 //   data     of a rank, by source: choices, weights, an image of the source's tokens
 //   writes   the source, its own places alone
-//   waits    for the choices of all peers; for the rows that have an expert here, each with a
-//   signal
-//            of its own, set by the peer's block with the same number
+//   waits    for the choices of all peers; for the rows that have an expert here. Each row has a
+//            signal, set by the peer's block with the same number
 //   order    data, block barrier, signal with release
 //   reset    never: core/signal.h. A place that no row comes to keeps old data, which nobody reads
 //
