@@ -48,17 +48,18 @@ struct Call {
     };
     std::vector<int64_t> virtual_row(c.rows.Total());
     for (int64_t v = 0; v < c.rows.Total(); ++v) virtual_row[c.rows.Actual(v)] = v;
-    int64_t wrong = simt::CountWrong(y[rank], std::sqrt(static_cast<double>(c.k)), [&](int64_t i) {
+    int64_t wrong = simt::CountWrong(y[rank], [&](int64_t i) {
       const int64_t v = virtual_row[i / c.n], column = i % c.n;
-      double sum = 0;
+      simt::Sum sum;
       for (int64_t l = 0; l < c.k; ++l) {
-        sum += x_at(v, l) * w[rank][c.transpose_rhs ? column * c.k + l : l * c.n + column];
+        sum.Add(x_at(v, l) * w[rank][c.transpose_rhs ? column * c.k + l : l * c.n + column]);
       }
       return sum;
     });
     if (c.return_gathered) {
-      wrong += simt::CountWrong(gathered[rank], 0,
-                                [&](int64_t i) { return x_at(virtual_row[i / c.k], i % c.k); });
+      wrong += simt::CountWrong(gathered[rank], [&](int64_t i) {
+        return simt::Sum(x_at(virtual_row[i / c.k], i % c.k));
+      });
     }
     return wrong;
   }

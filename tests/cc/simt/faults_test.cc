@@ -144,9 +144,9 @@ std::string RunProduct(uint32_t seed) {
   EXPECT(launched) << error;
   const std::string failure = simt::Run(seed);
   if (!failure.empty()) return failure;
-  const int64_t wrong = simt::CountWrong(y, std::sqrt(kK), [&](int64_t i) {
-    double sum = 0;
-    for (int l = 0; l < kK; ++l) sum += a[i / kColumns * kK + l] * b[i % kColumns * kK + l];
+  const int64_t wrong = simt::CountWrong(y, [&](int64_t i) {
+    simt::Sum sum;
+    for (int l = 0; l < kK; ++l) sum.Add(a[i / kColumns * kK + l] * b[i % kColumns * kK + l]);
     return sum;
   });
   return wrong == 0 ? "" : std::to_string(wrong) + " wrong numbers";

@@ -65,37 +65,38 @@ void CheckRows(uint32_t seed) {
   };
   Array<float> combined(tokens * columns);
   run(MoeRowsForm::kCombine, DType::kF32, combined.get());
-  EXPECT_EQ(simt::CountWrong(combined, 1,
+  EXPECT_EQ(simt::CountWrong(combined,
                              [&](int64_t i) {
-                               double sum = 0;
+                               simt::Sum sum;
                                for (int64_t j = 0; j < slots; ++j) {
                                  const int64_t s = i / columns * slots + j;
                                  if (destination[s] >= 0)
-                                   sum += w[s] * y[destination[s] * columns + i % columns];
+                                   sum.Add(w[s] * y[destination[s] * columns + i % columns]);
                                }
                                return sum;
                              }),
             0);
   Array<T> spread(rows * columns);
   run(MoeRowsForm::kSpread, simt::kDTypeOf<T>, spread.get());
-  EXPECT_EQ(simt::CountWrong(spread, 1,
-                             [&](int64_t i) {
-                               const int32_t s = source[i / columns];
-                               return s < 0 ? 0.0 : w[s] * g[s / slots * columns + i % columns];
-                             }),
-            0);
+  EXPECT_EQ(
+      simt::CountWrong(spread,
+                       [&](int64_t i) {
+                         const int32_t s = source[i / columns];
+                         return simt::Sum(s < 0 ? 0 : w[s] * g[s / slots * columns + i % columns]);
+                       }),
+      0);
   Array<float> dots(tokens * slots);
   run(MoeRowsForm::kDots, DType::kF32, dots.get());
-  EXPECT_EQ(simt::CountWrong(dots, 6,
-                             [&](int64_t s) {
-                               double sum = 0;
-                               for (int64_t i = 0; i < columns && destination[s] >= 0; ++i) {
-                                 sum +=
-                                     y[destination[s] * columns + i] * g[s / slots * columns + i];
-                               }
-                               return sum;
-                             }),
-            0);
+  EXPECT_EQ(
+      simt::CountWrong(dots,
+                       [&](int64_t s) {
+                         simt::Sum sum;
+                         for (int64_t i = 0; i < columns && destination[s] >= 0; ++i) {
+                           sum.Add(y[destination[s] * columns + i] * g[s / slots * columns + i]);
+                         }
+                         return sum;
+                       }),
+      0);
 }
 
 TEST(RowsEqualTheirDefinition) {
