@@ -14,7 +14,7 @@ class MatmulReduceScatterCall : public Call {
  public:
   MatmulReduceScatterCall(const MatmulReduceScatterParams& p, const ScatterTiling& tiling,
                           uint32_t seed)
-      : p_(p), tiling_(tiling), sum_(p.rows.Total() * p.n) {
+      : p_(p), sum_(p.rows.Total() * p.n), tiling_(tiling) {
     for (int rank = 0; rank < p.rows.world; ++rank) {
       const Values x = RandomIntegers(p.rows.Total() * p.k, 2, seed * 100 + rank);
       const Values w = RandomIntegers(p.k * p.n, 1, seed * 100 + 50 + rank);
@@ -37,24 +37,31 @@ class MatmulReduceScatterCall : public Call {
     return MatmulReduceScatterCpu(p_, tiling_, arrays, view, epoch, ctx);
   }
   int64_t Wrong() const override {
-    const Rows& r = p_.rows;
     int64_t wrong = 0;
-    for (int rank = 0; rank < r.world; ++rank) {
-      Values want;
-      for (int64_t o = 0; o < r.outer; ++o) {
-        const auto first = sum_.begin() + (o * r.world + rank) * r.inner * p_.n;
-        want.insert(want.end(), first, first + r.inner * p_.n);
-      }
-      wrong += y_[rank].Wrong(want);
+    for (int rank = 0; rank < p_.rows.world; ++rank) {
+      wrong += y_[rank].Wrong(ShardOf(sum_, rank));
     }
     return wrong;
   }
 
- private:
-  MatmulReduceScatterParams p_;
-  ScatterTiling tiling_;
-  Values sum_;
+ protected:
+  // The rows of a rank, of an array of all rows.
+  Values ShardOf(const Values& all, int rank) const {
+    const Rows& r = p_.rows;
+    Values shard;
+    for (int64_t o = 0; o < r.outer; ++o) {
+      const auto first = all.begin() + (o * r.world + rank) * r.inner * p_.n;
+      shard.insert(shard.end(), first, first + r.inner * p_.n);
+    }
+    return shard;
+  }
+
+  const MatmulReduceScatterParams p_;
+  Values sum_;  // of all rows
   std::vector<Array> x_, w_, y_;
+
+ private:
+  ScatterTiling tiling_;
 };
 
 inline const bool kRandomMatmulReduceScatter =

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "ops/all_gather_matmul/all_gather_matmul_cuda.h"
-#include "simt/device_heap.h"
+#include "simt/device_calls.h"
 #include "simt/machine.h"
 #include "simt/values.h"
 #include "testing.h"
@@ -69,7 +69,6 @@ struct Call {
 int64_t Run(const Case& c, uint32_t seed) {
   constexpr int kCalls = 3;
   std::mt19937 random(seed);
-  std::string error;
   AllGatherMatmulParams p{};
   p.rows = c.rows, p.k = c.k, p.n = c.n, p.dtype = p.out_dtype = DType::kBF16;
   p.transpose_rhs = c.transpose_rhs, p.return_gathered = c.return_gathered;
@@ -77,28 +76,24 @@ int64_t Run(const Case& c, uint32_t seed) {
   simt::DeviceHeap heap(c.rows.world, workspace, c.hooks);
   std::vector<Call> calls;
   for (int i = 0; i < kCalls; ++i) calls.emplace_back(c, random);
-  for (int i = 0; i < kCalls; ++i) {
-    for (int rank = 0; rank < c.rows.world; ++rank) {
-      simt::SetDevice(rank);
-      AllGatherMatmulOperands operands{};
-      operands.x = calls[i].x[rank].get();
-      operands.products[0] = {calls[i].w[rank].get(), calls[i].y[rank].get(), c.n, nullptr,
-                              nullptr};
-      operands.weights = 1;
-      operands.gathered = c.return_gathered ? calls[i].gathered[rank].get() : nullptr;
-      const Machine machine{kSms};
-      const ProductPlan plan{c.choice, AllGatherSenders(p, machine), workspace.TotalBytes()};
-      EXPECT(LoadAllGatherMatmulKernels(&error)) << error;
-      EXPECT(LaunchAllGatherMatmul(p, operands, plan, /*site=*/0, heap.Device(rank, kSms),
-                                   heap.View(rank, i + 1), nullptr, &error))
-          << error;
-    }
-  }
-  const std::string failure = simt::Run(seed);
-  EXPECT(failure.empty()) << failure << ", seed " << seed;
+  const bool ran = simt::RunOnDevices(
+      heap, c.rows.world, kCalls, seed,
+      [&](int i, const CudaDevice& device, const SymmetricView& view, std::string* error) {
+        const int rank = view.rank;
+        AllGatherMatmulOperands operands{};
+        operands.x = calls[i].x[rank].get();
+        operands.products[0] = {calls[i].w[rank].get(), calls[i].y[rank].get(), c.n, nullptr,
+                                nullptr};
+        operands.weights = 1;
+        operands.gathered = c.return_gathered ? calls[i].gathered[rank].get() : nullptr;
+        const Machine machine{kSms};
+        const ProductPlan plan{c.choice, AllGatherSenders(p, machine), workspace.TotalBytes()};
+        return LoadAllGatherMatmulKernels(error) &&
+               LaunchAllGatherMatmul(p, operands, plan, /*site=*/0, device, view, nullptr, error);
+      });
+  if (!ran) return -1;
   int64_t wrong = 0;
   for (int rank = 0; rank < c.rows.world; ++rank) {
-    EXPECT_EQ(heap.FaultOf(rank).kind, 0u);
     for (const Call& call : calls) wrong += call.Wrong(c, rank);
   }
   return wrong;

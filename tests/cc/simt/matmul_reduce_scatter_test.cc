@@ -1,0 +1,121 @@
+// The kernel of matmul_reduce_scatter in the simulator, on two to four ranks: several calls one
+// after the other, late ranks, tiles that ranks share, few store warps that may send.
+#include <memory>
+#include <vector>
+
+#include "matmul_reduce_scatter_call.h"
+#include "ops/matmul_reduce_scatter/matmul_reduce_scatter_cuda.h"
+#include "simt/device_calls.h"
+#include "testing.h"
+
+namespace jflux {
+namespace {
+
+constexpr int kSms = 3;
+
+struct Case {
+  Rows rows;
+  int64_t k, n;
+  DType dtype, out_dtype;
+  bool transpose_rhs;
+  GemmChoice choice;
+  int32_t senders = 0;   // 0: all
+  int64_t second_k = 0;  // of a second product, which is summed too
+  bool residual = false, bias = false;
+  TestHooks hooks = {};
+};
+
+class DeviceCall : public MatmulReduceScatterCall {
+ public:
+  DeviceCall(const Case& c, uint32_t seed)
+      : MatmulReduceScatterCall({c.rows, c.k, c.n, c.dtype, c.out_dtype, c.transpose_rhs}, {},
+                                seed),
+        c_(c) {
+    const Rows& r = c.rows;
+    for (int rank = 0; rank < r.world; ++rank) {
+      const Values x = RandomIntegers(r.Total() * c.second_k, 2, seed * 100 + 20 + rank);
+      const Values w = RandomIntegers(c.second_k * c.n, 1, seed * 100 + 70 + rank);
+      Add(Product(x, w, r.Total(), c.second_k, c.n, c.transpose_rhs));
+      second_x_.emplace_back(c.dtype, x);
+      second_w_.emplace_back(c.dtype, w);
+    }
+    const Values bias = RandomIntegers(c.n, 9, seed * 100 + 90);
+    if (c.bias) {
+      for (size_t i = 0; i < sum_.size(); ++i) sum_[i] += bias[i % c.n];
+    }
+    bias_.assign(bias.begin(), bias.end());
+    const Values residual = RandomIntegers(r.Total() * c.n, 9, seed * 100 + 91);
+    if (c.residual) Add(residual);
+    for (int rank = 0; rank < r.world; ++rank) {
+      residual_.emplace_back(c.out_dtype, ShardOf(residual, rank));
+    }
+  }
+
+  WorkspaceLayout Workspace() const override { return CudaLayoutOf(p_, c_.choice).Workspace(); }
+  bool Launch(const CudaDevice& device, const SymmetricView& view, std::string* error) {
+    const int rank = view.rank;
+    MatmulReduceScatterOperands operands{};
+    operands.products[0] = {x_[rank].bytes.data(), w_[rank].bytes.data(), c_.k};
+    operands.products[1] = {second_x_[rank].bytes.data(), second_w_[rank].bytes.data(),
+                            c_.second_k};
+    operands.terms = c_.second_k > 0 ? 2 : 1;
+    operands.y = y_[rank].bytes.data();
+    if (c_.bias) operands.bias = bias_.data();
+    if (c_.residual) operands.residual = residual_[rank].bytes.data();
+    MatmulReduceScatterParams p = p_;
+    p.k += c_.second_k;
+    const ProductPlan plan{c_.choice, c_.senders, Workspace().TotalBytes()};
+    return LoadMatmulReduceScatterKernels(error) &&
+           LaunchMatmulReduceScatter(p, operands, plan, /*site=*/0, device, view, nullptr, error);
+  }
+
+ private:
+  void Add(const Values& v) {
+    for (size_t i = 0; i < sum_.size(); ++i) sum_[i] += v[i];
+  }
+
+  const Case c_;
+  std::vector<Array> second_x_, second_w_, residual_;
+  std::vector<float> bias_;
+};
+
+int64_t Run(const Case& c, uint32_t seed) {
+  std::vector<std::unique_ptr<DeviceCall>> calls;
+  for (uint32_t i = 0; i < 3; ++i) calls.push_back(std::make_unique<DeviceCall>(c, 3 * seed + i));
+  simt::DeviceHeap heap(c.rows.world, calls[0]->Workspace(), c.hooks);
+  return simt::WrongOnDevices(heap, c.rows.world, calls, seed);
+}
+
+constexpr DType kBF16 = DType::kBF16, kF16 = DType::kF16, kF32 = DType::kF32;
+constexpr TestHooks kLate{0, /*max_delay_us=*/100};
+
+const Case kCases[] = {
+    {{2, 1, 100}, 136, 200, kBF16, kBF16, false, {192, 1, 1}, 0, 72, true, true},
+    {{3, 1, 70}, 72, 264, kF16, kF32, true, {128, 1, 2}, 0, 0, true, true, kLate},
+    {{2, 1, 24}, 264, 136, kBF16, kBF16, false, {128, 1, 1, 2}, 0, 0, false, false, kLate},
+    {{2, 2, 128}, 72, 232, kBF16, kBF16, true, {224, 2, 1}, 0, 0, true},
+    {{3, 1, 110}, 392, 392, kF16, kF16, false, {128, 1, 1}, /*senders=*/1, 0, false, true},
+    {{4, 1, 40}, 72, 168, kBF16, kF32, false, {160, 2, 0}, 0, 0, false, false, kLate},
+};
+
+TEST(MultipliesAndScatters) {
+  simt::SetSmCount(kSms);
+  uint32_t seed = 1;
+  for (const Case& c : kCases) {
+    for (int schedule = 0; schedule < simt::Schedules(1); ++schedule, ++seed) {
+      EXPECT_EQ(Run(c, seed), 0) << "case " << &c - kCases << ", seed " << seed;
+    }
+  }
+}
+
+TEST(MissingWaitsAreFound) {
+  simt::SetSmCount(kSms);
+  Case c = kCases[1];
+  c.hooks.skip_waits = 1;
+  EXPECT(Run(c, 1) > 0);
+}
+
+}  // namespace
+}  // namespace jflux
+
+int main() { return jflux::RunAll(); }
