@@ -45,7 +45,7 @@ class GatheredGroups : public ClassedGroups<Config, GatheredTiles> {
       : ClassedGroups<Config, GatheredTiles>(args.order, SpansOf(args, smem), args.groups.groups,
                                              leads),
         smem_(smem) {}
-  __device__ Tile At(const Args& args, int32_t t) const { return this->TileOf(t, this->group()); }
+  __device__ Tile At(const Args&, int32_t t) const { return this->TileOf(t, this->group()); }
 
   // Writes the addresses of rows [row, end) of a CTA's tile, and waits for the tokens. Each chunk
   // is looked at once: those before `arrived_` have arrived.

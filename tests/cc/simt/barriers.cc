@@ -197,7 +197,7 @@ void Meet(const char* what, uint32_t mask, void* mine, void (*complete)(void* co
   }
   if (complete != nullptr) complete(offers);
   for (int i = 0; i < 32; ++i) {
-    if (mask >> i & 1) Unblock(warp->lanes[i]);
+    if (mask >> i & 1) Resume(warp->lanes[i]);
   }
 }
 

@@ -209,11 +209,15 @@ void Block(const char* wait, uint32_t at, uint32_t wait_for) {
 
 void AddRunnable(Thread* thread) { machine->runnable.push_back(thread); }
 
-void Unblock(Thread* thread) {
+void Resume(Thread* thread) {
   if (!thread->blocked) return;
   thread->blocked = false;
-  machine->polls = 0;
   machine->runnable.push_back(thread);
+}
+
+void Unblock(Thread* thread) {
+  if (thread->blocked) machine->polls = 0;
+  Resume(thread);
 }
 
 uint64_t ClockNs() {

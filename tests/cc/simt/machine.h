@@ -142,9 +142,11 @@ void Look();
 // The thread has looked for something in vain. If all that happens are such looks, for long, the
 // run has failed.
 void Poll();
-// The thread waits until another one, or an asynchronous operation, calls Unblock.
+// The thread waits until another one, or an asynchronous operation, calls Unblock or Resume. Lanes
+// that meet resume: they may meet in a loop that looks for something in vain.
 void Block(const char* wait, uint32_t at, uint32_t wait_for);
 void Unblock(Thread* thread);
+void Resume(Thread* thread);
 uint64_t Now();  // steps that have been taken
 // For polls of the time: 100 ns a step, and a microsecond each time that somebody looks.
 uint64_t ClockNs();
