@@ -64,18 +64,8 @@ class AllGatherGroupedMatmulCall : public Call {
     return TokenLayout::Make(p_, chunk_bytes_).Workspace();
   }
   bool Run(const SymmetricView& view, uint64_t epoch, WaitContext ctx) override {
-    const int rank = view.rank, weights = p_.product.Weights();
     ctx.op = static_cast<uint32_t>(kAllGatherGroupedMatmulId);
-    AllGatherGroupedMatmulArrays arrays{};
-    arrays.x = x_[rank].bytes.data();
-    arrays.offsets = offsets_.data();
-    arrays.source = source_.data();
-    arrays.y = y_[rank].bytes.data();
-    for (int i = 0; i < weights; ++i) {
-      arrays.w[i] = w_[rank * weights + i].bytes.data();
-      if (p_.product.sums) arrays.sums[i] = sums_[rank * weights + i].bytes.data();
-    }
-    return AllGatherGroupedMatmulCpu(p_, chunk_bytes_, arrays, view, epoch, ctx);
+    return AllGatherGroupedMatmulCpu(p_, chunk_bytes_, ArraysOf(view.rank), view, epoch, ctx);
   }
   int64_t Wrong() const override {
     const GroupedMatmulParams& p = p_.product;
@@ -102,6 +92,23 @@ class AllGatherGroupedMatmulCall : public Call {
   // To make them wrong.
   std::vector<int32_t>& offsets() { return offsets_; }
 
+ protected:
+  AllGatherGroupedMatmulArrays ArraysOf(int rank) {
+    const int weights = p_.product.Weights();
+    AllGatherGroupedMatmulArrays arrays{};
+    arrays.x = x_[rank].bytes.data();
+    arrays.offsets = offsets_.data();
+    arrays.source = source_.data();
+    arrays.y = y_[rank].bytes.data();
+    for (int i = 0; i < weights; ++i) {
+      arrays.w[i] = w_[rank * weights + i].bytes.data();
+      if (p_.product.sums) arrays.sums[i] = sums_[rank * weights + i].bytes.data();
+    }
+    return arrays;
+  }
+
+  const AllGatherGroupedMatmulParams p_;
+
  private:
   Values Sums(const Values& w) const {
     const GroupedMatmulParams& p = p_.product;
@@ -118,7 +125,6 @@ class AllGatherGroupedMatmulCall : public Call {
     return sums;
   }
 
-  AllGatherGroupedMatmulParams p_;
   int64_t chunk_bytes_;
   std::vector<int32_t> offsets_, source_;
   Values tokens_;

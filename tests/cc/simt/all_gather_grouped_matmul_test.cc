@@ -1,0 +1,101 @@
+// The kernel of all_gather_grouped_matmul in the simulator, on one to four ranks: rows that
+// cp.async gathers, routings that leave groups empty, several calls one after the other.
+#include <memory>
+#include <vector>
+
+#include "all_gather_grouped_matmul_call.h"
+#include "ops/all_gather_grouped_matmul/all_gather_grouped_matmul_cuda.h"
+#include "simt/device_calls.h"
+#include "testing.h"
+
+namespace jflux {
+namespace {
+
+constexpr int kSms = 3;
+
+struct Case {
+  AllGatherGroupedMatmulParams p;
+  GemmChoice choice;
+  int32_t senders;
+  TestHooks hooks = {};
+};
+
+class DeviceCall : public AllGatherGroupedMatmulCall {
+ public:
+  DeviceCall(const Case& c, Routed routed, uint32_t seed)
+      : AllGatherGroupedMatmulCall(c.p, kTokenChunkBytes, routed, seed), c_(c) {}
+  bool Launch(const CudaDevice& device, const SymmetricView& view, std::string* error) {
+    return LoadAllGatherGroupedMatmulKernels(error) &&
+           LaunchAllGatherGroupedMatmul(p_, ArraysOf(view.rank), c_.choice, c_.senders, /*site=*/0,
+                                        device, view, nullptr, error);
+  }
+
+ private:
+  const Case c_;
+};
+
+int64_t Run(const Case& c, uint32_t seed) {
+  std::vector<std::unique_ptr<DeviceCall>> calls;
+  for (uint32_t i = 0; i < 3; ++i) {
+    calls.push_back(
+        std::make_unique<DeviceCall>(c, static_cast<Routed>((seed + i) % 4), 3 * seed + i));
+  }
+  simt::DeviceHeap heap(c.p.world, calls[0]->Workspace(), c.hooks);
+  return simt::WrongOnDevices(heap, c.p.world, calls, seed);
+}
+
+constexpr DType kBF16 = DType::kBF16, kF16 = DType::kF16, kF32 = DType::kF32;
+constexpr TestHooks kLate{0, /*max_delay_us=*/30};
+
+AllGatherGroupedMatmulParams With(AllGatherGroupedMatmulParams p, bool transposed, bool gated,
+                                  bool sums) {
+  p.product.transpose_rhs = transposed;
+  p.product.gated = gated;
+  p.product.activation = gated ? Activation::kRelu : Activation::kNone;
+  p.product.sums = sums;
+  return p;
+}
+
+// The first ones are enough for each day; a long search runs all.
+constexpr int kUsual = 3;
+// GatheredParams(world, tokens, choices, parts, k, n, groups, ...)
+const Case kCases[] = {
+    {GatheredParams(2, 60, 2, 1, 136, 200, 3, kBF16, kBF16), {192, 1, 1}, 2},
+    {With(GatheredParams(3, 30, 2, 2, 72, 136, 2, kF16, kF32), true, false, false),
+     {128, 1, 2},
+     1,
+     kLate},
+    {With(GatheredParams(2, 50, 3, 0, 200, 136, 5, kBF16, kF32), false, true, true),
+     {128, 1, 1},
+     3,
+     kLate},
+    {With(GatheredParams(2, 90, 2, 1, 72, 264, 2, kBF16, kBF16), true, false, false),
+     {256, 2, 1},
+     2},
+    {GatheredParams(4, 20, 2, 1, 72, 136, 3, kF16, kF16), {192, 1, 1}, 2, kLate},
+    {GatheredParams(1, 70, 2, 0, 136, 136, 3, kBF16, kBF16), {192, 1, 1}, 1},
+};
+
+TEST(GathersAndMultiplies) {
+  simt::SetSmCount(kSms);
+  uint32_t seed = 1;
+  const int schedules = simt::Schedules(1);
+  for (const Case& c : kCases) {
+    if (schedules == 1 && &c - kCases >= kUsual) break;
+    for (int schedule = 0; schedule < schedules; ++schedule, ++seed) {
+      EXPECT_EQ(Run(c, seed), 0) << "case " << &c - kCases << ", seed " << seed;
+    }
+  }
+}
+
+TEST(MissingWaitsAreFound) {
+  simt::SetSmCount(kSms);
+  Case c = kCases[1];
+  c.hooks.skip_waits = 1;
+  EXPECT(Run(c, 4) > 0);
+}
+
+}  // namespace
+}  // namespace jflux
+
+int main() { return jflux::RunAll(); }

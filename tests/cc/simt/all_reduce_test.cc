@@ -1,0 +1,94 @@
+// The kernels of all_reduce in the simulator: each algorithm, normalised rows by clusters; several
+// calls one after the other on one workspace, late ranks.
+#include <memory>
+#include <vector>
+
+#include "all_reduce_call.h"
+#include "ops/all_reduce/all_reduce_cuda.h"
+#include "simt/device_calls.h"
+#include "testing.h"
+
+namespace jflux {
+namespace {
+
+template <typename Base>
+class DeviceCall : public Base {
+ public:
+  using Base::Base;
+  bool Launch(const CudaDevice& device, const SymmetricView& view, std::string* error) {
+    return LoadAllReduceKernels(error) && LaunchAllReduce(this->p_, this->ArraysOf(view.rank),
+                                                          /*site=*/0, device, view, nullptr, error);
+  }
+};
+
+// make(i): call i.
+template <typename Make>
+int64_t Run(const AllReduceParams& p, const TestHooks& hooks, uint32_t seed, Make&& make) {
+  std::vector<decltype(make(0u))> calls;
+  for (uint32_t i = 0; i < 3; ++i) calls.push_back(make(i));
+  simt::DeviceHeap heap = p.algorithm == AllReduceAlgorithm::kChunked
+                              ? simt::DeviceHeap(p.world, p.Chunks().Workspace(), hooks)
+                              : simt::DeviceHeap(p.world, p.Workspace(), hooks);
+  return simt::WrongOnDevices(heap, p.world, calls, seed);
+}
+
+int64_t RunSums(const AllReduceParams& p, const TestHooks& hooks, uint32_t seed) {
+  return Run(p, hooks, seed, [&](uint32_t i) {
+    return std::make_unique<DeviceCall<AllReduceCall>>(p, 3 * seed + i);
+  });
+}
+
+TEST(Sums) {
+  simt::SetSmCount(2);
+  uint32_t seed = 1;
+  for (int algorithm = 0; algorithm < kAllReduceAlgorithms; ++algorithm) {
+    for (int world : {2, 3, 4}) {
+      for (DType dtype : {DType::kBF16, DType::kF32}) {
+        const auto a = static_cast<AllReduceAlgorithm>(algorithm);
+        const int64_t count = a == AllReduceAlgorithm::kChunked ? 7001 : 1001;
+        const AllReduceParams p{world, count, dtype, a, /*residual=*/world == 3};
+        for (int schedule = 0; schedule < simt::Schedules(1); ++schedule, ++seed) {
+          EXPECT_EQ(RunSums(p, {0, seed % 2 == 0 ? 50u : 0u}, seed), 0)
+              << "world " << world << " algorithm " << algorithm << " seed " << seed;
+        }
+      }
+    }
+  }
+}
+
+// Few rows: a cluster of eight CTAs for each; more rows: of two.
+TEST(RowsAreNormalised) {
+  uint32_t seed = 1;
+  for (int64_t rows : {1, 9}) {
+    for (int world : {2, 3}) {
+      for (auto a : {AllReduceAlgorithm::kOneShot, AllReduceAlgorithm::kTwoShot}) {
+        simt::SetSmCount(8);
+        AllReduceParams p{world, rows * 120, seed % 2 == 0 ? DType::kBF16 : DType::kF32, a};
+        p.residual = seed % 4 < 2;
+        p.norm = seed % 2 == 0 ? Norm::kRms : Norm::kLayer;
+        p.width = 120;
+        p.epsilon = 0.01;
+        for (int schedule = 0; schedule < simt::Schedules(1); ++schedule, ++seed) {
+          const int64_t wrong = Run(p, {0, seed % 2 == 0 ? 50u : 0u}, seed, [&](uint32_t i) {
+            return std::make_unique<DeviceCall<NormCall>>(p, /*wide_scale=*/i == 1,
+                                                          /*bias=*/seed % 2 == 1, 3 * seed + i);
+          });
+          EXPECT_EQ(wrong, 0) << "rows " << rows << " world " << world << " seed " << seed;
+        }
+      }
+    }
+  }
+}
+
+TEST(MissingWaitsAreFound) {
+  simt::SetSmCount(2);
+  for (auto a : {AllReduceAlgorithm::kOneShot, AllReduceAlgorithm::kChunked}) {
+    const AllReduceParams p{3, 3001, DType::kF32, a};
+    EXPECT(RunSums(p, {/*skip_waits=*/1, 50}, 1) > 0);
+  }
+}
+
+}  // namespace
+}  // namespace jflux
+
+int main() { return jflux::RunAll(); }

@@ -1,0 +1,96 @@
+// The kernels of matmul_all_reduce in the simulator: few rows on two ranks, and whole row blocks on
+// two and three; several calls one after the other, late ranks.
+#include <memory>
+#include <vector>
+
+#include "matmul_all_reduce_call.h"
+#include "ops/matmul_all_reduce/matmul_all_reduce_cuda.h"
+#include "simt/device_calls.h"
+#include "testing.h"
+
+namespace jflux {
+namespace {
+
+constexpr int kSms = 3;
+
+struct Case {
+  Rows rows;
+  int64_t k, n;
+  DType dtype;
+  bool transpose_rhs, residual;
+  GemmChoice choice;
+  int32_t senders = 0;  // 0: all
+  TestHooks hooks = {};
+};
+
+class DeviceCall : public MatmulAllReduceCall {
+ public:
+  DeviceCall(const Case& c, uint32_t seed)
+      : MatmulAllReduceCall({{c.rows, c.k, c.n, c.dtype, c.dtype, c.transpose_rhs}}, {}, seed,
+                            c.residual),
+        c_(c) {}
+  WorkspaceLayout Workspace() const override { return MatmulAllReduceWorkspace(p_, c_.choice); }
+  bool Launch(const CudaDevice& device, const SymmetricView& view, std::string* error) {
+    const ProductPlan plan{c_.choice, c_.senders, Workspace().TotalBytes()};
+    return LoadMatmulAllReduceKernels(error) &&
+           LaunchMatmulAllReduce(p_, ArraysOf(view.rank), plan, /*site=*/0, device, view, nullptr,
+                                 error);
+  }
+  bool SameBits() const {
+    for (const Array& y : y_) {
+      if (y.bytes != y_[0].bytes) return false;
+    }
+    return true;
+  }
+
+ private:
+  const Case c_;
+};
+
+int64_t Run(const Case& c, uint32_t seed) {
+  std::vector<std::unique_ptr<DeviceCall>> calls;
+  for (uint32_t i = 0; i < 3; ++i) calls.push_back(std::make_unique<DeviceCall>(c, 3 * seed + i));
+  simt::DeviceHeap heap(c.rows.world, calls[0]->Workspace(), c.hooks);
+  const int64_t wrong = simt::WrongOnDevices(heap, c.rows.world, calls, seed);
+  for (const auto& call : calls) EXPECT(wrong != 0 || call->SameBits()) << "seed " << seed;
+  return wrong;
+}
+
+constexpr DType kBF16 = DType::kBF16, kF16 = DType::kF16;
+constexpr TestHooks kLate{0, /*max_delay_us=*/100};
+
+const Case kCases[] = {
+    // Few rows.
+    {{2, 1, 12}, 264, 392, kBF16, false, true, {128, 1, 1, 2}},
+    {{2, 1, 60}, 136, 264, kF16, true, false, {128, 1, 1}, 0, kLate},
+    {{2, 1, 37}, 200, 136, kBF16, false, false, {128, 1, 1, 2}, 0, kLate},
+    // Whole row blocks.
+    {{2, 1, 128}, 136, 200, kBF16, false, true, {192, 1, 1}},
+    {{3, 1, 128}, 72, 264, kF16, true, false, {128, 1, 0}, 0, kLate},
+    {{2, 1, 256}, 72, 232, kBF16, false, false, {224, 2, 1}},
+    {{2, 1, 128}, 392, 264, kBF16, true, true, {128, 1, 1}, /*senders=*/1, kLate},
+};
+
+TEST(MultipliesAndReduces) {
+  simt::SetSmCount(kSms);
+  uint32_t seed = 1;
+  for (const Case& c : kCases) {
+    for (int schedule = 0; schedule < simt::Schedules(1); ++schedule, ++seed) {
+      EXPECT_EQ(Run(c, seed), 0) << "case " << &c - kCases << ", seed " << seed;
+    }
+  }
+}
+
+TEST(MissingWaitsAreFound) {
+  simt::SetSmCount(kSms);
+  for (int i : {0, 4}) {
+    Case c = kCases[i];
+    c.hooks.skip_waits = 1;
+    EXPECT(Run(c, 1) > 0) << "case " << i;
+  }
+}
+
+}  // namespace
+}  // namespace jflux
+
+int main() { return jflux::RunAll(); }

@@ -1,0 +1,55 @@
+// The kernels of ragged_all_to_all in the simulator: LL packets and chunks, several calls one after
+// the other on one workspace, late ranks.
+#include <memory>
+#include <vector>
+
+#include "ops/ragged_all_to_all/ragged_all_to_all_cuda.h"
+#include "ragged_all_to_all_call.h"
+#include "simt/device_calls.h"
+#include "testing.h"
+
+namespace jflux {
+namespace {
+
+class DeviceCall : public RaggedCall {
+ public:
+  using RaggedCall::RaggedCall;
+  bool Launch(const CudaDevice& device, const SymmetricView& view, std::string* error) {
+    return LoadRaggedAllToAllKernels(error) &&
+           LaunchRaggedAllToAll(p_, ArraysOf(view.rank), /*site=*/0, device, view, nullptr, error);
+  }
+};
+
+int64_t Run(const RaggedParams& p, const TestHooks& hooks, uint32_t seed) {
+  std::vector<std::unique_ptr<DeviceCall>> calls;
+  for (uint32_t i = 0; i < 3; ++i) {
+    calls.push_back(std::make_unique<DeviceCall>(p, /*most=*/20, 3 * seed + i));
+  }
+  simt::DeviceHeap heap = p.chunked ? simt::DeviceHeap(p.world, p.ChunkedWorkspace(), hooks)
+                                    : simt::DeviceHeap(p.world, p.Workspace(), hooks);
+  return simt::WrongOnDevices(heap, p.world, calls, seed);
+}
+
+TEST(MovesSlices) {
+  simt::SetSmCount(2);
+  uint32_t seed = 1;
+  for (int world : {2, 3, 4}) {
+    for (bool chunked : {false, true}) {
+      for (int64_t row_bytes : {36, 256}) {
+        const RaggedParams p =
+            RaggedParamsFor(world, /*slices=*/2, /*batch=*/2, /*operand_rows=*/30,
+                            /*output_rows=*/40, chunked ? 4 * row_bytes : row_bytes, chunked);
+        for (int schedule = 0; schedule < simt::Schedules(1); ++schedule, ++seed) {
+          EXPECT_EQ(Run(p, {0, seed % 2 == 0 ? 50u : 0u}, seed), 0)
+              << "world " << world << " chunked " << chunked << " row_bytes " << row_bytes
+              << " seed " << seed;
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace jflux
+
+int main() { return jflux::RunAll(); }
