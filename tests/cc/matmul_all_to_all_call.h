@@ -31,10 +31,8 @@ class MatmulAllToAllCall : public Call {
     return AllToAllLayout::Make(p_, tiling_.tile_m, tiling_.tile_n).Workspace();
   }
   bool Run(const SymmetricView& view, uint64_t epoch, WaitContext ctx) override {
-    const int r = view.rank;
     ctx.op = static_cast<uint32_t>(kMatmulAllToAllId);
-    const MatmulAllToAllArrays arrays{x_[r].bytes.data(), w_[r].bytes.data(), y_[r].bytes.data()};
-    return MatmulAllToAllCpu(p_, tiling_, arrays, view, epoch, ctx);
+    return MatmulAllToAllCpu(p_, tiling_, ArraysOf(view.rank), view, epoch, ctx);
   }
   // Both sides as [outer][rank if rows][inner][rank if columns][n].
   int64_t Wrong() const override {
@@ -59,8 +57,14 @@ class MatmulAllToAllCall : public Call {
     return wrong;
   }
 
+ protected:
+  MatmulAllToAllArrays ArraysOf(int rank) {
+    return {x_[rank].bytes.data(), w_[rank].bytes.data(), y_[rank].bytes.data()};
+  }
+
+  const MatmulAllToAllParams p_;
+
  private:
-  MatmulAllToAllParams p_;
   ShardTiling tiling_;
   std::vector<Values> products_;
   std::vector<Array> x_, w_, y_;

@@ -1,0 +1,76 @@
+// The kernel of all_to_all_matmul in the simulator, on two to four ranks: each way to split and to
+// concatenate, several calls one after the other, late ranks, few CTAs that may send.
+#include <memory>
+#include <vector>
+
+#include "all_to_all_matmul_call.h"
+#include "ops/all_to_all_matmul/all_to_all_matmul_cuda.h"
+#include "simt/device_calls.h"
+#include "testing.h"
+
+namespace jflux {
+namespace {
+
+struct Case {
+  AllToAllMatmulParams p;
+  GemmChoice choice;
+  int32_t senders;
+  TestHooks hooks = {};
+};
+
+class DeviceCall : public AllToAllMatmulCall {
+ public:
+  DeviceCall(const Case& c, uint32_t seed) : AllToAllMatmulCall(c.p, {}, seed), c_(c) {}
+  WorkspaceLayout Workspace() const override { return CudaLayoutOf(p_).Workspace(); }
+  bool Launch(const CudaDevice& device, const SymmetricView& view, std::string* error) {
+    const ProductPlan plan{c_.choice, c_.senders, Workspace().TotalBytes()};
+    return LoadAllToAllMatmulKernels(error) &&
+           LaunchAllToAllMatmul(p_, ArraysOf(view.rank), plan, /*site=*/0, device, view, nullptr,
+                                error);
+  }
+
+ private:
+  const Case c_;
+};
+
+int64_t Run(const Case& c, uint32_t seed) {
+  std::vector<std::unique_ptr<DeviceCall>> calls;
+  for (uint32_t i = 0; i < 3; ++i) calls.push_back(std::make_unique<DeviceCall>(c, 3 * seed + i));
+  simt::DeviceHeap heap(c.p.rows.world, calls[0]->Workspace(), c.hooks);
+  return simt::WrongOnDevices(heap, c.p.rows.world, calls, seed);
+}
+
+constexpr DType kBF16 = DType::kBF16, kF16 = DType::kF16;
+constexpr TestHooks kLate{0, /*max_delay_us=*/30};
+
+// ParamsOf(rows, k, n, types, way, transposed, gathered); way: bit 0 splits rows, bit 1 puts rows
+// together.
+const Case kCases[] = {
+    {ParamsOf({2, 1, 60}, 136, 200, kBF16, kBF16, 1, false, true), {192, 1, 1}, 2},
+    {ParamsOf({3, 1, 70}, 72, 136, kF16, kF16, 2, true, false), {128, 1, 2}, 1, kLate},
+    {ParamsOf({2, 2, 128}, 72, 232, kBF16, kBF16, 3, false, true), {224, 2, 1}, 3},
+    {ParamsOf({2, 1, 100}, 200, 136, kF16, kF16, 0, true, true), {128, 1, 1}, 1, kLate},
+    {ParamsOf({4, 1, 30}, 72, 72, kBF16, kBF16, 1, false, false), {160, 2, 0}, 2, kLate},
+};
+
+TEST(ExchangesAndMultiplies) {
+  simt::SetSmCount(3);
+  uint32_t seed = 1;
+  for (const Case& c : kCases) {
+    for (int schedule = 0; schedule < simt::Schedules(1); ++schedule, ++seed) {
+      EXPECT_EQ(Run(c, seed), 0) << "case " << &c - kCases << ", seed " << seed;
+    }
+  }
+}
+
+TEST(MissingWaitsAreFound) {
+  simt::SetSmCount(3);
+  Case c = kCases[1];
+  c.hooks.skip_waits = 1;
+  EXPECT(Run(c, 1) > 0);
+}
+
+}  // namespace
+}  // namespace jflux
+
+int main() { return jflux::RunAll(); }

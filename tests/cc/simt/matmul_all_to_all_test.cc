@@ -1,0 +1,75 @@
+// The kernel of matmul_all_to_all in the simulator, on two to four ranks: each way to split and to
+// concatenate, several calls one after the other, late ranks, few store warps that may send.
+#include <memory>
+#include <vector>
+
+#include "matmul_all_to_all_call.h"
+#include "ops/matmul_all_to_all/matmul_all_to_all_cuda.h"
+#include "simt/device_calls.h"
+#include "testing.h"
+
+namespace jflux {
+namespace {
+
+struct Case {
+  MatmulAllToAllParams p;
+  GemmChoice choice;
+  int32_t senders = 0;  // 0: all
+  TestHooks hooks = {};
+};
+
+class DeviceCall : public MatmulAllToAllCall {
+ public:
+  DeviceCall(const Case& c, uint32_t seed) : MatmulAllToAllCall(c.p, {}, seed), c_(c) {}
+  WorkspaceLayout Workspace() const override { return CudaLayoutOf(p_, c_.choice).Workspace(); }
+  bool Launch(const CudaDevice& device, const SymmetricView& view, std::string* error) {
+    const ProductPlan plan{c_.choice, c_.senders, Workspace().TotalBytes()};
+    return LoadMatmulAllToAllKernels(error) &&
+           LaunchMatmulAllToAll(p_, ArraysOf(view.rank), plan, /*site=*/0, device, view, nullptr,
+                                error);
+  }
+
+ private:
+  const Case c_;
+};
+
+int64_t Run(const Case& c, uint32_t seed) {
+  std::vector<std::unique_ptr<DeviceCall>> calls;
+  for (uint32_t i = 0; i < 3; ++i) calls.push_back(std::make_unique<DeviceCall>(c, 3 * seed + i));
+  simt::DeviceHeap heap(c.p.rows.world, calls[0]->Workspace(), c.hooks);
+  return simt::WrongOnDevices(heap, c.p.rows.world, calls, seed);
+}
+
+constexpr DType kBF16 = DType::kBF16, kF16 = DType::kF16;
+constexpr TestHooks kLate{0, /*max_delay_us=*/30};
+
+// rows, k, n, types; transpose_rhs, split_rows, concat_rows
+const Case kCases[] = {
+    {{{2, 1, 60}, 136, 200, kBF16, kBF16, false, true, false}, {192, 1, 1}},
+    {{{3, 1, 70}, 72, 136, kF16, kF16, true, false, true}, {128, 1, 2}, 0, kLate},
+    {{{2, 2, 128}, 72, 232, kBF16, kBF16, false, true, true}, {224, 2, 1}},
+    {{{2, 1, 100}, 392, 136, kF16, kF16, false, false, false}, {128, 1, 1}, /*senders=*/1, kLate},
+    {{{4, 1, 30}, 72, 72, kBF16, kBF16, true, true, false}, {160, 2, 0}, 0, kLate},
+};
+
+TEST(MultipliesAndExchanges) {
+  simt::SetSmCount(3);
+  uint32_t seed = 1;
+  for (const Case& c : kCases) {
+    for (int schedule = 0; schedule < simt::Schedules(1); ++schedule, ++seed) {
+      EXPECT_EQ(Run(c, seed), 0) << "case " << &c - kCases << ", seed " << seed;
+    }
+  }
+}
+
+TEST(MissingWaitsAreFound) {
+  simt::SetSmCount(3);
+  Case c = kCases[1];
+  c.hooks.skip_waits = 1;
+  EXPECT(Run(c, 1) > 0);
+}
+
+}  // namespace
+}  // namespace jflux
+
+int main() { return jflux::RunAll(); }
