@@ -33,6 +33,15 @@ inline bool Register(const char* name, void (*body)()) {
   return true;
 }
 
+template <typename T>
+void Print(std::ostream& text, const T& v) {
+  if constexpr (std::is_enum_v<T>) {
+    text << static_cast<std::underlying_type_t<T>>(v);
+  } else {
+    text << v;
+  }
+}
+
 // A failed expectation. Text streamed into it explains the failure. The destructor prints it.
 class Failure {
  public:
@@ -47,11 +56,7 @@ class Failure {
   }
   template <typename T>
   Failure& operator<<(const T& v) {
-    if constexpr (std::is_enum_v<T>) {
-      text_ << static_cast<std::underlying_type_t<T>>(v);
-    } else {
-      text_ << v;
-    }
+    Print(text_, v);
     return *this;
   }
   static int& Count() {
@@ -64,6 +69,24 @@ class Failure {
   std::ostringstream text_;
 };
 
+// Empty if a == b, else both.
+template <typename A, typename B>
+std::string Difference(const A& a, const B& b) {
+  bool equal;
+  if constexpr (std::is_arithmetic_v<A> && std::is_arithmetic_v<B>) {
+    using Common = std::common_type_t<A, B>;  // no warning of an int that is compared to a size
+    equal = static_cast<Common>(a) == static_cast<Common>(b);
+  } else {
+    equal = a == b;
+  }
+  if (equal) return "";
+  std::ostringstream text;
+  Print(text, a);
+  text << " vs ";
+  Print(text, b);
+  return text.str();
+}
+
 // `case`, so that an `else` after the macro cannot bind to its `if`.
 #define JFLUX_FAIL_UNLESS(condition, what) \
   switch (0)                               \
@@ -74,8 +97,10 @@ class Failure {
       ::jflux::Failure(__FILE__, __LINE__, what)
 
 #define EXPECT(condition) JFLUX_FAIL_UNLESS(condition, "EXPECT(" #condition ")")
-#define EXPECT_EQ(a, b) \
-  JFLUX_FAIL_UNLESS((a) == (b), "EXPECT_EQ(" #a ", " #b "):") << (a) << " vs " << (b) << " "
+#define EXPECT_EQ(a, b)                                                                 \
+  JFLUX_FAIL_UNLESS(const std::string jflux_difference = ::jflux::Difference((a), (b)); \
+                    jflux_difference.empty(), "EXPECT_EQ(" #a ", " #b "):")             \
+      << jflux_difference << " "
 
 #define TEST(name)                                                                            \
   static void Test##name();                                                                   \
