@@ -78,12 +78,12 @@ struct Call {
     for (int64_t e = 0; e < c.groups; ++e) {
       for (int32_t row = offsets[e]; row < offsets[e + 1]; ++row) group[row] = static_cast<int>(e);
     }
-    wrong += simt::CountWrong(y[rank], std::sqrt(static_cast<double>(c.k)), [&](int64_t i) {
+    wrong += simt::CountWrong(y[rank], [&](int64_t i) {
       const int64_t row = i / c.n, column = i % c.n;
-      double sum = 0;
+      simt::Sum sum;
       for (int64_t l = 0; l < c.k && group[row] >= 0; ++l) {
         const int64_t at = c.transpose_rhs ? column * c.k + l : l * c.n + column;
-        sum += h[rank][row * c.k + l] * w[rank][group[row] * c.k * c.n + at];
+        sum.Add(h[rank][row * c.k + l] * w[rank][group[row] * c.k * c.n + at]);
       }
       return sum;
     });
