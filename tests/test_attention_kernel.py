@@ -209,7 +209,7 @@ def test_padding_of_the_backward_pass():
     delta = jnp.ones((2, 5, 4))
     at = jnp.arange(5, dtype=jnp.int32)[None]
     given = (q, k, v, q, lse, delta, at, at)
-    params = kernel.Params(Scores(1.0), np.dtype("float32"))
+    params = kernel.Params.of(Scores(1.0), "float32")
     _, _, _, _, base, delta, *_ = kernel._prepare_backward(given, params)
     assert base.shape == delta.shape == (2, 4, 128)
     assert np.isposinf(base[0, 2, 1]) and np.isposinf(base[:, :, 5:]).all()
@@ -245,6 +245,22 @@ def test_vmap_is_one_call_of_more_sequences(by_batch):
     for one, *others in zip(got, *each, strict=True):
         np.testing.assert_allclose(one, np.stack(others), rtol=1e-5, atol=1e-6)
     assert str(jax.make_jaxpr(batched)(q, k, v, at, ids)).count("jflux_flash_attention[") == 1
+
+
+def test_the_precision_is_that_of_the_trace():
+    q, k, v, _ = arrays(jnp.float32, length=4)
+
+    def attend(q, k, v):
+        with jax.default_matmul_precision("highest"):
+            return jflux.attention(q, k, v, causal=True, window=2)
+
+    def loss(*a):
+        return jnp.sum(attend(*a))
+
+    for f in (attend, jax.grad(loss, (0, 1, 2))):
+        text = jax.jit(f).lower(q, k, v).as_text()
+        products = [line for line in text.splitlines() if "dot_general" in line]
+        assert products and all("HIGHEST" in line for line in products)
 
 
 def test_derivatives_are_those_of_the_blocks():

@@ -332,8 +332,8 @@ def test_types_and_precision_that_flax_passes(lenient):
     exact = np.einsum("abhst,abthd->abshd", jax.nn.softmax(scores), v)
     for one in (want, y):  # JAX's own softmax is float32
         np.testing.assert_allclose(one, exact, rtol=1e-5, atol=1e-5)
-    jaxpr = str(jax.make_jaxpr(functools.partial(fn, precision="highest"))(q, k, v))
-    assert "HIGHEST" in jaxpr
+    text = jax.jit(functools.partial(fn, precision="highest")).lower(q, k, v).as_text()
+    assert "HIGHEST" in text
     with pytest.raises(TypeError, match="input_positions of the layer is not supported"):
         fn(q, k, v, input_positions=np.arange(S))
 

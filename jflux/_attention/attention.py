@@ -186,6 +186,7 @@ def _split(
     call = Call(
         axis_name, ranks, scores, layout, ring=_goes_around(ring, k, v, ranks),
         cudnn=why is None, cudnn_backward=why is None and not return_lse,
+        precision=jax.config.jax_default_matmul_precision,
     )  # fmt: skip
     if _is_plain(call, q, return_lse, segment_ids):
         if ranks > 1:

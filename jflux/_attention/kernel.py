@@ -36,10 +36,18 @@ class Params:
     Attributes:
       scores: what a score is, and which pairs have one.
       dtype: of the output, in the forward pass.
+      precision: JAX's default for products where the call was traced. The reference is traced when
+        the program is lowered, where another one may hold.
     """
 
     scores: Scores
     dtype: np.dtype
+    precision: str | None
+
+    @classmethod
+    def of(cls, scores: Scores, dtype: Any) -> Params:
+        """Those of a call that is being traced."""
+        return cls(scores, np.dtype(dtype), jax.config.jax_default_matmul_precision)
 
 
 def forward(
@@ -53,7 +61,7 @@ def forward(
 ) -> tuple[jax.Array, jax.Array]:
     """:func:`.blocks.forward`, with an output of `dtype`."""
     operands = (q, k, v, *_numbers(q.shape[0], queries, keys))
-    params = Params(scores, np.dtype(dtype))
+    params = Params.of(scores, dtype)
     return tuple(_forward.bind(*_local.vary_together(*operands), params=params))
 
 
@@ -70,13 +78,13 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """:func:`.blocks.backward`."""
     operands = (q, k, v, do, lse, delta, *_numbers(q.shape[0], queries, keys))
-    params = Params(scores, lse.dtype)
+    params = Params.of(scores, lse.dtype)
     return tuple(_backward.bind(*_local.vary_together(*operands), params=params))
 
 
 def plan(q: jax.Array, k: jax.Array, v: jax.Array, scores: Scores) -> Plan:
     """How a GPU would run the forward pass of these operands."""
-    return _local.plan_call(_FORWARD, (q, k, v), Params(scores, q.dtype), "cuda")
+    return _local.plan_call(_FORWARD, (q, k, v), Params.of(scores, q.dtype), "cuda")
 
 
 # ---- Operands ------------------------------------------------------------------------------------
@@ -103,14 +111,16 @@ def _parts(numbers: Sequence[jax.Array]) -> tuple[Part, Part]:
 def _forward_reference(arrays: Arrays, params: Params) -> list[jax.Array]:
     q, k, v, *numbers = arrays
     queries, keys = _parts(numbers)
-    o, lse = blocks.forward(q, queries, k, v, keys, params.scores)
+    with jax.default_matmul_precision(params.precision):
+        o, lse = blocks.forward(q, queries, k, v, keys, params.scores)
     return [o.astype(params.dtype), lse]
 
 
 def _backward_reference(arrays: Arrays, params: Params) -> list[jax.Array]:
     q, k, v, do, lse, delta, *numbers = arrays
     queries, keys = _parts(numbers)
-    return list(blocks.backward(q, queries, k, v, keys, params.scores, lse, do, delta))
+    with jax.default_matmul_precision(params.precision):
+        return list(blocks.backward(q, queries, k, v, keys, params.scores, lse, do, delta))
 
 
 def _forward_shapes(arrays: Arrays, params: Params) -> Sequence[ShapeDtype]:

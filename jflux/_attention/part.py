@@ -43,11 +43,14 @@ class Params:
     Attributes:
       scale, softcap: of the scores; no softcap: 0.
       splits: parts of a sequence that different warps attend to.
+      precision: JAX's default for products where the call was traced: the reference is traced when
+        the program is lowered.
     """
 
     scale: float
     softcap: float
     splits: int
+    precision: str | None = None
 
 
 def attend(
@@ -68,7 +71,8 @@ def attend(
     splits = splits_of(q.shape, k.shape[2], positions)
     tables = () if block_table is None else (block_table,)
     operands = _local.vary_together(*map(jnp.asarray, (q, k, v, bounds, *tables)))
-    params = Params(float(scale), float(softcap or 0), splits)
+    precision = jax.config.jax_default_matmul_precision
+    params = Params(float(scale), float(softcap or 0), splits, precision)
     return _primitive.bind(*operands, params=params)[0]
 
 
@@ -192,10 +196,11 @@ def _parts(batch: int, length: int) -> int:
 
 def _reference(arrays: Arrays, params: Params) -> list[jax.Array]:
     q, k, v, bounds, *tables = arrays
-    pair = attend_reference(
-        q, k, v, bounds, tables[0] if tables else None, scale=params.scale,
-        softcap=params.softcap or None,
-    )  # fmt: skip
+    with jax.default_matmul_precision(params.precision):
+        pair = attend_reference(
+            q, k, v, bounds, tables[0] if tables else None, scale=params.scale,
+            softcap=params.softcap or None,
+        )  # fmt: skip
     return [pair, *(jnp.zeros(shape, dtype) for shape, dtype in _shapes(arrays, params)[1:])]
 
 

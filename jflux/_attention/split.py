@@ -37,6 +37,8 @@ class Call:
         of the log-sum-exp, so of one that is returned it does not.
       kernel: whether what cuDNN does not compute may be a kernel (kernel.py), and not XLA's
         operations (blocks.py) whatever the platform is.
+      precision: JAX's default for products where the call was made. Gradients are traced later,
+        where another one may hold.
     """
 
     axis_name: AxisName | None
@@ -47,6 +49,7 @@ class Call:
     cudnn: bool = False
     cudnn_backward: bool = False
     kernel: bool = True
+    precision: str | None = None
 
     def part(self, rank: Any, length: int, segments: jax.Array | None) -> Part:
         """The positions of a rank."""
@@ -98,7 +101,8 @@ def _tangents(kept: Any, tangents: Any, call: Call) -> Any:
         return _run(plainly, q, k, v, segments)
 
     some = tuple(a for a, m in zip(operands, moved, strict=True) if m)
-    return jax.jvp(of_moved, some, tuple(t for t in tangents[:3] if t is not None))[1]
+    with jax.default_matmul_precision(call.precision):
+        return jax.jvp(of_moved, some, tuple(t for t in tangents[:3] if t is not None))[1]
 
 
 def _backward(kept: Any, cotangents: Any, wanted: Any, call: Call) -> Any:
@@ -107,7 +111,8 @@ def _backward(kept: Any, cotangents: Any, wanted: Any, call: Call) -> Any:
         jnp.zeros_like(a) if ct is None else ct for a, ct in zip((o, lse), cotangents, strict=True)
     )
     backward = _around_backward if call.ring else _gathered_backward
-    found = backward(call, q, k, v, *segments, o, lse, do, dlse)
+    with jax.default_matmul_precision(call.precision):
+        found = backward(call, q, k, v, *segments, o, lse, do, dlse)
     own = [d.astype(a.dtype) for d, a in zip(found, (q, k, v), strict=True)]
     return *(None if w is None else d for w, d in zip(wanted, own, strict=False)), None
 
