@@ -69,9 +69,10 @@ TEST(WithoutDelays) {
 
 TEST(AcrossTheWrapOfEpochs) { Check(3, 0xfffffffd, 6, 100); }
 
-GroupedMatmulReduceScatterCall Small(int64_t tokens, int64_t n) {
+GroupedMatmulReduceScatterCall Small(int64_t tokens, int64_t n, int32_t parts = 1) {
   return GroupedMatmulReduceScatterCall(
-      ScatteredParams(3, tokens, 2, 1, 2, 8, n, 2, DType::kF32, DType::kF32), Routed::kAnyhow, 1);
+      ScatteredParams(3, tokens, 2, parts, 2, 8, n, 2, DType::kF32, DType::kF32), Routed::kAnyhow,
+      1);
 }
 
 TEST(AnAbsentRankIsNamed) {
@@ -80,7 +81,7 @@ TEST(AnAbsentRankIsNamed) {
 }
 
 TEST(RanksThatDisagreeAreTold) {
-  GroupedMatmulReduceScatterCall rank1s = Small(8, 4), others = Small(8, 8);
+  GroupedMatmulReduceScatterCall rank1s = Small(8, 8, /*parts=*/2), others = Small(8, 8);
   ExpectDisagreementIsTold(rank1s, others, 3);
 }
 
