@@ -2,9 +2,8 @@
 #ifndef JFLUX_GPU_CLUSTER_TEAM_CUH_
 #define JFLUX_GPU_CLUSTER_TEAM_CUH_
 
-#include "gpu/cluster.cuh"
-
 #include "core/platform.h"
+#include "gpu/cluster.cuh"
 
 namespace jflux {
 

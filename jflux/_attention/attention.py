@@ -18,7 +18,7 @@ from .._epilogue import sum_dtype
 from .._mesh import AxisName
 from .._ops.exchange import all_gather
 from . import by_parts, kernel, ulysses
-from .blocks import Scores
+from .blocks import Scores, default_precision
 from .layouts import LAYOUTS, Layout
 from .operands import check, check_heads, window_of
 from .split import Call, gather_keys, of_split
@@ -186,7 +186,7 @@ def _split(
     call = Call(
         axis_name, ranks, scores, layout, ring=_goes_around(ring, k, v, ranks),
         cudnn=why is None, cudnn_backward=why is None and not return_lse,
-        precision=jax.config.jax_default_matmul_precision,
+        precision=default_precision(),
     )  # fmt: skip
     if _is_plain(call, q, return_lse, segment_ids):
         if ranks > 1:

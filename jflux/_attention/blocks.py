@@ -71,6 +71,12 @@ class _Block(NamedTuple):
     last: jax.Array
 
 
+def default_precision() -> str | None:
+    """JAX's default for products where this is called."""
+    config: Any = jax.config  # the attribute has no type in every JAX
+    return config.jax_default_matmul_precision
+
+
 def forward(
     q: jax.Array, queries: Part, k: jax.Array, v: jax.Array, keys: Part, scores: Scores
 ) -> tuple[jax.Array, jax.Array]:

@@ -47,7 +47,7 @@ class Params:
     @classmethod
     def of(cls, scores: Scores, dtype: Any) -> Params:
         """Those of a call that is being traced."""
-        return cls(scores, np.dtype(dtype), jax.config.jax_default_matmul_precision)
+        return cls(scores, np.dtype(dtype), blocks.default_precision())
 
 
 def forward(

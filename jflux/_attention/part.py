@@ -19,6 +19,7 @@ from .._epilogue import sum_dtype
 from .._lowering import ShapeDtype
 from .._ops import _local, _product
 from . import cache
+from .blocks import default_precision
 
 OP = "flash_decode"
 WIDTHS = (64, 128, 256)  # elements of a head that the kernel takes
@@ -71,7 +72,7 @@ def attend(
     splits = splits_of(q.shape, k.shape[2], positions)
     tables = () if block_table is None else (block_table,)
     operands = _local.vary_together(*map(jnp.asarray, (q, k, v, bounds, *tables)))
-    precision = jax.config.jax_default_matmul_precision
+    precision = default_precision()
     params = Params(float(scale), float(softcap or 0), splits, precision)
     return _primitive.bind(*operands, params=params)[0]
 
