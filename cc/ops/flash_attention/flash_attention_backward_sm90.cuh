@@ -141,6 +141,23 @@ __device__ __forceinline__ void RunBackwardLoads(const Args& args,
   }
 }
 
+// s = the kept rows at `a` times the first tile of a stage, and dp = those at `b` times the second
+// one, both over columns. s is complete afterwards; dp is not.
+template <typename Shape>
+__device__ __forceinline__ void MultiplyBoth(float (&s)[Shape::kMet / 2],
+                                             float (&dp)[Shape::kMet / 2], uint32_t a, uint32_t b,
+                                             const BackwardSmem<Shape>& smem, int stage) {
+  using T = typename Shape::T;
+  wgmma::Fence();
+  MultiplyColumns<T, Shape::kWidth, Shape::kKept>(s, a, smem.Met(stage, 0));
+  wgmma::Commit();
+  MultiplyColumns<T, Shape::kWidth, Shape::kKept>(dp, b, smem.Met(stage, 1));
+  wgmma::Commit();
+  wgmma::Pin(s);
+  wgmma::Wait<1>();
+  wgmma::Pin(s);
+}
+
 // Two floats from shared memory.
 __device__ __forceinline__ float2 LoadFloats(uint32_t smem) {
   const int2 v = LoadPair(smem);
@@ -226,14 +243,7 @@ __device__ __forceinline__ void RunDkvConsumer(const Args& args, const BackwardS
       if (kind == BlockKind::kEnd) break;
       float s[kCount], dp[kCount], p[kCount];
       uint32_t p_t[kCount / 8][4], ds_t[kCount / 8][4];
-      wgmma::Fence();
-      MultiplyColumns<T, kWidth, Shape::kKept>(s, k, smem.Met(stage, 0));
-      wgmma::Commit();
-      MultiplyColumns<T, kWidth, Shape::kKept>(dp, v, smem.Met(stage, 1));
-      wgmma::Commit();
-      wgmma::Pin(s);
-      wgmma::Wait<1>();
-      wgmma::Pin(s);
+      MultiplyBoth<Shape>(s, dp, k, v, smem, stage);
       // Of the columns' queries.
       const auto vector = [&](int which, int j) {
         const float2 pair =
@@ -314,14 +324,7 @@ __device__ __forceinline__ void RunDqConsumer(const Args& args, const BackwardSm
       if (kind == BlockKind::kEnd) break;
       float s[kCount], dp[kCount], p[kCount];
       uint32_t ds[kCount / 8][4];
-      wgmma::Fence();
-      MultiplyColumns<T, kWidth, Shape::kKept>(s, q, smem.Met(stage, 0));
-      wgmma::Commit();
-      MultiplyColumns<T, kWidth, Shape::kKept>(dp, d_out, smem.Met(stage, 1));
-      wgmma::Commit();
-      wgmma::Pin(s);
-      wgmma::Wait<1>();
-      wgmma::Pin(s);
+      MultiplyBoth<Shape>(s, dp, q, d_out, smem, stage);
       Probabilities<Shape::kSoftcap>(
           args, s, p, [&](int) { return make_float4(base[0], base[0], base[1], base[1]); });
       if (kind == BlockKind::kSome) {
