@@ -19,10 +19,9 @@ import numpy as np
 from .. import _config, _derivatives, _dispatch, _epilogue, _lowering, _native
 from .._derivatives import total
 from .._dispatch import Arrays, Machine, Plan
-from .._levels import Levels
-from .._ops import _grouped_primitives, _product
+from .._ops import _grouped_primitives
 from .._ops.exchange import all_gather, reduce_scatter
-from . import _rows
+from . import _one_kernel, _rows
 from ._routing import Routing
 
 OP = "grouped_matmul_reduce_scatter"
@@ -125,37 +124,20 @@ def _shapes(arrays: Arrays, params: Params) -> list[_lowering.ShapeDtype]:
 
 def _plan(arrays: Arrays, params: Params, machine: Machine) -> Plan:
     kept = _Operands(*arrays)
-    why = _product.kernel_takes(kept.h, kept.w, params.out_dtype, params.world, machine.platform)
-    if why is None and machine.on_gpus:
-        why = _dispatch.why_unchecked(CHECKED_ON_GPUS)
-    if why is not None:
-        return _dispatch.decomposed(f"two steps: {why}")
+    if why := _one_kernel.why_not(
+        kept.h, kept.w, params.out_dtype, params.world, machine, CHECKED_ON_GPUS
+    ):
+        return _one_kernel.two_steps(why)
     if params.world == 1 and not (machine.on_gpus and _config.config.always):
-        return _dispatch.decomposed("two steps: there is one rank, and nothing to scatter")
+        return _one_kernel.two_steps("there is one rank, and nothing to scatter")
     call = _sizes(arrays, params)
-    tile = _grouped_primitives.forced_tile(False)
-    if tile.size and machine.on_gpus:
-        call |= {"tile_n": int(tile[0]), "cluster_m": int(tile[1])}
-    try:
-        native = machine.native_plan(OP, call)
-    except ValueError as refused:
-        return _dispatch.decomposed(f"two steps: {refused}")
-    if not _config.config.always:
-        if native["workspace_bytes"] > machine.heap_bytes // 3:
-            return _dispatch.decomposed(
-                f"two steps: the sums take {native['workspace_bytes']} bytes, more than a third "
-                f"of a heap of {machine.heap_bytes}"
-            )
-        if machine.on_gpus and native["parts"] == 0:
-            return _dispatch.decomposed(
-                "two steps: experts have few rows, so all sums would wait for all tiles"
-            )
+    native = _one_kernel.native_plan(OP, call, machine, gated=False, what="sums")
+    if isinstance(native, str):
+        return _one_kernel.two_steps(native)
+    if not _config.config.always and machine.on_gpus and native["parts"] == 0:
+        return _one_kernel.two_steps("experts have few rows, so all sums would wait for all tiles")
     way = "tiles of peers' tokens first" if native["parts"] else "tiles in the order of experts"
     return _dispatch.fused(f"one kernel multiplies, sums and scatters, {way}", native)
-
-
-def _plan_two_level(arrays: Arrays, params: Params, machine: Machine, levels: Levels) -> Plan:
-    return _dispatch.decomposed(f"two steps: {levels}, and the kernel reaches one node's ranks")
 
 
 def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
@@ -172,21 +154,15 @@ def _flops(arrays: Arrays, params: Params) -> int:
     return 2 * h.shape[0] * w.shape[1] * w.shape[2]
 
 
-def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
-    return _product.batch_one_by_one(
-        lambda *one: primitive.bind(*one, params=params), operands, dims
-    )
-
-
 RULES = _lowering.Rules(
     name=OP,
     result_shapes=_shapes,
     # Where no kernel can reach the peers, the grouped product's own kernel is still of use.
     reference=_in_two_steps,
     plan=_plan,
-    plan_two_level=_plan_two_level,
+    plan_two_level=_one_kernel.plan_two_level,
     attributes=_attributes,
-    batch=_batch,
+    batch=_one_kernel.batch,
     decomposed=_in_two_steps,
     flops=_flops,
 )
