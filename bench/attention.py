@@ -284,7 +284,6 @@ def cells(row: dict[str, Any], ranks: int) -> list[str]:
 
 def main() -> int:
     args = bench.parse(__doc__, lists=",".join(LISTS))
-    jflux.config.update(unchecked_kernels=True)
     rows: list[dict[str, Any]] = []
     for case in (case for name in args.lists.split(",") for case in LISTS[name]):
         rows.append(measure(case, args.ranks, args.rounds))

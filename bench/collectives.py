@@ -265,7 +265,7 @@ def main() -> int:
         return bench.spawn(args, "bench.collectives")
     bench.initialize(args)
     jflux.init(heap_bytes=1 << 30)
-    jflux.config.update(strict=True, unchecked_kernels=True)
+    jflux.config.update(strict=True)
     mesh = Mesh(np.array(jax.devices()[: args.ranks]), ("tp",))
     rows: list[dict[str, Any]] = []
     op = None

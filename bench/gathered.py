@@ -17,7 +17,6 @@ one rank nothing is gathered, and C is empty.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -64,14 +63,11 @@ def steps_of(case: Case, routing: moe.Routing) -> dict[str, Callable[..., jax.Ar
     def gather(x: Any, rows: Any, gate: Any, up: Any) -> jax.Array:
         return jflux.all_gather(x, axis_name="tp", tiled=True)
 
-    return {"J": layer, "two": layer, "G": product, "C": gather}
+    def two(x: Any, rows: Any, gate: Any, up: Any) -> jax.Array:
+        rows = moe.permute(jflux.all_gather(x, axis_name="tp", tiled=True), routing)
+        return jflux.grouped_matmul(rows, (gate, up), routing.counts, activation="silu", gated=True)
 
-
-def switches(name: str) -> Any:
-    """What `name` is compiled with."""
-    if name == "J":
-        return jflux.config(unchecked_kernels=True, always=True)
-    return jflux.config(unchecked_kernels=False) if name == "two" else contextlib.nullcontext()
+    return {"J": layer, "two": two, "G": product, "C": gather}
 
 
 def check(case: Case, chosen: np.ndarray, y: Any, two: Any, args: Any) -> float:
@@ -133,7 +129,7 @@ def measure(case: Case, ranks: int, rounds: int) -> dict[str, Any]:
             return lax.fori_loop(0, iterations // body, lambda _, c: some(body, *c), carry)[1]
 
         out = P("tp") if name == "C" else P(None, "tp")  # of C each rank has all
-        with switches(name):
+        with jflux.config(always=name == "J"):
             program = _trial.compiled(chain, mesh, specs, out, *args, routing)
             if name in ("J", "two"):
                 values[name] = _trial.compiled(once, mesh, specs, out, *args, routing)(

@@ -207,7 +207,7 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 def main() -> int:
     args = bench.parse(__doc__, lists=",".join(LISTS))
-    jflux.config.update(strict=True, unchecked_kernels=True)
+    jflux.config.update(strict=True)
     rows: list[dict[str, Any]] = []
     for name in args.lists.split(","):
         for kind in SIZES:

@@ -33,7 +33,7 @@ from jflux.moe import _scattered
 
 from . import __main__ as bench
 from .experts import Case, random_choices
-from .gathered import LISTS, switches
+from .gathered import LISTS
 
 NAMES = ("J", "two", "G", "C")
 
@@ -52,7 +52,11 @@ def steps_of(routing: moe.Routing) -> dict[str, Callable[..., jax.Array]]:
         part = lax.dynamic_update_slice(part, h[:1, :1], (0, 0))
         return jflux.reduce_scatter(part, axis_name="tp", scatter_dimension=0, tiled=True)
 
-    return {"J": layer, "two": layer, "G": product, "C": scatter}
+    def two(h: Any, part: Any, w: Any, weights: Any) -> jax.Array:
+        sums = moe.unpermute(jflux.grouped_matmul(h, w, routing.counts), routing, weights)
+        return jflux.reduce_scatter(sums, axis_name="tp", scatter_dimension=0, tiled=True)
+
+    return {"J": layer, "two": two, "G": product, "C": scatter}
 
 
 def check(case: Case, chosen: np.ndarray, out: Any, two: Any, args: Any) -> float:
@@ -116,7 +120,7 @@ def measure(case: Case, ranks: int, rounds: int) -> dict[str, Any]:
             body = _trial.CALLS_IN_A_BODY
             return lax.fori_loop(0, iterations // body, lambda _, c: some(body, *c), carry)[1]
 
-        with switches(name):
+        with jflux.config(always=name == "J"):
             program = _trial.compiled(chain, mesh, specs, P("tp"), *args, routing)
             if name in ("J", "two"):
                 values[name] = _trial.compiled(once, mesh, specs, P("tp"), *args, routing)(

@@ -76,11 +76,11 @@ def operands(rng: np.random.Generator, call: dict[str, Any]) -> list[jax.Array]:
 
 def exact(arrays: Any, queries: Part, keys: Part, scores: Scores) -> dict[str, Any]:
     """What comes out, in float64; and of sums the sum of their terms' sizes."""
-    q, k, v, do = (np.asarray(a, np.float64) for a in arrays)
-    shared = q.shape[2] // k.shape[2]
-    k_h, v_h = np.repeat(k, shared, 2), np.repeat(v, shared, 2)
-    x = np.einsum("bshd,bthd->bhst", q, k_h) * scores.scale
-    slope = np.full_like(x, scores.scale)
+    q, k, v, do = (np.asarray(a, np.float64).swapaxes(1, 2) for a in arrays)  # [B, heads, S, D]
+    shared = q.shape[1] // k.shape[1]
+    k_h, v_h = np.repeat(k, shared, 1), np.repeat(v, shared, 1)
+    x = q @ k_h.mT * scores.scale
+    slope: Any = scores.scale
     if scores.softcap is not None:
         bent = np.tanh(x / scores.softcap)
         x, slope = scores.softcap * bent, scores.scale * (1 - bent**2)
@@ -97,23 +97,24 @@ def exact(arrays: Any, queries: Part, keys: Part, scores: Scores) -> dict[str, A
     with np.errstate(divide="ignore"):
         lse = (np.log(total) + top)[..., 0]
     p = p / np.where(total > 0, total, 1)
-    o = np.einsum("bhst,bthd->bshd", p, v_h)
-    dp = np.einsum("bshd,bthd->bhst", do, v_h)
+    o, dp = p @ v_h, do @ v_h.mT
     ds = p * (dp - np.sum(p * dp, -1, keepdims=True)) * slope
 
-    def of_groups(a: np.ndarray) -> np.ndarray:
-        return a.reshape(*a.shape[:2], -1, shared, a.shape[3]).sum(3)
+    def sums(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, ...]:
+        """a @ b of each head, and the same of their sizes; [B, S, heads, D]."""
 
-    def sums(terms: str, a: np.ndarray, b: np.ndarray, merge: Any) -> Any:
-        return tuple(merge(np.einsum(terms, f(a), f(b))) for f in (np.asarray, np.abs))
+        def product(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+            return (a @ b).swapaxes(1, 2)
 
-    same = np.asarray
+        return product(a, b), product(np.abs(a), np.abs(b))
+
+    def of_groups(both: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
+        return tuple(a.reshape(*a.shape[:2], -1, shared, a.shape[3]).sum(3) for a in both)
+
     return {
         "lse": lse.swapaxes(1, 2),
-        "o": sums("bhst,bthd->bshd", p, v_h, same), "delta": np.sum(o * do, -1),
-        "dq": sums("bhst,bthd->bshd", ds, k_h, same),
-        "dk": sums("bhst,bshd->bthd", ds, q, of_groups),
-        "dv": sums("bhst,bshd->bthd", p, do, of_groups),
+        "o": sums(p, v_h), "delta": np.sum(o * do, -1).swapaxes(1, 2),
+        "dq": sums(ds, k_h), "dk": of_groups(sums(ds.mT, q)), "dv": of_groups(sums(p.mT, do)),
     }  # fmt: skip
 
 
@@ -191,15 +192,15 @@ def check_loop(rng: np.random.Generator) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n", 1)[0])
-    for name, default in (("calls", 200), ("seed", 0), ("limit", 300)):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    for name, default in (("calls", 200), ("seed", 0), ("limit", 300.0)):
+        parser.add_argument(f"--{name}", type=type(default), default=default)
     args = parser.parse_args()
     if jax.default_backend() != "gpu":
         print("there is no GPU")
         return 1
     begin, done, failures = time.monotonic(), 0, []
     worst: dict[str, float] = collections.defaultdict(float)
-    with jflux.config(unchecked_kernels=True):
+    with jflux.config(strict=True):
         for i in range(args.calls):
             rng = np.random.default_rng([args.seed, i])
             longest = 3000 if i % 20 == 19 else 500

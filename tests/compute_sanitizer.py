@@ -2,7 +2,8 @@
 
 python tests/compute_sanitizer.py [--tools memcheck ...] [--ops all_reduce ...] [--calls 3]
 
-Two ranks, processes under the tool, share what GPUs there are (shared_gpu.py): one is enough.
+Two ranks, processes under the tool, share what GPUs there are (shared_gpu.py): one is enough, but
+for the ops of TWO_GPUS.
 The tools are slow, and ranks wait for each other meanwhile: the deadline of a wait is --deadline.
 Only jflux's kernels are instrumented, where the tool can choose kernels.
 
@@ -36,12 +37,25 @@ from jflux._ops._spec import all_ops
 
 HERE = pathlib.Path(__file__).parent
 TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")
-#: Kernels of one rank, and what runs them.
+#: Kernels of one rank, and the scripts or tests that run them.
 LOCAL = {
     "grouped_matmul": ["moe_gpu.py"],  # and moe.route
+    "flash_attention": ["attention_gpu.py"],
     "flash_decode": ["-m", "pytest", "-q", "test_flash_decode_half.py", "-k", "pages or nothing"],
     "moe_rows": ["-m", "pytest", "-q", "test_moe_rows.py", "-k", "values and bfloat16"],
 }
+#: Ops whose scripts run two ranks in one process, which has to have two GPUs.
+TWO_GPUS = {
+    "all_gather_grouped_matmul": ["gathered_gpu.py", "--only", "gather"],
+    "grouped_matmul_reduce_scatter": ["gathered_gpu.py", "--only", "scatter"],
+    "moe_dispatch": ["placed_gpu.py"],  # and moe_combine
+    "stress": ["-m", "jflux.stress", "--calls", "40"],  # all ops that have one kernel a call
+}
+#: Those whose kernels use TMA and mbarriers, beside the ops with a product.
+WITH_TMA = (
+    "grouped_matmul", "flash_attention", "all_gather_grouped_matmul",
+    "grouped_matmul_reduce_scatter", "stress",
+)  # fmt: skip
 FOUND = 99  # the exit status of a program in which a tool has found something
 
 
@@ -107,9 +121,11 @@ def run(args: argparse.Namespace, sanitizer: str, chosen: list[str], op: str, to
         sys.executable,
     ]  # fmt: skip
     draws = ["--calls", str(args.calls), "--seed", str(args.seed)]
-    if op in LOCAL:
-        command += LOCAL[op]
-        if "pytest" not in command:
+    if tool == "memcheck":  # of API calls, XLA enables peer access twice and expects the error
+        command[3:3] = ["--report-api-errors", "no"]
+    if script := (LOCAL | TWO_GPUS).get(op):
+        command += script
+        if "-m" not in script:
             command += ["--limit", str(args.limit / 2), *draws]
     else:
         command += ["shared_gpu.py", "--ranks", "2", "--op", op, "--small"]
@@ -127,7 +143,7 @@ def run(args: argparse.Namespace, sanitizer: str, chosen: list[str], op: str, to
         output, status = process.communicate()[0] + f"\nkilled after {args.limit:.0f} s", 124
     (folder / "output.log").write_text(output)
     logs = [log.read_text(errors="replace") for log in sorted(folder.glob("process-*.log"))]
-    is_product = op == "grouped_matmul" or (op in all_ops() and all_ops()[op].product is not None)
+    is_product = op in WITH_TMA or (op in all_ops() and all_ops()[op].product is not None)
     may_not_know = {"racecheck": is_product, "initcheck": op not in LOCAL}
     advisory = may_not_know.get(tool, False) and not args.strict
     return Outcome(op, tool, time.monotonic() - start, read(logs, status, output), not advisory)
@@ -146,7 +162,7 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tools", nargs="+", choices=TOOLS, default=TOOLS)
-    ops = [*all_ops(), *LOCAL]
+    ops = [*all_ops(), *LOCAL, *TWO_GPUS]
     parser.add_argument("--ops", nargs="+", choices=ops, default=ops)
     parser.add_argument("--calls", type=int, default=3, help="of each op, under each tool")
     parser.add_argument("--seed", type=int, default=0)

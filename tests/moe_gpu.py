@@ -223,7 +223,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=float, default=300, help="seconds")
     args = parser.parse_args()
-    jflux.config.update(strict=True, unchecked_kernels=True)
+    jflux.config.update(strict=True)
     until = time.monotonic() + args.limit
     found: dict[tuple[str, str], list[float]] = collections.defaultdict(list)
     wrong = []

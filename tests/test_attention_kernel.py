@@ -114,8 +114,6 @@ def with_cuda(monkeypatch):
             return (lambda: True) if name == "built_with_cuda" else getattr(lib, name)
 
     monkeypatch.setattr(_native, "lib", Lib())
-    with jflux.config(unchecked_kernels=True):
-        yield
 
 
 def arrays(dtype=jnp.bfloat16, width=64, length=300, segments=False):
@@ -192,14 +190,6 @@ def test_a_scale_that_no_kernel_takes(with_cuda):
     q, k, v, _ = arrays()
     assert "the scale is -1.0" in kernel.plan(q, k, v, Scores(-1.0)).reason
     assert kernel.plan(q, k, v, Scores(1.0)).path == "fused"
-
-
-def test_gpus_take_xla_until_the_kernels_are_checked(with_cuda):
-    q, k, v, _ = arrays()
-    with jflux.config(unchecked_kernels=False):
-        assert "unchecked_kernels=True" in kernel.plan(q, k, v, Scores(1.0)).reason
-        f = jax.jit(lambda *a: jflux.attention(*a, causal=True, window=20))
-        assert "jflux_" not in program(f, q, k, v)
 
 
 def test_padding_of_the_backward_pass():

@@ -231,7 +231,7 @@ def test_one_kernel_and_what_explain_says():
 
 
 def plan_on_gpus(tokens, experts, choices=2, k=512, n=1024, world=2, gated=False, dtype="bfloat16",
-                 out=None, unchecked=True, always=False):  # fmt: skip
+                 out=None, always=False):  # fmt: skip
     """The plan of a call on H200s."""
     dtype = jnp.dtype(dtype)
     params = _gathered.Params(
@@ -245,7 +245,7 @@ def plan_on_gpus(tokens, experts, choices=2, k=512, n=1024, world=2, gated=False
             ((world * tokens * choices,), jnp.int32),
         )
     ]  # fmt: skip
-    with jflux.config(unchecked_kernels=unchecked, always=always):
+    with jflux.config(always=always):
         return _gathered.RULES.plan(arrays, params, Machine("cuda", 132, 320.0, 1 << 32))
 
 
@@ -256,7 +256,8 @@ def test_plans_on_gpus():
     assert plan_on_gpus(4096, 8, gated=True).config["tile_n"] in (128, 256)
     assert plan_on_gpus(4096, 8, world=1).path == Path.FUSED
     for plan, why in (
-        (plan_on_gpus(4096, 8, unchecked=False), "has not passed all checks"),
+        (plan_on_gpus(4096, 8, n=2056), "of 2056 columns"),
+        (plan_on_gpus(4096, 8, n=1032, gated=True), "of 2064 columns"),
         (plan_on_gpus(64, 8), "few rows"),
         (plan_on_gpus(4096, 8, k=516), "multiples of 16 bytes"),
         (plan_on_gpus(4096, 8, dtype="float32"), "float32"),
@@ -266,6 +267,7 @@ def test_plans_on_gpus():
         assert plan.path == Path.DECOMPOSED and not plan.unsupported, plan
         assert why in plan.reason, plan
     assert plan_on_gpus(64, 8, always=True).path == Path.FUSED
+    assert plan_on_gpus(4096, 8, n=4096, always=True).path == Path.FUSED
 
 
 def test_wrong_operands_are_refused():

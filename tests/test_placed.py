@@ -34,7 +34,7 @@ def _operands(seed, kind, ranks, tokens, k, experts, dtype=jnp.float32):
 def _both(f, *args):
     """f, which is jitted: (by one kernel, by several ops)."""
     in_one = run(f, *args)
-    with jflux.config(unchecked_kernels=False, strict=False):
+    with jflux.config(fused=False, strict=False):
         return in_one, run(f, *args)
 
 
@@ -205,8 +205,6 @@ def test_two_kernels_and_nothing_else():
 
 def test_other_forms():
     assert not isinstance(_handle_of()[1], PlacedHandle)
-    with jflux.config(unchecked_kernels=False):
-        assert not isinstance(_handle_of(partial_sums=True)[1], PlacedHandle)
     with jflux.config(fused=False, strict=False):
         assert not isinstance(_handle_of(partial_sums=True)[1], PlacedHandle)
 

@@ -278,8 +278,8 @@ def test_it_is_the_gradient_of_its_mirror():
     assert {_gathered.OP, _scattered.OP} <= set(fused_calls(compiled_text(gradient, x, w)))
 
 
-def plan_on_gpus(tokens, experts, choices=2, k=512, n=1024, world=2, dtype="bfloat16",
-                 unchecked=True, always=False):  # fmt: skip
+def plan_on_gpus(tokens, experts, choices=2, k=1024, n=1024, world=2, dtype="bfloat16",
+                 always=False):  # fmt: skip
     """The plan of a call on H200s."""
     dtype = jnp.dtype(dtype)
     params = _scattered.Params(("tp",), world, False, dtype)
@@ -292,7 +292,7 @@ def plan_on_gpus(tokens, experts, choices=2, k=512, n=1024, world=2, dtype="bflo
             ((world * tokens * choices,), jnp.int32),
         )
     ]  # fmt: skip
-    with jflux.config(unchecked_kernels=unchecked, always=always):
+    with jflux.config(always=always):
         return _scattered.RULES.plan(arrays, params, Machine("cuda", 132, 320.0, 1 << 32))
 
 
@@ -302,7 +302,7 @@ def test_plans_on_gpus():
     assert many.config["parts"] == 2 and many.config["item_tokens"] == 4
     assert "peers' tokens first" in many.reason
     for plan, why in (
-        (plan_on_gpus(4096, 8, unchecked=False), "has not passed all checks"),
+        (plan_on_gpus(4096, 8, k=760), "760 units"),
         (plan_on_gpus(64, 8), "few rows"),
         (plan_on_gpus(4096, 8, world=1), "one rank"),
         (plan_on_gpus(4096, 8, n=516), "multiples of 16 bytes"),
@@ -313,6 +313,7 @@ def test_plans_on_gpus():
         assert plan.path == Path.DECOMPOSED and not plan.unsupported, plan
         assert why in plan.reason, plan
     assert plan_on_gpus(64, 8, always=True).path == Path.FUSED
+    assert plan_on_gpus(4096, 8, k=64, always=True).path == Path.FUSED
     assert plan_on_gpus(4096, 8, world=1, always=True).path == Path.FUSED
 
 

@@ -293,7 +293,7 @@ def _rules(name: str, most_width: int, **others: Any) -> _local.LocalRules:
         why_not=_why_not(most_width),
         attributes=_attributes,
         batch=_batch,
-        checked_on_gpus=False,
+        checked_on_gpus=True,
         on_cpus=False,
         is_optional=True,
         **others,

@@ -30,9 +30,6 @@ from .rows import on_first, rows_or_zeros, summed
 
 OP, COMBINE = "moe_dispatch", "moe_combine"
 
-#: Whether the GPU kernels have been compared with float64 on GPUs.
-CHECKED_ON_GPUS = False
-
 #: The most of the heap that a dispatch takes this way: 4096 tokens of 14336 bytes on each of two
 #: ranks take half of it.
 MOST_WORKSPACE_BYTES = 512 << 20
@@ -110,7 +107,7 @@ def params_for(
     alignment, stride. Decided when the call is traced, since the handle goes by it: by shapes and
     switches, which are the same on all ranks."""
     world = _mesh.axis_size(axis_name)
-    if not _config.config.fused or _dispatch.why_unchecked(CHECKED_ON_GPUS) is not None:
+    if not _config.config.fused:
         return None
     is_mesh = all(_mesh.is_manual(name) for name in _mesh.as_tuple(axis_name))
     if not is_mesh or not 2 <= world <= _product.MAX_RANKS or x.dtype.name not in _TYPES:
@@ -208,11 +205,10 @@ def _call(arrays: Arrays, params: Params) -> dict[str, int]:
 
 
 def _plan_of(op: str, call: dict[str, int], dtype: Any, machine: Machine) -> Plan:
-    why = _dispatch.why_unchecked(CHECKED_ON_GPUS) if machine.on_gpus else None
-    if why is None and dtype.name not in _TYPES:
-        why = f"rows are {dtype}, the kernels take bfloat16, float16 and float32"
-    if why is not None:
-        return _dispatch.decomposed(why)
+    if dtype.name not in _TYPES:
+        return _dispatch.decomposed(
+            f"rows are {dtype}, the kernels take bfloat16, float16 and float32"
+        )
     try:
         native = machine.native_plan(op, call)
     except ValueError as refused:

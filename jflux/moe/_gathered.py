@@ -21,7 +21,7 @@ from .. import _config, _derivatives, _dispatch, _epilogue, _lowering, _native
 from .._derivatives import total
 from .._dispatch import Arrays, Machine, Plan
 from .._epilogue import Epilogue
-from .._ops import _grouped_primitives
+from .._ops import _grouped_primitives, _product
 from .._ops.all_gather_matmul import ACTIVATED, PREACTIVATION
 from .._ops.exchange import all_gather, reduce_scatter
 from . import _one_kernel, _scattered
@@ -29,9 +29,10 @@ from ._routing import Routing, permute, unpermute
 
 OP = "all_gather_grouped_matmul"
 
-#: Whether the GPU kernel has been checked: it is right, and has yet to be shown no slower than the
-#: three steps (docs/experiments/0039-gathered-rows.md).
-CHECKED_ON_GPUS = False
+#: The most columns of all weights for which a GPU takes the kernel. It spares a permutation of the
+#: tokens, and its product is some percent slower than the grouped one: of 1536 columns it is the
+#: faster one, of 14336 the slower one (docs/experiments/0039-gathered-rows.md).
+MOST_COLUMNS = 2048
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,11 +148,14 @@ def _in_two_steps(arrays: Arrays, params: Params, plan: Plan | None = None) -> l
 def _plan(arrays: Arrays, params: Params, machine: Machine) -> Plan:
     operands = _split(arrays, params)
     x, w = operands.x, operands.ws[0]
-    if why := _one_kernel.why_not(x, w, params.out_dtype, params.world, machine, CHECKED_ON_GPUS):
+    if why := _product.kernel_takes(x, w, params.out_dtype, params.world, machine.platform):
         return _one_kernel.two_steps(why)
     if params.world == 1 and not machine.on_gpus:
         return _one_kernel.two_steps("there is one rank, and nothing to gather")
     call = _sizes(arrays, params)
+    columns = call["n"] * params.weights
+    if machine.on_gpus and columns > MOST_COLUMNS and not _config.config.always:
+        return _one_kernel.two_steps(f"of {columns} columns the grouped product is faster")
     native = _one_kernel.native_plan(OP, call, machine, gated=params.gated, what="tokens")
     if isinstance(native, str):
         return _one_kernel.two_steps(native)

@@ -5,23 +5,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
-
 from .. import _config, _dispatch
 from .._dispatch import Machine, Plan
 from .._levels import Levels
 from .._ops import _grouped_primitives, _product
-
-
-def why_not(
-    rows: jax.Array, w: jax.Array, out_dtype: Any, world: int, machine: Machine, checked: bool
-) -> str | None:
-    """Why no kernel takes these operands, or None. `checked`: whether the op's kernels have been
-    compared with float64 on GPUs."""
-    why = _product.kernel_takes(rows, w, out_dtype, world, machine.platform)
-    if why is None and machine.on_gpus:
-        why = _dispatch.why_unchecked(checked)
-    return why
 
 
 def native_plan(

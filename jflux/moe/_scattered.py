@@ -19,16 +19,16 @@ import numpy as np
 from .. import _config, _derivatives, _dispatch, _epilogue, _lowering, _native
 from .._derivatives import total
 from .._dispatch import Arrays, Machine, Plan
-from .._ops import _grouped_primitives
+from .._ops import _grouped_primitives, _product
 from .._ops.exchange import all_gather, reduce_scatter
 from . import _one_kernel, _rows
 from ._routing import Routing
 
 OP = "grouped_matmul_reduce_scatter"
 
-#: Whether the GPU kernel has been checked: it has not run on a GPU
-#: (docs/experiments/0042-scattered-sums.md).
-CHECKED_ON_GPUS = False
+#: The least hidden units of a rank for which a GPU takes the kernel: with 384 of them its sums take
+#: longer than its product hides, with 768 they do not (docs/experiments/0042-scattered-sums.md).
+LEAST_UNITS = 768
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,13 +124,15 @@ def _shapes(arrays: Arrays, params: Params) -> list[_lowering.ShapeDtype]:
 
 def _plan(arrays: Arrays, params: Params, machine: Machine) -> Plan:
     kept = _Operands(*arrays)
-    if why := _one_kernel.why_not(
-        kept.h, kept.w, params.out_dtype, params.world, machine, CHECKED_ON_GPUS
+    if why := _product.kernel_takes(
+        kept.h, kept.w, params.out_dtype, params.world, machine.platform
     ):
         return _one_kernel.two_steps(why)
     if params.world == 1 and not (machine.on_gpus and _config.config.always):
         return _one_kernel.two_steps("there is one rank, and nothing to scatter")
     call = _sizes(arrays, params)
+    if machine.on_gpus and call["k"] < LEAST_UNITS and not _config.config.always:
+        return _one_kernel.two_steps(f"a product of {call['k']} units does not hide the sums")
     native = _one_kernel.native_plan(OP, call, machine, gated=False, what="sums")
     if isinstance(native, str):
         return _one_kernel.two_steps(native)

@@ -70,11 +70,12 @@ TEST(PartsCoverARowOnce) {
       }
     }
   }
-  EXPECT_EQ(TokenParts::PartsFor(1, 896, 132), 4);
+  EXPECT_EQ(TokenParts::PartsFor(1, 896, 132), 8);
   EXPECT_EQ(TokenParts::PartsFor(32, 896, 132), 4);
   EXPECT_EQ(TokenParts::PartsFor(64, 896, 132), 2);
   EXPECT_EQ(TokenParts::PartsFor(128, 896, 132), 1);
   EXPECT_EQ(TokenParts::PartsFor(1, 64, 132), 1);
+  EXPECT_EQ(TokenParts::PartsFor(1, 256, 132), 4);
   EXPECT_EQ(TokenParts::PartsFor(1, 896, 0), 1);
 }
 

@@ -40,19 +40,20 @@ struct ExpertMarks {
   uint32_t* bits;   // [experts][groups * kGroupWords]
   int32_t* before;  // [experts][groups]
   int32_t* sizes;   // [experts], rows that each expert keeps
+  int32_t* padded;  // [experts], rows from each expert's first to the next one's
   int32_t* starts;  // [experts + 1], first row of each
 
   static JFLUX_HD int64_t Groups(int64_t tokens) { return CeilDiv<int64_t>(tokens, kGroupTokens); }
   // What the tables take.
   static JFLUX_HD int64_t Bytes(int64_t experts, int64_t tokens) {
-    return 4 * (experts * Groups(tokens) * (kGroupWords + 1) + 2 * experts + 1);
+    return 4 * (experts * Groups(tokens) * (kGroupWords + 1) + 3 * experts + 1);
   }
   static JFLUX_HD ExpertMarks At(void* memory, int32_t experts, int64_t tokens) {
     const auto groups = static_cast<int32_t>(Groups(tokens));
     auto* bits = static_cast<uint32_t*>(memory);
     auto* before = reinterpret_cast<int32_t*>(bits + experts * groups * kGroupWords);
     int32_t* sizes = before + experts * groups;
-    return ExpertMarks{experts, groups, bits, before, sizes, sizes + experts};
+    return ExpertMarks{experts, groups, bits, before, sizes, sizes + experts, sizes + 2 * experts};
   }
 
   // Called by all threads of a block. for_choices(mark) calls mark(local expert, token) for a
@@ -81,12 +82,13 @@ struct ExpertMarks {
         sum += count;
       }
       sizes[e] = rows.Kept(sum);
+      padded[e] = rows.Padded(sizes[e]);
     }
     Block::sync();
     // Each thread sums by itself: with a few hundred experts a scan's barriers would cost more.
     for (int32_t e = Block::rank(); e <= experts; e += Block::size()) {
       int32_t start = 0;
-      for (int32_t i = 0; i < e; ++i) start += rows.Padded(sizes[i]);
+      for (int32_t i = 0; i < e; ++i) start += padded[i];
       starts[e] = start;
     }
     Block::sync();

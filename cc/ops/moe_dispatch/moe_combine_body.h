@@ -1,20 +1,21 @@
-// moe_combine: one block's part of a rank's work. On the CPU the only thread is the block.
+// moe_combine: one block's part of a rank's work. On the CPU the only thread is the block, and its
+// only warp.
 //
-// For each of its items a block sums what this rank's experts have made of the token of each rank,
+// For each of its items a warp sums what this rank's experts have made of the token of each rank,
 // sends it there, and sums what has come of its own token.
 //
 //   data     of a rank, by source: an image of its own tokens, one row from each rank
 //   writes   the source, its own places alone. A rank's own sums take the same way
 //   waits    for the sums of the ranks that the own token was sent to. Each sum has a signal, set
-//            by the peer's block with the same number
-//   order    data, block barrier, signal with release
+//            by the peer's warp with the same number
+//   order    data, barrier of the warp, signal with release
 //   sums     of a rank in the order of slots, in float32, rounded to y's type; of ranks in float32,
 //            in the order in which slots name them first
 //   reset    never: core/signal.h
 //
 // A token of which all rows were dropped on a rank gets zeros from there: its own rank does not
-// know that they were. Deadlock: a block waits for an item only after it has sent its own items of
-// the same number.
+// know that they were. Deadlock: a warp waits for an item only after it has sent its own items of
+// the same number, and never for another warp of its block.
 #ifndef JFLUX_OPS_MOE_DISPATCH_MOE_COMBINE_BODY_H_
 #define JFLUX_OPS_MOE_DISPATCH_MOE_COMBINE_BODY_H_
 
@@ -57,7 +58,7 @@ struct VectorNumbers {
 
 template <typename Numbers>
 struct MoeCombineBody {
-  using Block = shmem::Block;
+  using Warp = shmem::Warp;
   using Vector = shmem::internal::Vector;
   static constexpr int kSize = Numbers::kSize;
   const MoeCombineParams& p;
@@ -67,9 +68,10 @@ struct MoeCombineBody {
 
   // False if the call failed.
   JFLUX_HD bool Run() const {
-    const int64_t step = ctx.blocks;
-    for (int i = 0; i < kItemsAhead; ++i) Send(ctx.block + i * step);
-    for (int64_t item = ctx.block; item < p.items.Items(); item += step) {
+    constexpr int kItemsAhead = 4;  // items that a warp sends ahead of the one that it waits for
+    const auto [first, step] = WarpShare::Of(ctx, WarpOfBlock(), WarpsOfBlock());
+    for (int i = 0; i < kItemsAhead; ++i) Send(first + i * step);
+    for (int64_t item = first; item < p.items.Items(); item += step) {
       Send(item + kItemsAhead * step);
       if (!Receive(item)) return false;
     }
@@ -78,101 +80,135 @@ struct MoeCombineBody {
 
  private:
   JFLUX_HD int Rank() const { return ctx.view.rank; }
-  // In the scratch: of slot j of the token of rank `src`.
-  JFLUX_HD int32_t* RowsOf(int src) const { return static_cast<int32_t*>(scratch) + src * p.slots; }
-  JFLUX_HD float* WeightsOf(int src) const {
-    return static_cast<float*>(scratch) + (p.world + src) * p.slots;
+  // What the warp keeps. Of slot j of the token of rank `src`, rows and weights:
+  JFLUX_HD int32_t* Kept() const {
+    return static_cast<int32_t*>(scratch) +
+           WarpOfBlock() * MoeCombineParams::WarpWordsFor(p.world, p.slots);
   }
-  JFLUX_HD int32_t* Ranks() const { return static_cast<int32_t*>(scratch) + 2 * p.world * p.slots; }
+  JFLUX_HD int32_t* RowsOf(int src) const { return Kept() + src * p.slots; }
+  JFLUX_HD float* WeightsOf(int src) const {
+    return reinterpret_cast<float*>(Kept()) + (p.world + src) * p.slots;
+  }
+  // While sending, of each rank: how many of its token's slots have a row here; kNone: the token
+  // was not sent here. While receiving: the ranks of the own token's slots.
+  JFLUX_HD int32_t* Counts() const { return Kept() + 2 * p.world * p.slots; }
+  JFLUX_HD int32_t* Ranks() const { return Counts(); }
   // The place of what `src` sends of a token, in this rank's memory.
   JFLUX_HD Vector* ImageOf(int src, int64_t token) const {
     return ctx.data<Vector>(p.RowOffset(src, token));
   }
-  // Whether the token of rank `src` was sent to this rank.
-  JFLUX_HD bool Came(int src) const {
-    bool came = false;
-    for (int32_t j = 0; j < p.slots; ++j) came |= RowsOf(src)[j] != ExpertMarks::kNone;
-    return came;
-  }
+  JFLUX_HD bool IsRow(int32_t row) const { return row >= 0 && row < p.rows; }
 
+  // By a warp.
   JFLUX_HD void Send(int64_t item) const {
     if (item >= p.items.Items()) return;
     const int64_t token = p.items.Token(item);
-    for (int32_t i = Block::rank(); i < p.world * p.slots; i += Block::size()) {
+    for (int32_t i = Warp::rank(); i < p.world * p.slots; i += Warp::size()) {
       const int32_t src = i / p.slots;
       const int64_t slot = (src * p.items.tokens + token) * p.slots + i % p.slots;
       RowsOf(0)[i] = arrays.there[slot];
       WeightsOf(0)[i] = arrays.weights[slot];
     }
-    Block::sync();
+    Warp::sync();
+    for (int src = Warp::rank(); src < p.world; src += Warp::size()) KeepRows(src);
+    Warp::sync();
     for (int d = 1; d <= p.world; ++d) {
       const int src = (Rank() + d) % p.world;  // itself last
-      if (Came(src)) SendSum(src, token, p.items.Part(item));
+      if (Counts()[src] >= 0) SendSum(src, token, p.items.Part(item));
     }
-    Block::sync();
-    for (int d = 1 + Block::rank(); d < p.world; d += Block::size()) {
+    Warp::sync();
+    for (int d = 1 + Warp::rank(); d < p.world; d += Warp::size()) {
       const int src = (Rank() + d) % p.world;
-      if (Came(src)) {
+      if (Counts()[src] >= 0) {
         shmem::signal_set(ctx, ctx.signal(p.items.Signal(Rank(), item)), src);
       }
     }
-    Block::sync();  // the scratch is written again
+    Warp::sync();  // the scratch is written again
+  }
+  // By a thread: moves the slots that have rows to the front, in their order.
+  JFLUX_HD void KeepRows(int src) const {
+    int32_t* rows = RowsOf(src);
+    float* weights = WeightsOf(src);
+    int32_t count = 0;
+    bool came = false;
+    for (int32_t j = 0; j < p.slots; ++j) {
+      came |= rows[j] != ExpertMarks::kNone;
+      if (!IsRow(rows[j])) continue;
+      rows[count] = rows[j];
+      weights[count++] = weights[j];
+    }
+    Counts()[src] = came ? count : ExpertMarks::kNone;
   }
 
   JFLUX_HD void SendSum(int src, int64_t token, int32_t part) const {
-    constexpr int kInFlight = 4;  // rows that are loaded together
     Vector* image = shmem::ptr(ctx, ImageOf(Rank(), token), src);
     const auto* y = static_cast<const Vector*>(arrays.y);
     const int32_t* rows = RowsOf(src);
     const float* weights = WeightsOf(src);
-    for (int64_t v = p.items.First(part) + Block::rank(); v < p.items.First(part + 1);
-         v += Block::size()) {
-      float sum[kSize] = {};
-      for (int32_t j0 = 0; j0 < p.slots; j0 += kInFlight) {
-        Vector loaded[kInFlight] = {};
-        JFLUX_UNROLL
-        for (int b = 0; b < kInFlight; ++b) {
-          if (j0 + b < p.slots && IsRow(rows[j0 + b])) {
-            loaded[b] = y[rows[j0 + b] * p.items.vectors + v];
-          }
-        }
-        JFLUX_UNROLL
-        for (int b = 0; b < kInFlight; ++b) {
-          if (j0 + b < p.slots && IsRow(rows[j0 + b])) Add(loaded[b], weights[j0 + b], sum);
-        }
-      }
-      image[v] = Numbers::Pack(sum);
-    }
-  }
-  JFLUX_HD bool IsRow(int32_t row) const { return row >= 0 && row < p.rows; }
-  static JFLUX_HD void Add(const Vector& vector, float weight, float (&sum)[kSize]) {
-    float numbers[kSize];
-    Numbers::Unpack(vector, numbers);
-    JFLUX_UNROLL
-    for (int i = 0; i < kSize; ++i) sum[i] += weight * numbers[i];
+    ForSums(
+        part, Counts()[src], [&](int32_t j) { return y + rows[j] * p.items.vectors; },
+        [&](int32_t j) { return weights[j]; },
+        [&](int64_t v, const float (&sum)[kSize]) { image[v] = Numbers::Pack(sum); });
   }
 
+  // By a warp.
   JFLUX_HD bool Receive(int64_t item) const {
     const int64_t token = p.items.Token(item);
-    const int32_t part = p.items.Part(item);
     bool ok = true;
-    for (int32_t j = Block::rank(); j < p.slots; j += Block::size()) {
+    for (int32_t j = Warp::rank(); j < p.slots; j += Warp::size()) {
       const int32_t src = arrays.part[token * p.slots + j];
       Ranks()[j] = src;
       if (src < 0 || src == Rank()) continue;
       ok &= shmem::signal_wait_until(ctx, ctx.signal(p.items.Signal(src, item)), src);
     }
-    if (!Block::all(ok)) return false;
-    for (int64_t v = p.items.First(part) + Block::rank(); v < p.items.First(part + 1);
-         v += Block::size()) {
-      float sum[kSize] = {};
-      for (int32_t j = 0; j < p.slots; ++j) {
-        if (Ranks()[j] >= 0) Add(ImageOf(Ranks()[j], token)[v], 1, sum);
+    if (!Warp::all(ok)) return false;
+    int32_t count = 0;
+    for (int32_t j = 0; j < p.slots; ++j) count += Ranks()[j] >= 0;
+    Warp::sync();
+    if (Warp::rank() == 0) {
+      for (int32_t j = 0, kept = 0; j < p.slots; ++j) {
+        if (Ranks()[j] >= 0) Ranks()[kept++] = Ranks()[j];
       }
-      Store(token * p.items.vectors + v, sum);
     }
-    Block::sync();  // Ranks() is written again
+    Warp::sync();
+    ForSums(
+        p.items.Part(item), count, [&](int32_t j) { return ImageOf(Ranks()[j], token); },
+        [](int32_t) { return 1.0f; },
+        [&](int64_t v, const float (&sum)[kSize]) { Store(token * p.items.vectors + v, sum); });
+    Warp::sync();  // Ranks() is written again
     return true;
+  }
+
+  // For each vector v of an item: store(v, the sum over j < count of weight(j) * row(j)[v]), in the
+  // order of j.
+  template <typename Row, typename Weight, typename Store>
+  JFLUX_HD void ForSums(int32_t part, int32_t count, Row&& row, Weight&& weight,
+                        Store&& store) const {
+    constexpr int kInFlight = 4;  // rows that are loaded together
+    JFLUX_NO_UNROLL
+    for (int64_t v = p.items.First(part) + Warp::rank(); v < p.items.First(part + 1);
+         v += Warp::size()) {
+      float sum[kSize] = {};
+      JFLUX_NO_UNROLL
+      for (int32_t j0 = 0; j0 < count; j0 += kInFlight) {
+        Vector loaded[kInFlight] = {};
+        JFLUX_UNROLL
+        for (int b = 0; b < kInFlight; ++b) {
+          if (j0 + b < count) loaded[b] = row(j0 + b)[v];
+        }
+        JFLUX_UNROLL
+        for (int b = 0; b < kInFlight; ++b) {
+          if (j0 + b < count) Add(loaded[b], weight(j0 + b), sum);
+        }
+      }
+      store(v, sum);
+    }
+  }
+  static JFLUX_HD void Add(const Vector& vector, float weight, float (&sum)[kSize]) {
+    float numbers[kSize];
+    Numbers::Unpack(vector, numbers);
+    JFLUX_UNROLL
+    for (int i = 0; i < kSize; ++i) sum[i] += weight * numbers[i];
   }
 
   // Vector `v` of the result.

@@ -25,8 +25,11 @@ namespace jflux {
 
 inline constexpr OpId kMoeDispatchId{12}, kMoeCombineId{13};
 
-// Items that a block sends ahead of the item that it waits for.
-inline constexpr int kItemsAhead = 4;
+// Warps of a CTA. A dispatch's CTA has tables that may fill an SM's shared memory, so it has all
+// the warps that fit.
+inline constexpr int kMoeDispatchWarps = 16, kMoeCombineWarps = 8;
+// Of a dispatch's warps those that send and do not receive: the link is full with few of them.
+inline constexpr int kMoeDispatchSenders = 4;
 
 struct MoeDispatchParams {
   int32_t world, slots, experts;  // experts: of a rank
@@ -52,9 +55,11 @@ struct MoeDispatchParams {
   WorkspaceLayout Workspace() const {
     return shmem::WorkspaceFor(RowOffset(world, 0), ItemSignal(world, 0));
   }
-  // What a block keeps: the tables, then the row of each slot of an item's tokens.
+  // What a block keeps: the tables, then for each warp the row of each slot of an item's tokens.
   JFLUX_HD int64_t MarkBytes() const { return ExpertMarks::Bytes(experts, AllTokens()); }
-  JFLUX_HD int64_t ScratchBytes() const { return MarkBytes() + 4 * world * slots; }
+  JFLUX_HD int64_t ScratchBytes() const {
+    return MarkBytes() + 4 * kMoeDispatchWarps * world * slots;
+  }
 
   uint32_t Signature() const {
     return SignatureBuilder()
@@ -99,9 +104,15 @@ struct MoeCombineParams {
   WorkspaceLayout Workspace() const {
     return shmem::WorkspaceFor(RowOffset(world, 0), items.Signal(world, 0));
   }
-  // What a block keeps: a row and a weight of each slot of an item's tokens, and the ranks of the
-  // own token's slots.
-  JFLUX_HD int64_t ScratchBytes() const { return 4 * (2 * world * slots + slots); }
+  // What a warp keeps: a row and a weight of each slot of an item's tokens, and how many each rank
+  // has; or the ranks of the own token's slots. A block keeps it for each of its warps.
+  static JFLUX_HD constexpr int32_t WarpWordsFor(int32_t world, int32_t slots) {
+    return 2 * world * slots + Max(world, slots);
+  }
+  JFLUX_HD int64_t ScratchBytes() const { return ScratchBytesFor(world, slots); }
+  static JFLUX_HD constexpr int64_t ScratchBytesFor(int32_t world, int32_t slots) {
+    return int64_t{4} * kMoeCombineWarps * WarpWordsFor(world, slots);
+  }
 
   uint32_t Signature() const {
     return SignatureBuilder()

@@ -1,18 +1,22 @@
-// moe_dispatch: one block's part of a rank's work. On the CPU the only thread is the block.
+// moe_dispatch: one block's part of a rank's work. On the CPU the only thread is the block, and its
+// only warp.
 //
-// Block 0 sends its rank's choices to all ranks. A block sends the rows of its items, marks all
-// ranks' choices in tables of its own (expert_marks.h), and from then on knows where every row
-// goes: it waits for the rows of its items from all ranks and copies each to its experts' rows.
+// Block 0 sends its rank's choices to all ranks. Some warps of each block send the rows of its
+// items, the others receive. When the choices of all ranks are there, a block marks them in tables
+// of its own (expert_marks.h), and from then on knows where every row goes: a warp waits for the
+// rows of an item from all ranks and copies them to their experts' rows. So the link is busy while
+// memory is.
 //
 //   data     of a rank, by source: choices, weights, an image of the source's tokens
 //   writes   the source, its own places alone
 //   waits    for the choices of all peers; for the rows that have an expert here. Each row has a
-//            signal, set by the peer's block with the same number
-//   order    data, block barrier, signal with release
+//            signal, set by a warp of the peer's block with the same number
+//   order    data, barrier of the warp (of choices: of the block), signal with release
 //   reset    never: core/signal.h. A place that no row comes to keeps old data, which nobody reads
 //
-// Deadlock: block 0 starts before the rank's other blocks and sends the choices before it waits. A
-// block waits for an item only after it has sent its own item of the same number.
+// Deadlock: block 0 starts before the rank's other blocks and sends the choices before it waits.
+// Once the tables are there, warps that send wait for nothing. On a host the only warp sends all
+// items first.
 #ifndef JFLUX_OPS_MOE_DISPATCH_MOE_DISPATCH_BODY_H_
 #define JFLUX_OPS_MOE_DISPATCH_MOE_DISPATCH_BODY_H_
 
@@ -24,6 +28,7 @@ namespace jflux {
 
 struct MoeDispatchBody {
   using Block = shmem::Block;
+  using Warp = shmem::Warp;
   using Vector = shmem::internal::Vector;
   const MoeDispatchParams& p;
   const MoeDispatchArrays& arrays;
@@ -33,8 +38,10 @@ struct MoeDispatchBody {
   // False if the call failed.
   JFLUX_HD bool Run() const {
     if (ctx.block == 0) SendChoices();
-    const int64_t step = ctx.blocks;
-    for (int i = 0; i < kItemsAhead; ++i) Send(ctx.block + i * step);
+    const int warps = WarpsOfBlock(), senders = Min(kMoeDispatchSenders, warps);
+    const bool sends = WarpOfBlock() < senders;
+    const auto sent = WarpShare::Of(ctx, WarpOfBlock(), senders);
+    if (sends) Send(sent.first);  // while choices arrive
     if (!AwaitChoices()) return false;
     const ExpertMarks marks = ExpertMarks::At(scratch, p.experts, p.AllTokens());
     Mark(marks);
@@ -43,10 +50,16 @@ struct MoeDispatchBody {
         arrays.sizes[e] = marks.sizes[e];
       }
     }
-    for (int64_t item = ctx.block; item < p.items.Items(); item += step) {
-      Send(item + kItemsAhead * step);
+    const int64_t items = p.items.Items();
+    if (sends) {
+      for (int64_t item = sent.first + sent.step; item < items; item += sent.step) Send(item);
+      if (senders < warps) return true;
+    }
+    const int receivers = Max(warps - senders, 1);
+    const auto received = WarpShare::Of(ctx, WarpOfBlock() - (warps - receivers), receivers);
+    for (int64_t item = received.first; item < items; item += received.step) {
+      FillFreeRows(item, marks);  // while rows arrive
       if (!Receive(item, marks)) return false;
-      FillFreeRows(item, marks);
     }
     return true;
   }
@@ -95,19 +108,32 @@ struct MoeDispatchBody {
 
   JFLUX_HD void Mark(const ExpertMarks& marks) const {
     marks.Build<Block>(p.expert_rows, [&](auto&& mark) {
+      constexpr int kInFlight = 8;  // choices that are loaded together
       for (int src = 0; src < p.world; ++src) {
         const int32_t* choices = ChoicesOf(src);
         const auto first = static_cast<int32_t>(src * p.items.tokens);
-        for (int64_t i = Block::rank(); i < p.Choices(); i += Block::size()) {
-          if (RankOf(choices[i]) != Rank()) continue;
-          mark(choices[i] - Rank() * p.experts, first + static_cast<int32_t>(Quotient(i, p.slots)));
+        JFLUX_NO_UNROLL
+        for (int64_t i = Block::rank(); i < p.Choices(); i += kInFlight * Block::size()) {
+          int32_t loaded[kInFlight];
+          JFLUX_UNROLL
+          for (int b = 0; b < kInFlight; ++b) {
+            const int64_t at = i + b * Block::size();
+            loaded[b] = at < p.Choices() ? choices[at] : ExpertMarks::kNone;
+          }
+          JFLUX_UNROLL
+          for (int b = 0; b < kInFlight; ++b) {
+            if (RankOf(loaded[b]) != Rank()) continue;
+            const auto token = static_cast<int32_t>(Quotient(i + b * Block::size(), p.slots));
+            mark(loaded[b] - Rank() * p.experts, first + token);
+          }
         }
       }
     });
   }
 
+  // By a warp.
   JFLUX_HD void Send(int64_t item) const {
-    if (item >= p.items.Items()) return;
+    if (item >= p.items.Items()) return;  // the first one, of a rank with few
     const int64_t token = p.items.Token(item);
     const int32_t part = p.items.Part(item);
     const int64_t first = 16 * p.items.First(part), end = 16 * p.items.First(part + 1);
@@ -116,15 +142,16 @@ struct MoeDispatchBody {
       const int peer = (Rank() + d) % p.world;
       if (!Goes(Rank(), token, peer)) continue;
       char* image = shmem::ptr(ctx, ctx.data(p.RowOffset(Rank(), token)), peer);
-      shmem::internal::Copy<Block>(image + first, row + first, end - first);
+      shmem::internal::Copy<Warp>(image + first, row + first, end - first);
     }
-    Block::sync();
-    for (int d = 1 + Block::rank(); d < p.world; d += Block::size()) {
+    Warp::sync();
+    for (int d = 1 + Warp::rank(); d < p.world; d += Warp::size()) {
       const int peer = (Rank() + d) % p.world;
       if (Goes(Rank(), token, peer)) {
         shmem::signal_set(ctx, ctx.signal(p.ItemSignal(Rank(), item)), peer);
       }
     }
+    Warp::sync();
   }
 
   // The row of slot j of a token; ExpertMarks::kNone and kDropped.
@@ -151,11 +178,13 @@ struct MoeDispatchBody {
     return sum;
   }
 
+  // By a warp.
   JFLUX_HD bool Receive(int64_t item, const ExpertMarks& marks) const {
     const int64_t token = p.items.Token(item);
     const int32_t part = p.items.Part(item);
-    auto* to = reinterpret_cast<int32_t*>(static_cast<char*>(scratch) + p.MarkBytes());
-    for (int32_t i = Block::rank(); i < p.world * p.slots; i += Block::size()) {
+    int32_t* to = reinterpret_cast<int32_t*>(static_cast<char*>(scratch) + p.MarkBytes()) +
+                  WarpOfBlock() * p.world * p.slots;
+    for (int32_t i = Warp::rank(); i < p.world * p.slots; i += Warp::size()) {
       const int32_t src = i / p.slots, j = i % p.slots;
       to[i] = RowOf(marks, src, token, j);
       if (part != 0) continue;
@@ -165,45 +194,58 @@ struct MoeDispatchBody {
       arrays.slot[to[i]] = static_cast<int32_t>(slot);
       arrays.row_weights[to[i]] = WeightOf(src, token, j);
     }
-    bool ok = true;
-    for (int d = 1 + Block::rank(); d < p.world; d += Block::size()) {
+    Warp::sync();
+    for (int d = 0; d < p.world; ++d) {  // the own row first
       const int src = (Rank() + d) % p.world;
-      if (!Goes(src, token, Rank())) continue;
-      ok &= shmem::signal_wait_until(ctx, ctx.signal(p.ItemSignal(src, item)), src);
-    }
-    if (!Block::all(ok)) return false;
-    for (int d = 0; d < p.world; ++d) {
-      const int src = (Rank() + d) % p.world;
-      const char* row = src == Rank() ? static_cast<const char*>(arrays.x) + token * p.RowBytes()
-                                      : ctx.data(p.RowOffset(src, token));
+      const char* row = static_cast<const char*>(arrays.x) + token * p.RowBytes();
+      if (d > 0) {
+        if (!Goes(src, token, Rank())) continue;
+        const auto* arrived = ctx.signal(p.ItemSignal(src, item));
+        if (!shmem::signal_wait_until_warp(ctx, arrived, src)) return false;
+        row = ctx.data(p.RowOffset(src, token));
+      }
       CopyToRows(reinterpret_cast<const Vector*>(row), to + src * p.slots, part);
     }
-    Block::sync();  // `to` is written again
+    Warp::sync();  // `to` is written again
     return true;
   }
 
   // A part of a row of x to the rows to[0 ... slots - 1] that are none of the negative numbers.
   JFLUX_HD void CopyToRows(const Vector* from, const int32_t* to, int32_t part) const {
+    constexpr int kInFlight = 4;  // loads in flight
     bool is_here = false;
     for (int32_t j = 0; j < p.slots; ++j) is_here |= to[j] >= 0;
     if (!is_here) return;
-    for (int64_t v = p.items.First(part) + Block::rank(); v < p.items.First(part + 1);
-         v += Block::size()) {
-      const Vector vector = from[v];
+    const int64_t end = p.items.First(part + 1);
+    JFLUX_NO_UNROLL
+    for (int64_t v0 = p.items.First(part) + Warp::rank(); v0 < end;
+         v0 += kInFlight * Warp::size()) {
+      Vector loaded[kInFlight];
+      JFLUX_UNROLL
+      for (int b = 0; b < kInFlight; ++b) {
+        const int64_t v = v0 + b * Warp::size();
+        if (v < end) loaded[b] = from[v];
+      }
       for (int32_t j = 0; j < p.slots; ++j) {
-        if (to[j] >= 0) Rows()[to[j] * p.items.vectors + v] = vector;
+        if (to[j] < 0) continue;
+        Vector* row = Rows() + to[j] * p.items.vectors;
+        JFLUX_UNROLL
+        for (int b = 0; b < kInFlight; ++b) {
+          const int64_t v = v0 + b * Warp::size();
+          if (v < end) row[v] = loaded[b];
+        }
       }
     }
   }
 
-  // The item's share of the rows that no token has.
+  // By a warp: the item's share of the rows that no token has.
   JFLUX_HD void FillFreeRows(int64_t item, const ExpertMarks& marks) const {
     for (int64_t row = item; row < p.rows; row += p.items.Items()) {
       if (!marks.IsFree(static_cast<int32_t>(row))) continue;
-      for (int64_t v = Block::rank(); v < p.items.vectors; v += Block::size()) {
+      for (int64_t v = Warp::rank(); v < p.items.vectors; v += Warp::size()) {
         Rows()[row * p.items.vectors + v] = Vector{};
       }
-      if (Block::rank() == 0) {
+      if (Warp::rank() == 0) {
         arrays.slot[row] = ExpertMarks::kNone;
         arrays.row_weights[row] = 0;
       }

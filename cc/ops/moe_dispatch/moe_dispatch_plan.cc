@@ -7,12 +7,12 @@ namespace {
 constexpr int64_t kMost = (int64_t{1} << 31) - 1;
 
 // Fields of both: world, tokens, slots, row_bytes.
-TokenParts ItemsOf(CallReader* call, int ctas_per_sm, const Machine& machine) {
+TokenParts ItemsOf(CallReader* call, int warps_per_sm, const Machine& machine) {
   const int64_t row_bytes = call->Get("row_bytes", 1, kMost);
   if (row_bytes % 16 != 0) call->Refuse("a row is no multiple of 16 bytes");
   TokenParts items{call->Get("tokens", 1, kMost), row_bytes / 16, 1};
   items.parts =
-      TokenParts::PartsFor(items.tokens, items.vectors, int64_t{ctas_per_sm} * machine.sm_count);
+      TokenParts::PartsFor(items.tokens, items.vectors, int64_t{warps_per_sm} * machine.sm_count);
   return items;
 }
 
@@ -37,7 +37,7 @@ bool PlanMoeDispatch(const Fields& fields, const Machine& machine, Fields* plan,
   p.expert_rows.capacity = static_cast<int32_t>(call.Get("capacity", -1, kMost));
   p.expert_rows.alignment = static_cast<int32_t>(call.Get("alignment", 1, kMost));
   p.expert_rows.stride = static_cast<int32_t>(call.Get("stride", 0, kMost));
-  p.items = ItemsOf(&call, kMoeDispatchCtasPerSm, machine);
+  p.items = ItemsOf(&call, kMoeDispatchCtasPerSm * kMoeDispatchWarps, machine);
   CheckCounts(&call, p.world, p.slots, p.items);
   if (p.ScratchBytes() > kMostMoeDispatchScratch) {
     call.Refuse("the tables of " + std::to_string(p.experts) + " experts and " +
@@ -56,7 +56,7 @@ bool PlanMoeCombine(const Fields& fields, const Machine& machine, Fields* plan,
   p.world = static_cast<int32_t>(call.Get("world", 1, kMaxRanks));
   p.slots = static_cast<int32_t>(call.Get("slots", 1, kMostMoeSlots));
   p.rows = static_cast<int32_t>(call.Get("rows", 1, kMost));
-  p.items = ItemsOf(&call, kMoeCombineCtasPerSm, machine);
+  p.items = ItemsOf(&call, kMoeCombineCtasPerSm * kMoeCombineWarps, machine);
   CheckCounts(&call, p.world, p.slots, p.items);
   if (!call.Check(why_not)) return false;
   *plan = Fields{{"parts", p.items.parts}, {"workspace_bytes", p.Workspace().TotalBytes()}};

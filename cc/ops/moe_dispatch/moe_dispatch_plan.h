@@ -8,14 +8,15 @@
 
 namespace jflux {
 
-// Threads of a CTA.
-inline constexpr int kMoeDispatchThreads = 512, kMoeCombineThreads = 256;
-// CTAs of an SM. A dispatch's CTA has tables that may fill the SM's shared memory.
-inline constexpr int kMoeDispatchCtasPerSm = 1, kMoeCombineCtasPerSm = 2;
+// CTAs of an SM.
+inline constexpr int kMoeDispatchCtasPerSm = 1, kMoeCombineCtasPerSm = 4;
 // The most that a dispatch's CTA keeps in shared memory, of 227 KiB.
 inline constexpr int64_t kMostMoeDispatchScratch = 224 << 10;
 // The most choices of a token: a thread looks through them all.
 inline constexpr int kMostMoeSlots = 64;
+// What a combine's CTA keeps in shared memory at most.
+inline constexpr int64_t kMostMoeCombineScratch =
+    MoeCombineParams::ScratchBytesFor(kMaxRanks, kMostMoeSlots);
 
 bool PlanMoeDispatch(const Fields& call, const Machine& machine, Fields* plan,
                      std::string* why_not);

@@ -1,4 +1,4 @@
-// The kernels of moe_dispatch and moe_combine: CTAs share the items as the *_body.h say. Of Hopper
+// The kernels of moe_dispatch and moe_combine: warps share the items as the *_body.h say. Of Hopper
 // they need its shared memory alone.
 #include <cuda_fp16.h>
 
@@ -18,7 +18,7 @@ struct DispatchArgs {
   MoeDispatchArrays arrays;
 };
 
-__global__ void __launch_bounds__(kMoeDispatchThreads, kMoeDispatchCtasPerSm)
+__global__ void __launch_bounds__(32 * kMoeDispatchWarps, kMoeDispatchCtasPerSm)
     MoeDispatchKernel(const __grid_constant__ DispatchArgs args) {
   JFLUX_DYNAMIC_SHARED(int32_t, 4, smem);
   const shmem::Context ctx = shmem::begin_call(args.call);
@@ -57,7 +57,7 @@ struct CombineArgs {
 };
 
 template <typename Numbers>
-__global__ void __launch_bounds__(kMoeCombineThreads, kMoeCombineCtasPerSm)
+__global__ void __launch_bounds__(32 * kMoeCombineWarps, kMoeCombineCtasPerSm)
     MoeCombineKernel(const __grid_constant__ CombineArgs args) {
   JFLUX_DYNAMIC_SHARED(int32_t, 4, smem);
   const shmem::Context ctx = shmem::begin_call(args.call);
@@ -101,7 +101,7 @@ bool LoadMoeDispatchKernels(std::string* error) {
   const auto* dispatch = reinterpret_cast<const void*>(&MoeDispatchKernel);
   if (!LoadKernel(dispatch, kMostMoeDispatchScratch, error)) return false;
   for (const DType dtype : {DType::kF16, DType::kBF16, DType::kF32}) {
-    if (!LoadKernel(CombineKernelOf(dtype), 0, error)) return false;
+    if (!LoadKernel(CombineKernelOf(dtype), kMostMoeCombineScratch, error)) return false;
   }
   return true;
 }
@@ -112,7 +112,7 @@ bool LaunchMoeDispatch(const MoeDispatchParams& p, const MoeDispatchArrays& arra
   const int64_t blocks = BlocksFor(p.items, kMoeDispatchCtasPerSm, device);
   DispatchArgs args{CallArgsFor(p, kMoeDispatchId, site, blocks, device, view), p, arrays};
   return LaunchKernel(reinterpret_cast<const void*>(&MoeDispatchKernel), &args,
-                      static_cast<int>(blocks), /*ctas=*/1, kMoeDispatchThreads,
+                      static_cast<int>(blocks), /*ctas=*/1, 32 * kMoeDispatchWarps,
                       static_cast<int>(p.ScratchBytes()), stream, error);
 }
 
@@ -122,7 +122,7 @@ bool LaunchMoeCombine(const MoeCombineParams& p, const MoeCombineArrays& arrays,
   const int64_t blocks = BlocksFor(p.items, kMoeCombineCtasPerSm, device);
   CombineArgs args{CallArgsFor(p, kMoeCombineId, site, blocks, device, view), p, arrays};
   return LaunchKernel(CombineKernelOf(p.dtype), &args, static_cast<int>(blocks), /*ctas=*/1,
-                      kMoeCombineThreads, static_cast<int>(p.ScratchBytes()), stream, error);
+                      32 * kMoeCombineWarps, static_cast<int>(p.ScratchBytes()), stream, error);
 }
 
 }  // namespace jflux

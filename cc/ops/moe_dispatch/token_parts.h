@@ -1,14 +1,30 @@
 // The items of a dispatch and a combine: a token's row, or a part of it where a rank has so few
-// tokens that blocks would have nothing to do. Item i of a rank concerns its token i / parts, and
-// on all ranks the block that has item i has all items i.
+// tokens that warps would have nothing to do. Item i of a rank concerns its token i / parts, and on
+// all ranks the block that has item i has all items i.
 #ifndef JFLUX_OPS_MOE_DISPATCH_TOKEN_PARTS_H_
 #define JFLUX_OPS_MOE_DISPATCH_TOKEN_PARTS_H_
 
 #include <cstdint>
 
 #include "core/platform.h"
+#include "jflux/shmem.h"
 
 namespace jflux {
+
+// The number of this warp among the warps of its block, and how many there are.
+JFLUX_HD int WarpOfBlock() { return shmem::Block::rank() / shmem::Warp::size(); }
+JFLUX_HD int WarpsOfBlock() { return shmem::Block::size() / shmem::Warp::size(); }
+
+// Numbers, of which a warp has every `step`-th from `first` on.
+struct WarpShare {
+  int64_t first, step;
+
+  // Of warp `warp` of `warps` in each block. Consecutive numbers are of different blocks, so that
+  // few items use all SMs.
+  static JFLUX_HD WarpShare Of(const shmem::Context& ctx, int warp, int warps) {
+    return WarpShare{ctx.block + int64_t{ctx.blocks} * warp, int64_t{ctx.blocks} * warps};
+  }
+};
 
 struct TokenParts {
   int64_t tokens;   // of a rank
@@ -24,13 +40,13 @@ struct TokenParts {
   // The item's signal, of those that rank `src` sets.
   JFLUX_HD int64_t Signal(int src, int64_t item) const { return src * Items() + item; }
 
-  // Parts that give `blocks` blocks an item each, if a part has a vector for each of half a block's
-  // threads (an estimate).
-  static int32_t PartsFor(int64_t tokens, int64_t vectors, int64_t blocks) {
+  // Parts that give `warps` warps an item each, if a part has at least two vectors for each thread
+  // (an estimate).
+  static int32_t PartsFor(int64_t tokens, int64_t vectors, int64_t warps) {
     constexpr int32_t kMost = 8;
-    constexpr int64_t kLeastVectors = 128;
+    constexpr int64_t kLeastVectors = 64;
     int32_t parts = 1;
-    while (parts < kMost && tokens * parts * 2 <= blocks && vectors >= kLeastVectors * parts * 2) {
+    while (parts < kMost && tokens * parts * 2 <= warps && vectors >= kLeastVectors * parts * 2) {
       parts *= 2;
     }
     return parts;
