@@ -17,8 +17,9 @@ from . import _config, _native
 HOPPER: int = _native.HOPPER_ARCH
 PORTABLE: int = _native.PORTABLE_ARCH
 
-#: Whether the portable code has passed all checks on a GPU. Until then GPUs that would run it take
-#: `lax`, unless ``jflux.config.unchecked_kernels``.
+#: Whether the portable code has passed all checks on a GPU that it is for (on an H100, by its PTX,
+#: it has: docs/experiments/0044). Until then GPUs that would run it take `lax`, unless
+#: ``jflux.config.unchecked_kernels``.
 PORTABLE_IS_CHECKED = False
 
 

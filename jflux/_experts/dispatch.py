@@ -112,10 +112,9 @@ def moe_dispatch(
 
     With `partial_sums` a rank sums what a token's experts there give, rounds it to its type and
     sends it once: at most ``min(k, N)`` rows of a token in place of k come back, in the combine and
-    in the gradient of `x`, which are rounded once more for each rank. With
-    ``jflux.config(unchecked_kernels=True)`` the dispatch is one kernel then, and its combine
-    another one, which keep in the symmetric heap, in each of two halves, ``N T`` rows of x or y and
-    ``8 N T k`` bytes for the slots, rounded up to a power of two.
+    in the gradient of `x`, which are rounded once more for each rank. The dispatch is one kernel
+    then, and its combine another one, which keep in the symmetric heap, in each of two halves,
+    ``N T`` rows of x or y and ``8 N T k`` bytes for the slots, rounded up to a power of two.
 
     Differentiable in `x` and `topk_weights`, in both modes; the gradient comes back as in
     :func:`jflux.moe_combine`, and is summed over a token's copies in float32, in the order of

@@ -130,7 +130,7 @@ _primitive = _local.make_primitive(
         why_not=_why_not,
         attributes=lambda params: {"form": np.int64(_FORMS.index(params.result))},
         batch=_batch,
-        checked_on_gpus=False,  # right, and not yet timed against plain lax (experiments/0038)
+        checked_on_gpus=False,  # right, and slower than XLA in a dispatch (experiments/0038)
         on_cpus=False,
         is_optional=True,
     )

@@ -40,11 +40,10 @@ def all_gather_grouped_matmul(
     :func:`permute`, :func:`jflux.grouped_matmul`.
 
     CPUs and GPUs have one kernel that does all three: each rank sends its tokens to its peers,
-    tiles of own tokens come first, and no array of permuted rows is made. The GPU kernel (float16
-    and bfloat16, K and F/N multiples of 8) is right, and was slower in the one case that has been
-    timed, so GPUs take the three calls, unless ``jflux.config(unchecked_kernels=True)``. They also
-    take them where experts have few rows: all tiles would wait for all tokens. `jflux.explain` says
-    which, and why.
+    tiles of own tokens come first, and no array of permuted rows is made. GPUs take it for float16
+    and bfloat16, K and F/N multiples of 8, up to 2048 columns of all weights, and where experts
+    have many rows (docs/experiments/0039): else all tiles would wait for all tokens.
+    `jflux.explain` says which, and why.
 
     Differentiable in forward and reverse mode, any number of times. Its gradients are
     :func:`grouped_matmul_reduce_scatter` with ones as weights, and the weight gradient of a grouped
@@ -111,10 +110,10 @@ def grouped_matmul_reduce_scatter(
     the k choices, and :func:`jflux.reduce_scatter`. The bits are the same on every run.
 
     CPUs and GPUs have one kernel that does all three: tiles of peers' tokens come first, and each
-    token is summed and sent when its experts' rows are there. The GPU kernel (float16 and bfloat16,
-    F/N and H multiples of 8) has not run on a GPU, so GPUs take the three calls, unless
-    ``jflux.config(unchecked_kernels=True)``. They also take them where experts have few rows: all
-    sums would wait for all tiles. `jflux.explain` says which, and why.
+    token is summed and sent when its experts' rows are there. GPUs take it for float16 and
+    bfloat16, F/N and H multiples of 8, F/N from 768 on, and where experts have many rows
+    (docs/experiments/0042): else all sums would wait for all tiles. `jflux.explain` says which, and
+    why.
 
     Differentiable in forward and reverse mode, any number of times. It is the gradient of
     :func:`all_gather_grouped_matmul`; its own takes one all-gather of the cotangent, and two
