@@ -83,6 +83,33 @@ def test_a_causal_sequence_skips_half_of_its_blocks():
     assert kinds.tolist() == [[[1, 0, 0, 0], [2, 1, 0, 0], [2, 2, 1, 0], [2, 2, 2, 1]]]
 
 
+def test_rows_of_blocks_by_their_cost():
+    kinds = jnp.asarray([[[1, 0, 0], [2, 1, 0]], [[0, 0, 0], [2, 2, 1]]], jnp.int8)
+    same, order = kernel.by_cost(kinds)
+    assert same is kinds and order.dtype == jnp.int32
+    assert order.tolist() == [3, 1, 0, 2]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("kind", ["forward", "dkv", "dq"])
+@pytest.mark.parametrize("window", [None, (4096, 0)])
+def test_ctas_have_as_much_to_do(rank, kind, window):
+    """Of a zigzag sequence on two ranks, by cc/ops/flash_attention's NextItem."""
+    length, ctas = 8192, 132
+    queries, others = (own_positions(jnp.int32(r), length, 2, "zigzag") for r in (rank, 1 - rank))
+    keys = jnp.concatenate([queries, others])
+    scores = Scores(1.0, causal=True, window=window)
+    parts = Part(queries, None), Part(keys, None)
+    kinds = kernel.block_kinds(*parts, scores, kernel.block_sizes(kind, 128))
+    heads = 8 if kind == "dkv" else 32
+    kinds, order = kernel.by_cost(kinds.swapaxes(1, 2) if kind == "dkv" else kinds)
+    cost = np.repeat(np.count_nonzero(np.asarray(kinds)[0][np.asarray(order)], -1), heads)
+    rounds = np.pad(cost, (0, -len(cost) % ctas)).reshape(-1, ctas)
+    rounds[1::2] = rounds[1::2, ::-1]
+    work = rounds.sum(0)
+    assert work.max() <= 1.04 * work.mean()
+
+
 @pytest.mark.parametrize(
     "scores",
     [

@@ -210,6 +210,14 @@ def _in_blocks(a: jax.Array, size: int, fill: Any) -> jax.Array:
     return _padded(a, size, fill).reshape(a.shape[0], -1, size)
 
 
+def by_cost(kinds: jax.Array) -> list[jax.Array]:
+    """`kinds` [1 or B, rows, columns], and the numbers of its rows, those with the most blocks
+    first: i32 [1 or B times rows]. Kernels take rows in this order, so that their CTAs end at about
+    the same time."""
+    cost = jnp.sum(kinds != 0, axis=-1, dtype=jnp.int32).reshape(-1)
+    return [kinds, jnp.argsort(-cost, stable=True).astype(jnp.int32)]
+
+
 def _bounds(positions: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(first, last, whether all are somewhere) of each block. Of a block that is nowhere the last
     is -1."""
@@ -246,7 +254,7 @@ def _prepare_forward(arrays: Arrays, params: Params) -> list[jax.Array]:
     parts = _parts(numbers)
     positions, segments = _prepared_numbers(numbers)
     kinds = block_kinds(*parts, params.scores, block_sizes("forward", q.shape[3]))
-    return [q, k, v, *positions, kinds, *segments]
+    return [q, k, v, *positions, *by_cost(kinds), *segments]
 
 
 def _prepare_backward(arrays: Arrays, params: Params) -> list[jax.Array]:
@@ -259,7 +267,7 @@ def _prepare_backward(arrays: Arrays, params: Params) -> list[jax.Array]:
     for_dkv, for_dq = (
         block_kinds(*parts, params.scores, block_sizes(kind, q.shape[3])) for kind in ("dkv", "dq")
     )
-    kinds = (for_dkv.swapaxes(1, 2), for_dq)
+    kinds = [*by_cost(for_dkv.swapaxes(1, 2)), *by_cost(for_dq)]
     return [q, k, v, do, base, delta, *positions, *kinds, *segments]
 
 

@@ -46,6 +46,7 @@ struct Args {
   int32_t padded_queries, padded_keys;
   int32_t query_blocks, key_blocks;  // of the pass
   int32_t items;
+  int32_t shared_batches;  // B, if all sequences have one row of `order`; else 1
   int32_t low;
   uint32_t span;
   bool positions_by_batch, blocks_by_batch, wide_out;
@@ -58,32 +59,35 @@ struct Args {
 struct Item {
   int32_t batch, group, head, block;  // head: of kForward and kDq
 
-  // A head's blocks of queries. Heads that share keys lie beside each other. Late blocks come
-  // first: with a causal mask they take longest.
+  // A head's blocks of queries. Heads that share keys lie beside each other.
   static __device__ Item OfQueries(const Args& args, int32_t number) {
-    Item item;
-    const int32_t shared = args.heads / args.groups;
-    const int32_t of_group = number % shared;
-    number /= shared;
-    item.block = args.query_blocks - 1 - number % args.query_blocks;
-    number /= args.query_blocks;
-    item.group = number % args.groups;
-    item.batch = number / args.groups;
-    item.head = item.group * shared + of_group;
+    const int32_t shared = args.heads / args.groups, head = number % args.heads;
+    Item item = InOrder(args, args.arrays.order, number / args.heads, args.query_blocks);
+    item.group = head / shared;
+    item.head = head;
     return item;
   }
-  // Early blocks of keys first, for the same reason.
   static __device__ Item OfKeys(const Args& args, int32_t number) {
-    Item item{};
-    item.block = number % args.key_blocks;
-    number /= args.key_blocks;
+    Item item = InOrder(args, args.arrays.order_by_keys, number / args.groups, args.key_blocks);
     item.group = number % args.groups;
-    item.batch = number / args.groups;
+    return item;
+  }
+
+ private:
+  // The sequence and the block at a place of `order`. So the most expensive items of all heads and
+  // sequences come first.
+  static __device__ Item InOrder(const Args& args, const int32_t* order, int32_t place,
+                                 int32_t blocks) {
+    const int32_t row = order[place / args.shared_batches];
+    Item item{};
+    item.batch = row / blocks + place % args.shared_batches;
+    item.block = row % blocks;
     return item;
   }
 };
 
-// The CTA's item after `last`. Who had the first of one round has the last of the next.
+// The CTA's item after `last`. Who had the first of one round has the last of the next: as items
+// are sorted, all CTAs have about as much to do.
 __device__ __forceinline__ int32_t NextItem(int32_t last) {
   const auto ctas = static_cast<int32_t>(gridDim.x);
   return last + 2 * (ctas - last % ctas) - 1;

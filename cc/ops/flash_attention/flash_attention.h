@@ -7,9 +7,11 @@
 //   positions    i32 [1 or B, s or t, padded]: of queries and of keys
 //   segments     i32, likewise; optional
 //   blocks       i8 [1 or B, blocks of queries, blocks of keys]: which pairs have scores
-//   (BlockKind) out          [B, s, H, D], of q's type or f32: the weighted mean of v. Without a
-//   key: zeros lse          f32 [B, s, H]: the log-sum-exp of the scores. Without a key: minus
-//   infinity
+//   (BlockKind) order        i32 [1 or B times the rows of `blocks`]: these rows, numbered through,
+//   those with
+//                the most blocks first
+//   out          [B, s, H, D], of q's type or f32: the weighted mean of v. Without a key: zeros
+//   lse          f32 [B, s, H]: the log-sum-exp of the scores. Without a key: minus infinity
 //
 // The backward pass, flash_attention_backward, is two kernels, one for dk and dv, one for dq, so
 // that each sum has one owner and one order. Both compute the scores again.
@@ -104,6 +106,7 @@ struct FlashAttentionArrays {
   const int32_t *q_segments, *k_segments;    // null: all positions are of one segment
   const int8_t* blocks;                      // of kForward or kDq
   const int8_t* blocks_by_keys;              // of kDkv: [., blocks of keys, blocks of queries]
+  const int32_t *order, *order_by_keys;      // of the rows of each
   void* out;
   float *lse, *dq, *dk, *dv;
 };

@@ -40,6 +40,7 @@ inline bool SetArgs(AttentionPass pass, int width, const FlashAttentionParams& p
   args->span = p.span;
   args->positions_by_batch = p.position_batches != 1;
   args->blocks_by_batch = p.block_batches != 1;
+  args->shared_batches = static_cast<int32_t>(p.batch / p.block_batches);
   args->wide_out = p.wide_out;
   args->scale = static_cast<float>(p.scale);
   args->inner = p.softcap == 0 ? 0.0f : static_cast<float>(p.scale / p.softcap);

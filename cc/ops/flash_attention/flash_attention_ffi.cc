@@ -98,10 +98,10 @@ class CallReader {
            Is(keys, ffi::S32, {params.position_batches, Padded(params.keys)});
   }
 
-  // Kinds of blocks, for a pass.
+  // Kinds of blocks, for a pass, and the order of their rows.
   bool ReadBlocks(AttentionPass pass) {
-    if (operands_.size() < next_ + 1) return false;
-    const auto kinds = Take();
+    if (operands_.size() < next_ + 2) return false;
+    const auto kinds = Take(), order = Take();
     const int width = WidthFor(pass, params.width);
     if (width == 0 || kinds.dimensions().size() != 3) return false;
     const AttentionBlocks block = BlocksOf(pass, width);
@@ -111,7 +111,10 @@ class CallReader {
     params.block_batches = kinds.dimensions()[0];
     (by_keys ? arrays.blocks_by_keys : arrays.blocks) =
         static_cast<const int8_t*>(kinds.untyped_data());
+    (by_keys ? arrays.order_by_keys : arrays.order) =
+        static_cast<const int32_t*>(order.untyped_data());
     return IsBatch(params.block_batches) &&
+           Is(order, ffi::S32, {params.block_batches * (by_keys ? k_blocks : q_blocks)}) &&
            Is(kinds, ffi::S8,
               {params.block_batches, by_keys ? k_blocks : q_blocks, by_keys ? q_blocks : k_blocks});
   }
@@ -167,8 +170,8 @@ class CallReader {
   ffi::DataType type_{};
 };
 
-// q, k, v, positions of queries, of keys, kinds of blocks[, segments of queries, of keys]
-// -> out, lse
+// q, k, v, positions of queries, of keys, kinds of blocks, their order[, segments of queries, of
+// keys] -> out, lse
 ffi::Error Forward(cudaStream_t stream, ffi::Dictionary attributes, ffi::RemainingArgs operands,
                    ffi::RemainingRets results) {
   Attributes a;
@@ -183,8 +186,8 @@ ffi::Error Forward(cudaStream_t stream, ffi::Dictionary attributes, ffi::Remaini
   });
 }
 
-// q, k, v, do, base, delta, positions of queries, of keys, kinds of blocks for dk and dv, for dq[,
-// segments of queries, of keys] -> dq, dk, dv
+// q, k, v, do, base, delta, positions of queries, of keys, kinds of blocks and their order for dk
+// and dv, the same for dq[, segments of queries, of keys] -> dq, dk, dv
 ffi::Error Backward(cudaStream_t stream, ffi::Dictionary attributes, ffi::RemainingArgs operands,
                     ffi::RemainingRets results) {
   Attributes a;

@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numeric>
 #include <random>
 #include <string>
 #include <vector>
@@ -157,8 +158,8 @@ struct Problem {
     const AttentionBlocks size = BlocksOf(pass, WidthFor(pass, c.width));
     const int64_t rows = CeilDiv<int64_t>(c.queries, size.queries);
     const int64_t columns = CeilDiv<int64_t>(c.keys, size.keys);
-    std::vector<int8_t> kinds(c.batch * rows * columns);
-    for (int64_t b = 0; b < c.batch; ++b) {
+    std::vector<int8_t> kinds(BlockBatches() * rows * columns);
+    for (int64_t b = 0; b < BlockBatches(); ++b) {
       for (int64_t r = 0; r < rows; ++r) {
         for (int64_t col = 0; col < columns; ++col) {
           bool any = false, all = (col + 1) * size.keys <= c.keys;
@@ -178,12 +179,25 @@ struct Problem {
     return kinds;
   }
 
+  // Sequences that have the same pairs of scores share their kinds.
+  int64_t BlockBatches() const { return c.segments == 0 && !c.positions_by_batch ? 1 : c.batch; }
+  // Any order of the rows of blocks gives the same.
+  std::vector<int32_t> Order(AttentionPass pass, std::mt19937& random) const {
+    const AttentionBlocks size = BlocksOf(pass, WidthFor(pass, c.width));
+    const int64_t rows = pass == AttentionPass::kDkv ? CeilDiv<int64_t>(c.keys, size.keys)
+                                                     : CeilDiv<int64_t>(c.queries, size.queries);
+    std::vector<int32_t> order(BlockBatches() * rows);
+    std::iota(order.begin(), order.end(), 0);
+    std::shuffle(order.begin(), order.end(), random);
+    return order;
+  }
+
   FlashAttentionParams Params() const {
     FlashAttentionParams p{};
     p.batch = c.batch, p.heads = c.heads, p.groups = c.groups, p.width = c.width;
     p.queries = c.queries, p.keys = c.keys;
     p.position_batches = c.positions_by_batch ? c.batch : 1;
-    p.block_batches = c.batch;
+    p.block_batches = BlockBatches();
     p.scale = scale, p.softcap = c.softcap;
     p.low = c.low, p.span = static_cast<uint32_t>(c.high - c.low);
     p.wide_out = c.wide;
@@ -231,7 +245,8 @@ void Check(const Case& c, uint32_t seed) {
   if (c.segments > 0) arrays.q_segments = q_segments.get(), arrays.k_segments = k_segments.get();
 
   const auto kinds = problem.Blocks(AttentionPass::kForward, random);
-  arrays.blocks = kinds.data();
+  const auto order = problem.Order(AttentionPass::kForward, random);
+  arrays.blocks = kinds.data(), arrays.order = order.data();
   Array<T> out(static_cast<int64_t>(c.wide ? 0 : problem.out.value.size()));
   Array<float> wide(static_cast<int64_t>(c.wide ? problem.out.value.size() : 0));
   Array<float> lse(static_cast<int64_t>(problem.lse.size()));
@@ -273,6 +288,9 @@ void Check(const Case& c, uint32_t seed) {
   arrays.d_out = problem.d_out.get();
   arrays.base = base.get(), arrays.delta = delta.get();
   arrays.blocks_by_keys = for_dkv.data(), arrays.blocks = for_dq.data();
+  const auto dkv_order = problem.Order(AttentionPass::kDkv, random);
+  const auto dq_order = problem.Order(AttentionPass::kDq, random);
+  arrays.order_by_keys = dkv_order.data(), arrays.order = dq_order.data();
   arrays.dq = dq.get(), arrays.dk = dk.get(), arrays.dv = dv.get();
   EXPECT(LaunchFlashAttentionBackward(problem.Params(), arrays, nullptr, &error)) << error;
   EXPECT_EQ(simt::Run(seed + 1), "") << "seed " << seed;
