@@ -19,7 +19,8 @@ and with windows, softcaps and heads that cuDNN's parts do not take (list "maske
 
 and for decoding, one query of each sequence over a cache that is split over the ranks:
 
-    J       jflux.flash_decode
+    J       jflux.flash_decode, the ranks' parts merged after an all-gather
+    M       the same, merged in one kernel
     G       jax.nn.dot_product_attention on one GPU, divided by the ranks
 
 where `bound` is the time in which a rank's part of the cache is read, at MEMORY bytes a second.
@@ -168,7 +169,7 @@ def with_gradients(f: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 def contestants(case: Case) -> dict[str, Callable[..., jax.Array]]:
     """Of one rank's q and kv."""
     if case.decode:
-        return {"J": split(case)}
+        return {"J": split(case), "M": split(case)}
     forward = {"J": split(case, ring=False), "ring": split(case, ring=True)}
     if case.masked:
         forward["X"] = forward["J"]
@@ -230,7 +231,7 @@ def measure(case: Case, ranks: int, rounds: int) -> dict[str, Any]:
     spec = P() if case.decode else SEQUENCE
     runs = {}
     for name, f in contestants(case).items():
-        with jflux.config(fused=not name.startswith("X")):
+        with jflux.config(fused=not name.startswith("X"), unchecked_kernels=name == "M"):
             program = _trial.compiled(_trial.loop(f, iterations), mesh, (spec, PAIR), spec, q, kv)
         runs[name] = _trial.run_of(program, q, kv)
     whole_q, whole_kv = operands(case, one)
@@ -256,6 +257,7 @@ def measure(case: Case, ranks: int, rounds: int) -> dict[str, Any]:
 # ---- The table -----------------------------------------------------------------------------------
 
 COLUMNS = tuple(c + both for both in ("", " f+b") for c in ("J", "ring", "A", "K", "K ring", "X"))
+COLUMNS += ("M",)
 HEADING = " | ".join(
     (
         "shape",
@@ -273,7 +275,7 @@ def cells(row: dict[str, Any], ranks: int) -> list[str]:
     ms = {c: row[c]["median"] * 1e3 for c in (*COLUMNS, "G", "G f+b") if c in row}
     whole = {c: ms[c] / ranks for c in ("G", "G f+b") if c in ms}
     others = [whole["G"]] if "G" in whole else []
-    others += [ms[c] for c in ("ring", "A", "K", "K ring", "X") if c in ms]
+    others += [ms[c] for c in ("ring", "A", "K", "K ring", "X", "M") if c in ms]
     return [
         row["case"]["name"], *(f"{ms[c]:.3f}" if c in ms else "" for c in COLUMNS),
         *(f"{whole[c]:.3f}" if c in whole else "" for c in ("G", "G f+b")),

@@ -20,7 +20,8 @@
   OP(AllGatherGroupedMatmul)     \
   OP(GroupedMatmulReduceScatter) \
   OP(MoeDispatch)                \
-  OP(MoeCombine)
+  OP(MoeCombine)                 \
+  OP(DecodeMerge)
 
 #define JFLUX_LOCAL_OPS(OP)  \
   OP(FlashAttention)         \

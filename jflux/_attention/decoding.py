@@ -12,11 +12,9 @@ import jax.numpy as jnp
 from .. import _mesh
 from .._epilogue import sum_dtype
 from .._mesh import AxisName
-from .._ops.exchange import all_gather, all_gather_reference
-from . import cache, kernel, part
+from . import across_ranks, cache, kernel, part
 from .blocks import Part, Scores
 from .layouts import Layout, own_positions
-from .merging import merge_attention
 
 #: So many rows of queries, over tokens and heads, are multiplied with the cache as it lies in
 #: memory (flash_decode.py). More of them pay for its transposition (blocks.py).
@@ -106,10 +104,9 @@ def attend_to_cache(
 
     Token j of a sequence of length l has position l + j (:func:`new_positions`). New tokens,
     lengths and o are the same on all ranks. A rank attends to its part of the cache, one new token
-    of each sequence in the kernel of :func:`jflux.flash_decode`, and one all-gather brings the
-    ranks' outputs and log-sum-exps, [B, T, H, D + 1] float32 (float64) numbers from each. A prompt
-    of an empty cache takes less with
-    :func:`jflux.attention` and :func:`fill_cache`.
+    of each sequence in the kernel of :func:`jflux.flash_decode`, and the ranks' outputs and
+    log-sum-exps, [B, T, H, D + 1] float32 (float64) numbers from each, are merged as there. A
+    prompt of an empty cache takes less with :func:`jflux.attention` and :func:`fill_cache`.
 
     A cache that the caller gives away (donates, or carries through a loop) is written in place.
     Differentiable in both modes.
@@ -132,8 +129,8 @@ def attend_to_cache(
       NameError: for an `axis_name` outside ``shard_map``.
     """
     return _attend(
-        all_gather, part.attend, cache.update_cache, kv_cache, q, k, v, new_lengths, axis_name,
-        window, softcap, scale,
+        across_ranks.merge_over_ranks, part.attend, cache.update_cache, kv_cache, q, k, v,
+        new_lengths, axis_name, window, softcap, scale,
     )  # fmt: skip
 
 
@@ -151,7 +148,7 @@ def attend_to_cache_reference(
 ) -> tuple[jax.Array, KVCache]:
     """:func:`jflux.attend_to_cache` with `lax`'s all-gather."""
     return _attend(
-        all_gather_reference, part.attend_reference, cache.reference, kv_cache, q, k, v,
+        across_ranks.reference, part.attend_reference, cache.reference, kv_cache, q, k, v,
         new_lengths, axis_name, window, softcap, scale,
     )  # fmt: skip
 
@@ -199,7 +196,7 @@ def _fill(
 
 
 def _attend(
-    gather: Any,
+    merge: Any,
     attend: Any,
     update: Any,
     kv_cache: KVCache,
@@ -236,11 +233,7 @@ def _attend(
     else:
         o, lse = _attend_to_part(q_here, keys, values, positions, own, scores)
         pair = jnp.concatenate([o, lse[..., None]], -1)
-    o = pair[..., :-1]
-    if axis_name is not None:
-        to = "invarying" if _mesh.tracks_vma(axis_name) else "varying"
-        pairs = gather(pair, axis_name=axis_name, to=to)
-        o, lse = merge_attention(pairs[..., :-1], pairs[..., -1])
+    o = pair[..., :-1] if axis_name is None else merge(pair, axis_name)[0]
     grown = tokens if new_lengths is None else new_lengths.astype(kv_cache.lengths.dtype)
     return o.astype(q.dtype), KVCache(keys, values, kv_cache.lengths + grown)
 

@@ -12,9 +12,7 @@ import numpy as np
 
 from .. import _checks, _mesh
 from .._mesh import AxisName
-from .._ops.exchange import all_gather, all_gather_reference
-from . import part
-from .merging import merge_attention
+from . import across_ranks, part
 
 
 def flash_decode(
@@ -45,9 +43,11 @@ def flash_decode(
     (:func:`jflux.update_cache`).
 
     A rank attends to its part of the cache, with scores and sums in float32 (float64 for float64).
-    One :func:`jflux.all_gather` then brings all ranks' outputs and log-sum-exps, [B, H, D + 1] of
-    such numbers from each, and :func:`jflux.merge_attention` merges them. A rank that has no
-    position of a sequence adds nothing to it.
+    All ranks' outputs and log-sum-exps, [B, H, D + 1] of such numbers from each, are then merged as
+    :func:`jflux.merge_attention` does: in one kernel, in packets, for up to 1 MiB of float32
+    numbers from all ranks (on GPUs with ``jflux.config(unchecked_kernels=True)``, until it has run
+    there), else after a :func:`jflux.all_gather`. A rank that has no position of a sequence adds
+    nothing to it.
 
     On GPUs a kernel reads a rank's part once, of whole caches and of pages, in float16 and
     bfloat16, for heads of 64, 128 or 256 elements; it splits the positions over the GPU's
@@ -83,8 +83,8 @@ def flash_decode(
       NameError: for an `axis_name` outside ``shard_map``.
     """
     return _flash_decode(
-        all_gather, part.attend, q, k_cache, v_cache, lengths, axis_name, block_table, window,
-        softcap, scale, return_lse,
+        across_ranks.merge_over_ranks, part.attend, q, k_cache, v_cache, lengths, axis_name,
+        block_table, window, softcap, scale, return_lse,
     )  # fmt: skip
 
 
@@ -103,13 +103,13 @@ def reference(
 ) -> Any:
     """:func:`jflux.flash_decode` in plain `lax`."""
     return _flash_decode(
-        all_gather_reference, part.attend_reference, q, k_cache, v_cache, lengths, axis_name,
+        across_ranks.reference, part.attend_reference, q, k_cache, v_cache, lengths, axis_name,
         block_table, window, softcap, scale, return_lse,
     )  # fmt: skip
 
 
 def _flash_decode(
-    gather: Any,
+    merge: Any,
     attend: Any,
     q: Any,
     k: Any,
@@ -140,12 +140,7 @@ def _flash_decode(
     bounds = jnp.clip(jnp.stack([first, lengths], -1) - rank * here, 0, here)
     scale = 1 / math.sqrt(q.shape[2]) if scale is None else scale
     pair = attend(q, k, v, bounds, block_table, scale=scale, softcap=softcap)
-    if axis_name is not None:
-        to = "invarying" if _mesh.tracks_vma(axis_name) else "varying"
-        pairs = gather(pair, axis_name=axis_name, to=to)
-        out, lse = merge_attention(pairs[..., :-1], pairs[..., -1])
-    else:
-        out, lse = pair[..., :-1], pair[..., -1]
+    out, lse = (pair[..., :-1], pair[..., -1]) if axis_name is None else merge(pair, axis_name)
     out = out.astype(q.dtype)
     return (out, lse) if return_lse else out
 

@@ -46,13 +46,13 @@ def merge_attention(
         )
     wide = jnp.promote_types(jnp.promote_types(out.dtype, lse.dtype), jnp.float32)
     lse = lse.astype(wide)
-    counts = lse > -jnp.inf
+    counts = lse != -jnp.inf  # NaN counts
     # Of a part without keys nothing may reach a derivative: inf - inf, or 0 times its output.
     highest = lax.stop_gradient(jnp.max(lse, 0))
     base = jnp.where(jnp.isfinite(highest), highest, 0)
     weights = jnp.where(counts, jnp.exp(jnp.where(counts, lse - base, 0)), 0)
     total = jnp.sum(weights, 0)
-    any_counts = total > 0
+    any_counts = total != 0
     safe = jnp.where(any_counts, total, 1)
     terms = jnp.where(counts[..., None], weights[..., None] * out.astype(wide), 0)
     merged = (jnp.sum(terms, 0) / safe[..., None]).astype(out.dtype)

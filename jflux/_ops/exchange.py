@@ -272,10 +272,11 @@ def bind(
     world: int,
     split: int | None,
     concat: int | None,
+    same: bool = False,
 ) -> jax.Array:
     """The op with ``tiled=True``, of an x that varies over the axes already; also in a lowering,
-    where axes are not bound any more. split, concat: as `Params` has them."""
-    (y,) = _primitives[op].bind(x, params=Params(axis_names, world, split, concat))
+    where axes are not bound any more. split, concat, same: as `Params` has them."""
+    (y,) = _primitives[op].bind(x, params=Params(axis_names, world, split, concat, same))
     return y
 
 

@@ -1,0 +1,92 @@
+// decode_merge's body, which the CPU back end and the kernel share, on 1 to 8 ranks.
+#include "ops/decode_merge/decode_merge.h"
+
+#include "decode_merge_call.h"
+#include "plans.h"
+#include "testing.h"
+
+namespace jflux {
+namespace {
+
+void Check(int world, const RunOptions& options) {
+  for (int64_t rows : {1, 7, 40}) {
+    for (int64_t width : {1, 2, 5, 64}) {
+      const DecodeMergeParams p{world, rows, width};
+      std::vector<std::unique_ptr<DecodeMergeCall>> calls;
+      for (uint32_t seed : {1, 2, 3}) {
+        calls.push_back(std::make_unique<DecodeMergeCall>(p, 10 * world + seed));
+      }
+      PlainHeap heap(world, p.Workspace(), options.first_epoch);
+      const std::string error = Join(RunRanks(heap, Pointers(calls), options));
+      EXPECT(error.empty()) << error;
+      for (const auto& call : calls) {
+        EXPECT_EQ(call->Wrong(), 0) << "world " << world << " rows " << rows << " width " << width;
+      }
+    }
+  }
+}
+
+TEST(EqualsItsDefinition) {
+  for (int world = 1; world <= kMaxRanks; ++world) Check(world, RunOptions{});
+}
+
+TEST(WithLateRanks) {
+  RunOptions options;
+  options.max_delay_us = 200;
+  for (int world : {2, 3, 5}) Check(world, options);
+}
+
+TEST(AcrossTheWrapOfEpochs) {
+  RunOptions options;
+  options.first_epoch = 0xffffff80;
+  Check(3, options);
+}
+
+TEST(ANaNShows) {
+  const DecodeMergeParams p{2, 1, 2};
+  const float parts[2][3] = {{1, 2, NAN}, {3, 4, 0}};
+  class WithNaN : public DecodeMergeCall {
+   public:
+    explicit WithNaN(const DecodeMergeParams& p, const float (*parts)[3])
+        : DecodeMergeCall(p, 1), parts_(parts) {}
+    bool Run(const SymmetricView& view, uint64_t epoch, WaitContext ctx) override {
+      return DecodeMergeCpu(p_, {parts_[view.rank], y[view.rank]}, view, epoch, ctx);
+    }
+    const float (*parts_)[3];
+    float y[2][3] = {};
+  } call(p, parts);
+  PlainHeap heap(2, p.Workspace());
+  EXPECT(Join(RunRanks(heap, {&call})).empty());
+  for (const auto& row : call.y) {
+    for (const float v : row) EXPECT(v != v);
+  }
+}
+
+TEST(AMissingRankIsNamed) {
+  const DecodeMergeParams p{3, 4, 8};
+  DecodeMergeCall call(p, 1);
+  PlainHeap heap(3, p.Workspace());
+  RunOptions options;
+  options.absent = 1;
+  options.deadline_s = 0.05;
+  const auto errors = RunRanks(heap, {&call}, options);
+  for (int rank : {0, 2}) {
+    const std::string start = "decode_merge: rank " + std::to_string(rank) + " waited";
+    EXPECT(errors[rank].find(start) != std::string::npos &&
+           errors[rank].find("for rank 1") != std::string::npos)
+        << errors[rank];
+  }
+}
+
+TEST(Plans) {
+  const Fields call{{"world", 2}, {"rows", 512}, {"width", 128}};
+  const Fields plan = PlanOf(*FindOp("decode_merge"), call, Machine{132});
+  const int64_t packets = 2 * 512 * 65;
+  EXPECT(plan.at("workspace_bytes") > 2 * 16 * packets);
+  ExpectRefusals("decode_merge", call);
+}
+
+}  // namespace
+}  // namespace jflux
+
+int main() { return jflux::RunAll(); }

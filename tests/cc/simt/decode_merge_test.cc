@@ -1,0 +1,52 @@
+// The kernel of decode_merge in the simulator: three calls one after the other on one workspace,
+// with late ranks.
+#include <memory>
+#include <vector>
+
+#include "decode_merge_call.h"
+#include "ops/decode_merge/decode_merge_cuda.h"
+#include "simt/device_calls.h"
+#include "testing.h"
+
+namespace jflux {
+namespace {
+
+class DeviceCall : public DecodeMergeCall {
+ public:
+  using DecodeMergeCall::DecodeMergeCall;
+  bool Launch(const CudaDevice& device, const SymmetricView& view, std::string* error) {
+    return LoadDecodeMergeKernel(error) &&
+           LaunchDecodeMerge(p_, ArraysOf(view.rank), /*site=*/0, device, view, nullptr, error);
+  }
+};
+
+int64_t Run(const DecodeMergeParams& p, const TestHooks& hooks, uint32_t seed) {
+  std::vector<std::unique_ptr<DeviceCall>> calls;
+  for (uint32_t i = 0; i < 3; ++i) calls.push_back(std::make_unique<DeviceCall>(p, 3 * seed + i));
+  simt::DeviceHeap heap(p.world, p.Workspace(), hooks);
+  return simt::WrongOnDevices(heap, p.world, calls, seed);
+}
+
+TEST(MergesRows) {
+  simt::SetSmCount(2);
+  uint32_t seed = 1;
+  for (int world : {2, 3, 4}) {
+    for (int64_t width : {5, 64}) {
+      const DecodeMergeParams p{world, 41, width};
+      for (int schedule = 0; schedule < simt::Schedules(1); ++schedule, ++seed) {
+        EXPECT_EQ(Run(p, {0, seed % 2 == 0 ? 50u : 0u}, seed), 0)
+            << "world " << world << " width " << width << " seed " << seed;
+      }
+    }
+  }
+}
+
+TEST(MissingWaitsAreFound) {
+  simt::SetSmCount(2);
+  EXPECT(Run({2, 41, 64}, {/*skip_waits=*/1, 50}, 1) > 0);
+}
+
+}  // namespace
+}  // namespace jflux
+
+int main() { return jflux::RunAll(); }

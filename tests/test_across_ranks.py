@@ -1,0 +1,126 @@
+"""Attention over all ranks' keys from each rank's over its own, in one kernel, against the merge of
+what an all-gather brings."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import RANKS, compiled_text, fused_calls, make_mesh, run
+from jax.sharding import PartitionSpec as P
+
+import jflux
+from jflux import testing
+from jflux._attention import across_ranks
+from jflux._dispatch import Machine, Path
+
+COUNTS = [n for n in (1, 2, 3, 4, 8) if n <= RANKS]
+
+
+def over_ranks(world, merge=across_ranks.merge_over_ranks, check_vma=True):
+    """Of the parts of all ranks, [N, ..., D + 1]; on all ranks the same."""
+
+    def local(x):
+        o, lse = merge(x[0], "tp")
+        return jnp.concatenate([o, lse[..., None]], -1)
+
+    return jax.shard_map(
+        local, mesh=make_mesh((world,)), in_specs=P("tp"), out_specs=P(), check_vma=check_vma
+    )
+
+
+def parts(world, *shape, seed=0):
+    """Of which some have no keys."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal((world, *shape)).astype(np.float32)
+    x[..., -1] *= 50
+    x[..., -1][rng.random(x.shape[:-1]) < 0.3] = -np.inf
+    return x
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("shape", [(1, 3, 2), (2, 3, 65), (5, 8)])
+@pytest.mark.parametrize("world", COUNTS)
+def test_values(world, shape, check_vma):
+    f = jax.jit(over_ranks(world, check_vma=check_vma))
+    taken = "all_gather" if world == 1 else "decode_merge"
+    assert fused_calls(compiled_text(f, parts(world, *shape))) == [taken]
+    for seed in range(3):
+        x = parts(world, *shape, seed=seed)
+        with testing.planted_faults(max_delay_us=300 * seed):
+            got = run(f, x)
+        o, lse = jflux.merge_attention(x[..., :-1], x[..., -1])
+        np.testing.assert_allclose(got[..., :-1], o, rtol=2e-6, atol=2e-6)
+        np.testing.assert_allclose(got[..., -1], lse, rtol=2e-6)
+
+
+def test_rows_without_keys_anywhere():
+    x = parts(2, 4, 3)
+    x[:, 2] = np.nan, np.nan, -np.inf
+    got = run(jax.jit(over_ranks(2)), x)
+    assert got[2].tolist() == [0, 0, -np.inf] and not np.isnan(got).any()
+
+
+@pytest.mark.parametrize("merge", [across_ranks.merge_over_ranks, across_ranks.reference])
+def test_a_nan_shows(merge):
+    """A part whose log-sum-exp is NaN has keys: it must not be left out."""
+    x = np.zeros((2, 2, 3), np.float32)
+    x[1, 0, -1] = np.nan
+    got = run(jax.jit(over_ranks(2, merge)), x)
+    assert np.isnan(got[0]).all() and not np.isnan(got[1]).any()
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_derivatives(check_vma):
+    x, t = (parts(2, 6, 5, seed=seed) for seed in (1, 2))
+    t[..., -1] = np.where(np.isfinite(t[..., -1]), t[..., -1], 0)
+
+    def both(merge):
+        f = over_ranks(2, merge, check_vma)
+
+        def loss(x):
+            y = f(x)
+            return jnp.sum(jnp.where(jnp.isfinite(y), jnp.sin(y), 0))
+
+        return run(jax.jit(lambda x, t: (jax.grad(loss)(x), jax.jvp(f, (x,), (t,)))), x, t)
+
+    got, want = both(across_ranks.merge_over_ranks), both(across_ranks.reference)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_vmap_is_one_call():
+    x = parts(2, 3, 4, 5)
+    f = jax.jit(jax.vmap(over_ranks(2), in_axes=1))
+    assert fused_calls(compiled_text(f, x)) == ["decode_merge"]
+    np.testing.assert_allclose(run(f, x), run(jax.jit(over_ranks(2)), x), rtol=1e-6)
+
+
+def test_an_axis_of_vmap():
+    x = parts(2, 4, 3)
+    with jflux.config(strict=False):
+        got = jax.vmap(lambda x: across_ranks.merge_over_ranks(x, "v")[0], axis_name="v")(x)
+    want, _ = jflux.merge_attention(x[..., :-1], x[..., -1])
+    np.testing.assert_allclose(got[0], want, rtol=1e-6)
+
+
+def test_plans():
+    def plan(rows, width=128, world=2, dtype="float32", platform="cuda", **switches):
+        x = jax.ShapeDtypeStruct((rows, width + 1), jnp.dtype(dtype))
+        with jflux.config(always=False, **switches):
+            return across_ranks._plan(
+                (x,), across_ranks.Params(("tp",), world, False),
+                Machine(platform, 132, 320.0, 1 << 32),
+            )  # fmt: skip
+
+    plan = functools.partial(plan, unchecked_kernels=True)
+    assert plan(512).path == Path.FUSED
+    for other, why in (
+        (plan(512, unchecked_kernels=False), "unchecked_kernels"),
+        (plan(512, dtype="float64"), "float64"),
+        (plan(2048), "slower than chunks"),
+        (plan(512, world=1), "one rank"),
+        (plan(8, world=9), "world"),
+    ):
+        assert other.path == Path.DECOMPOSED and why in other.reason, other
