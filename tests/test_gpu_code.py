@@ -23,8 +23,8 @@ from jflux.moe import _routing
 
 #: Ops with kernels for compute capability 8.0 and later.
 SMALL = (
-    "all_gather", "all_reduce", "all_to_all", "decode_merge", "flash_decode", "moe_route", "moe_rows",
-    "ragged_all_to_all", "reduce_scatter",
+    "all_gather", "all_reduce", "all_to_all", "decode_merge", "flash_decode", "moe_route",
+    "moe_rows", "ragged_all_to_all", "reduce_scatter",
 )  # fmt: skip
 
 
