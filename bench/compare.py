@@ -45,11 +45,14 @@ def _figures(row: dict[str, Any]) -> Row:
 
 
 def rows_of(result: dict[str, Any], kind: str) -> dict[str, Row]:
-    """By what identifies a row: its fields that are no figures."""
-    return {
-        " ".join(str(v) for v in row.values() if not isinstance(v, dict | float)): _figures(row)
-        for row in result[kind]
-    }
+    """By what identifies a row: the name of its case, and its fields that are no figures."""
+
+    def name_of(row: dict[str, Any]) -> str:
+        case = row.get("case", {}).get("name", [])
+        others = [v for v in row.values() if not isinstance(v, dict | float | None)]
+        return " ".join(str(v) for v in (*([case] if case else []), *others))
+
+    return {name_of(row): _figures(row) for row in result[kind]}
 
 
 def _over(figure: Figure, base: Figure) -> Figure:

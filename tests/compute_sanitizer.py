@@ -114,15 +114,15 @@ def run(args: argparse.Namespace, sanitizer: str, chosen: list[str], op: str, to
     folder = args.logs / f"{op}-{tool}"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+    # XLA enables peer access twice, and expects the error.
+    options = ["--report-api-errors", "no"] if tool == "memcheck" else []
     # One tool for both ranks: where each had one, a tool crashed (version 2025.3, CUDA 13.0).
     command = [
         sanitizer, "--tool", tool, "--target-processes", "all", "--error-exitcode", str(FOUND),
         "--print-limit", "20", "--log-file", str(folder / "process-%p.log"), *chosen,
-        sys.executable,
+        *options, sys.executable,
     ]  # fmt: skip
     draws = ["--calls", str(args.calls), "--seed", str(args.seed)]
-    if tool == "memcheck":  # of API calls, XLA enables peer access twice and expects the error
-        command[3:3] = ["--report-api-errors", "no"]
     if script := (LOCAL | TWO_GPUS).get(op):
         command += script
         if "-m" not in script:

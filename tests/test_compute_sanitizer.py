@@ -11,6 +11,8 @@ tool=$2 log=$(echo "${10}" | sed "s/%p/$$/")
 shift 10
 [ "$1 $2" = "--kernel-name kernel_substring=jflux" ] || exit 3
 shift 2
+[ $tool != memcheck ] || [ "$1 $2" = "--report-api-errors no" ] || exit 3
+[ $tool != memcheck ] || shift 2
 "$@" || exit
 echo "========= COMPUTE-SANITIZER" > "$log"
 case $tool in
