@@ -1,6 +1,10 @@
 // The functions of the CUDA runtime that launchers call (runtime/kernels_cuda.cu, compiled here
 // too): devices are numbers, a launch is enqueued for simt::Run, and tensor maps are the
 // simulator's.
+#include <map>
+#include <string>
+#include <utility>
+
 #include "simt/machine.h"
 #include "simt/tensor_map.h"
 
@@ -8,9 +12,11 @@ namespace jflux::simt {
 namespace {
 
 int device = 0;
-std::map<const void*, int>& MostSmem() {
-  static auto* most = new std::map<const void*, int>;
-  return *most;
+
+// The most dynamic shared memory with which the current device launches a kernel.
+int& MostSmem(const void* kernel) {
+  static auto* most = new std::map<std::pair<int, const void*>, int>;
+  return most->try_emplace({device, kernel}, 48 << 10).first->second;
 }
 
 }  // namespace
@@ -41,12 +47,14 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   }
 }
 cudaError_t cudaGetLastError() { return cudaSuccess; }
-const char* cudaGetErrorString(cudaError_t) { return "an error of the simulated runtime"; }
+const char* cudaGetErrorString(cudaError_t error) {
+  return error == cudaErrorInvalidValue ? "invalid argument" : "an error of the simulated runtime";
+}
 
 cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute, int value) {
   if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaErrorNotSupported;
-  if (value > static_cast<int>(kMostDynamicBytes)) return cudaErrorInvalidValue;
-  MostSmem()[kernel] = value;
+  if (value < 0 || value > static_cast<int>(kMostDynamicBytes)) return cudaErrorInvalidValue;
+  MostSmem(kernel) = value;
   return cudaSuccess;
 }
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
@@ -75,9 +83,8 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* ke
   }
   const auto ctas = static_cast<int>(config->gridDim.x);
   const auto smem = static_cast<int>(config->dynamicSmemBytes);
-  const auto most = MostSmem().find(kernel);
   if (ctas == 0 || ctas % cluster != 0 || config->blockDim.x == 0 || config->blockDim.x > 1024 ||
-      smem > (most == MostSmem().end() ? 48 << 10 : std::max(48 << 10, most->second))) {
+      smem > MostSmem(kernel)) {
     return cudaErrorInvalidValue;
   }
   Enqueue(Launch{kernel, CurrentDevice(), config->stream, ctas, cluster,

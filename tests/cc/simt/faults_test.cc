@@ -238,6 +238,54 @@ TEST(FaultsInAWarpAreFound) {
   }
 }
 
+// ---- faults of shared memory --------------------------------------------------------------------
+
+struct StoreArgs {
+  int64_t place, number, pad;
+};
+
+__global__ void StoreKernel(const __grid_constant__ StoreArgs args) {
+  JFLUX_DYNAMIC_SHARED(int32_t, 4, numbers);
+  numbers[args.place] = static_cast<int32_t>(args.number);
+}
+
+// Empty, or why the launch or the run failed. `place`: of the number that the kernel stores.
+std::string RunStore(int smem_bytes, int64_t place) {
+  StoreArgs args{place, /*number=*/-1, 0};
+  std::string error;
+  if (!LaunchKernel(reinterpret_cast<const void*>(&StoreKernel), &args, 1, 1, 32, smem_bytes,
+                    nullptr, &error)) {
+    return error;
+  }
+  return simt::Run(1);
+}
+
+TEST(LaunchesWithMoreThanTheAllowanceAreRefused) {
+  std::string error;
+  const auto* kernel = reinterpret_cast<const void*>(&StoreKernel);
+  const auto refused = [](const std::string& failure) {
+    return failure.find("invalid argument") != std::string::npos;
+  };
+  EXPECT(RunStore(48 << 10, 0).empty());
+  EXPECT(refused(RunStore((48 << 10) + 4, 0)));
+  EXPECT(LoadKernel(kernel, 64 << 10, &error)) << error;
+  EXPECT(RunStore(64 << 10, 0).empty());
+  EXPECT(refused(RunStore((64 << 10) + 4, 0)));
+  EXPECT(LoadKernel(kernel, 0, &error)) << error;
+  EXPECT(refused(RunStore(4, 0)));
+  simt::SetDevice(1);  // the allowance is device 0's
+  EXPECT(RunStore(4, 0).empty());
+  simt::SetDevice(0);
+}
+
+TEST(StoresPastSharedMemoryAreFound) {
+  std::string error;
+  EXPECT(LoadKernel(reinterpret_cast<const void*>(&StoreKernel), 256, &error)) << error;
+  EXPECT(RunStore(256, 63).empty());
+  const std::string failure = RunStore(256, 64);
+  EXPECT(failure.find("past the kernel's") != std::string::npos) << failure;
+}
+
 // The same seed is the same run.
 TEST(ARunCanBeRepeated) {
   const std::string first = RunProduct<Bug::kNoFullWait>(3);

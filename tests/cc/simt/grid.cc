@@ -40,6 +40,25 @@ void CallKernel(const Grid& grid) {
   reinterpret_cast<void (*)(Parameters)>(const_cast<void*>(grid.launch.kernel))(grid.parameters);
 }
 
+// What follows a kernel's shared memory: another NaN of each type than what nothing has written.
+constexpr uint16_t kPastShared = 0xfffe;
+
+template <typename Body>
+void ForWordsPastShared(const Cta& cta, Body&& body) {
+  const uint32_t end = (kDynamicAt + cta.dynamic_bytes + 1) / 2;
+  auto* words = reinterpret_cast<uint16_t*>(cta.smem);
+  for (uint32_t i = end; i < kSmemBytes / 2; ++i) body(words[i]);
+}
+
+void CheckPastShared(const Cta& cta) {
+  ForWordsPastShared(cta, [&](const uint16_t& word) {
+    if (word == kPastShared) return;
+    Fail("shared memory at 0x%x was written, past the kernel's, which ends at 0x%x",
+         static_cast<uint32_t>(reinterpret_cast<const char*>(&word) - cta.smem),
+         kDynamicAt + cta.dynamic_bytes);
+  });
+}
+
 void EndThread(Thread* thread) {
   Cta* cta = thread->cta;
   Warp* warp = thread->warp;
@@ -51,6 +70,7 @@ void EndThread(Thread* thread) {
     }
   }
   if (--cta->live > 0) return;
+  CheckPastShared(*cta);
   cta->ended = true;
   Cluster* cluster = cta->cluster;
   if (--cluster->live == 0) ++cluster->grid->ended;
@@ -71,6 +91,7 @@ void BeginCta(Cluster* cluster, Cta* cta, uint32_t rank, int number) {
   cta->dynamic_bytes = static_cast<uint32_t>(launch.smem_bytes);
   cta->smem = static_cast<char*>(std::aligned_alloc(1024, kSmemBytes));
   std::memset(cta->smem, 0xff, kSmemBytes);  // not a number, in each type
+  ForWordsPastShared(*cta, [](uint16_t& word) { word = kPastShared; });
   cta->writes.resize(kSmemBytes / 16);
   cta->warps.resize((launch.threads + 31) / 32);
   cta->warpgroups.resize((launch.threads + 127) / 128);

@@ -1,6 +1,6 @@
 // CUDA C++ for g++: keywords, built-in variables and functions, as the simulator has them. Included
 // before a kernel's source, by the compiler's command line: it also replaces the functions of
-// core/platform.h and core/atomic.h that wait or are atomic.
+// core/platform.h and core/atomic.h that wait or are atomic, and the scopes of jflux/scope.h.
 #ifndef JFLUX_TESTS_CC_SIMT_KEYWORDS_H_
 #define JFLUX_TESTS_CC_SIMT_KEYWORDS_H_
 
@@ -119,6 +119,32 @@ inline bool CompareExchange(uint64_t* p, uint64_t expected, uint64_t desired) {
 }
 
 }  // namespace jflux
+
+// ---- jflux/scope.h ------------------------------------------------------------------------------
+
+#define Warp WarpOfHost
+#define Block BlockOfHost
+#include "jflux/scope.h"
+#undef Warp
+#undef Block
+
+namespace jflux::shmem {
+
+struct Warp {
+  static int rank() { return simt::current->lane; }
+  static int size() { return 32; }
+  static void sync() { __syncwarp(); }
+  static bool all(bool ok) { return __all_sync(0xffffffff, ok) != 0; }
+};
+
+struct Block {
+  static int rank() { return simt::current->index; }
+  static int size() { return static_cast<int>(simt::current->cta->threads.size()); }
+  static void sync() { simt::SyncThreads(); }
+  static bool all(bool ok) { return simt::SyncThreads(simt::Combine::kAnd, ok) != 0; }
+};
+
+}  // namespace jflux::shmem
 
 // A CTA's shared variable, and its dynamic shared memory (core/platform.h).
 #define JFLUX_SHARED(Type, name)                                                             \
