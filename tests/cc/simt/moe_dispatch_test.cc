@@ -106,10 +106,13 @@ TEST(ManyItems) {
   }
 }
 
+// Lanes that go separate ways would be a message.
 TEST(MissingWaitsAreFound) {
   const auto p = MoeParamsFor(3, 20, 3, 2, 5, -1, 1, false, 1);
   for (const char* ops : {"ddd", "ccc"}) {
-    EXPECT(Run(p, /*sms=*/1, ops, {/*skip_waits=*/1, 50}, 1) > 0) << ops;
+    for (uint32_t seed = 1; seed <= static_cast<uint32_t>(simt::Schedules(4)); ++seed) {
+      EXPECT(Run(p, /*sms=*/1, ops, {/*skip_waits=*/1, 50}, seed) > 0) << ops << " seed " << seed;
+    }
   }
 }
 
