@@ -29,7 +29,7 @@ class ClusterTeam {
     __syncthreads();
     if (threadIdx.x < kCtas) {
       Wide sum = 0;
-      for (int w = 0; w < blockDim.x / 32; ++w) sum += warps[w];
+      for (unsigned w = 0; w < blockDim.x / 32; ++w) sum += warps[w];
       // Double-buffered: a CTA that has not reached this sum may still read the other half.
       *cluster.map_shared_rank(&ctas[sums_ & 1][cta_], threadIdx.x) = sum;
     }
