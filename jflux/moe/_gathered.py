@@ -41,6 +41,8 @@ class Params:
 
     Attributes:
       sums: also return the products that the activation is applied to, in y's type.
+      owners: ranks that the experts are split over: a rank has so many times fewer rows than the
+        slots have, in the mean.
     """
 
     axis_names: tuple[Any, ...]
@@ -50,6 +52,7 @@ class Params:
     activation: str | None = None
     gated: bool = False
     sums: bool = False
+    owners: int = 1
     prepared: str | None = None
 
     @property
@@ -70,7 +73,9 @@ class Params:
     @property
     def plain(self) -> Params:
         """The product with one weight alone."""
-        return Params(self.axis_names, self.world, self.transpose_rhs, self.out_dtype)
+        return Params(
+            self.axis_names, self.world, self.transpose_rhs, self.out_dtype, owners=self.owners
+        )
 
 
 class _Operands(NamedTuple):
@@ -131,6 +136,7 @@ def _sizes(arrays: Arrays, params: Params) -> dict[str, int]:
         "out_dtype": _native.DTYPES.index(params.out_dtype.name),
         "transpose_rhs": int(params.transpose_rhs),
         "gated": int(params.gated),
+        "owners": params.owners,
     }
 
 
@@ -262,8 +268,9 @@ def _backward(
     if x is not None and len(terms) == 1:
         ((d, w),) = terms
         back = _scattered.Params(
-            params.axis_names, params.world, not params.transpose_rhs, np.dtype(x.dtype)
-        )
+            params.axis_names, params.world, not params.transpose_rhs, np.dtype(x.dtype),
+            params.owners,
+        )  # fmt: skip
         dx = _scattered.bind(d.astype(w.dtype), w, None, routing, back)
     elif x is not None and terms:
         product = _grouped_primitives.Params(not params.transpose_rhs, np.dtype(x.dtype))

@@ -33,12 +33,17 @@ LEAST_UNITS = 768
 
 @dataclasses.dataclass(frozen=True)
 class Params:
-    """A call, less its operands."""
+    """A call, less its operands.
+
+    Attributes:
+      owners: ranks that the experts are split over, as of a gather (`_gathered.Params`).
+    """
 
     axis_names: tuple[Any, ...]
     world: int
     transpose_rhs: bool
     out_dtype: np.dtype
+    owners: int = 1
     prepared: str | None = None
 
     @property
@@ -113,6 +118,7 @@ def _sizes(arrays: Arrays, params: Params) -> dict[str, int]:
         "dtype": _native.DTYPES.index(kept.h.dtype.name),
         "out_dtype": _native.DTYPES.index(params.out_dtype.name),
         "transpose_rhs": int(params.transpose_rhs),
+        "owners": params.owners,
     }
 
 

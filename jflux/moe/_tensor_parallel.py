@@ -53,7 +53,9 @@ def all_gather_grouped_matmul(
     Args:
       x: this rank's tokens.
       w: [E, K, F/N], or [E, F/N, K] with `transpose_rhs`; or two such, with `gated`.
-      routing: of all ranks' tokens, in rank order; the same on all ranks.
+      routing: of all ranks' tokens, in rank order. The same on all ranks, whose weights are
+        columns of the same experts. (The kernel waits for tokens and not for experts, so ranks may
+        also have routings of the same shape for experts of their own.)
       transpose_rhs, preferred_element_type, activation, gated: as in :func:`jflux.grouped_matmul`.
 
     Returns:
@@ -65,7 +67,25 @@ def all_gather_grouped_matmul(
       jax.errors.JaxRuntimeError: a peer did not come within the deadline (see :func:`jflux.init`),
         or a routing of one's own making has offsets that decrease or exceed T k.
     """
-    ws: Sequence[Any] = several(w)
+    return gathered(
+        x, several(w), routing, axis_name=axis_name, transpose_rhs=transpose_rhs,
+        preferred_element_type=preferred_element_type, activation=activation, gated=gated,
+    )  # fmt: skip
+
+
+def gathered(
+    x: jax.Array,
+    ws: Sequence[Any],
+    routing: Routing,
+    *,
+    axis_name: AxisName,
+    transpose_rhs: bool = False,
+    preferred_element_type: DTypeLike | None = None,
+    activation: str | None = None,
+    gated: bool = False,
+    owners: int = 1,
+) -> jax.Array:
+    """:func:`all_gather_grouped_matmul`, perhaps of experts that are split over `owners` ranks."""
     names, world = _mesh.as_tuple(axis_name), _mesh.axis_size(axis_name)
     out = _grouped.check(
         x, ws, routing.counts, transpose_rhs, preferred_element_type, activation, gated
@@ -79,7 +99,7 @@ def all_gather_grouped_matmul(
         )
     common = jnp.result_type(x.dtype, *(one.dtype for one in ws))
     x, *ws = (a.astype(common) for a in (x, *ws))
-    params = _gathered.Params(names, world, transpose_rhs, out, activation, gated)
+    params = _gathered.Params(names, world, transpose_rhs, out, activation, gated, owners=owners)
     x, *rest = _mesh.vary_together(names, x, *ws, *routing)
     ws, routing = rest[: len(ws)], Routing(*rest[len(ws) :])
     if 0 in (tokens, *routing.destination.shape, *x.shape, *ws[0].shape):
@@ -122,8 +142,8 @@ def grouped_matmul_reduce_scatter(
     Args:
       h: rows in the order of experts, as :func:`all_gather_grouped_matmul` gives them.
       w: [E, F/N, H], or [E, H, F/N] with `transpose_rhs`.
-      routing: of all ranks' tokens, the same on all ranks.
-      weights: of the tokens' choices, the same on all ranks; None: ones.
+      routing: as :func:`all_gather_grouped_matmul` takes it.
+      weights: of the tokens' choices; None: ones.
       transpose_rhs, preferred_element_type: as in :func:`jflux.grouped_matmul`.
 
     Returns:
@@ -135,6 +155,25 @@ def grouped_matmul_reduce_scatter(
       jax.errors.JaxRuntimeError: a peer did not come within the deadline (see :func:`jflux.init`),
         or a routing of one's own making has offsets that decrease or exceed T k.
     """
+    return scattered(
+        h, w, routing, weights, axis_name=axis_name, transpose_rhs=transpose_rhs,
+        preferred_element_type=preferred_element_type,
+    )  # fmt: skip
+
+
+def scattered(
+    h: jax.Array,
+    w: jax.Array,
+    routing: Routing,
+    weights: jax.Array | None,
+    *,
+    axis_name: AxisName,
+    transpose_rhs: bool = False,
+    preferred_element_type: DTypeLike | None = None,
+    owners: int = 1,
+) -> jax.Array:
+    """:func:`grouped_matmul_reduce_scatter`, perhaps of experts that are split over `owners`
+    ranks."""
     names, world = _mesh.as_tuple(axis_name), _mesh.axis_size(axis_name)
     out = _grouped.check(
         h, (w,), routing.counts, transpose_rhs, preferred_element_type, None, False
@@ -151,7 +190,7 @@ def grouped_matmul_reduce_scatter(
             f"slots {slots}"
         )
     common = jnp.result_type(h.dtype, w.dtype)
-    params = _scattered.Params(names, world, transpose_rhs, out)
+    params = _scattered.Params(names, world, transpose_rhs, out, owners)
     if weights is None:
         weights = jnp.ones(slots, jnp.float32)
     h, w, weights, *rest = _mesh.vary_together(

@@ -19,10 +19,12 @@ inline TokenLayout CudaLayoutOf(const AllGatherGroupedMatmulParams& p) {
   return TokenLayout::Make(p, kTokenChunkBytes);
 }
 
-// CTAs that may send.
-inline int32_t TokenSenders(const AllGatherGroupedMatmulParams& p, const Machine& machine) {
+// CTAs that may send. mean_rows: SegmentedCall's.
+inline int32_t TokenSenders(const AllGatherGroupedMatmulParams& p, int64_t mean_rows,
+                            const Machine& machine) {
   const Machine used{Min(machine.sm_count, kMostSms), machine.link_gbps};
-  return SendingCtas(p.world, p.product.n * p.product.Weights() * p.choices, used);
+  const int64_t columns = p.product.n * p.product.Weights();
+  return SendingCtas(p.world, Max<int64_t>(1, columns * mean_rows / (p.world * p.tokens)), used);
 }
 
 // Why no kernel takes the call; empty if one does.

@@ -22,14 +22,15 @@ bool PlanAllGatherGroupedMatmul(const Fields& fields, const Machine& machine, Fi
   }
   *why_not = WhyNoKernel(p);
   if (!why_not->empty()) return false;
-  p.parts = ChooseParts(p.world, product.m, product.groups);
+  p.parts = ChooseParts(p.world, c.mean_rows, product.groups);
   if (!IsGroupedTile(product.gated, product.tile)) {
     *why_not = "no kernel has the tile";
     return false;
   }
-  *plan = ProductPlan{ChooseGrouped(product, machine), TokenSenders(p, machine),
-                      CudaLayoutOf(p).Workspace().TotalBytes()}
-              .AsFields();
+  *plan =
+      ProductPlan{ChooseGrouped(c.OfMeanRows(product), machine),
+                  TokenSenders(p, c.mean_rows, machine), CudaLayoutOf(p).Workspace().TotalBytes()}
+          .AsFields();
   (*plan)["parts"] = p.parts;
   return true;
 }

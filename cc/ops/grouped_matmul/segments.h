@@ -81,12 +81,20 @@ inline std::string WhyNoSegmentedKernel(const GroupedMatmulParams& product) {
 }
 
 // Fields of a call: world, tokens (of a rank), choices, k, n, groups, dtype, out_dtype,
-// transpose_rhs; perhaps tile_n and cluster_m, which a test forces.
+// transpose_rhs; perhaps owners, among which the slots' rows are split; perhaps tile_n and
+// cluster_m, which a test forces.
 struct SegmentedCall {
   int32_t world;
   int64_t tokens;
   int32_t choices;
   GroupedMatmulParams product;
+  int64_t mean_rows;  // of a rank's groups together; product.m is the most
+
+  // What a configuration is chosen for.
+  GroupedMatmulParams OfMeanRows(GroupedMatmulParams of) const {
+    of.m = mean_rows;
+    return of;
+  }
 
   // The op reads its own fields and then calls `call.Check`.
   static SegmentedCall Read(CallReader& call) {
@@ -113,6 +121,7 @@ struct SegmentedCall {
     } else {
       product.m = c.world * c.tokens * c.choices;
     }
+    c.mean_rows = Max<int64_t>(1, product.m / call.GetOr("owners", 1, 1, kMaxRanks));
     return c;
   }
 };
