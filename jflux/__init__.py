@@ -22,6 +22,8 @@ from ._custom import library_path as library_path
 from ._custom import register_custom_call as register_custom_call
 from ._experts.dispatch import moe_combine as moe_combine
 from ._experts.dispatch import moe_dispatch as moe_dispatch
+from ._experts.products import dispatch_grouped_matmul as dispatch_grouped_matmul
+from ._experts.products import grouped_matmul_combine as grouped_matmul_combine
 from ._explain import explain as explain
 from ._flops import flops as flops
 from ._heap import heap_report as heap_report

@@ -118,3 +118,13 @@ def note(op: str, operands: Sequence[Any], results: Sequence[Any], plan: Plan) -
         recorder.calls.append(
             Explained(op, tuple(map(_describe, operands)), tuple(map(_describe, results)), plan)
         )
+
+
+def note_once(op: str, operands: Sequence[Any], results: Sequence[Any], plan: Plan) -> None:
+    """:func:`note` of a call that runs as several ops, and is known where it is traced: equal
+    calls are noted once, since JAX may trace one several times."""
+    recorder = _config.config.current().recorder
+    if recorder is not None:
+        note(op, operands, results, plan)
+        if recorder.calls[-1] in recorder.calls[:-1]:
+            recorder.calls.pop()

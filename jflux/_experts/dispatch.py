@@ -15,6 +15,7 @@ from .._epilogue import sum_dtype
 from .._mesh import AxisName
 from .._ops.exchange import all_gather
 from . import partial, placed, routing
+from .checks import check_tokens, check_weights
 from .partial import PartialHandle
 from .placed import PlacedHandle
 from .routing import Sizes
@@ -304,7 +305,7 @@ def moe_combine(
     if isinstance(handle, LevelsHandle):
         between, inside = handle
         if weights is not None:
-            weights = _checked_weights(weights, between)
+            weights = check_weights("jflux.moe_combine", weights, between.first.shape)
             (weights,) = rows_of_tokens(
                 node_axis, between, weights.astype(sum_dtype(weights.dtype))
             )
@@ -324,7 +325,8 @@ def moe_combine(
     if weights is None and isinstance(handle, Handle):
         weights = once(handle, y.dtype)
     if weights is not None:
-        weights = _checked_weights(weights, handle).astype(sum_dtype(y.dtype))
+        weights = check_weights("jflux.moe_combine", weights, handle.first.shape)
+        weights = weights.astype(sum_dtype(y.dtype))
         y, weights = _mesh.vary_together(axis_name, y, weights)
     else:
         (y,) = _mesh.vary_together(axis_name, y)
@@ -352,42 +354,15 @@ def _checked(
     x: Any, indices: Any, weights: Any, num_experts: int, world: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     op = "jflux.moe_dispatch"
-    x, indices, weights = jnp.asarray(x), jnp.asarray(indices), jnp.asarray(weights)
-    if x.ndim != 2 or not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(f"{op}: x must be floating [T, H], got {x.dtype} {x.shape}")
-    if not jnp.issubdtype(indices.dtype, jnp.integer):
-        raise TypeError(f"{op}: topk_indices must be integers, got {indices.dtype}")
-    if indices.ndim != 2 or indices.shape[0] != x.shape[0]:
-        raise ValueError(
-            f"{op}: topk_indices must have shape [T, k] with the T={x.shape[0]} rows of x, got "
-            f"{indices.shape}"
-        )
+    x, indices = check_tokens(op, x, indices, num_experts, world)
+    weights = jnp.asarray(weights)
     if not jnp.issubdtype(weights.dtype, jnp.floating):
         raise TypeError(f"{op}: topk_weights must be floating, got {weights.dtype}")
     if weights.shape != indices.shape:
         raise ValueError(
             f"{op}: topk_weights must have topk_indices' shape {indices.shape}, got {weights.shape}"
         )
-    if not isinstance(num_experts, int | np.integer):
-        raise TypeError(f"{op}: num_experts must be an int, got {num_experts!r}")
-    if num_experts < 1 or num_experts % world:
-        raise ValueError(f"{op}: {num_experts=} must be a positive multiple of the {world} ranks")
-    if not 1 <= indices.shape[1] <= num_experts:
-        raise ValueError(
-            f"{op}: topk_indices {indices.shape} has {indices.shape[1]} experts for each token, "
-            f"which must be from 1 to {num_experts=}"
-        )
-    return x, indices.astype(jnp.int32), weights
-
-
-def _checked_weights(weights: Any, handle: Handle | PartialHandle | PlacedHandle) -> jax.Array:
-    weights, shape = jnp.asarray(weights), handle.first.shape
-    if weights.shape != shape or not jnp.issubdtype(weights.dtype, jnp.floating):
-        raise ValueError(
-            f"jflux.moe_combine: weights must be floating {shape}, as topk_indices, got "
-            f"{weights.dtype} {weights.shape}"
-        )
-    return weights
+    return x, indices, weights
 
 
 def _check_options(capacity: Any, alignment: Any, layout: str, on_overflow: str) -> None:

@@ -1,0 +1,46 @@
+"""Checks of operands that the ops of expert parallelism share, when a call is traced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def check_tokens(
+    op: str, x: Any, indices: Any, num_experts: int, world: int
+) -> tuple[jax.Array, jax.Array]:
+    """A rank's tokens [T, H] and their choices i32 [T, k]."""
+    x, indices = jnp.asarray(x), jnp.asarray(indices)
+    if x.ndim != 2 or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"{op}: x must be floating [T, H], got {x.dtype} {x.shape}")
+    if not jnp.issubdtype(indices.dtype, jnp.integer):
+        raise TypeError(f"{op}: topk_indices must be integers, got {indices.dtype}")
+    if indices.ndim != 2 or indices.shape[0] != x.shape[0]:
+        raise ValueError(
+            f"{op}: topk_indices must have shape [T, k] with the T={x.shape[0]} rows of x, got "
+            f"{indices.shape}"
+        )
+    if not isinstance(num_experts, int | np.integer):
+        raise TypeError(f"{op}: num_experts must be an int, got {num_experts!r}")
+    if num_experts < 1 or num_experts % world:
+        raise ValueError(f"{op}: {num_experts=} must be a positive multiple of the {world} ranks")
+    if not 1 <= indices.shape[1] <= num_experts:
+        raise ValueError(
+            f"{op}: topk_indices {indices.shape} has {indices.shape[1]} experts for each token, "
+            f"which must be from 1 to {num_experts=}"
+        )
+    return x, indices.astype(jnp.int32)
+
+
+def check_weights(op: str, weights: Any, shape: tuple[int, ...]) -> jax.Array:
+    """Weights of the choices, in a combine."""
+    weights = jnp.asarray(weights)
+    if weights.shape != shape or not jnp.issubdtype(weights.dtype, jnp.floating):
+        raise ValueError(
+            f"{op}: weights must be floating {shape}, as topk_indices, got {weights.dtype} "
+            f"{weights.shape}"
+        )
+    return weights

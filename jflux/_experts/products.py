@@ -1,0 +1,294 @@
+"""Expert parallelism with its products: tokens to their experts' product, and a product's rows back
+to their tokens.
+
+There are two exchanges. A gather brings every token to every rank, whose kernels multiply rows as
+they arrive, and send sums as they are complete: those of tensor-parallel experts, with a routing
+that has this rank's experts alone. A dispatch sends a token only to the ranks of its experts, and
+then multiplies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+
+from .. import _dispatch, _explain, _mesh, moe
+from .._mesh import AxisName
+from .._ops import _local
+from .._ops._lax import several
+from .._ops.exchange import all_gather
+from .._ops.grouped_matmul import grouped_matmul
+from ..moe import _tensor_parallel
+from . import dispatch, routing
+from .checks import check_tokens, check_weights
+from .partial import PartialHandle
+from .placed import PlacedHandle
+from .rows import on_first
+
+OP, COMBINE = "dispatch_grouped_matmul", "grouped_matmul_combine"
+
+EXCHANGES = ("gather", "dispatch")
+
+#: The least share of the ranks that a token's experts lie on for which all tokens go to all ranks.
+#: A dispatch took 2.2 times as long a row as a gather (docs/experiments/0038-dispatch.md).
+LEAST_SHARE_TO_GATHER = 0.45
+
+
+class GatherHandle(NamedTuple):
+    """Where rows are whose tokens have gone to all ranks. Integers, int32. K is min(k, E / N).
+
+    Attributes:
+      group_sizes: [E / N], the rows of each of this rank's experts.
+      routing: of all ranks' tokens, with K slots each: their choices among this rank's experts.
+      first: [T, k], the slot of the token whose row this slot shares; -1: it has no expert.
+      own: [N T, K], the choices of each token that are its K slots; None: all are, k of k.
+    """
+
+    group_sizes: jax.Array
+    routing: moe.Routing
+    first: jax.Array
+    own: jax.Array | None
+
+    @property
+    def rows(self) -> int:
+        return self.routing.source.shape[0]
+
+
+class DispatchHandle(NamedTuple):
+    """Where rows are whose tokens have gone to the ranks of their experts.
+
+    Attributes:
+      group_sizes: i32 [E / N], the rows of each of this rank's experts.
+      moved: the handle of the dispatch.
+    """
+
+    group_sizes: jax.Array
+    moved: PartialHandle | PlacedHandle
+
+    @property
+    def rows(self) -> int:
+        return self.moved.slot.shape[0]
+
+    @property
+    def first(self) -> jax.Array:
+        return self.moved.first
+
+
+def dispatch_grouped_matmul(
+    x: Any,
+    w: Any,
+    topk_indices: Any,
+    *,
+    num_experts: int,
+    axis_name: AxisName,
+    activation: str | None = None,
+    gated: bool = False,
+    transpose_rhs: bool = False,
+    preferred_element_type: DTypeLike | None = None,
+    exchange: str | None = None,
+) -> tuple[jax.Array, GatherHandle | DispatchHandle]:
+    """Sends tokens to the ranks of their experts, and multiplies them there, the first of the two
+    pipelines of Comet (arXiv 2502.19811)::
+
+        x [T, H]   w [E/N, H, F]   topk_indices [T, k]   ->   y [R, F]
+
+    per rank of N along `axis_name`, inside ``jax.shard_map``: rank r has the experts from
+    ``r E / N`` on. y has R = min(k, E / N) N T rows, expert after expert, and of an expert in the
+    order of (rank, token); rows past the last one are zeros. A token that names an expert twice has
+    one row there. Sizes stay on the device. No token is dropped: for a capacity of experts take
+    :func:`jflux.moe_dispatch` and :func:`jflux.grouped_matmul`.
+
+    How tokens travel is `exchange`'s to say:
+
+    - "gather": every token goes to every rank, in :func:`jflux.moe.all_gather_grouped_matmul`, with
+      the routing of this rank's experts. Where that is one kernel, tiles start as their rows
+      arrive, and there is no array of rows before the product.
+    - "dispatch": a token goes to the ranks of its experts, in :func:`jflux.moe_dispatch` with
+      partial sums, and :func:`jflux.grouped_matmul` follows.
+    - None: a gather, unless a token's k experts lie on less than .45 of the ranks, on average where
+      all choices are equally likely. :func:`jflux.explain` says which, and why.
+
+    Differentiable in x and w in both modes, any number of times. The gradient of x comes back as in
+    :func:`grouped_matmul_combine`, without weights.
+
+    Args:
+      x: [T, H], floating: this rank's tokens.
+      w: [E / N, H, F], or [E / N, F, H] with `transpose_rhs`; or two such, with `gated`.
+      topk_indices: integers [T, k], from 0 to ``num_experts - 1``. A slot with any other number,
+        such as -1, has no expert.
+      num_experts: E, a multiple of N.
+      axis_name: a mesh axis, or a tuple of them.
+      activation, gated, transpose_rhs, preferred_element_type: as in :func:`jflux.grouped_matmul`.
+      exchange: "gather", "dispatch" or None; the same on all ranks.
+
+    Returns:
+      (y, handle). The handle is for :func:`grouped_matmul_combine`: a pytree of arrays, of which
+      ``handle.group_sizes``, int32 [E / N], says how many rows of y each expert has.
+
+    Raises:
+      ValueError, TypeError: operands that do not fit, when the call is traced.
+      NameError: outside ``shard_map``.
+      jax.errors.JaxRuntimeError: a peer did not come within the deadline (see :func:`jflux.init`).
+    """
+    world, ws = _mesh.axis_size(axis_name), several(w)
+    x, indices = check_tokens(f"jflux.{OP}", x, topk_indices, num_experts, world)
+    experts = num_experts // world
+    _check_experts(OP, ws, experts, f"{num_experts=} over {world} ranks")
+    if exchange is None:
+        exchange, why = choose_exchange(num_experts, world, indices.shape[1])
+    else:
+        why = "the caller's choice"
+    if exchange not in EXCHANGES:
+        raise ValueError(f"jflux.{OP}: {exchange=} must be None or one of {EXCHANGES}")
+    x, indices = _mesh.vary_together(axis_name, x, indices)
+    product: dict[str, Any] = {
+        "transpose_rhs": transpose_rhs, "preferred_element_type": preferred_element_type,
+        "activation": activation, "gated": gated,
+    }  # fmt: skip
+    handle: GatherHandle | DispatchHandle
+    if exchange == "gather":
+        handle = _gather_handle(indices, num_experts, axis_name)
+        y = _tensor_parallel.gathered(
+            x, ws, handle.routing, axis_name=axis_name, owners=world, **product
+        )
+    else:
+        ones = jnp.ones(indices.shape, jnp.float32)
+        there = dispatch.moe_dispatch(
+            x, indices, ones, num_experts=num_experts, partial_sums=True, axis_name=axis_name
+        )
+        handle = DispatchHandle(there.group_sizes, there.handle)  # type: ignore[arg-type]
+        y = grouped_matmul(there.rows, w, there.group_sizes, **product)
+    plan = _dispatch.decomposed(f"{exchange}: {why}")
+    _explain.note_once(OP, (x, *ws, indices), (y,), plan)
+    return y, handle
+
+
+def grouped_matmul_combine(
+    h: Any,
+    w: Any,
+    handle: GatherHandle | DispatchHandle,
+    weights: Any = None,
+    *,
+    axis_name: AxisName,
+    transpose_rhs: bool = False,
+    preferred_element_type: DTypeLike | None = None,
+) -> jax.Array:
+    """Multiplies experts' rows, and brings the results back to their tokens and sums them, the
+    second of the two pipelines of Comet (arXiv 2502.19811)::
+
+        h [R, F]   w [E/N, F, H]   weights [T, k]   ->   [T, H]
+
+    per rank of N along `axis_name`, inside ``jax.shard_map``, after a
+    :func:`dispatch_grouped_matmul` over the same axis. A rank rounds the rows of its product, sums
+    those of a token, times their weights, in float32 (float64 for float64) in the order of top-k,
+    and rounds the sum; these are added in the same type, and rounded once: after a gather in the
+    order of ranks, after a dispatch in the order in which top-k names the ranks first. The bits are
+    the same on every run. A slot without an expert adds nothing.
+
+    After a gather it is :func:`jflux.moe.grouped_matmul_reduce_scatter`: where that is one kernel,
+    sums leave as their tiles are finished. After a dispatch it is :func:`jflux.grouped_matmul` and
+    :func:`jflux.moe_combine`.
+
+    Differentiable in h, w and weights in both modes, any number of times.
+
+    Args:
+      h: [R, F], floating: what was made of the rows of :func:`dispatch_grouped_matmul`.
+      w: [E / N, F, H], or [E / N, H, F] with `transpose_rhs`.
+      handle: of the dispatch.
+      weights: [T, k], floating, of this rank's tokens; None: each row counts once.
+      axis_name: as in the dispatch.
+      transpose_rhs, preferred_element_type: as in :func:`jflux.grouped_matmul`.
+
+    Returns:
+      [T, H], of the type of the product.
+
+    Raises:
+      ValueError, TypeError: operands that do not fit, when the call is traced.
+      NameError: outside ``shard_map``.
+      jax.errors.JaxRuntimeError: a peer did not come within the deadline (see :func:`jflux.init`).
+    """
+    if not isinstance(handle, GatherHandle | DispatchHandle):
+        raise TypeError(
+            f"jflux.{COMBINE}: handle must be what jflux.{OP} returned, got {type(handle).__name__}"
+        )
+    h = jnp.asarray(h)
+    if h.ndim != 2 or h.shape[0] != handle.rows or not jnp.issubdtype(h.dtype, jnp.floating):
+        raise ValueError(
+            f"jflux.{COMBINE}: h must be floating [R, F] with the R={handle.rows} rows of the "
+            f"dispatch, got {h.dtype} {h.shape}"
+        )
+    _check_experts(COMBINE, [w], handle.group_sizes.shape[0], "of the dispatch")
+    if weights is not None:
+        weights = check_weights(f"jflux.{COMBINE}", weights, handle.first.shape)
+    product: dict[str, Any] = {
+        "transpose_rhs": transpose_rhs, "preferred_element_type": preferred_element_type
+    }  # fmt: skip
+    if isinstance(handle, GatherHandle):
+        return _tensor_parallel.scattered(
+            h, w, handle.routing, _weights_there(handle, weights, axis_name), axis_name=axis_name,
+            owners=_mesh.axis_size(axis_name), **product,
+        )  # fmt: skip
+    y = grouped_matmul(h, w, handle.group_sizes, **product)
+    return dispatch.moe_combine(y, handle.moved, weights=weights, axis_name=axis_name)
+
+
+def choose_exchange(num_experts: int, world: int, k: int) -> tuple[str, str]:
+    """(the exchange, and why) for tokens of k experts. The same on all ranks."""
+    share = share_of_ranks(num_experts, world, k)
+    why = f"the experts of a token, {k} of {num_experts}, lie on {share:.2f} of {world} ranks"
+    return ("gather" if share >= LEAST_SHARE_TO_GATHER else "dispatch"), why
+
+
+def share_of_ranks(num_experts: int, world: int, k: int) -> float:
+    """The share of the ranks that a token's experts lie on, on average, where all choices of k
+    different experts are equally likely."""
+    others = num_experts - num_experts // world
+    return 1 - math.comb(others, k) / math.comb(num_experts, k)
+
+
+# ---- A gather ------------------------------------------------------------------------------------
+
+
+def _gather_handle(indices: jax.Array, num_experts: int, axis_name: AxisName) -> GatherHandle:
+    names, k = _mesh.as_tuple(axis_name), indices.shape[1]
+    experts = num_experts // _mesh.axis_size(axis_name)
+    is_known = (indices >= 0) & (indices < num_experts)
+    slots = routing.distinct(jnp.where(is_known, indices, -1))
+    chosen = all_gather(
+        jnp.where(slots.has_row, slots.expert, -1), axis_name=axis_name, axis=0, tiled=True
+    )
+    chosen = chosen - lax.axis_index(names) * experts
+    chosen = jnp.where((chosen >= 0) & (chosen < experts), chosen, -1)
+    own = None
+    if k > experts:
+        own = jnp.argsort(chosen < 0, axis=1, stable=True)[:, :experts].astype(jnp.int32)
+        chosen = jnp.take_along_axis(chosen, own, axis=1)
+    by_expert = moe.route(chosen, experts)
+    return GatherHandle(by_expert.counts, by_expert, slots.first, own)
+
+
+def _weights_there(
+    handle: GatherHandle, weights: jax.Array | None, axis_name: AxisName
+) -> jax.Array | None:
+    """Of all ranks' slots in the handle's routing."""
+    if weights is None:
+        return None
+    first, weights = _mesh.vary_together(axis_name, handle.first, weights)
+    everyone = all_gather(on_first(first, weights), axis_name=axis_name, axis=0, tiled=True)
+    return everyone if handle.own is None else jnp.take_along_axis(everyone, handle.own, axis=1)
+
+
+def _check_experts(op: str, ws: Sequence[Any], experts: int, of: str) -> None:
+    _local.check_arrays(op, **{f"w[{i}]" if len(ws) > 1 else "w": w for i, w in enumerate(ws)})
+    for w in ws:
+        if len(w.shape) != 3 or w.shape[0] != experts:
+            raise ValueError(
+                f"jflux.{op}: w must have three dimensions, the first of the {experts} experts of "
+                f"a rank ({of}), got {tuple(w.shape)}"
+            )
