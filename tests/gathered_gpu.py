@@ -1,8 +1,8 @@
 """Checks the kernels of moe.all_gather_grouped_matmul and moe.grouped_matmul_reduce_scatter, with
-every tile that is compiled, on one GPU and on several, on random calls against float64; a table
-comes last:
+every tile that is compiled, on one GPU and on several, on random calls against float64, and both
+in dispatch_grouped_matmul and grouped_matmul_combine; a table comes last:
 
-python tests/gathered_gpu.py [--only gather|scatter] [--calls 160] [--ranks 2] [--seed 0]
+python tests/gathered_gpu.py [--only gather|scatter|products] [--calls 160] [--ranks 2] [--seed 0]
     [--limit 400]
 
 A call draws the number of tokens (odd, too), choices, experts, widths, type, tile, epilogue and
@@ -29,37 +29,20 @@ os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # no NVLink multicast
 import jax
 import jax.numpy as jnp
 import numpy as np
+import products_gpu as products
 import scattered_gpu as scattered
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from routed import TILES, draw_chosen, exact
+from routed import TILES, draw_chosen, exact, rows_of_experts
 
 import jflux
 from jflux import _tuning, moe, testing
-from jflux._epilogue import ACTIVATIONS
 from jflux.moe import _gathered
 
 WAYS = (
     {}, {}, {"activation": "silu", "gated": True}, {"activation": "silu", "gated": True},
     {"activation": "gelu_tanh"}, {"activation": "relu", "gated": True},
 )  # fmt: skip
-
-
-def wanted(x, ws, chosen, activation) -> tuple[np.ndarray, int]:
-    """(rows in the order of experts, how many rows there are), in float64."""
-    slots = chosen.reshape(-1)
-    order = np.argsort(slots, kind="stable")
-    order = order[slots[order] >= 0]
-    products = [np.zeros((slots.size, w.shape[2])) for w in ws]
-    for expert in np.unique(slots[order]):
-        rows = np.flatnonzero(slots[order] == expert)
-        tokens = order[rows] // chosen.shape[1]
-        for product, w in zip(products, ws, strict=True):
-            product[rows] = x[tokens] @ w[expert]
-    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
-        y = products[0]
-        y = y if activation is None else np.asarray(ACTIVATIONS[activation](jnp.asarray(y)))
-    return (y * products[1] if len(ws) == 2 else y), len(order)
 
 
 def per_rank(mesh: Mesh, experts: int, count: int, **options: Any) -> Any:
@@ -132,7 +115,7 @@ def check(seed: int, ranks: int) -> tuple[str, str, float]:
         last = y.tobytes()
         if i == 1:
             continue
-        goal, rows = wanted(*drawn, activation)
+        goal, rows = rows_of_experts(*drawn, activation)
         found = y.astype(np.float64)
         if not np.isfinite(found).all():
             raise AssertionError(f"run {i}: not finite at {np.argwhere(~np.isfinite(found))[:4]}")
@@ -202,7 +185,7 @@ def check_graphs(ranks: int, rounds: int = 6) -> tuple[str, str, float]:
         ys = f(jnp.asarray(xs, jnp.bfloat16), jnp.asarray(w, jnp.bfloat16), chosen)
         for s, y in zip((2.0, -1.0, 0.5), ys, strict=True):
             for i in range(steps):
-                goal, _ = wanted(xs[i], [w], chosen[i], None)
+                goal, _ = rows_of_experts(xs[i], [w], chosen[i], None)
                 error = np.abs(np.asarray(y[i], np.float64) - 2 * s * goal)
                 worst = max(worst, float((error / (2.0**-7 * (np.abs(2 * s * goal) + 1))).max()))
     if not worst <= 1:
@@ -234,7 +217,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--only", choices=("gather", "scatter"))
+    parser.add_argument("--only", choices=("gather", "scatter", "products"))
     parser.add_argument("--calls", type=int, default=160)
     parser.add_argument("--ranks", type=int, default=min(2, len(jax.devices())))
     parser.add_argument("--seed", type=int, default=0)
@@ -260,6 +243,7 @@ def main() -> int:
     ops = {
         "gather": (check, check_graphs, check_waits),
         "scatter": (scattered.check, scattered.check_graphs, scattered.check_waits),
+        "products": (products.check, products.check_graphs, products.check_waits),
     }
     chosen = {name: checks for name, checks in ops.items() if args.only in (None, name)}
     alive = True

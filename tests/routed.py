@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+
+from jflux._epilogue import ACTIVATIONS
 
 #: Columns and CTAs of a cluster of the tiles that are compiled; None: the chosen one.
 TILES = (None, (256, 2), (256, 1), (192, 1), (128, 1))
@@ -33,3 +36,20 @@ def exact(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any, scale: f
     """Normal numbers of the type, in float64."""
     drawn = jnp.asarray(rng.normal(size=shape) * scale, dtype)
     return np.asarray(drawn.astype(jnp.float32), np.float64)
+
+
+def rows_of_experts(x: Any, ws: Any, chosen: Any, activation: str | None) -> tuple[np.ndarray, int]:
+    """(rows in the order of experts, how many rows there are), in float64."""
+    slots = chosen.reshape(-1)
+    order = np.argsort(slots, kind="stable")
+    order = order[slots[order] >= 0]
+    products = [np.zeros((slots.size, w.shape[2])) for w in ws]
+    for expert in np.unique(slots[order]):
+        rows = np.flatnonzero(slots[order] == expert)
+        tokens = order[rows] // chosen.shape[1]
+        for product, w in zip(products, ws, strict=True):
+            product[rows] = x[tokens] @ w[expert]
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+        y = products[0]
+        y = y if activation is None else np.asarray(ACTIVATIONS[activation](jnp.asarray(y)))
+    return (y * products[1] if len(ws) == 2 else y), len(order)
