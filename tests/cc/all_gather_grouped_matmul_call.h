@@ -5,8 +5,6 @@
 #include <algorithm>
 #include <memory>
 #include <random>
-#include <tuple>
-#include <utility>
 #include <vector>
 
 #include "ops/all_gather_grouped_matmul/all_gather_grouped_matmul.h"
@@ -18,9 +16,13 @@ namespace jflux {
 // choose one.
 enum class Routed { kAnyhow, kWithDrops, kToOne, kOfFirstRank };
 
-// Offsets and source of a routing, of which each rank has `of_rank` slots.
-inline std::pair<std::vector<int32_t>, std::vector<int32_t>> RandomRouting(
-    int64_t slots, int64_t groups, int64_t of_rank, Routed routed, uint32_t seed) {
+struct RoutingOfSlots {
+  std::vector<int32_t> offsets, source;
+};
+
+// A routing of which each rank has `of_rank` slots.
+inline RoutingOfSlots RandomRouting(int64_t slots, int64_t groups, int64_t of_rank, Routed routed,
+                                    uint32_t seed) {
   std::mt19937 random(seed);
   std::vector<std::vector<int32_t>> chosen(groups);
   for (int32_t slot = 0; slot < slots; ++slot) {
@@ -38,14 +40,27 @@ inline std::pair<std::vector<int32_t>, std::vector<int32_t>> RandomRouting(
   return {offsets, source};
 }
 
+// One routing for all ranks, or with `own` one for each, as of experts that are split over ranks:
+// all kinds then, from `routed` on.
+inline std::vector<RoutingOfSlots> RandomRoutings(int world, int64_t slots, int64_t groups,
+                                                  int64_t of_rank, Routed routed, bool own,
+                                                  uint32_t seed) {
+  std::vector<RoutingOfSlots> routings;
+  for (int rank = 0; rank < (own ? world : 1); ++rank) {
+    const auto kind = static_cast<Routed>((static_cast<int>(routed) + rank) % 4);
+    routings.push_back(RandomRouting(slots, groups, of_rank, kind, seed + 1000 * rank));
+  }
+  return routings;
+}
+
 class AllGatherGroupedMatmulCall : public Call {
  public:
   AllGatherGroupedMatmulCall(const AllGatherGroupedMatmulParams& p, int64_t chunk_bytes,
-                             Routed routed, uint32_t seed)
+                             Routed routed, uint32_t seed, bool own = false)
       : p_(p), chunk_bytes_(chunk_bytes) {
     const GroupedMatmulParams& product = p.product;
-    std::tie(offsets_, source_) =
-        RandomRouting(product.m, product.groups, p.tokens * p.choices, routed, seed);
+    routings_ =
+        RandomRoutings(p.world, product.m, product.groups, p.tokens * p.choices, routed, own, seed);
     for (int rank = 0; rank < p.world; ++rank) {
       const Values shard = RandomIntegers(p.tokens * product.k, 2, seed * 100 + rank);
       tokens_.insert(tokens_.end(), shard.begin(), shard.end());
@@ -73,7 +88,7 @@ class AllGatherGroupedMatmulCall : public Call {
     for (int rank = 0; rank < p_.world; ++rank) {
       std::vector<Values> sums;
       for (int i = 0; i < p.Weights(); ++i) {
-        sums.push_back(Sums(w_values_[rank * p.Weights() + i]));
+        sums.push_back(Sums(RoutingOf(rank), w_values_[rank * p.Weights() + i]));
         if (p.sums) wrong += sums_[rank * p.Weights() + i].Wrong(sums.back());
       }
       Values y = sums[0];
@@ -90,15 +105,15 @@ class AllGatherGroupedMatmulCall : public Call {
   }
 
   // To make them wrong.
-  std::vector<int32_t>& offsets() { return offsets_; }
+  std::vector<int32_t>& offsets() { return routings_[0].offsets; }
 
  protected:
   AllGatherGroupedMatmulArrays ArraysOf(int rank) {
     const int weights = p_.product.Weights();
     AllGatherGroupedMatmulArrays arrays{};
     arrays.x = x_[rank].bytes.data();
-    arrays.offsets = offsets_.data();
-    arrays.source = source_.data();
+    arrays.offsets = RoutingOf(rank).offsets.data();
+    arrays.source = RoutingOf(rank).source.data();
     arrays.y = y_[rank].bytes.data();
     for (int i = 0; i < weights; ++i) {
       arrays.w[i] = w_[rank * weights + i].bytes.data();
@@ -110,13 +125,16 @@ class AllGatherGroupedMatmulCall : public Call {
   const AllGatherGroupedMatmulParams p_;
 
  private:
-  Values Sums(const Values& w) const {
+  const RoutingOfSlots& RoutingOf(size_t rank) const {
+    return routings_[std::min(rank, routings_.size() - 1)];
+  }
+  Values Sums(const RoutingOfSlots& routing, const Values& w) const {
     const GroupedMatmulParams& p = p_.product;
     Values sums(p.m * p.n);
     for (int64_t e = 0; e < p.groups; ++e) {
       const Values one(w.begin() + e * p.k * p.n, w.begin() + (e + 1) * p.k * p.n);
-      for (int32_t row = offsets_[e]; row < offsets_[e + 1]; ++row) {
-        const int64_t token = source_[row] / p_.choices;
+      for (int32_t row = routing.offsets[e]; row < routing.offsets[e + 1]; ++row) {
+        const int64_t token = routing.source[row] / p_.choices;
         const Values x(tokens_.begin() + token * p.k, tokens_.begin() + (token + 1) * p.k);
         const Values y = Product(x, one, 1, p.k, p.n, p.transpose_rhs);
         std::copy(y.begin(), y.end(), sums.begin() + row * p.n);
@@ -126,7 +144,7 @@ class AllGatherGroupedMatmulCall : public Call {
   }
 
   int64_t chunk_bytes_;
-  std::vector<int32_t> offsets_, source_;
+  std::vector<RoutingOfSlots> routings_;
   Values tokens_;
   std::vector<Values> w_values_;
   std::vector<Array> x_, w_, y_, sums_;
@@ -152,7 +170,7 @@ inline const bool kRandomAllGatherGrouped =
                          static_cast<int32_t>(r.pick(0, 3)), r.k, r.n, r.pick(1, 5), r.in, r.out);
       p.product.transpose_rhs = r.Flip();
       return std::make_unique<AllGatherGroupedMatmulCall>(
-          p, r.pick(64, 600), static_cast<Routed>(r.pick(0, 3)), r.seed);
+          p, r.pick(64, 600), static_cast<Routed>(r.pick(0, 3)), r.seed, r.Flip());
     });
 
 }  // namespace jflux

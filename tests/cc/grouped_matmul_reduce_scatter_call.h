@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <limits>
 #include <memory>
-#include <tuple>
 #include <vector>
 
 #include "all_gather_grouped_matmul_call.h"
@@ -17,18 +16,25 @@ namespace jflux {
 class GroupedMatmulReduceScatterCall : public Call {
  public:
   GroupedMatmulReduceScatterCall(const GroupedMatmulReduceScatterParams& p, Routed routed,
-                                 uint32_t seed)
+                                 uint32_t seed, bool own = false)
       : p_(p) {
     const GroupedMatmulParams& product = p.product;
-    std::tie(offsets_, source_) =
-        RandomRouting(product.m, product.groups, p.tokens * p.choices, routed, seed);
-    destination_.resize(product.m, -1);
-    for (int32_t row = 0; row < offsets_.back(); ++row) destination_[source_[row]] = row;
+    routings_ =
+        RandomRoutings(p.world, product.m, product.groups, p.tokens * p.choices, routed, own, seed);
+    std::vector<bool> has_row(product.m);
+    for (const RoutingOfSlots& routing : routings_) {
+      std::vector<int32_t> destination(product.m, -1);
+      for (int32_t row = 0; row < routing.offsets.back(); ++row) {
+        destination[routing.source[row]] = row;
+        has_row[routing.source[row]] = true;
+      }
+      destinations_.push_back(destination);
+    }
     const bool is_wide = product.out_dtype == DType::kF64;
     weight_values_ = RandomIntegers(product.m, 1, seed * 100);
     // A slot without a row may have any weight.
     for (int64_t slot = 0; slot < product.m; ++slot) {
-      if (destination_[slot] < 0) weight_values_[slot] = std::numeric_limits<double>::quiet_NaN();
+      if (!has_row[slot]) weight_values_[slot] = std::numeric_limits<double>::quiet_NaN();
     }
     weights_ = std::make_unique<Array>(is_wide ? DType::kF64 : DType::kF32, weight_values_);
     for (int rank = 0; rank < p.world; ++rank) {
@@ -46,10 +52,11 @@ class GroupedMatmulReduceScatterCall : public Call {
   bool Run(const SymmetricView& view, uint64_t epoch, WaitContext ctx) override {
     const int rank = view.rank;
     ctx.op = static_cast<uint32_t>(kGroupedMatmulReduceScatterId);
-    const GroupedMatmulReduceScatterArrays arrays{h_[rank].bytes.data(),   w_[rank].bytes.data(),
-                                                  weights_->bytes.data(),  offsets_.data(),
-                                                  destination_.data(),     source_.data(),
-                                                  out_[rank].bytes.data(), y_[rank].bytes.data()};
+    const RoutingOfSlots& routing = routings_[At(rank)];
+    const GroupedMatmulReduceScatterArrays arrays{
+        h_[rank].bytes.data(),   w_[rank].bytes.data(),          weights_->bytes.data(),
+        routing.offsets.data(),  destinations_[At(rank)].data(), routing.source.data(),
+        out_[rank].bytes.data(), y_[rank].bytes.data()};
     return GroupedMatmulReduceScatterCpu(p_, arrays, view, epoch, ctx);
   }
   int64_t Wrong() const override {
@@ -57,12 +64,12 @@ class GroupedMatmulReduceScatterCall : public Call {
     int64_t wrong = 0;
     Values out(p_.world * p_.tokens * p.n);
     for (int rank = 0; rank < p_.world; ++rank) {
-      const Values y = Rows(h_values_[rank], w_values_[rank]);
+      const std::vector<int32_t>& destination = destinations_[At(rank)];
+      const Values y = Rows(routings_[At(rank)], h_values_[rank], w_values_[rank]);
       wrong += y_[rank].Wrong(y);
       for (int64_t slot = 0; slot < p.m; ++slot) {
-        for (int64_t i = 0; i < p.n && destination_[slot] >= 0; ++i) {
-          out[slot / p_.choices * p.n + i] +=
-              weight_values_[slot] * y[destination_[slot] * p.n + i];
+        for (int64_t i = 0; i < p.n && destination[slot] >= 0; ++i) {
+          out[slot / p_.choices * p.n + i] += weight_values_[slot] * y[destination[slot] * p.n + i];
         }
       }
     }
@@ -74,14 +81,16 @@ class GroupedMatmulReduceScatterCall : public Call {
   }
 
   // To make them wrong.
-  std::vector<int32_t>& offsets() { return offsets_; }
+  std::vector<int32_t>& offsets() { return routings_[0].offsets; }
 
  private:
-  Values Rows(const Values& h, const Values& w) const {
+  // Of a rank, in what there is one of or one for each.
+  size_t At(size_t rank) const { return std::min(rank, routings_.size() - 1); }
+  Values Rows(const RoutingOfSlots& routing, const Values& h, const Values& w) const {
     const GroupedMatmulParams& p = p_.product;
     Values y(p.m * p.n);
     for (int64_t e = 0; e < p.groups; ++e) {
-      const int32_t first = offsets_[e], rows = offsets_[e + 1] - first;
+      const int32_t first = routing.offsets[e], rows = routing.offsets[e + 1] - first;
       const Values one(w.begin() + e * p.k * p.n, w.begin() + (e + 1) * p.k * p.n);
       const Values of_group(h.begin() + first * p.k, h.begin() + (first + rows) * p.k);
       const Values product = Product(of_group, one, rows, p.k, p.n, p.transpose_rhs);
@@ -91,7 +100,8 @@ class GroupedMatmulReduceScatterCall : public Call {
   }
 
   GroupedMatmulReduceScatterParams p_;
-  std::vector<int32_t> offsets_, destination_, source_;
+  std::vector<RoutingOfSlots> routings_;
+  std::vector<std::vector<int32_t>> destinations_;
   Values weight_values_;
   std::unique_ptr<Array> weights_;
   std::vector<Values> h_values_, w_values_;
@@ -121,7 +131,7 @@ inline const bool kRandomGroupedReduceScatter =
                           (r.k + 1) / 2, r.n, r.pick(1, 5), r.in, r.out);
       p.product.transpose_rhs = r.Flip();
       return std::make_unique<GroupedMatmulReduceScatterCall>(p, static_cast<Routed>(r.pick(0, 3)),
-                                                              r.seed);
+                                                              r.seed, r.Flip());
     });
 
 }  // namespace jflux

@@ -41,7 +41,7 @@ void Check(int world, uint64_t first_epoch, int calls_each, int max_delay_us) {
       std::vector<std::unique_ptr<Call>> calls;
       for (int i = 0; i < calls_each; ++i) {
         calls.push_back(std::make_unique<GroupedMatmulReduceScatterCall>(
-            p, static_cast<Routed>(i % 4), seed * 16 + i));
+            p, static_cast<Routed>(i % 4), seed * 16 + i, /*own=*/seed % 2 == 1));
       }
       PlainHeap heap(world, calls[0]->Workspace(), first_epoch);
       RunOptions options;

@@ -23,7 +23,8 @@ struct Case {
 class DeviceCall : public AllGatherGroupedMatmulCall {
  public:
   DeviceCall(const Case& c, Routed routed, uint32_t seed)
-      : AllGatherGroupedMatmulCall(c.p, kTokenChunkBytes, routed, seed), c_(c) {}
+      : AllGatherGroupedMatmulCall(c.p, kTokenChunkBytes, routed, seed, /*own=*/seed % 2 == 1),
+        c_(c) {}
   bool Launch(const CudaDevice& device, const SymmetricView& view, std::string* error) {
     return LoadAllGatherGroupedMatmulKernels(error) &&
            LaunchAllGatherGroupedMatmul(p_, ArraysOf(view.rank), c_.choice, c_.senders, /*site=*/0,

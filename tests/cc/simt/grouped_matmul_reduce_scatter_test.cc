@@ -33,13 +33,28 @@ struct Case {
 // expert.
 template <typename T, typename Out>
 struct Call {
-  std::vector<int32_t> offsets{0}, destination, source;
+  struct Routing {
+    std::vector<int32_t> offsets{0}, destination, source;
+  };
+  std::vector<Routing> routings;
   Array<float> weights;
   std::vector<Array<T>> h, w;
   std::vector<Array<Out>> out, y;
 
-  Call(const Case& c, std::mt19937& random, int kind)
+  // own: each rank has another routing, as of experts that are split over ranks.
+  Call(const Case& c, std::mt19937& random, int kind, bool own)
       : weights(RandomArray<float>(random, c.world * c.tokens * c.choices)) {
+    const int64_t slots = c.world * c.tokens * c.choices;
+    for (int rank = 0; rank < c.world; ++rank) {
+      routings.push_back(rank == 0 || own ? Draw(c, random, (kind + rank) % 4) : routings[0]);
+      h.push_back(RandomArray<T>(random, slots * c.k));
+      w.push_back(RandomArray<T>(random, c.groups * c.k * c.n));
+      out.emplace_back(c.tokens * c.n);
+      y.emplace_back(slots * c.n);
+    }
+  }
+
+  static Routing Draw(const Case& c, std::mt19937& random, int kind) {
     const int64_t slots = c.world * c.tokens * c.choices;
     std::vector<std::vector<int32_t>> chosen(c.groups);
     for (int32_t slot = 0; slot < slots; ++slot) {
@@ -49,32 +64,30 @@ struct Call {
       const size_t e = kind == 3 ? 0 : random() % c.groups;
       if (!drops) chosen[e].push_back(slot);
     }
-    destination.resize(slots, -1);
+    Routing r;
+    r.destination.resize(slots, -1);
     for (const auto& group : chosen) {
       for (int32_t slot : group) {
-        destination[slot] = static_cast<int32_t>(source.size());
-        source.push_back(slot);
+        r.destination[slot] = static_cast<int32_t>(r.source.size());
+        r.source.push_back(slot);
       }
-      offsets.push_back(static_cast<int32_t>(source.size()));
+      r.offsets.push_back(static_cast<int32_t>(r.source.size()));
     }
-    source.resize(slots, -1);
-    for (int rank = 0; rank < c.world; ++rank) {
-      h.push_back(RandomArray<T>(random, slots * c.k));
-      w.push_back(RandomArray<T>(random, c.groups * c.k * c.n));
-      out.emplace_back(c.tokens * c.n);
-      y.emplace_back(slots * c.n);
-    }
+    r.source.resize(slots, -1);
+    return r;
   }
 
   GroupedMatmulReduceScatterArrays Arrays(int rank) {
-    return {h[rank].get(),      w[rank].get(), weights.get(),   offsets.data(),
-            destination.data(), source.data(), out[rank].get(), y[rank].get()};
+    const Routing& r = routings[rank];
+    return {h[rank].get(),        w[rank].get(),   weights.get(),   r.offsets.data(),
+            r.destination.data(), r.source.data(), out[rank].get(), y[rank].get()};
   }
 
   // y is compared with sums in double, and the sums with those of the y that there is.
   int64_t Wrong(const Case& c, int rank) const {
     int64_t wrong = 0;
-    std::vector<int> group(source.size(), -1);
+    const std::vector<int32_t>& offsets = routings[rank].offsets;
+    std::vector<int> group(routings[rank].source.size(), -1);
     for (int64_t e = 0; e < c.groups; ++e) {
       for (int32_t row = offsets[e]; row < offsets[e + 1]; ++row) group[row] = static_cast<int>(e);
     }
@@ -92,6 +105,7 @@ struct Call {
       float sum = 0;
       for (int src = 0; src < c.world; ++src) {
         float part = 0;
+        const std::vector<int32_t>& destination = routings[src].destination;
         for (int32_t j = 0; j < c.choices; ++j) {
           const int64_t slot = (rank * c.tokens + i / c.n) * c.choices + j;
           if (destination[slot] < 0) continue;
@@ -119,7 +133,8 @@ int64_t Run(const Case& c, uint32_t seed) {
   p.product.transpose_rhs = c.transpose_rhs;
   simt::DeviceHeap heap(c.world, SumLayout::Make(p).Workspace(), c.hooks);
   std::vector<Call<T, Out>> calls;
-  for (int i = 0; i < kCalls; ++i) calls.emplace_back(c, random, (i + seed) % 4);
+  for (int i = 0; i < kCalls; ++i)
+    calls.emplace_back(c, random, (i + seed) % 4, /*own=*/i % 2 == 1);
   for (int i = 0; i < kCalls; ++i) {
     for (int rank = 0; rank < c.world; ++rank) {
       simt::SetDevice(rank);
