@@ -267,19 +267,22 @@ def test_types_under_check_vma(exchange):
 
 
 def test_which_exchange():
-    for (experts, world, k), share, exchange in (
-        ((8, 2, 2), 0.79, "gather"),  # Mixtral
-        ((8, 4, 2), 0.46, "gather"),
-        ((8, 8, 2), 0.25, "dispatch"),
-        ((128, 2, 8), 1.0, "gather"),  # Qwen3
-        ((128, 8, 8), 0.67, "gather"),
-        ((256, 32, 8), 0.23, "dispatch"),  # DeepSeek-V3
-        ((4, 1, 1), 1.0, "gather"),
-        ((4, 2, 4), 1.0, "gather"),
-        ((64, 4, 1), 0.25, "dispatch"),
+    for (experts, world, k, columns), share, exchange in (
+        ((8, 2, 2, 28672), 0.79, "dispatch"),  # Mixtral
+        ((8, 4, 2, 28672), 0.46, "dispatch"),
+        ((8, 4, 2, 2048), 0.46, "gather"),
+        ((8, 8, 2, 2048), 0.25, "dispatch"),
+        ((128, 2, 8, 1536), 1.0, "gather"),  # Qwen3
+        ((128, 8, 8, 1536), 0.67, "gather"),
+        ((128, 2, 8, 3072), 1.0, "gather"),  # Qwen3-235B
+        ((256, 8, 8, 4096), 0.66, "dispatch"),  # DeepSeek-V3
+        ((256, 32, 8, 4096), 0.23, "dispatch"),
+        ((4, 1, 1, 4096), 1.0, "gather"),
+        ((4, 2, 4, 4096), 1.0, "gather"),
+        ((64, 4, 1, 8), 0.25, "dispatch"),
     ):
         assert round(products.share_of_ranks(experts, world, k), 2) == share
-        found, why = products.choose_exchange(experts, world, k)
+        found, why = products.choose_exchange(experts, world, k, columns)
         assert found == exchange and f"{k} of {experts}, lie on {share:.2f} of {world} ranks" in why
 
 

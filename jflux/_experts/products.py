@@ -24,7 +24,7 @@ from .._ops import _local
 from .._ops._lax import several
 from .._ops.exchange import all_gather
 from .._ops.grouped_matmul import grouped_matmul
-from ..moe import _tensor_parallel
+from ..moe import _gathered, _tensor_parallel
 from . import dispatch, routing
 from .checks import check_tokens, check_weights
 from .partial import PartialHandle
@@ -36,8 +36,11 @@ OP, COMBINE = "dispatch_grouped_matmul", "grouped_matmul_combine"
 EXCHANGES = ("gather", "dispatch")
 
 #: The least share of the ranks that a token's experts lie on for which all tokens go to all ranks.
-#: A dispatch took 2.2 times as long a row as a gather (docs/experiments/0038-dispatch.md).
-LEAST_SHARE_TO_GATHER = 0.45
+#: With .79 a layer was 2 % faster by a dispatch; 1 has not been timed
+#: (docs/experiments/0046-dispatch-products.md).
+LEAST_SHARE = 0.9
+#: The same where a product hides the gather on GPUs. An estimate: the link is busy for longer.
+LEAST_SHARE_HIDDEN = 0.45
 
 
 class GatherHandle(NamedTuple):
@@ -111,8 +114,10 @@ def dispatch_grouped_matmul(
       arrive, and there is no array of rows before the product.
     - "dispatch": a token goes to the ranks of its experts, in :func:`jflux.moe_dispatch` with
       partial sums, and :func:`jflux.grouped_matmul` follows.
-    - None: a gather, unless a token's k experts lie on less than .45 of the ranks, on average where
-      all choices are equally likely. :func:`jflux.explain` says which, and why.
+    - None: a gather, unless a token's k experts lie on few of the ranks, on average where all
+      choices are equally likely: on less than .9 of them, or .45 where the weights have at most
+      2048 columns in all, whose product hides a gather on GPUs. :func:`jflux.explain` says which,
+      and why.
 
     Differentiable in x and w in both modes, any number of times. The gradient of x comes back as in
     :func:`grouped_matmul_combine`, without weights.
@@ -141,7 +146,8 @@ def dispatch_grouped_matmul(
     experts = num_experts // world
     _check_experts(OP, ws, experts, f"{num_experts=} over {world} ranks")
     if exchange is None:
-        exchange, why = choose_exchange(num_experts, world, indices.shape[1])
+        columns = sum(one.shape[1 if transpose_rhs else 2] for one in ws)
+        exchange, why = choose_exchange(num_experts, world, indices.shape[1], columns)
     else:
         why = "the caller's choice"
     if exchange not in EXCHANGES:
@@ -238,11 +244,17 @@ def grouped_matmul_combine(
     return dispatch.moe_combine(y, handle.moved, weights=weights, axis_name=axis_name)
 
 
-def choose_exchange(num_experts: int, world: int, k: int) -> tuple[str, str]:
-    """(the exchange, and why) for tokens of k experts. The same on all ranks."""
+def choose_exchange(num_experts: int, world: int, k: int, columns: int) -> tuple[str, str]:
+    """(the exchange, and why) for tokens of k experts, whose weights have so many columns in all.
+    The same on all ranks."""
     share = share_of_ranks(num_experts, world, k)
-    why = f"the experts of a token, {k} of {num_experts}, lie on {share:.2f} of {world} ranks"
-    return ("gather" if share >= LEAST_SHARE_TO_GATHER else "dispatch"), why
+    least = LEAST_SHARE_HIDDEN if columns <= _gathered.MOST_COLUMNS else LEAST_SHARE
+    exchange = "gather" if share >= least else "dispatch"
+    why = (
+        f"the experts of a token, {k} of {num_experts}, lie on {share:.2f} of {world} ranks, and "
+        f"with {columns} columns a gather is worth it from {least} on"
+    )
+    return exchange, why
 
 
 def share_of_ranks(num_experts: int, world: int, k: int) -> float:
