@@ -15,6 +15,7 @@ The list "layer": a layer of T tokens over all ranks, forward and backward. Mill
 
     TP, EP  jflux.nn.mixture: the experts' hidden units split, or the experts, tokens gathered
     disp.   EP, with tokens dispatched
+    prod.   EP by jflux.dispatch_grouped_matmul and jflux.grouped_matmul_combine
     S       the faster one of TP and EP in plain lax, with jax.lax.ragged_dot
 
 Values are compared before anything is timed: a pair gives each token back, and all layers give what
@@ -157,21 +158,35 @@ def measure_dispatch(case: Case, ranks: int, rounds: int) -> dict[str, Any]:
 
 # ---- Layers --------------------------------------------------------------------------------------
 
-#: (how weights [E, ...] are split, options of jflux.nn.mixture)
-WAYS: dict[str, tuple[P, P, dict[str, Any]]] = {
+#: (how weights [E, ...] are split, options of jflux.nn.mixture; None: `products`)
+WAYS: dict[str, tuple[P, P, dict[str, Any] | None]] = {
     "TP": (P(None, None, "x"), P(None, "x"), {"axis_name": "x"}),
     "EP": (P("x"), P("x"), {"expert_axis": "x"}),
     "disp.": (P("x"), P("x"), {"expert_axis": "x", "exchange": "dispatch"}),
+    "prod.": (P("x"), P("x"), None),
 }
 
 
-def layer(case: Case, options: dict[str, Any]) -> Callable[..., Any]:
+def products(case: Case, x: Any, router: Any, up: Any, down: Any, gate: Any) -> jax.Array:
+    """A mixture with the experts' products as ops of expert parallelism."""
+    logits = x.astype(jnp.float32) @ router.astype(jnp.float32)
+    indices, weights = jflux.moe.top_k_softmax(logits, case.k)
+    h, handle = jflux.dispatch_grouped_matmul(
+        x, (gate, up), indices, num_experts=case.experts, axis_name="x", activation="silu",
+        gated=True,
+    )  # fmt: skip
+    return jflux.grouped_matmul_combine(h, down, handle, weights, axis_name="x")
+
+
+def layer(case: Case, options: dict[str, Any] | None) -> Callable[..., Any]:
     """Forward and backward, of one rank."""
 
     def run(
         x: jax.Array, router: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array
     ) -> Any:
         def forward(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
+            if options is None:
+                return products(case, x, router, up, down, gate)
             return jflux.nn.mixture(x, router, up, down, gate, k=case.k, **options).y
 
         y, pull = jax.vjp(forward, x, gate, up, down)
@@ -201,7 +216,7 @@ def measure_layer(case: Case, ranks: int, rounds: int) -> dict[str, Any]:
         )
         f = layer(case, options)
         for form, iterations in (("fast", 6), ("slow", 1)):
-            if form == "slow" and name == "disp.":
+            if form == "slow" and name in ("disp.", "prod."):
                 continue
 
             def chain(x: Any, *weights: Any, f: Any = f, iterations: int = iterations) -> Any:
@@ -235,7 +250,7 @@ def measure_layer(case: Case, ranks: int, rounds: int) -> dict[str, Any]:
 
 HEADINGS = {
     "dispatch": "case | D us | D+C us | each us | S us | gather us | bound us | bound / D+C",
-    "layer": "case | TP ms | EP ms | disp. ms | S TP ms | S EP ms | S / J | difference",
+    "layer": "case | TP ms | EP ms | disp. ms | prod. ms | S TP ms | S EP ms | S / J | difference",
 }
 
 
