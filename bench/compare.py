@@ -48,9 +48,8 @@ def rows_of(result: dict[str, Any], kind: str) -> dict[str, Row]:
     """By what identifies a row: the name of its case, and its fields that are no figures."""
 
     def name_of(row: dict[str, Any]) -> str:
-        case = row.get("case", {}).get("name", [])
-        others = [v for v in row.values() if not isinstance(v, dict | float | None)]
-        return " ".join(str(v) for v in (*([case] if case else []), *others))
+        names = (row.get("case", {}).get("name"), *row.values())
+        return " ".join(str(v) for v in names if not isinstance(v, dict | float | None))
 
     return {name_of(row): _figures(row) for row in result[kind]}
 

@@ -48,13 +48,10 @@ def merge_over_ranks(pair: jax.Array, axis_name: AxisName) -> tuple[jax.Array, j
       (o [..., D], log-sum-exp [...]), of pair's type. Under ``check_vma=True`` they do not vary
       over `axis_name`.
     """
-    same = _mesh.tracks_vma(axis_name)
     if not _mesh.is_manual(axis_name) or 0 in pair.shape:
-        parts = exchange.all_gather(
-            pair, axis_name=axis_name, to="invarying" if same else "varying"
-        )
-        return merge_attention(parts[..., :-1], parts[..., -1])
+        return _gathered(exchange.all_gather, pair, axis_name)
     (pair,) = _mesh.vary_together(axis_name, pair)
+    same = _mesh.tracks_vma(axis_name)
     params = Params(_mesh.as_tuple(axis_name), _mesh.axis_size(axis_name), same)
     rows = pair.reshape(-1, pair.shape[-1])
     (merged,) = _primitive.bind(rows, params=params)
@@ -64,8 +61,13 @@ def merge_over_ranks(pair: jax.Array, axis_name: AxisName) -> tuple[jax.Array, j
 
 def reference(pair: jax.Array, axis_name: AxisName) -> tuple[jax.Array, jax.Array]:
     """:func:`merge_over_ranks` with `lax`'s all-gather."""
+    return _gathered(exchange.all_gather_reference, pair, axis_name)
+
+
+def _gathered(gather: Any, pair: jax.Array, axis_name: AxisName) -> tuple[jax.Array, jax.Array]:
+    """By one of the all-gathers, and then the merge."""
     to = "invarying" if _mesh.tracks_vma(axis_name) else "varying"
-    parts = exchange.all_gather_reference(pair, axis_name=axis_name, to=to)
+    parts = gather(pair, axis_name=axis_name, to=to)
     return merge_attention(parts[..., :-1], parts[..., -1])
 
 

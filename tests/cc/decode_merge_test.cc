@@ -3,6 +3,7 @@
 
 #include "decode_merge_call.h"
 #include "plans.h"
+#include "rank_errors.h"
 #include "testing.h"
 
 namespace jflux {
@@ -62,20 +63,10 @@ TEST(ANaNShows) {
   }
 }
 
-TEST(AMissingRankIsNamed) {
+TEST(AnAbsentRankIsNamed) {
   const DecodeMergeParams p{3, 4, 8};
   DecodeMergeCall call(p, 1);
-  PlainHeap heap(3, p.Workspace());
-  RunOptions options;
-  options.absent = 1;
-  options.deadline_s = 0.05;
-  const auto errors = RunRanks(heap, {&call}, options);
-  for (int rank : {0, 2}) {
-    const std::string start = "decode_merge: rank " + std::to_string(rank) + " waited";
-    EXPECT(errors[rank].find(start) != std::string::npos &&
-           errors[rank].find("for rank 1") != std::string::npos)
-        << errors[rank];
-  }
+  ExpectAbsentRankIsNamed("decode_merge", call, PlainHeap(3, p.Workspace()), /*absent=*/1);
 }
 
 TEST(Plans) {

@@ -7,6 +7,7 @@
 #include "exchange_call.h"
 #include "ops/exchange/chunked_exchange_body.h"
 #include "plans.h"
+#include "rank_errors.h"
 #include "testing.h"
 
 namespace jflux {
@@ -189,18 +190,9 @@ TEST(AnAbsentRankIsNamed) {
   for (OpId op : kOps) {
     for (bool chunked : {false, true}) {
       ExchangeCall call(ParamsFor(op, 3, DType::kF32, 60, 3, 5, chunked), 1);
-      PlainHeap heap = HeapFor(ParamsFor(op, 3, DType::kF32, 60, 3, 5, chunked));
-      RunOptions options;
-      options.absent = 1;
-      options.deadline_s = 0.05;
-      const auto errors = RunRanks(heap, {&call}, options);
-      for (int rank : {0, 2}) {
-        const std::string start =
-            std::string(NameOf(op)) + ": rank " + std::to_string(rank) + " waited";
-        EXPECT(errors[rank].find(start) != std::string::npos &&
-               errors[rank].find("for rank 1") != std::string::npos)
-            << errors[rank];
-      }
+      ExpectAbsentRankIsNamed(NameOf(op), call,
+                              HeapFor(ParamsFor(op, 3, DType::kF32, 60, 3, 5, chunked)),
+                              /*absent=*/1);
     }
   }
 }

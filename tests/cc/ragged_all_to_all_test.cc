@@ -8,6 +8,7 @@
 #include "ops/ragged_all_to_all/ragged_packets_body.h"
 #include "plans.h"
 #include "ragged_all_to_all_call.h"
+#include "rank_errors.h"
 #include "testing.h"
 
 namespace jflux {
@@ -250,16 +251,7 @@ TEST(AnAbsentRankIsNamed) {
   for (bool chunked : {false, true}) {
     const auto p = RaggedParamsFor(3, 1, 1, 10, 40, 12, chunked);
     RaggedCall call(p, 5, 1);
-    PlainHeap heap = HeapFor(p);
-    RunOptions options;
-    options.absent = 1;
-    options.deadline_s = 0.05;
-    const auto errors = RunRanks(heap, {&call}, options);
-    for (int rank : {0, 2}) {
-      ExpectError(errors[rank],
-                  "jflux.ragged_all_to_all: rank " + std::to_string(rank) + " waited");
-      ExpectError(errors[rank], "for rank 1");
-    }
+    ExpectAbsentRankIsNamed("jflux.ragged_all_to_all", call, HeapFor(p), /*absent=*/1);
   }
 }
 

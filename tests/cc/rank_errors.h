@@ -10,18 +10,22 @@
 namespace jflux {
 
 // The errors of all other ranks name the op, the rank and the absent one.
-inline void ExpectAbsentRankIsNamed(const std::string& op, Call& call, int world, int absent) {
-  PlainHeap heap(world, call.Workspace());
+inline void ExpectAbsentRankIsNamed(const std::string& op, AnyCall& call, PlainHeap heap,
+                                    int absent) {
   RunOptions options;
   options.absent = absent;
   options.deadline_s = 0.05;
   const auto errors = RunRanks(heap, {&call}, options);
-  for (int rank = 0; rank < world; ++rank) {
+  for (int rank = 0; rank < heap.world(); ++rank) {
     if (rank == absent) continue;
-    EXPECT(errors[rank].find(op + ": rank " + std::to_string(rank)) != std::string::npos &&
+    const std::string start = op + ": rank " + std::to_string(rank) + " waited";
+    EXPECT(errors[rank].find(start) != std::string::npos &&
            errors[rank].find("for rank " + std::to_string(absent) + " ") != std::string::npos)
         << errors[rank];
   }
+}
+inline void ExpectAbsentRankIsNamed(const std::string& op, Call& call, int world, int absent) {
+  ExpectAbsentRankIsNamed(op, call, PlainHeap(world, call.Workspace()), absent);
 }
 
 // Rank 1 makes a call of another shape with the same layout.
