@@ -6,6 +6,9 @@
 // The kernel of dk and dv computes transposed scores, k q^T: p^T and ds^T are accumulators there,
 // and so operands in registers of the sums over queries. That of dq has them the other way round.
 // Both compute scores and do v^T: seven products where five would do, for sums without atomics.
+//
+// Heads of more than 128 elements have consumers of their own
+// (flash_attention_wide_backward_sm90.cuh).
 #ifndef JFLUX_OPS_FLASH_ATTENTION_FLASH_ATTENTION_BACKWARD_SM90_CUH_
 #define JFLUX_OPS_FLASH_ATTENTION_FLASH_ATTENTION_BACKWARD_SM90_CUH_
 
@@ -15,30 +18,35 @@ namespace jflux::attention {
 
 // kKept: rows of an item's own block, in two tiles. kMet: rows of the blocks that it meets, two
 // tiles and `kVectors` vectors of 4-byte numbers to a stage.
+//
+// dq of wide heads has no room for two stages of both tiles. So the second tile, v, is in a ring of
+// its own of one stage (kHasValueRing): it is free long before the first one.
 template <typename T_, int kWidth_, bool kSoftcap_, AttentionPass kPass>
 struct BackwardShape {
   using T = T_;
   static constexpr int kWidth = kWidth_;
   static constexpr bool kSoftcap = kSoftcap_;
   static constexpr AttentionBlocks kBlocks = BlocksOf(kPass, kWidth);
-  static constexpr bool kKeepsKeys = kPass == AttentionPass::kDkv;
+  static constexpr bool kKeepsKeys = kPass == AttentionPass::kDkv, kIsWide = kWidth > 128;
   static constexpr int kKept = kKeepsKeys ? kBlocks.keys : kBlocks.queries;
   static constexpr int kMet = kKeepsKeys ? kBlocks.queries : kBlocks.keys;
-  static_assert(kKept == 64 * kConsumers && kMet == 64);
-  // dk, dv and two tiles of scores are 192. The load warp then spills a few, which costs nothing.
+  static_assert(kKept == (kIsWide && kKeepsKeys ? 64 : 64 * kConsumers) && kMet == 64);
+  // Sums and two tiles of scores are 192. The load warp then spills a few, which costs nothing.
   static constexpr Registers kRegisters =
-      kKeepsKeys && kWidth > 64 ? Registers{24, 240} : Registers{40, 232};
+      kKeepsKeys && kWidth == 128 ? Registers{24, 240} : Registers{40, 232};
   static_assert(Registers::Fit(kRegisters));
   static constexpr int kVectors = kKeepsKeys ? 4 : 2;  // positions, segments; base, delta
-  static constexpr int kStages = 3;
+  static constexpr bool kHasValueRing = kIsWide && !kKeepsKeys;
+  static constexpr int kStages = kIsWide ? 2 : 3;
+  static constexpr int kMetTiles = kHasValueRing ? kStages + 1 : 2 * kStages;
   static constexpr int kKeptBytes = kKept * kWidth * 2, kMetBytes = kMet * kWidth * 2;
   // Shared memory, in this order.
   static constexpr int kMetOffset = 2 * kKeptBytes;
-  static constexpr int kKeptNumbersOffset = kMetOffset + kStages * 2 * kMetBytes;
+  static constexpr int kKeptNumbersOffset = kMetOffset + kMetTiles * kMetBytes;
   static constexpr int kMetNumbersOffset = kKeptNumbersOffset + kKept * 8;
   static constexpr int kKindsOffset = kMetNumbersOffset + kStages * kMet * 4 * kVectors;
   static constexpr int kBarriersOffset = kKindsOffset + 16;
-  static constexpr int kSmemBytes = kBarriersOffset + 8 * (2 + 2 * kStages);
+  static constexpr int kSmemBytes = kBarriersOffset + 8 * (2 + 2 * kStages + 2 * kHasValueRing);
   static_assert(4 * kStages <= 16 && kSmemBytes <= 232448);
 };
 
@@ -49,7 +57,8 @@ struct BackwardSmem {
   // kDkv keeps k and v and meets q and do; kDq the other way round.
   __device__ uint32_t Kept(int tile) const { return base + tile * Shape::kKeptBytes; }
   __device__ uint32_t Met(int stage, int tile) const {
-    return base + Shape::kMetOffset + (2 * stage + tile) * Shape::kMetBytes;
+    const int at = !Shape::kHasValueRing ? 2 * stage + tile : tile == 0 ? stage : Shape::kStages;
+    return base + Shape::kMetOffset + at * Shape::kMetBytes;
   }
   __device__ uint32_t KeptNumbers() const { return base + Shape::kKeptNumbersOffset; }
   // Positions, segments, base, delta.
@@ -62,6 +71,9 @@ struct BackwardSmem {
   __device__ uint32_t KeptEmpty() const { return Bar(1); }
   __device__ uint32_t Full(int stage) const { return Bar(2 + stage); }
   __device__ uint32_t Empty(int stage) const { return Bar(2 + Shape::kStages + stage); }
+  // Of the stage of v, with kHasValueRing.
+  __device__ uint32_t ValueFull() const { return Bar(2 + 2 * Shape::kStages); }
+  __device__ uint32_t ValueEmpty() const { return Bar(3 + 2 * Shape::kStages); }
 };
 
 template <typename Shape>
@@ -69,7 +81,7 @@ __device__ __forceinline__ void RunBackwardLoads(const Args& args,
                                                  const BackwardSmem<Shape>& smem) {
   constexpr bool kKeepsKeys = Shape::kKeepsKeys;
   Ring<Shape::kStages> stages;
-  uint32_t parity = 1;  // of KeptEmpty
+  uint32_t parity = 1, value_parity = 1;  // of KeptEmpty, and of ValueEmpty
   const bool leads = ptx::ElectOne();
   const FlashAttentionArrays& arrays = args.arrays;
   const CUtensorMap* kept[2] = {kKeepsKeys ? &args.k : &args.q, kKeepsKeys ? &args.v : &args.d_out};
@@ -111,10 +123,12 @@ __device__ __forceinline__ void RunBackwardLoads(const Args& args,
           const int32_t first = block * Shape::kMet;
           ptx::MbarrierWait(smem.Empty(stage), stages.parity ^ 1);
           ptx::StoreShared4(smem.Kind(stage), kind);
-          constexpr uint32_t kBytes = 2 * Shape::kMetBytes + (kKeepsKeys ? 2 * Shape::kMet * 4 : 0);
+          constexpr int kTiles = Shape::kHasValueRing ? 1 : 2;
+          constexpr uint32_t kBytes =
+              kTiles * Shape::kMetBytes + (kKeepsKeys ? 2 * Shape::kMet * 4 : 0);
           ptx::MbarrierArriveExpectTx(bar, kBytes + BytesOfNumbers<Shape::kMet>(args));
 #pragma unroll
-          for (int tile = 0; tile < 2; ++tile) {
+          for (int tile = 0; tile < kTiles; ++tile) {
             LoadRows<Shape::kMet, Shape::kWidth>(smem.Met(stage, tile), met[tile], bar, item.batch,
                                                  first, head);
           }
@@ -126,6 +140,13 @@ __device__ __forceinline__ void RunBackwardLoads(const Args& args,
                 first;
             ptx::BulkLoad(smem.MetNumbers(stage, 2), arrays.base + at, Shape::kMet * 4, bar);
             ptx::BulkLoad(smem.MetNumbers(stage, 3), arrays.delta + at, Shape::kMet * 4, bar);
+          }
+          if constexpr (Shape::kHasValueRing) {
+            ptx::MbarrierWait(smem.ValueEmpty(), value_parity);
+            ptx::MbarrierArriveExpectTx(smem.ValueFull(), Shape::kMetBytes);
+            LoadRows<Shape::kMet, Shape::kWidth>(smem.Met(stage, 1), met[1], smem.ValueFull(),
+                                                 item.batch, first, head);
+            value_parity ^= 1;
           }
         }
         stages.Advance();
@@ -142,15 +163,17 @@ __device__ __forceinline__ void RunBackwardLoads(const Args& args,
 }
 
 // s = the kept rows at `a` times the first tile of a stage, and dp = those at `b` times the second
-// one, both over columns. s is complete afterwards; dp is not.
+// one, both over columns. s is complete afterwards; dp is not. `value_parity`: of ValueFull.
 template <typename Shape>
 __device__ __forceinline__ void MultiplyBoth(float (&s)[Shape::kMet / 2],
                                              float (&dp)[Shape::kMet / 2], uint32_t a, uint32_t b,
-                                             const BackwardSmem<Shape>& smem, int stage) {
+                                             const BackwardSmem<Shape>& smem, int stage,
+                                             uint32_t value_parity = 0) {
   using T = typename Shape::T;
   wgmma::Fence();
   MultiplyColumns<T, Shape::kWidth, Shape::kKept>(s, a, smem.Met(stage, 0));
   wgmma::Commit();
+  if constexpr (Shape::kHasValueRing) ptx::MbarrierWait(smem.ValueFull(), value_parity);
   MultiplyColumns<T, Shape::kWidth, Shape::kKept>(dp, b, smem.Met(stage, 1));
   wgmma::Commit();
   wgmma::Pin(s);
@@ -357,8 +380,9 @@ __device__ __forceinline__ void RunDqConsumer(const Args& args, const BackwardSm
   }
 }
 
-template <typename Shape>
-__device__ __forceinline__ void RunBackward(const Args& args) {
+// consume(smem, consumer) is a consumer's part.
+template <typename Shape, typename Consume>
+__device__ __forceinline__ void RunBackward(const Args& args, Consume&& consume) {
   JFLUX_DYNAMIC_SHARED(uint8_t, 1024, storage);
   const BackwardSmem<Shape> smem{ptx::SmemAddress(storage)};
   const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);
@@ -369,6 +393,10 @@ __device__ __forceinline__ void RunBackward(const Args& args) {
       ptx::MbarrierInit(smem.Full(i), 1);
       ptx::MbarrierInit(smem.Empty(i), kConsumerWarps);
     }
+    if constexpr (Shape::kHasValueRing) {
+      ptx::MbarrierInit(smem.ValueFull(), 1);
+      ptx::MbarrierInit(smem.ValueEmpty(), kConsumerWarps);
+    }
     ptx::FenceMbarrierInit();
   }
   __syncthreads();
@@ -377,17 +405,19 @@ __device__ __forceinline__ void RunBackward(const Args& args) {
     if (warp == 0) RunBackwardLoads<Shape>(args, smem);
   } else {
     ptx::RegistersUp<Shape::kRegisters.consumer>();
-    if constexpr (Shape::kKeepsKeys) {
-      RunDkvConsumer<Shape>(args, smem, warp / 4 - 1);
-    } else {
-      RunDqConsumer<Shape>(args, smem, warp / 4 - 1);
-    }
+    consume(smem, warp / 4 - 1);
   }
 }
 
 template <typename Shape>
 __global__ void __launch_bounds__(kThreads, 1) BackwardKernel(const __grid_constant__ Args args) {
-  RunBackward<Shape>(args);
+  RunBackward<Shape>(args, [&](const BackwardSmem<Shape>& smem, int consumer) {
+    if constexpr (Shape::kKeepsKeys) {
+      RunDkvConsumer<Shape>(args, smem, consumer);
+    } else {
+      RunDqConsumer<Shape>(args, smem, consumer);
+    }
+  });
 }
 
 }  // namespace jflux::attention

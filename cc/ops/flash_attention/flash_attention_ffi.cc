@@ -102,7 +102,7 @@ class CallReader {
   bool ReadBlocks(AttentionPass pass) {
     if (operands_.size() < next_ + 2) return false;
     const auto kinds = Take(), order = Take();
-    const int width = WidthFor(pass, params.width);
+    const int width = WidthFor(params.width);
     if (width == 0 || kinds.dimensions().size() != 3) return false;
     const AttentionBlocks block = BlocksOf(pass, width);
     const int64_t q_blocks = CeilDiv<int64_t>(params.queries, block.queries);
