@@ -15,6 +15,8 @@ For each shape, S positions over all ranks, forward and (f+b) forward and backwa
 and with windows, softcaps and heads that cuDNN's parts do not take (list "masked"):
 
     J       jflux.attention, by its own kernels
+    K       the same with jflux.config(unchecked_kernels=True), where GPUs take the backward kernels
+            with it alone (heads of more than 128 elements)
     X       the same with jflux.config(fused=False), in XLA's operations
 
 and for decoding, one query of each sequence over a cache that is split over the ranks:
@@ -42,6 +44,7 @@ from jax.sharding import PartitionSpec as P
 
 import jflux
 from jflux import _trial
+from jflux._attention import kernel
 
 from . import __main__ as bench
 from . import rates
@@ -173,6 +176,8 @@ def contestants(case: Case) -> dict[str, Callable[..., jax.Array]]:
     forward = {"J": split(case, ring=False), "ring": split(case, ring=True)}
     if case.masked:
         forward["X"] = forward["J"]
+        if case.width > kernel.MOST_CHECKED_WIDTH:
+            forward |= {"K": forward["J"], "K ring": forward["ring"]}
     else:
         for ring, name in enumerate(("K", "K ring")):
             forward[name] = split(case, ring=bool(ring), window=case.positions)
@@ -231,7 +236,8 @@ def measure(case: Case, ranks: int, rounds: int) -> dict[str, Any]:
     spec = P() if case.decode else SEQUENCE
     runs = {}
     for name, f in contestants(case).items():
-        with jflux.config(fused=not name.startswith("X"), unchecked_kernels=name == "M"):
+        unchecked = name == "M" or (case.masked and name.startswith("K"))
+        with jflux.config(fused=not name.startswith("X"), unchecked_kernels=unchecked):
             program = _trial.compiled(_trial.loop(f, iterations), mesh, (spec, PAIR), spec, q, kv)
         runs[name] = _trial.run_of(program, q, kv)
     whole_q, whole_kv = operands(case, one)
