@@ -39,29 +39,56 @@ __device__ __forceinline__ void ProductsToSlopes(const Args& args, float (&s)[kC
   }
 }
 
-// sum += A times tile `tile` of a stage, over its rows. Complete afterwards.
+// Where a consumer is in the rings of both tiles.
 template <typename Shape>
-__device__ __forceinline__ void AddRows(float (&sum)[Shape::kWidth / 2],
-                                        uint32_t (&a)[Shape::kMet / 16][4],
-                                        const BackwardSmem<Shape>& smem, int stage, int tile) {
+struct Places {
+  Ring<Shape::kStages> first;
+  Ring<Shape::kSecondStages> second;
+};
+
+// As MultiplyBoth.
+template <typename Shape>
+__device__ __forceinline__ void MultiplyBothAt(float (&s)[Shape::kMet / 2],
+                                               float (&dp)[Shape::kMet / 2], uint32_t a, uint32_t b,
+                                               const BackwardSmem<Shape>& smem,
+                                               const Places<Shape>& at) {
+  using T = typename Shape::T;
+  wgmma::Fence();
+  MultiplyColumns<T, Shape::kWidth, Shape::kKept>(s, a, smem.Met(at.first.index, 0));
+  wgmma::Commit();
+  ptx::MbarrierWait(smem.SecondFull(at.second.index), at.second.parity);
+  MultiplyColumns<T, Shape::kWidth, Shape::kKept>(dp, b, smem.Met(at.second.index, 1));
+  wgmma::Commit();
+  wgmma::Pin(s);
+  wgmma::Wait<1>();
+  wgmma::Pin(s);
+}
+
+// sum += A times a tile, over its rows. Complete afterwards.
+template <typename T, int kSteps, int kCount>
+__device__ __forceinline__ void AddRows(float (&sum)[kCount], uint32_t (&a)[kSteps][4],
+                                        uint32_t tile) {
   wgmma::Pin(sum);
   PinA(a);
   wgmma::Fence();
-  MultiplyRows<typename Shape::T>(sum, a, smem.Met(stage, tile), true);
+  MultiplyRows<T>(sum, a, tile, true);
   wgmma::Commit();
   wgmma::Wait<0>();
   wgmma::Pin(sum);
   PinA(a);
 }
 
-// Transposed p (dv) or ds (dk) of a stage, packed.
+// Adds a stage's queries to dk or dv, and frees the stage. `kind`: of the stage; `row`: the
+// thread's.
 template <typename Shape, bool kIsDk>
-__device__ __forceinline__ void WeighQueries(const Args& args, const BackwardSmem<Shape>& smem,
-                                             int stage, BlockKind kind, int row,
-                                             uint32_t (&a)[Shape::kMet / 16][4]) {
+__device__ __forceinline__ void AddQueries(const Args& args, const BackwardSmem<Shape>& smem,
+                                           const Places<Shape>& at, BlockKind kind, int row,
+                                           float (&sum)[Shape::kWidth / 2]) {
   using T = typename Shape::T;
   constexpr int kCount = Shape::kMet / 2;
-  float s[kCount], weights[kCount];  // of dk: do v^T
+  const int stage = at.first.index, second = at.second.index;
+  float s[kCount], weights[kCount];  // weights: p of dv; do v^T and then ds of dk
+  uint32_t a[kCount / 8][4];
   const auto mask = [&](float (&of)[kCount]) {
     if (kind == BlockKind::kSome) {
       MaskPairs</*kRowsAreKeys=*/true, Shape::kKept>(args, of, smem.KeptNumbers(), row,
@@ -76,13 +103,17 @@ __device__ __forceinline__ void WeighQueries(const Args& args, const BackwardSme
   };
   const auto base = [&](int j) { return vector(2, j); };
   if constexpr (kIsDk) {
-    MultiplyBoth<Shape>(s, weights, smem.Kept(0), smem.Kept(1), smem, stage);
+    MultiplyBothAt<Shape>(s, weights, smem.Kept(0), smem.Kept(1), smem, at);
     ProductsToSlopes<Shape::kSoftcap>(args, s, base);
     mask(s);
     wgmma::Pin(weights);
     wgmma::Wait<0>();
     wgmma::Pin(weights);
+    WarpArrive(smem.SecondEmpty(second));
     ScoreGradients(s, weights, [&](int j) { return vector(3, j); });
+    PackA<T>(weights, a);
+    AddRows<T>(sum, a, smem.Met(stage, 0));
+    WarpArrive(smem.Empty(stage));
   } else {
     wgmma::Fence();
     MultiplyColumns<T, Shape::kWidth, Shape::kKept>(s, smem.Kept(0), smem.Met(stage, 0));
@@ -92,15 +123,19 @@ __device__ __forceinline__ void WeighQueries(const Args& args, const BackwardSme
     wgmma::Pin(s);
     Probabilities<Shape::kSoftcap>(args, s, weights, base);
     mask(weights);
+    WarpArrive(smem.Empty(stage));
+    PackA<T>(weights, a);
+    ptx::MbarrierWait(smem.SecondFull(second), at.second.parity);
+    AddRows<T>(sum, a, smem.Met(second, 1));
+    WarpArrive(smem.SecondEmpty(second));
   }
-  PackA<T>(weights, a);
 }
 
 template <typename Shape, bool kIsDk>
 __device__ __forceinline__ void RunWideDkvConsumer(const Args& args,
                                                    const BackwardSmem<Shape>& smem) {
   constexpr int kWidth = Shape::kWidth;
-  Ring<Shape::kStages> stages;
+  Places<Shape> at;
   uint32_t parity = 0;  // of KeptFull
   const int row = FirstRow();
   for (int32_t number = blockIdx.x; number < args.items; number = NextItem(number)) {
@@ -110,19 +145,16 @@ __device__ __forceinline__ void RunWideDkvConsumer(const Args& args,
 #pragma unroll
     for (float& x : sum) x = 0;
     for (;;) {
-      const int stage = stages.index;
-      ptx::MbarrierWait(smem.Full(stage), stages.parity);
-      const BlockKind kind = LoadKind(smem.Kind(stage));
+      ptx::MbarrierWait(smem.Full(at.first.index), at.first.parity);
+      const BlockKind kind = LoadKind(smem.Kind(at.first.index));
       if (kind == BlockKind::kEnd) break;
-      uint32_t a[Shape::kMet / 16][4];
-      WeighQueries<Shape, kIsDk>(args, smem, stage, kind, row, a);
-      AddRows<Shape>(sum, a, smem, stage, /*tile=*/kIsDk ? 0 : 1);
-      WarpArrive(smem.Empty(stage));
-      stages.Advance();
+      AddQueries<Shape, kIsDk>(args, smem, at, kind, row, sum);
+      at.first.Advance();
+      at.second.Advance();
     }
     WarpArrive(smem.KeptEmpty());
-    WarpArrive(smem.Empty(stages.index));  // of kEnd
-    stages.Advance();
+    WarpArrive(smem.Empty(at.first.index));  // of kEnd
+    at.first.Advance();
     const Item item = Item::OfKeys(args, number);
     StoreGradient<kWidth>(kIsDk ? args.arrays.dk : args.arrays.dv, sum, kIsDk ? args.scale : 1.0f,
                           item.batch, args.keys, item.block * Shape::kKept + row, args.groups,
@@ -133,9 +165,10 @@ __device__ __forceinline__ void RunWideDkvConsumer(const Args& args,
 template <typename Shape>
 __device__ __forceinline__ void RunWideDqConsumer(const Args& args, const BackwardSmem<Shape>& smem,
                                                   int consumer) {
+  using T = typename Shape::T;
   constexpr int kWidth = Shape::kWidth, kCount = Shape::kMet / 2;
-  Ring<Shape::kStages> stages;
-  uint32_t parity = 0, value_parity = 0;  // of KeptFull, and of ValueFull
+  Places<Shape> at;
+  uint32_t parity = 0;  // of KeptFull
   const int row = 64 * consumer + FirstRow();
   const uint32_t q = smem.Kept(0) + consumer * 8192, d_out = smem.Kept(1) + consumer * 8192;
   for (int32_t number = blockIdx.x; number < args.items; number = NextItem(number)) {
@@ -143,11 +176,11 @@ __device__ __forceinline__ void RunWideDqConsumer(const Args& args, const Backwa
     float base[2], delta[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int64_t at =
+      const int64_t place =
           (static_cast<int64_t>(item.batch) * args.heads + item.head) * args.padded_queries +
           item.block * Shape::kKept + row + 8 * h;
-      base[h] = args.arrays.base[at];
-      delta[h] = args.arrays.delta[at];
+      base[h] = args.arrays.base[place];
+      delta[h] = args.arrays.delta[place];
     }
     ptx::MbarrierWait(smem.KeptFull(), parity);
     parity ^= 1;
@@ -155,14 +188,13 @@ __device__ __forceinline__ void RunWideDqConsumer(const Args& args, const Backwa
 #pragma unroll
     for (float& d : dq) d = 0;
     for (;;) {
-      const int stage = stages.index;
-      ptx::MbarrierWait(smem.Full(stage), stages.parity);
+      const int stage = at.first.index;
+      ptx::MbarrierWait(smem.Full(stage), at.first.parity);
       const BlockKind kind = LoadKind(smem.Kind(stage));
       if (kind == BlockKind::kEnd) break;
       float s[kCount], dp[kCount];
       uint32_t ds[kCount / 8][4];
-      MultiplyBoth<Shape>(s, dp, q, d_out, smem, stage, value_parity);
-      value_parity ^= 1;
+      MultiplyBothAt<Shape>(s, dp, q, d_out, smem, at);
       ProductsToSlopes<Shape::kSoftcap>(
           args, s, [&](int) { return make_float4(base[0], base[0], base[1], base[1]); });
       if (kind == BlockKind::kSome) {
@@ -172,17 +204,18 @@ __device__ __forceinline__ void RunWideDqConsumer(const Args& args, const Backwa
       wgmma::Pin(dp);
       wgmma::Wait<0>();
       wgmma::Pin(dp);
-      WarpArrive(smem.ValueEmpty());
+      WarpArrive(smem.SecondEmpty(at.second.index));
       ScoreGradients(s, dp,
                      [&](int) { return make_float4(delta[0], delta[0], delta[1], delta[1]); });
-      PackA<typename Shape::T>(dp, ds);
-      AddRows<Shape>(dq, ds, smem, stage, /*tile=*/0);
+      PackA<T>(dp, ds);
+      AddRows<T>(dq, ds, smem.Met(stage, 0));
       WarpArrive(smem.Empty(stage));
-      stages.Advance();
+      at.first.Advance();
+      at.second.Advance();
     }
     WarpArrive(smem.KeptEmpty());
-    WarpArrive(smem.Empty(stages.index));  // of kEnd
-    stages.Advance();
+    WarpArrive(smem.Empty(at.first.index));  // of kEnd
+    at.first.Advance();
     StoreGradient<kWidth>(args.arrays.dq, dq, args.scale, item.batch, args.queries,
                           item.block * Shape::kKept + row, args.heads, item.head, args.width);
   }

@@ -303,7 +303,8 @@ void Check(const Case& c, uint32_t seed) {
   // In any order of events.
   Array<float> dq2(dq.size()), dk2(dk.size()), dv2(dk.size());
   run(~seed, &dq2, &dk2, &dv2);
-  EXPECT(dq2.data == dq.data && dk2.data == dk.data && dv2.data == dv.data) << "bits, seed " << seed;
+  EXPECT(dq2.data == dq.data && dk2.data == dk.data && dv2.data == dv.data)
+      << "bits, seed " << seed;
 }
 
 // batch, queries, keys, heads, groups, width, low, high[, segments, softcap, stride, shift, ...]
