@@ -1,7 +1,6 @@
 """Attention over all ranks' keys from each rank's over its own, in one kernel, against the merge of
 what an all-gather brings."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np
