@@ -29,10 +29,11 @@ class DeviceCall : public AllGatherAttentionCall {
   const int32_t senders_;
 };
 
-int64_t Run(const AttentionCase& c, int32_t senders, const TestHooks& hooks, uint32_t seed) {
+int64_t Run(const AttentionCase& c, int32_t senders, const TestHooks& hooks, uint32_t seed,
+            uint32_t count = 3) {
   std::vector<std::unique_ptr<DeviceCall>> calls;
-  for (uint32_t i = 0; i < 3; ++i) {
-    calls.push_back(std::make_unique<DeviceCall>(c, senders, 3 * seed + i));
+  for (uint32_t i = 0; i < count; ++i) {
+    calls.push_back(std::make_unique<DeviceCall>(c, senders, count * seed + i));
   }
   simt::DeviceHeap heap(c.world, calls[0]->Workspace(), hooks);
   return simt::WrongOnDevices(heap, c.world, calls, seed);
@@ -88,6 +89,18 @@ TEST(GathersAnything) {
     c.dtype = below(2) != 0 ? kF16 : kBF16;
     simt::SetSmCount(1 + below(4));
     EXPECT_EQ(Run(c, 1 + below(4), below(2) != 0 ? kLate : kInTime, seed), 0) << "seed " << seed;
+  }
+}
+
+// In order, a causal mask needs nothing of later ranks. Still no rank may run ahead: it would
+// overwrite what a late peer has yet to read.
+TEST(RanksWaitForPeersThatTheyDoNotNeed) {
+  simt::SetSmCount(2);
+  const AttentionCase c =
+      With({2, 1, 40, 40, 1, 1, 64, -kAny, kNoFurther}, Placed::kInOrder, kBF16);
+  for (uint32_t seed = 1; seed <= 4; ++seed) {
+    EXPECT_EQ(Run(c, 1, TestHooks{0, /*max_delay_us=*/1000}, seed, /*count=*/8), 0)
+        << "seed " << seed;
   }
 }
 
