@@ -121,8 +121,8 @@ class AllGatherAttentionCall : public Call {
       // The late parts have a position more each, if keys is odd.
       const int64_t late = c_.keys - early;
       places[i] = static_cast<int32_t>(j < early ? rank * early + j
-                                                 : c_.world * early +
-                                                       (c_.world - 1 - rank) * late + j - early);
+                                                 : c_.world * early + (c_.world - 1 - rank) * late +
+                                                       j - early);
     }
     return places;
   }
@@ -187,8 +187,8 @@ class AllGatherAttentionCall : public Call {
       for (int64_t row = 0; row < rows; ++row) {
         for (int64_t column = 0; column < columns; ++column) {
           bool any = false, all = true;
-          for (int64_t i = row * size.queries;
-               i < std::min(c_.queries, (row + 1) * size.queries); ++i) {
+          for (int64_t i = row * size.queries; i < std::min(c_.queries, (row + 1) * size.queries);
+               ++i) {
             for (int64_t j = column * size.keys; j < (column + 1) * size.keys; ++j) {
               (Has(r, b, i, j) ? any : all) = Has(r, b, i, j);
             }

@@ -4,10 +4,10 @@
 //   k, v         [B, t, G, D] of this rank; head h of q attends to head h / (H / G)
 //   out, lse     as flash_attention's (ops/flash_attention/flash_attention.h)
 //
-// Keys are numbered by rank, each rank's from a multiple of kAttentionPadding on: key j of rank r is
-// r Padded(t) + j. So no block of keys is of two ranks. Positions and segments of keys
-// [1 or B, N Padded(t)] and the columns of `blocks` [1 or B, blocks of queries, N blocks of keys of
-// a rank] are in this order, on every rank.
+// Keys are numbered by rank, each rank's from a multiple of kAttentionPadding on: key j of rank r
+// is r Padded(t) + j. So no block of keys is of two ranks. Positions and segments of keys [1 or B,
+// N Padded(t)] and the columns of `blocks` [1 or B, blocks of queries, N blocks of keys of a rank]
+// are in this order, on every rank.
 //
 // The call (Params), the layout of its workspace, and the CPU back end's body. GPU: the launcher in
 // all_gather_attention_cuda.h. Python: jflux/_attention/gathered.py.
@@ -56,9 +56,9 @@ struct AllGatherAttentionParams {
 //   reset   never (core/signal.h)
 struct KeyLayout {
   int32_t world, batch;
-  int32_t pieces;         // ranges of a sequence
-  int32_t log_chunk;      // of bytes
-  int64_t row_bytes;      // of a position's keys
+  int32_t pieces;          // ranges of a sequence
+  int32_t log_chunk;       // of bytes
+  int64_t row_bytes;       // of a position's keys
   int64_t sequence_bytes;  // of a sequence's keys
 
   static KeyLayout Make(const AllGatherAttentionParams& p, int32_t log_chunk) {

@@ -1,6 +1,4 @@
 // The CPU back end of all_gather_attention: one rank's part of the protocol, in host memory.
-#include "ops/all_gather_attention/all_gather_attention.h"
-
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -8,6 +6,7 @@
 #include <vector>
 
 #include "core/tile_order.h"
+#include "ops/all_gather_attention/all_gather_attention.h"
 #include "runtime/cpu_matmul.h"
 
 namespace jflux {
@@ -112,8 +111,8 @@ class RunningAttention {
     for (int64_t j = 0; j < rows; ++j) {
       const uint32_t distance = static_cast<uint32_t>(keys[j]) - static_cast<uint32_t>(position) -
                                 static_cast<uint32_t>(p_.low);
-      const bool same = arrays_.q_segments == nullptr ||
-                        arrays_.q_segments[q_at] == arrays_.k_segments[k_at + j];
+      const bool same =
+          arrays_.q_segments == nullptr || arrays_.q_segments[q_at] == arrays_.k_segments[k_at + j];
       if (distance <= p_.span && same) pairs_.push_back(j);
     }
   }

@@ -7,7 +7,8 @@
 // ranks.
 //
 //   writes  send warps: the peers' workspaces and signals
-//   waits   load warps, for the keys of their items' blocks; one send warp, after its last send, for
+//   waits   load warps, for the keys of their items' blocks; one send warp, after its last send,
+//   for
 //           all keys
 //   order   release and acquire at system scope; a proxy fence on either side, since bulk copies
 //           write the workspace and TMA reads it
@@ -45,13 +46,12 @@ class GatheredKeys {
       // Own keys are in no slot.
       const int32_t slot = own ? 0 : args_.layout.SlotOf(args_.view.rank, src);
       const CUtensorMap* workspace = &args_.workspace_maps[call_.epoch & 1];
-      const attention::KeyRows rows{
-          own ? &args_.k : workspace,
-          own ? &args_.v : workspace,
-          own ? item.batch : args_.layout.SequenceOf(slot, 0, item.batch),
-          own ? item.batch : args_.layout.SequenceOf(slot, 1, item.batch),
-          0,
-          0};
+      const attention::KeyRows rows{own ? &args_.k : workspace,
+                                    own ? &args_.v : workspace,
+                                    own ? item.batch : args_.layout.SequenceOf(slot, 0, item.batch),
+                                    own ? item.batch : args_.layout.SequenceOf(slot, 1, item.batch),
+                                    0,
+                                    0};
       attention::ForEachBlock(kinds + src * blocks, blocks, [&](int32_t block, int kind) {
         attention::KeyRows of_block = rows;
         of_block.first = block * Shape::kKeys;
@@ -133,9 +133,8 @@ __global__ void __launch_bounds__(attention::kThreads, 1)
   if (threadIdx.x == 0) {  // RunForward has the fence
     for (int i = 0; i < kKeyBoxes; ++i) ptx::MbarrierInit(smem.SendBoxFull(i), 1);
   }
-  attention::RunForward<Shape>(args, smem, [&](int warp) {
-    AllGatherAttentionSm90<Shape>::RunProducer(args, smem, warp);
-  });
+  attention::RunForward<Shape>(
+      args, smem, [&](int warp) { AllGatherAttentionSm90<Shape>::RunProducer(args, smem, warp); });
 }
 
 }  // namespace jflux

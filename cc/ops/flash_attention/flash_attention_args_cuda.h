@@ -98,8 +98,8 @@ bool LaunchInstance(const FlashAttentionParams& p, void* args, int ctas, cudaStr
   bool launched = false;
   ForInstancesOf<Kernels>(p.dtype, [&](int width, bool softcap, const Instance& instance) {
     if (width != WidthFor(Kernels::kPass, p.width) || softcap != (p.softcap != 0)) return false;
-    launched = LaunchKernel(instance.kernel, args, ctas, 1, kThreads, instance.smem_bytes, stream,
-                            error);
+    launched =
+        LaunchKernel(instance.kernel, args, ctas, 1, kThreads, instance.smem_bytes, stream, error);
     return true;
   });
   return launched;

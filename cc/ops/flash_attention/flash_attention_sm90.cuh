@@ -4,7 +4,8 @@
 // computes the softmax of the one while the other runs. The two consumers take turns in issuing, so
 // that one keeps the tensor cores busy while the other computes (arXiv 2407.08608, section 3.1).
 //
-// Keys is where the load warp finds keys and values: OwnKeys here; all_gather_attention has its own.
+// Keys is where the load warp finds keys and values: OwnKeys here; all_gather_attention has its
+// own.
 #ifndef JFLUX_OPS_FLASH_ATTENTION_FLASH_ATTENTION_SM90_CUH_
 #define JFLUX_OPS_FLASH_ATTENTION_FLASH_ATTENTION_SM90_CUH_
 
