@@ -165,7 +165,7 @@ def differences(scores: Scores) -> tuple[int, int]:
     return -min(left, _FURTHEST), min(most, _FURTHEST)
 
 
-def _attributes(params: Params) -> dict[str, Any]:
+def attributes(params: Any) -> dict[str, Any]:
     low, high = differences(params.scores)
     return {
         "scale": np.float64(params.scores.scale),
@@ -242,6 +242,11 @@ def _padded(a: jax.Array, size: int, fill: Any) -> jax.Array:
     return jnp.pad(a, pad, constant_values=fill)
 
 
+def padded(a: jax.Array, fill: int) -> jax.Array:
+    """Positions or segments, with as many rows as kernels read."""
+    return _padded(a, _PADDING, fill)
+
+
 def _prepared_numbers(numbers: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
     """(positions, segments) as the handlers take them."""
     positions = [_padded(p.astype(jnp.int32), _PADDING, NOWHERE) for p in numbers[:2]]
@@ -299,7 +304,7 @@ def _rules(name: str, most_width: int, **others: Any) -> _local.LocalRules:
     return _local.LocalRules(
         name=name,
         why_not=_why_not(most_width),
-        attributes=_attributes,
+        attributes=attributes,
         batch=_batch,
         checked_on_gpus=True,
         on_cpus=False,
@@ -315,6 +320,7 @@ _BACKWARD = _rules(
     BACKWARD, 128, result_shapes=_backward_shapes, reference=_backward_reference,
     prepare=_prepare_backward,
 )  # fmt: skip
+why_not = _FORWARD.why_not
 _forward, _backward = _local.make_primitive(_FORWARD), _local.make_primitive(_BACKWARD)
 
 
