@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.interpreters import ad
 
 from .. import _config, _dispatch, _lowering, _mesh, _native
@@ -73,18 +74,18 @@ def forward(
       k, v: [B, t, G, D] of this rank.
       keys: of all ranks, one after the other: positions [N t], segments [B, N t].
     """
-    world = _mesh.axis_size(axis_name)
+    rank, world = _mesh.rank_and_size(axis_name)
     params = Params(
         _mesh.as_tuple(axis_name), world, scores, np.dtype(dtype), blocks.default_precision()
     )
-    operands = [q, k, v, *_numbers(q, queries, keys, world, scores)]
+    operands = [q, k, v, *_numbers(q, queries, keys, rank, world, scores)]
     operands = _local.vary_together(*_mesh.vary_together(axis_name, *operands))
     o, lse = _primitive.bind(*operands, params=params)
     return o, lse
 
 
 def _numbers(
-    q: jax.Array, queries: Part, keys: Part, world: int, scores: Scores
+    q: jax.Array, queries: Part, keys: Part, rank: Any, world: int, scores: Scores
 ) -> list[jax.Array]:
     """What an operand is beside q, k and v."""
 
@@ -103,7 +104,10 @@ def _numbers(
         Part(positions[1][0], segments[1] if segments else None),
     )
     kinds = kernel.block_kinds(*parts, scores, kernel.block_sizes("forward", q.shape[3]))
-    return [*positions, *kernel.by_cost(kinds), *(s.astype(jnp.int32) for s in segments)]
+    # Others' keys arrive while the first items meet own ones.
+    blocks_of_rank = kinds.shape[2] // world
+    own = lax.dynamic_slice_in_dim(kinds, rank * blocks_of_rank, blocks_of_rank, 2)
+    return [*positions, *kernel.by_cost(kinds, own), *(s.astype(jnp.int32) for s in segments)]
 
 
 # ---- In two steps --------------------------------------------------------------------------------

@@ -210,12 +210,17 @@ def _in_blocks(a: jax.Array, size: int, fill: Any) -> jax.Array:
     return _padded(a, size, fill).reshape(a.shape[0], -1, size)
 
 
-def by_cost(kinds: jax.Array) -> list[jax.Array]:
+def by_cost(kinds: jax.Array, own: jax.Array | None = None) -> list[jax.Array]:
     """`kinds` [1 or B, rows, columns], and the numbers of its rows, those with the most blocks
     first: i32 [1 or B times rows]. Kernels take rows in this order, so that their CTAs end at about
-    the same time."""
-    cost = jnp.sum(kinds != 0, axis=-1, dtype=jnp.int32).reshape(-1)
-    return [kinds, jnp.argsort(-cost, stable=True).astype(jnp.int32)]
+    the same time. Of rows with as many blocks, those with the most in `own` come first: some of the
+    columns."""
+
+    def count(some: jax.Array) -> jax.Array:
+        return -jnp.sum(some != 0, axis=-1, dtype=jnp.int32).reshape(-1)
+
+    keys = [count(kinds)] if own is None else [count(own), count(kinds)]
+    return [kinds, jnp.lexsort(keys).astype(jnp.int32)]
 
 
 def _bounds(positions: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
