@@ -1,21 +1,27 @@
 """Checks the kernels of attention (cc/ops/flash_attention) on one GPU, forward and backward, on
 random calls against float64; a table comes last:
 
-python tests/attention_gpu.py [--calls 200] [--seed 0] [--limit 300]
+python tests/attention_gpu.py [--calls 200] [--seed 0] [--limit 300] [--ranks 1]
 
 A call draws the numbers of queries, keys, heads and elements (none of them whole tiles), positions
 in any layout, windows, segments, a softcap and the type. Each program runs three times: twice on
 the same operands, which must give the same bits, then on others, with results full of NaN before.
 Last come longer calls, and loops of calls, which XLA captures in graphs and replays.
+
+With --ranks 2 or more: the kernel of all_gather_attention, on so many GPUs
+(tests/attention_ranks_gpu.py), in 60 seconds unless --limit says otherwise.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import os
 import sys
 import time
 from typing import Any
+
+os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # no NVLink multicast
 
 import jax
 import jax.numpy as jnp
@@ -189,12 +195,18 @@ def check_loop(rng: np.random.Generator) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n", 1)[0])
-    for name, default in (("calls", 200), ("seed", 0), ("limit", 300.0)):
+    for name, default in (("calls", 200), ("seed", 0), ("ranks", 1)):
         parser.add_argument(f"--{name}", type=type(default), default=default)
+    parser.add_argument("--limit", type=float, help="seconds")
     args = parser.parse_args()
+    limit = args.limit or (300 if args.ranks == 1 else 60)
     if jax.default_backend() != "gpu":
         print("there is no GPU")
         return 1
+    if args.ranks > 1:
+        import attention_ranks_gpu
+
+        return attention_ranks_gpu.run(args.ranks, args.calls, args.seed, limit)
     begin, done, failures = time.monotonic(), 0, []
     worst: dict[str, float] = collections.defaultdict(float)
     with jflux.config(strict=True, unchecked_kernels=True):
@@ -212,7 +224,7 @@ def main() -> int:
             done += 1
             if done % 20 == 0 or failures:
                 print(f"{done} of {args.calls}, {len(failures)} wrong", flush=True)
-            if len(failures) > 5 or time.monotonic() - begin > args.limit:
+            if len(failures) > 5 or time.monotonic() - begin > limit:
                 break
         for i in range(5):
             error = check_loop(np.random.default_rng([args.seed, 1000 + i]))

@@ -49,12 +49,13 @@ TWO_GPUS = {
     "all_gather_grouped_matmul": ["gathered_gpu.py", "--only", "gather"],
     "grouped_matmul_reduce_scatter": ["gathered_gpu.py", "--only", "scatter"],
     "moe_dispatch": ["placed_gpu.py"],  # and moe_combine
+    "all_gather_attention": ["attention_gpu.py", "--ranks", "2"],
     "stress": ["-m", "jflux.stress", "--calls", "40"],  # all ops that have one kernel a call
 }
 #: Those whose kernels use TMA and mbarriers, beside the ops with a product.
 WITH_TMA = (
     "grouped_matmul", "flash_attention", "all_gather_grouped_matmul",
-    "grouped_matmul_reduce_scatter", "stress",
+    "grouped_matmul_reduce_scatter", "all_gather_attention", "stress",
 )  # fmt: skip
 FOUND = 99  # the exit status of a program in which a tool has found something
 

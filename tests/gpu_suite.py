@@ -8,6 +8,7 @@ python tests/gpu_suite.py [--at-once 5] [--scripts NAME...] [--limit 3600] [FILE
 
     moe                   tests/moe_gpu.py: grouped products with every tile, routing
     attention             tests/attention_gpu.py: the kernels of attention
+    attention_ranks       the same with --ranks: keys that arrive inside the kernel
     gathered              tests/gathered_gpu.py: gathered rows, scattered sums
     placed                tests/placed_gpu.py: a dispatch and a combine in one kernel each
     symm                  tests/symm_gpu.py: Triton kernels, their faults and times
@@ -73,6 +74,7 @@ def scripts(gpus: int, minutes: float) -> dict[str, Commands]:
     return {
         "moe": [[*python, "moe_gpu.py", "--calls", "200", "--limit", "150"]],
         "attention": [[*python, "attention_gpu.py", "--limit", "200"]],
+        "attention_ranks": [[*python, "attention_gpu.py", "--ranks", f"{gpus}"]],
         "gathered": [[*python, "gathered_gpu.py", "--ranks", f"{gpus}", "--limit", "300"]],
         "placed": [[*python, "placed_gpu.py", "--ranks", f"{gpus}", "--limit", "200"]],
         "symm": [[*python, "symm_gpu.py", "--times", "5", "--limit", "500"]],

@@ -88,6 +88,10 @@ def test_rows_of_blocks_by_their_cost():
     same, order = kernel.by_cost(kinds)
     assert same is kinds and order.dtype == jnp.int32
     assert order.tolist() == [3, 1, 0, 2]
+    # Of rows with as many, those with the most in some columns come first.
+    kinds = jnp.asarray([[[0, 1, 1], [1, 1, 0], [1, 0, 1], [2, 2, 2], [1, 2, 0]]], jnp.int8)
+    assert kernel.by_cost(kinds)[1].tolist() == [3, 0, 1, 2, 4]
+    assert kernel.by_cost(kinds, kinds[..., :2])[1].tolist() == [3, 1, 4, 0, 2]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

@@ -12,15 +12,15 @@
 
 #include "core/layout.h"
 #include "gpu/gemm_call.cuh"
-#include "gpu/gemm_smem.cuh"
 #include "gpu/ptx.cuh"
 
 namespace jflux {
 
-// Shared memory for the four boxes of a chunk.
-template <typename Config>
+// Shared memory for the four boxes of a chunk. Smem has SendBox(i), and SendBoxFull(i), an mbarrier
+// with one arrival.
+template <typename Smem>
 struct SendBuffers {
-  GemmSmem<Config> smem;
+  Smem smem;
   uint32_t parities = 0;  // one bit per box
 
   __device__ uint32_t Await(int i) {
@@ -48,6 +48,7 @@ __device__ int NextTransfer(const Args& args) {
 // Sends chunks, taken from a counter, until all are taken. Called by a full warp: it computes
 // coordinates, and one lane issues the copies. Sender provides
 //
+//   Buffers                          a SendBuffers
 //   Chunk                            Chunk{} has no boxes
 //   OrderOf(args)                    an order with Count(), and At(i) for i < Count()
 //   ChunkOf(args, order.At(i)) -> Chunk
@@ -55,9 +56,9 @@ __device__ int NextTransfer(const Args& args) {
 //   StoreBox(args, call, buffers, chunk, i)
 //                                    box i; commits a bulk group even if the box is empty
 //   SignalChunk(args, call, chunk, since)
-template <typename Sender, typename Config, typename Args>
+template <typename Sender, typename Args>
 __device__ void SendChunks(const Args& args, const CallContext& call,
-                           SendBuffers<Config>& buffers) {
+                           typename Sender::Buffers& buffers) {
   const auto order = Sender::OrderOf(args);
   const int transfers = order.Count();
   int transfer = NextTransfer(args);

@@ -55,6 +55,25 @@ __device__ __forceinline__ void AwaitPeer(const CallContext& call, const Signal*
   WaitSignal(word, call.signal, peer, item, call.wait);
 }
 
+// Waits for the signals [item, count) of `words`, which `peer` sends in about this order. Called by
+// a full warp: the lanes look at 32 at a time, and lane 0 waits for the first missing one.
+__device__ __forceinline__ void AwaitSignals(const CallContext& call, const Signal* words, int peer,
+                                             int32_t item, int32_t count) {
+  const int lane = threadIdx.x % 32;
+  while (item < count) {
+    const bool has_arrived = item + lane >= count || HasArrived(call, words + item + lane);
+    const uint32_t missing = __ballot_sync(0xffffffff, !has_arrived);
+    if (missing == 0) {
+      item += 32;
+      continue;
+    }
+    item += __ffs(missing) - 1;
+    if (lane == 0) AwaitPeer(call, words + item, peer, item);
+    __syncwarp();
+    ++item;  // also after a failed wait
+  }
+}
+
 // Whether tiles' rows are summed, by send warps and by consumers after their tiles.
 template <typename Op>
 constexpr bool SumsRows() {

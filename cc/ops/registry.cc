@@ -21,7 +21,8 @@
   OP(GroupedMatmulReduceScatter) \
   OP(MoeDispatch)                \
   OP(MoeCombine)                 \
-  OP(DecodeMerge)
+  OP(DecodeMerge)                \
+  OP(AllGatherAttention)
 
 #define JFLUX_LOCAL_OPS(OP)  \
   OP(FlashAttention)         \

@@ -171,7 +171,7 @@ def differences(scores: Scores) -> tuple[int, int]:
     return -min(left, _FURTHEST), min(most, _FURTHEST)
 
 
-def _attributes(params: Params) -> dict[str, Any]:
+def attributes(params: Any) -> dict[str, Any]:
     low, high = differences(params.scores)
     return {
         "scale": np.float64(params.scores.scale),
@@ -217,12 +217,17 @@ def _in_blocks(a: jax.Array, size: int, fill: Any) -> jax.Array:
     return _padded(a, size, fill).reshape(a.shape[0], -1, size)
 
 
-def by_cost(kinds: jax.Array) -> list[jax.Array]:
+def by_cost(kinds: jax.Array, own: jax.Array | None = None) -> list[jax.Array]:
     """`kinds` [1 or B, rows, columns], and the numbers of its rows, those with the most blocks
     first: i32 [1 or B times rows]. Kernels take rows in this order, so that their CTAs end at about
-    the same time."""
-    cost = jnp.sum(kinds != 0, axis=-1, dtype=jnp.int32).reshape(-1)
-    return [kinds, jnp.argsort(-cost, stable=True).astype(jnp.int32)]
+    the same time. Of rows with as many blocks, those with the most in `own` come first: some of the
+    columns."""
+
+    def count(some: jax.Array) -> jax.Array:
+        return -jnp.sum(some != 0, axis=-1, dtype=jnp.int32).reshape(-1)
+
+    keys = [count(kinds)] if own is None else [count(own), count(kinds)]
+    return [kinds, jnp.lexsort(keys).astype(jnp.int32)]
 
 
 def _bounds(positions: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -247,6 +252,11 @@ def _padded(a: jax.Array, size: int, fill: Any) -> jax.Array:
     """With the last dimension a multiple of `size`."""
     pad = [(0, 0)] * (a.ndim - 1) + [(0, -a.shape[-1] % size)]
     return jnp.pad(a, pad, constant_values=fill)
+
+
+def padded(a: jax.Array, fill: int) -> jax.Array:
+    """Positions or segments, with as many rows as kernels read."""
+    return _padded(a, _PADDING, fill)
 
 
 def _prepared_numbers(numbers: Sequence[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
@@ -305,7 +315,7 @@ def _batch(primitive: Primitive, operands: Any, dims: Any, *, params: Params) ->
 def _rules(name: str, **others: Any) -> _local.LocalRules:
     return _local.LocalRules(
         name=name,
-        attributes=_attributes,
+        attributes=attributes,
         batch=_batch,
         checked_on_gpus=True,
         on_cpus=False,
@@ -322,6 +332,7 @@ _BACKWARD = _rules(
     BACKWARD, why_not=_why_not_backward, result_shapes=_backward_shapes,
     reference=_backward_reference, prepare=_prepare_backward,
 )  # fmt: skip
+why_not = _FORWARD.why_not
 _forward, _backward = _local.make_primitive(_FORWARD), _local.make_primitive(_BACKWARD)
 
 

@@ -16,7 +16,7 @@ from .. import _config, _derivatives, _mesh
 from .._epilogue import sum_dtype
 from .._mesh import AxisName
 from .._ops.exchange import all_gather, reduce_scatter
-from . import blocks, by_parts, kernel, pieces
+from . import blocks, by_parts, gathered, kernel, pieces
 from .blocks import Part, Scores
 from .layouts import Layout, own_positions
 from .merging import merge_attention
@@ -151,16 +151,22 @@ def gather_keys(
     return both[..., : k.shape[-1]], both[..., k.shape[-1] :]
 
 
-def _all_keys(
-    call: Call, k: jax.Array, v: jax.Array, segments: jax.Array | None
-) -> tuple[jax.Array, jax.Array, Part]:
+def _key_parts(call: Call, length: int, segments: jax.Array | None) -> Part:
+    """The positions of all ranks, in the order of ranks."""
     if call.ranks == 1:
-        return k, v, call.part(jnp.int32(0), k.shape[1], segments)
+        return call.part(jnp.int32(0), length, segments)
     if segments is not None:
         segments = all_gather(segments, axis_name=call.axis_name, axis=1, tiled=True)
     ranks = jnp.arange(call.ranks, dtype=jnp.int32)
-    positions = jax.vmap(lambda r: call.part(r, k.shape[1], None).positions)(ranks).reshape(-1)
-    return *gather_keys(call.axis_name, k, v), Part(positions, segments)
+    positions = jax.vmap(lambda r: call.part(r, length, None).positions)(ranks).reshape(-1)
+    return Part(positions, segments)
+
+
+def _all_keys(
+    call: Call, k: jax.Array, v: jax.Array, segments: jax.Array | None
+) -> tuple[jax.Array, jax.Array, Part]:
+    keys = _key_parts(call, k.shape[1], segments)
+    return (k, v, keys) if call.ranks == 1 else (*gather_keys(call.axis_name, k, v), keys)
 
 
 def _in_sequence(call: Call, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
@@ -178,6 +184,10 @@ def _gathered(
     if call.cudnn:
         return by_parts.forward(q, (k, v), *_in_sequence(call, k, v), call.scores.scale)
     queries = call.part(call.rank, q.shape[1], segments)
+    if call.kernel and gathered.takes(call.axis_name, call.ranks, segments):
+        assert call.axis_name is not None
+        keys = _key_parts(call, k.shape[1], segments)
+        return gathered.forward(call.axis_name, q, queries, k, v, keys, call.scores, q.dtype)
     return call.attend(q, queries, *_all_keys(call, k, v, segments), q.dtype)
 
 

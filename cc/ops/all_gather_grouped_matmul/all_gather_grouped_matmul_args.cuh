@@ -35,30 +35,6 @@ __device__ __forceinline__ Signal* ChunkSignal(const AllGatherGroupedMatmulArgs&
       rank, args.workspace.SignalOffset(call.epoch) + args.layout.SignalOffset(src, chunk));
 }
 
-// Waits for the chunks [chunk, count) of `src`. Called by a full warp: the lanes look at 32 at a
-// time, and lane 0 waits for the first missing one.
-__device__ __forceinline__ void AwaitChunks(const AllGatherGroupedMatmulArgs& args,
-                                            const CallContext& call, int src, int32_t chunk,
-                                            int32_t count) {
-  const int lane = threadIdx.x % 32;
-  while (chunk < count) {
-    const bool has_arrived =
-        chunk + lane >= count ||
-        HasArrived(call, ChunkSignal(args, call, args.view.rank, src, chunk + lane));
-    const uint32_t missing = __ballot_sync(0xffffffff, !has_arrived);
-    if (missing == 0) {
-      chunk += 32;
-      continue;
-    }
-    chunk += __ffs(missing) - 1;
-    if (lane == 0) {
-      AwaitPeer(call, ChunkSignal(args, call, args.view.rank, src, chunk), src, chunk);
-    }
-    __syncwarp();
-    ++chunk;  // also after a failed wait
-  }
-}
-
 }  // namespace jflux
 
 #endif  // JFLUX_OPS_ALL_GATHER_GROUPED_MATMUL_ALL_GATHER_GROUPED_MATMUL_ARGS_CUH_

@@ -61,7 +61,7 @@ struct AllGatherGroupedMatmulSm90 : GroupedMatmulSm90<Config_> {
 
   static __device__ void Send(const Args& args, const CallContext& call,
                               const GemmSmem<Config>& smem) {
-    SendBuffers<Config> buffers{smem};
+    SendBuffers<GemmSmem<Config>> buffers{smem};
     if (args.view.world > 1 && MaySend(args)) {
       SendChunks<TokenSender<Config>>(args, call, buffers);
     }
@@ -77,7 +77,9 @@ struct AllGatherGroupedMatmulSm90 : GroupedMatmulSm90<Config_> {
     fill(args.sums_data[0]);
     fill(args.sums_data[1]);
     for (int step = 1; blockIdx.x == 0 && step < args.view.world; ++step) {
-      AwaitChunks(args, call, (args.view.rank + step) % args.view.world, 0, args.layout.chunks);
+      const int src = (args.view.rank + step) % args.view.world;
+      AwaitSignals(call, ChunkSignal(args, call, args.view.rank, src, 0), src, 0,
+                   args.layout.chunks);
     }
   }
 };

@@ -83,7 +83,8 @@ class GatheredGroups : public ClassedGroups<Config, GatheredTiles> {
       if (src == args.view.rank) continue;
       const int32_t tokens = src == last_src ? most - src * per_rank + 1 : per_rank;
       const int32_t count = args.layout.ChunksOf(tokens);
-      AwaitChunks(args, call, src, __shfl_sync(0xffffffff, arrived_, src), count);
+      AwaitSignals(call, ChunkSignal(args, call, args.view.rank, src, 0), src,
+                   __shfl_sync(0xffffffff, arrived_, src), count);
       if (lane == src) arrived_ = Max(arrived_, count);
     }
   }

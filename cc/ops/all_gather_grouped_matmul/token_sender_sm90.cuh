@@ -10,6 +10,7 @@
 
 #include "core/tile_order.h"
 #include "gpu/chunk_sender.cuh"
+#include "gpu/gemm_smem.cuh"
 #include "ops/all_gather_grouped_matmul/all_gather_grouped_matmul_args.cuh"
 
 namespace jflux {
@@ -17,7 +18,7 @@ namespace jflux {
 template <typename Config>
 struct TokenSender {
   using Args = AllGatherGroupedMatmulArgs;
-  using Buffers = SendBuffers<Config>;
+  using Buffers = SendBuffers<GemmSmem<Config>>;
 
   struct Chunk {
     int32_t peer, chunk, bytes;

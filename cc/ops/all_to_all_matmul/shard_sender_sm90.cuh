@@ -14,7 +14,7 @@ namespace jflux {
 template <typename Config>
 struct ShardSender {
   using Args = AllToAllMatmulArgs;
-  using Buffers = SendBuffers<Config>;
+  using Buffers = SendBuffers<GemmSmem<Config>>;
 
   // Takes chunks from counters: first chunks to send, in as many CTAs as may send (gpu/senders.h),
   // then chunks to copy to `gathered`. Nothing that a peer waits for comes after a wait.

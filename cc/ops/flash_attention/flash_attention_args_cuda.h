@@ -91,6 +91,20 @@ bool Load(std::string* error) {
          !ForInstancesOf<Kernels>(DType::kBF16, fails);
 }
 
+// `args`: those of Kernels, of which SetArgs has set a part.
+template <typename Kernels>
+bool LaunchInstance(const FlashAttentionParams& p, void* args, int ctas, cudaStream_t stream,
+                    std::string* error) {
+  bool launched = false;
+  ForInstancesOf<Kernels>(p.dtype, [&](int width, bool softcap, const Instance& instance) {
+    if (width != WidthFor(p.width) || softcap != (p.softcap != 0)) return false;
+    launched =
+        LaunchKernel(instance.kernel, args, ctas, 1, kThreads, instance.smem_bytes, stream, error);
+    return true;
+  });
+  return launched;
+}
+
 template <typename Kernels>
 bool Launch(const FlashAttentionParams& p, const FlashAttentionArrays& arrays, cudaStream_t stream,
             std::string* error) {
@@ -109,14 +123,7 @@ bool Launch(const FlashAttentionParams& p, const FlashAttentionArrays& arrays, c
                       error);
   Args args{};
   if (!SetArgs(Kernels::kPass, width, p, arrays, &args, error)) return false;
-  bool launched = false;
-  ForInstancesOf<Kernels>(p.dtype, [&](int of_width, bool of_softcap, const Instance& instance) {
-    if (of_width != width || of_softcap != (p.softcap != 0)) return false;
-    launched = LaunchKernel(instance.kernel, &args, Min(args.items, sm_count), 1, kThreads,
-                            instance.smem_bytes, stream, error);
-    return true;
-  });
-  return launched;
+  return LaunchInstance<Kernels>(p, &args, Min(args.items, sm_count), stream, error);
 }
 
 }  // namespace jflux::attention

@@ -3,6 +3,9 @@
 // A consumer issues the scores of a block and then the sum of values of the block before, and
 // computes the softmax of the one while the other runs. The two consumers take turns in issuing, so
 // that one keeps the tensor cores busy while the other computes (arXiv 2407.08608, section 3.1).
+//
+// Keys is where the load warp finds keys and values: OwnKeys here; all_gather_attention has its
+// own.
 #ifndef JFLUX_OPS_FLASH_ATTENTION_FLASH_ATTENTION_SM90_CUH_
 #define JFLUX_OPS_FLASH_ATTENTION_FLASH_ATTENTION_SM90_CUH_
 
@@ -54,8 +57,33 @@ struct ForwardSmem {
   __device__ uint32_t VEmpty(int stage) const { return Bar(2 + 3 * Shape::kStages + stage); }
 };
 
+// Where a block of keys and its values lie.
+struct KeyRows {
+  const CUtensorMap *k, *v;
+  int32_t k_batch, v_batch, first;  // coordinates in the maps
+  int32_t number;                   // the first key's place among positions and segments
+};
+
+// The keys of this device.
 template <typename Shape>
-__device__ __forceinline__ void RunForwardLoads(const Args& args, const ForwardSmem<Shape>& smem) {
+struct OwnKeys {
+  // Calls load(rows, kind) for each block with scores of an item, in the order in which the item
+  // meets them. All lanes.
+  template <typename Load>
+  __device__ __forceinline__ void ForEachBlock(const Args& args, const Item& item, Load&& load) {
+    const auto load_own = [&](int32_t block, int kind) {
+      const int32_t first = block * Shape::kKeys;
+      load(KeyRows{&args.k, &args.v, item.batch, item.batch, first, first}, kind);
+    };
+    attention::ForEachBlock(
+        BlocksOfItem(args, args.arrays.blocks, item, args.query_blocks, args.key_blocks),
+        args.key_blocks, load_own);
+  }
+};
+
+template <typename Shape, typename Keys>
+__device__ __forceinline__ void RunForwardLoads(const Args& args, const ForwardSmem<Shape>& smem,
+                                                Keys& source) {
   constexpr int kStages = Shape::kStages;
   Ring<kStages> keys, values;
   uint32_t parity = 1;  // of QEmpty
@@ -73,28 +101,27 @@ __device__ __forceinline__ void RunForwardLoads(const Args& args, const ForwardS
                                    args.arrays.q_segments, args.padded_queries, item.batch, first);
     }
     parity ^= 1;
-    const auto load = [&](int32_t block, int kind) {
-      const int32_t first = block * Shape::kKeys;
+    const auto load = [&](const KeyRows& rows, int kind) {
       if (leads) {
         ptx::MbarrierWait(smem.KEmpty(keys.index), keys.parity ^ 1);
         ptx::StoreShared4(smem.Kind(keys.index), kind);
         ptx::MbarrierArriveExpectTx(smem.KFull(keys.index),
                                     Shape::kKBytes + BytesOfNumbers<Shape::kKeys>(args));
-        LoadRows<Shape::kKeys, Shape::kWidth>(smem.K(keys.index), &args.k, smem.KFull(keys.index),
-                                              item.batch, first, item.group);
+        LoadRows<Shape::kKeys, Shape::kWidth>(smem.K(keys.index), rows.k, smem.KFull(keys.index),
+                                              rows.k_batch, rows.first, item.group);
         LoadNumbers<Shape::kKeys>(args, smem.KNumbers(keys.index), smem.KFull(keys.index),
                                   args.arrays.k_positions, args.arrays.k_segments, args.padded_keys,
-                                  item.batch, first);
+                                  item.batch, rows.number);
         ptx::MbarrierWait(smem.VEmpty(values.index), values.parity ^ 1);
         ptx::MbarrierArriveExpectTx(smem.VFull(values.index), Shape::kKBytes);
-        LoadRows<Shape::kKeys, Shape::kWidth>(
-            smem.V(values.index), &args.v, smem.VFull(values.index), item.batch, first, item.group);
+        LoadRows<Shape::kKeys, Shape::kWidth>(smem.V(values.index), rows.v,
+                                              smem.VFull(values.index), rows.v_batch, rows.first,
+                                              item.group);
       }
       keys.Advance();
       values.Advance();
     };
-    ForEachBlock(BlocksOfItem(args, args.arrays.blocks, item, args.query_blocks, args.key_blocks),
-                 args.key_blocks, load);
+    source.ForEachBlock(args, item, load);
     if (leads) {
       ptx::MbarrierWait(smem.KEmpty(keys.index), keys.parity ^ 1);
       ptx::StoreShared4(smem.Kind(keys.index), static_cast<int>(BlockKind::kEnd));
@@ -269,10 +296,10 @@ __device__ __forceinline__ void RunForwardConsumer(const Args& args, const Forwa
   }
 }
 
-template <typename Shape>
-__device__ __forceinline__ void RunForward(const Args& args) {
-  JFLUX_DYNAMIC_SHARED(uint8_t, 1024, storage);
-  const ForwardSmem<Shape> smem{ptx::SmemAddress(storage)};
+// Calls run_producer(warp) in the warps of warpgroup 0, of which warp 0 is to run the loads.
+template <typename Shape, typename Producer>
+__device__ __forceinline__ void RunForward(const Args& args, const ForwardSmem<Shape>& smem,
+                                           Producer&& run_producer) {
   const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);
   if (threadIdx.x == 0) {
     ptx::MbarrierInit(smem.QFull(), 1);
@@ -288,7 +315,7 @@ __device__ __forceinline__ void RunForward(const Args& args) {
   __syncthreads();
   if (warp < 4) {
     ptx::RegistersDown<Shape::kRegisters.producer>();
-    if (warp == 0) RunForwardLoads<Shape>(args, smem);
+    run_producer(warp);
   } else {
     ptx::RegistersUp<Shape::kRegisters.consumer>();
     RunForwardConsumer<Shape>(args, smem, warp / 4 - 1);
@@ -297,7 +324,12 @@ __device__ __forceinline__ void RunForward(const Args& args) {
 
 template <typename Shape>
 __global__ void __launch_bounds__(kThreads, 1) ForwardKernel(const __grid_constant__ Args args) {
-  RunForward<Shape>(args);
+  JFLUX_DYNAMIC_SHARED(uint8_t, 1024, storage);
+  const ForwardSmem<Shape> smem{ptx::SmemAddress(storage)};
+  RunForward<Shape>(args, smem, [&](int warp) {
+    OwnKeys<Shape> keys;
+    if (warp == 0) RunForwardLoads<Shape>(args, smem, keys);
+  });
 }
 
 }  // namespace jflux::attention

@@ -1,0 +1,128 @@
+// all_gather_attention: attention of each rank's queries to the keys and values of all ranks.
+//
+//   q            [B, s, H, D] of this rank
+//   k, v         [B, t, G, D] of this rank; head h of q attends to head h / (H / G)
+//   out, lse     as flash_attention's (ops/flash_attention/flash_attention.h)
+//
+// Keys are numbered by rank, each rank's from a multiple of kAttentionPadding on: key j of rank r
+// is r Padded(t) + j. So no block of keys is of two ranks. Positions and segments of keys [1 or B,
+// N Padded(t)] and the columns of `blocks` [1 or B, blocks of queries, N blocks of keys of a rank]
+// are in this order, on every rank.
+//
+// The call (Params), the layout of its workspace, and the CPU back end's body. GPU: the launcher in
+// all_gather_attention_cuda.h. Python: jflux/_attention/gathered.py.
+#ifndef JFLUX_OPS_ALL_GATHER_ATTENTION_ALL_GATHER_ATTENTION_H_
+#define JFLUX_OPS_ALL_GATHER_ATTENTION_ALL_GATHER_ATTENTION_H_
+
+#include <cstdint>
+
+#include "core/dtype.h"
+#include "core/layout.h"
+#include "core/signal.h"
+#include "ops/flash_attention/flash_attention.h"
+
+namespace jflux {
+
+inline constexpr OpId kAllGatherAttentionId{16};
+
+struct AllGatherAttentionParams {
+  int32_t world;
+  FlashAttentionParams attention;  // keys: of each rank
+
+  // Keys with padding, of all ranks.
+  int64_t PaddedKeys() const { return world * Padded(attention.keys); }
+  // What ranks must agree on: what travels. Masks and queries are each rank's own.
+  uint32_t Signature() const {
+    return SignatureBuilder()
+        .Add(static_cast<int64_t>(kAllGatherAttentionId))
+        .Add(world)
+        .Add(attention.batch)
+        .Add(attention.keys)
+        .Add(attention.groups)
+        .Add(attention.width)
+        .Add(static_cast<int64_t>(attention.dtype))
+        .Get();
+  }
+};
+
+// A rank's keys and values travel as chunks, each with its own signal: a byte range of one
+// sequence's keys, then the same range of its values, then the next range; sequence after sequence.
+// So the first rows of a sequence are in the first of its chunks. A half of the workspace has a
+// place for each peer: its k, then its v, as they lie in its arrays.
+//
+//   writes  the rank whose keys they are
+//   waits   for the chunks that hold a block's rows, and the chunks before them of the same rank
+//   order   the copy completes, then the signal is stored with release at system scope
+//   reset   never (core/signal.h)
+struct KeyLayout {
+  int32_t world, batch;
+  int32_t pieces;          // ranges of a sequence
+  int32_t log_chunk;       // of bytes
+  int64_t row_bytes;       // of a position's keys
+  int64_t sequence_bytes;  // of a sequence's keys
+
+  static KeyLayout Make(const AllGatherAttentionParams& p, int32_t log_chunk) {
+    const FlashAttentionParams& a = p.attention;
+    const int64_t row_bytes = a.groups * a.width * SizeOf(a.dtype);
+    const int64_t sequence_bytes = a.keys * row_bytes;
+    return KeyLayout{p.world,
+                     static_cast<int32_t>(a.batch),
+                     static_cast<int32_t>(CeilDiv(sequence_bytes, int64_t{1} << log_chunk)),
+                     log_chunk,
+                     row_bytes,
+                     sequence_bytes};
+  }
+
+  // The place of `src` on `rank`.
+  JFLUX_HD int32_t SlotOf(int32_t rank, int32_t src) const {
+    return (src - rank - 1 + world) % world;
+  }
+
+  struct Chunk {
+    int32_t tensor;  // 0: keys, 1: values
+    int32_t batch;
+    int64_t begin, bytes;  // in the sequence
+  };
+  JFLUX_HD int32_t Chunks() const { return 2 * batch * pieces; }  // of a rank
+  JFLUX_HD Chunk ChunkAt(int32_t i) const {
+    const int32_t range = i / 2;
+    const int64_t begin = static_cast<int64_t>(range % pieces) << log_chunk;
+    return Chunk{i % 2, range / pieces, begin,
+                 Min(int64_t{1} << log_chunk, sequence_bytes - begin)};
+  }
+  // The chunks before this one hold the first `rows` positions of a sequence, and the sequences
+  // before it.
+  JFLUX_HD int32_t ChunksOf(int32_t sequence, int64_t rows) const {
+    const int64_t ranges = (rows * row_bytes + (int64_t{1} << log_chunk) - 1) >> log_chunk;
+    return 2 * (sequence * pieces + static_cast<int32_t>(ranges));
+  }
+
+  // Offsets into the signals and into the data of a half, and into a tensor [B, t, G, D].
+  JFLUX_HD int64_t SignalOffset(int32_t slot, int32_t chunk) const {
+    return (static_cast<int64_t>(slot) * Chunks() + chunk) * static_cast<int64_t>(sizeof(Signal));
+  }
+  // `sequence`: as the workspace's tensor map numbers them.
+  JFLUX_HD int32_t SequenceOf(int32_t slot, int32_t tensor, int32_t sequence) const {
+    return (2 * slot + tensor) * batch + sequence;
+  }
+  JFLUX_HD int64_t DataOffset(int32_t slot, const Chunk& c) const {
+    return SequenceOf(slot, c.tensor, c.batch) * sequence_bytes + c.begin;
+  }
+  JFLUX_HD int64_t TensorOffset(const Chunk& c) const { return c.batch * sequence_bytes + c.begin; }
+  JFLUX_HD WorkspaceLayout Workspace() const {
+    return WorkspaceLayout::For(SignalOffset(world - 1, 0),
+                                SequenceOf(world - 1, 0, 0) * sequence_bytes);
+  }
+};
+
+inline constexpr int32_t kCpuLogKeyChunk = 16;
+
+// The CPU back end's body for one rank, of any floating type. Of `arrays`, blocks and order are not
+// used. False if a wait failed; ctx.fault has the reason.
+bool AllGatherAttentionCpu(const AllGatherAttentionParams& params, int32_t log_chunk,
+                           const FlashAttentionArrays& arrays, const SymmetricView& view,
+                           uint64_t epoch, const WaitContext& ctx);
+
+}  // namespace jflux
+
+#endif  // JFLUX_OPS_ALL_GATHER_ATTENTION_ALL_GATHER_ATTENTION_H_

@@ -1,0 +1,55 @@
+// Instantiates the kernels of all_gather_attention and launches one.
+#include "ops/all_gather_attention/all_gather_attention_cuda.h"
+#include "ops/all_gather_attention/all_gather_attention_sm90.cuh"
+#include "ops/flash_attention/flash_attention_args_cuda.h"
+
+namespace jflux {
+namespace {
+
+struct Kernels {
+  static constexpr AttentionPass kPass = AttentionPass::kForward;
+  template <typename T, int kWidth, bool kSoftcap>
+  static attention::Instance For() {
+    using Shape = GatherShape<attention::ForwardShape<T, kWidth, kSoftcap>>;
+    return {reinterpret_cast<const void*>(&AllGatherAttentionKernel<Shape>), Shape::kSmemBytes};
+  }
+};
+
+}  // namespace
+
+bool LoadAllGatherAttentionKernels(std::string* error) { return attention::Load<Kernels>(error); }
+
+bool LaunchAllGatherAttention(const AllGatherAttentionParams& params,
+                              const FlashAttentionArrays& arrays, int32_t senders, int64_t site,
+                              const CudaDevice& device, const SymmetricView& view,
+                              cudaStream_t stream, std::string* error) {
+  const FlashAttentionParams& p = params.attention;
+  const int width = WidthFor(p.width);
+  AllGatherAttentionArgs args{};
+  if (!attention::SetArgs(AttentionPass::kForward, width, p, arrays, &args, error)) return false;
+  const int32_t block = BlocksOf(AttentionPass::kForward, width).keys;
+  args.padded_keys = static_cast<int32_t>(params.PaddedKeys());
+  args.key_blocks = args.padded_keys / block;
+  args.key_blocks_of_rank = args.key_blocks / params.world;
+  args.state = device.state;
+  args.view = view;
+  args.signature = SignatureBuilder().Add(params.Signature()).Add(site).Get();
+  args.op = static_cast<uint32_t>(kAllGatherAttentionId);
+  args.layout = CudaLayoutOf(params);
+  args.workspace = args.layout.Workspace();
+  args.senders = senders;
+  const int64_t sequences = args.layout.SequenceOf(params.world - 1, 0, 0);
+  for (int half = 0; half < 2; ++half) {
+    if (!EncodeTensorMap(&args.workspace_maps[half], p.dtype,
+                         view.At(view.rank, args.workspace.DataOffset(half)),
+                         {sequences, p.keys, p.groups, p.width},
+                         {p.keys * p.groups * p.width, p.groups * p.width, p.width},
+                         {1, block, 1, 64}, error)) {
+      return false;
+    }
+  }
+  // All CTAs are of use: they send.
+  return attention::LaunchInstance<Kernels>(p, &args, device.sm_count, stream, error);
+}
+
+}  // namespace jflux

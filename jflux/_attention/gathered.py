@@ -1,0 +1,264 @@
+"""Attention to the keys of all ranks, which arrive while the kernel computes
+(cc/ops/all_gather_attention); else an all-gather, and the attention of one device (kernel.py).
+
+``jflux_all_gather_attention(q, k, v, positions of queries, of keys, kinds of blocks, order[,
+segments of queries, of keys])``: operands as the handlers take them. Keys are numbered by rank,
+each rank's from a multiple of 128 on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.interpreters import ad
+
+from .. import _config, _dispatch, _lowering, _mesh, _native
+from .._dispatch import Arrays, Machine, Plan
+from .._epilogue import sum_dtype
+from .._levels import Levels
+from .._mesh import AxisName
+from .._ops import _local, exchange
+from . import blocks, kernel
+from .blocks import Part, Scores
+
+OP = "all_gather_attention"
+
+#: Whether the GPU kernel has been compared with float64 on GPUs: it has run in the simulator alone.
+CHECKED_ON_GPUS = False
+
+#: What the CPU's body takes: its sums are in float32.
+_CPU_DTYPES = ("float16", "bfloat16", "float32")
+
+
+@dataclasses.dataclass(frozen=True)
+class Params:
+    """A call, less its operands.
+
+    Attributes:
+      scores, dtype, precision: as :class:`.kernel.Params` has them.
+    """
+
+    axis_names: tuple[Any, ...]
+    world: int
+    scores: Scores
+    dtype: np.dtype
+    precision: str | None
+    prepared: str | None = None
+
+
+def takes(axis_name: AxisName | None, ranks: int, segments: jax.Array | None) -> bool:
+    """Whether there may be a kernel for attention over these ranks."""
+    narrow = segments is None or jnp.iinfo(segments.dtype).bits <= 32
+    return ranks > 1 and axis_name is not None and _mesh.is_manual(axis_name) and narrow
+
+
+def forward(
+    axis_name: AxisName,
+    q: jax.Array,
+    queries: Part,
+    k: jax.Array,
+    v: jax.Array,
+    keys: Part,
+    scores: Scores,
+    dtype: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """:func:`.kernel.forward` over the keys of all ranks.
+
+    Args:
+      k, v: [B, t, G, D] of this rank.
+      keys: of all ranks, one after the other: positions [N t], segments [B, N t].
+    """
+    rank, world = _mesh.rank_and_size(axis_name)
+    params = Params(
+        _mesh.as_tuple(axis_name), world, scores, np.dtype(dtype), blocks.default_precision()
+    )
+    operands = [q, k, v, *_numbers(q, queries, keys, rank, world, scores)]
+    operands = _local.vary_together(*_mesh.vary_together(axis_name, *operands))
+    o, lse = _primitive.bind(*operands, params=params)
+    return o, lse
+
+
+def _numbers(
+    q: jax.Array, queries: Part, keys: Part, rank: Any, world: int, scores: Scores
+) -> list[jax.Array]:
+    """What an operand is beside q, k and v."""
+
+    def by_rank(a: jax.Array, fill: int) -> jax.Array:
+        return kernel.padded(a.reshape(-1, world, a.shape[-1] // world), fill).reshape(len(a), -1)
+
+    segments = []
+    if queries.segments is not None and keys.segments is not None:
+        segments = [kernel.padded(queries.segments, 0), by_rank(keys.segments, 0)]
+    positions = [
+        kernel.padded(queries.positions[None], blocks.NOWHERE),
+        by_rank(keys.positions[None], blocks.NOWHERE),
+    ]
+    parts = (
+        Part(queries.positions, queries.segments),
+        Part(positions[1][0], segments[1] if segments else None),
+    )
+    kinds = kernel.block_kinds(*parts, scores, kernel.block_sizes("forward", q.shape[3]))
+    # Others' keys arrive while the first items meet own ones.
+    blocks_of_rank = kinds.shape[2] // world
+    own = lax.dynamic_slice_in_dim(kinds, rank * blocks_of_rank, blocks_of_rank, 2)
+    return [*positions, *kernel.by_cost(kinds, own), *(s.astype(jnp.int32) for s in segments)]
+
+
+# ---- In two steps --------------------------------------------------------------------------------
+
+
+def _parts(arrays: Arrays, params: Params) -> tuple[Part, Part]:
+    """Those of queries and of all ranks' keys, without padding."""
+    q, k, _, of_queries, of_keys, _, _, *segments = arrays
+
+    def plain(queries: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
+        by_rank = keys.reshape(len(keys), params.world, -1)[:, :, : k.shape[1]]
+        return queries[:, : q.shape[1]], by_rank.reshape(len(keys), -1)
+
+    positions = plain(of_queries, of_keys)
+    rows = [p[0] if len(p) == 1 else p for p in positions]
+    found = plain(*segments) if segments else (None, None)
+    return Part(rows[0], found[0]), Part(rows[1], found[1])
+
+
+def _two_steps(
+    arrays: Arrays, params: Params, gather: Callable[[jax.Array], jax.Array]
+) -> list[jax.Array]:
+    q, k, v = arrays[:3]
+    queries, keys = _parts(arrays, params)
+    both = gather(jnp.concatenate([k, v], -1))
+    k, v = both[..., : k.shape[-1]], both[..., k.shape[-1] :]
+    with jax.default_matmul_precision(params.precision):
+        return [*kernel.forward(q, queries, k, v, keys, params.scores, params.dtype)]
+
+
+def _decomposed(arrays: Arrays, params: Params, plan: Plan | None = None) -> list[jax.Array]:
+    def gather(both: jax.Array) -> jax.Array:
+        return exchange.bind("all_gather", both, params.axis_names, params.world, None, 1)
+
+    return _two_steps(arrays, params, gather)
+
+
+def _in_lax(arrays: Arrays, params: Params) -> list[jax.Array]:
+    gather = exchange.Params(params.axis_names, params.world, None, 1).collective("all_gather")
+    return _two_steps(arrays, params, lambda both: gather.lax(both, params.axis_names))
+
+
+# ---- How a call lowers ---------------------------------------------------------------------------
+
+
+def _shapes(arrays: Arrays, params: Params) -> Sequence[_lowering.ShapeDtype]:
+    q = arrays[0]
+    return [(q.shape, params.dtype), (q.shape[:3], sum_dtype(q.dtype))]
+
+
+def _in_steps(why: str) -> Plan:
+    return _dispatch.decomposed(f"an all-gather, then the attention of one device: {why}")
+
+
+def _why_not(arrays: Arrays, params: Params, machine: Machine) -> str | None:
+    q = arrays[0]
+    if machine.on_gpus:
+        return _dispatch.why_unchecked(CHECKED_ON_GPUS) or kernel.why_not(
+            arrays, params, machine.platform
+        )
+    if not _config.config.always:
+        return "on CPUs XLA's blocks are faster"
+    if q.dtype.name not in _CPU_DTYPES:
+        return f"operands are {q.dtype}, the CPU's body takes {', '.join(_CPU_DTYPES)}"
+    return None if params.scores.scale > 0 else f"the scale is {params.scores.scale}"
+
+
+def _plan(arrays: Arrays, params: Params, machine: Machine) -> Plan:
+    if why := _why_not(arrays, params, machine):
+        return _in_steps(why)
+    q, k = arrays[:2]
+    call = {
+        "world": params.world, "batch": q.shape[0], "queries": q.shape[1], "keys": k.shape[1],
+        "heads": q.shape[2], "groups": k.shape[2], "width": q.shape[3],
+        "dtype": _native.DTYPES.index(q.dtype.name),
+    }  # fmt: skip
+    try:
+        native = machine.native_plan(OP, call)
+    except ValueError as refused:
+        return _in_steps(str(refused))
+    # Other calls should not find the heap full of what an all-gather moves as well.
+    if not _config.config.always and native["workspace_bytes"] > machine.heap_bytes // 3:
+        return _in_steps(
+            f"the keys take {native['workspace_bytes']} bytes, more than a third of a heap of "
+            f"{machine.heap_bytes}"
+        )
+    return _dispatch.fused("one kernel: keys and values arrive while it computes", native)
+
+
+def _plan_two_level(arrays: Arrays, params: Params, machine: Machine, levels: Levels) -> Plan:
+    return _in_steps(f"{levels}, and the kernel reaches the ranks of one node only")
+
+
+def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
+    return {**kernel.attributes(params), "senders": np.int64(plan.senders)}
+
+
+def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
+    """One call, of as many times B sequences."""
+    size = next(a.shape[d] for a, d in zip(operands, dims, strict=True) if d is not None)
+    q, q_dim = operands[0], dims[0]
+    batch = q.shape[0] if q_dim is None else np.delete(q.shape, q_dim)[0]
+
+    def folded(a: jax.Array, dim: int | None, is_shared: bool) -> jax.Array:
+        if is_shared:
+            return a
+        a = jnp.broadcast_to(a, (size, *a.shape)) if dim is None else jnp.moveaxis(a, dim, 0)
+        a = jnp.broadcast_to(a, (size, batch, *a.shape[2:]))
+        return a.reshape(size * batch, *a.shape[2:])
+
+    def are_shared(*which: int) -> bool:
+        return all(dims[i] is None and len(operands[i]) == 1 for i in which)
+
+    shared = {3: are_shared(3, 4), 4: are_shared(3, 4), 5: are_shared(5)}
+    merged = [
+        folded(a, d, shared.get(i, False))
+        for i, (a, d) in enumerate(zip(operands, dims, strict=True))
+        if i != 6
+    ]
+    merged[5:6] = kernel.by_cost(merged[5])
+    results = primitive.bind(*_local.vary_together(*merged), params=params)
+    return [a.reshape(size, -1, *a.shape[1:]) for a in results], [0] * len(results)
+
+
+_primitive = _lowering.make_primitive(
+    _lowering.Rules(
+        name=OP,
+        result_shapes=_shapes,
+        reference=_in_lax,
+        decomposed=_decomposed,
+        plan=_plan,
+        plan_two_level=_plan_two_level,
+        attributes=_attributes,
+        batch=_batch,
+    )
+)
+
+
+def _jvp(primals: Any, tangents: Any, *, params: Params) -> Any:
+    """Derivatives are those of the two steps. The first one in reverse mode does not come here:
+    split.py has both passes."""
+    moved = [not isinstance(t, ad.Zero) for t in tangents]
+
+    def f(*some: jax.Array) -> list[jax.Array]:
+        rest = iter(some)
+        return _decomposed(
+            [next(rest) if m else a for a, m in zip(primals, moved, strict=True)], params
+        )
+
+    some = tuple(a for a, m in zip(primals, moved, strict=True) if m)
+    return jax.jvp(f, some, tuple(t for t in tangents if not isinstance(t, ad.Zero)))
+
+
+ad.primitive_jvps[_primitive] = _jvp
