@@ -139,20 +139,49 @@ def _messages(page: Path) -> list[str]:
     return found
 
 
+def _texts_of_code() -> dict[Path, str]:
+    """By file."""
+    patterns = ("jflux/**/*.py", "cc/**/*.cc", "cc/**/*.cu", "cc/runtime/*.h")
+    return {path: _texts(path) for pattern in patterns for path in ROOT.glob(pattern)}
+
+
+def _is_said(message: str, texts: dict[Path, str]) -> bool:
+    """Whether each part between two "..." stands in the string literals of one file."""
+    parts = [part.strip() for part in message.split("...") if len(part.strip()) > 3]
+    assert parts, message
+    return any(all(part in text for part in parts) for text in texts.values())
+
+
 def test_quoted_messages_are_those_of_the_code():
-    """Each part between two "..." stands in the string literals of one file."""
-    sources = [
-        path
-        for pattern in ("jflux/**/*.py", "cc/**/*.cc", "cc/**/*.cu", "cc/runtime/*.h")
-        for path in ROOT.glob(pattern)
-    ]
-    texts = {source: _texts(source) for source in sources}
+    texts = _texts_of_code()
     messages = _messages(ROOT / "docs" / "guide" / "troubleshooting.md")
     assert len(messages) > 25
     for message in messages:
-        parts = [part.strip() for part in message.split("...") if len(part.strip()) > 3]
-        assert parts, message
-        assert any(all(part in text for part in parts) for text in texts.values()), message
+        assert _is_said(message, texts), message
+
+
+def test_injected_faults_have_tests():
+    """Each row names tests that there are, and quotes what the code says."""
+    texts, named = _texts_of_code(), set()
+    page = (ROOT / "docs" / "internals" / "faults.md").read_text()
+    rows = [
+        [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        for line in page.splitlines()
+        if line.startswith("| ") and not line.startswith("| fault |")
+    ]
+    assert len(rows) > 30 and {len(row) for row in rows} == {4}
+    for fault, _, seen, tests in rows:
+        found = re.findall(r"`([\w/]+)\.(py|cc)(?:::(\w+))?`", tests)
+        assert found or "](" in tests, fault
+        for file, kind, name in found:
+            folder = ROOT / "tests" / ("" if kind == "py" else "cc")
+            source = (folder / f"{file}.{kind}").read_text()
+            pattern = rf"^def {name}\(" if kind == "py" else rf"^TEST\({name}\)"
+            assert not name or re.search(pattern, source, re.M), (fault, name)
+            named.add(file)
+        for message in re.findall(r"`([^`]+)`", seen):
+            assert message.startswith("jflux.init") or _is_said(message, texts), message
+    assert len(named) > 20
 
 
 def test_a_message_that_nobody_prints_is_noticed(tmp_path):
