@@ -8,7 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import PLATFORM, RANKS, compiled_text, fused_calls, make_mesh, per_device, run, x64_if
+from harness import (
+    PLATFORM,
+    RANKS,
+    compiled_text,
+    examples,
+    fused_calls,
+    make_mesh,
+    per_device,
+    run,
+    x64_if,
+)
+from hypothesis import given
+from hypothesis import strategies as st
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
@@ -164,6 +176,16 @@ def dense(x, indices, weights, w, kept):
     return jnp.einsum("ntk,ntke,ntef->ntf", weights, one_hot, y)
 
 
+def _with_gradients(options):
+    """(x, indices, weights, w, ct) -> y, and the gradients of x, weights and w."""
+
+    def f(x, indices, weights, w, ct):
+        y, pull = jax.vjp(lambda x, s, w: layer(x, indices, s, w, **options), x, weights, w)
+        return y, *pull(ct)
+
+    return f
+
+
 def _weights_of(seed, experts, width=6, out=5):
     return np.random.default_rng(seed).standard_normal((experts, width, out))
 
@@ -191,12 +213,7 @@ def test_a_layer_and_its_gradients(size, options):
     split = w.reshape(ranks, local, *w.shape[1:])
     ct = np.random.default_rng(4).standard_normal((ranks, size[1], w.shape[2]))
 
-    def with_gradients(x, indices, weights, w, ct):
-        f = functools.partial(layer, **options)
-        y, pull = jax.vjp(lambda x, weights, w: f(x, indices, weights, w), x, weights, w)
-        return y, *pull(ct)
-
-    f = jax.jit(per_device(mesh, with_gradients))
+    f = jax.jit(per_device(mesh, _with_gradients(options)))
     for kind in KINDS:
         x, indices, weights = operands(2, kind, *size[:3], experts)
         _, kept = expected(indices, experts, options.get("capacity"))
@@ -210,6 +227,49 @@ def test_a_layer_and_its_gradients(size, options):
 
 def _dense_of(indices, kept, x, weights, w):
     return dense(x, indices, weights, w, kept)
+
+
+# ---- Any shape -----------------------------------------------------------------------------------
+
+
+@st.composite
+def cases(draw):
+    """A layer of any shape. Few of them: each is compiled."""
+    ranks = draw(st.integers(1, RANKS))
+    local = draw(st.integers(1, 3))
+    experts = ranks * local
+    options = {
+        "capacity": draw(st.none() | st.integers(1, 4)),
+        "alignment": draw(st.sampled_from([1, 3, 4])),
+        "layout": draw(st.sampled_from(["expert", "masked"])),
+        "partial_sums": draw(st.booleans()),
+    }
+    tokens, k = draw(st.integers(1, 9)), draw(st.integers(1, min(5, experts)))
+    return (ranks, tokens, k, local), options, draw(st.integers(0, 1 << 16))
+
+
+@given(cases())
+@examples(4)
+def test_any_layer(case):
+    """Value and gradients of T tokens, k choices, E experts on 1 to 8 ranks, for choices of all
+    kinds in one program, with late ranks and workspaces full of NaN."""
+    size, options, seed = case
+    ranks, tokens, k, local = size
+    experts = ranks * local
+    w = _weights_of(seed, experts)
+    ct = np.random.default_rng(seed + 1).standard_normal((ranks, tokens, w.shape[2]))
+    f = jax.jit(per_device(make_mesh((ranks,)), _with_gradients(options)))
+    for kind in KINDS:
+        x, indices, weights = operands(seed, kind, ranks, tokens, k, experts)
+        _, kept = expected(indices, experts, options["capacity"])
+        testing.poison_workspaces()
+        with x64_if(np.float64), testing.planted_faults(max_delay_us=500):
+            got = run(f, x, indices, weights, w.reshape(ranks, local, *w.shape[1:]), ct)
+            y, pull = jax.vjp(functools.partial(_dense_of, indices, kept), x, weights, w)
+            want = (y, *pull(ct))
+        for a, b in zip(got, want, strict=True):
+            np.testing.assert_allclose(a.reshape(b.shape), b, rtol=1e-11, atol=1e-12)
+    assert f._cache_size() == 1
 
 
 @pytest.mark.skipif(RANKS < 4, reason="two groups of several ranks")
