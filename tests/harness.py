@@ -58,6 +58,14 @@ def examples(count: int) -> Callable[[Any], Any]:
     return hypothesis.settings(max_examples=count * factor)
 
 
+#: Compiler options: XLA moves what does not depend on each other. On CPUs, which have another
+#: scheduler, those that let independent operations run at once.
+LATENCY_HIDING = {
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+    "xla_cpu_enable_concurrency_optimized_scheduler": True,
+}
+
+
 def gpu_choices(*choices: Any) -> list[Any]:
     """Tiles, or whatever else only the GPU kernels are told. The CPU back end ignores them: there,
     one stands for all."""

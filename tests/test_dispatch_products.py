@@ -7,7 +7,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import PLATFORM, RANKS, compiled_text, fused_calls, make_mesh, per_device, run, x64_if
+from harness import (
+    LATENCY_HIDING,
+    PLATFORM,
+    RANKS,
+    compiled_text,
+    fused_calls,
+    make_mesh,
+    per_device,
+    run,
+    x64_if,
+)
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from test_expert_parallel import KINDS, choices
@@ -209,7 +219,8 @@ def test_two_layers_under_remat_and_scan_with_other_choices():
         want = jax.jit(gradients(dense))(x, trained, steps_first)
         for exchange in EXCHANGES:
             one = functools.partial(layer, exchange=exchange)
-            f = jax.jit(per_device(make_mesh((ranks,)), gradients(one)))
+            f = per_device(make_mesh((ranks,)), gradients(one))
+            f = jax.jit(f, compiler_options=LATENCY_HIDING)
             compare(run(f, x, trained, indices), want)
             with jflux.config(fused=False, strict=False):
                 compare(f(x, trained, indices), want)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import RANKS, make_mesh
+from harness import LATENCY_HIDING, RANKS, make_mesh
 from jax.sharding import PartitionSpec as P
 
 from jflux import moe
@@ -69,6 +69,38 @@ def test_a_layer_and_its_gradients(world, transpose, way):
 
     for got, want in zip(jax.jit(lambda: run(f))(), run(dense), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_layers_under_remat_and_scan_with_other_routings(world):
+    """Two layers a step, each with choices of its own; gradients, where XLA hides latencies."""
+    arrays, _ = draw(3)
+    chosen = np.random.default_rng(4).integers(-1, E, (3, 2, T, CHOICES), dtype=np.int32)
+    arrays[3] = np.random.default_rng(5).normal(size=(E, F, D))  # y has x's width
+
+    def of(one):
+        def steps(x, gate, up, down, weights, chosen):
+            @jax.checkpoint
+            def step(x, chosen):
+                for i in range(2):
+                    x = x + one(jnp.sin(x), gate, up, down, weights, chosen[i])
+                return x, None
+
+            return jax.lax.scan(step, x, chosen)[0]
+
+        return steps
+
+    layers = functools.partial(layer, moe.grouped_matmul_reduce_scatter)
+    f = jax.shard_map(
+        of(layers), mesh=make_mesh((world,)), in_specs=SPECS, out_specs=P("tp")
+    )  # fmt: skip
+
+    def gradients(f):
+        return jax.grad(lambda *a: jnp.sum(jnp.sin(f(*a, chosen))), range(5))
+
+    got = jax.jit(gradients(f), compiler_options=LATENCY_HIDING)(*arrays)
+    for g, w in zip(got, jax.jit(gradients(of(dense)))(*arrays), strict=True):
+        np.testing.assert_allclose(g, w, rtol=1e-8, atol=1e-9 * float(abs(w).max()))
 
 
 def test_without_weights_each_choice_counts_once():

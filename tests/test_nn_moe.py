@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import RANKS, make_mesh
+from harness import LATENCY_HIDING, RANKS, make_mesh
 from jax.sharding import PartitionSpec as P
 
 import jflux.nn
@@ -209,7 +209,7 @@ def test_inside_shard_map_with_remat_and_scan(way):
             y, balance, _ = f(x, params)
             return jnp.sum(jnp.sin(y)) + balance
 
-        return jax.jit(jax.grad(loss, (0, 1)))
+        return jax.jit(jax.grad(loss, (0, 1)), compiler_options=LATENCY_HIDING)
 
     with X64():
         both, wanted = (jax.jit(f), grad(f)), (exact, grad(exact))

@@ -5,7 +5,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import PLATFORM, RANKS, compiled_text, fused_calls, make_mesh, per_device, run, x64_if
+from harness import (
+    LATENCY_HIDING,
+    PLATFORM,
+    RANKS,
+    compiled_text,
+    fused_calls,
+    make_mesh,
+    per_device,
+    run,
+    x64_if,
+)
 from test_expert_parallel import KINDS, choices, dense, expected, layer
 
 import jflux
@@ -153,7 +163,8 @@ def test_layers_under_remat_and_scan():
 
         return jax.grad(loss, (0, 1, 2))(x, weights, w)
 
-    for a, b in zip(*_both(jax.jit(per_device(make_mesh((ranks,)), f)), *args), strict=True):
+    program = jax.jit(per_device(make_mesh((ranks,)), f), compiler_options=LATENCY_HIDING)
+    for a, b in zip(*_both(program, *args), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5)
 
 

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import PLATFORM, RANKS, compiled_text, fused_calls, make_mesh
+from harness import LATENCY_HIDING, PLATFORM, RANKS, compiled_text, fused_calls, make_mesh
 from jax.sharding import PartitionSpec as P
 from test_gathered_experts import KINDS
 from test_gathered_experts import draw as draw_routed
@@ -147,7 +147,7 @@ def test_a_scan_has_another_routing_in_each_step():
         body, mesh=make_mesh((world,)),
         in_specs=(P(None, None, "tp"), P(None, None, "tp"), P(), P()), out_specs=P(None, "tp"),
     )  # fmt: skip
-    out = jax.jit(f)(h, w, weights, chosen)
+    out = jax.jit(f, compiler_options=LATENCY_HIDING)(h, w, weights, chosen)
     for i, step in enumerate(steps):
         np.testing.assert_allclose(out[i], dense(*step), atol=1e-11)
 
