@@ -75,6 +75,14 @@ std::string ElementOf(const Fault& fault) {
   return Text("%s[%lld]", name, static_cast<long long>(fault.tile));
 }
 
+// A sentence after a space, or nothing.
+const char* MeaningOf(const Fault& fault) {
+  for (const Op* op : AllOps()) {
+    if (op->id == static_cast<OpId>(fault.op) && op->meaning != nullptr) return op->meaning(fault);
+  }
+  return "";
+}
+
 }  // namespace
 
 std::string Describe(const Fault& fault, double deadline_s) {
@@ -122,14 +130,15 @@ std::string Describe(const Fault& fault, double deadline_s) {
       if (fault.peer == fault.rank) {
         return Text(
             "jflux.%s: rank %d was given %s = %lld, which must be from 0 to %lld. It sent "
-            "nothing.",
+            "nothing.%s",
             op, fault.rank, ElementOf(fault).c_str(), static_cast<long long>(fault.seen),
-            static_cast<long long>(fault.expected));
+            static_cast<long long>(fault.expected), MeaningOf(fault));
       }
       return Text(
           "jflux.%s: rank %d got nothing from rank %d, which was given %s = %lld. That is "
-          "out of range.",
-          op, fault.rank, fault.peer, ElementOf(fault).c_str(), static_cast<long long>(fault.seen));
+          "out of range.%s",
+          op, fault.rank, fault.peer, ElementOf(fault).c_str(), static_cast<long long>(fault.seen),
+          MeaningOf(fault));
     case FaultKind::kUnequal:
       return Text(
           "jflux.%s: rank %d was given %s = %lld, but rank %d sends it %lld. Both ranks "

@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "core/dtype.h"
+#include "core/signal.h"
 #include "gpu/machine.h"
 #include "xla/ffi/api/c_api.h"
 
@@ -56,6 +57,8 @@ struct Op {
   // The least architecture that its kernels are compiled for. kPortableArch: its .cu file is not
   // named *_sm90.cu, by which the build tells them apart.
   int32_t least_arch = kHopperArch;
+  // What a value out of range may stand for, as a sentence after a space; "" if for nothing.
+  const char* (*meaning)(const Fault& fault) = nullptr;
 };
 
 // Defined in cc/ops/registry.cc.

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <functional>
 
 #include "ops/ragged_all_to_all/ragged_chunked_body.h"
 #include "ops/ragged_all_to_all/ragged_packets_body.h"
@@ -157,7 +158,8 @@ TEST(ThreadsShareARanksPart) {
 constexpr int kWorld = 3;
 
 // The ranks' errors in a call whose arguments `spoil` has changed.
-std::vector<std::string> ErrorsOf(bool chunked, void (*spoil)(RaggedCall* call)) {
+std::vector<std::string> ErrorsOf(bool chunked,
+                                  const std::function<void(RaggedCall* call)>& spoil) {
   const auto p = RaggedParamsFor(kWorld, 2, 1, 10, 40, 12, chunked);
   RaggedCall call(p, 5, 7);
   spoil(&call);
@@ -208,6 +210,22 @@ TEST(ABadValueIsNamedByAllRanks) {
         ExpectError(errors[rank], "jflux.ragged_all_to_all: rank " + std::to_string(rank) +
                                       " got nothing from rank 1, which was given " + row.others);
       }
+    }
+  }
+}
+
+// With it moe_dispatch tells of slots without a place.
+TEST(AFirstOffsetBelowZeroMayBeACount) {
+  const auto spoil = [](int element) {
+    return [element](RaggedCall* c) { c->SizesOf(1).input_offsets[element] = -3; };
+  };
+  for (bool chunked : {false, true}) {
+    for (const auto& error : ErrorsOf(chunked, spoil(0))) {
+      ExpectError(error, "input_offsets[0] = -3");
+      ExpectError(error, ". If this is jflux.moe_dispatch with on_overflow=\"error\"");
+    }
+    for (const auto& error : ErrorsOf(chunked, spoil(1))) {
+      EXPECT(error.find("moe_dispatch") == std::string::npos) << error;
     }
   }
 }

@@ -145,13 +145,23 @@ constexpr XLA_FFI_Handler* kRaggedAllToAllCuda = nullptr;
 constexpr bool (*kLoadKernels)(std::string* error) = nullptr;
 #endif
 
+// With such a value moe_dispatch fails (jflux/_experts/dispatch.py).
+const char* Meaning(const Fault& fault) {
+  const bool is_count = fault.argument == static_cast<int32_t>(RaggedArgument::kInputOffsets) &&
+                        fault.tile == 0 && static_cast<int64_t>(fault.seen) < 0;
+  return is_count ? " If this is jflux.moe_dispatch with on_overflow=\"error\": so many of that "
+                    "rank's slots, without the sign, have no place or name no expert."
+                  : "";
+}
+
 }  // namespace
 
 // Listed in cc/ops/registry.cc.
 extern const Op kRaggedAllToAllOp;
-const Op kRaggedAllToAllOp = {kRaggedAllToAllId,   "ragged_all_to_all",   kRaggedAllToAllCpu,
-                              kRaggedAllToAllCuda, kLoadKernels,          /*most_splits=*/1,
-                              PlanRaggedAllToAll,  /*constants=*/nullptr, kRaggedArguments,
-                              kPortableArch};
+const Op kRaggedAllToAllOp = {
+    kRaggedAllToAllId,     "ragged_all_to_all", kRaggedAllToAllCpu, kRaggedAllToAllCuda,
+    kLoadKernels,
+    /*most_splits=*/1,     PlanRaggedAllToAll,
+    /*constants=*/nullptr, kRaggedArguments,    kPortableArch,      Meaning};
 
 }  // namespace jflux
