@@ -1,6 +1,7 @@
 """Checks and times the products of a mixture of experts on one GPU; the table comes last.
 
 python -m bench.moe --ranks 1 --out bench/results/1xh100_moe.json [--lists mixtral,qwen3]
+                    [--peers tokamax,torch]
 
 For each shape, with sizes that are equal, drawn from a Dirichlet distribution, and with half of the
 rows in one group:
@@ -9,6 +10,7 @@ rows in one group:
     S       jax.lax.ragged_dot
     G       as many rows in equal groups, as one batched product of XLA: what the chip can do
     J f+b   J forward and backward (x's and w's gradients); S f+b likewise
+    T, P    tokamax's and PyTorch's (bench/moe_peers.py), where they are asked for and installed
 
 `bound` is the time that the weights of the groups with rows take to be read, at MEMORY bytes a
 second. Values are compared to float64 before anything is timed, on rows and groups drawn at random.
@@ -17,7 +19,9 @@ second. Values are compared to float64 before anything is timed, on rows and gro
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -29,7 +33,8 @@ import jflux
 from jflux import _trial
 
 from . import __main__ as bench
-from . import rates
+from . import moe_peers, rates
+from .peers import Unavailable
 
 MEMORY = {"NVIDIA H100": 3.0e12, "NVIDIA H200": 4.3e12}  # bytes a second, as copies reach them
 
@@ -72,6 +77,7 @@ def sizes_of(case: Case, kind: str, seed: int) -> np.ndarray:
 
 # They take up to 200 times as long as the others: timed on their own, in a few calls.
 SLOW = frozenset({"S", "S f+b"})
+OWN = frozenset("JSG")  # those that must not fail
 SIZES = ("equal", "dirichlet", "half")
 
 
@@ -126,7 +132,9 @@ def check(case: Case, counts: np.ndarray, x: jax.Array, w: jax.Array) -> float:
     return worst
 
 
-def contestants(case: Case, counts: np.ndarray) -> dict[str, Callable[..., Any]]:
+def contestants(
+    case: Case, counts: np.ndarray, others: Sequence[moe_peers.Peer] = ()
+) -> dict[str, Callable[..., Any]]:
     """Functions of (x, w), which return something of x's shape or less."""
     sizes = jnp.asarray(counts)
 
@@ -149,10 +157,16 @@ def contestants(case: Case, counts: np.ndarray) -> dict[str, Callable[..., Any]]
     }
     if case.rows % case.groups == 0:
         found["G"] = batched
+    for peer in others:
+        for name, product in peer.products().items():
+            found[name] = functools.partial(lambda product, x, w: product(x, w, sizes), product)
+            found[f"{name} f+b"] = both_ways(product)
     return found
 
 
-def measure(case: Case, kind: str, rounds: int) -> dict[str, Any]:
+def measure(
+    case: Case, kind: str, rounds: int, others: Sequence[moe_peers.Peer] = ()
+) -> dict[str, Any]:
     """One row of the table."""
     counts = sizes_of(case, kind, seed=3)
     x, w = operands(case)
@@ -160,13 +174,21 @@ def measure(case: Case, kind: str, rounds: int) -> dict[str, Any]:
     if not error <= 1:
         raise RuntimeError(f"{case.name}, {kind}: an error of {error:.3g} times its bound")
     timings: dict[str, _trial.Timing] = {}
-    ops = contestants(case, counts)
+    ops = contestants(case, counts, others)
     for names, most in ((ops.keys() - SLOW, 200), (SLOW, 2)):
         iterations = min(most, _trial.iterations_for(0.03, case.flops))
         runs = {}
         for name in sorted(names):
-            program = jax.jit(_trial.loop(ops[name], iterations)).lower(x, w).compile()
-            runs[name] = _trial.run_of(program, x, w)
+            try:
+                program = jax.jit(_trial.loop(ops[name], iterations)).lower(x, w).compile()
+            except Exception as e:  # a peer's kernels may refuse a shape, each in its own way
+                if name.split()[0] in OWN:
+                    raise
+                print(f"{case.name}, {name}: {type(e).__name__}: {e}".splitlines()[0])
+            else:
+                runs[name] = _trial.run_of(program, x, w)
+        if names is not SLOW:
+            runs |= _others(others, counts, case, iterations)
         timings |= _trial.interleave(runs, iterations, min(most + 1, rounds))
     for name, timing in timings.items():
         rates.check(
@@ -180,7 +202,20 @@ def measure(case: Case, kind: str, rounds: int) -> dict[str, Any]:
     } | {name: dataclasses.asdict(t) for name, t in timings.items()}  # fmt: skip
 
 
-COLUMNS = ("J", "S", "G", "J f+b", "S f+b")
+def _others(
+    others: Sequence[moe_peers.Peer], counts: np.ndarray, case: Case, iterations: int
+) -> dict[str, Callable[[], None]]:
+    """What peers run by themselves; says why one cannot."""
+    found = {}
+    for peer in others:
+        try:
+            found |= peer.runs(counts, case.k, case.n, iterations)
+        except Unavailable as e:
+            print(f"{case.name}: {e}", file=sys.stderr)
+    return found
+
+
+COLUMNS = ("J", "S", "G", "J f+b", "S f+b", "T", "T f+b", "P")
 HEADING = " | ".join(
     (
         "shape",
@@ -208,12 +243,20 @@ def cells(row: dict[str, Any]) -> list[str]:
 def main() -> int:
     args = bench.parse(__doc__, lists=",".join(LISTS))
     jflux.config.update(strict=True)
+    others = moe_peers.start([name for name in args.peers.split(",") if name])
     rows: list[dict[str, Any]] = []
     for name in args.lists.split(","):
         for kind in SIZES:
-            rows.append(measure(LISTS[name], kind, args.rounds))
+            try:
+                row = measure(LISTS[name], kind, args.rounds, others)
+            except Unavailable as e:  # a worker that has begun, and then broke off
+                print(f"{name}, {kind}: {e}; again, without peers", file=sys.stderr)
+                row = measure(LISTS[name], kind, args.rounds)
+            rows.append(row)
             print(" | ".join(cells(rows[-1])), flush=True)
             bench.save(args.out, args.ranks, args.processes, moe=rows)
+    for peer in others:
+        peer.close()
     print(HEADING)
     for row in rows:
         print(" | ".join(cells(row)))

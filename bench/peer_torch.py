@@ -1,8 +1,9 @@
 """PyTorch's symmetric-memory ops on one GPU: a worker that bench/peers.py commands.
 
 Reads one JSON object a line. {"op", "m", "n", "k"} makes operands, compares one call with
-PyTorch's own sequence, and answers "ready", or what is wrong; {"calls": n} runs so many and answers
-"done". Ends with its input.
+PyTorch's own sequence, and answers "ready", or what is wrong; so does {"op": "grouped_matmul",
+"sizes", "k", "n"} with a product for each group. {"calls": n} runs so many and answers "done". Ends
+with its input.
 """
 
 from __future__ import annotations
@@ -45,6 +46,25 @@ def call_of(op: str, m: int, n: int, k: int, rank: int, world: int) -> Callable[
     return call
 
 
+def grouped_call_of(sizes: list[int], k: int, n: int) -> Callable[[], object]:
+    """One grouped product on normal random operands, bf16, which has been seen to be right."""
+    import torch
+
+    torch.manual_seed(0)
+    x = torch.randn(sum(sizes), k, dtype=torch.bfloat16, device="cuda")
+    w = torch.randn(len(sizes), n, k, dtype=torch.bfloat16, device="cuda") * k**-0.5
+    w = w.transpose(1, 2)  # as its documentation lays weights
+    ends = torch.tensor(sizes, device="cuda").cumsum(0).to(torch.int32)
+    # Older releases have it by its private name alone.
+    product = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
+    call = lambda: product(x, w, offs=ends)  # noqa: E731
+    want = torch.cat([a @ b for a, b in zip(x.split(sizes), w, strict=True)])
+    error = (call() - want).abs().max().item()
+    if not error < 0.1:
+        raise RuntimeError(f"PyTorch's grouped_mm is off by {error}")
+    return call
+
+
 def main() -> None:
     rank, world, port = map(int, sys.argv[1:4])
     out = os.fdopen(os.dup(1), "w", buffering=1)
@@ -64,7 +84,10 @@ def main() -> None:
         command = json.loads(line)
         if "op" in command:
             try:
-                call = call_of(**command, rank=rank, world=world)
+                if command["op"] == "grouped_matmul":
+                    call = grouped_call_of(command["sizes"], command["k"], command["n"])
+                else:
+                    call = call_of(**command, rank=rank, world=world)
                 answer = "ready"
             except Exception as e:
                 answer = f"{type(e).__name__}: {e}".splitlines()[0]

@@ -146,7 +146,14 @@ class Torch:
             raise Unavailable("PyTorch: its workers have ended")
         if shape.op not in (AG, RS):
             raise Unavailable("PyTorch: has no such op")
-        self._tell({"op": shape.op, "m": shape.m, "n": shape.n, "k": shape.k})
+        command = {"op": shape.op, "m": shape.m, "n": shape.n, "k": shape.k}
+        return self.runs(command, iterations)
+
+    def runs(self, command: dict[str, Any], iterations: int) -> Run:
+        """Of the call that the workers make of this command (bench/peer_torch.py)."""
+        if not self.workers:
+            raise Unavailable("PyTorch: its workers have ended")
+        self._tell(command)
         self._expect("ready", 120)
 
         def run() -> None:

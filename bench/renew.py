@@ -39,7 +39,7 @@ RUNS = {
     "scattered": "bench.scattered --ranks {ranks}",
     "attention": "bench.attention --ranks {ranks}",
     "products": "bench.products",  # of one GPU
-    "moe": "bench.moe --ranks 1",  # likewise
+    "moe": "bench.moe --ranks 1 --peers tokamax,torch",  # likewise
 }
 ONE_GPU = ("products", "moe")
 

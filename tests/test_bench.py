@@ -7,6 +7,7 @@ import itertools
 import json
 import re
 import sys
+import types
 from pathlib import Path
 
 import jax
@@ -32,6 +33,7 @@ from bench import (  # noqa: E402
     experts,
     harness,
     moe,
+    moe_peers,
     peers,
     rates,
     render,
@@ -276,6 +278,7 @@ def test_peers_are_columns_where_they_were_timed():
 
 WORKER = """
 import sys
+import types
 print("ready", flush=True)
 for line in sys.stdin:
     if "op" in line:
@@ -343,7 +346,8 @@ def test_what_renews_results_knows_the_benchmarks():
             assert takes, f"{name}: {module} has no {flag}"
         given = dict(zip(options[::2], options[1::2], strict=True))
         assert set(given.get("--lists", "flux").split(",")) <= set(shapes.LISTS)
-        assert set(given.get("--peers", "torch").split(",")) <= set(peers.PEERS)
+        known = moe_peers.PEERS if module == "bench.moe" else peers.PEERS
+        assert set(given.get("--peers", "torch").split(",")) <= set(known)
 
 
 def test_results_are_replaced_by_whole_ones_only(tmp_path, monkeypatch, capsys):
@@ -441,6 +445,41 @@ def test_grouped_products_are_checked_and_timed(kind):
     row = moe.measure(moe.Case("tiny", 4, 64, 16, 24), kind, rounds=1)
     assert row["error"] <= 1 and row["S"]["median"] > 0
     assert len(moe.cells(row)) == len(moe.HEADING.split(" | "))
+
+
+def test_grouped_products_of_others_are_columns(monkeypatch, capsys):
+    """A stand-in for tokamax, and a worker that is told the sizes of the groups."""
+    tiny = moe.Case("tiny", 4, 64, 16, 24)
+    module = types.SimpleNamespace(ragged_dot=jax.lax.ragged_dot)
+    monkeypatch.setitem(sys.modules, "tokamax", module)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name in ("tokamax", "torch"))
+    answers = WORKER.replace('"m": 64', '"sizes": [16, 16, 16, 16], "k": 16, "n": 24')
+    monkeypatch.setattr(peers.Torch, "worker", (sys.executable, "-c", answers))
+    monkeypatch.setattr("bench.rates.check", lambda *args, **flops: None)  # a worker takes no time
+    others = moe_peers.start(["tokamax", "torch"])
+    row = moe.measure(tiny, "equal", 1, others)
+    assert {"T", "T f+b", "P"} <= row.keys() and all(moe.cells(row)[7:10])
+    row = moe.measure(tiny, "half", 1, others)  # the worker takes no other sizes
+    assert "T" in row and "P" not in row and moe.cells(row)[9] == ""
+    assert "tiny: PyTorch: ValueError: too large" in capsys.readouterr().err
+
+    def refuses(x, w, sizes):
+        raise NotImplementedError("no such shape")
+
+    others[0].ragged_dot = refuses
+    assert "T" not in moe.measure(tiny, "equal", 1, others[:1])
+    assert "tiny, T: NotImplementedError: no such shape" in capsys.readouterr().out
+    for peer in others:
+        peer.close()
+    module.ragged_dot = lambda x, w, sizes: 2 * jax.lax.ragged_dot(x, w, sizes)
+    with pytest.raises(RuntimeError, match="tokamax.ragged_dot is off by"):
+        moe_peers.start(["tokamax"])
+    module.ragged_dot = refuses
+    assert moe_peers.start(["tokamax"]) == []
+    assert "tokamax: NotImplementedError: no such shape" in capsys.readouterr().err
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert moe_peers.start(["tokamax", "torch"]) == []
+    assert "tokamax: not installed\nPyTorch: not installed" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", experts.LISTS)
