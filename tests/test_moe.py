@@ -106,6 +106,8 @@ def test_route_refuses_other_indices(wrong):
     with jflux.config(fused=False):  # without an expert
         want = routed(np.array([[0, 1], [3, -1]]), 4)
         same(jax.jit(lambda i: moe.route(i, 4))(indices), want)
+        stats = moe.statistics(indices, want)
+        assert (stats.dropped, stats.unassigned) == (1, 0)
 
 
 def test_route_checks_its_operands():

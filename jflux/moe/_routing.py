@@ -47,7 +47,8 @@ class Statistics(NamedTuple):
 
     Attributes:
       tokens_per_expert: [E], slots that chose each expert, with the dropped ones.
-      dropped: [], slots that chose an expert and have no row, for want of capacity.
+      dropped: [], slots that chose an expert and have no row, for want of capacity, or since there
+        is no such expert: an index below -1 or from E on, which is an error on CPUs.
       unassigned: [], slots without an expert (-1).
     """
 
@@ -82,7 +83,8 @@ def route(topk_indices: jax.Array, num_experts: int, *, capacity: int | None = N
     Raises:
       TypeError, ValueError: choices that are not integers or not [T, k], when it is traced.
       jax.errors.JaxRuntimeError, ValueError: on CPUs, when it runs, for an index below -1 or from
-        `num_experts` on. Elsewhere such a slot has no expert.
+        `num_experts` on. Elsewhere such a slot has no row, and
+        :func:`statistics` counts it as dropped.
     """
     _local.check_arrays("moe.route", topk_indices=topk_indices)
     if not jnp.issubdtype(topk_indices.dtype, jnp.integer):
@@ -116,10 +118,10 @@ def statistics(topk_indices: jax.Array, routing: Routing) -> Statistics:
       The statistics.
     """
     experts = routing.counts.shape[0]
-    tokens = count(topk_indices, experts)
-    assigned = jnp.sum(tokens, dtype=jnp.int32)
-    dropped = assigned - jnp.sum(routing.counts, dtype=jnp.int32)
-    return Statistics(tokens, dropped, jnp.int32(topk_indices.size) - assigned)
+    unassigned = jnp.sum(topk_indices == -1, dtype=jnp.int32)
+    kept = jnp.sum(routing.counts, dtype=jnp.int32)
+    dropped = jnp.int32(topk_indices.size) - unassigned - kept
+    return Statistics(count(topk_indices, experts), dropped, unassigned)
 
 
 def count(topk_indices: jax.Array, num_experts: int) -> jax.Array:
