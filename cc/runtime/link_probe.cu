@@ -48,25 +48,45 @@ __host__ __device__ uint32_t PatternWord(int64_t i, int64_t device) {
   return static_cast<uint32_t>(i) * 2654435761u + static_cast<uint32_t>(device * 7919 + 1);
 }
 
-__global__ void Fill(uint32_t* pattern, int64_t device) {
-  const int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
-  if (i < kSlotBytes / 4) pattern[i] = PatternWord(i, device);
+// A slot, and whose pattern is in it.
+struct SlotArgs {
+  uint32_t* words;
+  int64_t device;
+  unsigned long long* wrong;  // bytes that are not the pattern's
+};
+
+constexpr int kBlocks = 128, kThreads = 256;
+constexpr int64_t kStride = kBlocks * kThreads;
+
+__global__ void Fill(const __grid_constant__ SlotArgs args) {
+  for (int64_t i = blockIdx.x * kThreads + threadIdx.x; i < kSlotBytes / 4; i += kStride) {
+    args.words[i] = PatternWord(i, args.device);
+  }
 }
 
-__global__ void Compare(const uint32_t* words, int64_t device, unsigned long long* wrong) {
-  const int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x;
-  if (i < kSlotBytes / 4 && words[i] != PatternWord(i, device)) atomicAdd(wrong, 4);
+__global__ void Compare(const __grid_constant__ SlotArgs args) {
+  for (int64_t i = blockIdx.x * kThreads + threadIdx.x; i < kSlotBytes / 4; i += kStride) {
+    if (args.words[i] != PatternWord(i, args.device)) atomicAdd(args.wrong, 4);
+  }
 }
 
 __device__ uint64_t TalkWord(int turn, int from, int to, int i) {
   return (static_cast<uint64_t>(turn) << 40) + (static_cast<uint64_t>(from) << 32) + to * 1024 + i;
 }
 
+struct TalkArgs {
+  Area own, peer;
+  int me, them;
+  TalkResult* result;
+};
+
 // One warp exchanges turns with one peer.
-__global__ void TalkWith(Area own, Area peer, int me, int them, TalkResult* result) {
+__global__ void TalkWith(const __grid_constant__ TalkArgs args) {
+  const int me = args.me, them = args.them;
+  TalkResult* result = args.result;
   const uint64_t start = NowNs();
-  Talk* to = peer.TalkOf(me);
-  const Talk* from = own.TalkOf(them);
+  Talk* to = args.peer.TalkOf(me);
+  const Talk* from = args.own.TalkOf(them);
   for (int turn = 1; turn <= kTurns; ++turn) {
     for (int i = threadIdx.x; i < kWords; i += 32) {
       to->data[turn % 2][i] = TalkWord(turn, me, them, i);
@@ -99,7 +119,19 @@ __global__ void TalkWith(Area own, Area peer, int me, int them, TalkResult* resu
   if (threadIdx.x == 0) result->ns = NowNs() - start;
 }
 
-constexpr unsigned kBlocks = kSlotBytes / 4 / 256;
+// Not LaunchKernel: a device's talks run at once, on streams of their own.
+template <typename Args>
+bool Launch(void (*kernel)(Args), Args args, int blocks, int threads, cudaStream_t stream,
+            std::string* error) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(threads);
+  config.stream = stream;
+  void* arguments[] = {&args};
+  JFLUX_CUDA_OR_FALSE(
+      cudaLaunchKernelExC(&config, reinterpret_cast<const void*>(kernel), arguments), error);
+  return true;
+}
 
 // Runs `copy` kCopies times between events. Returns GB/s, or 0 on an error.
 template <typename F>
@@ -163,8 +195,10 @@ bool RunCopies(const ProbedDevice& d, const std::vector<int64_t>& ids, std::vect
   Bench<unsigned long long> bench;
   if (!bench.Make(error)) return false;
   JFLUX_CUDA_OR_FALSE(cudaMemsetAsync(own.TalkOf(0), 0, n * sizeof(Talk), bench.stream), error);
-  Fill<<<kBlocks, 256, 0, bench.stream>>>(own.Pattern(), d.id);
-  JFLUX_CUDA_OR_FALSE(cudaGetLastError(), error);
+  if (!Launch(Fill, SlotArgs{own.Pattern(), d.id, nullptr}, kBlocks, kThreads, bench.stream,
+              error)) {
+    return false;
+  }
   JFLUX_CUDA_OR_FALSE(cudaStreamSynchronize(bench.stream), error);
   for (int i = 0; i < n; ++i) {
     if (i == d.index) continue;
@@ -179,8 +213,10 @@ bool RunCopies(const ProbedDevice& d, const std::vector<int64_t>& ids, std::vect
                       bench.stream);
     });
     *bench.result = 0;
-    Compare<<<kBlocks, 256, 0, bench.stream>>>(own.Pulled(), d.id, bench.result);
-    JFLUX_CUDA_OR_FALSE(cudaGetLastError(), error);
+    if (!Launch(Compare, SlotArgs{own.Pulled(), d.id, bench.result}, kBlocks, kThreads,
+                bench.stream, error)) {
+      return false;
+    }
     JFLUX_CUDA_OR_FALSE(cudaStreamSynchronize(bench.stream), error);
     if (*bench.result != 0) {
       *error = Between(d.id, ids[i]) + std::to_string(*bench.result) + " of " +
@@ -204,8 +240,10 @@ bool RunCheck(const ProbedDevice& d, const std::vector<int64_t>& ids, std::strin
   for (int i = 0; i < n; ++i) {
     if (i == d.index) continue;
     *bench.result = 0;
-    Compare<<<kBlocks, 256, 0, bench.stream>>>(own.Slot(i), ids[i], bench.result);
-    JFLUX_CUDA_OR_FALSE(cudaGetLastError(), error);
+    if (!Launch(Compare, SlotArgs{own.Slot(i), ids[i], bench.result}, kBlocks, kThreads,
+                bench.stream, error)) {
+      return false;
+    }
     JFLUX_CUDA_OR_FALSE(cudaStreamSynchronize(bench.stream), error);
     if (*bench.result != 0) {
       *error = Between(ids[i], d.id) + std::to_string(*bench.result) + " of " +
@@ -230,7 +268,8 @@ bool RunTalk(const std::vector<ProbedDevice>& devices, const std::vector<int64_t
   for (const ProbedDevice& d : devices) {
     JFLUX_CUDA_OR_FALSE(cudaSetDevice(d.ordinal), error);
     cudaFuncAttributes attributes;  // loads it: later, a load could wait for a kernel that waits
-    JFLUX_CUDA_OR_FALSE(cudaFuncGetAttributes(&attributes, TalkWith), error);
+    JFLUX_CUDA_OR_FALSE(
+        cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(&TalkWith)), error);
     for (int i = 0; i < n; ++i) {
       if (i == d.index) continue;
       running.push_back(Running{&d, i, {}});
@@ -239,10 +278,9 @@ bool RunTalk(const std::vector<ProbedDevice>& devices, const std::vector<int64_t
   }
   for (Running& r : running) {
     JFLUX_CUDA_OR_FALSE(cudaSetDevice(r.device->ordinal), error);
-    TalkWith<<<1, 32, 0, r.bench.stream>>>(Area{r.device->copies[r.device->index], n},
-                                           Area{r.device->copies[r.peer], n}, r.device->index,
-                                           r.peer, r.bench.result);
-    JFLUX_CUDA_OR_FALSE(cudaGetLastError(), error);
+    const TalkArgs args{Area{r.device->copies[r.device->index], n},
+                        Area{r.device->copies[r.peer], n}, r.device->index, r.peer, r.bench.result};
+    if (!Launch(TalkWith, args, 1, 32, r.bench.stream, error)) return false;
   }
   for (Running& r : running) {
     JFLUX_CUDA_OR_FALSE(cudaSetDevice(r.device->ordinal), error);
