@@ -88,7 +88,12 @@ def test_all_run_the_reference_without_a_process():
 
 NODES = [("each_its_node", 2, 1), ("two_on_a_node", 4, 1)]
 if PLATFORM == "cpu":
-    NODES = [("each_its_node", 2, 4), ("two_on_a_node", 4, 1), ("interleaved", 4, 1)]
+    NODES = [
+        ("each_its_node", 2, 4),
+        ("each_its_node", 4, 2),
+        ("two_on_a_node", 4, 1),
+        ("interleaved", 4, 1),
+    ]
 
 
 @pytest.mark.parametrize("scenario, processes, devices", NODES)
