@@ -249,6 +249,7 @@ def cases(draw):
     return (ranks, tokens, k, local), options, draw(st.integers(0, 1 << 16))
 
 
+@pytest.mark.timeout(1200)  # of the nightly profile
 @given(cases())
 @examples(4)
 def test_any_layer(case):
