@@ -245,7 +245,7 @@ def make_primitive(rules: Rules) -> Primitive:
             return lower_form(ctx, operands, lambda arrays: rules.decomposed(arrays, params, plan))
         if plan.path == Path.TWO_LEVEL:
             assert mesh is not None
-            levels = _levels_over(platform, mesh, params.axis_names)
+            levels = levels_over(platform, mesh, params.axis_names)
             assert isinstance(levels, Levels)
             form = functools.partial(rules.two_level, params=params, plan=plan, levels=levels)
             return lower_form(ctx, operands, form)
@@ -296,7 +296,7 @@ def plan_call(
     machine = _dispatch.machine_of(platform, mesh)
     if why := machine.why_no_kernel(rules.name):
         return _dispatch.unsupported(why), None
-    levels = _levels_over(platform, mesh, params.axis_names)
+    levels = levels_over(platform, mesh, params.axis_names)
     if isinstance(levels, str):
         return _dispatch.unsupported(levels), None
     if levels is not None:
@@ -304,7 +304,7 @@ def plan_call(
     return rules.plan(avals, params, machine), machine
 
 
-def _levels_over(platform: str, mesh: Mesh, axis_names: Any) -> Levels | str | None:
+def levels_over(platform: str, mesh: Mesh, axis_names: Any) -> Levels | str | None:
     """How the groups of a call lie on nodes: `_levels.levels_of`."""
     if not _dispatch.belongs_here(mesh):
         return None  # a topology to export for, of one node as far as anyone knows

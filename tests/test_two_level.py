@@ -103,6 +103,10 @@ def test_products(on, small_sums, place, call):
         Call("all_gather_matmul", (2, 4, 3), dimension=1, gathered=True, dtype=jnp.bfloat16),
         Call("all_gather_matmul", (3,), k=7, n=5, transpose_rhs=True, out=jnp.float32),
         Call("matmul_reduce_scatter", (4, 3, 5), dimension=0, dtype=jnp.float64),
+        Call("all_gather_matmul", (2, 4, 3), dimension=1, gathered=True, dtype=jnp.float64),
+        Call("all_to_all_matmul", (2, 2), split=0, concat=1, dtype=jnp.float64),
+        Call("matmul_all_to_all", (2, 2), split=1, concat=0, dtype=jnp.float64),
+        Call("matmul_all_reduce", (16,), k=3, dtype=jnp.float64),
         Call("matmul_reduce_scatter", (1,), k=3, n=2, dtype=jnp.float16, transpose_rhs=True),
         Call("all_to_all_matmul", (2, 4), split=-1, concat=-2, k=3, dtype=jnp.bfloat16),
         Call("all_to_all_matmul", (2, 2), split=0, concat=1),
@@ -194,7 +198,7 @@ def test_derivatives_in_both_modes(call, on):
 
 @pytest.fixture
 def by_nvshmem(monkeypatch):
-    found = _lowering._levels_over
+    found = _lowering.levels_over
 
     def forced(*args):
         levels = found(*args)
@@ -204,7 +208,7 @@ def by_nvshmem(monkeypatch):
         return dataclasses.replace(levels, by_nvshmem=True)
 
     used: list[Levels] = []
-    monkeypatch.setattr(_lowering, "_levels_over", forced)
+    monkeypatch.setattr(_lowering, "levels_over", forced)
     jax.clear_caches()
     yield
     jax.clear_caches()

@@ -206,7 +206,9 @@ class _Placed:
             shape[along] *= self.chunks
         if self._whole is None:
             self._whole = _product.zeros(tuple(shape), part.dtype, part)
-        self._whole = lax.dynamic_update_slice(self._whole, part, start)
+        # Of one type in 64-bit mode too, where an int is an int64.
+        indices = [jnp.asarray(i, jnp.int32) for i in start]
+        self._whole = lax.dynamic_update_slice(self._whole, part, indices)
 
     def result(self) -> Any:
         whole = merge(merge(self._whole, self.dimension), self.dimension)
