@@ -74,6 +74,7 @@ class Place:
       most_products: of one rank and call: the host computes them in float64.
       most_elements: of one rank's operand of a collective.
       wide: whether float64 may be drawn (JAX's 64-bit mode).
+      spans: whether a group has ranks on several nodes.
     """
 
     mesh: Mesh
@@ -82,6 +83,7 @@ class Place:
     most_products: int = 1 << 24
     most_elements: int = 1 << 23
     wide: bool = False
+    spans: bool = False
 
     @property
     def world(self) -> int:

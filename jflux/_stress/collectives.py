@@ -20,10 +20,14 @@ from . import calls
 from .calls import HALVES
 from .cases import FLOATS, ROWS, Case, Data, Output, Place, exchanged_by, sums_of
 
+#: Ops that take their reference on several nodes.
+INSIDE_NODES = frozenset({"ragged_all_to_all"})
+
 
 def collective(rng: random.Random, place: Place, *, spec: OpSpec | None = None) -> Case:
     """One of the ops without w, in one of its ways, along any dimensions."""
     specs = [s for s in ops_with_checked_kernels(place.platform) if s.product is None]
+    specs = [s for s in specs if not (place.spans and s.name in INSIDE_NODES)]
     op = spec or rng.choice(specs)
     dtypes = [d for d in FLOATS if op.takes(place.platform, d)]
     if place.wide and op.takes(place.platform, jnp.float64):

@@ -17,9 +17,9 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from .. import _config, _heap, _mesh, _native, _tuning
+from .. import _config, _heap, _lowering, _mesh, _native, _tuning
 from .._ops._spec import OpSpec, ops_with_checked_kernels
-from . import calls, cases, collectives, products
+from . import calls, cases, collectives, mixtures, products
 from .cases import Case, Data
 
 INPUTS = (0, 1, 0)  # which operands each run takes: what comes twice must have the same bits
@@ -88,9 +88,16 @@ def _shapes(devices: int) -> list[tuple[int, ...]]:
     return sorted(found)
 
 
-def _place(rng: random.Random, some_orders: list[list[Any]], platform: str) -> cases.Place:
-    """A mesh over all devices, or, in one process, over some, and the axes of its groups."""
-    for _ in range(1000):
+def _place(
+    rng: random.Random, some_orders: list[list[Any]], platform: str, inside: bool = False
+) -> cases.Place:
+    """A mesh over all devices, or, in one process, over some, and the axes of its groups.
+
+    Args:
+      inside: whether groups should lie inside nodes.
+    """
+    levels: Any = None
+    for attempt in range(1000):
         devices = rng.choice(some_orders)
         if jax.process_count() == 1 and rng.random() < 0.3:
             devices = devices[: rng.randint(2, len(devices))]
@@ -101,13 +108,15 @@ def _place(rng: random.Random, some_orders: list[list[Any]], platform: str) -> c
         if not 1 < calls.world_of(mesh, axis_name) <= _native.MAX_RANKS:
             continue
         table = _mesh.group_table(mesh, calls.as_tuple(axis_name))
-        if _heap.why_not_usable(platform, mesh, table) is None:
+        levels = _lowering.levels_over(platform, mesh, calls.as_tuple(axis_name))
+        fits = levels is None or not (isinstance(levels, str) or (inside and attempt < 500))
+        if fits and _heap.why_not_usable(platform, mesh, table) is None:
             break
     else:  # then the call says why no kernel takes it
         mesh, axis_name = Mesh(np.array(devices), ("a",)), "a"
     wide = platform == "cpu" and rng.random() < 0.2
     most = (1 << 28, 1 << 23) if platform == "cuda" else (1 << 23, 1 << 19)
-    return cases.Place(mesh, axis_name, platform, *most, wide)
+    return cases.Place(mesh, axis_name, platform, *most, wide, levels is not None)
 
 
 def draw_choice(rng: random.Random, platform: str) -> Any:
@@ -130,6 +139,8 @@ def draw_case(rng: random.Random, place: cases.Place, spec: OpSpec | None = None
     kinds += [collectives.collective] * 6 + [collectives.xla] * 6
     kinds += [collectives.all_reduce, collectives.norm, collectives.pieces] * 2
     kinds += [collectives.there_and_back] * 2
+    kinds += [mixtures.experts, mixtures.merge]
+    kinds += [mixtures.dispatch] * (not place.spans)  # over nodes rows travel by a reference
     return rng.choice(kinds)(rng, place)
 
 
@@ -143,9 +154,11 @@ def draw(
     rng: random.Random, some_orders: list[list[Any]], platform: str, *, number: int, most_calls: int
 ) -> Program:
     """A program. Its first case is of the op whose turn it is."""
-    place = _place(rng, some_orders, platform)
     specs = ops_with_checked_kernels(platform)
-    drawn = [draw_case(rng, place, specs[number % len(specs)])]
+    spec = specs[number % len(specs)]
+    inside = spec.name in collectives.INSIDE_NODES
+    place = _place(rng, some_orders, platform, inside)
+    drawn = [draw_case(rng, place, None if inside and place.spans else spec)]
     drawn += [draw_case(rng, place) for _ in range(rng.randint(0, most_calls - 1))]
     chained = [rng.random() < 0.5 for _ in drawn]
     looped, chunked = rng.random() < 0.25, rng.choice([None, None, True])

@@ -1,0 +1,173 @@
+"""Random calls of what mixtures of experts and decoding are made of."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import jflux
+
+from .. import _mesh, moe
+from .._attention import across_ranks
+from . import calls
+from .calls import HALVES
+from .cases import FLOATS, Case, Data, Output, Place, exchanged_by
+
+
+def _type(rng: random.Random, place: Place) -> Any:
+    return rng.choice(HALVES if place.platform == "cuda" else FLOATS)
+
+
+def _choices(rng: np.random.Generator, shape: tuple[int, ...], experts: int) -> np.ndarray:
+    """[..., T, k]: experts that are all different, at times few, with slots without one."""
+    most = experts if rng.random() < 0.7 else min(experts, shape[-1])
+    order = rng.random((*shape[:-1], most)).argsort(-1)[..., : shape[-1]]
+    return np.where(rng.random(shape) < 0.1, -1, order).astype(np.int32)
+
+
+def _per_group(place: Place, *arrays: np.ndarray) -> list[np.ndarray]:
+    """Each array [*mesh, n, ...] as the group's ranks have it together, [*mesh, N n, ...]."""
+    return [exchanged_by(place, lambda xs: [np.concatenate(xs)] * len(xs), a) for a in arrays]
+
+
+def dispatch(rng: random.Random, place: Place) -> Case:
+    """Tokens to their experts' ranks, each row times its expert's number, and back."""
+    tokens, local = rng.choice([1, 5, 16, 40]), rng.choice([1, 2, 5])
+    experts, width = place.world * local, rng.choice([8, 64, 264])
+    k, dtype = rng.randint(1, min(4, experts)), _type(rng, place)
+    layout, sums = rng.choice(["expert", "masked"]), rng.random() < 0.7
+    name = place.axis_name
+
+    def body(x: Any, indices: Any, weights: Any) -> Any:
+        d = jflux.moe_dispatch(
+            x, indices, weights, num_experts=experts, axis_name=name, layout=layout,
+            partial_sums=sums,
+        )  # fmt: skip
+        rank = lax.axis_index(_mesh.as_tuple(name))
+        numbers = (rank * local + jnp.arange(local) + 1).astype(x.dtype)
+        if layout == "masked":
+            y = d.rows * numbers[:, None, None]
+        else:
+            of_rows = jnp.repeat(numbers, d.padded_sizes, total_repeat_length=d.rows.shape[0])
+            y = d.rows * of_rows[:, None]
+        return jflux.moe_combine(y, d.handle, weights=weights, axis_name=name)
+
+    def make(seed: int) -> Data:
+        lead, drawn = place.mesh.devices.shape, np.random.default_rng(seed)
+        x = calls.normal(seed, (*lead, tokens, width), dtype)
+        indices = _choices(drawn, (*lead, tokens, k), experts)
+        weights = drawn.random((*lead, tokens, k), np.float32)
+        factors = np.where(indices >= 0, weights * (indices + 1.0), 0).sum(-1)[..., None]
+        wide = x.astype(np.float64)
+        # The rows are rounded when they are multiplied, and so is each rank's sum.
+        want = Output(wide * factors, 2 * abs(wide) * factors, dtype, k)
+        return (x, indices, weights), [want]
+
+    return Case(
+        op="moe_dispatch",
+        name=f"moe_dispatch and moe_combine of {tokens} tokens x {width} {np.dtype(dtype).name}, "
+        f"{k} of {experts} experts, {layout}, partial_sums={sums} over {name}",
+        mesh=place.mesh,
+        axis_name=name,
+        body=body,
+        make=make,
+    )
+
+
+def experts(rng: random.Random, place: Place) -> Case:
+    """Two products, by experts whose hidden units are split, or that are split themselves."""
+    tokens, width, hidden = rng.choice([1, 4, 16]), rng.choice([8, 64]), rng.choice([8, 72])
+    split = rng.choice(["units", "gather", *["dispatch"] * (not place.spans)])
+    count = place.world * rng.choice([1, 2])
+    k, dtype, name = rng.randint(1, min(3, count)), _type(rng, place), place.axis_name
+    held = count if split == "units" else count // place.world
+
+    def body(x: Any, indices: Any, weights: Any, up: Any, down: Any) -> Any:
+        if split != "units":
+            h, handle = jflux.dispatch_grouped_matmul(
+                x, up, indices, num_experts=count, exchange=split, axis_name=name
+            )
+            return jflux.grouped_matmul_combine(h, down, handle, weights, axis_name=name)
+        everyones = [lax.all_gather(a, name, tiled=True) for a in (indices, weights)]
+        routing = moe.route(everyones[0], count)
+        h = moe.all_gather_grouped_matmul(x, up, routing, axis_name=name)
+        return moe.grouped_matmul_reduce_scatter(h, down, routing, everyones[1], axis_name=name)
+
+    def make(seed: int) -> Data:
+        lead, drawn = place.mesh.devices.shape, np.random.default_rng(seed)
+        x = calls.normal(seed, (*lead, tokens, width), dtype)
+        up = calls.normal(seed + 1, (*lead, held, width, hidden), dtype)
+        down = calls.normal(seed + 2, (*lead, held, hidden, width), dtype)
+        indices = _choices(drawn, (*lead, tokens, k), count)
+        weights = drawn.random((*lead, tokens, k), np.float32)
+        one_hot = (indices[..., None] == np.arange(count)) * weights[..., None].astype(np.float64)
+        axis = "...tke,...tef->...tf"
+
+        def exact(x: np.ndarray, up: np.ndarray, down: np.ndarray) -> np.ndarray:
+            if split == "units":  # the sum over ranks of what each one's units give all tokens
+                everyone, chosen = _per_group(place, x, one_hot)
+                y = np.einsum("...td,...edf,...efh->...teh", everyone, up, down)
+                y = np.einsum(axis, chosen, y)
+
+                def scattered(ys: list[np.ndarray]) -> list[np.ndarray]:
+                    return np.split(np.sum(ys, axis=0), len(ys))
+
+                return exchanged_by(place, scattered, y)
+            all_up, all_down = _per_group(place, up, down)
+            y = np.einsum("...td,...edf,...efh->...teh", x, all_up, all_down)
+            return np.einsum(axis, one_hot, y)
+
+        wide = [a.astype(np.float64) for a in (x, up, down)]
+        # What is between the products is rounded, and so are partial sums.
+        scale = 2 * exact(*(abs(a) for a in wide))
+        want = Output(exact(*wide), scale, dtype, place.world * hidden * width)
+        return (x, indices, weights, up, down), [want]
+
+    return Case(
+        op="grouped_matmul",
+        name=f"experts split by {split}: {tokens} tokens x {width} x {hidden} "
+        f"{np.dtype(dtype).name}, {k} of {count} over {name}",
+        mesh=place.mesh,
+        axis_name=name,
+        body=body,
+        make=make,
+    )
+
+
+def merge(rng: random.Random, place: Place) -> Case:
+    """Parts of attention of all ranks, merged on all of them."""
+    rows, width = rng.choice([1, 7, 64]), rng.choice([1, 65, 128])
+
+    def body(pair: Any) -> Any:
+        return across_ranks.merge_over_ranks(pair, place.axis_name)[0]
+
+    def make(seed: int) -> Data:
+        pair = calls.normal(seed, (*place.mesh.devices.shape, rows, width + 1), np.float32)
+        pair[..., -1] *= 4
+
+        def merged(size: Any) -> Any:
+            def of_group(parts: list[np.ndarray]) -> list[np.ndarray]:
+                lse = np.stack([p[..., -1] for p in parts])
+                shares = np.exp(lse - lse.max(0))
+                shares /= shares.sum(0)
+                o = sum(s[:, None] * size(p[..., :-1]) for s, p in zip(shares, parts, strict=True))
+                return [o] * len(parts)
+
+            return exchanged_by(place, of_group, pair)
+
+        # The exponentials have errors too.
+        want = Output(merged(lambda o: o), 16 * merged(abs), np.float32, place.world, same=True)
+        return (pair,), [want]
+
+    return Case(
+        op="decode_merge",
+        name=f"decode_merge of {rows} rows x {width} over {place.axis_name}",
+        mesh=place.mesh,
+        axis_name=place.axis_name,
+        body=body,
+        make=make,
+    )
