@@ -44,9 +44,14 @@ RUNS = {
 ONE_GPU = ("products", "moe")
 
 
+def short(gpu: str) -> str:
+    """A model's name in files and tables: "H100" of "NVIDIA H100 80GB HBM3"."""
+    return gpu.split()[:2][-1]
+
+
 def file_name(name: str, ranks: int, gpu: str) -> str:
     """Of the result of a run, on so many GPUs of a model such as "NVIDIA H100 80GB HBM3"."""
-    machine = f"{1 if name in ONE_GPU else ranks}x{gpu.split()[1].lower()}"
+    machine = f"{1 if name in ONE_GPU else ranks}x{short(gpu).lower()}"
     return f"{machine}.json" if name == "ops" else f"{machine}_{name}.json"
 
 

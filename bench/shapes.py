@@ -7,6 +7,8 @@ Llama-2, Llama-3 and Qwen models.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 from jflux._ops._collective import Collective
 from jflux._ops._spec import OpSpec, all_ops, products
@@ -33,6 +35,11 @@ class Shape:
     def flops(self, ranks: int) -> float:
         """Floating-point operations of one rank."""
         return 2.0 * self.m * self.n * self.k / ranks
+
+
+def of_row(row: Mapping[str, Any]) -> Shape:
+    """That of a result's row."""
+    return Shape(row["op"], row["m"], row["n"], row["k"])
 
 
 AG, RS, AR = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
