@@ -17,6 +17,7 @@ import json
 import os
 import pathlib
 import platform
+import shutil
 import socket
 import subprocess
 import sys
@@ -71,7 +72,9 @@ def machine(ranks: int, processes: int) -> dict:
     import jflux
 
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "-i", "0"]
-    driver = subprocess.run(query, capture_output=True, text=True).stdout.strip()
+    driver = ""
+    if shutil.which(query[0]):
+        driver = subprocess.run(query, capture_output=True, text=True).stdout.strip()
     return {
         "gpus": f"{ranks} x {jax.devices()[0].device_kind}",
         "processes": processes,

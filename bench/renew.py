@@ -38,6 +38,7 @@ RUNS = {
     "gathered": "bench.gathered --ranks {ranks}",
     "scattered": "bench.scattered --ranks {ranks}",
     "attention": "bench.attention --ranks {ranks}",
+    "maxtext": "bench.maxtext --ranks {ranks}",  # needs the package
     "products": "bench.products",  # of one GPU
     "moe": "bench.moe --ranks 1",  # likewise
 }

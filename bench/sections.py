@@ -16,6 +16,7 @@ from . import (
     experts,
     gathered,
     grids,
+    maxtext,
     moe,
     products,
     scattered,
@@ -149,6 +150,17 @@ SECTIONS: dict[str, Section] = {
             "into its CUDA graphs, as it does by default with jflux's kernels."
         ),
         lambda result: plain_table(decode.COLUMNS, map(decode.cells, result["decode"])),
+    ),
+    "maxtext": Section(
+        _of("MaxText's own layers, as wide as Llama-2-70B"),
+        "maxtext",
+        _always(
+            "Loss and gradients of two layers. S is MaxText alone, J with a "
+            "`jflux.nn.TensorParallel` in place of its quantization ([MaxText](guide/maxtext.md))."
+        ),
+        lambda result: plain_table(
+            maxtext.HEADING.split(" | "), map(maxtext.cells, result["maxtext"])
+        ),
     ),
     "attention": Section(
         _of("Attention over a split sequence, bf16, milliseconds"),

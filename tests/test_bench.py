@@ -32,6 +32,7 @@ from bench import (  # noqa: E402
     decode,
     experts,
     harness,
+    maxtext,
     moe,
     peers,
     rates,
@@ -344,6 +345,17 @@ def test_blocks_are_rendered():
     machine = {"gpus": "2 x X", "processes": 1}
     text = render.document([("b", {"machine": machine, "blocks": [row]})])
     assert "| M | mlp | 64 | 1.000 | 4.000 | 2.000 | 0.500 | 3.000 | 1.000 | 1 | 2 | 3 |" in text
+
+
+def test_a_step_of_maxtext_is_rendered():
+    """(tests/test_maxtext.py times one.)"""
+    row = {"case": {"name": "layers"}, "S": _timing(8e-2), "J": _timing(6e-2), "error": 0.001}
+    row |= {"MiB": {"S": 2048.0, "J": 1024.0}, "loss": {"S": 9.5, "J": 9.50001}}
+    text = render.document(
+        [("m", {"machine": {"gpus": "2 x X", "processes": 1}, "maxtext": [row]})]
+    )
+    line = "| layers | 80.00 | 60.00 | 0.750 | 2048 | 1024 | 9.50000 | 9.50001 | 1.0e-03 |"
+    assert f"| {maxtext.HEADING} |" in text and line in text
 
 
 @pytest.fixture
