@@ -147,6 +147,7 @@ HEADINGS = {
     "llm": "Projections of language models",
     "attention": "Projections whose communication is as long as the product",
     "ragged": "Rows that are no whole tiles",
+    "hundreds": "A few hundred rows",
     "odd": "Sizes that are no multiples of any tile",
     "all_reduce": "Products whose sums every rank gets",
     "ulysses": "Rows of a sequence that become heads",

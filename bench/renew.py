@@ -23,7 +23,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 #: By name, the module and its options; {ranks} are all GPUs, and a process for each.
 RUNS = {
     "ops": "bench --ranks {ranks} --lists "
-    "flux,llm,attention,decode,ragged,odd,ulysses,all_to_all_matmul",
+    "flux,llm,attention,decode,hundreds,ragged,odd,ulysses,all_to_all_matmul",
     "all_reduce": "bench --ranks {ranks} --lists all_reduce",
     "processes": "bench --ranks {ranks} --processes {ranks} --lists flux,decode",
     "collectives": "bench.collectives --ranks {ranks}",
