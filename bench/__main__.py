@@ -2,6 +2,8 @@
 
 python -m bench --ranks 4 --lists flux,attention --out bench/results/4xh200.json
 python -m bench --ranks 4 --processes 4 ...      one process per GPU
+python -m bench --ranks 2 --lists llm,decode --add bench/results/2xh100.json --limit 240
+                                                 only what the file lacks, as far as the time goes
 """
 
 from __future__ import annotations
@@ -15,16 +17,18 @@ import json
 import os
 import pathlib
 import platform
+import shutil
 import socket
 import subprocess
 import sys
+import time
 from typing import Any
 
 os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", ".6")
 
 
-def parse(description: str | None, lists: str = "flux") -> argparse.Namespace:
+def parse(description: str | None, lists: str = "flux", adds: bool = False) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -36,6 +40,9 @@ def parse(description: str | None, lists: str = "flux") -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--out", type=pathlib.Path)
+    if adds:
+        parser.add_argument("--add", type=pathlib.Path, help="adds to this result what it lacks")
+        parser.add_argument("--limit", type=float, default=float("inf"), help="seconds")
     parser.add_argument("--process", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -65,7 +72,9 @@ def machine(ranks: int, processes: int) -> dict:
     import jflux
 
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "-i", "0"]
-    driver = subprocess.run(query, capture_output=True, text=True).stdout.strip()
+    driver = ""
+    if shutil.which(query[0]):
+        driver = subprocess.run(query, capture_output=True, text=True).stdout.strip()
     return {
         "gpus": f"{ranks} x {jax.devices()[0].device_kind}",
         "processes": processes,
@@ -101,8 +110,34 @@ def initialize(args: argparse.Namespace) -> None:
         )
 
 
+def kept(path: pathlib.Path, here: dict) -> list[dict]:
+    """The rows of an earlier run, each with its date.
+
+    Raises:
+      SystemExit: the file is no result of this benchmark, or of another machine than `here`.
+    """
+    result = json.loads(path.read_text())
+    if "rows" not in result:
+        raise SystemExit(f"{path} has no rows of python -m bench")
+    before = result["machine"]
+    for name in ("gpus", "processes"):
+        if before[name] != here[name]:
+            raise SystemExit(f"{path} is of {name} {before[name]!r}, not {here[name]!r}")
+    if "note" in before:
+        raise SystemExit(f"{path} is of other kernels: {before['note']}")
+    return [{"date": before["date"]} | row for row in result["rows"]]
+
+
+def still_time(begun: float, longest: float, limit: float) -> bool:
+    """Whether one more shape fits, in all processes alike."""
+    from jflux import _trial
+
+    return _trial.slowest(time.monotonic() - begun) + longest < limit
+
+
 def main() -> int:
-    args = parse(__doc__)
+    begun = time.monotonic()
+    args = parse(__doc__, adds=True)
     if args.processes > 1 and args.process is None:
         return spawn(args, "bench")
     initialize(args)
@@ -118,10 +153,17 @@ def main() -> int:
     jflux.config.update(strict=True)
     mesh = Mesh(np.array(jax.devices()[: args.ranks]), ("tp",))
     others = peers.start([name for name in args.peers.split(",") if name], mesh)
-    rows = []
+    rows = kept(args.add, machine(args.ranks, args.processes)) if args.add else []
+    have, out = {shapes.of_row(row) for row in rows}, args.add or args.out
     print(harness.HEADING, flush=True)
-    wanted = itertools.chain(*(shapes.of(name, args.ranks) for name in args.lists.split(",")))
-    for shape in dict.fromkeys(wanted):  # lists share some
+    asked = itertools.chain(*(shapes.of(name, args.ranks) for name in args.lists.split(",")))
+    wanted = [shape for shape in dict.fromkeys(asked) if shape not in have]  # lists share some
+    longest = 0.0
+    for i, shape in enumerate(wanted):
+        if not still_time(begun, longest, args.limit):
+            print(f"no time for {len(wanted) - i} shapes, from {wanted[i]} on", file=sys.stderr)
+            break
+        start = time.monotonic()
         try:
             timings = harness.measure(shape, mesh, args.rounds, others=others)
         except peers.Unavailable as e:  # a peer that has begun, and then broke off
@@ -132,7 +174,8 @@ def main() -> int:
             | {name: dataclasses.asdict(timing) for name, timing in timings.items()}
         )
         print(harness.line(shape, args.ranks, timings), flush=True)
-        save(args.out, args.ranks, args.processes, rows=rows)
+        save(out, args.ranks, args.processes, rows=rows)
+        longest = max(longest, time.monotonic() - start)
     for peer in others:
         peer.close()
     return 0

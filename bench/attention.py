@@ -288,7 +288,8 @@ def cells(row: dict[str, Any], ranks: int) -> list[str]:
     return [
         row["case"]["name"], *(f"{ms[c]:.3f}" if c in ms else "" for c in COLUMNS),
         *(f"{whole[c]:.3f}" if c in whole else "" for c in ("G", "G f+b")),
-        f"{min(others) / ms['J']:.2f}", f"{row['bound'] * 1e3:.3f}" if row["bound"] else "",
+        f"{min(others) / ms['J']:.2f}" if "J" in ms else "",
+        f"{row['bound'] * 1e3:.3f}" if row["bound"] else "",
         f"{row['error']:.2f}",
     ]  # fmt: skip
 

@@ -48,7 +48,8 @@ def rows_of(result: dict[str, Any], kind: str) -> dict[str, Row]:
     """By what identifies a row: the name of its case, and its fields that are no figures."""
 
     def name_of(row: dict[str, Any]) -> str:
-        names = (row.get("case", {}).get("name"), *row.values())
+        fields = (value for field, value in row.items() if field != "date")
+        names = (row.get("case", {}).get("name"), *fields)
         return " ".join(str(v) for v in names if not isinstance(v, dict | float | None))
 
     return {name_of(row): _figures(row) for row in result[kind]}

@@ -12,12 +12,12 @@ import itertools
 import json
 import pathlib
 import sys
-from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from . import accuracy, blocks, collectives, decode, grids, products
-from .shapes import LISTS, Shape
+from . import cards, sections
+from .sections import ranks_of, title
+from .shapes import LISTS, Shape, of_row
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -105,6 +105,7 @@ NOTES = """
 | dated before 2026-11-25 (3 and 4 GPUs, grids, peers) | all CTAs sent at once: J - G on 2 GPUs is half or less since ([0026](experiments/0026-limited-senders.md)). Contestants came in random orders, some of them more often after one that takes little power: 2 % ([0028](experiments/0028-contestant-order.md)) |
 | 4 GPUs | no tiles of 224 or 256 columns; the kernels began and ended later. On 2 GPUs that took 1 to 8 % of most calls' time, and up to 10 % more where tiles of 224 fit ([0016](experiments/0016-kernel-start-and-end.md)) |
 | 3 GPUs, one process for each of 4 GPUs, and those with Pallas and PyTorch | also no k-panels, no single raster group of few rows, and matmul_all_reduce was two calls |
+| attention and mixtures of experts on 2 x H200 | earlier kernels of `flash_decode`, `moe_dispatch` and `moe_combine` |
 | small collectives of 4 GPUs | all_to_all of 4 MiB took 1.17 of XLA's time, in LL packets, and the norm was in the kernel after sums of 256 KiB and more. Sums above 1 MiB travel in chunks since, up to 8 MiB, and exchanges up to 64 MiB ([0030](experiments/0030-chunked-exchanges.md)) |
 
 ### Choices behind single rows
@@ -136,11 +137,6 @@ def of_ops(results: list[tuple[str, dict]]) -> list[tuple[str, dict]]:
     return [(name, result) for name, result in results if "rows" in result]
 
 
-def of_kind(results: list[tuple[str, dict]], kind: str) -> list[tuple[str, dict]]:
-    """Those of another benchmark, by the name of its rows."""
-    return [(name, result) for name, result in results if kind in result]
-
-
 def ms(row: dict, name: str) -> float:
     return row[name]["median"] * 1e3
 
@@ -151,6 +147,7 @@ HEADINGS = {
     "llm": "Projections of language models",
     "attention": "Projections whose communication is as long as the product",
     "ragged": "Rows that are no whole tiles",
+    "hundreds": "A few hundred rows",
     "odd": "Sizes that are no multiples of any tile",
     "all_reduce": "Products whose sums every rank gets",
     "ulysses": "Rows of a sequence that become heads",
@@ -161,15 +158,11 @@ def _heading(name: str) -> str:
     return HEADINGS.get(name, f"Sizes of {name}")
 
 
-def shape(row: dict) -> Shape:
-    return Shape(row["op"], row["m"], row["n"], row["k"])
-
-
 def by_list(result: dict) -> dict[str, list[dict]]:
     """The rows of each list of bench/shapes.py, each once."""
     left, found = list(result["rows"]), {}
     for name in (*HEADINGS, *(name for name in LISTS if name not in HEADINGS)):
-        rows = [r for r in left if shape(r) in LISTS[name]]
+        rows = [r for r in left if of_row(r) in LISTS[name]]
         if rows:
             found[name] = rows
         left = [r for r in left if r not in rows]
@@ -178,14 +171,22 @@ def by_list(result: dict) -> dict[str, list[dict]]:
     return found
 
 
+def day_of(row: dict, machine: dict) -> str:
+    """A row that was kept when others were added (python -m bench --add) has its own."""
+    return row.get("date", machine["date"])
+
+
 def tables(result: dict) -> str:
-    return "\n\n".join(
-        f"### {_heading(name)}\n\n{table(rows, result)}" for name, rows in by_list(result).items()
-    )
+    machine, parts = result["machine"], []
+    for name, rows in by_list(result).items():
+        days = sorted({day_of(row, machine) for row in rows})
+        note = "" if days == [machine["date"]] else f"Measured on {' and '.join(days)}.\n\n"
+        parts.append(f"### {_heading(name)}\n\n{note}{table(rows, result)}")
+    return "\n\n".join(parts)
 
 
 def table(rows: list[dict], result: dict) -> str:
-    ranks = int(result["machine"]["gpus"].split()[0])
+    ranks = ranks_of(result)
     others = [name for name in PEERS if any(name in row for row in rows)]
     head = ["op", "m", "n", "k", "G ms", "C ms", "S ms", "J ms", "J / S", "E", "J / F",
             "J TFLOP/s per GPU", *(f"{name} ms" for name in others)]  # fmt: skip
@@ -193,7 +194,7 @@ def table(rows: list[dict], result: dict) -> str:
     for row in rows:
         g, c, s, j = (ms(row, name) for name in "GCSJ")
         efficiency = f"{1 - (j - g) / (s - g):.2f}" if s > g else ""
-        rate = shape(row).flops(ranks) / j / 1e9
+        rate = of_row(row).flops(ranks) / j / 1e9
         choice = f" (K {ms(row, 'K'):.3f})" if "K" in row else ""
         lines.append(
             f"| {row['op']} | {row['m']} | {row['n']} | {row['k']} | {g:.3f} | {c:.3f} | {s:.3f} "
@@ -203,98 +204,8 @@ def table(rows: list[dict], result: dict) -> str:
     return "\n".join(lines)
 
 
-def title(result: dict) -> str:
-    machine = result["machine"]
-    how = "one process" if machine["processes"] == 1 else "one process for each GPU"
-    note = f"; {machine['note']}" if "note" in machine else ""
-    return f"{machine['gpus']}, {how}{note}"
-
-
-def plain_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
-def collective_tables(rows: list[dict]) -> str:
-    """One for each op."""
-    ops = dict.fromkeys(row["op"] for row in rows)
-    return "\n\n".join(
-        f"{op}:\n\n"
-        + plain_table(
-            collectives.columns(op), [collectives.cells(row) for row in rows if row["op"] == op]
-        )
-        for op in ops
-    )
-
-
-def product_tables(rows: list[dict]) -> str:
-    """One for each type."""
-    of_type = itertools.groupby(rows, key=lambda row: row["dtype"])
-    return "\n\n".join(
-        f"{dtype}. {products.summary(same)}\n\n"
-        + plain_table(products.COLUMNS, map(products.cells, same))
-        for dtype, same in ((dtype, list(found)) for dtype, found in of_type)
-    )
-
-
 def document(results: list[tuple[str, dict]]) -> str:
-    parts = [INTRODUCTION]
-    for name, result in of_kind(results, "blocks"):
-        parts.append(
-            f"## MLPs and transformer blocks, forward and backward: {title(result)}\n\n"
-            f"[{name}.json](../bench/results/{name}.json); what is timed: "
-            "[bench/blocks.py](../bench/blocks.py).\n\n"
-            f"{plain_table(blocks.COLUMNS, map(blocks.cells, result['blocks']))}\n"
-        )
-    for name, result in of_kind(results, "grids"):
-        sizes = result["sizes"]
-        parts.append(
-            f"## Every grid of {title(result)}: GPT blocks, forward and backward\n\n"
-            f"[{name}.json](../bench/results/{name}.json); what is timed: "
-            f"[bench/grids.py](../bench/grids.py). {sizes['layers']} blocks of width "
-            f"{sizes['width']}, 2048 tokens a GPU, x by y by z by data. What each optimisation "
-            "saves is in % of the step before it; the sums over data are in all of them. Predicted "
-            "is the communication by the paper's equations, none of it hidden "
-            "([The planner](guide/plan.md)).\n\n"
-            f"{plain_table(grids.COLUMNS, map(grids.cells, result['grids']))}\n"
-        )
-    for name, result in of_kind(results, "decode"):
-        parts.append(
-            f"## Decoding with layers of Llama-2-70B, bf16: {title(result)}\n\n"
-            f"[{name}.json](../bench/results/{name}.json); what is timed: "
-            "[bench/decode.py](../bench/decode.py). A step is one token of each sequence, with so "
-            "many positions in the cache. XLA launches its own collectives one by one; under "
-            "`graphs` it was told to capture them into its CUDA graphs, as it does by default with "
-            "jflux's kernels.\n\n"
-            f"{plain_table(decode.COLUMNS, map(decode.cells, result['decode']))}\n"
-        )
-    for name, result in of_kind(results, "collectives"):
-        parts.append(
-            f"## Small collectives, bf16, microseconds a call: {title(result)}\n\n"
-            f"[{name}.json](../bench/results/{name}.json); what is timed: "
-            "[bench/collectives.py](../bench/collectives.py). S is XLA's own, C the same with XLA "
-            "told to put its collectives into CUDA graphs, J what jflux chooses. With a norm, "
-            "`apart` is jflux's sum with XLA's norm after it, and `alone` the sum. J and the "
-            "algorithm that it chooses are one program: what they differ by is noise. Empty fields "
-            "were not timed: LL packets of more than 16 MiB, and algorithms newer than the run.\n\n"
-            f"{collective_tables(result['collectives'])}\n"
-        )
-    for name, result in of_kind(results, "accuracy"):
-        parts.append(
-            f"## How exact an all-reduce is: {title(result)}\n\n"
-            f"[{name}.json](../bench/results/{name}.json): the mean absolute difference from sums "
-            "in float64, of standard normal numbers; `rounded` is that of the exact sums, rounded "
-            "([bench/accuracy.py](../bench/accuracy.py)).\n\n"
-            f"{plain_table(accuracy.COLUMNS, map(accuracy.cells, result['accuracy']))}\n"
-        )
-    for name, result in of_kind(results, "products"):
-        parts.append(
-            f"## The product alone: {title(result)}\n\n"
-            f"[{name}.json](../bench/results/{name}.json), {result['machine']['date']}; what is "
-            "timed: [bench/products.py](../bench/products.py). One of four ranks' part of each "
-            "shape, normal numbers; G is XLA's time: cuBLAS, or a fusion where that is faster.\n\n"
-            f"{product_tables(result['products'])}\n"
-        )
+    parts = [INTRODUCTION, cards.beside(results), *sections.all_of(results)]
     for name, result in of_ops(results):
         m = result["machine"]
         parts.append(
@@ -302,13 +213,14 @@ def document(results: list[tuple[str, dict]]) -> str:
             f"jflux {m['jflux']} ([{name}.json](../bench/results/{name}.json)).\n\n"
             f"{tables(result)}\n"
         )
-    return "\n".join(parts) + NOTES
+    parts.append(cards.to_do(results))
+    return "\n".join(part for part in parts if part) + NOTES
 
 
 def readme_table(results: list[tuple[str, dict]]) -> str:
     named = dict(results)
     (first, *_) = README_ROWS
-    found = {shape(row): row for name in README_ROWS for row in named[name]["rows"]}
+    found = {of_row(row): row for name in README_ROWS for row in named[name]["rows"]}
     listed = {s for name in README_LISTS for s in LISTS[name]}
     gains = [ms(row, "S") / ms(row, "J") for s, row in found.items() if s in listed]
     lines = [
@@ -328,18 +240,20 @@ def curves(results: list[tuple[str, dict]], op: str) -> dict[str, tuple[dict, li
     """The rows that the picture of an op shows, and their machine, by title: at the shapes of
     `PICTURES` (3 ranks: at ragged ones). Only those of the newest day, and so of the same kernels.
     """
-    found = {}
+    found = []
     for _, result in of_ops(results):
-        if "note" in result["machine"]:  # of kernels that are not the present ones
+        machine = result["machine"]
+        if "note" in machine:  # of kernels that are not the present ones
             continue
         lists = by_list(result)
         listed, n = PICTURES[op]
         rows = lists.get(listed, lists.get("ragged", ()))
         rows = [r for r in rows if r["op"] == op and r["n"] == n]
-        if rows:
-            found[title(result)] = result["machine"], rows
-    newest = max(machine["date"] for machine, _ in found.values())
-    return {name: one for name, one in found.items() if one[0]["date"] == newest}
+        for day in {day_of(r, machine) for r in rows}:
+            of_day = [r for r in rows if day_of(r, machine) == day]
+            found.append((title(result), machine | {"date": day}, of_day))
+    newest = max(machine["date"] for _, machine, _ in found)
+    return {name: (machine, rows) for name, machine, rows in found if machine["date"] == newest}
 
 
 def picture(results: list[tuple[str, dict]], op: str) -> bytes:

@@ -23,7 +23,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 #: By name, the module and its options; {ranks} are all GPUs, and a process for each.
 RUNS = {
     "ops": "bench --ranks {ranks} --lists "
-    "flux,llm,attention,decode,ragged,odd,ulysses,all_to_all_matmul",
+    "flux,llm,attention,decode,hundreds,ragged,odd,ulysses,all_to_all_matmul",
     "all_reduce": "bench --ranks {ranks} --lists all_reduce",
     "processes": "bench --ranks {ranks} --processes {ranks} --lists flux,decode",
     "collectives": "bench.collectives --ranks {ranks}",
@@ -38,15 +38,21 @@ RUNS = {
     "gathered": "bench.gathered --ranks {ranks}",
     "scattered": "bench.scattered --ranks {ranks}",
     "attention": "bench.attention --ranks {ranks}",
+    "maxtext": "bench.maxtext --ranks {ranks}",  # needs the package
     "products": "bench.products",  # of one GPU
     "moe": "bench.moe --ranks 1 --peers tokamax,torch",  # likewise
 }
 ONE_GPU = ("products", "moe")
 
 
+def short(gpu: str) -> str:
+    """A model's name in files and tables: "H100" of "NVIDIA H100 80GB HBM3"."""
+    return gpu.split()[:2][-1]
+
+
 def file_name(name: str, ranks: int, gpu: str) -> str:
     """Of the result of a run, on so many GPUs of a model such as "NVIDIA H100 80GB HBM3"."""
-    machine = f"{1 if name in ONE_GPU else ranks}x{gpu.split()[1].lower()}"
+    machine = f"{1 if name in ONE_GPU else ranks}x{short(gpu).lower()}"
     return f"{machine}.json" if name == "ops" else f"{machine}_{name}.json"
 
 

@@ -7,6 +7,8 @@ Llama-2, Llama-3 and Qwen models.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from typing import Any
 
 from jflux._ops._collective import Collective
 from jflux._ops._spec import OpSpec, all_ops, products
@@ -33,6 +35,11 @@ class Shape:
     def flops(self, ranks: int) -> float:
         """Floating-point operations of one rank."""
         return 2.0 * self.m * self.n * self.k / ranks
+
+
+def of_row(row: Mapping[str, Any]) -> Shape:
+    """That of a result's row."""
+    return Shape(row["op"], row["m"], row["n"], row["k"])
 
 
 AG, RS, AR = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
@@ -69,6 +76,12 @@ RAGGED = [
     *(Shape(RS, m, 12288, 49152) for m in (84, 204, 336, 996, 2052, 4092)),
 ]
 
+# Rows that are more than a tile and too few to hide communication behind: Llama-2 70B's.
+HUNDREDS = [
+    *(Shape(AG, m, n, 8192) for n in (10240, 57344) for m in (256, 300)),
+    *(Shape(op, m, 8192, k) for op in (RS, AR) for k in (8192, 28672) for m in (256, 300)),
+]
+
 
 def odd(ranks: int) -> list[Shape]:
     """Of so many ranks: sizes that are no multiples of any tile on any of them; n and k once of
@@ -92,6 +105,7 @@ LISTS = {
     "attention": ATTENTION,
     "decode": DECODE,
     "ragged": RAGGED,
+    "hundreds": HUNDREDS,
     "odd": [shape for ranks in range(2, 9) for shape in odd(ranks)],
     "all_reduce": of_op(AR),
     "ulysses": of_op(A2A),

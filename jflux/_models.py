@@ -1,8 +1,8 @@
 """Sizes of public language models, and their products under tensor parallelism: what
 ``python -m jflux.tune --model`` tunes.
 
-A layer is the same in all of them: grouped-query attention and a gated MLP. The sizes are those of
-the models' published configurations.
+A layer is the same in all of them: grouped-query attention and an MLP with a gate, which GPT-3's
+has not. The sizes are those of the models' published configurations.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ MODELS: dict[str, Sizes] = {
     "gemma-2-27b": Sizes(46, 4608, 36864, 32, 16, 256000, head_dim=128, tied=True),
     "gemma-3-12b": Sizes(48, 3840, 15360, 16, 8, 262208, head_dim=256, tied=True),
     "gemma-3-27b": Sizes(62, 5376, 21504, 32, 16, 262208, head_dim=128, tied=True),
+    "gpt-3-175b": Sizes(96, 12288, 49152, 96, 96, 50257, gated=False, tied=True),
 }
 
 

@@ -147,7 +147,7 @@ def iterations_for(seconds: float, flops: float) -> int:
     return int(min(200, max(5, seconds / (flops / 600e12 + 30e-6))))
 
 
-def _slowest(seconds: float) -> float:
+def slowest(seconds: float) -> float:
     """Of all processes. (One process waits for all of its devices anyway.)"""
     if jax.process_count() == 1:
         return seconds
@@ -189,7 +189,7 @@ def interleave(
             run = runs[name]
             start = time.perf_counter()
             run()
-            samples[name].append(_slowest(time.perf_counter() - start) / iterations)
+            samples[name].append(slowest(time.perf_counter() - start) / iterations)
             progress()
     result = {}
     for name, values in samples.items():

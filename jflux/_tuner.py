@@ -5,8 +5,8 @@ jflux.tune("all_gather_matmul", m=8192, n=49152, k=12288)
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -58,6 +58,8 @@ def tune(
     transpose_rhs: bool = False,
     rounds: int = 5,
     save: bool = True,
+    least_gain: float = 0.0,
+    threads: int = 1,
     progress: Callable[[int, int], None] | None = None,
 ) -> Result:
     """Times the whole overlapped op with every configuration that could be the fastest, on all
@@ -76,9 +78,11 @@ def tune(
       axis_name: the ranks' axis, or a tuple of them.
       dtype: of x, w and y.
       transpose_rhs: w is stored [n, k].
-      rounds: how often each candidate is timed.
+      rounds: how often each candidate is timed that is not clearly slower in the first two.
       save: also writes the choice to the user's table ($JFLUX_TUNING_DIR, else the user's cache
         directory), where later processes find it.
+      least_gain: the share of its time by which another choice must beat the heuristic's.
+      threads: that compile candidates at the same time; 1 where there are several processes.
       progress: called with (steps done, steps in all), from 0 to all of them; a step compiles a
         candidate, or runs one.
 
@@ -112,9 +116,10 @@ def tune(
     machine = _dispatch.machine_of("cuda", mesh)
     tried: list[Choice | str] = [*candidates(plan.key, machine), DECOMPOSED]
     seconds = measure(
-        trial, tried, m=m, n=n, k=k, mesh=mesh, dtype=dtype, rounds=rounds, progress=progress
-    )
-    best = pick(seconds)
+        trial, tried, m=m, n=n, k=k, mesh=mesh, dtype=dtype, rounds=rounds, threads=threads,
+        progress=progress,
+    )  # fmt: skip
+    best = pick(seconds, least_gain)
     entry = {str(plan.key): _tuning.as_json(best)}
     if save and jax.process_index() == 0:
         _tuning.store(_tuning.user_path(gpu), entry)
@@ -142,6 +147,12 @@ def plan_of(trial: Trial, m: int, n: int, k: int, mesh: Mesh, dtype: Any) -> Pla
     return call.plan
 
 
+#: First every candidate is timed in so many rounds, on normal numbers. One that takes so much
+#: longer than the fastest is not timed again: rounds differ by a few percent.
+_FIRST_ROUNDS, _WORTH_MORE = 2, 1.1
+_KINDS = ("", ", zeros")  # of operands
+
+
 def measure(
     trial: Trial,
     tried: Sequence[Choice | str],
@@ -152,37 +163,64 @@ def measure(
     mesh: Mesh,
     dtype: Any = jnp.bfloat16,
     rounds: int = 5,
+    threads: int = 1,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[Choice | str, float]:
     """Seconds of a call with each choice, one after the other and on all ranks in lockstep: the
     mean of calls on normal numbers and on zeros. Loops of the former are limited by the chip's
     power, which hides the differences between choices where it is no limit; models are in between
-    (docs/experiments/0009)."""
+    (docs/experiments/0009). Of choices that are clearly slower, seconds on normal numbers."""
     normal = trial.operands(m, n, k, mesh, dtype)
-    zeros = jax.tree.map(jnp.zeros_like, normal)
+    operands = dict(zip(_KINDS, (normal, jax.tree.map(jnp.zeros_like, normal)), strict=True))
     iterations = _trial.iterations_for(0.02, 2.0 * m * n * k / _ranks(mesh, trial.axis))
     x_spec, w_spec, y_spec = trial.partition
-    done = itertools.count()
-    total = len(tried) + (1 + rounds) * 2 * len(set(tried))
+    steps_of_a_choice = len(_KINDS) * (1 + rounds)
+    done, total = 0, (1 + steps_of_a_choice) * len(tried)
+    if rounds > _FIRST_ROUNDS:
+        total += (1 + _FIRST_ROUNDS) * len(tried)
 
-    def step() -> None:
+    def step(count: int = 1) -> None:
+        nonlocal done
+        done += count
         if progress is not None:
-            progress(next(done), total)
+            progress(done, total)
 
-    step()
-    runs = {}
-    for choice in tried:
+    switches = dataclasses.asdict(_config.config.current())  # which other threads do not have
+
+    def program_of(choice: Choice | str) -> Any:
         body = _trial.loop(trial.function(), iterations)
-        with _tuning.force(choice):
-            program = _trial.compiled(body, mesh, (x_spec, w_spec), y_spec, *normal)
-        runs[_label(choice)] = _trial.run_of(program, *normal)
-        runs[f"{_label(choice)}, zeros"] = _trial.run_of(program, *zeros)
-        step()
-    timings = _trial.interleave(runs, iterations, rounds, step)
-    return {
-        choice: sum(timings[_label(choice) + kind].median for kind in ("", ", zeros")) / 2
-        for choice in tried
-    }
+        with _config.override(**switches), _tuning.force(choice):
+            return _trial.compiled(body, mesh, (x_spec, w_spec), y_spec, *normal)
+
+    def seconds_of(
+        choices: Sequence[Choice | str], rounds: int, kinds: Sequence[str] = _KINDS
+    ) -> dict[Choice | str, float]:
+        runs = {
+            _label(choice) + kind: _trial.run_of(programs[choice], *operands[kind])
+            for choice in choices
+            for kind in kinds
+        }
+        timings = _trial.interleave(runs, iterations, rounds, step)
+        return {
+            choice: sum(timings[_label(choice) + kind].median for kind in kinds) / len(kinds)
+            for choice in choices
+        }
+
+    step(0)
+    programs = {}
+    if jax.process_count() > 1:  # which must compile in one order
+        threads = 1
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+        for choice, program in zip(tried, pool.map(program_of, tried), strict=True):
+            programs[choice] = program
+            step()
+    if rounds <= _FIRST_ROUNDS:
+        return seconds_of(tried, rounds)
+    seconds = seconds_of(tried, _FIRST_ROUNDS, _KINDS[:1])
+    fastest = min(seconds.values())
+    kept = [choice for choice in tried if seconds[choice] <= _WORTH_MORE * fastest]
+    step((len(tried) - len(kept)) * steps_of_a_choice)
+    return seconds | seconds_of(kept, rounds)
 
 
 def _ranks(mesh: Mesh, axis_name: _mesh.AxisName) -> int:
@@ -255,9 +293,12 @@ def native_call(key: Key) -> dict[str, int]:
     ).native()
 
 
-def pick(seconds: Mapping[Choice | str, float]) -> Choice | str:
-    """The fastest; "decomposed" only if it is faster than every kernel."""
-    return min(seconds, key=lambda choice: (seconds[choice], choice == DECOMPOSED))
+def pick(seconds: Mapping[Choice | str, float], least_gain: float = 0.0) -> Choice | str:
+    """The fastest; "decomposed" only if it is faster than every kernel. The first, which is the
+    heuristic's, if the fastest does not save `least_gain` of its time."""
+    best = min(seconds, key=lambda choice: (seconds[choice], choice == DECOMPOSED))
+    first = next(iter(seconds))
+    return best if seconds[best] <= (1 - least_gain) * seconds[first] else first
 
 
 def _label(choice: Choice | str) -> str:

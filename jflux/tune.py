@@ -6,8 +6,11 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import math
 import pathlib
 import sys
+import time
 from collections.abc import Sequence
 
 import jax
@@ -15,10 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from . import _models, _tuner, _tuning
+from . import _models, _trial, _tuner, _tuning
 from ._models import Product
 from ._ops._spec import all_ops
 from ._progress import Progress
+from ._trial import Trial
 from ._tuner import tune
 
 
@@ -32,16 +36,28 @@ def _parser() -> argparse.ArgumentParser:
         help="global sizes, such as all_gather_matmul:8192,49152,12288",
     )  # fmt: skip
     add = parser.add_argument
-    add("--model", help=f"instead of shapes: all products of {', '.join(_models.MODELS)}")
+    add(
+        "--model",
+        help=f"instead of shapes: all products of {', '.join(_models.MODELS)}, or of "
+        "several of them, with commas",
+    )
     add("--config", type=pathlib.Path, help="the same, of a Hugging Face config.json")
     add("--tokens", default="512,2048,8192", help="rows of a model's products (%(default)s)")
+    add("--layers-only", action="store_true", help="no product of a model's head")
     add("--training", action="store_true", help="also the products of a model's gradients")
     add("--dry-run", action="store_true", help="prints the shapes, and measures nothing")
     add("--ranks", type=int, default=0, help="the first so many devices; all")
     add("--dtype", default="bfloat16", choices=["bfloat16", "float16"])
     add("--transpose-rhs", action="store_true", help="w of OP:M,N,K is stored [n, k]")
     add("--rounds", type=int, default=5)
-    add("--out", type=pathlib.Path, help="writes here, not to the user's table")
+    add("--threads", type=int, default=1, help="that compile at the same time")
+    add("--least-gain", type=float, default=0.0, help="see jflux.tune (%(default)s)")
+    add("--limit", type=float, default=math.inf, help="seconds: what does not fit is named")
+    add(
+        "--out",
+        type=pathlib.Path,
+        help="writes here, not to the user's table, and leaves out what is there already",
+    )
     return parser
 
 
@@ -66,8 +82,19 @@ def _asked(args: argparse.Namespace, ranks: int) -> list[Product]:
         tokens = [0]
     if min(tokens) < 1:
         raise ValueError(f"--tokens {args.tokens!r} is no list of numbers, such as 512,2048")
-    sizes = _models.of_config(args.config) if args.config else _models.named(args.model)
-    return _models.products(sizes, tokens, ranks, training=args.training)
+    if args.config:
+        models = [_models.of_config(args.config)]
+    else:
+        models = [_models.named(name) for name in args.model.split(",")]
+    found = (
+        product
+        for rows in tokens
+        for sizes in models
+        for product in _models.products(sizes, [rows], ranks, training=args.training)
+        if product.layer != "head" or not args.layers_only
+    )
+    # Models share some; what a layer is called makes no difference.
+    return list({dataclasses.replace(one, layer=""): one for one in found}.values())
 
 
 def _why_not(product: Product, ranks: int) -> str | None:
@@ -86,6 +113,25 @@ def _list(asked: Sequence[Product], ranks: int) -> None:
         print(f"{product}{f'; skipped: {why}' if why else ''}")
 
 
+def _key(product: Product, args: argparse.Namespace, mesh: Mesh) -> str | None:
+    """By which a table knows the call; None if no kernel takes it."""
+    spec = all_ops()[product.op]
+    _tuner.check_divides(spec, product.m, product.n, product.k, mesh.size)
+    trial = Trial(spec, "tp", product.transpose_rhs)
+    dtype = jnp.dtype(args.dtype)
+    plan = _tuner.plan_of(trial, product.m, product.n, product.k, mesh, dtype)
+    return None if plan.key is None else str(plan.key)
+
+
+def _is_in(path: pathlib.Path, product: Product, args: argparse.Namespace, mesh: Mesh) -> bool:
+    """Whether a table has the call already."""
+    known = _tuning.load(path)
+    try:
+        return bool(known) and _key(product, args, mesh) in known
+    except ValueError:  # which tuning it will say
+        return False
+
+
 def _tune(product: Product, args: argparse.Namespace, mesh: Mesh, title: str) -> None:
     bar: Progress | None = None
 
@@ -99,7 +145,8 @@ def _tune(product: Product, args: argparse.Namespace, mesh: Mesh, title: str) ->
         result = tune(
             product.op, m=product.m, n=product.n, k=product.k, mesh=mesh,
             dtype=jnp.dtype(args.dtype), transpose_rhs=product.transpose_rhs, rounds=args.rounds,
-            save=args.out is None, progress=progress,
+            save=args.out is None, least_gain=args.least_gain, threads=args.threads,
+            progress=progress,
         )  # fmt: skip
     finally:
         if bar is not None:
@@ -123,7 +170,14 @@ def main(argv: list[str] | None = None) -> int:
         _list(asked, ranks)
         return 0
     mesh = Mesh(np.array(jax.devices()[: args.ranks or None]), ("tp",))
+    begun, longest = time.monotonic(), 0.0
     for i, product in enumerate(asked, 1):
+        if args.out is not None and _is_in(args.out, product, args, mesh):
+            continue
+        start = time.monotonic()
+        if _trial.slowest(start - begun) + longest > args.limit:
+            print(f"no time for {len(asked) - i + 1} products, from {product} on", file=sys.stderr)
+            return 0
         title = f"{i}/{len(asked)} {product.op} {product.m} x {product.n} x {product.k}"
         try:
             _tune(product, args, mesh, title)
@@ -134,6 +188,7 @@ def main(argv: list[str] | None = None) -> int:
             print(error, file=sys.stderr)
             if args.shapes:
                 return 1
+        longest = max(longest, time.monotonic() - start)
     return 0
 
 

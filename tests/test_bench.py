@@ -27,17 +27,20 @@ from bench import (  # noqa: E402
     accuracy,
     attention,
     cache_check,
+    cards,
     collectives,
     compare,
     decode,
     experts,
     harness,
+    maxtext,
     moe,
     moe_peers,
     peers,
     rates,
     render,
     renew,
+    sections,
     shapes,
 )
 
@@ -177,6 +180,127 @@ def test_a_picture_shows_the_kernels_of_one_day():
     assert [machine["gpus"] for machine, _ in shown.values()] == ["2 x H200", "8 x H200"]
     assert all(rows for _, rows in shown.values())
 
+    # Rows that were kept when others were added are of their own day.
+    added = result("2026-01-04", 2)
+    added[1]["rows"] = [{"date": "2026-01-03"} | row for row in added[1]["rows"]]
+    shown = render.curves([*results, added], "all_gather_matmul")
+    assert {machine["date"] for machine, _ in shown.values()} == {"2026-01-03"}
+
+
+def test_every_result_is_on_the_page():
+    results = render.load()
+    text = render.document(results)
+    kinds = {"rows", *sections.SECTIONS}
+    for name, result in results:
+        assert kinds & set(result), f"{name} is of no kind that is rendered"
+        assert f"[{name}.json](../bench/results/{name}.json)" in text
+    for kind in cards.CASES:
+        for _, result in sections.of_kind(results, kind):
+            assert all(f"| {row['case']['name']} |" in text for row in result[kind])
+
+
+def _of_shapes(gpus, found, **machine):
+    machine = {"gpus": gpus, "processes": 1, "date": "2026-01-02"} | machine
+    times = {"G": _timing(1e-3), "C": _timing(1e-3), "S": _timing(3e-3), "J": _timing(2e-3)}
+    return {"machine": machine, "rows": [dataclasses.asdict(s) | times for s in found]}
+
+
+def test_models_of_gpu_side_by_side():
+    a, b, c = shapes.LISTS["flux"][:3]
+    h100, h200 = "2 x NVIDIA H100 80GB HBM3", "2 x NVIDIA H200"
+    ours = ("2xh100", _of_shapes(h100, [a, b]))
+    text = cards.beside([ours, ("2xh200", _of_shapes(h200, [b, c]))])
+    (line,) = [line for line in text.splitlines() if line.startswith("| all_gather_matmul")]
+    four = "3.000 | 2.000 | 0.667 | 0.50"
+    assert line == f"| {b.op} | {b.m} | {b.n} | {b.k} | {four} | {four} |"
+    assert "H100 J / S" in text and "H200 J / S" in text
+    for other in (
+        _of_shapes(h200, [c]),
+        _of_shapes(h200, [b], processes=2),
+        _of_shapes(h200, [b], note="old"),
+        _of_shapes("4 x NVIDIA H200", [b]),
+        _of_shapes(h100, [b]),
+    ):
+        assert cards.beside([ours, ("other", other)]) == ""
+
+
+def test_cases_of_two_models_side_by_side():
+    def result(gpus, seconds):
+        row = {"case": {"name": "C"}, "error": 0.1, "J": _timing(seconds)}
+        machine = {"gpus": gpus, "processes": 1, "date": "2026-01-02"}
+        return {"machine": machine, "gathered": [row]}
+
+    two = [("a", result("2 x NVIDIA H100 80GB HBM3", 1e-3)), ("b", result("2 x NVIDIA H200", 2e-3))]
+    assert "| C | 1.000 (0.50) |" in cards.beside(two)
+
+
+def test_what_has_not_been_measured_is_named():
+    model = "NVIDIA H100 80GB HBM3"
+    everything = cards.missing([], model, 2)
+    assert set(everything) == set(renew.RUNS) - {"peers"}
+    whole = _of_shapes(f"2 x {model}", cards.listed("ops", 2))
+    assert "ops" not in cards.missing([("2xh100", whole)], model, 2)
+    whole["rows"] = [row for row in whole["rows"] if shapes.of_row(row) not in shapes.LISTS["llm"]]
+    count = len(dict.fromkeys(shapes.LISTS["llm"]))
+    assert cards.missing([("2xh100", whole)], model, 2)["ops"] == f"lists llm ({count} of {count})"
+    rows = [{"case": {"name": name}} for name in cards.CASES["gathered"][1:]]
+    part = [("2xh100_gathered", {"machine": whole["machine"], "gathered": rows})]
+    total, first = len(cards.CASES["gathered"]), cards.CASES["gathered"][0]
+    assert cards.missing(part, model, 2)["gathered"] == f"1 of {total} rows: {first}"
+    assert f"### 2 x {model}" in cards.to_do([("2xh100", whole)])
+
+
+@pytest.fixture
+def benchmark_of_shapes(monkeypatch):
+    """A function (arguments) -> the shapes that `python -m bench` has measured, in no time."""
+    measured = []
+
+    def measure(shape, mesh, rounds, others):
+        measured.append(shape)
+        return {name: _trial.Timing(1e-3, 1e-3, 1e-3) for name in "GCSJ"}
+
+    here = {"gpus": "2 x X", "processes": 1, "date": "2026-01-03"}
+    monkeypatch.setattr(bench, "machine", lambda ranks, processes: here)
+    monkeypatch.setattr(harness, "measure", measure)
+    monkeypatch.setattr(jflux, "init", lambda **_: None)
+    monkeypatch.setattr(type(jflux.config), "update", lambda *_, **__: None)
+
+    def run(*options):
+        measured.clear()
+        monkeypatch.setattr(sys, "argv", ["bench", "--ranks", "2", "--lists", "flux", *options])
+        assert bench.main() == 0
+        return list(measured)
+
+    return run
+
+
+def test_rows_are_added_to_a_result(benchmark_of_shapes, tmp_path, capsys):
+    path, flux = tmp_path / "2xx.json", shapes.LISTS["flux"]
+    path.write_text(json.dumps(_of_shapes("2 x X", flux[1:4])))
+    assert benchmark_of_shapes("--add", str(path), "--limit", "0") == []
+    assert f"no time for {len(flux) - 3} shapes, from {flux[0]} on" in capsys.readouterr().err
+    assert benchmark_of_shapes("--add", str(path)) == [flux[0], *flux[4:]]
+    result = json.loads(path.read_text())
+    assert {shapes.of_row(row) for row in result["rows"]} == set(flux)
+    assert result["machine"]["date"] == "2026-01-03"
+    days = [render.day_of(row, result["machine"]) for row in result["rows"]]
+    assert days == 3 * ["2026-01-02"] + (len(flux) - 3) * ["2026-01-03"]
+    assert "Measured on 2026-01-02 and 2026-01-03." in render.tables(result)
+    assert benchmark_of_shapes("--add", str(path)) == []
+
+
+def test_rows_are_not_added_to_those_of_another_machine(benchmark_of_shapes, tmp_path):
+    path = tmp_path / "found.json"
+    for result, why in (
+        (_of_shapes("4 x X", []), "of gpus '4 x X', not '2 x X'"),
+        (_of_shapes("2 x X", [], processes=2), "of processes 2, not 1"),
+        (_of_shapes("2 x X", [], note="old ones"), "of other kernels: old ones"),
+        ({"machine": {}, "moe": []}, "has no rows"),
+    ):
+        path.write_text(json.dumps(result))
+        with pytest.raises(SystemExit, match=why):
+            benchmark_of_shapes("--add", str(path))
+
 
 def test_collectives_are_rendered():
     row = {"bytes": 512} | {name: {"median": 2e-6} for name in ("S", "one_shot")}
@@ -223,6 +347,17 @@ def test_blocks_are_rendered():
     machine = {"gpus": "2 x X", "processes": 1}
     text = render.document([("b", {"machine": machine, "blocks": [row]})])
     assert "| M | mlp | 64 | 1.000 | 4.000 | 2.000 | 0.500 | 3.000 | 1.000 | 1 | 2 | 3 |" in text
+
+
+def test_a_step_of_maxtext_is_rendered():
+    """(tests/test_maxtext.py times one.)"""
+    row = {"case": {"name": "layers"}, "S": _timing(8e-2), "J": _timing(6e-2), "error": 0.001}
+    row |= {"MiB": {"S": 2048.0, "J": 1024.0}, "loss": {"S": 9.5, "J": 9.50001}}
+    text = render.document(
+        [("m", {"machine": {"gpus": "2 x X", "processes": 1}, "maxtext": [row]})]
+    )
+    line = "| layers | 80.00 | 60.00 | 0.750 | 2048 | 1024 | 9.50000 | 9.50001 | 1.0e-03 |"
+    assert f"| {maxtext.HEADING} |" in text and line in text
 
 
 @pytest.fixture
@@ -499,5 +634,8 @@ def test_a_plain_layer_without_memory_leaves_its_column_empty():
     row = {"case": {"name": "large"}, "list": "layer", "error": 0.0}
     row |= {name: _timing(1e-3) for name in experts.WAYS}
     assert experts.cells(row)[1:8] == [*["1.00"] * 4, "no memory", "no memory", ""]
+    assert (
+        experts.cells({k: v for k, v in row.items() if k != "prod."})[4] == ""
+    )  # older than this column
     row |= {"S EP": _timing(4e-3)}
     assert experts.cells(row)[5:8] == ["no memory", "4.00", "4.0"]

@@ -385,6 +385,19 @@ def test_a_source_is_compiled_against_the_headers():
         _custom.compile_source(dataclasses.replace(call, text=wrong), "scaled")
 
 
+def test_the_source_of_the_example_compiles():
+    try:
+        nvrtc._library()
+    except ImportError as error:
+        pytest.skip(str(error))
+    folder = str(ROOT / "examples" / "python_kernels")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(folder)
+        import cuda_source
+    call = _custom.Source(cuda_source.SOURCE, "cuda_source", cuda_source.BLOCKS, 256, 0)
+    assert b"scaled_shift" in _custom.compile_source(call, "scaled_shift").image
+
+
 def test_bits_of_parameters():
     assert [_custom._bits(v) for v in (True, -3, 0.0, 1.0)] == [1, -3, 0, 0x3FF0000000000000]
     assert _custom._bits(-0.0) == -(1 << 63)

@@ -3,6 +3,7 @@
 Needs `maxtext`, which is heavy: `tools/test_maxtext.sh` installs it and runs this file."""
 
 import importlib.util
+import sys
 
 import jax
 import numpy as np
@@ -70,3 +71,48 @@ def test_loss_and_gradients(example, case):
     assert ("all_gather" in calls) == ("context" in changes)
     if gathers is not None:
         assert (calls.count(GATHER), calls.count(SCATTER)) == (gathers, scatters)
+
+
+@pytest.fixture
+def benchmark():
+    """bench.maxtext, and its small case."""
+    sys.path.insert(0, str(ROOT))
+    from bench import maxtext
+
+    return maxtext, *maxtext.LISTS["tiny"]
+
+
+def test_a_step_is_checked_and_timed(benchmark):
+    maxtext, case = benchmark
+    row = maxtext.measure(case, 2, rounds=1)
+    assert row["error"] <= case.tolerance and row["loss"]["S"] > 4
+    assert not row["calls of S"] and row["calls of J"]
+    assert all(row[name]["median"] > 0 for name in "SJ")
+    assert len(maxtext.cells(row)) == len(maxtext.HEADING.split(" | "))
+
+
+def test_a_step_that_is_wrong_is_not_timed(benchmark, monkeypatch):
+    maxtext, case = benchmark
+    llama, steps = maxtext.example(), []
+    right = llama.step_of
+
+    def wrong(model):
+        params, step = right(model)
+        steps.append(step)
+        if len(steps) == 1:
+            return params, step
+        return params, lambda *args: jax.tree.map(lambda a: a * 1.001, step(*args))
+
+    monkeypatch.setattr(llama, "step_of", wrong)
+    with pytest.raises(RuntimeError, match="tiny: .* 0.001 off"):
+        maxtext.measure(case, 2, rounds=1)
+    assert len(steps) == 2
+
+
+def test_a_step_that_calls_no_op_is_not_timed(benchmark, monkeypatch):
+    maxtext, case = benchmark
+    llama = maxtext.example()
+    right = llama.model_of
+    monkeypatch.setattr(llama, "model_of", lambda config, mesh, quant: right(config, mesh, None))
+    with pytest.raises(RuntimeError, match="tiny: 0 calls of jflux's ops"):
+        maxtext.measure(case, 2, rounds=1)

@@ -2,13 +2,15 @@
 
 import dataclasses
 import importlib
+import itertools
 import json
+from types import SimpleNamespace
 
 import pytest
-from harness import PLATFORM
+from harness import PLATFORM, RANKS
 
 import jflux
-from jflux import _models
+from jflux import _models, _trial, _tuner, _tuning
 from jflux._models import MODELS, Product, Sizes
 from jflux._ops._spec import all_ops
 from jflux.plan import models as plan_models
@@ -39,7 +41,7 @@ PUBLISHED = {
     "mistral-small-24b": 23.6, "mistral-large-123b": 123, "qwen2.5-7b": 7.62, "qwen2.5-14b": 14.8,
     "qwen2.5-32b": 32.8, "qwen2.5-72b": 72.7, "qwen3-8b": 8.19, "qwen3-14b": 14.8,
     "qwen3-32b": 32.8, "gemma-7b": 8.54, "gemma-2-9b": 9.24, "gemma-2-27b": 27.2,
-    "gemma-3-12b": 11.8, "gemma-3-27b": 27.0,
+    "gemma-3-12b": 11.8, "gemma-3-27b": 27.0, "gpt-3-175b": 175,
 }  # fmt: skip
 
 
@@ -66,6 +68,65 @@ def test_dry_run_lists_the_products_of_a_model(capsys):
     # What is listed are shapes that the command takes.
     shapes = [line.split()[0] for line in found]
     assert [line.strip() for line in lines(capsys, *shapes, "--ranks", "4")] == shapes
+
+
+def test_several_models_by_tokens_and_each_product_once(capsys):
+    """Llama 2 and 3 of 70 billion weights differ in their heads alone."""
+    args = ["--model", "llama-2-70b,llama-3-70b", "--tokens", "2048,512", "--ranks", "2"]
+    found = [line.split()[0] for line in lines(capsys, *args)]
+    assert len(found) == len(set(found)) == 2 * (7 + 1)
+    assert [line.split(":")[1].split(",")[0] for line in found] == 8 * ["2048"] + 8 * ["512"]
+    layers = [line.split()[0] for line in lines(capsys, *args, "--layers-only")]
+    heads = {f"all_gather_matmul:{m},{n},8192" for m in (512, 2048) for n in (32000, 128256)}
+    assert set(found) - set(layers) == heads and len(layers) == 2 * 6
+
+
+@pytest.fixture
+def tuned(monkeypatch):
+    """What the command has tuned, in no time."""
+    seen = []
+
+    def fake(op, *, m, n, k, mesh, dtype, transpose_rhs, **options):
+        seen.append((op, m, n, k, options))
+        trial = _trial.Trial(all_ops()[op], "tp", transpose_rhs)
+        key = _tuner.plan_of(trial, m, n, k, mesh, dtype).key
+        return _tuner.Result(key, {_tuning.Choice(128, 2, 4): 1e-3}, _tuning.Choice(128, 2, 4))
+
+    monkeypatch.setattr(tune, "tune", fake)
+    return seen
+
+
+@pytest.mark.skipif(PLATFORM == "gpu", reason="chooses the number of virtual devices")
+@pytest.mark.skipif(RANKS < 2, reason="one rank has nothing to tune")
+def test_a_table_grows_call_by_call(tuned, tmp_path, capsys, monkeypatch):
+    """As for the one that ships: what does not fit into the limit is left to the next call."""
+    path = tmp_path / "nvidia_h100_80gb_hbm3.json"
+    assert path.stem == _tuning.slug("NVIDIA H100 80GB HBM3")  # where a call looks for it
+    args = ["--model", "llama-2-70b", "--layers-only", "--tokens", "2048", "--ranks", "2"]
+    args += ["--least-gain", ".01", "--threads", "4", "--out", str(path)]
+    products = [line.split()[0] for line in lines(capsys, *args)]
+    ticks = itertools.count(0, 10)
+    with monkeypatch.context() as patch:
+        patch.setattr(tune, "time", SimpleNamespace(monotonic=lambda: next(ticks)))
+        assert tune.main([*args, "--limit", "45"]) == 0
+
+    def taken():
+        found = [f"{op}:{m},{n},{k}" for op, m, n, k, _ in tuned]
+        assert all(o["least_gain"] == 0.01 and o["threads"] == 4 for *_, o in tuned)
+        assert not any(o["save"] for *_, o in tuned)
+        tuned.clear()
+        return found
+
+    begun = taken()
+    assert 1 < len(begun) < len(products) == 6
+    said = capsys.readouterr().err
+    left = len(products) - len(begun)
+    assert f"no time for {left} products, from {products[len(begun)]} " in said
+    assert len(json.loads(path.read_text())["choices"]) == len(begun)
+    assert tune.main(args) == 0
+    assert [*begun, *taken()] == products
+    assert tune.main(args) == 0 and taken() == []
+    assert len(_tuning.load(path)) == len(products)
 
 
 def test_every_product_is_of_a_tuned_op():

@@ -1,7 +1,9 @@
 """jflux.tune and the tables that it writes. Choosing is tested anywhere, measuring on GPUs."""
 
+import collections
 import dataclasses
 import functools
+import itertools
 import json
 import logging
 import subprocess
@@ -98,6 +100,10 @@ def test_pick():
     assert _tuner.pick({a: 2.0, b: 1.0, DECOMPOSED: 3.0}) == b
     assert _tuner.pick({a: 2.0, b: 1.0, DECOMPOSED: 0.9}) == DECOMPOSED
     assert _tuner.pick({a: 2.0, b: 1.0, DECOMPOSED: 1.0}) == b
+    # The first is the heuristic's, and is kept where the fastest gains too little.
+    assert _tuner.pick({a: 1.0, b: 0.995, DECOMPOSED: 3.0}, 0.01) == a
+    assert _tuner.pick({a: 1.0, b: 0.98, DECOMPOSED: 0.995}, 0.01) == b
+    assert _tuner.pick({a: 1.0, b: 0.995, DECOMPOSED: 3.0}) == b
 
 
 def test_slow_links_make_raster_groups_shorter():
@@ -239,18 +245,80 @@ def test_shipped_tables_are_of_compiled_configurations():
         assert _tuning.shipped_table(path.stem) == choices != {}
 
 
-def test_progress_is_of_all_that_takes_time(monkeypatch):
-    """Compiling each candidate, then each run of it, on both kinds of operands."""
+@pytest.fixture
+def measured(monkeypatch):
+    """A function (times by choice, options) -> what `_tuner.measure` gives, the rounds in which
+    each choice was timed, and the progress. What is compiled says which choice was forced."""
     monkeypatch.setattr(_trial, "iterations_for", lambda *_: 2)
-    tried, rounds, seen = [Choice(192, 2, 8), Choice(128, 1, 16), DECOMPOSED], 3, []
+
+    def run(times, **options):
+        rounds, seen, compiled = collections.Counter(), [], []
+
+        def compile_(*_, **__):
+            choice = _config.config.current().configuration
+            compiled.append((choice, _config.config.current().always))
+            return choice
+
+        def interleave(runs, iterations, count, step):
+            found = {}
+            for name, choice in runs.items():
+                for _ in range(1 + count):
+                    step()
+                rounds[choice] += count
+                found[name] = _trial.Timing(times[choice], 0, 0)
+            return found
+
+        monkeypatch.setattr(_trial, "compiled", compile_)
+        monkeypatch.setattr(_trial, "run_of", lambda program, *_: program)
+        monkeypatch.setattr(_trial, "interleave", interleave)
+        trial = _trial.Trial(all_ops()["all_gather_matmul"])
+        seconds = _tuner.measure(
+            trial, list(times), m=256 * RANKS, n=256 * RANKS, k=64, mesh=make_mesh((RANKS,)),
+            progress=lambda *step: seen.append(step), **options,
+        )  # fmt: skip
+        return seconds, rounds, seen, compiled
+
+    return run
+
+
+TIMES = {Choice(192, 2, 8): 2.0, Choice(128, 1, 16): 1.0, Choice(128, 2, 4): 1.05, DECOMPOSED: 3.0}
+
+
+def test_what_is_clearly_slower_is_not_timed_again(measured):
+    seconds, rounds, seen, _ = measured(TIMES, rounds=5)
+    assert seconds == TIMES and list(seconds) == list(TIMES)
+    slow, best, near, decomposed = TIMES
+    assert (rounds[slow], rounds[decomposed]) == (2, 2)
+    assert rounds[best] == rounds[near] == 2 + 2 * 5  # normal numbers, and zeros
+    # Compiling each, then each run of it, warming up included.
+    total = len(TIMES) * (1 + (1 + 2) + 2 * (1 + 5))
+    assert seen[0] == (0, total) and seen[-1] == (total, total)
+    assert all(a[0] < b[0] for a, b in itertools.pairwise(seen))
+    _, rounds, seen, _ = measured(TIMES, rounds=2)
+    total = len(TIMES) * (1 + 2 * (1 + 2))
+    assert set(rounds.values()) == {2 * 2} and seen[-1] == (total, total)
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+def test_each_candidate_is_compiled_with_its_own_choice(measured, threads):
+    """And the switches of the thread that asks."""
+    for always in (False, True):
+        with jflux.config(always=always):
+            *_, compiled = measured(TIMES, rounds=1, threads=threads)
+        assert {(choice, always) for choice in TIMES} == set(compiled)
+        assert len(compiled) == len(TIMES)
+
+
+def test_measuring_on_what_is_here(monkeypatch):
+    monkeypatch.setattr(_trial, "iterations_for", lambda *_: 2)
+    tried, seen = [Choice(192, 2, 8), Choice(128, 1, 16), DECOMPOSED], []
     trial = _trial.Trial(all_ops()["all_gather_matmul"])
     seconds = _tuner.measure(
-        trial, tried, m=256 * RANKS, n=256 * RANKS, k=64, mesh=make_mesh((RANKS,)), rounds=rounds,
-        progress=lambda *step: seen.append(step),
+        trial, tried, m=256 * RANKS, n=256 * RANKS, k=64, mesh=make_mesh((RANKS,)), rounds=3,
+        threads=2, progress=lambda *step: seen.append(step),
     )  # fmt: skip
-    assert list(seconds) == tried
-    total = len(tried) * (1 + 2 * (1 + rounds))
-    assert seen == [(done, total) for done in range(total + 1)]
+    assert list(seconds) == tried and all(s > 0 for s in seconds.values())
+    assert seen[-1][0] == seen[-1][1]
 
 
 def test_wrong_arguments():

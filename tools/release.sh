@@ -5,6 +5,8 @@
 #   bash tools/release.sh build      # dist/: a wheel for Python 3.11, one for 3.12 and later, an sdist
 #   bash tools/release.sh check      # installs each, imports it, runs the doctor and an example
 #
+# A machine with GPUs, which need not have a network, tries a wheel with tools/check_wheel.sh.
+#
 #   CUDACXX   an nvcc of CUDA 12.5 or later, but not of 13: a library that links the CUDA 13 run time
 #             needs a driver that came with CUDA 13. Without it tools/cuda12.sh puts one together,
 #             which cannot link the NVSHMEM plugin: the wheels then have none.
@@ -128,5 +130,5 @@ case ${1:-all} in
   build) build ;;
   check) check ;;
   all) build && check ;;
-  *) sed -n '2,6p' "$0"; exit 2 ;;
+  *) sed -n '2,8p' "$0"; exit 2 ;;
 esac

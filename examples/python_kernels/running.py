@@ -43,7 +43,7 @@ def microseconds(mesh: Mesh, f: Callable[..., Any], arrays: list[Any]) -> float:
     first, *rest = arrays
     result = jax.eval_shape(on_devices(mesh, f), *arrays)
     is_chain = (result.shape, result.dtype) == (first.shape, first.dtype)
-    calls = 200 if is_chain else 8
+    calls = 200 if is_chain else 32
 
     def program(count: int) -> Callable[[], Any]:
         firsts_ = [first] if is_chain else [first + 0 for _ in range(count)]

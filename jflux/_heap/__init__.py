@@ -87,7 +87,7 @@ def init(
       node: splits a host into nodes, to try out what runs on several: the name of this process's
         node, or one name for each of its devices. By default a host is a node.
       backend: "nvshmem": GPU memory of NVSHMEM, which also reaches other nodes; for one process per
-        GPU, with ``pip install jflux[nvshmem]``. All `heap_bytes` are then taken at once. Where it
+        GPU, with jflux's extra ``nvshmem``. All `heap_bytes` are then taken at once. Where it
         cannot be used a warning says why, and the heap is the usual one, which is the default:
         host memory on the CPU, and on GPUs CUDA's own.
 

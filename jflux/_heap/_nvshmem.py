@@ -99,7 +99,7 @@ def why_not_here(platform: str, devices: int, arch: int = _gpu_code.HOPPER) -> s
     try:
         lib.nvshmem_load(found, plugin())
     except RuntimeError as error:
-        return str(error) if found else f"{error}; pip install 'jflux[nvshmem]'"
+        return str(error) if found else f"{error}; pip install nvidia-nvshmem-cu13 or -cu12"
     return ""
 
 

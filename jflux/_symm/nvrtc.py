@@ -63,9 +63,7 @@ def _library() -> Any:
             return ctypes.CDLL(path)
         except OSError:
             continue
-    raise ImportError(
-        "jflux.custom_call(source=...) needs NVRTC: pip install nvidia-cuda-nvrtc, or jflux[cuda]"
-    )
+    raise ImportError("jflux.custom_call(source=...) needs NVRTC: pip install nvidia-cuda-nvrtc")
 
 
 def _check(status: int, what: str) -> None:

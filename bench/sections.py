@@ -1,0 +1,268 @@
+"""Sections of docs/performance.md, one for each result but those of the ops' shapes. A result's
+kind is the name of its rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+
+from . import (
+    accuracy,
+    attention,
+    blocks,
+    collectives,
+    decode,
+    experts,
+    gathered,
+    grids,
+    maxtext,
+    moe,
+    products,
+    scattered,
+)
+
+Results = list[tuple[str, dict]]
+
+
+def of_kind(results: Results, kind: str) -> Results:
+    """Those of another benchmark, by the name of its rows."""
+    return [(name, result) for name, result in results if kind in result]
+
+
+def ranks_of(result: dict) -> int:
+    return int(result["machine"]["gpus"].split()[0])
+
+
+def title(result: dict) -> str:
+    machine = result["machine"]
+    how = "one process" if machine["processes"] == 1 else "one process for each GPU"
+    note = f"; {machine['note']}" if "note" in machine else ""
+    return f"{machine['gpus']}, {how}{note}"
+
+
+def plain_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def filled_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table without the columns that no row has."""
+    rows = list(rows)
+    kept = [i for i in range(len(columns)) if any(row[i] for row in rows)]
+    return plain_table([columns[i] for i in kept], ([row[i] for i in kept] for row in rows))
+
+
+def collective_tables(rows: list[dict]) -> str:
+    """One for each op."""
+    ops = dict.fromkeys(row["op"] for row in rows)
+    return "\n\n".join(
+        f"{op}:\n\n"
+        + plain_table(
+            collectives.columns(op), [collectives.cells(row) for row in rows if row["op"] == op]
+        )
+        for op in ops
+    )
+
+
+def product_tables(rows: list[dict]) -> str:
+    """One for each type."""
+    of_type = itertools.groupby(rows, key=lambda row: row["dtype"])
+    return "\n\n".join(
+        f"{dtype}. {products.summary(same)}\n\n"
+        + plain_table(products.COLUMNS, map(products.cells, same))
+        for dtype, same in ((dtype, list(found)) for dtype, found in of_type)
+    )
+
+
+def expert_tables(rows: list[dict]) -> str:
+    """One for each list."""
+    lists = dict.fromkeys(row["list"] for row in rows)
+    return "\n\n".join(
+        filled_table(
+            experts.HEADINGS[name].split(" | "),
+            [experts.cells(row) for row in rows if row["list"] == name],
+        )
+        for name in lists
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """Of one kind.
+
+    Attributes:
+      heading: of one result.
+      module: in bench/; its head says what is timed.
+      legend: what a reader must know to read the table.
+      table: of one result.
+    """
+
+    heading: Callable[[dict], str]
+    module: str
+    legend: Callable[[dict], str]
+    table: Callable[[dict], str]
+
+
+def _of(text: str) -> Callable[[dict], str]:
+    return lambda result: f"{text}: {title(result)}"
+
+
+def _always(text: str) -> Callable[[dict], str]:
+    return lambda result: text
+
+
+def _grids_legend(result: dict) -> str:
+    sizes = result["sizes"]
+    return (
+        f"{sizes['layers']} blocks of width {sizes['width']}, 2048 tokens a GPU, x by y by z by "
+        "data. What each optimisation saves is in % of the step before it; the sums over data are "
+        "in all of them. Predicted is the communication by the paper's equations, none of it "
+        "hidden ([The planner](guide/plan.md))."
+    )
+
+
+_HIDDEN_UNITS = (
+    "The experts' hidden units are split over the ranks. J is one kernel, `two` the two steps of "
+    "jflux, G and C their product and their collective alone; F is max(G, C)."
+)
+
+#: In the order of the page.
+SECTIONS: dict[str, Section] = {
+    "blocks": Section(
+        _of("MLPs and transformer blocks, forward and backward"),
+        "blocks",
+        _always(""),
+        lambda result: plain_table(blocks.COLUMNS, map(blocks.cells, result["blocks"])),
+    ),
+    "grids": Section(
+        lambda result: f"Every grid of {title(result)}: GPT blocks, forward and backward",
+        "grids",
+        _grids_legend,
+        lambda result: plain_table(grids.COLUMNS, map(grids.cells, result["grids"])),
+    ),
+    "decode": Section(
+        _of("Decoding with layers of Llama-2-70B, bf16"),
+        "decode",
+        _always(
+            "A step is one token of each sequence, with so many positions in the cache. XLA "
+            "launches its own collectives one by one; under `graphs` it was told to capture them "
+            "into its CUDA graphs, as it does by default with jflux's kernels."
+        ),
+        lambda result: plain_table(decode.COLUMNS, map(decode.cells, result["decode"])),
+    ),
+    "maxtext": Section(
+        _of("MaxText's own layers, as wide as Llama-2-70B"),
+        "maxtext",
+        _always(
+            "Loss and gradients of two layers. S is MaxText alone, J with a "
+            "`jflux.nn.TensorParallel` in place of its quantization ([MaxText](guide/maxtext.md))."
+        ),
+        lambda result: plain_table(
+            maxtext.HEADING.split(" | "), map(maxtext.cells, result["maxtext"])
+        ),
+    ),
+    "attention": Section(
+        _of("Attention over a split sequence, bf16, milliseconds"),
+        "attention",
+        _always(
+            "f+b is forward and backward. J is `jflux.attention`, keys and values gathered, and "
+            "`ring` the same around a ring; K forces its own kernels where cuDNN computes J. A is "
+            "an all-gather and cuDNN, X is J in XLA's operations, G / N cuDNN on one GPU, divided "
+            "by the ranks. `bound` is the time in which a rank's part of a cache is read, `error` "
+            "in multiples of its bound. Empty fields do not apply or were not timed."
+        ),
+        lambda result: filled_table(
+            attention.HEADING.split(" | "),
+            [attention.cells(row, ranks_of(result)) for row in result["attention"]],
+        ),
+    ),
+    "moe": Section(
+        _of("Grouped products, bf16, milliseconds"),
+        "moe",
+        _always(
+            "J is `jflux.grouped_matmul`, S `lax.ragged_dot`, G one batched product of XLA with as "
+            "many rows in equal groups; `bound` is the time in which the weights are read."
+        ),
+        lambda result: filled_table(moe.HEADING.split(" | "), map(moe.cells, result["moe"])),
+    ),
+    "experts": Section(
+        _of("Mixtures of experts, bf16"),
+        "experts",
+        _always(
+            "D is `moe_dispatch`, D+C the way back too, `each` without partial sums, S the pair in "
+            "plain `lax`, `gather` an all-gather and a reduce-scatter of all tokens. Of layers, "
+            "forward and backward: TP and EP gather all tokens, `disp.` dispatches them, `prod.` "
+            "is `dispatch_grouped_matmul`, and S plain `lax`."
+        ),
+        lambda result: expert_tables(result["experts"]),
+    ),
+    "gathered": Section(
+        _of("Gathered rows and a grouped product, bf16"),
+        "gathered",
+        _always(_HIDDEN_UNITS),
+        lambda result: filled_table(
+            gathered.HEADING.split(" | "),
+            [gathered.cells(row, ranks_of(result)) for row in result["gathered"]],
+        ),
+    ),
+    "scattered": Section(
+        _of("A grouped product and scattered sums, bf16"),
+        "scattered",
+        _always(_HIDDEN_UNITS),
+        lambda result: filled_table(
+            scattered.HEADING.split(" | "),
+            [scattered.cells(row, ranks_of(result)) for row in result["scattered"]],
+        ),
+    ),
+    "collectives": Section(
+        _of("Small collectives, bf16, microseconds a call"),
+        "collectives",
+        _always(
+            "S is XLA's own, C the same with XLA told to put its collectives into CUDA graphs, J "
+            "what jflux chooses. With a norm, `apart` is jflux's sum with XLA's norm after it, and "
+            "`alone` the sum. J and the algorithm that it chooses are one program: what they "
+            "differ by is noise. Empty fields were not timed: LL packets of more than 16 MiB, and "
+            "algorithms newer than the run."
+        ),
+        lambda result: collective_tables(result["collectives"]),
+    ),
+    "accuracy": Section(
+        _of("How exact an all-reduce is"),
+        "accuracy",
+        _always(
+            "The mean absolute difference from sums in float64, of standard normal numbers; "
+            "`rounded` is that of the exact sums, rounded."
+        ),
+        lambda result: plain_table(accuracy.COLUMNS, map(accuracy.cells, result["accuracy"])),
+    ),
+    "products": Section(
+        _of("The product alone"),
+        "products",
+        _always(
+            "One of four ranks' part of each shape, normal numbers; G is XLA's time: cuBLAS, or a "
+            "fusion where that is faster."
+        ),
+        lambda result: product_tables(result["products"]),
+    ),
+}
+
+
+def _text(name: str, result: dict, section: Section) -> str:
+    day = result["machine"].get("date")
+    where = f"[{name}.json](../bench/results/{name}.json){f', {day}' if day else ''}"
+    what = f"what is timed: [bench/{section.module}.py](../bench/{section.module}.py)."
+    legend = section.legend(result)
+    return (
+        f"## {section.heading(result)}\n\n{where}; {what}{f' {legend}' if legend else ''}\n\n"
+        f"{section.table(result)}\n"
+    )
+
+
+def all_of(results: Results) -> list[str]:
+    """Every section, by kind; within a kind by machine."""
+    return [
+        _text(name, result, section)
+        for kind, section in SECTIONS.items()
+        for name, result in of_kind(results, kind)
+    ]
