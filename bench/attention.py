@@ -17,12 +17,13 @@ and with windows, softcaps and heads that cuDNN's parts do not take (list "maske
 
     J       jflux.attention, by its own kernels
     F       the same, in one kernel that sends, waits and computes
+    K       the same with jflux.config(unchecked_kernels=True), where GPUs take the backward kernels
+            with it alone (heads of more than 128 elements)
     X       the same with jflux.config(fused=False), in XLA's operations
 
 and for decoding, one query of each sequence over a cache that is split over the ranks:
 
-    J       jflux.flash_decode, the ranks' parts merged after an all-gather
-    M       the same, merged in one kernel
+    J       jflux.flash_decode
     G       jax.nn.dot_product_attention on one GPU, divided by the ranks
 
 where `bound` is the time in which a rank's part of the cache is read, at MEMORY bytes a second.
@@ -44,6 +45,7 @@ from jax.sharding import PartitionSpec as P
 
 import jflux
 from jflux import _trial
+from jflux._attention import kernel
 
 from . import __main__ as bench
 from . import rates
@@ -171,10 +173,12 @@ def with_gradients(f: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 def contestants(case: Case) -> dict[str, Callable[..., jax.Array]]:
     """Of one rank's q and kv."""
     if case.decode:
-        return {"J": split(case), "M": split(case)}
+        return {"J": split(case)}
     forward = {"J": split(case, ring=False), "ring": split(case, ring=True)}
     if case.masked:
         forward["X"] = forward["F"] = forward["J"]
+        if case.width > kernel.MOST_CHECKED_WIDTH:
+            forward |= {"K": forward["J"], "K ring": forward["ring"]}
     else:
         for name in ("K", "K ring", "F"):
             forward[name] = split(case, ring=name == "K ring", window=case.positions)
@@ -235,7 +239,7 @@ def measure(case: Case, ranks: int, rounds: int) -> dict[str, Any]:
     spec = P() if case.decode else SEQUENCE
     runs = {}
     for name, f in contestants(case).items():
-        unchecked = name.split()[0] in ("M", "F")
+        unchecked = name.split()[0] == "F" or (case.masked and name.startswith("K"))
         with jflux.config(fused=not name.startswith("X"), unchecked_kernels=unchecked):
             program = _trial.compiled(_trial.loop(f, iterations), mesh, (spec, PAIR), spec, q, kv)
         if name.split()[0] == "F" and jax.default_backend() == "gpu":
@@ -265,7 +269,6 @@ def measure(case: Case, ranks: int, rounds: int) -> dict[str, Any]:
 
 FORMS = ("J", "ring", "A", "K", "K ring", "F", "X")
 COLUMNS = tuple(c + both for both in ("", " f+b") for c in FORMS)
-COLUMNS += ("M",)
 HEADING = " | ".join(
     (
         "shape",
@@ -283,7 +286,7 @@ def cells(row: dict[str, Any], ranks: int) -> list[str]:
     ms = {c: row[c]["median"] * 1e3 for c in (*COLUMNS, "G", "G f+b") if c in row}
     whole = {c: ms[c] / ranks for c in ("G", "G f+b") if c in ms}
     others = [whole["G"]] if "G" in whole else []
-    others += [ms[c] for c in ("ring", "A", "K", "K ring", "F", "X", "M") if c in ms]
+    others += [ms[c] for c in ("ring", "A", "K", "K ring", "F", "X") if c in ms]
     return [
         row["case"]["name"], *(f"{ms[c]:.3f}" if c in ms else "" for c in COLUMNS),
         *(f"{whole[c]:.3f}" if c in whole else "" for c in ("G", "G f+b")),

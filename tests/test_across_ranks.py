@@ -1,8 +1,6 @@
 """Attention over all ranks' keys from each rank's over its own, in one kernel, against the merge of
 what an all-gather brings."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -114,10 +112,8 @@ def test_plans():
                 Machine(platform, 132, 320.0, 1 << 32),
             )  # fmt: skip
 
-    plan = functools.partial(plan, unchecked_kernels=True)
     assert plan(512).path == Path.FUSED
     for other, why in (
-        (plan(512, unchecked_kernels=False), "unchecked_kernels"),
         (plan(512, dtype="float64"), "float64"),
         (plan(2048), "slower than chunks"),
         (plan(512, world=1), "one rank"),

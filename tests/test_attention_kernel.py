@@ -97,14 +97,15 @@ def test_rows_of_blocks_by_their_cost():
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("kind", ["forward", "dkv", "dq"])
 @pytest.mark.parametrize("window", [None, (4096, 0)])
-def test_ctas_have_as_much_to_do(rank, kind, window):
+@pytest.mark.parametrize("width", [128, 256])
+def test_ctas_have_as_much_to_do(rank, kind, window, width):
     """Of a zigzag sequence on two ranks, by cc/ops/flash_attention's NextItem."""
     length, ctas = 8192, 132
     queries, others = (own_positions(jnp.int32(r), length, 2, "zigzag") for r in (rank, 1 - rank))
     keys = jnp.concatenate([queries, others])
     scores = Scores(1.0, causal=True, window=window)
     parts = Part(queries, None), Part(keys, None)
-    kinds = kernel.block_kinds(*parts, scores, kernel.block_sizes(kind, 128))
+    kinds = kernel.block_kinds(*parts, scores, kernel.block_sizes(kind, width))
     heads = 8 if kind == "dkv" else 32
     kinds, order = kernel.by_cost(kinds.swapaxes(1, 2) if kind == "dkv" else kinds)
     cost = np.repeat(np.count_nonzero(np.asarray(kinds)[0][np.asarray(order)], -1), heads)
@@ -178,6 +179,35 @@ def test_gpus_get_two_custom_calls(with_cuda, segments):
     assert f"tensor<{b}x3x5xi8>" in backward and backward.count(f"tensor<{b}x3x5xi8>") == 2
     assert backward.count("tensor<2x4x384xf32>") == 2
     assert "softcap = 9.0" in forward and "low = -64" in forward and "span = 64" in forward
+
+
+def loss(q, k, v):
+    o = jflux.attention(q, k, v, causal=True, softcap=9.0)
+    return jnp.sum(o.astype(jnp.float32) ** 2)
+
+
+@pytest.mark.parametrize("width", [128, 136, 256])
+def test_backward_kernels_that_no_gpu_has_run(with_cuda, width):
+    *operands, _ = arrays(width=width)
+
+    def calls(unchecked):
+        with jflux.config(unchecked_kernels=unchecked):
+            text = program(jax.jit(jax.grad(loss, (0, 1, 2))), *operands)
+        lines = [line for line in text.splitlines() if "custom_call @jflux_" in line]
+        return [line.split("@jflux_")[1].split("(")[0] for line in lines]
+
+    assert calls(True) == [kernel.OP, kernel.BACKWARD]
+    checked = [kernel.BACKWARD] if width <= kernel.MOST_CHECKED_WIDTH else []
+    assert calls(False) == [kernel.OP, *checked]
+
+
+@pytest.mark.parametrize(("width", "by_keys"), [(128, "3x5"), (136, "5x5")])
+def test_blocks_of_the_backward_pass(with_cuda, width, by_keys):
+    *operands, _ = arrays(width=width)
+    text = program(jax.jit(jax.grad(loss, (0, 1, 2))), *operands)
+    (call,) = (line for line in text.splitlines() if f"@jflux_{kernel.BACKWARD}(" in line)
+    kinds = call.split(" : (")[1].count(f"tensor<1x{by_keys}xi8>")
+    assert kinds == (2 if by_keys == "3x5" else 1) and "tensor<1x3x5xi8>" in call
 
 
 def test_ranks_get_them_too(with_cuda):

@@ -20,9 +20,6 @@ from .merging import merge_attention
 
 OP = "decode_merge"
 
-#: Whether the GPU kernel has been compared with float64 on GPUs: it has run in the simulator alone.
-CHECKED_ON_GPUS = False
-
 
 @dataclasses.dataclass(frozen=True)
 class Params:
@@ -99,8 +96,6 @@ def _two_steps(why: str) -> Plan:
 
 def _plan(arrays: Arrays, params: Params, machine: Machine) -> Plan:
     (x,) = arrays
-    if machine.on_gpus and (why := _dispatch.why_unchecked(CHECKED_ON_GPUS)):
-        return _two_steps(why)
     if x.dtype != np.float32:
         return _two_steps(f"parts are {x.dtype}, the kernel takes float32")
     if params.world == 1:

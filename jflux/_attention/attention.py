@@ -77,9 +77,10 @@ def attention(
     call where ``jax.nn.dot_product_attention`` means the same (one rank, or no mask at all), else
     in a few, whose results are merged. Heads have a multiple of 8 elements, up to 128, and a
     rank's parts of the sequence a multiple of 64 positions. For everything else Hopper GPUs have
-    jflux's own kernels, in the same types, for heads of up to 256 elements (gradients 128). What
-    these do not take runs as XLA's products, in blocks, which take several times as long on GPUs
-    (docs/experiments/0037 and 0045).
+    jflux's own kernels, in the same types, for heads of up to 256 elements (gradients above 128
+    with ``jflux.config(unchecked_kernels=True)``, until a GPU has run them). What these do not take
+    runs as XLA's products, in blocks, which take several times as long on GPUs (docs/experiments/
+    0037 and 0045).
 
     Args:
       q, k, v: of one floating type. Scores and sums are in float32 (float64 for float64).

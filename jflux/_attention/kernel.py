@@ -14,6 +14,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad
 
+from .. import _dispatch
 from .._dispatch import Arrays, Plan
 from .._epilogue import sum_dtype
 from .._lowering import ShapeDtype
@@ -27,6 +28,11 @@ OP, BACKWARD = "flash_attention", "flash_attention_backward"
 _PADDING = 128
 _FURTHEST = (1 << 30) - 1
 _SOME, _ALL = 1, 2
+_MOST_WIDTH = 256
+
+#: Elements of a head up to which the backward kernels have run on a GPU. Above it GPUs take XLA's
+#: blocks, unless ``jflux.config.unchecked_kernels``.
+MOST_CHECKED_WIDTH = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,27 +141,27 @@ def _backward_shapes(arrays: Arrays, params: Params) -> Sequence[ShapeDtype]:
 # ---- What the kernels take -----------------------------------------------------------------------
 
 
-def _why_not(most_width: int) -> Any:
-    def why_not(arrays: Arrays, params: Params, platform: str) -> str | None:
-        q, k, scores = arrays[0], arrays[1], params.scores
-        if q.dtype.name not in ("bfloat16", "float16"):
-            return f"operands are {q.dtype}, the kernel takes bfloat16 and float16"
-        if q.shape[3] % 8 or q.shape[3] > most_width:
-            return (
-                f"heads have {q.shape[3]} elements, the kernel takes a multiple of 8, up to "
-                f"{most_width}"
-            )
-        if 0 in q.shape or 0 in k.shape:
-            return "an operand is empty"
-        if not scores.scale > 0:
-            return f"the scale is {scores.scale}, the kernel takes a positive one"
-        if any(
-            jnp.iinfo(a.dtype).bits > 32 for a in arrays if jnp.issubdtype(a.dtype, jnp.integer)
-        ):
-            return "segments have 64 bits, the kernel takes up to 32"
-        return None
+def _why_not(arrays: Arrays, params: Params, platform: str) -> str | None:
+    q, k, scores = arrays[0], arrays[1], params.scores
+    if q.dtype.name not in ("bfloat16", "float16"):
+        return f"operands are {q.dtype}, the kernel takes bfloat16 and float16"
+    if q.shape[3] % 8 or q.shape[3] > _MOST_WIDTH:
+        return (
+            f"heads have {q.shape[3]} elements, the kernel takes a multiple of 8, up to "
+            f"{_MOST_WIDTH}"
+        )
+    if 0 in q.shape or 0 in k.shape:
+        return "an operand is empty"
+    if not scores.scale > 0:
+        return f"the scale is {scores.scale}, the kernel takes a positive one"
+    if any(jnp.iinfo(a.dtype).bits > 32 for a in arrays if jnp.issubdtype(a.dtype, jnp.integer)):
+        return "segments have 64 bits, the kernel takes up to 32"
+    return None
 
-    return why_not
+
+def _why_not_backward(arrays: Arrays, params: Params, platform: str) -> str | None:
+    is_checked = arrays[0].shape[3] <= MOST_CHECKED_WIDTH
+    return _why_not(arrays, params, platform) or _dispatch.why_unchecked(is_checked)
 
 
 def differences(scores: Scores) -> tuple[int, int]:
@@ -177,7 +183,8 @@ def attributes(params: Any) -> dict[str, Any]:
 
 def block_sizes(kind: str, width: int) -> tuple[int, int]:
     """Queries and keys of a block of a kernel: "forward", "dkv" or "dq"."""
-    return {"forward": (128, 128 if width <= 128 else 64), "dkv": (64, 128), "dq": (128, 64)}[kind]
+    most_keys = 128 if width <= 128 else 64
+    return {"forward": (128, most_keys), "dkv": (64, most_keys), "dq": (128, 64)}[kind]
 
 
 def block_kinds(queries: Part, keys: Part, scores: Scores, sizes: tuple[int, int]) -> jax.Array:
@@ -305,10 +312,9 @@ def _batch(primitive: Primitive, operands: Any, dims: Any, *, params: Params) ->
     return [a.reshape(size, -1, *a.shape[1:]) for a in results], [0] * len(results)
 
 
-def _rules(name: str, most_width: int, **others: Any) -> _local.LocalRules:
+def _rules(name: str, **others: Any) -> _local.LocalRules:
     return _local.LocalRules(
         name=name,
-        why_not=_why_not(most_width),
         attributes=attributes,
         batch=_batch,
         checked_on_gpus=True,
@@ -319,11 +325,12 @@ def _rules(name: str, most_width: int, **others: Any) -> _local.LocalRules:
 
 
 _FORWARD = _rules(
-    OP, 256, result_shapes=_forward_shapes, reference=_forward_reference, prepare=_prepare_forward
-)
+    OP, why_not=_why_not, result_shapes=_forward_shapes, reference=_forward_reference,
+    prepare=_prepare_forward,
+)  # fmt: skip
 _BACKWARD = _rules(
-    BACKWARD, 128, result_shapes=_backward_shapes, reference=_backward_reference,
-    prepare=_prepare_backward,
+    BACKWARD, why_not=_why_not_backward, result_shapes=_backward_shapes,
+    reference=_backward_reference, prepare=_prepare_backward,
 )  # fmt: skip
 why_not = _FORWARD.why_not
 _forward, _backward = _local.make_primitive(_FORWARD), _local.make_primitive(_BACKWARD)

@@ -42,7 +42,7 @@ inline std::string WhyNoKernel(const AllGatherAttentionParams& p) {
   if (a.dtype != DType::kF16 && a.dtype != DType::kBF16) {
     return "the GPU kernels take float16 and bfloat16";
   }
-  if (WidthFor(AttentionPass::kForward, a.width) == 0) {
+  if (WidthFor(a.width) == 0) {
     return "the GPU kernels take heads of a multiple of 8 elements, up to 256";
   }
   // Positions of all ranks, and chunks, are counted in 32 bits.

@@ -24,7 +24,7 @@ bool LaunchAllGatherAttention(const AllGatherAttentionParams& params,
                               const CudaDevice& device, const SymmetricView& view,
                               cudaStream_t stream, std::string* error) {
   const FlashAttentionParams& p = params.attention;
-  const int width = WidthFor(AttentionPass::kForward, p.width);
+  const int width = WidthFor(p.width);
   AllGatherAttentionArgs args{};
   if (!attention::SetArgs(AttentionPass::kForward, width, p, arrays, &args, error)) return false;
   const int32_t block = BlocksOf(AttentionPass::kForward, width).keys;

@@ -10,6 +10,9 @@
 //                                                      heads of the group
 //   kDq       a head's 128 queries   q and do          k and v             dq in registers
 //
+// Heads of more than 128 elements have other consumers for kDkv
+// (flash_attention_wide_backward_sm90.cuh).
+//
 // So every sum has one owner and one order. An item skips the blocks that its row of `blocks` says
 // have no pair (BlockKind). After the last one the load warp announces a stage without data, kEnd.
 //

@@ -71,19 +71,19 @@ JFLUX_HD constexpr AttentionBlocks BlocksOf(AttentionPass pass, int width) {
     case AttentionPass::kForward:
       return {128, width <= 128 ? 128 : 64};
     case AttentionPass::kDkv:
-      return {64, 128};
+      return {64, width <= 128 ? 128 : 64};
     case AttentionPass::kDq:
       return {128, 64};
   }
   return {0, 0};
 }
 
-// The width of the kernel that takes heads of `elements`; 0: none does.
-JFLUX_HD constexpr int WidthFor(AttentionPass pass, int64_t elements) {
+// The width of the kernels that take heads of `elements`; 0: none do.
+JFLUX_HD constexpr int WidthFor(int64_t elements) {
   if (elements < 1 || elements % 8 != 0) return 0;  // TMA's strides are multiples of 16 bytes
   if (elements <= 64) return 64;
   if (elements <= 128) return 128;
-  return pass == AttentionPass::kForward && elements <= 256 ? 256 : 0;
+  return elements <= 256 ? 256 : 0;
 }
 
 struct FlashAttentionParams {

@@ -67,7 +67,7 @@ struct Instance {
 // Calls visit(width, softcap, Instance) for the kernels of a type, until it returns true.
 template <typename Kernels, typename T, int kWidth = 64, typename F>
 bool ForInstances(F&& visit) {
-  if constexpr (WidthFor(Kernels::kPass, kWidth) == 0) {
+  if constexpr (WidthFor(kWidth) == 0) {
     return false;
   } else {
     return visit(kWidth, false, Kernels::template For<T, kWidth, false>()) ||
@@ -97,7 +97,7 @@ bool LaunchInstance(const FlashAttentionParams& p, void* args, int ctas, cudaStr
                     std::string* error) {
   bool launched = false;
   ForInstancesOf<Kernels>(p.dtype, [&](int width, bool softcap, const Instance& instance) {
-    if (width != WidthFor(Kernels::kPass, p.width) || softcap != (p.softcap != 0)) return false;
+    if (width != WidthFor(p.width) || softcap != (p.softcap != 0)) return false;
     launched =
         LaunchKernel(instance.kernel, args, ctas, 1, kThreads, instance.smem_bytes, stream, error);
     return true;
@@ -112,9 +112,9 @@ bool Launch(const FlashAttentionParams& p, const FlashAttentionArrays& arrays, c
     *error = "the kernels take float16 and bfloat16";
     return false;
   }
-  const int width = WidthFor(Kernels::kPass, p.width);
+  const int width = WidthFor(p.width);
   if (width == 0) {
-    *error = "the kernels take heads of a multiple of 8 elements, up to 256 (backward 128)";
+    *error = "the kernels take heads of a multiple of 8 elements, up to 256";
     return false;
   }
   int ordinal = 0, sm_count = 0;

@@ -6,140 +6,15 @@
 // The kernel of dk and dv computes transposed scores, k q^T: p^T and ds^T are accumulators there,
 // and so operands in registers of the sums over queries. That of dq has them the other way round.
 // Both compute scores and do v^T: seven products where five would do, for sums without atomics.
+//
+// Heads of more than 128 elements have consumers of their own
+// (flash_attention_wide_backward_sm90.cuh).
 #ifndef JFLUX_OPS_FLASH_ATTENTION_FLASH_ATTENTION_BACKWARD_SM90_CUH_
 #define JFLUX_OPS_FLASH_ATTENTION_FLASH_ATTENTION_BACKWARD_SM90_CUH_
 
-#include "ops/flash_attention/attention_sm90.cuh"
+#include "ops/flash_attention/backward_loads_sm90.cuh"
 
 namespace jflux::attention {
-
-// kKept: rows of an item's own block, in two tiles. kMet: rows of the blocks that it meets, two
-// tiles and `kVectors` vectors of 4-byte numbers to a stage.
-template <typename T_, int kWidth_, bool kSoftcap_, AttentionPass kPass>
-struct BackwardShape {
-  using T = T_;
-  static constexpr int kWidth = kWidth_;
-  static constexpr bool kSoftcap = kSoftcap_;
-  static constexpr AttentionBlocks kBlocks = BlocksOf(kPass, kWidth);
-  static constexpr bool kKeepsKeys = kPass == AttentionPass::kDkv;
-  static constexpr int kKept = kKeepsKeys ? kBlocks.keys : kBlocks.queries;
-  static constexpr int kMet = kKeepsKeys ? kBlocks.queries : kBlocks.keys;
-  static_assert(kKept == 64 * kConsumers && kMet == 64);
-  // dk, dv and two tiles of scores are 192. The load warp then spills a few, which costs nothing.
-  static constexpr Registers kRegisters =
-      kKeepsKeys && kWidth > 64 ? Registers{24, 240} : Registers{40, 232};
-  static_assert(Registers::Fit(kRegisters));
-  static constexpr int kVectors = kKeepsKeys ? 4 : 2;  // positions, segments; base, delta
-  static constexpr int kStages = 3;
-  static constexpr int kKeptBytes = kKept * kWidth * 2, kMetBytes = kMet * kWidth * 2;
-  // Shared memory, in this order.
-  static constexpr int kMetOffset = 2 * kKeptBytes;
-  static constexpr int kKeptNumbersOffset = kMetOffset + kStages * 2 * kMetBytes;
-  static constexpr int kMetNumbersOffset = kKeptNumbersOffset + kKept * 8;
-  static constexpr int kKindsOffset = kMetNumbersOffset + kStages * kMet * 4 * kVectors;
-  static constexpr int kBarriersOffset = kKindsOffset + 16;
-  static constexpr int kSmemBytes = kBarriersOffset + 8 * (2 + 2 * kStages);
-  static_assert(4 * kStages <= 16 && kSmemBytes <= 232448);
-};
-
-template <typename Shape>
-struct BackwardSmem {
-  uint32_t base;
-
-  // kDkv keeps k and v and meets q and do; kDq the other way round.
-  __device__ uint32_t Kept(int tile) const { return base + tile * Shape::kKeptBytes; }
-  __device__ uint32_t Met(int stage, int tile) const {
-    return base + Shape::kMetOffset + (2 * stage + tile) * Shape::kMetBytes;
-  }
-  __device__ uint32_t KeptNumbers() const { return base + Shape::kKeptNumbersOffset; }
-  // Positions, segments, base, delta.
-  __device__ uint32_t MetNumbers(int stage, int vector = 0) const {
-    return base + Shape::kMetNumbersOffset + (stage * Shape::kVectors + vector) * Shape::kMet * 4;
-  }
-  __device__ uint32_t Kind(int stage) const { return base + Shape::kKindsOffset + 4 * stage; }
-  __device__ uint32_t Bar(int i) const { return base + Shape::kBarriersOffset + 8 * i; }
-  __device__ uint32_t KeptFull() const { return Bar(0); }
-  __device__ uint32_t KeptEmpty() const { return Bar(1); }
-  __device__ uint32_t Full(int stage) const { return Bar(2 + stage); }
-  __device__ uint32_t Empty(int stage) const { return Bar(2 + Shape::kStages + stage); }
-};
-
-template <typename Shape>
-__device__ __forceinline__ void RunBackwardLoads(const Args& args,
-                                                 const BackwardSmem<Shape>& smem) {
-  constexpr bool kKeepsKeys = Shape::kKeepsKeys;
-  Ring<Shape::kStages> stages;
-  uint32_t parity = 1;  // of KeptEmpty
-  const bool leads = ptx::ElectOne();
-  const FlashAttentionArrays& arrays = args.arrays;
-  const CUtensorMap* kept[2] = {kKeepsKeys ? &args.k : &args.q, kKeepsKeys ? &args.v : &args.d_out};
-  const CUtensorMap* met[2] = {kKeepsKeys ? &args.q : &args.k, kKeepsKeys ? &args.d_out : &args.v};
-  const int32_t* const kept_numbers[2] = {kKeepsKeys ? arrays.k_positions : arrays.q_positions,
-                                          kKeepsKeys ? arrays.k_segments : arrays.q_segments};
-  const int32_t* const met_numbers[2] = {kKeepsKeys ? arrays.q_positions : arrays.k_positions,
-                                         kKeepsKeys ? arrays.q_segments : arrays.k_segments};
-  const int32_t kept_padded = kKeepsKeys ? args.padded_keys : args.padded_queries;
-  const int32_t met_padded = kKeepsKeys ? args.padded_queries : args.padded_keys;
-  const int32_t rows = kKeepsKeys ? args.key_blocks : args.query_blocks;
-  const int32_t columns = kKeepsKeys ? args.query_blocks : args.key_blocks;
-  const int8_t* blocks = kKeepsKeys ? arrays.blocks_by_keys : arrays.blocks;
-  const int32_t shared = args.heads / args.groups;
-
-  for (int32_t number = blockIdx.x; number < args.items; number = NextItem(number)) {
-    const Item item = kKeepsKeys ? Item::OfKeys(args, number) : Item::OfQueries(args, number);
-    if (leads) {
-      ptx::MbarrierWait(smem.KeptEmpty(), parity);
-      const uint32_t bar = smem.KeptFull();
-      const int32_t first = item.block * Shape::kKept;
-      ptx::MbarrierArriveExpectTx(bar, 2 * Shape::kKeptBytes + BytesOfNumbers<Shape::kKept>(args));
-#pragma unroll
-      for (int tile = 0; tile < 2; ++tile) {
-        LoadRows<Shape::kKept, Shape::kWidth>(smem.Kept(tile), kept[tile], bar, item.batch, first,
-                                              kKeepsKeys ? item.group : item.head);
-      }
-      LoadNumbers<Shape::kKept>(args, smem.KeptNumbers(), bar, kept_numbers[0], kept_numbers[1],
-                                kept_padded, item.batch, first);
-    }
-    parity ^= 1;
-    // The heads of queries that share these keys, one after the other.
-    for (int32_t i = 0; i < (kKeepsKeys ? shared : 1); ++i) {
-      const int32_t head = kKeepsKeys ? item.group * shared + i : item.group;
-      const auto load = [&](int32_t block, int kind) {
-        if (leads) {
-          const int stage = stages.index;
-          const uint32_t bar = smem.Full(stage);
-          const int32_t first = block * Shape::kMet;
-          ptx::MbarrierWait(smem.Empty(stage), stages.parity ^ 1);
-          ptx::StoreShared4(smem.Kind(stage), kind);
-          constexpr uint32_t kBytes = 2 * Shape::kMetBytes + (kKeepsKeys ? 2 * Shape::kMet * 4 : 0);
-          ptx::MbarrierArriveExpectTx(bar, kBytes + BytesOfNumbers<Shape::kMet>(args));
-#pragma unroll
-          for (int tile = 0; tile < 2; ++tile) {
-            LoadRows<Shape::kMet, Shape::kWidth>(smem.Met(stage, tile), met[tile], bar, item.batch,
-                                                 first, head);
-          }
-          LoadNumbers<Shape::kMet>(args, smem.MetNumbers(stage), bar, met_numbers[0],
-                                   met_numbers[1], met_padded, item.batch, first);
-          if constexpr (kKeepsKeys) {
-            const int64_t at =
-                (static_cast<int64_t>(item.batch) * args.heads + head) * args.padded_queries +
-                first;
-            ptx::BulkLoad(smem.MetNumbers(stage, 2), arrays.base + at, Shape::kMet * 4, bar);
-            ptx::BulkLoad(smem.MetNumbers(stage, 3), arrays.delta + at, Shape::kMet * 4, bar);
-          }
-        }
-        stages.Advance();
-      };
-      ForEachBlock(BlocksOfItem(args, blocks, item, rows, columns), columns, load);
-    }
-    if (leads) {
-      ptx::MbarrierWait(smem.Empty(stages.index), stages.parity ^ 1);
-      ptx::StoreShared4(smem.Kind(stages.index), static_cast<int>(BlockKind::kEnd));
-      ptx::MbarrierArrive(smem.Full(stages.index));
-    }
-    stages.Advance();
-  }
-}
 
 // s = the kept rows at `a` times the first tile of a stage, and dp = those at `b` times the second
 // one, both over columns. s is complete afterwards; dp is not.
@@ -357,8 +232,9 @@ __device__ __forceinline__ void RunDqConsumer(const Args& args, const BackwardSm
   }
 }
 
-template <typename Shape>
-__device__ __forceinline__ void RunBackward(const Args& args) {
+// consume(smem, consumer) is a consumer's part.
+template <typename Shape, typename Consume>
+__device__ __forceinline__ void RunBackward(const Args& args, Consume&& consume) {
   JFLUX_DYNAMIC_SHARED(uint8_t, 1024, storage);
   const BackwardSmem<Shape> smem{ptx::SmemAddress(storage)};
   const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);
@@ -369,6 +245,10 @@ __device__ __forceinline__ void RunBackward(const Args& args) {
       ptx::MbarrierInit(smem.Full(i), 1);
       ptx::MbarrierInit(smem.Empty(i), kConsumerWarps);
     }
+    for (int i = 0; Shape::kIsWide && i < Shape::kSecondStages; ++i) {
+      ptx::MbarrierInit(smem.SecondFull(i), 1);
+      ptx::MbarrierInit(smem.SecondEmpty(i), kConsumerWarps);
+    }
     ptx::FenceMbarrierInit();
   }
   __syncthreads();
@@ -377,17 +257,19 @@ __device__ __forceinline__ void RunBackward(const Args& args) {
     if (warp == 0) RunBackwardLoads<Shape>(args, smem);
   } else {
     ptx::RegistersUp<Shape::kRegisters.consumer>();
-    if constexpr (Shape::kKeepsKeys) {
-      RunDkvConsumer<Shape>(args, smem, warp / 4 - 1);
-    } else {
-      RunDqConsumer<Shape>(args, smem, warp / 4 - 1);
-    }
+    consume(smem, warp / 4 - 1);
   }
 }
 
 template <typename Shape>
 __global__ void __launch_bounds__(kThreads, 1) BackwardKernel(const __grid_constant__ Args args) {
-  RunBackward<Shape>(args);
+  RunBackward<Shape>(args, [&](const BackwardSmem<Shape>& smem, int consumer) {
+    if constexpr (Shape::kKeepsKeys) {
+      RunDkvConsumer<Shape>(args, smem, consumer);
+    } else {
+      RunDqConsumer<Shape>(args, smem, consumer);
+    }
+  });
 }
 
 }  // namespace jflux::attention

@@ -2,6 +2,7 @@
 #include "ops/flash_attention/flash_attention_args_cuda.h"
 #include "ops/flash_attention/flash_attention_backward_sm90.cuh"
 #include "ops/flash_attention/flash_attention_sm90.cuh"
+#include "ops/flash_attention/flash_attention_wide_backward_sm90.cuh"
 
 namespace jflux {
 namespace {
@@ -16,7 +17,13 @@ struct Kernels {
       return {reinterpret_cast<const void*>(&attention::ForwardKernel<Shape>), Shape::kSmemBytes};
     } else {
       using Shape = attention::BackwardShape<T, kWidth, kSoftcap, kPass>;
-      return {reinterpret_cast<const void*>(&attention::BackwardKernel<Shape>), Shape::kSmemBytes};
+      if constexpr (Shape::kIsWide) {
+        return {reinterpret_cast<const void*>(&attention::WideBackwardKernel<Shape>),
+                Shape::kSmemBytes};
+      } else {
+        return {reinterpret_cast<const void*>(&attention::BackwardKernel<Shape>),
+                Shape::kSmemBytes};
+      }
     }
   }
 };

@@ -155,7 +155,7 @@ struct Problem {
 
   // Which pairs of blocks have scores. Some that have all are called kSome.
   std::vector<int8_t> Blocks(AttentionPass pass, std::mt19937& random) const {
-    const AttentionBlocks size = BlocksOf(pass, WidthFor(pass, c.width));
+    const AttentionBlocks size = BlocksOf(pass, WidthFor(c.width));
     const int64_t rows = CeilDiv<int64_t>(c.queries, size.queries);
     const int64_t columns = CeilDiv<int64_t>(c.keys, size.keys);
     std::vector<int8_t> kinds(BlockBatches() * rows * columns);
@@ -183,7 +183,7 @@ struct Problem {
   int64_t BlockBatches() const { return c.segments == 0 && !c.positions_by_batch ? 1 : c.batch; }
   // Any order of the rows of blocks gives the same.
   std::vector<int32_t> Order(AttentionPass pass, std::mt19937& random) const {
-    const AttentionBlocks size = BlocksOf(pass, WidthFor(pass, c.width));
+    const AttentionBlocks size = BlocksOf(pass, WidthFor(c.width));
     const int64_t rows = pass == AttentionPass::kDkv ? CeilDiv<int64_t>(c.keys, size.keys)
                                                      : CeilDiv<int64_t>(c.queries, size.queries);
     std::vector<int32_t> order(BlockBatches() * rows);
@@ -263,7 +263,6 @@ void Check(const Case& c, uint32_t seed) {
     EXPECT(got == want || std::abs(got - want) <= 1e-5) << "lse, seed " << seed;
   }
 
-  if (WidthFor(AttentionPass::kDkv, c.width) == 0) return;
   const int64_t padded = Padded(c.queries);
   Array<float> base(c.batch * c.heads * padded), delta(c.batch * c.heads * padded);
   for (int64_t b = 0; b < c.batch; ++b) {
@@ -291,12 +290,21 @@ void Check(const Case& c, uint32_t seed) {
   const auto dkv_order = problem.Order(AttentionPass::kDkv, random);
   const auto dq_order = problem.Order(AttentionPass::kDq, random);
   arrays.order_by_keys = dkv_order.data(), arrays.order = dq_order.data();
-  arrays.dq = dq.get(), arrays.dk = dk.get(), arrays.dv = dv.get();
-  EXPECT(LaunchFlashAttentionBackward(problem.Params(), arrays, nullptr, &error)) << error;
-  EXPECT_EQ(simt::Run(seed + 1), "") << "seed " << seed;
+  const auto run = [&](uint32_t run_seed, Array<float>* to_dq, Array<float>* to_dk,
+                       Array<float>* to_dv) {
+    arrays.dq = to_dq->get(), arrays.dk = to_dk->get(), arrays.dv = to_dv->get();
+    EXPECT(LaunchFlashAttentionBackward(problem.Params(), arrays, nullptr, &error)) << error;
+    EXPECT_EQ(simt::Run(run_seed), "") << "seed " << seed;
+  };
+  run(seed + 1, &dq, &dk, &dv);
   EXPECT_EQ(CountOff(dv, problem.dv, rounding), 0) << "dv, seed " << seed;
   EXPECT_EQ(CountOff(dk, problem.dk, rounding), 0) << "dk, seed " << seed;
   EXPECT_EQ(CountOff(dq, problem.dq, rounding), 0) << "dq, seed " << seed;
+  // In any order of events.
+  Array<float> dq2(dq.size()), dk2(dk.size()), dv2(dk.size());
+  run(~seed, &dq2, &dk2, &dv2);
+  EXPECT(dq2.data == dq.data && dk2.data == dk.data && dv2.data == dv.data)
+      << "bits, seed " << seed;
 }
 
 // batch, queries, keys, heads, groups, width, low, high[, segments, softcap, stride, shift, ...]
@@ -320,24 +328,31 @@ TEST(Attention) {
   }
 }
 
+// A random call with heads of 8 `least` to 8 `most` elements.
+void CheckAny(uint32_t seed, int least, int most) {
+  std::mt19937 random(seed);
+  const auto below = [&](uint32_t n) { return static_cast<int32_t>(random() % n); };
+  Case c{};
+  c.batch = 1 + below(2);
+  c.queries = 1 + below(300), c.keys = 1 + below(400);
+  c.groups = 1 + below(2), c.heads = c.groups * (1 + below(3));
+  c.width = 8 * (least + below(most - least + 1));
+  c.high = below(2) != 0 ? 0 : below(3) != 0 ? kAny : below(100);
+  c.low = below(2) != 0 ? -kAny : -below(150);
+  c.segments = below(2) * below(5);
+  c.softcap = below(3) != 0 ? 0 : 1 + below(9);
+  c.stride = 1 + below(3), c.shift = std::max(0, below(200) - 60);
+  c.positions_by_batch = below(2) != 0, c.wide = below(2) != 0;
+  simt::SetSmCount(1 + below(5));
+  below(2) != 0 ? Check<__half>(c, seed) : Check<__nv_bfloat16>(c, seed);
+}
+
 TEST(AnyAttention) {
-  for (uint32_t seed = 1000; seed < 1030; ++seed) {
-    std::mt19937 random(seed);
-    const auto below = [&](uint32_t n) { return static_cast<int32_t>(random() % n); };
-    Case c{};
-    c.batch = 1 + below(2);
-    c.queries = 1 + below(300), c.keys = 1 + below(400);
-    c.groups = 1 + below(2), c.heads = c.groups * (1 + below(3));
-    c.width = 8 * (1 + below(17));
-    c.high = below(2) != 0 ? 0 : below(3) != 0 ? kAny : below(100);
-    c.low = below(2) != 0 ? -kAny : -below(150);
-    c.segments = below(2) * below(5);
-    c.softcap = below(3) != 0 ? 0 : 1 + below(9);
-    c.stride = 1 + below(3), c.shift = std::max(0, below(200) - 60);
-    c.positions_by_batch = below(2) != 0, c.wide = below(2) != 0;
-    simt::SetSmCount(1 + below(5));
-    below(2) != 0 ? Check<__half>(c, seed) : Check<__nv_bfloat16>(c, seed);
-  }
+  for (int i = 0; i < simt::Schedules(30); ++i) CheckAny(1000 + i, 1, 16);
+}
+
+TEST(AnyAttentionOfWideHeads) {
+  for (int i = 0; i < simt::Schedules(16); ++i) CheckAny(100000 + i, 17, 32);
 }
 
 }  // namespace
