@@ -242,6 +242,8 @@ def measure(case: Case, ranks: int, rounds: int) -> dict[str, Any]:
         unchecked = name.split()[0] == "F" or (case.masked and name.startswith("K"))
         with jflux.config(fused=not name.startswith("X"), unchecked_kernels=unchecked):
             program = _trial.compiled(_trial.loop(f, iterations), mesh, (spec, PAIR), spec, q, kv)
+        if name.split()[0] == "F" and jax.default_backend() == "gpu":
+            assert "jflux_all_gather_attention" in program.as_text(), f"{name}: two steps"
         runs[name] = _trial.run_of(program, q, kv)
     whole_q, whole_kv = operands(case, one)
     on_one = {} if case.masked else {"G": whole(plain(case))}

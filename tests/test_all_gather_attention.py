@@ -194,6 +194,51 @@ def test_derivatives_of_the_primitive():
         np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.skipif(RANKS < 4, reason="needs four devices")
+@pytest.mark.parametrize("axes", ["tp", "dp", ("dp", "tp"), ("tp", "dp")])
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_meshes(axes, check_vma):
+    """Groups side by side, and ranks along two axes."""
+    mesh = make_mesh((2, 2), ("dp", "tp"), order=[3, 1, 0, 2])
+    world = 4 if isinstance(axes, tuple) else 2
+    spec = P("dp" if axes == "tp" else "tp" if axes == "dp" else None, axes)
+    case = Case(world=world, own=6)
+    q, k, v = operands(case)
+    mask = case.mask(None)
+    order = jflux.causal_positions(case.length, world)
+
+    def attend(q, k, v):
+        return jflux.attention(q, k, v, axis_name=axes, causal=True)
+
+    f = jax.jit(
+        jax.shard_map(attend, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=check_vma)
+    )
+    arrays = [a[:, order] for a in (q, k, v)]
+    assert fused_calls(compiled_text(f, *arrays)) == [gathered.OP]
+    got = run(f, *arrays)
+    want = np.asarray(plain(q, k, v, mask)[0])[:, order]
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("segments", [False, True])
+def test_in_plain_lax(segments):
+    case = Case(world=2, own=6, segments=segments)
+    *_, ids = case.operands()
+    arrays = operands(case) + ([jnp.asarray(ids, jnp.int32)] if segments else [])
+    with jflux.config(fused=False):
+        f = jax.jit(call_of(case))
+        assert fused_calls(f.lower(*arrays).compile().as_text()) == []
+        got = f(*arrays)
+    np.testing.assert_allclose(got, in_two_steps(call_of(case), *arrays), rtol=1e-5, atol=1e-5)
+
+
+def test_eagerly():
+    case = Case(world=2, own=6)
+    arrays = operands(case)
+    got = call_of(case)(*arrays)
+    np.testing.assert_allclose(got, in_two_steps(call_of(case), *arrays), rtol=1e-5, atol=1e-5)
+
+
 def test_explain():
     case = Case(world=2, own=6)
     text = str(jflux.explain(call_of(case), *operands(case)))

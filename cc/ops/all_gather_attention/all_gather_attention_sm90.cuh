@@ -63,12 +63,15 @@ class GatheredKeys {
   }
 
  private:
-  // Waits for the first `rows` keys of a sequence of `src`.
+  // Waits for the first `rows` keys of a sequence of `src`. In a timeline this is a wait for rows,
+  // of a rank and its first chunks.
   __device__ __forceinline__ void Await(int32_t src, int32_t sequence, int32_t rows) {
     const int32_t known = __shfl_sync(0xffffffff, arrived_, src);
     const int32_t count = args_.layout.ChunksOf(sequence, rows);
     if (count <= known) return;
+    const uint64_t start = call_.Start();
     AwaitSignals(call_, ChunkSignals(args_, call_, args_.view.rank, src), src, known, count);
+    if (threadIdx.x % 32 == 0) call_.Done(EventKind::kWaitRows, start, src, count);
     if (static_cast<int32_t>(threadIdx.x % 32) == src) arrived_ = count;
     ptx::FenceProxyAsyncGlobal();  // TMA reads what has arrived
     __syncwarp();
