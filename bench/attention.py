@@ -11,14 +11,10 @@ For each shape, S positions over all ranks, forward and (f+b) forward and backwa
             mask has no offset)
     K       jflux.attention by its own kernels: with a window as long as the sequence, which cuDNN's
             parts do not take; K ring: the same around a ring
-    F       as K, in one kernel that sends, waits and computes (all_gather_attention)
 
 and with windows, softcaps and heads that cuDNN's parts do not take (list "masked"):
 
     J       jflux.attention, by its own kernels
-    F       the same, in one kernel that sends, waits and computes
-    K       the same with jflux.config(unchecked_kernels=True), where GPUs take the backward kernels
-            with it alone (heads of more than 128 elements)
     X       the same with jflux.config(fused=False), in XLA's operations
 
 and for decoding, one query of each sequence over a cache that is split over the ranks:
@@ -45,7 +41,6 @@ from jax.sharding import PartitionSpec as P
 
 import jflux
 from jflux import _trial
-from jflux._attention import kernel
 
 from . import __main__ as bench
 from . import rates
@@ -176,11 +171,9 @@ def contestants(case: Case) -> dict[str, Callable[..., jax.Array]]:
         return {"J": split(case)}
     forward = {"J": split(case, ring=False), "ring": split(case, ring=True)}
     if case.masked:
-        forward["X"] = forward["F"] = forward["J"]
-        if case.width > kernel.MOST_CHECKED_WIDTH:
-            forward |= {"K": forward["J"], "K ring": forward["ring"]}
+        forward["X"] = forward["J"]
     else:
-        for name in ("K", "K ring", "F"):
+        for name in ("K", "K ring"):
             forward[name] = split(case, ring=name == "K ring", window=case.positions)
         if not case.causal:
             forward["A"] = gathered(case)
@@ -231,19 +224,15 @@ def measure(case: Case, ranks: int, rounds: int) -> dict[str, Any]:
     error = check(case, split(case), mesh, q, kv)
     if not case.decode:
         window = {} if case.masked else {"window": case.positions}
-        with jflux.config(unchecked_kernels=True):
-            error = max(error, check(case, split(case, ring=False, **window), mesh, q, kv))
+        error = max(error, check(case, split(case, ring=False, **window), mesh, q, kv))
     if not error <= 2:
         raise RuntimeError(f"{case.name}: an error of {error:.3g} times its bound")
     iterations = _trial.iterations_for(0.05, case.flops / ranks)
     spec = P() if case.decode else SEQUENCE
     runs = {}
     for name, f in contestants(case).items():
-        unchecked = name.split()[0] == "F" or (case.masked and name.startswith("K"))
-        with jflux.config(fused=not name.startswith("X"), unchecked_kernels=unchecked):
+        with jflux.config(fused=not name.startswith("X")):
             program = _trial.compiled(_trial.loop(f, iterations), mesh, (spec, PAIR), spec, q, kv)
-        if name.split()[0] == "F" and jax.default_backend() == "gpu":
-            assert "jflux_all_gather_attention" in program.as_text(), f"{name}: two steps"
         runs[name] = _trial.run_of(program, q, kv)
     whole_q, whole_kv = operands(case, one)
     on_one = {} if case.masked else {"G": whole(plain(case))}
@@ -267,7 +256,7 @@ def measure(case: Case, ranks: int, rounds: int) -> dict[str, Any]:
 
 # ---- The table -----------------------------------------------------------------------------------
 
-FORMS = ("J", "ring", "A", "K", "K ring", "F", "X")
+FORMS = ("J", "ring", "A", "K", "K ring", "X")
 COLUMNS = tuple(c + both for both in ("", " f+b") for c in FORMS)
 HEADING = " | ".join(
     (
@@ -286,7 +275,7 @@ def cells(row: dict[str, Any], ranks: int) -> list[str]:
     ms = {c: row[c]["median"] * 1e3 for c in (*COLUMNS, "G", "G f+b") if c in row}
     whole = {c: ms[c] / ranks for c in ("G", "G f+b") if c in ms}
     others = [whole["G"]] if "G" in whole else []
-    others += [ms[c] for c in ("ring", "A", "K", "K ring", "F", "X") if c in ms]
+    others += [ms[c] for c in ("ring", "A", "K", "K ring", "X") if c in ms]
     return [
         row["case"]["name"], *(f"{ms[c]:.3f}" if c in ms else "" for c in COLUMNS),
         *(f"{whole[c]:.3f}" if c in whole else "" for c in ("G", "G f+b")),

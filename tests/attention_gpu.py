@@ -209,7 +209,7 @@ def main() -> int:
         return attention_ranks_gpu.run(args.ranks, args.calls, args.seed, limit)
     begin, done, failures = time.monotonic(), 0, []
     worst: dict[str, float] = collections.defaultdict(float)
-    with jflux.config(strict=True, unchecked_kernels=True):
+    with jflux.config(strict=True):
         for i in range(args.calls):
             rng = np.random.default_rng([args.seed, i])
             longest = 3000 if i % 20 == 19 else 500

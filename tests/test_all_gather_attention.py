@@ -272,14 +272,13 @@ def test_plans():
         arrays = [jax.ShapeDtypeStruct(s, jnp.dtype(dtype)) for s in shapes]
         params = gathered.Params(("tp",), world, Scores(scale), np.dtype(dtype), None)
         machine = Machine(platform, 0 if platform == "cpu" else 132, 320.0, heap)
-        with jflux.config(**({"always": False, "unchecked_kernels": True} | switches)):
+        with jflux.config(**({"always": False} | switches)):
             return gathered._plan(arrays, params, machine)
 
     taken = plan()
     assert taken.path == Path.FUSED and taken.senders == 44
     assert 32 << 20 < taken.workspace_bytes < 33 << 20
     for other, why in (
-        (plan(unchecked_kernels=False), "unchecked_kernels"),
         (plan(dtype="float32"), "float32"),
         (plan(width=264), "264 elements"),
         (plan(scale=-1.0), "the scale is -1.0"),

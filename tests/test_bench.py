@@ -521,25 +521,6 @@ def test_attention_is_checked_and_timed(causal):
     assert len(attention.cells(row, ranks)) == len(attention.HEADING.split(" | "))
 
 
-@pytest.mark.parametrize("width", [128, 136])
-def test_kernels_that_no_gpu_has_run_have_a_column(monkeypatch, width):
-    ranks, unchecked = min(2, RANKS), []
-    compiled = attention._trial.compiled
-
-    def recorded(*args):
-        unchecked.append(jflux.config.unchecked_kernels)
-        return compiled(*args)
-
-    monkeypatch.setattr(attention._trial, "compiled", recorded)
-    case = attention.Case("tiny", 16 * ranks, 4, 2, True, width=width, softcap=5.0)
-    row = attention.measure(case, ranks, rounds=1)
-    kernels = ["K", "K ring", "K f+b", "K ring f+b"] if width > 128 else []
-    names = list(attention.contestants(case))
-    assert [n for n, is_unchecked in zip(names, unchecked, strict=True) if is_unchecked] == kernels
-    assert 0 < row["error"] <= 2 and [n for n in row if n.startswith("K")] == kernels
-    assert len(attention.cells(row, ranks)) == len(attention.HEADING.split(" | "))
-
-
 def test_decoding_is_checked_and_timed():
     ranks = min(2, RANKS)
     case = attention.Case("tiny", 16 * ranks, 4, 2, False, batch=2, decode=True, width=8)

@@ -17,7 +17,7 @@ from .._dispatch import Path
 from .._epilogue import sum_dtype
 from .._mesh import AxisName
 from .._ops.exchange import all_gather
-from . import by_parts, kernel, ulysses
+from . import by_parts, gathered, kernel, ulysses
 from .blocks import Scores, default_precision
 from .layouts import LAYOUTS, Layout
 from .operands import check, check_heads, window_of
@@ -76,11 +76,11 @@ def attention(
     `softcap`, in all orders but causal "striped", and its gradients unless `return_lse`: in one
     call where ``jax.nn.dot_product_attention`` means the same (one rank, or no mask at all), else
     in a few, whose results are merged. Heads have a multiple of 8 elements, up to 128, and a
-    rank's parts of the sequence a multiple of 64 positions. For everything else Hopper GPUs have
-    jflux's own kernels, in the same types, for heads of up to 256 elements (gradients above 128
-    with ``jflux.config(unchecked_kernels=True)``, until a GPU has run them). What these do not take
-    runs as XLA's products, in blocks, which take several times as long on GPUs (docs/experiments/
-    0037 and 0045).
+    rank's parts of the sequence a multiple of 64 positions. For everything else, and for causal
+    forward passes over ranks that gather, Hopper GPUs have jflux's own kernels, in the same types,
+    for heads of up to 256 elements: with gathered keys one kernel, in which they arrive while it
+    computes. What these do not take runs as XLA's products, in blocks, which take several times as
+    long on GPUs (docs/experiments/0037, 0045 and 0047).
 
     Args:
       q, k, v: of one floating type. Scores and sums are in float32 (float64 for float64).
@@ -184,10 +184,12 @@ def _split(
     if 0 in q.shape or 0 in k.shape:
         return jnp.zeros_like(q), jnp.full(q.shape[:3], -jnp.inf, sum_dtype(q.dtype))
     why = by_parts.why_not(q, k, scores, layout, ranks, segment_ids)
+    around = _goes_around(ring, k, v, ranks)
+    in_kernel = not around and gathered.takes(axis_name, ranks, segment_ids)
     call = Call(
-        axis_name, ranks, scores, layout, ring=_goes_around(ring, k, v, ranks),
-        cudnn=why is None, cudnn_backward=why is None and not return_lse,
-        precision=default_precision(),
+        axis_name, ranks, scores, layout, ring=around,
+        cudnn=why is None and not (in_kernel and gathered.beats_cudnn(q, k, v, scores)),
+        cudnn_backward=why is None and not return_lse, precision=default_precision(),
     )  # fmt: skip
     if _is_plain(call, q, return_lse, segment_ids):
         if ranks > 1:

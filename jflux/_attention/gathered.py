@@ -29,9 +29,6 @@ from .blocks import Part, Scores
 
 OP = "all_gather_attention"
 
-#: Whether the GPU kernel has been compared with float64 on GPUs: it has run in the simulator alone.
-CHECKED_ON_GPUS = False
-
 #: What the CPU's body takes: its sums are in float32.
 _CPU_DTYPES = ("float16", "bfloat16", "float32")
 
@@ -56,6 +53,14 @@ def takes(axis_name: AxisName | None, ranks: int, segments: jax.Array | None) ->
     """Whether there may be a kernel for attention over these ranks."""
     narrow = segments is None or jnp.iinfo(segments.dtype).bits <= 32
     return ranks > 1 and axis_name is not None and _mesh.is_manual(axis_name) and narrow
+
+
+def beats_cudnn(q: jax.Array, k: jax.Array, v: jax.Array, scores: Scores) -> bool:
+    """Whether its forward pass takes less time than cuDNN's parts: on GPUs that have it, with a
+    causal mask. Without one they take as long (docs/experiments/0047)."""
+    if not scores.causal or jax.default_backend() != "gpu":
+        return False
+    return kernel.plan(q, k, v, scores).path == _dispatch.Path.FUSED
 
 
 def forward(
@@ -130,24 +135,22 @@ def _parts(arrays: Arrays, params: Params) -> tuple[Part, Part]:
 def _two_steps(
     arrays: Arrays, params: Params, gather: Callable[[jax.Array], jax.Array]
 ) -> list[jax.Array]:
-    q, k, v = arrays[:3]
+    q, k, v = arrays[0], gather(arrays[1]), gather(arrays[2])
     queries, keys = _parts(arrays, params)
-    both = gather(jnp.concatenate([k, v], -1))
-    k, v = both[..., : k.shape[-1]], both[..., k.shape[-1] :]
     with jax.default_matmul_precision(params.precision):
         return [*kernel.forward(q, queries, k, v, keys, params.scores, params.dtype)]
 
 
 def _decomposed(arrays: Arrays, params: Params, plan: Plan | None = None) -> list[jax.Array]:
-    def gather(both: jax.Array) -> jax.Array:
-        return exchange.bind("all_gather", both, params.axis_names, params.world, None, 1)
+    def gather(a: jax.Array) -> jax.Array:
+        return exchange.bind("all_gather", a, params.axis_names, params.world, None, 1)
 
     return _two_steps(arrays, params, gather)
 
 
 def _in_lax(arrays: Arrays, params: Params) -> list[jax.Array]:
     gather = exchange.Params(params.axis_names, params.world, None, 1).collective("all_gather")
-    return _two_steps(arrays, params, lambda both: gather.lax(both, params.axis_names))
+    return _two_steps(arrays, params, lambda a: gather.lax(a, params.axis_names))
 
 
 # ---- How a call lowers ---------------------------------------------------------------------------
@@ -165,9 +168,7 @@ def _in_steps(why: str) -> Plan:
 def _why_not(arrays: Arrays, params: Params, machine: Machine) -> str | None:
     q = arrays[0]
     if machine.on_gpus:
-        return _dispatch.why_unchecked(CHECKED_ON_GPUS) or kernel.why_not(
-            arrays, params, machine.platform
-        )
+        return kernel.why_not(arrays, params, machine.platform)
     if not _config.config.always:
         return "on CPUs XLA's blocks are faster"
     if q.dtype.name not in _CPU_DTYPES:

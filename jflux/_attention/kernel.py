@@ -14,7 +14,6 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad
 
-from .. import _dispatch
 from .._dispatch import Arrays, Plan
 from .._epilogue import sum_dtype
 from .._lowering import ShapeDtype
@@ -29,10 +28,6 @@ _PADDING = 128
 _FURTHEST = (1 << 30) - 1
 _SOME, _ALL = 1, 2
 _MOST_WIDTH = 256
-
-#: Elements of a head up to which the backward kernels have run on a GPU. Above it GPUs take XLA's
-#: blocks, unless ``jflux.config.unchecked_kernels``.
-MOST_CHECKED_WIDTH = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +136,7 @@ def _backward_shapes(arrays: Arrays, params: Params) -> Sequence[ShapeDtype]:
 # ---- What the kernels take -----------------------------------------------------------------------
 
 
-def _why_not(arrays: Arrays, params: Params, platform: str) -> str | None:
+def why_not(arrays: Arrays, params: Params, platform: str) -> str | None:
     q, k, scores = arrays[0], arrays[1], params.scores
     if q.dtype.name not in ("bfloat16", "float16"):
         return f"operands are {q.dtype}, the kernel takes bfloat16 and float16"
@@ -157,11 +152,6 @@ def _why_not(arrays: Arrays, params: Params, platform: str) -> str | None:
     if any(jnp.iinfo(a.dtype).bits > 32 for a in arrays if jnp.issubdtype(a.dtype, jnp.integer)):
         return "segments have 64 bits, the kernel takes up to 32"
     return None
-
-
-def _why_not_backward(arrays: Arrays, params: Params, platform: str) -> str | None:
-    is_checked = arrays[0].shape[3] <= MOST_CHECKED_WIDTH
-    return _why_not(arrays, params, platform) or _dispatch.why_unchecked(is_checked)
 
 
 def differences(scores: Scores) -> tuple[int, int]:
@@ -315,6 +305,7 @@ def _batch(primitive: Primitive, operands: Any, dims: Any, *, params: Params) ->
 def _rules(name: str, **others: Any) -> _local.LocalRules:
     return _local.LocalRules(
         name=name,
+        why_not=why_not,
         attributes=attributes,
         batch=_batch,
         checked_on_gpus=True,
@@ -325,14 +316,12 @@ def _rules(name: str, **others: Any) -> _local.LocalRules:
 
 
 _FORWARD = _rules(
-    OP, why_not=_why_not, result_shapes=_forward_shapes, reference=_forward_reference,
-    prepare=_prepare_forward,
-)  # fmt: skip
+    OP, result_shapes=_forward_shapes, reference=_forward_reference, prepare=_prepare_forward
+)
 _BACKWARD = _rules(
-    BACKWARD, why_not=_why_not_backward, result_shapes=_backward_shapes,
-    reference=_backward_reference, prepare=_prepare_backward,
+    BACKWARD, result_shapes=_backward_shapes, reference=_backward_reference,
+    prepare=_prepare_backward,
 )  # fmt: skip
-why_not = _FORWARD.why_not
 _forward, _backward = _local.make_primitive(_FORWARD), _local.make_primitive(_BACKWARD)
 
 

@@ -4,6 +4,7 @@ computes in between is in kernel.py, blocks.py or by_parts.py."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from typing import Any
 
@@ -147,8 +148,8 @@ def gather_keys(
     axis_name: AxisName | None, k: jax.Array, v: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """All ranks' keys and values, in the order of ranks."""
-    both = all_gather(jnp.concatenate([k, v], -1), axis_name=axis_name, axis=1, tiled=True)
-    return both[..., : k.shape[-1]], both[..., k.shape[-1] :]
+    gather = functools.partial(all_gather, axis_name=axis_name, axis=1, tiled=True)
+    return gather(k), gather(v)  # as one array they would be copied twice
 
 
 def _key_parts(call: Call, length: int, segments: jax.Array | None) -> Part:
@@ -207,10 +208,10 @@ def _gathered_backward(
         all_keys = _all_keys(call, k, v, segments)
         dq, dk, dv = kernel.backward(q, queries, *all_keys, call.scores, *_cotangents(*rest))
     if call.ranks > 1:
-        both = reduce_scatter(
-            jnp.concatenate([dk, dv], -1), axis_name=call.axis_name, scatter_dimension=1, tiled=True
+        dk, dv = (
+            reduce_scatter(d, axis_name=call.axis_name, scatter_dimension=1, tiled=True)
+            for d in (dk, dv)
         )
-        dk, dv = both[..., : k.shape[-1]], both[..., k.shape[-1] :]
     if of_own is not None:
         dk, dv = dk + of_own[0], dv + of_own[1]
     return dq, dk, dv

@@ -55,8 +55,9 @@ struct RaggedParams {
   PacketLayout Workspace() const { return PacketLayout::For(Slices() + ImageRows() * RowUnits()); }
 
   // Chunks, of what goes from one rank to another: its slices, one after the other. They are so
-  // large that their signals fit into a workspace for the image: a word for each 4096 bytes.
-  JFLUX_HD int64_t ChunkBytes() const { return int64_t{4096} * world; }
+  // large that their signals fit into a workspace for the image, which has a word for each 4096
+  // bytes; and that latencies of a chunk are hidden (docs/experiments/0049).
+  JFLUX_HD int64_t ChunkBytes() const { return int64_t{8192} * world; }
   JFLUX_HD int64_t MostChunks() const { return CeilDiv(ImageBytes(), ChunkBytes()); }
   JFLUX_HD int64_t SignalsPerRank() const { return kHeaderWords * PerRank() + MostChunks(); }
   WorkspaceLayout ChunkedWorkspace() const {

@@ -102,6 +102,17 @@ struct RaggedChunkedBody {
     }
   }
 
+  // Of a peer's slice, once it has come: the words are loaded at once.
+  JFLUX_HD SliceHeader Header(int src, int32_t t) const {
+    uint64_t word = 0;
+    JFLUX_UNROLL
+    for (int w = 0; w < RaggedParams::kHeaderWords; ++w) {
+      const Signal seen = LoadRelaxed(HeaderWord(src, ctx.view.rank, t, w));
+      word |= static_cast<uint64_t>(SignatureOf(seen)) << (kSignatureBits * w);
+    }
+    return SliceHeader::Of(word);
+  }
+
   // Of a peer's slice. False if the wait failed.
   JFLUX_HD bool AwaitHeader(int src, int32_t t, SliceHeader* header) const {
     uint64_t word = 0;
@@ -168,24 +179,29 @@ struct RaggedChunkedBody {
   }
 
   JFLUX_HD void Send(int64_t c) const {
-    const RaggedSlices slices{p, arrays};
     const int rank = ctx.view.rank;
-    for (int d = 0; d < p.world; ++d) {
-      const int peer = (rank + d + 1) % p.world;  // itself last
-      char* image = peer == rank ? static_cast<char*>(arrays.y) : ImageOf(peer);
-      ForParts(
-          c, [&](int32_t t) { return slices.SendRows(peer, t); },
-          [&](int32_t t, int64_t first, int64_t bytes) {
-            const char* from = static_cast<const char*>(arrays.operand);
-            shmem::internal::Copy<Block>(image + slices.Header(peer, t).to * p.row_bytes + first,
-                                         from + slices.From(peer, t) * p.row_bytes + first, bytes);
-          });
+    for (int d = 1; d < p.world; ++d) {
+      const int peer = (rank + d) % p.world;
+      CopyTo(peer, ImageOf(peer), c);
     }
     Block::sync();
     for (int d = 1 + Block::rank(); d < p.world; d += Block::size()) {
       const int peer = (rank + d) % p.world;
       if (c < ChunksFor(peer)) shmem::signal_set(ctx, ChunkSignal(rank, peer, c), peer);
     }
+    CopyTo(rank, static_cast<char*>(arrays.y), c);
+  }
+
+  // Chunk c of what goes to `peer`, to its places in y or in an image of it.
+  JFLUX_HD void CopyTo(int peer, char* y, int64_t c) const {
+    const RaggedSlices slices{p, arrays};
+    ForParts(
+        c, [&](int32_t t) { return slices.SendRows(peer, t); },
+        [&](int32_t t, int64_t first, int64_t bytes) {
+          const char* from = static_cast<const char*>(arrays.operand);
+          shmem::internal::Copy<Block>(y + slices.Header(peer, t).to * p.row_bytes + first,
+                                       from + slices.From(peer, t) * p.row_bytes + first, bytes);
+        });
   }
 
   JFLUX_HD bool Receive(int64_t c, const bool (&fits)[kMaxRanks]) const {
@@ -204,9 +220,7 @@ struct RaggedChunkedBody {
       ForParts(
           c, [&](int32_t t) { return slices.RecvRows(src, t); },
           [&](int32_t t, int64_t first, int64_t bytes) {
-            SliceHeader header{};
-            if (!AwaitHeader(src, t, &header)) return;  // it has come
-            const int64_t at = header.to * p.row_bytes + first;
+            const int64_t at = Header(src, t).to * p.row_bytes + first;
             shmem::internal::Copy<Block>(static_cast<char*>(arrays.y) + at, ImageOf(rank) + at,
                                          bytes);
           });
