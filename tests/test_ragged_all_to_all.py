@@ -314,9 +314,9 @@ def test_plans():
     # A row of four bytes takes a packet of eight.
     assert _planned(40_000, 2, cpu).config["chunked"] == 0
     assert _planned(80_000, 2, cpu).config["chunked"] == 1
-    # GPUs take packets up to 8 MiB, if a third of the heap holds them.
+    # GPUs take packets up to 4 MiB, if a third of the heap holds them.
     for heap_bytes, rows, world, chunked in (
-        (1 << 31, 4096, 2, 0), (1 << 31, 4097, 2, 1), (1 << 31, 4096, 4, 1), (1 << 26, 4096, 2, 1),
+        (1 << 31, 2048, 2, 0), (1 << 31, 2049, 2, 1), (1 << 31, 2048, 4, 1), (1 << 25, 2048, 2, 1),
     ):  # fmt: skip
         gpu = Machine("cuda", sm_count=132, link_gbps=320, heap_bytes=heap_bytes)
         assert _planned(rows, 1024, gpu, world=world).config["chunked"] == chunked

@@ -208,9 +208,9 @@ def _call(arrays: Arrays, params: Params) -> dict[str, int]:
     }
 
 
-#: That may reach a rank of two GPUs. On 2 x H200, two thirds of a rank's rows its own: 2 MiB took
-#: 18 us in packets and 25 in chunks, 8 MiB 41 and 47, 16 MiB 77 and 73.
-MOST_BYTES_IN_PACKETS = 8 << 20
+#: That may reach a rank of two GPUs. On 2 x H100, two thirds of a rank's rows its own: 4 MiB took
+#: 22 us in packets and 27 in chunks, 8 MiB 36 and 32.
+MOST_BYTES_IN_PACKETS = 4 << 20
 
 
 def _is_chunked(call: dict[str, int], on_gpus: bool) -> bool:

@@ -4,7 +4,8 @@
 //
 // A CTA (shmem::Block; on the CPU the only thread) takes every ctx.blocks-th chunk, and the CTA
 // with the same number has the same chunks on every rank. It sends two chunks ahead of the chunk
-// that it waits for. How many chunks come from a rank, recv_sizes says.
+// that it waits for, and copies its share of the rank's own rows while the first two travel. How
+// many chunks come from a rank, recv_sizes says.
 //
 //   headers  three signals for each slice, which carry a SliceHeader. Block 0 sends them first.
 //   writes   the peers' images and signals
@@ -44,13 +45,16 @@ struct RaggedChunkedBody {
       return false;
     }
     const int64_t step = ctx.blocks;
+    const int rank = ctx.view.rank;
     int64_t sent = 0, to_come = 0;  // chunks, of the peer with most
-    for (int peer = 0; peer < p.world; ++peer) sent = Max(sent, ChunksFor(peer));
+    for (int d = 1; d < p.world; ++d) sent = Max(sent, ChunksFor((rank + d) % p.world));
     for (int i = 0; i < kAhead; ++i) Send(ctx.block + i * step);
+    const int64_t share = RoundUp<int64_t>(CeilDiv(BytesFor(rank), step), 16);
+    CopyTo(rank, static_cast<char*>(arrays.y), ctx.block * share, share);
     bool fits[kMaxRanks];
     if (!AwaitHeaders(fits)) return false;
     for (int src = 0; src < p.world; ++src) {
-      if (fits[src]) to_come = Max(to_come, ChunksFrom(src));
+      if (src != rank && fits[src]) to_come = Max(to_come, ChunksFrom(src));
     }
     for (int64_t c = ctx.block; c < Max(sent, to_come); c += step) {
       Send(c + kAhead * step);
@@ -71,12 +75,13 @@ struct RaggedChunkedBody {
     return ctx.signal(FirstSignal(src, to) + RaggedParams::kHeaderWords * p.PerRank() + c);
   }
 
-  JFLUX_HD int64_t ChunksFor(int to) const {
+  JFLUX_HD int64_t BytesFor(int to) const {
     const RaggedSlices slices{p, arrays};
     int64_t rows = 0;
     for (int32_t t = 0; t < p.PerRank(); ++t) rows += slices.SendRows(to, t);
-    return CeilDiv(rows * p.row_bytes, p.ChunkBytes());
+    return rows * p.row_bytes;
   }
+  JFLUX_HD int64_t ChunksFor(int to) const { return CeilDiv(BytesFor(to), p.ChunkBytes()); }
   JFLUX_HD int64_t ChunksFrom(int src) const {
     const RaggedSlices slices{p, arrays};
     int64_t rows = 0;
@@ -165,10 +170,10 @@ struct RaggedChunkedBody {
     return ok;
   }
 
-  // visit(slice, first byte, bytes) for each part of chunk c, of slices of rows_of(t) rows.
+  // visit(slice, first byte, bytes) for each part of the bytes [first, end) of slices of rows_of(t)
+  // rows, one after the other.
   template <typename RowsOf, typename Visit>
-  JFLUX_HD void ForParts(int64_t c, RowsOf&& rows_of, Visit&& visit) const {
-    const int64_t first = c * p.ChunkBytes(), end = first + p.ChunkBytes();
+  JFLUX_HD void ForParts(int64_t first, int64_t end, RowsOf&& rows_of, Visit&& visit) const {
     int64_t begin = 0;  // of slice t
     for (int32_t t = 0; t < p.PerRank() && begin < end; ++t) {
       const int64_t bytes = rows_of(t) * p.row_bytes;
@@ -182,21 +187,20 @@ struct RaggedChunkedBody {
     const int rank = ctx.view.rank;
     for (int d = 1; d < p.world; ++d) {
       const int peer = (rank + d) % p.world;
-      CopyTo(peer, ImageOf(peer), c);
+      CopyTo(peer, ImageOf(peer), c * p.ChunkBytes(), p.ChunkBytes());
     }
     Block::sync();
     for (int d = 1 + Block::rank(); d < p.world; d += Block::size()) {
       const int peer = (rank + d) % p.world;
       if (c < ChunksFor(peer)) shmem::signal_set(ctx, ChunkSignal(rank, peer, c), peer);
     }
-    CopyTo(rank, static_cast<char*>(arrays.y), c);
   }
 
-  // Chunk c of what goes to `peer`, to its places in y or in an image of it.
-  JFLUX_HD void CopyTo(int peer, char* y, int64_t c) const {
+  // Bytes from `begin` on of what goes to `peer`, to their places in y or in an image of it.
+  JFLUX_HD void CopyTo(int peer, char* y, int64_t begin, int64_t count) const {
     const RaggedSlices slices{p, arrays};
     ForParts(
-        c, [&](int32_t t) { return slices.SendRows(peer, t); },
+        begin, begin + count, [&](int32_t t) { return slices.SendRows(peer, t); },
         [&](int32_t t, int64_t first, int64_t bytes) {
           const char* from = static_cast<const char*>(arrays.operand);
           shmem::internal::Copy<Block>(y + slices.Header(peer, t).to * p.row_bytes + first,
@@ -217,8 +221,9 @@ struct RaggedChunkedBody {
     for (int d = 1; d < p.world; ++d) {
       const int src = (rank + d) % p.world;
       if (!fits[src]) continue;
+      const int64_t begin = c * p.ChunkBytes();
       ForParts(
-          c, [&](int32_t t) { return slices.RecvRows(src, t); },
+          begin, begin + p.ChunkBytes(), [&](int32_t t) { return slices.RecvRows(src, t); },
           [&](int32_t t, int64_t first, int64_t bytes) {
             const int64_t at = Header(src, t).to * p.row_bytes + first;
             shmem::internal::Copy<Block>(static_cast<char*>(arrays.y) + at, ImageOf(rank) + at,
