@@ -136,7 +136,7 @@ def _backward_shapes(arrays: Arrays, params: Params) -> Sequence[ShapeDtype]:
 # ---- What the kernels take -----------------------------------------------------------------------
 
 
-def why_not(arrays: Arrays, params: Params, platform: str) -> str | None:
+def why_not(arrays: Arrays, params: Any, platform: str) -> str | None:
     q, k, scores = arrays[0], arrays[1], params.scores
     if q.dtype.name not in ("bfloat16", "float16"):
         return f"operands are {q.dtype}, the kernel takes bfloat16 and float16"
