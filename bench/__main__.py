@@ -36,7 +36,10 @@ def parse(description: str | None, lists: str = "flux", adds: bool = False) -> a
     parser.add_argument("--processes", type=int, default=1, help="1, or one for each rank")
     parser.add_argument("--lists", default=lists, help="which shapes, comma-separated")
     parser.add_argument(
-        "--peers", default="", help="comma-separated: pallas, torch; of bench.moe: tokamax, torch"
+        "--peers",
+        default="",
+        help="comma-separated: pallas, torch; of bench.moe: tokamax, torch; of bench.attention: "
+        "transformer_engine, flash_attn3",
     )
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--out", type=pathlib.Path)

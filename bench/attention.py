@@ -1,6 +1,7 @@
 """Checks and times attention over a sequence that is split over GPUs; the table comes last.
 
 python -m bench.attention --ranks 2 --out bench/results/2xh100_attention.json [--lists causal]
+                          [--peers transformer_engine,flash_attn3]
 
 For each shape, S positions over all ranks, forward and (f+b) forward and backward:
 
@@ -11,6 +12,8 @@ For each shape, S positions over all ranks, forward and (f+b) forward and backwa
             mask has no offset)
     K       jflux.attention by its own kernels: with a window as long as the sequence, which cuDNN's
             parts do not take; K ring: the same around a ring
+    TE, TE ring, FA3    Transformer Engine's and flash-attn3-jax's (bench/attention_peers.py), where
+            they are asked for and installed; FA3 on one GPU, divided by the ranks
 
 and with windows, softcaps and heads that cuDNN's parts do not take (list "masked"):
 
@@ -29,7 +32,8 @@ Values are compared to float64 before anything is timed, on positions and heads 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -43,8 +47,9 @@ import jflux
 from jflux import _trial
 
 from . import __main__ as bench
-from . import rates
+from . import attention_peers, rates
 from .moe import MEMORY
+from .peers import Unavailable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,7 +222,39 @@ def check(case: Case, f: Any, mesh: Mesh, q: jax.Array, kv: jax.Array) -> float:
     return worst
 
 
-def measure(case: Case, ranks: int, rounds: int) -> dict[str, Any]:
+def _others(
+    case: Case,
+    others: Sequence[attention_peers.Peer],
+    mesh: Mesh,
+    iterations: int,
+    split_arrays: tuple[jax.Array, ...],
+    whole_arrays: tuple[jax.Array, ...],
+) -> dict[str, Callable[[], None]]:
+    """What peers run; says why one cannot."""
+    found = {}
+    call = attention_peers.Call(case.batch, case.positions, case.width, case.causal)
+    own = jax.shard_map(
+        split(case, ring=False), mesh=mesh, in_specs=(SEQUENCE, PAIR), out_specs=SEQUENCE,
+        check_vma=False,
+    )  # fmt: skip
+    for peer in others:
+        arrays = whole_arrays if peer.on_one else split_arrays
+        want = jax.jit(plain(case) if peer.on_one else own)(*arrays)
+        for name, f in peer.forms(call).items():
+            for column, timed in {name: f, f"{name} f+b": with_gradients(f)}.items():
+                loop = _trial.loop(whole(timed), iterations)
+                try:
+                    program = attention_peers.program(peer, column, f, want, loop, *arrays)
+                except Unavailable as e:
+                    print(f"{case.name}: {e}", file=sys.stderr)
+                else:
+                    found[column] = _trial.run_of(program, *arrays)
+    return found
+
+
+def measure(
+    case: Case, ranks: int, rounds: int, others: Sequence[attention_peers.Peer] = ()
+) -> dict[str, Any]:
     """One row of the table."""
     mesh, one = (Mesh(np.array(jax.devices()[:n]), ("cp",)) for n in (ranks, 1))
     q, kv = operands(case, mesh)
@@ -241,10 +278,12 @@ def measure(case: Case, ranks: int, rounds: int) -> dict[str, Any]:
     for name, f in on_one.items():
         program = jax.jit(_trial.loop(f, iterations)).lower(whole_q, whole_kv).compile()
         runs[name] = _trial.run_of(program, whole_q, whole_kv)
+    if not case.decode and not case.masked:
+        runs |= _others(case, others, mesh, iterations, (q, kv), (whole_q, whole_kv))
     timings = _trial.interleave(runs, iterations, rounds)
     for name, timing in timings.items():
         flops = case.flops * (3.5 if "f+b" in name else 1)
-        share = 1 if name.startswith("G") else ranks
+        share = 1 if name.startswith(ON_ONE) else ranks
         rates.check((case.name, name), timing.median, flops=flops / share)
     kind = jax.devices()[0].device_kind
     memory = next((b for name, b in MEMORY.items() if kind.startswith(name)), None)
@@ -256,14 +295,15 @@ def measure(case: Case, ranks: int, rounds: int) -> dict[str, Any]:
 
 # ---- The table -----------------------------------------------------------------------------------
 
-FORMS = ("J", "ring", "A", "K", "K ring", "X")
+FORMS = ("J", "ring", "A", "K", "K ring", "X", "TE", "TE ring")
 COLUMNS = tuple(c + both for both in ("", " f+b") for c in FORMS)
+ON_ONE = ("G", "FA3")
+DIVIDED = tuple(c + both for c in ON_ONE for both in ("", " f+b"))
 HEADING = " | ".join(
     (
         "shape",
         *(f"{c} ms" for c in COLUMNS),
-        "G/N ms",
-        "G/N f+b ms",
+        *(f"{c.replace(c.split()[0], c.split()[0] + '/N', 1)} ms" for c in DIVIDED),
         "best / J",
         "bound ms",
         "error",
@@ -272,13 +312,13 @@ HEADING = " | ".join(
 
 
 def cells(row: dict[str, Any], ranks: int) -> list[str]:
-    ms = {c: row[c]["median"] * 1e3 for c in (*COLUMNS, "G", "G f+b") if c in row}
-    whole = {c: ms[c] / ranks for c in ("G", "G f+b") if c in ms}
-    others = [whole["G"]] if "G" in whole else []
-    others += [ms[c] for c in ("ring", "A", "K", "K ring", "X") if c in ms]
+    ms = {c: row[c]["median"] * 1e3 for c in (*COLUMNS, *DIVIDED) if c in row}
+    whole = {c: ms[c] / ranks for c in DIVIDED if c in ms}
+    others = [whole[c] for c in ON_ONE if c in whole]
+    others += [ms[c] for c in FORMS[1:] if c in ms]
     return [
         row["case"]["name"], *(f"{ms[c]:.3f}" if c in ms else "" for c in COLUMNS),
-        *(f"{whole[c]:.3f}" if c in whole else "" for c in ("G", "G f+b")),
+        *(f"{whole[c]:.3f}" if c in whole else "" for c in DIVIDED),
         f"{min(others) / ms['J']:.2f}" if "J" in ms else "",
         f"{row['bound'] * 1e3:.3f}" if row["bound"] else "",
         f"{row['error']:.2f}",
@@ -287,9 +327,11 @@ def cells(row: dict[str, Any], ranks: int) -> list[str]:
 
 def main() -> int:
     args = bench.parse(__doc__, lists=",".join(LISTS))
+    mesh = Mesh(np.array(jax.devices()[: args.ranks]), ("cp",))
+    others = attention_peers.start([name for name in args.peers.split(",") if name], mesh)
     rows: list[dict[str, Any]] = []
     for case in (case for name in args.lists.split(",") for case in LISTS[name]):
-        rows.append(measure(case, args.ranks, args.rounds))
+        rows.append(measure(case, args.ranks, args.rounds, others))
         print(" | ".join(cells(rows[-1], args.ranks)), flush=True)
         bench.save(args.out, args.ranks, args.processes, attention=rows)
     print(HEADING)

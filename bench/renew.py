@@ -37,7 +37,7 @@ RUNS = {
     "experts": "bench.experts --ranks {ranks}",
     "gathered": "bench.gathered --ranks {ranks}",
     "scattered": "bench.scattered --ranks {ranks}",
-    "attention": "bench.attention --ranks {ranks}",
+    "attention": "bench.attention --ranks {ranks} --peers transformer_engine,flash_attn3",
     "maxtext": "bench.maxtext --ranks {ranks}",  # needs the package
     "products": "bench.products",  # of one GPU
     "moe": "bench.moe --ranks 1 --peers tokamax,torch",  # likewise

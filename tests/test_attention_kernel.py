@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 import jflux
-from jflux import _native
+from jflux import _config, _native
 from jflux._attention import blocks, kernel
 from jflux._attention.blocks import Part, Scores
 from jflux._attention.layouts import own_positions
@@ -239,6 +239,19 @@ def test_what_no_kernel_takes(with_cuda, change, says):
     assert says in kernel.plan(q, k, v, Scores(1.0)).reason
     f = jax.jit(lambda *a: jflux.attention(*a, causal=True, window=2))
     assert "jflux_" not in program(f, q, k, v)
+
+
+def test_what_no_kernel_takes_is_said_once(with_cuda, monkeypatch, caplog):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    _config._said.clear()
+    q, k, v, _ = arrays(length=4, width=264)
+    with caplog.at_level("INFO", logger="jflux"):
+        for window in (2, 3):
+            program(
+                jax.jit(lambda *a, w=window: jflux.attention(*a, causal=True, window=w)), q, k, v
+            )
+    (said,) = (r.message for r in caplog.records if "runs in XLA's operations" in r.message)
+    assert said.startswith("jflux.attention ") and "heads have 264 elements" in said
 
 
 def test_a_scale_that_no_kernel_takes(with_cuda):

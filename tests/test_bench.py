@@ -1,6 +1,7 @@
 """bench/: what it makes of results. (Timing itself needs GPUs.)"""
 
 import collections
+import contextlib
 import dataclasses
 import importlib.util
 import itertools
@@ -26,6 +27,7 @@ from bench import __main__ as bench  # noqa: E402
 from bench import (  # noqa: E402
     accuracy,
     attention,
+    attention_peers,
     cache_check,
     cards,
     collectives,
@@ -481,8 +483,9 @@ def test_what_renews_results_knows_the_benchmarks():
             assert takes, f"{name}: {module} has no {flag}"
         given = dict(zip(options[::2], options[1::2], strict=True))
         assert set(given.get("--lists", "flux").split(",")) <= set(shapes.LISTS)
-        known = moe_peers.PEERS if module == "bench.moe" else peers.PEERS
-        assert set(given.get("--peers", "torch").split(",")) <= set(known)
+        known = {"bench.moe": moe_peers.PEERS, "bench.attention": attention_peers.PEERS}
+        if "--peers" in given:
+            assert set(given["--peers"].split(",")) <= set(known.get(module, peers.PEERS))
 
 
 def test_results_are_replaced_by_whole_ones_only(tmp_path, monkeypatch, capsys):
@@ -519,6 +522,93 @@ def test_attention_is_checked_and_timed(causal):
     assert all(row[name]["median"] > 0 for name in ("J", "ring f+b", "G", "G f+b"))
     assert ("A" in row) == (not causal)
     assert len(attention.cells(row, ranks)) == len(attention.HEADING.split(" | "))
+
+
+@pytest.fixture
+def attentions_of_others(monkeypatch):
+    """Stand-ins for the packages, that compute what they are asked for."""
+    asked = []
+
+    def flash_mha(q, k, v, is_causal):
+        return jax.nn.dot_product_attention(q, k, v, is_causal=is_causal)
+
+    def fused_attn(qkv, bias, descriptor, seed, *, attn_mask_type, scaling_factor, **options):
+        assert bias is None and seed is None and scaling_factor == qkv[0].shape[3] ** -0.5
+        assert descriptor.shape == qkv[0].shape[:2]
+        axis, mesh = options["context_parallel_axis"], asked[-1]
+        causal = attn_mask_type == "causal"
+        assert options["context_parallel_causal_load_balanced"] == causal
+        attend = jax.shard_map(
+            lambda q, k, v: jflux.attention(
+                q, k, v, axis_name=axis, causal=causal,
+                ring=options["context_parallel_strategy"] == "ring",
+            ),
+            mesh=mesh, in_specs=attention.SEQUENCE, out_specs=attention.SEQUENCE, check_vma=False,
+        )  # fmt: skip
+        return attend(*qkv)
+
+    @contextlib.contextmanager
+    def guard(resource):
+        asked.append(make_mesh((min(2, RANKS),), (resource,)))
+        yield
+
+    names = types.SimpleNamespace
+    modules = {
+        "flash_attn3_jax": names(flash_mha=flash_mha),
+        "transformer_engine.jax.attention": names(
+            fused_attn=fused_attn,
+            CPStrategy=names(ALL_GATHER="gather", RING="ring"),
+            AttnMaskType=names(CAUSAL_MASK="causal", NO_MASK="none"),
+            AttnBiasType=names(NO_BIAS=None),
+            AttnSoftmaxType=names(VANILLA_SOFTMAX=None),
+            QKVLayout=names(BSHD_BSHD_BSHD=None),
+            SequenceDescriptor=names(from_segment_ids_and_pos=lambda ids: ids),
+        ),
+        "transformer_engine.jax.sharding": names(
+            MeshResource=lambda cp_resource: cp_resource, global_shard_guard=guard
+        ),
+    }
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_attentions_of_others_are_columns(causal, attentions_of_others, monkeypatch):
+    monkeypatch.setattr(_trial, "iterations_for", lambda seconds, flops: 2)
+    ranks = min(2, RANKS)
+    mesh = make_mesh((ranks,), ("cp",))
+    case = attention.Case("tiny", 16 * ranks, 4, 2, causal, width=8)
+    others = attention_peers.start(list(attention_peers.PEERS), mesh)
+    row = attention.measure(case, ranks, 1, others)
+    columns = ("TE", "TE ring", "FA3")
+    assert all(row[c + both]["median"] > 0 for c in columns for both in ("", " f+b"))
+    cells = dict(zip(attention.HEADING.split(" | "), attention.cells(row, ranks), strict=True))
+    assert cells["FA3/N f+b ms"] == f"{row['FA3 f+b']['median'] * 1e3 / ranks:.3f}"
+    assert float(cells["TE ring ms"]) > 0
+
+
+def test_attentions_of_others_that_fail(attentions_of_others):
+    (flash,) = attention_peers.start(["flash_attn3"], make_mesh((1,)))
+    want = jnp.ones((1, 4, 2, 8))
+
+    def refuses(*arrays):
+        raise NotImplementedError("no such heads\nat all")
+
+    with pytest.raises(peers.Unavailable, match="^FA3: NotImplementedError: no such heads$"):
+        attention_peers.program(flash, "FA3", refuses, want, refuses, want)
+    with pytest.raises(RuntimeError, match="FA3 is off by 1"):
+        attention_peers.program(flash, "FA3", lambda q: 2 * q, want, lambda q: q, want)
+
+    def refuses(*args, **options):
+        raise NotImplementedError("no such heads\nat all")
+
+
+def test_attentions_that_are_not_installed_are_named(capsys):
+    if any(importlib.util.find_spec(name) for name in ("transformer_engine", "flash_attn3_jax")):
+        pytest.skip("they are")
+    assert attention_peers.start(list(attention_peers.PEERS), make_mesh((1,))) == []
+    said = capsys.readouterr().err
+    assert said == "Transformer Engine: not installed\nflash-attn3-jax: not installed\n"
 
 
 def test_decoding_is_checked_and_timed():

@@ -38,6 +38,8 @@ SAMPLES = {
         "assert (cache[0][1, :9] == wanted).all() and not cache[0][1, 9:].any()",
         "assert o.shape == (2, 3, 4, 8) and list(kv_cache.lengths) == [length + 3, 12]",
         "assert (kv_cache.keys[1, :9] == wanted).all() and not kv_cache.keys[1, 12:].any()",
+        "x, *weights = (jnp.ones(s) for s in ((1, 16, 4), *[(4, 64)] * 3, (64, 4)))",
+        "np.testing.assert_allclose(attend(x, *weights), 4 * 64, rtol=1e-5)",
     ],
     "docs/guide/recipes.md": [
         "assert losses[-1] < losses[0] - 1 and linen_losses[-1] < linen_losses[0]",

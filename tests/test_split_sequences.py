@@ -261,3 +261,44 @@ def test_ulysses_refuses(shapes, message):
     )  # fmt: skip
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(f, *(jnp.zeros(s) for s in shapes))
+
+
+@pytest.mark.parametrize("world", COUNTS)
+@pytest.mark.parametrize("kv_heads", ["as queries", "as ranks", "one"])
+def test_projections_exchange_as_they_multiply(world, kv_heads):
+    """Ulysses from x to y: queries, keys and values go to the ranks of their heads, and the result
+    back to those of its positions, inside the products around attention. Fewer heads of keys than
+    ranks: each column of the weight as often as its head is needed."""
+    width, d, own = 6, 4, 3
+    heads, groups = 2 * world, {"as queries": 2 * world, "as ranks": world, "one": 1}[kv_heads]
+    x, wq, wk, wv, wo = draw(
+        (2, own * world, width), (width, heads * d), *[(width, groups * d)] * 2, (heads * d, width)
+    )
+
+    def layer(x, wq, wk, wv, wo):
+        def heads_of(w, count):
+            if count % world != 0:
+                w = jnp.repeat(w.reshape(width, count, d), world // count, 1).reshape(width, -1)
+            y = jflux.matmul_all_to_all(x, w, axis_name="tp", split_axis=-1, concat_axis=-2)
+            return y.reshape(*y.shape[:2], -1, d)
+
+        o = exact(
+            heads_of(wq, heads), heads_of(wk, groups), heads_of(wv, groups),
+            is_causal=True, scale=d**-0.5, mask=None, local_window_size=None,
+        )  # fmt: skip
+        o = o.reshape(*o.shape[:2], -1)
+        return jflux.all_to_all_matmul(o, wo, axis_name="tp", split_axis=-2, concat_axis=-1)
+
+    split = jax.shard_map(
+        layer, mesh=make_mesh((world,)), in_specs=(SEQUENCE, *[P()] * 4), out_specs=SEQUENCE
+    )
+
+    def whole(x, wq, wk, wv, wo):
+        q, k, v = ((x @ w).reshape(*x.shape[:2], -1, d) for w in (wq, wk, wv))
+        return plain(q, k, v, causal(own * world))[0].reshape(*x.shape[:2], -1) @ wo
+
+    check(split, whole, (x, wq, wk, wv, wo))
+    if world > 1:
+        text = jax.jit(split).lower(x, wq, wk, wv, wo).as_text()
+        calls = [text.count(f"jflux_{op}(") for op in ("matmul_all_to_all", "all_to_all_matmul")]
+        assert calls == [3, 1]
