@@ -43,7 +43,7 @@ def parts(draw):
     rng = np.random.default_rng(draw(st.integers(0, 1 << 32)))
     batch = draw(st.integers(1, 2))
     layout = draw(st.sampled_from(["contiguous", "zigzag", "striped", "any"]))
-    lengths = [2 * draw(st.integers(1, 50)) for _ in range(2)]
+    lengths = [draw(st.sampled_from([2, 14, 48, 66, 98])) for _ in range(2)]
 
     def positions(length):
         if layout == "any":
@@ -60,7 +60,7 @@ def parts(draw):
     return [Part(positions(n), segments(n) if some else None) for n in lengths]
 
 
-@examples(200)
+@examples(60)
 @given(parts(), st.booleans(), WINDOWS, st.sampled_from([(8, 8), (16, 4), (4, 32)]))
 def test_blocks_are_skipped_if_no_pair_has_a_score(both, causal, window, sizes):
     queries, keys = both
