@@ -127,9 +127,9 @@ def _some(names: list[str], total: int) -> str:
     return f"{len(names)} of {total} rows: {'; '.join(names)}"
 
 
-#: Contestants that some results are older than: by kind, whose rows, and their column.
+#: Contestants that some results lack: by kind, whose rows, and their column.
 NEWER = {
-    "attention": (lambda row: row["case"]["decode"], "M"),
+    "attention": (lambda row: not row["case"]["decode"], "J f+b"),
     "experts": (lambda row: row["list"] == "layer", "prod."),
 }
 

@@ -148,6 +148,19 @@ def none_if_zero(tangent: Any) -> Any:
     return None if type(tangent) is ad.Zero else tangent
 
 
+def jvp_of_moved(f: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+    """``jax.jvp`` of f(*primals) in those that have a tangent, which is neither None nor zero."""
+    moving = [none_if_zero(t) for t in tangents]
+    moved = [t is not None for t in moving]
+
+    def of_moved(*some: Any) -> Any:
+        rest = iter(some)
+        return f(*(next(rest) if m else a for a, m in zip(primals, moved, strict=True)))
+
+    some = tuple(a for a, m in zip(primals, moved, strict=True) if m)
+    return jax.jvp(of_moved, some, tuple(t for t in moving if t is not None))
+
+
 def is_real(dtype: Any) -> bool:
     """Whether arrays of the type have derivatives."""
     return bool(jnp.issubdtype(dtype, jnp.inexact))

@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.interpreters import ad
 
-from .. import _config, _dispatch, _lowering, _mesh, _native
+from .. import _config, _derivatives, _dispatch, _lowering, _mesh, _native
 from .._dispatch import Arrays, Machine, Plan
 from .._epilogue import sum_dtype
 from .._levels import Levels
@@ -208,23 +208,14 @@ def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
 
 def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
     """One call, of as many times B sequences."""
-    size = next(a.shape[d] for a, d in zip(operands, dims, strict=True) if d is not None)
-    q, q_dim = operands[0], dims[0]
-    batch = q.shape[0] if q_dim is None else np.delete(q.shape, q_dim)[0]
-
-    def folded(a: jax.Array, dim: int | None, is_shared: bool) -> jax.Array:
-        if is_shared:
-            return a
-        a = jnp.broadcast_to(a, (size, *a.shape)) if dim is None else jnp.moveaxis(a, dim, 0)
-        a = jnp.broadcast_to(a, (size, batch, *a.shape[2:]))
-        return a.reshape(size * batch, *a.shape[2:])
+    size, fold = kernel.folding(operands, dims)
 
     def are_shared(*which: int) -> bool:
         return all(dims[i] is None and len(operands[i]) == 1 for i in which)
 
     shared = {3: are_shared(3, 4), 4: are_shared(3, 4), 5: are_shared(5)}
     merged = [
-        folded(a, d, shared.get(i, False))
+        a if shared.get(i, False) else fold(a, d)
         for i, (a, d) in enumerate(zip(operands, dims, strict=True))
         if i != 6
     ]
@@ -250,16 +241,7 @@ _primitive = _lowering.make_primitive(
 def _jvp(primals: Any, tangents: Any, *, params: Params) -> Any:
     """Derivatives are those of the two steps. The first one in reverse mode does not come here:
     split.py has both passes."""
-    moved = [not isinstance(t, ad.Zero) for t in tangents]
-
-    def f(*some: jax.Array) -> list[jax.Array]:
-        rest = iter(some)
-        return _decomposed(
-            [next(rest) if m else a for a, m in zip(primals, moved, strict=True)], params
-        )
-
-    some = tuple(a for a, m in zip(primals, moved, strict=True) if m)
-    return jax.jvp(f, some, tuple(t for t in tangents if not isinstance(t, ad.Zero)))
+    return _derivatives.jvp_of_moved(lambda *arrays: _decomposed(arrays, params), primals, tangents)
 
 
 ad.primitive_jvps[_primitive] = _jvp

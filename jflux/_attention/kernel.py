@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad
 
+from .. import _derivatives
 from .._dispatch import Arrays, Plan
 from .._epilogue import sum_dtype
 from .._lowering import ShapeDtype
@@ -281,21 +282,28 @@ def _prepare_backward(arrays: Arrays, params: Params) -> list[jax.Array]:
 # ---- The primitives ------------------------------------------------------------------------------
 
 
-def _batch(primitive: Primitive, operands: Any, dims: Any, *, params: Params) -> Any:
-    """One call, of as many times B sequences."""
+def folding(operands: Any, dims: Any) -> tuple[int, Callable[[jax.Array, int | None], jax.Array]]:
+    """Under vmap of operands with q [B, ...] as the first: how many there are, and a function that
+    makes so many times B sequences of an operand, given its batched dimension."""
     size = next(a.shape[d] for a, d in zip(operands, dims, strict=True) if d is not None)
     q, q_dim = operands[0], dims[0]
     batch = q.shape[0] if q_dim is None else np.delete(q.shape, q_dim)[0]
 
-    def folded(a: jax.Array, dim: int | None, rows: int) -> jax.Array:
+    def fold(a: jax.Array, dim: int | None) -> jax.Array:
         a = jnp.broadcast_to(a, (size, *a.shape)) if dim is None else jnp.moveaxis(a, dim, 0)
-        a = jnp.broadcast_to(a, (size, rows, *a.shape[2:]))
-        return a.reshape(size * rows, *a.shape[2:])
+        a = jnp.broadcast_to(a, (size, batch, *a.shape[2:]))
+        return a.reshape(size * batch, *a.shape[2:])
 
+    return size, fold
+
+
+def _batch(primitive: Primitive, operands: Any, dims: Any, *, params: Params) -> Any:
+    """One call, of as many times B sequences."""
+    size, fold = folding(operands, dims)
     of_positions = (3, 4) if primitive is _forward else (6, 7)
     are_shared = all(dims[i] is None and len(operands[i]) == 1 for i in of_positions)
     merged = [
-        a if are_shared and i in of_positions else folded(a, d, batch)
+        a if are_shared and i in of_positions else fold(a, d)
         for i, (a, d) in enumerate(zip(operands, dims, strict=True))
     ]
     results = primitive.bind(*_local.vary_together(*merged), params=params)
@@ -330,15 +338,10 @@ def _differentiate_reference(primitive: Primitive, rules: _local.LocalRules) -> 
     split.py has both passes."""
 
     def jvp(primals: Any, tangents: Any, *, params: Params) -> Any:
-        moved = [not isinstance(t, ad.Zero) for t in tangents]
+        def f(*arrays: jax.Array) -> list[jax.Array]:
+            return list(rules.reference(arrays, params))
 
-        def f(*some: jax.Array) -> list[jax.Array]:
-            rest = iter(some)
-            arrays = [next(rest) if m else a for a, m in zip(primals, moved, strict=True)]
-            return list(rules.reference(tuple(arrays), params))
-
-        some = tuple(a for a, m in zip(primals, moved, strict=True) if m)
-        return jax.jvp(f, some, tuple(t for t in tangents if not isinstance(t, ad.Zero)))
+        return _derivatives.jvp_of_moved(f, primals, tangents)
 
     ad.primitive_jvps[primitive] = jvp
 

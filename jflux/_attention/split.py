@@ -94,16 +94,12 @@ def _tangents(kept: Any, tangents: Any, call: Call) -> Any:
     )
     operands, segments = kept[:3], kept[3]
     plainly = dataclasses.replace(call, cudnn=False, cudnn_backward=False, kernel=False)
-    moved = [t is not None for t in tangents[:3]]
 
-    def of_moved(*some: jax.Array) -> Any:
-        rest = iter(some)
-        q, k, v = (next(rest) if m else a for a, m in zip(operands, moved, strict=True))
+    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
         return _run(plainly, q, k, v, segments)
 
-    some = tuple(a for a, m in zip(operands, moved, strict=True) if m)
     with jax.default_matmul_precision(call.precision):
-        return jax.jvp(of_moved, some, tuple(t for t in tangents[:3] if t is not None))[1]
+        return _derivatives.jvp_of_moved(run, operands, tangents[:3])[1]
 
 
 def _backward(kept: Any, cotangents: Any, wanted: Any, call: Call) -> Any:

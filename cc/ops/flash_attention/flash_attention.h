@@ -6,9 +6,9 @@
 //   k, v         [B, t, G, D]; head h of q attends to head h / (H / G)
 //   positions    i32 [1 or B, s or t, padded]: of queries and of keys
 //   segments     i32, likewise; optional
-//   blocks       i8 [1 or B, blocks of queries, blocks of keys]: which pairs have scores
-//   (BlockKind) order        i32 [1 or B times the rows of `blocks`]: these rows, numbered through,
-//   those with
+//   blocks       i8 [1 or B, blocks of queries, blocks of keys]: which pairs have scores (a
+//                BlockKind each)
+//   order        i32 [1 or B times the rows of `blocks`]: these rows, numbered through, those with
 //                the most blocks first
 //   out          [B, s, H, D], of q's type or f32: the weighted mean of v. Without a key: zeros
 //   lse          f32 [B, s, H]: the log-sum-exp of the scores. Without a key: minus infinity

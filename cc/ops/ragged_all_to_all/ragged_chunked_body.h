@@ -11,8 +11,7 @@
 //   writes   the peers' images and signals
 //   waits    for the headers of all peers, and for the CTA with the same number on each peer
 //   order    data, CTA barrier, signal with release. Headers are relaxed: they announce nothing.
-//   The
-//            hello of the same peer has the signature.
+//            The hello of the same peer has the signature.
 //   reset    never: core/signal.h
 //   faults   as in ragged_packets_body.h
 //
