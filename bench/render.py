@@ -7,6 +7,7 @@ python -m bench.render --check  fails if they are not what the results say
 from __future__ import annotations
 
 import argparse
+import collections
 import io
 import itertools
 import json
@@ -238,8 +239,8 @@ def readme_table(results: list[tuple[str, dict]]) -> str:
 
 def curves(results: list[tuple[str, dict]], op: str) -> dict[str, tuple[dict, list[dict]]]:
     """The rows that the picture of an op shows, and their machine, by title: at the shapes of
-    `PICTURES` (3 ranks: at ragged ones). Only those of the newest day, and so of the same kernels.
-    """
+    `PICTURES` (3 ranks: at ragged ones). Only those of one day, and so of the same kernels: the day
+    on which most machines were measured, the newest if there are several."""
     found = []
     for _, result in of_ops(results):
         machine = result["machine"]
@@ -252,8 +253,9 @@ def curves(results: list[tuple[str, dict]], op: str) -> dict[str, tuple[dict, li
         for day in {day_of(r, machine) for r in rows}:
             of_day = [r for r in rows if day_of(r, machine) == day]
             found.append((title(result), machine | {"date": day}, of_day))
-    newest = max(machine["date"] for _, machine, _ in found)
-    return {name: (machine, rows) for name, machine, rows in found if machine["date"] == newest}
+    days = collections.Counter(machine["date"] for _, machine, _ in found)
+    shown = max(days, key=lambda day: (days[day], day))
+    return {name: (machine, rows) for name, machine, rows in found if machine["date"] == shown}
 
 
 def picture(results: list[tuple[str, dict]], op: str) -> bytes:

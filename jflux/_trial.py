@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 import statistics
@@ -117,6 +118,21 @@ def loop(op: Callable[[jax.Array, jax.Array], jax.Array], iterations: int) -> Ca
     return run
 
 
+def lowered(
+    f: Callable[..., Any],
+    mesh: Mesh,
+    in_specs: Any,
+    out_specs: Any,
+    *args: Any,
+    check_vma: bool = False,
+) -> Any:
+    """A function of one rank, lowered for these operands."""
+    mapped = jax.shard_map(
+        f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma
+    )
+    return jax.jit(mapped).lower(*args)
+
+
 def compiled(
     f: Callable[..., Any],
     mesh: Mesh,
@@ -127,10 +143,17 @@ def compiled(
     check_vma: bool = False,
 ) -> Any:
     """A function of one rank, compiled for these operands, with these options of XLA."""
-    mapped = jax.shard_map(
-        f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma
-    )
-    return jax.jit(mapped).lower(*args).compile(compiler_options=options)
+    program = lowered(f, mesh, in_specs, out_specs, *args, check_vma=check_vma)
+    return program.compile(compiler_options=options)
+
+
+def compile_at_once(programs: Mapping[str, Any], threads: int = 8) -> dict[str, Any]:
+    """Compiles lowered programs, several at the same time in one process. Not for those with
+    products of XLA's that are compared with others: XLA tries its products' algorithms on the
+    device while it compiles, and would find them slowed down by one another."""
+    threads = threads if jax.process_count() == 1 else 1
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+        return dict(zip(programs, pool.map(lambda p: p.compile(), programs.values()), strict=True))
 
 
 def run_of(program: Callable[..., Any], *args: Any) -> Callable[[], None]:

@@ -182,6 +182,9 @@ def test_a_picture_shows_the_kernels_of_one_day():
     assert [machine["gpus"] for machine, _ in shown.values()] == ["2 x H200", "8 x H200"]
     assert all(rows for _, rows in shown.values())
 
+    newest = [*results, result("2026-01-04", 4)]
+    assert render.curves(newest, "all_gather_matmul").keys() == shown.keys()
+
     # Rows that were kept when others were added are of their own day.
     added = result("2026-01-04", 2)
     added[1]["rows"] = [{"date": "2026-01-03"} | row for row in added[1]["rows"]]

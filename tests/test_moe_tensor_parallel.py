@@ -13,7 +13,7 @@ from jflux import moe
 
 T, CHOICES, E, D, F, H = 12, 3, 5, 6, 8, 4
 
-pytestmark = pytest.mark.skipif(jax.default_backend() == "gpu", reason="float64")
+pytestmark = pytest.mark.wide
 WORLDS = [n for n in (1, 2, 4) if n <= RANKS]
 
 

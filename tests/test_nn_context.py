@@ -21,7 +21,7 @@ from flax import nnx  # noqa: E402
 import jflux.nn.linen as jlinen  # noqa: E402
 import jflux.nn.nnx as jnnx  # noqa: E402
 
-pytestmark = pytest.mark.skipif(jax.default_backend() == "gpu", reason="float64")
+pytestmark = pytest.mark.wide
 
 B, S, D, C = 2, 24, 12, 4  # sequences, positions, width, elements of a head
 

@@ -15,7 +15,10 @@ from jflux import moe
 X64 = functools.partial(jax.enable_x64, True)
 B, S, D, F, E, K = 4, 4, 6, 8, 4, 2
 
-pytestmark = pytest.mark.skipif(RANKS < 4, reason="meshes of four ranks")
+pytestmark = [
+    pytest.mark.wide,
+    pytest.mark.skipif(RANKS < 4, reason="meshes of four ranks"),
+]
 
 
 def parameters(seed=0, gated=True, shared=False, bias=False):

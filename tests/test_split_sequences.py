@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import jflux
 
-pytestmark = pytest.mark.skipif(jax.default_backend() == "gpu", reason="float64")
+pytestmark = pytest.mark.wide
 
 SEQUENCE = P(None, "tp")
 COUNTS = [n for n in (1, 2, 3, 8) if n <= RANKS]

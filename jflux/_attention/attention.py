@@ -186,10 +186,11 @@ def _split(
     why = by_parts.why_not(q, k, scores, layout, ranks, segment_ids)
     around = _goes_around(ring, k, v, ranks)
     in_kernel = not around and gathered.takes(axis_name, ranks, segment_ids)
+    own = in_kernel and gathered.beats_cudnn(q, k, v, scores)
+    own_gradients = return_lse or (own and q.shape[1] <= gathered.MOST_POSITIONS_FOR_GRADIENTS)
     call = Call(
-        axis_name, ranks, scores, layout, ring=around,
-        cudnn=why is None and not (in_kernel and gathered.beats_cudnn(q, k, v, scores)),
-        cudnn_backward=why is None and not return_lse, precision=default_precision(),
+        axis_name, ranks, scores, layout, ring=around, cudnn=why is None and not own,
+        cudnn_backward=why is None and not own_gradients, precision=default_precision(),
     )  # fmt: skip
     if _is_plain(call, q, return_lse, segment_ids):
         if ranks > 1:

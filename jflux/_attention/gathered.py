@@ -63,6 +63,11 @@ def beats_cudnn(q: jax.Array, k: jax.Array, v: jax.Array, scores: Scores) -> boo
     return kernel.plan(q, k, v, scores).path == _dispatch.Path.FUSED
 
 
+#: Of a rank. Up to so many its kernels' gradients take no more time than those of cuDNN's parts,
+#: each of which then has little to compute (docs/experiments/0050).
+MOST_POSITIONS_FOR_GRADIENTS = 4096
+
+
 def forward(
     axis_name: AxisName,
     q: jax.Array,

@@ -248,9 +248,11 @@ def check(program: Program, results: list[Any]) -> dict[str, str]:
                 for at, data in _shards(y, lead):
                     got = data[which] if program.looped else data
                     _check_one(case, output, at, got)
+                    if case.is_xlas:  # no promise of jflux's: NCCL may add in another order
+                        continue
                     if turn == INPUTS[0] and first.setdefault(at, got.tobytes()) != got.tobytes():
                         raise Wrong("bits between runs", case.name, f"they differ on rank {at}")
-                    if output.same and not case.is_xlas:
+                    if output.same:
                         _same(digests, f"{index}/{k}/{which}/{group_of[at]}", got, case)
     return digests
 
