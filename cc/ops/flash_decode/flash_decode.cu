@@ -13,8 +13,9 @@
 // A position outside of the range, or without a page, is loaded as zeros and its score is minus
 // infinity, so that a NaN there reaches nothing.
 //
-// A length beyond the cache, and an entry of block_table that is no page, are faults: written to the
-// device's record by the thread that meets them. The kernel goes on (flash_decode.h says with what).
+// A length beyond the cache, and an entry of block_table that is no page, are faults: written to
+// the device's record by the thread that meets them. The kernel goes on (flash_decode.h says with
+// what).
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 

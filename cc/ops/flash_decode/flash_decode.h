@@ -16,8 +16,8 @@
 //               scores. Without a position: zeros, and minus infinity
 //   parts       f32 [splits, B, H, D + 1], if splits > 1: scratch
 //
-// On CPUs it is plain lax, and the handler is a check of the lengths before it: bounds -> bounds, or
-// the fault as the call's error. Python: jflux/_attention/part.py.
+// On CPUs it is plain lax, and the handler is a check of the lengths before it: bounds -> bounds,
+// or the fault as the call's error. Python: jflux/_attention/part.py.
 #ifndef JFLUX_OPS_FLASH_DECODE_FLASH_DECODE_H_
 #define JFLUX_OPS_FLASH_DECODE_FLASH_DECODE_H_
 

@@ -44,8 +44,8 @@ ffi::Error CheckOnCpu(ffi::Dictionary attributes, ffi::AnyBuffer bounds,
     context.op = static_cast<uint32_t>(kFlashDecodeId);
     context.rank = of[b].Rank(a.positions);
     Fault fault{};
-    WriteRecord(&fault, context, FaultKind::kLength, /*peer=*/0, b,
-                static_cast<Signal>(a.capacity), static_cast<Signal>(int64_t{of[b].end}));
+    WriteRecord(&fault, context, FaultKind::kLength, /*peer=*/0, b, static_cast<Signal>(a.capacity),
+                static_cast<Signal>(int64_t{of[b].end}));
     return ffi::Error(ffi::ErrorCode::kInvalidArgument, Describe(fault, /*deadline_s=*/0));
   }
   std::copy(of, of + batch, static_cast<DecodeBounds*>(same->untyped_data()));
