@@ -278,9 +278,9 @@ TEST(AValueOutOfRangeIsNamedAndSaysWhatToDo) {
     Fault fault{};
     DeviceState state{};
     state.limits.fault = &fault;
-    Report(nullptr, kDecode, 2, kind, peer, 5, expected, seen);  // without a heap
-    Report(&state, kDecode, 2, kind, peer, 5, expected, seen);
-    Report(&state, kDecode, 3, kind, peer, 6, expected, seen);  // not the first
+    ReportValue(nullptr, kDecode, 2, kind, peer, 5, expected, seen);  // without a heap
+    ReportValue(&state, kDecode, 2, kind, peer, 5, expected, seen);
+    ReportValue(&state, kDecode, 3, kind, peer, 6, expected, seen);  // not the first
     EXPECT_EQ(FaultKindOf(fault), kind);
     EXPECT(KindOf(fault) == ErrorKind::kInvalidArgument);
     return Describe(fault, 60);
@@ -299,7 +299,7 @@ TEST(AValueOutOfRangeIsNamedAndSaysWhatToDo) {
   DeviceState state{};
   state.limits.fault = &fault;
   fault.kind = static_cast<uint64_t>(FaultKind::kTimeout);
-  Report(&state, kDecode, 2, FaultKind::kLength, 0, 5, 8, 9);
+  ReportValue(&state, kDecode, 2, FaultKind::kLength, 0, 5, 8, 9);
   EXPECT(FaultKindOf(fault) == FaultKind::kTimeout && fault.seen == 0);
 }
 

@@ -92,14 +92,14 @@ struct Unit {
 // Of what a sequence was given, by one thread.
 __device__ void ReportLength(const FlashDecodeArgs& args, int32_t sequence) {
   const DecodeBounds bounds = args.arrays.bounds[sequence];
-  Report(args.state, static_cast<uint32_t>(kFlashDecodeId), bounds.Rank(args.positions),
-         FaultKind::kLength, /*peer=*/0, sequence, args.capacity, bounds.end);
+  ReportValue(args.state, static_cast<uint32_t>(kFlashDecodeId), bounds.Rank(args.positions),
+              FaultKind::kLength, /*peer=*/0, sequence, args.capacity, bounds.end);
 }
 __device__ void ReportPage(const FlashDecodeArgs& args, int32_t sequence, int32_t entry,
                            int32_t page) {
-  Report(args.state, static_cast<uint32_t>(kFlashDecodeId),
-         args.arrays.bounds[sequence].Rank(args.positions), FaultKind::kPage, entry, sequence,
-         args.pages, page);
+  ReportValue(args.state, static_cast<uint32_t>(kFlashDecodeId),
+              args.arrays.bounds[sequence].Rank(args.positions), FaultKind::kPage, entry, sequence,
+              args.pages, page);
 }
 
 // The first element of a position's row in the cache; -1 if there is none.
