@@ -14,9 +14,18 @@ _primitive = Primitive("jflux_in_range")
 _add_error: Any = checkify.assert_func  # its signature depends on the release of JAX
 
 
+def to_int32(x: jax.Array) -> jax.Array:
+    """The integers x as int32. What does not fit becomes the nearest that does."""
+    x, wide, given = jnp.asarray(x), jnp.iinfo(jnp.int32), jnp.iinfo(x.dtype)
+    if given.max > wide.max:
+        x = jnp.clip(x, max(given.min, wide.min), wide.max)
+    return x.astype(jnp.int32)
+
+
 def in_range(x: jax.Array, low: int | None, high: int, what: str) -> jax.Array:
     """The integers x. Under ``checkify.user_checks`` one that is not from `low` (None: any) to
-    `high` is an error. Elsewhere this is nothing at all.
+    `high` is an error, and becomes `low`, so that nothing else reports it. Elsewhere this is
+    nothing at all.
 
     `checkify.debug_check` means the same, but it is an effect, and a jitted function with effects
     leaves JAX's fast dispatch.
@@ -31,15 +40,17 @@ def _check(*given: Any, low: int | None, high: int, what: str) -> Any:
     *context, error, enabled, x = given  # the oldest releases pass no context
     x = jnp.asarray(x)
     if checkify.FailedCheckError in enabled and x.size:
-        wrong = (x > high).reshape(-1)
+        wrong = x > high
         if low is not None:
-            wrong |= (x < low).reshape(-1)
-        first = x.reshape(-1)[jnp.argmax(wrong)]
+            wrong |= x < low
+        first = x.reshape(-1)[jnp.argmax(wrong.reshape(-1))]
         allowed = f"at most {high}" if low is None else f"from {low} to {high}"
         failed = checkify.FailedCheckError(
             source_info_util.current().traceback, f"{what} must be {allowed}, got {{}}", first
         )
         error = _add_error(*context, error, jnp.any(wrong), failed)
+        if low is not None:
+            x = jnp.where(wrong, jnp.asarray(low, x.dtype), x)
     return error, _primitive.bind(x, low=low, high=high, what=what)
 
 

@@ -4,10 +4,12 @@ Each function has the signature of the op of the same name, documented there, an
 """
 
 # ruff: noqa: F401
+from ._attention.attention import reference as attention
 from ._attention.cache import reference as update_cache
 from ._attention.decoding import attend_to_cache_reference as attend_to_cache
 from ._attention.decoding import fill_cache_reference as fill_cache
 from ._attention.flash_decode import reference as flash_decode
+from ._attention.ulysses import reference as ulysses_attention
 from ._ops.all_gather_matmul import reference as all_gather_matmul
 from ._ops.all_reduce import reference as all_reduce
 from ._ops.all_to_all_matmul import reference as all_to_all_matmul

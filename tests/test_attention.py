@@ -76,7 +76,7 @@ class Case:
     def expected(self, q, k, v, ids):
         return plain(q, k, v, self.mask(ids), self.softcap)
 
-    def split(self, q, k, v, ids, *, mesh=None, check_vma=True, **options):
+    def split(self, q, k, v, ids, *, mesh=None, check_vma=True, module=jflux, **options):
         """(o, l) of the sequence, from ranks that each have a part of it."""
         world, layout = self.world, self.layout
         given = dict(causal=self.causal, window=self.window, softcap=self.softcap, ring=self.ring)
@@ -85,7 +85,7 @@ class Case:
         arrays = [jflux.reorder_for_causal(a, world, layout=layout) for a in arrays]
 
         def call(q, k, v, ids=None):
-            return jflux.attention(q, k, v, segment_ids=ids, **(given | options))
+            return module.attention(q, k, v, segment_ids=ids, **(given | options))
 
         f = jax.shard_map(
             call, mesh=mesh or make_mesh((world,)), in_specs=(SEQUENCE,) * len(arrays),
@@ -341,9 +341,43 @@ def test_forward_mode(options, caplog):
     assert sum("in forward mode" in r.message for r in caplog.records) == 1
 
 
-@pytest.mark.parametrize("groups", [1, 2, 4])
-@pytest.mark.parametrize("ring", [False, True])
-def test_heads_along_another_axis(groups, ring):
+REFERENCE = {
+    "zigzag": {"window": (7, 0), "segments": True},
+    "striped": {"layout": "striped", "ring": True, "softcap": 1.5},
+    "contiguous": {"layout": "contiguous", "causal": False, "segments": True, "size": 40.0},
+    "one rank": {"world": 1, "own": 18, "window": (6, 0)},
+}
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("options", REFERENCE.values(), ids=REFERENCE)
+def test_the_reference(options, check_vma):
+    case = Case(**{"world": min(3, RANKS), "own": 6} | options)
+    f = functools.partial(case.split, module=jflux.reference, check_vma=check_vma)
+    check(case, f)
+    assert "jflux_" not in str(jax.make_jaxpr(f)(*case.operands()))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_reference_sums_in_float32(dtype):
+    case = Case(world=2, own=8, width=16)
+    *arrays, _ = (None if a is None else jnp.asarray(a, dtype) for a in case.operands())
+    o, lse = jax.jit(functools.partial(case.split, module=jflux.reference))(*arrays, None)
+    want, want_lse = case.expected(*(a.astype(jnp.float64) for a in arrays), None)
+    close = {jnp.float32: 2e-6, jnp.bfloat16: 2.0**-7}[dtype]
+    assert o.dtype == dtype and lse.dtype == jnp.float32
+    np.testing.assert_allclose(np.asarray(o, np.float64), want, rtol=close, atol=close)
+    np.testing.assert_allclose(lse, want_lse, rtol=2e-6, atol=2e-6)
+
+
+ALONG_HEADS = [(groups, ring, jflux) for groups in (1, 2, 4) for ring in (False, True)]
+
+
+@pytest.mark.parametrize(
+    ("groups", "ring", "module"), [*ALONG_HEADS, (1, False, jflux.reference)],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)  # fmt: skip
+def test_heads_along_another_axis(groups, ring, module):
     if RANKS < 4:
         pytest.skip("four ranks")
     case = Case(world=2, own=8, heads=4, groups=groups, segments=True, ring=ring)
@@ -354,7 +388,7 @@ def test_heads_along_another_axis(groups, ring):
         arrays = [jflux.reorder_for_causal(a, 2) for a in (q, k, v, ids)]
 
         def call(q, k, v, ids):
-            return jflux.attention(
+            return module.attention(
                 q, k, v, axis_name="tp", heads_axis="heads", causal=True, segment_ids=ids,
                 return_lse=True, ring=ring,
             )  # fmt: skip
@@ -385,7 +419,8 @@ def test_ranks_along_two_axes():
     check(case, split)
 
 
-def test_global_arrays():
+@pytest.mark.parametrize("module", [jflux, jflux.reference], ids=["jflux", "reference"])
+def test_global_arrays(module):
     case = Case(world=2, own=6, batch=2, segments=True)
     names = ("data", "tp") if RANKS >= 4 else ("tp",)
     mesh = make_mesh((2, 2) if RANKS >= 4 else (2,), names)
@@ -393,7 +428,7 @@ def test_global_arrays():
     def split(q, k, v, ids):
         arrays = [jflux.reorder_for_causal(a, 2) for a in (q, k, v, ids)]
         spec = P("data") if "data" in names else None
-        both = jflux.attention(
+        both = module.attention(
             *arrays[:3], axis_name="tp", causal=True, segment_ids=arrays[3], return_lse=True,
             mesh=mesh, q_spec=spec,
         )  # fmt: skip

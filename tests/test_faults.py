@@ -150,6 +150,27 @@ def test_a_late_rank_is_named_and_waited_for():
     ), output
 
 
+@pytest.mark.parametrize("of", ["length", "page"])
+def test_decoding_with_a_value_that_does_not_fit(of):
+    """GPUs finish the call, whose other sequences are right, print the value, and refuse the next
+    call. CPUs look at lengths alone, and go on after the error."""
+    n = min(RANKS, 4)
+    output = run_alone(f"wrong_{of}", platform=PLATFORM, devices=n)
+    value = {
+        "length": rf"lengths\[2\] = {64 * n + 1}, and the cache has {64 * n} positions",
+        "page": r"block_table\[2, 3\] = 12, within the sequence's length, and the cache has 12",
+    }[of]
+    message = rf"jflux\.flash_decode: rank \d was given {value}"
+    if PLATFORM == "gpu":
+        assert "finished" in output and re.search(rf"^{message}", output, re.M), output
+        assert re.search(rf"^next error: .*{message}", output, re.M), output
+    elif of == "length":
+        assert re.search(rf"^error: .*{message}.*end a sequence", output, re.M), output
+        assert "the next call runs" in output and "finished" not in output, output
+    else:
+        assert "finished" in output and "the next call runs" in output, output
+
+
 @pytest.mark.skipif(PLATFORM == "cpu" or RANKS < 2, reason="GPUs of one process")
 def test_a_launch_that_fails_on_one_gpu_of_several():
     """The others do not wait for it until the deadline, which is ten minutes here, and later calls

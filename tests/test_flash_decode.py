@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from caches import draw, paged, plain
-from harness import RANKS, examples, fused_calls, make_mesh
+from harness import PLATFORM, RANKS, examples, fused_calls, make_mesh
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.experimental import checkify
@@ -220,7 +220,8 @@ def test_the_ranks_exchange_once():
     text = jax.jit(over_ranks(world, return_lse=False)).lower(
         *operands, np.array([3, 2], np.int32)
     ).compile().as_text()  # fmt: skip
-    assert fused_calls(text) == ["decode_merge"] * (world > 1)
+    check_of_lengths = ["flash_decode"] * (PLATFORM == "cpu")
+    assert fused_calls(text) == check_of_lengths + ["decode_merge"] * (world > 1)
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -295,9 +296,69 @@ def test_checkify_says_which_length_is_beyond_the_cache(check_vma):
         error, got = checked(*operands, np.array([1, bad], np.int32))
         message = f"jflux.flash_decode: lengths must be from 0 to {s}, got {bad}"
         assert message in error.get()
-        # Without checkify it counts as the nearest one that there is.
-        check(got, plain(*operands, [1, min(max(bad, 0), s)]))
-        check(jax.jit(f)(*operands, np.array([1, bad])), plain(*operands, [1, min(max(bad, 0), s)]))
+        check(got, plain(*operands, [1, 0]))  # and nothing else is said of it
+
+
+def assert_only_the_last_is_nan(got, want):
+    for one in got:
+        assert np.isnan(one[-1]).all()
+    check([one[:-1] for one in got], [one[:-1] for one in want])
+
+
+@pytest.mark.parametrize("world", COUNTS)
+def test_a_length_beyond_the_cache_is_nan_in_plain_lax(world):
+    s = 2 * world
+    operands = draw((2, 2, 4), (2, s, 2, 4), (2, s, 2, 4))
+    f = jax.jit(over_ranks(world, module=jflux.reference))
+    with jflux.config(fused=False):
+        unfused = jax.jit(over_ranks(world))
+        for bad in (s + 1, -1, 2**31 + s, -(2**40)):  # also what int32 would wrap into the cache
+            lengths = np.array([1, bad], np.int64)
+            for g in (f, unfused):
+                assert_only_the_last_is_nan(g(*operands, lengths), plain(*operands, [1, 0]))
+
+
+@pytest.mark.skipif(PLATFORM != "cpu", reason="GPUs report it: test_flash_decode_half.py")
+@pytest.mark.parametrize("world", COUNTS)
+def test_a_length_beyond_the_cache_is_an_error(world):
+    """With the value, and later calls are right."""
+    s = 2 * world
+    operands = draw((3, 2, 4), (3, s, 2, 4), (3, s, 2, 4))
+    f = jax.jit(over_ranks(world))
+    for bad in (s + 1, -1):
+        message = (
+            rf"jflux.flash_decode: rank \d was given lengths\[1\] = {bad}, and the cache has {s}"
+        )
+        with pytest.raises(jax.errors.JaxRuntimeError, match=message) as raised:
+            jax.block_until_ready(f(*operands, np.array([s, bad, 1])))
+        assert "INVALID_ARGUMENT" in str(raised.value) and "make the cache" in str(raised.value)
+    lengths = np.array([s, 0, 1])
+    check(f(*operands, lengths), plain(*operands, lengths))
+
+
+@pytest.mark.skipif(PLATFORM != "cpu", reason="GPUs report it: test_flash_decode_half.py")
+def test_a_length_of_many_calls_is_an_error():
+    """Under vmap, in a loop, in pages."""
+    q, k, v = draw((2, 2, 4), (2, 6, 2, 4), (2, 6, 2, 4))
+    (k_pages, table), (v_pages, _) = (paged(a, 1, 2) for a in (k, v))
+
+    def f(lengths):
+        return jflux.flash_decode(q, k, v, lengths)
+
+    def by_pages(lengths):
+        return jflux.flash_decode(q, k_pages, v_pages, lengths, block_table=table)
+
+    many = np.array([[1, 2], [3, 7]])
+    loop = jax.jit(functools.partial(jax.lax.map, f))
+    for g, lengths in ((jax.jit(jax.vmap(f)), many), (loop, many), (jax.jit(by_pages), many[1])):
+        with pytest.raises(jax.errors.JaxRuntimeError, match="= 7, and the cache has 6 positions"):
+            jax.block_until_ready(g(lengths))
+        lengths = np.minimum(lengths, 6)
+        got, want = (
+            g(lengths).reshape(-1, 2, 4),
+            [plain(q, k, v, n)[0] for n in lengths.reshape(-1, 2)],
+        )
+        np.testing.assert_allclose(got, np.concatenate(want), rtol=1e-12)
 
 
 def test_checkify_says_what_is_no_page():

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from caches import draw, paged, plain
-from harness import PLATFORM, RANKS, make_mesh
+from harness import RANKS, make_mesh
 from jax.sharding import PartitionSpec as P
 
 import jflux
@@ -32,7 +32,7 @@ def run(q, k, v, lengths, *table, **options):
     program = jax.jit(lambda *a: f(*a[:4], block_table=a[4] if len(a) == 5 else None))
     text = program.lower(q, k, v, lengths, *table).compile().as_text()
     found = re.findall(r'custom_call_target="jflux_(\w+)"', text)
-    assert found == (["flash_decode"] if PLATFORM == "gpu" else []), found
+    assert found == ["flash_decode"], found  # on CPUs the check of the lengths
     return program(q, k, v, lengths, *table)
 
 
@@ -107,7 +107,7 @@ def test_pages(size):
         np.testing.assert_array_equal(one, other)
     # A page that is not there is left out.
     left_out = table.copy()
-    left_out[0, 0] = 10**6
+    left_out[0, 0] = -1
     (out, lse) = run(q, k_pages, v_pages, lengths, left_out)
     want = plain(q[:1], k[:1, size:], v[:1, size:], [240 - size])
     check((out[:1], lse[:1]), want, jnp.bfloat16)

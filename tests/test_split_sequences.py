@@ -172,9 +172,9 @@ def exact(q, k, v, *, is_causal, scale, mask, local_window_size):
     return plain(q, k, v, may if mask is None else mask & may)[0]
 
 
-def over_ranks(world, ids=False, core=exact, **options):
+def over_ranks(world, ids=False, core=exact, module=jflux, **options):
     def call(q, k, v, *ids):
-        return jflux.ulysses_attention(
+        return module.ulysses_attention(
             q, k, v, axis_name="tp", segment_ids=ids[0] if ids else None, core=core, **options
         )
 
@@ -206,6 +206,23 @@ def test_ulysses_is_attention(world, kv_heads, window):
     f = over_ranks(world, causal=True, window=window)
     want = functools.partial(plain, mask=causal(length, window))
     check(f, lambda *a: want(*a)[0], draw(*shapes))
+
+
+@pytest.mark.parametrize("kv_heads", ["as queries", "one"])
+def test_the_reference_of_ulysses(kv_heads):
+    """With a core in float64, and with its own, whose scores are float32."""
+    world = COUNTS[-1]
+    groups, length = {"as queries": 2 * world, "one": 1}[kv_heads], 3 * world
+    shapes = (2, length, 2 * world, 4), (2, length, groups, 4), (2, length, groups, 4)
+    operands = draw(*shapes)
+    ids = np.sort(np.random.default_rng(3).integers(0, 3, (2, length)), 1)
+    mask = causal(length)[None, None] & (ids[:, None, :, None] == ids[:, None, None, :])
+    f = over_ranks(world, ids=True, module=jflux.reference, causal=True)
+    want = functools.partial(plain, mask=mask)
+    check(lambda *a: f(*a, ids), lambda *a: want(*a)[0], operands)
+    f = over_ranks(world, ids=True, module=jflux.reference, causal=True, core=None)
+    np.testing.assert_allclose(jax.jit(f)(*operands, ids), want(*operands)[0], rtol=1e-4, atol=1e-5)
+    assert "jflux_" not in str(jax.make_jaxpr(f)(*operands, ids))
 
 
 def test_ulysses_without_a_mask_and_with_segments():

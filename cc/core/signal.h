@@ -77,6 +77,10 @@ enum class FaultKind : uint32_t {
   kGroupSizes = 8,  // grouped_matmul: expected is the number of rows, seen the sum of the sizes, or
                     // the negative size of group `tile`
   kUnfinished = 9,  // core/tile_counts.h: class `tile` has `seen` of `expected` blocks
+  kLength = 10,     // flash_decode: sequence `tile` has the length `seen`, and the cache `expected`
+                    // positions on all ranks. The kernel ends as always
+  kPage = 11,       // flash_decode: sequence `tile` needs entry `peer` of its row of block_table,
+                    // which is `seen`, and the rank has `expected` pages. It ends as always
 };
 
 // The wait that failed. One record per rank, in memory that the host can read while a kernel runs.

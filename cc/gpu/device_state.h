@@ -48,7 +48,22 @@ struct DeviceState {
   TestHooks hooks;
   Timeline timeline;
   WaitLimits limits;
+  uint64_t reported;  // not 0: ReportValue has written the record, or is writing it
 };
+
+// Reports a value that a kernel was given, from any thread: the kernel goes on. Nothing without a
+// heap (`state` null), and nothing after the device's first fault.
+JFLUX_HD void ReportValue(DeviceState* state, uint32_t op, int32_t rank, FaultKind kind,
+                          int32_t peer, int64_t tile, int64_t expected, int64_t seen) {
+  if (state == nullptr || !CompareExchange(&state->reported, 0, 1)) return;
+  Fault* fault = state->limits.fault;
+  if (LoadRelaxed(&fault->kind) != 0) return;
+  WaitContext context{};
+  context.op = op;
+  context.rank = rank;
+  WriteRecord(fault, context, kind, peer, tile, static_cast<uint64_t>(expected),
+              static_cast<uint64_t>(seen));
+}
 
 inline constexpr int64_t kDeviceStateBytes = 4096;  // workspaces follow
 

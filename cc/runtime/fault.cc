@@ -126,6 +126,20 @@ std::string Describe(const Fault& fault, double deadline_s) {
       }
       return Text("jflux.%s: group_sizes sum to %lld, and x has %lld rows", op,
                   static_cast<long long>(fault.seen), static_cast<long long>(fault.expected));
+    case FaultKind::kLength:
+      return Text(
+          "jflux.%s: rank %d was given lengths[%lld] = %lld, and the cache has %lld positions on "
+          "all ranks. A length counts the query's own token too: end a sequence that has filled "
+          "its cache, or make the cache larger; 0 is a sequence that attends to nothing.",
+          op, fault.rank, static_cast<long long>(fault.tile), static_cast<long long>(fault.seen),
+          static_cast<long long>(fault.expected));
+    case FaultKind::kPage:
+      return Text(
+          "jflux.%s: rank %d was given block_table[%lld, %d] = %lld, within the sequence's length, "
+          "and the cache has %lld pages there. An entry is a page of that rank, or -1, which "
+          "nothing attends to: allocate the page before the length reaches it.",
+          op, fault.rank, static_cast<long long>(fault.tile), fault.peer,
+          static_cast<long long>(fault.seen), static_cast<long long>(fault.expected));
     case FaultKind::kBadValue:
       if (fault.peer == fault.rank) {
         return Text(
@@ -162,6 +176,8 @@ ErrorKind KindOf(const Fault& fault) {
     case FaultKind::kBadValue:
     case FaultKind::kUnequal:
     case FaultKind::kGroupSizes:
+    case FaultKind::kLength:
+    case FaultKind::kPage:
       return ErrorKind::kInvalidArgument;
     case FaultKind::kOverlap:
       return ErrorKind::kFailedPrecondition;

@@ -46,6 +46,7 @@ void Print(const std::string& text) {
 
 // A kernel that gave up leaves a record and traps; XLA then reports a failed launch, which does not
 // say why. This does, once per device of each heap; and it prints the warnings of waits that last.
+// A kernel that reports a value and goes on (gpu/device_state.h) leaves a record likewise.
 void WatchFaults() {
   std::weak_ptr<HeapCuda> watched;
   std::set<int64_t> told;

@@ -4,6 +4,7 @@
 
 #include <cuda_runtime.h>
 
+#include <optional>
 #include <string>
 
 #include "runtime/cuda_call.h"
@@ -15,6 +16,20 @@ namespace jflux {
 inline constexpr auto BindLocalCuda = [] {
   return ffi::Ffi::Bind().Ctx<ffi::PlatformStream<cudaStream_t>>().Attrs();
 };
+
+// The current device's part of the heap.
+struct LocalState {
+  DeviceState* state = nullptr;      // null without a heap
+  std::optional<std::string> fault;  // as Heap::FaultOf
+};
+inline LocalState StateOfThisDevice() {
+  int ordinal = 0;
+  const auto heap = CurrentHeapCuda();
+  if (heap == nullptr || cudaGetDevice(&ordinal) != cudaSuccess) return {};
+  const CudaDevice* device = heap->DeviceOf(ordinal);
+  if (device == nullptr) return {};
+  return {device->state, heap->FaultOf(device->id)};
+}
 
 // launch(&error) -> bool.
 template <typename Launch>

@@ -18,7 +18,8 @@ namespace jflux {
 struct LocalOp {
   OpId id;                // unique among all ops
   const char* name;       // the FFI target is "jflux_" + name
-  XLA_FFI_Handler* cpu;   // both read the same attributes; null where CPUs take plain lax
+  XLA_FFI_Handler* cpu;   // reads the attributes of `cuda`; null where CPUs take plain lax, a check
+                          // where they take it after one (flash_decode.h)
   XLA_FFI_Handler* cuda;  // null without CUDA in the build
   // Loads the op's kernels on the current device; called when there is a heap, before kernels that
   // wait for peers run. Its launcher loads them too, where there is none. Null as in Op.

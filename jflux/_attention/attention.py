@@ -16,12 +16,17 @@ from .. import _config, _global, _mesh
 from .._dispatch import Path
 from .._epilogue import sum_dtype
 from .._mesh import AxisName
-from .._ops.exchange import all_gather
+from .._ops.exchange import (
+    all_gather,
+    all_gather_reference,
+    all_to_all,
+    all_to_all_reference,
+)
 from . import by_parts, gathered, kernel, ulysses
 from .blocks import Scores, default_precision
 from .layouts import LAYOUTS, Layout
 from .operands import check, check_heads, window_of
-from .split import Call, gather_keys, of_split
+from .split import Call, gather_keys, of_split, of_split_reference
 
 _OP = "jflux.attention"
 #: Bytes of gathered keys and values from which on they are passed around a ring instead.
@@ -108,6 +113,57 @@ def attention(
     Raises:
       ValueError, TypeError: operands that do not fit, when the call is traced.
     """
+    return _global_attention(
+        False, q, k, v, segment_ids, axis_name, heads_axis, causal, layout, window, scale,
+        softcap, return_lse, ring, mesh, q_spec,
+    )  # fmt: skip
+
+
+def reference(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    axis_name: AxisName | None = None,
+    heads_axis: AxisName | None = None,
+    causal: bool = False,
+    layout: Layout = "zigzag",
+    window: int | tuple[int, int] | None = None,
+    segment_ids: Any = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    return_lse: bool = False,
+    ring: bool | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    q_spec: PartitionSpec | None = None,
+) -> Any:
+    """:func:`jflux.attention` in plain `lax`, on every platform: in blocks, with `lax`'s exchanges,
+    and differentiated as it is written."""
+    return _global_attention(
+        True, q, k, v, segment_ids, axis_name, heads_axis, causal, layout, window, scale,
+        softcap, return_lse, ring, mesh, q_spec,
+    )  # fmt: skip
+
+
+def _global_attention(
+    plain: bool,
+    q: Any,
+    k: Any,
+    v: Any,
+    segment_ids: Any,
+    axis_name: AxisName | None,
+    heads_axis: AxisName | None,
+    causal: bool,
+    layout: Layout,
+    window: int | tuple[int, int] | None,
+    scale: float | None,
+    softcap: float | None,
+    return_lse: bool,
+    ring: bool | None,
+    mesh: Mesh | AbstractMesh | None,
+    q_spec: PartitionSpec | None,
+) -> Any:
+    """`plain`: in XLA's operations alone."""
     q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
     segment_ids = None if segment_ids is None else jnp.asarray(segment_ids)
     check(_OP, q, k, v, segment_ids)
@@ -121,8 +177,9 @@ def attention(
     )  # fmt: skip
     axes: dict[str, Any] = {"axis_name": axis_name, "heads_axis": heads_axis}
     body = functools.partial(
-        _attention, scores=scores, layout=layout, return_lse=return_lse, ring=ring, **axes
-    )
+        _attention, plain=plain, scores=scores, layout=layout, return_lse=return_lse, ring=ring,
+        **axes,
+    )  # fmt: skip
     operands = {"q": q, "k": k, "v": v, "segment_ids": segment_ids}
     names = _mesh.axes_of(axis_name, heads_axis)
     if not names or _mesh.is_bound(names):
@@ -141,6 +198,7 @@ def _attention(
     v: jax.Array,
     segment_ids: jax.Array | None,
     *,
+    plain: bool,
     axis_name: AxisName | None,
     heads_axis: AxisName | None,
     scores: Scores,
@@ -149,16 +207,19 @@ def _attention(
     ring: bool | None,
 ) -> Any:
     """On one rank."""
+    gather, exchange = (
+        (all_gather_reference, all_to_all_reference) if plain else (all_gather, all_to_all)
+    )
     if heads_axis is not None:
         check_heads(_OP, q, k, _mesh.axis_size(heads_axis))
-        q, k, v = ulysses.to_heads(heads_axis, q, k, v)
+        q, k, v = ulysses.to_heads(heads_axis, q, k, v, exchange)
         if segment_ids is not None:
-            segment_ids = all_gather(segment_ids, axis_name=heads_axis, axis=1, tiled=True)
-    o, lse = _split(q, k, v, segment_ids, axis_name, scores, layout, return_lse, ring)
+            segment_ids = gather(segment_ids, axis_name=heads_axis, axis=1, tiled=True)
+    o, lse = _split(q, k, v, segment_ids, plain, axis_name, scores, layout, return_lse, ring)
     if heads_axis is not None:
-        o = ulysses.to_positions(heads_axis, o)
+        o = ulysses.to_positions(heads_axis, o, exchange)
         if return_lse:
-            lse = ulysses.to_positions(heads_axis, lse)
+            lse = ulysses.to_positions(heads_axis, lse, exchange)
     return (o, lse) if return_lse else o
 
 
@@ -167,6 +228,7 @@ def _split(
     k: jax.Array,
     v: jax.Array,
     segment_ids: jax.Array | None,
+    plain: bool,
     axis_name: AxisName | None,
     scores: Scores,
     layout: Layout,
@@ -192,14 +254,14 @@ def _split(
         axis_name, ranks, scores, layout, ring=around, cudnn=why is None and not own,
         cudnn_backward=why is None and not own_gradients, precision=default_precision(),
     )  # fmt: skip
-    if _is_plain(call, q, return_lse, segment_ids):
+    if not plain and _is_one_call(call, q, return_lse, segment_ids):
         if ranks > 1:
-            k, v = gather_keys(axis_name, k, v)
+            k, v = gather_keys(call, k, v)
         return ulysses.attend(
             q, k, v, is_causal=scores.causal, scale=scores.scale, mask=None,
             local_window_size=scores.window,
         ), None  # fmt: skip
-    if why is not None and jax.default_backend() == "gpu":
+    if not plain and why is not None and jax.default_backend() == "gpu":
         plan = kernel.plan(q, k, v, scores)
         if plan.path == Path.REFERENCE:
             _config.say_once(
@@ -209,7 +271,7 @@ def _split(
         q, k, v = _mesh.vary_together(axis_name, q, k, v)
         if segment_ids is not None and _mesh.tracks_vma(axis_name):
             segment_ids = _mesh.vary(segment_ids, _mesh.as_tuple(axis_name))
-    return of_split(call, q, k, v, segment_ids)
+    return (of_split_reference if plain else of_split)(call, q, k, v, segment_ids)
 
 
 def _goes_around(ring: bool | None, k: jax.Array, v: jax.Array, ranks: int) -> bool:
@@ -218,7 +280,7 @@ def _goes_around(ring: bool | None, k: jax.Array, v: jax.Array, ranks: int) -> b
     return ring and ranks > 1
 
 
-def _is_plain(call: Call, q: jax.Array, return_lse: bool, segment_ids: Any) -> bool:
+def _is_one_call(call: Call, q: jax.Array, return_lse: bool, segment_ids: Any) -> bool:
     """Whether one call of cuDNN's attention has the same meaning."""
     scores = call.scores
     no_mask = not scores.causal and scores.window is None and not call.ring

@@ -224,11 +224,12 @@ def _attend(
     )  # fmt: skip
     q_here, own = q.astype(keys.dtype), own_positions(rank, here, ranks, "contiguous")
     if tokens == 1 and q.size and keys.size:
-        first = 0 if window is None else jnp.maximum(positions + 1 - window, 0)
-        bounds = jnp.concatenate([jnp.broadcast_to(first, positions.shape), positions + 1], 1)
+        capacity = ranks * here
+        bounds = part.bounds_of(positions[:, 0] + 1, window, rank * here)
+        bounds = jnp.clip(bounds, 0, capacity)  # a token beyond the cache attends to what there is
         pair = attend(
-            q_here[:, 0], keys, values, jnp.clip(bounds - rank * here, 0, here), None,
-            scale=scores.scale, softcap=softcap,
+            q_here[:, 0], keys, values, bounds, None, capacity=capacity, scale=scores.scale,
+            softcap=softcap,
         )[:, None]  # fmt: skip
     else:
         o, lse = _attend_to_part(q_here, keys, values, positions, own, scores)

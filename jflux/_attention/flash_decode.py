@@ -55,9 +55,11 @@ def flash_decode(
     What a cache has at positions that the query does not attend to does not reach the result, even
     if it is NaN. Derivatives take it times zero, so there it must be finite.
 
-    Differentiable in q and the caches, in both modes. Under ``checkify.user_checks`` a length that
-    is not from 0 to S is an error with the value. Without, it counts as 0 or S: compiled code
-    cannot raise. So does an entry of `block_table` that is no page, which then counts as -1.
+    Differentiable in q and the caches, in both modes.
+
+    A length that is not from 0 to S is an error with the value, and so is an entry of `block_table`
+    that is no page and not -1 (*Raises*, below). Nothing outside of the cache is read, and what
+    comes back for that sequence is NaN; such an entry counts as -1.
 
     Args:
       q, k_cache, v_cache: of one type: float16, bfloat16, float32 or float64.
@@ -80,6 +82,12 @@ def flash_decode(
     Raises:
       ValueError, TypeError: operands that do not fit, when the call is traced.
       NameError: for an `axis_name` outside ``shard_map``.
+      jax.errors.JaxRuntimeError: on CPUs, for a length that is not from 0 to S. On GPUs the kernel
+        reports lengths, and entries of `block_table` within a length, where the process has a
+        symmetric heap (:func:`jflux.init`, or any call over ranks): the fault is printed, and the
+        GPU's next calls of ops over ranks and of `flash_decode` raise it; a CUDA graph that is
+        replayed goes on. XLA's products, and derivatives on any device, report nothing.
+      checkify.JaxRuntimeError: under ``checkify.user_checks``, for both, on any device.
     """
     return _flash_decode(
         across_ranks.merge_over_ranks, part.attend, q, k_cache, v_cache, lengths, axis_name,
@@ -129,16 +137,14 @@ def _flash_decode(
         block_table = _checks.in_range(
             block_table, -1, pages - 1, "jflux.flash_decode: block_table"
         )
-        is_page = (block_table >= 0) & (block_table < pages)
-        block_table = jnp.where(is_page, block_table, -1).astype(jnp.int32)
+        block_table = _checks.to_int32(block_table)
     rank, ranks = _mesh.rank_and_size(axis_name)
     most = ranks * here
     lengths = _checks.in_range(lengths, 0, most, "jflux.flash_decode: lengths")
-    lengths = jnp.clip(lengths, 0, most).astype(jnp.int32)
-    first = jnp.zeros_like(lengths) if window is None else jnp.maximum(lengths - window, 0)
-    bounds = jnp.clip(jnp.stack([first, lengths], -1) - rank * here, 0, here)
+    lengths = _checks.to_int32(lengths)
+    bounds = part.bounds_of(lengths, window, rank * here)
     scale = 1 / math.sqrt(q.shape[2]) if scale is None else scale
-    pair = attend(q, k, v, bounds, block_table, scale=scale, softcap=softcap)
+    pair = attend(q, k, v, bounds, block_table, capacity=most, scale=scale, softcap=softcap)
     out, lse = (pair[..., :-1], pair[..., -1]) if axis_name is None else merge(pair, axis_name)
     out = out.astype(q.dtype)
     return (out, lse) if return_lse else out

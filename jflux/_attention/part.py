@@ -42,12 +42,14 @@ class Params:
     """A call, less its operands q, k, v, bounds[, block_table].
 
     Attributes:
+      capacity: positions of all ranks' parts.
       scale, softcap: of the scores; no softcap: 0.
       splits: parts of a sequence that different warps attend to.
       precision: JAX's default for products where the call was traced: the reference is traced when
         the program is lowered.
     """
 
+    capacity: int
     scale: float
     softcap: float
     splits: int
@@ -61,20 +63,34 @@ def attend(
     bounds: jax.Array,
     block_table: jax.Array | None,
     *,
+    capacity: int,
     scale: float,
     softcap: float | None,
 ) -> jax.Array:
-    """Attention of q [B, H, D] to the positions bounds[b, 0] <= t < bounds[b, 1] of k and v [B, S,
-    G, D], or of the pages [pages, page size, G, D] that `block_table` [B, P] names (-1: there is
+    """Attention of q [B, H, D] to the positions `bounds` (:func:`bounds_of`) of k and v [B, S, G,
+    D], or of the pages [pages, page size, G, D] that `block_table` [B, P] names (-1: there is
     none): [B, H, D + 1], the output and after it the log-sum-exp, in float32 or float64. All
-    integers are int32."""
-    positions = k.shape[1] * (1 if block_table is None else block_table.shape[1])
+    integers are int32. A sequence whose end is not from 0 to `capacity` is an error, or NaN."""
+    positions = _positions(k, block_table)
     splits = splits_of(q.shape, k.shape[2], positions)
     tables = () if block_table is None else (block_table,)
     operands = _local.vary_together(*map(jnp.asarray, (q, k, v, bounds, *tables)))
     precision = default_precision()
-    params = Params(float(scale), float(softcap or 0), splits, precision)
+    params = Params(capacity, float(scale), float(softcap or 0), splits, precision)
     return _primitive.bind(*operands, params=params)[0]
+
+
+def bounds_of(ends: jax.Array, window: int | None, origin: Any) -> jax.Array:
+    """int32 [B, 3], in positions of the whole sequences: where the window of a query begins that
+    attends to what is before `ends` [B]; these; and where this rank's part begins."""
+    first = jnp.zeros_like(ends) if window is None else jnp.maximum(ends - window, 0)
+    columns = _local.vary_together(first, ends, jnp.full_like(ends, origin))
+    return jnp.stack(columns, -1)
+
+
+def _positions(k: jax.Array, block_table: jax.Array | None) -> int:
+    """Of a rank's part, whole or in pages."""
+    return k.shape[1] * (1 if block_table is None else block_table.shape[1])
 
 
 def attend_reference(
@@ -84,6 +100,7 @@ def attend_reference(
     bounds: jax.Array,
     block_table: jax.Array | None,
     *,
+    capacity: int,
     scale: float,
     softcap: float | None,
 ) -> jax.Array:
@@ -91,12 +108,15 @@ def attend_reference(
     may_be_read = None
     if block_table is not None:
         (k, v), may_be_read = cache.read_pages((k, v), block_table, OP)
-    position = jnp.arange(k.shape[1], dtype=jnp.int32)
-    attended = (position >= bounds[:, :1]) & (position < bounds[:, 1:])
+    first, end, origin = (bounds[:, i : i + 1] for i in range(3))
+    position = origin + jnp.arange(k.shape[1], dtype=jnp.int32)
+    attended = (position >= first) & (position < end)
     if may_be_read is not None:
         attended &= may_be_read
     out, lse = attend_to_part(q, k, v, attended[:, None], scale=scale, softcap=softcap)
-    return jnp.concatenate([out, lse[..., None]], -1)
+    pair = jnp.concatenate([out, lse[..., None]], -1)
+    is_length = (end >= 0) & (end <= capacity)
+    return jnp.where(is_length[..., None], pair, jnp.nan)
 
 
 @functools.cache
@@ -199,10 +219,21 @@ def _reference(arrays: Arrays, params: Params) -> list[jax.Array]:
     q, k, v, bounds, *tables = arrays
     with jax.default_matmul_precision(params.precision):
         pair = attend_reference(
-            q, k, v, bounds, tables[0] if tables else None, scale=params.scale,
-            softcap=params.softcap or None,
+            q, k, v, bounds, tables[0] if tables else None, capacity=params.capacity,
+            scale=params.scale, softcap=params.softcap or None,
         )  # fmt: skip
     return [pair, *(jnp.zeros(shape, dtype) for shape, dtype in _shapes(arrays, params)[1:])]
+
+
+def _check_lengths(arrays: Arrays, params: Params) -> Arrays:
+    """The operands, if their lengths are right; else the call's error."""
+    q, k, v, bounds, *tables = arrays
+    check = jax.ffi.ffi_call(f"jflux_{OP}", jax.ShapeDtypeStruct(bounds.shape, bounds.dtype))
+    positions = _positions(k, tables[0] if tables else None)
+    if not bounds.size or not positions:
+        return arrays
+    bounds = check(bounds, capacity=np.int64(params.capacity), positions=np.int64(positions))
+    return q, k, v, bounds, *tables
 
 
 def _shapes(arrays: Arrays, params: Params) -> Sequence[ShapeDtype]:
@@ -269,6 +300,7 @@ _primitive = _local.make_primitive(
         why_not=_why_not,
         why_not_portable=_why_not_portable,
         attributes=lambda params: {
+            "capacity": np.int64(params.capacity),
             "scale": np.float64(params.scale),
             "softcap": np.float64(params.softcap),
             "splits": np.int64(params.splits),
@@ -276,6 +308,7 @@ _primitive = _local.make_primitive(
         batch=_batch,
         checked_on_gpus=True,
         on_cpus=False,
+        check_on_cpus=_check_lengths,
     )
 )
 ad.primitive_jvps[_primitive] = _jvp

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from .. import _config, _derivatives, _mesh
 from .._epilogue import sum_dtype
 from .._mesh import AxisName
-from .._ops.exchange import all_gather, reduce_scatter
+from .._ops.exchange import all_gather, all_gather_reference, reduce_scatter
 from . import blocks, by_parts, gathered, kernel, pieces
 from .blocks import Part, Scores
 from .layouts import Layout, own_positions
@@ -40,6 +41,7 @@ class Call:
         operations (blocks.py) whatever the platform is.
       precision: JAX's default for products where the call was made. Gradients are traced later,
         where another one may hold.
+      gather: :func:`jflux.all_gather`, or its reference.
     """
 
     axis_name: AxisName | None
@@ -51,6 +53,7 @@ class Call:
     cudnn_backward: bool = False
     kernel: bool = True
     precision: str | None = None
+    gather: Callable[..., jax.Array] = all_gather
 
     def part(self, rank: Any, length: int, segments: jax.Array | None) -> Part:
         """The positions of a rank."""
@@ -137,14 +140,22 @@ def of_split(
     return _differentiable(call, q, k, v, (segments,))
 
 
+def of_split_reference(
+    call: Call, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None
+) -> Any:
+    """:func:`of_split` in XLA's operations, differentiated as they are written."""
+    call = dataclasses.replace(
+        call, cudnn=False, cudnn_backward=False, kernel=False, gather=all_gather_reference
+    )
+    return _run(call, q, k, v, (segments,))
+
+
 # ---- Gathered ------------------------------------------------------------------------------------
 
 
-def gather_keys(
-    axis_name: AxisName | None, k: jax.Array, v: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+def gather_keys(call: Call, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
     """All ranks' keys and values, in the order of ranks."""
-    gather = functools.partial(all_gather, axis_name=axis_name, axis=1, tiled=True)
+    gather = functools.partial(call.gather, axis_name=call.axis_name, axis=1, tiled=True)
     return gather(k), gather(v)  # as one array they would be copied twice
 
 
@@ -153,7 +164,7 @@ def _key_parts(call: Call, length: int, segments: jax.Array | None) -> Part:
     if call.ranks == 1:
         return call.part(jnp.int32(0), length, segments)
     if segments is not None:
-        segments = all_gather(segments, axis_name=call.axis_name, axis=1, tiled=True)
+        segments = call.gather(segments, axis_name=call.axis_name, axis=1, tiled=True)
     ranks = jnp.arange(call.ranks, dtype=jnp.int32)
     positions = jax.vmap(lambda r: call.part(r, length, None).positions)(ranks).reshape(-1)
     return Part(positions, segments)
@@ -163,14 +174,14 @@ def _all_keys(
     call: Call, k: jax.Array, v: jax.Array, segments: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, Part]:
     keys = _key_parts(call, k.shape[1], segments)
-    return (k, v, keys) if call.ranks == 1 else (*gather_keys(call.axis_name, k, v), keys)
+    return (k, v, keys) if call.ranks == 1 else (*gather_keys(call, k, v), keys)
 
 
 def _in_sequence(call: Call, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
     """All keys and values in the order of the sequence, and this rank's parts of the attention."""
     parts = pieces.gathered(call.layout, call.ranks, call.scores.causal).at(call.rank)
     if call.ranks > 1:
-        gathered = gather_keys(call.axis_name, k, v)
+        gathered = gather_keys(call, k, v)
         k, v = (by_parts.in_sequence(a, call.ranks, parts.chunks) for a in gathered)
     return k, v, parts
 

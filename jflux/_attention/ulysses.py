@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,12 @@ import jax.numpy as jnp
 
 from .. import _mesh
 from .._mesh import AxisName
-from .._ops.exchange import all_gather, all_to_all
+from .._ops.exchange import (
+    all_gather,
+    all_gather_reference,
+    all_to_all,
+    all_to_all_reference,
+)
 from . import cudnn
 from .operands import check, check_heads
 
@@ -63,23 +69,61 @@ def ulysses_attention(
     Raises:
       ValueError, TypeError: operands that do not fit, when the call is traced.
     """
+    return _ulysses(
+        (all_gather, all_to_all), core or attend, q, k, v, axis_name, causal, window, segment_ids,
+        scale,
+    )  # fmt: skip
+
+
+def reference(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    axis_name: AxisName,
+    causal: bool = False,
+    window: int | tuple[int, int] | None = None,
+    segment_ids: jax.Array | None = None,
+    scale: float | None = None,
+    core: Callable[..., jax.Array] | None = None,
+) -> jax.Array:
+    """:func:`jflux.ulysses_attention` with `lax`'s exchanges, and by default XLA's form of
+    ``jax.nn.dot_product_attention``."""
+    xla = functools.partial(jax.nn.dot_product_attention, implementation="xla")
+    return _ulysses(
+        (all_gather_reference, all_to_all_reference), core or xla, q, k, v, axis_name, causal,
+        window, segment_ids, scale,
+    )  # fmt: skip
+
+
+def _ulysses(
+    exchanges: tuple[Any, Any],
+    core: Callable[..., jax.Array],
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    axis_name: AxisName,
+    causal: bool,
+    window: int | tuple[int, int] | None,
+    segment_ids: jax.Array | None,
+    scale: float | None,
+) -> jax.Array:
     op = "jflux.ulysses_attention"
     check(op, q, k, v, segment_ids)
     check_heads(op, q, k, _mesh.axis_size(axis_name))
-    q, k, v = to_heads(axis_name, q, k, v)
+    gather, exchange = exchanges
+    q, k, v = to_heads(axis_name, q, k, v, exchange)
     mask = None
     if segment_ids is not None:
-        ids = all_gather(segment_ids, axis_name=axis_name, axis=1, tiled=True)
+        ids = gather(segment_ids, axis_name=axis_name, axis=1, tiled=True)
         mask = ids[:, None, :, None] == ids[:, None, None, :]
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
-    y = (core or attend)(
-        q, k, v, is_causal=causal, scale=scale, mask=mask, local_window_size=window
-    )
-    return to_positions(axis_name, y)
+    y = core(q, k, v, is_causal=causal, scale=scale, mask=mask, local_window_size=window)
+    return to_positions(axis_name, y, exchange)
 
 
 def to_heads(
-    axis_name: AxisName, q: jax.Array, k: jax.Array, v: jax.Array
+    axis_name: AxisName, q: jax.Array, k: jax.Array, v: jax.Array, all_to_all: Any
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """This rank's heads of all positions of the ranks, from all heads of its positions."""
     ranks, heads = _mesh.axis_size(axis_name), k.shape[2]
@@ -92,7 +136,7 @@ def to_heads(
     return exchange(q), exchange(k), exchange(v)
 
 
-def to_positions(axis_name: AxisName, y: jax.Array) -> jax.Array:
+def to_positions(axis_name: AxisName, y: jax.Array, all_to_all: Any) -> jax.Array:
     """Undoes :func:`to_heads` for a result [B, S, H/N, ...]."""
     return all_to_all(y, axis_name=axis_name, split_axis=1, concat_axis=2, tiled=True)
 

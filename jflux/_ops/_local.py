@@ -47,6 +47,9 @@ class LocalRules:
       checked_on_gpus: whether its GPU kernels have run on a GPU and been compared with the
         reference. Until then GPUs take the reference, unless ``jflux.config.unchecked_kernels``.
       on_cpus: whether CPUs have a handler; else they take the reference.
+      check_on_cpus: operands, params -> the operands of the reference on CPUs, some of which a
+        handler has found right: where the kernel reports values that are not. None: they are the
+        call's.
       is_optional: whether the reference is as good where no kernel takes a call: nothing is said of
         it, and it is no error in strict mode.
       prepare: operands, params -> the operands of the handler, computed in `lax`; None: they are
@@ -62,6 +65,7 @@ class LocalRules:
     why_not_portable: WhyNotRule = _takes_all
     checked_on_gpus: bool = False
     on_cpus: bool = True
+    check_on_cpus: Callable[[Arrays, Any], Arrays] | None = None
     is_optional: bool = False
     prepare: Callable[[Arrays, Any], Sequence[jax.Array]] | None = None
 
@@ -85,10 +89,15 @@ def make_primitive(rules: LocalRules) -> Primitive:
         if plan.unsupported:
             _config.fall_back(rules.name, plan.reason)
         if plan.path == Path.REFERENCE:
-            form = mlir.lower_fun(
-                lambda *operands: rules.reference(operands, params), multiple_results=True
-            )
-            return form(ctx, *operands)
+            check = rules.check_on_cpus if platform == "cpu" and _config.config.fused else None
+            if check is not None:
+                _ffi.register_targets(platform)
+
+            def reference(*operands: jax.Array) -> Any:
+                checked = operands if check is None else check(operands, params)
+                return rules.reference(checked, params)
+
+            return mlir.lower_fun(reference, multiple_results=True)(ctx, *operands)
         _ffi.register_targets(platform)
         attributes = rules.attributes(params)
         if rules.prepare is None:

@@ -9,7 +9,9 @@
 #include <vector>
 
 #include "core/layout.h"
+#include "gpu/device_state.h"
 #include "ops/all_gather_matmul/all_gather_matmul.h"
+#include "ops/flash_decode/flash_decode.h"
 #include "ops/matmul_reduce_scatter/matmul_reduce_scatter.h"
 #include "runtime/fault.h"
 #include "testing.h"
@@ -268,6 +270,37 @@ TEST(AnOverlapSaysWhatToDo) {
   for (const char* part : {"rank 1 found another", "scheduling_mode=CONCURRENT", "one stream"}) {
     EXPECT(Contains(text, part)) << part << " in: " << text;
   }
+}
+
+TEST(AValueOutOfRangeIsNamedAndSaysWhatToDo) {
+  constexpr auto kDecode = static_cast<uint32_t>(kFlashDecodeId);
+  const auto text_of = [](FaultKind kind, int32_t peer, int64_t expected, int64_t seen) {
+    Fault fault{};
+    DeviceState state{};
+    state.limits.fault = &fault;
+    ReportValue(nullptr, kDecode, 2, kind, peer, 5, expected, seen);  // without a heap
+    ReportValue(&state, kDecode, 2, kind, peer, 5, expected, seen);
+    ReportValue(&state, kDecode, 3, kind, peer, 6, expected, seen);  // not the first
+    EXPECT_EQ(FaultKindOf(fault), kind);
+    EXPECT(KindOf(fault) == ErrorKind::kInvalidArgument);
+    return Describe(fault, 60);
+  };
+  const std::string length = text_of(FaultKind::kLength, 0, 4096, -3);
+  for (const char* part : {"jflux.flash_decode: rank 2 was given lengths[5] = -3", "4096 positions",
+                           "end a sequence that has filled its cache"}) {
+    EXPECT(Contains(length, part)) << part << " in: " << length;
+  }
+  const std::string page = text_of(FaultKind::kPage, 7, 64, 70);
+  for (const char* part : {"rank 2 was given block_table[5, 7] = 70", "64 pages", "allocate"}) {
+    EXPECT(Contains(page, part)) << part << " in: " << page;
+  }
+  // A fault that came before it stays.
+  Fault fault{};
+  DeviceState state{};
+  state.limits.fault = &fault;
+  fault.kind = static_cast<uint64_t>(FaultKind::kTimeout);
+  ReportValue(&state, kDecode, 2, FaultKind::kLength, 0, 5, 8, 9);
+  EXPECT(FaultKindOf(fault) == FaultKind::kTimeout && fault.seen == 0);
 }
 
 TEST(TheFirstFaultWinsAndIsWhole) {

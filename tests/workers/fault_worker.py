@@ -244,6 +244,54 @@ def concurrent_graphs():
         print("error:", str(error).replace("\n", " "))
 
 
+def decode_call(pages):
+    """(a call of flash_decode over all ranks, its operands but lengths). In pages, rank 0's table
+    has in place of sequence 2's last page a number that is none."""
+    rng = np.random.default_rng(0)
+    q, k, v = (
+        rng.standard_normal(s).astype(jnp.bfloat16) for s in ((3, 4, 64), *[(3, 64 * N, 2, 64)] * 2)
+    )
+    if not pages:
+        call = functools.partial(jflux.flash_decode, axis_name="tp")
+        return sharded(call, in_specs=(P(), P(None, "tp"), P(None, "tp"), P()), out_specs=P()), (
+            q, k, v,
+        )  # fmt: skip
+
+    def of_pages(q, k, v, lengths, table):
+        return jflux.flash_decode(q, k, v, lengths, axis_name="tp", block_table=table)
+
+    specs = (P(), P("tp"), P("tp"), P(), P(None, "tp"))
+    # [3, N, 4, 16, ...]: four pages of each sequence on each rank.
+    k, v = (a.reshape(3, N, 64, 2, 64).swapaxes(0, 1).reshape(N * 12, 16, 2, 64) for a in (k, v))
+    table = np.tile(np.arange(12, dtype=np.int32).reshape(3, 4), (1, N))
+    table[2, 3] = 12
+    return sharded(of_pages, in_specs=specs, out_specs=P()), (q, k, v, table)
+
+
+def wrong_decode(pages):
+    """A value that flash_decode reports: GPUs finish the call, and the next one fails."""
+    f, (q, k, v, *table) = decode_call(pages)
+    good = np.array([64 * N, 3, 40], np.int32)  # sequence 2 does not reach the entry that is wrong
+    bad = np.array([64 * N, 3, 64 if pages else 64 * N + 1], np.int32)
+    jax.block_until_ready(f(q, k, v, good, *table))
+    before = f(q, k, v, good, *table)
+    try:
+        got = np.asarray(f(q, k, v, bad, *table), np.float32)
+        print("finished")
+        # The other sequences are as they were.
+        np.testing.assert_array_equal(got[:2], np.asarray(before, np.float32)[:2])
+        assert np.isfinite(got[:2]).all() and np.isnan(got[2]).all() == (not pages)
+    except jax.errors.JaxRuntimeError as error:
+        print("error:", str(error).replace("\n", " "))
+    time.sleep(1)
+    attempt_again = jax.jit(lambda q: f(q, k, v, good, *table) * 2)
+    try:
+        jax.block_until_ready(attempt_again(q))
+        print("the next call runs", flush=True)
+    except Exception as error:
+        print("next error:", str(error).replace("\n", " "), flush=True)
+
+
 def ends_in_flight():
     """The program ends, in the ordinary way, while calls run."""
     f, args = sharded(gather), operands(k=256, n=512)
@@ -273,6 +321,8 @@ SCENARIOS = {
     "different_shapes": different_shapes,
     "different_orders": different_orders,
     "after_an_error": after_an_error,
+    "wrong_length": functools.partial(wrong_decode, pages=False),
+    "wrong_page": functools.partial(wrong_decode, pages=True),
     "others_in_flight": others_in_flight,
 }
 

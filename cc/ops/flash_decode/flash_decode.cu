@@ -12,6 +12,10 @@
 //
 // A position outside of the range, or without a page, is loaded as zeros and its score is minus
 // infinity, so that a NaN there reaches nothing.
+//
+// A length beyond the cache, and an entry of block_table that is no page, are faults: written to
+// the device's record by the thread that meets them. The kernel goes on (flash_decode.h says with
+// what).
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -32,7 +36,8 @@ constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
 
 struct FlashDecodeArgs {
   FlashDecodeArrays arrays;
-  int32_t batch, heads, groups, positions, page_size, pages, entries, splits;
+  DeviceState* state;
+  int32_t batch, heads, groups, positions, capacity, page_size, pages, entries, splits;
   int32_t blocks;  // of 16 queries, of a head of the cache
   float scale, softcap;
 };
@@ -61,7 +66,8 @@ __device__ float Cap(float x, float softcap) {
 // A warp's work.
 struct Unit {
   int32_t sequence, group, block, split;
-  int32_t begin, end;  // positions
+  int32_t begin, end;  // positions of this rank's part
+  bool is_wrong;       // the sequence's length; then there are none
 
   static __device__ Unit Of(const FlashDecodeArgs& args, int64_t number) {
     Unit u;  // heads of the cache that lie beside each other are read at the same time
@@ -71,17 +77,33 @@ struct Unit {
     number /= args.blocks;
     u.sequence = static_cast<int32_t>(number % args.batch);
     u.split = static_cast<int32_t>(number / args.batch);
-    const int32_t first = Max(args.arrays.bounds[2 * u.sequence], 0);
-    const int32_t end = Min(args.arrays.bounds[2 * u.sequence + 1], args.positions);
-    const int32_t each = CeilDiv(CeilDiv(Max(end - first, 0), args.splits), kTile) * kTile;
-    u.begin = first + Min(u.split * each, Max(end - first, 0));
+    const DecodeBounds bounds = args.arrays.bounds[u.sequence];
+    u.is_wrong = !bounds.HasLength(args.capacity);
+    const int32_t first = Max(bounds.first, bounds.origin) - bounds.origin;
+    const int32_t last = Min(bounds.end, bounds.origin + args.positions) - bounds.origin;
+    const int32_t end = u.is_wrong ? first : Max(last, first);
+    const int32_t each = CeilDiv(CeilDiv(end - first, args.splits), kTile) * kTile;
+    u.begin = first + Min(u.split * each, end - first);
     u.end = Min(u.begin + each, end);
     return u;
   }
 };
 
+// Of what a sequence was given, by one thread.
+__device__ void ReportLength(const FlashDecodeArgs& args, int32_t sequence) {
+  const DecodeBounds bounds = args.arrays.bounds[sequence];
+  ReportValue(args.state, static_cast<uint32_t>(kFlashDecodeId), bounds.Rank(args.positions),
+              FaultKind::kLength, /*peer=*/0, sequence, args.capacity, bounds.end);
+}
+__device__ void ReportPage(const FlashDecodeArgs& args, int32_t sequence, int32_t entry,
+                           int32_t page) {
+  ReportValue(args.state, static_cast<uint32_t>(kFlashDecodeId),
+              args.arrays.bounds[sequence].Rank(args.positions), FaultKind::kPage, entry, sequence,
+              args.pages, page);
+}
+
 // The first element of a position's row in the cache; -1 if there is none.
-template <int D>
+template <int D, bool kReports = false>
 __device__ int64_t RowOf(const FlashDecodeArgs& args, const Unit& u, int32_t position) {
   if (position >= u.end) return -1;
   int64_t row = static_cast<int64_t>(u.sequence) * args.positions + position;
@@ -89,7 +111,10 @@ __device__ int64_t RowOf(const FlashDecodeArgs& args, const Unit& u, int32_t pos
     const int32_t entry = position / args.page_size;
     const int32_t page =
         __ldg(args.arrays.block_table + static_cast<int64_t>(u.sequence) * args.entries + entry);
-    if (page < 0 || page >= args.pages) return -1;
+    if (page < 0 || page >= args.pages) {
+      if (kReports && page != -1) ReportPage(args, u.sequence, entry, page);
+      return -1;
+    }
     row = static_cast<int64_t>(page) * args.page_size + (position - entry * args.page_size);
   }
   return (row * args.groups + u.group) * D;
@@ -100,7 +125,7 @@ __device__ void LoadTile(const FlashDecodeArgs& args, const Unit& u, int32_t fir
                          uint32_t smem_k) {
   using S = Shape<D>;
   const int lane = threadIdx.x % 32;
-  const int64_t row_of_lane = RowOf<D>(args, u, first + lane % kTile);
+  const int64_t row_of_lane = RowOf<D, /*kReports=*/true>(args, u, first + lane % kTile);
   const auto* k = static_cast<const T*>(args.arrays.k);
   const auto* v = static_cast<const T*>(args.arrays.v);
 #pragma unroll
@@ -250,6 +275,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   const int64_t number = static_cast<int64_t>(blockIdx.x) * kWarps + warp;
   if (number >= static_cast<int64_t>(args.splits) * args.batch * args.blocks * args.groups) return;
   const Unit u = Unit::Of(args, number);
+  if (u.is_wrong && u.group + u.block + u.split + lane == 0) ReportLength(args, u.sequence);
   const auto smem_q =
       static_cast<uint32_t>(__cvta_generic_to_shared(storage + warp * S::kWarpBytes));
   const auto stage_at = [&](int stage) { return smem_q + (1 + 2 * stage) * S::kTileBytes; };
@@ -263,6 +289,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   }
   Running<D> run{};
   run.highest[0] = run.highest[1] = -INFINITY;
+  run.total[0] = run.total[1] = u.is_wrong ? NAN : 0.0f;
   uint32_t q[S::kKeepsQ ? D / 16 : 1][4]{};
   int stage = 0, next = S::kStages - 1;
   for (int32_t tile = 0; tile < tiles; ++tile) {
@@ -368,7 +395,7 @@ bool LoadFlashDecodeKernels(std::string* error) {
 }
 
 bool LaunchFlashDecode(const FlashDecodeParams& p, const FlashDecodeArrays& arrays,
-                       cudaStream_t stream, std::string* error) {
+                       DeviceState* state, cudaStream_t stream, std::string* error) {
   if (p.dtype != DType::kF16 && p.dtype != DType::kBF16) {
     *error = "the kernel takes float16 and bfloat16";
     return false;
@@ -380,10 +407,12 @@ bool LaunchFlashDecode(const FlashDecodeParams& p, const FlashDecodeArrays& arra
   if (!LoadOnce(LoadFlashDecodeKernels, error)) return false;
   FlashDecodeArgs args{};
   args.arrays = arrays;
+  args.state = state;
   args.batch = static_cast<int32_t>(p.batch);
   args.heads = static_cast<int32_t>(p.heads);
   args.groups = static_cast<int32_t>(p.groups);
   args.positions = static_cast<int32_t>(p.positions);
+  args.capacity = static_cast<int32_t>(p.capacity);
   args.page_size = static_cast<int32_t>(p.page_size);
   args.pages = static_cast<int32_t>(p.pages);
   args.entries = p.page_size == 0 ? 0 : static_cast<int32_t>(p.positions / p.page_size);

@@ -5,28 +5,44 @@
 //   q           [B, H, D]
 //   k, v        [B, S, G, D], or in pages [pages, page size, G, D]; head h of q attends to head
 //               h / (H / G)
-//   bounds      i32 [B, 2]: the positions first <= t < end are attended to
-//   block_table i32 [B, P]: the page of a sequence's positions p page_size and on; any number that
-//               is no page: nothing attends to them. S is P page_size
+//   bounds      i32 [B, 3], in positions of the whole sequence: first <= t < end are attended to,
+//               and the rank's part begins at `origin`, a multiple of S. `end` is the length: one
+//               that is not from 0 to `capacity` is a fault, and the sequence's result NaN; nothing
+//               of the cache is read for it
+//   block_table i32 [B, P]: the page of a sequence's positions p page_size and on. -1: none, and
+//               nothing attends to them. Any other number that is no page counts as -1, and is a
+//               fault if one of the positions is attended to. S is P page_size
 //   out         f32 [B, H, D + 1]: the weighted mean of v, and after it the log-sum-exp of the
 //               scores. Without a position: zeros, and minus infinity
 //   parts       f32 [splits, B, H, D + 1], if splits > 1: scratch
 //
-// On CPUs it is plain lax. Python: jflux/_attention/part.py.
+// On CPUs it is plain lax, and the handler is a check of the lengths before it: bounds -> bounds,
+// or the fault as the call's error. Python: jflux/_attention/part.py.
 #ifndef JFLUX_OPS_FLASH_DECODE_FLASH_DECODE_H_
 #define JFLUX_OPS_FLASH_DECODE_FLASH_DECODE_H_
 
 #include <cstdint>
 
 #include "core/dtype.h"
+#include "core/platform.h"
 
 namespace jflux {
 
 inline constexpr OpId kFlashDecodeId{37};
 
+struct DecodeBounds {
+  int32_t first, end, origin;
+
+  JFLUX_HD bool HasLength(int64_t capacity) const { return 0 <= end && end <= capacity; }
+  JFLUX_HD int32_t Rank(int64_t positions) const {
+    return static_cast<int32_t>(origin / positions);
+  }
+};
+
 struct FlashDecodeParams {
   int64_t batch, heads, groups, width;  // B, H, G, D
   int64_t positions;                    // S
+  int64_t capacity;                     // positions of all ranks
   int64_t page_size, pages;             // 0: the cache is whole
   int64_t splits;                       // parts of a sequence's range that are attended to apart
   double scale;                         // of the scores
@@ -36,8 +52,9 @@ struct FlashDecodeParams {
 
 struct FlashDecodeArrays {
   const void *q, *k, *v;
-  const int32_t *bounds, *block_table;  // block_table: null if the cache is whole
-  float *out, *parts;                   // parts: null for one split
+  const DecodeBounds* bounds;
+  const int32_t* block_table;  // null if the cache is whole
+  float *out, *parts;          // parts: null for one split
 };
 
 }  // namespace jflux

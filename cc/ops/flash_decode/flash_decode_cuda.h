@@ -6,13 +6,15 @@
 
 #include <string>
 
+#include "gpu/device_state.h"
 #include "ops/flash_decode/flash_decode.h"
 
 namespace jflux {
 
-// Enqueues the call on `stream`, on the current device: false and *error if it cannot.
+// Enqueues the call on `stream`, on the current device: false and *error if it cannot. `state` is
+// the device's, for its fault record; null without a heap.
 bool LaunchFlashDecode(const FlashDecodeParams& params, const FlashDecodeArrays& arrays,
-                       cudaStream_t stream, std::string* error);
+                       DeviceState* state, cudaStream_t stream, std::string* error);
 
 // Loads the kernels on the current device.
 bool LoadFlashDecodeKernels(std::string* error);

@@ -1,9 +1,11 @@
-// The FFI handler of flash_decode.
+// The FFI handlers of flash_decode.
+#include <algorithm>
 #include <initializer_list>
 #include <optional>
 #include <string>
 
 #include "ops/flash_decode/flash_decode.h"
+#include "runtime/fault.h"
 #include "runtime/ffi.h"
 #include "runtime/local_op.h"
 
@@ -15,15 +17,55 @@
 namespace jflux {
 namespace {
 
+// Operand and result: the bounds, if they are right.
+struct CheckAttributes {
+  int64_t capacity = 0;   // positions of all ranks
+  int64_t positions = 0;  // of a rank
+
+  void Read(AttributeReader& read) {
+    read("capacity", &capacity);
+    read("positions", &positions);
+    if (positions < 1) read.Refuse("attribute `positions` is less than 1");
+  }
+};
+
+ffi::Error CheckOnCpu(ffi::Dictionary attributes, ffi::AnyBuffer bounds,
+                      ffi::Result<ffi::AnyBuffer> same) {
+  CheckAttributes a;
+  if (auto refused = ReadAttributes(kFlashDecodeId, attributes, &a)) return *refused;
+  const int64_t batch = bounds.dimensions().size() == 2 ? bounds.dimensions()[0] : 0;
+  if (!Is(bounds, ffi::S32, {batch, 3}) || !Is(*same, ffi::S32, {batch, 3})) {
+    return InvalidArgument("flash_decode: operands do not fit");
+  }
+  const auto* of = static_cast<const DecodeBounds*>(bounds.untyped_data());
+  for (int64_t b = 0; b < batch; ++b) {
+    if (of[b].HasLength(a.capacity)) continue;
+    WaitContext context{};
+    context.op = static_cast<uint32_t>(kFlashDecodeId);
+    context.rank = of[b].Rank(a.positions);
+    Fault fault{};
+    WriteRecord(&fault, context, FaultKind::kLength, /*peer=*/0, b, static_cast<Signal>(a.capacity),
+                static_cast<Signal>(int64_t{of[b].end}));
+    return ffi::Error(ffi::ErrorCode::kInvalidArgument, Describe(fault, /*deadline_s=*/0));
+  }
+  std::copy(of, of + batch, static_cast<DecodeBounds*>(same->untyped_data()));
+  return ffi::Error::Success();
+}
+
+XLA_FFI_DEFINE_HANDLER(kCheckOnCpu, CheckOnCpu,
+                       ffi::Ffi::Bind().Attrs().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>());
+
 #ifdef JFLUX_WITH_CUDA
 
 // Operands q, k, v, bounds[, block_table]. Results out[, parts].
 struct Attributes {
+  int64_t capacity = 0;
   double scale = 0;
   double softcap = 0;
   int64_t splits = 0;
 
   void Read(AttributeReader& read) {
+    read("capacity", &capacity);
     read("scale", &scale);
     read("softcap", &softcap);
     read("splits", &splits);
@@ -54,6 +96,7 @@ std::optional<Call> CallOf(const Attributes& a, ffi::RemainingArgs operands,
   p.width = q.dimensions()[2];
   p.groups = k.dimensions()[2];
   p.splits = a.splits;
+  p.capacity = a.capacity;
   p.scale = a.scale;
   p.softcap = a.softcap;
   p.dtype = *dtype;
@@ -73,14 +116,15 @@ std::optional<Call> CallOf(const Attributes& a, ffi::RemainingArgs operands,
     p.positions = second;
   }
   if (p.batch < 1 || p.heads < 1 || p.groups < 1 || p.width < 1 || p.heads % p.groups != 0 ||
-      p.positions < 1 || p.positions > INT32_MAX / 2) {
+      p.positions < 1 || p.positions > INT32_MAX / 2 || p.capacity < p.positions ||
+      p.capacity > INT32_MAX || p.capacity % p.positions != 0) {
     return std::nullopt;
   }
   auto out = *results.get<ffi::AnyBuffer>(0);
   for (const ffi::AnyBuffer* cache : {&k, &v}) {
     if (!Is(*cache, q.element_type(), {first, second, p.groups, p.width})) return std::nullopt;
   }
-  if (!Is(bounds, ffi::S32, {p.batch, 2}) || !Is(*out, ffi::F32, {p.batch, p.heads, p.width + 1})) {
+  if (!Is(bounds, ffi::S32, {p.batch, 3}) || !Is(*out, ffi::F32, {p.batch, p.heads, p.width + 1})) {
     return std::nullopt;
   }
   if (p.splits > 1) {
@@ -91,7 +135,7 @@ std::optional<Call> CallOf(const Attributes& a, ffi::RemainingArgs operands,
   arrays.q = q.untyped_data();
   arrays.k = k.untyped_data();
   arrays.v = v.untyped_data();
-  arrays.bounds = static_cast<const int32_t*>(bounds.untyped_data());
+  arrays.bounds = static_cast<const DecodeBounds*>(bounds.untyped_data());
   arrays.out = static_cast<float*>(out->untyped_data());
   return call;
 }
@@ -102,8 +146,11 @@ ffi::Error Cuda(cudaStream_t stream, ffi::Dictionary attributes, ffi::RemainingA
   if (auto refused = ReadAttributes(kFlashDecodeId, attributes, &a)) return *refused;
   const auto call = CallOf(a, operands, results);
   if (!call) return InvalidArgument("flash_decode: operands do not fit");
+  // A fault that a kernel before has left, and which did not end it.
+  const LocalState device = StateOfThisDevice();
+  if (device.fault) return ffi::Error(ffi::ErrorCode::kInternal, *device.fault);
   return LaunchLocalCuda(kFlashDecodeId, [&](std::string* error) {
-    return LaunchFlashDecode(call->params, call->arrays, stream, error);
+    return LaunchFlashDecode(call->params, call->arrays, device.state, stream, error);
   });
 }
 
@@ -117,10 +164,10 @@ XLA_FFI_DEFINE_HANDLER(kCuda, Cuda, BindLocalCuda().RemainingArgs().RemainingRet
 // Listed in cc/ops/registry.cc.
 extern const LocalOp kFlashDecodeOp;
 #ifdef JFLUX_WITH_CUDA
-const LocalOp kFlashDecodeOp = {kFlashDecodeId, "flash_decode",         nullptr,
+const LocalOp kFlashDecodeOp = {kFlashDecodeId, "flash_decode",         kCheckOnCpu,
                                 kCuda,          LoadFlashDecodeKernels, kPortableArch};
 #else
-const LocalOp kFlashDecodeOp = {kFlashDecodeId, "flash_decode", nullptr,
+const LocalOp kFlashDecodeOp = {kFlashDecodeId, "flash_decode", kCheckOnCpu,
                                 nullptr,        nullptr,        kPortableArch};
 #endif
 

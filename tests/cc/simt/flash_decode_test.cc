@@ -1,5 +1,7 @@
 // The kernels of flash_decode in the simulator, against attention in double: cp.async in a ring,
 // ldmatrix, mma.sync, shuffles, and the second kernel that merges parts.
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <cmath>
 #include <random>
@@ -17,54 +19,119 @@ namespace {
 using simt::Array;
 using simt::RandomArray;
 
+// A copy that ends where memory does: reading past it ends the test.
+template <typename T>
+class Guarded {
+ public:
+  explicit Guarded(const Array<T>& array) {
+    constexpr int64_t kPage = 4096;
+    const int64_t bytes = array.size() * static_cast<int64_t>(sizeof(T));
+    bytes_ = (bytes + kPage - 1) / kPage * kPage;
+    base_ = static_cast<char*>(
+        mmap(nullptr, bytes_ + kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    EXPECT(base_ != MAP_FAILED && mprotect(base_ + bytes_, kPage, PROT_NONE) == 0);
+    data_ = reinterpret_cast<T*>(base_ + bytes_ - bytes);
+    std::copy(array.data.begin(), array.data.end(), data_);
+    bytes_ += kPage;
+  }
+  Guarded(const Guarded&) = delete;
+  ~Guarded() { munmap(base_, bytes_); }
+  const T* get() const { return data_; }
+  double operator[](int64_t i) const { return static_cast<double>(static_cast<float>(data_[i])); }
+
+ private:
+  char* base_;
+  T* data_;
+  int64_t bytes_;
+};
+
 struct Case {
   int64_t batch, heads, groups, width, positions, page_size, splits;
   double softcap;
+  int64_t ranks = 1, rank = 0;  // of which the kernel is one
+};
+
+// What a case is given wrongly.
+struct Planted {
+  int64_t sequence = -1;  // none
+  int32_t length = 0;     // in place of its own, if `page` is -1
+  int32_t page = -1;      // in place of the last one that the length needs
 };
 
 template <typename T>
-void Check(const Case& c, uint32_t seed) {
+void Check(const Case& c, uint32_t seed, const Planted& planted = {}) {
   std::mt19937 random(seed);
   const int64_t kv_rows = c.batch * c.positions;
   auto q = RandomArray<T>(random, c.batch * c.heads * c.width);
-  auto k = RandomArray<T>(random, kv_rows * c.groups * c.width);
-  auto v = RandomArray<T>(random, kv_rows * c.groups * c.width);
-  std::vector<int32_t> bounds;
+  const Guarded<T> k(RandomArray<T>(random, kv_rows * c.groups * c.width));
+  const Guarded<T> v(RandomArray<T>(random, kv_rows * c.groups * c.width));
+  const auto origin = static_cast<int32_t>(c.rank * c.positions);
+  std::vector<DecodeBounds> bounds;
   for (int64_t b = 0; b < c.batch; ++b) {
-    const auto first = static_cast<int32_t>(random() % 20);
-    bounds.push_back(first);
+    const int32_t first = origin + static_cast<int32_t>(random() % 20);
     // The last sequence attends to nothing.
-    bounds.push_back(b + 1 == c.batch ? first : first + 1 + random() % (c.positions - first));
+    const int64_t left = c.ranks * c.positions - first;
+    const auto count = static_cast<int32_t>(b + 1 == c.batch ? 0 : 1 + random() % left);
+    bounds.push_back({first, first + count, origin});
   }
+  if (planted.sequence >= 0 && planted.page == -1) bounds[planted.sequence].end = planted.length;
   // Pages in any order; one of them is missing.
   const int64_t pages = c.page_size == 0 ? 0 : kv_rows / c.page_size;
   std::vector<int32_t> table(pages);
   for (int64_t i = 0; i < pages; ++i) table[i] = static_cast<int32_t>(i);
   std::shuffle(table.begin(), table.end(), random);
   if (pages > 0) table[0] = -1;
+  if (planted.page != -1) {
+    bounds[planted.sequence].end = origin + static_cast<int32_t>(c.positions) - 1;
+    table[(planted.sequence + 1) * (c.positions / c.page_size) - 1] = planted.page;
+  }
+  HostRecords records{};
+  DeviceState state{};
+  state.limits.fault = &records.fault;
   Array<float> out(c.batch * c.heads * (c.width + 1));
   Array<float> parts(c.splits * out.size());
   const double scale = 1 / std::sqrt(static_cast<double>(c.width));
-  const FlashDecodeParams p{c.batch, c.heads,  c.groups, c.width,   c.positions,      c.page_size,
-                            pages,   c.splits, scale,    c.softcap, simt::kDTypeOf<T>};
+  const int64_t capacity = c.ranks * c.positions;
+  const FlashDecodeParams p{c.batch,     c.heads,  c.groups,    c.width,
+                            c.positions, capacity, c.page_size, pages,
+                            c.splits,    scale,    c.softcap,   simt::kDTypeOf<T>};
   std::string error;
   const FlashDecodeArrays arrays{
       q.get(),   k.get(),    v.get(), bounds.data(), pages == 0 ? nullptr : table.data(),
       out.get(), parts.get()};
-  EXPECT(LaunchFlashDecode(p, arrays, nullptr, &error)) << error;
+  EXPECT(LaunchFlashDecode(p, arrays, &state, nullptr, &error)) << error;
   const std::string failure = simt::Run(seed);
   EXPECT(failure.empty()) << failure << ", seed " << seed;
+  const Fault& fault = records.fault;
+  if (planted.sequence < 0) {
+    EXPECT_EQ(fault.kind, 0u);
+  } else {
+    const bool of_length = planted.page == -1;
+    EXPECT_EQ(fault.kind, static_cast<uint64_t>(of_length ? FaultKind::kLength : FaultKind::kPage));
+    EXPECT_EQ(fault.op, static_cast<uint32_t>(kFlashDecodeId));
+    EXPECT_EQ(fault.rank, c.rank);
+    EXPECT_EQ(fault.tile, planted.sequence);
+    EXPECT_EQ(static_cast<int64_t>(fault.seen), of_length ? planted.length : planted.page);
+    EXPECT_EQ(static_cast<int64_t>(fault.expected), of_length ? capacity : pages);
+    if (!of_length) EXPECT_EQ(fault.peer, c.positions / c.page_size - 1);
+  }
 
   int64_t wrong = 0;
   for (int64_t b = 0; b < c.batch; ++b) {
+    if (b == planted.sequence && planted.page == -1) {
+      const int64_t row = c.heads * (c.width + 1);
+      for (int64_t i = 0; i < row; ++i) wrong += !std::isnan(out[b * row + i]);
+      continue;
+    }
     for (int64_t h = 0; h < c.heads; ++h) {
       std::vector<double> mean(c.width);
       double total = 0;
-      for (int64_t t = bounds[2 * b]; t < bounds[2 * b + 1]; ++t) {
+      const int64_t end = std::min<int64_t>(bounds[b].end - origin, c.positions);
+      for (int64_t t = bounds[b].first - origin; t < end; ++t) {
         int64_t row = b * c.positions + t;
         if (pages > 0) {
           const int32_t page = table[(b * c.positions + t) / c.page_size];
-          if (page < 0) continue;
+          if (page < 0 || page >= pages) continue;
           row = page * c.page_size + t % c.page_size;
         }
         const int64_t at = (row * c.groups + h / (c.heads / c.groups)) * c.width;
@@ -101,6 +168,27 @@ TEST(EqualsAttention) {
       Check<__half>(c, seed++);
       Check<__nv_bfloat16>(c, seed++);
     }
+  }
+}
+
+TEST(AWrongLengthIsReportedAndReadsNothing) {
+  uint32_t seed = 100;
+  for (int32_t length : {101, 1 << 30, INT32_MAX, -1, INT32_MIN}) {
+    Check<__half>({2, 4, 2, 64, 100, 0, 1, 0}, seed++, {1, length});
+    Check<__nv_bfloat16>({3, 2, 2, 128, 150, 0, 3, 0}, seed++, {2, length == 101 ? 151 : length});
+  }
+  // Of three ranks, each of which sees it.
+  for (int64_t rank = 0; rank < 3; ++rank) {
+    Check<__half>({2, 2, 1, 64, 64, 0, 2, 0, 3, rank}, seed++);
+    Check<__half>({2, 2, 1, 64, 64, 0, 2, 0, 3, rank}, seed++, {0, 193});
+    Check<__half>({2, 2, 1, 64, 64, 0, 2, 0, 3, rank}, seed++, {1, -7});
+  }
+}
+
+TEST(AnEntryThatIsNoPageIsReportedAndReadsNothing) {
+  uint32_t seed = 200;
+  for (int32_t page : {12, 1 << 20, INT32_MAX, -2, INT32_MIN}) {
+    Check<__half>({3, 2, 2, 64, 64, 16, 2, 0}, seed++, {2, 0, page});
   }
 }
 
