@@ -1,3 +1,5 @@
+#ifdef JFLUX_WITH_CUDA
+
 #include <cuda.h>
 #include <cudaTypedefs.h>
 
@@ -229,3 +231,5 @@ bool LaunchModule(const std::string& key, int ordinal, int blocks, ModuleArgumen
 }
 
 }  // namespace jflux
+
+#endif  // JFLUX_WITH_CUDA

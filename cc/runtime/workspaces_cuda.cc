@@ -1,3 +1,5 @@
+#ifdef JFLUX_WITH_CUDA
+
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -291,3 +293,5 @@ int64_t CudaWorkspaces::BytesTaken() const {
 }
 
 }  // namespace jflux
+
+#endif  // JFLUX_WITH_CUDA

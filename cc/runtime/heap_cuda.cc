@@ -1,3 +1,5 @@
+#ifdef JFLUX_WITH_CUDA
+
 #include <cuda_runtime.h>
 
 #include <atomic>
@@ -362,3 +364,5 @@ bool HeapCuda::SetEpochs(uint64_t epoch, std::string* error) {
 }
 
 }  // namespace jflux
+
+#endif  // JFLUX_WITH_CUDA
