@@ -1,5 +1,7 @@
 #ifdef JFLUX_WITH_CUDA
 
+#include "runtime/heap_cuda.h"
+
 #include <cuda_runtime.h>
 
 #include <atomic>
@@ -16,7 +18,6 @@
 #include "runtime/cuda_check.h"
 #include "runtime/elastic_pool.h"
 #include "runtime/fault.h"
-#include "runtime/heap_cuda.h"
 #include "runtime/kernels_cuda.h"
 #include "runtime/module_table.h"
 #include "runtime/nvshmem.h"

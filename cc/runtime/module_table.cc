@@ -1,5 +1,7 @@
 #ifdef JFLUX_WITH_CUDA
 
+#include "runtime/module_table.h"
+
 #include <cuda.h>
 #include <cudaTypedefs.h>
 
@@ -9,7 +11,6 @@
 
 #include "runtime/cuda_check.h"
 #include "runtime/kernels_cuda.h"
-#include "runtime/module_table.h"
 
 namespace jflux {
 namespace {

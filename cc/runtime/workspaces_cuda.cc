@@ -1,12 +1,13 @@
 #ifdef JFLUX_WITH_CUDA
 
+#include "runtime/workspaces_cuda.h"
+
 #include <cuda_runtime.h>
 
 #include <algorithm>
 #include <sstream>
 
 #include "runtime/cuda_check.h"
-#include "runtime/workspaces_cuda.h"
 
 namespace jflux {
 namespace {
