@@ -8,7 +8,7 @@
 #include "core/packet.h"
 #include "gpu/call.cuh"
 #include "gpu/device_state.h"
-#include "runtime/heap_cuda.h"
+#include "runtime/cuda_device.h"
 
 namespace jflux {
 

@@ -23,22 +23,11 @@
 #include <utility>
 #include <vector>
 
-#include "gpu/device_state.h"
+#include "runtime/cuda_device.h"
 #include "runtime/heap.h"
 #include "runtime/workspaces_cuda.h"
 
 namespace jflux {
-
-// A device of this process.
-struct CudaDevice {
-  int ordinal;
-  int64_t id;  // global
-  int sm_count;
-  DeviceState* state;      // device address
-  HostRecords* records;    // host address; the kernels' addresses are in DeviceState
-  Timeline timeline;       // device addresses
-  int64_t timer_ahead_ns;  // of the host's clock, when the timeline began
-};
 
 class HeapCuda final : public Heap {
  public:

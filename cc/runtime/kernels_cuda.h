@@ -20,7 +20,7 @@ bool LoadedArch(int* arch, std::string* error);
 bool LoadKernels(std::string* error);
 
 // Those of custom calls: has load(ordinal) called on each device of the heap, now and whenever
-// there is another heap (runtime/heap_cuda.cu).
+// there is another heap (runtime/heap_cuda.cc).
 bool AddKernels(const char* (*load)(int ordinal), std::string* error);
 
 // Makes a kernel launchable with this much shared memory, and loads it. Where a device has less,

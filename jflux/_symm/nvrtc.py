@@ -12,8 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-#: Headers that NVRTC has none of, as far as jflux's headers need them. Kernels of one CTA a cluster
-#: use nothing of cooperative groups.
+#: Headers that NVRTC has none of, as far as jflux's headers need them.
 _HEADERS = {
     "cstdint": """#pragma once
 using int8_t = signed char; using uint8_t = unsigned char;
@@ -26,17 +25,6 @@ using int64_t = long; using uint64_t = unsigned long; using uintptr_t = unsigned
 """,
     "initializer_list": "#pragma once\n",
     "cuda_runtime.h": "#pragma once\n",
-    "cooperative_groups.h": """#pragma once
-namespace cooperative_groups {
-struct cluster_group {
-  __device__ unsigned block_rank() const { return 0; }
-  __device__ void sync() const {}
-  template <typename T>
-  __device__ T* map_shared_rank(T* address, int) const { return address; }
-};
-__device__ inline cluster_group this_cluster() { return {}; }
-}  // namespace cooperative_groups
-""",
 }
 
 

@@ -7,7 +7,7 @@
 #include <string>
 
 #include "ops/all_gather_attention/all_gather_attention_config.h"
-#include "runtime/heap_cuda.h"
+#include "runtime/cuda_device.h"
 
 namespace jflux {
 

@@ -7,7 +7,7 @@
 #include <string>
 
 #include "ops/all_gather_grouped_matmul/all_gather_grouped_matmul_config.h"
-#include "runtime/heap_cuda.h"
+#include "runtime/cuda_device.h"
 
 namespace jflux {
 

@@ -8,7 +8,7 @@
 
 #include "core/activation.h"
 #include "ops/all_gather_matmul/all_gather_matmul_config.h"
-#include "runtime/heap_cuda.h"
+#include "runtime/cuda_device.h"
 #include "runtime/product_plan.h"
 
 namespace jflux {

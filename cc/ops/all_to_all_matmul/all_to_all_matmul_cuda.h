@@ -7,7 +7,7 @@
 #include <string>
 
 #include "ops/all_to_all_matmul/all_to_all_matmul_config.h"
-#include "runtime/heap_cuda.h"
+#include "runtime/cuda_device.h"
 #include "runtime/product_plan.h"
 
 namespace jflux {

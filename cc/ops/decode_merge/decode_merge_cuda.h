@@ -7,7 +7,7 @@
 #include <string>
 
 #include "ops/decode_merge/decode_merge.h"
-#include "runtime/heap_cuda.h"
+#include "runtime/cuda_device.h"
 
 namespace jflux {
 

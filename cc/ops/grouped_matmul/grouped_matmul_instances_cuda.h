@@ -13,7 +13,7 @@
 #include "ops/grouped_matmul/grouped_matmul_config.h"
 #include "ops/grouped_matmul/grouped_matmul_cuda.h"
 #include "runtime/cuda_check.h"
-#include "runtime/heap_cuda.h"
+#include "runtime/cuda_device.h"
 #include "runtime/kernels_cuda.h"
 
 namespace jflux {

@@ -1,6 +1,7 @@
 // Instantiates the kernels of grouped_matmul and launches one.
 #include "ops/grouped_matmul/grouped_matmul_instances_cuda.h"
 #include "ops/grouped_matmul/grouped_matmul_sm90.cuh"
+#include "runtime/heap_cuda.h"
 
 namespace jflux {
 namespace {

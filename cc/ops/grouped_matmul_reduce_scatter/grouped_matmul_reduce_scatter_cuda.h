@@ -7,7 +7,7 @@
 #include <string>
 
 #include "ops/grouped_matmul_reduce_scatter/grouped_matmul_reduce_scatter_config.h"
-#include "runtime/heap_cuda.h"
+#include "runtime/cuda_device.h"
 
 namespace jflux {
 

@@ -7,7 +7,7 @@
 #include <string>
 
 #include "ops/matmul_all_reduce/matmul_all_reduce_config.h"
-#include "runtime/heap_cuda.h"
+#include "runtime/cuda_device.h"
 #include "runtime/product_plan.h"
 
 namespace jflux {

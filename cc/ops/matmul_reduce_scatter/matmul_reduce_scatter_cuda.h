@@ -7,7 +7,7 @@
 #include <string>
 
 #include "ops/matmul_reduce_scatter/matmul_reduce_scatter_config.h"
-#include "runtime/heap_cuda.h"
+#include "runtime/cuda_device.h"
 #include "runtime/product_plan.h"
 
 namespace jflux {

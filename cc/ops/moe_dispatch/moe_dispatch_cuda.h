@@ -7,7 +7,7 @@
 #include <string>
 
 #include "ops/moe_dispatch/moe_dispatch.h"
-#include "runtime/heap_cuda.h"
+#include "runtime/cuda_device.h"
 
 namespace jflux {
 

@@ -7,7 +7,7 @@
 #include <string>
 
 #include "ops/ragged_all_to_all/ragged_all_to_all.h"
-#include "runtime/heap_cuda.h"
+#include "runtime/cuda_device.h"
 
 namespace jflux {
 

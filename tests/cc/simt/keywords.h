@@ -173,6 +173,25 @@ inline void __threadfence_system() {}
 inline void __nanosleep(unsigned) { jflux::simt::Poll(); }
 [[noreturn]] inline void __trap() { jflux::simt::Fail("the kernel traps"); }
 inline uint32_t __cvta_generic_to_shared(const void* p) { return jflux::simt::AddressOf(p); }
+
+inline unsigned __clusterRelativeBlockRank() {
+  jflux::simt::Point();
+  return jflux::simt::current->cta->rank;
+}
+inline unsigned __clusterSizeInBlocks() {
+  return static_cast<unsigned>(jflux::simt::current->cta->cluster->ctas.size());
+}
+// A cluster's barrier: all of it happens in the wait.
+inline void __cluster_barrier_arrive() { jflux::simt::Point(); }
+inline void __cluster_barrier_wait() { jflux::simt::SyncCluster(); }
+inline void* __cluster_map_shared_rank(const void* p, unsigned rank) {
+  const auto* own = jflux::simt::current->cta;
+  const auto* cta = own->cluster->ctas[rank].get();
+  if (cta->ended) {
+    jflux::simt::Fail("CTA %u, whose shared memory is read, has ended", cta->block.x);
+  }
+  return cta->smem + (static_cast<const char*>(p) - own->smem);
+}
 inline long long clock64() { return static_cast<long long>(jflux::simt::ClockNs()); }
 
 template <typename T>

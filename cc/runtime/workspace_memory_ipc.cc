@@ -1,3 +1,5 @@
+#ifdef JFLUX_WITH_CUDA
+
 #include <cuda_runtime.h>
 
 #include "runtime/cuda_check.h"
@@ -60,3 +62,5 @@ class IpcMemory final : public WorkspaceMemory {
 std::unique_ptr<WorkspaceMemory> NewIpcMemory() { return std::make_unique<IpcMemory>(); }
 
 }  // namespace jflux
+
+#endif  // JFLUX_WITH_CUDA

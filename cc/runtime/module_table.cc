@@ -1,3 +1,7 @@
+#ifdef JFLUX_WITH_CUDA
+
+#include "runtime/module_table.h"
+
 #include <cuda.h>
 #include <cudaTypedefs.h>
 
@@ -7,7 +11,6 @@
 
 #include "runtime/cuda_check.h"
 #include "runtime/kernels_cuda.h"
-#include "runtime/module_table.h"
 
 namespace jflux {
 namespace {
@@ -229,3 +232,5 @@ bool LaunchModule(const std::string& key, int ordinal, int blocks, ModuleArgumen
 }
 
 }  // namespace jflux
+
+#endif  // JFLUX_WITH_CUDA

@@ -1,10 +1,13 @@
+#ifdef JFLUX_WITH_CUDA
+
+#include "runtime/workspaces_cuda.h"
+
 #include <cuda_runtime.h>
 
 #include <algorithm>
 #include <sstream>
 
 #include "runtime/cuda_check.h"
-#include "runtime/workspaces_cuda.h"
 
 namespace jflux {
 namespace {
@@ -291,3 +294,5 @@ int64_t CudaWorkspaces::BytesTaken() const {
 }
 
 }  // namespace jflux
+
+#endif  // JFLUX_WITH_CUDA

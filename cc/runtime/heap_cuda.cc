@@ -1,3 +1,7 @@
+#ifdef JFLUX_WITH_CUDA
+
+#include "runtime/heap_cuda.h"
+
 #include <cuda_runtime.h>
 
 #include <atomic>
@@ -14,7 +18,6 @@
 #include "runtime/cuda_check.h"
 #include "runtime/elastic_pool.h"
 #include "runtime/fault.h"
-#include "runtime/heap_cuda.h"
 #include "runtime/kernels_cuda.h"
 #include "runtime/module_table.h"
 #include "runtime/nvshmem.h"
@@ -363,3 +366,5 @@ bool HeapCuda::SetEpochs(uint64_t epoch, std::string* error) {
 }
 
 }  // namespace jflux
+
+#endif  // JFLUX_WITH_CUDA

@@ -1,0 +1,25 @@
+// What launchers know of a device of the symmetric heap. Apart from runtime/heap_cuda.h, whose
+// standard headers nvcc would parse three times for every file of kernels.
+#ifndef JFLUX_RUNTIME_CUDA_DEVICE_H_
+#define JFLUX_RUNTIME_CUDA_DEVICE_H_
+
+#include <cstdint>
+
+#include "gpu/device_state.h"
+
+namespace jflux {
+
+// A device of this process.
+struct CudaDevice {
+  int ordinal;
+  int64_t id;  // global
+  int sm_count;
+  DeviceState* state;      // device address
+  HostRecords* records;    // host address; the kernels' addresses are in DeviceState
+  Timeline timeline;       // device addresses
+  int64_t timer_ahead_ns;  // of the host's clock, when the timeline began
+};
+
+}  // namespace jflux
+
+#endif  // JFLUX_RUNTIME_CUDA_DEVICE_H_
