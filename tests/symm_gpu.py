@@ -4,7 +4,7 @@ python tests/symm_gpu.py [--times 20] [--seed 0] [--limit 540] [--skip shared,ti
 
 Every kernel of tests/symm_kernels.py and of examples/python_kernels against its reference, with
 fresh inputs each time: poisoned workspaces, late ranks, second calls and graph replays
-(jflux.symm.check); products, and what four ranks compute that share the GPUs, against float64.
+(jflux.symm.check); products, and what ranks compute that share the GPUs, against float64.
 Kernels that write outside must be found. Waits that nobody satisfies must end at their deadline, in
 processes of their own, and ranks that call with different shapes or types long before it. Each
 section is a process; after a kernel that has failed, the rest of the section goes on in a new one.
@@ -40,7 +40,7 @@ parser.add_argument("--only", default="", help="sections, with commas")
 parser.add_argument("--worker", help=argparse.SUPPRESS)
 parser.add_argument("--done", default="[]", help=argparse.SUPPRESS)
 parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
-parser.add_argument("--ranks", type=int, default=4, help=argparse.SUPPRESS)
+parser.add_argument("--ranks", type=int, default=0, help=argparse.SUPPRESS)
 parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
 args = parser.parse_args()
 
@@ -440,12 +440,20 @@ def together(worker: str, ranks: int, gpus: int, seconds: float) -> list[str]:
         return [log.read() + "\nNOT ENDED" * (rank in late) for rank, log in enumerate(logs)]
 
 
+def sharing(gpus: int, ranks: int = 0) -> tuple[int, int]:
+    """(ranks, GPUs that they share): `ranks`, or two on each GPU; four at least, eight at most."""
+    ranks = ranks or min(8, max(4, 2 * gpus))
+    return ranks, max(1, min(gpus, ranks // 2))
+
+
 def check_shared(gpus: int) -> None:
+    ranks, gpus = sharing(gpus, args.ranks)
+
     def run() -> str:
-        outputs = together("shared-rank", args.ranks, gpus, min(150, left() - 5))
+        outputs = together("shared-rank", ranks, gpus, min(150, left() - 5))
         wrong = [o for o in outputs if "SHARED RANK IS RIGHT" not in o]
         assert not wrong, wrong[0][-1500:]
-        return f"{args.ranks} ranks on {gpus} GPUs, {outputs[0].split('RIGHT: ')[1].strip()}"
+        return f"{ranks} ranks on {gpus} GPUs, {outputs[0].split('RIGHT: ')[1].strip()}"
 
     attempt("ranks that share GPUs", run)
 

@@ -470,3 +470,9 @@ def test_processes_of_ranks_are_ended(symm_gpu, monkeypatch, tmp_path):
     outputs = symm_gpu.together("some-rank", 3, 2, seconds=3)
     assert outputs == ["this is 0\n", "this is 1\n", "this is 2\n\nNOT ENDED"]
     assert time.monotonic() - begin < 60
+
+
+def test_ranks_that_share_gpus_do_so_on_any_number_of_them(symm_gpu):
+    found = [symm_gpu.sharing(gpus) for gpus in (1, 2, 3, 4, 8)]
+    assert found == [(4, 1), (4, 2), (6, 3), (8, 4), (8, 4)]
+    assert symm_gpu.sharing(8, 2) == (2, 1)
