@@ -185,21 +185,26 @@ def missing(results: Results, model: str, ranks: int) -> dict[str, str]:
     return lacks
 
 
-def to_do(results: Results, ranks: int = 2) -> str:
-    """A table for each model of GPU that some result is of, of so many of them."""
-    machines = dict.fromkeys(model_of(result) for _, result in results)
+def to_do(results: Results) -> str:
+    """A table for two GPUs of each model that some result is of, and for four or eight of them if
+    a result is of so many."""
+    models = dict.fromkeys(model_of(result) for _, result in results)
+    counts = {(model_of(result), ranks_of(result)) for _, result in results}
     parts = []
-    for model in machines:
+    for model, ranks in itertools.product(models, (2, 4, 8)):
+        if ranks > 2 and (model, ranks) not in counts:
+            continue
         lacks = missing(results, model, ranks)
+        if ranks > 2:  # those of one GPU are in the table of two
+            lacks = {name: text for name, text in lacks.items() if name not in renew.ONE_GPU}
         if lacks:
             table = plain_table(["run", "missing"], lacks.items())
             parts.append(f"### {ranks} x {model}\n\n{table}\n")
     if not parts:
         return ""
     head = (
-        f"## Not measured yet\n\n`python -m bench.renew --ranks {ranks} RUN` measures a run as a "
-        f"whole. `python -m bench --ranks {ranks} --lists LIST,... --add FILE --limit SECONDS` "
-        "measures the shapes of these lists that FILE of bench/results lacks, as far as the time "
-        "goes.\n"
+        "## Not measured yet\n\n`python -m bench.renew --ranks N RUN` measures a run as a whole on "
+        "N GPUs. `python -m bench --ranks N --lists LIST,... --add FILE --limit SECONDS` measures "
+        "the shapes of these lists that FILE of bench/results lacks, as far as the time goes.\n"
     )
     return "\n".join([head, *parts])

@@ -19,6 +19,7 @@ import numpy as np
 from . import cards, sections
 from .sections import ranks_of, title
 from .shapes import LISTS, Shape, of_row
+from .shapes import of as shapes_of
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -80,7 +81,7 @@ NOTES = """
 
 - A call for which XLA's product and a collective are faster than one kernel is decomposed, unless
   `jflux.config(always=True)` is set ([Dispatch](guide/dispatch.md)). The collective is jflux's. In
-  the tables of 3 and 4 GPUs it was `lax`'s, and in the table of one process for each of 2 GPUs it
+  the tables of 3 and 4 H200s it was `lax`'s, and in the table of one process for each of 2 H200s it
   was `lax`'s above 4 MiB.
 - With 3 ranks a rank's rows are never whole tiles.
 - An efficiency above 1 means that jflux's product was faster than XLA's.
@@ -103,17 +104,17 @@ NOTES = """
 
 | table | differs in |
 |---|---|
-| dated before 2026-11-25 (3 and 4 GPUs, grids, peers) | all CTAs sent at once: J - G on 2 GPUs is half or less since ([0026](experiments/0026-limited-senders.md)). Contestants came in random orders, some of them more often after one that takes little power: 2 % ([0028](experiments/0028-contestant-order.md)) |
-| 4 GPUs | no tiles of 224 or 256 columns; the kernels began and ended later. On 2 GPUs that took 1 to 8 % of most calls' time, and up to 10 % more where tiles of 224 fit ([0016](experiments/0016-kernel-start-and-end.md)) |
-| 3 GPUs, one process for each of 4 GPUs, and those with Pallas and PyTorch | also no k-panels, no single raster group of few rows, and matmul_all_reduce was two calls |
+| dated before 2026-11-25 (3 and 4 x H200, grids, peers) | all CTAs sent at once: J - G on 2 GPUs is half or less since ([0026](experiments/0026-limited-senders.md)). Contestants came in random orders, some of them more often after one that takes little power: 2 % ([0028](experiments/0028-contestant-order.md)) |
+| 4 x H200 | no tiles of 224 or 256 columns; the kernels began and ended later. On 2 GPUs that took 1 to 8 % of most calls' time, and up to 10 % more where tiles of 224 fit ([0016](experiments/0016-kernel-start-and-end.md)) |
+| 3 x H200, one process for each of 4 H200s, and those with Pallas and PyTorch | also no k-panels, no single raster group of few rows, and matmul_all_reduce was two calls |
 | attention and mixtures of experts on 2 x H200 | earlier kernels of `flash_decode`, `moe_dispatch` and `moe_combine` |
-| small collectives of 4 GPUs | all_to_all of 4 MiB took 1.17 of XLA's time, in LL packets, and the norm was in the kernel after sums of 256 KiB and more. Sums above 1 MiB travel in chunks since, up to 8 MiB, and exchanges up to 64 MiB ([0030](experiments/0030-chunked-exchanges.md)) |
+| small collectives of 4 x H200 | all_to_all of 4 MiB took 1.17 of XLA's time, in LL packets, and the norm was in the kernel after sums of 256 KiB and more. Sums above 1 MiB travel in chunks since, up to 8 MiB, and exchanges up to 64 MiB ([0030](experiments/0030-chunked-exchanges.md)) |
 
 ### Choices behind single rows
 
 - Four shapes on 2 GPUs use configurations that were measured to be faster than the heuristic's
-  (`jflux/tables`). One on 4 (reduce-scatter 2048 x 8192 x 28672) used one that has been taken out
-  since: a single raster group, which was faster when all CTAs sent.
+  (`jflux/tables`). One on 4 H200s (reduce-scatter 2048 x 8192 x 28672) used one that has been taken
+  out since: a single raster group, which was faster when all CTAs sent.
 - On 2 GPUs chunks of sums would still be 5 % faster than XLA at 64 MiB, but take 256 MiB of the heap;
   above 16 MiB they are XLA's.
 - matmul_all_reduce of 32 to 128 rows is one kernel on 2 GPUs, and XLA's product and all_reduce on
@@ -161,13 +162,14 @@ def _heading(name: str) -> str:
 
 def by_list(result: dict) -> dict[str, list[dict]]:
     """The rows of each list of bench/shapes.py, each once."""
-    left, found = list(result["rows"]), {}
+    left, found, ranks = list(result["rows"]), {}, ranks_of(result)
     for name in (*HEADINGS, *(name for name in LISTS if name not in HEADINGS)):
-        rows = [r for r in left if of_row(r) in LISTS[name]]
+        listed = {*LISTS[name], *shapes_of(name, ranks)}
+        rows = [r for r in left if of_row(r) in listed]
         if rows:
             found[name] = rows
         left = [r for r in left if r not in rows]
-    if left:  # of 3 ranks, which do not divide the lists' rows
+    if left:  # of no list any more
         found["ragged"] = found.get("ragged", []) + left
     return found
 

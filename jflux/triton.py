@@ -282,6 +282,13 @@ def _warn(ctx, peer, item, expected, seen):
 
 
 @triton.jit
+def _is_another_call(seen, expected):
+    """Whether a word is that of this call with another signature, or of a later one."""
+    ahead = ((seen >> _SIGNATURE_BITS) - (expected >> _SIGNATURE_BITS)) & _EPOCH_MASK
+    return (seen != expected) & (ahead < 65536) & (seen != 0)
+
+
+@triton.jit
 def _poll(ctx, word, expected, peer, item, active, COUNTS: tl.constexpr):
     """Until `word` is `expected`; with COUNTS, until it has this call's epoch and at least the
     count of `expected`."""
@@ -291,13 +298,13 @@ def _poll(ctx, word, expected, peer, item, active, COUNTS: tl.constexpr):
     waiting = active & (ctx[_SKIP] == 0)
     while waiting:
         seen = _load_acquire(word)
-        ahead = ((seen >> _SIGNATURE_BITS) - (expected >> _SIGNATURE_BITS)) & _EPOCH_MASK
         if COUNTS:
+            ahead = ((seen >> _SIGNATURE_BITS) - (expected >> _SIGNATURE_BITS)) & _EPOCH_MASK
             ready = (ahead == 0) & ((seen & _SIGNATURE_MASK) >= (expected & _SIGNATURE_MASK))
             mismatch = (ahead != 0) & (ahead < 65536) & (seen != 0)
         else:
             ready = seen == expected
-            mismatch = (seen != expected) & (ahead < 65536) & (seen != 0)
+            mismatch = _is_another_call(seen, expected)
         waiting = ready == 0
         if waiting:
             if mismatch:
@@ -664,7 +671,7 @@ def ll_get(ctx, packets, index, pe, dtype: tl.constexpr, mask=None):
       packets (uint64 pointer): as for :func:`ll_put`.
       index (int tensor): likewise.
       mask (bool tensor): likewise. Elements outside it are 0.
-      pe (int32): for the message if they do not come.
+      pe (int32): whose hello tells if it makes another call, and who is named if they do not come.
       dtype: of the values.
     """
     address = (packets + 2 * index).to(tl.uint64)
@@ -687,6 +694,10 @@ def ll_get(ctx, packets, index, pe, dtype: tl.constexpr, mask=None):
             seen = tl.full([], 0, tl.uint64)
             if _load_relaxed(ctx[_OWN] + _STOP) != 0:
                 _trap()
+            # The packets of another call never are this one's: the hello of their sender tells.
+            hello = _load_acquire(ctx[_OWN] + _word(ctx, _int32(pe) - _HELLOS))
+            if _is_another_call(hello, ctx[_VALUE]):
+                _fail(ctx, _MISMATCH, _int32(pe), item, ctx[_VALUE], hello)
             if now > deadline:
                 _fail(ctx, _TIMED_OUT, _int32(pe), item, ctx[_VALUE], seen)
             if _load_relaxed(_load_relaxed(state + _ABORT)) != 0:

@@ -4,20 +4,24 @@ python tests/symm_gpu.py [--times 20] [--seed 0] [--limit 540] [--skip shared,ti
 
 Every kernel of tests/symm_kernels.py and of examples/python_kernels against its reference, with
 fresh inputs each time: poisoned workspaces, late ranks, second calls and graph replays
-(jflux.symm.check); products, and what four ranks compute that share the GPUs, against float64.
+(jflux.symm.check); products, and what ranks compute that share the GPUs, against float64.
 Kernels that write outside must be found. Waits that nobody satisfies must end at their deadline, in
-processes of their own. Each section is a process; after a kernel that has failed, the rest of the
-section goes on in a new one. Needs Triton, and at least two GPUs.
+processes of their own, and ranks that call with different shapes or types long before it. Each
+section is a process; after a kernel that has failed, the rest of the section goes on in a new one.
+Needs Triton, and at least two GPUs; "shared" and "differ" take one too.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -36,7 +40,7 @@ parser.add_argument("--only", default="", help="sections, with commas")
 parser.add_argument("--worker", help=argparse.SUPPRESS)
 parser.add_argument("--done", default="[]", help=argparse.SUPPRESS)
 parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
-parser.add_argument("--ranks", type=int, default=4, help=argparse.SUPPRESS)
+parser.add_argument("--ranks", type=int, default=0, help=argparse.SUPPRESS)
 parser.add_argument("--port", type=int, default=0, help=argparse.SUPPRESS)
 args = parser.parse_args()
 
@@ -45,7 +49,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # for the proce
 
 import jax  # noqa: E402
 
-if args.worker == "shared-rank":
+if (args.worker or "").startswith(("shared-rank", "differ-rank")):
     jax.distributed.initialize(
         f"127.0.0.1:{args.port}",
         args.ranks,
@@ -393,39 +397,63 @@ def stuck_worker(way: str) -> None:
     print("NOT STUCK")
 
 
-# ---- Four ranks on two GPUs --------------------------------------------------------------------
+# ---- Ranks in processes of their own -----------------------------------------------------------
+
+
+def together(worker: str, ranks: int, gpus: int, seconds: float) -> list[str]:
+    """What `ranks` processes of a worker say, which share so many GPUs. None of them is left."""
+    from workers.common import environment, free_port
+
+    env = environment("gpu", 1)
+    env |= {
+        "SYMM_GPUS": str(gpus),
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.4 / -(-ranks // gpus):.3f}",
+        "NCCL_NVLS_ENABLE": "0",
+    }
+    # Processes share the tuning of products, and wait for each other: by program.
+    env["XLA_FLAGS"] += " --xla_gpu_shard_autotuning=false"
+    script = [sys.executable, str(Path(__file__).resolve()), "--worker", worker]
+    script += ["--ranks", str(ranks), "--port", str(free_port())]
+    end = time.monotonic() + seconds
+    with contextlib.ExitStack() as stack:
+        # A pipe that is full would hold up a process that is read last.
+        logs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(ranks)]
+        processes = []
+        for rank, log in enumerate(logs):
+            process = subprocess.Popen(
+                [*script, "--rank", str(rank)], env=env, text=True,
+                stdin=subprocess.PIPE, stdout=log, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+            stack.callback(process.wait)
+            stack.callback(process.kill)  # before it is waited for; nothing, if it has ended
+            processes.append(process)
+        late = set()
+        for rank in reversed(range(ranks)):  # see leave_last of workers/common.py
+            try:
+                processes[rank].communicate(timeout=max(1, end - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                late.add(rank)
+                processes[rank].kill()
+                processes[rank].wait()
+        for log in logs:
+            log.seek(0)
+        return [log.read() + "\nNOT ENDED" * (rank in late) for rank, log in enumerate(logs)]
+
+
+def sharing(gpus: int, ranks: int = 0) -> tuple[int, int]:
+    """(ranks, GPUs that they share): `ranks`, or two on each GPU; four at least, eight at most."""
+    ranks = ranks or min(8, max(4, 2 * gpus))
+    return ranks, max(1, min(gpus, ranks // 2))
 
 
 def check_shared(gpus: int) -> None:
-    from workers.common import environment, free_port
+    ranks, gpus = sharing(gpus, args.ranks)
 
     def run() -> str:
-        env = environment("gpu", 1)
-        env |= {
-            "SYMM_GPUS": str(gpus),
-            "XLA_PYTHON_CLIENT_MEM_FRACTION": f"{0.4 / -(-args.ranks // gpus):.3f}",
-            "NCCL_NVLS_ENABLE": "0",
-        }
-        script = [sys.executable, str(Path(__file__).resolve()), "--worker", "shared-rank"]
-        script += ["--ranks", str(args.ranks), "--port", str(free_port())]
-        processes = [
-            subprocess.Popen(
-                [*script, "--rank", str(rank)], env=env, text=True,
-                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            )
-            for rank in range(args.ranks)
-        ]  # fmt: skip
-        outputs = []
-        end = time.monotonic() + min(150, left() - 5)
-        for process in processes:
-            try:
-                outputs.append(process.communicate(timeout=max(1, end - time.monotonic()))[0])
-            except subprocess.TimeoutExpired:
-                process.kill()
-                outputs.append(process.communicate()[0] + "\nNOT ENDED")
+        outputs = together("shared-rank", ranks, gpus, min(150, left() - 5))
         wrong = [o for o in outputs if "SHARED RANK IS RIGHT" not in o]
         assert not wrong, wrong[0][-1500:]
-        return f"{args.ranks} ranks on {gpus} GPUs, {outputs[0].split('RIGHT: ')[1].strip()}"
+        return f"{ranks} ranks on {gpus} GPUs, {outputs[0].split('RIGHT: ')[1].strip()}"
 
     attempt("ranks that share GPUs", run)
 
@@ -436,7 +464,6 @@ def shared_worker() -> None:
     import symm_kernels as kernels
 
     mesh = Mesh(jax.devices(), AXIS)
-    sharding = jax.sharding.NamedSharding(mesh, P(AXIS))
     size, n = kernels.BLOCK * kernels.PROGRAMS, mesh.size
     calls = 0
 
@@ -475,7 +502,6 @@ def shared_worker() -> None:
     def call(name: str) -> Any:
         return lambda x: kernels.call_right(name, x, AXIS)
 
-    del sharding
     compare(call("ring"), (size,), np.float32, lambda x: np.roll(x, 1, 0), 0)
     compare(call("pull"), (size,), np.float32, total, 1e-5)
     compare(call("count"), (size,), np.float32, parts, 1e-5)
@@ -483,6 +509,92 @@ def shared_worker() -> None:
     compare(all_reduce.all_reduce, (4096,), np.float16, total, 4e-3)
     compare(halo_exchange.halo_mean, (64, 1000), np.float32, mean, 1e-5)
     print(f"SHARED RANK IS RIGHT: {calls} calls equal float64", flush=True)
+
+
+# ---- Ranks that differ -------------------------------------------------------------------------
+
+#: Of waits, and in which ranks that differ must be told, in seconds.
+DIFFER_DEADLINE, TOLD_WITHIN = 60, 10
+#: Name -> a kernel, and rank 1's x: its elements, in those of rank 0's, and its type. Both ranks'
+#: calls take a workspace of one size: else they would meet in none, and end at the deadline.
+DIFFERENT = {
+    "shapes": ("ring", 2, jnp.float32),
+    "types": ("ring", 1, jnp.bfloat16),
+    "shapes-of-packets": ("packets", 2, jnp.float32),
+}
+ENDED = "ENDED\t"
+
+
+def check_differ(gpus: int) -> None:
+    def run(way: str) -> str:
+        outputs = together(f"differ-rank-{way}", 2, gpus, min(120, left() - 5))
+        return told(outputs, f"{DIFFERENT[way][0]}_kernel")
+
+    for way in DIFFERENT:
+        attempt(f"ranks with different {way}, on {gpus} GPUs", functools.partial(run, way))
+
+
+def told(outputs: list[str], kernel: str) -> str:
+    """What two ranks were told that call a kernel with different operands.
+
+    Raises:
+      AssertionError: one of them was told something else, or not at once.
+    """
+    seconds, messages = [], []
+    for rank, output in enumerate(outputs):
+        ended = re.search(rf"^{ENDED}([\d.]+)$", output, re.MULTILINE)
+        assert ended, f"rank {rank} has not ended: {output[-1500:]}"
+        seconds.append(float(ended[1]))
+        assert seconds[-1] < TOLD_WITHIN, f"rank {rank} ended after {ended[1]} s: {output[-1500:]}"
+        message = re.search(
+            rf"jflux\.symm\.call\({kernel}\): rank {rank} expects call (\d+) "
+            rf"with signature (\w+), but rank {1 - rank} sent call \1 with signature (?!\2)(\w+) .*"
+            "The ranks run different calls",
+            output,
+        )
+        assert message, f"rank {rank} was told: {output[-1500:]}"
+        messages.append(message)
+    (_, own, other), (_, *others) = (message.groups() for message in messages)
+    assert others == [other, own], f"rank 0 has {own} and {other}, rank 1 {others}"
+    return f"{max(seconds):.1f} s: {messages[0][0]}"
+
+
+def differ_worker(way: str) -> None:
+    """A call of equal operands, which is right, and then one of operands that differ."""
+    import symm_kernels as kernels
+    from jax._src import distributed
+    from workers.common import leave_last
+
+    jflux.init(deadline_seconds=DIFFER_DEADLINE)
+    jflux.config.update(strict=True)
+    mesh = Mesh(jax.devices(), AXIS)
+    sharding = jax.sharding.NamedSharding(mesh, P(AXIS))
+    name, *other = DIFFERENT[way]
+
+    def call(x: Any) -> Any:
+        return kernels.call_right(name, x, AXIS)
+
+    f = jax.jit(jax.shard_map(call, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS)))
+
+    def ones(times: int, dtype: Any) -> Any:
+        x = np.ones(mesh.size * times * kernels.BLOCK * kernels.PROGRAMS, dtype)
+        return jax.make_array_from_callback(x.shape, sharding, lambda at: x[at])
+
+    equal, different = ones(1, np.float32), ones(*(other if args.rank else (1, np.float32)))
+    programs = [f.lower(x).compile() for x in (equal, different)]
+    distributed.global_state.client.wait_at_barrier("compiled", 60_000)
+    (shard,) = programs[0](equal).addressable_shards
+    assert (np.asarray(shard.data)[:-1] == 1).all()  # the last packet is masked out
+    begin = time.monotonic()
+    try:
+        jax.block_until_ready(programs[1](different))
+        print("NOT TOLD")
+    except jax.errors.JaxRuntimeError as error:
+        print(error)
+        print(f"{ENDED}{time.monotonic() - begin:.1f}", flush=True)
+    leave_last(args.rank)
+    sys.stdout.flush()
+    os._exit(0)  # at once: the GPU is of no use any more
 
 
 # ---- Times -------------------------------------------------------------------------------------
@@ -629,12 +741,15 @@ SECTIONS = {
     "times": check_times,
     "examples": check_examples,
     "shared": lambda mesh: check_shared(mesh.size),
+    "differ": lambda mesh: check_differ(min(2, mesh.size)),
 }
 
 
 def worker(name: str) -> None:
     if name == "shared-rank":
         shared_worker()
+    elif name.startswith("differ-rank-"):
+        differ_worker(name.removeprefix("differ-rank-"))
     elif name.startswith("stuck-"):
         stuck_worker(name.removeprefix("stuck-"))
     else:

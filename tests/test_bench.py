@@ -255,6 +255,51 @@ def test_what_has_not_been_measured_is_named():
     assert f"### 2 x {model}" in cards.to_do([("2xh100", whole)])
 
 
+def test_what_has_not_been_measured_on_more_gpus_is_named():
+    """Where something was measured on so many; runs of one GPU are named once."""
+    model = "NVIDIA H100 80GB HBM3"
+    results = [("4xh100", _of_shapes(f"4 x {model}", shapes.of("flux", 4)))]
+    text = cards.to_do(results)
+    two, four = text.split(f"### 4 x {model}")
+    assert f"### 2 x {model}" in two and "### 8 x" not in text and "--ranks N" in two
+    assert "| products |" in two and "| products |" not in four
+    ops = next(line for line in four.splitlines() if line.startswith("| ops |"))
+    assert "flux" not in ops and "llm (" in ops
+    assert "flux" in next(line for line in two.splitlines() if line.startswith("| ops |"))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_rows_are_under_the_list_that_was_asked_for(ranks):
+    """Also where ranks do not divide its rows, and so more rows were timed (bench.shapes.of)."""
+    for name in ("flux", "hundreds", "odd"):
+        result = _of_shapes(f"{ranks} x NVIDIA H200", shapes.of(name, ranks))
+        assert list(render.by_list(result)) == [name]
+
+
+@pytest.mark.parametrize("ranks", [4, 8])
+def test_results_of_more_gpus_are_rendered(ranks):
+    """Copies of those of two, as if they were of more: tables say how many, and rates are of one
+    GPU; nothing else changes."""
+    results, kinds = [], set()
+    for name, result in render.load():
+        if not name.startswith("2x"):
+            continue
+        machine = result["machine"] | {"gpus": f"{ranks} x NVIDIA H300", "date": "2030-01-01"}
+        results.append((name.replace("2x", f"{ranks}x"), result | {"machine": machine}))
+        kinds |= set(result) - {"machine"}
+    assert {"rows", "experts", "attention", "gathered", "scattered"} <= kinds
+    text = render.document(results)
+    headings = [line for line in text.splitlines() if line.startswith("## ") and " x " in line]
+    assert len(headings) == len(results)
+    assert all(f"{ranks} x NVIDIA H300" in line for line in headings)
+    for op in render.PICTURES:
+        if curves := render.curves([r for r in results if "rows" in r[1]], op):
+            assert all(name.startswith(f"{ranks} x NVIDIA H300") for name in curves)
+    gathered = dict(results)[f"{ranks}xh100_gathered"]["gathered"][0]
+    half, whole = (sections.gathered.cells(gathered, n)[7] for n in (2, ranks))
+    assert int(half) == pytest.approx(int(whole) * ranks / 2, abs=ranks)
+
+
 @pytest.fixture
 def benchmark_of_shapes(monkeypatch):
     """A function (arguments) -> the shapes that `python -m bench` has measured, in no time."""

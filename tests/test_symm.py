@@ -1,8 +1,10 @@
 """jflux.symm without a GPU: references under transforms, what is refused, what Triton makes of the
 kernels, and how writes outside of a buffer are found. tests/symm_gpu.py runs the kernels."""
 
+import importlib
 import re
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -411,3 +413,66 @@ def test_the_ranks_agree_on_a_signature(kernels):
     ):
         assert symm_call._signature(arrays, changed) != same
     assert symm_call._signature([_struct(size, dtype=np.int32)], params) != same
+
+
+# ---- What tests/symm_gpu.py makes of errors ------------------------------------------------------
+
+
+def _told(rank, own, other, seconds=0.4, call=2):
+    return (
+        f"jflux.symm.call(ring_kernel): rank {rank} expects call {call} with signature {own}, but "
+        f"rank {1 - rank} sent call {call} with signature {other} (unit 1). The ranks run "
+        f"different calls: check that all of them trace the same ops.\nINTERNAL: launch failed\n"
+        f"ENDED\t{seconds}\n"
+    )
+
+
+@pytest.fixture
+def symm_gpu(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["symm_gpu.py"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("NCCL_NVLS_ENABLE", "XLA_PYTHON_CLIENT_PREALLOCATE"):
+        monkeypatch.setenv(name, "0")
+    return importlib.import_module("symm_gpu")
+
+
+def test_ranks_that_differ_are_both_told_at_once(symm_gpu):
+    right = [_told(0, "0a1b2c", "ffee00"), _told(1, "ffee00", "0a1b2c", 1.2)]
+    assert symm_gpu.told(right, "ring_kernel").startswith(
+        "1.2 s: jflux.symm.call(ring_kernel): rank 0 expects"
+    )
+    late = "jflux.symm.call(ring_kernel): rank 1 waited 60 s for rank 0\nENDED\t0.5\n"
+    for wrong, why in (
+        (late, "rank 1 was told"),
+        ("NOT TOLD\n", "rank 1 has not ended"),
+        ("\nNOT ENDED", "rank 1 has not ended"),
+        (_told(1, "ffee00", "0a1b2c", 60.2), "rank 1 ended after 60.2 s"),
+        (_told(1, "ffee00", "ffee00"), "rank 1 was told"),
+        (_told(0, "0a1b2c", "ffee00"), "rank 1 was told"),
+        (_told(1, "123456", "0a1b2c"), "rank 0 has"),
+    ):
+        with pytest.raises(AssertionError, match=why):
+            symm_gpu.told([right[0], wrong], "ring_kernel")
+
+
+@on_cpus
+def test_processes_of_ranks_are_ended(symm_gpu, monkeypatch, tmp_path):
+    """What they say is read, also of those that do not end."""
+    script = tmp_path / "worker.py"
+    script.write_text(
+        "import sys, time\n"
+        "rank = int(sys.argv[sys.argv.index('--rank') + 1])\n"
+        "print(f'this is {rank}', flush=True)\n"
+        "sys.stdin.read() if rank == 0 else time.sleep(600 * (rank == 2))\n"
+    )
+    monkeypatch.setattr(symm_gpu, "__file__", str(script))
+    begin = time.monotonic()
+    outputs = symm_gpu.together("some-rank", 3, 2, seconds=3)
+    assert outputs == ["this is 0\n", "this is 1\n", "this is 2\n\nNOT ENDED"]
+    assert time.monotonic() - begin < 60
+
+
+def test_ranks_that_share_gpus_do_so_on_any_number_of_them(symm_gpu):
+    found = [symm_gpu.sharing(gpus) for gpus in (1, 2, 3, 4, 8)]
+    assert found == [(4, 1), (4, 2), (6, 3), (8, 4), (8, 4)]
+    assert symm_gpu.sharing(8, 2) == (2, 1)

@@ -43,7 +43,8 @@ class Ranks:
         compiled, ptx = _compile(self.params, arrays)
         # A machine as slow as this one looks at the clock more often.
         ptx = ptx.replace("mov.u32 left, 2048;", "mov.u32 left, 16;")
-        self.program, self.threads = Program(ptx), compiled.threads
+        self.programs, self.threads = [Program(ptx)] * world, compiled.threads
+        self.signatures = [SIGNATURE] * world
         self.shared_bytes = compiled.shared_bytes
         self.rng, self.clock, self.memory = random.Random(seed), [1000], Memory(1 << 24)
         total = _native.lib.custom_workspace_bytes(
@@ -65,7 +66,7 @@ class Ranks:
             self.memory.write(state + STATE["fault"], records)
             self.memory.write(state + STATE["warning"], records + 256)
             self.memory.write(state + STATE["abort"], records + 512)
-        self.calls = 0
+        self.calls, self.lateness = 0, [0, 0, 60, 300]  # in turns
 
     def call(self, xs):
         """xs: one array for each rank -> the first result of each; or the ranks that trapped."""
@@ -78,14 +79,14 @@ class Ranks:
             y_at = self.memory.allocate(int(np.prod(shape)) * dtype.itemsize, 0xEE)
             results.append(y_at)
             arguments = [
-                self.states[rank], self.calls, OP, SIGNATURE, self.where.signal_bytes, rank,
-                self.where.half_bytes, *self.bases, x_at, y_at, 0, 0,
+                self.states[rank], self.calls, OP, self.signatures[rank], self.where.signal_bytes,
+                rank, self.where.half_bytes, *self.bases, x_at, y_at, 0, 0,
             ]  # fmt: skip
-            late = self.rng.choice([0, 0, 60, 300])
+            late = self.rng.choice(self.lateness)
             for _ in range(self.params.grid):
                 block = Block(
-                    self.program, arguments, self.memory, self.clock, blocks=self.params.grid,
-                    threads=self.threads, shared_bytes=self.shared_bytes,
+                    self.programs[rank], arguments, self.memory, self.clock,
+                    blocks=self.params.grid, threads=self.threads, shared_bytes=self.shared_bytes,
                 )  # fmt: skip
                 running.append([rank, late, block])
         trapped = []
@@ -267,3 +268,52 @@ def test_ranks_that_run_different_calls_are_told(kernels):
     assert 0 in ranks.call(_draw(0, 2, array.shape, np.float32))
     kind, who = (ranks.memory.read(ranks.records[0] + 8 * i) for i in range(2))
     assert (kind, who) == (2, OP)
+
+
+def _differing(f, arrays, **options):
+    """Two ranks in one workspace, rank 1 with a call of `arrays[1]`, and what their signals are."""
+    groups = [Ranks(f, [array], 2, **options) for array in arrays]
+    ranks, other = groups
+    assert ranks.total == other.total
+    ranks.programs[1] = other.programs[1]
+    ranks.signatures = [
+        symm_call._signature([array], group.params)
+        for array, group in zip(arrays, groups, strict=True)
+    ]
+    signals = [1 << 24 | signature & 0xFFFFFF for signature in ranks.signatures]
+    assert signals[0] != signals[1]
+    return ranks, [np.ones(array.shape, array.dtype) for array in arrays], signals
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("name, way", [("ring", "shapes"), ("ring", "types"), ("pull", "shapes")])
+def test_ranks_that_differ_are_told_at_once(kernels, name, way, seed):
+    """Both of them, by the other one's signature, long before the deadline."""
+    size = kernels.BLOCK * kernels.PROGRAMS
+    arrays = [
+        jax.ShapeDtypeStruct((size,), np.float32),
+        jax.ShapeDtypeStruct((2 * size,), np.float32)
+        if way == "shapes"
+        else jax.ShapeDtypeStruct((size,), jnp.bfloat16),
+    ]
+    ranks, xs, signals = _differing(
+        lambda x: kernels.call_right(name, x, "tp"), arrays, seed=seed, timeout=10**12
+    )
+    assert ranks.call(xs) == [0, 1]
+    for rank in range(2):
+        record = [ranks.memory.read(ranks.records[rank] + 8 * i) for i in range(6)]
+        assert record[:3] == [2, OP | rank << 32, 1 - rank]
+        assert record[4:] == [signals[rank], signals[1 - rank]]
+
+
+def test_packets_of_another_call_are_not_waited_for(kernels):
+    """The hello of their sender tells. (Rank 0 waits for its own packets, up to the deadline.)"""
+    arrays = [jax.ShapeDtypeStruct((kernels.BLOCK,), dtype) for dtype in (np.float32, np.int32)]
+    ranks, xs, signals = _differing(
+        lambda x: kernels.call_stuck(x, "tp", "packets"), arrays, timeout=300_000
+    )
+    ranks.lateness = [0]
+    assert ranks.call(xs) == [0, 1]
+    records = [[ranks.memory.read(at + 8 * i) for i in range(6)] for at in ranks.records]
+    assert records[0] == [1, OP, 0, MASK, signals[0], 0]
+    assert records[1] == [2, OP | 1 << 32, 0, MASK, signals[1], signals[0]]
