@@ -91,6 +91,26 @@ def test_large_scores_do_not_overflow(dtype, ring):
     check((100 * q, k, v, do), min(2, RANKS), causal=True, ring=ring)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("op", ["attention", "ulysses_attention"])
+def test_windows_on_one_rank(op, causal):
+    """cuDNN's have no right side."""
+    q, k, v, _ = drawn((2, 160, 4, 2, 64), jnp.bfloat16, 3)
+    options = {"causal": causal, "window": (20, 9)}
+    if op == "ulysses_attention":
+        f, specs = functools.partial(jflux.ulysses_attention, axis_name="tp", **options), (P(),) * 3
+        got = jax.jit(jax.shard_map(f, mesh=make_mesh((1,)), in_specs=specs, out_specs=P()))(
+            q, k, v
+        )
+    else:
+        got = jax.jit(functools.partial(jflux.attention, **options))(q, k, v)
+    wide = (a.astype(jnp.float32) for a in (q, k, v))
+    with jax.default_matmul_precision("float32"):
+        want = jflux.reference.attention(*wide, **options)
+    unit = float(jnp.finfo(jnp.bfloat16).eps)
+    np.testing.assert_allclose(np.asarray(got, np.float32), want, rtol=2 * unit, atol=2 * unit)
+
+
 @pytest.mark.skipif(PLATFORM != "gpu", reason="cuDNN runs on GPUs")
 @pytest.mark.parametrize("return_lse", [False, True])
 @pytest.mark.parametrize("ring", [False, True])

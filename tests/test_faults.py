@@ -152,8 +152,8 @@ def test_a_late_rank_is_named_and_waited_for():
 
 @pytest.mark.parametrize("of", ["length", "page"])
 def test_decoding_with_a_value_that_does_not_fit(of):
-    """GPUs finish the call, whose other sequences are right, print the value, and refuse the next
-    call. CPUs look at lengths alone, and go on after the error."""
+    """GPUs refuse what comes next: the merge over ranks, or if that was sooner the next call. CPUs
+    look at lengths alone, and go on after the error."""
     n = min(RANKS, 4)
     output = run_alone(f"wrong_{of}", platform=PLATFORM, devices=n)
     value = {
@@ -162,8 +162,12 @@ def test_decoding_with_a_value_that_does_not_fit(of):
     }[of]
     message = rf"jflux\.flash_decode: rank \d was given {value}"
     if PLATFORM == "gpu":
-        assert "finished" in output and re.search(rf"^{message}", output, re.M), output
-        assert re.search(rf"^next error: .*{message}", output, re.M), output
+        ended = re.search(rf"^error: .*{message}", output, re.M)
+        assert ended or ("finished" in output and re.search(rf"^{message}", output, re.M)), output
+        # A merge that gave up has ended CUDA on its GPU, which XLA may find out first.
+        assert re.search(rf"^next error: .*({message}|CUDA_ERROR_LAUNCH_FAILED)", output, re.M), (
+            output
+        )
     elif of == "length":
         assert re.search(rf"^error: .*{message}.*end a sequence", output, re.M), output
         assert "the next call runs" in output and "finished" not in output, output

@@ -285,4 +285,8 @@ def _is_one_call(call: Call, q: jax.Array, return_lse: bool, segment_ids: Any) -
     scores = call.scores
     no_mask = not scores.causal and scores.window is None and not call.ring
     nothing_else = not return_lse and segment_ids is None and scores.softcap is None
-    return nothing_else and (call.ranks == 1 or no_mask) and ulysses.cudnn_takes(q)
+    return (
+        nothing_else
+        and (call.ranks == 1 or no_mask)
+        and ulysses.cudnn_takes(q, scores.causal, scores.window)
+    )

@@ -58,8 +58,8 @@ def flash_decode(
     Differentiable in q and the caches, in both modes.
 
     A length that is not from 0 to S is an error with the value, and so is an entry of `block_table`
-    that is no page and not -1 (*Raises*, below). Nothing outside of the cache is read, and what
-    comes back for that sequence is NaN; such an entry counts as -1.
+    that is no page and not -1 (*Raises*, below). Nothing outside of the cache is read. Where the
+    call ends nevertheless, that sequence's result is NaN; such an entry counts as -1.
 
     Args:
       q, k_cache, v_cache: of one type: float16, bfloat16, float32 or float64.

@@ -143,12 +143,17 @@ def to_positions(axis_name: AxisName, y: jax.Array, all_to_all: Any) -> jax.Arra
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Array:
     """`jax.nn.dot_product_attention`, which does not take cuDNN by itself."""
-    fits = options["mask"] is None and cudnn_takes(q)
+    fits = options["mask"] is None and cudnn_takes(
+        q, options["is_causal"], options["local_window_size"]
+    )
     return jax.nn.dot_product_attention(
         q, k, v, implementation="cudnn" if fits else None, **options
     )
 
 
-def cudnn_takes(q: jax.Array) -> bool:
-    """Whether `jax.nn.dot_product_attention` can use cuDNN for such queries."""
-    return jax.default_backend() == "gpu" and cudnn.why_not_operands(q, q.shape[1]) is None
+def cudnn_takes(q: jax.Array, is_causal: bool, window: tuple[int, int] | None) -> bool:
+    """Whether `jax.nn.dot_product_attention` can use cuDNN for such queries: it has no windows to
+    the right."""
+    if jax.default_backend() != "gpu" or (window is not None and not is_causal):
+        return False
+    return cudnn.why_not_operands(q, q.shape[1]) is None
