@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import pathlib
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,10 @@ from harness import PLATFORM, Call, each_call, make_mesh, operands, per_device
 
 import jflux
 from jflux import _config, _dispatch, _explain, _ffi, _heap, _native, _tuning
+from jflux._attention import across_ranks
+from jflux._attention import gathered as attention_gathered
 from jflux._dispatch import Machine, Path
+from jflux._experts import placed
 from jflux._ops import (
     _product,
     all_gather_matmul,
@@ -238,6 +242,99 @@ def test_a_prepared_call_takes_the_kernel_whatever_is_faster():
     with _config.override(always=True):
         plan = plan_of(gather(16, 64, 64))
     assert plan.path == Path.FUSED and plan.reason.startswith("jflux.config(always=True)")
+
+
+# ---- With two, four and eight GPUs -----------------------------------------------------------------
+
+
+def _first(holds, start=1):
+    """The first power of two from which on it holds; None: it never does."""
+    sizes = [start << i for i in range(28)]
+    beyond = [size for size in sizes if not holds(size)]
+    return next((s for s in sizes if not beyond or s > beyond[-1]), None)
+
+
+def _bytes(n):
+    return "never" if n is None else f"{n >> 20} MiB" if n >= 1 << 20 else f"{n >> 10} KiB"
+
+
+def _rows_by_ranks():
+    """The rows of the table in docs/guide/dispatch.md, by their first words."""
+
+    def sums(ranks, size):
+        return plan_of(reduced(size // 2, ranks))
+
+    def gathers(ranks, size):
+        return plan_of(gathered(size // 2, ranks))
+
+    def is_sum_by(name, ranks, size):
+        plan = sums(ranks, size)
+        return plan.path == Path.REFERENCE or (
+            all_reduce.ALGORITHMS.index(name) <= plan.config["algorithm"]
+        )
+
+    def is_placed(ranks, tokens):
+        params = placed.Params(("ep",), ranks, 256 // ranks, ranks * tokens * 8, -1, 1, 0)
+        arrays = _array((tokens, 7168)), _array((tokens, 8), np.int32)
+        try:
+            native = _native.plan(placed.OP, placed._call(arrays, params), 0, 0.0)
+        except ValueError:
+            return False
+        return native["workspace_bytes"] <= placed.MOST_WORKSPACE_BYTES
+
+    def is_merged(ranks, sequences):
+        parts = _array((64 * sequences, 129), np.float32)
+        params = across_ranks.Params(("cp",), ranks, False)
+        return across_ranks._plan([parts], params, GPU).path == Path.FUSED
+
+    def text(f, form=str):
+        return [form(f(ranks)) for ranks in (2, 4, 8)]
+
+    return {
+        "`all_reduce`: two_shot": [
+            "never" if first is None or sums(r, first).config["algorithm"] != 1 else _bytes(first)
+            for r in (2, 4, 8)
+            for first in [_first(lambda s, r=r: is_sum_by("two_shot", r, s), 1 << 10)]
+        ],
+        "`all_reduce`: chunked": text(
+            lambda r: _first(lambda s: is_sum_by("chunked", r, s), 1 << 10), _bytes
+        ),
+        "`all_reduce`: XLA's": text(
+            lambda r: _first(lambda s: sums(r, s).path == Path.REFERENCE, 1 << 10), _bytes
+        ),
+        "`all_gather`: chunks": text(
+            lambda r: _first(lambda s: gathers(r, s).config.get("chunked", 1), 1 << 10), _bytes
+        ),
+        "`all_gather`: XLA's": text(
+            lambda r: _first(lambda s: gathers(r, s).path == Path.REFERENCE, 1 << 10), _bytes
+        ),
+        "`matmul_all_reduce`": text(
+            lambda r: next(
+                rows
+                for rows in (64, 128, 256, 512, 1024, 2048)
+                if all(
+                    plan_of(summed(m, 8192, 8192, r)).path == Path.FUSED
+                    for m in (rows << i for i in range(4))
+                )
+            )
+        ),
+        "`moe_dispatch`": text(lambda r: _first(lambda t: not is_placed(r, t))),
+        "`flash_decode`": text(lambda r: _first(lambda b: not is_merged(r, b))),
+        "`jflux.attention`": text(
+            lambda r: _first(lambda s: s // r > attention_gathered.MOST_POSITIONS_FOR_GRADIENTS)
+        ),
+    }
+
+
+def test_the_page_says_what_changes_with_the_number_of_ranks():
+    page = (pathlib.Path(__file__).parents[1] / "docs/guide/dispatch.md").read_text()
+    found = {
+        cells[1].strip(): [cell.strip() for cell in cells[2:5]]
+        for cells in (line.split("|") for line in page.splitlines() if line.count("|") == 5)
+    }
+    for start, wanted in _rows_by_ranks().items():
+        (row,) = (cells for name, cells in found.items() if name.startswith(start))
+        assert row == wanted, start
 
 
 # ---- Numbers that both languages use -------------------------------------------------------------
