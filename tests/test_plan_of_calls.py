@@ -244,7 +244,7 @@ def test_a_prepared_call_takes_the_kernel_whatever_is_faster():
     assert plan.path == Path.FUSED and plan.reason.startswith("jflux.config(always=True)")
 
 
-# ---- With two, four and eight GPUs -----------------------------------------------------------------
+# ---- With two, four and eight GPUs ---------------------------------------------------------------
 
 
 def _first(holds, start=1):
