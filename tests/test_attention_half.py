@@ -98,10 +98,9 @@ def test_windows_on_one_rank(op, causal):
     q, k, v, _ = drawn((2, 160, 4, 2, 64), jnp.bfloat16, 3)
     options = {"causal": causal, "window": (20, 9)}
     if op == "ulysses_attention":
-        f, specs = functools.partial(jflux.ulysses_attention, axis_name="tp", **options), (P(),) * 3
-        got = jax.jit(jax.shard_map(f, mesh=make_mesh((1,)), in_specs=specs, out_specs=P()))(
-            q, k, v
-        )
+        f = functools.partial(jflux.ulysses_attention, axis_name="tp", **options)
+        specs = {"in_specs": (SEQUENCE,) * 3, "out_specs": SEQUENCE}
+        got = jax.jit(jax.shard_map(f, mesh=make_mesh((1,)), **specs))(q, k, v)
     else:
         got = jax.jit(functools.partial(jflux.attention, **options))(q, k, v)
     wide = (a.astype(jnp.float32) for a in (q, k, v))

@@ -162,9 +162,9 @@ def test_decoding_with_a_value_that_does_not_fit(of):
     }[of]
     message = rf"jflux\.flash_decode: rank \d was given {value}"
     if PLATFORM == "gpu":
-        ended = re.search(rf"^error: .*{message}", output, re.M)
-        assert ended or ("finished" in output and re.search(rf"^{message}", output, re.M)), output
+        assert re.search(message, output), output
         # A merge that gave up has ended CUDA on its GPU, which XLA may find out first.
+        assert re.search(r"^(error: |finished)", output, re.M), output
         assert re.search(rf"^next error: .*({message}|CUDA_ERROR_LAUNCH_FAILED)", output, re.M), (
             output
         )

@@ -1,24 +1,36 @@
 """Checks an installed jflux from outside: python check_install.py VERSION cuda|cpu.
 
 Fails unless it is of that version, has (cuda) or lacks (cpu) the GPU kernels, lies outside of any
-checkout, and was imported without a driver library. Prints the sizes of its files.
+checkout, and loads no driver library but those that JAX has loaded. Prints the sizes of its files.
 """
 
 import pathlib
 import sys
 
-import jflux
-from jflux import _build_info, _native, _tuning
+import jax  # noqa: F401  with NVIDIA's wheels beside it, it loads the CUDA run time
+
+
+def mapped() -> set[str]:
+    """The file names of what this process has mapped."""
+    lines = pathlib.Path("/proc/self/maps").read_text().splitlines()
+    return {line.split()[-1].rsplit("/", 1)[-1] for line in lines if "/" in line}
+
+
+before = mapped()
+
+import jflux  # noqa: E402
+from jflux import _build_info, _native, _tuning  # noqa: E402
 
 version, kind = sys.argv[1:]
 folder = pathlib.Path(jflux.__file__).parent
 assert jflux.__version__ == version, jflux.__version__
 assert "site-packages" in folder.parts, folder
 assert _native.lib.built_with_cuda() == (kind == "cuda"), _build_info.CUDA_DETAIL
-assert _tuning.shipped_table("nvidia_h200"), "the tuning tables are missing"
+for gpu in ("nvidia_h100_80gb_hbm3", "nvidia_h200"):
+    assert _tuning.shipped_table(gpu), f"the tuning table of {gpu} is missing"
 
-mapped = {line.split()[-1].rsplit("/", 1)[-1] for line in open("/proc/self/maps") if "/" in line}
-drivers = [name for name in mapped if name.startswith(("libcuda.so", "libcudart", "libnvshmem"))]
+libraries = ("libcuda.so", "libcudart", "libnvshmem")
+drivers = [name for name in mapped() - before if name.startswith(libraries)]
 assert not drivers, f"importing jflux loaded {drivers}"
 
 print(f"jflux {version}, built with {_build_info.CUDA_DETAIL}, in {sys.version.split()[0]}")

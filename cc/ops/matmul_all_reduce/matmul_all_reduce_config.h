@@ -51,8 +51,10 @@ inline WorkspaceLayout MatmulAllReduceWorkspace(const MatmulAllReduceParams& p,
 // Measured as kScatterCosts.
 inline constexpr TileCosts kReduceCosts{1.04, kScatterCosts.narrow, kExposed};
 
-// Up to 2048 rows are one raster group over w: then tiles are finished, and sent to the peers, from
-// the beginning on. More are shorter raster groups: faster at 4096 (docs/experiments/0027).
+// Below 1024 rows there is one raster group over w: then tiles are finished, and sent to the peers,
+// from the beginning on. More rows have one for each rank's rows, those of the peers first, but for
+// tiles of 192 columns, which take less time with one group up to 2048 rows
+// (docs/experiments/0027 and 0051).
 inline GemmChoice ChooseAllReduce(int world, int64_t rows_per_rank, int64_t n, int64_t k,
                                   const Machine& machine) {
   const int64_t m = world * rows_per_rank;
@@ -60,7 +62,7 @@ inline GemmChoice ChooseAllReduce(int world, int64_t rows_per_rank, int64_t n, i
     return ChooseSplits(GemmChoice{kSharedKTile, 1, 1}, m, n, k, machine, kReduceSplits);
   }
   GemmChoice c = ChooseGemm(world, rows_per_rank, n, k, machine, kReduceCosts);
-  if (m <= 2048) c.group_m = 0;
+  if (m < 1024 || (m <= 2048 && c.tile_n == 192)) c.group_m = 0;
   return c;
 }
 
