@@ -265,6 +265,15 @@ TEST(OpsChooseAsTheirPartsDo) {
 }
 
 TEST(AllReducesAreFinishedFromTheBeginningOn) {
+  // On two ranks tiles of 128 columns take the peer's rows first, those of 192 do not.
+  EXPECT_EQ(ChooseAllReduce(2, 256, 8192, 14336, kH200).group_m, 0);
+  EXPECT_EQ(ChooseAllReduce(2, 1024, 12288, 24576, kH200).tile_n, 192);
+  EXPECT_EQ(ChooseAllReduce(2, 1024, 12288, 24576, kH200).group_m, 0);
+  for (int64_t rows : {512, 1024}) {
+    const GemmChoice c = ChooseAllReduce(2, rows, 8192, 14336, kH200);
+    EXPECT(c.tile_n == 128 && c.group_m > 0) << rows;
+    EXPECT(c == ChooseGemm(2, rows, 8192, 14336, kH200, kReduceCosts)) << rows;
+  }
   for (int64_t rows : {128, 256, 512}) {
     const GemmChoice c = ChooseAllReduce(4, rows, 12288, 8192, kH200),
                      product = ChooseGemm(4, rows, 12288, 8192, kH200, kReduceCosts);

@@ -51,10 +51,10 @@ inline WorkspaceLayout MatmulAllReduceWorkspace(const MatmulAllReduceParams& p,
 // Measured as kScatterCosts.
 inline constexpr TileCosts kReduceCosts{1.04, kScatterCosts.narrow, kExposed};
 
-// Below 1024 rows there is one raster group over w: then tiles are finished, and sent to the peers,
-// from the beginning on. More rows have one for each rank's rows, those of the peers first, but for
-// tiles of 192 columns, which take less time with one group up to 2048 rows
-// (docs/experiments/0027 and 0051).
+// Up to 2048 rows are one raster group over w: then tiles are finished, and sent to the peers, from
+// the beginning on. More are shorter raster groups, faster at 4096 (docs/experiments/0027); and on
+// two ranks, from 1024 rows on, tiles of 128 and 256 columns: the peer's rows come first then, and
+// travel behind the own ones (docs/experiments/0051).
 inline GemmChoice ChooseAllReduce(int world, int64_t rows_per_rank, int64_t n, int64_t k,
                                   const Machine& machine) {
   const int64_t m = world * rows_per_rank;
@@ -62,7 +62,8 @@ inline GemmChoice ChooseAllReduce(int world, int64_t rows_per_rank, int64_t n, i
     return ChooseSplits(GemmChoice{kSharedKTile, 1, 1}, m, n, k, machine, kReduceSplits);
   }
   GemmChoice c = ChooseGemm(world, rows_per_rank, n, k, machine, kReduceCosts);
-  if (m < 1024 || (m <= 2048 && c.tile_n == 192)) c.group_m = 0;
+  const bool peers_first = world == 2 && m >= 1024 && c.tile_n % 128 == 0;
+  if (m <= 2048 && !peers_first) c.group_m = 0;
   return c;
 }
 
