@@ -79,8 +79,8 @@ def matmul_reduce_scatter(
     GEMM + ReduceScatter). Peers' partial products travel in y's type and are summed in float32
     (float64 for float64) in a fixed order, so that every run gives the same bits: in rank order on
     the CPU, a rank's own unrounded part first and then the others in rank order on GPUs. There,
-    below 64 rows in all, from 129 to 511, and where a few rows beyond whole tiles of 256 cost more
-    than the scatter, it is XLA's product and :func:`jflux.reduce_scatter`, which are faster; all
+    below 64 rows in all, from 129 to 511 (but for 256 on two ranks), and where a few rows beyond
+    whole tiles of 256 cost more than the scatter, it is XLA's product and :func:`jflux.reduce_scatter`, which are faster; all
     parts are rounded then, and summed in rank order up to 64 MiB, and above in that of
     `lax.psum_scatter`. With ``jflux.config(always=True)`` it is the kernel.
 
@@ -446,6 +446,8 @@ def _sizes(arrays: Arrays, params: Params) -> _product.Sizes:
 def _why_decomposed(arrays: Arrays, params: Params, machine: Machine) -> str | None:
     operands = arrays
     sizes = _sizes(operands, params)
+    if params.world == 2 and sizes.rows == 2 * _product.TILE_ROWS:
+        return None  # a whole tile of each rank: docs/experiments/0020
     return _product.why_decomposed(
         sizes.rows, machine, fewest=FEWEST_ROWS, ranks=params.world, width=sizes.k
     )
