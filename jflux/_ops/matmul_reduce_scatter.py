@@ -80,8 +80,9 @@ def matmul_reduce_scatter(
     (float64 for float64) in a fixed order, so that every run gives the same bits: in rank order on
     the CPU, a rank's own unrounded part first and then the others in rank order on GPUs. There,
     below 64 rows in all, from 129 to 511 (but for 256 on two ranks), and where a few rows beyond
-    whole tiles of 256 cost more than the scatter, it is XLA's product and :func:`jflux.reduce_scatter`, which are faster; all
-    parts are rounded then, and summed in rank order up to 64 MiB, and above in that of
+    whole tiles of 256 cost more than the scatter, it is XLA's product and
+    :func:`jflux.reduce_scatter`, which are faster; all parts are rounded then, and summed in rank
+    order up to 64 MiB, and above in that of
     `lax.psum_scatter`. With ``jflux.config(always=True)`` it is the kernel.
 
     `bias` and `residual` are added to what has been scattered, in float32 (float64 for float64). On
