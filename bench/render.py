@@ -112,7 +112,7 @@ NOTES = """
 
 ### Choices behind single rows
 
-- Four shapes on 2 GPUs use configurations that were measured to be faster than the heuristic's
+- Seven shapes on 2 GPUs use configurations that were measured to be faster than the heuristic's
   (`jflux/tables`). One on 4 H200s (reduce-scatter 2048 x 8192 x 28672) used one that has been taken
   out since: a single raster group, which was faster when all CTAs sent.
 - On 2 GPUs chunks of sums would still be 5 % faster than XLA at 64 MiB, but take 256 MiB of the heap;

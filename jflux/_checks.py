@@ -24,8 +24,8 @@ def to_int32(x: jax.Array) -> jax.Array:
 
 def in_range(x: jax.Array, low: int | None, high: int, what: str) -> jax.Array:
     """The integers x. Under ``checkify.user_checks`` one that is not from `low` (None: any) to
-    `high` is an error, and becomes `low`, so that nothing else reports it. Elsewhere this is
-    nothing at all.
+    `high` is an error, and becomes `low` (0 of an unsigned type), so that nothing else reports it.
+    Elsewhere this is nothing at all.
 
     `checkify.debug_check` means the same, but it is an effect, and a jitted function with effects
     leaves JAX's fast dispatch.
@@ -40,8 +40,9 @@ def _check(*given: Any, low: int | None, high: int, what: str) -> Any:
     *context, error, enabled, x = given  # the oldest releases pass no context
     x = jnp.asarray(x)
     if checkify.FailedCheckError in enabled and x.size:
-        wrong = x > high
-        if low is not None:
+        type_ = jnp.iinfo(x.dtype)  # a bound that it does not hold would wrap in it
+        wrong = jnp.zeros(x.shape, bool) if high >= type_.max else x > high
+        if low is not None and low > type_.min:
             wrong |= x < low
         first = x.reshape(-1)[jnp.argmax(wrong.reshape(-1))]
         allowed = f"at most {high}" if low is None else f"from {low} to {high}"
@@ -50,7 +51,7 @@ def _check(*given: Any, low: int | None, high: int, what: str) -> Any:
         )
         error = _add_error(*context, error, jnp.any(wrong), failed)
         if low is not None:
-            x = jnp.where(wrong, jnp.asarray(low, x.dtype), x)
+            x = jnp.where(wrong, jnp.asarray(max(low, type_.min), x.dtype), x)
     return error, _primitive.bind(x, low=low, high=high, what=what)
 
 

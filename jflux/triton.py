@@ -671,7 +671,8 @@ def ll_get(ctx, packets, index, pe, dtype: tl.constexpr, mask=None):
       packets (uint64 pointer): as for :func:`ll_put`.
       index (int tensor): likewise.
       mask (bool tensor): likewise. Elements outside it are 0.
-      pe (int32): whose hello tells if it makes another call, and who is named if they do not come.
+      pe (int32): the sender. If it makes another call than this one, both ranks are told at once;
+        and it is named if the packets do not come.
       dtype: of the values.
     """
     address = (packets + 2 * index).to(tl.uint64)

@@ -54,7 +54,7 @@ def test_over_the_budget_is_a_notice(build_times):
 # Uses the processor for .3 s in a child, and nothing for another .3 s.
 COMPILER = r"""
 import subprocess, sys, time
-time.sleep(0.3)
+time.sleep(2)
 spin = "import time\nwhile time.process_time() < 0.3: pass"
 subprocess.run([sys.executable, "-S", "-c", spin], check=True)
 sys.exit(int(sys.argv[1]))
@@ -76,7 +76,7 @@ def test_the_launcher_notes_processor_time(build_times, tmp_path):
     seconds = build_times.read_noted(noted)
     assert list(seconds) == ["cc/runtime/heap.cc"]
     # The time of the child, not that of sleep.
-    assert 0.3 <= seconds["cc/runtime/heap.cc"] < 0.58
+    assert 0.3 <= seconds["cc/runtime/heap.cc"] < 1.5
 
 
 def test_what_a_build_has_noted_comes_before_the_log(build_times, tmp_path, monkeypatch, capsys):

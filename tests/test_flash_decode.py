@@ -114,6 +114,16 @@ def test_groups_and_two_axes(axes):
     check(jax.jit(f)(q, k, v, lengths), plain(q, k, v, lengths))
 
 
+@EITHER
+@pytest.mark.parametrize(("batch", "positions"), [(0, 4), (2, 0), (0, 0)])
+def test_an_empty_batch_or_cache(batch, positions, module):
+    operands = draw((batch, 4, 8), *[(batch, positions, 2, 8)] * 2)
+    f = jax.jit(functools.partial(module.flash_decode, axis_name=None, return_lse=True))
+    o, lse = f(*operands, np.zeros(batch, np.int32))
+    assert o.shape == (batch, 4, 8) and lse.shape == (batch, 4)
+    assert not o.any() and np.isneginf(lse).all()
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_large_scores_do_not_overflow(dtype):
     q, k, v = draw((2, 4, 16), (2, 12, 2, 16), (2, 12, 2, 16), dtype=jnp.dtype(dtype))
@@ -318,7 +328,28 @@ def test_a_length_beyond_the_cache_is_nan_in_plain_lax(world):
                 assert_only_the_last_is_nan(g(*operands, lengths), plain(*operands, [1, 0]))
 
 
-@pytest.mark.skipif(PLATFORM != "cpu", reason="GPUs report it: test_flash_decode_half.py")
+@pytest.mark.parametrize("type_", [np.int8, np.uint8, np.uint32])
+def test_checkify_of_types_that_do_not_hold_the_bounds(type_):
+    """200 positions wrap in int8, and -1 is no number of an unsigned type."""
+    q, k, v = draw((2, 2, 4), (2, 200, 2, 4), (2, 200, 2, 4))
+    (k_pages, table), (v_pages, _) = (paged(a, 1, 50) for a in (k, v))
+
+    def f(lengths, table):
+        return jflux.flash_decode(q, k_pages, v_pages, lengths, block_table=table, axis_name=None)
+
+    lengths = np.array([100, 5], type_)
+    checked = jax.jit(checkify.checkify(f, errors=checkify.all_checks))
+    error, got = checked(lengths, np.asarray(table, type_))
+    assert error.get() is None
+    want, _ = plain(q, k, v, lengths.astype(np.int32))
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    wrong = np.asarray(table, type_)
+    wrong[0, 0] = 100
+    error, _ = checked(lengths, wrong)
+    assert "100" in error.get()
+
+
+@pytest.mark.skipif(PLATFORM != "cpu", reason="GPUs report it: test_faults.py")
 @pytest.mark.parametrize("world", COUNTS)
 def test_a_length_beyond_the_cache_is_an_error(world):
     """With the value, and later calls are right."""
@@ -336,7 +367,7 @@ def test_a_length_beyond_the_cache_is_an_error(world):
     check(f(*operands, lengths), plain(*operands, lengths))
 
 
-@pytest.mark.skipif(PLATFORM != "cpu", reason="GPUs report it: test_flash_decode_half.py")
+@pytest.mark.skipif(PLATFORM != "cpu", reason="GPUs report it: test_faults.py")
 def test_a_length_of_many_calls_is_an_error():
     """Under vmap, in a loop, in pages."""
     q, k, v = draw((2, 2, 4), (2, 6, 2, 4), (2, 6, 2, 4))

@@ -39,9 +39,9 @@ def microseconds(mesh: Mesh, f: Callable[..., Any], arrays: list[Any]) -> float:
     """Of one call among others in one program, which XLA captures as a CUDA graph.
 
     It is what so many more calls take, so what a program takes besides is left out. Each call takes
-    the result of the one before, or if that has another shape an element of it: so none can be left
-    out, and the program returns one result. Results of each call would be arrays that the host
-    makes, and takes longer for than a GPU for a call.
+    the result of the one before, or if that has another shape an element of it, which XLA copies in
+    a kernel of its own: so no call can be left out, and the program returns one result. Results of
+    each call would be arrays that the host makes, and takes longer for than a GPU for a call.
     """
     result = jax.eval_shape(on_devices(mesh, f), *arrays)
     calls = 200 if result.size < 1 << 20 else 64

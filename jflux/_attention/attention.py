@@ -80,12 +80,13 @@ def attention(
     On GPUs cuDNN computes float16 and bfloat16 attention without `window`, `segment_ids` or
     `softcap`, in all orders but causal "striped", and its gradients unless `return_lse`: in one
     call where ``jax.nn.dot_product_attention`` means the same (one rank, or no mask at all), else
-    in a few, whose results are merged. Heads have a multiple of 8 elements, up to 128, and a
-    rank's parts of the sequence a multiple of 64 positions. For everything else, and for causal
-    forward passes over ranks that gather, Hopper GPUs have jflux's own kernels, in the same types,
-    for heads of up to 256 elements: with gathered keys one kernel, in which they arrive while it
-    computes. What these do not take runs as XLA's products, in blocks, which take several times as
-    long on GPUs (docs/experiments/0037, 0045 and 0047).
+    in a few, whose results are merged. Heads have a multiple of 8 elements, up to 128, and a rank's
+    parts of the sequence a multiple of 64 positions. For everything else, and for causal forward
+    passes over ranks that gather (with up to 4096 positions of a rank their gradients too), Hopper
+    GPUs have jflux's own kernels, in the same types, for heads of up to 256 elements: with gathered
+    keys one kernel, in which they arrive while it computes. What these do not take runs as XLA's
+    products, in blocks, which take several times as long on GPUs (docs/experiments/0037, 0045, 0047
+    and 0050).
 
     Args:
       q, k, v: of one floating type. Scores and sums are in float32 (float64 for float64).

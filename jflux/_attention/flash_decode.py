@@ -59,7 +59,7 @@ def flash_decode(
 
     A length that is not from 0 to S is an error with the value, and so is an entry of `block_table`
     that is no page and not -1 (*Raises*, below). Nothing outside of the cache is read. Where the
-    call ends nevertheless, that sequence's result is NaN; such an entry counts as -1.
+    call does not raise, that sequence's result is NaN; such an entry counts as -1.
 
     Args:
       q, k_cache, v_cache: of one type: float16, bfloat16, float32 or float64.
@@ -84,9 +84,10 @@ def flash_decode(
       NameError: for an `axis_name` outside ``shard_map``.
       jax.errors.JaxRuntimeError: on CPUs, for a length that is not from 0 to S. On GPUs the kernel
         reports lengths, and entries of `block_table` within a length, where the process has a
-        symmetric heap (:func:`jflux.init`, or any call over ranks): the fault is printed, and the
-        GPU's next calls of ops over ranks and of `flash_decode` raise it; a CUDA graph that is
-        replayed goes on. XLA's products, and derivatives on any device, report nothing.
+        symmetric heap (:func:`jflux.init`, or any call over ranks): the fault is printed, and what
+        comes next raises it: all ops over ranks of the process, on all of its GPUs, and
+        `flash_decode` on this one. A CUDA graph that is replayed goes on, and one that was captured
+        before there was a heap reports nothing; nor do XLA's products, and derivatives.
       checkify.JaxRuntimeError: under ``checkify.user_checks``, for both, on any device.
     """
     return _flash_decode(

@@ -152,7 +152,8 @@ def attend_to_part(
     scores = _scores(q, k) * scale
     if softcap is not None:
         scores = softcap * jnp.tanh(scores / softcap)
-    by_token = scores.reshape(len(q), -1, *attended.shape[1:])
+    heads = scores.shape[1] // attended.shape[1]
+    by_token = scores.reshape(len(q), heads, *attended.shape[1:])
     scores = jnp.where(attended[:, None], by_token, -jnp.inf).reshape(scores.shape)
     highest = lax.stop_gradient(jnp.max(scores, -1, initial=-jnp.inf))
     base = jnp.where(highest > -jnp.inf, highest, 0)

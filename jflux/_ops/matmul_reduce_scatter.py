@@ -447,7 +447,8 @@ def _sizes(arrays: Arrays, params: Params) -> _product.Sizes:
 def _why_decomposed(arrays: Arrays, params: Params, machine: Machine) -> str | None:
     operands = arrays
     sizes = _sizes(operands, params)
-    if params.world == 2 and sizes.rows == 2 * _product.TILE_ROWS:
+    whole = sizes.outer == 1 and sizes.inner == _product.TILE_ROWS
+    if params.world == 2 and whole:
         return None  # a whole tile of each rank: docs/experiments/0020
     return _product.why_decomposed(
         sizes.rows, machine, fewest=FEWEST_ROWS, ranks=params.world, width=sizes.k

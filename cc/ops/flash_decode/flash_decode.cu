@@ -80,7 +80,9 @@ struct Unit {
     const DecodeBounds bounds = args.arrays.bounds[u.sequence];
     u.is_wrong = !bounds.HasLength(args.capacity);
     const int32_t first = Max(bounds.first, bounds.origin) - bounds.origin;
-    const int32_t last = Min(bounds.end, bounds.origin + args.positions) - bounds.origin;
+    // Any number may be a wrong length: unsigned, since the difference may not fit.
+    const uint32_t to_end = Min(bounds.end, bounds.origin + args.positions);
+    const int32_t last = static_cast<int32_t>(to_end - static_cast<uint32_t>(bounds.origin));
     const int32_t end = u.is_wrong ? first : Max(last, first);
     const int32_t each = CeilDiv(CeilDiv(end - first, args.splits), kTile) * kTile;
     u.begin = first + Min(u.split * each, end - first);
