@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import itertools
 import os
 import sys
 import time
@@ -253,10 +254,11 @@ def main() -> int:
             alive = attempt(f"{name}, graphs", graphs, args.ranks)
         if alive and args.ranks > 1:
             alive = attempt(f"{name}, waits", waits, args.ranks)
-    for seed in range(args.seed, args.seed + args.calls):
-        for name, (one, _, _) in chosen.items():
-            if alive and time.monotonic() < until and len(wrong) < 12:
-                alive = attempt(f"{name}, seed {seed}", one, seed, args.ranks)
+    seeds = range(args.seed, args.seed + args.calls)
+    for seed, (name, (one, _, _)) in itertools.product(seeds, chosen.items()):
+        if not alive or time.monotonic() >= until or len(wrong) >= 12:
+            break
+        alive = attempt(f"{name}, seed {seed}", one, seed, args.ranks)
         if seed % 10 == 9:
             done = sum(map(len, found.values()))
             print(f"{done} calls right, {len(wrong)} wrong", flush=True)

@@ -3,6 +3,7 @@ passing them around a ring."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import math
@@ -246,33 +247,44 @@ def _split(
         )
     if 0 in q.shape or 0 in k.shape:
         return jnp.zeros_like(q), jnp.full(q.shape[:3], -jnp.inf, sum_dtype(q.dtype))
-    why = by_parts.why_not(q, k, scores, layout, ranks, segment_ids)
-    around = _goes_around(ring, k, v, ranks)
-    in_kernel = not around and gathered.takes(axis_name, ranks, segment_ids)
-    own = in_kernel and gathered.beats_cudnn(q, k, v, scores)
-    own_gradients = return_lse or (own and q.shape[1] <= gathered.MOST_POSITIONS_FOR_GRADIENTS)
     call = Call(
-        axis_name, ranks, scores, layout, ring=around, cudnn=why is None and not own,
-        cudnn_backward=why is None and not own_gradients, precision=default_precision(),
+        axis_name, ranks, scores, layout, ring=_goes_around(ring, k, v, ranks),
+        precision=default_precision(),
     )  # fmt: skip
-    if not plain and _is_one_call(call, q, return_lse, segment_ids):
-        if ranks > 1:
-            k, v = gather_keys(call, k, v)
-        return ulysses.attend(
-            q, k, v, is_causal=scores.causal, scale=scores.scale, mask=None,
-            local_window_size=scores.window,
-        ), None  # fmt: skip
-    if not plain and why is not None and jax.default_backend() == "gpu":
-        plan = kernel.plan(q, k, v, scores)
-        if plan.path == Path.REFERENCE:
-            _config.say_once(
-                logging.INFO, f"{_OP} runs in XLA's operations: {why}; no kernel: {plan.reason}"
-            )
+    if not plain:
+        if _is_one_call(call, q, return_lse, segment_ids):
+            if ranks > 1:
+                k, v = gather_keys(call, k, v)
+            return ulysses.attend(
+                q, k, v, is_causal=scores.causal, scale=scores.scale, mask=None,
+                local_window_size=scores.window,
+            ), None  # fmt: skip
+        call = _with_cudnn(call, q, k, v, segment_ids, return_lse)
     if axis_name is not None:
         q, k, v = _mesh.vary_together(axis_name, q, k, v)
         if segment_ids is not None and _mesh.tracks_vma(axis_name):
             segment_ids = _mesh.vary(segment_ids, _mesh.as_tuple(axis_name))
     return (of_split_reference if plain else of_split)(call, q, k, v, segment_ids)
+
+
+def _with_cudnn(
+    call: Call, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: Any, return_lse: bool
+) -> Call:
+    """The call, with which of its passes are cuDNN's, part by part. Says once if nothing but XLA's
+    operations takes it on GPUs."""
+    why = by_parts.why_not(q, k, call.scores, call.layout, call.ranks, segment_ids)
+    if why is not None:
+        if jax.default_backend() == "gpu":
+            plan = kernel.plan(q, k, v, call.scores)
+            if plan.path == Path.REFERENCE:
+                _config.say_once(
+                    logging.INFO, f"{_OP} runs in XLA's operations: {why}; no kernel: {plan.reason}"
+                )
+        return call
+    in_kernel = not call.ring and gathered.takes(call.axis_name, call.ranks, segment_ids)
+    own = in_kernel and gathered.beats_cudnn(q, k, v, call.scores)
+    own_gradients = return_lse or (own and q.shape[1] <= gathered.MOST_POSITIONS_FOR_GRADIENTS)
+    return dataclasses.replace(call, cudnn=not own, cudnn_backward=not own_gradients)
 
 
 def _goes_around(ring: bool | None, k: jax.Array, v: jax.Array, ranks: int) -> bool:

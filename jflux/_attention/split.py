@@ -143,10 +143,9 @@ def of_split(
 def of_split_reference(
     call: Call, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None
 ) -> Any:
-    """:func:`of_split` in XLA's operations, differentiated as they are written."""
-    call = dataclasses.replace(
-        call, cudnn=False, cudnn_backward=False, kernel=False, gather=all_gather_reference
-    )
+    """:func:`of_split` of a call that takes no cuDNN, in XLA's operations, differentiated as they
+    are written."""
+    call = dataclasses.replace(call, kernel=False, gather=all_gather_reference)
     return _run(call, q, k, v, (segments,))
 
 

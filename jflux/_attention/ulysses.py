@@ -151,7 +151,7 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Arra
     )
 
 
-def cudnn_takes(q: jax.Array, is_causal: bool, window: tuple[int, int] | None) -> bool:
+def cudnn_takes(q: jax.Array, is_causal: bool, window: int | tuple[int, int] | None) -> bool:
     """Whether `jax.nn.dot_product_attention` can use cuDNN for such queries: it has no windows to
     the right."""
     if jax.default_backend() != "gpu" or (window is not None and not is_causal):
