@@ -1,5 +1,9 @@
 #include "runtime/workspace_table.h"
 
+#include <atomic>
+#include <chrono>
+#include <thread>
+
 #include "core/atomic.h"
 #include "core/layout.h"
 #include "core/packet.h"
@@ -94,6 +98,14 @@ constexpr char kLockLost[] =
     "a process ended or was stopped while it held the directory of the symmetric heap: call "
     "jflux.shutdown() and jflux.init() in every process that is left, or start them all again";
 
+// Between two looks at a table without room. The more threads of this process look, the longer each
+// sleeps: thousands of calls that wait would leave those that hold the room no processor.
+void PauseForRoom() {
+  static std::atomic<int> waiting{0};
+  std::this_thread::sleep_for(std::chrono::microseconds(50) * ++waiting);
+  --waiting;
+}
+
 }  // namespace
 
 bool WorkspaceTable::Acquire(WorkspaceKey key, int32_t world, int64_t bytes, int64_t heap_bytes,
@@ -136,7 +148,7 @@ bool WorkspaceTable::Acquire(WorkspaceKey key, int32_t world, int64_t bytes, int
                "jflux.init(heap_bytes=...) with more";
       return false;
     }
-    PollPause(2048);
+    PauseForRoom();
   }
 }
 

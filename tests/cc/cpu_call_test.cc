@@ -2,7 +2,9 @@
 // loops, several groups, and ranks that never come.
 #include "runtime/cpu_call.h"
 
+#include <sched.h>
 #include <sys/wait.h>
+#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -391,6 +393,45 @@ TEST(CountersOfARunThatGoesOnAreKept) {
     JoinCpuCall(Exchange(9000, Impatient(1), {0, 1}, 1, i, &completions));
   }
   ExpectSuccess(&completions, 14 + 2 * kShort);
+}
+
+// That this process has used.
+double ProcessorSeconds() {
+  timespec used;
+  clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &used);
+  return static_cast<double>(used.tv_sec) + 1e-9 * static_cast<double>(used.tv_nsec);
+}
+
+// More calls at once than the heap has room for, all with their ranks there: those that wait for
+// room leave the processors to those that run.
+TEST(CallsThatWaitForRoomLeaveTheOthersTime) {
+  const double before_s = ProcessorSeconds();
+  cpu_set_t all, one;  // they have one processor
+  sched_getaffinity(0, sizeof(all), &all);
+  CPU_ZERO(&one);
+  CPU_SET(sched_getcpu(), &one);
+  sched_setaffinity(0, sizeof(one), &one);
+  UseHeap(2, 60);
+  Completions completions;
+  constexpr int kCalls = 3000;
+  std::promise<void> all_joined;
+  const std::shared_future<void> start(all_joined.get_future());
+  for (int run = 0; run < kCalls; ++run) {
+    for (int rank : {0, 1}) {
+      CpuCall call = Exchange(20'000 + run, Impatient(1), {0, 1}, rank, run, &completions);
+      call.body = [start, body = std::move(call.body)](const SymmetricView& view, uint64_t epoch,
+                                                       const WaitContext& ctx) {
+        start.wait();
+        return body(view, epoch, ctx);
+      };
+      JoinCpuCall(std::move(call));
+    }
+  }
+  all_joined.set_value();
+  ExpectSuccess(&completions, 2 * kCalls);
+  sched_setaffinity(0, sizeof(all), &all);
+  const double used_s = ProcessorSeconds() - before_s;
+  EXPECT(used_s < 12) << used_s;  // 1, and 25 if each polled as often as it would alone
 }
 
 // A product may take longer than a wait may: each tile is progress.

@@ -128,9 +128,10 @@ void Check(int world, int blocks, int running, const RunOptions& options) {
                                         1 + static_cast<int32_t>(seed % 4), masked, parts);
             if (p.Workspace().TotalBytes() != smallest.TotalBytes()) continue;
             const DType dtype = std::vector{DType::kF16, DType::kBF16, DType::kF32}[seed % 3];
+            const bool out_f32 = seed % 4 == 3;
             calls.push_back(std::make_unique<MoeDispatchCall>(p, blocks, running, ++seed));
             calls.push_back(
-                std::make_unique<MoeCombineCall>(p, dtype, seed % 4 == 0, blocks, running, ++seed));
+                std::make_unique<MoeCombineCall>(p, dtype, out_f32, blocks, running, ++seed));
           }
         }
       }
