@@ -9,7 +9,7 @@ type: nothing that returns it can differ by less.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 import jflux
 from jflux._ops.all_reduce import ALGORITHMS
 
-from . import __main__ as bench
+from . import command
 
 DTYPES = (jnp.float16, jnp.bfloat16, jnp.float32)
 SIZE = 1 << 20  # elements
@@ -50,26 +50,27 @@ def measure(mesh: Mesh, dtype: Any, size: int = SIZE) -> dict[str, Any]:
     return row | {"rounded": difference(exact.astype(dtype))}
 
 
-def rows(mesh: Mesh) -> Iterator[dict[str, Any]]:
-    return (measure(mesh, dtype) for dtype in DTYPES)
-
-
 def cells(row: dict[str, Any]) -> list[str]:
     figures = (f"{row[name]:.3g}" if name in row else "" for name in NAMES)
     return [str(row["ranks"]), row["type"], *figures]
 
 
+TABLE = command.Table(
+    "accuracy", lambda row: (row["ranks"], row["type"]), lambda _: " | ".join(COLUMNS),
+    command.joined(cells),
+)  # fmt: skip
+
+
 def main() -> int:
-    args = bench.parse(__doc__)
-    bench.initialize(args)
+    args = command.parse(__doc__, lists="")
+    command.initialize(args)
     jflux.config.update(strict=True)
     mesh = Mesh(np.array(jax.devices()[: args.ranks]), ("tp",))
-    found = []
-    print(" | ".join(COLUMNS), flush=True)
-    for row in rows(mesh):
-        found.append(row)
-        print(" | ".join(cells(row)), flush=True)
-        bench.save(args.out, args.ranks, args.processes, accuracy=found)
+    wanted = {
+        (args.ranks, np.dtype(dtype).name): functools.partial(measure, mesh, dtype)
+        for dtype in DTYPES
+    }
+    TABLE.measure(args, wanted)
     return 0
 
 

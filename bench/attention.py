@@ -32,6 +32,7 @@ Values are compared to float64 before anything is timed, on positions and heads 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -46,8 +47,7 @@ from jax.sharding import PartitionSpec as P
 import jflux
 from jflux import _trial
 
-from . import __main__ as bench
-from . import attention_peers, rates
+from . import attention_peers, command, rates
 from .moe import MEMORY
 from .peers import Unavailable
 
@@ -334,18 +334,22 @@ def cells(row: dict[str, Any], ranks: int) -> list[str]:
     ]  # fmt: skip
 
 
+def table(ranks: int) -> command.Table:
+    return command.Table(
+        "attention", lambda row: Case(**row["case"]), lambda _: HEADING,
+        command.joined(lambda row: cells(row, ranks)),
+    )  # fmt: skip
+
+
 def main() -> int:
-    args = bench.parse(__doc__, lists=",".join(LISTS))
+    args = command.parse(__doc__, lists=",".join(LISTS))
     mesh = Mesh(np.array(jax.devices()[: args.ranks]), ("cp",))
     others = attention_peers.start([name for name in args.peers.split(",") if name], mesh)
-    rows: list[dict[str, Any]] = []
-    for case in (case for name in args.lists.split(",") for case in LISTS[name]):
-        rows.append(measure(case, args.ranks, args.rounds, others))
-        print(" | ".join(cells(rows[-1], args.ranks)), flush=True)
-        bench.save(args.out, args.ranks, args.processes, attention=rows)
-    print(HEADING)
-    for row in rows:
-        print(" | ".join(cells(row, args.ranks)))
+    cases = [case for name in args.lists.split(",") for case in LISTS[name]]
+    table(args.ranks).measure(
+        args,
+        {case: functools.partial(measure, case, args.ranks, args.rounds, others) for case in cases},
+    )
     return 0
 
 

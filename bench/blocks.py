@@ -14,9 +14,8 @@ What a contestant takes beyond "alone" is communication that is exposed.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import pathlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -30,6 +29,8 @@ from jax.sharding import PartitionSpec as P
 import jflux
 from jflux import _epilogue, _heap, _trial
 from jflux._ops._lax import several
+
+from . import command
 
 AXIS = "tp"
 
@@ -208,27 +209,32 @@ def cells(row: dict[str, Any]) -> list[str]:
     ]  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=jax.device_count())
-    parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--heap-gib", type=int, default=8)
-    parser.add_argument("--out", type=pathlib.Path)
-    args = parser.parse_args()
-    from .__main__ import save
+TABLE = command.Table(
+    "blocks", lambda row: (row["model"], row["part"], row["tokens"]),
+    lambda _: " | ".join(COLUMNS), command.joined(cells),
+)  # fmt: skip
 
+
+def main() -> int:
+    options = command.parser(__doc__, rounds=5, ranks=jax.device_count())
+    options.add_argument("--tokens", type=int, default=8192)
+    options.add_argument("--heap-gib", type=int, default=8)
+    args = options.parse_args()
     mesh = Mesh(np.array(jax.devices()[: args.ranks]), (AXIS,))
-    rows = []
-    print(" | ".join(COLUMNS))
-    for model in MODELS:
-        for part in ("mlp", "block"):
-            jflux.shutdown()
-            jflux.init(heap_bytes=args.heap_gib << 30)
-            rows.append(measure(model, part, mesh, args.tokens, args.rounds))
-            print(" | ".join(cells(rows[-1])), flush=True)
-            save(args.out, args.ranks, 1, blocks=rows)
+
+    def row_of(model: Model, part: str) -> command.Row:
+        jflux.shutdown()
+        jflux.init(heap_bytes=args.heap_gib << 30)
+        return measure(model, part, mesh, args.tokens, args.rounds)
+
+    wanted = {
+        (model.name, part, args.tokens): functools.partial(row_of, model, part)
+        for model in MODELS
+        for part in ("mlp", "block")
+    }
+    TABLE.measure(args, wanted)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -203,8 +203,8 @@ def to_do(results: Results) -> str:
     if not parts:
         return ""
     head = (
-        "## Not measured yet\n\n`python -m bench.renew --ranks N RUN` measures a run as a whole on "
-        "N GPUs. `python -m bench --ranks N --lists LIST,... --add FILE --limit SECONDS` measures "
-        "the shapes of these lists that FILE of bench/results lacks, as far as the time goes.\n"
+        "## Not measured yet\n\n`python -m bench.renew --ranks N RUN... --missing --limit SECONDS` "
+        "measures the rows that these runs lack on N GPUs, as far as the time goes, and adds them "
+        "to bench/results.\n"
     )
     return "\n".join([head, *parts])

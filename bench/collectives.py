@@ -27,8 +27,7 @@ from jax.sharding import PartitionSpec as P
 import jflux
 from jflux import _config, _trial
 
-from . import __main__ as bench
-from . import rates
+from . import command, rates
 
 KiB = 1 << 10
 SIZES = [512 << i for i in (0, 2, 4, 6, 8, 9, 10, 11, 12, 13, 14, 15, 17)]  # bytes: to 64 MiB
@@ -259,23 +258,28 @@ def cells(row: dict[str, Any]) -> list[str]:
     return [str(row["bytes"]), *times, *ratios]
 
 
+TABLE = command.Table(
+    "collectives", lambda row: (row["op"], row["bytes"]),
+    lambda row: f"{row['op']}: {' | '.join(columns(row['op']))}", command.joined(cells),
+)  # fmt: skip
+
+
 def main() -> int:
-    args = bench.parse(__doc__, lists=",".join(LISTS))
+    args = command.parse(__doc__, lists=",".join(LISTS))
     if args.processes > 1 and args.process is None:
-        return bench.spawn(args, "bench.collectives")
-    bench.initialize(args)
+        return command.spawn(args, "bench.collectives")
+    command.initialize(args)
     jflux.init(heap_bytes=1 << 30)
     jflux.config.update(strict=True)
     mesh = Mesh(np.array(jax.devices()[: args.ranks]), ("tp",))
-    rows: list[dict[str, Any]] = []
-    op = None
-    for case in (case for name in args.lists.split(",") for case in LISTS[name](args.ranks)):
-        if case.op != op:
-            op = case.op
-            print(f"{op}: {' | '.join(columns(op))}", flush=True)
-        rows.append(measure(case, mesh, args.rounds))
-        print(" | ".join(cells(rows[-1])), flush=True)
-        bench.save(args.out, args.ranks, args.processes, collectives=rows)
+    cases = [case for name in args.lists.split(",") for case in LISTS[name](args.ranks)]
+    TABLE.measure(
+        args,
+        {
+            (case.op, case.bytes): functools.partial(measure, case, mesh, args.rounds)
+            for case in cases
+        },
+    )
     return 0
 
 

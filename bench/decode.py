@@ -13,8 +13,8 @@ GPUs. Three contestants run the same functions:
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+import functools
 import pathlib
 import sys
 from collections.abc import Callable
@@ -28,7 +28,7 @@ from jax.sharding import Mesh, NamedSharding
 import jflux
 from jflux import _trial
 
-from . import __main__ as bench
+from . import command
 from .collectives import CAPTURED
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "examples"))
@@ -128,31 +128,35 @@ def cells(row: dict[str, Any]) -> list[str]:
     ]  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--ranks", type=int, default=jax.device_count())
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--context", type=int, default=1024, help="positions in the cache")
-    parser.add_argument("--batches", default="1,64,512", help="of steps, comma-separated")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--heap-gib", type=int, default=8)
-    parser.add_argument("--out", type=pathlib.Path)
-    args = parser.parse_args()
+TABLE = command.Table(
+    "decode", lambda row: tuple(row[name] for name in ("part", "layers", "batch", "positions")),
+    lambda _: " | ".join(COLUMNS), command.joined(cells),
+)  # fmt: skip
+
+
+def main() -> int:
+    options = command.parser(__doc__, rounds=9, ranks=jax.device_count())
+    options.add_argument("--layers", type=int, default=4)
+    options.add_argument("--context", type=int, default=1024, help="positions in the cache")
+    options.add_argument("--batches", default="1,64,512", help="of steps, comma-separated")
+    options.add_argument("--heap-gib", type=int, default=8)
+    args = options.parse_args()
     jflux.init(heap_bytes=args.heap_gib << 30)
     jflux.config.update(strict=True)
     mesh = Mesh(np.array(jax.devices()[: args.ranks]), (llama_model.AXIS,))
     config = dataclasses.replace(llama_model.CONFIGS["llama-2-70b"], layers=args.layers)
     weights = llama_weights.random(config, mesh, jax.random.key(0))
-    wanted = [(measure_steps, int(batch), args.context) for batch in args.batches.split(",")]
-    rows = []
-    print(" | ".join(COLUMNS), flush=True)
-    for measure, batch, positions in (*wanted, (measure_prefill, *PREFILL)):
-        rows.append(measure(config, mesh, weights, batch, positions, args.rounds))
-        print(" | ".join(cells(rows[-1])), flush=True)
-        bench.save(args.out, args.ranks, 1, decode=rows)
+    steps = [("step", int(batch), args.context) for batch in args.batches.split(",")]
+    measures = {"step": measure_steps, "prefill": measure_prefill}
+    wanted = {
+        (part, args.layers, batch, positions): functools.partial(
+            measures[part], config, mesh, weights, batch, positions, args.rounds
+        )
+        for part, batch, positions in (*steps, ("prefill", *PREFILL))
+    }
+    TABLE.measure(args, wanted)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -41,7 +41,7 @@ import jflux
 import jflux.nn
 from jflux import _trial
 
-from . import __main__ as bench
+from . import command
 from .collectives import CAPTURED
 
 LINK = 360e9  # bytes a second and direction, what the links carry alone (docs/experiments/0003)
@@ -269,18 +269,23 @@ def cells(row: dict[str, Any]) -> list[str]:
     return [name, *times, ratio, f"{row['error']:.4f}"]
 
 
+TABLE = command.Table(
+    "experts", lambda row: (row["list"], Case(**row["case"])), lambda row: HEADINGS[row["list"]],
+    command.joined(cells),
+)  # fmt: skip
+
+
 def main() -> int:
-    args = bench.parse(__doc__, lists=",".join(LISTS))
+    args = command.parse(__doc__, lists=",".join(LISTS))
     jflux.init(heap_bytes=2 << 30)
     jflux.config.update(strict=True)
-    rows: list[dict[str, Any]] = []
-    for name in args.lists.split(","):
-        measure = {"dispatch": measure_dispatch, "layer": measure_layer}[name]
-        print(HEADINGS[name], flush=True)
-        for case in LISTS[name]:
-            rows.append(measure(case, args.ranks, args.rounds))
-            print(" | ".join(cells(rows[-1])), flush=True)
-            bench.save(args.out, args.ranks, args.processes, experts=rows)
+    measures = {"dispatch": measure_dispatch, "layer": measure_layer}
+    wanted = {
+        (name, case): functools.partial(measures[name], case, args.ranks, args.rounds)
+        for name in args.lists.split(",")
+        for case in LISTS[name]
+    }
+    TABLE.measure(args, wanted)
     return 0
 
 

@@ -18,6 +18,7 @@ one rank nothing is gathered, and C is empty.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +33,7 @@ import jflux
 from jflux import _trial, moe
 from jflux.moe import _gathered
 
-from . import __main__ as bench
+from . import command
 from .experts import Case, random_choices
 
 LISTS: dict[str, list[Case]] = {
@@ -164,18 +165,17 @@ def cells(row: dict[str, Any], ranks: int) -> list[str]:
 
 
 def main() -> int:
-    args = bench.parse(__doc__, lists=",".join(LISTS))
+    args = command.parse(__doc__, lists=",".join(LISTS))
     jflux.init(heap_bytes=4 << 30)
     jflux.config.update(strict=True)
-    rows: list[dict[str, Any]] = []
-    for name in args.lists.split(","):
-        for case in LISTS[name]:
-            rows.append(measure(case, args.ranks, args.rounds))
-            print(" | ".join(cells(rows[-1], args.ranks)), flush=True)
-            bench.save(args.out, args.ranks, args.processes, gathered=rows)
-    print(HEADING)
-    for row in rows:
-        print(" | ".join(cells(row, args.ranks)))
+    table = command.Table(
+        "gathered", lambda row: Case(**row["case"]), lambda _: HEADING,
+        command.joined(lambda row: cells(row, args.ranks)),
+    )  # fmt: skip
+    cases = [case for name in args.lists.split(",") for case in LISTS[name]]
+    table.measure(
+        args, {case: functools.partial(measure, case, args.ranks, args.rounds) for case in cases}
+    )
     return 0
 
 

@@ -266,7 +266,7 @@ def main() -> None:
     for field in dataclasses.fields(Sizes):
         parser.add_argument(f"--{field.name}", type=int, default=field.default)
     args = parser.parse_args()
-    from .__main__ import save
+    from .command import save
 
     jflux.init(heap_bytes=args.heap_gib << 30)
     sizes = Sizes(args.layers, args.width, args.heads, args.sequence)

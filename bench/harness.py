@@ -20,10 +20,10 @@ from jax.sharding import PartitionSpec as P
 
 import jflux
 from jflux import _trial
-from jflux._trial import Timing, Trial
+from jflux._trial import Trial
 
 from . import peers, rates
-from .shapes import Shape
+from .shapes import Shape, of_row
 
 
 def local(spec: P, shape: tuple[int, int], ranks: int) -> tuple[int, int]:
@@ -133,14 +133,15 @@ HEADING = (
 )
 
 
-def line(shape: Shape, ranks: int, timings: Mapping[str, Timing]) -> str:
+def line(row: Mapping[str, Any], ranks: int) -> str:
     """One row of the table under HEADING, and who else was timed. E is 1 where communication is
     wholly hidden (Flux, arXiv 2406.06858, equation 2)."""
-    g, c, s, j = (timings[name].median for name in "GCSJ")
+    shape = of_row(row)
+    g, c, s, j = (row[name]["median"] for name in "GCSJ")
     efficiency = 1 - (j - g) / (s - g) if s > g else float("nan")
     return (
         f"{shape.op:22} {shape.m:5} {shape.n:6} {shape.k:6} {g * 1e3:8.3f} {c * 1e3:8.3f} "
         f"{s * 1e3:8.3f} {j * 1e3:8.3f} {j / s:6.3f} {efficiency:6.2f} "
         f"{shape.flops(ranks) / j / 1e12:7.0f}"
-        + "".join(f"  {o} {timings[o].median * 1e3:.3f}" for o in "KPT" if o in timings)
+        + "".join(f"  {o} {row[o]['median'] * 1e3:.3f}" for o in "KPT" if o in row)
     )

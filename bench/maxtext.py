@@ -20,10 +20,10 @@ losses and norms of gradients are compared before anything is timed. Needs the p
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.util
 import pathlib
 import sys
-import time
 import types
 from typing import Any
 
@@ -35,7 +35,7 @@ import jflux
 import jflux.nn
 from jflux import _trial
 
-from . import __main__ as bench
+from . import command
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,18 +201,20 @@ def cells(row: dict[str, Any]) -> list[str]:
     ]  # fmt: skip
 
 
+TABLE = command.Table(
+    "maxtext", lambda row: row["case"]["name"], lambda _: HEADING, command.joined(cells)
+)
+
+
 def main() -> int:
-    args = bench.parse(__doc__, lists="layers")
-    begun, rows = time.monotonic(), []
+    args = command.parse(__doc__, lists="layers")
     if jax.default_backend() == "gpu":
         jflux.init(heap_bytes=4 << 30)
-    for case in (case for name in args.lists.split(",") for case in LISTS[name]):
-        rows.append(measure(case, args.ranks, args.rounds))
-        print(" | ".join(cells(rows[-1])), flush=True)
-        bench.save(args.out, args.ranks, args.processes, maxtext=rows)
-    print(f"{HEADING}, {time.monotonic() - begun:.0f} s")
-    for row in rows:
-        print(" | ".join(cells(row)))
+    cases = [case for name in args.lists.split(",") for case in LISTS[name]]
+    TABLE.measure(
+        args,
+        {case.name: functools.partial(measure, case, args.ranks, args.rounds) for case in cases},
+    )
     return 0
 
 

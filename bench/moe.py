@@ -32,8 +32,7 @@ from jax import lax
 import jflux
 from jflux import _trial
 
-from . import __main__ as bench
-from . import moe_peers, rates
+from . import command, moe_peers, rates
 from .peers import Unavailable
 
 MEMORY = {"NVIDIA H100": 3.0e12, "NVIDIA H200": 4.3e12}  # bytes a second, as copies reach them
@@ -240,26 +239,30 @@ def cells(row: dict[str, Any]) -> list[str]:
     ]  # fmt: skip
 
 
+TABLE = command.Table(
+    "moe", lambda row: (row["case"]["name"], row["sizes"]), lambda _: HEADING,
+    command.joined(cells),
+)  # fmt: skip
+
+
 def main() -> int:
-    args = bench.parse(__doc__, lists=",".join(LISTS))
+    args = command.parse(__doc__, lists=",".join(LISTS))
     jflux.config.update(strict=True)
     others = moe_peers.start([name for name in args.peers.split(",") if name])
-    rows: list[dict[str, Any]] = []
-    for name in args.lists.split(","):
-        for kind in SIZES:
-            try:
-                row = measure(LISTS[name], kind, args.rounds, others)
-            except Unavailable as e:  # a worker that has begun, and then broke off
-                print(f"{name}, {kind}: {e}; again, without peers", file=sys.stderr)
-                row = measure(LISTS[name], kind, args.rounds)
-            rows.append(row)
-            print(" | ".join(cells(rows[-1])), flush=True)
-            bench.save(args.out, args.ranks, args.processes, moe=rows)
+
+    def row_of(case: Case, kind: str) -> command.Row:
+        try:
+            return measure(case, kind, args.rounds, others)
+        except Unavailable as e:  # a worker that has begun, and then broke off
+            print(f"{case.name}, {kind}: {e}; again, without peers", file=sys.stderr)
+            return measure(case, kind, args.rounds)
+
+    cases = [(LISTS[name], kind) for name in args.lists.split(",") for kind in SIZES]
+    TABLE.measure(
+        args, {(case.name, kind): functools.partial(row_of, case, kind) for case, kind in cases}
+    )
     for peer in others:
         peer.close()
-    print(HEADING)
-    for row in rows:
-        print(" | ".join(cells(row)))
     return 0
 
 

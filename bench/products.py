@@ -7,12 +7,11 @@ is faster. Every time is that of a call in a loop on the GPU; a round times each
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
+import functools
 import itertools
 import os
-import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -25,7 +24,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jflux
-from bench import harness, rates, shapes
+from bench import command, harness, rates, shapes
 from jflux import _trial, _tuning
 from jflux._dispatch import Machine
 from jflux._ops import _lax, _product
@@ -130,26 +129,31 @@ def summary(rows: Sequence[dict[str, Any]], fewest: int = 512) -> str:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--lists", default=",".join(LISTS))
-    parser.add_argument("--dtypes", default="bfloat16,float16")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=pathlib.Path)
-    args = parser.parse_args()
-    from .__main__ import save
+TABLE = command.Table(
+    "products", lambda row: (row["m"], row["n"], row["k"], row["dtype"]),
+    lambda _: " | ".join(COLUMNS), command.joined(cells),
+)  # fmt: skip
 
+
+def main() -> int:
+    options = command.parser(__doc__, rounds=5, ranks=1)
+    options.add_argument("--lists", default=",".join(LISTS))
+    options.add_argument("--dtypes", default="bfloat16,float16")
+    args = options.parse_args()
     jflux.init(heap_bytes=4 << 30)
     jflux.config.update(strict=True, always=True)
-    rows = []
-    print(" | ".join(COLUMNS))
+    wanted = {
+        (*size, dtype): functools.partial(
+            measure, *size, jnp.dtype(dtype), zeros=False, rounds=args.rounds
+        )
+        for dtype in args.dtypes.split(",")
+        for size in of_one_rank(args.lists.split(","))
+    }
+    rows = TABLE.measure(args, wanted)
     for dtype in args.dtypes.split(","):
-        for size in of_one_rank(args.lists.split(",")):
-            rows.append(measure(*size, jnp.dtype(dtype), zeros=False, rounds=args.rounds))
-            print(" | ".join(cells(rows[-1])), flush=True)
-            save(args.out, 1, 1, products=rows)
-        print(summary([row for row in rows if row["dtype"] == dtype]))
+        print(f"{dtype}: {summary([row for row in rows if row['dtype'] == dtype])}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -1,10 +1,11 @@
 """Renews what bench/results has of this host's GPUs, the most telling first; a table is last:
 
-python -m bench.renew --ranks 4 [NAME...] [--limit 3600] [--out bench/results]
+python -m bench.renew --ranks 4 [NAME...] [--missing] [--limit 3600] [--out bench/results]
 
 NAME is what stands behind "4xh200_" in a file's name, or "ops" for "4xh200" itself; all, if none.
 Each benchmark is a process of its own, which saves after each row. What has run to its end replaces
-the file in --out; what the limit cut short stays in --scratch.
+the file in --out; what the limit cut short stays in --scratch. With --missing, only rows that the
+files in --out lack are measured, and each of them goes there.
 """
 
 from __future__ import annotations
@@ -43,6 +44,10 @@ RUNS = {
     "moe": "bench.moe --ranks 1 --peers tokamax,torch",  # likewise
 }
 ONE_GPU = ("products", "moe")
+WHOLE = ("grids",)  # whose rows are of one run
+
+#: Seconds that a benchmark has to end by itself.
+TO_END = 10
 
 
 def short(gpu: str) -> str:
@@ -56,9 +61,13 @@ def file_name(name: str, ranks: int, gpu: str) -> str:
     return f"{machine}.json" if name == "ops" else f"{machine}_{name}.json"
 
 
-def command(name: str, ranks: int, out: pathlib.Path) -> list[str]:
+def command_of(name: str, ranks: int, out: pathlib.Path, limit: float | None = None) -> list[str]:
+    """With a limit, as many rows as fit in so many seconds, beside those that `out` has."""
     module, *options = RUNS[name].format(ranks=ranks).split()
-    return [sys.executable, "-m", module, *options, "--out", str(out)]
+    if limit is not None:
+        options += ["--limit", f"{limit:.0f}"]
+    result = "--out" if limit is None or not out.exists() else "--add"
+    return [sys.executable, "-m", module, *options, result, str(out)]
 
 
 def gpu_name() -> str:
@@ -66,10 +75,11 @@ def gpu_name() -> str:
     return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def run(name: str, ranks: int, out: pathlib.Path, seconds: float) -> bool:
+def run(name: str, ranks: int, out: pathlib.Path, seconds: float, missing: bool) -> bool:
     """Whether it ran to its end."""
     env = os.environ | ({"CUDA_VISIBLE_DEVICES": "0"} if name in ONE_GPU else {})
-    process = subprocess.Popen(command(name, ranks, out), cwd=ROOT, env=env, start_new_session=True)
+    words = command_of(name, ranks, out, max(0, seconds - TO_END) if missing else None)
+    process = subprocess.Popen(words, cwd=ROOT, env=env, start_new_session=True)
     try:
         return process.wait(seconds) == 0
     except subprocess.TimeoutExpired:
@@ -84,6 +94,7 @@ def main() -> int:
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(RUNS))
     parser.add_argument("--ranks", type=int, required=True)
+    parser.add_argument("--missing", action="store_true", help="only rows that --out lacks")
     parser.add_argument("--limit", type=float, default=3600, help="seconds for everything")
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "bench" / "results")
     parser.add_argument("--scratch", type=pathlib.Path, default=ROOT / "out" / "renew")
@@ -97,11 +108,15 @@ def main() -> int:
     for name in args.names or RUNS:
         path = args.scratch / file_name(name, args.ranks, gpu)
         path.unlink(missing_ok=True)
+        missing = args.missing and name not in WHOLE
+        if missing and (args.out / path.name).exists():
+            shutil.copy(args.out / path.name, path)
         start = time.monotonic()
-        done = start < until and run(name, args.ranks, path.resolve(), until - start)
-        if done:
+        done = start < until and run(name, args.ranks, path.resolve(), until - start, missing)
+        if done or (missing and path.exists()):
             shutil.copy(path, args.out / path.name)
-        where = args.out / path.name if done else path if path.exists() else "nothing"
+        kept = done or missing
+        where = args.out / path.name if kept else path if path.exists() else "nothing"
         verdict = "ok " if done else "BAD"
         lines.append(f"{verdict} {name:22} {time.monotonic() - start:6.0f} s  {where}")
         print(lines[-1], flush=True)

@@ -17,6 +17,7 @@ Before anything is timed, J is compared with the two steps, and some of its toke
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +32,7 @@ import jflux
 from jflux import _trial, moe
 from jflux.moe import _scattered
 
-from . import __main__ as bench
+from . import command
 from .experts import Case, random_choices
 from .gathered import LISTS
 
@@ -155,18 +156,17 @@ def cells(row: dict[str, Any], ranks: int) -> list[str]:
 
 
 def main() -> int:
-    args = bench.parse(__doc__, lists=",".join(LISTS))
+    args = command.parse(__doc__, lists=",".join(LISTS))
     jflux.init(heap_bytes=4 << 30)
     jflux.config.update(strict=True)
-    rows: list[dict[str, Any]] = []
-    for name in args.lists.split(","):
-        for case in LISTS[name]:
-            rows.append(measure(case, args.ranks, args.rounds))
-            print(" | ".join(cells(rows[-1], args.ranks)), flush=True)
-            bench.save(args.out, args.ranks, args.processes, scattered=rows)
-    print(HEADING)
-    for row in rows:
-        print(" | ".join(cells(row, args.ranks)))
+    table = command.Table(
+        "scattered", lambda row: Case(**row["case"]), lambda _: HEADING,
+        command.joined(lambda row: cells(row, args.ranks)),
+    )  # fmt: skip
+    cases = [case for name in args.lists.split(",") for case in LISTS[name]]
+    table.measure(
+        args, {case: functools.partial(measure, case, args.ranks, args.rounds) for case in cases}
+    )
     return 0
 
 

@@ -23,25 +23,30 @@ from jflux import _trial
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from bench import __main__ as bench  # noqa: E402
+from bench import __main__ as bench_of_shapes  # noqa: E402
 from bench import (  # noqa: E402
     accuracy,
     attention,
     attention_peers,
+    blocks,
     cache_check,
     cards,
     collectives,
+    command,
     compare,
     decode,
     experts,
+    gathered,
     harness,
     maxtext,
     moe,
     moe_peers,
     peers,
+    products,
     rates,
     render,
     renew,
+    scattered,
     sections,
     shapes,
 )
@@ -84,15 +89,15 @@ def test_odd_shapes_are_no_multiples_of_tiles_on_any_rank(ranks):
 
 
 def test_what_was_measured_is_saved_row_by_row(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench, "machine", lambda ranks, processes: {"gpus": f"{ranks} x X"})
+    monkeypatch.setattr(command, "machine", lambda ranks, processes: {"gpus": f"{ranks} x X"})
     path, rows = tmp_path / "results" / "found.json", []
     for row in ({"m": 1}, {"m": 2}):
         rows.append(row)
-        bench.save(path, 2, 1, sizes=[3], rows=rows)
+        command.save(path, 2, 1, sizes=[3], rows=rows)
         assert json.loads(path.read_text()) == {
             "machine": {"gpus": "2 x X"}, "sizes": [3], "rows": rows
         }  # fmt: skip
-    bench.save(None, 2, 1, rows=rows)
+    command.save(None, 2, 1, rows=rows)
 
 
 def _compared(tmp_path, capsys, *results):
@@ -310,7 +315,7 @@ def benchmark_of_shapes(monkeypatch):
         return {name: _trial.Timing(1e-3, 1e-3, 1e-3) for name in "GCSJ"}
 
     here = {"gpus": "2 x X", "processes": 1, "date": "2026-01-03"}
-    monkeypatch.setattr(bench, "machine", lambda ranks, processes: here)
+    monkeypatch.setattr(command, "machine", lambda ranks, processes: here)
     monkeypatch.setattr(harness, "measure", measure)
     monkeypatch.setattr(jflux, "init", lambda **_: None)
     monkeypatch.setattr(type(jflux.config), "update", lambda *_, **__: None)
@@ -318,7 +323,7 @@ def benchmark_of_shapes(monkeypatch):
     def run(*options):
         measured.clear()
         monkeypatch.setattr(sys, "argv", ["bench", "--ranks", "2", "--lists", "flux", *options])
-        assert bench.main() == 0
+        assert bench_of_shapes.main() == 0
         return list(measured)
 
     return run
@@ -328,7 +333,7 @@ def test_rows_are_added_to_a_result(benchmark_of_shapes, tmp_path, capsys):
     path, flux = tmp_path / "2xx.json", shapes.LISTS["flux"]
     path.write_text(json.dumps(_of_shapes("2 x X", flux[1:4])))
     assert benchmark_of_shapes("--add", str(path), "--limit", "0") == []
-    assert f"no time for {len(flux) - 3} shapes, from {flux[0]} on" in capsys.readouterr().err
+    assert f"no time for {len(flux) - 3} rows, from {flux[0]} on" in capsys.readouterr().err
     assert benchmark_of_shapes("--add", str(path)) == [flux[0], *flux[4:]]
     result = json.loads(path.read_text())
     assert {shapes.of_row(row) for row in result["rows"]} == set(flux)
@@ -520,14 +525,15 @@ def test_every_result_can_be_renewed():
 
 
 def test_what_renews_results_knows_the_benchmarks():
-    of_all = (ROOT / "bench" / "__main__.py").read_text()
+    of_all = (ROOT / "bench" / "command.py").read_text()
     for name, run in renew.RUNS.items():
         module, *options = run.split()
         file = ROOT / "bench" / (module.removeprefix("bench").removeprefix(".") or "__main__")
         source = file.with_suffix(".py").read_text()
         flags = [option for option in options if option.startswith("--")]
-        for flag in [*flags, "--out"]:
-            takes = f'"{flag}"' in source or ("parse(__doc__" in source and f'"{flag}"' in of_all)
+        for flag in [*flags, "--out", *(("--add", "--limit") if name not in renew.WHOLE else ())]:
+            shared = re.search(r"command\.parser?\(__doc__", source) and f'"{flag}"' in of_all
+            takes = f'"{flag}"' in source or shared
             assert takes, f"{name}: {module} has no {flag}"
         given = dict(zip(options[::2], options[1::2], strict=True))
         assert set(given.get("--lists", "flux").split(",")) <= set(shapes.LISTS)
@@ -537,12 +543,13 @@ def test_what_renews_results_knows_the_benchmarks():
 
 
 def test_results_are_replaced_by_whole_ones_only(tmp_path, monkeypatch, capsys):
-    def command(name, ranks, out):
+    def command_of(name, ranks, out, limit):
+        assert limit is None
         program = f"open({str(out)!r}, 'w').write({name!r})\n"
         program += {"decode": "import time; time.sleep(60)", "blocks": "1 / 0"}.get(name, "")
         return [sys.executable, "-c", program]
 
-    monkeypatch.setattr(renew, "command", command)
+    monkeypatch.setattr(renew, "command_of", command_of)
     monkeypatch.setattr(renew, "gpu_name", lambda: "NVIDIA H200")
     results, scratch = tmp_path / "results", tmp_path / "scratch"
     options = ["--ranks", "4", "--limit", "5", "--out", str(results), "--scratch", str(scratch)]
@@ -556,6 +563,82 @@ def test_results_are_replaced_by_whole_ones_only(tmp_path, monkeypatch, capsys):
     assert (scratch / "4xh200_decode.json").read_text() == "decode"
     table = capsys.readouterr().out.split("\n\n")[-1].splitlines()
     assert [line[:3] for line in table] == ["ok ", "BAD", "ok ", "ok ", "BAD", "BAD"]
+
+
+def test_only_missing_rows_are_measured(tmp_path, monkeypatch, capsys):
+    """And what has been measured is kept, also if the benchmark does not come to its end."""
+    benchmark = """
+import pathlib, sys, time
+option, path, limit = sys.argv[1], pathlib.Path(sys.argv[2]), float(sys.argv[3])
+path.write_text((path.read_text() if option == "--add" else "") + f"{limit > 50} ")
+if path.name == "4xh200_decode.json": time.sleep(60)
+"""
+
+    def command_of(name, ranks, out, limit):
+        words = _command_of(name, ranks, out, limit)
+        if limit is None:
+            return [sys.executable, "-c", f"open({str(out)!r}, 'w').write('whole')"]
+        assert words[-4:-2] == ["--limit", f"{limit:.0f}"] and words[-1] == str(out)
+        return [sys.executable, "-c", benchmark, *words[-2:], f"{limit}"]
+
+    _command_of = renew.command_of
+    monkeypatch.setattr(renew, "command_of", command_of)
+    monkeypatch.setattr(renew, "gpu_name", lambda: "NVIDIA H200")
+    results, scratch = tmp_path / "results", tmp_path / "scratch"
+    options = ["--ranks", "4", "--out", str(results), "--scratch", str(scratch), "--missing"]
+    names = ["accuracy", "grids"]
+    for limit in (100, 30):
+        monkeypatch.setattr(sys, "argv", ["renew", *names, *options, "--limit", f"{limit}"])
+        assert renew.main() == 0
+    monkeypatch.setattr(sys, "argv", ["renew", "decode", "blocks", *options, "--limit", "3"])
+    assert renew.main() == 1
+    found = {path.name: path.read_text() for path in results.iterdir()}
+    assert found == {
+        "4xh200_accuracy.json": "True False ", "4xh200_grids.json": "whole",
+        "4xh200_decode.json": "False ",
+    }  # fmt: skip
+    table = capsys.readouterr().out.split("\n\n")[-1].splitlines()
+    assert [line[:3] for line in table] == ["BAD", "BAD"]
+
+
+TABLES = {
+    "rows": bench_of_shapes, "accuracy": accuracy, "attention": attention, "blocks": blocks,
+    "collectives": collectives, "decode": decode, "experts": experts, "gathered": gathered,
+    "maxtext": maxtext, "moe": moe, "products": products, "scattered": scattered,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "bench" / "results").glob("*.json")), ids=str)
+def test_rows_of_results_are_found_again(path, monkeypatch):
+    """By the key that --add compares: a row that is there must not be measured again."""
+    result = json.loads(path.read_text())
+    (kind,) = {name for name, value in result.items() if isinstance(value, list)}
+    if kind == "grids":  # which are measured as a whole
+        return
+    asked = []
+
+    def measure(table, args, wanted):
+        assert table.kind == kind
+        asked.append((table.key, set(wanted)))
+        return []
+
+    monkeypatch.setattr(command.Table, "measure", measure)
+    monkeypatch.setattr(jflux, "init", lambda **_: None)
+    monkeypatch.setattr(type(jflux.config), "update", lambda *_, **__: None)
+    monkeypatch.setattr("bench.decode.llama_weights.random", lambda *_: None)
+    name = path.stem.partition("_")[2] or "ops"
+    _, *options = renew.RUNS[name].format(ranks=result["machine"]["gpus"].split()[0]).split()
+    if "--peers" in options:
+        at = options.index("--peers")
+        del options[at : at + 2]
+    if "--processes" in options:
+        options[options.index("--processes") + 1] = "1"
+    monkeypatch.setattr(sys, "argv", ["bench", *options])
+    assert TABLES[kind].main() == 0
+    ((key, wanted),) = asked
+    have = [key(row) for row in result[kind]]
+    assert len(have) == len(set(have))
+    assert wanted & set(have)
 
 
 # ---- attention.py and moe.py ---------------------------------------------------------------------
