@@ -338,6 +338,7 @@ def table(ranks: int) -> command.Table:
     return command.Table(
         "attention", lambda row: Case(**row["case"]), lambda _: HEADING,
         command.joined(lambda row: cells(row, ranks)),
+        lambda row: () if row["case"]["decode"] else ("J f+b",),
     )  # fmt: skip
 
 

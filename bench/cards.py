@@ -127,19 +127,18 @@ def _some(names: list[str], total: int) -> str:
     return f"{len(names)} of {total} rows: {'; '.join(names)}"
 
 
-#: Contestants that some results lack: by kind, whose rows, and their column.
-NEWER = {
-    "attention": (lambda row: not row["case"]["decode"], "J f+b"),
-    "experts": (lambda row: row["list"] == "layer", "prod."),
-}
+#: Whose rows may lack contestants, by kind.
+TABLES = {"attention": attention.table(ranks=1), "experts": experts.TABLE}
 
 
 def _newer(kind: str, rows: list[dict]) -> list[str]:
-    if kind not in NEWER:
+    if kind not in TABLES:
         return []
-    is_one, column = NEWER[kind]
-    names = [row["case"]["name"] for row in rows if is_one(row) and column not in row]
-    return [f"{column} of {'; '.join(names)}"] if names else []
+    of: dict[str, list[str]] = {}
+    for row in rows:
+        for contestant in TABLES[kind].lacks(row):
+            of.setdefault(contestant, []).append(row["case"]["name"])
+    return [f"{contestant} of {'; '.join(names)}" for contestant, names in of.items()]
 
 
 def missing_shapes(result: dict | None, wanted: list[Shape]) -> list[Shape]:

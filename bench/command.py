@@ -159,6 +159,11 @@ class Table:
     key: Callable[[Row], Hashable]  # what a row is of
     heading: Callable[[Row], str]
     line: Callable[[Row], str]
+    #: Contestants that rows of earlier runs may lack. Such a row is measured again.
+    newer: Callable[[Row], Sequence[str]] = lambda row: ()
+
+    def lacks(self, row: Row) -> list[str]:
+        return [contestant for contestant in self.newer(row) if contestant not in row]
 
     def measure(
         self, args: argparse.Namespace, wanted: Mapping[Any, Callable[[], Row]]
@@ -166,7 +171,7 @@ class Table:
         """Measures what is wanted, by key, and prints and saves each row. What --add has is left
         as it is, and what --limit has no time for is left out, which a last line says."""
         rows = kept(args.add, self.kind, machine(args.ranks, args.processes)) if args.add else []
-        have = {self.key(row) for row in rows}
+        have = {self.key(row) for row in rows if not self.lacks(row)}
         lacking = [key for key in wanted if key not in have]
         if args.add and not lacking:
             print(f"{args.add} has all {len(wanted)} rows", file=sys.stderr)
@@ -175,11 +180,11 @@ class Table:
             if not still_time(args.begun, longest, args.limit):
                 print(f"no time for {len(lacking) - i} rows, from {key} on", file=sys.stderr)
                 break
-            start = time.monotonic()
-            rows.append(wanted[key]())
-            if heading != (heading := self.heading(rows[-1])):
+            start, row = time.monotonic(), wanted[key]()
+            rows = [*(one for one in rows if self.key(one) != key), row]
+            if heading != (heading := self.heading(row)):
                 print(heading, flush=True)
-            print(self.line(rows[-1]), flush=True)
+            print(self.line(row), flush=True)
             save(args.add or args.out, args.ranks, args.processes, **{self.kind: rows})
             longest = max(longest, time.monotonic() - start)
         return rows

@@ -271,7 +271,7 @@ def cells(row: dict[str, Any]) -> list[str]:
 
 TABLE = command.Table(
     "experts", lambda row: (row["list"], Case(**row["case"])), lambda row: HEADINGS[row["list"]],
-    command.joined(cells),
+    command.joined(cells), lambda row: ("prod.",) if row["list"] == "layer" else (),
 )  # fmt: skip
 
 

@@ -601,6 +601,27 @@ if path.name == "4xh200_decode.json": time.sleep(60)
     assert [line[:3] for line in table] == ["BAD", "BAD"]
 
 
+def test_rows_that_lack_a_newer_contestant_are_measured_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "machine", lambda *_: {"gpus": "2 x X", "processes": 1, "date": 2})
+    path = tmp_path / "found.json"
+    rows = [{"name": "a"}, {"name": "b", "new": 1}, {"name": "c", "old": True}]
+    path.write_text(
+        json.dumps({"machine": {"gpus": "2 x X", "processes": 1, "date": 1}, "found": rows})
+    )
+    table = command.Table(
+        "found", lambda row: row["name"], lambda _: "name", lambda row: row["name"],
+        lambda row: () if "old" in row else ("new",),
+    )  # fmt: skip
+    options = ["bench", "--ranks", "2", "--add", str(path)]
+    monkeypatch.setattr(sys, "argv", options)
+    measured = [{"name": name, "new": 2} for name in "abcd"]
+    found = table.measure(
+        command.parse("", lists=""), {row["name"]: lambda row=row: row for row in measured}
+    )
+    b, c = ({"date": 1} | row for row in rows[1:])
+    assert found == json.loads(path.read_text())["found"] == [b, c, measured[0], measured[3]]
+
+
 TABLES = {
     "rows": bench_of_shapes, "accuracy": accuracy, "attention": attention, "blocks": blocks,
     "collectives": collectives, "decode": decode, "experts": experts, "gathered": gathered,
