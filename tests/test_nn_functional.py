@@ -158,6 +158,20 @@ def _attention(x, *weights, **options):
     return jnn.attention(x, *weights[:4], bias=weights[4:], residual=x, **options)
 
 
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_attention_of_halves_by_its_default_core(dtype):
+    """JAX's own fails for float16 on CPUs, once it is compiled."""
+    operands = [jnp.asarray(a, dtype) for a in _attention_operands(4, 2)]
+    f = functools.partial(
+        _attention, core=None, is_causal=True, axis_name="tp", mesh=make_mesh((2,))
+    )
+    y = jax.jit(f)(*operands)
+    wide = [jnp.asarray(a, jnp.float32) for a in operands]
+    assert y.dtype == dtype
+    bound = 32 * float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(np.asarray(y, np.float32), jax.jit(f)(*wide), rtol=bound, atol=bound)
+
+
 def _core(q, k, v, *, mask=None, is_causal=False):
     """In float64 throughout: JAX's own has its softmax in float32."""
     k, v = (jnp.repeat(a, q.shape[-2] // a.shape[-2], axis=a.ndim - 2) for a in (k, v))

@@ -243,6 +243,33 @@ def test_the_core_of_ulysses_is_that_of_jax_nn():
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("module", [jflux, jflux.reference], ids=["jflux", "reference"])
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16])
+def test_halves_with_the_core_of_jax_nn(module, dtype):
+    """And their gradients. JAX's own fails for float16 on CPUs."""
+    world = COUNTS[-1]
+    operands = draw((2, 2 * world, world, 8), (2, 2 * world, 1, 8), (2, 2 * world, 1, 8))
+    operands = [jnp.asarray(a, dtype) for a in operands]
+    f = jax.jit(over_ranks(world, core=None, module=module, causal=True))
+    wide = [np.asarray(a, np.float64) for a in operands]
+    bound = 8 * float(jnp.finfo(dtype).eps)
+
+    def close(got, want):
+        assert got.dtype == dtype
+        np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=bound, atol=bound)
+
+    close(f(*operands), plain(*wide, causal(2 * world))[0])
+    got = jax.grad(lambda *a: f(*a).astype(jnp.float32).sum(), (0, 1, 2))(*operands)
+    want = jax.grad(lambda *a: plain(*a, causal(2 * world))[0].sum(), (0, 1, 2))(
+        *map(jnp.asarray, wide)
+    )
+    for one, other in zip(got, want, strict=True):
+        assert one.dtype == dtype
+        np.testing.assert_allclose(
+            np.asarray(one, np.float64), other, rtol=4 * bound, atol=8 * bound
+        )
+
+
 def test_ulysses_takes_a_core():
     world = COUNTS[-1]
     seen = []

@@ -17,7 +17,7 @@ from workers.common import environment, free_port
 import jflux
 from jflux import testing
 from jflux._ops._spec import all_ops
-from jflux._stress import mixtures, programs
+from jflux._stress import attention, mixtures, programs
 from jflux.stress import main, stress
 
 HERE = pathlib.Path(__file__).parent
@@ -41,12 +41,21 @@ def test_the_turn_comes_to_every_op():
     assert drawn == specs
 
 
-@pytest.mark.parametrize("kind", ["dispatch", "experts", "merge"])
-def test_mixtures_and_their_faults(kind, monkeypatch):
+LONGER = {
+    draw.__name__: draw
+    for draw in (
+        mixtures.dispatch, mixtures.experts, mixtures.merge,
+        attention.attention, attention.decoding, attention.ulysses,
+    )
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", LONGER)
+def test_calls_of_several_steps_and_their_faults(kind, monkeypatch):
     """Random calls are right; without waits, on poisoned workspaces, some are not."""
     platform = "cuda" if PLATFORM == "gpu" else "cpu"
     monkeypatch.setattr(
-        programs, "draw_case", lambda rng, place, spec=None: getattr(mixtures, kind)(rng, place)
+        programs, "draw_case", lambda rng, place, spec=None: LONGER[kind](rng, place)
     )
     # Sizes that have not come would end a dispatch, and a GPU's context, by an error.
     planted, found = kind != "dispatch" and PLATFORM == "cpu", 0

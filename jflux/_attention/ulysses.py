@@ -20,6 +20,7 @@ from .._ops.exchange import (
 )
 from . import cudnn
 from .operands import check, check_heads
+from .plain import dot_product_attention
 
 
 def ulysses_attention(
@@ -89,7 +90,7 @@ def reference(
 ) -> jax.Array:
     """:func:`jflux.ulysses_attention` with `lax`'s exchanges, and by default XLA's form of
     ``jax.nn.dot_product_attention``."""
-    xla = functools.partial(jax.nn.dot_product_attention, implementation="xla")
+    xla = functools.partial(dot_product_attention, implementation="xla")
     return _ulysses(
         (all_gather_reference, all_to_all_reference), core or xla, q, k, v, axis_name, causal,
         window, segment_ids, scale,
@@ -146,9 +147,7 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Arra
     fits = options["mask"] is None and cudnn_takes(
         q, options["is_causal"], options["local_window_size"]
     )
-    return jax.nn.dot_product_attention(
-        q, k, v, implementation="cudnn" if fits else None, **options
-    )
+    return dot_product_attention(q, k, v, implementation="cudnn" if fits else None, **options)
 
 
 def cudnn_takes(q: jax.Array, is_causal: bool, window: int | tuple[int, int] | None) -> bool:

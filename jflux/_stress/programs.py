@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from .. import _config, _heap, _lowering, _mesh, _native, _tuning
 from .._ops._spec import OpSpec, ops_with_checked_kernels
-from . import calls, cases, collectives, mixtures, products
+from . import attention, calls, cases, collectives, mixtures, products
 from .cases import Case, Data
 
 INPUTS = (0, 1, 0)  # which operands each run takes: what comes twice must have the same bits
@@ -140,6 +140,7 @@ def draw_case(rng: random.Random, place: cases.Place, spec: OpSpec | None = None
     kinds += [collectives.all_reduce, collectives.norm, collectives.pieces] * 2
     kinds += [collectives.there_and_back] * 2
     kinds += [mixtures.experts, mixtures.merge]
+    kinds += [attention.attention, attention.decoding, attention.ulysses]
     kinds += [mixtures.dispatch] * (not place.spans)  # over nodes rows travel by a reference
     return rng.choice(kinds)(rng, place)
 

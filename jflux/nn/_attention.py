@@ -17,6 +17,7 @@ from .. import _global, _mesh
 from .._attention.attention import attention as over_ranks
 from .._attention.decoding import KVCache, attend_to_cache, fill_cache, new_positions
 from .._attention.layouts import Layout, own_positions
+from .._attention.plain import dot_product_attention
 from .._epilogue import sum_dtype
 from .._mesh import AxisName
 from . import _cache, _padding
@@ -279,7 +280,7 @@ def _attention(
         core = functools.partial(
             _over_ranks, axis_name=context_axis, layout=context_layout, segment_ids=segment_ids
         )
-    core = core or jax.nn.dot_product_attention
+    core = core or dot_product_attention
     if cache is not None and prefill:
         cache = fill_cache(cache, k, v, new_lengths, axis_name=context_axis, layout=context_layout)
     if cache is not None and decodes:
