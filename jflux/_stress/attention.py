@@ -11,7 +11,6 @@ import numpy as np
 
 import jflux
 
-from .._attention import layouts
 from . import calls
 from .calls import HALVES
 from .cases import FLOATS, Case, Data, Output, Place, exchanged_by
@@ -90,8 +89,7 @@ def attention(rng: random.Random, place: Place) -> Case:
         shapes = [(*lead, batch, own, one, width) for one in (heads, groups, groups)]
         q, k, v = (calls.normal(seed + i, shape, dtype) for i, shape in enumerate(shapes))
         ids = drawn.integers(0, max(1, documents), (*lead, batch, own)).astype(np.int32)
-        of_rank = [np.asarray(layouts.own_positions(r, own, world, layout)) for r in range(world)]
-        positions = np.concatenate(of_rank).astype(np.int64)
+        positions = np.asarray(jflux.causal_positions(world * own, world, layout=layout), np.int64)
         ahead = positions - positions[:, None]
         allowed = np.ones(ahead.shape, bool)
         if causal:
@@ -158,8 +156,8 @@ def decoding(rng: random.Random, place: Place) -> Case:
             at = np.arange(world * own)
             valid = (at < count) & (at >= count - (window or world * own))
             whole = [np.concatenate([a[one] for one in group], 1) for a in (k, v)]
-            wide = [a.astype(np.float64) for a in (q[group[0]][:, None], *whole)]
-            found = _softmax(*wide, valid[:, None], softcap)
+            query, keys, values = (a.astype(np.float64) for a in (q[group[0]][:, None], *whole))
+            found = _softmax(query, keys, values, valid[:, None], softcap)
             for rank, one in enumerate(group):
                 o[one], size[one], lse[one] = (a[:, 0] for a in found)
                 unread = ~valid[:, rank * own : (rank + 1) * own]
