@@ -41,6 +41,9 @@ SAMPLES = {
         "x, *weights = (jnp.ones(s) for s in ((1, 16, 4), *[(4, 64)] * 3, (64, 4)))",
         "np.testing.assert_allclose(attend(x, *weights), 4 * 64, rtol=1e-5)",
     ],
+    "docs/guide/moe.md": [
+        "assert all(jnp.isfinite(g).all() for g in jax.tree.leaves((loss, gradients)))"
+    ],
     "docs/guide/recipes.md": [
         "assert losses[-1] < losses[0] - 1 and linen_losses[-1] < linen_losses[0]",
         "assert abs(in_parts - before) < 1e-2 * before",  # bfloat16, other sums
@@ -63,11 +66,82 @@ SAMPLES = {
 }
 
 
+# Pages whose samples are a few lines of a program that the reader has: by page, such a program before
+# them, and what must hold after each; None: it wants GPUs, and is compiled only.
+BEFORE = """
+import os
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+import jax, jax.numpy as jnp, numpy as np
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec as P
+import jflux
+mesh = Mesh(jax.devices(), "tp")
+n = mesh.size
+x, w = jnp.ones((16 * n, 32)), jnp.ones((32, 16 * n))
+specs = {"in_specs": (P("tp"), P(None, "tp")), "out_specs": P(None, "tp")}
+layer = lambda x, w: jflux.all_gather_matmul(x, w, axis_name="tp")
+f = jitted = jax.jit(jax.shard_map(layer, mesh=mesh, **specs))
+"""
+FRAGMENTS = {
+    "docs/guide/debugging.md": ("step = f", [None, "assert (y == 32).all()"]),
+    "docs/guide/dispatch.md": (
+        "step, params, batch = f, x, w",
+        ["assert call.op == 'all_gather_matmul'", None],
+    ),
+    "docs/guide/heap.md": ("", ["assert jflux.heap_report().limit == 4 << 30", "f(x, w)"]),
+    "docs/guide/operations.md": (
+        "layer, size, enough, shapes = lambda x: x + 1, jnp.max, 3 * n, (x, w)\n"
+        "arrays = [jax.device_put(a, jax.NamedSharding(mesh, s))"
+        " for a, s in zip((x, w), specs['in_specs'])]",
+        [
+            "assert (y == 32).all()",
+            "run = lambda x: loop((x, 0 * x[0, 0], jnp.array(True)))[0]\n"
+            "x = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=P('tp'), out_specs=P('tp')))(x)\n"
+            "assert (x == 3).all()",  # each rank's own: 2, then 2 + 3
+        ],
+    ),
+    "docs/guide/ops.md": (
+        "block = lambda x: f(x, w).sum()",
+        ["assert jax.grad(block)(x).shape == x.shape"],
+    ),
+    "docs/guide/plan.md": ("", ["assert ranking.best.grid.ranks == 1024"]),
+    "docs/guide/troubleshooting.md": ("", ["assert (f(x, w) == 32).all()"]),
+}
+#: Its sample needs the library that examples/custom_kernel compiles; test_custom_call.py runs that.
+COMPILED = ["docs/guide/device_primitives.md"]
+
+
+def _blocks(name: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", (ROOT / name).read_text(), re.M | re.S)
+
+
+def test_every_page_with_samples_is_run():
+    pages = {str(doc.relative_to(ROOT)) for doc in DOCS}
+    have = {name for name in pages if _blocks(name)}
+    assert have == {*SAMPLES, *FRAGMENTS, *COMPILED, "docs/guide/nn.md"}  # test_nn_docs.py
+
+
+@pytest.mark.parametrize("name", FRAGMENTS)
+def test_the_fragments_run(name, tmp_path):
+    before, checks = FRAGMENTS[name]
+    parts = []
+    for block, check in zip(_blocks(name), checks, strict=True):
+        parts += [f"compile({block!r}, {name!r}, 'exec')"] if check is None else [block, check]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    env["JAX_PLATFORMS"] = "cpu"
+    program = "\n".join([BEFORE, before, *parts])
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=env, cwd=tmp_path, capture_output=True, text=True,
+        timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("name", SAMPLES)
 def test_the_samples_run(name, tmp_path):
     """All of them, one after the other, as one program."""
     pytest.importorskip("triton" if "kernels" in name else "flax")
-    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / name).read_text(), re.M | re.S)
+    blocks = _blocks(name)
     assert blocks
     checks = SAMPLES[name]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
