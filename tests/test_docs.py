@@ -2,6 +2,8 @@
 show the orders of cc/core/tile_order.h."""
 
 import ast
+import functools
+import importlib
 import importlib.util
 import os
 import re
@@ -10,7 +12,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from harness import PLATFORM, make_mesh, normal
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jflux
+from jflux._ops._spec import all_ops
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -66,8 +77,8 @@ SAMPLES = {
 }
 
 
-# Pages whose samples are a few lines of a program that the reader has: by page, such a program before
-# them, and what must hold after each; None: it wants GPUs, and is compiled only.
+# Pages whose samples are a few lines of a program that the reader has: by page, such a program
+# before them, and what must hold after each; None: it wants GPUs, and is compiled only.
 BEFORE = """
 import os
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
@@ -295,7 +306,7 @@ int main() {
 
 
 def test_pictures_show_the_orders_of_the_kernels(tmp_path):
-    pytest.importorskip("matplotlib")
+    pictures = _pictures()
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     if compiler is None:
         pytest.skip("no C++ compiler")
@@ -304,9 +315,6 @@ def test_pictures_show_the_orders_of_the_kernels(tmp_path):
     subprocess.run(command, cwd=tmp_path, check=True)
     printed = subprocess.run([tmp_path / "orders"], capture_output=True, text=True, check=True)
 
-    spec = importlib.util.spec_from_file_location("pictures", ROOT / "docs" / "make_pictures.py")
-    pictures = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(pictures)
     at = iter(printed.stdout.splitlines())
     for rows in range(1, 13):
         for tile_m in range(1, 6):
@@ -315,6 +323,99 @@ def test_pictures_show_the_orders_of_the_kernels(tmp_path):
                     want = [int(tile) for tile in next(at).split()]
                     assert order(rank, rows, tile_m) == want, (rows, tile_m, rank, order)
     assert next(at, None) is None
+
+
+def _pictures():
+    pytest.importorskip("matplotlib")
+    spec = importlib.util.spec_from_file_location("pictures", ROOT / "docs" / "make_pictures.py")
+    pictures = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(pictures)
+    return pictures
+
+
+def test_pictures_show_the_parts_of_the_ops():
+    pictures = _pictures()
+    assert sorted(pictures.PARTS) == sorted(op for op in all_ops() if "matmul" in op)
+    for op, parts in pictures.PARTS.items():
+        spec = all_ops()[op]
+        layout = spec.layout(2, **spec.ways[0])
+        assert {**layout.rows, "w": layout.others["w"]} == parts, op
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "striped", "contiguous"])
+def test_pictures_show_the_orders_of_positions(layout):
+    pictures = _pictures()
+    positions = jflux.causal_positions(pictures.POSITIONS, pictures.WORLD, layout=layout)
+    assert pictures.layout_order(layout) == list(positions)
+
+
+def _choices() -> list[tuple[str, str]]:
+    """What the page on choosing puts side by side."""
+    page = ROOT / "docs" / "guide" / "choosing.md"
+    text = page.read_text() if page.exists() else ""
+    return re.findall(r"^\| `(.*lax\..*)` \| `(jflux\..*)` \|$", text, re.M)
+
+
+CHOICES = _choices()
+
+
+@pytest.mark.skipif(PLATFORM == "gpu", reason="float32, for which GPUs have no kernels")
+@pytest.mark.parametrize("plain, ours", CHOICES, ids=[b.partition("(")[0] for _, b in CHOICES])
+def test_each_choice_means_what_it_replaces(plain, ours):
+    """Values, and gradients by all operands."""
+    n, m, k = 4, 16, 8
+    mesh = make_mesh((n,))
+    names = {
+        "rows": (m // n, k), "columns": (m, k // n), "w": (k, k), "w_columns": (k, k // n),
+        "w_rows": (k // n, k), "experts": (3, k, k),
+    }  # fmt: skip
+    operands = {name: normal(i, (n, *s), np.float32) for i, (name, s) in enumerate(names.items())}
+
+    def value(code, operands):
+        def on_one_rank(operands):
+            scope = {name: array[0] for name, array in operands.items()}
+            scope |= {"sizes": jnp.array([1, 0, 3]), "lax": lax, "jax": jax, "jflux": jflux}
+            return eval(code, scope)[None]
+
+        return jax.shard_map(on_one_rank, mesh=mesh, in_specs=P("tp"), out_specs=P("tp"))(operands)
+
+    want, got = (jax.jit(functools.partial(value, code))(operands) for code in (plain, ours))
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+    def loss(code, operands):
+        y = value(code, operands)
+        return jnp.sum(jnp.sin(jnp.arange(y.size)).reshape(y.shape) * y)
+
+    want, got = (jax.jit(jax.grad(functools.partial(loss, c)))(operands) for c in (plain, ours))
+    for name in names:
+        np.testing.assert_allclose(got[name], want[name], rtol=1e-4, atol=1e-4, err_msg=name)
+
+
+def test_choices_are_found():
+    assert len(CHOICES) == 12
+
+
+@pytest.mark.parametrize("doc", DOCS, ids=lambda d: str(d.relative_to(ROOT)))
+def test_names_of_jflux_exist(doc):
+    """Dotted names in code; OP stands for any op."""
+    for name in set(re.findall(r"`(jflux(?:\.[A-Za-z]\w*)+)", doc.read_text())):
+        assert _exists(name) or name == "jflux.OP", name
+
+
+def _exists(name: str) -> bool:
+    """Whether a module, or something in one, has this name; fields of a class count."""
+    found: object = importlib.import_module("jflux")
+    path = name.split(".")[1:]
+    for i, part in enumerate(path):
+        if not hasattr(found, part):
+            try:
+                importlib.import_module(".".join(["jflux", *path[: i + 1]]))
+            except ImportError:
+                return part in getattr(found, "__dataclass_fields__", {})
+        if not hasattr(found, part):
+            return False
+        found = getattr(found, part)
+    return True
 
 
 def test_performance_is_what_the_results_say():
