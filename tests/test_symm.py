@@ -225,6 +225,8 @@ def test_check_says_that_no_kernel_ran_and_finds_differences(kernels):
     report = jflux.symm.check(right, _struct(size), mesh=mesh, times=2, steps=3)
     assert report.kernels == () and report.calls == 1 + 2 * (4 + 3) and report.error == 0
     assert str(report).startswith("no kernel (the reference alone): 15 calls equal the reference")
+    assert report.compiled == ("pull_kernel",)
+    assert str(report).endswith("\ncompiled, and not run: pull_kernel")
 
     def wrong(x):
         y = right(x)
@@ -234,6 +236,26 @@ def test_check_says_that_no_kernel_ran_and_finds_differences(kernels):
     text = r"symm\.check\(pull_kernel\): with fresh workspaces, result 0 .*\[\(1, 0\)\]"
     with pytest.raises(AssertionError, match=text):
         jflux.symm.check(wrong, _struct(size), mesh=mesh, times=1)
+
+
+@on_cpus
+def test_check_compiles_what_does_not_run(kernels, monkeypatch):
+    from triton.compiler.errors import CompilationError
+
+    mesh = make_mesh((RANKS,))
+
+    def call(x):
+        return jflux.symm.call(
+            kernels.misspelt_kernel, x, out_shape=x, axis_name="tp", grid=1, BLOCK=4,
+            reference=lambda x, **_: x,
+        )  # fmt: skip
+
+    with pytest.raises(CompilationError) as error:
+        jflux.symm.check(call, _struct(4), mesh=mesh, times=1)
+    assert "blokc is not defined" in str(error.value.__cause__)
+    monkeypatch.setattr(compiling, "why_no_triton", lambda: "it is not installed")
+    report = jflux.symm.check(call, _struct(4), mesh=mesh, times=1)
+    assert report.compiled == () and "compiled" not in str(report)
 
 
 @on_cpus
@@ -333,7 +355,7 @@ def _params(kernels, name, world):
     size = kernels.BLOCK * kernels.PROGRAMS
     f = per_device(mesh, lambda x: kernels.call_right(name, x, "tp"))
     x = jax.ShapeDtypeStruct((max(world, 2), size), np.float32)
-    (params,) = checking._calls_in(jax.make_jaxpr(f)(x).jaxpr)
+    ((_, params),) = checking._calls_in(jax.make_jaxpr(f)(x).jaxpr)
     return type(params)(**{**vars(params), "world": world})
 
 
