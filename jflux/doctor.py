@@ -55,8 +55,8 @@ def _devices() -> Iterator[str]:
     )
     if len(devices) == 1 and jax.default_backend() == "cpu":
         yield (
-            "  XLA_FLAGS=--xla_force_host_platform_device_count=8 makes eight devices of a CPU, over "
-            "which the ops can be tried"
+            "  XLA_FLAGS=--xla_force_host_platform_device_count=8 makes eight devices of a CPU, so "
+            "that ops can be tried"
         )
     if _heap._cuda_usable():
         yield from _gpu_code.report(

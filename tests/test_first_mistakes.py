@@ -191,3 +191,14 @@ def test_the_other_axes_of_keys_and_values_are_a_remedy():
         y = nnx.jit(lambda layer, x: layer(x))(layer, jnp.ones((1, 4, 12)))
     assert layer.query.kernel[...].sharding.spec[1] == "tp"
     assert jnp.isfinite(y).all()
+
+
+@pytest.mark.parametrize("name, shape", [("query", "[d, heads, c]"), ("out", "[heads, c, d]")])
+def test_attention_takes_kernels_of_three_dimensions(name, shape):
+    import jflux.nn
+
+    kernels = dict.fromkeys(("query", "key", "value"), jnp.ones((8, 2, 4)))
+    kernels |= {"out": jnp.ones((2, 4, 8))} | {name: jnp.ones((8, 8))}
+    message = re.escape(f"{name} must be {shape}, got (8, 8); reshape")
+    with pytest.raises(ValueError, match=message):
+        jflux.nn.attention(jnp.ones((1, 4, 8)), *kernels.values(), axis_name="tp")
