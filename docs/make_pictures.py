@@ -1,7 +1,8 @@
-"""Draws docs/img: in which order four ranks compute their tiles, and what it costs when many CTAs
-send. Needs matplotlib.
+"""Draws docs/img: what each of four ranks has of an op's arrays, which positions of a sequence, in
+which order they compute their tiles, and what it costs when many CTAs send. Needs matplotlib.
 
-The two orders repeat cc/core/tile_order.h for one tile column; tests/test_docs.py compares them.
+The two orders repeat cc/core/tile_order.h for one tile column, the parts and the positions repeat
+what jflux says of itself; tests/test_docs.py compares them.
 """
 
 from __future__ import annotations
@@ -172,9 +173,96 @@ def senders() -> Figure:
     return figure
 
 
+# By product: which dimension of x, w and y the ranks split; None: none.
+PARTS = {
+    "all_gather_matmul": {"x": 0, "w": 1, "y": 1},
+    "matmul_reduce_scatter": {"x": 1, "w": 0, "y": 0},
+    "matmul_all_reduce": {"x": 1, "w": 0, "y": None},
+    "matmul_all_to_all": {"x": 0, "w": None, "y": 1},
+    "all_to_all_matmul": {"x": 1, "w": None, "y": 0},
+}
+# By array: where its left edge is, its height and its width, for m, k and n of 1.2, 1.0 and 1.4.
+ARRAYS = {"x": (0.0, 1.2, 1.0), "w": (1.35, 1.0, 1.4), "y": (3.2, 1.2, 1.4)}
+SIZES = {"x": ("m", "k"), "w": ("k", "n"), "y": ("m", "n")}
+
+
+def shards() -> Figure:
+    """x @ w = y, each divided into the ranks' parts."""
+    figure = Figure(figsize=(10.5, 4.6), layout="constrained")
+    grid = figure.subplots(2, 3).flat
+    for axes, (op, split) in zip(grid, PARTS.items(), strict=False):
+        for name, (left, height, width) in ARRAYS.items():
+            axes.text(left + width / 2, 1.36, name, ha="center", weight="bold")
+            lines = [
+                f"{size}/N" if split[name] == i else size for i, size in enumerate(SIZES[name])
+            ]
+            axes.text(left + width / 2, -0.2, f"[{', '.join(lines)}]", ha="center", size=8)
+            top = 1.2 - height
+            if split[name] is None:
+                axes.add_patch(Rectangle((left, top), width, height, fc="0.85", ec="black", lw=0.6))
+                continue
+            for rank, color in enumerate(COLORS):
+                size = (height, width)[split[name]] / WORLD
+                at = (
+                    (left, 1.2 - (rank + 1) * size)
+                    if split[name] == 0
+                    else (left + rank * size, top)
+                )
+                shape = (width, size) if split[name] == 0 else (size, height)
+                axes.add_patch(Rectangle(at, *shape, fc=color, ec="black", lw=0.6))
+        axes.text(1.17, 0.6, "@", ha="center", va="center")
+        axes.text(2.97, 0.6, "=", ha="center", va="center")
+        axes.set(xlim=(-0.35, 4.95), ylim=(-0.35, 1.6), aspect="equal", title=op)
+        axes.axis("off")
+    last = figure.axes[-1]
+    last.axis("off")
+    handles = [Rectangle((0, 0), 1, 1, fc=color, ec="black", lw=0.6) for color in (*COLORS, "0.85")]
+    names = [f"rank {rank} of {WORLD}" for rank in range(WORLD)] + ["whole on every rank"]
+    last.legend(handles, names, loc="center", frameon=False)
+    return figure
+
+
+POSITIONS = 16
+
+
+def layout_order(layout: str) -> list[int]:
+    """The positions of a sequence, rank after rank."""
+    parts, half = POSITIONS // WORLD, POSITIONS // WORLD // 2
+    if layout == "contiguous":
+        return list(range(POSITIONS))
+    if layout == "striped":
+        return [rank + WORLD * i for rank in range(WORLD) for i in range(parts)]
+    firsts = [(rank * half, POSITIONS - (rank + 1) * half) for rank in range(WORLD)]
+    return [first + i for pair in firsts for first in pair for i in range(half)]
+
+
+def layouts() -> Figure:
+    """Which rank has which position, and how many keys its queries attend to."""
+    figure = Figure(figsize=(10.5, 2.9), layout="constrained")
+    axes = figure.subplots()
+    for line, layout in enumerate(("zigzag", "striped", "contiguous")):
+        order = layout_order(layout)
+        each = POSITIONS // WORLD
+        axes.text(-0.3, line + 0.35, layout, ha="right", va="center")
+        for at, position in enumerate(order):
+            box = (position, line)
+            axes.add_patch(Rectangle(box, 1, 0.7, fc=COLORS[at // each], ec="black", lw=0.6))
+            axes.text(position + 0.5, line + 0.35, str(position), ha="center", va="center", size=8)
+        pairs = [sum(p + 1 for p in order[r * each : (r + 1) * each]) for r in range(WORLD)]
+        text = ", ".join(map(str, pairs))
+        axes.text(POSITIONS + 0.3, line + 0.35, text, ha="left", va="center")
+    axes.text(POSITIONS + 0.3, -0.35, "pairs of rank 0, 1, 2, 3", ha="left", va="center", size=8)
+    axes.set(xlim=(-2.2, POSITIONS + 4), ylim=(3, -0.7))
+    axes.axis("off")
+    handles = [Rectangle((0, 0), 1, 1, fc=color, ec="black", lw=0.6) for color in COLORS]
+    names = [f"rank {rank}" for rank in range(WORLD)]
+    figure.legend(handles, names, loc="outside lower center", ncols=WORLD, frameon=False)
+    return figure
+
+
 def main() -> None:
     folder = Path(__file__).parent / "img"
-    for draw in (tile_order, straddling, senders):
+    for draw in (shards, layouts, tile_order, straddling, senders):
         draw().savefig(folder / f"{draw.__name__}.svg", metadata={"Date": None})
 
 

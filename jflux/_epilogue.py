@@ -101,7 +101,8 @@ def check_shapes(op: str, columns: Sequence[int], bias: Sequence[Any], gated: bo
     for n, b in zip(columns, bias, strict=True):
         if b is not None and tuple(b.shape) != (n,):
             raise ValueError(
-                f"jflux.{op}: a bias has shape {tuple(b.shape)}, its product has {n} columns"
+                f"jflux.{op}: a bias has shape {tuple(b.shape)}, its product has {n} columns "
+                "on each rank"
             )
     if gated and columns[0] != columns[1]:
         raise ValueError(f"jflux.{op}: gated=True, but the weights have {columns} columns")
@@ -175,11 +176,13 @@ def check_added(op: str, shape: Sequence[int], bias: Any, residual: Any) -> None
     """Raises for a bias or a residual that does not fit y."""
     if bias is not None and tuple(bias.shape) != (shape[-1],):
         raise ValueError(
-            f"jflux.{op}: the bias has shape {tuple(bias.shape)}, y has {shape[-1]} columns"
+            f"jflux.{op}: the bias has shape {tuple(bias.shape)}, y has {shape[-1]} columns "
+            "on each rank"
         )
     if residual is not None and tuple(residual.shape) != tuple(shape):
         raise ValueError(
-            f"jflux.{op}: the residual has shape {tuple(residual.shape)}, y has {tuple(shape)}"
+            f"jflux.{op}: the residual has shape {tuple(residual.shape)}, y has {tuple(shape)} "
+            "on each rank"
         )
 
 

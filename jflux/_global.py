@@ -163,6 +163,10 @@ def _check_divides(what: str, array: Any, spec: PartitionSpec, mesh: Any) -> Non
 def _spec(x: jax.Array, given: PartitionSpec | None) -> PartitionSpec:
     """How x is sharded: as given, or as its type says (explicit sharding)."""
     if given is not None:
+        if not isinstance(given, PartitionSpec):
+            raise TypeError(
+                f'x_spec={given!r} must be a jax.sharding.PartitionSpec, such as P("data")'
+            )
         return given
     sharding = getattr(jax.typeof(x), "sharding", None)
     if sharding is None or AxisType.Explicit not in sharding.mesh.axis_types:

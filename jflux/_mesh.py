@@ -110,7 +110,28 @@ def is_manual(axis_name: AxisName) -> bool:
 
 
 def axis_size(axis_name: AxisName) -> int:
-    return lax.axis_size(as_tuple(axis_name))
+    """How many ranks there are along the axis.
+
+    Raises:
+      NameError: outside of a ``shard_map`` over it; the message says where to call.
+    """
+    try:
+        return lax.axis_size(as_tuple(axis_name))
+    except NameError:
+        raise NameError(_not_bound(as_tuple(axis_name))) from None
+
+
+def _not_bound(names: tuple[Any, ...]) -> str:
+    """What an op that needs ``shard_map`` says where the axes are not bound."""
+    wanted = repr(names[0] if len(names) == 1 else names)
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    if manual:
+        here = ", ".join(sorted(map(repr, manual)))
+        return f"axis_name={wanted} must be an axis of the jax.shard_map around the call: {here}"
+    return (
+        f"axis_name={wanted} needs a jax.shard_map around the call, over a mesh with that axis: "
+        "this op takes one rank's arrays, not global ones"
+    )
 
 
 def renumbered(
@@ -139,7 +160,8 @@ def rank_and_size(axis_name: AxisName | None) -> tuple[Any, int]:
     """This rank's place, int32 [], and how many ranks there are; (0, 1) for no axis."""
     if axis_name is None:
         return jnp.int32(0), 1
-    return lax.axis_index(as_tuple(axis_name)), axis_size(axis_name)
+    size = axis_size(axis_name)
+    return lax.axis_index(as_tuple(axis_name)), size
 
 
 def vary_together(axis_name: AxisName, *arrays: jax.Array, same: int = 0) -> list[jax.Array]:
@@ -170,6 +192,7 @@ def vary(array: jax.Array, names: Iterable[Any]) -> jax.Array:
 
 
 def tracks_vma(axis_name: AxisName) -> bool:
+    axis_size(axis_name)  # its message, if the axis is not bound
     # axis_index always varies over its axis; where types are not tracked it does not say so.
     return bool(jax.typeof(lax.axis_index(as_tuple(axis_name))).manual_axis_type.varying)
 

@@ -53,6 +53,11 @@ def _devices() -> Iterator[str]:
         f"devices: {len(devices)} x {', '.join(kinds)} ({jax.default_backend()}), "
         f"{jax.process_count()} process(es)"
     )
+    if len(devices) == 1 and jax.default_backend() == "cpu":
+        yield (
+            "  XLA_FLAGS=--xla_force_host_platform_device_count=8 makes eight devices of a CPU, so "
+            "that ops can be tried"
+        )
     if _heap._cuda_usable():
         yield from _gpu_code.report(
             _gpu_code.arch_here(), ", ".join(kinds), _gpu_code.portable_ops(),

@@ -294,6 +294,13 @@ def call_stuck(x: jax.Array, axis_name: Any, way: str) -> jax.Array:
     )
 
 
+@triton.jit
+def misspelt_kernel(ctx, x, y, BLOCK: tl.constexpr):
+    """Does not compile."""
+    at = tl.arange(0, blokc)  # noqa: F821
+    tl.store(y + at, tl.load(x + at))
+
+
 def call_copy(x: jax.Array, axis_name: Any, grid: int = 4, block: int = 1024) -> jax.Array:
     return jflux.symm.call(
         copy_kernel,

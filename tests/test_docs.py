@@ -2,6 +2,8 @@
 show the orders of cc/core/tile_order.h."""
 
 import ast
+import functools
+import importlib
 import importlib.util
 import os
 import re
@@ -10,7 +12,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
+from harness import PLATFORM, make_mesh, normal
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jflux
+from jflux._ops._spec import all_ops
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -41,6 +52,9 @@ SAMPLES = {
         "x, *weights = (jnp.ones(s) for s in ((1, 16, 4), *[(4, 64)] * 3, (64, 4)))",
         "np.testing.assert_allclose(attend(x, *weights), 4 * 64, rtol=1e-5)",
     ],
+    "docs/guide/moe.md": [
+        "assert all(jnp.isfinite(g).all() for g in jax.tree.leaves((loss, gradients)))"
+    ],
     "docs/guide/recipes.md": [
         "assert losses[-1] < losses[0] - 1 and linen_losses[-1] < linen_losses[0]",
         "assert abs(in_parts - before) < 1e-2 * before",  # bfloat16, other sums
@@ -63,11 +77,82 @@ SAMPLES = {
 }
 
 
+# Pages whose samples are a few lines of a program that the reader has: by page, such a program
+# before them, and what must hold after each; None: it wants GPUs, and is compiled only.
+BEFORE = """
+import os
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
+import jax, jax.numpy as jnp, numpy as np
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec as P
+import jflux
+mesh = Mesh(jax.devices(), "tp")
+n = mesh.size
+x, w = jnp.ones((16 * n, 32)), jnp.ones((32, 16 * n))
+specs = {"in_specs": (P("tp"), P(None, "tp")), "out_specs": P(None, "tp")}
+layer = lambda x, w: jflux.all_gather_matmul(x, w, axis_name="tp")
+f = jitted = jax.jit(jax.shard_map(layer, mesh=mesh, **specs))
+"""
+FRAGMENTS = {
+    "docs/guide/debugging.md": ("step = f", [None, "assert (y == 32).all()"]),
+    "docs/guide/dispatch.md": (
+        "step, params, batch = f, x, w",
+        ["assert call.op == 'all_gather_matmul'", None],
+    ),
+    "docs/guide/heap.md": ("", ["assert jflux.heap_report().limit == 4 << 30", "f(x, w)"]),
+    "docs/guide/operations.md": (
+        "layer, size, enough, shapes = lambda x: x + 1, jnp.max, 3 * n, (x, w)\n"
+        "arrays = [jax.device_put(a, jax.NamedSharding(mesh, s))"
+        " for a, s in zip((x, w), specs['in_specs'])]",
+        [
+            "assert (y == 32).all()",
+            "run = lambda x: loop((x, 0 * x[0, 0], jnp.array(True)))[0]\n"
+            "x = jax.jit(jax.shard_map(run, mesh=mesh, in_specs=P('tp'), out_specs=P('tp')))(x)\n"
+            "assert (x == 3).all()",  # each rank's own: 2, then 2 + 3
+        ],
+    ),
+    "docs/guide/ops.md": (
+        "block = lambda x: f(x, w).sum()",
+        ["assert jax.grad(block)(x).shape == x.shape"],
+    ),
+    "docs/guide/plan.md": ("", ["assert ranking.best.grid.ranks == 1024"]),
+    "docs/guide/troubleshooting.md": ("", ["assert (f(x, w) == 32).all()"]),
+}
+#: Its sample needs the library that examples/custom_kernel compiles; test_custom_call.py runs that.
+COMPILED = ["docs/guide/device_primitives.md"]
+
+
+def _blocks(name: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", (ROOT / name).read_text(), re.M | re.S)
+
+
+def test_every_page_with_samples_is_run():
+    pages = {str(doc.relative_to(ROOT)) for doc in DOCS}
+    have = {name for name in pages if _blocks(name)}
+    assert have == {*SAMPLES, *FRAGMENTS, *COMPILED, "docs/guide/nn.md"}  # test_nn_docs.py
+
+
+@pytest.mark.parametrize("name", FRAGMENTS)
+def test_the_fragments_run(name, tmp_path):
+    before, checks = FRAGMENTS[name]
+    parts = []
+    for block, check in zip(_blocks(name), checks, strict=True):
+        parts += [f"compile({block!r}, {name!r}, 'exec')"] if check is None else [block, check]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    env["JAX_PLATFORMS"] = "cpu"
+    program = "\n".join([BEFORE, before, *parts])
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=env, cwd=tmp_path, capture_output=True, text=True,
+        timeout=280,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("name", SAMPLES)
 def test_the_samples_run(name, tmp_path):
     """All of them, one after the other, as one program."""
     pytest.importorskip("triton" if "kernels" in name else "flax")
-    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / name).read_text(), re.M | re.S)
+    blocks = _blocks(name)
     assert blocks
     checks = SAMPLES[name]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
@@ -221,7 +306,7 @@ int main() {
 
 
 def test_pictures_show_the_orders_of_the_kernels(tmp_path):
-    pytest.importorskip("matplotlib")
+    pictures = _pictures()
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     if compiler is None:
         pytest.skip("no C++ compiler")
@@ -230,9 +315,6 @@ def test_pictures_show_the_orders_of_the_kernels(tmp_path):
     subprocess.run(command, cwd=tmp_path, check=True)
     printed = subprocess.run([tmp_path / "orders"], capture_output=True, text=True, check=True)
 
-    spec = importlib.util.spec_from_file_location("pictures", ROOT / "docs" / "make_pictures.py")
-    pictures = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(pictures)
     at = iter(printed.stdout.splitlines())
     for rows in range(1, 13):
         for tile_m in range(1, 6):
@@ -241,6 +323,99 @@ def test_pictures_show_the_orders_of_the_kernels(tmp_path):
                     want = [int(tile) for tile in next(at).split()]
                     assert order(rank, rows, tile_m) == want, (rows, tile_m, rank, order)
     assert next(at, None) is None
+
+
+def _pictures():
+    pytest.importorskip("matplotlib")
+    spec = importlib.util.spec_from_file_location("pictures", ROOT / "docs" / "make_pictures.py")
+    pictures = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(pictures)
+    return pictures
+
+
+def test_pictures_show_the_parts_of_the_ops():
+    pictures = _pictures()
+    assert sorted(pictures.PARTS) == sorted(op for op in all_ops() if "matmul" in op)
+    for op, parts in pictures.PARTS.items():
+        spec = all_ops()[op]
+        layout = spec.layout(2, **spec.ways[0])
+        assert {**layout.rows, "w": layout.others["w"]} == parts, op
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "striped", "contiguous"])
+def test_pictures_show_the_orders_of_positions(layout):
+    pictures = _pictures()
+    positions = jflux.causal_positions(pictures.POSITIONS, pictures.WORLD, layout=layout)
+    assert pictures.layout_order(layout) == list(positions)
+
+
+def _choices() -> list[tuple[str, str]]:
+    """What the page on choosing puts side by side."""
+    page = ROOT / "docs" / "guide" / "choosing.md"
+    text = page.read_text() if page.exists() else ""
+    return re.findall(r"^\| `(.*lax\..*)` \| `(jflux\..*)` \|$", text, re.M)
+
+
+CHOICES = _choices()
+
+
+@pytest.mark.skipif(PLATFORM == "gpu", reason="float32, for which GPUs have no kernels")
+@pytest.mark.parametrize("plain, ours", CHOICES, ids=[b.partition("(")[0] for _, b in CHOICES])
+def test_each_choice_means_what_it_replaces(plain, ours):
+    """Values, and gradients by all operands."""
+    n, m, k = 4, 16, 8
+    mesh = make_mesh((n,))
+    names = {
+        "rows": (m // n, k), "columns": (m, k // n), "w": (k, k), "w_columns": (k, k // n),
+        "w_rows": (k // n, k), "experts": (3, k, k),
+    }  # fmt: skip
+    operands = {name: normal(i, (n, *s), np.float32) for i, (name, s) in enumerate(names.items())}
+
+    def value(code, operands):
+        def on_one_rank(operands):
+            scope = {name: array[0] for name, array in operands.items()}
+            scope |= {"sizes": jnp.array([1, 0, 3]), "lax": lax, "jax": jax, "jflux": jflux}
+            return eval(code, scope)[None]
+
+        return jax.shard_map(on_one_rank, mesh=mesh, in_specs=P("tp"), out_specs=P("tp"))(operands)
+
+    want, got = (jax.jit(functools.partial(value, code))(operands) for code in (plain, ours))
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+    def loss(code, operands):
+        y = value(code, operands)
+        return jnp.sum(jnp.sin(jnp.arange(y.size)).reshape(y.shape) * y)
+
+    want, got = (jax.jit(jax.grad(functools.partial(loss, c)))(operands) for c in (plain, ours))
+    for name in names:
+        np.testing.assert_allclose(got[name], want[name], rtol=1e-4, atol=1e-4, err_msg=name)
+
+
+def test_choices_are_found():
+    assert len(CHOICES) == 12
+
+
+@pytest.mark.parametrize("doc", DOCS, ids=lambda d: str(d.relative_to(ROOT)))
+def test_names_of_jflux_exist(doc):
+    """Dotted names in code; OP stands for any op."""
+    for name in set(re.findall(r"`(jflux(?:\.[A-Za-z]\w*)+)", doc.read_text())):
+        assert _exists(name) or name == "jflux.OP", name
+
+
+def _exists(name: str) -> bool:
+    """Whether a module, or something in one, has this name; fields of a class count."""
+    found: object = importlib.import_module("jflux")
+    path = name.split(".")[1:]
+    for i, part in enumerate(path):
+        if not hasattr(found, part):
+            try:
+                importlib.import_module(".".join(["jflux", *path[: i + 1]]))
+            except ImportError:
+                return part in getattr(found, "__dataclass_fields__", {})
+        if not hasattr(found, part):
+            return False
+        found = getattr(found, part)
+    return True
 
 
 def test_performance_is_what_the_results_say():

@@ -48,7 +48,9 @@ def test_what_it_says():
 
 def test_one_device():
     if PLATFORM == "cpu":
-        assert "reference (one device has nobody to talk to): ok" in _doctor(1)
+        output = _doctor(1)
+        assert "reference (one device has nobody to talk to): ok" in output
+        assert "XLA_FLAGS=--xla_force_host_platform_device_count=8" in output
 
 
 LOG = """I0000 00:00:00 host-7.example:4242] starting

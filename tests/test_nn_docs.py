@@ -20,6 +20,11 @@ def test_the_samples_run():
         "assert abs(loss - np.log(1024)) < 1 and y.shape == x.shape",
         "assert list(cache['cache_index']) == [36, 11]",
         "assert abs(y - plain.apply(params, x)).max() < 1e-4",
+        "assert abs(together - alone).max() < 1e-4",
+        "assert existing.up.kernel[...].sharding.spec == P(None, 'tp')",
+        "assert existing.attention.out.kernel[...].sharding.spec[0] == 'tp'",
+        "ops = [call.op for call in jflux.explain(lambda x: existing(x), x)]",
+        "assert ops == ['all_gather_matmul', 'matmul_reduce_scatter'] * 2",
     ]
     # Strict: what the page says is fused must be. float32 is for the reference on GPUs.
     strict = "import jflux\njflux.config.update(strict=True)"
@@ -30,3 +35,4 @@ def test_the_samples_run():
         env=env, capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert "is lax.dot_general" not in done.stderr, done.stderr

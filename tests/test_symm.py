@@ -208,7 +208,8 @@ def test_a_derivative_of_ones_own(kernels, check_vma):
     def no_vjp(x):
         return jnp.sum(kernels.call_right("ring", x, "tp"))
 
-    with pytest.raises(NotImplementedError, match="jflux_symm_call"):
+    message = r"symm\.call\(ring_kernel\) has no derivative: pass vjp="
+    with pytest.raises(NotImplementedError, match=message):
         size = kernels.BLOCK * kernels.PROGRAMS
         jax.jit(per_device(mesh, jax.grad(no_vjp)))(normal(0, (RANKS, size), np.float32))
 
@@ -224,6 +225,8 @@ def test_check_says_that_no_kernel_ran_and_finds_differences(kernels):
     report = jflux.symm.check(right, _struct(size), mesh=mesh, times=2, steps=3)
     assert report.kernels == () and report.calls == 1 + 2 * (4 + 3) and report.error == 0
     assert str(report).startswith("no kernel (the reference alone): 15 calls equal the reference")
+    assert report.compiled == ("pull_kernel",)
+    assert str(report).endswith("\ncompiled, and not run: pull_kernel")
 
     def wrong(x):
         y = right(x)
@@ -233,6 +236,26 @@ def test_check_says_that_no_kernel_ran_and_finds_differences(kernels):
     text = r"symm\.check\(pull_kernel\): with fresh workspaces, result 0 .*\[\(1, 0\)\]"
     with pytest.raises(AssertionError, match=text):
         jflux.symm.check(wrong, _struct(size), mesh=mesh, times=1)
+
+
+@on_cpus
+def test_check_compiles_what_does_not_run(kernels, monkeypatch):
+    from triton.compiler.errors import CompilationError
+
+    mesh = make_mesh((RANKS,))
+
+    def call(x):
+        return jflux.symm.call(
+            kernels.misspelt_kernel, x, out_shape=x, axis_name="tp", grid=1, BLOCK=4,
+            reference=lambda x, **_: x,
+        )  # fmt: skip
+
+    with pytest.raises(CompilationError) as error:
+        jflux.symm.check(call, _struct(4), mesh=mesh, times=1)
+    assert "blokc is not defined" in str(error.value.__cause__)
+    monkeypatch.setattr(compiling, "why_no_triton", lambda: "it is not installed")
+    report = jflux.symm.check(call, _struct(4), mesh=mesh, times=1)
+    assert report.compiled == () and "compiled" not in str(report)
 
 
 @on_cpus
@@ -262,6 +285,9 @@ def test_errors(kernels):
         (call(backend="cuda"), ValueError, 'backend=.cuda. must be "triton"'),
         (call(kernel=lambda ctx, x, y: None), TypeError, "triton.jit"),
         (call(grid=0), ValueError, "grid=0"),
+        (call(grid=(2, 2)), TypeError, r"grid=\(2, 2\) must be an int"),
+        (call(out_shape=(4,)), TypeError, "out_shape must have .*ShapeDtypeStruct, got 4"),
+        (call(workspace={"inbox": (4,)}), TypeError, r"workspace must have .*, got \(4,\)"),
         (call(signals=-1), ValueError, "signals=-1"),
         (call(workspace={}), ValueError, r"ring_kernel\(ctx, x, y, inbox, BLOCK\) must take"),
         (call(workspace={"outbox": _struct(4)}), ValueError, "the buffers .'outbox'."),
@@ -329,7 +355,7 @@ def _params(kernels, name, world):
     size = kernels.BLOCK * kernels.PROGRAMS
     f = per_device(mesh, lambda x: kernels.call_right(name, x, "tp"))
     x = jax.ShapeDtypeStruct((max(world, 2), size), np.float32)
-    (params,) = checking._calls_in(jax.make_jaxpr(f)(x).jaxpr)
+    ((_, params),) = checking._calls_in(jax.make_jaxpr(f)(x).jaxpr)
     return type(params)(**{**vars(params), "world": world})
 
 

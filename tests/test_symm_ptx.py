@@ -129,7 +129,7 @@ class Ranks:
 def _params(f, arrays, world):
     mesh = make_mesh((world,))
     stacked = [jax.ShapeDtypeStruct((world, *a.shape), a.dtype) for a in arrays]
-    (params,) = checking._calls_in(jax.make_jaxpr(per_device(mesh, f))(*stacked).jaxpr)
+    ((_, params),) = checking._calls_in(jax.make_jaxpr(per_device(mesh, f))(*stacked).jaxpr)
     return params
 
 

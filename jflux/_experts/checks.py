@@ -15,9 +15,15 @@ def check_tokens(
     """A rank's tokens [T, H] and their choices i32 [T, k]."""
     x, indices = jnp.asarray(x), jnp.asarray(indices)
     if x.ndim != 2 or not jnp.issubdtype(x.dtype, jnp.floating):
-        raise ValueError(f"{op}: x must be floating [T, H], got {x.dtype} {x.shape}")
+        raise ValueError(
+            f"{op}: x must be floating [T, H], got {x.dtype} {x.shape}; x.reshape(-1, H) puts "
+            "batches and sequences into one dimension of tokens"
+        )
     if not jnp.issubdtype(indices.dtype, jnp.integer):
-        raise TypeError(f"{op}: topk_indices must be integers, got {indices.dtype}")
+        raise TypeError(
+            f"{op}: topk_indices must be integers, got {indices.dtype}; jax.lax.top_k returns "
+            "(values, indices), jflux.moe's gates (indices, weights)"
+        )
     if indices.ndim != 2 or indices.shape[0] != x.shape[0]:
         raise ValueError(
             f"{op}: topk_indices must have shape [T, k] with the T={x.shape[0]} rows of x, got "
@@ -26,7 +32,10 @@ def check_tokens(
     if not isinstance(num_experts, int | np.integer):
         raise TypeError(f"{op}: num_experts must be an int, got {num_experts!r}")
     if num_experts < 1 or num_experts % world:
-        raise ValueError(f"{op}: {num_experts=} must be a positive multiple of the {world} ranks")
+        raise ValueError(
+            f"{op}: {num_experts=} must be a positive multiple of the {world} ranks; it "
+            "counts the experts of all of them"
+        )
     if not 1 <= indices.shape[1] <= num_experts:
         raise ValueError(
             f"{op}: topk_indices {indices.shape} has {indices.shape[1]} experts for each token, "

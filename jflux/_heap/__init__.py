@@ -47,6 +47,12 @@ class Settings:
     def patience(self) -> _rendezvous.Patience:
         return _rendezvous.Patience.of(self.warn_seconds, self.deadline_seconds)
 
+    def beside(self, other: Settings) -> str:
+        """The settings in which this differs from another, as arguments of :func:`init`."""
+        fields = [field.name for field in dataclasses.fields(self)]
+        different = [name for name in fields if getattr(self, name) != getattr(other, name)]
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in different)
+
 
 _lock = threading.RLock()
 _settings = Settings()
@@ -115,8 +121,9 @@ def init(
             _nodes.names_of(names, len(_making.Members.of(platform).devices))
         if wanted != _settings and any(map(_exists, _jobs)):
             raise RuntimeError(
-                f"the symmetric heap exists with {_settings}; call jflux.shutdown() before "
-                f"jflux.init() with {wanted}"
+                f"the symmetric heap exists with {_settings.beside(wanted)}; call jflux.shutdown() "
+                f"before jflux.init() with {wanted.beside(_settings)}, or jflux.init() before the "
+                "first op is lowered, which makes the heap"
             )
         _settings = wanted
         if platform in ("cpu", "cuda"):

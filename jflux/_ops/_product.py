@@ -60,10 +60,14 @@ def check_contraction(op: str, x: jax.Array, w: jax.Array, transpose_rhs: bool) 
     """Raises if x's last dimension is not w's k."""
     k = w.shape[1 if transpose_rhs else 0]
     if x.shape[-1] != k:
-        raise ValueError(
+        message = (
             f"jflux.{op}: x {x.shape} and w {w.shape} do not contract: x has {x.shape[-1]} "
-            f"columns, w takes {k} ({transpose_rhs=})"
+            f"columns, w takes {k} ({transpose_rhs=}). Shapes are one rank's"
         )
+        small, large = sorted((x.shape[-1], k))
+        if small and large % small == 0:
+            message += "; are both split along k, or neither, as the op takes them?"
+        raise ValueError(message)
 
 
 def check_axis(op: str, name: str, axis: Any, x: Any, of: str = "the product x @ w") -> int:

@@ -6,12 +6,13 @@ import dataclasses
 import functools
 import hashlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.interpreters import ad
 
 from .. import _config, _dispatch, _lowering, _mesh, _native
 from .._dispatch import Arrays, Machine, Plan
@@ -133,11 +134,15 @@ def call(
         raise TypeError(f"jflux.symm.call: {kernel!r} must be a function with triton.jit")
     if not args:
         raise TypeError(f"jflux.symm.call: {kernel.__name__} needs at least one argument")
+    if not isinstance(grid, int | np.integer):
+        raise TypeError(f"jflux.symm.call: {grid=} must be an int: programs have one number")
     if grid < 1:
         raise ValueError(f"jflux.symm.call: {grid=} must be at least 1")
     if not 0 <= signals <= _MOST_SIGNALS:
         raise ValueError(f"jflux.symm.call: {signals=} must be from 0 to {_MOST_SIGNALS}")
     leaves, tree = jax.tree.flatten(out_shape)
+    _check_structs("out_shape", leaves)
+    _check_structs("workspace", (workspace or {}).values())
     names, options = _bind_parameters(
         kernel, len(args) + len(leaves), dict(workspace or {}), constexprs
     )
@@ -221,6 +226,15 @@ def _bind_parameters(
             f"{sorted(constexprs)}"
         )
     return names, tuple(_Option.of(p.name, values[p.name]) for p in constants)
+
+
+def _check_structs(argument: str, those: Iterable[Any]) -> None:
+    """Raises for what is no array and no ``jax.ShapeDtypeStruct``."""
+    for one in those:
+        if not hasattr(one, "shape") or not hasattr(one, "dtype"):
+            raise TypeError(
+                f"jflux.symm.call: {argument} must have arrays or jax.ShapeDtypeStruct, got {one!r}"
+            )
 
 
 def _title(params: Params) -> str:
@@ -316,3 +330,13 @@ _primitive = _lowering.make_primitive(
         title=_title,
     )
 )
+
+
+def _no_derivative(primals: Any, tangents: Any, *, params: Params) -> Any:
+    raise NotImplementedError(
+        f"jflux.{_title(params)} has no derivative: pass vjp= for reverse mode, or wrap the call "
+        "in jax.lax.stop_gradient"
+    )
+
+
+ad.primitive_jvps[_primitive] = _no_derivative

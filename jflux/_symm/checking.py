@@ -13,7 +13,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from .. import _config, _dispatch, _mesh, _native, testing
-from .call import Params, _plan, _primitive
+from .._dispatch import Arrays
+from . import compiling
+from .call import Params, _plan, _primitive, compile_call
 from .layout import Buffer, Workspace, data_bytes
 
 _POISON = 0xFF  # what testing.poison_workspaces fills data with
@@ -26,23 +28,28 @@ class Report:
 
     Attributes:
       kernels: names of the kernels that ran; none where the reference did.
+      compiled: names of those that did not run and were compiled, for an H100 if there is no GPU.
       calls: how many times the function was called, scans counted once a step.
       error: the largest difference, as a multiple of what is allowed.
       guarded_bytes: how many bytes outside of buffers were found as they were, over all calls.
     """
 
     kernels: tuple[str, ...]
+    compiled: tuple[str, ...]
     calls: int
     error: float
     guarded_bytes: int
 
     def __str__(self) -> str:
         what = ", ".join(self.kernels) or "no kernel (the reference alone)"
-        return (
+        lines = [
             f"{what}: {self.calls} calls equal the reference; the largest difference is "
             f"{self.error:.2g} of what is allowed; {self.guarded_bytes} bytes outside of the "
             "buffers are as they were"
-        )
+        ]
+        if self.compiled:
+            lines.append(f"compiled, and not run: {', '.join(self.compiled)}")
+        return "\n".join(lines)
 
 
 def check(
@@ -65,9 +72,11 @@ def check(
     - in two calls in a row, which use both halves of the workspace;
     - in a ``lax.scan`` of `steps` calls, which XLA replays as a CUDA graph.
 
-    All inputs are fresh each time. Where the kernels do not run (CPUs), the reference is compared
-    with itself, and the report names no kernel. Writes outside are looked for if the function
-    makes one call of :func:`jflux.symm.call`; those far outside of the workspace are not found.
+    All inputs are fresh each time. Where a kernel does not run (CPUs), the reference is compared
+    with itself, and Triton, if it is installed, compiles the kernel: that checks names, types and
+    shapes in it, and not its protocol. The report names such kernels apart. Writes outside
+    are looked for if the function makes one call of :func:`jflux.symm.call`; those far outside of
+    the workspace are not found.
 
     Args:
       f: (*args) -> arrays, called inside ``shard_map`` on every device of `mesh`.
@@ -85,6 +94,7 @@ def check(
     Raises:
       AssertionError: a result differs, or something was written outside of a buffer, which the
         message names.
+      triton.CompilationError: a kernel does not compile.
     """
     check_ = _Check(f, args, mesh, tolerance, draw or _draw, np.random.default_rng(seed), steps)
     check_.compare("fresh workspaces")  # which exist from now on
@@ -122,8 +132,14 @@ class _Check:
         self.kernel, self.reference = self._on_devices(f), self._on_devices(f)
         self.scan, self.reference_scan = self._on_devices(scanned), self._on_devices(scanned)
         shapes = [self._struct(a, ()) for a in args]
-        self.params = list(_calls_in(jax.make_jaxpr(self.kernel)(*shapes).jaxpr))
+        found = list(_calls_in(jax.make_jaxpr(self.kernel)(*shapes).jaxpr))
+        self.params = [params for _, params in found]
         self.ran = [p for p in self.params if self._is_fused(p)]
+        self.compiled: list[Params] = []
+        for arrays, params in found if compiling.why_no_triton() is None else []:
+            if params not in self.ran:
+                compile_call(arrays, params)
+                self.compiled.append(params)
 
     def _on_devices(self, f: Any) -> Any:
         """f on each device: arrays have the mesh's dimensions in front."""
@@ -196,6 +212,7 @@ class _Check:
     def report(self) -> Report:
         return Report(
             kernels=tuple(sorted({p.name for p in self.ran})),
+            compiled=tuple(sorted({p.name for p in self.compiled})),
             calls=self.calls,
             error=self.error,
             guarded_bytes=self.guarded_bytes,
@@ -218,10 +235,11 @@ def _error(got: np.ndarray, want: np.ndarray, tolerance: float | None) -> float:
     return float(worst / allowed) if allowed > 0 else (0.0 if worst == 0 else float("inf"))
 
 
-def _calls_in(jaxpr: Any) -> Iterator[Params]:
+def _calls_in(jaxpr: Any) -> Iterator[tuple[Arrays, Params]]:
+    """The types of operands, and the rest, of each call."""
     for equation in jaxpr.eqns:
         if equation.primitive is _primitive:
-            yield equation.params["params"]
+            yield [operand.aval for operand in equation.invars], equation.params["params"]
         for value in jax.tree.leaves(
             list(equation.params.values()), is_leaf=lambda v: hasattr(v, "eqns")
         ):

@@ -117,9 +117,9 @@ def attention(
         raise ValueError(f"jflux.nn.attention: x must be [b, s, d] or [s, d], got {x.shape}")
     for name, w in {"query": query, "key": key, "value": value, "out": out}.items():
         if w.ndim != 3:
+            shape = "[heads, c, d]" if name == "out" else "[d, heads, c]"
             raise ValueError(
-                f"jflux.nn.attention: {name} must have three dimensions (see the shapes in its "
-                f"documentation), got {w.shape}"
+                f"jflux.nn.attention: {name} must be {shape}, got {w.shape}; reshape a matrix to it"
             )
     if len(bias) != 4:
         raise ValueError(f"jflux.nn.attention: bias must be four arrays or None, got {len(bias)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -142,10 +143,20 @@ class DotGeneral:
         manual = _mesh.is_bound(names)
         mesh = jax.sharding.get_abstract_mesh() if manual else self._global_mesh(lhs, rhs)
         if mesh is None or any(name not in mesh.axis_names for name in names):
+            if mesh is None:
+                _say("there is no mesh: call the model under jax.set_mesh(mesh)")
+            else:
+                _say(f"axis_name={of.axis_name!r} is no axis of the mesh, {mesh.axis_names}")
             return None
         world = math.prod(mesh.shape[name] for name in names)
         kernel = self._kernel(rhs, mesh)
-        if world == 1 or kernel is None:
+        if world == 1:
+            return None
+        if kernel is None:
+            _say(
+                'the type of a kernel does not say how it is split: dot_general(("embed", "mlp")) '
+                "names its dimensions"
+            )
             return None
         at_k, at_n = product.first_k, product.first_n
         split = [i for i, axes in enumerate(kernel) if set(names) <= set(axes)]
@@ -205,7 +216,12 @@ class DotGeneral:
         rules = self.of.rules
         if rules is None:
             rules = _rules.ambient_rules() or _rules.logical_axis_rules(self.of.axis_name)
-        return _rules.mesh_axes(self.mesh_axes, rules, mesh.axis_names)
+        known = {None, *mesh.axis_names, *(name for name, _ in rules)}
+        unknown = [name for name in self.mesh_axes if name not in known]
+        kernel = _rules.mesh_axes(self.mesh_axes, rules, mesh.axis_names)
+        if unknown and not any(kernel):
+            _say(f"mesh_axes={self.mesh_axes}: neither the rules nor the mesh have {unknown}")
+        return kernel
 
     def _specs(self, form: Form, lhs: Any, rhs: Any, mesh: Any) -> dict[str, PartitionSpec]:
         """How the product's global arrays are sharded: lhs, rhs, y and the gathered lhs."""
@@ -250,6 +266,11 @@ class DotGeneral:
         y, *gathered = made if isinstance(made, tuple) else (made,)
         y = jax.sharding.reshard(y, out_sharding)
         return (y, *gathered) if gathered else y
+
+
+def _say(why: str) -> None:
+    """Why a product of a `DotGeneral` takes no op, once: a user has asked for one."""
+    _config.say_once(logging.WARNING, f"jflux.nn.DotGeneral is lax.dot_general: {why}")
 
 
 def _shared(

@@ -17,6 +17,7 @@ Options of all layers, beside those of Flax's own of like names (`use_bias`, `dt
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -26,12 +27,18 @@ from jax.sharding import PartitionSpec
 
 from .._attention.decoding import KVCache
 from .._attention.layouts import Layout
-from .._mesh import AxisName
+from .._mesh import AxisName, axes_of
 from . import _attention, _dense, _flax, _moe, _rules, _vocabulary
 from ._flax import Initializer, in_one_type, nnx, options_of
 from ._vocabulary import cross_entropy as cross_entropy
 
 Axes = tuple[str | None, ...]
+
+#: What can be done about a dimension that the ranks do not divide, by its logical name.
+_REMEDIES = {
+    "kv_heads": '; axes=("embed", "heads", None, "kv") has every rank compute all of them',
+    "vocab": "; make the table larger: num_embeddings need not be the number of tokens",
+}
 
 
 def _param(value: jax.Array, axes: Axes, axis_name: AxisName, rules: _rules.Rules | None) -> Any:
@@ -40,7 +47,36 @@ def _param(value: jax.Array, axes: Axes, axis_name: AxisName, rules: _rules.Rule
         rules = _rules.logical_axis_rules(axis_name)
     if rules is not None:  # Flax adds them to the context's, and the two may not differ
         metadata["sharding_rules"] = tuple(rules)
-    return nnx.Param(value, **metadata)
+    try:
+        return nnx.Param(value, **metadata)
+    except ValueError as error:
+        why = _why_no_place(value.shape, axes, axis_name, rules or _rules.ambient_rules())
+        if why is None:
+            raise
+        raise ValueError(f"jflux.nn.nnx: {why}") from error
+
+
+def _why_no_place(
+    shape: tuple[int, ...], axes: Axes, axis_name: AxisName | None, rules: _rules.Rules
+) -> str | None:
+    """Why Flax cannot place a parameter on the context's mesh, in the layer's words; None: for
+    another reason."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return "there is no mesh: make the layer under jax.set_mesh(mesh)"
+    missing = [name for name in axes_of(axis_name) if name not in mesh.axis_names]
+    if missing:
+        return f"{axis_name=} of the layer names {missing}, but the mesh has axes {mesh.axis_names}"
+    for size, name, split in zip(
+        shape, axes, _rules.mesh_axes(axes, rules, mesh.axis_names), strict=True
+    ):
+        devices = math.prod(mesh.shape[one] for one in split)
+        if size % devices:
+            return (
+                f"the {devices} ranks of mesh axes {split} do not divide the {size} of {name!r}, "
+                f"a dimension of a parameter {shape} with axes {axes}{_REMEDIES.get(str(name), '')}"
+            )
+    return None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,204 @@
+"""What somebody who is new to jflux gets wrong, and what is said then: each message names what to
+do next."""
+
+import contextlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import PLATFORM, make_mesh, per_device
+from jax.sharding import Mesh
+
+import jflux
+from jflux import _config
+
+RANKS = 2
+x, w = jnp.zeros((4, 8)), jnp.zeros((8, 4))
+
+
+def _zeros(*shape):
+    return jnp.zeros((RANKS, *shape))
+
+
+# ---- Outside of shard_map ------------------------------------------------------------------------
+
+LENGTHS = jnp.zeros(1, jnp.int32)
+CACHE = jnp.zeros((1, 4, 2, 8))
+CHOICES = jnp.zeros((4, 1), jnp.int32)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda **k: jflux.all_reduce(x, **k),
+        lambda **k: jflux.all_gather(x, **k),
+        lambda **k: jflux.reduce_scatter(x, **k),
+        lambda **k: jflux.all_to_all(x, split_axis=0, concat_axis=1, **k),
+        lambda **k: jflux.flash_decode(CACHE[:, 0], CACHE, CACHE, LENGTHS, **k),
+        lambda **k: jflux.update_cache(CACHE, CACHE[:, :1], LENGTHS, **k),
+        lambda **k: jflux.moe_dispatch(x, CHOICES, CHOICES * 1.0, num_experts=2, **k),
+        lambda **k: jflux.dispatch_grouped_matmul(x, w[None], CHOICES, num_experts=2, **k),
+    ],
+    ids="all_reduce all_gather reduce_scatter all_to_all flash_decode update_cache moe_dispatch "
+    "dispatch_grouped_matmul".split(),
+)
+def test_ops_of_one_ranks_arrays_need_shard_map(call):
+    with pytest.raises(NameError, match="axis_name='tp' needs a jax.shard_map around the call"):
+        jax.jit(lambda: call(axis_name="tp"))()
+    mesh = make_mesh((RANKS,))
+    with pytest.raises(NameError, match="axis_name='ep' must be an axis of .*the call: 'tp'"):
+        per_device(mesh, lambda _: call(axis_name="ep"))(_zeros(1))
+
+
+# ---- One rank's shapes, and global ones ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("k, asks", [(16, True), (4, True), (9, False)])
+def test_a_product_of_a_whole_array_and_a_part_asks_how_they_are_split(k, asks):
+    f = per_device(
+        make_mesh((RANKS,)), lambda x, w: jflux.matmul_reduce_scatter(x, w, axis_name="tp")
+    )
+    with pytest.raises(ValueError, match="do not contract.*Shapes are one rank's") as error:
+        f(_zeros(4, 8), _zeros(k, 4))
+    assert ("are both split along k" in str(error.value)) == asks
+
+
+def test_an_epilogue_of_global_shape_says_what_a_rank_has():
+    mesh = make_mesh((RANKS,))
+    f = per_device(mesh, lambda x, w, b: jflux.all_gather_matmul(x, w, axis_name="tp", bias=b))
+    with pytest.raises(ValueError, match=r"bias has shape \(8,\).*4 columns on each rank"):
+        f(_zeros(4, 8), _zeros(8, 4), _zeros(8))
+    f = per_device(
+        mesh, lambda x, w, r: jflux.matmul_reduce_scatter(x, w, axis_name="tp", residual=r)
+    )
+    with pytest.raises(ValueError, match=r"residual has shape \(4, 4\), y has \(2, 4\) on each"):
+        f(_zeros(4, 8), _zeros(8, 4), _zeros(4, 4))
+
+
+def test_a_spec_is_no_string():
+    with pytest.raises(TypeError, match=r"x_spec='data' must be.*PartitionSpec, such as P\("):
+        jflux.all_gather_matmul(x, w, axis_name="tp", mesh=make_mesh((RANKS,)), x_spec="data")
+
+
+# ---- The heap ------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(PLATFORM != "cpu", reason="a CPU's heap is made again quickly")
+def test_init_after_the_first_call_names_what_differs():
+    jflux.init()
+    with pytest.raises(RuntimeError, match="before the first op is lowered") as error:
+        jflux.init(heap_bytes=1 << 24)
+    assert re.findall(r"exists with (\S+);.*with (\S+),", str(error.value)) == [
+        ("heap_bytes=None", f"heap_bytes={1 << 24}")
+    ]
+
+
+# ---- Mixtures of experts -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "x, indices, experts, error, message",
+    [
+        ((1, 4, 8), CHOICES, 2, ValueError, r"x.reshape\(-1, H\)"),
+        ((4, 8), CHOICES * 1.0, 2, TypeError, r"jax.lax.top_k returns \(values, indices\)"),
+        ((4, 8), CHOICES, 1, ValueError, "num_experts=1.*counts the experts of all"),
+    ],
+)
+def test_tokens_and_choices(x, indices, experts, error, message):
+    def dispatch(x):
+        options = {"num_experts": experts, "axis_name": "tp"}
+        return jflux.moe_dispatch(x, indices, CHOICES * 1.0, **options).rows
+
+    with pytest.raises(error, match=message):
+        per_device(make_mesh((RANKS,)), dispatch)(_zeros(*x))
+
+
+# ---- Flax ----------------------------------------------------------------------------------------
+
+
+def _mesh(*names):
+    devices = np.array(jax.devices()[: 2 ** len(names)])
+    return Mesh(devices.reshape((2,) * len(names)), names)
+
+
+@pytest.mark.parametrize(
+    "names, axes, says",
+    [
+        ((), ("embed", "mlp"), "there is no mesh: call the model under jax.set_mesh"),
+        (("model",), ("embed", "mlp"), r"axis_name='tp' is no axis of the mesh, \('model',\)"),
+        (("tp",), ("width", "hidden"), r"neither the rules nor the mesh have \['width', 'hidden'"),
+        (("tp",), (), r'dot_general\(\("embed", "mlp"\)\) names its dimensions'),
+        (("tp",), ("embed", "mlp"), None),
+    ],
+)
+def test_a_dot_general_without_effect_says_so(names, axes, says, caplog):
+    nnx = pytest.importorskip("flax.nnx")
+    import jflux.nn
+
+    _config._said.clear()
+    dot = jflux.nn.TensorParallel("tp").dot_general(axes)
+    with (
+        jax.set_mesh(_mesh(*names)) if names else contextlib.nullcontext(),
+        caplog.at_level("WARNING"),
+    ):
+        layer = nnx.Linear(8, 4, dot_general=dot, rngs=nnx.Rngs(0))
+        nnx.jit(lambda layer, x: layer(x))(layer, x)
+    said = [r.message for r in caplog.records if "is lax.dot_general" in r.message]
+    assert [bool(re.search(says, message)) for message in said] == [True] if says else not said
+
+
+@pytest.mark.parametrize(
+    "names, make, message",
+    [
+        ((), lambda nn, **k: nn.MLP(8, 16, **k), "make the layer under jax.set_mesh"),
+        (("model",), lambda nn, **k: nn.MLP(8, 16, **k), r"axis_name='tp'.*axes \('model',\)"),
+        (("tp",), lambda nn, **k: nn.MLP(8, 15, **k), r"2 ranks .*'tp'.* the 15 of 'mlp'"),
+        (("tp",), lambda nn, **k: nn.Attention(3, 12, **k), "do not divide the 3 of 'heads'"),
+        (
+            ("tp",),
+            lambda nn, **k: nn.Attention(2, 12, num_kv_heads=1, **k),
+            r'the 1 of .kv_heads.*axes=\("embed", "heads", None, "kv"\)',
+        ),
+        (("tp",), lambda nn, **k: nn.Embed(5, 8, **k), "the 5 of 'vocab'.*make the table larger"),
+        (
+            ("tp", "ep"),
+            lambda nn, **k: nn.MoE(8, 3, 16, 1, expert_axis="ep", **k),
+            "2 ranks .*'ep'.* do not divide the 3 of 'expert'",
+        ),
+    ],
+    ids="mesh axis mlp heads kv_heads vocab expert".split(),
+)
+def test_nnx_layers_that_have_no_place_on_the_mesh(names, make, message):
+    nnx = pytest.importorskip("flax.nnx")
+    import jflux.nn.nnx
+
+    with jax.set_mesh(_mesh(*names)) if names else contextlib.nullcontext():
+        with pytest.raises(ValueError, match=f"^jflux.nn.nnx: .*{message}"):
+            make(jflux.nn.nnx, rngs=nnx.Rngs(0))
+
+
+def test_the_other_axes_of_keys_and_values_are_a_remedy():
+    nnx = pytest.importorskip("flax.nnx")
+    import jflux.nn.nnx
+
+    mesh = _mesh("tp")
+    with jax.set_mesh(mesh):
+        layer = jflux.nn.nnx.Attention(
+            2, 12, num_kv_heads=1, axes=("embed", "heads", None, "kv"), rngs=nnx.Rngs(0)
+        )
+        y = nnx.jit(lambda layer, x: layer(x))(layer, jnp.ones((1, 4, 12)))
+    assert layer.query.kernel[...].sharding.spec[1] == "tp"
+    assert jnp.isfinite(y).all()
+
+
+@pytest.mark.parametrize("name, shape", [("query", "[d, heads, c]"), ("out", "[heads, c, d]")])
+def test_attention_takes_kernels_of_three_dimensions(name, shape):
+    import jflux.nn
+
+    kernels = dict.fromkeys(("query", "key", "value"), jnp.ones((8, 2, 4)))
+    kernels |= {"out": jnp.ones((2, 4, 8))} | {name: jnp.ones((8, 8))}
+    message = re.escape(f"{name} must be {shape}, got (8, 8); reshape")
+    with pytest.raises(ValueError, match=message):
+        jflux.nn.attention(jnp.ones((1, 4, 8)), *kernels.values(), axis_name="tp")
