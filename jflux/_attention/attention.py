@@ -23,7 +23,7 @@ from .._ops.exchange import (
     all_to_all,
     all_to_all_reference,
 )
-from . import by_parts, gathered, kernel, ulysses
+from . import all_gather_attention, by_parts, flash_attention, ulysses
 from .blocks import Scores, default_precision
 from .layouts import LAYOUTS, Layout
 from .operands import check, check_heads, window_of
@@ -275,15 +275,19 @@ def _with_cudnn(
     why = by_parts.why_not(q, k, call.scores, call.layout, call.ranks, segment_ids)
     if why is not None:
         if jax.default_backend() == "gpu":
-            plan = kernel.plan(q, k, v, call.scores)
+            plan = flash_attention.plan(q, k, v, call.scores)
             if plan.path == Path.REFERENCE:
                 _config.say_once(
                     logging.INFO, f"{_OP} runs in XLA's operations: {why}; no kernel: {plan.reason}"
                 )
         return call
-    in_kernel = not call.ring and gathered.takes(call.axis_name, call.ranks, segment_ids)
-    own = in_kernel and gathered.beats_cudnn(q, k, v, call.scores)
-    own_gradients = return_lse or (own and q.shape[1] <= gathered.MOST_POSITIONS_FOR_GRADIENTS)
+    in_kernel = not call.ring and all_gather_attention.takes(
+        call.axis_name, call.ranks, segment_ids
+    )
+    own = in_kernel and all_gather_attention.beats_cudnn(q, k, v, call.scores)
+    own_gradients = return_lse or (
+        own and q.shape[1] <= all_gather_attention.MOST_POSITIONS_FOR_GRADIENTS
+    )
     return dataclasses.replace(call, cudnn=not own, cudnn_backward=not own_gradients)
 
 
