@@ -23,7 +23,7 @@ from .._dispatch import Arrays, Machine, Plan
 from .._epilogue import sum_dtype
 from .._levels import Levels
 from .._mesh import AxisName
-from .._ops import _local, _product, exchange
+from .._ops import _product, exchange
 from ..moe import _rows
 from . import routing
 from .rows import on_first, rows_or_zeros, summed
@@ -129,7 +129,7 @@ def dispatched(
 ) -> tuple[jax.Array, jax.Array, jax.Array, PlacedHandle]:
     """Rows [R, H], their weights f32 [R], i32 [E_local] how many each expert has, and the handle.
     Operands vary over the axes; weights are float32."""
-    operands = _local.vary_together(x, indices, weights)
+    operands = _mesh.vary_alike(x, indices, weights)
     rows, row_weights, sizes, slot, there = _dispatch_primitive.bind(*operands, params=params)
     indices = operands[1]
     part, first = _part(indices, params), _first(indices, params)
@@ -151,7 +151,7 @@ def combined(
 
 
 def _combine(params: CombineParams, *operands: jax.Array) -> jax.Array:
-    return _combine_primitive.bind(*_local.vary_together(*operands), params=params)[0]
+    return _combine_primitive.bind(*_mesh.vary_alike(*operands), params=params)[0]
 
 
 # ---- What follows from the choices ---------------------------------------------------------------
@@ -354,7 +354,7 @@ def _dispatch_tangents(kept: Any, tangents: Sequence[Any], params: Params) -> li
     dx, _, dw = tangents
     if dx is not None:
         given = jnp.zeros(indices.shape, np.float32) if dw is None else dw
-        return list(_dispatch_primitive.bind(*_local.vary_together(dx, indices, given),
+        return list(_dispatch_primitive.bind(*_mesh.vary_alike(dx, indices, given),
                                              params=params))  # fmt: skip
     of_slots = _weights_there(on_first(_first(indices, params), dw), params)
     return [None, rows_or_zeros(of_slots.ravel(), slot), None, None, None]
@@ -414,7 +414,7 @@ def _combine_backward(
     y_type = wanted[0] if y is None else y
     zeros = jnp.zeros(indices.shape, np.float32)
     # What is rounded here would be rounded where it is used.
-    operands = _local.vary_together(ct.astype(y_type.dtype), indices, zeros)
+    operands = _mesh.vary_alike(ct.astype(y_type.dtype), indices, zeros)
     rows, *_ = _dispatch_primitive.bind(*operands, params=params.dispatch)
     wide = rows.astype(sum_dtype(y_type.dtype))
     dy, dw = None, None

@@ -139,9 +139,7 @@ def total_rows(x: Any) -> int:
 
 def zeros(shape: tuple[int, ...], dtype: Any, *like: jax.Array) -> jax.Array:
     """Zeros that vary over the mesh axes that `like` varies over, and depend on nothing."""
-    out = jnp.zeros(shape, dtype)
-    axes = tuple(sorted(jax.typeof(like[0]).manual_axis_type.varying, key=str))
-    return jax.lax.pcast(out, axes, to="varying") if axes else out
+    return _mesh.vary(jnp.zeros(shape, dtype), _mesh.varying(like))
 
 
 def flops(x: Any, w: Any, transpose_rhs: bool) -> int:

@@ -181,10 +181,7 @@ def call(
     def backward(kept: Any, cotangents: Any) -> Any:
         arrays = kept[0]
         got = vjp(*kept, cotangents, **params.keywords())
-        return tuple(
-            _mesh.vary(ct, jax.typeof(a).manual_axis_type.varying)
-            for ct, a in zip(got, arrays, strict=True)
-        )
+        return tuple(_mesh.vary(ct, _mesh.varying(a)) for ct, a in zip(got, arrays, strict=True))
 
     differentiable = jax.custom_vjp(forward)
     differentiable.defvjp(saved, backward)
