@@ -364,11 +364,6 @@ def _register_target(params: Params, platform: str) -> None:
         _register(params.name, platform)
 
 
-def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
-    bind = functools.partial(primitive.bind, params=params)
-    return _product.batch_one_by_one(bind, operands, dims)
-
-
 _primitive = _lowering.make_primitive(
     _lowering.Rules(
         name="custom_call",
@@ -377,7 +372,7 @@ _primitive = _lowering.make_primitive(
         plan=_plan,
         register=_register_target,
         attributes=_attributes,
-        batch=_batch,
+        batch=_product.bind_one_by_one,
         target=_target,
         title=_title,
     )

@@ -22,9 +22,9 @@ from jax.interpreters import ad
 from .. import _config, _derivatives, _dispatch, _lowering, _mesh, _native
 from .._dispatch import Arrays, Machine, Plan
 from .._epilogue import sum_dtype
-from .._levels import Levels
 from .._mesh import AxisName
 from .._ops import exchange
+from .._ops._steps import Steps
 from . import blocks, flash_attention
 from .blocks import Part, Scores
 
@@ -175,8 +175,7 @@ def _shapes(arrays: Arrays, params: Params) -> Sequence[_lowering.ShapeDtype]:
     return [(q.shape, params.dtype), (q.shape[:3], sum_dtype(q.dtype))]
 
 
-def _in_steps(why: str) -> Plan:
-    return _dispatch.decomposed(f"an all-gather, then the attention of one device: {why}")
+_STEPS = Steps("an all-gather, then the attention of one device")
 
 
 def _why_not(arrays: Arrays, params: Params, machine: Machine) -> str | None:
@@ -192,28 +191,17 @@ def _why_not(arrays: Arrays, params: Params, machine: Machine) -> str | None:
 
 def _plan(arrays: Arrays, params: Params, machine: Machine) -> Plan:
     if why := _why_not(arrays, params, machine):
-        return _in_steps(why)
+        return _STEPS.plan(why)
     q, k = arrays[:2]
     call = {
         "world": params.world, "batch": q.shape[0], "queries": q.shape[1], "keys": k.shape[1],
         "heads": q.shape[2], "groups": k.shape[2], "width": q.shape[3],
         "dtype": _native.DTYPES.index(q.dtype.name),
     }  # fmt: skip
-    try:
-        native = machine.native_plan(OP, call)
-    except ValueError as refused:
-        return _in_steps(str(refused))
-    # Other calls should not find the heap full of what an all-gather moves as well.
-    if not _config.config.always and native["workspace_bytes"] > machine.heap_bytes // 3:
-        return _in_steps(
-            f"the keys take {native['workspace_bytes']} bytes, more than a third of a heap of "
-            f"{machine.heap_bytes}"
-        )
+    native = _STEPS.native_plan(OP, call, machine, fills="keys")
+    if isinstance(native, Plan):
+        return native
     return _dispatch.fused("one kernel: keys and values arrive while it computes", native)
-
-
-def _plan_two_level(arrays: Arrays, params: Params, machine: Machine, levels: Levels) -> Plan:
-    return _in_steps(f"{levels}, and the kernel reaches the ranks of one node only")
 
 
 def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
@@ -245,7 +233,7 @@ _primitive = _lowering.make_primitive(
         reference=_in_lax,
         decomposed=_decomposed,
         plan=_plan,
-        plan_two_level=_plan_two_level,
+        plan_two_level=_STEPS.plan_two_level,
         attributes=_attributes,
         batch=_batch,
     )

@@ -296,11 +296,6 @@ def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
     }
 
 
-def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
-    bind = functools.partial(primitive.bind, params=params)
-    return _product.batch_one_by_one(bind, operands, dims)
-
-
 _primitive = _lowering.make_primitive(
     _lowering.Rules(
         name="symm_call",
@@ -308,7 +303,7 @@ _primitive = _lowering.make_primitive(
         reference=lambda arrays, params: _run_reference(*arrays, params=params),
         plan=_plan,
         attributes=_attributes,
-        batch=_batch,
+        batch=_product.bind_one_by_one,
         target=lambda params: compiling.TARGET,
         title=_title,
     )
