@@ -1,4 +1,5 @@
-"""Which row of the experts' operands each token's copies take, and back."""
+"""Which row of the experts' operands each token's copies take, and back. Kernel:
+cc/ops/moe_route."""
 
 from __future__ import annotations
 
