@@ -20,7 +20,7 @@ from . import _config, _dispatch, _ffi, _heap, _lowering, _mesh, _native
 from ._dispatch import Arrays, Machine, Plan
 from ._mesh import AxisName
 from ._ops import _product
-from ._symm import compiling, nvrtc
+from ._symm import compiling, nvrtc, own_kernels
 
 #: What handlers and references are given; a call's own attributes must have other names.
 SUPPLIED = (
@@ -223,7 +223,7 @@ def custom_call(
     if source is not None:
         kernel = Source(*nvrtc.source_of(source), grid, threads, shared_bytes)
     leaves, tree = jax.tree.flatten(result_shape_dtypes)
-    results = tuple((tuple(leaf.shape), np.dtype(leaf.dtype)) for leaf in leaves)
+    results = own_kernels.results_of(leaves)
 
     def call(*operands: Any, **attributes: Any) -> Any:
         if not operands:
@@ -263,17 +263,10 @@ def _results(arrays: Arrays, params: Params) -> Any:
 
 
 def _reference(arrays: Arrays, params: Params) -> list[Any]:
-    operands = arrays
     attributes = {a.name: a.value for a in params.attributes}
     axis_name = params.axis_names[0] if len(params.axis_names) == 1 else params.axis_names
-    got = jax.tree.leaves(params.reference(*operands, axis_name=axis_name, **attributes))
-    shapes = tuple((tuple(y.shape), np.dtype(y.dtype)) for y in got)
-    if shapes != params.results:
-        raise ValueError(
-            f"jflux.custom_call: the reference of {params.name!r} has results {shapes}, "
-            f"not {params.results}"
-        )
-    return got
+    got = params.reference(*arrays, axis_name=axis_name, **attributes)
+    return own_kernels.checked_results(_title(params), got, params.results)
 
 
 def _plan(arrays: Arrays, params: Params, machine: Machine) -> Plan:
@@ -283,33 +276,28 @@ def _plan(arrays: Arrays, params: Params, machine: Machine) -> Plan:
             return _dispatch.reference("its source is for GPUs")
     elif target is None or machine.platform not in target.handlers:
         return _dispatch.unsupported(f"no handler was registered for platform {machine.platform!r}")
-    if params.world > _product.MAX_RANKS:
-        return _dispatch.unsupported(
-            f"{params.world} ranks, jflux has heaps for up to {_product.MAX_RANKS}"
-        )
-    total = _native.lib.custom_workspace_bytes(params.data_bytes, params.num_signals)
     reason = "a handler was registered" if params.source is None else "NVRTC compiles its source"
-    return _dispatch.fused(reason, {"workspace_bytes": total})
-
-
-def _signature(avals: Any, params: Params) -> int:
-    """Of what the ranks must agree on."""
-    operands = [(aval.shape, aval.dtype.name) for aval in avals]
-    results = [(shape, dtype.name) for shape, dtype in params.results]
-    fields = (params.name, params.world, params.data_bytes, params.num_signals, params.source)
-    text = repr((*fields, operands, results, params.attributes))
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
+    return own_kernels.plan(reason, params.world, params.data_bytes, params.num_signals)
 
 
 def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
-    if params.source is not None:
-        return _source_attributes(arrays, params, params.source)
+    signature = own_kernels.signature_of(
+        arrays, params.results, params.name, params.world, params.data_bytes, params.num_signals,
+        params.source, params.attributes,
+    )  # fmt: skip
+    own = _handler_attributes if params.source is None else _source_attributes
+    return {
+        "signature": np.int64(signature),
+        "data_bytes": np.int64(params.data_bytes),
+        "num_signals": np.int64(params.num_signals),
+        **own(params),
+    }
+
+
+def _handler_attributes(params: Params) -> dict[str, Any]:
     numbers: dict[type, Any] = {bool: np.bool_, int: np.int64, float: np.float64, str: str}
     return {
         "op": params.name,
-        "signature": np.int64(_signature(arrays, params)),
-        "data_bytes": np.int64(params.data_bytes),
-        "num_signals": np.int64(params.num_signals),
         **{a.name: numbers[type(a.value)](a.value) for a in params.attributes},
     }
 
@@ -336,19 +324,11 @@ def _bits(value: Any) -> int:
     return int(value)
 
 
-def _source_attributes(arrays: Arrays, params: Params, source: Source) -> dict[str, Any]:
-    compiled = compile_source(source, params.name)
-    compiling.load(compiled, _title(params), source.grid)
+def _source_attributes(params: Params) -> dict[str, Any]:
+    assert params.source is not None
+    compiled = compile_source(params.source, params.name)
     values = [compiling.NVRTC, *(_bits(a.value) for a in params.attributes)]
-    return {
-        "module": compiled.key,
-        "name": _title(params),
-        "blocks": np.int64(source.grid),
-        "signature": np.int64(_signature(arrays, params)),
-        "data_bytes": np.int64(params.data_bytes),
-        "num_signals": np.int64(params.num_signals),
-        "values": np.array(values, np.int64),
-    }
+    return own_kernels.module_attributes(compiled, _title(params), params.source.grid, values)
 
 
 def _title(params: Params) -> str:
@@ -364,11 +344,6 @@ def _register_target(params: Params, platform: str) -> None:
         _register(params.name, platform)
 
 
-def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
-    bind = functools.partial(primitive.bind, params=params)
-    return _product.batch_one_by_one(bind, operands, dims)
-
-
 _primitive = _lowering.make_primitive(
     _lowering.Rules(
         name="custom_call",
@@ -377,7 +352,7 @@ _primitive = _lowering.make_primitive(
         plan=_plan,
         register=_register_target,
         attributes=_attributes,
-        batch=_batch,
+        batch=_product.bind_one_by_one,
         target=_target,
         title=_title,
     )

@@ -172,23 +172,35 @@ def vary_together(axis_name: AxisName, *arrays: jax.Array, same: int = 0) -> lis
     transpose then sums a cotangent over the axes that an operand was replicated on, as `lax`'s
     does.
     """
-    varying = [jax.typeof(a).manual_axis_type.varying for a in arrays]
     # With check_vma=False nothing is tracked, and nothing must be cast.
     if not tracks_vma(axis_name):
         return list(arrays)
     names = frozenset(as_tuple(axis_name))
-    union = names.union(*varying)
+    union = names | varying(arrays)
     cast = []
     for i, array in enumerate(arrays):
         cast.append(vary(array, union if i < len(arrays) - same else union - names))
     return cast
 
 
+def varying(arrays: Any) -> frozenset[Any]:
+    """The mesh axes that any array of a pytree varies over."""
+    types = (jax.typeof(a).manual_axis_type for a in jax.tree.leaves(arrays))
+    return frozenset().union(*(t.varying for t in types))
+
+
 def vary(array: jax.Array, names: Iterable[Any]) -> jax.Array:
     """An array that varies over these axes too, under ``check_vma=True``. Its gradient is then
     summed over those that it did not vary over."""
-    missing = tuple(sorted(set(names) - jax.typeof(array).manual_axis_type.varying, key=str))
+    missing = tuple(sorted(set(names) - varying(array), key=str))
     return lax.pcast(array, missing, to="varying") if missing else array
+
+
+def vary_alike(*arrays: jax.Array) -> list[jax.Array]:
+    """All arrays, varying over the axes that any of them varies over: what an op that names no axes
+    takes."""
+    union = varying(arrays)
+    return [vary(a, union) for a in arrays]
 
 
 def tracks_vma(axis_name: AxisName) -> bool:

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jflux
-from jflux._attention import kernel
+from jflux._attention import flash_attention
 from jflux._attention.blocks import Part, Scores
 from jflux._attention.layouts import own_positions
 
@@ -91,7 +91,7 @@ def exact(arrays: Any, queries: Part, keys: Part, scores: Scores) -> dict[str, A
         bent = np.tanh(x / scores.softcap)
         x, slope = scores.softcap * bent, scores.scale * (1 - bent**2)
     i, j = (np.atleast_2d(p.positions).astype(np.int64) for p in (queries, keys))
-    low, high = kernel.differences(scores)
+    low, high = flash_attention.differences(scores)
     difference = j[:, None] - i[:, :, None]
     allowed = (low <= difference) & (difference <= high)
     if queries.segments is not None and keys.segments is not None:
@@ -137,8 +137,8 @@ def program(call: dict[str, Any], wide: bool) -> Any:
 
     def run(q: Any, k: Any, v: Any, do: Any, delta: Any, queries: Part, keys: Part) -> Any:
         dtype = jnp.float32 if wide else q.dtype
-        o, lse = kernel.forward(q, queries, k, v, keys, scores, dtype)
-        gradients = kernel.backward(q, queries, k, v, keys, scores, lse, do, delta)
+        o, lse = flash_attention.forward(q, queries, k, v, keys, scores, dtype)
+        gradients = flash_attention.backward(q, queries, k, v, keys, scores, lse, do, delta)
         return {"o": o, "lse": lse} | dict(zip(("dq", "dk", "dv"), gradients, strict=True))
 
     return jax.jit(run)
@@ -182,7 +182,7 @@ def check_loop(rng: np.random.Generator) -> float:
     q = q[:, :, :heads]
 
     def step(_: int, q: jax.Array) -> jax.Array:
-        return kernel.forward(q, both[0], k, v, both[1], call["scores"], q.dtype)[0]
+        return flash_attention.forward(q, both[0], k, v, both[1], call["scores"], q.dtype)[0]
 
     def loop(q: jax.Array) -> jax.Array:
         return jax.lax.fori_loop(0, 20, step, q)

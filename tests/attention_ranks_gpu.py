@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 import jflux
 from jflux import testing
-from jflux._attention import gathered
+from jflux._attention import all_gather_attention
 from jflux._attention.blocks import Part, Scores
 
 SEQUENCE = P(None, "cp")
@@ -72,7 +72,7 @@ def attention(call: dict[str, Any], ranks: int, has_segments: bool) -> Any:
 def taken(f: Any, *arrays: Any) -> Any:
     """The compiled program, which must take the kernel once."""
     program = jax.jit(f).lower(*arrays).compile()
-    count = program.as_text().count(f'custom_call_target="jflux_{gathered.OP}"')
+    count = program.as_text().count(f'custom_call_target="jflux_{all_gather_attention.OP}"')
     assert count == 1, f"{count} calls of the kernel"
     return program
 

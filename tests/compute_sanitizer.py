@@ -50,7 +50,7 @@ TWO_GPUS = {
     "grouped_matmul_reduce_scatter": ["gathered_gpu.py", "--only", "scatter"],
     "moe_dispatch": ["placed_gpu.py"],  # and moe_combine
     "all_gather_attention": ["attention_gpu.py", "--ranks", "2"],
-    "decode_merge": ["-m", "pytest", "-q", "test_across_ranks.py", "-k", "values and 2-shape1"],
+    "decode_merge": ["-m", "pytest", "-q", "test_decode_merge.py", "-k", "values and 2-shape1"],
     "stress": ["-m", "jflux.stress", "--calls", "40"],  # all ops that have one kernel a call
 }
 #: Those whose kernels use TMA and mbarriers, beside the ops with a product.

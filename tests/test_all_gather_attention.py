@@ -15,7 +15,7 @@ from test_attention import LAYOUTS, Case, plain, weights_of
 
 import jflux
 from jflux import testing
-from jflux._attention import gathered
+from jflux._attention import all_gather_attention
 from jflux._attention.blocks import Scores
 from jflux._dispatch import Machine, Path
 
@@ -46,7 +46,7 @@ def found(case, arrays, ids, weights):
         return jnp.vdot(o.astype(jnp.float32), wide[0]) + jnp.vdot(seen, wide[1]), (o, lse)
 
     f = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
-    assert fused_calls(compiled_text(f, *arrays)).count(gathered.OP) == 1
+    assert fused_calls(compiled_text(f, *arrays)).count(all_gather_attention.OP) == 1
     (_, results), gradients = run(f, *arrays)
     return results, gradients
 
@@ -118,7 +118,7 @@ def operands(case, dtype=jnp.float32):
 def in_two_steps(f, *arrays):
     with jflux.config(always=False):
         g = jax.jit(f)
-        assert gathered.OP not in fused_calls(g.lower(*arrays).compile().as_text())
+        assert all_gather_attention.OP not in fused_calls(g.lower(*arrays).compile().as_text())
         return jax.tree.map(np.asarray, g(*arrays))
 
 
@@ -162,7 +162,7 @@ def test_vmap_is_one_call(batched, segments):
     if segments:
         arrays.append(np.asarray(ids, np.int32))
     f = jax.vmap(call_of(case), (*batched, None)[: len(arrays)])
-    assert fused_calls(compiled_text(f, *arrays)).count(gathered.OP) == 1
+    assert fused_calls(compiled_text(f, *arrays)).count(all_gather_attention.OP) == 1
     got = run(jax.jit(f), *arrays)
     np.testing.assert_allclose(got, in_two_steps(f, *arrays), rtol=1e-5, atol=1e-5)
 
@@ -173,7 +173,7 @@ def test_vmap_over_segments():
     ids = np.sort(np.random.default_rng(2).integers(0, 3, (3, case.batch, case.length)), -1)
     arrays.append(jnp.asarray(ids, jnp.int32))
     f = jax.vmap(call_of(case), (None, None, None, 0))
-    assert fused_calls(compiled_text(f, *arrays)).count(gathered.OP) == 1
+    assert fused_calls(compiled_text(f, *arrays)).count(all_gather_attention.OP) == 1
     got = run(jax.jit(f), *arrays)
     np.testing.assert_allclose(got, in_two_steps(f, *arrays), rtol=1e-5, atol=1e-5)
 
@@ -214,7 +214,7 @@ def test_meshes(axes, check_vma):
         jax.shard_map(attend, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=check_vma)
     )
     arrays = [a[:, order] for a in (q, k, v)]
-    assert fused_calls(compiled_text(f, *arrays)) == [gathered.OP]
+    assert fused_calls(compiled_text(f, *arrays)) == [all_gather_attention.OP]
     got = run(f, *arrays)
     want = np.asarray(plain(q, k, v, mask)[0])[:, order]
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-5)
@@ -242,7 +242,7 @@ def test_eagerly():
 def test_explain():
     case = Case(world=2, own=6)
     text = str(jflux.explain(call_of(case), *operands(case)))
-    assert gathered.OP in text and "keys and values arrive while it computes" in text
+    assert all_gather_attention.OP in text and "keys and values arrive while it computes" in text
     with jflux.config(always=False):
         text = str(jflux.explain(call_of(case), *operands(case)))
     assert "on CPUs XLA's blocks are faster" in text
@@ -255,12 +255,12 @@ def test_what_takes_other_ways():
     def calls(f, *arrays):
         return fused_calls(compiled_text(f, *arrays))
 
-    assert gathered.OP in calls(call_of(two), *operands(two))
-    assert gathered.OP not in calls(call_of(two, ring=True), *operands(two))
-    assert gathered.OP not in calls(call_of(one), *operands(one))
+    assert all_gather_attention.OP in calls(call_of(two), *operands(two))
+    assert all_gather_attention.OP not in calls(call_of(two, ring=True), *operands(two))
+    assert all_gather_attention.OP not in calls(call_of(one), *operands(one))
     with jax.enable_x64(True):
         ids = jnp.zeros((2, 12), jnp.int64)
-        assert gathered.OP not in calls(call_of(two), *operands(two), ids)
+        assert all_gather_attention.OP not in calls(call_of(two), *operands(two), ids)
 
 
 def test_plans():
@@ -270,10 +270,10 @@ def test_plans():
     ):  # fmt: skip
         shapes = [(1, length, h, width) for h in (heads, groups, groups)]
         arrays = [jax.ShapeDtypeStruct(s, jnp.dtype(dtype)) for s in shapes]
-        params = gathered.Params(("tp",), world, Scores(scale), np.dtype(dtype), None)
+        params = all_gather_attention.Params(("tp",), world, Scores(scale), np.dtype(dtype), None)
         machine = Machine(platform, 0 if platform == "cpu" else 132, 320.0, heap)
         with jflux.config(**({"always": False} | switches)):
-            return gathered._plan(arrays, params, machine)
+            return all_gather_attention._plan(arrays, params, machine)
 
     taken = plan()
     assert taken.path == Path.FUSED and taken.senders == 44

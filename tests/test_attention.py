@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jflux
 from jflux import _config, testing
-from jflux._attention import attention, blocks, gathered, kernel, split
+from jflux._attention import all_gather_attention, attention, blocks, flash_attention, split
 
 pytestmark = pytest.mark.skipif(jax.default_backend() == "gpu", reason="float64")
 
@@ -282,7 +282,9 @@ def test_a_saved_result_is_not_computed_again():
     def passes(policy):
         f = jax.checkpoint(lambda *a: jnp.sum(case.split(*a, None)[0] ** 2), policy=policy)
         text = str(jax.make_jaxpr(jax.grad(f, (0, 1, 2)))(q, k, v))
-        return [text.count(f"jflux_{op}[") for op in (gathered.OP, kernel.BACKWARD)]
+        return [
+            text.count(f"jflux_{op}[") for op in (all_gather_attention.OP, flash_attention.BACKWARD)
+        ]
 
     named = jax.checkpoint_policies.save_only_these_names(split.ATTENTION)
     assert passes(None) == [2, 1] and passes(named) == [1, 1]

@@ -10,7 +10,7 @@ from harness import PLATFORM, RANKS, make_mesh
 from jax.sharding import PartitionSpec as P
 
 import jflux
-from jflux._attention import cudnn, gathered
+from jflux._attention import all_gather_attention, cudnn
 
 SEQUENCE = P(None, "tp")
 
@@ -125,7 +125,8 @@ def test_parts_by_cudnn(monkeypatch, dtype, width, chunk, world, layout, causal,
     for name in ("forward", "backward"):
         f = getattr(cudnn, name)
         monkeypatch.setattr(cudnn, name, lambda *a, f=f, **o: called.append(f) or f(*a, **o))
-    monkeypatch.setattr(gathered, "MOST_POSITIONS_FOR_GRADIENTS", 0)  # as for longer sequences
+    # As for longer sequences.
+    monkeypatch.setattr(all_gather_attention, "MOST_POSITIONS_FOR_GRADIENTS", 0)
     shape = (2, 2 * chunk * world, 8, 2, width)
     with jflux.config(unchecked_kernels=True):
         check(

@@ -1,10 +1,14 @@
 """tests/gpu_suite.py runs every test file there is."""
 
+import ast
+import importlib
 import os
 import pathlib
 import sys
 import time
+import types
 
+import pytest
 from gpu_suite import ALONE, all_files, run, scripts
 
 
@@ -28,6 +32,30 @@ def test_every_script_exists():
             assert len(commands) == (gpus if name == "stress_processes" else 1)
             for _, first, *_ in commands:
                 assert first == "-m" or (here / first).exists(), name
+
+
+HERE = pathlib.Path(__file__).parent
+PROGRAMS = [*HERE.glob("*_gpu.py"), *HERE.parent.glob("bench/*.py")]
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
+def test_programs_for_gpus_use_names_that_exist(path):
+    """They reach into jflux, and most do not run without GPUs."""
+    tree, modules = ast.parse(path.read_text()), {}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.ImportFrom) or node.level or "jflux" not in node.module:
+            continue
+        for alias in node.names:
+            module = importlib.import_module(node.module)
+            if not hasattr(module, alias.name):  # of jflux, only what has been used is imported
+                importlib.import_module(f"{node.module}.{alias.name}")
+            value = getattr(module, alias.name)
+            if isinstance(value, types.ModuleType):
+                modules[alias.asname or alias.name] = value
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            module = modules.get(node.value.id)
+            assert module is None or hasattr(module, node.attr), (node.lineno, node.attr)
 
 
 def test_one_bad_process_of_several_is_told(tmp_path):

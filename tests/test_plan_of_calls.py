@@ -12,8 +12,7 @@ from harness import PLATFORM, Call, each_call, make_mesh, operands, per_device
 
 import jflux
 from jflux import _config, _dispatch, _explain, _ffi, _heap, _native, _tuning
-from jflux._attention import across_ranks
-from jflux._attention import gathered as attention_gathered
+from jflux._attention import all_gather_attention, decode_merge
 from jflux._dispatch import Machine, Path
 from jflux._experts import placed
 from jflux._ops import (
@@ -286,8 +285,8 @@ def _rows_by_ranks():
 
     def is_merged(ranks, sequences):
         parts = _array((64 * sequences, 129), np.float32)
-        params = across_ranks.Params(("cp",), ranks, False)
-        return across_ranks._plan([parts], params, GPU).path == Path.FUSED
+        params = decode_merge.Params(("cp",), ranks, False)
+        return decode_merge._plan([parts], params, GPU).path == Path.FUSED
 
     def text(f, form=str):
         return [form(f(ranks)) for ranks in (2, 4, 8)]
@@ -323,7 +322,7 @@ def _rows_by_ranks():
         "`moe_dispatch`": text(lambda r: _first(lambda t: not is_placed(r, t))),
         "`flash_decode`": text(lambda r: _first(lambda b: not is_merged(r, b))),
         "`jflux.attention`": text(
-            lambda r: _first(lambda s: s // r > attention_gathered.MOST_POSITIONS_FOR_GRADIENTS)
+            lambda r: _first(lambda s: s // r > all_gather_attention.MOST_POSITIONS_FOR_GRADIENTS)
         ),
     }
 

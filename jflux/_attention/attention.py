@@ -23,7 +23,7 @@ from .._ops.exchange import (
     all_to_all,
     all_to_all_reference,
 )
-from . import by_parts, gathered, kernel, ulysses
+from . import all_gather_attention, by_parts, flash_attention, ulysses
 from .blocks import Scores, default_precision
 from .layouts import LAYOUTS, Layout
 from .operands import check, check_heads, window_of
@@ -32,6 +32,23 @@ from .split import Call, gather_keys, of_split, of_split_reference
 _OP = "jflux.attention"
 #: Bytes of gathered keys and values from which on they are passed around a ring instead.
 MOST_GATHERED = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """Of a call, as :func:`attention` takes them.
+
+    Attributes:
+      plain: whether it is the reference: in XLA's operations alone.
+    """
+
+    plain: bool
+    axis_name: AxisName | None
+    heads_axis: AxisName | None
+    scores: Scores
+    layout: Layout
+    return_lse: bool
+    ring: bool | None
 
 
 def attention(
@@ -165,7 +182,7 @@ def _global_attention(
     mesh: Mesh | AbstractMesh | None,
     q_spec: PartitionSpec | None,
 ) -> Any:
-    """`plain`: in XLA's operations alone."""
+    """With global arrays, or on one rank."""
     q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
     segment_ids = None if segment_ids is None else jnp.asarray(segment_ids)
     check(_OP, q, k, v, segment_ids)
@@ -177,11 +194,8 @@ def _global_attention(
         1 / math.sqrt(max(1, q.shape[3])) if scale is None else float(scale),
         None if softcap is None else float(softcap), bool(causal), window_of(_OP, window),
     )  # fmt: skip
-    axes: dict[str, Any] = {"axis_name": axis_name, "heads_axis": heads_axis}
-    body = functools.partial(
-        _attention, plain=plain, scores=scores, layout=layout, return_lse=return_lse, ring=ring,
-        **axes,
-    )  # fmt: skip
+    options = _Options(plain, axis_name, heads_axis, scores, layout, return_lse, ring)
+    body = functools.partial(_attention, options)
     operands = {"q": q, "k": k, "v": v, "segment_ids": segment_ids}
     names = _mesh.axes_of(axis_name, heads_axis)
     if not names or _mesh.is_bound(names):
@@ -195,50 +209,32 @@ def _global_attention(
 
 
 def _attention(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segment_ids: jax.Array | None,
-    *,
-    plain: bool,
-    axis_name: AxisName | None,
-    heads_axis: AxisName | None,
-    scores: Scores,
-    layout: Layout,
-    return_lse: bool,
-    ring: bool | None,
+    options: _Options, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None
 ) -> Any:
     """On one rank."""
     gather, exchange = (
-        (all_gather_reference, all_to_all_reference) if plain else (all_gather, all_to_all)
+        (all_gather_reference, all_to_all_reference) if options.plain else (all_gather, all_to_all)
     )
+    heads_axis = options.heads_axis
     if heads_axis is not None:
         check_heads(_OP, q, k, _mesh.axis_size(heads_axis))
         q, k, v = ulysses.to_heads(heads_axis, q, k, v, exchange)
         if segment_ids is not None:
             segment_ids = gather(segment_ids, axis_name=heads_axis, axis=1, tiled=True)
-    o, lse = _split(q, k, v, segment_ids, plain, axis_name, scores, layout, return_lse, ring)
+    o, lse = _split(options, q, k, v, segment_ids)
     if heads_axis is not None:
         o = ulysses.to_positions(heads_axis, o, exchange)
-        if return_lse:
+        if options.return_lse:
             lse = ulysses.to_positions(heads_axis, lse, exchange)
-    return (o, lse) if return_lse else o
+    return (o, lse) if options.return_lse else o
 
 
 def _split(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segment_ids: jax.Array | None,
-    plain: bool,
-    axis_name: AxisName | None,
-    scores: Scores,
-    layout: Layout,
-    return_lse: bool,
-    ring: bool | None,
+    options: _Options, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None
 ) -> tuple[jax.Array, Any]:
     """(o, log-sum-exp) of a sequence that is split over `axis_name` alone. The second is None where
     nobody asks for it and it takes a detour."""
+    axis_name, scores, layout = options.axis_name, options.scores, options.layout
     _, ranks = _mesh.rank_and_size(axis_name)
     if layout == "zigzag" and ranks > 1 and q.shape[1] % 2:
         raise ValueError(
@@ -248,43 +244,55 @@ def _split(
     if 0 in q.shape or 0 in k.shape:
         return jnp.zeros_like(q), jnp.full(q.shape[:3], -jnp.inf, sum_dtype(q.dtype))
     call = Call(
-        axis_name, ranks, scores, layout, ring=_goes_around(ring, k, v, ranks),
+        axis_name, ranks, scores, layout, ring=_goes_around(options.ring, k, v, ranks),
         precision=default_precision(),
     )  # fmt: skip
-    if not plain:
-        if _is_one_call(call, q, return_lse, segment_ids):
+    if not options.plain:
+        if _is_one_call(call, q, options.return_lse, segment_ids):
             if ranks > 1:
                 k, v = gather_keys(call, k, v)
             return ulysses.attend(
                 q, k, v, is_causal=scores.causal, scale=scores.scale, mask=None,
                 local_window_size=scores.window,
             ), None  # fmt: skip
-        call = _with_cudnn(call, q, k, v, segment_ids, return_lse)
+        why_no_cudnn = by_parts.why_not(q, k, scores, layout, ranks, segment_ids)
+        if why_no_cudnn is None:
+            call = _with_cudnn(call, q, k, v, segment_ids, options.return_lse)
+        else:
+            _say_if_no_kernel(why_no_cudnn, q, k, v, scores)
     if axis_name is not None:
         q, k, v = _mesh.vary_together(axis_name, q, k, v)
         if segment_ids is not None and _mesh.tracks_vma(axis_name):
             segment_ids = _mesh.vary(segment_ids, _mesh.as_tuple(axis_name))
-    return (of_split_reference if plain else of_split)(call, q, k, v, segment_ids)
+    return (of_split_reference if options.plain else of_split)(call, q, k, v, segment_ids)
 
 
 def _with_cudnn(
     call: Call, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: Any, return_lse: bool
 ) -> Call:
-    """The call, with which of its passes are cuDNN's, part by part. Says once if nothing but XLA's
-    operations takes it on GPUs."""
-    why = by_parts.why_not(q, k, call.scores, call.layout, call.ranks, segment_ids)
-    if why is not None:
-        if jax.default_backend() == "gpu":
-            plan = kernel.plan(q, k, v, call.scores)
-            if plan.path == Path.REFERENCE:
-                _config.say_once(
-                    logging.INFO, f"{_OP} runs in XLA's operations: {why}; no kernel: {plan.reason}"
-                )
-        return call
-    in_kernel = not call.ring and gathered.takes(call.axis_name, call.ranks, segment_ids)
-    own = in_kernel and gathered.beats_cudnn(q, k, v, call.scores)
-    own_gradients = return_lse or (own and q.shape[1] <= gathered.MOST_POSITIONS_FOR_GRADIENTS)
+    """A call that cuDNN takes part by part, with which of its passes it does take."""
+    in_kernel = not call.ring and all_gather_attention.takes(
+        call.axis_name, call.ranks, segment_ids
+    )
+    own = in_kernel and all_gather_attention.beats_cudnn(q, k, v, call.scores)
+    own_gradients = return_lse or (
+        own and q.shape[1] <= all_gather_attention.MOST_POSITIONS_FOR_GRADIENTS
+    )
     return dataclasses.replace(call, cudnn=not own, cudnn_backward=not own_gradients)
+
+
+def _say_if_no_kernel(
+    why_no_cudnn: str, q: jax.Array, k: jax.Array, v: jax.Array, scores: Scores
+) -> None:
+    """Says once if nothing but XLA's operations takes a call on GPUs."""
+    if jax.default_backend() != "gpu":
+        return
+    plan = flash_attention.plan(q, k, v, scores)
+    if plan.path == Path.REFERENCE:
+        _config.say_once(
+            logging.INFO,
+            f"{_OP} runs in XLA's operations: {why_no_cudnn}; no kernel: {plan.reason}",
+        )
 
 
 def _goes_around(ring: bool | None, k: jax.Array, v: jax.Array, ranks: int) -> bool:

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._epilogue import sum_dtype
-from .._mesh import vary
+from .._mesh import vary, varying
 
 _MOST = 1024  # queries, or keys, of a block
 _MOST_SCORES = 1 << 26  # of a block, over all sequences and heads
@@ -88,7 +88,7 @@ def forward(
     """
     wide = sum_dtype(q.dtype)
     groups = k.shape[2]
-    axes = varying(q, k, v, queries, keys)
+    axes = varying((q, k, v, queries, keys))
     size_q, size_k = _block_sizes(q, k.shape[1])
     q_blocks = _blocks(_grouped(q, groups), queries, size_q)
     k_blocks = _blocks((k, v), keys, size_k)
@@ -155,7 +155,7 @@ def backward(
     """
     wide = sum_dtype(q.dtype)
     groups = k.shape[2]
-    axes = varying(q, k, v, queries, keys, lse, do, delta)
+    axes = varying((q, k, v, queries, keys, lse, do, delta))
     size_q, size_k = _block_sizes(q, k.shape[1])
     q_blocks = _blocks(_grouped(q, groups), queries, size_q)
     rows = [_grouped(a, groups) for a in (do, delta[..., None], lse[..., None])]
@@ -251,12 +251,6 @@ def _if_any(scores: Scores, block: _Block, other: _Block, yes: Any, no: Any, *ar
 
 
 # ---- Blocks --------------------------------------------------------------------------------------
-
-
-def varying(*arrays: Any) -> set[Any]:
-    """The mesh axes that any of these varies over."""
-    leaves = jax.tree.leaves(arrays)
-    return set().union(*(jax.typeof(a).manual_axis_type.varying for a in leaves))
 
 
 def _block_sizes(q: jax.Array, keys: int) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from jax import lax
 from .. import _mesh
 from .._epilogue import sum_dtype
 from . import cudnn
-from .blocks import Scores, varying
+from .blocks import Scores
 from .layouts import Layout
 from .merging import merge_attention
 from .pieces import Parts, Piece, chunks_of, takes
@@ -83,7 +83,7 @@ def backward(
       (dq, (dk, dv) of the own keys or None, dk, dv of the others), float32.
     """
     wide = sum_dtype(q.dtype)
-    axes = varying(q, own, k, v, o, lse, do)
+    axes = _mesh.varying((q, own, k, v, o, lse, do))
     rows = (o, lse, do)
     of_own = None
     dq: list[list[jax.Array]] = [[] for _ in range(parts.chunks)]

@@ -23,8 +23,7 @@ import jax.custom_batching
 import jax.numpy as jnp
 
 from .. import _config, _dispatch
-from .._mesh import vary
-from .blocks import varying
+from .._mesh import vary, varying
 
 #: Whether these calls have been compared with float64 on a GPU (tests/test_attention_half.py).
 CHECKED_ON_GPUS = True

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from .. import _mesh
 from .._epilogue import sum_dtype
 from .._mesh import AxisName
-from . import across_ranks, cache, kernel, part
+from . import cache, decode_merge, flash_attention, flash_decode_part
 from .blocks import Part, Scores
 from .layouts import Layout, own_positions
 
@@ -129,8 +129,8 @@ def attend_to_cache(
       NameError: for an `axis_name` outside ``shard_map``.
     """
     return _attend(
-        across_ranks.merge_over_ranks, part.attend, cache.update_cache, kv_cache, q, k, v,
-        new_lengths, axis_name, window, softcap, scale,
+        decode_merge.merge_over_ranks, flash_decode_part.attend, cache.update_cache, kv_cache, q, k,
+        v, new_lengths, axis_name, window, softcap, scale,
     )  # fmt: skip
 
 
@@ -148,8 +148,8 @@ def attend_to_cache_reference(
 ) -> tuple[jax.Array, KVCache]:
     """:func:`jflux.attend_to_cache` with `lax`'s all-gather."""
     return _attend(
-        across_ranks.reference, part.attend_reference, cache.reference, kv_cache, q, k, v,
-        new_lengths, axis_name, window, softcap, scale,
+        decode_merge.reference, flash_decode_part.attend_reference, cache.reference, kv_cache, q, k,
+        v, new_lengths, axis_name, window, softcap, scale,
     )  # fmt: skip
 
 
@@ -225,7 +225,7 @@ def _attend(
     q_here, own = q.astype(keys.dtype), own_positions(rank, here, ranks, "contiguous")
     if tokens == 1 and q.size and keys.size:
         capacity = ranks * here
-        bounds = part.bounds_of(positions[:, 0] + 1, window, rank * here)
+        bounds = flash_decode_part.bounds_of(positions[:, 0] + 1, window, rank * here)
         bounds = jnp.clip(bounds, 0, capacity)  # a token beyond the cache attends to what there is
         pair = attend(
             q_here[:, 0], keys, values, bounds, None, capacity=capacity, scale=scores.scale,
@@ -262,12 +262,14 @@ def _attend_to_part(
         read = (own <= jnp.max(positions, 1)[:, None])[..., None, None]
         values = jnp.where(read, values, 0)
         wide = sum_dtype(q.dtype)
-        return kernel.forward(q, Part(positions, None), keys, values, Part(own, None), scores, wide)
+        return flash_attention.forward(
+            q, Part(positions, None), keys, values, Part(own, None), scores, wide
+        )
     attended = own <= positions[..., None]  # [B, T, s]
     if scores.window is not None:
         attended &= own >= positions[..., None] - scores.window[0]
     rows = q.swapaxes(1, 2).reshape(batch, heads * tokens, width)  # the tokens of a head together
-    o, lse = part.attend_to_part(
+    o, lse = flash_decode_part.attend_to_part(
         rows, keys, values, attended, scale=scores.scale, softcap=scores.softcap
     )
     o = o.reshape(batch, heads, tokens, width).swapaxes(1, 2)

@@ -12,7 +12,7 @@ import numpy as np
 
 from .. import _checks, _mesh
 from .._mesh import AxisName
-from . import across_ranks, part
+from . import decode_merge, flash_decode_part
 
 
 def flash_decode(
@@ -91,8 +91,8 @@ def flash_decode(
       checkify.JaxRuntimeError: under ``checkify.user_checks``, for both, on any device.
     """
     return _flash_decode(
-        across_ranks.merge_over_ranks, part.attend, q, k_cache, v_cache, lengths, axis_name,
-        block_table, window, softcap, scale, return_lse,
+        decode_merge.merge_over_ranks, flash_decode_part.attend, q, k_cache, v_cache, lengths,
+        axis_name, block_table, window, softcap, scale, return_lse,
     )  # fmt: skip
 
 
@@ -111,8 +111,8 @@ def reference(
 ) -> Any:
     """:func:`jflux.flash_decode` in plain `lax`."""
     return _flash_decode(
-        across_ranks.reference, part.attend_reference, q, k_cache, v_cache, lengths, axis_name,
-        block_table, window, softcap, scale, return_lse,
+        decode_merge.reference, flash_decode_part.attend_reference, q, k_cache, v_cache, lengths,
+        axis_name, block_table, window, softcap, scale, return_lse,
     )  # fmt: skip
 
 
@@ -143,7 +143,7 @@ def _flash_decode(
     most = ranks * here
     lengths = _checks.in_range(lengths, 0, most, "jflux.flash_decode: lengths")
     lengths = _checks.to_int32(lengths)
-    bounds = part.bounds_of(lengths, window, rank * here)
+    bounds = flash_decode_part.bounds_of(lengths, window, rank * here)
     scale = 1 / math.sqrt(q.shape[2]) if scale is None else scale
     pair = attend(q, k, v, bounds, block_table, capacity=most, scale=scale, softcap=softcap)
     out, lse = (pair[..., :-1], pair[..., -1]) if axis_name is None else merge(pair, axis_name)

@@ -1,5 +1,5 @@
 """Attention over a split sequence: what travels, and where gradients are summed. What one rank
-computes in between is in kernel.py, blocks.py or by_parts.py."""
+computes in between is in flash_attention.py, blocks.py or by_parts.py."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .. import _config, _derivatives, _mesh
 from .._epilogue import sum_dtype
 from .._mesh import AxisName
 from .._ops.exchange import all_gather, all_gather_reference, reduce_scatter
-from . import blocks, by_parts, gathered, kernel, pieces
+from . import all_gather_attention, blocks, by_parts, flash_attention, pieces
 from .blocks import Part, Scores
 from .layouts import Layout, own_positions
 from .merging import merge_attention
@@ -37,8 +37,8 @@ class Call:
       cudnn: whether cuDNN computes the result (by_parts.py).
       cudnn_backward: whether it computes the gradients too. Its backward pass takes no cotangent
         of the log-sum-exp, so of one that is returned it does not.
-      kernel: whether what cuDNN does not compute may be a kernel (kernel.py), and not XLA's
-        operations (blocks.py) whatever the platform is.
+      kernel: whether what cuDNN does not compute may be a kernel (flash_attention.py), and not
+        XLA's operations (blocks.py) whatever the platform is.
       precision: JAX's default for products where the call was made. Gradients are traced later,
         where another one may hold.
       gather: :func:`jflux.all_gather`, or its reference.
@@ -68,7 +68,7 @@ class Call:
     ) -> tuple[jax.Array, jax.Array]:
         """Of one rank, where cuDNN does not: blocks.forward, with an output of this type."""
         if self.kernel:
-            return kernel.forward(q, queries, k, v, keys, self.scores, dtype)
+            return flash_attention.forward(q, queries, k, v, keys, self.scores, dtype)
         o, lse = blocks.forward(q, queries, k, v, keys, self.scores)
         return o.astype(dtype), lse
 
@@ -191,10 +191,12 @@ def _gathered(
     if call.cudnn:
         return by_parts.forward(q, (k, v), *_in_sequence(call, k, v), call.scores.scale)
     queries = call.part(call.rank, q.shape[1], segments)
-    if call.kernel and gathered.takes(call.axis_name, call.ranks, segments):
+    if call.kernel and all_gather_attention.takes(call.axis_name, call.ranks, segments):
         assert call.axis_name is not None
         keys = _key_parts(call, k.shape[1], segments)
-        return gathered.forward(call.axis_name, q, queries, k, v, keys, call.scores, q.dtype)
+        return all_gather_attention.forward(
+            call.axis_name, q, queries, k, v, keys, call.scores, q.dtype
+        )
     return call.attend(q, queries, *_all_keys(call, k, v, segments), q.dtype)
 
 
@@ -212,7 +214,9 @@ def _gathered_backward(
     else:
         queries = call.part(call.rank, q.shape[1], segments)
         all_keys = _all_keys(call, k, v, segments)
-        dq, dk, dv = kernel.backward(q, queries, *all_keys, call.scores, *_cotangents(*rest))
+        dq, dk, dv = flash_attention.backward(
+            q, queries, *all_keys, call.scores, *_cotangents(*rest)
+        )
     if call.ranks > 1:
         dk, dv = (
             reduce_scatter(d, axis_name=call.axis_name, scatter_dimension=1, tiled=True)
@@ -290,7 +294,7 @@ def _around_backward(
             )
             return dq, *(others if own is None else own)
         keys = call.part((rank - step) % call.ranks, k.shape[1], segments)
-        return kernel.backward(q, queries, k, v, keys, call.scores, *_cotangents(*rest))
+        return flash_attention.backward(q, queries, k, v, keys, call.scores, *_cotangents(*rest))
 
     def go_on(state: Any, step: Any) -> tuple[Any, None]:
         held, sums, dq = state

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -10,20 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .. import _mesh, moe
+from .. import _mesh
 from .._epilogue import sum_dtype
 from .._mesh import AxisName
 from .._ops.exchange import all_gather
-from . import partial, placed, routing
+from . import partial, placed, ragged, routing
 from .checks import check_tokens, check_weights
 from .partial import PartialHandle
 from .placed import PlacedHandle
-from .routing import Sizes
 from .rows import (
     Handle,
     LevelsHandle,
     combined,
-    move,
     once,
     rows_of_tokens,
     spread,
@@ -32,17 +29,6 @@ from .rows import (
 
 LAYOUTS = ("expert", "masked")
 OVERFLOWS = ("drop", "error")
-
-
-@dataclasses.dataclass(frozen=True)
-class _Options:
-    """As :func:`moe_dispatch` takes them."""
-
-    on_overflow: str
-    capacity: int | None = None
-    alignment: int = 1
-    layout: str = "expert"
-    partial_sums: bool = False
 
 
 class DispatchStatistics(NamedTuple):
@@ -153,7 +139,7 @@ def moe_dispatch(
     )
     _check_options(capacity, alignment, layout, on_overflow)
     x, indices, weights = _mesh.vary_together(axes, x, indices, weights)
-    options = _Options(on_overflow, capacity, alignment, layout, partial_sums)
+    options = routing.Options(on_overflow, capacity, alignment, layout, partial_sums)
     if node_axis is None:
         return _dispatch(x, indices, weights, num_experts, options, axis_name)
     # First to nodes, as if each were a rank with one expert.
@@ -161,7 +147,7 @@ def moe_dispatch(
     experts = num_experts // nodes
     is_known = (indices >= 0) & (indices < num_experts)
     node_of = jnp.where(is_known, indices // experts, jnp.where(indices == -1, -1, nodes))
-    come = _dispatch(x, node_of, weights, nodes, _Options(on_overflow), node_axis)
+    come = _dispatch(x, node_of, weights, nodes, routing.Options(on_overflow), node_axis)
     between: Any = come.handle
     (chosen,) = tokens_to_experts(node_axis, between, indices + 1)  # 0 where no row has come
     chosen = chosen - 1 - node * experts
@@ -181,18 +167,19 @@ def _dispatch(
     indices: jax.Array,
     weights: jax.Array,
     num_experts: int,
-    options: _Options,
+    options: routing.Options,
     axis_name: AxisName,
 ) -> Dispatched:
     """Between the ranks along one axis. k may be more than there are experts."""
     if (params := _placed_params(x, indices, num_experts, options, axis_name)) is not None:
         return _placed(x, indices, weights, params, options, axis_name)
-    handle, sizes, padded, statistics = _route(indices, num_experts, options, axis_name)
+    handle, sizes, padded, chosen, dropped = ragged.route(indices, num_experts, options, axis_name)
     weights = weights.astype(sum_dtype(x.dtype))
     if isinstance(handle, PartialHandle):
         rows, row_weights = partial.rows_and_weights(axis_name, handle, x, weights)
     else:
         rows, row_weights = spread(axis_name, handle, x, weights)
+    statistics = DispatchStatistics(jnp.sum(chosen, 0, dtype=jnp.int32), dropped)
     return _dispatched(rows, sizes, padded, row_weights, handle, statistics, options)
 
 
@@ -203,7 +190,7 @@ def _dispatched(
     row_weights: jax.Array,
     handle: Handle | PartialHandle | PlacedHandle,
     statistics: DispatchStatistics,
-    options: _Options,
+    options: routing.Options,
 ) -> Dispatched:
     """In the layout that is asked for."""
     if options.layout == "masked":
@@ -213,14 +200,18 @@ def _dispatched(
 
 
 def _placed_params(
-    x: jax.Array, indices: jax.Array, num_experts: int, options: _Options, axis_name: AxisName
+    x: jax.Array,
+    indices: jax.Array,
+    num_experts: int,
+    options: routing.Options,
+    axis_name: AxisName,
 ) -> placed.Params | None:
     """The dispatch in one kernel, or None if it takes another form."""
     if not options.partial_sums:
         return None
     world, (tokens, k) = _mesh.axis_size(axis_name), indices.shape
     experts = num_experts // world
-    rows = _rows_of_experts(world * tokens, k, experts, options)
+    rows = routing.rows_of_experts(world * tokens, k, experts, options)
     return placed.params_for(
         x, indices, num_experts, rows, axis_name,
         capacity=-1 if options.capacity is None else int(options.capacity),
@@ -234,21 +225,21 @@ def _placed(
     indices: jax.Array,
     weights: jax.Array,
     params: placed.Params,
-    options: _Options,
+    options: routing.Options,
     axis_name: AxisName,
 ) -> Dispatched:
     """In one kernel. The statistics are of no use to it: what nobody reads of them, XLA leaves
     out."""
-    slots, wrong, by_expert = _choices(indices, params.world * params.experts)
+    slots, wrong, by_expert = routing.choices_of(indices, params.world * params.experts)
     chosen = all_gather(by_expert.counts, axis_name=axis_name)
     kept = slots
     if options.capacity is not None:
         rank = lax.axis_index(_mesh.as_tuple(axis_name))
         places = routing.places_of(chosen, rank, options.capacity)
         kept = routing.keep(slots, by_expert, places)
-    dropped = _dropped(slots, kept, wrong)
+    dropped = routing.dropped_of(slots, kept, wrong)
     if options.on_overflow == "error":
-        indices = _fail_if(dropped, indices, axis_name)
+        indices = ragged.fail_if(dropped, indices, axis_name)
     weights = weights.astype(sum_dtype(x.dtype))
     rows, row_weights, sizes, handle = placed.dispatched(params, x, indices, weights)
     padded = -(-sizes // options.alignment) * options.alignment
@@ -380,114 +371,3 @@ def _check_options(capacity: Any, alignment: Any, layout: str, on_overflow: str)
     ):
         if value not in known:
             raise ValueError(f"{op}: {name}={value!r} must be one of {known}")
-
-
-# ---- Routing -------------------------------------------------------------------------------------
-
-
-def _route(
-    indices: jax.Array,
-    num_experts: int,
-    options: _Options,
-    axis_name: AxisName,
-) -> tuple[Handle | PartialHandle, jax.Array, jax.Array, DispatchStatistics]:
-    """(handle, true and padded sizes of this rank's experts, statistics)."""
-    world, rank = _mesh.axis_size(axis_name), lax.axis_index(_mesh.as_tuple(axis_name))
-    tokens, k = indices.shape
-    experts = num_experts // world
-    slots, wrong, by_expert = _choices(indices, num_experts)
-
-    # What every rank has for every expert, and for every rank.
-    kept, capacity = slots, options.capacity
-    if capacity is not None:
-        chosen = all_gather(by_expert.counts, axis_name=axis_name)
-        kept = routing.keep(slots, by_expert, routing.places_of(chosen, rank, capacity))
-    to = jnp.where(kept.expert >= 0, kept.expert // experts, -1)
-    ranks = jnp.arange(world, dtype=jnp.int32)[:, None]
-    goes = jnp.any(to == ranks[:, :, None], axis=2)  # [N, T]
-    by_rank = moe.route(jnp.where(goes, ranks, -1), world)
-    if capacity is not None:
-        rows = all_gather(by_rank.counts, axis_name=axis_name)
-    else:
-        both = all_gather(jnp.concatenate([by_expert.counts, by_rank.counts]), axis_name=axis_name)
-        chosen, rows = both[:, :num_experts], both[:, num_experts:]
-    out = routing.sizes_between(rows, rank)
-
-    # What this rank sends: rank after rank, in the order of tokens. A row takes along the experts
-    # that it goes to, counted on their rank.
-    most_sent, most_received = min(k, world) * tokens, world * tokens
-    going = by_rank.source[:most_sent]
-    token, receiver = jnp.where(going >= 0, going % tokens, -1), going // tokens
-    sent = jnp.where(kept.has_row & (kept.expert >= 0), kept.expert, -1)[token]
-    there = (sent >= 0) & (sent // experts == receiver[:, None])
-    dropped = _dropped(slots, kept, wrong)
-    there = jnp.where(there, sent % experts, -1)
-    if options.on_overflow == "error":
-        there = _fail_if(dropped, there, axis_name)
-    came = move(axis_name, there, most_received, out, fill=-1)  # [N T, k]
-
-    # What this rank's experts get.
-    of_experts = moe.route(came, experts)
-    sizes = of_experts.counts
-    padded = -(-sizes // options.alignment) * options.alignment
-    size = _rows_of_experts(world * tokens, k, experts, options)
-    if options.layout == "masked":
-        starts = jnp.arange(experts, dtype=jnp.int32) * (size // experts)
-        padded = jnp.full(experts, size // experts, jnp.int32)
-    else:
-        starts = jnp.cumsum(padded) - padded
-    slot, row_there = routing.expert_rows(came, of_experts, starts, size)
-    statistics = DispatchStatistics(jnp.sum(chosen, 0, dtype=jnp.int32), dropped)
-    if options.partial_sums:
-        # The first slot of a token on each rank has the row that comes back from there.
-        part = by_rank.destination[to, jnp.arange(tokens)[:, None]]
-        part = jnp.where(routing.distinct(to).has_row & (to >= 0), part, -1)
-        brief = PartialHandle(token, out, part, slot, row_there, kept.first)
-        return brief, sizes, padded, statistics
-    back = routing.compacted(came >= 0, row_there, min(k, experts) * most_received)
-
-    # Where the rows that come back belong.
-    counts = chosen if capacity is None else routing.kept_counts(chosen, capacity)
-    home = routing.sizes_between(counts.reshape(world, world, experts).sum(2), rank).back()
-    own_slot = kept.has_row & (to >= 0)
-    going_home = moe.route(jnp.where(own_slot, to, -1), world)
-    place = home.received_at[to] + routing.number_among_equals(to, going_home)
-    place = jnp.take_along_axis(place, jnp.maximum(kept.first, 0), axis=1)
-    row = jnp.where(kept.first >= 0, place, -1).astype(jnp.int32)
-    handle = Handle(token, out, slot, back, home, kept.first, row)
-    return handle, sizes, padded, statistics
-
-
-def _choices(indices: jax.Array, num_experts: int) -> tuple[routing.Slots, jax.Array, moe.Routing]:
-    """This rank's slots, how many indices are no expert's, and the slots that have a row by
-    expert."""
-    inside = (indices >= 0) & (indices < num_experts)
-    slots = routing.distinct(jnp.where(inside, indices, -1))
-    wrong = jnp.sum(~inside & (indices != -1), dtype=jnp.int32)
-    return slots, wrong, moe.route(jnp.where(slots.has_row, slots.expert, -1), num_experts)
-
-
-def _dropped(slots: routing.Slots, kept: routing.Slots, wrong: jax.Array) -> jax.Array:
-    """Of this rank's slots, those that found no place, and those whose index is no expert's."""
-    return jnp.sum((slots.expert >= 0) & (kept.expert < 0), dtype=jnp.int32) + wrong
-
-
-def _rows_of_experts(received: int, k: int, experts: int, options: _Options) -> int:
-    """R, or E_local C."""
-    capacity, alignment = options.capacity, options.alignment
-
-    def rounded(rows: int) -> int:
-        return -(-rows // alignment) * alignment
-
-    if options.layout == "masked":
-        return experts * rounded(received if capacity is None else capacity)
-    most = rounded(min(k, experts) * received + experts * (alignment - 1))
-    return most if capacity is None else min(most, experts * rounded(capacity))
-
-
-def _fail_if(count: jax.Array, x: jax.Array, axis_name: AxisName) -> jax.Array:
-    """x, after a call that moves nothing, and fails unless the count is 0."""
-    none = jnp.zeros(_mesh.axis_size(axis_name), jnp.int32)
-    sizes = Sizes(none.at[0].set(-count), *[none] * 5)
-    nothing = move(axis_name, jnp.zeros(1, jnp.int32), 1, sizes)
-    return x + nothing  # 0, but XLA cannot know

@@ -21,9 +21,9 @@ from .. import _config, _derivatives, _dispatch, _lowering, _mesh, _native, moe
 from .._derivatives import total
 from .._dispatch import Arrays, Machine, Plan
 from .._epilogue import sum_dtype
-from .._levels import Levels
 from .._mesh import AxisName
-from .._ops import _local, _product, exchange
+from .._ops import _product, exchange
+from .._ops._steps import Steps
 from ..moe import _rows
 from . import routing
 from .rows import on_first, rows_or_zeros, summed
@@ -129,7 +129,7 @@ def dispatched(
 ) -> tuple[jax.Array, jax.Array, jax.Array, PlacedHandle]:
     """Rows [R, H], their weights f32 [R], i32 [E_local] how many each expert has, and the handle.
     Operands vary over the axes; weights are float32."""
-    operands = _local.vary_together(x, indices, weights)
+    operands = _mesh.vary_alike(x, indices, weights)
     rows, row_weights, sizes, slot, there = _dispatch_primitive.bind(*operands, params=params)
     indices = operands[1]
     part, first = _part(indices, params), _first(indices, params)
@@ -151,7 +151,7 @@ def combined(
 
 
 def _combine(params: CombineParams, *operands: jax.Array) -> jax.Array:
-    return _combine_primitive.bind(*_local.vary_together(*operands), params=params)[0]
+    return _combine_primitive.bind(*_mesh.vary_alike(*operands), params=params)[0]
 
 
 # ---- What follows from the choices ---------------------------------------------------------------
@@ -185,6 +185,9 @@ def _of_slots(numbers: jax.Array, there: jax.Array) -> jax.Array:
 
 # ---- How a dispatch lowers -----------------------------------------------------------------------
 
+_DISPATCH_STEPS = Steps("all tokens to all ranks")
+_COMBINE_STEPS = Steps("an all-to-all of sums")
+
 _TYPES = ("bfloat16", "float16", "float32")
 
 
@@ -204,32 +207,14 @@ def _call(arrays: Arrays, params: Params) -> dict[str, int]:
     }
 
 
-def _plan_of(op: str, call: dict[str, int], dtype: Any, machine: Machine) -> Plan:
+def _plan_of(steps: Steps, op: str, call: dict[str, int], dtype: Any, machine: Machine) -> Plan:
     if dtype.name not in _TYPES:
-        return _dispatch.decomposed(
-            f"rows are {dtype}, the kernels take bfloat16, float16 and float32"
-        )
-    try:
-        native = machine.native_plan(op, call)
-    except ValueError as refused:
-        return _dispatch.decomposed(str(refused))
-    if native["workspace_bytes"] > machine.heap_bytes // 3 and not _config.config.always:
-        return _dispatch.decomposed(
-            f"it takes {native['workspace_bytes']} bytes, more than a third of a heap of "
-            f"{machine.heap_bytes}"
-        )
+        return steps.plan(f"rows are {dtype}, the kernels take bfloat16, float16 and float32")
+    native = steps.native_plan(op, call, machine, fills="places of tokens")
+    if isinstance(native, Plan):
+        return native
     rows = call["world"] * call["tokens"]
     return _dispatch.fused(f"one kernel, with places for {rows} tokens on each rank", native)
-
-
-def _plan_two_level(arrays: Arrays, params: Any, machine: Machine, levels: Levels) -> Plan:
-    return _dispatch.decomposed(f"{levels}, and the kernel reaches the ranks of one node only")
-
-
-def _batch(primitive: Any, operands: Any, dims: Any, *, params: Any) -> Any:
-    return _product.batch_one_by_one(
-        lambda *one: primitive.bind(*one, params=params), operands, dims
-    )
 
 
 def _dispatch_shapes(arrays: Arrays, params: Params) -> list[_lowering.ShapeDtype]:
@@ -285,11 +270,11 @@ _dispatch_primitive = _lowering.make_primitive(
         reference=_dispatch_by_gathers,
         decomposed=_dispatch_by_gathers,
         plan=lambda arrays, params, machine: _plan_of(
-            OP, _call(arrays, params), arrays[0].dtype, machine
+            _DISPATCH_STEPS, OP, _call(arrays, params), arrays[0].dtype, machine
         ),
-        plan_two_level=_plan_two_level,
+        plan_two_level=_DISPATCH_STEPS.plan_two_level,
         attributes=_dispatch_attributes,
-        batch=_batch,
+        batch=_product.bind_one_by_one,
     )
 )
 
@@ -306,7 +291,7 @@ def _plan_combine(arrays: Arrays, params: CombineParams, machine: Machine) -> Pl
         "row_bytes": y.shape[1] * y.dtype.itemsize,
         "rows": y.shape[0],
     }
-    return _plan_of(COMBINE, call, y.dtype, machine)
+    return _plan_of(_COMBINE_STEPS, COMBINE, call, y.dtype, machine)
 
 
 def _combine_shapes(arrays: Arrays, params: CombineParams) -> list[_lowering.ShapeDtype]:
@@ -333,9 +318,9 @@ _combine_primitive = _lowering.make_primitive(
         reference=_combine_by_all_to_all,
         decomposed=_combine_by_all_to_all,
         plan=_plan_combine,
-        plan_two_level=_plan_two_level,
+        plan_two_level=_COMBINE_STEPS.plan_two_level,
         attributes=lambda arrays, params, plan: {"parts": np.int64(plan.config["parts"])},
-        batch=_batch,
+        batch=_product.bind_one_by_one,
     )
 )
 
@@ -354,7 +339,7 @@ def _dispatch_tangents(kept: Any, tangents: Sequence[Any], params: Params) -> li
     dx, _, dw = tangents
     if dx is not None:
         given = jnp.zeros(indices.shape, np.float32) if dw is None else dw
-        return list(_dispatch_primitive.bind(*_local.vary_together(dx, indices, given),
+        return list(_dispatch_primitive.bind(*_mesh.vary_alike(dx, indices, given),
                                              params=params))  # fmt: skip
     of_slots = _weights_there(on_first(_first(indices, params), dw), params)
     return [None, rows_or_zeros(of_slots.ravel(), slot), None, None, None]
@@ -414,7 +399,7 @@ def _combine_backward(
     y_type = wanted[0] if y is None else y
     zeros = jnp.zeros(indices.shape, np.float32)
     # What is rounded here would be rounded where it is used.
-    operands = _local.vary_together(ct.astype(y_type.dtype), indices, zeros)
+    operands = _mesh.vary_alike(ct.astype(y_type.dtype), indices, zeros)
     rows, *_ = _dispatch_primitive.bind(*operands, params=params.dispatch)
     wide = rows.astype(sum_dtype(y_type.dtype))
     dy, dw = None, None

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from ..moe import Routing, route
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """As :func:`jflux.moe_dispatch` takes them."""
+
+    on_overflow: str
+    capacity: int | None = None
+    alignment: int = 1
+    layout: str = "expert"
+    partial_sums: bool = False
 
 
 class Sizes(NamedTuple):
@@ -127,3 +139,30 @@ def expert_rows(
     element = by_expert.source[by_expert.offsets[expert] + within]
     element = jnp.where(within < by_expert.counts[expert], element, -1)
     return element, jnp.where(local_expert >= 0, row, -1).astype(jnp.int32)
+
+
+def choices_of(indices: jax.Array, num_experts: int) -> tuple[Slots, jax.Array, Routing]:
+    """This rank's slots, how many indices are no expert's, and the slots that have a row by
+    expert."""
+    inside = (indices >= 0) & (indices < num_experts)
+    slots = distinct(jnp.where(inside, indices, -1))
+    wrong = jnp.sum(~inside & (indices != -1), dtype=jnp.int32)
+    return slots, wrong, route(jnp.where(slots.has_row, slots.expert, -1), num_experts)
+
+
+def dropped_of(slots: Slots, kept: Slots, wrong: jax.Array) -> jax.Array:
+    """Of this rank's slots, those that found no place, and those whose index is no expert's."""
+    return jnp.sum((slots.expert >= 0) & (kept.expert < 0), dtype=jnp.int32) + wrong
+
+
+def rows_of_experts(received: int, k: int, experts: int, options: Options) -> int:
+    """R, or E_local C."""
+    capacity, alignment = options.capacity, options.alignment
+
+    def rounded(rows: int) -> int:
+        return -(-rows // alignment) * alignment
+
+    if options.layout == "masked":
+        return experts * rounded(received if capacity is None else capacity)
+    most = rounded(min(k, experts) * received + experts * (alignment - 1))
+    return most if capacity is None else min(most, experts * rounded(capacity))

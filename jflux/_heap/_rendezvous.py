@@ -16,7 +16,7 @@ import dataclasses
 import json
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -117,17 +117,12 @@ def look(name: str) -> str | None:
         return None
 
 
-def _wait(
-    name: str,
-    awaited: Collection[int],
-    patience: Patience,
-    now: Callable[[], float] = time.monotonic,
-) -> str | None:
+def _wait(name: str, awaited: Collection[int], patience: Patience) -> str | None:
     """The value under `name`, or None if nothing comes in time (which may be over). Says so once in
     between."""
-    start = now()
+    start = time.monotonic()
     warned = False
-    while (waited := now() - start) < patience.give_up:
+    while (waited := time.monotonic() - start) < patience.give_up:
         until = patience.give_up if warned or patience.warn < waited else patience.warn
         timeout_ms = max(1, int(1000 * (min(until, patience.give_up) - waited)))
         try:
@@ -135,7 +130,7 @@ def _wait(
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
-        if not warned and now() - start < patience.give_up:
+        if not warned and time.monotonic() - start < patience.give_up:
             warned = True
             _config.say_once(
                 logging.WARNING,

@@ -48,10 +48,6 @@ class Collective:
             result[self.concat] *= world
         return tuple(result)
 
-    def operand_shape(self, shape: Sequence[int], world: int) -> tuple[int, ...]:
-        """Of each rank's operand, for results of this shape."""
-        return self.transposed().shape(shape, world)
-
     def exact(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
         """What each rank has after it, from what each rank has before."""
         world = len(arrays)

@@ -173,6 +173,11 @@ def forced_tile(gated: bool) -> np.ndarray:
     return np.array([choice.tile_n, choice.cluster_m], np.int64)
 
 
+def forced_configuration(gated: bool) -> dict[str, int]:
+    """The same, as native plan functions read it."""
+    return dict(zip(("tile_n", "cluster_m"), forced_tile(gated).tolist(), strict=False))
+
+
 def _attributes(params: Params) -> dict[str, Any]:
     return {
         "activation": np.int64(_native.number_of(params.activation, _native.ACTIVATIONS)),

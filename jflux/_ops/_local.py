@@ -16,7 +16,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
-from .. import _config, _dispatch, _explain, _ffi, _gpu_code, _mesh, _native
+from .. import _config, _dispatch, _explain, _ffi, _gpu_code, _native
 from .._dispatch import Arrays, Path, Plan
 from .._lowering import BatchRule, ReferenceForm, ShapesRule
 
@@ -187,9 +187,3 @@ def check_arrays(op: str, **arrays: Any) -> None:
                 f"jflux.{op}: {name} {array.shape} is sharded as {spec}, but the op computes on "
                 "one device; call it inside jax.shard_map, on each rank's part"
             )
-
-
-def vary_together(*arrays: jax.Array) -> list[jax.Array]:
-    """Gives all arrays the union of the mesh axes that they vary over."""
-    union = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in arrays))
-    return [_mesh.vary(a, union) for a in arrays]

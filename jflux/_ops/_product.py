@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
@@ -143,9 +144,7 @@ def total_rows(x: Any) -> int:
 
 def zeros(shape: tuple[int, ...], dtype: Any, *like: jax.Array) -> jax.Array:
     """Zeros that vary over the mesh axes that `like` varies over, and depend on nothing."""
-    out = jnp.zeros(shape, dtype)
-    axes = tuple(sorted(jax.typeof(like[0]).manual_axis_type.varying, key=str))
-    return jax.lax.pcast(out, axes, to="varying") if axes else out
+    return _mesh.vary(jnp.zeros(shape, dtype), _mesh.varying(like))
 
 
 def flops(x: Any, w: Any, transpose_rhs: bool) -> int:
@@ -435,6 +434,12 @@ def widen(w: Any, batch: int, transpose_rhs: bool) -> tuple[Any, Callable[[Any],
     b, n = w.shape[n_axis : n_axis + 2]
     wide = w.reshape(*w.shape[:n_axis], b * n, *w.shape[n_axis + 2 :])
     return wide, lambda y: y.reshape(*y.shape[:-1], b, n)
+
+
+def bind_one_by_one(primitive: Any, operands: Any, dims: Any, *, params: Any) -> Any:
+    """The batching rule of a primitive whose calls nothing puts together."""
+    bind = functools.partial(primitive.bind, params=params)
+    return batch_one_by_one(bind, operands, dims)
 
 
 def batch_one_by_one(bind: Any, operands: Any, dims: Any) -> tuple[list[Any], list[int]]:

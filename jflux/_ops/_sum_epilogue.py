@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import ad
 
-from .. import _epilogue, _norm
+from .. import _epilogue, _mesh, _norm
 from .._derivatives import none_if_zero, not_linear
 
 
@@ -52,7 +52,7 @@ def operands(
     added = [] if residual is None else [jnp.asarray(residual)]
     added += [] if norm is None else [jnp.asarray(f) for f in norm.factors]
     for array in added:
-        if jax.typeof(array).manual_axis_type.varying & frozenset(axis_names):
+        if _mesh.varying(array) & frozenset(axis_names):
             raise ValueError(
                 f"jflux.{op}: a residual and a norm's factors must be the same on all ranks of "
                 f"{axis_names}, and one of shape {tuple(array.shape)} varies over them"

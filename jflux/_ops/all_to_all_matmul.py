@@ -22,7 +22,7 @@ from .._derivatives import Derivatives, differentiate, not_linear, total
 from .._dispatch import Arrays, Machine, Plan
 from .._levels import Levels
 from .._mesh import AxisName
-from . import _lax, _product, _shards, _two_level, _two_level_plan, exchange
+from . import _lax, _product, _shards, _two_level, _two_level_plan
 from ._collective import Collective, axis
 from ._spec import Layout, OpSpec, all_ops
 
@@ -278,7 +278,7 @@ def _backward(
             precision=params.precision,
         )
     if x_type is not None and given.get("exchanged") is not None:
-        dx = total([dx, _exchanged(given["exchanged"], back)])
+        dx = total([dx, _shards.exchanged(given["exchanged"], back)])
     if w_type is not None and dy is not None:
         dw = _lax.weight_gradient(
             exchanged, dy, params.transpose_rhs, w_type.dtype, params.precision
@@ -290,7 +290,7 @@ def _kept(operands: Sequence[Any], params: Params) -> Any:
     x, w = operands
     if x is None and w is None:
         raise not_linear(OP, "it is linear in x and in w, not in both at once")
-    return None if x is None else _exchanged(x, params), w
+    return None if x is None else _shards.exchanged(x, params), w
 
 
 def call(
@@ -310,12 +310,6 @@ def call(
     out = np.dtype(dtype)
     params = Params(axis_names, world, split, concat, results, transpose_rhs, out, precision)
     return _primitive.bind(x, w, params=params)
-
-
-def _exchanged(x: jax.Array, params: Params) -> jax.Array:
-    return exchange.bind(
-        "all_to_all", x, params.axis_names, params.world, params.split, params.concat
-    )
 
 
 def _result_shapes(arrays: Arrays, params: Params) -> list[Any]:
@@ -345,7 +339,7 @@ def _reference(arrays: Arrays, params: Params) -> list[Any]:
 def _decomposed(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
     """An exchange, which has a plan of its own, and a product."""
     x, w = arrays
-    return _of_exchanged(_exchanged(x, params), w, params)
+    return _of_exchanged(_shards.exchanged(x, params), w, params)
 
 
 def _step(arrays: Arrays, params: Params, levels: Levels) -> _two_level_plan.Step:
@@ -396,21 +390,9 @@ def _unsupported(arrays: Arrays, params: Params, platform: str) -> str | None:
 def _sizes(arrays: Arrays, params: Params) -> _product.Sizes:
     """Of a shard of x: its rows as cc/core/rows.h numbers them, and its columns, k."""
     x, w = arrays
-    split_rows, concat_rows = _shards.by_rows(x, params)
-    outer, inner = _shards.rows_of_shard(x, params)
-    return _product.Sizes(
-        op=OP,
-        world=params.world,
-        outer=outer,
-        inner=inner,
-        k=x.shape[-1] if split_rows else x.shape[-1] // params.world,
-        n=_product.columns(w, params.transpose_rhs),
-        dtype=x.dtype,
-        out_dtype=params.out_dtype,
-        transpose_rhs=params.transpose_rhs,
-        split_rows=split_rows,
-        concat_rows=concat_rows,
-    )
+    split_rows, _ = _shards.by_rows(x, params)
+    k = x.shape[-1] if split_rows else x.shape[-1] // params.world
+    return _shards.sizes_of(OP, x, params, k=k, n=_product.columns(w, params.transpose_rhs))
 
 
 def why_decomposed(shard_rows: int, shards: int) -> str | None:
@@ -464,9 +446,8 @@ def _canonical(arrays: Arrays, params: Params, machine: Machine) -> Any:
     if not machine.on_gpus:
         return None
     x, w = arrays
-    sizes, (split_rows, concat_rows) = _sizes(arrays, params), _shards.by_rows(x, params)
-    outer, inner, world = sizes.outer, sizes.inner, params.world
-    k_shards = 1 if concat_rows else world  # of what is multiplied
+    sizes, world = _sizes(arrays, params), params.world
+    k_shards = 1 if sizes.concat_rows else world  # of what is multiplied
 
     def bind(prepared: str, *operands: Any, **changes: Any) -> Any:
         changed = dataclasses.replace(params, prepared=prepared, **changes)
@@ -475,7 +456,7 @@ def _canonical(arrays: Arrays, params: Params, machine: Machine) -> Any:
     if sizes.k % _product.UNIT != 0 or sizes.n % _product.UNIT != 0:
 
         def padded(x: Any, w: Any) -> list[Any]:
-            wide = _pad_shards(x, x.ndim - 1, 1 if split_rows else world)
+            wide = _pad_shards(x, x.ndim - 1, 1 if sizes.split_rows else world)
             n_axis = _product.columns_axis(params.transpose_rhs)
             w = _pad_shards(_pad_shards(w, 1 - n_axis, k_shards), n_axis, 1)
             y, *exchanged = bind(_product.PADDED, wide, w)
@@ -486,28 +467,12 @@ def _canonical(arrays: Arrays, params: Params, machine: Machine) -> Any:
             return results
 
         return padded
-    if outer == 1 or inner % _product.TILE_ROWS == 0 or not (split_rows or concat_rows):
-        return None
     shapes = [shape for shape, _ in _result_shapes(arrays, params)]
-
-    # A tile's rows would straddle leading indices: bring the ranks to the front.
-    def rank_major(x: Any, w: Any) -> list[Any]:
-        if split_rows:
-            x = x.reshape(outer, world, inner, -1).swapaxes(0, 1)
-        split, concat = (int(not by_rows) for by_rows in (split_rows, concat_rows))
-        x = x.reshape(-1, x.shape[-1])
-        results = bind(_product.RANK_MAJOR, x, w, split=split, concat=concat)
-        if concat_rows:
-            results = [r.reshape(world, outer, inner, -1).swapaxes(0, 1) for r in results]
-        return [r.reshape(shape) for r, shape in zip(results, shapes, strict=True)]
-
-    return rank_major
+    return _shards.in_rank_order(bind, sizes, shapes)
 
 
 def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
-    sizes = _sizes(arrays, params)
-    shards = {"concat_rows": sizes.concat_rows, "split_rows": sizes.split_rows}
-    return {**shards, **_product.attributes(sizes, plan)}
+    return _shards.attributes(_sizes(arrays, params), plan)
 
 
 def _flops(arrays: Arrays, params: Params) -> int:
@@ -517,10 +482,7 @@ def _flops(arrays: Arrays, params: Params) -> int:
 
 def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
     def bind(x: Any, w: Any, shift: int = 0) -> Any:
-        moved = dataclasses.replace(
-            params, split=params.split + shift, concat=params.concat + shift
-        )
-        return primitive.bind(x, w, params=moved)
+        return primitive.bind(x, w, params=_shards.shifted(params, shift))
 
     (x, w), (x_dim, w_dim) = operands, dims
     if w_dim is None:

@@ -21,7 +21,7 @@ from .._derivatives import Derivatives, differentiate, not_linear
 from .._dispatch import Arrays, Machine, Plan
 from .._levels import Levels
 from .._mesh import AxisName
-from . import _lax, _product, _shards, _two_level, _two_level_plan, exchange
+from . import _lax, _product, _shards, _two_level, _two_level_plan
 from ._collective import Collective, axis
 from ._spec import OpSpec, all_ops
 
@@ -222,7 +222,7 @@ def _backward(
     back = dataclasses.replace(params, split=params.concat, concat=params.split)
     dx = dproduct = None
     if x_type is None:
-        dproduct = _exchanged(dy, back)
+        dproduct = _shards.exchanged(dy, back)
     else:
         names = ("y",) if w_type is None else ("y", "exchanged")
         dx, *others = all_ops()["all_to_all_matmul"].call(
@@ -269,11 +269,6 @@ def call(
     return y
 
 
-def _exchanged(product: jax.Array, params: Params) -> jax.Array:
-    names, world = params.axis_names, params.world
-    return exchange.bind("all_to_all", product, names, world, params.split, params.concat)
-
-
 def _multiply(x: jax.Array, w: jax.Array, params: Params) -> jax.Array:
     return _lax.matmul(x, w, params.out_dtype, params.precision, params.transpose_rhs)
 
@@ -294,7 +289,7 @@ def _reference(arrays: Arrays, params: Params) -> list[Any]:
 def _decomposed(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
     """A product, and an exchange, which has a plan of its own."""
     x, w = arrays
-    return [_exchanged(_multiply(x, w, params), params)]
+    return [_shards.exchanged(_multiply(x, w, params), params)]
 
 
 def _step(arrays: Arrays, params: Params, levels: Levels) -> _two_level_plan.Step:
@@ -341,22 +336,10 @@ def _unsupported(arrays: Arrays, params: Params, platform: str) -> str | None:
 def _sizes(arrays: Arrays, params: Params) -> _product.Sizes:
     """Of a shard: its rows as cc/core/rows.h numbers them, and its columns."""
     x, w = arrays
-    split_rows, concat_rows = _shards.by_rows(x, params)
-    outer, inner = _shards.rows_of_shard(x, params)
+    split_rows, _ = _shards.by_rows(x, params)
     n = _product.columns(w, params.transpose_rhs)
-    return _product.Sizes(
-        op=OP,
-        world=params.world,
-        outer=outer,
-        inner=inner,
-        k=x.shape[-1],
-        n=n if split_rows else n // params.world,
-        dtype=x.dtype,
-        out_dtype=params.out_dtype,
-        transpose_rhs=params.transpose_rhs,
-        split_rows=split_rows,
-        concat_rows=concat_rows,
-    )
+    n = n if split_rows else n // params.world
+    return _shards.sizes_of(OP, x, params, k=x.shape[-1], n=n)
 
 
 #: Rows of a rank's product below which XLA's product and an exchange are taken instead of the
@@ -383,9 +366,9 @@ def why_decomposed(shard_rows: int, shard_columns: int, product_rows: int) -> st
 
 
 def _why_decomposed(arrays: Arrays, params: Params, machine: Machine) -> str | None:
-    x, w = arrays
-    sizes = _sizes((x, w), params)
-    return why_decomposed(sizes.outer * sizes.inner, sizes.n, _product.total_rows(x))
+    sizes = _sizes(arrays, params)
+    rows = _product.total_rows(arrays[0])
+    return why_decomposed(sizes.outer * sizes.inner, sizes.n, rows)
 
 
 _plan_product = _product.plan_rule(
@@ -397,15 +380,14 @@ _plan_product = _product.plan_rule(
 
 
 def _plan(arrays: Arrays, params: Params, machine: Machine) -> Plan:
-    x, w = arrays
-    n = _sizes((x, w), params).n
+    x, n = arrays[0], _sizes(arrays, params).n
     why = _shards.why_no_way(x, params)
     if machine.on_gpus and params.out_dtype != x.dtype:
         why = f"the GPU kernel sends tiles of x's type {x.dtype}, and y is {params.out_dtype}"
     elif machine.on_gpus and n % _product.UNIT != 0:
         why = f"a shard's rows have {n} columns, which are no whole 16-byte units"
-    if why is None or _unsupported((x, w), params, machine.platform):
-        return _plan_product((x, w), params, machine)
+    if why is None or _unsupported(arrays, params, machine.platform):
+        return _plan_product(arrays, params, machine)
     return _dispatch.decomposed(why)
 
 
@@ -413,8 +395,6 @@ def _canonical(arrays: Arrays, params: Params, machine: Machine) -> Any:
     x, w = arrays
     if not machine.on_gpus:
         return None
-    sizes, (split_rows, concat_rows) = _sizes((x, w), params), _shards.by_rows(x, params)
-    outer, inner = sizes.outer, sizes.inner
 
     def bind(prepared: str, *operands: Any, **changes: Any) -> Any:
         changed = dataclasses.replace(params, prepared=prepared, **changes)
@@ -422,42 +402,22 @@ def _canonical(arrays: Arrays, params: Params, machine: Machine) -> Any:
 
     if not _product.in_units([x], [w]):
         return lambda x, w: bind(_product.PADDED, *_product.pad_to_units([x], [w]))
-    if outer == 1 or inner % _product.TILE_ROWS == 0:
-        return None
     ((shape, _),) = _result_shapes((x, w), params)
-
-    # A tile's rows would straddle leading indices: bring the ranks to the front.
-    def rank_major(x: Any, w: Any) -> list[Any]:
-        if split_rows:
-            x = x.reshape(outer, params.world, inner, -1).swapaxes(0, 1)
-        split, concat = (int(not by_rows) for by_rows in (split_rows, concat_rows))
-        x = x.reshape(-1, x.shape[-1])
-        (y,) = bind(_product.RANK_MAJOR, x, w, split=split, concat=concat)
-        if concat_rows:
-            y = y.reshape(params.world, outer, inner, sizes.n).swapaxes(0, 1)
-        return [y.reshape(shape)]
-
-    return rank_major
+    return _shards.in_rank_order(bind, _sizes((x, w), params), [shape])
 
 
 def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
-    x, w = arrays
-    sizes = _sizes((x, w), params)
-    shards = {"concat_rows": sizes.concat_rows, "split_rows": sizes.split_rows}
-    return {**shards, **_product.attributes(sizes, plan)}
+    return _shards.attributes(_sizes(arrays, params), plan)
 
 
 def _flops(arrays: Arrays, params: Params) -> int:
-    x, w, *_ = arrays
+    x, w = arrays
     return _product.flops(x, w, params.transpose_rhs)
 
 
 def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
     def bind(x: Any, w: Any, shift: int = 0) -> Any:
-        moved = dataclasses.replace(
-            params, split=params.split + shift, concat=params.concat + shift
-        )
-        return primitive.bind(x, w, params=moved)
+        return primitive.bind(x, w, params=_shards.shifted(params, shift))
 
     (x, w), (x_dim, w_dim) = operands, dims
     if w_dim is None:

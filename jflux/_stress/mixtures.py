@@ -12,7 +12,7 @@ from jax import lax
 import jflux
 
 from .. import _mesh, moe
-from .._attention import across_ranks
+from .._attention import decode_merge
 from . import calls
 from .calls import HALVES
 from .cases import FLOATS, Case, Data, Output, Place, exchanged_by
@@ -143,7 +143,7 @@ def merge(rng: random.Random, place: Place) -> Case:
     rows, width = rng.choice([1, 7, 64]), rng.choice([1, 65, 128])
 
     def body(pair: Any) -> Any:
-        return across_ranks.merge_over_ranks(pair, place.axis_name)[0]
+        return decode_merge.merge_over_ranks(pair, place.axis_name)[0]
 
     def make(seed: int) -> Data:
         pair = calls.normal(seed, (*place.mesh.devices.shape, rows, width + 1), np.float32)

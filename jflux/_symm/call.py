@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -14,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import ad
 
-from .. import _config, _dispatch, _lowering, _mesh, _native
+from .. import _config, _dispatch, _lowering, _mesh
 from .._dispatch import Arrays, Machine, Plan
 from .._mesh import AxisName
 from .._ops import _product
-from . import compiling
+from . import compiling, own_kernels
 from .layout import Buffer, data_bytes, lay_out
 
 _MOST_SIGNALS = 1 << 20
@@ -154,7 +153,7 @@ def call(
         compiling.type_name(buffer.dtype)
     params = Params(
         kernel=kernel,
-        results=tuple((tuple(leaf.shape), np.dtype(leaf.dtype)) for leaf in leaves),
+        results=own_kernels.results_of(leaves),
         axis_names=_mesh.as_tuple(axis_name),
         world=_mesh.axis_size(axis_name),
         buffers=buffers,
@@ -186,10 +185,7 @@ def call(
     def backward(kept: Any, cotangents: Any) -> Any:
         arrays = kept[0]
         got = vjp(*kept, cotangents, **params.keywords())
-        return tuple(
-            _mesh.vary(ct, jax.typeof(a).manual_axis_type.varying)
-            for ct, a in zip(got, arrays, strict=True)
-        )
+        return tuple(_mesh.vary(ct, _mesh.varying(a)) for ct, a in zip(got, arrays, strict=True))
 
     differentiable = jax.custom_vjp(forward)
     differentiable.defvjp(saved, backward)
@@ -250,13 +246,8 @@ def _run_reference(*arrays: Any, params: Params) -> list[Any]:
         raise NotImplementedError(
             f"jflux.{_title(params)}: no kernel can run this call, and it has no reference="
         )
-    got = jax.tree.leaves(params.reference(*arrays, **params.keywords()))
-    shapes = tuple((tuple(y.shape), np.dtype(y.dtype)) for y in got)
-    if shapes != params.results:
-        raise ValueError(
-            f"jflux.{_title(params)}: the reference has results {shapes}, not {params.results}"
-        )
-    return got
+    got = params.reference(*arrays, **params.keywords())
+    return own_kernels.checked_results(_title(params), got, params.results)
 
 
 def _plan(arrays: Arrays, params: Params, machine: Machine) -> Plan:
@@ -264,25 +255,20 @@ def _plan(arrays: Arrays, params: Params, machine: Machine) -> Plan:
         return _dispatch.reference("Triton kernels run on GPUs")
     if params.world == 1:
         return _dispatch.reference("each group has one rank")
-    if params.world > _product.MAX_RANKS:
-        return _dispatch.unsupported(
-            f"{params.world} ranks, jflux has heaps for up to {_product.MAX_RANKS}"
-        )
     if why := compiling.why_no_triton():
         return _dispatch.unsupported(why)
-    total = _native.lib.custom_workspace_bytes(data_bytes(params.buffers), params.num_signals)
-    return _dispatch.fused("Triton compiles the kernel", {"workspace_bytes": total})
+    return own_kernels.plan(
+        "Triton compiles the kernel", params.world, data_bytes(params.buffers), params.num_signals
+    )
 
 
 def _signature(arrays: Arrays, params: Params) -> int:
-    """Of what the ranks must agree on."""
-    operands = [(array.shape, np.dtype(array.dtype).name) for array in arrays]
-    results = [(shape, dtype.name) for shape, dtype in params.results]
     buffers = [(b.name, b.shape, b.dtype.name, b.offset) for b in params.buffers]
     options = [(o.name, str(o.value)) for o in params.options]
-    fields = (params.name, params.world, params.grid, params.num_signals)
-    text = repr((*fields, operands, results, buffers, options))
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
+    return own_kernels.signature_of(
+        arrays, params.results, params.name, params.world, params.grid, params.num_signals, buffers,
+        options,
+    )  # fmt: skip
 
 
 def compile_call(arrays: Arrays, params: Params) -> compiling.Compiled:
@@ -301,21 +287,12 @@ def compile_call(arrays: Arrays, params: Params) -> compiling.Compiled:
 
 def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
     compiled = compile_call(arrays, params)
-    compiling.load(compiled, _title(params), params.grid)
     return {
-        "module": compiled.key,
-        "name": _title(params),
-        "blocks": np.int64(params.grid),
         "signature": np.int64(_signature(arrays, params)),
         "data_bytes": np.int64(data_bytes(params.buffers)),
         "num_signals": np.int64(params.num_signals),
-        "values": np.array([compiling.TRITON], np.int64),
+        **own_kernels.module_attributes(compiled, _title(params), params.grid, [compiling.TRITON]),
     }
-
-
-def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
-    bind = functools.partial(primitive.bind, params=params)
-    return _product.batch_one_by_one(bind, operands, dims)
 
 
 _primitive = _lowering.make_primitive(
@@ -325,7 +302,7 @@ _primitive = _lowering.make_primitive(
         reference=lambda arrays, params: _run_reference(*arrays, params=params),
         plan=_plan,
         attributes=_attributes,
-        batch=_batch,
+        batch=_product.bind_one_by_one,
         target=lambda params: compiling.TARGET,
         title=_title,
     )

@@ -22,9 +22,10 @@ from .._derivatives import total
 from .._dispatch import Arrays, Machine, Plan
 from .._epilogue import Epilogue
 from .._ops import _grouped_primitives, _product
+from .._ops._steps import Steps
 from .._ops.all_gather_matmul import ACTIVATED, PREACTIVATION
 from .._ops.exchange import all_gather, reduce_scatter
-from . import _one_kernel, _scattered
+from . import _scattered
 from ._routing import Routing, permute, unpermute
 
 OP = "all_gather_grouped_matmul"
@@ -120,6 +121,8 @@ def _rows(x: jax.Array, routing: Routing, params: Params) -> jax.Array:
 
 # ---- What the lowering asks ----------------------------------------------------------------------
 
+_STEPS = Steps("an all-gather, then a grouped product")
+
 
 def _sizes(arrays: Arrays, params: Params) -> dict[str, int]:
     """A call as the native plan function reads it, but for a tile that a test forces."""
@@ -155,21 +158,21 @@ def _plan(arrays: Arrays, params: Params, machine: Machine) -> Plan:
     operands = _split(arrays, params)
     x, w = operands.x, operands.ws[0]
     if why := _product.kernel_takes(x, w, params.out_dtype, params.world, machine.platform):
-        return _one_kernel.two_steps(why)
+        return _STEPS.plan(why)
     if params.world == 1 and not machine.on_gpus:
-        return _one_kernel.two_steps("there is one rank, and nothing to gather")
+        return _STEPS.plan("there is one rank, and nothing to gather")
     call = _sizes(arrays, params)
     columns = call["n"] * params.weights
     if machine.on_gpus and columns > MOST_COLUMNS and not _config.config.always:
-        return _one_kernel.two_steps(f"of {columns} columns the grouped product is faster")
-    native = _one_kernel.native_plan(OP, call, machine, gated=params.gated, what="tokens")
-    if isinstance(native, str):
-        return _one_kernel.two_steps(native)
+        return _STEPS.plan(f"of {columns} columns the grouped product is faster")
+    if machine.on_gpus:
+        call |= _grouped_primitives.forced_configuration(params.gated)
+    native = _STEPS.native_plan(OP, call, machine, fills="tokens")
+    if isinstance(native, Plan):
+        return native
     waits_for_all = machine.on_gpus and params.world > 1 and native["parts"] == 0
     if not _config.config.always and waits_for_all:
-        return _one_kernel.two_steps(
-            "experts have few rows, so all tiles would wait for all tokens"
-        )
+        return _STEPS.plan("experts have few rows, so all tiles would wait for all tokens")
     way = "tiles of own tokens first" if native["parts"] else "tiles in the order of experts"
     return _dispatch.fused(f"one kernel gathers and multiplies, {way}", native)
 
@@ -198,9 +201,9 @@ RULES = _lowering.Rules(
     # Where no kernel can reach the peers, the grouped product's own kernel is still of use.
     reference=_in_two_steps,
     plan=_plan,
-    plan_two_level=_one_kernel.plan_two_level,
+    plan_two_level=_STEPS.plan_two_level,
     attributes=_attributes,
-    batch=_one_kernel.batch,
+    batch=_product.bind_one_by_one,
     decomposed=_in_two_steps,
     flops=_flops,
 )

@@ -1,4 +1,5 @@
-"""Which row of the experts' operands each token's copies take, and back."""
+"""Which row of the experts' operands each token's copies take, and back. Kernel:
+cc/ops/moe_route."""
 
 from __future__ import annotations
 
@@ -102,7 +103,6 @@ def route(topk_indices: jax.Array, num_experts: int, *, capacity: int | None = N
     params = Params(int(num_experts), -1 if capacity is None else int(capacity))
     indices = topk_indices.astype(jnp.int32)
     if indices.size == 0:
-        (indices,) = _local.vary_together(indices)
         return Routing(*reference((indices,), params))
     return Routing(*_primitive.bind(indices, params=params))
 

@@ -20,8 +20,9 @@ from .. import _config, _derivatives, _dispatch, _epilogue, _lowering, _native
 from .._derivatives import total
 from .._dispatch import Arrays, Machine, Plan
 from .._ops import _grouped_primitives, _product
+from .._ops._steps import Steps
 from .._ops.exchange import all_gather, reduce_scatter
-from . import _one_kernel, _rows
+from . import _rows
 from ._routing import Routing
 
 OP = "grouped_matmul_reduce_scatter"
@@ -104,6 +105,8 @@ def _scattered(y: Any, weights: Any, kept: _Operands, params: Params) -> Any:
 
 # ---- What the lowering asks ----------------------------------------------------------------------
 
+_STEPS = Steps("a grouped product, then a reduce-scatter")
+
 
 def _sizes(arrays: Arrays, params: Params) -> dict[str, int]:
     """A call as the native plan function reads it, but for a tile that a test forces."""
@@ -133,17 +136,19 @@ def _plan(arrays: Arrays, params: Params, machine: Machine) -> Plan:
     if why := _product.kernel_takes(
         kept.h, kept.w, params.out_dtype, params.world, machine.platform
     ):
-        return _one_kernel.two_steps(why)
+        return _STEPS.plan(why)
     if params.world == 1 and not (machine.on_gpus and _config.config.always):
-        return _one_kernel.two_steps("there is one rank, and nothing to scatter")
+        return _STEPS.plan("there is one rank, and nothing to scatter")
     call = _sizes(arrays, params)
     if machine.on_gpus and call["k"] < LEAST_UNITS and not _config.config.always:
-        return _one_kernel.two_steps(f"a product of {call['k']} units does not hide the sums")
-    native = _one_kernel.native_plan(OP, call, machine, gated=False, what="sums")
-    if isinstance(native, str):
-        return _one_kernel.two_steps(native)
+        return _STEPS.plan(f"a product of {call['k']} units does not hide the sums")
+    if machine.on_gpus:
+        call |= _grouped_primitives.forced_configuration(False)
+    native = _STEPS.native_plan(OP, call, machine, fills="sums")
+    if isinstance(native, Plan):
+        return native
     if not _config.config.always and machine.on_gpus and native["parts"] == 0:
-        return _one_kernel.two_steps("experts have few rows, so all sums would wait for all tiles")
+        return _STEPS.plan("experts have few rows, so all sums would wait for all tiles")
     way = "tiles of peers' tokens first" if native["parts"] else "tiles in the order of experts"
     return _dispatch.fused(f"one kernel multiplies, sums and scatters, {way}", native)
 
@@ -168,9 +173,9 @@ RULES = _lowering.Rules(
     # Where no kernel can reach the peers, the grouped product's own kernel is still of use.
     reference=_in_two_steps,
     plan=_plan,
-    plan_two_level=_one_kernel.plan_two_level,
+    plan_two_level=_STEPS.plan_two_level,
     attributes=_attributes,
-    batch=_one_kernel.batch,
+    batch=_product.bind_one_by_one,
     decomposed=_in_two_steps,
     flops=_flops,
 )

@@ -145,7 +145,7 @@ constexpr XLA_FFI_Handler* kRaggedAllToAllCuda = nullptr;
 constexpr bool (*kLoadKernels)(std::string* error) = nullptr;
 #endif
 
-// With such a value moe_dispatch fails (jflux/_experts/dispatch.py).
+// With such a value moe_dispatch fails (jflux/_experts/ragged.py).
 const char* Meaning(const Fault& fault) {
   const bool is_count = fault.argument == static_cast<int32_t>(RaggedArgument::kInputOffsets) &&
                         fault.tile == 0 && static_cast<int64_t>(fault.seen) < 0;

@@ -10,13 +10,13 @@ from jax.sharding import PartitionSpec as P
 
 import jflux
 from jflux import testing
-from jflux._attention import across_ranks
+from jflux._attention import decode_merge
 from jflux._dispatch import Machine, Path
 
 COUNTS = [n for n in (1, 2, 3, 4, 8) if n <= RANKS]
 
 
-def over_ranks(world, merge=across_ranks.merge_over_ranks, check_vma=True):
+def over_ranks(world, merge=decode_merge.merge_over_ranks, check_vma=True):
     """Of the parts of all ranks, [N, ..., D + 1]; on all ranks the same."""
 
     def local(x):
@@ -60,7 +60,7 @@ def test_rows_without_keys_anywhere():
     assert got[2].tolist() == [0, 0, -np.inf] and not np.isnan(got).any()
 
 
-@pytest.mark.parametrize("merge", [across_ranks.merge_over_ranks, across_ranks.reference])
+@pytest.mark.parametrize("merge", [decode_merge.merge_over_ranks, decode_merge.reference])
 def test_a_nan_shows(merge):
     """A part whose log-sum-exp is NaN has keys: it must not be left out."""
     x = np.zeros((2, 2, 3), np.float32)
@@ -83,7 +83,7 @@ def test_derivatives(check_vma):
 
         return run(jax.jit(lambda x, t: (jax.grad(loss)(x), jax.jvp(f, (x,), (t,)))), x, t)
 
-    got, want = both(across_ranks.merge_over_ranks), both(across_ranks.reference)
+    got, want = both(decode_merge.merge_over_ranks), both(decode_merge.reference)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
@@ -98,7 +98,7 @@ def test_vmap_is_one_call():
 def test_an_axis_of_vmap():
     x = parts(2, 4, 3)
     with jflux.config(strict=False):
-        got = jax.vmap(lambda x: across_ranks.merge_over_ranks(x, "v")[0], axis_name="v")(x)
+        got = jax.vmap(lambda x: decode_merge.merge_over_ranks(x, "v")[0], axis_name="v")(x)
     want, _ = jflux.merge_attention(x[..., :-1], x[..., -1])
     np.testing.assert_allclose(got[0], want, rtol=1e-6)
 
@@ -107,8 +107,8 @@ def test_plans():
     def plan(rows, width=128, world=2, dtype="float32", platform="cuda", **switches):
         x = jax.ShapeDtypeStruct((rows, width + 1), jnp.dtype(dtype))
         with jflux.config(always=False, **switches):
-            return across_ranks._plan(
-                (x,), across_ranks.Params(("tp",), world, False),
+            return decode_merge._plan(
+                (x,), decode_merge.Params(("tp",), world, False),
                 Machine(platform, 132, 320.0, 1 << 32),
             )  # fmt: skip
 

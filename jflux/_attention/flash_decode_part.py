@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 from jax.interpreters import ad
 
+from .. import _mesh
 from .._dispatch import Arrays
 from .._epilogue import sum_dtype
 from .._lowering import ShapeDtype
@@ -74,7 +75,7 @@ def attend(
     positions = _positions(k, block_table)
     splits = splits_of(q.shape, k.shape[2], positions)
     tables = () if block_table is None else (block_table,)
-    operands = _local.vary_together(*map(jnp.asarray, (q, k, v, bounds, *tables)))
+    operands = _mesh.vary_alike(*map(jnp.asarray, (q, k, v, bounds, *tables)))
     precision = default_precision()
     params = Params(capacity, float(scale), float(softcap or 0), splits, precision)
     return _primitive.bind(*operands, params=params)[0]
@@ -84,7 +85,7 @@ def bounds_of(ends: jax.Array, window: int | None, origin: Any) -> jax.Array:
     """int32 [B, 3], in positions of the whole sequences: where the window of a query begins that
     attends to what is before `ends` [B]; these; and where this rank's part begins."""
     first = jnp.zeros_like(ends) if window is None else jnp.maximum(ends - window, 0)
-    columns = _local.vary_together(first, ends, jnp.full_like(ends, origin))
+    columns = _mesh.vary_alike(first, ends, jnp.full_like(ends, origin))
     return jnp.stack(columns, -1)
 
 

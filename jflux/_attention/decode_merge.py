@@ -13,9 +13,9 @@ from jax.interpreters import ad
 
 from .. import _config, _dispatch, _lowering, _mesh
 from .._dispatch import Arrays, Machine, Plan
-from .._levels import Levels
 from .._mesh import AxisName
 from .._ops import exchange
+from .._ops._steps import Steps
 from .merging import merge_attention
 
 OP = "decode_merge"
@@ -90,31 +90,25 @@ def _in_lax(arrays: Arrays, params: Params) -> list[jax.Array]:
     return _merged(gather.lax(x, params.axis_names), params)
 
 
-def _two_steps(why: str) -> Plan:
-    return _dispatch.decomposed(f"an all-gather and a merge: {why}")
+_STEPS = Steps("an all-gather and a merge")
 
 
 def _plan(arrays: Arrays, params: Params, machine: Machine) -> Plan:
     (x,) = arrays
     if x.dtype != np.float32:
-        return _two_steps(f"parts are {x.dtype}, the kernel takes float32")
+        return _STEPS.plan(f"parts are {x.dtype}, the kernel takes float32")
     if params.world == 1:
-        return _two_steps("there is one rank")
+        return _STEPS.plan("there is one rank")
     received = x.size * x.dtype.itemsize * params.world
     if received > exchange.MOST_BYTES_IN_PACKETS and not _config.config.always:
-        return _two_steps(
+        return _STEPS.plan(
             f"{received} bytes reach a rank, for which packets are slower than chunks"
         )
     call = {"world": params.world, "rows": x.shape[0], "width": x.shape[1] - 1}
-    try:
-        native = machine.native_plan(OP, call)
-    except ValueError as refused:
-        return _two_steps(str(refused))
+    native = _STEPS.native_plan(OP, call, machine)
+    if isinstance(native, Plan):
+        return native
     return _dispatch.fused(f"{received} bytes reach a rank, in LL packets", native)
-
-
-def _plan_two_level(arrays: Arrays, params: Params, machine: Machine, levels: Levels) -> Plan:
-    return _two_steps(f"{levels}, and the kernel reaches the ranks of one node only")
 
 
 def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
@@ -131,7 +125,7 @@ _primitive = _lowering.make_primitive(
         reference=_in_lax,
         decomposed=_in_two_steps,
         plan=_plan,
-        plan_two_level=_plan_two_level,
+        plan_two_level=_STEPS.plan_two_level,
         attributes=lambda arrays, params, plan: {},
         batch=_batch,
         same_over=lambda params: params.axis_names if params.same else (),

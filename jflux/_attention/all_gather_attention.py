@@ -1,5 +1,6 @@
 """Attention to the keys of all ranks, which arrive while the kernel computes
-(cc/ops/all_gather_attention); else an all-gather, and the attention of one device (kernel.py).
+(cc/ops/all_gather_attention); else an all-gather, and the attention of one device
+(flash_attention.py).
 
 ``jflux_all_gather_attention(q, k, v, positions of queries, of keys, kinds of blocks, order[,
 segments of queries, of keys])``: operands as the handlers take them. Keys are numbered by rank,
@@ -21,10 +22,10 @@ from jax.interpreters import ad
 from .. import _config, _derivatives, _dispatch, _lowering, _mesh, _native
 from .._dispatch import Arrays, Machine, Plan
 from .._epilogue import sum_dtype
-from .._levels import Levels
 from .._mesh import AxisName
-from .._ops import _local, exchange
-from . import blocks, kernel
+from .._ops import exchange
+from .._ops._steps import Steps
+from . import blocks, flash_attention
 from .blocks import Part, Scores
 
 OP = "all_gather_attention"
@@ -38,7 +39,7 @@ class Params:
     """A call, less its operands.
 
     Attributes:
-      scores, dtype, precision: as :class:`.kernel.Params` has them.
+      scores, dtype, precision: as :class:`.flash_attention.Params` has them.
     """
 
     axis_names: tuple[Any, ...]
@@ -60,7 +61,7 @@ def beats_cudnn(q: jax.Array, k: jax.Array, v: jax.Array, scores: Scores) -> boo
     causal mask. Without one they take as long (docs/experiments/0047)."""
     if not scores.causal or jax.default_backend() != "gpu":
         return False
-    return kernel.plan(q, k, v, scores).path == _dispatch.Path.FUSED
+    return flash_attention.plan(q, k, v, scores).path == _dispatch.Path.FUSED
 
 
 #: Of a rank. Up to so many its kernels' gradients take no more time than those of cuDNN's parts,
@@ -78,7 +79,7 @@ def forward(
     scores: Scores,
     dtype: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """:func:`.kernel.forward` over the keys of all ranks.
+    """:func:`.flash_attention.forward` over the keys of all ranks.
 
     Args:
       k, v: [B, t, G, D] of this rank.
@@ -89,7 +90,7 @@ def forward(
         _mesh.as_tuple(axis_name), world, scores, np.dtype(dtype), blocks.default_precision()
     )
     operands = [q, k, v, *_numbers(q, queries, keys, rank, world, scores)]
-    operands = _local.vary_together(*_mesh.vary_together(axis_name, *operands))
+    operands = _mesh.vary_alike(*_mesh.vary_together(axis_name, *operands))
     o, lse = _primitive.bind(*operands, params=params)
     return o, lse
 
@@ -100,24 +101,32 @@ def _numbers(
     """What an operand is beside q, k and v."""
 
     def by_rank(a: jax.Array, fill: int) -> jax.Array:
-        return kernel.padded(a.reshape(-1, world, a.shape[-1] // world), fill).reshape(len(a), -1)
+        return flash_attention.padded(a.reshape(-1, world, a.shape[-1] // world), fill).reshape(
+            len(a), -1
+        )
 
     segments = []
     if queries.segments is not None and keys.segments is not None:
-        segments = [kernel.padded(queries.segments, 0), by_rank(keys.segments, 0)]
+        segments = [flash_attention.padded(queries.segments, 0), by_rank(keys.segments, 0)]
     positions = [
-        kernel.padded(queries.positions[None], blocks.NOWHERE),
+        flash_attention.padded(queries.positions[None], blocks.NOWHERE),
         by_rank(keys.positions[None], blocks.NOWHERE),
     ]
     parts = (
         Part(queries.positions, queries.segments),
         Part(positions[1][0], segments[1] if segments else None),
     )
-    kinds = kernel.block_kinds(*parts, scores, kernel.block_sizes("forward", q.shape[3]))
+    kinds = flash_attention.block_kinds(
+        *parts, scores, flash_attention.block_sizes("forward", q.shape[3])
+    )
     # Others' keys arrive while the first items meet own ones.
     blocks_of_rank = kinds.shape[2] // world
     own = lax.dynamic_slice_in_dim(kinds, rank * blocks_of_rank, blocks_of_rank, 2)
-    return [*positions, *kernel.by_cost(kinds, own), *(s.astype(jnp.int32) for s in segments)]
+    return [
+        *positions,
+        *flash_attention.by_cost(kinds, own),
+        *(s.astype(jnp.int32) for s in segments),
+    ]
 
 
 # ---- In two steps --------------------------------------------------------------------------------
@@ -143,7 +152,7 @@ def _two_steps(
     q, k, v = arrays[0], gather(arrays[1]), gather(arrays[2])
     queries, keys = _parts(arrays, params)
     with jax.default_matmul_precision(params.precision):
-        return [*kernel.forward(q, queries, k, v, keys, params.scores, params.dtype)]
+        return [*flash_attention.forward(q, queries, k, v, keys, params.scores, params.dtype)]
 
 
 def _decomposed(arrays: Arrays, params: Params, plan: Plan | None = None) -> list[jax.Array]:
@@ -166,14 +175,13 @@ def _shapes(arrays: Arrays, params: Params) -> Sequence[_lowering.ShapeDtype]:
     return [(q.shape, params.dtype), (q.shape[:3], sum_dtype(q.dtype))]
 
 
-def _in_steps(why: str) -> Plan:
-    return _dispatch.decomposed(f"an all-gather, then the attention of one device: {why}")
+_STEPS = Steps("an all-gather, then the attention of one device")
 
 
 def _why_not(arrays: Arrays, params: Params, machine: Machine) -> str | None:
     q = arrays[0]
     if machine.on_gpus:
-        return kernel.why_not(arrays, params, machine.platform)
+        return flash_attention.why_not(arrays, params, machine.platform)
     if not _config.config.always:
         return "on CPUs XLA's blocks are faster"
     if q.dtype.name not in _CPU_DTYPES:
@@ -183,37 +191,26 @@ def _why_not(arrays: Arrays, params: Params, machine: Machine) -> str | None:
 
 def _plan(arrays: Arrays, params: Params, machine: Machine) -> Plan:
     if why := _why_not(arrays, params, machine):
-        return _in_steps(why)
+        return _STEPS.plan(why)
     q, k = arrays[:2]
     call = {
         "world": params.world, "batch": q.shape[0], "queries": q.shape[1], "keys": k.shape[1],
         "heads": q.shape[2], "groups": k.shape[2], "width": q.shape[3],
         "dtype": _native.DTYPES.index(q.dtype.name),
     }  # fmt: skip
-    try:
-        native = machine.native_plan(OP, call)
-    except ValueError as refused:
-        return _in_steps(str(refused))
-    # Other calls should not find the heap full of what an all-gather moves as well.
-    if not _config.config.always and native["workspace_bytes"] > machine.heap_bytes // 3:
-        return _in_steps(
-            f"the keys take {native['workspace_bytes']} bytes, more than a third of a heap of "
-            f"{machine.heap_bytes}"
-        )
+    native = _STEPS.native_plan(OP, call, machine, fills="keys")
+    if isinstance(native, Plan):
+        return native
     return _dispatch.fused("one kernel: keys and values arrive while it computes", native)
 
 
-def _plan_two_level(arrays: Arrays, params: Params, machine: Machine, levels: Levels) -> Plan:
-    return _in_steps(f"{levels}, and the kernel reaches the ranks of one node only")
-
-
 def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
-    return {**kernel.attributes(params), "senders": np.int64(plan.senders)}
+    return {**flash_attention.attributes(params), "senders": np.int64(plan.senders)}
 
 
 def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
     """One call, of as many times B sequences."""
-    size, fold = kernel.folding(operands, dims)
+    size, fold = flash_attention.folding(operands, dims)
 
     def are_shared(*which: int) -> bool:
         return all(dims[i] is None and len(operands[i]) == 1 for i in which)
@@ -224,8 +221,8 @@ def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
         for i, (a, d) in enumerate(zip(operands, dims, strict=True))
         if i != 6
     ]
-    merged[5:6] = kernel.by_cost(merged[5])
-    results = primitive.bind(*_local.vary_together(*merged), params=params)
+    merged[5:6] = flash_attention.by_cost(merged[5])
+    results = primitive.bind(*_mesh.vary_alike(*merged), params=params)
     return [a.reshape(size, -1, *a.shape[1:]) for a in results], [0] * len(results)
 
 
@@ -236,7 +233,7 @@ _primitive = _lowering.make_primitive(
         reference=_in_lax,
         decomposed=_decomposed,
         plan=_plan,
-        plan_two_level=_plan_two_level,
+        plan_two_level=_STEPS.plan_two_level,
         attributes=_attributes,
         batch=_batch,
     )

@@ -1,6 +1,6 @@
-"""What surrounds the kernels of attention (jflux/_attention/kernel.py): which blocks they skip,
-what their handlers are given, and what takes their place. tests/cc/simt/flash_attention_test.cc
-runs the kernels themselves."""
+"""What surrounds the kernels of attention (jflux/_attention/flash_attention.py): which blocks they
+skip, what their handlers are given, and what takes their place.
+tests/cc/simt/flash_attention_test.cc runs the kernels themselves."""
 
 import math
 
@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jflux
 from jflux import _config, _native
-from jflux._attention import blocks, kernel
+from jflux._attention import blocks, flash_attention
 from jflux._attention.blocks import Part, Scores
 from jflux._attention.layouts import own_positions
 
@@ -65,7 +65,7 @@ def parts(draw):
 def test_blocks_are_skipped_if_no_pair_has_a_score(both, causal, window, sizes):
     queries, keys = both
     scores = Scores(1.0, None, causal, window)
-    kinds = np.asarray(kernel.block_kinds(queries, keys, scores, sizes))
+    kinds = np.asarray(flash_attention.block_kinds(queries, keys, scores, sizes))
     allowed = pairs(queries, keys, scores)
     rows, columns = (-(-n // size) for n, size in zip(allowed.shape[1:], sizes, strict=True))
     assert kinds.shape == (len(allowed), rows, columns)
@@ -79,19 +79,19 @@ def test_blocks_are_skipped_if_no_pair_has_a_score(both, causal, window, sizes):
 
 def test_a_causal_sequence_skips_half_of_its_blocks():
     part = Part(jnp.arange(64), None)
-    kinds = np.asarray(kernel.block_kinds(part, part, Scores(1.0, causal=True), (16, 16)))
+    kinds = np.asarray(flash_attention.block_kinds(part, part, Scores(1.0, causal=True), (16, 16)))
     assert kinds.tolist() == [[[1, 0, 0, 0], [2, 1, 0, 0], [2, 2, 1, 0], [2, 2, 2, 1]]]
 
 
 def test_rows_of_blocks_by_their_cost():
     kinds = jnp.asarray([[[1, 0, 0], [2, 1, 0]], [[0, 0, 0], [2, 2, 1]]], jnp.int8)
-    same, order = kernel.by_cost(kinds)
+    same, order = flash_attention.by_cost(kinds)
     assert same is kinds and order.dtype == jnp.int32
     assert order.tolist() == [3, 1, 0, 2]
     # Of rows with as many, those with the most in some columns come first.
     kinds = jnp.asarray([[[0, 1, 1], [1, 1, 0], [1, 0, 1], [2, 2, 2], [1, 2, 0]]], jnp.int8)
-    assert kernel.by_cost(kinds)[1].tolist() == [3, 0, 1, 2, 4]
-    assert kernel.by_cost(kinds, kinds[..., :2])[1].tolist() == [3, 1, 4, 0, 2]
+    assert flash_attention.by_cost(kinds)[1].tolist() == [3, 0, 1, 2, 4]
+    assert flash_attention.by_cost(kinds, kinds[..., :2])[1].tolist() == [3, 1, 4, 0, 2]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -105,9 +105,9 @@ def test_ctas_have_as_much_to_do(rank, kind, window, width):
     keys = jnp.concatenate([queries, others])
     scores = Scores(1.0, causal=True, window=window)
     parts = Part(queries, None), Part(keys, None)
-    kinds = kernel.block_kinds(*parts, scores, kernel.block_sizes(kind, width))
+    kinds = flash_attention.block_kinds(*parts, scores, flash_attention.block_sizes(kind, width))
     heads = 8 if kind == "dkv" else 32
-    kinds, order = kernel.by_cost(kinds.swapaxes(1, 2) if kind == "dkv" else kinds)
+    kinds, order = flash_attention.by_cost(kinds.swapaxes(1, 2) if kind == "dkv" else kinds)
     cost = np.repeat(np.count_nonzero(np.asarray(kinds)[0][np.asarray(order)], -1), heads)
     rounds = np.pad(cost, (0, -len(cost) % ctas)).reshape(-1, ctas)
     rounds[1::2] = rounds[1::2, ::-1]
@@ -125,7 +125,7 @@ def test_ctas_have_as_much_to_do(rank, kind, window, width):
     ],
 )
 def test_the_span_of_differences_is_the_mask(scores):
-    low, high = kernel.differences(scores)
+    low, high = flash_attention.differences(scores)
     part = Part(np.arange(20), None)
     difference = np.arange(20) - np.arange(20)[:, None]
     np.testing.assert_array_equal(
@@ -170,7 +170,10 @@ def test_gpus_get_two_custom_calls(with_cuda, segments):
 
     text = program(jax.jit(jax.grad(loss, (0, 1, 2))), *operands)
     calls = [line for line in text.splitlines() if "custom_call @jflux_" in line]
-    assert [c.split("@jflux_")[1].split("(")[0] for c in calls] == [kernel.OP, kernel.BACKWARD]
+    assert [c.split("@jflux_")[1].split("(")[0] for c in calls] == [
+        flash_attention.OP,
+        flash_attention.BACKWARD,
+    ]
     forward, backward = calls
     positions, numbers = "tensor<1x384xi32>", "tensor<2x384xi32>"
     assert forward.count(positions) == 2 and forward.count(numbers) == 2 * segments
@@ -192,14 +195,14 @@ def test_backward_kernels_of_any_width(with_cuda, width):
     text = program(jax.jit(jax.grad(loss, (0, 1, 2))), *operands)
     lines = [line for line in text.splitlines() if "custom_call @jflux_" in line]
     calls = [line.split("@jflux_")[1].split("(")[0] for line in lines]
-    assert calls == [kernel.OP, kernel.BACKWARD]
+    assert calls == [flash_attention.OP, flash_attention.BACKWARD]
 
 
 @pytest.mark.parametrize(("width", "by_keys"), [(128, "3x5"), (136, "5x5")])
 def test_blocks_of_the_backward_pass(with_cuda, width, by_keys):
     *operands, _ = arrays(width=width)
     text = program(jax.jit(jax.grad(loss, (0, 1, 2))), *operands)
-    (call,) = (line for line in text.splitlines() if f"@jflux_{kernel.BACKWARD}(" in line)
+    (call,) = (line for line in text.splitlines() if f"@jflux_{flash_attention.BACKWARD}(" in line)
     kinds = call.split(" : (")[1].count(f"tensor<1x{by_keys}xi8>")
     assert kinds == (2 if by_keys == "3x5" else 1) and "tensor<1x3x5xi8>" in call
 
@@ -236,7 +239,7 @@ def test_ranks_get_them_too(with_cuda):
 )
 def test_what_no_kernel_takes(with_cuda, change, says):
     q, k, v, _ = arrays(length=4, **change)
-    assert says in kernel.plan(q, k, v, Scores(1.0)).reason
+    assert says in flash_attention.plan(q, k, v, Scores(1.0)).reason
     f = jax.jit(lambda *a: jflux.attention(*a, causal=True, window=2))
     assert "jflux_" not in program(f, q, k, v)
 
@@ -256,8 +259,8 @@ def test_what_no_kernel_takes_is_said_once(with_cuda, monkeypatch, caplog):
 
 def test_a_scale_that_no_kernel_takes(with_cuda):
     q, k, v, _ = arrays()
-    assert "the scale is -1.0" in kernel.plan(q, k, v, Scores(-1.0)).reason
-    assert kernel.plan(q, k, v, Scores(1.0)).path == "fused"
+    assert "the scale is -1.0" in flash_attention.plan(q, k, v, Scores(-1.0)).reason
+    assert flash_attention.plan(q, k, v, Scores(1.0)).path == "fused"
 
 
 def test_padding_of_the_backward_pass():
@@ -267,8 +270,8 @@ def test_padding_of_the_backward_pass():
     delta = jnp.ones((2, 5, 4))
     at = jnp.arange(5, dtype=jnp.int32)[None]
     given = (q, k, v, q, lse, delta, at, at)
-    params = kernel.Params.of(Scores(1.0), "float32")
-    _, _, _, _, base, delta, *_ = kernel._prepare_backward(given, params)
+    params = flash_attention.Params.of(Scores(1.0), "float32")
+    _, _, _, _, base, delta, *_ = flash_attention._prepare_backward(given, params)
     assert base.shape == delta.shape == (2, 4, 128)
     assert np.isposinf(base[0, 2, 1]) and np.isposinf(base[:, :, 5:]).all()
     np.testing.assert_allclose(base[1, 0, 3], 2 / math.log(2), rtol=1e-6)
@@ -291,8 +294,12 @@ def test_vmap_is_one_call_of_more_sequences(by_batch):
 
     def attend(q, k, v, at, ids):
         part = Part(at, ids[:, :6])
-        o, lse = kernel.forward(q, part, k, v, Part(keys, ids), scores, q.dtype)
-        return o, lse, *kernel.backward(q, part, k, v, Part(keys, ids), scores, lse, o, lse)
+        o, lse = flash_attention.forward(q, part, k, v, Part(keys, ids), scores, q.dtype)
+        return (
+            o,
+            lse,
+            *flash_attention.backward(q, part, k, v, Part(keys, ids), scores, lse, o, lse),
+        )
 
     batched = jax.vmap(attend, (0, 0, 0, 0 if by_batch else None, 0))
     got = batched(q, k, v, at, ids)
@@ -327,7 +334,7 @@ def test_derivatives_are_those_of_the_blocks():
     part, scores = Part(jnp.arange(5, dtype=jnp.int32), None), Scores(0.5, causal=True)
 
     def by_kernel(*a):
-        return kernel.forward(a[0], part, a[1], a[2], part, scores, a[0].dtype)
+        return flash_attention.forward(a[0], part, a[1], a[2], part, scores, a[0].dtype)
 
     def by_blocks(*a):
         return blocks.forward(a[0], part, a[1], a[2], part, scores)

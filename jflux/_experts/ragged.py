@@ -1,0 +1,111 @@
+"""A dispatch whose rows travel in ragged exchanges: ranks tell each other how many rows there are,
+then which experts each is for, and all know where rows lie, and where they come back to."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .. import _mesh, moe
+from .._mesh import AxisName
+from .._ops.exchange import all_gather
+from . import routing
+from .partial import PartialHandle
+from .rows import Handle, move
+
+
+class Route(NamedTuple):
+    """Where the rows of a dispatch go.
+
+    Attributes:
+      handle: of the dispatch.
+      sizes, padded: of this rank's experts, true and with what fills them up to `alignment`.
+      chosen: i32 [N, E], rows that each rank has for each expert, with those dropped.
+      dropped: i32 [], of this rank's slots.
+    """
+
+    handle: Handle | PartialHandle
+    sizes: jax.Array
+    padded: jax.Array
+    chosen: jax.Array
+    dropped: jax.Array
+
+
+def route(
+    indices: jax.Array, num_experts: int, options: routing.Options, axis_name: AxisName
+) -> Route:
+    """Of the choices [T, k] of this rank's tokens."""
+    world, rank = _mesh.axis_size(axis_name), lax.axis_index(_mesh.as_tuple(axis_name))
+    tokens, k = indices.shape
+    experts = num_experts // world
+    slots, wrong, by_expert = routing.choices_of(indices, num_experts)
+
+    # What every rank has for every expert, and for every rank.
+    kept, capacity = slots, options.capacity
+    if capacity is not None:
+        chosen = all_gather(by_expert.counts, axis_name=axis_name)
+        kept = routing.keep(slots, by_expert, routing.places_of(chosen, rank, capacity))
+    to = jnp.where(kept.expert >= 0, kept.expert // experts, -1)
+    ranks = jnp.arange(world, dtype=jnp.int32)[:, None]
+    goes = jnp.any(to == ranks[:, :, None], axis=2)  # [N, T]
+    by_rank = moe.route(jnp.where(goes, ranks, -1), world)
+    if capacity is not None:
+        rows = all_gather(by_rank.counts, axis_name=axis_name)
+    else:
+        both = all_gather(jnp.concatenate([by_expert.counts, by_rank.counts]), axis_name=axis_name)
+        chosen, rows = both[:, :num_experts], both[:, num_experts:]
+    out = routing.sizes_between(rows, rank)
+
+    # What this rank sends: rank after rank, in the order of tokens. A row takes along the experts
+    # that it goes to, counted on their rank.
+    most_sent, most_received = min(k, world) * tokens, world * tokens
+    going = by_rank.source[:most_sent]
+    token, receiver = jnp.where(going >= 0, going % tokens, -1), going // tokens
+    sent = jnp.where(kept.has_row & (kept.expert >= 0), kept.expert, -1)[token]
+    there = (sent >= 0) & (sent // experts == receiver[:, None])
+    dropped = routing.dropped_of(slots, kept, wrong)
+    there = jnp.where(there, sent % experts, -1)
+    if options.on_overflow == "error":
+        there = fail_if(dropped, there, axis_name)
+    came = move(axis_name, there, most_received, out, fill=-1)  # [N T, k]
+
+    # What this rank's experts get.
+    of_experts = moe.route(came, experts)
+    sizes = of_experts.counts
+    padded = -(-sizes // options.alignment) * options.alignment
+    size = routing.rows_of_experts(world * tokens, k, experts, options)
+    if options.layout == "masked":
+        starts = jnp.arange(experts, dtype=jnp.int32) * (size // experts)
+        padded = jnp.full(experts, size // experts, jnp.int32)
+    else:
+        starts = jnp.cumsum(padded) - padded
+    slot, row_there = routing.expert_rows(came, of_experts, starts, size)
+    if options.partial_sums:
+        # The first slot of a token on each rank has the row that comes back from there.
+        part = by_rank.destination[to, jnp.arange(tokens)[:, None]]
+        part = jnp.where(routing.distinct(to).has_row & (to >= 0), part, -1)
+        brief = PartialHandle(token, out, part, slot, row_there, kept.first)
+        return Route(brief, sizes, padded, chosen, dropped)
+    back = routing.compacted(came >= 0, row_there, min(k, experts) * most_received)
+
+    # Where the rows that come back belong.
+    counts = chosen if capacity is None else routing.kept_counts(chosen, capacity)
+    home = routing.sizes_between(counts.reshape(world, world, experts).sum(2), rank).back()
+    own_slot = kept.has_row & (to >= 0)
+    going_home = moe.route(jnp.where(own_slot, to, -1), world)
+    place = home.received_at[to] + routing.number_among_equals(to, going_home)
+    place = jnp.take_along_axis(place, jnp.maximum(kept.first, 0), axis=1)
+    row = jnp.where(kept.first >= 0, place, -1).astype(jnp.int32)
+    handle = Handle(token, out, slot, back, home, kept.first, row)
+    return Route(handle, sizes, padded, chosen, dropped)
+
+
+def fail_if(count: jax.Array, x: jax.Array, axis_name: AxisName) -> jax.Array:
+    """x, after a call that moves nothing, and fails unless the count is 0."""
+    none = jnp.zeros(_mesh.axis_size(axis_name), jnp.int32)
+    sizes = routing.Sizes(none.at[0].set(-count), *[none] * 5)
+    nothing = move(axis_name, jnp.zeros(1, jnp.int32), 1, sizes)
+    return x + nothing  # 0, but XLA cannot know

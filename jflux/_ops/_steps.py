@@ -1,0 +1,53 @@
+"""Ops that are one kernel where that pays, and else a few steps, each of them another op: what the
+plans of these ops share."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from .. import _config, _dispatch
+from .._dispatch import Arrays, Machine, Plan
+from .._levels import Levels
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """The steps of an op.
+
+    Attributes:
+      words: what plans call them.
+    """
+
+    words: str
+
+    def plan(self, why: str) -> Plan:
+        """Of a call that takes the steps."""
+        return _dispatch.decomposed(f"{self.words}: {why}")
+
+    def plan_two_level(self, arrays: Arrays, params: Any, machine: Machine, levels: Levels) -> Plan:
+        """The rule of that name, of `_lowering.Rules`."""
+        return self.plan(f"{levels}, and the kernel reaches the ranks of one node only")
+
+    def native_plan(
+        self, op: str, call: Mapping[str, int], machine: Machine, *, fills: str | None = None
+    ) -> dict[str, int] | Plan:
+        """The native plan of a call, or the plan of the steps, if the kernel does not take it.
+
+        Args:
+          fills: what the workspace is for, of an op whose workspace is of the size of its operands:
+            it takes a third of the heap at most, so that other calls, those of the steps among
+            them, find room.
+        """
+        try:
+            native = machine.native_plan(op, call)
+        except ValueError as refused:
+            return self.plan(str(refused))
+        too_much = native["workspace_bytes"] > machine.heap_bytes // 3
+        if fills is None or _config.config.always or not too_much:
+            return native
+        return self.plan(
+            f"the {fills} take {native['workspace_bytes']} bytes, more than a third of a heap of "
+            f"{machine.heap_bytes}"
+        )

@@ -1,0 +1,63 @@
+"""What calls of users' own kernels share: `jflux.custom_call` and `jflux.symm.call`."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from .. import _dispatch, _native
+from .._dispatch import Plan
+from .._lowering import ShapeDtype
+from . import compiling
+
+
+def results_of(structs: Sequence[Any]) -> tuple[ShapeDtype, ...]:
+    """Shapes and types of arrays, or of what has them."""
+    return tuple((tuple(s.shape), np.dtype(s.dtype)) for s in structs)
+
+
+def checked_results(title: str, got: Any, wanted: Sequence[ShapeDtype]) -> list[Any]:
+    """The results of a reference, a pytree, which must be those of the call."""
+    arrays = jax.tree.leaves(got)
+    if (shapes := results_of(arrays)) != wanted:
+        raise ValueError(f"jflux.{title}: the reference has results {shapes}, not {wanted}")
+    return arrays
+
+
+def signature_of(arrays: Sequence[Any], results: Sequence[ShapeDtype], *fields: Any) -> int:
+    """Of what the ranks must agree on, in 32 bits."""
+    operands = [(array.shape, np.dtype(array.dtype).name) for array in arrays]
+    named = [(shape, dtype.name) for shape, dtype in results]
+    text = repr((*fields, operands, named))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
+
+
+def plan(reason: str, world: int, data_bytes: int, num_signals: int) -> Plan:
+    """Of a call that has a kernel."""
+    if world > _native.MAX_RANKS:
+        return _dispatch.unsupported(
+            f"{world} ranks, jflux has heaps for up to {_native.MAX_RANKS}"
+        )
+    total = _native.lib.custom_workspace_bytes(data_bytes, num_signals)
+    return _dispatch.fused(reason, {"workspace_bytes": total})
+
+
+def module_attributes(
+    compiled: compiling.Compiled, title: str, grid: int, values: Sequence[int]
+) -> dict[str, Any]:
+    """Loads a kernel: what its handler, `compiling.TARGET`, is told of it.
+
+    Args:
+      values: who has compiled it, and what it is launched with.
+    """
+    compiling.load(compiled, title, grid)
+    return {
+        "module": compiled.key,
+        "name": title,
+        "blocks": np.int64(grid),
+        "values": np.array(values, np.int64),
+    }
