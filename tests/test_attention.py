@@ -196,6 +196,36 @@ def test_large_scores_do_not_overflow(ring):
     check(Case(world=2, own=12, ring=ring, size=300.0))
 
 
+@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_nan_reaches_all_that_attend_to_it_and_nothing_else(ring, dtype):
+    """In o, l and the gradients of o: no rank takes it for a part without keys."""
+    case = Case(world=2, own=12, layout="contiguous", causal=False, ring=ring)
+    heads, group = np.s_[0, :, :2], np.s_[0, :, :1]  # which attend to it, and their keys'
+    row = np.s_[0, 17, :1]
+    # Of q, k and v: where o, l, dq, dk and dv are NaN.
+    where = [
+        (row, row, row, group, group),
+        (heads, heads, heads, group, group),
+        (np.s_[0, :, :2, 1], None, heads, group, None),
+    ]
+    for operand, places in enumerate(where):
+        *arrays, _ = case.operands()
+        arrays[operand][0, 17, 0, 1] = np.nan
+        arrays = [a.astype(dtype) for a in arrays]
+
+        def loss(*arrays):
+            o, lse = case.split(*arrays, None)
+            return jnp.sum(o), (o, lse)
+
+        gradients, results = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(*arrays)
+        for got, place in zip((*results, *gradients), places, strict=True):
+            want = np.zeros(got.shape, bool)
+            if place is not None:
+                want[place] = True
+            np.testing.assert_array_equal(np.isnan(got), want)
+
+
 def test_one_program_for_other_lengths_of_segments():
     case = Case(world=2, own=10, segments=True)
     f = jax.jit(case.split)

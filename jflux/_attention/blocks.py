@@ -119,7 +119,7 @@ def forward(
             return _if_any(scores, block, other, attend, lambda state, _: state, state, other), None
 
         (o, top, total), _ = lax.scan(step, start, k_blocks)
-        found = total > 0
+        found = total != 0  # NaN is found
         o = o / jnp.where(found, total, 1)[..., None]
         lse = jnp.where(found, jnp.log(jnp.where(found, total, 1)) + top, -jnp.inf)
         return None, (o, lse)
@@ -132,7 +132,7 @@ def delta_of(o: jax.Array, lse: jax.Array, do: jax.Array, dlse: jax.Array) -> ja
     """Of a score's cotangent p (dp - delta): what all keys of a query have in common, [B, s, H]."""
     wide = lse.dtype
     delta = jnp.sum(do.astype(wide) * o.astype(wide), -1) - dlse.astype(wide)
-    return jnp.where(lse > -jnp.inf, delta, 0)
+    return jnp.where(lse == -jnp.inf, 0, delta)
 
 
 def backward(
@@ -170,7 +170,7 @@ def backward(
         def differentiate(state: Any, block: _Block, do: Any, delta: Any, lse: Any) -> Any:
             dk, dv = state
             s, slope = _scores(block, other, scores, masks, wide)
-            p = jnp.where(s > -jnp.inf, jnp.exp(s - lse), 0)
+            p = jnp.where(s == -jnp.inf, 0, jnp.exp(s - lse))  # NaN stays
             dv = dv + jnp.einsum(
                 "bgirj,bgird->bgjd", p.astype(do.dtype), do, preferred_element_type=wide
             )

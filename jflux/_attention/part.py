@@ -156,10 +156,10 @@ def attend_to_part(
     by_token = scores.reshape(len(q), heads, *attended.shape[1:])
     scores = jnp.where(attended[:, None], by_token, -jnp.inf).reshape(scores.shape)
     highest = lax.stop_gradient(jnp.max(scores, -1, initial=-jnp.inf))
-    base = jnp.where(highest > -jnp.inf, highest, 0)
+    base = jnp.where(highest == -jnp.inf, 0, highest)
     weights = jnp.exp(scores - base[..., None])
     total = jnp.sum(weights, -1)
-    any_counts = total > 0
+    any_counts = total != 0  # NaN counts
     safe = jnp.where(any_counts, total, 1)
     # A weight of zero does not keep a NaN out.
     out = _weighted_sum(weights, jnp.where(jnp.any(attended, 1)[..., None, None], v, 0))
