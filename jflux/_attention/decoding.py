@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .. import _mesh
+from .. import _checks, _mesh
 from .._epilogue import sum_dtype
 from .._mesh import AxisName
 from . import across_ranks, cache, kernel, part
@@ -159,7 +159,7 @@ def new_positions(
     """Where `tokens` new tokens go in sequences of these lengths [B]: int32 [B, tokens], -1 for
     those that follow a sequence's `new_lengths`."""
     at = jnp.arange(tokens, dtype=jnp.int32)
-    positions = lengths.astype(jnp.int32)[:, None] + at
+    positions = _checks.to_int32(lengths)[:, None] + at
     if new_lengths is None:
         return positions
     return jnp.where(at < new_lengths[:, None], positions, -1)
