@@ -487,6 +487,20 @@ def test_many_keys_go_around_a_ring(monkeypatch):
     assert "ppermute" in str(jax.make_jaxpr(case.split)(*arrays, ids))
 
 
+@pytest.mark.parametrize("type_", ["int8", "uint8", "int16", "uint32", "int64", "uint64"])
+@pytest.mark.parametrize("ring", [False, True])
+def test_segments_of_any_integers(type_, ring):
+    case = Case(world=2, own=10, segments=True, ring=ring)
+    q, k, v, ids = case.operands()
+    want = case.expected(q, k, v, ids)
+    for x64, dtype, close in ((False, np.float32, 1e-5), (True, np.float64, 1e-12)):
+        with jax.enable_x64(x64):
+            f = jax.jit(lambda q, k, v, ids: case.split(q, k, v, ids))
+            got = f(*(a.astype(dtype) for a in (q, k, v)), ids.astype(type_))
+        for one, other in zip(got, want, strict=True):
+            np.testing.assert_allclose(one, other, rtol=close, atol=close)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [

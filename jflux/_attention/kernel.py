@@ -242,7 +242,7 @@ def _segment_bounds(part: Part, size: int) -> tuple[jax.Array, jax.Array]:
 def _padded(a: jax.Array, size: int, fill: Any) -> jax.Array:
     """With the last dimension a multiple of `size`."""
     pad = [(0, 0)] * (a.ndim - 1) + [(0, -a.shape[-1] % size)]
-    return jnp.pad(a, pad, constant_values=fill)
+    return jnp.pad(a, pad, constant_values=np.asarray(fill, a.dtype))
 
 
 def padded(a: jax.Array, fill: int) -> jax.Array:
