@@ -501,6 +501,32 @@ def test_segments_of_any_integers(type_, ring):
             np.testing.assert_allclose(one, other, rtol=close, atol=close)
 
 
+def test_numbers_of_numpy():
+    case = Case(world=1, own=12, window=(3, 1), softcap=2.0)
+    options = {"softcap": np.float32(2.0), "scale": np.float64(5**-0.5), "causal": np.bool_(True)}
+
+    def call(q, k, v, ids):
+        return jflux.attention(q, k, v, window=tuple(np.array([3, 1])), return_lse=True, **options)
+
+    check(case, call)
+    q, k, v, _ = Case(world=1, own=12, causal=False, window=(3, 3)).operands()
+    want = jflux.attention(q, k, v, window=3)
+    np.testing.assert_array_equal(jflux.attention(q, k, v, window=np.int64(3)), want)
+
+
+@pytest.mark.parametrize("name", ["scale", "softcap"])
+def test_numbers_that_are_not_known(name):
+    q, k, v, _ = Case(world=1, own=4).operands()
+    decode = functools.partial(jflux.flash_decode, q[:, 0], k, v, np.array([4, 4]))
+    cache = jflux.KVCache(k, v, np.zeros(2, np.int32))
+    grow = functools.partial(jflux.attend_to_cache, cache, q[:, :1], k[:, :1], v[:, :1])
+    attend = functools.partial(jflux.attention, q, k, v)
+    for op, f in (("attention", attend), ("flash_decode", decode), ("attend_to_cache", grow)):
+        says = rf"jflux.{op}: {name} must be known when the call is traced, got float64\[\]"
+        with pytest.raises(TypeError, match=says):
+            jax.eval_shape(lambda x, f=f: f(**{name: x}), 0.5)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -513,7 +539,7 @@ def test_segments_of_any_integers(type_, ring):
         ({"layout": "snake"}, ValueError, "must be one of contiguous, zigzag, striped"),
         ({"window": -1}, ValueError, "must be a number of positions, 0 or more"),
         ({"window": (1, 2, 3)}, ValueError, r"or two: \(left, right\)"),
-        ({"softcap": 0.0}, ValueError, "softcap=0.0 must be positive"),
+        ({"softcap": 0.0}, ValueError, "softcap=0.0 must be greater than 0"),
     ],
 )
 def test_refuses(change, error, message):

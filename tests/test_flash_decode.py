@@ -184,6 +184,12 @@ def test_a_nan_reaches_those_that_attend_to_it(module, dtype):
         np.testing.assert_array_equal(np.isnan(lse), nan & (operand < 2))
 
 
+def test_a_window_of_numpy():
+    operands, lengths = draw((2, 4, 4), (2, 6, 2, 4), (2, 6, 2, 4)), np.array([5, 3], np.int32)
+    got = jax.jit(over_ranks(2, window=np.int64(2)))(*operands, lengths)
+    check(got, plain(*operands, lengths, window=2))
+
+
 # ---- Pages ---------------------------------------------------------------------------------------
 
 

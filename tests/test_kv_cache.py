@@ -219,6 +219,15 @@ def test_a_nan_reaches_those_that_attend_to_it(count, rows, monkeypatch):
     np.testing.assert_array_equal(np.isnan(o).any(-1), nan)
 
 
+def test_a_window_of_numpy():
+    q, k, v = tokens(2)
+    _, cache = jflux.attend_to_cache(empty(4), q, k, v, window=1)
+    options = {"window": np.int64(2), "softcap": np.float32(3), "scale": np.float64(0.5)}
+    got, _ = jflux.attend_to_cache(cache, q, k, v, **options)
+    want, _ = jflux.attend_to_cache(cache, q, k, v, window=2, softcap=3.0, scale=0.5)
+    np.testing.assert_array_equal(got, want)
+
+
 def test_positions_beyond_the_cache():
     q, k, v = (a[:, :1] for a in tokens(1))
     full = empty(4)._replace(lengths=jnp.array([2, 4, 3]))

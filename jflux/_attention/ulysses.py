@@ -19,7 +19,7 @@ from .._ops.exchange import (
     all_to_all_reference,
 )
 from . import cudnn
-from .operands import check, check_heads
+from .operands import check, check_heads, window_of
 
 
 def ulysses_attention(
@@ -109,7 +109,10 @@ def _ulysses(
     scale: float | None,
 ) -> jax.Array:
     op = "jflux.ulysses_attention"
+    q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
+    segment_ids = None if segment_ids is None else jnp.asarray(segment_ids)
     check(op, q, k, v, segment_ids)
+    own_window = window_of(op, window)
     check_heads(op, q, k, _mesh.axis_size(axis_name))
     gather, exchange = exchanges
     q, k, v = to_heads(axis_name, q, k, v, exchange)
@@ -117,8 +120,8 @@ def _ulysses(
     if segment_ids is not None:
         ids = gather(segment_ids, axis_name=axis_name, axis=1, tiled=True)
         mask = ids[:, None, :, None] == ids[:, None, None, :]
-    scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
-    y = core(q, k, v, is_causal=causal, scale=scale, mask=mask, local_window_size=window)
+    scale = 1 / math.sqrt(max(1, q.shape[3])) if scale is None else scale
+    y = core(q, k, v, is_causal=causal, scale=scale, mask=mask, local_window_size=own_window)
     return to_positions(axis_name, y, exchange)
 
 
