@@ -11,6 +11,7 @@ skipped.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -69,6 +70,16 @@ class _Block(NamedTuple):
     segments: jax.Array | None
     first: jax.Array
     last: jax.Array
+
+
+def pairs_flops(q: Any, keys: int, products: int = 2) -> int:
+    """Operations of the products of queries [..., H, D] with so many keys each: all pairs, also
+    those that a mask leaves out. A forward pass has two products for each pair, q k and p v."""
+    return 2 * products * math.prod(q.shape) * keys
+
+
+#: Products for each pair of a backward pass: the scores again, dp, dv, dk and dq.
+BACKWARD_PRODUCTS = 5
 
 
 def default_precision() -> str | None:

@@ -19,7 +19,7 @@ from .._epilogue import sum_dtype
 from .._lowering import ShapeDtype
 from .._ops import _local, _product
 from . import cache
-from .blocks import default_precision
+from .blocks import default_precision, pairs_flops
 
 OP = "flash_decode"
 WIDTHS = (64, 128, 256)  # elements of a head that the kernel takes
@@ -266,6 +266,12 @@ def _why_not_portable(arrays: Arrays, params: Params, platform: str) -> str | No
     return None
 
 
+def _flops(arrays: Arrays, params: Params) -> int:
+    """Of all positions of this rank, whatever the lengths are."""
+    q, k, _, _, *tables = arrays
+    return pairs_flops(q, _positions(k, tables[0] if tables else None))
+
+
 def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
     def bind(*operands: Any) -> Any:
         return primitive.bind(*operands, params=params)
@@ -310,6 +316,8 @@ _primitive = _local.make_primitive(
         checked_on_gpus=True,
         on_cpus=False,
         check_on_cpus=_check_lengths,
+        flops=_flops,
+        values=1,
     )
 )
 ad.primitive_jvps[_primitive] = _jvp
