@@ -514,6 +514,18 @@ def test_numbers_of_numpy():
     np.testing.assert_array_equal(jflux.attention(q, k, v, window=np.int64(3)), want)
 
 
+@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("wide", [(1 << 31) - 1, (1 << 31) + 5, 1 << 40, (1 << 63) - 1])
+def test_windows_of_more_positions_than_there_are(wide, ring):
+    case = Case(world=2, own=6, causal=False, ring=ring)
+    *arrays, ids = case.operands()
+    for window, same in (((wide, 2), (99, 2)), ((1, wide), (1, 99)), (wide, None)):
+        got, want = (jax.jit(functools.partial(case.split, window=w))(*arrays, ids)
+                     for w in (window, same))  # fmt: skip
+        for one, other in zip(got, want, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-12)
+
+
 @pytest.mark.parametrize("name", ["scale", "softcap"])
 def test_numbers_that_are_not_known(name):
     q, k, v, _ = Case(world=1, own=4).operands()

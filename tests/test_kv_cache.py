@@ -226,6 +226,12 @@ def test_a_window_of_numpy():
     got, _ = jflux.attend_to_cache(cache, q, k, v, **options)
     want, _ = jflux.attend_to_cache(cache, q, k, v, window=2, softcap=3.0, scale=0.5)
     np.testing.assert_array_equal(got, want)
+    for count in (1, 2):
+        new = [a[:, :count] for a in (q, k, v)]
+        want, _ = jflux.attend_to_cache(cache, *new)
+        for wide in ((1 << 31) - 1, 1 << 31, 1 << 63):
+            got, _ = jflux.attend_to_cache(cache, *new, window=wide)
+            np.testing.assert_array_equal(got, want)
 
 
 def test_positions_beyond_the_cache():

@@ -65,6 +65,9 @@ def test_an_order_has_every_position_once_and_can_be_undone(layout, ranks):
 def test_orders_as_documented():
     assert list(jflux.causal_positions(8, 2)) == [0, 1, 6, 7, 2, 3, 4, 5]
     assert list(jflux.causal_positions(8, 2, layout="striped")) == [0, 2, 4, 6, 1, 3, 5, 7]
+    tokens = [[3, 1, 4, 1, 5, 9, 2, 6]]
+    assert jflux.reorder_for_causal(tokens, 2).tolist() == [[3, 1, 2, 6, 4, 1, 5, 9]]
+    assert jflux.restore_order([[3, 1, 2, 6, 4, 1, 5, 9]], 2).tolist() == tokens
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "striped"])
@@ -241,6 +244,10 @@ def test_the_core_of_ulysses_is_that_of_jax_nn():
     got = jax.jit(over_ranks(world, core=None, causal=True, window=(5, 0)))(*operands)
     want, _ = plain(*operands, causal(2 * world, (5, 0)))
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+    want, _ = plain(*operands, causal(2 * world))
+    for wide in ((1 << 31) - 1, 1 << 31, 1 << 63):  # jax.nn's masks add them to positions
+        got = jax.jit(over_ranks(world, core=None, causal=True, window=wide))(*operands)
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
 def test_ulysses_takes_a_core():

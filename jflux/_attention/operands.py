@@ -9,6 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+#: Positions are int32, and a window of so many leaves none out.
+_MOST_POSITIONS = np.iinfo(np.int32).max
+
 
 def check(op: str, q: Any, k: Any, v: Any, segment_ids: Any) -> None:
     """Raises ValueError or TypeError for operands that do not fit each other."""
@@ -63,8 +66,8 @@ def window_of(op: str, window: Any) -> tuple[int, int] | None:
         raise ValueError(
             f"{op}: {window=} must be a number of positions, 0 or more, or two: (left, right)"
         )
-    left, right = pair
-    return int(left), int(right)
+    left, right = (min(int(w), _MOST_POSITIONS) for w in pair)
+    return left, right
 
 
 def scale_of(op: str, scale: Any, width: int) -> float:
@@ -88,7 +91,7 @@ def last_of(op: str, window: Any) -> int | None:
         return None
     if not isinstance(window, int | np.integer) or window < 1:
         raise ValueError(f"{op}: {window=} must be an int of at least 1; None: no window")
-    return int(window)
+    return min(int(window), _MOST_POSITIONS)
 
 
 def _number(op: str, name: str, value: Any) -> float:

@@ -112,7 +112,7 @@ def _ulysses(
     q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
     segment_ids = None if segment_ids is None else jnp.asarray(segment_ids)
     check(op, q, k, v, segment_ids)
-    own_window = window_of(op, window)
+    pair = window_of(op, window)
     check_heads(op, q, k, _mesh.axis_size(axis_name))
     gather, exchange = exchanges
     q, k, v = to_heads(axis_name, q, k, v, exchange)
@@ -121,7 +121,9 @@ def _ulysses(
         ids = gather(segment_ids, axis_name=axis_name, axis=1, tiled=True)
         mask = ids[:, None, :, None] == ids[:, None, None, :]
     scale = 1 / math.sqrt(max(1, q.shape[3])) if scale is None else scale
-    y = core(q, k, v, is_causal=causal, scale=scale, mask=mask, local_window_size=own_window)
+    if pair is not None:  # no more than there are positions, to which `core` may add them
+        pair = min(pair[0], q.shape[1]), min(pair[1], q.shape[1])
+    y = core(q, k, v, is_causal=causal, scale=scale, mask=mask, local_window_size=pair)
     return to_positions(axis_name, y, exchange)
 
 
