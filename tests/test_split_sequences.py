@@ -160,6 +160,26 @@ def test_nothing_to_merge_is_zero():
     assert all(np.isfinite(g).all() and not g.any() for g in gradient)
 
 
+@pytest.mark.parametrize(
+    "outputs, log_sum_exps",
+    [
+        ([], []),
+        (np.zeros((0, 2, 3)), np.zeros((0, 2))),
+        (np.zeros(()), np.zeros(())),
+        ([np.zeros((2, 3)), np.zeros((2, 4))], [np.zeros(2)] * 2),
+    ],
+)
+def test_parts_of_a_merge_that_do_not_fit_each_other(outputs, log_sum_exps):
+    with pytest.raises(ValueError, match="jflux.merge_attention: outputs must be .* one shape"):
+        jflux.merge_attention(outputs, log_sum_exps)
+
+
+def test_a_merge_of_lists():
+    o, lse = jflux.merge_attention([[[1.0, 3.0]], [[3.0, 1.0]]], [[0.0], [0.0]])
+    np.testing.assert_allclose(o, [[2.0, 2.0]])
+    np.testing.assert_allclose(lse, [np.log(2)])
+
+
 def test_a_merge_that_does_not_fit():
     with pytest.raises(ValueError, match=r"log_sum_exps must have shape \(2, 3, 4\), got \(2, 3\)"):
         jflux.merge_attention(jnp.zeros((2, 3, 4, 5)), jnp.zeros((2, 3)))
