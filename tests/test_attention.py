@@ -400,6 +400,44 @@ def test_the_reference_sums_in_float32(dtype):
     np.testing.assert_allclose(lse, want_lse, rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize("ring", [False, True])
+def test_ranks_of_vmap(ring):
+    """All on one device, as with `lax`'s collectives."""
+    case = Case(world=3, own=4, layout="contiguous", ring=ring)
+    *arrays, _ = case.operands()
+    parts = [np.stack(np.split(a, 3, 1)) for a in arrays]
+    f = jax.vmap(
+        functools.partial(
+            jflux.attention, axis_name="i", layout="contiguous", causal=True, ring=ring,
+        ),
+        axis_name="i",
+    )  # fmt: skip
+    with jflux.config(strict=False):  # no kernel takes such an axis
+        got = np.concatenate(f(*parts), 1)
+    np.testing.assert_allclose(got, case.expected(*arrays, None)[0], rtol=1e-9, atol=1e-10)
+
+
+def test_an_axis_is_named_once():
+    q = jnp.zeros((1, 8, 4, 4))
+    x, indices, weights = jnp.zeros((4, 8)), jnp.zeros((4, 1), int), jnp.ones((4, 1))
+
+    def attend():
+        return jflux.attention(q, q, q, axis_name="tp", heads_axis="tp")
+
+    def dispatch():
+        return jflux.moe_dispatch(
+            x, indices, weights, num_experts=4, axis_name="tp", node_axis=("dp", "tp")
+        ).rows
+
+    mesh = make_mesh((1, 2), ("dp", "tp"))
+    for f in (attend, dispatch):
+        f = jax.shard_map(f, mesh=mesh, in_specs=(), out_specs=P(("dp", "tp")), check_vma=False)
+        with pytest.raises(ValueError, match="a mesh axis may be named once, got .*'tp'.*'tp'"):
+            jax.eval_shape(f)
+    with pytest.raises(ValueError, match="a mesh axis may be named once"):
+        jflux.attention(q, q, q, axis_name="tp", heads_axis="tp", mesh=mesh)
+
+
 ALONG_HEADS = [(groups, ring, jflux) for groups in (1, 2, 4) for ring in (False, True)]
 
 

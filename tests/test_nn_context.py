@@ -363,3 +363,10 @@ def test_a_mask_of_a_window_of_all_positions(wide):
     for causal in (False, True):
         want = np.tri(8, dtype=bool) if causal else np.ones((8, 8), bool)
         np.testing.assert_array_equal(mask(causal=causal, window=wide)[0, 0], want)
+
+
+def test_ranks_of_heads_and_of_context_are_others():
+    x, w = jnp.zeros((1, 8, 8)), jnp.zeros((8, 4, 2))
+    f = functools.partial(jnn.attention, axis_name="tp", context_axis="tp")
+    with pytest.raises(ValueError, match="a mesh axis may be named once, got .'tp', 'tp'."):
+        f(x, w, w, w, w.swapaxes(0, 2), mesh=make_mesh((2,)))

@@ -120,6 +120,7 @@ def attention(
                 f"jflux.nn.attention: {name} must have three dimensions (see the shapes in its "
                 f"documentation), got {w.shape}"
             )
+    _mesh.axes_of(context_axis, axis_name)  # which are different ones
     if len(bias) != 4:
         raise ValueError(f"jflux.nn.attention: bias must be four arrays or None, got {len(bias)}")
     options: Any = {
