@@ -14,6 +14,7 @@ from jax.extend import core
 from jax.interpreters import partial_eval as pe
 
 from . import _derivatives, _lowering
+from ._attention.blocks import BACKWARD_PRODUCTS, pairs_flops
 
 
 def flops(f: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
@@ -21,10 +22,11 @@ def flops(f: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
     together. Nothing runs.
 
     A product of [m, k] and [k, n] is 2 m k n of them, an addition and a multiplication for each
-    element that is read. Products are those of jflux's ops, `dot_general`, `ragged_dot` (all rows,
-    whatever the groups' sizes) and convolutions, also in gradients and under transformations;
-    elementwise operations are not counted. That is what model-flops utilisation divides (PaLM,
-    arXiv 2204.02311, appendix B)::
+    element that is read. Products are those of jflux's ops, `dot_general`, `ragged_dot` and
+    convolutions, also in gradients and under transformations; elementwise operations are not
+    counted. Grouped products count all rows, whatever the groups' sizes, and attention all pairs of
+    queries and keys, whatever is masked or how long the sequences in a cache are. That is
+    what model-flops utilisation divides (PaLM, arXiv 2204.02311, appendix B)::
 
         jflux.flops(train_step, state, batch) / seconds / (devices * peak)
 
@@ -136,6 +138,17 @@ def _pallas(operands: Any, results: Any, params: Any) -> int:
     return int(params["cost_estimate"].flops)
 
 
+def _cudnn(operands: Any, results: Any, params: Any, products: int = 2) -> int:
+    """`jax.nn.dot_product_attention`'s: heads before positions in layout 1."""
+    q, k = operands[:2]
+    keys = k.shape[2 if params["layout"] == 1 else 1]
+    return pairs_flops(q, keys, products)
+
+
+def _cudnn_backward(operands: Any, results: Any, params: Any) -> int:
+    return _cudnn(operands, results, params, BACKWARD_PRODUCTS)
+
+
 def _solve(operands: Any, results: Any, params: Any) -> int:
     return count(params["jaxprs"].solve)
 
@@ -164,6 +177,8 @@ _RULES: dict[str, Callable[[Any, Any, Any], int]] = {
     "conv_general_dilated": _convolution,
     "custom_linear_solve": _solve,
     "dot_general": _dot,
+    "dot_product_attention_bwd_wrapper": _cudnn_backward,
+    "dot_product_attention_fwd_wrapper": _cudnn,
     "pallas_call": _pallas,
     "ragged_dot_general": _ragged_dot,
     "scan": _scan,

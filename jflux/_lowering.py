@@ -113,7 +113,7 @@ class BatchRule(Protocol):
     ) -> tuple[Any, Any]: ...
 
 
-def _no_products(arrays: Arrays, params: Any) -> int:
+def no_products(arrays: Arrays, params: Any) -> int:
     return 0
 
 
@@ -179,7 +179,7 @@ class Rules:
     two_level: TwoLevelForm = _no_two_level_form
     plan_two_level: TwoLevelPlanRule = _inside_nodes_only
     canonical: CanonicalRule = _always_canonical
-    flops: FlopsRule = _no_products
+    flops: FlopsRule = no_products
     same_over: Callable[[Any], tuple[Any, ...]] = _nothing_same
     target: Callable[[Any], str] | None = None
     title: Callable[[Any], str] | None = None

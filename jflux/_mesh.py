@@ -49,8 +49,15 @@ def as_tuple(axis_name: AxisName) -> tuple[Any, ...]:
 
 
 def axes_of(*names: AxisName | None) -> tuple[Any, ...]:
-    """The mesh axes of several options, in order; None is none."""
-    return tuple(axis for name in names if name is not None for axis in as_tuple(name))
+    """The mesh axes of several options, in order; None is none.
+
+    Raises:
+      ValueError: for an axis that is named twice.
+    """
+    axes = tuple(axis for name in names if name is not None for axis in as_tuple(name))
+    if len(set(axes)) < len(axes):
+        raise ValueError(f"a mesh axis may be named once, got {axes}")
+    return axes
 
 
 def axes_and_groups(
@@ -150,8 +157,10 @@ def renumbered(
 
 
 def sizes_in_mesh_order(axis_name: AxisName) -> tuple[tuple[Any, int], ...]:
-    """(name, size) of axes that shard_map has bound."""
+    """(name, size) of axes that shard_map has bound; of others in the order of their names."""
     names = as_tuple(axis_name)
+    if not is_manual(axis_name):
+        return tuple((name, axis_size(name)) for name in names)
     shape = jax.sharding.get_abstract_mesh().shape
     return tuple((name, size) for name, size in shape.items() if name in names)
 

@@ -196,6 +196,36 @@ def test_large_scores_do_not_overflow(ring):
     check(Case(world=2, own=12, ring=ring, size=300.0))
 
 
+@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_nan_reaches_all_that_attend_to_it_and_nothing_else(ring, dtype):
+    """In o, l and the gradients of o: no rank takes it for a part without keys."""
+    case = Case(world=2, own=12, layout="contiguous", causal=False, ring=ring)
+    heads, group = np.s_[0, :, :2], np.s_[0, :, :1]  # which attend to it, and their keys'
+    row = np.s_[0, 17, :1]
+    # Of q, k and v: where o, l, dq, dk and dv are NaN.
+    where = [
+        (row, row, row, group, group),
+        (heads, heads, heads, group, group),
+        (np.s_[0, :, :2, 1], None, heads, group, None),
+    ]
+    for operand, places in enumerate(where):
+        *arrays, _ = case.operands()
+        arrays[operand][0, 17, 0, 1] = np.nan
+        arrays = [a.astype(dtype) for a in arrays]
+
+        def loss(*arrays):
+            o, lse = case.split(*arrays, None)
+            return jnp.sum(o), (o, lse)
+
+        gradients, results = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(*arrays)
+        for got, place in zip((*results, *gradients), places, strict=True):
+            want = np.zeros(got.shape, bool)
+            if place is not None:
+                want[place] = True
+            np.testing.assert_array_equal(np.isnan(got), want)
+
+
 def test_one_program_for_other_lengths_of_segments():
     case = Case(world=2, own=10, segments=True)
     f = jax.jit(case.split)
@@ -372,6 +402,44 @@ def test_the_reference_sums_in_float32(dtype):
     np.testing.assert_allclose(lse, want_lse, rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize("ring", [False, True])
+def test_ranks_of_vmap(ring):
+    """All on one device, as with `lax`'s collectives."""
+    case = Case(world=3, own=4, layout="contiguous", ring=ring)
+    *arrays, _ = case.operands()
+    parts = [np.stack(np.split(a, 3, 1)) for a in arrays]
+    f = jax.vmap(
+        functools.partial(
+            jflux.attention, axis_name="i", layout="contiguous", causal=True, ring=ring,
+        ),
+        axis_name="i",
+    )  # fmt: skip
+    with jflux.config(strict=False):  # no kernel takes such an axis
+        got = np.concatenate(f(*parts), 1)
+    np.testing.assert_allclose(got, case.expected(*arrays, None)[0], rtol=1e-9, atol=1e-10)
+
+
+def test_an_axis_is_named_once():
+    q = jnp.zeros((1, 8, 4, 4))
+    x, indices, weights = jnp.zeros((4, 8)), jnp.zeros((4, 1), int), jnp.ones((4, 1))
+
+    def attend():
+        return jflux.attention(q, q, q, axis_name="tp", heads_axis="tp")
+
+    def dispatch():
+        return jflux.moe_dispatch(
+            x, indices, weights, num_experts=4, axis_name="tp", node_axis=("dp", "tp")
+        ).rows
+
+    mesh = make_mesh((1, 2), ("dp", "tp"))
+    for f in (attend, dispatch):
+        f = jax.shard_map(f, mesh=mesh, in_specs=(), out_specs=P(("dp", "tp")), check_vma=False)
+        with pytest.raises(ValueError, match="a mesh axis may be named once, got .*'tp'.*'tp'"):
+            jax.eval_shape(f)
+    with pytest.raises(ValueError, match="a mesh axis may be named once"):
+        jflux.attention(q, q, q, axis_name="tp", heads_axis="tp", mesh=mesh)
+
+
 ALONG_HEADS = [(groups, ring, jflux) for groups in (1, 2, 4) for ring in (False, True)]
 
 
@@ -459,6 +527,58 @@ def test_many_keys_go_around_a_ring(monkeypatch):
     assert "ppermute" in str(jax.make_jaxpr(case.split)(*arrays, ids))
 
 
+@pytest.mark.parametrize("type_", ["int8", "uint8", "int16", "uint32", "int64", "uint64"])
+@pytest.mark.parametrize("ring", [False, True])
+def test_segments_of_any_integers(type_, ring):
+    case = Case(world=2, own=10, segments=True, ring=ring)
+    q, k, v, ids = case.operands()
+    want = case.expected(q, k, v, ids)
+    for x64, dtype, close in ((False, np.float32, 1e-5), (True, np.float64, 1e-12)):
+        with jax.enable_x64(x64):
+            f = jax.jit(lambda q, k, v, ids: case.split(q, k, v, ids))
+            got = f(*(a.astype(dtype) for a in (q, k, v)), ids.astype(type_))
+        for one, other in zip(got, want, strict=True):
+            np.testing.assert_allclose(one, other, rtol=close, atol=close)
+
+
+def test_numbers_of_numpy():
+    case = Case(world=1, own=12, window=(3, 1), softcap=2.0)
+    options = {"softcap": np.float32(2.0), "scale": np.float64(5**-0.5), "causal": np.bool_(True)}
+
+    def call(q, k, v, ids):
+        return jflux.attention(q, k, v, window=tuple(np.array([3, 1])), return_lse=True, **options)
+
+    check(case, call)
+    q, k, v, _ = Case(world=1, own=12, causal=False, window=(3, 3)).operands()
+    want = jflux.attention(q, k, v, window=3)
+    np.testing.assert_array_equal(jflux.attention(q, k, v, window=np.int64(3)), want)
+
+
+@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("wide", [(1 << 31) - 1, (1 << 31) + 5, 1 << 40, (1 << 63) - 1])
+def test_windows_of_more_positions_than_there_are(wide, ring):
+    case = Case(world=2, own=6, causal=False, ring=ring)
+    *arrays, ids = case.operands()
+    for window, same in (((wide, 2), (99, 2)), ((1, wide), (1, 99)), (wide, None)):
+        got, want = (jax.jit(functools.partial(case.split, window=w))(*arrays, ids)
+                     for w in (window, same))  # fmt: skip
+        for one, other in zip(got, want, strict=True):
+            np.testing.assert_allclose(one, other, rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["scale", "softcap"])
+def test_numbers_that_are_not_known(name):
+    q, k, v, _ = Case(world=1, own=4).operands()
+    decode = functools.partial(jflux.flash_decode, q[:, 0], k, v, np.array([4, 4]))
+    cache = jflux.KVCache(k, v, np.zeros(2, np.int32))
+    grow = functools.partial(jflux.attend_to_cache, cache, q[:, :1], k[:, :1], v[:, :1])
+    attend = functools.partial(jflux.attention, q, k, v)
+    for op, f in (("attention", attend), ("flash_decode", decode), ("attend_to_cache", grow)):
+        says = rf"jflux.{op}: {name} must be known when the call is traced, got float64\[\]"
+        with pytest.raises(TypeError, match=says):
+            jax.eval_shape(lambda x, f=f: f(**{name: x}), 0.5)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -471,7 +591,7 @@ def test_many_keys_go_around_a_ring(monkeypatch):
         ({"layout": "snake"}, ValueError, "must be one of contiguous, zigzag, striped"),
         ({"window": -1}, ValueError, "must be a number of positions, 0 or more"),
         ({"window": (1, 2, 3)}, ValueError, r"or two: \(left, right\)"),
-        ({"softcap": 0.0}, ValueError, "softcap=0.0 must be positive"),
+        ({"softcap": 0.0}, ValueError, "softcap=0.0 must be greater than 0"),
     ],
 )
 def test_refuses(change, error, message):

@@ -688,6 +688,27 @@ def test_handles_are_integers():
     assert d.weights.dtype == np.float32
 
 
+@pytest.mark.parametrize("layout", ["expert", "masked"])
+@pytest.mark.parametrize("partial_sums", [False, True])
+@pytest.mark.parametrize("shape", [(0, 6), (4, 0)])
+def test_nothing_to_send(shape, partial_sums, layout):
+    def f(x, indices, weights, one):  # XLA cannot partition a program that gets no element
+        d = jflux.moe_dispatch(
+            x, indices, weights, num_experts=4, layout=layout, partial_sums=partial_sums,
+            axis_name="tp",
+        )  # fmt: skip
+        y = jflux.moe_combine(d.rows, d.handle, weights=weights, axis_name="tp")
+        return one * d.group_sizes, y
+
+    tokens, _ = shape
+    indices = np.tile(np.arange(2, dtype=np.int32), (2, tokens, 1))
+    arrays = np.zeros((2, *shape), np.float32), indices, np.ones((2, tokens, 2), np.float32)
+    arrays += (np.ones((2, 1), np.int32),)
+    sizes, y = run(jax.jit(per_device(make_mesh((2,)), f)), *arrays)
+    assert y.shape == (2, *shape)
+    np.testing.assert_array_equal(sizes, [[2 * tokens] * 2, [0, 0]])
+
+
 # ---- Errors --------------------------------------------------------------------------------------
 
 

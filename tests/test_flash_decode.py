@@ -167,6 +167,32 @@ def test_what_is_not_attended_to_does_not_matter():
     check(got, want)
 
 
+@EITHER
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_a_nan_reaches_those_that_attend_to_it(module, dtype):
+    """Also where another rank's part has none."""
+    world, lengths = COUNTS[-1], np.array([3 * COUNTS[-1], 2], np.int32)
+    for operand in range(3):
+        arrays = draw((2, 4, 4), (2, 3 * world, 2, 4), (2, 3 * world, 2, 4))
+        arrays[operand][0, 0 if operand == 0 else 2, ..., 0] = np.nan
+        arrays = [a.astype(dtype) for a in arrays]
+        o, lse = jax.jit(over_ranks(world, module=module))(*arrays, lengths)
+        heads = [0] if operand == 0 else range(4)
+        nan = np.zeros((2, 4), bool)
+        nan[0, heads] = True
+        np.testing.assert_array_equal(np.isnan(o).any(-1), nan)
+        np.testing.assert_array_equal(np.isnan(lse), nan & (operand < 2))
+
+
+def test_a_window_of_numpy():
+    operands, lengths = draw((2, 4, 4), (2, 6, 2, 4), (2, 6, 2, 4)), np.array([5, 3], np.int32)
+    got = jax.jit(over_ranks(2, window=np.int64(2)))(*operands, lengths)
+    check(got, plain(*operands, lengths, window=2))
+    for wide in ((1 << 31) - 1, 1 << 31, 1 << 63):
+        got = jax.jit(over_ranks(2, window=wide))(*operands, lengths)
+        check(got, plain(*operands, lengths))
+
+
 # ---- Pages ---------------------------------------------------------------------------------------
 
 

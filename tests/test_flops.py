@@ -188,6 +188,68 @@ def test_forward_mode_of_expert_parallelism():
         assert jflux.flops(both, x, w) == 3 * one
 
 
+@pytest.mark.parametrize("gated", [False, True])
+def test_grouped_products(gated):
+    """Of all rows, as `lax.ragged_dot` has them."""
+    x, w = jnp.ones((6, 4)), jnp.ones((3, 4, 4))
+    ws, sizes = (w, w) if gated else w, jnp.array([1, 2, 0])
+
+    def f(x, ws):
+        return jflux.grouped_matmul(x, ws, sizes, activation="silu", gated=gated)
+
+    def gradients(x, ws):
+        return jax.grad(lambda x, ws: jnp.sum(jnp.sin(f(x, ws))), (0, 1))(x, ws)
+
+    assert jflux.flops(f, x, ws) == (1 + gated) * ONE
+    assert jflux.flops(gradients, x, ws) == 3 * (1 + gated) * ONE
+    batch = jax.vmap(f, (0, None))
+    assert jflux.flops(batch, jnp.stack([x] * 5), ws) == 5 * (1 + gated) * ONE
+
+
+@pytest.mark.parametrize("options", [{"ring": False}, {"ring": True}, {"layout": "striped"}])
+def test_attention_counts_all_pairs(options):
+    """Forward two products of each pair, backward five."""
+    q, k = jnp.ones((2, 4 * RANKS, 4, 8)), jnp.ones((2, 4 * RANKS, 2, 8))
+    sequence = P(None, "tp")
+    f = jax.shard_map(
+        functools.partial(jflux.attention, axis_name="tp", causal=True, **options),
+        mesh=make_mesh((RANKS,)), in_specs=(sequence,) * 3, out_specs=sequence,
+    )  # fmt: skip
+    product = 2 * 2 * 4 * (4 * RANKS) ** 2 * 8
+    assert jflux.flops(f, q, k, k) == 2 * product
+    assert jflux.flops(functools.partial(jflux.attention, causal=True), q, k, k) == 2 * product
+    gradients = jax.grad(lambda *a: jnp.sum(jnp.sin(f(*a))), (0, 1, 2))
+    assert jflux.flops(gradients, q, k, k) == 7 * product
+
+
+@pytest.mark.parametrize("layout, axes", [(0, (0, 1, 2, 3)), (1, (0, 2, 1, 3))])
+def test_attention_of_cudnn(layout, axes):
+    """As its primitives are in a program; nothing runs."""
+    cudnn = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
+    rules = jflux._flops._RULES
+    q, k = (np.empty(np.array(shape)[[*axes]]) for shape in ((2, 6, 4, 8), (2, 10, 2, 8)))
+    for name, products in (("fwd", 2), ("bwd", 5)):
+        primitive = getattr(cudnn, f"_dot_product_attention_{name}_p_wrapper")
+        rule = rules[primitive.name]
+        assert rule([q, k, k], [], {"layout": layout}) == products * 2 * 2 * 6 * 10 * 4 * 8
+
+
+def test_decoding_counts_the_whole_cache():
+    q, cache, lengths = jnp.ones((3, 4, 8)), jnp.ones((3, 2 * RANKS, 2, 8)), jnp.ones(3, int)
+    want = 4 * 3 * 4 * 2 * RANKS * 8
+    assert jflux.flops(jflux.flash_decode, q, cache, cache, lengths) == want
+    own = P(None, "tp")
+    f = jax.shard_map(
+        functools.partial(jflux.flash_decode, axis_name="tp"), mesh=make_mesh((RANKS,)),
+        in_specs=(P(), own, own, P()), out_specs=P(),
+    )  # fmt: skip
+    assert jflux.flops(f, q, cache, cache, lengths) == want
+    pages = cache.reshape(-1, 2, 2, 8)
+    table = jnp.arange(3 * RANKS).reshape(3, -1)
+    paged = functools.partial(jflux.flash_decode, block_table=table)
+    assert jflux.flops(paged, q, pages, pages, lengths) == want
+
+
 def test_tables_of_flax():
     """They ask XLA, which counts references alone, on one device."""
     linen = pytest.importorskip("flax.linen")

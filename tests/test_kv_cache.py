@@ -199,6 +199,41 @@ def test_derivatives_of_both_modes():
 # ---- Positions beyond the cache, and operands that do not fit ------------------------------------
 
 
+@pytest.mark.parametrize("rows", [0, decoding.MOST_ROWS])
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_nan_reaches_those_that_attend_to_it(count, rows, monkeypatch):
+    """Also where another rank's part of the cache has none."""
+    monkeypatch.setattr(decoding, "MOST_ROWS", rows)
+    world = COUNTS[-1]
+    new = [a[:, :count] for a in tokens(count)]
+    keys = np.zeros((B, 4 * world, G, D))
+    keys[1, 2, :, 0] = np.nan
+    cache = KVCache(keys, np.ones_like(keys), np.full(B, 3, np.int32))
+    step = over_ranks(
+        functools.partial(jflux.attend_to_cache, axis_name="tp"), world, (CACHE, P(), P(), P()),
+        (P(), CACHE),
+    )  # fmt: skip
+    o, _ = step(cache, *new)
+    nan = np.zeros((B, count, H), bool)
+    nan[1] = True
+    np.testing.assert_array_equal(np.isnan(o).any(-1), nan)
+
+
+def test_a_window_of_numpy():
+    q, k, v = tokens(2)
+    _, cache = jflux.attend_to_cache(empty(4), q, k, v, window=1)
+    options = {"window": np.int64(2), "softcap": np.float32(3), "scale": np.float64(0.5)}
+    got, _ = jflux.attend_to_cache(cache, q, k, v, **options)
+    want, _ = jflux.attend_to_cache(cache, q, k, v, window=2, softcap=3.0, scale=0.5)
+    np.testing.assert_array_equal(got, want)
+    for count in (1, 2):
+        new = [a[:, :count] for a in (q, k, v)]
+        want, _ = jflux.attend_to_cache(cache, *new)
+        for wide in ((1 << 31) - 1, 1 << 31, 1 << 63):
+            got, _ = jflux.attend_to_cache(cache, *new, window=wide)
+            np.testing.assert_array_equal(got, want)
+
+
 def test_positions_beyond_the_cache():
     q, k, v = (a[:, :1] for a in tokens(1))
     full = empty(4)._replace(lengths=jnp.array([2, 4, 3]))

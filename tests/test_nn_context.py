@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 import jflux
 import jflux.nn as jnn
 from jflux import _config
+from jflux.nn import _attention_fn
 
 flax = pytest.importorskip("flax")
 from flax import linen as nn  # noqa: E402
@@ -353,3 +354,19 @@ def test_inside_shard_map_nothing_falls_back():
         ValueError, match=r"dropout_rate=0\.1 of attention weights is not supported"
     ):
         run(lambda q: fn(q, q, q, dropout_rate=0.1))
+
+
+@pytest.mark.parametrize("wide", [(1 << 31) - 1, 1 << 63])
+def test_a_mask_of_a_window_of_all_positions(wide):
+    q, mesh = jnp.zeros((1, 8, 2, 4)), make_mesh((2,))
+    mask = functools.partial(_attention_fn._allowed, q, q, "tp", None, mesh, layout="contiguous")
+    for causal in (False, True):
+        want = np.tri(8, dtype=bool) if causal else np.ones((8, 8), bool)
+        np.testing.assert_array_equal(mask(causal=causal, window=wide)[0, 0], want)
+
+
+def test_ranks_of_heads_and_of_context_are_others():
+    x, w = jnp.zeros((1, 8, 8)), jnp.zeros((8, 4, 2))
+    f = functools.partial(jnn.attention, axis_name="tp", context_axis="tp")
+    with pytest.raises(ValueError, match="a mesh axis may be named once, got .'tp', 'tp'."):
+        f(x, w, w, w, w.swapaxes(0, 2), mesh=make_mesh((2,)))

@@ -65,6 +65,9 @@ def test_an_order_has_every_position_once_and_can_be_undone(layout, ranks):
 def test_orders_as_documented():
     assert list(jflux.causal_positions(8, 2)) == [0, 1, 6, 7, 2, 3, 4, 5]
     assert list(jflux.causal_positions(8, 2, layout="striped")) == [0, 2, 4, 6, 1, 3, 5, 7]
+    tokens = [[3, 1, 4, 1, 5, 9, 2, 6]]
+    assert jflux.reorder_for_causal(tokens, 2).tolist() == [[3, 1, 2, 6, 4, 1, 5, 9]]
+    assert jflux.restore_order([[3, 1, 2, 6, 4, 1, 5, 9]], 2).tolist() == tokens
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "striped"])
@@ -157,6 +160,26 @@ def test_nothing_to_merge_is_zero():
     assert all(np.isfinite(g).all() and not g.any() for g in gradient)
 
 
+@pytest.mark.parametrize(
+    "outputs, log_sum_exps",
+    [
+        ([], []),
+        (np.zeros((0, 2, 3)), np.zeros((0, 2))),
+        (np.zeros(()), np.zeros(())),
+        ([np.zeros((2, 3)), np.zeros((2, 4))], [np.zeros(2)] * 2),
+    ],
+)
+def test_parts_of_a_merge_that_do_not_fit_each_other(outputs, log_sum_exps):
+    with pytest.raises(ValueError, match="jflux.merge_attention: outputs must be .* one shape"):
+        jflux.merge_attention(outputs, log_sum_exps)
+
+
+def test_a_merge_of_lists():
+    o, lse = jflux.merge_attention([[[1.0, 3.0]], [[3.0, 1.0]]], [[0.0], [0.0]])
+    np.testing.assert_allclose(o, [[2.0, 2.0]])
+    np.testing.assert_allclose(lse, [np.log(2)])
+
+
 def test_a_merge_that_does_not_fit():
     with pytest.raises(ValueError, match=r"log_sum_exps must have shape \(2, 3, 4\), got \(2, 3\)"):
         jflux.merge_attention(jnp.zeros((2, 3, 4, 5)), jnp.zeros((2, 3)))
@@ -241,6 +264,10 @@ def test_the_core_of_ulysses_is_that_of_jax_nn():
     got = jax.jit(over_ranks(world, core=None, causal=True, window=(5, 0)))(*operands)
     want, _ = plain(*operands, causal(2 * world, (5, 0)))
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+    want, _ = plain(*operands, causal(2 * world))
+    for wide in ((1 << 31) - 1, 1 << 31, 1 << 63):  # jax.nn's masks add them to positions
+        got = jax.jit(over_ranks(world, core=None, causal=True, window=wide))(*operands)
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("module", [jflux, jflux.reference], ids=["jflux", "reference"])

@@ -208,6 +208,11 @@ def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
     return {**flash_attention.attributes(params), "senders": np.int64(plan.senders)}
 
 
+def _flops(arrays: Arrays, params: Params) -> int:
+    q, k, *_ = arrays
+    return blocks.pairs_flops(q, params.world * k.shape[1])
+
+
 def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
     """One call, of as many times B sequences."""
     size, fold = flash_attention.folding(operands, dims)
@@ -236,6 +241,7 @@ _primitive = _lowering.make_primitive(
         plan_two_level=_STEPS.plan_two_level,
         attributes=_attributes,
         batch=_batch,
+        flops=_flops,
     )
 )
 

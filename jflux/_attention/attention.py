@@ -6,7 +6,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import math
 from typing import Any
 
 import jax
@@ -26,7 +25,7 @@ from .._ops.exchange import (
 from . import all_gather_attention, by_parts, flash_attention, ulysses
 from .blocks import Scores, default_precision
 from .layouts import LAYOUTS, Layout
-from .operands import check, check_heads, window_of
+from .operands import check, check_heads, scale_of, softcap_of, window_of
 from .split import Call, gather_keys, of_split, of_split_reference
 
 _OP = "jflux.attention"
@@ -188,11 +187,9 @@ def _global_attention(
     check(_OP, q, k, v, segment_ids)
     if layout not in LAYOUTS:
         raise ValueError(f"{_OP}: {layout=} must be one of {', '.join(LAYOUTS)}")
-    if softcap is not None and softcap <= 0:
-        raise ValueError(f"{_OP}: {softcap=} must be positive, or None for no cap")
     scores = Scores(
-        1 / math.sqrt(max(1, q.shape[3])) if scale is None else float(scale),
-        None if softcap is None else float(softcap), bool(causal), window_of(_OP, window),
+        scale_of(_OP, scale, q.shape[3]), softcap_of(_OP, softcap), bool(causal),
+        window_of(_OP, window),
     )  # fmt: skip
     options = _Options(plain, axis_name, heads_axis, scores, layout, return_lse, ring)
     body = functools.partial(_attention, options)

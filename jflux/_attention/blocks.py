@@ -11,6 +11,7 @@ skipped.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -71,6 +72,16 @@ class _Block(NamedTuple):
     last: jax.Array
 
 
+def pairs_flops(q: Any, keys: int, products: int = 2) -> int:
+    """Operations of the products of queries [..., H, D] with so many keys each: all pairs, also
+    those that a mask leaves out. A forward pass has two products for each pair, q k and p v."""
+    return 2 * products * math.prod(q.shape) * keys
+
+
+#: Products for each pair of a backward pass: the scores again, dp, dv, dk and dq.
+BACKWARD_PRODUCTS = 5
+
+
 def default_precision() -> str | None:
     """JAX's default for products where this is called."""
     config: Any = jax.config  # the attribute has no type in every JAX
@@ -119,7 +130,7 @@ def forward(
             return _if_any(scores, block, other, attend, lambda state, _: state, state, other), None
 
         (o, top, total), _ = lax.scan(step, start, k_blocks)
-        found = total > 0
+        found = total != 0  # NaN is found
         o = o / jnp.where(found, total, 1)[..., None]
         lse = jnp.where(found, jnp.log(jnp.where(found, total, 1)) + top, -jnp.inf)
         return None, (o, lse)
@@ -132,7 +143,7 @@ def delta_of(o: jax.Array, lse: jax.Array, do: jax.Array, dlse: jax.Array) -> ja
     """Of a score's cotangent p (dp - delta): what all keys of a query have in common, [B, s, H]."""
     wide = lse.dtype
     delta = jnp.sum(do.astype(wide) * o.astype(wide), -1) - dlse.astype(wide)
-    return jnp.where(lse > -jnp.inf, delta, 0)
+    return jnp.where(lse == -jnp.inf, 0, delta)
 
 
 def backward(
@@ -170,7 +181,7 @@ def backward(
         def differentiate(state: Any, block: _Block, do: Any, delta: Any, lse: Any) -> Any:
             dk, dv = state
             s, slope = _scores(block, other, scores, masks, wide)
-            p = jnp.where(s > -jnp.inf, jnp.exp(s - lse), 0)
+            p = jnp.where(s == -jnp.inf, 0, jnp.exp(s - lse))  # NaN stays
             dv = dv + jnp.einsum(
                 "bgirj,bgird->bgjd", p.astype(do.dtype), do, preferred_element_type=wide
             )

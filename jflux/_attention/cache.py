@@ -94,7 +94,7 @@ def _update(
     here = size if block_table is None else size * block_table.shape[1]
     rank, ranks = _mesh.rank_and_size(axis_name)
     first = rank * here
-    positions = positions.astype(jnp.int32)
+    positions = _checks.to_int32(positions)
     if positions.ndim == 1:
         positions = positions[:, None] + jnp.arange(tokens, dtype=jnp.int32)
     positions = _checks.in_range(positions, None, ranks * here - 1, "jflux.update_cache: positions")

@@ -3,18 +3,18 @@ position or whole."""
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from .. import _mesh
+from .. import _checks, _mesh
 from .._epilogue import sum_dtype
 from .._mesh import AxisName
 from . import cache, decode_merge, flash_attention, flash_decode_part
 from .blocks import Part, Scores
 from .layouts import Layout, own_positions
+from .operands import last_of, scale_of, softcap_of
 
 #: So many rows of queries, over tokens and heads, are multiplied with the cache as it lies in
 #: memory (flash_decode.py). More of them pay for its transposition (blocks.py).
@@ -159,7 +159,7 @@ def new_positions(
     """Where `tokens` new tokens go in sequences of these lengths [B]: int32 [B, tokens], -1 for
     those that follow a sequence's `new_lengths`."""
     at = jnp.arange(tokens, dtype=jnp.int32)
-    positions = lengths.astype(jnp.int32)[:, None] + at
+    positions = _checks.to_int32(lengths)[:, None] + at
     if new_lengths is None:
         return positions
     return jnp.where(at < new_lengths[:, None], positions, -1)
@@ -211,7 +211,8 @@ def _attend(
 ) -> tuple[jax.Array, KVCache]:
     op = "jflux.attend_to_cache"
     _check_cache(op, kv_cache, k, v, new_lengths, "new_lengths")
-    _check_queries(op, q, k, window, softcap)
+    _check_queries(op, q, k)
+    window, softcap = last_of(op, window), softcap_of(op, softcap)
     rank, ranks = _mesh.rank_and_size(axis_name)
     tokens, here = q.shape[1], kv_cache.keys.shape[1]
     if tokens > ranks * here:
@@ -219,7 +220,7 @@ def _attend(
     positions = new_positions(kv_cache.lengths, tokens, new_lengths)
     keys, values = update((kv_cache.keys, kv_cache.values), (k, v), positions, axis_name=axis_name)
     scores = Scores(
-        1 / math.sqrt(max(1, q.shape[3])) if scale is None else float(scale), softcap, causal=True,
+        scale_of(op, scale, q.shape[3]), softcap, causal=True,
         window=None if window is None else (window - 1, 0),
     )  # fmt: skip
     q_here, own = q.astype(keys.dtype), own_positions(rank, here, ranks, "contiguous")
@@ -300,7 +301,7 @@ def _check_cache(op: str, kv_cache: Any, k: Any, v: Any, lengths: Any, name: str
             raise TypeError(f"{op}: {what} must be integers, got {array.dtype}")
 
 
-def _check_queries(op: str, q: Any, k: Any, window: Any, softcap: Any) -> None:
+def _check_queries(op: str, q: Any, k: Any) -> None:
     if q.ndim != 4 or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
         raise ValueError(
             f"{op}: q must be [B, T, H, D] with the B, T and D of k, {k.shape}, got {q.shape}"
@@ -312,7 +313,3 @@ def _check_queries(op: str, q: Any, k: Any, window: Any, softcap: Any) -> None:
         )
     if not jnp.issubdtype(q.dtype, jnp.floating):
         raise TypeError(f"{op}: q must be floating, got {q.dtype}")
-    if window is not None and (not isinstance(window, int) or window < 1):
-        raise ValueError(f"{op}: {window=} must be an int of at least 1; None: no window")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"{op}: {softcap=} must be greater than 0; None: none")

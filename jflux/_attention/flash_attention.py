@@ -242,7 +242,7 @@ def _segment_bounds(part: Part, size: int) -> tuple[jax.Array, jax.Array]:
 def _padded(a: jax.Array, size: int, fill: Any) -> jax.Array:
     """With the last dimension a multiple of `size`."""
     pad = [(0, 0)] * (a.ndim - 1) + [(0, -a.shape[-1] % size)]
-    return jnp.pad(a, pad, constant_values=fill)
+    return jnp.pad(a, pad, constant_values=np.asarray(fill, a.dtype))
 
 
 def padded(a: jax.Array, fill: int) -> jax.Array:
@@ -324,11 +324,15 @@ def _rules(name: str, **others: Any) -> _local.LocalRules:
 
 
 _FORWARD = _rules(
-    OP, result_shapes=_forward_shapes, reference=_forward_reference, prepare=_prepare_forward
-)
+    OP, result_shapes=_forward_shapes, reference=_forward_reference, prepare=_prepare_forward,
+    flops=lambda arrays, params: blocks.pairs_flops(arrays[0], arrays[1].shape[1]),
+)  # fmt: skip
 _BACKWARD = _rules(
     BACKWARD, result_shapes=_backward_shapes, reference=_backward_reference,
     prepare=_prepare_backward,
+    flops=lambda arrays, params: blocks.pairs_flops(
+        arrays[0], arrays[1].shape[1], blocks.BACKWARD_PRODUCTS
+    ),
 )  # fmt: skip
 _forward, _backward = _local.make_primitive(_FORWARD), _local.make_primitive(_BACKWARD)
 

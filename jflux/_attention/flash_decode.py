@@ -3,16 +3,17 @@ position (flash decoding)."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .. import _checks, _mesh
 from .._mesh import AxisName
 from . import decode_merge, flash_decode_part
+from .operands import last_of, scale_of, softcap_of
+
+_OP = "jflux.flash_decode"
 
 
 def flash_decode(
@@ -130,7 +131,9 @@ def _flash_decode(
     scale: float | None,
     return_lse: bool,
 ) -> Any:
-    _check(q, k, v, lengths, block_table, window, softcap)
+    _check(q, k, v, lengths, block_table)
+    window = last_of(_OP, window)
+    scale, softcap = scale_of(_OP, scale, q.shape[2]), softcap_of(_OP, softcap)
     here = k.shape[1]
     if block_table is not None:
         here *= block_table.shape[1]
@@ -144,17 +147,14 @@ def _flash_decode(
     lengths = _checks.in_range(lengths, 0, most, "jflux.flash_decode: lengths")
     lengths = _checks.to_int32(lengths)
     bounds = flash_decode_part.bounds_of(lengths, window, rank * here)
-    scale = 1 / math.sqrt(q.shape[2]) if scale is None else scale
     pair = attend(q, k, v, bounds, block_table, capacity=most, scale=scale, softcap=softcap)
     out, lse = (pair[..., :-1], pair[..., -1]) if axis_name is None else merge(pair, axis_name)
     out = out.astype(q.dtype)
     return (out, lse) if return_lse else out
 
 
-def _check(
-    q: Any, k: Any, v: Any, lengths: Any, block_table: Any, window: Any, softcap: Any
-) -> None:
-    op = "jflux.flash_decode"
+def _check(q: Any, k: Any, v: Any, lengths: Any, block_table: Any) -> None:
+    op = _OP
     paged = block_table is not None
     cache_shape = "[pages, page size, G, D]" if paged else "[B, S/N, G, D]"
     for name, a, wanted in (
@@ -200,7 +200,3 @@ def _check(
         raise TypeError(
             f"{op}: q must be of float16, bfloat16, float32 or float64, got {q.dtype}; cast it"
         )
-    if window is not None and (not isinstance(window, int | np.integer) or window < 1):
-        raise ValueError(f"{op}: {window=} must be an int of at least 1; None: no window")
-    if softcap is not None and not softcap > 0:
-        raise ValueError(f"{op}: {softcap=} must be greater than 0; None: none")

@@ -20,7 +20,7 @@ from .._epilogue import sum_dtype
 from .._lowering import ShapeDtype
 from .._ops import _local, _product
 from . import cache
-from .blocks import default_precision
+from .blocks import default_precision, pairs_flops
 
 OP = "flash_decode"
 WIDTHS = (64, 128, 256)  # elements of a head that the kernel takes
@@ -157,10 +157,10 @@ def attend_to_part(
     by_token = scores.reshape(len(q), heads, *attended.shape[1:])
     scores = jnp.where(attended[:, None], by_token, -jnp.inf).reshape(scores.shape)
     highest = lax.stop_gradient(jnp.max(scores, -1, initial=-jnp.inf))
-    base = jnp.where(highest > -jnp.inf, highest, 0)
+    base = jnp.where(highest == -jnp.inf, 0, highest)
     weights = jnp.exp(scores - base[..., None])
     total = jnp.sum(weights, -1)
-    any_counts = total > 0
+    any_counts = total != 0  # NaN counts
     safe = jnp.where(any_counts, total, 1)
     # A weight of zero does not keep a NaN out.
     out = _weighted_sum(weights, jnp.where(jnp.any(attended, 1)[..., None, None], v, 0))
@@ -267,6 +267,12 @@ def _why_not_portable(arrays: Arrays, params: Params, platform: str) -> str | No
     return None
 
 
+def _flops(arrays: Arrays, params: Params) -> int:
+    """Of all positions of this rank, whatever the lengths are."""
+    q, k, _, _, *tables = arrays
+    return pairs_flops(q, _positions(k, tables[0] if tables else None))
+
+
 def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
     def bind(*operands: Any) -> Any:
         return primitive.bind(*operands, params=params)
@@ -311,6 +317,8 @@ _primitive = _local.make_primitive(
         checked_on_gpus=True,
         on_cpus=False,
         check_on_cpus=_check_lengths,
+        flops=_flops,
+        values=1,
     )
 )
 ad.primitive_jvps[_primitive] = _jvp

@@ -71,16 +71,16 @@ def reorder_for_causal(
     Raises:
       ValueError: as :func:`causal_positions`.
     """
-    order = causal_positions(x.shape[axis], ranks, layout=layout)
-    return jnp.take(x, order, axis=axis, unique_indices=True)
+    order = causal_positions(np.shape(x)[axis], ranks, layout=layout)
+    return jnp.take(jnp.asarray(x), order, axis=axis, unique_indices=True)
 
 
 def restore_order(
     x: jax.Array, ranks: int, *, axis: int = 1, layout: Layout = "zigzag"
 ) -> jax.Array:
     """Undoes :func:`reorder_for_causal`, with the same arguments."""
-    order = np.argsort(causal_positions(x.shape[axis], ranks, layout=layout)).astype(np.int32)
-    return jnp.take(x, order, axis=axis, unique_indices=True)
+    order = np.argsort(causal_positions(np.shape(x)[axis], ranks, layout=layout)).astype(np.int32)
+    return jnp.take(jnp.asarray(x), order, axis=axis, unique_indices=True)
 
 
 def own_positions(rank: jax.Array, length: int, ranks: int, layout: Layout) -> jax.Array:

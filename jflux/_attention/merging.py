@@ -34,11 +34,7 @@ def merge_attention(
     Raises:
       ValueError: shapes that do not fit.
     """
-    out = outputs if isinstance(outputs, jax.Array | np.ndarray) else jnp.stack(list(outputs))
-    if isinstance(log_sum_exps, jax.Array | np.ndarray):
-        lse = log_sum_exps
-    else:
-        lse = jnp.stack(list(log_sum_exps))
+    out, lse = _stacked("outputs", outputs), _stacked("log_sum_exps", log_sum_exps)
     if out.shape[:-1] != lse.shape:
         raise ValueError(
             f"jflux.merge_attention: outputs [P, ..., H, D] have shape {out.shape}, so "
@@ -57,3 +53,15 @@ def merge_attention(
     terms = jnp.where(counts[..., None], weights[..., None] * out.astype(wide), 0)
     merged = (jnp.sum(terms, 0) / safe[..., None]).astype(out.dtype)
     return merged, jnp.where(any_counts, jnp.log(safe) + base, -jnp.inf)
+
+
+def _stacked(name: str, parts: Sequence[jax.Array] | jax.Array) -> jax.Array:
+    """[P, ...]."""
+    one = isinstance(parts, jax.Array | np.ndarray)
+    shapes = [np.shape(part) for part in parts] if not one else [np.shape(parts)[1:]]
+    if len(set(shapes)) != 1 or (one and not np.shape(parts)[:1] > (0,)):
+        raise ValueError(
+            f"jflux.merge_attention: {name} must be those of one part or more, all of one shape; "
+            f"got {np.shape(parts) if one else shapes}"
+        )
+    return jnp.asarray(parts) if one else jnp.stack([jnp.asarray(part) for part in parts])

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
+
+#: Positions are int32, and a window of so many leaves none out.
+_MOST_POSITIONS = np.iinfo(np.int32).max
 
 
 def check(op: str, q: Any, k: Any, v: Any, segment_ids: Any) -> None:
@@ -56,8 +62,43 @@ def window_of(op: str, window: Any) -> tuple[int, int] | None:
     if window is None:
         return None
     pair = window if isinstance(window, tuple) else (window, window)
-    if len(pair) != 2 or not all(isinstance(w, int) and w >= 0 for w in pair):
+    if len(pair) != 2 or not all(isinstance(w, int | np.integer) and w >= 0 for w in pair):
         raise ValueError(
             f"{op}: {window=} must be a number of positions, 0 or more, or two: (left, right)"
         )
-    return pair
+    left, right = (min(int(w), _MOST_POSITIONS) for w in pair)
+    return left, right
+
+
+def scale_of(op: str, scale: Any, width: int) -> float:
+    """Of the scores: as given, or 1 / sqrt(D)."""
+    return 1 / math.sqrt(max(1, width)) if scale is None else _number(op, "scale", scale)
+
+
+def softcap_of(op: str, softcap: Any) -> float | None:
+    """As given, if it is positive."""
+    if softcap is None:
+        return None
+    cap = _number(op, "softcap", softcap)
+    if not cap > 0:
+        raise ValueError(f"{op}: {softcap=} must be greater than 0; None: none")
+    return cap
+
+
+def last_of(op: str, window: Any) -> int | None:
+    """How many of the last positions are attended to; None: all."""
+    if window is None:
+        return None
+    if not isinstance(window, int | np.integer) or window < 1:
+        raise ValueError(f"{op}: {window=} must be an int of at least 1; None: no window")
+    return min(int(window), _MOST_POSITIONS)
+
+
+def _number(op: str, name: str, value: Any) -> float:
+    """A kernel has it as an attribute."""
+    if isinstance(value, jax.core.Tracer):
+        raise TypeError(
+            f"{op}: {name} must be known when the call is traced, got {value.aval.str_short()}"
+            + ("; multiply q by a scale that is computed" if name == "scale" else "")
+        )
+    return float(value)

@@ -19,7 +19,7 @@ from .._ops.exchange import (
     all_to_all_reference,
 )
 from . import cudnn
-from .operands import check, check_heads
+from .operands import check, check_heads, window_of
 from .plain import dot_product_attention
 
 
@@ -110,7 +110,10 @@ def _ulysses(
     scale: float | None,
 ) -> jax.Array:
     op = "jflux.ulysses_attention"
+    q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
+    segment_ids = None if segment_ids is None else jnp.asarray(segment_ids)
     check(op, q, k, v, segment_ids)
+    pair = window_of(op, window)
     check_heads(op, q, k, _mesh.axis_size(axis_name))
     gather, exchange = exchanges
     q, k, v = to_heads(axis_name, q, k, v, exchange)
@@ -118,8 +121,10 @@ def _ulysses(
     if segment_ids is not None:
         ids = gather(segment_ids, axis_name=axis_name, axis=1, tiled=True)
         mask = ids[:, None, :, None] == ids[:, None, None, :]
-    scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
-    y = core(q, k, v, is_causal=causal, scale=scale, mask=mask, local_window_size=window)
+    scale = 1 / math.sqrt(max(1, q.shape[3])) if scale is None else scale
+    if pair is not None:  # no more than there are positions, to which `core` may add them
+        pair = min(pair[0], q.shape[1]), min(pair[1], q.shape[1])
+    y = core(q, k, v, is_causal=causal, scale=scale, mask=mask, local_window_size=pair)
     return to_positions(axis_name, y, exchange)
 
 

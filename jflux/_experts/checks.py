@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .. import _checks
+
 
 def check_tokens(
     op: str, x: Any, indices: Any, num_experts: int, world: int
@@ -41,7 +43,7 @@ def check_tokens(
             f"{op}: topk_indices {indices.shape} has {indices.shape[1]} experts for each token, "
             f"which must be from 1 to {num_experts=}"
         )
-    return x, indices.astype(jnp.int32)
+    return x, _checks.to_int32(indices)
 
 
 def check_weights(op: str, weights: Any, shape: tuple[int, ...]) -> jax.Array:

@@ -194,7 +194,8 @@ def _dispatched(
 ) -> Dispatched:
     """In the layout that is asked for."""
     if options.layout == "masked":
-        rows = rows.reshape(sizes.shape[0], -1, rows.shape[1])
+        experts = sizes.shape[0]
+        rows = rows.reshape(experts, rows.shape[0] // experts, rows.shape[1])
         row_weights = row_weights.reshape(rows.shape[:2])
     return Dispatched(rows, sizes, padded, row_weights, handle, statistics)
 

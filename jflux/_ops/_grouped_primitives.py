@@ -235,6 +235,17 @@ def _batch_dw(primitive: Any, operands: Any, dims: Any, *, params: DwParams) -> 
     return [dw.reshape(dw.shape[0], *moved.shape[1:], dw.shape[2])], [1]
 
 
+def _flops(arrays: Arrays, params: Params) -> int:
+    """Of all rows, as `lax.ragged_dot` counts: how many have a group is known as it runs."""
+    x, ws, *_ = _split(arrays, params)
+    return sum(2 * x.shape[0] * w.shape[1] * w.shape[2] for w in ws)
+
+
+def _flops_dw(arrays: Arrays, params: DwParams) -> int:
+    x, dy, _ = arrays
+    return 2 * x.shape[0] * x.shape[1] * dy.shape[1]
+
+
 grouped_matmul = _local.make_primitive(
     _local.LocalRules(
         name=OP,
@@ -244,6 +255,8 @@ grouped_matmul = _local.make_primitive(
         attributes=_attributes,
         batch=_batch,
         checked_on_gpus=True,
+        flops=_flops,
+        values=1,
     )
 )
 grouped_matmul_dw = _local.make_primitive(
@@ -255,6 +268,7 @@ grouped_matmul_dw = _local.make_primitive(
         attributes=lambda params: {"tile": forced_tile(gated=False)},
         batch=_batch_dw,
         checked_on_gpus=True,
+        flops=_flops_dw,
     )
 )
 

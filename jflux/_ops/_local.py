@@ -16,9 +16,9 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
 
-from .. import _config, _dispatch, _explain, _ffi, _gpu_code, _native
+from .. import _config, _derivatives, _dispatch, _explain, _ffi, _gpu_code, _native
 from .._dispatch import Arrays, Path, Plan
-from .._lowering import BatchRule, ReferenceForm, ShapesRule
+from .._lowering import BatchRule, FlopsRule, ReferenceForm, ShapesRule, flops_of, no_products
 
 
 class WhyNotRule(Protocol):
@@ -54,6 +54,9 @@ class LocalRules:
         it, and it is no error in strict mode.
       prepare: operands, params -> the operands of the handler, computed in `lax`; None: they are
         the call's.
+      flops: of the call's products.
+      values: the first so many results are what the call is for, and what `checkify` looks at. The
+        others may be anything where nobody reads them. None: all.
     """
 
     name: str
@@ -68,6 +71,8 @@ class LocalRules:
     check_on_cpus: Callable[[Arrays, Any], Arrays] | None = None
     is_optional: bool = False
     prepare: Callable[[Arrays, Any], Sequence[jax.Array]] | None = None
+    flops: FlopsRule = no_products
+    values: int | None = None
 
 
 def make_primitive(rules: LocalRules) -> Primitive:
@@ -117,6 +122,8 @@ def make_primitive(rules: LocalRules) -> Primitive:
             primitive, functools.partial(lower, platform=platform), platform=platform
         )
     batching.primitive_batchers[primitive] = functools.partial(rules.batch, primitive)
+    _derivatives.check_for_nan(primitive, rules.values)
+    flops_of[primitive] = lambda arrays, results, named: rules.flops(arrays, **named)
     return primitive
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jax.interpreters import ad
 
-from .. import _config, _dispatch, _lowering, _mesh
+from .. import _checks, _config, _dispatch, _lowering, _mesh
 from .._dispatch import Arrays, Machine, Plan
 from .._mesh import AxisName, Part
 from . import _product, exchange
@@ -122,16 +122,8 @@ def _checked(operand: Any, output: Any, *sizes: Any) -> list[jax.Array]:
                 f"{op}: {name} must have shape [K], as the other sizes and offsets, with K >= 1; "
                 f"got {size.shape}, and input_offsets has {jnp.shape(sizes[0])}"
             )
-        arrays.append(_as_int32(size))
+        arrays.append(_checks.to_int32(size))
     return [operand, output, *arrays]
-
-
-def _as_int32(size: jax.Array) -> jax.Array:
-    """What does not fit stays out of range."""
-    info, wide = np.iinfo(np.int32), np.iinfo(size.dtype)
-    if wide.max > info.max:
-        size = jnp.clip(size, max(wide.min, info.min), info.max)
-    return size.astype(jnp.int32)
 
 
 def _ranks_of(axis_name: AxisName, groups: Any) -> tuple[tuple[Any, ...], int]:

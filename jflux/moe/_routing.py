@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .. import _checks
 from .._dispatch import Arrays
 from .._epilogue import sum_dtype
 from .._lowering import ShapeDtype
@@ -101,7 +102,7 @@ def route(topk_indices: jax.Array, num_experts: int, *, capacity: int | None = N
     if capacity is not None and capacity < 0:
         raise ValueError(f"jflux.moe.route: {capacity=} must be None or at least 0")
     params = Params(int(num_experts), -1 if capacity is None else int(capacity))
-    indices = topk_indices.astype(jnp.int32)
+    indices = _checks.to_int32(topk_indices)
     if indices.size == 0:
         return Routing(*reference((indices,), params))
     return Routing(*_primitive.bind(indices, params=params))
@@ -118,16 +119,18 @@ def statistics(topk_indices: jax.Array, routing: Routing) -> Statistics:
       The statistics.
     """
     experts = routing.counts.shape[0]
-    unassigned = jnp.sum(topk_indices == -1, dtype=jnp.int32)
+    indices = _checks.to_int32(topk_indices)
+    unassigned = jnp.sum(indices == -1, dtype=jnp.int32)
     kept = jnp.sum(routing.counts, dtype=jnp.int32)
-    dropped = jnp.int32(topk_indices.size) - unassigned - kept
-    return Statistics(count(topk_indices, experts), dropped, unassigned)
+    dropped = jnp.int32(indices.size) - unassigned - kept
+    return Statistics(count(indices, experts), dropped, unassigned)
 
 
 def count(topk_indices: jax.Array, num_experts: int) -> jax.Array:
     """i32 [E]: how many slots chose each expert. Other numbers count for none."""
-    known = (topk_indices >= 0) & (topk_indices < num_experts)
-    return route(jnp.where(known, topk_indices, -1), num_experts).counts
+    indices = _checks.to_int32(topk_indices)
+    known = (indices >= 0) & (indices < num_experts)
+    return route(jnp.where(known, indices, -1), num_experts).counts
 
 
 def permute(x: jax.Array, routing: Routing) -> jax.Array:

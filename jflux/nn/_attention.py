@@ -121,6 +121,7 @@ def attention(
             raise ValueError(
                 f"jflux.nn.attention: {name} must be {shape}, got {w.shape}; reshape a matrix to it"
             )
+    _mesh.axes_of(context_axis, axis_name)  # which are different ones
     if len(bias) != 4:
         raise ValueError(f"jflux.nn.attention: bias must be four arrays or None, got {len(bias)}")
     options: Any = {

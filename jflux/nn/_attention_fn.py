@@ -204,7 +204,7 @@ def _allowed(
             may &= j <= i
         if window is not None:
             left, right = window_of(_OP, window) or (length, length)
-            may &= (j >= i - left) & (j <= i + right)
+            may &= (j >= i - left) & (j - right <= i)  # no sum beyond int32
         may = may[None, None]
     if segment_ids is not None:
         same = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
