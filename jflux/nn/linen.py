@@ -29,7 +29,6 @@ from .. import _global, _mesh
 from .._attention.decoding import KVCache
 from .._attention.layouts import Layout
 from . import _attention, _dense, _flax, _moe, _vocabulary
-from ._dot_general import DotGeneral
 from ._flax import Initializer, in_one_type, meta, nn, options_of
 from ._vocabulary import cross_entropy as cross_entropy
 
@@ -370,7 +369,7 @@ class DotGeneralModule(nn.Module):
     """A :class:`jflux.nn.DotGeneral` as a module without parameters, for those who want one. See
     :meth:`jflux.nn.TensorParallel.dot_general_cls`."""
 
-    dot: DotGeneral
+    dot: Callable[..., Any]  # a DotGeneral
 
     def __call__(self, *args: Any, **kwargs: Any) -> jax.Array:
         """As `lax.dot_general`, and as the wrapped function takes and returns them."""
