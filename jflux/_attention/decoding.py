@@ -130,7 +130,7 @@ def attend_to_cache(
     """
     return _attend(
         decode_merge.merge_over_ranks, flash_decode_part.attend, cache.update_cache, kv_cache, q, k,
-        v, new_lengths, axis_name, window, softcap, scale,
+        v, new_lengths, axis_name=axis_name, window=window, softcap=softcap, scale=scale,
     )  # fmt: skip
 
 
@@ -149,7 +149,7 @@ def attend_to_cache_reference(
     """:func:`jflux.attend_to_cache` with `lax`'s all-gather."""
     return _attend(
         decode_merge.reference, flash_decode_part.attend_reference, cache.reference, kv_cache, q, k,
-        v, new_lengths, axis_name, window, softcap, scale,
+        v, new_lengths, axis_name=axis_name, window=window, softcap=softcap, scale=scale,
     )  # fmt: skip
 
 
@@ -204,6 +204,7 @@ def _attend(
     k: Any,
     v: Any,
     new_lengths: Any,
+    *,
     axis_name: AxisName | None,
     window: int | None,
     softcap: float | None,

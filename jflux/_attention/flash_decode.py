@@ -93,7 +93,8 @@ def flash_decode(
     """
     return _flash_decode(
         decode_merge.merge_over_ranks, flash_decode_part.attend, q, k_cache, v_cache, lengths,
-        axis_name, block_table, window, softcap, scale, return_lse,
+        axis_name=axis_name, block_table=block_table, window=window, softcap=softcap, scale=scale,
+        return_lse=return_lse,
     )  # fmt: skip
 
 
@@ -113,7 +114,8 @@ def reference(
     """:func:`jflux.flash_decode` in plain `lax`."""
     return _flash_decode(
         decode_merge.reference, flash_decode_part.attend_reference, q, k_cache, v_cache, lengths,
-        axis_name, block_table, window, softcap, scale, return_lse,
+        axis_name=axis_name, block_table=block_table, window=window, softcap=softcap, scale=scale,
+        return_lse=return_lse,
     )  # fmt: skip
 
 
@@ -124,6 +126,7 @@ def _flash_decode(
     k: Any,
     v: Any,
     lengths: Any,
+    *,
     axis_name: AxisName | None,
     block_table: Any,
     window: int | None,
