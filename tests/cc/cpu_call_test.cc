@@ -438,7 +438,8 @@ TEST(CallsThatWaitForRoomLeaveTheOthersTime) {
   ExpectSuccess(&completions, 2 * kCalls);
   sched_setaffinity(0, sizeof(all), &all);
   const double used_s = ProcessorSeconds() - before_s;
-  EXPECT(kSanitized || used_s < 12) << used_s;  // 1, and 25 if each polled as often as it would alone
+  // 1, and 25 if each polled as often as it would alone.
+  EXPECT(kSanitized || used_s < 12) << used_s;
 }
 
 // A product may take longer than a wait may: each tile is progress.
