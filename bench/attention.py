@@ -346,11 +346,8 @@ def main() -> int:
     args = command.parse(__doc__, lists=",".join(LISTS))
     mesh = Mesh(np.array(jax.devices()[: args.ranks]), ("cp",))
     others = attention_peers.start([name for name in args.peers.split(",") if name], mesh)
-    cases = [case for name in args.lists.split(",") for case in LISTS[name]]
-    table(args.ranks).measure(
-        args,
-        {case: functools.partial(measure, case, args.ranks, args.rounds, others) for case in cases},
-    )
+    one = functools.partial(measure, others=others)
+    table(args.ranks).measure_cases(args, LISTS, one)
     return 0
 
 

@@ -189,6 +189,23 @@ class Table:
             longest = max(longest, time.monotonic() - start)
         return rows
 
+    def measure_cases(
+        self,
+        args: argparse.Namespace,
+        lists: Mapping[str, Sequence[Any]],
+        measure: Callable[[Any, int, int], Row],
+    ) -> list[Row]:
+        """:meth:`measure` of the cases of --lists, which are the rows' keys, by
+        ``measure(case, ranks, rounds)``."""
+        return self.measure(
+            args,
+            {
+                case: functools.partial(measure, case, args.ranks, args.rounds)
+                for name in args.lists.split(",")
+                for case in lists[name]
+            },
+        )
+
 
 def joined(cells: Callable[[Row], Sequence[str]]) -> Callable[[Row], str]:
     """A line of these cells."""

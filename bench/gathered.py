@@ -18,7 +18,6 @@ one rank nothing is gathered, and C is empty.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -172,10 +171,7 @@ def main() -> int:
         "gathered", lambda row: Case(**row["case"]), lambda _: HEADING,
         command.joined(lambda row: cells(row, args.ranks)),
     )  # fmt: skip
-    cases = [case for name in args.lists.split(",") for case in LISTS[name]]
-    table.measure(
-        args, {case: functools.partial(measure, case, args.ranks, args.rounds) for case in cases}
-    )
+    table.measure_cases(args, LISTS, measure)
     return 0
 
 

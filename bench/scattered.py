@@ -17,7 +17,6 @@ Before anything is timed, J is compared with the two steps, and some of its toke
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -163,10 +162,7 @@ def main() -> int:
         "scattered", lambda row: Case(**row["case"]), lambda _: HEADING,
         command.joined(lambda row: cells(row, args.ranks)),
     )  # fmt: skip
-    cases = [case for name in args.lists.split(",") for case in LISTS[name]]
-    table.measure(
-        args, {case: functools.partial(measure, case, args.ranks, args.rounds) for case in cases}
-    )
+    table.measure_cases(args, LISTS, measure)
     return 0
 
 

@@ -40,7 +40,7 @@ from jflux._stress import calls, cases, programs
 H100S = Machine("cuda", sm_count=132, link_gbps=320.0, heap_bytes=2 << 30, is_here=False)
 
 
-class _Library:
+class Library:
     """A native library that says that it has kernels for GPUs."""
 
     def __init__(self, lib: Any) -> None:
@@ -55,7 +55,7 @@ def as_on_gpus() -> Iterator[None]:
     """Calls are planned and lowered as on one host of H100s. They cannot be run."""
     with contextlib.ExitStack() as stack:
         for module, name, value in (
-            (_native, "lib", _Library(_native.lib)),
+            (_native, "lib", Library(_native.lib)),
             (_heap, "why_not_usable", lambda *_: None),
             (_dispatch, "machine_of", lambda *_: H100S),
             (_lowering, "levels_over", lambda *_: None),

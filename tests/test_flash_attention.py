@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from gpu_programs import Library
 from harness import examples, make_mesh
 from hypothesis import given
 from hypothesis import strategies as st
@@ -139,13 +140,7 @@ def test_the_span_of_differences_is_the_mask(scores):
 @pytest.fixture
 def with_cuda(monkeypatch):
     """A build that says it has GPU kernels: enough to lower programs, not to run them."""
-    lib = _native.lib
-
-    class Lib:
-        def __getattr__(self, name):
-            return (lambda: True) if name == "built_with_cuda" else getattr(lib, name)
-
-    monkeypatch.setattr(_native, "lib", Lib())
+    monkeypatch.setattr(_native, "lib", Library(_native.lib))
 
 
 def arrays(dtype=jnp.bfloat16, width=64, length=300, segments=False):

@@ -12,8 +12,7 @@ import numpy as np
 import jflux
 
 from . import calls
-from .calls import HALVES
-from .cases import FLOATS, Case, Data, Output, Place, exchanged_by
+from .cases import Case, Data, Output, Place, exchanged_by
 
 EMPTY = 1e4  # what stands for the log-sum-exp of a query that attends to nothing
 
@@ -62,7 +61,7 @@ def _heads(rng: random.Random, place: Place) -> tuple[int, int, int, Any]:
     groups = rng.choice([1, 2, 3])
     gpu = place.platform == "cuda"
     width = rng.choice([64, 128, 256] if gpu else [8, 16, 64])  # what flash_decode's kernel takes
-    return groups * rng.choice([1, 2, 4]), groups, width, rng.choice(HALVES if gpu else FLOATS)
+    return groups * rng.choice([1, 2, 4]), groups, width, place.draw_type(rng)
 
 
 def attention(rng: random.Random, place: Place) -> Case:
@@ -179,10 +178,10 @@ def decoding(rng: random.Random, place: Place) -> Case:
 def ulysses(rng: random.Random, place: Place) -> Case:
     """Over a sequence in parts, by heads."""
     world, name = place.world, place.axis_name
-    gpu = place.platform == "cuda"
     groups = rng.choice([one for one in range(1, world + 1) if world % one == 0] + [2 * world])
     heads = groups * (max(1, world // groups)) * rng.choice([1, 2])
-    width, dtype = rng.choice([64, 128] if gpu else [8, 16]), rng.choice(HALVES if gpu else FLOATS)
+    width = rng.choice([64, 128] if place.platform == "cuda" else [8, 16])
+    dtype = place.draw_type(rng)
     batch, own, causal = rng.choice([1, 2]), rng.choice([1, 16, 65]), rng.random() < 0.5
 
     def body(q: Any, k: Any, v: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -89,6 +90,10 @@ class Place:
     def world(self) -> int:
         """Ranks of a group."""
         return calls.world_of(self.mesh, self.axis_name)
+
+    def draw_type(self, rng: random.Random) -> Any:
+        """Of operands: the GPU kernels of experts and attention take 16-bit floats alone."""
+        return rng.choice(HALVES if self.platform == "cuda" else FLOATS)
 
 
 def sums_of(place: Place, *arrays: np.ndarray) -> list[np.ndarray]:

@@ -14,12 +14,7 @@ import jflux
 from .. import _mesh, moe
 from .._attention import decode_merge
 from . import calls
-from .calls import HALVES
-from .cases import FLOATS, Case, Data, Output, Place, exchanged_by
-
-
-def _type(rng: random.Random, place: Place) -> Any:
-    return rng.choice(HALVES if place.platform == "cuda" else FLOATS)
+from .cases import Case, Data, Output, Place, exchanged_by
 
 
 def _choices(rng: np.random.Generator, shape: tuple[int, ...], experts: int) -> np.ndarray:
@@ -38,7 +33,7 @@ def dispatch(rng: random.Random, place: Place) -> Case:
     """Tokens to their experts' ranks, each row times its expert's number, and back."""
     tokens, local = rng.choice([1, 5, 16, 40]), rng.choice([1, 2, 5])
     experts, width = place.world * local, rng.choice([8, 64, 264])
-    k, dtype = rng.randint(1, min(4, experts)), _type(rng, place)
+    k, dtype = rng.randint(1, min(4, experts)), place.draw_type(rng)
     layout, sums = rng.choice(["expert", "masked"]), rng.random() < 0.7
     name = place.axis_name
 
@@ -83,7 +78,7 @@ def experts(rng: random.Random, place: Place) -> Case:
     tokens, width, hidden = rng.choice([1, 4, 16]), rng.choice([8, 64]), rng.choice([8, 72])
     split = rng.choice(["units", "gather", *["dispatch"] * (not place.spans)])
     count = place.world * rng.choice([1, 2])
-    k, dtype, name = rng.randint(1, min(3, count)), _type(rng, place), place.axis_name
+    k, dtype, name = rng.randint(1, min(3, count)), place.draw_type(rng), place.axis_name
     held = count if split == "units" else count // place.world
 
     def body(x: Any, indices: Any, weights: Any, up: Any, down: Any) -> Any:
