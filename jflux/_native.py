@@ -23,6 +23,12 @@ MAX_RANKS: int = _constants["max_ranks"]
 MAX_WEIGHTS: int = _constants["max_weights"]
 #: Rows of a tile of the GPU kernels.
 TILE_ROWS: int = _constants["tile_rows"]
+#: (columns of a tile, cluster_m) of each kernel of grouped products
+#: (cc/ops/grouped_matmul/grouped_matmul_config.h).
+GROUPED_TILES: tuple[tuple[int, int], ...] = tuple(
+    (int(columns), int(cluster_m))
+    for columns, cluster_m in (tile.split("/") for tile in _constants["grouped_tiles"])
+)
 #: Elements of a 16-bit type that the GPU kernels move together: rows are whole multiples.
 UNIT: int = _constants["unit_bytes"] // 2
 #: Architectures that kernels are compiled for (cc/gpu/machine.h): for many GPUs, and for Hopper.

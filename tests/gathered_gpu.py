@@ -232,9 +232,11 @@ def main() -> int:
 
     def attempt(what: str, run: Any, *given: Any) -> bool:
         """False: the device is lost."""
+        begin = time.monotonic()
         try:
             name, form, worst = run(*given)
             found[name, form].append(worst)
+            print(f"{what}: right, {time.monotonic() - begin:.0f} s", flush=True)
         except Exception as error:
             wrong.append(f"{what}: {type(error).__name__}: {str(error)[:400]}")
             print(wrong[-1], flush=True)
@@ -259,9 +261,6 @@ def main() -> int:
         if not alive or time.monotonic() >= until or len(wrong) >= 12:
             break
         alive = attempt(f"{name}, seed {seed}", one, seed, args.ranks)
-        if seed % 10 == 9:
-            done = sum(map(len, found.values()))
-            print(f"{done} calls right, {len(wrong)} wrong", flush=True)
     print(f"\n{'tile':10} {'form':30} calls  largest error / bound")
     for (tile, form), errors in sorted(found.items()):
         print(f"{tile:10} {form:30} {len(errors):5}  {max(errors):.2f}")

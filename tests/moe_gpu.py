@@ -20,12 +20,12 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+from routed import TILES
 
 import jflux
 from jflux import _tuning, moe
 from jflux._epilogue import ACTIVATIONS
 
-TILES = (None, (256, 2), (256, 1), (192, 1), (128, 1))
 WAYS = (
     {}, {}, {"activation": "silu"}, {"activation": "silu", "gated": True},
     {"activation": "gelu_tanh", "gated": True}, {"activation": "relu"},

@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jflux import _native
 from jflux._epilogue import ACTIVATIONS
 
 #: Columns and CTAs of a cluster of the tiles that are compiled; None: the chosen one.
-TILES = (None, (256, 2), (256, 1), (192, 1), (128, 1))
+TILES = (None, *_native.GROUPED_TILES)
 KINDS = ("balanced", "dropped", "one expert", "first tokens", "skewed")
 
 

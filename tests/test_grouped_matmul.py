@@ -15,7 +15,7 @@ from jax.test_util import check_grads
 
 import jflux
 import jflux.nn
-from jflux import _native, testing
+from jflux import _native, _tuning, testing
 from jflux._epilogue import ACTIVATIONS
 from jflux._ops import _grouped_primitives as primitives
 from jflux._ops import _local
@@ -558,3 +558,24 @@ def test_sizes_that_do_not_fit(sizes, says):
                 jnp.asarray(x), jnp.asarray(x), s, params=primitives.DwParams(np.dtype("float32"))
             )
         )
+
+
+# ---- A forced configuration ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("choice", _tuning.compiled(), ids=str)
+def test_a_configuration_that_is_forced_on_all_products_is_for_those_that_have_it(choice, gated):
+    """jflux.stress forces configurations of dense products, of which grouped ones have fewer."""
+    with _tuning.force(choice):
+        forced = primitives.forced_tile(gated)
+    tile = (choice.tile_n, choice.cluster_m)
+    has_it = tile in _native.GROUPED_TILES and not (gated and choice.tile_n % 128)
+    assert tuple(forced) == (tile if has_it else ())
+    half = _native.DTYPES.index("bfloat16")
+    call = {
+        "world": 2, "tokens": 64, "choices": 1, "k": 64, "n": 64, "groups": 2, "dtype": half,
+        "out_dtype": half, "transpose_rhs": 0, "gated": int(gated),
+    } | dict(zip(("tile_n", "cluster_m"), map(int, forced), strict=False))  # fmt: skip
+    plan = _native.lib.plan("all_gather_grouped_matmul", call, 132, 400.0, _native.HOPPER_ARCH)
+    assert not has_it or (plan["tile_n"], plan["cluster_m"]) == tile

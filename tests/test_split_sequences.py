@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import RANKS, make_mesh
+from harness import PLATFORM, RANKS, make_mesh
 from jax.sharding import PartitionSpec as P
 
 import jflux
@@ -369,7 +369,7 @@ def test_projections_exchange_as_they_multiply(world, kv_heads):
         return plain(q, k, v, causal(own * world))[0].reshape(*x.shape[:2], -1) @ wo
 
     check(split, whole, (x, wq, wk, wv, wo))
-    if world > 1:
+    if world > 1 and PLATFORM == "cpu":  # GPUs have no kernels of float64
         text = jax.jit(split).lower(x, wq, wk, wv, wo).as_text()
         calls = [text.count(f"jflux_{op}(") for op in ("matmul_all_to_all", "all_to_all_matmul")]
         assert calls == [3, 1]

@@ -7,6 +7,7 @@
 #include "core/dtype.h"
 #include "core/layout.h"
 #include "gpu/gemm_config.h"
+#include "ops/grouped_matmul/grouped_matmul_config.h"
 #include "runtime/capi.h"
 #include "runtime/ffi.h"
 #include "runtime/local_op.h"
@@ -105,6 +106,10 @@ const JfluxField* jflux_constants(void) {
     number = static_cast<int64_t>(jflux::Activation::kNone);
     for (const char* name : jflux::kActivationNames) {
       list->push_back({KeptForever(std::string("activations.") + name), ++number});
+    }
+    for (const jflux::GemmChoice& c : jflux::kGroupedCompiled) {
+      const std::string tile = std::to_string(c.tile_n) + "/" + std::to_string(c.cluster_m);
+      list->push_back({KeptForever("grouped_tiles." + tile), 0});
     }
     for (const jflux::Op* op : jflux::AllOps()) {
       for (const jflux::Constant* c = op->constants; c != nullptr && c->name != nullptr; ++c) {

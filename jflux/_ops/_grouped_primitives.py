@@ -166,11 +166,13 @@ def _why_not_sizes(widths: Sequence[int], sizes: Any, platform: str) -> str | No
 
 def forced_tile(gated: bool) -> np.ndarray:
     """(columns, cluster_m) of the GPU kernel that `_tuning.force` asks for; empty: what C++ takes
-    for the fastest, also where a gate cannot have the tile."""
+    for the fastest, also where no grouped kernel has the tile, or none with a gate."""
     choice = _config.config.current().configuration
-    if not isinstance(choice, _tuning.Choice) or (gated and choice.tile_n % 128):
-        return np.zeros(0, np.int64)
-    return np.array([choice.tile_n, choice.cluster_m], np.int64)
+    if isinstance(choice, _tuning.Choice) and not (gated and choice.tile_n % 128):
+        tile = (choice.tile_n, choice.cluster_m)
+        if tile in _native.GROUPED_TILES:
+            return np.array(tile, np.int64)
+    return np.zeros(0, np.int64)
 
 
 def forced_configuration(gated: bool) -> dict[str, int]:
