@@ -218,6 +218,13 @@ def tracks_vma(axis_name: AxisName) -> bool:
     return bool(jax.typeof(lax.axis_index(as_tuple(axis_name))).manual_axis_type.varying)
 
 
+def platform() -> str:
+    """Of the devices that the code being traced is for: those of its mesh, which may be the CPUs of
+    a host with GPUs, or else JAX's default ones."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
 def group_table(mesh: Mesh, axis_name: AxisName) -> np.ndarray:
     """Global device ids, int64 [number of groups, ranks], in rank order."""
     names, groups = axes_and_groups(axis_name)

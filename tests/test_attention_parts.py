@@ -8,14 +8,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import RANKS, examples, make_mesh
+from harness import PLATFORM, RANKS, examples, make_mesh
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from test_attention import LAYOUTS, Case, check, weights_of
 
 import jflux
-from jflux._attention import by_parts, cudnn, pieces, split
+import jflux.nn
+from jflux._attention import by_parts, cudnn, pieces, plain, split
 from jflux._attention.blocks import Scores
 from jflux._attention.layouts import causal_positions
 
@@ -324,6 +325,63 @@ def test_not_on_cpus_and_not_unchecked(monkeypatch):
     with jflux.config(fused=False):
         why = by_parts.why_not(q, q, Scores(1.0, causal=True), "zigzag", 2, None)
     assert why == "jflux.config.fused is off"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "length", "options", "takes"),
+    [
+        (jnp.bfloat16, 128, {"is_causal": True}, True),
+        (jnp.float16, 64, {"is_causal": True, "local_window_size": (32, 0)}, True),
+        (jnp.bfloat16, 64, {"local_window_size": (32, 0)}, False),
+        (jnp.bfloat16, 64, {"mask": np.ones((1, 1, 64, 64), bool)}, False),
+        (jnp.bfloat16, 65, {}, False),
+        (jnp.float32, 64, {}, False),
+    ],
+)
+@pytest.mark.parametrize("lead", [(), (2,)])
+def test_attention_of_one_device_is_cudnns_where_it_takes_the_call(
+    monkeypatch, dtype, length, options, takes, lead
+):
+    """JAX's default keeps all scores."""
+    taken = []
+    plainly = jax.nn.dot_product_attention
+
+    def attend(*operands, implementation, **options):
+        taken.append(implementation)
+        return plainly(*operands, **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", attend)
+    q = jnp.zeros((*lead, length, 2, 64), dtype)
+    plain.attend(q, q, q, **options)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(cudnn, "_is_recent_gpu", lambda: True)
+    plain.attend(q, q, q, **options)
+    monkeypatch.setattr(cudnn, "_is_recent_gpu", lambda: False)
+    plain.attend(q, q, q, **options)
+    assert taken == [None, "cudnn" if takes else None, None]
+
+
+@pytest.mark.skipif(PLATFORM != "cpu", reason="devices that are not the default ones")
+def test_cpus_beside_gpus_take_no_kernel_of_gpus(monkeypatch):
+    """A mesh of CPUs on a host whose default devices are GPUs."""
+    operands = [jnp.zeros((1, 128 * RANKS, 2, 64), jnp.bfloat16)] * 3
+    weights = [jnp.zeros(s, jnp.bfloat16) for s in ((32, 8, 8), (32, 8, 8), (32, 8, 8), (8, 8, 32))]
+    mesh, sequence = make_mesh((RANKS,)), P(None, "tp")
+    heads, out = P(None, "tp"), P("tp")
+    split = jax.shard_map(
+        functools.partial(jflux.attention, axis_name="tp", causal=True, layout="contiguous"),
+        mesh=mesh, in_specs=(sequence,) * 3, out_specs=sequence,
+    )  # fmt: skip
+    layer = jax.shard_map(
+        lambda x, *w: jflux.nn.attention(x, *w, axis_name="tp"), mesh=mesh,
+        in_specs=(sequence, heads, heads, heads, out), out_specs=sequence,
+    )  # fmt: skip
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(cudnn, "_is_recent_gpu", lambda: True)
+    monkeypatch.setattr(cudnn, "_why_not_here", lambda q, k: None)
+    jax.block_until_ready(jax.jit(split)(*operands))
+    x = jnp.zeros((1, 64 * RANKS, 32), jnp.bfloat16)
+    jax.block_until_ready(jax.jit(layer)(x, *weights))
 
 
 @pytest.mark.parametrize("in_axes", [None, (0, 0, 0), (1, None, 0), (None, 2, 2)])

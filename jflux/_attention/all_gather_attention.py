@@ -59,7 +59,7 @@ def takes(axis_name: AxisName | None, ranks: int, segments: jax.Array | None) ->
 def beats_cudnn(q: jax.Array, k: jax.Array, v: jax.Array, scores: Scores) -> bool:
     """Whether its forward pass takes less time than cuDNN's parts: on GPUs that have it, with a
     causal mask. Without one they take as long (docs/experiments/0047)."""
-    if not scores.causal or jax.default_backend() != "gpu":
+    if not scores.causal or _mesh.platform() != "gpu":
         return False
     return flash_attention.plan(q, k, v, scores).path == _dispatch.Path.FUSED
 

@@ -22,10 +22,11 @@ from .._ops.exchange import (
     all_to_all,
     all_to_all_reference,
 )
-from . import all_gather_attention, by_parts, flash_attention, ulysses
+from . import all_gather_attention, by_parts, cudnn, flash_attention, ulysses
 from .blocks import Scores, default_precision
 from .layouts import LAYOUTS, Layout
 from .operands import check, check_heads, scale_of, softcap_of, window_of
+from .plain import attend
 from .split import Call, gather_keys, of_split, of_split_reference
 
 _OP = "jflux.attention"
@@ -248,7 +249,7 @@ def _split(
         if _is_one_call(call, q, options.return_lse, segment_ids):
             if ranks > 1:
                 k, v = gather_keys(call, k, v)
-            return ulysses.attend(
+            return attend(
                 q, k, v, is_causal=scores.causal, scale=scores.scale, mask=None,
                 local_window_size=scores.window,
             ), None  # fmt: skip
@@ -282,7 +283,7 @@ def _say_if_no_kernel(
     why_no_cudnn: str, q: jax.Array, k: jax.Array, v: jax.Array, scores: Scores
 ) -> None:
     """Says once if nothing but XLA's operations takes a call on GPUs."""
-    if jax.default_backend() != "gpu":
+    if _mesh.platform() != "gpu":
         return
     plan = flash_attention.plan(q, k, v, scores)
     if plan.path == Path.REFERENCE:
@@ -306,5 +307,5 @@ def _is_one_call(call: Call, q: jax.Array, return_lse: bool, segment_ids: Any) -
     return (
         nothing_else
         and (call.ranks == 1 or no_mask)
-        and ulysses.cudnn_takes(q, scores.causal, scores.window)
+        and cudnn.takes_call(q, scores.causal, scores.window)
     )

@@ -22,7 +22,7 @@ import jax
 import jax.custom_batching
 import jax.numpy as jnp
 
-from .. import _config, _dispatch
+from .. import _config, _dispatch, _mesh
 from .._mesh import vary, varying
 
 #: Whether these calls have been compared with float64 on a GPU (tests/test_attention_half.py).
@@ -54,19 +54,35 @@ _KNOWN = {
 def why_not(q: jax.Array, k: jax.Array, length: int) -> str | None:
     """Why these calls do not take q [B, s, H, D] and k [B, t, G, D], cut into parts of `length`
     positions, on the default devices; None: they do."""
-    if jax.default_backend() != "gpu":
+    if _mesh.platform() != "gpu":
         return "cuDNN runs on GPUs"
     if not _config.config.fused:
         return "jflux.config.fused is off"
     return why_not_operands(q, length) or _why_not_here(q, k)
 
 
+def takes_call(q: Any, is_causal: bool, window: int | tuple[int, int] | None) -> bool:
+    """Whether `jax.nn.dot_product_attention` can use cuDNN for queries q [..., S, H, D]: it has no
+    windows to the right."""
+    if _mesh.platform() != "gpu" or (window is not None and not is_causal):
+        return False
+    return why_not_operands(q, q.shape[-3]) is None and _is_recent_gpu()
+
+
+@functools.cache
+def _is_recent_gpu() -> bool:
+    try:
+        return bool(_internals().check_compute_capability("8.0"))
+    except (ImportError, AttributeError):
+        return True  # JAX keeps it elsewhere, and says itself what is missing
+
+
 def why_not_operands(q: Any, length: int) -> str | None:
     """:func:`why_not`, as far as it depends on the operands."""
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         return f"cuDNN takes bfloat16 and float16, got {q.dtype}"
-    if q.shape[3] % 8 != 0 or q.shape[3] > _MOST_WIDTH:
-        return f"a head must have a multiple of 8 elements, up to {_MOST_WIDTH}, got {q.shape[3]}"
+    if q.shape[-1] % 8 != 0 or q.shape[-1] > _MOST_WIDTH:
+        return f"a head must have a multiple of 8 elements, up to {_MOST_WIDTH}, got {q.shape[-1]}"
     if length % _MULTIPLE != 0:
         return f"parts of the sequence must be multiples of {_MULTIPLE}, got {length}"
     return None

@@ -18,9 +18,8 @@ from .._ops.exchange import (
     all_to_all,
     all_to_all_reference,
 )
-from . import cudnn
 from .operands import check, check_heads, window_of
-from .plain import dot_product_attention
+from .plain import attend, dot_product_attention
 
 
 def ulysses_attention(
@@ -145,19 +144,3 @@ def to_heads(
 def to_positions(axis_name: AxisName, y: jax.Array, all_to_all: Any) -> jax.Array:
     """Undoes :func:`to_heads` for a result [B, S, H/N, ...]."""
     return all_to_all(y, axis_name=axis_name, split_axis=1, concat_axis=2, tiled=True)
-
-
-def attend(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Array:
-    """`jax.nn.dot_product_attention`, which does not take cuDNN by itself."""
-    fits = options["mask"] is None and cudnn_takes(
-        q, options["is_causal"], options["local_window_size"]
-    )
-    return dot_product_attention(q, k, v, implementation="cudnn" if fits else None, **options)
-
-
-def cudnn_takes(q: jax.Array, is_causal: bool, window: int | tuple[int, int] | None) -> bool:
-    """Whether `jax.nn.dot_product_attention` can use cuDNN for such queries: it has no windows to
-    the right."""
-    if jax.default_backend() != "gpu" or (window is not None and not is_causal):
-        return False
-    return cudnn.why_not_operands(q, q.shape[1]) is None

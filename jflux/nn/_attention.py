@@ -14,10 +14,10 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 from jax.typing import DTypeLike
 
 from .. import _global, _mesh
+from .._attention import plain
 from .._attention.attention import attention as over_ranks
 from .._attention.decoding import KVCache, attend_to_cache, fill_cache, new_positions
 from .._attention.layouts import Layout, own_positions
-from .._attention.plain import dot_product_attention
 from .._epilogue import sum_dtype
 from .._mesh import AxisName
 from . import _cache, _padding
@@ -94,7 +94,8 @@ def attention(
         :func:`rotary`. With `context_axis` it is called as ``rotate(q, position)``, with q
         [b, s/C, heads, c] and its positions int32 [s/C]; in decoding, with positions [b, t].
       core: called as ``core(q, k, v, mask=..., is_causal=...)`` for q [b, s, h/N, c] and k, v
-        [b, s, g/N, c]; by default ``jax.nn.dot_product_attention``, with `context_axis` or a cache
+        [b, s, g/N, c]; by default ``jax.nn.dot_product_attention``, on GPUs in its cuDNN form
+        where that takes the call (which has no forward mode); with `context_axis` or a cache
         :func:`jflux.attention`. With `context_axis` q has the rank's own s/C positions.
       context_axis: a mesh axis that the sequence is split over while attending, too.
       context_layout: which positions its ranks have, as in :func:`jflux.attention`.
@@ -281,7 +282,7 @@ def _attention(
         core = functools.partial(
             _over_ranks, axis_name=context_axis, layout=context_layout, segment_ids=segment_ids
         )
-    core = core or dot_product_attention
+    core = core or plain.attend
     if cache is not None and prefill:
         cache = fill_cache(cache, k, v, new_lengths, axis_name=context_axis, layout=context_layout)
     if cache is not None and decodes:
