@@ -264,7 +264,8 @@ def test_plans_on_gpus():
     for plan, why in (
         (plan_on_gpus(4096, 8, n=2056), "of 2056 columns"),
         (plan_on_gpus(4096, 8, n=1032, gated=True), "of 2064 columns"),
-        (plan_on_gpus(64, 8), "few rows"),
+        (plan_on_gpus(64, 8), "few rows, 16 of each rank"),
+        (plan_on_gpus(480, 8), "few rows, 120 of each rank"),
         (plan_on_gpus(4096, 8, k=516), "multiples of 16 bytes"),
         (plan_on_gpus(4096, 8, dtype="float32"), "float32"),
         (plan_on_gpus(4096, 1000), "groups"),
@@ -273,6 +274,11 @@ def test_plans_on_gpus():
         assert plan.path == Path.DECOMPOSED and not plan.unsupported, plan
         assert why in plan.reason, plan
     assert plan_on_gpus(64, 8, always=True).path == Path.FUSED
+    waits = plan_on_gpus(512, 8)
+    assert waits.path == Path.FUSED and waits.config["parts"] == 0
+    assert "in the order of experts" in waits.reason
+    # Qwen3-30B-A3B on four GPUs.
+    assert plan_on_gpus(2048, 128, 8, k=2048, n=192, world=4, gated=True).path == Path.FUSED
     assert plan_on_gpus(4096, 8, n=4096, always=True).path == Path.FUSED
 
 

@@ -267,7 +267,7 @@ def test_rotary_is_a_rotation_by_position():
     "change, message",
     [
         ({"x": (2, 2, 24, 8)}, "x must be"),
-        ({"query": (8, 16)}, "query must have three dimensions"),
+        ({"query": (8, 16)}, "query must be .* reshape a matrix to it"),
         ({"bias": (None,)}, "bias must be four"),
     ],
 )
