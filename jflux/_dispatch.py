@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from . import _config, _gpu_code, _heap, _native
+from . import _config, _gpu_code, _heap, _mesh, _native
 
 #: The operands of a call, or their types, in order.
 Arrays = Sequence[Any]
@@ -169,7 +169,7 @@ _USUAL_SM_COUNT = 132
 def machine_of(platform: str, mesh: Mesh) -> Machine:
     """The machine that calls over this mesh run on: the same in all processes, which must plan the
     same. Makes the heap, whose probe measures links, if the devices are here."""
-    is_here = belongs_here(mesh)
+    is_here = _mesh.belongs_here(mesh)
     if platform == "cpu":
         return Machine(platform, heap_bytes=_heap.heap_bytes(platform), is_here=is_here)
     first: Any = mesh.devices.flat[0]
@@ -185,9 +185,3 @@ def machine_of(platform: str, mesh: Mesh) -> Machine:
         arch=_heap.kernel_arch() if is_here else _gpu_code.arch_of(capability),
         is_here=is_here,
     )
-
-
-def belongs_here(mesh: Mesh) -> bool:
-    """Whether the mesh's devices belong to this program (and not to a topology to export for)."""
-    device = mesh.devices.flat[0]
-    return any(device is d for d in device.client.devices())

@@ -306,8 +306,8 @@ def plan_call(
 
 def levels_over(platform: str, mesh: Mesh, axis_names: Any) -> Levels | str | None:
     """How the groups of a call lie on nodes: `_levels.levels_of`."""
-    if not _dispatch.belongs_here(mesh):
-        return None  # a topology to export for, of one node as far as anyone knows
+    if not _mesh.belongs_here(mesh):
+        return None  # a topology to compile for, of one node as far as anyone knows
     table = _mesh.group_table(mesh, axis_names)
     levels = _levels.levels_of(table, _heap.node_of(platform), axis_names, mesh.shape)
     if isinstance(levels, Levels) and _mesh.is_part(axis_names):

@@ -14,6 +14,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.extend.backend
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -223,6 +224,13 @@ def platform() -> str:
     a host with GPUs, or else JAX's default ones."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform
+
+
+def belongs_here(mesh: Mesh) -> bool:
+    """Whether the mesh's devices belong to this program, and not to a topology
+    (``jax.experimental.topologies``) that it compiles or exports for."""
+    client = mesh.devices.flat[0].client
+    return any(client is own for own in jax.extend.backend.backends().values())
 
 
 def group_table(mesh: Mesh, axis_name: AxisName) -> np.ndarray:

@@ -11,7 +11,7 @@ import pytest
 from harness import PLATFORM, Call, each_call, make_mesh, operands, per_device
 
 import jflux
-from jflux import _config, _dispatch, _explain, _ffi, _heap, _native, _tuning
+from jflux import _config, _dispatch, _explain, _ffi, _heap, _mesh, _native, _tuning
 from jflux._attention import all_gather_attention, decode_merge
 from jflux._dispatch import Machine, Path
 from jflux._experts import placed
@@ -197,7 +197,7 @@ def lowered_for_gpus(monkeypatch):
     machine = dataclasses.replace(GPU, is_here=False)
     monkeypatch.setattr(_heap, "why_not_usable", lambda platform, mesh, table: None)
     monkeypatch.setattr(_dispatch, "machine_of", lambda platform, mesh: machine)
-    monkeypatch.setattr(_dispatch, "belongs_here", lambda mesh: False)
+    monkeypatch.setattr(_mesh, "belongs_here", lambda mesh: False)
     monkeypatch.setattr(_ffi, "register_targets", lambda platform: None)
 
     def lower(call):

@@ -93,7 +93,8 @@ def told(what: str, right: bool) -> bool:
 
 
 def scheduled(text: str) -> Iterator[str]:
-    """The instructions of a scheduled program in their order, those of CUDA graphs too."""
+    """The instructions of a scheduled program in their order, those of CUDA graphs too, and of
+    kernels that XLA keeps together with the slices that they read."""
     bodies: dict[str, list[str]] = {}
     entry: list[str] = []
     for header, body in re.findall(r"^(\S[^\n]*) \{\n(.*?)^\}", text, re.M | re.S):
@@ -104,7 +105,7 @@ def scheduled(text: str) -> Iterator[str]:
 
     def walk(lines: list[str]) -> Iterator[str]:
         for line in lines:
-            called = re.search(r"\bcall\(.*to_apply=(%?[\w.-]+)", line)
+            called = re.search(r"\b(?:call\(.*to_apply|kind=kCustom, calls)=(%?[\w.-]+)", line)
             if called and called[1] in bodies:
                 yield from walk(bodies[called[1]])
             else:

@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from .. import _config, _ffi, _gpu_code, _version
+from .. import _config, _ffi, _gpu_code, _mesh, _version
 from .._native import lib
 from . import _fork, _making, _nodes, _nvshmem, _rendezvous, _report, _workspaces
 from ._agreement import BLOCK, Request
@@ -218,8 +218,7 @@ def why_no_nvshmem(mesh: Mesh, table: np.ndarray) -> str | None:
     Args:
       table: global device ids, [number of groups, ranks].
     """
-    device = mesh.devices.flat[0]
-    if not any(device is d for d in device.client.devices()) or _platform_of(device) != "cuda":
+    if not _mesh.belongs_here(mesh) or _platform_of(mesh.devices.flat[0]) != "cuda":
         return "the program is for GPUs that are not here"
     job = _ensure("cuda")
     if job.backend != _nvshmem.NAME:
@@ -286,7 +285,7 @@ def why_not_usable(platform: str, mesh: Mesh, table: np.ndarray) -> str | None:
       table: global device ids, [number of groups, ranks].
     """
     device = mesh.devices.flat[0]
-    if not any(device is d for d in device.client.devices()):  # a topology to export for
+    if not _mesh.belongs_here(mesh):  # a topology to compile for
         return _why_no_cuda() if platform == "cuda" else None
     if _platform_of(device) != platform:
         return f"it is lowered for {platform}, and the mesh's devices are {device.platform} devices"

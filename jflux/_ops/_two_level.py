@@ -12,8 +12,10 @@ nodes and one chunk, on node 0:
     x of 2     product of 1's rows        product for 1       to 2
                product of 2's rows        product of own      to 1
 
-A transfer waits for no product but the one that it sends, and a product for no transfer but the one
-that it multiplies: the order is XLA's, which schedules asynchronous collectives.
+A product waits for no transfer but the one that it multiplies. A transfer waits for the product
+that it sends; where x travels, for the transfer before and one product, so that XLA, which
+schedules asynchronous collectives, puts a product beside each
+(docs/experiments/0052-order-between-nodes.md).
 """
 
 from __future__ import annotations
@@ -51,25 +53,29 @@ class Transfers:
     def __init__(self, levels: Levels) -> None:
         self.levels = levels
         self._shifted: dict[int, list[jax.Array]] = {}  # by steps
-        self._last: jax.Array | None = None  # of the others
+        self._last: jax.Array | None = None  # of them all
 
     def _between(self) -> tuple[tuple[Any, ...], _node_exchange.Groups]:
         part = self.levels.between
         return part.axis_names, part.groups
 
-    def shift(self, x: jax.Array, steps: int) -> jax.Array:
-        """x of the counterpart on the `steps`-th node after this one (modulo their number)."""
+    def shift(self, x: jax.Array, steps: int, after: jax.Array | None = None) -> jax.Array:
+        """x of the counterpart on the `steps`-th node after this one (modulo their number), sent
+        when `after` is there, and what was sent before has arrived."""
         names = tuple(name for name, _ in self.levels.axis_sizes)
         pairs, before = self.levels.shift(steps), self._shifted.setdefault(steps, [])
         if self.levels.by_nvshmem:
             axes, groups = self._between()
             return _node_exchange.shift(x, axes, groups, steps, pairs, names)
         # Permutations are combined if their pairs are equal, in order too.
+        if after is not None:
+            x, _ = lax.optimization_barrier((x, (after, self._last)))
         first = len(before) % len(pairs)
         if len(before) >= len(pairs):
             x, _ = lax.optimization_barrier((x, before[-len(pairs)]))
-        before.append(lax.ppermute(x, names, pairs[first:] + pairs[:first]))
-        return before[-1]
+        self._last = lax.ppermute(x, names, pairs[first:] + pairs[:first])
+        before.append(self._last)
+        return self._last
 
     def _chained(self, x: jax.Array, send: Callable[[jax.Array], jax.Array]) -> jax.Array:
         """A transfer that waits for the last one: barriers are there until XLA has scheduled."""
@@ -276,6 +282,7 @@ def x_travels(
     chunked = chunked_dimension(collective, x.ndim)
     transfers = Transfers(levels)
     made = [_result(d, chunked, chunks, levels, wide) for d in results]
+    products: list[jax.Array] = []
     if collective.split is not None:
         x = in_node_order(x, collective.split, levels)
     for steps in range(levels.count):
@@ -291,8 +298,13 @@ def x_travels(
                 shard = chunk_of(piece, chunked, blocks, chunk, chunks)
             source = (node + steps) % levels.count
             if steps:
-                shard = transfers.shift(shard, steps)
-            for one, part in zip(made, call(shard, source), strict=True):
+                # One product for each transfer: XLA has one under way at a time, and puts all
+                # products beside the last one, unless the next waits for the product before.
+                sent = len(products) - chunks
+                shard = transfers.shift(shard, steps, products[sent - 1] if sent else None)
+            parts = call(shard, source)
+            products.append(parts[0])
+            for one, part in zip(made, parts, strict=True):
                 one.add(part, steps, source, chunk)
     return [one.result() for one in made]
 

@@ -1,0 +1,126 @@
+"""Programs that are compiled for GPUs that are not here: what XLA makes of them."""
+
+import contextlib
+import functools
+import re
+from unittest import mock
+
+import gpu_programs
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import topologies
+import two_level_gpu
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jflux
+import jflux.nn
+from jflux import _config, _levels, _lowering, _mesh, _native
+from jflux._attention import cudnn
+from jflux._ops._spec import products
+
+RANKS = 4
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    """Of four H100s."""
+    try:
+        return Mesh(np.array(topologies.h100s(RANKS)), ("tp",))
+    except RuntimeError as error:
+        pytest.skip(str(error))
+
+
+@contextlib.contextmanager
+def nodes_of_two():
+    def levels_over(platform, mesh, axis_names):
+        nodes = {device.id: i // 2 for i, device in enumerate(mesh.devices.flat)}
+        table = _mesh.group_table(mesh, axis_names)
+        return _levels.levels_of(table, nodes, axis_names, mesh.shape)
+
+    with gpu_programs.as_on_gpus(), mock.patch.object(_lowering, "levels_over", levels_over):
+        yield
+
+
+def compiled(f, *shapes, mock_kernels=True):
+    """Without kernels where this build may have none."""
+    options = topologies.COMPILER_OPTIONS | {"xla_gpu_mock_custom_calls": mock_kernels}
+    return jax.jit(f).lower(*shapes).compile(compiler_options=options)
+
+
+def product(mesh, spec, m, n, k):
+    """(function, operands) of all ranks."""
+    way = spec.ways[0]
+    *specs, result = spec.partition("tp", **way)
+    f = jax.shard_map(
+        functools.partial(spec.function, axis_name="tp", **way), mesh=mesh, in_specs=tuple(specs),
+        out_specs=result,
+    )  # fmt: skip
+    operands = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+        for shape, spec in zip(((m, k), (k, n)), specs, strict=True)
+    ]
+    return f, operands
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 4])
+@pytest.mark.parametrize("call", two_level_gpu.LARGE, ids=lambda call: call.op)
+def test_transfers_between_nodes_run_beside_products(mesh, call, chunks):
+    """Each of them, but for the last one of a sum, after which there is no product."""
+    (spec,) = (spec for spec in products() if spec.name == call.op)
+    f, operands = product(mesh, spec, call.m, call.n, call.k)
+    with nodes_of_two(), _config.override(node_chunks=chunks, always=True):
+        text = compiled(f, *operands).as_text()
+    beside = [count for _, count in two_level_gpu.overlapped(text)]
+    if call.op == "matmul_all_reduce":
+        assert all(beside[:-1]) and len(beside) == (chunks if chunks > 1 else 0)
+    else:
+        assert all(beside) and len(beside) == chunks
+
+
+def test_what_is_compiled_for_others_makes_no_heap(mesh):
+    """Of GPUs, where there may be none. Only a build without kernels needs `lax`."""
+    (spec,) = (spec for spec in products() if spec.name == "all_gather_matmul")
+    f, operands = product(mesh, spec, 8192, 8192, 8192)
+    assert not _mesh.belongs_here(mesh)
+    with jflux.config(strict=False):
+        (call,) = jflux.explain(f, *operands)
+        program = compiled(f, *operands, mock_kernels=False)
+    kernels = re.findall(r'custom_call_target="jflux_(\w+)"', program.as_text())
+    if _native.lib.built_with_cuda():
+        assert call.plan.path == "fused" and kernels == ["all_gather_matmul"]
+    else:
+        assert "no CUDA kernels" in call.plan.reason and not kernels
+    rows = 8192 // RANKS
+    assert program.memory_analysis().output_size_in_bytes == 2 * 8192 * rows
+
+
+def test_attention_of_a_layer_keeps_no_scores(mesh):
+    """Heads are split, and the sequence is whole while it attends: cuDNN's form."""
+    width, heads, length = 2048, 16, 8192
+
+    def gradient(x, *weights):
+        def loss(x):
+            y = jflux.nn.attention(x, *weights, axis_name="tp", is_causal=True)
+            return jnp.sum(y.astype(jnp.float32))
+
+        return jax.grad(loss)(x)
+
+    sequence, columns, rows = P(None, "tp"), P(None, "tp"), P("tp")
+    f = jax.shard_map(
+        gradient, mesh=mesh, in_specs=(sequence, columns, columns, columns, rows),
+        out_specs=sequence,
+    )  # fmt: skip
+    shapes = [((1, length, width), sequence), *[((width, heads, 128), columns)] * 3]
+    shapes += [((heads, 128, width), rows)]
+    operands = [
+        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+        for shape, spec in shapes
+    ]
+    with gpu_programs.as_on_gpus(), mock.patch.object(cudnn, "_is_recent_gpu", lambda: True):
+        program = compiled(f, *operands)
+    assert len(re.findall(r'custom_call_target="__cudnn\$fmha\w+"', program.as_text())) == 2
+    scores_of_a_head = 4 * length**2
+    assert program.memory_analysis().temp_size_in_bytes < scores_of_a_head
