@@ -124,3 +124,35 @@ def test_attention_of_a_layer_keeps_no_scores(mesh):
     assert len(re.findall(r'custom_call_target="__cudnn\$fmha\w+"', program.as_text())) == 2
     scores_of_a_head = 4 * length**2
     assert program.memory_analysis().temp_size_in_bytes < scores_of_a_head
+
+
+@pytest.mark.parametrize(("gradients", "alone"), [(False, 0), (True, 2)])
+def test_a_ring_sends_beside_attention(mesh, gradients, alone):
+    """Of 2 GiB of keys and values, for which a ring is taken. The backward pass has two transfers
+    in each step, and one at its end: the larger ones of the steps have a product beside them."""
+
+    def attend(q, k, v):
+        return jflux.attention(q, k, v, axis_name="tp", causal=True)
+
+    def all_gradients(*operands):
+        return jax.grad(lambda *a: jnp.sum(attend(*a).astype(jnp.float32)), (0, 1, 2))(*operands)
+
+    spec, length = P(None, "tp"), 1 << 18
+    f = jax.shard_map(
+        all_gradients if gradients else attend, mesh=mesh, in_specs=(spec,) * 3,
+        out_specs=(spec,) * 3 if gradients else spec,
+    )  # fmt: skip
+    operands = [
+        jax.ShapeDtypeStruct(
+            (1, length, heads, 128), jnp.bfloat16, sharding=NamedSharding(mesh, spec)
+        )
+        for heads in (16, 16, 16)
+    ]
+    with gpu_programs.as_on_gpus(), mock.patch.object(cudnn, "_is_recent_gpu", lambda: True):
+        text = compiled(f, *operands).as_text()
+    started = re.findall(
+        r"= [^\n]* collective-permute-start\(.*? collective-permute-done\(", text, re.S
+    )
+    assert len(started) == 2 + gradients * 2
+    assert all("__cudnn$fmha" in between for between in started)
+    assert len(re.findall(r" collective-permute\(", text)) == alone

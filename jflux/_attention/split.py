@@ -231,7 +231,8 @@ def _gathered_backward(
 
 
 def _pass_on(call: Call, arrays: Any) -> Any:
-    """To the next rank, from the one before."""
+    """To the next rank, from the one before. What is computed beside it hides one large transfer:
+    XLA has one under way at a time. So keys and values are one array, and their gradients are."""
     sizes = _mesh.sizes_in_mesh_order(call.axis_name)
     ring = [(rank, (rank + 1) % call.ranks) for rank in range(call.ranks)]
     pairs = _mesh.renumbered(ring, _mesh.as_tuple(call.axis_name), sizes)
@@ -255,7 +256,7 @@ def _around(
     queries = call.part(rank, q.shape[1], segments)
 
     def attend(step: Any, held: Any) -> tuple[jax.Array, jax.Array]:
-        k, v, segments = held
+        (k, v), segments = held
         if call.cudnn:
             o, lse = by_parts.forward(q, (k, v), k, v, _held(call, step), call.scores.scale)
             return o.astype(lse.dtype), lse
@@ -268,9 +269,8 @@ def _around(
         own_o, own_lse = attend(step, held)
         return (coming, *merge_attention([o, own_o], [lse, own_lse])), None
 
-    own = (k, v, segments)
-    coming = _pass_on(call, own)
-    o, lse = attend(0, own)
+    coming = _pass_on(call, (jnp.stack([k, v]), segments))
+    o, lse = attend(0, ((k, v), segments))
     steps = jnp.arange(1, call.ranks - 1, dtype=jnp.int32)
     (held, o, lse), _ = lax.scan(go_on, (coming, o, lse), steps)
     last_o, last_lse = attend(jnp.int32(call.ranks - 1), held)
@@ -286,7 +286,7 @@ def _around_backward(
     queries = call.part(rank, q.shape[1], segments)
 
     def differentiate(step: Any, held: Any) -> Any:
-        k, v, segments = held
+        (k, v), segments = held
         if call.cudnn_backward:
             parts, (o, lse, do, _) = _held(call, step), rest
             dq, own, *others = by_parts.backward(
@@ -299,15 +299,17 @@ def _around_backward(
     def go_on(state: Any, step: Any) -> tuple[Any, None]:
         held, sums, dq = state
         coming = _pass_on(call, held)
+        # The larger one of two transfers is last, which XLA puts the products beside.
+        sums, _ = lax.optimization_barrier((sums, coming))
+        sums = _pass_on(call, sums)
         own_dq, *own = differentiate(step, held)
-        sums = _pass_on(call, [a + b for a, b in zip(sums, own, strict=True)])
-        return (coming, sums, dq + own_dq), None
+        return (coming, sums + jnp.stack(own), dq + own_dq), None
 
-    held = (k, v, segments)
-    coming = _pass_on(call, held)
-    dq, *sums = differentiate(0, held)
-    state = (coming, _pass_on(call, sums), dq)
+    coming = _pass_on(call, (jnp.stack([k, v]), segments))
+    dq, *own = differentiate(0, ((k, v), segments))
+    state = (coming, jnp.stack(own), dq)
     (held, sums, dq), _ = lax.scan(go_on, state, jnp.arange(1, call.ranks - 1, dtype=jnp.int32))
+    sums = _pass_on(call, sums)
     own_dq, *own = differentiate(jnp.int32(call.ranks - 1), held)
-    dk, dv = _pass_on(call, [a + b for a, b in zip(sums, own, strict=True)])
+    dk, dv = _pass_on(call, (sums + jnp.stack(own)).astype(k.dtype))
     return dq + own_dq, dk, dv
