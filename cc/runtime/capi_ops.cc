@@ -107,9 +107,10 @@ const JfluxField* jflux_constants(void) {
     for (const char* name : jflux::kActivationNames) {
       list->push_back({KeptForever(std::string("activations.") + name), ++number});
     }
+    number = 0;
     for (const jflux::GemmChoice& c : jflux::kGroupedCompiled) {
       const std::string tile = std::to_string(c.tile_n) + "/" + std::to_string(c.cluster_m);
-      list->push_back({KeptForever("grouped_tiles." + tile), 0});
+      list->push_back({KeptForever("grouped_tiles." + tile), number++});
     }
     for (const jflux::Op* op : jflux::AllOps()) {
       for (const jflux::Constant* c = op->constants; c != nullptr && c->name != nullptr; ++c) {

@@ -87,8 +87,11 @@ TEST(EveryHandlerIsATarget) {
 
 TEST(ConstantsOfOneListAreInOrder) {
   std::map<std::string, int64_t> numbers;
-  std::map<std::string, int64_t> next = {
-      {"dtypes", 0}, {"activations", 1}, {"all_reduce_algorithms", 0}, {"norms", 1}};
+  std::map<std::string, int64_t> next = {{"dtypes", 0},
+                                         {"activations", 1},
+                                         {"all_reduce_algorithms", 0},
+                                         {"norms", 1},
+                                         {"grouped_tiles", 0}};
   for (const JfluxField* c = jflux_constants(); c->name != nullptr; ++c) {
     EXPECT(numbers.emplace(c->name, c->value).second) << c->name;
     const char* dot = std::strchr(c->name, '.');
