@@ -62,6 +62,7 @@ def as_on_gpus() -> Iterator[None]:
             (_gpu_code, "arch_here", lambda: _gpu_code.HOPPER),
             (_ffi, "register_targets", lambda _: None),
             (cudnn, "why_not", lambda *_: None),
+            (cudnn, "_is_recent_gpu", lambda: True),
         ):
             stack.enter_context(mock.patch.object(module, name, value))
         yield

@@ -18,7 +18,6 @@ from jax.sharding import PartitionSpec as P
 import jflux
 import jflux.nn
 from jflux import _config, _levels, _lowering, _mesh, _native
-from jflux._attention import cudnn
 from jflux._ops._spec import products
 
 RANKS = 4
@@ -50,6 +49,11 @@ def compiled(f, *shapes, mock_kernels=True):
     return jax.jit(f).lower(*shapes).compile(compiler_options=options)
 
 
+def operand(mesh, spec, *shape):
+    """Of all ranks, bfloat16, to compile for."""
+    return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+
+
 def product(mesh, spec, m, n, k):
     """(function, operands) of all ranks."""
     way = spec.ways[0]
@@ -58,11 +62,7 @@ def product(mesh, spec, m, n, k):
         functools.partial(spec.function, axis_name="tp", **way), mesh=mesh, in_specs=tuple(specs),
         out_specs=result,
     )  # fmt: skip
-    operands = [
-        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
-        for shape, spec in zip(((m, k), (k, n)), specs, strict=True)
-    ]
-    return f, operands
+    return f, [operand(mesh, specs[0], m, k), operand(mesh, specs[1], k, n)]
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 4])
@@ -113,13 +113,12 @@ def test_attention_of_a_layer_keeps_no_scores(mesh):
         gradient, mesh=mesh, in_specs=(sequence, columns, columns, columns, rows),
         out_specs=sequence,
     )  # fmt: skip
-    shapes = [((1, length, width), sequence), *[((width, heads, 128), columns)] * 3]
-    shapes += [((heads, 128, width), rows)]
     operands = [
-        jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
-        for shape, spec in shapes
+        operand(mesh, sequence, 1, length, width),
+        *[operand(mesh, columns, width, heads, 128)] * 3,
+        operand(mesh, rows, heads, 128, width),
     ]
-    with gpu_programs.as_on_gpus(), mock.patch.object(cudnn, "_is_recent_gpu", lambda: True):
+    with gpu_programs.as_on_gpus():
         program = compiled(f, *operands)
     assert len(re.findall(r'custom_call_target="__cudnn\$fmha\w+"', program.as_text())) == 2
     scores_of_a_head = 4 * length**2
@@ -142,13 +141,8 @@ def test_a_ring_sends_beside_attention(mesh, gradients, alone):
         all_gradients if gradients else attend, mesh=mesh, in_specs=(spec,) * 3,
         out_specs=(spec,) * 3 if gradients else spec,
     )  # fmt: skip
-    operands = [
-        jax.ShapeDtypeStruct(
-            (1, length, heads, 128), jnp.bfloat16, sharding=NamedSharding(mesh, spec)
-        )
-        for heads in (16, 16, 16)
-    ]
-    with gpu_programs.as_on_gpus(), mock.patch.object(cudnn, "_is_recent_gpu", lambda: True):
+    operands = [operand(mesh, spec, 1, length, 16, 128)] * 3
+    with gpu_programs.as_on_gpus():
         text = compiled(f, *operands).as_text()
     started = re.findall(
         r"= [^\n]* collective-permute-start\(.*? collective-permute-done\(", text, re.S

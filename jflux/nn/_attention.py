@@ -94,8 +94,8 @@ def attention(
         :func:`rotary`. With `context_axis` it is called as ``rotate(q, position)``, with q
         [b, s/C, heads, c] and its positions int32 [s/C]; in decoding, with positions [b, t].
       core: called as ``core(q, k, v, mask=..., is_causal=...)`` for q [b, s, h/N, c] and k, v
-        [b, s, g/N, c]; by default ``jax.nn.dot_product_attention``, on GPUs in its cuDNN form
-        where that takes the call (which has no forward mode); with `context_axis` or a cache
+        [b, s, g/N, c]; by default ``jax.nn.dot_product_attention``, on GPUs by cuDNN for
+        calls that cuDNN takes (then there is no forward mode); with `context_axis` or a cache
         :func:`jflux.attention`. With `context_axis` q has the rank's own s/C positions.
       context_axis: a mesh axis that the sequence is split over while attending, too.
       context_layout: which positions its ranks have, as in :func:`jflux.attention`.
