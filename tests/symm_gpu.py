@@ -1,6 +1,7 @@
 """Checks jflux.symm on GPUs, and times it; a table comes last:
 
 python tests/symm_gpu.py [--times 20] [--seed 0] [--limit 540] [--skip shared,times]
+    [--lines TEXT]
 
 Every kernel of tests/symm_kernels.py and of examples/python_kernels against its reference, with
 fresh inputs each time: poisoned workspaces, late ranks, second calls and graph replays
@@ -37,6 +38,7 @@ parser.add_argument("--seed", type=int, default=0)
 parser.add_argument("--limit", type=float, default=540, help="seconds; what is left over is named")
 parser.add_argument("--skip", default="", help="sections, with commas")
 parser.add_argument("--only", default="", help="sections, with commas")
+parser.add_argument("--lines", default="", help="only lines whose name has this")
 parser.add_argument("--worker", help=argparse.SUPPRESS)
 parser.add_argument("--done", default="[]", help=argparse.SUPPRESS)
 parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
@@ -88,7 +90,7 @@ def check(f: Any, *structs: Any, **options: Any) -> str:
 
 def attempt(name: str, f: Any) -> None:
     """Runs one check, and prints its line of the table."""
-    if name in DONE:
+    if name in DONE or args.lines not in name:
         return
     if left() < 15:
         print(f"{ROW}{name}\tLEFT OUT: no time", flush=True)
@@ -769,6 +771,7 @@ def run_section(name: str) -> list[tuple[str, str]]:
         command = [sys.executable, str(Path(__file__).resolve()), "--worker", name]
         command += ["--done", done, "--times", str(args.times), "--seed", str(args.seed)]
         command += ["--limit", f"{left() - 5:.0f}", "--ranks", str(args.ranks)]
+        command += ["--lines", args.lines]
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
@@ -805,6 +808,8 @@ def main() -> int:
     for name in chosen:
         if name not in args.skip.split(","):
             rows += run_section(name)
+    if not rows:
+        parser.error(f"no line of {', '.join(chosen)} has {args.lines!r} in its name")
     width = max(len(name) for name, _ in rows)
     print(f"\nseed {args.seed}, {args.times} times, {time.monotonic() - BEGUN:.0f} s")
     for name, text in rows:

@@ -229,7 +229,7 @@ def test_prefills_of_all_lengths(own_heap):
 
 @pytest.mark.skipif(PLATFORM != "gpu", reason="the CPU back end reserves nothing")
 def test_workspaces_of_dead_programs_are_given_back(own_heap):
-    own_heap(heap_bytes=12 << 20)
+    own_heap(heap_bytes=RANKS * 6 << 20)
     mesh = make_mesh((RANKS,))
     for k in (512, 640, 1536, 512, 3000):  # no two of the larger ones fit together
         call = Call("all_gather_matmul", lead=(256,), k=k, n=64, dtype=jnp.bfloat16)
