@@ -117,6 +117,9 @@ NOTES = """
   out since: a single raster group, which was faster when all CTAs sent.
 - On 2 GPUs chunks of sums would still be 5 % faster than XLA at 64 MiB, but take 256 MiB of the heap;
   above 16 MiB they are XLA's.
+- 4 x H100: all-gathers of 2052 and 1332 rows, 1.09 and 1.11 of XLA's time, are decomposed since
+  ([0033](experiments/0033-remaining-gaps.md)); a sum of 16 MiB has a kernel, and exchanges of 64 MiB
+  are XLA's ([0030](experiments/0030-chunked-exchanges.md)).
 - matmul_all_reduce of 32 to 128 rows is one kernel on 2 GPUs, and XLA's product and all_reduce on
   more.
 - On every grid it helps most to have no loop over the layers ("unrolled", 10 to 17 % less time

@@ -124,6 +124,32 @@ def test_a_few_rows_beyond_whole_tiles():
     assert not slower(128 * 9, 3, 24576)
 
 
+def test_rows_of_more_than_two_ranks_that_share_tiles():
+    def slower(m, ranks=4, width=12288, gathers=True):
+        return _product.why_decomposed(m, GPU, fewest=64, ranks=ranks, width=width, gathers=gathers)
+
+    # As measured on four: all tiles wait for all rows.
+    assert slower(2052) and slower(1332, width=5520)
+    assert not slower(996) and not slower(4092) and not slower(2048)
+    assert not slower(666, ranks=2, width=5520) and not slower(2052, gathers=False)
+
+
+@pytest.mark.parametrize("ranks", [3, 4, 8])
+def test_rows_in_one_raster_group_are_the_kernel_s(ranks):
+    def group_of(rows_per_rank):
+        sizes = _product.Sizes(
+            "all_gather_matmul", ranks, 1, rows_per_rank, 4096, 4096, np.dtype(jnp.bfloat16),
+            np.dtype(jnp.bfloat16), False,
+        )  # fmt: skip
+        return GPU.native_plan("all_gather_matmul", sizes.native())["group_m"]
+
+    rows = _product.MOST_IN_ONE_GROUP // (ranks - 1)
+    rows -= rows % 128 == 0
+    assert group_of(rows) == 0
+    more = rows + 1 + ((rows + 1) % 128 == 0)
+    assert group_of(more) > 0
+
+
 def test_fused_off_takes_the_reference_silently(caplog):
     call, mesh = Call("all_gather_matmul", dtype=jnp.bfloat16), make_mesh((2,))
     f = per_device(mesh, call.bind("tp"))

@@ -262,7 +262,9 @@ def test_large_ones_travel_in_chunks_and_larger_ones_are_lax(op, monkeypatch):
 
     few = 1 << (19 if op == "all_to_all" and RANKS > 2 else 20)
     assert how(few) == "packets" and how(few + 2 * RANKS) == "chunks"
-    assert how(8 << 20) == "chunks" and how((8 << 20) + 2 * RANKS) == "lax"
+    most = exchange.most_bytes(RANKS)
+    assert most == (8 << 20 if RANKS <= 2 else 4 << 20)
+    assert how(most) == "chunks" and how(most + 2 * RANKS) == "lax"
     # Not what would take more than a third of the heap.
     monkeypatch.setattr(_heap, "heap_bytes", lambda platform: 24 << 20)
     assert how(few) == "packets" and how(8 << 20) == "lax"

@@ -229,8 +229,22 @@ class Sizes:
         }
 
 
+#: Rows of all peers up to which an all_gather_matmul on full links has all rows in one raster
+#: group, if ranks share tiles (InOneRasterGroup of cc/gpu/gemm_config.h). Its first tiles wait for
+#: all rows, so all that one kernel saves is the start of another, such a part of the product
+#: (docs/experiments/0033).
+MOST_IN_ONE_GROUP = 1600
+SAVED_IN_ONE_GROUP = 1 / 16
+
+
 def why_decomposed(
-    m: int, machine: Machine, *, fewest: int, ranks: int = 1, width: int = 0
+    m: int,
+    machine: Machine,
+    *,
+    fewest: int,
+    ranks: int = 1,
+    width: int = 0,
+    gathers: bool = False,
 ) -> str | None:
     """Why m rows of all ranks take longer on GPUs in one kernel than as XLA's product and one of
     jflux's collectives, in words; None if they do not. By docs/experiments/0020 and 0033.
@@ -243,6 +257,7 @@ def why_decomposed(
       width: of w on each rank, columns of an all-gather or rows of a reduce-scatter. 0: a rank's
         rows are whole tiles. Where they are not, the last row of tiles takes as long as a full one,
         which cuBLAS does better, and communication may not make up for.
+      gathers: whether rows are gathered, and tiles wait for theirs.
     """
     if m < fewest:
         return f"{m} rows are fewer than {fewest}: there is no time to hide communication in"
@@ -251,7 +266,11 @@ def why_decomposed(
     if m <= TILE_ROWS or width == 0 or m // ranks % TILE_ROWS == 0:
         return None
     padding = -m % (2 * TILE_ROWS) / m  # clusters have two tiles
-    if padding > machine.balanced_columns / width * (ranks - 1) / ranks:
+    saved = machine.balanced_columns / width * (ranks - 1) / ranks
+    peers = m * (ranks - 1) // ranks
+    if gathers and ranks > 2 and peers <= MOST_IN_ONE_GROUP * machine.links:
+        saved = min(saved, SAVED_IN_ONE_GROUP)
+    if padding > saved:
         return (
             f"{m} rows leave {-m % (2 * TILE_ROWS)} rows of padding in tiles of "
             f"{2 * TILE_ROWS}, which would cost more than the overlap saves"

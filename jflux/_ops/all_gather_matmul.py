@@ -560,7 +560,12 @@ def _why_decomposed(arrays: Arrays, params: Params, machine: Machine) -> str | N
     x, *operands = arrays
     sizes = _sizes((x, *operands), params)
     return _product.why_decomposed(
-        sizes.rows, machine, fewest=FEWEST_ROWS, ranks=params.world, width=sizes.n
+        sizes.rows,
+        machine,
+        fewest=FEWEST_ROWS,
+        ranks=params.world,
+        width=sizes.n,
+        gathers=True,
     )
 
 

@@ -25,8 +25,8 @@ from ._collective import axis as normalize
 from ._spec import OpSpec
 
 #: Up to so many bytes that reach a rank travel in LL packets: for an all-to-all of more than two
-#: ranks, half of that. Up to MOST_BYTES they travel in chunks, and above it `lax` moves them
-#: (docs/experiments/0030).
+#: ranks, half of that. Up to MOST_BYTES they travel in chunks (more than two ranks: half of that),
+#: and above it `lax` moves them (docs/experiments/0030).
 MOST_BYTES_IN_PACKETS = 1 << 20
 MOST_BYTES = 64 << 20
 
@@ -386,6 +386,11 @@ def bytes_received(x: Any, params: Params) -> int:
     return size * params.world if params.split is None else size
 
 
+def most_bytes(ranks: int) -> int:
+    """That reach a rank: the kernels are chosen for so many."""
+    return MOST_BYTES // (2 if ranks > 2 else 1)
+
+
 def _is_chunked(x: Any, params: Params) -> bool:
     if (forced := _config.config.current().chunked) is not None:
         return forced
@@ -413,7 +418,7 @@ def _plan(arrays: Arrays, params: Params, machine: Machine, kind: Kind) -> Plan:
         kernel: str | None = "asked for"
     else:
         kernel = _product.why_kernel(params)
-    if kernel is None and chunked and received > MOST_BYTES:
+    if kernel is None and chunked and received > most_bytes(params.world):
         return _dispatch.reference(f"{received} bytes reach a rank, for which lax is faster")
     if why := _unsupported(x, params, kind):
         return _dispatch.unsupported(why)
@@ -530,10 +535,6 @@ _KINDS: tuple[Kind, ...] = ("all_gather", "reduce_scatter", "all_to_all")
 _primitives: dict[str, Any] = {kind: _make(kind) for kind in _KINDS}
 
 
-def _most_bytes(ranks: int) -> int:
-    return MOST_BYTES
-
-
 def _spec(
     kind: Kind,
     function: Callable[..., Any],
@@ -550,7 +551,7 @@ def _spec(
         dtypes={"cpu": types, "cuda": types},
         ways=ways,
         gradient=(Collective(kind).transposed().kind,),
-        most_bytes=_most_bytes,
+        most_bytes=most_bytes,
     )
 
 
