@@ -178,7 +178,9 @@ class Table:
         heading, longest = None, 0.0
         for i, key in enumerate(lacking):
             if not still_time(args.begun, longest, args.limit):
-                print(f"no time for {len(lacking) - i} rows, from {key} on", file=sys.stderr)
+                rest = len(lacking) - i
+                rows_left = "1 row" if rest == 1 else f"{rest} rows"
+                print(f"no time for {rows_left}, from {key} on", file=sys.stderr)
                 break
             start, row = time.monotonic(), wanted[key]()
             rows = [*(one for one in rows if self.key(one) != key), row]

@@ -99,7 +99,7 @@ def _why_not_here(q: jax.Array, k: jax.Array) -> str | None:
         internals.check_is_flash_attention(q, k, k, layout, version, False, True)
     except (NotImplementedError, RuntimeError) as error:
         return str(error)
-    if not internals.check_compute_capability("8.0"):
+    if not _is_recent_gpu():
         return "cuDNN's attention needs compute capability 8.0"
     return None
 
