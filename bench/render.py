@@ -108,7 +108,7 @@ NOTES = """
 | 4 x H200 | no tiles of 224 or 256 columns; the kernels began and ended later. On 2 GPUs that took 1 to 8 % of most calls' time, and up to 10 % more where tiles of 224 fit ([0016](experiments/0016-kernel-start-and-end.md)) |
 | 3 x H200, one process for each of 4 H200s, and those with Pallas and PyTorch | also no k-panels, no single raster group of few rows, and matmul_all_reduce was two calls |
 | attention and mixtures of experts on 2 x H200 | earlier kernels of `flash_decode`, `moe_dispatch` and `moe_combine` |
-| small collectives of 4 x H200 | all_to_all of 4 MiB took 1.17 of XLA's time, in LL packets, and the norm was in the kernel after sums of 256 KiB and more. Sums above 1 MiB travel in chunks since, up to 8 MiB, and exchanges up to 64 MiB ([0030](experiments/0030-chunked-exchanges.md)) |
+| small collectives of 4 x H200 | all_to_all of 4 MiB took 1.17 of XLA's time, in LL packets, and the norm was in the kernel after sums of 256 KiB and more. Sums above 1 MiB travel in chunks since, up to 16 MiB, and exchanges up to 32 MiB ([0030](experiments/0030-chunked-exchanges.md)) |
 
 ### Choices behind single rows
 
@@ -117,9 +117,9 @@ NOTES = """
   out since: a single raster group, which was faster when all CTAs sent.
 - On 2 GPUs chunks of sums would still be 5 % faster than XLA at 64 MiB, but take 256 MiB of the heap;
   above 16 MiB they are XLA's.
-- 4 x H100: all-gathers of 2052 and 1332 rows, 1.09 and 1.11 of XLA's time, are decomposed since
-  ([0033](experiments/0033-remaining-gaps.md)); a sum of 16 MiB has a kernel, and exchanges of 64 MiB
-  are XLA's ([0030](experiments/0030-chunked-exchanges.md)).
+- The tables of 4 x H100 are older than three choices. All-gathers of 2052 and 1332 rows, 1.09 and
+  1.11 of XLA's time there, are decomposed now ([0033](experiments/0033-remaining-gaps.md)). A sum of
+  16 MiB has a kernel, and exchanges of 64 MiB are XLA's ([0030](experiments/0030-chunked-exchanges.md)).
 - matmul_all_reduce of 32 to 128 rows is one kernel on 2 GPUs, and XLA's product and all_reduce on
   more.
 - On every grid it helps most to have no loop over the layers ("unrolled", 10 to 17 % less time

@@ -266,8 +266,8 @@ def test_large_ones_travel_in_chunks_and_larger_ones_are_lax(op, monkeypatch):
     assert most == (8 << 20 if RANKS <= 2 else 4 << 20)
     assert how(most) == "chunks" and how(most + 2 * RANKS) == "lax"
     # Not what would take more than a third of the heap.
-    monkeypatch.setattr(_heap, "heap_bytes", lambda platform: 24 << 20)
-    assert how(few) == "packets" and how(8 << 20) == "lax"
+    monkeypatch.setattr(_heap, "heap_bytes", lambda platform: 3 * most)
+    assert how(few) == "packets" and how(most) == "lax"
 
 
 def test_what_no_kernel_takes():

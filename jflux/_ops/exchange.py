@@ -387,7 +387,7 @@ def bytes_received(x: Any, params: Params) -> int:
 
 
 def most_bytes(ranks: int) -> int:
-    """That reach a rank: the kernels are chosen for so many."""
+    """The kernels are chosen for up to so many bytes that reach a rank."""
     return MOST_BYTES // (2 if ranks > 2 else 1)
 
 

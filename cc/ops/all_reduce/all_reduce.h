@@ -194,8 +194,8 @@ struct AllReduceArrays {
   bool wide_scale = false;  // scale and bias are float32, x is not
 };
 
-// Above this size NCCL is as fast. Measured on two and four ranks, predicted for more
-// (docs/internals/collectives.md).
+// Above this size NCCL is as fast. Measured on two and four ranks (docs/experiments/0030), guessed
+// for others.
 inline constexpr int64_t MostAllReduceBytes(int world) { return (world <= 4 ? 16 : 8) << 20; }
 
 // Trades a latency for bytes.
