@@ -2,7 +2,7 @@
 
 A tuning table is a dictionary from calls to choices, kept as JSON. Two are asked one after the
 other: the user's, which `jflux.tune` writes, and the one that ships for this model of GPU. Where
-neither knows the call, the heuristic of cc/gpu/gemm_config.h decides.
+neither knows the call, the heuristic of cc/gpu/gemm_choice.h decides.
 """
 
 from __future__ import annotations

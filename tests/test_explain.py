@@ -118,11 +118,11 @@ def test_a_padded_call_says_so():
         patch.setattr(all_gather_matmul._primitive, "bind", record)
         (y,) = jax.eval_shape(canonical, *arrays)
     ((padded, changed),) = bound
-    assert y.shape == (2048, 512) and padded[0].shape == (1024, 1008)
+    assert y.shape == (2048, 512) and padded[0].shape == (1024, 1024)
     plan = all_gather_matmul._plan(padded, changed, machine)
     assert plan.path == Path.FUSED and _product.PADDED in plan.reason
     call = _explain.Explained("all_gather_matmul", (), (), plan)
-    assert "  reason  k and n are padded to whole 16-byte units; " in str(call)
+    assert "  reason  k and n are padded, to rows of whole 64 bytes; " in str(call)
     assert "  config  tiles 128 x " in str(call)
 
 

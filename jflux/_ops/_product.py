@@ -230,7 +230,7 @@ class Sizes:
 
 
 #: Rows of all peers up to which an all_gather_matmul on full links has all rows in one raster
-#: group, if ranks share tiles (InOneRasterGroup of cc/gpu/gemm_config.h). Its first tiles wait for
+#: group, if ranks share tiles (InOneRasterGroup of cc/gpu/gemm_choice.h). Its first tiles wait for
 #: all rows, so all that one kernel saves is the start of another, such a part of the product
 #: (docs/experiments/0033).
 MOST_IN_ONE_GROUP = 1600
@@ -278,15 +278,21 @@ def why_decomposed(
     return None
 
 
+#: Elements that rows which must be padded become whole multiples of: 64 bytes, for rows of odd
+#: units take the kernels up to 1.5 times as long to load (docs/experiments/0053).
+PADDED_TO = 4 * UNIT
+
+
+def padded(size: int) -> int:
+    """k or n as the GPU kernels take it: whole units, and if there is padding, whole 64 bytes."""
+    return size if size % UNIT == 0 else size + -size % PADDED_TO
+
+
 def in_whole_units(sizes: Sizes) -> Sizes:
     """The sizes of a call whose k and n are padded, as the GPU kernels take it."""
-
-    def whole(size: int) -> int:
-        return size + -size % UNIT
-
-    first_k = whole(sizes.first_k)
-    k = first_k + whole(sizes.k - sizes.first_k)
-    n = 2 * whole(sizes.n // 2) if sizes.gated else whole(sizes.n)
+    first_k = padded(sizes.first_k)
+    k = first_k + padded(sizes.k - sizes.first_k)
+    n = 2 * padded(sizes.n // 2) if sizes.gated else padded(sizes.n)
     return dataclasses.replace(sizes, first_k=first_k, k=k, n=n)
 
 
@@ -419,7 +425,7 @@ def attributes(sizes: Sizes, plan: Plan) -> dict[str, Any]:
 # ---- Forms that the kernels take -----------------------------------------------------------------
 
 #: How a padded call says so (`prepared`).
-PADDED = "k and n are padded to whole 16-byte units"
+PADDED = "k and n are padded, to rows of whole 64 bytes"
 RANK_MAJOR = "rows are put in rank order first"
 SIDE_BY_SIDE = "weights are put side by side first"
 END_TO_END = "terms are put end to end first"
@@ -433,9 +439,10 @@ def in_units(xs: Sequence[Any], ws: Sequence[Any]) -> bool:
 
 
 def pad_last(array: Any, dimensions: int) -> Any:
-    """An array whose last dimensions are padded with zeros to whole units."""
+    """An array whose last dimensions are padded with zeros, where they are no whole units."""
     sizes = array.shape[array.ndim - dimensions :]
-    return jnp.pad(array, [(0, 0)] * (array.ndim - dimensions) + [(0, -s % UNIT) for s in sizes])
+    widths = [(0, 0)] * (array.ndim - dimensions) + [(0, padded(s) - s) for s in sizes]
+    return jnp.pad(array, widths)
 
 
 def pad_to_units(xs: Sequence[Any], ws: Sequence[Any]) -> list[Any]:

@@ -433,12 +433,12 @@ def _plan(arrays: Arrays, params: Params, machine: Machine) -> Plan:
 
 
 def _pad_shards(a: Any, dimension: int, shards: int) -> Any:
-    """Pads each of the shards that a dimension is made of with zeros, to whole 16-byte units."""
+    """Pads each of the shards that a dimension is made of with zeros, if they are no whole units."""
     shape = a.shape
     size = shape[dimension] // shards
     a = a.reshape(*shape[:dimension], shards, size, *shape[dimension + 1 :])
     padding = [(0, 0)] * a.ndim
-    padding[dimension + 1] = (0, -size % _product.UNIT)
+    padding[dimension + 1] = (0, _product.padded(size) - size)
     return jnp.pad(a, padding).reshape(*shape[:dimension], -1, *shape[dimension + 1 :])
 
 

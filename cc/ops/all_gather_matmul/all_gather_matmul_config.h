@@ -3,7 +3,7 @@
 #ifndef JFLUX_OPS_ALL_GATHER_MATMUL_ALL_GATHER_MATMUL_CONFIG_H_
 #define JFLUX_OPS_ALL_GATHER_MATMUL_ALL_GATHER_MATMUL_CONFIG_H_
 
-#include "gpu/gemm_config.h"
+#include "gpu/gemm_choice.h"
 #include "gpu/senders.h"
 #include "ops/all_gather_matmul/all_gather_matmul.h"
 #include "ops/all_gather_matmul/k_panel_layout.h"
@@ -23,11 +23,17 @@ inline KPanelLayout CudaLayoutOf(const AllGatherMatmulParams& p) {
   return KPanelLayout::Make(p.rows, p.k);
 }
 
+// The peers' rows come in panels that are aligned.
+inline TileCosts GatherCosts(int world, int64_t n, int64_t k, bool transpose_rhs) {
+  return Loading(kGatherCosts, 1 + (RowLoad(k) - 1) / world, RowLoad(transpose_rhs ? k : n));
+}
+
 inline GemmChoice ChooseAllGather(int world, int64_t rows_per_rank, int64_t n, int64_t k,
-                                  const Machine& machine) {
+                                  const Machine& machine, bool transpose_rhs = false) {
   const int64_t m = world * rows_per_rank;
   if (m <= kGemmTileM) return ChooseFew(m, n, k, machine, kGatherSplits);
-  const GemmChoice c = ChooseGemm(world, rows_per_rank, n, k, machine, kGatherCosts);
+  const GemmChoice c =
+      ChooseGemm(world, rows_per_rank, n, k, machine, GatherCosts(world, n, k, transpose_rhs));
   return GatherGroups(c, world, rows_per_rank, n, machine);
 }
 

@@ -19,9 +19,11 @@ bool PlanAllGatherMatmul(const Fields& fields, const Machine& machine, Fields* p
   }
   if (!IsPlannable(call, FitsKernel(p), kWhatFitsAllGather, why_not)) return false;
   const int64_t rows = p.rows.Total();
-  const GemmChoice wanted =
-      call.given.value_or(ChooseAllGather(p.rows.world, p.rows.PerRank(), p.n, p.k, machine));
-  const GemmChoice choice = gated ? ForGate(wanted, rows, p.n, p.k, machine)
+  const int world = p.rows.world;
+  const GemmChoice wanted = call.given.value_or(
+      ChooseAllGather(world, p.rows.PerRank(), p.n, p.k, machine, p.transpose_rhs));
+  const GemmChoice choice = gated ? ForGate(wanted, rows, p.n, p.k, machine,
+                                            GatherCosts(world, p.n / 2, p.k, p.transpose_rhs))
                                   : FitSplits(wanted, rows, p.k, kGatherSplits);
   *plan =
       ProductPlan{choice, AllGatherSenders(p, machine), CudaLayoutOf(p).Workspace().TotalBytes()}

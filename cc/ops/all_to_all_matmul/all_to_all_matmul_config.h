@@ -3,7 +3,7 @@
 #ifndef JFLUX_OPS_ALL_TO_ALL_MATMUL_ALL_TO_ALL_MATMUL_CONFIG_H_
 #define JFLUX_OPS_ALL_TO_ALL_MATMUL_ALL_TO_ALL_MATMUL_CONFIG_H_
 
-#include "gpu/gemm_config.h"
+#include "gpu/gemm_choice.h"
 #include "gpu/senders.h"
 #include "ops/all_to_all_matmul/all_to_all_matmul.h"
 #include "ops/all_to_all_matmul/shard_panels.h"
@@ -54,12 +54,16 @@ inline GemmChoice TermGroups(GemmChoice c, int world, const Machine& machine) {
 // rows, k: of a shard. If rows are put together each shard is rounded up to whole tiles, so the
 // estimate counts the rounded rows.
 inline GemmChoice ChooseAllToAllMatmul(int world, int64_t rows, int64_t k, int64_t n,
-                                       bool concat_rows, const Machine& machine) {
+                                       bool concat_rows, const Machine& machine,
+                                       bool transpose_rhs = false) {
   const int64_t shards = concat_rows ? world : 1, sum = concat_rows ? k : world * k;
   if (shards == 1 && rows <= kGemmTileM) return ChooseFew(rows, n, sum, machine, /*most=*/1);
+  // The peers' rows come in panels that are aligned.
+  const TileCosts costs =
+      Loading(kGatherCosts, 1 + (RowLoad(k) - 1) / world, RowLoad(transpose_rhs ? k : n));
   const auto cost = [&](const GemmChoice& c) {
     const int64_t m = shards * RoundUp<int64_t>(rows, kGemmTileM * c.cluster_m);
-    return EstimateCost(c, m, n, sum, machine, kGatherCosts, kExposed / machine.LinkShare());
+    return EstimateCost(c, m, n, sum, machine, costs, kExposed / machine.LinkShare());
   };
   GemmChoice best{192, 1, 16};
   for (const GemmChoice& c : kCompiled) {

@@ -26,8 +26,8 @@ bool PlanAllToAllMatmul(const Fields& fields, const Machine& machine, Fields* pl
     return true;
   }
   if (!IsPlannable(call, FitsKernel(p), kWhatFitsAllToAllMatmul, why_not)) return false;
-  const GemmChoice wanted = call.given.value_or(
-      ChooseAllToAllMatmul(p.rows.world, p.rows.PerRank(), p.k, p.n, p.concat_rows, machine));
+  const GemmChoice wanted = call.given.value_or(ChooseAllToAllMatmul(
+      p.rows.world, p.rows.PerRank(), p.k, p.n, p.concat_rows, machine, p.transpose_rhs));
   const GemmChoice choice = FitSplits(wanted, p.RowsOfY(), p.KOfW(), /*most=*/1);
   *plan = ProductPlan{choice, AllToAllMatmulSenders(p, machine),
                       CudaLayoutOf(p).Workspace().TotalBytes()}

@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "gpu/gemm_config.h"
+#include "gpu/gemm_choice.h"
 #include "ops/grouped_matmul/grouped_matmul.h"
 
 namespace jflux {

@@ -3,7 +3,7 @@
 #ifndef JFLUX_OPS_MATMUL_ALL_REDUCE_MATMUL_ALL_REDUCE_CONFIG_H_
 #define JFLUX_OPS_MATMUL_ALL_REDUCE_MATMUL_ALL_REDUCE_CONFIG_H_
 
-#include "gpu/gemm_config.h"
+#include "gpu/gemm_choice.h"
 #include "gpu/senders.h"
 #include "ops/matmul_all_reduce/few_rows.h"
 #include "ops/matmul_all_reduce/matmul_all_reduce.h"
@@ -56,12 +56,13 @@ inline constexpr TileCosts kReduceCosts{1.04, kScatterCosts.narrow, kExposed};
 // two ranks, from 1024 rows on, tiles of 128 and 256 columns: the peer's rows come first then, and
 // travel behind the own ones (docs/experiments/0051).
 inline GemmChoice ChooseAllReduce(int world, int64_t rows_per_rank, int64_t n, int64_t k,
-                                  const Machine& machine) {
+                                  const Machine& machine, bool transpose_rhs = false) {
   const int64_t m = world * rows_per_rank;
   if (AreFewRows(world, m)) {
     return ChooseSplits(GemmChoice{kSharedKTile, 1, 1}, m, n, k, machine, kReduceSplits);
   }
-  GemmChoice c = ChooseGemm(world, rows_per_rank, n, k, machine, kReduceCosts);
+  GemmChoice c = ChooseGemm(world, rows_per_rank, n, k, machine,
+                            Loading(kReduceCosts, RowLoad(k), RowLoad(transpose_rhs ? k : n)));
   const bool peers_first = world == 2 && m >= 1024 && c.tile_n % 128 == 0;
   if (m <= 2048 && !peers_first) c.group_m = 0;
   return c;

@@ -17,8 +17,8 @@ bool PlanMatmulAllReduce(const Fields& fields, const Machine& machine, Fields* p
     return true;
   }
   if (!IsPlannable(call, FitsKernel(p), kWhatFitsAllReduce, why_not)) return false;
-  const GemmChoice wanted = call.given.value_or(
-      ChooseAllReduce(p.scatter.rows.world, p.scatter.rows.inner, call.n, call.k, machine));
+  const GemmChoice wanted = call.given.value_or(ChooseAllReduce(
+      p.scatter.rows.world, p.scatter.rows.inner, call.n, call.k, machine, call.transpose_rhs));
   const GemmChoice choice = Possible(p, wanted);
   *plan = ProductPlan{choice, AllReduceSenders(p, machine),
                       MatmulAllReduceWorkspace(p, choice).TotalBytes()}

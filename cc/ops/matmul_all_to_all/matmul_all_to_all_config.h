@@ -4,7 +4,7 @@
 #define JFLUX_OPS_MATMUL_ALL_TO_ALL_MATMUL_ALL_TO_ALL_CONFIG_H_
 
 #include "core/shard_tiles.h"
-#include "gpu/gemm_config.h"
+#include "gpu/gemm_choice.h"
 #include "gpu/senders.h"
 #include "ops/matmul_all_to_all/matmul_all_to_all.h"
 #include "runtime/op.h"
@@ -34,10 +34,11 @@ inline ShardGrid ShardGridOf(const MatmulAllToAllParams& p, const GemmChoice& c,
 // For world shards of so many rows and columns. Each shard has whole tiles of its own, so what the
 // last ones are cut short by is computed too, and a configuration that wastes less of it wins.
 inline GemmChoice ChooseAllToAll(int world, int64_t rows, int64_t n, int64_t k,
-                                 const Machine& machine) {
+                                 const Machine& machine, bool transpose_rhs = false) {
+  const TileCosts costs = Loading(kScatterCosts, RowLoad(k), RowLoad(transpose_rhs ? k : n));
   const auto cost = [&](const GemmChoice& c) {
     const int64_t m = world * RoundUp<int64_t>(rows, kGemmTileM * c.cluster_m);
-    return EstimateCost(c, m, n, k, machine, kScatterCosts, kExposed / machine.LinkShare());
+    return EstimateCost(c, m, n, k, machine, costs, kExposed / machine.LinkShare());
   };
   GemmChoice best{192, 1, 16};
   for (const GemmChoice& c : kCompiled) {

@@ -20,8 +20,8 @@ bool PlanMatmulAllToAll(const Fields& fields, const Machine& machine, Fields* pl
     return true;
   }
   if (!IsPlannable(call, FitsKernel(p), kWhatFitsAllToAll, why_not)) return false;
-  const GemmChoice wanted =
-      call.given.value_or(ChooseAllToAll(p.rows.world, p.rows.PerRank(), p.n, p.k, machine));
+  const GemmChoice wanted = call.given.value_or(
+      ChooseAllToAll(p.rows.world, p.rows.PerRank(), p.n, p.k, machine, p.transpose_rhs));
   const GemmChoice choice = FitSplits(wanted, p.rows.Total(), p.k, /*most=*/1);
   *plan = ProductPlan{choice, AllToAllSenders(p, choice, machine),
                       CudaLayoutOf(p, choice).Workspace().TotalBytes()}

@@ -3,7 +3,7 @@
 #ifndef JFLUX_OPS_MATMUL_REDUCE_SCATTER_MATMUL_REDUCE_SCATTER_CONFIG_H_
 #define JFLUX_OPS_MATMUL_REDUCE_SCATTER_MATMUL_REDUCE_SCATTER_CONFIG_H_
 
-#include "gpu/gemm_config.h"
+#include "gpu/gemm_choice.h"
 #include "gpu/senders.h"
 #include "ops/matmul_reduce_scatter/matmul_reduce_scatter.h"
 #include "runtime/op.h"
@@ -26,12 +26,12 @@ inline ReduceScatterLayout CudaLayoutOf(const MatmulReduceScatterParams& p, cons
 }
 
 inline GemmChoice ChooseReduceScatter(int world, int64_t rows_per_rank, int64_t n, int64_t k,
-                                      const Machine& machine) {
+                                      const Machine& machine, bool transpose_rhs = false) {
   const int64_t m = world * rows_per_rank;
   if (m <= kGemmTileM) return ChooseFew(m, n, k, machine, kReduceSplits);
   // Tiles that ranks share wait in the middle of a raster group: at 996 rows on 2 x H200 1.13 of
   // XLA's time, and .92 with tiles of 192 columns.
-  TileCosts costs = kScatterCosts;
+  TileCosts costs = Loading(kScatterCosts, RowLoad(k), RowLoad(transpose_rhs ? k : n));
   if (rows_per_rank % kGemmTileM != 0) costs.shared = 1.2;
   return ChooseGemm(world, rows_per_rank, n, k, machine, costs);
 }

@@ -20,8 +20,8 @@ bool PlanMatmulReduceScatter(const Fields& fields, const Machine& machine, Field
     return true;
   }
   if (!IsPlannable(call, FitsKernel(p), kWhatFitsReduceScatter, why_not)) return false;
-  const GemmChoice wanted =
-      call.given.value_or(ChooseReduceScatter(p.rows.world, p.rows.PerRank(), p.n, p.k, machine));
+  const GemmChoice wanted = call.given.value_or(
+      ChooseReduceScatter(p.rows.world, p.rows.PerRank(), p.n, p.k, machine, p.transpose_rhs));
   // Each of the CTAs that share k has some of the first term's.
   const GemmChoice choice = FitSplits(wanted, p.rows.Total(), first_k, kReduceSplits);
   *plan = ProductPlan{choice, ReduceScatterSenders(p, choice, machine),
