@@ -10,10 +10,10 @@ Only jflux's kernels are instrumented, where the tool can choose kernels.
   memcheck    accesses out of bounds or misaligned, in any memory
   initcheck   reads of global memory that this process has not written. What a peer writes does not
               count as written, so what it says of ops with peers is shown and does not count
-  synccheck   invalid use of barriers. It wants all threads of a named barrier to wait at one place, and
-              whoever completes a phase of an mbarrier to be waited for. Kernels of grouped products
-              have warps that meet at two places, and in the second CTA of a cluster an mbarrier that
-              nobody reads, so what it says of WITH_TMA is shown and does not count
+  synccheck   invalid use of barriers. It wants all threads of a named barrier to wait at one place,
+              and somebody to wait for each phase of an mbarrier. Kernels of grouped products have
+              warps that meet at two places, and in the second CTA of a cluster an mbarrier that
+              nobody reads: what it says of WITH_TMA is shown and does not count
   racecheck   hazards in shared memory. TMA writes shared memory through the asynchronous proxy, and
               mbarriers order it: racecheck may not know of either. What it says of the products,
               whose kernels use both, is shown and does not count

@@ -433,7 +433,7 @@ def _plan(arrays: Arrays, params: Params, machine: Machine) -> Plan:
 
 
 def _pad_shards(a: Any, dimension: int, shards: int) -> Any:
-    """Pads each of the shards that a dimension is made of with zeros, if they are no whole units."""
+    """Pads the shards that a dimension is made of with zeros, each, if they are no whole units."""
     shape = a.shape
     size = shape[dimension] // shards
     a = a.reshape(*shape[:dimension], shards, size, *shape[dimension + 1 :])
