@@ -74,6 +74,16 @@ def unsupported(reason: str) -> Plan:
     return Plan(Path.REFERENCE, reason, unsupported=True)
 
 
+def why_symbolic(arrays: Arrays) -> str | None:
+    """Why kernels do not take arrays of these shapes, or None: `jax.export` may leave a dimension
+    open, and a kernel's configuration and workspace go by numbers."""
+    for array in arrays:
+        for size in array.shape:
+            if not isinstance(size, int):
+                return f"a dimension is symbolic ({size}), and kernels are planned for numbers"
+    return None
+
+
 def why_unchecked(checked_on_gpus: bool) -> str | None:
     """Why GPUs do not take a kernel of their own, or None: it has not been compared with
     float64 there, or may be slower, and ``jflux.config.unchecked_kernels`` does not ask for it."""

@@ -278,6 +278,8 @@ def plan_call(
     """The plan of a call that is lowered for this mesh (None: it is not known), and the machine."""
     if not _config.config.fused:
         return _dispatch.reference("jflux.config(fused=False)"), None
+    if why := _dispatch.why_symbolic((*avals, *avals_out)):
+        return _dispatch.unsupported(why), None
     if any(0 in aval.shape for aval in (*avals, *avals_out)):
         return _dispatch.reference("an operand or a result is empty"), None
     if mesh is None:

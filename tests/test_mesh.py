@@ -211,6 +211,40 @@ def test_exporting_a_function_over_an_abstract_mesh_bakes_no_devices_in():
     assert "jflux_all_gather_matmul" not in exported.mlir_module()
 
 
+@pytest.mark.parametrize(
+    "op, specs, out_spec",
+    [
+        ("all_gather_matmul", (P("tp"), P(None, "tp")), P(None, "tp")),
+        ("matmul_reduce_scatter", (P(None, "tp"), P("tp")), P("tp")),
+        ("matmul_all_reduce", (P(None, "tp"), P("tp")), P()),
+        ("all_reduce", (P(None, "tp"),), P()),
+    ],
+)
+def test_exporting_symbolic_shapes_takes_the_reference(op, specs, out_spec):
+    mesh = make_mesh((RANKS,))
+    rows = jax.export.symbolic_shape(f"{RANKS} * b")[0]
+    shapes = [(rows, 2 * RANKS), (2 * RANKS, 4 * RANKS)][: len(specs)]
+    types = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    call = jax.jit(
+        jax.shard_map(
+            lambda *operands: getattr(jflux, op)(*operands, axis_name="tp"),
+            mesh=mesh, in_specs=specs, out_specs=out_spec,
+        )
+    )  # fmt: skip
+    with pytest.raises(NotImplementedError, match="a dimension is symbolic"):
+        jax.export.export(call)(*types)
+    with jflux.config(strict=False):
+        exported = jax.export.export(call)(*types)
+    assert exported.out_avals[0].shape[0] == rows
+    if "reduce_scatter" in op or "gather" in op:  # jax.export cannot refine these, of `lax` either
+        return
+    shapes[0] = (6 * RANKS, 2 * RANKS)
+    args = [normal(i, shape, jnp.float32) for i, shape in enumerate(shapes)]
+    placed = [jax.device_put(a, jax.NamedSharding(mesh, P())) for a in args]
+    y = jax.jit(jax.export.deserialize(exported.serialize()).call)(*placed)
+    np.testing.assert_allclose(y, call(*args), rtol=1e-5)
+
+
 def test_abstract_mesh_falls_back():
     """Devices that are not known when the op is lowered: the reference, or an error if strict."""
     f = _over_an_abstract_mesh()

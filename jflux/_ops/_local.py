@@ -131,6 +131,8 @@ def plan_call(rules: LocalRules, avals: Sequence[Any], params: Any, platform: st
     """The plan of a call that is lowered for this platform."""
     if not _config.config.fused:
         return _dispatch.reference("jflux.config(fused=False)")
+    if why := _dispatch.why_symbolic(avals):
+        return (_dispatch.reference if rules.is_optional else _dispatch.unsupported)(why)
     if platform not in _ffi.PLATFORMS:
         return _dispatch.unsupported("jflux has kernels for CPUs and CUDA GPUs only")
     if platform == "cpu" and not rules.on_cpus:
