@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -172,6 +173,11 @@ def _name(what: str, name: str, device: int, thread: int | None = None) -> dict[
     return event if thread is None else {**event, "tid": thread}
 
 
+def _need_kernels() -> None:
+    if not _heap._cuda_usable():
+        raise RuntimeError("jflux.timeline records what CUDA kernels do, and there are none here")
+
+
 @contextlib.contextmanager
 def record(max_events: int = 1 << 18) -> Iterator[Timeline]:
     """Records what jflux's kernels do inside the ``with`` block, on this process's GPUs.
@@ -185,8 +191,7 @@ def record(max_events: int = 1 << 18) -> Iterator[Timeline]:
     Raises:
       RuntimeError: without GPUs that jflux has kernels for.
     """
-    if not _heap._cuda_usable():
-        raise RuntimeError("jflux.timeline records what CUDA kernels do, and there are none here")
+    _need_kernels()
     _heap._ensure("cuda")
     timeline = Timeline()
     _native.lib.cuda_timeline_start(max_events)
@@ -213,6 +218,10 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value, help="global")
     parser.add_argument("--out", default="timeline", help="writes OUT.json and OUT.png")
     args = parser.parse_args()
+    try:
+        _need_kernels()  # before a CPU multiplies shapes of this size
+    except RuntimeError as error:
+        sys.exit(str(error))
     mesh = jax.make_mesh((jax.device_count(),), ("tp",))
     trial = Trial(specs[args.op])
     x_spec, w_spec, y_spec = trial.partition

@@ -71,6 +71,14 @@ def test_says_that_it_needs_gpus():
         pass
 
 
+@pytest.mark.skipif(PLATFORM == "gpu", reason="there are GPUs")
+def test_the_command_says_so_before_it_multiplies(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["jflux.timeline"])
+    monkeypatch.setattr(timeline.Trial, "operands", lambda *_: pytest.fail("made operands"))
+    with pytest.raises(SystemExit, match="there are none here"):
+        timeline.main()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("op", OPS)
 def test_records_every_tile(op):
