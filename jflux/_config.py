@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+import numpy as np
 
 logger = logging.getLogger("jflux")
 
@@ -87,6 +88,7 @@ class Config:
 
         Raises:
           ValueError: for a name that is not a switch.
+          TypeError: for a value that is not True or False.
         """
         self._check(changes)
         before, self._process = self._process, dataclasses.replace(self._process, **changes)
@@ -100,17 +102,20 @@ class Config:
 
         Raises:
           ValueError: for a name that is not a switch.
+          TypeError: for a value that is not True or False.
         """
         self._check(changes)
         with override(**changes):
             yield
 
     def _check(self, changes: dict[str, bool]) -> None:
-        for name in changes:
+        for name, on in changes.items():
             if name not in self._NAMES:
                 raise ValueError(
                     f"{name!r} is not a switch of jflux.config, which has {self._NAMES}"
                 )
+            if not isinstance(on, bool | np.bool_):  # a string that says no is true
+                raise TypeError(f"jflux.config: {name}={on!r} must be True or False")
 
 
 config = Config()

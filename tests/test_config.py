@@ -223,6 +223,15 @@ def test_unknown_switch():
     assert jflux.config.fused
 
 
+@pytest.mark.parametrize("value", ["no", 0, None])
+def test_a_switch_is_on_or_off(value):
+    with pytest.raises(TypeError, match="jflux.config: fused=.* must be True or False"):
+        jflux.config.update(fused=value)
+    with pytest.raises(TypeError, match="must be True"), jflux.config(fused=value):
+        pass
+    assert jflux.config.fused is True
+
+
 def test_said_once_from_several_threads(caplog, monkeypatch):
     monkeypatch.setattr(_config, "_said", set())
 

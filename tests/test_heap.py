@@ -77,6 +77,12 @@ def test_settings_that_make_no_sense(settings, message, own_heap):
     check_values(SMALL, make_mesh((RANKS,)), "tp")  # they are forgotten
 
 
+@pytest.mark.parametrize("size", [4e9, "4G"])
+def test_a_size_is_a_number_of_bytes(size):
+    with pytest.raises(TypeError, match="heap_bytes=.* must be an int, such as 4 << 30"):
+        jflux.init(heap_bytes=size)
+
+
 def test_settings_are_keyword_only():
     with pytest.raises(TypeError):
         jflux.init(1 << 30)

@@ -98,6 +98,7 @@ def init(
         host memory on the CPU, and on GPUs CUDA's own.
 
     Raises:
+      TypeError: for a size that is no int.
       ValueError: for a size or a time that is not positive, or as many names of nodes as there are
         no devices; for another `backend`.
       RuntimeError: if the heap exists already with other settings (call :func:`shutdown` first);
@@ -105,6 +106,8 @@ def init(
         process that has one.
     """
     global _settings
+    if heap_bytes is not None and not isinstance(heap_bytes, int | np.integer):
+        raise TypeError(f"{heap_bytes=} must be an int, such as 4 << 30")
     if heap_bytes is not None and heap_bytes <= 0:
         raise ValueError(f"{heap_bytes=} must be positive")
     for name, seconds in (("deadline_seconds", deadline_seconds), ("warn_seconds", warn_seconds)):
