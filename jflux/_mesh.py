@@ -46,7 +46,15 @@ class Part:
 
 
 def as_tuple(axis_name: AxisName) -> tuple[Any, ...]:
-    return axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    """The mesh axes that an option names: one, or several in a tuple; a list will do, as in `lax`.
+
+    Raises:
+      ValueError: for an axis that is named twice.
+    """
+    names = tuple(axis_name) if isinstance(axis_name, tuple | list) else (axis_name,)
+    if len(set(names)) < len(names):
+        raise ValueError(f"a mesh axis may be named once, got {names}")
+    return names
 
 
 def axes_of(*names: AxisName | None) -> tuple[Any, ...]:

@@ -52,6 +52,33 @@ def test_ops_of_one_ranks_arrays_need_shard_map(call):
         per_device(mesh, lambda _: call(axis_name="ep"))(_zeros(1))
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, w, names: jflux.all_gather_matmul(x, w, axis_name=names),
+        lambda x, w, names: jflux.matmul_all_reduce(x, w, axis_name=names),
+        lambda x, w, names: jflux.all_reduce(x, axis_name=names),
+        lambda x, w, names: jflux.all_gather(x, axis_name=names),
+        lambda x, w, names: jflux.attention(*[x[None, :, None]] * 3, axis_name=names),
+    ],
+    ids="all_gather_matmul matmul_all_reduce all_reduce all_gather attention".split(),
+)
+def test_axes_in_a_list_are_those_in_a_tuple(call):
+    mesh = make_mesh((RANKS,))
+    x, w = (jax.random.normal(jax.random.key(i), (RANKS, 8, 8)) for i in range(2))
+
+    def run(names):
+        def loss(x, w):
+            return jnp.sin(per_device(mesh, lambda x, w: call(x, w, names))(x, w)).sum()
+
+        return jax.jit(jax.value_and_grad(loss))(x, w)
+
+    for got, want in zip(run(["tp"]), run("tp"), strict=True):
+        np.testing.assert_array_equal(got, want)
+    with pytest.raises(ValueError, match="a mesh axis may be named once, got .'tp', 'tp'."):
+        run(["tp", "tp"])
+
+
 # ---- One rank's shapes, and global ones ----------------------------------------------------------
 
 
@@ -202,3 +229,15 @@ def test_attention_takes_kernels_of_three_dimensions(name, shape):
     message = re.escape(f"{name} must be {shape}, got (8, 8); reshape")
     with pytest.raises(ValueError, match=message):
         jflux.nn.attention(jnp.ones((1, 4, 8)), *kernels.values(), axis_name="tp")
+
+
+def test_reordering_an_array_without_that_dimension():
+    for reorder in (jflux.reorder_for_causal, jflux.restore_order):
+        with pytest.raises(ValueError, match=r"x has shape \(16,\), and no dimension axis=1"):
+            reorder(jnp.zeros(16), RANKS)
+        assert reorder(jnp.zeros(16), RANKS, axis=0).shape == (16,)
+
+
+def test_a_gated_mlp_has_a_function_of_its_own():
+    with pytest.raises(TypeError, match="jflux.nn.gated_mlp takes a gate and an up"):
+        jflux.nn.mlp(x, (w, w), w.T, axis_name="tp", mesh=make_mesh((RANKS,)))

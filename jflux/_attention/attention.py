@@ -192,7 +192,10 @@ def _global_attention(
         scale_of(_OP, scale, q.shape[3]), softcap_of(_OP, softcap), bool(causal),
         window_of(_OP, window),
     )  # fmt: skip
-    options = _Options(plain, axis_name, heads_axis, scores, layout, return_lse, ring)
+    axis, heads = (
+        None if name is None else _mesh.as_tuple(name) for name in (axis_name, heads_axis)
+    )
+    options = _Options(plain, axis, heads, scores, layout, return_lse, ring)
     body = functools.partial(_attention, options)
     operands = {"q": q, "k": k, "v": v, "segment_ids": segment_ids}
     names = _mesh.axes_of(axis_name, heads_axis)

@@ -71,7 +71,7 @@ def reorder_for_causal(
     Raises:
       ValueError: as :func:`causal_positions`.
     """
-    order = causal_positions(np.shape(x)[axis], ranks, layout=layout)
+    order = causal_positions(_length(x, axis), ranks, layout=layout)
     return jnp.take(jnp.asarray(x), order, axis=axis, unique_indices=True)
 
 
@@ -79,8 +79,15 @@ def restore_order(
     x: jax.Array, ranks: int, *, axis: int = 1, layout: Layout = "zigzag"
 ) -> jax.Array:
     """Undoes :func:`reorder_for_causal`, with the same arguments."""
-    order = np.argsort(causal_positions(np.shape(x)[axis], ranks, layout=layout)).astype(np.int32)
+    order = np.argsort(causal_positions(_length(x, axis), ranks, layout=layout)).astype(np.int32)
     return jnp.take(jnp.asarray(x), order, axis=axis, unique_indices=True)
+
+
+def _length(x: jax.Array, axis: int) -> int:
+    shape = np.shape(x)
+    if not -len(shape) <= axis < len(shape):
+        raise ValueError(f"x has shape {shape}, and no dimension {axis=} of positions")
+    return shape[axis]
 
 
 def own_positions(rank: jax.Array, length: int, ranks: int, layout: Layout) -> jax.Array:

@@ -168,6 +168,8 @@ def mlp(
       options: `sequence_parallel`, `preferred_element_type`, `precision`, `mesh` and `x_spec`, as
         in :func:`column_parallel`.
     """
+    if isinstance(up, tuple | list):
+        raise TypeError("jflux.nn.mlp: up is one weight; jflux.nn.gated_mlp takes a gate and an up")
     options["axis_name"] = axis_name
     padding = _padding.for_ranks(x, -2, up, **options)
     hidden = column_parallel(padding.pad(x), up, bias=up_bias, activation=activation, **options)
