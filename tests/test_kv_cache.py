@@ -286,3 +286,15 @@ def test_other_errors():
         jflux.fill_cache(empty(4), *tokens(5)[1:])
     cache = jflux.fill_cache(empty(4), *tokens(5)[1:], np.array([4, 0, 1]))  # it ends with padding
     np.testing.assert_array_equal(cache.lengths, [4, 0, 1])
+
+
+@pytest.mark.parametrize("window", [1, 3, 20])
+def test_a_window_counts_the_tokens_own_position_as_that_of_attention_does_not(window):
+    """What the guide says to give to both: `window=w` in decoding is (w - 1, 0) in attention."""
+    q, k, v = tokens(8)
+    o, _ = jflux.attend_to_cache(empty(8), q, k, v, window=window)
+    whole = jflux.attention(
+        q, k, v, axis_name="tp", causal=True, layout="contiguous", window=(window - 1, 0),
+        mesh=make_mesh((RANKS,)),
+    )  # fmt: skip
+    np.testing.assert_allclose(o, whole, atol=1e-12)

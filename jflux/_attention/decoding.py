@@ -115,7 +115,8 @@ def attend_to_cache(
       new_lengths: integers [B], from 0 to T: how many of its T tokens a sequence has, the same on
         all ranks. The others are padding: they are not written, and their o is 0. None: T.
       axis_name: a mesh axis, or a tuple of them. None: the cache is whole.
-      window: how many of the last positions a token attends to, its own among them.
+      window: how many of the last positions a token attends to, its own among them: (window - 1,
+        0) of :func:`jflux.attention`.
       softcap: c: a score x becomes ``c tanh(x / c)``.
       scale: of the scores; by default 1 / sqrt(D).
 

@@ -71,7 +71,8 @@ def flash_decode(
         v_cache are then this rank's [pages, page size, G, D], entry p of a sequence's row is the
         page of its positions p * page size and on in this rank's part, and S/N is P * page size.
         -1: there is no page, and nothing attends to it.
-      window: how many of the last positions are attended to.
+      window: how many of the last positions are attended to: (window - 1, 0) of
+        :func:`jflux.attention`.
       softcap: bounds the scores.
       scale: of the scores; by default 1 / sqrt(D).
       return_lse: whether to return the log-sum-exp too.

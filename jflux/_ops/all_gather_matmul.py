@@ -119,7 +119,8 @@ def all_gather_matmul(
       return_gathered: also return the gathered x, [..., m, k].
       transpose_rhs: w holds the transposed weight. No copy is made.
       bias: [n/N], added to the product; of any type. For several weights one each, or None.
-      activation: None, or "gelu", "gelu_tanh" (its approximation), "relu" or "silu".
+      activation: None, or "gelu", "gelu_tanh" (its approximation, `jax.nn.gelu`'s default),
+        "relu" or "silu".
       gated: two weights make one y: the first product, activated, times the second.
       preferred_element_type: the type of y; by default x's. Sums are in float32 (float64 for
         float64) whatever it is.
