@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from . import _config
 from ._mesh import AxisName, as_tuple
 from ._ops._spec import Layout
 
@@ -54,11 +56,14 @@ def over_global_arrays(
             return PartitionSpec()
         return PartitionSpec(*([None] * dimension), names)
 
+    specs = {array: spec_of(array) for array in operands}
+    mesh = _mesh_for(mesh, *jax.tree.leaves(dict(operands)))
+    _say_what_is_repeated(name, x, specs, mesh)
     return with_specs(
         op,
         name,
         operands,
-        {array: spec_of(array) for array in operands},
+        specs,
         axis_name=axis_name,
         mesh=mesh,
         out_specs=jax.tree.map(spec_of, results),
@@ -139,6 +144,28 @@ def _mesh_for(mesh: Mesh | AbstractMesh | None, *arrays: jax.Array) -> Mesh | Ab
         "jax.set_mesh(mesh), on arrays that lie on a mesh (jax.device_put with a NamedSharding), "
         "or inside jax.shard_map"
     )
+
+
+def _say_what_is_repeated(
+    name: str, x: jax.Array, specs: Mapping[str, PartitionSpec], mesh: Any
+) -> None:
+    """Logs the mesh axes along which all devices do the same, if they could share x's rows. A type
+    under automatic sharding does not say how x is split, so it may be meant so."""
+    named = {n for spec in specs.values() for e in spec if e is not None for n in as_tuple(e)}
+    entries = (*specs["x"], *[None] * x.ndim)
+    free = [size for size, entry in zip(x.shape[:-1], entries, strict=False) if entry is None]
+    repeated = [
+        axis
+        for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind == AxisType.Auto and axis not in named and mesh.shape[axis] > 1
+        if any(size > 0 and size % mesh.shape[axis] == 0 for size in free)
+    ]
+    if repeated and _config.config.fused:
+        _config.say_once(
+            logging.INFO,
+            f"jflux.{name}: x is taken to be whole along mesh axes {repeated}, whose devices then "
+            f"repeat each other's work; if it is split there, say so: x_spec=P({repeated[0]!r})",
+        )
 
 
 def _check_divides(what: str, array: Any, spec: PartitionSpec, mesh: Any) -> None:

@@ -23,7 +23,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jflux
-from jflux import _global
+from jflux import _config, _global
 from jflux._ops._spec import all_ops
 
 OPS = PRODUCTS
@@ -273,3 +273,23 @@ def test_what_follows_a_sum(module):
     gradients = (jax.jit(jax.grad(loss(g), argnums=range(4)))(*operands) for g in (f, plain))
     for got, want in zip(*gradients, strict=True):
         np.testing.assert_allclose(got, want, rtol=2e-3, atol=2e-3)
+
+
+def test_axes_along_which_work_is_repeated_are_named(caplog, monkeypatch):
+    """A batch that the call does not know to be split: both devices compute it whole."""
+    monkeypatch.setattr(_config, "_said", set())
+    mesh = make_mesh((2, RANKS // 2), ("dp", "tp"))
+    x, w = jnp.zeros((2, RANKS, 4)), jnp.zeros((4, RANKS))
+    gathered = functools.partial(jflux.all_gather_matmul, axis_name="tp", mesh=mesh)
+    with caplog.at_level("INFO", "jflux"):
+        gathered(x, w, x_spec=P("dp"))
+        gathered(x[:1], w)  # what 2 devices cannot share
+        gathered(x, jnp.zeros((8, RANKS))[:4], x_spec=P(None, ("dp", "tp")))
+        jflux.all_gather_matmul(x, w, axis_name=("dp", "tp"), mesh=mesh)
+        with jflux.config(fused=False):
+            gathered(x, w)
+        assert "repeat" not in caplog.text
+        jax.jit(gathered)(x, w)
+        gathered(x, w)
+    assert caplog.text.count("whole along mesh axes ['dp'], whose devices then repeat") == 1
+    assert "x_spec=P('dp')" in caplog.text
