@@ -11,13 +11,14 @@ def draw(*shapes, seed=0, dtype=np.float64):
 
 
 def plain(q, k, v, lengths, window=None, softcap=None, scale=None):
-    """(attention, log-sum-exp) of q [b, h, d] to the first positions of k, v [b, s, g, d]."""
+    """(attention, log-sum-exp) of q [b, h, d] to the first positions of k, v [b, s, g, d], whose
+    last one is q's own."""
     q, k, v = (np.asarray(a, np.float64) for a in (q, k, v))
     out, lse = np.zeros(q.shape), np.full(q.shape[:2], -np.inf)
     scale = q.shape[2] ** -0.5 if scale is None else scale
     for b, h in itertools.product(*map(range, q.shape[:2])):
         group = h // (q.shape[1] // k.shape[2])
-        start = 0 if window is None else max(0, lengths[b] - window)
+        start = 0 if window is None else max(0, lengths[b] - 1 - window)
         at = slice(start, lengths[b])
         if start == lengths[b]:
             continue

@@ -42,7 +42,7 @@ def spoil(lengths, window, *caches):
         for a in caches:
             a[b, length:] = np.nan
             if window is not None:
-                a[b, : max(0, length - window)] = np.nan
+                a[b, : max(0, length - 1 - window)] = np.nan
 
 
 # batch, positions, heads of the cache, heads of queries for each of these, elements

@@ -274,8 +274,8 @@ def test_other_errors():
         jflux.attend_to_cache(empty(4), q, k, v, np.zeros(2, int))
     with pytest.raises(TypeError, match="new_lengths must be integers, got float64"):
         jflux.attend_to_cache(empty(4), q, k, v, np.zeros(B))
-    with pytest.raises(ValueError, match="window=0 must be an int of at least 1"):
-        jflux.attend_to_cache(empty(4), q, k, v, window=0)
+    with pytest.raises(ValueError, match="window=-1 must be a number of positions, 0 or more"):
+        jflux.attend_to_cache(empty(4), q, k, v, window=-1)
     with pytest.raises(ValueError, match="softcap=0 must be greater than 0"):
         jflux.attend_to_cache(empty(4), q, k, v, softcap=0)
     with pytest.raises(TypeError, match="q must be floating"):
@@ -288,13 +288,12 @@ def test_other_errors():
     np.testing.assert_array_equal(cache.lengths, [4, 0, 1])
 
 
-@pytest.mark.parametrize("window", [1, 3, 20])
-def test_a_window_counts_the_tokens_own_position_as_that_of_attention_does_not(window):
-    """What the guide says to give to both: `window=w` in decoding is (w - 1, 0) in attention."""
+@pytest.mark.parametrize("window", [0, (3, 0), 20])
+def test_a_window_is_that_of_attention(window):
     q, k, v = tokens(8)
     o, _ = jflux.attend_to_cache(empty(8), q, k, v, window=window)
     whole = jflux.attention(
-        q, k, v, axis_name="tp", causal=True, layout="contiguous", window=(window - 1, 0),
+        q, k, v, axis_name="tp", causal=True, layout="contiguous", window=window,
         mesh=make_mesh((RANKS,)),
     )  # fmt: skip
     np.testing.assert_allclose(o, whole, atol=1e-12)

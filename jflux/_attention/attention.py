@@ -116,7 +116,7 @@ def attention(
         :func:`jflux.reorder_for_causal` orders them. All are exact; with `causal` the first two
         give all ranks as much work. "zigzag" wants an even S/N.
       window: position i attends to i - left to i + right: (left, right), or one number for both.
-        Decoding counts i too: its `window=w` is (w - 1, 0) here.
+        Models that count i too, as Mistral's `sliding_window`, give that less one.
       segment_ids: int [B, S/N], of documents in one sequence: positions attend to those of the same
         segment alone.
       scale: by default 1 / sqrt(D).

@@ -14,7 +14,7 @@ from .._mesh import AxisName
 from . import cache, decode_merge, flash_attention, flash_decode_part
 from .blocks import Part, Scores
 from .layouts import Layout, own_positions
-from .operands import last_of, scale_of, softcap_of
+from .operands import scale_of, softcap_of, window_of
 
 #: So many rows of queries, over tokens and heads, are multiplied with the cache as it lies in
 #: memory (flash_decode.py). More of them pay for its transposition (blocks.py).
@@ -90,7 +90,7 @@ def attend_to_cache(
     new_lengths: jax.Array | None = None,
     *,
     axis_name: AxisName | None = None,
-    window: int | None = None,
+    window: int | tuple[int, int] | None = None,
     softcap: float | None = None,
     scale: float | None = None,
 ) -> tuple[jax.Array, KVCache]:
@@ -115,8 +115,8 @@ def attend_to_cache(
       new_lengths: integers [B], from 0 to T: how many of its T tokens a sequence has, the same on
         all ranks. The others are padding: they are not written, and their o is 0. None: T.
       axis_name: a mesh axis, or a tuple of them. None: the cache is whole.
-      window: how many of the last positions a token attends to, its own among them: (window - 1,
-        0) of :func:`jflux.attention`.
+      window: that of :func:`jflux.attention`: how many positions before its own a token attends
+        to; of (left, right), left.
       softcap: c: a score x becomes ``c tanh(x / c)``.
       scale: of the scores; by default 1 / sqrt(D).
 
@@ -143,7 +143,7 @@ def attend_to_cache_reference(
     new_lengths: jax.Array | None = None,
     *,
     axis_name: AxisName | None = None,
-    window: int | None = None,
+    window: int | tuple[int, int] | None = None,
     softcap: float | None = None,
     scale: float | None = None,
 ) -> tuple[jax.Array, KVCache]:
@@ -207,28 +207,25 @@ def _attend(
     new_lengths: Any,
     *,
     axis_name: AxisName | None,
-    window: int | None,
+    window: int | tuple[int, int] | None,
     softcap: float | None,
     scale: float | None,
 ) -> tuple[jax.Array, KVCache]:
     op = "jflux.attend_to_cache"
     _check_cache(op, kv_cache, k, v, new_lengths, "new_lengths")
     _check_queries(op, q, k)
-    window, softcap = last_of(op, window), softcap_of(op, softcap)
+    span, softcap = window_of(op, window), softcap_of(op, softcap)
     rank, ranks = _mesh.rank_and_size(axis_name)
     tokens, here = q.shape[1], kv_cache.keys.shape[1]
     if tokens > ranks * here:
         raise ValueError(f"{op}: {tokens} new tokens do not fit a cache of {ranks * here}")
     positions = new_positions(kv_cache.lengths, tokens, new_lengths)
     keys, values = update((kv_cache.keys, kv_cache.values), (k, v), positions, axis_name=axis_name)
-    scores = Scores(
-        scale_of(op, scale, q.shape[3]), softcap, causal=True,
-        window=None if window is None else (window - 1, 0),
-    )  # fmt: skip
+    scores = Scores(scale_of(op, scale, q.shape[3]), softcap, causal=True, window=span)
     q_here, own = q.astype(keys.dtype), own_positions(rank, here, ranks, "contiguous")
     if tokens == 1 and q.size and keys.size:
         capacity = ranks * here
-        bounds = flash_decode_part.bounds_of(positions[:, 0] + 1, window, rank * here)
+        bounds = flash_decode_part.bounds_of(positions[:, 0] + 1, span, rank * here)
         bounds = jnp.clip(bounds, 0, capacity)  # a token beyond the cache attends to what there is
         pair = attend(
             q_here[:, 0], keys, values, bounds, None, capacity=capacity, scale=scores.scale,

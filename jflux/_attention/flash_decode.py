@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from .. import _checks, _mesh
 from .._mesh import AxisName
 from . import decode_merge, flash_decode_part
-from .operands import last_of, scale_of, softcap_of
+from .operands import scale_of, softcap_of, window_of
 
 _OP = "jflux.flash_decode"
 
@@ -24,7 +24,7 @@ def flash_decode(
     *,
     axis_name: AxisName | None = None,
     block_table: jax.Array | None = None,
-    window: int | None = None,
+    window: int | tuple[int, int] | None = None,
     softcap: float | None = None,
     scale: float | None = None,
     return_lse: bool = False,
@@ -40,7 +40,7 @@ def flash_decode(
     Rank r has the consecutive positions r S/N to (r + 1) S/N - 1. q and lengths are the same on all
     ranks, and so is the result. With s_t = scale q k_t, or softcap tanh(scale q k_t / softcap), it
     is the sum of softmax(s)_t v_t over the positions t less than the sequence's length, and with
-    `window` not less than length - window. The query's own key and value are in the cache already
+    `window` not less than length - 1 - window. The query's own key and value are in the cache already
     (:func:`jflux.update_cache`).
 
     A rank attends to its part of the cache, with scores and sums in float32 (float64 for float64).
@@ -71,8 +71,8 @@ def flash_decode(
         v_cache are then this rank's [pages, page size, G, D], entry p of a sequence's row is the
         page of its positions p * page size and on in this rank's part, and S/N is P * page size.
         -1: there is no page, and nothing attends to it.
-      window: how many of the last positions are attended to: (window - 1, 0) of
-        :func:`jflux.attention`.
+      window: that of :func:`jflux.attention`: how many positions before its own, the last one, a
+        query attends to; of (left, right), left.
       softcap: bounds the scores.
       scale: of the scores; by default 1 / sqrt(D).
       return_lse: whether to return the log-sum-exp too.
@@ -107,7 +107,7 @@ def reference(
     *,
     axis_name: AxisName | None = None,
     block_table: jax.Array | None = None,
-    window: int | None = None,
+    window: int | tuple[int, int] | None = None,
     softcap: float | None = None,
     scale: float | None = None,
     return_lse: bool = False,
@@ -130,13 +130,13 @@ def _flash_decode(
     *,
     axis_name: AxisName | None,
     block_table: Any,
-    window: int | None,
+    window: int | tuple[int, int] | None,
     softcap: float | None,
     scale: float | None,
     return_lse: bool,
 ) -> Any:
     _check(q, k, v, lengths, block_table)
-    window = last_of(_OP, window)
+    span = window_of(_OP, window)
     scale, softcap = scale_of(_OP, scale, q.shape[2]), softcap_of(_OP, softcap)
     here = k.shape[1]
     if block_table is not None:
@@ -150,7 +150,7 @@ def _flash_decode(
     most = ranks * here
     lengths = _checks.in_range(lengths, 0, most, "jflux.flash_decode: lengths")
     lengths = _checks.to_int32(lengths)
-    bounds = flash_decode_part.bounds_of(lengths, window, rank * here)
+    bounds = flash_decode_part.bounds_of(lengths, span, rank * here)
     pair = attend(q, k, v, bounds, block_table, capacity=most, scale=scale, softcap=softcap)
     out, lse = (pair[..., :-1], pair[..., -1]) if axis_name is None else merge(pair, axis_name)
     out = out.astype(q.dtype)

@@ -81,10 +81,11 @@ def attend(
     return _primitive.bind(*operands, params=params)[0]
 
 
-def bounds_of(ends: jax.Array, window: int | None, origin: Any) -> jax.Array:
+def bounds_of(ends: jax.Array, window: tuple[int, int] | None, origin: Any) -> jax.Array:
     """int32 [B, 3], in positions of the whole sequences: where the window of a query begins that
-    attends to what is before `ends` [B]; these; and where this rank's part begins."""
-    first = jnp.zeros_like(ends) if window is None else jnp.maximum(ends - window, 0)
+    attends to what is before `ends` [B], its own position the last of it; these; and where this
+    rank's part begins."""
+    first = jnp.zeros_like(ends) if window is None else jnp.maximum(ends - 1 - window[0], 0)
     columns = _mesh.vary_alike(first, ends, jnp.full_like(ends, origin))
     return jnp.stack(columns, -1)
 

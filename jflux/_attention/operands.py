@@ -85,15 +85,6 @@ def softcap_of(op: str, softcap: Any) -> float | None:
     return cap
 
 
-def last_of(op: str, window: Any) -> int | None:
-    """How many of the last positions are attended to; None: all."""
-    if window is None:
-        return None
-    if not isinstance(window, int | np.integer) or window < 1:
-        raise ValueError(f"{op}: {window=} must be an int of at least 1; None: no window")
-    return min(int(window), _MOST_POSITIONS)
-
-
 def _number(op: str, name: str, value: Any) -> float:
     """A kernel has it as an attribute."""
     if isinstance(value, jax.core.Tracer):
