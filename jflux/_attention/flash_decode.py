@@ -40,8 +40,8 @@ def flash_decode(
     Rank r has the consecutive positions r S/N to (r + 1) S/N - 1. q and lengths are the same on all
     ranks, and so is the result. With s_t = scale q k_t, or softcap tanh(scale q k_t / softcap), it
     is the sum of softmax(s)_t v_t over the positions t less than the sequence's length, and with
-    `window` not less than length - 1 - window. The query's own key and value are in the cache already
-    (:func:`jflux.update_cache`).
+    `window` not less than length - 1 - window. The query's own key and value are in the cache
+    already (:func:`jflux.update_cache`).
 
     A rank attends to its part of the cache, with scores and sums in float32 (float64 for float64).
     All ranks' outputs and log-sum-exps, [B, H, D + 1] of such numbers from each, are then merged as
