@@ -16,10 +16,12 @@ from harness import (
     run,
     x64_if,
 )
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from test_expert_parallel import KINDS, choices, dense, expected, layer
 
 import jflux
-from jflux import _dispatch
+from jflux import _config, _dispatch, _explain
 from jflux._experts import placed
 from jflux._experts.placed import PlacedHandle
 
@@ -233,7 +235,50 @@ def test_the_tables_of_many_tokens_do_not_fit():
 
     x = jax.ShapeDtypeStruct((2, 8192, WIDTH), jnp.bfloat16)
     jax.eval_shape(per_device(make_mesh((2,)), f), x)
-    assert found[0] is None and found[1] is not None
+    assert "the tables of 128 experts and 16384 tokens do not fit" in found[0]
+    assert isinstance(found[1], placed.Params)
+
+
+def _dispatched(ranks, tokens, width, num_experts, k, **options):
+    """What `explain` notes of a dispatch of so many tokens of each rank."""
+
+    def f(x, indices, weights):
+        return jflux.moe_dispatch(
+            x, indices, weights, num_experts=num_experts, axis_name="tp", **options
+        ).rows
+
+    mesh = make_mesh((ranks,))
+    shapes = [((tokens, width), jnp.bfloat16), ((tokens, k), np.int32), ((tokens, k), np.float32)]
+    operands = [
+        jax.ShapeDtypeStruct((ranks, *shape), dtype, sharding=NamedSharding(mesh, P("tp")))
+        for shape, dtype in shapes
+    ]
+    with _config.override(always=False):
+        return _explain.calls_of(per_device(mesh, f), *operands)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_workspace_has_as_many_tokens_of_all_ranks_on_any_number_of_them(ranks):
+    """In halves of 256 MiB: their signals do not count."""
+    params = placed.Params(("tp",), ranks, 8 // ranks, 1 << 15, -1, 1, 0)
+    tokens = 16384 // ranks
+    x = jax.ShapeDtypeStruct((tokens, 7168), jnp.bfloat16)
+    call = placed._call((x, jax.ShapeDtypeStruct((tokens, 2), np.int32)), params)
+    with _config.override(always=False):
+        assert placed._why_not(call, x.dtype) is None
+        assert "more than" in placed._why_not(call | {"tokens": 2 * tokens}, x.dtype)
+
+
+def test_a_dispatch_that_is_no_kernel_says_why():
+    (call, *others) = _dispatched(2, 16384, 7168, 8, 2, partial_sums=True)
+    assert call.op == "moe_dispatch" and call.plan.path == "decomposed"
+    assert "places for 32768 tokens take 1075840000 bytes" in call.plan.reason
+    assert "jflux.config(always=True) takes the kernel" in call.plan.reason
+    assert {other.op for other in others} >= {"ragged_all_to_all"}
+    (call, *_) = _dispatched(2, 8, 7, 4, 2, partial_sums=True)
+    assert "a row is no multiple of 16 bytes" in call.plan.reason
+    # Without partial sums nobody asks for the kernel.
+    assert "moe_dispatch" not in {call.op for call in _dispatched(2, 8, 8, 4, 2)}
 
 
 @pytest.mark.skipif(PLATFORM != "cpu", reason="a failed call ends the process")

@@ -284,12 +284,8 @@ def _rows_by_ranks():
 
     def is_placed(ranks, tokens):
         params = placed.Params(("ep",), ranks, 256 // ranks, ranks * tokens * 8, -1, 1, 0)
-        arrays = _array((tokens, 7168)), _array((tokens, 8), np.int32)
-        try:
-            native = _native.plan(placed.OP, placed._call(arrays, params), 0, 0.0)
-        except ValueError:
-            return False
-        return native["workspace_bytes"] <= placed.MOST_WORKSPACE_BYTES
+        x, indices = _array((tokens, 7168)), _array((tokens, 8), np.int32)
+        return placed._why_not(placed._call((x, indices), params), x.dtype) is None
 
     def is_merged(ranks, sequences):
         parts = _array((64 * sequences, 129), np.float32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .. import _mesh
+from .. import _config, _explain, _mesh
+from .._dispatch import decomposed
 from .._epilogue import sum_dtype
 from .._mesh import AxisName
 from .._ops.exchange import all_gather
@@ -171,16 +173,32 @@ def _dispatch(
     axis_name: AxisName,
 ) -> Dispatched:
     """Between the ranks along one axis. k may be more than there are experts."""
-    if (params := _placed_params(x, indices, num_experts, options, axis_name)) is not None:
-        return _placed(x, indices, weights, params, options, axis_name)
+    why = ""
+    if options.partial_sums:
+        params = _placed_params(x, indices, num_experts, options, axis_name)
+        if isinstance(params, placed.Params):
+            return _placed(x, indices, weights, params, options, axis_name)
+        why = params
     handle, sizes, padded, chosen, dropped = ragged.route(indices, num_experts, options, axis_name)
     weights = weights.astype(sum_dtype(x.dtype))
     if isinstance(handle, PartialHandle):
         rows, row_weights = partial.rows_and_weights(axis_name, handle, x, weights)
     else:
         rows, row_weights = spread(axis_name, handle, x, weights)
+    if why:
+        _say_why_not_placed(why, (x, indices, weights), (rows, row_weights))
     statistics = DispatchStatistics(jnp.sum(chosen, 0, dtype=jnp.int32), dropped)
     return _dispatched(rows, sizes, padded, row_weights, handle, statistics, options)
+
+
+def _say_why_not_placed(why: str, operands: Any, results: Any) -> None:
+    """Of a dispatch with partial sums that is not one kernel, nor its combine: to
+    :func:`jflux.explain` and to the log."""
+    if not _config.config.fused:  # the reference runs everywhere
+        return
+    plan = decomposed(f"counting sorts, a ragged_all_to_all and gathers: {why}")
+    _explain.note_once(placed.OP, operands, results, plan)
+    _config.say_once(logging.INFO, f"jflux.{placed.OP} is {plan.path}: {plan.reason}")
 
 
 def _dispatched(
@@ -206,10 +224,8 @@ def _placed_params(
     num_experts: int,
     options: routing.Options,
     axis_name: AxisName,
-) -> placed.Params | None:
-    """The dispatch in one kernel, or None if it takes another form."""
-    if not options.partial_sums:
-        return None
+) -> placed.Params | str:
+    """The dispatch in one kernel, or why it takes another form."""
     world, (tokens, k) = _mesh.axis_size(axis_name), indices.shape
     experts = num_experts // world
     rows = routing.rows_of_experts(world * tokens, k, experts, options)

@@ -30,9 +30,10 @@ from .rows import on_first, rows_or_zeros, summed
 
 OP, COMBINE = "moe_dispatch", "moe_combine"
 
-#: The most of the heap that a dispatch takes this way: 4096 tokens of 14336 bytes on each of two
-#: ranks take half of it.
-MOST_WORKSPACE_BYTES = 512 << 20
+#: The most of the heap that a dispatch takes this way: two halves of 256 MiB, which 16384 tokens of
+#: 14336 bytes need, whatever the number of ranks, and their signals, a 512th of that. The
+#: `ragged_all_to_all` of the other form takes as much for them.
+MOST_WORKSPACE_BYTES = (512 << 20) * 33 // 32
 
 #: In `there`, in place of a row.
 _NONE, _DROPPED = -1, -2
@@ -102,26 +103,37 @@ class PlacedHandle:
 
 def params_for(
     x: Any, indices: Any, num_experts: int, rows: int, axis_name: AxisName, **options: Any
-) -> Params | None:
-    """The dispatch of these operands, or None if it takes another form. `options`: capacity,
+) -> Params | str:
+    """The dispatch of these operands, or why it takes another form, in words. `options`: capacity,
     alignment, stride. Decided when the call is traced, since the handle goes by it: by shapes and
     switches, which are the same on all ranks."""
     world = _mesh.axis_size(axis_name)
-    if not _config.config.fused:
-        return None
-    is_mesh = all(_mesh.is_manual(name) for name in _mesh.as_tuple(axis_name))
-    if not is_mesh or not 2 <= world <= _product.MAX_RANKS or x.dtype.name not in _TYPES:
-        return None
-    if 0 in (*x.shape, *indices.shape):
-        return None
     params = Params(_mesh.as_tuple(axis_name), world, num_experts // world, rows, **options)
+    if not _config.config.fused:
+        return "jflux.config(fused=False)"
+    if not all(_mesh.is_manual(name) for name in params.axis_names):
+        return f"axis {axis_name!r} is vmap's, not a mesh's"
+    if 0 in (*x.shape, *indices.shape):
+        return "an operand is empty"
+    return _why_not(_call((x, indices), params), x.dtype) or params
+
+
+def _why_not(call: dict[str, int], dtype: Any) -> str | None:
+    """Why no kernel takes such a dispatch on any machine, or None."""
+    if not 2 <= call["world"] <= _product.MAX_RANKS:
+        return f"{call['world']} ranks, the kernel is for 2 to {_product.MAX_RANKS}"
+    if dtype.name not in _TYPES:
+        return _not_our_type(dtype)
     try:
-        native = _native.plan(OP, _call((x, indices), params), 0, 0.0)
-    except ValueError:
+        taken = _native.plan(OP, call, 0, 0.0)["workspace_bytes"]
+    except ValueError as refused:
+        return str(refused)
+    if taken <= MOST_WORKSPACE_BYTES or _config.config.always:
         return None
-    if native["workspace_bytes"] > MOST_WORKSPACE_BYTES and not _config.config.always:
-        return None
-    return params
+    return (
+        f"places for {call['world'] * call['tokens']} tokens take {taken} bytes of the heap on "
+        f"each rank, more than {MOST_WORKSPACE_BYTES}; jflux.config(always=True) takes the kernel"
+    )
 
 
 def dispatched(
@@ -191,6 +203,10 @@ _COMBINE_STEPS = Steps("an all-to-all of sums")
 _TYPES = ("bfloat16", "float16", "float32")
 
 
+def _not_our_type(dtype: Any) -> str:
+    return f"rows are {dtype}, the kernels take bfloat16, float16 and float32"
+
+
 def _call(arrays: Arrays, params: Params) -> dict[str, int]:
     """A dispatch as the native plan function reads it."""
     x, indices, *_ = arrays
@@ -209,7 +225,7 @@ def _call(arrays: Arrays, params: Params) -> dict[str, int]:
 
 def _plan_of(steps: Steps, op: str, call: dict[str, int], dtype: Any, machine: Machine) -> Plan:
     if dtype.name not in _TYPES:
-        return steps.plan(f"rows are {dtype}, the kernels take bfloat16, float16 and float32")
+        return steps.plan(_not_our_type(dtype))
     native = steps.native_plan(op, call, machine, fills="places of tokens")
     if isinstance(native, Plan):
         return native
