@@ -113,6 +113,9 @@ def fused(reason: str, native: Mapping[str, int], key: Any = None) -> Plan:
     )
 
 
+#: How a reason ends that is a want of room.
+MORE_HEAP = "jflux.init(heap_bytes=...) gives it more"
+
 #: What an NVLink of an H200 carries in copies as long as the probe's, in 1e9 bytes a second, and
 #: what such a GPU multiplies in a long kernel, in 1e12 operations a second: of the GPUs that the
 #: thresholds were measured on.
@@ -166,6 +169,16 @@ class Machine:
     def native_plan(self, op: str, call: Mapping[str, int]) -> dict[str, int]:
         """:func:`jflux._native.plan` for this machine."""
         return _native.plan(op, call, self.sm_count, self.link_gbps, self.arch)
+
+    def why_no_room(self, what: str, taken: int, part: str) -> str:
+        """Why a kernel is not taken whose workspace has more than such calls' part of the heap.
+
+        Args:
+          what: needs the workspace, with a verb.
+          taken: its bytes.
+          part: of the heap, in words.
+        """
+        return f"{what} {taken} bytes of a heap of {self.heap_bytes}, more than {part}; {MORE_HEAP}"
 
     def why_no_kernel(self, op: str) -> str | None:
         """Why it has no kernel of an op, or None."""

@@ -269,7 +269,7 @@ def test_plans_on_gpus():
         (plan_on_gpus(4096, 8, k=516), "multiples of 16 bytes"),
         (plan_on_gpus(4096, 8, dtype="float32"), "float32"),
         (plan_on_gpus(4096, 1000), "groups"),
-        (plan_on_gpus(1 << 18, 8, k=8192), "more than a third"),
+        (plan_on_gpus(1 << 18, 8, k=8192), "more than a third; jflux.init(heap_bytes=...)"),
     ):
         assert plan.path == Path.DECOMPOSED and not plan.unsupported, plan
         assert why in plan.reason, plan

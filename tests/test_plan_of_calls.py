@@ -245,6 +245,18 @@ def test_what_must_be_padded_becomes_whole_64_bytes():
     assert (plan.key.n, plan.key.k) == (4128, 5504)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [summed(4096, 8192, 1024, FOUR), gathered(1 << 22), reduced(1 << 22)],
+    ids=["matmul_all_reduce", "all_gather", "all_reduce"],
+)
+def test_a_want_of_room_says_what_gives_more(call):
+    assert plan_of(call).path == Path.FUSED
+    plan = plan_of(call, dataclasses.replace(GPU, heap_bytes=8 << 20))
+    assert plan.path != Path.FUSED and "of a heap of 8388608" in plan.reason
+    assert plan.reason.endswith("jflux.init(heap_bytes=...) gives it more")
+
+
 def test_a_prepared_call_takes_the_kernel_whatever_is_faster():
     plan = plan_of(gather(16, 64, 64, prepared=_product.PADDED), tuned=DECOMPOSED)
     assert plan.path == Path.FUSED and plan.reason.startswith(_product.PADDED)

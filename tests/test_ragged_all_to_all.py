@@ -338,6 +338,9 @@ def test_rows_that_a_third_of_the_heap_does_not_hold_are_cut():
     assert plan.path == Path.DECOMPOSED and plan.config == {"parts": 4} and "4 calls" in plan.reason
     plan = _planned(1 << 24, 1, machine)
     assert plan.path == Path.REFERENCE and plan.unsupported and "narrow" in plan.reason
+    assert all(
+        "jflux.init(heap_bytes=...)" in p.reason for p in (plan, _planned(16384, 1024, machine))
+    )
 
 
 def test_a_call_in_parts(own_heap):

@@ -48,6 +48,5 @@ class Steps:
         if fills is None or _config.config.always or not too_much:
             return native
         return self.plan(
-            f"the {fills} take {native['workspace_bytes']} bytes, more than a third of a heap of "
-            f"{machine.heap_bytes}"
+            machine.why_no_room(f"the {fills} take", native["workspace_bytes"], "a third")
         )

@@ -246,8 +246,7 @@ def _plan(arrays: Arrays, params: Params, machine: Machine) -> Plan:
         alone = _native_plan(x, params.without_epilogue(), machine, algorithm)
         if alone["workspace_bytes"] > machine.heap_bytes // 2:
             return _dispatch.reference(
-                f"chunks would take {alone['workspace_bytes']} bytes of a heap of "
-                f"{machine.heap_bytes}, more than half"
+                machine.why_no_room("chunks would take", alone["workspace_bytes"], "half")
             )
     by = "as asked for" if params.algorithm else f"chosen for {x.size * x.dtype.itemsize} bytes"
     words = f"{algorithm}, {by}"

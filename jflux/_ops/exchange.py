@@ -428,8 +428,7 @@ def _plan(arrays: Arrays, params: Params, machine: Machine, kind: Kind) -> Plan:
     # Other calls should not find the heap full of what `lax` can move as well.
     if kernel is None and chunked and native["workspace_bytes"] > machine.heap_bytes // 3:
         return _dispatch.reference(
-            f"chunks would take {native['workspace_bytes']} bytes of a heap of "
-            f"{machine.heap_bytes}, more than a third"
+            machine.why_no_room("chunks would take", native["workspace_bytes"], "a third")
         )
     way = "chunks that signals announce" if chunked else "LL packets"
     words = f"{received} bytes reach a rank, in {way}"

@@ -412,8 +412,7 @@ def _plan(arrays: Arrays, params: Params, machine: Machine) -> Plan:
     if plan.path == _dispatch.Path.FUSED and machine.on_gpus:
         if plan.workspace_bytes > machine.heap_bytes * MOST_OF_HEAP:
             plan = _dispatch.decomposed(
-                f"the kernel would take {plan.workspace_bytes} bytes of a heap of "
-                f"{machine.heap_bytes}, more than half"
+                machine.why_no_room("the kernel would take", plan.workspace_bytes, "half")
             )
             return _as_scattered(plan, sizes)
         return plan

@@ -254,13 +254,16 @@ def _in_parts(arrays: Arrays, params: Params, machine: Machine, call: dict[str, 
         part = {**call, "row_bytes": columns * output.dtype.itemsize, "chunked": True}
         taken = machine.native_plan("ragged_all_to_all", part)["workspace_bytes"]
         if taken <= machine.heap_bytes // 3:
-            reason = f"{parts} calls of a part of each row, since a third of the heap holds one"
+            reason = (
+                f"{parts} calls of a part of each row, since a third of a heap of "
+                f"{machine.heap_bytes} holds one; {_dispatch.MORE_HEAP}"
+            )
             return dataclasses.replace(_dispatch.decomposed(reason), config={"parts": parts})
         if columns == 1:
             break
     return _dispatch.unsupported(
         f"{call['batch'] * call['output_rows']} rows of the result take more than a third of a "
-        f"heap of {machine.heap_bytes} bytes, however narrow they are cut"
+        f"heap of {machine.heap_bytes} bytes, however narrow they are cut; {_dispatch.MORE_HEAP}"
     )
 
 
