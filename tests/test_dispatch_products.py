@@ -3,6 +3,7 @@ on every token in float64."""
 
 import functools
 
+import gpu_programs
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -23,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 from test_expert_parallel import KINDS, choices
 
 import jflux
-from jflux import testing
+from jflux import _config, _explain, testing
 from jflux._dispatch import Machine, Path
 from jflux._epilogue import ACTIVATIONS
 from jflux._experts import products
@@ -280,13 +281,16 @@ def test_types_under_check_vma(exchange):
 
 
 def test_which_exchange():
-    for (experts, world, k, columns), share, exchange in (
+    for (experts, world, k, columns, *few), share, exchange in (
         ((8, 2, 2, 28672), 0.79, "dispatch"),  # Mixtral
         ((8, 4, 2, 28672), 0.46, "dispatch"),
         ((8, 4, 2, 2048), 0.46, "gather"),
+        ((8, 4, 2, 2048, 127), 0.46, "dispatch"),  # all tiles would wait for all tokens
         ((8, 8, 2, 2048), 0.25, "dispatch"),
         ((128, 2, 8, 1536), 1.0, "gather"),  # Qwen3
+        ((128, 2, 8, 1536, 64), 1.0, "gather"),
         ((128, 8, 8, 1536), 0.67, "gather"),
+        ((128, 8, 8, 1536, 64), 0.67, "dispatch"),  # 8192 tokens of all ranks
         ((128, 2, 8, 3072), 1.0, "gather"),  # Qwen3-235B
         ((256, 8, 8, 4096), 0.66, "dispatch"),  # DeepSeek-V3
         ((256, 32, 8, 4096), 0.23, "dispatch"),
@@ -295,8 +299,53 @@ def test_which_exchange():
         ((64, 4, 1, 8), 0.25, "dispatch"),
     ):
         assert round(products.share_of_ranks(experts, world, k), 2) == share
-        found, why = products.choose_exchange(experts, world, k, columns)
-        assert found == exchange and f"{k} of {experts}, lie on {share:.2f} of {world} ranks" in why
+        with _config.override(always=False):
+            (rows,) = few or [128]
+            found, why = products.choose_exchange(experts, world, k, columns, rows, "gpu")
+            assert found == exchange, why
+            assert f"{k} of {experts}, lie on {share:.2f} of {world} ranks" in why
+            # CPUs have one kernel for any number of rows.
+            if columns <= 2048:
+                on_cpus, _ = products.choose_exchange(experts, world, k, columns, rows, "cpu")
+                assert on_cpus == ("gather" if share >= 0.45 else "dispatch")
+
+
+def test_how_many_rows_a_rank_has_on_average():
+    """T k, of N T min(k, E / N) slots."""
+    for (world, k, experts), owners in (
+        ((2, 2, 4), 2),
+        ((8, 8, 16), 8),
+        ((8, 2, 1), 4),  # Mixtral: 2 T of 8 T
+        ((4, 8, 2), 1),  # all experts
+        ((2, 3, 2), 1),
+        ((8, 9, 1), 1),
+    ):
+        assert products.owners_of(world, k, experts) == owners
+
+
+@pytest.mark.parametrize("tokens, path", [(1024, Path.FUSED), (512, Path.DECOMPOSED)])
+def test_gpus_plan_for_the_rows_that_experts_have(tokens, path):
+    """Of Mixtral on 8 ranks: an expert has T / 4 rows from each, and 256 suffice."""
+    mesh = make_mesh((8,))
+
+    def f(x, w, down, indices):
+        y, handle = jflux.dispatch_grouped_matmul(
+            x, w, indices, num_experts=8, axis_name="tp", exchange="gather"
+        )
+        return jflux.grouped_matmul_combine(y, down, handle, axis_name="tp")
+
+    shapes = [
+        jax.ShapeDtypeStruct((8, *shape), dtype)
+        for shape, dtype in (
+            ((tokens, 512), jnp.bfloat16), ((1, 512, 1024), jnp.bfloat16),
+            ((1, 1024, 512), jnp.bfloat16), ((tokens, 2), jnp.int32),
+        )
+    ]  # fmt: skip
+    recorder = _explain._Recorder()
+    with gpu_programs.as_on_gpus(), _config.override(always=False, recorder=recorder):
+        jax.jit(per_device(mesh, f)).trace(*shapes).lower(lowering_platforms=("cuda",))
+    (plan,) = (call.plan for call in recorder.calls if call.op == _scattered.OP)
+    assert plan.path == path, plan
 
 
 def test_ops_of_a_program_and_what_explain_says():

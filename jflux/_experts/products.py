@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from .. import _dispatch, _explain, _mesh, moe
+from .. import _config, _dispatch, _explain, _mesh, moe
 from .._mesh import AxisName
 from .._ops import _local
 from .._ops._lax import several
@@ -39,7 +39,7 @@ EXCHANGES = ("gather", "dispatch")
 #: With .79 a layer was 2 % faster by a dispatch; 1 has not been timed
 #: (docs/experiments/0046-dispatch-products.md).
 LEAST_SHARE = 0.9
-#: The same where a product hides the gather on GPUs. An estimate: the link is busy for longer.
+#: The same where one kernel gathers and multiplies. An estimate: the link is busy for longer.
 LEAST_SHARE_HIDDEN = 0.45
 
 
@@ -115,9 +115,9 @@ def dispatch_grouped_matmul(
     - "dispatch": a token goes to the ranks of its experts, in :func:`jflux.moe_dispatch` with
       partial sums, and :func:`jflux.grouped_matmul` follows.
     - None: a gather, unless a token's k experts lie on few of the ranks, on average where all
-      choices are equally likely: on less than .9 of them, or .45 where the weights have at most
-      2048 columns in all, whose product hides a gather on GPUs. :func:`jflux.explain` says which,
-      and why.
+      choices are equally likely: on less than .9 of them, or .45 where a product hides the gather,
+      of weights with at most 2048 columns in all, and on GPUs from 128 rows of an expert from each
+      rank on. :func:`jflux.explain` says which, and why.
 
     Differentiable in x and w in both modes, any number of times. The gradient of x comes back as in
     :func:`grouped_matmul_combine`, without weights.
@@ -144,10 +144,14 @@ def dispatch_grouped_matmul(
     world, ws = _mesh.axis_size(axis_name), several(w)
     x, indices = check_tokens(f"jflux.{OP}", x, topk_indices, num_experts, world)
     experts = num_experts // world
+    owners = owners_of(world, indices.shape[1], experts)
     _check_experts(OP, ws, experts, f"{num_experts=} over {world} ranks")
     if exchange is None:
         columns = sum(one.shape[1 if transpose_rhs else 2] for one in ws)
-        exchange, why = choose_exchange(num_experts, world, indices.shape[1], columns)
+        rows = x.shape[0] * min(indices.shape[1], experts) / (experts * owners)
+        exchange, why = choose_exchange(
+            num_experts, world, indices.shape[1], columns, rows, _mesh.platform()
+        )
     else:
         why = "the caller's choice"
     if exchange not in EXCHANGES:
@@ -161,7 +165,7 @@ def dispatch_grouped_matmul(
     if exchange == "gather":
         handle = _gather_handle(indices, num_experts, axis_name)
         y = _tensor_parallel.gathered(
-            x, ws, handle.routing, axis_name=axis_name, owners=world, **product
+            x, ws, handle.routing, axis_name=axis_name, owners=owners, **product
         )
     else:
         ones = jnp.ones(indices.shape, jnp.float32)
@@ -236,23 +240,30 @@ def grouped_matmul_combine(
         "transpose_rhs": transpose_rhs, "preferred_element_type": preferred_element_type
     }  # fmt: skip
     if isinstance(handle, GatherHandle):
+        k, experts = handle.first.shape[1], handle.group_sizes.shape[0]
         return _tensor_parallel.scattered(
             h, w, handle.routing, _weights_there(handle, weights, axis_name), axis_name=axis_name,
-            owners=_mesh.axis_size(axis_name), **product,
+            owners=owners_of(_mesh.axis_size(axis_name), k, experts), **product,
         )  # fmt: skip
     y = grouped_matmul(h, w, handle.group_sizes, **product)
     return dispatch.moe_combine(y, handle.moved, weights=weights, axis_name=axis_name)
 
 
-def choose_exchange(num_experts: int, world: int, k: int, columns: int) -> tuple[str, str]:
-    """(the exchange, and why) for tokens of k experts, whose weights have so many columns in all.
-    The same on all ranks."""
+def choose_exchange(
+    num_experts: int, world: int, k: int, columns: int, rows: float, platform: str
+) -> tuple[str, str]:
+    """(the exchange, and why) for tokens of k experts, whose weights have so many columns in all,
+    and each so many rows from each rank, on average. The same on all ranks."""
     share = share_of_ranks(num_experts, world, k)
-    least = LEAST_SHARE_HIDDEN if columns <= _gathered.MOST_COLUMNS else LEAST_SHARE
+    is_hidden = columns <= _gathered.MOST_COLUMNS and (
+        platform != "gpu" or rows >= _gathered.LEAST_ROWS or _config.config.always
+    )
+    least = LEAST_SHARE_HIDDEN if is_hidden else LEAST_SHARE
     exchange = "gather" if share >= least else "dispatch"
     why = (
         f"the experts of a token, {k} of {num_experts}, lie on {share:.2f} of {world} ranks, and "
-        f"with {columns} columns a gather is worth it from {least} on"
+        f"with {columns} columns and {rows:.3g} rows of an expert from each rank a gather is worth "
+        f"it from {least} on"
     )
     return exchange, why
 
@@ -262,6 +273,12 @@ def share_of_ranks(num_experts: int, world: int, k: int) -> float:
     different experts are equally likely."""
     others = num_experts - num_experts // world
     return 1 - math.comb(others, k) / math.comb(num_experts, k)
+
+
+def owners_of(world: int, k: int, experts: int) -> int:
+    """How many times fewer rows a rank has than slots, on average: a token has k rows on all ranks,
+    and as many slots on each as there are of k and of the rank's experts."""
+    return max(1, world * min(k, experts) // k)
 
 
 # ---- A gather ------------------------------------------------------------------------------------

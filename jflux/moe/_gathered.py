@@ -45,8 +45,8 @@ class Params:
 
     Attributes:
       sums: also return the products that the activation is applied to, in y's type.
-      owners: ranks that the experts are split over: a rank has so many times fewer rows than the
-        slots have, in the mean.
+      owners: a rank has so many times fewer rows than slots, in the mean: 1, or the ranks that the
+        experts are split over (`_experts.products.owners_of`).
     """
 
     axis_names: tuple[Any, ...]
