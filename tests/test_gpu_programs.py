@@ -1,13 +1,14 @@
 """Programs for GPUs can be lowered without one, and say what they would call."""
 
 import jax
+import jax.numpy as jnp
 import pytest
 from gpu_programs import all_programs, as_on_gpus, kernels_of
 from harness import PLATFORM, make_mesh
 from jax.sharding import PartitionSpec as P
 
 import jflux
-from jflux import _native
+from jflux import _mesh, _native
 
 pytestmark = pytest.mark.skipif(PLATFORM == "gpu", reason="what is lowered there is run there")
 
@@ -49,4 +50,29 @@ def test_what_a_call_becomes():
         jax.clear_caches()
         with jflux.config(fused=False):
             assert kernels_of(text()) == set()
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("length, width", [(512, 192), (500, 128)])
+@pytest.mark.parametrize("window", [None, 64])
+def test_ulysses_keeps_no_scores_of_calls_that_cudnn_does_not_take(
+    length, width, window, monkeypatch
+):
+    """On 8 ranks a head of 32768 positions has 4 GiB of them."""
+    monkeypatch.setattr(_mesh, "platform", lambda: "gpu")
+
+    def loss(q, k, v):
+        o = jflux.ulysses_attention(q, k, v, axis_name="tp", causal=True, window=window)
+        return jnp.sum(o.astype(jnp.float32))
+
+    f = jax.shard_map(
+        jax.grad(loss, (0, 1, 2)), mesh=make_mesh((2,)), in_specs=P(None, "tp"),
+        out_specs=P(None, "tp"),
+    )  # fmt: skip
+    q, k = (jax.ShapeDtypeStruct((1, length, heads, width), "bfloat16") for heads in (8, 2))
+    with as_on_gpus():
+        text = jax.jit(f).trace(q, k, k).lower(lowering_platforms=("cuda",)).as_text()
+    kernels = {"jflux_flash_attention", "jflux_flash_attention_backward"}
+    assert kernels <= kernels_of(text)
+    assert f"{length}x{length}x" not in text
     jax.clear_caches()

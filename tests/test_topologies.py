@@ -97,8 +97,9 @@ def test_what_is_compiled_for_others_makes_no_heap(mesh):
     assert program.memory_analysis().output_size_in_bytes == 2 * 8192 * rows
 
 
-def test_attention_of_a_layer_keeps_no_scores(mesh):
-    """Heads are split, and the sequence is whole while it attends: cuDNN's form."""
+@pytest.mark.parametrize("head_dim", [128, 192])
+def test_attention_of_a_layer_keeps_no_scores(mesh, head_dim):
+    """Heads are split, and the sequence is whole while it attends: cuDNN's form, or jflux's."""
     width, heads, length = 2048, 16, 8192
 
     def gradient(x, *weights):
@@ -115,12 +116,13 @@ def test_attention_of_a_layer_keeps_no_scores(mesh):
     )  # fmt: skip
     operands = [
         operand(mesh, sequence, 1, length, width),
-        *[operand(mesh, columns, width, heads, 128)] * 3,
-        operand(mesh, rows, heads, 128, width),
+        *[operand(mesh, columns, width, heads, head_dim)] * 3,
+        operand(mesh, rows, heads, head_dim, width),
     ]
     with gpu_programs.as_on_gpus():
         program = compiled(f, *operands)
-    assert len(re.findall(r'custom_call_target="__cudnn\$fmha\w+"', program.as_text())) == 2
+    kernels = r"__cudnn\$fmha\w+" if head_dim == 128 else r"jflux_flash_attention\w*"
+    assert len(re.findall(rf'custom_call_target="{kernels}"', program.as_text())) == 2
     scores_of_a_head = 4 * length**2
     assert program.memory_analysis().temp_size_in_bytes < scores_of_a_head
 

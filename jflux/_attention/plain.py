@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from .. import _mesh
-from . import cudnn
+from .. import _dispatch, _mesh
+from . import cudnn, flash_attention
+from .blocks import Scores, default_precision
+from .split import Call, of_split
 
 
 def dot_product_attention(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Array:
@@ -28,12 +31,34 @@ def attend(
     mask: jax.Array | None = None,
     is_causal: bool = False,
     local_window_size: int | tuple[int, int] | None = None,
-    **options: Any,
+    scale: float | None = None,
 ) -> jax.Array:
-    """The same by cuDNN on GPUs, where that takes the call: JAX does not choose it by itself, and
-    the other form keeps all scores."""
-    fits = mask is None and cudnn.takes_call(q, is_causal, local_window_size)
+    """The same, on GPUs by cuDNN, which JAX does not choose by itself, or else by jflux's kernel,
+    where one of them takes the call: JAX's other form keeps all scores."""
+    by_cudnn = mask is None and cudnn.takes_call(q, is_causal, local_window_size)
+    if mask is None and not by_cudnn and q.ndim == 4 and q.shape[:2] == k.shape[:2]:
+        call = _call(q, is_causal, local_window_size, scale)
+        if _has_kernel(call.scores, q, k, v):
+            q, k, v = _mesh.vary_alike(q, k, v)
+            return of_split(call, q, k, v, None)[0]
     return dot_product_attention(
-        q, k, v, mask=mask, is_causal=is_causal, local_window_size=local_window_size,
-        implementation="cudnn" if fits else None, **options,
+        q, k, v, mask=mask, is_causal=is_causal, local_window_size=local_window_size, scale=scale,
+        implementation="cudnn" if by_cudnn else None,
     )  # fmt: skip
+
+
+def _call(
+    q: jax.Array, is_causal: bool, window: int | tuple[int, int] | None, scale: float | None
+) -> Call:
+    """Of one rank."""
+    scale = 1 / math.sqrt(max(1, q.shape[3])) if scale is None else scale
+    pair = (window, window) if isinstance(window, int) else window
+    scores = Scores(scale, causal=is_causal, window=pair)
+    return Call(None, 1, scores, "contiguous", ring=False, precision=default_precision())
+
+
+def _has_kernel(scores: Scores, q: jax.Array, k: jax.Array, v: jax.Array) -> bool:
+    return (
+        _mesh.platform() == "gpu"
+        and flash_attention.plan(q, k, v, scores).path == _dispatch.Path.FUSED
+    )

@@ -61,7 +61,8 @@ def ulysses_attention(
       scale: of the scores; by default 1 / sqrt(D).
       core: what attends, called as ``core(q, k, v, is_causal=..., scale=..., mask=...,
         local_window_size=...)`` for q [B, S, H/N, D] and k, v [B, S, heads, D]. By default
-        ``jax.nn.dot_product_attention``; on GPUs its cuDNN form, where that takes such a call.
+        ``jax.nn.dot_product_attention``; on GPUs its cuDNN form, where that takes such a call, or
+        else jflux's kernel, where that does. (Its other form keeps all scores.)
 
     Returns:
       [B, S/N, H, D], which varies over `axis_name`.
