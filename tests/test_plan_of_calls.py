@@ -399,3 +399,36 @@ def test_lowered_for_a_platform_that_is_not_here(caplog):
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "all_gather" in text and "jflux_" not in text
     assert "it is lowered for cuda, and the mesh's devices are cpu devices" in caplog.text
+
+
+def _taken(op, **call):
+    return _native.plan(op, call, GPU.sm_count, GPU.link_gbps)["workspace_bytes"]
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_what_a_call_takes_of_the_heap(ranks):
+    """Sums, exchanges and dispatches, as docs/guide/heap.md has them: a power of two from there."""
+    size, bf16, tokens, row_bytes = 1 << 20, _native.dtype_number(jnp.bfloat16), 4096, 14336
+    large = {"world": ranks, "count": 4 * size, "dtype": bf16, "width": 0}
+    small = large | {"count": size // 8}
+    one, two, chunked = map(all_reduce.ALGORITHMS.index, ("one_shot", "two_shot", "chunked"))
+    moved = {"world": ranks, "tokens": tokens, "slots": 8, "row_bytes": row_bytes, "rows": 1 << 16}
+    sent = moved | {"experts": 1, "capacity": -1, "alignment": 1, "stride": 0}
+    few = moved | {"tokens": 512, "row_bytes": 4096}
+    parts = _native.plan("moe_combine", few, GPU.sm_count, GPU.link_gbps)["parts"]
+    assert parts == 4
+    for taken, least in (
+        (_taken("all_reduce", algorithm=one, **small), 4 * ranks * (size // 4)),
+        (_taken("all_reduce", algorithm=two, **small), 8 * (size // 4)),
+        (_taken("all_reduce", algorithm=chunked, **large), 4 * (ranks - 1) / ranks * 8 * size),
+        (_taken("all_gather", world=ranks, shard_bytes=size // ranks, chunked=0), 4 * size),
+        (_taken("all_gather", world=ranks, shard_bytes=size, chunked=1), 2 * (ranks - 1) * size),
+        (_taken("moe_combine", **moved), 2 * ranks * tokens * row_bytes),
+        (_taken("moe_dispatch", **sent), 2 * ranks * tokens * (row_bytes + 8 * 8)),
+        (_taken("moe_combine", **few), ranks * 512 * parts * (8 << 10)),
+    ):
+        header_and_signals = taken / 512 + (1 << 10)
+        assert least <= taken <= 2 * least + header_and_signals
+    sums = ("| 2 times x on 2 ranks, 4 times on more |", "one_shot 4 N times x, two_shot 8 times x")
+    page = (pathlib.Path(__file__).parents[1] / "docs/guide/heap.md").read_text()
+    assert all(words in page for words in sums)

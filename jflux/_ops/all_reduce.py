@@ -59,8 +59,8 @@ def all_reduce(
     every rank. Each rank writes its data straight into the others' memory: up to 1 MiB in packets
     that carry their own flags, so that there is no barrier and no signal to wait for (the idea of
     NCCL's LL protocol), above in chunks that signals announce. Sums are in float32 (float64 for
-    float64), in rank order, and rounded once, after the residual has been added. Above 8 MiB (two
-    ranks: 16 MiB), and for types that the kernels do not take, it is ``lax.psum``.
+    float64), in rank order, and rounded once, after the residual has been added. Above 8 MiB (up
+    to four ranks: 16 MiB), and for types that the kernels do not take, it is ``lax.psum``.
 
     Differentiable like ``lax.psum``: under ``check_vma=True`` the result does not vary over
     `axis_name`, and its gradient goes to every rank as it is; otherwise the gradient is summed too.

@@ -69,8 +69,9 @@ def all_gather(
 
     Inside ``jax.shard_map``, per rank along `axis_name`: all ranks' x, in rank order, in packets as
     :func:`jflux.all_reduce` sends them. Where more than 1 MiB reaches a rank data travel in chunks
-    that signals announce; above 64 MiB, or where that takes more than a third of the heap, it is
-    `lax`'s. Differentiable like `lax`'s: the gradient is reduce-scattered.
+    that signals announce; above 64 MiB (more than two ranks: 32 MiB), or where that takes more than
+    a third of the heap, it is `lax`'s. Differentiable like `lax`'s: the gradient is
+    reduce-scattered.
 
     Args:
       x: an array of any shape and type, or a pytree of such, each of which is one call.
@@ -180,7 +181,7 @@ def all_to_all(
     Inside ``jax.shard_map``, per rank along `axis_name`: x is split into N shards along
     `split_axis`, shard r goes to rank r, and what has come is put together along `concat_axis` in
     rank order. Sizes, errors and gradients are as for :func:`jflux.all_gather`, but between more
-    than two ranks packets go up to 2 MiB; it is its own transpose, with the axes swapped.
+    than two ranks packets go up to 512 KiB; it is its own transpose, with the axes swapped.
 
     Args:
       x: an array of any type, or a pytree of such, each of which is one call.

@@ -82,8 +82,8 @@ def matmul_reduce_scatter(
     below 64 rows in all, from 129 to 511 (but for 256 on two ranks), and where a few rows beyond
     whole tiles of 256 cost more than the scatter, it is XLA's product and
     :func:`jflux.reduce_scatter`, which are faster; all parts are rounded then, and summed in rank
-    order up to 64 MiB, and above in that of `lax.psum_scatter`. With ``jflux.config(always=True)``
-    it is the kernel.
+    order up to 64 MiB (more than two ranks: 32 MiB), and above in that of `lax.psum_scatter`. With
+    ``jflux.config(always=True)`` it is the kernel.
 
     `bias` and `residual` are added to what has been scattered, in float32 (float64 for float64). On
     GPUs the kernel does it, before it rounds y, if the residual is of y's type; else XLA, after it.
