@@ -269,6 +269,25 @@ def test_a_workspace_has_as_many_tokens_of_all_ranks_on_any_number_of_them(ranks
         assert "more than" in placed._why_not(call | {"tokens": 2 * tokens}, x.dtype)
 
 
+def test_signals_do_not_crowd_out_the_kernel():
+    """Of 8 ranks' 512 tokens, whose rows take 128 MiB, and signals of eight parts of each 513."""
+    dispatch = placed.Params(("tp",), 8, 32, 1 << 15, -1, 1, 0)
+    y = jax.ShapeDtypeStruct((1 << 15, 7168), jnp.bfloat16)
+    part = jax.ShapeDtypeStruct((512, 8), np.int32)
+    combine = placed.CombineParams(dispatch, y.dtype)
+
+    def planned(heap_bytes):
+        machine = _dispatch.Machine("cuda", 132, 320.0, heap_bytes)
+        with _config.override(always=False):
+            return placed._plan_combine([y, part], combine, machine)
+
+    wide, narrow, none = (planned(mib << 20) for mib in (2048, 1024, 256))
+    assert wide.path == narrow.path == _dispatch.Path.FUSED
+    assert (wide.config["parts"], narrow.config["parts"]) == (8, 4)
+    assert narrow.workspace_bytes <= (1 << 30) // 3
+    assert none.path == _dispatch.Path.DECOMPOSED and "take 134480896 bytes" in none.reason
+
+
 def test_a_dispatch_that_is_no_kernel_says_why():
     (call, *others) = _dispatched(2, 16384, 7168, 8, 2, partial_sums=True)
     assert call.op == "moe_dispatch" and call.plan.path == "decomposed"

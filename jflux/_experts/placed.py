@@ -227,6 +227,11 @@ def _plan_of(steps: Steps, op: str, call: dict[str, int], dtype: Any, machine: M
     if dtype.name not in _TYPES:
         return steps.plan(_not_our_type(dtype))
     native = steps.native_plan(op, call, machine, fills="places of tokens")
+    for most_parts in (4, 2, 1):
+        if isinstance(native, Plan):
+            # The signals of its rows' parts may be what finds no room.
+            call = call | {"most_parts": most_parts}
+            native = steps.native_plan(op, call, machine, fills="places of tokens")
     if isinstance(native, Plan):
         return native
     rows = call["world"] * call["tokens"]

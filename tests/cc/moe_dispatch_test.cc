@@ -1,5 +1,6 @@
 // moe_dispatch and moe_combine: where rows lie, parts of rows, and the bodies that the CPU back end
 // and the kernels share, on 1 to 8 ranks.
+#include <array>
 #include <set>
 
 #include "moe_dispatch_call.h"
@@ -77,6 +78,9 @@ TEST(PartsCoverARowOnce) {
   EXPECT_EQ(TokenParts::PartsFor(1, 64, 132), 1);
   EXPECT_EQ(TokenParts::PartsFor(1, 256, 132), 4);
   EXPECT_EQ(TokenParts::PartsFor(1, 896, 0), 1);
+  EXPECT_EQ(TokenParts::PartsFor(1, 896, 132, 4), 4);
+  EXPECT_EQ(TokenParts::PartsFor(1, 896, 132, 3), 2);
+  EXPECT_EQ(TokenParts::PartsFor(1, 896, 132, 1), 1);
 }
 
 // ---- Plans --------------------------------------------------------------------------------------
@@ -98,6 +102,27 @@ TEST(PlansSayWhatFits) {
              {{"world", 8}, {"tokens", 8192}, {"slots", 8}, {"row_bytes", 14336}, {"rows", 9}},
              Machine{132}),
       "");
+}
+
+// 4096 rows of 14336 bytes have halves of 64 MiB, and 32768 signals of parts more than 64.
+TEST(FewerPartsTakeLessOfTheHeap) {
+  const Op& op = *FindOp("moe_combine");
+  const Fields call{{"world", 8}, {"tokens", 512}, {"slots", 8}, {"row_bytes", 14336}, {"rows", 9}};
+  const int64_t least = WorkspaceLayout{64 << 20}.TotalBytes();
+  for (const auto& [most, parts, bytes] :
+       {std::array<int64_t, 3>{8, 8, WorkspaceLayout{256 << 20}.TotalBytes()},
+        std::array<int64_t, 3>{4, 4, WorkspaceLayout{128 << 20}.TotalBytes()},
+        std::array<int64_t, 3>{1, 1, least}}) {
+    Fields fields = call, plan;
+    fields["most_parts"] = most;
+    std::string why_not;
+    EXPECT(op.plan(fields, Machine{132}, &plan, &why_not)) << why_not;
+    EXPECT_EQ(plan["parts"], parts);
+    EXPECT_EQ(plan["workspace_bytes"], bytes);
+  }
+  Fields none = call;
+  none["most_parts"] = 9;
+  EXPECT(WhyNot(op, none, Machine{132}).find("most_parts") != std::string::npos);
 }
 
 // ---- The bodies ---------------------------------------------------------------------------------

@@ -6,13 +6,16 @@ namespace {
 
 constexpr int64_t kMost = (int64_t{1} << 31) - 1;
 
-// Fields of both: world, tokens, slots, row_bytes.
+// Fields of both: world, tokens, slots, row_bytes, and perhaps most_parts, of a row: each has a
+// signal for each token of all ranks, which can take more of the heap than the rows.
 TokenParts ItemsOf(CallReader* call, int warps_per_sm, const Machine& machine) {
   const int64_t row_bytes = call->Get("row_bytes", 1, kMost);
   if (row_bytes % 16 != 0) call->Refuse("a row is no multiple of 16 bytes");
   TokenParts items{call->Get("tokens", 1, kMost), row_bytes / 16, 1};
-  items.parts =
-      TokenParts::PartsFor(items.tokens, items.vectors, int64_t{warps_per_sm} * machine.sm_count);
+  const auto most = static_cast<int32_t>(
+      call->GetOr("most_parts", TokenParts::kMostParts, 1, TokenParts::kMostParts));
+  const int64_t warps = int64_t{warps_per_sm} * machine.sm_count;
+  items.parts = TokenParts::PartsFor(items.tokens, items.vectors, warps, most);
   return items;
 }
 

@@ -40,13 +40,16 @@ struct TokenParts {
   // The item's signal, of those that rank `src` sets.
   JFLUX_HD int64_t Signal(int src, int64_t item) const { return src * Items() + item; }
 
+  static constexpr int32_t kMostParts = 8;
+
   // Parts that give `warps` warps an item each, if a part has at least two vectors for each thread
-  // (an estimate).
-  static int32_t PartsFor(int64_t tokens, int64_t vectors, int64_t warps) {
-    constexpr int32_t kMost = 8;
+  // (an estimate); at most `most`.
+  static int32_t PartsFor(int64_t tokens, int64_t vectors, int64_t warps,
+                          int32_t most = kMostParts) {
     constexpr int64_t kLeastVectors = 64;
     int32_t parts = 1;
-    while (parts < kMost && tokens * parts * 2 <= warps && vectors >= kLeastVectors * parts * 2) {
+    while (parts * 2 <= most && tokens * parts * 2 <= warps &&
+           vectors >= kLeastVectors * parts * 2) {
       parts *= 2;
     }
     return parts;
