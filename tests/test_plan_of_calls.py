@@ -25,6 +25,7 @@ from jflux._ops import (
     matmul_reduce_scatter,
 )
 from jflux._tuning import DECOMPOSED, Choice
+from jflux.moe import _gathered, _scattered
 
 GPU = Machine("cuda", sm_count=132, link_gbps=320.0, heap_bytes=2 << 30)
 SLOW = dataclasses.replace(GPU, link_gbps=40.0)
@@ -304,6 +305,24 @@ def _rows_by_ranks():
         params = decode_merge.Params(("cp",), ranks, False)
         return decode_merge._plan([parts], params, GPU).path == Path.FUSED
 
+    def routed(tokens, experts, k):
+        return [_array(s, np.int32) for s in ((experts + 1,), (tokens, k), (tokens * k,))]
+
+    def is_gathered(ranks, tokens):
+        w = _array((128, 4096, 1536 // ranks))
+        arrays = [_array((max(1, tokens // ranks), 4096)), w, w, *routed(tokens, 128, 8)]
+        params = _gathered.Params(("tp",), ranks, False, w.dtype, "silu", gated=True)
+        return _gathered.RULES.plan(arrays, params, GPU).path == Path.FUSED
+
+    def is_scattered(ranks, tokens):
+        h, w = _array((2 * tokens, 14336 // ranks)), _array((8, 14336 // ranks, 4096))
+        arrays = [h, w, _array((tokens, 2), np.float32), *routed(tokens, 8, 2)]
+        params = _scattered.Params(("tp",), ranks, False, w.dtype)
+        return _scattered.RULES.plan(arrays, params, GPU).path == Path.FUSED
+
+    def least(is_kernel, ranks):
+        return next(t for t in (1 << i for i in range(5, 20)) if is_kernel(ranks, t))
+
     def text(f, form=str):
         return [form(f(ranks)) for ranks in (2, 4, 8)]
 
@@ -336,6 +355,8 @@ def _rows_by_ranks():
             )
         ),
         "`moe_dispatch`": text(lambda r: _first(lambda t: not is_placed(r, t))),
+        "`moe.all_gather_grouped_matmul`": text(lambda r: least(is_gathered, r)),
+        "`moe.grouped_matmul_reduce_scatter`": text(lambda r: least(is_scattered, r)),
         "`flash_decode`": text(lambda r: _first(lambda b: not is_merged(r, b))),
         "`jflux.attention`": text(
             lambda r: _first(lambda s: s // r > all_gather_attention.MOST_POSITIONS_FOR_GRADIENTS)
