@@ -23,13 +23,17 @@ from jflux._ops._spec import products
 RANKS = 4
 
 
-@pytest.fixture(scope="module")
-def mesh():
-    """Of four H100s."""
+def mesh_of(count, axis):
+    """H100s of one host."""
     try:
-        return Mesh(np.array(topologies.h100s(RANKS)), ("tp",))
+        return Mesh(np.array(topologies.h100s(count)), (axis,))
     except RuntimeError as error:
         pytest.skip(str(error))
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return mesh_of(RANKS, "tp")
 
 
 @contextlib.contextmanager
@@ -152,3 +156,38 @@ def test_a_ring_sends_beside_attention(mesh, gradients, alone):
     assert len(started) == 2 + gradients * 2
     assert all("__cudnn$fmha" in between for between in started)
     assert len(re.findall(r" collective-permute\(", text)) == alone
+
+
+@pytest.mark.parametrize("exchange", ["dispatch", "gather"])
+def test_a_layer_of_experts_on_eight(exchange):
+    """DeepSeek-V3's, of 16384 tokens, and its gradients: a token's row travels once to a rank, and
+    no array has more than the rows of all choices."""
+    mesh = mesh_of(8, "ep")
+    width, hidden, experts, k, tokens = 7168, 2048, 256, 8, 16384
+
+    def gradients(x, router, up, gate, down):
+        def loss(x, up, gate, down):
+            y = jflux.nn.mixture(
+                x, router, up, down, gate, k=k, expert_axis="ep", exchange=exchange
+            ).y
+            return jnp.sum(y.astype(jnp.float32))
+
+        return jax.grad(loss, (0, 1, 2, 3))(x, up, gate, down)
+
+    own = P("ep")
+    f = jax.shard_map(
+        gradients, mesh=mesh, in_specs=(own, P(), own, own, own), out_specs=own, check_vma=False
+    )
+    operands = [
+        operand(mesh, own, 8, tokens // 8, width), operand(mesh, P(), width, experts),
+        *[operand(mesh, own, experts, width, hidden)] * 2,
+        operand(mesh, own, experts, hidden, width),
+    ]  # fmt: skip
+    with gpu_programs.as_on_gpus(), _config.override(always=False):
+        program = compiled(f, *operands)
+    kernels = set(re.findall(r'custom_call_target="jflux_(\w+)"', program.as_text()))
+    assert {"grouped_matmul", "grouped_matmul_dw"} <= kernels
+    assert ({"moe_dispatch", "moe_combine"} <= kernels) == (exchange == "dispatch")
+    assert "ragged_all_to_all" not in kernels
+    rows = 2 * width * tokens * k
+    assert program.memory_analysis().temp_size_in_bytes < 6 * rows
