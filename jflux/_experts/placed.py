@@ -121,7 +121,7 @@ def params_for(
 def _why_not(call: dict[str, int], dtype: Any) -> str | None:
     """Why no kernel takes such a dispatch on any machine, or None."""
     if not 2 <= call["world"] <= _product.MAX_RANKS:
-        return f"{call['world']} ranks, the kernel is for 2 to {_product.MAX_RANKS}"
+        return f"the kernel is for 2 to {_product.MAX_RANKS} ranks, not for {call['world']}"
     if dtype.name not in _TYPES:
         return _not_our_type(dtype)
     try:
