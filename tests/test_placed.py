@@ -288,6 +288,36 @@ def test_signals_do_not_crowd_out_the_kernel():
     assert none.path == _dispatch.Path.DECOMPOSED and "take 134480896 bytes" in none.reason
 
 
+@pytest.mark.skipif(PLATFORM != "cpu", reason="a heap of 8 MiB")
+def test_rows_that_a_third_of_the_heap_does_not_hold_are_cut(own_heap):
+    """Into calls of a part of each row, which use its workspace one after the other."""
+    rng = np.random.default_rng(11)
+    x = rng.standard_normal((2, 64, 4096)).astype(np.float32)
+    weights = rng.random((2, 64, 3)).astype(np.float32)
+    indices = choices(rng, "random", 2, 64, 3, 4)
+
+    def f(x, indices, weights):
+        d = jflux.moe_dispatch(
+            x, indices, weights, num_experts=4, partial_sums=True, axis_name="tp"
+        )
+        y = jflux.moe_combine(d.rows * 2, d.handle, weights=weights, axis_name="tp")
+        return d.rows, d.group_sizes, d.weights, y
+
+    f = per_device(make_mesh((2,)), f)
+    with _config.override(always=False):
+        whole = run(f, x, indices, weights)
+        own_heap(heap_bytes=8 << 20)
+        found = _explain.calls_of(f, x, indices, weights)
+        in_parts = run(f, x, indices, weights)
+    plans = [c.plan for c in found if c.op in ("moe_dispatch", "moe_combine")]
+    assert [p.path for p in plans] == ["decomposed", "fused"] * 2
+    for plan, calls in zip(plans[::2], (4, 2), strict=True):
+        start = f"{calls} calls of a part of each row, since the places of tokens take"
+        assert plan.reason.startswith(start)
+        assert "jflux.init(heap_bytes=...) gives it more" in plan.reason
+    jax.tree.map(np.testing.assert_array_equal, in_parts, whole)
+
+
 def test_a_dispatch_that_is_no_kernel_says_why():
     (call, *others) = _dispatched(2, 16384, 7168, 8, 2, partial_sums=True)
     assert call.op == "moe_dispatch" and call.plan.path == "decomposed"

@@ -232,10 +232,43 @@ def _plan_of(steps: Steps, op: str, call: dict[str, int], dtype: Any, machine: M
             # The signals of its rows' parts may be what finds no room.
             call = call | {"most_parts": most_parts}
             native = steps.native_plan(op, call, machine, fills="places of tokens")
+    for pieces in (2, 4, 8):
+        if isinstance(native, Plan) and call["row_bytes"] % (16 * pieces) == 0:
+            piece = call | {"row_bytes": call["row_bytes"] // pieces}
+            if not isinstance(steps.native_plan(op, piece, machine, fills="places"), Plan):
+                no_room = native.reason.removeprefix(f"{steps.words}: ")
+                why = f"{pieces} calls of a part of each row, since {no_room}"
+                return dataclasses.replace(_dispatch.decomposed(why), config={"pieces": pieces})
     if isinstance(native, Plan):
         return native
     rows = call["world"] * call["tokens"]
     return _dispatch.fused(f"one kernel, with places for {rows} tokens on each rank", native)
+
+
+def _in_pieces(rows: jax.Array, plan: Plan) -> list[jax.Array]:
+    """The pieces of rows that a plan has calls of; none if it has no such calls."""
+    pieces = plan.config.get("pieces", 0)
+    return jnp.split(rows, pieces, axis=1) if pieces else []
+
+
+def _dispatch_decomposed(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
+    x, *choices = arrays
+    found = [
+        _dispatch_primitive.bind(piece, *choices, params=params) for piece in _in_pieces(x, plan)
+    ]
+    if not found:
+        return _dispatch_by_gathers(arrays, params)
+    return [jnp.concatenate([rows for rows, *_ in found], axis=1), *found[0][1:]]
+
+
+def _combine_decomposed(arrays: Arrays, params: CombineParams, plan: Plan) -> list[Any]:
+    y, *places = arrays
+    found = [
+        _combine_primitive.bind(piece, *places, params=params)[0] for piece in _in_pieces(y, plan)
+    ]
+    if not found:
+        return _combine_by_all_to_all(arrays, params)
+    return [jnp.concatenate(found, axis=1)]
 
 
 def _dispatch_shapes(arrays: Arrays, params: Params) -> list[_lowering.ShapeDtype]:
@@ -249,7 +282,7 @@ def _dispatch_shapes(arrays: Arrays, params: Params) -> list[_lowering.ShapeDtyp
     ]
 
 
-def _dispatch_by_gathers(arrays: Arrays, params: Params, plan: Plan | None = None) -> list[Any]:
+def _dispatch_by_gathers(arrays: Arrays, params: Params) -> list[Any]:
     """All ranks' tokens come to each rank, which keeps its rows."""
     x, indices, weights = (
         exchange.all_gather(a, axis_name=params.axis_names, axis=0, tiled=True) for a in arrays
@@ -289,7 +322,7 @@ _dispatch_primitive = _lowering.make_primitive(
         name=OP,
         result_shapes=_dispatch_shapes,
         reference=_dispatch_by_gathers,
-        decomposed=_dispatch_by_gathers,
+        decomposed=_dispatch_decomposed,
         plan=lambda arrays, params, machine: _plan_of(
             _DISPATCH_STEPS, OP, _call(arrays, params), arrays[0].dtype, machine
         ),
@@ -320,9 +353,7 @@ def _combine_shapes(arrays: Arrays, params: CombineParams) -> list[_lowering.Sha
     return [((part.shape[0], y.shape[1]), params.out_dtype)]
 
 
-def _combine_by_all_to_all(
-    arrays: Arrays, params: CombineParams, plan: Plan | None = None
-) -> list[Any]:
+def _combine_by_all_to_all(arrays: Arrays, params: CombineParams) -> list[Any]:
     """A row of each token comes from each rank, or zeros."""
     y, w, _, slot, there, part = arrays
     sums = _rows.combine(y, w, slot, there)
@@ -337,7 +368,7 @@ _combine_primitive = _lowering.make_primitive(
         name=COMBINE,
         result_shapes=_combine_shapes,
         reference=_combine_by_all_to_all,
-        decomposed=_combine_by_all_to_all,
+        decomposed=_combine_decomposed,
         plan=_plan_combine,
         plan_two_level=_COMBINE_STEPS.plan_two_level,
         attributes=lambda arrays, params, plan: {"parts": np.int64(plan.config["parts"])},
