@@ -18,6 +18,13 @@ RANKS = 2
 x, w = jnp.zeros((4, 8)), jnp.zeros((8, 4))
 
 
+@pytest.fixture(autouse=True)
+def as_users_have_it():
+    """Without the suite's `strict`: GPUs have no kernels for float32."""
+    with _config.override(strict=False):
+        yield
+
+
 def _zeros(*shape):
     return jnp.zeros((RANKS, *shape))
 
@@ -147,6 +154,8 @@ def test_tokens_and_choices(x, indices, experts, error, message):
 
 def _mesh(*names):
     devices = np.array(jax.devices()[: 2 ** len(names)])
+    if devices.size < 2 ** len(names):
+        pytest.skip(f"{2 ** len(names)} devices, and there are {devices.size}")
     return Mesh(devices.reshape((2,) * len(names)), names)
 
 

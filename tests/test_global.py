@@ -279,12 +279,12 @@ def test_axes_along_which_work_is_repeated_are_named(caplog, monkeypatch):
     """A batch that the call does not know to be split: both devices compute it whole."""
     monkeypatch.setattr(_config, "_said", set())
     mesh = make_mesh((2, RANKS // 2), ("dp", "tp"))
-    x, w = jnp.zeros((2, RANKS, 4)), jnp.zeros((4, RANKS))
+    x, w = jnp.zeros((2, RANKS, 4), jnp.bfloat16), jnp.zeros((4, RANKS), jnp.bfloat16)
     gathered = functools.partial(jflux.all_gather_matmul, axis_name="tp", mesh=mesh)
     with caplog.at_level("INFO", "jflux"):
         gathered(x, w, x_spec=P("dp"))
         gathered(x[:1], w)  # what 2 devices cannot share
-        gathered(x, jnp.zeros((8, RANKS))[:4], x_spec=P(None, ("dp", "tp")))
+        gathered(x, jnp.zeros((8, RANKS), jnp.bfloat16)[:4], x_spec=P(None, ("dp", "tp")))
         jflux.all_gather_matmul(x, w, axis_name=("dp", "tp"), mesh=mesh)
         with jflux.config(fused=False):
             gathered(x, w)

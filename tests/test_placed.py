@@ -114,7 +114,8 @@ def _check_layer(size, options):
     for seed, kind in enumerate(KINDS):
         x, indices, weights = _operands(seed, kind, *size[:3], experts)
         _, kept = expected(indices, experts, options.get("capacity"))
-        got = run(f, x, indices, weights, w.reshape(ranks, local, WIDTH, WIDTH), ct)
+        with jax.default_matmul_precision("highest"):  # GPUs round float32 operands
+            got = run(f, x, indices, weights, w.reshape(ranks, local, WIDTH, WIDTH), ct)
         with x64_if(np.float64):
 
             def plain(x, weights, w, indices=indices, kept=kept):
@@ -259,9 +260,9 @@ def _dispatched(ranks, tokens, width, num_experts, k, **options):
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_a_workspace_has_as_many_tokens_of_all_ranks_on_any_number_of_them(ranks):
-    """In halves of 256 MiB: their signals do not count."""
+    """In halves of 128 MiB: their signals do not count."""
     params = placed.Params(("tp",), ranks, 8 // ranks, 1 << 15, -1, 1, 0)
-    tokens = 16384 // ranks
+    tokens = 8192 // ranks
     x = jax.ShapeDtypeStruct((tokens, 7168), jnp.bfloat16)
     call = placed._call((x, jax.ShapeDtypeStruct((tokens, 2), np.int32)), params)
     with _config.override(always=False):

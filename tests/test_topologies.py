@@ -160,10 +160,10 @@ def test_a_ring_sends_beside_attention(mesh, gradients, alone):
 
 @pytest.mark.parametrize("exchange", ["dispatch", "gather"])
 def test_a_layer_of_experts_on_eight(exchange):
-    """DeepSeek-V3's, of 16384 tokens, and its gradients: a token's row travels once to a rank, and
+    """DeepSeek-V3's, of 8192 tokens, and its gradients: a token's row travels once to a rank, and
     no array has more than the rows of all choices."""
     mesh = mesh_of(8, "ep")
-    width, hidden, experts, k, tokens = 7168, 2048, 256, 8, 16384
+    width, hidden, experts, k, tokens = 7168, 2048, 256, 8, 8192
 
     def gradients(x, router, up, gate, down):
         def loss(x, up, gate, down):

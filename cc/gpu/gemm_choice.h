@@ -66,7 +66,10 @@ inline double EstimateCost(const GemmChoice& c, int64_t m, int64_t n, int64_t k,
   // While a shared tile is finished nothing is multiplied: for as long as 350 columns of a k block
   // take.
   const double finish = IsShared(c.tile_n) ? 350.0 * kGemmTileK / static_cast<double>(k) : 0.0;
-  const double op = IsShared(c.tile_n) ? costs.shared : c.tile_n == 128 ? costs.narrow : 1;
+  // A last column of tiles with few columns takes away what narrow tiles gain
+  // (docs/experiments/0053).
+  const bool is_narrow = c.tile_n == 128 && n % c.tile_n == 0;
+  const double op = IsShared(c.tile_n) ? costs.shared : is_narrow ? costs.narrow : 1;
   return (static_cast<double>(waves) + exposed) * (c.tile_n * per_column + finish) * op *
          LoadFactor(c, costs);
 }

@@ -88,7 +88,7 @@ TEST(WhatIsChosenWasAboutTheFastest) {
   }
 }
 
-// The same of matmul_reduce_scatter, here at most 5.6 % slower, with operands whose rows are
+// The same of matmul_reduce_scatter, here at most 3 % slower, with operands whose rows are
 // aligned to 16, 32, 64 or 128 bytes, of one run (docs/experiments/0053); and in clusters of one,
 // tiles of 192 columns.
 struct MeasuredRows {
@@ -127,7 +127,7 @@ TEST(WhatIsChosenForRowsThatAreNoWholeLinesWasAboutTheFastest) {
       best = Min(best, call.us[i]);
       if (kTiles[i].tile_n == c.tile_n && kTiles[i].cluster_m == c.cluster_m) chosen = call.us[i];
     }
-    EXPECT(chosen > 0 && chosen <= 1.06 * best)
+    EXPECT(chosen > 0 && chosen <= 1.03 * best)
         << call.m << " x " << call.n << " x " << call.k << ": " << c.tile_n << " columns, "
         << chosen << " us, best " << best;
   }
