@@ -62,6 +62,10 @@ class Config:
     def __init__(self) -> None:
         self._process = Switches()
 
+    def __repr__(self) -> str:
+        now = self.current()
+        return f"jflux.config({', '.join(f'{name}={getattr(now, name)}' for name in self._NAMES)})"
+
     def current(self) -> Switches:
         """The switches of the calling thread."""
         return dataclasses.replace(self._process, **dict(_context.value))

@@ -40,6 +40,12 @@ def test_strict_raises_with_op_and_reason():
         _lower()
 
 
+def test_it_shows_the_switches_of_the_thread():
+    with jflux.config(strict=True, fused=False):
+        assert "strict=True" in repr(jflux.config) and "fused=False" in repr(jflux.config)
+    assert "fused=True" in repr(jflux.config)
+
+
 def test_default_logs_each_reason_once(caplog, monkeypatch):
     monkeypatch.setattr(_config, "_said", set())
     with jflux.config(strict=False), caplog.at_level(logging.WARNING, logger="jflux"):

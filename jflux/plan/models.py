@@ -121,8 +121,7 @@ def _unet(name: str, workspaces: int) -> Callable[..., Model]:
     return lambda **given: unet(name, workspaces=workspaces, **given)
 
 
-def _llama(name: str) -> Callable[..., Model]:
-    sizes = _models.named(name)
+def _llama(name: str, sizes: _models.Sizes) -> Callable[..., Model]:
     return lambda **given: llama(
         name, layers=sizes.layers, hidden=sizes.hidden, heads=sizes.heads,
         kv_heads=sizes.kv_heads, ffn=sizes.ffn, **{"vocabulary": sizes.vocabulary, **given},
@@ -136,7 +135,11 @@ MODELS: dict[str, Callable[..., Model]] = {
     "gpt-40b": _gpt("gpt-40b", 38, 9216, 72),
     "gpt-80b": _gpt("gpt-80b", 42, 12288, 96),
     "gpt-3-175b": _gpt("gpt-3-175b", 96, 12288, 96),
-    "llama-2-70b": _llama("llama-2-70b"),
+    **{
+        name: _llama(name, sizes)
+        for name, sizes in _models.MODELS.items()
+        if sizes.gated and not sizes.tied and not sizes.head_dim  # as `llama` has them
+    },
     "unet-250m": _unet("unet-250m", 256),
     "unet-500m": _unet("unet-500m", 416),
     "unet-1b": _unet("unet-1b", 512),
