@@ -51,10 +51,12 @@ class Explanation(tuple[Explained, ...]):
             return "no call of a jflux op"
         return "\n".join(str(call) for call in self)
 
+    __repr__ = __str__  # what a session or a notebook shows
+
 
 def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """Lowers ``f(*args, **kwargs)``, prints which path each call of jflux's ops in it takes, and
-    returns the same as data. Nothing runs, and no compiled program is used or kept.
+    """Which path each call of jflux's ops in ``f(*args, **kwargs)`` takes, and why: data that prints
+    as a report. `f` is lowered. Nothing runs, and no compiled program is used or kept.
 
     Equal calls in a function that is jitted inside `f`, or in the body of a loop, are lowered, and
     listed, once.
@@ -73,13 +75,6 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
         raise TypeError(
             f"jflux.explain: f must be a function that jax.jit takes, got {type(f).__name__}"
         )
-    found = calls_of(f, *args, **kwargs)
-    print(found)
-    return found
-
-
-def calls_of(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """:func:`explain` without the report."""
     lower = getattr(f, "lower", None)
     if lower is None:
         lower = jax.jit(f).lower

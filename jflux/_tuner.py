@@ -143,7 +143,7 @@ def plan_of(trial: Trial, m: int, n: int, k: int, mesh: Mesh, dtype: Any) -> Pla
         )
     )  # fmt: skip
     with _config.override(always=True, configuration=None):
-        (call, *_) = _explain.calls_of(f, *shapes)
+        (call, *_) = _explain.explain(f, *shapes)
     return call.plan
 
 

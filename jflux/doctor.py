@@ -157,7 +157,7 @@ def _plan(spec: OpSpec, mesh: Mesh, dtype: Any, size: int) -> Plan:
         for shape, spec_ in shapes
     ]
     with _config.override(always=False):
-        (call, *_) = _explain.calls_of(_program(spec, mesh), *operands)
+        (call, *_) = _explain.explain(_program(spec, mesh), *operands)
     return call.plan
 
 

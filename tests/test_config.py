@@ -102,7 +102,7 @@ def test_few_rows_are_decomposed_on_gpus(op):
     call, mesh = of_way(op, dtype=jnp.bfloat16), make_mesh((2,))
     f = jax.jit(per_device(mesh, call.bind("tp")))
     with jflux.config(always=False):
-        (first, *_) = _explain.calls_of(f, *operands(call, mesh, "tp"))
+        (first, *_) = _explain.explain(f, *operands(call, mesh, "tp"))
     decomposed = PLATFORM == "gpu" or call.collective.kind == "all_reduce"  # of small sums
     assert first.op == op and (first.plan.path == Path.DECOMPOSED) == decomposed
 

@@ -310,7 +310,7 @@ def test_few_rows_take_room_for_the_peers_tiles_alone(own_heap):
     x, w, *_ = _operands(jnp.bfloat16, 128, 8, 10248, ranks=2)
     _check(make_mesh((2,)), "tp", x, w)
     f = per_device(make_mesh((2,)), functools.partial(jflux.matmul_all_reduce, axis_name="tp"))
-    (call,) = _explain.calls_of(f, x, w)
+    (call,) = _explain.explain(f, x, w)
     assert 0 < _heap.usage("cpu") <= call.plan.workspace_bytes
     assert _plan(128, 10248, k=8, world=2).workspace_bytes < 4 * 2 * 128 * 10496  # of two calls
 

@@ -186,7 +186,7 @@ def test_types_without_a_kernel_take_the_reference(op, dtypes):
     )
     f = jax.jit(per_device(mesh, call.bind("tp")))
     with jflux.config(strict=False):
-        y, calls = run(f, x, w), _explain.calls_of(f, x, w)
+        y, calls = run(f, x, w), _explain.explain(f, x, w)
     # An op may leave the product to XLA, whose sum a kernel may still take.
     if calls[0].plan.path == Path.REFERENCE or any(c.plan.unsupported for c in calls):
         with pytest.raises(NotImplementedError, match=rf"jflux\.\w+ takes its lax .*{dtypes[0]}"):

@@ -255,7 +255,7 @@ def _dispatched(ranks, tokens, width, num_experts, k, **options):
         for shape, dtype in shapes
     ]
     with _config.override(always=False):
-        return _explain.calls_of(per_device(mesh, f), *operands)
+        return _explain.explain(per_device(mesh, f), *operands)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -308,7 +308,7 @@ def test_rows_that_a_third_of_the_heap_does_not_hold_are_cut(own_heap):
     with _config.override(always=False):
         whole = run(f, x, indices, weights)
         own_heap(heap_bytes=8 << 20)
-        found = _explain.calls_of(f, x, indices, weights)
+        found = _explain.explain(f, x, indices, weights)
         in_parts = run(f, x, indices, weights)
     plans = [c.plan for c in found if c.op in ("moe_dispatch", "moe_combine")]
     assert [p.path for p in plans] == ["decomposed", "fused"] * 2

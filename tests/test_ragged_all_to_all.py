@@ -350,7 +350,7 @@ def test_a_call_in_parts(own_heap):
     own_heap(heap_bytes=4 << 20)
     f = per_device(mesh, functools.partial(jflux.ragged_all_to_all, axis_name="tp"))
     with jflux.config(always=False):
-        first, *calls = _explain.calls_of(f, operand, output, *sizes)
+        first, *calls = _explain.explain(f, operand, output, *sizes)
         assert first.plan.path == Path.DECOMPOSED and first.plan.config["parts"] == 4
         # In chunks: LL packets would have to be cut again.
         assert all((c.plan.path, c.plan.config["chunked"]) == (Path.FUSED, 1) for c in calls)

@@ -74,7 +74,7 @@ def test_key_of_a_call_is_what_tune_stores(op, own_tables, monkeypatch):
     mesh, asked = make_mesh((2,)), []
     monkeypatch.setattr(_tuning, "lookup", lambda key, gpu: asked.append(key))
     f = jax.jit(per_device(mesh, call.bind("tp")))
-    (found,) = _explain.calls_of(f, *call_operands(call, mesh, "tp"))
+    (found,) = _explain.explain(f, *call_operands(call, mesh, "tp"))
     assert found.plan.key == asked[-1] and found.plan.key.op == op
     key = found.plan.key
     assert (key.ranks, key.dtype, key.transpose_rhs) == (2, "bfloat16", False)

@@ -39,7 +39,7 @@ import jflux
 import jflux.nn as jnn
 from jflux import _config, _dispatch, _ffi, _heap, _lowering, parallel
 from jflux._dispatch import Machine, Path
-from jflux._explain import calls_of
+from jflux._explain import explain
 from jflux._levels import Levels
 from jflux._ops import _two_level, _two_level_plan
 
@@ -187,7 +187,7 @@ def test_derivatives_in_both_modes(call, on):
 
         return both
 
-    paths = {c.plan.path for c in calls_of(second(jflux), x, w) if c.op == call.op}
+    paths = {c.plan.path for c in explain(second(jflux), x, w) if c.op == call.op}
     assert paths == {Path.TWO_LEVEL, Path.FUSED}  # inside nodes
     got = run(jax.jit(second(jflux)), x, w)
     assert_near(got, in_float64(second(jflux.reference), x, w), jnp.float32, roundings=200)
