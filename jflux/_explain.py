@@ -55,8 +55,8 @@ class Explanation(tuple[Explained, ...]):
 
 
 def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
-    """Which path each call of jflux's ops in ``f(*args, **kwargs)`` takes, and why: data that prints
-    as a report. `f` is lowered. Nothing runs, and no compiled program is used or kept.
+    """Which path each call of jflux's ops in ``f(*args, **kwargs)`` takes, and why: data that
+    prints as a report. `f` is lowered. Nothing runs, and no compiled program is used or kept.
 
     Equal calls in a function that is jitted inside `f`, or in the body of a loop, are lowered, and
     listed, once.
