@@ -28,8 +28,9 @@ from ._routing import Routing
 OP = "grouped_matmul_reduce_scatter"
 
 #: The least hidden units of a rank for which a GPU takes the kernel: with 384 of them its sums take
-#: longer than its product hides, with 768 they do not (docs/experiments/0042-scattered-sums.md).
-LEAST_UNITS = 768
+#: longer than its product hides, with 768 too on an H200, and with 3584 they do not
+#: (docs/experiments/0042-scattered-sums.md).
+LEAST_UNITS = 1024
 
 
 @dataclasses.dataclass(frozen=True)

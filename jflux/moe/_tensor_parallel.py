@@ -131,7 +131,7 @@ def grouped_matmul_reduce_scatter(
 
     CPUs and GPUs have one kernel that does all three: tiles of peers' tokens come first, and each
     token is summed and sent when its experts' rows are there. GPUs take it for float16 and
-    bfloat16, F/N and H multiples of 8, F/N from 768 on, and where experts have many rows
+    bfloat16, F/N and H multiples of 8, F/N from 1024 on, and where experts have many rows
     (docs/experiments/0042): else all sums would wait for all tiles. `jflux.explain` says which, and
     why.
 
