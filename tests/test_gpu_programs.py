@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 import jflux
 from jflux import _mesh, _native
+from jflux._attention import plain
 
 pytestmark = pytest.mark.skipif(PLATFORM == "gpu", reason="what is lowered there is run there")
 
@@ -76,3 +77,37 @@ def test_ulysses_keeps_no_scores_of_calls_that_cudnn_does_not_take(
     assert kernels <= kernels_of(text)
     assert f"{length}x{length}x" not in text
     jax.clear_caches()
+
+
+@pytest.mark.parametrize("lead", [(), (1,)])
+def test_attention_of_one_device_has_a_kernel_without_a_batch_too(lead, monkeypatch):
+    monkeypatch.setattr(_mesh, "platform", lambda: "gpu")
+    q, k = (jnp.zeros((*lead, 100, heads, 192), jnp.bfloat16) for heads in (4, 2))
+    with as_on_gpus():
+        f = jax.jit(plain.attend, static_argnames="is_causal")
+        traced = f.trace(q, k, k, is_causal=True)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert traced.out_info.shape == q.shape
+    assert kernels_of(text) == {"jflux_flash_attention"}
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize(
+    "k, v, dtype, message",
+    [
+        ((100, 2, 192), (100, 2, 192), jnp.float32, "dtype should be"),
+        ((100, 2, 192), (100, 2, 128), jnp.bfloat16, "value shape should be"),
+        ((100, 2, 128), (100, 2, 128), jnp.bfloat16, "query shape should be"),
+        ((100, 3, 192), (100, 3, 192), jnp.bfloat16, "must be a multiple of key/value heads"),
+    ],
+)
+def test_attention_of_one_device_refuses_on_gpus_what_it_refuses_on_cpus(
+    k, v, dtype, message, monkeypatch
+):
+    """The kernel takes operands as they are."""
+    q, k, v = jnp.zeros((1, 100, 4, 192), jnp.bfloat16), jnp.zeros((1, *k)), jnp.zeros((1, *v))
+    k = k.astype(jnp.bfloat16)
+    for platform in ("cpu", "gpu"):
+        monkeypatch.setattr(_mesh, "platform", lambda platform=platform: platform)
+        with as_on_gpus(), pytest.raises(ValueError, match=message):
+            plain.attend(q, k, v.astype(dtype))

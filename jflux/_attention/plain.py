@@ -1,4 +1,4 @@
-"""JAX's own attention of one device, where it works."""
+"""Attention of one device: JAX's own, where it works, and on GPUs jflux's kernel beside it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,13 @@ def attend(
     """The same, on GPUs by cuDNN, which JAX does not choose by itself, or else by jflux's kernel,
     where one of them takes the call: JAX's other form keeps all scores."""
     by_cudnn = mask is None and cudnn.takes_call(q, is_causal, local_window_size)
-    if mask is None and not by_cudnn and q.ndim == 4 and q.shape[:2] == k.shape[:2]:
+    if mask is None and not by_cudnn and _fit(q, k, v):
+        if q.ndim == 3:  # a batch of one
+            one = attend(
+                q[None], k[None], v[None], is_causal=is_causal,
+                local_window_size=local_window_size, scale=scale,
+            )  # fmt: skip
+            return one[0]
         call = _call(q, is_causal, local_window_size, scale)
         if _has_kernel(call.scores, q, k, v):
             q, k, v = _mesh.vary_alike(q, k, v)
@@ -45,6 +51,20 @@ def attend(
         q, k, v, mask=mask, is_causal=is_causal, local_window_size=local_window_size, scale=scale,
         implementation="cudnn" if by_cudnn else None,
     )  # fmt: skip
+
+
+def _fit(q: jax.Array, k: jax.Array, v: jax.Array) -> bool:
+    """Whether the kernel may have these operands. It does not check them; JAX refuses what does not
+    fit."""
+    if q.ndim not in (3, 4) or k.ndim != q.ndim or k.shape != v.shape:
+        return False
+    (*lead, heads, width), (*lead_of_keys, kv_heads, width_of_keys) = q.shape, k.shape
+    return (
+        q.dtype == k.dtype == v.dtype
+        and (lead, width) == (lead_of_keys, width_of_keys)
+        and kv_heads > 0
+        and heads % kv_heads == 0
+    )
 
 
 def _call(

@@ -95,8 +95,9 @@ def attention(
         [b, s/C, heads, c] and its positions int32 [s/C]; in decoding, with positions [b, t].
       core: called as ``core(q, k, v, mask=..., is_causal=...)`` for q [b, s, h/N, c] and k, v
         [b, s, g/N, c]; by default ``jax.nn.dot_product_attention``, on GPUs by cuDNN for
-        calls that cuDNN takes (then there is no forward mode); with `context_axis` or a cache
-        :func:`jflux.attention`. With `context_axis` q has the rank's own s/C positions.
+        calls that cuDNN takes (then there is no forward mode), or else by jflux's kernel for those
+        that it takes; with `context_axis` or a cache :func:`jflux.attention`. With `context_axis` q
+        has the rank's own s/C positions.
       context_axis: a mesh axis that the sequence is split over while attending, too.
       context_layout: which positions its ranks have, as in :func:`jflux.attention`.
       segment_ids: int [b, s/C], of documents, the same along `axis_name`; with `context_axis`.
