@@ -1,4 +1,5 @@
-"""Networks by name: those of the paper (arXiv 2305.13525, tables I and II), and two others."""
+"""Networks by name: those of the paper (arXiv 2305.13525, tables I and II), GPT-3, and the models
+of `_models` that are built as a Llama is."""
 
 from __future__ import annotations
 
