@@ -83,6 +83,12 @@ def test_a_size_is_a_number_of_bytes(size):
         jflux.init(heap_bytes=size)
 
 
+def test_a_size_of_numpy(own_heap):
+    own_heap(heap_bytes=np.int64(64 << 20))
+    assert jflux.heap_report().limit == 64 << 20
+    check_values(SMALL, make_mesh((RANKS,)), "tp")
+
+
 def test_settings_are_keyword_only():
     with pytest.raises(TypeError):
         jflux.init(1 << 30)
