@@ -226,23 +226,23 @@ def _call(arrays: Arrays, params: Params) -> dict[str, int]:
 def _plan_of(steps: Steps, op: str, call: dict[str, int], dtype: Any, machine: Machine) -> Plan:
     if dtype.name not in _TYPES:
         return steps.plan(_not_our_type(dtype))
-    native = steps.native_plan(op, call, machine, fills="places of tokens")
-    for most_parts in (4, 2, 1):
-        if isinstance(native, Plan):
-            # The signals of its rows' parts may be what finds no room.
-            call = call | {"most_parts": most_parts}
-            native = steps.native_plan(op, call, machine, fills="places of tokens")
+    rows = call["world"] * call["tokens"]
+    # If there is no room, signals of a row's parts may be to blame: a dispatch has up to 8.
+    for most_parts in (8, 4, 2, 1):
+        call = call | {"most_parts": most_parts}
+        native = steps.native_plan(op, call, machine, fills="places of tokens")
+        if not isinstance(native, Plan):
+            words = f"one kernel, with places for {rows} tokens on each rank"
+            return _dispatch.fused(words, native)
+    assert isinstance(native, Plan)
     for pieces in (2, 4, 8):
-        if isinstance(native, Plan) and call["row_bytes"] % (16 * pieces) == 0:
+        if call["row_bytes"] % (16 * pieces) == 0:
             piece = call | {"row_bytes": call["row_bytes"] // pieces}
             if not isinstance(steps.native_plan(op, piece, machine, fills="places"), Plan):
                 no_room = native.reason.removeprefix(f"{steps.words}: ")
                 why = f"{pieces} calls of a part of each row, since {no_room}"
                 return dataclasses.replace(_dispatch.decomposed(why), config={"pieces": pieces})
-    if isinstance(native, Plan):
-        return native
-    rows = call["world"] * call["tokens"]
-    return _dispatch.fused(f"one kernel, with places for {rows} tokens on each rank", native)
+    return native
 
 
 def _in_pieces(rows: jax.Array, plan: Plan) -> list[jax.Array]:
