@@ -304,12 +304,18 @@ def test_rows_that_a_third_of_the_heap_does_not_hold_are_cut(own_heap):
         y = jflux.moe_combine(d.rows * 2, d.handle, weights=weights, axis_name="tp")
         return d.rows, d.group_sizes, d.weights, y
 
-    f = per_device(make_mesh((2,)), f)
+    def gradients(x, indices, weights):
+        def loss(x, weights):
+            return jnp.sum(jnp.sin(f(x, indices, weights)[-1]))
+
+        return jax.grad(loss, (0, 1))(x, weights)
+
+    program, *both = (per_device(make_mesh((2,)), g) for g in (f, f, gradients))
     with _config.override(always=False):
-        whole = run(f, x, indices, weights)
+        whole = [run(g, x, indices, weights) for g in both]
         own_heap(heap_bytes=8 << 20)
-        found = _explain.explain(f, x, indices, weights)
-        in_parts = run(f, x, indices, weights)
+        found = _explain.explain(program, x, indices, weights)
+        in_parts = [run(g, x, indices, weights) for g in both]
     plans = [c.plan for c in found if c.op in ("moe_dispatch", "moe_combine")]
     assert [p.path for p in plans] == ["decomposed", "fused"] * 2
     for plan, calls in zip(plans[::2], (4, 2), strict=True):
