@@ -30,9 +30,13 @@ inline constexpr TileCosts kGatherCosts{1, 1, 0}, kScatterCosts{1.02, 0.96, kExp
 inline double RowLoad(int64_t elements) {
   return elements % 16 != 0 ? 1.75 : elements % 32 != 0 ? 1.25 : 1;
 }
-inline TileCosts Loading(TileCosts costs, double x, double w) {
-  costs.x_load = x;
-  costs.w_load = w;
+// The costs with those of loading x, of k columns, and w [k, n], or [n, k] if transpose_rhs. Of a
+// gathered x, a rank reads its own part, one of `gathered`, in rows of k, the peers' in panels,
+// which are aligned.
+inline TileCosts Loading(TileCosts costs, int64_t k, int64_t n, bool transpose_rhs,
+                         int gathered = 1) {
+  costs.x_load = 1 + (RowLoad(k) - 1) / gathered;
+  costs.w_load = RowLoad(transpose_rhs ? k : n);
   return costs;
 }
 // How much longer a k-block takes with such operands. Tensor cores multiply a tile of N columns in

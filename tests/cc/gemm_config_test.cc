@@ -135,10 +135,10 @@ TEST(WhatIsChosenForRowsThatAreNoWholeLinesWasAboutTheFastest) {
 
 TEST(OperandsOfWholeLinesCostNoMore) {
   for (const GemmChoice& c : kCompiled) {
-    EXPECT_EQ(LoadFactor(c, Loading(kGatherCosts, RowLoad(5504), RowLoad(4096))), 1);
-    EXPECT(LoadFactor(c, Loading(kGatherCosts, RowLoad(5512), RowLoad(4104))) > 1) << c.tile_n;
-    EXPECT(LoadFactor(c, Loading(kGatherCosts, RowLoad(5512), RowLoad(4104))) >=
-           LoadFactor(c, Loading(kGatherCosts, RowLoad(5520), RowLoad(4104))))
+    EXPECT_EQ(LoadFactor(c, Loading(kGatherCosts, 5504, 4096, false)), 1);
+    EXPECT(LoadFactor(c, Loading(kGatherCosts, 5512, 4104, false)) > 1) << c.tile_n;
+    EXPECT(LoadFactor(c, Loading(kGatherCosts, 5512, 4104, false)) >=
+           LoadFactor(c, Loading(kGatherCosts, 5520, 4104, false)))
         << c.tile_n;
   }
   EXPECT_EQ(RowLoad(8192), 1);

@@ -23,17 +23,12 @@ inline KPanelLayout CudaLayoutOf(const AllGatherMatmulParams& p) {
   return KPanelLayout::Make(p.rows, p.k);
 }
 
-// The peers' rows come in panels that are aligned.
-inline TileCosts GatherCosts(int world, int64_t n, int64_t k, bool transpose_rhs) {
-  return Loading(kGatherCosts, 1 + (RowLoad(k) - 1) / world, RowLoad(transpose_rhs ? k : n));
-}
-
 inline GemmChoice ChooseAllGather(int world, int64_t rows_per_rank, int64_t n, int64_t k,
                                   const Machine& machine, bool transpose_rhs = false) {
   const int64_t m = world * rows_per_rank;
   if (m <= kGemmTileM) return ChooseFew(m, n, k, machine, kGatherSplits);
-  const GemmChoice c =
-      ChooseGemm(world, rows_per_rank, n, k, machine, GatherCosts(world, n, k, transpose_rhs));
+  const GemmChoice c = ChooseGemm(world, rows_per_rank, n, k, machine,
+                                  Loading(kGatherCosts, k, n, transpose_rhs, world));
   return GatherGroups(c, world, rows_per_rank, n, machine);
 }
 

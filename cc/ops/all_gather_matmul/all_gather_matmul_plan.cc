@@ -22,9 +22,10 @@ bool PlanAllGatherMatmul(const Fields& fields, const Machine& machine, Fields* p
   const int world = p.rows.world;
   const GemmChoice wanted = call.given.value_or(
       ChooseAllGather(world, p.rows.PerRank(), p.n, p.k, machine, p.transpose_rhs));
-  const GemmChoice choice = gated ? ForGate(wanted, rows, p.n, p.k, machine,
-                                            GatherCosts(world, p.n / 2, p.k, p.transpose_rhs))
-                                  : FitSplits(wanted, rows, p.k, kGatherSplits);
+  const GemmChoice choice =
+      gated ? ForGate(wanted, rows, p.n, p.k, machine,
+                      Loading(kGatherCosts, p.k, p.n / 2, p.transpose_rhs, world))
+            : FitSplits(wanted, rows, p.k, kGatherSplits);
   *plan =
       ProductPlan{choice, AllGatherSenders(p, machine), CudaLayoutOf(p).Workspace().TotalBytes()}
           .AsFields();

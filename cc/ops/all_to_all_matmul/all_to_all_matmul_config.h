@@ -58,9 +58,7 @@ inline GemmChoice ChooseAllToAllMatmul(int world, int64_t rows, int64_t k, int64
                                        bool transpose_rhs = false) {
   const int64_t shards = concat_rows ? world : 1, sum = concat_rows ? k : world * k;
   if (shards == 1 && rows <= kGemmTileM) return ChooseFew(rows, n, sum, machine, /*most=*/1);
-  // The peers' rows come in panels that are aligned.
-  const TileCosts costs =
-      Loading(kGatherCosts, 1 + (RowLoad(k) - 1) / world, RowLoad(transpose_rhs ? k : n));
+  const TileCosts costs = Loading(kGatherCosts, k, n, transpose_rhs, world);
   const auto cost = [&](const GemmChoice& c) {
     const int64_t m = shards * RoundUp<int64_t>(rows, kGemmTileM * c.cluster_m);
     return EstimateCost(c, m, n, sum, machine, costs, kExposed / machine.LinkShare());

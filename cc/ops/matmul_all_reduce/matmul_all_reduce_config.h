@@ -61,8 +61,8 @@ inline GemmChoice ChooseAllReduce(int world, int64_t rows_per_rank, int64_t n, i
   if (AreFewRows(world, m)) {
     return ChooseSplits(GemmChoice{kSharedKTile, 1, 1}, m, n, k, machine, kReduceSplits);
   }
-  GemmChoice c = ChooseGemm(world, rows_per_rank, n, k, machine,
-                            Loading(kReduceCosts, RowLoad(k), RowLoad(transpose_rhs ? k : n)));
+  GemmChoice c =
+      ChooseGemm(world, rows_per_rank, n, k, machine, Loading(kReduceCosts, k, n, transpose_rhs));
   const bool peers_first = world == 2 && m >= 1024 && c.tile_n % 128 == 0;
   if (m <= 2048 && !peers_first) c.group_m = 0;
   return c;

@@ -35,7 +35,7 @@ inline ShardGrid ShardGridOf(const MatmulAllToAllParams& p, const GemmChoice& c,
 // last ones are cut short by is computed too, and a configuration that wastes less of it wins.
 inline GemmChoice ChooseAllToAll(int world, int64_t rows, int64_t n, int64_t k,
                                  const Machine& machine, bool transpose_rhs = false) {
-  const TileCosts costs = Loading(kScatterCosts, RowLoad(k), RowLoad(transpose_rhs ? k : n));
+  const TileCosts costs = Loading(kScatterCosts, k, n, transpose_rhs);
   const auto cost = [&](const GemmChoice& c) {
     const int64_t m = world * RoundUp<int64_t>(rows, kGemmTileM * c.cluster_m);
     return EstimateCost(c, m, n, k, machine, costs, kExposed / machine.LinkShare());
