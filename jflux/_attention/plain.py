@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import jax
@@ -11,7 +10,10 @@ import jax.numpy as jnp
 from .. import _dispatch, _mesh
 from . import cudnn, flash_attention
 from .blocks import Scores, default_precision
+from .operands import scale_of, window_of
 from .split import Call, of_split
+
+_OP = "attention of one device"
 
 
 def dot_product_attention(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Array:
@@ -36,15 +38,20 @@ def attend(
     """The same, on GPUs by cuDNN, which JAX does not choose by itself, or else by jflux's kernel,
     where one of them takes the call: JAX's other form keeps all scores."""
     by_cudnn = mask is None and cudnn.takes_call(q, is_causal, local_window_size)
-    if mask is None and not by_cudnn and _fit(q, k, v):
+    if mask is None and not by_cudnn and _mesh.platform() == "gpu" and _fit(q, k, v):
         if q.ndim == 3:  # a batch of one
             one = attend(
                 q[None], k[None], v[None], is_causal=is_causal,
                 local_window_size=local_window_size, scale=scale,
             )  # fmt: skip
             return one[0]
-        call = _call(q, is_causal, local_window_size, scale)
-        if _has_kernel(call.scores, q, k, v):
+        scores = Scores(
+            scale_of(_OP, scale, q.shape[3]), causal=is_causal,
+            window=window_of(_OP, local_window_size),
+        )  # fmt: skip
+        if flash_attention.plan(q, k, v, scores).path == _dispatch.Path.FUSED:
+            precision = default_precision()
+            call = Call(None, 1, scores, "contiguous", ring=False, precision=precision)
             q, k, v = _mesh.vary_alike(q, k, v)
             return of_split(call, q, k, v, None)[0]
     return dot_product_attention(
@@ -64,21 +71,4 @@ def _fit(q: jax.Array, k: jax.Array, v: jax.Array) -> bool:
         and (lead, width) == (lead_of_keys, width_of_keys)
         and kv_heads > 0
         and heads % kv_heads == 0
-    )
-
-
-def _call(
-    q: jax.Array, is_causal: bool, window: int | tuple[int, int] | None, scale: float | None
-) -> Call:
-    """Of one rank."""
-    scale = 1 / math.sqrt(max(1, q.shape[3])) if scale is None else scale
-    pair = (window, window) if isinstance(window, int) else window
-    scores = Scores(scale, causal=is_causal, window=pair)
-    return Call(None, 1, scores, "contiguous", ring=False, precision=default_precision())
-
-
-def _has_kernel(scores: Scores, q: jax.Array, k: jax.Array, v: jax.Array) -> bool:
-    return (
-        _mesh.platform() == "gpu"
-        and flash_attention.plan(q, k, v, scores).path == _dispatch.Path.FUSED
     )

@@ -106,11 +106,12 @@ def init(
         process that has one.
     """
     global _settings
-    if heap_bytes is not None and not isinstance(heap_bytes, int | np.integer):
-        raise TypeError(f"{heap_bytes=} must be an int, such as 4 << 30")
-    if heap_bytes is not None and heap_bytes <= 0:
-        raise ValueError(f"{heap_bytes=} must be positive")
-    heap_bytes = None if heap_bytes is None else int(heap_bytes)  # NumPy's are no JSON
+    if heap_bytes is not None:
+        if not isinstance(heap_bytes, int | np.integer):
+            raise TypeError(f"{heap_bytes=} must be an int, such as 4 << 30")
+        if heap_bytes <= 0:
+            raise ValueError(f"{heap_bytes=} must be positive")
+        heap_bytes = int(heap_bytes)  # NumPy's are no JSON
     for name, seconds in (("deadline_seconds", deadline_seconds), ("warn_seconds", warn_seconds)):
         if not 0 < seconds <= 1e9:  # in nanoseconds it must fit 64 bits
             raise ValueError(f"{name}={seconds} must be positive, and at most 1e9")
