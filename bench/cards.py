@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
-from . import attention, compare, experts, gathered, moe, renew, scattered, shapes
+from . import attention, compare, experts, gathered, grids, moe, renew, scattered, shapes
 from .sections import SECTIONS, Results, filled_table, of_kind, plain_table, ranks_of
 from .shapes import Shape
 
@@ -36,7 +36,16 @@ def listed(name: str, ranks: int) -> list[Shape]:
     )
 
 
+def _wanted(name: str, ranks: int) -> list[str]:
+    """The rows of a run of `renew.RUNS`, by name; none if they have no names."""
+    if name == "grids":
+        return ["x".join(map(str, grid.sizes)) for grid in grids.grids_of(ranks)]
+    return CASES.get(name, [])
+
+
 def _case_names(kind: str, rows: list[dict]) -> list[str]:
+    if kind == "grids":
+        return ["x".join(map(str, row["grid"])) for row in rows]
     if kind == "moe":
         return [f"{row['case']['name']}, {row['sizes']}" for row in rows]
     return [row["case"]["name"] for row in rows]
@@ -172,10 +181,10 @@ def missing(results: Results, model: str, ranks: int) -> dict[str, str]:
             text = _lists_of(name, ranks, result)
         elif result is None:
             text = _some(CASES[name], len(CASES[name])) if name in CASES else "all"
-        elif name in CASES:
+        elif wanted := _wanted(name, ranks):
             have = _case_names(name, result[name])
-            left = [case for case in CASES[name] if case not in have]
-            lines = [_some(left, len(CASES[name]))] if left else []
+            left = [case for case in wanted if case not in have]
+            lines = [_some(left, len(wanted))] if left else []
             text = "; and ".join([*lines, *_newer(name, result[name])])
         else:
             text = ""

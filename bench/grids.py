@@ -15,18 +15,17 @@ optimisations of section IV are added one by one:
 
 All of them with XLA's latency-hiding scheduler. "none unrolled" and "unrolled" are "none" and
 "+ fused" without a loop, and "default" is "+ fused" with the scheduler that XLA takes by itself.
+A grid has a heap of its own.
 
 What `jflux.plan` predicts for the grids is in the same table.
 """
 
 from __future__ import annotations
 
-import argparse
 import concurrent.futures
 import dataclasses
 import functools
 import os
-import pathlib
 from typing import Any
 
 import jax
@@ -38,6 +37,8 @@ import jflux
 import jflux.plan
 from jflux import _trial, parallel
 from jflux.parallel import NO_OVERLAP, Grid, Overlap, Scheme
+
+from . import command
 
 TOKENS_PER_GPU = 2048
 DTYPE = jnp.bfloat16
@@ -121,7 +122,8 @@ def forward_and_backward(sizes: Sizes, scheme: Scheme, specs: Arrays, unroll: in
 
 
 def grids_of(ranks: int) -> list[Grid]:
-    return [Grid(*sizes.tolist()) for sizes in jflux.plan.grids(ranks)]
+    """Those with the most tensor parallelism first."""
+    return [Grid(*sizes.tolist()) for sizes in reversed(jflux.plan.grids(ranks))]
 
 
 def predicted(sizes: Sizes, grid: Grid, machine: jflux.plan.Machine) -> float:
@@ -187,27 +189,23 @@ def compile_one(sizes: Sizes, grid: Grid, mesh: Mesh, contestant: Contestant) ->
     )  # fmt: skip
 
 
-def compile_all(sizes: Sizes, meshes: dict[Grid, Mesh]) -> dict[Grid, dict[str, Any]]:
-    """Every grid's programs, by name: all at once, before anything is timed."""
-    wanted = contestants(sizes.layers)
+def compile_all(sizes: Sizes, grid: Grid, mesh: Mesh) -> dict[str, Any]:
+    """A grid's programs, by name: all at once, before anything is timed."""
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         begun = {
-            grid: {
-                name: pool.submit(compile_one, sizes, grid, mesh, one)
-                for name, one in wanted.items()
-            }
-            for grid, mesh in meshes.items()
+            name: pool.submit(compile_one, sizes, grid, mesh, one)
+            for name, one in contestants(sizes.layers).items()
         }
-        return {
-            grid: {name: program.result() for name, program in programs.items()}
-            for grid, programs in begun.items()
-        }
+        return {name: program.result() for name, program in begun.items()}
 
 
-def measure(
-    sizes: Sizes, grid: Grid, mesh: Mesh, programs: dict[str, Any], predicted: float, rounds: int
-) -> dict[str, Any]:
+def measure(sizes: Sizes, grid: Grid, rounds: int, heap_bytes: int) -> command.Row:
     """One grid's row: seconds of a step, and the bytes that it needs, for each program."""
+    jflux.shutdown()
+    jflux.init(heap_bytes=heap_bytes)
+    mesh = grid.mesh()
+    programs = compile_all(sizes, grid, mesh)
+    node = dataclasses.replace(jflux.plan.MACHINES["h200"], gpus_per_node=grid.ranks)
     of_x, of_params = operands(sizes, grid)
 
     def make(one: Operand, seed: int) -> jax.Array:
@@ -216,10 +214,11 @@ def measure(
     x = make(of_x, 0)
     params = {name: make(one, seed) for seed, (name, one) in enumerate(of_params.items(), 1)}
     runs = {name: _trial.run_of(program, x, params) for name, program in programs.items()}
-    row: dict[str, Any] = {
+    row: command.Row = {
         "grid": list(grid.sizes),
+        "sizes": dataclasses.asdict(sizes),
         "tokens": grid.ranks * TOKENS_PER_GPU,
-        "predicted": predicted,
+        "predicted": predicted(sizes, grid, node),
         "memory": {n: p.memory_analysis().temp_size_in_bytes for n, p in programs.items()},
         "times": {},
     }
@@ -254,34 +253,30 @@ def cells(row: dict[str, Any]) -> list[str]:
     ]  # fmt: skip
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--ranks", type=int, default=jax.device_count())
-    parser.add_argument("--grids", help='some grids only, such as "2,1,1,1 1,1,2,1"')
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--heap-gib", type=int, default=4)
-    parser.add_argument("--out", type=pathlib.Path)
-    for field in dataclasses.fields(Sizes):
-        parser.add_argument(f"--{field.name}", type=int, default=field.default)
-    args = parser.parse_args()
-    from .command import save
+TABLE = command.Table(
+    "grids", lambda row: (tuple(row["grid"]), *row["sizes"].values()),
+    lambda _: " | ".join(COLUMNS), command.joined(cells),
+)  # fmt: skip
 
-    jflux.init(heap_bytes=args.heap_gib << 30)
+
+def main() -> int:
+    options = command.parser(__doc__, rounds=5, ranks=jax.device_count())
+    options.add_argument("--grids", help='some grids only, such as "2,1,1,1 1,1,2,1"')
+    options.add_argument("--heap-gib", type=int, default=8)
+    for field in dataclasses.fields(Sizes):
+        options.add_argument(f"--{field.name}", type=int, default=field.default)
+    args = options.parse_args()
     sizes = Sizes(args.layers, args.width, args.heads, args.sequence)
     grids = [Grid.parse(g) for g in args.grids.split()] if args.grids else grids_of(args.ranks)
-    node = dataclasses.replace(jflux.plan.MACHINES["h200"], gpus_per_node=args.ranks)
-    meshes = {grid: grid.mesh() for grid in grids}
-    compiled = compile_all(sizes, meshes)
-    rows = []
-    print(" | ".join(COLUMNS))
-    for grid, mesh in meshes.items():
-        communication = predicted(sizes, grid, node)
-        rows.append(measure(sizes, grid, mesh, compiled[grid], communication, args.rounds))
-        print(" | ".join(cells(rows[-1])), flush=True)
-        save(args.out, args.ranks, 1, sizes=dataclasses.asdict(sizes), grids=rows)
+    wanted = {
+        (grid.sizes, *dataclasses.astuple(sizes)): functools.partial(
+            measure, sizes, grid, args.rounds, args.heap_gib << 30
+        )
+        for grid in grids
+    }
+    TABLE.measure(args, wanted)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

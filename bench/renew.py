@@ -27,8 +27,9 @@ RUNS = {
     "flux,llm,attention,decode,hundreds,ragged,odd,ulysses,all_to_all_matmul",
     "all_reduce": "bench --ranks {ranks} --lists all_reduce",
     "processes": "bench --ranks {ranks} --processes {ranks} --lists flux,decode",
-    "collectives": "bench.collectives --ranks {ranks}",
-    "collectives_processes": "bench.collectives --ranks {ranks} --processes {ranks}",
+    "collectives": "bench.collectives --ranks {ranks} --lists all_reduce,norm,pair,all_to_all",
+    "collectives_processes": "bench.collectives --ranks {ranks} --processes {ranks} "
+    "--lists all_reduce,norm,pair,all_to_all",
     "decode": "bench.decode --ranks {ranks}",
     "blocks": "bench.blocks --ranks {ranks}",
     "accuracy": "bench.accuracy --ranks {ranks}",
@@ -44,7 +45,6 @@ RUNS = {
     "moe": "bench.moe --ranks 1 --peers tokamax,torch",  # likewise
 }
 ONE_GPU = ("products", "moe")
-WHOLE = ("grids",)  # whose rows are of one run
 
 #: Seconds that a benchmark has to end by itself.
 TO_END = 10
@@ -108,14 +108,13 @@ def main() -> int:
     for name in args.names or RUNS:
         path = args.scratch / file_name(name, args.ranks, gpu)
         path.unlink(missing_ok=True)
-        missing = args.missing and name not in WHOLE
-        if missing and (args.out / path.name).exists():
+        if args.missing and (args.out / path.name).exists():
             shutil.copy(args.out / path.name, path)
         start = time.monotonic()
-        done = start < until and run(name, args.ranks, path.resolve(), until - start, missing)
-        if done or (missing and path.exists()):
+        done = start < until and run(name, args.ranks, path.resolve(), until - start, args.missing)
+        if done or (args.missing and path.exists()):
             shutil.copy(path, args.out / path.name)
-        kept = done or missing
+        kept = done or args.missing
         where = args.out / path.name if kept else path if path.exists() else "nothing"
         verdict = "ok " if done else "BAD"
         lines.append(f"{verdict} {name:22} {time.monotonic() - start:6.0f} s  {where}")

@@ -113,7 +113,7 @@ def _always(text: str) -> Callable[[dict], str]:
 
 
 def _grids_legend(result: dict) -> str:
-    sizes = result["sizes"]
+    sizes = result["grids"][0]["sizes"]
     return (
         f"{sizes['layers']} blocks of width {sizes['width']}, 2048 tokens a GPU, x by y by z by "
         "data. What each optimisation saves is in % of the step before it; the sums over data are "

@@ -37,6 +37,7 @@ from bench import (  # noqa: E402
     decode,
     experts,
     gathered,
+    grids,
     harness,
     maxtext,
     moe,
@@ -258,6 +259,9 @@ def test_what_has_not_been_measured_is_named():
     total, first = len(cards.CASES["gathered"]), cards.CASES["gathered"][0]
     assert cards.missing(part, model, 2)["gathered"] == f"1 of {total} rows: {first}"
     assert f"### 2 x {model}" in cards.to_do([("2xh100", whole)])
+    rows = [{"grid": grid} for grid in ([2, 1, 1, 1], [1, 1, 1, 2], [1, 1, 2, 1])]
+    part = [("2xh100_grids", {"machine": whole["machine"], "grids": rows})]
+    assert cards.missing(part, model, 2)["grids"] == "1 of 4 rows: 1x2x1x1"
 
 
 def test_what_has_not_been_measured_on_more_gpus_is_named():
@@ -531,12 +535,13 @@ def test_what_renews_results_knows_the_benchmarks():
         file = ROOT / "bench" / (module.removeprefix("bench").removeprefix(".") or "__main__")
         source = file.with_suffix(".py").read_text()
         flags = [option for option in options if option.startswith("--")]
-        for flag in [*flags, "--out", *(("--add", "--limit") if name not in renew.WHOLE else ())]:
+        for flag in [*flags, "--out", "--add", "--limit"]:
             shared = re.search(r"command\.parser?\(__doc__", source) and f'"{flag}"' in of_all
             takes = f'"{flag}"' in source or shared
             assert takes, f"{name}: {module} has no {flag}"
         given = dict(zip(options[::2], options[1::2], strict=True))
-        assert set(given.get("--lists", "flux").split(",")) <= set(shapes.LISTS)
+        lists = collectives.LISTS if module == "bench.collectives" else shapes.LISTS
+        assert "--lists" not in given or set(given["--lists"].split(",")) <= set(lists)
         known = {"bench.moe": moe_peers.PEERS, "bench.attention": attention_peers.PEERS}
         if "--peers" in given:
             assert set(given["--peers"].split(",")) <= set(known.get(module, peers.PEERS))
@@ -576,8 +581,6 @@ if path.name == "4xh200_decode.json": time.sleep(60)
 
     def command_of(name, ranks, out, limit):
         words = _command_of(name, ranks, out, limit)
-        if limit is None:
-            return [sys.executable, "-c", f"open({str(out)!r}, 'w').write('whole')"]
         assert words[-4:-2] == ["--limit", f"{limit:.0f}"] and words[-1] == str(out)
         return [sys.executable, "-c", benchmark, *words[-2:], f"{limit}"]
 
@@ -586,17 +589,13 @@ if path.name == "4xh200_decode.json": time.sleep(60)
     monkeypatch.setattr(renew, "gpu_name", lambda: "NVIDIA H200")
     results, scratch = tmp_path / "results", tmp_path / "scratch"
     options = ["--ranks", "4", "--out", str(results), "--scratch", str(scratch), "--missing"]
-    names = ["accuracy", "grids"]
     for limit in (100, 30):
-        monkeypatch.setattr(sys, "argv", ["renew", *names, *options, "--limit", f"{limit}"])
+        monkeypatch.setattr(sys, "argv", ["renew", "accuracy", *options, "--limit", f"{limit}"])
         assert renew.main() == 0
     monkeypatch.setattr(sys, "argv", ["renew", "decode", "blocks", *options, "--limit", "3"])
     assert renew.main() == 1
     found = {path.name: path.read_text() for path in results.iterdir()}
-    assert found == {
-        "4xh200_accuracy.json": "True False ", "4xh200_grids.json": "whole",
-        "4xh200_decode.json": "False ",
-    }  # fmt: skip
+    assert found == {"4xh200_accuracy.json": "True False ", "4xh200_decode.json": "False "}
     table = capsys.readouterr().out.split("\n\n")[-1].splitlines()
     assert [line[:3] for line in table] == ["BAD", "BAD"]
 
@@ -625,7 +624,7 @@ def test_rows_that_lack_a_newer_contestant_are_measured_again(tmp_path, monkeypa
 TABLES = {
     "rows": bench_of_shapes, "accuracy": accuracy, "attention": attention, "blocks": blocks,
     "collectives": collectives, "decode": decode, "experts": experts, "gathered": gathered,
-    "maxtext": maxtext, "moe": moe, "products": products, "scattered": scattered,
+    "grids": grids, "maxtext": maxtext, "moe": moe, "products": products, "scattered": scattered,
 }  # fmt: skip
 
 
@@ -634,8 +633,6 @@ def test_rows_of_results_are_found_again(path, monkeypatch):
     """By the key that --add compares: a row that is there must not be measured again."""
     result = json.loads(path.read_text())
     (kind,) = {name for name, value in result.items() if isinstance(value, list)}
-    if kind == "grids":  # which are measured as a whole
-        return
     asked = []
 
     def measure(table, args, wanted):
