@@ -260,9 +260,9 @@ def _dispatched(ranks, tokens, width, num_experts, k, **options):
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_a_workspace_has_as_many_tokens_of_all_ranks_on_any_number_of_them(ranks):
-    """In halves of 128 MiB: their signals do not count."""
+    """In halves of 256 MiB: their signals do not count."""
     params = placed.Params(("tp",), ranks, 8 // ranks, 1 << 15, -1, 1, 0)
-    tokens = 8192 // ranks
+    tokens = 16384 // ranks
     x = jax.ShapeDtypeStruct((tokens, 7168), jnp.bfloat16)
     call = placed._call((x, jax.ShapeDtypeStruct((tokens, 2), np.int32)), params)
     with _config.override(always=False):

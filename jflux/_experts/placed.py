@@ -30,10 +30,10 @@ from .rows import on_first, rows_or_zeros, summed
 
 OP, COMBINE = "moe_dispatch", "moe_combine"
 
-#: The most of the heap that a dispatch takes this way: two halves of 128 MiB, which 8192 tokens of
-#: 14336 bytes need, whatever the number of ranks, and their signals, a 512th of that. More tokens
-#: have not been timed with choices that are spread over the ranks.
-MOST_WORKSPACE_BYTES = (256 << 20) * 33 // 32
+#: The most of the heap that a dispatch takes this way: two halves of 256 MiB, which 16384 tokens of
+#: 14336 bytes need, whatever the number of ranks, and their signals, a 512th of that. So many have
+#: been timed (docs/experiments/0054-dispatches-of-many-tokens.md).
+MOST_WORKSPACE_BYTES = (512 << 20) * 33 // 32
 
 #: In `there`, in place of a row.
 _NONE, _DROPPED = -1, -2
