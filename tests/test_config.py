@@ -140,6 +140,23 @@ def test_rows_of_more_than_two_ranks_that_share_tiles():
     assert not slower(666, ranks=2, width=5520) and not slower(2052, gathers=False)
 
 
+@pytest.mark.parametrize("rows", [1332, 2052])
+def test_rows_that_share_tiles_of_operands_that_are_padded(rows):
+    """cuBLAS takes 4 times as long where k or n is no multiple of 8; the kernel pads."""
+
+    def slower(n, k):
+        sizes = _product.Sizes(
+            "all_gather_matmul", 4, 1, rows // 4, k, n, np.dtype(jnp.bfloat16),
+            np.dtype(jnp.bfloat16), False,
+        )  # fmt: skip
+        return _product.why_decomposed(
+            rows, GPU, fewest=64, ranks=4, width=n, in_units=sizes.in_units, gathers=True
+        )
+
+    assert slower(5520, 4104) and slower(5520, 4096)
+    assert not slower(5501, 4104) and not slower(5520, 4099) and not slower(5501, 4099)
+
+
 @pytest.mark.parametrize("ranks", [3, 4, 8])
 def test_rows_in_one_raster_group_are_the_kernel_s(ranks):
     def group_of(rows_per_rank):

@@ -111,6 +111,10 @@ F32 = np.float32
         (scatter(256, 12288, 24576, FOUR), GPU, None, DECOMPOSED, "256 rows: from 129 to 511"),
         (gather(2052, 24576, 12288), GPU, None, DECOMPOSED, "252 rows of padding in tiles of 256"),
         (gather(2052, 24576, 12288), SLOW, None, FUSED, "heuristic"),  # more to hide
+        (gather(1332, 5520, 4104, FOUR), GPU, None, DECOMPOSED, "204 rows of padding"),
+        (gather(1332, 5501, 4099, FOUR), GPU, None, FUSED, "heuristic"),  # XLA's takes 4 times G
+        (scatter(2052, 24576, 49152), GPU, None, DECOMPOSED, "252 rows of padding"),
+        (scatter(2052, 24575, 49151), GPU, None, FUSED, "heuristic"),
         (scatter(8192, 12288, 24576), GPU, None, FUSED, "configuration of the heuristic"),
         (scatter(32, 12288, 24576), GPU, None, DECOMPOSED, "32 rows are fewer than 64"),
         (columns(2048, 1024, 4096), GPU, None, FUSED, "configuration of the heuristic"),

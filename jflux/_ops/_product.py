@@ -202,6 +202,11 @@ class Sizes:
         return self.world * self.outer * self.inner
 
     @property
+    def in_units(self) -> bool:
+        """Whether GPU kernels take k and n as they are. If not, the operands are padded."""
+        return self == in_whole_units(self)
+
+    @property
     def key(self) -> _tuning.Key:
         """By which tuning tables know the call."""
         return _tuning.Key(
@@ -244,6 +249,7 @@ def why_decomposed(
     fewest: int,
     ranks: int = 1,
     width: int = 0,
+    in_units: bool = True,
     gathers: bool = False,
 ) -> str | None:
     """Why m rows of all ranks take longer on GPUs in one kernel than as XLA's product and one of
@@ -257,13 +263,14 @@ def why_decomposed(
       width: of w on each rank, columns of an all-gather or rows of a reduce-scatter. 0: a rank's
         rows are whole tiles. Where they are not, the last row of tiles takes as long as a full one,
         which cuBLAS does better, and communication may not make up for.
+      in_units: `Sizes.in_units`. If not, cuBLAS takes 4 times as long, and its tiles are no better.
       gathers: whether rows are gathered, and tiles wait for theirs.
     """
     if m < fewest:
         return f"{m} rows are fewer than {fewest}: there is no time to hide communication in"
     if TILE_ROWS < m < 512:
         return f"{m} rows: from {TILE_ROWS + 1} to 511 the decomposed form was measured faster"
-    if m <= TILE_ROWS or width == 0 or m // ranks % TILE_ROWS == 0:
+    if m <= TILE_ROWS or width == 0 or not in_units or m // ranks % TILE_ROWS == 0:
         return None
     padding = -m % (2 * TILE_ROWS) / m  # clusters have two tiles
     saved = machine.balanced_columns / width * (ranks - 1) / ranks

@@ -566,6 +566,7 @@ def _why_decomposed(arrays: Arrays, params: Params, machine: Machine) -> str | N
         fewest=FEWEST_ROWS,
         ranks=params.world,
         width=sizes.n,
+        in_units=sizes.in_units,
         gathers=True,
     )
 

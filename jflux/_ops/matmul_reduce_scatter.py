@@ -451,8 +451,9 @@ def _why_decomposed(arrays: Arrays, params: Params, machine: Machine) -> str | N
     if params.world == 2 and whole:
         return None  # a whole tile of each rank: docs/experiments/0020
     return _product.why_decomposed(
-        sizes.rows, machine, fewest=FEWEST_ROWS, ranks=params.world, width=sizes.k
-    )
+        sizes.rows, machine, fewest=FEWEST_ROWS, ranks=params.world, width=sizes.k,
+        in_units=sizes.in_units,
+    )  # fmt: skip
 
 
 _plan = _product.plan_rule(
