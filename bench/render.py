@@ -117,10 +117,9 @@ NOTES = """
   out since: a single raster group, which was faster when all CTAs sent.
 - On 2 GPUs chunks of sums would still be 5 % faster than XLA at 64 MiB, but take 256 MiB of the heap;
   above 16 MiB they are XLA's.
-- The tables of 4 x H100 are older than three choices. All-gathers of 2052 and 1332 rows, 1.09 and
-  1.11 of XLA's time there, are decomposed now ([0033](experiments/0033-remaining-gaps.md)). A sum of
-  16 MiB has a kernel, and exchanges of 64 MiB are XLA's ([0030](experiments/0030-chunked-exchanges.md)).
-- Reduce-scatters of 4104 columns on 2 x H200 and 4 x H100, and of 4099 on all, were timed with tiles
+- The all-gather of 1332 x 22004 x 4099 on 4 x H100 was timed decomposed; it is one kernel now, whose
+  time is K ([0033](experiments/0033-remaining-gaps.md)).
+- Reduce-scatters of 4104 columns on 2 x H200, and of 4099 there and on 2 x H100, were timed with tiles
   of 128 columns; they take 192 now ([0053](experiments/0053-operand-rows.md)).
 - matmul_all_reduce of 32 to 128 rows is one kernel on 2 GPUs, and XLA's product and all_reduce on
   more.
