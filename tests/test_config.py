@@ -145,13 +145,11 @@ def test_rows_that_share_tiles_of_operands_that_are_padded(rows):
     """cuBLAS takes 4 times as long where k or n is no multiple of 8; the kernel pads."""
 
     def slower(n, k):
-        sizes = _product.Sizes(
-            "all_gather_matmul", 4, 1, rows // 4, k, n, np.dtype(jnp.bfloat16),
-            np.dtype(jnp.bfloat16), False,
-        )  # fmt: skip
+        x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((rows // 4, k), (k, n)))
         return _product.why_decomposed(
-            rows, GPU, fewest=64, ranks=4, width=n, in_units=sizes.in_units, gathers=True
-        )
+            rows, GPU, fewest=64, ranks=4, width=n, in_units=_product.in_units([x], [w]),
+            gathers=True,
+        )  # fmt: skip
 
     assert slower(5520, 4104) and slower(5520, 4096)
     assert not slower(5501, 4104) and not slower(5520, 4099) and not slower(5501, 4099)

@@ -113,6 +113,16 @@ def test_operands_that_are_no_arrays(op):
 
 
 @EACH_OP
+def test_precision_that_there_is_not(op):
+    """Also where a kernel would not look at it."""
+    call, mesh = of_way(op), make_mesh((2,))
+    x, w = operands(call, mesh, "tp")
+    jax.eval_shape(per_device(mesh, _op(op, precision="highest")), x, w)
+    with pytest.raises(ValueError, match="[Pp]recision"):
+        jax.eval_shape(per_device(mesh, _op(op, precision="hi")), x, w)
+
+
+@EACH_OP
 def test_options_are_keyword_only(op):
     with pytest.raises(TypeError, match="positional"):
         all_ops()[op].function(np.zeros((1, 1)), np.zeros((1, 1)), "tp")

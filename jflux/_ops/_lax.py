@@ -18,11 +18,15 @@ def several(operand: Any) -> tuple[Any, ...]:
     return tuple(operand) if isinstance(operand, tuple | list) else (operand,)
 
 
-def dot_dtype(x: Any, w: Any, preferred_element_type: DTypeLike | None) -> np.dtype:
+def dot_dtype(
+    x: Any, w: Any, preferred_element_type: DTypeLike | None, precision: lax.PrecisionLike
+) -> np.dtype:
     """The type of `lax.dot_general`'s result, for operands of these types: its own rule, which
     knows Python's types, whether JAX has 64-bit types, and what 8-bit types multiply to."""
     one = (jax.ShapeDtypeStruct((1,), dtype) for dtype in (x, w))
-    product = functools.partial(lax.dot, preferred_element_type=preferred_element_type)
+    product = functools.partial(
+        lax.dot, precision=precision, preferred_element_type=preferred_element_type
+    )
     return np.dtype(jax.eval_shape(product, *one).dtype)
 
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from .. import _config, _dispatch, _mesh, _native, _tuning
 from .._dispatch import Arrays, Machine, Plan
@@ -84,15 +85,19 @@ def check_axis(op: str, name: str, axis: Any, x: Any, of: str = "the product x @
     return int(axis) % x.ndim
 
 
-def out_dtype(op: str, operands: Any, preferred_element_type: Any) -> np.dtype:
-    """The type of all results: that of `lax.dot_general`, which the reference calls."""
+def out_dtype(
+    op: str, operands: Any, preferred_element_type: Any, precision: lax.PrecisionLike = None
+) -> np.dtype:
+    """The type of all results: that of `lax.dot_general`, which the reference calls and which
+    checks `precision`."""
     dtypes = sorted({np.dtype(a.dtype).name for a in operands})
     if preferred_element_type is None and len(operands) > 2 and len(dtypes) > 1:
         raise TypeError(
             f"jflux.{op}: several weights or products must be of one type, got "
             f"{', '.join(dtypes)}; cast them, or pass preferred_element_type"
         )
-    return _lax.dot_dtype(operands[0].dtype, operands[-1].dtype, preferred_element_type)
+    pair = (operands[0].dtype, operands[-1].dtype)
+    return _lax.dot_dtype(*pair, preferred_element_type, precision)
 
 
 def constant_if_whole(out: np.dtype, *operands: jax.Array) -> list[jax.Array]:
@@ -202,11 +207,6 @@ class Sizes:
         return self.world * self.outer * self.inner
 
     @property
-    def in_units(self) -> bool:
-        """Whether GPU kernels take k and n as they are. If not, the operands are padded."""
-        return self == in_whole_units(self)
-
-    @property
     def key(self) -> _tuning.Key:
         """By which tuning tables know the call."""
         return _tuning.Key(
@@ -263,7 +263,8 @@ def why_decomposed(
       width: of w on each rank, columns of an all-gather or rows of a reduce-scatter. 0: a rank's
         rows are whole tiles. Where they are not, the last row of tiles takes as long as a full one,
         which cuBLAS does better, and communication may not make up for.
-      in_units: `Sizes.in_units`. If not, cuBLAS takes 4 times as long, and its tiles are no better.
+      in_units: :func:`in_units` of the operands. If not, cuBLAS takes 4 times as long, and does
+        not do the last row of tiles better.
       gathers: whether rows are gathered, and tiles wait for theirs.
     """
     if m < fewest:

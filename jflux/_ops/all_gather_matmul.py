@@ -160,7 +160,7 @@ def all_gather_matmul(
     columns = [_product.columns(one, transpose_rhs) for one in ws]
     _epilogue.check_shapes(OP, columns, bias_of, gated)
     world = _mesh.axis_size(axis_name)
-    out = _product.out_dtype(OP, (x, *ws), preferred_element_type)
+    out = _product.out_dtype(OP, (x, *ws), preferred_element_type, precision)
     if _product.is_single(OP, axis_name):
         return reference(
             x, w, axis_name=axis_name, gather_dimension=dimension, return_gathered=return_gathered,
@@ -560,13 +560,14 @@ def _sizes(arrays: Arrays, params: Params) -> _product.Sizes:
 def _why_decomposed(arrays: Arrays, params: Params, machine: Machine) -> str | None:
     x, *operands = arrays
     sizes = _sizes((x, *operands), params)
+    ws, _ = _weights(operands, params)
     return _product.why_decomposed(
         sizes.rows,
         machine,
         fewest=FEWEST_ROWS,
         ranks=params.world,
         width=sizes.n,
-        in_units=sizes.in_units,
+        in_units=_product.in_units([x], ws),
         gathers=True,
     )
 

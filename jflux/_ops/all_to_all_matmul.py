@@ -147,7 +147,7 @@ def all_to_all_matmul(
     shape = Collective("all_to_all", split, concat).shape(x.shape, world)
     exchanged = jax.ShapeDtypeStruct(shape, x.dtype)
     _product.check_contraction(OP, exchanged, w, transpose_rhs)  # type: ignore[arg-type]
-    out = _product.out_dtype(OP, (x, w), preferred_element_type)
+    out = _product.out_dtype(OP, (x, w), preferred_element_type, precision)
     if _product.is_single(OP, axis_name):
         return reference(
             x, w, axis_name=axis_name, split_axis=split, concat_axis=concat,

@@ -145,7 +145,7 @@ def matmul_all_reduce(
     params = Params(
         sums=all_reduce.Params(names, _mesh.axis_size(names), None, epilogue),
         transpose_rhs=transpose_rhs,
-        out_dtype=_product.out_dtype(OP, (x, w), preferred_element_type),
+        out_dtype=_product.out_dtype(OP, (x, w), preferred_element_type, precision),
         precision=precision,
     )
     x, w, *added = _mesh.vary_together(axis_name, x, w, *added, same=len(added))

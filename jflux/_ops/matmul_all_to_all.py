@@ -126,7 +126,7 @@ def matmul_all_to_all(
             f"{'rows' if split < x.ndim - 1 else 'columns'} in its {split_axis=}, which the "
             f"{world} ranks of {axis_name=} do not divide; x has shape {x.shape}, w {w.shape}"
         )
-    out = _product.out_dtype(OP, (x, w), preferred_element_type)
+    out = _product.out_dtype(OP, (x, w), preferred_element_type, precision)
     if _product.is_single(OP, axis_name):
         return reference(
             x, w, axis_name=axis_name, split_axis=split, concat_axis=concat,

@@ -148,7 +148,7 @@ def matmul_reduce_scatter(
             f"scatter_dimension={dimension}, which the {world} ranks of {axis_name=} do not "
             f"divide; x has shape {xs[0].shape}"
         )
-    out = _product.out_dtype(OP, (*xs, *ws), preferred_element_type)
+    out = _product.out_dtype(OP, (*xs, *ws), preferred_element_type, precision)
     if _product.is_single(OP, axis_name):
         return reference(
             x, w, axis_name=axis_name, scatter_dimension=dimension, transpose_rhs=transpose_rhs,
@@ -445,14 +445,14 @@ def _sizes(arrays: Arrays, params: Params) -> _product.Sizes:
 
 
 def _why_decomposed(arrays: Arrays, params: Params, machine: Machine) -> str | None:
-    operands = arrays
-    sizes = _sizes(operands, params)
+    xs, ws, _ = _terms(arrays, params)
+    sizes = _sizes(arrays, params)
     whole = sizes.outer == 1 and sizes.inner == _product.TILE_ROWS
     if params.world == 2 and whole:
         return None  # a whole tile of each rank: docs/experiments/0020
     return _product.why_decomposed(
         sizes.rows, machine, fewest=FEWEST_ROWS, ranks=params.world, width=sizes.k,
-        in_units=sizes.in_units,
+        in_units=_product.in_units(xs, ws),
     )  # fmt: skip
 
 

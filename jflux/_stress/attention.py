@@ -153,7 +153,7 @@ def decoding(rng: random.Random, place: Place) -> Case:
         for group in calls.groups_of(place.mesh, name):
             count = lengths[group[0]][:, None]
             at = np.arange(world * own)
-            valid = (at < count) & (at >= count - 1 - (window or world * own))
+            valid = (at < count) & (at >= count - 1 - (world * own if window is None else window))
             whole = [np.concatenate([a[one] for one in group], 1) for a in (k, v)]
             query, keys, values = (a.astype(np.float64) for a in (q[group[0]][:, None], *whole))
             found = _softmax(query, keys, values, valid[:, None], softcap)
