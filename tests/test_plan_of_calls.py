@@ -108,7 +108,9 @@ F32 = np.float32
         (gather(32, 24576, 12288), GPU, None, DECOMPOSED, "32 rows are fewer than 64"),
         (gather(256, 24576, 12288), GPU, None, DECOMPOSED, "256 rows: from 129 to 511"),
         (scatter(256, 12288, 24576), GPU, None, FUSED, "configuration of the heuristic"),
-        (scatter(256, 12288, 24576, FOUR), GPU, None, DECOMPOSED, "256 rows: from 129 to 511"),
+        (scatter(256, 12288, 24576, FOUR), GPU, None, FUSED, "configuration of the heuristic"),
+        (scatter(300, 12288, 24576, FOUR), GPU, None, DECOMPOSED, "300 rows: from 129 to 511"),
+        (scatter(28, 4104, 5520, FOUR), GPU, None, FUSED, "configuration of the heuristic"),
         (gather(2052, 24576, 12288), GPU, None, DECOMPOSED, "252 rows of padding in tiles of 256"),
         (gather(2052, 24576, 12288), SLOW, None, FUSED, "heuristic"),  # more to hide
         (gather(1332, 5520, 4104, FOUR), GPU, None, DECOMPOSED, "204 rows of padding"),

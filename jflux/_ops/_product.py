@@ -234,6 +234,17 @@ class Sizes:
         }
 
 
+#: Elements of 128 bytes, the most that :func:`alignment` looks for.
+MOST_ALIGNMENT = 8 * UNIT
+
+
+def alignment(xs: Sequence[Any], ws: Sequence[Any]) -> int:
+    """The largest power of two of elements, up to 128 bytes, whose multiples k and n of all
+    operands are: how the rows of x, and those of w as it is and transposed, are aligned."""
+    sizes = [x.shape[-1] for x in xs] + [size for w in ws for size in w.shape]
+    return math.gcd(MOST_ALIGNMENT, *sizes)
+
+
 #: Rows of all peers up to which an all_gather_matmul on full links has all rows in one raster
 #: group, if ranks share tiles (InOneRasterGroup of cc/gpu/gemm_choice.h). Its first tiles wait for
 #: all rows, so all that one kernel saves is the start of another, such a part of the product
@@ -249,7 +260,7 @@ def why_decomposed(
     fewest: int,
     ranks: int = 1,
     width: int = 0,
-    in_units: bool = True,
+    alignment: int = MOST_ALIGNMENT,
     gathers: bool = False,
 ) -> str | None:
     """Why m rows of all ranks take longer on GPUs in one kernel than as XLA's product and one of
@@ -263,15 +274,16 @@ def why_decomposed(
       width: of w on each rank, columns of an all-gather or rows of a reduce-scatter. 0: a rank's
         rows are whole tiles. Where they are not, the last row of tiles takes as long as a full one,
         which cuBLAS does better, and communication may not make up for.
-      in_units: :func:`in_units` of the operands. If not, cuBLAS takes 4 times as long, and does
-        not do the last row of tiles better.
+      alignment: :func:`alignment` of the operands. cuBLAS takes 4 times as long below a unit, and
+        then does not do the last row of tiles better; few rows take it 1.8 times as long where
+        operands' rows are odd units, and the kernel as long as any others.
       gathers: whether rows are gathered, and tiles wait for theirs.
     """
-    if m < fewest:
+    if m < fewest and alignment != UNIT:
         return f"{m} rows are fewer than {fewest}: there is no time to hide communication in"
     if TILE_ROWS < m < 512:
         return f"{m} rows: from {TILE_ROWS + 1} to 511 the decomposed form was measured faster"
-    if m <= TILE_ROWS or width == 0 or not in_units or m // ranks % TILE_ROWS == 0:
+    if m <= TILE_ROWS or width == 0 or alignment < UNIT or m // ranks % TILE_ROWS == 0:
         return None
     padding = -m % (2 * TILE_ROWS) / m  # clusters have two tiles
     saved = machine.balanced_columns / width * (ranks - 1) / ranks
@@ -442,8 +454,7 @@ EPILOGUE_AFTER = "XLA applies the epilogue after the kernel"
 
 def in_units(xs: Sequence[Any], ws: Sequence[Any]) -> bool:
     """Whether the rows of all operands are whole 16-byte units, as the CUDA kernels need them."""
-    sizes = [x.shape[-1] for x in xs] + [size for w in ws for size in w.shape]
-    return all(size % UNIT == 0 for size in sizes)
+    return alignment(xs, ws) >= UNIT
 
 
 def pad_last(array: Any, dimensions: int) -> Any:

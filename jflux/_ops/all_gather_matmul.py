@@ -567,7 +567,7 @@ def _why_decomposed(arrays: Arrays, params: Params, machine: Machine) -> str | N
         fewest=FEWEST_ROWS,
         ranks=params.world,
         width=sizes.n,
-        in_units=_product.in_units([x], ws),
+        alignment=_product.alignment([x], ws),
         gathers=True,
     )
 

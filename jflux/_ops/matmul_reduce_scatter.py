@@ -447,12 +447,11 @@ def _sizes(arrays: Arrays, params: Params) -> _product.Sizes:
 def _why_decomposed(arrays: Arrays, params: Params, machine: Machine) -> str | None:
     xs, ws, _ = _terms(arrays, params)
     sizes = _sizes(arrays, params)
-    whole = sizes.outer == 1 and sizes.inner == _product.TILE_ROWS
-    if params.world == 2 and whole:
-        return None  # a whole tile of each rank: docs/experiments/0020
+    if sizes.outer == 1 and sizes.rows == 256 and params.world in (2, 4):
+        return None  # whole tiles: docs/experiments/0020
     return _product.why_decomposed(
         sizes.rows, machine, fewest=FEWEST_ROWS, ranks=params.world, width=sizes.k,
-        in_units=_product.in_units(xs, ws),
+        alignment=_product.alignment(xs, ws),
     )  # fmt: skip
 
 
