@@ -109,11 +109,22 @@ TEST(ShardsThatAreNoWholeTilesCost) {
 // A raster group's rows arrive while its first wave computes: slower links, fewer rows.
 TEST(RasterGroupsFitTheLinks) {
   const GemmChoice c{256, 2, 16};
-  EXPECT_EQ(TermGroups(c, 1, kH200).group_m, 16);
-  EXPECT_EQ(TermGroups(c, 2, kH200).group_m, 11);             // 2883 rows
-  EXPECT_EQ(TermGroups(c, 8, kH200).group_m, 6);              // 1647
-  EXPECT_EQ(TermGroups(c, 8, Machine{132, 80}).group_m, 1);   // 411
-  EXPECT_EQ(TermGroups(c, 8, Machine{132, 2.5}).group_m, 1);  // 12
+  EXPECT_EQ(TermGroups(c, 1, 8192, kH200).group_m, 16);
+  for (int world : {2, 8}) {
+    EXPECT_EQ(TermGroups(c, world, 1280, kH200).group_m, 5);  // 1441 rows in time
+    EXPECT_EQ(TermGroups(c, world, 25600, kH200).group_m, 5);
+    EXPECT_EQ(TermGroups(c, world, 25600, Machine{132, 80}).group_m, 1);   // 360
+    EXPECT_EQ(TermGroups(c, world, 25600, Machine{132, 2.5}).group_m, 1);  // 11
+  }
+}
+
+// Not seven tile rows of eight in the first one.
+TEST(RasterGroupsHaveOneSize) {
+  EXPECT_EQ(ChooseAllToAllMatmul(4, 2048, 3072, 12288, false, kH200).group_m, 4);
+  for (int64_t tiles = 1; tiles <= 40; ++tiles) {
+    const int64_t group = TermGroups({256, 2, 16}, 4, 256 * tiles, kH200).group_m;
+    EXPECT(group <= 5 && group * CeilDiv(tiles, group) - tiles < CeilDiv(tiles, group)) << tiles;
+  }
 }
 
 // Plans on H200s: configurations, senders and heap bytes. k: of a shard.
@@ -126,12 +137,12 @@ TEST(Plans) {
       {
           {2, 1, 4096, 6144, 12288, DType::kBF16, after_attention, {256, 2, 4, 1}, 44, 134480896},
           {2, 1, 4096, 6144, 12288, DType::kBF16, before_attention, {256, 2, 4, 1}, 44, 134480896},
-          {8, 1, 1024, 512, 4096, DType::kBF16, after_attention, {128, 2, 3, 1}, 84, 16811008},
+          {8, 1, 1024, 512, 4096, DType::kBF16, after_attention, {128, 2, 2, 1}, 84, 16811008},
           {8, 1, 1024, 512, 4096, DType::kBF16, by_rows, {192, 2, 5, 1}, 84, 16811008},
-          {4, 2, 512, 8192, 12288, DType::kBF16, {}, {256, 2, 7, 1}, 44, 134480896},
+          {4, 2, 512, 8192, 12288, DType::kBF16, {}, {256, 2, 4, 1}, 44, 134480896},
           {4, 1, 16, 1024, 4096, DType::kBF16, after_attention, {128, 1, 1, 1}, 132, 271360},
           {4, 1, 16, 1024, 4096, DType::kBF16, before_attention, {128, 1, 1, 1}, 132, 271360},
-          {3, 1, 333, 1368, 5520, DType::kBF16, after_attention, {128, 1, 8, 1}, 47, 8406016},
+          {3, 1, 333, 1368, 5520, DType::kBF16, after_attention, {128, 1, 3, 1}, 47, 8406016},
       });
 }
 

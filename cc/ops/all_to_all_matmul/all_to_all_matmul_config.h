@@ -34,20 +34,23 @@ inline ShardTileOrder TileOrderOf(const AllToAllMatmulParams& p, const GemmChoic
 }
 
 // Limits the tile rows of a raster group if columns are put together. The first wave of tiles
-// begins with the own term, and reads the peers' part of the raster group while it computes. So the
-// peers' part of g rows, (world - 1) / world of them, must arrive in the time of one wave:
+// begins with the own term, and reads the peers' part of the raster group while it computes. The
+// last term begins when (world - 1) / world of the wave are over, and as much of g rows comes from
+// peers, term after term. So
 //
-//   g (world - 1) / world * columns <= SMs * kGemmTileM * tile_n
+//   g * columns <= SMs * kGemmTileM * tile_n
 //
 // `columns`: a row arrives in the time of its product with so many columns of w. The limit does not
-// depend on n: a raster group over more columns has more waves, each as long.
-inline GemmChoice TermGroups(GemmChoice c, int world, const Machine& machine) {
+// depend on n: a raster group over more columns has more waves, each as long. Raster groups are of
+// one size, or else nearly all rows would be in the first one (docs/experiments/0034).
+inline GemmChoice TermGroups(GemmChoice c, int world, int64_t rows, const Machine& machine) {
   if (world == 1) return c;
   const double columns = kReferenceColumns * machine.sm_count / kReferenceSms / machine.LinkShare();
   const double wave = static_cast<double>(machine.sm_count) * kGemmTileM * c.tile_n;
-  const double rows = wave * world / ((world - 1) * columns);
-  const double tiles = rows / (kGemmTileM * c.cluster_m);
-  c.group_m = static_cast<int32_t>(Max(1.0, Min(tiles, static_cast<double>(c.group_m))));
+  const double most = wave / columns / (kGemmTileM * c.cluster_m);
+  const auto limit = static_cast<int64_t>(Max(1.0, Min(most, static_cast<double>(c.group_m))));
+  const int64_t tiles = CeilDiv<int64_t>(rows, kGemmTileM * c.cluster_m);
+  c.group_m = static_cast<int32_t>(CeilDiv(tiles, CeilDiv(tiles, limit)));
   return c;
 }
 
@@ -70,7 +73,7 @@ inline GemmChoice ChooseAllToAllMatmul(int world, int64_t rows, int64_t k, int64
   // As ChooseGemm: shorter raster groups if a shard has more than one.
   if (best.cluster_m == 2 && rows > kGemmTileM * best.cluster_m * best.group_m) best.group_m = 4;
   return concat_rows ? GatherGroups(best, world, rows, n, machine)
-                     : TermGroups(best, world, machine);
+                     : TermGroups(best, world, rows, machine);
 }
 
 // How many CTAs send: as many as in an all-gather with the same world and n, since a rank sends as
