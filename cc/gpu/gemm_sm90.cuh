@@ -620,7 +620,8 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
 //                                       of the tile's k-blocks that have arrived) until all have
 //
 //   Communication
-//   Send(args, call, smem)              the send warp. What peers wait for must not wait for peers
+//   Send(args, call, smem)              the send warp: sends to peers, or, in matmul_all_to_all,
+//                                       receives. What peers wait for must not wait for peers
 //   kAddsPartials                       whether tiles add partial tiles of peers. If true:
 //   WaitForPartials(args, call, row_block, tile)
 //                                       all lanes of the send warp
