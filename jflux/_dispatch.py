@@ -155,7 +155,7 @@ class Machine:
     @property
     def links(self) -> float:
         """What its links carry, in that of the measured ones: 1, 1/2, 1/4, ... A probe's readings
-        differ from run to run, and plans should not (LinksOf of cc/gpu/machine.h)."""
+        differ from run to run, and plans should not (Machine::LinkShare of cc/gpu/machine.h)."""
         if self.link_gbps <= 0:
             return 1.0
         return min(1.0, 2.0 ** round(math.log2(self.link_gbps / MEASURED_LINK_GBPS)))

@@ -29,6 +29,9 @@ GROUPED_TILES: tuple[tuple[int, int], ...] = tuple(
     (int(columns), int(cluster_m))
     for columns, cluster_m in (tile.split("/") for tile in _constants["grouped_tiles"])
 )
+#: Experts times segments of tokens that a kernel of a grouped product over ranks has a table for
+#: (cc/ops/grouped_matmul/segments.h).
+MOST_SPANS: int = _constants["most_spans"]
 #: Elements of a 16-bit type that the GPU kernels move together: rows are whole multiples.
 UNIT: int = _constants["unit_bytes"] // 2
 #: Architectures that kernels are compiled for (cc/gpu/machine.h): for many GPUs, and for Hopper.

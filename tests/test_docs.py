@@ -177,6 +177,28 @@ def test_links_and_paths(doc):
             assert (ROOT / path).exists(), path
 
 
+@functools.cache
+def _names_of_code() -> frozenset[str]:
+    """All words of the sources, less the comments of C++."""
+    names: set[str] = set()
+    for folder in ("cc", "jflux", "tests"):
+        for source in (ROOT / folder).rglob("*.*"):
+            if source.suffix in (".py", ".h", ".cc", ".cu", ".cuh"):
+                text = source.read_text()
+                text = text if source.suffix == ".py" else re.sub(r"//.*", "", text)
+                names.update(re.findall(r"\w+", text))
+    return frozenset(names)
+
+
+@pytest.mark.parametrize("page", sorted(ROOT.glob("docs/internals/*.md")), ids=lambda p: p.stem)
+def test_names_of_the_code_exist(page):
+    """Functions, types and constants that internals name, as C++ writes them."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
+    spans = " ".join(re.findall(r"`([^`\n]+)`", text))
+    names = set(re.findall(r"\b(?:k[A-Z]|[A-Z][a-z])\w+", spans))
+    assert names <= _names_of_code(), names - _names_of_code()
+
+
 def test_pages_keep_to_their_kind():
     """Internals have up to 150 lines, decisions 60 and three headings, and README 900 words."""
     for page in ROOT.glob("docs/internals/*.md"):

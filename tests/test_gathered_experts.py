@@ -276,7 +276,10 @@ def test_plans_on_gpus():
     assert plan_on_gpus(64, 8, always=True).path == Path.FUSED
     waits = plan_on_gpus(512, 8)
     assert waits.path == Path.FUSED and waits.config["parts"] == 0
-    assert "in the order of experts" in waits.reason
+    assert "in the order of experts, since experts have few rows, 128 of each" in waits.reason
+    waits = plan_on_gpus(16384, 128, 8, k=2048, n=192, world=8)  # 1024 rows of each
+    assert waits.path == Path.FUSED and waits.config["parts"] == 0
+    assert "128 experts times 8 ranks are more than 767" in waits.reason
     # Qwen3-30B-A3B on four GPUs.
     assert plan_on_gpus(2048, 128, 8, k=2048, n=192, world=4, gated=True).path == Path.FUSED
     assert plan_on_gpus(4096, 8, n=4096, always=True).path == Path.FUSED

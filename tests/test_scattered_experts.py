@@ -303,7 +303,8 @@ def test_plans_on_gpus():
     assert "peers' tokens first" in many.reason
     for plan, why in (
         (plan_on_gpus(4096, 8, k=760), "760 units"),
-        (plan_on_gpus(64, 8), "few rows"),
+        (plan_on_gpus(64, 8), "few rows, 16 of each rank"),
+        (plan_on_gpus(16384, 128, 8, world=8), "128 experts times 8 ranks are more than 767"),
         (plan_on_gpus(4096, 8, world=1), "one rank"),
         (plan_on_gpus(4096, 8, n=516), "multiples of 16 bytes"),
         (plan_on_gpus(4096, 8, dtype="float32"), "float32"),

@@ -2,9 +2,8 @@
 // rows each group has.
 //
 //   rows    0 . . . 299 | 300 . 319 | 320 . . . . 1000     sizes {300, 20, 0, 681}
-//   tiles   0 1 2       | 3         | 4 5 6 7 8 9          of 128 rows; with tiles_n columns, of
-//   each
-//                                                          tile row
+//   tiles   0 1 2       | 3         | 4 5 6 7 8 9          tile rows of 128 rows, each of which has
+//                                                          tiles_n tiles
 //
 // Tiles do not straddle groups: a group's last tile has fewer rows. A group without rows has no
 // tiles. Groups follow each other, so that the tiles that run at the same time share one group's

@@ -17,9 +17,8 @@
 //              - Nobody writes it: the packets of call e-1 have all been awaited, in that call. A
 //                peer sends packets of call e+1 after its own call e, which has waited for this
 //                rank's hello of call e, which follows the clearing.
-//              - Every flag is gone in time: between a call and the one that has its flag again,
-//              2^32
-//                calls later, lies all of one clearing at least.
+//              - Every flag is gone in time: a flag comes again after 2^32 calls, and in any 2^32
+//                calls all packets are cleared.
 //   hello    Packets carry no signature. In every call each rank also sends each peer one signal
 //            with the call's signature, and waits for the peer's. The hello detects ranks that run
 //            different calls, and makes every rank hear from every peer, which the reuse of the two
@@ -127,8 +126,8 @@ struct PacketCall {
   }
 
   JFLUX_HD void SendHello(int peer) const {
-    StoreRelaxed(HelloOf(peer, view.rank), MakeSignal(epoch, signature));  // announces no data:
-                                                                           // relaxed
+    // It announces no data, so it is relaxed.
+    StoreRelaxed(HelloOf(peer, view.rank), MakeSignal(epoch, signature));
   }
   JFLUX_HD bool AwaitHello(int peer) const {
     const Signal* word = HelloOf(view.rank, peer);

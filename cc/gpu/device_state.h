@@ -1,4 +1,5 @@
-// DeviceState: what every kernel finds at the start of its device's heap.
+// DeviceState: what kernels read of their device. It has memory of its own, beside the workspaces
+// (runtime/heap_cuda.h).
 #ifndef JFLUX_GPU_DEVICE_STATE_H_
 #define JFLUX_GPU_DEVICE_STATE_H_
 
@@ -16,8 +17,8 @@ enum class EventKind : uint16_t {
   kEpilogue = 2,      // consumer, until its staging is written
   kWaitPartials = 3,  // for a peer's tile or partial tile
   kSend = 4,          // until the data has arrived: a = peer, b = chunk or row block
-  kStore = 5,       // store warp, until the tile has left its staging (with a lent stage: begins to
-                    // leave)
+  // Store warp, until the tile has left its staging; with a lent stage, until it begins to.
+  kStore = 5,
   kCopy = 6,        // send or scheduler warp, until a peer's tile has been copied to y; as kSend
   kWaitToSend = 7,  // store warp, for the send semaphore; as kMultiply
 };
@@ -64,8 +65,6 @@ JFLUX_HD void ReportValue(DeviceState* state, uint32_t op, int32_t rank, FaultKi
   WriteRecord(fault, context, kind, peer, tile, static_cast<uint64_t>(expected),
               static_cast<uint64_t>(seen));
 }
-
-inline constexpr int64_t kDeviceStateBytes = 4096;  // workspaces follow
 
 }  // namespace jflux
 

@@ -576,8 +576,8 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
 //   In an op of groups (kGroups) tiles belong to groups of rows whose sizes are on the device. In
 //   place of num_tiles, TileAt, TermsOf and CoordsOf it has
 //
-//   Groups(args, smem, leads)           made by the scheduler warp; `leads`: of a cluster's first
-//   CTA
+//   Groups(args, smem, leads)           made by the scheduler warp; `leads`: in a cluster's first
+//                                       CTA
 //     Find(t) -> bool                   whether there is a t-th tile; t only grows
 //     At(args, t) -> Tile
 //     CoordsOf(args, row_block, tile) -> Coords
@@ -620,7 +620,8 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
 //                                       of the tile's k-blocks that have arrived) until all have
 //
 //   Communication
-//   Send(args, call, smem)              the send warp. What peers wait for must not wait for peers
+//   Send(args, call, smem)              the send warp: sends to peers, or, in matmul_all_to_all,
+//                                       receives. What peers wait for must not wait for peers
 //   kAddsPartials                       whether tiles add partial tiles of peers. If true:
 //   WaitForPartials(args, call, row_block, tile)
 //                                       all lanes of the send warp

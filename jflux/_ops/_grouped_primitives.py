@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -178,6 +178,19 @@ def forced_tile(gated: bool) -> np.ndarray:
 def forced_configuration(gated: bool) -> dict[str, int]:
     """The same, as native plan functions read it."""
     return dict(zip(("tile_n", "cluster_m"), forced_tile(gated).tolist(), strict=False))
+
+
+def why_one_class(call: Mapping[str, int]) -> str:
+    """Why a kernel over ranks has no order of tiles by their ranks (ChooseParts of
+    cc/ops/grouped_matmul/segments.h), in words. `call`: as its native plan function reads it."""
+    groups, world = call["groups"], call["world"]
+    if groups * world > _native.MOST_SPANS:
+        return (
+            f"{groups} experts times {world} ranks are more than {_native.MOST_SPANS}, which a "
+            "kernel can order tiles by"
+        )
+    rows = call["tokens"] * call["choices"] / (groups * call["owners"])
+    return f"experts have few rows, {rows:.3g} of each rank"
 
 
 def _attributes(params: Params) -> dict[str, Any]:

@@ -179,6 +179,8 @@ def _plan(arrays: Arrays, params: Params, machine: Machine) -> Plan:
         why = f"experts have few rows, {rows:.3g} of each rank, and all tiles would wait for them"
         return _STEPS.plan(why)
     way = "tiles of own tokens first" if native["parts"] else "tiles in the order of experts"
+    if waits_for_all:
+        way += f", since {_grouped_primitives.why_one_class(call)}"
     return _dispatch.fused(f"one kernel gathers and multiplies, {way}", native)
 
 

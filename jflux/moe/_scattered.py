@@ -149,7 +149,8 @@ def _plan(arrays: Arrays, params: Params, machine: Machine) -> Plan:
     if isinstance(native, Plan):
         return native
     if not _config.config.always and machine.on_gpus and native["parts"] == 0:
-        return _STEPS.plan("experts have few rows, so all sums would wait for all tiles")
+        why = _grouped_primitives.why_one_class(call)
+        return _STEPS.plan(f"{why}, and all sums would wait for all tiles")
     way = "tiles of peers' tokens first" if native["parts"] else "tiles in the order of experts"
     return _dispatch.fused(f"one kernel multiplies, sums and scatters, {way}", native)
 

@@ -7,9 +7,8 @@
 // ranks.
 //
 //   writes  send warps: the peers' workspaces and signals
-//   waits   load warps, for the keys of their items' blocks; one send warp, after its last send,
-//   for
-//           all keys
+//   waits   load warps, for the keys of their items' blocks; one send warp, for all keys, after
+//           its last send
 //   order   release and acquire at system scope; a proxy fence on either side, since bulk copies
 //           write the workspace and TMA reads it
 //   reset   never: core/signal.h

@@ -151,6 +151,8 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Dictionary attributes
 XLA_FFI_DEFINE_HANDLER(kCuda, Cuda, Bindings(BindCuda()), {ffi::Traits::kCmdBufferCompatible});
 #endif
 
+constexpr Constant kConstants[] = {{"most_spans", kMostSpans}, {nullptr, 0}};
+
 }  // namespace
 
 // Listed in cc/ops/registry.cc.
@@ -168,6 +170,7 @@ const Op kGroupedMatmulReduceScatterOp = {
 #endif
     /*most_splits=*/1,
     PlanGroupedMatmulReduceScatter,
+    kConstants,
 };
 
 }  // namespace jflux

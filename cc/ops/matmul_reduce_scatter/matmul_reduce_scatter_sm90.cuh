@@ -160,10 +160,8 @@ struct MatmulReduceScatterSm90 {
   }
 
   using F = Fragments<Config>;
-  static __device__ int Rounds(const Args& args) {
-    return args.out_f32 ? 2 : 1;
-  }  // stagings per
-     // m64 block
+  // Stagings of an m64 block.
+  static __device__ int Rounds(const Args& args) { return args.out_f32 ? 2 : 1; }
 
   static constexpr bool kAddsPartials = true;
   static __device__ void WaitForPartials(const Args& args, const CallContext& call,

@@ -11,9 +11,8 @@
 //   view     of a thread: for each location the oldest message that it may still read
 //   load     any message that is not older than the view: each is another step of the search. An
 //            acquire load takes over the message's view
-//   store    a release store, or a relaxed one after a release fence, carries the thread's view;
-//   any
-//            other store carries nothing, so who reads it may read old data afterwards
+//   store    a release store, or a relaxed one after a release fence, carries the thread's view.
+//            Any other store carries nothing, so its reader may read old data afterwards
 //   RMW      reads the newest message, and passes on what that one carries
 //
 // Not modelled: a load that is delayed past a later store of the same thread, the proxies of TMA,

@@ -1,4 +1,4 @@
-// The kernel of all_gather_attention in the simulator, on two to four ranks, against sums in
+// The kernel of all_gather_attention in the simulator, on two to eight ranks, against sums in
 // double: late ranks, several calls one after the other, waits that are left out.
 #include <algorithm>
 #include <memory>
@@ -56,6 +56,8 @@ const AttentionCase kCases[] = {
     With({4, 1, 40, 140, 2, 1, 128, -kAny, kNoFurther, 3}, Placed::kAnyhow, kBF16),
     With({2, 1, 90, 150, 2, 2, 256, -kAny, kNoFurther}, Placed::kAnyhow, kBF16),
     With({2, 1, 400, 400, 1, 1, 128, -150, kNoFurther}, Placed::kInOrder, kF16),
+    With({5, 1, 40, 40, 2, 1, 64, -kAny, kNoFurther}, Placed::kZigzag, kBF16),
+    With({8, 1, 40, 40, 2, 2, 64, -kAny, kNoFurther}, Placed::kStriped, kBF16),
 };
 
 TEST(Gathers) {
@@ -75,7 +77,7 @@ TEST(GathersAnything) {
     std::mt19937 random(seed);
     const auto below = [&](uint32_t n) { return static_cast<int32_t>(random() % n); };
     AttentionCase c{};
-    c.world = 2 + below(3);
+    c.world = 2 + below(7);
     c.batch = 1 + below(2);
     c.keys = 1 + below(260), c.queries = below(2) != 0 ? c.keys : 1 + below(200);
     c.groups = 1 + below(2), c.heads = c.groups * (1 + below(2));

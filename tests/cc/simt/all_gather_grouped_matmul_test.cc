@@ -1,4 +1,4 @@
-// The kernel of all_gather_grouped_matmul in the simulator, on one to four ranks: rows that
+// The kernel of all_gather_grouped_matmul in the simulator, on one to eight ranks: rows that
 // cp.async gathers, routings that leave groups empty, several calls one after the other.
 #include <memory>
 #include <vector>
@@ -58,7 +58,7 @@ AllGatherGroupedMatmulParams With(AllGatherGroupedMatmulParams p, bool transpose
 }
 
 // The first ones are enough for each day; a long search runs all.
-constexpr int kUsual = 2;
+constexpr int kUsual = 3;
 // GatheredParams(world, tokens, choices, parts, k, n, groups, ...)
 const Case kCases[] = {
     {GatheredParams(2, 60, 2, 1, 136, 136, 3, kBF16, kBF16), {192, 1, 1}, 2},
@@ -66,6 +66,7 @@ const Case kCases[] = {
      {128, 1, 2},
      1,
      kLate},
+    {GatheredParams(8, 10, 2, 4, 72, 72, 2, kBF16, kF32), {128, 1, 1}, 2, kLate},
     {With(GatheredParams(2, 50, 3, 0, 136, 72, 3, kBF16, kF32), false, true, true),
      {128, 1, 1},
      3,
@@ -75,6 +76,8 @@ const Case kCases[] = {
      2},
     {GatheredParams(4, 20, 2, 1, 72, 136, 3, kF16, kF16), {192, 1, 1}, 2, kLate},
     {GatheredParams(1, 70, 2, 0, 136, 136, 3, kBF16, kBF16), {192, 1, 1}, 1},
+    {GatheredParams(5, 20, 2, 2, 72, 72, 3, kBF16, kBF16), {128, 1, 1}, 1, kLate},
+    {GatheredParams(7, 10, 2, 1, 72, 72, 3, kF16, kF16), {128, 1, 2}, 3, kLate},
 };
 
 TEST(GathersAndMultiplies) {

@@ -1,4 +1,4 @@
-// The kernel of all_gather_matmul in the simulator: two and three ranks that meet in the workspace,
+// The kernel of all_gather_matmul in the simulator: two to eight ranks that meet in the workspace,
 // several calls one after the other, late ranks.
 #include <cmath>
 #include <random>
@@ -104,6 +104,10 @@ const Case kCases[] = {
     {{3, 2, 70}, 200, 264, true, false, {128, 1, 2}, {0, /*max_delay_us=*/100}},
     {{2, 1, 24}, 264, 136, false, false, {128, 1, 1, 2}, {0, 100}},  // two CTAs share k
     {{2, 1, 256}, 72, 232, true, true, {224, 2, 1}},                 // with a lent stage
+    {{5, 1, 30}, 72, 136, false, true, {128, 1, 2}, {0, 100}},
+    {{7, 1, 20}, 72, 136, true, false, {128, 1, 0}},
+    {{8, 1, 40}, 72, 136, false, true, {128, 2, 1}, {0, 100}},
+    {{8, 2, 20}, 72, 72, false, false, {128, 1, 1}, {0, 100}},
 };
 
 TEST(GathersAndMultiplies) {

@@ -1,4 +1,4 @@
-// The kernel of all_to_all_matmul in the simulator, on two to four ranks: each way to split and to
+// The kernel of all_to_all_matmul in the simulator, on two to eight ranks: each way to split and to
 // concatenate, several calls one after the other, late ranks, few CTAs that may send.
 #include <memory>
 #include <vector>
@@ -51,6 +51,10 @@ const Case kCases[] = {
     {ParamsOf({2, 2, 128}, 72, 232, kBF16, kBF16, 3, false, true), {224, 2, 1}, 3},
     {ParamsOf({2, 1, 100}, 200, 136, kF16, kF16, 0, true, true), {128, 1, 1}, 1, kLate},
     {ParamsOf({4, 1, 30}, 72, 72, kBF16, kBF16, 1, false, false), {160, 2, 0}, 2, kLate},
+    {ParamsOf({5, 1, 30}, 72, 72, kBF16, kBF16, 0, false, true), {128, 1, 1}, 1, kLate},
+    {ParamsOf({7, 1, 10}, 72, 72, kF16, kF16, 3, true, false), {128, 1, 2}, 3},
+    {ParamsOf({8, 1, 20}, 72, 72, kBF16, kBF16, 1, false, true), {128, 2, 1}, 2, kLate},
+    {ParamsOf({8, 1, 20}, 72, 72, kBF16, kBF16, 2, false, false), {128, 1, 0}, 3},
 };
 
 TEST(ExchangesAndMultiplies) {

@@ -30,7 +30,7 @@ int64_t Run(const DecodeMergeParams& p, const TestHooks& hooks, uint32_t seed) {
 TEST(MergesRows) {
   simt::SetSmCount(2);
   uint32_t seed = 1;
-  for (int world : {2, 3, 4}) {
+  for (int world : simt::kWorlds) {
     for (int64_t width : {5, 64}) {
       const DecodeMergeParams p{world, 41, width};
       for (int schedule = 0; schedule < simt::Schedules(1); ++schedule, ++seed) {

@@ -12,6 +12,14 @@
 
 namespace jflux::simt {
 
+// Ranks of the calls of an op that takes any number of them: the most that there are, and no power
+// of two, among them.
+inline constexpr int kWorlds[] = {2, 3, 4, 5, 8};
+
+// SMs that launchers count on. In every third run twice as many as there are, as if other kernels
+// held some: half of the CTAs begin when others have ended.
+inline int SmsOfLaunch(uint32_t seed) { return (seed % 3 == 2 ? 2 : 1) * SmCount(); }
+
 // launch(i, device, view, error) enqueues call i of the rank of `view`: false, with a reason, if it
 // cannot. Runs what was enqueued. False, after a message, if a launch or the run has failed.
 template <typename Launch>
@@ -21,7 +29,7 @@ bool RunOnDevices(DeviceHeap& heap, int world, int calls, uint32_t seed, Launch&
   for (int i = 0; i < calls; ++i) {
     for (int rank = 0; rank < world; ++rank) {
       SetDevice(rank);
-      launched &= launch(i, heap.Device(rank, SmCount()), heap.View(rank, i + 1), &error);
+      launched &= launch(i, heap.Device(rank, SmsOfLaunch(seed)), heap.View(rank, i + 1), &error);
     }
   }
   EXPECT(launched) << error;

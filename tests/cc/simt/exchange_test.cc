@@ -41,7 +41,7 @@ TEST(ExchangesShards) {
   simt::SetSmCount(2);
   uint32_t seed = 1;
   for (OpId op : kOps) {
-    for (int world : {2, 3, 4}) {
+    for (int world : simt::kWorlds) {
       for (bool chunked : {false, true}) {
         const DType dtype = seed % 2 == 0 ? DType::kBF16 : DType::kF32;
         const ExchangeParams p = ParamsFor(op, world, dtype, chunked ? 9016 : 1368, chunked);

@@ -1,4 +1,4 @@
-// The kernel of grouped_matmul_reduce_scatter in the simulator: two and three ranks that meet in
+// The kernel of grouped_matmul_reduce_scatter in the simulator: two to eight ranks that meet in
 // the workspace, several calls with other routings one after the other, late ranks.
 #include <cmath>
 #include <random>
@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "ops/grouped_matmul_reduce_scatter/grouped_matmul_reduce_scatter_cuda.h"
-#include "simt/device_heap.h"
+#include "simt/device_calls.h"
 #include "simt/machine.h"
 #include "simt/values.h"
 #include "testing.h"
@@ -140,8 +140,8 @@ int64_t Run(const Case& c, uint32_t seed) {
       simt::SetDevice(rank);
       EXPECT(LoadGroupedMatmulReduceScatterKernels(&error)) << error;
       EXPECT(LaunchGroupedMatmulReduceScatter(p, calls[i].Arrays(rank), c.choice, /*site=*/0,
-                                              heap.Device(rank, kSms), heap.View(rank, i + 1),
-                                              nullptr, &error))
+                                              heap.Device(rank, simt::SmsOfLaunch(seed)),
+                                              heap.View(rank, i + 1), nullptr, &error))
           << error;
     }
   }
@@ -163,6 +163,9 @@ const Case kCases[] = {
     {2, 40, 1, 0, 4, 72, 64, 1, false, {128, 1, 1}, {0, 100}},  // one class
     {1, 90, 2, 0, 4, 72, 72, 2, false, {128, 1, 1}},            // one rank
     {3, 1, 2, 4, 2, 72, 64, 2, false, {192, 1, 1}, {0, 100}},   // most segments are empty
+    {5, 20, 2, 2, 2, 72, 72, 2, false, {128, 1, 1}, {0, 100}},
+    {7, 20, 2, 1, 3, 72, 72, 3, true, {128, 1, 2}},
+    {8, 20, 2, 4, 3, 72, 72, 3, false, {128, 1, 1}, {0, 100}},
 };
 
 TEST(SumsAndScatters) {

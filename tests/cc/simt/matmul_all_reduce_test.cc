@@ -1,5 +1,5 @@
 // The kernels of matmul_all_reduce in the simulator: few rows on two ranks, and whole row blocks on
-// two and three; several calls one after the other, late ranks.
+// two to eight; several calls one after the other, late ranks.
 #include <memory>
 #include <vector>
 
@@ -69,6 +69,8 @@ const Case kCases[] = {
     {{3, 1, 128}, 72, 264, kF16, true, false, {128, 1, 0}, 0, kLate},
     {{2, 1, 256}, 72, 232, kBF16, false, false, {224, 2, 1}},
     {{2, 1, 128}, 392, 264, kBF16, true, true, {128, 1, 1}, /*senders=*/1, kLate},
+    {{5, 1, 128}, 72, 136, kBF16, false, false, {128, 1, 1}, /*senders=*/1, kLate},
+    {{8, 1, 128}, 72, 72, kF16, true, false, {128, 2, 0}, 0, kLate},
 };
 
 TEST(MultipliesAndReduces) {

@@ -1,4 +1,4 @@
-// The kernel of matmul_all_to_all in the simulator, on two to four ranks: each way to split and to
+// The kernel of matmul_all_to_all in the simulator, on two to eight ranks: each way to split and to
 // concatenate, several calls one after the other, late ranks, few store warps that may send.
 #include <memory>
 #include <vector>
@@ -50,6 +50,10 @@ const Case kCases[] = {
     {{{2, 2, 128}, 72, 232, kBF16, kBF16, false, true, true}, {224, 2, 1}},
     {{{2, 1, 100}, 392, 136, kF16, kF16, false, false, false}, {128, 1, 1}, /*senders=*/1, kLate},
     {{{4, 1, 30}, 72, 72, kBF16, kBF16, true, true, false}, {160, 2, 0}, 0, kLate},
+    {{{5, 1, 30}, 72, 72, kBF16, kBF16, false, false, true}, {128, 1, 1}, /*senders=*/1, kLate},
+    {{{7, 1, 10}, 72, 72, kF16, kF16, true, true, true}, {128, 1, 2}},
+    {{{8, 1, 20}, 72, 72, kBF16, kBF16, false, true, false}, {128, 2, 1}, /*senders=*/2, kLate},
+    {{{8, 1, 20}, 72, 72, kBF16, kBF16, false, false, false}, {128, 1, 0}},
 };
 
 TEST(MultipliesAndExchanges) {

@@ -1,4 +1,4 @@
-// The kernel of matmul_reduce_scatter in the simulator, on two to four ranks: several calls one
+// The kernel of matmul_reduce_scatter in the simulator, on two to eight ranks: several calls one
 // after the other, late ranks, tiles that ranks share, few store warps that may send.
 #include <memory>
 #include <vector>
@@ -96,6 +96,10 @@ const Case kCases[] = {
     {{2, 2, 128}, 72, 232, kBF16, kBF16, true, {224, 2, 1}, 0, 0, true},
     {{3, 1, 110}, 392, 392, kF16, kF16, false, {128, 1, 1}, /*senders=*/1, 0, false, true},
     {{4, 1, 40}, 72, 168, kBF16, kF32, false, {160, 2, 0}, 0, 0, false, false, kLate},
+    {{5, 1, 30}, 72, 136, kBF16, kBF16, false, {128, 1, 2}, /*senders=*/1, 0, false, true, kLate},
+    {{7, 1, 20}, 72, 136, kF16, kF32, true, {128, 1, 1}, 0, 0, true},
+    {{8, 1, 40}, 72, 136, kBF16, kBF16, false, {128, 2, 1}, /*senders=*/2, 0, false, false, kLate},
+    {{8, 1, 7}, 264, 136, kBF16, kBF16, false, {128, 1, 1, 2}, 0, 0, false, true, kLate},
 };
 
 TEST(MultipliesAndScatters) {

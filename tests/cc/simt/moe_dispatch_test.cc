@@ -68,10 +68,10 @@ struct Case {
   int sms;
 };
 
-// Each with 2, 3 and 4 ranks, which are late in every second run.
+// Each with few and many ranks, which are late in every second run.
 void Check(const Case& c, const std::string& ops) {
   uint32_t seed = 1;
-  for (int world : {2, 3, 4}) {
+  for (int world : simt::kWorlds) {
     const auto p = MoeParamsFor(world, c.tokens, c.slots, c.experts, c.vectors, c.capacity,
                                 c.alignment, c.masked, c.parts);
     for (int schedule = 0; schedule < simt::Schedules(2); ++schedule, ++seed) {

@@ -33,7 +33,7 @@ int64_t Run(const RaggedParams& p, const TestHooks& hooks, uint32_t seed) {
 TEST(MovesSlices) {
   simt::SetSmCount(2);
   uint32_t seed = 1;
-  for (int world : {2, 3, 4}) {
+  for (int world : simt::kWorlds) {
     for (bool chunked : {false, true}) {
       for (int64_t row_bytes : {36, 256}) {
         const RaggedParams p =
