@@ -27,7 +27,7 @@ import jflux
 from bench import command, harness, rates, shapes
 from jflux import _trial, _tuning
 from jflux._dispatch import Machine
-from jflux._ops import _lax, _product
+from jflux._ops import _lax, _product_plan
 from jflux._trial import Trial
 from jflux._tuning import Choice
 
@@ -64,7 +64,7 @@ def of_one_rank(names: Sequence[str]) -> Iterator[tuple[int, int, int]]:
         if shape.spec.product == "after":
             m, k = shape.collective.shape((m, k), OF_RANKS)
         _, n = harness.local(w_spec, (shape.k, shape.n), OF_RANKS)
-        if (m, n, k) not in done and not _product.why_decomposed(m, GPU, fewest=64):
+        if (m, n, k) not in done and not _product_plan.why_decomposed(m, GPU, fewest=64):
             done.add((m, n, k))
             yield m, n, k
 

@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from . import _config, _dispatch, _explain, _gpu_code, _heap, _mesh, _native, _trial, _tuning
 from ._dispatch import Machine, Plan
-from ._ops import _product
+from ._ops import _product_plan
 from ._ops._spec import OpSpec, all_ops
 from ._trial import Trial
 from ._tuning import DECOMPOSED, Choice, Key
@@ -292,7 +292,7 @@ def candidates(key: Key, machine: Machine) -> list[Choice]:
 def native_call(key: Key) -> dict[str, int]:
     """A call of this key, as the native plan function reads it."""
     dtype = jnp.dtype(key.dtype)
-    return _product.Sizes(
+    return _product_plan.Sizes(
         key.op, key.ranks, 1, key.rows // key.ranks, key.k, key.n, dtype, dtype, key.transpose_rhs
     ).native()
 

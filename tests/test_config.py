@@ -22,7 +22,7 @@ from harness import (
 import jflux
 from jflux import _config, _explain
 from jflux._dispatch import Machine, Path
-from jflux._ops import _product
+from jflux._ops import _product_plan
 
 GPU = Machine("cuda", sm_count=132, link_gbps=320)
 
@@ -109,7 +109,7 @@ def test_few_rows_are_decomposed_on_gpus(op):
 
 def test_few_rows():
     def slower(m):
-        return _product.why_decomposed(m, GPU, fewest=64)
+        return _product_plan.why_decomposed(m, GPU, fewest=64)
 
     assert slower(4) and slower(63) and slower(129) and slower(511)
     assert not slower(64) and not slower(128) and not slower(512) and not slower(8193)
@@ -117,7 +117,7 @@ def test_few_rows():
 
 def test_a_few_rows_beyond_whole_tiles():
     def slower(m, ranks, width):
-        return _product.why_decomposed(m, GPU, fewest=64, ranks=ranks, width=width)
+        return _product_plan.why_decomposed(m, GPU, fewest=64, ranks=ranks, width=width)
 
     # As measured: 4 rows that take as long as 256, an eighth of the product.
     assert slower(2052, 2, 24576) and not slower(2048, 2, 24576)
@@ -132,7 +132,9 @@ def test_a_few_rows_beyond_whole_tiles():
 
 def test_rows_of_more_than_two_ranks_that_share_tiles():
     def slower(m, ranks=4, width=12288, gathers=True):
-        return _product.why_decomposed(m, GPU, fewest=64, ranks=ranks, width=width, gathers=gathers)
+        return _product_plan.why_decomposed(
+            m, GPU, fewest=64, ranks=ranks, width=width, gathers=gathers
+        )
 
     # As measured on four: all tiles wait for all rows.
     assert slower(2052) and slower(1332, width=5520)
@@ -146,8 +148,8 @@ def test_rows_that_share_tiles_of_operands_that_are_padded(rows):
 
     def slower(n, k):
         x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((rows // 4, k), (k, n)))
-        return _product.why_decomposed(
-            rows, GPU, fewest=64, ranks=4, width=n, alignment=_product.alignment([x], [w]),
+        return _product_plan.why_decomposed(
+            rows, GPU, fewest=64, ranks=4, width=n, alignment=_product_plan.alignment([x], [w]),
             gathers=True,
         )  # fmt: skip
 
@@ -161,7 +163,9 @@ def test_few_rows_of_operands_whose_rows_are_odd_units(rows):
 
     def slower(n, k):
         x, w = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((rows, k), (k, n)))
-        return _product.why_decomposed(rows, GPU, fewest=64, alignment=_product.alignment([x], [w]))
+        return _product_plan.why_decomposed(
+            rows, GPU, fewest=64, alignment=_product_plan.alignment([x], [w])
+        )
 
     assert not slower(5520, 4104) and not slower(4104, 5520)
     assert slower(8192, 4096) and slower(5520, 4096) and slower(5501, 4099)
@@ -170,13 +174,13 @@ def test_few_rows_of_operands_whose_rows_are_odd_units(rows):
 @pytest.mark.parametrize("ranks", [3, 4, 8])
 def test_rows_in_one_raster_group_are_the_kernel_s(ranks):
     def group_of(rows_per_rank):
-        sizes = _product.Sizes(
+        sizes = _product_plan.Sizes(
             "all_gather_matmul", ranks, 1, rows_per_rank, 4096, 4096, np.dtype(jnp.bfloat16),
             np.dtype(jnp.bfloat16), False,
         )  # fmt: skip
         return GPU.native_plan("all_gather_matmul", sizes.native())["group_m"]
 
-    rows = _product.MOST_IN_ONE_GROUP // (ranks - 1)
+    rows = _product_plan.MOST_IN_ONE_GROUP // (ranks - 1)
     assert group_of(rows) == 0 and group_of(rows + 1) > 0
 
 

@@ -17,6 +17,7 @@ from jflux._dispatch import Machine, Path
 from jflux._experts import placed
 from jflux._ops import (
     _product,
+    _product_plan,
     all_gather_matmul,
     all_reduce,
     exchange,
@@ -187,7 +188,7 @@ def test_slow_links_make_raster_groups_shorter_and_thresholds_higher():
 )
 def test_calls_that_are_padded_are_planned_by_the_sizes_that_the_kernel_sees(call):
     plan = plan_of(call)
-    assert plan.path == Path.FUSED and plan.key.k == 1024 and plan.key.n % _product.UNIT == 0
+    assert plan.path == Path.FUSED and plan.key.k == 1024 and plan.key.n % _product_plan.UNIT == 0
 
 
 def test_leading_rows_are_planned_in_rank_order():
@@ -241,13 +242,13 @@ def test_operands_of_any_size_get_into_the_form_that_gpus_take(call, sizes, lowe
     assert f"workspace_bytes = {last.workspace_bytes} : i64" in text
     if sizes["k"] == 9:
         assert _product.PADDED in last.reason or _product.RANK_MAJOR in last.reason
-        assert last.key.k % _product.PADDED_TO == 0
-    assert last.config["tile_n"] > 0 and last.key.k % _product.UNIT == 0
+        assert last.key.k % _product_plan.PADDED_TO == 0
+    assert last.config["tile_n"] > 0 and last.key.k % _product_plan.UNIT == 0
 
 
 def test_what_must_be_padded_becomes_whole_64_bytes():
-    assert [_product.padded(n) for n in (1, 9, 31, 4099)] == [32, 32, 32, 4128]
-    assert [_product.padded(n) for n in (8, 4104, 8192)] == [8, 4104, 8192]  # no copies
+    assert [_product_plan.padded(n) for n in (1, 9, 31, 4099)] == [32, 32, 32, 4128]
+    assert [_product_plan.padded(n) for n in (8, 4104, 8192)] == [8, 4104, 8192]  # no copies
     plan = plan_of(scatter(16364, 4099, 5501, FOUR))
     assert (plan.key.n, plan.key.k) == (4128, 5504)
 

@@ -123,7 +123,7 @@ struct CallAttributes {
   }
 };
 
-// What every product has besides (jflux/_ops/_product.py). `choice` and `senders` are its plan
+// What every product has besides (jflux/_ops/_product_plan.py). `choice` and `senders` are its plan
 // (runtime/product_plan.h), `outer` and `inner` how its rows lie (core/rows.h).
 struct ProductAttributes {
   CallAttributes call;

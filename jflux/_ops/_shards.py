@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from .._dispatch import Plan
-from . import _product, exchange
+from . import _product, _product_plan, exchange
 
 
 class AllToAllCall(Protocol):
@@ -75,11 +75,11 @@ def why_no_way(x: Any, params: AllToAllCall) -> str | None:
 # ---- What the kernels are told, and the form that they take --------------------------------------
 
 
-def sizes_of(op: str, x: Any, params: AllToAllCall, *, k: int, n: int) -> _product.Sizes:
+def sizes_of(op: str, x: Any, params: AllToAllCall, *, k: int, n: int) -> _product_plan.Sizes:
     """Of a shard, whose product has these columns."""
     split_rows, concat_rows = by_rows(x, params)
     outer, inner = rows_of_shard(x, params)
-    return _product.Sizes(
+    return _product_plan.Sizes(
         op=op,
         world=params.world,
         outer=outer,
@@ -94,14 +94,16 @@ def sizes_of(op: str, x: Any, params: AllToAllCall, *, k: int, n: int) -> _produ
     )
 
 
-def attributes(sizes: _product.Sizes, plan: Plan) -> dict[str, Any]:
+def attributes(sizes: _product_plan.Sizes, plan: Plan) -> dict[str, Any]:
     """The FFI attributes of both ops."""
     shards = {"concat_rows": sizes.concat_rows, "split_rows": sizes.split_rows}
-    return {**shards, **_product.attributes(sizes, plan)}
+    return {**shards, **_product_plan.attributes(sizes, plan)}
 
 
 def in_rank_order(
-    bind: Callable[..., Sequence[Any]], sizes: _product.Sizes, shapes: Sequence[tuple[int, ...]]
+    bind: Callable[..., Sequence[Any]],
+    sizes: _product_plan.Sizes,
+    shapes: Sequence[tuple[int, ...]],
 ) -> Callable[[Any, Any], list[Any]] | None:
     """(x, w) -> the results, by a call with the ranks in front of leading rows, where a tile's rows
     would straddle leading indices; None where they do not.
@@ -111,7 +113,7 @@ def in_rank_order(
       shapes: of the results.
     """
     outer, inner, world = sizes.outer, sizes.inner, sizes.world
-    if outer == 1 or inner % _product.TILE_ROWS == 0:
+    if outer == 1 or inner % _product_plan.TILE_ROWS == 0:
         return None
 
     def rank_major(x: Any, w: Any) -> list[Any]:

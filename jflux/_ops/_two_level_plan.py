@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from .. import _config, _dispatch
 from .._dispatch import MEASURED_TFLOPS, Arrays, Machine, Path, Plan
 from .._levels import Levels
-from . import _product
+from . import _product_plan
 
 #: What a rank sends to other nodes, in bytes a second: one 400 Gb/s network card for each GPU. An
 #: assumption, not a measurement, as the three figures below it.
@@ -83,12 +83,12 @@ def chunks_of(step: Step) -> int:
     wanted = round(math.sqrt(min(product, transfer) / CHUNK_SECONDS))
     most = max(1, min(wanted, step.rows // FEWEST_ROWS, MOST_CHUNKS))
     even = [c for c in range(1, most + 1) if step.divided % c == 0]
-    return max([c for c in even if step.divided // c % _product.TILE_ROWS == 0] or even)
+    return max([c for c in even if step.divided // c % _product_plan.TILE_ROWS == 0] or even)
 
 
 def plan_product(step: Step, params: Any, levels: Levels) -> Plan:
     """The plan of a product over two levels: a pure function, but for the thread's switches."""
-    if step.rows < FEWEST_ROWS and _product.why_kernel(params) is None:
+    if step.rows < FEWEST_ROWS and _product_plan.why_kernel(params) is None:
         return _dispatch.decomposed(
             f"{levels}, and {step.rows} rows of the product for each are fewer than {FEWEST_ROWS}"
         )

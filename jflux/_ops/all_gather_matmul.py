@@ -23,7 +23,7 @@ from .._dispatch import Arrays, Machine, Plan
 from .._epilogue import Epilogue
 from .._levels import Levels
 from .._mesh import AxisName
-from . import _lax, _product, _two_level, _two_level_plan, exchange
+from . import _lax, _product, _product_plan, _two_level, _two_level_plan, exchange
 from ._collective import Collective, axis
 from ._lax import several
 from ._spec import Layout, OpSpec, all_ops
@@ -539,11 +539,11 @@ def _unsupported(arrays: Arrays, params: Params, platform: str) -> str | None:
     return _product.why_no_kernel([(x, w) for w in ws], params, platform)
 
 
-def _sizes(arrays: Arrays, params: Params) -> _product.Sizes:
+def _sizes(arrays: Arrays, params: Params) -> _product_plan.Sizes:
     x, *operands = arrays
     ws, _ = _weights(operands, params)
     outer, inner = _product.outer_inner(x.shape, params.gather_dimension, 1)
-    return _product.Sizes(
+    return _product_plan.Sizes(
         op=OP,
         world=params.world,
         outer=outer,
@@ -561,18 +561,18 @@ def _why_decomposed(arrays: Arrays, params: Params, machine: Machine) -> str | N
     x, *operands = arrays
     sizes = _sizes((x, *operands), params)
     ws, _ = _weights(operands, params)
-    return _product.why_decomposed(
+    return _product_plan.why_decomposed(
         sizes.rows,
         machine,
         fewest=FEWEST_ROWS,
         ranks=params.world,
         width=sizes.n,
-        alignment=_product.alignment([x], ws),
+        alignment=_product_plan.alignment([x], ws),
         gathers=True,
     )
 
 
-_plan_product = _product.plan_rule(
+_plan_product = _product_plan.plan_rule(
     sizes=_sizes, unsupported=_unsupported, why_decomposed=_why_decomposed
 )
 
@@ -621,7 +621,7 @@ def _canonical(arrays: Arrays, params: Params, machine: Machine) -> Any:
             return [*jnp.split(y, ends[:-1], -1), *gathered]
 
         return side_by_side
-    if not machine.on_gpus or _product.in_units([x], ws):
+    if not machine.on_gpus or _product_plan.in_units([x], ws):
         return None
 
     def padded(x: Any, *ws: Any) -> list[Any]:
@@ -650,7 +650,7 @@ def _canonical_epilogue(arrays: Arrays, params: Params, machine: Machine) -> Any
             prepared="what the activation is applied to is used alone",
         )
         return functools.partial(_primitive.bind, params=before)
-    if _product.in_units([x], ws):
+    if _product_plan.in_units([x], ws):
         return None
 
     def padded(x: Any, *operands: Any) -> list[Any]:
@@ -674,7 +674,7 @@ def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
         "biased": np.array(epilogue.biased, np.int64),
         "gated": bool(epilogue.gated),
         "sums": "sums" in params.results,
-        **_product.attributes(_sizes((x, *operands), params), plan),
+        **_product_plan.attributes(_sizes((x, *operands), params), plan),
     }
 
 

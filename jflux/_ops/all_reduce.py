@@ -18,7 +18,7 @@ from .._derivatives import none_if_zero
 from .._dispatch import Arrays, Machine, Plan
 from .._levels import Levels
 from .._mesh import AxisName
-from . import _product, _sum_epilogue, _two_level, _two_level_plan, exchange
+from . import _product, _product_plan, _sum_epilogue, _two_level, _two_level_plan, exchange
 from ._collective import Collective
 from ._spec import OpSpec
 from ._sum_epilogue import SumEpilogue
@@ -227,7 +227,7 @@ def _native_plan(x: Any, params: Params, machine: Machine, algorithm: str | None
 
 def _plan(arrays: Arrays, params: Params, machine: Machine) -> Plan:
     x, *added = arrays
-    kernel = _product.why_kernel(params)
+    kernel = _product_plan.why_kernel(params)
     large = _dispatch.reference(f"{x.size * x.dtype.itemsize} bytes, for which lax.psum is faster")
     if why := _unsupported(x, params):
         is_large = params.world <= _product.MAX_RANKS and x.size * x.dtype.itemsize > most_bytes(

@@ -22,7 +22,7 @@ from .._derivatives import Derivatives, differentiate, not_linear, total
 from .._dispatch import Arrays, Machine, Plan
 from .._levels import Levels
 from .._mesh import AxisName
-from . import _lax, _product, _shards, _two_level, _two_level_plan
+from . import _lax, _product, _product_plan, _shards, _two_level, _two_level_plan
 from ._collective import Collective, axis
 from ._spec import Layout, OpSpec, all_ops
 
@@ -387,7 +387,7 @@ def _unsupported(arrays: Arrays, params: Params, platform: str) -> str | None:
     return _product.why_no_kernel([(arrays[0], arrays[1])], params, platform)
 
 
-def _sizes(arrays: Arrays, params: Params) -> _product.Sizes:
+def _sizes(arrays: Arrays, params: Params) -> _product_plan.Sizes:
     """Of a shard of x: its rows as cc/core/rows.h numbers them, and its columns, k."""
     x, w = arrays
     split_rows, _ = _shards.by_rows(x, params)
@@ -401,7 +401,7 @@ def why_decomposed(shard_rows: int, shards: int) -> str | None:
     rows = shard_rows * shards
     if rows < FEWEST_ROWS:
         return f"a rank's product has {rows} rows, fewer than {FEWEST_ROWS}"
-    computed = -(-shard_rows // _product.TILE_ROWS) * _product.TILE_ROWS
+    computed = -(-shard_rows // _product_plan.TILE_ROWS) * _product_plan.TILE_ROWS
     if computed > MOST_PADDED * shard_rows:
         return f"shards of {shard_rows} rows in whole tiles are more than an eighth larger"
     return None
@@ -412,11 +412,11 @@ def _why_decomposed(arrays: Arrays, params: Params, machine: Machine) -> str | N
     return why_decomposed(sizes.outer * sizes.inner, sizes.world if sizes.concat_rows else 1)
 
 
-_plan_product = _product.plan_rule(
+_plan_product = _product_plan.plan_rule(
     sizes=_sizes,
     unsupported=_unsupported,
     why_decomposed=_why_decomposed,
-    on_gpus=_product.in_rank_order,
+    on_gpus=_product_plan.in_rank_order,
 )
 
 
@@ -438,7 +438,7 @@ def _pad_shards(a: Any, dimension: int, shards: int) -> Any:
     size = shape[dimension] // shards
     a = a.reshape(*shape[:dimension], shards, size, *shape[dimension + 1 :])
     padding = [(0, 0)] * a.ndim
-    padding[dimension + 1] = (0, _product.padded(size) - size)
+    padding[dimension + 1] = (0, _product_plan.padded(size) - size)
     return jnp.pad(a, padding).reshape(*shape[:dimension], -1, *shape[dimension + 1 :])
 
 
@@ -453,7 +453,7 @@ def _canonical(arrays: Arrays, params: Params, machine: Machine) -> Any:
         changed = dataclasses.replace(params, prepared=prepared, **changes)
         return _primitive.bind(*operands, params=changed)
 
-    if sizes.k % _product.UNIT != 0 or sizes.n % _product.UNIT != 0:
+    if sizes.k % _product_plan.UNIT != 0 or sizes.n % _product_plan.UNIT != 0:
 
         def padded(x: Any, w: Any) -> list[Any]:
             wide = _pad_shards(x, x.ndim - 1, 1 if sizes.split_rows else world)

@@ -19,7 +19,7 @@ from .. import _config, _dispatch, _lowering, _mesh, _native
 from .._dispatch import Arrays, Machine, Plan
 from .._levels import Levels
 from .._mesh import AxisName
-from . import _product, _two_level, _two_level_plan
+from . import _product, _product_plan, _two_level, _two_level_plan
 from ._collective import Collective, Kind
 from ._collective import axis as normalize
 from ._spec import OpSpec
@@ -418,7 +418,7 @@ def _plan(arrays: Arrays, params: Params, machine: Machine, kind: Kind) -> Plan:
     if _config.config.current().chunked is not None:
         kernel: str | None = "asked for"
     else:
-        kernel = _product.why_kernel(params)
+        kernel = _product_plan.why_kernel(params)
     if kernel is None and chunked and received > most_bytes(params.world):
         return _dispatch.reference(f"{received} bytes reach a rank, for which lax is faster")
     if why := _unsupported(x, params, kind):

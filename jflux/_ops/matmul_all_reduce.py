@@ -22,7 +22,16 @@ from .._derivatives import none_if_zero, not_linear, total
 from .._dispatch import Arrays, Machine, Plan
 from .._levels import Levels
 from .._mesh import AxisName
-from . import _lax, _product, _sum_epilogue, _two_level, _two_level_plan, all_reduce, exchange
+from . import (
+    _lax,
+    _product,
+    _product_plan,
+    _sum_epilogue,
+    _two_level,
+    _two_level_plan,
+    all_reduce,
+    exchange,
+)
 from ._collective import Collective
 from ._spec import Layout, OpSpec, all_ops
 
@@ -35,7 +44,7 @@ FEWEST_ROWS = 32
 #: So many rows, of more bytes than these, are summed by the kernel that multiplies them, where
 #: there are two ranks: with more, all tiles to all ranks are more bytes than an all_reduce's
 #: (docs/experiments/0018).
-FEW_ROWS = range(32, _product.TILE_ROWS + 1)
+FEW_ROWS = range(32, _product_plan.TILE_ROWS + 1)
 FEW_ROWS_BYTES = 512 << 10
 FEW_ROWS_RANKS = 2
 #: Of the heap, that a call may take: data half of it, a power of two, and their signals.
@@ -371,9 +380,9 @@ def is_one_call(shape: tuple[int, ...], dtypes: Sequence[Any], world: int) -> bo
     return (large or halves and are_few_rows(rows, columns, world)) and rows % world == 0
 
 
-def _sizes(arrays: Arrays, params: Params) -> _product.Sizes:
+def _sizes(arrays: Arrays, params: Params) -> _product_plan.Sizes:
     x, w, *added = arrays
-    return _product.Sizes(
+    return _product_plan.Sizes(
         op=OP,
         world=params.world,
         outer=1,
@@ -401,12 +410,12 @@ def _plan(arrays: Arrays, params: Params, machine: Machine) -> Plan:
             f"the {params.world} ranks do not divide {rows} rows; each sums as many in the kernel"
         )
     sizes = _sizes((x, w), params)
-    plan = _product.plan_product(
+    plan = _product_plan.plan_product(
         sizes,
         machine,
-        why_slower=lambda: _product.why_decomposed(rows, machine, fewest=FEWEST_ROWS),
+        why=lambda: _product_plan.why_decomposed(rows, machine, fewest=FEWEST_ROWS),
         tuned=_tuning.lookup(sizes.key, machine.device_kind if machine.on_gpus else ""),
-        kernel=_product.why_kernel(params),
+        kernel=_product_plan.why_kernel(params),
         why_not=lambda: _why_not_on_gpus(sizes),
     )
     if plan.path == _dispatch.Path.FUSED and machine.on_gpus:
@@ -419,22 +428,22 @@ def _plan(arrays: Arrays, params: Params, machine: Machine) -> Plan:
     return plan
 
 
-def _why_not_on_gpus(sizes: _product.Sizes) -> Plan | None:
+def _why_not_on_gpus(sizes: _product_plan.Sizes) -> Plan | None:
     """The plan of a call that the GPU kernel does not take: whole units of one type, one tile of
     rows or whole ones for each rank."""
-    rows, unit = sizes.rows, _product.UNIT
+    rows, unit = sizes.rows, _product_plan.UNIT
     if sizes.out_dtype != sizes.dtype:
         why = f"x is {sizes.dtype} and y {sizes.out_dtype}, the GPU kernel takes one type"
     elif sizes.k % unit or sizes.n % unit:
         why = f"k={sizes.k} and n={sizes.n} must be multiples of {unit} for the GPU kernel"
-    elif not are_few_rows(rows, sizes.n, sizes.world) and sizes.inner % _product.TILE_ROWS:
-        why = f"{sizes.inner} rows of a rank are no whole tiles of {_product.TILE_ROWS}"
+    elif not are_few_rows(rows, sizes.n, sizes.world) and sizes.inner % _product_plan.TILE_ROWS:
+        why = f"{sizes.inner} rows of a rank are no whole tiles of {_product_plan.TILE_ROWS}"
     else:
         return None
     return _as_scattered(_dispatch.decomposed(why), sizes)
 
 
-def _as_scattered(plan: Plan, sizes: _product.Sizes) -> Plan:
+def _as_scattered(plan: Plan, sizes: _product_plan.Sizes) -> Plan:
     """A large sum is scattered in the product and then gathered, which hides half of it."""
     scattered = _is_large(sizes.rows, sizes.n, sizes.out_dtype)
     return dataclasses.replace(plan, config={"scattered": int(scattered)})
@@ -463,7 +472,7 @@ def _canonical(arrays: Arrays, params: Params, machine: Machine) -> Any:
 
 def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
     x, w, *added = arrays
-    return _product.attributes(_sizes((x, w), params), plan)
+    return _product_plan.attributes(_sizes((x, w), params), plan)
 
 
 def _flops(arrays: Arrays, params: Params) -> int:

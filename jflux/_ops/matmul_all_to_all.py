@@ -21,7 +21,7 @@ from .._derivatives import Derivatives, differentiate, not_linear
 from .._dispatch import Arrays, Machine, Plan
 from .._levels import Levels
 from .._mesh import AxisName
-from . import _lax, _product, _shards, _two_level, _two_level_plan
+from . import _lax, _product, _product_plan, _shards, _two_level, _two_level_plan
 from ._collective import Collective, axis
 from ._spec import OpSpec, all_ops
 
@@ -333,7 +333,7 @@ def _unsupported(arrays: Arrays, params: Params, platform: str) -> str | None:
     return _product.why_no_kernel([(x, w)], params, platform)
 
 
-def _sizes(arrays: Arrays, params: Params) -> _product.Sizes:
+def _sizes(arrays: Arrays, params: Params) -> _product_plan.Sizes:
     """Of a shard: its rows as cc/core/rows.h numbers them, and its columns."""
     x, w = arrays
     split_rows, _ = _shards.by_rows(x, params)
@@ -355,7 +355,7 @@ def why_decomposed(shard_rows: int, shard_columns: int, product_rows: int) -> st
     it is not."""
     if product_rows < FEWEST_ROWS:
         return f"a rank's product has {product_rows} rows, fewer than {FEWEST_ROWS}"
-    tile = _product.TILE_ROWS
+    tile = _product_plan.TILE_ROWS
     computed = -(-shard_rows // tile) * tile * -(-shard_columns // tile) * tile
     if computed > MOST_PADDED * shard_rows * shard_columns:
         return (
@@ -371,11 +371,11 @@ def _why_decomposed(arrays: Arrays, params: Params, machine: Machine) -> str | N
     return why_decomposed(sizes.outer * sizes.inner, sizes.n, rows)
 
 
-_plan_product = _product.plan_rule(
+_plan_product = _product_plan.plan_rule(
     sizes=_sizes,
     unsupported=_unsupported,
     why_decomposed=_why_decomposed,
-    on_gpus=_product.in_rank_order,
+    on_gpus=_product_plan.in_rank_order,
 )
 
 
@@ -384,7 +384,7 @@ def _plan(arrays: Arrays, params: Params, machine: Machine) -> Plan:
     why = _shards.why_no_way(x, params)
     if machine.on_gpus and params.out_dtype != x.dtype:
         why = f"the GPU kernel sends tiles of x's type {x.dtype}, and y is {params.out_dtype}"
-    elif machine.on_gpus and n % _product.UNIT != 0:
+    elif machine.on_gpus and n % _product_plan.UNIT != 0:
         why = f"a shard's rows have {n} columns, which are no whole 16-byte units"
     if why is None or _unsupported(arrays, params, machine.platform):
         return _plan_product(arrays, params, machine)
@@ -400,7 +400,7 @@ def _canonical(arrays: Arrays, params: Params, machine: Machine) -> Any:
         changed = dataclasses.replace(params, prepared=prepared, **changes)
         return _primitive.bind(*operands, params=changed)
 
-    if not _product.in_units([x], [w]):
+    if not _product_plan.in_units([x], [w]):
         return lambda x, w: bind(_product.PADDED, *_product.pad_to_units([x], [w]))
     ((shape, _),) = _result_shapes((x, w), params)
     return _shards.in_rank_order(bind, _sizes((x, w), params), [shape])

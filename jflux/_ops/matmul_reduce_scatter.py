@@ -22,7 +22,7 @@ from .._derivatives import Derivatives, differentiate, not_linear, spread
 from .._dispatch import Arrays, Machine, Plan
 from .._levels import Levels
 from .._mesh import AxisName
-from . import _lax, _product, _two_level, _two_level_plan, exchange
+from . import _lax, _product, _product_plan, _two_level, _two_level_plan, exchange
 from ._collective import Collective, axis
 from ._lax import several
 from ._spec import Layout, OpSpec, all_ops
@@ -426,11 +426,11 @@ def _unsupported(arrays: Arrays, params: Params, platform: str) -> str | None:
     return _product.why_no_kernel(zip(xs, ws, strict=True), params, platform)
 
 
-def _sizes(arrays: Arrays, params: Params) -> _product.Sizes:
+def _sizes(arrays: Arrays, params: Params) -> _product_plan.Sizes:
     operands = arrays
     xs, ws, _ = _terms(operands, params)
     outer, inner = _product.outer_inner(xs[0].shape, params.scatter_dimension, params.world)
-    return _product.Sizes(
+    return _product_plan.Sizes(
         op=OP,
         world=params.world,
         outer=outer,
@@ -449,17 +449,17 @@ def _why_decomposed(arrays: Arrays, params: Params, machine: Machine) -> str | N
     sizes = _sizes(arrays, params)
     if sizes.outer == 1 and sizes.rows == 256 and params.world in (2, 4):
         return None  # whole tiles: docs/experiments/0020
-    return _product.why_decomposed(
+    return _product_plan.why_decomposed(
         sizes.rows, machine, fewest=FEWEST_ROWS, ranks=params.world, width=sizes.k,
-        alignment=_product.alignment(xs, ws),
+        alignment=_product_plan.alignment(xs, ws),
     )  # fmt: skip
 
 
-_plan = _product.plan_rule(
+_plan = _product_plan.plan_rule(
     sizes=_sizes,
     unsupported=_unsupported,
     why_decomposed=_why_decomposed,
-    on_gpus=_product.in_rank_order,
+    on_gpus=_product_plan.in_rank_order,
 )
 
 
@@ -494,7 +494,7 @@ def _canonical(arrays: Arrays, params: Params, machine: Machine) -> Any:
         return end_to_end
     if not machine.on_gpus:
         return None
-    if not _product.in_units(xs, ws):
+    if not _product_plan.in_units(xs, ws):
 
         def padded(*operands: Any) -> list[Any]:
             xs, ws, added = _terms(operands, params)
@@ -505,7 +505,7 @@ def _canonical(arrays: Arrays, params: Params, machine: Machine) -> Any:
         return padded
     sizes = _sizes(operands, params)
     outer, inner = sizes.outer, sizes.inner
-    if outer == 1 or inner % _product.TILE_ROWS == 0:
+    if outer == 1 or inner % _product_plan.TILE_ROWS == 0:
         return None
 
     # A tile's rows would straddle leading indices: bring the ranks to the front.
@@ -527,7 +527,7 @@ def _attributes(arrays: Arrays, params: Params, plan: Plan) -> dict[str, Any]:
     return {
         "adds_bias": "bias" in params.added,
         "adds_residual": "residual" in params.added,
-        **_product.attributes(_sizes(operands, params), plan),
+        **_product_plan.attributes(_sizes(operands, params), plan),
     }
 
 
