@@ -568,6 +568,33 @@ def _calls(f, policy=None):
 
 
 @pytest.mark.parametrize("partial_sums", [False, True])
+def test_tokens_of_8_bits(partial_sums):
+    """Quantized tokens there, and wider results back."""
+
+    def f(x, indices, weights, dtype):
+        d = jflux.moe_dispatch(
+            x.astype(dtype), indices, weights, num_experts=RANKS, partial_sums=partial_sums,
+            axis_name="tp",
+        )  # fmt: skip
+        assert d.rows.dtype == dtype
+        return jflux.moe_combine(
+            d.rows.astype(jnp.float32), d.handle, weights=weights, axis_name="tp"
+        )
+
+    rng = np.random.default_rng(3)
+    x = rng.integers(-8, 9, (RANKS, 5, 4)).astype(np.float32)  # exact in 8 bits
+    indices, weights = choices(rng, "duplicates", RANKS, 5, 2, RANKS), np.ones((RANKS, 5, 2))
+    got, want = (
+        jax.jit(per_device(make_mesh((RANKS,)), functools.partial(f, dtype=dtype)))(
+            x, indices, weights.astype(np.float32)
+        )
+        for dtype in (jnp.float8_e4m3fn, jnp.float32)
+    )
+    np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(got, 2 * x)
+
+
+@pytest.mark.parametrize("partial_sums", [False, True])
 def test_it_sorts_by_counting(partial_sums):
     """XLA's sorts, searches and scatters take GPUs many small kernels each."""
     args = operands(2, "random", 2, 5, 2, 4, dtype=np.float32)
