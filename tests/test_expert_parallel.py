@@ -798,6 +798,30 @@ def test_operands_and_options_that_do_not_fit():
     _refused(ValueError, "on_overflow='raise' must be one of", on_overflow="raise")
 
 
+@pytest.mark.skipif(RANKS < 4, reason="two axes of two ranks")
+@pytest.mark.parametrize(
+    "options", [{}, {"partial_sums": True}, {"partial_sums": True, "dtype": jnp.float64}]
+)
+def test_combine_refuses_another_axis(options):
+    """Of a divisor of the ranks: several slices to each of them would be a valid exchange."""
+    options = dict(options)
+    with x64_if(dtype := options.pop("dtype", jnp.float32)):
+        x, indices, weights = operands(4, "random", 4, 3, 2, 8, dtype=dtype)
+
+        def f(x, indices, weights):
+            d = jflux.moe_dispatch(
+                x, indices, weights, num_experts=8, axis_name=("node", "ep"), **options
+            )
+            return jflux.moe_combine(d.rows, d.handle, weights=weights, axis_name="ep")
+
+        mesh = make_mesh((2, 2), ("node", "ep"))
+        rows = P(("node", "ep"))
+        f = jax.shard_map(f, mesh=mesh, in_specs=rows, out_specs=rows)
+        text = r"axis_name='ep' has 2 ranks, and the handle is of .* over 4"
+        with pytest.raises(ValueError, match=text):
+            jax.eval_shape(f, *(a.reshape(-1, a.shape[-1]) for a in (x, indices, weights)))
+
+
 def test_combine_refuses_what_is_not_of_the_dispatch():
     x, indices, weights = operands(1, "random", 2, 4, 2, 4, dtype=np.float32)
 
