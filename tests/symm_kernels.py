@@ -301,6 +301,12 @@ def misspelt_kernel(ctx, x, y, BLOCK: tl.constexpr):
     tl.store(y + at, tl.load(x + at))
 
 
+@triton.jit
+def misnaming_kernel(ctx, x, y, BLOCK: tl.constexpr):
+    """Calls a function that jflux.triton does not have."""
+    jt.putt(ctx, y, tl.load(x), 0)
+
+
 def call_copy(x: jax.Array, axis_name: Any, grid: int = 4, block: int = 1024) -> jax.Array:
     return jflux.symm.call(
         copy_kernel,

@@ -568,6 +568,33 @@ def _calls(f, policy=None):
 
 
 @pytest.mark.parametrize("partial_sums", [False, True])
+def test_tokens_of_8_bits(partial_sums):
+    """Quantized tokens there, and wider results back."""
+
+    def f(x, indices, weights, dtype):
+        d = jflux.moe_dispatch(
+            x.astype(dtype), indices, weights, num_experts=RANKS, partial_sums=partial_sums,
+            axis_name="tp",
+        )  # fmt: skip
+        assert d.rows.dtype == dtype
+        return jflux.moe_combine(
+            d.rows.astype(jnp.float32), d.handle, weights=weights, axis_name="tp"
+        )
+
+    rng = np.random.default_rng(3)
+    x = rng.integers(-8, 9, (RANKS, 5, 4)).astype(np.float32)  # exact in 8 bits
+    indices, weights = choices(rng, "duplicates", RANKS, 5, 2, RANKS), np.ones((RANKS, 5, 2))
+    got, want = (
+        jax.jit(per_device(make_mesh((RANKS,)), functools.partial(f, dtype=dtype)))(
+            x, indices, weights.astype(np.float32)
+        )
+        for dtype in (jnp.float8_e4m3fn, jnp.float32)
+    )
+    np.testing.assert_array_equal(got, want)
+    np.testing.assert_array_equal(got, 2 * x)
+
+
+@pytest.mark.parametrize("partial_sums", [False, True])
 def test_it_sorts_by_counting(partial_sums):
     """XLA's sorts, searches and scatters take GPUs many small kernels each."""
     args = operands(2, "random", 2, 5, 2, 4, dtype=np.float32)
@@ -769,6 +796,30 @@ def test_operands_and_options_that_do_not_fit():
     _refused(TypeError, "alignment must be an int", alignment=2.5)
     _refused(ValueError, "layout='rows' must be one of", layout="rows")
     _refused(ValueError, "on_overflow='raise' must be one of", on_overflow="raise")
+
+
+@pytest.mark.skipif(RANKS < 4, reason="two axes of two ranks")
+@pytest.mark.parametrize(
+    "options", [{}, {"partial_sums": True}, {"partial_sums": True, "dtype": jnp.float64}]
+)
+def test_combine_refuses_another_axis(options):
+    """Of a divisor of the ranks: several slices to each of them would be a valid exchange."""
+    options = dict(options)
+    with x64_if(dtype := options.pop("dtype", jnp.float32)):
+        x, indices, weights = operands(4, "random", 4, 3, 2, 8, dtype=dtype)
+
+        def f(x, indices, weights):
+            d = jflux.moe_dispatch(
+                x, indices, weights, num_experts=8, axis_name=("node", "ep"), **options
+            )
+            return jflux.moe_combine(d.rows, d.handle, weights=weights, axis_name="ep")
+
+        mesh = make_mesh((2, 2), ("node", "ep"))
+        rows = P(("node", "ep"))
+        f = jax.shard_map(f, mesh=mesh, in_specs=rows, out_specs=rows)
+        text = r"axis_name='ep' has 2 ranks, and the handle is of .* over 4"
+        with pytest.raises(ValueError, match=text):
+            jax.eval_shape(f, *(a.reshape(-1, a.shape[-1]) for a in (x, indices, weights)))
 
 
 def test_combine_refuses_what_is_not_of_the_dispatch():

@@ -9,6 +9,7 @@ import pytest
 from harness import LATENCY_HIDING, RANKS, make_mesh
 from jax.sharding import PartitionSpec as P
 
+import jflux
 from jflux import moe
 
 T, CHOICES, E, D, F, H = 12, 3, 5, 6, 8, 4
@@ -117,6 +118,38 @@ def test_without_weights_each_choice_counts_once():
         if (row := int(routing.destination[t, j])) >= 0:
             want[t] += h[row] @ down[chosen[t, j]]
     np.testing.assert_allclose(jax.jit(f)(h, down, routing), want, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "dtype, out", [("int8", "int32"), ("int8", None), ("float8_e4m3fn", "bfloat16")]
+)
+def test_types_that_no_kernel_takes(dtype, out):
+    """Small whole numbers, which every type here has exactly."""
+    world = WORLDS[-1]
+    rng = np.random.default_rng(8)
+    x, up, down = (
+        rng.integers(-1, 2, s).astype(jnp.dtype(dtype)) for s in ((T, 2), (E, 2, F), (E, F, H))
+    )
+    routing = moe.route(rng.integers(0, E, (T, 1), dtype=np.int32), E)
+    options = {"axis_name": "tp", "preferred_element_type": out}
+
+    def f(x, up, down):
+        h = moe.all_gather_grouped_matmul(x, up, routing, **options)
+        return h, moe.grouped_matmul_reduce_scatter(h.astype(dtype), down, routing, **options)
+
+    f = jax.shard_map(
+        f, mesh=make_mesh((world,)), in_specs=(P("tp"), COLUMNS, ROWS),
+        out_specs=(P(None, "tp"), P("tp")),
+    )  # fmt: skip
+    chosen = np.repeat(np.arange(E), np.asarray(routing.counts))  # of each row
+    x, wide_up, wide_down = (np.asarray(a, np.float64) for a in (x, up, down))
+    h = np.einsum("rd,rdf->rf", x[np.asarray(routing.source)], wide_up[chosen])
+    y = np.einsum("rf,rfh->rh", h, wide_down[chosen])[np.asarray(routing.destination)[:, 0]]
+    with jflux.config(strict=False):
+        got = jax.jit(f)(x.astype(jnp.dtype(dtype)), up, down)
+    for a, want in zip(got, (h, y), strict=True):
+        assert a.dtype == (out or dtype)
+        np.testing.assert_array_equal(np.asarray(a, np.float64), want)
 
 
 def test_a_routing_of_other_tokens_is_refused():

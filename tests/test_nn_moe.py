@@ -320,6 +320,8 @@ def test_options_that_do_not_fit():
         refused(capacity=0)
     with pytest.raises(ValueError, match="chooses among 4 experts, and up .* has 3 on each of 1"):
         jflux.nn.mixture(x, **{**params, "up": params["up"][:3]}, k=K)
+    with pytest.raises(TypeError, match=r"select must return \(indices, weights\), got .* float32"):
+        refused(select=jax.lax.top_k)
 
 
 # ---- Layers --------------------------------------------------------------------------------------

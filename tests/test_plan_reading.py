@@ -5,6 +5,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
+from harness import RANKS, make_mesh
 
 import jflux.plan as plan
 from jflux.plan.model import Layer
@@ -23,6 +24,13 @@ def block(rows: int = 16) -> list[tuple]:
     return [(k, n, rows, t, 1, False) for k, n, t in [*dense, (4 * H, H, True)]]
 
 
+GATED = [  # grouped queries, and a gated MLP
+    (k, n, 16, t, 1, False)
+    for k, n, t in [
+        (H, H, False), (H, H // 2, False), (H, H // 2, False), (H, H, True),
+        (H, 4 * H, False), (H, 4 * H, False), (4 * H, H, True),
+    ]
+]  # fmt: skip
 LOOKUP = (V, H, 16, True, 1, True)
 HEAD = (H, V, 16, False, 1, False)
 
@@ -69,6 +77,32 @@ class TestLinen:
                 return embed.attend(x)
 
         assert shapes(plan.read(Scanned(), TOKENS)) == [*block()[4:] * 5, HEAD]
+
+    def test_jflux_layers(self, nn):
+        """Their kernels are read without a call of their own; in a scan too."""
+        layers = pytest.importorskip("jflux.nn.linen")
+
+        class Block(nn.Module):
+            @nn.compact
+            def __call__(self, x, _=None):
+                x = layers.Attention(4, num_kv_heads=2)(x)
+                return layers.MLP(4 * H, gated=True)(x, residual=x), None
+
+        class Transformer(nn.Module):
+            @nn.compact
+            def __call__(self, tokens):
+                embed = layers.Embed(V, H)
+                x, _ = Block()(embed(tokens))
+                repeated = nn.scan(
+                    Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=2,
+                    metadata_params={nn.PARTITION_NAME: None},
+                )  # fmt: skip
+                return embed.attend(repeated()(x, None)[0])
+
+        with jax.set_mesh(make_mesh((min(2, RANKS),))):
+            model = plan.read(Transformer(), TOKENS)
+        assert shapes(model) == [*(GATED * 3), HEAD]
+        assert model.layers[3].name == "Block_0/Attention_0/out"
 
     def test_convolutions(self, nn):
         class Net(nn.Module):
@@ -134,6 +168,35 @@ class TestNnx:
         assert nnx.Linear.__call__ is before
         abstract = nnx.eval_shape(lambda: transformer(nnx.Rngs(0)))
         assert shapes(plan.read(abstract, TOKENS)) == want
+
+    def test_jflux_layers(self, nnx):
+        layers = pytest.importorskip("jflux.nn.nnx")
+
+        class Block(nnx.Module):
+            def __init__(self, rngs):
+                self.attention = layers.Attention(4, H, num_kv_heads=2, rngs=rngs)
+                self.mlp = layers.MLP(H, 4 * H, gated=True, rngs=rngs)
+
+            def __call__(self, x):
+                return self.mlp(self.attention(x))
+
+        class Transformer(nnx.Module):
+            def __init__(self, rngs):
+                self.embed = layers.Embed(V, H, rngs=rngs)
+                self.blocks = nnx.List([Block(rngs) for _ in range(2)])
+
+            def __call__(self, tokens):
+                x = self.embed(tokens)
+                for block in self.blocks:
+                    x = block(x)
+                return self.embed.attend(x)
+
+        before = layers.MLP.__call__
+        with jax.set_mesh(make_mesh((min(2, RANKS),))):
+            model = plan.read(Transformer(nnx.Rngs(0)), TOKENS)
+        assert shapes(model) == [*GATED, *GATED, HEAD]
+        assert model.layers[4].name == "blocks/0/mlp/gate"
+        assert layers.MLP.__call__ is before
 
     def test_rematerialized(self, nnx, transformer):
         class Outer(nnx.Module):

@@ -1,6 +1,7 @@
 """jflux.symm without a GPU: references under transforms, what is refused, what Triton makes of the
 kernels, and how writes outside of a buffer are found. tests/symm_gpu.py runs the kernels."""
 
+import functools
 import importlib
 import re
 import sys
@@ -244,12 +245,14 @@ def test_check_compiles_what_does_not_run(kernels, monkeypatch):
 
     mesh = make_mesh((RANKS,))
 
-    def call(x):
+    def call(x, kernel=kernels.misspelt_kernel):
         return jflux.symm.call(
-            kernels.misspelt_kernel, x, out_shape=x, axis_name="tp", grid=1, BLOCK=4,
-            reference=lambda x, **_: x,
-        )  # fmt: skip
+            kernel, x, out_shape=x, axis_name="tp", grid=1, BLOCK=4, reference=lambda x, **_: x
+        )
 
+    misnaming = functools.partial(call, kernel=kernels.misnaming_kernel)
+    with pytest.raises(AttributeError, match="no attribute 'putt'"):
+        jflux.symm.check(misnaming, _struct(4), mesh=mesh, times=1)
     with pytest.raises(CompilationError) as error:
         jflux.symm.check(call, _struct(4), mesh=mesh, times=1)
     assert "blokc is not defined" in str(error.value.__cause__)

@@ -129,7 +129,8 @@ def call(
     """
     if backend != "triton":
         raise ValueError(f'jflux.symm.call: {backend=} must be "triton"')
-    if not hasattr(kernel, "fn") or not hasattr(kernel, "cache_key"):
+    # Of the class: of an instance it raises AttributeError for a name that its code misspells.
+    if not hasattr(kernel, "fn") or not hasattr(type(kernel), "cache_key"):
         raise TypeError(f"jflux.symm.call: {kernel!r} must be a function with triton.jit")
     if not args:
         raise TypeError(f"jflux.symm.call: {kernel.__name__} needs at least one argument")

@@ -128,7 +128,6 @@ _STEPS = Steps("an all-gather, then a grouped product")
 
 
 def _sizes(arrays: Arrays, params: Params) -> dict[str, int]:
-    """A call as the native plan function reads it, but for a tile that a test forces."""
     operands = _split(arrays, params)
     x, w = operands.x, operands.ws[0]
     return {
@@ -138,11 +137,18 @@ def _sizes(arrays: Arrays, params: Params) -> dict[str, int]:
         "k": x.shape[1],
         "n": w.shape[1 if params.transpose_rhs else 2],
         "groups": w.shape[0],
-        "dtype": _native.DTYPES.index(x.dtype.name),
-        "out_dtype": _native.DTYPES.index(params.out_dtype.name),
         "transpose_rhs": int(params.transpose_rhs),
         "gated": int(params.gated),
         "owners": params.owners,
+    }
+
+
+def _call(arrays: Arrays, params: Params) -> dict[str, int]:
+    """A call of types that kernels take, as the native plan function reads it, but for a tile that
+    a test forces."""
+    return _sizes(arrays, params) | {
+        "dtype": _native.DTYPES.index(arrays[0].dtype.name),
+        "out_dtype": _native.DTYPES.index(params.out_dtype.name),
     }
 
 
@@ -164,7 +170,7 @@ def _plan(arrays: Arrays, params: Params, machine: Machine) -> Plan:
         return _STEPS.plan(why)
     if params.world == 1 and not machine.on_gpus:
         return _STEPS.plan("there is one rank, and nothing to gather")
-    call = _sizes(arrays, params)
+    call = _call(arrays, params)
     columns = call["n"] * params.weights
     if machine.on_gpus and columns > MOST_COLUMNS and not _config.config.always:
         return _STEPS.plan(f"of {columns} columns the grouped product is faster")

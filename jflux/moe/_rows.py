@@ -69,7 +69,7 @@ def _bind(params: Params, *operands: jax.Array) -> jax.Array:
 
 def _reference(arrays: Arrays, params: Params) -> list[jax.Array]:
     a, b, source, destination = arrays
-    wide = _epilogue.sum_dtype(jnp.promote_types(a.dtype, b.dtype))
+    wide = jnp.promote_types(_epilogue.sum_dtype(a.dtype), _epilogue.sum_dtype(b.dtype))
     k = destination.shape[1]
     if params.result == "y":
         g, w = a, b

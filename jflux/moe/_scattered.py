@@ -109,8 +109,9 @@ def _scattered(y: Any, weights: Any, kept: _Operands, params: Params) -> Any:
 _STEPS = Steps("a grouped product, then a reduce-scatter")
 
 
-def _sizes(arrays: Arrays, params: Params) -> dict[str, int]:
-    """A call as the native plan function reads it, but for a tile that a test forces."""
+def _call(arrays: Arrays, params: Params) -> dict[str, int]:
+    """A call of types that kernels take, as the native plan function reads it, but for a tile that
+    a test forces."""
     kept = _Operands(*arrays)
     return {
         "world": params.world,
@@ -127,8 +128,9 @@ def _sizes(arrays: Arrays, params: Params) -> dict[str, int]:
 
 
 def _shapes(arrays: Arrays, params: Params) -> list[_lowering.ShapeDtype]:
-    sizes, rows = _sizes(arrays, params), arrays[0].shape[0]
-    shapes = (sizes["tokens"], sizes["n"]), (rows, sizes["n"])
+    kept = _Operands(*arrays)
+    tokens, columns = kept.destination.shape[0], kept.w.shape[1 if params.transpose_rhs else 2]
+    shapes = (tokens // params.world, columns), (kept.h.shape[0], columns)
     return [(shape, params.out_dtype) for shape in shapes]
 
 
@@ -140,7 +142,7 @@ def _plan(arrays: Arrays, params: Params, machine: Machine) -> Plan:
         return _STEPS.plan(why)
     if params.world == 1 and not (machine.on_gpus and _config.config.always):
         return _STEPS.plan("there is one rank, and nothing to scatter")
-    call = _sizes(arrays, params)
+    call = _call(arrays, params)
     if machine.on_gpus and call["k"] < LEAST_UNITS and not _config.config.always:
         return _STEPS.plan(f"a product of {call['k']} units does not hide the sums")
     if machine.on_gpus:

@@ -230,6 +230,11 @@ def _mixture(
     logits = tokens.astype(jnp.float32) @ router.astype(jnp.float32)
     bias = {} if router_bias is None else {"bias": router_bias}
     indices, weights = select(logits, k, **bias)
+    if not jnp.issubdtype(indices.dtype, jnp.integer):
+        raise TypeError(
+            "jflux.nn.mixture: select must return (indices, weights), got indices "
+            f"{indices.dtype}; jax.lax.top_k returns (values, indices)"
+        )
     losses = _losses(logits, indices, capacity, split, loss_axes)
 
     weigh: dict[str, Any] = {"capacity": capacity, "activation": activation}

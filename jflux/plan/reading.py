@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,6 +14,9 @@ import jax
 from .model import Layer, Model
 
 _NAMES = ("kernel", "embedding", "weight")  # of the parameters that count
+# Parts of the layers of jflux.nn: those that read the x of the layer, and what is made of it.
+_FIRST = ("query", "key", "value", "gate", "up")
+_LAST = ("out", "down")
 
 
 def read(
@@ -32,8 +36,8 @@ def read(
     those of its attributes, as declared, every second one transposed, of `rows` rows each.
 
     A weight counts once, however often it is used. linen's `nn.scan` is understood. Not seen:
-    parameters of other names (positions, recurrent cells), and the grouping of convolutions, which
-    divides k.
+    parameters of other names (positions, recurrent cells, the experts of a mixture), and the
+    grouping of convolutions, which divides k.
 
     Args:
       example: arguments of a call: arrays or `jax.ShapeDtypeStruct`; the first dimension of the
@@ -111,15 +115,25 @@ def _call_linen(module: Any, example: tuple[Any, ...]) -> list[_Call]:
         if context.method_name not in ("__call__", "attend") or not args:
             return y
         own = inner.variables.get("params", {})
+        if isinstance(inner, ours):
+            shapes = {
+                part: linen.meta.unbox(own[part]["kernel"]).shape
+                for part in (*_FIRST, *_LAST)
+                if part in own
+            }
+            for part, x in _reads(shapes, args[0]):
+                path = (*inner.path, part)
+                calls.append(_Call((path, "kernel"), "dense", shapes[part], x, y, "/".join(path)))
         for key in _NAMES:
             weight: Any = linen.meta.unbox(own.get(key))
-            if getattr(weight, "ndim", 0) >= 2:
+            if getattr(weight, "ndim", 0) >= 2 and hasattr(args[0], "shape"):
                 kind = _kind(inner, context.method_name)
                 name = "/".join(inner.path) or type(inner).__name__
                 calls.append(_Call((inner.path, key), kind, weight.shape, args[0], y, name))
         return y
 
     keys = {name: jax.random.key(0) for name in ("params", "dropout")}
+    ours = _ours("linen")
     with linen.intercept_methods(intercept):
         variables = jax.eval_shape(module.init, keys, *example)
     params = linen.meta.unbox(variables["params"])
@@ -130,6 +144,20 @@ def _call_linen(module: Any, example: tuple[Any, ...]) -> list[_Call]:
             at = at[part]
         call.count = max(1, math.prod(at[key].shape) // math.prod(call.shape))
     return calls
+
+
+def _ours(flavour: str) -> tuple[type, ...]:
+    """jflux.nn's layers of several products, whose kernels are read without a call of their own."""
+    layers = sys.modules.get(f"jflux.nn.{flavour}")
+    return (layers.Attention, layers.MLP) if layers else ()
+
+
+def _reads(shapes: dict[str, tuple[int, ...]], x: Any) -> Iterator[tuple[str, Any]]:
+    """Each part of such a layer, in the order in which they run, and what it reads."""
+    for part in (name for name in _FIRST if name in shapes):
+        yield part, x
+    for part in (name for name in _LAST if name in shapes):
+        yield part, jax.ShapeDtypeStruct((*x.shape[:-1], *shapes[part][:-1]), x.dtype)
 
 
 def _call_nnx(module: Any, example: tuple[Any, ...]) -> list[_Call]:
@@ -143,7 +171,7 @@ def _call_nnx(module: Any, example: tuple[Any, ...]) -> list[_Call]:
         return module(*args)
 
     with contextlib.ExitStack() as stack:
-        for kind in {type(inner) for _, inner, _, _ in _weights(module)}:
+        for kind in {*_ours("nnx"), *(type(inner) for _, inner, _, _ in _weights(module))}:
             for method in ("__call__", "attend"):
                 if hasattr(kind, method):
                     stack.enter_context(_recorded(kind, method, calls))
@@ -170,6 +198,15 @@ def _recorded(kind: type, method: str, calls: list[_Call]) -> Iterator[None]:
     def record(self: Any, *args: Any, **kwargs: Any) -> Any:
         y = original(self, *args, **kwargs)
         if type(self) is kind and args:
+            parts = {}
+            if kind in _ours("nnx"):
+                parts = {part: getattr(self, part, None) for part in (*_FIRST, *_LAST)}
+                parts = {part: inner for part, inner in parts.items() if inner is not None}
+                kept.extend(parts.values())
+            shapes = {part: inner.kernel.shape for part, inner in parts.items()}
+            for part, x in _reads(shapes, args[0]):
+                of = (id(parts[part]), "kernel")
+                calls.append(_Call(of, "dense", shapes[part], x, y, part))
             for key in _NAMES:
                 weight: Any = getattr(self, key, None)
                 if getattr(weight, "ndim", 0) >= 2:
