@@ -471,6 +471,25 @@ def test_operands_of_a_combine_that_do_not_fit(exchange):
             handle=3)  # fmt: skip
 
 
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_a_combine_over_the_axes_in_another_order(exchange):
+    """Ranks would take each other's rows."""
+
+    def f(x, w, indices):
+        y, handle = jflux.dispatch_grouped_matmul(
+            x, w, indices, num_experts=4, axis_name=("a", "b"), exchange=exchange
+        )
+        return jflux.grouped_matmul_combine(y, jnp.swapaxes(w, 1, 2), handle, axis_name=("b", "a"))
+
+    mesh = make_mesh((2, 2), ("a", "b"))
+    args = np.zeros((8, H), "f4"), np.zeros((4, H, F), "f4"), np.zeros((8, 2), "i4")
+    g = jax.shard_map(f, mesh=mesh, in_specs=P(("a", "b")), out_specs=P(("a", "b")))
+    with pytest.raises(
+        ValueError, match=r"the dispatch was over \('a', 'b'\): it must be the same"
+    ):
+        jax.eval_shape(g, *args)
+
+
 def test_outside_of_shard_map():
     with pytest.raises(NameError):
         jflux.dispatch_grouped_matmul(

@@ -9,9 +9,10 @@ then multiplies.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +44,9 @@ LEAST_SHARE = 0.9
 LEAST_SHARE_HIDDEN = 0.45
 
 
-class GatherHandle(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GatherHandle:
     """Where rows are whose tokens have gone to all ranks. Integers, int32. K is min(k, E / N).
 
     Attributes:
@@ -51,28 +54,34 @@ class GatherHandle(NamedTuple):
       routing: of all ranks' tokens, with K slots each: their choices among this rank's experts.
       first: [T, k], the slot of the token whose row this slot shares; -1: it has no expert.
       own: [N T, K], the choices of each token that are its K slots; None: all are, k of k.
+      axis_names: of the dispatch, static.
     """
 
     group_sizes: jax.Array
     routing: moe.Routing
     first: jax.Array
     own: jax.Array | None
+    axis_names: tuple[Any, ...] = dataclasses.field(metadata={"static": True})
 
     @property
     def rows(self) -> int:
         return self.routing.source.shape[0]
 
 
-class DispatchHandle(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DispatchHandle:
     """Where rows are whose tokens have gone to the ranks of their experts.
 
     Attributes:
       group_sizes: i32 [E / N], the rows of each of this rank's experts.
       moved: the handle of the dispatch.
+      axis_names: of the dispatch, static.
     """
 
     group_sizes: jax.Array
     moved: PartialHandle | PlacedHandle
+    axis_names: tuple[Any, ...] = dataclasses.field(metadata={"static": True})
 
     @property
     def rows(self) -> int:
@@ -172,7 +181,8 @@ def dispatch_grouped_matmul(
         there = dispatch.moe_dispatch(
             x, indices, ones, num_experts=num_experts, partial_sums=True, axis_name=axis_name
         )
-        handle = DispatchHandle(there.group_sizes, there.handle)  # type: ignore[arg-type]
+        moved: Any = there.handle  # with partial sums: no other form
+        handle = DispatchHandle(there.group_sizes, moved, _mesh.as_tuple(axis_name))
         y = grouped_matmul(there.rows, w, there.group_sizes, **product)
     plan = _dispatch.decomposed(f"{exchange}: {why}")
     _explain.note_once(OP, (x, *ws, indices), (y,), plan)
@@ -226,6 +236,11 @@ def grouped_matmul_combine(
     if not isinstance(handle, GatherHandle | DispatchHandle):
         raise TypeError(
             f"jflux.{COMBINE}: handle must be what jflux.{OP} returned, got {type(handle).__name__}"
+        )
+    if _mesh.as_tuple(axis_name) != handle.axis_names:
+        raise ValueError(
+            f"jflux.{COMBINE}: {axis_name=}, and the dispatch was over {handle.axis_names}: "
+            "it must be the same, in the same order"
         )
     h = jnp.asarray(h)
     if h.ndim != 2 or h.shape[0] != handle.rows or not jnp.issubdtype(h.dtype, jnp.floating):
@@ -299,7 +314,7 @@ def _gather_handle(indices: jax.Array, num_experts: int, axis_name: AxisName) ->
         own = jnp.argsort(chosen < 0, axis=1, stable=True)[:, :experts].astype(jnp.int32)
         chosen = jnp.take_along_axis(chosen, own, axis=1)
     by_expert = moe.route(chosen, experts)
-    return GatherHandle(by_expert.counts, by_expert, slots.first, own)
+    return GatherHandle(by_expert.counts, by_expert, slots.first, own, names)
 
 
 def _weights_there(

@@ -122,7 +122,7 @@ def _call_linen(module: Any, example: tuple[Any, ...]) -> list[_Call]:
                 if part in own
             }
             for part, x in _reads(shapes, args[0]):
-                path = (*inner.path, part)
+                path = (*context.module.path, part)
                 calls.append(_Call((path, "kernel"), "dense", shapes[part], x, y, "/".join(path)))
         for key in _NAMES:
             weight: Any = linen.meta.unbox(own.get(key))
@@ -198,7 +198,7 @@ def _recorded(kind: type, method: str, calls: list[_Call]) -> Iterator[None]:
     def record(self: Any, *args: Any, **kwargs: Any) -> Any:
         y = original(self, *args, **kwargs)
         if type(self) is kind and args:
-            parts = {}
+            parts: dict[str, Any] = {}
             if kind in _ours("nnx"):
                 parts = {part: getattr(self, part, None) for part in (*_FIRST, *_LAST)}
                 parts = {part: inner for part, inner in parts.items() if inner is not None}
