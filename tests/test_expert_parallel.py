@@ -802,8 +802,10 @@ def test_operands_and_options_that_do_not_fit():
 @pytest.mark.parametrize(
     "options", [{}, {"partial_sums": True}, {"partial_sums": True, "dtype": jnp.float64}]
 )
-def test_combine_refuses_another_axis(options):
-    """Of a divisor of the ranks: several slices to each of them would be a valid exchange."""
+@pytest.mark.parametrize("other", ["ep", ("ep", "node")])
+def test_combine_refuses_another_axis(options, other):
+    """Of a divisor of the ranks: several slices to each of them would be a valid exchange. And of
+    as many ranks in another order."""
     options = dict(options)
     with x64_if(dtype := options.pop("dtype", jnp.float32)):
         x, indices, weights = operands(4, "random", 4, 3, 2, 8, dtype=dtype)
@@ -812,13 +814,12 @@ def test_combine_refuses_another_axis(options):
             d = jflux.moe_dispatch(
                 x, indices, weights, num_experts=8, axis_name=("node", "ep"), **options
             )
-            return jflux.moe_combine(d.rows, d.handle, weights=weights, axis_name="ep")
+            return jflux.moe_combine(d.rows, d.handle, weights=weights, axis_name=other)
 
         mesh = make_mesh((2, 2), ("node", "ep"))
         rows = P(("node", "ep"))
         f = jax.shard_map(f, mesh=mesh, in_specs=rows, out_specs=rows)
-        text = r"axis_name='ep' has 2 ranks, and the handle is of .* over 4"
-        with pytest.raises(ValueError, match=text):
+        with pytest.raises(ValueError, match=r"the dispatch was over \('node', 'ep'\): it must be"):
             jax.eval_shape(f, *(a.reshape(-1, a.shape[-1]) for a in (x, indices, weights)))
 
 

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .. import _checks
+from .. import _checks, _mesh
+from .._mesh import AxisName
 
 
 def check_tokens(
@@ -55,3 +56,13 @@ def check_weights(op: str, weights: Any, shape: tuple[int, ...]) -> jax.Array:
             f"{weights.shape}"
         )
     return weights
+
+
+def check_axes(op: str, axis_name: AxisName, of_dispatch: tuple[Any, ...]) -> None:
+    """A combine over other ranks than its dispatch, or the same in another order, could be a valid
+    exchange, of other rows."""
+    if _mesh.as_tuple(axis_name) != of_dispatch:
+        raise ValueError(
+            f"{op}: {axis_name=}, and the dispatch was over {of_dispatch}: it must be the same, in "
+            "the same order"
+        )

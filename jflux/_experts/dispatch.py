@@ -16,7 +16,7 @@ from .._epilogue import sum_dtype
 from .._mesh import AxisName
 from .._ops.exchange import all_gather
 from . import partial, placed, ragged, routing
-from .checks import check_tokens, check_weights
+from .checks import check_axes, check_tokens, check_weights
 from .partial import PartialHandle
 from .placed import PlacedHandle
 from .rows import (
@@ -319,7 +319,7 @@ def moe_combine(
             )
         sums = moe_combine(y, inside, weights=weights, axis_name=axis_name)
         return moe_combine(sums, between, residual=residual, axis_name=node_axis)
-    _check_ranks(axis_name, handle)
+    check_axes("jflux.moe_combine", axis_name, handle.axis_names)
     y = jnp.asarray(y)
     rows = handle.slot.shape[0]
     if y.ndim == 3 and y.shape[0] * y.shape[1] == rows:
@@ -372,17 +372,6 @@ def _checked(
             f"{op}: topk_weights must have topk_indices' shape {indices.shape}, got {weights.shape}"
         )
     return x, indices, weights
-
-
-def _check_ranks(axis_name: AxisName, handle: Handle | PartialHandle | PlacedHandle) -> None:
-    """Slices for other ranks than there are could be a valid exchange, of other rows."""
-    world = _mesh.axis_size(axis_name)
-    ranks = handle.params.world if isinstance(handle, PlacedHandle) else handle.out.sent.shape[0]
-    if ranks != world:
-        raise ValueError(
-            f"jflux.moe_combine: {axis_name=} has {world} ranks, and the handle is of a dispatch "
-            f"over {ranks}"
-        )
 
 
 def _check_options(capacity: Any, alignment: Any, layout: str, on_overflow: str) -> None:

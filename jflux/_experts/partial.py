@@ -8,8 +8,9 @@ the maps of :mod:`jflux.moe._rows`. Everything is made of both, and so are its d
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +23,9 @@ from .routing import Sizes
 from .rows import came_rows, handle_of, move, on_first, summed
 
 
-class PartialHandle(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PartialHandle:
     """How a dispatch with partial sums moved its rows. Integers, int32.
 
     Attributes:
@@ -34,6 +37,7 @@ class PartialHandle(NamedTuple):
         none. (A masked layout is [E_local C] here.)
       there: [N T, k], the expert's row of each of these slots; -1: none.
       first: [T, k], the slot of the token whose row this slot shares; -1: it has none.
+      axis_names: of the dispatch, static.
     """
 
     token: jax.Array
@@ -42,6 +46,7 @@ class PartialHandle(NamedTuple):
     slot: jax.Array
     there: jax.Array
     first: jax.Array
+    axis_names: tuple[Any, ...] = dataclasses.field(metadata={"static": True})
 
 
 def rows_and_weights(

@@ -100,6 +100,10 @@ class PlacedHandle:
     first: jax.Array
     params: Params = dataclasses.field(metadata={"static": True})
 
+    @property
+    def axis_names(self) -> tuple[Any, ...]:
+        return self.params.axis_names
+
 
 def params_for(
     x: Any, indices: Any, num_experts: int, rows: int, axis_name: AxisName, **options: Any

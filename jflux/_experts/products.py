@@ -27,7 +27,7 @@ from .._ops.exchange import all_gather
 from .._ops.grouped_matmul import grouped_matmul
 from ..moe import _gathered, _tensor_parallel
 from . import dispatch, routing
-from .checks import check_tokens, check_weights
+from .checks import check_axes, check_tokens, check_weights
 from .partial import PartialHandle
 from .placed import PlacedHandle
 from .rows import on_first
@@ -237,11 +237,7 @@ def grouped_matmul_combine(
         raise TypeError(
             f"jflux.{COMBINE}: handle must be what jflux.{OP} returned, got {type(handle).__name__}"
         )
-    if _mesh.as_tuple(axis_name) != handle.axis_names:
-        raise ValueError(
-            f"jflux.{COMBINE}: {axis_name=}, and the dispatch was over {handle.axis_names}: "
-            "it must be the same, in the same order"
-        )
+    check_axes(f"jflux.{COMBINE}", axis_name, handle.axis_names)
     h = jnp.asarray(h)
     if h.ndim != 2 or h.shape[0] != handle.rows or not jnp.issubdtype(h.dtype, jnp.floating):
         raise ValueError(

@@ -38,7 +38,8 @@ def route(
     indices: jax.Array, num_experts: int, options: routing.Options, axis_name: AxisName
 ) -> Route:
     """Of the choices [T, k] of this rank's tokens."""
-    world, rank = _mesh.axis_size(axis_name), lax.axis_index(_mesh.as_tuple(axis_name))
+    axis_names = _mesh.as_tuple(axis_name)
+    world, rank = _mesh.axis_size(axis_name), lax.axis_index(axis_names)
     tokens, k = indices.shape
     experts = num_experts // world
     slots, wrong, by_expert = routing.choices_of(indices, num_experts)
@@ -87,7 +88,7 @@ def route(
         # The first slot of a token on each rank has the row that comes back from there.
         part = by_rank.destination[to, jnp.arange(tokens)[:, None]]
         part = jnp.where(routing.distinct(to).has_row & (to >= 0), part, -1)
-        brief = PartialHandle(token, out, part, slot, row_there, kept.first)
+        brief = PartialHandle(token, out, part, slot, row_there, kept.first, axis_names)
         return Route(brief, sizes, padded, chosen, dropped)
     back = routing.compacted(came >= 0, row_there, min(k, experts) * most_received)
 
@@ -99,7 +100,7 @@ def route(
     place = home.received_at[to] + routing.number_among_equals(to, going_home)
     place = jnp.take_along_axis(place, jnp.maximum(kept.first, 0), axis=1)
     row = jnp.where(kept.first >= 0, place, -1).astype(jnp.int32)
-    handle = Handle(token, out, slot, back, home, kept.first, row)
+    handle = Handle(token, out, slot, back, home, kept.first, row, axis_names)
     return Route(handle, sizes, padded, chosen, dropped)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +17,9 @@ from ..moe import _rows
 from .routing import Sizes
 
 
-class Handle(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Handle:
     """How a dispatch moved its rows: all that :func:`jflux.moe_combine` needs of it. Integers,
     int32.
 
@@ -29,6 +32,7 @@ class Handle(NamedTuple):
       home: of these rows, between ranks.
       first: [T, k], the slot of the token whose row this slot shares; -1: it has none.
       row: [T, k], which of the rows that come back is the slot's; -1: none.
+      axis_names: of the dispatch, static.
     """
 
     token: jax.Array
@@ -38,6 +42,7 @@ class Handle(NamedTuple):
     home: Sizes
     first: jax.Array
     row: jax.Array
+    axis_names: tuple[Any, ...] = dataclasses.field(metadata={"static": True})
 
 
 class LevelsHandle(NamedTuple):
