@@ -117,8 +117,11 @@ NOTES = """
   out since: a single raster group, which was faster when all CTAs sent.
 - On 2 GPUs chunks of sums would still be 5 % faster than XLA at 64 MiB, but take 256 MiB of the heap;
   above 16 MiB they are XLA's.
-- The all-gather of 1332 x 22004 x 4099 on 4 x H100 was timed decomposed; it is one kernel now, whose
-  time is K ([0033](experiments/0033-remaining-gaps.md)).
+- Timed decomposed, and one kernel now, whose time is K: the all-gather of 1332 x 22004 x 4099
+  ([0033](experiments/0033-remaining-gaps.md)) and reduce-scatters of 256 rows on 4 x H100, and up to
+  28 rows of 4104 columns or k everywhere ([0020](experiments/0020-few-rows-decomposed.md)).
+- all_to_all_matmul of 8192 rows on 4 x H100 was timed with raster groups of seven and one tile rows;
+  they are four and four now ([0034](experiments/0034-all-to-all-matmul.md)).
 - Reduce-scatters of 4104 columns on 2 x H200, and of 4099 there and on 2 x H100, were timed with tiles
   of 128 columns; they take 192 now ([0053](experiments/0053-operand-rows.md)).
 - matmul_all_reduce of 32 to 128 rows is one kernel on 2 GPUs, and XLA's product and all_reduce on
