@@ -39,13 +39,13 @@ def listed(name: str, ranks: int) -> list[Shape]:
 def _wanted(name: str, ranks: int) -> list[str]:
     """The rows of a run of `renew.RUNS`, by name; none if they have no names."""
     if name == "grids":
-        return ["x".join(map(str, grid.sizes)) for grid in grids.grids_of(ranks)]
+        return [str(grid) for grid in grids.grids_of(ranks)]
     return CASES.get(name, [])
 
 
 def _case_names(kind: str, rows: list[dict]) -> list[str]:
     if kind == "grids":
-        return ["x".join(map(str, row["grid"])) for row in rows]
+        return [grids.name_of(row) for row in rows]
     if kind == "moe":
         return [f"{row['case']['name']}, {row['sizes']}" for row in rows]
     return [row["case"]["name"] for row in rows]

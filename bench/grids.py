@@ -233,6 +233,11 @@ COLUMNS = ("grid", "predicted ms", "none ms", "+ AR", "+ RS", "+ AG", "+ cache",
            "none / best", "MiB, none", "+ AG", "+ cache")  # fmt: skip
 
 
+def name_of(row: command.Row) -> str:
+    """Of its grid, such as "2x1x2x1"."""
+    return str(Grid(*row["grid"]))
+
+
 def cells(row: dict[str, Any]) -> list[str]:
     """One row of the table under COLUMNS; between the first and the last time, what a rung saves of
     the one before."""
@@ -245,10 +250,9 @@ def cells(row: dict[str, Any]) -> list[str]:
         for before, name in zip(names[:-2], names[1:-1], strict=True)
     ]
     memory = [f"{row['memory'][name] / 2**20:.0f}" for name in ("none", "+ AG", "+ cache")]
-    grid = "x".join(map(str, row["grid"]))
     first, last = times[names[0]], times[names[-1]]
     return [
-        grid, f"{1e3 * row['predicted']:.1f}", f"{first:.1f}", *saved, f"{last:.1f}",
+        name_of(row), f"{1e3 * row['predicted']:.1f}", f"{first:.1f}", *saved, f"{last:.1f}",
         *(f"{other:.1f}" for other in others), f"{first / best:.2f}", *memory,
     ]  # fmt: skip
 

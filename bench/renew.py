@@ -21,15 +21,15 @@ import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
+COLLECTIVES = "bench.collectives --ranks {ranks} --lists all_reduce,norm,pair,all_to_all"
 #: By name, the module and its options; {ranks} are all GPUs, and a process for each.
 RUNS = {
     "ops": "bench --ranks {ranks} --lists "
     "flux,llm,attention,decode,hundreds,ragged,odd,ulysses,all_to_all_matmul",
     "all_reduce": "bench --ranks {ranks} --lists all_reduce",
     "processes": "bench --ranks {ranks} --processes {ranks} --lists flux,decode",
-    "collectives": "bench.collectives --ranks {ranks} --lists all_reduce,norm,pair,all_to_all",
-    "collectives_processes": "bench.collectives --ranks {ranks} --processes {ranks} "
-    "--lists all_reduce,norm,pair,all_to_all",
+    "collectives": COLLECTIVES,
+    "collectives_processes": f"{COLLECTIVES} --processes {{ranks}}",
     "decode": "bench.decode --ranks {ranks}",
     "blocks": "bench.blocks --ranks {ranks}",
     "accuracy": "bench.accuracy --ranks {ranks}",

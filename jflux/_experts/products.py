@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -68,20 +68,20 @@ class GatherHandle:
         return self.routing.source.shape[0]
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class DispatchHandle:
+class DispatchHandle(NamedTuple):
     """Where rows are whose tokens have gone to the ranks of their experts.
 
     Attributes:
       group_sizes: i32 [E / N], the rows of each of this rank's experts.
       moved: the handle of the dispatch.
-      axis_names: of the dispatch, static.
     """
 
     group_sizes: jax.Array
     moved: PartialHandle | PlacedHandle
-    axis_names: tuple[Any, ...] = dataclasses.field(metadata={"static": True})
+
+    @property
+    def axis_names(self) -> tuple[Any, ...]:
+        return self.moved.axis_names
 
     @property
     def rows(self) -> int:
@@ -181,8 +181,7 @@ def dispatch_grouped_matmul(
         there = dispatch.moe_dispatch(
             x, indices, ones, num_experts=num_experts, partial_sums=True, axis_name=axis_name
         )
-        moved: Any = there.handle  # with partial sums: no other form
-        handle = DispatchHandle(there.group_sizes, moved, _mesh.as_tuple(axis_name))
+        handle = DispatchHandle(there.group_sizes, there.handle)  # type: ignore[arg-type]
         y = grouped_matmul(there.rows, w, there.group_sizes, **product)
     plan = _dispatch.decomposed(f"{exchange}: {why}")
     _explain.note_once(OP, (x, *ws, indices), (y,), plan)

@@ -180,6 +180,12 @@ def forced_configuration(gated: bool) -> dict[str, int]:
     return dict(zip(("tile_n", "cluster_m"), forced_tile(gated).tolist(), strict=False))
 
 
+def rows_from_each_rank(call: Mapping[str, int]) -> float:
+    """Rows of an expert that each rank has on average. `call`: of a kernel over ranks, as its
+    native plan function reads it."""
+    return call["tokens"] * call["choices"] / (call["groups"] * call["owners"])
+
+
 def why_one_class(call: Mapping[str, int]) -> str:
     """Why a kernel over ranks has no order of tiles by their ranks (ChooseParts of
     cc/ops/grouped_matmul/segments.h), in words. `call`: as its native plan function reads it."""
@@ -189,8 +195,7 @@ def why_one_class(call: Mapping[str, int]) -> str:
             f"{groups} experts times {world} ranks are more than {_native.MOST_SPANS}, which a "
             "kernel can order tiles by"
         )
-    rows = call["tokens"] * call["choices"] / (groups * call["owners"])
-    return f"experts have few rows, {rows:.3g} of each rank"
+    return f"experts have few rows, {rows_from_each_rank(call):.3g} of each rank"
 
 
 def _attributes(params: Params) -> dict[str, Any]:

@@ -447,8 +447,8 @@ def _sizes(arrays: Arrays, params: Params) -> _product_plan.Sizes:
 def _why_decomposed(arrays: Arrays, params: Params, machine: Machine) -> str | None:
     xs, ws, _ = _terms(arrays, params)
     sizes = _sizes(arrays, params)
-    if sizes.outer == 1 and sizes.rows == 256 and params.world in (2, 4):
-        return None  # whole tiles: docs/experiments/0020
+    if sizes.outer == 1 and sizes.rows == 2 * _product_plan.TILE_ROWS and params.world in (2, 4):
+        return None  # two whole tiles: docs/experiments/0020
     return _product_plan.why_decomposed(
         sizes.rows, machine, fewest=FEWEST_ROWS, ranks=params.world, width=sizes.k,
         alignment=_product_plan.alignment(xs, ws),

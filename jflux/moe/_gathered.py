@@ -180,7 +180,7 @@ def _plan(arrays: Arrays, params: Params, machine: Machine) -> Plan:
     if isinstance(native, Plan):
         return native
     waits_for_all = machine.on_gpus and params.world > 1 and native["parts"] == 0
-    rows = call["tokens"] * call["choices"] / (call["groups"] * call["owners"])
+    rows = _grouped_primitives.rows_from_each_rank(call)
     if not _config.config.always and waits_for_all and rows < LEAST_ROWS:
         why = f"experts have few rows, {rows:.3g} of each rank, and all tiles would wait for them"
         return _STEPS.plan(why)

@@ -122,7 +122,7 @@ def _call_linen(module: Any, example: tuple[Any, ...]) -> list[_Call]:
                 if part in own
             }
             for part, x in _reads(shapes, args[0]):
-                path = (*context.module.path, part)
+                path = (*inner.path, part)
                 calls.append(_Call((path, "kernel"), "dense", shapes[part], x, y, "/".join(path)))
         for key in _NAMES:
             weight: Any = linen.meta.unbox(own.get(key))
@@ -146,7 +146,7 @@ def _call_linen(module: Any, example: tuple[Any, ...]) -> list[_Call]:
     return calls
 
 
-def _ours(flavour: str) -> tuple[type, ...]:
+def _ours(flavour: str) -> tuple[type[Any], ...]:
     """jflux.nn's layers of several products, whose kernels are read without a call of their own."""
     layers = sys.modules.get(f"jflux.nn.{flavour}")
     return (layers.Attention, layers.MLP) if layers else ()
