@@ -268,7 +268,7 @@ def test_plans_on_gpus():
         (plan_on_gpus(480, 8), "few rows, 120 of each rank"),
         (plan_on_gpus(4096, 8, k=516), "multiples of 16 bytes"),
         (plan_on_gpus(4096, 8, dtype="float32"), "float32"),
-        (plan_on_gpus(4096, 1000), "groups"),
+        (plan_on_gpus(4096, 3000), "groups"),
         (plan_on_gpus(1 << 18, 8, k=8192), "more than a third; jflux.init(heap_bytes=...)"),
     ):
         assert plan.path == Path.DECOMPOSED and not plan.unsupported, plan
@@ -277,9 +277,13 @@ def test_plans_on_gpus():
     waits = plan_on_gpus(512, 8)
     assert waits.path == Path.FUSED and waits.config["parts"] == 0
     assert "in the order of experts, since experts have few rows, 128 of each" in waits.reason
-    waits = plan_on_gpus(16384, 128, 8, k=2048, n=192, world=8)  # 1024 rows of each
+    waits = plan_on_gpus(16384, 512, 8, k=2048, n=192, world=8)  # 256 rows of each
     assert waits.path == Path.FUSED and waits.config["parts"] == 0
-    assert "128 experts times 8 ranks are more than 767" in waits.reason
+    assert "512 experts times 8 ranks are more than 2048" in waits.reason
+    # Qwen3-235B-A22B and DeepSeek-V3 on eight GPUs, 256 rows of an expert from each.
+    for tokens, experts, k, n in ((4096, 128, 4096, 192), (8192, 256, 7168, 256)):
+        many = plan_on_gpus(tokens, experts, 8, k=k, n=n, world=8, gated=True)
+        assert many.path == Path.FUSED and many.config["parts"] == 1
     # Qwen3-30B-A3B on four GPUs.
     assert plan_on_gpus(2048, 128, 8, k=2048, n=192, world=4, gated=True).path == Path.FUSED
     assert plan_on_gpus(4096, 8, n=4096, always=True).path == Path.FUSED

@@ -39,6 +39,8 @@ struct AllGatherGroupedMatmulParams {
         .Add(tokens)
         .Add(product.k)
         .Add(static_cast<int64_t>(product.dtype))
+        .Add(product.groups)  // this and parts: TokenLayout::chunk_bytes
+        .Add(parts)
         .Get();
   }
 };

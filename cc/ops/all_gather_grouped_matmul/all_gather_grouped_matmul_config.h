@@ -11,12 +11,18 @@
 
 namespace jflux {
 
-// Four boxes of this size pass through a send warp's shared memory, and are a chunk. The rest of
-// that memory holds the table of segments.
+// A send warp's shared memory: a chunk, which passes through in four boxes, and behind it the table
+// of spans. A table of more than 767 spans takes some of the chunk's memory: its last boxes are
+// smaller then, or empty.
 inline constexpr int32_t kTokenBoxes = 4, kTokenBoxBytes = 3328;
-inline constexpr int64_t kTokenChunkBytes = kTokenBoxes * kTokenBoxBytes;
+inline constexpr int64_t kMostTokenChunkBytes = kTokenBoxes * kTokenBoxBytes;
+inline constexpr int64_t kTokenSendBytes = 16 << 10;
+inline constexpr int64_t TokenChunkBytes(int64_t spans) {
+  const int64_t table = RoundUp<int64_t>(4 * (spans + 1), 128);
+  return Min(kMostTokenChunkBytes, kTokenSendBytes - table);
+}
 inline TokenLayout CudaLayoutOf(const AllGatherGroupedMatmulParams& p) {
-  return TokenLayout::Make(p, kTokenChunkBytes);
+  return TokenLayout::Make(p, TokenChunkBytes(p.product.groups * Max(1, p.world * p.parts)));
 }
 
 // CTAs that may send. mean_rows: SegmentedCall's.
@@ -32,8 +38,9 @@ inline std::string WhyNoKernel(const AllGatherGroupedMatmulParams& p) {
   const std::string why = WhyNoSegmentedKernel(p.product);
   if (!why.empty()) return why;
   constexpr int64_t kMostChunks = int64_t{1} << 29;
-  return p.ShardBytes() / kTokenChunkBytes > kMostChunks / p.world ? "a dimension is too large"
-                                                                   : "";
+  return p.ShardBytes() / TokenChunkBytes(kMostSpans) > kMostChunks / p.world
+             ? "a dimension is too large"
+             : "";
 }
 
 bool PlanAllGatherGroupedMatmul(const Fields& call, const Machine& machine, Fields* plan,

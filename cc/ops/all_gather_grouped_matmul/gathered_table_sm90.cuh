@@ -1,7 +1,7 @@
 // The groups of an all_gather_grouped_matmul, and where the segments of tokens begin in each, as a
 // cluster's leading scheduler warp sees them; and the addresses of a tile's rows.
 //
-//   table of spans   grouped_matmul/span_table_sm90.cuh. It lies behind the send boxes.
+//   table of spans   grouped_matmul/span_table_sm90.cuh. It lies behind a chunk.
 //   row tables       The scheduler warp of each CTA writes them, the load warp reads them
 //                    (gpu/gather_rows_sm90.cuh). They lie behind all else.
 #ifndef JFLUX_OPS_ALL_GATHER_GROUPED_MATMUL_GATHERED_TABLE_SM90_CUH_
@@ -19,14 +19,14 @@ struct GatherConfig : Base {
   static constexpr int kRowTables = 2;
   static constexpr int kSmemBytes = Base::kSmemBytes + kRowTables * kRowTableBytes<Base>;
   static_assert(kSmemBytes <= 232448);
-  static_assert(kTokenBoxes == Base::kSendBoxes &&
-                kTokenChunkBytes + 4 * (kMostSpans + 1) <= Base::kSendBoxes * Base::kSendBoxBytes);
+  static_assert(kTokenBoxes == Base::kSendBoxes && TokenChunkBytes(kMostSpans) > 0 &&
+                kTokenSendBytes == Base::kSendBoxes * Base::kSendBoxBytes);
 };
 
 template <typename Config>
 __device__ __forceinline__ SpanTable<Config> SpansOf(const AllGatherGroupedMatmulArgs& args,
                                                      const GemmSmem<Config>& smem) {
-  return SpanTable<Config>(smem.SendBox(0) + static_cast<uint32_t>(kTokenChunkBytes),
+  return SpanTable<Config>(smem.SendBox(0) + static_cast<uint32_t>(args.layout.chunk_bytes),
                            args.order.Segments());
 }
 
