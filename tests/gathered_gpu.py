@@ -5,9 +5,9 @@ in dispatch_grouped_matmul and grouped_matmul_combine; a table comes last:
 python tests/gathered_gpu.py [--only gather|scatter|products] [--calls 160] [--ranks 2] [--seed 0]
     [--limit 400]
 
-A call draws the number of tokens (odd, too), choices, experts, widths, type, tile, epilogue and
-routing: balanced, with slots that have no expert, all for one expert, or of the first tokens only.
-Tokens that nobody chose are NaN. Each program runs five times: twice on the same operands, which
+A call draws the number of tokens (odd, too), choices, experts (up to as many as fit), widths, type,
+tile, epilogue and routing: balanced, with slots that have no expert, all for one expert, or of the
+first tokens only. Tokens that nobody chose are NaN. Each program runs five times: twice on the same operands, which
 must give the same bits, then on other operands and routings, with ranks that come late and
 workspaces full of NaN. Some calls also compare gradients with those of the two steps: those of
 all_gather_grouped_matmul take the other kernel. Last come loops of calls, which XLA captures in
@@ -34,7 +34,7 @@ import products_gpu as products
 import scattered_gpu as scattered
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from routed import TILES, draw_chosen, exact, rows_of_experts
+from routed import TILES, draw_chosen, draw_many, exact, rows_of_experts
 
 import jflux
 from jflux import _tuning, moe, testing
@@ -70,6 +70,8 @@ def check(seed: int, ranks: int) -> tuple[str, str, float]:
     choices = int(rng.integers(1, 5))
     each = int(rng.choice([1, 3, 17, 64, 129, 700, 1024, 2500]))
     k, n = (8 * int(rng.choice([rng.integers(1, 60), 8, 9, 32, 33])) for _ in range(2))
+    if on_gpus and world > 1 and seed % 8 == 6:
+        (experts, choices, each), k, n = draw_many(rng, world), 72, 64
     way = dict(WAYS[rng.integers(len(WAYS))])
     activation, gated = way.get("activation"), way.get("gated", False)
     turned = bool(rng.integers(2))
