@@ -536,7 +536,7 @@ def _make_among(monkeypatch, native, processes, unusable=""):
 @pytest.mark.parametrize("processes", [(3,), (2, 3, 5)])
 def test_a_heap_is_made_in_order(monkeypatch, processes):
     """Handles are attached after all processes have made their parts, and before the links are
-    probed."""
+    probed. Processes copy in turn: the links' rates are those of one process."""
     native = _Native()
     job, gathered = _make_among(monkeypatch, native, processes)
     devices = tuple(d for p in processes for d in (2 * p, 2 * p + 1))
@@ -555,8 +555,10 @@ def test_a_heap_is_made_in_order(monkeypatch, processes):
         ("heap_free_workspace", *area),
         ("heap_links", "cuda"),
     ]
-    steps = "created attached probe_added probe_attached probe_copies probe_check probe_talk"
-    node = [f"{step}/{processes[0]}" for step in f"{steps} probe_closed".split()]
+    copies = [f"probe_copies_{p}" for p in processes]
+    steps = ["created", "attached", "probe_added", "probe_attached", *copies]
+    steps += ["probe_check", "probe_talk", "probe_closed"]
+    node = [f"{step}/{processes[0]}" for step in steps]
     assert gathered == ["facts", *node, "outcome"]
     assert job.why_not(np.array([devices])) is None
     assert job.heap_bytes == 1 << 20

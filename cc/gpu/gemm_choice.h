@@ -119,12 +119,21 @@ inline GemmChoice ChooseGemm(int world, int64_t rows_per_rank, int64_t n, int64_
   return best;
 }
 
+// The most of some tile rows, up to `most`, that cut them into raster groups of one size.
+inline int64_t EvenGroup(int64_t tiles_m, int64_t most) {
+  return CeilDiv(tiles_m, CeilDiv(tiles_m, Max<int64_t>(1, most)));
+}
+
 // Tile rows that share a raster group over w while an all-gather goes on. Many save reading w
 // again, but a raster group needs all of its rows at once: its first wave of tiles reads from each.
 // With q the time that a row takes to arrive over that of its product, and R rows per rank, a
 // raster group of g rows that begins when p have been computed, R of them own ones, is on time if
 // (p - R + g) q <= p. That is hardest for the first raster group, p = R, or, with slow links, for
 // the last, p = world R - g.
+//
+// But of a rank's rows a raster group has at least half a wave of tiles: those of the next one run
+// beside them, and wait from their first k-block on until the first one's rows have arrived with
+// all of k (docs/experiments/0027).
 inline GemmChoice GatherGroups(GemmChoice c, int world, int64_t rows_per_rank, int64_t n,
                                const Machine& machine) {
   if (c.group_m == 0) return c;
@@ -132,7 +141,11 @@ inline GemmChoice GatherGroups(GemmChoice c, int world, int64_t rows_per_rank, i
   const double columns = kReferenceColumns * machine.sm_count / kReferenceSms / machine.LinkShare();
   const double q = columns / static_cast<double>(n), r = static_cast<double>(rows_per_rank);
   const double rows = Min(r / q, world * r - (world - 1) * r * q);
-  const double tiles = rows / (kGemmTileM * c.cluster_m);
+  const int32_t tile_rows = kGemmTileM * c.cluster_m;
+  const int64_t half_a_wave = machine.sm_count / c.cluster_m / CeilDiv<int64_t>(n, c.tile_n) / 2;
+  const auto least =
+      static_cast<double>(EvenGroup(CeilDiv<int64_t>(rows_per_rank, tile_rows), half_a_wave));
+  const double tiles = Max(rows / tile_rows, least);
   c.group_m = static_cast<int32_t>(Max(1.0, Min(tiles, static_cast<double>(c.group_m))));
   return c;
 }

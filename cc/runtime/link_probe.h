@@ -12,6 +12,8 @@
 // Steps, each by all devices of the node, with a barrier of all processes after each:
 //
 //   copies  Each device copies its pattern to its slot at every peer, and the peer's pattern back.
+//           One device after the other, with a barrier after each process: three that copy to a
+//           fourth at the same time find a third of what its links carry.
 //   check   Each device looks at its slots through its own address: a mapping that leads to other
 //           memory shows here, and not where the writer reads back what it wrote.
 //   talk    Every two devices exchange data and a flag, kTurns times. Each checks the data when it

@@ -170,11 +170,14 @@ def _make_node(
     together("attached", attach)
     devices = tuple(sorted(d for f in facts if f.process in node for d in f.devices))
     if platform == "cuda" and len(devices) > 1:
-        _probe(devices, members.me, together)
+        _probe(devices, node, members.me, together)
 
 
 def _probe(
-    devices: tuple[int, ...], me: int, together: Callable[[str, Callable[[], str]], dict[int, str]]
+    devices: tuple[int, ...],
+    node: Sequence[int],
+    me: int,
+    together: Callable[[str, Callable[[], str]], dict[int, str]],
 ) -> None:
     """Probes all links of the node, in a workspace that exists as long."""
     area = Workspace(devices, lib.probe_bytes(len(devices)))
@@ -194,7 +197,10 @@ def _probe(
         lib.heap_probe(*where, number)
         return ""
 
-    for number, name in enumerate(("copies", "check", "talk")):
+    for process in node:  # in turn: processes that copy at the same time would share a GPU's links
+        copies = functools.partial(run, 0) if process == me else str
+        together(f"probe_copies_{process}", copies)
+    for number, name in enumerate(("check", "talk"), 1):
         together(f"probe_{name}", functools.partial(run, number))
 
     def close() -> str:
