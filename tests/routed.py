@@ -18,10 +18,10 @@ KINDS = ("balanced", "dropped", "one expert", "first tokens", "skewed")
 
 def draw_many(rng: np.random.Generator, world: int) -> tuple[int, int, int]:
     """(experts, choices, tokens of a rank) of a kernel that has a nearly full table, and tiles in
-    the order of ranks: 256 rows of an expert from each."""
+    the order of ranks: 512 rows of an expert from each."""
     most = _native.MOST_SPANS // world
     experts = int(rng.integers(most // 2, most + 1))
-    return experts, 8, 32 * experts
+    return experts, 8, 64 * experts
 
 
 def draw_chosen(rng: np.random.Generator, tokens: int, choices: int, experts: int) -> np.ndarray:

@@ -280,8 +280,8 @@ def test_plans_on_gpus():
     waits = plan_on_gpus(16384, 512, 8, k=2048, n=192, world=8)  # 256 rows of each
     assert waits.path == Path.FUSED and waits.config["parts"] == 0
     assert "512 experts times 8 ranks are more than 2048" in waits.reason
-    # Qwen3-235B-A22B and DeepSeek-V3 on eight GPUs, 256 rows of an expert from each.
-    for tokens, experts, k, n in ((4096, 128, 4096, 192), (8192, 256, 7168, 256)):
+    # Qwen3-235B-A22B and DeepSeek-V3 on eight GPUs, 512 rows of an expert from each.
+    for tokens, experts, k, n in ((8192, 128, 4096, 192), (16384, 256, 7168, 256)):
         many = plan_on_gpus(tokens, experts, 8, k=k, n=n, world=8, gated=True)
         assert many.path == Path.FUSED and many.config["parts"] == 1
     # Qwen3-30B-A3B on four GPUs.

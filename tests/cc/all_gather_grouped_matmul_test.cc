@@ -121,11 +121,12 @@ TEST(Plans) {
   EXPECT_EQ(plan(2, 4096, 2, 4096, 7168, 8, 1)["senders"], 44);
   EXPECT_EQ(plan(2, 512, 2, 4096, 7168, 8, 1)["parts"], 0);
   EXPECT_EQ(plan(8, 4096, 8, 7168, 256, 64, 1)["parts"], 1);
-  EXPECT_EQ(plan(8, 8192, 8, 7168, 256, 256, 1)["parts"], 1);
-  // Qwen3's on 8, and a table that there is no room for.
-  EXPECT_EQ(plan(8, 4096, 8, 4096, 192, 128, 1)["parts"], 1);
-  EXPECT_EQ(plan(8, 4095, 8, 4096, 192, 128, 1)["parts"], 0);
-  EXPECT_EQ(plan(8, 16384, 8, 4096, 192, 257, 1)["parts"], 0);
+  EXPECT_EQ(plan(8, 16384, 8, 7168, 256, 256, 1)["parts"], 1);
+  // Qwen3's on 4 and on 8, and a table that there is no room for.
+  EXPECT_EQ(plan(4, 4096, 8, 4096, 384, 128, 1)["parts"], 1);
+  EXPECT_EQ(plan(8, 8192, 8, 4096, 192, 128, 1)["parts"], 1);
+  EXPECT_EQ(plan(8, 8191, 8, 4096, 192, 128, 1)["parts"], 0);
+  EXPECT_EQ(plan(8, 32768, 8, 4096, 192, 257, 1)["parts"], 0);
   EXPECT_EQ(plan(1, 4096, 2, 4096, 7168, 8, 0)["parts"], 0);
   const Fields call{
       {"world", 2}, {"tokens", 64},   {"choices", 2},       {"k", 64},   {"n", 64}, {"groups", 4},

@@ -16,12 +16,15 @@ namespace jflux {
 inline constexpr int32_t kMostSpans = 2048;
 
 // Rows that an expert gets of a segment in the mean, from which on its weights may be read once for
-// each segment: a product of so many rows takes about as long as reading its weights.
-inline constexpr int64_t kLeastRowsOfSegment = 256;
+// each segment: a product of so many rows takes about as long as reading its weights. And with more
+// than kFewSpans, where 256 rows were up to 5 % slower that way on 4 x H100, and 512 were .89 of
+// the time on 4 x H200 (docs/experiments/0039).
+inline constexpr int64_t kLeastRowsOfSegment = 256, kLeastRowsOfManySpans = 512;
+inline constexpr int32_t kFewSpans = 767;
 // Segments of a rank that are worth waiting for one by one. The first group of a class waits for
 // all of its segment, so with one for each rank the product of the last segment begins when all
-// tokens have arrived. Several have been timed with so many spans.
-inline constexpr int32_t kMostParts = 4, kMostSpansOfSeveral = 767;
+// tokens have arrived. With more than kFewSpans several have not been timed.
+inline constexpr int32_t kMostParts = 4;
 static_assert(kMaxRanks * kMostParts <= kMostTileClasses);
 
 // With few rows all tiles are one class, and weights are read once: no order hides anything. If a
@@ -32,8 +35,11 @@ inline int32_t ChooseParts(int32_t world, int64_t m, int64_t groups,
   int32_t parts = 0;
   for (int32_t p = 1; p <= kMostParts; p *= 2) {
     const int64_t spans = groups * world * p;
-    const int64_t most = p == 1 ? kMostSpans : kMostSpansOfSeveral;
-    const int64_t least = p == 1 ? kLeastRowsOfSegment : least_of_several;
+    const bool few = spans <= kFewSpans;
+    const int64_t most = p == 1 ? kMostSpans : kFewSpans;
+    const int64_t least = p > 1 ? least_of_several
+                          : few ? kLeastRowsOfSegment
+                                : kLeastRowsOfManySpans;
     if (spans <= most && m >= least * spans) parts = p;
   }
   return parts;
