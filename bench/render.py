@@ -106,7 +106,7 @@ NOTES = """
 |---|---|
 | dated before 2026-11-25 (3 and 4 x H200, grids, peers) | all CTAs sent at once: J - G on 2 GPUs is half or less since ([0026](experiments/0026-limited-senders.md)). Contestants came in random orders, some of them more often after one that takes little power: 2 % ([0028](experiments/0028-contestant-order.md)) |
 | 4 x H200 | no tiles of 224 or 256 columns; the kernels began and ended later. On 2 GPUs that took 1 to 8 % of most calls' time, and up to 10 % more where tiles of 224 fit ([0016](experiments/0016-kernel-start-and-end.md)) |
-| 3 x H200, one process for each of 4 H200s, and those with Pallas and PyTorch | also no k-panels, no single raster group of few rows, and matmul_all_reduce was two calls |
+| 3 x H200, one process for each of 4 H200s on 2026-11-21, and those with Pallas and PyTorch | also no k-panels, no single raster group of few rows, and matmul_all_reduce was two calls |
 | attention and mixtures of experts on 2 x H200 | earlier kernels of `flash_decode`, `moe_dispatch` and `moe_combine` |
 | small collectives of 4 x H200 | all_to_all of 4 MiB took 1.17 of XLA's time, in LL packets, and the norm was in the kernel after sums of 256 KiB and more. Sums above 1 MiB travel in chunks since, up to 16 MiB, and exchanges up to 32 MiB ([0030](experiments/0030-chunked-exchanges.md)) |
 
@@ -117,11 +117,8 @@ NOTES = """
   out since: a single raster group, which was faster when all CTAs sent.
 - On 2 GPUs chunks of sums would still be 5 % faster than XLA at 64 MiB, but take 256 MiB of the heap;
   above 16 MiB they are XLA's.
-- Timed decomposed, and one kernel now, whose time is K: the all-gather of 1332 x 22004 x 4099
-  ([0033](experiments/0033-remaining-gaps.md)) and reduce-scatters of 256 rows on 4 x H100, and up to
-  28 rows of 4104 columns or k everywhere ([0020](experiments/0020-few-rows-decomposed.md)).
-- all_to_all_matmul of 8192 rows on 4 x H100 was timed with raster groups of seven and one tile rows;
-  they are four and four now ([0034](experiments/0034-all-to-all-matmul.md)).
+- Timed decomposed, and one kernel now, whose time is K: up to 14 rows of 4104 columns or k on 2 GPUs
+  ([0020](experiments/0020-few-rows-decomposed.md)).
 - Reduce-scatters of 4104 columns on 2 x H200, and of 4099 there and on 2 x H100, were timed with tiles
   of 128 columns; they take 192 now ([0053](experiments/0053-operand-rows.md)).
 - matmul_all_reduce of 32 to 128 rows is one kernel on 2 GPUs, and XLA's product and all_reduce on

@@ -280,10 +280,12 @@ def test_plans_on_gpus():
     waits = plan_on_gpus(16384, 512, 8, k=2048, n=192, world=8)  # 256 rows of each
     assert waits.path == Path.FUSED and waits.config["parts"] == 0
     assert "512 experts times 8 ranks are more than 2048" in waits.reason
-    # Qwen3-235B-A22B and DeepSeek-V3 on eight GPUs, 512 rows of an expert from each.
-    for tokens, experts, k, n in ((8192, 128, 4096, 192), (16384, 256, 7168, 256)):
+    # Qwen3-235B-A22B on eight GPUs, and as many experts as DeepSeek-V3's: 512 rows from each.
+    for tokens, experts, k, n in ((8192, 128, 4096, 192), (16384, 256, 2048, 256)):
         many = plan_on_gpus(tokens, experts, 8, k=k, n=n, world=8, gated=True)
         assert many.path == Path.FUSED and many.config["parts"] == 1
+    few = plan_on_gpus(8184, 128, 8, k=4096, n=192, world=8, gated=True)
+    assert few.path == Path.FUSED and few.config["parts"] == 0
     # Qwen3-30B-A3B on four GPUs.
     assert plan_on_gpus(2048, 128, 8, k=2048, n=192, world=4, gated=True).path == Path.FUSED
     assert plan_on_gpus(4096, 8, n=4096, always=True).path == Path.FUSED

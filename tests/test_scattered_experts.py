@@ -314,6 +314,9 @@ def test_plans_on_gpus():
         assert plan.path == Path.DECOMPOSED and not plan.unsupported, plan
         assert why in plan.reason, plan
     assert plan_on_gpus(64, 8, always=True).path == Path.FUSED
+    many = plan_on_gpus(8192, 128, 8, world=8)  # 512 rows of an expert from each rank
+    assert many.path == Path.FUSED and many.config["parts"] == 1
+    assert plan_on_gpus(8184, 128, 8, world=8).path == Path.DECOMPOSED
     assert plan_on_gpus(4096, 8, k=64, always=True).path == Path.FUSED
     assert plan_on_gpus(4096, 8, world=1, always=True).path == Path.FUSED
 
