@@ -252,8 +252,8 @@ TEST(GatherGroupsAreThereInTime) {
   }
 }
 
-// Of few columns, where rows arrive slowly, it has half a wave all the same: what was the fastest on
-// 4 x H100, or at most 3 % slower (docs/experiments/0027).
+// Of few columns, where rows arrive slowly, it has half a wave all the same: what was the fastest
+// on 4 x H100, or at most 3 % slower (docs/experiments/0027).
 TEST(GatherGroupsAreHalfAWave) {
   const auto group = [](int64_t rows, int64_t n, int32_t tile_n, int32_t most) {
     return GatherGroups(GemmChoice{tile_n, 2, most}, 4, rows, n, kH200).group_m;

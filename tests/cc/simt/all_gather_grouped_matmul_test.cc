@@ -23,7 +23,8 @@ struct Case {
 class DeviceCall : public AllGatherGroupedMatmulCall {
  public:
   DeviceCall(const Case& c, Routed routed, uint32_t seed)
-      : AllGatherGroupedMatmulCall(c.p, CudaLayoutOf(c.p).chunk_bytes, routed, seed, /*own=*/seed % 2 == 1),
+      : AllGatherGroupedMatmulCall(c.p, CudaLayoutOf(c.p).chunk_bytes, routed, seed,
+                                   /*own=*/seed % 2 == 1),
         c_(c) {}
   bool Launch(const CudaDevice& device, const SymmetricView& view, std::string* error) {
     return LoadAllGatherGroupedMatmulKernels(error) &&
