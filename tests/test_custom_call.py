@@ -398,6 +398,17 @@ def test_the_source_of_the_example_compiles():
     assert b"scaled_shift" in _custom.compile_source(call, "scaled_shift").image
 
 
+def test_a_source_is_text_or_a_path(tmp_path):
+    line = 'extern "C" __global__ void nothing() {}'
+    path = tmp_path / "nothing.cu"
+    path.write_text(line)
+    assert nvrtc.source_of(line) == (line, "source")
+    assert nvrtc.source_of(f"// A comment.\n{line}")[1] == "source"
+    assert nvrtc.source_of(path) == nvrtc.source_of(str(path)) == (line, str(path))
+    with pytest.raises(FileNotFoundError, match=r"nothing\.cuh"):
+        nvrtc.source_of("nothing.cuh")
+
+
 def test_bits_of_parameters():
     assert [_custom._bits(v) for v in (True, -3, 0.0, 1.0)] == [1, -3, 0, 0x3FF0000000000000]
     assert _custom._bits(-0.0) == -(1 << 63)

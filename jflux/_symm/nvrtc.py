@@ -118,8 +118,7 @@ def _read(size_of: Any, read: Any, program: ctypes.c_void_p) -> bytes:
 
 
 def source_of(source: str | os.PathLike[str]) -> tuple[str, str]:
-    """(CUDA C++, its name in messages) of a source, or of the path to one: a ``Path``, or a string
-    of one line."""
-    if isinstance(source, os.PathLike) or "\n" not in source:
-        return Path(source).read_text(), str(source)
-    return source, "source"
+    """(CUDA C++, its name in messages) of a source, which has a kernel, or of the path to one."""
+    if isinstance(source, str) and ("__global__" in source or "\n" in source):
+        return source, "source"
+    return Path(source).read_text(), str(source)
