@@ -32,6 +32,8 @@ GROUPED_TILES: tuple[tuple[int, int], ...] = tuple(
 #: Experts times segments of tokens that a kernel of a grouped product over ranks has a table for
 #: (cc/ops/grouped_matmul/segments.h).
 MOST_SPANS: int = _constants["most_spans"]
+#: How many of them a scatter orders tiles by.
+FEW_SPANS: int = _constants["few_spans"]
 #: Elements of a 16-bit type that the GPU kernels move together: rows are whole multiples.
 UNIT: int = _constants["unit_bytes"] // 2
 #: Architectures that kernels are compiled for (cc/gpu/machine.h): for many GPUs, and for Hopper.

@@ -5,7 +5,7 @@ in dispatch_grouped_matmul and grouped_matmul_combine; a table comes last:
 python tests/gathered_gpu.py [--only gather|scatter|products] [--calls 160] [--ranks 2] [--seed 0]
     [--limit 400]
 
-A call draws the number of tokens (odd, too), choices, experts (up to as many as fit), widths, type,
+A call draws the number of tokens (odd, too), choices, experts (some hundreds, too), widths, type,
 tile, epilogue and routing: balanced, with slots that have no expert, all for one expert, or of the
 first tokens only. Tokens that nobody chose are NaN. Each program runs five times: twice on the same
 operands, which must give the same bits, then on other operands and routings, with ranks that come
@@ -71,7 +71,7 @@ def check(seed: int, ranks: int) -> tuple[str, str, float]:
     each = int(rng.choice([1, 3, 17, 64, 129, 700, 1024, 2500]))
     k, n = (8 * int(rng.choice([rng.integers(1, 60), 8, 9, 32, 33])) for _ in range(2))
     if on_gpus and world > 1 and seed % 8 == 6:
-        (experts, choices, each), k, n = draw_many(rng, world), 72, 64
+        (experts, choices, each), k, n = draw_many(rng, world), 72, 32
     way = dict(WAYS[rng.integers(len(WAYS))])
     activation, gated = way.get("activation"), way.get("gated", False)
     turned = bool(rng.integers(2))

@@ -522,7 +522,7 @@ def _make_among(monkeypatch, native, processes, unusable=""):
         return _nodes.Facts(process, "host", (2 * process, 2 * process + 1), ("", ""), 1 << 20)
 
     def gather(step, value, among, seconds=None):
-        gathered.append(step)
+        gathered.append((step, native.names.count("heap_probe")))
         if step == "facts":
             return {p: value if p == 3 else of(p).dump() for p in among}
         return {p: value.replace("mine", f"of process {p}") for p in among}
@@ -559,7 +559,9 @@ def test_a_heap_is_made_in_order(monkeypatch, processes):
     steps = ["created", "attached", "probe_added", "probe_attached", *copies]
     steps += ["probe_check", "probe_talk", "probe_closed"]
     node = [f"{step}/{processes[0]}" for step in steps]
-    assert gathered == ["facts", *node, "outcome"]
+    assert [step for step, _ in gathered] == ["facts", *node, "outcome"]
+    copied = [probes for step, probes in gathered if step.startswith("probe_copies")]
+    assert copied == [int(p >= 3) for p in processes]
     assert job.why_not(np.array([devices])) is None
     assert job.heap_bytes == 1 << 20
 

@@ -131,9 +131,9 @@ inline int64_t EvenGroup(int64_t tiles_m, int64_t most) {
 // (p - R + g) q <= p. That is hardest for the first raster group, p = R, or, with slow links, for
 // the last, p = world R - g.
 //
-// But of a rank's rows a raster group has at least half a wave of tiles: those of the next one run
-// beside them, and wait from their first k-block on until the first one's rows have arrived with
-// all of k (docs/experiments/0027).
+// But of a rank's rows a raster group has as many as fit into half a wave, cut evenly: tiles of the
+// next one run beside fewer, and wait from their first k-block on until the first one's rows have
+// arrived with all of k (docs/experiments/0027).
 inline GemmChoice GatherGroups(GemmChoice c, int world, int64_t rows_per_rank, int64_t n,
                                const Machine& machine) {
   if (c.group_m == 0) return c;
@@ -143,8 +143,8 @@ inline GemmChoice GatherGroups(GemmChoice c, int world, int64_t rows_per_rank, i
   const double rows = Min(r / q, world * r - (world - 1) * r * q);
   const int32_t tile_rows = kGemmTileM * c.cluster_m;
   const int64_t half_a_wave = machine.sm_count / c.cluster_m / CeilDiv<int64_t>(n, c.tile_n) / 2;
-  const auto least =
-      static_cast<double>(EvenGroup(CeilDiv<int64_t>(rows_per_rank, tile_rows), half_a_wave));
+  const int64_t own = Max<int64_t>(1, rows_per_rank / tile_rows);
+  const auto least = static_cast<double>(EvenGroup(own, half_a_wave));
   const double tiles = Max(rows / tile_rows, least);
   c.group_m = static_cast<int32_t>(Max(1.0, Min(tiles, static_cast<double>(c.group_m))));
   return c;

@@ -186,13 +186,14 @@ def rows_from_each_rank(call: Mapping[str, int]) -> float:
     return call["tokens"] * call["choices"] / (call["groups"] * call["owners"])
 
 
-def why_one_class(call: Mapping[str, int]) -> str:
+def why_one_class(call: Mapping[str, int], most_spans: int) -> str:
     """Why a kernel over ranks has no order of tiles by their ranks (ChooseParts of
-    cc/ops/grouped_matmul/segments.h), in words. `call`: as its native plan function reads it."""
+    cc/ops/grouped_matmul/segments.h), in words. `call`: as its native plan function reads it;
+    `most_spans`: that the kernel orders tiles by."""
     groups, world = call["groups"], call["world"]
-    if groups * world > _native.MOST_SPANS:
+    if groups * world > most_spans:
         return (
-            f"{groups} experts times {world} ranks are more than {_native.MOST_SPANS}, which a "
+            f"{groups} experts times {world} ranks are more than {most_spans}, which a "
             "kernel can order tiles by"
         )
     return f"experts have few rows, {rows_from_each_rank(call):.3g} of each rank"

@@ -186,7 +186,7 @@ def _plan(arrays: Arrays, params: Params, machine: Machine) -> Plan:
         return _STEPS.plan(why)
     way = "tiles of own tokens first" if native["parts"] else "tiles in the order of experts"
     if waits_for_all:
-        way += f", since {_grouped_primitives.why_one_class(call)}"
+        way += f", since {_grouped_primitives.why_one_class(call, _native.MOST_SPANS)}"
     return _dispatch.fused(f"one kernel gathers and multiplies, {way}", native)
 
 

@@ -151,7 +151,7 @@ def _plan(arrays: Arrays, params: Params, machine: Machine) -> Plan:
     if isinstance(native, Plan):
         return native
     if not _config.config.always and machine.on_gpus and native["parts"] == 0:
-        why = _grouped_primitives.why_one_class(call)
+        why = _grouped_primitives.why_one_class(call, _native.FEW_SPANS)
         return _STEPS.plan(f"{why}, and all sums would wait for all tiles")
     way = "tiles of peers' tokens first" if native["parts"] else "tiles in the order of experts"
     return _dispatch.fused(f"one kernel multiplies, sums and scatters, {way}", native)

@@ -84,6 +84,11 @@ TEST(AnAbsentRankIsNamed) {
 TEST(RanksThatDisagreeAreTold) {
   AllGatherGroupedMatmulCall rank1s = Small(4, 16), others = Small(8, 8);
   ExpectDisagreementIsTold(rank1s, others, 3);
+  // What a chunk's size depends on.
+  const auto with = [](int32_t parts, int64_t groups) {
+    return GatheredParams(3, 8, 2, parts, 8, 8, groups, DType::kF32, DType::kF32).Signature();
+  };
+  EXPECT(with(1, 4) != with(1, 5) && with(1, 4) != with(2, 4));
 }
 
 TEST(OffsetsThatMakeNoSenseAreRefused) {

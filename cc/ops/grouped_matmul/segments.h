@@ -12,35 +12,36 @@
 
 namespace jflux {
 
-// Groups times segments, which a kernel's table has room for: 256 groups of 8 ranks.
-inline constexpr int32_t kMostSpans = 2048;
+// Groups times segments, which a kernel's table has room for: 256 groups of 8 ranks. Up to few of
+// them all kernels have been timed.
+inline constexpr int32_t kMostSpans = 2048, kFewSpans = 767;
 
 // Rows that an expert gets of a segment in the mean, from which on its weights may be read once for
 // each segment: a product of so many rows takes about as long as reading its weights. And with more
 // than kFewSpans, where 256 rows were up to 5 % slower that way on 4 x H100, and 512 were .89 of
 // the time on 4 x H200 (docs/experiments/0039).
 inline constexpr int64_t kLeastRowsOfSegment = 256, kLeastRowsOfManySpans = 512;
-inline constexpr int32_t kFewSpans = 767;
 // Segments of a rank that are worth waiting for one by one. The first group of a class waits for
 // all of its segment, so with one for each rank the product of the last segment begins when all
-// tokens have arrived. With more than kFewSpans several have not been timed.
+// tokens have arrived.
 inline constexpr int32_t kMostParts = 4;
 static_assert(kMaxRanks * kMostParts <= kMostTileClasses);
 
 // With few rows all tiles are one class, and weights are read once: no order hides anything. If a
-// rank has several segments, each has `least_of_several` rows of an expert.
+// rank has several segments, each has `least_of_several` rows of an expert. `most`: spans, if it
+// has one.
 inline int32_t ChooseParts(int32_t world, int64_t m, int64_t groups,
-                           int64_t least_of_several = kLeastRowsOfSegment) {
+                           int64_t least_of_several = kLeastRowsOfSegment,
+                           int64_t most = kMostSpans) {
   if (world == 1) return 0;
   int32_t parts = 0;
   for (int32_t p = 1; p <= kMostParts; p *= 2) {
     const int64_t spans = groups * world * p;
     const bool few = spans <= kFewSpans;
-    const int64_t most = p == 1 ? kMostSpans : kFewSpans;
     const int64_t least = p > 1 ? least_of_several
                           : few ? kLeastRowsOfSegment
                                 : kLeastRowsOfManySpans;
-    if (spans <= most && m >= least * spans) parts = p;
+    if (spans <= (p > 1 ? kFewSpans : most) && m >= least * spans) parts = p;
   }
   return parts;
 }

@@ -151,7 +151,8 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Dictionary attributes
 XLA_FFI_DEFINE_HANDLER(kCuda, Cuda, Bindings(BindCuda()), {ffi::Traits::kCmdBufferCompatible});
 #endif
 
-constexpr Constant kConstants[] = {{"most_spans", kMostSpans}, {nullptr, 0}};
+constexpr Constant kConstants[] = {
+    {"most_spans", kMostSpans}, {"few_spans", kFewSpans}, {nullptr, 0}};
 
 }  // namespace
 

@@ -23,7 +23,7 @@ bool PlanGroupedMatmulReduceScatter(const Fields& fields, const Machine& machine
       *why_not = "no kernel has the tile";
       return false;
     }
-    p.parts = ChooseParts(p.world, c.mean_rows, p.product.groups, kLeastRowsToScatter);
+    p.parts = ChooseParts(p.world, c.mean_rows, p.product.groups, kLeastRowsToScatter, kFewSpans);
     p.item_tokens = ItemTokens(p.RowBytes());
     *plan = ProductPlan{ChooseGrouped(c.OfMeanRows(p.product), machine), /*senders=*/0,
                         SumLayout::Make(p).Workspace().TotalBytes()}
