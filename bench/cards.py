@@ -4,9 +4,21 @@ docs/performance.md."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
-from . import attention, compare, experts, gathered, grids, moe, renew, scattered, shapes
+from . import (
+    attention,
+    collectives,
+    compare,
+    experts,
+    gathered,
+    grids,
+    moe,
+    renew,
+    scattered,
+    shapes,
+)
 from .sections import SECTIONS, Results, filled_table, of_kind, plain_table, ranks_of
 from .shapes import Shape
 
@@ -150,20 +162,20 @@ def _newer(kind: str, rows: list[dict]) -> list[str]:
     return [f"{contestant} of {'; '.join(names)}" for contestant, names in of.items()]
 
 
-def missing_shapes(result: dict | None, wanted: list[Shape]) -> list[Shape]:
-    """The shapes that a result of `python -m bench` does not have."""
-    have = {shapes.of_row(row) for row in result["rows"]} if result else set()
-    return [s for s in wanted if s not in have]
+def _sizes(name: str, ranks: int) -> list[tuple[str, int]]:
+    """(op, bytes) of a list of bench.collectives."""
+    return [(case.op, case.bytes) for case in collectives.LISTS[name](ranks)]
 
 
-def _lists_of(name: str, ranks: int, result: dict | None) -> str:
-    """By list, how many shapes are missing."""
+def _lists_of(
+    name: str, ranks: int, cases_of: Callable[[str, int], Iterable[Any]], have: set[Any]
+) -> str:
+    """By list of a run, how many of its cases are missing."""
     given = renew.RUNS[name].split("--lists ")[1].split()[0].split(",")
     parts = []
     for one in given:
-        wanted = list(dict.fromkeys(shapes.of(one, ranks)))
-        left = missing_shapes(result, wanted)
-        if left:
+        wanted = set(cases_of(one, ranks))
+        if left := wanted - have:
             parts.append(f"{one} ({len(left)} of {len(wanted)})")
     return f"lists {', '.join(parts)}" if parts else ""
 
@@ -178,7 +190,11 @@ def missing(results: Results, model: str, ranks: int) -> dict[str, str]:
             continue
         result = named.get(renew.file_name(name, ranks, model).removesuffix(".json"))
         if listed(name, ranks):
-            text = _lists_of(name, ranks, result)
+            have = {shapes.of_row(row) for row in result["rows"]} if result else set()
+            text = _lists_of(name, ranks, shapes.of, have)
+        elif result and collectives.TABLE.kind in result:
+            rows = result[collectives.TABLE.kind]
+            text = _lists_of(name, ranks, _sizes, set(map(collectives.TABLE.key, rows)))
         elif result is None:
             text = _some(CASES[name], len(CASES[name])) if name in CASES else "all"
         elif wanted := _wanted(name, ranks):

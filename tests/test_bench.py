@@ -262,6 +262,11 @@ def test_what_has_not_been_measured_is_named():
     rows = [{"grid": grid} for grid in ([2, 1, 1, 1], [1, 1, 1, 2], [1, 1, 2, 1])]
     part = [("2xh100_grids", {"machine": whole["machine"], "grids": rows})]
     assert cards.missing(part, model, 2)["grids"] == "1 of 4 rows: 1x2x1x1"
+    rows = [{"op": "all_reduce", "bytes": size} for size in collectives.SIZES[1:]]
+    rows += [{"op": case.op, "bytes": case.bytes} for case in collectives.LISTS["pair"](2)]
+    part = [("2xh100_collectives", {"machine": whole["machine"], "collectives": rows})]
+    left = "lists all_reduce (1 of 13), norm (4 of 4), all_to_all (11 of 11)"
+    assert cards.missing(part, model, 2)["collectives"] == left
 
 
 def test_what_has_not_been_measured_on_more_gpus_is_named():
