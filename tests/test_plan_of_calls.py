@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import logging
 import pathlib
+import types
 
 import jax
 import jax.numpy as jnp
@@ -271,6 +273,34 @@ def test_a_prepared_call_takes_the_kernel_whatever_is_faster():
     with _config.override(always=True):
         plan = plan_of(gather(16, 64, 64))
     assert plan.path == Path.FUSED and plan.reason.startswith("jflux.config(always=True)")
+
+
+# ---- Links ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kind, gbps, said",
+    [
+        ("NVIDIA H100 80GB HBM3", 94.0, True),
+        ("NVIDIA H100 80GB HBM3", 277.0, False),
+        ("NVIDIA H200", 0.0, False),  # one GPU
+        ("NVIDIA L40S", 25.0, False),  # over PCIe
+    ],
+)
+def test_links_that_seem_slow_are_told_of(monkeypatch, caplog, kind, gbps, said):
+    """Once, since every call asks what the machine is."""
+    monkeypatch.setattr(_config, "_said", set())
+    monkeypatch.setattr(_dispatch._mesh, "belongs_here", lambda mesh: True)
+    for name, value in (("link_gbps", gbps), ("sm_count", 132), ("kernel_arch", 90)):
+        monkeypatch.setattr(_dispatch._heap, name, lambda value=value: value)
+    device = types.SimpleNamespace(device_kind=kind, compute_capability="9.0")
+    mesh = types.SimpleNamespace(devices=np.array([device]))
+    with caplog.at_level(logging.WARNING, logger="jflux"):
+        for _ in range(2):
+            assert _dispatch.machine_of("cuda", mesh).link_gbps == gbps
+    lines = [r.message for r in caplog.records if "slowest link" in r.message]
+    assert len(lines) == said
+    assert not said or "carried 94 GB/s" in lines[0] and "jflux.doctor" in lines[0]
 
 
 # ---- With two, four and eight GPUs ---------------------------------------------------------------
