@@ -12,8 +12,8 @@
 
 namespace jflux {
 
-// Groups times segments, which a kernel's table has room for: 256 groups of 8 ranks. Up to few of
-// them all kernels have been timed.
+// Groups times segments, which a kernel's table has room for: 256 groups of 8 ranks. And up to how
+// many all kernels have been timed.
 inline constexpr int32_t kMostSpans = 2048, kFewSpans = 767;
 
 // Rows that an expert gets of a segment in the mean, from which on its weights may be read once for
