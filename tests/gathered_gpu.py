@@ -9,9 +9,9 @@ A call draws the number of tokens (odd, too), choices, experts (some hundreds, t
 tile, epilogue and routing: balanced, with slots that have no expert, all for one expert, or of the
 first tokens only. Tokens that nobody chose are NaN. Each program runs five times: twice on the same
 operands, which must give the same bits, then on other operands and routings, with ranks that come
-late and workspaces full of NaN. Some calls also compare gradients with those of the two steps: that
-of all_gather_grouped_matmul takes the other kernel. Last come loops of calls, which XLA captures in
-graphs and replays, and calls without waits: they must be wrong.
+late and workspaces full of NaN. Some calls also compare gradients with those of the two steps:
+those of all_gather_grouped_matmul take the other kernel. Last come loops of calls, which XLA
+captures in graphs and replays, and calls without waits: they must be wrong.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ KINDS = ("balanced", "dropped", "one expert", "first tokens", "skewed")
 
 
 def draw_many(rng: np.random.Generator, world: int) -> tuple[int, int, int]:
-    """(experts, choices, tokens of a rank) of a kernel with more than 767 spans, and tiles in the
-    order of ranks: 512 rows of an expert from each."""
-    experts = int(rng.integers(800 // world, 1100 // world))
+    """(experts, choices, tokens of a rank) of a kernel with more spans than FEW_SPANS, and tiles in
+    the order of ranks: 512 rows of an expert from each."""
+    experts = int(rng.integers(_native.FEW_SPANS // world + 1, 1100 // world))
     return experts, 8, 64 * experts
 
 

@@ -345,17 +345,18 @@ def _rows_by_ranks():
     def routed(tokens, experts, k):
         return [_array(s, np.int32) for s in ((experts + 1,), (tokens, k), (tokens * k,))]
 
-    def gathered_tokens(ranks, tokens):
+    def gathered_tokens(ranks, tokens, machine=GPU):
         w = _array((128, 4096, 1536 // ranks))
         arrays = [_array((max(1, tokens // ranks), 4096)), w, w, *routed(tokens, 128, 8)]
         params = _gathered.Params(("tp",), ranks, False, w.dtype, "silu", gated=True)
-        return _gathered.RULES.plan(arrays, params, dataclasses.replace(GPU, heap_bytes=4 << 30))
+        return _gathered.RULES.plan(arrays, params, machine)
 
     def is_gathered(ranks, tokens):
         return gathered_tokens(ranks, tokens).path == Path.FUSED
 
-    def is_in_classes(ranks, tokens):
-        return is_gathered(ranks, tokens) and gathered_tokens(ranks, tokens).config["parts"] > 0
+    def has_own_tokens_first(ranks, tokens):
+        large = dataclasses.replace(GPU, heap_bytes=4 << 30)
+        return gathered_tokens(ranks, tokens, large).config.get("parts", 0) > 0
 
     def is_scattered(ranks, tokens):
         h, w = _array((2 * tokens, 14336 // ranks)), _array((8, 14336 // ranks, 4096))
@@ -399,7 +400,7 @@ def _rows_by_ranks():
         ),
         "`moe_dispatch`": text(lambda r: _first(lambda t: not is_placed(r, t))),
         "`moe.all_gather_grouped_matmul`": text(lambda r: least(is_gathered, r)),
-        "Its tiles of own tokens first": text(lambda r: least(is_in_classes, r)),
+        "Its tiles of own tokens first": text(lambda r: least(has_own_tokens_first, r)),
         "`moe.grouped_matmul_reduce_scatter`": text(lambda r: least(is_scattered, r)),
         "`flash_decode`": text(lambda r: _first(lambda b: not is_merged(r, b))),
         "`jflux.attention`": text(

@@ -146,7 +146,7 @@ inline GemmChoice GatherGroups(GemmChoice c, int world, int64_t rows_per_rank, i
   const int64_t own = Max<int64_t>(1, rows_per_rank / tile_rows);
   const auto least = static_cast<double>(EvenGroup(own, half_a_wave));
   const double tiles = Max(rows / tile_rows, least);
-  c.group_m = static_cast<int32_t>(Max(1.0, Min(tiles, static_cast<double>(c.group_m))));
+  c.group_m = static_cast<int32_t>(Min(tiles, static_cast<double>(c.group_m)));
   return c;
 }
 

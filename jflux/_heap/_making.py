@@ -198,7 +198,7 @@ def _probe(
         return ""
 
     for process in node:  # in turn: processes that copy at the same time would share a GPU's links
-        copies = functools.partial(run, 0) if process == me else str
+        copies = functools.partial(run, 0) if process == me else lambda: ""
         together(f"probe_copies_{process}", copies)
     for number, name in enumerate(("check", "talk"), 1):
         together(f"probe_{name}", functools.partial(run, number))

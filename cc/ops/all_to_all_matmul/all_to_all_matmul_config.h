@@ -48,7 +48,7 @@ inline GemmChoice TermGroups(GemmChoice c, int world, int64_t rows, const Machin
   const double columns = kReferenceColumns * machine.sm_count / kReferenceSms / machine.LinkShare();
   const double wave = static_cast<double>(machine.sm_count) * kGemmTileM * c.tile_n;
   const double most = wave / columns / (kGemmTileM * c.cluster_m);
-  const auto limit = static_cast<int64_t>(Max(1.0, Min(most, static_cast<double>(c.group_m))));
+  const auto limit = static_cast<int64_t>(Min(most, static_cast<double>(c.group_m)));
   const int64_t tiles = CeilDiv<int64_t>(rows, kGemmTileM * c.cluster_m);
   c.group_m = static_cast<int32_t>(EvenGroup(tiles, limit));
   return c;

@@ -12,8 +12,8 @@
 
 namespace jflux {
 
-// Groups times segments, which a kernel's table has room for: 256 groups of 8 ranks. And up to how
-// many all kernels have been timed.
+// Spans are groups times segments. A kernel's table has room for kMostSpans, as of 256 groups and 8
+// ranks. All kernels have been timed with up to kFewSpans.
 inline constexpr int32_t kMostSpans = 2048, kFewSpans = 767;
 
 // Rows that an expert gets of a segment in the mean, from which on its weights may be read once for
