@@ -1,6 +1,9 @@
 #!/usr/bin/env bash
 # Runs the Python tests, those that need GPUs too where there are some: ./test.sh [pytest options]
 #
+#   --full   every set of parameters, and tests that are slow; without it every test function has its
+#            first set and a few others
+#
 # On CPUs up to four processes share the tests. On GPUs one process has them to itself;
 # tests/gpu_suite.py takes less time there.
 set -euo pipefail
@@ -9,4 +12,4 @@ source tools/venv.sh
 
 processes=$(($(nproc) < 4 ? $(nproc) : 4))
 if [ -e /dev/nvidia1 ]; then processes=0; fi
-exec .venv/bin/python -m pytest -n "$processes" --dist worksteal --durations=30 "$@"
+exec .venv/bin/python -m pytest -n "$processes" --dist worksteal "$@"

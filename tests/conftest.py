@@ -4,9 +4,18 @@ import glob
 import os
 import zlib
 
+import jaxlib.version
+
 _GPUS = len(glob.glob("/dev/nvidia[0-9]*"))
 if _GPUS == 1:
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # one rank has nobody to talk to
+if _GPUS <= 1:
+    # Tests compile thousands of small programs and run each once or twice. What XLA_FLAGS has
+    # already comes later and so prevails: .ci/nightly compiles as users do.
+    fast = ["--xla_backend_optimization_level=0", "--xla_llvm_disable_expensive_passes=true"]
+    if jaxlib.version.__version_info__ < (0, 11):
+        fast.append("--xla_cpu_use_fusion_emitters=false")
+    os.environ["XLA_FLAGS"] = " ".join([*fast, os.environ.get("XLA_FLAGS", "")])
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
@@ -18,40 +27,74 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", ".25")
 import hypothesis  # noqa: E402
 import jax  # noqa: E402
 import pytest  # noqa: E402
+import suite_times  # noqa: E402
 
 import jflux  # noqa: E402
 from jflux._ops import matmul_all_reduce  # noqa: E402
+from jflux._ops._spec import all_ops  # noqa: E402
 
-# CI is deterministic. HYPOTHESIS_PROFILE=nightly draws new examples, many more of them (see
-# harness.examples).
+# How many examples a property gets, as a percentage of what harness.examples is told. Both tiers
+# are deterministic; HYPOTHESIS_PROFILE=nightly draws new examples.
 _SETTINGS = {
     "deadline": None,
     "suppress_health_check": list(hypothesis.HealthCheck),
     "print_blob": True,
 }
-hypothesis.settings.register_profile("ci", derandomize=True, database=None, **_SETTINGS)
-hypothesis.settings.register_profile("nightly", **_SETTINGS)
-hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+_SAME = _SETTINGS | {"derandomize": True, "database": None}
+hypothesis.settings.register_profile("short", max_examples=35, **_SAME)
+hypothesis.settings.register_profile("full", max_examples=100, **_SAME)
+hypothesis.settings.register_profile("nightly", max_examples=2000, **_SETTINGS)
 
 
 def pytest_report_header() -> str:
     return f"jax {jax.__version__} on {len(jax.devices())} x {jax.devices()[0].device_kind}"
 
 
+#: Of the sets of parameters of a test function, the short tier runs the first of each op, and one
+#: in SHORT of the others.
+SHORT = 16
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    about = "run every test function, with its first set of parameters and one in N of the others"
-    parser.addoption("--one-in", type=int, default=1, metavar="N", help=about)
+    full = "run all: every set of parameters, and tests marked slow"
+    parser.addoption("--full", action="store_true", help=full)
+    one_in = f"of the sets of parameters after an op's first run one in N, by default {SHORT}"
+    parser.addoption("--one-in", type=int, metavar="N", help=one_in)
+    budget = "fail if the short tier takes more time or memory than it may"
+    parser.addoption("--within-budget", action="store_true", help=budget)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    short = not config.getoption("full")
+    profile = os.environ.get("HYPOTHESIS_PROFILE", "short" if short else "full")
+    hypothesis.settings.load_profile(profile)
+    within_budget = config.getoption("within_budget")
+    config.pluginmanager.register(suite_times.SuiteTimes(short, within_budget))
+
+
+def ops_of(item: pytest.Item) -> list[str]:
+    """The ops among the parameters of a test, which are names or calls."""
+    values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    names = [value if isinstance(value, str) else getattr(value, "op", None) for value in values]
+    return [name for name in names if isinstance(name, str) and name in all_ops()]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    seen: set[str] = set()
+    full = config.getoption("full")
+    one_in = config.getoption("one_in") or (1 if full else SHORT)
+    # Whoever names a test wants all of it.
+    named = tuple(arg.partition("::")[2] for arg in config.args if "::" in arg)
+    seen: set[tuple[str, ...]] = set()
     chosen, left_out = [], []
     for item in items:
         function = item.nodeid.partition("[")[0]
         # By name: every N-th would choose the same value of a parameter that has N values.
-        is_one = zlib.crc32(item.nodeid.encode()) % config.getoption("one_in") == 0
-        (chosen if is_one or function not in seen else left_out).append(item)
-        seen.add(function)
+        first = (function, *ops_of(item))
+        runs = first not in seen or zlib.crc32(item.nodeid.encode()) % one_in == 0
+        runs = runs and (full or item.get_closest_marker("slow") is None)
+        runs = runs or item.nodeid.partition("::")[2].startswith(named or "::")
+        (chosen if runs else left_out).append(item)
+        seen.add(first)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = chosen
@@ -77,6 +120,11 @@ def strict(request):
         yield
 
 
+#: Settings of the heap that tests share. A worker on CPUs has those of eight devices, and tests
+#: write all that is in them.
+HEAP = {} if jax.default_backend() == "gpu" else {"heap_bytes": 96 << 20}
+
+
 @pytest.fixture
 def own_heap():
     """A function that makes a heap with other settings; the default one is back afterwards."""
@@ -87,7 +135,7 @@ def own_heap():
 
     yield init
     jflux.shutdown()
-    jflux.init()
+    jflux.init(**HEAP)
 
 
 @pytest.fixture(scope="module")
@@ -102,5 +150,5 @@ def small_sums():
 
 @pytest.fixture(scope="session", autouse=True)
 def heap():
-    jflux.init()
+    jflux.init(**HEAP)
     yield

@@ -156,7 +156,7 @@ def main() -> int:
         chosen = [name for name in others if name not in ("compute_sanitizer", "portable")]
 
     def test(name: str, share: float) -> Outcome:
-        command = [sys.executable, "-m", "pytest", "-q", "--no-header", "--maxfail=5",
+        command = [sys.executable, "-m", "pytest", "-q", "--full", "--no-header", "--maxfail=5",
                    "-p", "no:cacheprovider", "-o", "faulthandler_timeout=60",
                    f"test_{name}.py"]  # fmt: skip
         if name in ALONE:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -53,9 +52,9 @@ OPS = tuple(
 
 
 def examples(count: int) -> Callable[[Any], Any]:
-    """How many examples a property gets: `count` in CI, 20 times as many in the nightly profile."""
-    factor = 20 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 1
-    return hypothesis.settings(max_examples=count * factor)
+    """How many examples a property gets: `count` in the full tier (conftest.py has the others)."""
+    percent = hypothesis.settings().max_examples
+    return hypothesis.settings(max_examples=max(3, count * percent // 100))
 
 
 #: Compiler options: XLA moves what does not depend on each other. On CPUs, which have another
@@ -279,8 +278,13 @@ def assert_same_values(got: np.ndarray, want: np.ndarray) -> None:
 # ---- Programs ------------------------------------------------------------------------------------
 
 
+def compiled(f: Callable[..., Any], *args: Any) -> Any:
+    """The program of ``f(*args)``, to be called and looked at: one compilation for both."""
+    return jax.jit(f).lower(*args).compile()
+
+
 def compiled_text(f: Callable[..., Any], *args: Any) -> str:
-    return jax.jit(f).lower(*args).compile().as_text()
+    return compiled(f, *args).as_text()
 
 
 def fused_calls(text: str) -> list[str]:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import PLATFORM, RANKS, compiled_text, examples, fused_calls, make_mesh, run
+from harness import PLATFORM, RANKS, compiled, compiled_text, examples, fused_calls, make_mesh, run
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
@@ -34,7 +34,8 @@ def wanted(case, arrays, ids, weights):
 
     with jax.enable_x64(True):
         arrays = [jnp.asarray(np.asarray(a, np.float64)) for a in arrays]
-        (_, results), gradients = jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(*arrays)
+        f = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
+        (_, results), gradients = f(*arrays)
         return jax.tree.map(np.asarray, (results, gradients))
 
 
@@ -45,8 +46,8 @@ def found(case, arrays, ids, weights):
         wide = [jnp.asarray(w, jnp.float32) for w in weights]
         return jnp.vdot(o.astype(jnp.float32), wide[0]) + jnp.vdot(seen, wide[1]), (o, lse)
 
-    f = jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))
-    assert fused_calls(compiled_text(f, *arrays)).count(all_gather_attention.OP) == 1
+    f = compiled(jax.value_and_grad(loss, (0, 1, 2), has_aux=True), *arrays)
+    assert fused_calls(f.as_text()).count(all_gather_attention.OP) == 1
     (_, results), gradients = run(f, *arrays)
     return results, gradients
 
@@ -117,8 +118,8 @@ def operands(case, dtype=jnp.float32):
 
 def in_two_steps(f, *arrays):
     with jflux.config(always=False):
-        g = jax.jit(f)
-        assert all_gather_attention.OP not in fused_calls(g.lower(*arrays).compile().as_text())
+        g = compiled(f, *arrays)
+        assert all_gather_attention.OP not in fused_calls(g.as_text())
         return jax.tree.map(np.asarray, g(*arrays))
 
 
@@ -162,8 +163,9 @@ def test_vmap_is_one_call(batched, segments):
     if segments:
         arrays.append(np.asarray(ids, np.int32))
     f = jax.vmap(call_of(case), (*batched, None)[: len(arrays)])
-    assert fused_calls(compiled_text(f, *arrays)).count(all_gather_attention.OP) == 1
-    got = run(jax.jit(f), *arrays)
+    program = compiled(f, *arrays)
+    assert fused_calls(program.as_text()).count(all_gather_attention.OP) == 1
+    got = run(program, *arrays)
     np.testing.assert_allclose(got, in_two_steps(f, *arrays), rtol=1e-5, atol=1e-5)
 
 
@@ -173,8 +175,9 @@ def test_vmap_over_segments():
     ids = np.sort(np.random.default_rng(2).integers(0, 3, (3, case.batch, case.length)), -1)
     arrays.append(jnp.asarray(ids, jnp.int32))
     f = jax.vmap(call_of(case), (None, None, None, 0))
-    assert fused_calls(compiled_text(f, *arrays)).count(all_gather_attention.OP) == 1
-    got = run(jax.jit(f), *arrays)
+    program = compiled(f, *arrays)
+    assert fused_calls(program.as_text()).count(all_gather_attention.OP) == 1
+    got = run(program, *arrays)
     np.testing.assert_allclose(got, in_two_steps(f, *arrays), rtol=1e-5, atol=1e-5)
 
 

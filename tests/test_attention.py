@@ -131,7 +131,7 @@ def check(case, f=None):
     *arrays, ids = case.operands()
     weights = weights_of(case)
     got = jax.jit(weighted(f or case.split, weights, ids))(*arrays)
-    want = weighted(case.expected, weights, ids)(*arrays)
+    want = jax.jit(weighted(case.expected, weights, ids))(*arrays)
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-10)
 
@@ -272,7 +272,7 @@ def test_keys_that_are_the_same_on_all_ranks_get_the_sum_of_gradients(ring):
     weight = weights_of(case)[0]
     for got, want in zip(
         jax.jit(jax.grad(lambda *a: jnp.vdot(split(*a), weight), (0, 1, 2)))(q, k, v),
-        jax.grad(lambda *a: jnp.vdot(whole(*a), weight), (0, 1, 2))(q, k, v),
+        jax.jit(jax.grad(lambda *a: jnp.vdot(whole(*a), weight), (0, 1, 2)))(q, k, v),
         strict=True,
     ):
         np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-10)
@@ -300,7 +300,7 @@ def test_transforms(wrap):
 
         return jax.value_and_grad(of, (0, 1, 2))
 
-    got, want = jax.jit(loss(case.split))(*arrays), loss(case.expected)(*arrays)
+    got, want = (jax.jit(loss(f))(*arrays) for f in (case.split, case.expected))
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-10)
 
@@ -367,7 +367,7 @@ def test_forward_mode(options, caplog):
     with caplog.at_level("INFO", logger="jflux"):
         _config._said.clear()
         got = jax.jit(of(case.split))(q, k, v)
-    want = of(case.expected)(q, k, v)
+    want = jax.jit(of(case.expected))(q, k, v)
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-9)
     assert sum("in forward mode" in r.message for r in caplog.records) == 1

@@ -667,17 +667,6 @@ def test_rows_of_results_are_found_again(path, monkeypatch):
 # ---- attention.py and moe.py ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_attention_is_checked_and_timed(causal):
-    ranks = min(2, RANKS)
-    case = attention.Case("tiny", 16 * ranks, 4, 2, causal, width=8)
-    row = attention.measure(case, ranks, rounds=1)
-    assert 0 < row["error"] <= 2
-    assert all(row[name]["median"] > 0 for name in ("J", "ring f+b", "G", "G f+b"))
-    assert ("A" in row) == (not causal)
-    assert len(attention.cells(row, ranks)) == len(attention.HEADING.split(" | "))
-
-
 @pytest.fixture
 def attentions_of_others(monkeypatch):
     """Stand-ins for the packages, that compute what they are asked for."""
@@ -727,13 +716,17 @@ def attentions_of_others(monkeypatch):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_attentions_of_others_are_columns(causal, attentions_of_others, monkeypatch):
+def test_attention_is_checked_and_timed(causal, attentions_of_others, monkeypatch):
+    """Also that of others, whose times are columns."""
     monkeypatch.setattr(_trial, "iterations_for", lambda seconds, flops: 2)
     ranks = min(2, RANKS)
     mesh = make_mesh((ranks,), ("cp",))
     case = attention.Case("tiny", 16 * ranks, 4, 2, causal, width=8)
     others = attention_peers.start(list(attention_peers.PEERS), mesh)
     row = attention.measure(case, ranks, 1, others)
+    assert 0 < row["error"] <= 2
+    assert all(row[name]["median"] > 0 for name in ("J", "ring f+b", "G", "G f+b"))
+    assert ("A" in row) == (not causal)
     columns = ("TE", "TE ring", "FA3")
     assert all(row[c + both]["median"] > 0 for c in columns for both in ("", " f+b"))
     cells = dict(zip(attention.HEADING.split(" | "), attention.cells(row, ranks), strict=True))

@@ -213,8 +213,14 @@ def test_flax_layers_of_an_empty_batch():
             jnnx.RowParallelDense(8, 8, rngs=nnx.Rngs(0)),
         ]
         for layer in layers:
-            y, (dlayer, dx) = jax.jit(jax.value_and_grad(lambda m, x: m(x).sum(), (0, 1)))(layer, x)
-            assert layer(x).shape == own.shape == dx.shape and y == 0
+
+            def loss(layer, x):
+                y = layer(x)
+                return y.sum(), y
+
+            f = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+            (total, y), (dlayer, dx) = f(layer, x)
+            assert y.shape == own.shape == dx.shape and total == 0
             assert not any(np.any(leaf) for leaf in jax.tree.leaves(dlayer))
         for module in (jlinen.Attention(2), jlinen.MLP(16), jlinen.RowParallelDense(8)):
             y, _ = jax.jit(module.init_with_output)(jax.random.key(0), x)

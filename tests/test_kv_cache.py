@@ -190,10 +190,15 @@ def test_derivatives_of_both_modes():
         weights = jax.nn.softmax(jnp.where(jnp.tri(4, dtype=bool), s, -jnp.inf))
         return jnp.sum(jnp.sin(jnp.einsum("bhij,bjhd->bihd", weights, v)))
 
-    for one, other in zip(*(jax.grad(g, (0, 1, 2))(q, k, v) for g in (f, plainly)), strict=True):
+    gradients = (jax.jit(jax.grad(g, (0, 1, 2)))(q, k, v) for g in (f, plainly))
+    for one, other in zip(*gradients, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-10)
     moved = tokens(4, seed=5)
-    np.testing.assert_allclose(*(jax.jvp(g, (q, k, v), tuple(moved))[1] for g in (f, plainly)))
+
+    def slope(g):
+        return jax.jit(lambda *a: jax.jvp(g, a, tuple(moved))[1])(q, k, v)
+
+    np.testing.assert_allclose(slope(f), slope(plainly))
 
 
 # ---- Positions beyond the cache, and operands that do not fit ------------------------------------
@@ -291,9 +296,11 @@ def test_other_errors():
 @pytest.mark.parametrize("window", [0, (3, 0), 20])
 def test_a_window_is_that_of_attention(window):
     q, k, v = tokens(8)
-    o, _ = jflux.attend_to_cache(empty(8), q, k, v, window=window)
-    whole = jflux.attention(
-        q, k, v, axis_name="tp", causal=True, layout="contiguous", window=window,
-        mesh=make_mesh((RANKS,)),
-    )  # fmt: skip
+    o, _ = jax.jit(functools.partial(jflux.attend_to_cache, window=window))(empty(8), q, k, v)
+    whole = jax.jit(
+        functools.partial(
+            jflux.attention, axis_name="tp", causal=True, layout="contiguous", window=window,
+            mesh=make_mesh((RANKS,)),
+        )
+    )(q, k, v)  # fmt: skip
     np.testing.assert_allclose(o, whole, atol=1e-12)

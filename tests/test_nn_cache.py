@@ -178,11 +178,12 @@ def test_a_window():
         B, 8, 4, C, num_kv_heads=2, dtype=x.dtype, axis_name="tp", context_axis="cp", mesh=mesh
     )
     want = plain(x, *weights, window=3)
-    y, cache = jnn.attention(
-        jflux.reorder_for_causal(x[:, :4], 2), *weights, cache=cache, prefill=True, **options
+    attend = functools.partial(jax.jit, static_argnames="prefill")(
+        lambda x, cache, **rest: jnn.attention(x, *weights, cache=cache, **options, **rest)
     )
+    y, cache = attend(jflux.reorder_for_causal(x[:, :4], 2), cache, prefill=True)
     close(jflux.restore_order(y, 2), want[:, :4])
-    y, cache = jnn.attention(x[:, 4:], *weights, cache=cache, **options)
+    y, cache = attend(x[:, 4:], cache)
     close(y, want[:, 4:])
     del options["cache_core"]
     with pytest.raises(ValueError, match="core is not told about the cache; pass cache_core="):
@@ -197,7 +198,10 @@ def test_batches_split_over_another_axis():
     options = {"axis_name": "tp", "context_axis": "cp", "mesh": mesh, "x_spec": P("data")}
     cache = jnn.init_cache(len(x), 4, 4, C, num_kv_heads=2, dtype=x.dtype, **options)
     assert cache.keys.sharding.spec[0] in ("data", ("data",))
-    y, cache = jnn.attention(x, *weights, cache=cache, rotate=jnn.rotary, **options)
+    attend = jax.jit(
+        lambda x, cache: jnn.attention(x, *weights, cache=cache, rotate=jnn.rotary, **options)
+    )
+    y, cache = attend(x, cache)
     close(y, plain(x, *weights))
     assert cache.lengths.sharding.spec[0] in ("data", ("data",))
 
@@ -252,8 +256,9 @@ def test_half_types():
         B, 6, 4, C, num_kv_heads=2, dtype=jnp.bfloat16, axis_name="tp", context_axis="cp", mesh=mesh
     )
     want = plain(*(np.asarray(a, np.float64) for a in half))
+    attend = jax.jit(lambda x, cache: jnn.attention(x, *half[1:], cache=cache, **options))
     for i in range(6):
-        y, cache = jnn.attention(half[0][:, i : i + 1], *half[1:], cache=cache, **options)
+        y, cache = attend(half[0][:, i : i + 1], cache)
         assert y.dtype == jnp.bfloat16
         close(y[:, 0], want[:, i], 2e-2 * np.abs(want).max())
 
@@ -367,22 +372,26 @@ def test_as_flax_users_know_it():
     theirs = nn.MultiHeadDotProductAttention(4, decode=True, **types)
     ours = jlinen.Attention(4, decode=True, **types)
     with jax.set_mesh(make_mesh((1,))):
-        made = theirs.init(jax.random.key(0), x)
-        cache = ours.init(jax.random.key(0), x)["cache"]
+        made = jax.jit(theirs.init)(jax.random.key(0), x)
+        cache = jax.jit(ours.init)(jax.random.key(0), x)["cache"]
         for name in ("cached_key", "cached_value"):
             assert cache[name].shape == made["cache"][name].shape
             assert cache[name].dtype == made["cache"][name].dtype
         assert cache["cache_index"].shape == (B,)  # each sequence has its own
         other = made["cache"]
+
+        def step(layer):
+            def call(cache, x):
+                variables = {"params": made["params"], "cache": cache}
+                y, new = layer.apply(variables, x, mutable=["cache"])
+                return y, new["cache"]
+
+            return jax.jit(call)
+
+        call, call_theirs = step(ours), step(theirs)
         for i in range(5):
-            one = x[:, i : i + 1]
-            want, other = theirs.apply(
-                {"params": made["params"], "cache": other}, one, mutable=["cache"]
-            )
-            got, cache = ours.apply(
-                {"params": made["params"], "cache": cache}, one, mutable=["cache"]
-            )
-            other, cache = other["cache"], cache["cache"]
+            want, other = call_theirs(other, x[:, i : i + 1])
+            got, cache = call(cache, x[:, i : i + 1])
             close(got, want)
             close(cache["cached_key"], other["cached_key"])
 

@@ -171,7 +171,7 @@ def test_layers(kind):
     with jax.set_mesh(make_mesh((2, 2) if RANKS >= 4 else (2, 1), ("cp", "tp"))):
         if kind == "linen":
             layer = jlinen.Attention(4, **options)
-            params = nn.unbox(layer.init(jax.random.key(0), x))["params"]
+            params = nn.unbox(jax.jit(layer.init)(jax.random.key(0), x))["params"]
 
             def call(x, params):
                 return layer.apply({"params": params}, x, residual=x, segment_ids=in_order)
@@ -202,17 +202,17 @@ def test_flax_layers_take_it_as_their_attention_fn(kind):
     causal = nn.make_causal_mask(np.ones((B, S)))
     if kind == "linen":
         theirs = nn.MultiHeadDotProductAttention(4, **options)
-        params = theirs.init(jax.random.key(0), x)
+        params = jax.jit(theirs.init)(jax.random.key(0), x)
         ours = nn.MultiHeadDotProductAttention(4, attention_fn=fn, **options)
         got = jax.jit(reordered(lambda x: ours.apply(params, x), 2, "zigzag"))(x)
-        want = theirs.apply(params, x, mask=causal)
+        want = jax.jit(functools.partial(theirs.apply, params, mask=causal))(x)
     else:
         theirs = nnx.MultiHeadAttention(4, D, decode=False, rngs=nnx.Rngs(0), **options)
         ours = nnx.MultiHeadAttention(
             4, D, decode=False, rngs=nnx.Rngs(0), attention_fn=fn, **options
         )
-        got = reordered(lambda x: ours(x), 2, "zigzag")(x)
-        want = theirs(x, mask=causal)
+        got = jax.jit(reordered(lambda x: ours(x), 2, "zigzag"))(x)
+        want = jax.jit(lambda x: theirs(x, mask=causal))(x)
     same(got, want, 1e-6)
 
 
@@ -242,7 +242,7 @@ def flax_layer(kind, x, **options):
     types = {"dtype": jnp.float64, "param_dtype": jnp.float64}
     if kind == "linen":
         fn = options.pop("attention_fn")
-        params = nn.MultiHeadDotProductAttention(4, **types).init(jax.random.key(0), x)
+        params = jax.jit(nn.MultiHeadDotProductAttention(4, **types).init)(jax.random.key(0), x)
 
         def layer(**beside):
             module = nn.MultiHeadDotProductAttention(4, **types, **options, **beside)
@@ -303,7 +303,8 @@ def test_flax_layers_decode_with_it(kind, lenient):
     causal = nn.make_causal_mask(np.ones((B, 5)))
     if kind == "linen":
         layer = nn.MultiHeadDotProductAttention(4, attention_fn=fn, decode=True, **types)
-        made = nn.MultiHeadDotProductAttention(4, decode=True, **types).init(jax.random.key(0), x)
+        init = nn.MultiHeadDotProductAttention(4, decode=True, **types).init
+        made = jax.jit(init)(jax.random.key(0), x)
         want = nn.MultiHeadDotProductAttention(4, **types).apply(
             {"params": made["params"]}, x, mask=causal
         )

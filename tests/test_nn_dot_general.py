@@ -295,7 +295,7 @@ def loss_and_gradient(apply, *args):
 def test_a_linen_transformer():
     tokens = np.random.default_rng(0).integers(0, 32, (2, 24))
     plain = LinenTransformer(LinenBlock())
-    params = jax.tree.map(np.asarray, plain.init(jax.random.key(0), tokens))
+    params = jax.tree.map(np.asarray, jax.jit(plain.init)(jax.random.key(0), tokens))
     want = loss_and_gradient(plain.apply, params, tokens)
 
     tp = jnn.TensorParallel("tp", x_spec=P("data"))
@@ -437,7 +437,7 @@ def test_maxtext_in_linen():
     """Its names, its rules, its context; with the kernel split over another axis too."""
     x = draw(2, 8, 16)
     plain = Attention()
-    params = jax.tree.map(np.asarray, nn.unbox(plain.init(jax.random.key(0), x)))
+    params = jax.tree.map(np.asarray, nn.unbox(jax.jit(plain.init)(jax.random.key(0), x)))
     want = loss_and_gradient(plain.apply, params, x)
     quant = jnn.TensorParallel("tensor_sequence", x_spec=P("fsdp"))
     mesh = Mesh(np.array(DEVICES).reshape(2, 1, 4), ("fsdp", "tensor", "tensor_sequence"))

@@ -200,7 +200,7 @@ def test_whole_activations(gated):
     )  # fmt: skip
     x = draw(3, 1, WIDTH)
     with jax.set_mesh(make_mesh((4,))):
-        params = nn.unbox(layer.init(jax.random.key(0), x))["params"]
+        params = nn.unbox(jax.jit(layer.init)(jax.random.key(0), x))["params"]
         got = value_and_gradients(lambda p, x: layer.apply({"params": p}, x), params, x)
         assert_same(got, value_and_gradients(own(PlainMLP(gated=gated)), params, x))
 

@@ -424,7 +424,7 @@ def test_a_bias_for_the_choice_alone():
         E, F, K, axis_name=None, gated=False, use_router_bias=True, select=moe.top_k_sigmoid
     )
     x = np.random.default_rng(6).normal(size=(B, S, D)).astype(np.float32)
-    params = layer.init(jax.random.key(0), x)["params"]
+    params = jax.jit(layer.init)(jax.random.key(0), x)["params"]
     params = {name: box.unbox() for name, box in params.items()}
     assert set(params) == {"router", "router_bias", "up", "down"}
     assert params["router_bias"].shape == (E,)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import DEVICES, compiled_text, fused_calls, make_mesh
+from harness import DEVICES, compiled, compiled_text, fused_calls, make_mesh
 from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
@@ -143,16 +143,18 @@ COUNTS = {
 def test_a_linen_llama(how, share):
     x = draw(2, 24, D)
     plain = Llama(how=how)
-    params = jax.tree.map(np.asarray, plain.init(jax.random.key(0), x))
+    params = jax.tree.map(np.asarray, jax.jit(plain.init)(jax.random.key(0), x))
     want = jax.jit(jax.value_and_grad(loss_of(plain.apply), (0, 1)))(params, x)
     loss = loss_of(Llama(dots(share), how).apply)
     step = jax.value_and_grad(loss, (0, 1))
     with jax.set_mesh(mesh_of()):
-        assert_close(jax.jit(step)(params, x), want)
-        for what, f in (("forward", loss), ("backward", step)):
+        backward = compiled(step, params, x)
+        assert_close(backward(params, x), want)
+        for what in ("forward", "backward"):
             counts = COUNTS.get((how, what, share))
             if counts is not None:
-                assert count(compiled_text(f, params, x)) == counts
+                program = backward if what == "backward" else compiled(loss, params, x)
+                assert count(program.as_text()) == counts
 
 
 class Products(nnx.Module):
@@ -185,15 +187,16 @@ def test_nnx(share):
     want = jax.jit(step)(state, x)
     with jax.set_mesh(mesh_of()):
         step, state = step_of(fused)
-        assert_close(jax.jit(step)(state, x), want)
+        program = compiled(step, state, x)
+        assert_close(program(state, x), want)
         gathers = 1 if share else 3
-        assert count(compiled_text(step, state, x)) == (gathers + 1, 1 + 3)
+        assert count(program.as_text()) == (gathers + 1, 1 + 3)
 
 
 def test_less_temporary_memory():
     """The gathered arrays are kept for the gradients: two in each layer instead of five."""
     x = draw(2, 512, D)
-    params = jax.tree.map(np.asarray, Llama().init(jax.random.key(0), x[:, :8]))
+    params = jax.tree.map(np.asarray, jax.jit(Llama().init)(jax.random.key(0), x[:, :8]))
 
     def temporary(share):
         step = jax.value_and_grad(loss_of(Llama(dots(share)).apply))
@@ -233,11 +236,10 @@ def test_inside_shard_map(check_vma):
         lambda *args: products()(*args), mesh=mesh, in_specs=specs, out_specs=P(None, None, "tp"),
         check_vma=check_vma,
     )  # fmt: skip
-    step = jax.value_and_grad(total(mapped), (0, 1, 2, 3))
-    assert_close(
-        jax.jit(step)(*args), jax.value_and_grad(total(plain_products), (0, 1, 2, 3))(*args)
-    )
-    assert count(compiled_text(step, *args)) == (1, 3)
+    step = compiled(jax.value_and_grad(total(mapped), (0, 1, 2, 3)), *args)
+    want = jax.jit(jax.value_and_grad(total(plain_products), (0, 1, 2, 3)))(*args)
+    assert_close(step(*args), want)
+    assert count(step.as_text()) == (1, 3)
 
 
 def test_weights_that_the_data_axis_shares():

@@ -1,0 +1,120 @@
+"""What the tests took, as a plugin of pytest: conftest.py registers it.
+
+Counts processor time, the test's own and that of the processes it started and waited for. Unlike
+time from start to end, it does not grow when something else runs on the machine. The summary lists
+the slowest tests, and has a line that begins with NOTICE for each budget that the short tier
+exceeds. With --within-budget a run with such a line fails.
+
+Compiled programs are dropped when a worker has grown to DROP_MIB: JAX itself never drops any.
+"""
+
+from __future__ import annotations
+
+import gc
+import pathlib
+import resource
+from collections.abc import Generator, Iterable
+
+import jax
+import pytest
+
+BUDGET_MINUTES, CORES = 15, 2  # of the short tier
+TEST_SECONDS = 20  # of one test of the short tier
+WORKER_MIB = 2500
+DROP_MIB = 1500
+SLOWEST = 10
+
+_TIME, _PEAK = "processor_seconds", "peak_mib"
+
+
+def _processor_seconds() -> float:
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(u.ru_utime + u.ru_stime for u in used)
+
+
+def _resident_mib() -> float:
+    pages = int(pathlib.Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / 2**20
+
+
+def _peak_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def notices(seconds: dict[str, float], peak_mib: float) -> list[str]:
+    """A line for each budget that tests of these processor times exceed."""
+    lines = []
+    total = sum(seconds.values())
+    if total > BUDGET_MINUTES * 60 * CORES:
+        minutes = f"{total / CORES / 60:.1f} minutes on {CORES} cores"
+        lines.append(f"NOTICE: the tests take {minutes}; the budget is {BUDGET_MINUTES}")
+    for name, taken in seconds.items():
+        if taken > TEST_SECONDS:
+            lines.append(f"NOTICE: {name} takes {taken:.0f} s; the budget of one is {TEST_SECONDS}")
+    if peak_mib > WORKER_MIB:
+        lines.append(f"NOTICE: a worker took {peak_mib:.0f} MiB; the budget is {WORKER_MIB}")
+    return lines
+
+
+def table(seconds: dict[str, float], peak_mib: float, slowest: int = SLOWEST) -> Iterable[str]:
+    """The slowest tests, and all of them."""
+    ordered = sorted(seconds.items(), key=lambda item: -item[1])
+    for name, taken in ordered[:slowest]:
+        yield f"{taken:8.1f} s  {name}"
+    total = sum(seconds.values())
+    yield f"{total:8.1f} s  all {len(seconds)} tests; the largest worker had {peak_mib:.0f} MiB"
+
+
+class SuiteTimes:
+    """The hooks of one run. `short`: the budgets apply."""
+
+    def __init__(self, short: bool, within_budget: bool) -> None:
+        self.short, self.within_budget = short, within_budget
+        self.seconds: dict[str, float] = {}
+        self.peak_mib = 0.0
+        self._start = 0.0
+
+    # In the process that runs the tests.
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self) -> Generator[None, object, object]:
+        """Notes when a test starts, and makes room after it."""
+        self._start = _processor_seconds()
+        result = yield
+        if _resident_mib() > DROP_MIB:
+            jax.clear_caches()
+            gc.collect()
+        return result
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_makereport(self, item: pytest.Item, call: pytest.CallInfo) -> None:
+        """Puts the figures where xdist carries them to the process that prints."""
+        if call.when == "teardown":
+            item.user_properties.append((_TIME, _processor_seconds() - self._start))
+            item.user_properties.append((_PEAK, _peak_mib()))
+
+    # In the process that prints.
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Takes the figures of a test that has ended."""
+        if report.when == "teardown":
+            found = dict(report.user_properties)
+            self.seconds[report.nodeid] = found.get(_TIME, 0.0)
+            self.peak_mib = max(self.peak_mib, found.get(_PEAK, 0.0))
+
+    def _notices(self) -> list[str]:
+        return notices(self.seconds, self.peak_mib) if self.short else []
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        """Fails what exceeds a budget, if asked to."""
+        if self.within_budget and exitstatus == pytest.ExitCode.OK and self._notices():
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        """Prints the figures."""
+        if not self.seconds:
+            return
+        terminalreporter.section("processor time")
+        for line in [*table(self.seconds, self.peak_mib), *self._notices()]:
+            terminalreporter.write_line(line)
