@@ -39,7 +39,8 @@ def test_groups_within_and_across_processes(processes, devices):
 
 def test_call_over_local_devices_in_one_process():
     """What one process compiles for itself does not disturb the calls that it shares."""
-    _all_right("local_calls", 2, 2)
+    # GPUs' calls have no names, and XLA tunes a program in all processes together.
+    _all_right("local_calls,compiled_alone" if PLATFORM == "cpu" else "local_calls", 2, 2)
 
 
 def test_shutdown_and_init_again():

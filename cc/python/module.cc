@@ -83,7 +83,6 @@ NB_MODULE(_jflux, m) {
     }
     return result;
   });
-  m.def("begin_module", &jflux_begin_module);
   m.def("built_with_cuda", [] { return jflux_built_with_cuda() != 0; });
   m.def("set_blas", [](uintptr_t sgemm, uintptr_t dgemm) {
     jflux_set_blas(reinterpret_cast<void*>(sgemm), reinterpret_cast<void*>(dgemm));

@@ -342,6 +342,35 @@ def local_calls():
     check_products(everyone, rows=3)
 
 
+def compiled_alone():
+    """One process compiles the common program for other purposes, with options, and anew."""
+    mesh = Mesh(np.array(jax.devices()), ("tp",))
+    op = functools.partial(jflux.all_gather_matmul, axis_name="tp")
+    twice = jax.jit(op)  # XLA inlines it
+
+    def body(x, w):
+        return twice(x, w), twice(2 * x, w)
+
+    f = shard_map(mesh, body, (P("tp"), P(None, "tp")), P(None, "tp"))
+    _, operands, want, scale, terms = product("all_gather_matmul", mesh)
+
+    def run(f):
+        for _ in range(2):
+            for factor, y in enumerate(jax.block_until_ready(f(*operands)), 1):
+                check(y, factor * want, factor * scale, jnp.bfloat16, terms)
+
+    alone = args.process == 0
+    if alone:
+        f.lower(*operands).compile().cost_analysis()
+    run(f)
+    options = {"xla_cpu_enable_fast_min_max": True}
+    run(f.lower(*operands).compile(options) if alone else f)
+    run(f)
+    if alone:
+        jax.clear_caches()
+    run(f)
+
+
 def again():
     """Shutdown and init in all processes, with other settings."""
     mesh = Mesh(np.array(jax.devices()), ("tp",))
@@ -614,6 +643,7 @@ SCENARIOS = {
     "training": training,
     "loops": loops,
     "local_calls": local_calls,
+    "compiled_alone": compiled_alone,
     "again": again,
     "exit": functools.partial(dies, "exit", "all_gather_matmul"),
     "kill": functools.partial(dies, "kill", "matmul_reduce_scatter"),
