@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 from harness import PLATFORM, RANKS
-from workers.common import run_together
+from workers.common import free_port, run_together
 
 pytestmark = pytest.mark.multiprocess
 
@@ -45,6 +45,12 @@ def test_call_over_local_devices_in_one_process():
 
 def test_shutdown_and_init_again():
     _all_right("again", 2)
+
+
+@pytest.mark.skipif(PLATFORM != "cpu", reason="a GPU's process restarts with its memory taken")
+def test_a_process_that_is_replaced():
+    """The new one and those that begin anew meet, with another store and other counts of runs."""
+    _all_right("replaced", 2, options=["--next-port", str(free_port())])
 
 
 def test_processes_that_ask_for_different_heaps():
