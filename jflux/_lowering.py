@@ -15,7 +15,17 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 from jax.sharding import Mesh
 
-from . import _config, _derivatives, _dispatch, _explain, _ffi, _heap, _levels, _mesh, _native
+from . import (
+    _call_names,
+    _config,
+    _derivatives,
+    _dispatch,
+    _explain,
+    _ffi,
+    _heap,
+    _levels,
+    _mesh,
+)
 from ._dispatch import Arrays, Machine, Path, Plan
 from ._levels import Levels
 
@@ -351,7 +361,6 @@ def _lower_fused(
 ) -> Any:
     _ffi.register_targets(machine.platform)
     rules.register(params, machine.platform)
-    _begin_module(ctx.module_context.module)
     table = _mesh.group_table(mesh, params.axis_names)
     target = f"jflux_{rules.name}" if rules.target is None else rules.target(params)
     aliases: Any = {"operand_output_aliases": dict(rules.aliases)} if rules.aliases else {}
@@ -366,12 +375,4 @@ def _lower_fused(
     )
 
 
-_last_module: Any = None
-
-
-def _begin_module(module: Any) -> None:
-    """Tells the library when the calls of another module begin (cc/runtime/ffi.h)."""
-    global _last_module
-    if module is not _last_module:
-        _last_module = module
-        _native.lib.begin_module()
+_call_names.name_when_lowered()

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import _heap, _native
+from ._heap._waits import on_a_thread
 from ._ops._spec import products
 from ._trial import Trial
 
@@ -194,17 +195,18 @@ def record(max_events: int = 1 << 18) -> Iterator[Timeline]:
     _need_kernels()
     _heap._ensure("cuda")
     timeline = Timeline()
-    _native.lib.cuda_timeline_start(max_events)
+    on_a_thread(_native.lib.cuda_timeline_start, max_events)
     try:
         yield timeline
         for device in jax.local_devices():
-            raw, missed = _native.lib.cuda_timeline_read(device.id, max_events)
+            read = _native.lib.cuda_timeline_read
+            raw, missed = on_a_thread(read, device.id, max_events)
             events = np.frombuffer(raw, _EVENT)
             if len(events):
                 timeline.events[device.id] = np.sort(events, order="begin_ns")
             timeline.missed += missed
     finally:
-        _native.lib.cuda_timeline_stop()
+        on_a_thread(_native.lib.cuda_timeline_stop)
 
 
 def main() -> None:

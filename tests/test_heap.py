@@ -5,7 +5,9 @@ import functools
 import gc
 import json
 import re
+import signal
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +28,12 @@ from harness import (
     per_device,
     run,
 )
+from jax._src import distributed
+from workers.common import free_port
 
 import jflux
-from jflux import _native, testing
-from jflux._heap import _making, _nodes, _rendezvous
+from jflux import _heap, _native, testing
+from jflux._heap import _making, _nodes, _rendezvous, _waits
 from jflux._ops._spec import all_ops
 from jflux._ops.all_reduce import ALGORITHMS
 
@@ -468,6 +472,82 @@ def test_several_processes_that_do_not_come(monkeypatch):
     with pytest.raises(_rendezvous.Absent, match="processes 1, 2, 3, 4, 5, 6 did not come"):
         _rendezvous.gather("alone", "here", range(7), SOON)
     assert time.monotonic() - start < 3 * SOON.give_up
+
+
+def test_signals_are_handled_while_processes_meet(monkeypatch):
+    """A preempted process ends at once, also with a real store."""
+    state = distributed.State()
+    state.initialize(f"127.0.0.1:{free_port()}", 1, 0)
+    monkeypatch.setattr(_rendezvous, "_store", lambda: state.client)
+    monkeypatch.setattr(jax, "process_index", lambda: 0)
+
+    class Preempted(Exception):
+        pass
+
+    def preempt(signum, frame):
+        raise Preempted
+
+    before = signal.signal(signal.SIGALRM, preempt)
+    start = time.monotonic()
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(Preempted):
+            _rendezvous.gather("nobody", "here", [0, 1], _rendezvous.Patience(20, 40))
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(Preempted):
+            _waits.on_a_thread(time.sleep, 5)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        state.shutdown()
+    assert time.monotonic() - start < 4
+
+
+def test_the_store_knows_the_attempt(monkeypatch):
+    """Processes of which one is new, or all with a new store, meet at one attempt."""
+    came = functools.partial(_heap._come, "cpu", again=False)
+    for store in (_Store(), _Store()):
+        monkeypatch.setattr(_rendezvous, "_store", lambda store=store: store)
+        assert [came(0), came(1)] == [1, 1]
+        assert [came(0), came(1), came(1), came(1)] == [2, 2, 3, 4]  # 1 is replaced twice
+        assert "process 1 has begun anew" in store.entries["jflux/cpu_heap/3/over"]
+        assert came(0) == 4
+        # Others have given up, and process 2 is late.
+        store.entries["jflux/cpu_heap/4/failed"] = "process 2 did not come"
+        assert [came(2), _heap._come("cpu", 3, again=True)] == [4, 5]
+
+
+@pytest.mark.parametrize("where", [0, 1])
+def test_an_attempt_that_a_process_leaves(monkeypatch, where):
+    """Who waits there learns it, and goes to the next one."""
+    store = _Store(**{"jflux/cpu_heap/1/over": "process 2 has begun anew"})
+    monkeypatch.setattr(_rendezvous, "_store", lambda: store)
+    monkeypatch.setattr(jax, "process_index", lambda: where)
+    monkeypatch.setattr(_rendezvous, "TURN_SECONDS", 0.05)
+    slowly = _rendezvous.Patience(20, 40)
+    over = "cpu_heap/1/over"
+    with pytest.raises(_rendezvous.Abandoned, match="process 2 has begun anew"):
+        _rendezvous.gather("cpu_heap/1/facts", "here", [0, 1, 2], slowly, over)
+    members = _making.Members((0, 1, 2), where, (where,), ())
+    outcomes = iter([KeyboardInterrupt(), "process 2 has begun anew", ""])
+
+    def make(attempt, platform, members):
+        made.append(attempt)
+        outcome = next(outcomes)
+        if not isinstance(outcome, str):
+            raise outcome
+        if outcome:
+            store.entries[f"jflux/cpu_heap/{attempt}/over"] = outcome
+        return types.SimpleNamespace(absent=outcome)
+
+    made: list[int] = []
+    monkeypatch.setattr(_heap, "_make_at", make)
+    monkeypatch.setattr(_heap.lib, "heap_shutdown", lambda platform, keep: None)
+    with pytest.raises(KeyboardInterrupt):
+        _heap._make("cpu", members, again=False)
+    assert "KeyboardInterrupt" in store.entries["jflux/cpu_heap/2/over"]
+    assert _heap._make("cpu", members, again=False).absent == ""
+    assert made == [2, 3, 4]
 
 
 def test_claims(monkeypatch):

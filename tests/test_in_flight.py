@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import (
+    PLATFORM,
     PRODUCTS,
     RANKS,
     Call,
@@ -32,6 +33,8 @@ from layers import (
 
 import jflux
 
+#: Runs of each of two threads at once.
+ORDERED_RUNS = 2000 if PLATFORM == "gpu" else 40
 GATHER = Call("all_gather_matmul", lead=(3,), k=8, n=6, dtype=jnp.bfloat16)
 
 
@@ -164,6 +167,40 @@ def test_threads_that_compile_and_run():
             errors.append(error)
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors[0]
+
+
+@pytest.mark.skipif(
+    PLATFORM == "cpu" and jax.__version_info__ < (0, 12),
+    reason="XLA:CPU hangs, also with lax's collectives",
+)
+def test_threads_that_run_different_programs():
+    """All devices of a process get the programs of two threads in one order: else calls of both
+    would wait for each other."""
+    mesh = make_mesh((RANKS,))
+    start, errors = threading.Barrier(2), []
+
+    def work(thread):
+        try:
+            call = Call("all_gather_matmul", lead=(3 + thread,), k=8, n=6, dtype=jnp.bfloat16)
+            op = call.bind("tp")
+            x, w = operands(call, mesh, "tp", seed=thread)
+            f = jax.jit(per_device(mesh, lambda x, w: [op(x * s, w) for s in (1, 2)]))
+            f(x, w)
+            start.wait()
+            results = [f(x, w) for _ in range(ORDERED_RUNS)]
+            for y, twice in results[:: ORDERED_RUNS // 4]:
+                check_product(np.asarray(y), call, mesh, x, w)
+                check_product(np.asarray(twice, np.float64) / 2, call, mesh, x, w)
+        except BaseException as error:
+            start.abort()
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -22,6 +22,13 @@ void Check(const char* reason) {
   if (reason != nullptr) throw std::runtime_error(reason);
 }
 
+// For what waits for a device's kernels: Python's other threads run meanwhile.
+template <typename F>
+void CheckReleased(F&& call) {
+  nb::gil_scoped_release release;
+  Check(call());
+}
+
 // [(name, platform, {stage: capsule})]
 nb::list Targets() {
   nb::list result;
@@ -83,7 +90,6 @@ NB_MODULE(_jflux, m) {
     }
     return result;
   });
-  m.def("begin_module", &jflux_begin_module);
   m.def("built_with_cuda", [] { return jflux_built_with_cuda() != 0; });
   m.def("set_blas", [](uintptr_t sgemm, uintptr_t dgemm) {
     jflux_set_blas(reinterpret_cast<void*>(sgemm), reinterpret_cast<void*>(dgemm));
@@ -200,12 +206,14 @@ NB_MODULE(_jflux, m) {
     return nb::make_tuple(in_use, touched);
   });
   m.def("heap_test_hooks", [](const std::string& platform, bool skip_waits, int max_delay_us) {
-    Check(jflux_heap_test_hooks(platform.c_str(), skip_waits, max_delay_us));
+    CheckReleased(
+        [&] { return jflux_heap_test_hooks(platform.c_str(), skip_waits, max_delay_us); });
   });
-  m.def("heap_poison",
-        [](const std::string& platform) { Check(jflux_heap_poison(platform.c_str())); });
+  m.def("heap_poison", [](const std::string& platform) {
+    CheckReleased([&] { return jflux_heap_poison(platform.c_str()); });
+  });
   m.def("heap_set_epochs", [](const std::string& platform, uint64_t epoch) {
-    Check(jflux_heap_set_epochs(platform.c_str(), epoch));
+    CheckReleased([&] { return jflux_heap_set_epochs(platform.c_str(), epoch); });
   });
 
   // NVSHMEM.
@@ -234,17 +242,18 @@ NB_MODULE(_jflux, m) {
     return workspace_bytes;
   });
 
-  m.def("cuda_timeline_start",
-        [](int64_t capacity) { Check(jflux_cuda_timeline_start(capacity)); });
+  m.def("cuda_timeline_start", [](int64_t capacity) {
+    CheckReleased([&] { return jflux_cuda_timeline_start(capacity); });
+  });
   // The events as bytes, and how many found no room.
   m.def("cuda_timeline_read", [](int64_t id, int64_t capacity) {
     std::vector<JfluxEvent> events(capacity);
     int64_t count = 0;
-    Check(jflux_cuda_timeline_read(id, events.data(), capacity, &count));
+    CheckReleased([&] { return jflux_cuda_timeline_read(id, events.data(), capacity, &count); });
     const int64_t kept = std::min(count, capacity);
     return nb::make_tuple(nb::bytes(events.data(), kept * sizeof(JfluxEvent)), count - kept);
   });
-  m.def("cuda_timeline_stop", [] { Check(jflux_cuda_timeline_stop()); });
+  m.def("cuda_timeline_stop", [] { CheckReleased(&jflux_cuda_timeline_stop); });
   m.def("cuda_fail_launches", [](int ordinal) { jflux_cuda_fail_launches(ordinal); });
   m.def("cuda_launches", [] { return jflux_cuda_launches(); });
   m.def("choices", [] {
@@ -283,7 +292,8 @@ NB_MODULE(_jflux, m) {
                         int64_t bytes, int64_t device, int64_t offset, int64_t count) {
     const JfluxWorkspace w{devices.data(), static_cast<int>(devices.size()), bytes};
     std::string data(static_cast<size_t>(count), 0);
-    Check(jflux_heap_read(platform.c_str(), &w, device, offset, count, data.data()));
+    CheckReleased(
+        [&] { return jflux_heap_read(platform.c_str(), &w, device, offset, count, data.data()); });
     return nb::bytes(data.data(), data.size());
   });
   m.def("add_kernels", [](uintptr_t load) {

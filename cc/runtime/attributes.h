@@ -107,7 +107,7 @@ std::optional<ffi::Error> ReadAttributes(OpId op, const ffi::Dictionary& attribu
 // What every call has (jflux/_lowering.py).
 struct CallAttributes {
   Int64s groups;     // [number of groups][world] global device ids, in rank order
-  int64_t site = 0;  // unique in the module
+  int64_t site = 0;  // unique in the module; on CPUs see runtime/cpu_call.h
   int64_t workspace_bytes = 0;
   int64_t world = 0;
 

@@ -20,8 +20,6 @@ const JfluxStateType* jflux_state_types(void) {
   return types;
 }
 
-void jflux_begin_module(void) { jflux::BeginModule(); }
-
 int jflux_built_with_cuda(void) {
 #ifdef JFLUX_WITH_CUDA
   return 1;

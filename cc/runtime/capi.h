@@ -27,9 +27,6 @@ typedef struct {
 } JfluxStateType;
 JFLUX_API const JfluxStateType* jflux_state_types(void);
 
-// To be called before the ops of another module are lowered.
-JFLUX_API void jflux_begin_module(void);
-
 JFLUX_API int jflux_built_with_cuda(void);
 
 // Functions that return `const char*` return null on success, else the reason; the text lives

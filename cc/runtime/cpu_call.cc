@@ -15,6 +15,7 @@
 #include <memory>
 #include <mutex>
 #include <new>
+#include <optional>
 #include <random>
 #include <set>
 #include <thread>
@@ -27,7 +28,7 @@
 namespace jflux {
 namespace {
 
-// (run id, site, group, occurrence)
+// (run id, site, group, occurrence), as this process names them.
 using CallId = std::tuple<int64_t, uint64_t, std::vector<int64_t>, int64_t>;
 
 // A handler that waits for its call to complete.
@@ -65,16 +66,26 @@ class Waiter {
 
 struct Pending {
   std::shared_ptr<HeapCpu> heap;
+  WorkspaceKey key;
   std::vector<std::shared_ptr<Waiter>> waiters;  // handlers that wait for it
   std::vector<CpuCall> ranks;
   uint64_t deadline_ns = 0;
   bool warned = false;
 };
 
+// In CpuCallSite::name, below the program: the call's place in it (jflux/_call_names.py).
+constexpr int kCallBits = 20;
+
+// A program, as all processes name it, and a group.
+using ProgramOfGroup = std::pair<uint64_t, std::vector<int64_t>>;
+
 struct Run {
   int64_t id;
   uint64_t used_ns;                                       // when it made its last call
   std::map<std::pair<uint64_t, int64_t>, int64_t> calls;  // so far, by (call site, device)
+  // Of groups over several processes:
+  std::map<ProgramOfGroup, int64_t> order;  // among the runs of the program
+  std::map<uint64_t, uint64_t> sites;       // numbers, by name
 };
 
 struct Registry {
@@ -83,7 +94,9 @@ struct Registry {
   std::map<CallId, Pending> pending;
   std::list<Run> runs;  // the one that has made the last call is last
   std::map<int64_t, std::list<Run>::iterator> run_of;
-  std::map<CallId, CallError> failed;  // for ranks that arrive after a call has failed
+  std::map<ProgramOfGroup, int64_t> run_count;  // runs so far, over groups of several processes
+  std::weak_ptr<HeapCpu> counted_of;            // runs are counted from the making of a heap on
+  std::map<CallId, CallError> failed;           // for ranks that arrive after a call has failed
   std::deque<CallId> failed_order;
   bool watching = false;
 };
@@ -100,7 +113,8 @@ WorkspaceKey KeyOf(const CallId& id) {
     b->Add(b == &hi ? 1 : 2).Add(run).Add(static_cast<int64_t>(site)).Add(occurrence);
     for (int64_t device : group) b->Add(device);
   }
-  // The run id is not hashed, so a collision could only happen within one execution.
+  // The run is not hashed, so a collision could only happen within one execution, and with the
+  // execution of another program that has the same number.
   return WorkspaceKey{(static_cast<uint64_t>(hi.Get()) << 32) | lo.Get(),
                       static_cast<uint64_t>(run)};
 }
@@ -129,11 +143,11 @@ void Fail(std::vector<CpuCall> ranks, const CallError& error) {
 }
 
 // The ranks will not make the call. Whoever asks for its workspace is told.
-void Abandon(const CallId& id, const HeapCpu& heap, const std::vector<CpuCall>& ranks) {
+void Abandon(const WorkspaceKey& key, const HeapCpu& heap, const std::vector<CpuCall>& ranks) {
   if (ranks.empty() || heap.table() == nullptr) return;
   const auto world = static_cast<int32_t>(ranks.front().group.size());
   const auto count = static_cast<int32_t>(ranks.size());
-  if (heap.table()->Abandon(KeyOf(id), world, count, NowNs() + TimeoutNs(heap))) return;
+  if (heap.table()->Abandon(key, world, count, NowNs() + TimeoutNs(heap))) return;
   std::fprintf(stderr, "%sthe directory of the symmetric heap is locked: did a process end?\n",
                Prefix(ranks.front().op).c_str());
 }
@@ -183,7 +197,7 @@ void RunRank(const std::shared_ptr<Cohort>& cohort, CpuCall& call) {
   done(error);
 }
 
-void RunCohort(const CallId& id, std::shared_ptr<HeapCpu> heap, std::vector<CpuCall> ranks) {
+void RunCohort(const WorkspaceKey& key, std::shared_ptr<HeapCpu> heap, std::vector<CpuCall> ranks) {
   auto cohort = std::make_shared<Cohort>();
   cohort->heap = std::move(heap);
   cohort->ranks = std::move(ranks);
@@ -196,10 +210,10 @@ void RunCohort(const CallId& id, std::shared_ptr<HeapCpu> heap, std::vector<CpuC
   WorkspaceTable* table = cohort->heap->table();
   const uint64_t deadline_ns = NowNs() + TimeoutNs(*cohort->heap);
   if (!table->Acquire(
-          KeyOf(id), world, first.bytes, cohort->heap->heap_bytes(), deadline_ns,
+          key, world, first.bytes, cohort->heap->heap_bytes(), deadline_ns,
           [&](int64_t offset, int64_t bytes) { cohort->heap->ClearSignals(offset, bytes); },
           &cohort->lease, &error, &kind)) {
-    Abandon(id, *cohort->heap, cohort->ranks);
+    Abandon(key, *cohort->heap, cohort->ranks);
     const std::string text = Prefix(first.op) + error;
     Fail(std::move(cohort->ranks), {kind, text});
     return;
@@ -263,10 +277,11 @@ void Warn(const std::string& text) {
   std::fflush(stderr);
 }
 
-// Removes the calls that have failed from `pending`: (id, heap, ranks, error). Warns of those that
+// Removes the calls that have failed from `pending`: (key, heap, ranks, error). Warns of those that
 // wait long.
 auto TakeFailed(Registry& calls) {
-  std::vector<std::tuple<CallId, std::shared_ptr<HeapCpu>, std::vector<CpuCall>, CallError>> taken;
+  std::vector<std::tuple<WorkspaceKey, std::shared_ptr<HeapCpu>, std::vector<CpuCall>, CallError>>
+      taken;
   const auto heap = CurrentHeapCpu();
   for (auto it = calls.pending.begin(); it != calls.pending.end();) {
     Pending& pending = it->second;
@@ -286,7 +301,7 @@ auto TakeFailed(Registry& calls) {
                          "other ranks")
              : CallError(ErrorKind::kDeadlineExceeded,
                          MissingRanks(it->first, pending, heap->deadline_s(), *heap));
-    taken.emplace_back(it->first, pending.heap, std::move(pending.ranks), error);
+    taken.emplace_back(pending.key, pending.heap, std::move(pending.ranks), error);
     calls.failed[it->first] = error;
     calls.failed_order.push_back(it->first);
     if (calls.failed_order.size() > 4096) {
@@ -310,8 +325,8 @@ void Watch() {
     if (const auto heap = CurrentHeapCpu()) {
       if (const auto text = heap->TakeWarning()) Warn(*text);
     }
-    for (auto& [id, heap, ranks, error] : taken) {
-      Abandon(id, *heap, ranks);
+    for (auto& [key, heap, ranks, error] : taken) {
+      Abandon(key, *heap, ranks);
       Fail(std::move(ranks), error);
     }
   }
@@ -377,13 +392,13 @@ void WarnOfLoop() {
 
 // ---- Registration -------------------------------------------------------------------------------
 
-// How often this run has made this call before. Counters of a run that may go on are kept: any of
-// the last 1024 runs, and any that made a call in the last two timeouts (no peer waits longer).
-int64_t CountCall(Registry& calls, const CpuCall& call, uint64_t timeout_ns) {
+// The run that makes the call. Counters of a run that may go on are kept: any of the last 1024
+// runs, and any that made a call in the last two timeouts (no peer waits longer).
+Run& RunOf(Registry& calls, const CpuCall& call, uint64_t timeout_ns) {
   const uint64_t now = NowNs();
   const auto [known, is_new] = calls.run_of.try_emplace(call.run_id);
   if (is_new) {
-    known->second = calls.runs.insert(calls.runs.end(), Run{call.run_id, now, {}});
+    known->second = calls.runs.insert(calls.runs.end(), Run{call.run_id, now, {}, {}, {}});
   } else {
     calls.runs.splice(calls.runs.end(), calls.runs, known->second);
   }
@@ -394,7 +409,21 @@ int64_t CountCall(Registry& calls, const CpuCall& call, uint64_t timeout_ns) {
     calls.run_of.erase(calls.runs.front().id);
     calls.runs.pop_front();
   }
-  return run.calls[{call.site->number, call.group[call.rank]}]++;
+  return run;
+}
+
+// The call as all processes of its group name it. Nothing if the run has another call of that name:
+// XLA has made two of one after Python had named it, and processes could mix them up.
+std::optional<CallId> SharedName(Registry& calls, Run& run, const CpuCall& call,
+                                 int64_t occurrence) {
+  const CpuCallSite& site = *call.site;
+  if (run.sites.try_emplace(site.name, site.number).first->second != site.number) {
+    return std::nullopt;
+  }
+  const ProgramOfGroup program{site.name >> kCallBits, call.group};
+  const auto [order, is_first] = run.order.try_emplace(program);
+  if (is_first) order->second = calls.run_count[program]++;
+  return CallId{order->second, site.name, call.group, occurrence};
 }
 
 // How long a handler waits at most, in a loop and elsewhere. XLA ends the process when one of its
@@ -441,8 +470,23 @@ Joined Register(CpuCall call) {
   const uint64_t timeout_ns = TimeoutNs(*heap);
   Registry& calls = Calls();
   std::unique_lock<std::mutex> lock(calls.mutex);
-  const int64_t occurrence = CountCall(calls, call, timeout_ns);
-  CallId id{call.run_id, call.site->number, call.group, occurrence};
+  if (calls.counted_of.lock() != heap) {
+    calls.counted_of = heap;
+    calls.runs.clear();
+    calls.run_of.clear();
+    calls.run_count.clear();
+  }
+  Run& run = RunOf(calls, call, timeout_ns);
+  const int64_t occurrence = run.calls[{call.site->number, call.group[call.rank]}]++;
+  const CallId id{call.run_id, call.site->number, call.group, occurrence};
+  const auto name = local == call.group.size() ? id : SharedName(calls, run, call, occurrence);
+  if (!name) {
+    lock.unlock();
+    return refuse(
+        "jflux: XLA has copied a call of the program, so processes cannot tell the "
+        "copies apart; run all devices of the program in one process");
+  }
+  const WorkspaceKey key = KeyOf(*name);
   std::string error;
   CallError refused;
   if (const auto it = calls.failed.find(id); it != calls.failed.end()) {
@@ -454,7 +498,7 @@ Joined Register(CpuCall call) {
     lock.unlock();
     std::vector<CpuCall> ranks;
     ranks.push_back(std::move(call));
-    Abandon(id, *heap, ranks);
+    Abandon(key, *heap, ranks);
     Fail(std::move(ranks), refused);
     return Joined{};
   }
@@ -467,6 +511,7 @@ Joined Register(CpuCall call) {
   Pending& pending = calls.pending[id];
   if (pending.ranks.empty()) {
     pending.heap = heap;
+    pending.key = key;
     pending.deadline_ns = NowNs() + timeout_ns;
   }
   Joined joined;
@@ -498,8 +543,8 @@ Joined Register(CpuCall call) {
   auto ranks = std::make_shared<std::vector<CpuCall>>(std::move(pending.ranks));
   calls.pending.erase(id);
   lock.unlock();
-  if (!RunOnPool({[id, heap, ranks] { RunCohort(id, heap, std::move(*ranks)); }}, &error)) {
-    Abandon(id, *heap, *ranks);
+  if (!RunOnPool({[key, heap, ranks] { RunCohort(key, heap, std::move(*ranks)); }}, &error)) {
+    Abandon(key, *heap, *ranks);
     const OpId op = ranks->front().op;
     Fail(std::move(*ranks), {ErrorKind::kResourceExhausted, Prefix(op) + error});
   }

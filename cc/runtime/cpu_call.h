@@ -28,9 +28,20 @@
 //
 // If a handler of a loop has returned early, one line on stderr says what that may mean.
 //
-// A call is identified by (run, call site, group, occurrence). XLA's run id is the same in all
-// processes and new for each execution. Call sites are numbered when XLA instantiates the handler.
-// The occurrence counts iterations of a loop.
+// A call is identified by (run, call site, group, occurrence). The occurrence counts iterations of
+// a loop. Run and call site have two names each:
+//
+//             in this process               in all processes that have ranks of the group
+//   site      its state, which XLA makes    the attribute `site`, which Python makes of the program
+//             for each call of an           and of the call's place in it (jflux/_call_names.py)
+//             executable
+//   run       XLA's run id, new for each    the first, second, ... run of that program over the
+//             execution                     group since the heap was made, in the order in which
+//                                           the runs make their first calls: XLA runs a device's
+//                                           programs one after the other
+//
+// Processes cannot use what XLA has: a run id begins at a hash of the module with its source lines,
+// and states depend on what else a process has compiled.
 //
 // A call that fails, whatever the reason, is an error of all its ranks: those that have come, and
 // those that come later.
@@ -54,7 +65,8 @@
 namespace jflux {
 
 struct CpuCallSite {
-  uint64_t number = 0;  // the same in all processes
+  uint64_t number = 0;  // this process's
+  uint64_t name = 0;    // the same in all processes: the attribute `site`
   bool waits = true;    // false in tests: all is left to the Futures
   // Of the handlers' waits:
   std::atomic<bool> loops{false};       // a run has called it more than once for a device

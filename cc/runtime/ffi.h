@@ -100,8 +100,8 @@ inline auto CompletionOf(ffi::Promise promise) {
   };
 }
 
-// Names a call site on the CPU, where the order of independent calls is not fixed. XLA makes one
-// per custom call and executable.
+// A call site on the CPU, where the order of independent calls is not fixed. XLA makes one per
+// custom call and executable.
 struct CallSite : CpuCallSite {
   static ffi::TypeId id;
   static ffi::TypeInfo info;
@@ -130,11 +130,6 @@ ffi::Future JoinFfiCall(OpId op, CallSite* site, ffi::RunId run_id, int32_t devi
   JoinCpuCall(std::move(call));
   return future;
 }
-
-// A new module is being lowered: copies of call sites are counted anew. Processes that compile
-// different things besides still agree on the copies in the modules that they share. (Threads that
-// compile several modules at once could disagree; one process does not care.)
-void BeginModule();
 
 // The instantiate stage of every op on the CPU.
 XLA_FFI_Error* InstantiateCallSite(XLA_FFI_CallFrame* frame);

@@ -195,7 +195,7 @@ bool HeapCuda::PrepareDevice(CudaDevice* device, std::string* error) {
   }
   if (!LoadModules(device->ordinal, error)) return false;
   JFLUX_CUDA_OR_FALSE(cudaDeviceSynchronize(), error);
-  return true;
+  return ForgetLastStream(error);
 }
 
 void HeapCuda::Close() {

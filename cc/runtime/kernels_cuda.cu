@@ -175,11 +175,24 @@ bool RunAfter(Device& device, cudaStream_t stream, std::string* error) {
 
 }  // namespace
 
-bool RunAfterLastCall(cudaStream_t stream, std::string* error) {
+bool LaunchAfterLastCall(cudaStream_t stream, const std::function<bool(std::string*)>& launch,
+                         std::string* error) {
   Device* device = CurrentDevice(error);
   if (device == nullptr) return false;
   std::lock_guard<std::mutex> lock(device->mutex);
-  return RunAfter(*device, stream, error);
+  return RunAfter(*device, stream, error) && launch(error);
+}
+
+bool RunAfterLastCall(cudaStream_t stream, std::string* error) {
+  return LaunchAfterLastCall(stream, [](std::string*) { return true; }, error);
+}
+
+bool ForgetLastStream(std::string* error) {
+  Device* device = CurrentDevice(error);
+  if (device == nullptr) return false;
+  std::lock_guard<std::mutex> lock(device->mutex);
+  device->has_stream = false;
+  return true;
 }
 
 bool LaunchKernel(const void* kernel, void* args, int clusters, int ctas, int threads,

@@ -6,6 +6,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <functional>
 #include <initializer_list>
 #include <string>
 
@@ -46,9 +47,24 @@ bool EncodeTensorMap(CUtensorMap* map, DType dtype, const void* data,
 
 // Makes `stream` wait for what the last call of the current device has enqueued, if that was on
 // another stream: kernels of one device must not overlap (gpu/call.cuh). A stream that is being
-// captured waits for nothing: the order of a graph's nodes is the graph's. Thread-safe; the call
-// that follows belongs to `stream`.
+// captured waits for nothing: the order of a graph's nodes is the graph's. The call that follows
+// belongs to `stream`.
+//
+// Local ops wait for the last call too, and the next call for them. They wait for no peer, so this
+// is not for progress: their CTAs would hold SMs that a call needs for which peers wait.
+//
+// Calls launch(error), which enqueues the kernel, before any other thread's call of the device.
+bool LaunchAfterLastCall(cudaStream_t stream, const std::function<bool(std::string*)>& launch,
+                         std::string* error);
+
+// For handlers of others, which launch when this has returned. Two host threads that launch on one
+// device's different streams at once could then overlap. XLA has one thread per device for programs
+// of several devices, and one stream for what no `compute_on` moves.
 bool RunAfterLastCall(cudaStream_t stream, std::string* error);
+
+// Forgets the stream of the current device's last call, all of which is done: XLA destroys its
+// streams with its client, and a handle must not be used after that. With every new heap.
+bool ForgetLastStream(std::string* error);
 
 // Launches `clusters` clusters of `ctas` CTAs, after the last call of the current device. Portable
 // code has clusters of one CTA alone.

@@ -224,11 +224,14 @@ bool LaunchModule(const std::string& key, int ordinal, int blocks, ModuleArgumen
   if (arguments.first != nullptr) pointers.push_back(const_cast<void*>(arguments.first));
   for (uint64_t& value : arguments.values) pointers.push_back(&value);
   const Driver* driver = Driver::Get(error);
-  if (driver == nullptr || !RunAfterLastCall(stream, error)) return false;
-  return driver->Check("cuLaunchKernel",
-                       driver->launch(loaded.function, blocks, 1, 1, spec.threads, 1, 1,
-                                      spec.shared_bytes, stream, pointers.data(), nullptr),
-                       error);
+  if (driver == nullptr) return false;
+  const auto launch = [&](std::string* why) {
+    return driver->Check("cuLaunchKernel",
+                         driver->launch(loaded.function, blocks, 1, 1, spec.threads, 1, 1,
+                                        spec.shared_bytes, stream, pointers.data(), nullptr),
+                         why);
+  };
+  return LaunchAfterLastCall(stream, launch, error);
 }
 
 }  // namespace jflux

@@ -76,7 +76,6 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Dictionary dictionary
   if (plugin == nullptr) return InvalidArgument("node_exchange: NVSHMEM is not loaded");
   const auto launch = [&](const CudaDevice& device, const SymmetricView& view,
                           const shmem::RemoteRef* remote, std::string* error) {
-    if (!RunAfterLastCall(stream, error)) return false;
     NodeExchangeArgs args{};
     args.exchange = e;
     args.x = static_cast<const char*>(x.untyped_data());
@@ -94,9 +93,12 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Dictionary dictionary
                          .Add(a.call.site)
                          .Get();
     args.op = static_cast<uint32_t>(kNodeExchangeId);
-    const char* failed = plugin->exchange(&args, stream);
-    if (failed != nullptr) *error = failed;
-    return failed == nullptr;
+    const auto enqueue = [&](std::string* why) {
+      const char* failed = plugin->exchange(&args, stream);
+      if (failed != nullptr) *why = failed;
+      return failed == nullptr;
+    };
+    return LaunchAfterLastCall(stream, enqueue, error);
   };
   return LaunchCudaCallAcrossNodes(kNodeExchangeId, ordinal, a.call.groups, a.call.world,
                                    {e.Layout().TotalBytes(), a.call.workspace_bytes}, launch);

@@ -8,8 +8,10 @@ how they meet.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import dataclasses
 import functools
+import itertools
 import logging
 import os
 import threading
@@ -56,7 +58,7 @@ class Settings:
 
 _lock = threading.RLock()
 _settings = Settings()
-_attempts: dict[str, int] = {}  # by platform: the last that this process took part in
+_attempts: dict[str, int] = {}  # by platform: that of its job
 _jobs: dict[str, Job] = {}  # by platform: also where no heap could be made
 _reserved: dict[str, _workspaces.Workspaces] = {}  # by platform, where workspaces are reserved
 _calls = _report.Calls()
@@ -370,18 +372,13 @@ def _ensure(platform: str, *, again: bool = False) -> Job:
     """What is known of the platform's heaps; makes this process's part first.
 
     Args:
-      again: after an attempt that failed, in this process or before it came: takes part in a new
-        one. Otherwise all processes stay without heaps, and lower the same programs.
+      again: takes part in no attempt that others have given up. Otherwise all processes stay
+        without heaps, and lower the same programs.
     """
     _fork.check()  # before the lock, which another thread may have held at the fork
     with _lock:
         if platform not in _jobs:
-            members = _making.Members.of(platform)
-            attempt = _attempts.get(platform, 0) + 1
-            while again and len(members.processes) > 1 and _has_failed(platform, attempt):
-                attempt += 1
-            _attempts[platform] = attempt
-            _jobs[platform] = _make(platform, members, attempt)
+            _jobs[platform] = _make(platform, _making.Members.of(platform), again=again)
             why = _failure(platform)
             if why is None:
                 _fork.watch(platform)
@@ -403,18 +400,49 @@ def _name(platform: str, attempt: int, step: str) -> str:
     return f"{platform}_heap/{attempt}/{step}"
 
 
-def _has_failed(platform: str, attempt: int) -> bool:
-    return _rendezvous.look(_name(platform, attempt, "failed")) is not None
+def _make(platform: str, members: _making.Members, *, again: bool) -> Job:
+    if len(members.processes) == 1:
+        return _make_at(1, platform, members)
+    while True:
+        attempt = _come(platform, members.me, again=again)
+        over = functools.partial(_rendezvous.key_value_set, _name(platform, attempt, "over"))
+        try:
+            job = _make_at(attempt, platform, members)
+        except BaseException as error:
+            with contextlib.suppress(Exception):
+                over(f"process {members.me} stopped making the symmetric heap: {error!r}")
+            lib.heap_shutdown(platform, True)  # others may have opened it
+            raise
+        if not job.absent or _rendezvous.look(_name(platform, attempt, "over")) is None:
+            return job
 
 
-def _make(platform: str, members: _making.Members, attempt: int) -> Job:
+def _come(platform: str, me: int, *, again: bool) -> int:
+    """The attempt at which this process meets the others: the first one to which no process of its
+    number has come. The store knows it, and this process may not: it may replace another one, or
+    the store may be another one than at its last attempt."""
+    for attempt in itertools.count(1):
+        name = functools.partial(_name, platform, attempt)
+        if not _rendezvous.key_value_set(name(f"came/{me}"), ""):
+            # Whoever waits there for this process comes to the next attempt.
+            _rendezvous.key_value_set(name("over"), f"process {me} has begun anew")
+        elif _rendezvous.look(name("over")) is None and not (
+            again and _rendezvous.look(name("failed")) is not None
+        ):
+            return attempt
+    raise AssertionError
+
+
+def _make_at(attempt: int, platform: str, members: _making.Members) -> Job:
+    _attempts[platform] = attempt
     patience = _settings.patience
+    over = _name(platform, attempt, "over")
 
     def gather(
         step: str, value: str, processes: Collection[int], seconds: float | None = None
     ) -> dict[int, str]:
         within = patience if seconds is None else dataclasses.replace(patience, give_up=seconds)
-        return _rendezvous.gather(_name(platform, attempt, step), value, processes, within)
+        return _rendezvous.gather(_name(platform, attempt, step), value, processes, within, over)
 
     facts = _facts(platform, members)
     times = _settings.deadline_seconds, _settings.warn_seconds

@@ -25,6 +25,7 @@ from .._native import lib
 from . import _nodes, _nvshmem, _rendezvous, _workspaces
 from ._agreement import Workspace
 from ._nodes import Facts, Job, Outcome
+from ._waits import on_a_thread
 
 
 class Gather(Protocol):
@@ -120,13 +121,13 @@ def leave(platform: str, meet: Callable[[], object]) -> None:
     Args:
       meet: waits for all processes of the node.
     """
-    lib.heap_close(platform)
+    on_a_thread(lib.heap_close, platform)
     try:
         meet()
     except RuntimeError:  # somebody may still use it, so it is never freed
         lib.heap_shutdown(platform, True)
     else:
-        lib.heap_shutdown(platform, False)
+        on_a_thread(lib.heap_shutdown, platform, False)
 
 
 def _make_node(
@@ -194,7 +195,7 @@ def _probe(
     together("probe_attached", attach)
 
     def run(number: int) -> str:
-        lib.heap_probe(*where, number)
+        on_a_thread(lib.heap_probe, *where, number)
         return ""
 
     for process in node:  # in turn: processes that copy at the same time would share a GPU's links

@@ -6,7 +6,8 @@ writers  :func:`gather`: each process writes its own key, and the first of them 
          :func:`claim`: all processes write one key, and the first write wins.
 waiters  :func:`gather`: the first process waits for the key of every other one, which wait for its
          answer. Who waits in vain writes the answer. So all of them learn the same, also of a
-         process that did not come.
+         process that did not come. A wait is many of a second each: Python handles signals in
+         between, and a key may end it.
 reset    Never. Another heap uses other names: they contain its attempt.
 """
 
@@ -25,6 +26,8 @@ from .. import _config
 
 #: Shortest time in which processes meet, in seconds: they compile at different speeds.
 LEAST_SECONDS = 60.0
+#: How long one call of the store may wait: until then Python handles no signal.
+TURN_SECONDS = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,11 +61,25 @@ class Absent(RuntimeError):
         )
 
 
-def gather(name: str, value: str, processes: Collection[int], patience: Patience) -> dict[int, str]:
+class Abandoned(Absent):
+    """A process that came has gone."""
+
+    def __init__(self, why: str) -> None:
+        RuntimeError.__init__(self, why)
+        self.processes = ()
+
+
+def gather(
+    name: str, value: str, processes: Collection[int], patience: Patience, over: str | None = None
+) -> dict[int, str]:
     """Publishes `value` under `name` and returns the value of each process: the same everywhere.
+
+    Args:
+      over: a key that ends the wait, where there is one.
 
     Raises:
       Absent: a process published nothing in time. All raise it, the late process too.
+      Abandoned: `over` has a value, which says why.
     """
     me, leader = jax.process_index(), min(processes)
     if len(processes) == 1:
@@ -73,13 +90,14 @@ def gather(name: str, value: str, processes: Collection[int], patience: Patience
         for process in processes:
             if process != me:
                 left = dataclasses.replace(patience, give_up=end - time.monotonic())
-                found[process] = _wait(f"{name}/{process}", [process], left)
+                found[process] = _wait(f"{name}/{process}", [process], left, over)
         # Another answer may be there: of this process, before its store's reply was lost, or of
         # others that have given up.
         all_of_them = claim(f"{name}/all", json.dumps(found))
     else:
         key_value_set(f"{name}/{me}", value)
-        answer = _wait(f"{name}/all", [leader], Patience(patience.warn, 2 * patience.give_up))
+        twice = Patience(patience.warn, 2 * patience.give_up)
+        answer = _wait(f"{name}/all", [leader], twice, over)
         # A leader that comes later must not believe that all are there.
         all_of_them = answer or claim(f"{name}/all", json.dumps({leader: None}))
     values: Mapping[str, str | None] = json.loads(all_of_them)
@@ -91,9 +109,9 @@ def gather(name: str, value: str, processes: Collection[int], patience: Patience
 
 def claim(name: str, value: str) -> str:
     """Writes `value` under `name` unless another process has; returns what is there."""
-    if key_value_set(name, value):
-        return value
-    return _store().blocking_key_value_get(f"jflux/{name}", 60_000)
+    found = value if key_value_set(name, value) else look(name)
+    assert found is not None  # keys are never deleted
+    return found
 
 
 def key_value_set(name: str, value: str) -> bool:
@@ -117,20 +135,33 @@ def look(name: str) -> str | None:
         return None
 
 
-def _wait(name: str, awaited: Collection[int], patience: Patience) -> str | None:
-    """The value under `name`, or None if nothing comes in time (which may be over). Says so once in
-    between."""
-    start = time.monotonic()
-    warned = False
-    while (waited := time.monotonic() - start) < patience.give_up:
-        until = patience.give_up if warned or patience.warn < waited else patience.warn
-        timeout_ms = max(1, int(1000 * (min(until, patience.give_up) - waited)))
+def wait(name: str, seconds: float) -> str | None:
+    """The value under `name`, or None if nothing comes in time (which may be over)."""
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        timeout_ms = max(1, int(1000 * min(left, TURN_SECONDS)))
         try:
             return _store().blocking_key_value_get(f"jflux/{name}", timeout_ms)
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" not in str(error):
                 raise
-        if not warned and time.monotonic() - start < patience.give_up:
+    return look(name)
+
+
+def _wait(name: str, awaited: Collection[int], patience: Patience, over: str | None) -> str | None:
+    """As `wait`. Says once in between that it waits."""
+    start = time.monotonic()
+    warned = False
+    while (waited := time.monotonic() - start) < patience.give_up:
+        until = patience.give_up if warned or patience.warn < waited else patience.warn
+        value = wait(name, min(until, patience.give_up, waited + TURN_SECONDS) - waited)
+        if value is not None:
+            return value
+        if over is not None and (why := look(over)) is not None:
+            if (value := look(name)) is not None:  # it came first
+                return value
+            raise Abandoned(why)
+        if not warned and patience.warn <= time.monotonic() - start < patience.give_up:
             warned = True
             _config.say_once(
                 logging.WARNING,

@@ -18,6 +18,7 @@ from .. import _config
 from .._native import lib
 from . import _rendezvous
 from ._agreement import Ledger, Request, Workspace, given_back
+from ._waits import on_a_thread
 
 PLATFORM = "cuda"
 
@@ -316,9 +317,9 @@ def expect(workspaces: Iterable[Workspace]) -> None:
 def close(workspaces: Iterable[Workspace]) -> None:
     """Before other processes free their copies."""
     for workspace in workspaces:
-        lib.heap_close_workspace(PLATFORM, workspace.devices, workspace.size)
+        on_a_thread(lib.heap_close_workspace, PLATFORM, workspace.devices, workspace.size)
 
 
 def free(workspaces: Iterable[Workspace]) -> None:
     for workspace in workspaces:
-        lib.heap_free_workspace(PLATFORM, workspace.devices, workspace.size)
+        on_a_thread(lib.heap_free_workspace, PLATFORM, workspace.devices, workspace.size)

@@ -23,7 +23,6 @@ from jax.interpreters import mlir
 from jax.sharding import Mesh
 
 from .. import _config, _explain, _ffi, _heap, _mesh, _native
-from .._lowering import _begin_module
 
 #: Positions along the axes in rank order; all groups are equally large.
 Groups = tuple[tuple[int, ...], ...]
@@ -191,7 +190,6 @@ def _lower_cuda(ctx: Any, x: Any, *, params: Params) -> Any:
             _config.fall_back("node_exchange", f"{operands}: {why}")
             return _lower_reference(ctx, x, params=params)
     _ffi.register_targets("cuda")
-    _begin_module(ctx.module_context.module)
     return jax.ffi.ffi_lowering("jflux_node_exchange")(
         ctx,
         x,

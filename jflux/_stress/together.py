@@ -7,7 +7,8 @@ import json
 from typing import Any
 
 import jax
-from jax._src.distributed import global_state
+
+from .._heap import _rendezvous
 
 SECONDS = 1800  # a peer may be compiling, or waiting for a deadline
 
@@ -23,18 +24,19 @@ class Together:
         """What each process has passed, in their order: anything that JSON knows.
 
         Raises:
-          jax.errors.JaxRuntimeError: a process did not come.
+          RuntimeError: a process did not come.
         """
         if self.processes == 1:
             return [value]
-        key = f"jflux/stress/{next(self._count)}"
-        store = global_state.client
-        assert store is not None
-        store.key_value_set(f"{key}/{self.process}", json.dumps(value))
-        return [
-            json.loads(store.blocking_key_value_get(f"{key}/{p}", SECONDS * 1000))
-            for p in range(self.processes)
-        ]
+        key = f"stress/{next(self._count)}"
+        _rendezvous.key_value_set(f"{key}/{self.process}", json.dumps(value))
+        return [json.loads(self._of(key, p)) for p in range(self.processes)]
+
+    def _of(self, key: str, process: int) -> str:
+        value = _rendezvous.wait(f"{key}/{process}", SECONDS)
+        if value is None:
+            raise RuntimeError(f"process {process} did not come within {SECONDS} s ({key})")
+        return value
 
     def first(self, value: Any) -> Any:
         """What process 0 has passed."""

@@ -358,6 +358,49 @@ TEST(GroupsRunSideBySide) {
   ExpectSuccess(&completions, 40);
 }
 
+// Two heaps of this process play two processes that have compiled different things besides.
+TEST(ProcessesNameACallByItsPlaceAndTheOrderOfRuns) {
+  std::shared_ptr<Heap> heaps[2];
+  std::string error, handles[2];
+  for (int process = 0; process < 2; ++process) {
+    HeapConfig config{{process}, {}, 64 << 20, 60};
+    config.leads = process == 0;
+    heaps[process] = HeapCpu::Create(config, &error);
+    EXPECT(heaps[process] != nullptr) << error;
+    EXPECT(heaps[process]->Export(&handles[process], &error)) << error;
+  }
+  for (int process = 0; process < 2; ++process) {
+    EXPECT(heaps[process]->Attach(handles[1 - process], &error)) << error;
+  }
+  Completions completions;
+  CpuCallSite sites[2][2];
+  uint64_t number = 100;
+  for (int process = 0; process < 2; ++process) {
+    SetCurrentHeap(HeapPlatform::kCpu, heaps[process]);
+    for (int place : {1, 0}) {  // the calls of a program
+      CpuCallSite& site = sites[process][place];
+      site.number = ++number;
+      site.name = (77 << 20) + place;
+      site.waits = false;
+    }
+    for (int run = 0; run < 3; ++run) {
+      for (int i = 0; i < 4; ++i) {  // each of the two in two iterations, in another order
+        const int place = (i ^ process) & 1;
+        JoinCpuCall(Exchange(1000 * process + run, &sites[process][place], {0, 1}, process,
+                             100 * run + 10 * place + i / 2, &completions));
+      }
+    }
+  }
+  ExpectSuccess(&completions, 2 * 3 * 4);
+  // A second call of a name, in one run.
+  CpuCallSite copy;
+  copy.number = ++number;
+  copy.name = sites[1][0].name;
+  JoinCpuCall(Exchange(1002, &copy, {0, 1}, 1, 0, &completions));
+  EXPECT(completions.Wait().back().find("XLA has copied a call") != std::string::npos);
+  SetCurrentHeap(HeapPlatform::kCpu, nullptr);
+}
+
 TEST(AMissingRankIsNamed) {
   UseHeap(3, 0.2);
   Completions completions;

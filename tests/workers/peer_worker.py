@@ -5,6 +5,7 @@ the errors that the program got.
 """
 
 import argparse
+import contextlib
 import faulthandler
 import functools
 import logging
@@ -15,10 +16,12 @@ import time
 import traceback
 
 import jax
+import jax.extend.backend
 import jax.numpy as jnp
 import numpy as np
 from common import leave_last  # beside this file
 from jax import lax
+from jax._src import distributed
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -35,17 +38,20 @@ parser.add_argument("--devices", type=int, default=1, help="of each process")
 parser.add_argument("--port", type=int, required=True)
 parser.add_argument("--nodes", choices=["named"], help="each process is a node")
 parser.add_argument("--backend", choices=["nvshmem"], help="of the heap")
+parser.add_argument("--next-port", type=int, help="of the store after the first one")
 parser.add_argument(
     "--exit", action="store_true", help="ends as a program does, with exit handlers"
 )
 args = parser.parse_args()
 
 DEADLINE = 5.0
+#: In the environment of a process that has replaced another one.
+SECOND = "JFLUX_SECOND_PROCESS"
 faulthandler.enable()
 
 
-def start():
-    where = {}
+def start(port=args.port, **options):
+    where = options
     if args.scenario == "different_shapes":
         # XLA's processes share the work of tuning, and wait for each other: by program.
         os.environ["XLA_FLAGS"] += " --xla_gpu_shard_autotuning=false"
@@ -54,7 +60,7 @@ def start():
     else:
         first = args.process * args.devices
         where["local_device_ids"] = list(range(first, first + args.devices))
-    jax.distributed.initialize(f"127.0.0.1:{args.port}", args.processes, args.process, **where)
+    jax.distributed.initialize(f"127.0.0.1:{port}", args.processes, args.process, **where)
     assert len(jax.devices()) == args.processes * args.devices
 
 
@@ -342,6 +348,35 @@ def local_calls():
     check_products(everyone, rows=3)
 
 
+def compiled_alone():
+    """One process compiles the common program for other purposes, with options, and anew."""
+    mesh = Mesh(np.array(jax.devices()), ("tp",))
+    op = functools.partial(jflux.all_gather_matmul, axis_name="tp")
+    twice = jax.jit(op)  # XLA inlines it
+
+    def body(x, w):
+        return twice(x, w), twice(2 * x, w)
+
+    f = shard_map(mesh, body, (P("tp"), P(None, "tp")), P(None, "tp"))
+    _, operands, want, scale, terms = product("all_gather_matmul", mesh)
+
+    def run(f):
+        for _ in range(2):
+            for factor, y in enumerate(jax.block_until_ready(f(*operands)), 1):
+                check(y, factor * want, factor * scale, jnp.bfloat16, terms)
+
+    alone = args.process == 0
+    if alone:
+        f.lower(*operands).compile().cost_analysis()
+    run(f)
+    options = {"xla_cpu_enable_fast_min_max": True}
+    run(f.lower(*operands).compile(options) if alone else f)
+    run(f)
+    if alone:
+        jax.clear_caches()
+    run(f)
+
+
 def again():
     """Shutdown and init in all processes, with other settings."""
     mesh = Mesh(np.array(jax.devices()), ("tp",))
@@ -353,6 +388,28 @@ def again():
         check_products(mesh)
 
 
+def replaced():
+    """The last process ends, and a new one takes its place, which knows nothing of the first heap.
+    The others begin anew."""
+    from jflux._heap import _making
+
+    check_products(Mesh(np.array(jax.devices()), ("tp",)))
+    if SECOND in os.environ:
+        return
+    if args.process == args.processes - 1:
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, SECOND: "1"})
+    _making.LEAVE_SECONDS = 0.2
+    jflux.shutdown()
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # one does not come
+        jax.distributed.shutdown()
+    state = distributed.global_state
+    state.client = state.service = state.preemption_sync_manager = None
+    jax.extend.backend.clear_backends()
+    start(args.next_port)
+    jflux.init(deadline_seconds=60)
+    check_products(Mesh(np.array(jax.devices()), ("tp",)))
+
+
 def lax_barrier(mesh):
     f = shard_map(mesh, lambda x: lax.psum(x, "tp"), P("tp"), P())
     jax.block_until_ready(f(put(mesh, P("tp"), np.ones(mesh.devices.size, np.float32))))
@@ -360,8 +417,6 @@ def lax_barrier(mesh):
 
 def compiled_by_all(f, *operands):
     """What comes then is no matter of who compiles faster: the deadline is short."""
-    from jax._src import distributed
-
     compiled = f.lower(*operands).compile()
     distributed.global_state.client.wait_at_barrier("compiled", 60_000)
     return compiled
@@ -614,7 +669,9 @@ SCENARIOS = {
     "training": training,
     "loops": loops,
     "local_calls": local_calls,
+    "compiled_alone": compiled_alone,
     "again": again,
+    "replaced": replaced,
     "exit": functools.partial(dies, "exit", "all_gather_matmul"),
     "kill": functools.partial(dies, "kill", "matmul_reduce_scatter"),
     "never_calls": never_calls,
@@ -631,7 +688,14 @@ SCENARIOS = {
 }
 
 if __name__ == "__main__":
-    start()
+    if args.scenario == "replaced":
+        jax.config.update("jax_enable_recoverability", True)  # JAX ends who has lost another one
+    if SECOND in os.environ:
+        start(args.next_port)
+    elif args.scenario == "replaced":
+        start(shutdown_timeout_seconds=1)
+    else:
+        start()
     jflux.config.update(strict=True, always=True, unchecked_kernels=True)
     scenarios = args.scenario.split(",")
     fails = scenarios[0] in (
@@ -647,7 +711,7 @@ if __name__ == "__main__":
             sys.stdout.flush()
             os._exit(1)  # at once: jax.distributed would wait for those that wait for this one
         print("ok", scenario, flush=True)
-    if fails:
+    if fails or "replaced" in scenarios:  # where processes are recoverable, none waits for others
         leave_last(args.process)
     else:
         jax.distributed.shutdown()  # waits for the others
