@@ -163,7 +163,9 @@ def test_each_other_product_is_kept(op, shapes, options):
         mapped = jax.shard_map(
             step, mesh=mesh, in_specs=P("tp"), out_specs=P("tp"), check_vma=False
         )
-        return fused_calls(compiled_text(mapped, *args)).count(op)
+        # As lowered: XLA:CPU of jaxlib 0.10 drops the barrier between a call and its repetition,
+        # and makes one of both where their operands are arguments of the program.
+        return jax.jit(mapped).lower(*args).as_text().count(f"@jflux_{op}(")
 
     assert calls(jax.checkpoint_policies.dots_saveable) == 2
     for policy in (policies.products_saveable, policies.products_saveable_gathering_again):
