@@ -185,8 +185,7 @@ def _apply(*operands: Any, linear: Any, results: tuple[Any, ...]) -> Any:
     return linear.forward(operands[: linear.leaves], operands[linear.leaves :])
 
 
-# Reached in eager shard_map, which evaluates one primitive at a time.
-_primitive.def_impl(jax.jit(_primitive.bind, static_argnames=("linear", "results")))
+_primitive.def_impl(functools.partial(dispatch.apply_primitive, _primitive))
 mlir.register_lowering(_primitive, mlir.lower_fun(_apply, multiple_results=True))
 
 

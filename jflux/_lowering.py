@@ -218,8 +218,7 @@ def make_primitive(rules: Rules) -> Primitive:
         ]
 
     primitive.def_abstract_eval(abstract)
-    # Reached in eager shard_map, which evaluates one primitive at a time.
-    primitive.def_impl(jax.jit(primitive.bind, static_argnames="params"))
+    primitive.def_impl(functools.partial(dispatch.apply_primitive, primitive))
 
     def lower_form(ctx: Any, operands: Any, form: Callable[[Arrays], Any]) -> Any:
         return mlir.lower_fun(lambda *operands: form(operands), multiple_results=True)(

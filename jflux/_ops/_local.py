@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
+from jax._src import dispatch
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
@@ -86,7 +87,7 @@ def make_primitive(rules: LocalRules) -> Primitive:
         return [result_type(avals, shape, dtype) for shape, dtype in shapes]
 
     primitive.def_abstract_eval(abstract)
-    primitive.def_impl(jax.jit(primitive.bind, static_argnames="params"))
+    primitive.def_impl(functools.partial(dispatch.apply_primitive, primitive))
 
     def lower(ctx: Any, *operands: Any, params: Any, platform: str) -> Any:
         plan = plan_call(rules, ctx.avals_in, params, platform)

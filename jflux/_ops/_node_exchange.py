@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -168,7 +169,7 @@ def _abstract(x: Any, *, params: Params) -> list[Any]:
     return [x.update(shape=shape, weak_type=False)]
 
 
-_primitive.def_impl(jax.jit(_primitive.bind, static_argnames="params"))
+_primitive.def_impl(functools.partial(dispatch.apply_primitive, _primitive))
 
 
 def _lower_reference(ctx: Any, x: Any, *, params: Params) -> Any:

@@ -1,0 +1,97 @@
+"""JAX's switches for debugging: ops under them do what `lax` does."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import make_mesh
+from jax.sharding import PartitionSpec as P
+
+import jflux
+from jflux.parallel import _scheme
+
+pytestmark = pytest.mark.wide  # see conftest.strict
+
+SIZES = np.array([1, 3])
+close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+
+
+def _over_ranks(f):
+    """f on both ranks' parts of x [8, 8]."""
+    return jax.shard_map(f, mesh=make_mesh((2,)), in_specs=P("tp"), out_specs=P("tp"))
+
+
+def _grouped(x):
+    return jflux.grouped_matmul(x[:4], jnp.ones((2, 8, 8)), SIZES)
+
+
+def _attention(x):
+    q = x[:4].reshape(1, 4, 2, 4)
+    return jflux.attention(q, q, q)
+
+
+def _decode(x):
+    cache = jnp.ones((2, 2, 1, 8))
+    return jflux.flash_decode(x[:4].reshape(2, 2, 8), cache, cache, np.array([2, 1]))
+
+
+def _product(x):
+    return jflux.matmul_reduce_scatter(x, jnp.exp(-x * x).T, axis_name="tp")
+
+
+#: A function of x [8, 8] for each way that jflux makes primitives, and whether it has a gradient.
+ONE_OF_EACH = {
+    "local": (_grouped, True),
+    "functions": (_attention, True),
+    "no derivative": (_decode, False),
+    "barrier": (lambda x: _scheme.together({"a": x, "b": 2 * x})["b"], True),
+    "product": (_over_ranks(_product), True),
+    "collective": (_over_ranks(functools.partial(jflux.all_gather, axis_name="tp")), True),
+}
+
+
+@pytest.fixture(params=ONE_OF_EACH)
+def function(request):
+    """A function that returns one's results and its gradient, and x."""
+    f, has_gradient = ONE_OF_EACH[request.param]
+    fs = [f]
+    if has_gradient:
+        fs.append(jax.grad(lambda x: jnp.sum(f(x) ** 2)))
+    return lambda x: [f(x) for f in fs], np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8)
+
+
+def test_without_jit(function):
+    f, x = function
+    want = jax.jit(f)(x)
+    with jax.disable_jit():
+        for run in (f, jax.jit(f)):
+            jax.tree.map(close, run(x), want)
+
+
+def test_constants_of_a_traced_function(function):
+    f, x = function
+    want = jax.jit(f)(x)
+
+    def traced(y):
+        with jax.ensure_compile_time_eval():
+            return f(x), jax.jit(f)(x), y
+
+    *found, _ = jax.jit(traced)(1.0)
+    for some in found:
+        jax.tree.map(close, some, want)
+
+
+@pytest.mark.parametrize("name", ["local", "functions", "product"])
+def test_a_nan_is_a_floating_point_error(name):
+    """Made by the op: JAX's own shard_map recurses over operands that have one."""
+    f, _ = ONE_OF_EACH[name]
+    x = np.ones((8, 8), np.float32)
+    infinite = x.copy()
+    infinite[:, 0], infinite[:, 1] = np.inf, -np.inf
+    with jax.debug_nans(True):
+        for run in (f, jax.jit(f)):
+            jax.block_until_ready(run(x))
+            with pytest.raises(FloatingPointError):
+                run(infinite)
