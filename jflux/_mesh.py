@@ -214,10 +214,9 @@ def vary(array: jax.Array, names: Iterable[Any]) -> jax.Array:
     return lax.pcast(array, missing, to="varying") if missing else array
 
 
-def vary_alike(*arrays: jax.Array) -> list[jax.Array]:
-    """All arrays, varying over the axes that any of them varies over: what an op that names no axes
-    takes."""
-    union = varying(arrays)
+def vary_alike(*arrays: jax.Array, but: Iterable[Any] = ()) -> list[jax.Array]:
+    """All arrays, varying over the axes that any of them varies over, `but` these."""
+    union = varying(arrays) - frozenset(but)
     return [vary(a, union) for a in arrays]
 
 

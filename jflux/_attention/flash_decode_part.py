@@ -75,7 +75,7 @@ def attend(
     positions = _positions(k, block_table)
     splits = splits_of(q.shape, k.shape[2], positions)
     tables = () if block_table is None else (block_table,)
-    operands = _mesh.vary_alike(*map(jnp.asarray, (q, k, v, bounds, *tables)))
+    operands = map(jnp.asarray, (q, k, v, bounds, *tables))
     precision = default_precision()
     params = Params(capacity, float(scale), float(softcap or 0), splits, precision)
     return _primitive.bind(*operands, params=params)[0]

@@ -164,8 +164,9 @@ def _key_parts(call: Call, length: int, segments: jax.Array | None) -> Part:
         return call.part(jnp.int32(0), length, segments)
     if segments is not None:
         segments = call.gather(segments, axis_name=call.axis_name, axis=1, tiled=True)
-    ranks = jnp.arange(call.ranks, dtype=jnp.int32)
-    positions = jax.vmap(lambda r: call.part(r, length, None).positions)(ranks).reshape(-1)
+    # No vmap: inside another with spmd_axis_name, JAX lets its constants vary over that axis.
+    ranks = (jnp.int32(rank) for rank in range(call.ranks))
+    positions = jnp.concatenate([call.part(rank, length, None).positions for rank in ranks])
     return Part(positions, segments)
 
 
