@@ -1,16 +1,19 @@
 """Types that JAX gives arrays inside shard_map: what varies over which mesh axis."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from harness import PRODUCTS, make_mesh
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jflux
 from jflux._ops._spec import all_ops
+from jflux.nn import _shared_gather as _shared_gather_of_nn
 
 pytestmark = pytest.mark.wide  # see conftest.strict
 
@@ -94,3 +97,82 @@ def test_a_batch_over_a_mesh_axis(name):
         for got, want, d in zip(of_sum, stacked, dims, strict=True):
             close(got, want if d == 0 else want.sum(0))
         jax.tree.map(close, list(of_each), stacked)
+
+
+# ---- Several results, of which some have no gradient ---------------------------------------------
+
+WIDE, LONG = P(None, "tp"), P("tp")
+
+
+def _shared_gather(m, x, a, b):
+    options = {"axis_name": "tp", "gather_dimension": 0, "transpose_rhs": False}
+    if m is not jflux:
+        return m.all_gather_matmul(x, (a, b), axis_name="tp")
+    y, gathered = _shared_gather_of_nn.first(x, a, **options)
+    return y, _shared_gather_of_nn.next_one(x, gathered, b, **options)
+
+
+#: name: (function of jflux or its references and operands, operands, their specs, results).
+SEVERAL = {
+    "shared gather": (
+        _shared_gather,
+        (_normal(0, 8, 6), _normal(1, 6, 4), _normal(2, 6, 4)),
+        (LONG, WIDE, WIDE),
+        2,
+    ),
+    "gated": (
+        lambda m, x, *ws: m.all_gather_matmul(
+            x, ws, axis_name="tp", gated=True, activation="silu", return_gathered=True
+        ),
+        (_normal(0, 8, 6), _normal(1, 6, 4), _normal(2, 6, 4)),
+        (LONG, WIDE, WIDE),
+        2,
+    ),
+    "two weights": (
+        lambda m, x, *ws: m.all_gather_matmul(x, ws, axis_name="tp", return_gathered=True),
+        (_normal(0, 8, 6), _normal(1, 6, 4), _normal(2, 6, 2)),
+        (LONG, WIDE, WIDE),
+        3,
+    ),
+    "exchanged": (
+        lambda m, x, w: m.all_to_all_matmul(
+            x, w, axis_name="tp", split_axis=0, concat_axis=1, return_exchanged=True
+        ),
+        (_normal(0, 8, 6), _normal(1, 6, 4)),
+        (WIDE, P()),
+        2,
+    ),
+    "norm": (
+        lambda m, x, w, r, s: m.matmul_all_reduce(
+            x, w, axis_name="tp", residual=r, norm=jflux.RMSNorm(s)
+        ),
+        (_normal(0, 8, 6), _normal(1, 6, 4), _normal(2, 8, 4), _normal(3, 4)),
+        (WIDE, LONG, P(), P()),
+        2,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SEVERAL)
+def test_results_without_a_gradient(name):
+    """Each result alone has one; the others are unused, or under stop_gradient."""
+    f, operands, specs, count = SEVERAL[name]
+    mesh = make_mesh((2, 2), ("data", "tp"))
+
+    def gradients(m, used, others_are_used):
+        def loss(*operands):
+            results = jax.tree.leaves(f(m, *operands))
+            total = jnp.sum(jnp.sin(results[used]))
+            if others_are_used:
+                total += sum(jnp.sum(lax.stop_gradient(y)) for y in results)
+            return total
+
+        grad = jax.grad(loss, tuple(range(len(operands))))
+        return jax.shard_map(grad, mesh=mesh, in_specs=specs, out_specs=specs)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def every(m, *operands):
+        choices = itertools.product(range(count), (False, True))
+        return [gradients(m, *choice)(*operands) for choice in choices]
+
+    jax.tree.map(close, every(jflux, *operands), every(jflux.reference, *operands))
