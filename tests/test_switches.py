@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import make_mesh
+from harness import PRODUCTS, make_mesh, of_way, operands, per_device
 from jax.sharding import PartitionSpec as P
 
 import jflux
+from jflux._ops._spec import collectives
 from jflux.parallel import _scheme
 
 pytestmark = pytest.mark.wide  # see conftest.strict
@@ -95,3 +96,33 @@ def test_a_nan_is_a_floating_point_error(name):
             jax.block_until_ready(run(x))
             with pytest.raises(FloatingPointError):
                 run(infinite)
+
+
+def test_lax_is_bound_when_jflux_is_imported(monkeypatch):
+    """A program may put jflux's functions in the place of lax's, to which references lead."""
+
+    def fails(*_, **__):
+        raise AssertionError("looked up when called")
+
+    for name in ("all_gather", "all_to_all", "dot_general", "psum", "psum_scatter", "ragged_dot",
+                 "ragged_dot_general", "ragged_all_to_all"):  # fmt: skip
+        monkeypatch.setattr(jax.lax, name, fails)
+    monkeypatch.setattr(jax.nn, "dot_product_attention", fails)
+    mesh = make_mesh((2,))
+    jax.clear_caches()
+    with jflux.config(fused=False):
+        for op in PRODUCTS:
+            call = of_way(op, lead=(4,), k=8, n=8)
+            x, w = operands(call, mesh, "tp")
+
+            def gradients(x, w, f=call.bind("tp")):
+                return jax.vjp(f, x, w)[1](f(x, w))
+
+            jax.jit(per_device(mesh, gradients)).lower(x, w)
+        for spec in collectives():
+            for reference in (False, True):
+                options = {"axis_name": "tp", "reference": reference} | dict(spec.ways[0])
+                f = functools.partial(spec.on, **options)
+                jax.jit(per_device(mesh, f, check_vma=False)).lower(np.ones((2, 2, 4), np.float32))
+        for f in (_grouped, _attention, _decode):
+            jax.jit(f).lower(np.ones((8, 8), np.float32))

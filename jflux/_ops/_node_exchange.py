@@ -25,6 +25,7 @@ from jax.sharding import Mesh
 
 from .. import _config, _explain, _ffi, _heap, _mesh, _native
 from .._lowering import _begin_module
+from . import _lax
 
 #: Positions along the axes in rank order; all groups are equally large.
 Groups = tuple[tuple[int, ...], ...]
@@ -120,9 +121,9 @@ def reference(x: jax.Array, params: Params) -> jax.Array:
     names, groups = params.axis_names, params.groups
     match params.kind:
         case Kind.EXCHANGE:
-            return lax.all_to_all(x, names, 0, 0, axis_index_groups=groups, tiled=True)
+            return _lax.all_to_all(x, names, 0, 0, axis_index_groups=groups, tiled=True)
         case Kind.GATHER:
-            return lax.all_gather(x, names, axis_index_groups=groups)
+            return _lax.all_gather(x, names, axis_index_groups=groups)
         case Kind.SHIFT:
             return lax.ppermute(x, params.pair_names, params.pairs)
 

@@ -382,7 +382,7 @@ def _backward(
             precision=params.precision,
         )
     if x is not None and dgathered is not None:
-        scattered = lax.psum_scatter(
+        scattered = _lax.psum_scatter(
             dgathered, params.axis_names, scatter_dimension=params.gather_dimension, tiled=True
         )
         dx = total([dx, scattered])

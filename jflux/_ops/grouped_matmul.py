@@ -13,7 +13,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from .. import _checks, _epilogue
-from . import _grouped_primitives, _local, _product
+from . import _grouped_primitives, _lax, _local, _product
 from ._grouped_primitives import Params
 from ._lax import several
 from ._spec import OpSpec
@@ -147,7 +147,7 @@ def ragged_dot(
     if simple and same and (default or lhs.dtype.itemsize == 2):
         return grouped_matmul(lhs, rhs, group_sizes, preferred_element_type=preferred_element_type)
     extra = {} if out_sharding is None else {"out_sharding": out_sharding}
-    return lax.ragged_dot(
+    return _lax.ragged_dot(
         lhs, rhs, group_sizes, precision=precision, group_offset=group_offset,
         preferred_element_type=preferred_element_type, **extra,
     )  # fmt: skip

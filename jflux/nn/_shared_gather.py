@@ -31,7 +31,6 @@ from collections.abc import Hashable
 from typing import Any
 
 import jax
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import get_opaque_trace_state
@@ -92,7 +91,7 @@ def _first_backward(params: Params, residuals: Any, cotangents: Any) -> Any:
     dx, dw = _gradients(params, (gathered, w), dy)
     # Of `_next` there is none. There is one where a gradient of `_next`'s is differentiated.
     if not isinstance(dgathered, SymbolicZero):
-        dx += lax.psum_scatter(
+        dx += _lax.psum_scatter(
             dgathered, _mesh.as_tuple(params.axis_name),
             scatter_dimension=params.gather_dimension, tiled=True,
         )  # fmt: skip
