@@ -114,8 +114,9 @@ def test_lax_is_bound_when_jflux_is_imported(monkeypatch):
         for op in PRODUCTS:
             call = of_way(op, lead=(4,), k=8, n=8)
             x, w = operands(call, mesh, "tp")
+            bound = call.bind("tp")
 
-            def gradients(x, w, f=call.bind("tp")):
+            def gradients(x, w, f=bound):
                 return jax.vjp(f, x, w)[1](f(x, w))
 
             jax.jit(per_device(mesh, gradients)).lower(x, w)

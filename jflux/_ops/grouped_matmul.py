@@ -86,7 +86,7 @@ def grouped_matmul(
     x, *ws = (a.astype(common) for a in (x, *ws))
     operands = (x, *ws, _checks.to_int32(group_sizes), *scales)
     if 0 in (*x.shape, *ws[0].shape):  # an activation of 0 is 0
-        return _product.zeros((x.shape[0], n), out, operands)
+        return _product.zeros((x.shape[0], n), out, *operands)
     params = Params(transpose_rhs, out, activation, gated, row_scale is not None)
     (y,) = _grouped_primitives.grouped_matmul.bind(*operands, params=params)
     return y

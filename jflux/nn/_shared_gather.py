@@ -87,7 +87,7 @@ def _first_backward(params: Params, residuals: Any, cotangents: Any) -> Any:
     dy, dgathered = cotangents
     gathered, w = residuals
     if isinstance(dy, SymbolicZero):  # zeros that vary as the product does
-        dy = _product.zeros(dy.shape, dy.dtype, (gathered, w))
+        dy = _product.zeros(dy.shape, dy.dtype, gathered, w)
     dx, dw = _gradients(params, (gathered, w), dy)
     # Of `_next` there is none. There is one where a gradient of `_next`'s is differentiated.
     if not isinstance(dgathered, SymbolicZero):
