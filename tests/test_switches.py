@@ -98,6 +98,103 @@ def test_a_nan_is_a_floating_point_error(name):
                 run(infinite)
 
 
+# ---- Strict switches -----------------------------------------------------------------------------
+
+
+def _normal(*shape):
+    return np.random.default_rng(len(shape)).standard_normal(shape, np.float32)
+
+
+def _over(f, in_specs, out_specs):
+    return jax.shard_map(f, mesh=make_mesh((2,)), in_specs=in_specs, out_specs=out_specs)
+
+
+COLUMNS, ROWS = P(None, "tp"), P("tp")
+#: A function of each kind of op, with what has fewer dimensions than x, and its operands.
+BASIC = {
+    "bias": (
+        lambda x, w, b: jflux.all_gather_matmul(x, w, axis_name="tp", bias=b, activation="gelu"),
+        (ROWS, COLUMNS, ROWS),
+        COLUMNS,
+        (_normal(8, 6), _normal(6, 4), _normal(4)),
+    ),
+    "scattered": (
+        lambda x, w, b: jflux.matmul_reduce_scatter(x, w, axis_name="tp", bias=b),
+        (COLUMNS, ROWS, P()),
+        ROWS,
+        (_normal(8, 6), _normal(6, 4), _normal(4)),
+    ),
+    "norm": (
+        lambda x, s: jflux.all_reduce(x, axis_name="tp", norm=jflux.LayerNorm(s, s)),
+        (P(), P()),
+        P(),
+        (_normal(8, 6), _normal(6)),
+    ),
+    "ring with a window": (
+        lambda q: jflux.attention(q, q, q, axis_name="tp", causal=True, ring=True, window=3),
+        (COLUMNS,),
+        COLUMNS,
+        (_normal(1, 8, 2, 4),),
+    ),
+    "grouped": (
+        lambda x, w: jflux.grouped_matmul(x, w, SIZES, activation="silu"),
+        (P(), P(None, None, "tp")),
+        COLUMNS,
+        (_normal(4, 6), _normal(2, 6, 4)),
+    ),
+    "rows of experts": (
+        lambda x: jflux.moe.unpermute(jflux.moe.permute(x, _routing()), _routing()),
+        (COLUMNS,),
+        COLUMNS,
+        (_normal(4, 8),),
+    ),
+}
+
+
+def _routing():
+    return jflux.moe.route(np.array([[0, 1], [1, 1], [0, 0], [1, 0]]), 2)
+
+
+def _values_and_gradients(name):
+    f, in_specs, out_specs, operands = BASIC[name]
+    mapped = _over(f, in_specs, out_specs)
+
+    def both(*operands):
+        ys = mapped(*operands)
+        return ys, jax.vjp(mapped, *operands)[1](jax.tree.map(jnp.sin, ys))
+
+    return jax.jit(both), jax.device_put(operands)
+
+
+@pytest.mark.parametrize("name", BASIC)
+def test_no_rank_is_promoted(name):
+    f, operands = _values_and_gradients(name)
+    with jax.numpy_rank_promotion("raise"):
+        f.lower(*operands)
+
+
+STRICT = {
+    "rank promotion": lambda: jax.numpy_rank_promotion("raise"),
+    "type promotion": lambda: jax.numpy_dtype_promotion("strict"),
+    "leaks": jax.checking_leaks,
+    "nans": lambda: jax.debug_nans(True),
+    "infs": lambda: jax.debug_infs(True),
+    "without jit": jax.disable_jit,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("switch", STRICT)
+def test_under_a_strict_switch(switch):
+    for name in BASIC:
+        f, operands = _values_and_gradients(name)
+        want = f(*operands)
+        jax.clear_caches()
+        with STRICT[switch]():
+            found = f(*operands)
+        jax.tree.map(close, found, want)
+
+
 def test_lax_is_bound_when_jflux_is_imported(monkeypatch):
     """A program may put jflux's functions in the place of lax's, to which references lead."""
 

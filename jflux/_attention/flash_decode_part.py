@@ -111,7 +111,7 @@ def attend_reference(
     if block_table is not None:
         (k, v), may_be_read = cache.read_pages((k, v), block_table, OP)
     first, end, origin = (bounds[:, i : i + 1] for i in range(3))
-    position = origin + jnp.arange(k.shape[1], dtype=jnp.int32)
+    position = origin + jnp.arange(k.shape[1], dtype=jnp.int32)[None]
     attended = (position >= first) & (position < end)
     if may_be_read is not None:
         attended &= may_be_read
