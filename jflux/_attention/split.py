@@ -272,8 +272,10 @@ def _around(
 
     coming = _pass_on(call, (jnp.stack([k, v]), segments))
     o, lse = attend(0, ((k, v), segments))
-    steps = jnp.arange(1, call.ranks - 1, dtype=jnp.int32)
-    (held, o, lse), _ = lax.scan(go_on, (coming, o, lse), steps)
+    held = coming
+    if call.ranks > 2:  # without jit, JAX has no scan of no steps
+        steps = jnp.arange(1, call.ranks - 1, dtype=jnp.int32)
+        (held, o, lse), _ = lax.scan(go_on, (coming, o, lse), steps)
     last_o, last_lse = attend(jnp.int32(call.ranks - 1), held)
     return merge_attention([o, last_o], [lse, last_lse])
 
@@ -308,8 +310,10 @@ def _around_backward(
 
     coming = _pass_on(call, (jnp.stack([k, v]), segments))
     dq, *own = differentiate(0, ((k, v), segments))
-    state = (coming, jnp.stack(own), dq)
-    (held, sums, dq), _ = lax.scan(go_on, state, jnp.arange(1, call.ranks - 1, dtype=jnp.int32))
+    held, sums = coming, jnp.stack(own)
+    if call.ranks > 2:
+        steps = jnp.arange(1, call.ranks - 1, dtype=jnp.int32)
+        (held, sums, dq), _ = lax.scan(go_on, (coming, sums, dq), steps)
     sums = _pass_on(call, sums)
     own_dq, *own = differentiate(jnp.int32(call.ranks - 1), held)
     dk, dv = _pass_on(call, (sums + jnp.stack(own)).astype(k.dtype))
