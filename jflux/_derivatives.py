@@ -27,6 +27,8 @@ from jax._src import checkify, core, dispatch
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from . import _mesh
+
 
 @dataclasses.dataclass(frozen=True)
 class Derivatives:
@@ -58,6 +60,7 @@ class _Tangents:
       given: which operands have a tangent.
       real: which results have one: those of other types than floats have none.
       structure: of what is kept.
+      axes: the mesh axes that any of the operands varies over.
     """
 
     derivatives: Derivatives
@@ -65,6 +68,7 @@ class _Tangents:
     given: tuple[bool, ...]
     real: tuple[bool, ...]
     structure: Any
+    axes: frozenset[Any]
 
     @property
     def leaves(self) -> int:
@@ -96,6 +100,10 @@ class _Batched:
     @property
     def leaves(self) -> int:
         return self.one.leaves
+
+    @property
+    def axes(self) -> frozenset[Any]:
+        return self.one.axes
 
     def forward(self, kept: Sequence[Any], tangents: Sequence[Any]) -> Any:
         dims = self.dims[: self.leaves], self.dims[self.leaves :]
@@ -170,7 +178,19 @@ def is_real(dtype: Any) -> bool:
 
 #: The name of the primitive.
 NAME = "jflux_tangents"
-_primitive = Primitive(NAME)
+
+
+class _TangentsPrimitive(Primitive):
+    """Under ``jax.vmap(..., spmd_axis_name=)`` operands that have a batch vary over one axis more
+    than where the equation was made. Then all of them do, as an op's (`_lowering.OpPrimitive`)."""
+
+    def bind(self, *operands: Any, linear: Any, results: tuple[Any, ...]) -> Any:
+        more = _mesh.varying(operands) - linear.axes
+        operands = tuple(_mesh.vary(a, more) for a in operands)
+        return super().bind(*operands, linear=linear, results=results)
+
+
+_primitive = _TangentsPrimitive(NAME)
 _primitive.multiple_results = True
 # Its lowering has calls of ops: a lowering for these devices alone, as theirs.
 dispatch.prim_requires_devices_during_lowering.add(_primitive)
@@ -178,15 +198,19 @@ dispatch.prim_requires_devices_during_lowering.add(_primitive)
 
 @_primitive.def_abstract_eval
 def _abstract(*avals: Any, linear: Any, results: tuple[Any, ...]) -> list[Any]:
-    return list(results)
+    more = frozenset().union(*(a.manual_axis_type.varying for a in avals)) - linear.axes
+    types = (r.manual_axis_type for r in results)
+    return [
+        r.update(manual_axis_type=t.update(varying=t.varying | more))
+        for r, t in zip(results, types, strict=True)
+    ]
 
 
 def _apply(*operands: Any, linear: Any, results: tuple[Any, ...]) -> Any:
     return linear.forward(operands[: linear.leaves], operands[linear.leaves :])
 
 
-# Reached in eager shard_map, which evaluates one primitive at a time.
-_primitive.def_impl(jax.jit(_primitive.bind, static_argnames=("linear", "results")))
+_primitive.def_impl(functools.partial(dispatch.apply_primitive, _primitive))
 mlir.register_lowering(_primitive, mlir.lower_fun(_apply, multiple_results=True))
 
 
@@ -276,7 +300,8 @@ def _linearized(
     given = tuple(t is not None for t in tangents)
     types = [jax.typeof(y) for y in results]
     real = tuple(is_real(t.dtype) for t in types)
-    linear = _Tangents(derivatives, params, given, real, structure)
+    axes = _mesh.varying((leaves, [t for t in tangents if t is not None]))
+    linear = _Tangents(derivatives, params, given, real, structure, axes)
     dys = _primitive.bind(
         *leaves,
         *(t for t in tangents if t is not None),

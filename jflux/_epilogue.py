@@ -122,7 +122,7 @@ def apply(
     are."""
     wide, rest = sum_dtype(out), iter(biases)
     sums = [
-        p.astype(wide) + next(rest).astype(wide) if biased else p.astype(wide)
+        p.astype(wide) + in_rows(next(rest).astype(wide), p) if biased else p.astype(wide)
         for p, biased in zip(products, epilogue.biased, strict=True)
     ]
     return [y.astype(out) for y in _activate(epilogue, sums)], [s.astype(out) for s in sums]
@@ -186,6 +186,12 @@ def check_added(op: str, shape: Sequence[int], bias: Any, residual: Any) -> None
         )
 
 
+def in_rows(a: jax.Array, y: jax.Array) -> jax.Array:
+    """An array of y's last dimensions, with as many dimensions as y: JAX may be told to refuse what
+    NumPy does (``jax_numpy_rank_promotion``)."""
+    return jnp.expand_dims(a, tuple(range(y.ndim - a.ndim)))
+
+
 def add(y: jax.Array, added: Sequence[jax.Array]) -> jax.Array:
     """y and what is added to it, in y's type."""
     if not added:
@@ -193,7 +199,7 @@ def add(y: jax.Array, added: Sequence[jax.Array]) -> jax.Array:
     wide = sum_dtype(y.dtype)
     total = y.astype(wide)
     for one in added:
-        total += one.astype(wide)
+        total += in_rows(one.astype(wide), y)
     return total.astype(y.dtype)
 
 

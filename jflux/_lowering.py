@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax._src import dispatch
 from jax.extend.core import Primitive
@@ -208,10 +209,49 @@ class Rules:
 flops_of: dict[Primitive, Callable[[Any, Any, Any], int]] = {}
 
 
+class OpPrimitive(Primitive):
+    """The primitive of an op.
+
+    Where types of variation are tracked, its operands vary over the same axes, but those of the op
+    itself, over which its wrapper makes them vary. They are cast whenever the primitive is bound:
+    under ``jax.vmap(..., spmd_axis_name=)`` those that have a batch vary over one axis more than
+    their wrapper saw.
+    """
+
+    def bind(self, *operands: Any, params: Any) -> Any:
+        own = _own_axes(params)
+        return super().bind(*_mesh.vary_alike(*operands, but=own), params=params)
+
+    def batched_by(self, rule: BatchRule) -> None:
+        """Gives it a batching rule."""
+
+        def batch(operands: Any, dims: Any, *, params: Any) -> tuple[Any, Any]:
+            results, result_dims = rule(self, operands, dims, params=params)
+            pairs = list(zip(operands, dims, strict=True))
+            batched = _mesh.varying([a for a, d in pairs if d is not None])
+            more = batched - _mesh.varying([a for a, d in pairs if d is None]) - _own_axes(params)
+            if not more or None not in result_dims:
+                return results, result_dims
+            # The axis that a batch varies over splits it: what varies over it has a batch.
+            size = next(a.shape[d] for a, d in pairs if d is not None)
+            wide = [
+                jnp.broadcast_to(y, (size, *y.shape)) if d is None else y
+                for y, d in zip(results, result_dims, strict=True)
+            ]
+            return wide, [0 if d is None else d for d in result_dims]
+
+        batching.primitive_batchers[self] = batch
+
+
+def _own_axes(params: Any) -> frozenset[Any]:
+    """The mesh axes that a call names."""
+    return frozenset(_mesh.axes_and_groups(getattr(params, "axis_names", ()))[0])
+
+
 def make_primitive(rules: Rules) -> Primitive:
     """A primitive ``jflux_<name>(*operands, params)`` with several results, all of the first
     operand's kind."""
-    primitive = Primitive(f"jflux_{rules.name}")
+    primitive = OpPrimitive(f"jflux_{rules.name}")
     primitive.multiple_results = True
     # The group table names devices, so a lowering holds for its devices alone. Without this, JAX
     # reuses it for another mesh of the same shape.
@@ -220,16 +260,16 @@ def make_primitive(rules: Rules) -> Primitive:
     def abstract(*avals: Any, params: Any) -> list[Any]:
         # Results vary over the axes that the operands vary over; a bare shape would claim that
         # they do not, and check_vma=True would let wrong out_specs pass.
-        manual = avals[0].manual_axis_type
-        manual = manual.update(varying=manual.varying - frozenset(rules.same_over(params)))
+        varying = frozenset().union(*(a.manual_axis_type.varying for a in avals))
+        varying -= frozenset(rules.same_over(params))
+        manual = avals[0].manual_axis_type.update(varying=varying)
         return [
             avals[0].update(shape=shape, dtype=dtype, weak_type=False, manual_axis_type=manual)
             for shape, dtype in rules.result_shapes(avals, params)
         ]
 
     primitive.def_abstract_eval(abstract)
-    # Reached in eager shard_map, which evaluates one primitive at a time.
-    primitive.def_impl(jax.jit(primitive.bind, static_argnames="params"))
+    primitive.def_impl(functools.partial(dispatch.apply_primitive, primitive))
 
     def lower_form(ctx: Any, operands: Any, form: Callable[[Arrays], Any]) -> Any:
         return mlir.lower_fun(lambda *operands: form(operands), multiple_results=True)(
@@ -271,7 +311,7 @@ def make_primitive(rules: Rules) -> Primitive:
     for platform in _ffi.PLATFORMS:
         rule = functools.partial(lower, platform=platform)
         mlir.register_lowering(primitive, rule, platform=platform)
-    batching.primitive_batchers[primitive] = functools.partial(rules.batch, primitive)
+    primitive.batched_by(rules.batch)
     _derivatives.check_for_nan(primitive)
     flops_of[primitive] = lambda arrays, results, named: rules.flops(arrays, **named)
     return primitive

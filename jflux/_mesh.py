@@ -214,17 +214,19 @@ def vary(array: jax.Array, names: Iterable[Any]) -> jax.Array:
     return lax.pcast(array, missing, to="varying") if missing else array
 
 
-def vary_alike(*arrays: jax.Array) -> list[jax.Array]:
-    """All arrays, varying over the axes that any of them varies over: what an op that names no axes
-    takes."""
-    union = varying(arrays)
+def vary_alike(*arrays: jax.Array, but: Iterable[Any] = ()) -> list[jax.Array]:
+    """All arrays, varying over the axes that any of them varies over, `but` these."""
+    union = varying(arrays) - frozenset(but)
     return [vary(a, union) for a in arrays]
 
 
 def tracks_vma(axis_name: AxisName) -> bool:
     axis_size(axis_name)  # its message, if the axis is not bound
-    # axis_index always varies over its axis; where types are not tracked it does not say so.
-    return bool(jax.typeof(lax.axis_index(as_tuple(axis_name))).manual_axis_type.varying)
+    # axis_index always varies over its axis; where types are not tracked it does not say so. Its
+    # type alone: under `jax.ensure_compile_time_eval` JAX would run what has no operands, outside
+    # of the shard_map.
+    aval, _ = lax.axis_index_p.abstract_eval(axis_name=as_tuple(axis_name))
+    return bool(aval.manual_axis_type.varying)
 
 
 def platform() -> str:

@@ -81,7 +81,8 @@ def apply(name: str, epsilon: float, y: jax.Array, *factors: jax.Array) -> jax.A
     if name == LayerNorm.name:
         v -= jnp.mean(v, -1, keepdims=True)
     v *= lax.rsqrt(jnp.mean(v * v, -1, keepdims=True) + epsilon)
-    v *= factors[0].astype(wide)
-    if len(factors) > 1:
-        v += factors[1].astype(wide)
+    scale, *bias = (_epilogue.in_rows(a.astype(wide), v) for a in factors)
+    v *= scale
+    if bias:
+        v += bias[0]
     return v.astype(y.dtype)

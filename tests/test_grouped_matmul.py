@@ -18,7 +18,7 @@ import jflux.nn
 from jflux import _native, _tuning, testing
 from jflux._epilogue import ACTIVATIONS
 from jflux._ops import _grouped_primitives as primitives
-from jflux._ops import _local
+from jflux._ops import _lax, _local
 
 pytestmark = pytest.mark.wide
 X64 = functools.partial(jax.enable_x64, True)
@@ -465,6 +465,14 @@ def test_ragged_dot_of_halves_is_a_grouped_product():
         assert_close(f(x, w, s), dense(x, w, s), jnp.bfloat16, 8)
 
 
+def test_ragged_dot_in_the_place_of_laxs(monkeypatch):
+    x, w = np.ones((4, 8), np.float32), np.ones((2, 8, 3), np.float32)
+    monkeypatch.setattr(jax.lax, "ragged_dot", jflux.nn.ragged_dot)
+    for lhs, options in ((x, {"precision": "highest"}), (jnp.bfloat16(x), {})):
+        y = jax.lax.ragged_dot(lhs, w, np.array([1, 3]), **options)
+        np.testing.assert_array_equal(y, np.full((4, 3), 8))
+
+
 def test_ragged_dot_is_laxs(monkeypatch):
     x, w, s, _ = draw(21, 12, 4, 6, (3, 0, 7), jnp.float32)
     want = np.asarray(jax.lax.ragged_dot(x, w, s))
@@ -478,7 +486,7 @@ def test_ragged_dot_is_laxs(monkeypatch):
     f = jax.jit(functools.partial(jflux.nn.ragged_dot, precision="highest"))
     assert "jflux_" not in f.lower(x, w, s).as_text()
     # lax refuses an offset too, for now: what it says is its own.
-    monkeypatch.setattr(jax.lax, "ragged_dot", lambda *args, **options: options["group_offset"])
+    monkeypatch.setattr(_lax, "ragged_dot", lambda *args, **options: options["group_offset"])
     assert jflux.nn.ragged_dot(x, w, s, group_offset=7) == 7
 
 

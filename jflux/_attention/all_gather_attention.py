@@ -90,7 +90,7 @@ def forward(
         _mesh.as_tuple(axis_name), world, scores, np.dtype(dtype), blocks.default_precision()
     )
     operands = [q, k, v, *_numbers(q, queries, keys, rank, world, scores)]
-    operands = _mesh.vary_alike(*_mesh.vary_together(axis_name, *operands))
+    operands = _mesh.vary_together(axis_name, *operands)
     o, lse = _primitive.bind(*operands, params=params)
     return o, lse
 
@@ -227,7 +227,7 @@ def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
         if i != 6
     ]
     merged[5:6] = flash_attention.by_cost(merged[5])
-    results = primitive.bind(*_mesh.vary_alike(*merged), params=params)
+    results = primitive.bind(*merged, params=params)
     return [a.reshape(size, -1, *a.shape[1:]) for a in results], [0] * len(results)
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad
 
-from .. import _derivatives, _mesh
+from .. import _derivatives
 from .._dispatch import Arrays, Plan
 from .._epilogue import sum_dtype
 from .._lowering import ShapeDtype
@@ -64,7 +64,7 @@ def forward(
     """:func:`.blocks.forward`, with an output of `dtype`."""
     operands = (q, k, v, *_numbers(q.shape[0], queries, keys))
     params = Params.of(scores, dtype)
-    return tuple(_forward.bind(*_mesh.vary_alike(*operands), params=params))
+    return tuple(_forward.bind(*operands, params=params))
 
 
 def backward(
@@ -81,7 +81,7 @@ def backward(
     """:func:`.blocks.backward`."""
     operands = (q, k, v, do, lse, delta, *_numbers(q.shape[0], queries, keys))
     params = Params.of(scores, lse.dtype)
-    return tuple(_backward.bind(*_mesh.vary_alike(*operands), params=params))
+    return tuple(_backward.bind(*operands, params=params))
 
 
 def plan(q: jax.Array, k: jax.Array, v: jax.Array, scores: Scores) -> Plan:
@@ -306,7 +306,7 @@ def _batch(primitive: Primitive, operands: Any, dims: Any, *, params: Params) ->
         a if are_shared and i in of_positions else fold(a, d)
         for i, (a, d) in enumerate(zip(operands, dims, strict=True))
     ]
-    results = primitive.bind(*_mesh.vary_alike(*merged), params=params)
+    results = primitive.bind(*merged, params=params)
     return [a.reshape(size, -1, *a.shape[1:]) for a in results], [0] * len(results)
 
 

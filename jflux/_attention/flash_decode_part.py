@@ -75,7 +75,7 @@ def attend(
     positions = _positions(k, block_table)
     splits = splits_of(q.shape, k.shape[2], positions)
     tables = () if block_table is None else (block_table,)
-    operands = _mesh.vary_alike(*map(jnp.asarray, (q, k, v, bounds, *tables)))
+    operands = map(jnp.asarray, (q, k, v, bounds, *tables))
     precision = default_precision()
     params = Params(capacity, float(scale), float(softcap or 0), splits, precision)
     return _primitive.bind(*operands, params=params)[0]
@@ -111,7 +111,7 @@ def attend_reference(
     if block_table is not None:
         (k, v), may_be_read = cache.read_pages((k, v), block_table, OP)
     first, end, origin = (bounds[:, i : i + 1] for i in range(3))
-    position = origin + jnp.arange(k.shape[1], dtype=jnp.int32)
+    position = origin + jnp.arange(k.shape[1], dtype=jnp.int32)[None]
     attended = (position >= first) & (position < end)
     if may_be_read is not None:
         attended &= may_be_read

@@ -46,7 +46,7 @@ def merge_attention(
     # Of a part without keys nothing may reach a derivative: inf - inf, or 0 times its output.
     highest = lax.stop_gradient(jnp.max(lse, 0))
     base = jnp.where(jnp.isfinite(highest), highest, 0)
-    weights = jnp.where(counts, jnp.exp(jnp.where(counts, lse - base, 0)), 0)
+    weights = jnp.where(counts, jnp.exp(jnp.where(counts, lse - base[None], 0)), 0)
     total = jnp.sum(weights, 0)
     any_counts = total != 0
     safe = jnp.where(any_counts, total, 1)

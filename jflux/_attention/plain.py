@@ -15,14 +15,17 @@ from .split import Call, of_split
 
 _OP = "attention of one device"
 
+#: JAX's own, whatever stands in its place later.
+_dot_product_attention = jax.nn.dot_product_attention
+
 
 def dot_product_attention(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Array:
     """`jax.nn.dot_product_attention`. On CPUs float16 is computed in float32: JAX 0.10 to 0.12 asks
     for a precision of its products that no CPU has, which fails once the call is compiled."""
     if q.dtype != jnp.float16 or _mesh.platform() != "cpu":
-        return jax.nn.dot_product_attention(q, k, v, **options)
+        return _dot_product_attention(q, k, v, **options)
     wide = (a.astype(jnp.float32) for a in (q, k, v))
-    return jax.nn.dot_product_attention(*wide, **options).astype(q.dtype)
+    return _dot_product_attention(*wide, **options).astype(q.dtype)
 
 
 def attend(

@@ -164,8 +164,9 @@ def _key_parts(call: Call, length: int, segments: jax.Array | None) -> Part:
         return call.part(jnp.int32(0), length, segments)
     if segments is not None:
         segments = call.gather(segments, axis_name=call.axis_name, axis=1, tiled=True)
-    ranks = jnp.arange(call.ranks, dtype=jnp.int32)
-    positions = jax.vmap(lambda r: call.part(r, length, None).positions)(ranks).reshape(-1)
+    # No vmap: inside another with spmd_axis_name, JAX lets its constants vary over that axis.
+    ranks = (jnp.int32(rank) for rank in range(call.ranks))
+    positions = jnp.concatenate([call.part(rank, length, None).positions for rank in ranks])
     return Part(positions, segments)
 
 
@@ -271,8 +272,10 @@ def _around(
 
     coming = _pass_on(call, (jnp.stack([k, v]), segments))
     o, lse = attend(0, ((k, v), segments))
-    steps = jnp.arange(1, call.ranks - 1, dtype=jnp.int32)
-    (held, o, lse), _ = lax.scan(go_on, (coming, o, lse), steps)
+    held = coming
+    if call.ranks > 2:  # without jit, JAX has no scan of no steps
+        steps = jnp.arange(1, call.ranks - 1, dtype=jnp.int32)
+        (held, o, lse), _ = lax.scan(go_on, (coming, o, lse), steps)
     last_o, last_lse = attend(jnp.int32(call.ranks - 1), held)
     return merge_attention([o, last_o], [lse, last_lse])
 
@@ -307,8 +310,10 @@ def _around_backward(
 
     coming = _pass_on(call, (jnp.stack([k, v]), segments))
     dq, *own = differentiate(0, ((k, v), segments))
-    state = (coming, jnp.stack(own), dq)
-    (held, sums, dq), _ = lax.scan(go_on, state, jnp.arange(1, call.ranks - 1, dtype=jnp.int32))
+    held, sums = coming, jnp.stack(own)
+    if call.ranks > 2:
+        steps = jnp.arange(1, call.ranks - 1, dtype=jnp.int32)
+        (held, sums, dq), _ = lax.scan(go_on, (coming, sums, dq), steps)
     sums = _pass_on(call, sums)
     own_dq, *own = differentiate(jnp.int32(call.ranks - 1), held)
     dk, dv = _pass_on(call, (sums + jnp.stack(own)).astype(k.dtype))

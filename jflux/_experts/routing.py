@@ -63,7 +63,7 @@ class Slots(NamedTuple):
     @property
     def has_row(self) -> jax.Array:
         """bool [T, k]: whether the slot has a row of its own."""
-        return self.first == jnp.arange(self.first.shape[1])
+        return self.first == jnp.arange(self.first.shape[1])[None]
 
 
 def distinct(expert: jax.Array) -> Slots:

@@ -79,7 +79,7 @@ def rows_or_zeros(x: jax.Array, index: jax.Array) -> jax.Array:
 def on_first(first: jax.Array, weights: jax.Array) -> jax.Array:
     """[T, k]: slots that share a row add their weights up on the first one."""
     j = jnp.arange(weights.shape[1])
-    shared = (first[:, :, None] == j) & (first >= 0)[:, :, None]
+    shared = (first[:, :, None] == j[None, None]) & (first >= 0)[:, :, None]
     return jnp.sum(jnp.where(shared, weights[:, :, None], 0), axis=1)
 
 

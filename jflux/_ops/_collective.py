@@ -12,6 +12,7 @@ from jax import lax
 from numpy.lib.array_utils import normalize_axis_index
 
 from .._mesh import axes_and_groups
+from . import _lax
 
 #: (dimension, ndim) -> the dimension, not negative; raises for one that there is not.
 axis = normalize_axis_index
@@ -72,14 +73,14 @@ class Collective:
             return self.of_nothing(x, lax.axis_size(names) if groups is None else len(groups[0]))
         over: dict[str, Any] = {"axis_name": names, "axis_index_groups": groups}
         if self.kind == "all_gather":
-            return lax.all_gather(x, axis=self.concat or 0, tiled=True, **over)
+            return _lax.all_gather(x, axis=self.concat or 0, tiled=True, **over)
         if self.kind == "all_to_all":
             split, concat = self.split or 0, self.concat or 0
-            return lax.all_to_all(x, split_axis=split, concat_axis=concat, tiled=True, **over)
+            return _lax.all_to_all(x, split_axis=split, concat_axis=concat, tiled=True, **over)
         if self.kind == "all_reduce":
-            return lax.psum(x, names) if groups is None else _sum_in_groups(x, over)
+            return _lax.psum(x, names) if groups is None else _sum_in_groups(x, over)
         if self.kind == "reduce_scatter":
-            return lax.psum_scatter(x, scatter_dimension=self.split or 0, tiled=True, **over)
+            return _lax.psum_scatter(x, scatter_dimension=self.split or 0, tiled=True, **over)
         assert_never(self.kind)
 
     def is_of_nothing(self, x: Any) -> bool:
@@ -99,5 +100,5 @@ def _sum_in_groups(x: Any, over: dict[str, Any]) -> Any:
     """An all_reduce: `lax.psum` takes no groups under ``check_vma=True``."""
     world = len(over["axis_index_groups"][0])
     flat = jnp.pad(x.ravel(), (0, -x.size % world))
-    shards = lax.psum_scatter(flat, tiled=True, **over)
-    return lax.all_gather(shards, tiled=True, **over)[: x.size].reshape(x.shape)
+    shards = _lax.psum_scatter(flat, tiled=True, **over)
+    return _lax.all_gather(shards, tiled=True, **over)[: x.size].reshape(x.shape)

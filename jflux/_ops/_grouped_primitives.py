@@ -25,7 +25,7 @@ from .. import _config, _epilogue, _native, _tuning
 from .._dispatch import Arrays
 from .._epilogue import Epilogue
 from .._lowering import ShapeDtype
-from . import _local, _product
+from . import _lax, _local, _product
 from .all_gather_matmul import ACTIVATED, PREACTIVATION
 
 OP, DW = "grouped_matmul", "grouped_matmul_dw"
@@ -109,7 +109,7 @@ def reference(arrays: Arrays, params: Params) -> list[jax.Array]:
     # In the type that is accumulated in, whatever y's is.
     wide = jnp.promote_types(_epilogue.sum_dtype(x.dtype), params.out_dtype)
     sums = [
-        _masked(lax.ragged_dot_general(x, w, sizes, numbers, preferred_element_type=wide), sizes)
+        _masked(_lax.ragged_dot_general(x, w, sizes, numbers, preferred_element_type=wide), sizes)
         for w in ws
     ]
     scale = None if scale is None else _masked(scale, sizes)
@@ -121,7 +121,7 @@ def _reference_dw(arrays: Arrays, params: DwParams) -> list[jax.Array]:
     x, dy, sizes = arrays
     numbers = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
     wide = jnp.promote_types(_epilogue.sum_dtype(x.dtype), params.out_dtype)
-    dw = lax.ragged_dot_general(
+    dw = _lax.ragged_dot_general(
         _masked(x, sizes), _masked(dy, sizes), sizes, numbers, preferred_element_type=wide
     )
     return [dw.astype(params.out_dtype)]

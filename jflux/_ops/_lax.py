@@ -12,6 +12,16 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+#: `lax`'s own functions, whatever stands in their place later: a program may put jflux's there
+#: (``jax.lax.ragged_dot = jflux.nn.ragged_dot``), which hand calls back to these.
+all_gather = lax.all_gather
+all_to_all = lax.all_to_all
+dot_general = lax.dot_general
+psum = lax.psum
+psum_scatter = lax.psum_scatter
+ragged_dot = lax.ragged_dot
+ragged_dot_general = lax.ragged_dot_general
+
 
 def several(operand: Any) -> tuple[Any, ...]:
     """An operand that may be a sequence, as one."""
@@ -39,7 +49,7 @@ def matmul(
 ) -> jax.Array:
     """``x @ w``: x [..., k], w [k, n] or, with `transpose_rhs`, [n, k]."""
     contract = ((x.ndim - 1,), (1 if transpose_rhs else 0,))
-    return lax.dot_general(
+    return dot_general(
         x, w, (contract, ((), ())), precision=precision,
         preferred_element_type=preferred_element_type,
     )  # fmt: skip
@@ -72,7 +82,7 @@ def weight_gradient(
     """``x^T @ dy`` over all leading dimensions: [k, n], or [n, k] with `transpose_rhs`."""
     rows = tuple(range(x.ndim - 1))
     lhs, rhs = (dy, x) if transpose_rhs else (x, dy)
-    return lax.dot_general(
+    return dot_general(
         lhs, rhs, ((rows, rows), ((), ())), precision=precision, preferred_element_type=dtype
     )
 

@@ -12,13 +12,22 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
+from jax._src import dispatch
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, mlir
 from jax.sharding import PartitionSpec
 
 from .. import _config, _derivatives, _dispatch, _explain, _ffi, _gpu_code, _native
 from .._dispatch import Arrays, Path, Plan
-from .._lowering import BatchRule, FlopsRule, ReferenceForm, ShapesRule, flops_of, no_products
+from .._lowering import (
+    BatchRule,
+    FlopsRule,
+    OpPrimitive,
+    ReferenceForm,
+    ShapesRule,
+    flops_of,
+    no_products,
+)
 
 
 class WhyNotRule(Protocol):
@@ -78,7 +87,7 @@ class LocalRules:
 def make_primitive(rules: LocalRules) -> Primitive:
     """A primitive ``jflux_<name>(*operands, params)`` with several results, which vary over the
     mesh axes that any operand varies over. Its derivatives are the caller's to define."""
-    primitive = Primitive(f"jflux_{rules.name}")
+    primitive = OpPrimitive(f"jflux_{rules.name}")
     primitive.multiple_results = True
 
     def abstract(*avals: Any, params: Any) -> list[Any]:
@@ -86,7 +95,7 @@ def make_primitive(rules: LocalRules) -> Primitive:
         return [result_type(avals, shape, dtype) for shape, dtype in shapes]
 
     primitive.def_abstract_eval(abstract)
-    primitive.def_impl(jax.jit(primitive.bind, static_argnames="params"))
+    primitive.def_impl(functools.partial(dispatch.apply_primitive, primitive))
 
     def lower(ctx: Any, *operands: Any, params: Any, platform: str) -> Any:
         plan = plan_call(rules, ctx.avals_in, params, platform)
@@ -121,7 +130,7 @@ def make_primitive(rules: LocalRules) -> Primitive:
         mlir.register_lowering(
             primitive, functools.partial(lower, platform=platform), platform=platform
         )
-    batching.primitive_batchers[primitive] = functools.partial(rules.batch, primitive)
+    primitive.batched_by(rules.batch)
     _derivatives.check_for_nan(primitive, rules.values)
     flops_of[primitive] = lambda arrays, results, named: rules.flops(arrays, **named)
     return primitive

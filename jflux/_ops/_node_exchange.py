@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -23,6 +24,7 @@ from jax.interpreters import mlir
 from jax.sharding import Mesh
 
 from .. import _config, _explain, _ffi, _heap, _mesh, _native
+from . import _lax
 
 #: Positions along the axes in rank order; all groups are equally large.
 Groups = tuple[tuple[int, ...], ...]
@@ -118,9 +120,9 @@ def reference(x: jax.Array, params: Params) -> jax.Array:
     names, groups = params.axis_names, params.groups
     match params.kind:
         case Kind.EXCHANGE:
-            return lax.all_to_all(x, names, 0, 0, axis_index_groups=groups, tiled=True)
+            return _lax.all_to_all(x, names, 0, 0, axis_index_groups=groups, tiled=True)
         case Kind.GATHER:
-            return lax.all_gather(x, names, axis_index_groups=groups)
+            return _lax.all_gather(x, names, axis_index_groups=groups)
         case Kind.SHIFT:
             return lax.ppermute(x, params.pair_names, params.pairs)
 
@@ -167,7 +169,7 @@ def _abstract(x: Any, *, params: Params) -> list[Any]:
     return [x.update(shape=shape, weak_type=False)]
 
 
-_primitive.def_impl(jax.jit(_primitive.bind, static_argnames="params"))
+_primitive.def_impl(functools.partial(dispatch.apply_primitive, _primitive))
 
 
 def _lower_reference(ctx: Any, x: Any, *, params: Params) -> Any:

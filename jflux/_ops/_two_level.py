@@ -31,7 +31,7 @@ from jax import lax
 
 from .. import _epilogue, _mesh
 from .._levels import Levels
-from . import _node_exchange, _product
+from . import _lax, _node_exchange, _product
 from ._collective import Collective
 from ._two_level_plan import NODE_BYTES_PER_SECOND, NODE_LATENCY
 
@@ -90,7 +90,7 @@ class Transfers:
             return jnp.moveaxis(_node_exchange.gather(x, *self._between()), 0, dimension)
         names, groups = _mesh.axes_and_groups(self.levels.between)
         return self._chained(
-            x, lambda x: lax.all_gather(x, names, axis_index_groups=groups, axis=dimension)
+            x, lambda x: _lax.all_gather(x, names, axis_index_groups=groups, axis=dimension)
         )
 
     def exchange(self, x: jax.Array, split: int, concat: int) -> jax.Array:

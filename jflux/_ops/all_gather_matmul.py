@@ -361,10 +361,11 @@ def _backward(
     w_types, bias_types = _weights(others, params)
     dys, own, dgathered = _split(cotangents, len(ws), params)
     own = own or [None] * len(ws)
-    if sums and any(dy is not None for dy in dys):
+    if all(dy is None for dy in dys):  # gated, that is one for several weights
+        dys = [None] * len(ws)
+    elif sums:
         assert params.epilogue is not None
         dys = _epilogue.gradient(params.epilogue, sums, dys)
-    dys = dys or [None] * len(ws)
     dsums = [total(pair) for pair in zip(dys, own, strict=True)]
     like = gathered if x is None else x
     rounded = [_lax.rounded(d, like) for d in dsums]
@@ -381,7 +382,7 @@ def _backward(
             precision=params.precision,
         )
     if x is not None and dgathered is not None:
-        scattered = lax.psum_scatter(
+        scattered = _lax.psum_scatter(
             dgathered, params.axis_names, scatter_dimension=params.gather_dimension, tiled=True
         )
         dx = total([dx, scattered])

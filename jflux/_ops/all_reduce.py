@@ -18,7 +18,7 @@ from .._derivatives import none_if_zero
 from .._dispatch import Arrays, Machine, Plan
 from .._levels import Levels
 from .._mesh import AxisName
-from . import _product, _product_plan, _sum_epilogue, _two_level, _two_level_plan, exchange
+from . import _lax, _product, _product_plan, _sum_epilogue, _two_level, _two_level_plan, exchange
 from ._collective import Collective
 from ._spec import OpSpec
 from ._sum_epilogue import SumEpilogue
@@ -156,7 +156,7 @@ def reference(
 def _sum(x: Any, axis_name: AxisName, axis_index_groups: Sequence[Sequence[int]] | None) -> Any:
     """`lax.psum`, which takes no groups under ``check_vma=True``."""
     if axis_index_groups is None:
-        return lax.psum(x, axis_name)
+        return _lax.psum(x, axis_name)
     ranks, _ = _mesh.ranks_of(axis_name, axis_index_groups)
 
     def one(x: Any) -> jax.Array:

@@ -19,7 +19,7 @@ from .. import _config, _dispatch, _lowering, _mesh, _native
 from .._dispatch import Arrays, Machine, Plan
 from .._levels import Levels
 from .._mesh import AxisName
-from . import _product, _product_plan, _two_level, _two_level_plan
+from . import _lax, _product, _product_plan, _two_level, _two_level_plan
 from ._collective import Collective, Kind
 from ._collective import axis as normalize
 from ._spec import OpSpec
@@ -304,7 +304,7 @@ def all_gather_reference(
         if gather.is_of_nothing(x):
             x = x if tiled else jnp.expand_dims(x, at)
             return gather.of_nothing(x, _mesh.ranks_of(axis_name, axis_index_groups)[1])
-        return lax.all_gather(
+        return _lax.all_gather(
             x, axis_name, axis=at, tiled=tiled, axis_index_groups=axis_index_groups, to=to
         )
 
@@ -323,7 +323,7 @@ def all_to_all_reference(
     """``lax.all_to_all(x)``: arguments and results are those of :func:`jflux.all_to_all`."""
 
     def by_tiles(x: jax.Array, split: int, concat: int) -> jax.Array:
-        return lax.all_to_all(
+        return _lax.all_to_all(
             x, axis_name, split, concat, tiled=True, axis_index_groups=axis_index_groups
         )
 
@@ -350,7 +350,7 @@ def reduce_scatter_reference(
         if scatter.is_of_nothing(x):
             y = scatter.of_nothing(x, _mesh.ranks_of(axis_name, axis_index_groups)[1])
             return y if tiled else jnp.squeeze(y, at)
-        return lax.psum_scatter(
+        return _lax.psum_scatter(
             x, axis_name, scatter_dimension=at, tiled=tiled, axis_index_groups=axis_index_groups
         )
 

@@ -12,8 +12,8 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from .. import _checks, _epilogue, _mesh
-from . import _grouped_primitives, _local, _product
+from .. import _checks, _epilogue
+from . import _grouped_primitives, _lax, _local, _product
 from ._grouped_primitives import Params
 from ._lax import several
 from ._spec import OpSpec
@@ -84,11 +84,11 @@ def grouped_matmul(
     scales = () if row_scale is None else (row_scale.astype(jnp.float32),)
     common = jnp.result_type(x.dtype, *(one.dtype for one in ws))
     x, *ws = (a.astype(common) for a in (x, *ws))
-    x, *operands = _mesh.vary_alike(x, *ws, _checks.to_int32(group_sizes), *scales)
+    operands = (x, *ws, _checks.to_int32(group_sizes), *scales)
     if 0 in (*x.shape, *ws[0].shape):  # an activation of 0 is 0
-        return _product.zeros((x.shape[0], n), out, x)
+        return _product.zeros((x.shape[0], n), out, *operands)
     params = Params(transpose_rhs, out, activation, gated, row_scale is not None)
-    (y,) = _grouped_primitives.grouped_matmul.bind(x, *operands, params=params)
+    (y,) = _grouped_primitives.grouped_matmul.bind(*operands, params=params)
     return y
 
 
@@ -147,7 +147,7 @@ def ragged_dot(
     if simple and same and (default or lhs.dtype.itemsize == 2):
         return grouped_matmul(lhs, rhs, group_sizes, preferred_element_type=preferred_element_type)
     extra = {} if out_sharding is None else {"out_sharding": out_sharding}
-    return lax.ragged_dot(
+    return _lax.ragged_dot(
         lhs, rhs, group_sizes, precision=precision, group_offset=group_offset,
         preferred_element_type=preferred_element_type, **extra,
     )  # fmt: skip

@@ -169,12 +169,13 @@ def reference(
         for a in (input_offsets, output_offsets)
     )
     everything = Collective("all_gather", concat=0).lax(operand, names)
-    rows, count = jnp.arange(output.shape[0])[:, None], starts.shape[0]
+    rows, count = jnp.arange(output.shape[0]), starts.shape[0]
     # [M, K]: whether row m is in slice i that came. The last one that has it counts.
-    inside = (places <= rows) & (rows < places + jnp.asarray(recv_sizes))
+    first, last = places[None], (places + jnp.asarray(recv_sizes))[None]
+    inside = (first <= rows[:, None]) & (rows[:, None] < last)
     which = count - 1 - jnp.argmax(inside[:, ::-1], axis=1)
     source = which // (count // world)
-    from_row = source * operand.shape[0] + starts[which] + rows[:, 0] - places[which]
+    from_row = source * operand.shape[0] + starts[which] + rows - places[which]
     came = jnp.take(everything, from_row, axis=0, mode="clip") if everything.size else output
     written = jnp.any(inside, axis=1)
     return jnp.where(written.reshape(-1, *[1] * (output.ndim - 1)), came, output)

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import ad
 
-from .. import _epilogue, _mesh
+from .. import _epilogue
 from .._dispatch import Arrays
 from .._lowering import ShapeDtype
 from .._ops import _local
@@ -64,7 +64,7 @@ def dots(y: jax.Array, g: jax.Array, source: jax.Array, destination: jax.Array) 
 
 
 def _bind(params: Params, *operands: jax.Array) -> jax.Array:
-    return _primitive.bind(*_mesh.vary_alike(*operands), params=params)[0]
+    return _primitive.bind(*operands, params=params)[0]
 
 
 def _reference(arrays: Arrays, params: Params) -> list[jax.Array]:

@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from .. import _config, _global, _mesh
 from .._mesh import AxisName
+from .._ops import _lax
 from .._ops.all_gather_matmul import all_gather_matmul
 from .._ops.matmul_all_reduce import matmul_all_reduce
 from .._ops.matmul_reduce_scatter import matmul_reduce_scatter
@@ -133,7 +133,7 @@ class DotGeneral:
             return call(**options)
         if out_sharding is not None:
             others["out_sharding"] = out_sharding
-        return lax.dot_general(lhs, rhs, dimension_numbers, **options, **others)
+        return _lax.dot_general(lhs, rhs, dimension_numbers, **options, **others)
 
     def _plan(
         self, product: Product, lhs: Any, rhs: Any, out_sharding: Any

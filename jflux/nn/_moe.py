@@ -243,7 +243,7 @@ def _mixture(
     if gathered:
         tokens = all_gather(tokens, axis_name=gathered, axis=0, tiled=True)
         weights = all_gather(weights, axis_name=gathered, axis=0, tiled=True)
-        indices = lax.all_gather(indices, gathered, axis=0, tiled=True)
+        indices = _lax.all_gather(indices, gathered, axis=0, tiled=True)
     if exchange == "gather":
         own = _own(indices, up.shape[0], ep)
         y = _experts(tokens, own, weights, up, down, gate, **weigh)
@@ -280,13 +280,13 @@ def _losses(
     Those along `split` share each expert's capacity."""
     over = (*split, *loss_axes)
     tokens = moe.count(indices, logits.shape[1])
-    tokens = lax.psum(tokens, split) if split else tokens
+    tokens = _lax.psum(tokens, split) if split else tokens
     dropped = jnp.zeros_like(tokens) if capacity is None else jnp.maximum(tokens - capacity, 0)
     counts = tokens, jnp.sum(dropped, dtype=jnp.int32)
     return (
         moe.load_balancing_loss(logits, indices, axis_name=over or None),
         moe.z_loss(logits, axis_name=over or None),
-        *(lax.psum(counts, loss_axes) if loss_axes else counts),
+        *(_lax.psum(counts, loss_axes) if loss_axes else counts),
     )
 
 

@@ -31,15 +31,13 @@ from collections.abc import Hashable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import get_opaque_trace_state
 
 from .. import _mesh
 from .._mesh import AxisName
-from .._ops import _lax
+from .._ops import _lax, _product
 from .._ops._spec import all_ops
 from .._ops.all_gather_matmul import GATHERED, all_gather_matmul
 
@@ -88,12 +86,12 @@ def _first_forward(params: Params, x: Any, w: Any) -> Any:
 def _first_backward(params: Params, residuals: Any, cotangents: Any) -> Any:
     dy, dgathered = cotangents
     gathered, w = residuals
-    if isinstance(dy, SymbolicZero):
-        dy = jnp.zeros(dy.shape, dy.dtype)
+    if isinstance(dy, SymbolicZero):  # zeros that vary as the product does
+        dy = _product.zeros(dy.shape, dy.dtype, gathered, w)
     dx, dw = _gradients(params, (gathered, w), dy)
     # Of `_next` there is none. There is one where a gradient of `_next`'s is differentiated.
     if not isinstance(dgathered, SymbolicZero):
-        dx += lax.psum_scatter(
+        dx += _lax.psum_scatter(
             dgathered, _mesh.as_tuple(params.axis_name),
             scatter_dimension=params.gather_dimension, tiled=True,
         )  # fmt: skip

@@ -23,6 +23,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from .._mesh import vary
+from .._ops import _lax
 from .._ops._collective import Collective
 from ._scheme import DEFAULT, Scheme, all_reduce, together, tracks_vma
 
@@ -70,7 +71,7 @@ class Dense:
 
     def weight_gradient(self, i: jax.Array, w: Any, do: jax.Array) -> jax.Array:
         rows = tuple(range(i.ndim - 1))
-        return lax.dot_general(i, do, ((rows, rows), ((), ())), precision=self.precision)
+        return _lax.dot_general(i, do, ((rows, rows), ((), ())), precision=self.precision)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +161,7 @@ def _same_along_x(scheme: Scheme, i: jax.Array) -> jax.Array:
     varying = jax.typeof(i).manual_axis_type.varying
     different = tuple(name for name in scheme.names("x") if name in varying)
     check_same("product", scheme, ("x",), i)
-    return lax.psum(i, different) if different else i  # over one rank: of another type
+    return _lax.psum(i, different) if different else i  # over one rank: of another type
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from types import ModuleType
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax._src import dispatch
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import PartitionSpec
@@ -144,7 +146,7 @@ def all_reduce(scheme: Scheme, x: jax.Array, role: str) -> jax.Array:
 _barrier = Primitive("jflux_barrier")
 _barrier.multiple_results = True
 _barrier.def_abstract_eval(lambda *avals: list(avals))
-_barrier.def_impl(jax.jit(_barrier.bind))
+_barrier.def_impl(functools.partial(dispatch.apply_primitive, _barrier))
 mlir.register_lowering(
     _barrier, mlir.lower_fun(lambda *xs: lax.optimization_barrier(xs), multiple_results=True)
 )

@@ -1,0 +1,226 @@
+"""JAX's switches for debugging: ops under them do what `lax` does."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from harness import PRODUCTS, make_mesh, of_way, operands, per_device
+from jax.sharding import PartitionSpec as P
+
+import jflux
+from jflux._ops._spec import collectives
+from jflux.parallel import _scheme
+
+pytestmark = pytest.mark.wide  # see conftest.strict
+
+SIZES = np.array([1, 3])
+close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+
+
+def _over_ranks(f):
+    """f on both ranks' parts of x [8, 8]."""
+    return jax.shard_map(f, mesh=make_mesh((2,)), in_specs=P("tp"), out_specs=P("tp"))
+
+
+def _grouped(x):
+    return jflux.grouped_matmul(x[:4], jnp.ones((2, 8, 8)), SIZES)
+
+
+def _attention(x):
+    q = x[:4].reshape(1, 4, 2, 4)
+    return jflux.attention(q, q, q)
+
+
+def _decode(x):
+    cache = jnp.ones((2, 2, 1, 8))
+    return jflux.flash_decode(x[:4].reshape(2, 2, 8), cache, cache, np.array([2, 1]))
+
+
+def _product(x):
+    return jflux.matmul_reduce_scatter(x, jnp.exp(-x * x).T, axis_name="tp")
+
+
+#: A function of x [8, 8] for each way that jflux makes primitives, and whether it has a gradient.
+ONE_OF_EACH = {
+    "local": (_grouped, True),
+    "functions": (_attention, True),
+    "no derivative": (_decode, False),
+    "barrier": (lambda x: _scheme.together({"a": x, "b": 2 * x})["b"], True),
+    "product": (_over_ranks(_product), True),
+    "collective": (_over_ranks(functools.partial(jflux.all_gather, axis_name="tp")), True),
+}
+
+
+@pytest.fixture(params=ONE_OF_EACH)
+def function(request):
+    """A function that returns one's results and its gradient, and x."""
+    f, has_gradient = ONE_OF_EACH[request.param]
+    fs = [f]
+    if has_gradient:
+        fs.append(jax.grad(lambda x: jnp.sum(f(x) ** 2)))
+    return lambda x: [f(x) for f in fs], np.linspace(-1, 1, 64, dtype=np.float32).reshape(8, 8)
+
+
+def test_without_jit(function):
+    f, x = function
+    want = jax.jit(f)(x)
+    with jax.disable_jit():
+        for run in (f, jax.jit(f)):
+            jax.tree.map(close, run(x), want)
+
+
+def test_constants_of_a_traced_function(function):
+    f, x = function
+    want = jax.jit(f)(x)
+
+    def traced(y):
+        with jax.ensure_compile_time_eval():
+            return f(x), jax.jit(f)(x), y
+
+    *found, _ = jax.jit(traced)(1.0)
+    for some in found:
+        jax.tree.map(close, some, want)
+
+
+@pytest.mark.parametrize("name", ["local", "functions", "product"])
+def test_a_nan_is_a_floating_point_error(name):
+    """Made by the op: JAX's own shard_map recurses over operands that have one."""
+    f, _ = ONE_OF_EACH[name]
+    x = np.ones((8, 8), np.float32)
+    infinite = x.copy()
+    infinite[:, 0], infinite[:, 1] = np.inf, -np.inf
+    with jax.debug_nans(True):
+        for run in (f, jax.jit(f)):
+            jax.block_until_ready(run(x))
+            with pytest.raises(FloatingPointError):
+                run(infinite)
+
+
+# ---- Strict switches -----------------------------------------------------------------------------
+
+
+def _normal(*shape):
+    return np.random.default_rng(len(shape)).standard_normal(shape, np.float32)
+
+
+def _over(f, in_specs, out_specs):
+    return jax.shard_map(f, mesh=make_mesh((2,)), in_specs=in_specs, out_specs=out_specs)
+
+
+COLUMNS, ROWS = P(None, "tp"), P("tp")
+#: A function of each kind of op, with what has fewer dimensions than x, and its operands.
+BASIC = {
+    "bias": (
+        lambda x, w, b: jflux.all_gather_matmul(x, w, axis_name="tp", bias=b, activation="gelu"),
+        (ROWS, COLUMNS, ROWS),
+        COLUMNS,
+        (_normal(8, 6), _normal(6, 4), _normal(4)),
+    ),
+    "scattered": (
+        lambda x, w, b: jflux.matmul_reduce_scatter(x, w, axis_name="tp", bias=b),
+        (COLUMNS, ROWS, P()),
+        ROWS,
+        (_normal(8, 6), _normal(6, 4), _normal(4)),
+    ),
+    "norm": (
+        lambda x, s: jflux.all_reduce(x, axis_name="tp", norm=jflux.LayerNorm(s, s)),
+        (P(), P()),
+        P(),
+        (_normal(8, 6), _normal(6)),
+    ),
+    "ring with a window": (
+        lambda q: jflux.attention(q, q, q, axis_name="tp", causal=True, ring=True, window=3),
+        (COLUMNS,),
+        COLUMNS,
+        (_normal(1, 8, 2, 4),),
+    ),
+    "grouped": (
+        lambda x, w: jflux.grouped_matmul(x, w, SIZES, activation="silu"),
+        (P(), P(None, None, "tp")),
+        COLUMNS,
+        (_normal(4, 6), _normal(2, 6, 4)),
+    ),
+    "rows of experts": (
+        lambda x: jflux.moe.unpermute(jflux.moe.permute(x, _routing()), _routing()),
+        (COLUMNS,),
+        COLUMNS,
+        (_normal(4, 8),),
+    ),
+}
+
+
+def _routing():
+    return jflux.moe.route(np.array([[0, 1], [1, 1], [0, 0], [1, 0]]), 2)
+
+
+def _values_and_gradients(name):
+    f, in_specs, out_specs, operands = BASIC[name]
+    mapped = _over(f, in_specs, out_specs)
+
+    def both(*operands):
+        ys = mapped(*operands)
+        return ys, jax.vjp(mapped, *operands)[1](jax.tree.map(jnp.sin, ys))
+
+    return jax.jit(both), jax.device_put(operands)
+
+
+@pytest.mark.parametrize("name", BASIC)
+def test_no_rank_is_promoted(name):
+    f, operands = _values_and_gradients(name)
+    with jax.numpy_rank_promotion("raise"):
+        f.lower(*operands)
+
+
+STRICT = {
+    "rank promotion": lambda: jax.numpy_rank_promotion("raise"),
+    "type promotion": lambda: jax.numpy_dtype_promotion("strict"),
+    "leaks": jax.checking_leaks,
+    "nans": lambda: jax.debug_nans(True),
+    "infs": lambda: jax.debug_infs(True),
+    "without jit": jax.disable_jit,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("switch", STRICT)
+def test_under_a_strict_switch(switch):
+    for name in BASIC:
+        f, operands = _values_and_gradients(name)
+        want = f(*operands)
+        jax.clear_caches()
+        with STRICT[switch]():
+            found = f(*operands)
+        jax.tree.map(close, found, want)
+
+
+def test_lax_is_bound_when_jflux_is_imported(monkeypatch):
+    """A program may put jflux's functions in the place of lax's, to which references lead."""
+
+    def fails(*_, **__):
+        raise AssertionError("looked up when called")
+
+    for name in ("all_gather", "all_to_all", "dot_general", "psum", "psum_scatter", "ragged_dot",
+                 "ragged_dot_general", "ragged_all_to_all"):  # fmt: skip
+        monkeypatch.setattr(jax.lax, name, fails)
+    monkeypatch.setattr(jax.nn, "dot_product_attention", fails)
+    mesh = make_mesh((2,))
+    jax.clear_caches()
+    with jflux.config(fused=False):
+        for op in PRODUCTS:
+            call = of_way(op, lead=(4,), k=8, n=8)
+            x, w = operands(call, mesh, "tp")
+            bound = call.bind("tp")
+
+            def gradients(x, w, f=bound):
+                return jax.vjp(f, x, w)[1](f(x, w))
+
+            jax.jit(per_device(mesh, gradients)).lower(x, w)
+        for spec in collectives():
+            for reference in (False, True):
+                options = {"axis_name": "tp", "reference": reference} | dict(spec.ways[0])
+                f = functools.partial(spec.on, **options)
+                jax.jit(per_device(mesh, f, check_vma=False)).lower(np.ones((2, 2, 4), np.float32))
+        for f in (_grouped, _attention, _decode):
+            jax.jit(f).lower(np.ones((8, 8), np.float32))
