@@ -284,6 +284,11 @@ def test_other_errors():
         jflux.attend_to_cache(empty(4), q, k.tolist(), v)
     with pytest.raises(ValueError, match="a prompt of 5 positions does not fit a cache of 4"):
         jflux.fill_cache(empty(4), *tokens(5)[1:])
+    for layout, what in (("zigzag", "S/N must be even, got k"), ("zig-zag", "must be one of")):
+        fill = functools.partial(jflux.fill_cache, axis_name="tp", layout=layout)
+        whole = P(None, "tp")
+        with pytest.raises(ValueError, match=f"jflux.fill_cache: .*{what}"):
+            over_ranks(fill, 2, (CACHE, whole, whole), CACHE)(empty(4), *tokens(2)[1:])
     cache = jflux.fill_cache(empty(4), *tokens(5)[1:], np.array([4, 0, 1]))  # it ends with padding
     np.testing.assert_array_equal(cache.lengths, [4, 0, 1])
 

@@ -24,7 +24,7 @@ from .._ops.exchange import (
 )
 from . import all_gather_attention, by_parts, cudnn, flash_attention, ulysses
 from .blocks import Scores, default_precision
-from .layouts import LAYOUTS, Layout
+from .layouts import Layout, check_layout, check_part
 from .operands import check, check_heads, scale_of, softcap_of, window_of
 from .plain import attend
 from .split import Call, gather_keys, of_split, of_split_reference
@@ -187,8 +187,7 @@ def _global_attention(
     q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
     segment_ids = None if segment_ids is None else jnp.asarray(segment_ids)
     check(_OP, q, k, v, segment_ids)
-    if layout not in LAYOUTS:
-        raise ValueError(f"{_OP}: {layout=} must be one of {', '.join(LAYOUTS)}")
+    check_layout(_OP, layout)
     scores = Scores(
         scale_of(_OP, scale, q.shape[3]), softcap_of(_OP, softcap), bool(causal),
         window_of(_OP, window),
@@ -238,11 +237,7 @@ def _split(
     nobody asks for it and it takes a detour."""
     axis_name, scores, layout = options.axis_name, options.scores, options.layout
     _, ranks = _mesh.rank_and_size(axis_name)
-    if layout == "zigzag" and ranks > 1 and q.shape[1] % 2:
-        raise ValueError(
-            f"{_OP}: with layout='zigzag' a rank has two equal parts of the sequence, so S/N must "
-            f"be even, got q {q.shape}; pad the sequence, or use layout='striped'"
-        )
+    check_part(_OP, layout, ranks, "q", q)
     if 0 in q.shape or 0 in k.shape:
         return jnp.zeros_like(q), jnp.full(q.shape[:3], -jnp.inf, sum_dtype(q.dtype))
     call = Call(

@@ -13,7 +13,7 @@ from .._epilogue import sum_dtype
 from .._mesh import AxisName
 from . import cache, decode_merge, flash_attention, flash_decode_part
 from .blocks import Part, Scores
-from .layouts import Layout, own_positions
+from .layouts import Layout, check_part, own_positions
 from .operands import scale_of, softcap_of, window_of
 
 #: So many rows of queries, over tokens and heads, are multiplied with the cache as it lies in
@@ -178,6 +178,7 @@ def _fill(
     op = "jflux.fill_cache"
     _check_cache(op, kv_cache, k, v, lengths, "lengths")
     rank, ranks = _mesh.rank_and_size(axis_name)
+    check_part(op, layout, ranks, "k", k)
     batch, here = k.shape[:2]
     size = kv_cache.keys.shape[1]
     if lengths is None and here > size:
