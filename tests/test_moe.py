@@ -351,9 +351,29 @@ def test_gates_compute_in_float32():
         np.testing.assert_array_equal(weights, gate(logits.astype(np.float32), 2)[1])
 
 
-def test_sigmoids_that_vanish():
-    _, weights = moe.top_k_sigmoid(np.full((2, 4), -200.0, np.float32), 2)
-    assert np.isfinite(np.asarray(weights)).all()
+def test_scores_that_vanish():
+    """Of experts that a bias chooses: their weights are those of scores in real numbers."""
+    logits = np.array([[-46, -46, 9], [-88, -88, 9], [-200, -200, 9]], np.float32)
+    limited = functools.partial(moe.group_limited_top_k, num_groups=1, top_groups=1)
+    gates = {
+        "top_k": moe.top_k_sigmoid, "sigmoid": functools.partial(limited, score="sigmoid"),
+        "softmax": functools.partial(limited, score="softmax"),
+    }  # fmt: skip
+
+    def both(logits):
+        def run(gate):
+            def weights(logits):
+                indices, weights = gate(logits, 2, bias=jnp.array([2.0, 2.0, 0.0]))
+                return weights[:, 0].sum(), (indices, weights)
+
+            return jax.grad(weights, has_aux=True)(logits)
+
+        return {name: run(gate) for name, gate in gates.items()}
+
+    for name, (gradient, (indices, weights)) in jax.jit(both)(logits).items():
+        np.testing.assert_array_equal(indices, [[0, 1]] * 3, name)
+        np.testing.assert_array_equal(weights, np.full((3, 2), 0.5), name)
+        np.testing.assert_allclose(gradient, [[0.25, -0.25, 0]] * 3, err_msg=name)
 
 
 def test_gates_check_their_operands():
