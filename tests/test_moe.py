@@ -446,6 +446,32 @@ def test_losses_over_ranks_are_those_of_all_tokens():
         )
 
 
+def test_losses_over_ranks_of_which_some_have_the_same_tokens():
+    """Split over one of the axes, or over none: gradients too, with types and without."""
+    mesh = make_mesh((2, 2), ("dp", "ep"))
+    with X64():
+        logits = logits_of(12, tokens=4, experts=3)
+        indices = best(logits, 2).astype(np.int32)
+
+        def total(logits, indices, axis_name=None):
+            balance = moe.load_balancing_loss(logits, indices, axis_name=axis_name)
+            return balance + moe.z_loss(logits, axis_name=axis_name)
+
+        def over_ranks(logits, indices):
+            ranks = functools.partial(
+                jax.shard_map, functools.partial(total, axis_name=("dp", "ep")), mesh=mesh,
+                out_specs=P(),
+            )  # fmt: skip
+            calls = [ranks(in_specs=spec) for spec in (P("dp"), P())]
+            calls.append(ranks(in_specs=P("dp"), check_vma=False))
+            return [jax.value_and_grad(f)(logits, indices) for f in calls]
+
+        want, slope = jax.value_and_grad(total)(logits, indices)
+        for loss, gradient in jax.jit(over_ranks)(logits, indices):
+            np.testing.assert_allclose(loss, want)
+            np.testing.assert_allclose(gradient, slope, atol=1e-12)
+
+
 def test_losses_check_their_operands():
     logits = np.zeros((3, 8), np.float32)
     with pytest.raises(ValueError, match=r"must be \[T, k\] of the 3 tokens"):
