@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from caches import draw, plain
-from harness import RANKS, make_mesh
+from harness import PLATFORM, RANKS, make_mesh
 from jax import lax
 from jax.experimental import checkify
 from jax.sharding import PartitionSpec as P
@@ -238,17 +238,64 @@ def test_positions_beyond_the_cache():
     q, k, v = (a[:, :1] for a in tokens(1))
     full = empty(4)._replace(lengths=jnp.array([2, 4, 3]))
     step = jax.jit(checkify.checkify(jflux.attend_to_cache))
-    error, (_, cache) = step(full, q, k, v)
+    error, _ = step(full, q, k, v)
     with pytest.raises(
-        checkify.JaxRuntimeError, match="update_cache: positions must be at most 3, got 4"
+        checkify.JaxRuntimeError, match="attend_to_cache: positions must be at most 3, got 4"
     ):
         error.throw()
-    assert np.isnan(cache.keys).sum() == 0 and not np.asarray(cache.keys[1]).any()
     error, _ = step(full._replace(lengths=jnp.array([0, 3, 2])), q, k, v)
     error.throw()
     # A sequence without a new token may be full.
     error, _ = step(full, q, k, v, jnp.array([1, 0, 1]))
     error.throw()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_sequence_that_goes_on_beyond_the_cache(count):
+    """On CPUs an error with the value; in plain lax its tokens are NaN from there on, and no
+    other's."""
+    q, k, v = (a[:, :count] for a in tokens(2))
+    full = empty(4)._replace(lengths=jnp.array([1, 4, 0], jnp.int32))
+    new = jnp.array([count, count, 0])
+
+    fused, plainly = (
+        over_ranks(
+            functools.partial(module.attend_to_cache, axis_name="tp"), 2, (CACHE, *[P()] * 4),
+            (P(), CACHE),
+        )
+        for module in (jflux, jflux.reference)
+    )  # fmt: skip
+    nan = np.zeros((B, count, H, D), bool)
+    nan[1] = True
+    o, cache = plainly(full, q, k, v, new)
+    np.testing.assert_array_equal(np.isnan(o), nan)
+    o, cache = plainly(cache._replace(lengths=full.lengths), q, k, v, new)
+    np.testing.assert_array_equal(np.isnan(o), nan)
+    # Another number of tokens than there are. The sequence is full then.
+    o, cache = plainly(empty(4), q, k, v, jnp.array([0, count + 1, -1]))
+    np.testing.assert_array_equal(np.isnan(o).any((1, 2, 3)), [False, True, True])
+    np.testing.assert_array_equal(cache.lengths, [0, 4, 4])
+    if PLATFORM != "cpu":
+        np.testing.assert_array_equal(np.isnan(fused(full, q, k, v, new)[0]), nan)
+        return
+    for wrong, message in (
+        (new, "positions must be at most 3, got 4"),
+        (jnp.array([1, 0, -1]), f"new_lengths must be from 0 to {count}, got -1"),
+    ):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=f"jflux.attend_to_cache: {message}"):
+            jax.block_until_ready(fused(full, q, k, v, wrong))
+
+
+def test_a_prompt_that_is_shorter_than_its_length():
+    k, v = tokens(2)[1:]
+    lengths = jnp.array([2, 3, -1])
+    cache = jflux.reference.fill_cache(empty(4), k, v, lengths)
+    np.testing.assert_array_equal(cache.lengths, [2, 4, 4])  # full: what comes next is NaN
+    if PLATFORM == "cpu":
+        with pytest.raises(
+            jax.errors.JaxRuntimeError, match="fill_cache: lengths must be from 0 to 2, got 3"
+        ):
+            jax.block_until_ready(jflux.fill_cache(empty(4), k, v, lengths))
 
 
 @pytest.mark.parametrize(

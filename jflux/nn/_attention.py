@@ -113,8 +113,9 @@ def attention(
       preferred_element_type, precision, mesh, x_spec: as in :func:`jflux.all_gather_matmul`.
 
     Returns:
-      [b, s/N, d]; with `cache` that and the cache. Under ``checkify.user_checks`` a position beyond
-      the cache is an error; without, it is not written (:func:`jflux.update_cache`).
+      [b, s/N, d]; with `cache` that and the cache. A position beyond the cache is an error on CPUs,
+      and under ``checkify.user_checks``; elsewhere its y is NaN (:func:`jflux.attend_to_cache`,
+      :func:`jflux.fill_cache`).
     """
     if x.ndim not in (2, 3):
         raise ValueError(f"jflux.nn.attention: x must be [b, s, d] or [s, d], got {x.shape}")
