@@ -327,6 +327,14 @@ def test_other_errors():
         jflux.attend_to_cache(empty(4), q, k, v, softcap=0)
     with pytest.raises(TypeError, match="q must be floating"):
         jflux.attend_to_cache(empty(4), q.astype(int), k, v)
+    for dtype in (np.int8, jnp.float8_e4m3fn):
+        for f, given in ((jflux.attend_to_cache, (q, k, v)), (jflux.fill_cache, (k, v))):
+            with pytest.raises(TypeError, match="kv_cache.keys and values must be of one type"):
+                f(empty(4, dtype), *given)
+    with pytest.raises(TypeError, match="got float64 and float32"):
+        jflux.attend_to_cache(empty(4)._replace(values=empty(4, np.float32).values), q, k, v)
+    with pytest.raises(TypeError, match="kv_cache.lengths must have 32 bits, got int8"):
+        jflux.attend_to_cache(empty(4)._replace(lengths=np.zeros(B, np.int8)), q, k, v)
     with pytest.raises(TypeError, match="operands must be arrays, got list"):
         jflux.attend_to_cache(empty(4), q, k.tolist(), v)
     with pytest.raises(ValueError, match="a prompt of 5 positions does not fit a cache of 4"):

@@ -220,5 +220,7 @@ def test_what_is_written_must_be_arrays_of_one_structure():
         jflux.update_cache((one, one), (one, np.zeros((2, 1))), at)
     with pytest.raises(TypeError, match="positions must be integers, got float64"):
         jflux.update_cache(one, one, np.zeros(2))
+    with pytest.raises(TypeError, match="new is float64, and would be cut to a cache of int8"):
+        jflux.update_cache(one.astype(np.int8), one, at)
     with pytest.raises(TypeError, match="positions must be an array, got int"):
         jflux.update_cache(one, one, 3)

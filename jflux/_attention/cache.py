@@ -42,7 +42,8 @@ def update_cache(
     Args:
       cache: an array, or a pytree of such, e.g. (k_cache, v_cache), with any dimensions after the
         first two.
-      new: the same of new tokens, the same on all ranks; it is cast to the cache's type.
+      new: the same of new tokens, the same on all ranks; it is cast to the cache's type. Floating
+        ones do not go into a cache of integers: they would be cut.
       positions: integers, the same on all ranks: [B], of each sequence's first new token, whose
         others follow; or [B, T], of each token. No sequence has a position twice. What has a
         negative one is not written, such as the padding of a shorter prompt.
@@ -191,6 +192,11 @@ def _check(
             raise ValueError(
                 f"{op}: cache {shape} and new [B, T, ...] must have the same dimensions after the "
                 f"first two, got {a.shape} and {t.shape}"
+            )
+        if jnp.issubdtype(t.dtype, jnp.inexact) and not jnp.issubdtype(a.dtype, jnp.inexact):
+            raise TypeError(
+                f"{op}: new is {t.dtype}, and would be cut to a cache of {a.dtype}; scale and round "
+                "it first, and scale what is read"
             )
         if a.shape[:2] != caches[0].shape[:2] or t.shape[:2] != tokens[0].shape[:2]:
             raise ValueError(

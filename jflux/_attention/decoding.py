@@ -14,7 +14,7 @@ from .._mesh import AxisName
 from . import cache, decode_merge, flash_attention, flash_decode_part
 from .blocks import Part, Scores
 from .layouts import Layout, check_part, own_positions
-from .operands import scale_of, softcap_of, window_of
+from .operands import DTYPES, scale_of, softcap_of, window_of
 
 #: So many rows of queries, over tokens and heads, are multiplied with the cache as it lies in
 #: memory (flash_decode.py). More of them pay for its transposition (blocks.py).
@@ -25,8 +25,8 @@ class KVCache(NamedTuple):
     """Keys and values of the tokens so far, of one attention layer. A pytree of arrays.
 
     Attributes:
-      keys, values: [B, S, G, D], or a rank's [B, S/N, G, D]: rank r of N has the positions r S/N to
-        (r + 1) S/N - 1.
+      keys, values: [B, S, G, D], or a rank's [B, S/N, G, D], of one type, float16, bfloat16,
+        float32 or float64: rank r of N has the positions r S/N to (r + 1) S/N - 1.
       lengths: int32 [B], how many positions of each sequence are filled; the same on all ranks.
     """
 
@@ -323,6 +323,15 @@ def _check_cache(op: str, kv_cache: Any, k: Any, v: Any, lengths: Any, name: str
             f"{op}: kv_cache.keys and values must be [B, S/N, G, D] with the B and G of k, "
             f"{k.shape}, got {keys.shape} and {values.shape}"
         )
+    # q, k and v are cast to the cache's type.
+    if keys.dtype != values.dtype or keys.dtype.name not in DTYPES:
+        raise TypeError(
+            f"{op}: kv_cache.keys and values must be of one type, one of {', '.join(DTYPES)}, got "
+            f"{keys.dtype} and {values.dtype}; narrower ones would need scales, which a KVCache "
+            "does not have"
+        )
+    if jnp.issubdtype(kv_cache[2].dtype, jnp.integer) and jnp.iinfo(kv_cache[2].dtype).bits < 32:
+        raise TypeError(f"{op}: kv_cache.lengths must have 32 bits, got {kv_cache[2].dtype}")
     for what, array in integers.items():
         if array is None:
             continue
