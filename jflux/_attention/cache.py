@@ -195,8 +195,8 @@ def _check(
             )
         if jnp.issubdtype(t.dtype, jnp.inexact) and not jnp.issubdtype(a.dtype, jnp.inexact):
             raise TypeError(
-                f"{op}: new is {t.dtype}, and would be cut to a cache of {a.dtype}; scale and round "
-                "it first, and scale what is read"
+                f"{op}: new is {t.dtype}, and would be cut to a cache of {a.dtype}; scale and "
+                "round it first, and scale what is read"
             )
         if a.shape[:2] != caches[0].shape[:2] or t.shape[:2] != tokens[0].shape[:2]:
             raise ValueError(
