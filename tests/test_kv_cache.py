@@ -219,6 +219,24 @@ def test_a_nan_reaches_those_that_attend_to_it(count, rows, monkeypatch):
     np.testing.assert_array_equal(np.isnan(o).any(-1), nan)
 
 
+@pytest.mark.parametrize("rows", [0, decoding.MOST_ROWS])
+@pytest.mark.parametrize("count", [1, 2])
+def test_no_nan_of_unfilled_positions_reaches_a_gradient(count, rows, monkeypatch):
+    monkeypatch.setattr(decoding, "MOST_ROWS", rows)
+    new = [a[:, :count] for a in tokens(count)]
+
+    def gradients(cache):
+        def loss(*new):
+            o, _ = jflux.attend_to_cache(cache, *new, softcap=2.0)
+            return jnp.sum(jnp.sin(o))
+
+        return jax.grad(loss, (0, 1, 2))(*new)
+
+    f = jax.jit(gradients)
+    for one, other in zip(f(empty(4, value=np.nan)), f(empty(4)), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_a_window_of_numpy():
     q, k, v = tokens(2)
     _, cache = jflux.attend_to_cache(empty(4), q, k, v, window=1)

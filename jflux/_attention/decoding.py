@@ -286,7 +286,7 @@ def _attend_to_part(
     if tokens > 1 and tokens * heads > MOST_ROWS:
         # What nothing attends to may be NaN, and a weight of zero does not keep a NaN out.
         read = (own <= jnp.max(positions, 1)[:, None])[..., None, None]
-        values = jnp.where(read, values, 0)
+        keys, values = jnp.where(read, keys, 0), jnp.where(read, values, 0)
         wide = sum_dtype(q.dtype)
         return flash_attention.forward(
             q, Part(positions, None), keys, values, Part(own, None), scores, wide

@@ -53,8 +53,8 @@ def flash_decode(
     bfloat16, for heads of 64, 128 or 256 elements; it splits the positions over the GPU's
     multiprocessors too. Other calls, and derivatives, take XLA's products.
 
-    What a cache has at positions that the query does not attend to does not reach the result, even
-    if it is NaN. Derivatives take it times zero, so there it must be finite.
+    What a cache has at positions that the query does not attend to reaches neither the result nor
+    its derivatives, even if it is NaN.
 
     Differentiable in q and the caches, in both modes.
 
