@@ -1,4 +1,5 @@
-"""Checks of values that only a running program knows, for `jax.experimental.checkify`."""
+"""Checks of values that only a running program knows, for `jax.experimental.checkify`, and for CPUs
+(cc/runtime/in_range_ffi.cc)."""
 
 from __future__ import annotations
 
@@ -6,9 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax._src import checkify, source_info_util
+import numpy as np
+from jax._src import checkify, dispatch, source_info_util
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
+
+from . import _config, _ffi
 
 _primitive = Primitive("jflux_in_range")
 _add_error: Any = checkify.assert_func  # its signature depends on the release of JAX
@@ -22,21 +26,26 @@ def to_int32(x: jax.Array) -> jax.Array:
     return x.astype(jnp.int32)
 
 
-def in_range(x: jax.Array, low: int | None, high: int, what: str) -> jax.Array:
+def in_range(
+    x: jax.Array, low: int | None, high: int, what: str, *, raises: bool = False
+) -> jax.Array:
     """The integers x. Under ``checkify.user_checks`` one that is not from `low` (None: any) to
-    `high` is an error, and becomes `low` (0 of an unsigned type), so that nothing else reports it.
-    Elsewhere this is nothing at all.
+    `high` is an error, and becomes `low` (0 of an unsigned type; for None `high`), so that nothing
+    else reports it.
+    With `raises` it is an error on CPUs too, less in exported programs, which have no handlers of
+    jflux's. Elsewhere this is nothing at all.
 
     `checkify.debug_check` means the same, but it is an effect, and a jitted function with effects
     leaves JAX's fast dispatch.
 
     Args:
       what: names x in the message, which also has the first value that is out of range.
+      raises: x is int32 then.
     """
-    return _primitive.bind(jnp.asarray(x), low=low, high=high, what=what)
+    return _primitive.bind(jnp.asarray(x), low=low, high=high, what=what, raises=raises)
 
 
-def _check(*given: Any, low: int | None, high: int, what: str) -> Any:
+def _check(*given: Any, low: int | None, high: int, what: str, raises: bool) -> Any:
     *context, error, enabled, x = given  # the oldest releases pass no context
     x = jnp.asarray(x)
     if checkify.FailedCheckError in enabled and x.size:
@@ -50,17 +59,36 @@ def _check(*given: Any, low: int | None, high: int, what: str) -> Any:
             source_info_util.current().traceback, f"{what} must be {allowed}, got {{}}", first
         )
         error = _add_error(*context, error, jnp.any(wrong), failed)
-        if low is not None:
-            x = jnp.where(wrong, jnp.asarray(max(low, type_.min), x.dtype), x)
-    return error, _primitive.bind(x, low=low, high=high, what=what)
+        right = high if low is None else max(low, type_.min)
+        x = jnp.where(wrong, jnp.asarray(right, x.dtype), x)
+        raises = False
+    return error, _primitive.bind(x, low=low, high=high, what=what, raises=raises)
+
+
+def _lower_on_cpus(
+    ctx: mlir.LoweringRuleContext, x: Any, *, low: int | None, high: int, what: str, raises: bool
+) -> Any:
+    aval: Any = ctx.avals_in[0]
+    exported = ctx.module_context.lowering_parameters.for_export
+    if not raises or exported or not _config.config.fused or 0 in aval.shape:
+        return [x]
+    _ffi.register_targets("cpu")
+    least = np.int64(np.iinfo(np.int32).min if low is None else low)
+    call = jax.ffi.ffi_lowering("jflux_in_range")
+    return call(ctx, x, low=least, high=np.int64(high), what=what)
 
 
 def _batch(operands: Any, dims: Any, **params: Any) -> Any:
     return _primitive.bind(*operands, **params), dims[0]
 
 
-_primitive.def_impl(lambda x, **_: x)
+def _impl(x: jax.Array, **params: Any) -> Any:
+    return dispatch.apply_primitive(_primitive, x, **params) if params["raises"] else x
+
+
+_primitive.def_impl(_impl)
 _primitive.def_abstract_eval(lambda x, **_: x)
 mlir.register_lowering(_primitive, lambda _, x, **__: [x])
+mlir.register_lowering(_primitive, _lower_on_cpus, platform="cpu")
 batching.primitive_batchers[_primitive] = _batch
 checkify.error_checks[_primitive] = _check

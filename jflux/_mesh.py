@@ -207,6 +207,14 @@ def varying(arrays: Any) -> frozenset[Any]:
     return frozenset().union(*(t.varying for t in types))
 
 
+def split_over(axis_name: AxisName | None, *arrays: jax.Array) -> tuple[Any, ...]:
+    """Those of the axes over which any of these arrays varies: sums of them take each part once.
+    An axis of which types say nothing counts as one that they vary over: one of ``vmap``, or all
+    under ``check_vma=False``."""
+    known = varying(arrays)
+    return tuple(name for name in axes_of(axis_name) if name in known or not tracks_vma(name))
+
+
 def vary(array: jax.Array, names: Iterable[Any]) -> jax.Array:
     """An array that varies over these axes too, under ``check_vma=True``. Its gradient is then
     summed over those that it did not vary over."""

@@ -579,6 +579,44 @@ def test_numbers_that_are_not_known(name):
             jax.eval_shape(lambda x, f=f: f(**{name: x}), 0.5)
 
 
+@pytest.mark.parametrize("ring", [False, True])
+def test_padding_that_is_not_a_number(ring):
+    """In a segment of its own it reaches no other position, forward and backward; a key that is
+    attended to reaches the queries that do."""
+    case = Case(world=2, own=6, ring=ring)
+    q, k, v, _ = case.operands()
+    ids = np.repeat([[0, 1], [0, 0]], [9, 3], axis=1)
+    padding = (ids == 1)[..., None, None]
+    spoilt = [np.where(padding, np.nan, a) for a in (q, k, v)]
+    v2 = np.array(v)
+    v2[1, 4] = np.inf
+
+    def both(module, *arrays):
+        def loss(*arrays):
+            o, lse = case.split(*arrays, ids, module=module, softcap=1.5)
+            real = jnp.where(padding, 0, o)
+            return jnp.sum(jnp.sin(real)), (o, lse)
+
+        return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(*arrays)
+
+    def run(arrays):
+        found = [both(module, *arrays) for module in (jflux, jflux.reference)]
+        o, _ = case.split(q, k, v2, ids)
+        return found, o
+
+    found, attended = jax.jit(run)(spoilt)
+    (want, _), gradients = jax.jit(functools.partial(both, jflux))(q, k, v)
+    for (loss, (o, _)), got in found:
+        np.testing.assert_allclose(loss, want)
+        np.testing.assert_array_equal(np.isnan(o), np.broadcast_to(padding, o.shape))
+        for one, other in zip(got, gradients, strict=True):
+            np.testing.assert_allclose(one, other, atol=1e-12)
+    reached = np.zeros((2, 12), bool)
+    reached[1, 4:] = True  # it is causal
+    np.testing.assert_array_equal(np.isnan(attended).all((2, 3)), reached)
+    assert np.isfinite(np.asarray(attended)[~reached]).all()
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [

@@ -2,14 +2,16 @@
 do next."""
 
 import contextlib
+import functools
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import PLATFORM, make_mesh, per_device
+from harness import PLATFORM, PRODUCTS, make_mesh, of_way, per_device
 from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 import jflux
 from jflux import _config
@@ -250,3 +252,29 @@ def test_reordering_an_array_without_that_dimension():
 def test_a_gated_mlp_has_a_function_of_its_own():
     with pytest.raises(TypeError, match="jflux.nn.gated_mlp takes a gate and an up"):
         jflux.nn.mlp(x, (w, w), w.T, axis_name="tp", mesh=make_mesh((RANKS,)))
+
+
+@pytest.mark.parametrize("op", [*PRODUCTS, "all_reduce"])
+def test_an_x_that_all_ranks_have_gets_a_warning(op, caplog):
+    """Once, where types tell, and not of one rank's."""
+    call = jflux.all_reduce if op == "all_reduce" else of_way(op, lead=(4,), k=8, n=8).bind("tp")
+    arrays = (x,) if op == "all_reduce" else (jnp.zeros((4, 8)), jnp.zeros((8, 8)))
+    if op == "all_reduce":
+        call = functools.partial(call, axis_name="tp")
+
+    def lines(ranks, spec, check_vma=True):
+        _config._said.clear()
+        caplog.clear()
+        f = jax.shard_map(
+            call, mesh=make_mesh((ranks,)), in_specs=(spec, *[P()] * (len(arrays) - 1)),
+            out_specs=P("tp"), check_vma=check_vma,
+        )  # fmt: skip
+        for _ in range(2):
+            with contextlib.suppress(ValueError):  # a sum of all ranks has other out_specs
+                jax.eval_shape(f, *arrays)
+        return [r.message for r in caplog.records if "same on all ranks" in r.message]
+
+    (line,) = lines(RANKS, P())
+    assert line.startswith(f"jflux.{op}: x is the same on all ranks along 'tp', and each must have")
+    assert "the result has it 2 times" in line
+    assert not lines(RANKS, P("tp")) and not lines(1, P()) and not lines(RANKS, P(), False)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from caches import draw, plain
-from harness import RANKS, make_mesh
+from harness import PLATFORM, RANKS, make_mesh
 from jax import lax
 from jax.experimental import checkify
 from jax.sharding import PartitionSpec as P
@@ -224,6 +224,24 @@ def test_a_nan_reaches_those_that_attend_to_it(count, rows, monkeypatch):
     np.testing.assert_array_equal(np.isnan(o).any(-1), nan)
 
 
+@pytest.mark.parametrize("rows", [0, decoding.MOST_ROWS])
+@pytest.mark.parametrize("count", [1, 2])
+def test_no_nan_of_unfilled_positions_reaches_a_gradient(count, rows, monkeypatch):
+    monkeypatch.setattr(decoding, "MOST_ROWS", rows)
+    new = [a[:, :count] for a in tokens(count)]
+
+    def gradients(cache):
+        def loss(*new):
+            o, _ = jflux.attend_to_cache(cache, *new, softcap=2.0)
+            return jnp.sum(jnp.sin(o))
+
+        return jax.grad(loss, (0, 1, 2))(*new)
+
+    f = jax.jit(gradients)
+    for one, other in zip(f(empty(4, value=np.nan)), f(empty(4)), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_a_window_of_numpy():
     q, k, v = tokens(2)
     _, cache = jflux.attend_to_cache(empty(4), q, k, v, window=1)
@@ -243,17 +261,64 @@ def test_positions_beyond_the_cache():
     q, k, v = (a[:, :1] for a in tokens(1))
     full = empty(4)._replace(lengths=jnp.array([2, 4, 3]))
     step = jax.jit(checkify.checkify(jflux.attend_to_cache))
-    error, (_, cache) = step(full, q, k, v)
+    error, _ = step(full, q, k, v)
     with pytest.raises(
-        checkify.JaxRuntimeError, match="update_cache: positions must be at most 3, got 4"
+        checkify.JaxRuntimeError, match="attend_to_cache: positions must be at most 3, got 4"
     ):
         error.throw()
-    assert np.isnan(cache.keys).sum() == 0 and not np.asarray(cache.keys[1]).any()
     error, _ = step(full._replace(lengths=jnp.array([0, 3, 2])), q, k, v)
     error.throw()
     # A sequence without a new token may be full.
     error, _ = step(full, q, k, v, jnp.array([1, 0, 1]))
     error.throw()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_sequence_that_goes_on_beyond_the_cache(count):
+    """On CPUs an error with the value; in plain lax its tokens are NaN from there on, and no
+    other's."""
+    q, k, v = (a[:, :count] for a in tokens(2))
+    full = empty(4)._replace(lengths=jnp.array([1, 4, 0], jnp.int32))
+    new = jnp.array([count, count, 0])
+
+    fused, plainly = (
+        over_ranks(
+            functools.partial(module.attend_to_cache, axis_name="tp"), 2, (CACHE, *[P()] * 4),
+            (P(), CACHE),
+        )
+        for module in (jflux, jflux.reference)
+    )  # fmt: skip
+    nan = np.zeros((B, count, H, D), bool)
+    nan[1] = True
+    o, cache = plainly(full, q, k, v, new)
+    np.testing.assert_array_equal(np.isnan(o), nan)
+    o, cache = plainly(cache._replace(lengths=full.lengths), q, k, v, new)
+    np.testing.assert_array_equal(np.isnan(o), nan)
+    # Another number of tokens than there are. The sequence is full then.
+    o, cache = plainly(empty(4), q, k, v, jnp.array([0, count + 1, -1]))
+    np.testing.assert_array_equal(np.isnan(o).any((1, 2, 3)), [False, True, True])
+    np.testing.assert_array_equal(cache.lengths, [0, 4, 4])
+    if PLATFORM != "cpu":
+        np.testing.assert_array_equal(np.isnan(fused(full, q, k, v, new)[0]), nan)
+        return
+    for wrong, message in (
+        (new, "positions must be at most 3, got 4"),
+        (jnp.array([1, 0, -1]), f"new_lengths must be from 0 to {count}, got -1"),
+    ):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=f"jflux.attend_to_cache: {message}"):
+            jax.block_until_ready(fused(full, q, k, v, wrong))
+
+
+def test_a_prompt_that_is_shorter_than_its_length():
+    k, v = tokens(2)[1:]
+    lengths = jnp.array([2, 3, -1])
+    cache = jflux.reference.fill_cache(empty(4), k, v, lengths)
+    np.testing.assert_array_equal(cache.lengths, [2, 4, 4])  # full: what comes next is NaN
+    if PLATFORM == "cpu":
+        with pytest.raises(
+            jax.errors.JaxRuntimeError, match="fill_cache: lengths must be from 0 to 2, got 3"
+        ):
+            jax.block_until_ready(jflux.fill_cache(empty(4), k, v, lengths))
 
 
 @pytest.mark.parametrize(
@@ -285,10 +350,23 @@ def test_other_errors():
         jflux.attend_to_cache(empty(4), q, k, v, softcap=0)
     with pytest.raises(TypeError, match="q must be floating"):
         jflux.attend_to_cache(empty(4), q.astype(int), k, v)
+    for dtype in (np.int8, jnp.float8_e4m3fn):
+        for f, given in ((jflux.attend_to_cache, (q, k, v)), (jflux.fill_cache, (k, v))):
+            with pytest.raises(TypeError, match="kv_cache.keys and values must be of one type"):
+                f(empty(4, dtype), *given)
+    with pytest.raises(TypeError, match="got float64 and float32"):
+        jflux.attend_to_cache(empty(4)._replace(values=empty(4, np.float32).values), q, k, v)
+    with pytest.raises(TypeError, match="kv_cache.lengths must have 32 bits, got int8"):
+        jflux.attend_to_cache(empty(4)._replace(lengths=np.zeros(B, np.int8)), q, k, v)
     with pytest.raises(TypeError, match="operands must be arrays, got list"):
         jflux.attend_to_cache(empty(4), q, k.tolist(), v)
     with pytest.raises(ValueError, match="a prompt of 5 positions does not fit a cache of 4"):
         jflux.fill_cache(empty(4), *tokens(5)[1:])
+    for layout, what in (("zigzag", "S/N must be even, got k"), ("zig-zag", "must be one of")):
+        fill = functools.partial(jflux.fill_cache, axis_name="tp", layout=layout)
+        whole = P(None, "tp")
+        with pytest.raises(ValueError, match=f"jflux.fill_cache: .*{what}"):
+            over_ranks(fill, 2, (CACHE, whole, whole), CACHE)(empty(4), *tokens(2)[1:])
     cache = jflux.fill_cache(empty(4), *tokens(5)[1:], np.array([4, 0, 1]))  # it ends with padding
     np.testing.assert_array_equal(cache.lengths, [4, 0, 1])
 

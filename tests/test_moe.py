@@ -351,9 +351,29 @@ def test_gates_compute_in_float32():
         np.testing.assert_array_equal(weights, gate(logits.astype(np.float32), 2)[1])
 
 
-def test_sigmoids_that_vanish():
-    _, weights = moe.top_k_sigmoid(np.full((2, 4), -200.0, np.float32), 2)
-    assert np.isfinite(np.asarray(weights)).all()
+def test_scores_that_vanish():
+    """Of experts that a bias chooses: their weights are those of scores in real numbers."""
+    logits = np.array([[-46, -46, 9], [-88, -88, 9], [-200, -200, 9]], np.float32)
+    limited = functools.partial(moe.group_limited_top_k, num_groups=1, top_groups=1)
+    gates = {
+        "top_k": moe.top_k_sigmoid, "sigmoid": functools.partial(limited, score="sigmoid"),
+        "softmax": functools.partial(limited, score="softmax"),
+    }  # fmt: skip
+
+    def both(logits):
+        def run(gate):
+            def weights(logits):
+                indices, weights = gate(logits, 2, bias=jnp.array([2.0, 2.0, 0.0]))
+                return weights[:, 0].sum(), (indices, weights)
+
+            return jax.grad(weights, has_aux=True)(logits)
+
+        return {name: run(gate) for name, gate in gates.items()}
+
+    for name, (gradient, (indices, weights)) in jax.jit(both)(logits).items():
+        np.testing.assert_array_equal(indices, [[0, 1]] * 3, name)
+        np.testing.assert_array_equal(weights, np.full((3, 2), 0.5), name)
+        np.testing.assert_allclose(gradient, [[0.25, -0.25, 0]] * 3, err_msg=name)
 
 
 def test_gates_check_their_operands():
@@ -424,6 +444,32 @@ def test_losses_over_ranks_are_those_of_all_tokens():
         np.testing.assert_allclose(
             jax.grad(split)(logits, indices), jax.grad(total)(logits, indices), atol=1e-12
         )
+
+
+def test_losses_over_ranks_of_which_some_have_the_same_tokens():
+    """Split over one of the axes, or over none: gradients too, with types and without."""
+    mesh = make_mesh((2, 2), ("dp", "ep"))
+    with X64():
+        logits = logits_of(12, tokens=4, experts=3)
+        indices = best(logits, 2).astype(np.int32)
+
+        def total(logits, indices, axis_name=None):
+            balance = moe.load_balancing_loss(logits, indices, axis_name=axis_name)
+            return balance + moe.z_loss(logits, axis_name=axis_name)
+
+        def over_ranks(logits, indices):
+            ranks = functools.partial(
+                jax.shard_map, functools.partial(total, axis_name=("dp", "ep")), mesh=mesh,
+                out_specs=P(),
+            )  # fmt: skip
+            calls = [ranks(in_specs=spec) for spec in (P("dp"), P())]
+            calls.append(ranks(in_specs=P("dp"), check_vma=False))
+            return [jax.value_and_grad(f)(logits, indices) for f in calls]
+
+        want, slope = jax.value_and_grad(total)(logits, indices)
+        for loss, gradient in jax.jit(over_ranks)(logits, indices):
+            np.testing.assert_allclose(loss, want)
+            np.testing.assert_allclose(gradient, slope, atol=1e-12)
 
 
 def test_losses_check_their_operands():

@@ -228,6 +228,20 @@ def test_what_no_rank_has():
         jnn.attention(x[:, :-1], *weights, context_axis="cp", **options)
 
 
+def test_layouts_that_the_ranks_do_not_have():
+    """A core of one's own does not look at them."""
+    x, *weights = operands(4, 2)
+    options = {"axis_name": "tp", "context_axis": "cp", "mesh": make_mesh((2, 1), ("cp", "tp"))}
+    options["core"] = lambda q, *_, **__: q
+    with pytest.raises(ValueError, match=r"nn.attention: with layout='zigzag' .* even, got q"):
+        jnn.attention(x[:, :6], *weights, **options)
+    for kind in ("zig-zag", None):
+        with pytest.raises(ValueError, match="nn.attention: layout=.* must be one of contiguous"):
+            jnn.attention(x, *weights, context_layout=kind, **options)
+        with pytest.raises(ValueError, match="attention_fn: layout=.* must be one of contiguous"):
+            jnn.attention_fn("cp", layout=kind)
+
+
 # ---- Flax's own layers ---------------------------------------------------------------------------
 
 

@@ -341,6 +341,44 @@ def test_cross_entropy_of_tokens_that_cannot_be():
     assert (got[1][:, 13:] == 0).all()
 
 
+def test_cross_entropy_of_targets_that_do_not_count():
+    """Out of range: NaN, for that position alone. `ignore_index`: nothing, even of a NaN."""
+    logits = np.random.default_rng(0).standard_normal((5, 8))
+    logits[0] = np.nan
+    targets = np.array([-100, 8, -1, 3, 7])
+
+    def f(logits, **options):
+        return jnn.cross_entropy(logits, targets, axis_name="tp", mesh=make_mesh((2,)), **options)
+
+    def ignoring(logits):
+        return f(logits, ignore_index=-100, z_loss=0.1, label_smoothing=0.1)
+
+    loss = f(logits)
+    np.testing.assert_array_equal(np.isnan(loss), [True, True, True, False, False])
+    np.testing.assert_allclose(loss[3:], _plain_cross_entropy(logits, targets)[3:])
+    loss, pull = jax.jit(lambda a: jax.vjp(ignoring, a))(logits)
+    np.testing.assert_array_equal(np.isnan(loss), [False, True, True, False, False])
+    (gradient,) = pull(jnp.ones(5))
+    assert loss[0] == 0 and not gradient[0].any() and not np.isnan(gradient).any()
+    np.testing.assert_allclose(gradient[3:].sum(-1), 0.2 * jax.nn.logsumexp(logits[3:], -1))
+
+
+def test_cross_entropy_of_whole_logits():
+    targets = jnp.zeros(3, int)
+    for names, spec, fits in (
+        ("tp", P(), False), (("dp", "tp"), P(None, "tp"), False), ("tp", P(None, "tp"), True)
+    ):  # fmt: skip
+        f = jax.shard_map(
+            functools.partial(jnn.cross_entropy, targets=targets, axis_name=names),
+            mesh=make_mesh((2, 2), ("dp", "tp")), in_specs=spec, out_specs=P(),
+        )  # fmt: skip
+        if fits:
+            jax.eval_shape(f, np.zeros((3, 8)))
+            continue
+        with pytest.raises(ValueError, match="type says that all . ranks have the same"):
+            jax.eval_shape(f, np.zeros((3, 8)))
+
+
 def _equations(jaxpr):
     for eqn in jaxpr.eqns:
         yield eqn

@@ -173,6 +173,31 @@ def test_equals_every_expert_on_every_token(mesh, kind, way):
             np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5)
 
 
+def test_tokens_that_some_ranks_have_too_count_once():
+    """Along `expert_axis` they are copies, each with a slot of its own in a capacity."""
+    mesh, params = make_mesh((2, 2), ("data", "ep")), parameters(3)
+    x = np.random.default_rng(4).normal(size=(B, S, D)).astype(np.float32)
+    experts = P("ep", None, None)
+    specs = {"router": P(), "up": experts, "gate": experts, "down": experts}
+
+    def call(spec, capacity):
+        def body(x, params):
+            return jflux.nn.mixture(
+                x, **params, k=K, expert_axis="ep", loss_axis="data", capacity=capacity
+            )
+
+        out = jflux.nn.MixtureOutput(P(("ep", *(spec or ()))), *[P()] * 4)
+        return jax.shard_map(body, mesh=mesh, in_specs=(spec, specs), out_specs=out)(x, params)
+
+    y, *losses, counts, _ = dense(x, **params)
+    split, whole = jax.jit(lambda: [call(P("data"), None), call(P(), 7)])()
+    np.testing.assert_allclose(split.y, jnp.concatenate([y, y]), rtol=1e-4, atol=1e-5)
+    for got in (split, whole):
+        np.testing.assert_allclose(got[1:3], losses, rtol=1e-5)
+        np.testing.assert_array_equal(got.tokens_per_expert, counts)
+    assert (split.dropped, whole.dropped) == (0, jnp.maximum(2 * counts - 7, 0).sum())
+
+
 @pytest.mark.parametrize("way", [GATHER, DISPATCH], ids=str)
 def test_inside_shard_map_with_remat_and_scan(way):
     """Two data-parallel groups of two ranks; each has its own losses without `loss_axis`. And other

@@ -373,3 +373,25 @@ def test_projections_exchange_as_they_multiply(world, kv_heads):
         text = jax.jit(split).lower(x, wq, wk, wv, wo).as_text()
         calls = [text.count(f"jflux_{op}(") for op in ("matmul_all_to_all", "all_to_all_matmul")]
         assert calls == [3, 1]
+
+
+def test_padding_that_is_not_a_number():
+    """A mask keeps it out, forward and backward."""
+    operands = draw((2, 8, 4, 4), (2, 8, 2, 4), (2, 8, 2, 4))
+    ids = np.repeat([[0, 1], [0, 0]], [5, 3], axis=1)
+    padding = (ids == 1)[..., None, None]
+
+    def gradients(*operands):
+        def loss(*operands):
+            f = over_ranks(2, ids=True, core=None, causal=True)
+            o = f(*operands, ids)
+            return jnp.sum(jnp.sin(jnp.where(padding, 0, o))), o
+
+        return jax.grad(loss, (0, 1, 2), has_aux=True)(*operands)
+
+    f = jax.jit(gradients)
+    want, _ = f(*operands)
+    got, o = f(*(np.where(padding, np.nan, a) for a in operands))
+    np.testing.assert_array_equal(np.isnan(o), np.broadcast_to(padding, o.shape))
+    for one, other in zip(got, want, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-12)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from caches import draw, paged, plain, written
-from harness import RANKS, examples, make_mesh
+from harness import PLATFORM, RANKS, examples, make_mesh
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.experimental import checkify
@@ -52,8 +52,8 @@ def writer(world, *, module=jflux, paged=False, split=False, check_vma=True):
 )  # fmt: skip
 @examples(15)
 def test_each_rank_writes_its_own(world, here, tokens, data, check_vma):
-    """Runs of tokens across ranks' borders, before position 0, and past the end; two arrays."""
-    bounds = st.integers(-tokens - 1, here * world + 1)
+    """Runs of tokens across ranks' borders, and before position 0; two arrays."""
+    bounds = st.integers(-tokens - 1, here * world - tokens)
     positions = np.array([data.draw(bounds) for _ in range(3)], np.int32)
     k, v, new_k, new_v = draw(
         (3, here * world, 2, 4), (3, here * world), (3, tokens, 2, 4), (3, tokens)
@@ -89,7 +89,7 @@ def test_pages_are_written(world):
     size, each = 2, 3
     s = world * each * size
     cache, new = draw((3, s, 2), (3, 5, 2))
-    positions = np.array([s - 5, 0, s - 2], np.int32)  # the last one's end is past the cache
+    positions = np.array([s - 5, 0, -2], np.int32)
     pages, table = paged(cache, world, size)
     want, _ = paged(written(cache, new, positions), world, size)
     got = jax.jit(writer(world, paged=True))(pages, new, positions, table)
@@ -141,15 +141,40 @@ def test_gradients_of_a_write():
     """What was overwritten has none, and what is new has those of its position."""
     world = COUNTS[-1]
     cache, new = map(jnp.asarray, draw((2, 2 * world, 3), (2, 2, 3)))
-    positions = np.array([1, 2 * world - 1], np.int32)  # the last token is not written
+    positions = np.array([1, -1], np.int32)  # one token is not written
     weight = draw(cache.shape, seed=4)[0]
     f = writer(world)
     got, of_new = jax.jit(
         jax.grad(lambda c, n: jnp.sum(f(c, n, positions) * weight), (0, 1))
     )(cache, new)  # fmt: skip
     np.testing.assert_array_equal(got, written(weight, np.zeros(new.shape), positions))
-    want = np.stack([weight[0, 1:3], np.stack([weight[1, -1], np.zeros(3)])])
+    want = np.stack([weight[0, 1:3], np.stack([np.zeros(3), weight[1, 0]])])
     np.testing.assert_array_equal(of_new, want)
+
+
+@pytest.mark.parametrize("in_pages", [False, True])
+def test_a_token_beyond_the_cache(in_pages):
+    """On CPUs an error with the value; in plain lax NaN at the end of that sequence alone."""
+    world, size = COUNTS[-1], 2
+    s = 2 * world * size
+    cache, new = draw((3, s, 2), (3, 3, 2))
+    positions = np.array([[s + 1, s - 1, s], [s - 1, 0, -1], [1, 2, s]], np.int32)
+    want = written(cache, new, positions)
+    want[[0, 2], -1] = np.nan
+    given = (cache, new, positions)
+    if in_pages:
+        pages, table = paged(cache, world, size)
+        given, want = (pages, new, positions, table), paged(want, world, size)[0]
+    got = jax.jit(writer(world, paged=in_pages, module=jflux.reference))(*given)
+    np.testing.assert_array_equal(got, want)
+    if PLATFORM != "cpu":
+        np.testing.assert_array_equal(jax.jit(writer(world, paged=in_pages))(*given), want)
+        return
+    with pytest.raises(
+        jax.errors.JaxRuntimeError,
+        match=f"jflux.update_cache: positions must be at most {s - 1}, got {s + 1}",
+    ):
+        jax.block_until_ready(jax.jit(writer(world, paged=in_pages))(*given))
 
 
 def test_checkify_says_which_position_is_beyond_the_cache():
@@ -195,5 +220,7 @@ def test_what_is_written_must_be_arrays_of_one_structure():
         jflux.update_cache((one, one), (one, np.zeros((2, 1))), at)
     with pytest.raises(TypeError, match="positions must be integers, got float64"):
         jflux.update_cache(one, one, np.zeros(2))
+    with pytest.raises(TypeError, match="new is float64, and would be cut to a cache of int8"):
+        jflux.update_cache(one.astype(np.int8), one, at)
     with pytest.raises(TypeError, match="positions must be an array, got int"):
         jflux.update_cache(one, one, 3)

@@ -14,6 +14,10 @@
 #include "runtime/op.h"
 #include "runtime/reason.h"
 
+namespace jflux {
+extern XLA_FFI_Handler* const kInRangeCpu;  // in_range_ffi.cc
+}  // namespace jflux
+
 #ifdef JFLUX_WITH_CUDA
 #include "runtime/workspace_use.h"
 
@@ -54,6 +58,9 @@ const JfluxTarget* jflux_targets(void) {
         list->push_back({name, "CUDA", nullptr, reinterpret_cast<void*>(op->cuda)});
       }
     }
+    // No op: a check of values, which GPUs do not make.
+    list->push_back(
+        {"jflux_in_range", "cpu", nullptr, reinterpret_cast<void*>(jflux::kInRangeCpu)});
 #ifdef JFLUX_WITH_CUDA
     // No Op: on the CPU, and without NVSHMEM, it is XLA's collective.
     list->push_back({"jflux_node_exchange", "CUDA",

@@ -22,12 +22,12 @@ from .._ops.exchange import (
     all_to_all,
     all_to_all_reference,
 )
-from . import all_gather_attention, by_parts, cudnn, flash_attention, ulysses
+from . import all_gather_attention, by_parts, cudnn, flash_attention, nonfinite, ulysses
 from .blocks import Scores, default_precision
-from .layouts import LAYOUTS, Layout
+from .layouts import Layout, check_layout, check_part
 from .operands import check, check_heads, scale_of, softcap_of, window_of
 from .plain import attend
-from .split import Call, gather_keys, of_split, of_split_reference
+from .split import Call, gather_keys, of_split, of_split_reference, reached
 
 _OP = "jflux.attention"
 #: Bytes of gathered keys and values from which on they are passed around a ring instead.
@@ -118,7 +118,9 @@ def attention(
       window: position i attends to i - left to i + right: (left, right), or one number for both.
         Models that count i too, as Mistral's `sliding_window`, give that less one.
       segment_ids: int [B, S/N], of documents in one sequence: positions attend to those of the same
-        segment alone.
+        segment alone. What is not finite in q, k or v, such as NaN in padding that is a segment of
+        its own, makes NaN of the queries that attend to it, and reaches nothing else, nor a
+        gradient.
       scale: by default 1 / sqrt(D).
       softcap: c, as above (arXiv 2408.00118, section 2).
       return_lse: return l too, float32 (float64 for float64). Both are differentiable.
@@ -187,8 +189,7 @@ def _global_attention(
     q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
     segment_ids = None if segment_ids is None else jnp.asarray(segment_ids)
     check(_OP, q, k, v, segment_ids)
-    if layout not in LAYOUTS:
-        raise ValueError(f"{_OP}: {layout=} must be one of {', '.join(LAYOUTS)}")
+    check_layout(_OP, layout)
     scores = Scores(
         scale_of(_OP, scale, q.shape[3]), softcap_of(_OP, softcap), bool(causal),
         window_of(_OP, window),
@@ -238,11 +239,7 @@ def _split(
     nobody asks for it and it takes a detour."""
     axis_name, scores, layout = options.axis_name, options.scores, options.layout
     _, ranks = _mesh.rank_and_size(axis_name)
-    if layout == "zigzag" and ranks > 1 and q.shape[1] % 2:
-        raise ValueError(
-            f"{_OP}: with layout='zigzag' a rank has two equal parts of the sequence, so S/N must "
-            f"be even, got q {q.shape}; pad the sequence, or use layout='striped'"
-        )
+    check_part(_OP, layout, ranks, "q", q)
     if 0 in q.shape or 0 in k.shape:
         return jnp.zeros_like(q), jnp.full(q.shape[:3], -jnp.inf, sum_dtype(q.dtype))
     call = Call(
@@ -266,7 +263,13 @@ def _split(
         q, k, v = _mesh.vary_together(axis_name, q, k, v)
         if segment_ids is not None and _mesh.tracks_vma(axis_name):
             segment_ids = _mesh.vary(segment_ids, _mesh.as_tuple(axis_name))
-    return (of_split_reference if options.plain else of_split)(call, q, k, v, segment_ids)
+    run = of_split_reference if options.plain else of_split
+    if segment_ids is None:
+        return run(call, q, k, v, None)
+    return nonfinite.kept_out(
+        lambda q, k, v: run(call, q, k, v, segment_ids),
+        lambda bad: reached(call, segment_ids, bad), q, k, v,
+    )  # fmt: skip
 
 
 def _with_cudnn(

@@ -32,14 +32,18 @@ def update_cache(
     leaves the others'. A cache that the caller gives away (donates, or carries through a loop) is
     written in place.
 
-    Differentiable in cache and new, in both modes. Under ``checkify.user_checks`` a position beyond
-    the cache is an error with the value. Without, it is not written: compiled code cannot raise.
-    (`checkify.index_checks` take all that a rank does not write for errors.)
+    Differentiable in cache and new, in both modes.
+
+    A position beyond the cache is an error with the value (*Raises*, below). Where the call does
+    not raise, that token is lost, and NaN is written at the cache's last position of its sequence:
+    what attends to it is NaN too. (Under ``checkify.index_checks`` all that a rank does not write
+    is an error.)
 
     Args:
       cache: an array, or a pytree of such, e.g. (k_cache, v_cache), with any dimensions after the
         first two.
-      new: the same of new tokens, the same on all ranks; it is cast to the cache's type.
+      new: the same of new tokens, the same on all ranks; it is cast to the cache's type. Floating
+        ones do not go into a cache of integers: they would be cut.
       positions: integers, the same on all ranks: [B], of each sequence's first new token, whose
         others follow; or [B, T], of each token. No sequence has a position twice. What has a
         negative one is not written, such as the padding of a shorter prompt.
@@ -55,8 +59,10 @@ def update_cache(
     Raises:
       ValueError, TypeError: operands that do not fit, when the call is traced.
       NameError: for an `axis_name` outside ``shard_map``.
+      jax.errors.JaxRuntimeError: on CPUs, when it runs, for a position beyond the cache.
+      checkify.JaxRuntimeError: for one under ``checkify.user_checks``, on any device.
     """
-    return _update(all_gather, cache, new, positions, axis_name, block_table, split)
+    return _update(all_gather, cache, new, positions, axis_name, block_table, split, raises=True)
 
 
 def reference(
@@ -68,8 +74,10 @@ def reference(
     block_table: jax.Array | None = None,
     split: bool = False,
 ) -> Any:
-    """:func:`jflux.update_cache` with `lax`'s all-gather."""
-    return _update(all_gather_reference, cache, new, positions, axis_name, block_table, split)
+    """:func:`jflux.update_cache` in plain `lax`, which does not raise on CPUs."""
+    return _update(
+        all_gather_reference, cache, new, positions, axis_name, block_table, split, raises=False
+    )
 
 
 def _update(
@@ -80,6 +88,8 @@ def _update(
     axis_name: AxisName | None,
     block_table: Any,
     split: bool,
+    *,
+    raises: bool,
 ) -> Any:
     _check(cache, new, positions, axis_name, block_table, split)
     if split:
@@ -93,13 +103,18 @@ def _update(
     size = jax.tree.leaves(cache)[0].shape[1]
     here = size if block_table is None else size * block_table.shape[1]
     rank, ranks = _mesh.rank_and_size(axis_name)
-    first = rank * here
+    first, last = rank * here, ranks * here - 1
     positions = _checks.to_int32(positions)
     if positions.ndim == 1:
         positions = positions[:, None] + jnp.arange(tokens, dtype=jnp.int32)
-    positions = _checks.in_range(positions, None, ranks * here - 1, "jflux.update_cache: positions")
-    local = positions - first
-    own = (positions >= 0) & (local >= 0) & (local < here)
+    positions = _checks.in_range(
+        positions, None, last, "jflux.update_cache: positions", raises=raises
+    )
+    # A sequence with a token beyond the cache gets NaN at the last position, once.
+    at_end = jnp.any(positions > last, 1, keepdims=True) & (positions >= last)
+    spoils = at_end & (jnp.arange(tokens) == jnp.argmax(at_end, 1)[:, None])
+    local = jnp.minimum(positions, last) - first
+    own = (positions >= 0) & (local >= 0) & (local < here) & (spoils | ~at_end)
     if block_table is None:
         # Out of range, so that it is dropped, and different from the others.
         at = jnp.where(own, local, here + jnp.arange(tokens, dtype=jnp.int32))
@@ -110,11 +125,12 @@ def _update(
         index = (jnp.where(own & there, page, pages), local % size)
 
     def write(a: jax.Array, tokens: jax.Array) -> jax.Array:
-        return (
-            jnp.asarray(a)
-            .at[index]
-            .set(tokens.astype(a.dtype), mode="drop", unique_indices=block_table is None)
-        )
+        written = tokens.astype(a.dtype)
+        if jnp.issubdtype(a.dtype, jnp.inexact):
+            there = spoils.reshape(*spoils.shape, *(1,) * (tokens.ndim - 2))
+            written = jnp.where(there, jnp.asarray(jnp.nan, a.dtype), written)
+        index_is_unique = block_table is None
+        return jnp.asarray(a).at[index].set(written, mode="drop", unique_indices=index_is_unique)
 
     return jax.tree.map(write, cache, new)
 
@@ -176,6 +192,11 @@ def _check(
             raise ValueError(
                 f"{op}: cache {shape} and new [B, T, ...] must have the same dimensions after the "
                 f"first two, got {a.shape} and {t.shape}"
+            )
+        if jnp.issubdtype(t.dtype, jnp.inexact) and not jnp.issubdtype(a.dtype, jnp.inexact):
+            raise TypeError(
+                f"{op}: new is {t.dtype}, and would be cut to a cache of {a.dtype}; scale and "
+                "round it first, and scale what is read"
             )
         if a.shape[:2] != caches[0].shape[:2] or t.shape[:2] != tokens[0].shape[:2]:
             raise ValueError(

@@ -13,8 +13,8 @@ from .._epilogue import sum_dtype
 from .._mesh import AxisName
 from . import cache, decode_merge, flash_attention, flash_decode_part
 from .blocks import Part, Scores
-from .layouts import Layout, own_positions
-from .operands import scale_of, softcap_of, window_of
+from .layouts import Layout, check_part, own_positions
+from .operands import DTYPES, scale_of, softcap_of, window_of
 
 #: So many rows of queries, over tokens and heads, are multiplied with the cache as it lies in
 #: memory (flash_decode.py). More of them pay for its transposition (blocks.py).
@@ -25,8 +25,8 @@ class KVCache(NamedTuple):
     """Keys and values of the tokens so far, of one attention layer. A pytree of arrays.
 
     Attributes:
-      keys, values: [B, S, G, D], or a rank's [B, S/N, G, D]: rank r of N has the positions r S/N to
-        (r + 1) S/N - 1.
+      keys, values: [B, S, G, D], or a rank's [B, S/N, G, D], of one type, float16, bfloat16,
+        float32 or float64: rank r of N has the positions r S/N to (r + 1) S/N - 1.
       lengths: int32 [B], how many positions of each sequence are filled; the same on all ranks.
     """
 
@@ -59,14 +59,17 @@ def fill_cache(
       layout: which positions of the prompt a rank has, as in :func:`jflux.attention`.
 
     Returns:
-      The cache, with `lengths`. Under ``checkify.user_checks`` a position beyond the cache is an
-      error; without, it is not written (:func:`jflux.update_cache`).
+      The cache, with `lengths`. A length that is not from 0 to s, or more than the cache has, is an
+      error with the value (*Raises*, below). Where the call does not raise, the sequence's cache is
+      full then, and what is decoded next is NaN.
 
     Raises:
       ValueError, TypeError: operands that do not fit, when the call is traced.
       NameError: for an `axis_name` outside ``shard_map``.
+      jax.errors.JaxRuntimeError: on CPUs, when it runs, for such a length.
+      checkify.JaxRuntimeError: for one under ``checkify.user_checks``, on any device.
     """
-    return _fill(cache.update_cache, kv_cache, k, v, lengths, axis_name, layout)
+    return _fill(cache.update_cache, kv_cache, k, v, lengths, axis_name, layout, raises=True)
 
 
 def fill_cache_reference(
@@ -78,8 +81,8 @@ def fill_cache_reference(
     axis_name: AxisName | None = None,
     layout: Layout = "zigzag",
 ) -> KVCache:
-    """:func:`jflux.fill_cache` with `lax`'s all-gather."""
-    return _fill(cache.reference, kv_cache, k, v, lengths, axis_name, layout)
+    """:func:`jflux.fill_cache` in plain `lax`, which does not raise on CPUs."""
+    return _fill(cache.reference, kv_cache, k, v, lengths, axis_name, layout, raises=False)
 
 
 def attend_to_cache(
@@ -121,17 +124,22 @@ def attend_to_cache(
       scale: of the scores; by default 1 / sqrt(D).
 
     Returns:
-      o of q's type, and the cache, whose lengths have grown by `new_lengths`. Under
-      ``checkify.user_checks`` a position beyond the cache is an error with the value. Without, it
-      is not written, and o of its token is that of the positions that are.
+      o of q's type, and the cache, whose lengths have grown by `new_lengths`. A position beyond the
+      cache is an error with the value (*Raises*, below), and so is one of `new_lengths` that is not
+      from 0 to T. Where the call does not raise, o of that token is NaN, and NaN is written at the
+      sequence's last position, so that what follows is NaN too. On GPUs the kernel of one new token
+      reports it besides, as :func:`jflux.flash_decode` does.
 
     Raises:
       ValueError, TypeError: operands that do not fit, when the call is traced.
       NameError: for an `axis_name` outside ``shard_map``.
+      jax.errors.JaxRuntimeError: on CPUs, when it runs, for such a position or number.
+      checkify.JaxRuntimeError: for one under ``checkify.user_checks``, on any device.
     """
     return _attend(
         decode_merge.merge_over_ranks, flash_decode_part.attend, cache.update_cache, kv_cache, q, k,
         v, new_lengths, axis_name=axis_name, window=window, softcap=softcap, scale=scale,
+        raises=True,
     )  # fmt: skip
 
 
@@ -147,10 +155,11 @@ def attend_to_cache_reference(
     softcap: float | None = None,
     scale: float | None = None,
 ) -> tuple[jax.Array, KVCache]:
-    """:func:`jflux.attend_to_cache` with `lax`'s all-gather."""
+    """:func:`jflux.attend_to_cache` in plain `lax`, which does not raise on CPUs."""
     return _attend(
         decode_merge.reference, flash_decode_part.attend_reference, cache.reference, kv_cache, q, k,
         v, new_lengths, axis_name=axis_name, window=window, softcap=softcap, scale=scale,
+        raises=False,
     )  # fmt: skip
 
 
@@ -174,10 +183,13 @@ def _fill(
     lengths: Any,
     axis_name: AxisName | None,
     layout: Layout,
+    *,
+    raises: bool,
 ) -> KVCache:
     op = "jflux.fill_cache"
     _check_cache(op, kv_cache, k, v, lengths, "lengths")
     rank, ranks = _mesh.rank_and_size(axis_name)
+    check_part(op, layout, ranks, "k", k)
     batch, here = k.shape[:2]
     size = kv_cache.keys.shape[1]
     if lengths is None and here > size:
@@ -188,6 +200,9 @@ def _fill(
     at = own_positions(rank, here, ranks, layout)
     if lengths is None:
         lengths = jnp.full(batch, ranks * here, jnp.int32)
+    else:
+        lengths, are_right = _counts(f"{op}: lengths", lengths, ranks * here, raises)
+        lengths = jnp.where(are_right, lengths, ranks * size)
     positions = jnp.where(at < lengths[:, None], at, -1)
     keys, values = update(
         (kv_cache.keys, kv_cache.values), (k, v), positions, axis_name=axis_name,
@@ -210,6 +225,7 @@ def _attend(
     window: int | tuple[int, int] | None,
     softcap: float | None,
     scale: float | None,
+    raises: bool,
 ) -> tuple[jax.Array, KVCache]:
     op = "jflux.attend_to_cache"
     _check_cache(op, kv_cache, k, v, new_lengths, "new_lengths")
@@ -217,16 +233,26 @@ def _attend(
     span, softcap = window_of(op, window), softcap_of(op, softcap)
     rank, ranks = _mesh.rank_and_size(axis_name)
     tokens, here = q.shape[1], kv_cache.keys.shape[1]
-    if tokens > ranks * here:
-        raise ValueError(f"{op}: {tokens} new tokens do not fit a cache of {ranks * here}")
-    positions = new_positions(kv_cache.lengths, tokens, new_lengths)
+    capacity = ranks * here
+    if tokens > capacity:
+        raise ValueError(f"{op}: {tokens} new tokens do not fit a cache of {capacity}")
+    lengths = kv_cache.lengths
+    if new_lengths is None:
+        positions, grown = new_positions(lengths, tokens), lengths + tokens
+    else:
+        new_lengths, are_right = _counts(f"{op}: new_lengths", new_lengths, tokens, raises)
+        positions = new_positions(lengths, tokens, new_lengths)
+        positions = jnp.where(are_right[:, None], positions, capacity)
+        grown = jnp.where(are_right, lengths + new_lengths.astype(lengths.dtype), capacity)
+    positions = _checks.in_range(
+        positions, None, capacity - 1, f"{op}: positions", raises=raises
+    )  # before another op says it in its own words
     keys, values = update((kv_cache.keys, kv_cache.values), (k, v), positions, axis_name=axis_name)
     scores = Scores(scale_of(op, scale, q.shape[3]), softcap, causal=True, window=span)
     q_here, own = q.astype(keys.dtype), own_positions(rank, here, ranks, "contiguous")
     if tokens == 1 and q.size and keys.size:
-        capacity = ranks * here
+        # Of a token beyond the cache the length is wrong.
         bounds = flash_decode_part.bounds_of(positions[:, 0] + 1, span, rank * here)
-        bounds = jnp.clip(bounds, 0, capacity)  # a token beyond the cache attends to what there is
         pair = attend(
             q_here[:, 0], keys, values, bounds, None, capacity=capacity, scale=scores.scale,
             softcap=softcap,
@@ -234,9 +260,9 @@ def _attend(
     else:
         o, lse = _attend_to_part(q_here, keys, values, positions, own, scores)
         pair = jnp.concatenate([o, lse[..., None]], -1)
+        pair = jnp.where((positions < capacity)[..., None, None], pair, jnp.nan)
     o = pair[..., :-1] if axis_name is None else merge(pair, axis_name)[0]
-    grown = tokens if new_lengths is None else new_lengths.astype(kv_cache.lengths.dtype)
-    return o.astype(q.dtype), KVCache(keys, values, kv_cache.lengths + grown)
+    return o.astype(q.dtype), KVCache(keys, values, grown)
 
 
 def _attend_to_part(
@@ -260,7 +286,7 @@ def _attend_to_part(
     if tokens > 1 and tokens * heads > MOST_ROWS:
         # What nothing attends to may be NaN, and a weight of zero does not keep a NaN out.
         read = (own <= jnp.max(positions, 1)[:, None])[..., None, None]
-        values = jnp.where(read, values, 0)
+        keys, values = jnp.where(read, keys, 0), jnp.where(read, values, 0)
         wide = sum_dtype(q.dtype)
         return flash_attention.forward(
             q, Part(positions, None), keys, values, Part(own, None), scores, wide
@@ -274,6 +300,12 @@ def _attend_to_part(
     )
     o = o.reshape(batch, heads, tokens, width).swapaxes(1, 2)
     return o, lse.reshape(batch, heads, tokens).swapaxes(1, 2)
+
+
+def _counts(what: str, given: jax.Array, most: int, raises: bool) -> tuple[jax.Array, jax.Array]:
+    """Numbers of positions, int32 [B], and whether they are from 0 to `most`."""
+    counts = _checks.in_range(_checks.to_int32(given), 0, most, what, raises=raises)
+    return counts, (counts >= 0) & (counts <= most)
 
 
 def _check_cache(op: str, kv_cache: Any, k: Any, v: Any, lengths: Any, name: str) -> None:
@@ -291,6 +323,15 @@ def _check_cache(op: str, kv_cache: Any, k: Any, v: Any, lengths: Any, name: str
             f"{op}: kv_cache.keys and values must be [B, S/N, G, D] with the B and G of k, "
             f"{k.shape}, got {keys.shape} and {values.shape}"
         )
+    # q, k and v are cast to the cache's type.
+    if keys.dtype != values.dtype or keys.dtype.name not in DTYPES:
+        raise TypeError(
+            f"{op}: kv_cache.keys and values must be of one type, one of {', '.join(DTYPES)}, got "
+            f"{keys.dtype} and {values.dtype}; narrower ones would need scales, which a KVCache "
+            "does not have"
+        )
+    if jnp.issubdtype(kv_cache[2].dtype, jnp.integer) and jnp.iinfo(kv_cache[2].dtype).bits < 32:
+        raise TypeError(f"{op}: kv_cache.lengths must have 32 bits, got {kv_cache[2].dtype}")
     for what, array in integers.items():
         if array is None:
             continue

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from .. import _checks, _mesh
 from .._mesh import AxisName
 from . import decode_merge, flash_decode_part
-from .operands import scale_of, softcap_of, window_of
+from .operands import DTYPES, scale_of, softcap_of, window_of
 
 _OP = "jflux.flash_decode"
 
@@ -53,8 +53,8 @@ def flash_decode(
     bfloat16, for heads of 64, 128 or 256 elements; it splits the positions over the GPU's
     multiprocessors too. Other calls, and derivatives, take XLA's products.
 
-    What a cache has at positions that the query does not attend to does not reach the result, even
-    if it is NaN. Derivatives take it times zero, so there it must be finite.
+    What a cache has at positions that the query does not attend to reaches neither the result nor
+    its derivatives, even if it is NaN.
 
     Differentiable in q and the caches, in both modes.
 
@@ -200,7 +200,5 @@ def _check(q: Any, k: Any, v: Any, lengths: Any, block_table: Any) -> None:
             f"{op}: q, k_cache and v_cache must have one type, got {q.dtype}, {k.dtype}, {v.dtype};"
             " cast q, or cast the cache as it is written"
         )
-    if q.dtype.name not in ("float16", "bfloat16", "float32", "float64"):
-        raise TypeError(
-            f"{op}: q must be of float16, bfloat16, float32 or float64, got {q.dtype}; cast it"
-        )
+    if q.dtype.name not in DTYPES:
+        raise TypeError(f"{op}: q must be of {', '.join(DTYPES)}, got {q.dtype}; cast it")

@@ -151,12 +151,13 @@ def attend_to_part(
     Returns:
       The output [B, H T, D] and the log-sum-exp [B, H T], both float32 or float64.
     """
-    scores = _scores(q, k) * scale
-    if softcap is not None:
-        scores = softcap * jnp.tanh(scores / softcap)
-    heads = scores.shape[1] // attended.shape[1]
-    by_token = scores.reshape(len(q), heads, *attended.shape[1:])
-    scores = jnp.where(attended[:, None], by_token, -jnp.inf).reshape(scores.shape)
+    read = jnp.any(attended, 1)
+    scores = _scores_of(*_mesh.vary_alike(q, k, read)) * scale
+    shape = scores.shape
+    scores = scores.reshape(len(q), shape[1] // attended.shape[1], *attended.shape[1:])
+    if softcap is not None:  # whose derivative at a NaN is one
+        scores = softcap * jnp.tanh(jnp.where(attended[:, None], scores, 0) / softcap)
+    scores = jnp.where(attended[:, None], scores, -jnp.inf).reshape(shape)
     highest = lax.stop_gradient(jnp.max(scores, -1, initial=-jnp.inf))
     base = jnp.where(highest == -jnp.inf, 0, highest)
     weights = jnp.exp(scores - base[..., None])
@@ -164,7 +165,7 @@ def attend_to_part(
     any_counts = total != 0  # NaN counts
     safe = jnp.where(any_counts, total, 1)
     # A weight of zero does not keep a NaN out.
-    out = _weighted_sum(weights, jnp.where(jnp.any(attended, 1)[..., None, None], v, 0))
+    out = _weighted_sum(weights, jnp.where(read[..., None, None], v, 0))
     lse = jnp.where(any_counts, jnp.log(safe) + base, -jnp.inf)
     return out / safe[..., None], lse
 
@@ -173,6 +174,20 @@ def attend_to_part(
 # and D, XLA would transpose the cache first: that reads and writes as much again. Here each head of
 # queries is multiplied with the keys of all G heads, of which its row has zeros for all but its
 # own. That is H operations for each byte of a cache of 16-bit numbers.
+
+
+@jax.custom_jvp
+def _scores_of(q: jax.Array, k: jax.Array, read: jax.Array) -> jax.Array:
+    """:func:`_scores`. Its derivatives take zeros for keys that nothing attends to: `read` [B, S].
+    The scores need no copy of the cache, since they are masked."""
+    return _scores(q, k)
+
+
+@_scores_of.defjvp
+def _scores_jvp(primals: Any, tangents: Any) -> Any:
+    (q, k, read), (dq, dk, _) = primals, tangents
+    clean = jnp.where(read[..., None, None], k, 0)
+    return _scores(q, k), _scores(dq, clean) + _scores(q, dk)
 
 
 def _scores(q: jax.Array, k: jax.Array) -> jax.Array:

@@ -12,6 +12,23 @@ Layout = Literal["contiguous", "zigzag", "striped"]
 LAYOUTS: tuple[Layout, ...] = ("contiguous", "zigzag", "striped")
 
 
+def check_layout(op: str, layout: Layout) -> None:
+    """Raises ValueError for what is not one of the three."""
+    if layout not in LAYOUTS:
+        raise ValueError(f"{op}: {layout=} must be one of {', '.join(LAYOUTS)}")
+
+
+def check_part(op: str, layout: Layout, ranks: int, name: str, part: jax.Array) -> None:
+    """Raises ValueError for a rank's part of a sequence, [..., S/N, heads, D], that the layout does
+    not give N ranks."""
+    check_layout(op, layout)
+    if layout == "zigzag" and ranks > 1 and part.shape[-3] % 2:
+        raise ValueError(
+            f"{op}: with layout='zigzag' a rank has two equal parts of the sequence, so S/N must "
+            f"be even, got {name} {part.shape}; pad the sequence, or use layout='striped'"
+        )
+
+
 def causal_positions(length: int, ranks: int, *, layout: Layout = "zigzag") -> np.ndarray:
     """The positions of a sequence, in the order in which ranks have them.
 
@@ -33,8 +50,7 @@ def causal_positions(length: int, ranks: int, *, layout: Layout = "zigzag") -> n
     Raises:
       ValueError: a length that does not divide so; an unknown layout.
     """
-    if layout not in LAYOUTS:
-        raise ValueError(f"{layout=} must be one of {', '.join(LAYOUTS)}")
+    check_layout("jflux.causal_positions", layout)
     parts = 2 * ranks if layout == "zigzag" else ranks
     if ranks < 1 or length % parts != 0:
         raise ValueError(

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+#: Of queries and of a cache.
+DTYPES = ("float16", "bfloat16", "float32", "float64")
 #: Positions are int32, and a window of so many leaves none out.
 _MOST_POSITIONS = np.iinfo(np.int32).max
 

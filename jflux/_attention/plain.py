@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from .. import _dispatch, _mesh
-from . import cudnn, flash_attention
+from . import cudnn, flash_attention, nonfinite
 from .blocks import Scores, default_precision
 from .operands import scale_of, window_of
 from .split import Call, of_split
@@ -21,7 +22,23 @@ _dot_product_attention = jax.nn.dot_product_attention
 
 def dot_product_attention(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Array:
     """`jax.nn.dot_product_attention`. On CPUs float16 is computed in float32: JAX 0.10 to 0.12 asks
-    for a precision of its products that no CPU has, which fails once the call is compiled."""
+    for a precision of its products that no CPU has, which fails once the call is compiled. A mask
+    keeps out what is not finite (nonfinite.py)."""
+    mask = options.pop("mask", None)
+    if mask is not None and q.ndim == mask.ndim == 4:
+        reached = nonfinite.reached_by_mask(
+            mask,
+            q.shape[1],
+            k.shape[1],
+            options.get("is_causal", False),
+            options.get("local_window_size"),
+        )
+        attend = functools.partial(_dot_product_attention, mask=mask, **options)
+        return nonfinite.kept_out(attend, reached, q, k, v)
+    return _dot_product_attention(q, k, v, mask=mask, **options)
+
+
+def _dot_product_attention(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Array:
     if q.dtype != jnp.float16 or _mesh.platform() != "cpu":
         return _dot_product_attention(q, k, v, **options)
     wide = (a.astype(jnp.float32) for a in (q, k, v))

@@ -170,6 +170,21 @@ def _key_parts(call: Call, length: int, segments: jax.Array | None) -> Part:
     return Part(positions, segments)
 
 
+def reached(call: Call, segments: jax.Array, bad: jax.Array) -> jax.Array:
+    """bool [B, s]: which queries of this rank attend to one of the keys, of all ranks, that are
+    `bad` [B, s]. One exchange of two numbers for each key."""
+    queries = call.part(call.rank, segments.shape[1], segments)
+    both = jnp.stack([segments, bad.astype(segments.dtype)], -1)
+    if call.ranks > 1:
+        both = call.gather(both, axis_name=call.axis_name, axis=1, tiled=True)
+    keys = _key_parts(call, segments.shape[1], None)
+    low, high = flash_attention.differences(call.scores)
+    distance = keys.positions - queries.positions[:, None]
+    may = (distance >= low) & (distance <= high)  # [s, t]: fused with what follows
+    may = may & (segments[:, :, None] == both[:, None, :, 0]) & (both[:, None, :, 1] != 0)
+    return jnp.any(may, -1)
+
+
 def _all_keys(
     call: Call, k: jax.Array, v: jax.Array, segments: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, Part]:

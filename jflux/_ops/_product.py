@@ -4,6 +4,7 @@ planned: _product_plan.py."""
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -34,6 +35,22 @@ def is_single(op: str, axis_name: _mesh.AxisName) -> bool:
         return False
     _config.fall_back(op, f"axis {axis_name!r} is vmap's, not a mesh's")
     return True
+
+
+def warn_if_same(op: str, axis_name: _mesh.AxisName, name: str, *parts: Any) -> None:
+    """Says once that an operand is the same on all ranks, as types know under ``check_vma=True``,
+    where each should have a part: then sums over ranks, and what is put together, have it N times.
+    """
+    axes = [axis for axis in _mesh.as_tuple(axis_name) if _mesh.axis_size(axis) > 1]
+    whole = [a for a in axes if any(a not in _mesh.varying(x) for x in parts)]
+    if whole and _mesh.tracks_vma(axis_name):
+        times = _mesh.axis_size(tuple(whole))
+        _config.say_once(
+            logging.WARNING,
+            f"jflux.{op}: {name} is the same on all ranks along {', '.join(map(repr, whole))}, and "
+            f"each must have a part of its own: the result has it {times} times. "
+            "Split it by the in_specs of shard_map, or name only the axes that it is split over",
+        )
 
 
 # ---- Checks --------------------------------------------------------------------------------------

@@ -115,6 +115,7 @@ def all_reduce(
     if residual is not None or norm is not None:
         epilogue, added = _sum_epilogue.operands(OP, params.axis_names, residual, norm)
         same = 0 if axis_index_groups is not None else len(added)
+        _product.warn_if_same(OP, axis_name, "x", x)
         x, *added = _mesh.vary_together(axis_name, x, *added, same=same)
         x, *added = _product.constant_if_whole(x.dtype, x, *added)
         results = bind(dataclasses.replace(params, epilogue=epilogue), x, added)
@@ -126,6 +127,7 @@ def all_reduce(
             return reference(array, axis_name=axis_name, axis_index_groups=axis_index_groups)
         if array.dtype == bool:  # as lax.psum
             array = array.astype(jnp.int32)
+        _product.warn_if_same(OP, axis_name, "x", array)
         (array,) = _mesh.vary_together(axis_name, array)
         return bind(params, array)[0]
 

@@ -36,12 +36,8 @@ def top_k_softmax(
       ValueError, TypeError: logits that are not floating [T, E], or a k that does not fit.
     """
     logits = _checked("top_k_softmax", logits, k)
-    best, indices = lax.top_k(logits, k)
-    if normalize:
-        weights = jax.nn.softmax(best, -1)
-    else:
-        weights = _chosen(jax.nn.softmax(logits, -1), indices)
-    return indices.astype(jnp.int32), scale * weights
+    _, indices = lax.top_k(logits, k)
+    return indices.astype(jnp.int32), _weights("softmax", logits, indices, normalize, scale)
 
 
 def top_k_sigmoid(
@@ -69,9 +65,8 @@ def top_k_sigmoid(
       ValueError, TypeError: operands that do not fit.
     """
     logits = _checked("top_k_sigmoid", logits, k)
-    scores = jax.nn.sigmoid(logits)
-    _, indices = lax.top_k(_biased("top_k_sigmoid", scores, bias), k)
-    return indices.astype(jnp.int32), _weights(scores, indices, normalize, scale)
+    _, indices = lax.top_k(_biased("top_k_sigmoid", jax.nn.sigmoid(logits), bias), k)
+    return indices.astype(jnp.int32), _weights("sigmoid", logits, indices, normalize, scale)
 
 
 def group_limited_top_k(
@@ -120,15 +115,14 @@ def group_limited_top_k(
             f"jflux.moe.{op}: {top_groups=} must be from 1 to {num_groups=}, and its groups of "
             f"{size} experts must have the {k=} of a token"
         )
-    scores = jax.nn.sigmoid(logits) if score == "sigmoid" else jax.nn.softmax(logits, -1)
-    choice = _biased(op, scores, bias)
+    choice = _biased(op, _scores(score, logits), bias)
     grouped = choice.reshape(tokens, num_groups, size)
     best, _ = lax.top_k(grouped, min(2, size) if score == "sigmoid" else 1)
     _, groups = lax.top_k(jnp.sum(best, -1), top_groups)
     allowed = jnp.any(jax.nn.one_hot(groups, num_groups, dtype=bool), 1)
     grouped = jnp.where(allowed[:, :, None], grouped, -jnp.inf)
     _, indices = lax.top_k(grouped.reshape(tokens, experts), k)
-    return indices.astype(jnp.int32), _weights(scores, indices, normalize, scale)
+    return indices.astype(jnp.int32), _weights(score, logits, indices, normalize, scale)
 
 
 def _checked(op: str, logits: Any, k: int) -> jax.Array:
@@ -158,14 +152,16 @@ def _biased(op: str, scores: jax.Array, bias: Any) -> jax.Array:
     return lax.stop_gradient(scores + bias.astype(scores.dtype))
 
 
-def _chosen(scores: jax.Array, indices: jax.Array) -> jax.Array:
-    return jnp.take_along_axis(scores, indices, -1)
+def _scores(score: str, logits: jax.Array) -> jax.Array:
+    return jax.nn.sigmoid(logits) if score == "sigmoid" else jax.nn.softmax(logits, -1)
 
 
-def _weights(scores: jax.Array, indices: jax.Array, normalize: bool, scale: float) -> jax.Array:
-    weights = _chosen(scores, indices)
-    if normalize:
-        # Sigmoids may all be 0 in float32.
-        smallest = jnp.finfo(weights.dtype).tiny
-        weights /= jnp.maximum(jnp.sum(weights, -1, keepdims=True), smallest)
-    return scale * weights
+def _weights(
+    score: str, logits: jax.Array, indices: jax.Array, normalize: bool, scale: float
+) -> jax.Array:
+    if not normalize:
+        return scale * jnp.take_along_axis(_scores(score, logits), indices, -1)
+    # Scores over their sum are the softmax of their logarithms, whose exponentials may all be 0 in
+    # float32. That of a softmax is the logit, less what all experts have in common.
+    chosen = jnp.take_along_axis(logits, indices, -1)
+    return scale * jax.nn.softmax(jax.nn.log_sigmoid(chosen) if score == "sigmoid" else chosen, -1)

@@ -29,7 +29,8 @@ def load_balancing_loss(
       logits: [T, E], floating.
       topk_indices: [T, k] integers; -1 counts for no expert.
       axis_name: inside `jax.shard_map`, mesh axes over whose ranks tokens are split: f and P are
-        then those of all tokens. The loss is the same on all of these ranks.
+        then those of all tokens. The loss is the same on all of these ranks. Along some of the axes
+        tokens may be the same.
 
     Returns:
       [], float32 or float64.
@@ -46,8 +47,7 @@ def load_balancing_loss(
     tokens, experts = wide.shape
     fraction = count(topk_indices, experts).astype(wide.dtype) / max(tokens, 1)
     probability = jnp.sum(jax.nn.softmax(wide, -1), 0) / max(tokens, 1)
-    if axis_name is not None:
-        fraction, probability = lax.pmean((fraction, probability), _mesh.as_tuple(axis_name))
+    fraction, probability = _mean_over((fraction, probability), axis_name)
     return experts * jnp.sum(lax.stop_gradient(fraction) * probability)
 
 
@@ -66,8 +66,16 @@ def z_loss(logits: jax.Array, *, axis_name: AxisName | None = None) -> jax.Array
     """
     wide = _checked("z_loss", logits)
     z = jax.nn.logsumexp(wide, -1)
-    loss = jnp.sum(z * z) / max(wide.shape[0], 1)
-    return loss if axis_name is None else lax.pmean(loss, _mesh.as_tuple(axis_name))
+    return _mean_over(jnp.sum(z * z) / max(wide.shape[0], 1), axis_name)
+
+
+def _mean_over(parts: Any, axis_name: AxisName | None) -> Any:
+    """The mean over ranks: along an axis that all of `parts` are the same on they are that
+    already."""
+    names = _mesh.split_over(axis_name, *jax.tree.leaves(parts))
+    if not names:
+        return parts
+    return lax.pmean(jax.tree.map(lambda a: _mesh.vary_together(names, a)[0], parts), names)
 
 
 def _checked(op: str, logits: Any) -> jax.Array:

@@ -17,12 +17,13 @@ from .. import _global, _mesh
 from .._attention import plain
 from .._attention.attention import attention as over_ranks
 from .._attention.decoding import KVCache, attend_to_cache, fill_cache, new_positions
-from .._attention.layouts import Layout, own_positions
+from .._attention.layouts import Layout, check_layout, check_part, own_positions
 from .._epilogue import sum_dtype
 from .._mesh import AxisName
 from . import _cache, _padding
 from ._dense import column_parallel, row_parallel
 
+_OP = "jflux.nn.attention"
 #: Names of a cache's arrays, as operands.
 CACHE = ("cache_keys", "cache_values", "cache_lengths")
 
@@ -112,8 +113,9 @@ def attention(
       preferred_element_type, precision, mesh, x_spec: as in :func:`jflux.all_gather_matmul`.
 
     Returns:
-      [b, s/N, d]; with `cache` that and the cache. Under ``checkify.user_checks`` a position beyond
-      the cache is an error; without, it is not written (:func:`jflux.update_cache`).
+      [b, s/N, d]; with `cache` that and the cache. A position beyond the cache is an error on CPUs,
+      and under ``checkify.user_checks``; elsewhere its y is NaN (:func:`jflux.attend_to_cache`,
+      :func:`jflux.fill_cache`).
     """
     if x.ndim not in (2, 3):
         raise ValueError(f"jflux.nn.attention: x must be [b, s, d] or [s, d], got {x.shape}")
@@ -124,6 +126,7 @@ def attention(
                 f"jflux.nn.attention: {name} must be {shape}, got {w.shape}; reshape a matrix to it"
             )
     _mesh.axes_of(context_axis, axis_name)  # which are different ones
+    check_layout(_OP, context_layout)
     if len(bias) != 4:
         raise ValueError(f"jflux.nn.attention: bias must be four arrays or None, got {len(bias)}")
     options: Any = {
@@ -206,7 +209,7 @@ def _check_cache(
     core: Any,
     cache_core: Any,
 ) -> None:
-    op = "jflux.nn.attention"
+    op = _OP
     if cache is None:
         if new_lengths is not None or prefill:
             raise ValueError(f"{op}: new_lengths and prefill go with a cache")
@@ -268,6 +271,8 @@ def _attention(
     )
     cache = None if cache_keys is None else KVCache(cache_keys, cache_values, cache_lengths)
     decodes = cache is not None and not prefill
+    if context_axis is not None and not decodes:  # a core of one's own does not look
+        check_part(_OP, context_layout, _mesh.axis_size(context_axis), "q", q)
     if rotate is not None and decodes:
         positions = new_positions(cache_lengths, length, new_lengths)
         rotate = functools.partial(_at, rotate, positions)

@@ -15,7 +15,7 @@ from jax import lax
 
 from .. import _config, _global, _mesh
 from .._attention.attention import attention as over_ranks
-from .._attention.layouts import Layout, causal_positions
+from .._attention.layouts import Layout, causal_positions, check_layout
 from .._attention.operands import window_of
 from .._mesh import AxisName
 
@@ -57,7 +57,11 @@ def attention_fn(
 
     Returns:
       A function of (query, key, value) and what Flax passes beside.
+
+    Raises:
+      ValueError: an unknown layout, here; what does not fit, when the function is called.
     """
+    check_layout(_OP, layout)
 
     def attend(
         query: jax.Array,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -103,7 +104,9 @@ def mixture(
       up, gate, down: the experts.
       k: experts of a token.
       loss_axis: further mesh axes that tokens are split over, such as that of data parallelism. The
-        losses and counts are of all tokens. Of global arrays it is known.
+        losses and counts are of all tokens. Of global arrays it is known. Tokens that are the same
+        along one of the axes count once, which ``check_vma=True`` knows; without it they count for
+        each of its ranks.
       exchange: "gather" or "dispatch"; the second needs `expert_axis`.
       capacity: an expert takes so many slots of the tokens of all N M ranks, the first ones in the
         order of ranks along (`expert_axis`, `axis_name`), tokens and choices; others are dropped,
@@ -280,13 +283,18 @@ def _losses(
     Those along `split` share each expert's capacity."""
     over = (*split, *loss_axes)
     tokens = moe.count(indices, logits.shape[1])
-    tokens = _lax.psum(tokens, split) if split else tokens
-    dropped = jnp.zeros_like(tokens) if capacity is None else jnp.maximum(tokens - capacity, 0)
+    own, others = (_mesh.split_over(axes, tokens) for axes in (split, loss_axes))
+    tokens = _lax.psum(tokens, own) if own else tokens
+    # Of tokens that are the same along an axis each rank sends its copies to the experts.
+    copies = math.prod(_mesh.axis_size(name) for name in split if name not in own)
+    dropped = jnp.zeros_like(tokens)
+    if capacity is not None:
+        dropped = jnp.maximum(copies * tokens - capacity, 0)
     counts = tokens, jnp.sum(dropped, dtype=jnp.int32)
     return (
         moe.load_balancing_loss(logits, indices, axis_name=over or None),
         moe.z_loss(logits, axis_name=over or None),
-        *(_lax.psum(counts, loss_axes) if loss_axes else counts),
+        *(_lax.psum(counts, others) if others else counts),
     )
 
 

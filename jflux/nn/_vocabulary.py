@@ -96,6 +96,7 @@ def cross_entropy(
     axis_name: AxisName,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    ignore_index: int | None = None,
     mesh: Mesh | AbstractMesh | None = None,
     x_spec: PartitionSpec | None = None,
 ) -> jax.Array:
@@ -114,14 +115,21 @@ def cross_entropy(
     have a loss of its own.
 
     Args:
-      targets: the same on all ranks of the axis. A position that is not to count, such as padding,
-        may have any target; leave its loss out of the mean: ``jnp.where(keep, loss, 0)``.
+      targets: the same on all ranks of the axis. For one that is not from 0 to v - 1 the loss is
+        NaN. A position that is not to count, such as padding, may have any target; leave its loss
+        out of the mean: ``jnp.where(keep, loss, 0)``, or say `ignore_index`.
       label_smoothing: this share of each target is spread evenly over the vocabulary (arXiv
         1512.00567, section 7).
       z_loss: this times the square of the logsumexp is added (arXiv 2204.02311, section 5).
+      ignore_index: positions with this target, such as -100, have loss 0, whatever their logits
+        are, and no gradient. Divide by the number of the others for a mean.
       mesh: for global arrays; by default the ambient mesh (`jax.set_mesh`), or an array's own.
       x_spec: for global arrays: how the logits are sharded beside `axis_name`, such as
         ``P("data")``; by default what their type says (explicit sharding), or not at all.
+
+    Raises:
+      ValueError: shapes that do not fit; logits that, as their type says under ``check_vma=True``,
+        are the same on all ranks, when the call is traced.
     """
     if tuple(logits.shape[:-1]) != tuple(targets.shape):
         raise ValueError(
@@ -129,8 +137,9 @@ def cross_entropy(
             f"{targets.shape} and one more dimension"
         )
     body = functools.partial(
-        _cross_entropy, axis_name=axis_name, label_smoothing=label_smoothing, z_loss=z_loss
-    )
+        _cross_entropy, axis_name=axis_name, label_smoothing=label_smoothing, z_loss=z_loss,
+        ignore_index=ignore_index,
+    )  # fmt: skip
     if _mesh.is_bound(axis_name):
         return body(logits, targets)
     names, last = _mesh.as_tuple(axis_name), logits.ndim - 1
@@ -150,9 +159,21 @@ def _cross_entropy(
     axis_name: AxisName,
     label_smoothing: float,
     z_loss: float,
+    ignore_index: int | None,
 ) -> jax.Array:
     names, part = _mesh.as_tuple(axis_name), logits.shape[-1]
-    wide = sum_dtype(logits.dtype)
+    ranks, wide = _mesh.axis_size(axis_name), sum_dtype(logits.dtype)
+    split = [name for name in names if _mesh.axis_size(name) > 1]
+    if set(split) - set(_mesh.split_over(axis_name, logits)):
+        raise ValueError(
+            f"jflux.nn.cross_entropy: logits {logits.shape} must be this rank's part of the "
+            f"vocabulary along {axis_name=}, but their type says that all {ranks} ranks have the "
+            "same; split their last dimension by the in_specs of shard_map, or take a loss of one "
+            "device for whole logits"
+        )
+    ignored = None if ignore_index is None else targets == ignore_index
+    if ignored is not None:  # NaN there would reach a gradient, times zero
+        logits = jnp.where(ignored[..., None], 0, logits)
     top = lax.pmax(lax.stop_gradient(logits).max(-1).astype(wide), names)
     own = targets - lax.axis_index(names) * part
     parts = _parts(logits, top, own, label_smoothing != 0)
@@ -160,9 +181,11 @@ def _cross_entropy(
     log_total = jnp.log(total)
     loss = log_total - target
     if every:
-        mean = every[0] / (part * _mesh.axis_size(axis_name))
+        mean = every[0] / (part * ranks)
         loss = (1 - label_smoothing) * loss + label_smoothing * (log_total - mean)
-    return loss + z_loss * (top + log_total) ** 2 if z_loss else loss
+    loss = loss + z_loss * (top + log_total) ** 2 if z_loss else loss
+    loss = jnp.where((targets >= 0) & (targets < part * ranks), loss, jnp.nan)
+    return loss if ignored is None else jnp.where(ignored, 0, loss)
 
 
 # The exponentials, as large as the logits and perhaps of a wider type, are not kept for the
