@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import gc
 import json
+import pickle
 import re
 import time
 
@@ -439,6 +440,8 @@ def test_a_process_that_does_not_come(monkeypatch, caplog):
     with pytest.raises(RuntimeError, match="process 2 did not come .*deadline_seconds") as caught:
         _rendezvous.gather("other", "mine", [0, 1, 2], SOON)
     assert caught.value.processes == (2,)
+    again = pickle.loads(pickle.dumps(caught.value))  # as pools of processes pass errors on
+    assert again.processes == (2,) and str(again) == str(caught.value)
     assert "has waited 0.05 s for process 2" in caplog.text
     for late in (1, 2):  # who reads the first one's answer
         monkeypatch.setattr(jax, "process_index", lambda late=late: late)
