@@ -128,18 +128,28 @@ config = Config()
 @contextlib.contextmanager
 def override(**changes: Any) -> Iterator[None]:
     """Sets fields of :class:`Switches` inside the block, in this thread."""
-    with _context(tuple(sorted((dict(_context.value) | changes).items()))):
-        yield
+    try:
+        with _context(_with(changes)):
+            yield
+    finally:
+        if _for_good:  # set inside: the context is now as it was before
+            _context(_with(_for_good)).__enter__()
 
 
-_for_good: list[Any] = []  # blocks that are never left
+def _with(changes: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """The context of this thread with changes, as `_context` holds it."""
+    return tuple(sorted((dict(_context.value) | changes).items()))
+
+
+_for_good: dict[str, Any] = {}
 
 
 def override_for_good(**changes: Any) -> None:
-    """:func:`override` in this thread until the process ends."""
-    block = override(**changes)
-    block.__enter__()
-    _for_good.append(block)
+    """:func:`override` until the process ends: in this thread, also after it leaves blocks that it
+    is in, and in threads to come."""
+    _for_good.update(changes)
+    _context.set_global(_with(_for_good))
+    _context(_with(_for_good)).__enter__()
 
 
 _said: set[tuple[str, str]] = set()
