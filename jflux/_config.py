@@ -10,6 +10,9 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src import config as jax_config
+from jax._src import core
+from jax._src.interpreters import partial_eval
 
 logger = logging.getLogger("jflux")
 
@@ -107,8 +110,17 @@ class Config:
         Raises:
           ValueError: for a name that is not a switch.
           TypeError: for a value that is not True or False.
+          RuntimeError: inside a function that JAX is tracing, which is lowered after the block.
         """
         self._check(changes)
+        if _is_staging():
+            named = ", ".join(f"{name}={on}" for name, on in changes.items())
+            raise RuntimeError(
+                f"jflux.config({named}) has no effect inside a function that JAX traces (jax.jit, "
+                "jax.checkpoint, a loop's body, ...): its calls are lowered after the block is "
+                f"left. Put the block around the call of the jitted function: `with "
+                f"jflux.config({named}): f(x)`. jflux.reference has single calls in lax"
+            )
         with override(**changes):
             yield
 
@@ -123,6 +135,19 @@ class Config:
 
 
 config = Config()
+
+
+def _is_staging() -> bool:
+    """Whether JAX records what this thread runs, to lower it later. Eager ``vmap``, ``grad`` and
+    ``shard_map`` lower each call at once, and so does ``jax.ensure_compile_time_eval``."""
+    if jax_config.eager_constant_folding.value:
+        return False
+    trace = core.trace_ctx.trace
+    while trace is not None:
+        if isinstance(trace, partial_eval.DynamicJaxprTrace):
+            return True
+        trace = getattr(trace, "parent_trace", None)
+    return False
 
 
 @contextlib.contextmanager
