@@ -178,11 +178,14 @@ def override_for_good(**changes: Any) -> None:
 
 
 _said: set[tuple[str, str]] = set()
+_MOST_SAID = 1000  # reasons may have shapes, of which a server sees new ones for ever
 
 
 def say_once(level: int, message: str) -> None:
-    """Logs a line, unless the process has logged it before."""
+    """Logs a line, unless the process has logged it before; after very many others, again."""
     if (logging.getLevelName(level), message) not in _said:
+        if len(_said) >= _MOST_SAID:
+            _said.clear()
         _said.add((logging.getLevelName(level), message))
         logger.log(level, "%s", message)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -337,8 +338,9 @@ def _reserve(rules: Rules, ctx: Any, params: Any, plan: Plan, machine: Machine, 
     table = _mesh.group_table(mesh, params.axis_names)
     operands = _explain.describe(ctx.avals_in)
     why = _heap.reserve(
-        machine.platform, table, rules.label(params), operands, plan.workspace_bytes
-    )
+        machine.platform, table, rules.label(params), operands, plan.workspace_bytes,
+        ctx.module_context.module,
+    )  # fmt: skip
     if why is None:
         return plan
     has_form = rules.decomposed is not _no_decomposed_form and rules.form_without_room
@@ -366,12 +368,12 @@ def _lower_fused(
     )
 
 
-_last_module: Any = None
+_last_module: weakref.ref[Any] | None = None
 
 
 def _begin_module(module: Any) -> None:
     """Tells the library when the calls of another module begin (cc/runtime/ffi.h)."""
     global _last_module
-    if module is not _last_module:
-        _last_module = module
+    if _last_module is None or _last_module() is not module:
+        _last_module = weakref.ref(module)
         _native.lib.begin_module()
