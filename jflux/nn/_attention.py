@@ -27,6 +27,7 @@ from ._dense import column_parallel, row_parallel
 CACHE = ("cache_keys", "cache_values", "cache_lengths")
 
 
+@_mesh.axis_by_name
 def attention(
     x: jax.Array,
     query: jax.Array,
