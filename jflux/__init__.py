@@ -1,5 +1,6 @@
 """jflux: tensor-parallel operations for JAX whose communication hides inside the computation."""
 
+from . import _checkout as _checkout  # first: it may take all else from elsewhere
 from . import checkpoint_policies as checkpoint_policies
 from . import moe as moe
 from . import reference as reference

@@ -10,6 +10,9 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax._src import config as jax_config
+from jax._src import core
+from jax._src.interpreters import partial_eval
 
 logger = logging.getLogger("jflux")
 
@@ -107,8 +110,17 @@ class Config:
         Raises:
           ValueError: for a name that is not a switch.
           TypeError: for a value that is not True or False.
+          RuntimeError: inside a function that JAX is tracing, which is lowered after the block.
         """
         self._check(changes)
+        if _is_staging():
+            named = ", ".join(f"{name}={on}" for name, on in changes.items())
+            raise RuntimeError(
+                f"jflux.config({named}) has no effect inside a function that JAX traces (jax.jit, "
+                "jax.checkpoint, a loop's body, ...): its calls are lowered after the block is "
+                f"left. Put the block around the call of the jitted function: `with "
+                f"jflux.config({named}): f(x)`. jflux.reference has single calls in lax"
+            )
         with override(**changes):
             yield
 
@@ -125,29 +137,55 @@ class Config:
 config = Config()
 
 
+def _is_staging() -> bool:
+    """Whether JAX records what this thread runs, to lower it later. Eager ``vmap``, ``grad`` and
+    ``shard_map`` lower each call at once, and so does ``jax.ensure_compile_time_eval``."""
+    if jax_config.eager_constant_folding.value:
+        return False
+    trace = core.trace_ctx.trace
+    while trace is not None:
+        if isinstance(trace, partial_eval.DynamicJaxprTrace):
+            return True
+        trace = getattr(trace, "parent_trace", None)
+    return False
+
+
 @contextlib.contextmanager
 def override(**changes: Any) -> Iterator[None]:
     """Sets fields of :class:`Switches` inside the block, in this thread."""
-    with _context(tuple(sorted((dict(_context.value) | changes).items()))):
-        yield
+    try:
+        with _context(_with(changes)):
+            yield
+    finally:
+        if _for_good:  # set inside: the context is now as it was before
+            _context(_with(_for_good)).__enter__()
 
 
-_for_good: list[Any] = []  # blocks that are never left
+def _with(changes: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """The context of this thread with changes, as `_context` holds it."""
+    return tuple(sorted((dict(_context.value) | changes).items()))
+
+
+_for_good: dict[str, Any] = {}
 
 
 def override_for_good(**changes: Any) -> None:
-    """:func:`override` in this thread until the process ends."""
-    block = override(**changes)
-    block.__enter__()
-    _for_good.append(block)
+    """:func:`override` until the process ends: in this thread, also after it leaves blocks that it
+    is in, and in threads to come."""
+    _for_good.update(changes)
+    _context.set_global(_with(_for_good))
+    _context(_with(_for_good)).__enter__()
 
 
 _said: set[tuple[str, str]] = set()
+_MOST_SAID = 1000  # reasons may have shapes, of which a server sees new ones for ever
 
 
 def say_once(level: int, message: str) -> None:
-    """Logs a line, unless the process has logged it before."""
+    """Logs a line, unless the process has logged it before; after very many others, again."""
     if (logging.getLevelName(level), message) not in _said:
+        if len(_said) >= _MOST_SAID:
+            _said.clear()
         _said.add((logging.getLevelName(level), message))
         logger.log(level, "%s", message)
 

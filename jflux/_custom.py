@@ -160,6 +160,11 @@ class Params:
     source: Source | None = None
     prepared: str | None = None
 
+    def keywords(self) -> dict[str, Any]:
+        """For the reference and the derivative."""
+        axis_name = self.axis_names[0] if len(self.axis_names) == 1 else self.axis_names
+        return {"axis_name": axis_name, **{a.name: a.value for a in self.attributes}}
+
 
 def custom_call(
     name: str,
@@ -169,6 +174,7 @@ def custom_call(
     data_bytes: int,
     num_signals: int,
     reference: Callable[..., Any],
+    vjp: Callable[..., Any] | None = None,
     source: str | os.PathLike[str] | None = None,
     grid: int = 1,
     threads: int = 256,
@@ -181,7 +187,7 @@ def custom_call(
         y = call(x, scale=2)
 
     Every rank of the group makes the call. Under ``vmap``, the calls of a batch run one after the
-    other. There are no gradients: give it some with ``jax.custom_vjp``.
+    other.
 
     Args:
       name: the FFI target, registered with :func:`register_custom_call`. With `source`: the kernel.
@@ -194,6 +200,8 @@ def custom_call(
         where the handlers cannot: on other platforms, for more than 8 ranks, for empty arrays,
         under ``vmap`` with an axis name, and with ``jflux.config(fused=False)``. Best a function of
         a module: another one each time is another call to JAX's caches.
+      vjp: (operands, results, cotangents, axis_name=..., **attributes) -> cotangents of the
+        operands, a tuple, as :func:`jflux.symm.call` takes it. None: the call has no derivative.
       source: CUDA C++ with ``extern "C" __global__ void name(const __grid_constant__
         jflux::shmem::CallArgs args, operands..., results..., attributes...)``, or the path to such
         a file. It is compiled by NVRTC when the call is lowered, for this process's GPUs: there is
@@ -209,8 +217,10 @@ def custom_call(
 
     Raises (when the function is traced):
       TypeError: for no operands, or an attribute of another type.
-      ValueError: for negative sizes, or an attribute that jflux supplies; when it is lowered, for
-        a source that does not compile, or a grid that is not resident at once.
+      ValueError: for negative sizes, a source without the kernel, or an attribute that jflux
+        supplies; when it is lowered, for a source that does not compile, or a grid that is not
+        resident at once.
+      NotImplementedError: for a derivative, without `vjp`.
       NameError: outside ``shard_map``.
     """
     if not (0 <= data_bytes <= _MOST and 0 <= num_signals <= _MOST):
@@ -221,7 +231,7 @@ def custom_call(
         raise ValueError(f"jflux.custom_call: {grid=}, {threads=}, {shared_bytes=} is no launch")
     kernel = None
     if source is not None:
-        kernel = Source(*nvrtc.source_of(source), grid, threads, shared_bytes)
+        kernel = Source(*nvrtc.source_of(source, name), grid, threads, shared_bytes)
     leaves, tree = jax.tree.flatten(result_shape_dtypes)
     results = own_kernels.results_of(leaves)
 
@@ -237,9 +247,6 @@ def custom_call(
                 )
         arrays = [jnp.asarray(a) for a in operands]
         world = _mesh.axis_size(axis_name)
-        if not _mesh.is_manual(axis_name):
-            _config.fall_back(f"custom_call({name})", f"axis {axis_name!r} is vmap's, not a mesh's")
-            return reference(*arrays, axis_name=axis_name, **attributes)
         ordered = attributes.items() if kernel else sorted(attributes.items())
         params = Params(
             name=name,
@@ -252,8 +259,17 @@ def custom_call(
             attributes=tuple(_Attribute.of(k, v) for k, v in ordered),
             source=kernel,
         )
-        arrays = _mesh.vary_together(axis_name, *arrays)
-        return jax.tree.unflatten(tree, _primitive.bind(*arrays, params=params))
+        if _mesh.is_manual(axis_name):
+            arrays = _mesh.vary_together(axis_name, *arrays)
+            run = functools.partial(_primitive.bind, params=params)
+        else:
+            _config.fall_back(_title(params), f"axis {axis_name!r} is vmap's, not a mesh's")
+            run = functools.partial(_run_reference, params=params)
+
+        def forward(*arrays: Any) -> Any:
+            return jax.tree.unflatten(tree, run(*arrays))
+
+        return own_kernels.with_vjp(forward, vjp, params.keywords())(*arrays)
 
     return call
 
@@ -262,10 +278,8 @@ def _results(arrays: Arrays, params: Params) -> Any:
     return params.results
 
 
-def _reference(arrays: Arrays, params: Params) -> list[Any]:
-    attributes = {a.name: a.value for a in params.attributes}
-    axis_name = params.axis_names[0] if len(params.axis_names) == 1 else params.axis_names
-    got = params.reference(*arrays, axis_name=axis_name, **attributes)
+def _run_reference(*arrays: Any, params: Params) -> list[Any]:
+    got = params.reference(*arrays, **params.keywords())
     return own_kernels.checked_results(_title(params), got, params.results)
 
 
@@ -348,7 +362,7 @@ _primitive = _lowering.make_primitive(
     _lowering.Rules(
         name="custom_call",
         result_shapes=_results,
-        reference=_reference,
+        reference=lambda arrays, params: _run_reference(*arrays, params=params),
         plan=_plan,
         register=_register_target,
         attributes=_attributes,
@@ -357,3 +371,4 @@ _primitive = _lowering.make_primitive(
         title=_title,
     )
 )
+own_kernels.refuse_derivatives(_primitive, _title)

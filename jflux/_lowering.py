@@ -387,8 +387,9 @@ def _reserve(rules: Rules, ctx: Any, params: Any, plan: Plan, machine: Machine, 
     table = _mesh.group_table(mesh, params.axis_names)
     operands = _explain.describe(ctx.avals_in)
     why = _heap.reserve(
-        machine.platform, table, rules.label(params), operands, plan.workspace_bytes
-    )
+        machine.platform, table, rules.label(params), operands, plan.workspace_bytes,
+        ctx.module_context.module,
+    )  # fmt: skip
     if why is None:
         return plan
     has_form = rules.decomposed is not _no_decomposed_form and rules.form_without_room

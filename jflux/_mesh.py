@@ -8,10 +8,12 @@ second axis.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 import math
 import operator
-from collections.abc import Hashable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.extend.backend
@@ -24,6 +26,9 @@ from jax.sharding import AbstractMesh, Mesh
 from . import _assignment
 
 AxisName = Hashable | tuple[Hashable, ...]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +60,25 @@ def as_tuple(axis_name: AxisName) -> tuple[Any, ...]:
     if len(set(names)) < len(names):
         raise ValueError(f"a mesh axis may be named once, got {names}")
     return names
+
+
+def axis_by_name(function: Callable[P, R]) -> Callable[P, R]:
+    """A function of arrays that takes all else by name. It says so where an axis comes by position,
+    as `lax`'s collectives take it, and Python speaks of numbers of arguments."""
+    parameters = inspect.signature(function).parameters.values()
+    arrays = [p.name for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD]
+    package = function.__module__.split("._")[0]
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if len(args) > len(arrays):
+            raise TypeError(
+                f"{package}.{function.__name__} takes {', '.join(arrays)} by position, and all "
+                f"else by name, such as axis_name={args[len(arrays)]!r}"
+            )
+        return function(*args, **kwargs)
+
+    return call
 
 
 def axes_of(*names: AxisName | None) -> tuple[Any, ...]:

@@ -11,8 +11,8 @@ try:
     from . import _jflux as lib
 except ImportError as error:  # pragma: no cover - a broken install
     raise ImportError(
-        f"jflux's native library is missing or does not load ({error}); reinstall with "
-        "`pip install .` in a checkout (not from inside its source folder)"
+        f"jflux's native library does not load ({error}); reinstall with `pip install .` in a "
+        "checkout"
     ) from error
 
 _constants: dict[str, Any] = lib.constants()

@@ -175,12 +175,24 @@ class Machine:
         self.expect(copy.opened == others, "a copy is missing")
         copy.committed = True
 
-    def heap_expect_use(self, platform, devices, size):
-        workspace = Workspace(tuple(devices), size)
-        copy = self.copies[self.me.process].get(workspace)
-        self.expect(copy is not None and copy.committed, f"{workspace} was promised")
-        if copy is not None:
-            copy.users += 1
+    # What XLA does with a program.
+    def compile(self, request):
+        self.pause()
+        with self.lock:
+            for workspace in self.mine(request):
+                copy = self.copies[self.me.process].get(workspace)
+                self.expect(copy is not None and copy.committed, f"{workspace} was promised")
+                if copy is not None:
+                    copy.users += 1
+
+    def destroy(self, request):
+        with self.lock:
+            for workspace in self.mine(request):
+                self.copies[self.me.process][workspace].users -= 1
+
+    def mine(self, request):
+        here = self.me.process
+        return [w for w in request.workspaces() if here in map(self.process_of.get, w.devices)]
 
     def heap_close_workspace(self, platform, devices, size):
         copy = self.copies[self.me.process][Workspace(tuple(devices), size)]
@@ -202,6 +214,10 @@ class Machine:
         with self.lock:
             unused = [w for w, c in self.copies[self.me.process].items() if c.users == 0]
         return ";".join(f"{w.size}:{','.join(map(str, w.devices))}" for w in unused)
+
+
+class Program:
+    """A lowered module."""
 
 
 @dataclasses.dataclass
@@ -247,13 +263,14 @@ def run(seed, shared=_workspaces.Shared, monkeypatch=None):
             request = requests[i]
             if not any(process_of[d] == process for group in request.groups for d in group):
                 continue
-            granted = one.shared.reserve(request) is None
+            program = Program()
+            granted = one.shared.reserve(request, program) is None
             answers[process].setdefault(request, []).append(granted)
-            if granted and rng.random() < 0.5:  # its executable ends
-                for w in request.workspaces():
-                    if any(process_of[d] == process for d in w.devices):
-                        with machine.lock:
-                            machine.copies[process][w].users -= 1
+            if granted:
+                machine.compile(request)
+                if rng.random() < 0.5:
+                    machine.destroy(request)
+            del program
 
     threads = [threading.Thread(target=_noting(live, machine), args=(p,)) for p in range(processes)]
     for thread in threads:
@@ -379,9 +396,9 @@ def test_a_refused_request_is_refused_for_good(monkeypatch):
     one.shared.stop(wait=True)
     pair = np.array([[0, 1]])
     too_large = Request.of(pair, 3 * BLOCK)
-    assert "it has" in one.shared.reserve(too_large)
+    assert "it has" in one.shared.reserve(too_large, Program())
     one.shared.ledger = dataclasses.replace(one.shared.ledger, limit=10 * BLOCK)
-    assert "it has" in one.shared.reserve(too_large)
+    assert "it has" in one.shared.reserve(too_large, Program())
     assert one.shared.ledger.slots == 1
 
 
@@ -390,18 +407,26 @@ def _answer(name, value):
 
 
 def test_one_process_keeps_what_it_asks_for(monkeypatch):
-    """Also what no executable uses yet, while others make room for another group's."""
+    """Also what no executable uses yet, while others make room for another group's; and as long as
+    a program is compiled, while another one finds no room."""
     machine = Machine(dict.fromkeys(range(4), 0), 100 * BLOCK, random.Random(0))
     monkeypatch.setattr(_workspaces, "lib", machine)
     machine.me.process = 0
     alone = _workspaces.Alone(2 * BLOCK)
     left, large = Request.of(np.array([[0, 1]]), BLOCK), Request.of(np.array([[2, 3]]), 2 * BLOCK)
     for request in (left, large):
-        assert alone.reserve(request) is None
-        machine.copies[0][request.workspaces()[0]].users = 0
+        assert alone.reserve(request, Program()) is None
     both = Request.of(np.array([[0, 1], [2, 3]]), BLOCK)
-    assert alone.reserve(both) is None
+    program = Program()
+    for _ in range(2):  # two calls of one program
+        assert alone.reserve(both, program) is None
+        assert "it has" in alone.reserve(large, Program())
+    machine.compile(both)
+    del program
+    assert "it has" in alone.reserve(large, Program())
     assert alone.ledger.held == set(both.workspaces()) == set(machine.copies[0])
+    machine.destroy(both)
+    assert alone.reserve(large, Program()) is None
     assert machine.mistakes == []
 
 
@@ -430,15 +455,15 @@ def test_a_kernel_that_waits_while_memory_is_given_back(monkeypatch):
     def live(process):
         machine.me.process = process
         one = Process(machine, _workspaces.Shared, process, [0, 1], 5 * BLOCK)
-        answers[process] = [one.shared.reserve(first)]
-        machine.copies[process][first.workspaces()[0]].users = 0
+        answers[process] = [one.shared.reserve(first, Program())]
+        program = Program()
         met.wait()
         if process == 1:
             assert closing.wait(5)
-        answers[process].append(one.shared.reserve(called))
+        answers[process].append(one.shared.reserve(called, program))
         if process == 1:
             called_by_both.set()
-        answers[process].append(one.shared.reserve(large))
+        answers[process].append(one.shared.reserve(large, program))
 
     threads = [threading.Thread(target=_noting(live, machine), args=(p,)) for p in range(2)]
     for thread in threads:
@@ -464,8 +489,8 @@ def test_a_process_that_answers_no_more(step, monkeypatch):
     one = Process(machine, _workspaces.Shared, 0, [0, 1], 6 * BLOCK).shared
     one.stop(wait=True)
     unused, used, large = (Request.of(np.array([[0, 1]]), size * BLOCK) for size in (1, 2, 4))
-    assert one.reserve(unused) is None and one.reserve(used) is None
-    machine.copies[0][unused.workspaces()[0]].users = 0
+    program = Program()
+    assert one.reserve(unused, Program()) is None and one.reserve(used, program) is None
     asked = []
 
     def gather(name, value, processes):
@@ -476,7 +501,7 @@ def test_a_process_that_answers_no_more(step, monkeypatch):
 
     one._gather = gather
     for _ in range(2):
-        why = one.reserve(large)
+        why = one.reserve(large, program)
         assert "process 1 did not come" in why and "jflux.shutdown()" in why
-        assert one.reserve(used) is None
+        assert one.reserve(used, program) is None
     assert len([name for name in asked if step in name]) == 1

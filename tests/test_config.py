@@ -249,6 +249,56 @@ def test_update():
         jflux.config.update(fused=True)
 
 
+@pytest.mark.parametrize(
+    "transform",
+    [
+        jax.jit,
+        lambda f: jax.jit(jax.vmap(f)),
+        lambda f: jax.grad(jax.checkpoint(lambda x: f(x).sum())),
+        lambda f: lambda x: jax.lax.scan(lambda c, a: (c, f(a)), 0, x),
+        lambda f: lambda x: jax.eval_shape(per_device(make_mesh((2,)), f), x),
+    ],
+    ids="jit vmap checkpoint scan shard_map".split(),
+)
+def test_a_block_inside_a_traced_function_is_an_error(transform):
+    """Its calls are lowered after the block has been left."""
+
+    def f(x):
+        with jflux.config(fused=False):
+            return x * 2
+
+    with pytest.raises(RuntimeError, match=r"config\(fused=False\) has no effect.*around the call"):
+        transform(f)(jnp.ones((2, 3)))
+    assert jflux.config.fused
+
+
+def test_a_block_inside_eager_transformations():
+    """Which lower each call at once. So does what is computed while something is traced."""
+
+    def f(*args):
+        with jflux.config(strict=False):  # no kernel takes these
+            return CALL.bind("tp")(*args)
+
+    mesh = make_mesh((2,))
+    args = operands(CALL, mesh, "tp")
+    with pytest.raises(NotImplementedError, match="strict"):
+        per_device(mesh, CALL.bind("tp"))(*args)
+    per_device(mesh, f)(*args)
+
+    def g(x):
+        with jflux.config(fused=False):
+            return x * 2
+
+    assert jax.vmap(jax.grad(g))(jnp.ones(3)).sum() == 6
+
+    @jax.jit
+    def h(x):
+        with jax.ensure_compile_time_eval():
+            return x + g(jnp.ones(3))
+
+    assert h(1.0).sum() == 9
+
+
 def test_unknown_switch():
     with pytest.raises(ValueError, match="'strcit' is not a switch of jflux.config"):
         jflux.config.update(strcit=True)

@@ -244,6 +244,28 @@ def test_errors(halo, library):
         jax.block_until_ready(jax.jit(f)(x[:, :, None]))
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_derivatives(fused):
+    """As those of `symm.call`: with vjp=, and an error that says so. Also on a vmap axis."""
+    mesh, x = make_mesh((RANKS,)), normal(0, (RANKS, 3), np.float32)
+
+    def vjp(operands, results, cotangents, *, axis_name, scale):
+        (x,) = operands
+        assert results.shape == x.shape and axis_name == "tp"
+        return (10 * scale * cotangents,)
+
+    def grad(**changes):
+        reference = {"reference": lambda x, axis_name, scale: scale * x}
+        return jax.grad(lambda x: _call(**reference, **changes)(x, scale=2).sum())
+
+    with jflux.config(strict=False, fused=fused):
+        message = r"custom_call\(nobody_has_this\) has no derivative: pass vjp= for reverse mode"
+        with pytest.raises(NotImplementedError, match=message):
+            jax.jit(per_device(mesh, grad()))(x)
+        for f in (per_device(mesh, grad(vjp=vjp)), jax.vmap(grad(vjp=vjp), axis_name="tp")):
+            np.testing.assert_array_equal(jax.jit(f)(x), np.full_like(x, 20))
+
+
 def _jflux_function():
     import ctypes
 
@@ -363,8 +385,16 @@ def test_what_is_refused_of_a_source():
     ]:
         with pytest.raises(ValueError, match=text):
             _source_call(SOURCE, **changes)
-    with pytest.raises(FileNotFoundError):
-        _source_call("nowhere.cu")
+    for source, error, text in [
+        ("nowhere.cu", FileNotFoundError, "'nowhere.cu' is no file"),
+        ("", FileNotFoundError, "source='' is no file, and no CUDA"),
+        ("nonsense " * 100, FileNotFoundError, "is no file"),
+        ("non\nsense", ValueError, r'must have extern "C" __global__ void scaled\('),
+        (SOURCE.replace("scaled", "other"), ValueError, r"void scaled\("),
+        (3, TypeError, "source=3 must be CUDA"),
+    ]:
+        with pytest.raises(error, match=text):
+            _source_call(source)
     with pytest.raises(TypeError, match="attribute n='1'"):
         jax.jit(per_device(mesh, lambda x: _source_call(SOURCE)(x, n="1", scale=2.0)))(x)
 
@@ -402,11 +432,12 @@ def test_a_source_is_text_or_a_path(tmp_path):
     line = 'extern "C" __global__ void nothing() {}'
     path = tmp_path / "nothing.cu"
     path.write_text(line)
-    assert nvrtc.source_of(line) == (line, "source")
-    assert nvrtc.source_of(f"// A comment.\n{line}")[1] == "source"
-    assert nvrtc.source_of(path) == nvrtc.source_of(str(path)) == (line, str(path))
+    assert nvrtc.source_of(line, "nothing") == (line, "source")
+    assert nvrtc.source_of(f"// A comment.\n{line}", "nothing")[1] == "source"
+    for source in (path, str(path)):
+        assert nvrtc.source_of(source, "nothing") == (line, str(path))
     with pytest.raises(FileNotFoundError, match=r"nothing\.cuh"):
-        nvrtc.source_of("nothing.cuh")
+        nvrtc.source_of("nothing.cuh", "nothing")
 
 
 def test_bits_of_parameters():

@@ -1,16 +1,21 @@
 """python -m jflux.doctor, as a user runs it."""
 
 import getpass
+import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
+import pytest
 from harness import PLATFORM, RANKS
 from workers.common import environment
 
-from jflux import _bug_report
+import jflux
+from jflux import _bug_report, _native
 from jflux._ops._spec import all_ops
 
 
@@ -121,3 +126,48 @@ def test_driver(tmp_path, monkeypatch):
     assert _bug_report.driver() is None
     path.write_text("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release")
     assert _bug_report.driver() == "580.159.04"
+
+
+PACKAGE = Path(jflux.__file__).parent
+# Takes away the finder of an editable installation, which comes before the current folder.
+NOT_EDITABLE = PACKAGE.parent / "tools" / "bazel_site"
+
+
+@pytest.mark.skipif(not NOT_EDITABLE.exists(), reason="not in a checkout")
+def test_in_a_checkout_it_is_the_installed_one(tmp_path):
+    """What README's install block leaves behind: the sources here, and a copy of them beside the
+    native library elsewhere."""
+
+    def not_sources(folder, names):
+        return [n for n in names if not (n.endswith(".py") or Path(folder, n).is_dir())]
+
+    checkout, installed = tmp_path / "checkout" / "jflux", tmp_path / "installed" / "jflux"
+    for folder in (checkout, installed):
+        shutil.copytree(PACKAGE, folder, ignore=not_sources)
+    for library in Path(_native.lib.__file__).parent.glob("*.so"):
+        (installed / library.name).symlink_to(library)
+
+    def python(*args, program=""):
+        paths = os.pathsep.join(map(str, (NOT_EDITABLE, installed.parent)))
+        return subprocess.run(
+            [sys.executable, *args], cwd=checkout.parent, input=program, text=True, timeout=120,
+            env=environment(PLATFORM, 1) | {"PYTHONPATH": paths}, capture_output=True,
+        )  # fmt: skip
+
+    # As -m finds a module.
+    program = """
+import runpy, sys, jflux, jflux.plan
+print(jflux.__file__, jflux.plan.__file__, flush=True)
+sys.argv = ["doctor", "--help"]
+runpy.run_module("jflux.doctor", run_name="__main__")
+"""
+    done = python("-", program=program)
+    files, usage = done.stdout.splitlines()[:2]
+    assert files == f"{installed / '__init__.py'} {installed / 'plan' / '__init__.py'}"
+    assert done.returncode == 0 and usage.startswith("usage: python -m jflux.doctor"), done.stderr
+
+    with (checkout / "_config.py").open("a") as file:
+        file.write("# Another version.\n")
+    done = python("-m", "jflux.plan", "--help")
+    assert done.returncode == 1
+    assert re.search("^ImportError: .*another _config.py: leave", done.stderr.splitlines()[-1])

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jflux
+import jflux.nn
 from jflux import _config
 
 RANKS = 2
@@ -36,6 +37,7 @@ def _zeros(*shape):
 LENGTHS = jnp.zeros(1, jnp.int32)
 CACHE = jnp.zeros((1, 4, 2, 8))
 CHOICES = jnp.zeros((4, 1), jnp.int32)
+SPLIT, TRANSPOSED = {"split_axis": 1, "concat_axis": 0}, {"transpose_rhs": True}
 
 
 @pytest.mark.parametrize(
@@ -98,7 +100,50 @@ def test_a_product_of_a_whole_array_and_a_part_asks_how_they_are_split(k, asks):
     )
     with pytest.raises(ValueError, match="do not contract.*Shapes are one rank's") as error:
         f(_zeros(4, 8), _zeros(k, 4))
-    assert ("are both split along k" in str(error.value)) == asks
+    assert ("in in_specs, x is P(None, 'tp'), w is P('tp', None)" in str(error.value)) == asks
+
+
+@pytest.mark.parametrize(
+    "op, x, w, options, specs",
+    [
+        ("all_gather_matmul", (3, 4, 8), (16, 4), {}, "P(None, 'tp', None), w is P(None, 'tp')"),
+        ("matmul_all_reduce", (4, 8), (4, 16), TRANSPOSED, "P(None, 'tp'), w is P(None, 'tp')"),
+        ("matmul_all_to_all", (4, 8), (16, 4), SPLIT, "P('tp', None), w is P(None, None)"),
+        ("all_to_all_matmul", (4, 8), (8, 4), SPLIT, "P('tp', None), w is P('tp', None)"),
+    ],
+)
+def test_a_product_names_the_specs_that_it_wants(op, x, w, options, specs):
+    f = per_device(
+        make_mesh((RANKS,)),
+        lambda x, w: getattr(jflux, op)(x, w, axis_name="tp", **options),
+    )
+    with pytest.raises(ValueError, match=f"do not contract.*{re.escape(specs)}"):
+        f(_zeros(*x), _zeros(*w))
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: jflux.all_reduce(x, "tp"), "jflux.all_reduce takes x by position, and all else"),
+        (lambda: jflux.all_gather_matmul(x, w, ("a", "b")), r"axis_name=\('a', 'b'\)"),
+        (lambda: jflux.attention(x, x, x, "tp"), "jflux.attention takes q, k, v by pos.*me='tp'"),
+        (lambda: jflux.nn.mlp(x, w, w, "tp"), "jflux.nn.mlp takes x, up, down by position"),
+        (lambda: jflux.moe.z_loss(x, "tp"), "jflux.moe.z_loss takes logits by position"),
+    ],
+    ids="all_reduce all_gather_matmul attention mlp z_loss".split(),
+)
+def test_an_axis_by_position(call, message):
+    with pytest.raises(TypeError, match=message):
+        call()
+
+
+@pytest.mark.parametrize("window", [-1, (3, -1), (1, 2, 3)])
+def test_a_window_says_how_a_side_is_left_open(window):
+    q = jax.random.normal(jax.random.key(0), (1, 4, 1, 8))
+    with pytest.raises(ValueError, match="0 or more.*open by a number as large as the sequence"):
+        jflux.attention(q, q, q, window=window)
+    open_ = jflux.attention(q, q, q, window=(4, 0))
+    np.testing.assert_allclose(open_, jflux.attention(q, q, q, causal=True), rtol=1e-5)
 
 
 def test_an_epilogue_of_global_shape_says_what_a_rank_has():

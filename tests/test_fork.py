@@ -14,7 +14,7 @@ pytestmark = [
 ]
 
 HEAD = """
-import multiprocessing, os, sys, time
+import concurrent.futures, multiprocessing, os, sys, time
 import jax, numpy as np
 from jax.sharding import PartitionSpec as P
 import jflux
@@ -89,13 +89,19 @@ print("done")
 
 
 def test_a_child_that_uses_jflux():
-    """Gets an error, and no hang: from a new call, from one that was compiled before, from init and
-    shutdown. The parent's heap stays as it is."""
+    """Gets an error, and no hang: from a new call, from one that was compiled before, also in a
+    thread, from init and shutdown. It was forked inside of blocks of switches, and leaves one. The
+    parent's heap stays as it is."""
     text = run("""
+def in_a_thread():
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        pool.submit(f, x).result()
+
 def tries():
     calls = {
         "lower": lambda: make(lambda x: summed(x) + 1).lower(x),
         "compiled": lambda: f(x),
+        "thread": in_a_thread,
         "init": jflux.init,
         "shutdown": jflux.shutdown,
     }
@@ -108,16 +114,20 @@ def tries():
             sys.exit(1)
     sys.exit(0)
 
-pid = os.fork()
-if pid == 0:
-    tries()
-print("child", wait(pid))
-assert f(x).sum() == 4
+with jflux.config(always=True):
+    assert f(x).sum() == 4
+    with jflux.config(strict=True):
+        pid = os.fork()
+    if pid == 0:
+        tries()
+    print("child", wait(pid))
+    assert f(x).sum() == 4
 print("done")
 """)
     lines = text.splitlines()
     assert "child 0" in lines
-    for name, line in zip(("lower", "compiled", "init", "shutdown"), lines, strict=False):
+    names = "lower compiled thread init shutdown".split()
+    for name, line in zip(names, lines, strict=False):
         assert line.startswith(f"{name} this process was forked from process "), text
         assert "before the first jflux call" in line and "spawn" in line
 
@@ -132,3 +142,26 @@ def test_a_fork_before_the_first_call():
         env=env, capture_output=True, text=True, timeout=200,
     )  # fmt: skip
     assert done.returncode == 0 and done.stdout == "3\n", done.stdout + done.stderr
+
+
+def test_clear_backends_frees_the_client():
+    """Which jflux knows, for the sake of forks; a child is told of the heap all the same."""
+    run("""
+import gc, weakref
+import jax.extend.backend
+
+client = weakref.ref(jax.devices()[0].client)
+del f, mesh
+jax.extend.backend.clear_backends()
+gc.collect()
+assert client() is None
+pid = os.fork()
+if pid == 0:
+    try:
+        jflux.init()
+    except RuntimeError:
+        sys.exit(5)
+    sys.exit(0)
+assert wait(pid) == 5
+print("done")
+""")

@@ -4,10 +4,13 @@ import dataclasses
 import functools
 import gc
 import json
+import logging
+import pickle
 import re
 import signal
 import time
 import types
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +35,9 @@ from jax._src import distributed
 from workers.common import free_port
 
 import jflux
-from jflux import _heap, _native, testing
-from jflux._heap import _making, _nodes, _rendezvous, _waits
+from jflux import _config, _heap, _native, testing
+from jflux._heap import _making, _nodes, _rendezvous, _report, _waits
+from jflux._heap._agreement import Workspace
 from jflux._ops._spec import all_ops
 from jflux._ops.all_reduce import ALGORITHMS
 
@@ -254,6 +258,43 @@ def test_workspaces_of_dead_programs_are_given_back(own_heap):
         gc.collect()
 
 
+@pytest.mark.skipif(PLATFORM != "cpu", reason="takes the place of what GPUs reserve")
+def test_a_program_reserves_as_long_as_it_may_be_compiled(monkeypatch):
+    """By its module, which JAX keeps while the lowered program, or the jitted function, lives."""
+    jflux.init()
+    programs = []
+
+    class Noting:
+        def reserve(self, request, program):
+            programs.append(weakref.ref(program))
+
+    monkeypatch.setitem(_heap._reserved, PLATFORM, Noting())
+    mesh = make_mesh((RANKS,))
+    op, args = SMALL.bind("tp"), operands(SMALL, mesh, "tp")
+    f = jax.jit(per_device(mesh, lambda x, w: (op(x, w), op(x[1:], w))))
+    lowered = f.lower(*args)
+    assert len(programs) == 2 and len({id(program()) for program in programs}) == 1
+    jax.clear_caches()
+    gc.collect()
+    assert programs[0]() is not None
+    del lowered, f
+    jax.clear_caches()
+    gc.collect()
+    assert programs[0]() is None
+
+
+def test_what_grows_with_every_shape_has_an_end(monkeypatch):
+    calls, workspace = _report.Calls(), Workspace((0, 1), 1 << 20)
+    for rows in range(5000):
+        calls.note("cpu", [workspace], f"op float32[{rows}, 8]")
+    (held,) = calls.rows("cpu")
+    assert held.calls[0] == "op float32[0, 8]" and len(held.calls) + held.more == 1000
+    monkeypatch.setattr(_config, "_said", set())
+    for rows in range(5000):
+        _config.say_once(logging.DEBUG, f"{rows} rows")
+    assert len(_config._said) <= 1000
+
+
 def test_the_report_lists_calls_by_workspace(own_heap):
     own_heap()
     assert jflux.heap_report().workspaces == ()
@@ -443,6 +484,8 @@ def test_a_process_that_does_not_come(monkeypatch, caplog):
     with pytest.raises(RuntimeError, match="process 2 did not come .*deadline_seconds") as caught:
         _rendezvous.gather("other", "mine", [0, 1, 2], SOON)
     assert caught.value.processes == (2,)
+    again = pickle.loads(pickle.dumps(caught.value))  # as pools of processes pass errors on
+    assert again.processes == (2,) and str(again) == str(caught.value)
     assert "has waited 0.05 s for process 2" in caplog.text
     for late in (1, 2):  # who reads the first one's answer
         monkeypatch.setattr(jax, "process_index", lambda late=late: late)

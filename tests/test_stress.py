@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import pickle
 import subprocess
 import sys
 import time
@@ -137,6 +138,7 @@ def test_each_check_fails_where_it_must(what):
     with pytest.raises(programs.Wrong) as error:
         programs.check(program, results)
     assert error.value.what == what
+    assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
 
 
 def by_environment(process):

@@ -188,7 +188,6 @@ NB_MODULE(_jflux, m) {
     });
   };
   step("heap_commit_workspace", &jflux_heap_commit_workspace);
-  step("heap_expect_use", &jflux_heap_expect_use);
   step("heap_close_workspace", &jflux_heap_close_workspace);
   step("heap_free_workspace", &jflux_heap_free_workspace);
   m.def("heap_has_workspace",

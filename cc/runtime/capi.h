@@ -71,7 +71,6 @@ JFLUX_API const char* jflux_heap_attach_workspace(const char* platform, const Jf
                                                   const char* handle);
 JFLUX_API const char* jflux_heap_commit_workspace(const char* platform, const JfluxWorkspace* w);
 JFLUX_API int jflux_heap_has_workspace(const char* platform, const JfluxWorkspace* w);
-JFLUX_API const char* jflux_heap_expect_use(const char* platform, const JfluxWorkspace* w);
 JFLUX_API const char* jflux_heap_close_workspace(const char* platform, const JfluxWorkspace* w);
 JFLUX_API const char* jflux_heap_free_workspace(const char* platform, const JfluxWorkspace* w);
 // Those that no executable uses: "bytes:device,device,...;bytes:...". The text lives until the

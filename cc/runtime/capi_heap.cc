@@ -140,12 +140,6 @@ int jflux_heap_has_workspace(const char* platform, const JfluxWorkspace* w) {
          }) == nullptr;
 }
 
-const char* jflux_heap_expect_use(const char* platform, const JfluxWorkspace* w) {
-  return OnWorkspace(platform, w, [](Heap& heap, const auto& id, std::string* error) {
-    return heap.ExpectUse(id, error);
-  });
-}
-
 const char* jflux_heap_close_workspace(const char* platform, const JfluxWorkspace* w) {
   return OnWorkspace(platform, w, [](Heap& heap, const auto& id, std::string* error) {
     return heap.CloseWorkspace(id, error);

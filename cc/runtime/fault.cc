@@ -75,8 +75,8 @@ std::string ElementOf(const Fault& fault) {
   return Text("%s[%lld]", name, static_cast<long long>(fault.tile));
 }
 
-// A sentence after a space, or nothing.
-const char* MeaningOf(const Fault& fault) {
+// Of a value that stands for another fault; "" of others.
+std::string MeaningOf(const Fault& fault) {
   for (const Op* op : AllOps()) {
     if (op->id == static_cast<OpId>(fault.op) && op->meaning != nullptr) return op->meaning(fault);
   }
@@ -141,18 +141,18 @@ std::string Describe(const Fault& fault, double deadline_s) {
           op, fault.rank, static_cast<long long>(fault.tile), fault.peer,
           static_cast<long long>(fault.seen), static_cast<long long>(fault.expected));
     case FaultKind::kBadValue:
+      if (std::string meaning = MeaningOf(fault); !meaning.empty()) return meaning;
       if (fault.peer == fault.rank) {
         return Text(
             "jflux.%s: rank %d was given %s = %lld, which must be from 0 to %lld. It sent "
-            "nothing.%s",
+            "nothing.",
             op, fault.rank, ElementOf(fault).c_str(), static_cast<long long>(fault.seen),
-            static_cast<long long>(fault.expected), MeaningOf(fault));
+            static_cast<long long>(fault.expected));
       }
       return Text(
           "jflux.%s: rank %d got nothing from rank %d, which was given %s = %lld. That is "
-          "out of range.%s",
-          op, fault.rank, fault.peer, ElementOf(fault).c_str(), static_cast<long long>(fault.seen),
-          MeaningOf(fault));
+          "out of range.",
+          op, fault.rank, fault.peer, ElementOf(fault).c_str(), static_cast<long long>(fault.seen));
     case FaultKind::kUnequal:
       return Text(
           "jflux.%s: rank %d was given %s = %lld, but rank %d sends it %lld. Both ranks "

@@ -35,9 +35,6 @@ bool Heap::AttachWorkspace(const WorkspaceId&, const std::string&, std::string* 
 bool Heap::CommitWorkspace(const WorkspaceId&, std::string* error) {
   return HasNone(*this, "reserved workspaces", error);
 }
-bool Heap::ExpectUse(const WorkspaceId&, std::string* error) {
-  return HasNone(*this, "reserved workspaces", error);
-}
 bool Heap::CloseWorkspace(const WorkspaceId&, std::string* error) {
   return HasNone(*this, "reserved workspaces", error);
 }

@@ -101,7 +101,6 @@ class Heap {
                                std::string* error);
   virtual bool CommitWorkspace(const WorkspaceId& id, std::string* error);
   virtual bool HasWorkspace(const WorkspaceId&) const { return false; }  // committed
-  virtual bool ExpectUse(const WorkspaceId& id, std::string* error);
   virtual bool CloseWorkspace(const WorkspaceId& id, std::string* error);
   virtual bool FreeWorkspace(const WorkspaceId& id, std::string* error);
   virtual std::vector<WorkspaceId> UnusedWorkspaces() const { return {}; }

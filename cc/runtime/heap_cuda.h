@@ -57,11 +57,6 @@ class HeapCuda final : public Heap {
     return workspaces_.Commit(id, error);
   }
   bool HasWorkspace(const WorkspaceId& id) const override { return workspaces_.Has(id); }
-  bool ExpectUse(const WorkspaceId& id, std::string* error) override {
-    if (workspaces_.ExpectUse(id)) return true;
-    *error = "the symmetric heap has no such workspace";
-    return false;
-  }
   bool CloseWorkspace(const WorkspaceId& id, std::string* error) override {
     return workspaces_.Close(id, error);
   }

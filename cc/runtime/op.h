@@ -57,8 +57,8 @@ struct Op {
   // The least architecture that its kernels are compiled for. kPortableArch: its .cu file is not
   // named *_sm90.cu, by which the build tells them apart.
   int32_t least_arch = kHopperArch;
-  // What a value out of range may stand for, as a sentence after a space; "" if for nothing.
-  const char* (*meaning)(const Fault& fault) = nullptr;
+  // What to say of a value out of range by which another function fails; "" of any other.
+  std::string (*meaning)(const Fault& fault) = nullptr;
 };
 
 // Defined in cc/ops/registry.cc.

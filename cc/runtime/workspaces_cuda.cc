@@ -244,21 +244,11 @@ bool CudaWorkspaces::Has(const WorkspaceId& id) const {
   return found != workspaces_.end() && found->second.committed;
 }
 
-bool CudaWorkspaces::ExpectUse(const WorkspaceId& id) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  const auto found = workspaces_.find(id);
-  if (found == workspaces_.end() || !found->second.committed) return false;
-  ++found->second.expected;
-  found->second.last_expected = std::chrono::steady_clock::now();
-  return true;
-}
-
 bool CudaWorkspaces::BeginUse(const WorkspaceId& id) {
   std::lock_guard<std::mutex> lock(mutex_);
   const auto found = workspaces_.find(id);
   if (found == workspaces_.end() || !found->second.committed) return false;
   ++found->second.users;
-  if (found->second.expected > 0) --found->second.expected;
   return true;
 }
 
@@ -269,13 +259,10 @@ void CudaWorkspaces::EndUse(const WorkspaceId& id) {
 }
 
 std::vector<WorkspaceId> CudaWorkspaces::Unused() const {
-  const auto now = std::chrono::steady_clock::now();
   std::lock_guard<std::mutex> lock(mutex_);
   std::vector<WorkspaceId> unused;
   for (const auto& [id, workspace] : workspaces_) {
-    const bool may_be_compiling =
-        workspace.expected > 0 && now - workspace.last_expected < std::chrono::minutes(10);
-    if (workspace.committed && workspace.users == 0 && !may_be_compiling) unused.push_back(id);
+    if (workspace.committed && workspace.users == 0) unused.push_back(id);
   }
   return unused;
 }

@@ -21,7 +21,6 @@
 #ifndef JFLUX_RUNTIME_WORKSPACES_CUDA_H_
 #define JFLUX_RUNTIME_WORKSPACES_CUDA_H_
 
-#include <chrono>
 #include <cstdint>
 #include <map>
 #include <memory>
@@ -76,13 +75,11 @@ class CudaWorkspaces {
   char* CopyOf(const WorkspaceId& id, int64_t local, int64_t device) const;
 
   bool Has(const WorkspaceId& id) const;
-  // A call that uses the workspace was lowered; an executable with such a call begins to live, and
-  // ends. False: there is no such workspace.
-  bool ExpectUse(const WorkspaceId& id);
+  // An executable with a call that uses the workspace begins to live, and ends. False: there is no
+  // such workspace.
   bool BeginUse(const WorkspaceId& id);
   void EndUse(const WorkspaceId& id);
-  // Those that no executable uses. While one is expected, which may still be compiling, ten minutes
-  // must have passed.
+  // Those that no executable uses. jflux/_heap knows which programs have yet to be compiled.
   std::vector<WorkspaceId> Unused() const;
 
   // Of one device: the most that any has.
@@ -108,9 +105,7 @@ class CudaWorkspaces {
  private:
   struct Workspace {
     bool committed = false;
-    int64_t users = 0;     // calls of executables
-    int64_t expected = 0;  // calls that were lowered, less those that have begun
-    std::chrono::steady_clock::time_point last_expected;
+    int64_t users = 0;                                        // calls of executables
     std::map<int64_t, char*> own;                             // by local device
     std::map<std::pair<int64_t, int64_t>, PeerCopy> reached;  // by (local device, device)
     std::vector<std::pair<int, char*>> opened;  // of other processes: (ordinal, address)

@@ -51,6 +51,7 @@ class _Options:
     ring: bool | None
 
 
+@_mesh.axis_by_name
 def attention(
     q: Any,
     k: Any,

@@ -12,6 +12,7 @@ from .._mesh import AxisName
 from .._ops.exchange import all_gather, all_gather_reference
 
 
+@_mesh.axis_by_name
 def update_cache(
     cache: Any,
     new: Any,

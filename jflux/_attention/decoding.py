@@ -35,6 +35,7 @@ class KVCache(NamedTuple):
     lengths: jax.Array
 
 
+@_mesh.axis_by_name
 def fill_cache(
     kv_cache: KVCache,
     k: jax.Array,
@@ -85,6 +86,7 @@ def fill_cache_reference(
     return _fill(cache.reference, kv_cache, k, v, lengths, axis_name, layout, raises=False)
 
 
+@_mesh.axis_by_name
 def attend_to_cache(
     kv_cache: KVCache,
     q: jax.Array,

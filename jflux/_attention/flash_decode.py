@@ -16,6 +16,7 @@ from .operands import DTYPES, scale_of, softcap_of, window_of
 _OP = "jflux.flash_decode"
 
 
+@_mesh.axis_by_name
 def flash_decode(
     q: jax.Array,
     k_cache: jax.Array,

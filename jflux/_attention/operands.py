@@ -66,7 +66,8 @@ def window_of(op: str, window: Any) -> tuple[int, int] | None:
     pair = window if isinstance(window, tuple) else (window, window)
     if len(pair) != 2 or not all(isinstance(w, int | np.integer) and w >= 0 for w in pair):
         raise ValueError(
-            f"{op}: {window=} must be a number of positions, 0 or more, or two: (left, right)"
+            f"{op}: {window=} must be a number of positions, 0 or more, or two: (left, right). A "
+            "side is left open by a number as large as the sequence, both by None"
         )
     left, right = (min(int(w), _MOST_POSITIONS) for w in pair)
     return left, right

@@ -22,6 +22,7 @@ from .operands import check, check_heads, window_of
 from .plain import attend, dot_product_attention
 
 
+@_mesh.axis_by_name
 def ulysses_attention(
     q: jax.Array,
     k: jax.Array,

@@ -67,6 +67,7 @@ class Dispatched(NamedTuple):
     statistics: DispatchStatistics
 
 
+@_mesh.axis_by_name
 def moe_dispatch(
     x: Any,
     topk_indices: Any,
@@ -120,9 +121,8 @@ def moe_dispatch(
       layout: "expert", rows [R, H]; "masked", [E / N, C, H] with C the capacity, or N T, rounded up
         to `alignment`.
       on_overflow: what a slot without a place does, or one whose index is out of range: "drop",
-        it is counted in the statistics and moves nothing; "error", the call fails as
-        :func:`jflux.ragged_all_to_all` does for a bad input_offsets[0], which is minus the number
-        of such slots. (Its `lax` form does not look, and drops.)
+        it is counted in the statistics and moves nothing; "error", the call fails,
+        and says how many such slots which rank has. (Its `lax` form does not look, and drops.)
       partial_sums: whether ranks sum first, here and in the combine.
       axis_name: a mesh axis, or a tuple of them.
       node_axis: the mesh axis of nodes, if ranks of one node alone are joined by fast links.
@@ -266,6 +266,7 @@ def _placed(
     return _dispatched(rows, sizes, padded, row_weights, handle, statistics, options)
 
 
+@_mesh.axis_by_name
 def moe_combine(
     y: Any,
     handle: Handle | PartialHandle | PlacedHandle | LevelsHandle,

@@ -92,6 +92,7 @@ class DispatchHandle(NamedTuple):
         return self.moved.first
 
 
+@_mesh.axis_by_name
 def dispatch_grouped_matmul(
     x: Any,
     w: Any,
@@ -188,6 +189,7 @@ def dispatch_grouped_matmul(
     return y, handle
 
 
+@_mesh.axis_by_name
 def grouped_matmul_combine(
     h: Any,
     w: Any,

@@ -105,8 +105,10 @@ def route(
 
 
 def fail_if(count: jax.Array, x: jax.Array, axis_name: AxisName) -> jax.Array:
-    """x, after a call that moves nothing, and fails unless the count is 0."""
+    """x, after a call that moves nothing, and fails unless the count is 0: by an offset that its
+    message is known by (`Meaning` in cc/ops/ragged_all_to_all/ragged_all_to_all_ffi.cc)."""
     none = jnp.zeros(_mesh.axis_size(axis_name), jnp.int32)
-    sizes = routing.Sizes(none.at[0].set(-count), *[none] * 5)
+    code = jnp.where(count > 0, jnp.iinfo(jnp.int32).min + count, 0)
+    sizes = routing.Sizes(none.at[0].set(code), *[none] * 5)
     nothing = move(axis_name, jnp.zeros(1, jnp.int32), 1, sizes)
     return x + nothing  # 0, but XLA cannot know

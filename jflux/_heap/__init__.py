@@ -16,6 +16,7 @@ import logging
 import os
 import threading
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -300,7 +301,12 @@ def why_not_usable(platform: str, mesh: Mesh, table: np.ndarray) -> str | None:
 
 
 def reserve(
-    platform: str, table: np.ndarray, label: str, operands: str, workspace_bytes: int
+    platform: str,
+    table: np.ndarray,
+    label: str,
+    operands: str,
+    workspace_bytes: int,
+    program: Any,
 ) -> str | None:
     """Makes sure that calls of these groups find a workspace of this size; why there is no room
     otherwise. On the CPU a call finds room when it runs.
@@ -310,12 +316,14 @@ def reserve(
       label: names the call: "op" or "custom_call(name)".
       operands: their types, in words.
       workspace_bytes: as the call's plan says.
+      program: the module that has the call.
     """
     request = Request.of(table, workspace_bytes)
     _ensure(platform)
     why = None
     if (workspaces := _reserved.get(platform)) is not None:
-        why = workspaces.reserve(request)  # without the lock: it may wait for other processes
+        # Without the lock: it may wait for other processes.
+        why = workspaces.reserve(request, program)
     elif workspace_bytes > heap_bytes(platform):
         why = (
             f"it takes {workspace_bytes} bytes of the symmetric heap, which has "

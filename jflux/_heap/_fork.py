@@ -6,15 +6,18 @@ there, and what the fork does must not reach the heap, whose memory it shares.
 At the fork, in the child:
 
 - The process is marked, so that a call that is lowered, `init` and `shutdown` say what is wrong.
-- JAX's caches miss in the forking thread, so that a call that was compiled before is lowered again.
+- JAX's caches miss in every thread, so that a call that was compiled before is lowered again.
 - What has threads of its own is never destroyed: XLA's clients, and MLIR's thread pool. The
   destructors, at exit, would join threads that are not there.
+
+The parent's clients end as they would without jflux, as by ``jax.extend.backend.clear_backends``.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import weakref
 from typing import Any
 
 import jax
@@ -22,15 +25,18 @@ from jax._src.interpreters import mlir
 
 from .. import _config
 
-_clients: list[Any] = []  # of the platforms that have a heap
+_clients: list[weakref.ref[Any]] = []  # of the platforms that have a heap, while they live
+_has_heap = False
 _parent: int | None = None
 
 
 def watch(platform: str) -> None:
     """The process has a heap on this platform from now on."""
+    global _has_heap
+    _has_heap = True
     client = jax.devices(platform)[0].client
-    if not any(client is known for known in _clients):
-        _clients.append(client)
+    if not any(client is known() for known in _clients):
+        _clients.append(weakref.ref(client, _clients.remove))
 
 
 def is_fork() -> bool:
@@ -55,10 +61,10 @@ def check() -> None:
 
 def _after_in_child() -> None:
     global _parent
-    if not _clients:
+    if not _has_heap:
         return
     _parent = os.getppid()
-    for kept in (*_clients, getattr(mlir, "global_thread_pool", None)):
+    for kept in (*(client() for client in _clients), getattr(mlir, "global_thread_pool", None)):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
     _config.override_for_good(forked=True)
 

@@ -51,12 +51,15 @@ class Absent(RuntimeError):
     """
 
     def __init__(self, processes: Collection[int], seconds: float) -> None:
-        self.processes = tuple(processes)
+        self.processes, self._seconds = tuple(processes), seconds
+        super().__init__(self.processes, seconds)  # by which pickle makes it again
+
+    def __str__(self) -> str:
         names = ", ".join(map(str, self.processes))
         several = "es" if len(self.processes) > 1 else ""
-        super().__init__(
+        return (
             f"process{several} {names} did not come to make the symmetric heap within "
-            f"{seconds:g} s: every process must lower the call, or call jflux.init(); "
+            f"{self._seconds:g} s: every process must lower the call, or call jflux.init(); "
             "jflux.init(deadline_seconds=...) gives it longer"
         )
 

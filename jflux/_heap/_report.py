@@ -7,8 +7,8 @@ from collections.abc import Iterable
 
 from ._agreement import Workspace
 
-#: So many calls of a workspace are listed.
-MOST_CALLS = 8
+#: So many calls of a workspace are listed, and so many are told apart.
+MOST_CALLS, MOST_KNOWN = 8, 1000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Held:
       bytes: on each device.
       devices: global ids.
       calls: those that use it, by op and types of the operands; only the first few.
-      more: how many calls are not listed.
+      more: how many calls are not listed. At most 1000 calls of a workspace are told apart.
     """
 
     bytes: int
@@ -71,7 +71,9 @@ class Calls:
 
     def note(self, platform: str, workspaces: Iterable[Workspace], call: str) -> None:
         for workspace in workspaces:
-            self._calls.setdefault((platform, workspace), {})[call] = None
+            calls = self._calls.setdefault((platform, workspace), {})
+            if len(calls) < MOST_KNOWN:
+                calls[call] = None
 
     def clear(self) -> None:
         self._calls.clear()

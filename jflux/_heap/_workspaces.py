@@ -1,7 +1,7 @@
 """Reserved workspaces: the GPUs' (the CPU back end leases them per call, cc/runtime/heap.h).
 
-A workspace is reserved when a call is lowered, and given back when no executable uses it and
-another one needs the room. One process decides by itself (:class:`Alone`); several agree
+A workspace is reserved when a call is lowered, and given back when no program uses it and another
+one needs the room. One process decides by itself (:class:`Alone`); several agree
 (:class:`Shared`).
 """
 
@@ -11,8 +11,9 @@ import collections
 import json
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from .. import _config
 from .._native import lib
@@ -28,11 +29,35 @@ class Workspaces(Protocol):
 
     ledger: Ledger
 
-    def reserve(self, request: Request) -> str | None:
-        """Makes sure that the workspaces exist; why there is no room otherwise."""
+    def reserve(self, request: Request, program: Any) -> str | None:
+        """Makes sure that the workspaces exist, as long as `program` does, the module that is
+        lowered; why there is no room otherwise."""
 
     def stop(self, *, wait: bool) -> None:
         """Nothing is reserved any more. `wait`: nor is anything on its way."""
+
+
+class Programs:
+    """Which lowered programs use which workspaces: while one exists it may be compiled, however
+    long that takes. What it is compiled to says so itself (cc/runtime/workspace_use.h)."""
+
+    def __init__(self) -> None:
+        self._of: dict[Workspace, list[weakref.ref[Any]]] = {}
+
+    def expect(self, workspaces: Iterable[Workspace], program: Any) -> None:
+        for workspace in workspaces:
+            programs = [known for known in self._of.get(workspace, ()) if known() is not None]
+            if not any(known() is program for known in programs):
+                programs.append(weakref.ref(program))
+            self._of[workspace] = programs
+
+    def unused(self) -> list[Workspace]:
+        """Those that neither an executable of this process uses nor a program will."""
+        return [
+            workspace
+            for workspace in unused_here()
+            if all(known() is None for known in self._of.get(workspace, ()))
+        ]
 
 
 class Alone:
@@ -44,24 +69,27 @@ class Alone:
 
     def __init__(self, limit: int) -> None:
         self.ledger = Ledger(limit)
+        self._programs = Programs()
         self._lock = threading.Lock()
 
-    def reserve(self, request: Request) -> str | None:
+    def reserve(self, request: Request, program: Any) -> str | None:
         with self._lock:
-            return self._reserve(request)
+            why = self._reserve(request)
+            if why is None:
+                self._programs.expect(request.workspaces(), program)
+            return why
 
     def _reserve(self, request: Request) -> str | None:
         wanted, missing = request.workspaces(), self.ledger.missing(request)
         why = self._add(missing)
         if why is not None:
-            unused = [w for w in unused_here() if w in self.ledger.held.difference(wanted)]
+            others = self.ledger.held.difference(wanted)
+            unused = [w for w in self._programs.unused() if w in others]
             if unused:
                 close(unused)
                 free(unused)
                 self.ledger = self.ledger.give_back(unused)
                 why = self._add(missing)
-        if why is None:
-            expect(wanted)
         return why
 
     def _add(self, missing: Sequence[Workspace]) -> str | None:
@@ -130,6 +158,7 @@ class Shared:
         self._all = tuple(sorted(set(process_of.values())))
         self._gather, self._claim, self._look = gather, claim, look
         self._asked: collections.Counter[Request] = collections.Counter()
+        self._programs = Programs()
         self._turn, self._state = threading.Lock(), threading.Lock()
         self._stopped = threading.Event()
         self._is_cut_off = False  # from the store
@@ -145,8 +174,8 @@ class Shared:
             with self._turn:
                 pass
 
-    def reserve(self, request: Request) -> str | None:
-        while not self._decides(request):
+    def reserve(self, request: Request, program: Any) -> str | None:
+        while not self._decides(request, program):
             with self._turn:
                 if self._is_cut_off:
                     return "jax.distributed has been shut down, through which processes agree"
@@ -155,13 +184,13 @@ class Shared:
                     self._carry_out(Request.parse(held))
         return self.ledger.why_refused(request)
 
-    def _decides(self, request: Request) -> bool:
+    def _decides(self, request: Request, program: Any) -> bool:
         """Whether the request needs no slot. If it is granted, its workspaces stay from now on."""
         with self._state:
             decided = self.ledger.is_decided(request)
             if decided and self.ledger.why_refused(request) is None:
                 self._asked[request] += 1
-                expect(w for w in request.workspaces() if self._is_mine(w))
+                self._programs.expect(request.workspaces(), program)
             return decided
 
     def _follow(self) -> None:
@@ -223,7 +252,7 @@ class Shared:
             self._free_together([w for w in given if self._is_mine(w)], "given_back")
 
     def _to_give_back(self) -> list[Workspace]:
-        unused = [(w.devices, w.size) for w in unused_here()]
+        unused = [(w.devices, w.size) for w in self._programs.unused()]
         asked = {request.entry(): count for request, count in self._asked.items()}
         texts = self._agree("unused", json.dumps([unused, asked]), self._all)
         said = {process: json.loads(text) for process, text in texts.items()}
@@ -306,12 +335,6 @@ def unused_here() -> list[Workspace]:
         size, devices = item.split(":")
         found.append(Workspace(tuple(map(int, devices.split(","))), int(size)))
     return found
-
-
-def expect(workspaces: Iterable[Workspace]) -> None:
-    """An executable that uses them will be made."""
-    for workspace in workspaces:
-        lib.heap_expect_use(PLATFORM, workspace.devices, workspace.size)
 
 
 def close(workspaces: Iterable[Workspace]) -> None:

@@ -187,7 +187,8 @@ def _lower_cuda(ctx: Any, x: Any, *, params: Params) -> Any:
     bytes_ = _native.lib.node_exchange_plan(params.kind, params.world, params.steps, block_bytes)
     if _config.config.current().recorder is None:
         operands = _explain.describe(ctx.avals_in)
-        why = _heap.reserve("cuda", table, "node_exchange", operands, bytes_)
+        program = ctx.module_context.module
+        why = _heap.reserve("cuda", table, "node_exchange", operands, bytes_, program)
         if why is not None:
             _config.fall_back("node_exchange", f"{operands}: {why}")
             return _lower_reference(ctx, x, params=params)

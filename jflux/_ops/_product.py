@@ -18,6 +18,7 @@ from .. import _config, _mesh
 from .._native import MAX_RANKS, MAX_WEIGHTS
 from . import _lax
 from ._product_plan import padded
+from ._spec import Layout
 
 CPU_DTYPES = frozenset(np.dtype(d) for d in (jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64))
 CUDA_DTYPES = frozenset(np.dtype(d) for d in (jnp.float16, jnp.bfloat16))
@@ -75,8 +76,20 @@ def check_operands(op: str, x: Any, w: Any, dimension: int, dimension_name: str)
     return dimension % x.ndim
 
 
-def check_contraction(op: str, x: jax.Array, w: jax.Array, transpose_rhs: bool) -> None:
-    """Raises if x's last dimension is not w's k."""
+def check_contraction(
+    op: str,
+    x: Any,
+    w: jax.Array,
+    layout: Layout,
+    axis_name: _mesh.AxisName,
+    *,
+    transpose_rhs: bool,
+) -> None:
+    """Raises if x's last dimension, as it is multiplied, is not w's k.
+
+    Args:
+      layout: of the call, by which the ranks along `axis_name` split x and w.
+    """
     k = w.shape[1 if transpose_rhs else 0]
     if x.shape[-1] != k:
         message = (
@@ -85,7 +98,16 @@ def check_contraction(op: str, x: jax.Array, w: jax.Array, transpose_rhs: bool) 
         )
         small, large = sorted((x.shape[-1], k))
         if small and large % small == 0:
-            message += "; are both split along k, or neither, as the op takes them?"
+            # One of them is whole where the op takes a part, or the other way round.
+            names = _mesh.as_tuple(axis_name)
+            axis = names[0] if len(names) == 1 else names
+            wanted = [
+                f"{name} is P({', '.join(repr(axis if i == at else None) for i in range(ndim))})"
+                for name, ndim, at in (
+                    ("x", x.ndim, layout.rows["x"]), ("w", w.ndim, layout.others["w"])
+                )
+            ]  # fmt: skip
+            message += f"; in in_specs, {', '.join(wanted)}, beside other axes"
         raise ValueError(message)
 
 

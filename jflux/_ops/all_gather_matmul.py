@@ -60,6 +60,7 @@ class Params:
     prepared: str | None = None
 
 
+@_mesh.axis_by_name
 def all_gather_matmul(
     x: jax.Array,
     w: jax.Array | Sequence[jax.Array],
@@ -155,8 +156,9 @@ def all_gather_matmul(
             transpose_rhs=transpose_rhs, activation=activation, gated=gated,
             preferred_element_type=preferred_element_type, precision=precision,
         )  # fmt: skip
+    layout = SPEC.layout(x.ndim, gather_dimension=dimension, transpose_rhs=transpose_rhs)
     for one in ws:
-        _product.check_contraction(OP, x, one, transpose_rhs)
+        _product.check_contraction(OP, x, one, layout, axis_name, transpose_rhs=transpose_rhs)
     columns = [_product.columns(one, transpose_rhs) for one in ws]
     _epilogue.check_shapes(OP, columns, bias_of, gated)
     world = _mesh.axis_size(axis_name)

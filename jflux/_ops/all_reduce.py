@@ -42,6 +42,7 @@ class Params:
         return dataclasses.replace(self, epilogue=SumEpilogue())
 
 
+@_mesh.axis_by_name
 def all_reduce(
     x: Any,
     *,

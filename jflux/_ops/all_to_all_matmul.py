@@ -58,6 +58,7 @@ class Params:
         return Collective("all_to_all", self.split, self.concat)
 
 
+@_mesh.axis_by_name
 def all_to_all_matmul(
     x: jax.Array,
     w: jax.Array,
@@ -146,7 +147,8 @@ def all_to_all_matmul(
         )
     shape = Collective("all_to_all", split, concat).shape(x.shape, world)
     exchanged = jax.ShapeDtypeStruct(shape, x.dtype)
-    _product.check_contraction(OP, exchanged, w, transpose_rhs)  # type: ignore[arg-type]
+    layout = SPEC.layout(x.ndim, split_axis=split, concat_axis=concat, transpose_rhs=transpose_rhs)
+    _product.check_contraction(OP, exchanged, w, layout, axis_name, transpose_rhs=transpose_rhs)
     out = _product.out_dtype(OP, (x, w), preferred_element_type, precision)
     if _product.is_single(OP, axis_name):
         return reference(

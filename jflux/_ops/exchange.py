@@ -55,6 +55,7 @@ class Params:
         return Collective(kind, self.split, self.concat)
 
 
+@_mesh.axis_by_name
 def all_gather(
     x: Any,
     *,
@@ -119,6 +120,7 @@ def all_gather(
     return _each(one, x)
 
 
+@_mesh.axis_by_name
 def reduce_scatter(
     x: Any,
     *,
@@ -166,6 +168,7 @@ def reduce_scatter(
     return _each(one, x)
 
 
+@_mesh.axis_by_name
 def all_to_all(
     x: Any,
     *,

@@ -70,6 +70,7 @@ class Params:
         return self.sums.world
 
 
+@_mesh.axis_by_name
 def matmul_all_reduce(
     x: jax.Array,
     w: jax.Array,
@@ -143,7 +144,8 @@ def matmul_all_reduce(
             axis_name=axis_name, transpose_rhs=transpose_rhs,
             preferred_element_type=preferred_element_type, precision=precision,
         )  # fmt: skip
-    _product.check_contraction(OP, x, w, transpose_rhs)
+    layout = SPEC.layout(x.ndim, transpose_rhs=transpose_rhs)
+    _product.check_contraction(OP, x, w, layout, axis_name, transpose_rhs=transpose_rhs)
     if _product.is_single(OP, axis_name):
         return reference(
             x, w, axis_name=axis_name, transpose_rhs=transpose_rhs, residual=residual, norm=norm,

@@ -43,6 +43,7 @@ class Params:
     prepared: str | None = None
 
 
+@_mesh.axis_by_name
 def matmul_all_to_all(
     x: jax.Array,
     w: jax.Array,
@@ -111,7 +112,8 @@ def matmul_all_to_all(
     _product.check_operands(OP, x, w, -2, "the second to last dimension")
     split = _product.check_axis(OP, "split_axis", split_axis, x)
     concat = _product.check_axis(OP, "concat_axis", concat_axis, x)
-    _product.check_contraction(OP, x, w, transpose_rhs)
+    layout = SPEC.layout(x.ndim, split_axis=split, concat_axis=concat, transpose_rhs=transpose_rhs)
+    _product.check_contraction(OP, x, w, layout, axis_name, transpose_rhs=transpose_rhs)
     if not _mesh.is_bound(axis_name):
         return _over_global_arrays(
             matmul_all_to_all, x, w, mesh=mesh, x_spec=x_spec, axis_name=axis_name,

@@ -52,6 +52,7 @@ class Params:
     prepared: str | None = None
 
 
+@_mesh.axis_by_name
 def matmul_reduce_scatter(
     x: jax.Array | Sequence[jax.Array],
     w: jax.Array | Sequence[jax.Array],
@@ -139,8 +140,9 @@ def matmul_reduce_scatter(
             axis_name=axis_name, scatter_dimension=dimension, transpose_rhs=transpose_rhs,
             preferred_element_type=preferred_element_type, precision=precision,
         )  # fmt: skip
+    layout = SPEC.layout(xs[0].ndim, scatter_dimension=dimension, transpose_rhs=transpose_rhs)
     for one, weight in zip(xs, ws, strict=True):
-        _product.check_contraction(OP, one, weight, transpose_rhs)
+        _product.check_contraction(OP, one, weight, layout, axis_name, transpose_rhs=transpose_rhs)
     world = _mesh.axis_size(axis_name)
     if xs[0].shape[dimension] % world != 0:
         raise ValueError(

@@ -34,6 +34,7 @@ class Params:
     prepared: str | None = None
 
 
+@_mesh.axis_by_name
 def ragged_all_to_all(
     operand: Any,
     output: Any,

@@ -29,8 +29,11 @@ class Wrong(AssertionError):
     """A result that is not what it must be."""
 
     def __init__(self, what: str, case: str, why: str) -> None:
-        super().__init__(f"{case}: {what}: {why}")
-        self.what, self.case = what, case
+        super().__init__(what, case, why)  # by which pickle makes it again
+        self.what, self.case, self.why = what, case, why
+
+    def __str__(self) -> str:
+        return f"{self.case}: {self.what}: {self.why}"
 
 
 @dataclasses.dataclass

@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.interpreters import ad
 
 from .. import _config, _dispatch, _lowering, _mesh
 from .._dispatch import Arrays, Machine, Plan
@@ -176,21 +175,7 @@ def call(
     def forward(*arrays: Any) -> Any:
         return jax.tree.unflatten(tree, run(*arrays))
 
-    if vjp is None:
-        return forward(*arrays)
-
-    def saved(*arrays: Any) -> Any:
-        results = forward(*arrays)
-        return results, (arrays, results)
-
-    def backward(kept: Any, cotangents: Any) -> Any:
-        arrays = kept[0]
-        got = vjp(*kept, cotangents, **params.keywords())
-        return tuple(_mesh.vary(ct, _mesh.varying(a)) for ct, a in zip(got, arrays, strict=True))
-
-    differentiable = jax.custom_vjp(forward)
-    differentiable.defvjp(saved, backward)
-    return differentiable(*arrays)
+    return own_kernels.with_vjp(forward, vjp, params.keywords())(*arrays)
 
 
 def _bind_parameters(
@@ -308,13 +293,4 @@ _primitive = _lowering.make_primitive(
         title=_title,
     )
 )
-
-
-def _no_derivative(primals: Any, tangents: Any, *, params: Params) -> Any:
-    raise NotImplementedError(
-        f"jflux.{_title(params)} has no derivative: pass vjp= for reverse mode, or wrap the call "
-        "in jax.lax.stop_gradient"
-    )
-
-
-ad.primitive_jvps[_primitive] = _no_derivative
+own_kernels.refuse_derivatives(_primitive, _title)

@@ -7,6 +7,7 @@ import ctypes.util
 import functools
 import glob
 import os
+import re
 import site
 import sys
 from pathlib import Path
@@ -117,8 +118,28 @@ def _read(size_of: Any, read: Any, program: ctypes.c_void_p) -> bytes:
     return text.raw
 
 
-def source_of(source: str | os.PathLike[str]) -> tuple[str, str]:
-    """(CUDA C++, its name in messages) of a source, which has a kernel, or of the path to one."""
+def source_of(source: str | os.PathLike[str], kernel: str) -> tuple[str, str]:
+    """(CUDA C++, its name in messages) of a source, which has the kernel, or of the path to one.
+
+    Raises:
+      TypeError: it is neither.
+      FileNotFoundError: there is no such file.
+      ValueError: there is no such kernel in it. It need not compile: NVRTC may not be here.
+    """
+    if not isinstance(source, str | os.PathLike):
+        raise TypeError(f"jflux.custom_call: {source=} must be CUDA C++, or the path to a file")
     if isinstance(source, str) and ("__global__" in source or "\n" in source):
-        return source, "source"
-    return Path(source).read_text(), str(source)
+        text, name = source, "source"
+    elif os.path.isfile(source):
+        text, name = Path(source).read_text(), str(source)
+    else:
+        raise FileNotFoundError(
+            f"jflux.custom_call: source={os.fspath(source)!r} is no file, and no CUDA C++ with a "
+            "__global__ function"
+        )
+    if "__global__" not in text or not re.search(rf"\b{re.escape(kernel)}\b", text):
+        raise ValueError(
+            f'jflux.custom_call: {name} must have extern "C" __global__ void {kernel}(...), the '
+            "kernel that the call names"
+        )
+    return text, name

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad
 
-from .. import _dispatch, _native
+from .. import _dispatch, _mesh, _native
 from .._dispatch import Plan
 from .._lowering import ShapeDtype
 from . import compiling
@@ -26,6 +28,39 @@ def checked_results(title: str, got: Any, wanted: Sequence[ShapeDtype]) -> list[
     if (shapes := results_of(arrays)) != wanted:
         raise ValueError(f"jflux.{title}: the reference has results {shapes}, not {wanted}")
     return arrays
+
+
+def with_vjp(
+    forward: Callable[..., Any], vjp: Callable[..., Any] | None, keywords: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """A function of arrays whose reverse mode is `vjp`: (args, results, cotangents, **keywords) ->
+    cotangents of `args`. None: it has none but its own."""
+    if vjp is None:
+        return forward
+
+    def saved(*arrays: Any) -> Any:
+        results = forward(*arrays)
+        return results, (arrays, results)
+
+    def backward(kept: Any, cotangents: Any) -> Any:
+        got = vjp(*kept, cotangents, **keywords)
+        return tuple(_mesh.vary(ct, _mesh.varying(a)) for ct, a in zip(got, kept[0], strict=True))
+
+    differentiable = jax.custom_vjp(forward)
+    differentiable.defvjp(saved, backward)
+    return differentiable
+
+
+def refuse_derivatives(primitive: Primitive, title: Callable[[Any], str]) -> None:
+    """Says what to do where a call without `vjp` is differentiated."""
+
+    def jvp(primals: Any, tangents: Any, *, params: Any) -> Any:
+        raise NotImplementedError(
+            f"jflux.{title(params)} has no derivative: pass vjp= for reverse mode, or wrap the "
+            "call in jax.lax.stop_gradient"
+        )
+
+    ad.primitive_jvps[primitive] = jvp
 
 
 def signature_of(arrays: Sequence[Any], results: Sequence[ShapeDtype], *fields: Any) -> int:

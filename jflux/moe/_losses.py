@@ -15,6 +15,7 @@ from .._ops import _local
 from ._routing import count
 
 
+@_mesh.axis_by_name
 def load_balancing_loss(
     logits: jax.Array, topk_indices: jax.Array, *, axis_name: AxisName | None = None
 ) -> jax.Array:
@@ -51,6 +52,7 @@ def load_balancing_loss(
     return experts * jnp.sum(lax.stop_gradient(fraction) * probability)
 
 
+@_mesh.axis_by_name
 def z_loss(logits: jax.Array, *, axis_name: AxisName | None = None) -> jax.Array:
     """The mean over tokens of ``logsumexp(logits)^2``: ST-MoE (arXiv 2202.08906, equation 5).
 

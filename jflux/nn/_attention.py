@@ -28,6 +28,7 @@ _OP = "jflux.nn.attention"
 CACHE = ("cache_keys", "cache_values", "cache_lengths")
 
 
+@_mesh.axis_by_name
 def attention(
     x: jax.Array,
     query: jax.Array,

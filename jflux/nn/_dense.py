@@ -22,6 +22,7 @@ from .._ops.matmul_reduce_scatter import matmul_reduce_scatter
 from . import _padding
 
 
+@_mesh.axis_by_name
 def column_parallel(
     x: jax.Array,
     w: jax.Array | Sequence[jax.Array],
@@ -85,6 +86,7 @@ def _own_columns(
     return tuple(ys) if isinstance(w, tuple | list) and not gated else ys[0]
 
 
+@_mesh.axis_by_name
 def row_parallel(
     x: jax.Array,
     w: jax.Array,
@@ -138,6 +140,7 @@ def _all_reduce(x: jax.Array, w: jax.Array, bias: Any, residual: Any, **options:
     return y if bias is None else _epilogue.add(y, [bias])
 
 
+@_mesh.axis_by_name
 def mlp(
     x: jax.Array,
     up: jax.Array,
@@ -177,6 +180,7 @@ def mlp(
     return padding.cut(row_parallel(hidden, down, bias=down_bias, residual=residual, **options))
 
 
+@_mesh.axis_by_name
 def gated_mlp(
     x: jax.Array,
     gate: jax.Array,

@@ -47,6 +47,7 @@ class MixtureOutput(NamedTuple):
     dropped: jax.Array
 
 
+@_mesh.axis_by_name
 def mixture(
     x: jax.Array,
     router: jax.Array,

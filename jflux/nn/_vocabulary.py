@@ -19,6 +19,7 @@ from .._ops.exchange import reduce_scatter
 from . import _padding
 
 
+@_mesh.axis_by_name
 def embed(
     tokens: jax.Array,
     table: jax.Array,
@@ -89,6 +90,7 @@ def _embed(
     return all_reduce(rows, axis_name=axis_name)
 
 
+@_mesh.axis_by_name
 def cross_entropy(
     logits: jax.Array,
     targets: jax.Array,

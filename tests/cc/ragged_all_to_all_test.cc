@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <atomic>
 #include <functional>
+#include <limits>
+#include <utility>
 
 #include "ops/ragged_all_to_all/ragged_chunked_body.h"
 #include "ops/ragged_all_to_all/ragged_packets_body.h"
@@ -214,18 +216,21 @@ TEST(ABadValueIsNamedByAllRanks) {
   }
 }
 
-// With it moe_dispatch tells of slots without a place.
-TEST(AFirstOffsetBelowZeroMayBeACount) {
-  const auto spoil = [](int element) {
-    return [element](RaggedCall* c) { c->SizesOf(1).input_offsets[element] = -3; };
+// By which moe_dispatch tells of slots without a place.
+TEST(AFirstOffsetMayBeACount) {
+  const auto spoil = [](int element, int32_t value) {
+    return [=](RaggedCall* c) { c->SizesOf(1).input_offsets[element] = value; };
   };
+  const int32_t least = std::numeric_limits<int32_t>::min();
   for (bool chunked : {false, true}) {
-    for (const auto& error : ErrorsOf(chunked, spoil(0))) {
-      ExpectError(error, "input_offsets[0] = -3");
-      ExpectError(error, ". If this is jflux.moe_dispatch with on_overflow=\"error\"");
+    for (const auto& error : ErrorsOf(chunked, spoil(0, least + 3))) {
+      ExpectError(error, "jflux.moe_dispatch: 3 of the slots (token, expert) of rank 1 have no");
     }
-    for (const auto& error : ErrorsOf(chunked, spoil(1))) {
-      EXPECT(error.find("moe_dispatch") == std::string::npos) << error;
+    for (const auto& [element, value] :
+         {std::pair{0, -3}, std::pair{0, least}, std::pair{1, least + 3}}) {
+      for (const auto& error : ErrorsOf(chunked, spoil(element, value))) {
+        ExpectError(error, "jflux.ragged_all_to_all: rank");
+      }
     }
   }
 }

@@ -1,5 +1,6 @@
 // FFI handlers of ragged_all_to_all.
 #include <cstring>
+#include <limits>
 #include <string>
 
 #include "ops/ragged_all_to_all/ragged_all_to_all_plan.h"
@@ -145,13 +146,19 @@ constexpr XLA_FFI_Handler* kRaggedAllToAllCuda = nullptr;
 constexpr bool (*kLoadKernels)(std::string* error) = nullptr;
 #endif
 
-// With such a value moe_dispatch fails (jflux/_experts/ragged.py).
-const char* Meaning(const Fault& fault) {
-  const bool is_count = fault.argument == static_cast<int32_t>(RaggedArgument::kInputOffsets) &&
-                        fault.tile == 0 && static_cast<int64_t>(fault.seen) < 0;
-  return is_count ? " If this is jflux.moe_dispatch with on_overflow=\"error\": so many of that "
-                    "rank's slots, without the sign, have no place or name no expert."
-                  : "";
+// moe_dispatch fails by a first offset of INT32_MIN and the number of slots that it may not drop
+// (jflux/_experts/ragged.py).
+std::string Meaning(const Fault& fault) {
+  const int64_t slots = static_cast<int64_t>(fault.seen) - std::numeric_limits<int32_t>::min();
+  if (fault.argument != static_cast<int32_t>(RaggedArgument::kInputOffsets) || fault.tile != 0 ||
+      slots < 1 || slots > 1 << 30) {
+    return "";
+  }
+  return "jflux.moe_dispatch: " + std::to_string(slots) + " of the slots (token, expert) of rank " +
+         std::to_string(fault.peer) +
+         " have no place in their expert's capacity, or an expert that there is not, and "
+         "on_overflow=\"error\". Make capacity larger, mend topk_indices, or let "
+         "on_overflow=\"drop\" count them in statistics.dropped.";
 }
 
 }  // namespace
