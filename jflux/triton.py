@@ -313,7 +313,7 @@ def _poll(ctx, word, expected, peer, item, active, COUNTS: tl.constexpr):
                 if _load_relaxed(ctx[_OWN] + _STOP) != 0:
                     _trap()
                 now = _now()
-                if attempt == 63:  # reading the clock is slow
+                if deadline == 0:  # at the first look: reading the clock is slow
                     deadline = now + _load_relaxed(ctx[_STATE] + _TIMEOUT)
                 if now > deadline:
                     _fail(ctx, _TIMED_OUT, peer, item, expected, seen)
