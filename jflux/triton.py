@@ -517,7 +517,8 @@ def signal_add(ctx, signal, pe, count=1):
     everything that the program has stored anywhere.
 
     Any programs of any ranks may add to one signal, up to 2^24 - 1 in all; the same call must not
-    also set it. ``wait_count`` waits for it.
+    also set it. ``wait_count`` waits for it. Peers' memory must have native atomics: over NVLink it
+    has, over PCIe most GPUs have none.
     """
     tl.debug_barrier()
     if _tid() == 0:
