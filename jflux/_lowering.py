@@ -105,7 +105,7 @@ class CanonicalRule(Protocol):
 
 class AttributesRule(Protocol):
     """(operands' types, params, plan) -> the FFI attributes of the handler beside `groups`, `site`,
-    `world` and `workspace_bytes`."""
+    `sm_count`, `world` and `workspace_bytes`."""
 
     def __call__(self, arrays: Arrays, params: Any, plan: Plan) -> dict[str, Any]: ...
 
@@ -405,6 +405,9 @@ def _lower_fused(
     table = _mesh.group_table(mesh, params.axis_names)
     target = f"jflux_{rules.name}" if rules.target is None else rules.target(params)
     aliases: Any = {"operand_output_aliases": dict(rules.aliases)} if rules.aliases else {}
+    # Grids and orders of tiles depend on it, and must be the same on all ranks. A user's own kernel
+    # has a grid of the user's.
+    own = {"sm_count": np.int64(machine.sm_count)} if rules.target is None else {}
     return jax.ffi.ffi_lowering(target, **aliases)(
         ctx,
         *operands,
@@ -412,6 +415,7 @@ def _lower_fused(
         site=np.int64(ctx.module_context.new_channel()),
         world=np.int64(table.shape[1]),
         workspace_bytes=np.int64(plan.workspace_bytes),
+        **own,
         **rules.attributes(ctx.avals_in, params, plan),
     )
 

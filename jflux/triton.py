@@ -313,7 +313,7 @@ def _poll(ctx, word, expected, peer, item, active, COUNTS: tl.constexpr):
                 if _load_relaxed(ctx[_OWN] + _STOP) != 0:
                     _trap()
                 now = _now()
-                if attempt == 63:  # reading the clock is slow
+                if deadline == 0:  # at the first look: reading the clock is slow
                     deadline = now + _load_relaxed(ctx[_STATE] + _TIMEOUT)
                 if now > deadline:
                     _fail(ctx, _TIMED_OUT, peer, item, expected, seen)
@@ -517,7 +517,8 @@ def signal_add(ctx, signal, pe, count=1):
     everything that the program has stored anywhere.
 
     Any programs of any ranks may add to one signal, up to 2^24 - 1 in all; the same call must not
-    also set it. ``wait_count`` waits for it.
+    also set it. ``wait_count`` waits for it. Peers' memory must have native atomics: over NVLink it
+    has, over PCIe most GPUs have none.
     """
     tl.debug_barrier()
     if _tid() == 0:

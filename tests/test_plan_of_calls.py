@@ -203,8 +203,8 @@ def test_leading_rows_are_planned_in_rank_order():
 @pytest.fixture
 def lowered_for_gpus(monkeypatch):
     """A function (call) -> (the calls that it becomes, its program), lowered for GPUs that are not
-    here."""
-    machine = dataclasses.replace(GPU, is_here=False)
+    here, the smallest of which has 114 multiprocessors."""
+    machine = dataclasses.replace(GPU, sm_count=114, is_here=False)
     monkeypatch.setattr(_heap, "why_not_usable", lambda platform, mesh, table: None)
     monkeypatch.setattr(_dispatch, "machine_of", lambda platform, mesh: machine)
     monkeypatch.setattr(_mesh, "belongs_here", lambda mesh: False)
@@ -242,10 +242,20 @@ def test_operands_of_any_size_get_into_the_form_that_gpus_take(call, sizes, lowe
         return
     assert len(calls) == 1 and f"@jflux_{call.op}" in text
     assert f"workspace_bytes = {last.workspace_bytes} : i64" in text
+    assert "sm_count = 114 : i64" in text
     if sizes["k"] == 9:
         assert _product.PADDED in last.reason or _product.RANK_MAJOR in last.reason
         assert last.key.k % _product_plan.PADDED_TO == 0
     assert last.config["tile_n"] > 0 and last.key.k % _product_plan.UNIT == 0
+
+
+@pytest.mark.usefixtures("lowered_for_gpus")
+def test_grids_of_collectives_go_by_the_smallest_gpu():
+    f = jax.jit(per_device(make_mesh((2,)), lambda x: jflux.all_gather(x, axis_name="tp")))
+    with _config.override(always=True, strict=True):
+        traced = f.trace(jax.ShapeDtypeStruct((2, 64), jnp.bfloat16))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "@jflux_all_gather" in text and "sm_count = 114 : i64" in text
 
 
 def test_what_must_be_padded_becomes_whole_64_bytes():

@@ -6,6 +6,7 @@ import importlib
 import re
 import sys
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -338,6 +339,17 @@ def test_without_triton(kernels, monkeypatch):
     assert compiling.why_no_triton() == "Triton is not installed: pip install 'triton>=3.5'"
     plan = symm_call._plan([], _params(kernels, "ring", 2), H100)
     assert plan.unsupported and plan.reason == compiling.why_no_triton()
+
+
+def test_a_grid_must_fit_the_smallest_gpu_of_the_job(monkeypatch):
+    """Whatever GPUs this process has: the others would wait for one that is refused."""
+    add = types.SimpleNamespace(add_module=lambda *_: 2)  # programs on a multiprocessor
+    monkeypatch.setattr(compiling._native, "lib", add)
+    monkeypatch.setattr(compiling._heap, "sm_count", lambda: 114)
+    compiled = compiling.Compiled("key", b"", "f", 128, 0, 0)
+    compiling.load(compiled, "symm.call(f)", 228)
+    with pytest.raises(ValueError, match="grid=229 programs, of which a GPU holds 228 at once"):
+        compiling.load(compiled, "symm.call(f)", 229)
 
 
 def test_which_calls_have_kernels(kernels):

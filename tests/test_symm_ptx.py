@@ -37,12 +37,15 @@ def kernels():
 class Ranks:
     """A group of ranks with a workspace each, full of NaN, and one kernel."""
 
-    def __init__(self, f, arrays, world, *, seed=0, timeout=10**9, skip_waits=False):
+    def __init__(self, f, arrays, world, *, seed=0, timeout=10**9, skip_waits=False, wrap=None):
         self.params = _params(f, arrays, world)
         self.results = self.params.results
         compiled, ptx = _compile(self.params, arrays)
         # A machine as slow as this one looks at the clock more often.
         ptx = ptx.replace("mov.u32 left, 2048;", "mov.u32 left, 16;")
+        if wrap is not None:  # the count of a wait's polls
+            assert str(2**30 - 1) in ptx
+            ptx = ptx.replace(str(2**30 - 1), str(wrap - 1))
         self.programs, self.threads = [Program(ptx)] * world, compiled.threads
         self.signatures = [SIGNATURE] * world
         self.shared_bytes = compiled.shared_bytes
@@ -259,6 +262,15 @@ def test_a_wait_ends_at_its_deadline(kernels, way):
             warning = [ranks.memory.read(ranks.records[rank] + 256 + 8 * i) for i in range(6)]
             assert warning == record
         assert ranks.word(rank, 16) == 1
+
+
+def test_a_deadline_stays_when_the_polls_count_from_zero_again(kernels):
+    """After 2^30 polls; here after 128."""
+    array = jax.ShapeDtypeStruct((kernels.BLOCK,), np.float32)
+    ranks = Ranks(
+        lambda x: kernels.call_stuck(x, "tp", "signal"), [array], 2, timeout=300_000, wrap=128
+    )
+    assert ranks.call(_draw(0, 2, (kernels.BLOCK,), np.float32)) == [0, 1]
 
 
 def test_ranks_that_run_different_calls_are_told(kernels):

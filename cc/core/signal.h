@@ -160,9 +160,9 @@ inline constexpr uint32_t kPollsPerLook = 64, kPollsPerHostLook = 4096;
 // What a polling loop asks after its attempts: whether to go on.
 class Patience {
  public:
-  JFLUX_HD explicit Patience(const WaitContext& ctx) : deadline_ns_(ctx.deadline_ns & ~kWarned) {}
+  JFLUX_HD explicit Patience(const WaitContext& ctx) : deadline_ns_(ctx.deadline_ns & ~kFlags) {}
 
-  // Whether to look, after attempt number `attempt`.
+  // Whether to look, after attempt number `attempt`. Attempts count from 0 again after 2^32.
   static JFLUX_HD bool Looks(uint32_t attempt) {
     return attempt % kPollsPerLook == kPollsPerLook - 1;
   }
@@ -172,8 +172,8 @@ class Patience {
     if (Faulted(ctx)) return false;
     const uint64_t now = NowNs();
     // The deadline is set at the first look: reading the clock is slow.
-    if (attempt == kPollsPerLook - 1 && ctx.limits != nullptr && ctx.limits->timeout_ns != 0) {
-      deadline_ns_ = (now + ctx.limits->timeout_ns) & ~kWarned;
+    if ((deadline_ns_ & kSet) == 0 && ctx.limits != nullptr && ctx.limits->timeout_ns != 0) {
+      deadline_ns_ = ((now + ctx.limits->timeout_ns) & ~kFlags) | kSet;
     }
     FaultKind failure = FaultKind::kNone;
     if (now > deadline_ns_) {
@@ -212,7 +212,8 @@ class Patience {
   }
 
   static constexpr uint64_t kWriting = ~uint64_t{0};  // in WaitLimits::warned
-  static constexpr uint64_t kWarned = 1;              // in the deadline: this wait has warned
+  // In the deadline: this wait has warned; the limits have set it.
+  static constexpr uint64_t kWarned = 1, kSet = 2, kFlags = kWarned | kSet;
 
   uint64_t deadline_ns_;
 };

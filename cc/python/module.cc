@@ -274,18 +274,18 @@ NB_MODULE(_jflux, m) {
   m.def("plan", &Plan);
   m.def("constants", &Constants);
   m.def("custom_workspace_bytes", &jflux_custom_workspace_bytes);
-  // How many blocks each device holds at once; 0 without a heap.
+  // How many blocks a multiprocessor holds at once; 0 without a heap.
   m.def("add_module", [](const std::string& key, const nb::bytes& image,
                          const std::string& function, int threads, int shared_bytes,
                          int64_t scratch_bytes) {
     const JfluxModule module{key.c_str(),      image.c_str(), static_cast<int64_t>(image.size()),
                              function.c_str(), threads,       shared_bytes,
                              scratch_bytes};
-    int64_t resident = 0;
+    int64_t per_sm = 0;
     nb::gil_scoped_release release;
-    const char* reason = jflux_add_module(&module, &resident);
+    const char* reason = jflux_add_module(&module, &per_sm);
     if (reason != nullptr) throw std::runtime_error(reason);
-    return resident;
+    return per_sm;
   });
   m.def("heap_read", [](const std::string& platform, const std::vector<int64_t>& devices,
                         int64_t bytes, int64_t device, int64_t offset, int64_t count) {

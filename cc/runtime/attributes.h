@@ -104,21 +104,28 @@ std::optional<ffi::Error> ReadAttributes(OpId op, const ffi::Dictionary& attribu
   return InvalidArgument(std::string(NameOf(op)) + ": " + refused);
 }
 
+inline constexpr int64_t kMostPlannedSms = 1 << 16;
+
 // What every call has (jflux/_lowering.py).
 struct CallAttributes {
   Int64s groups;     // [number of groups][world] global device ids, in rank order
   int64_t site = 0;  // unique in the module; on CPUs see runtime/cpu_call.h
   int64_t workspace_bytes = 0;
   int64_t world = 0;
+  int64_t sm_count = 0;  // multiprocessors that the plan was made for; 0: the CPU back end
 
   void Read(AttributeReader& read) {
     read("groups", &groups);
     read("site", &site);
+    read("sm_count", &sm_count);
     read("workspace_bytes", &workspace_bytes);
     read("world", &world);
     if (world < 1 || world > kMaxRanks || groups.size() % world != 0) {
       read.Refuse("attribute `groups` is no table of up to " + std::to_string(kMaxRanks) +
                   " ranks");
+    }
+    if (sm_count < 0 || sm_count > kMostPlannedSms) {
+      read.Refuse("attribute `sm_count` is no number of multiprocessors");
     }
   }
 };

@@ -180,9 +180,9 @@ typedef struct {
   int32_t threads, shared_bytes;  // of a block
   int64_t scratch_bytes;          // of global memory, of a block
 } JfluxModule;
-// Loads it on the devices of the heap on GPUs. *resident: how many blocks each of them holds at
-// once; 0 without a heap.
-JFLUX_API const char* jflux_add_module(const JfluxModule* m, int64_t* resident);
+// Loads it on the devices of the heap on GPUs. *per_sm: how many blocks a multiprocessor of each of
+// them holds at once; 0 without a heap.
+JFLUX_API const char* jflux_add_module(const JfluxModule* m, int64_t* per_sm);
 // Tests only, between calls, on GPUs: copies `bytes` bytes at `offset` of a device's copy of a
 // workspace to `to`.
 JFLUX_API const char* jflux_heap_read(const char* platform, const JfluxWorkspace* w, int64_t device,

@@ -35,10 +35,11 @@ inline constexpr auto BindCuda = [] {
 };
 
 // launch(device, view, remote, &error) -> bool. `remote` refers to all ranks' copies; those on
-// other nodes have no address in `view`.
+// other nodes have no address in `view`. `workspace_bytes` are those of the call's layout.
 template <typename Launch>
-ffi::Error LaunchCudaCallAcrossNodes(OpId op, int32_t ordinal, ffi::Span<const int64_t> groups,
-                                     int64_t world, WorkspaceBytes workspace, Launch&& launch) {
+ffi::Error LaunchCudaCallAcrossNodes(OpId op, int32_t ordinal, const CallAttributes& call,
+                                     int64_t workspace_bytes, Launch&& launch) {
+  const WorkspaceBytes workspace{workspace_bytes, call.workspace_bytes};
   if (auto refused = workspace.Refused(op)) return *std::move(refused);
   const auto heap = CurrentHeapCuda();
   const std::string name = std::string("jflux.") + NameOf(op) + ": ";
@@ -57,7 +58,7 @@ ffi::Error LaunchCudaCallAcrossNodes(OpId op, int32_t ordinal, ffi::Span<const i
     heap->Abort("GPU " + std::to_string(ordinal) + ": " + name + why);
     return failed(name + why);
   };
-  const auto group = FindGroup(groups, world, device->id);
+  const auto group = FindGroup(call.groups, call.world, device->id);
   if (!group) return failed_here(kNotOfTheCall);
   SymmetricView view;
   shmem::RemoteRef remote[kMaxRanks];
@@ -72,7 +73,9 @@ ffi::Error LaunchCudaCallAcrossNodes(OpId op, int32_t ordinal, ffi::Span<const i
   std::string error;
   view.launch = static_cast<uint32_t>(++CudaLaunches() % 0xffffffff) + 1;
   if (FailingOrdinal() == ordinal) return failed_here("a test has this launch fail");
-  if (!launch(*device, view, static_cast<const shmem::RemoteRef*>(remote), &error)) {
+  CudaDevice planned = *device;
+  planned.sm_count = static_cast<int>(call.sm_count);
+  if (!launch(planned, view, static_cast<const shmem::RemoteRef*>(remote), &error)) {
     return failed_here(error);
   }
   return ffi::Error::Success();
@@ -80,8 +83,8 @@ ffi::Error LaunchCudaCallAcrossNodes(OpId op, int32_t ordinal, ffi::Span<const i
 
 // launch(device, view, &error) -> bool, of a group inside a node.
 template <typename Launch>
-ffi::Error LaunchCudaCall(OpId op, int32_t ordinal, ffi::Span<const int64_t> groups, int64_t world,
-                          WorkspaceBytes workspace, Launch&& launch) {
+ffi::Error LaunchCudaCall(OpId op, int32_t ordinal, const CallAttributes& call,
+                          int64_t workspace_bytes, Launch&& launch) {
   const auto launch_mapped = [&](const CudaDevice& device, const SymmetricView& view,
                                  const shmem::RemoteRef*, std::string* error) {
     for (int32_t r = 0; r < view.world; ++r) {
@@ -91,7 +94,7 @@ ffi::Error LaunchCudaCall(OpId op, int32_t ordinal, ffi::Span<const int64_t> gro
     }
     return launch(device, view, error);
   };
-  return LaunchCudaCallAcrossNodes(op, ordinal, groups, world, workspace, launch_mapped);
+  return LaunchCudaCallAcrossNodes(op, ordinal, call, workspace_bytes, launch_mapped);
 }
 
 }  // namespace jflux

@@ -13,6 +13,8 @@ namespace jflux {
 struct CudaDevice {
   int ordinal;
   int64_t id;  // global
+  // SMs that a launch counts on: of a call with peers as its plan says, on every rank alike. How
+  // many CTAs there are, and in which order they take tiles, depends on it.
   int sm_count;
   DeviceState* state;      // device address
   HostRecords* records;    // host address; the kernels' addresses are in DeviceState

@@ -102,9 +102,10 @@ const char* jflux_cuda_begin_call(const CallInfo* info, int32_t ordinal, void* s
   if (!why_not.empty()) return jflux::Reason(why_not);
   const jflux::OpId op = jflux::CustomOp(jflux::NameOfCall(*info));
   const auto layout = jflux::shmem::WorkspaceFor(info->data_bytes, info->num_signals);
+  const jflux::CallAttributes call{jflux::GroupsOf(*info), info->site, info->workspace_bytes,
+                                   info->world, /*sm_count=*/0};
   const auto error = jflux::LaunchCudaCall(
-      op, ordinal, jflux::GroupsOf(*info), info->world,
-      {layout.TotalBytes(), info->workspace_bytes},
+      op, ordinal, call, layout.TotalBytes(),
       [&](const jflux::CudaDevice& device, const jflux::SymmetricView& view, std::string* why) {
         if (!jflux::RunAfterLastCall(static_cast<cudaStream_t>(stream), why)) return false;
         args->state = device.state;

@@ -164,9 +164,6 @@ bool HeapCuda::EnablePeerAccess(const CudaDevice& device, std::string* error) {
 }
 
 bool HeapCuda::PrepareDevice(CudaDevice* device, std::string* error) {
-  JFLUX_CUDA_OR_FALSE(
-      cudaDeviceGetAttribute(&device->sm_count, cudaDevAttrMultiProcessorCount, device->ordinal),
-      error);
   JFLUX_CUDA_OR_FALSE(cudaMalloc(reinterpret_cast<void**>(&device->state), sizeof(DeviceState)),
                       error);
   JFLUX_CUDA_OR_FALSE(cudaHostAlloc(reinterpret_cast<void**>(&device->records), sizeof(HostRecords),

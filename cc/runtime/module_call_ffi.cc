@@ -109,7 +109,7 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Dictionary dictionary
   const OpId op = CustomOp(name);
   const auto layout = shmem::WorkspaceFor(a.data_bytes, a.num_signals);
   return LaunchCudaCall(
-      op, ordinal, a.call.groups, a.call.world, {layout.TotalBytes(), a.call.workspace_bytes},
+      op, ordinal, a.call, layout.TotalBytes(),
       [&](const CudaDevice& device, const SymmetricView& view, std::string* error) {
         const uint32_t signature =
             SignatureBuilder().Add(a.signature).Add(a.call.site).Add(a.blocks).Get();
@@ -151,20 +151,20 @@ XLA_FFI_Handler* const kModuleCallCuda = kCuda;
 
 }  // namespace jflux
 
-const char* jflux_add_module(const JfluxModule* m, int64_t* resident) {
+const char* jflux_add_module(const JfluxModule* m, int64_t* per_sm) {
   const auto heap = jflux::CurrentHeapCuda();
   const jflux::ModuleSpec spec{std::string(m->image, static_cast<size_t>(m->image_bytes)),
                                m->function, m->threads, m->shared_bytes, m->scratch_bytes};
   std::string error;
   const bool ok = jflux::AddModule(
-      m->key, spec, heap == nullptr ? std::vector<int>{} : heap->ordinals(), resident, &error);
+      m->key, spec, heap == nullptr ? std::vector<int>{} : heap->ordinals(), per_sm, &error);
   return ok ? nullptr : jflux::Reason(error);
 }
 
 #else
 
-const char* jflux_add_module(const JfluxModule*, int64_t* resident) {
-  *resident = 0;
+const char* jflux_add_module(const JfluxModule*, int64_t* per_sm) {
+  *per_sm = 0;
   return jflux::Reason("jflux: this build has no CUDA kernels");
 }
 

@@ -71,6 +71,7 @@ struct Driver {
 struct Loaded {
   CUfunction function = nullptr;
   int64_t resident = 0;  // blocks that the device holds at once
+  int64_t per_sm = 0;    // that a multiprocessor holds
   // For so many blocks. A device's calls run one after the other, so they share it.
   void* scratch = nullptr;
 };
@@ -126,7 +127,8 @@ bool Load(const ModuleSpec& spec, int ordinal, Loaded* loaded, std::string* erro
   }
   JFLUX_CUDA_OR_FALSE(
       cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, ordinal), error);
-  loaded->resident = int64_t{per_multiprocessor} * multiprocessors;
+  loaded->per_sm = per_multiprocessor;
+  loaded->resident = loaded->per_sm * multiprocessors;
   if (spec.scratch_bytes > 0) {
     JFLUX_CUDA_OR_FALSE(cudaMalloc(&loaded->scratch, spec.scratch_bytes * loaded->resident), error);
   }
@@ -134,7 +136,7 @@ bool Load(const ModuleSpec& spec, int ordinal, Loaded* loaded, std::string* erro
 }
 
 // Under Table::loading: loads a module on the current device, unless it is there.
-bool LoadModule(const std::string& key, int ordinal, int64_t* resident, std::string* error) {
+bool LoadModule(const std::string& key, int ordinal, int64_t* per_sm, std::string* error) {
   Table& table = Table::Get();
   ModuleSpec spec;
   {
@@ -142,14 +144,14 @@ bool LoadModule(const std::string& key, int ordinal, int64_t* resident, std::str
     const Module& module = table.modules[key];
     const auto found = module.by_ordinal.find(ordinal);
     if (found != module.by_ordinal.end()) {
-      *resident = found->second.resident;
+      *per_sm = found->second.per_sm;
       return true;
     }
     spec = module.spec;
   }
   Loaded loaded;
   if (!Load(spec, ordinal, &loaded, error)) return false;
-  *resident = loaded.resident;
+  *per_sm = loaded.per_sm;
   std::lock_guard<std::mutex> lock(table.mutex);
   table.modules[key].by_ordinal[ordinal] = loaded;
   return true;
@@ -158,7 +160,7 @@ bool LoadModule(const std::string& key, int ordinal, int64_t* resident, std::str
 }  // namespace
 
 bool AddModule(const std::string& key, const ModuleSpec& spec, const std::vector<int>& ordinals,
-               int64_t* resident, std::string* error) {
+               int64_t* per_sm, std::string* error) {
   Table& table = Table::Get();
   std::lock_guard<std::mutex> loading(table.loading);
   {
@@ -166,12 +168,12 @@ bool AddModule(const std::string& key, const ModuleSpec& spec, const std::vector
     Module& module = table.modules[key];
     if (module.spec.image.empty()) module.spec = spec;
   }
-  *resident = ordinals.empty() ? 0 : std::numeric_limits<int64_t>::max();
+  *per_sm = ordinals.empty() ? 0 : std::numeric_limits<int64_t>::max();
   for (const int ordinal : ordinals) {
     int64_t blocks = 0;
     JFLUX_CUDA_OR_FALSE(cudaSetDevice(ordinal), error);
     if (!LoadModule(key, ordinal, &blocks, error)) return false;
-    if (blocks < *resident) *resident = blocks;
+    if (blocks < *per_sm) *per_sm = blocks;
   }
   return true;
 }

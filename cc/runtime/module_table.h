@@ -20,10 +20,11 @@ struct ModuleSpec {
   int64_t scratch_bytes;  // global memory of a block, which Triton's tensor descriptors lie in
 };
 
-// Adds the module, unless `key` is known, and loads it on these devices. *resident: how many blocks
-// the one with the least room holds at once; 0 for no devices. Changes the current device.
+// Adds the module, unless `key` is known, and loads it on these devices. *per_sm: how many blocks a
+// multiprocessor holds at once, of the device where it holds the fewest; 0 for no devices. Changes
+// the current device.
 bool AddModule(const std::string& key, const ModuleSpec& spec, const std::vector<int>& ordinals,
-               int64_t* resident, std::string* error);
+               int64_t* per_sm, std::string* error);
 
 // Loads all modules on a device, for a new heap.
 bool LoadModules(int ordinal, std::string* error);

@@ -100,8 +100,8 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Dictionary dictionary
     };
     return LaunchAfterLastCall(stream, enqueue, error);
   };
-  return LaunchCudaCallAcrossNodes(kNodeExchangeId, ordinal, a.call.groups, a.call.world,
-                                   {e.Layout().TotalBytes(), a.call.workspace_bytes}, launch);
+  return LaunchCudaCallAcrossNodes(kNodeExchangeId, ordinal, a.call, e.Layout().TotalBytes(),
+                                   launch);
 }
 
 XLA_FFI_DEFINE_HANDLER(kCuda, Cuda, BindCuda().Arg<ffi::AnyBuffer>().Ret<ffi::AnyBuffer>(),

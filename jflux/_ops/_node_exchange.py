@@ -200,6 +200,7 @@ def _lower_cuda(ctx: Any, x: Any, *, params: Params) -> Any:
         groups=table.ravel(),
         kind=np.int64(params.kind),
         site=np.int64(ctx.module_context.new_channel()),
+        sm_count=np.int64(0),  # its kernel has a CTA for each slice
         steps=np.int64(params.steps),
         workspace_bytes=np.int64(bytes_),
         world=np.int64(params.world),

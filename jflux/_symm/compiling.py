@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .. import _native
+from .. import _heap, _native
 from .layout import Buffer
 
 #: The FFI target that launches kernels, and who has compiled them (cc/runtime/module_call_ffi.cc).
@@ -110,7 +110,7 @@ def load(compiled: Compiled, title: str, grid: int) -> None:
       ValueError: they are not resident at once.
       RuntimeError: the driver does not load the kernel.
     """
-    resident = _native.lib.add_module(
+    per_sm = _native.lib.add_module(
         compiled.key,
         compiled.image,
         compiled.function,
@@ -118,6 +118,9 @@ def load(compiled: Compiled, title: str, grid: int) -> None:
         compiled.shared_bytes,
         compiled.scratch_bytes,
     )
+    if per_sm == 0:
+        return
+    resident = per_sm * _heap.sm_count()  # of the job's smallest GPU: all processes must agree
     if 0 < resident < grid:
         raise ValueError(
             f"jflux.{title}: grid={grid} programs, of which a GPU holds {resident} at once "

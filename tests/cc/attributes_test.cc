@@ -65,6 +65,7 @@ Dictionary OfAProduct() {
   Dictionary d;
   d.Set("groups", {3, 1, 0, 2});
   d.Set("site", 11);
+  d.Set("sm_count", 114);
   d.Set("workspace_bytes", 22);
   d.Set("world", 2);
   d.Set("choice", {5, 6, 7, 8});
@@ -87,6 +88,7 @@ TEST(EachGoesToTheMemberOfItsName) {
   EXPECT_EQ(a.call.groups.size(), 4u);
   EXPECT_EQ(a.call.groups.begin()[0], 3);
   EXPECT_EQ(a.call.site, 11);
+  EXPECT_EQ(a.call.sm_count, 114);
   EXPECT_EQ(a.call.workspace_bytes, 22);
   EXPECT_EQ(a.call.world, 2);
   EXPECT_EQ(a.choice.begin()[3], 8);

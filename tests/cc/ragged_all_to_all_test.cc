@@ -5,10 +5,12 @@
 #include <atomic>
 #include <functional>
 #include <limits>
+#include <random>
 #include <utility>
 
 #include "ops/ragged_all_to_all/ragged_chunked_body.h"
 #include "ops/ragged_all_to_all/ragged_packets_body.h"
+#include "ops/ragged_all_to_all/ragged_table.h"
 #include "plans.h"
 #include "ragged_all_to_all_call.h"
 #include "rank_errors.h"
@@ -63,6 +65,64 @@ TEST(EqualsItsDefinition) {
   for (int world = 1; world <= kMaxRanks; ++world) Check(world, RunOptions{});
 }
 
+// With tables (ragged_table.h), of which the last have an entry for every few slices.
+TEST(ManySlices) {
+  for (int world : {1, 2, 3, 8}) {
+    for (bool chunked : {false, true}) {
+      for (int32_t slices : {9, 300, 2100}) {
+        if (slices == 2100 && world != 3) continue;
+        const auto p =
+            RaggedParamsFor(world, slices, slices == 9 ? 2 : 1, 17, 3 * slices, 12, chunked);
+        EXPECT(p.HasTables() && (slices < 2100) == (p.TableStep() == 1));
+        std::vector<std::unique_ptr<RaggedCall>> calls;
+        for (uint32_t i : {1, 2, 3}) calls.push_back(std::make_unique<RaggedCall>(p, 4, i));
+        PlainHeap heap = HeapFor(p);
+        RunAndCheck(calls, heap, RunOptions{});
+      }
+    }
+  }
+}
+
+TEST(TablesSayWhatAWalkSays) {
+  std::mt19937 random(1);
+  for (int32_t slices : {9, 2100}) {
+    const auto p = RaggedParamsFor(3, slices, 1, 17, 4 * slices, 12, true);
+    std::vector<uint32_t> memory(p.TableWords(1));
+    for (int i = 0; i < 50; ++i) {
+      RaggedSizes sizes = RandomSizes(p, 4, i)[0];
+      const SizeTable walked{p, sizes.send_sizes.data(), nullptr, 0, 0};
+      const RaggedArrays arrays{nullptr,
+                                nullptr,
+                                sizes.input_offsets.data(),
+                                sizes.send_sizes.data(),
+                                sizes.output_offsets.data(),
+                                sizes.recv_sizes.data()};
+      const RaggedTables tables = RaggedTables::In(memory.data(), p, arrays);
+      tables.Fill();
+      EXPECT(!tables.FirstBad().Found());
+      for (int peer = 0; peer < p.world; ++peer) {
+        const int64_t rows = walked.Rows(peer);
+        EXPECT_EQ(tables.Sends().Rows(peer), rows);
+        for (int64_t row = 0; row < rows; ++row) {
+          const SizeTable::Place want = walked.SliceOf(peer, row);
+          const SizeTable::Place got = tables.Sends().SliceOf(peer, row);
+          EXPECT(got.t == want.t && got.rows == want.rows) << row;
+        }
+      }
+      for (int bad = i % 3; bad >= 0; --bad) {  // up to three
+        const auto at = random() % p.Slices();
+        std::vector<int32_t>* arguments[] = {&sizes.input_offsets, &sizes.send_sizes,
+                                             &sizes.output_offsets};
+        (*arguments[random() % 3])[at] = random() % 2 ? -2147483647 : 2147483647;
+      }
+      tables.Fill();
+      const BadValue want = RaggedSlices{p, arrays}.FirstBad(), got = tables.FirstBad();
+      EXPECT(want.Found() && got.argument == want.argument && got.index == want.index &&
+             got.value == want.value && got.most == want.most);
+    }
+  }
+}
+
 TEST(WithLateRanks) {
   RunOptions options;
   options.max_delay_us = 200;
@@ -113,15 +173,20 @@ class SharedRagged : public RaggedCall {
       return shmem::internal::RunCall(at(0), [&](const shmem::Context&) {
         InTurn(places_, running_, [&](int place) {
           const shmem::Context mine = at(place);
-          failed += !RaggedChunkedBody{p_, arrays, mine}.Run();
+          std::vector<uint32_t> memory(p_.TableWords(1));
+          const RaggedTables tables = RaggedTables::In(memory.data(), p_, arrays);
+          failed += !RaggedChunkedBody{p_, arrays, mine, tables}.Run();
         });
         return failed == 0;
       });
     }
     const PacketCall call{view, p_.Workspace(), epoch, p_.Signature(), ctx};
     for (int d = 1; d < p_.world; ++d) call.SendHello((view.rank + d) % p_.world);
-    InTurn(places_, running_,
-           [&](int place) { failed += !RaggedPacketsBody{p_, arrays, call}.Run(place, places_); });
+    InTurn(places_, running_, [&](int place) {
+      std::vector<uint32_t> memory(p_.TableWords(1));
+      const RaggedTables tables = RaggedTables::In(memory.data(), p_, arrays);
+      failed += !RaggedPacketsBody{p_, arrays, call, tables}.Run(place, places_);
+    });
     for (int d = 1; d < p_.world; ++d) failed += !call.AwaitHello((view.rank + d) % p_.world);
     return failed == 0;
   }
@@ -133,12 +198,11 @@ class SharedRagged : public RaggedCall {
 TEST(ThreadsShareARanksPart) {
   for (int world : {2, 3, 5}) {
     for (bool chunked : {false, true}) {
-      const auto p = chunked ? RaggedParamsFor(world, 2, 1, 900, 1800, 72, true)
-                             : RaggedParamsFor(world, 2, 2, 20, 50, 20, false);
       for (int running : {1, 2, 4}) {
         for (int places : {1, 3, 8}) {
-          // Threads of a packet kernel all send before any of them waits: all of them run.
-          if (!chunked && running < places) continue;
+          const int32_t slices = running == 1 ? 40 : 2;  // with tables, and without
+          const auto p = chunked ? RaggedParamsFor(world, slices, 1, 900, 1800, 72, true)
+                                 : RaggedParamsFor(world, slices, 2, 20, 50, 20, false);
           std::vector<std::unique_ptr<SharedRagged>> calls;
           for (uint32_t i : {1, 2, 3}) {
             calls.push_back(std::make_unique<SharedRagged>(p, places, running, 800, i));
@@ -160,9 +224,9 @@ TEST(ThreadsShareARanksPart) {
 constexpr int kWorld = 3;
 
 // The ranks' errors in a call whose arguments `spoil` has changed.
-std::vector<std::string> ErrorsOf(bool chunked,
-                                  const std::function<void(RaggedCall* call)>& spoil) {
-  const auto p = RaggedParamsFor(kWorld, 2, 1, 10, 40, 12, chunked);
+std::vector<std::string> ErrorsOf(bool chunked, const std::function<void(RaggedCall* call)>& spoil,
+                                  int32_t slices = 2) {
+  const auto p = RaggedParamsFor(kWorld, slices, 1, 10, 40, 12, chunked);
   RaggedCall call(p, 5, 7);
   spoil(&call);
   PlainHeap heap = HeapFor(p);
@@ -247,6 +311,18 @@ TEST(SizesOfTwoRanksThatDiffer) {
     ExpectError(errors[2],
                 "jflux.ragged_all_to_all: rank 2 was given recv_sizes[1] = 9, but rank 0 sends it "
                 "4");
+  }
+}
+
+TEST(FaultsAmongManySlices) {
+  for (bool chunked : {false, true}) {
+    auto errors =
+        ErrorsOf(chunked, [](RaggedCall* c) { c->SizesOf(1).input_offsets[70] = -3; }, 30);
+    ExpectError(errors[1], "rank 1 was given input_offsets[70] = -3, which must be from 0 to 10");
+    ExpectError(errors[0], "got nothing from rank 1, which was given input_offsets[70] = -3");
+    errors = ErrorsOf(chunked, [](RaggedCall* c) { c->SizesOf(2).recv_sizes[20] = 99; }, 30);
+    EXPECT_EQ(errors[0] + errors[1], "");
+    ExpectError(errors[2], "rank 2 was given recv_sizes[20] = 99, but rank 0 sends it ");
   }
 }
 

@@ -231,6 +231,25 @@ TEST(ADevicesLimitsSetTheDeadlineAndHaveTheRecord) {
   EXPECT_EQ(recorded.peer, 3);
 }
 
+// A loop that polls fast gets there in about an hour.
+TEST(TheDeadlineStaysWhenAttemptsCountFromZeroAgain) {
+  Fault recorded{};
+  uint64_t stop = 0, abort = 0;
+  WaitLimits limits{50'000'000, 0, 0, &recorded, nullptr, &abort};
+  const WaitContext ctx{nullptr, &stop, NowNs() + 60'000'000'000, kOp, 2, false, &limits};
+  Patience patience(ctx);
+  uint32_t attempt = 0u - kPollsPerLook;
+  int looks = 0;
+  for (bool lasts = true; lasts && looks < 10; ++attempt) {
+    if (!Patience::Looks(attempt)) continue;
+    lasts = patience.Lasts(ctx, attempt, FaultKind::kTimeout, 3, 17, MakeSignal(5, 7), 0);
+    ++looks;
+    std::this_thread::sleep_for(std::chrono::milliseconds(60));
+  }
+  EXPECT_EQ(looks, 2);
+  EXPECT_EQ(FaultKindOf(recorded), FaultKind::kTimeout);
+}
+
 TEST(NoWarningIfItShouldComeAfterTheDeadline) {
   RankFault fault{};
   Limits host;

@@ -85,8 +85,7 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Dictionary attributes
     return InvalidArgument("all_gather_attention: no kernel for this plan");
   }
   return LaunchCudaCall(
-      kAllGatherAttentionId, ordinal, a.call.groups, a.call.world,
-      {CudaLayoutOf(p).Workspace().TotalBytes(), a.call.workspace_bytes},
+      kAllGatherAttentionId, ordinal, a.call, CudaLayoutOf(p).Workspace().TotalBytes(),
       [&](const CudaDevice& device, const SymmetricView& view, std::string* error) {
         return LaunchAllGatherAttention(p, call->arrays, static_cast<int32_t>(a.senders),
                                         a.call.site, device, view, stream, error);

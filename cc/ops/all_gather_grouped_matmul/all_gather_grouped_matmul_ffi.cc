@@ -151,8 +151,7 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Dictionary attributes
     return InvalidArgument("all_gather_grouped_matmul: no kernel for this plan");
   }
   return LaunchCudaCall(
-      kAllGatherGroupedMatmulId, ordinal, a.call.groups, a.call.world,
-      {CudaLayoutOf(p).Workspace().TotalBytes(), a.call.workspace_bytes},
+      kAllGatherGroupedMatmulId, ordinal, a.call, CudaLayoutOf(p).Workspace().TotalBytes(),
       [&](const CudaDevice& device, const SymmetricView& view, std::string* error) {
         return LaunchAllGatherGroupedMatmul(p, call->arrays, *choice,
                                             static_cast<int32_t>(a.senders), a.call.site, device,

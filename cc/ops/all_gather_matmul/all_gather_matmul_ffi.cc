@@ -151,8 +151,7 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Dictionary attributes
     return InvalidArgument("all_gather_matmul: no kernel for this plan");
   }
   return LaunchCudaCall(
-      kAllGatherMatmulId, ordinal, call.groups, call.world,
-      {CudaLayoutOf(*p).Workspace().TotalBytes(), call.workspace_bytes},
+      kAllGatherMatmulId, ordinal, call, CudaLayoutOf(*p).Workspace().TotalBytes(),
       [&](const CudaDevice& device, const SymmetricView& view, std::string* error) {
         return LaunchAllGatherMatmul(*p, operands, *plan, call.site, device, view, stream, error);
       });

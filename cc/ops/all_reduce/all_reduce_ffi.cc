@@ -120,8 +120,7 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Dictionary attributes
   const auto call = CallOf(a, x, rest, y, results);
   if (!call) return InvalidArgument("all_reduce: operands do not fit");
   return LaunchCudaCall(
-      kAllReduceId, ordinal, a.call.groups, a.call.world,
-      {call->params.WorkspaceBytes(), a.call.workspace_bytes},
+      kAllReduceId, ordinal, a.call, call->params.WorkspaceBytes(),
       [&](const CudaDevice& device, const SymmetricView& view, std::string* error) {
         return LaunchAllReduce(call->params, call->arrays, a.call.site, device, view, stream,
                                error);

@@ -117,8 +117,7 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Dictionary attributes
     return InvalidArgument("all_to_all_matmul: no kernel for this plan");
   }
   return LaunchCudaCall(
-      kAllToAllMatmulId, ordinal, call.groups, call.world,
-      {CudaLayoutOf(o->params).Workspace().TotalBytes(), call.workspace_bytes},
+      kAllToAllMatmulId, ordinal, call, CudaLayoutOf(o->params).Workspace().TotalBytes(),
       [&](const CudaDevice& device, const SymmetricView& view, std::string* error) {
         return LaunchAllToAllMatmul(o->params, o->arrays, *plan, call.site, device, view, stream,
                                     error);

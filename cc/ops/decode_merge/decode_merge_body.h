@@ -2,6 +2,9 @@
 // one. A unit is a pair of a row's outputs: its thread sends the pair to all ranks, waits for
 // theirs and for the row's log-sum-exps, and merges. Several threads wait for the same
 // log-sum-exps.
+//
+// Deadlock: all threads send before they wait. A thread waits for pairs that the thread with its
+// number has sent, and for log-sum-exps that this one or one before it has: whole rows go round.
 #ifndef JFLUX_OPS_DECODE_MERGE_DECODE_MERGE_BODY_H_
 #define JFLUX_OPS_DECODE_MERGE_DECODE_MERGE_BODY_H_
 
@@ -20,8 +23,11 @@ struct DecodeMergeBody {
 
   // Runs the part of thread `thread` of `threads`. False if a wait failed.
   JFLUX_HD bool Run(int64_t thread, int64_t threads) const {
-    for (int64_t u = thread; u < p.Units(); u += threads) {
-      const Unit unit = Unit::Of(p, u);
+    const Walk walk = Walk::Of(p, threads);
+    if (thread >= walk.step) return true;
+    for (int64_t u = thread; u < walk.end; u += walk.step) {
+      const Unit unit = walk.At(u);
+      if (unit.pair >= p.Pairs()) continue;
       const uint64_t pair = PairAt(unit);
       for (int d = 1; d < p.world; ++d) {
         const int peer = (Rank() + d) % p.world;
@@ -29,8 +35,9 @@ struct DecodeMergeBody {
         call.Send(peer, p.PacketOf(Rank(), unit.row) + 1 + unit.pair, pair);
       }
     }
-    for (int64_t u = thread; u < p.Units(); u += threads) {
-      if (!Merge(Unit::Of(p, u))) return false;
+    for (int64_t u = thread; u < walk.end; u += walk.step) {
+      const Unit unit = walk.At(u);
+      if (unit.pair < p.Pairs() && !Merge(unit)) return false;
     }
     return true;
   }
@@ -38,9 +45,21 @@ struct DecodeMergeBody {
  private:
   struct Unit {
     int64_t row, pair;
-    static JFLUX_HD Unit Of(const DecodeMergeParams& p, int64_t u) {
-      return {Quotient(u, p.Pairs()), Remainder(u, p.Pairs())};
+  };
+  // A thread takes every `step`-th number from its own on, so that the first pair of a row has no
+  // later thread than its others. If all have a thread of their own, each unit is a number. Else
+  // the step is whole rows, or, where a row has more pairs than there are threads, a row's numbers
+  // are whole steps: those beyond its pairs are no units.
+  struct Walk {
+    int64_t row, step, end;
+    static JFLUX_HD Walk Of(const DecodeMergeParams& p, int64_t threads) {
+      const int64_t pairs = p.Pairs();
+      if (p.Units() <= threads) return {pairs, threads, p.Units()};
+      if (pairs <= threads) return {pairs, threads - Remainder(threads, pairs), p.Units()};
+      const int64_t row = Quotient(pairs + threads - 1, threads) * threads;
+      return {row, threads, p.rows * row};
     }
+    JFLUX_HD Unit At(int64_t u) const { return {Quotient(u, row), Remainder(u, row)}; }
   };
   JFLUX_HD int Rank() const { return call.view.rank; }
   JFLUX_HD const float* RowAt(const Unit& unit) const {

@@ -64,8 +64,7 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Dictionary attributes
   const auto p = ParamsOf(a, x, *y);
   if (!p) return DoNotFit();
   return LaunchCudaCall(
-      kDecodeMergeId, ordinal, a.call.groups, a.call.world,
-      {p->Workspace().TotalBytes(), a.call.workspace_bytes},
+      kDecodeMergeId, ordinal, a.call, p->Workspace().TotalBytes(),
       [&](const CudaDevice& device, const SymmetricView& view, std::string* error) {
         return LaunchDecodeMerge(*p, ArraysOf(x, *y), a.call.site, device, view, stream, error);
       });

@@ -91,7 +91,7 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Dictionary attributes
   if (!p) return DoNotFit(kOp);
   const ExchangeArrays arrays{x.untyped_data(), y->untyped_data()};
   return LaunchCudaCall(
-      kOp, ordinal, a.call.groups, a.call.world, {p->WorkspaceBytes(), a.call.workspace_bytes},
+      kOp, ordinal, a.call, p->WorkspaceBytes(),
       [&](const CudaDevice& device, const SymmetricView& view, std::string* error) {
         return LaunchExchange(*p, arrays, a.call.site, device, view, stream, error);
       });

@@ -140,8 +140,7 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Dictionary attributes
     return InvalidArgument("grouped_matmul_reduce_scatter: no kernel for this plan");
   }
   return LaunchCudaCall(
-      kGroupedMatmulReduceScatterId, ordinal, a.call.groups, a.call.world,
-      {SumLayout::Make(p).Workspace().TotalBytes(), a.call.workspace_bytes},
+      kGroupedMatmulReduceScatterId, ordinal, a.call, SumLayout::Make(p).Workspace().TotalBytes(),
       [&](const CudaDevice& device, const SymmetricView& view, std::string* error) {
         return LaunchGroupedMatmulReduceScatter(p, call->arrays, *choice, a.call.site, device, view,
                                                 stream, error);

@@ -101,8 +101,7 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Dictionary attributes
     return InvalidArgument("matmul_all_reduce: no kernel for this plan");
   }
   return LaunchCudaCall(
-      kMatmulAllReduceId, ordinal, a.call.groups, a.call.world,
-      {MatmulAllReduceWorkspace(*p, plan->choice).TotalBytes(), a.call.workspace_bytes},
+      kMatmulAllReduceId, ordinal, a.call, MatmulAllReduceWorkspace(*p, plan->choice).TotalBytes(),
       [&](const CudaDevice& device, const SymmetricView& view, std::string* error) {
         return LaunchMatmulAllReduce(*p, *arrays, *plan, a.call.site, device, view, stream, error);
       });

@@ -99,8 +99,7 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Dictionary attributes
   }
   const MatmulAllToAllArrays arrays{x.untyped_data(), w.untyped_data(), y->untyped_data()};
   return LaunchCudaCall(
-      kMatmulAllToAllId, ordinal, call.groups, call.world,
-      {CudaLayoutOf(*p, plan->choice).Workspace().TotalBytes(), call.workspace_bytes},
+      kMatmulAllToAllId, ordinal, call, CudaLayoutOf(*p, plan->choice).Workspace().TotalBytes(),
       [&](const CudaDevice& device, const SymmetricView& view, std::string* error) {
         return LaunchMatmulAllToAll(*p, arrays, *plan, call.site, device, view, stream, error);
       });

@@ -130,8 +130,8 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Dictionary attributes
     return InvalidArgument("matmul_reduce_scatter: no kernel for this plan");
   }
   return LaunchCudaCall(
-      kMatmulReduceScatterId, ordinal, call.groups, call.world,
-      {CudaLayoutOf(*p, plan->choice).Workspace().TotalBytes(), call.workspace_bytes},
+      kMatmulReduceScatterId, ordinal, call,
+      CudaLayoutOf(*p, plan->choice).Workspace().TotalBytes(),
       [&](const CudaDevice& device, const SymmetricView& view, std::string* error) {
         return LaunchMatmulReduceScatter(*p, operands, *plan, call.site, device, view, stream,
                                          error);

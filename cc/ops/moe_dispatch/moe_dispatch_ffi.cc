@@ -222,8 +222,7 @@ ffi::Error DispatchOnCuda(cudaStream_t stream, int32_t ordinal, ffi::Dictionary 
   const auto p = ParamsOf(a, o);
   if (!p) return DoNotFit(kMoeDispatchId);
   return LaunchCudaCall(
-      kMoeDispatchId, ordinal, a.call.groups, a.call.world,
-      {p->Workspace().TotalBytes(), a.call.workspace_bytes},
+      kMoeDispatchId, ordinal, a.call, p->Workspace().TotalBytes(),
       [&](const CudaDevice& device, const SymmetricView& view, std::string* error) {
         return LaunchMoeDispatch(*p, ArraysOf(o), a.call.site, device, view, stream, error);
       });
@@ -239,8 +238,7 @@ ffi::Error CombineOnCuda(cudaStream_t stream, int32_t ordinal, ffi::Dictionary a
   const auto p = ParamsOf(a, o);
   if (!p) return DoNotFit(kMoeCombineId);
   return LaunchCudaCall(
-      kMoeCombineId, ordinal, a.call.groups, a.call.world,
-      {p->Workspace().TotalBytes(), a.call.workspace_bytes},
+      kMoeCombineId, ordinal, a.call, p->Workspace().TotalBytes(),
       [&](const CudaDevice& device, const SymmetricView& view, std::string* error) {
         return LaunchMoeCombine(*p, ArraysOf(o), a.call.site, device, view, stream, error);
       });

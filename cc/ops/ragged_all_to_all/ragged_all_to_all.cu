@@ -20,8 +20,10 @@ struct PacketsArgs {
 
 __global__ void __launch_bounds__(kThreads, kPacketCtasPerSm)
     RaggedPacketsKernel(const __grid_constant__ PacketsArgs args) {
+  JFLUX_DYNAMIC_SHARED(uint32_t, 16, memory);
   const PacketCta cta = BeginPackets(args.packets);
-  const RaggedPacketsBody body{args.params, args.arrays, cta.call};
+  const RaggedPacketsBody body{args.params, args.arrays, cta.call,
+                               RaggedTables::In(memory, args.params, args.arrays)};
   const bool ok = body.Run(static_cast<int64_t>(cta.cluster_id) * kThreads + threadIdx.x,
                            static_cast<int64_t>(gridDim.x) * kThreads);
   EndPackets(args.packets, cta, ok);
@@ -35,10 +37,20 @@ struct ChunkedArgs {
 
 __global__ void __launch_bounds__(kThreads, kCtasPerSm)
     RaggedChunkedKernel(const __grid_constant__ ChunkedArgs args) {
+  JFLUX_DYNAMIC_SHARED(uint32_t, 16, memory);
   const shmem::Context ctx = shmem::begin_call(args.call);
-  const bool ok = RaggedChunkedBody{args.params, args.arrays, ctx}.Run();
+  const bool ok = RaggedChunkedBody{args.params, args.arrays, ctx,
+                                    RaggedTables::In(memory, args.params, args.arrays)}
+                      .Run();
   shmem::end_call(args.call, ctx, ok);
 }
+
+// Dynamic shared memory.
+int TableBytes(const RaggedParams& p) {
+  return static_cast<int>(p.TableWords(kThreads) * sizeof(uint32_t));
+}
+constexpr int kMostTableBytes = (2 * (RaggedParams::kMostEntries + 1) + kThreads) * 4;
+static_assert(kMostTableBytes <= 48 << 10);
 
 const void* KernelOf(bool chunked) {
   return chunked ? reinterpret_cast<const void*>(&RaggedChunkedKernel)
@@ -58,14 +70,14 @@ bool LaunchChunked(const RaggedParams& p, const RaggedArrays& arrays, int64_t si
   args.params = p;
   args.arrays = arrays;
   return LaunchKernel(KernelOf(true), &args, static_cast<int>(blocks), /*ctas=*/1, kThreads,
-                      /*smem_bytes=*/0, stream, error);
+                      TableBytes(p), stream, error);
 }
 
 }  // namespace
 
 bool LoadRaggedAllToAllKernels(std::string* error) {
   for (bool chunked : {false, true}) {
-    if (!LoadKernel(KernelOf(chunked), 0, error)) return false;
+    if (!LoadKernel(KernelOf(chunked), kMostTableBytes, error)) return false;
   }
   return true;
 }
@@ -81,7 +93,7 @@ bool LaunchRaggedAllToAll(const RaggedParams& p, const RaggedArrays& arrays, int
   args.params = p;
   args.arrays = arrays;
   return LaunchKernel(KernelOf(false), &args, static_cast<int>(blocks), /*ctas=*/1, kThreads,
-                      /*smem_bytes=*/0, stream, error);
+                      TableBytes(p), stream, error);
 }
 
 }  // namespace jflux

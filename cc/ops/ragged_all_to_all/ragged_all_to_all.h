@@ -64,6 +64,14 @@ struct RaggedParams {
     return shmem::WorkspaceFor(ImageBytes(), (world - 1) * SignalsPerRank());
   }
 
+  // Tables in a CTA's shared memory (ragged_table.h).
+  JFLUX_HD bool HasTables() const { return PerRank() > kFewSlices; }
+  JFLUX_HD int32_t TableStep() const { return CeilDiv(PerRank(), kMostEntries / world); }
+  JFLUX_HD int32_t TableEntries() const { return CeilDiv(PerRank(), TableStep()); }  // of a rank
+  JFLUX_HD int64_t TableWords(int threads) const {
+    return HasTables() ? 2 * (world * TableEntries() + 1) + threads : 0;
+  }
+
   int64_t WorkspaceBytes() const {
     return chunked ? ChunkedWorkspace().TotalBytes() : Workspace().TotalBytes();
   }
@@ -82,6 +90,7 @@ struct RaggedParams {
   }
 
   static constexpr int kHeaderWords = 3;  // signals that carry a SliceHeader, 24 bits each
+  static constexpr int32_t kFewSlices = 8, kMostEntries = 4096;
 };
 
 struct RaggedArrays {
@@ -144,18 +153,24 @@ struct RaggedSlices {
       int64_t left = p.ImageRows();  // slices for one rank do not overlap there
       for (int32_t t = 0; t < p.PerRank(); ++t) {
         const int32_t i = Index(to, t);
-        const int32_t from = arrays.input_offsets[i], rows = arrays.send_sizes[i],
-                      at = arrays.output_offsets[i];
-        if (from < 0 || from > p.operand_rows) {
-          return BadValue{RaggedArgument::kInputOffsets, i, from, p.operand_rows};
-        }
-        const int64_t most = Min(Min(p.operand_rows - from, p.output_rows), left);
-        if (rows < 0 || rows > most) return BadValue{RaggedArgument::kSendSizes, i, rows, most};
-        if (at < 0 || at > p.output_rows - rows) {
-          return BadValue{RaggedArgument::kOutputOffsets, i, at, p.output_rows - rows};
-        }
-        left -= rows;
+        const BadValue bad = BadAt(i, left);
+        if (bad.Found()) return bad;
+        left -= arrays.send_sizes[i];
       }
+    }
+    return BadValue{};
+  }
+  // Of slice i, for which the receiver has `left` rows.
+  JFLUX_HD BadValue BadAt(int32_t i, int64_t left) const {
+    const int32_t from = arrays.input_offsets[i], rows = arrays.send_sizes[i],
+                  at = arrays.output_offsets[i];
+    if (from < 0 || from > p.operand_rows) {
+      return BadValue{RaggedArgument::kInputOffsets, i, from, p.operand_rows};
+    }
+    const int64_t most = Min(Min(p.operand_rows - from, p.output_rows), left);
+    if (rows < 0 || rows > most) return BadValue{RaggedArgument::kSendSizes, i, rows, most};
+    if (at < 0 || at > p.output_rows - rows) {
+      return BadValue{RaggedArgument::kOutputOffsets, i, at, p.output_rows - rows};
     }
     return BadValue{};
   }

@@ -126,8 +126,7 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Dictionary attributes
   const auto p = ParamsOf(a, o, *y);
   if (!p) return DoNotFit();
   return LaunchCudaCall(
-      kRaggedAllToAllId, ordinal, a.call.groups, a.call.world,
-      {p->WorkspaceBytes(), a.call.workspace_bytes},
+      kRaggedAllToAllId, ordinal, a.call, p->WorkspaceBytes(),
       [&](const CudaDevice& device, const SymmetricView& view, std::string* error) -> bool {
         if (!InPlace(output, *y)) {
           JFLUX_CUDA_OR_FALSE(cudaMemcpyAsync(y->untyped_data(), output.untyped_data(),

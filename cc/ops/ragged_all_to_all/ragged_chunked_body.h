@@ -24,6 +24,7 @@
 
 #include "jflux/shmem.h"
 #include "ops/ragged_all_to_all/ragged_all_to_all.h"
+#include "ops/ragged_all_to_all/ragged_table.h"
 
 namespace jflux {
 
@@ -32,12 +33,14 @@ struct RaggedChunkedBody {
   const RaggedParams& p;
   const RaggedArrays& arrays;
   const shmem::Context& ctx;
+  const RaggedTables tables;
 
   // False if the call failed.
   JFLUX_HD bool Run() const {
     constexpr int kAhead = 2;  // chunks
     const RaggedSlices slices{p, arrays};
-    const BadValue bad = slices.FirstBad();
+    tables.Fill();
+    const BadValue bad = tables.FirstBad();
     if (ctx.block == 0) SendHeaders(bad);
     if (bad.Found()) {
       slices.Report(bad, ctx.wait);
@@ -74,18 +77,10 @@ struct RaggedChunkedBody {
     return ctx.signal(FirstSignal(src, to) + RaggedParams::kHeaderWords * p.PerRank() + c);
   }
 
-  JFLUX_HD int64_t BytesFor(int to) const {
-    const RaggedSlices slices{p, arrays};
-    int64_t rows = 0;
-    for (int32_t t = 0; t < p.PerRank(); ++t) rows += slices.SendRows(to, t);
-    return rows * p.row_bytes;
-  }
+  JFLUX_HD int64_t BytesFor(int to) const { return tables.Sends().Rows(to) * p.row_bytes; }
   JFLUX_HD int64_t ChunksFor(int to) const { return CeilDiv(BytesFor(to), p.ChunkBytes()); }
   JFLUX_HD int64_t ChunksFrom(int src) const {
-    const RaggedSlices slices{p, arrays};
-    int64_t rows = 0;
-    for (int32_t t = 0; t < p.PerRank(); ++t) rows += slices.RecvRows(src, t);
-    return CeilDiv(rows * p.row_bytes, p.ChunkBytes());
+    return CeilDiv(tables.Receives().Rows(src) * p.row_bytes, p.ChunkBytes());
   }
 
   JFLUX_HD void SendHeaders(const BadValue& bad) const {
@@ -169,13 +164,15 @@ struct RaggedChunkedBody {
     return ok;
   }
 
-  // visit(slice, first byte, bytes) for each part of the bytes [first, end) of slices of rows_of(t)
-  // rows, one after the other.
-  template <typename RowsOf, typename Visit>
-  JFLUX_HD void ForParts(int64_t first, int64_t end, RowsOf&& rows_of, Visit&& visit) const {
-    int64_t begin = 0;  // of slice t
-    for (int32_t t = 0; t < p.PerRank() && begin < end; ++t) {
-      const int64_t bytes = rows_of(t) * p.row_bytes;
+  // visit(slice, first byte, bytes) for each part of the bytes [first, end) of a peer's slices, one
+  // after the other.
+  template <typename Visit>
+  JFLUX_HD void ForParts(const SizeTable& sizes, int peer, int64_t first, int64_t end,
+                         Visit&& visit) const {
+    const SizeTable::Place place = sizes.Find(peer, first, p.row_bytes);
+    int64_t begin = place.rows * p.row_bytes;  // of slice t
+    for (int32_t t = place.t; t < p.PerRank() && begin < end; ++t) {
+      const int64_t bytes = sizes.RowsOf(peer, t) * p.row_bytes;
       const int64_t low = Max(first, begin), high = Min(end, begin + bytes);
       if (low < high) visit(t, low - begin, high - low);
       begin += bytes;
@@ -199,8 +196,7 @@ struct RaggedChunkedBody {
   JFLUX_HD void CopyTo(int peer, char* y, int64_t begin, int64_t count) const {
     const RaggedSlices slices{p, arrays};
     ForParts(
-        begin, begin + count, [&](int32_t t) { return slices.SendRows(peer, t); },
-        [&](int32_t t, int64_t first, int64_t bytes) {
+        tables.Sends(), peer, begin, begin + count, [&](int32_t t, int64_t first, int64_t bytes) {
           const char* from = static_cast<const char*>(arrays.operand);
           shmem::internal::Copy<Block>(y + slices.Header(peer, t).to * p.row_bytes + first,
                                        from + slices.From(peer, t) * p.row_bytes + first, bytes);
@@ -208,7 +204,6 @@ struct RaggedChunkedBody {
   }
 
   JFLUX_HD bool Receive(int64_t c, const bool (&fits)[kMaxRanks]) const {
-    const RaggedSlices slices{p, arrays};
     const int rank = ctx.view.rank;
     bool ok = true;
     for (int d = 1 + Block::rank(); d < p.world; d += Block::size()) {
@@ -221,13 +216,12 @@ struct RaggedChunkedBody {
       const int src = (rank + d) % p.world;
       if (!fits[src]) continue;
       const int64_t begin = c * p.ChunkBytes();
-      ForParts(
-          begin, begin + p.ChunkBytes(), [&](int32_t t) { return slices.RecvRows(src, t); },
-          [&](int32_t t, int64_t first, int64_t bytes) {
-            const int64_t at = Header(src, t).to * p.row_bytes + first;
-            shmem::internal::Copy<Block>(static_cast<char*>(arrays.y) + at, ImageOf(rank) + at,
-                                         bytes);
-          });
+      ForParts(tables.Receives(), src, begin, begin + p.ChunkBytes(),
+               [&](int32_t t, int64_t first, int64_t bytes) {
+                 const int64_t at = Header(src, t).to * p.row_bytes + first;
+                 shmem::internal::Copy<Block>(static_cast<char*>(arrays.y) + at, ImageOf(rank) + at,
+                                              bytes);
+               });
     }
     return true;
   }

@@ -41,6 +41,16 @@ TEST(MergesRows) {
   }
 }
 
+// More pairs than threads, of rows that do not divide them, and of one row.
+TEST(RowsGoRoundWithOneAndTwoCtasAtATime) {
+  simt::SetSmCount(2);
+  for (const DecodeMergeParams p : {DecodeMergeParams{2, 41, 100}, DecodeMergeParams{3, 2, 2100}}) {
+    for (uint32_t seed : {1u, 3u}) {
+      EXPECT_EQ(Run(p, {0, 0}, seed), 0) << "width " << p.width << " seed " << seed;
+    }
+  }
+}
+
 TEST(MissingWaitsAreFound) {
   simt::SetSmCount(2);
   EXPECT(Run({2, 41, 64}, {/*skip_waits=*/1, 50}, 1) > 0);

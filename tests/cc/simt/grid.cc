@@ -20,6 +20,7 @@ std::vector<std::unique_ptr<Parameters>>& LaunchedParameters() {
   return *parameters;
 }
 int sm_count = 4;
+int most_resident = 0;
 
 // Bytes from p on, at most `most`, that are not past the end of this thread's stack.
 size_t ReadableBytes(const void* p, size_t most) {
@@ -125,7 +126,8 @@ void BeginCluster(Grid* grid) {
 int ClustersAtOnce(const Launch& launch) {
   const int by_threads = 2048 / launch.threads;
   const int by_smem = 233472 / (launch.smem_bytes + 1024);
-  return std::max(1, sm_count * std::min({by_threads, by_smem, 32}) / launch.cluster);
+  const int fit = std::max(1, sm_count * std::min({by_threads, by_smem, 32}) / launch.cluster);
+  return most_resident > 0 ? std::min(most_resident, fit) : fit;
 }
 
 }  // namespace
@@ -134,6 +136,7 @@ Cta::~Cta() { std::free(smem); }
 
 void SetSmCount(int count) { sm_count = count; }
 int SmCount() { return sm_count; }
+void SetMostResident(int clusters) { most_resident = clusters; }
 
 void Enqueue(const Launch& launch) {
   Launched().push_back(launch);

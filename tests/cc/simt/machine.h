@@ -196,6 +196,8 @@ void SyncCluster();
 // The current device of the fake CUDA runtime, and how many SMs each device has.
 void SetDevice(int ordinal);
 void SetSmCount(int count);
+// Clusters of a kernel that a device runs at once, if more would fit. 0: no limit.
+void SetMostResident(int clusters);
 int CurrentDevice();
 int SmCount();
 

@@ -49,6 +49,19 @@ TEST(MovesSlices) {
   }
 }
 
+// More than a CTA has threads.
+TEST(ManySlicesWithOneAndTwoCtasAtATime) {
+  simt::SetSmCount(2);
+  for (bool chunked : {false, true}) {
+    for (uint32_t seed : {1u, 3u}) {
+      const RaggedParams p =
+          RaggedParamsFor(seed == 1 ? 2 : 3, /*slices=*/300, /*batch=*/1, /*operand_rows=*/30,
+                          /*output_rows=*/900, chunked ? 100 : 8, chunked);
+      EXPECT_EQ(Run(p, {0, 0}, seed), 0) << "chunked " << chunked << " seed " << seed;
+    }
+  }
+}
+
 }  // namespace
 }  // namespace jflux
 
