@@ -17,7 +17,7 @@ from .split import Call, of_split
 _OP = "attention of one device"
 
 #: JAX's own, whatever stands in its place later.
-_dot_product_attention = jax.nn.dot_product_attention
+_of_jax = jax.nn.dot_product_attention
 
 
 def dot_product_attention(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Array:
@@ -33,16 +33,16 @@ def dot_product_attention(q: jax.Array, k: jax.Array, v: jax.Array, **options: A
             options.get("is_causal", False),
             options.get("local_window_size"),
         )
-        attend = functools.partial(_dot_product_attention, mask=mask, **options)
+        attend = functools.partial(_in_types_of_cpus, mask=mask, **options)
         return nonfinite.kept_out(attend, reached, q, k, v)
-    return _dot_product_attention(q, k, v, mask=mask, **options)
+    return _in_types_of_cpus(q, k, v, mask=mask, **options)
 
 
-def _dot_product_attention(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Array:
+def _in_types_of_cpus(q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Array:
     if q.dtype != jnp.float16 or _mesh.platform() != "cpu":
-        return _dot_product_attention(q, k, v, **options)
+        return _of_jax(q, k, v, **options)
     wide = (a.astype(jnp.float32) for a in (q, k, v))
-    return _dot_product_attention(*wide, **options).astype(q.dtype)
+    return _of_jax(*wide, **options).astype(q.dtype)
 
 
 def attend(
