@@ -68,7 +68,9 @@ def over_both(mesh):
         jax.make_array_from_callback(a.shape, s, lambda index, a=a: a[index])
         for a, s in zip((x, w1, w2), place, strict=True)
     ]
-    with jflux.config(strict=args.platform == "cpu"):  # GPUs have no kernels for float32
+    # GPUs have no kernels for float32, and XLA would round its products to TensorFloat-32.
+    strict = jflux.config(strict=args.platform == "cpu")
+    with strict, jax.default_matmul_precision("highest"):
         grads = jax.jit(jax.grad(f, argnums=(0, 1, 2)))(*arrays)
 
     def plain(x, w1, w2):
