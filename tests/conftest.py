@@ -131,7 +131,7 @@ def own_heap():
 
     def init(**settings) -> None:
         jflux.shutdown()
-        jflux.init(**settings)
+        jflux.init(**HEAP | settings)
 
     yield init
     jflux.shutdown()

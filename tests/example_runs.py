@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import jax
+from workers.common import xla_flags
 
 ROOT = Path(__file__).resolve().parents[1]
 ON_GPU = jax.default_backend() == "gpu"
@@ -17,7 +18,7 @@ def run_example(name: str, *args: str, devices: int | None = None, cwd: Path) ->
     env = dict(os.environ)
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
     if devices is not None:
-        env["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
+        env["XLA_FLAGS"] = xla_flags(devices)
     script = [sys.executable, str(ROOT / "examples" / name), *args]
     done = subprocess.run(script, env=env, cwd=cwd, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"

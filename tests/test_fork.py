@@ -7,6 +7,7 @@ import sys
 
 import jax
 import pytest
+from workers.common import xla_flags
 
 pytestmark = [
     pytest.mark.skipif(jax.default_backend() == "gpu", reason="forks of the CPU back end"),
@@ -46,7 +47,7 @@ assert f(x).sum() == 4
 
 def run(body):
     """Runs it in a process of its own, which it ends by printing "done"."""
-    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    env = os.environ | {"XLA_FLAGS": xla_flags(4)}
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", HEAD + body],
         env=env, capture_output=True, text=True, timeout=200,
@@ -134,7 +135,7 @@ print("done")
 
 def test_a_fork_before_the_first_call():
     """Of a process that has imported jflux alone: both can use it."""
-    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    env = os.environ | {"XLA_FLAGS": xla_flags(4)}
     early = HEAD.replace("mesh =", "pid = os.fork()\nmesh =")
     code = early + "\nif pid == 0:\n    sys.exit(3)\nprint(wait(pid))"
     done = subprocess.run(

@@ -6,6 +6,7 @@ import sys
 
 import jax
 import pytest
+from workers.common import xla_flags
 
 pytestmark = pytest.mark.skipif(
     jax.default_backend() == "gpu", reason="a device of several processes"
@@ -74,7 +75,7 @@ print("ran")
 
 def run(code, *argv):
     count = 8 if "elsewhere" in argv else 4
-    env = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={count}"}
+    env = os.environ | {"XLA_FLAGS": xla_flags(count)}
     return subprocess.run(
         [sys.executable, "-W", "ignore", "-c", HEAD + code, *map(str, argv)],
         env=env, capture_output=True, text=True, timeout=200,

@@ -17,6 +17,11 @@ import jflux
 HERE = pathlib.Path(__file__).resolve().parent
 
 
+def xla_flags(devices: int) -> str:
+    """Those of this process, and so many devices of the CPU: what comes last prevails."""
+    return f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={devices}"
+
+
 def environment(platform: str, devices: int) -> dict[str, str]:
     """For a process that has `devices` of the CPU's; a GPU process sees all and takes its own."""
     env = dict(os.environ)
@@ -25,7 +30,7 @@ def environment(platform: str, devices: int) -> dict[str, str]:
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [found, env.get("PYTHONPATH")]))
     # Host callbacks of GPU programs need the CPU platform too.
     env["JAX_PLATFORMS"] = {"cpu": "cpu", "gpu": "cuda,cpu"}[platform]
-    env["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
+    env["XLA_FLAGS"] = xla_flags(devices)
     # Enough for small programs, beside the memory of this process and of others that run tests.
     env["XLA_PYTHON_CLIENT_MEM_FRACTION"] = ".1"
     return env
