@@ -7,6 +7,7 @@ import json
 import random
 import threading
 import time
+import types
 
 import hypothesis
 import numpy as np
@@ -411,7 +412,7 @@ def test_one_process_keeps_what_it_asks_for(monkeypatch):
     a program is compiled, while another one finds no room."""
     machine = Machine(dict.fromkeys(range(4), 0), 100 * BLOCK, random.Random(0))
     monkeypatch.setattr(_workspaces, "lib", machine)
-    machine.me.process = 0
+    machine.me = types.SimpleNamespace(process=0)  # of all threads: the main one has others wait
     alone = _workspaces.Alone(2 * BLOCK)
     left, large = Request.of(np.array([[0, 1]]), BLOCK), Request.of(np.array([[2, 3]]), 2 * BLOCK)
     for request in (left, large):
