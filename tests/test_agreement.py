@@ -7,6 +7,7 @@ import json
 import random
 import threading
 import time
+import types
 
 import hypothesis
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 from harness import examples
 from hypothesis import strategies as st
 
-from jflux._heap import _agreement, _rendezvous, _workspaces
+from jflux._heap import _agreement, _rendezvous, _waits, _workspaces
 from jflux._heap._agreement import BLOCK, Ledger, Request, Workspace
 
 # ---- The rules -----------------------------------------------------------------------------------
@@ -411,7 +412,7 @@ def test_one_process_keeps_what_it_asks_for(monkeypatch):
     a program is compiled, while another one finds no room."""
     machine = Machine(dict.fromkeys(range(4), 0), 100 * BLOCK, random.Random(0))
     monkeypatch.setattr(_workspaces, "lib", machine)
-    machine.me.process = 0
+    machine.me = types.SimpleNamespace(process=0)  # of all threads: the main one has others wait
     alone = _workspaces.Alone(2 * BLOCK)
     left, large = Request.of(np.array([[0, 1]]), BLOCK), Request.of(np.array([[2, 3]]), 2 * BLOCK)
     for request in (left, large):
@@ -427,6 +428,32 @@ def test_one_process_keeps_what_it_asks_for(monkeypatch):
     assert alone.ledger.held == set(both.workspaces()) == set(machine.copies[0])
     machine.destroy(both)
     assert alone.reserve(large, Program()) is None
+    assert machine.mistakes == []
+
+
+def test_an_interrupt_while_memory_is_given_back(monkeypatch):
+    """What the ledger holds is there: the next program finds its room."""
+    machine = Machine(dict.fromkeys(range(4), 0), 100 * BLOCK, random.Random(0))
+    monkeypatch.setattr(_workspaces, "lib", machine)
+    machine.me = types.SimpleNamespace(process=0)
+    alone = _workspaces.Alone(2 * BLOCK)
+    small, large = (Request.of(np.array([[0, 1], [2, 3]]), n * BLOCK) for n in (1, 2))
+    assert alone.reserve(small, Program()) is None
+
+    def interrupted(work, *args):
+        _waits.on_a_thread(work, *args)
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(_workspaces, "on_a_thread", interrupted)
+        alone.reserve(large, Program())
+    assert alone.ledger.held == set(machine.copies[0])
+    assert alone.reserve(small, Program()) is None
+    machine.compile(small)
+    machine.destroy(small)
+    assert alone.reserve(large, Program()) is None
+    assert alone.ledger.held == set(large.workspaces()) == set(machine.copies[0])
     assert machine.mistakes == []
 
 

@@ -261,7 +261,6 @@ def test_workspaces_of_dead_programs_are_given_back(own_heap):
 @pytest.mark.skipif(PLATFORM != "cpu", reason="takes the place of what GPUs reserve")
 def test_a_program_reserves_as_long_as_it_may_be_compiled(monkeypatch):
     """By its module, which JAX keeps while the lowered program, or the jitted function, lives."""
-    jflux.init()
     programs = []
 
     class Noting:
@@ -569,8 +568,9 @@ def test_an_attempt_that_a_process_leaves(monkeypatch, where):
     monkeypatch.setattr(_rendezvous, "TURN_SECONDS", 0.05)
     slowly = _rendezvous.Patience(20, 40)
     over = "cpu_heap/1/over"
-    with pytest.raises(_rendezvous.Abandoned, match="process 2 has begun anew"):
+    with pytest.raises(_rendezvous.Abandoned, match="process 2 has begun anew") as caught:
         _rendezvous.gather("cpu_heap/1/facts", "here", [0, 1, 2], slowly, over)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == "process 2 has begun anew"
     members = _making.Members((0, 1, 2), where, (where,), ())
     outcomes = iter([KeyboardInterrupt(), "process 2 has begun anew", ""])
 

@@ -22,7 +22,8 @@ void Check(const char* reason) {
   if (reason != nullptr) throw std::runtime_error(reason);
 }
 
-// For what waits for a device's kernels: Python's other threads run meanwhile.
+// For what may wait for a device's kernels, as CUDA's maps of memory do: Python's other threads run
+// meanwhile.
 template <typename F>
 void CheckReleased(F&& call) {
   nb::gil_scoped_release release;
@@ -118,7 +119,7 @@ NB_MODULE(_jflux, m) {
     return std::string(handle);
   });
   m.def("heap_attach", [](const std::string& platform, const std::string& handle) {
-    Check(jflux_heap_attach(platform.c_str(), handle.c_str()));
+    CheckReleased([&] { return jflux_heap_attach(platform.c_str(), handle.c_str()); });
   });
   m.def("heap_close", [](const std::string& platform) {
     nb::gil_scoped_release release;
@@ -175,7 +176,8 @@ NB_MODULE(_jflux, m) {
         [](const std::string& platform, const std::vector<int64_t>& devices, int64_t bytes,
            const std::string& handle) {
           const JfluxWorkspace w{devices.data(), static_cast<int>(devices.size()), bytes};
-          Check(jflux_heap_attach_workspace(platform.c_str(), &w, handle.c_str()));
+          CheckReleased(
+              [&] { return jflux_heap_attach_workspace(platform.c_str(), &w, handle.c_str()); });
         });
   const auto step = [&m](const char* name,
                          const char* (*function)(const char*, const JfluxWorkspace*)) {

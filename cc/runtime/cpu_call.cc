@@ -79,6 +79,13 @@ constexpr int kCallBits = 20;
 // A program, as all processes name it, and a group.
 using ProgramOfGroup = std::pair<uint64_t, std::vector<int64_t>>;
 
+// Its runs so far. The run ids of an executable follow each other, from a number that differs.
+struct RunsOfProgram {
+  int64_t count = 0;
+  std::vector<int64_t> last_ids;  // of each executable
+};
+constexpr int64_t kMostLeftOut = 1 << 16;
+
 struct Run {
   int64_t id;
   uint64_t used_ns;                                       // when it made its last call
@@ -94,9 +101,9 @@ struct Registry {
   std::map<CallId, Pending> pending;
   std::list<Run> runs;  // the one that has made the last call is last
   std::map<int64_t, std::list<Run>::iterator> run_of;
-  std::map<ProgramOfGroup, int64_t> run_count;  // runs so far, over groups of several processes
-  std::weak_ptr<HeapCpu> counted_of;            // runs are counted from the making of a heap on
-  std::map<CallId, CallError> failed;           // for ranks that arrive after a call has failed
+  std::map<ProgramOfGroup, RunsOfProgram> runs_of;  // over groups of several processes
+  std::weak_ptr<HeapCpu> counted_of;                // since this heap was made
+  std::map<CallId, CallError> failed;               // for ranks that arrive after a call has failed
   std::deque<CallId> failed_order;
   bool watching = false;
 };
@@ -412,6 +419,22 @@ Run& RunOf(Registry& calls, const CpuCall& call, uint64_t timeout_ns) {
   return run;
 }
 
+// The run's number among those of its program: counted with those since the executable's last one
+// that made no call. They may have failed in this process alone, before their calls, and the next
+// run must not meet what peers run in their place.
+int64_t CountRun(RunsOfProgram& runs, int64_t id) {
+  const auto last = std::find_if(runs.last_ids.begin(), runs.last_ids.end(), [&](int64_t known) {
+    return known < id && id - known <= kMostLeftOut;
+  });
+  if (last == runs.last_ids.end()) {
+    runs.last_ids.push_back(id);
+    return runs.count++;
+  }
+  runs.count += id - *last;
+  *last = id;
+  return runs.count - 1;
+}
+
 // The call as all processes of its group name it. Nothing if the run has another call of that name:
 // XLA has made two of one after Python had named it, and processes could mix them up.
 std::optional<CallId> SharedName(Registry& calls, Run& run, const CpuCall& call,
@@ -422,7 +445,7 @@ std::optional<CallId> SharedName(Registry& calls, Run& run, const CpuCall& call,
   }
   const ProgramOfGroup program{site.name >> kCallBits, call.group};
   const auto [order, is_first] = run.order.try_emplace(program);
-  if (is_first) order->second = calls.run_count[program]++;
+  if (is_first) order->second = CountRun(calls.runs_of[program], call.run_id);
   return CallId{order->second, site.name, call.group, occurrence};
 }
 
@@ -474,7 +497,7 @@ Joined Register(CpuCall call) {
     calls.counted_of = heap;
     calls.runs.clear();
     calls.run_of.clear();
-    calls.run_count.clear();
+    calls.runs_of.clear();
   }
   Run& run = RunOf(calls, call, timeout_ns);
   const int64_t occurrence = run.calls[{call.site->number, call.group[call.rank]}]++;

@@ -40,8 +40,10 @@
 //                                           the runs make their first calls: XLA runs a device's
 //                                           programs one after the other
 //
-// Processes cannot use what XLA has: a run id begins at a hash of the module with its source lines,
-// and states depend on what else a process has compiled.
+// Processes cannot use what XLA has: run ids begin at a hash of the module with its source lines,
+// and states depend on what else a process has compiled. But an executable's run ids follow each
+// other, so runs that made no call are counted too: they may have failed in one process alone. (Not
+// those before the first run that made one.)
 //
 // A call that fails, whatever the reason, is an error of all its ranks: those that have come, and
 // those that come later.

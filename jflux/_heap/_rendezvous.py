@@ -71,6 +71,9 @@ class Abandoned(Absent):
         RuntimeError.__init__(self, why)
         self.processes = ()
 
+    def __str__(self) -> str:
+        return str(self.args[0])
+
 
 def gather(
     name: str, value: str, processes: Collection[int], patience: Patience, over: str | None = None

@@ -86,9 +86,9 @@ class Alone:
             others = self.ledger.held.difference(wanted)
             unused = [w for w in self._programs.unused() if w in others]
             if unused:
-                close(unused)
-                free(unused)
+                # A signal's handler may raise meanwhile: both halves are done all the same.
                 self.ledger = self.ledger.give_back(unused)
+                on_a_thread(close_and_free, unused)
                 why = self._add(missing)
         return why
 
@@ -346,3 +346,8 @@ def close(workspaces: Iterable[Workspace]) -> None:
 def free(workspaces: Iterable[Workspace]) -> None:
     for workspace in workspaces:
         on_a_thread(lib.heap_free_workspace, PLATFORM, workspace.devices, workspace.size)
+
+
+def close_and_free(workspaces: Collection[Workspace]) -> None:
+    close(workspaces)
+    free(workspaces)

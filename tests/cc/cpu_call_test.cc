@@ -8,6 +8,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <cstdio>
@@ -358,12 +359,12 @@ TEST(GroupsRunSideBySide) {
   ExpectSuccess(&completions, 40);
 }
 
-// Two heaps of this process play two processes that have compiled different things besides.
-TEST(ProcessesNameACallByItsPlaceAndTheOrderOfRuns) {
-  std::shared_ptr<Heap> heaps[2];
+// Two heaps of this process, which play two processes with a device each.
+std::array<std::shared_ptr<Heap>, 2> TwoProcesses(double deadline_s) {
+  std::array<std::shared_ptr<Heap>, 2> heaps;
   std::string error, handles[2];
   for (int process = 0; process < 2; ++process) {
-    HeapConfig config{{process}, {}, 64 << 20, 60};
+    HeapConfig config{{process}, {}, 64 << 20, deadline_s};
     config.leads = process == 0;
     heaps[process] = HeapCpu::Create(config, &error);
     EXPECT(heaps[process] != nullptr) << error;
@@ -372,6 +373,12 @@ TEST(ProcessesNameACallByItsPlaceAndTheOrderOfRuns) {
   for (int process = 0; process < 2; ++process) {
     EXPECT(heaps[process]->Attach(handles[1 - process], &error)) << error;
   }
+  return heaps;
+}
+
+// They have compiled different things besides.
+TEST(ProcessesNameACallByItsPlaceAndTheOrderOfRuns) {
+  const auto heaps = TwoProcesses(60);
   Completions completions;
   CpuCallSite sites[2][2];
   uint64_t number = 100;
@@ -398,6 +405,32 @@ TEST(ProcessesNameACallByItsPlaceAndTheOrderOfRuns) {
   copy.name = sites[1][0].name;
   JoinCpuCall(Exchange(1002, &copy, {0, 1}, 1, 0, &completions));
   EXPECT(completions.Wait().back().find("XLA has copied a call") != std::string::npos);
+  SetCurrentHeap(HeapPlatform::kCpu, nullptr);
+}
+
+// It has failed before: the other process waits in vain for that run's call, and for no other.
+TEST(ARunWithoutCallsInOneProcessIsCounted) {
+  const auto heaps = TwoProcesses(2);
+  Completions completions;
+  CpuCallSite sites[2];
+  for (int process = 0; process < 2; ++process) {
+    SetCurrentHeap(HeapPlatform::kCpu, heaps[process]);
+    sites[process].number = 200 + process;
+    sites[process].name = 78 << 20;
+    sites[process].waits = false;
+    for (int run = 0; run < 3; ++run) {
+      if (process == 1 && run == 1) continue;
+      JoinCpuCall(Exchange(5000 + 1000 * process + run, &sites[process], {0, 1}, process, run,
+                           &completions));
+    }
+  }
+  int failed = 0;
+  for (const auto& error : completions.Wait()) {
+    failed += !error.empty();
+    EXPECT(error.empty() || error.find("rank 0 waited 2 s for rank 1") != std::string::npos)
+        << error;
+  }
+  EXPECT_EQ(failed, 1);
   SetCurrentHeap(HeapPlatform::kCpu, nullptr);
 }
 
