@@ -252,6 +252,46 @@ def vary_alike(*arrays: jax.Array, but: Iterable[Any] = ()) -> list[jax.Array]:
     return [vary(a, union) for a in arrays]
 
 
+def is_sharded(types: Iterable[Any]) -> bool:
+    """Whether the type of any of these says that it is split over a mesh axis: an Explicit one,
+    along which a partly manual ``shard_map`` has left arrays whole."""
+    specs = (getattr(getattr(t, "sharding", None), "spec", None) or () for t in types)
+    return any(axes is not None for spec in specs for axes in spec)
+
+
+def unsharded_inside(
+    f: Callable[..., Sequence[Any]], results: Sequence[Any]
+) -> Callable[..., list[Any]]:
+    """f, which sees no Explicit axes: they are Auto inside it, where XLA chooses how arrays are
+    split.
+
+    Args:
+      f: (*operands, pytrees of arrays) -> the results: None is zero.
+      results: their types, with their shardings; None: such a result is not wanted.
+    """
+
+    @functools.wraps(f)
+    def call(*operands: Any) -> list[Any]:
+        arrays = map(jax.typeof, jax.tree.leaves(operands))
+        if not is_sharded([*arrays, *results]):
+            return list(f(*operands))
+        wanted = [t for t in results if t is not None]
+
+        def dense(*operands: Any) -> list[Any]:
+            found = [y for y, t in zip(f(*operands), results, strict=True) if t is not None]
+            return [
+                vary(jnp.zeros(t.shape, t.dtype), t.manual_axis_type.varying) if y is None else y
+                for y, t in zip(found, wanted, strict=True)
+            ]
+
+        axes = jax.sharding.get_abstract_mesh().explicit_axes
+        shardings = [t.sharding for t in wanted]
+        rest = iter(jax.sharding.auto_axes(dense, axes=axes, out_sharding=shardings)(*operands))
+        return [None if t is None else next(rest) for t in results]
+
+    return call
+
+
 def tracks_vma(axis_name: AxisName) -> bool:
     axis_size(axis_name)  # its message, if the axis is not bound
     # axis_index always varies over its axis; where types are not tracked it does not say so. Its
