@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import inspect
 import math
-import operator
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -119,13 +118,15 @@ def ranks_of(
     names, size = as_tuple(axis_name), axis_size(axis_name)
     if axis_index_groups is None:
         return names, size
-    groups = tuple(tuple(operator.index(rank) for rank in group) for group in axis_index_groups)
-    ranks = sorted(rank for group in groups for rank in group)
-    if ranks != list(range(size)) or len({len(group) for group in groups}) != 1:
+    groups = tuple(map(tuple, axis_index_groups))
+    ranks = [rank for group in groups for rank in group]
+    each_once = len(ranks) == size and set(ranks) == set(range(size))
+    if not each_once or len({len(group) for group in groups}) != 1:
         raise ValueError(
             f"{axis_index_groups=} must have each of the {size} ranks of {axis_name=} once, in "
             "groups of one size"
         )
+    groups = tuple(tuple(map(int, group)) for group in groups)
     return (Part(names, groups),), len(groups[0])
 
 

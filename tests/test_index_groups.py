@@ -148,7 +148,7 @@ def test_a_residual_and_a_norm_of_a_group():
 @EACH_OP
 def test_groups_that_are_none(op):
     mesh, x = make_mesh((RANKS,)), whole(RANKS, RANKS)
-    for groups in ([[0, 1]], [[0] * RANKS], [[0], list(range(1, RANKS))], []):
+    for groups in ([[0, 1]], [[0] * RANKS], [[0], list(range(1, RANKS))], [], "ab"):
         f = functools.partial(
             getattr(jflux, op), axis_name="tp", axis_index_groups=groups, **WAYS[op]
         )
