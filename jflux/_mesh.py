@@ -243,8 +243,12 @@ def split_over(axis_name: AxisName | None, *arrays: jax.Array) -> tuple[Any, ...
 def vary(array: jax.Array, names: Iterable[Any]) -> jax.Array:
     """An array that varies over these axes too, under ``check_vma=True``. Its gradient is then
     summed over those that it did not vary over."""
-    missing = tuple(sorted(set(names) - varying(array), key=str))
-    return lax.pcast(array, missing, to="varying") if missing else array
+    missing = sorted(set(names) - varying(array), key=str)
+    reduced = jax.typeof(array).manual_axis_type.reduced
+    for is_reduced in (False, True):  # one cast has one type to cast from
+        axes = tuple(name for name in missing if (name in reduced) is is_reduced)
+        array = lax.pcast(array, axes, to="varying") if axes else array
+    return array
 
 
 def vary_alike(*arrays: jax.Array, but: Iterable[Any] = ()) -> list[jax.Array]:

@@ -94,7 +94,7 @@ def ragged_all_to_all(
             f"jflux.ragged_all_to_all: input_offsets has {arrays[2].shape[0]} elements, which must "
             f"be a multiple of the {world} ranks"
         )
-    if _product.is_single("ragged_all_to_all", axis_name) or world == 1:
+    if world == 1 or _product.is_for_lax("ragged_all_to_all", axis_name, *arrays):
         return reference(*arrays, axis_name=axis_name, axis_index_groups=axis_index_groups)
     axes, _ = _mesh.axes_and_groups(names)
     arrays = _mesh.vary_together(axes, *arrays)
