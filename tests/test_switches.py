@@ -232,7 +232,9 @@ STRICT = {
 @pytest.mark.slow
 @pytest.mark.parametrize("switch", STRICT)
 def test_under_a_strict_switch(switch):
-    for name in BASIC:
+    # Each operation of a dispatch by itself takes 50 s.
+    left_out = ("dispatch",) if switch == "without jit" else ()
+    for name in (name for name in BASIC if name not in left_out):
         f, operands = _values_and_gradients(name)
         want = f(*operands)
         jax.clear_caches()

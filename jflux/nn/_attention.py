@@ -356,6 +356,8 @@ def rotary(
     half = x.shape[-1] // 2
     position = jnp.arange(x.shape[-3]) if position is None else position
     turns = theta ** (-jnp.arange(half, dtype=wide) / half)
+    if jnp.issubdtype(position.dtype, jnp.integer):
+        position = position.astype(wide)
     angle = position[..., None] * in_rows(turns, position[..., None])
     a, b = jnp.split(x.astype(wide), 2, axis=-1)
     sin, cos = (in_rows(f(angle)[..., None, :], a) for f in (jnp.sin, jnp.cos))
