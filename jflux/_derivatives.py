@@ -207,7 +207,10 @@ def _abstract(*avals: Any, linear: Any, results: tuple[Any, ...]) -> list[Any]:
 
 
 def _apply(*operands: Any, linear: Any, results: tuple[Any, ...]) -> Any:
-    return linear.forward(operands[: linear.leaves], operands[linear.leaves :])
+    def forward(*operands: Any) -> Any:
+        return linear.forward(operands[: linear.leaves], operands[linear.leaves :])
+
+    return _mesh.unsharded_inside(forward, results)(*operands)
 
 
 _primitive.def_impl(functools.partial(dispatch.apply_primitive, _primitive))
@@ -226,7 +229,7 @@ def _jvp(primals: Any, tangents: Any, *, linear: Any, results: tuple[Any, ...]) 
         def of_kept(*changing: Any) -> Any:
             moved, rest = iter(changing), iter(still)
             every = [next(moved) if changes else next(rest) for changes in mask]
-            return linear.forward(every, given)
+            return _apply(*every, *given, linear=linear, results=results)
 
         moving = [t for t, changes in zip(tangents, mask, strict=False) if changes]
         ys, dys = jax.jvp(of_kept, tuple(changing), tuple(moving))
@@ -247,7 +250,8 @@ def _transpose(cotangents: Any, *operands: Any, linear: Any, results: tuple[Any,
     if all(ct is None for ct in cotangents):
         found: Sequence[Any] = [None] * len(tangents)
     else:
-        found = linear.backward(kept, cotangents, wanted)
+        backward = functools.partial(linear.backward, wanted=wanted)
+        found = _mesh.unsharded_inside(backward, wanted)(kept, cotangents)
     return [None] * linear.leaves + _with_zeros(found, wanted)
 
 
@@ -328,7 +332,11 @@ def differentiate(primitive: Primitive, derivatives: Derivatives) -> None:
         if all(ct is None for ct in cotangents):
             return [None if aval is None else ad.Zero(aval) for aval in wanted]
         known = [None if ad.is_undefined_primal(a) else a for a in operands]
-        found = derivatives.backward(derivatives.kept(known, params), cotangents, wanted, params)
+
+        def backward(known: Sequence[Any], cotangents: Sequence[Any]) -> Sequence[Any]:
+            return derivatives.backward(derivatives.kept(known, params), cotangents, wanted, params)
+
+        found = _mesh.unsharded_inside(backward, wanted)(known, cotangents)
         return _with_zeros(found, wanted)
 
     ad.primitive_jvps[primitive] = jvp

@@ -14,7 +14,7 @@ import numpy as np
 from jax._src import dispatch
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from . import (
     _call_names,
@@ -263,18 +263,26 @@ def make_primitive(rules: Rules) -> Primitive:
         varying = frozenset().union(*(a.manual_axis_type.varying for a in avals))
         varying -= frozenset(rules.same_over(params))
         manual = avals[0].manual_axis_type.update(varying=varying)
+        results = rules.result_shapes(avals, params)
+        specs = [PartitionSpec(*(None for _ in shape)) for shape, _ in results]
+        if _mesh.is_sharded(avals):
+            # Over Explicit axes that are not manual: as the reference's results.
+            types = jax.eval_shape(lambda *arrays: rules.reference(arrays, params), *avals)
+            specs = [t.sharding.spec for t in types]
         return [
-            avals[0].update(shape=shape, dtype=dtype, weak_type=False, manual_axis_type=manual)
-            for shape, dtype in rules.result_shapes(avals, params)
-        ]
+            avals[0].update(
+                shape=shape, dtype=dtype, weak_type=False, manual_axis_type=manual,
+                sharding=avals[0].sharding.update(spec=spec),
+            )
+            for (shape, dtype), spec in zip(results, specs, strict=True)
+        ]  # fmt: skip
 
     primitive.def_abstract_eval(abstract)
     primitive.def_impl(functools.partial(dispatch.apply_primitive, primitive))
 
     def lower_form(ctx: Any, operands: Any, form: Callable[[Arrays], Any]) -> Any:
-        return mlir.lower_fun(lambda *operands: form(operands), multiple_results=True)(
-            ctx, *operands
-        )
+        inside = _mesh.unsharded_inside(lambda *operands: form(operands), ctx.avals_out)
+        return mlir.lower_fun(inside, multiple_results=True)(ctx, *operands)
 
     def lower(ctx: Any, *operands: Any, params: Any, platform: str) -> Any:
         mesh = _mesh.concrete_mesh_of(ctx.module_context, params.axis_names)
@@ -284,7 +292,7 @@ def make_primitive(rules: Rules) -> Primitive:
             assert mesh is not None and machine is not None
             canonical = rules.canonical(ctx.avals_in, params, machine)
         if canonical is not None:
-            return mlir.lower_fun(canonical, multiple_results=True)(ctx, *operands)
+            return lower_form(ctx, operands, lambda arrays: canonical(*arrays))
         if plan.path == Path.FUSED:
             assert mesh is not None and machine is not None
             plan = _reserve(rules, ctx, params, plan, machine, mesh)

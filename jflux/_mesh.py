@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import inspect
 import math
-import operator
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -119,13 +118,15 @@ def ranks_of(
     names, size = as_tuple(axis_name), axis_size(axis_name)
     if axis_index_groups is None:
         return names, size
-    groups = tuple(tuple(operator.index(rank) for rank in group) for group in axis_index_groups)
-    ranks = sorted(rank for group in groups for rank in group)
-    if ranks != list(range(size)) or len({len(group) for group in groups}) != 1:
+    groups = tuple(map(tuple, axis_index_groups))
+    ranks = [rank for group in groups for rank in group]
+    each_once = len(ranks) == size and set(ranks) == set(range(size))
+    if not each_once or len({len(group) for group in groups}) != 1:
         raise ValueError(
             f"{axis_index_groups=} must have each of the {size} ranks of {axis_name=} once, in "
             "groups of one size"
         )
+    groups = tuple(tuple(map(int, group)) for group in groups)
     return (Part(names, groups),), len(groups[0])
 
 
@@ -242,14 +243,58 @@ def split_over(axis_name: AxisName | None, *arrays: jax.Array) -> tuple[Any, ...
 def vary(array: jax.Array, names: Iterable[Any]) -> jax.Array:
     """An array that varies over these axes too, under ``check_vma=True``. Its gradient is then
     summed over those that it did not vary over."""
-    missing = tuple(sorted(set(names) - varying(array), key=str))
-    return lax.pcast(array, missing, to="varying") if missing else array
+    missing = sorted(set(names) - varying(array), key=str)
+    reduced = jax.typeof(array).manual_axis_type.reduced
+    for is_reduced in (False, True):  # one cast has one type to cast from
+        axes = tuple(name for name in missing if (name in reduced) is is_reduced)
+        array = lax.pcast(array, axes, to="varying") if axes else array
+    return array
 
 
 def vary_alike(*arrays: jax.Array, but: Iterable[Any] = ()) -> list[jax.Array]:
     """All arrays, varying over the axes that any of them varies over, `but` these."""
     union = varying(arrays) - frozenset(but)
     return [vary(a, union) for a in arrays]
+
+
+def is_sharded(types: Iterable[Any]) -> bool:
+    """Whether the type of any of these says that it is split over a mesh axis: an Explicit one,
+    along which a partly manual ``shard_map`` has left arrays whole."""
+    specs = (getattr(getattr(t, "sharding", None), "spec", None) or () for t in types)
+    return any(axes is not None for spec in specs for axes in spec)
+
+
+def unsharded_inside(
+    f: Callable[..., Sequence[Any]], results: Sequence[Any]
+) -> Callable[..., list[Any]]:
+    """f, which sees no Explicit axes: they are Auto inside it, where XLA chooses how arrays are
+    split.
+
+    Args:
+      f: (*operands, pytrees of arrays) -> the results: None is zero.
+      results: their types, with their shardings; None: such a result is not wanted.
+    """
+
+    @functools.wraps(f)
+    def call(*operands: Any) -> list[Any]:
+        arrays = map(jax.typeof, jax.tree.leaves(operands))
+        if not is_sharded([*arrays, *results]):
+            return list(f(*operands))
+        wanted = [t for t in results if t is not None]
+
+        def dense(*operands: Any) -> list[Any]:
+            found = [y for y, t in zip(f(*operands), results, strict=True) if t is not None]
+            return [
+                vary(jnp.zeros(t.shape, t.dtype), t.manual_axis_type.varying) if y is None else y
+                for y, t in zip(found, wanted, strict=True)
+            ]
+
+        axes = jax.sharding.get_abstract_mesh().explicit_axes
+        shardings = [t.sharding for t in wanted]
+        rest = iter(jax.sharding.auto_axes(dense, axes=axes, out_sharding=shardings)(*operands))
+        return [None if t is None else next(rest) for t in results]
+
+    return call
 
 
 def tracks_vma(axis_name: AxisName) -> bool:

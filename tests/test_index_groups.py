@@ -148,7 +148,7 @@ def test_a_residual_and_a_norm_of_a_group():
 @EACH_OP
 def test_groups_that_are_none(op):
     mesh, x = make_mesh((RANKS,)), whole(RANKS, RANKS)
-    for groups in ([[0, 1]], [[0] * RANKS], [[0], list(range(1, RANKS))], []):
+    for groups in ([[0, 1]], [[0] * RANKS], [[0], list(range(1, RANKS))], [], "ab"):
         f = functools.partial(
             getattr(jflux, op), axis_name="tp", axis_index_groups=groups, **WAYS[op]
         )
@@ -198,10 +198,91 @@ def test_gather_to_invarying_takes_the_kernel():
 
 def test_what_a_gather_does_not_take():
     x = whole(2)
-    for options in ({"to": "reduced"}, {"to": "invarying", "axis_index_groups": GROUPS["all"]}):
+    groups = {"axis_index_groups": GROUPS["all"]}
+    for options in ({"to": "nothing"}, {"to": "invarying"} | groups, {"to": "reduced"} | groups):
         f = functools.partial(jflux.all_gather, axis_name="tp", **options)
         with pytest.raises(ValueError, match=r"jflux\.all_gather: to="):
             jax.eval_shape(per_device(make_mesh((RANKS,)), f), x)
+
+
+def cast(x, to, axis="tp"):
+    return jax.lax.pcast(x, axis, to=to)
+
+
+TILED = {"axis_name": "tp", "tiled": True}
+
+
+def _gathered(m, x):
+    return cast(m.all_gather(x, to="reduced", **TILED), "varying")
+
+
+def _scattered(m, x):
+    return m.reduce_scatter(cast(x, "unreduced"), **TILED)
+
+
+def _summed(m, x):
+    return m.all_reduce(cast(x, "unreduced"), axis_name="tp")
+
+
+def _over_another_axis(m, x):
+    parts = m.reduce_scatter(cast(x, "unreduced", "data"), **TILED)
+    return m.all_reduce(parts, axis_name="data")
+
+
+#: A function of a module, jflux or its references, and an array; and how shard_map over
+#: ("data", "tp") splits the array and its result.
+REDUCED = {
+    "to reduced": (_gathered, P("tp"), P("tp")),
+    "scatter": (_scattered, P("tp"), P("tp")),
+    "sum": (_summed, P("tp"), P()),
+    "another axis": (_over_another_axis, P(("tp", "data")), P("tp")),
+}
+
+
+@pytest.mark.parametrize("name", REDUCED)
+def test_sums_that_are_still_to_be_made(name):
+    """Results, types and gradients are lax's, which takes the call."""
+    body, in_specs, out_specs = REDUCED[name]
+    mesh = make_mesh((2, 2), ("data", "tp"))
+    x = whole(16, 4, ranks=1)[0]
+
+    def both(m):
+        f = jax.shard_map(
+            functools.partial(body, m), mesh=mesh, in_specs=in_specs, out_specs=out_specs
+        )
+
+        def run(x):
+            y, back = jax.vjp(f, x)
+            return y, back(y)
+
+        return jax.jit(run)
+
+    with pytest.raises(NotImplementedError, match="sums that are still to be made"):
+        both(jflux).lower(x)
+    with jflux.config(strict=False):
+        jax.tree.map(np.testing.assert_array_equal, both(jflux)(x), both(jflux.reference)(x))
+
+
+def test_weights_whose_gradient_is_still_to_be_summed():
+    """Gathered over another axis than the product's, they take the kernel."""
+    mesh, x, w = make_mesh((2, 2), ("data", "tp")), whole(2, 4, 4, ranks=1)[0], whole(4, ranks=4)
+
+    def both(m):
+        def body(x, w):
+            w = jax.lax.all_gather(w, "data", axis=0, tiled=True, to="reduced")
+            return m.all_gather_matmul(x, w, axis_name="tp")
+
+        spec = P("data", "tp")
+        f = jax.shard_map(body, mesh=mesh, in_specs=(spec, spec), out_specs=P("data", None, "tp"))
+
+        def run(x, w):
+            y, back = jax.vjp(f, x, w)
+            return y, back(y)
+
+        return jax.jit(run)
+
+    assert "all_gather_matmul" in fused_calls(compiled_text(both(jflux), x, w))
+    jax.tree.map(np.testing.assert_array_equal, both(jflux)(x, w), both(jflux.reference)(x, w))
 
 
 @pytest.mark.skipif(PLATFORM == "gpu", reason="another heap takes time")

@@ -268,3 +268,64 @@ def test_partly_manual_mesh():
     x64, w64 = x.astype(np.float64), w.astype(np.float64)
     y = jax.jit(f)(jax.device_put(x, jax.NamedSharding(mesh, P("dp"))), w)
     assert_close(y, x64 @ w64, abs(x64) @ abs(w64), jnp.bfloat16, 6)
+
+
+#: For each op that moves floats: a function, the operands, how they are split, and how shard_map
+#: over "tp" sees them and its result.
+ACROSS, DOWN, SPLIT = P(None, "tp"), P("tp"), P(None, ("tp", "fsdp"))
+PARTLY = {
+    "all_gather_matmul": ({}, (DOWN, SPLIT), (DOWN, ACROSS), ACROSS),
+    "matmul_reduce_scatter": ({}, (ACROSS, P("tp", "fsdp")), (ACROSS, DOWN), DOWN),
+    "matmul_all_reduce": ({}, (ACROSS, P("tp", "fsdp")), (ACROSS, DOWN), P()),
+    "matmul_all_to_all": (
+        {"split_axis": 1, "concat_axis": 0}, (DOWN, P(None, "fsdp")), (DOWN, P()), ACROSS,
+    ),
+    "all_to_all_matmul": (
+        {"split_axis": 0, "concat_axis": 1}, (ACROSS, P(None, "fsdp")), (ACROSS, P()), DOWN,
+    ),
+    "all_gather": ({"tiled": True}, (P("tp", "fsdp"),), (DOWN,), DOWN),
+    "reduce_scatter": ({"tiled": True}, (P("tp", "fsdp"),), (DOWN,), DOWN),
+    "all_reduce": ({}, (P("tp", "fsdp"),), (DOWN,), P()),
+    "all_to_all": (
+        {"split_axis": 1, "concat_axis": 0, "tiled": True}, (P(("tp", "fsdp")),), (DOWN,), ACROSS,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.skipif(RANKS < 4, reason="a mesh of four")
+@pytest.mark.parametrize("op", PARTLY)
+def test_partly_manual_and_the_rest_explicit(op):
+    """Types are the reference's, gradients those of an Auto axis. JAX has none of its own here: its
+    transposes of all_gather and psum_scatter take shardings for those of another shape."""
+    options, specs, in_specs, out_specs = PARTLY[op]
+    arrays = [normal(i, (8, 8), jnp.float32) for i in range(len(specs))]
+
+    def over(f, mesh):
+        mapped = jax.shard_map(
+            functools.partial(f, axis_name="tp", **options),
+            mesh=mesh, in_specs=in_specs, out_specs=out_specs, axis_names={"tp"},
+        )  # fmt: skip
+        placed = [jax.NamedSharding(mesh, s) for s in specs]
+        return mapped, [jax.device_put(a, s) for a, s in zip(arrays, placed, strict=True)]
+
+    def both(f):
+        def run(*arrays):
+            y, back = jax.vjp(f, *arrays)
+            grads = back(jnp.sin(y))
+            types[:] = map(jax.typeof, (y, *grads))
+            return y, grads
+
+        types = []
+        return jax.jit(run), types
+
+    call, placed = over(getattr(jflux, op), make_mesh((2, 2), ("tp", "fsdp")))
+    want = both(call)[0](*placed)
+    mesh = make_mesh((2, 2), ("tp", "fsdp"), axis_type=AxisType.Explicit)
+    (call, placed), (reference, _) = (
+        over(f, mesh) for f in (getattr(jflux, op), getattr(jflux.reference, op))
+    )
+    run, types = both(call)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), run(*placed), want)
+    found = jax.eval_shape(reference, *placed)
+    assert (types[0].shape, types[0].sharding) == (found.shape, found.sharding)
+    assert types[1:] == [jax.typeof(a) for a in placed]

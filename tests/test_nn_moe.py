@@ -173,6 +173,19 @@ def test_equals_every_expert_on_every_token(mesh, kind, way):
             np.testing.assert_allclose(g, w, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("way", [GATHER, DISPATCH], ids=str)
+def test_no_tracer_leaks(way):
+    shape, names, options, _ = MESHES["both"]
+    mesh, params = make_mesh(shape, names), parameters(shared=True)
+    x = np.ones((B, S, D))
+
+    def loss(x, params):
+        return total(jflux.nn.mixture(x, **params, k=K, mesh=mesh, **options, **way))
+
+    with jax.checking_leaks():
+        jax.make_jaxpr(jax.value_and_grad(loss, (0, 1)))(x, params)
+
+
 def test_tokens_that_some_ranks_have_too_count_once():
     """Along `expert_axis` they are copies, each with a slot of its own in a capacity."""
     mesh, params = make_mesh((2, 2), ("data", "ep")), parameters(3)

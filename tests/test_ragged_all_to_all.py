@@ -377,18 +377,22 @@ def _traced(error, match, **changes):
 
 
 def test_operands_that_do_not_fit_raise_when_traced():
-    zeros = functools.partial(np.zeros, dtype=np.int32)
+    def zeros(shape, dtype=np.int32):
+        return np.zeros(shape, dtype)
+
     _traced(ValueError, r"operand \(8, 3\) and output \(9, 4\)", output=np.zeros((9, 4)))
     _traced(ValueError, r"operand \(\) and output", operand=np.float32(1))
     _traced(TypeError, "operand is float32 and output is int32", output=zeros((9, 3)))
     for name in SIZES:
-        _traced(TypeError, f"{name} must be integers, got float32", **{name: np.zeros(2, "f4")})
+        for dtype in ("float32", "bool"):  # as lax
+            _traced(ValueError, f"{name} must be integers, got {dtype}", **{name: zeros(2, dtype)})
         _traced(ValueError, rf"{name} must have shape \[K\].*got \(2, 1\)", **{name: zeros((2, 1))})
     _traced(ValueError, r"send_sizes must have shape.*got \(4,\)", send_sizes=zeros(4))
     _traced(ValueError, "3 elements, which must be a multiple of the 2 ranks",
             **{name: zeros(3) for name in SIZES})  # fmt: skip
-    for groups in ([[0]], [[0, 1], [1]], [[0, 2]], [[0, 1], []]):
-        _traced(ValueError, "must have each of the 2 positions", axis_index_groups=groups)
+    for groups in ([[0]], [[0, 1], [1]], [[0, 2]], [[0, 1], []], "01"):
+        _traced(ValueError, "must have each of the 2 ranks", axis_index_groups=groups)
+    _traced(TypeError, "", axis_index_groups=2)
     with pytest.raises(NameError):
         jflux.ragged_all_to_all(*[np.zeros(2, np.int32)] * 6, axis_name="tp")
 

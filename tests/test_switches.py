@@ -10,6 +10,7 @@ from harness import PRODUCTS, make_mesh, of_way, operands, per_device
 from jax.sharding import PartitionSpec as P
 
 import jflux
+import jflux.nn as jnn
 from jflux._ops._spec import collectives
 from jflux.parallel import _scheme
 
@@ -142,6 +143,33 @@ BASIC = {
         COLUMNS,
         (_normal(4, 6), _normal(2, 6, 4)),
     ),
+    "decoding": (
+        lambda q, k: q + _decoded(jax.lax.stop_gradient(q), jax.lax.stop_gradient(k)),
+        (P(), COLUMNS),
+        P(),
+        (_normal(2, 2, 8), _normal(2, 4, 1, 8)),
+    ),
+    "dispatch": (
+        lambda x, logits: _through_experts(x, logits),
+        (ROWS, ROWS),
+        ROWS,
+        (_normal(8, 6), _normal(8, 4)),
+    ),
+    "ragged": (
+        lambda x, y: jflux.ragged_all_to_all(x, y, *RAGGED, axis_name="tp"),
+        (ROWS, ROWS),
+        ROWS,
+        (_normal(8, 6), _normal(6, 6)),
+    ),
+    "cross entropy": (
+        lambda logits: jnn.cross_entropy(
+            logits, np.array([1, 0, 6]), axis_name="tp", label_smoothing=0.1, z_loss=0.1
+        ),
+        (COLUMNS,),
+        P(),
+        (_normal(3, 8),),
+    ),
+    "positions": (jnn.rotary, (COLUMNS,), COLUMNS, (_normal(1, 8, 2, 4),)),
     "rows of experts": (
         lambda x: jflux.moe.unpermute(jflux.moe.permute(x, _routing()), _routing()),
         (COLUMNS,),
@@ -155,6 +183,21 @@ def _routing():
     return jflux.moe.route(np.array([[0, 1], [1, 1], [0, 0], [1, 0]]), 2)
 
 
+#: Of two ranks: each one's first row to each of them.
+RAGGED = (np.array([0, 1]), np.array([1, 1]), np.array([0, 1]), np.array([1, 1]))
+
+
+def _decoded(q, k):
+    return jflux.flash_decode(q, k, k, np.array([3, 2]), axis_name="tp", window=2, softcap=3.0)
+
+
+def _through_experts(x, logits):
+    choices, weights = jflux.moe.top_k_sigmoid(logits, 2, bias=jnp.arange(4.0))
+    options = {"num_experts": 4, "axis_name": "tp", "on_overflow": "error"}
+    d = jflux.moe_dispatch(x, choices, weights, **options)
+    return jflux.moe_combine(jnp.sin(d.rows), d.handle, weights=weights, axis_name="tp")
+
+
 def _values_and_gradients(name):
     f, in_specs, out_specs, operands = BASIC[name]
     mapped = _over(f, in_specs, out_specs)
@@ -163,7 +206,9 @@ def _values_and_gradients(name):
         ys = mapped(*operands)
         return ys, jax.vjp(mapped, *operands)[1](jax.tree.map(jnp.sin, ys))
 
-    return jax.jit(both), jax.device_put(operands)
+    mesh = make_mesh((2,))
+    placed = [jax.NamedSharding(mesh, spec) for spec in in_specs]
+    return jax.jit(both), [jax.device_put(a, s) for a, s in zip(operands, placed, strict=True)]
 
 
 @pytest.mark.parametrize("name", BASIC)
@@ -177,6 +222,7 @@ STRICT = {
     "rank promotion": lambda: jax.numpy_rank_promotion("raise"),
     "type promotion": lambda: jax.numpy_dtype_promotion("strict"),
     "leaks": jax.checking_leaks,
+    "transfers": lambda: jax.transfer_guard("disallow"),
     "nans": lambda: jax.debug_nans(True),
     "infs": lambda: jax.debug_infs(True),
     "without jit": jax.disable_jit,
@@ -186,7 +232,9 @@ STRICT = {
 @pytest.mark.slow
 @pytest.mark.parametrize("switch", STRICT)
 def test_under_a_strict_switch(switch):
-    for name in BASIC:
+    # Each operation of a dispatch by itself takes 50 s.
+    left_out = ("dispatch",) if switch == "without jit" else ()
+    for name in (name for name in BASIC if name not in left_out):
         f, operands = _values_and_gradients(name)
         want = f(*operands)
         jax.clear_caches()

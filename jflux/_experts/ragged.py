@@ -51,7 +51,7 @@ def route(
         kept = routing.keep(slots, by_expert, routing.places_of(chosen, rank, capacity))
     to = jnp.where(kept.expert >= 0, kept.expert // experts, -1)
     ranks = jnp.arange(world, dtype=jnp.int32)[:, None]
-    goes = jnp.any(to == ranks[:, :, None], axis=2)  # [N, T]
+    goes = jnp.any(to[None] == ranks[:, :, None], axis=2)  # [N, T]
     by_rank = moe.route(jnp.where(goes, ranks, -1), world)
     if capacity is not None:
         rows = all_gather(by_rank.counts, axis_name=axis_name)
@@ -111,4 +111,4 @@ def fail_if(count: jax.Array, x: jax.Array, axis_name: AxisName) -> jax.Array:
     code = jnp.where(count > 0, jnp.iinfo(jnp.int32).min + count, 0)
     sizes = routing.Sizes(none.at[0].set(code), *[none] * 5)
     nothing = move(axis_name, jnp.zeros(1, jnp.int32), 1, sizes)
-    return x + nothing  # 0, but XLA cannot know
+    return x + nothing.reshape(())  # 0, but XLA cannot know

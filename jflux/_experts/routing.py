@@ -134,7 +134,7 @@ def expert_rows(
     """
     row = starts[local_expert] + number_among_equals(local_expert, by_expert)
     rows = jnp.arange(size, dtype=jnp.int32)
-    expert = jnp.sum(rows[:, None] >= starts, axis=1, dtype=jnp.int32) - 1
+    expert = jnp.sum(rows[:, None] >= starts[None], axis=1, dtype=jnp.int32) - 1
     within = rows - starts[expert]
     element = by_expert.source[by_expert.offsets[expert] + within]
     element = jnp.where(within < by_expert.counts[expert], element, -1)

@@ -67,7 +67,8 @@ def move(axis_name: AxisName, x: jax.Array, rows: int, sizes: Sizes, fill: int =
 
 def once(handle: Handle, dtype: Any) -> jax.Array:
     """Weights that count each row of a token once, [T, k]."""
-    return (handle.first == jnp.arange(handle.first.shape[1])).astype(sum_dtype(dtype))
+    own = jnp.arange(handle.first.shape[1])[None]
+    return (handle.first == own).astype(sum_dtype(dtype))
 
 
 def rows_or_zeros(x: jax.Array, index: jax.Array) -> jax.Array:

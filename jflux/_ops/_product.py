@@ -28,13 +28,27 @@ PRODUCT = "jflux_product"
 DTYPES = {"cpu": CPU_DTYPES, "cuda": CUDA_DTYPES}
 
 
-def is_single(op: str, axis_name: _mesh.AxisName) -> bool:
-    """Whether there are no ranks to speak of: one alone, or vmap's (which is a fallback)."""
+#: Why `lax` takes a call under ``check_vma=True``.
+NO_KERNEL_REDUCES = "{}: kernels have no types of sums that are still to be made"
+
+
+def is_for_lax(op: str, axis_name: _mesh.AxisName, *operands: Any) -> bool:
+    """Whether `lax` takes a call: there are no ranks to speak of (one alone, or vmap's), or an
+    operand's type is one that only `lax` has rules for: it is a sum over ranks that is still to be
+    made ("unreduced"), or its gradient is ("reduced"; along other axes than the call's it may be
+    cast to vary, if others do)."""
     if _mesh.axis_size(axis_name) == 1:
         return True
-    if _mesh.is_manual(axis_name):
+    if not _mesh.is_manual(axis_name):
+        _config.fall_back(op, f"axis {axis_name!r} is vmap's, not a mesh's")
+        return True
+    arrays = [a for a in operands if isinstance(a, jax.Array)]
+    types = [jax.typeof(a) for a in arrays]
+    reduced = frozenset().union(*(t.manual_axis_type.reduced for t in types))
+    kept = reduced - (_mesh.varying(arrays) - frozenset(_mesh.as_tuple(axis_name)))
+    if not kept and not any(t.manual_axis_type.unreduced for t in types):
         return False
-    _config.fall_back(op, f"axis {axis_name!r} is vmap's, not a mesh's")
+    _config.fall_back(op, NO_KERNEL_REDUCES.format(", ".join(t.str_short() for t in types)))
     return True
 
 

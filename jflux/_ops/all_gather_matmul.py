@@ -163,7 +163,7 @@ def all_gather_matmul(
     _epilogue.check_shapes(OP, columns, bias_of, gated)
     world = _mesh.axis_size(axis_name)
     out = _product.out_dtype(OP, (x, *ws), preferred_element_type, precision)
-    if _product.is_single(OP, axis_name):
+    if _product.is_for_lax(OP, axis_name, x, *ws, *bias_of):
         return reference(
             x, w, axis_name=axis_name, gather_dimension=dimension, return_gathered=return_gathered,
             transpose_rhs=transpose_rhs, bias=bias, activation=activation, gated=gated,

@@ -106,7 +106,7 @@ def all_reduce(
         x = jnp.asarray(x)
         x = x.astype(jnp.int32) if x.dtype == bool else x  # as lax.psum
         _sum_epilogue.check(OP, x.shape, residual, norm)
-    if _product.is_single(OP, axis_name):
+    if _product.is_for_lax(OP, axis_name, *jax.tree.leaves(x), residual):
         return reference(
             x, axis_name=axis_name, residual=residual, norm=norm,
             axis_index_groups=axis_index_groups,

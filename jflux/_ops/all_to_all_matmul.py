@@ -150,7 +150,7 @@ def all_to_all_matmul(
     layout = SPEC.layout(x.ndim, split_axis=split, concat_axis=concat, transpose_rhs=transpose_rhs)
     _product.check_contraction(OP, exchanged, w, layout, axis_name, transpose_rhs=transpose_rhs)
     out = _product.out_dtype(OP, (x, w), preferred_element_type, precision)
-    if _product.is_single(OP, axis_name):
+    if _product.is_for_lax(OP, axis_name, x, w):
         return reference(
             x, w, axis_name=axis_name, split_axis=split, concat_axis=concat,
             return_exchanged=return_exchanged, transpose_rhs=transpose_rhs,

@@ -81,8 +81,9 @@ def all_gather(
       tiled: whether that is x's own, N times as long, and not a new one of size N.
       axis_index_groups: groups of the ranks, as positions along `axis_name`, each rank once and all
         groups of one size. Each of them exchanges its own data, and N is the ranks of a group.
-      to: what ``check_vma=True`` knows of the result: "varying", or "invarying" (not with groups),
-        whose gradient needs no communication: a rank takes its part.
+      to: what ``check_vma=True`` knows of the result: "varying"; "invarying" (not with groups),
+        whose gradient needs no communication: a rank takes its part; or "reduced" (`lax`'s, not
+        with groups), whose gradient is "unreduced": a sum over the ranks that is still to be made.
 
     Returns:
       [.., N, ..], or x's shape with dimension `axis` N times as long. It varies over `axis_name`
@@ -97,19 +98,21 @@ def all_gather(
       jax.errors.JaxRuntimeError: a peer did not come within the deadline (see :func:`jflux.init`).
     """
 
-    if to not in ("varying", "invarying"):
-        raise ValueError(f'jflux.all_gather: {to=} must be "varying" or "invarying"')
-    if to == "invarying" and axis_index_groups is not None:
+    if to not in ("varying", "invarying", "reduced"):
+        raise ValueError(f'jflux.all_gather: {to=} must be "varying", "invarying" or "reduced"')
+    if to != "varying" and axis_index_groups is not None:
         raise ValueError(
-            'jflux.all_gather: to="invarying" takes no axis_index_groups, which have different '
-            "results"
+            f"jflux.all_gather: {to=} takes no axis_index_groups, which have different results"
         )
-    single = _product.is_single("all_gather", axis_name)
+    for_lax = _product.is_for_lax("all_gather", axis_name, *jax.tree.leaves(x))
+    if to == "reduced" and not for_lax and _mesh.tracks_vma(axis_name):
+        _config.fall_back("all_gather", _product.NO_KERNEL_REDUCES.format('to="reduced"'))
+        for_lax = True
     same = to == "invarying" and _mesh.is_bound(axis_name) and _mesh.tracks_vma(axis_name)
 
     def one(x: jax.Array) -> jax.Array:
         at = _dimension("all_gather", "axis", axis, x.ndim + (not tiled))
-        if single:
+        if for_lax:
             return all_gather_reference(
                 x, axis_name=axis_name, axis=at, tiled=tiled, axis_index_groups=axis_index_groups,
                 to=to,
@@ -151,13 +154,13 @@ def reduce_scatter(
       As :func:`jflux.all_gather`; ValueError also for shards that the ranks do not divide.
     """
 
-    single = _product.is_single("reduce_scatter", axis_name)
+    for_lax = _product.is_for_lax("reduce_scatter", axis_name, *jax.tree.leaves(x))
 
     def one(x: jax.Array) -> jax.Array:
         at = _dimension("reduce_scatter", "scatter_dimension", scatter_dimension, x.ndim)
         _, world = _mesh.ranks_of(axis_name, axis_index_groups)
         _check_shards("reduce_scatter", x, at, world, tiled)
-        if single:
+        if for_lax:
             return reduce_scatter_reference(
                 x, axis_name=axis_name, scatter_dimension=at, tiled=tiled,
                 axis_index_groups=axis_index_groups,
@@ -202,7 +205,7 @@ def all_to_all(
       As :func:`jflux.reduce_scatter`.
     """
 
-    single = _product.is_single("all_to_all", axis_name)
+    for_lax = _product.is_for_lax("all_to_all", axis_name, *jax.tree.leaves(x))
 
     def by_tiles(x: jax.Array, split: int, concat: int) -> jax.Array:
         return _bind("all_to_all", x, axis_name, axis_index_groups, split, concat)
@@ -212,7 +215,7 @@ def all_to_all(
         concat = _dimension("all_to_all", "concat_axis", concat_axis, x.ndim)
         _, world = _mesh.ranks_of(axis_name, axis_index_groups)
         _check_shards("all_to_all", x, split, world, tiled)
-        if single:
+        if for_lax:
             return all_to_all_reference(
                 x, axis_name=axis_name, split_axis=split, concat_axis=concat, tiled=tiled,
                 axis_index_groups=axis_index_groups,

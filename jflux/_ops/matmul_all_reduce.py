@@ -146,7 +146,7 @@ def matmul_all_reduce(
         )  # fmt: skip
     layout = SPEC.layout(x.ndim, transpose_rhs=transpose_rhs)
     _product.check_contraction(OP, x, w, layout, axis_name, transpose_rhs=transpose_rhs)
-    if _product.is_single(OP, axis_name):
+    if _product.is_for_lax(OP, axis_name, x, w, residual):
         return reference(
             x, w, axis_name=axis_name, transpose_rhs=transpose_rhs, residual=residual, norm=norm,
             preferred_element_type=preferred_element_type, precision=precision,

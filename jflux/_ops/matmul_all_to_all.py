@@ -129,7 +129,7 @@ def matmul_all_to_all(
             f"{world} ranks of {axis_name=} do not divide; x has shape {x.shape}, w {w.shape}"
         )
     out = _product.out_dtype(OP, (x, w), preferred_element_type, precision)
-    if _product.is_single(OP, axis_name):
+    if _product.is_for_lax(OP, axis_name, x, w):
         return reference(
             x, w, axis_name=axis_name, split_axis=split, concat_axis=concat,
             transpose_rhs=transpose_rhs, preferred_element_type=preferred_element_type,

@@ -151,7 +151,7 @@ def matmul_reduce_scatter(
             f"divide; x has shape {xs[0].shape}"
         )
     out = _product.out_dtype(OP, (*xs, *ws), preferred_element_type, precision)
-    if _product.is_single(OP, axis_name):
+    if _product.is_for_lax(OP, axis_name, *xs, *ws, bias, residual):
         return reference(
             x, w, axis_name=axis_name, scatter_dimension=dimension, transpose_rhs=transpose_rhs,
             bias=bias, residual=residual, preferred_element_type=preferred_element_type,

@@ -16,7 +16,7 @@ from jax.interpreters import ad
 
 from .. import _checks, _config, _dispatch, _lowering, _mesh
 from .._dispatch import Arrays, Machine, Plan
-from .._mesh import AxisName, Part
+from .._mesh import AxisName
 from . import _product, exchange
 from ._collective import Collective
 from ._spec import OpSpec
@@ -78,7 +78,8 @@ def ragged_all_to_all(
       [M, ...]. It varies over `axis_name`.
 
     Raises:
-      ValueError, TypeError: for operands that do not fit, when the call is traced.
+      ValueError, TypeError: for operands that do not fit, when the call is traced. Of each kind
+        that `lax` refuses, with `lax`'s type of error.
       NameError: outside ``shard_map``.
       NotImplementedError: when it is lowered with ``jflux.config.strict``, for one that no kernel
         takes, or that finds no room in the symmetric heap.
@@ -87,13 +88,13 @@ def ragged_all_to_all(
         not look.) Or a peer did not come within the deadline (see :func:`jflux.init`).
     """
     arrays = _checked(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes)
-    names, world = _ranks_of(axis_name, axis_index_groups)
+    names, world = _mesh.ranks_of(axis_name, axis_index_groups)
     if arrays[2].shape[0] % world:
         raise ValueError(
             f"jflux.ragged_all_to_all: input_offsets has {arrays[2].shape[0]} elements, which must "
             f"be a multiple of the {world} ranks"
         )
-    if _product.is_single("ragged_all_to_all", axis_name) or world == 1:
+    if world == 1 or _product.is_for_lax("ragged_all_to_all", axis_name, *arrays):
         return reference(*arrays, axis_name=axis_name, axis_index_groups=axis_index_groups)
     axes, _ = _mesh.axes_and_groups(names)
     arrays = _mesh.vary_together(axes, *arrays)
@@ -117,7 +118,7 @@ def _checked(operand: Any, output: Any, *sizes: Any) -> list[jax.Array]:
     for name, size in zip(_SIZES, sizes, strict=True):
         size = jnp.asarray(size)
         if not jnp.issubdtype(size.dtype, jnp.integer):
-            raise TypeError(f"{op}: {name} must be integers, got {size.dtype}")
+            raise ValueError(f"{op}: {name} must be integers, got {size.dtype}")
         if size.ndim != 1 or size.shape != jnp.shape(sizes[0]) or not size.size:
             raise ValueError(
                 f"{op}: {name} must have shape [K], as the other sizes and offsets, with K >= 1; "
@@ -125,22 +126,6 @@ def _checked(operand: Any, output: Any, *sizes: Any) -> list[jax.Array]:
             )
         arrays.append(_checks.to_int32(size))
     return [operand, output, *arrays]
-
-
-def _ranks_of(axis_name: AxisName, groups: Any) -> tuple[tuple[Any, ...], int]:
-    """The axes as `Params` has them, and the ranks of a group."""
-    names, ranks = _mesh.as_tuple(axis_name), _mesh.axis_size(axis_name)
-    if groups is None:
-        return names, ranks
-    groups = tuple(tuple(int(i) for i in group) for group in groups)
-    if sorted(i for group in groups for i in group) != list(range(ranks)) or 1 != len(
-        {len(group) for group in groups}
-    ):
-        raise ValueError(
-            f"jflux.ragged_all_to_all: axis_index_groups={groups} must have each of the {ranks} "
-            f"positions along {axis_name!r} once, in groups of equal size"
-        )
-    return (Part(names, groups),), len(groups[0])
 
 
 def _bind(*operands: Any, params: Params) -> jax.Array:
@@ -163,7 +148,7 @@ def reference(
     operands, [N R, ...], and each rank takes its rows: XLA's CPU back end has no
     ``lax.ragged_all_to_all``."""
     operand, output = jnp.asarray(operand), jnp.asarray(output)
-    names, world = _ranks_of(axis_name, axis_index_groups)
+    names, world = _mesh.ranks_of(axis_name, axis_index_groups)
     del send_sizes  # a receiver goes by recv_sizes
     starts, places = (
         Collective("all_to_all", 0, 0).lax(jnp.asarray(a), names)

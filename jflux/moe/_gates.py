@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._epilogue import sum_dtype
+from .._epilogue import in_rows, sum_dtype
 from .._ops import _local
 
 
@@ -149,7 +149,7 @@ def _biased(op: str, scores: jax.Array, bias: Any) -> jax.Array:
             f"jflux.moe.{op}: bias has shape {tuple(bias.shape)}, and there are "
             f"{scores.shape[1]} experts"
         )
-    return lax.stop_gradient(scores + bias.astype(scores.dtype))
+    return lax.stop_gradient(scores + in_rows(bias.astype(scores.dtype), scores))
 
 
 def _scores(score: str, logits: jax.Array) -> jax.Array:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .. import _mesh
+from .. import _derivatives, _mesh
 from .._epilogue import sum_dtype
 from .._mesh import AxisName
-from .._ops import _local
+from .._ops import _lax, _local
 from ._routing import count
 
 
@@ -77,7 +78,34 @@ def _mean_over(parts: Any, axis_name: AxisName | None) -> Any:
     names = _mesh.split_over(axis_name, *jax.tree.leaves(parts))
     if not names:
         return parts
-    return lax.pmean(jax.tree.map(lambda a: _mesh.vary_together(names, a)[0], parts), names)
+    size = _mesh.axis_size(names)
+    return jax.tree.map(lambda a: _sum_over(names, a) / size, parts)
+
+
+def _sum_over(names: tuple[Any, ...], part: jax.Array) -> jax.Array:
+    (part,) = _mesh.vary_together(names, part)
+    (total,) = (_sum if _mesh.is_manual(names) else _plain_sum)(names, part)
+    return total
+
+
+def _plain_sum(names: tuple[Any, ...], part: jax.Array) -> Sequence[jax.Array]:
+    return [_lax.psum(part, names)]
+
+
+def _sum_backward(
+    kept: Any, cts: Sequence[Any], wanted: Sequence[Any], names: tuple[Any, ...]
+) -> Sequence[jax.Array]:
+    return [_mesh.vary(cts[0], names) if _mesh.tracks_vma(names) else _lax.psum(cts[0], names)]
+
+
+#: `lax.psum`, whose tangents are one equation. JAX's own holds on to what the trace of a
+#: `shard_map` has kept for the gradient, which `jax.checking_leaks` takes for leaked.
+_sum: Callable[..., Sequence[Any]] = _derivatives.differentiated(
+    _plain_sum,
+    kept=lambda operands, names: (),
+    tangents=lambda kept, tangents, names: _sum(names, tangents[0]),
+    backward=_sum_backward,
+)
 
 
 def _checked(op: str, logits: Any) -> jax.Array:

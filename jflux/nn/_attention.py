@@ -18,7 +18,7 @@ from .._attention import plain
 from .._attention.attention import attention as over_ranks
 from .._attention.decoding import KVCache, attend_to_cache, fill_cache, new_positions
 from .._attention.layouts import Layout, check_layout, check_part, own_positions
-from .._epilogue import sum_dtype
+from .._epilogue import in_rows, sum_dtype
 from .._mesh import AxisName
 from . import _cache, _padding
 from ._dense import column_parallel, row_parallel
@@ -355,7 +355,10 @@ def rotary(
     wide = sum_dtype(x.dtype)
     half = x.shape[-1] // 2
     position = jnp.arange(x.shape[-3]) if position is None else position
-    angle = position[..., None] * theta ** (-jnp.arange(half, dtype=wide) / half)
-    sin, cos = (f(angle)[..., None, :] for f in (jnp.sin, jnp.cos))
+    turns = theta ** (-jnp.arange(half, dtype=wide) / half)
+    if jnp.issubdtype(position.dtype, jnp.integer):
+        position = position.astype(wide)
+    angle = position[..., None] * in_rows(turns, position[..., None])
     a, b = jnp.split(x.astype(wide), 2, axis=-1)
+    sin, cos = (in_rows(f(angle)[..., None, :], a) for f in (jnp.sin, jnp.cos))
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1).astype(x.dtype)
