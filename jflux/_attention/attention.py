@@ -120,8 +120,8 @@ def attention(
         Models that count i too, as Mistral's `sliding_window`, give that less one.
       segment_ids: int [B, S/N], of documents in one sequence: positions attend to those of the same
         segment alone. What is not finite in q, k or v, such as NaN in padding that is a segment of
-        its own, makes NaN of the queries that attend to it, and reaches nothing else, nor a
-        gradient.
+        its own, makes NaN of the queries that attend to it, of their gradients, and of those of
+        what they attend to; it reaches nothing else.
       scale: by default 1 / sqrt(D).
       softcap: c, as above (arXiv 2408.00118, section 2).
       return_lse: return l too, float32 (float64 for float64). Both are differentiable.
