@@ -581,40 +581,42 @@ def test_numbers_that_are_not_known(name):
 
 @pytest.mark.parametrize("ring", [False, True])
 def test_padding_that_is_not_a_number(ring):
-    """In a segment of its own it reaches no other position, forward and backward; a key that is
-    attended to reaches the queries that do."""
+    """In a segment of its own it reaches no other position, forward and backward, whatever its
+    cotangents are. A value that is attended to reaches who does, and the gradients of what they
+    attend to."""
     case = Case(world=2, own=6, ring=ring)
     q, k, v, _ = case.operands()
-    ids = np.repeat([[0, 1], [0, 0]], [9, 3], axis=1)
-    padding = (ids == 1)[..., None, None]
+    ids = np.repeat([[0, 1, 2], [0, 3, 3]], [3, 6, 3], axis=1)
+    padding = (ids == 2)[..., None, None]
     spoilt = [np.where(padding, np.nan, a) for a in (q, k, v)]
-    v2 = np.array(v)
-    v2[1, 4] = np.inf
+    infinite = np.array(v)
+    infinite[1, 4, 0] = np.inf
 
-    def both(module, *arrays):
+    def both(module, *arrays, out=padding):
         def loss(*arrays):
             o, lse = case.split(*arrays, ids, module=module, softcap=1.5)
-            real = jnp.where(padding, 0, o)
-            return jnp.sum(jnp.sin(real)), (o, lse)
+            return jnp.sum(jnp.sin(jnp.where(out, 0, o))), (o, lse)
 
         return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(*arrays)
 
-    def run(arrays):
-        found = [both(module, *arrays) for module in (jflux, jflux.reference)]
-        o, _ = case.split(q, k, v2, ids)
-        return found, o
+    def run(module):
+        return both(module, *spoilt), both(module, *spoilt, out=False), both(module, q, k, infinite)
 
-    found, attended = jax.jit(run)(spoilt)
     (want, _), gradients = jax.jit(functools.partial(both, jflux))(q, k, v)
-    for (loss, (o, _)), got in found:
+    reached, attended = (np.zeros((2, 12, heads), bool) for heads in (case.heads, case.groups))
+    reached[1, 4:, : case.heads // case.groups] = True  # it is causal
+    attended[1, 3:, 0] = True
+    for module in (jflux, jflux.reference):
+        found = jax.jit(run, static_argnums=0)(module)
+        ((loss, (o, _)), got), (_, of_padding), ((_, (of_inf, _)), nan) = found
         np.testing.assert_allclose(loss, want)
         np.testing.assert_array_equal(np.isnan(o), np.broadcast_to(padding, o.shape))
-        for one, other in zip(got, gradients, strict=True):
-            np.testing.assert_allclose(one, other, atol=1e-12)
-    reached = np.zeros((2, 12), bool)
-    reached[1, 4:] = True  # it is causal
-    np.testing.assert_array_equal(np.isnan(attended).all((2, 3)), reached)
-    assert np.isfinite(np.asarray(attended)[~reached]).all()
+        for a, mask in ((of_inf, reached), *zip(nan, (reached, attended, attended), strict=True)):
+            np.testing.assert_array_equal(np.isnan(a), np.broadcast_to(mask[..., None], a.shape))
+        for one, other, third, right in zip(got, of_padding, nan, gradients, strict=True):
+            np.testing.assert_allclose(one, right, atol=1e-12)
+            np.testing.assert_allclose(np.where(padding, 0, other), right, atol=1e-12)
+            np.testing.assert_allclose(third[0], right[0], atol=1e-12)
 
 
 @pytest.mark.parametrize(

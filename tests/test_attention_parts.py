@@ -350,7 +350,7 @@ def test_attention_of_one_device_is_cudnns_where_it_takes_the_call(
         taken.append(implementation)
         return plainly(*operands, **options)
 
-    monkeypatch.setattr(jax.nn, "dot_product_attention", attend)
+    monkeypatch.setattr(plain, "_of_jax", attend)
     q = jnp.zeros((*lead, length, 2, 64), dtype)
     plain.attend(q, q, q, **options)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")

@@ -167,8 +167,8 @@ def test_a_spec_is_no_string():
 
 
 @pytest.mark.skipif(PLATFORM != "cpu", reason="a CPU's heap is made again quickly")
-def test_init_after_the_first_call_names_what_differs():
-    jflux.init()
+def test_init_after_the_first_call_names_what_differs(own_heap):
+    own_heap()
     with pytest.raises(RuntimeError, match="before the first op is lowered") as error:
         jflux.init(heap_bytes=1 << 24)
     assert re.findall(r"exists with (\S+);.*with (\S+),", str(error.value)) == [
@@ -299,27 +299,38 @@ def test_a_gated_mlp_has_a_function_of_its_own():
         jflux.nn.mlp(x, (w, w), w.T, axis_name="tp", mesh=make_mesh((RANKS,)))
 
 
-@pytest.mark.parametrize("op", [*PRODUCTS, "all_reduce"])
-def test_an_x_that_all_ranks_have_gets_a_warning(op, caplog):
-    """Once, where types tell, and not of one rank's."""
-    call = jflux.all_reduce if op == "all_reduce" else of_way(op, lead=(4,), k=8, n=8).bind("tp")
-    arrays = (x,) if op == "all_reduce" else (jnp.zeros((4, 8)), jnp.zeros((8, 8)))
-    if op == "all_reduce":
-        call = functools.partial(call, axis_name="tp")
+def test_a_sum_of_what_all_ranks_have_gets_a_warning(caplog):
+    """Once, where types tell, and not of one rank's. What is not summed shows it by its shape, and
+    one factor may be the same on all ranks."""
 
-    def lines(ranks, spec, check_vma=True):
+    def lines(op, *specs, ranks=RANKS, check_vma=True):
         _config._said.clear()
         caplog.clear()
+        rows = 8 * ranks if op == "all_to_all_matmul" or specs[1] != P() else 8
+        arrays = (jnp.zeros((4 * ranks, 8)), jnp.zeros((rows, 8)))
+        if op == "all_reduce":
+            f, arrays = functools.partial(jflux.all_reduce, axis_name="tp"), arrays[:1]
+        elif op == "all_reduce with a residual":
+            f, arrays = (lambda x: jflux.all_reduce(x, axis_name="tp", residual=x * 0)), arrays[:1]
+        else:
+            f = of_way(op, lead=(4,), k=8, n=8).bind("tp")
+        split = P() if "all_reduce" in op else P("tp")
         f = jax.shard_map(
-            call, mesh=make_mesh((ranks,)), in_specs=(spec, *[P()] * (len(arrays) - 1)),
-            out_specs=P("tp"), check_vma=check_vma,
+            f, mesh=make_mesh((ranks,)), in_specs=specs[: len(arrays)], out_specs=split,
+            check_vma=check_vma,
         )  # fmt: skip
         for _ in range(2):
-            with contextlib.suppress(ValueError):  # a sum of all ranks has other out_specs
-                jax.eval_shape(f, *arrays)
+            jax.eval_shape(f, *arrays)
         return [r.message for r in caplog.records if "same on all ranks" in r.message]
 
-    (line,) = lines(RANKS, P())
-    assert line.startswith(f"jflux.{op}: x is the same on all ranks along 'tp', and each must have")
-    assert "the result has it 2 times" in line
-    assert not lines(RANKS, P("tp")) and not lines(1, P()) and not lines(RANKS, P(), False)
+    for op in (*PRODUCTS, "all_reduce", "all_reduce with a residual"):
+        found = lines(op, P(), P())
+        if op in ("matmul_reduce_scatter", "matmul_all_reduce", "all_reduce with a residual"):
+            (line,) = found
+            assert line.startswith(f"jflux.{op.split()[0]}: x {(4 * RANKS, 8)}")
+            assert f"along 'tp': the sum over ranks has its term {RANKS} times" in line
+            assert not lines(op, P(), P(), ranks=1)
+            assert not lines(op, P(), P(), check_vma=False)
+            assert "all_reduce" in op or not lines(op, P(), P("tp"))
+        else:
+            assert not found

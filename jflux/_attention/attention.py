@@ -22,12 +22,12 @@ from .._ops.exchange import (
     all_to_all,
     all_to_all_reference,
 )
-from . import all_gather_attention, by_parts, cudnn, flash_attention, nonfinite, ulysses
+from . import all_gather_attention, by_parts, cudnn, flash_attention, ulysses
 from .blocks import Scores, default_precision
 from .layouts import Layout, check_layout, check_part
 from .operands import check, check_heads, scale_of, softcap_of, window_of
 from .plain import attend
-from .split import Call, gather_keys, of_split, of_split_reference, reached
+from .split import Call, gather_keys, of_split, of_split_reference
 
 _OP = "jflux.attention"
 #: Bytes of gathered keys and values from which on they are passed around a ring instead.
@@ -120,8 +120,8 @@ def attention(
         Models that count i too, as Mistral's `sliding_window`, give that less one.
       segment_ids: int [B, S/N], of documents in one sequence: positions attend to those of the same
         segment alone. What is not finite in q, k or v, such as NaN in padding that is a segment of
-        its own, makes NaN of the queries that attend to it, and reaches nothing else, nor a
-        gradient.
+        its own, makes NaN of the queries that attend to it, of their gradients, and of those of
+        what they attend to; it reaches nothing else.
       scale: by default 1 / sqrt(D).
       softcap: c, as above (arXiv 2408.00118, section 2).
       return_lse: return l too, float32 (float64 for float64). Both are differentiable.
@@ -161,7 +161,7 @@ def reference(
     q_spec: PartitionSpec | None = None,
 ) -> Any:
     """:func:`jflux.attention` in plain `lax`, on every platform: in blocks, with `lax`'s exchanges,
-    and differentiated as it is written."""
+    and differentiated as it is written, less with `segment_ids`: then in blocks too."""
     return _global_attention(
         True, q, k, v, segment_ids, axis_name, heads_axis, causal, layout, window, scale,
         softcap, return_lse, ring, mesh, q_spec,
@@ -264,13 +264,7 @@ def _split(
         q, k, v = _mesh.vary_together(axis_name, q, k, v)
         if segment_ids is not None and _mesh.tracks_vma(axis_name):
             segment_ids = _mesh.vary(segment_ids, _mesh.as_tuple(axis_name))
-    run = of_split_reference if options.plain else of_split
-    if segment_ids is None:
-        return run(call, q, k, v, None)
-    return nonfinite.kept_out(
-        lambda q, k, v: run(call, q, k, v, segment_ids),
-        lambda bad: reached(call, segment_ids, bad), q, k, v,
-    )  # fmt: skip
+    return (of_split_reference if options.plain else of_split)(call, q, k, v, segment_ids)
 
 
 def _with_cudnn(

@@ -1,39 +1,69 @@
-"""Attention whose masks keep out what is not finite. A weight of zero does not keep a NaN out of a
-product, so rows with one are zeros while attending, forward and backward, and the queries that
-attend to such a row get NaN afterwards.
+"""Masks that keep out what is not finite. A weight of zero does not keep a NaN out of a product, so
+products are of rows that are zeros instead. Masked *scores* may be NaN: they are replaced. So a NaN
+reaches those who attend to it through a score.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 
+def in_keys(k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """k and v [B, t, G, D] for a forward pass that masks scores: values are finite, and a key is
+    NaN where it or its value is not. Element by element, so that XLA computes it with what makes k
+    and v."""
+    right = jnp.isfinite(k) & jnp.isfinite(v)
+    return jnp.where(right, k, jnp.asarray(jnp.nan, k.dtype)), jnp.where(right, v, 0)
+
+
+def in_log_sum_exps(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    o: jax.Array,
+    lse: jax.Array,
+    do: jax.Array,
+    dlse: jax.Array,
+) -> tuple[jax.Array, ...]:
+    """The same arrays for a backward pass that masks its weights, exp(score - lse): all but lse are
+    finite. Of a query whose result or cotangent is not, lse is NaN, which reaches its gradient and
+    those of what it attends to; or infinity, which reaches nothing, if it has no cotangents:
+    such are padding's, where the caller leaves it out of the loss.
+    """
+    of_row = jnp.all(jnp.isfinite(o) & jnp.isfinite(do), -1)
+    right = of_row & jnp.isfinite(lse) & jnp.isfinite(dlse)
+    counts = jnp.any(do != 0, -1) | (dlse != 0)
+    lse = jnp.where(right, lse, jnp.where(counts, jnp.nan, jnp.inf).astype(lse.dtype))
+    q, k, v, o, do, dlse = (jnp.where(jnp.isfinite(a), a, 0) for a in (q, k, v, o, do, dlse))
+    return q, k, v, o, lse, do, dlse
+
+
+# ---- Around attention that is not jflux's --------------------------------------------------------
+
+
 def kept_out(
-    attend: Callable[..., Any],
+    attend: Callable[..., jax.Array],
     reached: Callable[[jax.Array], jax.Array],
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-) -> Any:
-    """``attend(q, k, v)``, a result [B, s, H, ...] or several.
+) -> jax.Array:
+    """``attend(q, k, v)``, [B, s, H, D], without the rows that are not finite; NaN for the queries
+    that attend to one, which then have no part in the gradients.
 
     Args:
       q, k, v: [B, s or t, heads, D].
-      reached: bool [B, t], of keys -> [B, s], the queries that attend to one of them.
+      reached: bool [B, t], of keys -> [B, s, H or 1], the queries that attend to one of them.
     """
     of_q, of_k, of_v = (~jnp.all(jnp.isfinite(lax.stop_gradient(a)), (2, 3)) for a in (q, k, v))
     clean = (jnp.where(bad[..., None, None], 0, a) for a, bad in ((q, of_q), (k, of_k), (v, of_v)))
-    spoilt = of_q | reached(of_k | of_v)
+    spoilt = of_q[..., None] | reached(of_k | of_v)
 
-    def spoil(a: jax.Array) -> jax.Array:
-        return jnp.where(spoilt.reshape(*spoilt.shape, *(1,) * (a.ndim - 2)), jnp.nan, a)
-
-    return jax.tree.map(spoil, attend(*clean))
+    return jnp.where(spoilt[..., None], jnp.nan, attend(*clean))
 
 
 def reached_by_mask(
@@ -48,12 +78,12 @@ def reached_by_mask(
 
     def reached(bad: jax.Array) -> jax.Array:
         i, j = (lax.broadcasted_iota(jnp.int32, (queries, keys), d) for d in (0, 1))
-        may = jnp.any(mask, 1)
+        may = mask
         if is_causal:
-            may &= j <= i
+            may = may & (j <= i)
         if window is not None:
             left, right = window if isinstance(window, tuple) else (window, window)
-            may &= (j >= i - left) & (j - right <= i)
-        return jnp.any(may & bad[:, None], -1)
+            may = may & (j >= i - left) & (j - right <= i)
+        return jnp.any(may & bad[:, None, None], -1).swapaxes(1, 2)
 
     return reached

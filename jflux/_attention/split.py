@@ -17,8 +17,13 @@ from jax.ad_checkpoint import checkpoint_name
 from .. import _config, _derivatives, _mesh
 from .._epilogue import sum_dtype
 from .._mesh import AxisName
-from .._ops.exchange import all_gather, all_gather_reference, reduce_scatter
-from . import all_gather_attention, blocks, by_parts, flash_attention, pieces
+from .._ops.exchange import (
+    all_gather,
+    all_gather_reference,
+    reduce_scatter,
+    reduce_scatter_reference,
+)
+from . import all_gather_attention, blocks, by_parts, flash_attention, nonfinite, pieces
 from .blocks import Part, Scores
 from .layouts import Layout, own_positions
 from .merging import merge_attention
@@ -41,7 +46,8 @@ class Call:
         XLA's operations (blocks.py) whatever the platform is.
       precision: JAX's default for products where the call was made. Gradients are traced later,
         where another one may hold.
-      gather: :func:`jflux.all_gather`, or its reference.
+      gather, scatter: :func:`jflux.all_gather` and :func:`jflux.reduce_scatter`, or their
+        references.
     """
 
     axis_name: AxisName | None
@@ -54,6 +60,7 @@ class Call:
     kernel: bool = True
     precision: str | None = None
     gather: Callable[..., jax.Array] = all_gather
+    scatter: Callable[..., jax.Array] = reduce_scatter
 
     def part(self, rank: Any, length: int, segments: jax.Array | None) -> Part:
         """The positions of a rank."""
@@ -72,6 +79,14 @@ class Call:
         o, lse = blocks.forward(q, queries, k, v, keys, self.scores)
         return o.astype(dtype), lse
 
+    def differentiate(
+        self, q: jax.Array, queries: Part, k: jax.Array, v: jax.Array, keys: Part, *rest: jax.Array
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Of one rank, where cuDNN does not: blocks.backward. `rest`: o, lse, do, dlse."""
+        backward = flash_attention.backward if self.kernel else blocks.backward
+        _, lse, do, _ = rest
+        return backward(q, queries, k, v, keys, self.scores, lse, do, blocks.delta_of(*rest))
+
 
 # ---- The derivatives of both forms ---------------------------------------------------------------
 
@@ -79,6 +94,8 @@ class Call:
 def _run(
     call: Call, q: jax.Array, k: jax.Array, v: jax.Array, segments: Any
 ) -> tuple[jax.Array, jax.Array]:
+    if segments[0] is not None:
+        k, v = nonfinite.in_keys(k, v)
     o, lse = (_around if call.ring else _gathered)(call, q, k, v, *segments)
     return o.astype(q.dtype), lse
 
@@ -110,18 +127,14 @@ def _backward(kept: Any, cotangents: Any, wanted: Any, call: Call) -> Any:
     do, dlse = (
         jnp.zeros_like(a) if ct is None else ct for a, ct in zip((o, lse), cotangents, strict=True)
     )
+    arrays: tuple[Any, ...] = (q, k, v, o, lse, do, dlse)
+    if segments[0] is not None:
+        arrays = nonfinite.in_log_sum_exps(*arrays)
     backward = _around_backward if call.ring else _gathered_backward
     with jax.default_matmul_precision(call.precision):
-        found = backward(call, q, k, v, *segments, o, lse, do, dlse)
+        found = backward(call, *arrays[:3], *segments, *arrays[3:])
     own = [d.astype(a.dtype) for d, a in zip(found, (q, k, v), strict=True)]
     return *(None if w is None else d for w, d in zip(wanted, own, strict=False)), None
-
-
-def _cotangents(
-    o: jax.Array, lse: jax.Array, do: jax.Array, dlse: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What the backward pass needs of the result, and its cotangents."""
-    return lse, do, blocks.delta_of(o, lse, do, dlse)
 
 
 def _not_linear(*_: Any) -> Any:
@@ -144,9 +157,13 @@ def of_split_reference(
     call: Call, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None
 ) -> Any:
     """:func:`of_split` of a call that takes no cuDNN, in XLA's operations, differentiated as they
-    are written."""
-    call = dataclasses.replace(call, kernel=False, gather=all_gather_reference)
-    return _run(call, q, k, v, (segments,))
+    are written. With segments by :func:`_backward`: a derivative of what is written multiplies
+    weights of zero with NaN."""
+    call = dataclasses.replace(
+        call, kernel=False, gather=all_gather_reference, scatter=reduce_scatter_reference
+    )
+    run = _run if segments is None else _differentiable
+    return run(call, q, k, v, (segments,))
 
 
 # ---- Gathered ------------------------------------------------------------------------------------
@@ -168,21 +185,6 @@ def _key_parts(call: Call, length: int, segments: jax.Array | None) -> Part:
     ranks = (jnp.int32(rank) for rank in range(call.ranks))
     positions = jnp.concatenate([call.part(rank, length, None).positions for rank in ranks])
     return Part(positions, segments)
-
-
-def reached(call: Call, segments: jax.Array, bad: jax.Array) -> jax.Array:
-    """bool [B, s]: which queries of this rank attend to one of the keys, of all ranks, that are
-    `bad` [B, s]. One exchange of two numbers for each key."""
-    queries = call.part(call.rank, segments.shape[1], segments)
-    both = jnp.stack([segments, bad.astype(segments.dtype)], -1)
-    if call.ranks > 1:
-        both = call.gather(both, axis_name=call.axis_name, axis=1, tiled=True)
-    keys = _key_parts(call, segments.shape[1], None)
-    low, high = flash_attention.differences(call.scores)
-    distance = keys.positions - queries.positions[:, None]
-    may = (distance >= low) & (distance <= high)  # [s, t]: fused with what follows
-    may = may & (segments[:, :, None] == both[:, None, :, 0]) & (both[:, None, :, 1] != 0)
-    return jnp.any(may, -1)
 
 
 def _all_keys(
@@ -230,12 +232,10 @@ def _gathered_backward(
     else:
         queries = call.part(call.rank, q.shape[1], segments)
         all_keys = _all_keys(call, k, v, segments)
-        dq, dk, dv = flash_attention.backward(
-            q, queries, *all_keys, call.scores, *_cotangents(*rest)
-        )
+        dq, dk, dv = call.differentiate(q, queries, *all_keys, *rest)
     if call.ranks > 1:
         dk, dv = (
-            reduce_scatter(d, axis_name=call.axis_name, scatter_dimension=1, tiled=True)
+            call.scatter(d, axis_name=call.axis_name, scatter_dimension=1, tiled=True)
             for d in (dk, dv)
         )
     if of_own is not None:
@@ -312,7 +312,7 @@ def _around_backward(
             )
             return dq, *(others if own is None else own)
         keys = call.part((rank - step) % call.ranks, k.shape[1], segments)
-        return flash_attention.backward(q, queries, k, v, keys, call.scores, *_cotangents(*rest))
+        return call.differentiate(q, queries, k, v, keys, *rest)
 
     def go_on(state: Any, step: Any) -> tuple[Any, None]:
         held, sums, dq = state

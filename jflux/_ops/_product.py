@@ -52,19 +52,19 @@ def is_for_lax(op: str, axis_name: _mesh.AxisName, *operands: Any) -> bool:
     return True
 
 
-def warn_if_same(op: str, axis_name: _mesh.AxisName, name: str, *parts: Any) -> None:
-    """Says once that an operand is the same on all ranks, as types know under ``check_vma=True``,
-    where each should have a part: then sums over ranks, and what is put together, have it N times.
-    """
+def warn_if_same(op: str, axis_name: _mesh.AxisName, name: str, x: Any, *others: Any) -> None:
+    """Says, once for each shape of x, that a sum over ranks has the same term N times: no factor of
+    it varies over an axis, as types know under ``check_vma=True``. One factor may be the same, as
+    are tokens that meet other weights on each rank."""
     axes = [axis for axis in _mesh.as_tuple(axis_name) if _mesh.axis_size(axis) > 1]
-    whole = [a for a in axes if any(a not in _mesh.varying(x) for x in parts)]
-    if whole and _mesh.tracks_vma(axis_name):
-        times = _mesh.axis_size(tuple(whole))
+    same = [axis for axis in axes if axis not in _mesh.varying((x, *others))]
+    if same and _mesh.tracks_vma(axis_name):
+        what = f"{name} {x.shape} and w are" if others else f"{name} {x.shape} is"
         _config.say_once(
             logging.WARNING,
-            f"jflux.{op}: {name} is the same on all ranks along {', '.join(map(repr, whole))}, and "
-            f"each must have a part of its own: the result has it {times} times. "
-            "Split it by the in_specs of shard_map, or name only the axes that it is split over",
+            f"jflux.{op}: {what} the same on all ranks along {', '.join(map(repr, same))}: the "
+            f"sum over ranks has its term {_mesh.axis_size(tuple(same))} times. Split operands by "
+            "the in_specs of shard_map, or name only the axes that they are split over",
         )
 
 

@@ -172,7 +172,6 @@ def all_gather_matmul(
     # Their gradients are summed over ranks that share them in this type.
     wide = _epilogue.sum_dtype(out)
     biases = tuple(jnp.asarray(b).astype(wide) for b in bias_of if b is not None)
-    _product.warn_if_same(OP, axis_name, "x", x)
     x, *rest = _mesh.vary_together(axis_name, x, *ws, *biases)
     ws, biases = tuple(rest[: len(ws)]), tuple(rest[len(ws) :])
     params = Params(

@@ -128,7 +128,6 @@ def all_reduce(
             return reference(array, axis_name=axis_name, axis_index_groups=axis_index_groups)
         if array.dtype == bool:  # as lax.psum
             array = array.astype(jnp.int32)
-        _product.warn_if_same(OP, axis_name, "x", array)
         (array,) = _mesh.vary_together(axis_name, array)
         return bind(params, array)[0]
 

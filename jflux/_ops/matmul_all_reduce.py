@@ -159,7 +159,7 @@ def matmul_all_reduce(
         out_dtype=_product.out_dtype(OP, (x, w), preferred_element_type, precision),
         precision=precision,
     )
-    _product.warn_if_same(OP, axis_name, "x", x)
+    _product.warn_if_same(OP, axis_name, "x", x, w)
     x, w, *added = _mesh.vary_together(axis_name, x, w, *added, same=len(added))
     x, w, *added = _product.constant_if_whole(params.out_dtype, x, w, *added)
     results = _over_rows(params, x, w, added)

@@ -135,7 +135,6 @@ def matmul_all_to_all(
             transpose_rhs=transpose_rhs, preferred_element_type=preferred_element_type,
             precision=precision,
         )  # fmt: skip
-    _product.warn_if_same(OP, axis_name, "x", x)
     x, w = _mesh.vary_together(axis_name, x, w)
     params = Params(
         axis_names=_mesh.as_tuple(axis_name),

@@ -161,7 +161,8 @@ def matmul_reduce_scatter(
         bias = jnp.asarray(bias).astype(_epilogue.sum_dtype(out))
     given = {"bias": bias, "residual": residual}
     added = [a for a in given.values() if a is not None]
-    _product.warn_if_same(OP, axis_name, "x", *xs)
+    for one, weight in zip(xs, ws, strict=True):
+        _product.warn_if_same(OP, axis_name, "x", one, weight)
     varying = _mesh.vary_together(axis_name, *xs, *ws, *added)
     count = len(xs)
     xs, ws, added = tuple(varying[:count]), tuple(varying[count : 2 * count]), varying[2 * count :]

@@ -100,7 +100,6 @@ def gathered(
     common = jnp.result_type(x.dtype, *(one.dtype for one in ws))
     x, *ws = (a.astype(common) for a in (x, *ws))
     params = _gathered.Params(names, world, transpose_rhs, out, activation, gated, owners=owners)
-    _product.warn_if_same(f"moe.{_gathered.OP}", names, "x", x)
     x, *rest = _mesh.vary_together(names, x, *ws, *routing)
     ws, routing = rest[: len(ws)], Routing(*rest[len(ws) :])
     if 0 in (tokens, *routing.destination.shape, *x.shape, *ws[0].shape):
@@ -194,7 +193,7 @@ def scattered(
     params = _scattered.Params(names, world, transpose_rhs, out, owners)
     if weights is None:
         weights = jnp.ones(slots, jnp.float32)
-    _product.warn_if_same(f"moe.{_scattered.OP}", names, "h", h)
+    _product.warn_if_same(f"moe.{_scattered.OP}", names, "h", h, w, weights)
     h, w, weights, *rest = _mesh.vary_together(
         names, h.astype(common), w.astype(common), weights, *routing
     )
