@@ -136,3 +136,37 @@ def test_parts_by_cudnn(monkeypatch, dtype, width, chunk, world, layout, causal,
     in_one_call = not return_lse and (world == 1 or not (causal or ring))
     own = return_lse and world > 1 and causal and not ring  # not one part of cuDNN's
     assert bool(called) == (not in_one_call and not own)
+
+
+@pytest.mark.parametrize("ring", [False, True])
+@pytest.mark.parametrize("width", [64, 128, 256] if PLATFORM == "gpu" else [16])
+@pytest.mark.parametrize("world", [n for n in (2, 1, 4) if n <= RANKS])
+def test_padding_that_is_not_a_number(world, width, ring):
+    """The same bits as of zeros there, in o and all gradients of the other segments."""
+    length = 384 if PLATFORM == "gpu" else 48
+    *arrays, do = drawn((2, length, 4, 2, width), jnp.bfloat16, 9)
+    ids = np.tile(np.arange(length) // (length // 2), (2, 1))
+    ids[1, length - 5 :] = 7
+    padding = jnp.asarray(np.stack([ids[0] == 1, ids[1] == 7]))[..., None, None]
+    do = jnp.where(padding, 0, do)
+    f = jax.shard_map(
+        lambda q, k, v, ids: jflux.attention(
+            q, k, v, segment_ids=ids, axis_name="tp", causal=True, layout="contiguous", ring=ring
+        ),
+        mesh=make_mesh((world,)), in_specs=SEQUENCE, out_specs=SEQUENCE,
+    )  # fmt: skip
+
+    @jax.jit
+    def both(fill, *arrays):
+        def loss(*arrays):
+            o = f(*(jnp.where(padding, fill.astype(a.dtype), a) for a in arrays), jnp.asarray(ids))
+            return jnp.sum(jnp.where(padding, 0, o * do).astype(jnp.float32)), o
+
+        gradients, o = jax.grad(loss, (0, 1, 2), has_aux=True)(*arrays)
+        return [jnp.where(padding, 0, a) for a in (o, *gradients)]
+
+    zeros, *others = (both(jnp.float32(fill), *arrays) for fill in (0, np.nan, np.inf))
+    assert all(np.isfinite(np.asarray(a, np.float32)).all() and np.any(a) for a in zeros)
+    for other in others:
+        for one, want in zip(other, zeros, strict=True):
+            np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(want, np.float32))
