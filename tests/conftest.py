@@ -68,8 +68,9 @@ def pytest_configure(config: pytest.Config) -> None:
     short = not config.getoption("full")
     profile = os.environ.get("HYPOTHESIS_PROFILE", "short" if short else "full")
     hypothesis.settings.load_profile(profile)
+    budgets = short and jax.default_backend() == "cpu"
     within_budget = config.getoption("within_budget")
-    config.pluginmanager.register(suite_times.SuiteTimes(short, within_budget))
+    config.pluginmanager.register(suite_times.SuiteTimes(budgets, within_budget))
 
 
 def ops_of(item: pytest.Item) -> list[str]:

@@ -66,10 +66,10 @@ def table(seconds: dict[str, float], peak_mib: float, slowest: int = SLOWEST) ->
 
 
 class SuiteTimes:
-    """The hooks of one run. `short`: the budgets apply."""
+    """The hooks of one run, to which the budgets apply or not."""
 
-    def __init__(self, short: bool, within_budget: bool) -> None:
-        self.short, self.within_budget = short, within_budget
+    def __init__(self, budgets: bool, within_budget: bool) -> None:
+        self.budgets, self.within_budget = budgets, within_budget
         self.seconds: dict[str, float] = {}
         self.peak_mib = 0.0
         self._start = 0.0
@@ -103,7 +103,7 @@ class SuiteTimes:
             self.peak_mib = max(self.peak_mib, found.get(_PEAK, 0.0))
 
     def _notices(self) -> list[str]:
-        return notices(self.seconds, self.peak_mib) if self.short else []
+        return notices(self.seconds, self.peak_mib) if self.budgets else []
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:

@@ -392,7 +392,7 @@ def test_a_refused_request_is_refused_for_good(monkeypatch):
     machine = Machine({0: 0, 1: 1}, 100 * BLOCK, random.Random(0))
     monkeypatch.setattr(_workspaces, "lib", machine)
     machine.gather = lambda name, value, processes: dict.fromkeys(processes, _answer(name, value))
-    machine.me.process = 0
+    machine.me = types.SimpleNamespace(process=0)  # of all threads: the main one has others wait
     one = Process(machine, _workspaces.Shared, 0, [0], 2 * BLOCK)
     one.shared.stop(wait=True)
     pair = np.array([[0, 1]])
@@ -506,7 +506,7 @@ def test_a_process_that_answers_no_more(step, monkeypatch):
     """Programs are lowered without it: with the workspaces that there are, and no others."""
     machine = Machine({0: 0, 1: 1}, 100 * BLOCK, random.Random(0))
     monkeypatch.setattr(_workspaces, "lib", machine)
-    machine.me.process = 0
+    machine.me = types.SimpleNamespace(process=0)  # of all threads: the main one has others wait
 
     def commit(platform, devices, size):
         machine.copies[0][Workspace(devices, size)].committed = True

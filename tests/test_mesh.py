@@ -293,6 +293,7 @@ PARTLY = {
 
 
 @pytest.mark.skipif(RANKS < 4, reason="a mesh of four")
+@pytest.mark.wide
 @pytest.mark.parametrize("op", PARTLY)
 def test_partly_manual_and_the_rest_explicit(op):
     """Types are the reference's, gradients those of an Auto axis. JAX has none of its own here: its

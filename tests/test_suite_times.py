@@ -13,7 +13,7 @@ import suite_times
 
 def pytest_configure(config):
     suite_times.{change}
-    config.pluginmanager.register(suite_times.SuiteTimes(short=True, within_budget=True))
+    config.pluginmanager.register(suite_times.SuiteTimes(budgets=True, within_budget=True))
 """
 
 TESTS = r"""
