@@ -52,7 +52,7 @@ def pytest_report_header() -> str:
 
 #: Of the sets of parameters of a test function, the short tier runs the first of each op, and one
 #: in SHORT of the others.
-SHORT = 16
+SHORT = 32
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -123,7 +123,7 @@ def strict(request):
 
 #: Settings of the heap that tests share. A worker on CPUs has those of eight devices, and tests
 #: write all that is in them.
-HEAP = {} if jax.default_backend() == "gpu" else {"heap_bytes": 96 << 20}
+HEAP = {} if jax.default_backend() == "gpu" else {"heap_bytes": 192 << 20}
 
 
 @pytest.fixture

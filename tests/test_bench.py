@@ -715,6 +715,7 @@ def attentions_of_others(monkeypatch):
         monkeypatch.setitem(sys.modules, name, module)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention_is_checked_and_timed(causal, attentions_of_others, monkeypatch):
     """Also that of others, whose times are columns."""

@@ -24,6 +24,7 @@ esac
 """
 
 
+@pytest.mark.slow
 def test_ranks_run_under_the_tool_and_the_table_says_what_it_found(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     fake = tmp_path / "compute-sanitizer"

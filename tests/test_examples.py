@@ -101,6 +101,7 @@ def test_train_moe(devices, mesh, exchange, tmp_path):
     assert (tmp_path / "out" / "loss.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(ON_GPU, reason="chooses the number of virtual devices")
 @pytest.mark.parametrize(("devices", "tp"), [(8, 1), (6, 2)])
 def test_long_context(devices, tp, tmp_path):

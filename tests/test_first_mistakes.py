@@ -168,7 +168,7 @@ def test_a_spec_is_no_string():
 
 @pytest.mark.skipif(PLATFORM != "cpu", reason="a CPU's heap is made again quickly")
 def test_init_after_the_first_call_names_what_differs(own_heap):
-    own_heap()
+    own_heap(heap_bytes=None)
     with pytest.raises(RuntimeError, match="before the first op is lowered") as error:
         jflux.init(heap_bytes=1 << 24)
     assert re.findall(r"exists with (\S+);.*with (\S+),", str(error.value)) == [

@@ -51,7 +51,7 @@ def _check(f, call, mesh):
 
 
 def test_init_twice_with_the_same_settings(own_heap):
-    own_heap(deadline_seconds=17)
+    own_heap(heap_bytes=None, deadline_seconds=17)
     jflux.init(deadline_seconds=17)
     check_values(SMALL, make_mesh((RANKS,)), "tp")
 

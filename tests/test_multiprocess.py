@@ -64,6 +64,7 @@ def test_processes_that_are_nodes():
 UNSHARE = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
 
 
+@pytest.mark.slow
 def test_exchanges_between_processes_that_are_nodes():
     """By XLA's collectives; tests/nvshmem_gpu.py does it with NVSHMEM."""
     scenarios = "node_exchange,node_exchange_again,two_levels"

@@ -230,6 +230,7 @@ def test_flags_of_processes_go_together(capsys):
     assert "--coordinator, --processes and --process go together" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 def test_ranks_that_share_gpus():
     command = [sys.executable, "shared_gpu.py", "--ranks", "3", "--calls", "6", "--graphs"]
