@@ -42,7 +42,9 @@ def concurrent_flag(xla_flags: str) -> str | None:
     """The flag in ``XLA_FLAGS`` that lets XLA run the kernels of a CUDA graph at once, or None.
 
     A handler cannot refuse that: XLA's only trait for handlers says that they may be captured."""
-    if pathlib.Path(xla_flags).is_file():
+    # As XLA reads it a file's name begins with no dash. Flags may be longer than a name may be.
+    is_name = not xla_flags.lstrip().startswith("--")
+    if is_name and pathlib.Path(xla_flags).is_file():
         xla_flags = pathlib.Path(xla_flags).read_text()
     flags = re.findall(rf"{_SCHEDULING}(\S+)", xla_flags)
     return f"{_SCHEDULING}{flags[-1]}" if flags and flags[-1].upper() == "CONCURRENT" else None

@@ -313,6 +313,7 @@ def test_xla_goes_on_as_it_would_by_itself(call):
         ("--xla_gpu_command_buffer_scheduling_mode=LHS", None),
         ("--xla_a=1 --xla_gpu_command_buffer_scheduling_mode=CONCURRENT --xla_b", True),
         ("--xla_gpu_command_buffer_scheduling_mode=concurrent", True),
+        ("--xla_a=1 " * 40 + "--xla_gpu_command_buffer_scheduling_mode=concurrent", True),
         (  # the last one counts
             "--xla_gpu_command_buffer_scheduling_mode=CONCURRENT "
             "--xla_gpu_command_buffer_scheduling_mode=SERIALIZE",
