@@ -23,7 +23,7 @@ import pytest
 
 BUDGET_MINUTES, CORES = 15, 2  # of the short tier
 TEST_SECONDS = 30  # of one test of the short tier
-WORKER_MIB = 3200
+WORKER_MIB = 4000
 DROP_MIB = 800
 SLOWEST = 10
 

@@ -67,4 +67,4 @@ def test_budgets():
     (line,) = suite_times.notices(many | {"more": 1.0}, 0)
     assert line.startswith("NOTICE: the tests take 15.0 minutes on 2 cores; the budget is 15")
     (line,) = suite_times.notices({}, suite_times.WORKER_MIB + 1)
-    assert line.startswith("NOTICE: a worker took 3201 MiB")
+    assert line.startswith("NOTICE: a worker took 4001 MiB")
