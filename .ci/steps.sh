@@ -52,7 +52,8 @@ gpu_kernels() {
   local launcher="python;$PWD/tools/compiler_seconds.py"
   if [ "$cuda" = OFF ]; then return; fi
   cmake -S . -B "$out/cuda" -G Ninja -DJFLUX_BUILD_PYTHON=OFF -DJFLUX_CUDA=ON \
-    -DCMAKE_CXX_COMPILER_LAUNCHER="$launcher" -DCMAKE_CUDA_COMPILER_LAUNCHER="$launcher"
+    -DCMAKE_CXX_COMPILER_LAUNCHER="$launcher${CMAKE_CXX_COMPILER_LAUNCHER:+;$CMAKE_CXX_COMPILER_LAUNCHER}" \
+    -DCMAKE_CUDA_COMPILER_LAUNCHER="$launcher${CMAKE_CUDA_COMPILER_LAUNCHER:+;$CMAKE_CUDA_COMPILER_LAUNCHER}"
   cmake --build "$out/cuda"
   python tools/build_times.py "$out/cuda"
 }
@@ -80,7 +81,7 @@ with_bazel() {
   JFLUX_PYTHON=$out/venv/bin/python "$bazel" --batch "$@"
 }
 
-# Loads all targets, those of the GPU kernels too, and runs those that say "ci".
+# Loads all targets, those of the GPU kernels too, and runs the tests without the tag "full".
 bazel_handful() {
   JFLUX_CUDA=$cuda with_bazel build --nobuild //...
   JFLUX_CUDA=OFF with_bazel test --config=ci //...
@@ -94,4 +95,3 @@ docs() {
   pip install -q --group docs
   NO_MKDOCS_2_WARNING=1 mkdocs build --strict --site-dir "$out/site"
 }
-
