@@ -85,7 +85,7 @@ TEST(ManySlices) {
 
 TEST(TablesSayWhatAWalkSays) {
   std::mt19937 random(1);
-  for (int32_t slices : {9, 2100}) {
+  for (int32_t slices : {3, 9, 2100}) {
     const auto p = RaggedParamsFor(3, slices, 1, 17, 4 * slices, 12, true);
     std::vector<uint32_t> memory(p.TableWords(1));
     for (int i = 0; i < 50; ++i) {

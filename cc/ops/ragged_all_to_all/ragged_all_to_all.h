@@ -90,7 +90,7 @@ struct RaggedParams {
   }
 
   static constexpr int kHeaderWords = 3;  // signals that carry a SliceHeader, 24 bits each
-  static constexpr int32_t kFewSlices = 8, kMostEntries = 4096;
+  static constexpr int32_t kFewSlices = 2, kMostEntries = 4096;
 };
 
 struct RaggedArrays {

@@ -117,10 +117,11 @@ struct RaggedTables {
   uint32_t* memory;  // null: few slices
   int32_t step, entries;
 
-  // memory: p.TableWords(Block::size()) words.
+  // memory: p.TableWords(Block::size()) words. Null, known when a kernel is compiled, leaves out
+  // the code for tables.
   static JFLUX_HD RaggedTables In(uint32_t* memory, const RaggedParams& p,
                                   const RaggedArrays& arrays) {
-    if (!p.HasTables()) return {p, arrays, nullptr, 0, 0};
+    if (memory == nullptr || !p.HasTables()) return {p, arrays, nullptr, 0, 0};
     return {p, arrays, memory, p.TableStep(), p.TableEntries()};
   }
 
