@@ -253,8 +253,9 @@ def _attend(
     scores = Scores(scale_of(op, scale, q.shape[3]), softcap, causal=True, window=span)
     q_here, own = q.astype(keys.dtype), own_positions(rank, here, ranks, "contiguous")
     if tokens == 1 and q.size and keys.size:
-        # Of a token beyond the cache the length is wrong.
-        bounds = flash_decode_part.bounds_of(positions[:, 0] + 1, span, rank * here)
+        # Of a token beyond the cache the length is wrong; a token before it attends to nothing.
+        ends = jnp.maximum(positions[:, 0] + 1, 0)
+        bounds = flash_decode_part.bounds_of(ends, span, rank * here)
         pair = attend(
             q_here[:, 0], keys, values, bounds, None, capacity=capacity, scale=scores.scale,
             softcap=softcap,
