@@ -44,6 +44,7 @@ SAMPLES = {
     ],
     "docs/guide/hosts.md": ["assert jflux.heap_report().platform == 'cpu'"],
     "docs/guide/long_sequences.md": [
+        "assert f'positions must be at most {length - 1}, got {length}' in error.get()",
         "assert y.shape == (2, 4, 8) and list(lengths) == [length, 10]",
         "wanted = jflux.restore_order(in_order[1], ranks)[1, :9]",
         "assert (cache[0][1, :9] == wanted).all() and not cache[0][1, 9:].any()",
