@@ -66,9 +66,10 @@ def ambient_rules() -> Rules:
 
 
 def mesh_axes(
-    names: Sequence[Any], rules: Rules, axes_of_mesh: Collection[Any]
+    names: Sequence[Any], rules: Rules, axes_of_mesh: Collection[Any] | None = None
 ) -> list[tuple[Any, ...]]:
-    """The axes of the mesh that each dimension is split over, of dimensions with these names.
+    """The axes of the mesh that each dimension is split over, of dimensions with these names; None:
+    of any mesh.
 
     A name that no rule has is that of a mesh axis, or of a dimension that is not split. Of several
     rules for one name the first one counts whose mesh axes no other dimension has taken: Flax's
@@ -81,6 +82,8 @@ def mesh_axes(
             at = names.index(logical)
             found[at] = axes if found[at] is None else found[at]
     split = [_as_axes(names[i]) if one is None else one for i, one in enumerate(found)]
+    if axes_of_mesh is None:
+        return split
     return [tuple(axis for axis in axes if axis in axes_of_mesh) for axes in split]
 
 

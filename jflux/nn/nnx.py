@@ -83,9 +83,13 @@ def _why_no_place(
     missing = [name for name in axes_of(axis_name) if name not in mesh.axis_names]
     if missing:
         return f"{axis_name=} of the layer names {missing}, but the mesh has axes {mesh.axis_names}"
-    for size, name, split in zip(
-        shape, axes, _rules.mesh_axes(axes, rules, mesh.axis_names), strict=True
-    ):
+    for size, name, split in zip(shape, axes, _rules.mesh_axes(axes, rules), strict=True):
+        missing = [one for one in split if one not in mesh.axis_names]
+        if missing:
+            return (
+                f"by the rules {name!r}, a dimension of a parameter {shape} with axes {axes}, is "
+                f"split over {missing}, but the mesh has axes {mesh.axis_names}"
+            )
         devices = math.prod(mesh.shape[one] for one in split)
         if size % devices:
             return (
