@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,17 +11,19 @@ from .. import _checks, _mesh
 from .._mesh import AxisName
 from .._ops.exchange import all_gather, all_gather_reference
 
+Tree = TypeVar("Tree")
+
 
 @_mesh.axis_by_name
 def update_cache(
-    cache: Any,
+    cache: Tree,
     new: Any,
     positions: jax.Array,
     *,
     axis_name: AxisName | None = None,
     block_table: jax.Array | None = None,
     split: bool = False,
-) -> Any:
+) -> Tree:
     """Writes new keys and values into a cache that is split over ranks by position, as
     :func:`jflux.flash_decode` reads it.
 
@@ -67,14 +69,14 @@ def update_cache(
 
 
 def reference(
-    cache: Any,
+    cache: Tree,
     new: Any,
     positions: jax.Array,
     *,
     axis_name: AxisName | None = None,
     block_table: jax.Array | None = None,
     split: bool = False,
-) -> Any:
+) -> Tree:
     """:func:`jflux.update_cache` in plain `lax`, which does not raise on CPUs."""
     return _update(
         all_gather_reference, cache, new, positions, axis_name, block_table, split, raises=False
