@@ -31,7 +31,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 class Kind(enum.IntEnum):
-    """As cc/nvshmem/node_exchange.h numbers them."""
+    """The kinds of exchange, numbered as in cc/nvshmem/node_exchange.h."""
 
     EXCHANGE = 0
     GATHER = 1
@@ -128,7 +128,7 @@ def reference(x: jax.Array, params: Params) -> jax.Array:
 
 
 def _block_bytes(x: Any, params: Params) -> int:
-    """What one rank sends to another."""
+    """The bytes that one rank sends to another."""
     size = math.prod(x.shape) * x.dtype.itemsize
     return size // params.world if params.kind == Kind.EXCHANGE else size
 

@@ -30,7 +30,8 @@ from ._spec import Layout, OpSpec, all_ops
 
 OP = "all_gather_matmul"
 
-#: Fewer rows of all ranks are over before communication could be hidden in their product.
+#: The fewest rows of all ranks for one kernel. With fewer, the product ends before it could hide
+#: any communication.
 FEWEST_ROWS = 64
 
 #: The name that `jax.checkpoint` policies know the gathered operands by.

@@ -204,7 +204,7 @@ def _unsupported(x: Any, params: Params) -> str | None:
 
 
 def most_bytes(ranks: int) -> int:
-    """Of x, up to a power of two: the kernels are chosen for so many."""
+    """The most bytes of x for which GPUs take the kernels, a power of two."""
     number = _native.dtype_number(np.float32)
     most = 0
     for bits in range(10, 31):

@@ -232,7 +232,7 @@ def _each(one: Callable[[jax.Array], jax.Array], x: Any) -> Any:
 
 
 def _dimension(op: str, name: str, dimension: int, ndim: int) -> int:
-    """Not negative."""
+    """The dimension, counted from the front."""
     if not isinstance(dimension, int | np.integer):
         raise TypeError(f"jflux.{op}: {name} must be an int, got {dimension!r}")
     if not -ndim <= dimension < ndim:
@@ -288,8 +288,8 @@ def bind(
 
 
 def gather_for_all(x: jax.Array, axis_names: tuple[Any, ...]) -> jax.Array:
-    """All ranks' x, one after the other along the first dimension; to types too it is the same on
-    all of them."""
+    """All ranks' x, one after the other along the first dimension. The type of the result says that
+    it is the same on all ranks."""
     return _bind("all_gather", x, axis_names, None, None, 0, same=True)
 
 
@@ -388,13 +388,13 @@ def _layout_in_bytes(x: Any, params: Params) -> dict[str, np.int64]:
 
 
 def bytes_received(x: Any, params: Params) -> int:
-    """What reaches a rank, its own shard included."""
+    """The bytes that reach a rank, its own shard included."""
     size = x.size * x.dtype.itemsize
     return size * params.world if params.split is None else size
 
 
 def most_bytes(ranks: int) -> int:
-    """The kernels are chosen for up to so many bytes that reach a rank."""
+    """The most bytes that may reach a rank for GPUs to take the kernels."""
     return MOST_BYTES // (2 if ranks > 2 else 1)
 
 
@@ -460,7 +460,8 @@ def _plan_two_level(
 def _two_level_form(
     arrays: Arrays, params: Params, plan: Plan, levels: Levels, kind: Kind
 ) -> list[Any]:
-    """The ranks of a node move the data of all nodes at once, and counterparts a rank's part."""
+    """An exchange over two levels. Ranks of one node exchange the data of all nodes at once. Ranks
+    with the same place in their nodes exchange the data of one rank."""
     (x,) = arrays
     split, concat = params.split, params.concat
     transfers, names = _two_level.Transfers(levels), (levels.inside,)

@@ -30,7 +30,8 @@ from .all_gather_matmul import GATHERED
 
 OP = "matmul_reduce_scatter"
 
-#: Fewer rows of all ranks are over before communication could be hidden in their product.
+#: The fewest rows of all ranks for one kernel. With fewer, the product ends before it could hide
+#: any communication.
 FEWEST_ROWS = 64
 
 
