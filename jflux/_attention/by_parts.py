@@ -99,7 +99,7 @@ def backward(
         keys = [_keys(a, piece, size) for a in (k, v)]
         q_i, *rows_i = (_chunk(a, piece.chunk, parts) for a in (q, *rows))
         both = cudnn.backward(q_i, *keys, *rows_i, scale=scale, causal=False)
-        # What does not count may be anything: its scores are not those that lse was summed over.
+        # An unused piece may have any gradients, even inf: lse was not summed over its scores.
         piece_dq, piece_dk, piece_dv = (_if(piece.used, a.astype(wide)) for a in both)
         dk, dv = (_added(a, b, piece, size) for a, b in ((dk, piece_dk), (dv, piece_dv)))
         for i, terms in enumerate(dq):
@@ -167,7 +167,7 @@ def _added(total: jax.Array, own: jax.Array, piece: Piece, size: int) -> jax.Arr
 
 
 def _counts(piece: Piece, chunk: int) -> Any:
-    """Whether a piece is of this chunk of queries: bool, or bool []."""
+    """Whether the result of a piece counts for this chunk of queries: bool, or bool []."""
     is_its = piece.chunk == chunk
     if is_its is True or piece.used is False:
         return piece.used

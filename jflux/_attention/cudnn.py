@@ -31,7 +31,7 @@ CHECKED_ON_GPUS = True
 _MOST_WIDTH = 128  # elements of a head; cuDNN has kernels for more on some GPUs
 _MULTIPLE = 64  # of queries and keys of a call; cuDNN pads others, which has not been checked
 
-# What JAX's wrappers of the two primitives are called with.
+# The arguments and results of JAX's wrappers of the two primitives.
 _ARRAYS = (
     "query", "key", "value", "bias", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets",
     "page_table_k", "page_table_v",

@@ -72,7 +72,7 @@ def _gathered(gather: Any, pair: jax.Array, axis_name: AxisName) -> tuple[jax.Ar
 
 
 def _merged(parts: jax.Array, params: Params) -> list[jax.Array]:
-    """Of [N rows, D + 1]."""
+    """Merges the ranks' parts, [N rows, D + 1], as XLA computes it."""
     parts = parts.reshape(params.world, -1, parts.shape[-1])
     o, lse = merge_attention(parts[..., :-1], parts[..., -1])
     return [jnp.concatenate([o, lse[..., None]], -1)]

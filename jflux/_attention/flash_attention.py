@@ -24,7 +24,7 @@ from .blocks import NOWHERE, Part, Scores
 
 OP, BACKWARD = "flash_attention", "flash_attention_backward"
 
-# What cc/ops/flash_attention/flash_attention.h has of the same names.
+# These constants have the same names and values in cc/ops/flash_attention/flash_attention.h.
 _PADDING = 128
 _FURTHEST = (1 << 30) - 1
 _SOME, _ALL = 1, 2
@@ -48,7 +48,7 @@ class Params:
 
     @classmethod
     def of(cls, scores: Scores, dtype: Any) -> Params:
-        """Those of a call that is being traced."""
+        """The parameters of a call that is being traced."""
         return cls(scores, np.dtype(dtype), blocks.default_precision())
 
 

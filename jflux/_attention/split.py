@@ -28,22 +28,23 @@ from .blocks import Part, Scores
 from .layouts import Layout, own_positions
 from .merging import merge_attention
 
-#: What ``jax.checkpoint_policies.save_only_these_names`` calls the result and its log-sum-exp.
+#: The name of the result and of its log-sum-exp for
+#: ``jax.checkpoint_policies.save_only_these_names``.
 ATTENTION = "jflux_attention"
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What is the same on all ranks.
+    """The parameters of a call, which are the same on all ranks.
 
     Attributes:
       axis_name, ranks, scores, layout: as given.
-      ring: whether keys go around.
+      ring: whether keys go around a ring; otherwise they are gathered.
       cudnn: whether cuDNN computes the result (by_parts.py).
-      cudnn_backward: whether it computes the gradients too. Its backward pass takes no cotangent
-        of the log-sum-exp, so of one that is returned it does not.
-      kernel: whether what cuDNN does not compute may be a kernel (flash_attention.py), and not
-        XLA's operations (blocks.py) whatever the platform is.
+      cudnn_backward: whether cuDNN computes the gradients. False if the log-sum-exp is returned:
+        cuDNN's backward pass takes no cotangent of it.
+      kernel: whether a kernel (flash_attention.py) may compute what cuDNN does not. If not, XLA's
+        operations (blocks.py) do on every platform.
       precision: JAX's default for products where the call was made. Gradients are traced later,
         where another one may hold.
       gather, scatter: :func:`jflux.all_gather` and :func:`jflux.reduce_scatter`, or their
@@ -73,7 +74,7 @@ class Call:
     def attend(
         self, q: jax.Array, queries: Part, k: jax.Array, v: jax.Array, keys: Part, dtype: Any
     ) -> tuple[jax.Array, jax.Array]:
-        """Of one rank, where cuDNN does not: blocks.forward, with an output of this type."""
+        """One rank's forward pass without cuDNN: `blocks.forward`, with an output of `dtype`."""
         if self.kernel:
             return flash_attention.forward(q, queries, k, v, keys, self.scores, dtype)
         o, lse = blocks.forward(q, queries, k, v, keys, self.scores)
@@ -82,7 +83,7 @@ class Call:
     def differentiate(
         self, q: jax.Array, queries: Part, k: jax.Array, v: jax.Array, keys: Part, *rest: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Of one rank, where cuDNN does not: blocks.backward. `rest`: o, lse, do, dlse."""
+        """One rank's backward pass without cuDNN: `blocks.backward`. `rest`: o, lse, do, dlse."""
         backward = flash_attention.backward if self.kernel else blocks.backward
         _, lse, do, _ = rest
         return backward(q, queries, k, v, keys, self.scores, lse, do, blocks.delta_of(*rest))
@@ -106,7 +107,7 @@ def _forward(run: Any, operands: Any, call: Call) -> Any:
 
 
 def _tangents(kept: Any, tangents: Any, call: Call) -> Any:
-    """Of the blocks, differentiated as they are written: nothing else has a forward mode."""
+    """The tangents, by JAX's derivatives of blocks.py. Neither cuDNN nor the kernels have any."""
     _config.say_once(
         logging.INFO,
         "jflux.attention in forward mode computes its result again with the tangents, in XLA's "
