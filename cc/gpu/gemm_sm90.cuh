@@ -91,8 +91,9 @@ __device__ __forceinline__ void MultiplyStage(Accumulators<Config>& acc, uint32_
   }
 }
 
-// Zeroes what a stage holds past `valid` rows of k, in both operands, which are MN-major: 0 times a
-// NaN would not be 0. Called by all threads of the consumers that multiply the stage.
+// Zeroes the rows of k past `valid` in a stage, in both operands, which are MN-major. Zeros in one
+// operand would not do: 0 times a NaN is NaN. Called by all threads of the consumers that multiply
+// the stage.
 template <typename Config>
 __device__ __forceinline__ void ZeroTail(const GemmSmem<Config>& smem, int stage, int valid,
                                          int consumer) {
@@ -478,9 +479,9 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
     // `acc` is defined inside the loop so that the compiler sees new registers for each tile:
     // values that flow in from the epilogue's branches would serialise wgmma.
     //
-    // It is zeroed here, in code that all threads reach. If consumers share tiles, no other
-    // warpgroup multiplies meanwhile, so the first wgmma writes instead of adding. With partial
-    // tiles that variant spills registers.
+    // The accumulators are zeroed here, in code that all threads reach. If consumers share tiles,
+    // no other warpgroup would multiply meanwhile, so the first wgmma overwrites them instead. With
+    // partial tiles the latter would spill registers.
     constexpr bool kFirstWrites = Config::kCooperative && !Op::kAddsPartials;
     Accumulators<Config> acc;
     if constexpr (!kFirstWrites) {
