@@ -61,7 +61,7 @@ struct BackwardSmem {
   __device__ uint32_t KeptEmpty() const { return Bar(1); }
   __device__ uint32_t Full(int stage) const { return Bar(2 + stage); }
   __device__ uint32_t Empty(int stage) const { return Bar(2 + Shape::kStages + stage); }
-  // Of the second tile, if it has a ring.
+  // The barriers of the second tile's ring, if it has one.
   __device__ uint32_t SecondFull(int stage) const { return Bar(2 + 2 * Shape::kStages + stage); }
   __device__ uint32_t SecondEmpty(int stage) const {
     return SecondFull(Shape::kSecondStages + stage);

@@ -119,7 +119,7 @@ __device__ __forceinline__ void RunDkvConsumer(const Args& args, const BackwardS
       float s[kCount], dp[kCount], p[kCount];
       uint32_t p_t[kCount / 8][4], ds_t[kCount / 8][4];
       MultiplyBoth<Shape>(s, dp, k, v, smem, stage);
-      // Of the columns' queries.
+      // base (`which` 2) or delta (3) of the queries of the columns.
       const auto vector = [&](int which, int j) {
         const float2 pair =
             LoadFloats(smem.MetNumbers(stage, which) + 4 * (8 * j + threadIdx.x % 4 * 2));

@@ -110,7 +110,7 @@ class ClassedGroups {
     }
     return false;
   }
-  // Of what Find has moved to.
+  // The group and the class of tiles that Find has moved to.
   __device__ int32_t group() const { return at_ % groups_; }
   __device__ int32_t tile_class() const { return at_ / groups_; }
 

@@ -1,8 +1,8 @@
 // moe_combine: one block's part of a rank's work. On the CPU the only thread is the block, and its
 // only warp.
 //
-// For each of its items a warp sums what this rank's experts have made of the token of each rank,
-// sends it there, and sums what has come of its own token.
+// For each of its items a warp sums the rows of this rank's experts for each rank's token, sends
+// the sum to that rank, and sums the rows that have come for its own token.
 //
 //   data     of a rank, by source: an image of its own tokens, one row from each rank
 //   writes   the source, its own places alone. A rank's own sums take the same way
@@ -80,7 +80,7 @@ struct MoeCombineBody {
 
  private:
   JFLUX_HD int Rank() const { return ctx.view.rank; }
-  // What the warp keeps. Of slot j of the token of rank `src`, rows and weights:
+  // The warp's scratch memory. RowsOf(src)[j] and WeightsOf(src)[j] are of slot j of src's token.
   JFLUX_HD int32_t* Kept() const {
     return static_cast<int32_t*>(scratch) +
            WarpOfBlock() * MoeCombineParams::WarpWordsFor(p.world, p.slots);
@@ -89,11 +89,11 @@ struct MoeCombineBody {
   JFLUX_HD float* WeightsOf(int src) const {
     return reinterpret_cast<float*>(Kept()) + (p.world + src) * p.slots;
   }
-  // While sending, of each rank: how many of its token's slots have a row here; kNone: the token
+  // While sending, for each rank: how many slots of its token have a row here; kNone if the token
   // was not sent here. While receiving: the ranks of the own token's slots.
   JFLUX_HD int32_t* Counts() const { return Kept() + 2 * p.world * p.slots; }
   JFLUX_HD int32_t* Ranks() const { return Counts(); }
-  // The place of what `src` sends of a token, in this rank's memory.
+  // Where `src` writes its sum for a token, in this rank's memory.
   JFLUX_HD Vector* ImageOf(int src, int64_t token) const {
     return ctx.data<Vector>(p.RowOffset(src, token));
   }

@@ -167,7 +167,7 @@ struct MoeDispatchBody {
     // Rows fit, unless a wait was skipped (TestHooks::skip_waits).
     return row < p.rows ? row : ExpertMarks::kDropped;
   }
-  // Of the slots of the token that share slot j's row.
+  // The sum of the weights of the token's slots that share slot j's row.
   JFLUX_HD float WeightOf(int src, int64_t token, int32_t j) const {
     const int32_t* choices = ChoicesOf(src) + token * p.slots;
     const float* weights = WeightsOf(src) + token * p.slots;
