@@ -79,7 +79,8 @@ constexpr int kCallBits = 20;
 // A program, as all processes name it, and a group.
 using ProgramOfGroup = std::pair<uint64_t, std::vector<int64_t>>;
 
-// Its runs so far. The run ids of an executable follow each other, from a number that differs.
+// The runs of a program so far. The run ids of an executable are consecutive, from a first number
+// that differs between processes.
 struct RunsOfProgram {
   int64_t count = 0;
   std::vector<int64_t> last_ids;  // of each executable
@@ -90,7 +91,7 @@ struct Run {
   int64_t id;
   uint64_t used_ns;                                       // when it made its last call
   std::map<std::pair<uint64_t, int64_t>, int64_t> calls;  // so far, by (call site, device)
-  // Of groups over several processes:
+  // For groups over several processes:
   std::map<ProgramOfGroup, int64_t> order;  // among the runs of the program
   std::map<uint64_t, uint64_t> sites;       // numbers, by name
 };
@@ -456,7 +457,7 @@ constexpr uint64_t kLoopNs = 30'000'000'000, kElsewhereNs = 2'000'000'000;
 // How long it waits at most for ranks of other processes, in a loop and elsewhere.
 constexpr uint64_t kRemoteLoopNs = 10'000'000'000, kRemoteNs = 1'000'000'000;
 
-// What a handler does after it has registered its rank's part.
+// How a handler waits after it has registered its rank's part.
 struct Joined {
   std::shared_ptr<Waiter> waiter;  // null: it returns
   bool sees_all = true;            // all ranks are of this process

@@ -17,7 +17,7 @@ namespace {
 // Its code tells which code of this library a device has loaded.
 __global__ void ArchKernel() {}
 
-// What is known of a device: its code, and the stream of its last call.
+// The state of a device: which code it runs, and the stream of its last call.
 struct Device {
   std::mutex mutex;
   int arch = 0;  // 0: not asked yet
@@ -41,7 +41,7 @@ bool ReadArch(Device& device, std::string* error) {
   cudaFuncAttributes attributes{};
   JFLUX_CUDA_OR_FALSE(
       cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(&ArchKernel)), error);
-  // Of the code's source: 80 also where the driver has compiled sm_80's PTX for a later GPU.
+  // ptxVersion names the source: 80 also where the driver has compiled sm_80's PTX for a later GPU.
   device.arch = attributes.ptxVersion >= kHopperArch ? kHopperArch : kPortableArch;
   return true;
 }

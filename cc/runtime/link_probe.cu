@@ -17,7 +17,7 @@ constexpr int kTurns = 64;
 constexpr int kWords = 128;                          // of 8 bytes, in a turn
 constexpr uint64_t kTalkTimeoutNs = 20'000'000'000;  // ranks may share a GPU, and take turns
 
-// What one peer writes here.
+// The memory that one peer writes in `talk`.
 struct Talk {
   uint64_t data[2][kWords];
   uint64_t flag;

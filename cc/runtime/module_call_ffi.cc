@@ -22,7 +22,7 @@
 namespace jflux {
 namespace {
 
-// What jflux/triton.py knows by number.
+// jflux/triton.py has these offsets and sizes as numbers.
 static_assert(offsetof(WorkspaceHeader, epoch_and_id) == 0 && kIdBits == 24);
 static_assert(offsetof(WorkspaceHeader, stop) == 16 && offsetof(WorkspaceHeader, inside) == 24);
 static_assert(kHeapAlign == 1024 && kMaxRanks == 8 && kSignatureBits == 24 && kEpochBits == 40);
