@@ -176,13 +176,13 @@ def forced_tile(gated: bool) -> np.ndarray:
 
 
 def forced_configuration(gated: bool) -> dict[str, int]:
-    """The same, as native plan functions read it."""
+    """The forced tile as fields of a native plan function's call; empty if none is forced."""
     return dict(zip(("tile_n", "cluster_m"), forced_tile(gated).tolist(), strict=False))
 
 
 def rows_from_each_rank(call: Mapping[str, int]) -> float:
-    """Rows of an expert that each rank has on average. `call`: of a kernel over ranks, as its
-    native plan function reads it."""
+    """How many rows each rank has for an expert, on average. `call` has the fields that the native
+    plan function of a kernel over ranks reads."""
     return call["tokens"] * call["choices"] / (call["groups"] * call["owners"])
 
 

@@ -180,7 +180,7 @@ def result_type(avals: Sequence[Any], shape: tuple[int, ...], dtype: Any) -> Any
 
 
 def zero_of(array: Any) -> ad.Zero:
-    """The tangent of a result that does not depend on what is differentiated."""
+    """A tangent of zero, for a result that does not depend on the differentiated operands."""
     return ad.Zero(jax.typeof(array).to_tangent_aval())
 
 
@@ -195,7 +195,7 @@ def without_derivative(primitive: Primitive) -> None:
 
 
 def check_arrays(op: str, **arrays: Any) -> None:
-    """Raises for what is no array, and for one that lies on several devices as its type says."""
+    """Raises for an argument that is no array, or whose type says that devices share it."""
     for name, array in arrays.items():
         if not hasattr(array, "ndim") or not hasattr(array, "dtype"):
             raise TypeError(f"jflux.{op}: {name} must be an array, got {type(array).__name__}")

@@ -77,7 +77,8 @@ def exchange(x: jax.Array, axis_names: tuple[Any, ...], groups: Groups) -> jax.A
 
 
 def gather(x: jax.Array, axis_names: tuple[Any, ...], groups: Groups) -> jax.Array:
-    """All ranks' x, in a new first dimension. Arguments are those of `exchange`, but for x's shape.
+    """All ranks' x, in a new first dimension. x may have any shape; the other arguments are those
+    of `exchange`.
 
     Returns:
       [ranks of a group, *x.shape].

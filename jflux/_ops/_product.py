@@ -246,7 +246,7 @@ def pad_last(array: Any, dimensions: int) -> Any:
 
 
 def pad_to_units(xs: Sequence[Any], ws: Sequence[Any]) -> list[Any]:
-    """All of xs and of ws, k and n padded with zeros."""
+    """[*xs, *ws], with k and n padded with zeros to whole units."""
     return [*(pad_last(x, 1) for x in xs), *(pad_last(w, 2) for w in ws)]
 
 

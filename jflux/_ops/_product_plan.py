@@ -52,7 +52,7 @@ class Sizes:
 
     @property
     def key(self) -> _tuning.Key:
-        """By which tuning tables know the call."""
+        """The key of the call in tuning tables."""
         return _tuning.Key(
             self.op, self.world, self.rows, self.n, self.k, self.dtype.name, self.transpose_rhs
         )

@@ -101,8 +101,8 @@ def tangents(
 def transpose(
     op: str, epilogue: SumEpilogue, cotangents: Sequence[Any], added: Sequence[Any]
 ) -> tuple[Any, list[Any]]:
-    """(the sum's cotangent, None if it is zero; those of the operands that follow it), where these
-    are `ad.UndefinedPrimal` or not wanted."""
+    """(the cotangent of the sum, cotangents of the operands that follow it). None stands for a
+    cotangent of zero, and for an operand that is no `ad.UndefinedPrimal`, which wants none."""
     if epilogue.norm is not None:
         raise not_linear(op, "it has a norm")
     (ct,) = map(none_if_zero, cotangents)

@@ -184,7 +184,7 @@ def own_part(array: Any, levels: Levels) -> Any:
 
 
 def chunk_of(array: Any, dimension: int, blocks: int, index: int, chunks: int) -> Any:
-    """The same part of each of the blocks that a dimension is made of."""
+    """Chunk `index` of `chunks` of each of the equal blocks that a dimension consists of."""
     if chunks == 1:
         return array
     wide = divide(array, dimension, blocks)

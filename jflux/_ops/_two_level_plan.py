@@ -70,12 +70,12 @@ class StepRule(Protocol):
 
 
 def chunks_of(step: Step) -> int:
-    """Into how many chunks a step is cut: a pure function. They divide `step.divided`, into whole
-    tiles of rows if it is.
+    """How many chunks a step is cut into: a pure function. The number divides `step.divided`.
+    Chunks are whole tiles of rows if possible.
 
-    A pipeline of products and transfers takes as long as the slower of both, and what it begins or
-    ends with: the part of the faster one that nothing hides, which chunks make shorter. If the own
-    node's product hides a whole transfer, nothing is left to hide.
+    A pipeline of products and transfers takes the time of the slower of both, and at its start or
+    end one chunk of the faster one, which nothing hides. More chunks make that chunk shorter. If
+    the product for the own node hides a whole transfer, one chunk is enough.
     """
     product, transfer = step.product_seconds, step.transfer_seconds
     if step.own and transfer <= product:

@@ -177,7 +177,8 @@ def _jvp(primals: Any, tangents: Any, *, params: Params) -> Any:
 
 
 def bind(params: Params, x: jax.Array, added: Sequence[jax.Array] = ()) -> list[jax.Array]:
-    """The sum, and what follows it; operands' types are those that `all_reduce` gives them."""
+    """The results of the primitive: the sum, and its normalised rows if there is a norm. Operands
+    have the types that `all_reduce` casts them to."""
     return _primitive.bind(x, *added, params=params)
 
 

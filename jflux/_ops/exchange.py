@@ -366,9 +366,9 @@ def reduce_scatter_reference(
 def untiled(
     by_tiles: Callable[[jax.Array, int, int], jax.Array], x: jax.Array, split: int, concat: int
 ) -> jax.Array:
-    """all_to_all with ``tiled=False`` of a function that does it with ``tiled=True``: a new
-    dimension of one takes the ranks, and the other one goes. (lax's own has no gradient where the
-    two are not one.)"""
+    """all_to_all with ``tiled=False`` by `by_tiles`, which is the tiled form. A new dimension of
+    size one becomes the dimension of ranks, and the split dimension, then of size one, goes. (lax's
+    own untiled form has no gradient if both dimensions differ.)"""
     at = concat if concat <= split else concat + 1
     split += at <= split
     return jnp.squeeze(by_tiles(jnp.expand_dims(x, at), split, at), split)

@@ -341,8 +341,9 @@ def _plan_two_level(arrays: Arrays, params: Params, machine: Machine, levels: Le
 
 
 def _two_level_form(arrays: Arrays, params: Params, plan: Plan, levels: Levels) -> list[Any]:
-    """Each node scatters its sum, counterparts sum their rows, and a node gathers them: in chunks
-    of rows, of which one is between nodes while the next one is multiplied."""
+    """A call over two levels, in three steps for each chunk of rows. Each node reduce-scatters its
+    product, ranks with the same place on all nodes sum their rows, and each node gathers the sums.
+    While one chunk travels between nodes, the next one is multiplied."""
     x, w, *added = arrays
     epilogue, names, local = params.sums.epilogue, (levels.inside,), levels.local
     chunks, transfers = plan.config["chunks"], _two_level.Transfers(levels)

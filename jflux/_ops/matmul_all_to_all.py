@@ -308,8 +308,8 @@ def _step(arrays: Arrays, params: Params, levels: Levels) -> _two_level_plan.Ste
 
 
 def _two_level_form(arrays: Arrays, params: Params, plan: Plan, levels: Levels) -> list[Any]:
-    """Each node exchanges what goes to ranks of another one, which then passes between
-    counterparts."""
+    """A call over two levels. For each receiving node, the ranks of a node multiply and exchange so
+    that each has the data for the rank with its place on that node. Then it sends them there."""
     x, w = arrays
     inside = dataclasses.replace(params, axis_names=(levels.inside,), world=levels.local)
 

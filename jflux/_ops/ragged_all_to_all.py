@@ -365,7 +365,7 @@ ad.primitive_transposes[_primitive] = _transpose
 
 
 def _equal_slices(x: jax.Array, axis_name: AxisName) -> tuple[jax.Array, ...]:
-    """All operands of a call that is an all_to_all of x."""
+    """The operands of a ragged_all_to_all that does the same as an all_to_all of x."""
     world = _mesh.axis_size(axis_name)
     size = x.shape[0] // world
     starts = jnp.arange(world, dtype=jnp.int32) * size
