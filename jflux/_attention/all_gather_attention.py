@@ -247,8 +247,8 @@ _primitive = _lowering.make_primitive(
 
 
 def _jvp(primals: Any, tangents: Any, *, params: Params) -> Any:
-    """Derivatives are those of the two steps. The first one in reverse mode does not come here:
-    split.py has both passes."""
+    """Derivatives by those of the two steps. First gradients in reverse mode do not come here,
+    since split.py defines both passes."""
     return _derivatives.jvp_of_moved(lambda *arrays: _decomposed(arrays, params), primals, tangents)
 
 

@@ -189,7 +189,7 @@ def _global_attention(
     mesh: Mesh | AbstractMesh | None,
     q_spec: PartitionSpec | None,
 ) -> Any:
-    """With global arrays, or on one rank."""
+    """The attention of checked operands: global arrays, or one rank's."""
     q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
     segment_ids = None if segment_ids is None else jnp.asarray(segment_ids)
     check(_OP, q, k, v, segment_ids)
@@ -218,7 +218,7 @@ def _global_attention(
 def _attention(
     options: _Options, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None
 ) -> Any:
-    """On one rank."""
+    """The attention of one rank's arrays."""
     gather, exchange = (
         (all_gather_reference, all_to_all_reference) if options.plain else (all_gather, all_to_all)
     )

@@ -114,7 +114,7 @@ def backward(
 
 
 def in_sequence(a: jax.Array, ranks: int, chunks: int) -> jax.Array:
-    """All ranks' [B, S, ...] in the order of the sequence, from that of the ranks."""
+    """[B, S, ...] in the order of the sequence, for an array in the order of ranks."""
     if chunks == 1:
         return a
     pairs = a.reshape(a.shape[0], ranks, 2, -1, *a.shape[2:])
@@ -158,7 +158,7 @@ def _slice(a: jax.Array, start: Any, size: int) -> jax.Array:
 
 
 def _added(total: jax.Array, own: jax.Array, piece: Piece, size: int) -> jax.Array:
-    """A piece's gradients, added to those of its keys."""
+    """`total`, the gradients of all keys, with the gradients `own` of a piece's keys added."""
     if own.shape == total.shape:
         return total + own
     start = piece.start * size

@@ -171,15 +171,15 @@ def attend_to_part(
 
 
 # Products with the cache as it lies in memory, [B, S, G D]. With G as a batch dimension between S
-# and D, XLA would transpose the cache first: that reads and writes as much again. Here each head of
-# queries is multiplied with the keys of all G heads, of which its row has zeros for all but its
-# own. That is H operations for each byte of a cache of 16-bit numbers.
+# and D, XLA would transpose the cache first, which reads and writes all of it. Here the row of a
+# head of queries has G D columns, with zeros outside its own head of keys, and is multiplied with
+# all of them. That is H operations for each byte of a cache of 16-bit numbers.
 
 
 @jax.custom_jvp
 def _scores_of(q: jax.Array, k: jax.Array, read: jax.Array) -> jax.Array:
-    """:func:`_scores`. Its derivatives take zeros for keys that nothing attends to: `read` [B, S].
-    The scores need no copy of the cache, since they are masked."""
+    """:func:`_scores`. Its derivatives take zeros for the keys that no query attends to, by `read`
+    [B, S]. The scores themselves are masked, so they need no such copy of the cache."""
     return _scores(q, k)
 
 

@@ -111,7 +111,8 @@ def sizes_of(total: int) -> Iterator[int]:
 
 
 def gathered(layout: Layout, ranks: int, causal: bool) -> Parts:
-    """Over all keys in the order of the sequence. Tables [ranks]."""
+    """The calls of a rank over all keys, which are in the order of the sequence. Fields of pieces
+    are tables [ranks]."""
     every = np.ones(ranks, np.int32)
     if not causal:  # in which order does not matter
         return Parts(1, False, (Piece(ranks, 0 * every, 0 * every, every > 0),))
@@ -133,15 +134,16 @@ def gathered(layout: Layout, ranks: int, causal: bool) -> Parts:
 
 
 def own(causal: bool) -> Parts:
-    """Over a rank's own keys: its chunks are in the order of the sequence, so one causal call is
-    all of it."""
+    """The calls over a rank's own keys. Its chunks are in the order of the sequence, so one causal
+    call is enough."""
     once = np.ones(1, np.int32)
     every = Piece(1, 0 * once, 0 * once, once > 0).at(0)
     return Parts(1, True, ()) if causal else Parts(1, False, (every,))
 
 
 def around(layout: Layout, ranks: int, causal: bool) -> Parts:
-    """Over the keys of another rank. Tables [ranks, ranks], by rank and the keys' owner."""
+    """The calls over the keys of another rank. Fields of pieces are tables [ranks, ranks], by the
+    rank and by the owner of the keys."""
     every = np.ones((ranks, ranks), np.int32)
     if not causal:
         return Parts(1, False, (Piece(1, 0 * every, 0 * every, every > 0),))

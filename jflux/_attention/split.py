@@ -1,5 +1,5 @@
-"""Attention over a split sequence: what travels, and where gradients are summed. What one rank
-computes in between is in flash_attention.py, blocks.py or by_parts.py."""
+"""Attention over a split sequence: how keys and values travel, and where their gradients are
+summed. What one rank computes is in flash_attention.py, blocks.py and by_parts.py."""
 
 from __future__ import annotations
 
@@ -182,7 +182,8 @@ def _key_parts(call: Call, length: int, segments: jax.Array | None) -> Part:
         return call.part(jnp.int32(0), length, segments)
     if segments is not None:
         segments = call.gather(segments, axis_name=call.axis_name, axis=1, tiled=True)
-    # No vmap: inside another with spmd_axis_name, JAX lets its constants vary over that axis.
+    # Not a vmap over ranks: inside a vmap with spmd_axis_name, JAX would let the constants of an
+    # inner vmap vary over that axis.
     ranks = (jnp.int32(rank) for rank in range(call.ranks))
     positions = jnp.concatenate([call.part(rank, length, None).positions for rank in ranks])
     return Part(positions, segments)
@@ -248,8 +249,9 @@ def _gathered_backward(
 
 
 def _pass_on(call: Call, arrays: Any) -> Any:
-    """To the next rank, from the one before. What is computed beside it hides one large transfer:
-    XLA has one under way at a time. So keys and values are one array, and their gradients are."""
+    """Sends arrays to the next rank, and returns those of the rank before. XLA has one transfer
+    under way at a time, and computing beside it hides one large transfer. So keys and values travel
+    as one array, and so do their gradients."""
     sizes = _mesh.sizes_in_mesh_order(call.axis_name)
     ring = [(rank, (rank + 1) % call.ranks) for rank in range(call.ranks)]
     pairs = _mesh.renumbered(ring, _mesh.as_tuple(call.axis_name), sizes)
@@ -268,7 +270,8 @@ def _held(call: Call, step: Any) -> pieces.Parts:
 def _around(
     call: Call, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """A rank computes with what it has while that goes on to the next one."""
+    """The forward pass around a ring. A rank attends to the keys and values that it holds while
+    these travel on to the next rank."""
     rank = call.rank
     queries = call.part(rank, q.shape[1], segments)
 
@@ -299,8 +302,9 @@ def _around(
 def _around_backward(
     call: Call, q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, *rest: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Each rank adds its part to the gradients of the keys that it holds, which go around with
-    them: so their sum begins with their owner's part, and ends with that of the rank before it."""
+    """The backward pass around a ring. The gradients of keys travel with the keys, and each rank
+    adds its part to them. A sum begins with the part of the keys' owner, and ends with the part of
+    the rank before the owner."""
     rank = call.rank
     queries = call.part(rank, q.shape[1], segments)
 
@@ -318,7 +322,7 @@ def _around_backward(
     def go_on(state: Any, step: Any) -> tuple[Any, None]:
         held, sums, dq = state
         coming = _pass_on(call, held)
-        # The larger one of two transfers is last, which XLA puts the products beside.
+        # XLA puts the products beside the last transfer, so the larger of the two comes last.
         sums, _ = lax.optimization_barrier((sums, coming))
         sums = _pass_on(call, sums)
         own_dq, *own = differentiate(step, held)
