@@ -189,7 +189,7 @@ def _global_attention(
     mesh: Mesh | AbstractMesh | None,
     q_spec: PartitionSpec | None,
 ) -> Any:
-    """The attention of checked operands: global arrays, or one rank's."""
+    """Checks the operands of a call, global arrays or one rank's, and computes it."""
     q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
     segment_ids = None if segment_ids is None else jnp.asarray(segment_ids)
     check(_OP, q, k, v, segment_ids)
