@@ -80,7 +80,7 @@ inline GemmChoice FitSplits(GemmChoice c, int64_t m, int64_t k, int32_t most) {
   return c;
 }
 
-// Whether so many CTAs of a cluster can share the k of such a call.
+// Whether c.splits CTAs can share the k of a product of m rows; at most `most` may.
 inline bool SharesK(const GemmChoice& c, int64_t m, int64_t k, int32_t most) {
   return FitSplits(c, m, k, most) == c;
 }
