@@ -1,4 +1,4 @@
-// The load warp of the kernels of the backward pass, and where it puts what it loads.
+// The load warp of the kernels of the backward pass, and the shared memory that it fills.
 #ifndef JFLUX_OPS_FLASH_ATTENTION_BACKWARD_LOADS_SM90_CUH_
 #define JFLUX_OPS_FLASH_ATTENTION_BACKWARD_LOADS_SM90_CUH_
 

@@ -1,6 +1,6 @@
 // Which of the compiled kernels a grouped product takes: pure functions of the call and the GPU.
-// How the rows are distributed is known on the device only, so the choice is for groups of which
-// each has a last tile that is 3/5 full.
+// Only the device knows the sizes of the groups, so the choice assumes that the last tile of each
+// group is 3/5 full.
 #ifndef JFLUX_OPS_GROUPED_MATMUL_GROUPED_MATMUL_CONFIG_H_
 #define JFLUX_OPS_GROUPED_MATMUL_GROUPED_MATMUL_CONFIG_H_
 

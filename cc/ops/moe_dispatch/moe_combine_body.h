@@ -13,9 +13,11 @@
 //            in the order in which slots name them first
 //   reset    never: core/signal.h
 //
-// A token of which all rows were dropped on a rank gets zeros from there: its own rank does not
-// know that they were. Deadlock: a warp waits for an item only after it has sent its own items of
-// the same number, and never for another warp of its block.
+// A rank that has dropped all rows of a token sends zeros for it, since the token's own rank waits
+// for that rank and does not know of the drop.
+//
+// Deadlock: a warp waits for an item only after it has sent its own items of the same number, and
+// never for another warp of its block.
 #ifndef JFLUX_OPS_MOE_DISPATCH_MOE_COMBINE_BODY_H_
 #define JFLUX_OPS_MOE_DISPATCH_MOE_COMBINE_BODY_H_
 
