@@ -34,8 +34,8 @@ inline constexpr auto BindCuda = [] {
       .Attrs();
 };
 
-// launch(device, view, remote, &error) -> bool. `remote` refers to all ranks' copies; those on
-// other nodes have no address in `view`. `workspace_bytes` are those of the call's layout.
+// Runs launch(device, view, remote, &error) -> bool for a call. `remote` refers to all ranks'
+// copies; copies on other nodes have no address in `view`. `workspace_bytes`: of the call's layout.
 template <typename Launch>
 ffi::Error LaunchCudaCallAcrossNodes(OpId op, int32_t ordinal, const CallAttributes& call,
                                      int64_t workspace_bytes, Launch&& launch) {

@@ -27,7 +27,7 @@ struct Group {
   int32_t rank = -1;
 };
 
-// A process whose devices have other ids than those of the process that has lowered the program.
+// The error of a process whose devices have other ids than the devices the program was lowered for.
 inline constexpr char kNotOfTheCall[] =
     "device is in none of the call's groups: the program was lowered for other devices; lower it "
     "again for these";
