@@ -1,4 +1,4 @@
-// From a call to its kernels, for the launchers.
+// The kernels' arguments for a call, and their instances, for the launchers.
 #ifndef JFLUX_OPS_FLASH_ATTENTION_FLASH_ATTENTION_ARGS_CUDA_H_
 #define JFLUX_OPS_FLASH_ATTENTION_FLASH_ATTENTION_ARGS_CUDA_H_
 

@@ -31,8 +31,8 @@ inline ShardGrid ShardGridOf(const MatmulAllToAllParams& p, const GemmChoice& c,
                    c.group_m == 0 ? shard.tiles_m : c.group_m};
 }
 
-// For world shards of so many rows and columns. Each shard has whole tiles of its own, so what the
-// last ones are cut short by is computed too, and a configuration that wastes less of it wins.
+// The configuration for `world` shards of `rows` rows and n columns. Each shard has whole tiles of
+// its own, so the estimate counts the padding of every shard's last tiles.
 inline GemmChoice ChooseAllToAll(int world, int64_t rows, int64_t n, int64_t k,
                                  const Machine& machine, bool transpose_rhs = false) {
   const TileCosts costs = Loading(kScatterCosts, k, n, transpose_rhs);

@@ -101,7 +101,7 @@ struct MoeCombineBody {
   }
   JFLUX_HD bool IsRow(int32_t row) const { return row >= 0 && row < p.rows; }
 
-  // By a warp.
+  // Sums and sends an item of all tokens. Called by a warp.
   JFLUX_HD void Send(int64_t item) const {
     if (item >= p.items.Items()) return;
     const int64_t token = p.items.Token(item);
@@ -127,7 +127,7 @@ struct MoeCombineBody {
     }
     Warp::sync();  // the scratch is written again
   }
-  // By a thread: moves the slots that have rows to the front, in their order.
+  // Moves the slots that have rows to the front, in their order. Called by one thread.
   JFLUX_HD void KeepRows(int src) const {
     int32_t* rows = RowsOf(src);
     float* weights = WeightsOf(src);
@@ -153,7 +153,8 @@ struct MoeCombineBody {
         [&](int64_t v, const float (&sum)[kSize]) { image[v] = Numbers::Pack(sum); });
   }
 
-  // By a warp.
+  // Waits for the sums of an item of the own token, and adds them. Called by a warp. False if a
+  // wait failed.
   JFLUX_HD bool Receive(int64_t item) const {
     const int64_t token = p.items.Token(item);
     bool ok = true;
