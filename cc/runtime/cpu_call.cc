@@ -73,7 +73,8 @@ struct Pending {
   bool warned = false;
 };
 
-// In CpuCallSite::name, below the program: the call's place in it (jflux/_call_names.py).
+// The low bits of CpuCallSite::name are the call's place in the program, the others name the
+// program (jflux/_call_names.py).
 constexpr int kCallBits = 20;
 
 // A program, as all processes name it, and a group.

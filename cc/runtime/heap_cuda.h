@@ -33,12 +33,12 @@ class HeapCuda final : public Heap {
  public:
   // Loads every kernel on every device. A later load could have to wait for a kernel that spins.
   static std::shared_ptr<HeapCuda> Create(const HeapConfig& config, std::string* error);
-  // With memory of NVSHMEM, which has been started: one device.
+  // The same for one device, with memory of NVSHMEM, which has been started.
   static std::shared_ptr<HeapCuda> CreateWithNvshmem(const HeapConfig& config, std::string* error);
   ~HeapCuda() override;
 
   const char* name() const override { return name_; }
-  // Nothing: workspaces have handles of their own.
+  // An empty handle: workspaces have handles of their own.
   bool Export(std::string* handle, std::string*) const override {
     handle->clear();
     return true;

@@ -213,7 +213,7 @@ bool LaunchKernel(const void* kernel, void* args, int clusters, int ctas, int th
   if (device == nullptr) return false;
   std::lock_guard<std::mutex> lock(device->mutex);  // until the kernel is enqueued
   if (!ReadArch(*device, error)) return false;
-  // Also for clusters of one: the kernels' instructions want a cluster.
+  // Clusters of one CTA need the attribute too: Hopper's kernels use instructions of clusters.
   config.numAttrs = device->arch >= kHopperArch ? 1 : 0;
   if (config.numAttrs == 0 && ctas > 1) {
     *error = "portable code has no clusters";

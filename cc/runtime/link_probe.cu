@@ -119,7 +119,8 @@ __global__ void TalkWith(const __grid_constant__ TalkArgs args) {
   if (threadIdx.x == 0) result->ns = NowNs() - start;
 }
 
-// Not LaunchKernel: a device's talks run at once, on streams of their own.
+// In place of LaunchKernel, which orders a device's kernels: its talks run at once, on several
+// streams.
 template <typename Args>
 bool Launch(void (*kernel)(Args), Args args, int blocks, int threads, cudaStream_t stream,
             std::string* error) {
