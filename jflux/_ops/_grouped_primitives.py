@@ -106,7 +106,7 @@ def reference(arrays: Arrays, params: Params) -> list[jax.Array]:
     numbers = lax.RaggedDotDimensionNumbers(
         (((1,), (2 if params.transpose_rhs else 1,)), ((), ())), [0], [0]
     )
-    # In the type that is accumulated in, whatever y's is.
+    # Products are summed in at least float32, also if y is narrower.
     wide = jnp.promote_types(_epilogue.sum_dtype(x.dtype), params.out_dtype)
     sums = [
         _masked(_lax.ragged_dot_general(x, w, sizes, numbers, preferred_element_type=wide), sizes)

@@ -24,7 +24,7 @@ CPU_DTYPES = frozenset(np.dtype(d) for d in (jnp.float16, jnp.bfloat16, jnp.floa
 CUDA_DTYPES = frozenset(np.dtype(d) for d in (jnp.float16, jnp.bfloat16))
 #: The name that `jax.checkpoint` policies know a product's y by, where it has no activation.
 PRODUCT = "jflux_product"
-#: By platform: the operands' types that the kernels of products take.
+#: The types of operands that the kernels of products take, by platform.
 DTYPES = {"cpu": CPU_DTYPES, "cuda": CUDA_DTYPES}
 
 

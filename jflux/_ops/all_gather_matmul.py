@@ -36,7 +36,7 @@ FEWEST_ROWS = 64
 
 #: The name that `jax.checkpoint` policies know the gathered operands by.
 GATHERED = "jflux_gathered"
-#: And what an activation is applied to, and returns.
+#: The names of what an activation is applied to, and of what it returns.
 PREACTIVATION = "jflux_preactivation"
 ACTIVATED = "jflux_activated"
 
