@@ -126,7 +126,7 @@ struct PacketCall {
   }
 
   JFLUX_HD void SendHello(int peer) const {
-    // It announces no data, so it is relaxed.
+    // A hello announces no data, so its store is relaxed.
     StoreRelaxed(HelloOf(peer, view.rank), MakeSignal(epoch, signature));
   }
   JFLUX_HD bool AwaitHello(int peer) const {

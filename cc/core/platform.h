@@ -44,7 +44,7 @@ namespace jflux {
 
 inline constexpr int kMaxRanks = 8;
 
-// So that a macro's argument can be a type of arrays.
+// Names a type such as float[4] by one word, as a macro's argument needs it.
 template <typename T>
 using SharedType = T;
 

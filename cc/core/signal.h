@@ -38,7 +38,7 @@ static_assert(kSignatureBits + kEpochBits == 64);
 inline constexpr uint64_t kEpochMask = (uint64_t{1} << kEpochBits) - 1;
 inline constexpr uint32_t kSignatureMask = (1u << kSignatureBits) - 1;
 
-// Of a signature, only the low kSignatureBits travel.
+// Only the low kSignatureBits of a signature travel.
 JFLUX_HD constexpr Signal MakeSignal(uint64_t epoch, uint32_t signature) {
   return (epoch << kSignatureBits) | (signature & kSignatureMask);
 }
@@ -96,8 +96,8 @@ struct Fault {
   uint64_t seen;
 };
 
-// What a wait looks at when it lasts: one for each device, in memory that is near the waiter. A
-// wait that soon succeeds reads nothing of it, so nothing of it takes registers.
+// Limits that a long wait reads: one object for each device, in memory near the waiter. A wait that
+// succeeds soon does not read them, and keeps none of them in registers.
 //
 //   writers  the host, before calls run; `warned`: the device's waits
 struct WaitLimits {
@@ -152,21 +152,23 @@ JFLUX_HD void ReportFault(const WaitContext& ctx, FaultKind kind, int32_t peer, 
   WriteRecord(fault, ctx, kind, peer, tile, expected, seen, argument);
 }
 
-// How many attempts of a polling loop come between two looks at the stop flag and the clock, and
-// between two at WaitLimits::abort. That one is in host memory, where a load takes microseconds: a
-// wait looks at it first when it has lasted about half a millisecond.
+// A polling loop looks at the stop flag and the clock after every kPollsPerLook attempts, and at
+// WaitLimits::abort after every kPollsPerHostLook. `abort` is in host memory, where a load takes
+// microseconds: a wait first reads it when it has lasted about half a millisecond.
 inline constexpr uint32_t kPollsPerLook = 64, kPollsPerHostLook = 4096;
 
-// What a polling loop asks after its attempts: whether to go on.
+// Decides for a polling loop whether it goes on after an attempt.
 class Patience {
  public:
   JFLUX_HD explicit Patience(const WaitContext& ctx) : deadline_ns_(ctx.deadline_ns & ~kFlags) {}
 
-  // Whether to look, after attempt number `attempt`. Attempts count from 0 again after 2^32.
+  // Whether the loop looks at the stop flag and the clock after this attempt (Lasts). The number of
+  // the attempt wraps after 2^32.
   static JFLUX_HD bool Looks(uint32_t attempt) {
     return attempt % kPollsPerLook == kPollsPerLook - 1;
   }
-  // Called if it looks. False if the wait has to end; the fault's record has the reason.
+  // The look itself, after an attempt for which Looks is true. False if the wait has to end; the
+  // fault's record then has the reason.
   JFLUX_HD bool Lasts(const WaitContext& ctx, uint32_t attempt, FaultKind on_timeout, int32_t peer,
                       int64_t tile, Signal expected, Signal seen) {
     if (Faulted(ctx)) return false;
@@ -194,8 +196,8 @@ class Patience {
   }
 
  private:
-  // Writes the warning's record, unless another wait of this call has. While another call's is
-  // still there, the next look tries again.
+  // Writes the warning's record, unless another wait of this call has written it. While the record
+  // holds another call's warning, this one is not written, and the next look tries again.
   JFLUX_HD void Warn(const WaitContext& ctx, int32_t peer, int64_t tile, Signal expected,
                      Signal seen) {
     WaitLimits* limits = ctx.limits;

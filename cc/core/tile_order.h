@@ -12,8 +12,8 @@
 //       rank   0 0 | 1 1 | 2 2 | 3 3
 //       order  4 5 | 6 7 | 0 1 | 2 3
 //
-// So in each phase the ranks work for, or wait for, different peers, and communication overlaps
-// with compute at both ends.
+// In each phase no two ranks work for, or wait for, the same peer, and communication overlaps with
+// compute at both ends.
 //
 // With few rows, all tile rows form a single raster group (group_m == 0): all tiles of a column, in
 // the orders above, precede the next column.

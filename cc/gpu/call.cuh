@@ -27,11 +27,11 @@ __device__ __forceinline__ WaitContext WaitOf(DeviceState* state, uint64_t* stop
 }
 
 // Kernels of one workspace must not overlap: they share its counters, and reuse of the two halves
-// (core/signal.h) relies on the end of the kernel before. So what takes part in a call is counted
-// in and out of WorkspaceHeader::inside: the clusters of a packet kernel with their dynamic ids,
-// the send and scheduler warps of a GEMM. Where a result would have to be waited for, nobody looks
-// at once: a GEMM's store warp looks when it begins, and the two warps when they end. A kernel that
-// finds another one reports it and traps.
+// (core/signal.h) relies on the end of the kernel before. WorkspaceHeader::inside therefore counts
+// the participants of a call as they begin and end: the clusters of a packet kernel with their
+// dynamic ids, the send and scheduler warps of a GEMM. Reading it takes the latency of a load, so a
+// GEMM reads it where nothing waits for it: in the store warp at its beginning, in the two other
+// warps at their end. A kernel that finds another one reports it and traps.
 __device__ __forceinline__ uint64_t AddInside(WorkspaceHeader* header, uint64_t presence) {
   return atomicAdd(reinterpret_cast<unsigned long long*>(&header->inside),
                    static_cast<unsigned long long>(presence));

@@ -1,5 +1,5 @@
-// What a send warp (chunk_sender.cuh) sends where a chunk is so many bytes of an array, and lands
-// as it is in a peer's workspace: peer after peer, each gets all chunks in their order.
+// A send warp (chunk_sender.cuh) whose chunks are byte ranges of an array, which it copies
+// unchanged into the peers' workspaces. It sends all chunks in order to one peer, then to the next.
 //
 //   writes  the peers' workspaces and signals
 //   waits   for no peer

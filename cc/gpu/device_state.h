@@ -37,8 +37,8 @@ struct Timeline {
   uint32_t capacity;
 };
 
-// What a device tells the host, and the other way round, while a kernel runs: in host memory, which
-// is readable after a trap too.
+// Records through which a device and the host tell each other of faults while a kernel runs. They
+// are in host memory, which the host can still read after a trap.
 struct HostRecords {
   Fault fault;     // WaitLimits::fault
   Fault warning;   // WaitLimits::warning

@@ -55,9 +55,9 @@ struct Fragments {
   }
 
  private:
-  // Vectors of 16 bytes. In a 16-bit type a vector holds the columns of four j (gpu/wgmma.cuh) of a
-  // row half, in float32 those of two. The vectors of a warp's threads are adjacent; a thread's
-  // vectors are 512 bytes apart.
+  // Vectors of 16 bytes. A vector holds the columns of four j (gpu/wgmma.cuh) of a row half in a
+  // 16-bit type, and the columns of two j in float32. The vectors of a warp's threads are adjacent;
+  // the vectors of one thread are 512 bytes apart.
   static constexpr int kVectors = Config::kSliceN / 32;
 
   static __device__ __forceinline__ uint32_t ThreadOffset() {

@@ -11,12 +11,17 @@
 
 namespace jflux {
 
-// What tiles that consumers share, and tiles of 128 columns, cost in an op, compared with an
-// all-gather. In a reduce-scatter nothing is multiplied while shared ones wait for parts, and small
-// ones have parts to send sooner. (An all-to-all sends tiles too.) And how much of a wave nothing
-// hides if all rows are one raster group: the tiles of an all-gather then wait for the same rows,
-// whatever their size (666 x 11040 x 4104 on 2 x H200: 62 us in one wave, 88 in two of half as wide
-// tiles). And how much longer rows of x and w take to load than aligned ones (RowLoad).
+// Costs of tiles in an op, as factors; those of an all-gather are 1.
+//
+//   shared   tiles that both consumers share. In a reduce-scatter nothing is multiplied while such
+//            a tile waits for its parts
+//   narrow   tiles of 128 columns. In a reduce-scatter, or an all-to-all, their parts are sent
+//            sooner
+//   exposed_in_single_group   the part of a wave that nothing hides if all rows are one raster
+//            group. It is 0 for an all-gather: all tiles wait for the same rows, whatever their
+//            width (666 x 11040 x 4104 on 2 x H200: 62 us in one wave, 88 in two of half as wide
+//            tiles)
+//   x_load, w_load   how much longer rows of x and w take to load than aligned rows (RowLoad)
 struct TileCosts {
   double shared, narrow, exposed_in_single_group;
   double x_load = 1, w_load = 1;
@@ -24,15 +29,15 @@ struct TileCosts {
 inline constexpr double kExposed = 0.5;  // what the first tiles wait for, and the last ones send
 inline constexpr TileCosts kGatherCosts{1, 1, 0}, kScatterCosts{1.02, 0.96, kExposed};
 
-// What 128 bytes of a row take to load, over what they take if rows are multiples of 64 bytes: TMA
-// otherwise reads parts of sectors (rows of 16 bytes more), or of more lines. `elements`: of a row,
-// of a 16-bit type, a multiple of 8.
+// How much longer 128 bytes of a row take to load than if rows were multiples of 64 bytes. With
+// rows of an odd number of 16 bytes TMA reads parts of sectors, with rows of an odd number of 32
+// bytes parts of more lines. `elements`: of a row, of a 16-bit type, a multiple of 8.
 inline double RowLoad(int64_t elements) {
   return elements % 16 != 0 ? 1.75 : elements % 32 != 0 ? 1.25 : 1;
 }
-// The costs with those of loading x, of k columns, and w [k, n], or [n, k] if transpose_rhs. Of a
-// gathered x, a rank reads its own part, one of `gathered`, in rows of k, the peers' in panels,
-// which are aligned.
+// `costs` with x_load and w_load, for an x of k columns and w [k, n], or [n, k] if transpose_rhs.
+// `gathered`: how many ranks an x is gathered from. Only a rank's own part of x then has rows of k;
+// the peers' parts arrive in panels, which are aligned.
 inline TileCosts Loading(TileCosts costs, int64_t k, int64_t n, bool transpose_rhs,
                          int gathered = 1) {
   costs.x_load = 1 + (RowLoad(k) - 1) / gathered;
@@ -67,8 +72,8 @@ inline double EstimateCost(const GemmChoice& c, int64_t m, int64_t n, int64_t k,
                             : c.cluster_m == 1 ? 1.15
                             : c.tile_n == 160  ? 1.06
                                                : 1.08;
-  // While a shared tile is finished nothing is multiplied: for as long as 350 columns of a k block
-  // take.
+  // Nothing is multiplied while consumers finish a tile that they share, which takes as long as 350
+  // columns of a k-block.
   const double finish = IsShared(c.tile_n) ? 350.0 * kGemmTileK / static_cast<double>(k) : 0.0;
   // A last column of tiles with few columns takes away what narrow tiles gain
   // (docs/experiments/0053).
@@ -78,12 +83,13 @@ inline double EstimateCost(const GemmChoice& c, int64_t m, int64_t n, int64_t k,
          LoadFactor(c, costs);
 }
 
-// Whether all rows share one raster group over w, so that it is read once. The tiles of other
-// ranks' rows then begin together with the own ones, and wait for what is on its way, or in the end
-// for what others have to send; with few rows, or fast links, that is not long. On 2 x H200 two
-// raster groups were 1 to 3 % slower at 512 rows, and up to 3 % faster at 1024
-// (docs/experiments/0027); but in two raster groups ranks with fewer rows than a cluster's can have
-// no clusters. If ranks share tiles, own rows by themselves cost another raster group for those.
+// Whether all rows share one raster group over w, so that w is read once. Tiles of other ranks'
+// rows then begin together with tiles of own rows, and wait for rows that are on their way, or at
+// the end for parts that peers have yet to send. With few rows, or fast links, this wait is short.
+// On 2 x H200 two raster groups were 1 to 3 % slower at 512 rows, and up to 3 % faster at 1024
+// (docs/experiments/0027). Two more cases favour one raster group. With two, a rank that has fewer
+// rows than a cluster can have no clusters. And if ranks share tiles, these tiles would be a third
+// raster group.
 inline bool InOneRasterGroup(int world, int64_t rows_per_rank, const Machine& machine) {
   const auto others = static_cast<double>((world - 1) * rows_per_rank);
   if (others == 0) return false;
@@ -93,8 +99,8 @@ inline bool InOneRasterGroup(int world, int64_t rows_per_rank, const Machine& ma
   return few && others < 1024 * links;
 }
 
-// For world ranks' rows, n columns per rank. A cluster's rows are two ranks' in one raster group
-// only: it waits for both.
+// The configuration for the rows of `world` ranks and n columns per rank. The rows of a cluster
+// belong to one rank, except in a single raster group, where a cluster may wait for two ranks.
 inline GemmChoice ChooseGemm(int world, int64_t rows_per_rank, int64_t n, int64_t k,
                              const Machine& machine, const TileCosts& costs = kGatherCosts) {
   const bool single_group = InOneRasterGroup(world, rows_per_rank, machine);
@@ -131,9 +137,10 @@ inline int64_t EvenGroup(int64_t tiles_m, int64_t most) {
 // (p - R + g) q <= p. That is hardest for the first raster group, p = R, or, with slow links, for
 // the last, p = world R - g.
 //
-// But of a rank's rows a raster group has as many as fit into half a wave, cut evenly: tiles of the
-// next one run beside fewer, and wait from their first k-block on until the first one's rows have
-// arrived with all of k (docs/experiments/0027).
+// A raster group has at least as many of a rank's rows as fit into half a wave, cut evenly. If it
+// had fewer, tiles of the next raster group would run beside it. They would wait in their first
+// k-block until all of k has arrived for the rows of the first raster group
+// (docs/experiments/0027).
 inline GemmChoice GatherGroups(GemmChoice c, int world, int64_t rows_per_rank, int64_t n,
                                const Machine& machine) {
   if (c.group_m == 0) return c;
@@ -150,8 +157,8 @@ inline GemmChoice GatherGroups(GemmChoice c, int world, int64_t rows_per_rank, i
   return c;
 }
 
-// Microseconds that a product of few rows takes, by how long it takes to read w: with whole waves
-// from memory, with the last one perhaps as fast as its SMs can. As read on an H200.
+// Microseconds that a product of few rows takes, estimated as the time to read w. Memory limits a
+// whole wave; a last wave of few tiles may be limited by its SMs. The rates were read on an H200.
 inline double EstimateFew(const GemmChoice& c, int64_t m, int64_t n, int64_t k,
                           const Machine& machine) {
   // Bytes per microsecond of memory and of one SM; x's count half, since they are in L2. What
@@ -191,8 +198,8 @@ inline GemmChoice ChooseFew(int64_t m, int64_t n, int64_t k, const Machine& mach
   return ChooseSplits(best, m, n, k, machine, most);
 }
 
-// For a gate of n columns in all: half of a tile's are one weight's, half the other's, in boxes
-// of 64.
+// A configuration for a gate of n columns in all. Half of a tile's columns belong to one weight and
+// half to the other, in boxes of 64 columns.
 inline GemmChoice ForGate(GemmChoice c, int64_t m, int64_t n, int64_t k, const Machine& machine,
                           const TileCosts& costs = kGatherCosts) {
   if (c.tile_n % 128 != 0) {

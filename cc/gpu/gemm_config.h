@@ -26,26 +26,27 @@ struct GemmChoice {
   }
 };
 
-// Those that have kernels, each with a usual group.
+// The configurations that have kernels, each with a usual group_m.
 inline constexpr GemmChoice kCompiled[] = {{192, 2, 8}, {256, 2, 8}, {224, 2, 8}, {192, 1, 16},
                                            {160, 2, 8}, {128, 2, 8}, {128, 1, 16}};
-// Of few rows, the CTAs of a cluster may share the k of a tile of this many columns; at most so
-// many of them, by op.
+// With few rows, the CTAs of a cluster may share the k of a tile of kSharedKTile columns. The other
+// two constants are the most CTAs that may: in ops that gather, and in ops that sum over ranks.
 inline constexpr int32_t kSharedKTile = 128, kGatherSplits = 4, kReduceSplits = 2;
 inline constexpr bool CanShareK(int32_t tile_n, int32_t cluster_m) {
   return tile_n == kSharedKTile && cluster_m == 1;
 }
-// Whether both consumers share a tile of so many columns, since one of them has no registers for
-// it: then nothing is multiplied while it is finished.
+// Whether both consumers share a tile of this many columns, whose accumulators do not fit into the
+// registers of one. Nothing is multiplied while they finish such a tile.
 inline constexpr bool IsShared(int32_t tile_n) { return tile_n > 192; }
 
 inline constexpr int32_t kGemmTileM = 128;
-// Of a box of A. Rows past the array's end would be filled with zeros, which takes longer than
-// reading as many; what multiplies the tile's other rows is nonsense that nobody stores.
+// The rows of a box of A. A box does not reach past the end of an array of fewer than kGemmTileM
+// rows: TMA would fill the other rows with zeros, which takes longer than reading as many. The
+// tile's other rows in shared memory hold anything, and nobody stores their products.
 inline constexpr int32_t BoxRows(int64_t m) {
   return static_cast<int32_t>(Min<int64_t>(m, kGemmTileM));
 }
-// Of a box that TMA stores.
+// The columns of a box that TMA stores.
 inline constexpr int32_t StoreColumns(const GemmChoice& c) {
   return c.tile_n / c.splits % 64 == 0 ? 64 : 32;
 }
@@ -79,7 +80,7 @@ inline GemmChoice FitSplits(GemmChoice c, int64_t m, int64_t k, int32_t most) {
   return c;
 }
 
-// Whether so many CTAs of a cluster can share the k of such a call.
+// Whether c.splits CTAs can share the k of a product of m rows; at most `most` may.
 inline bool SharesK(const GemmChoice& c, int64_t m, int64_t k, int32_t most) {
   return FitSplits(c, m, k, most) == c;
 }

@@ -91,8 +91,9 @@ __device__ __forceinline__ void MultiplyStage(Accumulators<Config>& acc, uint32_
   }
 }
 
-// Zeroes what a stage holds past `valid` rows of k, in both operands, which are MN-major: 0 times a
-// NaN would not be 0. Called by all threads of the consumers that multiply the stage.
+// Zeroes the rows of k past `valid` in a stage, in both operands, which are MN-major. Zeros in one
+// operand would not do: 0 times a NaN is NaN. Called by all threads of the consumers that multiply
+// the stage.
 template <typename Config>
 __device__ __forceinline__ void ZeroTail(const GemmSmem<Config>& smem, int stage, int valid,
                                          int consumer) {
@@ -168,8 +169,9 @@ __device__ __forceinline__ auto MakeReceiver(const GemmSmem<typename Op::Config>
 }
 
 // The tile after `last`: the next one from the counter, which starts after the static first tiles.
-// A local op has no counter: each cluster takes one tile of every gridDim, from its own on. Where
-// costs fall from tile to tile (kRaggedK), who had the first of one round has the last of the next.
+// A local op has no counter: each cluster takes one tile of each round of as many tiles as there
+// are clusters. If costs fall from tile to tile (kRaggedK), the cluster with the first tile of one
+// round takes the last tile of the next.
 template <typename Op>
 __device__ __forceinline__ int32_t NextTile(const typename Op::Args& args, int32_t last) {
   constexpr int kCluster = Op::Config::kCluster;
@@ -478,9 +480,9 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
     // `acc` is defined inside the loop so that the compiler sees new registers for each tile:
     // values that flow in from the epilogue's branches would serialise wgmma.
     //
-    // It is zeroed here, in code that all threads reach. If consumers share tiles, no other
-    // warpgroup multiplies meanwhile, so the first wgmma writes instead of adding. With partial
-    // tiles that variant spills registers.
+    // The accumulators are zeroed here, in code that all threads reach. If consumers share tiles,
+    // no other warpgroup would multiply meanwhile, so the first wgmma overwrites them instead. With
+    // partial tiles the latter would spill registers.
     constexpr bool kFirstWrites = Config::kCooperative && !Op::kAddsPartials;
     Accumulators<Config> acc;
     if constexpr (!kFirstWrites) {
@@ -590,8 +592,9 @@ __device__ __forceinline__ void RunConsumer(const typename Op::Args& args, const
 //   An op of groups may gather rows of A by address (kGathersRows, which needs kWaitsForRows;
 //   gpu/gather_rows_sm90.cuh). In place of WaitForRows, SourceOf, LoadA and ABytes it has
 //
-//   MakeTable(args, smem)               all consumer threads of a cluster's first CTA, before their
-//                                       first tile: what Groups needs, which waits for them
+//   MakeTable(args, smem)               makes the table that Groups waits for; called by all
+//                                       consumer threads of a cluster's first CTA, before their
+//                                       first tile
 //   groups.WaitForRows(args, call, coords)
 //                                       all lanes of the scheduler warp: waits for the tile's rows
 //                                       and writes their addresses

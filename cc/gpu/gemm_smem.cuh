@@ -218,7 +218,7 @@ struct TileReader {
     if (threadIdx.x % 32 == 0) Arrive();
     ring.Advance();
   }
-  // For a single lane.
+  // The next tile for a role of a single lane.
   struct Alone {
     Tile tile;
     int k_blocks;

@@ -94,7 +94,7 @@ class GroupTable {
     return false;
   }
 
-  // Of the group that Find has moved to.
+  // The number, first tile and rows of the group that Find has moved to.
   __device__ int32_t group() const { return GroupAt(at_); }
   __device__ int32_t FirstTile() const { return Load(tiles_, at_); }
   __device__ int32_t FirstRow() const { return Load(rows_, group()); }

@@ -16,8 +16,9 @@ namespace jflux {
 inline constexpr int32_t kReferenceSms = 132;
 inline constexpr double kReferenceLinkGbps = 320;  // of copies as long as the probe's (1e9 bytes/s)
 inline constexpr double kBusyLinkShare = 220 / kReferenceLinkGbps;  // while both GPUs multiply
-// Of a product while its rows arrive, in 1e12 operations per second. 650 was read on 4 x H200; with
-// 660 a row of kReferenceColumns columns is computed in the time in which it arrives.
+// The rate of a product while its rows arrive, in 1e12 operations per second. 650 was read on
+// 4 x H200. With 660 a row of kReferenceColumns columns is computed in the time in which it
+// arrives.
 inline constexpr double kReferenceTflops = 660;
 // Columns n for which a row of k elements arrives (2 k bytes) as fast as it is multiplied (2 k n
 // operations): 3000.
@@ -28,10 +29,10 @@ static_assert(kReferenceColumns == 3000);
 // SMs that a GPU of compute capability 9.0 can have.
 inline constexpr int32_t kMostSms = 144;
 
-// Kernels are compiled for two architectures (CMakeLists.txt): sm_90a, and sm_80 with PTX of it,
-// which other GPUs run: natively from compute capability 8.0 on, else as the driver compiles the
-// PTX. The portable code has no clusters (gpu/cluster.cuh). The products' main loop
-// (gpu/gemm_sm90.cuh) exists for sm_90a alone.
+// Kernels are compiled for two architectures (CMakeLists.txt): sm_90a, and sm_80 with its PTX. GPUs
+// of compute capability 8.x run the machine code of sm_80; for later GPUs other than Hopper the
+// driver compiles the PTX. The portable code has no clusters (gpu/cluster.cuh). The products' main
+// loop (gpu/gemm_sm90.cuh) exists for sm_90a alone.
 inline constexpr int32_t kPortableArch = 80, kHopperArch = 90;
 
 struct Machine {

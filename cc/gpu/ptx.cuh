@@ -256,9 +256,9 @@ __device__ __forceinline__ void FenceProxyAsyncShared() {
 
 // ---- copies by single threads -----------------------------------------------------------------
 
-// Copies `bytes` bytes, at most 16, and writes zeros to the rest of the 16. Nothing is read if
-// there are none. Bypasses L1. A write of the generic proxy: whoever has waited for it needs
-// FenceProxyAsyncShared before TMA or wgmma reads it.
+// Copies `bytes` bytes, at most 16, and writes zeros to the rest of the 16. With 0 bytes it reads
+// nothing. Bypasses L1. The copy is a write of the generic proxy: a thread that has waited for it
+// must call FenceProxyAsyncShared before TMA or wgmma reads the data.
 __device__ __forceinline__ void CopyAsync16(uint32_t smem, const void* global, uint32_t bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(smem), "l"(global), "r"(bytes)
                : "memory");
@@ -306,7 +306,7 @@ __device__ __forceinline__ void BarrierSync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Arrives without waiting: `threads` counts those that wait too.
+// Arrives without waiting. `threads` counts all threads of the barrier, also those that wait.
 __device__ __forceinline__ void BarrierArrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }

@@ -4,10 +4,10 @@
 //
 // A store warp holds its ticket while it sends one tile. Meanwhile it waits only for its own copies
 // and for the tile's next m64 block to be staged, so no holder waits for another CTA or a peer.
-// That relies on SendingStoreWarps: the semaphore is used only if k is longer than kMostStagedK, so
-// that a tile has more k-blocks than there are stages (GemmConfig asserts it). Otherwise two
-// consumers that share tiles could be a whole tile apart, and the next m64 block could wait for a
-// peer.
+// This holds because of SendingStoreWarps, which allows the semaphore only if k is longer than
+// kMostStagedK, so that a tile has more k-blocks than there are stages (GemmConfig asserts it).
+// Otherwise two consumers that share tiles could be a whole tile apart, and the next m64 block
+// could wait for a peer.
 #ifndef JFLUX_GPU_SEND_SEMAPHORE_CUH_
 #define JFLUX_GPU_SEND_SEMAPHORE_CUH_
 
@@ -28,7 +28,7 @@ struct SendSemaphore {
                                           int32_t tile_n) const {
     if (semaphore.count == 0) return;
     const uint64_t start = call.Start();
-    // If it fails, this warp sends without a ticket, so that the kernel ends soon.
+    // If the wait fails, this warp sends without a ticket, so that the kernel ends soon.
     semaphore.Acquire(call.wait, row_block);
     call.Done(EventKind::kWaitToSend, start, row_block, tile_n);
   }

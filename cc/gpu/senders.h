@@ -1,9 +1,9 @@
 // How many CTAs or warps of a GPU send to peers at a time, while all of them multiply: pure
 // functions, which plans call.
 //
-// While stores wait for a link that is full, SMs hardly load anything, whichever SM the stores are
-// from (docs/experiments/0025). So only some CTAs send at a time, each with few chunks in flight:
-// enough to keep up with what all of them compute, and no more.
+// While stores wait for a full link, all SMs load very slowly, and not only those that store
+// (docs/experiments/0025). So only some CTAs send at a time, each with few chunks in flight: enough
+// to send results as fast as all CTAs compute them, and no more.
 #ifndef JFLUX_GPU_SENDERS_H_
 #define JFLUX_GPU_SENDERS_H_
 
@@ -26,12 +26,12 @@ inline int32_t SendingStoreWarps(int64_t k, double copies, const Machine& machin
   // Bytes per microsecond: of an SM's tiles, times k; of a store warp.
   constexpr double kOfTiles = 7.0e6, kOfStoreWarp = 1.6e4;
   constexpr double kLeast = 8, kMost = 32;
-  // If all of k is in the pipeline's stages, two MMA warpgroups that share tiles may be a whole
-  // tile apart. One of them could wait for a peer while the store warp that holds a ticket waits
-  // for it.
+  // If all of k is in the pipeline's stages, two consumers that share tiles may be a whole tile
+  // apart. One of them could then wait for a peer, while the store warp with a ticket waits for
+  // that consumer.
   if (k <= kMostStagedK) return 0;
   const double made = machine.sm_count * kOfTiles * copies / static_cast<double>(k);
-  // Twice as many as would do, so that a wave's results leave in half of the next one's time.
+  // Twice as many as keep up, so that the results of a wave leave in half of the next wave's time.
   return static_cast<int32_t>(Max(kLeast, Min(kMost, 2 * made / kOfStoreWarp)));
 }
 

@@ -46,7 +46,7 @@ __device__ __forceinline__ StagedM64 StagedM64Of(const GemmSmem<Config>& smem, i
   }
 }
 
-// Its address, if the strips are contiguous.
+// The address of a staged m64 block whose strips are contiguous.
 template <typename Config>
 __device__ __forceinline__ uint32_t ContiguousStaging(const StagedM64& staged) {
   static_assert(!Config::kLendsStage);

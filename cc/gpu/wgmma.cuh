@@ -12,8 +12,9 @@
 //   d[4 j], d[4 j + 1]      row r,     columns 8 j + 2 (t % 4) and the next
 //   d[4 j + 2], d[4 j + 3]  row r + 8, the same columns
 //
-// A in registers has the same layout, two columns to a register: a[0] and a[1] are d[0..3] of j =
-// 0, a[2] and a[3] those of j = 1. So 16 columns of accumulators, packed, are an operand.
+// An operand A in registers has the same layout, with two columns in a register: a[0] and a[1] are
+// d[0..3] of j = 0, a[2] and a[3] are d[4..7] of j = 1. So 16 columns of accumulators, packed into
+// 16-bit types, are an operand.
 #ifndef JFLUX_GPU_WGMMA_CUH_
 #define JFLUX_GPU_WGMMA_CUH_
 

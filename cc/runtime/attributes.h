@@ -71,7 +71,8 @@ class AttributeReader {
     if (refused_.empty()) refused_ = why;
   }
 
-  // What is wrong with the attributes; empty if nothing is. After the last one has been read.
+  // Says what is wrong with the attributes; empty if nothing is. Called after the last one was
+  // read.
   std::string Check() {
     // With nothing missing, equal numbers mean that the names are the same.
     if (!refused_.empty() || attributes_.size() == count_) return refused_;
@@ -106,7 +107,7 @@ std::optional<ffi::Error> ReadAttributes(OpId op, const ffi::Dictionary& attribu
 
 inline constexpr int64_t kMostPlannedSms = 1 << 16;
 
-// What every call has (jflux/_lowering.py).
+// The attributes that every call has (jflux/_lowering.py).
 struct CallAttributes {
   Int64s groups;     // [number of groups][world] global device ids, in rank order
   int64_t site = 0;  // unique in the module; on CPUs see runtime/cpu_call.h
@@ -130,8 +131,9 @@ struct CallAttributes {
   }
 };
 
-// What every product has besides (jflux/_ops/_product_plan.py). `choice` and `senders` are its plan
-// (runtime/product_plan.h), `outer` and `inner` how its rows lie (core/rows.h).
+// The attributes that every product has (jflux/_ops/_product_plan.py). `choice` and `senders` are
+// the plan of the product (runtime/product_plan.h), `outer` and `inner` say how its rows lie
+// (core/rows.h).
 struct ProductAttributes {
   CallAttributes call;
   Int64s choice;

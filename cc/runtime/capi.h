@@ -53,8 +53,8 @@ JFLUX_API const char* jflux_heap_create(const char* platform, const char* backen
 // until the calling thread's next call.
 JFLUX_API const char* jflux_heap_export(const char* platform, const char** handle);
 JFLUX_API const char* jflux_heap_attach(const char* platform, const char* handle);
-// Before the processes of a node free their parts: waits for what runs, and lets go of the others'
-// memory.
+// Waits for running calls, and unmaps other processes' memory. All processes of a node call it
+// before any of them frees its part.
 JFLUX_API void jflux_heap_close(const char* platform);
 // `keep`: other processes may still use this one's memory, which is never freed then.
 JFLUX_API void jflux_heap_shutdown(const char* platform, int keep);
@@ -73,8 +73,8 @@ JFLUX_API const char* jflux_heap_commit_workspace(const char* platform, const Jf
 JFLUX_API int jflux_heap_has_workspace(const char* platform, const JfluxWorkspace* w);
 JFLUX_API const char* jflux_heap_close_workspace(const char* platform, const JfluxWorkspace* w);
 JFLUX_API const char* jflux_heap_free_workspace(const char* platform, const JfluxWorkspace* w);
-// Those that no executable uses: "bytes:device,device,...;bytes:...". The text lives until the
-// calling thread's next call.
+// The workspaces that no executable uses: "bytes:device,device,...;bytes:...". The text lives until
+// the calling thread's next call.
 JFLUX_API const char* jflux_heap_unused_workspaces(const char* platform);
 
 // One step of the probe of the links (0, 1, 2; ProbeStep of runtime/link_probe.h), in a committed
@@ -114,9 +114,9 @@ JFLUX_API const char* jflux_nvshmem_unique_id(const char** id);
 // Collective; blocks until all processes have come. `bytes`: of the arena that workspaces lie in.
 JFLUX_API const char* jflux_nvshmem_start(const char* id, int rank, int world, int ordinal,
                                           int64_t bytes);
-// Of the arena; 0 before the start.
+// The size of the arena; 0 before the start.
 JFLUX_API int64_t jflux_nvshmem_arena_bytes(void);
-// What an exchange between nodes takes (nvshmem/node_exchange.h).
+// The workspace bytes of an exchange between nodes (nvshmem/node_exchange.h).
 JFLUX_API const char* jflux_node_exchange_plan(int kind, int world, int steps, int64_t block_bytes,
                                                int64_t* workspace_bytes);
 
@@ -141,10 +141,9 @@ typedef struct {
   const char* name;
   int64_t value;
 } JfluxField;
-// What the kernels of an op do for a call on a machine (runtime/op.h): fills up to `capacity`
-// fields of the plan, and *count with how many there are. sm_count 0: the CPU. link_gbps 0:
-// unknown. arch: of the kernels' code (gpu/machine.h). The names live until the calling thread's
-// next call.
+// The plan of an op for a call on a machine (Op::plan, runtime/op.h): writes up to `capacity`
+// fields of the plan, and their number to *count. sm_count 0: the CPU. link_gbps 0: unknown. arch:
+// of the kernels' code (gpu/machine.h). The names live until the calling thread's next call.
 JFLUX_API const char* jflux_plan(const char* op, const JfluxField* call, int call_count,
                                  int32_t sm_count, double link_gbps, int32_t arch, JfluxField* plan,
                                  int capacity, int* count);
@@ -156,9 +155,9 @@ JFLUX_API const JfluxField* jflux_constants(void);
 typedef struct {
   int tile_n, cluster_m, group_m, splits;
 } JfluxChoice;
-// Fills up to `capacity` of those that are compiled; returns how many there are.
+// Fills up to `capacity` of the compiled configurations; returns how many there are.
 JFLUX_API int jflux_choices(JfluxChoice* choices, int capacity);
-// Whether kernels can do it.
+// Whether there are kernels for the configuration.
 JFLUX_API int jflux_is_possible(const JfluxChoice* choice);
 // The least architecture that an op's kernels are compiled for (Op::least_arch); 0: no such op.
 JFLUX_API int32_t jflux_least_arch(const char* op);

@@ -73,13 +73,15 @@ struct Pending {
   bool warned = false;
 };
 
-// In CpuCallSite::name, below the program: the call's place in it (jflux/_call_names.py).
+// The low bits of CpuCallSite::name are the call's place in the program, the others name the
+// program (jflux/_call_names.py).
 constexpr int kCallBits = 20;
 
 // A program, as all processes name it, and a group.
 using ProgramOfGroup = std::pair<uint64_t, std::vector<int64_t>>;
 
-// Its runs so far. The run ids of an executable follow each other, from a number that differs.
+// The runs of a program so far. The run ids of an executable are consecutive, from a first number
+// that differs between processes.
 struct RunsOfProgram {
   int64_t count = 0;
   std::vector<int64_t> last_ids;  // of each executable
@@ -90,7 +92,7 @@ struct Run {
   int64_t id;
   uint64_t used_ns;                                       // when it made its last call
   std::map<std::pair<uint64_t, int64_t>, int64_t> calls;  // so far, by (call site, device)
-  // Of groups over several processes:
+  // For groups over several processes:
   std::map<ProgramOfGroup, int64_t> order;  // among the runs of the program
   std::map<uint64_t, uint64_t> sites;       // numbers, by name
 };
@@ -352,7 +354,7 @@ std::vector<int64_t> Missing(const CallId& id, const Pending& pending) {
   return missing;
 }
 
-// Whether a handler of one of `devices` waits for `target`, or for a device of which that is true.
+// Whether a handler of one of `devices` waits for `target`, directly or through other devices.
 bool Waits(const Registry& calls, const std::vector<int64_t>& devices, int64_t target,
            std::set<int64_t>* seen) {
   for (int64_t device : devices) {
@@ -368,9 +370,9 @@ bool Waits(const Registry& calls, const std::vector<int64_t>& devices, int64_t t
   return false;
 }
 
-// Whether a wait of `device` could leave XLA without threads for a device that nobody waits for
-// yet: a handler that waits takes one of its threads, of which it has one for each device at least,
-// and a device may wait in several handlers.
+// Whether a wait of `device` could leave XLA without a thread for a device that has no waiting
+// handler yet. XLA has at least one thread for each device. A handler that waits takes one, and a
+// device may wait in several handlers.
 bool Starves(const Registry& calls, const HeapCpu& heap, int64_t device) {
   size_t waiting = 1;
   std::set<int64_t> devices{device};
@@ -419,9 +421,9 @@ Run& RunOf(Registry& calls, const CpuCall& call, uint64_t timeout_ns) {
   return run;
 }
 
-// The run's number among those of its program: counted with those since the executable's last one
-// that made no call. They may have failed in this process alone, before their calls, and the next
-// run must not meet what peers run in their place.
+// The number of the run among the runs of its program. Runs of the executable since its last
+// counted run, which made no call, count too: they may have failed in this process alone. Otherwise
+// the next run would meet its peers' runs of an earlier number.
 int64_t CountRun(RunsOfProgram& runs, int64_t id) {
   const auto last = std::find_if(runs.last_ids.begin(), runs.last_ids.end(), [&](int64_t known) {
     return known < id && id - known <= kMostLeftOut;
@@ -450,13 +452,13 @@ std::optional<CallId> SharedName(Registry& calls, Run& run, const CpuCall& call,
 }
 
 // How long a handler waits at most, in a loop and elsewhere. XLA ends the process when one of its
-// own collectives has waited for 40 seconds, and several handlers may wait in vain one after the
-// other.
+// own collectives has waited for 40 seconds. Several handlers may reach their limits one after the
+// other before that.
 constexpr uint64_t kLoopNs = 30'000'000'000, kElsewhereNs = 2'000'000'000;
 // How long it waits at most for ranks of other processes, in a loop and elsewhere.
 constexpr uint64_t kRemoteLoopNs = 10'000'000'000, kRemoteNs = 1'000'000'000;
 
-// What a handler does after it has registered its rank's part.
+// How a handler waits after it has registered its rank's part.
 struct Joined {
   std::shared_ptr<Waiter> waiter;  // null: it returns
   bool sees_all = true;            // all ranks are of this process
@@ -582,8 +584,8 @@ void JoinCpuCall(CpuCall call) {
   const Joined joined = Register(std::move(call));
   if (joined.waiter == nullptr) return;
   const bool loops = site->loops;
-  // Circles over handlers of other processes, and over XLA's own collectives, are not seen: there,
-  // waiting may be in vain.
+  // A circle through handlers of other processes, or through XLA's own collectives, is not
+  // detected. This wait would never end there, so it has a limit.
   uint64_t patience_ns = loops ? std::min(joined.timeout_ns / 4 * 3, kLoopNs)
                                : std::min(joined.timeout_ns / 4, kElsewhereNs);
   if (!joined.sees_all) patience_ns = std::min(patience_ns, loops ? kRemoteLoopNs : kRemoteNs);

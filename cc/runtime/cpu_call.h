@@ -13,18 +13,18 @@
 // A handler then waits for its call to complete, and the Future that it returns is complete.
 // Reason: if the iterations of a loop wait for Futures, XLA runs the operations that follow the
 // loop concurrently with it, and can mix up the data of its own collectives there and in the loop
-// (docs/internals/cpu.md). It returns earlier
+// (docs/internals/cpu.md). The handler returns before its call is complete in four cases:
 //
-//   - if devices wait for each other: this one in this call for a peer that waits in the handler of
-//     another call, which lacks this device, or a longer circle. Independent calls have then been
-//     started in different orders. The handler that would close the circle does not wait.
-//   - if all of XLA's threads would wait, some of them for the same device. The handler that would
-//     take the last one does not wait.
-//   - after a quarter of the timeout, in a loop three quarters, but 30 s at most. A rank may be in
-//   one of XLA's own
-//     collectives, which lacks this one. The site does not wait again; in a loop, not in that run.
-//   - if the group has ranks in other processes, whose handlers this process cannot see, after a
-//     second at most, and in a loop after ten. A site in a loop does not wait again in that run.
+//   - Devices wait for each other in a circle: this device waits for a peer, whose handler waits in
+//     another call for this device, directly or through more devices. This happens if devices start
+//     independent calls in different orders. The handler that would close the circle does not wait.
+//   - All of XLA's threads would wait, some of them for the same device. The handler that would
+//     take the last thread does not wait.
+//   - A quarter of the timeout has passed, but at most 2 s; in a loop three quarters, but at most
+//     30 s. Another rank may be in one of XLA's own collectives, which waits for this device. The
+//     site does not wait again; a site in a loop does not wait again in that run.
+//   - The group has ranks in other processes, whose handlers this process cannot see, and one
+//     second has passed, or ten in a loop. A site in a loop does not wait again in that run.
 //
 // If a handler of a loop has returned early, one line on stderr says what that may mean.
 //
@@ -40,16 +40,17 @@
 //                                           the runs make their first calls: XLA runs a device's
 //                                           programs one after the other
 //
-// Processes cannot use what XLA has: run ids begin at a hash of the module with its source lines,
-// and states depend on what else a process has compiled. But an executable's run ids follow each
-// other, so runs that made no call are counted too: they may have failed in one process alone. (Not
-// those before the first run that made one.)
+// XLA's names differ between processes: run ids begin at a hash of the module with its source
+// lines, and states depend on the other programs that a process has compiled. But the run ids of an
+// executable are consecutive. From them a process counts runs that made no call too, since such a
+// run may have failed in this process alone. (Runs before the first one that made a call are not
+// counted.)
 //
-// A call that fails, whatever the reason, is an error of all its ranks: those that have come, and
-// those that come later.
+// A call that fails, whatever the reason, is an error of all its ranks, also of ranks that come
+// later.
 //
-// In a fork of the process that made the heap no call is made: the threads are not there, and the
-// heap's memory is the other process's (jflux/_heap/_fork.py).
+// A fork of the process that made the heap makes no calls: it lacks the threads, and the heap's
+// memory belongs to its parent (jflux/_heap/_fork.py).
 #ifndef JFLUX_RUNTIME_CPU_CALL_H_
 #define JFLUX_RUNTIME_CPU_CALL_H_
 
@@ -69,9 +70,9 @@ namespace jflux {
 struct CpuCallSite {
   uint64_t number = 0;  // this process's
   uint64_t name = 0;    // the same in all processes: the attribute `site`
-  bool waits = true;    // false in tests: all is left to the Futures
-  // Of the handlers' waits:
-  std::atomic<bool> loops{false};       // a run has called it more than once for a device
+  bool waits = true;    // false in tests: handlers do not wait, only XLA waits for their Futures
+  // State of the handlers' waits:
+  std::atomic<bool> loops{false};       // a run has called the site more than once for a device
   std::atomic<bool> skips_wait{false};  // its handlers do not wait, unless it loops
   std::atomic<int64_t> early_run{-1};   // the last run in which a handler has returned early
 };

@@ -1,4 +1,4 @@
-// What every op's CUDA handler does around its launch: find the device, the group, the workspace.
+// Code around the launch of every op's CUDA handler: it finds the device, the group, the workspace.
 #ifndef JFLUX_RUNTIME_CUDA_CALL_H_
 #define JFLUX_RUNTIME_CUDA_CALL_H_
 
@@ -34,8 +34,8 @@ inline constexpr auto BindCuda = [] {
       .Attrs();
 };
 
-// launch(device, view, remote, &error) -> bool. `remote` refers to all ranks' copies; those on
-// other nodes have no address in `view`. `workspace_bytes` are those of the call's layout.
+// Runs launch(device, view, remote, &error) -> bool for a call. `remote` refers to all ranks'
+// copies; copies on other nodes have no address in `view`. `workspace_bytes`: of the call's layout.
 template <typename Launch>
 ffi::Error LaunchCudaCallAcrossNodes(OpId op, int32_t ordinal, const CallAttributes& call,
                                      int64_t workspace_bytes, Launch&& launch) {
@@ -53,7 +53,7 @@ ffi::Error LaunchCudaCallAcrossNodes(OpId op, int32_t ordinal, const CallAttribu
   }
   if (const auto fault = heap->FaultOf(device->id)) return failed(*fault);
   if (const auto why = heap->AbortReason()) return failed(name + "no call can be made: " + *why);
-  // Of errors that this device may have alone, its peers must learn: they would wait for it.
+  // An error from here on may be this device's alone. Its peers must learn of it, or would wait.
   const auto failed_here = [&](const std::string& why) {
     heap->Abort("GPU " + std::to_string(ordinal) + ": " + name + why);
     return failed(name + why);

@@ -1,4 +1,4 @@
-// What launchers know of a device of the symmetric heap. Apart from runtime/heap_cuda.h, whose
+// A device of the symmetric heap, as launchers need it. This is not in runtime/heap_cuda.h, whose
 // standard headers nvcc would parse three times for every file of kernels.
 #ifndef JFLUX_RUNTIME_CUDA_DEVICE_H_
 #define JFLUX_RUNTIME_CUDA_DEVICE_H_

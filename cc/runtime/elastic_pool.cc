@@ -62,8 +62,8 @@ bool StartThread(std::function<void()> body, std::string* error) {
 bool RunOnPool(std::vector<std::function<void()>> tasks, std::string* error) {
   static auto* pool = new Pool;  // its threads may outlive main()
   std::lock_guard<std::mutex> lock(pool->mutex);
-  // A thread counts as idle from here on, so that no other task is given to it. One that is made
-  // in vain, because the next one cannot be made, exits by itself.
+  // A thread counts as idle from here on, so that no other task is given to it. If a later thread
+  // cannot be made, the earlier ones get no task, and exit by themselves.
   while (pool->idle < pool->tasks.size() + tasks.size()) {
     if (!StartThread([] { pool->Work(); }, error)) return false;
     ++pool->idle;

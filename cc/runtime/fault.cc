@@ -75,7 +75,8 @@ std::string ElementOf(const Fault& fault) {
   return Text("%s[%lld]", name, static_cast<long long>(fault.tile));
 }
 
-// Of a value that stands for another fault; "" of others.
+// The message of a bad value by which another function reports a fault of its own (Op::meaning); ""
+// for any other value.
 std::string MeaningOf(const Fault& fault) {
   for (const Op* op : AllOps()) {
     if (op->id == static_cast<OpId>(fault.op) && op->meaning != nullptr) return op->meaning(fault);

@@ -20,7 +20,7 @@ OpId CustomOp(const std::string& name);
 std::string Describe(const Fault& fault, double deadline_s);
 ErrorKind KindOf(const Fault& fault);
 
-// A wait that has lasted `warn_s`: who waits for whom, since when, and what follows.
+// The warning of a wait that has lasted `warn_s`: who waits for whom, since when, and what follows.
 std::string DescribeWarning(const Fault& fault, double warn_s, double deadline_s);
 
 // Their parts, for other warnings: "12:34:56", and the sentences on what follows.

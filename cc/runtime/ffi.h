@@ -1,5 +1,5 @@
-// What the ops' FFI handlers share: finding a call's group and rank, joining it on the CPU. Their
-// attributes: runtime/attributes.h.
+// Code that the ops' FFI handlers share: finding a call's group and rank, and joining the call on
+// the CPU. runtime/attributes.h reads their attributes.
 #ifndef JFLUX_RUNTIME_FFI_H_
 #define JFLUX_RUNTIME_FFI_H_
 
@@ -27,7 +27,7 @@ struct Group {
   int32_t rank = -1;
 };
 
-// A process whose devices have other ids than those of the process that has lowered the program.
+// The error of a process whose devices have other ids than the devices the program was lowered for.
 inline constexpr char kNotOfTheCall[] =
     "device is in none of the call's groups: the program was lowered for other devices; lower it "
     "again for these";
@@ -59,8 +59,8 @@ inline std::optional<DType> DTypeOf(ffi::DataType t) {
   }
 }
 
-// What the layout of a call takes of the heap, and what the call's plan has reserved: the same, or
-// the handler refuses the call.
+// The bytes of the heap that the layout of a call takes, and those that its plan has reserved. If
+// they differ, the handler refuses the call.
 struct WorkspaceBytes {
   int64_t of_layout, of_plan;
 
@@ -107,8 +107,8 @@ struct CallSite : CpuCallSite {
   static ffi::TypeInfo info;
 };
 
-// What a CPU handler returns: it registers one rank's part of a call, and its Future is completed
-// when that has been done. `workspace_bytes` are those of the call's layout; `body` is CpuCall's.
+// The body of a CPU handler. It registers one rank's part of a call, and returns a Future that is
+// completed when that part is done. `workspace_bytes`: of the call's layout. `body`: CpuCall::body.
 template <typename Body>
 ffi::Future JoinFfiCall(OpId op, CallSite* site, ffi::RunId run_id, int32_t device,
                         const CallAttributes& attributes, int64_t workspace_bytes, Body&& body) {

@@ -44,7 +44,7 @@
 
 namespace jflux {
 
-// What one process asks for when it makes its part of the heap.
+// The options with which one process makes its part of the heap.
 struct HeapConfig {
   std::vector<int64_t> devices;  // global ids of this process's devices
   std::vector<int> ordinals;     // CUDA's number of each of them; empty on the CPU
@@ -64,8 +64,8 @@ struct HeapUsage {
   int64_t touched;  // the most that have ever been
 };
 
-// Which workspace: of which devices, and of which size. The order of the devices does not matter:
-// a rank finds its own copy and its peers' by device.
+// Names a workspace by its set of devices and its size. The order of the devices does not matter: a
+// rank finds its own copy and its peers' copies by device.
 struct WorkspaceId {
   std::vector<int64_t> devices;  // ascending
   int64_t bytes;
@@ -111,8 +111,8 @@ class Heap {
   virtual bool Probe(const WorkspaceId& id, ProbeStep step, std::string* error);
   const std::vector<Link>& links() const { return links_; }
 
-  // Waits until nothing of this process runs that uses the heap, and lets go of the other
-  // processes' memory, which they may then free. No call runs afterwards.
+  // Waits until no call of this process runs, and unmaps other processes' memory, which these may
+  // then free. No call runs afterwards.
   virtual void Close() {}
 
   // ---- Faults: the first failed wait on a device of this process, as a sentence. A GPU that has
@@ -122,7 +122,7 @@ class Heap {
   // ---- Tests only, between calls. Poison fills with NaN what the last calls left in workspaces.
   virtual bool SetHooks(const TestHooks& hooks, std::string* error) = 0;
   virtual bool Poison(std::string* error) = 0;
-  // As if each reserved workspace had made so many calls; between calls of all processes.
+  // Sets the number of calls that each reserved workspace has made; between calls of all processes.
   virtual bool SetEpochs(uint64_t epoch, std::string* error);
 
  protected:

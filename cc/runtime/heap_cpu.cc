@@ -28,7 +28,7 @@ constexpr int64_t kHeadBytes = 4096;
 
 std::string Errno(const std::string& what) { return what + ": " + std::strerror(errno); }
 
-// What Export writes.
+// The handle that Export writes.
 struct Handle {
   int64_t pid, fd;
   uint64_t number;

@@ -52,11 +52,12 @@ class HeapCpu final : public Heap {
   // All of this process's threads have the same addresses. Null for an unknown device.
   char* SegmentOf(int64_t device) const;
   bool IsLocal(int64_t device) const;
-  // The process that has made it, as getpid() says.
+  // The process that has made the heap, by getpid().
   int64_t owner() const { return owner_; }
   const TestHooks& hooks() const { return hooks_; }
 
-  // Of the waits of this process's ranks. TakeWarning: as HeapCuda's, of any of them.
+  // The limits of the waits of this process's ranks. TakeWarning is HeapCuda's, for any of these
+  // waits.
   WaitLimits* limits() { return &limits_; }
   std::optional<std::string> TakeWarning();
 

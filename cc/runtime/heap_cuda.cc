@@ -27,7 +27,7 @@ namespace {
 
 std::mutex g_mutex;
 
-// Of custom calls; under g_mutex.
+// Functions that load the kernels of custom calls on a device; under g_mutex.
 std::vector<const char* (*)(int)>& Loaders() {
   static auto* loaders = new std::vector<const char* (*)(int)>;
   return *loaders;

@@ -31,15 +31,14 @@ namespace jflux {
 
 class HeapCuda final : public Heap {
  public:
-  // Loads every kernel on every device: a kernel that is loaded later could wait for one that
-  // spins.
+  // Loads every kernel on every device. A later load could have to wait for a kernel that spins.
   static std::shared_ptr<HeapCuda> Create(const HeapConfig& config, std::string* error);
-  // With memory of NVSHMEM, which has been started: one device.
+  // The same for one device, with memory of NVSHMEM, which has been started.
   static std::shared_ptr<HeapCuda> CreateWithNvshmem(const HeapConfig& config, std::string* error);
   ~HeapCuda() override;
 
   const char* name() const override { return name_; }
-  // Nothing: workspaces have handles of their own.
+  // An empty handle: workspaces have handles of their own.
   bool Export(std::string* handle, std::string*) const override {
     handle->clear();
     return true;
@@ -70,14 +69,15 @@ class HeapCuda final : public Heap {
   void Close() override;
   std::optional<std::string> FaultOf(int64_t local) const override;
 
-  // This process has failed on a device, so others would wait for it in vain: ends the waits of its
-  // kernels on all devices, and makes AbortReason() `why`. The first reason stays.
+  // Called when this process has failed on one device. Its kernels on other devices would wait for
+  // that device in vain, so this ends their waits, and makes AbortReason() `why`. The first reason
+  // stays.
   //
-  // Waits learn of it from a word in host memory. Waits of less than half a millisecond do not look
-  // at it. (A word in device memory would need a copy by a stream of this thread's, which can wait
-  // behind a lock that a launch holds, and which fails after a trap.)
+  // A wait learns of it from a word in host memory, which it reads after half a millisecond. (A
+  // word in device memory would need a copy by a stream of this thread's, which can wait behind a
+  // lock that a launch holds, and which fails after a trap.)
   void Abort(const std::string& why);
-  // Why no call can be made on any device of this process any more. A new heap forgets it.
+  // The reason for which no device of this process can make a call any more. A new heap has none.
   std::optional<std::string> AbortReason();
   // Takes the warning of a wait on a local device, if there is a new one.
   std::optional<std::string> TakeWarning(int64_t local);
@@ -94,7 +94,7 @@ class HeapCuda final : public Heap {
   // The timeline (timeline_cuda.cu); between calls only. Start has all kernels record what they do,
   // up to `capacity` events for each device. Stop frees the events.
   bool StartTimeline(uint32_t capacity, std::string* error);
-  // What a local device has recorded, by the host's clock. `*missed` events found no room.
+  // Reads the events of a local device, by the host's clock. `*missed` events found no room.
   bool ReadTimeline(int64_t id, std::vector<TimelineEvent>* events, uint32_t* missed,
                     std::string* error);
   bool StopTimeline(std::string* error);

@@ -17,7 +17,7 @@ namespace {
 // Its code tells which code of this library a device has loaded.
 __global__ void ArchKernel() {}
 
-// What is known of a device: its code, and the stream of its last call.
+// The state of a device: which code it runs, and the stream of its last call.
 struct Device {
   std::mutex mutex;
   int arch = 0;  // 0: not asked yet
@@ -41,7 +41,7 @@ bool ReadArch(Device& device, std::string* error) {
   cudaFuncAttributes attributes{};
   JFLUX_CUDA_OR_FALSE(
       cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(&ArchKernel)), error);
-  // Of the code's source: 80 also where the driver has compiled sm_80's PTX for a later GPU.
+  // ptxVersion names the source: 80 also where the driver has compiled sm_80's PTX for a later GPU.
   device.arch = attributes.ptxVersion >= kHopperArch ? kHopperArch : kPortableArch;
   return true;
 }
@@ -213,7 +213,7 @@ bool LaunchKernel(const void* kernel, void* args, int clusters, int ctas, int th
   if (device == nullptr) return false;
   std::lock_guard<std::mutex> lock(device->mutex);  // until the kernel is enqueued
   if (!ReadArch(*device, error)) return false;
-  // Also for clusters of one: the kernels' instructions want a cluster.
+  // Clusters of one CTA need the attribute too: Hopper's kernels use instructions of clusters.
   config.numAttrs = device->arch >= kHopperArch ? 1 : 0;
   if (config.numAttrs == 0 && ctas > 1) {
     *error = "portable code has no clusters";

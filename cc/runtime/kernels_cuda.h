@@ -1,4 +1,5 @@
-// What the ops' launchers share: loading kernels ahead of time, tensor maps, the launch itself.
+// Code that the ops' launchers share: loading kernels ahead of time, tensor maps, the launch
+// itself.
 #ifndef JFLUX_RUNTIME_KERNELS_CUDA_H_
 #define JFLUX_RUNTIME_KERNELS_CUDA_H_
 
@@ -20,8 +21,8 @@ bool LoadedArch(int* arch, std::string* error);
 // Loads the kernels of all ops (runtime/op.h) of which there is code for the current device.
 bool LoadKernels(std::string* error);
 
-// Those of custom calls: has load(ordinal) called on each device of the heap, now and whenever
-// there is another heap (runtime/heap_cuda.cc).
+// Adds the kernels of a custom call: load(ordinal) is called on each device of the heap, now and
+// whenever a new heap is made (runtime/heap_cuda.cc).
 bool AddKernels(const char* (*load)(int ordinal), std::string* error);
 
 // Makes a kernel launchable with this much shared memory, and loads it. Where a device has less,
@@ -29,12 +30,12 @@ bool AddKernels(const char* (*load)(int ordinal), std::string* error);
 // (`why_not_portable`).
 bool LoadKernel(const void* kernel, int smem_bytes, std::string* error);
 
-// Calls load(error) unless that has succeeded on the current device before: for kernels that are
-// also launched where there is no heap, which loads those of all ops when it is made.
+// Calls load(error) unless it has succeeded on the current device before. It is for kernels that
+// run without a heap too: a heap loads the kernels of all ops when it is made.
 bool LoadOnce(bool (*load)(std::string* error), std::string* error);
 
-// Whether a box's rows of 128 bytes are swizzled in shared memory, as wgmma reads them, or follow
-// each other as they are.
+// Whether the rows of a box, of 128 bytes, are swizzled in shared memory, as wgmma reads them, or
+// consecutive.
 enum class Boxes { kSwizzled, kLinear };
 
 // A map of a row-major array (the last of `sizes` contiguous) of 16-bit elements; reads outside are
@@ -45,25 +46,25 @@ bool EncodeTensorMap(CUtensorMap* map, DType dtype, const void* data,
                      std::initializer_list<int> box, std::string* error,
                      Boxes boxes = Boxes::kSwizzled);
 
-// Makes `stream` wait for what the last call of the current device has enqueued, if that was on
-// another stream: kernels of one device must not overlap (gpu/call.cuh). A stream that is being
-// captured waits for nothing: the order of a graph's nodes is the graph's. The call that follows
-// belongs to `stream`.
+// Calls launch(error), which enqueues a kernel on `stream`, in the order of the device's calls. No
+// other thread's call of the device comes between.
 //
-// Local ops wait for the last call too, and the next call for them. They wait for no peer, so this
-// is not for progress: their CTAs would hold SMs that a call needs for which peers wait.
+// `stream` first waits for the last call of the device, if that was on another stream: kernels of
+// one device must not overlap (gpu/call.cuh). A stream that is being captured does not wait, since
+// the graph orders its nodes.
 //
-// Calls launch(error), which enqueues the kernel, before any other thread's call of the device.
+// This holds for local ops too. They wait for no peer, but their CTAs would hold SMs that another
+// call needs, for which peers wait.
 bool LaunchAfterLastCall(cudaStream_t stream, const std::function<bool(std::string*)>& launch,
                          std::string* error);
 
-// For handlers of others, which launch when this has returned. Two host threads that launch on one
-// device's different streams at once could then overlap. XLA has one thread per device for programs
-// of several devices, and one stream for what no `compute_on` moves.
+// The same for handlers out of tree, which launch after this has returned. Kernels could overlap if
+// two host threads launched on different streams of one device at once. XLA does not: it has one
+// thread per device for programs of several devices, and one stream without `compute_on`.
 bool RunAfterLastCall(cudaStream_t stream, std::string* error);
 
-// Forgets the stream of the current device's last call, all of which is done: XLA destroys its
-// streams with its client, and a handle must not be used after that. With every new heap.
+// Forgets the stream of the current device's last call, which is done. Called with every new heap:
+// XLA destroys its streams with its client, and their handles must not be used afterwards.
 bool ForgetLastStream(std::string* error);
 
 // Launches `clusters` clusters of `ctas` CTAs, after the last call of the current device. Portable

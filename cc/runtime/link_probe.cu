@@ -17,7 +17,7 @@ constexpr int kTurns = 64;
 constexpr int kWords = 128;                          // of 8 bytes, in a turn
 constexpr uint64_t kTalkTimeoutNs = 20'000'000'000;  // ranks may share a GPU, and take turns
 
-// What one peer writes here.
+// The memory that one peer writes in `talk`.
 struct Talk {
   uint64_t data[2][kWords];
   uint64_t flag;
@@ -119,7 +119,8 @@ __global__ void TalkWith(const __grid_constant__ TalkArgs args) {
   if (threadIdx.x == 0) result->ns = NowNs() - start;
 }
 
-// Not LaunchKernel: a device's talks run at once, on streams of their own.
+// In place of LaunchKernel, which orders a device's kernels: its talks run at once, on several
+// streams.
 template <typename Args>
 bool Launch(void (*kernel)(Args), Args args, int blocks, int threads, cudaStream_t stream,
             std::string* error) {

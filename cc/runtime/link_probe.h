@@ -1,6 +1,6 @@
-// Probe of the links between the GPUs of a node, when the heap is made: does each device's memory
-// lie where the others write, do a peer's data arrive before the flag that announces them, and how
-// fast is a link?
+// Probe of the links between the GPUs of a node, when the heap is made. It answers three questions:
+// do writes of a peer reach the memory that the device itself reads, do a peer's data arrive before
+// the flag that announces them, and how fast is a link?
 //
 // The probe uses a workspace of its own, over all devices of the node. Copies are numbered by the
 // devices' order, and device i writes slot i of each peer's copy:
@@ -35,7 +35,7 @@
 
 namespace jflux {
 
-// What one device measured of its link to another.
+// One device's measurements of its link to another.
 struct Link {
   int64_t from, to;  // global device ids
   double push_gbps;  // this device writes to the peer with its copy engine; 1e9 bytes a second

@@ -18,11 +18,11 @@ namespace jflux {
 struct LocalOp {
   OpId id;                // unique among all ops
   const char* name;       // the FFI target is "jflux_" + name
-  XLA_FFI_Handler* cpu;   // reads the attributes of `cuda`; null where CPUs take plain lax, a check
-                          // where they take it after one (flash_decode.h)
+  XLA_FFI_Handler* cpu;   // reads the attributes of `cuda`. Null if CPUs run plain lax. A handler
+                          // may also only check operands, and lax computes (flash_decode.h)
   XLA_FFI_Handler* cuda;  // null without CUDA in the build
-  // Loads the op's kernels on the current device; called when there is a heap, before kernels that
-  // wait for peers run. Its launcher loads them too, where there is none. Null as in Op.
+  // Loads the op's kernels on the current device. A new heap calls it, before any kernel that waits
+  // for peers runs; without a heap, the op's launcher loads them. Null as in Op.
   bool (*load_kernels)(std::string* error);
   int32_t least_arch = kHopperArch;  // as in Op
 };

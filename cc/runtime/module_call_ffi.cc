@@ -1,6 +1,7 @@
-// The handler that launches a kernel of the module table (module_table.h): those of
-// jflux.symm.call, which Triton has compiled, with what jflux/triton.py begins a call with, and
-// those of jflux.custom_call(source=...), with jflux::shmem::CallArgs.
+// The handler that launches a kernel of the module table (module_table.h). There are two kinds:
+//
+//   jflux.symm.call             compiled by Triton; arguments begin with those of jflux/triton.py
+//   jflux.custom_call(source=)  compiled by NVRTC; arguments begin with jflux::shmem::CallArgs
 #include <cstddef>
 #include <string>
 #include <string_view>
@@ -22,7 +23,7 @@
 namespace jflux {
 namespace {
 
-// What jflux/triton.py knows by number.
+// jflux/triton.py has these offsets and sizes as numbers.
 static_assert(offsetof(WorkspaceHeader, epoch_and_id) == 0 && kIdBits == 24);
 static_assert(offsetof(WorkspaceHeader, stop) == 16 && offsetof(WorkspaceHeader, inside) == 24);
 static_assert(kHeapAlign == 1024 && kMaxRanks == 8 && kSignatureBits == 24 && kEpochBits == 40);
@@ -41,7 +42,7 @@ static_assert(static_cast<int>(FaultKind::kTimeout) == 1 &&
               static_cast<int>(FaultKind::kOverlap) == 4 &&
               static_cast<int>(FaultKind::kAborted) == 5);
 
-// Who has compiled the kernel, which decides what it is given.
+// The compiler of a kernel, which decides with which arguments it is launched.
 enum class Compiler : int64_t { kTriton = 0, kNvrtc = 1 };
 
 struct Attributes {

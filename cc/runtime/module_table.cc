@@ -72,7 +72,7 @@ struct Loaded {
   CUfunction function = nullptr;
   int64_t resident = 0;  // blocks that the device holds at once
   int64_t per_sm = 0;    // that a multiprocessor holds
-  // For so many blocks. A device's calls run one after the other, so they share it.
+  // Scratch memory for `resident` blocks. A device's calls run one after the other and share it.
   void* scratch = nullptr;
 };
 

@@ -29,7 +29,7 @@ bool AddModule(const std::string& key, const ModuleSpec& spec, const std::vector
 // Loads all modules on a device, for a new heap.
 bool LoadModules(int ordinal, std::string* error);
 
-// What a kernel is given: a struct, unless it is null, then values of up to 8 bytes.
+// The arguments of a kernel: a struct, unless it is null, then values of up to 8 bytes.
 struct ModuleArguments {
   const void* first = nullptr;
   std::vector<uint64_t> values;

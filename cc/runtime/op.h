@@ -47,17 +47,18 @@ struct Op {
   // of the folder loads them.
   bool (*load_kernels)(std::string* error);
   int32_t most_splits;  // CTAs that may share the k of a tile; 1: the op is not tuned so
-  // What the kernels do for this call on this machine; false and *why_not if they cannot. Pure: the
-  // same on every rank.
+  // The plan of the kernels for this call on this machine; false and *why_not if they do not take
+  // it. A pure function, so every rank gets the same plan.
   bool (*plan)(const Fields& call, const Machine& machine, Fields* plan, std::string* why_not);
   const Constant* constants = nullptr;  // the op's own; ends with a null name
   // Arguments whose elements are checked when the call runs, as Fault::argument counts them; ends
   // with null.
   const char* const* arguments = nullptr;
-  // The least architecture that its kernels are compiled for. kPortableArch: its .cu file is not
-  // named *_sm90.cu, by which the build tells them apart.
+  // The least architecture that the op's kernels are compiled for. The build goes by the name of
+  // the .cu file: *_sm90.cu is kHopperArch, any other kPortableArch.
   int32_t least_arch = kHopperArch;
-  // What to say of a value out of range by which another function fails; "" of any other.
+  // The message of a value out of range by which another function reports a fault of its own, as
+  // moe_dispatch does by ragged_all_to_all; "" for any other value.
   std::string (*meaning)(const Fault& fault) = nullptr;
 };
 
@@ -67,7 +68,7 @@ const std::vector<const Op*>& AllOps();
 // Null if there is none.
 const Op* FindOp(const std::string& name);
 
-// Reads the fields of a call. What is missing, out of range or unknown makes Check() false.
+// Reads the fields of a call. A field that is missing, out of range or unknown makes Check() false.
 class CallReader {
  public:
   explicit CallReader(const Fields& call) : call_(call) {}

@@ -1,5 +1,5 @@
-// What the plans of products have in common (runtime/op.h): the fields of a call, those of a plan,
-// and the same plan as a handler finds it in its attributes.
+// Code that the plans of products share (runtime/op.h): the fields of a call, the fields of a plan,
+// and the plan as a handler reads it from its attributes.
 #ifndef JFLUX_RUNTIME_PRODUCT_PLAN_H_
 #define JFLUX_RUNTIME_PRODUCT_PLAN_H_
 
@@ -32,7 +32,7 @@ struct ProductCall {
     c.rows.inner = call.Get("inner", 1, kMost);
     c.k = call.Get("k", 1, kMost);
     c.n = call.Get("n", 1, kMost);
-    // So that no size below overflows.
+    // Within these limits no size below overflows.
     const double rows = static_cast<double>(c.rows.PerRank()) * c.rows.world;
     if (rows > kMost || rows * Max(c.k, c.n) > 0x1p48 || static_cast<double>(c.k) * c.n > 0x1p48) {
       call.Refuse("operands of more than 2^31 rows or 2^48 elements");
@@ -84,7 +84,7 @@ struct ProductPlan {
   }
 };
 
-// What the plan for a CPU says.
+// The plan of a product for the CPU.
 inline Fields CpuPlan(int64_t workspace_bytes) {
   return Fields{{"workspace_bytes", workspace_bytes}};
 }

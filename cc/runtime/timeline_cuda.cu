@@ -12,8 +12,8 @@ namespace {
 
 __global__ void ReadTimer(volatile uint64_t* now) { *now = NowNs(); }
 
-// By how much the current device's global timer is ahead of the host's clock: between the two sides
-// of the shortest of several exchanges, so to a few microseconds.
+// By how much the current device's global timer is ahead of the host's clock. The shortest of
+// several exchanges bounds it from both sides, to a few microseconds.
 bool TimerAhead(int64_t* ahead_ns, std::string* error) {
   uint64_t *host = nullptr, *device = nullptr;
   JFLUX_CUDA_OR_FALSE(cudaHostAlloc(&host, sizeof(uint64_t), cudaHostAllocMapped), error);

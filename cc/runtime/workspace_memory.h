@@ -30,14 +30,15 @@ class WorkspaceMemory {
 
   virtual ~WorkspaceMemory() = default;
 
-  // Whole blocks on the GPU `ordinal`, which is the current one.
+  // Allocates whole blocks on the GPU `ordinal`, which is the current one.
   virtual bool Allocate(int ordinal, int64_t bytes, char** address, std::string* error) = 0;
   virtual void Free(char* address) = 0;
-  // What other processes open the memory with: text without commas and equals signs.
+  // A handle with which other processes open the memory: text without commas and equals signs.
   virtual bool Export(char* address, std::string* handle, std::string* error) = 0;
-  // For the GPU `ordinal`, which is the current one. A malformed handle is an error.
+  // Maps memory of another process for the GPU `ordinal`, which is the current one. A malformed
+  // handle is an error.
   virtual bool Open(int ordinal, const std::string& handle, PeerCopy* copy, std::string* error) = 0;
-  // What Open has mapped.
+  // Unmaps memory that Open has mapped.
   virtual void Close(char* mapped) = 0;
 };
 

@@ -98,8 +98,9 @@ constexpr char kLockLost[] =
     "a process ended or was stopped while it held the directory of the symmetric heap: call "
     "jflux.shutdown() and jflux.init() in every process that is left, or start them all again";
 
-// Between two looks at a table without room. The more threads of this process look, the longer each
-// sleeps: thousands of calls that wait would leave those that hold the room no processor.
+// The pause between two looks at a table without room. The more threads of this process wait, the
+// longer each sleeps. Otherwise thousands of waiting calls would leave no processor to the calls
+// that hold the room.
 void PauseForRoom() {
   static std::atomic<int> waiting{0};
   std::this_thread::sleep_for(std::chrono::microseconds(50) * ++waiting);
@@ -187,7 +188,8 @@ bool WorkspaceTable::Abandon(WorkspaceKey key, int32_t world, int32_t ranks, uin
   for (Entry& e : entries_) {
     if ((e.state == kLeased || e.state == kFailed) && e.key == key) own = &e;
   }
-  // Without an entry, a record, so that ranks that come later do not wait in vain.
+  // If there is no entry, make one without a workspace. Ranks that come later see from it that the
+  // call has failed, and do not wait.
   if (own == nullptr && ranks < world) {
     own = UnusedEntry();
     if (own != nullptr) *own = Entry{kFailed, world, 0, last_epoch_, 0, 0, key};

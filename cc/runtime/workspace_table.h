@@ -47,20 +47,20 @@ struct WorkspaceLease {
 
 class WorkspaceTable {
  public:
-  // Workspace `key` for `world` ranks, found or made. Waits for memory, and for the lock, until the
-  // deadline (on NowNs()'s clock); on failure says why in *error. `clear` zeroes the signals of a
-  // workspace (offset, bytes) on all ranks: memory that was part of another workspace is given out
-  // again.
-  // Refuses a call that has failed on another rank.
+  // Finds or makes the workspace `key` for `world` ranks. Waits for memory, and for the lock, until
+  // the deadline (on NowNs()'s clock). Refuses a call that has failed on another rank. On failure
+  // *error says why. `clear` zeroes the signals of a workspace (offset, bytes) on all ranks, which
+  // memory that was part of another workspace needs.
   bool Acquire(WorkspaceKey key, int32_t world, int64_t bytes, int64_t heap_bytes,
                uint64_t deadline_ns, const std::function<void(int64_t, int64_t)>& clear,
                WorkspaceLease* lease, std::string* error, ErrorKind* kind = nullptr);
 
-  // `ranks` ranks are done with the call, and have failed or not. False if the lock cannot be had
-  // before the deadline.
+  // `ranks` ranks are done with the call; `failed`: one of them failed. False if the lock cannot be
+  // had before the deadline.
   bool Release(const WorkspaceLease& lease, int32_t ranks, bool failed, uint64_t deadline_ns);
 
-  // `ranks` ranks will not make the call, and have no lease: it has failed. False as above.
+  // `ranks` ranks give up a call of which they have no lease. The call counts as failed from then
+  // on. False if the lock cannot be had before the deadline.
   bool Abandon(WorkspaceKey key, int32_t world, int32_t ranks, uint64_t deadline_ns);
 
   // Calls visit(offset, bytes, epoch of the last call) for each workspace that nobody holds; none
@@ -75,7 +75,7 @@ class WorkspaceTable {
     return true;
   }
 
-  // Tests only, while nobody holds a workspace: as if there had been so many calls.
+  // Tests only, while nobody holds a workspace: sets the number of calls so far.
   bool SetLastEpoch(uint64_t epoch) {
     if (!Lock()) return false;
     last_epoch_ = epoch;
@@ -83,7 +83,7 @@ class WorkspaceTable {
     return true;
   }
 
-  // Of calls, failed ones too; -1 if the lock cannot be had.
+  // Bytes of workspaces that calls hold, those of failed calls too; -1 if the lock cannot be had.
   int64_t BytesInUse() { return BytesOf(kLeased, kFailed); }
   int64_t BytesTouched() const { return touched_; }
 

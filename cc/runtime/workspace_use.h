@@ -1,8 +1,8 @@
 // Which executables use which workspaces on GPUs.
 //
 // XLA instantiates the handler of each call when it makes or loads an executable, and destroys the
-// handler's state with the executable. The state counts as a user of the call's workspaces, so that
-// only those are given back that nothing can run with (CudaWorkspaces::Unused).
+// handler's state with the executable. The state counts as a user of the call's workspaces. Only
+// workspaces without users are given back (CudaWorkspaces::Unused).
 #ifndef JFLUX_RUNTIME_WORKSPACE_USE_H_
 #define JFLUX_RUNTIME_WORKSPACE_USE_H_
 

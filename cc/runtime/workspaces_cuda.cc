@@ -13,8 +13,8 @@ namespace jflux {
 namespace {
 
 // Bytes at the start of a workspace that must be zeros before its first call: the signals, or all
-// of what has no layout. The memory may still hold what an earlier probe of the links wrote, and
-// the next one would take that for its own.
+// bytes of a workspace without a layout, as the probe of the links has. The memory may still hold
+// data of an earlier probe, which the next one would take for its own.
 int64_t BytesToClear(int64_t bytes) {
   const WorkspaceLayout layout = WorkspaceLayout::OfTotal(bytes);
   return layout.TotalBytes() == bytes ? layout.DataOffset(0) : bytes;

@@ -15,9 +15,9 @@
 //   reset     Signals and packets start as zeros, and are never reset (core/signal.h). The address
 //             of a copy never changes: captured CUDA graphs hold it.
 //
-// A kernel may run on the device, waiting for a peer, while a workspace is added. So nothing in Add
-// and Attach waits for kernels or needs an SM. Close and Free do wait for kernels, and these for
-// peers whose handlers call View: so they do not hold the mutex meanwhile.
+// While a workspace is added, a kernel on the device may be waiting for a peer. So nothing in Add
+// and Attach waits for kernels or needs an SM. Close and Free do wait for kernels, which may wait
+// for peers whose handlers call View. So Close and Free do not hold the mutex while they wait.
 #ifndef JFLUX_RUNTIME_WORKSPACES_CUDA_H_
 #define JFLUX_RUNTIME_WORKSPACES_CUDA_H_
 
@@ -52,41 +52,41 @@ class CudaWorkspaces {
   CudaWorkspaces(const CudaWorkspaces&) = delete;
   CudaWorkspaces& operator=(const CudaWorkspaces&) = delete;
 
-  // The copies of this process's devices. *handle is for the other processes of the set; empty if
-  // there are none. Nothing is left behind on failure.
+  // Makes the copies of this process's devices. *handle is for the other processes of the set;
+  // empty if there are none. Nothing is left behind on failure.
   bool Add(const WorkspaceId& id, std::string* handle, std::string* error);
-  // Another process's copies.
+  // Maps another process's copies.
   bool Attach(const WorkspaceId& id, const std::string& handle, std::string* error);
-  // From now on calls find it. False if a copy of the set is missing.
+  // Lets calls find the workspace. False if a copy of the set is missing.
   bool Commit(const WorkspaceId& id, std::string* error);
-  // From now on no call finds it, and other processes may free their copies. Waits for what runs on
-  // this process's devices.
+  // Hides the workspace from calls, and waits for what runs on this process's devices. Afterwards
+  // other processes may free their copies.
   bool Close(const WorkspaceId& id, std::string* error);
   bool Free(const WorkspaceId& id, std::string* error);
-  // Close of all workspaces, when nothing runs.
+  // Closes all workspaces, when nothing runs.
   void CloseAll();
 
-  // What rank `rank` of these devices sees: *view has the address of each copy, null for those that
-  // are not mapped (on other nodes), and `remote` a reference to each. False: there is no such
-  // workspace.
+  // The workspace as rank `rank` of these devices addresses it: *view has the address of each copy,
+  // null for copies that are not mapped (on other nodes), and `remote` a reference to each. False
+  // if there is no such workspace.
   bool View(const std::vector<int64_t>& devices, int32_t rank, int64_t bytes, SymmetricView* view,
             shmem::RemoteRef* remote) const;
-  // Where `local` finds the copy of `device`; null if it cannot.
+  // The address at which device `local` reaches the copy of `device`; null if it does not.
   char* CopyOf(const WorkspaceId& id, int64_t local, int64_t device) const;
 
   bool Has(const WorkspaceId& id) const;
-  // An executable with a call that uses the workspace begins to live, and ends. False: there is no
-  // such workspace.
+  // Count the executables with a call that uses the workspace. False if there is no such workspace.
   bool BeginUse(const WorkspaceId& id);
   void EndUse(const WorkspaceId& id);
-  // Those that no executable uses. jflux/_heap knows which programs have yet to be compiled.
+  // The workspaces that no executable uses. jflux/_heap knows which of them programs that have yet
+  // to be compiled will use.
   std::vector<WorkspaceId> Unused() const;
 
-  // Of one device: the most that any has.
+  // Bytes that the workspaces take on the device that has the most of them.
   int64_t BytesTaken() const;
 
-  // visit(copy) -> bool for each copy of this process that calls find, until it returns false. None
-  // is added meanwhile.
+  // Calls visit(copy) for each copy of this process in a committed workspace, until it returns
+  // false. No workspace is added meanwhile.
   template <typename F>
   bool ForEachCopy(F&& visit) const {
     std::lock_guard<std::mutex> lock(mutex_);

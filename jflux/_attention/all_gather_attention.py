@@ -30,7 +30,7 @@ from .blocks import Part, Scores
 
 OP = "all_gather_attention"
 
-#: What the CPU's body takes: its sums are in float32.
+#: The types that the CPU's body takes, which sums in float32.
 _CPU_DTYPES = ("float16", "bfloat16", "float32")
 
 
@@ -51,21 +51,21 @@ class Params:
 
 
 def takes(axis_name: AxisName | None, ranks: int, segments: jax.Array | None) -> bool:
-    """Whether there may be a kernel for attention over these ranks."""
+    """Whether a kernel may take attention over these ranks."""
     narrow = segments is None or jnp.iinfo(segments.dtype).bits <= 32
     return ranks > 1 and axis_name is not None and _mesh.is_manual(axis_name) and narrow
 
 
 def beats_cudnn(q: jax.Array, k: jax.Array, v: jax.Array, scores: Scores) -> bool:
-    """Whether its forward pass takes less time than cuDNN's parts: on GPUs that have it, with a
-    causal mask. Without one they take as long (docs/experiments/0047)."""
+    """Whether the kernel's forward pass takes less time than cuDNN's parts, which it does with a
+    causal mask. Without a mask both take as long (docs/experiments/0047)."""
     if not scores.causal or _mesh.platform() != "gpu":
         return False
     return flash_attention.plan(q, k, v, scores).path == _dispatch.Path.FUSED
 
 
-#: Of a rank. Up to so many its kernels' gradients take no more time than those of cuDNN's parts,
-#: each of which then has little to compute (docs/experiments/0050).
+#: The most positions of a rank for which gradients by jflux's kernels take no more time than by
+#: cuDNN's parts. Each of cuDNN's calls has little to compute then (docs/experiments/0050).
 MOST_POSITIONS_FOR_GRADIENTS = 4096
 
 
@@ -98,7 +98,7 @@ def forward(
 def _numbers(
     q: jax.Array, queries: Part, keys: Part, rank: Any, world: int, scores: Scores
 ) -> list[jax.Array]:
-    """What an operand is beside q, k and v."""
+    """The kernel's operands after q, k and v: positions, kinds and order of blocks, segments."""
 
     def by_rank(a: jax.Array, fill: int) -> jax.Array:
         return flash_attention.padded(a.reshape(-1, world, a.shape[-1] // world), fill).reshape(
@@ -119,7 +119,7 @@ def _numbers(
     kinds = flash_attention.block_kinds(
         *parts, scores, flash_attention.block_sizes("forward", q.shape[3])
     )
-    # Others' keys arrive while the first items meet own ones.
+    # Keys of peers arrive while the first items attend to this rank's own keys.
     blocks_of_rank = kinds.shape[2] // world
     own = lax.dynamic_slice_in_dim(kinds, rank * blocks_of_rank, blocks_of_rank, 2)
     return [
@@ -133,7 +133,7 @@ def _numbers(
 
 
 def _parts(arrays: Arrays, params: Params) -> tuple[Part, Part]:
-    """Those of queries and of all ranks' keys, without padding."""
+    """Positions and segments of the queries and of all ranks' keys, without padding."""
     q, k, _, of_queries, of_keys, _, _, *segments = arrays
 
     def plain(queries: jax.Array, keys: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -247,8 +247,8 @@ _primitive = _lowering.make_primitive(
 
 
 def _jvp(primals: Any, tangents: Any, *, params: Params) -> Any:
-    """Derivatives are those of the two steps. The first one in reverse mode does not come here:
-    split.py has both passes."""
+    """Derivatives by those of the two steps. First gradients in reverse mode do not come here,
+    since split.py defines both passes."""
     return _derivatives.jvp_of_moved(lambda *arrays: _decomposed(arrays, params), primals, tangents)
 
 

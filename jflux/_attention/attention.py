@@ -36,7 +36,7 @@ MOST_GATHERED = 1 << 30
 
 @dataclasses.dataclass(frozen=True)
 class _Options:
-    """Of a call, as :func:`attention` takes them.
+    """The options of a call, as :func:`attention` takes them.
 
     Attributes:
       plain: whether it is the reference: in XLA's operations alone.
@@ -108,34 +108,37 @@ def attention(
 
     over the j that i attends to. A query that attends to no position has o = 0 and l = -inf.
 
-    Keys and values are gathered once, with all of their G heads; or, if that needs more than
-    1 GiB on a rank, or `ring` says so, they go around a ring while a rank computes with those that
-    it has (Ring Attention, arXiv 2310.01889). The backward pass gathers them again (or sends them
-    around again), and sums their gradients on their owner in a fixed order, in float32. Between the
-    passes a rank keeps its own parts alone, o and l.
+    Keys and values are gathered once, with all of their G heads. With ``ring=True``, and by default
+    if the gathered ones take more than 1 GiB on a rank, they go around a ring: a rank computes with
+    one part while the next one arrives (Ring Attention, arXiv 2310.01889). The backward pass moves
+    them again in the same way, and sums their gradients on their owner in a fixed order, in
+    float32. Between the passes a rank keeps only its own parts of q, k and v, o and l.
 
     With `heads_axis` the sequence is split over both, `axis_name` first: heads move along
     `heads_axis` as in :func:`jflux.ulysses_attention`, and keys and values along `axis_name` (a
     fast axis inside, a slow one outside: arXiv 2405.07719).
 
-    Differentiable in both modes. Forward mode computes the result a second time, with its tangents,
-    in XLA's operations. It is not there where one call of cuDNN computes (below): JAX has none for
-    it. `return_lse` takes the other way.
+    Reverse mode works everywhere. Forward mode computes the result a second time, with its
+    tangents, in XLA's operations. A call that is one call of cuDNN (below) has no forward mode,
+    since JAX defines none for cuDNN's attention; with `return_lse` the call is not that one call.
 
-    On GPUs cuDNN computes float16 and bfloat16 attention without `window`, `segment_ids` or
-    `softcap`, in all orders but causal "striped", and its gradients unless `return_lse`: in one
-    call where ``jax.nn.dot_product_attention`` means the same (one rank, or no mask at all), else
-    in a few, whose results are merged. Heads have a multiple of 8 elements, up to 128, and a rank's
-    parts of the sequence a multiple of 64 positions. For everything else, and for causal forward
-    passes over ranks that gather (with up to 4096 positions of a rank their gradients too), Hopper
-    GPUs have jflux's own kernels, in the same types, for heads of up to 256 elements: with gathered
-    keys one kernel, in which they arrive while it computes. What these do not take runs as XLA's
-    products, in blocks, which take several times as long on GPUs (docs/experiments/0037, 0045, 0047
-    and 0050).
+    GPUs compute float16 and bfloat16 attention in the first of these ways that takes the call:
+
+    - jflux's kernels, on Hopper GPUs, for causal forward passes over ranks that gather; for their
+      gradients too with up to 4096 positions of a rank.
+    - cuDNN, without `window`, `segment_ids`, `softcap` and causal "striped" order, for heads of a
+      multiple of 8 elements, up to 128, and parts of a multiple of 64 positions; gradients only
+      without `return_lse`. It is one call where ``jax.nn.dot_product_attention`` means the same
+      (one rank, or no mask at all), and otherwise a few calls whose results are merged.
+    - jflux's kernels, on Hopper GPUs, for heads of up to 256 elements. Gathered keys arrive while
+      the kernel computes.
+    - XLA's products, in blocks, which take several times as long (docs/experiments/0037, 0045, 0047
+      and 0050).
 
     Args:
       q, k, v: of one floating type. Scores and sums are in float32 (float64 for float64).
-      axis_name: None: the sequence is not split (or over `heads_axis` alone).
+      axis_name: the axis that the sequence is split over. None: it is whole, or split over
+        `heads_axis` alone.
       heads_axis: a mesh axis that heads are split over while attending. Its ranks must divide H,
         and divide G or be a multiple of it.
       causal: no position attends to a later one.
@@ -145,9 +148,9 @@ def attention(
       window: position i attends to i - left to i + right: (left, right), or one number for both.
         Models that count i too, as Mistral's `sliding_window`, give that less one.
       segment_ids: int [B, S/N], of documents in one sequence: positions attend to those of the same
-        segment alone. What is not finite in q, k or v, such as NaN in padding that is a segment of
-        its own, makes NaN of the queries that attend to it, of their gradients, and of those of
-        what they attend to; it reaches nothing else.
+        segment alone. A value that is not finite, such as NaN in padding that is a segment of its
+        own, reaches the queries that attend to it, the gradients of these queries, and the
+        gradients of the keys and values that these queries attend to. It reaches nothing else.
       scale: by default 1 / sqrt(D).
       softcap: c, as above (arXiv 2408.00118, section 2).
       return_lse: return l too, float32 (float64 for float64). Both are differentiable.
@@ -212,7 +215,7 @@ def _global_attention(
     mesh: Mesh | AbstractMesh | None,
     q_spec: PartitionSpec | None,
 ) -> Any:
-    """With global arrays, or on one rank."""
+    """Checks the operands of a call, global arrays or one rank's, and computes it."""
     q, k, v = jnp.asarray(q), jnp.asarray(k), jnp.asarray(v)
     segment_ids = None if segment_ids is None else jnp.asarray(segment_ids)
     check(_OP, q, k, v, segment_ids)
@@ -241,7 +244,7 @@ def _global_attention(
 def _attention(
     options: _Options, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None
 ) -> Any:
-    """On one rank."""
+    """The attention of one rank's arrays."""
     gather, exchange = (
         (all_gather_reference, all_to_all_reference) if options.plain else (all_gather, all_to_all)
     )
@@ -262,8 +265,8 @@ def _attention(
 def _split(
     options: _Options, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None
 ) -> tuple[jax.Array, Any]:
-    """(o, log-sum-exp) of a sequence that is split over `axis_name` alone. The second is None where
-    nobody asks for it and it takes a detour."""
+    """(o, log-sum-exp) of a sequence that is split over `axis_name` alone. The log-sum-exp is None
+    if o is one call of cuDNN, which returns none; with `return_lse` it is not that call."""
     axis_name, scores, layout = options.axis_name, options.scores, options.layout
     _, ranks = _mesh.rank_and_size(axis_name)
     check_part(_OP, layout, ranks, "q", q)
@@ -296,7 +299,7 @@ def _split(
 def _with_cudnn(
     call: Call, q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: Any, return_lse: bool
 ) -> Call:
-    """A call that cuDNN takes part by part, with which of its passes it does take."""
+    """A call whose parts cuDNN could compute, with the passes for which it is chosen."""
     in_kernel = not call.ring and all_gather_attention.takes(
         call.axis_name, call.ranks, segment_ids
     )
@@ -328,7 +331,7 @@ def _goes_around(ring: bool | None, k: jax.Array, v: jax.Array, ranks: int) -> b
 
 
 def _is_one_call(call: Call, q: jax.Array, return_lse: bool, segment_ids: Any) -> bool:
-    """Whether one call of cuDNN's attention has the same meaning."""
+    """Whether one call of cuDNN's attention computes what the call asks for."""
     scores = call.scores
     no_mask = not scores.causal and scores.window is None and not call.ring
     nothing_else = not return_lse and segment_ids is None and scores.softcap is None

@@ -28,7 +28,7 @@ NOWHERE = jnp.iinfo(jnp.int32).max  # the position of what fills up a block
 
 @dataclasses.dataclass(frozen=True)
 class Scores:
-    """What a score is, and which pairs have one.
+    """How a score is computed, and which pairs of a query and a key have one.
 
     Attributes:
       scale: of the products.
@@ -56,7 +56,7 @@ class Part(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """Of queries or keys, or with a leading dimension all of them.
+    """One block of queries or keys, or all blocks along a leading dimension.
 
     Attributes:
       rows: [B, G, b, R, D] of queries, [B, G, b, D] of keys.
@@ -140,7 +140,7 @@ def forward(
 
 
 def delta_of(o: jax.Array, lse: jax.Array, do: jax.Array, dlse: jax.Array) -> jax.Array:
-    """Of a score's cotangent p (dp - delta): what all keys of a query have in common, [B, s, H]."""
+    """delta [B, s, H], which all keys of a query share: a score's cotangent is p (dp - delta)."""
     wide = lse.dtype
     delta = jnp.sum(do.astype(wide) * o.astype(wide), -1) - dlse.astype(wide)
     return jnp.where(lse == -jnp.inf, 0, delta)

@@ -99,7 +99,7 @@ def backward(
         keys = [_keys(a, piece, size) for a in (k, v)]
         q_i, *rows_i = (_chunk(a, piece.chunk, parts) for a in (q, *rows))
         both = cudnn.backward(q_i, *keys, *rows_i, scale=scale, causal=False)
-        # What does not count may be anything: its scores are not those that lse was summed over.
+        # An unused piece may have any gradients, even inf: lse was not summed over its scores.
         piece_dq, piece_dk, piece_dv = (_if(piece.used, a.astype(wide)) for a in both)
         dk, dv = (_added(a, b, piece, size) for a, b in ((dk, piece_dk), (dv, piece_dv)))
         for i, terms in enumerate(dq):
@@ -114,7 +114,7 @@ def backward(
 
 
 def in_sequence(a: jax.Array, ranks: int, chunks: int) -> jax.Array:
-    """All ranks' [B, S, ...] in the order of the sequence, from that of the ranks."""
+    """[B, S, ...] in the order of the sequence, for an array in the order of ranks."""
     if chunks == 1:
         return a
     pairs = a.reshape(a.shape[0], ranks, 2, -1, *a.shape[2:])
@@ -158,7 +158,7 @@ def _slice(a: jax.Array, start: Any, size: int) -> jax.Array:
 
 
 def _added(total: jax.Array, own: jax.Array, piece: Piece, size: int) -> jax.Array:
-    """A piece's gradients, added to those of its keys."""
+    """`total`, the gradients of all keys, with the gradients `own` of a piece's keys added."""
     if own.shape == total.shape:
         return total + own
     start = piece.start * size
@@ -167,7 +167,7 @@ def _added(total: jax.Array, own: jax.Array, piece: Piece, size: int) -> jax.Arr
 
 
 def _counts(piece: Piece, chunk: int) -> Any:
-    """Whether a piece is of this chunk of queries: bool, or bool []."""
+    """Whether the result of a piece counts for this chunk of queries: bool, or bool []."""
     is_its = piece.chunk == chunk
     if is_its is True or piece.used is False:
         return piece.used

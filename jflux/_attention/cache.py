@@ -113,13 +113,14 @@ def _update(
     positions = _checks.in_range(
         positions, None, last, "jflux.update_cache: positions", raises=raises
     )
-    # A sequence with a token beyond the cache gets NaN at the last position, once.
+    # A sequence with tokens beyond the cache gets NaN at the last position. Only the first token
+    # that belongs there or beyond writes it: indices must not repeat.
     at_end = jnp.any(positions > last, 1, keepdims=True) & (positions >= last)
     spoils = at_end & (token == jnp.argmax(at_end, 1)[:, None])
     local = jnp.minimum(positions, last) - first
     own = (positions >= 0) & (local >= 0) & (local < here) & (spoils | ~at_end)
     if block_table is None:
-        # Out of range, so that it is dropped, and different from the others.
+        # Tokens of other ranks get an index out of range, which drops them. Indices are unique.
         at = jnp.where(own, local, here + token)
         index: Any = (jnp.arange(len(at), dtype=jnp.int32)[:, None], at)
     else:
@@ -141,8 +142,8 @@ def _update(
 def page_of(
     block_table: jax.Array, entry: jax.Array, caches: Any, op: str
 ) -> tuple[jax.Array, jax.Array]:
-    """The pages that are entries [B, T] of the table's rows, and whether there are such pages.
-    Where there is none it is another one."""
+    """The pages [B, T] at these entries of the table's rows, and whether the cache has them. Where
+    it does not, the page is some other one."""
     pages = jax.tree.leaves(caches)[0].shape[0]
     table = _checks.in_range(block_table, -1, pages - 1, f"jflux.{op}: block_table")
     page = jnp.take_along_axis(table, entry, 1)

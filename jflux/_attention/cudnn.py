@@ -31,7 +31,7 @@ CHECKED_ON_GPUS = True
 _MOST_WIDTH = 128  # elements of a head; cuDNN has kernels for more on some GPUs
 _MULTIPLE = 64  # of queries and keys of a call; cuDNN pads others, which has not been checked
 
-# What JAX's wrappers of the two primitives are called with.
+# The arguments and results of JAX's wrappers of the two primitives.
 _ARRAYS = (
     "query", "key", "value", "bias", "q_seqlen", "kv_seqlen", "q_offsets", "kv_offsets",
     "page_table_k", "page_table_v",
@@ -106,7 +106,7 @@ def _why_not_here(q: jax.Array, k: jax.Array) -> str | None:
 
 @functools.cache
 def why_not_jax() -> str | None:
-    """Why the installed JAX's internals are not those that this file is written for, or None."""
+    """Why this file cannot use the internals of the installed JAX, or None if it can."""
     try:
         internals = _internals()
         names = tuple(
@@ -130,8 +130,8 @@ def why_not_jax() -> str | None:
 
 
 def _internals() -> Any:
-    """JAX's module. It is imported by the first call: a JAX without it should not fail to import
-    jflux."""
+    """JAX's module with the primitives of cuDNN's attention. The first call imports it, so that
+    jflux can be imported beside a JAX that lacks it."""
     from jax._src.cudnn import fused_attention_stablehlo
 
     return fused_attention_stablehlo

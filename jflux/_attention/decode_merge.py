@@ -62,7 +62,7 @@ def reference(pair: jax.Array, axis_name: AxisName) -> tuple[jax.Array, jax.Arra
 
 
 def _gathered(gather: Any, pair: jax.Array, axis_name: AxisName) -> tuple[jax.Array, jax.Array]:
-    """By one of the all-gathers, and then the merge."""
+    """Merges the ranks' pairs by an all-gather and :func:`merge_attention`."""
     to = "invarying" if _mesh.tracks_vma(axis_name) else "varying"
     parts = gather(pair, axis_name=axis_name, to=to)
     return merge_attention(parts[..., :-1], parts[..., -1])
@@ -72,7 +72,7 @@ def _gathered(gather: Any, pair: jax.Array, axis_name: AxisName) -> tuple[jax.Ar
 
 
 def _merged(parts: jax.Array, params: Params) -> list[jax.Array]:
-    """Of [N rows, D + 1]."""
+    """Merges the ranks' parts, [N rows, D + 1], as XLA computes it."""
     parts = parts.reshape(params.world, -1, parts.shape[-1])
     o, lse = merge_attention(parts[..., :-1], parts[..., -1])
     return [jnp.concatenate([o, lse[..., None]], -1)]
@@ -134,7 +134,7 @@ _primitive = _lowering.make_primitive(
 
 
 def _jvp(primals: Any, tangents: Any, *, params: Params) -> Any:
-    """Derivatives are those of the two steps."""
+    """Derivatives by those of the two steps."""
     moved = tuple(ad.instantiate_zeros(t) for t in tangents)
     return jax.jvp(lambda x: _in_two_steps((x,), params), tuple(primals), moved)
 

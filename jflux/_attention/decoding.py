@@ -16,8 +16,8 @@ from .blocks import Part, Scores
 from .layouts import Layout, check_part, own_positions
 from .operands import DTYPES, scale_of, softcap_of, window_of
 
-#: So many rows of queries, over tokens and heads, are multiplied with the cache as it lies in
-#: memory (flash_decode.py). More of them pay for its transposition (blocks.py).
+#: The most rows of queries, tokens times heads, that are multiplied with the cache as it lies in
+#: memory (flash_decode_part.py). More rows pay for a transposition of it (flash_attention.py).
 MOST_ROWS = 256
 
 
@@ -253,7 +253,8 @@ def _attend(
     scores = Scores(scale_of(op, scale, q.shape[3]), softcap, causal=True, window=span)
     q_here, own = q.astype(keys.dtype), own_positions(rank, here, ranks, "contiguous")
     if tokens == 1 and q.size and keys.size:
-        # Of a token beyond the cache the length is wrong; a token before it attends to nothing.
+        # A token beyond the cache gets an end beyond it, for which decoding gives NaN. A token at a
+        # negative position attends to nothing.
         ends = jnp.maximum(positions[:, 0] + 1, 0)
         bounds = flash_decode_part.bounds_of(ends, span, rank * here)
         pair = attend(
@@ -287,7 +288,8 @@ def _attend_to_part(
         wide = sum_dtype(q.dtype)
         return jnp.zeros(q.shape, wide), jnp.full(q.shape[:3], -jnp.inf, wide)
     if tokens > 1 and tokens * heads > MOST_ROWS:
-        # What nothing attends to may be NaN, and a weight of zero does not keep a NaN out.
+        # Positions that no token attends to may hold NaN. Zeros take their place: a weight of zero
+        # would not keep the NaN out of the product.
         read = (own[None] <= jnp.max(positions, 1)[:, None])[..., None, None]
         keys, values = jnp.where(read, keys, 0), jnp.where(read, values, 0)
         wide = sum_dtype(q.dtype)

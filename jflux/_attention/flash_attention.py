@@ -24,7 +24,7 @@ from .blocks import NOWHERE, Part, Scores
 
 OP, BACKWARD = "flash_attention", "flash_attention_backward"
 
-# What cc/ops/flash_attention/flash_attention.h has of the same names.
+# These constants have the same names and values in cc/ops/flash_attention/flash_attention.h.
 _PADDING = 128
 _FURTHEST = (1 << 30) - 1
 _SOME, _ALL = 1, 2
@@ -48,7 +48,7 @@ class Params:
 
     @classmethod
     def of(cls, scores: Scores, dtype: Any) -> Params:
-        """Those of a call that is being traced."""
+        """The parameters of a call that is being traced."""
         return cls(scores, np.dtype(dtype), blocks.default_precision())
 
 
@@ -91,8 +91,9 @@ def plan(q: jax.Array, k: jax.Array, v: jax.Array, scores: Scores) -> Plan:
 
 # ---- Operands ------------------------------------------------------------------------------------
 
-# q, k, v[, do, lse, delta], positions of queries [1 or B, s], of keys [1 or B, t][, segments of
-# queries [B, s], of keys [B, t]]. Both positions have as many rows.
+# The operands are q, k, v[, do, lse, delta], positions of queries [1 or B, s] and of keys [1 or B,
+# t][, segments of queries [B, s] and of keys [B, t]]. Both arrays of positions have one row, or
+# both have B.
 
 
 def _numbers(batch: int, queries: Part, keys: Part) -> list[jax.Array]:
@@ -209,10 +210,10 @@ def _in_blocks(a: jax.Array, size: int, fill: Any) -> jax.Array:
 
 
 def by_cost(kinds: jax.Array, own: jax.Array | None = None) -> list[jax.Array]:
-    """`kinds` [1 or B, rows, columns], and the numbers of its rows, those with the most blocks
-    first: i32 [1 or B times rows]. Kernels take rows in this order, so that their CTAs end at about
-    the same time. Of rows with as many blocks, those with the most in `own` come first: some of the
-    columns."""
+    """[`kinds`, order]. `kinds` [1 or B, rows, columns] is as given. `order`, i32 [1 or B times
+    rows], has the numbers of its rows, rows with the most blocks first. Kernels take rows in this
+    order, so that their CTAs end at about the same time. Among rows with as many blocks, those with
+    the most blocks in `own` come first, which has some of the columns of `kinds`."""
 
     def count(some: jax.Array) -> jax.Array:
         return -jnp.sum(some != 0, axis=-1, dtype=jnp.int32).reshape(-1)
@@ -222,8 +223,8 @@ def by_cost(kinds: jax.Array, own: jax.Array | None = None) -> list[jax.Array]:
 
 
 def _bounds(positions: jax.Array, size: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(first, last, whether all are somewhere) of each block. Of a block that is nowhere the last
-    is -1."""
+    """(first position, last position, whether it has no padding) of each block. The last position
+    of a block of padding alone is -1."""
     positions = positions if positions.ndim == 2 else positions[None]
     rows = _in_blocks(positions, size, NOWHERE)
     last = jnp.max(jnp.where(rows == NOWHERE, -1, rows), -1)
@@ -240,7 +241,7 @@ def _segment_bounds(part: Part, size: int) -> tuple[jax.Array, jax.Array]:
 
 
 def _padded(a: jax.Array, size: int, fill: Any) -> jax.Array:
-    """With the last dimension a multiple of `size`."""
+    """`a` with its last dimension padded to a multiple of `size`."""
     pad = [(0, 0)] * (a.ndim - 1) + [(0, -a.shape[-1] % size)]
     return jnp.pad(a, pad, constant_values=np.asarray(fill, a.dtype))
 
@@ -338,8 +339,8 @@ _forward, _backward = _local.make_primitive(_FORWARD), _local.make_primitive(_BA
 
 
 def _differentiate_reference(primitive: Primitive, rules: _local.LocalRules) -> None:
-    """Derivatives are those of the blocks. The first one in reverse mode does not come here:
-    split.py has both passes."""
+    """Derivatives by those of blocks.py. First gradients in reverse mode do not come here, since
+    split.py defines both passes."""
 
     def jvp(primals: Any, tangents: Any, *, params: Params) -> Any:
         def f(*arrays: jax.Array) -> list[jax.Array]:

@@ -85,10 +85,10 @@ def flash_decode(
     already (:func:`jflux.update_cache`).
 
     A rank attends to its part of the cache, with scores and sums in float32 (float64 for float64).
-    All ranks' outputs and log-sum-exps, [B, H, D + 1] of such numbers from each, are then merged as
-    :func:`jflux.merge_attention` does: in one kernel, in packets, for up to 1 MiB of float32
-    numbers from all ranks, else after a :func:`jflux.all_gather`. A rank that has no position of a
-    sequence adds nothing to it.
+    Each rank then has an output and a log-sum-exp for each head, [B, H, D + 1] in that type, and
+    these are merged as by :func:`jflux.merge_attention`. One kernel does so in packets, for up to
+    1 MiB of float32 numbers from all ranks; otherwise a :func:`jflux.all_gather` comes first. A
+    rank that has no position of a sequence adds nothing to it.
 
     On GPUs a kernel reads a rank's part once, of whole caches and of pages, in float16 and
     bfloat16, for heads of 64, 128 or 256 elements; it splits the positions over the GPU's

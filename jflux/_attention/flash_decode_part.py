@@ -26,13 +26,13 @@ OP = "flash_decode"
 WIDTHS = (64, 128, 256)  # elements of a head that the kernel takes
 WIDTHS_PORTABLE = (64, 128)  # in 99 KiB of shared memory
 
-#: Of XLA's form: the values' product is split over positions into up to so many parts for all
-#: sequences, of no fewer positions than that.
+#: XLA's form splits the product with the values over positions: into at most MOST_PARTS parts over
+#: all sequences, of at least FEWEST_POSITIONS positions each.
 MOST_PARTS = 64
 FEWEST_POSITIONS = 512
 
-#: Of the kernel: warps that a GPU of 132 multiprocessors runs at once (cc/ops/flash_decode), heads
-#: of queries of one, and positions that are worth one.
+#: The kernel (cc/ops/flash_decode): how many of its warps a GPU of 132 multiprocessors runs at
+#: once, how many heads of queries a warp takes, and the fewest positions that are worth a warp.
 _WARPS, _WARPS_OF_WIDE = 132 * 6, 132 * 4
 _QUERIES = 16
 _FEWEST_OF_A_WARP = 64
@@ -91,7 +91,7 @@ def bounds_of(ends: jax.Array, window: tuple[int, int] | None, origin: Any) -> j
 
 
 def _positions(k: jax.Array, block_table: jax.Array | None) -> int:
-    """Of a rank's part, whole or in pages."""
+    """How many positions a rank's part of a cache has, whole or in pages."""
     return k.shape[1] * (1 if block_table is None else block_table.shape[1])
 
 
@@ -123,7 +123,7 @@ def attend_reference(
 
 @functools.cache
 def splits_of(q_shape: tuple[int, ...], groups: int, positions: int) -> int:
-    """So many that their warps run at once."""
+    """Into how many parts the kernel splits a sequence: as many as have warps that run at once."""
     batch, heads, width = q_shape
     warps = batch * groups * -(-heads // (groups * _QUERIES))
     at_once = _WARPS if width <= 128 else _WARPS_OF_WIDE
@@ -171,15 +171,15 @@ def attend_to_part(
 
 
 # Products with the cache as it lies in memory, [B, S, G D]. With G as a batch dimension between S
-# and D, XLA would transpose the cache first: that reads and writes as much again. Here each head of
-# queries is multiplied with the keys of all G heads, of which its row has zeros for all but its
-# own. That is H operations for each byte of a cache of 16-bit numbers.
+# and D, XLA would transpose the cache first, which reads and writes all of it. Here the row of a
+# head of queries has G D columns, with zeros outside its own head of keys, and is multiplied with
+# all of them. That is H operations for each byte of a cache of 16-bit numbers.
 
 
 @jax.custom_jvp
 def _scores_of(q: jax.Array, k: jax.Array, read: jax.Array) -> jax.Array:
-    """:func:`_scores`. Its derivatives take zeros for keys that nothing attends to: `read` [B, S].
-    The scores need no copy of the cache, since they are masked."""
+    """:func:`_scores`. Its derivatives take zeros for the keys that no query attends to, by `read`
+    [B, S]. The scores themselves are masked, so they need no such copy of the cache."""
     return _scores(q, k)
 
 
@@ -284,7 +284,7 @@ def _why_not_portable(arrays: Arrays, params: Params, platform: str) -> str | No
 
 
 def _flops(arrays: Arrays, params: Params) -> int:
-    """Of all positions of this rank, whatever the lengths are."""
+    """The FLOPs for all positions of this rank. Tracing does not know the lengths."""
     q, k, _, _, *tables = arrays
     return pairs_flops(q, _positions(k, tables[0] if tables else None))
 
@@ -307,7 +307,7 @@ def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
 
 
 def _jvp(primals: Any, tangents: Any, *, params: Params) -> Any:
-    """Of XLA's form, values and tangents."""
+    """Values and tangents by XLA's form: the kernel has no forward mode."""
     values, others = primals[:3], primals[3:]
 
     def f(*values: Any) -> Any:

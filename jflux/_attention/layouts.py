@@ -13,7 +13,7 @@ LAYOUTS: tuple[Layout, ...] = ("contiguous", "zigzag", "striped")
 
 
 def check_layout(op: str, layout: Layout) -> None:
-    """Raises ValueError for what is not one of the three."""
+    """Raises ValueError for a layout that is not one of `LAYOUTS`."""
     if layout not in LAYOUTS:
         raise ValueError(f"{op}: {layout=} must be one of {', '.join(LAYOUTS)}")
 

@@ -43,7 +43,7 @@ def merge_attention(
     wide = jnp.promote_types(jnp.promote_types(out.dtype, lse.dtype), jnp.float32)
     lse = lse.astype(wide)
     counts = lse != -jnp.inf  # NaN counts
-    # Of a part without keys nothing may reach a derivative: inf - inf, or 0 times its output.
+    # A part without keys must not reach a derivative: inf - inf and 0 times NaN would be NaN there.
     highest = lax.stop_gradient(jnp.max(lse, 0))
     base = jnp.where(jnp.isfinite(highest), highest, 0)
     weights = jnp.where(counts, jnp.exp(jnp.where(counts, lse - base[None], 0)), 0)

@@ -1,6 +1,8 @@
-"""Masks that keep out what is not finite. A weight of zero does not keep a NaN out of a product, so
-products are of rows that are zeros instead. Masked *scores* may be NaN: they are replaced. So a NaN
-reaches those who attend to it through a score.
+"""Masks that keep values that are not finite away from queries that do not attend to them.
+
+A weight of zero does not keep a NaN out of a product, so zeros take the place of such rows. A
+masked score is replaced, so it may be NaN. Scores therefore carry a NaN to the queries that attend
+to it.
 """
 
 from __future__ import annotations
@@ -29,10 +31,12 @@ def in_log_sum_exps(
     do: jax.Array,
     dlse: jax.Array,
 ) -> tuple[jax.Array, ...]:
-    """The same arrays for a backward pass that masks its weights, exp(score - lse): all but lse are
-    finite. Of a query whose result or cotangent is not, lse is NaN, which reaches its gradient and
-    those of what it attends to; or infinity, which reaches nothing, if it has no cotangents:
-    such are padding's, where the caller leaves it out of the loss.
+    """The same arrays for a backward pass that masks its weights, exp(score - lse). All but lse are
+    finite. For a query whose result or cotangent is not finite, lse is one of two values:
+
+    - NaN, which reaches the query's gradient and those of the keys and values it attends to;
+    - infinity, which reaches nothing, if all cotangents of the query are zero. Padding is such a
+      case, where the caller leaves it out of the loss.
     """
     of_row = jnp.all(jnp.isfinite(o) & jnp.isfinite(do), -1)
     right = of_row & jnp.isfinite(lse) & jnp.isfinite(dlse)

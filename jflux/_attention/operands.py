@@ -1,4 +1,4 @@
-"""What the attentions of this folder take: one set of checks, one set of words."""
+"""Checks of operands and options, with the same messages for all attention functions here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-#: Of queries and of a cache.
+#: The types that queries and a cache may have.
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 #: Positions are int32, and a window of so many leaves none out.
 _MOST_POSITIONS = np.iinfo(np.int32).max
@@ -74,12 +74,12 @@ def window_of(op: str, window: Any) -> tuple[int, int] | None:
 
 
 def scale_of(op: str, scale: Any, width: int) -> float:
-    """Of the scores: as given, or 1 / sqrt(D)."""
+    """The factor of the scores: `scale` as given, by default 1 / sqrt(D)."""
     return 1 / math.sqrt(max(1, width)) if scale is None else _number(op, "scale", scale)
 
 
 def softcap_of(op: str, softcap: Any) -> float | None:
-    """As given, if it is positive."""
+    """The softcap as given, which must be positive; None for none."""
     if softcap is None:
         return None
     cap = _number(op, "softcap", softcap)

@@ -1,11 +1,11 @@
-"""Which keys a rank's queries attend to in whole chunks: attention that is split, as a fixed number
-of products without masks, and one causal one.
+"""Split attention as a fixed number of calls: one causal call, and calls without a mask over whole
+chunks of keys, which are called pieces.
 
-A chunk is what a rank has of consecutive positions: two of them in zigzag order (c and 2 N - 1 - c
-of 2 N), else one. In causal attention a chunk attends to all of an earlier one, to itself causally,
-and to nothing of a later one. Which chunks are the earlier ones depends on the rank, which is known
-when the program runs. What it can choose there without another program per rank is where a piece
-begins; so pieces have the same sizes on all ranks::
+A chunk is a run of consecutive positions of one rank. A rank has two chunks in zigzag order (c and
+2 N - 1 - c of 2 N), otherwise one. In causal attention a chunk attends to all of an earlier chunk,
+to itself causally, and to nothing of a later chunk. Which chunks are earlier depends on the rank,
+which is known only when the program runs. All ranks run one program, so a piece has the same size
+on all ranks, and only its start may depend on the rank::
 
     zigzag, N = 4, chunks of keys 0 to 7        sizes 4, 2, 1
     rank  queries   attend to                   as
@@ -14,22 +14,23 @@ begins; so pieces have the same sizes on all ranks::
     2     2, 5      0 1;     0 1 2 3 4          0..1; 0..3, 4
     3     3, 4      0 1 2;   0 1 2 3            0..1, 2; 0..3
 
-The late chunk attends to the first N chunks on every rank. The r chunks of the early one and the
-N - 1 - r others of the late one are N - 1 on every rank. Halving N - 1 gives sizes of which some
-add up to any r, and the others to the rest. Each rank computes what it needs and nothing else.
+The late chunk of queries attends to the first N chunks on every rank. Besides, the early chunk
+attends to r chunks and the late one to N - 1 - r: together N - 1 on every rank. Halving N - 1 again
+and again gives sizes of which some add up to any r, and the others to N - 1 - r. So no rank
+computes a piece that it does not need.
 
 What was not taken, and why:
 
-- ``lax.switch`` over the rank: the exact slices, in one call for each chunk of queries; but N
-  programs, and the host waits for the rank to pick one.
-- cuDNN's lengths of sequences (its padding mask): one call for any number of keys, which on some
-  ranks is none. It would depend on what cuDNN returns then, and on what it writes to the gradients
-  of keys beyond the length.
-- A pair of chunks as an element of cuDNN's batch: one call, which reads queries and writes outputs
-  N - 1 times.
+- ``lax.switch`` over the rank takes the exact slices, in one call for each chunk of queries. But it
+  compiles N programs, and the host waits for the rank to pick one.
+- cuDNN's lengths of sequences (its padding mask) allow one call for any number of keys. Some ranks
+  have no keys, and cuDNN does not say what it returns then, nor what it writes to the gradients of
+  keys beyond the length.
+- A pair of chunks as an element of cuDNN's batch is one call, which reads queries and writes
+  outputs N - 1 times.
 
-Contiguous order gives the last rank N - 1 chunks and the first none. All ranks compute all pieces
-and drop those that are not theirs: no rank is ready before the last one either way.
+In contiguous order the last rank needs N - 1 chunks and the first one none. All ranks compute all
+pieces and drop those that they do not need: the call takes as long as the last rank either way.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ class Piece:
     used: Any
 
     def at(self, *place: Any) -> Piece:
-        """A rank's: numbers of the program where they are the same on all ranks, else int32 []."""
+        """The piece of the rank at `place`. A field that is the same on all ranks is a Python
+        number, others are int32 []."""
         return Piece(self.width, *(_at(a, place) for a in (self.chunk, self.start, self.used)))
 
 
@@ -72,13 +74,13 @@ def _at(table: np.ndarray, place: tuple[Any, ...]) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """What a rank computes.
+    """The calls of a rank.
 
     Attributes:
-      chunks: of queries, and of keys, on a rank.
-      own: whether each of its chunks attends causally to itself.
-      pieces: and to what else. Their starts count chunks of the keys that it is given: gathered,
-        all in the order of the sequence; around a ring, those of one rank.
+      chunks: how many chunks of queries, and of keys, a rank has.
+      own: whether one causal call makes each of these chunks attend to itself.
+      pieces: the other calls. A piece's start counts chunks of the keys at hand: all keys in the
+        order of the sequence if they are gathered, one rank's keys around a ring.
     """
 
     chunks: int
@@ -95,13 +97,13 @@ def takes(layout: Layout, ranks: int, causal: bool) -> bool:
 
 
 def chunks_of(layout: Layout, ranks: int, causal: bool) -> int:
-    """Of a rank."""
+    """How many chunks a rank has."""
     return 2 if causal and ranks > 1 and layout == "zigzag" else 1
 
 
 def sizes_of(total: int) -> Iterator[int]:
-    """Sizes that add up to `total`, the largest first. Taken greedily, some of them add up to any
-    smaller number too, since each is at most one more than those after it."""
+    """Sizes that add up to `total`, the largest first. Some of them add up to any smaller number:
+    take each that still fits. Each size is at most one more than the sum of the later ones."""
     while total > 0:
         size = (total + 1) // 2
         yield size
@@ -109,7 +111,8 @@ def sizes_of(total: int) -> Iterator[int]:
 
 
 def gathered(layout: Layout, ranks: int, causal: bool) -> Parts:
-    """Over all keys in the order of the sequence. Tables [ranks]."""
+    """The calls of a rank over all keys, which are in the order of the sequence. Fields of pieces
+    are tables [ranks]."""
     every = np.ones(ranks, np.int32)
     if not causal:  # in which order does not matter
         return Parts(1, False, (Piece(ranks, 0 * every, 0 * every, every > 0),))
@@ -131,15 +134,16 @@ def gathered(layout: Layout, ranks: int, causal: bool) -> Parts:
 
 
 def own(causal: bool) -> Parts:
-    """Over a rank's own keys: its chunks are in the order of the sequence, so one causal call is
-    all of it."""
+    """The calls over a rank's own keys. Its chunks are in the order of the sequence, so one causal
+    call is enough."""
     once = np.ones(1, np.int32)
     every = Piece(1, 0 * once, 0 * once, once > 0).at(0)
     return Parts(1, True, ()) if causal else Parts(1, False, (every,))
 
 
 def around(layout: Layout, ranks: int, causal: bool) -> Parts:
-    """Over the keys of another rank. Tables [ranks, ranks], by rank and the keys' owner."""
+    """The calls over the keys of another rank. Fields of pieces are tables [ranks, ranks], by the
+    rank and by the owner of the keys."""
     every = np.ones((ranks, ranks), np.int32)
     if not causal:
         return Parts(1, False, (Piece(1, 0 * every, 0 * every, every > 0),))

@@ -55,8 +55,8 @@ def attend(
     local_window_size: int | tuple[int, int] | None = None,
     scale: float | None = None,
 ) -> jax.Array:
-    """The same, on GPUs by cuDNN, which JAX does not choose by itself, or else by jflux's kernel,
-    where one of them takes the call: JAX's other form keeps all scores."""
+    """``jax.nn.dot_product_attention`` with another choice of its form on GPUs: cuDNN if it takes
+    the call, then jflux's kernel, then JAX's default, which keeps all scores."""
     by_cudnn = mask is None and cudnn.takes_call(q, is_causal, local_window_size)
     if mask is None and not by_cudnn and _mesh.platform() == "gpu" and _fit(q, k, v):
         if q.ndim == 3:  # a batch of one
@@ -81,8 +81,8 @@ def attend(
 
 
 def _fit(q: jax.Array, k: jax.Array, v: jax.Array) -> bool:
-    """Whether the kernel may have these operands. It does not check them; JAX refuses what does not
-    fit."""
+    """Whether these operands fit each other, as the kernel needs them. JAX takes the others, and
+    refuses what does not fit."""
     if q.ndim not in (3, 4) or k.ndim != q.ndim or k.shape != v.shape:
         return False
     (*lead, heads, width), (*lead_of_keys, kv_heads, width_of_keys) = q.shape, k.shape

@@ -1,5 +1,5 @@
-"""Attention over a split sequence: what travels, and where gradients are summed. What one rank
-computes in between is in flash_attention.py, blocks.py or by_parts.py."""
+"""Attention over a split sequence: how keys and values travel, and where their gradients are
+summed. What one rank computes is in flash_attention.py, blocks.py and by_parts.py."""
 
 from __future__ import annotations
 
@@ -28,22 +28,23 @@ from .blocks import Part, Scores
 from .layouts import Layout, own_positions
 from .merging import merge_attention
 
-#: What ``jax.checkpoint_policies.save_only_these_names`` calls the result and its log-sum-exp.
+#: The name of the result and of its log-sum-exp for
+#: ``jax.checkpoint_policies.save_only_these_names``.
 ATTENTION = "jflux_attention"
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What is the same on all ranks.
+    """The parameters of a call, which are the same on all ranks.
 
     Attributes:
       axis_name, ranks, scores, layout: as given.
-      ring: whether keys go around.
+      ring: whether keys go around a ring; otherwise they are gathered.
       cudnn: whether cuDNN computes the result (by_parts.py).
-      cudnn_backward: whether it computes the gradients too. Its backward pass takes no cotangent
-        of the log-sum-exp, so of one that is returned it does not.
-      kernel: whether what cuDNN does not compute may be a kernel (flash_attention.py), and not
-        XLA's operations (blocks.py) whatever the platform is.
+      cudnn_backward: whether cuDNN computes the gradients. False if the log-sum-exp is returned:
+        cuDNN's backward pass takes no cotangent of it.
+      kernel: whether a kernel (flash_attention.py) may compute what cuDNN does not. If not, XLA's
+        operations (blocks.py) do on every platform.
       precision: JAX's default for products where the call was made. Gradients are traced later,
         where another one may hold.
       gather, scatter: :func:`jflux.all_gather` and :func:`jflux.reduce_scatter`, or their
@@ -73,7 +74,7 @@ class Call:
     def attend(
         self, q: jax.Array, queries: Part, k: jax.Array, v: jax.Array, keys: Part, dtype: Any
     ) -> tuple[jax.Array, jax.Array]:
-        """Of one rank, where cuDNN does not: blocks.forward, with an output of this type."""
+        """One rank's forward pass without cuDNN: `blocks.forward`, with an output of `dtype`."""
         if self.kernel:
             return flash_attention.forward(q, queries, k, v, keys, self.scores, dtype)
         o, lse = blocks.forward(q, queries, k, v, keys, self.scores)
@@ -82,7 +83,7 @@ class Call:
     def differentiate(
         self, q: jax.Array, queries: Part, k: jax.Array, v: jax.Array, keys: Part, *rest: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Of one rank, where cuDNN does not: blocks.backward. `rest`: o, lse, do, dlse."""
+        """One rank's backward pass without cuDNN: `blocks.backward`. `rest`: o, lse, do, dlse."""
         backward = flash_attention.backward if self.kernel else blocks.backward
         _, lse, do, _ = rest
         return backward(q, queries, k, v, keys, self.scores, lse, do, blocks.delta_of(*rest))
@@ -106,7 +107,7 @@ def _forward(run: Any, operands: Any, call: Call) -> Any:
 
 
 def _tangents(kept: Any, tangents: Any, call: Call) -> Any:
-    """Of the blocks, differentiated as they are written: nothing else has a forward mode."""
+    """The tangents, by JAX's derivatives of blocks.py. Neither cuDNN nor the kernels have any."""
     _config.say_once(
         logging.INFO,
         "jflux.attention in forward mode computes its result again with the tangents, in XLA's "
@@ -181,7 +182,8 @@ def _key_parts(call: Call, length: int, segments: jax.Array | None) -> Part:
         return call.part(jnp.int32(0), length, segments)
     if segments is not None:
         segments = call.gather(segments, axis_name=call.axis_name, axis=1, tiled=True)
-    # No vmap: inside another with spmd_axis_name, JAX lets its constants vary over that axis.
+    # Not a vmap over ranks: inside a vmap with spmd_axis_name, JAX would let the constants of an
+    # inner vmap vary over that axis.
     ranks = (jnp.int32(rank) for rank in range(call.ranks))
     positions = jnp.concatenate([call.part(rank, length, None).positions for rank in ranks])
     return Part(positions, segments)
@@ -247,8 +249,9 @@ def _gathered_backward(
 
 
 def _pass_on(call: Call, arrays: Any) -> Any:
-    """To the next rank, from the one before. What is computed beside it hides one large transfer:
-    XLA has one under way at a time. So keys and values are one array, and their gradients are."""
+    """Sends arrays to the next rank, and returns those of the rank before. XLA has one transfer
+    under way at a time, and computing beside it hides one large transfer. So keys and values travel
+    as one array, and so do their gradients."""
     sizes = _mesh.sizes_in_mesh_order(call.axis_name)
     ring = [(rank, (rank + 1) % call.ranks) for rank in range(call.ranks)]
     pairs = _mesh.renumbered(ring, _mesh.as_tuple(call.axis_name), sizes)
@@ -267,7 +270,8 @@ def _held(call: Call, step: Any) -> pieces.Parts:
 def _around(
     call: Call, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """A rank computes with what it has while that goes on to the next one."""
+    """The forward pass around a ring. A rank attends to the keys and values that it holds while
+    these travel on to the next rank."""
     rank = call.rank
     queries = call.part(rank, q.shape[1], segments)
 
@@ -298,8 +302,9 @@ def _around(
 def _around_backward(
     call: Call, q: jax.Array, k: jax.Array, v: jax.Array, segments: Any, *rest: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Each rank adds its part to the gradients of the keys that it holds, which go around with
-    them: so their sum begins with their owner's part, and ends with that of the rank before it."""
+    """The backward pass around a ring. The gradients of keys travel with the keys, and each rank
+    adds its part to them. A sum begins with the part of the keys' owner, and ends with the part of
+    the rank before the owner."""
     rank = call.rank
     queries = call.part(rank, q.shape[1], segments)
 
@@ -317,7 +322,7 @@ def _around_backward(
     def go_on(state: Any, step: Any) -> tuple[Any, None]:
         held, sums, dq = state
         coming = _pass_on(call, held)
-        # The larger one of two transfers is last, which XLA puts the products beside.
+        # XLA puts the products beside the last transfer, so the larger of the two comes last.
         sums, _ = lax.optimization_barrier((sums, coming))
         sums = _pass_on(call, sums)
         own_dq, *own = differentiate(step, held)

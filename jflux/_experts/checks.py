@@ -59,8 +59,8 @@ def check_weights(op: str, weights: Any, shape: tuple[int, ...]) -> jax.Array:
 
 
 def check_axes(op: str, axis_name: AxisName, of_dispatch: tuple[Any, ...]) -> None:
-    """A combine over other ranks than its dispatch, or the same in another order, could be a valid
-    exchange, of other rows."""
+    """Refuses a combine over other axes than its dispatch, or over these in another order. It could
+    be a valid exchange, but it would move the wrong rows."""
     if _mesh.as_tuple(axis_name) != of_dispatch:
         raise ValueError(
             f"{op}: {axis_name=}, and the dispatch was over {of_dispatch}: it must be the same, in "

@@ -34,7 +34,7 @@ OVERFLOWS = ("drop", "error")
 
 
 class DispatchStatistics(NamedTuple):
-    """What became of the choices, int32.
+    """How many choices each expert got, and how many were dropped; int32.
 
     Attributes:
       tokens_per_expert: [E], tokens of all ranks that chose each expert, with those dropped.
@@ -172,7 +172,7 @@ def _dispatch(
     options: routing.Options,
     axis_name: AxisName,
 ) -> Dispatched:
-    """Between the ranks along one axis. k may be more than there are experts."""
+    """A dispatch between the ranks along one axis. k may exceed the number of experts."""
     why = ""
     if options.partial_sums:
         params = _placed_params(x, indices, num_experts, options, axis_name)
@@ -192,7 +192,7 @@ def _dispatch(
 
 
 def _say_why_not_placed(why: str, operands: Any, results: Any) -> None:
-    """Of a dispatch with partial sums that is not one kernel, nor its combine: to
+    """Says why a dispatch with partial sums and its combine are not one kernel each: to
     :func:`jflux.explain` and to the log."""
     if not _config.config.fused:  # the reference runs everywhere
         return
@@ -210,7 +210,7 @@ def _dispatched(
     statistics: DispatchStatistics,
     options: routing.Options,
 ) -> Dispatched:
-    """In the layout that is asked for."""
+    """The result of a dispatch, with rows in the layout that the options name."""
     if options.layout == "masked":
         experts = sizes.shape[0]
         rows = rows.reshape(experts, rows.shape[0] // experts, rows.shape[1])
@@ -225,7 +225,7 @@ def _placed_params(
     options: routing.Options,
     axis_name: AxisName,
 ) -> placed.Params | str:
-    """The dispatch in one kernel, or why it takes another form."""
+    """The parameters of a dispatch in one kernel, or why the call takes another form."""
     world, (tokens, k) = _mesh.axis_size(axis_name), indices.shape
     experts = num_experts // world
     rows = routing.rows_of_experts(world * tokens, k, experts, options)
@@ -245,8 +245,8 @@ def _placed(
     options: routing.Options,
     axis_name: AxisName,
 ) -> Dispatched:
-    """In one kernel. The statistics are of no use to it: what nobody reads of them, XLA leaves
-    out."""
+    """A dispatch in one kernel. The statistics are computed beside it, and XLA removes those that
+    the program does not read."""
     slots, wrong, by_expert = routing.choices_of(indices, params.world * params.experts)
     chosen = all_gather(by_expert.counts, axis_name=axis_name)
     kept = slots

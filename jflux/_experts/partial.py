@@ -1,9 +1,11 @@
-"""A dispatch and a combine that send one row of a token to a rank, and one back: what the token's
-experts there give is summed there.
+"""A dispatch and a combine that send one row of a token to a rank, and one row back: the rank sums
+the results of the token's experts before it sends them.
 
-Two maps between a rank's tokens [T, ...] and the tokens that come to a rank [N T, ...] are each
-other's transposes, `came` and `returned`. Between those tokens and the rows of experts [R, ...] are
-the maps of :mod:`jflux.moe._rows`. Everything is made of both, and so are its derivatives.
+Two linear maps connect a rank's tokens [T, ...] with the tokens that have come to a rank
+[N T, ...]: `came` and `returned`, each the transpose of the other. The maps of
+:mod:`jflux.moe._rows` connect the tokens that have come with the rows of experts [R, ...]. A
+dispatch is `came` and then `spread`, a combine is `combine` and then `returned`, and their
+derivatives consist of the same maps.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ class PartialHandle:
 
     Attributes:
       token: [min(k, N) T], the token of each row that this rank sends; -1: none.
-      out: of these rows, between ranks.
+      out: the sizes and places of these rows between ranks.
       part: [T, k], which of these rows went to the rank of a slot's expert; -1: none, or an earlier
         slot of the token has it.
       slot: [R], which of the ``N T k`` slots of the rows that have come is an expert's row; -1:
@@ -63,7 +65,7 @@ def combined(
     axis_name: AxisName, handle: PartialHandle, y: jax.Array, weights: jax.Array | None
 ) -> jax.Array:
     """The weighted sum of each token's rows of y [R, D]: [T, D], in float32 (float64 for float64).
-    None: they are added as they are."""
+    Without weights, the plain sum."""
     if weights is None:
         w = jnp.ones(handle.there.shape, sum_dtype(y.dtype))
     else:
@@ -78,7 +80,7 @@ def _weights_there(
     """Weights [T, k] at the experts: of the slots that have come [N T, k], and of the rows [R]."""
     (w,) = came(axis_name, handle, on_first(handle.first, weights))
     one = jnp.ones((w.size, 1), w.dtype)
-    # Of each slot by itself, so that its transpose gathers too.
+    # Each slot is spread by itself (k = 1), so that the transpose gathers and does not scatter.
     row = _rows.spread(w.reshape(-1, 1), one, handle.slot, handle.there.reshape(-1, 1))
     return w, row[:, 0]
 
@@ -108,7 +110,8 @@ def _came_backward(
 def _returned_backward(
     handle: PartialHandle, cts: Any, wanted: Any, axis_name: AxisName
 ) -> Sequence[Any]:
-    # What is rounded here would be rounded where it is used.
+    # The gradient has the type of the rows. Moving rows keeps their values, so rounding before the
+    # transfer gives the same bits as rounding after it.
     return None, *came(axis_name, handle, cts[0].astype(wanted[1].dtype))
 
 

@@ -1,9 +1,9 @@
 """A dispatch and a combine with partial sums, each one kernel. Kernels: cc/ops/moe_dispatch.
 
 ``jflux_moe_dispatch(x, indices, weights)`` and ``jflux_moe_combine(y, weights, ...)`` are each
-other's transposes in x and y. A token has a place of its own on each rank that it is sent to, so
-nothing is counted before rows leave, and the choices alone say where rows lie: the gradient of a
-combine dispatches with them.
+other's transposes in x and y. A token has a fixed place on each rank that it is sent to, so ranks
+need no counts before rows leave. The choices alone say where rows lie: the gradient of a combine is
+a dispatch with the same choices.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from .rows import on_first, rows_or_zeros, summed
 
 OP, COMBINE = "moe_dispatch", "moe_combine"
 
-#: The most of the heap that a dispatch takes this way: two halves of 256 MiB, which 16384 tokens of
-#: 14336 bytes need, whatever the number of ranks, and their signals, a 512th of that. So many have
-#: been timed (docs/experiments/0054-dispatches-of-many-tokens.md).
+#: The most bytes of the heap for a dispatch in one kernel: two halves of 256 MiB and their signals.
+#: 16384 tokens of 14336 bytes need as much on any number of ranks. More tokens have not been timed
+#: (docs/experiments/0054-dispatches-of-many-tokens.md).
 MOST_WORKSPACE_BYTES = (512 << 20) * 33 // 32
 
-#: In `there`, in place of a row.
+#: Values of `there` for a slot without a row.
 _NONE, _DROPPED = -1, -2
 
 
@@ -108,9 +108,11 @@ class PlacedHandle:
 def params_for(
     x: Any, indices: Any, num_experts: int, rows: int, axis_name: AxisName, **options: Any
 ) -> Params | str:
-    """The dispatch of these operands, or why it takes another form, in words. `options`: capacity,
-    alignment, stride. Decided when the call is traced, since the handle goes by it: by shapes and
-    switches, which are the same on all ranks."""
+    """The parameters of a dispatch in one kernel, or in words why the call takes another form.
+
+    Tracing decides this, since forms have different handles. It depends on shapes and switches,
+    which are the same on all ranks. `options`: capacity, alignment, stride.
+    """
     world = _mesh.axis_size(axis_name)
     params = Params(_mesh.as_tuple(axis_name), world, num_experts // world, rows, **options)
     if not _config.config.fused:
@@ -143,8 +145,8 @@ def _why_not(call: dict[str, int], dtype: Any) -> str | None:
 def dispatched(
     params: Params, x: jax.Array, indices: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, PlacedHandle]:
-    """Rows [R, H], their weights f32 [R], i32 [E_local] how many each expert has, and the handle.
-    Operands vary over the axes; weights are float32."""
+    """(rows [R, H], their weights f32 [R], the rows of each expert i32 [E_local], handle). Operands
+    vary over the axes; weights are float32."""
     operands = _mesh.vary_alike(x, indices, weights)
     rows, row_weights, sizes, slot, there = _dispatch_primitive.bind(*operands, params=params)
     indices = operands[1]
@@ -156,8 +158,8 @@ def dispatched(
 def combined(
     handle: PlacedHandle, y: jax.Array, weights: jax.Array | None, dtype: Any
 ) -> jax.Array:
-    """The weighted sum of each token's rows of y [R, D]: [T, D], of `dtype`, y's or that of its
-    sums. None: they are added as they are."""
+    """The weighted sum of each token's rows of y [R, D]: [T, D]. `dtype` is y's type or the type in
+    which y is summed. Without weights, the plain sum."""
     if weights is None:
         w = jnp.ones(handle.there.shape, np.float32)
     else:
@@ -174,7 +176,7 @@ def _combine(params: CombineParams, *operands: jax.Array) -> jax.Array:
 
 
 def _known(indices: jax.Array, params: Params) -> jax.Array:
-    """Those that are experts'; -1 for others."""
+    """The indices, with -1 in place of those that name no expert."""
     is_known = (indices >= 0) & (indices < params.world * params.experts)
     return jnp.where(is_known, indices, -1)
 
@@ -190,12 +192,12 @@ def _first(indices: jax.Array, params: Params) -> jax.Array:
 
 
 def _weights_there(weights: jax.Array, params: Params) -> jax.Array:
-    """Those of all ranks' slots, [N T, k]."""
+    """The weights of all ranks' slots, [N T, k]."""
     return exchange.all_gather(weights, axis_name=params.axis_names, axis=0, tiled=True)
 
 
 def _of_slots(numbers: jax.Array, there: jax.Array) -> jax.Array:
-    """[N T, k] of numbers [R]; 0 for slots without a row here."""
+    """numbers[row] for the row of each slot, [N T, k]; 0 for slots without a row here."""
     return rows_or_zeros(numbers, there)
 
 
@@ -231,7 +233,8 @@ def _plan_of(steps: Steps, op: str, call: dict[str, int], dtype: Any, machine: M
     if dtype.name not in _TYPES:
         return steps.plan(_not_our_type(dtype))
     rows = call["world"] * call["tokens"]
-    # If there is no room, signals of a row's parts may be to blame: a dispatch has up to 8.
+    # A dispatch sends a row in up to 8 parts, each with a signal. If the workspace does not fit,
+    # try fewer parts, which take fewer signals.
     for most_parts in (8, 4, 2, 1):
         call = call | {"most_parts": most_parts}
         native = steps.native_plan(op, call, machine, fills="places of tokens")
@@ -250,7 +253,7 @@ def _plan_of(steps: Steps, op: str, call: dict[str, int], dtype: Any, machine: M
 
 
 def _in_pieces(rows: jax.Array, plan: Plan) -> list[jax.Array]:
-    """The pieces of rows that a plan has calls of; none if it has no such calls."""
+    """The rows cut into the pieces that the plan moves in calls of their own; [] for one call."""
     pieces = plan.config.get("pieces", 0)
     return jnp.split(rows, pieces, axis=1) if pieces else []
 
@@ -287,7 +290,7 @@ def _dispatch_shapes(arrays: Arrays, params: Params) -> list[_lowering.ShapeDtyp
 
 
 def _dispatch_by_gathers(arrays: Arrays, params: Params) -> list[Any]:
-    """All ranks' tokens come to each rank, which keeps its rows."""
+    """A dispatch in which each rank gathers all tokens and keeps the rows of its experts."""
     x, indices, weights = (
         exchange.all_gather(a, axis_name=params.axis_names, axis=0, tiled=True) for a in arrays
     )
@@ -358,7 +361,7 @@ def _combine_shapes(arrays: Arrays, params: CombineParams) -> list[_lowering.Sha
 
 
 def _combine_by_all_to_all(arrays: Arrays, params: CombineParams) -> list[Any]:
-    """A row of each token comes from each rank, or zeros."""
+    """A combine in which every rank sends back a row for each token, of zeros if it has none."""
     y, w, _, slot, there, part = arrays
     sums = _rows.combine(y, w, slot, there)
     back = exchange.bind("all_to_all", sums, params.axis_names, params.world, 0, 0)
@@ -412,7 +415,7 @@ def _dispatch_backward(
         combine = CombineParams(params, np.dtype(wanted[0].dtype))
         dx = _combine(combine, d_rows, ones, indices, slot, there, _part(indices, params))
     if wanted[2] is not None and d_weights is not None:
-        # A slot has a row on one rank at most, so nothing is rounded.
+        # A slot has a row on one rank at most. The other terms are zeros, so the sum is exact.
         back = exchange.reduce_scatter(
             _of_slots(d_weights, there),
             axis_name=params.axis_names, scatter_dimension=0, tiled=True,
@@ -454,7 +457,7 @@ def _combine_backward(
     (ct,) = cotangents
     y_type = wanted[0] if y is None else y
     zeros = jnp.zeros(indices.shape, np.float32)
-    # What is rounded here would be rounded where it is used.
+    # The cotangent travels in y's type, as in partial.py.
     operands = _mesh.vary_alike(ct.astype(y_type.dtype), indices, zeros)
     rows, *_ = _dispatch_primitive.bind(*operands, params=params.dispatch)
     wide = rows.astype(sum_dtype(y_type.dtype))

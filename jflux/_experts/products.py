@@ -1,10 +1,10 @@
 """Expert parallelism with its products: tokens to their experts' product, and a product's rows back
 to their tokens.
 
-There are two exchanges. A gather brings every token to every rank, whose kernels multiply rows as
-they arrive, and send sums as they are complete: those of tensor-parallel experts, with a routing
-that has this rank's experts alone. A dispatch sends a token only to the ranks of its experts, and
-then multiplies.
+There are two exchanges. A gather brings every token to every rank; it takes the kernels of
+tensor-parallel experts with a routing of this rank's experts alone, which multiply rows as they
+arrive and send sums as they are complete. A dispatch sends a token only to the ranks of its
+experts, and multiplies afterwards.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ OP, COMBINE = "dispatch_grouped_matmul", "grouped_matmul_combine"
 
 EXCHANGES = ("gather", "dispatch")
 
-#: The least share of the ranks that a token's experts lie on for which all tokens go to all ranks.
-#: With .79 a layer was 2 % faster by a dispatch; 1 has not been timed
+#: All tokens go to all ranks if a token's experts lie on at least this share of the ranks. With .79
+#: a layer was 2 % faster by a dispatch; 1 has not been timed
 #: (docs/experiments/0046-dispatch-products.md).
 LEAST_SHARE = 0.9
-#: The same where one kernel gathers and multiplies. An estimate: the link is busy for longer.
+#: The same share where one kernel gathers and multiplies, and so hides the gather. An estimate.
 LEAST_SHARE_HIDDEN = 0.45
 
 
@@ -53,7 +53,8 @@ class GatherHandle:
       group_sizes: [E / N], the rows of each of this rank's experts.
       routing: of all ranks' tokens, with K slots each: their choices among this rank's experts.
       first: [T, k], the slot of the token whose row this slot shares; -1: it has no expert.
-      own: [N T, K], the choices of each token that are its K slots; None: all are, k of k.
+      own: [N T, K], the choice of the token that each of its K slots holds. None if K is k: slot j
+        holds choice j.
       axis_names: of the dispatch, static.
     """
 
@@ -264,8 +265,12 @@ def grouped_matmul_combine(
 def choose_exchange(
     num_experts: int, world: int, k: int, columns: int, rows: float, platform: str
 ) -> tuple[str, str]:
-    """(the exchange, and why) for tokens of k experts, whose weights have so many columns in all,
-    and each so many rows from each rank, on average. The same on all ranks."""
+    """(the exchange, and why) for tokens of k experts. It is the same on all ranks.
+
+    Args:
+      columns: of all weights of an expert.
+      rows: rows of an expert from each rank, on average.
+    """
     share = share_of_ranks(num_experts, world, k)
     is_hidden = columns <= _gathered.MOST_COLUMNS and (
         platform != "gpu" or rows >= _gathered.LEAST_ROWS or _config.config.always
@@ -288,8 +293,8 @@ def share_of_ranks(num_experts: int, world: int, k: int) -> float:
 
 
 def owners_of(world: int, k: int, experts: int) -> int:
-    """How many times fewer rows a rank has than slots, on average: a token has k rows on all ranks,
-    and as many slots on each as there are of k and of the rank's experts."""
+    """The slots of a rank's routing divided by its rows, on average. A token has min(k, experts)
+    slots on each rank, and k rows on all ranks together."""
     return max(1, world * min(k, experts) // k)
 
 
@@ -317,7 +322,7 @@ def _gather_handle(indices: jax.Array, num_experts: int, axis_name: AxisName) ->
 def _weights_there(
     handle: GatherHandle, weights: jax.Array | None, axis_name: AxisName
 ) -> jax.Array | None:
-    """Of all ranks' slots in the handle's routing."""
+    """The weights of all ranks' slots in the handle's routing."""
     if weights is None:
         return None
     first, weights = _mesh.vary_together(axis_name, handle.first, weights)

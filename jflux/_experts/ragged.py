@@ -1,5 +1,6 @@
-"""A dispatch whose rows travel in ragged exchanges: ranks tell each other how many rows there are,
-then which experts each is for, and all know where rows lie, and where they come back to."""
+"""A dispatch whose rows travel in ragged exchanges. Ranks first tell each other how many rows they
+send, then which experts each row is for. From this each rank knows where rows lie on all ranks, and
+where they come back to."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ class Route(NamedTuple):
 
     Attributes:
       handle: of the dispatch.
-      sizes, padded: of this rank's experts, true and with what fills them up to `alignment`.
+      sizes, padded: the rows of each of this rank's experts; the same rounded up to `alignment`.
       chosen: i32 [N, E], rows that each rank has for each expert, with those dropped.
       dropped: i32 [], of this rank's slots.
     """
@@ -37,14 +38,14 @@ class Route(NamedTuple):
 def route(
     indices: jax.Array, num_experts: int, options: routing.Options, axis_name: AxisName
 ) -> Route:
-    """Of the choices [T, k] of this rank's tokens."""
+    """Where the rows of this rank's tokens go, whose choices are `indices` [T, k]."""
     axis_names = _mesh.as_tuple(axis_name)
     world, rank = _mesh.axis_size(axis_name), lax.axis_index(axis_names)
     tokens, k = indices.shape
     experts = num_experts // world
     slots, wrong, by_expert = routing.choices_of(indices, num_experts)
 
-    # What every rank has for every expert, and for every rank.
+    # All ranks' counts: the rows that each has for each expert (`chosen`) and each rank (`rows`).
     kept, capacity = slots, options.capacity
     if capacity is not None:
         chosen = all_gather(by_expert.counts, axis_name=axis_name)
@@ -60,8 +61,8 @@ def route(
         chosen, rows = both[:, :num_experts], both[:, num_experts:]
     out = routing.sizes_between(rows, rank)
 
-    # What this rank sends: rank after rank, in the order of tokens. A row takes along the experts
-    # that it goes to, counted on their rank.
+    # The rows that this rank sends, rank after rank, in the order of tokens. With each row travel
+    # the experts that it goes to, numbered from 0 on their rank.
     most_sent, most_received = min(k, world) * tokens, world * tokens
     going = by_rank.source[:most_sent]
     token, receiver = jnp.where(going >= 0, going % tokens, -1), going // tokens
@@ -73,7 +74,7 @@ def route(
         there = fail_if(dropped, there, axis_name)
     came = move(axis_name, there, most_received, out, fill=-1)  # [N T, k]
 
-    # What this rank's experts get.
+    # The rows that this rank's experts get.
     of_experts = moe.route(came, experts)
     sizes = of_experts.counts
     padded = -(-sizes // options.alignment) * options.alignment
@@ -85,14 +86,14 @@ def route(
         starts = jnp.cumsum(padded) - padded
     slot, row_there = routing.expert_rows(came, of_experts, starts, size)
     if options.partial_sums:
-        # The first slot of a token on each rank has the row that comes back from there.
+        # Each rank sends back one row of a token. The token's first slot on that rank has it.
         part = by_rank.destination[to, jnp.arange(tokens)[:, None]]
         part = jnp.where(routing.distinct(to).has_row & (to >= 0), part, -1)
         brief = PartialHandle(token, out, part, slot, row_there, kept.first, axis_names)
         return Route(brief, sizes, padded, chosen, dropped)
     back = routing.compacted(came >= 0, row_there, min(k, experts) * most_received)
 
-    # Where the rows that come back belong.
+    # The slots that the rows which come back belong to.
     counts = chosen if capacity is None else routing.kept_counts(chosen, capacity)
     home = routing.sizes_between(counts.reshape(world, world, experts).sum(2), rank).back()
     own_slot = kept.has_row & (to >= 0)
@@ -105,8 +106,9 @@ def route(
 
 
 def fail_if(count: jax.Array, x: jax.Array, axis_name: AxisName) -> jax.Array:
-    """x, after a call that moves nothing, and fails unless the count is 0: by an offset that its
-    message is known by (`Meaning` in cc/ops/ragged_all_to_all/ragged_all_to_all_ffi.cc)."""
+    """x, after a ragged_all_to_all that moves nothing and fails unless `count` is 0. The failure is
+    an offset out of range, whose value selects the error message (`Meaning` in
+    cc/ops/ragged_all_to_all/ragged_all_to_all_ffi.cc)."""
     none = jnp.zeros(_mesh.axis_size(axis_name), jnp.int32)
     code = jnp.where(count > 0, jnp.iinfo(jnp.int32).min + count, 0)
     sizes = routing.Sizes(none.at[0].set(code), *[none] * 5)

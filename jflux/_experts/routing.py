@@ -13,7 +13,7 @@ from ..moe import Routing, route
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """As :func:`jflux.moe_dispatch` takes them."""
+    """The options of :func:`jflux.moe_dispatch`."""
 
     on_overflow: str
     capacity: int | None = None
@@ -43,7 +43,7 @@ class Sizes(NamedTuple):
     sent_from: jax.Array
 
     def back(self) -> Sizes:
-        """Of the same rows, on their way back."""
+        """The sizes and places of the same rows on their way back."""
         return Sizes(
             self.received_at, self.received, self.sent_from, self.sent, self.starts, self.places
         )
@@ -74,34 +74,35 @@ def distinct(expert: jax.Array) -> Slots:
 
 
 def keep(slots: Slots, by_expert: Routing, places: jax.Array) -> Slots:
-    """The slots that find a place, of which each expert has so many, [E]: they are given out in the
-    order of slots. by_expert: of the slots that have a row."""
+    """The slots that find a place. Expert e has places[e] places, which it gives out in the order
+    of slots. `by_expert` routes the slots that have a row."""
     kept = number_among_equals(slots.expert, by_expert) < places[slots.expert]
     kept = jnp.take_along_axis(kept, jnp.maximum(slots.first, 0), axis=1) & (slots.expert >= 0)
     return Slots(jnp.where(kept, slots.expert, -1), jnp.where(kept, slots.first, -1))
 
 
 def number_among_equals(keys: jax.Array, by_key: Routing) -> jax.Array:
-    """How many elements before it, in row-major order, have a key's value; by_key: of these keys.
-    Of no meaning for keys that it leaves out."""
+    """For each key, how many earlier ones in row-major order are equal to it. `by_key` routes these
+    keys; the result has no meaning for a key that it leaves out."""
     return by_key.destination - by_key.offsets[keys]
 
 
 def places_of(counts: jax.Array, rank: jax.Array, capacity: int) -> jax.Array:
-    """i32 [E]: how many places of each expert the ranks before this one leave. counts: [N, E], the
-    rows that each rank has for each expert."""
+    """i32 [E]: how many places of each expert earlier ranks leave for this one. `counts` [N, E] has
+    the rows of each rank for each expert."""
     earlier = jnp.where(jnp.arange(counts.shape[0])[:, None] < rank, counts, 0).sum(0)
     return jnp.clip(capacity - earlier, 0).astype(jnp.int32)
 
 
 def kept_counts(counts: jax.Array, capacity: int) -> jax.Array:
-    """i32 [N, E]: of so many rows, those that have a place."""
+    """i32 [N, E]: how many of the rows that each rank has for each expert find a place."""
     earlier = jnp.cumsum(counts, 0) - counts
     return jnp.clip(capacity - earlier, 0, counts).astype(jnp.int32)
 
 
 def sizes_between(rows: jax.Array, rank: jax.Array) -> Sizes:
-    """Of rows [N, N], from each rank to each: every rank's rows lie in the order of ranks."""
+    """The sizes and places of this rank's rows, if rows[i, j] rows go from rank i to rank j. On
+    both ranks they lie in the order of ranks."""
     by_sender = jnp.cumsum(rows, 1) - rows  # where they begin on their sender
     by_receiver = jnp.cumsum(rows, 0) - rows
     return Sizes(
@@ -151,12 +152,12 @@ def choices_of(indices: jax.Array, num_experts: int) -> tuple[Slots, jax.Array, 
 
 
 def dropped_of(slots: Slots, kept: Slots, wrong: jax.Array) -> jax.Array:
-    """Of this rank's slots, those that found no place, and those whose index is no expert's."""
+    """How many of this rank's slots found no place, or have an index that names no expert."""
     return jnp.sum((slots.expert >= 0) & (kept.expert < 0), dtype=jnp.int32) + wrong
 
 
 def rows_of_experts(received: int, k: int, experts: int, options: Options) -> int:
-    """R, or E_local C."""
+    """The number of rows of a dispatch's result: R, or E_local C of a masked layout."""
     capacity, alignment = options.capacity, options.alignment
 
     def rounded(rows: int) -> int:

@@ -1,4 +1,5 @@
-"""What moves between ranks in a dispatch and a combine: rows, their derivatives, and the handle."""
+"""How rows move between ranks in a dispatch and a combine: the handle, linear maps of rows, and
+their derivatives."""
 
 from __future__ import annotations
 
@@ -125,14 +126,14 @@ def _rows_combined(
 
 
 def _to_slots(axis_name: AxisName, numbers: jax.Array, handle: Handle) -> jax.Array:
-    """[T, k] of numbers [R]."""
+    """numbers[row] for the row of each slot, [T, k]; `numbers` is [R]."""
     return rows_or_zeros(_experts_to_slots(axis_name, numbers, handle), handle.row)
 
 
 # ---- Derivatives ---------------------------------------------------------------------------------
 #
-# The operands of all three functions are the handle, and then arrays, in which they are linear.
-# Backward each calls the others. What they call has the same derivatives, to any order.
+# Each of the three functions takes a handle, and then arrays in which it is linear. The backward
+# pass of each calls the others, so there are derivatives of any order.
 
 
 def spread(
@@ -147,7 +148,8 @@ def spread(
 
 
 def handle_of(operands: Any, axis_name: AxisName) -> Any:
-    """What is kept of a function that is linear in all but its handle."""
+    """The handle, which is all that the derivatives keep of a function that is linear in its other
+    operands."""
     return operands[0]
 
 

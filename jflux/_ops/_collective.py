@@ -41,7 +41,7 @@ class Collective:
         return Collective(kinds.get(self.kind, self.kind), self.concat, self.split)
 
     def shape(self, shape: Sequence[int], world: int) -> tuple[int, ...]:
-        """Of each rank's result, for operands of this shape."""
+        """The shape of each rank's result, for operands of the given shape."""
         result = list(shape)
         if self.split is not None:
             result[self.split] //= world
@@ -50,7 +50,7 @@ class Collective:
         return tuple(result)
 
     def exact(self, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """What each rank has after it, from what each rank has before."""
+        """The ranks' results in NumPy. `arrays` has each rank's operand."""
         world = len(arrays)
         if self.kind == "all_gather":
             return [np.concatenate(arrays, self.concat or 0)] * world
@@ -65,7 +65,7 @@ class Collective:
         assert_never(self.kind)
 
     def lax(self, x: Any, axis_name: Any) -> Any:
-        """It in plain `lax`; `axis_name` may be a `Part` too."""
+        """The collective in plain `lax`. `axis_name` may be a `Part` too."""
         names, groups = axes_and_groups(axis_name)
         if groups is not None and len(groups[0]) == 1:
             return x
@@ -84,7 +84,7 @@ class Collective:
         assert_never(self.kind)
 
     def is_of_nothing(self, x: Any) -> bool:
-        """Whether x is empty, and data change place: `lax` takes no shards of no elements."""
+        """Whether x is empty and its dimensions change. `lax` refuses shards without elements."""
         return 0 in x.shape and (self.split is not None or self.concat is not None)
 
     def of_nothing(self, x: Any, world: int) -> Any:

@@ -30,7 +30,7 @@ from .all_gather_matmul import ACTIVATED, PREACTIVATION
 
 OP, DW = "grouped_matmul", "grouped_matmul_dw"
 
-#: That the GPU kernels' tables have room for.
+#: The most groups that the tables of the GPU kernels have room for.
 _MOST_GROUPS = 2047
 
 
@@ -106,7 +106,7 @@ def reference(arrays: Arrays, params: Params) -> list[jax.Array]:
     numbers = lax.RaggedDotDimensionNumbers(
         (((1,), (2 if params.transpose_rhs else 1,)), ((), ())), [0], [0]
     )
-    # In the type that is accumulated in, whatever y's is.
+    # Products are summed in at least float32, also if y is narrower.
     wide = jnp.promote_types(_epilogue.sum_dtype(x.dtype), params.out_dtype)
     sums = [
         _masked(_lax.ragged_dot_general(x, w, sizes, numbers, preferred_element_type=wide), sizes)
@@ -154,7 +154,7 @@ def _why_not_dw(arrays: Arrays, params: DwParams, platform: str) -> str | None:
 
 
 def _why_not_sizes(widths: Sequence[int], sizes: Any, platform: str) -> str | None:
-    """Of k and n, and so many groups."""
+    """Why the kernel does not take these widths (k and n) or this number of groups."""
     if platform != "cuda":
         return None
     if any(width % _native.UNIT for width in widths):
@@ -176,13 +176,13 @@ def forced_tile(gated: bool) -> np.ndarray:
 
 
 def forced_configuration(gated: bool) -> dict[str, int]:
-    """The same, as native plan functions read it."""
+    """The forced tile as fields of a native plan function's call; empty if none is forced."""
     return dict(zip(("tile_n", "cluster_m"), forced_tile(gated).tolist(), strict=False))
 
 
 def rows_from_each_rank(call: Mapping[str, int]) -> float:
-    """Rows of an expert that each rank has on average. `call`: of a kernel over ranks, as its
-    native plan function reads it."""
+    """How many rows each rank has for an expert, on average. `call` has the fields that the native
+    plan function of a kernel over ranks reads."""
     return call["tokens"] * call["choices"] / (call["groups"] * call["owners"])
 
 
@@ -257,7 +257,8 @@ def _batch_dw(primitive: Any, operands: Any, dims: Any, *, params: DwParams) -> 
 
 
 def _flops(arrays: Arrays, params: Params) -> int:
-    """Of all rows, as `lax.ragged_dot` counts: how many have a group is known as it runs."""
+    """The FLOPs of all rows, as `lax.ragged_dot` counts them. Tracing does not know how many rows
+    belong to a group."""
     x, ws, *_ = _split(arrays, params)
     return sum(2 * x.shape[0] * w.shape[1] * w.shape[2] for w in ws)
 
@@ -310,7 +311,7 @@ def _product_of(x: Any, w: Any, sizes: Any, scale: Any, params: Params) -> Any:
 
 
 def _tangent(x: Any, w: Any, dx: Any, dw: Any, sizes: Any, params: Params) -> Any:
-    """Of ``x @ w``; None: it is zero."""
+    """The tangent of ``x @ w``, or None if it is zero."""
     terms = []
     if not _is_zero(dx):
         terms.append(_product_of(dx, w, sizes, None, params))
@@ -359,7 +360,8 @@ def _jvp(primals: Any, tangents: Any, *, params: Params) -> Any:
 
 
 def _transpose(cotangents: Any, *operands: Any, params: Params) -> Any:
-    """Of the product with one weight: no activation is linear."""
+    """The transpose rule. JAX transposes linear calls only, so there is one weight and no
+    activation."""
     (dy,) = cotangents
     x, (w,), sizes, scale = _split(operands, params)
     nothing = [None] * (len(operands) - 2)

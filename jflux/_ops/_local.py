@@ -42,7 +42,7 @@ def _takes_all(arrays: Arrays, params: Any, platform: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class LocalRules:
-    """What the lowering asks of a local op.
+    """The functions and properties of a local op that the lowering needs.
 
     Attributes:
       name: of the op; its FFI target is ``jflux_<name>``.
@@ -56,16 +56,16 @@ class LocalRules:
       checked_on_gpus: whether its GPU kernels have run on a GPU and been compared with the
         reference. Until then GPUs take the reference, unless ``jflux.config.unchecked_kernels``.
       on_cpus: whether CPUs have a handler; else they take the reference.
-      check_on_cpus: operands, params -> the operands of the reference on CPUs, some of which a
-        handler has found right: where the kernel reports values that are not. None: they are the
-        call's.
-      is_optional: whether the reference is as good where no kernel takes a call: nothing is said of
-        it, and it is no error in strict mode.
+      check_on_cpus: operands, params -> the operands of the reference on CPUs, after a handler has
+        checked their values, as the GPU kernel does. None: the reference takes the call's operands
+        unchecked.
+      is_optional: whether the reference is as good as the kernel. If so, a call that no kernel
+        takes is not logged, and is no error in strict mode.
       prepare: operands, params -> the operands of the handler, computed in `lax`; None: they are
         the call's.
       flops: of the call's products.
-      values: the first so many results are what the call is for, and what `checkify` looks at. The
-        others may be anything where nobody reads them. None: all.
+      values: how many of the first results `checkify` looks at. Later results may hold anything in
+        places that nobody reads. None: all results.
     """
 
     name: str
@@ -180,12 +180,12 @@ def result_type(avals: Sequence[Any], shape: tuple[int, ...], dtype: Any) -> Any
 
 
 def zero_of(array: Any) -> ad.Zero:
-    """The tangent of a result that does not depend on what is differentiated."""
+    """A tangent of zero, for a result that does not depend on the differentiated operands."""
     return ad.Zero(jax.typeof(array).to_tangent_aval())
 
 
 def without_derivative(primitive: Primitive) -> None:
-    """Of an op on integers."""
+    """Gives an op on integers derivatives of zero."""
 
     def jvp(primals: Any, tangents: Any, *, params: Any) -> Any:
         results = primitive.bind(*primals, params=params)
@@ -195,7 +195,7 @@ def without_derivative(primitive: Primitive) -> None:
 
 
 def check_arrays(op: str, **arrays: Any) -> None:
-    """Raises for what is no array, and for one that lies on several devices as its type says."""
+    """Raises for an argument that is no array, or whose type says that devices share it."""
     for name, array in arrays.items():
         if not hasattr(array, "ndim") or not hasattr(array, "dtype"):
             raise TypeError(f"jflux.{op}: {name} must be an array, got {type(array).__name__}")

@@ -31,7 +31,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 class Kind(enum.IntEnum):
-    """As cc/nvshmem/node_exchange.h numbers them."""
+    """The kinds of exchange, numbered as in cc/nvshmem/node_exchange.h."""
 
     EXCHANGE = 0
     GATHER = 1
@@ -77,7 +77,8 @@ def exchange(x: jax.Array, axis_names: tuple[Any, ...], groups: Groups) -> jax.A
 
 
 def gather(x: jax.Array, axis_names: tuple[Any, ...], groups: Groups) -> jax.Array:
-    """All ranks' x, in a new first dimension. Arguments are those of `exchange`, but for x's shape.
+    """All ranks' x, in a new first dimension. x may have any shape; the other arguments are those
+    of `exchange`.
 
     Returns:
       [ranks of a group, *x.shape].
@@ -128,7 +129,7 @@ def reference(x: jax.Array, params: Params) -> jax.Array:
 
 
 def _block_bytes(x: Any, params: Params) -> int:
-    """What one rank sends to another."""
+    """The bytes that one rank sends to another."""
     size = math.prod(x.shape) * x.dtype.itemsize
     return size // params.world if params.kind == Kind.EXCHANGE else size
 

@@ -1,5 +1,5 @@
-"""What products of x and w share: checks, the forms that kernels take, and batching. How they are
-planned: _product_plan.py."""
+"""Code that the products of x and w share: checks, the forms that kernels take, and batching.
+_product_plan.py plans them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CPU_DTYPES = frozenset(np.dtype(d) for d in (jnp.float16, jnp.bfloat16, jnp.floa
 CUDA_DTYPES = frozenset(np.dtype(d) for d in (jnp.float16, jnp.bfloat16))
 #: The name that `jax.checkpoint` policies know a product's y by, where it has no activation.
 PRODUCT = "jflux_product"
-#: By platform: the operands' types that the kernels of products take.
+#: The types of operands that the kernels of products take, by platform.
 DTYPES = {"cpu": CPU_DTYPES, "cuda": CUDA_DTYPES}
 
 
@@ -46,10 +46,13 @@ class Options(TypedDict, total=False):
 
 
 def is_for_lax(op: str, axis_name: _mesh.AxisName, *operands: Any) -> bool:
-    """Whether `lax` takes a call: there are no ranks to speak of (one alone, or vmap's), or an
-    operand's type is one that only `lax` has rules for: it is a sum over ranks that is still to be
-    made ("unreduced"), or its gradient is ("reduced"; along other axes than the call's it may be
-    cast to vary, if others do)."""
+    """Whether `lax` takes a call, which it does in three cases:
+
+    - the axis has one rank, or is `vmap`'s;
+    - an operand is "unreduced": the sum over ranks is still to be made;
+    - an operand is "reduced": the sum over ranks of its gradient is still to be made. Along axes
+      other than the call's, along which another operand varies, it can be cast to vary instead.
+    """
     if _mesh.axis_size(axis_name) == 1:
         return True
     if not _mesh.is_manual(axis_name):
@@ -219,7 +222,7 @@ def zeros(shape: tuple[int, ...], dtype: Any, *like: jax.Array) -> jax.Array:
 
 
 def flops(x: Any, w: Any, transpose_rhs: bool) -> int:
-    """Of ``x @ w``."""
+    """The FLOPs of ``x @ w``."""
     return 2 * math.prod(x.shape) * columns(w, transpose_rhs)
 
 
@@ -256,7 +259,7 @@ def pad_last(array: Any, dimensions: int) -> Any:
 
 
 def pad_to_units(xs: Sequence[Any], ws: Sequence[Any]) -> list[Any]:
-    """All of xs and of ws, k and n padded with zeros."""
+    """[*xs, *ws], with k and n padded with zeros to whole units."""
     return [*(pad_last(x, 1) for x in xs), *(pad_last(w, 2) for w in ws)]
 
 

@@ -47,18 +47,18 @@ class Sizes:
 
     @property
     def rows(self) -> int:
-        """Of all ranks."""
+        """The rows of all ranks."""
         return self.world * self.outer * self.inner
 
     @property
     def key(self) -> _tuning.Key:
-        """By which tuning tables know the call."""
+        """The key of the call in tuning tables."""
         return _tuning.Key(
             self.op, self.world, self.rows, self.n, self.k, self.dtype.name, self.transpose_rhs
         )
 
     def native(self) -> dict[str, int]:
-        """What the native plan function reads. Options that an op has not are not among them."""
+        """The arguments of the native plan function, with only the options that the op has."""
         options = {
             "first_k": self.first_k,
             "gated": self.gated,
@@ -94,10 +94,10 @@ def in_units(xs: Sequence[Any], ws: Sequence[Any]) -> bool:
     return alignment(xs, ws) >= UNIT
 
 
-#: Rows of all peers up to which an all_gather_matmul on full links has all rows in one raster
-#: group, if ranks share tiles (InOneRasterGroup of cc/gpu/gemm_choice.h). Its first tiles wait for
-#: all rows, so all that one kernel saves is the start of another, such a part of the product
-#: (docs/experiments/0033).
+#: If ranks share tiles, an all_gather_matmul on full links has all rows in one raster group for up
+#: to so many rows of all peers (InOneRasterGroup of cc/gpu/gemm_choice.h). The first tiles then
+#: wait for all rows, and one kernel hides no communication. It only saves the start of a second
+#: kernel, which takes this share of the product's time (docs/experiments/0033).
 MOST_IN_ONE_GROUP = 1600
 SAVED_IN_ONE_GROUP = 1 / 16
 
@@ -118,15 +118,16 @@ def why_decomposed(
     Args:
       m: rows of all ranks.
       machine: its links.
-      fewest: of rows; with fewer the product is over before communication could be hidden in it.
-      ranks: how many there are.
-      width: of w on each rank, columns of an all-gather or rows of a reduce-scatter. 0: a rank's
-        rows are whole tiles. Where they are not, the last row of tiles takes as long as a full one,
-        which cuBLAS does better, and communication may not make up for.
-      alignment: :func:`alignment` of the operands. cuBLAS takes 4 times as long below a unit, and
-        then does not do the last row of tiles better; few rows take it 1.8 times as long where
-        operands' rows are odd units, and the kernel as long as any others.
-      gathers: whether rows are gathered, and tiles wait for theirs.
+      fewest: the fewest rows for one kernel. With fewer, the product ends before it could hide any
+        communication.
+      ranks: the number of ranks.
+      width: the columns of w on each rank for an all-gather, its rows for a reduce-scatter; 0
+        skips the test for padding. If a rank's rows are not whole tiles, the kernel multiplies a
+        partly empty row of tiles. cuBLAS does not, and this may cost more than the overlap saves.
+      alignment: :func:`alignment` of the operands. Below one unit cuBLAS takes 4 times as long, and
+        the kernel is faster with any padding. Where rows are an odd number of units and few, cuBLAS
+        takes 1.8 times as long, and the kernel does not.
+      gathers: whether the call gathers rows, so that tiles wait for rows of peers.
     """
     if m < fewest and alignment != UNIT:
         return f"{m} rows are fewer than {fewest}: there is no time to hide communication in"
@@ -147,8 +148,9 @@ def why_decomposed(
     return None
 
 
-#: Elements that rows which must be padded become whole multiples of: 64 bytes, for rows of odd
-#: units take the kernels up to 1.5 times as long to load (docs/experiments/0053).
+#: Rows that must be padded become multiples of this number of elements, which is 64 bytes. The
+#: kernels take up to 1.5 times as long to load rows of an odd number of units
+#: (docs/experiments/0053).
 PADDED_TO = 4 * UNIT
 
 
@@ -175,7 +177,7 @@ def in_rank_order(sizes: Sizes) -> Sizes:
 
 
 class PlanFunction(Protocol):
-    """As `_lowering.PlanRule`, which this module cannot import."""
+    """The same as `_lowering.PlanRule`, which this module cannot import."""
 
     def __call__(self, arrays: Arrays, params: Any, machine: Machine) -> Plan: ...
 

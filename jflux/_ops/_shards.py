@@ -1,5 +1,5 @@
-"""What the two products with an all-to-all share: how shards lie in the array that travels, x or
-``x @ w``, whose rows are x's."""
+"""Code that both products with an all-to-all share: how shards lie in the array that the
+all-to-all moves. That array is x or ``x @ w``; both have x's rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from . import _product, _product_plan, exchange
 
 
 class AllToAllCall(Protocol):
-    """What both ops' parameters have: the ranks, and dimensions of what travels, not negative."""
+    """The parameters that both ops have: the ranks, and dimensions of the array that the all-to-all
+    moves. Dimensions are not negative."""
 
     @property
     def axis_names(self) -> tuple[Any, ...]: ...
@@ -32,7 +33,7 @@ class AllToAllCall(Protocol):
 
 
 def exchanged(x: jax.Array, params: AllToAllCall) -> jax.Array:
-    """What travels, by :func:`jflux.all_to_all`."""
+    """x after the all-to-all of a call, by :func:`jflux.all_to_all`."""
     names, world = params.axis_names, params.world
     return exchange.bind("all_to_all", x, names, world, params.split, params.concat)
 
@@ -43,7 +44,7 @@ def shifted(params: Any, count: int) -> Any:
 
 
 def by_rows(x: Any, params: AllToAllCall) -> tuple[bool, bool]:
-    """Whether shards are rows, of what is sent, and of what is put together; else columns."""
+    """Whether the all-to-all splits rows, and whether it concatenates rows. Otherwise columns."""
     return params.split != x.ndim - 1, params.concat != x.ndim - 1
 
 
@@ -76,7 +77,7 @@ def why_no_way(x: Any, params: AllToAllCall) -> str | None:
 
 
 def sizes_of(op: str, x: Any, params: AllToAllCall, *, k: int, n: int) -> _product_plan.Sizes:
-    """Of a shard, whose product has these columns."""
+    """The sizes of one shard's product, of k and n as given."""
     split_rows, concat_rows = by_rows(x, params)
     outer, inner = rows_of_shard(x, params)
     return _product_plan.Sizes(

@@ -1,5 +1,5 @@
-"""What jflux knows of an op, in one place: the other modules, tests and benchmarks iterate over
-the specs of all ops (`all_ops`) instead of naming ops."""
+"""The specification of each op. Other modules, tests and benchmarks iterate over the specs of all
+ops (`all_ops`) instead of naming ops."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ._collective import Collective
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Which dimension of each array of a call the ranks split, by argument or result name. None:
-    every rank has all of it.
+    """Which dimension of each array of a call the ranks split, by the name of the argument or
+    result. None means that every rank has the whole array.
 
     Attributes:
       rows: of arrays with x's leading dimensions.
@@ -94,7 +94,7 @@ class OpSpec:
     # ---- Where the ranks' parts of global arrays are -------------------------------------------
 
     def layout(self, ndim: int, *, transpose_rhs: bool = False, **options: Any) -> Layout:
-        """Of x, w and y, of a product whose x has so many dimensions."""
+        """The layout of x, w and y of a product. `ndim` is the number of x's dimensions."""
         collective, last = self.communication(ndim, **options), ndim - 1
         k_axis, n_axis = (1, 0) if transpose_rhs else (0, 1)
         x: int | None
@@ -166,12 +166,12 @@ def all_ops() -> Mapping[str, OpSpec]:
 
 
 def products() -> list[OpSpec]:
-    """Those that multiply."""
+    """The ops that multiply."""
     return [spec for spec in all_ops().values() if spec.product is not None]
 
 
 def collectives() -> list[OpSpec]:
-    """Those that only communicate."""
+    """The ops that only communicate."""
     return [spec for spec in all_ops().values() if spec.product is None]
 
 

@@ -23,11 +23,11 @@ class Steps:
     words: str
 
     def plan(self, why: str) -> Plan:
-        """Of a call that takes the steps."""
+        """The plan of a call that takes the steps."""
         return _dispatch.decomposed(f"{self.words}: {why}")
 
     def plan_two_level(self, arrays: Arrays, params: Any, machine: Machine, levels: Levels) -> Plan:
-        """The rule of that name, of `_lowering.Rules`."""
+        """The rule `plan_two_level` of `_lowering.Rules`."""
         return self.plan(f"{levels}, and the kernel reaches the ranks of one node only")
 
     def native_plan(
@@ -36,9 +36,9 @@ class Steps:
         """The native plan of a call, or the plan of the steps, if the kernel does not take it.
 
         Args:
-          fills: what the workspace is for, of an op whose workspace is of the size of its operands:
-            it takes a third of the heap at most, so that other calls, those of the steps among
-            them, find room.
+          fills: what fills the workspace, in words, for an op whose workspace grows with its
+            operands. Such a workspace may take a third of the heap, so that other calls find room,
+            the steps' calls among them.
         """
         try:
             native = machine.native_plan(op, call)

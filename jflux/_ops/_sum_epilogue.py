@@ -17,8 +17,8 @@ from .._derivatives import none_if_zero, not_linear
 
 @dataclasses.dataclass(frozen=True)
 class SumEpilogue:
-    """Whether a residual is added, and how rows are normalised then. Its operands are the residual
-    and the norm's factors, as far as there are such."""
+    """What follows a sum over ranks: a residual may be added, and rows may be normalised. Operands
+    are the residual and the norm's factors, where the call has them."""
 
     residual: bool = False
     norm: str | None = None
@@ -80,8 +80,8 @@ def tangents(
     added: Sequence[jax.Array],
     dadded: Sequence[Any],
 ) -> list[jax.Array]:
-    """Those of all results, y being the first one, for a tangent of the sum and those of the
-    operands, of which None is zero."""
+    """The tangents of all results, of which y is the first, from the tangents of the sum and of the
+    operands. None stands for zero."""
     dy = jnp.zeros_like(y) if dy is None else dy
     if epilogue.residual and dadded[0] is not None:
         dy += dadded[0].astype(dy.dtype)
@@ -101,8 +101,8 @@ def tangents(
 def transpose(
     op: str, epilogue: SumEpilogue, cotangents: Sequence[Any], added: Sequence[Any]
 ) -> tuple[Any, list[Any]]:
-    """(the sum's cotangent, None if it is zero; those of the operands that follow it), where these
-    are `ad.UndefinedPrimal` or not wanted."""
+    """(the cotangent of the sum, cotangents of the operands that follow it). None stands for a
+    cotangent of zero, and for an operand that is no `ad.UndefinedPrimal`, which wants none."""
     if epilogue.norm is not None:
         raise not_linear(op, "it has a norm")
     (ct,) = map(none_if_zero, cotangents)

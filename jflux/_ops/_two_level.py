@@ -177,14 +177,14 @@ def of_node(array: Any, dimension: int, node: Any, levels: Levels) -> Any:
 
 
 def own_part(array: Any, levels: Levels) -> Any:
-    """Of an array with one block of its first dimension for each rank of a node: this rank's."""
+    """This rank's block of an array whose first dimension has a block for each rank of a node."""
     _, place = place_of(levels)
     size = array.shape[0] // levels.local
     return lax.dynamic_slice_in_dim(array, place * size, size)
 
 
 def chunk_of(array: Any, dimension: int, blocks: int, index: int, chunks: int) -> Any:
-    """The same part of each of the blocks that a dimension is made of."""
+    """Chunk `index` of `chunks` of each of the equal blocks that a dimension consists of."""
     if chunks == 1:
         return array
     wide = divide(array, dimension, blocks)
@@ -212,7 +212,7 @@ class _Placed:
             shape[along] *= self.chunks
         if self._whole is None:
             self._whole = _product.zeros(tuple(shape), part.dtype, part)
-        # Of one type in 64-bit mode too, where an int is an int64.
+        # All indices need one type. In 64-bit mode a Python int would become an int64.
         indices = [jnp.asarray(i, jnp.int32) for i in start]
         self._whole = lax.dynamic_update_slice(self._whole, part, indices)
 
@@ -287,10 +287,10 @@ def x_travels(
         x = in_node_order(x, collective.split, levels)
     for steps in range(levels.count):
         piece = x
-        if collective.split is not None:  # x goes so many nodes back
+        if collective.split is not None:  # x goes `steps` nodes back
             to = (node - steps) % levels.count
             piece = of_node(x, collective.split, to, levels)
-        # What is split has a block for each rank of a node there.
+        # The split dimension of a piece has a block for each rank of the receiving node.
         blocks = levels.local if chunked == collective.split else 1
         for chunk in range(chunks):
             shard = piece
@@ -341,7 +341,8 @@ def product_travels(
     axis, by_rows = (split, True) if split != last else (columns_axis, False)
     sent = [in_node_order(a, axis, levels) for a in (xs if by_rows else ws)]
     for steps in (*range(1, levels.count), 0):  # the own node's is last: it hides a transfer
-        # What comes from so many nodes after this one: the product goes as many back.
+        # In each step a node sends its product `steps` nodes back, and receives one from `steps`
+        # nodes ahead.
         to = (node - steps) % levels.count
         pieces = [of_node(a, axis, to, levels) for a in sent]
         x_pieces, w_pieces = (pieces, ws) if by_rows else (xs, pieces)

@@ -11,8 +11,8 @@ from .._dispatch import MEASURED_TFLOPS, Arrays, Machine, Path, Plan
 from .._levels import Levels
 from . import _product_plan
 
-#: What a rank sends to other nodes, in bytes a second: one 400 Gb/s network card for each GPU. An
-#: assumption, not a measurement, as the three figures below it.
+#: The rate at which a rank sends to other nodes, with one 400 Gb/s network card for each GPU. This
+#: figure and the three below it are assumptions, not measurements.
 NODE_BYTES_PER_SECOND = 50e9
 #: Seconds that a collective between nodes takes whatever its bytes, and one inside a node.
 NODE_LATENCY = 10e-6
@@ -26,12 +26,12 @@ MOST_CHUNKS = 8
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What a product does for one node's data: the product, and the transfer that belongs to it.
+    """A product over two levels does this for each node: one product, and the transfer of its data.
 
     Attributes:
       rows: of the product.
       flops: operations of the product on each rank.
-      nbytes: that each rank sends to another node for it.
+      nbytes: bytes that each rank sends to another node in this step.
       divided: size of the dimension that chunks are parts of, in one rank's shard.
       own: whether the own node's product needs no transfer, and hides one.
     """
@@ -52,13 +52,13 @@ class Step:
 
 
 class PlanRule(Protocol):
-    """As `_lowering.PlanRule`, which this module cannot import."""
+    """The same as `_lowering.PlanRule`, which this module cannot import."""
 
     def __call__(self, arrays: Arrays, params: Any, machine: Machine) -> Plan: ...
 
 
 class TwoLevelPlanRule(Protocol):
-    """As `_lowering.TwoLevelPlanRule`."""
+    """The same as `_lowering.TwoLevelPlanRule`."""
 
     def __call__(self, arrays: Arrays, params: Any, machine: Machine, levels: Levels) -> Plan: ...
 
@@ -70,12 +70,12 @@ class StepRule(Protocol):
 
 
 def chunks_of(step: Step) -> int:
-    """Into how many chunks a step is cut: a pure function. They divide `step.divided`, into whole
-    tiles of rows if it is.
+    """How many chunks a step is cut into: a pure function. The number divides `step.divided`.
+    Chunks are whole tiles of rows if possible.
 
-    A pipeline of products and transfers takes as long as the slower of both, and what it begins or
-    ends with: the part of the faster one that nothing hides, which chunks make shorter. If the own
-    node's product hides a whole transfer, nothing is left to hide.
+    A pipeline of products and transfers takes the time of the slower of both, and at its start or
+    end one chunk of the faster one, which nothing hides. More chunks make that chunk shorter. If
+    the product for the own node hides a whole transfer, one chunk is enough.
     """
     product, transfer = step.product_seconds, step.transfer_seconds
     if step.own and transfer <= product:

@@ -30,12 +30,13 @@ from ._spec import Layout, OpSpec, all_ops
 
 OP = "all_gather_matmul"
 
-#: Fewer rows of all ranks are over before communication could be hidden in their product.
+#: The fewest rows of all ranks for one kernel. With fewer, the product ends before it could hide
+#: any communication.
 FEWEST_ROWS = 64
 
 #: The name that `jax.checkpoint` policies know the gathered operands by.
 GATHERED = "jflux_gathered"
-#: And what an activation is applied to, and returns.
+#: The names of what an activation is applied to, and of what it returns.
 PREACTIVATION = "jflux_preactivation"
 ACTIVATED = "jflux_activated"
 
@@ -341,7 +342,9 @@ def _over_global_arrays(
 def _with_empty_ones(
     x: jax.Array, ws: tuple[jax.Array, ...], params: Params
 ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
-    """All y, and the gathered x if it is wanted. `lax`'s collectives take no empty operands."""
+    """(the products, the gathered x or None) of a call with empty operands, which the collectives
+    of `lax` refuse. Empty results are made here, and the others by a call without empty
+    operands."""
     both = dataclasses.replace(params, results=("y", "gathered"))
     *shapes, gathered_shape = _result_shapes((x, *ws), both)
     if 0 in x.shape:
@@ -497,7 +500,8 @@ def call(
     precision: Any,
     results: tuple[str, ...] = ("y", "gathered"),
 ) -> list[jax.Array]:
-    """All y, and the gathered x, of operands that were checked; for the gradients of other ops."""
+    """The products and the gathered x of operands that were checked. Gradients of other ops call
+    it."""
     params = Params(
         axis_names=axis_names,
         world=world,
@@ -567,7 +571,8 @@ def _step(arrays: Arrays, params: Params, levels: Levels) -> _two_level_plan.Ste
 
 
 def _two_level_form(arrays: Arrays, params: Params, plan: Plan, levels: Levels) -> list[Any]:
-    """Ranks get their counterparts' x, and gather and multiply those of each node inside theirs."""
+    """A call over two levels. A rank receives the x of the ranks with its place on other nodes. For
+    each node, the ranks of a node gather these x among themselves and multiply them."""
     x, *operands = arrays
     inside = dataclasses.replace(params, axis_names=(levels.inside,), world=levels.local)
 

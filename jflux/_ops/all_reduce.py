@@ -197,7 +197,8 @@ def _jvp(primals: Any, tangents: Any, *, params: Params) -> Any:
 
 
 def bind(params: Params, x: jax.Array, added: Sequence[jax.Array] = ()) -> list[jax.Array]:
-    """The sum, and what follows it; operands' types are those that `all_reduce` gives them."""
+    """The results of the primitive: the sum, and its normalised rows if there is a norm. Operands
+    have the types that `all_reduce` casts them to."""
     return _primitive.bind(x, *added, params=params)
 
 
@@ -224,7 +225,7 @@ def _unsupported(x: Any, params: Params) -> str | None:
 
 
 def most_bytes(ranks: int) -> int:
-    """Of x, up to a power of two: the kernels are chosen for so many."""
+    """The most bytes of x for which GPUs take the kernels, a power of two."""
     number = _native.dtype_number(np.float32)
     most = 0
     for bits in range(10, 31):

@@ -368,7 +368,7 @@ def _decomposed(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
 
 
 def _step(arrays: Arrays, params: Params, levels: Levels) -> _two_level_plan.Step:
-    """What comes from one node is multiplied, and an equal part of x sent."""
+    """One step of a call over two levels: a transfer of x from one node, and its product."""
     x, w = arrays
     shape = params.collective.shape(x.shape, params.world)
     rows = math.prod(shape[:-1])
@@ -413,7 +413,7 @@ def _unsupported(arrays: Arrays, params: Params, platform: str) -> str | None:
 
 
 def _sizes(arrays: Arrays, params: Params) -> _product_plan.Sizes:
-    """Of a shard of x: its rows as cc/core/rows.h numbers them, and its columns, k."""
+    """The sizes of the product of one shard of x, with rows as cc/core/rows.h numbers them."""
     x, w = arrays
     split_rows, _ = _shards.by_rows(x, params)
     k = x.shape[-1] if split_rows else x.shape[-1] // params.world

@@ -234,7 +234,7 @@ def _each(one: Callable[[jax.Array], jax.Array], x: Any) -> Any:
 
 
 def _dimension(op: str, name: str, dimension: int, ndim: int) -> int:
-    """Not negative."""
+    """The dimension, counted from the front."""
     if not isinstance(dimension, int | np.integer):
         raise TypeError(f"jflux.{op}: {name} must be an int, got {dimension!r}")
     if not -ndim <= dimension < ndim:
@@ -290,8 +290,8 @@ def bind(
 
 
 def gather_for_all(x: jax.Array, axis_names: tuple[Any, ...]) -> jax.Array:
-    """All ranks' x, one after the other along the first dimension; to types too it is the same on
-    all of them."""
+    """All ranks' x, one after the other along the first dimension. The type of the result says that
+    it is the same on all ranks."""
     return _bind("all_gather", x, axis_names, None, None, 0, same=True)
 
 
@@ -368,9 +368,9 @@ def reduce_scatter_reference(
 def untiled(
     by_tiles: Callable[[jax.Array, int, int], jax.Array], x: jax.Array, split: int, concat: int
 ) -> jax.Array:
-    """all_to_all with ``tiled=False`` of a function that does it with ``tiled=True``: a new
-    dimension of one takes the ranks, and the other one goes. (lax's own has no gradient where the
-    two are not one.)"""
+    """all_to_all with ``tiled=False`` by `by_tiles`, which is the tiled form. A new dimension of
+    size one becomes the dimension of ranks, and the split dimension, then of size one, goes. (lax's
+    own untiled form has no gradient if both dimensions differ.)"""
     at = concat if concat <= split else concat + 1
     split += at <= split
     return jnp.squeeze(by_tiles(jnp.expand_dims(x, at), split, at), split)
@@ -390,13 +390,13 @@ def _layout_in_bytes(x: Any, params: Params) -> dict[str, np.int64]:
 
 
 def bytes_received(x: Any, params: Params) -> int:
-    """What reaches a rank, its own shard included."""
+    """The bytes that reach a rank, its own shard included."""
     size = x.size * x.dtype.itemsize
     return size * params.world if params.split is None else size
 
 
 def most_bytes(ranks: int) -> int:
-    """The kernels are chosen for up to so many bytes that reach a rank."""
+    """The most bytes that may reach a rank for GPUs to take the kernels."""
     return MOST_BYTES // (2 if ranks > 2 else 1)
 
 
@@ -462,7 +462,8 @@ def _plan_two_level(
 def _two_level_form(
     arrays: Arrays, params: Params, plan: Plan, levels: Levels, kind: Kind
 ) -> list[Any]:
-    """The ranks of a node move the data of all nodes at once, and counterparts a rank's part."""
+    """An exchange over two levels. Ranks of one node exchange the data of all nodes at once. Ranks
+    with the same place in their nodes exchange the data of one rank."""
     (x,) = arrays
     split, concat = params.split, params.concat
     transfers, names = _two_level.Transfers(levels), (levels.inside,)

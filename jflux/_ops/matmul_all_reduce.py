@@ -37,17 +37,19 @@ from ._spec import Layout, OpSpec, all_ops
 
 OP = "matmul_all_reduce"
 
-#: Above so many bytes of y its tiles are summed while others are multiplied.
+#: The bytes of y above which the kernel sums finished tiles while it multiplies others.
 MOST_BYTES = 4 << 20
-#: Fewer rows are over before communication could be hidden in their product.
+#: The fewest rows for one kernel. With fewer, the product ends before it could hide any
+#: communication.
 FEWEST_ROWS = 32
-#: So many rows, of more bytes than these, are summed by the kernel that multiplies them, where
-#: there are two ranks: with more, all tiles to all ranks are more bytes than an all_reduce's
+#: On two ranks one kernel multiplies and sums FEW_ROWS rows of more than FEW_ROWS_BYTES. It sends
+#: every tile to every rank; on more ranks that is more bytes than an all_reduce sends
 #: (docs/experiments/0018).
 FEW_ROWS = range(32, _product_plan.TILE_ROWS + 1)
 FEW_ROWS_BYTES = 512 << 10
 FEW_ROWS_RANKS = 2
-#: Of the heap, that a call may take: data half of it, a power of two, and their signals.
+#: The share of the heap that a call may take: half of the heap for data, whose size is a power of
+#: two, and a little for their signals.
 MOST_OF_HEAP = 0.51
 
 
@@ -357,8 +359,9 @@ def _plan_two_level(arrays: Arrays, params: Params, machine: Machine, levels: Le
 
 
 def _two_level_form(arrays: Arrays, params: Params, plan: Plan, levels: Levels) -> list[Any]:
-    """Each node scatters its sum, counterparts sum their rows, and a node gathers them: in chunks
-    of rows, of which one is between nodes while the next one is multiplied."""
+    """A call over two levels, in three steps for each chunk of rows. Each node reduce-scatters its
+    product, ranks with the same place on all nodes sum their rows, and each node gathers the sums.
+    While one chunk travels between nodes, the next one is multiplied."""
     x, w, *added = arrays
     epilogue, names, local = params.sums.epilogue, (levels.inside,), levels.local
     chunks, transfers = plan.config["chunks"], _two_level.Transfers(levels)
@@ -383,7 +386,7 @@ def _two_level_form(arrays: Arrays, params: Params, plan: Plan, levels: Levels) 
 
 
 def are_few_rows(rows: int, columns: int, world: int) -> bool:
-    """Of a 16-bit type."""
+    """Whether one kernel multiplies and sums a y of a 16-bit type (see `FEW_ROWS`)."""
     return rows in FEW_ROWS and rows * columns * 2 > FEW_ROWS_BYTES and world == FEW_ROWS_RANKS
 
 
@@ -392,8 +395,7 @@ def _is_large(rows: int, columns: int, dtype: np.dtype) -> bool:
 
 
 def is_one_call(shape: tuple[int, ...], dtypes: Sequence[Any], world: int) -> bool:
-    """Whether the product and the sum of a y of this shape can be one call. dtypes: x's, w's,
-    y's."""
+    """Whether one call can multiply and sum a y of this shape. `dtypes` are those of x, w and y."""
     rows, columns = int(np.prod(shape[:-1])), shape[-1]
     types = [np.dtype(d) for d in dtypes]
     large = _is_large(rows, columns, types[-1])

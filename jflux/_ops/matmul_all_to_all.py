@@ -295,7 +295,7 @@ def _decomposed(arrays: Arrays, params: Params, plan: Plan) -> list[Any]:
 
 
 def _step(arrays: Arrays, params: Params, levels: Levels) -> _two_level_plan.Step:
-    """What goes to one node is multiplied, and an equal part of it sent."""
+    """One step of a call over two levels: the product for one node, and its transfer there."""
     x, w = arrays
     ((shape, dtype),) = _result_shapes(arrays, params)
     rows = _product.total_rows(x)
@@ -308,8 +308,8 @@ def _step(arrays: Arrays, params: Params, levels: Levels) -> _two_level_plan.Ste
 
 
 def _two_level_form(arrays: Arrays, params: Params, plan: Plan, levels: Levels) -> list[Any]:
-    """Each node exchanges what goes to ranks of another one, which then passes between
-    counterparts."""
+    """A call over two levels. For each receiving node, the ranks of a node multiply and exchange so
+    that each has the data for the rank with its place on that node. Then it sends them there."""
     x, w = arrays
     inside = dataclasses.replace(params, axis_names=(levels.inside,), world=levels.local)
 
@@ -336,7 +336,7 @@ def _unsupported(arrays: Arrays, params: Params, platform: str) -> str | None:
 
 
 def _sizes(arrays: Arrays, params: Params) -> _product_plan.Sizes:
-    """Of a shard: its rows as cc/core/rows.h numbers them, and its columns."""
+    """The sizes of the product of one shard, with rows as cc/core/rows.h numbers them."""
     x, w = arrays
     split_rows, _ = _shards.by_rows(x, params)
     n = _product.columns(w, params.transpose_rhs)

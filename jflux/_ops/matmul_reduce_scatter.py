@@ -30,7 +30,8 @@ from .all_gather_matmul import GATHERED
 
 OP = "matmul_reduce_scatter"
 
-#: Fewer rows of all ranks are over before communication could be hidden in their product.
+#: The fewest rows of all ranks for one kernel. With fewer, the product ends before it could hide
+#: any communication.
 FEWEST_ROWS = 64
 
 
@@ -352,7 +353,7 @@ def call(
 def _terms(
     operands: Sequence[Any], params: Params
 ) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
-    """(xs, ws, what is added) of the primitive's operands."""
+    """(xs, ws, bias and residual as far as there are) of the primitive's operands."""
     count = (len(operands) - len(params.added)) // 2
     return operands[:count], operands[count : 2 * count], operands[2 * count :]
 
@@ -403,7 +404,8 @@ def _step(arrays: Arrays, params: Params, levels: Levels) -> _two_level_plan.Ste
 
 
 def _two_level_form(arrays: Arrays, params: Params, plan: Plan, levels: Levels) -> list[Any]:
-    """Each node sums its own products, and ranks sum what comes from counterparts."""
+    """A call over two levels. Each node sums its own products. Then each rank sums the results of
+    the ranks with its place on all nodes."""
     xs, ws, added = _terms(arrays, params)
     inside = dataclasses.replace(params, axis_names=(levels.inside,), world=levels.local, added=())
 

@@ -175,7 +175,7 @@ def _row_elements(x: Any) -> int:
 
 
 def _call(arrays: Arrays, params: Params) -> dict[str, int]:
-    """What the native plan function reads, but for `chunked`."""
+    """The arguments of the native plan function, without `chunked`."""
     _, output, sizes, *_ = arrays
     batch, rows = output.shape[:2]
     return {
@@ -187,13 +187,14 @@ def _call(arrays: Arrays, params: Params) -> dict[str, int]:
     }
 
 
-#: That may reach a rank of two GPUs. On 2 x H100, two thirds of a rank's rows its own: 4 MiB took
-#: 22 us in packets and 27 in chunks, 8 MiB 36 and 32.
+#: The most bytes that reach a rank in LL packets on two GPUs; with more, rows travel in chunks. On
+#: 2 x H100, where two thirds of a rank's rows stayed with it, 4 MiB took 22 us in packets and 27 in
+#: chunks, 8 MiB 36 and 32.
 MOST_BYTES_IN_PACKETS = 4 << 20
 
 
 def _is_chunked(call: dict[str, int], on_gpus: bool) -> bool:
-    """An LL packet has 8 bytes of a row, and a row begins with one of its own."""
+    """Whether rows travel in chunks. An LL packet has 8 bytes of one row: rows are rounded up."""
     if (forced := _config.config.current().chunked) is not None:
         return forced
     payload = call["batch"] * call["output_rows"] * 8 * -(-call["row_bytes"] // 8)
@@ -342,7 +343,7 @@ def _transpose(cotangents: Any, *operands: Any, params: Params) -> Any:
 
 
 def _written(rows: int, places: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Which of so many rows lie in a slice."""
+    """bool [rows]: which rows lie in a slice."""
     edges = jnp.zeros(rows + 1, jnp.int32).at[places].add(1).at[places + sizes].add(-1)
     return jnp.cumsum(edges)[:-1] > 0
 
@@ -364,7 +365,7 @@ ad.primitive_transposes[_primitive] = _transpose
 
 
 def _equal_slices(x: jax.Array, axis_name: AxisName) -> tuple[jax.Array, ...]:
-    """All operands of a call that is an all_to_all of x."""
+    """The operands of a ragged_all_to_all that does the same as an all_to_all of x."""
     world = _mesh.axis_size(axis_name)
     size = x.shape[0] // world
     starts = jnp.arange(world, dtype=jnp.int32) * size

@@ -141,7 +141,7 @@ def _checked(op: str, logits: Any, k: int) -> jax.Array:
 
 
 def _biased(op: str, scores: jax.Array, bias: Any) -> jax.Array:
-    """What experts are chosen by."""
+    """The scores by which experts are chosen: with the bias, and without a gradient."""
     if bias is None:
         return lax.stop_gradient(scores)
     if tuple(bias.shape) != scores.shape[1:]:

@@ -45,8 +45,8 @@ class Params:
 
     Attributes:
       sums: also return the products that the activation is applied to, in y's type.
-      owners: a rank has so many times fewer rows than slots, in the mean: 1, or the ranks that the
-        experts are split over (`_experts.products.owners_of`).
+      owners: the slots of a rank's routing divided by its rows, on average: 1 if each rank has a
+        part of every expert, more if ranks have whole experts (`_experts.products.owners_of`).
     """
 
     axis_names: tuple[Any, ...]

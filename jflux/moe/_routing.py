@@ -45,7 +45,7 @@ class Routing(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """What became of a batch's choices. All are int32.
+    """How many slots of a batch got an expert, and how many did not. All are int32.
 
     Attributes:
       tokens_per_expert: [E], slots that chose each expert, with the dropped ones.

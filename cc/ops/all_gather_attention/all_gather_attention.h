@@ -47,8 +47,8 @@ struct AllGatherAttentionParams {
 
 // A rank's keys and values travel as chunks, each with its own signal: a byte range of one
 // sequence's keys, then the same range of its values, then the next range; sequence after sequence.
-// So the first rows of a sequence are in the first of its chunks. A half of the workspace has a
-// place for each peer: its k, then its v, as they lie in its arrays.
+// In this order the first chunks of a sequence hold its first rows. A half of the workspace has a
+// place for each peer: the peer's k, then its v, laid out as in its arrays.
 //
 //   writes  the rank whose keys they are
 //   waits   for the chunks that hold a block's rows, and the chunks before them of the same rank

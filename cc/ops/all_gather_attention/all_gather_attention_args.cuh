@@ -8,8 +8,8 @@
 
 namespace jflux {
 
-// attention::Args has what the consumers need. Its padded_keys and key_blocks are those of all
-// ranks; its maps k and v are of this rank's.
+// The consumers read attention::Args. Its padded_keys and key_blocks count the keys of all ranks;
+// its maps k and v are of this rank's keys and values.
 struct AllGatherAttentionArgs : attention::Args {
   CUtensorMap workspace_maps[2];  // the halves' data as sequences (KeyLayout::SequenceOf)
   DeviceState* state;

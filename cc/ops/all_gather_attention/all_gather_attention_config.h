@@ -1,4 +1,4 @@
-// What an all_gather_attention on GPUs is planned with: pure functions.
+// Pure functions for the plan of an all_gather_attention on GPUs.
 #ifndef JFLUX_OPS_ALL_GATHER_ATTENTION_ALL_GATHER_ATTENTION_CONFIG_H_
 #define JFLUX_OPS_ALL_GATHER_ATTENTION_ALL_GATHER_ATTENTION_CONFIG_H_
 
@@ -20,12 +20,12 @@ inline KeyLayout CudaLayoutOf(const AllGatherAttentionParams& p) {
   return KeyLayout::Make(p, kLogKeyChunk);
 }
 
-// CTAs that may send. All CTAs meet blocks of keys at the same pace, so the first items of a call
-// need a rank's keys at the rate at which one item meets them. What own keys take gives the peers
-// 1 / world of the time ahead.
+// The number of CTAs that may send. All CTAs meet blocks of keys at the same pace, so the first
+// items of a call need a rank's keys at the rate at which one item meets them. Own keys come first,
+// which gives the peers 1 / world of the time as a lead.
 inline int32_t KeySenders(const AllGatherAttentionParams& p, const Machine& machine) {
-  // Of a multiprocessor: operations in a microsecond. Of a send warp: bytes in a microsecond, as
-  // SendingCtas has it.
+  // Operations of a multiprocessor in a microsecond. Bytes of a send warp in a microsecond, as in
+  // SendingCtas.
   constexpr double kOperations = 4.2e6, kOfSender = 3.3e3;
   constexpr double kQueries = 128;  // of an item
   const auto width = static_cast<double>(p.attention.width);

@@ -80,7 +80,7 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Dictionary attributes
   const AllGatherAttentionParams& p = call->params;
   const std::string why = WhyNoKernel(p);
   if (!why.empty()) return InvalidArgument("all_gather_attention: " + why);
-  // Without a sender all would wait.
+  // With no sender all CTAs would wait for keys for ever.
   if (a.senders < 1 || a.senders > kMostSms) {
     return InvalidArgument("all_gather_attention: no kernel for this plan");
   }

@@ -1,4 +1,4 @@
-// What an all_gather_grouped_matmul on GPUs is planned with: pure functions.
+// Pure functions for the plan of an all_gather_grouped_matmul on GPUs.
 #ifndef JFLUX_OPS_ALL_GATHER_GROUPED_MATMUL_ALL_GATHER_GROUPED_MATMUL_CONFIG_H_
 #define JFLUX_OPS_ALL_GATHER_GROUPED_MATMUL_ALL_GATHER_GROUPED_MATMUL_CONFIG_H_
 

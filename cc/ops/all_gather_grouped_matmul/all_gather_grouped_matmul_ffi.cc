@@ -145,7 +145,7 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Dictionary attributes
   const auto choice = GroupedChoiceOf(a.choice);
   const std::string why = WhyNoKernel(p);
   if (!why.empty()) return InvalidArgument("all_gather_grouped_matmul: " + why);
-  // Without a sender all would wait.
+  // With no sender all CTAs would wait for tokens for ever.
   if (!choice || !IsGroupedChoice(*choice, p.product.gated) || a.senders < 1 ||
       a.senders > kMostSms || !ArePossibleParts(p.parts, p.world, p.product.groups)) {
     return InvalidArgument("all_gather_grouped_matmul: no kernel for this plan");

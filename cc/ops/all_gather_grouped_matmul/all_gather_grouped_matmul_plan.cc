@@ -4,8 +4,8 @@
 
 namespace jflux {
 
-// Fields of a call: SegmentedCall's, and gated. Of the plan: those of a product, and parts. On the
-// CPU: parts and workspace_bytes.
+// A call has the fields of SegmentedCall, and gated. The plan has the fields of a product, and
+// parts; on the CPU only parts and workspace_bytes.
 bool PlanAllGatherGroupedMatmul(const Fields& fields, const Machine& machine, Fields* plan,
                                 std::string* why_not) {
   CallReader call(fields);

@@ -1,5 +1,5 @@
-// What an all_gather_matmul on GPUs is planned with: its layout, the GEMM configuration that it
-// takes where nothing was measured, and how many CTAs send. Pure functions.
+// Pure functions for the plan of an all_gather_matmul on GPUs: its layout, its GEMM
+// configuration if no tuning table has one, and how many CTAs send.
 #ifndef JFLUX_OPS_ALL_GATHER_MATMUL_ALL_GATHER_MATMUL_CONFIG_H_
 #define JFLUX_OPS_ALL_GATHER_MATMUL_ALL_GATHER_MATMUL_CONFIG_H_
 

@@ -144,7 +144,8 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Dictionary attributes
   p->n = columns;
   if (gathered) operands.gathered = (*results.get<ffi::AnyBuffer>(computed))->untyped_data();
   const auto plan = CudaPlanOf(a.product.choice, a.product.senders, call.workspace_bytes);
-  // Without a sender all would wait. A gate needs tiles of two halves, and nobody to share k.
+  // With no sender all CTAs would wait for rows for ever. A gate needs tiles of two halves whose k
+  // one CTA computes.
   if (!plan || !FitsKernel(*p) || plan->senders < 1 ||
       !SharesK(plan->choice, p->rows.Total(), p->k, kGatherSplits) ||
       (a.gated && (plan->choice.tile_n % 128 != 0 || plan->choice.splits != 1))) {

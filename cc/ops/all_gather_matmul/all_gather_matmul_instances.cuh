@@ -1,5 +1,5 @@
-// The kernels of all_gather_matmul. They take as long to compile as those of three other ops, so
-// each type and layout has a file, all_gather_matmul_*_sm90.cu.
+// The kernels of all_gather_matmul. They take as long to compile as the kernels of three other ops
+// together, so each type and layout has a file, all_gather_matmul_*_sm90.cu.
 #ifndef JFLUX_OPS_ALL_GATHER_MATMUL_ALL_GATHER_MATMUL_INSTANCES_CUH_
 #define JFLUX_OPS_ALL_GATHER_MATMUL_ALL_GATHER_MATMUL_INSTANCES_CUH_
 

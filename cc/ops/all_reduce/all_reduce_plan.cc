@@ -1,4 +1,4 @@
-// The plan of an all_reduce: which algorithm, and what it takes of the heap.
+// The plan of an all_reduce: its algorithm, and the bytes that it takes of the heap.
 #include "ops/all_reduce/all_reduce_plan.h"
 
 #include "core/layout.h"

@@ -8,7 +8,7 @@
 //   2. sum the chunks of the local shard, in rank order, as the data arrives; send the sums
 //   3. copy the other shards' sums to y, which XLA owns and peers cannot write to
 //
-// So later chunks are in flight while earlier ones are summed.
+// In this order later chunks are in flight while earlier ones are summed.
 //
 //   writes  the slots and signals of the peers
 //   waits   passes 2 and 3, for the CTA with the same number on the peers

@@ -19,7 +19,7 @@
 //   reset   never (core/signal.h). Shards are never empty and every tile is computed, so every rank
 //           hears from every peer in every call
 //
-// Deadlock: sending waits for no peer; only tiles wait, and only for what is sent.
+// Deadlock: senders wait for no peer. Only tiles wait, for rows that senders send.
 #ifndef JFLUX_OPS_ALL_TO_ALL_MATMUL_ALL_TO_ALL_MATMUL_H_
 #define JFLUX_OPS_ALL_TO_ALL_MATMUL_ALL_TO_ALL_MATMUL_H_
 

@@ -33,16 +33,16 @@ inline ShardTileOrder TileOrderOf(const AllToAllMatmulParams& p, const GemmChoic
                         c.group_m == 0 ? shard.tiles_m : c.group_m};
 }
 
-// Limits the tile rows of a raster group if columns are put together. The first wave of tiles
-// begins with the own term, and reads the peers' part of the raster group while it computes. The
-// last term begins when (world - 1) / world of the wave are over, and as much of g rows comes from
-// peers, term after term. So
+// Limits the tile rows of a raster group if the all-to-all concatenates columns. The first wave of
+// tiles begins with the own term, while the peers' parts of the raster group arrive. The last term
+// begins when (world - 1) / world of the wave are over. By then (world - 1) / world of the g rows
+// of the raster group must have arrived:
 //
 //   g * columns <= SMs * kGemmTileM * tile_n
 //
-// `columns`: a row arrives in the time of its product with so many columns of w. The limit does not
-// depend on n: a raster group over more columns has more waves, each as long. Raster groups are of
-// one size, or else nearly all rows would be in the first one (docs/experiments/0034).
+// `columns`: a row arrives in the time of its product with this many columns of w. The limit does
+// not depend on n: a raster group over more columns has more waves, each as long. All raster groups
+// have one size. Otherwise nearly all rows would be in the first one (docs/experiments/0034).
 inline GemmChoice TermGroups(GemmChoice c, int world, int64_t rows, const Machine& machine) {
   if (world == 1) return c;
   const double columns = kReferenceColumns * machine.sm_count / kReferenceSms / machine.LinkShare();
@@ -54,8 +54,8 @@ inline GemmChoice TermGroups(GemmChoice c, int world, int64_t rows, const Machin
   return c;
 }
 
-// rows, k: of a shard. If rows are put together each shard is rounded up to whole tiles, so the
-// estimate counts the rounded rows.
+// rows, k: of a shard. If the all-to-all concatenates rows, each shard is rounded up to whole
+// tiles, and the estimate counts the rounded rows.
 inline GemmChoice ChooseAllToAllMatmul(int world, int64_t rows, int64_t k, int64_t n,
                                        bool concat_rows, const Machine& machine,
                                        bool transpose_rhs = false) {
@@ -70,7 +70,7 @@ inline GemmChoice ChooseAllToAllMatmul(int world, int64_t rows, int64_t k, int64
   for (const GemmChoice& c : kCompiled) {
     if (cost(c) < cost(best)) best = c;
   }
-  // As ChooseGemm: shorter raster groups if a shard has more than one.
+  // Shorter raster groups if a shard has more than one, as in ChooseGemm.
   if (best.cluster_m == 2 && rows > kGemmTileM * best.cluster_m * best.group_m) best.group_m = 4;
   return concat_rows ? GatherGroups(best, world, rows, n, machine)
                      : TermGroups(best, world, rows, machine);

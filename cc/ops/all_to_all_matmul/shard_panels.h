@@ -28,7 +28,7 @@ struct ShardPanels {
   int32_t peers;
   KPanelLayout shard;  // layout of one shard
 
-  // For shards of `rows` x `k`.
+  // The panels of shards of `rows` x `k`.
   static ShardPanels Make(int world, int64_t rows, int64_t k) {
     return ShardPanels{world - 1, KPanelLayout::Make(Rows{1, 1, rows}, k)};
   }

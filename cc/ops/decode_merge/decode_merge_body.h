@@ -66,7 +66,7 @@ struct DecodeMergeBody {
     return arrays.x + unit.row * (p.width + 1);
   }
   JFLUX_HD float Own(const Unit& unit) const { return RowAt(unit)[p.width]; }
-  // Of an odd width the last pair has one output.
+  // The last pair of an odd width has one output.
   JFLUX_HD bool HasSecond(const Unit& unit) const { return 2 * unit.pair + 1 < p.width; }
   JFLUX_HD uint64_t PairAt(const Unit& unit) const {
     const float* pair = RowAt(unit) + 2 * unit.pair;

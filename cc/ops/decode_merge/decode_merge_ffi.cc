@@ -19,7 +19,7 @@ struct Attributes {
   void Read(AttributeReader& read) { call.Read(read); }
 };
 
-// What to compute; empty if operands do not fit.
+// The parameters of the call; empty if operands do not fit.
 std::optional<DecodeMergeParams> ParamsOf(const Attributes& a, const ffi::AnyBuffer& x,
                                           const ffi::AnyBuffer& y) {
   if (x.dimensions().size() != 2) return std::nullopt;

@@ -1,4 +1,4 @@
-// The plan of decode_merge: what it takes of the heap.
+// The plan of decode_merge: the bytes that it takes of the heap.
 #include "ops/decode_merge/decode_merge_plan.h"
 
 namespace jflux {

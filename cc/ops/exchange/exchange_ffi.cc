@@ -29,7 +29,7 @@ struct Attributes {
   }
 };
 
-// What to compute; empty if operands do not fit.
+// The parameters of the call; empty if operands do not fit.
 std::optional<ExchangeParams> ParamsOf(OpId op, const Attributes& a, const ffi::AnyBuffer& x,
                                        const ffi::AnyBuffer& y) {
   const auto ranks = static_cast<int32_t>(a.call.world);

@@ -1,4 +1,4 @@
-// The plan of an exchange: what it takes of the heap.
+// The plan of an exchange: the bytes that it takes of the heap.
 #include "ops/exchange/exchange_plan.h"
 
 namespace jflux {

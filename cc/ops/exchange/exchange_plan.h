@@ -8,7 +8,7 @@
 
 namespace jflux {
 
-// Of all three exchanges.
+// The plan function of all three exchanges (runtime/op.h).
 bool PlanExchange(const Fields& call, const Machine& machine, Fields* plan, std::string* why_not);
 
 }  // namespace jflux

@@ -1,4 +1,4 @@
-// What the kernels of attention share. Each is persistent, and has three warpgroups:
+// Code that the kernels of attention share. Each kernel is persistent, and has three warpgroups:
 //
 //   0, warp 0   load warp: one lane fills shared memory by TMA: an item's own block of rows, and
 //               the stages with the blocks that it meets
@@ -13,8 +13,9 @@
 // Heads of more than 128 elements have other consumers for kDkv
 // (flash_attention_wide_backward_sm90.cuh).
 //
-// So every sum has one owner and one order. An item skips the blocks that its row of `blocks` says
-// have no pair (BlockKind). After the last one the load warp announces a stage without data, kEnd.
+// Each sum has one owner, which adds in one order. An item skips the blocks in which no pair has a
+// score, by its row of `blocks` (BlockKind). After the last block the load warp announces a stage
+// without data, kEnd.
 //
 // Tiles [rows][width] lie in shared memory as columns of 64 elements, [width / 64][rows][64], in
 // the swizzle that wgmma reads (gpu/wgmma.cuh). The same tile is an operand of products over its
@@ -58,7 +59,7 @@ struct Args {
   float scale;
 };
 
-// What an item's rows are.
+// The sequence, head and block of rows of an item.
 struct Item {
   int32_t batch, group, head, block;  // head: of kForward and kDq
 
@@ -77,8 +78,8 @@ struct Item {
   }
 
  private:
-  // The sequence and the block at a place of `order`. So the most expensive items of all heads and
-  // sequences come first.
+  // The sequence and the block at a place of `order`, which is sorted by cost: the most expensive
+  // items of all heads and sequences come first.
   static __device__ Item InOrder(const Args& args, const int32_t* order, int32_t place,
                                  int32_t blocks) {
     const int32_t row = order[place / args.shared_batches];
@@ -89,8 +90,8 @@ struct Item {
   }
 };
 
-// The CTA's item after `last`. Who had the first of one round has the last of the next: as items
-// are sorted, all CTAs have about as much to do.
+// The CTA's item after `last`. The CTA with the first item of one round has the last item of the
+// next round. Items are sorted by cost, so all CTAs have about as much to do.
 __device__ __forceinline__ int32_t NextItem(int32_t last) {
   const auto ctas = static_cast<int32_t>(gridDim.x);
   return last + 2 * (ctas - last % ctas) - 1;

@@ -1,4 +1,4 @@
-// The load warp of the kernels of the backward pass, and where it puts what it loads.
+// The load warp of the kernels of the backward pass, and the shared memory that it fills.
 #ifndef JFLUX_OPS_FLASH_ATTENTION_BACKWARD_LOADS_SM90_CUH_
 #define JFLUX_OPS_FLASH_ATTENTION_BACKWARD_LOADS_SM90_CUH_
 
@@ -61,7 +61,7 @@ struct BackwardSmem {
   __device__ uint32_t KeptEmpty() const { return Bar(1); }
   __device__ uint32_t Full(int stage) const { return Bar(2 + stage); }
   __device__ uint32_t Empty(int stage) const { return Bar(2 + Shape::kStages + stage); }
-  // Of the second tile, if it has a ring.
+  // The barriers of the second tile's ring, if it has one.
   __device__ uint32_t SecondFull(int stage) const { return Bar(2 + 2 * Shape::kStages + stage); }
   __device__ uint32_t SecondEmpty(int stage) const {
     return SecondFull(Shape::kSecondStages + stage);

@@ -37,19 +37,20 @@ namespace jflux {
 
 inline constexpr OpId kFlashAttentionId{40}, kFlashAttentionBackwardId{41};
 
-// What a kernel computes.
+// Which results a kernel computes: out, dk and dv, or dq.
 enum class AttentionPass : int32_t { kForward, kDkv, kDq };
 
-// Of a pair of blocks.
+// Which pairs of a query and a key have a score in a block of queries and a block of keys.
 enum class BlockKind : int8_t {
-  kNone = 0,  // no pair has a score
-  kSome = 1,  // each pair is asked
-  kAll = 2,   // each pair has one
-  kEnd = -1,  // inside of the kernels: there are no more blocks
+  kNone = 0,  // no pair
+  kSome = 1,  // some pairs, or it is not known: the kernel tests each pair
+  kAll = 2,   // all pairs
+  kEnd = -1,  // inside the kernels: there are no more blocks
 };
 
-// Padding's position: further from all others than low and low + span allow, which are between
-// -kFurthest and kFurthest. Others are between 0 and kFurthest.
+// kNowhere is the position of padding. Real positions are between 0 and kFurthest, and low and
+// low + span between -kFurthest and kFurthest, so padding is too far from every real position to
+// have a score.
 inline constexpr int32_t kNowhere = INT32_MAX, kFurthest = (1 << 30) - 1;
 
 // Queries and keys of a block.
@@ -64,7 +65,7 @@ JFLUX_HD constexpr int64_t Padded(int64_t rows) {
   return (rows + kAttentionPadding - 1) / kAttentionPadding * kAttentionPadding;
 }
 
-// Of the kernels of a width: 64, 128 or 256.
+// The block sizes of the kernels for a width of 64, 128 or 256.
 JFLUX_HD constexpr AttentionBlocks BlocksOf(AttentionPass pass, int width) {
   switch (pass) {
     case AttentionPass::kForward:

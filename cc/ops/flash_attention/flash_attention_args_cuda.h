@@ -1,4 +1,4 @@
-// From a call to its kernels, for the launchers.
+// The kernels' arguments for a call, and their instances, for the launchers.
 #ifndef JFLUX_OPS_FLASH_ATTENTION_FLASH_ATTENTION_ARGS_CUDA_H_
 #define JFLUX_OPS_FLASH_ATTENTION_FLASH_ATTENTION_ARGS_CUDA_H_
 
@@ -91,7 +91,7 @@ bool Load(std::string* error) {
          !ForInstancesOf<Kernels>(DType::kBF16, fails);
 }
 
-// `args`: those of Kernels, of which SetArgs has set a part.
+// `args`: the arguments of Kernels, whose attention::Args SetArgs has set.
 template <typename Kernels>
 bool LaunchInstance(const FlashAttentionParams& p, void* args, int ctas, cudaStream_t stream,
                     std::string* error) {

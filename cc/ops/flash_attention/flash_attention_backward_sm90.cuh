@@ -39,8 +39,8 @@ __device__ __forceinline__ float2 LoadFloats(uint32_t smem) {
   return make_float2(__int_as_float(v.x), __int_as_float(v.y));
 }
 
-// Products of queries and keys -> p. base(j) has those of the queries of accumulators 4 j to
-// 4 j + 3. With a softcap `s` becomes x (Args::factor).
+// Computes p from the products `s` of queries and keys. base(j) has the bases of the queries of
+// accumulators 4 j to 4 j + 3. With a softcap `s` becomes x (Args::factor).
 template <bool kSoftcap, int kCount, typename Base>
 __device__ __forceinline__ void Probabilities(const Args& args, float (&s)[kCount],
                                               float (&p)[kCount], Base&& base) {
@@ -55,7 +55,7 @@ __device__ __forceinline__ void Probabilities(const Args& args, float (&s)[kCoun
   }
 }
 
-// What Probabilities left in `s` -> p times the slope of the score, less the factor `scale`.
+// From `s` as Probabilities left it: p times the slope of the score, without the factor `scale`.
 template <bool kSoftcap, int kCount>
 __device__ __forceinline__ void Slopes(float (&s)[kCount], const float (&p)[kCount]) {
 #pragma unroll
@@ -119,7 +119,7 @@ __device__ __forceinline__ void RunDkvConsumer(const Args& args, const BackwardS
       float s[kCount], dp[kCount], p[kCount];
       uint32_t p_t[kCount / 8][4], ds_t[kCount / 8][4];
       MultiplyBoth<Shape>(s, dp, k, v, smem, stage);
-      // Of the columns' queries.
+      // base (`which` 2) or delta (3) of the queries of the columns.
       const auto vector = [&](int which, int j) {
         const float2 pair =
             LoadFloats(smem.MetNumbers(stage, which) + 4 * (8 * j + threadIdx.x % 4 * 2));

@@ -296,7 +296,7 @@ __device__ __forceinline__ void RunForwardConsumer(const Args& args, const Forwa
   }
 }
 
-// Calls run_producer(warp) in the warps of warpgroup 0, of which warp 0 is to run the loads.
+// Calls run_producer(warp) in the warps of warpgroup 0. Warp 0 must run the loads.
 template <typename Shape, typename Producer>
 __device__ __forceinline__ void RunForward(const Args& args, const ForwardSmem<Shape>& smem,
                                            Producer&& run_producer) {

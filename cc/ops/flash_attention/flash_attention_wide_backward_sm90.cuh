@@ -4,8 +4,8 @@
 //   kDkv   an item is 64 keys. Consumer 0 computes dv, consumer 1 dk, and each the scores
 //   kDq    an item is a head's 128 queries, 64 for each consumer, as in narrower heads
 //
-// Of dk and dv, 64 keys and 64 queries at a time, this costs five products and 64 KiB of loads.
-// Others that were counted (docs/experiments/0048):
+// For dk and dv, a step of 64 keys and 64 queries takes five products and 64 KiB of loads. Other
+// divisions that were counted (docs/experiments/0048):
 //
 //   a kernel for dv and one for dk, 128 keys   the same, and dk has one stage of do
 //   half of the columns to a consumer          four products, of which two have 32 columns and wait
@@ -46,7 +46,7 @@ struct Places {
   Ring<Shape::kSecondStages> second;
 };
 
-// As MultiplyBoth.
+// The same as MultiplyBoth, for tiles at given places.
 template <typename Shape>
 __device__ __forceinline__ void MultiplyBothAt(float (&s)[Shape::kMet / 2],
                                                float (&dp)[Shape::kMet / 2], uint32_t a, uint32_t b,
@@ -95,7 +95,7 @@ __device__ __forceinline__ void AddQueries(const Args& args, const BackwardSmem<
                                                      smem.MetNumbers(stage), 0.0f);
     }
   };
-  // Of the columns' queries: base or delta.
+  // base (`which` 2) or delta (3) of the queries of the columns.
   const auto vector = [&](int which, int j) {
     const float2 pair =
         LoadFloats(smem.MetNumbers(stage, which) + 4 * (8 * j + threadIdx.x % 4 * 2));

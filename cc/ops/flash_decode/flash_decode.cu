@@ -91,7 +91,8 @@ struct Unit {
   }
 };
 
-// Of what a sequence was given, by one thread.
+// Reports a length, or below a page, that a sequence was given and that is out of range. Called by
+// one thread.
 __device__ void ReportLength(const FlashDecodeArgs& args, int32_t sequence) {
   const DecodeBounds bounds = args.arrays.bounds[sequence];
   ReportValue(args.state, static_cast<uint32_t>(kFlashDecodeId), bounds.Rank(args.positions),

@@ -77,7 +77,7 @@ struct Call {
   FlashDecodeArrays arrays{};
 };
 
-// What to compute; empty if operands and results do not fit together.
+// The parameters of the call; empty if operands and results do not fit together.
 std::optional<Call> CallOf(const Attributes& a, ffi::RemainingArgs operands,
                            ffi::RemainingRets results) {
   if (operands.size() < 4 || operands.size() > 5 || a.splits < 1 ||

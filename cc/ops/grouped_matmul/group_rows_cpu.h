@@ -17,8 +17,8 @@ class GroupRowsCpu {
  public:
   GroupRowsCpu(const GroupedMatmulParams& p, const void* const (&w)[2], int64_t group);
 
-  // Of the rows x [count, k]. The results are rows [first, first + count) of y and of the sums;
-  // `row_scale` begins at row 0.
+  // Multiplies the rows x [count, k]. The results are rows [first, first + count) of y and of the
+  // sums; `row_scale` begins at row 0.
   void Multiply(const void* x, int64_t first, int64_t count, const float* row_scale, void* y,
                 void* const (&sums)[2]) const;
 
@@ -30,8 +30,8 @@ class GroupRowsCpu {
 // Writes zeros to the rows of the results from `first` on.
 void ZeroRowsCpu(const GroupedMatmulParams& p, int64_t first, void* y, void* const (&sums)[2]);
 
-// Of a product over ranks, whose groups are given by their first rows [groups + 1]: whether these
-// make sense. Else reports a fault.
+// Whether the first rows of the groups of a product over ranks, offsets [groups + 1], are possible
+// ones. If not, reports a fault.
 bool OffsetsAreRight(const GroupedMatmulParams& p, const int32_t* offsets, const WaitContext& ctx);
 
 // How many of the rows [begin, end) of a group have tokens of segments before `segment`; of

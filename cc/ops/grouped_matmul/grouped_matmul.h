@@ -25,7 +25,7 @@ namespace jflux {
 
 inline constexpr OpId kGroupedMatmulId{32}, kGroupedMatmulDwId{33};
 
-// Which of the GPU's compiled kernels to run; all 0: the one that is taken for the fastest.
+// The compiled GPU kernel to run; all 0: the kernel that the heuristic takes.
 struct TileChoice {
   int32_t columns = 0;
   int32_t cluster_m = 0;  // CTAs one below the other

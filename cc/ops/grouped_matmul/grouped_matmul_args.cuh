@@ -11,7 +11,8 @@
 
 namespace jflux {
 
-// The groups, in both kernels. M rows, of which group_sizes[0] are the first group's, and so on.
+// The groups, in both kernels. The first group_sizes[0] of the M rows are the first group's, and so
+// on.
 struct GroupedRows {
   const int32_t* group_sizes;
   int32_t groups;

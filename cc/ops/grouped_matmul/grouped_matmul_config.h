@@ -1,6 +1,6 @@
 // Which of the compiled kernels a grouped product takes: pure functions of the call and the GPU.
-// How the rows are distributed is known on the device only, so the choice is for groups of which
-// each has a last tile that is 3/5 full.
+// Only the device knows the sizes of the groups, so the choice assumes that the last tile of each
+// group is 3/5 full.
 #ifndef JFLUX_OPS_GROUPED_MATMUL_GROUPED_MATMUL_CONFIG_H_
 #define JFLUX_OPS_GROUPED_MATMUL_GROUPED_MATMUL_CONFIG_H_
 
@@ -11,7 +11,8 @@
 
 namespace jflux {
 
-// Both kernels'. A gate takes half of a tile's columns for each weight, in boxes of 64.
+// The configurations that both grouped kernels have. A gate takes half of a tile's columns for each
+// weight, in boxes of 64.
 inline constexpr GemmChoice kGroupedCompiled[] = {
     {256, 2, 8}, {256, 1, 16}, {192, 1, 16}, {128, 1, 16}};
 
@@ -29,7 +30,7 @@ inline bool IsGroupedTile(bool gated, TileChoice tile) {
   return false;
 }
 
-// The one with the least cost(choice) among those that take such a call.
+// The configuration with the least cost(choice) among those that take such a call.
 template <typename Cost>
 GemmChoice CheapestGrouped(bool gated, TileChoice tile, Cost&& cost) {
   const GemmChoice* best = nullptr;
@@ -42,10 +43,10 @@ GemmChoice CheapestGrouped(bool gated, TileChoice tile, Cost&& cost) {
 
 inline bool HasFewRows(int64_t m, int64_t groups) { return m <= 64 * groups; }
 
-// Of a product of tile_rows rows, of which the m rows of the groups are some. With few rows of each
-// group the weights' bytes take the time, and a tile reads as many of them as it can. On one H100
-// this choice was 0.9 % slower than the fastest kernel in the mean over 48 products of six
-// shapes (docs/experiments/0036).
+// The cost of a product of `tile_rows` rows: the m rows of the groups, and what fills up their last
+// tiles. With few rows in each group reading the weights takes the time, and the widest tile reads
+// most at once. On one H100 this choice was 0.9 % slower than the fastest kernel on average over 48
+// products of six shapes (docs/experiments/0036).
 inline double EstimateGroupedCost(const GemmChoice& c, int64_t m, int64_t groups, int64_t tile_rows,
                                   int64_t n, int64_t k, const Machine& machine) {
   if (HasFewRows(m, groups)) return c.tile_n == 256 && c.cluster_m == 1 ? 0 : 1;

@@ -21,7 +21,8 @@ bool LaunchGroupedMatmul(const GroupedMatmulParams& params, const GroupedMatmulA
 bool LaunchGroupedMatmulDw(const GroupedMatmulDwParams& params, const GroupedMatmulDwArrays& arrays,
                            cudaStream_t stream, std::string* error);
 
-// Loads the kernels of both on the current device, or those of the gradient.
+// Load kernels on the current device: the first function those of both ops, the second those of the
+// weight gradient.
 bool LoadGroupedMatmulKernels(std::string* error);
 bool LoadGroupedMatmulDwKernels(std::string* error);
 

@@ -49,7 +49,7 @@ ffi::Error NoFit(OpId op) {
   return InvalidArgument(std::string(NameOf(op)) + ": operands do not fit");
 }
 
-// What to compute; empty if operands and results do not fit together.
+// The parameters of the call; empty if operands and results do not fit together.
 struct Call {
   GroupedMatmulParams params{};
   GroupedMatmulArrays arrays{};

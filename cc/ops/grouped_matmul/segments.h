@@ -1,5 +1,5 @@
-// What grouped products over ranks have in common, whose groups' rows are sorted by token
-// (core/gathered_tiles.h): pure functions.
+// Pure functions that grouped products over ranks share. The rows of their groups are sorted by
+// token (core/gathered_tiles.h).
 #ifndef JFLUX_OPS_GROUPED_MATMUL_SEGMENTS_H_
 #define JFLUX_OPS_GROUPED_MATMUL_SEGMENTS_H_
 
@@ -16,20 +16,20 @@ namespace jflux {
 // ranks. All kernels have been timed with up to kFewSpans.
 inline constexpr int32_t kMostSpans = 2048, kFewSpans = 767;
 
-// Rows that an expert gets of a segment in the mean, from which on its weights may be read once for
-// each segment: a product of so many rows takes about as long as reading its weights. And with more
-// than kFewSpans, where 256 rows were up to 5 % slower that way on 4 x H100, and 512 were .89 of
-// the time on 4 x H200 (docs/experiments/0039).
+// The fewest rows of an expert in a segment, on average, for reading the expert's weights once for
+// each segment: a product of so many rows takes about as long as reading its weights. The second
+// constant is for more than kFewSpans spans, where 256 rows were up to 5 % slower that way on
+// 4 x H100, and 512 rows took .89 of the time on 4 x H200 (docs/experiments/0039).
 inline constexpr int64_t kLeastRowsOfSegment = 256, kLeastRowsOfManySpans = 512;
-// Segments of a rank that are worth waiting for one by one. The first group of a class waits for
-// all of its segment, so with one for each rank the product of the last segment begins when all
-// tokens have arrived.
+// The most segments of a rank, which tiles wait for one by one. The first group of a class waits
+// for all of its segment. With one segment for each rank, the product of the last segment begins
+// when all tokens have arrived.
 inline constexpr int32_t kMostParts = 4;
 static_assert(kMaxRanks * kMostParts <= kMostTileClasses);
 
-// With few rows all tiles are one class, and weights are read once: no order hides anything. If a
-// rank has several segments, each has `least_of_several` rows of an expert. `most`: spans, if it
-// has one.
+// How many segments a rank has; 0 if all tiles are one class, as with few rows: weights are then
+// read once, and nothing is hidden. Several segments need `least_of_several` rows of an expert
+// each. One segment needs at most `most` spans.
 inline int32_t ChooseParts(int32_t world, int64_t m, int64_t groups,
                            int64_t least_of_several = kLeastRowsOfSegment,
                            int64_t most = kMostSpans) {
@@ -98,7 +98,7 @@ struct SegmentedCall {
   GroupedMatmulParams product;
   int64_t mean_rows;  // of a rank's groups together; product.m is the most
 
-  // What a configuration is chosen for.
+  // The product for which a configuration is chosen.
   GroupedMatmulParams OfMeanRows(GroupedMatmulParams of) const {
     of.m = mean_rows;
     return of;
@@ -120,7 +120,7 @@ struct SegmentedCall {
     product.transpose_rhs = call.Get("transpose_rhs", 0, 1) == 1;
     product.tile.columns = static_cast<int32_t>(call.GetOr("tile_n", 0, 0, kMaxGroup));
     product.tile.cluster_m = static_cast<int32_t>(call.GetOr("cluster_m", 0, 0, 2));
-    // So that no size overflows.
+    // Within these limits no size overflows.
     const double rows = static_cast<double>(c.world) * c.tokens * c.choices;
     const double widest = static_cast<double>(Max(product.k, product.n));
     if (rows > kMost || rows * widest > 0x1p48 ||

@@ -4,8 +4,8 @@
 //   table of spans   Span (e, s) is the rows of group e whose tokens are of segment s. The table
 //                    has the first row of each, and in the end the number of rows
 //   writes           the consumers, before their first tile, by a search in `source`
-//   reads            the cluster's leading scheduler warp, and whoever else waits for the table
-//   memory           shared memory, where the op says
+//   reads            the cluster's leading scheduler warp, and other warps that wait for the table
+//   memory           shared memory, at an address that the op gives
 //
 // Offsets that make no sense cannot make a kernel read or write outside its arrays: they are cut
 // off, and the send warp reports them (CheckOffsets).
@@ -110,7 +110,7 @@ class ClassedGroups {
     }
     return false;
   }
-  // Of what Find has moved to.
+  // The group and the class of tiles that Find has moved to.
   __device__ int32_t group() const { return at_ % groups_; }
   __device__ int32_t tile_class() const { return at_ / groups_; }
 

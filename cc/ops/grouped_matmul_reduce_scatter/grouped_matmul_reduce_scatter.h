@@ -1,5 +1,5 @@
-// grouped_matmul_reduce_scatter: the weighted sum of each token's experts, of which each rank has a
-// part, scattered over the ranks.
+// grouped_matmul_reduce_scatter: the weighted sum of each token's experts, scattered over the
+// ranks. Each rank has a part of every expert's hidden units.
 //
 //   y[i]       = h[i] @ w[e]                       for the rows i of each group e, rounded
 //   part[r][t] = sum over j of weights[t, j] y[destination[t, j]] on rank r, in the order of j, in

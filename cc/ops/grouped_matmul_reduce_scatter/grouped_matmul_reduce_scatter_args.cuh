@@ -48,8 +48,8 @@ __device__ __forceinline__ char* SlotOf(const GroupedMatmulReduceScatterArgs& ar
       dst, args.workspace.DataOffset(call.epoch) + args.layout.RowOffset(dst, src, token));
 }
 
-// In shared memory: the table of spans, and behind it how many blocks each class has. The send
-// boxes hold them: sums pass through registers.
+// The table of spans, and behind it the number of blocks of each class. Both lie in the shared
+// memory of the send boxes, which this op does not need: its sums pass through registers.
 template <typename Config>
 class ClassTable {
  public:

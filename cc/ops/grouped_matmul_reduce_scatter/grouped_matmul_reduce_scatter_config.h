@@ -1,4 +1,4 @@
-// What a grouped_matmul_reduce_scatter on GPUs is planned with: pure functions.
+// Pure functions for the plan of a grouped_matmul_reduce_scatter on GPUs.
 #ifndef JFLUX_OPS_GROUPED_MATMUL_REDUCE_SCATTER_GROUPED_MATMUL_REDUCE_SCATTER_CONFIG_H_
 #define JFLUX_OPS_GROUPED_MATMUL_REDUCE_SCATTER_GROUPED_MATMUL_REDUCE_SCATTER_CONFIG_H_
 
@@ -15,8 +15,9 @@ namespace jflux {
 inline constexpr int64_t kItemBytes = 8192;
 inline constexpr int32_t kMostItemTokens = 16;
 
-// Of several segments of a rank. Half of a rank's sums is read from memory in a few percent of the
-// product's time, so it takes more rows than in a gather to be worth reading weights once more.
+// The fewest rows of an expert in a segment for several segments of a rank. The sums that they hide
+// take a few percent of the product's time, so reading weights once more needs more rows than in a
+// gather to be worthwhile.
 inline constexpr int64_t kLeastRowsToScatter = 2 * kLeastRowsOfSegment;
 
 inline int32_t ItemTokens(int64_t row_bytes) {

@@ -4,8 +4,8 @@
 
 namespace jflux {
 
-// Fields of a call: SegmentedCall's. Of the plan: those of a product, parts and item_tokens. On the
-// CPU: parts, item_tokens and workspace_bytes.
+// A call has the fields of SegmentedCall. The plan has the fields of a product, parts and
+// item_tokens; on the CPU only parts, item_tokens and workspace_bytes.
 bool PlanGroupedMatmulReduceScatter(const Fields& fields, const Machine& machine, Fields* plan,
                                     std::string* why_not) {
   CallReader call(fields);

@@ -11,8 +11,9 @@
 //   reset   never: core/signal.h
 //
 // Deadlock: a consumer comes here when there are no more tiles to take. So each tile is stored, or
-// on its way through a CTA whose other warps wait for nobody. Items are taken in order, so when one
-// waits for peers, those that peers wait for have been taken, by warps that wait for tiles only.
+// on its way through a CTA whose other warps wait for nobody. Items are taken in order. When an
+// item waits for peers, the items that these peers wait for have therefore been taken, by warps
+// that wait only for tiles.
 #ifndef JFLUX_OPS_GROUPED_MATMUL_REDUCE_SCATTER_TOKEN_SUMS_SM90_CUH_
 #define JFLUX_OPS_GROUPED_MATMUL_REDUCE_SCATTER_TOKEN_SUMS_SM90_CUH_
 

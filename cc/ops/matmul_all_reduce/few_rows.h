@@ -52,7 +52,7 @@ struct FewRowsLayout {
   }
 };
 
-// The CPU back end's layout, and its body: parameters as those of MatmulAllReduceCpu.
+// The CPU back end's layout, and its body, which has the parameters of MatmulAllReduceCpu.
 inline FewRowsLayout FewRowsLayoutOf(const MatmulAllReduceParams& p, int32_t slice_n) {
   const MatmulReduceScatterParams& s = p.scatter;
   return FewRowsLayout::Make(static_cast<int32_t>(CeilDiv<int64_t>(s.n, slice_n)), slice_n,

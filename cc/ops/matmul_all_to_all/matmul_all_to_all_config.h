@@ -1,5 +1,5 @@
-// What a matmul_all_to_all on GPUs is planned with: its layout, the GEMM configuration that it
-// takes where nothing was measured, and how many store warps send. Pure functions.
+// Pure functions for the plan of a matmul_all_to_all on GPUs: its layout, its GEMM configuration
+// if no tuning table has one, and how many store warps send.
 #ifndef JFLUX_OPS_MATMUL_ALL_TO_ALL_MATMUL_ALL_TO_ALL_CONFIG_H_
 #define JFLUX_OPS_MATMUL_ALL_TO_ALL_MATMUL_ALL_TO_ALL_CONFIG_H_
 
@@ -31,8 +31,8 @@ inline ShardGrid ShardGridOf(const MatmulAllToAllParams& p, const GemmChoice& c,
                    c.group_m == 0 ? shard.tiles_m : c.group_m};
 }
 
-// For world shards of so many rows and columns. Each shard has whole tiles of its own, so what the
-// last ones are cut short by is computed too, and a configuration that wastes less of it wins.
+// The configuration for `world` shards of `rows` rows and n columns. Each shard has whole tiles of
+// its own, so the estimate counts the padding of every shard's last tiles.
 inline GemmChoice ChooseAllToAll(int world, int64_t rows, int64_t n, int64_t k,
                                  const Machine& machine, bool transpose_rhs = false) {
   const TileCosts costs = Loading(kScatterCosts, k, n, transpose_rhs);

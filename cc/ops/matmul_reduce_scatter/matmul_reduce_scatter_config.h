@@ -1,5 +1,5 @@
-// What a matmul_reduce_scatter on GPUs is planned with: its layout, the GEMM configuration that it
-// takes where nothing was measured, and how many store warps send. Pure functions.
+// Pure functions for the plan of a matmul_reduce_scatter on GPUs: its layout, its GEMM
+// configuration if no tuning table has one, and how many store warps send.
 #ifndef JFLUX_OPS_MATMUL_REDUCE_SCATTER_MATMUL_REDUCE_SCATTER_CONFIG_H_
 #define JFLUX_OPS_MATMUL_REDUCE_SCATTER_MATMUL_REDUCE_SCATTER_CONFIG_H_
 

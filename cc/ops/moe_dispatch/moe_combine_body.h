@@ -1,8 +1,8 @@
 // moe_combine: one block's part of a rank's work. On the CPU the only thread is the block, and its
 // only warp.
 //
-// For each of its items a warp sums what this rank's experts have made of the token of each rank,
-// sends it there, and sums what has come of its own token.
+// For each of its items a warp sums the rows of this rank's experts for each rank's token, sends
+// the sum to that rank, and sums the rows that have come for its own token.
 //
 //   data     of a rank, by source: an image of its own tokens, one row from each rank
 //   writes   the source, its own places alone. A rank's own sums take the same way
@@ -13,9 +13,11 @@
 //            in the order in which slots name them first
 //   reset    never: core/signal.h
 //
-// A token of which all rows were dropped on a rank gets zeros from there: its own rank does not
-// know that they were. Deadlock: a warp waits for an item only after it has sent its own items of
-// the same number, and never for another warp of its block.
+// A rank that has dropped all rows of a token sends zeros for it, since the token's own rank waits
+// for that rank and does not know of the drop.
+//
+// Deadlock: a warp waits for an item only after it has sent its own items of the same number, and
+// never for another warp of its block.
 #ifndef JFLUX_OPS_MOE_DISPATCH_MOE_COMBINE_BODY_H_
 #define JFLUX_OPS_MOE_DISPATCH_MOE_COMBINE_BODY_H_
 
@@ -80,7 +82,7 @@ struct MoeCombineBody {
 
  private:
   JFLUX_HD int Rank() const { return ctx.view.rank; }
-  // What the warp keeps. Of slot j of the token of rank `src`, rows and weights:
+  // The warp's scratch memory. RowsOf(src)[j] and WeightsOf(src)[j] are of slot j of src's token.
   JFLUX_HD int32_t* Kept() const {
     return static_cast<int32_t*>(scratch) +
            WarpOfBlock() * MoeCombineParams::WarpWordsFor(p.world, p.slots);
@@ -89,17 +91,17 @@ struct MoeCombineBody {
   JFLUX_HD float* WeightsOf(int src) const {
     return reinterpret_cast<float*>(Kept()) + (p.world + src) * p.slots;
   }
-  // While sending, of each rank: how many of its token's slots have a row here; kNone: the token
+  // While sending, for each rank: how many slots of its token have a row here; kNone if the token
   // was not sent here. While receiving: the ranks of the own token's slots.
   JFLUX_HD int32_t* Counts() const { return Kept() + 2 * p.world * p.slots; }
   JFLUX_HD int32_t* Ranks() const { return Counts(); }
-  // The place of what `src` sends of a token, in this rank's memory.
+  // Where `src` writes its sum for a token, in this rank's memory.
   JFLUX_HD Vector* ImageOf(int src, int64_t token) const {
     return ctx.data<Vector>(p.RowOffset(src, token));
   }
   JFLUX_HD bool IsRow(int32_t row) const { return row >= 0 && row < p.rows; }
 
-  // By a warp.
+  // Sums and sends an item of all tokens. Called by a warp.
   JFLUX_HD void Send(int64_t item) const {
     if (item >= p.items.Items()) return;
     const int64_t token = p.items.Token(item);
@@ -125,7 +127,7 @@ struct MoeCombineBody {
     }
     Warp::sync();  // the scratch is written again
   }
-  // By a thread: moves the slots that have rows to the front, in their order.
+  // Moves the slots that have rows to the front, in their order. Called by one thread.
   JFLUX_HD void KeepRows(int src) const {
     int32_t* rows = RowsOf(src);
     float* weights = WeightsOf(src);
@@ -151,7 +153,8 @@ struct MoeCombineBody {
         [&](int64_t v, const float (&sum)[kSize]) { image[v] = Numbers::Pack(sum); });
   }
 
-  // By a warp.
+  // Waits for the sums of an item of the own token, and adds them. Called by a warp. False if a
+  // wait failed.
   JFLUX_HD bool Receive(int64_t item) const {
     const int64_t token = p.items.Token(item);
     bool ok = true;

@@ -1,13 +1,13 @@
 // moe_dispatch and moe_combine: tokens to the ranks of their experts, and back, each in one kernel.
 //
-// A rank has `tokens` tokens, a token `slots` choices, and a rank `experts` experts: rank r has
-// those from r * experts on. A token's row goes once to each rank that has one of its experts, to a
-// place of its own there: so rows leave before any rank knows what the others send.
+// A rank has `tokens` tokens and `experts` experts, from expert r * experts on for rank r. A token
+// has `slots` choices. Its row goes once to each rank that has one of its experts, to a place there
+// that no other token has. So rows leave before any rank knows what the others send.
 //
 //   dispatch   rows[r] = x of rank src[t], for each row r of an expert, in the order of
 //              (expert, src, t); zeros where no token has the row
-//   combine    out[t] = the sum over ranks of what each made of its rows of the token: the sum over
-//              slots of w * y, rounded to y's type
+//   combine    out[t] = the sum over ranks of their sums. A rank's sum is that of w * y over the
+//              token's slots there, rounded to y's type
 //
 // The bodies that CPU and GPU share: moe_dispatch_body.h and moe_combine_body.h.
 // docs/decisions/0039-tokens-have-places.md. Python: jflux/_experts/placed.py.
@@ -28,7 +28,7 @@ inline constexpr OpId kMoeDispatchId{12}, kMoeCombineId{13};
 // Warps of a CTA. A dispatch's CTA has tables that may fill an SM's shared memory, so it has all
 // the warps that fit.
 inline constexpr int kMoeDispatchWarps = 16, kMoeCombineWarps = 8;
-// Of a dispatch's warps those that send and do not receive: the link is full with few of them.
+// How many warps of a dispatch's CTA send and do not receive. A few fill the link.
 inline constexpr int kMoeDispatchSenders = 4;
 
 struct MoeDispatchParams {
@@ -55,7 +55,8 @@ struct MoeDispatchParams {
   WorkspaceLayout Workspace() const {
     return shmem::WorkspaceFor(RowOffset(world, 0), ItemSignal(world, 0));
   }
-  // What a block keeps: the tables, then for each warp the row of each slot of an item's tokens.
+  // A block's scratch memory: the tables, then for each warp the row of each slot of an item's
+  // tokens.
   JFLUX_HD int64_t MarkBytes() const { return ExpertMarks::Bytes(experts, AllTokens()); }
   JFLUX_HD int64_t ScratchBytes() const {
     return MarkBytes() + 4 * kMoeDispatchWarps * world * slots;
@@ -104,8 +105,9 @@ struct MoeCombineParams {
   WorkspaceLayout Workspace() const {
     return shmem::WorkspaceFor(RowOffset(world, 0), items.Signal(world, 0));
   }
-  // What a warp keeps: a row and a weight of each slot of an item's tokens, and how many each rank
-  // has; or the ranks of the own token's slots. A block keeps it for each of its warps.
+  // A warp's scratch memory, of which a block has one for each warp: a row and a weight for each
+  // slot of an item's tokens; then, while sending, how many rows each rank's token has here, and
+  // while receiving, the ranks of the own token's slots.
   static JFLUX_HD constexpr int32_t WarpWordsFor(int32_t world, int32_t slots) {
     return 2 * world * slots + Max(world, slots);
   }

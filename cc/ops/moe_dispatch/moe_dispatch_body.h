@@ -131,7 +131,7 @@ struct MoeDispatchBody {
     });
   }
 
-  // By a warp.
+  // Sends an item to the ranks of its experts. Called by a warp.
   JFLUX_HD void Send(int64_t item) const {
     if (item >= p.items.Items()) return;  // the first one, of a rank with few
     const int64_t token = p.items.Token(item);
@@ -167,7 +167,7 @@ struct MoeDispatchBody {
     // Rows fit, unless a wait was skipped (TestHooks::skip_waits).
     return row < p.rows ? row : ExpertMarks::kDropped;
   }
-  // Of the slots of the token that share slot j's row.
+  // The sum of the weights of the token's slots that share slot j's row.
   JFLUX_HD float WeightOf(int src, int64_t token, int32_t j) const {
     const int32_t* choices = ChoicesOf(src) + token * p.slots;
     const float* weights = WeightsOf(src) + token * p.slots;
@@ -178,7 +178,8 @@ struct MoeDispatchBody {
     return sum;
   }
 
-  // By a warp.
+  // Waits for an item of all ranks' tokens, and copies it to its rows. Called by a warp. False if a
+  // wait failed.
   JFLUX_HD bool Receive(int64_t item, const ExpertMarks& marks) const {
     const int64_t token = p.items.Token(item);
     const int32_t part = p.items.Part(item);
@@ -247,7 +248,7 @@ struct MoeDispatchBody {
     }
   }
 
-  // By a warp: the item's share of the rows that no token has.
+  // Zeroes the item's share of the rows that no token has. Called by a warp.
   JFLUX_HD void FillFreeRows(int64_t item, const ExpertMarks& marks) const {
     for (int64_t row = item; row < p.rows; row += p.items.Items()) {
       if (!marks.IsFree(static_cast<int32_t>(row))) continue;

@@ -51,7 +51,7 @@ struct DispatchOperands {
   ffi::AnyBuffer x, indices, weights, rows, row_weights, sizes, slot, there;
 };
 
-// What to move; empty if operands do not fit.
+// The parameters of the call; empty if operands do not fit.
 std::optional<MoeDispatchParams> ParamsOf(const DispatchAttributes& a, const DispatchOperands& o) {
   const auto s32 = ffi::DataType::S32, f32 = ffi::DataType::F32;
   if (o.x.dimensions().size() != 2 || o.indices.dimensions().size() != 2 ||

@@ -26,8 +26,8 @@ __global__ void __launch_bounds__(32 * kMoeDispatchWarps, kMoeDispatchCtasPerSm)
   shmem::end_call(args.call, ctx, ok);
 }
 
-// As VectorNumbers, by the GPU's own conversions: those of core/numbers.h take far more
-// instructions for float16.
+// The same as VectorNumbers, by the GPU's own conversions. The conversions of core/numbers.h take
+// far more instructions for float16.
 struct HalfNumbers {
   using Vector = shmem::internal::Vector;
   static constexpr int kSize = 8;

@@ -15,12 +15,12 @@ namespace jflux {
 JFLUX_HD int WarpOfBlock() { return shmem::Block::rank() / shmem::Warp::size(); }
 JFLUX_HD int WarpsOfBlock() { return shmem::Block::size() / shmem::Warp::size(); }
 
-// Numbers, of which a warp has every `step`-th from `first` on.
+// The items of a warp: first, first + step, ...
 struct WarpShare {
   int64_t first, step;
 
-  // Of warp `warp` of `warps` in each block. Consecutive numbers are of different blocks, so that
-  // few items use all SMs.
+  // The share of warp `warp` of `warps` in each block. Consecutive items belong to different
+  // blocks, so that few items use all SMs.
   static JFLUX_HD WarpShare Of(const shmem::Context& ctx, int warp, int warps) {
     return WarpShare{ctx.block + int64_t{ctx.blocks} * warp, int64_t{ctx.blocks} * warps};
   }

@@ -28,8 +28,8 @@ struct Call {
   MoeRowsArrays arrays{};
 };
 
-// What to compute; empty if operands and result do not fit together. The operands are the two of
-// the form, source and destination.
+// The parameters of the call; empty if operands and result do not fit together. The operands are
+// the two of the form, source and destination.
 std::optional<Call> CallOf(int64_t form, const ffi::AnyBuffer& a, const ffi::AnyBuffer& b,
                            const ffi::AnyBuffer& source, const ffi::AnyBuffer& destination,
                            ffi::AnyBuffer& out) {

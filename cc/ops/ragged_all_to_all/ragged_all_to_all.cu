@@ -96,7 +96,7 @@ bool LaunchRaggedAllToAll(const RaggedParams& p, const RaggedArrays& arrays, int
                           const CudaDevice& device, const SymmetricView& view, cudaStream_t stream,
                           std::string* error) {
   if (p.chunked) return LaunchChunked(p, arrays, site, device, view, stream, error);
-  // As many units as arrive at most.
+  // Enough CTAs for the most units that may arrive.
   const int64_t blocks = PacketCtas(p.ImageRows() * p.RowUnits(), kThreads, device.sm_count);
   PacketsArgs args{};
   args.packets = PacketArgsFor(p, kRaggedAllToAllId, site, blocks, device, view);

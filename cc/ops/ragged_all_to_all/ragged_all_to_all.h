@@ -54,9 +54,9 @@ struct RaggedParams {
   JFLUX_HD int64_t RowUnits() const { return CeilDiv(row_bytes, kPacketPayload); }
   PacketLayout Workspace() const { return PacketLayout::For(Slices() + ImageRows() * RowUnits()); }
 
-  // Chunks, of what goes from one rank to another: its slices, one after the other. They are so
-  // large that their signals fit into a workspace for the image, which has a word for each 4096
-  // bytes; and that latencies of a chunk are hidden (docs/experiments/0049).
+  // Chunks: all slices from one rank to another, one after the other, cut into ChunkBytes(). This
+  // size keeps the signals within the workspace of the image, which has a word for each 4096 bytes,
+  // and hides the latencies of a chunk (docs/experiments/0049).
   JFLUX_HD int64_t ChunkBytes() const { return int64_t{8192} * world; }
   JFLUX_HD int64_t MostChunks() const { return CeilDiv(ImageBytes(), ChunkBytes()); }
   JFLUX_HD int64_t SignalsPerRank() const { return kHeaderWords * PerRank() + MostChunks(); }
@@ -99,8 +99,8 @@ struct RaggedArrays {
   const int32_t *input_offsets, *send_sizes, *output_offsets, *recv_sizes;
 };
 
-// What a receiver is told of a slice: where it lies in its image, in rows. Or that the sender was
-// given a bad value, and sends nothing to anybody.
+// A sender tells the receiver of a slice where the slice lies in the receiver's image, in rows. Or
+// it refuses: the sender was given a bad value, and sends nothing to any rank.
 struct SliceHeader {
   int32_t to, rows;
 
@@ -136,7 +136,7 @@ struct RaggedSlices {
 
   JFLUX_HD int32_t Index(int peer, int32_t t) const { return peer * p.PerRank() + t; }
 
-  // Of slice t for rank `to`: rows, the first one in operand, and what the receiver is told.
+  // Slice t for rank `to`: how many rows it has, its first row in operand, and its header.
   JFLUX_HD int64_t SendRows(int to, int32_t t) const { return arrays.send_sizes[Index(to, t)]; }
   JFLUX_HD int64_t From(int to, int32_t t) const {
     return t % p.batch * p.operand_rows + arrays.input_offsets[Index(to, t)];
@@ -147,7 +147,7 @@ struct RaggedSlices {
   }
   JFLUX_HD int64_t RecvRows(int from, int32_t t) const { return arrays.recv_sizes[Index(from, t)]; }
 
-  // Of what this rank was given for what it sends.
+  // The first bad value among the offsets and sizes of the slices that this rank sends.
   JFLUX_HD BadValue FirstBad() const {
     for (int to = 0; to < p.world; ++to) {
       int64_t left = p.ImageRows();  // slices for one rank do not overlap there
@@ -160,7 +160,7 @@ struct RaggedSlices {
     }
     return BadValue{};
   }
-  // Of slice i, for which the receiver has `left` rows.
+  // The bad value of slice i, if it has one. Earlier slices leave the receiver `left` rows.
   JFLUX_HD BadValue BadAt(int32_t i, int64_t left) const {
     const int32_t from = arrays.input_offsets[i], rows = arrays.send_sizes[i],
                   at = arrays.output_offsets[i];

@@ -33,7 +33,7 @@ struct Operands {
   ffi::AnyBuffer operand, output, input_offsets, send_sizes, output_offsets, recv_sizes;
 };
 
-// What to move; empty if operands do not fit.
+// The parameters of the call; empty if operands do not fit.
 std::optional<RaggedParams> ParamsOf(const Attributes& a, const Operands& o,
                                      const ffi::AnyBuffer& y) {
   const auto sizes = static_cast<int64_t>(o.input_offsets.element_count());

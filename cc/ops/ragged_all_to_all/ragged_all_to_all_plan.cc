@@ -1,4 +1,4 @@
-// The plan of a ragged_all_to_all: what it takes of the heap.
+// The plan of a ragged_all_to_all: the bytes that it takes of the heap.
 #include "ops/ragged_all_to_all/ragged_all_to_all_plan.h"
 
 namespace jflux {

@@ -101,7 +101,7 @@ struct RaggedChunkedBody {
     }
   }
 
-  // Of a peer's slice, once it has come: the words are loaded at once.
+  // The header of a peer's slice, which has arrived. All its words are loaded at once.
   JFLUX_HD SliceHeader Header(int src, int32_t t) const {
     uint64_t word = 0;
     JFLUX_UNROLL
@@ -112,7 +112,7 @@ struct RaggedChunkedBody {
     return SliceHeader::Of(word);
   }
 
-  // Of a peer's slice. False if the wait failed.
+  // Waits for the header of a peer's slice. False if the wait failed.
   JFLUX_HD bool AwaitHeader(int src, int32_t t, SliceHeader* header) const {
     uint64_t word = 0;
     for (int w = 0; w < RaggedParams::kHeaderWords; ++w) {

@@ -69,7 +69,7 @@ struct RaggedPacketsBody {
   JFLUX_HD int64_t HeaderIndex(int src, int32_t t) const { return src * p.PerRank() + t; }
   JFLUX_HD int64_t RowIndex(int64_t row) const { return p.Slices() + row * p.RowUnits(); }
 
-  // By all threads of one CTA.
+  // Sends the headers of all slices. Called by all threads of one CTA.
   JFLUX_HD void SendHeaders(const BadValue& bad) const {
     const RaggedSlices slices{p, arrays};
     for (int d = 1; d < p.world; ++d) {

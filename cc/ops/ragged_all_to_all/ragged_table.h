@@ -1,12 +1,12 @@
-// Where slices begin in what goes from one rank to another, as a table in a CTA's shared memory. So
-// a thread finds the slice of a row, and how many rows there are, without a walk over all slices.
-// Few slices have none: the walk is shorter than the making of a table.
+// A table in a CTA's shared memory: where slices begin among all rows from one rank to another.
+// With it a thread finds the slice of a row, and the number of rows, without a walk over all
+// slices. A call of few slices makes no table, since the walk takes less time.
 //
-//   entry    of every `step`-th slice of each rank: how many rows lie before it, over all ranks
-//            in order. The last entry is the sum of all
+//   entry    one for every `step`-th slice of each rank: how many rows lie before that slice,
+//            counted over all ranks in order. The last entry is the number of all rows
 //   made     by all threads of the CTA (shmem::Block; on the CPU the only thread), in Fill
-//   numbers  modulo 2^32. The differences that count are below: what a rank sends another has less
-//            than 2^31 rows, unless a value is out of range (FirstBad), or has no header that fits
+//   numbers  modulo 2^32. Only differences of one rank's entries are used. They are below 2^31,
+//            unless a value is out of range (FirstBad) or a header does not fit; such a call fails
 #ifndef JFLUX_OPS_RAGGED_ALL_TO_ALL_RAGGED_TABLE_H_
 #define JFLUX_OPS_RAGGED_ALL_TO_ALL_RAGGED_TABLE_H_
 
@@ -17,7 +17,7 @@
 
 namespace jflux {
 
-// Of send_sizes, by receiver, or of recv_sizes, by source.
+// The table of one array of sizes: send_sizes by receiver, or recv_sizes by source.
 struct SizeTable {
   using Block = shmem::Block;
   const RaggedParams& p;
@@ -41,8 +41,8 @@ struct SizeTable {
     return rows;
   }
 
-  // The last slice with an entry before which lie at most `count` rows, or bytes if `unit` is a
-  // row's.
+  // The last slice with an entry that begins at or before `count`. `unit` is 1 if `count` is in
+  // rows, and the bytes of a row if it is in bytes.
   JFLUX_HD Place Find(int peer, int64_t count, int64_t unit) const {
     if (before == nullptr) return Place{};
     int32_t low = 0, high = entries;
