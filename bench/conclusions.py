@@ -114,7 +114,7 @@ def _cell(ratios: list[float]) -> str:
         return ""
     if len(ratios) == 1:
         return f"{ratios[0]:.2f}"
-    return f"**{statistics.median(ratios):.2f}** ({min(ratios):.2f} to {max(ratios):.2f})"
+    return f"**{statistics.median(ratios):.2f}** ({min(ratios):.2f}&nbsp;to&nbsp;{max(ratios):.2f})"
 
 
 def _by_pair(results: Results) -> dict[tuple[str, str], dict[int, list[float]]]:

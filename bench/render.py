@@ -164,7 +164,7 @@ NOTES = """
   MLP 961 MiB where XLA takes 832, its block 1090 (1025), GPT-3's 1313 (1920) and 1571 (2498). All
   layers share the heap, which is kept between steps.
 
-[Verified](verified.md) lists what else has run on GPUs.
+[Runs on GPUs](gpu_runs.md) lists what else has run.
 """  # noqa: E501
 
 

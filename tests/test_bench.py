@@ -242,7 +242,7 @@ def test_conclusions_compare_every_row():
     result = _of_shapes("2 x NVIDIA H200", [one, two])  # J 2 ms, S 3 ms
     result["rows"][1]["J"] = _timing(6e-3)
     line = conclusions.table([("2xh200", result)]).splitlines()[-1]
-    assert line == f"| {one.op} | XLA's own sequence | **1.33** (0.67 to 2.00) | 2 | 1 |"
+    assert line == f"| {one.op} | XLA's own sequence | **1.33** (0.67&nbsp;to&nbsp;2.00) | 2 | 1 |"
     attention = {"case": {"decode": False}, "J": _timing(2e-3), "G": _timing(8e-3)}
     result = {"machine": result["machine"], "attention": [attention]}
     assert conclusions.table([("a", result)]).endswith("cuDNN's on one GPU / N | 0.50 | 1 |")
