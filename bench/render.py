@@ -49,7 +49,7 @@ README_LISTS = ("flux", "attention", "ulysses", "all_reduce")
 INTRODUCTION = """# Performance
 
 Made by `python -m bench.render` from the files in [bench/results](../bench/results); do not edit.
-`python -m bench.renew` measures them again.
+[Reproduce our numbers](guide/reproduce.md) says how to measure them again.
 
 jflux's time over that of what else computes the same, bf16: the median of all rows, the range in
 brackets, and in how many rows jflux is slower. No row is left out but those of the kernels before k-panels.

@@ -48,6 +48,7 @@ from bench import (  # noqa: E402
     rates,
     render,
     renew,
+    reproduce,
     scattered,
     sections,
     shapes,
@@ -393,6 +394,27 @@ def test_rows_are_added_to_a_result(benchmark_of_shapes, tmp_path, capsys):
     assert days == 3 * ["2026-01-02"] + (len(flux) - 3) * ["2026-01-03"]
     assert "Measured on 2026-01-02 and 2026-01-03." in render.tables(result)
     assert benchmark_of_shapes("--add", str(path)) == []
+
+
+def test_readme_is_reproduced(benchmark_of_shapes, monkeypatch, capsys):
+    """The rows of its table, beside those of bench/results."""
+    measured = {"S": _timing(3e-3), "J": _timing(2e-3)}
+    timings = {name: _trial.Timing(**timing) for name, timing in measured.items()}
+    monkeypatch.setattr(harness, "measure", lambda *_: timings)
+    monkeypatch.setattr(sys, "argv", ["reproduce", "--ranks", "2"])
+    assert reproduce.main() == 0
+    first, heading, *lines, last = capsys.readouterr().out.splitlines()
+    assert (
+        first.startswith("2 x ") and heading == reproduce.HEADING and last.startswith("5 rows in")
+    )
+    published = render.readme_table(render.load()).splitlines()[4:]
+    for line, row in zip(lines, published, strict=True):
+        name, m, n, k, _, _, gain = [cell.strip() for cell in row.strip("|").split("|")]
+        assert (
+            line == f"{name} | {m} | {n} | {k} | 3.000 | 2.000 | 1.50 | {gain} on 2 x NVIDIA H200"
+        )
+    known = reproduce.published(render.load(), "NVIDIA H100 80GB HBM3", 4)
+    assert {row["gpus"] for row in known.values()} == {"4 x NVIDIA H100 80GB HBM3"}
 
 
 def test_rows_are_not_added_to_those_of_another_machine(benchmark_of_shapes, tmp_path):

@@ -119,6 +119,10 @@ FRAGMENTS = {
         ["assert jax.grad(block)(x).shape == x.shape"],
     ),
     "docs/guide/plan.md": ("", ["assert ranking.best.grid.ranks == 1024"]),
+    "docs/guide/profiling.md": (
+        "step, params, batch = f, x, w",
+        ["", "assert any('jflux_all_gather_matmul' in name for _, name in times)", None],
+    ),
     "docs/guide/troubleshooting.md": ("", ["assert (f(x, w) == 32).all()"]),
 }
 #: Its sample needs the library that examples/custom_kernel compiles; test_custom_call.py runs that.
@@ -193,9 +197,12 @@ def _names_of_code() -> frozenset[str]:
     return frozenset(names)
 
 
-@pytest.mark.parametrize("page", sorted(ROOT.glob("docs/internals/*.md")), ids=lambda p: p.stem)
+CODE_PAGES = [*sorted(ROOT.glob("docs/internals/*.md")), ROOT / "docs/guide/profiling.md"]
+
+
+@pytest.mark.parametrize("page", CODE_PAGES, ids=lambda p: p.stem)
 def test_names_of_the_code_exist(page):
-    """Functions, types and constants that internals name, as C++ writes them."""
+    """Functions, types and constants that internals name, as C++ writes them, and kernels."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
     spans = " ".join(re.findall(r"`([^`\n]+)`", text))
     names = set(re.findall(r"\b(?:k[A-Z]|[A-Z][a-z])\w+", spans))
