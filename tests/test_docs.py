@@ -2,9 +2,11 @@
 show the orders of cc/core/tile_order.h."""
 
 import ast
+import doctest
 import functools
 import importlib
 import importlib.util
+import inspect
 import os
 import re
 import shutil
@@ -39,6 +41,7 @@ SAMPLES = {
         "assert abs(y - expected).max() < 0.01 * abs(expected).max()",
     ],
     "docs/quickstart.md": ["assert abs(y - expected).max() < 0.05"],
+    "docs/api/index.md": ["assert jflux.__version__ and {functools, jnp, P}"],
     "docs/guide/calling.md": ["assert all(jnp.isfinite(a).all() for a in (y, h, z))"],
     "docs/guide/expert_parallelism.md": [
         "assert y.shape == x.shape and bool(jnp.isfinite(y).all())"
@@ -170,6 +173,24 @@ def test_the_samples_run(name, tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "takes its lax reference" not in done.stderr, done.stderr
+
+
+#: Functions of jflux that compute with arrays.
+FUNCTIONS = {
+    name: function
+    for name, function in vars(jflux).items()
+    if inspect.isfunction(function)
+    and re.match(r"jflux\._(ops|attention|experts)\.", function.__module__)
+} | {"explain": jflux.explain, "flops": jflux.flops}
+
+
+@pytest.mark.skipif(jax.device_count() != 8, reason="what they print is of eight devices")
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_examples_of_docstrings_run(name, capsys):
+    start = dict(functools=functools, jax=jax, jnp=jnp, P=P, jflux=jflux)
+    examples = doctest.DocTestFinder(recurse=False).find(FUNCTIONS[name], name, globs=start)
+    assert examples and examples[0].examples, f"jflux.{name} has no example"
+    assert doctest.DocTestRunner().run(examples[0]).failed == 0, capsys.readouterr().out
 
 
 @pytest.mark.parametrize("doc", DOCS, ids=lambda d: str(d.relative_to(ROOT)))
