@@ -1,5 +1,8 @@
 """jflux: tensor-parallel operations for JAX whose communication hides inside the computation."""
 
+import importlib
+from typing import TYPE_CHECKING
+
 from . import _checkout as _checkout  # first: it may take all else from elsewhere
 from . import checkpoint_policies as checkpoint_policies
 from . import moe as moe
@@ -46,3 +49,20 @@ from ._ops.ragged_all_to_all import ragged_all_to_all as ragged_all_to_all
 from ._register import register as register
 from ._tuner import tune as tune
 from ._version import __version__ as __version__
+
+_LATER = ("nn", "parallel", "plan", "timeline")  # imported when they are first used
+
+if TYPE_CHECKING:
+    from . import nn as nn
+    from . import parallel as parallel
+    from . import plan as plan
+    from . import timeline as timeline
+else:
+
+    def __getattr__(name: str) -> object:
+        if name in _LATER:
+            return importlib.import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_LATER})

@@ -152,8 +152,13 @@ def _say_what_is_repeated(
     """Logs the mesh axes along which all devices do the same, if they could share x's rows. A type
     under automatic sharding does not say how x is split, so it may be meant so."""
     named = {n for spec in specs.values() for e in spec if e is not None for n in as_tuple(e)}
-    entries = (*specs["x"], *[None] * x.ndim)
-    free = [size for size, entry in zip(x.shape[:-1], entries, strict=False) if entry is None]
+    lead = (*specs["x"], *[None] * x.ndim)[: x.ndim - 1]
+    parts = [math.prod(mesh.shape.get(n, 1) for n in as_tuple(e)) if e else 1 for e in lead]
+    free = [
+        size // part
+        for size, part in zip(x.shape, parts, strict=False)
+        if part == 1 or len(lead) == 1  # rows of a matrix; a sequence beside a batch stays as it is
+    ]
     repeated = [
         axis
         for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)

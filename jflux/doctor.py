@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import jflux
 
-from . import _bug_report, _config, _explain, _gpu_code, _heap, _native, testing
+from . import _bug_report, _config, _explain, _gpu_code, _heap, _native, _virtual, testing
 from ._dispatch import Path, Plan
 from ._heap import _nvshmem
 from ._ops._spec import OpSpec, collectives, products
@@ -53,10 +53,10 @@ def _devices() -> Iterator[str]:
         f"devices: {len(devices)} x {', '.join(kinds)} ({jax.default_backend()}), "
         f"{jax.process_count()} process(es)"
     )
-    if len(devices) == 1 and jax.default_backend() == "cpu":
+    if jax.default_backend() == "cpu":
         yield (
-            "  XLA_FLAGS=--xla_force_host_platform_device_count=8 makes eight devices of a CPU, so "
-            "that ops can be tried"
+            "  virtual devices of the CPU: N of them with "
+            "XLA_FLAGS=--xla_force_host_platform_device_count=N"
         )
     if _heap._cuda_usable():
         yield from _gpu_code.report(
@@ -163,8 +163,6 @@ def _plan(spec: OpSpec, mesh: Mesh, dtype: Any, size: int) -> Plan:
 
 def _path(spec: OpSpec, mesh: Mesh, dtype: Any) -> str:
     """ "fused", and for which sizes, where it is not for others; or why it never is."""
-    if mesh.size == 1:
-        return "reference (one device has nobody to talk to)"
     sizes = [mesh.size << i for i in range(17)] if spec.product else [1 << i for i in range(10, 28)]
     unit = "rows" if spec.product else "KiB"
     scale = 1 if spec.product else 1024
@@ -183,18 +181,23 @@ def _path(spec: OpSpec, mesh: Mesh, dtype: Any) -> str:
 
 def _ops() -> Iterator[str]:
     mesh = _mesh()
+    if mesh.size > 1:
+        yield "ops on these devices:"
     several_processes = jax.process_count() > 1
     for spec in (*products(), *collectives()):
         for dtype in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64):
             if dtype == jnp.float64 and not jax.config.read("jax_enable_x64"):
                 continue
             try:
-                path = _path(spec, mesh, dtype)
+                path = _path(spec, mesh, dtype) if mesh.size > 1 else "reference"
                 # Other processes would have to take part in a trial.
                 verdict = "not tried" if several_processes else _try(spec, np.dtype(dtype))
             except Exception as error:  # whatever it is, the user should read it here
                 path, verdict = "", f"FAILED: {error}"
-            yield f"  {spec.name:22} {np.dtype(dtype).name:9} {path}: {verdict}"
+            if mesh.size > 1 or verdict != "ok":
+                yield f"  {spec.name:22} {np.dtype(dtype).name:9} {path}: {verdict}"
+    if mesh.size == 1:
+        yield "ops: one device has nobody to talk to, so all ops were tried as their lax references"
 
 
 def report() -> Iterator[str]:
@@ -202,7 +205,6 @@ def report() -> Iterator[str]:
     yield from _versions()
     yield from _devices()
     yield from _heap_lines()
-    yield "ops on these devices:"
     yield from _ops()
     if _heap.backend_in_use():
         taken = _heap.usage(_heap.default_platform())
@@ -225,7 +227,8 @@ def bug_report(settings: Sequence[str], log: pathlib.Path | None = None) -> Iter
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prints the report; 1 if an op failed, else 0."""
+    """Prints the report; 1 if an op failed, else 0. Without GPUs it makes eight devices of the
+    CPU, unless XLA_FLAGS say how many."""
     parser = argparse.ArgumentParser(
         prog="python -m jflux.doctor",
         description="What jflux finds on this machine, and whether its ops work.",
@@ -243,6 +246,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.log is not None and not args.log.is_file():
         parser.error(f"--log {args.log} is no file")
+    _virtual.ask_for_devices()
     whole = args.report or args.log is not None
     lines = bug_report(_bug_report.settings(), args.log) if whole else report()
     # Tiny operands would take lax.

@@ -30,11 +30,9 @@ import jax
 
 import jflux
 
-from . import _gpu_code, _heap, testing
+from . import _gpu_code, _heap, _virtual, testing
 from ._ops._spec import ops_with_checked_kernels
 from ._progress import Progress
-
-VIRTUAL_DEVICES = 8  # of the CPU, where nobody has asked for another number
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -76,10 +74,8 @@ def _start_jax(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Non
     several = several or "JAX_COORDINATOR_ADDRESS" in os.environ
     if several and args.seed is None:
         args.seed = 0  # the same in all processes
-    chosen = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
-    if not chosen and getattr(jax.config, "jax_num_cpu_devices", -1) < 0:
-        share = VIRTUAL_DEVICES // (args.processes or 1) if not args.distributed else 1
-        jax.config.update("jax_num_cpu_devices", max(1, share))
+    share = 1 if args.distributed else _virtual.DEVICES // (args.processes or 1)
+    _virtual.ask_for_devices(max(1, share))
     # No kernel of jflux uses NVLink multicast, so NCCL need not set it up either.
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     if not several:

@@ -213,7 +213,9 @@ def main() -> None:
     """Records one call, and writes its trace and its picture."""
     import jflux
 
-    parser = argparse.ArgumentParser(description="Records one call of an op on all GPUs.")
+    parser = argparse.ArgumentParser(
+        prog="python -m jflux.timeline", description="Records one call of an op on all GPUs."
+    )
     specs = {spec.name: spec for spec in products()}
     parser.add_argument("--op", default="all_gather_matmul", choices=list(specs))
     for name, value in (("m", 8192), ("n", 49152), ("k", 12288)):

@@ -40,12 +40,13 @@ from jflux._ops._spec import all_ops
 
 HERE = pathlib.Path(__file__).parent
 TOOLS = ("memcheck", "initcheck", "synccheck", "racecheck")
+PYTEST = ("-m", "pytest", "-q", "--full")
 #: Kernels of one rank, and the scripts or tests that run them.
 LOCAL = {
     "grouped_matmul": ["moe_gpu.py"],  # and moe.route
     "flash_attention": ["attention_gpu.py"],
-    "flash_decode": ["-m", "pytest", "-q", "test_flash_decode_half.py", "-k", "pages or nothing"],
-    "moe_rows": ["-m", "pytest", "-q", "test_moe_rows.py", "-k", "values and bfloat16"],
+    "flash_decode": [*PYTEST, "test_flash_decode_half.py", "-k", "pages or nothing"],
+    "moe_rows": [*PYTEST, "test_moe_rows.py", "-k", "values and bfloat16"],
 }
 #: Ops whose scripts run two ranks in one process, which has to have two GPUs.
 TWO_GPUS = {
@@ -53,7 +54,7 @@ TWO_GPUS = {
     "grouped_matmul_reduce_scatter": ["gathered_gpu.py", "--only", "scatter"],
     "moe_dispatch": ["placed_gpu.py"],  # and moe_combine
     "all_gather_attention": ["attention_gpu.py", "--ranks", "2"],
-    "decode_merge": ["-m", "pytest", "-q", "test_decode_merge.py", "-k", "values and 2-shape1"],
+    "decode_merge": [*PYTEST, "test_decode_merge.py", "-k", "values and 2-shape1"],
     "stress": ["-m", "jflux.stress", "--calls", "40"],  # all ops that have one kernel a call
 }
 #: Those whose kernels use TMA and mbarriers, beside the ops with a product.

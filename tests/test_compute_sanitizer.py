@@ -1,5 +1,8 @@
 """The script around compute-sanitizer, with a program that stands in for it."""
 
+import subprocess
+import sys
+
 import compute_sanitizer
 import pytest
 
@@ -40,6 +43,18 @@ def test_ranks_run_under_the_tool_and_the_table_says_what_it_found(tmp_path, mon
     assert compute_sanitizer.main([*options, "--tools", "memcheck"]) == 1
     line = capsys.readouterr().out.splitlines()[-1]
     assert line.startswith("BAD  all_gather") and "errors: Invalid __global__ read" in line
+
+
+@pytest.mark.slow
+def test_what_it_runs_of_the_tests_is_there():
+    """A name that has changed, or a tier without it, would leave nothing to run."""
+    scripts = (compute_sanitizer.LOCAL | compute_sanitizer.TWO_GPUS).values()
+    for script in (script for script in scripts if "pytest" in script):
+        command = [sys.executable, *script, "--collect-only", "--no-header"]
+        found = subprocess.run(
+            command, cwd=compute_sanitizer.HERE, text=True, capture_output=True, timeout=120
+        )
+        assert found.returncode == 0 and "::test_" in found.stdout, found.stdout
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,7 @@ SAMPLES = {
     ],
     "docs/guide/hosts.md": ["assert jflux.heap_report().platform == 'cpu'"],
     "docs/guide/long_sequences.md": [
+        "assert f'positions must be at most {length - 1}, got {length}' in error.get()",
         "assert y.shape == (2, 4, 8) and list(lengths) == [length, 10]",
         "wanted = jflux.restore_order(in_order[1], ranks)[1, :9]",
         "assert (cache[0][1, :9] == wanted).all() and not cache[0][1, 9:].any()",
@@ -61,6 +62,10 @@ SAMPLES = {
     ],
     "docs/guide/recipes.md": [
         "assert losses[-1] < losses[0] - 1 and linen_losses[-1] < linen_losses[0]",
+        "assert np.allclose(fsdp_losses, losses, rtol=1e-2)",
+        "specs = [a.sharding.spec for a in (kernel, fsdp_optimizer.opt_state[0].mu.blocks.mlp.up"
+        ".kernel[...])]",
+        "assert specs == 2 * [P(None, 'data', 'tp')]",
         "assert abs(in_parts - before) < 1e-2 * before",  # bfloat16, other sums
         "assert here < before - .3 and abs(here - there) < 1e-2 * here",
         "leaf = lambda model: model.blocks.mlp.up.kernel[...].sharding",

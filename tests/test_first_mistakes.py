@@ -250,8 +250,13 @@ def test_a_dot_general_without_effect_says_so(names, axes, says, caplog):
             lambda nn, **k: nn.MoE(8, 3, 16, 1, expert_axis="ep", **k),
             "2 ranks .*'ep'.* do not divide the 3 of 'expert'",
         ),
+        (
+            ("tp",),
+            lambda nn, **k: nn.MLP(8, 16, rules=(("mlp", "tp"), ("embed", "fsdp")), **k),
+            r"by the rules 'embed', .*, is split over \['fsdp'\], .* axes \('tp',\)",
+        ),
     ],
-    ids="mesh axis mlp heads kv_heads vocab expert".split(),
+    ids="mesh axis mlp heads kv_heads vocab expert rule".split(),
 )
 def test_nnx_layers_that_have_no_place_on_the_mesh(names, make, message):
     nnx = pytest.importorskip("flax.nnx")

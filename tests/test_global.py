@@ -293,3 +293,9 @@ def test_axes_along_which_work_is_repeated_are_named(caplog, monkeypatch):
         gathered(x, w)
     assert caplog.text.count("whole along mesh axes ['dp'], whose devices then repeat") == 1
     assert "x_spec=P('dp')" in caplog.text
+    for rows in (RANKS, RANKS // 2):  # of a matrix: 2 devices cannot share the latter
+        monkeypatch.setattr(_config, "_said", set())
+        caplog.clear()
+        with caplog.at_level("INFO", "jflux"):
+            gathered(x[0, :rows], w)
+        assert ("repeat" in caplog.text) == (rows == RANKS)

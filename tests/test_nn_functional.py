@@ -429,7 +429,11 @@ def test_importing_it_does_not_import_flax():
     import subprocess
     import sys
 
-    code = "import jflux.nn, sys; assert 'flax' not in sys.modules; jflux.nn.TensorParallel()"
+    code = (
+        "import jflux.nn, sys; assert 'flax' not in sys.modules; jflux.nn.TensorParallel()\n"
+        "assert not hasattr(jflux.nn, 'nowhere') and 'flax' not in sys.modules\n"
+        "jflux.nn.linen.MLP, jflux.nn.nnx.MLP"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

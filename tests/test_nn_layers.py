@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jflux.nn as jnn
+from jflux import _config
 
 nn = pytest.importorskip("flax.linen")
 
@@ -299,7 +300,7 @@ def test_linen_parameters_have_logical_axes():
         {"embedding": ("vocab", "embed")},
     ]
     assert specs_of(mlp)["up"]["kernel"] == P(None, "tp")
-    rules = (("embed", "data"), *RULES)  # the first rule of a name counts
+    rules = jnn.logical_axis_rules("tp", embed="data")
     specs = nn.logical_to_mesh(nn.get_partition_spec(mlp), rules)
     assert specs["down"] == {"kernel": P("tp", "data"), "bias": P("data")}
 
@@ -319,6 +320,35 @@ def test_linen_parameters_are_made_in_place():
         assert jax.jit(layer.apply)(variables, x).shape == x.shape
 
 
+def test_rules_name_each_axis_once():
+    """Of two rules for one name Flax takes the first in linen, and the last in NNX."""
+    rules = jnn.logical_axis_rules("tp", embed=("data", "pod"), expert_axis="ep", layers="stage")
+    assert dict(rules) == {
+        "mlp": "tp", "heads": "tp", "kv_heads": "tp", "vocab": "tp", "expert": "ep",
+        "embed": ("data", "pod"), "kv": None, "layers": "stage",
+    }  # fmt: skip
+    assert len(dict(rules)) == len(rules)
+    assert jnn.logical_axis_rules("tp") == RULES and dict(RULES)["embed"] is None
+    with pytest.raises(ValueError, match=r"embed='tp' must have no mesh axis of axis_name='tp'"):
+        jnn.logical_axis_rules("tp", embed="tp")
+    with pytest.raises(ValueError, match=r"no mesh axis of expert_axis=\('ep',\)"):
+        jnn.logical_axis_rules("tp", embed=("data", "ep"), expert_axis=("ep",))
+
+
+def test_two_rules_for_one_name_in_nnx(caplog, monkeypatch):
+    monkeypatch.setattr(_config, "_said", set())
+    with jax.set_mesh(make_mesh((2, 2), ("data", "tp"))):
+        two_of_another = (*RULES, ("kv", "data"))
+        jnnx.MLP(WIDTH, HIDDEN, rngs=nnx.Rngs(0), rules=two_of_another)
+        assert not caplog.records
+        with nnx.logical_axis_rules((("embed", "data"), *RULES)):
+            module = jnnx.MLP(WIDTH, HIDDEN, rngs=nnx.Rngs(0))
+    assert module.up.kernel[...].sharding.spec == P(None, "tp")
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "map 'embed' to each of ['data', None]; NNX takes the last" in record.message
+
+
 def test_nnx_parameters_are_put_in_place():
     mesh = Mesh(np.array(DEVICES[:4]).reshape(2, 2), ("data", "tp"))
 
@@ -329,10 +359,10 @@ def test_nnx_parameters_are_put_in_place():
         module = jnnx.MLP(WIDTH, HIDDEN, rngs=nnx.Rngs(0))
         assert module.up.kernel.get_metadata()["out_sharding"] == ("embed", "mlp")
         assert specs(module)["up"] == {"kernel": P(None, "tp"), "bias": P("tp")}
-        own_rules = dict(RULES) | {"embed": "data"}
-        module = jnnx.MLP(WIDTH, HIDDEN, rngs=nnx.Rngs(0), rules=own_rules.items())
+        own_rules = jnn.logical_axis_rules("tp", embed="data")
+        module = jnnx.MLP(WIDTH, HIDDEN, rngs=nnx.Rngs(0), rules=own_rules)
         assert specs(module)["up"]["kernel"] == P("data", "tp")
-        with nnx.logical_axis_rules(tuple(own_rules.items())):
+        with nnx.logical_axis_rules(own_rules):
             module = jnnx.MLP(WIDTH, HIDDEN, rngs=nnx.Rngs(0))
             assert specs(module)["down"]["kernel"] == P("tp", "data")
         x = draw(2, 8, WIDTH)

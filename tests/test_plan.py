@@ -714,8 +714,12 @@ class TestPaper:
 
 def test_importing_jflux_imports_no_more_than_before():
     code = (
-        "import sys, jflux; bad = {'flax', 'matplotlib', 'jflux.plan'} & set(sys.modules)\n"
-        "assert not bad, bad\n"
-        "import jflux.plan; bad = {'flax', 'matplotlib'} & set(sys.modules); assert not bad, bad"
+        "import sys, jflux\n"
+        "later = {f'jflux.{name}' for name in ('nn', 'parallel', 'plan', 'timeline')}\n"
+        "bad = {'flax', 'matplotlib', *later} & set(sys.modules); assert not bad, bad\n"
+        "jflux.plan.rank, jflux.parallel.Grid, jflux.timeline.record, jflux.nn.mlp\n"
+        "assert later <= set(sys.modules) and {'plan', 'all_reduce'} <= set(dir(jflux))\n"
+        "assert not hasattr(jflux, 'nowhere')\n"
+        "bad = {'flax', 'matplotlib'} & set(sys.modules); assert not bad, bad"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=120)

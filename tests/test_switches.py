@@ -149,6 +149,12 @@ BASIC = {
         P(),
         (_normal(2, 2, 8), _normal(2, 4, 1, 8)),
     ),
+    "cache": (
+        lambda q, k: _with_cache(q, k),
+        (P(), COLUMNS),
+        P(),
+        (_normal(2, 2, 2, 8), _normal(2, 4, 1, 8)),
+    ),
     "dispatch": (
         lambda x, logits: _through_experts(x, logits),
         (ROWS, ROWS),
@@ -189,6 +195,16 @@ RAGGED = (np.array([0, 1]), np.array([1, 1]), np.array([0, 1]), np.array([1, 1])
 
 def _decoded(q, k):
     return jflux.flash_decode(q, k, k, np.array([3, 2]), axis_name="tp", window=2, softcap=3.0)
+
+
+def _with_cache(q, k):
+    """A prompt, one token, and two tokens."""
+    cache = jflux.KVCache(*(jnp.zeros((2, 4, 1, 8)) for _ in range(2)), np.zeros(2, np.int32))
+    cache = jflux.fill_cache(cache, k, k, np.array([3, 2]), axis_name="tp")
+    options = {"axis_name": "tp", "window": 2}
+    new = q[:, :, :1]
+    o, cache = jflux.attend_to_cache(cache, q[:, :1], new[:, :1], new[:, :1], **options)
+    return jflux.attend_to_cache(cache, q, new, new, **options)[0] + o
 
 
 def _through_experts(x, logits):
@@ -232,8 +248,8 @@ STRICT = {
 @pytest.mark.slow
 @pytest.mark.parametrize("switch", STRICT)
 def test_under_a_strict_switch(switch):
-    # Each operation of a dispatch by itself takes 50 s.
-    left_out = ("dispatch",) if switch == "without jit" else ()
+    # Each operation of these by itself takes up to 50 s.
+    left_out = ("cache", "dispatch") if switch == "without jit" else ()
     for name in (name for name in BASIC if name not in left_out):
         f, operands = _values_and_gradients(name)
         want = f(*operands)

@@ -1,7 +1,9 @@
 """Programs that are compiled for GPUs that are not here: what XLA makes of them."""
 
+import collections
 import contextlib
 import functools
+import math
 import re
 from unittest import mock
 
@@ -12,12 +14,13 @@ import numpy as np
 import pytest
 import topologies
 import two_level_gpu
+from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jflux
 import jflux.nn
-from jflux import _config, _levels, _lowering, _mesh, _native
+from jflux import _config, _levels, _lowering, _mesh, _native, parallel
 from jflux._ops._spec import products
 
 RANKS = 4
@@ -156,6 +159,106 @@ def test_a_ring_sends_beside_attention(mesh, gradients, alone):
     assert len(started) == 2 + gradients * 2
     assert all("__cudnn$fmha" in between for between in started)
     assert len(re.findall(r" collective-permute\(", text)) == alone
+
+
+# docs/guide/parallel.md compares the two: 8 MLPs, of 4 sequences, over 2 x 4 ranks.
+LAYERS, WIDTH, HIDDEN, BATCH, LENGTH = 8, 4096, 16384, 4, 4096
+
+
+def layers_of_nn(grid):
+    """Of `jflux.nn`, with weights split over a second axis too, as `embed=` does."""
+    mesh = Mesh(grid.reshape(2, 4), ("fsdp", "tp"))
+
+    def loss(params, x):
+        @jax.checkpoint
+        def layer(x, weights):
+            return jflux.nn.mlp(
+                x, *weights, axis_name="tp", residual=x, mesh=mesh, x_spec=P("fsdp")
+            ), None
+
+        return jnp.mean(lax.scan(layer, x, params)[0].astype(jnp.float32) ** 2)
+
+    params = [
+        operand(mesh, P(None, "fsdp", "tp"), LAYERS, WIDTH, HIDDEN),
+        operand(mesh, P(None, "tp", "fsdp"), LAYERS, HIDDEN, WIDTH),
+    ]
+    return loss, params, operand(mesh, P("fsdp", "tp"), BATCH, LENGTH, WIDTH)
+
+
+def layers_of_parallel(grid):
+    mesh = Mesh(grid.reshape(2, 4), ("z", "x"))
+    scheme = parallel.Scheme(y=None, data=None)
+    turned = scheme.transposed
+
+    def layer(x, weights):
+        up, down = weights
+        h = jax.nn.gelu(parallel.dense(x, up, scheme=scheme))
+        return x + parallel.dense(h, down, scheme=turned)
+
+    specs = [P(None, *one.weight_spec()) for one in (scheme, turned)]
+
+    def loss(params, x):
+        y = parallel.scan(layer, x, params, specs=specs, scheme=scheme)
+        return lax.pmean(jnp.mean(y.astype(jnp.float32) ** 2), "z")
+
+    sequences = scheme.input_spec(3)
+    loss = jax.shard_map(loss, mesh=mesh, in_specs=(specs, sequences), out_specs=P())
+    params = [
+        operand(mesh, specs[0], LAYERS, WIDTH, HIDDEN),
+        operand(mesh, specs[1], LAYERS, HIDDEN, WIDTH),
+    ]
+    return loss, params, operand(mesh, sequences, BATCH, LENGTH, WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("layers", "gathered", "kernels", "temporaries"),
+    [
+        (layers_of_nn, 2 * LAYERS, {"all_gather_matmul": 24, "matmul_reduce_scatter": 16}, 700),
+        # The last layer's weights are kept; nobody asks for the gradient of the first one's input.
+        (layers_of_parallel, 2 * LAYERS - 1, {"matmul_all_reduce": 15}, 1600),
+    ],
+)
+def test_weights_in_parts(layers, gathered, kernels, temporaries):
+    """They are gathered in both passes, and their gradients scattered, in their own type; a device
+    holds a part of each, and in MiB what the page says."""
+    f, params, x = layers(mesh_of(8, "all").devices)
+    shardings = jax.tree.map(lambda a: a.sharding, params)
+    gradient = jax.jit(jax.grad(f), out_shardings=shardings)
+    with gpu_programs.as_on_gpus():
+        program = gradient.lower(params, x).compile(
+            compiler_options=topologies.COMPILER_OPTIONS | {"xla_gpu_mock_custom_calls": True}
+        )
+    a_part = WIDTH * HIDDEN // 8
+    assert calls_of(program.as_text()) == {
+        ("all-gather", "bf16", 2 * a_part): 2 * gathered,
+        ("reduce-scatter", "bf16", a_part): 2 * LAYERS,
+        **{(f"jflux_{name}",): count for name, count in kernels.items()},
+    }  # fmt: skip
+    memory = program.memory_analysis()
+    weights = 2 * 2 * LAYERS * a_part
+    rows = 2 * BATCH * LENGTH * WIDTH // (8 if layers is layers_of_nn else 2)
+    assert memory.argument_size_in_bytes == weights + rows
+    assert memory.output_size_in_bytes == pytest.approx(weights, rel=1e-3)
+    assert 0.9 * temporaries < memory.temp_size_in_bytes / 2**20 < temporaries
+
+
+def calls_of(text):
+    """How often a program calls kernels, and collectives over arrays; a loop's body counts as often
+    as it runs."""
+    runs = dict(re.findall(r"while\(.*body=%([\w.]+).*known_trip_count\":{\"n\":\"(\d+)", text))
+    found, times = collections.Counter(), 1
+    for line in text.splitlines():
+        if begun := re.match(r"(?:ENTRY )?%([\w.]+) \(", line):
+            times = int(runs.get(begun[1], 1))
+        collective = re.search(r"= ([^%]*) (all-gather|all-reduce|reduce-scatter)(-start)?\(", line)
+        if collective:
+            results = re.findall(r"(\w+)\[([\d,]+)\]", collective[1])
+            half = len(results) // 2 if collective[3] else 0  # of operands and results
+            for dtype, shape in results[half:]:
+                found[collective[2], dtype, math.prod(map(int, shape.split(",")))] += times
+        elif kernel := re.search(r'custom_call_target="(jflux_\w+)"', line):
+            found[(kernel[1],)] += times
+    return found
 
 
 @pytest.mark.parametrize("exchange", ["dispatch", "gather"])

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +51,32 @@ class _Options:
     ring: bool | None
 
 
+class Options(TypedDict, total=False):
+    """Arguments on which the type of the result does not depend."""
+
+    axis_name: AxisName | None
+    heads_axis: AxisName | None
+    causal: bool
+    layout: Layout
+    window: int | tuple[int, int] | None
+    segment_ids: Any
+    scale: float | None
+    softcap: float | None
+    ring: bool | None
+    mesh: Mesh | AbstractMesh | None
+    q_spec: PartitionSpec | None
+
+
+@overload
+def attention(
+    q: Any, k: Any, v: Any, *, return_lse: Literal[False] = ..., **options: Unpack[Options]
+) -> jax.Array: ...
+@overload
+def attention(
+    q: Any, k: Any, v: Any, *, return_lse: Literal[True], **options: Unpack[Options]
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def attention(q: Any, k: Any, v: Any, *, return_lse: bool, **options: Unpack[Options]) -> Any: ...
 @_mesh.axis_by_name
 def attention(
     q: Any,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,17 +11,19 @@ from .. import _checks, _mesh
 from .._mesh import AxisName
 from .._ops.exchange import all_gather, all_gather_reference
 
+Tree = TypeVar("Tree")
+
 
 @_mesh.axis_by_name
 def update_cache(
-    cache: Any,
+    cache: Tree,
     new: Any,
     positions: jax.Array,
     *,
     axis_name: AxisName | None = None,
     block_table: jax.Array | None = None,
     split: bool = False,
-) -> Any:
+) -> Tree:
     """Writes new keys and values into a cache that is split over ranks by position, as
     :func:`jflux.flash_decode` reads it.
 
@@ -75,14 +77,14 @@ def update_cache(
 
 
 def reference(
-    cache: Any,
+    cache: Tree,
     new: Any,
     positions: jax.Array,
     *,
     axis_name: AxisName | None = None,
     block_table: jax.Array | None = None,
     split: bool = False,
-) -> Any:
+) -> Tree:
     """:func:`jflux.update_cache` in plain `lax`, which does not raise on CPUs."""
     return _update(
         all_gather_reference, cache, new, positions, axis_name, block_table, split, raises=False
@@ -108,25 +110,25 @@ def _update(
 
         new = jax.tree.map(whole, new)
         positions = whole(positions) if positions.ndim == 2 else positions
-    tokens = jax.tree.leaves(new)[0].shape[1]
+    token = jnp.arange(jax.tree.leaves(new)[0].shape[1], dtype=jnp.int32)[None]
     size = jax.tree.leaves(cache)[0].shape[1]
     here = size if block_table is None else size * block_table.shape[1]
     rank, ranks = _mesh.rank_and_size(axis_name)
     first, last = rank * here, ranks * here - 1
     positions = _checks.to_int32(positions)
     if positions.ndim == 1:
-        positions = positions[:, None] + jnp.arange(tokens, dtype=jnp.int32)
+        positions = positions[:, None] + token
     positions = _checks.in_range(
         positions, None, last, "jflux.update_cache: positions", raises=raises
     )
     # A sequence with a token beyond the cache gets NaN at the last position, once.
     at_end = jnp.any(positions > last, 1, keepdims=True) & (positions >= last)
-    spoils = at_end & (jnp.arange(tokens) == jnp.argmax(at_end, 1)[:, None])
+    spoils = at_end & (token == jnp.argmax(at_end, 1)[:, None])
     local = jnp.minimum(positions, last) - first
     own = (positions >= 0) & (local >= 0) & (local < here) & (spoils | ~at_end)
     if block_table is None:
         # Out of range, so that it is dropped, and different from the others.
-        at = jnp.where(own, local, here + jnp.arange(tokens, dtype=jnp.int32))
+        at = jnp.where(own, local, here + token)
         index: Any = (jnp.arange(len(at), dtype=jnp.int32)[:, None], at)
     else:
         page, there = page_of(block_table, jnp.where(own, local // size, 0), cache, "update_cache")

@@ -193,7 +193,7 @@ def new_positions(
 ) -> jax.Array:
     """Where `tokens` new tokens go in sequences of these lengths [B]: int32 [B, tokens], -1 for
     those that follow a sequence's `new_lengths`."""
-    at = jnp.arange(tokens, dtype=jnp.int32)
+    at = jnp.arange(tokens, dtype=jnp.int32)[None]
     positions = _checks.to_int32(lengths)[:, None] + at
     if new_lengths is None:
         return positions
@@ -228,7 +228,7 @@ def _fill(
     else:
         lengths, are_right = _counts(f"{op}: lengths", lengths, ranks * here, raises)
         lengths = jnp.where(are_right, lengths, ranks * size)
-    positions = jnp.where(at < lengths[:, None], at, -1)
+    positions = jnp.where(at[None] < lengths[:, None], at[None], -1)
     keys, values = update(
         (kv_cache.keys, kv_cache.values), (k, v), positions, axis_name=axis_name,
         split=axis_name is not None,
@@ -311,12 +311,13 @@ def _attend_to_part(
         return jnp.zeros(q.shape, wide), jnp.full(q.shape[:3], -jnp.inf, wide)
     if tokens > 1 and tokens * heads > MOST_ROWS:
         # What nothing attends to may be NaN, and a weight of zero does not keep a NaN out.
-        read = (own <= jnp.max(positions, 1)[:, None])[..., None, None]
+        read = (own[None] <= jnp.max(positions, 1)[:, None])[..., None, None]
         keys, values = jnp.where(read, keys, 0), jnp.where(read, values, 0)
         wide = sum_dtype(q.dtype)
         return flash_attention.forward(
             q, Part(positions, None), keys, values, Part(own, None), scores, wide
         )
+    own = own[None, None]
     attended = own <= positions[..., None]  # [B, T, s]
     if scores.window is not None:
         attended &= own >= positions[..., None] - scores.window[0]

@@ -3,7 +3,7 @@ position (flash decoding)."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,46 @@ from .operands import DTYPES, scale_of, softcap_of, window_of
 _OP = "jflux.flash_decode"
 
 
+class Options(TypedDict, total=False):
+    """Arguments on which the type of the result does not depend."""
+
+    axis_name: AxisName | None
+    block_table: jax.Array | None
+    window: int | tuple[int, int] | None
+    softcap: float | None
+    scale: float | None
+
+
+@overload
+def flash_decode(
+    q: jax.Array,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    lengths: jax.Array,
+    *,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[Options],
+) -> jax.Array: ...
+@overload
+def flash_decode(
+    q: jax.Array,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    lengths: jax.Array,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def flash_decode(
+    q: jax.Array,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    lengths: jax.Array,
+    *,
+    return_lse: bool,
+    **options: Unpack[Options],
+) -> Any: ...
 @_mesh.axis_by_name
 def flash_decode(
     q: jax.Array,

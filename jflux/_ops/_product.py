@@ -7,12 +7,14 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Required, TypedDict
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.typing import DTypeLike
 
 from .. import _config, _mesh
 from .._native import MAX_RANKS, MAX_WEIGHTS
@@ -30,6 +32,17 @@ DTYPES = {"cpu": CPU_DTYPES, "cuda": CUDA_DTYPES}
 
 #: Why `lax` takes a call under ``check_vma=True``.
 NO_KERNEL_REDUCES = "{}: kernels have no types of sums that are still to be made"
+
+
+class Options(TypedDict, total=False):
+    """Arguments of every product on which the type of its result does not depend."""
+
+    axis_name: Required[_mesh.AxisName]
+    transpose_rhs: bool
+    preferred_element_type: DTypeLike | None
+    precision: lax.PrecisionLike
+    mesh: Mesh | AbstractMesh | None
+    x_spec: PartitionSpec | None
 
 
 def is_for_lax(op: str, axis_name: _mesh.AxisName, *operands: Any) -> bool:

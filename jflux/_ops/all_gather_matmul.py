@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +60,77 @@ class Params:
     prepared: str | None = None
 
 
+class Options(_product.Options, total=False):
+    """Arguments on which the type of the result does not depend."""
+
+    gather_dimension: int
+    bias: jax.Array | Sequence[jax.Array | None] | None
+    activation: str | None
+
+
+@overload
+def all_gather_matmul(
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    return_gathered: Literal[False] = ...,
+    gated: Literal[False] = ...,
+    **options: Unpack[Options],
+) -> jax.Array: ...
+@overload
+def all_gather_matmul(
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    return_gathered: Literal[True],
+    gated: Literal[False] = ...,
+    **options: Unpack[Options],
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def all_gather_matmul(
+    x: jax.Array,
+    w: Sequence[jax.Array],
+    *,
+    return_gathered: Literal[False] = ...,
+    gated: Literal[True],
+    **options: Unpack[Options],
+) -> jax.Array: ...
+@overload
+def all_gather_matmul(
+    x: jax.Array,
+    w: Sequence[jax.Array],
+    *,
+    return_gathered: Literal[True],
+    gated: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def all_gather_matmul(
+    x: jax.Array,
+    w: Sequence[jax.Array],
+    *,
+    return_gathered: Literal[False] = ...,
+    gated: Literal[False] = ...,
+    **options: Unpack[Options],
+) -> tuple[jax.Array, ...]: ...
+@overload
+def all_gather_matmul(
+    x: jax.Array,
+    w: Sequence[jax.Array],
+    *,
+    return_gathered: Literal[True],
+    gated: Literal[False] = ...,
+    **options: Unpack[Options],
+) -> tuple[tuple[jax.Array, ...], jax.Array]: ...
+@overload
+def all_gather_matmul(
+    x: jax.Array,
+    w: jax.Array | Sequence[jax.Array],
+    *,
+    return_gathered: bool = ...,
+    gated: bool = ...,
+    **options: Unpack[Options],
+) -> Any: ...
 @_mesh.axis_by_name
 def all_gather_matmul(
     x: jax.Array,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Required, TypedDict, TypeVar, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +42,26 @@ class Params:
         return dataclasses.replace(self, epilogue=SumEpilogue())
 
 
+Tree = TypeVar("Tree")
+
+
+class Options(TypedDict, total=False):
+    """Arguments on which the type of the result does not depend."""
+
+    axis_name: Required[AxisName]
+    residual: jax.Array | None
+    algorithm: str | None
+    axis_index_groups: Sequence[Sequence[int]] | None
+
+
+@overload
+def all_reduce(x: Tree, *, norm: None = ..., **options: Unpack[Options]) -> Tree: ...
+@overload
+def all_reduce(
+    x: jax.Array, *, norm: _norm.Norm, **options: Unpack[Options]
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def all_reduce(x: Any, *, norm: _norm.Norm | None, **options: Unpack[Options]) -> Any: ...
 @_mesh.axis_by_name
 def all_reduce(
     x: Any,

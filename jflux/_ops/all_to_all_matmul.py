@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, Required, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +58,29 @@ class Params:
         return Collective("all_to_all", self.split, self.concat)
 
 
+class Options(_product.Options, total=False):
+    """Arguments on which the type of the result does not depend."""
+
+    split_axis: Required[int]
+    concat_axis: Required[int]
+
+
+@overload
+def all_to_all_matmul(
+    x: jax.Array,
+    w: jax.Array,
+    *,
+    return_exchanged: Literal[False] = ...,
+    **options: Unpack[Options],
+) -> jax.Array: ...
+@overload
+def all_to_all_matmul(
+    x: jax.Array, w: jax.Array, *, return_exchanged: Literal[True], **options: Unpack[Options]
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def all_to_all_matmul(
+    x: jax.Array, w: jax.Array, *, return_exchanged: bool, **options: Unpack[Options]
+) -> Any: ...
 @_mesh.axis_by_name
 def all_to_all_matmul(
     x: jax.Array,

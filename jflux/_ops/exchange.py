@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,8 @@ LESS_THAN_BYTES = ("int2", "int4", "uint2", "uint4", "float4")
 #: Positions along the axes, as `lax` takes `axis_index_groups`.
 Groups = Sequence[Sequence[int]] | None
 
+Tree = TypeVar("Tree")
+
 
 @dataclasses.dataclass(frozen=True)
 class Params:
@@ -57,14 +59,14 @@ class Params:
 
 @_mesh.axis_by_name
 def all_gather(
-    x: Any,
+    x: Tree,
     *,
     axis_name: AxisName,
     axis: int = 0,
     tiled: bool = False,
     axis_index_groups: Groups = None,
     to: str = "varying",
-) -> Any:
+) -> Tree:
     """``lax.all_gather(x, axis_name, axis=axis, tiled=tiled)``, with the latency of one exchange
     where x is small.
 
@@ -132,13 +134,13 @@ def all_gather(
 
 @_mesh.axis_by_name
 def reduce_scatter(
-    x: Any,
+    x: Tree,
     *,
     axis_name: AxisName,
     scatter_dimension: int = 0,
     tiled: bool = False,
     axis_index_groups: Groups = None,
-) -> Any:
+) -> Tree:
     """``lax.psum_scatter(x, axis_name, scatter_dimension=..., tiled=...)``, with the latency of one
     exchange where x is small.
 
@@ -187,14 +189,14 @@ def reduce_scatter(
 
 @_mesh.axis_by_name
 def all_to_all(
-    x: Any,
+    x: Tree,
     *,
     axis_name: AxisName,
     split_axis: int,
     concat_axis: int,
     tiled: bool = False,
     axis_index_groups: Groups = None,
-) -> Any:
+) -> Tree:
     """``lax.all_to_all(x, axis_name, split_axis, concat_axis, tiled=tiled)``, with the latency of
     one exchange where x is small.
 
@@ -317,14 +319,14 @@ def gather_for_all(x: jax.Array, axis_names: tuple[Any, ...]) -> jax.Array:
 
 
 def all_gather_reference(
-    x: Any,
+    x: Tree,
     *,
     axis_name: AxisName,
     axis: int = 0,
     tiled: bool = False,
     axis_index_groups: Groups = None,
     to: str = "varying",
-) -> Any:
+) -> Tree:
     """``lax.all_gather(x)``: arguments and results are those of :func:`jflux.all_gather`."""
 
     def one(x: jax.Array) -> jax.Array:
@@ -341,14 +343,14 @@ def all_gather_reference(
 
 
 def all_to_all_reference(
-    x: Any,
+    x: Tree,
     *,
     axis_name: AxisName,
     split_axis: int,
     concat_axis: int,
     tiled: bool = False,
     axis_index_groups: Groups = None,
-) -> Any:
+) -> Tree:
     """``lax.all_to_all(x)``: arguments and results are those of :func:`jflux.all_to_all`."""
 
     def by_tiles(x: jax.Array, split: int, concat: int) -> jax.Array:
@@ -364,13 +366,13 @@ def all_to_all_reference(
 
 
 def reduce_scatter_reference(
-    x: Any,
+    x: Tree,
     *,
     axis_name: AxisName,
     scatter_dimension: int = 0,
     tiled: bool = False,
     axis_index_groups: Groups = None,
-) -> Any:
+) -> Tree:
     """``lax.psum_scatter(x)``: arguments and results are those of :func:`jflux.reduce_scatter`."""
 
     def one(x: jax.Array) -> jax.Array:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -70,6 +70,24 @@ class Params:
         return self.sums.world
 
 
+class Options(_product.Options, total=False):
+    """Arguments on which the type of the result does not depend."""
+
+    residual: jax.Array | None
+
+
+@overload
+def matmul_all_reduce(
+    x: jax.Array, w: jax.Array, *, norm: None = ..., **options: Unpack[Options]
+) -> jax.Array: ...
+@overload
+def matmul_all_reduce(
+    x: jax.Array, w: jax.Array, *, norm: _norm.Norm, **options: Unpack[Options]
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def matmul_all_reduce(
+    x: jax.Array, w: jax.Array, *, norm: _norm.Norm | None, **options: Unpack[Options]
+) -> Any: ...
 @_mesh.axis_by_name
 def matmul_all_reduce(
     x: jax.Array,

@@ -1,9 +1,12 @@
 """jflux.nn: tensor-parallel layers of jflux's ops.
 
 The functions here take arrays. Layers with parameters are in `jflux.nn.linen` and `jflux.nn.nnx`,
-which need Flax and are imported by their names. :class:`TensorParallel` brings the ops into models
-that exist, as their layers' ``dot_general``.
+which need Flax and are imported when they are first used. :class:`TensorParallel` brings the ops
+into models that exist, as their layers' ``dot_general``.
 """
+
+import importlib
+from typing import TYPE_CHECKING
 
 from .._ops.grouped_matmul import ragged_dot as ragged_dot
 from ._attention import attention as attention
@@ -22,3 +25,13 @@ from ._moe import mixture as mixture
 from ._rules import logical_axis_rules as logical_axis_rules
 from ._vocabulary import cross_entropy as cross_entropy
 from ._vocabulary import embed as embed
+
+if TYPE_CHECKING:
+    from . import linen as linen
+    from . import nnx as nnx
+else:
+
+    def __getattr__(name: str) -> object:
+        if name in ("linen", "nnx"):
+            return importlib.import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Required, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,63 @@ _OP = "jflux.nn.attention"
 CACHE = ("cache_keys", "cache_values", "cache_lengths")
 
 
+class Options(TypedDict, total=False):
+    """Arguments on which the type of :func:`attention`'s result does not depend."""
+
+    axis_name: Required[AxisName]
+    bias: Sequence[jax.Array | None]
+    residual: jax.Array | None
+    mask: jax.Array | None
+    is_causal: bool
+    num_kv_heads: int | None
+    rotate: Callable[..., jax.Array] | None
+    core: Callable[..., jax.Array] | None
+    context_axis: AxisName | None
+    context_layout: Layout
+    segment_ids: jax.Array | None
+    new_lengths: jax.Array | None
+    prefill: bool
+    cache_core: Callable[..., tuple[jax.Array, KVCache]] | None
+    sequence_parallel: bool
+    preferred_element_type: DTypeLike | None
+    precision: lax.PrecisionLike
+    mesh: Mesh | AbstractMesh | None
+    x_spec: PartitionSpec | None
+
+
+@overload
+def attention(
+    x: jax.Array,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    out: jax.Array,
+    *,
+    cache: None = ...,
+    **options: Unpack[Options],
+) -> jax.Array: ...
+@overload
+def attention(
+    x: jax.Array,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    out: jax.Array,
+    *,
+    cache: KVCache,
+    **options: Unpack[Options],
+) -> tuple[jax.Array, KVCache]: ...
+@overload
+def attention(
+    x: jax.Array,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    out: jax.Array,
+    *,
+    cache: KVCache | None,
+    **options: Unpack[Options],
+) -> Any: ...
 @_mesh.axis_by_name
 def attention(
     x: jax.Array,

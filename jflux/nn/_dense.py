@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, Unpack, overload
 
 import jax
 from jax import lax
@@ -22,6 +22,38 @@ from .._ops.matmul_reduce_scatter import matmul_reduce_scatter
 from . import _padding
 
 
+class Options(_product.Options, total=False):
+    """Arguments on which the type of :func:`column_parallel`'s result does not depend."""
+
+    sequence_parallel: bool
+    bias: jax.Array | Sequence[jax.Array | None] | None
+    activation: str | None
+
+
+@overload
+def column_parallel(
+    x: jax.Array, w: jax.Array, *, gated: Literal[False] = ..., **options: Unpack[Options]
+) -> jax.Array: ...
+@overload
+def column_parallel(
+    x: jax.Array, w: Sequence[jax.Array], *, gated: Literal[True], **options: Unpack[Options]
+) -> jax.Array: ...
+@overload
+def column_parallel(
+    x: jax.Array,
+    w: Sequence[jax.Array],
+    *,
+    gated: Literal[False] = ...,
+    **options: Unpack[Options],
+) -> tuple[jax.Array, ...]: ...
+@overload
+def column_parallel(
+    x: jax.Array,
+    w: jax.Array | Sequence[jax.Array],
+    *,
+    gated: bool = ...,
+    **options: Unpack[Options],
+) -> Any: ...
 @_mesh.axis_by_name
 def column_parallel(
     x: jax.Array,

@@ -6,13 +6,17 @@ import sys
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from .._mesh import AxisName, as_tuple
+from .._mesh import AxisName, as_tuple, axes_of
 
 Rules = Sequence[tuple[str, Any]]
 
 
 def logical_axis_rules(
-    axis_name: AxisName = "tp", *, expert_axis: AxisName | None = None
+    axis_name: AxisName = "tp",
+    *,
+    embed: AxisName | None = None,
+    expert_axis: AxisName | None = None,
+    **others: AxisName | None,
 ) -> tuple[tuple[str, Any], ...]:
     """Flax's rules for the logical axes of jflux's layers.
 
@@ -24,16 +28,35 @@ def logical_axis_rules(
     ``kv_heads``   heads of keys and values               `axis_name`
     ``vocab``      the vocabulary                         `axis_name`
     ``expert``     the experts of a mixture               `expert_axis`
-    ``embed``      the width of the residual stream       none
+    ``embed``      the width of the residual stream       `embed`
     ``kv``         the elements of a head                 none
     =============  =====================================  ============
 
     For ``flax.linen.logical_axis_rules``, ``flax.linen.logical_to_mesh_sharding`` and
-    ``flax.nnx.logical_axis_rules``. To shard over other axes too, make rules of your own of them.
+    ``flax.nnx.logical_axis_rules``. Each name has one rule. Of two rules for one name linen takes
+    the first and NNX the last, so pass `embed` and `others` here in place of adding rules.
+
+    Args:
+      axis_name: the mesh axis of tensor parallelism, or a tuple of them.
+      embed: a mesh axis over which weights are stored in parts too, as in fully sharded data
+        parallelism (FSDP). XLA gathers a weight where it is used.
+      expert_axis: that of expert parallelism.
+      others: mesh axes of further logical names, such as ``layers="stage"``, or others for names
+        of the table.
+
+    Raises:
+      ValueError: `embed` has a mesh axis that is in `axis_name` or `expert_axis` too, which splits
+        another dimension of the same weights.
     """
     split = ("mlp", "heads", "kv_heads", "vocab")
-    whole = (("embed", None), ("kv", None))
-    return (*((name, axis_name) for name in split), ("expert", expert_axis), *whole)
+    for name, axis in (("axis_name", axis_name), ("expert_axis", expert_axis)):
+        if set(axes_of(embed)) & set(axes_of(axis)):
+            raise ValueError(
+                f"jflux.nn.logical_axis_rules: {embed=} must have no mesh axis of {name}={axis!r}, "
+                "which splits another dimension of the same weights"
+            )
+    rules: dict[str, Any] = {name: axis_name for name in split}
+    return tuple((rules | {"expert": expert_axis, "embed": embed, "kv": None} | others).items())
 
 
 def ambient_rules() -> Rules:
@@ -43,9 +66,10 @@ def ambient_rules() -> Rules:
 
 
 def mesh_axes(
-    names: Sequence[Any], rules: Rules, axes_of_mesh: Collection[Any]
+    names: Sequence[Any], rules: Rules, axes_of_mesh: Collection[Any] | None = None
 ) -> list[tuple[Any, ...]]:
-    """The axes of the mesh that each dimension is split over, of dimensions with these names.
+    """The axes of the mesh that each dimension is split over, of dimensions with these names; None:
+    of any mesh.
 
     A name that no rule has is that of a mesh axis, or of a dimension that is not split. Of several
     rules for one name the first one counts whose mesh axes no other dimension has taken: Flax's
@@ -58,7 +82,19 @@ def mesh_axes(
             at = names.index(logical)
             found[at] = axes if found[at] is None else found[at]
     split = [_as_axes(names[i]) if one is None else one for i, one in enumerate(found)]
+    if axes_of_mesh is None:
+        return split
     return [tuple(axis for axis in axes if axis in axes_of_mesh) for axes in split]
+
+
+def ambiguous(names: Sequence[Any], rules: Rules, axes_of_mesh: Collection[Any]) -> str | None:
+    """The first of these names that two rules split differently over the mesh; None: there is
+    none."""
+    for name in names:
+        targets = [_as_axes(target) for logical, target in rules if logical == name]
+        if len({tuple(axis for axis in axes if axis in axes_of_mesh) for axes in targets}) > 1:
+            return str(name)
+    return None
 
 
 def _as_axes(target: Any) -> tuple[Any, ...]:

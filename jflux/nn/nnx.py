@@ -17,6 +17,7 @@ Options of all layers, beside those of Flax's own of like names (`use_bias`, `dt
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from .. import _config
 from .._attention.decoding import KVCache
 from .._attention.layouts import Layout
 from .._mesh import AxisName, axes_of
@@ -47,6 +49,7 @@ def _param(value: jax.Array, axes: Axes, axis_name: AxisName, rules: _rules.Rule
         rules = _rules.logical_axis_rules(axis_name)
     if rules is not None:  # Flax adds them to the context's, and the two may not differ
         metadata["sharding_rules"] = tuple(rules)
+    _warn_of_two_rules(axes, _rules.ambient_rules() if rules is None else rules)
     try:
         return nnx.Param(value, **metadata)
     except ValueError as error:
@@ -54,6 +57,19 @@ def _param(value: jax.Array, axes: Axes, axis_name: AxisName, rules: _rules.Rule
         if why is None:
             raise
         raise ValueError(f"jflux.nn.nnx: {why}") from error
+
+
+def _warn_of_two_rules(axes: Axes, rules: _rules.Rules) -> None:
+    mesh = jax.sharding.get_abstract_mesh()
+    split = [axis for axis, size in mesh.shape.items() if size > 1]
+    name = _rules.ambiguous(axes, rules, split)
+    if name is not None:
+        found = [target for logical, target in rules if logical == name]
+        _config.say_once(
+            logging.WARNING,
+            f"jflux.nn.nnx: the rules map {name!r} to each of {found}; NNX takes the last of them, "
+            f"linen the first. Give it one rule: jflux.nn.logical_axis_rules(..., {name}=...)",
+        )
 
 
 def _why_no_place(
@@ -67,9 +83,13 @@ def _why_no_place(
     missing = [name for name in axes_of(axis_name) if name not in mesh.axis_names]
     if missing:
         return f"{axis_name=} of the layer names {missing}, but the mesh has axes {mesh.axis_names}"
-    for size, name, split in zip(
-        shape, axes, _rules.mesh_axes(axes, rules, mesh.axis_names), strict=True
-    ):
+    for size, name, split in zip(shape, axes, _rules.mesh_axes(axes, rules), strict=True):
+        missing = [one for one in split if one not in mesh.axis_names]
+        if missing:
+            return (
+                f"by the rules {name!r}, a dimension of a parameter {shape} with axes {axes}, is "
+                f"split over {missing}, but the mesh has axes {mesh.axis_names}"
+            )
         devices = math.prod(mesh.shape[one] for one in split)
         if size % devices:
             return (

@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,8 @@ from ._scheme import DEFAULT, Scheme, together, tracks_vma
 #: (x, weights, *args) -> x
 Layer = Callable[..., Any]
 
+Tree = TypeVar("Tree")
+
 
 def save_gathered(*args: Any, **kwargs: Any) -> bool:
     """A policy for `jax.checkpoint`: gathered weights are kept for the backward pass, everything
@@ -41,14 +43,14 @@ def save_gathered(*args: Any, **kwargs: Any) -> bool:
 
 def scan(
     layer: Layer,
-    x: Any,
+    x: Tree,
     params: Any,
     *args: Any,
     specs: Any,
     scheme: Scheme = DEFAULT,
     remat: bool = True,
     unroll: int = 1,
-) -> Any:
+) -> Tree:
     """``for l in range(layers): x = layer(x, params[l], *args)``, as one loop.
 
     `layer` calls the functions of this module on its weights, which it may get gathered over z
