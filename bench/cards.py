@@ -1,5 +1,5 @@
-"""Models of GPU side by side, and what of bench/results each of them lacks: sections of
-docs/performance.md."""
+"""Models of GPU side by side, and what of bench/results each of them lacks: pages in
+docs/performance."""
 
 from __future__ import annotations
 
@@ -117,24 +117,26 @@ def _case_table(kind: str, a: dict, b: dict) -> str | None:
 
 def beside(results: Results) -> str:
     """What was timed on two models of GPU, in one table for each kind; "" if there is nothing."""
-    parts = []
+    parts, ops = [], {}
     for a, b in _pairs(_present(results, "rows")):
         if table := _op_table(a, b):
-            parts.append(f"### The ops on {ranks_of(a)} GPUs\n\n{table}\n")
+            ops.setdefault(ranks_of(a), []).append(table)
+    for ranks, found in ops.items():
+        parts.append("\n\n".join([f"## The ops on {ranks} GPUs", *found]) + "\n")
     for kind in CASES:
         for a, b in _pairs(_present(results, kind)):
             if table := _case_table(kind, a, b):
                 heading = SECTIONS[kind].heading(a).split(":")[0]
                 one, two = renew.short(model_of(a)), renew.short(model_of(b))
                 parts.append(
-                    f"### {heading}, on {ranks_of(a)} GPU{'s' if ranks_of(a) > 1 else ''}\n\n"
+                    f"## {heading}, on {ranks_of(a)} GPU{'s' if ranks_of(a) > 1 else ''}\n\n"
                     f"Times on {one}; in brackets, over those on {two}.\n\n{table}\n"
                 )
     if not parts:
         return ""
     head = (
-        "## Models of GPU side by side\n\nAll GPUs in one process; columns are those of the tables "
-        "below. Some tables are of [earlier kernels](#tables-of-earlier-kernels).\n"
+        "All GPUs in one process. Some tables are of [earlier kernels]"
+        "(performance.md#tables-of-earlier-kernels).\n"
     )
     return "\n".join([head, *parts])
 
@@ -223,11 +225,11 @@ def to_do(results: Results) -> str:
             lacks = {name: text for name, text in lacks.items() if name not in renew.ONE_GPU}
         if lacks:
             table = plain_table(["run", "missing"], lacks.items())
-            parts.append(f"### {ranks} x {model}\n\n{table}\n")
+            parts.append(f"## {ranks} x {model}\n\n{table}\n")
     if not parts:
         return ""
     head = (
-        "## Not measured yet\n\n`python -m bench.renew --ranks N RUN... --missing --limit SECONDS` "
+        "`python -m bench.renew --ranks N RUN... --missing --limit SECONDS` "
         "measures the rows that these runs lack on N GPUs, as far as the time goes, and adds them "
         "to bench/results.\n"
     )

@@ -1,4 +1,5 @@
-"""Makes docs/performance.md, its pictures and README's table from bench/results/*.json.
+"""Makes docs/performance.md, the pages of tables in docs/performance, their pictures and README's
+table from bench/results/*.json.
 
 python -m bench.render          writes them
 python -m bench.render --check  fails if they are not what the results say
@@ -12,11 +13,12 @@ import io
 import itertools
 import json
 import pathlib
+import re
 import sys
 
 import numpy as np
 
-from . import cards, sections
+from . import cards, conclusions, sections
 from .sections import ranks_of, title
 from .shapes import LISTS, Shape, of_row
 from .shapes import of as shapes_of
@@ -47,7 +49,46 @@ README_LISTS = ("flux", "attention", "ulysses", "all_reduce")
 INTRODUCTION = """# Performance
 
 Made by `python -m bench.render` from the files in [bench/results](../bench/results); do not edit.
-`python -m bench.renew` measures them again.
+[Reproduce our numbers](guide/reproduce.md) says how to measure them again.
+
+jflux's time over that of what else computes the same, bf16: the median of all rows, the range in
+brackets, and in how many rows jflux is slower. No row is left out but those of the kernels before k-panels.
+
+"""  # noqa: E501
+
+MEASURED = """
+![The speed-up of every row](img/every_row.png)
+
+What follows from it:
+
+- A product with its communication takes less time than XLA's product and collective in nearly every
+  row. It gains most where communication takes as long as the product (lists llm and attention) and
+  where n or k are no multiples of eight, which XLA multiplies slowly (odd); least where rows are no
+  whole tiles (ragged) or the product is so long that there is little to hide (flux).
+- Whole models gain less than single ops: they spend time in attention and norms too, and a chip that
+  waits less is clocked lower ([0009](experiments/0009-power-limit.md)).
+- Attention over a split sequence takes cuDNN's time on one GPU, divided by the ranks, and its
+  communication on top, which short sequences and gradients show.
+- A grouped product is slower than cuBLAS's batched product of equal groups, which no mixture of
+  experts can call. Sending tokens to their experts takes longer than gathering all of them, but
+  leaves each rank only its own rows.
+- Collectives gain most below 128 KiB, where they are one exchange in one kernel. Large ones are XLA's
+  own.
+
+## By rows
+
+E is the part of the communication that is hidden; F is the time of the longer one, product or
+communication.
+
+![all_gather_matmul by rows](img/all_gather_matmul.png)
+
+![matmul_reduce_scatter by rows](img/matmul_reduce_scatter.png)
+
+![matmul_all_reduce by rows](img/matmul_all_reduce.png)
+
+![matmul_all_to_all by rows](img/matmul_all_to_all.png)
+
+## How it is measured
 
 For each shape all contestants are timed alternately, round after round, in one process (or one
 process for each GPU), each as often after each other one; the median over the rounds of the slowest
@@ -66,14 +107,6 @@ Lists of shapes and all symbols are in the [glossary](glossary.md).
 | J / F | over the floor max(G, C) |
 | P | Pallas's `all_gather_lhs_matmul`, the faster of two configurations, where it takes the shape |
 | T | PyTorch's symmetric-memory op, called from Python, one process for each GPU |
-
-![all_gather_matmul by rows](img/all_gather_matmul.png)
-
-![matmul_reduce_scatter by rows](img/matmul_reduce_scatter.png)
-
-![matmul_all_reduce by rows](img/matmul_all_reduce.png)
-
-![matmul_all_to_all by rows](img/matmul_all_to_all.png)
 """  # noqa: E501
 
 NOTES = """
@@ -131,7 +164,7 @@ NOTES = """
   MLP 961 MiB where XLA takes 832, its block 1090 (1025), GPT-3's 1313 (1920) and 1571 (2498). All
   layers share the heap, which is kept between steps.
 
-[Verified](verified.md) lists what else has run on GPUs.
+[Runs on GPUs](gpu_runs.md) lists what else has run.
 """  # noqa: E501
 
 
@@ -211,17 +244,48 @@ def table(rows: list[dict], result: dict) -> str:
     return "\n".join(lines)
 
 
-def document(results: list[tuple[str, dict]]) -> str:
-    parts = [INTRODUCTION, cards.beside(results), *sections.all_of(results)]
-    for name, result in of_ops(results):
-        m = result["machine"]
-        parts.append(
-            f"## {title(result)}\n\n{m['date']}, driver {m['driver']}, jax {m['jax']}, "
-            f"jflux {m['jflux']} ([{name}.json](../bench/results/{name}.json)).\n\n"
-            f"{tables(result)}\n"
-        )
-    parts.append(cards.to_do(results))
-    return "\n".join(part for part in parts if part) + NOTES
+def _op_tables(name: str, result: dict) -> str:
+    m = result["machine"]
+    ops = {row["op"] for row in result["rows"]}
+    what = f": {_heading('all_reduce')}" if ops == {"matmul_all_reduce"} else ""
+    return (
+        f"## {title(result)}{what}\n\n{m['date']}, driver {m['driver']}, jax {m['jax']}, "
+        f"jflux {m['jflux']} ([{name}.json](../bench/results/{name}.json)).\n\n{tables(result)}\n"
+    )
+
+
+#: Pages of tables in docs/performance: the heading, and the kinds of results.
+TABLES = {
+    "ops": ("Ops", ()),
+    "models": ("Models", ("blocks", "grids", "decode", "maxtext")),
+    "attention": ("Attention", ("attention",)),
+    "experts": ("Mixtures of experts", ("moe", "experts", "gathered", "scattered")),
+    "collectives": ("Collectives", ("collectives", "accuracy")),
+    "products": ("Products alone", ("products",)),
+    "gpus": ("Models of GPU side by side", ()),
+    "missing": ("Not measured yet", ()),
+}
+TABLES_HEAD = """Made by `python -m bench.render`; columns and conditions are explained in
+[Performance](performance.md).
+"""
+
+
+def pages(results: list[tuple[str, dict]]) -> dict[str, str]:
+    """Text by file in docs/."""
+    of_page = {
+        name: sections.all_of(results, kinds) for name, (_, kinds) in TABLES.items() if kinds
+    }
+    of_page["ops"] = [_op_tables(name, result) for name, result in of_ops(results)]
+    of_page["gpus"] = [cards.beside(results)]
+    of_page["missing"] = [cards.to_do(results)]
+    found, lines = {}, []
+    for name, (heading, _) in TABLES.items():
+        text = "\n".join([f"# {heading}\n", TABLES_HEAD, *of_page[name]])
+        found[f"performance/{name}.md"] = re.sub(r"\]\((?!\w+:|#)", "](../", text)
+        lines.append(f"| [{heading}](performance/{name}.md) |")
+    listed = "\n## All tables\n\n| |\n|---|\n" + "\n".join(lines) + "\n"
+    parts = [INTRODUCTION, conclusions.table(results), "\n", MEASURED, listed, NOTES]
+    return {"performance.md": "".join(parts), **found}
 
 
 def readme_table(results: list[tuple[str, dict]]) -> str:
@@ -308,16 +372,21 @@ def main() -> int:
     tail = rest.split(END, 1)[1]
     wanted = {
         readme: f"{head}{BEGIN}\n{readme_table(results)}\n{END}{tail}",
-        ROOT / "docs" / "performance.md": document(results),
-    }
+    } | {ROOT / "docs" / name: page for name, page in pages(results).items()}
     if args.check:
-        stale = [str(p.relative_to(ROOT)) for p, want in wanted.items() if p.read_text() != want]
+        stale = [
+            str(p.relative_to(ROOT))
+            for p, want in wanted.items()
+            if not p.exists() or p.read_text() != want
+        ]
         print(f"not what bench/results says: {stale}" if stale else "up to date")
         return bool(stale)
+    (ROOT / "docs" / "performance").mkdir(exist_ok=True)
     for path, want in wanted.items():
         path.write_text(want)
     for op in PICTURES:
         (ROOT / "docs" / "img" / f"{op}.png").write_bytes(picture(results, op))
+    (ROOT / "docs" / "img" / "every_row.png").write_bytes(conclusions.picture(results))
     return 0
 
 

@@ -1,5 +1,5 @@
-"""Sections of docs/performance.md, one for each result but those of the ops' shapes. A result's
-kind is the name of its rows."""
+"""Sections of the pages in docs/performance, one for each result but those of the ops' shapes. A
+result's kind is the name of its rows."""
 
 from __future__ import annotations
 
@@ -216,7 +216,11 @@ SECTIONS: dict[str, Section] = {
         ),
     ),
     "collectives": Section(
-        _of("Small collectives, bf16, microseconds a call"),
+        lambda result: _of(
+            "Ragged exchanges, bf16, microseconds a call"
+            if all(row["op"] == "ragged_all_to_all" for row in result["collectives"])
+            else "Small collectives, bf16, microseconds a call"
+        )(result),
         "collectives",
         _always(
             "S is XLA's own, C the same with XLA told to put its collectives into CUDA graphs, J "
@@ -259,10 +263,10 @@ def _text(name: str, result: dict, section: Section) -> str:
     )
 
 
-def all_of(results: Results) -> list[str]:
-    """Every section, by kind; within a kind by machine."""
+def all_of(results: Results, kinds: Iterable[str]) -> list[str]:
+    """Every section of these kinds; within a kind by machine."""
     return [
-        _text(name, result, section)
-        for kind, section in SECTIONS.items()
+        _text(name, result, SECTIONS[kind])
+        for kind in kinds
         for name, result in of_kind(results, kind)
     ]

@@ -1,5 +1,6 @@
 """Draws docs/img: what each of four ranks has of an op's arrays, which positions of a sequence, in
-which order they compute their tiles, and what it costs when many CTAs send. Needs matplotlib.
+which order they compute their tiles, what it costs when many CTAs send, and what a profile shows of
+communication. Needs matplotlib.
 
 The two orders repeat cc/core/tile_order.h for one tile column, the parts and the positions repeat
 what jflux says of itself; tests/test_docs.py compares them.
@@ -7,6 +8,7 @@ what jflux says of itself; tests/test_docs.py compares them.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import matplotlib
@@ -260,9 +262,48 @@ def layouts() -> Figure:
     return figure
 
 
+# Rows of bench/results/2xh200.json: an op, m, n, k.
+PROFILED = (
+    ("matmul_reduce_scatter", 8192, 8192, 8192),
+    ("all_gather_matmul", 8192, 10240, 8192),
+    ("all_gather_matmul", 14, 11002, 4099),
+)
+
+
+def exposed() -> Figure:
+    """How long a GPU is busy with the product, and how much longer the call takes."""
+    path = Path(__file__).parents[1] / "bench" / "results" / "2xh200.json"
+    rows = {
+        (row["op"], row["m"], row["n"], row["k"]): row
+        for row in json.loads(path.read_text())["rows"]
+    }
+    figure = Figure(figsize=(10.5, 3.1), layout="constrained")
+    axes = figure.subplots()
+    lines = []
+    for i, key in enumerate(PROFILED):
+        product, xla, fused = (1e6 * rows[key][name]["median"] for name in "GSJ")
+        for j, (who, time) in enumerate((("XLA", xla), ("jflux", fused))):
+            at = 2.6 * i + j
+            parts = ((product, "#5b8db8"), (time - product, "#f4a261"))
+            for left, (width, color) in zip((0, product), parts, strict=True):
+                axes.barh(at, width / xla, left=left / xla, color=color, height=0.85)
+            axes.text(time / xla + 0.01, at, f"{time:.0f} us", va="center", size=9)
+            name = f"{key[0]} {key[1]} x {key[2]} x {key[3]}: " if j == 0 else ""
+            lines.append((at, name + who))
+    axes.set_yticks([at for at, _ in lines], [name for _, name in lines], fontsize=9)
+    axes.invert_yaxis()
+    axes.set_xticks([])
+    axes.set_xlim(0, 1.12)
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
+    handles = [Rectangle((0, 0), 1, 1, color=color) for color in ("#5b8db8", "#f4a261")]
+    names = ["the product alone", "communication that is not hidden, and the rest"]
+    figure.legend(handles, names, loc="outside lower center", ncols=2, frameon=False)
+    return figure
+
+
 def main() -> None:
     folder = Path(__file__).parent / "img"
-    for draw in (shards, layouts, tile_order, straddling, senders):
+    for draw in (shards, layouts, tile_order, straddling, senders, exposed):
         draw().savefig(folder / f"{draw.__name__}.svg", metadata={"Date": None})
 
 

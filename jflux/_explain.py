@@ -70,6 +70,13 @@ def explain(f: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
 
     Raises:
       TypeError: `f` is not a function that can be jitted.
+
+    Examples:
+      >>> mesh = jax.sharding.Mesh(jax.devices(), "tp")
+      >>> f = functools.partial(jflux.all_gather_matmul, axis_name="tp", mesh=mesh)
+      >>> (call,) = jflux.explain(f, jnp.ones((64, 32)), jnp.ones((32, 128)))
+      >>> call.op, str(call.plan.path)
+      ('all_gather_matmul', 'fused')
     """
     if not callable(f):
         raise TypeError(

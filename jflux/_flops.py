@@ -52,6 +52,10 @@ def flops(f: Callable[..., Any], *args: Any, **kwargs: Any) -> int:
     Raises:
       ValueError: products in a ``while_loop``, whose steps nobody knows before it runs, or in a
         Pallas kernel without a ``cost_estimate``.
+
+    Examples:
+      >>> jflux.flops(lambda x, w: x @ w, jnp.ones((2, 3)), jnp.ones((3, 5)))
+      60
     """
     closed = jax.make_jaxpr(f)(*args, **kwargs)
     # Tracing leaves behind what no result needs, such as gradients that nobody has asked for.

@@ -34,6 +34,7 @@ from bench import (  # noqa: E402
     collectives,
     command,
     compare,
+    conclusions,
     decode,
     experts,
     gathered,
@@ -47,6 +48,7 @@ from bench import (  # noqa: E402
     rates,
     render,
     renew,
+    reproduce,
     scattered,
     sections,
     shapes,
@@ -198,16 +200,53 @@ def test_a_picture_shows_the_kernels_of_one_day():
     assert {machine["date"] for machine, _ in shown.values()} == {"2026-01-03"}
 
 
-def test_every_result_is_on_the_page():
+def document(results):
+    """All pages."""
+    return "\n".join(render.pages(results).values())
+
+
+def test_every_result_is_on_a_page():
     results = render.load()
-    text = render.document(results)
+    text = document(results)
     kinds = {"rows", *sections.SECTIONS}
+    assert sorted(kind for _, kinds in render.TABLES.values() for kind in kinds) == sorted(
+        sections.SECTIONS
+    )
     for name, result in results:
         assert kinds & set(result), f"{name} is of no kind that is rendered"
-        assert f"[{name}.json](../bench/results/{name}.json)" in text
+        assert f"[{name}.json](../../bench/results/{name}.json)" in text
     for kind in cards.CASES:
         for _, result in sections.of_kind(results, kind):
             assert all(f"| {row['case']['name']} |" in text for row in result[kind])
+
+
+def test_no_page_has_a_heading_twice():
+    for page in render.pages(render.load()).values():
+        found, above = [], ""
+        for line in page.splitlines():
+            above = line if line.startswith("## ") else above
+            found += [(above, line)] if line.startswith("#") else []
+        assert len(found) == len(set(found))
+
+
+def test_conclusions_compare_every_row():
+    found = list(conclusions.compared(render.load()))
+    counts = collections.Counter(c.what for c in found)
+    rows = [
+        row["op"] for _, r in render.of_ops(render.load()) if "note" not in r["machine"]
+        for row in r["rows"]
+    ]  # fmt: skip
+    assert collections.Counter(rows) == {op: counts[op] for op in set(rows)}
+    assert {c.what for c in found} >= {"attention, f+b", "flash_decode", "ragged_all_to_all"}
+
+    one, two = shapes.LISTS["flux"][:2]
+    result = _of_shapes("2 x NVIDIA H200", [one, two])  # J 2 ms, S 3 ms
+    result["rows"][1]["J"] = _timing(6e-3)
+    line = conclusions.table([("2xh200", result)]).splitlines()[-1]
+    assert line == f"| {one.op} | XLA's own sequence | **1.33** (0.67&nbsp;to&nbsp;2.00) | 2 | 1 |"
+    attention = {"case": {"decode": False}, "J": _timing(2e-3), "G": _timing(8e-3)}
+    result = {"machine": result["machine"], "attention": [attention]}
+    assert conclusions.table([("a", result)]).endswith("cuDNN's on one GPU / N | 0.50 | 1 |")
 
 
 def _of_shapes(gpus, found, **machine):
@@ -258,7 +297,7 @@ def test_what_has_not_been_measured_is_named():
     part = [("2xh100_gathered", {"machine": whole["machine"], "gathered": rows})]
     total, first = len(cards.CASES["gathered"]), cards.CASES["gathered"][0]
     assert cards.missing(part, model, 2)["gathered"] == f"1 of {total} rows: {first}"
-    assert f"### 2 x {model}" in cards.to_do([("2xh100", whole)])
+    assert f"## 2 x {model}" in cards.to_do([("2xh100", whole)])
     rows = [{"grid": grid} for grid in ([2, 1, 1, 1], [1, 1, 1, 2], [1, 1, 2, 1])]
     part = [("2xh100_grids", {"machine": whole["machine"], "grids": rows})]
     assert cards.missing(part, model, 2)["grids"] == "1 of 4 rows: 1x2x1x1"
@@ -274,8 +313,8 @@ def test_what_has_not_been_measured_on_more_gpus_is_named():
     model = "NVIDIA H100 80GB HBM3"
     results = [("4xh100", _of_shapes(f"4 x {model}", shapes.of("flux", 4)))]
     text = cards.to_do(results)
-    two, four = text.split(f"### 4 x {model}")
-    assert f"### 2 x {model}" in two and "### 8 x" not in text and "--ranks N" in two
+    two, four = text.split(f"## 4 x {model}")
+    assert f"## 2 x {model}" in two and "## 8 x" not in text and "--ranks N" in two
     assert "| products |" in two and "| products |" not in four
     ops = next(line for line in four.splitlines() if line.startswith("| ops |"))
     assert "flux" not in ops and "llm (" in ops
@@ -302,8 +341,12 @@ def test_results_of_more_gpus_are_rendered(ranks):
         results.append((name.replace("2x", f"{ranks}x"), result | {"machine": machine}))
         kinds |= set(result) - {"machine"}
     assert {"rows", "experts", "attention", "gathered", "scattered"} <= kinds
-    text = render.document(results)
-    headings = [line for line in text.splitlines() if line.startswith("## ") and " x " in line]
+    text = document(results)
+    headings = [
+        line
+        for line in text.split("# Not measured yet")[0].splitlines()
+        if line.startswith("## ") and " x " in line
+    ]
     assert len(headings) == len(results)
     assert all(f"{ranks} x NVIDIA H300" in line for line in headings)
     for op in render.PICTURES:
@@ -353,6 +396,27 @@ def test_rows_are_added_to_a_result(benchmark_of_shapes, tmp_path, capsys):
     assert benchmark_of_shapes("--add", str(path)) == []
 
 
+def test_readme_is_reproduced(benchmark_of_shapes, monkeypatch, capsys):
+    """The rows of its table, beside those of bench/results."""
+    measured = {"S": _timing(3e-3), "J": _timing(2e-3)}
+    timings = {name: _trial.Timing(**timing) for name, timing in measured.items()}
+    monkeypatch.setattr(harness, "measure", lambda *_: timings)
+    monkeypatch.setattr(sys, "argv", ["reproduce", "--ranks", "2"])
+    assert reproduce.main() == 0
+    first, heading, *lines, last = capsys.readouterr().out.splitlines()
+    assert (
+        first.startswith("2 x ") and heading == reproduce.HEADING and last.startswith("5 rows in")
+    )
+    published = render.readme_table(render.load()).splitlines()[4:]
+    for line, row in zip(lines, published, strict=True):
+        name, m, n, k, _, _, gain = [cell.strip() for cell in row.strip("|").split("|")]
+        assert (
+            line == f"{name} | {m} | {n} | {k} | 3.000 | 2.000 | 1.50 | {gain} on 2 x NVIDIA H200"
+        )
+    known = reproduce.published(render.load(), "NVIDIA H100 80GB HBM3", 4)
+    assert {row["gpus"] for row in known.values()} == {"4 x NVIDIA H100 80GB HBM3"}
+
+
 def test_rows_are_not_added_to_those_of_another_machine(benchmark_of_shapes, tmp_path):
     path = tmp_path / "found.json"
     for result, why in (
@@ -371,7 +435,7 @@ def test_collectives_are_rendered():
     row |= {"J": {"median": 1e-6}, "op": "all_reduce"}
     captured = row | {"op": "all_to_all", "C": {"median": 4e-6}}
     result = {"machine": {"gpus": "2 x X", "processes": 1}, "collectives": [row, captured]}
-    text = render.document([("c", result)])
+    text = document([("c", result)])
     assert "| 512 | 2.0 |  | 1.0 | 2.0 |  |  | 0.50 |  |" in text
     assert "all_to_all:" in text and "| 512 | 2.0 | 4.0 | 1.0 |  |  | 0.50 | 0.25 |" in text
 
@@ -396,7 +460,7 @@ def test_accuracy():
             most = 4 if row["type"] == "float32" else 1.001
             assert row[algorithm] <= most * row["rounded"]
     result = {"machine": {"gpus": "2 x X", "processes": 1}, "accuracy": rows}
-    assert f"| {RANKS} | float16 |" in render.document([("a", result)])
+    assert f"| {RANKS} | float16 |" in document([("a", result)])
 
 
 def test_blocks_are_rendered():
@@ -409,7 +473,7 @@ def test_blocks_are_rendered():
                                           "jflux": {"xla": 2 << 20, "heap": 3 << 20}},
     }  # fmt: skip
     machine = {"gpus": "2 x X", "processes": 1}
-    text = render.document([("b", {"machine": machine, "blocks": [row]})])
+    text = document([("b", {"machine": machine, "blocks": [row]})])
     assert "| M | mlp | 64 | 1.000 | 4.000 | 2.000 | 0.500 | 3.000 | 1.000 | 1 | 2 | 3 |" in text
 
 
@@ -417,9 +481,7 @@ def test_a_step_of_maxtext_is_rendered():
     """(tests/test_maxtext.py times one.)"""
     row = {"case": {"name": "layers"}, "S": _timing(8e-2), "J": _timing(6e-2), "error": 0.001}
     row |= {"MiB": {"S": 2048.0, "J": 1024.0}, "loss": {"S": 9.5, "J": 9.50001}}
-    text = render.document(
-        [("m", {"machine": {"gpus": "2 x X", "processes": 1}, "maxtext": [row]})]
-    )
+    text = document([("m", {"machine": {"gpus": "2 x X", "processes": 1}, "maxtext": [row]})])
     line = "| layers | 80.00 | 60.00 | 0.750 | 2048 | 1024 | 9.50000 | 9.50001 | 1.0e-03 |"
     assert f"| {maxtext.HEADING} |" in text and line in text
 
@@ -445,7 +507,7 @@ def test_decoding_is_timed_and_rendered(small_llama):
         decode.measure_prefill(*small_llama, batch=2, length=8, rounds=2),
     ]
     result = {"machine": {"gpus": "2 x X", "processes": 1}, "decode": rows}
-    text = render.document([("d", json.loads(json.dumps(result)))])
+    text = document([("d", json.loads(json.dumps(result)))])
     for row, part in zip(rows, ("step", "prefill"), strict=True):
         cells = decode.cells(row)
         assert len(cells) == len(decode.COLUMNS) and cells[:4] == [part, "1", "2", "8"]

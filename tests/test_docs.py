@@ -2,9 +2,11 @@
 show the orders of cc/core/tile_order.h."""
 
 import ast
+import doctest
 import functools
 import importlib
 import importlib.util
+import inspect
 import os
 import re
 import shutil
@@ -21,6 +23,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jflux
+from jflux import _native
 from jflux._ops._spec import all_ops
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -38,6 +41,7 @@ SAMPLES = {
         "assert abs(y - expected).max() < 0.01 * abs(expected).max()",
     ],
     "docs/quickstart.md": ["assert abs(y - expected).max() < 0.05"],
+    "docs/api/index.md": ["assert jflux.__version__ and {functools, jnp, P}"],
     "docs/guide/calling.md": ["assert all(jnp.isfinite(a).all() for a in (y, h, z))"],
     "docs/guide/expert_parallelism.md": [
         "assert y.shape == x.shape and bool(jnp.isfinite(y).all())"
@@ -123,6 +127,10 @@ FRAGMENTS = {
         ["assert jax.grad(block)(x).shape == x.shape"],
     ),
     "docs/guide/plan.md": ("", ["assert ranking.best.grid.ranks == 1024"]),
+    "docs/guide/profiling.md": (
+        "step, params, batch = f, x, w",
+        ["", "assert any('jflux_all_gather_matmul' in name for _, name in times)", None],
+    ),
     "docs/guide/troubleshooting.md": ("", ["assert (f(x, w) == 32).all()"]),
 }
 #: Its sample needs the library that examples/custom_kernel compiles; test_custom_call.py runs that.
@@ -172,6 +180,24 @@ def test_the_samples_run(name, tmp_path):
     assert "takes its lax reference" not in done.stderr, done.stderr
 
 
+#: Functions of jflux that compute with arrays.
+FUNCTIONS = {
+    name: function
+    for name, function in vars(jflux).items()
+    if inspect.isfunction(function)
+    and re.match(r"jflux\._(ops|attention|experts)\.", function.__module__)
+} | {"explain": jflux.explain, "flops": jflux.flops}
+
+
+@pytest.mark.skipif(jax.device_count() != 8, reason="what they print is of eight devices")
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_examples_of_docstrings_run(name, capsys):
+    start = dict(functools=functools, jax=jax, jnp=jnp, P=P, jflux=jflux)
+    examples = doctest.DocTestFinder(recurse=False).find(FUNCTIONS[name], name, globs=start)
+    assert examples and examples[0].examples, f"jflux.{name} has no example"
+    assert doctest.DocTestRunner().run(examples[0]).failed == 0, capsys.readouterr().out
+
+
 @pytest.mark.parametrize("doc", DOCS, ids=lambda d: str(d.relative_to(ROOT)))
 def test_links_and_paths(doc):
     """Links, and what looks like a file of this repository."""
@@ -197,9 +223,12 @@ def _names_of_code() -> frozenset[str]:
     return frozenset(names)
 
 
-@pytest.mark.parametrize("page", sorted(ROOT.glob("docs/internals/*.md")), ids=lambda p: p.stem)
+CODE_PAGES = [*sorted(ROOT.glob("docs/internals/*.md")), ROOT / "docs/guide/profiling.md"]
+
+
+@pytest.mark.parametrize("page", CODE_PAGES, ids=lambda p: p.stem)
 def test_names_of_the_code_exist(page):
-    """Functions, types and constants that internals name, as C++ writes them."""
+    """Functions, types and constants that internals name, as C++ writes them, and kernels."""
     text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
     spans = " ".join(re.findall(r"`([^`\n]+)`", text))
     names = set(re.findall(r"\b(?:k[A-Z]|[A-Z][a-z])\w+", spans))
@@ -218,6 +247,27 @@ def test_pages_keep_to_their_kind():
         ], page  # fmt: skip
     words = [w for w in (ROOT / "README.md").read_text().split() if re.search(r"\w", w)]
     assert len(words) <= 900
+
+
+def test_the_support_matrix_is_that_of_the_code():
+    """Types that kernels take, and the GPUs that they are compiled for."""
+    page = (ROOT / "docs" / "verified.md").read_text()
+    rows = {}
+    for line in page.splitlines():
+        names, *cells = [cell.strip() for cell in line.strip("|").split("|")]
+        rows |= {name: cells for name in re.findall(r"`(\w+)`", names) if len(cells) == 4}
+    bits = {"16 bits": ("float16", "bfloat16"), "float32": ("float32",), "float64": ("float64",)}
+    for name, spec in all_ops().items():
+        hopper, portable, cpu, _ = rows[name]
+        for platform, cell in (("cuda", hopper), ("cpu", cpu)):
+            takes = {t for t in ("float32", "float64", "int8") if spec.takes(platform, t)}
+            said = {t for word in cell.split(", ") for t in bits.get(word, ())} - {*bits["16 bits"]}
+            assert takes == ({"float32", "float64", "int8"} if cell == "all" else said), name
+            assert spec.takes(platform, jnp.bfloat16) and spec.takes(platform, "float16")
+    for name in {*all_ops(), "grouped_matmul", "moe_dispatch", "moe_combine", "flash_decode"}:
+        least = _native.lib.least_arch(name)
+        kernel = rows[name][1].startswith(("kernel", "heads"))
+        assert kernel == (least == _native.PORTABLE_ARCH), name
 
 
 @pytest.mark.parametrize("folder", ["decisions", "experiments"])

@@ -164,6 +164,13 @@ def attention(
 
     Raises:
       ValueError, TypeError: operands that do not fit, when the call is traced.
+
+    Examples:
+      >>> mesh = jax.sharding.Mesh(jax.devices(), "cp")
+      >>> q = k = v = jnp.ones((1, 64, 4, 16))  # [batch, positions, heads, elements]
+      >>> f = functools.partial(jflux.attention, axis_name="cp", causal=True, mesh=mesh)
+      >>> jax.jit(f)(q, k, v).shape  # in zigzag order: see reorder_for_causal
+      (1, 64, 4, 16)
     """
     return _global_attention(
         False, q, k, v, segment_ids, axis_name, heads_axis, causal, layout, window, scale,

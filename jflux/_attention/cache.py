@@ -64,6 +64,14 @@ def update_cache(
       NameError: for an `axis_name` outside ``shard_map``.
       jax.errors.JaxRuntimeError: on CPUs, when it runs, for a position beyond the cache.
       checkify.JaxRuntimeError: for one under ``checkify.user_checks``, on any device.
+
+    Examples:
+      >>> mesh, split = jax.sharding.Mesh(jax.devices(), "cp"), P(None, "cp")
+      >>> f = functools.partial(jflux.update_cache, axis_name="cp")
+      >>> f = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=(split, P(), P()), out_specs=split))
+      >>> cache = f(jnp.zeros((1, 16, 1, 1)), jnp.ones((1, 2, 1, 1)), jnp.array([5]))
+      >>> cache.ravel().tolist()  # positions 5 and 6
+      [0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]
     """
     return _update(all_gather, cache, new, positions, axis_name, block_table, split, raises=True)
 

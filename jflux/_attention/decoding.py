@@ -69,6 +69,17 @@ def fill_cache(
       NameError: for an `axis_name` outside ``shard_map``.
       jax.errors.JaxRuntimeError: on CPUs, when it runs, for such a length.
       checkify.JaxRuntimeError: for one under ``checkify.user_checks``, on any device.
+
+    Examples:
+      >>> mesh, split = jax.sharding.Mesh(jax.devices(), "cp"), P(None, "cp")
+      >>> cache = jflux.KVCache(*jnp.zeros((2, 1, 32, 1, 4)), jnp.zeros(1, int))
+      >>> specs = jflux.KVCache(split, split, P())
+      >>> f = functools.partial(jflux.fill_cache, axis_name="cp", layout="contiguous")
+      >>> operands = (specs, split, split, P())
+      >>> f = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=operands, out_specs=specs))
+      >>> prompt = jnp.ones((1, 16, 1, 4))  # of which 10 positions are tokens
+      >>> f(cache, prompt, prompt, jnp.array([10])).lengths.tolist()
+      [10]
     """
     return _fill(cache.update_cache, kv_cache, k, v, lengths, axis_name, layout, raises=True)
 
@@ -137,6 +148,18 @@ def attend_to_cache(
       NameError: for an `axis_name` outside ``shard_map``.
       jax.errors.JaxRuntimeError: on CPUs, when it runs, for such a position or number.
       checkify.JaxRuntimeError: for one under ``checkify.user_checks``, on any device.
+
+    Examples:
+      >>> mesh, split = jax.sharding.Mesh(jax.devices(), "cp"), P(None, "cp")
+      >>> specs = jflux.KVCache(split, split, P())
+      >>> f = functools.partial(jflux.attend_to_cache, axis_name="cp")
+      >>> operands, results = (specs, P(), P(), P()), (P(), specs)
+      >>> f = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=operands, out_specs=results))
+      >>> cache = jflux.KVCache(*jnp.zeros((2, 1, 32, 1, 4)), jnp.array([10]))
+      >>> q = k = v = jnp.ones((1, 1, 1, 4))  # one new token of the sequence
+      >>> o, cache = f(cache, q, k, v)
+      >>> o.shape, cache.lengths.tolist()
+      ((1, 1, 1, 4), [11])
     """
     return _attend(
         decode_merge.merge_over_ranks, flash_decode_part.attend, cache.update_cache, kv_cache, q, k,

@@ -132,6 +132,14 @@ def flash_decode(
         `flash_decode` on this one. A CUDA graph that is replayed goes on, and one that was captured
         before there was a heap reports nothing; nor do XLA's products, and derivatives.
       checkify.JaxRuntimeError: under ``checkify.user_checks``, for both, on any device.
+
+    Examples:
+      >>> mesh, cache = jax.sharding.Mesh(jax.devices(), "cp"), P(None, "cp")
+      >>> f = functools.partial(jflux.flash_decode, axis_name="cp")
+      >>> f = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=(P(), cache, cache, P()), out_specs=P()))
+      >>> q, keys = jnp.ones((2, 4, 16)), jnp.ones((2, 64, 4, 16))  # two sequences
+      >>> f(q, keys, keys, jnp.array([64, 10])).shape
+      (2, 4, 16)
     """
     return _flash_decode(
         decode_merge.merge_over_ranks, flash_decode_part.attend, q, k_cache, v_cache, lengths,

@@ -49,6 +49,10 @@ def causal_positions(length: int, ranks: int, *, layout: Layout = "zigzag") -> n
 
     Raises:
       ValueError: a length that does not divide so; an unknown layout.
+
+    Examples:
+      >>> jflux.causal_positions(8, ranks=2).tolist()
+      [0, 1, 6, 7, 2, 3, 4, 5]
     """
     check_layout("jflux.causal_positions", layout)
     parts = 2 * ranks if layout == "zigzag" else ranks
@@ -86,6 +90,11 @@ def reorder_for_causal(
 
     Raises:
       ValueError: as :func:`causal_positions`.
+
+    Examples:
+      >>> tokens = jnp.array([[10, 11, 12, 13, 14, 15, 16, 17]])
+      >>> jflux.reorder_for_causal(tokens, ranks=2).tolist()
+      [[10, 11, 16, 17, 12, 13, 14, 15]]
     """
     order = causal_positions(_length(x, axis), ranks, layout=layout)
     return jnp.take(jnp.asarray(x), order, axis=axis, unique_indices=True)
@@ -94,7 +103,13 @@ def reorder_for_causal(
 def restore_order(
     x: jax.Array, ranks: int, *, axis: int = 1, layout: Layout = "zigzag"
 ) -> jax.Array:
-    """Undoes :func:`reorder_for_causal`, with the same arguments."""
+    """Undoes :func:`reorder_for_causal`, with the same arguments.
+
+    Examples:
+      >>> tokens = jnp.array([[10, 11, 16, 17, 12, 13, 14, 15]])
+      >>> jflux.restore_order(tokens, ranks=2).tolist()
+      [[10, 11, 12, 13, 14, 15, 16, 17]]
+    """
     order = np.argsort(causal_positions(_length(x, axis), ranks, layout=layout)).astype(np.int32)
     return jnp.take(jnp.asarray(x), order, axis=axis, unique_indices=True)
 

@@ -33,6 +33,14 @@ def merge_attention(
 
     Raises:
       ValueError: shapes that do not fit.
+
+    Examples:
+      >>> q, k1, v1, k2, v2 = jax.random.normal(jax.random.key(0), (5, 1, 8, 2, 4))
+      >>> parts = [jflux.attention(q, k, v, return_lse=True) for k, v in ((k1, v1), (k2, v2))]
+      >>> o, lse = jflux.merge_attention(*zip(*parts))
+      >>> whole = jnp.concatenate([k1, k2], 1), jnp.concatenate([v1, v2], 1)
+      >>> bool(jnp.allclose(o, jax.nn.dot_product_attention(q, *whole), atol=1e-5))
+      True
     """
     out, lse = _stacked("outputs", outputs), _stacked("log_sum_exps", log_sum_exps)
     if out.shape[:-1] != lse.shape:

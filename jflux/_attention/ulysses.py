@@ -70,6 +70,14 @@ def ulysses_attention(
 
     Raises:
       ValueError, TypeError: operands that do not fit, when the call is traced.
+
+    Examples:
+      >>> mesh, parts = jax.sharding.Mesh(jax.devices(), "cp"), P(None, "cp")
+      >>> f = functools.partial(jflux.ulysses_attention, axis_name="cp", causal=True)
+      >>> f = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=(parts,) * 3, out_specs=parts))
+      >>> q = k = v = jnp.ones((1, 64, 8, 16))  # [batch, positions, heads, elements]
+      >>> f(q, k, v).shape
+      (1, 64, 8, 16)
     """
     return _ulysses(
         (all_gather, all_to_all), core or attend, q, k, v, axis_name, causal, window, segment_ids,

@@ -134,6 +134,17 @@ def moe_dispatch(
     Raises:
       ValueError, TypeError: for operands and options that do not fit, when the call is traced.
       jax.errors.JaxRuntimeError: when it runs, as :func:`jflux.ragged_all_to_all`.
+
+    Examples:
+      >>> def rows_of_experts(x, indices):  # 2 tokens of a rank, 16 experts, each token has one
+      ...     weights = jnp.ones(indices.shape)
+      ...     d = jflux.moe_dispatch(x, indices, weights, num_experts=16, axis_name="ep")
+      ...     return d.rows, d.group_sizes
+      >>> mesh, own = jax.sharding.Mesh(jax.devices(), "ep"), P("ep")
+      >>> f = jax.jit(jax.shard_map(rows_of_experts, mesh=mesh, in_specs=(own, own), out_specs=own))
+      >>> rows, sizes = f(jnp.ones((16, 4)), jnp.arange(16)[:, None] // 4)
+      >>> rows.shape, sizes.tolist()
+      ((128, 4), [4, 4, 4, 4, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0])
     """
     axes = _mesh.axes_of(node_axis, axis_name)
     x, indices, weights = _checked(
@@ -305,6 +316,16 @@ def moe_combine(
     Raises:
       ValueError, TypeError: for operands that do not fit, when the call is traced.
       jax.errors.JaxRuntimeError: when it runs, as :func:`jflux.ragged_all_to_all`.
+
+    Examples:
+      >>> def layer(x, indices):  # each expert multiplies by 3
+      ...     weights = jnp.ones(indices.shape)
+      ...     d = jflux.moe_dispatch(x, indices, weights, num_experts=16, axis_name="ep")
+      ...     return jflux.moe_combine(3 * d.rows, d.handle, weights=weights, axis_name="ep")
+      >>> mesh, own = jax.sharding.Mesh(jax.devices(), "ep"), P("ep")
+      >>> f = jax.jit(jax.shard_map(layer, mesh=mesh, in_specs=(own, own), out_specs=own))
+      >>> f(jnp.arange(16.0)[:, None], jnp.arange(16)[:, None] // 4).ravel().tolist()
+      [0.0, 3.0, 6.0, 9.0, 12.0, 15.0, 18.0, 21.0, 24.0, 27.0, 30.0, 33.0, 36.0, 39.0, 42.0, 45.0]
     """
     if (node_axis is not None) != isinstance(handle, LevelsHandle):
         raise ValueError(

@@ -151,6 +151,14 @@ def dispatch_grouped_matmul(
       ValueError, TypeError: operands that do not fit, when the call is traced.
       NameError: outside ``shard_map``.
       jax.errors.JaxRuntimeError: a peer did not come within the deadline (see :func:`jflux.init`).
+
+    Examples:
+      >>> def up(x, w, indices):  # one rank's tokens [2, 4], and its two experts [2, 4, 8]
+      ...     return jflux.dispatch_grouped_matmul(x, w, indices, num_experts=16, axis_name="ep")[0]
+      >>> mesh, own = jax.sharding.Mesh(jax.devices(), "ep"), P("ep")
+      >>> f = jax.jit(jax.shard_map(up, mesh=mesh, in_specs=(own, own, own), out_specs=own))
+      >>> f(jnp.ones((16, 4)), jnp.ones((16, 4, 8)), jnp.arange(16)[:, None]).shape
+      (128, 8)
     """
     world, ws = _mesh.axis_size(axis_name), several(w)
     x, indices = check_tokens(f"jflux.{OP}", x, topk_indices, num_experts, world)
@@ -234,6 +242,18 @@ def grouped_matmul_combine(
       ValueError, TypeError: operands that do not fit, when the call is traced.
       NameError: outside ``shard_map``.
       jax.errors.JaxRuntimeError: a peer did not come within the deadline (see :func:`jflux.init`).
+
+    Examples:
+      >>> def experts(x, up, down, indices, weights):
+      ...     h, handle = jflux.dispatch_grouped_matmul(
+      ...         x, up, indices, num_experts=16, activation="relu", axis_name="ep"
+      ...     )
+      ...     return jflux.grouped_matmul_combine(h, down, handle, weights, axis_name="ep")
+      >>> mesh, own = jax.sharding.Mesh(jax.devices(), "ep"), P("ep")
+      >>> f = jax.jit(jax.shard_map(experts, mesh=mesh, in_specs=(own,) * 5, out_specs=own))
+      >>> x, up, down = jnp.ones((16, 4)), jnp.ones((16, 4, 8)), jnp.ones((16, 8, 4))
+      >>> f(x, up, down, jnp.arange(16)[:, None], jnp.ones((16, 1)))[0].tolist()
+      [32.0, 32.0, 32.0, 32.0]
     """
     if not isinstance(handle, GatherHandle | DispatchHandle):
         raise TypeError(

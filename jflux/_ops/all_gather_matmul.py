@@ -213,6 +213,12 @@ def all_gather_matmul(
       NotImplementedError: when it is lowered with ``jflux.config.strict``, for one that no kernel
         takes, or that finds no room in the symmetric heap.
       jax.errors.JaxRuntimeError: a peer did not come within the deadline (see :func:`jflux.init`).
+
+    Examples:
+      >>> mesh = jax.sharding.Mesh(jax.devices(), "tp")
+      >>> x, w = jnp.ones((64, 32)), jnp.ones((32, 128))
+      >>> jflux.all_gather_matmul(x, w, axis_name="tp", mesh=mesh).shape  # split by columns
+      (64, 128)
     """
     ws = several(w)
     if not ws:

@@ -117,6 +117,13 @@ def all_reduce(
       NotImplementedError: when it is lowered with ``jflux.config.strict``, for one that no kernel
         takes, or that finds no room in the symmetric heap.
       jax.errors.JaxRuntimeError: a peer did not come within the deadline (see :func:`jflux.init`).
+
+    Examples:
+      >>> mesh = jax.sharding.Mesh(jax.devices(), "tp")
+      >>> f = functools.partial(jflux.all_reduce, axis_name="tp")
+      >>> f = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P("tp"), out_specs=P()))
+      >>> f(jnp.arange(8.0)).tolist()
+      [28.0]
     """
     if algorithm is not None and algorithm not in ALGORITHMS:
         raise ValueError(

@@ -150,6 +150,15 @@ def all_to_all_matmul(
       NotImplementedError: when it is lowered with ``jflux.config.strict``, for one that no kernel
         takes, or that finds no room in the symmetric heap.
       jax.errors.JaxRuntimeError: a peer did not come within the deadline (see :func:`jflux.init`).
+
+    Examples:
+      >>> mesh = jax.sharding.Mesh(jax.devices(), "tp")
+      >>> def product(x, w):  # one rank's columns, and the whole w
+      ...     return jflux.all_to_all_matmul(x, w, axis_name="tp", split_axis=0, concat_axis=1)
+      >>> specs = {"in_specs": (P(None, "tp"), P()), "out_specs": P("tp")}
+      >>> f = jax.jit(jax.shard_map(product, mesh=mesh, **specs))
+      >>> f(jnp.ones((64, 128)), jnp.ones((128, 32))).shape  # was split by columns, is by rows
+      (64, 32)
     """
     _product.check_operands(OP, x, w, -2, "the second to last dimension")
     split = _product.check_axis(OP, "split_axis", split_axis, x, of="x")

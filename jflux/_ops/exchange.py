@@ -98,6 +98,13 @@ def all_gather(
       NotImplementedError: when it is lowered with ``jflux.config.strict``, for one that no kernel
         takes, or that finds no room in the symmetric heap.
       jax.errors.JaxRuntimeError: a peer did not come within the deadline (see :func:`jflux.init`).
+
+    Examples:
+      >>> mesh = jax.sharding.Mesh(jax.devices(), "tp")
+      >>> f = functools.partial(jflux.all_gather, axis_name="tp", tiled=True, to="invarying")
+      >>> f = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P("tp"), out_specs=P()))
+      >>> f(jnp.arange(8)).tolist()
+      [0, 1, 2, 3, 4, 5, 6, 7]
     """
 
     if to not in ("varying", "invarying", "reduced"):
@@ -154,6 +161,13 @@ def reduce_scatter(
 
     Raises:
       As :func:`jflux.all_gather`; ValueError also for shards that the ranks do not divide.
+
+    Examples:
+      >>> mesh = jax.sharding.Mesh(jax.devices(), "tp")
+      >>> f = functools.partial(jflux.reduce_scatter, axis_name="tp", tiled=True)
+      >>> f = jax.jit(jax.shard_map(f, mesh=mesh, in_specs=P(), out_specs=P("tp")))
+      >>> f(jnp.arange(8.0)).tolist()
+      [0.0, 8.0, 16.0, 24.0, 32.0, 40.0, 48.0, 56.0]
     """
 
     for_lax = _product.is_for_lax("reduce_scatter", axis_name, *jax.tree.leaves(x))
@@ -205,6 +219,15 @@ def all_to_all(
 
     Raises:
       As :func:`jflux.reduce_scatter`.
+
+    Examples:
+      >>> mesh = jax.sharding.Mesh(jax.devices(), "tp")
+      >>> def exchange(x):  # one rank's [64, 2] becomes [8, 16]
+      ...     return jflux.all_to_all(x, axis_name="tp", split_axis=0, concat_axis=1, tiled=True)
+      >>> specs = {"in_specs": P(None, "tp"), "out_specs": P("tp")}
+      >>> f = jax.jit(jax.shard_map(exchange, mesh=mesh, **specs))
+      >>> f(jnp.ones((64, 16))).shape
+      (64, 16)
     """
 
     for_lax = _product.is_for_lax("all_to_all", axis_name, *jax.tree.leaves(x))

@@ -76,6 +76,11 @@ def grouped_matmul(
         kernel takes.
       jax.errors.JaxRuntimeError, ValueError: when it runs, for a size below 0 and for sizes that
         sum to more than M: which of them is JAX's choice.
+
+    Examples:
+      >>> x, w = jnp.ones((6, 2)), jnp.arange(1.0, 4.0)[:, None, None] * jnp.ones((3, 2, 1))
+      >>> jflux.grouped_matmul(x, w, jnp.array([3, 1, 2])).ravel().tolist()
+      [2.0, 2.0, 2.0, 4.0, 6.0, 6.0]
     """
     ws: Sequence[Any] = several(w)
     out = check(x, ws, group_sizes, transpose_rhs, preferred_element_type, activation, gated)

@@ -154,6 +154,12 @@ def matmul_all_reduce(
       NotImplementedError: when it is lowered with ``jflux.config.strict``, for one that no kernel
         takes, or that finds no room in the symmetric heap.
       jax.errors.JaxRuntimeError: a peer did not come within the deadline (see :func:`jflux.init`).
+
+    Examples:
+      >>> mesh = jax.sharding.Mesh(jax.devices(), "tp")
+      >>> x, w = jnp.ones((64, 128)), jnp.ones((128, 32))
+      >>> jflux.matmul_all_reduce(x, w, axis_name="tp", mesh=mesh).shape  # whole on every rank
+      (64, 32)
     """
     _product.check_operands(OP, x, w, -2, "the second to last dimension")
     shape = (*x.shape[:-1], _product.columns(w, transpose_rhs))

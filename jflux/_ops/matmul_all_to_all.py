@@ -108,6 +108,15 @@ def matmul_all_to_all(
       NotImplementedError: when it is lowered with ``jflux.config.strict``, for one that no kernel
         takes, or that finds no room in the symmetric heap.
       jax.errors.JaxRuntimeError: a peer did not come within the deadline (see :func:`jflux.init`).
+
+    Examples:
+      >>> mesh = jax.sharding.Mesh(jax.devices(), "tp")
+      >>> def product(x, w):  # one rank's rows, and the whole w
+      ...     return jflux.matmul_all_to_all(x, w, axis_name="tp", split_axis=1, concat_axis=0)
+      >>> specs = {"in_specs": (P("tp"), P()), "out_specs": P(None, "tp")}
+      >>> f = jax.jit(jax.shard_map(product, mesh=mesh, **specs))
+      >>> f(jnp.ones((64, 32)), jnp.ones((32, 128))).shape  # was split by rows, is by columns
+      (64, 128)
     """
     _product.check_operands(OP, x, w, -2, "the second to last dimension")
     split = _product.check_axis(OP, "split_axis", split_axis, x)

@@ -125,6 +125,12 @@ def matmul_reduce_scatter(
       NotImplementedError: when it is lowered with ``jflux.config.strict``, for one that no kernel
         takes, or that finds no room in the symmetric heap.
       jax.errors.JaxRuntimeError: a peer did not come within the deadline (see :func:`jflux.init`).
+
+    Examples:
+      >>> mesh = jax.sharding.Mesh(jax.devices(), "tp")
+      >>> x, w = jnp.ones((64, 128)), jnp.ones((128, 32))
+      >>> jflux.matmul_reduce_scatter(x, w, axis_name="tp", mesh=mesh).shape  # split by rows
+      (64, 32)
     """
     xs, ws = several(x), several(w)
     if len(xs) != len(ws) or not xs:

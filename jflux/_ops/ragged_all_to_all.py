@@ -86,6 +86,16 @@ def ragged_all_to_all(
       jax.errors.JaxRuntimeError: offsets or sizes that are out of range, or sizes that two ranks
         do not agree on. The message names rank, argument, element and value. (The `lax` form does
         not look.) Or a peer did not come within the deadline (see :func:`jflux.init`).
+
+    Examples:
+      >>> def rotate(x):  # each rank's two rows go to the next rank
+      ...     rank, i = jax.lax.axis_index("tp"), jnp.arange(8)
+      ...     sizes = jnp.where(i == (rank + 1) % 8, 2, 0), jnp.where(i == (rank - 1) % 8, 2, 0)
+      ...     return jflux.ragged_all_to_all(x, x, 0 * i, sizes[0], 0 * i, sizes[1], axis_name="tp")
+      >>> mesh = jax.sharding.Mesh(jax.devices(), "tp")
+      >>> f = jax.jit(jax.shard_map(rotate, mesh=mesh, in_specs=P("tp"), out_specs=P("tp")))
+      >>> f(jnp.arange(16)).tolist()
+      [14, 15, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13]
     """
     arrays = _checked(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes)
     names, world = _mesh.ranks_of(axis_name, axis_index_groups)

@@ -100,7 +100,7 @@ def _why_no_place(
 
 
 @dataclasses.dataclass(frozen=True)
-class New:
+class _New:
     """How parameters of a layer are drawn. The layer does not keep it: initializers are closures,
     which cannot be pickled."""
 
@@ -135,7 +135,7 @@ class _Layer(nnx.Module):
 
     def make(
         self,
-        new: New,
+        new: _New,
         contracted: tuple[int, ...],
         features: tuple[int, ...],
         axes: Axes,
@@ -150,7 +150,7 @@ class _Layer(nnx.Module):
             bias = new.bias_init(new.rngs.params(), features, self.param_dtype)
             self.bias = _param(bias, axes[inputs:], self.axis_name, self.rules)
 
-    def part(self, new: New, *shape: Any) -> _Layer:
+    def part(self, new: _New, *shape: Any) -> _Layer:
         """The kernel and bias of a product that is a part of this layer."""
         part = _Layer(
             axis_name=self.axis_name, use_bias=self.use_bias, param_dtype=self.param_dtype,
@@ -187,7 +187,7 @@ class ColumnParallelDense(_Layer):
         **options: Any,
     ):
         super().__init__(**options)
-        new = New(rngs, kernel_init, bias_init)
+        new = _New(rngs, kernel_init, bias_init)
         self.activation = activation
         self.make(new, (in_features,), (out_features,), axes)
 
@@ -218,7 +218,7 @@ class RowParallelDense(_Layer):
         **options: Any,
     ):
         super().__init__(**options)
-        new = New(rngs, kernel_init, bias_init)
+        new = _New(rngs, kernel_init, bias_init)
         self.make(new, (in_features,), (out_features,), axes)
 
     def __call__(self, x: jax.Array, residual: jax.Array | None = None) -> jax.Array:
@@ -252,7 +252,7 @@ class MLP(_Layer):
         **options: Any,
     ):
         super().__init__(**options)
-        new = New(rngs, kernel_init, bias_init)
+        new = _New(rngs, kernel_init, bias_init)
         self.activation, self.gated = activation, gated
         d, h = (features,), (hidden_features,)
         self.up = self.part(new, d, h, axes)
@@ -310,7 +310,7 @@ class Attention(_Layer):
         **options: Any,
     ):
         super().__init__(**options)
-        new = New(rngs, kernel_init, bias_init)
+        new = _New(rngs, kernel_init, bias_init)
         self.is_causal, self.rotate, self.core = is_causal, rotate, core
         self.context_axis, self.context_layout = context_axis, context_layout
         self.decode, self.cache_core = decode, cache_core
