@@ -477,8 +477,11 @@ def test_choices_are_found():
 @pytest.mark.parametrize("doc", DOCS, ids=lambda d: str(d.relative_to(ROOT)))
 def test_names_of_jflux_exist(doc):
     """Dotted names in code; OP stands for any op."""
-    for name in set(re.findall(r"`(jflux(?:\.[A-Za-z]\w*)+)", doc.read_text())):
-        assert _exists(name) or name == "jflux.OP", name
+    for name in sorted(set(re.findall(r"`(jflux(?:\.[A-Za-z]\w*)+)", doc.read_text()))):
+        try:
+            assert _exists(name) or name == "jflux.OP", name
+        except ImportError as error:  # of another package
+            pytest.skip(f"{name}: {error}")
 
 
 def _exists(name: str) -> bool:
@@ -489,7 +492,9 @@ def _exists(name: str) -> bool:
         if not hasattr(found, part):
             try:
                 importlib.import_module(".".join(["jflux", *path[: i + 1]]))
-            except ImportError:
+            except ModuleNotFoundError as error:
+                if not (error.name or "").startswith("jflux"):
+                    raise
                 return part in getattr(found, "__dataclass_fields__", {})
         if not hasattr(found, part):
             return False
