@@ -20,7 +20,7 @@ import numpy as np
 
 from . import cards, conclusions, sections
 from .sections import ranks_of, title
-from .shapes import LISTS, Shape, of_row
+from .shapes import LISTS, Shape, fastest_xla, of_row
 from .shapes import of as shapes_of
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -92,8 +92,14 @@ communication.
 
 For each shape all contestants are timed alternately, round after round, in one process (or one
 process for each GPU), each as often after each other one; the median over the rounds of the slowest
-rank counts. A contestant is a jitted loop whose calls depend on each other, so that host dispatch is paid
-once. bf16, normal random operands; n and k are global. How: [bench/harness.py](../bench/harness.py).
+rank counts. A contestant is a jitted loop whose calls depend on each other, so that the host calls it once.
+Inside, the host still launches XLA's own collectives one by one, up to 20 us each, where it captures
+jflux's kernels in CUDA graphs. bf16, normal random operands; n and k are global. How:
+[bench/harness.py](../bench/harness.py).
+
+NCCL, and PyTorch's symmetric memory, were timed with NVLink multicast off (`NCCL_NVLS_ENABLE=0`): the
+hosts forbid it. On more than two GPUs NCCL may be faster with it, so XLA's and PyTorch's times on such
+hosts may be shorter than here. jflux uses no multicast.
 
 Lists of shapes and all symbols are in the [glossary](glossary.md).
 
@@ -101,7 +107,7 @@ Lists of shapes and all symbols are in the [glossary](glossary.md).
 |---|---|
 | G | XLA's product alone, of one rank's whole input |
 | C | XLA's communication alone (NCCL) |
-| S | XLA's own sequence, in plain `lax`: what a JAX user would otherwise call |
+| S | XLA's own sequence, in plain `lax`: what a JAX user would otherwise call. With c behind it, its collectives were captured in CUDA graphs by a compiler option, and that was faster; tables dated before 2026-11-28 lack that form |
 | J | jflux; with K behind it, the call is decomposed, and K says what the one kernel takes |
 | E | overlap efficiency, 1 - (J - G) / (S - G): 1 is communication wholly hidden, negative is worse than not overlapping (Flux, arXiv 2406.06858, equation 2) |
 | J / F | over the floor max(G, C) |
@@ -232,13 +238,16 @@ def table(rows: list[dict], result: dict) -> str:
             "J TFLOP/s per GPU", *(f"{name} ms" for name in others)]  # fmt: skip
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for row in rows:
-        g, c, s, j = (ms(row, name) for name in "GCSJ")
+        xla = fastest_xla(row)
+        g, c, s, j = (ms(row, name) for name in ("G", "C", xla, "J"))
+        captured = "" if xla == "S" else " c"
         efficiency = f"{1 - (j - g) / (s - g):.2f}" if s > g else ""
         rate = of_row(row).flops(ranks) / j / 1e9
         choice = f" (K {ms(row, 'K'):.3f})" if "K" in row else ""
         lines.append(
-            f"| {row['op']} | {row['m']} | {row['n']} | {row['k']} | {g:.3f} | {c:.3f} | {s:.3f} "
-            f"| {j:.3f}{choice} | {j / s:.3f} | {efficiency} | {j / max(g, c):.2f} | {rate:.0f} |"
+            f"| {row['op']} | {row['m']} | {row['n']} | {row['k']} | {g:.3f} | {c:.3f} "
+            f"| {s:.3f}{captured} | {j:.3f}{choice} | {j / s:.3f} "
+            f"| {efficiency} | {j / max(g, c):.2f} | {rate:.0f} |"
             + "".join(f" {ms(row, name):.3f} |" if name in row else " |" for name in others)
         )
     return "\n".join(lines)
@@ -256,7 +265,7 @@ def _op_tables(name: str, result: dict) -> str:
 
 #: Pages of tables in docs/performance: the heading, and the kinds of results.
 TABLES = {
-    "ops": ("Ops", ()),
+    "ops": ("Ops", ("xla",)),
     "models": ("Models", ("blocks", "grids", "decode", "maxtext")),
     "attention": ("Attention", ("attention",)),
     "experts": ("Mixtures of experts", ("moe", "experts", "gathered", "scattered")),
@@ -275,7 +284,7 @@ def pages(results: list[tuple[str, dict]]) -> dict[str, str]:
     of_page = {
         name: sections.all_of(results, kinds) for name, (_, kinds) in TABLES.items() if kinds
     }
-    of_page["ops"] = [_op_tables(name, result) for name, result in of_ops(results)]
+    of_page["ops"] += [_op_tables(name, result) for name, result in of_ops(results)]
     of_page["gpus"] = [cards.beside(results)]
     of_page["missing"] = [cards.to_do(results)]
     found, lines = {}, []
@@ -293,7 +302,7 @@ def readme_table(results: list[tuple[str, dict]]) -> str:
     (first, *_) = README_ROWS
     found = {of_row(row): row for name in README_ROWS for row in named[name]["rows"]}
     listed = {s for name in README_LISTS for s in LISTS[name]}
-    gains = [ms(row, "S") / ms(row, "J") for s, row in found.items() if s in listed]
+    gains = [ms(row, fastest_xla(row)) / ms(row, "J") for s, row in found.items() if s in listed]
     lines = [
         f"{title(named[first])}, bf16, against XLA's own product and collective. Over the "
         f"{len(gains)} shapes of the lists {', '.join(README_LISTS)} the speed-up is "
@@ -302,7 +311,7 @@ def readme_table(results: list[tuple[str, dict]]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     for s in itertools.chain(*README_ROWS.values()):
-        xla, j = ms(found[s], "S"), ms(found[s], "J")
+        xla, j = ms(found[s], fastest_xla(found[s])), ms(found[s], "J")
         lines.append(f"| {s.op} | {s.m} | {s.n} | {s.k} | {xla:.2f} | {j:.2f} | {xla / j:.2f} |")
     return "\n".join(lines)
 
@@ -339,7 +348,8 @@ def picture(results: list[tuple[str, dict]], op: str) -> bytes:
     ticks = sorted({r["m"] for _, rows in shown.values() for r in rows})
     for i, (name, (machine, rows)) in enumerate(shown.items()):
         m = [r["m"] for r in rows]
-        g, c, s, j = (np.array([ms(r, contestant) for r in rows]) for contestant in "GCSJ")
+        g, c, j = (np.array([ms(r, contestant) for r in rows]) for contestant in "GCJ")
+        s = np.array([ms(r, fastest_xla(r)) for r in rows])
         style = "-" if machine["processes"] == 1 else "--"
         line = {"linestyle": style, "color": f"C{i}", "marker": "o", "markersize": 3}
         efficiency.plot(m, 1 - (j - g) / (s - g), label=name, **line)

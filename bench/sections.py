@@ -20,6 +20,7 @@ from . import (
     moe,
     products,
     scattered,
+    xla,
 )
 
 Results = list[tuple[str, dict]]
@@ -87,6 +88,12 @@ def expert_tables(rows: list[dict]) -> str:
     )
 
 
+def xla_table(rows: list[dict]) -> str:
+    """By shape; rows are in the order of their measurement."""
+    rows = sorted(rows, key=lambda row: (row["op"], row["n"], row["m"]))
+    return filled_table(xla.COLUMNS, map(xla.cells, rows))
+
+
 @dataclasses.dataclass(frozen=True)
 class Section:
     """Of one kind.
@@ -129,6 +136,12 @@ _HIDDEN_UNITS = (
 
 #: In the order of the page.
 SECTIONS: dict[str, Section] = {
+    "xla": Section(
+        _of("XLA at its best, bf16, microseconds a call"),
+        "xla",
+        lambda result: xla.summary(result["xla"]),
+        lambda result: xla_table(result["xla"]),
+    ),
     "blocks": Section(
         _of("MLPs and transformer blocks, forward and backward"),
         "blocks",
@@ -184,7 +197,9 @@ SECTIONS: dict[str, Section] = {
             "J is `jflux.grouped_matmul`, S `lax.ragged_dot`, G one batched product of XLA with as "
             "many rows in equal groups; `bound` is the time in which the weights are read."
         ),
-        lambda result: filled_table(moe.HEADING.split(" | "), map(moe.cells, result["moe"])),
+        lambda result: filled_table(
+            moe.HEADING.split(" | "), map(moe.cells, moe.in_order(result["moe"]))
+        ),
     ),
     "experts": Section(
         _of("Mixtures of experts, bf16"),

@@ -30,6 +30,7 @@ from bench import (  # noqa: E402
     attention_peers,
     blocks,
     cache_check,
+    capacity,
     cards,
     collectives,
     command,
@@ -52,6 +53,7 @@ from bench import (  # noqa: E402
     scattered,
     sections,
     shapes,
+    xla,
 )
 
 
@@ -451,6 +453,33 @@ def test_collectives_are_measured(name, monkeypatch):
     assert len(collectives.cells(row)) == len(collectives.columns(case.op))
 
 
+@pytest.mark.parametrize("op", [shapes.AG, shapes.RS])
+def test_forms_of_xla_are_checked_and_timed(op, monkeypatch, capsys):
+    """No CPU makes a loop of a windowed einsum, which is said."""
+    monkeypatch.setattr(_trial, "iterations_for", lambda seconds, flops: 2)
+    mesh, shape = make_mesh((RANKS,)), shapes.Shape(op, 8 * RANKS, 16 * RANKS, 32 * RANKS)
+    with jflux.config(strict=False):
+        assert "W" not in xla.measure(shape, mesh, rounds=1, without="S s")
+        assert f"{shape}, W: left out, XLA made no loop" in capsys.readouterr().err
+        monkeypatch.setattr(xla, "is_windowed", lambda program: True)
+        row = xla.measure(shape, mesh, rounds=1, without="S ")
+    assert len(xla.cells(row)) == len(xla.COLUMNS)
+    assert row["W"]["median"] > 0 and "S captured" not in row
+
+
+def test_what_xla_takes_is_said():
+    row = {"op": shapes.AG, "m": 64, "n": 8, "k": 8} | {n: _timing(1e-5) for n in xla.CONTESTANTS}
+    row |= {"S captured": _timing(8e-6), "J": _timing(6e-6)}
+    assert xla.cells(row)[-2:] == ["0.60", "0.75"]
+    said = xla.summary([row, row | {"J": _timing(9e-6)}])
+    assert said.startswith("J takes 0.60 to 0.90 of S, and 0.75 to 1.12 of the fastest")
+    assert "captured collectives 0.80 to 0.80" in said
+    machine = {"gpus": "2 x X", "processes": 1}
+    assert "| all_gather_matmul | 64 |" in render.document(
+        [("x", {"machine": machine, "xla": [row]})]
+    )
+
+
 def test_accuracy():
     """jflux rounds once, so it is as exact as the type allows; and the table says so."""
     rows = [accuracy.measure(make_mesh((RANKS,)), dtype, 1 << 12) for dtype in accuracy.DTYPES]
@@ -521,6 +550,18 @@ def test_compiler_options_that_xla_refuses_leave_a_contestant_out(small_llama, m
     row = decode.measure_steps(*small_llama, batch=1, context=4, rounds=1)
     assert "graphs: left out, INVALID_ARGUMENT" in capsys.readouterr().err
     assert "graphs" not in row and decode.cells(row)[5] == ""
+
+
+def test_the_faster_form_of_xla_counts():
+    row = {"op": "all_gather_matmul", "m": 64, "n": 8, "k": 16}
+    row |= {name: _timing(1e-3) for name in "GCJ"} | {"S": _timing(4e-3)}
+    result = {"machine": {"gpus": "2 x X"}}
+    for captured, said in (
+        (5e-3, "| 4.000 | 1.000 | 0.250 |"),
+        (2e-3, "| 2.000 c | 1.000 | 0.500 |"),
+    ):
+        row["S captured"] = _timing(captured)
+        assert said in render.table([row], result)
 
 
 def test_peers_are_columns_where_they_were_timed():
@@ -692,6 +733,7 @@ TABLES = {
     "rows": bench_of_shapes, "accuracy": accuracy, "attention": attention, "blocks": blocks,
     "collectives": collectives, "decode": decode, "experts": experts, "gathered": gathered,
     "grids": grids, "maxtext": maxtext, "moe": moe, "products": products, "scattered": scattered,
+    "xla": xla,
 }  # fmt: skip
 
 
@@ -898,11 +940,28 @@ def test_grouped_products_of_others_are_columns(monkeypatch, capsys):
     assert "tokamax: not installed\nPyTorch: not installed" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("kind", experts.LISTS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=pytest.mark.slow if kind == "capacity" else ())
+        for kind in experts.LISTS
+    ],
+)
 def test_what_moves_tokens_is_checked_and_timed(kind):
-    measure = {"dispatch": experts.measure_dispatch, "layer": experts.measure_layer}[kind]
-    row = measure(experts.Case("tiny", 16, 32, 4, 2, 24), min(2, RANKS), rounds=1)
+    row = experts.MEASURES[kind](experts.Case("tiny", 16, 32, 4, 2, 24), min(2, RANKS), rounds=1)
     assert len(experts.cells(row)) == len(experts.HEADINGS[kind].split(" | "))
+
+
+def test_slots_of_experts():
+    """In the order of tokens; what is beyond an expert's slots is nowhere."""
+    indices = jnp.array([[2, 0], [2, 1], [2, 0]])
+    slot, choice = capacity.slots_of(indices, experts=3, capacity=2)
+    assert slot.tolist() == [4, 0, 5, 2, 6, 1]  # the third choice of expert 2 has none
+    assert choice.tolist() == [1, 5, 3, 6, 0, 2]
+    rows = jnp.arange(1.0, 7)[:, None]
+    there, back = jax.vjp(lambda rows: capacity.moved(rows, choice, slot), rows)
+    assert there[:, 0].tolist() == [2, 6, 4, 0, 1, 3]
+    assert back(there)[0][:, 0].tolist() == [1, 2, 3, 4, 0, 6]
 
 
 def test_tokens_that_come_back_wrong_are_not_timed(monkeypatch):
@@ -913,7 +972,7 @@ def test_tokens_that_come_back_wrong_are_not_timed(monkeypatch):
 
 def test_a_plain_layer_without_memory_leaves_its_column_empty():
     row = {"case": {"name": "large"}, "list": "layer", "error": 0.0}
-    row |= {name: _timing(1e-3) for name in experts.WAYS}
+    row |= {name: _timing(1e-3) for name in experts.OURS}
     assert experts.cells(row)[1:8] == [*["1.00"] * 4, "no memory", "no memory", ""]
     assert (
         experts.cells({k: v for k, v in row.items() if k != "prod."})[4] == ""
