@@ -368,7 +368,7 @@ TABLE = command.Table(
 
 def main() -> int:
     args = command.parse(__doc__, lists=",".join(LISTS))
-    jflux.init(heap_bytes=2 << 30)
+    jflux.init(heap_bytes=8 << 30)
     jflux.config.update(strict=True)
     wanted = {
         (name, case): functools.partial(MEASURES[name], case, args.ranks, args.rounds)

@@ -121,7 +121,7 @@ def programs(shape: Shape, mesh: Mesh, iterations: int, names: list[str]) -> dic
         if name == "S":
             wanted = y
         error = float(jnp.abs(y.astype(jnp.float32) - wanted.astype(jnp.float32)).max())
-        if not error < 0.1:
+        if not error < 0.2:  # of normal numbers, whose parts are summed in bfloat16
             raise RuntimeError(f"{shape}, {name}: off by {error:.3g}")
         found[name] = _trial.run_of(program, *operands)
     return found
