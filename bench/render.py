@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import collections
 import io
-import itertools
 import json
 import pathlib
 import re
@@ -18,9 +17,9 @@ import sys
 
 import numpy as np
 
-from . import cards, conclusions, sections
+from . import cards, conclusions, readme, sections
 from .sections import ranks_of, title
-from .shapes import LISTS, Shape, fastest_xla, of_row
+from .shapes import LISTS, fastest_xla, of_row
 from .shapes import of as shapes_of
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -34,25 +33,14 @@ PICTURES = {
     "matmul_all_to_all": ("ulysses", 36864),
 }
 BEGIN, END = "<!-- figures -->", "<!-- end of figures -->"
-# The rows of README's table, by result, and the lists over which it gives the range.
-README_ROWS = {
-    "2xh200": [
-        Shape("all_gather_matmul", 8192, 49152, 12288),
-        Shape("all_gather_matmul", 8192, 10240, 8192),
-        Shape("matmul_reduce_scatter", 8192, 8192, 8192),
-        Shape("matmul_all_to_all", 8192, 12288, 4096),
-    ],
-    "2xh200_all_reduce": [Shape("matmul_all_reduce", 8192, 8192, 8192)],
-}
-README_LISTS = ("flux", "attention", "ulysses", "all_reduce")
-
 INTRODUCTION = """# Performance
 
 Made by `python -m bench.render` from the files in [bench/results](../bench/results); do not edit.
 [Reproduce our numbers](guide/reproduce.md) says how to measure them again.
 
 jflux's time over that of what else computes the same, bf16: the median of all rows, the range in
-brackets, and in how many rows jflux is slower. No row is left out but those of the kernels before k-panels.
+brackets, and in how many rows jflux is slower ([all of these](performance/slower.md)). No row is left out
+but those of the kernels before k-panels.
 
 """  # noqa: E501
 
@@ -265,6 +253,7 @@ def _op_tables(name: str, result: dict) -> str:
 
 #: Pages of tables in docs/performance: the heading, and the kinds of results.
 TABLES = {
+    "slower": ("Where jflux is slower", ()),
     "ops": ("Ops", ("xla",)),
     "models": ("Models", ("blocks", "grids", "decode", "maxtext")),
     "attention": ("Attention", ("attention",)),
@@ -285,6 +274,7 @@ def pages(results: list[tuple[str, dict]]) -> dict[str, str]:
         name: sections.all_of(results, kinds) for name, (_, kinds) in TABLES.items() if kinds
     }
     of_page["ops"] += [_op_tables(name, result) for name, result in of_ops(results)]
+    of_page["slower"] = [conclusions.slower(results)]
     of_page["gpus"] = [cards.beside(results)]
     of_page["missing"] = [cards.to_do(results)]
     found, lines = {}, []
@@ -295,25 +285,6 @@ def pages(results: list[tuple[str, dict]]) -> dict[str, str]:
     listed = "\n## All tables\n\n| |\n|---|\n" + "\n".join(lines) + "\n"
     parts = [INTRODUCTION, conclusions.table(results), "\n", MEASURED, listed, NOTES]
     return {"performance.md": "".join(parts), **found}
-
-
-def readme_table(results: list[tuple[str, dict]]) -> str:
-    named = dict(results)
-    (first, *_) = README_ROWS
-    found = {of_row(row): row for name in README_ROWS for row in named[name]["rows"]}
-    listed = {s for name in README_LISTS for s in LISTS[name]}
-    gains = [ms(row, fastest_xla(row)) / ms(row, "J") for s, row in found.items() if s in listed]
-    lines = [
-        f"{title(named[first])}, bf16, against XLA's own product and collective. Over the "
-        f"{len(gains)} shapes of the lists {', '.join(README_LISTS)} the speed-up is "
-        f"{min(gains):.2f} to {max(gains):.2f} ([all tables](docs/performance.md)).\n",
-        "| op | m | n | k | XLA ms | jflux ms | speed-up |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for s in itertools.chain(*README_ROWS.values()):
-        xla, j = ms(found[s], fastest_xla(found[s])), ms(found[s], "J")
-        lines.append(f"| {s.op} | {s.m} | {s.n} | {s.k} | {xla:.2f} | {j:.2f} | {xla / j:.2f} |")
-    return "\n".join(lines)
 
 
 def curves(results: list[tuple[str, dict]], op: str) -> dict[str, tuple[dict, list[dict]]]:
@@ -376,12 +347,12 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
     results = load()
-    readme = ROOT / "README.md"
-    text = readme.read_text()
+    readme_path = ROOT / "README.md"
+    text = readme_path.read_text()
     head, rest = text.split(BEGIN, 1)
     tail = rest.split(END, 1)[1]
     wanted = {
-        readme: f"{head}{BEGIN}\n{readme_table(results)}\n{END}{tail}",
+        readme_path: f"{head}{BEGIN}\n{readme.table(results)}\n{END}{tail}",
     } | {ROOT / "docs" / name: page for name, page in pages(results).items()}
     if args.check:
         stale = [

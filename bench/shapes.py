@@ -24,6 +24,11 @@ class Shape:
     k: int
 
     @property
+    def name(self) -> str:
+        """Of its sizes."""
+        return f"{self.m} x {self.n} x {self.k}"
+
+    @property
     def spec(self) -> OpSpec:
         return all_ops()[self.op]
 

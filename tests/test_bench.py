@@ -233,7 +233,7 @@ def test_no_page_has_a_heading_twice():
 
 def test_conclusions_compare_every_row():
     found = list(conclusions.compared(render.load()))
-    counts = collections.Counter(c.what for c in found)
+    counts = collections.Counter(c.what for c in found if c.against == conclusions.XLA)
     rows = [
         row["op"] for _, r in render.of_ops(render.load()) if "note" not in r["machine"]
         for row in r["rows"]
@@ -246,9 +246,46 @@ def test_conclusions_compare_every_row():
     result["rows"][1]["J"] = _timing(6e-3)
     line = conclusions.table([("2xh200", result)]).splitlines()[-1]
     assert line == f"| {one.op} | XLA's own sequence | **1.33** (0.67&nbsp;to&nbsp;2.00) | 2 | 1 |"
-    attention = {"case": {"decode": False}, "J": _timing(2e-3), "G": _timing(8e-3)}
+    attention = {"case": {"name": "A", "decode": False}, "J": _timing(2e-3), "G": _timing(8e-3)}
     result = {"machine": result["machine"], "attention": [attention]}
     assert conclusions.table([("a", result)]).endswith("cuDNN's on one GPU / N | 0.50 | 1 |")
+
+
+def test_every_row_in_which_jflux_is_slower_is_listed():
+    """Sorted; of every kind of contestant, and of old kernels too."""
+    one, two, three = shapes.LISTS["flux"][:3]
+    result = _of_shapes("2 x NVIDIA H200", [one, two, three], jflux="9.9")  # J 2 ms, S 3 ms
+    result["rows"][0] |= {"T": _timing(1e-3), "S captured": _timing(2.5e-3), "K": _timing(1e-3)}
+    result["rows"][1]["S captured"] = _timing(1.6e-3, 0.3)
+    page = conclusions.slower([("2xh200", result), ("old", _noted(result))])
+    others, own = page.split("## Where another way")
+    lines = [line.split(" | ") for line in others.splitlines() if line.startswith("| ")][2:]
+    assert [line[0] for line in lines] == ["| 2.000", "| 2.000", "| 1.250 ~", "| 1.250 ~"]
+    assert lines[0][2:7] == [
+        one.name,
+        "PyTorch's symmetric-memory op",
+        "2.000 ms",
+        "1.000 ms",
+        "2 x H200",
+    ]
+    assert [line[-1] for line in lines[:2]] == [" |", "before k-panels |"]
+    assert "in 4 of 8 comparisons" in others and "in 2 of 2 comparisons" in own
+    assert conclusions.count_of_slower([("2xh200", result)]) == "2 of 4 comparisons"
+
+
+def test_every_committed_row_in_which_xla_is_faster_is_listed():
+    page = conclusions.slower(render.load())
+    for name, result in render.of_ops(render.load()):
+        for row in result["rows"]:
+            if row["J"]["median"] > min(row[x]["median"] for x in shapes.XLA if x in row):
+                day = row.get("date", result["machine"]["date"])
+                where = f"[{day}](../bench/results/{name}.json)"
+                size = f"| {row['op']} | {shapes.of_row(row).name} | XLA's own sequence |"
+                assert any(size in line and where in line for line in page.splitlines())
+
+
+def _noted(result):
+    return result | {"machine": result["machine"] | {"note": "old kernels"}}
 
 
 def _of_shapes(gpus, found, **machine):
@@ -475,9 +512,7 @@ def test_what_xla_takes_is_said():
     assert said.startswith("J takes 0.60 to 0.90 of S, and 0.75 to 1.12 of the fastest")
     assert "captured collectives 0.80 to 0.80" in said
     machine = {"gpus": "2 x X", "processes": 1}
-    assert "| all_gather_matmul | 64 |" in render.document(
-        [("x", {"machine": machine, "xla": [row]})]
-    )
+    assert "| all_gather_matmul | 64 |" in document([("x", {"machine": machine, "xla": [row]})])
 
 
 def test_accuracy():
