@@ -28,7 +28,7 @@ and for decoding, one query of each sequence over a cache that is split over the
     J       jflux.flash_decode
     G       jax.nn.dot_product_attention on one GPU, divided by the ranks
 
-where `bound` is the time in which a rank's part of the cache is read, at MEMORY bytes a second.
+where `read` is the time in which a copy reads a rank's part of the cache, at MEMORY bytes a second.
 Values are compared to float64 before anything is timed, on positions and heads drawn at random.
 """
 
@@ -345,7 +345,7 @@ HEADING = " | ".join(
         *(f"{c} ms" for c in COLUMNS),
         *(f"{c.replace(c.split()[0], c.split()[0] + '/N', 1)} ms" for c in DIVIDED),
         "best / J",
-        "bound ms",
+        "read ms",
         "error",
     )
 )

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from . import grids, xla
+from .earlier import changes_after
 from .sections import Results, filled_table, of_kind, plain_table, ranks_of
 from .shapes import XLA as FORMS_OF_XLA
 from .shapes import Shape
@@ -142,6 +143,7 @@ class Compared:
       noise: the quartiles of the two overlap.
       result: the file's name.
       day, machine: when and where.
+      before: the day of the first change of its kernels since (bench/earlier.py).
     """
 
     what: str
@@ -155,6 +157,7 @@ class Compared:
     result: str
     day: str
     machine: dict[str, Any]
+    before: str
 
     @property
     def gpus(self) -> str:
@@ -202,17 +205,19 @@ def compared(
                         what += pair.form.replace(" ", ", ")
                         part = ranks if pair.whole else 1
                         other = theirs["median"] / part
+                        days = (c.since for c in changes_after(name, kind, row, machine))
                         yield Compared(
                             what, pair.against, ranks, ours["median"] / other, _row_name(kind, row),
                             ours["median"], other,
                             ours.get("low", 0) <= theirs.get("high", other) / part,
                             name, row.get("date", machine.get("date", "")), machine,
+                            min(days, default=""),
                         )  # fmt: skip
 
 
 SLOWER = """jflux takes longer than something else that computes the same in {slower} of {total} comparisons. All of
-them are here, sorted by how much: also those of the kernels before k-panels, and those that differ by less
-than the noise (~: the quartiles of both times overlap). "cuDNN's on one GPU / N" is a floor more than a
+them are here, sorted by how much: also those of [earlier kernels](performance.md#tables-of-earlier-kernels),
+and those that differ by less than the noise (~: the quartiles of both times overlap). "cuDNN's on one GPU / N" is a floor more than a
 choice: that GPU holds all positions, and its time is divided by the ranks.
 
 """  # noqa: E501
@@ -235,7 +240,7 @@ def _slower_table(found: list[Compared]) -> str:
         lines.append([
             f"{c.ratio:.3f}{' ~' if c.noise else ''}", c.what, c.row, c.against, time_of(c.seconds),
             time_of(c.other), c.gpus, link, c.machine.get("jflux", ""),
-            "before k-panels" if "note" in c.machine else "",
+            c.before and f"before {c.before}",
         ])  # fmt: skip
     columns = ["jflux / other", "jflux", "row", "other", "jflux's time", "other's", "GPUs",
                "measured", "version", "kernels"]  # fmt: skip

@@ -12,8 +12,9 @@ rows in one group:
     J f+b   J forward and backward (x's and w's gradients); S f+b likewise
     T, P    tokamax's and PyTorch's (bench/moe_peers.py), where they are asked for and installed
 
-`bound` is the time that the weights of the groups with rows take to be read, at MEMORY bytes a
-second. Values are compared to float64 before anything is timed, on rows and groups drawn at random.
+`read` is the time in which a copy reads the weights of the groups with rows, at MEMORY bytes a
+second; what only reads may be a few per cent faster. Values are compared to float64 before anything
+is timed, on rows and groups drawn at random.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from jflux import _trial
 from . import command, moe_peers, rates
 from .peers import Unavailable
 
-MEMORY = {"NVIDIA H100": 3.0e12, "NVIDIA H200": 4.3e12}  # bytes a second, as copies reach them
+MEMORY = {"NVIDIA H100": 3.0e12, "NVIDIA H200": 4.3e12}  # bytes a second, as copies reach
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,7 +235,7 @@ HEADING = " | ".join(
         "G / J",
         "S / J",
         "J TF/s",
-        "bound ms",
+        "read ms",
         "error",
     )
 )

@@ -78,9 +78,10 @@ def table(results: Results) -> str:
         lines.append(f"| {s.op} | {s.m} | {s.n} | {s.k} | {xla:.2f} | {j:.2f} | {xla / j:.2f} |")
     columns = ["all rows of", "GPUs", "measured", "jflux", "rows", "speed-up: median", "range"]
     lines += ["", plain_table(columns, _medians(results)), ""]
+    slower = conclusions.count_of_slower(results)
     lines.append(
-        "f+b: forward and backward. [All tables](docs/performance.md), with conditions. jflux is "
-        f"slower than something else in {conclusions.count_of_slower(results)} "
-        "([all of these rows](docs/performance/slower.md))."
+        "f+b: forward and backward. [All tables](docs/performance.md), with conditions: NCCL "
+        "had no NVLink multicast. jflux is slower than something else in "
+        f"{slower} ([all of these rows](docs/performance/slower.md))."
     )
     return "\n".join(lines)

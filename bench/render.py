@@ -1,5 +1,5 @@
-"""Makes docs/performance.md, the pages of tables in docs/performance, their pictures and README's
-table from bench/results/*.json.
+"""Makes docs/performance.md, the pages of tables in docs/performance, their pictures, README's
+tables, and the figures that guides quote (bench/quoted.py), from bench/results/*.json.
 
 python -m bench.render          writes them
 python -m bench.render --check  fails if they are not what the results say
@@ -17,7 +17,7 @@ import sys
 
 import numpy as np
 
-from . import cards, conclusions, readme, sections
+from . import cards, conclusions, earlier, quoted, readme, sections
 from .sections import ranks_of, title
 from .shapes import LISTS, fastest_xla, of_row
 from .shapes import of as shapes_of
@@ -123,19 +123,13 @@ NOTES = """
   that goes on for .1 s or more is clocked by its own power: four products at .92 to .96 of XLA's
   speed were at .94 to 1.00 then ([0024](experiments/0024-product-beside-cublas.md), "Clocks").
 - Random numbers make the chip clock down. Where it does not have to, XLA's products gain more than
-  jflux's ([0009](experiments/0009-power-limit.md)): prefill of Llama-2-70B's layers takes .97 of
-  XLA's time, though each op by itself takes .70 to .90. A gated product of Llama-2-70B takes .87 to
+  jflux's ([0009](experiments/0009-power-limit.md)). With random numbers prefill of Llama-2-70B's
+  layers takes <!-- bench: prefill --><!-- end --> of XLA's time. A gated product of Llama-2-70B takes .87 to
   .92 of XLA's time with random numbers, and .82 to .91 with zeros.
 
 ### Tables of earlier kernels
 
-| table | differs in |
-|---|---|
-| dated before 2026-11-25 (3 and 4 x H200, grids, peers) | all CTAs sent at once: J - G on 2 GPUs is half or less since ([0026](experiments/0026-limited-senders.md)). Contestants came in random orders, some of them more often after one that takes little power: 2 % ([0028](experiments/0028-contestant-order.md)) |
-| 4 x H200 | no tiles of 224 or 256 columns; the kernels began and ended later. On 2 GPUs that took 1 to 8 % of most calls' time, and up to 10 % more where tiles of 224 fit ([0016](experiments/0016-kernel-start-and-end.md)) |
-| 3 x H200, one process for each of 4 H200s on 2026-11-21, and those with Pallas and PyTorch | also no k-panels, no single raster group of few rows, and matmul_all_reduce was two calls |
-| attention and mixtures of experts on 2 x H200 | earlier kernels of `flash_decode`, `moe_dispatch` and `moe_combine` |
-| small collectives of 4 x H200 | all_to_all of 4 MiB took 1.17 of XLA's time, in LL packets, and the norm was in the kernel after sums of 256 KiB and more. Sums above 1 MiB travel in chunks since, up to 16 MiB, and exchanges up to 32 MiB ([0030](experiments/0030-chunked-exchanges.md)) |
+{earlier}
 
 ### Choices behind single rows
 
@@ -150,9 +144,10 @@ NOTES = """
   of 128 columns; they take 192 now ([0053](experiments/0053-operand-rows.md)).
 - matmul_all_reduce of 32 to 128 rows is one kernel on 2 GPUs, and XLA's product and all_reduce on
   more.
-- On every grid it helps most to have no loop over the layers ("unrolled", 10 to 17 % less time
-  than "+ fused"; "none unrolled" takes 4 to 9 % less than "none"): XLA copies what one iteration
-  hands to the next, and slices stacked weights. Most of what "+ fused" saves on 1x2x1x1 (12 %) is
+- On every grid it helps to have no loop over the layers: XLA copies what one iteration hands to the
+  next, and slices stacked weights. "unrolled" takes less time than "+ fused",
+  by <!-- bench: unrolled --><!-- end -->; "none unrolled" less than "none",
+  by <!-- bench: none unrolled --><!-- end -->. Most of what "+ fused" saves on 1x2x1x1 (12 %) is
   matmul_all_reduce's. [0029](experiments/0029-grids.md) compares with the paper's grids.
 - What MLPs and blocks take of memory beside their operands is "MiB" and "heap" together: Llama's
   MLP 961 MiB where XLA takes 832, its block 1090 (1025), GPT-3's 1313 (1920) and 1571 (2498). All
@@ -245,9 +240,11 @@ def _op_tables(name: str, result: dict) -> str:
     m = result["machine"]
     ops = {row["op"] for row in result["rows"]}
     what = f": {_heading('all_reduce')}" if ops == {"matmul_all_reduce"} else ""
+    mark = earlier.mark(name, "rows", result)
     return (
         f"## {title(result)}{what}\n\n{m['date']}, driver {m['driver']}, jax {m['jax']}, "
-        f"jflux {m['jflux']} ([{name}.json](../bench/results/{name}.json)).\n\n{tables(result)}\n"
+        f"jflux {m['jflux']} ([{name}.json](../bench/results/{name}.json)).{mark and ' '}{mark}\n\n"
+        f"{tables(result)}\n"
     )
 
 
@@ -264,14 +261,16 @@ TABLES = {
     "missing": ("Not measured yet", ()),
 }
 TABLES_HEAD = """Made by `python -m bench.render`; columns and conditions are explained in
-[Performance](performance.md).
-"""
+[Performance](performance.md). NVLink multicast was off: with it NCCL may be faster on more than two GPUs.
+"""  # noqa: E501
 
 
 def pages(results: list[tuple[str, dict]]) -> dict[str, str]:
     """Text by file in docs/."""
     of_page = {
-        name: sections.all_of(results, kinds) for name, (_, kinds) in TABLES.items() if kinds
+        name: sections.all_of(results, kinds, earlier.mark)
+        for name, (_, kinds) in TABLES.items()
+        if kinds
     }
     of_page["ops"] += [_op_tables(name, result) for name, result in of_ops(results)]
     of_page["slower"] = [conclusions.slower(results)]
@@ -283,8 +282,9 @@ def pages(results: list[tuple[str, dict]]) -> dict[str, str]:
         found[f"performance/{name}.md"] = re.sub(r"\]\((?!\w+:|#)", "](../", text)
         lines.append(f"| [{heading}](performance/{name}.md) |")
     listed = "\n## All tables\n\n| |\n|---|\n" + "\n".join(lines) + "\n"
-    parts = [INTRODUCTION, conclusions.table(results), "\n", MEASURED, listed, NOTES]
-    return {"performance.md": "".join(parts), **found}
+    notes = NOTES.replace("{earlier}", earlier.table(results))
+    parts = [INTRODUCTION, conclusions.table(results), "\n", MEASURED, listed, notes]
+    return {"performance.md": quoted.filled("".join(parts), results), **found}
 
 
 def curves(results: list[tuple[str, dict]], op: str) -> dict[str, tuple[dict, list[dict]]]:
@@ -354,6 +354,9 @@ def main() -> int:
     wanted = {
         readme_path: f"{head}{BEGIN}\n{readme.table(results)}\n{END}{tail}",
     } | {ROOT / "docs" / name: page for name, page in pages(results).items()}
+    for path in (ROOT / "docs").glob("guide/*.md"):
+        if quoted.QUOTE.search(page := path.read_text()):
+            wanted[path] = quoted.filled(page, results)
     if args.check:
         stale = [
             str(p.relative_to(ROOT))

@@ -37,6 +37,7 @@ from bench import (  # noqa: E402
     compare,
     conclusions,
     decode,
+    earlier,
     experts,
     gathered,
     grids,
@@ -46,6 +47,7 @@ from bench import (  # noqa: E402
     moe_peers,
     peers,
     products,
+    quoted,
     rates,
     render,
     renew,
@@ -254,7 +256,8 @@ def test_conclusions_compare_every_row():
 def test_every_row_in_which_jflux_is_slower_is_listed():
     """Sorted; of every kind of contestant, and of old kernels too."""
     one, two, three = shapes.LISTS["flux"][:3]
-    result = _of_shapes("2 x NVIDIA H200", [one, two, three], jflux="9.9")  # J 2 ms, S 3 ms
+    result = _of_shapes("2 x NVIDIA H200", [one, two, three], date="2025-01-01", jflux="9.9")
+    # J 2 ms, S 3 ms
     result["rows"][0] |= {"T": _timing(1e-3), "S captured": _timing(2.5e-3), "K": _timing(1e-3)}
     result["rows"][1]["S captured"] = _timing(1.6e-3, 0.3)
     page = conclusions.slower([("2xh200", result), ("old", _noted(result))])
@@ -268,7 +271,7 @@ def test_every_row_in_which_jflux_is_slower_is_listed():
         "1.000 ms",
         "2 x H200",
     ]
-    assert [line[-1] for line in lines[:2]] == [" |", "before k-panels |"]
+    assert [line[-1] for line in lines[:2]] == [f"before {earlier.CHANGES[0].since} |"] * 2
     assert "in 4 of 8 comparisons" in others and "in 2 of 2 comparisons" in own
     assert conclusions.count_of_slower([("2xh200", result)]) == "2 of 4 comparisons"
 
@@ -282,6 +285,41 @@ def test_every_committed_row_in_which_xla_is_faster_is_listed():
                 where = f"[{day}](../bench/results/{name}.json)"
                 size = f"| {row['op']} | {shapes.of_row(row).name} | XLA's own sequence |"
                 assert any(size in line and where in line for line in page.splitlines())
+
+
+def test_rows_that_are_older_than_their_kernels_are_marked():
+    change = earlier.Change("2026-01-03", ("rows",), "less", where=lambda row: row["m"] > 64)
+    result = _of_shapes("2 x NVIDIA H200", shapes.LISTS["flux"][:3])  # of 64, 512 and 1024 rows
+    result["rows"][2]["date"] = "2026-01-03"
+    machine, rows = result["machine"], result["rows"]
+    assert [change.is_after("a", "rows", row, machine) for row in rows] == [False, True, False]
+    named = dataclasses.replace(change, results=("a",))
+    assert [named.is_after("a", "rows", row, machine) for row in rows] == [False, True, True]
+    assert not dataclasses.replace(named, least_ranks=3).is_after("a", "rows", rows[1], machine)
+    assert not change.is_after("a", "grids", rows[1], machine)
+
+
+def test_tables_say_that_they_are_of_earlier_kernels(monkeypatch):
+    change = earlier.Change("2026-01-03", ("rows",), "was slower")
+    monkeypatch.setattr(earlier, "CHANGES", (change,))
+    result = _of_shapes("2 x NVIDIA H200", shapes.LISTS["flux"][:2], driver="", jax="", jflux="")
+    text = document([("2xh200", result)])
+    assert "All rows are of [earlier kernels]" in text and "the change of 2026-01-03." in text
+    assert "| 2xh200 | 2026-01-03 | was slower |" in text
+    result["rows"][0]["date"] = "2026-01-03"
+    assert "1 of 2 rows are of [earlier" in earlier.mark("2xh200", "rows", result)
+    assert "| 2xh200 (1 rows) |" in earlier.table([("2xh200", result)])
+
+
+def test_figures_of_sentences_are_those_of_the_results():
+    rows = [{"list": "dispatch", "D+C": _timing(d), "gather": _timing(1)} for d in (10.5, 0.8)]
+    results = [("a", {"machine": {"gpus": "4 x NVIDIA H200"}, "experts": rows})]
+    page = "took <!-- bench: dispatch over gather, 4 GPUs -->1 to 2<!-- end --> times <!-- end -->"
+    filled = quoted.filled(page, results)
+    assert filled == page.replace("1 to 2", ".80 to 10.50")
+    assert quoted.filled(filled, results) == filled
+    for name in quoted.FIGURES:
+        assert re.search(r"\d", quoted.FIGURES[name](render.load())), name
 
 
 def _noted(result):
