@@ -57,8 +57,8 @@ What follows from it:
   waits less is clocked lower ([0009](experiments/0009-power-limit.md)).
 - Attention over a split sequence takes cuDNN's time on one GPU, divided by the ranks, and its
   communication on top, which short sequences and gradients show.
-- A grouped product is slower than cuBLAS's batched product of equal groups, which no mixture of
-  experts can call. Sending tokens to their experts takes longer than gathering all of them, but
+- A grouped product is slower than cuBLAS's batched product of equal groups, which a mixture of
+  experts can only call if it pads its groups, or drops tokens. Sending tokens to their experts takes longer than gathering all of them, but
   leaves each rank only its own rows.
 - Collectives gain most below 128 KiB, where they are one exchange in one kernel. Large ones are XLA's
   own.

@@ -1013,13 +1013,7 @@ def test_grouped_products_of_others_are_columns(monkeypatch, capsys):
     assert "tokamax: not installed\nPyTorch: not installed" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(kind, marks=pytest.mark.slow if kind == "capacity" else ())
-        for kind in experts.LISTS
-    ],
-)
+@pytest.mark.parametrize("kind", experts.LISTS)
 def test_what_moves_tokens_is_checked_and_timed(kind):
     row = experts.MEASURES[kind](experts.Case("tiny", 16, 32, 4, 2, 24), min(2, RANKS), rounds=1)
     assert len(experts.cells(row)) == len(experts.HEADINGS[kind].split(" | "))
