@@ -139,7 +139,12 @@ SECTIONS: dict[str, Section] = {
     "xla": Section(
         _of("XLA at its best, bf16, microseconds a call"),
         "xla",
-        lambda result: xla.summary(result["xla"]),
+        lambda result: (
+            "S is a collective and a product by XLA's defaults. `captured`: its collectives in "
+            "CUDA graphs. `scheduled`: with the latency-hiding scheduler, which is off by default "
+            "(jaxlib 0.10 to 0.12). W is windowed einsum (collective matmul), of global arrays "
+            f"under jit. {xla.summary(result['xla'])}"
+        ),
         lambda result: xla_table(result["xla"]),
     ),
     "blocks": Section(
