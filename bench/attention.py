@@ -10,6 +10,9 @@ For each shape, S positions over all ranks, forward and (f+b) forward and backwa
     G       all of it on one GPU, jax.nn.dot_product_attention by cuDNN, divided by the ranks
     A       keys and values by lax.all_gather, then cuDNN (without a mask alone: cuDNN's causal
             mask has no offset)
+    U       Ulysses in plain JAX: lax.all_to_all of heads, cuDNN, lax.all_to_all back; the sequence
+            in its own order
+    JU      jflux.ulysses_attention, the same
     K       jflux.attention by its own kernels: with a window as long as the sequence, which cuDNN's
             parts do not take; K ring: the same around a ring
     TE, TE ring, FA3    Transformer Engine's and flash-attn3-jax's (bench/attention_peers.py), where
@@ -25,7 +28,7 @@ and for decoding, one query of each sequence over a cache that is split over the
     J       jflux.flash_decode
     G       jax.nn.dot_product_attention on one GPU, divided by the ranks
 
-where `bound` is the time in which a rank's part of the cache is read, at MEMORY bytes a second.
+where `read` is the time in which a copy reads a rank's part of the cache, at MEMORY bytes a second.
 Values are compared to float64 before anything is timed, on positions and heads drawn at random.
 """
 
@@ -66,6 +69,7 @@ class Case:
     width: int = 128
     window: int | None = None  # of positions before a query's own
     softcap: float | None = None
+    brief: bool = False  # no rings, no jflux's own kernels, and not on one GPU
 
     @property
     def masked(self) -> bool:
@@ -93,6 +97,10 @@ LISTS: dict[str, list[Case]] = {
         Case("16384, causal", 16384, 32, 8, True),
         Case("32768, causal", 32768, 16, 4, True),
     ],
+    "ulysses": [
+        Case("1 x 32768, 32 heads", 32768, 32, 8, True, brief=True),
+        Case("4 x 8192, 64 heads", 8192, 64, 8, True, batch=4, brief=True),
+    ],
     "full": [Case("16384, full", 16384, 32, 8, False)],
     "masked": [
         Case("16384, window 4096", 16384, 32, 8, True, window=4096),
@@ -105,6 +113,7 @@ LISTS: dict[str, list[Case]] = {
         Case("decode 1 x 131072", 131072, 64, 8, False, decode=True),
     ],
 }
+HEADS = ("U", "JU")  # contestants that exchange heads
 SEQUENCE, PAIR = P(None, "cp"), P(None, None, "cp")
 
 
@@ -147,6 +156,19 @@ def gathered(case: Case) -> Callable[..., jax.Array]:
     return attend
 
 
+def by_heads(case: Case, name: str) -> Callable[..., jax.Array]:
+    """Each rank attends to all positions with its part of the heads. U: in plain JAX."""
+
+    def attend(q: jax.Array, kv: jax.Array) -> jax.Array:
+        q, kv = (lax.all_to_all(a, "cp", a.ndim - 2, a.ndim - 3, tiled=True) for a in (q, kv))
+        return lax.all_to_all(plain(case)(q, kv), "cp", 1, 2, tiled=True)
+
+    def ours(q: jax.Array, kv: jax.Array) -> jax.Array:
+        return jflux.ulysses_attention(q, *kv, axis_name="cp", causal=case.causal)
+
+    return {"U": attend, "JU": ours}[name]
+
+
 def whole(f: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """`f`, with its last element added to its first, which is all that the loop hands on: XLA
     leaves out what computes the others (docs/experiments/0037)."""
@@ -178,10 +200,13 @@ def contestants(case: Case, ranks: int) -> dict[str, Callable[..., jax.Array]]:
     if case.masked:
         forward["X"] = forward["J"]
     elif ranks > 1:
-        forward["K"] = split(case, ring=False, window=case.positions)
+        if not case.brief:
+            forward["K"] = split(case, ring=False, window=case.positions)
         if not case.causal:
             forward["A"] = gathered(case)
-    if ranks > 1:
+        if case.groups % ranks == 0:
+            forward |= {name: by_heads(case, name) for name in HEADS}
+    if ranks > 1 and not case.brief:
         forward["ring"] = split(case, ring=True)
         if not case.masked:
             forward["K ring"] = split(case, ring=True, window=case.positions)
@@ -192,17 +217,20 @@ def contestants(case: Case, ranks: int) -> dict[str, Callable[..., jax.Array]]:
 # ---- Values --------------------------------------------------------------------------------------
 
 
-def check(case: Case, f: Any, mesh: Mesh, q: jax.Array, kv: jax.Array) -> float:
+def check(
+    case: Case, f: Any, mesh: Mesh, q: jax.Array, kv: jax.Array, zigzag: bool = True
+) -> float:
     """A contestant's largest error over positions and heads drawn at random, in units of bfloat16's
     rounding of the result."""
     ranks = mesh.size
     arrays = q, kv
-    if not case.decode:
+    zigzag = zigzag and not case.decode
+    if zigzag:
         arrays = jflux.reorder_for_causal(q, ranks), jflux.reorder_for_causal(kv, ranks, axis=2)
     spec = P() if case.decode else SEQUENCE
     program = jax.shard_map(f, mesh=mesh, in_specs=(spec, PAIR), out_specs=spec, check_vma=False)
     y = jax.jit(program)(*arrays)
-    y = y if case.decode else jflux.restore_order(y, ranks)
+    y = jflux.restore_order(y, ranks) if zigzag else y
     rng = np.random.default_rng(0)
     worst = 0.0
     for _ in range(12):
@@ -262,7 +290,10 @@ def measure(
     mesh, one = (Mesh(np.array(jax.devices()[:n]), ("cp",)) for n in (ranks, 1))
     q, kv = operands(case, mesh)
     error = check(case, split(case), mesh, q, kv)
-    if not case.decode and ranks > 1:
+    forms = contestants(case, ranks)
+    for name in (name for name in HEADS if name in forms):
+        error = max(error, check(case, by_heads(case, name), mesh, q, kv, zigzag=False))
+    if not case.decode and ranks > 1 and not case.brief:
         window = {} if case.masked else {"window": case.positions}
         error = max(error, check(case, split(case, ring=False, **window), mesh, q, kv))
     if not error <= 2:
@@ -270,12 +301,12 @@ def measure(
     iterations = _trial.iterations_for(0.05, case.flops / ranks)
     spec = P() if case.decode else SEQUENCE
     programs = {}
-    for name, f in contestants(case, ranks).items():
+    for name, f in forms.items():
         with jflux.config(fused=not name.startswith("X")):
             loop = _trial.loop(f, iterations)
             programs[name] = _trial.lowered(loop, mesh, (spec, PAIR), spec, q, kv)
     whole_q, whole_kv = operands(case, one)
-    on_one = {} if case.masked else {"G": whole(plain(case))}
+    on_one = {} if case.masked or case.brief else {"G": whole(plain(case))}
     if on_one and not case.decode:
         on_one["G f+b"] = whole(with_gradients(plain(case)))
     for name, f in on_one.items():
@@ -304,7 +335,7 @@ def measure(
 
 # ---- The table -----------------------------------------------------------------------------------
 
-FORMS = ("J", "ring", "A", "K", "K ring", "X", "TE", "TE ring")
+FORMS = ("J", "ring", "A", "U", "JU", "K", "K ring", "X", "TE", "TE ring")
 COLUMNS = tuple(c + both for both in ("", " f+b") for c in FORMS)
 ON_ONE = ("G", "FA3")
 DIVIDED = tuple(c + both for c in ON_ONE for both in ("", " f+b"))
@@ -314,7 +345,7 @@ HEADING = " | ".join(
         *(f"{c} ms" for c in COLUMNS),
         *(f"{c.replace(c.split()[0], c.split()[0] + '/N', 1)} ms" for c in DIVIDED),
         "best / J",
-        "bound ms",
+        "read ms",
         "error",
     )
 )
@@ -328,7 +359,7 @@ def cells(row: dict[str, Any], ranks: int) -> list[str]:
     return [
         row["case"]["name"], *(f"{ms[c]:.3f}" if c in ms else "" for c in COLUMNS),
         *(f"{whole[c]:.3f}" if c in whole else "" for c in DIVIDED),
-        f"{min(others) / ms['J']:.2f}" if "J" in ms else "",
+        f"{min(others) / ms['J']:.2f}" if "J" in ms and others else "",
         f"{row['bound'] * 1e3:.3f}" if row["bound"] else "",
         f"{row['error']:.2f}",
     ]  # fmt: skip

@@ -18,6 +18,7 @@ from . import (
     renew,
     scattered,
     shapes,
+    xla,
 )
 from .sections import SECTIONS, Results, filled_table, of_kind, plain_table, ranks_of
 from .shapes import Shape
@@ -28,6 +29,7 @@ CASES = {
     "experts": [case.name for cases in experts.LISTS.values() for case in cases],
     "gathered": [case.name for cases in gathered.LISTS.values() for case in cases],
     "scattered": [case.name for cases in scattered.LISTS.values() for case in cases],
+    "xla": [xla.name_of(shape) for listed in xla.LISTS.values() for shape in listed],
     "moe": [f"{case.name}, {kind}" for case in moe.LISTS.values() for kind in moe.SIZES],
 }
 
@@ -58,6 +60,8 @@ def _wanted(name: str, ranks: int) -> list[str]:
 def _case_names(kind: str, rows: list[dict]) -> list[str]:
     if kind == "grids":
         return [grids.name_of(row) for row in rows]
+    if kind == "xla":
+        return [xla.name_of(shapes.of_row(row)) for row in rows]
     if kind == "moe":
         return [f"{row['case']['name']}, {row['sizes']}" for row in rows]
     return [row["case"]["name"] for row in rows]
@@ -93,7 +97,8 @@ def _op_table(a: dict, b: dict) -> str | None:
     for s in common:
         cells = [s.op, str(s.m), str(s.n), str(s.k)]
         for of in rows:
-            g, x, j = (of[s][c]["median"] * 1e3 for c in "GSJ")
+            fastest = shapes.fastest_xla(of[s])
+            g, x, j = (of[s][c]["median"] * 1e3 for c in ("G", fastest, "J"))
             cells += [f"{x:.3f}", f"{j:.3f}", f"{j / x:.3f}"]
             cells.append(f"{1 - (j - g) / (x - g):.2f}" if x > g else "")
         lines.append(cells)

@@ -18,8 +18,16 @@ The list "layer": a layer of T tokens over all ranks, forward and backward. Mill
     prod.   EP by jflux.dispatch_grouped_matmul and jflux.grouped_matmul_combine
     S       the faster one of TP and EP in plain lax, with jax.lax.ragged_dot
 
+The list "capacity": a layer's forward pass, and forward and backward, in milliseconds:
+
+    EP, disp.   as above
+    einsum      GShard's form in plain JAX (bench/capacity.py): each rank gives each expert 1.25
+                times its even share of slots, `lax.all_to_all` takes them to the experts' ranks,
+                and the products are batched einsums. It drops what is beyond an expert's slots,
+                `dropped` of all choices; jflux drops nothing
+
 Values are compared before anything is timed: a pair gives each token back, and all layers give what
-the plain one gives, if there is memory for it.
+the plain one gives, if there is memory for it. Of "einsum" tokens are compared that have all slots.
 """
 
 from __future__ import annotations
@@ -41,7 +49,7 @@ import jflux
 import jflux.nn
 from jflux import _trial
 
-from . import command
+from . import capacity, command
 from .collectives import CAPTURED
 
 LINK = 360e9  # bytes a second and direction, what the links carry alone (docs/experiments/0003)
@@ -67,6 +75,12 @@ LISTS: dict[str, list[Case]] = {
     "layer": [
         Case("Mixtral", 8192, 4096, 8, 2, 14336),
         Case("Qwen3-30B-A3B", 8192, 2048, 128, 8, 768),
+    ],
+    "capacity": [
+        Case("Qwen3-30B-A3B, 32768 tokens", 32768, 2048, 128, 8, 768),
+        Case("Mixtral, 8192 tokens", 8192, 4096, 8, 2, 14336),
+        Case("64 experts of 7168 x 2048, 8192 tokens", 8192, 7168, 64, 8, 2048),
+        Case("Qwen3-30B-A3B, 8192 tokens", 8192, 2048, 128, 8, 768),
     ],
 }  # fmt: skip
 
@@ -158,13 +172,7 @@ def measure_dispatch(case: Case, ranks: int, rounds: int) -> dict[str, Any]:
 
 # ---- Layers --------------------------------------------------------------------------------------
 
-#: (how weights [E, ...] are split, options of jflux.nn.mixture; None: `products`)
-WAYS: dict[str, tuple[P, P, dict[str, Any] | None]] = {
-    "TP": (P(None, None, "x"), P(None, "x"), {"axis_name": "x"}),
-    "EP": (P("x"), P("x"), {"expert_axis": "x"}),
-    "disp.": (P("x"), P("x"), {"expert_axis": "x", "exchange": "dispatch"}),
-    "prod.": (P("x"), P("x"), None),
-}
+Layer = Callable[..., jax.Array]  # of (case, x, router, up, down, gate)
 
 
 def products(case: Case, x: Any, router: Any, up: Any, down: Any, gate: Any) -> jax.Array:
@@ -178,16 +186,34 @@ def products(case: Case, x: Any, router: Any, up: Any, down: Any, gate: Any) -> 
     return jflux.grouped_matmul_combine(h, down, handle, weights, axis_name="x")
 
 
-def layer(case: Case, options: dict[str, Any] | None) -> Callable[..., Any]:
+def mixture(**options: Any) -> Layer:
+    """jflux's layer."""
+
+    def forward(case: Case, x: Any, router: Any, up: Any, down: Any, gate: Any) -> jax.Array:
+        return jflux.nn.mixture(x, router, up, down, gate, k=case.k, **options).y
+
+    return forward
+
+
+#: How weights [E, ...] are split, and what computes.
+WAYS: dict[str, tuple[P, P, Layer]] = {
+    "TP": (P(None, None, "x"), P(None, "x"), mixture(axis_name="x")),
+    "EP": (P("x"), P("x"), mixture(expert_axis="x")),
+    "disp.": (P("x"), P("x"), mixture(expert_axis="x", exchange="dispatch")),
+    "prod.": (P("x"), P("x"), products),
+    "einsum": (P("x"), P("x"), capacity.einsum),
+}
+OURS = ("TP", "EP", "disp.", "prod.")
+
+
+def layer(case: Case, way: Layer) -> Callable[..., Any]:
     """Forward and backward, of one rank."""
 
     def run(
         x: jax.Array, router: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array
     ) -> Any:
         def forward(x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array) -> jax.Array:
-            if options is None:
-                return products(case, x, router, up, down, gate)
-            return jflux.nn.mixture(x, router, up, down, gate, k=case.k, **options).y
+            return way(case, x, router, up, down, gate)
 
         y, pull = jax.vjp(forward, x, gate, up, down)
         dx, *rest = pull(y)
@@ -197,24 +223,77 @@ def layer(case: Case, options: dict[str, Any] | None) -> Callable[..., Any]:
     return run
 
 
+def operands(case: Case, mesh: Mesh, name: str) -> tuple[tuple[P, ...], tuple[jax.Array, ...]]:
+    """Specs and arrays of x, router, gate, up and down, as a way of WAYS has them."""
+    spec, down_spec, _ = WAYS[name]
+    specs = (P("x"), P(), spec, spec, down_spec)
+    shapes = (
+        (case.tokens, case.width), (case.width, case.experts),
+        (case.experts, case.width, case.hidden), (case.experts, case.width, case.hidden),
+        (case.experts, case.hidden, case.width),
+    )  # fmt: skip
+    scales = (1.0, case.width**-0.5, case.width**-0.5, case.width**-0.5, case.hidden**-0.5)
+    return specs, tuple(
+        _trial.normal(mesh, spec, shape, jnp.bfloat16, seed=i, scale=scale)
+        for i, (spec, shape, scale) in enumerate(zip(specs, shapes, scales, strict=True))
+    )
+
+
+def measure_capacity(case: Case, ranks: int, rounds: int) -> dict[str, Any]:
+    """One row of "capacity". The host is ahead of the GPUs, which run one program after another."""
+    mesh = Mesh(np.array(jax.devices()[:ranks]), ("x",))
+    specs, args = operands(case, mesh, "EP")
+    split = specs[0]
+    has_slot = _trial.compiled(
+        functools.partial(capacity.kept, case), mesh, specs[:2], split, *args[:2]
+    )(*args[:2])
+    whole = np.asarray(has_slot.all(1))
+    runs, values = {}, {}
+    for name in ("EP", "disp.", "einsum"):
+        way = WAYS[name][2]
+
+        def forward(x: Any, router: Any, gate: Any, up: Any, down: Any, way: Any = way) -> Any:
+            return way(case, x, router, up, down, gate)
+
+        for column, f in {name: forward, f"{name} f+b": layer(case, way)}.items():
+            program = _trial.compiled(f, mesh, specs, split, *args)
+            values[column] = np.asarray(program(*args), np.float32)[whole]
+            runs[column] = _repeated(program, args)
+    worst = {}
+    for name, y in values.items():
+        wanted = values["EP f+b" if "f+b" in name else "EP"]
+        # Of nearly all tokens: one on the edge of two experts may choose the other one, and moves
+        # those behind it to other slots.
+        off = np.quantile(np.abs(y - wanted).max(1), 0.999)
+        worst[name] = float(off / np.abs(wanted).max())
+    if not max(worst.values()) <= 0.05:
+        raise RuntimeError(f"{case.name}: the forms differ by {worst} of the largest value")
+    timings = _trial.interleave(runs, REPEATED, rounds)
+    row = {"case": dataclasses.asdict(case), "list": "capacity", "error": max(worst.values())}
+    row["dropped"] = float(1 - has_slot.mean())
+    return row | {name: dataclasses.asdict(timing) for name, timing in timings.items()}
+
+
+REPEATED = 6
+
+
+def _repeated(program: Any, args: tuple[jax.Array, ...]) -> Callable[[], None]:
+    def run() -> None:
+        for _ in range(REPEATED):
+            y = program(*args)
+        jax.block_until_ready(y)
+
+    return run
+
+
 def measure_layer(case: Case, ranks: int, rounds: int) -> dict[str, Any]:
     """One row of "layer"."""
     mesh = Mesh(np.array(jax.devices()[:ranks]), ("x",))
     programs: dict[str, dict[str, tuple[Any, tuple[Any, ...]]]] = {"fast": {}, "slow": {}}
     values: dict[str, np.ndarray] = {}
-    for name, (spec, down_spec, options) in WAYS.items():
-        specs = (P("x"), P(), spec, spec, down_spec)
-        shapes = (
-            (case.tokens, case.width), (case.width, case.experts),
-            (case.experts, case.width, case.hidden), (case.experts, case.width, case.hidden),
-            (case.experts, case.hidden, case.width),
-        )  # fmt: skip
-        scales = (1.0, case.width**-0.5, case.width**-0.5, case.width**-0.5, case.hidden**-0.5)
-        args = tuple(
-            _trial.normal(mesh, spec, shape, jnp.bfloat16, seed=i, scale=scale)
-            for i, (spec, shape, scale) in enumerate(zip(specs, shapes, scales, strict=True))
-        )
-        f = layer(case, options)
+    for name in OURS:
+        specs, args = operands(case, mesh, name)
+        f = layer(case, WAYS[name][2])
         for form, iterations in (("fast", 6), ("slow", 1)):
             if form == "slow" and name in ("disp.", "prod."):
                 continue
@@ -246,11 +325,15 @@ def measure_layer(case: Case, ranks: int, rounds: int) -> dict[str, Any]:
     return {"case": dataclasses.asdict(case), "list": "layer", "error": error} | timings
 
 
+MEASURES = {"dispatch": measure_dispatch, "layer": measure_layer, "capacity": measure_capacity}
+
 # ---- The table -----------------------------------------------------------------------------------
 
 HEADINGS = {
     "dispatch": "case | D us | D+C us | each us | S us | gather us | bound us | bound / D+C",
     "layer": "case | TP ms | EP ms | disp. ms | prod. ms | S TP ms | S EP ms | S / J | difference",
+    "capacity": "case | EP ms | disp. ms | einsum ms | einsum / J | EP f+b ms | disp. f+b ms "
+    "| einsum f+b ms | einsum / J f+b | dropped | difference",
 }
 
 
@@ -260,11 +343,19 @@ def cells(row: dict[str, Any]) -> list[str]:
         us = [row[c]["median"] * 1e6 for c in ("D", "D+C", "each", "S", "gather")]
         bound = row["bound"] * 1e6
         return [name, *(f"{t:.1f}" for t in us), f"{bound:.1f}", f"{bound / us[1]:.2f}"]
-    ms = {c: row[c]["median"] * 1e3 for c in (*WAYS, "S TP", "S EP") if c in row}
+    if row["list"] == "capacity":
+        times = []
+        for both in ("", " f+b"):
+            ep, dispatched, other = (
+                row[c + both]["median"] * 1e3 for c in ("EP", "disp.", "einsum")
+            )
+            times += [f"{t:.2f}" for t in (ep, dispatched, other, other / min(ep, dispatched))]
+        return [name, *times, f"{100 * row['dropped']:.2f} %", f"{row['error']:.4f}"]
+    ms = {c: row[c]["median"] * 1e3 for c in (*OURS, "S TP", "S EP") if c in row}
     plain = [t for c, t in ms.items() if c.startswith("S")]
-    ours = [ms[c] for c in WAYS if c in ms]
+    ours = [ms[c] for c in OURS if c in ms]
     ratio = f"{min(plain) / min(ours):.1f}" if plain else ""
-    times = [f"{ms[c]:.2f}" if c in ms else "" for c in WAYS]
+    times = [f"{ms[c]:.2f}" if c in ms else "" for c in OURS]
     times += [f"{ms[c]:.2f}" if c in ms else "no memory" for c in ("S TP", "S EP")]
     return [name, *times, ratio, f"{row['error']:.4f}"]
 
@@ -277,11 +368,10 @@ TABLE = command.Table(
 
 def main() -> int:
     args = command.parse(__doc__, lists=",".join(LISTS))
-    jflux.init(heap_bytes=2 << 30)
+    jflux.init(heap_bytes=8 << 30)
     jflux.config.update(strict=True)
-    measures = {"dispatch": measure_dispatch, "layer": measure_layer}
     wanted = {
-        (name, case): functools.partial(measures[name], case, args.ranks, args.rounds)
+        (name, case): functools.partial(MEASURES[name], case, args.ranks, args.rounds)
         for name in args.lists.split(",")
         for case in LISTS[name]
     }

@@ -1,5 +1,5 @@
-"""Makes docs/performance.md, the pages of tables in docs/performance, their pictures and README's
-table from bench/results/*.json.
+"""Makes docs/performance.md, the pages of tables in docs/performance, their pictures, README's
+tables, and the figures that guides quote (bench/quoted.py), from bench/results/*.json.
 
 python -m bench.render          writes them
 python -m bench.render --check  fails if they are not what the results say
@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import collections
 import io
-import itertools
 import json
 import pathlib
 import re
@@ -18,9 +17,9 @@ import sys
 
 import numpy as np
 
-from . import cards, conclusions, sections
+from . import cards, conclusions, earlier, quoted, readme, sections
 from .sections import ranks_of, title
-from .shapes import LISTS, Shape, of_row
+from .shapes import LISTS, fastest_xla, of_row
 from .shapes import of as shapes_of
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -34,25 +33,14 @@ PICTURES = {
     "matmul_all_to_all": ("ulysses", 36864),
 }
 BEGIN, END = "<!-- figures -->", "<!-- end of figures -->"
-# The rows of README's table, by result, and the lists over which it gives the range.
-README_ROWS = {
-    "2xh200": [
-        Shape("all_gather_matmul", 8192, 49152, 12288),
-        Shape("all_gather_matmul", 8192, 10240, 8192),
-        Shape("matmul_reduce_scatter", 8192, 8192, 8192),
-        Shape("matmul_all_to_all", 8192, 12288, 4096),
-    ],
-    "2xh200_all_reduce": [Shape("matmul_all_reduce", 8192, 8192, 8192)],
-}
-README_LISTS = ("flux", "attention", "ulysses", "all_reduce")
-
 INTRODUCTION = """# Performance
 
 Made by `python -m bench.render` from the files in [bench/results](../bench/results); do not edit.
 [Reproduce our numbers](guide/reproduce.md) says how to measure them again.
 
 jflux's time over that of what else computes the same, bf16: the median of all rows, the range in
-brackets, and in how many rows jflux is slower. No row is left out but those of the kernels before k-panels.
+brackets, and in how many rows jflux is slower ([all of these](performance/slower.md)). No row is left out
+but those of the kernels before k-panels.
 
 """  # noqa: E501
 
@@ -69,8 +57,8 @@ What follows from it:
   waits less is clocked lower ([0009](experiments/0009-power-limit.md)).
 - Attention over a split sequence takes cuDNN's time on one GPU, divided by the ranks, and its
   communication on top, which short sequences and gradients show.
-- A grouped product is slower than cuBLAS's batched product of equal groups, which no mixture of
-  experts can call. Sending tokens to their experts takes longer than gathering all of them, but
+- A grouped product is slower than cuBLAS's batched product of equal groups, which a mixture of
+  experts can only call if it pads its groups, or drops tokens. Sending tokens to their experts takes longer than gathering all of them, but
   leaves each rank only its own rows.
 - Collectives gain most below 128 KiB, where they are one exchange in one kernel. Large ones are XLA's
   own.
@@ -92,8 +80,14 @@ communication.
 
 For each shape all contestants are timed alternately, round after round, in one process (or one
 process for each GPU), each as often after each other one; the median over the rounds of the slowest
-rank counts. A contestant is a jitted loop whose calls depend on each other, so that host dispatch is paid
-once. bf16, normal random operands; n and k are global. How: [bench/harness.py](../bench/harness.py).
+rank counts. A contestant is a jitted loop whose calls depend on each other, so that the host calls it once.
+Inside, the host still launches XLA's own collectives one by one, up to 20 us each, where it captures
+jflux's kernels in CUDA graphs. bf16, normal random operands; n and k are global. How:
+[bench/harness.py](../bench/harness.py).
+
+NCCL, and PyTorch's symmetric memory, were timed with NVLink multicast off (`NCCL_NVLS_ENABLE=0`): the
+hosts forbid it. On more than two GPUs NCCL may be faster with it, so XLA's and PyTorch's times on such
+hosts may be shorter than here. jflux uses no multicast.
 
 Lists of shapes and all symbols are in the [glossary](glossary.md).
 
@@ -101,7 +95,7 @@ Lists of shapes and all symbols are in the [glossary](glossary.md).
 |---|---|
 | G | XLA's product alone, of one rank's whole input |
 | C | XLA's communication alone (NCCL) |
-| S | XLA's own sequence, in plain `lax`: what a JAX user would otherwise call |
+| S | XLA's own sequence, in plain `lax`: what a JAX user would otherwise call. With c behind it, its collectives were captured in CUDA graphs by a compiler option, and that was faster; tables dated before 2026-11-28 lack that form |
 | J | jflux; with K behind it, the call is decomposed, and K says what the one kernel takes |
 | E | overlap efficiency, 1 - (J - G) / (S - G): 1 is communication wholly hidden, negative is worse than not overlapping (Flux, arXiv 2406.06858, equation 2) |
 | J / F | over the floor max(G, C) |
@@ -129,19 +123,13 @@ NOTES = """
   that goes on for .1 s or more is clocked by its own power: four products at .92 to .96 of XLA's
   speed were at .94 to 1.00 then ([0024](experiments/0024-product-beside-cublas.md), "Clocks").
 - Random numbers make the chip clock down. Where it does not have to, XLA's products gain more than
-  jflux's ([0009](experiments/0009-power-limit.md)): prefill of Llama-2-70B's layers takes .97 of
-  XLA's time, though each op by itself takes .70 to .90. A gated product of Llama-2-70B takes .87 to
+  jflux's ([0009](experiments/0009-power-limit.md)). With random numbers prefill of Llama-2-70B's
+  layers takes <!-- bench: prefill --><!-- end --> of XLA's time. A gated product of Llama-2-70B takes .87 to
   .92 of XLA's time with random numbers, and .82 to .91 with zeros.
 
 ### Tables of earlier kernels
 
-| table | differs in |
-|---|---|
-| dated before 2026-11-25 (3 and 4 x H200, grids, peers) | all CTAs sent at once: J - G on 2 GPUs is half or less since ([0026](experiments/0026-limited-senders.md)). Contestants came in random orders, some of them more often after one that takes little power: 2 % ([0028](experiments/0028-contestant-order.md)) |
-| 4 x H200 | no tiles of 224 or 256 columns; the kernels began and ended later. On 2 GPUs that took 1 to 8 % of most calls' time, and up to 10 % more where tiles of 224 fit ([0016](experiments/0016-kernel-start-and-end.md)) |
-| 3 x H200, one process for each of 4 H200s on 2026-11-21, and those with Pallas and PyTorch | also no k-panels, no single raster group of few rows, and matmul_all_reduce was two calls |
-| attention and mixtures of experts on 2 x H200 | earlier kernels of `flash_decode`, `moe_dispatch` and `moe_combine` |
-| small collectives of 4 x H200 | all_to_all of 4 MiB took 1.17 of XLA's time, in LL packets, and the norm was in the kernel after sums of 256 KiB and more. Sums above 1 MiB travel in chunks since, up to 16 MiB, and exchanges up to 32 MiB ([0030](experiments/0030-chunked-exchanges.md)) |
+{earlier}
 
 ### Choices behind single rows
 
@@ -156,9 +144,10 @@ NOTES = """
   of 128 columns; they take 192 now ([0053](experiments/0053-operand-rows.md)).
 - matmul_all_reduce of 32 to 128 rows is one kernel on 2 GPUs, and XLA's product and all_reduce on
   more.
-- On every grid it helps most to have no loop over the layers ("unrolled", 10 to 17 % less time
-  than "+ fused"; "none unrolled" takes 4 to 9 % less than "none"): XLA copies what one iteration
-  hands to the next, and slices stacked weights. Most of what "+ fused" saves on 1x2x1x1 (12 %) is
+- On every grid it helps to have no loop over the layers: XLA copies what one iteration hands to the
+  next, and slices stacked weights. "unrolled" takes less time than "+ fused",
+  by <!-- bench: unrolled --><!-- end -->; "none unrolled" less than "none",
+  by <!-- bench: none unrolled --><!-- end -->. Most of what "+ fused" saves on 1x2x1x1 (12 %) is
   matmul_all_reduce's. [0029](experiments/0029-grids.md) compares with the paper's grids.
 - What MLPs and blocks take of memory beside their operands is "MiB" and "heap" together: Llama's
   MLP 961 MiB where XLA takes 832, its block 1090 (1025), GPT-3's 1313 (1920) and 1571 (2498). All
@@ -232,13 +221,16 @@ def table(rows: list[dict], result: dict) -> str:
             "J TFLOP/s per GPU", *(f"{name} ms" for name in others)]  # fmt: skip
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for row in rows:
-        g, c, s, j = (ms(row, name) for name in "GCSJ")
+        xla = fastest_xla(row)
+        g, c, s, j = (ms(row, name) for name in ("G", "C", xla, "J"))
+        captured = "" if xla == "S" else " c"
         efficiency = f"{1 - (j - g) / (s - g):.2f}" if s > g else ""
         rate = of_row(row).flops(ranks) / j / 1e9
         choice = f" (K {ms(row, 'K'):.3f})" if "K" in row else ""
         lines.append(
-            f"| {row['op']} | {row['m']} | {row['n']} | {row['k']} | {g:.3f} | {c:.3f} | {s:.3f} "
-            f"| {j:.3f}{choice} | {j / s:.3f} | {efficiency} | {j / max(g, c):.2f} | {rate:.0f} |"
+            f"| {row['op']} | {row['m']} | {row['n']} | {row['k']} | {g:.3f} | {c:.3f} "
+            f"| {s:.3f}{captured} | {j:.3f}{choice} | {j / s:.3f} "
+            f"| {efficiency} | {j / max(g, c):.2f} | {rate:.0f} |"
             + "".join(f" {ms(row, name):.3f} |" if name in row else " |" for name in others)
         )
     return "\n".join(lines)
@@ -248,15 +240,18 @@ def _op_tables(name: str, result: dict) -> str:
     m = result["machine"]
     ops = {row["op"] for row in result["rows"]}
     what = f": {_heading('all_reduce')}" if ops == {"matmul_all_reduce"} else ""
+    mark = earlier.mark(name, "rows", result)
     return (
         f"## {title(result)}{what}\n\n{m['date']}, driver {m['driver']}, jax {m['jax']}, "
-        f"jflux {m['jflux']} ([{name}.json](../bench/results/{name}.json)).\n\n{tables(result)}\n"
+        f"jflux {m['jflux']} ([{name}.json](../bench/results/{name}.json)).{mark and ' '}{mark}\n\n"
+        f"{tables(result)}\n"
     )
 
 
 #: Pages of tables in docs/performance: the heading, and the kinds of results.
 TABLES = {
-    "ops": ("Ops", ()),
+    "slower": ("Where jflux is slower", ()),
+    "ops": ("Ops", ("xla",)),
     "models": ("Models", ("blocks", "grids", "decode", "maxtext")),
     "attention": ("Attention", ("attention",)),
     "experts": ("Mixtures of experts", ("moe", "experts", "gathered", "scattered")),
@@ -266,16 +261,19 @@ TABLES = {
     "missing": ("Not measured yet", ()),
 }
 TABLES_HEAD = """Made by `python -m bench.render`; columns and conditions are explained in
-[Performance](performance.md).
-"""
+[Performance](performance.md). NVLink multicast was off: with it NCCL may be faster on more than two GPUs.
+"""  # noqa: E501
 
 
 def pages(results: list[tuple[str, dict]]) -> dict[str, str]:
     """Text by file in docs/."""
     of_page = {
-        name: sections.all_of(results, kinds) for name, (_, kinds) in TABLES.items() if kinds
+        name: sections.all_of(results, kinds, earlier.mark)
+        for name, (_, kinds) in TABLES.items()
+        if kinds
     }
-    of_page["ops"] = [_op_tables(name, result) for name, result in of_ops(results)]
+    of_page["ops"] += [_op_tables(name, result) for name, result in of_ops(results)]
+    of_page["slower"] = [conclusions.slower(results)]
     of_page["gpus"] = [cards.beside(results)]
     of_page["missing"] = [cards.to_do(results)]
     found, lines = {}, []
@@ -284,27 +282,9 @@ def pages(results: list[tuple[str, dict]]) -> dict[str, str]:
         found[f"performance/{name}.md"] = re.sub(r"\]\((?!\w+:|#)", "](../", text)
         lines.append(f"| [{heading}](performance/{name}.md) |")
     listed = "\n## All tables\n\n| |\n|---|\n" + "\n".join(lines) + "\n"
-    parts = [INTRODUCTION, conclusions.table(results), "\n", MEASURED, listed, NOTES]
-    return {"performance.md": "".join(parts), **found}
-
-
-def readme_table(results: list[tuple[str, dict]]) -> str:
-    named = dict(results)
-    (first, *_) = README_ROWS
-    found = {of_row(row): row for name in README_ROWS for row in named[name]["rows"]}
-    listed = {s for name in README_LISTS for s in LISTS[name]}
-    gains = [ms(row, "S") / ms(row, "J") for s, row in found.items() if s in listed]
-    lines = [
-        f"{title(named[first])}, bf16, against XLA's own product and collective. Over the "
-        f"{len(gains)} shapes of the lists {', '.join(README_LISTS)} the speed-up is "
-        f"{min(gains):.2f} to {max(gains):.2f} ([all tables](docs/performance.md)).\n",
-        "| op | m | n | k | XLA ms | jflux ms | speed-up |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for s in itertools.chain(*README_ROWS.values()):
-        xla, j = ms(found[s], "S"), ms(found[s], "J")
-        lines.append(f"| {s.op} | {s.m} | {s.n} | {s.k} | {xla:.2f} | {j:.2f} | {xla / j:.2f} |")
-    return "\n".join(lines)
+    notes = NOTES.replace("{earlier}", earlier.table(results))
+    parts = [INTRODUCTION, conclusions.table(results), "\n", MEASURED, listed, notes]
+    return {"performance.md": quoted.filled("".join(parts), results), **found}
 
 
 def curves(results: list[tuple[str, dict]], op: str) -> dict[str, tuple[dict, list[dict]]]:
@@ -339,7 +319,8 @@ def picture(results: list[tuple[str, dict]], op: str) -> bytes:
     ticks = sorted({r["m"] for _, rows in shown.values() for r in rows})
     for i, (name, (machine, rows)) in enumerate(shown.items()):
         m = [r["m"] for r in rows]
-        g, c, s, j = (np.array([ms(r, contestant) for r in rows]) for contestant in "GCSJ")
+        g, c, j = (np.array([ms(r, contestant) for r in rows]) for contestant in "GCJ")
+        s = np.array([ms(r, fastest_xla(r)) for r in rows])
         style = "-" if machine["processes"] == 1 else "--"
         line = {"linestyle": style, "color": f"C{i}", "marker": "o", "markersize": 3}
         efficiency.plot(m, 1 - (j - g) / (s - g), label=name, **line)
@@ -366,13 +347,16 @@ def main() -> int:
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
     results = load()
-    readme = ROOT / "README.md"
-    text = readme.read_text()
+    readme_path = ROOT / "README.md"
+    text = readme_path.read_text()
     head, rest = text.split(BEGIN, 1)
     tail = rest.split(END, 1)[1]
     wanted = {
-        readme: f"{head}{BEGIN}\n{readme_table(results)}\n{END}{tail}",
+        readme_path: f"{head}{BEGIN}\n{readme.table(results)}\n{END}{tail}",
     } | {ROOT / "docs" / name: page for name, page in pages(results).items()}
+    for path in (ROOT / "docs").glob("guide/*.md"):
+        if quoted.QUOTE.search(page := path.read_text()):
+            wanted[path] = quoted.filled(page, results)
     if args.check:
         stale = [
             str(p.relative_to(ROOT))

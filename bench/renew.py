@@ -34,6 +34,7 @@ RUNS = {
     "blocks": "bench.blocks --ranks {ranks}",
     "accuracy": "bench.accuracy --ranks {ranks}",
     "grids": "bench.grids --ranks {ranks}",
+    "xla": "bench.xla --ranks {ranks}",
     "peers": "bench --ranks {ranks} --lists flux,llm,attention --peers pallas,torch",
     "ragged": "bench.collectives --ranks {ranks} --lists ragged",
     "experts": "bench.experts --ranks {ranks}",

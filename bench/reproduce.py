@@ -13,7 +13,7 @@ import itertools
 import pathlib
 import time
 
-from . import command, render, sections, shapes
+from . import command, readme, render, sections, shapes
 
 
 def published(results: sections.Results, gpu: str, ranks: int) -> dict[shapes.Shape, dict]:
@@ -29,8 +29,8 @@ def published(results: sections.Results, gpu: str, ranks: int) -> dict[shapes.Sh
                     found[shapes.of_row(row)] = row | {"gpus": gpus}
         return found
 
-    (readme, *_) = render.README_ROWS
-    return of_machine(f"{ranks} x {gpu}") or of_machine(dict(results)[readme]["machine"]["gpus"])
+    (first, *_) = readme.ROWS
+    return of_machine(f"{ranks} x {gpu}") or of_machine(dict(results)[first]["machine"]["gpus"])
 
 
 HEADING = "op | m | n | k | XLA ms | jflux ms | speed-up | in bench/results"
@@ -38,11 +38,11 @@ HEADING = "op | m | n | k | XLA ms | jflux ms | speed-up | in bench/results"
 
 def line(row: dict, known: dict | None) -> str:
     """One row of the table."""
-    xla, ours = render.ms(row, "S"), render.ms(row, "J")
+    xla, ours = render.ms(row, shapes.fastest_xla(row)), render.ms(row, "J")
     cells = [f"{row[name]}" for name in ("op", "m", "n", "k")]
     cells += [f"{xla:.3f}", f"{ours:.3f}", f"{xla / ours:.2f}"]
     if known:
-        gain = render.ms(known, "S") / render.ms(known, "J")
+        gain = render.ms(known, shapes.fastest_xla(known)) / render.ms(known, "J")
         cells.append(f"{gain:.2f} on {known['gpus']}")
     return " | ".join(cells)
 
@@ -71,7 +71,7 @@ def main() -> int:
     if args.lists:
         asked = [s for name in args.lists.split(",") for s in shapes.of(name, ranks)]
     else:
-        asked = list(itertools.chain(*render.README_ROWS.values()))
+        asked = list(itertools.chain(*readme.ROWS.values()))
     jflux.init(heap_bytes=8 << 30)
     jflux.config.update(strict=True)
     mesh = Mesh(np.array(devices), ("tp",))

@@ -20,6 +20,7 @@ from . import (
     moe,
     products,
     scattered,
+    xla,
 )
 
 Results = list[tuple[str, dict]]
@@ -87,6 +88,12 @@ def expert_tables(rows: list[dict]) -> str:
     )
 
 
+def xla_table(rows: list[dict]) -> str:
+    """By shape; rows are in the order of their measurement."""
+    rows = sorted(rows, key=lambda row: (row["op"], row["n"], row["m"]))
+    return filled_table(xla.COLUMNS, map(xla.cells, rows))
+
+
 @dataclasses.dataclass(frozen=True)
 class Section:
     """Of one kind.
@@ -129,6 +136,17 @@ _HIDDEN_UNITS = (
 
 #: In the order of the page.
 SECTIONS: dict[str, Section] = {
+    "xla": Section(
+        _of("XLA at its best, bf16, microseconds a call"),
+        "xla",
+        lambda result: (
+            "S is a collective and a product by XLA's defaults. `captured`: its collectives in "
+            "CUDA graphs. `scheduled`: with the latency-hiding scheduler, which is off by default "
+            "(jaxlib 0.10 to 0.12). W is windowed einsum (collective matmul), of global arrays "
+            f"under jit. {xla.summary(result['xla'])}"
+        ),
+        lambda result: xla_table(result["xla"]),
+    ),
     "blocks": Section(
         _of("MLPs and transformer blocks, forward and backward"),
         "blocks",
@@ -169,8 +187,10 @@ SECTIONS: dict[str, Section] = {
             "f+b is forward and backward. J is `jflux.attention`, keys and values gathered, and "
             "`ring` the same around a ring; K forces its own kernels where cuDNN computes J. A is "
             "an all-gather and cuDNN, X is J in XLA's operations, G / N cuDNN on one GPU, divided "
-            "by the ranks. `bound` is the time in which a rank's part of a cache is read, `error` "
-            "in multiples of its bound. Empty fields do not apply or were not timed."
+            "by the ranks. `read` is the time in which a copy reads a rank's part of a cache, "
+            "`error` in multiples of its bound. U is Ulysses in plain JAX (`lax.all_to_all` of "
+            "heads, cuDNN, and back), JU `jflux.ulysses_attention`. Empty fields do not apply or "
+            "were not timed."
         ),
         lambda result: filled_table(
             attention.HEADING.split(" | "),
@@ -182,9 +202,13 @@ SECTIONS: dict[str, Section] = {
         "moe",
         _always(
             "J is `jflux.grouped_matmul`, S `lax.ragged_dot`, G one batched product of XLA with as "
-            "many rows in equal groups; `bound` is the time in which the weights are read."
+            "many rows in equal groups, T tokamax's, P PyTorch's `grouped_mm`; `read` is the time "
+            "in which a copy reads the weights (3.0 TB/s on H100, 4.3 on H200): what only reads "
+            "may be a few per cent faster."
         ),
-        lambda result: filled_table(moe.HEADING.split(" | "), map(moe.cells, result["moe"])),
+        lambda result: filled_table(
+            moe.HEADING.split(" | "), map(moe.cells, moe.in_order(result["moe"]))
+        ),
     ),
     "experts": Section(
         _of("Mixtures of experts, bf16"),
@@ -193,7 +217,9 @@ SECTIONS: dict[str, Section] = {
             "D is `moe_dispatch`, D+C the way back too, `each` without partial sums, S the pair in "
             "plain `lax`, `gather` an all-gather and a reduce-scatter of all tokens. Of layers, "
             "forward and backward: TP and EP gather all tokens, `disp.` dispatches them, `prod.` "
-            "is `dispatch_grouped_matmul`, and S plain `lax`."
+            "is `dispatch_grouped_matmul`, and S plain `lax` with `ragged_dot`. `einsum` is "
+            "GShard's form in plain JAX, with slots for 1.25 times an expert's even share: it "
+            "drops the rest, `dropped` of all choices, and jflux nothing."
         ),
         lambda result: expert_tables(result["experts"]),
     ),
@@ -252,21 +278,23 @@ SECTIONS: dict[str, Section] = {
 }
 
 
-def _text(name: str, result: dict, section: Section) -> str:
+#: Of a result's name, kind and content: what else its head says.
+Mark = Callable[[str, str, dict], str]
+
+
+def _text(name: str, kind: str, result: dict, mark: Mark) -> str:
+    section = SECTIONS[kind]
     day = result["machine"].get("date")
     where = f"[{name}.json](../bench/results/{name}.json){f', {day}' if day else ''}"
     what = f"what is timed: [bench/{section.module}.py](../bench/{section.module}.py)."
-    legend = section.legend(result)
-    return (
-        f"## {section.heading(result)}\n\n{where}; {what}{f' {legend}' if legend else ''}\n\n"
-        f"{section.table(result)}\n"
-    )
+    said = " ".join(s for s in (what, section.legend(result), mark(name, kind, result)) if s)
+    return f"## {section.heading(result)}\n\n{where}; {said}\n\n{section.table(result)}\n"
 
 
-def all_of(results: Results, kinds: Iterable[str]) -> list[str]:
+def all_of(
+    results: Results, kinds: Iterable[str], mark: Mark = lambda name, kind, result: ""
+) -> list[str]:
     """Every section of these kinds; within a kind by machine."""
     return [
-        _text(name, result, SECTIONS[kind])
-        for kind in kinds
-        for name, result in of_kind(results, kind)
+        _text(name, kind, result, mark) for kind in kinds for name, result in of_kind(results, kind)
     ]

@@ -24,6 +24,11 @@ class Shape:
     k: int
 
     @property
+    def name(self) -> str:
+        """Of its sizes."""
+        return f"{self.m} x {self.n} x {self.k}"
+
+    @property
     def spec(self) -> OpSpec:
         return all_ops()[self.op]
 
@@ -40,6 +45,15 @@ class Shape:
 def of_row(row: Mapping[str, Any]) -> Shape:
     """That of a result's row."""
     return Shape(row["op"], row["m"], row["n"], row["k"])
+
+
+#: XLA's own sequence, launched call by call and with its collectives captured in CUDA graphs.
+XLA = ("S", "S captured")
+
+
+def fastest_xla(row: Mapping[str, Any]) -> str:
+    """Which of them counts: the faster one, of those that were timed."""
+    return min((name for name in XLA if name in row), key=lambda name: row[name]["median"])
 
 
 AG, RS, AR = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"

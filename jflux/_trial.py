@@ -90,19 +90,26 @@ def normal(
 CALLS_IN_A_BODY = 4
 
 
-def loop(op: Callable[[jax.Array, jax.Array], jax.Array], iterations: int) -> Callable[..., Any]:
-    """`iterations` calls in a row; each one's input takes an element of the last one's output."""
+def with_corner(a: Any, y: Any) -> Any:
+    """`a`, whose first element is y's."""
+    corner = y[(slice(0, 1),) * y.ndim].reshape((1,) * a.ndim).astype(a.dtype)
+    return lax.dynamic_update_slice(a, corner, (0,) * a.ndim)
 
-    def with_corner(a: Any, y: Any) -> Any:
-        corner = y[(slice(0, 1),) * y.ndim].reshape((1,) * a.ndim).astype(a.dtype)
-        return lax.dynamic_update_slice(a, corner, (0,) * a.ndim)
+
+def loop(
+    op: Callable[[jax.Array, jax.Array], jax.Array],
+    iterations: int,
+    linked: Callable[[Any, Any], Any] = with_corner,
+) -> Callable[..., Any]:
+    """`iterations` calls in a row; each one's input takes an element of the last one's output, by
+    `linked`."""
 
     def step(carry: Any) -> Any:
         x, w, y = carry
         # x varies with y: no call can be left out or moved. A w that is padded does so too, or XLA
         # would pad it once for all calls.
         is_padded = any(size % _native.UNIT for size in w.shape)
-        x, w = with_corner(x, y), with_corner(w, y) if is_padded else w
+        x, w = linked(x, y), linked(w, y) if is_padded else w
         return x, w, op(x, w)
 
     def steps(count: int, carry: Any) -> Any:

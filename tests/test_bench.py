@@ -30,12 +30,14 @@ from bench import (  # noqa: E402
     attention_peers,
     blocks,
     cache_check,
+    capacity,
     cards,
     collectives,
     command,
     compare,
     conclusions,
     decode,
+    earlier,
     experts,
     gathered,
     grids,
@@ -45,13 +47,16 @@ from bench import (  # noqa: E402
     moe_peers,
     peers,
     products,
+    quoted,
     rates,
+    readme,
     render,
     renew,
     reproduce,
     scattered,
     sections,
     shapes,
+    xla,
 )
 
 
@@ -231,7 +236,7 @@ def test_no_page_has_a_heading_twice():
 
 def test_conclusions_compare_every_row():
     found = list(conclusions.compared(render.load()))
-    counts = collections.Counter(c.what for c in found)
+    counts = collections.Counter(c.what for c in found if c.against == conclusions.XLA)
     rows = [
         row["op"] for _, r in render.of_ops(render.load()) if "note" not in r["machine"]
         for row in r["rows"]
@@ -244,9 +249,82 @@ def test_conclusions_compare_every_row():
     result["rows"][1]["J"] = _timing(6e-3)
     line = conclusions.table([("2xh200", result)]).splitlines()[-1]
     assert line == f"| {one.op} | XLA's own sequence | **1.33** (0.67&nbsp;to&nbsp;2.00) | 2 | 1 |"
-    attention = {"case": {"decode": False}, "J": _timing(2e-3), "G": _timing(8e-3)}
+    attention = {"case": {"name": "A", "decode": False}, "J": _timing(2e-3), "G": _timing(8e-3)}
     result = {"machine": result["machine"], "attention": [attention]}
     assert conclusions.table([("a", result)]).endswith("cuDNN's on one GPU / N | 0.50 | 1 |")
+
+
+def test_every_row_in_which_jflux_is_slower_is_listed():
+    """Sorted; of every kind of contestant, and of old kernels too."""
+    one, two, three = shapes.LISTS["flux"][:3]
+    result = _of_shapes("2 x NVIDIA H200", [one, two, three], date="2025-01-01", jflux="9.9")
+    # J 2 ms, S 3 ms
+    result["rows"][0] |= {"T": _timing(1e-3), "S captured": _timing(2.5e-3), "K": _timing(1e-3)}
+    result["rows"][1]["S captured"] = _timing(1.6e-3, 0.3)
+    page = conclusions.slower([("2xh200", result), ("old", _noted(result))])
+    others, own = page.split("## Where another way")
+    lines = [line.split(" | ") for line in others.splitlines() if line.startswith("| ")][2:]
+    assert [line[0] for line in lines] == ["| 2.000", "| 2.000", "| 1.250 ~", "| 1.250 ~"]
+    assert lines[0][2:7] == [
+        one.name,
+        "PyTorch's symmetric-memory op",
+        "2.000 ms",
+        "1.000 ms",
+        "2 x H200",
+    ]
+    assert [line[-1] for line in lines[:2]] == [f"before {earlier.CHANGES[0].since} |"] * 2
+    assert "in 4 of 8 comparisons" in others and "in 2 of 2 comparisons" in own
+    assert conclusions.count_of_slower([("2xh200", result)]) == "2 of 4 comparisons"
+
+
+def test_every_committed_row_in_which_xla_is_faster_is_listed():
+    page = conclusions.slower(render.load())
+    for name, result in render.of_ops(render.load()):
+        for row in result["rows"]:
+            if row["J"]["median"] > min(row[x]["median"] for x in shapes.XLA if x in row):
+                day = row.get("date", result["machine"]["date"])
+                where = f"[{day}](../bench/results/{name}.json)"
+                size = f"| {row['op']} | {shapes.of_row(row).name} | XLA's own sequence |"
+                assert any(size in line and where in line for line in page.splitlines())
+
+
+def test_rows_that_are_older_than_their_kernels_are_marked():
+    change = earlier.Change("2026-01-03", ("rows",), "less", where=lambda row: row["m"] > 64)
+    result = _of_shapes("2 x NVIDIA H200", shapes.LISTS["flux"][:3])  # of 64, 512 and 1024 rows
+    result["rows"][2]["date"] = "2026-01-03"
+    machine, rows = result["machine"], result["rows"]
+    assert [change.is_after("a", "rows", row, machine) for row in rows] == [False, True, False]
+    named = dataclasses.replace(change, results=("a",))
+    assert [named.is_after("a", "rows", row, machine) for row in rows] == [False, True, True]
+    assert not dataclasses.replace(named, least_ranks=3).is_after("a", "rows", rows[1], machine)
+    assert not change.is_after("a", "grids", rows[1], machine)
+
+
+def test_tables_say_that_they_are_of_earlier_kernels(monkeypatch):
+    change = earlier.Change("2026-01-03", ("rows",), "was slower")
+    monkeypatch.setattr(earlier, "CHANGES", (change,))
+    result = _of_shapes("2 x NVIDIA H200", shapes.LISTS["flux"][:2], driver="", jax="", jflux="")
+    text = document([("2xh200", result)])
+    assert "All rows are of [earlier kernels]" in text and "the change of 2026-01-03." in text
+    assert "| 2xh200 | 2026-01-03 | was slower |" in text
+    result["rows"][0]["date"] = "2026-01-03"
+    assert "1 of 2 rows are of [earlier" in earlier.mark("2xh200", "rows", result)
+    assert "| 2xh200 (1 rows) |" in earlier.table([("2xh200", result)])
+
+
+def test_figures_of_sentences_are_those_of_the_results():
+    rows = [{"list": "dispatch", "D+C": _timing(d), "gather": _timing(1)} for d in (10.5, 0.8)]
+    results = [("a", {"machine": {"gpus": "4 x NVIDIA H200"}, "experts": rows})]
+    page = "took <!-- bench: dispatch over gather, 4 GPUs -->1 to 2<!-- end --> times <!-- end -->"
+    filled = quoted.filled(page, results)
+    assert filled == page.replace("1 to 2", ".80 to 10.50")
+    assert quoted.filled(filled, results) == filled
+    for name in quoted.FIGURES:
+        assert re.search(r"\d", quoted.FIGURES[name](render.load())), name
+
+
+def _noted(result):
+    return result | {"machine": result["machine"] | {"note": "old kernels"}}
 
 
 def _of_shapes(gpus, found, **machine):
@@ -398,6 +476,7 @@ def test_rows_are_added_to_a_result(benchmark_of_shapes, tmp_path, capsys):
 
 def test_readme_is_reproduced(benchmark_of_shapes, monkeypatch, capsys):
     """The rows of its table, beside those of bench/results."""
+    gpus = "4 x NVIDIA H100 80GB HBM3"
     measured = {"S": _timing(3e-3), "J": _timing(2e-3)}
     timings = {name: _trial.Timing(**timing) for name, timing in measured.items()}
     monkeypatch.setattr(harness, "measure", lambda *_: timings)
@@ -407,14 +486,12 @@ def test_readme_is_reproduced(benchmark_of_shapes, monkeypatch, capsys):
     assert (
         first.startswith("2 x ") and heading == reproduce.HEADING and last.startswith("5 rows in")
     )
-    published = render.readme_table(render.load()).splitlines()[4:]
+    published = readme.table(render.load()).splitlines()[4:9]
     for line, row in zip(lines, published, strict=True):
         name, m, n, k, _, _, gain = [cell.strip() for cell in row.strip("|").split("|")]
-        assert (
-            line == f"{name} | {m} | {n} | {k} | 3.000 | 2.000 | 1.50 | {gain} on 2 x NVIDIA H200"
-        )
-    known = reproduce.published(render.load(), "NVIDIA H100 80GB HBM3", 4)
-    assert {row["gpus"] for row in known.values()} == {"4 x NVIDIA H100 80GB HBM3"}
+        assert line == f"{name} | {m} | {n} | {k} | 3.000 | 2.000 | 1.50 | {gain} on {gpus}"
+    known = reproduce.published(render.load(), "NVIDIA H200", 2)
+    assert {row["gpus"] for row in known.values()} == {"2 x NVIDIA H200"}
 
 
 def test_rows_are_not_added_to_those_of_another_machine(benchmark_of_shapes, tmp_path):
@@ -449,6 +526,31 @@ def test_collectives_are_measured(name, monkeypatch):
     row = collectives.measure(case, mesh, rounds=2)
     assert all(row[contestant]["median"] > 0 for contestant in case.steps)
     assert len(collectives.cells(row)) == len(collectives.columns(case.op))
+
+
+@pytest.mark.parametrize("op", [shapes.AG, shapes.RS])
+def test_forms_of_xla_are_checked_and_timed(op, monkeypatch, capsys):
+    """No CPU makes a loop of a windowed einsum, which is said."""
+    monkeypatch.setattr(_trial, "iterations_for", lambda seconds, flops: 2)
+    mesh, shape = make_mesh((RANKS,)), shapes.Shape(op, 8 * RANKS, 16 * RANKS, 32 * RANKS)
+    with jflux.config(strict=False):
+        assert "W" not in xla.measure(shape, mesh, rounds=1, without="S s")
+        assert f"{shape}, W: left out, XLA made no loop" in capsys.readouterr().err
+        monkeypatch.setattr(xla, "is_windowed", lambda program: True)
+        row = xla.measure(shape, mesh, rounds=1, without="S ")
+    assert len(xla.cells(row)) == len(xla.COLUMNS)
+    assert row["W"]["median"] > 0 and "S captured" not in row
+
+
+def test_what_xla_takes_is_said():
+    row = {"op": shapes.AG, "m": 64, "n": 8, "k": 8} | {n: _timing(1e-5) for n in xla.CONTESTANTS}
+    row |= {"S captured": _timing(8e-6), "J": _timing(6e-6)}
+    assert xla.cells(row)[-2:] == ["0.60", "0.75"]
+    said = xla.summary([row, row | {"J": _timing(9e-6)}])
+    assert said.startswith("J takes 0.60 to 0.90 of S, and 0.75 to 1.12 of the fastest")
+    assert "captured collectives 0.80 to 0.80" in said
+    machine = {"gpus": "2 x X", "processes": 1}
+    assert "| all_gather_matmul | 64 |" in document([("x", {"machine": machine, "xla": [row]})])
 
 
 def test_accuracy():
@@ -521,6 +623,18 @@ def test_compiler_options_that_xla_refuses_leave_a_contestant_out(small_llama, m
     row = decode.measure_steps(*small_llama, batch=1, context=4, rounds=1)
     assert "graphs: left out, INVALID_ARGUMENT" in capsys.readouterr().err
     assert "graphs" not in row and decode.cells(row)[5] == ""
+
+
+def test_the_faster_form_of_xla_counts():
+    row = {"op": "all_gather_matmul", "m": 64, "n": 8, "k": 16}
+    row |= {name: _timing(1e-3) for name in "GCJ"} | {"S": _timing(4e-3)}
+    result = {"machine": {"gpus": "2 x X"}}
+    for captured, said in (
+        (5e-3, "| 4.000 | 1.000 | 0.250 |"),
+        (2e-3, "| 2.000 c | 1.000 | 0.500 |"),
+    ):
+        row["S captured"] = _timing(captured)
+        assert said in render.table([row], result)
 
 
 def test_peers_are_columns_where_they_were_timed():
@@ -692,6 +806,7 @@ TABLES = {
     "rows": bench_of_shapes, "accuracy": accuracy, "attention": attention, "blocks": blocks,
     "collectives": collectives, "decode": decode, "experts": experts, "gathered": gathered,
     "grids": grids, "maxtext": maxtext, "moe": moe, "products": products, "scattered": scattered,
+    "xla": xla,
 }  # fmt: skip
 
 
@@ -900,9 +1015,20 @@ def test_grouped_products_of_others_are_columns(monkeypatch, capsys):
 
 @pytest.mark.parametrize("kind", experts.LISTS)
 def test_what_moves_tokens_is_checked_and_timed(kind):
-    measure = {"dispatch": experts.measure_dispatch, "layer": experts.measure_layer}[kind]
-    row = measure(experts.Case("tiny", 16, 32, 4, 2, 24), min(2, RANKS), rounds=1)
+    row = experts.MEASURES[kind](experts.Case("tiny", 16, 32, 4, 2, 24), min(2, RANKS), rounds=1)
     assert len(experts.cells(row)) == len(experts.HEADINGS[kind].split(" | "))
+
+
+def test_slots_of_experts():
+    """In the order of tokens; what is beyond an expert's slots is nowhere."""
+    indices = jnp.array([[2, 0], [2, 1], [2, 0]])
+    slot, choice = capacity.slots_of(indices, experts=3, capacity=2)
+    assert slot.tolist() == [4, 0, 5, 2, 6, 1]  # the third choice of expert 2 has none
+    assert choice.tolist() == [1, 5, 3, 6, 0, 2]
+    rows = jnp.arange(1.0, 7)[:, None]
+    there, back = jax.vjp(lambda rows: capacity.moved(rows, choice, slot), rows)
+    assert there[:, 0].tolist() == [2, 6, 4, 0, 1, 3]
+    assert back(there)[0][:, 0].tolist() == [1, 2, 3, 4, 0, 6]
 
 
 def test_tokens_that_come_back_wrong_are_not_timed(monkeypatch):
@@ -913,7 +1039,7 @@ def test_tokens_that_come_back_wrong_are_not_timed(monkeypatch):
 
 def test_a_plain_layer_without_memory_leaves_its_column_empty():
     row = {"case": {"name": "large"}, "list": "layer", "error": 0.0}
-    row |= {name: _timing(1e-3) for name in experts.WAYS}
+    row |= {name: _timing(1e-3) for name in experts.OURS}
     assert experts.cells(row)[1:8] == [*["1.00"] * 4, "no memory", "no memory", ""]
     assert (
         experts.cells({k: v for k, v in row.items() if k != "prod."})[4] == ""
