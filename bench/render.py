@@ -53,13 +53,19 @@ What follows from it:
   row. It gains most where communication takes as long as the product (lists llm and attention) and
   where n or k are no multiples of eight, which XLA multiplies slowly (odd); least where rows are no
   whole tiles (ragged) or the product is so long that there is little to hide (flux).
+- None of XLA's other forms changes that ([table](performance/ops.md)): collectives captured in CUDA
+  graphs save up to a tenth, the latency-hiding scheduler has nothing to move beside a single product, and
+  windowed einsum takes longer than no overlap at all, most of all with few rows.
 - Whole models gain less than single ops: they spend time in attention and norms too, and a chip that
   waits less is clocked lower ([0009](experiments/0009-power-limit.md)).
 - Attention over a split sequence takes cuDNN's time on one GPU, divided by the ranks, and its
   communication on top, which short sequences and gradients show.
 - A grouped product is slower than cuBLAS's batched product of equal groups, which a mixture of
-  experts can only call if it pads its groups, or drops tokens. Sending tokens to their experts takes longer than gathering all of them, but
-  leaves each rank only its own rows.
+  experts can only call if it pads its groups, or drops tokens. A layer that does so, in plain JAX with a
+  capacity, takes longer than jflux's, which drops none. Sending tokens to their experts takes longer than
+  gathering all of them, but leaves each rank only its own rows.
+- Ten lines of plain JAX (Ulysses: exchange heads, attend with cuDNN, exchange back) are as fast as
+  `jflux.attention` with gradients, wherever ranks divide the heads. Its forward pass takes less time.
 - Collectives gain most below 128 KiB, where they are one exchange in one kernel. Large ones are XLA's
   own.
 
