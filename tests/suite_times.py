@@ -24,7 +24,7 @@ import pytest
 BUDGET_MINUTES, CORES = 15, 2  # of the short tier
 TEST_SECONDS = 30  # of one test of the short tier
 WORKER_MIB = 4000
-DROP_MIB = 800
+DROP_MIB = 500
 SLOWEST = 10
 
 _TIME, _PEAK = "processor_seconds", "peak_mib"
