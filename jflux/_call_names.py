@@ -11,6 +11,7 @@ once, and XLA inlines it later. Such a function is copied first, if there are ca
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import hashlib
 import itertools
@@ -18,13 +19,15 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from jax._src import distributed
-from jax._src.interpreters import mlir
-from jax._src.lib.mlir import ir
+import jax
+from jax.extend.mlir import ir
+
+from . import _jax_internals
 
 #: `site` is hash << CALL_BITS | place (cc/runtime/cpu_call.cc), and positive in 64 bits.
 CALL_BITS = 20
 
+_names = contextvars.ContextVar("jflux_names", default=False)
 _CONFIG = "mhlo.backend_config"
 #: The attribute in which an operation names a function.
 _CALLEE = {"func.call": "callee", "stablehlo.composite": "decomposition"}
@@ -119,13 +122,34 @@ def _config_of(op: Any) -> dict[str, Any]:
 
 def name_when_lowered() -> None:
     """Has JAX name the calls of each module that it lowers for the CPUs of several processes."""
+    mlir = _jax_internals.LOWERING.get()
+    if mlir is None:
+        return
     lower = mlir.lower_jaxpr_to_module
 
     @functools.wraps(lower)
     def lower_and_name(*args: Any, **params: Any) -> Any:
-        result = lower(*args, **params)
-        if distributed.global_state.num_processes > 1 and "cpu" in params["platforms"]:
+        if not _has_peers() or "cpu" not in params.get("platforms", ()):
+            return lower(*args, **params)
+        token = _names.set(True)
+        try:
+            result = lower(*args, **params)
             name_calls(result.module)
-        return result
+            return result
+        finally:
+            _names.reset(token)
 
     mlir.lower_jaxpr_to_module = lower_and_name
+
+
+def _has_peers() -> bool:
+    """Whether there are other processes."""
+    return jax.distributed.is_initialized() and jax.process_count() > 1
+
+
+def why_not(platform: str) -> str | None:
+    """Why the calls that are being lowered for a platform will have no names, or None: they will,
+    or need none. Without names, processes would wait for each other in vain."""
+    if platform != "cpu" or _names.get() or not _has_peers():
+        return None
+    return f"JAX {jax.__version__} lowers programs in a way in which jflux cannot name their calls"
