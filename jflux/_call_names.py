@@ -27,14 +27,17 @@ from . import _jax_internals
 #: `site` is hash << CALL_BITS | place (cc/runtime/cpu_call.cc), and positive in 64 bits.
 CALL_BITS = 20
 
-_names = contextvars.ContextVar("jflux_names", default=False)
+#: The targets of the calls of the program that is being lowered, if they will be named.
+_targets: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar(
+    "jflux_targets", default=None
+)
 _CONFIG = "mhlo.backend_config"
 #: The attribute in which an operation names a function.
 _CALLEE = {"func.call": "callee", "stablehlo.composite": "decomposition"}
 
 
-def name_calls(module: ir.Module) -> None:
-    """Gives each of the module's calls a name of its own."""
+def name_calls(module: ir.Module) -> int:
+    """Gives each of the module's calls a name of its own, and returns how many there are."""
     functions = {
         ir.StringAttr(op.attributes["sym_name"]).value: op.operation
         for op in module.body.operations
@@ -83,6 +86,7 @@ def name_calls(module: ir.Module) -> None:
         for place, (op, config) in enumerate(zip(calls, configs, strict=True)):
             site = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), program << CALL_BITS | place)
             op.attributes[_CONFIG] = ir.DictAttr.get({**config, "site": site})
+    return len(calls)
 
 
 def _operations(function: Any) -> Iterator[Any]:
@@ -131,13 +135,18 @@ def name_when_lowered() -> None:
     def lower_and_name(*args: Any, **params: Any) -> Any:
         if not _has_peers() or "cpu" not in params.get("platforms", ()):
             return lower(*args, **params)
-        token = _names.set(True)
+        targets: list[str] = []
+        token = _targets.set(targets)
         try:
             result = lower(*args, **params)
-            name_calls(result.module)
-            return result
         finally:
-            _names.reset(token)
+            _targets.reset(token)
+        if name_calls(result.module) == 0 and targets:
+            raise RuntimeError(
+                f"jflux does not find its calls of {targets[0]} in what JAX {jax.__version__} has "
+                "lowered, and without names processes would wait for each other in vain"
+            )
+        return result
 
     mlir.lower_jaxpr_to_module = lower_and_name
 
@@ -147,9 +156,15 @@ def _has_peers() -> bool:
     return jax.distributed.is_initialized() and jax.process_count() > 1
 
 
+def expect(target: str) -> None:
+    """A call of an FFI target becomes part of the program that is being lowered."""
+    if (targets := _targets.get()) is not None:
+        targets.append(target)
+
+
 def why_not(platform: str) -> str | None:
     """Why the calls that are being lowered for a platform will have no names, or None: they will,
     or need none. Without names, processes would wait for each other in vain."""
-    if platform != "cpu" or _names.get() or not _has_peers():
+    if platform != "cpu" or _targets.get() is not None or not _has_peers():
         return None
     return f"JAX {jax.__version__} lowers programs in a way in which jflux cannot name their calls"

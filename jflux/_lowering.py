@@ -420,6 +420,7 @@ def _lower_fused(
     # Grids and orders of tiles depend on it, and must be the same on all ranks. A user's own kernel
     # has a grid of the user's.
     own = {"sm_count": np.int64(machine.sm_count)} if rules.target is None else {}
+    _call_names.expect(target)
     return jax.ffi.ffi_lowering(target, **aliases)(
         ctx,
         *operands,

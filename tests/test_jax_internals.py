@@ -133,8 +133,9 @@ def test_without_a_store_the_error_says_so(monkeypatch):
 
 
 @pytest.mark.skipif(PLATFORM != "cpu", reason="GPUs' calls need no names")
-def test_processes_whose_programs_are_lowered_otherwise_take_the_reference(monkeypatch):
-    """As if there were several, and JAX did not call the function that jflux has replaced."""
+def test_processes_whose_programs_are_lowered_otherwise(monkeypatch):
+    """As if there were several, and JAX wrote calls otherwise, or did not call the function that
+    jflux has replaced."""
     mlir = _jax_internals.LOWERING.get()
     monkeypatch.setattr(_call_names, "_has_peers", lambda: True)
 
@@ -147,6 +148,10 @@ def test_processes_whose_programs_are_lowered_otherwise_take_the_reference(monke
         return str(jflux.explain(op, x, w))
 
     assert "cannot name" not in plan()  # strict: it would be an error
+    with monkeypatch.context() as otherwise:
+        otherwise.setattr(_call_names, "_CONFIG", "another.config")
+        with pytest.raises(RuntimeError, match="its calls of jflux_all_gather_matmul"):
+            plan()
     monkeypatch.setattr(mlir, "lower_jaxpr_to_module", mlir.lower_jaxpr_to_module.__wrapped__)
     with pytest.raises(NotImplementedError, match="in which jflux cannot name their calls"):
         plan()
