@@ -12,9 +12,10 @@ import contextvars
 from typing import Any
 
 import numpy as np
-from jax._src import shard_map as jax_shard_map
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, Mesh
+
+from . import _jax_internals
 
 _devices: contextvars.ContextVar[tuple[Any, ...] | None] = contextvars.ContextVar(
     "jflux_devices", default=None
@@ -35,10 +36,15 @@ def concrete(mesh: AbstractMesh, context: mlir.ModuleContext) -> Mesh | None:
 
 def _remember() -> None:
     """Has the rule of shard_map leave the program's devices here, and lower as it always does."""
-    lower = mlir._lowerings[jax_shard_map.shard_map_p].rule
+    of_shard_map = _jax_internals.SHARD_MAP.get()
+    of_all = _jax_internals.LOWERINGS.get()
+    if of_shard_map is None or of_all is None:
+        return
+    primitive = of_shard_map.shard_map_p
+    lower = of_all._lowerings[primitive].rule
 
     def lower_and_tell(ctx: Any, *operands: Any, **params: Any) -> Any:
-        around = ctx.module_context.axis_context
+        around: Any = getattr(ctx.module_context, "axis_context", None)
         if not hasattr(around, "device_assignment"):  # inside another shard_map
             return lower(ctx, *operands, **params)
         token = _devices.set(around.device_assignment)
@@ -47,7 +53,7 @@ def _remember() -> None:
         finally:
             _devices.reset(token)
 
-    mlir.register_lowering(jax_shard_map.shard_map_p, lower_and_tell)
+    mlir.register_lowering(primitive, lower_and_tell)
 
 
 _remember()

@@ -11,6 +11,7 @@ once, and XLA inlines it later. Such a function is copied first, if there are ca
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import hashlib
 import itertools
@@ -18,20 +19,25 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from jax._src import distributed
-from jax._src.interpreters import mlir
-from jax._src.lib.mlir import ir
+import jax
+from jax.extend.mlir import ir
+
+from . import _jax_internals
 
 #: `site` is hash << CALL_BITS | place (cc/runtime/cpu_call.cc), and positive in 64 bits.
 CALL_BITS = 20
 
+#: The targets of the calls of the program that is being lowered, if they will be named.
+_targets: contextvars.ContextVar[list[str] | None] = contextvars.ContextVar(
+    "jflux_targets", default=None
+)
 _CONFIG = "mhlo.backend_config"
 #: The attribute in which an operation names a function.
 _CALLEE = {"func.call": "callee", "stablehlo.composite": "decomposition"}
 
 
-def name_calls(module: ir.Module) -> None:
-    """Gives each of the module's calls a name of its own."""
+def name_calls(module: ir.Module) -> int:
+    """Gives each of the module's calls a name of its own, and returns how many there are."""
     functions = {
         ir.StringAttr(op.attributes["sym_name"]).value: op.operation
         for op in module.body.operations
@@ -80,6 +86,7 @@ def name_calls(module: ir.Module) -> None:
         for place, (op, config) in enumerate(zip(calls, configs, strict=True)):
             site = ir.IntegerAttr.get(ir.IntegerType.get_signless(64), program << CALL_BITS | place)
             op.attributes[_CONFIG] = ir.DictAttr.get({**config, "site": site})
+    return len(calls)
 
 
 def _operations(function: Any) -> Iterator[Any]:
@@ -119,13 +126,45 @@ def _config_of(op: Any) -> dict[str, Any]:
 
 def name_when_lowered() -> None:
     """Has JAX name the calls of each module that it lowers for the CPUs of several processes."""
+    mlir = _jax_internals.LOWERING.get()
+    if mlir is None:
+        return
     lower = mlir.lower_jaxpr_to_module
 
     @functools.wraps(lower)
     def lower_and_name(*args: Any, **params: Any) -> Any:
-        result = lower(*args, **params)
-        if distributed.global_state.num_processes > 1 and "cpu" in params["platforms"]:
-            name_calls(result.module)
+        if not _has_peers() or "cpu" not in params.get("platforms", ()):
+            return lower(*args, **params)
+        targets: list[str] = []
+        token = _targets.set(targets)
+        try:
+            result = lower(*args, **params)
+        finally:
+            _targets.reset(token)
+        if name_calls(result.module) == 0 and targets:
+            raise RuntimeError(
+                f"jflux does not find its calls of {targets[0]} in what JAX {jax.__version__} has "
+                "lowered, and without names processes would wait for each other in vain"
+            )
         return result
 
     mlir.lower_jaxpr_to_module = lower_and_name
+
+
+def _has_peers() -> bool:
+    """Whether there are other processes."""
+    return jax.distributed.is_initialized() and jax.process_count() > 1
+
+
+def expect(target: str) -> None:
+    """A call of an FFI target becomes part of the program that is being lowered."""
+    if (targets := _targets.get()) is not None:
+        targets.append(target)
+
+
+def why_not(platform: str) -> str | None:
+    """Why the calls that are being lowered for a platform will have no names, or None: they will,
+    or need none. Without names, processes would wait for each other in vain."""
+    if platform != "cpu" or _targets.get() is not None or not _has_peers():
+        return None
+    return f"JAX {jax.__version__} lowers programs in a way in which jflux cannot name their calls"

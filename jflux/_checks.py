@@ -8,14 +8,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import checkify, dispatch, source_info_util
+from jax.extend import source_info_util
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import batching, mlir, xla
 
-from . import _config, _ffi
+from . import _config, _ffi, _jax_internals
 
 _primitive = Primitive("jflux_in_range")
-_add_error: Any = checkify.assert_func  # its signature depends on the release of JAX
+_checkify = _jax_internals.CHECKIFY.get()
 
 
 def to_int32(x: jax.Array) -> jax.Array:
@@ -48,17 +48,17 @@ def in_range(
 def _check(*given: Any, low: int | None, high: int, what: str, raises: bool) -> Any:
     *context, error, enabled, x = given  # the oldest releases pass no context
     x = jnp.asarray(x)
-    if checkify.FailedCheckError in enabled and x.size:
+    if _checkify.FailedCheckError in enabled and x.size:
         type_ = jnp.iinfo(x.dtype)  # a bound that it does not hold would wrap in it
         wrong = jnp.zeros(x.shape, bool) if high >= type_.max else x > high
         if low is not None and low > type_.min:
             wrong |= x < low
         first = x.reshape(-1)[jnp.argmax(wrong.reshape(-1))]
         allowed = f"at most {high}" if low is None else f"from {low} to {high}"
-        failed = checkify.FailedCheckError(
+        failed = _checkify.FailedCheckError(
             source_info_util.current().traceback, f"{what} must be {allowed}, got {{}}", first
         )
-        error = _add_error(*context, error, jnp.any(wrong), failed)
+        error = _checkify.assert_func(*context, error, jnp.any(wrong), failed)
         right = high if low is None else max(low, type_.min)
         x = jnp.where(wrong, jnp.asarray(right, x.dtype), x)
         raises = False
@@ -83,7 +83,7 @@ def _batch(operands: Any, dims: Any, **params: Any) -> Any:
 
 
 def _impl(x: jax.Array, **params: Any) -> Any:
-    return dispatch.apply_primitive(_primitive, x, **params) if params["raises"] else x
+    return xla.apply_primitive(_primitive, x, **params) if params["raises"] else x
 
 
 _primitive.def_impl(_impl)
@@ -91,4 +91,5 @@ _primitive.def_abstract_eval(lambda x, **_: x)
 mlir.register_lowering(_primitive, lambda _, x, **__: [x])
 mlir.register_lowering(_primitive, _lower_on_cpus, platform="cpu")
 batching.primitive_batchers[_primitive] = _batch
-checkify.error_checks[_primitive] = _check
+if _checkify is not None:
+    _checkify.error_checks[_primitive] = _check

@@ -10,9 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import config as jax_config
-from jax._src import core
-from jax._src.interpreters import partial_eval
+from jax.extend import core
 
 logger = logging.getLogger("jflux")
 
@@ -140,14 +138,10 @@ config = Config()
 def _is_staging() -> bool:
     """Whether JAX records what this thread runs, to lower it later. Eager ``vmap``, ``grad`` and
     ``shard_map`` lower each call at once, and so does ``jax.ensure_compile_time_eval``."""
-    if jax_config.eager_constant_folding.value:
+    is_under_jit = getattr(core, "unsafe_am_i_under_a_jit_DO_NOT_USE", None)
+    if is_under_jit is None:  # a JAX to come: the block has no effect there, and nobody says so
         return False
-    trace = core.trace_ctx.trace
-    while trace is not None:
-        if isinstance(trace, partial_eval.DynamicJaxprTrace):
-            return True
-        trace = getattr(trace, "parent_trace", None)
-    return False
+    return bool(is_under_jit()) and not getattr(jax.config, "eager_constant_folding", False)
 
 
 @contextlib.contextmanager

@@ -23,11 +23,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax._src import checkify, core, dispatch
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.experimental import checkify
+from jax.extend.core import Primitive, unmapped_aval
+from jax.interpreters import ad, batching, mlir, xla
 
-from . import _mesh
+from . import _jax_internals, _mesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,7 +193,7 @@ class _TangentsPrimitive(Primitive):
 _primitive = _TangentsPrimitive(NAME)
 _primitive.multiple_results = True
 # Its lowering has calls of ops: a lowering for these devices alone, as theirs.
-dispatch.prim_requires_devices_during_lowering.add(_primitive)
+_jax_internals.lower_for_its_devices(_primitive)
 
 
 @_primitive.def_abstract_eval
@@ -213,7 +213,7 @@ def _apply(*operands: Any, linear: Any, results: tuple[Any, ...]) -> Any:
     return _mesh.unsharded_inside(forward, results)(*operands)
 
 
-_primitive.def_impl(functools.partial(dispatch.apply_primitive, _primitive))
+_primitive.def_impl(functools.partial(xla.apply_primitive, _primitive))
 mlir.register_lowering(_primitive, mlir.lower_fun(_apply, multiple_results=True))
 
 
@@ -265,7 +265,7 @@ def _with_zeros(cotangents: Sequence[Any], wanted: Sequence[Any]) -> list[Any]:
 
 def _batch(operands: Any, dims: Any, *, linear: Any, results: tuple[Any, ...]) -> Any:
     size = next(a.shape[d] for a, d in zip(operands, dims, strict=True) if d is not None)
-    wide = tuple(core.unmapped_aval(size, 0, aval) for aval in results)
+    wide = tuple(unmapped_aval(size, 0, aval) for aval in results)
     batched = _Batched(linear, tuple(dims))
     ys = _primitive.bind(*operands, linear=batched, results=wide)
     return ys, [0] * len(ys)
@@ -273,16 +273,19 @@ def _batch(operands: Any, dims: Any, *, linear: Any, results: tuple[Any, ...]) -
 
 def check_for_nan(primitive: Primitive, first: int | None = None) -> None:
     """Has ``checkify.float_checks`` look at the primitive's results, or the first so many, as at
-    those of JAX's own. The table of checks has no public name."""
+    those of JAX's own."""
+    internals = _jax_internals.CHECKIFY.get()
+    if internals is None:
+        return
 
     def check(*given: Any, **params: Any) -> Any:
         count = 2 if isinstance(given[0], checkify.Error) else 3  # the oldest pass no context
         *context, error, enabled = given[:count]
         results = primitive.bind(*given[count:], **params)
-        looked_at: Any = checkify.check_nans  # its signature depends on the release of JAX
-        return looked_at(primitive, *context, error, enabled, results[:first]), results
+        looked_at = internals.check_nans(primitive, *context, error, enabled, results[:first])
+        return looked_at, results
 
-    checkify.error_checks[primitive] = check
+    internals.error_checks[primitive] = check
 
 
 check_for_nan(_primitive)

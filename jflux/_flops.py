@@ -3,13 +3,11 @@ kernels."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-from jax._src.core import extend_axis_env_nd
 from jax.extend import core
 from jax.interpreters import partial_eval as pe
 
@@ -160,18 +158,12 @@ def _solve(operands: Any, results: Any, params: Any) -> int:
 def _tangents(operands: Any, results: Any, params: Any) -> int:
     types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in operands]
     leaves = params["linear"].leaves
-    with _inside_shard_map_of(operands[0]):
-        jaxpr = jax.make_jaxpr(params["linear"].forward)(types[:leaves], types[leaves:])
-    return count(jaxpr)
-
-
-@contextlib.contextmanager
-def _inside_shard_map_of(aval: Any) -> Iterator[None]:
-    """Where a type was traced: its mesh axes are bound, and programs may ask for their sizes."""
-    mesh = aval.sharding.mesh
+    # As inside the shard_map where the types were traced: programs ask for the sizes of its axes.
+    mesh = operands[0].sharding.mesh
     axes = [(name, mesh.shape[name]) for name in mesh.manual_axes]
-    with jax.sharding.use_abstract_mesh(mesh), extend_axis_env_nd(axes):
-        yield
+    with jax.sharding.use_abstract_mesh(mesh):
+        trace = jax.make_jaxpr(params["linear"].forward, axis_env=axes)
+        return count(trace(types[:leaves], types[leaves:]))
 
 
 #: By the primitive's name: (operands' types, results' types, parameters) -> the number. Equations

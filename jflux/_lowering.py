@@ -11,9 +11,8 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src import dispatch
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import batching, mlir, xla
 from jax.sharding import Mesh, PartitionSpec
 
 from . import (
@@ -24,6 +23,7 @@ from . import (
     _explain,
     _ffi,
     _heap,
+    _jax_internals,
     _levels,
     _mesh,
 )
@@ -255,7 +255,7 @@ def make_primitive(rules: Rules) -> Primitive:
     primitive.multiple_results = True
     # The group table names devices, so a lowering holds for its devices alone. Without this, JAX
     # reuses it for another mesh of the same shape.
-    dispatch.prim_requires_devices_during_lowering.add(primitive)
+    _jax_internals.lower_for_its_devices(primitive)
 
     def abstract(*avals: Any, params: Any) -> list[Any]:
         # Results vary over the axes that the operands vary over; a bare shape would claim that
@@ -278,7 +278,7 @@ def make_primitive(rules: Rules) -> Primitive:
         ]  # fmt: skip
 
     primitive.def_abstract_eval(abstract)
-    primitive.def_impl(functools.partial(dispatch.apply_primitive, primitive))
+    primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
 
     def lower_form(ctx: Any, operands: Any, form: Callable[[Arrays], Any]) -> Any:
         inside = _mesh.unsharded_inside(lambda *operands: form(operands), ctx.avals_out)
@@ -287,6 +287,8 @@ def make_primitive(rules: Rules) -> Primitive:
     def lower(ctx: Any, *operands: Any, params: Any, platform: str) -> Any:
         mesh = _mesh.concrete_mesh_of(ctx.module_context, params.axis_names)
         plan, machine = plan_call(rules, ctx.avals_in, ctx.avals_out, params, platform, mesh)
+        if plan.path == Path.FUSED and (why := _call_names.why_not(platform)):
+            plan = _dispatch.unsupported(why)
         canonical = None
         if plan.path == Path.FUSED:
             assert mesh is not None and machine is not None
@@ -340,6 +342,8 @@ def plan_call(
         return _dispatch.unsupported(why), None
     if any(0 in aval.shape for aval in (*avals, *avals_out)):
         return _dispatch.reference("an operand or a result is empty"), None
+    if why := _jax_internals.DEVICES.why_missing():
+        return _dispatch.unsupported(why), None
     if mesh is None:
         return (
             _dispatch.unsupported(
@@ -416,6 +420,7 @@ def _lower_fused(
     # Grids and orders of tiles depend on it, and must be the same on all ranks. A user's own kernel
     # has a grid of the user's.
     own = {"sm_count": np.int64(machine.sm_count)} if rules.target is None else {}
+    _call_names.expect(target)
     return jax.ffi.ffi_lowering(target, **aliases)(
         ctx,
         *operands,

@@ -338,7 +338,7 @@ def concrete_mesh_of(context: mlir.ModuleContext, axis_name: AxisName) -> Mesh |
     Read when the op is lowered and never earlier: a traced function may be reused for another mesh
     with the same axis names and sizes, but other devices.
     """
-    mesh = getattr(context.axis_context, "mesh", None)
+    mesh = getattr(getattr(context, "axis_context", None), "mesh", None)
     if isinstance(mesh, AbstractMesh):
         mesh = _assignment.concrete(mesh, context)
     names, _ = axes_and_groups(axis_name)

@@ -22,7 +22,17 @@ from jax.sharding import PartitionSpec as P
 
 import jflux
 
-from . import _bug_report, _config, _explain, _gpu_code, _heap, _native, _virtual, testing
+from . import (
+    _bug_report,
+    _config,
+    _explain,
+    _gpu_code,
+    _heap,
+    _jax_internals,
+    _native,
+    _virtual,
+    testing,
+)
 from ._dispatch import Path, Plan
 from ._heap import _nvshmem
 from ._ops._spec import OpSpec, collectives, products
@@ -42,6 +52,9 @@ def _versions() -> Iterator[str]:
         f"jax {jax.__version__}, jaxlib {jaxlib.__version__}, "
         f"Python {platform.python_version()}, {platform.system()} {platform.machine()}"
     )
+    for internal in _jax_internals.ALL:
+        if why := internal.why_missing():
+            yield f"  {why}: {internal.without}"
     if _native.lib.built_with_cuda():
         yield f"NVSHMEM: {_nvshmem.why_not_here('cuda', 1) or _nvshmem.host_library() or 'loads'}"
 

@@ -3,6 +3,8 @@ are left, that values and gradients are those of the plain model, and that no tr
 
 import functools
 import gc
+import logging
+import types
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 import jflux.nn as jnn
+from jflux import _config
 from jflux.nn import _shared_gather
 
 nn = pytest.importorskip("flax.linen")
@@ -400,3 +403,64 @@ def test_after_an_exception_a_thread_keeps_few():
         assert len(_shared_gather._entries.of) <= _shared_gather.MOST
         assert_close(jax.jit(products())(x, *ws), plain_products(x, *ws))
     _shared_gather._entries.of.clear()
+
+
+# ---- A JAX with other internals ------------------------------------------------------------------
+
+
+def _no_finalizer(*args):
+    return types.SimpleNamespace(atexit=True)
+
+
+#: By what a JAX to come might do: the name in _shared_gather.py through which it is pretended.
+OTHERWISE = {
+    "all traces are one": ("get_opaque_trace_state", lambda: None),
+    "the state is not there": ("get_opaque_trace_state", None),
+    "traces take no attribute": ("_own", lambda array: None),
+    "tracers hold their array elsewhere": ("_inner", lambda tracer: None),
+    "equations have other fields": ("_equation", lambda tracer: None),
+    "results outlive their trace": ("weakref", types.SimpleNamespace(finalize=_no_finalizer)),
+}
+
+
+@pytest.fixture
+def other_internals(monkeypatch, caplog):
+    """A function that pretends one of OTHERWISE."""
+
+    def pretend(what):
+        monkeypatch.setattr(_shared_gather, *OTHERWISE[what])
+        monkeypatch.setattr(_config, "_said", set())
+        _shared_gather.is_safe.cache_clear()
+        caplog.clear()
+
+    with caplog.at_level(logging.WARNING, logger="jflux"):
+        yield pretend
+    monkeypatch.undo()
+    _shared_gather.is_safe.cache_clear()
+
+
+def test_this_jax_is_safe(caplog):
+    _shared_gather.is_safe.cache_clear()
+    with jax.checking_leaks(), jax.disable_jit():
+        assert _shared_gather.is_safe()
+    assert not caplog.records
+
+
+def test_other_internals_are_noticed(other_internals, monkeypatch, caplog):
+    for what in OTHERWISE:
+        other_internals(what)
+        assert not _shared_gather.is_safe() and not _shared_gather.is_safe(), what
+        assert len(caplog.records) == 1 and "do not share its gather" in caplog.text, what
+        assert _shared_gather._entries.of == {}, what
+        monkeypatch.undo()
+
+
+def test_with_other_internals_each_product_gathers(other_internals, caplog):
+    other_internals("all traces are one")
+    args = operands()
+    with jax.set_mesh(make_mesh((4,))):
+        step = compiled(jax.value_and_grad(total(products()), (0, 1, 2, 3)), *args)
+        got = step(*args)
+    assert_close(got, jax.value_and_grad(total(plain_products), (0, 1, 2, 3))(*args))
+    assert count(step.as_text())[0] == 3
+    assert len(caplog.records) == 1

@@ -21,19 +21,21 @@ import weakref
 from typing import Any
 
 import jax
-from jax._src.interpreters import mlir
 
-from .. import _config
+from .. import _config, _jax_internals
 
 _clients: list[weakref.ref[Any]] = []  # of the platforms that have a heap, while they live
+_threads: Any = None  # MLIR's
 _has_heap = False
 _parent: int | None = None
 
 
 def watch(platform: str) -> None:
     """The process has a heap on this platform from now on."""
-    global _has_heap
+    global _has_heap, _threads
     _has_heap = True
+    if (mlir := _jax_internals.THREADS.get()) is not None:
+        _threads = mlir.global_thread_pool
     client = jax.devices(platform)[0].client
     if not any(client is known() for known in _clients):
         _clients.append(weakref.ref(client, _clients.remove))
@@ -64,7 +66,7 @@ def _after_in_child() -> None:
     if not _has_heap:
         return
     _parent = os.getppid()
-    for kept in (*(client() for client in _clients), getattr(mlir, "global_thread_pool", None)):
+    for kept in (*(client() for client in _clients), _threads):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
     _config.override_for_good(forked=True)
 

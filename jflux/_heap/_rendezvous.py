@@ -22,7 +22,7 @@ from typing import Any
 
 import jax
 
-from .. import _config
+from .. import _config, _jax_internals
 
 #: Shortest time in which processes meet, in seconds: they compile at different speeds.
 LEAST_SECONDS = 60.0
@@ -180,14 +180,15 @@ def _wait(name: str, awaited: Collection[int], patience: Patience, over: str | N
 
 def is_connected() -> bool:
     """Whether the store is there: not after ``jax.distributed.shutdown``."""
-    from jax._src import distributed
-
-    return distributed.global_state.client is not None
+    return jax.distributed.is_initialized()
 
 
 def _store() -> Any:
-    from jax._src import distributed  # there is no public name for the store
-
+    distributed = _jax_internals.STORE.get()
+    if distributed is None:
+        raise RuntimeError(
+            f"{_jax_internals.STORE.why_missing()}: jflux's processes meet through its store"
+        )
     client = distributed.global_state.client
     if client is None:
         raise RuntimeError(

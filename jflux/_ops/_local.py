@@ -12,9 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
-from jax._src import dispatch
 from jax.extend.core import Primitive
-from jax.interpreters import ad, mlir
+from jax.interpreters import ad, mlir, xla
 from jax.sharding import PartitionSpec
 
 from .. import _config, _derivatives, _dispatch, _explain, _ffi, _gpu_code, _native
@@ -95,7 +94,7 @@ def make_primitive(rules: LocalRules) -> Primitive:
         return [result_type(avals, shape, dtype) for shape, dtype in shapes]
 
     primitive.def_abstract_eval(abstract)
-    primitive.def_impl(functools.partial(dispatch.apply_primitive, primitive))
+    primitive.def_impl(functools.partial(xla.apply_primitive, primitive))
 
     def lower(ctx: Any, *operands: Any, params: Any, platform: str) -> Any:
         plan = plan_call(rules, ctx.avals_in, params, platform)

@@ -18,12 +18,11 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax._src import dispatch
 from jax.extend.core import Primitive
-from jax.interpreters import mlir
+from jax.interpreters import mlir, xla
 from jax.sharding import Mesh
 
-from .. import _config, _explain, _ffi, _heap, _mesh, _native
+from .. import _config, _explain, _ffi, _heap, _jax_internals, _mesh, _native
 from . import _lax
 
 #: Positions along the axes in rank order; all groups are equally large.
@@ -159,7 +158,7 @@ def why_not(x: Any, params: Params, mesh: Mesh | None) -> str | None:
 
 _primitive = Primitive("jflux_node_exchange")
 _primitive.multiple_results = True
-dispatch.prim_requires_devices_during_lowering.add(_primitive)
+_jax_internals.lower_for_its_devices(_primitive)
 
 
 @_primitive.def_abstract_eval
@@ -170,7 +169,7 @@ def _abstract(x: Any, *, params: Params) -> list[Any]:
     return [x.update(shape=shape, weak_type=False)]
 
 
-_primitive.def_impl(functools.partial(dispatch.apply_primitive, _primitive))
+_primitive.def_impl(functools.partial(xla.apply_primitive, _primitive))
 
 
 def _lower_reference(ctx: Any, x: Any, *, params: Params) -> Any:

@@ -17,6 +17,9 @@ What is remembered belongs to one trace:
 - A trace of jit that an exception ends may keep its y. So a thread has `MOST` entries at most.
 
 A miss costs a second gather, and no more: values and gradients do not depend on a hit.
+
+None of this is promised by JAX. :func:`is_safe` tries it out in each process before the first
+gather is shared, and shares none where JAX does otherwise.
 """
 
 from __future__ import annotations
@@ -24,18 +27,21 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import gc
 import itertools
+import logging
 import threading
 import weakref
 from collections.abc import Hashable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.extend.core import get_opaque_trace_state
 
-from .. import _mesh
+from .. import _config, _mesh
 from .._mesh import AxisName
 from .._ops import _lax, _product
 from .._ops._spec import all_ops
@@ -158,11 +164,12 @@ _entries = _Entries()
 
 
 def may_share(x: Any) -> bool:
-    """Whether x is an array under jit. What is computed at once would be kept for too long."""
+    """Whether x is an array under jit (what is computed at once would be kept for too long), and
+    JAX's traces are as :func:`is_safe` wants them."""
     while isinstance(x, jax.core.Tracer):
         inner = _inner(x)
         if inner is None:
-            return True
+            return is_safe()
         x = inner
     return False
 
@@ -238,3 +245,84 @@ def _inner(tracer: Any) -> Any:
     if inner is None:
         inner = getattr(tracer, "val", None)
     return inner if isinstance(inner, jax.Array) else None
+
+
+# ---- Whether JAX traces as all this takes it to --------------------------------------------------
+
+
+class _OtherTracesError(Exception):
+    """JAX does something otherwise."""
+
+
+def _expect(is_so: Any, what: str) -> None:
+    if not is_so:
+        raise _OtherTracesError(what)
+
+
+@functools.cache
+def is_safe() -> bool:
+    """Whether gathers can be shared with the installed JAX. A line in the log says why not."""
+    try:
+        with jax.check_tracer_leaks(False), jax.disable_jit(False):
+            _try_out()
+    except Exception as error:  # a JAX to come may raise anything
+        _entries.of.clear()
+        _config.say_once(
+            logging.WARNING,
+            "jflux.nn: products of one x do not share its gather, since JAX "
+            f"{jax.__version__} has other traces: {type(error).__name__}: {error}",
+        )
+        return False
+    return True
+
+
+def _try_out() -> None:
+    """Traces small programs, in which an array must be found again in its trace, in no other one,
+    and not be kept when the trace ends.
+
+    Raises:
+      Exception: JAX does otherwise.
+    """
+    how = object()
+    number = jax.ShapeDtypeStruct((), jnp.float32)
+    numbers = jax.ShapeDtypeStruct((2,), jnp.float32)
+
+    def product(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        y, gathered = jnp.sin(x), jnp.cos(x)
+        remember(x, how, gathered, y)
+        return y, gathered
+
+    def inner(x: jax.Array) -> jax.Array:
+        _expect(recall(x, x, how) is None, "a trace finds an outer one's array")
+        y, gathered = product(x)
+        _expect(recall(x, x, how) is gathered, "an inner trace does not find its own array")
+        return y
+
+    def program(x: jax.Array, is_jit: bool) -> jax.Array:
+        _expect((_inner(x) is None) is is_jit, "a tracer's array is elsewhere")
+        _expect(recall(x, x, how) is None, "a trace finds an earlier one's array")
+        z = jax.jit(lambda: inner(x))() + jax.checkpoint(lambda x: inner(x))(x)
+        _expect(recall(x, x, how) is None, "a trace finds an inner one's array")
+        y, gathered = product(x)
+        z += jax.jit(lambda: inner(x))() + y
+        _expect(recall(x, x, how) is gathered, "a trace does not find its own array")
+        _expect(recall(x, x, object()) is None, "an array is found by the wrong name")
+        return z
+
+    def casts(x: jax.Array) -> jax.Array:
+        one, other, third = (x.astype(t) for t in (jnp.bfloat16, jnp.bfloat16, jnp.float16))
+        y, gathered = product(one)
+        _expect(recall(other, x, how) is gathered, "equal casts are not found")
+        _expect(recall(third, x, how) is None, "other casts are found")
+        _expect(recall(x + 1, x, how) is None, "other arrays are found")
+        return y
+
+    for _ in range(2):  # the second one must find nothing of the first one
+        jax.make_jaxpr(lambda x: program(x, True))(number)
+        jax.make_jaxpr(jax.grad(lambda x: program(x, False)))(number)
+        jax.make_jaxpr(jax.vmap(lambda x: program(x, False)))(numbers)
+        jax.make_jaxpr(casts)(number)
+    if any(entry.how is how for entry in list(_entries.of.values())):
+        gc.collect()  # a debugger may hold on to frames
+    kept = any(entry.how is how for entry in list(_entries.of.values()))
+    _expect(not kept, "an array is kept when its trace has ended")

@@ -11,9 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax._src import dispatch
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching, mlir, xla
 from jax.sharding import PartitionSpec
 
 from .. import _mesh, reference
@@ -146,7 +145,7 @@ def all_reduce(scheme: Scheme, x: jax.Array, role: str) -> jax.Array:
 _barrier = Primitive("jflux_barrier")
 _barrier.multiple_results = True
 _barrier.def_abstract_eval(lambda *avals: list(avals))
-_barrier.def_impl(functools.partial(dispatch.apply_primitive, _barrier))
+_barrier.def_impl(functools.partial(xla.apply_primitive, _barrier))
 mlir.register_lowering(
     _barrier, mlir.lower_fun(lambda *xs: lax.optimization_barrier(xs), multiple_results=True)
 )
