@@ -21,6 +21,7 @@ from jflux._ops import _local, all_reduce
 from jflux._ops._spec import all_ops
 from jflux.moe import _routing
 
+ROOT = pathlib.Path(__file__).resolve().parents[1]
 #: Ops with kernels for compute capability 8.0 and later.
 SMALL = (
     "all_gather", "all_reduce", "all_to_all", "decode_merge", "flash_decode", "moe_route",
@@ -198,13 +199,13 @@ def test_what_the_doctor_says():
         assert "compiled for an A100, never run here" in first and "'jflux on another GPU'" in first
         assert second.endswith(": all_reduce, moe_route; other ops take lax")
         assert ("unchecked_kernels=True" in second) != taken
-    template = pathlib.Path(__file__).parents[1] / ".github/ISSUE_TEMPLATE/another_gpu.yml"
+    template = ROOT / ".github/ISSUE_TEMPLATE/another_gpu.yml"
     assert template.read_text().startswith("name: jflux on another GPU\n")
 
 
 # ---- What is compiled ----------------------------------------------------------------------------
 
-SOURCES = pathlib.Path(__file__).parents[1] / "cc"
+SOURCES = ROOT / "cc"
 
 
 @pytest.mark.parametrize("entry", sorted(SOURCES.glob("ops/*/*_ffi.cc")), ids=lambda p: p.stem)

@@ -19,14 +19,14 @@ def test_files_are_found_the_largest_first(tmp_path):
 
 
 def test_every_file_that_runs_alone_exists():
-    here = pathlib.Path(__file__).parent
+    here = pathlib.Path(__file__).resolve().parent
     found = all_files(here)
     assert len(found) == sum(name.startswith("test_") for name in os.listdir(here))
     assert set(ALONE) <= set(found)
 
 
 def test_every_script_exists():
-    here = pathlib.Path(__file__).parent
+    here = pathlib.Path(__file__).resolve().parent
     for gpus in (1, 2, 4):
         for name, commands in scripts(gpus, 1.0).items():
             assert len(commands) == (gpus if name == "stress_processes" else 1)
@@ -34,7 +34,7 @@ def test_every_script_exists():
                 assert first == "-m" or (here / first).exists(), name
 
 
-HERE = pathlib.Path(__file__).parent
+HERE = pathlib.Path(__file__).resolve().parent
 PROGRAMS = [*HERE.glob("*_gpu.py"), *HERE.parent.glob("bench/*.py")]
 
 

@@ -420,7 +420,7 @@ def _rows_by_ranks():
 
 
 def test_the_page_says_what_changes_with_the_number_of_ranks():
-    page = (pathlib.Path(__file__).parents[1] / "docs/guide/dispatch.md").read_text()
+    page = (pathlib.Path(__file__).resolve().parents[1] / "docs/guide/dispatch.md").read_text()
     found = {
         cells[1].strip(): [cell.strip() for cell in cells[2:5]]
         for cells in (line.split("|") for line in page.splitlines() if line.count("|") == 5)
@@ -506,5 +506,5 @@ def test_what_a_call_takes_of_the_heap(ranks):
         header_and_signals = taken / 512 + (1 << 10)
         assert least <= taken <= 2 * least + header_and_signals
     sums = ("| 2 times x on 2 ranks, 4 times on more |", "one_shot 4 N times x, two_shot 8 times x")
-    page = (pathlib.Path(__file__).parents[1] / "docs/guide/heap.md").read_text()
+    page = (pathlib.Path(__file__).resolve().parents[1] / "docs/guide/heap.md").read_text()
     assert all(words in page for words in sums)

@@ -9,7 +9,7 @@ from jflux._attention import blocks, flash_attention, flash_decode_part
 from jflux._ops import _grouped_primitives
 from jflux.moe import _routing
 
-CC = pathlib.Path(__file__).parents[1] / "cc"
+CC = pathlib.Path(__file__).resolve().parents[1] / "cc"
 FLASH = "ops/flash_attention/flash_attention.h"
 pytestmark = pytest.mark.skipif(not CC.exists(), reason="the sources are not here")
 
