@@ -42,6 +42,12 @@ def _resident_mib(which: str = "VmRSS") -> float:
     return int(found[1]) / 1024
 
 
+def _forget_peak() -> None:
+    """Has VmHWM begin anew from what the process has now."""
+    with contextlib.suppress(OSError):
+        pathlib.Path("/proc/self/clear_refs").write_text("5")
+
+
 def _drop_programs() -> None:
     jax.clear_caches()
     gc.collect()
@@ -49,8 +55,9 @@ def _drop_programs() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def notices(seconds: dict[str, float], peak_mib: float) -> list[str]:
-    """A line for each budget that tests of these processor times exceed."""
+def notices(seconds: dict[str, float], peaks_mib: dict[str, float]) -> list[str]:
+    """A line for each budget that tests of these processor times, in workers of so much memory,
+    exceed."""
     lines = []
     total = sum(seconds.values())
     if total > BUDGET_MINUTES * 60 * CORES:
@@ -59,18 +66,24 @@ def notices(seconds: dict[str, float], peak_mib: float) -> list[str]:
     for name, taken in seconds.items():
         if taken > TEST_SECONDS:
             lines.append(f"NOTICE: {name} takes {taken:.0f} s; the budget of one is {TEST_SECONDS}")
-    if peak_mib > WORKER_MIB:
-        lines.append(f"NOTICE: a worker took {peak_mib:.0f} MiB; the budget is {WORKER_MIB}")
+    for name, peak in peaks_mib.items():
+        if peak > WORKER_MIB:
+            had = f"a worker had {peak:.0f} MiB in {name}"
+            lines.append(f"NOTICE: {had}; the budget is {WORKER_MIB}")
     return lines
 
 
-def table(seconds: dict[str, float], peak_mib: float, slowest: int = SLOWEST) -> Iterable[str]:
-    """The slowest tests, and all of them."""
+def table(
+    seconds: dict[str, float], peaks_mib: dict[str, float], slowest: int = SLOWEST
+) -> Iterable[str]:
+    """The slowest tests, all of them, and the one in which a worker had most memory."""
     ordered = sorted(seconds.items(), key=lambda item: -item[1])
     for name, taken in ordered[:slowest]:
         yield f"{taken:8.1f} s  {name}"
     total = sum(seconds.values())
-    yield f"{total:8.1f} s  all {len(seconds)} tests; the largest worker had {peak_mib:.0f} MiB"
+    largest = max(peaks_mib, key=lambda name: peaks_mib[name])
+    yield f"{total:8.1f} s  all {len(seconds)} tests"
+    yield f"{peaks_mib[largest]:6.0f} MiB  the largest worker, in {largest}"
 
 
 class SuiteTimes:
@@ -79,7 +92,7 @@ class SuiteTimes:
     def __init__(self, budgets: bool, within_budget: bool) -> None:
         self.budgets, self.within_budget = budgets, within_budget
         self.seconds: dict[str, float] = {}
-        self.peak_mib = 0.0
+        self.peaks_mib: dict[str, float] = {}
         self._start = 0.0
         self._kept_mib = 0.0  # after programs were dropped last
 
@@ -89,6 +102,7 @@ class SuiteTimes:
     def pytest_runtest_protocol(self) -> Generator[None, object, object]:
         """Notes when a test starts, and makes room after it."""
         self._start = _processor_seconds()
+        _forget_peak()
         result = yield
         if _resident_mib() > self._kept_mib + DROP_MIB:
             _drop_programs()
@@ -109,10 +123,10 @@ class SuiteTimes:
         if report.when == "teardown":
             found = dict(report.user_properties)
             self.seconds[report.nodeid] = found.get(_TIME, 0.0)
-            self.peak_mib = max(self.peak_mib, found.get(_PEAK, 0.0))
+            self.peaks_mib[report.nodeid] = found.get(_PEAK, 0.0)
 
     def _notices(self) -> list[str]:
-        return notices(self.seconds, self.peak_mib) if self.budgets else []
+        return notices(self.seconds, self.peaks_mib) if self.budgets else []
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
@@ -125,5 +139,5 @@ class SuiteTimes:
         if not self.seconds:
             return
         terminalreporter.section("processor time")
-        for line in [*table(self.seconds, self.peak_mib), *self._notices()]:
+        for line in [*table(self.seconds, self.peaks_mib), *self._notices()]:
             terminalreporter.write_line(line)
