@@ -176,6 +176,12 @@ BASIC = {
         (_normal(3, 8),),
     ),
     "positions": (jnn.rotary, (COLUMNS,), COLUMNS, (_normal(1, 8, 2, 4),)),
+    "on a grid": (
+        lambda x, w, s: _on_a_grid(x, w, s),
+        (P(None, None, "tp"), ROWS, ROWS),
+        P(None, None, "tp"),
+        (_normal(2, 3, 8), _normal(8, 8), _normal(8)),
+    ),
     "rows of experts": (
         lambda x: jflux.moe.unpermute(jflux.moe.permute(x, _routing()), _routing()),
         (COLUMNS,),
@@ -205,6 +211,15 @@ def _with_cache(q, k):
     new = q[:, :, :1]
     o, cache = jflux.attend_to_cache(cache, q[:, :1], new[:, :1], new[:, :1], **options)
     return jflux.attend_to_cache(cache, q, new, new, **options)[0] + o
+
+
+def _on_a_grid(x, w, s):
+    scheme = jflux.parallel.Scheme(x=None, y="tp", z=None, data=None)
+    x = jflux.parallel.rms_norm(x, s, scheme=scheme)
+    x = jflux.parallel.group_norm(x, s, s, groups=2, scheme=scheme)
+    back = scheme.transposed
+    y = jflux.parallel.dense(x, w, jnp.ones(8), scheme=scheme)
+    return jflux.parallel.dense(y, w.T, s, scheme=back)
 
 
 def _through_experts(x, logits):

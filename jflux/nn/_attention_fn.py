@@ -17,6 +17,7 @@ from .. import _config, _global, _mesh
 from .._attention.attention import attention as over_ranks
 from .._attention.layouts import Layout, causal_positions, check_layout
 from .._attention.operands import window_of
+from .._epilogue import in_rows
 from .._mesh import AxisName
 
 _OP = "jflux.nn.attention_fn"
@@ -115,7 +116,10 @@ def attention_fn(
             raise TypeError(f"{_OP}: {reason} not supported")
         _config.fall_back("nn.attention_fn", f"{reason} not supported over ranks")
         may = _allowed(query, key, axis_name, segment_ids, options.get("mesh"), **follows)
-        mask = may if mask is None else mask if may is None else jnp.logical_and(mask, may)
+        if mask is not None and may is not None:
+            mask = jnp.logical_and(in_rows(mask, may), in_rows(may, mask))
+        elif mask is None:
+            mask = may
         given = {
             "bias": bias, "mask": mask, "broadcast_dropout": broadcast_dropout,
             "dropout_rng": dropout_rng, "dropout_rate": dropout, "deterministic": not dropout,

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from .._epilogue import sum_dtype
+from .._epilogue import in_rows, sum_dtype
 from ._product import Convolution, Dense, Local, check_same, gather, product
 from ._scheme import DEFAULT, Scheme, all_reduce
 
@@ -61,7 +61,7 @@ def conv(
     scheme: Scheme = DEFAULT,
     precision: lax.PrecisionLike = None,
 ) -> jax.Array:
-    """A convolution on a grid: :func:`dense` with the workspaces as k and n (section III-B). Per
+    """A convolution on a grid: :func:`dense` with the channels as k and n (section III-B). Per
     rank, with any number of spatial dimensions::
 
         x [batch/(data z), *space, k/y]   w [*taps, k/(y z), n/x]   bias [n/x]
@@ -146,7 +146,7 @@ def rms_norm(
     """
     wide = x.astype(sum_dtype(x.dtype))
     square = _mean(wide * wide, scheme)
-    return (wide * lax.rsqrt(square + epsilon) * scale).astype(x.dtype)
+    return (wide * lax.rsqrt(square + epsilon) * in_rows(scale, wide)).astype(x.dtype)
 
 
 def layer_norm(
@@ -178,7 +178,7 @@ def group_norm(
     epsilon: float = 1e-6,
     scheme: Scheme = DEFAULT,
 ) -> jax.Array:
-    """Each example's groups of workspaces, normalised over group and space (arXiv 1803.08494,
+    """Each example's groups of channels, normalised over group and space (arXiv 1803.08494,
     equation 7). Per rank x [batch, *space, k/y], scale and bias [k/y]; sums are in float32, or
     float64 for float64. Groups are whole on a rank: nothing is communicated.
 
@@ -189,15 +189,15 @@ def group_norm(
     Raises:
       ValueError: groups that do not divide so.
     """
-    ranks, workspaces = scheme.size("y"), x.shape[-1]
-    if groups % ranks or workspaces % (groups // ranks):
+    ranks, channels = scheme.size("y"), x.shape[-1]
+    if groups % ranks or channels % (groups // ranks):
         raise ValueError(
             f"jflux.parallel.group_norm: {groups=} must divide by {ranks} ranks along y, and "
-            f"{workspaces} workspaces of a rank by what is left"
+            f"{channels} channels of a rank by what is left"
         )
     wide = x.astype(sum_dtype(x.dtype))
     space, own = math.prod(x.shape[1:-1]), groups // ranks
-    wide = wide.reshape(len(x), space, own, workspaces // own)
+    wide = wide.reshape(len(x), space, own, channels // own)
     wide -= wide.mean((1, 3), keepdims=True)
     variance = (wide * wide).mean((1, 3), keepdims=True)
     wide = (wide * lax.rsqrt(variance + epsilon)).reshape(x.shape)
@@ -210,8 +210,8 @@ def _mean(x: jax.Array, scheme: Scheme) -> jax.Array:
 
 
 def _affine(x: jax.Array, scale: jax.Array | None, bias: jax.Array | None) -> jax.Array:
-    x = x if scale is None else x * scale
-    return x if bias is None else x + bias
+    x = x if scale is None else x * in_rows(scale, x)
+    return x if bias is None else x + in_rows(bias, x)
 
 
 def _apply(op: str, local: Local, scheme: Scheme, x: jax.Array, w: jax.Array) -> jax.Array:
@@ -235,4 +235,4 @@ def _with_bias(y: jax.Array, bias: jax.Array | None) -> jax.Array:
         raise ValueError(f"jflux.parallel: bias must be {y.shape[-1:]}, got {bias.shape}")
     # Its gradient is summed over rows, and over ranks, in the wide type.
     wide = sum_dtype(y.dtype)
-    return (y.astype(wide) + bias.astype(wide)).astype(y.dtype)
+    return (y.astype(wide) + in_rows(bias.astype(wide), y)).astype(y.dtype)
