@@ -50,13 +50,18 @@ def capacity_of(case: Case, tokens: int) -> int:
     return math.ceil(CAPACITY * tokens * case.k / case.experts)
 
 
+def chosen(case: Case, x: jax.Array, router: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The logits of a token's experts [T, k], and :func:`slots_of` its choices."""
+    logits = x.astype(jnp.float32) @ router.astype(jnp.float32)
+    values, indices = lax.top_k(logits, case.k)
+    return values, *slots_of(indices, case.experts, capacity_of(case, x.shape[0]))
+
+
 def einsum(case: Case, x: Any, router: Any, up: Any, down: Any, gate: Any) -> jax.Array:
     """The layer: x [T, d], router [d, E], gate and up [E/N, d, F], down [E/N, F, d]."""
     capacity = capacity_of(case, x.shape[0])
-    logits = x.astype(jnp.float32) @ router.astype(jnp.float32)
-    values, indices = lax.top_k(logits, case.k)
+    values, slot, choice = chosen(case, x, router)
     weights = jax.nn.softmax(values).astype(x.dtype)
-    slot, choice = slots_of(indices, case.experts, capacity)
     rows = moved(jnp.repeat(x, case.k, 0), choice, slot).reshape(case.experts, capacity, -1)
     rows = lax.all_to_all(rows, "x", 0, 1, tiled=True)  # [E/N, N C, d]
     h = jax.nn.silu(jnp.einsum("ecd,edf->ecf", rows, gate)) * jnp.einsum("ecd,edf->ecf", rows, up)
@@ -67,8 +72,5 @@ def einsum(case: Case, x: Any, router: Any, up: Any, down: Any, gate: Any) -> ja
 
 def kept(case: Case, x: jax.Array, router: jax.Array) -> jax.Array:
     """Which of a rank's choices [T, k] have a slot."""
-    logits = x.astype(jnp.float32) @ router.astype(jnp.float32)
-    _, indices = lax.top_k(logits, case.k)
-    capacity = capacity_of(case, x.shape[0])
-    slot, _ = slots_of(indices, case.experts, capacity)
-    return (slot < case.experts * capacity).reshape(indices.shape)
+    values, slot, _ = chosen(case, x, router)
+    return (slot < case.experts * capacity_of(case, x.shape[0])).reshape(values.shape)

@@ -12,7 +12,7 @@ from typing import Any
 
 from . import grids, xla
 from .earlier import changes_after
-from .sections import Results, filled_table, of_kind, plain_table, ranks_of
+from .sections import Results, filled_table, of_kind, plain_table, ranks_of, short_gpus
 from .shapes import XLA as FORMS_OF_XLA
 from .shapes import Shape
 
@@ -161,10 +161,9 @@ class Compared:
 
     @property
     def gpus(self) -> str:
-        """Such as "2 x H100"."""
-        count, _, model = self.machine["gpus"].partition(" x ")
+        """Such as "2 x H100, a process each"."""
         each = ", a process each" if self.machine["processes"] > 1 else ""
-        return f"{count} x {model.removeprefix('NVIDIA ').split()[0]}{each}"
+        return short_gpus(self.machine) + each
 
 
 def _least(row: Row, names: tuple[str, ...], form: str) -> dict[str, float] | None:

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .sections import Results, of_kind, ranks_of
+from .sections import Results, of_kind, ranks_of, short_gpus
 
 Row = dict[str, Any]
 
@@ -31,11 +31,6 @@ def _ratios(rows: Iterator[Row], over: str, under: str) -> list[float]:
     ]
 
 
-def _gpus(result: dict[str, Any]) -> str:
-    count, _, model = result["machine"]["gpus"].partition(" x ")
-    return f"{count} x {model.removeprefix('NVIDIA ').split()[0]}"
-
-
 def _saved(results: Results, name: str, base: str) -> str:
     """Per cent, by machine."""
     parts = []
@@ -43,7 +38,7 @@ def _saved(results: Results, name: str, base: str) -> str:
         saved = [
             100 - 100 * r for r in _ratios((row["times"] for row in result["grids"]), name, base)
         ]
-        parts.append(f"{_span(saved, 0)} % on {_gpus(result)}")
+        parts.append(f"{_span(saved, 0)} % on {short_gpus(result['machine'])}")
     return ", ".join(parts)
 
 
@@ -53,7 +48,10 @@ def _prefill(results: Results) -> str:
         for row in result["decode"]:
             if row["part"] == "prefill":
                 xla = min(row[name]["median"] for name in ("XLA", "graphs") if name in row)
-                parts.append(f"{row['jflux']['median'] / xla:.2f}"[1:] + f" on {_gpus(result)}")
+                parts.append(
+                    f"{row['jflux']['median'] / xla:.2f}"[1:]
+                    + f" on {short_gpus(result['machine'])}"
+                )
     return ", ".join(parts)
 
 

@@ -35,6 +35,12 @@ def ranks_of(result: dict) -> int:
     return int(result["machine"]["gpus"].split()[0])
 
 
+def short_gpus(machine: dict) -> str:
+    """Such as "2 x H100"."""
+    count, _, model = machine["gpus"].partition(" x ")
+    return f"{count} x {model.removeprefix('NVIDIA ').split()[0]}"
+
+
 def title(result: dict) -> str:
     machine = result["machine"]
     how = "one process" if machine["processes"] == 1 else "one process for each GPU"

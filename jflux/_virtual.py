@@ -9,11 +9,9 @@ import jax
 DEVICES = 8
 
 
-def ask_for_devices(count: int = DEVICES) -> bool:
-    """Has JAX make so many devices of the CPU, unless somebody has chosen a number: whether it
-    will. To be called before JAX looks for devices; GPUs stay as they are."""
+def ask_for_devices(count: int = DEVICES) -> None:
+    """Has JAX make so many devices of the CPU, unless somebody has chosen a number. To be called
+    before JAX looks for devices; GPUs stay as they are."""
     chosen = "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", "")
-    if chosen or getattr(jax.config, "jax_num_cpu_devices", -1) >= 0:
-        return False
-    jax.config.update("jax_num_cpu_devices", count)
-    return True
+    if not chosen and getattr(jax.config, "jax_num_cpu_devices", -1) < 0:
+        jax.config.update("jax_num_cpu_devices", count)
