@@ -188,8 +188,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   RunGemm<MatmulAllReduceSm90<Config>>(args);
 }
 
-// matmul_all_reduce of few rows on Hopper (FewRowsLayout): one kernel that multiplies, sends its tiles
-// to the peer and adds the peer's.
+// matmul_all_reduce of few rows on Hopper (FewRowsLayout): one kernel that multiplies, sends its
+// tiles to the peer and adds the peer's.
 //
 // A CTA computes one tile. With few tiles, a cluster of two CTAs splits the k of a tile instead,
 // and each finishes half of the columns, a slice. So enough SMs read w.
