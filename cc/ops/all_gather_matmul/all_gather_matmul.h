@@ -1,7 +1,7 @@
 // all_gather_matmul: y[total rows, n] = all_gather(x)[total rows, k] @ w[k, n].
 //
 // The call (Params), the CPU back end's workspace layout and its body. GPU: k_panel_layout.h;
-// launcher in all_gather_matmul_cuda.h. Python: jflux/_ops/all_gather_matmul.py.
+// launcher in all_gather_matmul_cuda.h. Python: jflux/_ops/products/all_gather_matmul.py.
 #ifndef JFLUX_OPS_ALL_GATHER_MATMUL_ALL_GATHER_MATMUL_H_
 #define JFLUX_OPS_ALL_GATHER_MATMUL_ALL_GATHER_MATMUL_H_
 

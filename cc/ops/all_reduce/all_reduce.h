@@ -3,7 +3,8 @@
 //
 // The call (Params), the algorithms, their workspace layouts, and the CPU back end's body; the CUDA
 // launcher is in all_reduce_cuda.h. The bodies that CPU and GPU share: all_reduce_body.h (one-shot
-// and two-shot), butterfly_body.h, chunked_body.h, norm_body.h. Python: jflux/_ops/all_reduce.py.
+// and two-shot), butterfly_body.h, chunked_body.h, norm_body.h. Python:
+// jflux/_ops/collectives/all_reduce.py.
 #ifndef JFLUX_OPS_ALL_REDUCE_ALL_REDUCE_H_
 #define JFLUX_OPS_ALL_REDUCE_ALL_REDUCE_H_
 

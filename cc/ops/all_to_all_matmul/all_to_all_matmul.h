@@ -9,7 +9,7 @@
 // Rows to rows and columns to columns differ only in strides.
 //
 // The call (Params), the CPU back end's workspace layout and its body. GPU: shard_panels.h;
-// launcher in all_to_all_matmul_cuda.h. Python: jflux/_ops/all_to_all_matmul.py.
+// launcher in all_to_all_matmul_cuda.h. Python: jflux/_ops/products/all_to_all_matmul.py.
 //
 //   writes  each rank: its shards of x, in chunks, into the workspaces of the ranks they are for; a
 //           signal after each chunk

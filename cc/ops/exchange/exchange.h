@@ -7,7 +7,7 @@
 //
 // The call (Params), the workspace layouts, and the CPU back end's body; the CUDA launcher is in
 // exchange_cuda.h. The bodies that CPU and GPU share: exchange_body.h and chunked_exchange_body.h.
-// Python: jflux/_ops/exchange.py.
+// Python: jflux/_ops/collectives/exchange.py.
 #ifndef JFLUX_OPS_EXCHANGE_EXCHANGE_H_
 #define JFLUX_OPS_EXCHANGE_EXCHANGE_H_
 

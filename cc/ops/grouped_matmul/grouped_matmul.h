@@ -11,7 +11,7 @@
 // outside of the arrays is touched.
 //
 // The calls (Params), their arrays, and the CPU back end's bodies. GPU: the launchers in
-// grouped_matmul_cuda.h. Python: jflux/_ops/grouped_matmul.py.
+// grouped_matmul_cuda.h. Python: jflux/_ops/products/grouped_matmul.py.
 #ifndef JFLUX_OPS_GROUPED_MATMUL_GROUPED_MATMUL_H_
 #define JFLUX_OPS_GROUPED_MATMUL_GROUPED_MATMUL_H_
 

@@ -2,7 +2,7 @@
 // rank's part of the contracted dimension.
 //
 // The call (Params), its workspace layout, and the CPU back end's body; the CUDA launcher is in
-// matmul_all_reduce_cuda.h. Python: jflux/_ops/matmul_all_reduce.py.
+// matmul_all_reduce_cuda.h. Python: jflux/_ops/products/matmul_all_reduce.py.
 //
 // Protocol. First matmul_reduce_scatter: each rank owns the same number of rows of the sum and
 // receives the peers' partial tiles of them. A finished local tile goes to y and to a slot in every
