@@ -226,7 +226,7 @@ def test_attention_counts_all_pairs(options):
 def test_attention_of_cudnn(layout, axes):
     """As its primitives are in a program; nothing runs."""
     cudnn = pytest.importorskip("jax._src.cudnn.fused_attention_stablehlo")
-    rules = jflux._flops._RULES
+    rules = jflux._call.flops._RULES
     q, k = (np.empty(np.array(shape)[[*axes]]) for shape in ((2, 6, 4, 8), (2, 10, 2, 8)))
     for name, products in (("fwd", 2), ("bwd", 5)):
         primitive = getattr(cudnn, f"_dot_product_attention_{name}_p_wrapper")
