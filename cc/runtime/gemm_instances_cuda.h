@@ -1,6 +1,7 @@
 // The compiled GEMM configurations, shared by all ops: types x layout of w x GemmChoice. An op's
 // Instances define
 //
+//   kFormats          the OpFormats of its kernels
 //   Kernel<Config>()  its kernel for a configuration; null: none
 //   kMostSplits       how many CTAs may split k; 1: k is not split
 //   kMayLendStage     whether tiles may lend a stage (gpu/gemm_smem.cuh)
@@ -10,14 +11,12 @@
 #ifndef JFLUX_RUNTIME_GEMM_INSTANCES_CUDA_H_
 #define JFLUX_RUNTIME_GEMM_INSTANCES_CUDA_H_
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <iterator>
 #include <string>
 
 #include "gpu/gemm_config.h"
 #include "gpu/gemm_sm90.cuh"
+#include "gpu/types.cuh"
 #include "runtime/kernels_cuda.h"
 
 namespace jflux {
@@ -120,10 +119,13 @@ bool GemmFamily<Instances, T, kTransposeRhs>::Launch(const GemmChoice& choice,
 
 template <typename Instances>
 bool LoadGemmInstances(std::string* error) {
-  return GemmFamily<Instances, __half, false>::Load(error) &&
-         GemmFamily<Instances, __half, true>::Load(error) &&
-         GemmFamily<Instances, __nv_bfloat16, false>::Load(error) &&
-         GemmFamily<Instances, __nv_bfloat16, true>::Load(error);
+  return ForFormats(Instances::kFormats.operands, [&](DType dtype) {
+    return WithFormat<Instances::kFormats.operands>(dtype, [&](auto format) {
+      using T = CudaType<format>;
+      return GemmFamily<Instances, T, false>::Load(error) &&
+             GemmFamily<Instances, T, true>::Load(error);
+    });
+  });
 }
 
 template <typename Instances>
@@ -132,12 +134,11 @@ bool LaunchGemmInstance(DType dtype, bool transpose_rhs, const GemmChoice& choic
   *error = "no kernel has tiles of " + std::to_string(choice.tile_n) + " columns, clusters of " +
            std::to_string(choice.cluster_m) + " and k in " + std::to_string(choice.splits);
   const LaunchInstance<Instances> launch{args, num_tiles, sm_count, choice.splits, stream, error};
-  const auto with_type = [&](auto type) {
-    using T = decltype(type);
+  return WithFormat<Instances::kFormats.operands>(dtype, [&](auto format) {
+    using T = CudaType<format>;
     return transpose_rhs ? GemmFamily<Instances, T, true>::Launch(choice, launch)
                          : GemmFamily<Instances, T, false>::Launch(choice, launch);
-  };
-  return dtype == DType::kF16 ? with_type(__half{}) : with_type(__nv_bfloat16{});
+  });
 }
 
 // The tensor map of w as LoadB (gpu/load_rhs_sm90.cuh) reads it. `halves`: w is half of a tile's
@@ -145,11 +146,12 @@ bool LaunchGemmInstance(DType dtype, bool transpose_rhs, const GemmChoice& choic
 inline bool EncodeRhsMap(CUtensorMap* map, DType dtype, const void* w, int64_t k, int64_t n,
                          bool transpose_rhs, bool halves, const GemmChoice& choice,
                          std::string* error) {
+  const int block = BlockElements(dtype);
   if (transpose_rhs) {
     const int rows = choice.tile_n / (halves ? 2 : choice.cluster_m);
-    return EncodeTensorMap(map, dtype, w, {n, k}, {k}, {rows, 64}, error);
+    return EncodeTensorMap(map, dtype, w, {n, k}, {k}, {rows, block}, error);
   }
-  return EncodeTensorMap(map, dtype, w, {k, n}, {n}, {64 / choice.cluster_m, 64}, error);
+  return EncodeTensorMap(map, dtype, w, {k, n}, {n}, {block / choice.cluster_m, block}, error);
 }
 
 }  // namespace jflux

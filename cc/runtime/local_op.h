@@ -9,7 +9,8 @@
 #include <string>
 #include <vector>
 
-#include "core/dtype.h"
+#include "core/format.h"
+#include "core/signal.h"
 #include "gpu/machine.h"
 #include "xla/ffi/api/c_api.h"
 
@@ -24,7 +25,8 @@ struct LocalOp {
   // Loads the op's kernels on the current device. A new heap calls it, before any kernel that waits
   // for peers runs; without a heap, the op's launcher loads them. Null as in Op.
   bool (*load_kernels)(std::string* error);
-  int32_t least_arch = kHopperArch;  // as in Op
+  OpFormats cpu_formats, cuda_formats;  // as in Op
+  int32_t least_arch = kHopperArch;
 };
 
 // Defined in cc/ops/registry.cc.

@@ -21,7 +21,7 @@
 #include <string>
 #include <vector>
 
-#include "core/dtype.h"
+#include "core/format.h"
 #include "core/signal.h"
 #include "gpu/machine.h"
 #include "xla/ffi/api/c_api.h"
@@ -50,6 +50,8 @@ struct Op {
   // The plan of the kernels for this call on this machine; false and *why_not if they do not take
   // it. A pure function, so every rank gets the same plan.
   bool (*plan)(const Fields& call, const Machine& machine, Fields* plan, std::string* why_not);
+  // Of the CPU's body, and of the GPU's kernels.
+  OpFormats cpu_formats, cuda_formats;
   const Constant* constants = nullptr;  // the op's own; ends with a null name
   // Arguments whose elements are checked when the call runs, as Fault::argument counts them; ends
   // with null.
@@ -83,6 +85,8 @@ class CallReader {
     const auto field = call_.find(name);
     return field == call_.end() ? fallback : Ranged(*field, least, most);
   }
+  // The number of a format's row.
+  DType GetFormat(const char* name) { return static_cast<DType>(Get(name, 0, kFormatCount - 1)); }
   bool Has(const char* name) const { return call_.count(name) != 0; }
   // Makes Check() fail; the first reason is the one that it tells.
   void Refuse(const std::string& why) {

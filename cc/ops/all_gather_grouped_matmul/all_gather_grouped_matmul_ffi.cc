@@ -210,6 +210,8 @@ const Op kAllGatherGroupedMatmulOp = {
 #endif
     /*most_splits=*/1,
     PlanAllGatherGroupedMatmul,
+    kCpuFormats,
+    kGroupedFormats,
 };
 
 }  // namespace jflux

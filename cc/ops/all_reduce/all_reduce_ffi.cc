@@ -21,7 +21,7 @@ bool PlanAllReduce(const Fields& fields, const Machine& machine, Fields* plan,
   AllReduceParams p{};
   p.world = static_cast<int32_t>(call.Get("world", 1, kMaxRanks));
   p.count = call.Get("count", 1, int64_t{1} << 40);
-  p.dtype = static_cast<DType>(call.Get("dtype", 0, 3));
+  p.dtype = call.GetFormat("dtype");
   p.width = call.Get("width", 0, p.count);
   const int64_t asked = call.Get("algorithm", -1, kAllReduceAlgorithms - 1);
   if (!call.Check(why_not)) return false;
@@ -190,6 +190,8 @@ const Op kAllReduceOp = {
 #endif
     /*most_splits=*/1,
     PlanAllReduce,
+    kAllReduceFormats,
+    kAllReduceFormats,
     kConstants,
     /*arguments=*/nullptr,
     kPortableArch,

@@ -92,9 +92,17 @@ constexpr bool (*kLoadKernels)(std::string* error) = nullptr;
 
 // Listed in cc/ops/registry.cc.
 extern const Op kDecodeMergeOp;
-const Op kDecodeMergeOp = {kDecodeMergeId,  "decode_merge",        kCpu,
-                           kCuda,           kLoadKernels,          /*most_splits=*/1,
-                           PlanDecodeMerge, /*constants=*/nullptr, /*arguments=*/nullptr,
+const Op kDecodeMergeOp = {kDecodeMergeId,
+                           "decode_merge",
+                           kCpu,
+                           kCuda,
+                           kLoadKernels,
+                           /*most_splits=*/1,
+                           PlanDecodeMerge,
+                           kDecodeMergeFormats,
+                           kDecodeMergeFormats,
+                           /*constants=*/nullptr,
+                           /*arguments=*/nullptr,
                            kPortableArch};
 
 }  // namespace jflux

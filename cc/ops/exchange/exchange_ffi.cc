@@ -128,7 +128,7 @@ constexpr bool (*kLoadKernels)(std::string* error) = nullptr;
 // Listed in cc/ops/registry.cc. The first one loads the kernels of all.
 extern const Op kAllGatherOp, kAllToAllOp, kReduceScatterOp;
 constexpr Op ExchangeOp(OpId id, const char* name, XLA_FFI_Handler* cpu, XLA_FFI_Handler* cuda,
-                        bool (*load_kernels)(std::string* error)) {
+                        bool (*load_kernels)(std::string* error), OpFormats formats) {
   return {id,
           name,
           cpu,
@@ -136,14 +136,17 @@ constexpr Op ExchangeOp(OpId id, const char* name, XLA_FFI_Handler* cpu, XLA_FFI
           load_kernels,
           /*most_splits=*/1,
           PlanExchange,
+          formats,
+          formats,
           /*constants=*/nullptr,
           /*arguments=*/nullptr,
           kPortableArch};
 }
-const Op kAllGatherOp =
-    ExchangeOp(kAllGatherId, "all_gather", kAllGatherCpu, kAllGatherCuda, kLoadKernels);
-const Op kAllToAllOp = ExchangeOp(kAllToAllId, "all_to_all", kAllToAllCpu, kAllToAllCuda, nullptr);
-const Op kReduceScatterOp =
-    ExchangeOp(kReduceScatterId, "reduce_scatter", kReduceScatterCpu, kReduceScatterCuda, nullptr);
+const Op kAllGatherOp = ExchangeOp(kAllGatherId, "all_gather", kAllGatherCpu, kAllGatherCuda,
+                                   kLoadKernels, kMovesBytes);
+const Op kAllToAllOp =
+    ExchangeOp(kAllToAllId, "all_to_all", kAllToAllCpu, kAllToAllCuda, nullptr, kMovesBytes);
+const Op kReduceScatterOp = ExchangeOp(kReduceScatterId, "reduce_scatter", kReduceScatterCpu,
+                                       kReduceScatterCuda, nullptr, kExchangeFormats);
 
 }  // namespace jflux

@@ -60,14 +60,22 @@ XLA_FFI_DEFINE_HANDLER(kBackward, Backward, BindLocalCuda().RemainingArgs().Rema
 // Listed in cc/ops/registry.cc.
 extern const LocalOp kFlashAttentionOp, kFlashAttentionBackwardOp;
 #ifdef JFLUX_WITH_CUDA
-const LocalOp kFlashAttentionOp = {kFlashAttentionId, "flash_attention", nullptr, kForward,
-                                   LoadFlashAttention};
-const LocalOp kFlashAttentionBackwardOp = {kFlashAttentionBackwardId, "flash_attention_backward",
-                                           nullptr, kBackward, LoadFlashAttentionBackward};
+const LocalOp kFlashAttentionOp = {
+    kFlashAttentionId,     "flash_attention", nullptr, kForward, LoadFlashAttention, {},
+    kFlashAttentionFormats};
+const LocalOp kFlashAttentionBackwardOp = {kFlashAttentionBackwardId,
+                                           "flash_attention_backward",
+                                           nullptr,
+                                           kBackward,
+                                           LoadFlashAttentionBackward,
+                                           {},
+                                           kFlashAttentionFormats};
 #else
-const LocalOp kFlashAttentionOp = {kFlashAttentionId, "flash_attention", nullptr, nullptr, nullptr};
-const LocalOp kFlashAttentionBackwardOp = {kFlashAttentionBackwardId, "flash_attention_backward",
-                                           nullptr, nullptr, nullptr};
+const LocalOp kFlashAttentionOp = {
+    kFlashAttentionId, "flash_attention", nullptr, nullptr, nullptr, {}, kFlashAttentionFormats};
+const LocalOp kFlashAttentionBackwardOp = {
+    kFlashAttentionBackwardId, "flash_attention_backward", nullptr, nullptr, nullptr, {},
+    kFlashAttentionFormats};
 #endif
 
 }  // namespace jflux

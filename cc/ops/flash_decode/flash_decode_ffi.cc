@@ -163,11 +163,13 @@ XLA_FFI_DEFINE_HANDLER(kCuda, Cuda, BindLocalCuda().RemainingArgs().RemainingRet
 // Listed in cc/ops/registry.cc.
 extern const LocalOp kFlashDecodeOp;
 #ifdef JFLUX_WITH_CUDA
-const LocalOp kFlashDecodeOp = {kFlashDecodeId, "flash_decode",         kCheckOnCpu,
-                                kCuda,          LoadFlashDecodeKernels, kPortableArch};
+const LocalOp kFlashDecodeOp = {
+    kFlashDecodeId,      "flash_decode", kCheckOnCpu, kCuda, LoadFlashDecodeKernels, {},
+    kFlashDecodeFormats, kPortableArch};
 #else
-const LocalOp kFlashDecodeOp = {kFlashDecodeId, "flash_decode", kCheckOnCpu,
-                                nullptr,        nullptr,        kPortableArch};
+const LocalOp kFlashDecodeOp = {
+    kFlashDecodeId,      "flash_decode", kCheckOnCpu, nullptr, nullptr, {},
+    kFlashDecodeFormats, kPortableArch};
 #endif
 
 }  // namespace jflux

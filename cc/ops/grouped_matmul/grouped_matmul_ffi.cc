@@ -228,14 +228,17 @@ XLA_FFI_DEFINE_HANDLER(kDwCuda, DwCuda, DwBindings(BindLocalCuda()),
 // Listed in cc/ops/registry.cc.
 extern const LocalOp kGroupedMatmulOp, kGroupedMatmulDwOp;
 #ifdef JFLUX_WITH_CUDA
-const LocalOp kGroupedMatmulOp = {kGroupedMatmulId, "grouped_matmul", kCpu, kCuda,
-                                  LoadGroupedMatmulKernels};
-const LocalOp kGroupedMatmulDwOp = {kGroupedMatmulDwId, "grouped_matmul_dw", kDwCpu, kDwCuda,
-                                    nullptr};
+const LocalOp kGroupedMatmulOp = {kGroupedMatmulId,         "grouped_matmul", kCpu,           kCuda,
+                                  LoadGroupedMatmulKernels, kCpuFormats,      kGroupedFormats};
+const LocalOp kGroupedMatmulDwOp = {
+    kGroupedMatmulDwId, "grouped_matmul_dw", kDwCpu, kDwCuda, nullptr,
+    kCpuFormats,        kGroupedFormats};
 #else
-const LocalOp kGroupedMatmulOp = {kGroupedMatmulId, "grouped_matmul", kCpu, nullptr, nullptr};
-const LocalOp kGroupedMatmulDwOp = {kGroupedMatmulDwId, "grouped_matmul_dw", kDwCpu, nullptr,
-                                    nullptr};
+const LocalOp kGroupedMatmulOp = {kGroupedMatmulId, "grouped_matmul", kCpu,           nullptr,
+                                  nullptr,          kCpuFormats,      kGroupedFormats};
+const LocalOp kGroupedMatmulDwOp = {
+    kGroupedMatmulDwId, "grouped_matmul_dw", kDwCpu, nullptr, nullptr,
+    kCpuFormats,        kGroupedFormats};
 #endif
 
 }  // namespace jflux

@@ -199,6 +199,8 @@ const Op kGroupedMatmulReduceScatterOp = {
 #endif
     /*most_splits=*/1,
     PlanGroupedMatmulReduceScatter,
+    kCpuFormats,
+    kGroupedFormats,
     kConstants,
 };
 

@@ -206,7 +206,7 @@ struct CombineOperands {
 std::optional<MoeCombineParams> ParamsOf(const CombineAttributes& a, const CombineOperands& o) {
   const auto s32 = ffi::DataType::S32, f32 = ffi::DataType::F32;
   const auto dtype = DTypeOf(o.y.element_type());
-  if (!dtype || *dtype == DType::kF64 || o.y.dimensions().size() != 2 ||
+  if (!dtype || !Has(kMoeCombineFormats.operands, *dtype) || o.y.dimensions().size() != 2 ||
       o.part.dimensions().size() != 2) {
     return std::nullopt;
   }
@@ -317,9 +317,11 @@ constexpr bool (*kLoadKernels)(std::string* error) = nullptr;
 
 // Listed in cc/ops/registry.cc. The first one loads the kernels of both.
 extern const Op kMoeDispatchOp, kMoeCombineOp;
-const Op kMoeDispatchOp = {kMoeDispatchId, "moe_dispatch",    kMoeDispatchCpu, kMoeDispatchCuda,
-                           kLoadKernels,   /*most_splits=*/1, PlanMoeDispatch};
-const Op kMoeCombineOp = {kMoeCombineId, "moe_combine",     kMoeCombineCpu, kMoeCombineCuda,
-                          nullptr,       /*most_splits=*/1, PlanMoeCombine};
+const Op kMoeDispatchOp = {kMoeDispatchId,   "moe_dispatch", kMoeDispatchCpu,
+                           kMoeDispatchCuda, kLoadKernels,   /*most_splits=*/1,
+                           PlanMoeDispatch,  kMovesBytes,    kMovesBytes};
+const Op kMoeCombineOp = {kMoeCombineId,     "moe_combine",     kMoeCombineCpu, kMoeCombineCuda,
+                          nullptr,           /*most_splits=*/1, PlanMoeCombine, kMoeCombineFormats,
+                          kMoeCombineFormats};
 
 }  // namespace jflux

@@ -91,10 +91,12 @@ XLA_FFI_DEFINE_HANDLER(kCuda, Cuda, Bindings(BindLocalCuda()), {ffi::Traits::kCm
 // Listed in cc/ops/registry.cc.
 extern const LocalOp kMoeRouteOp;
 #ifdef JFLUX_WITH_CUDA
-const LocalOp kMoeRouteOp = {kMoeRouteId, "moe_route",         kCpu,
-                             kCuda,       LoadMoeRouteKernels, kPortableArch};
+const LocalOp kMoeRouteOp = {
+    kMoeRouteId,      "moe_route",      kCpu,         kCuda, LoadMoeRouteKernels,
+    kMoeRouteFormats, kMoeRouteFormats, kPortableArch};
 #else
-const LocalOp kMoeRouteOp = {kMoeRouteId, "moe_route", kCpu, nullptr, nullptr, kPortableArch};
+const LocalOp kMoeRouteOp = {kMoeRouteId,      "moe_route",      kCpu,         nullptr, nullptr,
+                             kMoeRouteFormats, kMoeRouteFormats, kPortableArch};
 #endif
 
 }  // namespace jflux

@@ -101,10 +101,11 @@ XLA_FFI_DEFINE_HANDLER(kCuda, Cuda,
 // Listed in cc/ops/registry.cc.
 extern const LocalOp kMoeRowsOp;
 #ifdef JFLUX_WITH_CUDA
-const LocalOp kMoeRowsOp = {kMoeRowsId, "moe_rows",         nullptr,
-                            kCuda,      LoadMoeRowsKernels, kPortableArch};
+const LocalOp kMoeRowsOp = {kMoeRowsId,         "moe_rows", nullptr,         kCuda,
+                            LoadMoeRowsKernels, {},         kMoeRowsFormats, kPortableArch};
 #else
-const LocalOp kMoeRowsOp = {kMoeRowsId, "moe_rows", nullptr, nullptr, nullptr, kPortableArch};
+const LocalOp kMoeRowsOp = {kMoeRowsId, "moe_rows", nullptr,         nullptr,
+                            nullptr,    {},         kMoeRowsFormats, kPortableArch};
 #endif
 
 }  // namespace jflux

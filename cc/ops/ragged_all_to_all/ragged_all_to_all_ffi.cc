@@ -186,7 +186,7 @@ extern const Op kRaggedAllToAllOp;
 const Op kRaggedAllToAllOp = {
     kRaggedAllToAllId,     "ragged_all_to_all", kRaggedAllToAllCpu, kRaggedAllToAllCuda,
     kLoadKernels,
-    /*most_splits=*/1,     PlanRaggedAllToAll,
+    /*most_splits=*/1,     PlanRaggedAllToAll,  kMovesBytes,        kMovesBytes,
     /*constants=*/nullptr, kRaggedArguments,    kPortableArch,      Meaning};
 
 }  // namespace jflux

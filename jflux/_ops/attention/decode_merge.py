@@ -8,10 +8,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.interpreters import ad
 
-from ... import _config
+from ... import _config, _native
 from ..._call import plans, primitives
 from ..._call.plans import Arrays, Machine, Plan
 from ..._call.steps import Steps
@@ -97,8 +96,8 @@ _STEPS = Steps("an all-gather and a merge")
 
 def _plan(arrays: Arrays, params: Params, machine: Machine) -> Plan:
     (x,) = arrays
-    if x.dtype != np.float32:
-        return _STEPS.plan(f"parts are {x.dtype}, the kernel takes float32")
+    if why := _native.why_not_dtypes(OP, "cuda", x.dtype):
+        return _STEPS.plan(why)
     if params.world == 1:
         return _STEPS.plan("there is one rank")
     received = x.size * x.dtype.itemsize * params.world

@@ -130,8 +130,8 @@ def _why_not(call: dict[str, int], dtype: Any) -> str | None:
     """Why no kernel takes such a dispatch on any machine, or None."""
     if not 2 <= call["world"] <= _product.MAX_RANKS:
         return f"the kernel is for 2 to {_product.MAX_RANKS} ranks, not for {call['world']}"
-    if dtype.name not in _TYPES:
-        return _not_our_type(dtype)
+    if why := _native.why_not_dtypes("moe_combine", "cuda", dtype):
+        return why
     try:
         taken = _native.plan(OP, call, 0, 0.0)["workspace_bytes"]
     except ValueError as refused:
@@ -208,12 +208,6 @@ def _of_slots(numbers: jax.Array, expert_row: jax.Array) -> jax.Array:
 _DISPATCH_STEPS = Steps("all tokens to all ranks")
 _COMBINE_STEPS = Steps("an all-to-all of sums")
 
-_TYPES = ("bfloat16", "float16", "float32")
-
-
-def _not_our_type(dtype: Any) -> str:
-    return f"rows are {dtype}, the kernels take bfloat16, float16 and float32"
-
 
 def _call(arrays: Arrays, params: Params) -> dict[str, int]:
     """A dispatch as the native plan function reads it."""
@@ -232,8 +226,8 @@ def _call(arrays: Arrays, params: Params) -> dict[str, int]:
 
 
 def _plan_of(steps: Steps, op: str, call: dict[str, int], dtype: Any, machine: Machine) -> Plan:
-    if dtype.name not in _TYPES:
-        return steps.plan(_not_our_type(dtype))
+    if why := _native.why_not_dtypes("moe_combine", "cuda", dtype):
+        return steps.plan(why)
     rows = call["world"] * call["tokens"]
     # A dispatch sends a row in up to 8 parts, each with a signal. If the workspace does not fit,
     # try fewer parts, which take fewer signals.

@@ -399,8 +399,8 @@ def is_one_call(shape: tuple[int, ...], dtypes: Sequence[Any], world: int) -> bo
     rows, columns = int(np.prod(shape[:-1])), shape[-1]
     types = [np.dtype(d) for d in dtypes]
     large = _is_large(rows, columns, types[-1])
-    halves = len(set(types)) == 1 and types[0] in _product.CUDA_DTYPES
-    return (large or halves and are_few_rows(rows, columns, world)) and rows % world == 0
+    fits = len(set(types)) == 1 and types[0] in _product.DTYPES["cuda"]
+    return (large or fits and are_few_rows(rows, columns, world)) and rows % world == 0
 
 
 def _sizes(arrays: Arrays, params: Params) -> _product_plan.Sizes:
@@ -452,13 +452,13 @@ def _plan(arrays: Arrays, params: Params, machine: Machine) -> Plan:
 
 
 def _why_not_on_gpus(sizes: _product_plan.Sizes) -> Plan | None:
-    """The plan of a call that the GPU kernel does not take: whole units of one type, one tile of
-    rows or whole ones for each rank."""
-    rows, unit = sizes.rows, _product_plan.UNIT
+    """The plan of a call that the GPU kernel does not take: whole vectors of one type, one tile
+    of rows or whole ones for each rank."""
+    rows, vector = sizes.rows, _product_plan.vector(sizes.dtype)
     if sizes.out_dtype != sizes.dtype:
         why = f"x is {sizes.dtype} and y {sizes.out_dtype}, the GPU kernel takes one type"
-    elif sizes.k % unit or sizes.n % unit:
-        why = f"k={sizes.k} and n={sizes.n} must be multiples of {unit} for the GPU kernel"
+    elif sizes.k % vector or sizes.n % vector:
+        why = f"k={sizes.k} and n={sizes.n} must be multiples of {vector} for the GPU kernel"
     elif not are_few_rows(rows, sizes.n, sizes.world) and sizes.inner % _product_plan.TILE_ROWS:
         why = f"{sizes.inner} rows of a rank are no whole tiles of {_product_plan.TILE_ROWS}"
     else:
