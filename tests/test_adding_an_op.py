@@ -40,7 +40,8 @@ def _camel(op):
 
 def _registered():
     """The names of all ops in C++."""
-    names = re.findall(r"^  OP\((\w+)\)", (ROOT / "cc/ops/registry.cc").read_text(), re.M)
+    rows = re.findall(r"^  FOLDER\(.*", (ROOT / "cc/ops/registry.cc").read_text(), re.M)
+    names = re.findall(r"\bOP\((\w+)\)", "".join(rows))
     return [re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower() for name in names]
 
 

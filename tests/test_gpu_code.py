@@ -5,6 +5,7 @@ import pathlib
 import re
 import shutil
 import subprocess
+import sys
 import types
 
 import jax
@@ -22,6 +23,8 @@ from jflux._ops._spec import all_ops
 from jflux.moe import _routing
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
+#: The architectures of kernels of portable code, and of an op's user.
+EVERY, USERS = ((least, 2**31 - 1) for least in (PORTABLE, 0))
 #: Ops with kernels for compute capability 8.0 and later.
 SMALL = (
     "all_gather", "all_reduce", "all_to_all", "decode_merge", "flash_decode", "moe_route",
@@ -32,33 +35,31 @@ SMALL = (
 def of_ops():
     """Of all ops of the library."""
     names = {name.removeprefix("jflux_") for name, _, _ in _native.lib.targets()}
-    return {name: _native.lib.least_arch(name) for name in names | set(all_ops()) | set(SMALL)}
+    return {name: _native.lib.gpus(name) for name in names | set(all_ops()) | set(SMALL)}
 
 
 def test_each_op_says_which_gpus_its_kernels_are_for():
-    least = of_ops()
-    assert {name for name, arch in least.items() if arch == PORTABLE} == set(SMALL)
-    hopper = {name for name, arch in least.items() if arch == HOPPER}
+    gpus = of_ops()
+    assert {name for name, of in gpus.items() if of == EVERY} == set(SMALL)
+    hopper = {name for name, of in gpus.items() if of == (HOPPER, HOPPER)}
     assert {"all_gather_matmul", "matmul_all_reduce", "grouped_matmul"} <= hopper
-    assert set(least.values()) <= {0, PORTABLE, HOPPER}
     # Whose kernels are their users'.
-    assert {name for name, arch in least.items() if arch == 0} <= {
-        "node_exchange", "module_call", "in_range",
-    }  # fmt: skip
+    assert {name for name, of in gpus.items() if of == USERS} == set(gpus) - hopper - set(SMALL)
+    assert set(gpus) - hopper - set(SMALL) <= {"node_exchange", "module_call", "in_range"}
     assert set(_gpu_code.portable_ops()) <= set(SMALL)
 
 
 def test_the_choice():
-    why_not = _gpu_code.why_not_least
-    for least in (0, PORTABLE, HOPPER):
+    why_not = _gpu_code.why_not_of
+    for gpus in (USERS, EVERY, (HOPPER, HOPPER)):
         for unchecked in (False, True):
-            assert why_not(least, HOPPER, "an H100", unchecked) is None
-    assert why_not(HOPPER, PORTABLE, "an A100", True) == (
+            assert why_not(gpus, HOPPER, "an H100", unchecked) is None
+    assert why_not((HOPPER, HOPPER), PORTABLE, "an A100", True) == (
         "its kernels are for compute capability 9.0 (H100, H200), not for an A100"
     )
-    for least in (0, PORTABLE):
-        assert why_not(least, PORTABLE, "a B200", True) is None
-        assert "have not been checked there" in why_not(least, PORTABLE, "a B200", False)
+    for gpus in (USERS, EVERY):
+        assert why_not(gpus, PORTABLE, "a B200", True) is None
+        assert "have not been checked there" in why_not(gpus, PORTABLE, "a B200", False)
 
 
 def test_the_code_of_a_gpu_that_is_not_here():
@@ -88,7 +89,7 @@ def gpus(monkeypatch):
             return archs[ordinal]
 
         lib = types.SimpleNamespace(
-            built_with_cuda=lambda: True, cuda_arch=cuda_arch, least_arch=_native.lib.least_arch
+            built_with_cuda=lambda: True, cuda_arch=cuda_arch, gpus=_native.lib.gpus
         )
         monkeypatch.setattr(_native, "lib", lib)
         monkeypatch.setattr(_heap, "lib", lib)
@@ -205,16 +206,6 @@ def test_what_the_doctor_says():
 
 # ---- What is compiled ----------------------------------------------------------------------------
 
-SOURCES = ROOT / "cc"
-
-
-@pytest.mark.parametrize("entry", sorted(SOURCES.glob("ops/*/*_ffi.cc")), ids=lambda p: p.stem)
-def test_files_are_named_after_what_their_op_declares(entry):
-    """CMakeLists.txt and tools/cuda.bzl compile *_sm90.cu for Hopper alone."""
-    for_hopper = {f.stem.endswith("_sm90") for f in entry.parent.glob("*.cu")}
-    assert for_hopper == {"kPortableArch" not in entry.read_text()}
-
-
 def symbols(library, arch):
     """Sources that functions of the library's code for `arch` come from, and all functions."""
     listed = subprocess.run(
@@ -230,9 +221,13 @@ def symbols(library, arch):
     not _native.lib.built_with_cuda() or shutil.which("cuobjdump") is None,
     reason="needs a build with CUDA, and cuobjdump",
 )
-def test_the_library_has_the_code_that_ops_declare():
+def test_the_library_has_the_code_that_ops_declare(tmp_path):
     library = pathlib.Path(_native.lib.__file__).with_name("libjflux_core.so")
-    portable = {f.stem for f in SOURCES.glob("ops/*/*.cu") if not f.stem.endswith("_sm90")}
+    files = subprocess.run(
+        [sys.executable, ROOT / "build_backend/kernel_files.py", "portable", tmp_path],
+        check=True, capture_output=True, text=True,
+    ).stdout.strip().split(";")  # fmt: skip
+    portable = {pathlib.Path(f).stem for f in files if "/cc/ops/" in f}
     for arch in ("sm_80", "sm_90a"):
         sources, functions = symbols(library, arch)
         assert portable <= sources

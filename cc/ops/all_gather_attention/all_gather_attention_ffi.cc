@@ -134,19 +134,7 @@ XLA_FFI_DEFINE_HANDLER(kCuda, Cuda, Bindings(BindCuda()), {ffi::Traits::kCmdBuff
 
 // Listed in cc/ops/registry.cc.
 extern const Op kAllGatherAttentionOp;
-const Op kAllGatherAttentionOp = {
-    kAllGatherAttentionId,
-    "all_gather_attention",
-    kCpu,
-#ifdef JFLUX_WITH_CUDA
-    kCuda,
-    LoadAllGatherAttentionKernels,
-#else
-    nullptr,
-    nullptr,
-#endif
-    /*most_splits=*/1,
-    PlanAllGatherAttention,
-};
+const Op kAllGatherAttentionOp = {kAllGatherAttentionId, "all_gather_attention", kCpu,
+                                  JFLUX_IF_CUDA(kCuda), PlanAllGatherAttention};
 
 }  // namespace jflux

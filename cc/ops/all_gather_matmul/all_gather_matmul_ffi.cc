@@ -193,18 +193,7 @@ XLA_FFI_DEFINE_HANDLER(kCuda, Cuda, Bindings(BindCuda()), {ffi::Traits::kCmdBuff
 // Listed in cc/ops/registry.cc.
 extern const Op kAllGatherMatmulOp;
 const Op kAllGatherMatmulOp = {
-    kAllGatherMatmulId,
-    "all_gather_matmul",
-    kCpu,
-#ifdef JFLUX_WITH_CUDA
-    kCuda,
-    LoadAllGatherMatmulKernels,
-#else
-    nullptr,
-    nullptr,
-#endif
-    /*most_splits=*/kGatherSplits,
-    PlanAllGatherMatmul,
-};
+    kAllGatherMatmulId,   "all_gather_matmul", kCpu,
+    JFLUX_IF_CUDA(kCuda), PlanAllGatherMatmul, /*most_splits=*/kGatherSplits};
 
 }  // namespace jflux

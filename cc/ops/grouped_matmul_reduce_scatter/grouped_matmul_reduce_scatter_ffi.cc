@@ -186,20 +186,12 @@ constexpr Constant kConstants[] = {
 
 // Listed in cc/ops/registry.cc.
 extern const Op kGroupedMatmulReduceScatterOp;
-const Op kGroupedMatmulReduceScatterOp = {
-    kGroupedMatmulReduceScatterId,
-    "grouped_matmul_reduce_scatter",
-    kCpu,
-#ifdef JFLUX_WITH_CUDA
-    kCuda,
-    LoadGroupedMatmulReduceScatterKernels,
-#else
-    nullptr,
-    nullptr,
-#endif
-    /*most_splits=*/1,
-    PlanGroupedMatmulReduceScatter,
-    kConstants,
-};
+const Op kGroupedMatmulReduceScatterOp = {kGroupedMatmulReduceScatterId,
+                                          "grouped_matmul_reduce_scatter",
+                                          kCpu,
+                                          JFLUX_IF_CUDA(kCuda),
+                                          PlanGroupedMatmulReduceScatter,
+                                          /*most_splits=*/1,
+                                          kConstants};
 
 }  // namespace jflux
