@@ -14,8 +14,10 @@
 #define JFLUX_OPS_MOE_ROWS_MOE_ROWS_H_
 
 #include <cstdint>
+#include <string>
 
 #include "core/dtype.h"
+#include "runtime/cuda_device.h"
 
 namespace jflux {
 
@@ -37,6 +39,13 @@ struct MoeRowsArrays {
   const int32_t* destination;  // [T, k]
   void* out;
 };
+
+// Enqueues the call on `stream`, on the current device: false and *error if it cannot.
+bool LaunchMoeRows(const MoeRowsParams& params, const MoeRowsArrays& arrays, cudaStream_t stream,
+                   std::string* error);
+
+// Loads the kernels on the current device.
+bool LoadMoeRowsKernels(std::string* error);
 
 }  // namespace jflux
 

@@ -1,26 +1,26 @@
 // Workspace layout and the orders of sending and multiplying of the GPU all_to_all_matmul.
 //
-// A shard travels like the rows of an all-gather (ops/all_gather_matmul/k_panel_layout.h): in
-// k-panels of 64 columns, row block by row block, with a signal for each chunk. Each peer's shard
-// has its own region in a rank's workspace, which starts with a row block and a k-panel, whatever
-// the shard's rows and columns. In step s a rank sends to the rank s before it and receives from
-// the rank s after it. Step 0 is the local shard, which is read from x.
+// A shard travels like the rows of an all-gather (core/k_panel_layout.h): in k-panels of 64
+// columns, row block by row block, with a signal for each chunk. Each peer's shard has its own
+// region in a rank's workspace, which starts with a row block and a k-panel, whatever the shard's
+// rows and columns. In step s a rank sends to the rank s before it and receives from the rank s
+// after it. Step 0 is the local shard, which is read from x.
 //
 //   columns concatenated  a tile sums over all ranks' k-panels, the local ones first; w's rows are
 //                         [k of rank 0 | k of rank 1 | ...], a term of the product for each rank
 //   rows concatenated     a tile has rows of one shard; local tiles come first
 //
 // The last k-panel of a shard is padded with zeros, and so are the rows of w that the term reads.
-#ifndef JFLUX_OPS_ALL_TO_ALL_MATMUL_SHARD_PANELS_H_
-#define JFLUX_OPS_ALL_TO_ALL_MATMUL_SHARD_PANELS_H_
+#ifndef JFLUX_CORE_SHARD_PANELS_H_
+#define JFLUX_CORE_SHARD_PANELS_H_
 
 #include <cstdint>
 
+#include "core/k_panel_layout.h"
 #include "core/layout.h"
 #include "core/rows.h"
 #include "core/signal.h"
 #include "core/tile_order.h"
-#include "ops/all_gather_matmul/k_panel_layout.h"
 
 namespace jflux {
 
@@ -97,4 +97,4 @@ struct ShardSendOrder {
 
 }  // namespace jflux
 
-#endif  // JFLUX_OPS_ALL_TO_ALL_MATMUL_SHARD_PANELS_H_
+#endif  // JFLUX_CORE_SHARD_PANELS_H_

@@ -20,8 +20,8 @@
 //   waits   scheduler warps (Op::WaitForRows) and copies to `gathered`, for the chunk's signal
 //   order   the copy completes, then the signal is stored with release at system scope
 //   reset   never (core/signal.h)
-#ifndef JFLUX_OPS_ALL_GATHER_MATMUL_K_PANEL_LAYOUT_H_
-#define JFLUX_OPS_ALL_GATHER_MATMUL_K_PANEL_LAYOUT_H_
+#ifndef JFLUX_CORE_K_PANEL_LAYOUT_H_
+#define JFLUX_CORE_K_PANEL_LAYOUT_H_
 
 #include <cstdint>
 
@@ -174,4 +174,4 @@ class SendOrder {
 
 }  // namespace jflux
 
-#endif  // JFLUX_OPS_ALL_GATHER_MATMUL_K_PANEL_LAYOUT_H_
+#endif  // JFLUX_CORE_K_PANEL_LAYOUT_H_
