@@ -223,7 +223,8 @@ def symbols(library, arch):
         ["cuobjdump", "--dump-elf-symbols", "-arch", arch, library],
         check=True, capture_output=True, text=True,
     ).stdout  # fmt: skip
-    functions = re.findall(r"^FUNC .* ENTRY +(\S+)$", listed, re.M)
+    # FUNC and ENTRY of CUDA 13 are STT_FUNC and STO_ENTRY of CUDA 12.
+    functions = re.findall(r"^(?:STT_)?FUNC .*ENTRY +(\S+)$", listed, re.M)
     named = (re.search(r"_GLOBAL__N__[0-9a-f]+_\d+_(\w+?)_cu_", f) for f in functions)
     return {match[1] for match in named if match}, functions
 
