@@ -12,7 +12,7 @@ python tests/gpu_suite.py [--at-once 5] [--done FILE] [--scripts NAME...] [--lim
     attention             tests/attention_gpu.py: the kernels of attention
     attention_ranks       the same with --ranks: keys that arrive inside the kernel
     gathered              tests/gathered_gpu.py: gathered rows, scattered sums
-    placed                tests/placed_gpu.py: a dispatch and a combine in one kernel each
+    placed                tests/dispatch_gpu.py: a dispatch and a combine in one kernel each
     symm                  tests/symm_gpu.py: Triton kernels, their faults and times
     two_level, nvshmem    the scripts of these names: nodes of one host
     growth                tests/growth_gpu.py: a heap that grows, with the default settings
@@ -79,7 +79,7 @@ def scripts(gpus: int, minutes: float) -> dict[str, Commands]:
         "attention": [[*python, "attention_gpu.py", "--limit", "200"]],
         "attention_ranks": [[*python, "attention_gpu.py", "--ranks", f"{gpus}"]],
         "gathered": [[*python, "gathered_gpu.py", "--ranks", f"{gpus}", "--limit", "300"]],
-        "placed": [[*python, "placed_gpu.py", "--ranks", f"{gpus}", "--limit", "200"]],
+        "placed": [[*python, "dispatch_gpu.py", "--ranks", f"{gpus}", "--limit", "200"]],
         "symm": [[*python, "symm_gpu.py", "--times", "5", "--limit", "500"]],
         "two_level": [[*python, "two_level_gpu.py", "--nodes", f"{min(gpus, 2)}"]],
         "nvshmem": [[*python, "nvshmem_gpu.py", "--processes", f"{gpus}"]],

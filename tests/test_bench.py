@@ -18,7 +18,7 @@ import pytest
 from harness import PLATFORM, RANKS, make_mesh
 
 import jflux
-from jflux import _trial
+from jflux._tools import trials
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -67,19 +67,19 @@ def _timing(median, spread=0.0):
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 9])
 def test_each_contestant_follows_each_other_one_as_often(count):
     rounds = count if count % 2 == 0 else 2 * count
-    orders = _trial.balanced_orders(count, rounds)
+    orders = trials.balanced_orders(count, rounds)
     assert len(orders) == rounds
     assert all(sorted(order) == list(range(count)) for order in orders)
     follows = collections.Counter(pair for order in orders for pair in itertools.pairwise(order))
     assert len(follows) == count * (count - 1)
     assert set(follows.values()) <= {rounds // count}
-    assert _trial.balanced_orders(count, rounds + 1)[-1] == orders[0]
+    assert trials.balanced_orders(count, rounds + 1)[-1] == orders[0]
 
 
 @pytest.mark.parametrize("size", [5, 8])
 def test_weights_that_are_padded_are_others_in_each_call(size):
     """Or XLA would pad them once for all calls."""
-    run = _trial.loop(lambda x, w: x + jnp.sum(w), 1 + 2 * _trial.CALLS_IN_A_BODY)
+    run = trials.loop(lambda x, w: x + jnp.sum(w), 1 + 2 * trials.CALLS_IN_A_BODY)
     y = jax.jit(run)(jnp.ones((1, 1)), jnp.zeros((size, 8)))
     assert (y.item() != 1) == (size == 5)
 
@@ -444,7 +444,7 @@ def benchmark_of_shapes(monkeypatch):
 
     def measure(shape, mesh, rounds, others):
         measured.append(shape)
-        return {name: _trial.Timing(1e-3, 1e-3, 1e-3) for name in "GCSJ"}
+        return {name: trials.Timing(1e-3, 1e-3, 1e-3) for name in "GCSJ"}
 
     here = {"gpus": "2 x X", "processes": 1, "date": "2026-01-03"}
     monkeypatch.setattr(command, "machine", lambda ranks, processes: here)
@@ -482,7 +482,7 @@ def test_readme_is_reproduced(benchmark_of_shapes, monkeypatch, capsys):
     gpu = "NVIDIA H100 80GB HBM3"
     monkeypatch.setattr(reproduce, "published", lambda results, *_: known(results, gpu, 4))
     measured = {"S": _timing(3e-3), "S captured": _timing(2.5e-3), "J": _timing(2e-3)}
-    timings = {name: _trial.Timing(**timing) for name, timing in measured.items()}
+    timings = {name: trials.Timing(**timing) for name, timing in measured.items()}
     monkeypatch.setattr(harness, "measure", lambda *_: timings)
     monkeypatch.setattr(sys, "argv", ["reproduce", "--ranks", "2"])
     assert reproduce.main() == 0
@@ -540,7 +540,7 @@ def test_collectives_are_measured(name, monkeypatch):
 @pytest.mark.parametrize("op", [shapes.AG, shapes.RS])
 def test_forms_of_xla_are_checked_and_timed(op, monkeypatch, capsys):
     """A windowed einsum of which XLA makes no loop, as on CPUs, is left out, and that is said."""
-    monkeypatch.setattr(_trial, "iterations_for", lambda seconds, flops: 2)
+    monkeypatch.setattr(trials, "iterations_for", lambda seconds, flops: 2)
     mesh, shape = make_mesh((RANKS,)), shapes.Shape(op, 8 * RANKS, 16 * RANKS, 32 * RANKS)
     with jflux.config(strict=False):
         with monkeypatch.context() as patch:
@@ -908,7 +908,7 @@ def attentions_of_others(monkeypatch):
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention_is_checked_and_timed(causal, attentions_of_others, monkeypatch):
     """Also that of others, whose times are columns."""
-    monkeypatch.setattr(_trial, "iterations_for", lambda seconds, flops: 2)
+    monkeypatch.setattr(trials, "iterations_for", lambda seconds, flops: 2)
     ranks = min(2, RANKS)
     mesh = make_mesh((ranks,), ("cp",))
     case = attention.Case("tiny", 16 * ranks, 4, 2, causal, width=8)

@@ -1,4 +1,4 @@
-"""jflux._global: calls of every product on global arrays."""
+"""jflux._ranks.global_arrays: calls of every product on global arrays."""
 
 import functools
 import itertools
@@ -23,8 +23,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jflux
-from jflux import _config, _global
+from jflux import _config
 from jflux._ops._spec import all_ops
+from jflux._ranks import global_arrays
 
 OPS = PRODUCTS
 EACH_WAY = pytest.mark.parametrize(
@@ -45,21 +46,21 @@ EACH_WAY = pytest.mark.parametrize(
     ],
 )
 def test_with_axis(spec, ndim, dimension, names, want):
-    got = _global._with_axis(spec, ndim, dimension, names)
+    got = global_arrays._with_axis(spec, ndim, dimension, names)
     normal_form = [as_tuple(e) if e is not None else None for e in got]
     assert normal_form == [as_tuple(e) if e is not None else None for e in want]
 
 
 def test_mesh_for():
     given_mesh, context = make_mesh((2,)), make_mesh((RANKS,))
-    assert _global._mesh_for(given_mesh) is given_mesh
+    assert global_arrays._mesh_for(given_mesh) is given_mesh
     with jax.set_mesh(context):
-        assert _global._mesh_for(given_mesh) is given_mesh
-        assert _global._mesh_for(None).axis_sizes == (RANKS,)
+        assert global_arrays._mesh_for(given_mesh) is given_mesh
+        assert global_arrays._mesh_for(None).axis_sizes == (RANKS,)
     x = jax.device_put(np.zeros((RANKS, 2)), jax.NamedSharding(context, P("tp")))
-    assert _global._mesh_for(None, x) == context
+    assert global_arrays._mesh_for(None, x) == context
     with pytest.raises(ValueError, match="no mesh"):
-        _global._mesh_for(None, np.zeros((2, 2)))
+        global_arrays._mesh_for(None, np.zeros((2, 2)))
 
 
 # ---- Values and shardings ------------------------------------------------------------------------

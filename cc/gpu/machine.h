@@ -1,6 +1,6 @@
 // The numbers of a GPU and its links that configurations depend on.
 //
-// Choosers (gpu/gemm_choice.h, cc/ops/*/*_config.h, gpu/senders.h) were fitted to measurements on
+// Choosers (gpu/gemm_choice.h, the ops' headers, gpu/senders.h) were fitted to measurements on
 // one reference machine. They take another machine's numbers as shares of the reference's.
 #ifndef JFLUX_GPU_MACHINE_H_
 #define JFLUX_GPU_MACHINE_H_

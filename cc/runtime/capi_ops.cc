@@ -7,7 +7,7 @@
 #include "core/dtype.h"
 #include "core/layout.h"
 #include "gpu/gemm_config.h"
-#include "ops/grouped_matmul/grouped_matmul_config.h"
+#include "ops/grouped_matmul/grouped_matmul.h"
 #include "runtime/capi.h"
 #include "runtime/ffi.h"
 #include "runtime/local_op.h"

@@ -1,5 +1,5 @@
 // Kernels for float16, w [n, k].
-#include "ops/all_gather_matmul/all_gather_matmul_instances.cuh"
+#include "ops/all_gather_matmul/all_gather_matmul_sm90.cuh"
 
 namespace jflux {
 

@@ -6,7 +6,7 @@
 #include "runtime/local_op.h"
 
 #ifdef JFLUX_WITH_CUDA
-#include "ops/flash_attention/flash_attention_cuda.h"
+#include "ops/flash_attention/flash_attention.h"
 #include "runtime/local_cuda_call.h"
 #endif
 

@@ -10,7 +10,6 @@
 #include "runtime/local_op.h"
 
 #ifdef JFLUX_WITH_CUDA
-#include "ops/flash_decode/flash_decode_cuda.h"
 #include "runtime/local_cuda_call.h"
 #endif
 

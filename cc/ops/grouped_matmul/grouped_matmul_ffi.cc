@@ -8,7 +8,6 @@
 #include "runtime/local_op.h"
 
 #ifdef JFLUX_WITH_CUDA
-#include "ops/grouped_matmul/grouped_matmul_cuda.h"
 #include "runtime/local_cuda_call.h"
 #endif
 

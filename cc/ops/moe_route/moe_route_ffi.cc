@@ -8,7 +8,6 @@
 #include "runtime/local_op.h"
 
 #ifdef JFLUX_WITH_CUDA
-#include "ops/moe_route/moe_route_cuda.h"
 #include "runtime/local_cuda_call.h"
 #endif
 

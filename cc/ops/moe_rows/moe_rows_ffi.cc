@@ -8,7 +8,6 @@
 #include "runtime/local_op.h"
 
 #ifdef JFLUX_WITH_CUDA
-#include "ops/moe_rows/moe_rows_cuda.h"
 #include "runtime/local_cuda_call.h"
 #endif
 
