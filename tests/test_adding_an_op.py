@@ -65,7 +65,7 @@ def test_lines_of_an_op(op):
     lines = {row.strip("` "): (ROOT / row.strip("` ")).read_text() for row in _rows("Lines to add")}
     assert f"OP({_camel(op)})" in lines.pop("cc/ops/registry.cc")
     for file in ("jflux/__init__.py", "jflux/reference.py"):
-        assert re.search(rf"^from \._ops\.\w+ import .* as {op}$", lines.pop(file), re.M), file
+        assert re.search(rf"^from \._ops\.\w+\.\w+ import .* as {op}$", lines.pop(file), re.M), file
     for file, text in lines.items():
         assert op in text, file
 

@@ -184,8 +184,7 @@ def test_the_samples_run(name, tmp_path):
 FUNCTIONS = {
     name: function
     for name, function in vars(jflux).items()
-    if inspect.isfunction(function)
-    and re.match(r"jflux\._(ops|attention|experts)\.", function.__module__)
+    if inspect.isfunction(function) and re.match(r"jflux\._ops\.", function.__module__)
 } | {"explain": jflux.explain, "flops": jflux.flops}
 
 

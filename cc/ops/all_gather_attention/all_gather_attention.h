@@ -10,7 +10,7 @@
 // are in this order, on every rank.
 //
 // The call (Params), the layout of its workspace, the CPU back end's body, what a plan for GPUs
-// chooses, and the CUDA launcher. Python: jflux/_attention/all_gather_attention.py.
+// chooses, and the CUDA launcher. Python: jflux/_ops/attention/all_gather_attention.py.
 #ifndef JFLUX_OPS_ALL_GATHER_ATTENTION_ALL_GATHER_ATTENTION_H_
 #define JFLUX_OPS_ALL_GATHER_ATTENTION_ALL_GATHER_ATTENTION_H_
 

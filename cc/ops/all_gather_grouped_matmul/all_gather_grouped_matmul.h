@@ -6,7 +6,7 @@
 // offsets[groups] on are zeros. An element of source that is no slot stands for a row of zeros.
 //
 // The call (Params), the layout of its workspace, the CPU back end's body, what a plan for GPUs
-// chooses, and the CUDA launcher. Python: jflux/moe/_gathered.py.
+// chooses, and the CUDA launcher. Python: jflux/_ops/experts/all_gather_grouped_matmul.py.
 #ifndef JFLUX_OPS_ALL_GATHER_GROUPED_MATMUL_ALL_GATHER_GROUPED_MATMUL_H_
 #define JFLUX_OPS_ALL_GATHER_GROUPED_MATMUL_ALL_GATHER_GROUPED_MATMUL_H_
 

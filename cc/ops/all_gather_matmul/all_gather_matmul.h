@@ -2,7 +2,7 @@
 //
 // The call (Params), the CPU back end's workspace layout and its body, what a plan for GPUs
 // chooses, and the CUDA launcher. GPU's layout: core/k_panel_layout.h.
-// Python: jflux/_ops/all_gather_matmul.py.
+// Python: jflux/_ops/products/all_gather_matmul.py.
 #ifndef JFLUX_OPS_ALL_GATHER_MATMUL_ALL_GATHER_MATMUL_H_
 #define JFLUX_OPS_ALL_GATHER_MATMUL_ALL_GATHER_MATMUL_H_
 

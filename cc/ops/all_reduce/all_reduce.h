@@ -3,7 +3,7 @@
 //
 // The call (Params), the algorithms, their workspace layouts, the CPU back end's body, and the CUDA
 // launcher. The bodies that CPU and GPU share: all_reduce_body.h (one-shot, two-shot and chunked),
-// butterfly_body.h, norm_body.h. Python: jflux/_ops/all_reduce.py.
+// butterfly_body.h, norm_body.h. Python: jflux/_ops/collectives/all_reduce.py.
 #ifndef JFLUX_OPS_ALL_REDUCE_ALL_REDUCE_H_
 #define JFLUX_OPS_ALL_REDUCE_ALL_REDUCE_H_
 

@@ -10,7 +10,7 @@
 //
 // The call (Params), the CPU back end's workspace layout and its body, what a plan for GPUs
 // chooses, and the CUDA launcher. GPU's layout: core/shard_panels.h.
-// Python: jflux/_ops/all_to_all_matmul.py.
+// Python: jflux/_ops/products/all_to_all_matmul.py.
 //
 //   writes  each rank: its shards of x, in chunks, into the workspaces of the ranks they are for; a
 //           signal after each chunk

@@ -8,7 +8,7 @@
 // rank has any, y is 0 and -infinity. It means jflux.merge_attention of what an all-gather brings.
 //
 // The call (Params), the CPU back end's body, and the CUDA launcher. The body that CPU and GPU
-// share: decode_merge_body.h. Python: jflux/_attention/decode_merge.py.
+// share: decode_merge_body.h. Python: jflux/_ops/attention/decode_merge.py.
 #ifndef JFLUX_OPS_DECODE_MERGE_DECODE_MERGE_H_
 #define JFLUX_OPS_DECODE_MERGE_DECODE_MERGE_H_
 

@@ -6,7 +6,7 @@
 //   reduce_scatter  shard r of each rank's x to rank r; y is the sum of what arrives
 //
 // The call (Params), the workspace layouts, the CPU back end's body, and the CUDA launcher. The
-// bodies that CPU and GPU share: exchange_body.h. Python: jflux/_ops/exchange.py.
+// bodies that CPU and GPU share: exchange_body.h. Python: jflux/_ops/collectives/exchange.py.
 #ifndef JFLUX_OPS_EXCHANGE_EXCHANGE_H_
 #define JFLUX_OPS_EXCHANGE_EXCHANGE_H_
 

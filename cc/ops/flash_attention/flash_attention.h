@@ -24,7 +24,7 @@
 // A pair has a score if low <= key's position - query's position <= low + span and their segments
 // are equal. Padding has the position kNowhere.
 //
-// On CPUs all of this is plain lax. Python: jflux/_attention/flash_attention.py.
+// On CPUs all of this is plain lax. Python: jflux/_ops/attention/flash_attention.py.
 #ifndef JFLUX_OPS_FLASH_ATTENTION_FLASH_ATTENTION_H_
 #define JFLUX_OPS_FLASH_ATTENTION_FLASH_ATTENTION_H_
 

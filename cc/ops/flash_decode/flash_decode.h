@@ -17,7 +17,7 @@
 //   parts       f32 [splits, B, H, D + 1], if splits > 1: scratch
 //
 // On CPUs it is plain lax, and the handler is a check of the lengths before it: bounds -> bounds,
-// or the fault as the call's error. Python: jflux/_attention/flash_decode_part.py.
+// or the fault as the call's error. Python: jflux/_ops/attention/_flash_decode_primitive.py.
 #ifndef JFLUX_OPS_FLASH_DECODE_FLASH_DECODE_H_
 #define JFLUX_OPS_FLASH_DECODE_FLASH_DECODE_H_
 

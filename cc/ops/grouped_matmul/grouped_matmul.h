@@ -11,7 +11,7 @@
 // outside of the arrays is touched.
 //
 // The calls (Params), their arrays, the CPU back end's bodies, the choice of a kernel, and the CUDA
-// launchers. Python: jflux/_ops/grouped_matmul.py.
+// launchers. Python: jflux/_ops/products/grouped_matmul.py.
 #ifndef JFLUX_OPS_GROUPED_MATMUL_GROUPED_MATMUL_H_
 #define JFLUX_OPS_GROUPED_MATMUL_GROUPED_MATMUL_H_
 

@@ -11,7 +11,7 @@
 // a group stands for a row of zeros, whatever its weight.
 //
 // The call (Params), the layout of its workspace, the CPU back end's body, what a plan for GPUs
-// chooses, and the CUDA launcher. Python: jflux/moe/_scattered.py.
+// chooses, and the CUDA launcher. Python: jflux/_ops/experts/grouped_matmul_reduce_scatter.py.
 //
 // Protocol. A rank computes tiles in the order of core/scattered_tiles.h. When all rows of some
 // tokens are there, it sums them: peers' tokens into slots in the owner's workspace, with a signal

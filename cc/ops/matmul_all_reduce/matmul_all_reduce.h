@@ -2,7 +2,7 @@
 // rank's part of the contracted dimension.
 //
 // The call (Params), its workspace layout, the CPU back end's body, what a plan for GPUs chooses,
-// and the CUDA launcher. Python: jflux/_ops/matmul_all_reduce.py.
+// and the CUDA launcher. Python: jflux/_ops/products/matmul_all_reduce.py.
 //
 // Protocol. First matmul_reduce_scatter: each rank owns the same number of rows of the sum and
 // receives the peers' partial tiles of them. A finished local tile goes to y and to a slot in every

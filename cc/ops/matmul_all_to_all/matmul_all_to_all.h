@@ -2,7 +2,7 @@
 // every rank's product and concatenates them. Nothing is summed.
 //
 // The call (Params), its workspace layout, the CPU back end's body, what a plan for GPUs chooses,
-// and the CUDA launcher. Python: jflux/_ops/matmul_all_to_all.py.
+// and the CUDA launcher. Python: jflux/_ops/products/matmul_all_to_all.py.
 //
 // Protocol. A rank computes the product tile by tile, the peers' shards first (core/shard_tiles.h).
 // Local tiles go straight to y.

@@ -2,7 +2,7 @@
 // rank's part of the contracted dimension.
 //
 // The call (Params), its workspace layout, the CPU back end's body, what a plan for GPUs chooses,
-// and the CUDA launcher. Python: jflux/_ops/matmul_reduce_scatter.py.
+// and the CUDA launcher. Python: jflux/_ops/products/matmul_reduce_scatter.py.
 #ifndef JFLUX_OPS_MATMUL_REDUCE_SCATTER_MATMUL_REDUCE_SCATTER_H_
 #define JFLUX_OPS_MATMUL_REDUCE_SCATTER_MATMUL_REDUCE_SCATTER_H_
 

@@ -10,7 +10,7 @@
 //              token's slots there, rounded to y's type
 //
 // The bodies that CPU and GPU share: moe_dispatch_body.h and moe_combine_body.h.
-// docs/decisions/0039-tokens-have-places.md. Python: jflux/_experts/placed.py.
+// docs/decisions/0039-tokens-have-places.md. Python: jflux/_ops/experts/_dispatch_primitives.py.
 #ifndef JFLUX_OPS_MOE_DISPATCH_MOE_DISPATCH_H_
 #define JFLUX_OPS_MOE_DISPATCH_MOE_DISPATCH_H_
 

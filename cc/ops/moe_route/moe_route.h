@@ -9,7 +9,7 @@
 // Rows lie expert after expert, and within an expert in the order of slots. An index below -1 or
 // from `experts` on is an error that names it.
 //
-// Python: jflux/moe/_routing.py.
+// Python: jflux/_ops/experts/routing.py.
 #ifndef JFLUX_OPS_MOE_ROUTE_MOE_ROUTE_H_
 #define JFLUX_OPS_MOE_ROUTE_MOE_ROUTE_H_
 

@@ -8,7 +8,8 @@
 // source i32 [R] and destination i32 [T, k]: -1, there is none. Sums are in float32, and in the
 // order of j. Weights without a row do not count, whatever they are.
 //
-// On CPUs it is plain lax. Python: jflux/moe/_rows.py, which says how the three are related.
+// On CPUs it is plain lax. Python: jflux/_ops/experts/moe_rows.py, which says how the three are
+// related.
 #ifndef JFLUX_OPS_MOE_ROWS_MOE_ROWS_H_
 #define JFLUX_OPS_MOE_ROWS_MOE_ROWS_H_
 

@@ -11,7 +11,7 @@
 // packets, large data in chunks with signals. docs/internals/ragged.md.
 //
 // The bodies that CPU and GPU share: ragged_packets_body.h and ragged_chunked_body.h. Python:
-// jflux/_ops/ragged_all_to_all.py.
+// jflux/_ops/collectives/ragged_all_to_all.py.
 #ifndef JFLUX_OPS_RAGGED_ALL_TO_ALL_RAGGED_ALL_TO_ALL_H_
 #define JFLUX_OPS_RAGGED_ALL_TO_ALL_RAGGED_ALL_TO_ALL_H_
 

@@ -161,7 +161,7 @@ XLA_FFI_DEFINE_HANDLER(kRaggedAllToAllCuda, Cuda, Bindings(BindCuda()),
 #endif
 
 // moe_dispatch fails by a first offset of INT32_MIN and the number of slots that it may not drop
-// (jflux/_experts/ragged.py).
+// (jflux/_ops/experts/_ragged_dispatch.py).
 std::string Meaning(const Fault& fault) {
   const int64_t slots = static_cast<int64_t>(fault.seen) - std::numeric_limits<int32_t>::min();
   if (fault.argument != static_cast<int32_t>(RaggedArgument::kInputOffsets) || fault.tile != 0 ||
