@@ -276,16 +276,17 @@ def test_what_follows_a_sum(module):
         np.testing.assert_allclose(got, want, rtol=2e-3, atol=2e-3)
 
 
-def test_axes_along_which_work_is_repeated_are_named(caplog, monkeypatch):
+@pytest.mark.parametrize("ranks", sorted({2, RANKS}))
+def test_axes_along_which_work_is_repeated_are_named(ranks, caplog, monkeypatch):
     """A batch that the call does not know to be split: both devices compute it whole."""
     monkeypatch.setattr(_config, "_said", set())
-    mesh = make_mesh((2, RANKS // 2), ("dp", "tp"))
-    x, w = jnp.zeros((2, RANKS, 4), jnp.bfloat16), jnp.zeros((4, RANKS), jnp.bfloat16)
+    mesh = make_mesh((2, ranks // 2), ("dp", "tp"))
+    x, w = jnp.zeros((2, ranks, 4), jnp.bfloat16), jnp.zeros((4, ranks), jnp.bfloat16)
     gathered = functools.partial(jflux.all_gather_matmul, axis_name="tp", mesh=mesh)
     with caplog.at_level("INFO", "jflux"):
         gathered(x, w, x_spec=P("dp"))
         gathered(x[:1], w)  # what 2 devices cannot share
-        gathered(x, jnp.zeros((8, RANKS), jnp.bfloat16)[:4], x_spec=P(None, ("dp", "tp")))
+        gathered(x, jnp.zeros((8, ranks), jnp.bfloat16)[:4], x_spec=P(None, ("dp", "tp")))
         jflux.all_gather_matmul(x, w, axis_name=("dp", "tp"), mesh=mesh)
         with jflux.config(fused=False):
             gathered(x, w)
@@ -294,9 +295,9 @@ def test_axes_along_which_work_is_repeated_are_named(caplog, monkeypatch):
         gathered(x, w)
     assert caplog.text.count("whole along mesh axes ['dp'], whose devices then repeat") == 1
     assert "x_spec=P('dp')" in caplog.text
-    for rows in (RANKS, RANKS // 2):  # of a matrix: 2 devices cannot share the latter
+    for rows in (ranks, ranks // 2):  # of a matrix: 2 devices cannot share the latter
         monkeypatch.setattr(_config, "_said", set())
         caplog.clear()
         with caplog.at_level("INFO", "jflux"):
             gathered(x[0, :rows], w)
-        assert ("repeat" in caplog.text) == (rows == RANKS)
+        assert ("repeat" in caplog.text) == (rows == ranks)

@@ -5,6 +5,7 @@ import pathlib
 import re
 import shutil
 import subprocess
+import sys
 import types
 
 import jax
@@ -16,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 import jflux
 from jflux import _heap, _native
 from jflux._call import gpu_code, local_ops, plans, primitives
+from jflux._call.forms import Call, choose
 from jflux._call.gpu_code import HOPPER, PORTABLE
 from jflux._call.plans import Machine
 from jflux._ops._spec import all_ops
@@ -23,6 +25,8 @@ from jflux._ops.collectives import all_reduce
 from jflux._ops.experts import routing
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
+#: The architectures of kernels of portable code, and of an op's user.
+EVERY, USERS = ((least, 2**31 - 1) for least in (PORTABLE, 0))
 #: Ops with kernels for compute capability 8.0 and later.
 SMALL = (
     "all_gather", "all_reduce", "all_to_all", "decode_merge", "flash_decode", "moe_route",
@@ -33,33 +37,31 @@ SMALL = (
 def of_ops():
     """Of all ops of the library."""
     names = {name.removeprefix("jflux_") for name, _, _ in _native.lib.targets()}
-    return {name: _native.lib.least_arch(name) for name in names | set(all_ops()) | set(SMALL)}
+    return {name: _native.lib.gpus(name) for name in names | set(all_ops()) | set(SMALL)}
 
 
 def test_each_op_says_which_gpus_its_kernels_are_for():
-    least = of_ops()
-    assert {name for name, arch in least.items() if arch == PORTABLE} == set(SMALL)
-    hopper = {name for name, arch in least.items() if arch == HOPPER}
+    gpus = of_ops()
+    assert {name for name, of in gpus.items() if of == EVERY} == set(SMALL)
+    hopper = {name for name, of in gpus.items() if of == (HOPPER, HOPPER)}
     assert {"all_gather_matmul", "matmul_all_reduce", "grouped_matmul"} <= hopper
-    assert set(least.values()) <= {0, PORTABLE, HOPPER}
     # Whose kernels are their users'.
-    assert {name for name, arch in least.items() if arch == 0} <= {
-        "node_exchange", "module_call", "in_range",
-    }  # fmt: skip
+    assert {name for name, of in gpus.items() if of == USERS} == set(gpus) - hopper - set(SMALL)
+    assert set(gpus) - hopper - set(SMALL) <= {"node_exchange", "module_call", "in_range"}
     assert set(gpu_code.portable_ops()) <= set(SMALL)
 
 
 def test_the_choice():
-    why_not = gpu_code.why_not_least
-    for least in (0, PORTABLE, HOPPER):
+    why_not = gpu_code.why_not_of
+    for gpus in (USERS, EVERY, (HOPPER, HOPPER)):
         for unchecked in (False, True):
-            assert why_not(least, HOPPER, "an H100", unchecked) is None
-    assert why_not(HOPPER, PORTABLE, "an A100", True) == (
+            assert why_not(gpus, HOPPER, "an H100", unchecked) is None
+    assert why_not((HOPPER, HOPPER), PORTABLE, "an A100", True) == (
         "its kernels are for compute capability 9.0 (H100, H200), not for an A100"
     )
-    for least in (0, PORTABLE):
-        assert why_not(least, PORTABLE, "a B200", True) is None
-        assert "have not been checked there" in why_not(least, PORTABLE, "a B200", False)
+    for gpus in (USERS, EVERY):
+        assert why_not(gpus, PORTABLE, "a B200", True) is None
+        assert "have not been checked there" in why_not(gpus, PORTABLE, "a B200", False)
 
 
 def test_the_code_of_a_gpu_that_is_not_here():
@@ -89,7 +91,7 @@ def gpus(monkeypatch):
             return archs[ordinal]
 
         lib = types.SimpleNamespace(
-            built_with_cuda=lambda: True, cuda_arch=cuda_arch, least_arch=_native.lib.least_arch
+            built_with_cuda=lambda: True, cuda_arch=cuda_arch, gpus=_native.lib.gpus
         )
         monkeypatch.setattr(_native, "lib", lib)
         monkeypatch.setattr(_heap, "lib", lib)
@@ -122,26 +124,29 @@ def test_local_ops(gpus, unchecked):
     few, many = (
         routing.Params(num_experts=experts, capacity=-1) for experts in (64, routing._MOST_EXPERTS)
     )
-    rules = local_ops.LocalRules(
-        name="moe_route", result_shapes=None, reference=None, why_not=routing._why_not,
-        why_not_portable=routing._why_not_portable, attributes=None, batch=None,
-        checked_on_gpus=True,
+
+    def plan_of(form, params):
+        return choose([form], Call([x], params), Machine("cuda"))[0]
+
+    route = local_ops.kernel(
+        "moe_route", why_not=routing._why_not, why_not_portable=routing._why_not_portable,
+        attributes=None, checked_on_gpus=True,
     )  # fmt: skip
-    product = dataclasses.replace(
-        rules, name="grouped_matmul", why_not_portable=local_ops._takes_all
+    product = local_ops.kernel(
+        "grouped_matmul", why_not=routing._why_not, attributes=None, checked_on_gpus=True
     )
     with jflux.config(unchecked_kernels=unchecked):
         gpus(["9.0"], [90])
         for params in (few, many):
-            assert local_ops.plan_call(rules, [x], params, "cuda").path == "fused"
+            assert plan_of(route, params).path == "fused"
         gpus(["12.0"], [80])
-        plan = local_ops.plan_call(rules, [x], few, "cuda")
+        plan = plan_of(route, few)
         assert (plan.path == "fused") == unchecked
         assert unchecked or "compiled for a GPU and have not been checked" in plan.reason
-        plan = local_ops.plan_call(rules, [x], many, "cuda")
+        plan = plan_of(route, many)
         assert plan.path == "reference" and plan.unsupported
         assert not unchecked or "the kernel takes up to 720 on GPUs other" in plan.reason
-        plan = local_ops.plan_call(product, [x], few, "cuda")
+        plan = plan_of(product, few)
         assert "kernels are for compute capability 9.0" in plan.reason and plan.unsupported
 
 
@@ -150,12 +155,12 @@ def calls_on(arch, monkeypatch, f, *args):
     machine = Machine("cuda", sm_count=108, link_gbps=250, device_kind="an A100", arch=arch)
     found = []
 
-    def plan_call(rules, avals, avals_out, params, platform, mesh):
-        if why := machine.why_no_kernel(rules.name):
-            found.append((rules.name, plans.unsupported(why)))
+    def plan_call(op, avals, avals_out, params, platform, mesh):
+        if why := machine.why_no_kernel(op.name):
+            found.append((op.name, plans.unsupported(why)))
         else:
-            found.append((rules.name, rules.plan(avals, params, machine)))
-        return plans.reference("planned"), None
+            found.append((op.name, op.plan(avals, params, machine)))
+        return primitives.Planned(plans.reference("planned"))
 
     monkeypatch.setattr(primitives, "plan_call", plan_call)
     jax.clear_caches()
@@ -207,15 +212,6 @@ def test_what_the_doctor_says():
 
 # ---- What is compiled ----------------------------------------------------------------------------
 
-SOURCES = ROOT / "cc"
-
-
-@pytest.mark.parametrize("entry", sorted(SOURCES.glob("ops/*/*_ffi.cc")), ids=lambda p: p.stem)
-def test_files_are_named_after_what_their_op_declares(entry):
-    """CMakeLists.txt and tools/cuda.bzl compile *_sm90.cu for Hopper alone."""
-    for_hopper = {f.stem.endswith("_sm90") for f in entry.parent.glob("*.cu")}
-    assert for_hopper == {"kPortableArch" not in entry.read_text()}
-
 
 def symbols(library, arch):
     """Sources that functions of the library's code for `arch` come from, and all functions."""
@@ -223,7 +219,8 @@ def symbols(library, arch):
         ["cuobjdump", "--dump-elf-symbols", "-arch", arch, library],
         check=True, capture_output=True, text=True,
     ).stdout  # fmt: skip
-    functions = re.findall(r"^FUNC .* ENTRY +(\S+)$", listed, re.M)
+    # FUNC and ENTRY of CUDA 13 are STT_FUNC and STO_ENTRY of CUDA 12.
+    functions = re.findall(r"^(?:STT_)?FUNC .*ENTRY +(\S+)$", listed, re.M)
     named = (re.search(r"_GLOBAL__N__[0-9a-f]+_\d+_(\w+?)_cu_", f) for f in functions)
     return {match[1] for match in named if match}, functions
 
@@ -232,9 +229,13 @@ def symbols(library, arch):
     not _native.lib.built_with_cuda() or shutil.which("cuobjdump") is None,
     reason="needs a build with CUDA, and cuobjdump",
 )
-def test_the_library_has_the_code_that_ops_declare():
+def test_the_library_has_the_code_that_ops_declare(tmp_path):
     library = pathlib.Path(_native.lib.__file__).with_name("libjflux_core.so")
-    portable = {f.stem for f in SOURCES.glob("ops/*/*.cu") if not f.stem.endswith("_sm90")}
+    files = subprocess.run(
+        [sys.executable, ROOT / "build_backend/kernel_files.py", "portable", tmp_path],
+        check=True, capture_output=True, text=True,
+    ).stdout.strip().split(";")  # fmt: skip
+    portable = {pathlib.Path(f).stem for f in files if "/cc/ops/" in f}
     for arch in ("sm_80", "sm_90a"):
         sources, functions = symbols(library, arch)
         assert portable <= sources

@@ -101,7 +101,7 @@ def _on_gpus(call, mesh):
         call.out_dtype,
     )  # fmt: skip
     arrays = [jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for a in operands(call, mesh, "tp")]
-    plan = matmul_all_to_all._plan(arrays, params, GPU)
+    plan = matmul_all_to_all._op.plan(arrays, params, GPU)
     if plan.path == Path.DECOMPOSED:
         return plan, None
     return plan, matmul_all_to_all._canonical(arrays, params, GPU)

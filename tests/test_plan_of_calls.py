@@ -1,7 +1,6 @@
 """Plans are pure functions of (call, machine, tuned entry): what GPUs would do, without one."""
 
 import dataclasses
-import functools
 import logging
 import pathlib
 import types
@@ -57,7 +56,7 @@ def gather(rows, n, k, ranks=TWO, dtype=jnp.bfloat16, **changes):
     out = np.dtype(changes.pop("out", dtype))
     params = all_gather_matmul.Params(("tp",), ranks, 0, ("y",), False, out, **changes)
     return (
-        all_gather_matmul._plan,
+        all_gather_matmul._op.plan,
         [_array((rows // ranks, k), dtype), _array((k, n), dtype)],
         params,
     )
@@ -65,32 +64,32 @@ def gather(rows, n, k, ranks=TWO, dtype=jnp.bfloat16, **changes):
 
 def scatter(rows, n, k, ranks=TWO, dtype=jnp.bfloat16, **changes):
     params = matmul_reduce_scatter.Params(("tp",), ranks, 0, False, np.dtype(dtype), **changes)
-    return matmul_reduce_scatter._plan, [_array((rows, k), dtype), _array((k, n), dtype)], params
+    return matmul_reduce_scatter._op.plan, [_array((rows, k), dtype), _array((k, n), dtype)], params
 
 
 def columns(rows, n, k, ranks=TWO, dtype=jnp.bfloat16, **changes):
     """matmul_all_to_all of so many rows of a rank."""
     out = np.dtype(changes.pop("out", dtype))
     params = matmul_all_to_all.Params(("tp",), ranks, 1, 0, False, out, **changes)
-    return matmul_all_to_all._plan, [_array((rows, k), dtype), _array((k, n), dtype)], params
+    return matmul_all_to_all._op.plan, [_array((rows, k), dtype), _array((k, n), dtype)], params
 
 
 def summed(rows, n, k, ranks=TWO, dtype=jnp.bfloat16, **changes):
     """matmul_all_reduce."""
     sums = all_reduce.Params(("tp",), ranks, None)
     params = matmul_all_reduce.Params(sums, False, np.dtype(dtype), None, **changes)
-    return matmul_all_reduce._plan, [_array((rows, k), dtype), _array((k, n), dtype)], params
+    return matmul_all_reduce._op.plan, [_array((rows, k), dtype), _array((k, n), dtype)], params
 
 
 def reduced(elements, ranks=TWO, dtype=jnp.bfloat16, algorithm=None):
     params = all_reduce.Params(("tp",), ranks, algorithm)
-    return all_reduce._plan, [_array((elements,), dtype)], params
+    return all_reduce._op.plan, [_array((elements,), dtype)], params
 
 
 def gathered(elements, ranks=TWO, dtype=jnp.bfloat16):
     params = exchange.Params(("tp",), ranks, None, 0)
     return (
-        functools.partial(exchange._plan, kind="all_gather"),
+        exchange._ops["all_gather"].plan,
         [_array((elements,), dtype)],
         params,
     )
@@ -201,7 +200,7 @@ def test_calls_that_are_padded_are_planned_by_the_sizes_that_the_kernel_sees(cal
 def test_leading_rows_are_planned_in_rank_order():
     params = matmul_reduce_scatter.Params(("tp",), 2, 1, False, np.dtype(jnp.bfloat16))
     arrays = [_array((64, 48, 1024)), _array((1024, 2048))]
-    plan = matmul_reduce_scatter._plan(arrays, params, GPU)
+    plan = matmul_reduce_scatter._op.plan(arrays, params, GPU)
     assert plan.path == Path.FUSED and plan.key.rows == 64 * 48
 
 
@@ -360,7 +359,7 @@ def _rows_by_ranks():
     def is_merged(ranks, sequences):
         parts = _array((64 * sequences, 129), np.float32)
         params = decode_merge.Params(("cp",), ranks, False)
-        return decode_merge._plan([parts], params, GPU).path == Path.FUSED
+        return decode_merge._op.plan([parts], params, GPU).path == Path.FUSED
 
     def routed(tokens, experts, k):
         return [_array(s, np.int32) for s in ((experts + 1,), (tokens, k), (tokens * k,))]
@@ -371,7 +370,7 @@ def _rows_by_ranks():
         params = all_gather_grouped_matmul.Params(
             ("tp",), ranks, False, w.dtype, "silu", gated=True
         )
-        return all_gather_grouped_matmul.RULES.plan(arrays, params, machine)
+        return all_gather_grouped_matmul._op.plan(arrays, params, machine)
 
     def is_gathered(ranks, tokens):
         return gathered_tokens(ranks, tokens).path == Path.FUSED
@@ -384,7 +383,7 @@ def _rows_by_ranks():
         h, w = _array((2 * tokens, 14336 // ranks)), _array((8, 14336 // ranks, 4096))
         arrays = [h, w, _array((tokens, 2), np.float32), *routed(tokens, 8, 2)]
         params = grouped_matmul_reduce_scatter.Params(("tp",), ranks, False, w.dtype)
-        return grouped_matmul_reduce_scatter.RULES.plan(arrays, params, GPU).path == Path.FUSED
+        return grouped_matmul_reduce_scatter._op.plan(arrays, params, GPU).path == Path.FUSED
 
     def least(is_kernel, ranks):
         return next(t for t in (1 << i for i in range(5, 20)) if is_kernel(ranks, t))

@@ -148,7 +148,7 @@ def test_operands_as_gpus_are_given_them(sizes, transposed):
 
     def as_on_gpus(module, params, operands):
         machine = Machine("cuda", sm_count=132, link_gbps=320)
-        assert module._plan(operands, params, machine).path == Path.FUSED
+        assert module._op.plan(operands, params, machine).path == Path.FUSED
         canonical = module._canonical(operands, params, machine)
         assert canonical is not None  # k = 9 and n = 12 are not whole vectors
         return canonical(*operands)

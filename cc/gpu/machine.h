@@ -37,6 +37,14 @@ inline constexpr int32_t kMostSms = 144;
 // loop (gpu/gemm_sm90.cuh) exists for sm_90a alone.
 inline constexpr int32_t kPortableArch = 80, kHopperArch = 90;
 
+// The GPUs that kernels are for, by the architecture of the code that they run.
+struct Gpus {
+  int32_t from, to;
+
+  bool Has(int32_t arch) const { return from <= arch && arch <= to; }
+};
+inline constexpr Gpus kHopper{kHopperArch, kHopperArch}, kPortable{kPortableArch, INT32_MAX};
+
 struct Machine {
   int32_t sm_count;      // 0: the CPU back end
   double link_gbps = 0;  // of the slowest link, as the probe found it; 0: unknown, as the reference

@@ -7,7 +7,8 @@
 //   kMayLendStage     whether tiles may lend a stage (gpu/gemm_smem.cuh)
 //
 // Kernels are compiled where GemmFamily is instantiated: in the op's own file; or, for an op that
-// takes minutes, in one file for each type and layout, and the op's header says `extern template`.
+// takes minutes, in a file for each INSTANCE of its row in cc/ops/registry.cc, which the build
+// writes, and the op's header says JFLUX_INSTANCES_APART.
 #ifndef JFLUX_RUNTIME_GEMM_INSTANCES_CUDA_H_
 #define JFLUX_RUNTIME_GEMM_INSTANCES_CUDA_H_
 
@@ -93,16 +94,17 @@ struct LaunchInstance {
   }
 };
 
-// The kernels for one type and layout of w.
-template <typename Instances, typename T, bool kTransposeRhs>
+// The kernels for one format and layout of w.
+template <typename Instances, DType kFormat, bool kTransposeRhs>
 struct GemmFamily {
+  using T = CudaType<kFormat>;
   static bool Load(std::string* error);
   // False, and nothing said, if there is no kernel for the choice.
   static bool Launch(const GemmChoice& choice, const LaunchInstance<Instances>& launch);
 };
 
-template <typename Instances, typename T, bool kTransposeRhs>
-bool GemmFamily<Instances, T, kTransposeRhs>::Load(std::string* error) {
+template <typename Instances, DType kFormat, bool kTransposeRhs>
+bool GemmFamily<Instances, kFormat, kTransposeRhs>::Load(std::string* error) {
   for (const GemmChoice& c : kCompiled) {
     if (!WithTile<T, kTransposeRhs, Instances::kMayLendStage>(c, LoadInstance<Instances>{error})) {
       return false;
@@ -111,9 +113,9 @@ bool GemmFamily<Instances, T, kTransposeRhs>::Load(std::string* error) {
   return true;
 }
 
-template <typename Instances, typename T, bool kTransposeRhs>
-bool GemmFamily<Instances, T, kTransposeRhs>::Launch(const GemmChoice& choice,
-                                                     const LaunchInstance<Instances>& launch) {
+template <typename Instances, DType kFormat, bool kTransposeRhs>
+bool GemmFamily<Instances, kFormat, kTransposeRhs>::Launch(
+    const GemmChoice& choice, const LaunchInstance<Instances>& launch) {
   return WithTile<T, kTransposeRhs, Instances::kMayLendStage>(choice, launch);
 }
 
@@ -121,9 +123,8 @@ template <typename Instances>
 bool LoadGemmInstances(std::string* error) {
   return ForFormats(Instances::kFormats.operands, [&](DType dtype) {
     return WithFormat<Instances::kFormats.operands>(dtype, [&](auto format) {
-      using T = CudaType<format>;
-      return GemmFamily<Instances, T, false>::Load(error) &&
-             GemmFamily<Instances, T, true>::Load(error);
+      return GemmFamily<Instances, format(), false>::Load(error) &&
+             GemmFamily<Instances, format(), true>::Load(error);
     });
   });
 }
@@ -135,11 +136,17 @@ bool LaunchGemmInstance(DType dtype, bool transpose_rhs, const GemmChoice& choic
            std::to_string(choice.cluster_m) + " and k in " + std::to_string(choice.splits);
   const LaunchInstance<Instances> launch{args, num_tiles, sm_count, choice.splits, stream, error};
   return WithFormat<Instances::kFormats.operands>(dtype, [&](auto format) {
-    using T = CudaType<format>;
-    return transpose_rhs ? GemmFamily<Instances, T, true>::Launch(choice, launch)
-                         : GemmFamily<Instances, T, false>::Launch(choice, launch);
+    return transpose_rhs ? GemmFamily<Instances, format(), true>::Launch(choice, launch)
+                         : GemmFamily<Instances, format(), false>::Launch(choice, launch);
   });
 }
+
+// The files of an op's instances have its kernels, and no other file.
+#define JFLUX_INSTANCES_APART(Instances)                             \
+  extern template struct GemmFamily<Instances, DType::kF16, false>;  \
+  extern template struct GemmFamily<Instances, DType::kF16, true>;   \
+  extern template struct GemmFamily<Instances, DType::kBF16, false>; \
+  extern template struct GemmFamily<Instances, DType::kBF16, true>
 
 // The tensor map of w as LoadB (gpu/load_rhs_sm90.cuh) reads it. `halves`: w is half of a tile's
 // columns.

@@ -2,8 +2,8 @@
 
 Kernels are compiled for two architectures (cc/gpu/machine.h): sm_90a, and, where they need nothing
 that Hopper alone has, sm_80 with its PTX. A GPU of compute capability 9.0 runs the first; 8.x runs
-the second, and so does 10.0 and later, whose driver compiles the PTX. An op's entry in C++ has the
-least architecture that its kernels exist for (cc/runtime/op.h).
+the second, and so does 10.0 and later, whose driver compiles the PTX. The table of ops says which
+GPUs an op's kernels are for (cc/ops/registry.cc).
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ PORTABLE: int = _native.PORTABLE_ARCH
 PORTABLE_IS_CHECKED = False
 
 
-def why_not_least(least_arch: int, arch: int, gpu: str, unchecked: bool) -> str | None:
+def why_not_of(gpus: tuple[int, int], arch: int, gpu: str, unchecked: bool) -> str | None:
     """Why a GPU runs no kernel of an op, or None.
 
     Args:
-      least_arch: that the op's kernels are compiled for; 0: they are compiled by its user.
+      gpus: the first and the last architecture that the op's kernels are for.
       arch: of the code that the GPU runs.
       gpu: its name, for messages.
       unchecked: whether portable code is taken before it has been checked on a GPU.
     """
     if arch >= HOPPER:
         return None
-    if least_arch > arch:
+    if not gpus[0] <= arch <= gpus[1]:
         return f"its kernels are for compute capability 9.0 (H100, H200), not for {gpu}"
     if not unchecked:
         return (
@@ -45,11 +45,11 @@ def why_not_least(least_arch: int, arch: int, gpu: str, unchecked: bool) -> str 
 
 
 def why_not(op: str, arch: int, gpu: str) -> str | None:
-    """:func:`why_not_least` of an op by its name, as jflux is configured."""
+    """:func:`why_not_of` of an op by its name, as jflux is configured."""
     if arch >= HOPPER:
         return None
     unchecked = PORTABLE_IS_CHECKED or _config.config.unchecked_kernels
-    return why_not_least(_native.lib.least_arch(op), arch, gpu or "this GPU", unchecked)
+    return why_not_of(_native.lib.gpus(op), arch, gpu or "this GPU", unchecked)
 
 
 def arch_of(capability: str | None) -> int:
@@ -99,7 +99,7 @@ def gpu_here() -> str:
 def portable_ops() -> list[str]:
     """Names of the ops whose kernels have portable code."""
     names = {name.removeprefix("jflux_") for name, _, _ in _native.lib.targets()}
-    return sorted(name for name in names if _native.lib.least_arch(name) == PORTABLE)
+    return sorted(name for name in names if _native.lib.gpus(name)[0] == PORTABLE)
 
 
 def report(arch: int, gpus: str, portable: list[str], taken: bool) -> list[str]:

@@ -153,11 +153,10 @@ def _say_what_is_repeated(
     under automatic sharding does not say how x is split, so it may be meant so."""
     named = {n for spec in specs.values() for e in spec if e is not None for n in as_tuple(e)}
     lead = (*specs["x"], *[None] * x.ndim)[: x.ndim - 1]
-    parts = [math.prod(mesh.shape.get(n, 1) for n in as_tuple(e)) if e else 1 for e in lead]
     free = [
-        size // part
-        for size, part in zip(x.shape, parts, strict=False)
-        if part == 1 or len(lead) == 1  # rows of a matrix; a sequence beside a batch stays as it is
+        size // math.prod(mesh.shape.get(n, 1) for n in as_tuple(entry or ()))
+        for size, entry in zip(x.shape, lead, strict=False)
+        if not entry or len(lead) == 1  # rows of a matrix; a sequence beside a batch stays as it is
     ]
     repeated = [
         axis

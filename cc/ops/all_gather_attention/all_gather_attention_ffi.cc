@@ -133,20 +133,8 @@ XLA_FFI_DEFINE_HANDLER(kCuda, Cuda, Bindings(BindCuda()), {ffi::Traits::kCmdBuff
 // Listed in cc/ops/registry.cc.
 extern const Op kAllGatherAttentionOp;
 const Op kAllGatherAttentionOp = {
-    kAllGatherAttentionId,
-    "all_gather_attention",
-    kCpu,
-#ifdef JFLUX_WITH_CUDA
-    kCuda,
-    LoadAllGatherAttentionKernels,
-#else
-    nullptr,
-    nullptr,
-#endif
-    /*most_splits=*/1,
-    PlanAllGatherAttention,
-    kAllGatherAttentionCpuFormats,
-    kFlashAttentionFormats,
-};
+    kAllGatherAttentionId, "all_gather_attention",        kCpu,
+    JFLUX_IF_CUDA(kCuda),  kAllGatherAttentionCpuFormats, kFlashAttentionFormats,
+    PlanAllGatherAttention};
 
 }  // namespace jflux

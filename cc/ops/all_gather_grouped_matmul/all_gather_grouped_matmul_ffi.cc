@@ -198,20 +198,7 @@ XLA_FFI_DEFINE_HANDLER(kCuda, Cuda, Bindings(BindCuda()), {ffi::Traits::kCmdBuff
 // Listed in cc/ops/registry.cc.
 extern const Op kAllGatherGroupedMatmulOp;
 const Op kAllGatherGroupedMatmulOp = {
-    kAllGatherGroupedMatmulId,
-    "all_gather_grouped_matmul",
-    kCpu,
-#ifdef JFLUX_WITH_CUDA
-    kCuda,
-    LoadAllGatherGroupedMatmulKernels,
-#else
-    nullptr,
-    nullptr,
-#endif
-    /*most_splits=*/1,
-    PlanAllGatherGroupedMatmul,
-    kCpuFormats,
-    kGroupedFormats,
-};
+    kAllGatherGroupedMatmulId, "all_gather_grouped_matmul", kCpu, JFLUX_IF_CUDA(kCuda), kCpuFormats,
+    kGroupedFormats,           PlanAllGatherGroupedMatmul};
 
 }  // namespace jflux

@@ -193,21 +193,13 @@ XLA_FFI_DEFINE_HANDLER(kCuda, Cuda, Bindings(BindCuda()), {ffi::Traits::kCmdBuff
 
 // Listed in cc/ops/registry.cc.
 extern const Op kAllGatherMatmulOp;
-const Op kAllGatherMatmulOp = {
-    kAllGatherMatmulId,
-    "all_gather_matmul",
-    kCpu,
-#ifdef JFLUX_WITH_CUDA
-    kCuda,
-    LoadAllGatherMatmulKernels,
-#else
-    nullptr,
-    nullptr,
-#endif
-    /*most_splits=*/kGatherSplits,
-    PlanAllGatherMatmul,
-    kCpuFormats,
-    kAllGatherMatmulFormats,
-};
+const Op kAllGatherMatmulOp = {kAllGatherMatmulId,
+                               "all_gather_matmul",
+                               kCpu,
+                               JFLUX_IF_CUDA(kCuda),
+                               kCpuFormats,
+                               kAllGatherMatmulFormats,
+                               PlanAllGatherMatmul,
+                               /*most_splits=*/kGatherSplits};
 
 }  // namespace jflux

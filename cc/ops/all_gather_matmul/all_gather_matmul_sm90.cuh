@@ -318,10 +318,8 @@ struct AllGatherMatmulInstances {
   }
 };
 
-extern template struct GemmFamily<AllGatherMatmulInstances, __half, false>;
-extern template struct GemmFamily<AllGatherMatmulInstances, __half, true>;
-extern template struct GemmFamily<AllGatherMatmulInstances, __nv_bfloat16, false>;
-extern template struct GemmFamily<AllGatherMatmulInstances, __nv_bfloat16, true>;
+// They take as long to compile as the kernels of three other ops together.
+JFLUX_INSTANCES_APART(AllGatherMatmulInstances);
 
 }  // namespace jflux
 

@@ -177,24 +177,8 @@ constexpr Constant kConstants[] = {
 
 // Listed in cc/ops/registry.cc.
 extern const Op kAllReduceOp;
-const Op kAllReduceOp = {
-    kAllReduceId,
-    "all_reduce",
-    kCpu,
-#ifdef JFLUX_WITH_CUDA
-    kCuda,
-    LoadAllReduceKernels,
-#else
-    nullptr,
-    nullptr,
-#endif
-    /*most_splits=*/1,
-    PlanAllReduce,
-    kAllReduceFormats,
-    kAllReduceFormats,
-    kConstants,
-    /*arguments=*/nullptr,
-    kPortableArch,
-};
+const Op kAllReduceOp = {kAllReduceId,         "all_reduce",      kCpu,
+                         JFLUX_IF_CUDA(kCuda), kAllReduceFormats, kAllReduceFormats,
+                         PlanAllReduce,        /*most_splits=*/1, kConstants};
 
 }  // namespace jflux

@@ -161,21 +161,8 @@ XLA_FFI_DEFINE_HANDLER(kCuda, Cuda, Bindings(BindCuda()), {ffi::Traits::kCmdBuff
 
 // Listed in cc/ops/registry.cc.
 extern const Op kAllToAllMatmulOp;
-const Op kAllToAllMatmulOp = {
-    kAllToAllMatmulId,
-    "all_to_all_matmul",
-    kCpu,
-#ifdef JFLUX_WITH_CUDA
-    kCuda,
-    LoadAllToAllMatmulKernels,
-#else
-    nullptr,
-    nullptr,
-#endif
-    /*most_splits=*/1,
-    PlanAllToAllMatmul,
-    kCpuFormats,
-    kAllToAllMatmulFormats,
-};
+const Op kAllToAllMatmulOp = {kAllToAllMatmulId,    "all_to_all_matmul", kCpu,
+                              JFLUX_IF_CUDA(kCuda), kCpuFormats,         kAllToAllMatmulFormats,
+                              PlanAllToAllMatmul};
 
 }  // namespace jflux

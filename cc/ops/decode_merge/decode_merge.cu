@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kThreads, kPacketCtasPerSm)
 
 }  // namespace
 
-bool LoadDecodeMergeKernel(std::string* error) {
+bool LoadDecodeMergeKernels(std::string* error) {
   return LoadKernel(reinterpret_cast<const void*>(&DecodeMergeKernel), 0, error);
 }
 

@@ -62,7 +62,7 @@ bool LaunchDecodeMerge(const DecodeMergeParams& params, const DecodeMergeArrays&
                        cudaStream_t stream, std::string* error);
 
 // Loads the kernel on the current device.
-bool LoadDecodeMergeKernel(std::string* error);
+bool LoadDecodeMergeKernels(std::string* error);
 
 }  // namespace jflux
 

@@ -82,27 +82,14 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Dictionary attributes
       });
 }
 XLA_FFI_DEFINE_HANDLER(kCuda, Cuda, Bindings(BindCuda()), {ffi::Traits::kCmdBufferCompatible});
-bool (*const kLoadKernels)(std::string* error) = LoadDecodeMergeKernel;
-#else
-constexpr XLA_FFI_Handler* kCuda = nullptr;
-constexpr bool (*kLoadKernels)(std::string* error) = nullptr;
 #endif
 
 }  // namespace
 
 // Listed in cc/ops/registry.cc.
 extern const Op kDecodeMergeOp;
-const Op kDecodeMergeOp = {kDecodeMergeId,
-                           "decode_merge",
-                           kCpu,
-                           kCuda,
-                           kLoadKernels,
-                           /*most_splits=*/1,
-                           PlanDecodeMerge,
-                           kDecodeMergeFormats,
-                           kDecodeMergeFormats,
-                           /*constants=*/nullptr,
-                           /*arguments=*/nullptr,
-                           kPortableArch};
+const Op kDecodeMergeOp = {kDecodeMergeId,       "decode_merge",      kCpu,
+                           JFLUX_IF_CUDA(kCuda), kDecodeMergeFormats, kDecodeMergeFormats,
+                           PlanDecodeMerge};
 
 }  // namespace jflux

@@ -115,38 +115,18 @@ XLA_FFI_DEFINE_HANDLER(kAllToAllCuda, Cuda<kAllToAllId>, Bindings(BindCuda()),
                        {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kReduceScatterCuda, Cuda<kReduceScatterId>, Bindings(BindCuda()),
                        {ffi::Traits::kCmdBufferCompatible});
-bool (*const kLoadKernels)(std::string* error) = LoadExchangeKernels;
-#else
-constexpr XLA_FFI_Handler* kAllGatherCuda = nullptr;
-constexpr XLA_FFI_Handler* kAllToAllCuda = nullptr;
-constexpr XLA_FFI_Handler* kReduceScatterCuda = nullptr;
-constexpr bool (*kLoadKernels)(std::string* error) = nullptr;
 #endif
 
 }  // namespace
 
-// Listed in cc/ops/registry.cc. The first one loads the kernels of all.
+// Listed in cc/ops/registry.cc.
 extern const Op kAllGatherOp, kAllToAllOp, kReduceScatterOp;
-constexpr Op ExchangeOp(OpId id, const char* name, XLA_FFI_Handler* cpu, XLA_FFI_Handler* cuda,
-                        bool (*load_kernels)(std::string* error), OpFormats formats) {
-  return {id,
-          name,
-          cpu,
-          cuda,
-          load_kernels,
-          /*most_splits=*/1,
-          PlanExchange,
-          formats,
-          formats,
-          /*constants=*/nullptr,
-          /*arguments=*/nullptr,
-          kPortableArch};
-}
-const Op kAllGatherOp = ExchangeOp(kAllGatherId, "all_gather", kAllGatherCpu, kAllGatherCuda,
-                                   kLoadKernels, kMovesBytes);
-const Op kAllToAllOp =
-    ExchangeOp(kAllToAllId, "all_to_all", kAllToAllCpu, kAllToAllCuda, nullptr, kMovesBytes);
-const Op kReduceScatterOp = ExchangeOp(kReduceScatterId, "reduce_scatter", kReduceScatterCpu,
-                                       kReduceScatterCuda, nullptr, kExchangeFormats);
+const Op kAllGatherOp = {kAllGatherId, "all_gather", kAllGatherCpu, JFLUX_IF_CUDA(kAllGatherCuda),
+                         kMovesBytes,  kMovesBytes,  PlanExchange};
+const Op kAllToAllOp = {kAllToAllId, "all_to_all", kAllToAllCpu, JFLUX_IF_CUDA(kAllToAllCuda),
+                        kMovesBytes, kMovesBytes,  PlanExchange};
+const Op kReduceScatterOp = {
+    kReduceScatterId, "reduce_scatter", kReduceScatterCpu, JFLUX_IF_CUDA(kReduceScatterCuda),
+    kExchangeFormats, kExchangeFormats, PlanExchange};
 
 }  // namespace jflux

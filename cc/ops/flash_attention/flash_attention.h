@@ -122,9 +122,8 @@ bool LaunchFlashAttentionBackward(const FlashAttentionParams& params,
                                   const FlashAttentionArrays& arrays, cudaStream_t stream,
                                   std::string* error);
 
-// Load the kernels of each on the current device.
-bool LoadFlashAttention(std::string* error);
-bool LoadFlashAttentionBackward(std::string* error);
+// Loads the kernels of both on the current device.
+bool LoadFlashAttentionKernels(std::string* error);
 
 }  // namespace jflux
 

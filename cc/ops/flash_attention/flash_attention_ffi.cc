@@ -3,7 +3,7 @@
 
 #include "ops/flash_attention/flash_attention_operands.h"
 #include "runtime/ffi.h"
-#include "runtime/local_op.h"
+#include "runtime/op.h"
 
 #ifdef JFLUX_WITH_CUDA
 #include "ops/flash_attention/flash_attention.h"
@@ -58,24 +58,11 @@ XLA_FFI_DEFINE_HANDLER(kBackward, Backward, BindLocalCuda().RemainingArgs().Rema
 }  // namespace
 
 // Listed in cc/ops/registry.cc.
-extern const LocalOp kFlashAttentionOp, kFlashAttentionBackwardOp;
-#ifdef JFLUX_WITH_CUDA
-const LocalOp kFlashAttentionOp = {
-    kFlashAttentionId,     "flash_attention", nullptr, kForward, LoadFlashAttention, {},
-    kFlashAttentionFormats};
-const LocalOp kFlashAttentionBackwardOp = {kFlashAttentionBackwardId,
-                                           "flash_attention_backward",
-                                           nullptr,
-                                           kBackward,
-                                           LoadFlashAttentionBackward,
-                                           {},
-                                           kFlashAttentionFormats};
-#else
-const LocalOp kFlashAttentionOp = {
-    kFlashAttentionId, "flash_attention", nullptr, nullptr, nullptr, {}, kFlashAttentionFormats};
-const LocalOp kFlashAttentionBackwardOp = {
-    kFlashAttentionBackwardId, "flash_attention_backward", nullptr, nullptr, nullptr, {},
-    kFlashAttentionFormats};
-#endif
+extern const Op kFlashAttentionOp, kFlashAttentionBackwardOp;
+const Op kFlashAttentionOp = {kFlashAttentionId,       "flash_attention", /*cpu=*/nullptr,
+                              JFLUX_IF_CUDA(kForward), OpFormats{},       kFlashAttentionFormats};
+const Op kFlashAttentionBackwardOp = {
+    kFlashAttentionBackwardId, "flash_attention_backward",
+    /*cpu=*/nullptr,           JFLUX_IF_CUDA(kBackward),   OpFormats{}, kFlashAttentionFormats};
 
 }  // namespace jflux

@@ -7,7 +7,7 @@
 #include "ops/flash_decode/flash_decode.h"
 #include "runtime/fault.h"
 #include "runtime/ffi.h"
-#include "runtime/local_op.h"
+#include "runtime/op.h"
 
 #ifdef JFLUX_WITH_CUDA
 #include "runtime/local_cuda_call.h"
@@ -161,15 +161,8 @@ XLA_FFI_DEFINE_HANDLER(kCuda, Cuda, BindLocalCuda().RemainingArgs().RemainingRet
 }  // namespace
 
 // Listed in cc/ops/registry.cc.
-extern const LocalOp kFlashDecodeOp;
-#ifdef JFLUX_WITH_CUDA
-const LocalOp kFlashDecodeOp = {
-    kFlashDecodeId,      "flash_decode", kCheckOnCpu, kCuda, LoadFlashDecodeKernels, {},
-    kFlashDecodeFormats, kPortableArch};
-#else
-const LocalOp kFlashDecodeOp = {
-    kFlashDecodeId,      "flash_decode", kCheckOnCpu, nullptr, nullptr, {},
-    kFlashDecodeFormats, kPortableArch};
-#endif
+extern const Op kFlashDecodeOp;
+const Op kFlashDecodeOp = {kFlashDecodeId,       "flash_decode", kCheckOnCpu,
+                           JFLUX_IF_CUDA(kCuda), OpFormats{},    kFlashDecodeFormats};
 
 }  // namespace jflux

@@ -5,7 +5,7 @@
 
 #include "ops/grouped_matmul/grouped_matmul.h"
 #include "runtime/ffi.h"
-#include "runtime/local_op.h"
+#include "runtime/op.h"
 
 #ifdef JFLUX_WITH_CUDA
 #include "runtime/local_cuda_call.h"
@@ -226,19 +226,10 @@ XLA_FFI_DEFINE_HANDLER(kDwCuda, DwCuda, DwBindings(BindLocalCuda()),
 }  // namespace
 
 // Listed in cc/ops/registry.cc.
-extern const LocalOp kGroupedMatmulOp, kGroupedMatmulDwOp;
-#ifdef JFLUX_WITH_CUDA
-const LocalOp kGroupedMatmulOp = {kGroupedMatmulId,         "grouped_matmul", kCpu,           kCuda,
-                                  LoadGroupedMatmulKernels, kCpuFormats,      kGroupedFormats};
-const LocalOp kGroupedMatmulDwOp = {
-    kGroupedMatmulDwId, "grouped_matmul_dw", kDwCpu, kDwCuda, nullptr,
-    kCpuFormats,        kGroupedFormats};
-#else
-const LocalOp kGroupedMatmulOp = {kGroupedMatmulId, "grouped_matmul", kCpu,           nullptr,
-                                  nullptr,          kCpuFormats,      kGroupedFormats};
-const LocalOp kGroupedMatmulDwOp = {
-    kGroupedMatmulDwId, "grouped_matmul_dw", kDwCpu, nullptr, nullptr,
-    kCpuFormats,        kGroupedFormats};
-#endif
+extern const Op kGroupedMatmulOp, kGroupedMatmulDwOp;
+const Op kGroupedMatmulOp = {kGroupedMatmulId,     "grouped_matmul", kCpu,
+                             JFLUX_IF_CUDA(kCuda), kCpuFormats,      kGroupedFormats};
+const Op kGroupedMatmulDwOp = {kGroupedMatmulDwId,     "grouped_matmul_dw", kDwCpu,
+                               JFLUX_IF_CUDA(kDwCuda), kCpuFormats,         kGroupedFormats};
 
 }  // namespace jflux

@@ -186,22 +186,14 @@ constexpr Constant kConstants[] = {
 
 // Listed in cc/ops/registry.cc.
 extern const Op kGroupedMatmulReduceScatterOp;
-const Op kGroupedMatmulReduceScatterOp = {
-    kGroupedMatmulReduceScatterId,
-    "grouped_matmul_reduce_scatter",
-    kCpu,
-#ifdef JFLUX_WITH_CUDA
-    kCuda,
-    LoadGroupedMatmulReduceScatterKernels,
-#else
-    nullptr,
-    nullptr,
-#endif
-    /*most_splits=*/1,
-    PlanGroupedMatmulReduceScatter,
-    kCpuFormats,
-    kGroupedFormats,
-    kConstants,
-};
+const Op kGroupedMatmulReduceScatterOp = {kGroupedMatmulReduceScatterId,
+                                          "grouped_matmul_reduce_scatter",
+                                          kCpu,
+                                          JFLUX_IF_CUDA(kCuda),
+                                          kCpuFormats,
+                                          kGroupedFormats,
+                                          PlanGroupedMatmulReduceScatter,
+                                          /*most_splits=*/1,
+                                          kConstants};
 
 }  // namespace jflux

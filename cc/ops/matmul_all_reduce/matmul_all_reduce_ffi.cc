@@ -136,21 +136,8 @@ XLA_FFI_DEFINE_HANDLER(kCuda, Cuda, Bindings(BindCuda()), {ffi::Traits::kCmdBuff
 
 // Listed in cc/ops/registry.cc.
 extern const Op kMatmulAllReduceOp;
-const Op kMatmulAllReduceOp = {
-    kMatmulAllReduceId,
-    "matmul_all_reduce",
-    kCpu,
-#ifdef JFLUX_WITH_CUDA
-    kCuda,
-    LoadMatmulAllReduceKernels,
-#else
-    nullptr,
-    nullptr,
-#endif
-    /*most_splits=*/1,
-    PlanMatmulAllReduce,
-    kCpuFormats,
-    kMatmulAllReduceFormats,
-};
+const Op kMatmulAllReduceOp = {kMatmulAllReduceId,   "matmul_all_reduce", kCpu,
+                               JFLUX_IF_CUDA(kCuda), kCpuFormats,         kMatmulAllReduceFormats,
+                               PlanMatmulAllReduce};
 
 }  // namespace jflux

@@ -136,21 +136,8 @@ XLA_FFI_DEFINE_HANDLER(kCuda, Cuda, Bindings(BindCuda()), {ffi::Traits::kCmdBuff
 
 // Listed in cc/ops/registry.cc.
 extern const Op kMatmulAllToAllOp;
-const Op kMatmulAllToAllOp = {
-    kMatmulAllToAllId,
-    "matmul_all_to_all",
-    kCpu,
-#ifdef JFLUX_WITH_CUDA
-    kCuda,
-    LoadMatmulAllToAllKernels,
-#else
-    nullptr,
-    nullptr,
-#endif
-    /*most_splits=*/1,
-    PlanMatmulAllToAll,
-    kCpuFormats,
-    kMatmulAllToAllFormats,
-};
+const Op kMatmulAllToAllOp = {kMatmulAllToAllId,    "matmul_all_to_all", kCpu,
+                              JFLUX_IF_CUDA(kCuda), kCpuFormats,         kMatmulAllToAllFormats,
+                              PlanMatmulAllToAll};
 
 }  // namespace jflux

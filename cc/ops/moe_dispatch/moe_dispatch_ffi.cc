@@ -306,22 +306,17 @@ XLA_FFI_DEFINE_HANDLER(kMoeDispatchCuda, DispatchOnCuda, DispatchBindings(BindCu
                        {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER(kMoeCombineCuda, CombineOnCuda, CombineBindings(BindCuda()),
                        {ffi::Traits::kCmdBufferCompatible});
-bool (*const kLoadKernels)(std::string* error) = LoadMoeDispatchKernels;
-#else
-constexpr XLA_FFI_Handler* kMoeDispatchCuda = nullptr;
-constexpr XLA_FFI_Handler* kMoeCombineCuda = nullptr;
-constexpr bool (*kLoadKernels)(std::string* error) = nullptr;
 #endif
 
 }  // namespace
 
-// Listed in cc/ops/registry.cc. The first one loads the kernels of both.
+// Listed in cc/ops/registry.cc.
 extern const Op kMoeDispatchOp, kMoeCombineOp;
-const Op kMoeDispatchOp = {kMoeDispatchId,   "moe_dispatch", kMoeDispatchCpu,
-                           kMoeDispatchCuda, kLoadKernels,   /*most_splits=*/1,
-                           PlanMoeDispatch,  kMovesBytes,    kMovesBytes};
-const Op kMoeCombineOp = {kMoeCombineId,     "moe_combine",     kMoeCombineCpu, kMoeCombineCuda,
-                          nullptr,           /*most_splits=*/1, PlanMoeCombine, kMoeCombineFormats,
-                          kMoeCombineFormats};
+const Op kMoeDispatchOp = {
+    kMoeDispatchId, "moe_dispatch", kMoeDispatchCpu, JFLUX_IF_CUDA(kMoeDispatchCuda),
+    kMovesBytes,    kMovesBytes,    PlanMoeDispatch};
+const Op kMoeCombineOp = {
+    kMoeCombineId,      "moe_combine",      kMoeCombineCpu, JFLUX_IF_CUDA(kMoeCombineCuda),
+    kMoeCombineFormats, kMoeCombineFormats, PlanMoeCombine};
 
 }  // namespace jflux

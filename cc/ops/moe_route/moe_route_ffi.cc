@@ -5,7 +5,7 @@
 
 #include "ops/moe_route/moe_route.h"
 #include "runtime/ffi.h"
-#include "runtime/local_op.h"
+#include "runtime/op.h"
 
 #ifdef JFLUX_WITH_CUDA
 #include "runtime/local_cuda_call.h"
@@ -89,14 +89,8 @@ XLA_FFI_DEFINE_HANDLER(kCuda, Cuda, Bindings(BindLocalCuda()), {ffi::Traits::kCm
 }  // namespace
 
 // Listed in cc/ops/registry.cc.
-extern const LocalOp kMoeRouteOp;
-#ifdef JFLUX_WITH_CUDA
-const LocalOp kMoeRouteOp = {
-    kMoeRouteId,      "moe_route",      kCpu,         kCuda, LoadMoeRouteKernels,
-    kMoeRouteFormats, kMoeRouteFormats, kPortableArch};
-#else
-const LocalOp kMoeRouteOp = {kMoeRouteId,      "moe_route",      kCpu,         nullptr, nullptr,
-                             kMoeRouteFormats, kMoeRouteFormats, kPortableArch};
-#endif
+extern const Op kMoeRouteOp;
+const Op kMoeRouteOp = {kMoeRouteId,          "moe_route",      kCpu,
+                        JFLUX_IF_CUDA(kCuda), kMoeRouteFormats, kMoeRouteFormats};
 
 }  // namespace jflux

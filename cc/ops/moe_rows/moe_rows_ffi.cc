@@ -5,7 +5,7 @@
 
 #include "ops/moe_rows/moe_rows.h"
 #include "runtime/ffi.h"
-#include "runtime/local_op.h"
+#include "runtime/op.h"
 
 #ifdef JFLUX_WITH_CUDA
 #include "runtime/local_cuda_call.h"
@@ -99,13 +99,8 @@ XLA_FFI_DEFINE_HANDLER(kCuda, Cuda,
 }  // namespace
 
 // Listed in cc/ops/registry.cc.
-extern const LocalOp kMoeRowsOp;
-#ifdef JFLUX_WITH_CUDA
-const LocalOp kMoeRowsOp = {kMoeRowsId,         "moe_rows", nullptr,         kCuda,
-                            LoadMoeRowsKernels, {},         kMoeRowsFormats, kPortableArch};
-#else
-const LocalOp kMoeRowsOp = {kMoeRowsId, "moe_rows", nullptr,         nullptr,
-                            nullptr,    {},         kMoeRowsFormats, kPortableArch};
-#endif
+extern const Op kMoeRowsOp;
+const Op kMoeRowsOp = {kMoeRowsId,           "moe_rows",  /*cpu=*/nullptr,
+                       JFLUX_IF_CUDA(kCuda), OpFormats{}, kMoeRowsFormats};
 
 }  // namespace jflux

@@ -158,10 +158,6 @@ ffi::Error Cuda(cudaStream_t stream, int32_t ordinal, ffi::Dictionary attributes
 
 XLA_FFI_DEFINE_HANDLER(kRaggedAllToAllCuda, Cuda, Bindings(BindCuda()),
                        {ffi::Traits::kCmdBufferCompatible});
-bool (*const kLoadKernels)(std::string* error) = LoadRaggedAllToAllKernels;
-#else
-constexpr XLA_FFI_Handler* kRaggedAllToAllCuda = nullptr;
-constexpr bool (*kLoadKernels)(std::string* error) = nullptr;
 #endif
 
 // moe_dispatch fails by a first offset of INT32_MIN and the number of slots that it may not drop
@@ -183,10 +179,16 @@ std::string Meaning(const Fault& fault) {
 
 // Listed in cc/ops/registry.cc.
 extern const Op kRaggedAllToAllOp;
-const Op kRaggedAllToAllOp = {
-    kRaggedAllToAllId,     "ragged_all_to_all", kRaggedAllToAllCpu, kRaggedAllToAllCuda,
-    kLoadKernels,
-    /*most_splits=*/1,     PlanRaggedAllToAll,  kMovesBytes,        kMovesBytes,
-    /*constants=*/nullptr, kRaggedArguments,    kPortableArch,      Meaning};
+const Op kRaggedAllToAllOp = {kRaggedAllToAllId,
+                              "ragged_all_to_all",
+                              kRaggedAllToAllCpu,
+                              JFLUX_IF_CUDA(kRaggedAllToAllCuda),
+                              kMovesBytes,
+                              kMovesBytes,
+                              PlanRaggedAllToAll,
+                              /*most_splits=*/1,
+                              /*constants=*/nullptr,
+                              kRaggedArguments,
+                              Meaning};
 
 }  // namespace jflux

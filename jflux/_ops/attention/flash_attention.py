@@ -16,8 +16,9 @@ from jax.interpreters import ad
 
 from ... import _native
 from ..._call import derivatives, local_ops
+from ..._call.forms import Op, ShapeDtype
 from ..._call.plans import Arrays, Plan
-from ..._call.primitives import ShapeDtype
+from ..._call.primitives import make_primitive, plan_call
 from .._epilogue import sum_dtype
 from . import _blockwise
 from ._blockwise import NOWHERE, Positions, Scores
@@ -86,7 +87,7 @@ def backward(
 
 def plan(q: jax.Array, k: jax.Array, v: jax.Array, scores: Scores) -> Plan:
     """How a GPU would run the forward pass of these operands."""
-    return local_ops.plan_call(_FORWARD, (q, k, v), Params.of(scores, q.dtype), "cuda")
+    return plan_call(_FORWARD, (q, k, v), (), Params.of(scores, q.dtype), "cuda").plan
 
 
 # ---- Operands ------------------------------------------------------------------------------------
@@ -313,40 +314,39 @@ def _batch(primitive: Primitive, operands: Any, dims: Any, *, params: Params) ->
     return [a.reshape(size, -1, *a.shape[1:]) for a in results], [0] * len(results)
 
 
-def _rules(name: str, **others: Any) -> local_ops.LocalRules:
-    return local_ops.LocalRules(
-        name=name,
+def _op(name: str, prepare: Any, **others: Any) -> Op:
+    form = local_ops.kernel(
+        name,
         why_not=why_not,
-        attributes=attributes,
-        batch=_batch,
+        attributes=lambda arrays, params, plan: attributes(params),
         checked_on_gpus=True,
         on_cpus=False,
         is_optional=True,
-        **others,
+        prepare=prepare,
     )
+    return Op(name=name, forms=(form,), batch=_batch, is_local=True, **others)
 
 
-_FORWARD = _rules(
-    OP, result_shapes=_forward_shapes, reference=_forward_reference, prepare=_prepare_forward,
+_FORWARD = _op(
+    OP, _prepare_forward, result_shapes=_forward_shapes, reference=_forward_reference,
     flops=lambda arrays, params: _blockwise.pairs_flops(arrays[0], arrays[1].shape[1]),
 )  # fmt: skip
-_BACKWARD = _rules(
-    BACKWARD, result_shapes=_backward_shapes, reference=_backward_reference,
-    prepare=_prepare_backward,
+_BACKWARD = _op(
+    BACKWARD, _prepare_backward, result_shapes=_backward_shapes, reference=_backward_reference,
     flops=lambda arrays, params: _blockwise.pairs_flops(
         arrays[0], arrays[1].shape[1], _blockwise.BACKWARD_PRODUCTS
     ),
 )  # fmt: skip
-_forward, _backward = local_ops.make_primitive(_FORWARD), local_ops.make_primitive(_BACKWARD)
+_forward, _backward = make_primitive(_FORWARD), make_primitive(_BACKWARD)
 
 
-def _differentiate_reference(primitive: Primitive, rules: local_ops.LocalRules) -> None:
+def _differentiate_reference(primitive: Primitive, op: Op) -> None:
     """Derivatives by those of _blockwise.py. First gradients in reverse mode do not come here, as
     _split_sequence.py defines both passes."""
 
     def jvp(primals: Any, tangents: Any, *, params: Params) -> Any:
         def f(*arrays: jax.Array) -> list[jax.Array]:
-            return list(rules.reference(arrays, params))
+            return list(op.reference(arrays, params))
 
         return derivatives.jvp_of_moved(f, primals, tangents)
 

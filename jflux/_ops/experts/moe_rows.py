@@ -26,8 +26,9 @@ from jax.interpreters import ad
 
 from ... import _native
 from ..._call import local_ops
+from ..._call.forms import Op, ShapeDtype
 from ..._call.plans import Arrays
-from ..._call.primitives import ShapeDtype
+from ..._call.primitives import make_primitive
 from .. import _epilogue
 
 OP = "moe_rows"
@@ -125,17 +126,26 @@ def _batch(primitive: Any, operands: Any, dims: Any, *, params: Params) -> Any:
     return results, [0] * len(results)
 
 
-_primitive = local_ops.make_primitive(
-    local_ops.LocalRules(
+_primitive = make_primitive(
+    Op(
         name=OP,
         result_shapes=_shapes,
         reference=_reference,
-        why_not=_why_not,
-        attributes=lambda params: {"form": np.int64(_FORMS.index(params.result))},
+        forms=(
+            local_ops.kernel(
+                OP,
+                why_not=_why_not,
+                attributes=lambda arrays, params, plan: {
+                    "form": np.int64(_FORMS.index(params.result))
+                },
+                # Right, and slower than XLA in a dispatch (docs/experiments/0038).
+                checked_on_gpus=False,
+                on_cpus=False,
+                is_optional=True,
+            ),
+        ),
         batch=_batch,
-        checked_on_gpus=False,  # right, and slower than XLA in a dispatch (experiments/0038)
-        on_cpus=False,
-        is_optional=True,
+        is_local=True,
     )
 )
 

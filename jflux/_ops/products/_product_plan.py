@@ -1,7 +1,8 @@
-"""How a product of x and w is planned: its sizes, when the decomposed form is faster, and the plan.
+"""How a product of x and w is planned: its sizes, when the decomposed form is faster, and which
+form takes a call.
 
-An op's rule is ``plan_rule(sizes=..., unsupported=..., why_decomposed=...)``. A new reason to be
-decomposed goes to :func:`why_decomposed`, or to the op's own function that calls it.
+A new reason to be decomposed goes to :func:`why_decomposed`, or to the op's own function that calls
+it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import numpy as np
 
 from ... import _config, _native
 from ..._call import plans, tuning_tables
+from ..._call.forms import Call, WhyNot
 from ..._call.plans import Arrays, Machine, Plan
 from ..._native import TILE_ROWS, VECTOR_BYTES
 
@@ -187,20 +189,14 @@ def in_rank_order(sizes: Sizes) -> Sizes:
     return dataclasses.replace(sizes, outer=1, inner=sizes.outer * sizes.inner)
 
 
-class PlanFunction(Protocol):
-    """The same as `primitives.PlanRule`, which this module cannot import."""
-
-    def __call__(self, arrays: Arrays, params: Any, machine: Machine) -> Plan: ...
-
-
 class SizesRule(Protocol):
     """(operands' types, params) -> the product as its kernel sees it."""
 
     def __call__(self, arrays: Arrays, params: Any) -> Sizes: ...
 
 
-class DecomposedRule(Protocol):
-    """(operands' types, params, machine) -> why the decomposed form is faster on GPUs, or None."""
+class WhyRule(Protocol):
+    """(operands' types, params, machine) -> why another form takes the call, or None."""
 
     def __call__(self, arrays: Arrays, params: Any, machine: Machine) -> str | None: ...
 
@@ -211,35 +207,38 @@ class UnsupportedRule(Protocol):
     def __call__(self, arrays: Arrays, params: Any, platform: str) -> str | None: ...
 
 
-def plan_product(
-    sizes: Sizes,
+def why_slower(
     machine: Machine,
-    *,
     why: Callable[[], str | None],
     tuned: tuning_tables.Choice | str | None,
     kernel: str | None,
-    why_not: Callable[[], Plan | None] = lambda: None,
-) -> Plan:
-    """The plan of a product that kernels take: a pure function.
+) -> WhyNot | None:
+    """Why a product that a kernel takes is faster in other forms, or None.
 
     Args:
-      sizes: of the call.
-      machine: what it runs on.
-      why: () -> why the decomposed form is faster, by the heuristic; None if it is not.
+      why: () -> the same, by the heuristic for GPUs.
       tuned: what was measured for the call: a configuration, or "decomposed", or nothing.
       kernel: why the call takes the kernel whatever is faster, in words, or None.
-      why_not: () -> the plan of a call that the GPU kernel does not take, or None.
     """
     if kernel is None and tuned == tuning_tables.DECOMPOSED:
-        return plans.decomposed("measured to be faster: in a tuning table")
+        return WhyNot("measured to be faster: in a tuning table")
+    if machine.on_gpus and kernel is None and tuned is None and (reason := why()):
+        return WhyNot(reason)
+    return None
+
+
+def plan_kernel(
+    sizes: Sizes,
+    machine: Machine,
+    tuned: tuning_tables.Choice | str | None,
+    kernel: str | None,
+) -> Plan:
+    """The plan of a product that the kernel takes: a pure function. Arguments as in
+    :func:`why_slower`."""
     if not machine.on_gpus:
         words = kernel or "the CPU back end runs every call that it takes"
         native = machine.native_plan(sizes.op, sizes.native())
         return plans.fused(words, native, key=sizes.key)
-    if kernel is None and tuned is None and (reason := why()):
-        return plans.decomposed(reason)
-    if (other := why_not()) is not None:
-        return other
     call = sizes.native()
     if isinstance(tuned, tuning_tables.Choice):
         call |= dataclasses.asdict(tuned)
@@ -250,6 +249,11 @@ def plan_product(
     return plans.fused(f"{kernel}; {reason}" if kernel else reason, native, key=sizes.key)
 
 
+def tuned_for(sizes: Sizes, machine: Machine) -> tuning_tables.Choice | str | None:
+    """What was measured for a product on this machine."""
+    return tuning_tables.lookup(sizes.key, machine.device_kind if machine.on_gpus else "")
+
+
 def why_kernel(params: Any) -> str | None:
     """Why a call takes the kernel whatever is faster: it was planned before, or the user asks."""
     if params.prepared is not None:
@@ -257,38 +261,66 @@ def why_kernel(params: Any) -> str | None:
     return "jflux.config(always=True)" if _config.config.always else None
 
 
-def plan_rule(
-    *,
-    sizes: SizesRule,
-    unsupported: UnsupportedRule,
-    why_decomposed: DecomposedRule,
-    on_gpus: Callable[[Sizes], Sizes] = in_whole_vectors,
-) -> PlanFunction:
-    """The plan rule of a product, for `primitives.Rules`.
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """What the forms of a product ask of its op.
 
-    Args:
+    Attributes:
       sizes: of a call.
-      unsupported: why no kernel takes it.
+      unsupported: why neither the kernel nor other ops take it.
       why_decomposed: why the decomposed form is faster.
       on_gpus: the sizes of the call in the form that the op's `canonical` gives it on GPUs.
+      why_lax: why plain `lax` takes a call, as is expected.
+      why_no_kernel: why the kernel does not take a call that other ops take.
     """
 
-    def plan(arrays: Arrays, params: Any, machine: Machine) -> Plan:
-        call = sizes(arrays, params)
+    sizes: SizesRule
+    unsupported: UnsupportedRule
+    why_decomposed: WhyRule
+    on_gpus: Callable[[Sizes], Sizes] = in_whole_vectors
+    why_lax: Callable[[Any], str | None] = lambda params: None
+    why_no_kernel: WhyRule = lambda arrays, params, machine: None
+
+    def kernel(self, call: Call, machine: Machine) -> Plan | WhyNot:
+        """Whether the kernel takes a call by ranks of one node."""
+        if not_ours := self.reference(call, machine):
+            return not_ours
+        arrays, params = call.arrays, call.params
+        if other := self.why_no_kernel(arrays, params, machine):
+            return WhyNot(other)
+        sizes, tuned, kernel = self._found(call, machine)
+        why = functools.partial(self.why_decomposed, arrays, params, machine)
+        return why_slower(machine, why, tuned, kernel) or plan_kernel(sizes, machine, tuned, kernel)
+
+    def decomposed(self, call: Call, machine: Machine) -> Plan | WhyNot:
+        """Whether XLA's product and others of jflux's ops take what the kernel does not."""
+        return self.reference(call, machine) or plans.decomposed("")
+
+    def reference(self, call: Call, machine: Machine) -> WhyNot | None:
+        """Why plain `lax` takes a call, or None. If it takes it inside nodes, it takes all of
+        it."""
+        if call.levels is not None and call.levels.local == 1:
+            return None
+        call = call.inside
+        if why := self.why_lax(call.params):
+            return WhyNot(why)
+        if not (why := self.unsupported(call.arrays, call.params, machine.platform)):
+            return None
+        _, tuned, kernel = self._found(call, machine)
+        by_heuristic = (
+            machine.on_gpus
+            and tuned is None
+            and self.why_decomposed(call.arrays, call.params, machine) is not None
+        )
+        nobody_expects_it = tuned == tuning_tables.DECOMPOSED or by_heuristic
+        return WhyNot(why, unsupported=kernel is not None or not nobody_expects_it)
+
+    def _found(self, call: Call, machine: Machine) -> tuple[Sizes, Any, str | None]:
+        """(sizes, what was measured for them, why the call takes the kernel)."""
+        sizes = self.sizes(call.arrays, call.params)
         if machine.on_gpus:
-            call = on_gpus(call)
-
-        why = functools.partial(why_decomposed, arrays, params, machine)
-        tuned = tuning_tables.lookup(call.key, machine.device_kind if machine.on_gpus else "")
-        kernel = why_kernel(params)
-        if not_ours := unsupported(arrays, params, machine.platform):
-            by_heuristic = machine.on_gpus and tuned is None and why() is not None
-            if kernel is None and (tuned == tuning_tables.DECOMPOSED or by_heuristic):
-                return plans.reference(not_ours)  # nobody would expect the kernel
-            return plans.unsupported(not_ours)
-        return plan_product(call, machine, why=why, tuned=tuned, kernel=kernel)
-
-    return plan
+            sizes = self.on_gpus(sizes)
+        return sizes, tuned_for(sizes, machine), why_kernel(call.params)
 
 
 def attributes(sizes: Sizes, plan: Plan) -> dict[str, Any]:

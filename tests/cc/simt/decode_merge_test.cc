@@ -16,7 +16,7 @@ class DeviceCall : public DecodeMergeCall {
  public:
   using DecodeMergeCall::DecodeMergeCall;
   bool Launch(const CudaDevice& device, const SymmetricView& view, std::string* error) {
-    return LoadDecodeMergeKernel(error) &&
+    return LoadDecodeMergeKernels(error) &&
            LaunchDecodeMerge(p_, ArraysOf(view.rank), /*site=*/0, device, view, nullptr, error);
   }
 };
