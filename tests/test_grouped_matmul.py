@@ -586,7 +586,7 @@ def test_a_configuration_that_is_forced_on_all_products_is_for_those_that_have_i
     tile = (choice.tile_n, choice.cluster_m)
     has_it = tile in _native.GROUPED_TILES and not (gated and choice.tile_n % 128)
     assert tuple(forced) == (tile if has_it else ())
-    half = _native.DTYPES.index("bfloat16")
+    half = _native.dtype_number("bfloat16")
     call = {
         "world": 2, "tokens": 64, "choices": 1, "k": 64, "n": 64, "groups": 2, "dtype": half,
         "out_dtype": half, "transpose_rhs": 0, "gated": int(gated),

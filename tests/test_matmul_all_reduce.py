@@ -251,7 +251,7 @@ def test_which_calls_the_kernel_of_gpus_takes():
     assert fits(2048, 8192) and fits(512, 8192) and fits(768, 8192, world=3)
     assert not fits(2048 + 4, 8192) and not fits(256, 8192)  # whole tiles for each rank
     assert fits(128, 12288, world=2) and not fits(128, 12288) and not fits(128, 2048, world=2)
-    assert not fits(2048, 8193) and not fits(2048, 8192, k=63)  # whole units of 16 bytes
+    assert not fits(2048, 8193) and not fits(2048, 8192, k=63)  # whole vectors
     assert not fits(2048, 8192, out=np.float32)
     # Data take at most half of the heap; what does not fit is scattered and gathered.
     # Here 32 MiB of data for two calls, and signals.

@@ -466,7 +466,7 @@ def test_the_ranks_agree_on_a_signature(kernels):
 def _told(rank, own, other, seconds=0.4, call=2):
     return (
         f"jflux.symm.call(ring_kernel): rank {rank} expects call {call} with signature {own}, but "
-        f"rank {1 - rank} sent call {call} with signature {other} (unit 1). The ranks run "
+        f"rank {1 - rank} sent call {call} with signature {other} (item 1). The ranks run "
         f"different calls: check that all of them trace the same ops.\nINTERNAL: launch failed\n"
         f"ENDED\t{seconds}\n"
     )

@@ -86,17 +86,18 @@ constexpr Machine kH200{132};
 // The configuration with the fewest waves of tiles, counting partial tiles.
 TEST(ShardsThatAreNoWholeTilesCost) {
   // After attention: a rank's rows times all of w.
-  EXPECT_EQ(ChooseAllToAllMatmul(2, 4096, 6144, 12288, false, kH200).tile_n, 256);
-  EXPECT_EQ(ChooseAllToAllMatmul(2, 4096, 6144, 12288, false, kH200).cluster_m, 2);
+  EXPECT_EQ(ChooseAllToAllMatmul(2, 4096, 6144, 12288, DType::kBF16, false, kH200).tile_n, 256);
+  EXPECT_EQ(ChooseAllToAllMatmul(2, 4096, 6144, 12288, DType::kBF16, false, kH200).cluster_m, 2);
   // Concatenated rows: full tiles of each shard.
-  EXPECT_EQ(ChooseAllToAllMatmul(4, 128, 8192, 3072, true, kH200).cluster_m, 1);
+  EXPECT_EQ(ChooseAllToAllMatmul(4, 128, 8192, 3072, DType::kBF16, true, kH200).cluster_m, 1);
   for (bool concat_rows : {false, true}) {
     for (int world : {1, 2, 3, 4, 8}) {
       for (int64_t rows : {1, 128, 300, 2048, 8192}) {
         for (int64_t n : {8, 128, 1000, 2048, 4096}) {
           for (double gbps : {0.0, 80.0}) {
             const Machine machine{132, gbps};
-            EXPECT(IsPossible(ChooseAllToAllMatmul(world, rows, 1024, n, concat_rows, machine)))
+            EXPECT(IsPossible(
+                ChooseAllToAllMatmul(world, rows, 1024, n, DType::kBF16, concat_rows, machine)))
                 << world << " " << rows << " " << n;
           }
         }
@@ -119,7 +120,7 @@ TEST(RasterGroupsFitTheLinks) {
 
 // Not seven tile rows of eight in the first one.
 TEST(RasterGroupsHaveOneSize) {
-  EXPECT_EQ(ChooseAllToAllMatmul(4, 2048, 3072, 12288, false, kH200).group_m, 4);
+  EXPECT_EQ(ChooseAllToAllMatmul(4, 2048, 3072, 12288, DType::kBF16, false, kH200).group_m, 4);
   for (int64_t tiles = 1; tiles <= 40; ++tiles) {
     const int64_t group = TermGroups({256, 2, 16}, 4, 256 * tiles, kH200).group_m;
     EXPECT(group <= 5 && group * CeilDiv(tiles, group) - tiles < CeilDiv(tiles, group)) << tiles;

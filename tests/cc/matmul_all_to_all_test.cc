@@ -97,15 +97,15 @@ TEST(EverySlotIsOneTilesOfOnePeer) {
 // The configuration with the fewest waves of tiles, counting partial tiles.
 TEST(ShardsThatAreNoWholeTilesCost) {
   constexpr Machine kH200{132};
-  EXPECT_EQ(ChooseAllToAll(4, 2048, 3072, 8192, kH200).tile_n, 256);
-  EXPECT_EQ(ChooseAllToAll(4, 2048, 3072, 8192, kH200).cluster_m, 2);
-  EXPECT_EQ(ChooseAllToAll(4, 2048, 128, 8192, kH200).tile_n,
+  EXPECT_EQ(ChooseAllToAll(4, 2048, 3072, 8192, DType::kBF16, kH200).tile_n, 256);
+  EXPECT_EQ(ChooseAllToAll(4, 2048, 3072, 8192, DType::kBF16, kH200).cluster_m, 2);
+  EXPECT_EQ(ChooseAllToAll(4, 2048, 128, 8192, DType::kBF16, kH200).tile_n,
             128);  // with 192 columns, a third would be wasted
-  EXPECT_EQ(ChooseAllToAll(4, 128, 3072, 8192, kH200).cluster_m, 1);
+  EXPECT_EQ(ChooseAllToAll(4, 128, 3072, 8192, DType::kBF16, kH200).cluster_m, 1);
   for (int world : {2, 3, 4, 8}) {
     for (int64_t rows : {1, 128, 300, 2048, 8192}) {
       for (int64_t n : {8, 128, 1000, 2048, 4096}) {
-        EXPECT(IsPossible(ChooseAllToAll(world, rows, n, 8192, kH200)))
+        EXPECT(IsPossible(ChooseAllToAll(world, rows, n, 8192, DType::kBF16, kH200)))
             << world << " " << rows << " " << n;
       }
     }

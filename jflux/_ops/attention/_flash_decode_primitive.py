@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 from jax.interpreters import ad
 
+from ... import _native
 from ..._call import local_ops
 from ..._call.forms import Op, ShapeDtype
 from ..._call.plans import Arrays, Plan
@@ -266,8 +267,8 @@ def _shapes(arrays: Arrays, params: Params) -> Sequence[ShapeDtype]:
 
 def _why_not(arrays: Arrays, params: Params, platform: str) -> str | None:
     q, k, *_ = arrays
-    if q.dtype.name not in ("bfloat16", "float16"):
-        return f"operands are {q.dtype}, the kernel takes bfloat16 and float16"
+    if why := _native.why_not_dtypes("flash_decode", "cuda", q.dtype):
+        return why
     if q.shape[2] not in WIDTHS:
         return f"heads have {q.shape[2]} elements, the kernel takes {WIDTHS}"
     if 0 in q.shape or 0 in k.shape:

@@ -34,7 +34,6 @@ from ._blockwise import Positions, Scores
 OP = "all_gather_attention"
 
 #: The types that the CPU's body takes, which sums in float32.
-_CPU_DTYPES = ("float16", "bfloat16", "float32")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,8 +183,8 @@ def _why_not(arrays: Arrays, params: Params, machine: Machine) -> str | None:
         return flash_attention.why_not(arrays, params, machine.platform)
     if not _config.config.always:
         return "on CPUs XLA's blocks are faster"
-    if q.dtype.name not in _CPU_DTYPES:
-        return f"operands are {q.dtype}, the CPU's body takes {', '.join(_CPU_DTYPES)}"
+    if why := _native.why_not_dtypes(OP, "cpu", q.dtype):
+        return why
     return None if params.scores.scale > 0 else f"the scale is {params.scores.scale}"
 
 
@@ -197,7 +196,7 @@ def _takes(call: Call, machine: Machine) -> Plan | WhyNot:
     fields = {
         "world": params.world, "batch": q.shape[0], "queries": q.shape[1], "keys": k.shape[1],
         "heads": q.shape[2], "groups": k.shape[2], "width": q.shape[3],
-        "dtype": _native.DTYPES.index(q.dtype.name),
+        "dtype": _native.dtype_number(q.dtype),
     }  # fmt: skip
     native = forms.native_plan(OP, fields, machine, fills="keys")
     if isinstance(native, WhyNot):

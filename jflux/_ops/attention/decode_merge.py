@@ -8,10 +8,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.interpreters import ad
 
-from ... import _config
+from ... import _config, _native
 from ..._call import forms, plans
 from ..._call.forms import Call, Op, WhyNot
 from ..._call.plans import Arrays, Machine, Plan
@@ -95,8 +94,8 @@ def _in_lax(arrays: Arrays, params: Params) -> list[jax.Array]:
 
 def _takes(call: Call, machine: Machine) -> Plan | WhyNot:
     (x,), world = call.arrays, call.params.world
-    if x.dtype != np.float32:
-        return WhyNot(f"parts are {x.dtype}, the kernel takes float32")
+    if why := _native.why_not_dtypes(OP, "cuda", x.dtype):
+        return WhyNot(why)
     if world == 1:
         return WhyNot("there is one rank")
     received = x.size * x.dtype.itemsize * world

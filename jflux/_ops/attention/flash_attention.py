@@ -14,6 +14,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad
 
+from ... import _native
 from ..._call import derivatives, local_ops
 from ..._call.forms import Op, ShapeDtype
 from ..._call.plans import Arrays, Plan
@@ -140,8 +141,8 @@ def _backward_shapes(arrays: Arrays, params: Params) -> Sequence[ShapeDtype]:
 
 def why_not(arrays: Arrays, params: Any, platform: str) -> str | None:
     q, k, scores = arrays[0], arrays[1], params.scores
-    if q.dtype.name not in ("bfloat16", "float16"):
-        return f"operands are {q.dtype}, the kernel takes bfloat16 and float16"
+    if why := _native.why_not_dtypes("flash_attention", "cuda", q.dtype):
+        return why
     if q.shape[3] % 8 or q.shape[3] > _MOST_WIDTH:
         return (
             f"heads have {q.shape[3]} elements, the kernel takes a multiple of 8, up to "

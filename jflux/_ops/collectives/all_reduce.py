@@ -227,8 +227,8 @@ def _reference(arrays: Arrays, params: Params) -> list[Any]:
 
 
 def _unsupported(x: Any, params: Params) -> str | None:
-    if x.dtype not in _product.CPU_DTYPES:
-        return f"{x.dtype} operands, the kernels take {', '.join(_native.DTYPES)}"
+    if why := _native.why_not_dtypes(OP, "cuda", x.dtype):
+        return why
     if params.world > _product.MAX_RANKS:
         return f"{params.world} ranks, the kernels take up to {_product.MAX_RANKS}"
     if x.size >= 1 << 31:
@@ -424,7 +424,7 @@ SPECS = (
         function=all_reduce,
         reference=reference,
         communication=lambda ndim, **_: Collective("all_reduce"),
-        dtypes={"cpu": _product.CPU_DTYPES, "cuda": _product.CPU_DTYPES},
+        dtypes={platform: _native.dtypes(OP, platform) for platform in ("cpu", "cuda")},
         gradient=(OP,),
         most_bytes=most_bytes,
     ),

@@ -440,8 +440,8 @@ def _unsupported(x: Any, params: Params, kind: Kind) -> str | None:
         return f"{params.world} ranks, the kernels take up to {_product.MAX_RANKS}"
     if x.size * x.dtype.itemsize >= 1 << 31:
         return "x has 2 GiB or more, the kernels take less"
-    if kind == "reduce_scatter" and x.dtype not in _product.CPU_DTYPES:
-        return f"{x.dtype} operands, the kernels take {', '.join(_native.DTYPES)}"
+    if kind == "reduce_scatter" and (why := _native.why_not_dtypes(kind, "cuda", x.dtype)):
+        return why
     if x.dtype.name.startswith(LESS_THAN_BYTES):
         return f"{x.dtype} operands, the kernels take whole bytes"
     return None
@@ -574,7 +574,7 @@ def _spec(
     communication: Callable[..., Collective],
     *ways: dict[str, Any],
 ) -> OpSpec:
-    types = _product.CPU_DTYPES if kind == "reduce_scatter" else frozenset()
+    types = _native.dtypes(kind, "cuda")  # empty: whatever they are
     return OpSpec(
         name=kind,
         function=function,

@@ -131,8 +131,8 @@ def _why_not(call: dict[str, int], dtype: Any) -> str | None:
     """Why no kernel takes such a dispatch on any machine, or None."""
     if not 2 <= call["world"] <= _product.MAX_RANKS:
         return f"the kernel is for 2 to {_product.MAX_RANKS} ranks, not for {call['world']}"
-    if dtype.name not in _TYPES:
-        return _not_our_type(dtype)
+    if why := _native.why_not_dtypes("moe_combine", "cuda", dtype):
+        return why
     try:
         taken = _native.plan(OP, call, 0, 0.0)["workspace_bytes"]
     except ValueError as refused:
@@ -206,12 +206,6 @@ def _of_slots(numbers: jax.Array, expert_row: jax.Array) -> jax.Array:
 
 # ---- How a dispatch lowers -----------------------------------------------------------------------
 
-_TYPES = ("bfloat16", "float16", "float32")
-
-
-def _not_our_type(dtype: Any) -> str:
-    return f"rows are {dtype}, the kernels take bfloat16, float16 and float32"
-
 
 def _call(arrays: Arrays, params: Params) -> dict[str, int]:
     """A dispatch as the native plan function reads it."""
@@ -246,8 +240,8 @@ def _forms(
 
     def takes(call: Call, machine: Machine) -> Plan | WhyNot:
         fields, dtype = fields_of(call)
-        if dtype.name not in _TYPES:
-            return WhyNot(_not_our_type(dtype))
+        if why := _native.why_not_dtypes("moe_combine", "cuda", dtype):
+            return WhyNot(why)
         # A dispatch sends a row in up to 8 parts, each with a signal. If the workspace does not
         # fit, try fewer parts, which take fewer signals.
         for most_parts in (8, 4, 2, 1):
@@ -261,7 +255,7 @@ def _forms(
 
     def takes_pieces(call: Call, machine: Machine) -> Plan | None:
         fields, dtype = fields_of(call)
-        if call.levels is not None or dtype.name not in _TYPES:
+        if call.levels is not None or _native.why_not_dtypes("moe_combine", "cuda", dtype):
             return None
         if not isinstance(no_room := takes(call, machine), WhyNot):
             return None

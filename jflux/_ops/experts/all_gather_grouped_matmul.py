@@ -244,8 +244,8 @@ def _call(arrays: Arrays, params: Params) -> dict[str, int]:
     """A call of types that kernels take, as the native plan function reads it, but for a tile that
     a test forces."""
     return _sizes(arrays, params) | {
-        "dtype": _native.DTYPES.index(arrays[0].dtype.name),
-        "out_dtype": _native.DTYPES.index(params.out_dtype.name),
+        "dtype": _native.dtype_number(arrays[0].dtype),
+        "out_dtype": _native.dtype_number(params.out_dtype),
     }
 
 

@@ -242,8 +242,8 @@ def _call(arrays: Arrays, params: Params) -> dict[str, int]:
         "k": kept.h.shape[1],
         "n": kept.w.shape[1 if params.transpose_rhs else 2],
         "groups": kept.w.shape[0],
-        "dtype": _native.DTYPES.index(kept.h.dtype.name),
-        "out_dtype": _native.DTYPES.index(params.out_dtype.name),
+        "dtype": _native.dtype_number(kept.h.dtype),
+        "out_dtype": _native.dtype_number(params.out_dtype),
         "transpose_rhs": int(params.transpose_rhs),
         "owners": params.owners,
     }

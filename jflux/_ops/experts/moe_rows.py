@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.interpreters import ad
 
+from ... import _native
 from ..._call import local_ops
 from ..._call.forms import Op, ShapeDtype
 from ..._call.plans import Arrays
@@ -35,7 +36,6 @@ OP = "moe_rows"
 #: The two operands of each result, in order.
 _OPERANDS = {"g": ("y", "w"), "y": ("g", "w"), "w": ("y", "g")}
 _FORMS = tuple(_OPERANDS)  # in the order of MoeRowsForm
-_VECTOR = 16  # bytes, which a row has a multiple of in the kernels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,14 +105,17 @@ def _why_not(arrays: Arrays, params: Params, platform: str) -> str | None:
     a, b, _, destination = arrays
     types = [d.dtype.name for d in (a, b, params)]
     first, second, out = types
-    if first not in ("bfloat16", "float16", "float32"):
-        return f"rows are {first}, the kernels take bfloat16, float16 and float32"
+    if why := _native.why_not_dtypes("moe_rows", "cuda", first):
+        return why
     other = first if params.result == "w" else "float32"
     results = {"g": (first, "float32"), "y": (first,), "w": ("float32",)}[params.result]
     if second != other or out not in results:
         return f"the kernels do not take {first} and {second} with a result of {out}"
-    if a.shape[1] * a.dtype.itemsize % _VECTOR:
-        return f"rows have {a.shape[1]} {first}, the kernels take multiples of {_VECTOR} bytes"
+    if a.shape[1] * a.dtype.itemsize % _native.VECTOR_BYTES:
+        return (
+            f"rows have {a.shape[1]} {first}, the kernels take multiples of "
+            f"{_native.VECTOR_BYTES} bytes"
+        )
     if 0 in (*a.shape, *b.shape, *arrays[2].shape, *destination.shape):
         return "an operand is empty"
     return None

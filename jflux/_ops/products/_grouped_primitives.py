@@ -28,7 +28,7 @@ from ..._call.plans import Arrays, Plan
 from ..._call.primitives import make_primitive
 from .. import _epilogue, _lax
 from .._epilogue import Epilogue
-from . import _product
+from . import _product, _product_plan
 from .all_gather_matmul import ACTIVATED, PREACTIVATION
 
 OP, DW = "grouped_matmul", "grouped_matmul_dw"
@@ -147,21 +147,22 @@ def _shapes_dw(arrays: Arrays, params: DwParams) -> list[ShapeDtype]:
 def _why_not(arrays: Arrays, params: Params, platform: str) -> str | None:
     x, (w, *_), sizes, _ = _split(arrays, params)
     why = _product.kernel_takes(x, w, params.out_dtype, 1, platform)
-    return why or _why_not_sizes(w.shape[1:], sizes, platform)
+    return why or _why_not_sizes(w.shape[1:], x.dtype, sizes, platform)
 
 
 def _why_not_dw(arrays: Arrays, params: DwParams, platform: str) -> str | None:
     x, dy, sizes = arrays
     why = _product.kernel_takes(x, dy, params.out_dtype, 1, platform)
-    return why or _why_not_sizes((x.shape[1], dy.shape[1]), sizes, platform)
+    return why or _why_not_sizes((x.shape[1], dy.shape[1]), x.dtype, sizes, platform)
 
 
-def _why_not_sizes(widths: Sequence[int], sizes: Any, platform: str) -> str | None:
+def _why_not_sizes(widths: Sequence[int], dtype: np.dtype, sizes: Any, platform: str) -> str | None:
     """Why the kernel does not take these widths (k and n) or this number of groups."""
     if platform != "cuda":
         return None
-    if any(width % _native.UNIT for width in widths):
-        return f"k and n are {tuple(widths)}, the kernel takes multiples of {_native.UNIT}"
+    vector = _product_plan.vector(dtype)
+    if any(width % vector for width in widths):
+        return f"k and n are {tuple(widths)}, the kernel takes multiples of {vector}"
     if sizes.shape[0] > _MOST_GROUPS:
         return f"{sizes.shape[0]} groups, the kernel takes up to {_MOST_GROUPS}"
     return None

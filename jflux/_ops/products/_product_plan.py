@@ -19,7 +19,7 @@ from ... import _config, _native
 from ..._call import plans, tuning_tables
 from ..._call.forms import Call, WhyNot
 from ..._call.plans import Arrays, Machine, Plan
-from ..._native import TILE_ROWS, UNIT
+from ..._native import TILE_ROWS, VECTOR_BYTES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,20 +81,21 @@ class Sizes:
         }
 
 
-#: Elements of 128 bytes, the most that :func:`alignment` looks for.
-MOST_ALIGNMENT = 8 * UNIT
+#: Bytes, the most that :func:`alignment` looks for.
+MOST_ALIGNMENT = 8 * VECTOR_BYTES
 
 
 def alignment(xs: Sequence[Any], ws: Sequence[Any]) -> int:
-    """The largest power of two of elements, up to 128 bytes, whose multiples k and n of all
-    operands are: how the rows of x, and those of w as it is and transposed, are aligned."""
-    sizes = [x.shape[-1] for x in xs] + [size for w in ws for size in w.shape]
+    """The largest power of two of bytes, up to 128, whose multiples rows of all operands are: those
+    of x, and those of w as it is and transposed."""
+    sizes = [x.shape[-1] * x.dtype.itemsize for x in xs]
+    sizes += [size * w.dtype.itemsize for w in ws for size in w.shape]
     return math.gcd(MOST_ALIGNMENT, *sizes)
 
 
-def in_units(xs: Sequence[Any], ws: Sequence[Any]) -> bool:
-    """Whether the rows of all operands are whole 16-byte units, as the CUDA kernels need them."""
-    return alignment(xs, ws) >= UNIT
+def in_vectors(xs: Sequence[Any], ws: Sequence[Any]) -> bool:
+    """Whether the rows of all operands are whole 16-byte vectors, as the CUDA kernels need them."""
+    return alignment(xs, ws) >= VECTOR_BYTES
 
 
 #: If ranks share tiles, an all_gather_matmul on full links has all rows in one raster group for up
@@ -127,16 +128,16 @@ def why_decomposed(
       width: the columns of w on each rank for an all-gather, its rows for a reduce-scatter; 0
         skips the test for padding. If a rank's rows are not whole tiles, the kernel multiplies a
         partly empty row of tiles. cuBLAS does not, and this may cost more than the overlap saves.
-      alignment: :func:`alignment` of the operands. Below one unit cuBLAS takes 4 times as long, and
-        the kernel is faster with any padding. Where rows are an odd number of units and few, cuBLAS
-        takes 1.8 times as long, and the kernel does not.
+      alignment: :func:`alignment` of the operands. Below one vector cuBLAS takes 4 times as long,
+        and the kernel is faster with any padding. Where rows are an odd number of vectors and few,
+        cuBLAS takes 1.8 times as long, and the kernel does not.
       gathers: whether the call gathers rows, so that tiles wait for rows of peers.
     """
-    if m < fewest and alignment != UNIT:
+    if m < fewest and alignment != VECTOR_BYTES:
         return f"{m} rows are fewer than {fewest}: there is no time to hide communication in"
     if TILE_ROWS < m < 512:
         return f"{m} rows: from {TILE_ROWS + 1} to 511 the decomposed form was measured faster"
-    if m <= TILE_ROWS or width == 0 or alignment < UNIT or m // ranks % TILE_ROWS == 0:
+    if m <= TILE_ROWS or width == 0 or alignment < VECTOR_BYTES or m // ranks % TILE_ROWS == 0:
         return None
     padding = -m % (2 * TILE_ROWS) / m  # clusters have two tiles
     saved = machine.balanced_columns / width * (ranks - 1) / ranks
@@ -151,29 +152,38 @@ def why_decomposed(
     return None
 
 
-#: Rows that must be padded become multiples of this number of elements, which is 64 bytes. The
-#: kernels take up to 1.5 times as long to load rows of an odd number of units
-#: (docs/experiments/0053).
-PADDED_TO = 4 * UNIT
+#: Rows that must be padded become multiples of so many bytes. The kernels take up to 1.5 times as
+#: long to load rows of an odd number of vectors (docs/experiments/0053).
+PADDED_TO = 4 * VECTOR_BYTES
 
 
-def padded(size: int) -> int:
-    """k or n as the GPU kernels take it: whole units, and if there is padding, whole 64 bytes."""
-    return size if size % UNIT == 0 else size + -size % PADDED_TO
+def vector(dtype: np.dtype) -> int:
+    """Elements of a vector."""
+    return VECTOR_BYTES // dtype.itemsize
 
 
-def in_whole_units(sizes: Sizes) -> Sizes:
+def padded(size: int, dtype: np.dtype) -> int:
+    """k or n as the GPU kernels take it: whole vectors, and if there is padding, whole 64 bytes."""
+    whole = size % vector(dtype) == 0
+    return size if whole else size + -size % (PADDED_TO // dtype.itemsize)
+
+
+def in_whole_vectors(sizes: Sizes) -> Sizes:
     """The sizes of a call whose k and n are padded, as the GPU kernels take it."""
-    first_k = padded(sizes.first_k)
-    k = first_k + padded(sizes.k - sizes.first_k)
-    n = 2 * padded(sizes.n // 2) if sizes.gated else padded(sizes.n)
+
+    def pad(size: int) -> int:
+        return padded(size, sizes.dtype)
+
+    first_k = pad(sizes.first_k)
+    k = first_k + pad(sizes.k - sizes.first_k)
+    n = 2 * pad(sizes.n // 2) if sizes.gated else pad(sizes.n)
     return dataclasses.replace(sizes, first_k=first_k, k=k, n=n)
 
 
 def in_rank_order(sizes: Sizes) -> Sizes:
     """The sizes of a padded call whose ranks are brought in front of leading rows, where a tile's
     rows would straddle leading indices."""
-    sizes = in_whole_units(sizes)
+    sizes = in_whole_vectors(sizes)
     if sizes.outer == 1 or sizes.inner % TILE_ROWS == 0:
         return sizes
     return dataclasses.replace(sizes, outer=1, inner=sizes.outer * sizes.inner)
@@ -267,7 +277,7 @@ class Product:
     sizes: SizesRule
     unsupported: UnsupportedRule
     why_decomposed: WhyRule
-    on_gpus: Callable[[Sizes], Sizes] = in_whole_units
+    on_gpus: Callable[[Sizes], Sizes] = in_whole_vectors
     why_lax: Callable[[Any], str | None] = lambda params: None
     why_no_kernel: WhyRule = lambda arrays, params, machine: None
 

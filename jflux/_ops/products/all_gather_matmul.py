@@ -708,11 +708,11 @@ def _canonical(arrays: Arrays, params: Params, machine: Machine) -> Any:
             return [*jnp.split(y, ends[:-1], -1), *gathered]
 
         return side_by_side
-    if not machine.on_gpus or _product_plan.in_units([x], ws):
+    if not machine.on_gpus or _product_plan.in_vectors([x], ws):
         return None
 
     def padded(x: Any, *ws: Any) -> list[Any]:
-        results = bind(_product.PADDED, *_product.pad_to_units([x], ws))
+        results = bind(_product.PADDED, *_product.pad_to_vectors([x], ws))
         ys = [y[..., :size] for y, size in zip(results, n, strict=False)]
         return ys + [g[..., : x.shape[-1]] for g in results[len(ws) :]]
 
@@ -737,12 +737,12 @@ def _canonical_epilogue(arrays: Arrays, params: Params, machine: Machine) -> Any
             prepared="what the activation is applied to is used alone",
         )
         return functools.partial(_primitive.bind, params=before)
-    if _product_plan.in_units([x], ws):
+    if _product_plan.in_vectors([x], ws):
         return None
 
     def padded(x: Any, *operands: Any) -> list[Any]:
         ws, biases = _weights(operands, params)
-        wide = _product.pad_to_units([x], ws)
+        wide = _product.pad_to_vectors([x], ws)
         biases = [_product.pad_last(b, 1) for b in biases]
         shapes = _result_shapes((x, *operands), params)
         results = _primitive.bind(

@@ -471,12 +471,12 @@ _forms = _product_plan.Product(
 
 
 def _pad_shards(a: Any, dimension: int, shards: int) -> Any:
-    """Pads the shards that a dimension is made of with zeros, each, if they are no whole units."""
+    """Pads each shard of a dimension with zeros, if shards are no whole vectors."""
     shape = a.shape
     size = shape[dimension] // shards
     a = a.reshape(*shape[:dimension], shards, size, *shape[dimension + 1 :])
     padding = [(0, 0)] * a.ndim
-    padding[dimension + 1] = (0, _product_plan.padded(size) - size)
+    padding[dimension + 1] = (0, _product_plan.padded(size, a.dtype) - size)
     return jnp.pad(a, padding).reshape(*shape[:dimension], -1, *shape[dimension + 1 :])
 
 
@@ -491,7 +491,8 @@ def _canonical(arrays: Arrays, params: Params, machine: Machine) -> Any:
         changed = dataclasses.replace(params, prepared=prepared, **changes)
         return _primitive.bind(*operands, params=changed)
 
-    if sizes.k % _product_plan.UNIT != 0 or sizes.n % _product_plan.UNIT != 0:
+    vector = _product_plan.vector(sizes.dtype)
+    if sizes.k % vector != 0 or sizes.n % vector != 0:
 
         def padded(x: Any, w: Any) -> list[Any]:
             wide = _pad_shards(x, x.ndim - 1, 1 if sizes.split_rows else world)

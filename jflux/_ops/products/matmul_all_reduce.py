@@ -397,8 +397,8 @@ def is_one_call(shape: tuple[int, ...], dtypes: Sequence[Any], world: int) -> bo
     rows, columns = int(np.prod(shape[:-1])), shape[-1]
     types = [np.dtype(d) for d in dtypes]
     large = _is_large(rows, columns, types[-1])
-    halves = len(set(types)) == 1 and types[0] in _product.CUDA_DTYPES
-    return (large or halves and are_few_rows(rows, columns, world)) and rows % world == 0
+    fits = len(set(types)) == 1 and types[0] in _product.DTYPES["cuda"]
+    return (large or fits and are_few_rows(rows, columns, world)) and rows % world == 0
 
 
 def _sizes(arrays: Arrays, params: Params) -> _product_plan.Sizes:
@@ -440,18 +440,18 @@ def _why_two_ops(call: Call, machine: Machine) -> WhyNot | None:
 
 
 def _plan_kernel(call: Call, machine: Machine) -> Plan | WhyNot:
-    """The kernel's plan of a call that is no two ops. The GPU kernel takes whole units of one type,
-    one tile of rows or whole ones for each rank."""
+    """The kernel's plan of a call that is no two ops. The GPU kernel takes whole vectors of one
+    type, one tile of rows or whole ones for each rank."""
     sizes = _sizes(call.arrays, call.params)
-    rows, unit = sizes.rows, _product_plan.UNIT
+    rows, vector = sizes.rows, _product_plan.vector(sizes.dtype)
     if machine.on_gpus:
         if sizes.out_dtype != sizes.dtype:
             return WhyNot(
                 f"x is {sizes.dtype} and y {sizes.out_dtype}, the GPU kernel takes one type"
             )
-        if sizes.k % unit or sizes.n % unit:
+        if sizes.k % vector or sizes.n % vector:
             return WhyNot(
-                f"k={sizes.k} and n={sizes.n} must be multiples of {unit} for the GPU kernel"
+                f"k={sizes.k} and n={sizes.n} must be multiples of {vector} for the GPU kernel"
             )
         if not are_few_rows(rows, sizes.n, sizes.world) and sizes.inner % _product_plan.TILE_ROWS:
             return WhyNot(

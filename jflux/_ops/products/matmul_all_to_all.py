@@ -76,8 +76,8 @@ def matmul_all_to_all(
     other write branch of Flux's epilogue (arXiv 2406.06858, section 3).
 
     The two axes may be one. Where they are two different dimensions of rows, where a piece's rows
-    are no whole 16-byte units, and, on GPUs, where there are few rows or y is of another type than
-    x, it is the product, and :func:`jflux.all_to_all` of it.
+    are no whole 16-byte vectors, and, on GPUs, where there are few rows or y is of another type
+    than x, it is the product, and :func:`jflux.all_to_all` of it.
 
     Outside ``shard_map`` it takes global arrays and wraps itself in ``shard_map``: the product is
     sharded along `concat_axis`, so x is (or w is, in its columns, if that is the last one), and y
@@ -390,8 +390,8 @@ def _why_no_kernel(arrays: Arrays, params: Params, machine: Machine) -> str | No
     x, n = arrays[0], _sizes(arrays, params).n
     if machine.on_gpus and params.out_dtype != x.dtype:
         return f"the GPU kernel sends tiles of x's type {x.dtype}, and y is {params.out_dtype}"
-    if machine.on_gpus and n % _product_plan.UNIT != 0:
-        return f"a shard's rows have {n} columns, which are no whole 16-byte units"
+    if machine.on_gpus and n % _product_plan.vector(x.dtype) != 0:
+        return f"a shard's rows have {n} columns, which are no whole 16-byte vectors"
     return _all_to_all_shards.why_no_way(x, params)
 
 
@@ -413,8 +413,8 @@ def _canonical(arrays: Arrays, params: Params, machine: Machine) -> Any:
         changed = dataclasses.replace(params, prepared=prepared, **changes)
         return _primitive.bind(*operands, params=changed)
 
-    if not _product_plan.in_units([x], [w]):
-        return lambda x, w: bind(_product.PADDED, *_product.pad_to_units([x], [w]))
+    if not _product_plan.in_vectors([x], [w]):
+        return lambda x, w: bind(_product.PADDED, *_product.pad_to_vectors([x], [w]))
     ((shape, _),) = _result_shapes((x, w), params)
     return _all_to_all_shards.in_rank_order(bind, _sizes((x, w), params), [shape])
 

@@ -508,12 +508,12 @@ def _canonical(arrays: Arrays, params: Params, machine: Machine) -> Any:
         return end_to_end
     if not machine.on_gpus:
         return None
-    if not _product_plan.in_units(xs, ws):
+    if not _product_plan.in_vectors(xs, ws):
 
         def padded(*operands: Any) -> list[Any]:
             xs, ws, added = _terms(operands, params)
             wide = (_product.pad_last(a, 1) for a in added)
-            (y,) = bind(_product.PADDED, *_product.pad_to_units(xs, ws), *wide)
+            (y,) = bind(_product.PADDED, *_product.pad_to_vectors(xs, ws), *wide)
             return [y[..., :n]]
 
         return padded
