@@ -8,6 +8,7 @@
 #define JFLUX_OPS_ALL_GATHER_GROUPED_MATMUL_GATHERED_TABLE_SM90_CUH_
 
 #include "gpu/gather_rows_sm90.cuh"
+#include "gpu/gemm_schedule.cuh"
 #include "ops/all_gather_grouped_matmul/all_gather_grouped_matmul_args.cuh"
 #include "ops/grouped_matmul/span_table_sm90.cuh"
 
@@ -30,26 +31,41 @@ __device__ __forceinline__ SpanTable<Config> SpansOf(const AllGatherGroupedMatmu
                            args.order.Segments());
 }
 
-template <typename Config>
-__device__ __forceinline__ uint32_t RowTableAt(const GemmSmem<Config>& smem, int i) {
-  return smem.base + Config::kSmemBytes - (Config::kRowTables - i) * kRowTableBytes<Config>;
-}
-
 // What a scheduler warp knows of the tiles. All functions are called by a full warp.
 template <typename Config>
-class GatheredGroups : public ClassedGroups<Config, GatheredTiles> {
+class GatheredGroups : public ClassedGroups<Config, GatheredTiles>, public Counted {
  public:
   using Args = AllGatherGroupedMatmulArgs;
 
   __device__ GatheredGroups(const Args& args, const GemmSmem<Config>& smem, bool leads)
       : ClassedGroups<Config, GatheredTiles>(args.order, SpansOf(args, smem), args.groups.groups,
-                                             leads),
-        smem_(smem) {}
+                                             leads) {}
   __device__ Tile At(const Args&, int32_t t) const { return this->TileOf(t, this->group()); }
+  static __device__ void MakeTable(const Args& args, const GemmSmem<Config>& smem, uint32_t cta) {
+    if (cta == 0) SpansOf(args, smem).Make(args, /*leads=*/true);
+  }
+};
 
+// A tile's rows, as a scheduler warp waits for them.
+template <typename Config, typename Coords>
+class GatheredRows {
+ public:
+  using Args = AllGatherGroupedMatmulArgs;
+
+  __device__ GatheredRows(const Args&, const GemmSmem<Config>& smem) : smem_(smem) {}
+
+  template <typename Arrived>
+  __device__ void Await(const Args& args, const CallContext& call, int32_t, Tile,
+                        const Coords& coords, int k_blocks, Arrived&& set_arrived) {
+    WaitForTokens(args, call, coords.row, coords.end);
+    set_arrived(k_blocks);
+  }
+
+ private:
   // Writes the addresses of rows [row, end) of a CTA's tile, and waits for the tokens. Each chunk
   // is looked at once: those before `arrived_` have arrived.
-  __device__ void WaitForRows(const Args& args, const CallContext& call, int32_t row, int32_t end) {
+  __device__ void WaitForTokens(const Args& args, const CallContext& call, int32_t row,
+                                int32_t end) {
     const int lane = threadIdx.x % 32;
     const uint32_t table = RowTableAt(smem_, table_);
     table_ ^= 1;
@@ -89,7 +105,6 @@ class GatheredGroups : public ClassedGroups<Config, GatheredTiles> {
     }
   }
 
- private:
   GemmSmem<Config> smem_;
   int table_ = 0;
   int32_t arrived_ = 0;  // lane i: chunks of rank i that are known to have arrived
